@@ -1,0 +1,48 @@
+#include "error.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+const char *program_name = "gpt2";
+void (*fail_hook)(int code) = NULL;
+
+static _Noreturn void end(ExitCode code) {
+    fflush(stdout);
+    if (fail_hook) fail_hook(code);
+    exit(code);
+}
+
+void fail(ExitCode code, const char *format, ...) {
+    Error error = {.code = code};
+    va_list args;
+    va_start(args, format);
+    vsnprintf(error.text, sizeof error.text, format, args);
+    va_end(args);
+    fail_with(&error);
+}
+
+void fail_with(const Error *error) {
+    fflush(stdout);
+    fprintf(stderr, "%s: %s\n", program_name, error->text);
+    end(error->code);
+}
+
+void warn(const char *format, ...) {
+    char text[2048];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    fflush(stdout);
+    fprintf(stderr, "%s: warning: %s\n", program_name, text);
+}
+
+bool error_set(Error *error, ExitCode code, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    error->code = code;
+    vsnprintf(error->text, sizeof error->text, format, args);
+    va_end(args);
+    return false;
+}

@@ -1,0 +1,45 @@
+// How every program here says that something is wrong, and the exit codes that it ends with.
+//
+// A function that a caller may want to survive (a full disk while saving, a broken file under a fuzzer) takes an `Error *`
+// and returns false; one that cannot go on calls fail(). A message says what was expected, what was found, in which file
+// and at which offset, and what to do about it; a second line is indented by two spaces.
+#ifndef RUNTIME_ERROR_H
+#define RUNTIME_ERROR_H
+
+#include <stdbool.h>
+
+typedef enum {
+    EXIT_DONE = 0,
+    EXIT_USAGE = 2,       // wrong flags
+    EXIT_INPUT = 3,       // a bad input file
+    EXIT_RESOURCE = 4,    // out of memory or disk
+    EXIT_DIVERGED = 5,    // the loss is no longer finite
+    EXIT_PEER = 6,        // a device or another process failed
+    EXIT_BUSY = 7,        // the run folder is in use
+    EXIT_STOPPED = 75     // stopped by a signal, with a checkpoint saved
+} ExitCode;
+
+typedef struct {
+    ExitCode code;
+    char text[2048];
+} Error;
+
+// The name that starts each message; set once at the start of main().
+extern const char *program_name;
+
+// Called by fail() just before it exits, where there are other processes to end (MPI_Abort). May be NULL.
+extern void (*fail_hook)(int code);
+
+// Writes "program: text" to stderr and ends the process with the code.
+_Noreturn void fail(ExitCode code, const char *format, ...) __attribute__((format(printf, 2, 3)));
+
+// fail() with what an Error says.
+_Noreturn void fail_with(const Error *error);
+
+// Writes "program: warning: text" to stderr.
+void warn(const char *format, ...) __attribute__((format(printf, 1, 2)));
+
+// Fills the error and returns false, so that a function can end with `return error_set(...)`.
+bool error_set(Error *error, ExitCode code, const char *format, ...) __attribute__((format(printf, 3, 4)));
+
+#endif
