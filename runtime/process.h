@@ -1,0 +1,37 @@
+// The processes of a data-parallel run, by MPI when a launcher started several, otherwise this one alone with no MPI at all.
+#ifndef RUNTIME_PROCESS_H
+#define RUNTIME_PROCESS_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+typedef struct {
+    int rank, size;                // among all processes
+    int local_rank, local_size;    // among those on this machine
+} Process;
+
+extern Process process;    // {0, 1, 0, 1} until process_start()
+
+// Starts MPI when a launcher (mpirun, srun) started this process as one of several, fills `process`, and makes fail() end all of
+// them (fail_hook, MPI_Abort). A dead process ends the others: mpirun sees to it, and an MPI call that fails ends with EXIT_PEER.
+void process_start(int *argc, char ***argv);
+void process_end(void);
+
+// The rank that the launcher's environment gives, 0 without one; known before process_start().
+int process_launched_rank(void);
+
+// In place, over all processes; every process gets the same bits, and the same number of processes gives the same bits each time.
+// All processes call with the same n. One process: nothing happens.
+void process_sum_float(float *values, size_t n);
+void process_sum_double(double *values, size_t n);
+int64_t process_max_int(int64_t value);
+void process_broadcast(void *data, size_t bytes);    // from rank 0
+void process_barrier(void);
+
+// From here on SIGTERM and SIGINT only set a flag; a second SIGINT ends the process at once. The processes of a run may see a signal at
+// different steps: agree with process_max_int(process_stop_requested()).
+void process_catch_signals(void);
+bool process_stop_requested(void);
+
+#endif

@@ -1,0 +1,20 @@
+// Random numbers by counter: a value depends on (seed, stream, index) alone, never on threads, order or what was drawn before.
+// Philox4x32-10: Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3" (2011).
+#ifndef RUNTIME_RANDOM_H
+#define RUNTIME_RANDOM_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+// 64 random bits.
+uint64_t random_u64(uint64_t seed, uint64_t stream, uint64_t counter);
+
+// Uniform on [0, 1), a multiple of 2^-53.
+double random_uniform(uint64_t seed, uint64_t stream, uint64_t counter);
+
+// out[i] = mean + std * (the i-th standard normal of the stream)
+//   out (n) written, by all OpenMP threads
+// Box-Muller in float32; the largest magnitude is 6.66 std. Give each tensor a stream of its own.
+void random_normal_fill(float *out, size_t n, float mean, float std, uint64_t seed, uint64_t stream);
+
+#endif

@@ -1,0 +1,26 @@
+// The learning rate of each step.
+#ifndef RUNTIME_SCHEDULE_H
+#define RUNTIME_SCHEDULE_H
+
+#include <stdint.h>
+
+typedef enum { SCHEDULE_CONSTANT, SCHEDULE_COSINE, SCHEDULE_LINEAR, SCHEDULE_WSD } ScheduleKind;    // "constant|cosine|linear|wsd"
+
+typedef struct {
+    ScheduleKind kind;
+    double lr;              // the highest
+    double min_lr_frac;     // where the decay ends, as a fraction of lr
+    int64_t warmup;         // steps
+    int64_t steps;          // of the whole run
+    int64_t rewarm;         // the step at which the warm-up runs again (a switched normaliser); 0: it does not
+} Schedule;
+
+// lr(s) = lr * ramp(s) * shape(s), s from 0
+//   ramp   min(1, (s + 1) / warmup); from step `rewarm` on min(1, (s - rewarm + 1) / warmup)
+//   shape  1 in the warm-up, then with p = (s - warmup) / (steps - warmup) and m = min_lr_frac
+//          constant 1;  cosine m + (1 - m) (1 + cos(pi p)) / 2;  linear 1 - (1 - m) p;
+//          wsd 1 until the last fifth of the steps, then linear from 1 to m
+// m would be reached at s = steps, one after the last step.
+double schedule_lr(const Schedule *schedule, int64_t step);
+
+#endif
