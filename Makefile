@@ -21,7 +21,7 @@ XXHASH  := $(call header,xxhash.h)
 
 # ---- flags
 VERSION := $(shell git describe --always --dirty 2>/dev/null || echo unknown)
-CFLAGS   = -std=gnu11 $(OPT) -g -march=$(MARCH) -fopenmp -fno-math-errno -Wall -Wextra -MMD -MP -I.
+CFLAGS   = -std=gnu11 $(OPT) -g -march=$(MARCH) -fopenmp -fno-math-errno -fno-trapping-math -Wall -Wextra -MMD -MP -I.
 LDFLAGS  = -fopenmp
 LDLIBS   = -lcjson -lxxhash -lm
 ifeq ($(WERROR),1)
