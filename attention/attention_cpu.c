@@ -66,25 +66,31 @@ NORMALIZER_INLINE float row_backward(int phi, int norm, float *s, float *dA, con
     return sum;
 }
 
-// Calls ROW(phi, norm) with both as constants.
-#define FOR_EACH_KIND(normalizer, ROW) \
-    switch ((normalizer)->phi.kind) { \
-    case PHI_EXP:   if ((normalizer)->norm.kind == NORM_L1) ROW(PHI_EXP, NORM_L1); else ROW(PHI_EXP, NORM_N); break; \
-    case PHI_RELU2: if ((normalizer)->norm.kind == NORM_L1) ROW(PHI_RELU2, NORM_L1); else ROW(PHI_RELU2, NORM_N); break; \
-    }
+// One instance for each phi and norm of the table.
+NORMALIZER_INLINE void forward_phi(int phi, const Normalizer *normalizer, float *s, Row *row) {
+#define CASE(norm, ...) case norm: row_forward(phi, norm, normalizer->norm.value, s, row); break;
+    switch (normalizer->norm.kind) { NORM_VALUES(CASE) }
+#undef CASE
+}
 
 static void forward_row(const Normalizer *normalizer, float *s, Row *row) {
-#define ROW(phi, norm) row_forward(phi, norm, normalizer->norm.value, s, row)
-    FOR_EACH_KIND(normalizer, ROW)
-#undef ROW
+#define CASE(phi, ...) case phi: forward_phi(phi, normalizer, s, row); break;
+    switch (normalizer->phi.kind) { PHI_VALUES(CASE) }
+#undef CASE
+}
+
+NORMALIZER_INLINE float backward_phi(int phi, const Normalizer *normalizer, float *s, float *dA, const Row *row, float D) {
+#define CASE(norm, ...) case norm: return row_backward(phi, norm, s, dA, row, D);
+    switch (normalizer->norm.kind) { NORM_VALUES(CASE) }
+#undef CASE
+    return 0.0f;
 }
 
 static float backward_row(const Normalizer *normalizer, float *s, float *dA, const Row *row, float D) {
-    float sum = 0.0f;
-#define ROW(phi, norm) sum = row_backward(phi, norm, s, dA, row, D)
-    FOR_EACH_KIND(normalizer, ROW)
-#undef ROW
-    return sum;
+#define CASE(phi, ...) case phi: return backward_phi(phi, normalizer, s, dA, row, D);
+    switch (normalizer->phi.kind) { PHI_VALUES(CASE) }
+#undef CASE
+    return 0.0f;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------
