@@ -68,26 +68,26 @@ NORMALIZER_INLINE float row_backward(int phi, int norm, float *s, float *dA, con
 
 // One instance for each phi and norm of the table.
 NORMALIZER_INLINE void forward_phi(int phi, const Normalizer *normalizer, float *s, Row *row) {
-#define CASE(norm, ...) case norm: row_forward(phi, norm, normalizer->norm.value, s, row); break;
+#define CASE(kind_, ...) case kind_: row_forward(phi, kind_, normalizer->norm.value, s, row); break;
     switch (normalizer->norm.kind) { NORM_VALUES(CASE) }
 #undef CASE
 }
 
 static void forward_row(const Normalizer *normalizer, float *s, Row *row) {
-#define CASE(phi, ...) case phi: forward_phi(phi, normalizer, s, row); break;
+#define CASE(kind_, ...) case kind_: forward_phi(kind_, normalizer, s, row); break;
     switch (normalizer->phi.kind) { PHI_VALUES(CASE) }
 #undef CASE
 }
 
 NORMALIZER_INLINE float backward_phi(int phi, const Normalizer *normalizer, float *s, float *dA, const Row *row, float D) {
-#define CASE(norm, ...) case norm: return row_backward(phi, norm, s, dA, row, D);
+#define CASE(kind_, ...) case kind_: return row_backward(phi, kind_, s, dA, row, D);
     switch (normalizer->norm.kind) { NORM_VALUES(CASE) }
 #undef CASE
     return 0.0f;
 }
 
 static float backward_row(const Normalizer *normalizer, float *s, float *dA, const Row *row, float D) {
-#define CASE(phi, ...) case phi: return backward_phi(phi, normalizer, s, dA, row, D);
+#define CASE(kind_, ...) case kind_: return backward_phi(kind_, normalizer, s, dA, row, D);
     switch (normalizer->phi.kind) { PHI_VALUES(CASE) }
 #undef CASE
     return 0.0f;
