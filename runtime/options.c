@@ -1,0 +1,399 @@
+#include "runtime/options.h"
+
+#include <cjson/cJSON.h>
+#include <ctype.h>
+#include <math.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <strings.h>
+#include <unistd.h>
+
+#include "runtime/process.h"
+
+#define INT_LIMIT 9007199254740992.0    // 2^53: what a JSON number can hold exactly
+#define HELP_COLUMN 34
+#define HELP_WIDTH 120
+
+typedef union {
+    int64_t integer;
+    double number;
+    const char *text;
+    bool on;
+    int choice;
+    IntList list;
+} Value;
+
+// ---- one value: from text, to text
+
+static bool has_bounds(const Option *o) { return o->min != 0 || o->max != 0; }
+
+// What a value of this flag must be, for messages.
+static void expected(const Option *o, char *out, size_t size) {
+    const char *kind = o->type == OPT_FLOAT ? "a number" : o->type == OPT_INT ? "a whole number" : "whole numbers with commas between";
+    if (o->type == OPT_SWITCH) snprintf(out, size, "0 or 1");
+    else if (o->type == OPT_CHOICE) snprintf(out, size, "one of %s", o->choices);
+    else if (!has_bounds(o)) snprintf(out, size, "%s", kind);
+    else if (isinf(o->max)) snprintf(out, size, "%s of at least %.15g", kind, o->min);
+    else snprintf(out, size, "%s from %.15g to %.15g", kind, o->min, o->max);
+}
+
+static bool read_number(const char *text, size_t length, double *number) {
+    char copy[64], *end;
+    size_t n = 0;
+    for (size_t i = 0; i < length; i++) {
+        bool digits_beside = i > 0 && i + 1 < length && isdigit((unsigned char)text[i - 1]) && isdigit((unsigned char)text[i + 1]);
+        if (text[i] == '_' && digits_beside) continue;                   // 1_000_000
+        if (!strchr("0123456789+-.eE", text[i]) || n + 1 == sizeof copy) return false;    // no hex, inf or nan
+        copy[n++] = text[i];
+    }
+    copy[n] = 0;
+    *number = strtod(copy, &end);
+    return n > 0 && *end == 0 && isfinite(*number);
+}
+
+static bool in_range(const Option *o, double x) { return !has_bounds(o) || (x >= o->min && x <= o->max); }
+
+static bool read_integer(const Option *o, const char *text, size_t length, int64_t *integer) {
+    double x;
+    if (!read_number(text, length, &x) || x != floor(x) || fabs(x) > INT_LIMIT || !in_range(o, x)) return false;
+    *integer = (int64_t)x;
+    return true;
+}
+
+static bool read_list(const Option *o, const char *text, IntList *list) {
+    list->count = 0;
+    for (const char *p = text;; p++) {
+        size_t length = strcspn(p, ",");
+        if (list->count == OPTION_LIST_MAX || !read_integer(o, p, length, &list->values[list->count])) return false;
+        list->count++;
+        p += length;
+        if (*p == 0) return true;
+    }
+}
+
+static bool read_choice(const Option *o, const char *text, int *choice) {
+    *choice = 0;
+    for (const char *p = o->choices;; p++, ++*choice) {
+        size_t length = strcspn(p, "|");
+        if (strlen(text) == length && memcmp(p, text, length) == 0) return true;
+        p += length;
+        if (*p == 0) return false;
+    }
+}
+
+static bool value_read(const Option *o, const char *text, Value *v) {
+    switch (o->type) {
+    case OPT_INT: return read_integer(o, text, strlen(text), &v->integer);
+    case OPT_FLOAT: return read_number(text, strlen(text), &v->number) && in_range(o, v->number);
+    case OPT_TEXT: v->text = text; return true;
+    case OPT_SWITCH: v->on = text[0] == '1'; return (text[0] == '0' || text[0] == '1') && text[1] == 0;
+    case OPT_CHOICE: return read_choice(o, text, &v->choice);
+    case OPT_INT_LIST: return read_list(o, text, &v->list);
+    }
+    return false;
+}
+
+static Value value_get(const Option *o) {
+    switch (o->type) {
+    case OPT_INT: return (Value){.integer = *(const int64_t *)o->value};
+    case OPT_FLOAT: return (Value){.number = *(const double *)o->value};
+    case OPT_TEXT: return (Value){.text = *(const char *const *)o->value};
+    case OPT_SWITCH: return (Value){.on = *(const bool *)o->value};
+    case OPT_CHOICE: return (Value){.choice = *(const int *)o->value};
+    case OPT_INT_LIST: return (Value){.list = *(const IntList *)o->value};
+    }
+    return (Value){0};
+}
+
+static void value_set(const Option *o, Value v) {
+    switch (o->type) {
+    case OPT_INT: *(int64_t *)o->value = v.integer; break;
+    case OPT_FLOAT: *(double *)o->value = v.number; break;
+    case OPT_TEXT: *(const char **)o->value = v.text; break;
+    case OPT_SWITCH: *(bool *)o->value = v.on; break;
+    case OPT_CHOICE: *(int *)o->value = v.choice; break;
+    case OPT_INT_LIST: *(IntList *)o->value = v.list; break;
+    }
+}
+
+// The shortest digits that read back as the same number.
+static void number_text(double x, char *out, size_t size) {
+    for (int digits = 6; digits <= 17; digits++) {
+        snprintf(out, size, "%.*g", digits, x);
+        if (strtod(out, NULL) == x) return;
+    }
+}
+
+static void choice_text(const Option *o, int choice, char *out, size_t size) {
+    const char *p = o->choices;
+    for (int i = 0; i < choice; i++) p += strcspn(p, "|") + 1;
+    snprintf(out, size, "%.*s", (int)strcspn(p, "|"), p);
+}
+
+static void value_text(const Option *o, Value v, char *out, size_t size) {
+    switch (o->type) {
+    case OPT_INT: snprintf(out, size, "%lld", (long long)v.integer); break;
+    case OPT_FLOAT: number_text(v.number, out, size); break;
+    case OPT_TEXT: snprintf(out, size, "%s", v.text ? v.text : "none"); break;
+    case OPT_SWITCH: snprintf(out, size, "%d", v.on); break;
+    case OPT_CHOICE: choice_text(o, v.choice, out, size); break;
+    case OPT_INT_LIST:
+        out[0] = 0;
+        for (size_t i = 0, n = 0; i < v.list.count && n < size; i++)
+            n += (size_t)snprintf(out + n, size - n, "%s%lld", i ? "," : "", (long long)v.list.values[i]);
+        break;
+    }
+}
+
+// ---- wrong usage
+
+// Under a launcher every process has the same wrong flag. The first one prints it and its exit ends the others while they wait.
+static _Noreturn void usage_fail(const char *format, ...) {
+    Error error = {.code = EXIT_USAGE};
+    va_list args;
+    va_start(args, format);
+    vsnprintf(error.text, sizeof error.text, format, args);
+    va_end(args);
+    if (process_launched_rank() > 0) sleep(2);
+    fail_with(&error);
+}
+
+// Levenshtein's distance; words of 63 letters at most, longer ones are far from everything.
+static size_t edit_distance(const char *a, size_t na, const char *b, size_t nb) {
+    size_t row[64];
+    if (na > 63 || nb > 63) return 64;
+    for (size_t j = 0; j <= nb; j++) row[j] = j;
+    for (size_t i = 1; i <= na; i++) {
+        size_t diagonal = row[0];
+        row[0] = i;
+        for (size_t j = 1; j <= nb; j++) {
+            size_t best = diagonal + (tolower((unsigned char)a[i - 1]) != tolower((unsigned char)b[j - 1]));
+            if (row[j] + 1 < best) best = row[j] + 1;
+            if (row[j - 1] + 1 < best) best = row[j - 1] + 1;
+            diagonal = row[j];
+            row[j] = best;
+        }
+    }
+    return row[nb];
+}
+
+// The distance, but 0 where one word is how the other begins (--train for --train-data).
+static size_t unlikeness(const char *a, size_t na, const char *b, size_t nb) {
+    size_t shorter = na < nb ? na : nb;
+    return shorter >= 3 && strncasecmp(a, b, shorter) == 0 ? 0 : edit_distance(a, na, b, nb);
+}
+
+static const char *nearest_flag(const Option *table, size_t count, const char *name, size_t length) {
+    size_t best = SIZE_MAX;
+    const char *nearest = "help";
+    for (size_t i = 0; i < count; i++) {
+        size_t d = unlikeness(name, length, table[i].name, strlen(table[i].name));
+        if (d < best) best = d, nearest = table[i].name;
+    }
+    return nearest;
+}
+
+static void nearest_choice(const Option *o, const char *text, char *out, size_t size) {
+    size_t best = SIZE_MAX;
+    for (const char *p = o->choices;; p++) {
+        size_t length = strcspn(p, "|"), d = unlikeness(text, strlen(text), p, length);
+        if (d < best) best = d, snprintf(out, size, "%.*s", (int)length, p);
+        p += length;
+        if (*p == 0) return;
+    }
+}
+
+static _Noreturn void wrong_value(const Option *o, const char *text) {
+    char want[256], near[64];
+    expected(o, want, sizeof want);
+    if (o->type != OPT_CHOICE) usage_fail("--%s %s: expected %s, found \"%s\".", o->name, text, want, text);
+    nearest_choice(o, text, near, sizeof near);
+    usage_fail("--%s %s: expected %s. Nearest: %s.", o->name, text, want, near);
+}
+
+// ---- help
+
+static const char *arg_name(const Option *o) {
+    if (o->type == OPT_SWITCH) return "0|1";
+    if (o->type == OPT_CHOICE) return o->choices;
+    return o->arg ? o->arg : o->type == OPT_TEXT ? "TEXT" : o->type == OPT_FLOAT ? "X" : o->type == OPT_INT ? "N" : "N[,N...]";
+}
+
+// Prints the text from the help column on, broken between words.
+static void print_wrapped(const char *text, int column) {
+    while (*text) {
+        int room = HELP_WIDTH - HELP_COLUMN, length = (int)strlen(text);
+        if (length > room) {
+            length = room;
+            while (length > 0 && text[length] != ' ') length--;
+            if (length == 0) length = (int)strcspn(text, " ");
+        }
+        printf("%*s%.*s\n", HELP_COLUMN - column, "", length, text);
+        text += length;
+        while (*text == ' ') text++;
+        column = 0;
+    }
+}
+
+static void print_help(const Option *o) {
+    char value[512], text[1024];
+    value_text(o, value_get(o), value, sizeof value);
+    int column = printf("  --%s %s", o->name, arg_name(o));
+    if (column >= HELP_COLUMN) column = (printf("\n"), 0);
+    const char *unset = o->type == OPT_TEXT && !*(const char *const *)o->value ? "no default" : NULL;
+    snprintf(text, sizeof text, "%s (%s%s)", o->help ? o->help : "", unset ? "" : "default ", unset ? unset : value);
+    print_wrapped(text, column);
+}
+
+static _Noreturn void help(const Option *table, size_t count, const char *usage) {
+    if (process_launched_rank() > 0) exit(EXIT_DONE);
+    printf("%s\n", usage);
+    for (size_t i = 0; i < count; i++) {
+        const char *group = table[i].group ? table[i].group : "Flags";
+        if (i == 0 || strcmp(group, table[i - 1].group ? table[i - 1].group : "Flags") != 0) printf("\n%s\n", group);
+        print_help(&table[i]);
+    }
+    printf("\n--flag value or --flag=value; a switch alone means 1; a flag given twice: the last counts.\n");
+    exit(EXIT_DONE);
+}
+
+// ---- the command line
+
+Option *options_find(Option *table, size_t count, const char *name) {
+    for (size_t i = 0; i < count; i++)
+        if (strcmp(table[i].name, name) == 0) return &table[i];
+    return NULL;
+}
+
+static Option *flag_find(Option *table, size_t count, const char *word, size_t length) {
+    char name[64];
+    snprintf(name, sizeof name, "%.*s", (int)length, word + 2);
+    Option *o = length < sizeof name ? options_find(table, count, name) : NULL;
+    if (!o)
+        usage_fail("--%.*s: no such flag. Nearest: --%s. `--help` lists all of them.", (int)length, word + 2,
+                   nearest_flag(table, count, word + 2, length));
+    return o;
+}
+
+static _Noreturn void stray_word(const Option *table, size_t count, const char *word, const char *before) {
+    if (word[0] == '-' && word[1])
+        usage_fail("%s: flags begin with two dashes. Nearest: --%s. `--help` lists all of them.", word,
+                   nearest_flag(table, count, word + 1, strcspn(word + 1, "=")));
+    usage_fail("\"%s\": a word that belongs to no flag%s%s.\n"
+               "  Each value follows its flag (--flag value); a value with spaces or a * needs quotes.",
+               word, before ? ", after " : "", before ? before : "");
+}
+
+void options_parse(Option *table, size_t count, int argc, char **argv, const char *usage) {
+    for (int i = 1; i < argc; i++)
+        if (strcmp(argv[i], "--help") == 0 || strcmp(argv[i], "-h") == 0) help(table, count, usage);
+    for (int i = 1; i < argc; i++) {
+        char *word = argv[i];
+        if (strncmp(word, "--", 2) != 0 || !word[2]) stray_word(table, count, word, i > 1 ? argv[i - 1] : NULL);
+        size_t length = strcspn(word + 2, "=");
+        Option *o = flag_find(table, count, word, length);
+        const char *text = word[2 + length] ? word + 3 + length : NULL;
+        const char *next = i + 1 < argc && strncmp(argv[i + 1], "--", 2) != 0 ? argv[i + 1] : NULL;
+        if (!text && next) text = next, i++;
+        else if (!text && o->type == OPT_SWITCH) text = "1";
+        if (!text)
+            usage_fail("--%s: its value is missing%s%s. Write --%s %s.", o->name, i + 1 < argc ? ", the next word is " : "",
+                       i + 1 < argc ? argv[i + 1] : "", o->name, arg_name(o));
+        Value v;
+        if (!value_read(o, text, &v)) wrong_value(o, text);
+        value_set(o, v);
+        o->given = true;
+    }
+}
+
+// ---- run.json
+
+static cJSON *value_json(const Option *o, Value v) {
+    char text[64];
+    switch (o->type) {
+    case OPT_INT: return cJSON_CreateNumber((double)v.integer);
+    case OPT_FLOAT: return cJSON_CreateNumber(v.number);
+    case OPT_TEXT: return v.text ? cJSON_CreateString(v.text) : cJSON_CreateNull();
+    case OPT_SWITCH: return cJSON_CreateBool(v.on);
+    case OPT_CHOICE: choice_text(o, v.choice, text, sizeof text); return cJSON_CreateString(text);
+    case OPT_INT_LIST: break;
+    }
+    cJSON *array = cJSON_CreateArray();
+    for (size_t i = 0; i < v.list.count; i++) cJSON_AddItemToArray(array, cJSON_CreateNumber((double)v.list.values[i]));
+    return array;
+}
+
+char *options_json(const Option *table, size_t count) {
+    cJSON *object = cJSON_CreateObject();
+    for (size_t i = 0; i < count; i++) cJSON_AddItemToObject(object, table[i].name, value_json(&table[i], value_get(&table[i])));
+    char *text = cJSON_Print(object);
+    cJSON_Delete(object);
+    if (!text) fail(EXIT_RESOURCE, "out of memory while writing the flags as JSON");
+    return text;
+}
+
+// The inverse of value_json(), with the flag's own checks, by way of the text that the command line would hold.
+static bool value_from_json(const Option *o, const cJSON *item, Value *v) {
+    char text[512] = "";
+    if (o->type == OPT_TEXT && cJSON_IsNull(item)) return *v = (Value){.text = NULL}, true;
+    if (o->type == OPT_TEXT || o->type == OPT_CHOICE) return cJSON_IsString(item) && value_read(o, item->valuestring, v);
+    if (o->type == OPT_SWITCH) return *v = (Value){.on = cJSON_IsTrue(item)}, cJSON_IsBool(item);
+    if (o->type != OPT_INT_LIST) {
+        number_text(item->valuedouble, text, sizeof text);
+        return cJSON_IsNumber(item) && value_read(o, text, v);
+    }
+    size_t n = 0;
+    for (const cJSON *x = item->child; x && n < sizeof text; x = x->next) {
+        if (!cJSON_IsNumber(x)) return false;
+        n += (size_t)snprintf(text + n, sizeof text - n, "%s%.17g", n ? "," : "", x->valuedouble);
+    }
+    return cJSON_IsArray(item) && value_read(o, text, v);
+}
+
+static bool same_value(const Option *o, Value a, Value b) {
+    switch (o->type) {
+    case OPT_INT: return a.integer == b.integer;
+    case OPT_FLOAT: return a.number == b.number;
+    case OPT_TEXT: return a.text && b.text ? strcmp(a.text, b.text) == 0 : a.text == b.text;
+    case OPT_SWITCH: return a.on == b.on;
+    case OPT_CHOICE: return a.choice == b.choice;
+    case OPT_INT_LIST: return a.list.count == b.list.count && !memcmp(a.list.values, b.list.values, a.list.count * sizeof(int64_t));
+    }
+    return false;
+}
+
+static bool check_row(const Option *o, const cJSON *item, Value *v, Error *error) {
+    char was[512], now[512];
+    if (!value_from_json(o, item, v)) {
+        expected(o, was, sizeof was);
+        return error_set(error, EXIT_INPUT, "the run's saved arguments (run.json): %s: expected %s. The file was edited or damaged.", o->name,
+                         o->type == OPT_TEXT ? "a string" : was);
+    }
+    if (!o->given || o->on_resume || same_value(o, *v, value_get(o))) return true;
+    value_text(o, *v, was, sizeof was);
+    value_text(o, value_get(o), now, sizeof now);
+    return error_set(error, EXIT_USAGE, "--resume: --%s is %s here, but the run began with %s, and it may not change.\n"
+                     "  Leave --%s out, or start a new run in another --out (--init-from takes the weights along).",
+                     o->name, now, was, o->name);
+}
+
+bool options_resume(Option *table, size_t count, const char *json, Error *error) {
+    cJSON *object = cJSON_Parse(json);
+    Value *values = calloc(count, sizeof *values);
+    if (!values) fail(EXIT_RESOURCE, "out of memory for %zu flags", count);
+    bool ok = cJSON_IsObject(object) || error_set(error, EXIT_INPUT, "the run's saved arguments (run.json) are no JSON object");
+    for (size_t i = 0; ok && i < count; i++) {
+        const cJSON *item = cJSON_GetObjectItemCaseSensitive(object, table[i].name);
+        if (item) ok = check_row(&table[i], item, &values[i], error);
+    }
+    for (size_t i = 0; ok && i < count; i++) {
+        if (table[i].given || !cJSON_GetObjectItemCaseSensitive(object, table[i].name)) continue;
+        if (table[i].type == OPT_TEXT && values[i].text) values[i].text = strdup(values[i].text);    // lives as long as the program
+        value_set(&table[i], values[i]);
+    }
+    free(values);
+    cJSON_Delete(object);
+    return ok;
+}
