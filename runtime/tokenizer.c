@@ -1,0 +1,510 @@
+// Byte-level BPE. Text is cut into words by GPT-2's pattern, written out as code in word_end():
+//     '(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
+// and each word, at first one symbol a byte, is merged pair by pair: always the pair with the lowest rank, the leftmost among
+// equals. A heap finds it, so that a word of n bytes takes O(n log n), be it a megabyte long.
+#include "runtime/tokenizer.h"
+
+#include <cjson/cJSON.h>
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <stdio.h>
+#include <sys/stat.h>
+
+#include "runtime/tokenizer_classes.h"
+
+#define FILE_LIMIT ((size_t)256 << 20)   // bytes of a tokenizer.json; GPT-2's has 2 MB
+#define ID_LIMIT (1 << 24)
+#define RANK_SHIFT 40                    // a heap key is rank << 40 | position, so that equal ranks go from left to right
+#define REPLACEMENT 0xFFFD
+#define END_OF_TEXT "<|endoftext|>"
+
+const char *const tokenizer_files[] = {"tokenizer.json", "tokenizer_config.json", NULL};
+
+typedef struct {
+    const char *bytes;   // NULL where no token has this id
+    size_t length;
+} Token;
+
+typedef struct {
+    int32_t left, right, result;
+} Merge;
+
+struct Tokenizer {
+    char *path;
+    char *bytes;          // all tokens' bytes, one after another
+    size_t bytes_used;
+    Token *tokens;        // by id
+    int vocab, end_of_text;
+    int32_t byte_id[256];
+    Merge *merges;        // by rank
+    size_t merges_count;
+    uint32_t *pairs;      // hash table over (left, right): rank + 1, or 0
+    uint32_t *names;      // hash table over tokens' bytes: id + 1, or 0; only while opening
+    size_t pairs_mask, names_mask;
+};
+
+// ---- hash tables: open addressing, at most half full
+
+static uint32_t *table_create(size_t entries, size_t *mask) {
+    size_t size = 16;
+    while (size < 2 * entries) { size *= 2; }
+    *mask = size - 1;
+    return calloc(size, sizeof(uint32_t));
+}
+
+static uint32_t *pair_slot(const Tokenizer *t, int32_t left, int32_t right) {
+    uint64_t hash = ((uint64_t)left << 32 | (uint32_t)right) * 0x9E3779B97F4A7C15u;
+    for (size_t i = (hash >> 32) & t->pairs_mask;; i = (i + 1) & t->pairs_mask) {
+        const Merge *merge = t->pairs[i] ? &t->merges[t->pairs[i] - 1] : NULL;
+        if (!merge || (merge->left == left && merge->right == right)) { return &t->pairs[i]; }
+    }
+}
+
+static uint32_t *name_slot(const Tokenizer *t, const char *bytes, size_t length) {
+    uint64_t hash = 0xcbf29ce484222325u;   // FNV-1a
+    for (size_t i = 0; i < length; i++) { hash = (hash ^ (uint8_t)bytes[i]) * 0x100000001b3u; }
+    for (size_t i = (hash ^ hash >> 32) & t->names_mask;; i = (i + 1) & t->names_mask) {
+        const Token *token = t->names[i] ? &t->tokens[t->names[i] - 1] : NULL;
+        if (!token || (token->length == length && memcmp(token->bytes, bytes, length) == 0)) { return &t->names[i]; }
+    }
+}
+
+// ---- characters
+
+// The code point at s (n >= 1 bytes left) and its width; U+FFFD and the width of the longest broken beginning where UTF-8 is
+// broken (Unicode's table 3-7, which Python's decoder follows too).
+static uint32_t char_at(const uint8_t *s, size_t n, size_t *width) {
+    *width = 1;
+    if (s[0] < 0x80) { return s[0]; }
+    if (s[0] < 0xC2 || s[0] > 0xF4) { return REPLACEMENT; }
+    size_t want = s[0] < 0xE0 ? 2 : s[0] < 0xF0 ? 3 : 4;
+    uint32_t code = s[0] & (0x7F >> want);
+    for (; *width < want; ++*width) {
+        uint8_t low = 0x80, high = 0xBF;
+        if (*width == 1 && s[0] == 0xE0) { low = 0xA0; }    // overlong
+        if (*width == 1 && s[0] == 0xED) { high = 0x9F; }   // surrogates
+        if (*width == 1 && s[0] == 0xF0) { low = 0x90; }    // overlong
+        if (*width == 1 && s[0] == 0xF4) { high = 0x8F; }   // past U+10FFFF
+        if (*width == n || s[*width] < low || s[*width] > high) { return REPLACEMENT; }
+        code = code << 6 | (s[*width] & 0x3F);
+    }
+    return code;
+}
+
+static CharClass class_of(uint32_t code) {
+    if (code < 0x80) {
+        if ((code | 0x20) - 'a' < 26) { return LETTER; }
+        if (code - '0' < 10) { return NUMBER; }
+        return code == ' ' || code - '\t' < 5 ? SPACE : OTHER;
+    }
+    size_t low = 0, high = sizeof(char_ranges) / sizeof(*char_ranges);   // the first range that ends at or after code
+    while (low < high) {
+        size_t middle = (low + high) / 2;
+        if (char_ranges[middle].last < code) { low = middle + 1; } else { high = middle; }
+    }
+    bool inside = low < sizeof(char_ranges) / sizeof(*char_ranges) && char_ranges[low].first <= code;
+    return inside ? char_ranges[low].class : OTHER;
+}
+
+// Where the run of characters of one class that begins at `at` ends; *last is where its last character begins.
+static size_t run_end(const uint8_t *s, size_t n, size_t at, CharClass class, size_t *last) {
+    while (at < n) {
+        size_t width;
+        if (class_of(char_at(s + at, n - at, &width)) != class) { break; }
+        *last = at;
+        at += width;
+    }
+    return at;
+}
+
+static size_t contraction_length(const uint8_t *s, size_t n) {
+    if (n < 2 || s[0] != '\'') { return 0; }
+    if (strchr("sdmt", s[1]) && s[1]) { return 2; }
+    return n > 2 && (!memcmp(s + 1, "ll", 2) || !memcmp(s + 1, "ve", 2) || !memcmp(s + 1, "re", 2)) ? 3 : 0;
+}
+
+// Where the word that begins at `at` ends.
+static size_t word_end(const uint8_t *s, size_t n, size_t at) {
+    size_t short_form = contraction_length(s + at, n - at);
+    if (short_form) { return at + short_form; }
+    size_t width, last = at, start = at + (s[at] == ' ');   // one space may belong to the word after it
+    if (start < n) {
+        CharClass class = class_of(char_at(s + start, n - start, &width));
+        if (class != SPACE) { return run_end(s, n, start, class, &last); }
+    }
+    size_t end = run_end(s, n, at, SPACE, &last);
+    return end == n || last == at ? end : last;             // a run of spaces leaves its last to the word after it
+}
+
+// ---- merging one word
+
+typedef struct {
+    int32_t *symbol;       // by position; -1 where the symbol was merged into the one before it
+    size_t *next, *prev;   // positions of the neighbours; `count` stands for none
+    uint64_t *heap;        // of keys, smallest first; one whose pair is no longer there is passed over
+    size_t count, capacity, heap_count;
+} Word;
+
+static void word_free(Word *w) {
+    free(w->symbol);
+    free(w->next);
+    free(w->prev);
+    free(w->heap);
+}
+
+static void word_reserve(Word *w, size_t capacity) {
+    if (capacity <= w->capacity) { return; }
+    word_free(w);
+    if (capacity < 256) { capacity = 256; }
+    w->capacity = capacity;
+    w->symbol = malloc(capacity * sizeof(*w->symbol));
+    w->next = malloc(capacity * sizeof(*w->next));
+    w->prev = malloc(capacity * sizeof(*w->prev));
+    w->heap = malloc(2 * capacity * sizeof(*w->heap));   // a pair for each symbol; a merge takes one, adds two
+    if (!w->symbol || !w->next || !w->prev || !w->heap) {
+        fail(EXIT_RESOURCE, "no memory to encode a word of %zu bytes.", capacity);
+    }
+}
+
+static void heap_push(Word *w, uint64_t key) {
+    size_t i = w->heap_count++;
+    for (; i && w->heap[(i - 1) / 2] > key; i = (i - 1) / 2) { w->heap[i] = w->heap[(i - 1) / 2]; }
+    w->heap[i] = key;
+}
+
+static uint64_t heap_pop(Word *w) {
+    uint64_t top = w->heap[0], key = w->heap[--w->heap_count];
+    size_t i = 0;
+    for (size_t child = 1; child < w->heap_count; child = 2 * i + 1) {
+        child += child + 1 < w->heap_count && w->heap[child + 1] < w->heap[child];
+        if (w->heap[child] >= key) { break; }
+        w->heap[i] = w->heap[child];
+        i = child;
+    }
+    w->heap[i] = key;
+    return top;
+}
+
+static void push_pair(const Tokenizer *t, Word *w, size_t at) {
+    uint32_t rank = *pair_slot(t, w->symbol[at], w->symbol[w->next[at]]);
+    if (rank) { heap_push(w, (uint64_t)(rank - 1) << RANK_SHIFT | at); }
+}
+
+static void merge_word(const Tokenizer *t, Word *w) {
+    w->heap_count = 0;
+    for (size_t i = 0; i < w->count; i++) {
+        w->next[i] = i + 1;
+        w->prev[i] = i ? i - 1 : w->count;
+        if (i + 1 < w->count) { push_pair(t, w, i); }
+    }
+    while (w->heap_count) {
+        uint64_t key = heap_pop(w);
+        size_t at = key & (((uint64_t)1 << RANK_SHIFT) - 1), right = w->next[at];
+        const Merge *merge = &t->merges[key >> RANK_SHIFT];
+        if (w->symbol[at] != merge->left || right == w->count || w->symbol[right] != merge->right) { continue; }
+        w->symbol[at] = merge->result;
+        w->symbol[right] = -1;
+        w->next[at] = w->next[right];
+        if (w->next[at] != w->count) {
+            w->prev[w->next[at]] = at;
+            push_pair(t, w, at);
+        }
+        if (w->prev[at] != w->count) { push_pair(t, w, w->prev[at]); }
+    }
+}
+
+// One symbol a byte, U+FFFD's three bytes for broken UTF-8.
+static void word_fill(const Tokenizer *t, Word *w, const uint8_t *s, size_t length) {
+    word_reserve(w, 3 * length);
+    w->count = 0;
+    for (size_t at = 0, width; at < length; at += width) {
+        bool replaced = char_at(s + at, length - at, &width) == REPLACEMENT;
+        const uint8_t *bytes = replaced ? (const uint8_t *)"\xEF\xBF\xBD" : s + at;
+        for (size_t i = 0; i < (replaced ? 3 : width); i++) { w->symbol[w->count++] = t->byte_id[bytes[i]]; }
+    }
+}
+
+size_t tokenizer_encode(const Tokenizer *t, const char *text, size_t length, int32_t *ids, size_t capacity) {
+    const uint8_t *s = (const uint8_t *)text;
+    Word w = {0};
+    size_t count = 0;
+    for (size_t at = 0, end; at < length; at = end) {
+        end = word_end(s, length, at);
+        word_fill(t, &w, s + at, end - at);
+        merge_word(t, &w);
+        for (size_t i = 0; i < w.count; i = w.next[i], count++) {
+            if (count < capacity) { ids[count] = w.symbol[i]; }
+        }
+    }
+    word_free(&w);
+    return count;
+}
+
+const char *tokenizer_token(const Tokenizer *t, int32_t id, size_t *length) {
+    bool known = id >= 0 && id < t->vocab;
+    *length = known ? t->tokens[id].length : 0;
+    return known ? t->tokens[id].bytes : NULL;
+}
+
+int tokenizer_vocab(const Tokenizer *t) { return t->vocab; }
+int tokenizer_end_of_text(const Tokenizer *t) { return t->end_of_text; }
+
+// ---- opening
+
+static bool bad(const Tokenizer *t, Error *error, const char *what, const char *name) {
+    return error_set(error, EXIT_INPUT, "%s: %s%.60s.\n  Make it again with the script in data/ that made the shards.", t->path,
+                     what, name);
+}
+
+static bool no_memory(const Tokenizer *t, Error *error) {
+    return error_set(error, EXIT_RESOURCE, "%s: no memory to read the tokenizer.", t->path);
+}
+
+static const cJSON *get(const cJSON *object, const char *key) { return cJSON_GetObjectItemCaseSensitive(object, key); }
+
+static bool is_empty(const cJSON *item) {
+    return !item || cJSON_IsNull(item) || cJSON_IsFalse(item) || (cJSON_IsString(item) && !item->valuestring[0]);
+}
+
+static bool is_text(const cJSON *item, const char *text) {
+    return cJSON_IsString(item) && strcmp(item->valuestring, text) == 0;
+}
+
+// Refuses every setting that would give other ids than the code above.
+static bool check_kind(const Tokenizer *t, const cJSON *root, Error *error) {
+    const cJSON *model = get(root, "model"), *words = get(root, "pre_tokenizer");
+    const struct {
+        bool right;
+        const char *expected;
+    } rows[] = {
+        {!get(model, "type") || is_text(get(model, "type"), "BPE"), "model.type \"BPE\""},
+        {cJSON_IsObject(get(model, "vocab")), "an object model.vocab"},
+        {cJSON_IsArray(get(model, "merges")), "an array model.merges"},
+        {is_empty(get(model, "continuing_subword_prefix")), "no model.continuing_subword_prefix"},
+        {is_empty(get(model, "end_of_word_suffix")), "no model.end_of_word_suffix"},
+        {is_empty(get(model, "ignore_merges")), "model.ignore_merges false"},
+        {is_empty(get(model, "byte_fallback")), "model.byte_fallback false"},
+        {is_empty(get(model, "dropout")), "no model.dropout"},
+        {is_empty(get(root, "normalizer")), "no normalizer"},
+        {is_text(get(words, "type"), "ByteLevel"), "pre_tokenizer.type \"ByteLevel\""},
+        {is_empty(get(words, "add_prefix_space")), "pre_tokenizer.add_prefix_space false"},
+        {!cJSON_IsFalse(get(words, "use_regex")), "pre_tokenizer.use_regex true"},
+    };
+    for (size_t i = 0; i < sizeof(rows) / sizeof(*rows); i++) {
+        if (!rows[i].right) {
+            return error_set(error, EXIT_INPUT, "%s: not a tokenizer of GPT-2's kind (byte-level BPE): expected %s.\n"
+                             "  Use the tokenizer.json that a script in data/ wrote, or encode the text with its own tokenizer.",
+                             t->path, rows[i].expected);
+        }
+    }
+    return true;
+}
+
+// vocab.json writes each byte as a printable character: itself where it is one, otherwise the next from U+0100 on.
+static void byte_alphabet(int16_t byte_of[0x180]) {
+    memset(byte_of, -1, 0x180 * sizeof(*byte_of));
+    for (int byte = 0, next = 0x100; byte < 256; byte++) {
+        bool printable = (byte >= 0x21 && byte <= 0x7E) || (byte >= 0xA1 && byte != 0xAD);
+        byte_of[printable ? byte : next++] = (int16_t)byte;
+    }
+}
+
+// Writes the bytes that a name in that alphabet, `length` bytes of UTF-8, stands for; false when it has another character.
+static bool bytes_of_name(const int16_t byte_of[0x180], const char *name, size_t length, char *out, size_t *out_length) {
+    *out_length = 0;
+    for (size_t at = 0, width; at < length; at += width) {
+        uint32_t code = char_at((const uint8_t *)name + at, length - at, &width);
+        if (code >= 0x180 || byte_of[code] < 0) { return false; }
+        out[(*out_length)++] = (char)byte_of[code];
+    }
+    return true;
+}
+
+static bool is_id(const cJSON *item) {
+    return cJSON_IsNumber(item) && item->valuedouble >= 0 && item->valuedouble < ID_LIMIT &&
+           item->valuedouble == (int)item->valuedouble;
+}
+
+// Checks all ids and takes room for the tokens. A token's bytes are never more than its name's, so the file's size is enough.
+static bool make_room(Tokenizer *t, const cJSON *vocab, const cJSON *added, size_t file_size, Error *error) {
+    const cJSON *item;
+    size_t entries = 0;
+    cJSON_ArrayForEach(item, vocab) {
+        if (!is_id(item)) { return bad(t, error, "expected a whole number from 0 as the id of ", item->string); }
+        if (item->valueint >= t->vocab) { t->vocab = item->valueint + 1; }
+        entries++;
+    }
+    cJSON_ArrayForEach(item, added) {
+        const cJSON *id = get(item, "id");
+        if (!is_id(id) || !cJSON_IsString(get(item, "content"))) { return bad(t, error, "expected id and content in added_tokens", ""); }
+        if (id->valueint >= t->vocab) { t->vocab = id->valueint + 1; }
+        entries++;
+    }
+    t->tokens = calloc((size_t)t->vocab + 1, sizeof(*t->tokens));
+    t->bytes = malloc(file_size + 1);
+    t->names = table_create(entries, &t->names_mask);
+    return t->tokens && t->bytes && t->names ? true : no_memory(t, error);
+}
+
+// Gives the bytes at the end of t->bytes to an id. A name may come twice (in vocab and in added_tokens), with one id.
+static bool add_token(Tokenizer *t, int id, size_t length, const char *name, Error *error) {
+    uint32_t *slot = name_slot(t, t->bytes + t->bytes_used, length);
+    if (*slot == (uint32_t)id + 1) { return true; }
+    if (*slot) { return bad(t, error, "two ids for the token ", name); }
+    if (t->tokens[id].bytes) { return bad(t, error, "another token has the id of ", name); }
+    t->tokens[id] = (Token){t->bytes + t->bytes_used, length};
+    t->bytes_used += length;
+    *slot = (uint32_t)id + 1;
+    return true;
+}
+
+static bool read_tokens(Tokenizer *t, const cJSON *vocab, const cJSON *added, const int16_t byte_of[0x180], Error *error) {
+    const cJSON *item;
+    cJSON_ArrayForEach(item, added) {   // these are plain text
+        const char *content = get(item, "content")->valuestring;
+        memcpy(t->bytes + t->bytes_used, content, strlen(content));
+        if (!add_token(t, get(item, "id")->valueint, strlen(content), content, error)) { return false; }
+    }
+    cJSON_ArrayForEach(item, vocab) {
+        size_t length;
+        bool plain = bytes_of_name(byte_of, item->string, strlen(item->string), t->bytes + t->bytes_used, &length);
+        if (!plain) { return bad(t, error, "a character that stands for no byte in the token ", item->string); }
+        if (!add_token(t, item->valueint, length, item->string, error)) { return false; }
+    }
+    for (int byte = 0; byte < 256; byte++) {
+        char bytes[1] = {(char)byte}, number[8];
+        uint32_t found = *name_slot(t, bytes, 1);
+        snprintf(number, sizeof(number), "0x%02X", byte);
+        if (!found) { return bad(t, error, "no token for the single byte ", number); }
+        t->byte_id[byte] = (int32_t)found - 1;
+    }
+    uint32_t found = *name_slot(t, END_OF_TEXT, strlen(END_OF_TEXT));
+    t->end_of_text = (int)found - 1;
+    return found ? true : bad(t, error, "no token " END_OF_TEXT, "");
+}
+
+// One merge, "left right" or ["left", "right"], into *merge.
+static bool read_merge(const Tokenizer *t, const cJSON *item, const int16_t byte_of[0x180], char *room, Merge *merge) {
+    const char *left = NULL, *right = NULL;
+    size_t left_length = 0, lengths[2];
+    if (cJSON_IsString(item) && (right = strchr(item->valuestring, ' '))) {
+        left = item->valuestring;
+        left_length = (size_t)(right++ - left);
+    } else if (cJSON_GetArraySize(item) == 2 && cJSON_IsString(item->child) && cJSON_IsString(item->child->next)) {
+        left = item->child->valuestring;
+        right = item->child->next->valuestring;
+        left_length = strlen(left);
+    }
+    if (!left || !bytes_of_name(byte_of, left, left_length, room, &lengths[0]) ||
+        !bytes_of_name(byte_of, right, strlen(right), room + lengths[0], &lengths[1])) { return false; }
+    merge->left = (int32_t)*name_slot(t, room, lengths[0]) - 1;
+    merge->right = (int32_t)*name_slot(t, room + lengths[0], lengths[1]) - 1;
+    merge->result = (int32_t)*name_slot(t, room, lengths[0] + lengths[1]) - 1;
+    return merge->left >= 0 && merge->right >= 0 && merge->result >= 0;
+}
+
+static bool read_merges(Tokenizer *t, const cJSON *merges, const int16_t byte_of[0x180], size_t file_size, Error *error) {
+    size_t entries = (size_t)cJSON_GetArraySize(merges);
+    if (entries >= ID_LIMIT) { return bad(t, error, "more than 16 million rows in model.merges", ""); }
+    t->merges = malloc((entries + 1) * sizeof(*t->merges));
+    t->pairs = table_create(entries, &t->pairs_mask);
+    char *room = malloc(file_size + 1);
+    bool right = t->merges && t->pairs && room ? true : no_memory(t, error);
+    const cJSON *item = right ? merges->child : NULL;
+    for (; right && item; item = item->next) {
+        Merge *merge = &t->merges[t->merges_count];
+        char row[80];
+        snprintf(row, sizeof(row), "%zu of model.merges", t->merges_count);
+        if (!read_merge(t, item, byte_of, room, merge)) {
+            right = bad(t, error, "expected two tokens whose joint is a token in row ", row);
+            break;
+        }
+        uint32_t *slot = pair_slot(t, merge->left, merge->right);
+        if (*slot) { right = bad(t, error, "a pair that came before in row ", row); }
+        *slot = (uint32_t)++t->merges_count;
+    }
+    free(room);
+    return right;
+}
+
+static bool read_json(Tokenizer *t, const cJSON *root, size_t file_size, Error *error) {
+    int16_t byte_of[0x180];
+    byte_alphabet(byte_of);
+    const cJSON *vocab = get(get(root, "model"), "vocab"), *added = get(root, "added_tokens");
+    return check_kind(t, root, error) && make_room(t, vocab, added, file_size, error) &&
+           read_tokens(t, vocab, added, byte_of, error) &&
+           read_merges(t, get(get(root, "model"), "merges"), byte_of, file_size, error);
+}
+
+// The whole file with a 0 after it, or NULL and *error set.
+static char *read_file(const char *path, size_t *size, Error *error) {
+    FILE *file = fopen(path, "rb");
+    struct stat info;
+    if (!file || fstat(fileno(file), &info) || !S_ISREG(info.st_mode)) {
+        error_set(error, EXIT_INPUT, "%s: %s.\n  The scripts in data/ write it beside the shards, and a run into its checkpoints.",
+                  path, file ? "not a file" : strerror(errno));
+        if (file) { fclose(file); }
+        return NULL;
+    }
+    *size = (size_t)info.st_size;
+    char *text = *size <= FILE_LIMIT ? malloc(*size + 1) : NULL;
+    if (!text) {
+        error_set(error, EXIT_INPUT, "%s: %zu bytes; a tokenizer.json has at most %zu.", path, *size, FILE_LIMIT);
+    } else if (fread(text, 1, *size, file) != *size) {
+        error_set(error, EXIT_INPUT, "%s: could not read its %zu bytes: %s.", path, *size, strerror(errno));
+        free(text);
+        text = NULL;
+    } else {
+        text[*size] = 0;
+    }
+    fclose(file);
+    return text;
+}
+
+static char *file_in(const char *path) {
+    struct stat info;
+    bool folder = stat(path, &info) == 0 && S_ISDIR(info.st_mode);
+    size_t size = strlen(path) + strlen(tokenizer_files[0]) + 2;
+    char *full = malloc(size);
+    if (full) { snprintf(full, size, "%s%s%s", path, folder ? "/" : "", folder ? tokenizer_files[0] : ""); }
+    return full;
+}
+
+static bool open_file(Tokenizer *t, Error *error) {
+    size_t size;
+    const char *end = NULL;
+    char *text = read_file(t->path, &size, error);
+    if (!text) { return false; }
+    cJSON *root = cJSON_ParseWithLengthOpts(text, size, &end, false);
+    bool right = root ? read_json(t, root, size, error)
+                      : error_set(error, EXIT_INPUT, "%s: not JSON from byte %td on (of %zu).\n  Make it again with the script in "
+                                  "data/ that made the shards.", t->path, end ? end - text : 0, size);
+    cJSON_Delete(root);
+    free(text);
+    free(t->names);
+    t->names = NULL;
+    return right;
+}
+
+Tokenizer *tokenizer_open(const char *path, Error *error) {
+    Tokenizer *t = calloc(1, sizeof(*t));
+    if (!t || !(t->path = file_in(path))) {
+        error_set(error, EXIT_RESOURCE, "%s: no memory to read the tokenizer.", path);
+    } else if (open_file(t, error)) {
+        return t;
+    }
+    tokenizer_close(t);
+    return NULL;
+}
+
+void tokenizer_close(Tokenizer *t) {
+    if (!t) { return; }
+    free(t->path);
+    free(t->bytes);
+    free(t->tokens);
+    free(t->merges);
+    free(t->pairs);
+    free(t->names);
+    free(t);
+}
