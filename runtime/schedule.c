@@ -1,0 +1,29 @@
+#include "runtime/schedule.h"
+
+#include <math.h>
+
+static double ramp(const Schedule *s, int64_t step) {
+    int64_t start = s->rewarm > 0 && step >= s->rewarm ? s->rewarm : 0;
+    return step - start + 1 < s->warmup ? (double)(step - start + 1) / (double)s->warmup : 1.0;
+}
+
+// How far from `begin` to the end of the run, 0 to 1.
+static double progress(int64_t step, int64_t begin, int64_t end) {
+    if (step <= begin || end <= begin) return 0.0;
+    return step >= end ? 1.0 : (double)(step - begin) / (double)(end - begin);
+}
+
+static double shape(const Schedule *s, int64_t step) {
+    double m = s->min_lr_frac, p = progress(step, s->warmup, s->steps);
+    switch (s->kind) {
+    case SCHEDULE_CONSTANT: return 1.0;
+    case SCHEDULE_COSINE: return m + (1 - m) * 0.5 * (1 + cos(3.14159265358979323846 * p));
+    case SCHEDULE_LINEAR: return 1 - (1 - m) * p;
+    case SCHEDULE_WSD: return 1 - (1 - m) * progress(step, s->steps - s->steps / 5, s->steps);
+    }
+    return 1.0;
+}
+
+double schedule_lr(const Schedule *schedule, int64_t step) {
+    return schedule->lr * ramp(schedule, step) * shape(schedule, step);
+}

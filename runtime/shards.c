@@ -1,0 +1,445 @@
+#include "runtime/shards.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <glob.h>
+#include <limits.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+#include <xxhash.h>
+
+#include "runtime/human.h"
+#include "runtime/random.h"
+
+_Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "shards are little-endian, and read as they are");
+
+enum {
+    TOKENS_MAGIC = 20240520,
+    MASK_MAGIC = 20240521,
+    WIDE_MAGIC = 20240801,       // llm.c's shards of 32-bit tokens
+    HEADER_BYTES = 256 * 4,
+    EDGE_BYTES = 4096,           // of each end of a file, in the fingerprint
+    CHUNK = 1 << 16,             // tokens read at once
+    OPEN_FILES = 64              // a data set may have more shards than a process may hold open
+};
+
+typedef enum { TOKENS, MASK } Kind;
+
+typedef struct {
+    char *path[2];           // by Kind; the mask's is NULL where there is none
+    uint64_t first, count;   // tokens: before it in the stream, and in it
+} Shard;
+
+typedef struct {
+    uint64_t first, length;
+} Document;
+
+struct Shards {
+    ShardsConfig config;
+    Shard *shards;
+    size_t count;
+    uint64_t tokens, windows;
+    bool has_masks;
+    Document *documents;                    // of PACK_EXAMPLE
+    struct { uint64_t id; int fd; } open[OPEN_FILES];    // id: 2 * shard + kind + 1, 0 for none
+    uint16_t chunk[CHUNK];
+};
+
+static size_t item_bytes(Kind kind) { return kind == TOKENS ? 2 : 1; }
+static uint64_t file_bytes(Kind kind, uint64_t count) { return HEADER_BYTES + count * item_bytes(kind); }
+
+// ---- which files
+
+static bool ends_with(const char *text, const char *end) {
+    size_t n = strlen(text), m = strlen(end);
+    return n >= m && strcmp(text + n - m, end) == 0;
+}
+
+static bool add_path(Shards *s, const char *path, Error *error) {
+    if ((s->count & (s->count - 1)) == 0) {    // room for 1, 2, 4, ...
+        Shard *more = realloc(s->shards, (s->count ? 2 * s->count : 1) * sizeof *more);
+        if (!more) return error_set(error, EXIT_RESOURCE, "out of memory for the list of %zu shards", s->count);
+        s->shards = more;
+    }
+    s->shards[s->count] = (Shard){.path = {strdup(path), NULL}};
+    s->count++;
+    return s->shards[s->count - 1].path[TOKENS] || error_set(error, EXIT_RESOURCE, "out of memory for the list of %zu shards", s->count);
+}
+
+// Adds what one pattern matches, masks left aside.
+static bool add_glob(Shards *s, const char *pattern, Error *error) {
+    glob_t found;
+    int status = glob(pattern, GLOB_BRACE | GLOB_TILDE, NULL, &found);
+    if (status == GLOB_NOMATCH)
+        return error_set(error, EXIT_INPUT, "%s: no file matches.\n"
+                         "  Expected shards such as fineweb_train_000001.bin; the scripts in data/ make them. Was the * quoted?", pattern);
+    if (status != 0) return error_set(error, EXIT_INPUT, "%s: the folder can't be read: %s", pattern, strerror(errno));
+    bool ok = true;
+    for (size_t i = 0; ok && i < found.gl_pathc; i++)
+        if (!ends_with(found.gl_pathv[i], ".mask")) ok = add_path(s, found.gl_pathv[i], error);
+    globfree(&found);
+    return ok;
+}
+
+static int by_path(const void *a, const void *b) { return strcmp(((const Shard *)a)->path[TOKENS], ((const Shard *)b)->path[TOKENS]); }
+
+// Fills the list of shards, sorted, each once. A name with a space in it is tried as it is first.
+static bool find_files(Shards *s, const char *globs, Error *error) {
+    if (access(globs, F_OK) == 0) return add_path(s, globs, error);
+    char *list = strdup(globs), *rest = list;
+    bool ok = list || error_set(error, EXIT_RESOURCE, "out of memory for the list of shards");
+    for (char *word; ok && (word = strtok_r(rest, ", ", &rest));) ok = add_glob(s, word, error);
+    free(list);
+    if (!ok) return false;
+    if (s->count == 0) return error_set(error, EXIT_INPUT, "\"%s\": no shard is named here", globs);
+    qsort(s->shards, s->count, sizeof *s->shards, by_path);
+    size_t kept = 1;
+    for (size_t i = 1; i < s->count; i++) {
+        if (strcmp(s->shards[i].path[TOKENS], s->shards[kept - 1].path[TOKENS]) == 0) free(s->shards[i].path[TOKENS]);
+        else s->shards[kept++] = s->shards[i];
+    }
+    s->count = kept;
+    return true;
+}
+
+// ---- one file: its header, its descriptor, its bytes
+
+static bool check_magic(const char *path, Kind kind, int32_t magic, Error *error) {
+    int32_t want = kind == TOKENS ? TOKENS_MAGIC : MASK_MAGIC;
+    if (magic == want) return true;
+    const char *what = magic == MASK_MAGIC   ? "It is a mask: name the shard beside it."
+                       : magic == WIDE_MAGIC ? "It holds 32-bit tokens of another tokenizer; shards here hold 16-bit ones."
+                                             : "It is no shard. The scripts in data/ make them.";
+    return error_set(error, EXIT_INPUT, "%s: at offset 0: expected the number %d of a %s, found %d.\n  %s", path, want,
+                     kind == TOKENS ? "shard" : "mask", magic, what);
+}
+
+static bool check_size(const char *path, Kind kind, int32_t count, uint64_t bytes, Error *error) {
+    if (count < 0) return error_set(error, EXIT_INPUT, "%s: at offset 8: the header's count is %d. The file is damaged; make it again.", path, count);
+    uint64_t want = file_bytes(kind, (uint64_t)count);
+    if (bytes == want) return true;
+    return error_set(error, EXIT_INPUT, "%s: the header promises %s tokens (%s bytes), the file has %s bytes.\n  %s", path,
+                     human_grouped((uint64_t)count).text, human_grouped(want).text, human_grouped(bytes).text,
+                     bytes < want ? "It was cut short. Make it again with the script in data/ that made it, or leave it out."
+                                  : "It has more than it says. Make it again with the script in data/ that made it, or leave it out.");
+}
+
+// Opens the file and checks that it is a plain one. -1 with the error.
+static int open_plain(const char *path, uint64_t *bytes, Error *error) {
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    struct stat st;
+    if (fd < 0 || fstat(fd, &st) != 0) {
+        error_set(error, EXIT_INPUT, "%s: can't be opened: %s", path, strerror(errno));
+    } else if (!S_ISREG(st.st_mode)) {
+        error_set(error, EXIT_INPUT, "%s: expected a shard, found %s.%s", path, S_ISDIR(st.st_mode) ? "a folder" : "something that is no plain file",
+                  S_ISDIR(st.st_mode) ? "\n  Name its files, such as \"FOLDER/*_train_*.bin\"." : "");
+    } else {
+        *bytes = (uint64_t)st.st_size;
+        return fd;
+    }
+    if (fd >= 0) close(fd);
+    return -1;
+}
+
+// Reads exactly n bytes at the offset.
+static bool read_bytes(int fd, const char *path, void *out, size_t n, uint64_t offset, Error *error) {
+    for (size_t done = 0; done < n;) {
+        ssize_t got = pread(fd, (char *)out + done, n - done, (off_t)(offset + done));
+        if (got < 0 && errno == EINTR) continue;
+        if (got < 0) return error_set(error, EXIT_INPUT, "%s: at offset %s: can't be read: %s", path, human_grouped(offset + done).text, strerror(errno));
+        if (got == 0)
+            return error_set(error, EXIT_INPUT, "%s: the file ends at offset %s, where %s more bytes were when it was opened.\n"
+                             "  It was cut short while in use. Put it back as it was, then go on with --resume.",
+                             path, human_grouped(offset + done).text, human_grouped(n - done).text);
+        done += (size_t)got;
+    }
+    return true;
+}
+
+// The descriptor of shard i's tokens or mask, opened again where too many others were in between. -1 with the error.
+static int descriptor(Shards *s, size_t i, Kind kind, Error *error) {
+    uint64_t id = 2 * i + kind + 1, bytes, want = file_bytes(kind, s->shards[i].count);
+    size_t slot = id % OPEN_FILES;
+    if (s->open[slot].id == id) return s->open[slot].fd;
+    if (s->open[slot].id) close(s->open[slot].fd);
+    s->open[slot].id = 0;
+    const char *path = s->shards[i].path[kind];
+    int fd = open_plain(path, &bytes, error);
+    if (fd < 0) return -1;
+    if (bytes != want) {
+        error_set(error, EXIT_INPUT, "%s: had %s bytes when it was first opened, and has %s now.\n"
+                  "  It was changed while in use. Put it back as it was, then go on with --resume.",
+                  path, human_grouped(want).text, human_grouped(bytes).text);
+        close(fd);
+        return -1;
+    }
+    s->open[slot].id = id;
+    return s->open[slot].fd = fd;
+}
+
+// Reads and checks a header. The count of tokens is written.
+static bool check_header(const char *path, Kind kind, uint64_t *count, Error *error) {
+    int32_t header[3];
+    uint64_t bytes;
+    int fd = open_plain(path, &bytes, error);
+    if (fd < 0) return false;
+    bool ok = bytes >= HEADER_BYTES || error_set(error, EXIT_INPUT, "%s: expected a header of 1,024 bytes, the whole file has %s.\n"
+                                                 "  It was cut short, or is no shard.", path, human_grouped(bytes).text);
+    ok = ok && read_bytes(fd, path, header, sizeof header, 0, error) && check_magic(path, kind, header[0], error);
+    if (ok && header[1] != 1)
+        ok = error_set(error, EXIT_INPUT, "%s: at offset 4: expected version 1, found %d.\n"
+                       "  It was made by another program or a newer one; make it again with data/.", path, header[1]);
+    ok = ok && check_size(path, kind, header[2], bytes, error);
+    close(fd);
+    *count = ok ? (uint64_t)header[2] : 0;
+    return ok;
+}
+
+// Finds and checks the mask beside a shard, where there is one.
+static bool check_mask(Shard *shard, Error *error) {
+    char path[PATH_MAX];
+    uint64_t count;
+    if (!ends_with(shard->path[TOKENS], ".bin")) return true;
+    snprintf(path, sizeof path, "%.*s.mask", (int)strlen(shard->path[TOKENS]) - 4, shard->path[TOKENS]);
+    if (access(path, F_OK) != 0) return true;
+    if (!check_header(path, MASK, &count, error)) return false;
+    if (count != shard->count)
+        return error_set(error, EXIT_INPUT, "%s: at offset 8: a mask of %s tokens, but its shard has %s.\n  Make both again.", path,
+                         human_grouped(count).text, human_grouped(shard->count).text);
+    shard->path[MASK] = strdup(path);
+    return shard->path[MASK] || error_set(error, EXIT_RESOURCE, "out of memory for the list of shards");
+}
+
+static bool check_headers(Shards *s, Error *error) {
+    for (size_t i = 0; i < s->count; i++) {
+        Shard *shard = &s->shards[i];
+        shard->first = s->tokens;
+        if (!check_header(shard->path[TOKENS], TOKENS, &shard->count, error) || !check_mask(shard, error)) return false;
+        s->tokens += shard->count;
+        if (i > 0 && !shard->path[MASK] != !s->shards[0].path[MASK])
+            return error_set(error, EXIT_INPUT, "%s has a mask beside it, %s has none.\n  Give every shard a mask, or none.",
+                             (shard->path[MASK] ? shard : s->shards)->path[TOKENS], (shard->path[MASK] ? s->shards : shard)->path[TOKENS]);
+    }
+    s->has_masks = s->shards[0].path[MASK] != NULL;
+    return true;
+}
+
+// ---- the stream
+
+// The shard that holds token `at` of the stream.
+static size_t shard_of(const Shards *s, uint64_t at) {
+    size_t low = 0, high = s->count;    // shards[low].first <= at < shards[high].first
+    while (high - low > 1) {
+        size_t middle = (low + high) / 2;
+        if (s->shards[middle].first <= at) low = middle;
+        else high = middle;
+    }
+    return low;
+}
+
+// Names the first item of a chunk that is too large. `at` is the chunk's place in the shard.
+static bool bad_item(const Shards *s, const Shard *shard, Kind kind, size_t n, uint64_t at, Error *error) {
+    const uint8_t *mask = (const uint8_t *)s->chunk;
+    size_t i = 0;
+    while (i < n && (kind == TOKENS ? s->chunk[i] < s->config.vocab : mask[i] <= 1)) i++;
+    uint64_t offset = file_bytes(kind, at + i);
+    if (kind == MASK)
+        return error_set(error, EXIT_INPUT, "%s: at offset %s: expected 0 or 1, found %d.\n  The mask is damaged; make it again.",
+                         shard->path[MASK], human_grouped(offset).text, mask[i]);
+    return error_set(error, EXIT_INPUT, "%s: at offset %s: token id %d, expected ids below the vocabulary's %d.\n"
+                     "  The shard was made with another tokenizer than the model's, or is damaged. Make it again, or set vocab=N in --model.",
+                     shard->path[TOKENS], human_grouped(offset).text, s->chunk[i], s->config.vocab);
+}
+
+// Reads n <= CHUNK items of one shard into s->chunk and checks them.
+static bool read_chunk(Shards *s, size_t i, Kind kind, uint64_t at, size_t n, Error *error) {
+    int fd = descriptor(s, i, kind, error);
+    if (fd < 0 || !read_bytes(fd, s->shards[i].path[kind], s->chunk, n * item_bytes(kind), file_bytes(kind, at), error)) return false;
+    const uint8_t *mask = (const uint8_t *)s->chunk;
+    int largest = 0, limit = kind == TOKENS ? s->config.vocab - 1 : 1;
+    if (kind == TOKENS) for (size_t k = 0; k < n; k++) largest = s->chunk[k] > largest ? s->chunk[k] : largest;
+    else for (size_t k = 0; k < n; k++) largest = mask[k] > largest ? mask[k] : largest;
+    return largest <= limit || bad_item(s, &s->shards[i], kind, n, at, error);
+}
+
+// Tokens (int32) or mask bytes `first` .. `first + n - 1` of the stream. `out` may be NULL: they are only checked.
+static bool read_stream(Shards *s, Kind kind, uint64_t first, size_t n, void *out, Error *error) {
+    for (size_t done = 0; done < n;) {
+        size_t i = shard_of(s, first + done), part = n - done < CHUNK ? n - done : CHUNK;
+        uint64_t at = first + done - s->shards[i].first;
+        if (part > s->shards[i].count - at) part = s->shards[i].count - at;
+        if (!read_chunk(s, i, kind, at, part, error)) return false;
+        if (out && kind == MASK) memcpy((uint8_t *)out + done, s->chunk, part);
+        if (out && kind == TOKENS)
+            for (size_t k = 0; k < part; k++) ((int32_t *)out)[done + k] = s->chunk[k];
+        done += part;
+    }
+    return true;
+}
+
+// ---- documents, for PACK_EXAMPLE
+
+static bool add_document(Shards *s, uint64_t first, uint64_t end, Error *error) {
+    if (end - first < 2) return true;    // an end-of-text alone predicts nothing
+    if ((s->windows & (s->windows - 1)) == 0) {
+        Document *more = realloc(s->documents, (s->windows ? 2 * s->windows : 1) * sizeof *more);
+        if (!more) return error_set(error, EXIT_RESOURCE, "out of memory for the index of %s documents", human_grouped(s->windows).text);
+        s->documents = more;
+    }
+    s->documents[s->windows++] = (Document){first, end - first};
+    return true;
+}
+
+// Finds every document from its end-of-text to the next one. What stands before the first end-of-text is a document's tail, left out.
+static bool index_documents(Shards *s, Error *error) {
+    uint64_t start = UINT64_MAX;
+    for (size_t i = 0; i < s->count; i++)
+        for (uint64_t at = 0; at < s->shards[i].count; at += CHUNK) {
+            uint64_t left = s->shards[i].count - at, base = s->shards[i].first + at;
+            size_t n = left < CHUNK ? left : CHUNK;
+            if (!read_chunk(s, i, TOKENS, at, n, error)) return false;
+            for (size_t k = 0; k < n; k++) {
+                if (s->chunk[k] != s->config.end_of_text) continue;
+                if (start != UINT64_MAX && !add_document(s, start, base + k, error)) return false;
+                start = base + k;
+            }
+        }
+    return start == UINT64_MAX || add_document(s, start, s->tokens, error);
+}
+
+// ---- the public part
+
+static bool open_all(Shards *s, const char *globs, Error *error) {
+    const ShardsConfig *c = &s->config;
+    if (!find_files(s, globs, error) || !check_headers(s, error)) return false;
+    if (c->pack == PACK_EXAMPLE && !index_documents(s, error)) return false;
+    if (c->pack == PACK_STREAM) s->windows = s->tokens > 0 ? (s->tokens - 1) / c->T : 0;
+    uint64_t need = c->min_windows > 1 ? c->min_windows : 1;
+    if (s->windows >= need) return true;
+    char size[64];
+    snprintf(size, sizeof size, c->pack == PACK_STREAM ? "windows of %zu + 1 tokens" : "documents, each a window of %zu + 1 tokens", c->T);
+    return error_set(error, EXIT_INPUT, "%s: too little data: %zu file%s with %s tokens, which are %s %s; %s are needed.\n"
+                     "  Add data, or make --seq-len, --batch or --total-batch-tokens smaller.", globs, s->count, s->count == 1 ? "" : "s",
+                     human_grouped(s->tokens).text, human_grouped(s->windows).text, size, human_grouped(need).text);
+}
+
+Shards *shards_open(const char *globs, ShardsConfig config, Error *error) {
+    Shards *s = calloc(1, sizeof *s);
+    if (!s) return error_set(error, EXIT_RESOURCE, "out of memory for the shards of %s", globs), NULL;
+    s->config = config;
+    if (open_all(s, globs, error)) return s;
+    shards_close(s);
+    return NULL;
+}
+
+void shards_close(Shards *s) {
+    if (!s) return;
+    for (size_t i = 0; i < OPEN_FILES; i++)
+        if (s->open[i].id) close(s->open[i].fd);
+    for (size_t i = 0; i < s->count; i++) free(s->shards[i].path[TOKENS]), free(s->shards[i].path[MASK]);
+    free(s->shards);
+    free(s->documents);
+    free(s);
+}
+
+uint64_t shards_tokens(const Shards *s) { return s->tokens; }
+uint64_t shards_windows(const Shards *s) { return s->windows; }
+size_t shards_count(const Shards *s) { return s->count; }
+bool shards_masked(const Shards *s) { return s->has_masks || s->config.pack == PACK_EXAMPLE; }
+
+bool shards_window(Shards *s, uint64_t g, int32_t *tokens, uint8_t *mask, Error *error) {
+    size_t T = s->config.T, length = T + 1;
+    uint64_t position = g % s->windows;
+    uint64_t window = s->config.shuffle ? shards_order(position, s->windows, s->config.seed, g / s->windows) : position;
+    uint64_t first = window * T;
+    if (s->config.pack == PACK_EXAMPLE) {
+        first = s->documents[window].first;
+        if (s->documents[window].length < length) length = s->documents[window].length;
+    }
+    if (!read_stream(s, TOKENS, first, length, tokens, error)) return false;
+    for (size_t t = length; t <= T; t++) tokens[t] = s->config.end_of_text;
+    if (!mask) return true;
+    memset(mask, 1, length - 1);
+    memset(mask + length - 1, 0, T + 1 - length);
+    return !s->has_masks || read_stream(s, MASK, first + 1, length - 1, mask, error);
+}
+
+bool shards_check_all(Shards *s, Error *error) {
+    for (size_t i = 0; i < s->count; i++)
+        if (!read_stream(s, TOKENS, s->shards[i].first, s->shards[i].count, NULL, error)) return false;
+    for (size_t i = 0; s->has_masks && i < s->count; i++)
+        if (!read_stream(s, MASK, s->shards[i].first, s->shards[i].count, NULL, error)) return false;
+    return true;
+}
+
+static bool hash_file(Shards *s, size_t i, Kind kind, XXH3_state_t *state, Error *error) {
+    char edge[HEADER_BYTES + EDGE_BYTES];
+    const char *path = s->shards[i].path[kind], *slash = strrchr(path, '/'), *name = slash ? slash + 1 : path;
+    uint64_t bytes = file_bytes(kind, s->shards[i].count);
+    size_t head = bytes < sizeof edge ? bytes : sizeof edge, tail = bytes < EDGE_BYTES ? bytes : EDGE_BYTES;
+    int fd = descriptor(s, i, kind, error);
+    if (fd < 0 || !read_bytes(fd, path, edge, head, 0, error)) return false;
+    XXH3_64bits_update(state, name, strlen(name) + 1);
+    XXH3_64bits_update(state, &bytes, sizeof bytes);
+    XXH3_64bits_update(state, edge, head);
+    if (!read_bytes(fd, path, edge, tail, bytes - tail, error)) return false;
+    XXH3_64bits_update(state, edge, tail);
+    return true;
+}
+
+char *shards_fingerprint(Shards *s, Error *error) {
+    XXH3_state_t *state = XXH3_createState();
+    char *text = malloc(160);
+    bool ok = (state && text) || error_set(error, EXIT_RESOURCE, "out of memory for the data's fingerprint");
+    if (ok) XXH3_64bits_reset(state);
+    for (size_t i = 0; ok && i < s->count; i++)
+        ok = hash_file(s, i, TOKENS, state, error) && (!s->has_masks || hash_file(s, i, MASK, state, error));
+    if (ok)
+        snprintf(text, 160, "{\"files\": %zu, \"tokens\": %llu, \"xxh3\": \"%016llx\"}", s->count, (unsigned long long)s->tokens,
+                 (unsigned long long)XXH3_64bits_digest(state));
+    XXH3_freeState(state);
+    if (!ok) free(text), text = NULL;
+    return text;
+}
+
+// ---- the order
+
+#define ORDER_STREAM 0x73687566666c65u     // "shuffle"
+#define LENGTH_STREAM 0x6c656e677468u      // "length"
+#define ORDER_ROUNDS 12
+
+// The finalizer of splitmix64.
+static uint64_t mix(uint64_t x) {
+    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ x >> 27) * 0x94d049bb133111ebu;
+    return x ^ x >> 31;
+}
+
+// A Feistel network over the smallest power of two that holds W: each round changes one half by a function of the other, so that it can
+// be undone, whatever the function. Where it leads out of 0..W-1 it is applied again until it is back (cycle walking): a bijection
+// still, as the path from an inside number to the next inside number can be walked backwards too.
+uint64_t shards_order(uint64_t position, uint64_t W, uint64_t seed, uint64_t epoch) {
+    uint64_t keys[ORDER_ROUNDS];
+    int bits = 0;
+    while (bits < 63 && (uint64_t)1 << bits < W) bits++;
+    if (bits == 0) return 0;
+    int low_bits = (bits + 1) / 2;
+    uint64_t low_mask = ((uint64_t)1 << low_bits) - 1, high_mask = ((uint64_t)1 << (bits - low_bits)) - 1, x = position;
+    for (int r = 0; r < ORDER_ROUNDS; r++) keys[r] = random_u64(seed, ORDER_STREAM, epoch * ORDER_ROUNDS + (uint64_t)r);
+    do {
+        uint64_t low = x & low_mask, high = x >> low_bits;
+        for (int r = 0; r < ORDER_ROUNDS; r += 2) {
+            low ^= mix(high + keys[r]) & low_mask;
+            high ^= mix(low + keys[r + 1]) & high_mask;
+        }
+        x = high << low_bits | low;
+    } while (x >= W);
+    return x;
+}
+
+size_t step_length(const int64_t *lengths, size_t n, uint64_t seed, uint64_t step) {
+    return (size_t)lengths[random_u64(seed, LENGTH_STREAM, step) % n];
+}
