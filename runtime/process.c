@@ -1,0 +1,140 @@
+#include "runtime/process.h"
+
+#include <limits.h>
+#include <signal.h>
+#include <stdlib.h>
+
+#include "runtime/error.h"
+
+#ifdef USE_MPI
+#include <mpi.h>
+#endif
+
+Process process = {0, 1, 0, 1};
+
+// ---- what the launcher says
+
+// A number from the first of these variables that is set, or the fallback. Open MPI, MPICH and Intel MPI, Slurm's PMI and PMIx.
+static int from_environment(const char *const names[], int fallback) {
+    for (; *names; names++) {
+        const char *text = getenv(*names);
+        if (text) return atoi(text);
+    }
+    return fallback;
+}
+
+int process_launched_rank(void) {
+    static const char *const names[] = {"OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", NULL};
+    return from_environment(names, 0);
+}
+
+// ---- signals
+
+static volatile sig_atomic_t stop_requested;
+
+static void on_signal(int number) {
+    if (number == SIGINT && stop_requested) {
+        signal(number, SIG_DFL);
+        raise(number);
+    }
+    stop_requested = 1;
+}
+
+void process_catch_signals(void) {
+    struct sigaction action = {.sa_handler = on_signal, .sa_flags = SA_RESTART};
+    sigemptyset(&action.sa_mask);
+    sigaction(SIGTERM, &action, NULL);
+    sigaction(SIGINT, &action, NULL);
+}
+
+bool process_stop_requested(void) { return stop_requested; }
+
+#ifdef USE_MPI
+
+// ---- several processes
+
+static int launched_size(void) {
+    static const char *const names[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", NULL};
+    return from_environment(names, 1);
+}
+
+// MPI_Abort has mpirun end the others. The exit code goes along, and mpirun reports it as its own.
+static void abort_all(int code) { MPI_Abort(MPI_COMM_WORLD, code); }
+
+static void check(int status, const char *what) {
+    if (status == MPI_SUCCESS) return;
+    char text[MPI_MAX_ERROR_STRING] = "";
+    int length;
+    MPI_Error_string(status, text, &length);
+    fail(EXIT_PEER, "process %d of %d: %s failed: %s.\n  Another process has died or can't be reached; see its message above, then go on with --resume.",
+         process.rank, process.size, what, text);
+}
+
+void process_start(int *argc, char ***argv) {
+    if (launched_size() < 2) return;
+    int threads;
+    check(MPI_Init_thread(argc, argv, MPI_THREAD_FUNNELED, &threads), "MPI_Init_thread");
+    MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
+    MPI_Comm_rank(MPI_COMM_WORLD, &process.rank);
+    MPI_Comm_size(MPI_COMM_WORLD, &process.size);
+    fail_hook = abort_all;
+    MPI_Comm local;
+    check(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, process.rank, MPI_INFO_NULL, &local), "MPI_Comm_split_type");
+    MPI_Comm_rank(local, &process.local_rank);
+    MPI_Comm_size(local, &process.local_size);
+    MPI_Comm_free(&local);
+}
+
+void process_end(void) {
+    if (process.size > 1) MPI_Finalize();
+    fail_hook = NULL;
+}
+
+// A count of MPI is an int, and its buffers stay small this way.
+#define CHUNK ((size_t)1 << 24)
+
+void process_sum_float(float *values, size_t n) {
+    for (size_t at = 0; process.size > 1 && at < n; at += CHUNK)
+        check(MPI_Allreduce(MPI_IN_PLACE, values + at, (int)(n - at < CHUNK ? n - at : CHUNK), MPI_FLOAT, MPI_SUM, MPI_COMM_WORLD), "MPI_Allreduce");
+}
+
+void process_sum_double(double *values, size_t n) {
+    for (size_t at = 0; process.size > 1 && at < n; at += CHUNK)
+        check(MPI_Allreduce(MPI_IN_PLACE, values + at, (int)(n - at < CHUNK ? n - at : CHUNK), MPI_DOUBLE, MPI_SUM, MPI_COMM_WORLD), "MPI_Allreduce");
+}
+
+int64_t process_max_int(int64_t value) {
+    if (process.size > 1) check(MPI_Allreduce(MPI_IN_PLACE, &value, 1, MPI_INT64_T, MPI_MAX, MPI_COMM_WORLD), "MPI_Allreduce");
+    return value;
+}
+
+void process_broadcast(void *data, size_t bytes) {
+    for (size_t at = 0; process.size > 1 && at < bytes; at += CHUNK)
+        check(MPI_Bcast((char *)data + at, (int)(bytes - at < CHUNK ? bytes - at : CHUNK), MPI_BYTE, 0, MPI_COMM_WORLD), "MPI_Bcast");
+}
+
+void process_barrier(void) {
+    if (process.size > 1) check(MPI_Barrier(MPI_COMM_WORLD), "MPI_Barrier");
+}
+
+#else
+
+// ---- built without MPI
+
+void process_start(int *argc, char ***argv) {
+    (void)argc, (void)argv;
+    static const char *const names[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", NULL};
+    int size = from_environment(names, 1);
+    if (size > 1)
+        fail(EXIT_USAGE, "a launcher started %d processes, but this program was built without MPI.\n"
+             "  Install libopenmpi-dev and run make again, or start one process.", size);
+}
+
+void process_end(void) {}
+void process_sum_float(float *values, size_t n) { (void)values, (void)n; }
+void process_sum_double(double *values, size_t n) { (void)values, (void)n; }
+int64_t process_max_int(int64_t value) { return value; }
+void process_broadcast(void *data, size_t bytes) { (void)data, (void)bytes; }
+void process_barrier(void) {}
+
+#endif
