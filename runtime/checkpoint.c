@@ -1,0 +1,367 @@
+#define _GNU_SOURCE
+#include "checkpoint.h"
+
+#include <dirent.h>
+#include <errno.h>
+#include <inttypes.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "file.h"
+#include "json.h"
+
+// Names in OUT/ckpt. A reader trusts step-* and .old-*; the other two are only ever removed.
+#define STEP  "step-"         // whole
+#define TMP   ".tmp-step-"    // being written
+#define OLD   ".old-step-"    // whole; set aside while a new folder of the same step takes its name
+#define TRASH ".trash-step-"  // being deleted
+
+#define DAMAGED "The checkpoint is damaged: delete this folder to go on from the one before it."
+
+// Writes folder + "/" + the formatted name into out (PATH_MAX bytes), and returns out.
+static char *join(char *out, const char *folder, const char *format, ...) __attribute__((format(printf, 3, 4)));
+static char *join(char *out, const char *folder, const char *format, ...) {
+    va_list args;
+    size_t length = strlen(folder);
+    int added = -1;
+    if (length + 2 < PATH_MAX) {
+        memcpy(out, folder, length);
+        out[length++] = '/';
+        va_start(args, format);
+        added = vsnprintf(out + length, PATH_MAX - length, format, args);
+        va_end(args);
+    }
+    if (added < 0 || length + (size_t)added >= PATH_MAX) fail(EXIT_USAGE, "%.200s...: the path of this folder is too long.", folder);
+    return out;
+}
+
+static char *join_step(char *out, const char *root, const char *prefix, uint64_t step) {
+    return join(out, root, "%s%08" PRIu64, prefix, step);
+}
+
+// ---- hashes of what is written ---------------------------------------------------------------------------------------------
+
+typedef struct {
+    char name[NAME_MAX + 1];
+    uint64_t size;
+    XXH128_hash_t hash;
+} Record;
+
+// The files that have been written into the folder of the checkpoint that is begun.
+static struct {
+    const char *folder;
+    Record *records;
+    size_t count;
+} written;
+
+static Record *record_find(const char *name) {
+    for (size_t i = 0; i < written.count; i++) {
+        if (!strcmp(written.records[i].name, name)) return &written.records[i];
+    }
+    return NULL;
+}
+
+static void record_written(const char *path, uint64_t size, XXH128_hash_t hash) {
+    size_t length = strlen(written.folder);
+    const char *name = path + length + 1;
+    if (strncmp(path, written.folder, length) || path[length] != '/' || strchr(name, '/') || strlen(name) > NAME_MAX) return;
+    Record *record = record_find(name);
+    if (!record) {
+        written.records = realloc(written.records, (written.count + 1) * sizeof *written.records);
+        if (!written.records) fail(EXIT_RESOURCE, "%s: out of memory.", path);
+        record = &written.records[written.count++];
+        strcpy(record->name, name);
+    }
+    record->size = size;
+    record->hash = hash;
+}
+
+static void records_end(void) {
+    file_written = NULL;
+    free(written.records);
+    memset(&written, 0, sizeof written);
+}
+
+typedef struct { char text[33]; } HashText;
+static HashText hash_text(XXH128_hash_t hash) {
+    HashText out;
+    snprintf(out.text, sizeof out.text, "%016" PRIx64 "%016" PRIx64, (uint64_t)hash.high64, (uint64_t)hash.low64);
+    return out;
+}
+
+// ---- the manifest ----------------------------------------------------------------------------------------------------------
+
+// {"files": {"model.safetensors": {"size": 12, "xxh3_128": "32 hexadecimal digits, as xxhsum -H2 prints them"}, ...}}
+
+static bool check_entry(const char *folder, const char *manifest, const cJSON *entry, bool hashes, Error *error) {
+    char path[PATH_MAX];
+    struct stat info;
+    uint64_t size, found_size;
+    XXH128_hash_t found;
+    const char *hash = cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(entry, "xxh3_128"));
+    if (!json_u64(cJSON_GetObjectItemCaseSensitive(entry, "size"), &size) || !hash || strchr(entry->string, '/')
+        || strlen(entry->string) > NAME_MAX) {
+        return error_set(error, EXIT_INPUT, "%s: expected a plain file name with \"size\" and \"xxh3_128\", found something else at "
+                         "\"%.100s\".\n  " DAMAGED, manifest, entry->string);
+    }
+    join(path, folder, "%s", entry->string);
+    if (stat(path, &info) != 0) {
+        return error_set(error, EXIT_INPUT, "%s: expected this file, which manifest.json lists, found none.\n  " DAMAGED, path);
+    }
+    if ((uint64_t)info.st_size != size) {
+        return error_set(error, EXIT_INPUT, "%s: expected %" PRIu64 " bytes (manifest.json), found %" PRIu64 ".\n  " DAMAGED, path, size,
+                         (uint64_t)info.st_size);
+    }
+    if (!hashes) return true;
+    if (!file_hash(path, &found_size, &found, error)) return false;
+    if (!strcmp(hash_text(found).text, hash)) return true;
+    return error_set(error, EXIT_INPUT, "%s: expected XXH3-128 %.32s (manifest.json), found %s.\n  " DAMAGED, path, hash,
+                     hash_text(found).text);
+}
+
+static bool check_manifest(const char *folder, bool hashes, Error *error) {
+    char path[PATH_MAX];
+    const cJSON *entry;
+    cJSON *manifest = json_read(join(path, folder, "manifest.json"), error);
+    if (!manifest) return false;
+    const cJSON *files = cJSON_GetObjectItemCaseSensitive(manifest, "files");
+    bool ok = cJSON_IsObject(files)
+        || error_set(error, EXIT_INPUT, "%s: expected an object \"files\", found none.\n  " DAMAGED, path);
+    if (ok) {
+        cJSON_ArrayForEach(entry, files) {
+            if (!(ok = check_entry(folder, path, entry, hashes, error))) break;
+        }
+    }
+    cJSON_Delete(manifest);
+    return ok;
+}
+
+bool checkpoint_verify(const char *folder, bool manifest_optional, Error *error) {
+    char path[PATH_MAX];
+    if (manifest_optional && access(join(path, folder, "manifest.json"), F_OK) != 0 && errno == ENOENT) return true;
+    return check_manifest(folder, true, error);
+}
+
+// Adds a file of the folder to the manifest; one that did not come through file_close() is read for its hash, and synced.
+static bool add_entry(cJSON *files, const char *folder, const char *name, Error *error) {
+    char path[PATH_MAX];
+    struct stat info;
+    Record read = {.size = 0}, *record = record_find(name);
+    join(path, folder, "%s", name);
+    if (lstat(path, &info) != 0 || !S_ISREG(info.st_mode)) {
+        return error_set(error, EXIT_RESOURCE, "%s: expected only plain files in a checkpoint, found something else.\n"
+                         "  Leave this folder to the program that writes it.", path);
+    }
+    if (!record || record->size != (uint64_t)info.st_size) {
+        record = &read;
+        if (!file_hash(path, &read.size, &read.hash, error) || !file_sync(path, error)) return false;
+    }
+    cJSON *entry = cJSON_AddObjectToObject(files, name);
+    if (!entry || !cJSON_AddNumberToObject(entry, "size", (double)record->size)
+        || !cJSON_AddStringToObject(entry, "xxh3_128", hash_text(record->hash).text)) {
+        fail(EXIT_RESOURCE, "%s: out of memory for the manifest.", path);
+    }
+    return true;
+}
+
+static bool add_entries(cJSON *files, const char *folder, Error *error) {
+    struct dirent **names;
+    int count = scandir(folder, &names, NULL, alphasort);
+    if (count < 0) {
+        return error_set(error, EXIT_RESOURCE, "%s: listing the folder failed: %s.\n  Did someone remove it?", folder, strerror(errno));
+    }
+    bool ok = true;
+    for (int i = 0; i < count; i++) {
+        const char *name = names[i]->d_name;
+        bool ours = strcmp(name, ".") && strcmp(name, "..") && strcmp(name, "manifest.json");
+        if (ok && ours) ok = add_entry(files, folder, name, error);
+        free(names[i]);
+    }
+    free(names);
+    return ok;
+}
+
+static bool write_manifest(const char *folder, Error *error) {
+    char path[PATH_MAX];
+    cJSON *manifest = cJSON_CreateObject(), *files = cJSON_AddObjectToObject(manifest, "files");
+    if (!files) fail(EXIT_RESOURCE, "%s: out of memory for the manifest.", folder);
+    bool ok = add_entries(files, folder, error);
+    if (ok) {
+        char *text = cJSON_Print(manifest);
+        if (!text) fail(EXIT_RESOURCE, "%s: out of memory for the manifest.", folder);
+        ok = file_write_text(join(path, folder, "manifest.json"), text, error);
+        free(text);
+    }
+    cJSON_Delete(manifest);
+    return ok;
+}
+
+// ---- what lies in OUT/ckpt -------------------------------------------------------------------------------------------------
+
+typedef struct {
+    uint64_t step;
+    const char *prefix;   // STEP, TMP, OLD or TRASH
+} Entry;
+
+static bool parse_entry(const char *name, Entry *entry) {
+    static const char *const prefixes[] = {STEP, TMP, OLD, TRASH};
+    for (int i = 0; i < 4; i++) {
+        size_t length = strlen(prefixes[i]), digits;
+        if (strncmp(name, prefixes[i], length)) continue;
+        digits = strspn(name + length, "0123456789");
+        if (digits < 8 || digits > 19 || name[length + digits]) return false;
+        *entry = (Entry){.step = strtoull(name + length, NULL, 10), .prefix = prefixes[i]};
+        return true;
+    }
+    return false;
+}
+
+// The newest first; of one step, step-* before .old-step-*.
+static int compare_entries(const void *a, const void *b) {
+    const Entry *x = a, *y = b;
+    if (x->step != y->step) return x->step > y->step ? -1 : 1;
+    return strcmp(y->prefix, x->prefix);
+}
+
+// The folders of ours, newest first; free with free(). No folder at all is the same as an empty one.
+static Entry *list_entries(const char *root, size_t *count) {
+    Entry *entries = NULL, entry;
+    DIR *folder = opendir(root);
+    *count = 0;
+    if (!folder) return NULL;
+    for (struct dirent *item; (item = readdir(folder));) {
+        if (!parse_entry(item->d_name, &entry)) continue;
+        entries = realloc(entries, (*count + 1) * sizeof *entries);
+        if (!entries) fail(EXIT_RESOURCE, "%s: out of memory.", root);
+        entries[(*count)++] = entry;
+    }
+    closedir(folder);
+    if (*count) qsort(entries, *count, sizeof *entries, compare_entries);
+    return entries;
+}
+
+// Removes what a killed save or prune has left, and gives a folder that was set aside its name back where the new one
+// did not come to take it.
+static bool clear_leftovers(const char *root, Error *error) {
+    char path[PATH_MAX], final[PATH_MAX];
+    size_t count;
+    Entry *entries = list_entries(root, &count);
+    bool ok = true;
+    for (size_t i = 0; i < count && ok; i++) {
+        if (!strcmp(entries[i].prefix, STEP)) continue;
+        join_step(path, root, entries[i].prefix, entries[i].step);
+        join_step(final, root, STEP, entries[i].step);
+        bool keep = !strcmp(entries[i].prefix, OLD) && access(final, F_OK) != 0 && check_manifest(path, false, error);
+        ok = keep ? file_rename(path, final, error) : file_remove_tree(path, error);
+    }
+    free(entries);
+    return ok;
+}
+
+bool checkpoint_newest(const char *out_dir, char *path, size_t size, uint64_t *step) {
+    char root[PATH_MAX], folder[PATH_MAX];
+    size_t count;
+    Error error;
+    bool found = false;
+    Entry *entries = list_entries(join(root, out_dir, "ckpt"), &count);
+    for (size_t i = 0; i < count && !found; i++) {
+        bool named = !strcmp(entries[i].prefix, STEP);
+        if (!named && strcmp(entries[i].prefix, OLD)) continue;
+        join_step(folder, root, entries[i].prefix, entries[i].step);
+        if (check_manifest(folder, false, &error)) {
+            found = strlen(folder) < size;
+            if (!found) fail(EXIT_USAGE, "%s: the path is too long.", folder);
+            strcpy(path, folder);
+            *step = entries[i].step;
+        } else if (named) {
+            warn("%s\n  Passing over %s.", error.text, folder);
+        }
+    }
+    free(entries);
+    return found;
+}
+
+// ---- saving ----------------------------------------------------------------------------------------------------------------
+
+bool checkpoint_begin(Checkpoint *c, const char *out_dir, uint64_t step, Error *error) {
+    c->step = step;
+    c->folder[0] = '\0';
+    join(c->root, out_dir, "ckpt");
+    if (!file_make_folders(c->root, error) || !clear_leftovers(c->root, error)) return false;
+    char folder[PATH_MAX];
+    if (!file_make_folders(join_step(folder, c->root, TMP, step), error)) return false;
+    strcpy(c->folder, folder);
+    written.folder = c->folder;
+    file_written = record_written;
+    return true;
+}
+
+const char *checkpoint_path(Checkpoint *c, const char *file_name) {
+    return join(c->path, c->folder, "%s", file_name);
+}
+
+bool checkpoint_copy(Checkpoint *c, const char *from, Error *error) {
+    const char *slash = strrchr(from, '/');
+    return file_copy(checkpoint_path(c, slash ? slash + 1 : from), from, error);
+}
+
+// Gives the folder its name, over one that has it already. Between the two renames .old-step-* is the whole one.
+static bool take_name(const char *folder, const char *root, uint64_t step, Error *error) {
+    char final[PATH_MAX], old[PATH_MAX];
+    Error ignored;
+    join_step(final, root, STEP, step);
+    if (access(final, F_OK) != 0) return file_rename(folder, final, error);
+    join_step(old, root, OLD, step);
+    if (!file_rename(final, old, error) || !file_rename(folder, final, error)) {
+        if (access(final, F_OK) != 0) file_rename(old, final, &ignored);
+        return false;
+    }
+    file_remove_tree(old, &ignored);   // where this fails, the next checkpoint_begin() tries again and says so
+    return true;
+}
+
+bool checkpoint_commit(Checkpoint *c, Error *error) {
+    if (!write_manifest(c->folder, error) || !file_sync(c->folder, error)) return false;
+    if (!take_name(c->folder, c->root, c->step, error)) return false;
+    c->folder[0] = '\0';
+    records_end();
+    return true;
+}
+
+void checkpoint_abandon(Checkpoint *c) {
+    Error error;
+    if (!c->folder[0]) return;
+    if (!file_remove_tree(c->folder, &error)) warn("%s", error.text);
+    c->folder[0] = '\0';
+    records_end();
+}
+
+// ---- pruning ---------------------------------------------------------------------------------------------------------------
+
+static bool delete_step(const char *root, uint64_t step, Error *error) {
+    char path[PATH_MAX], trash[PATH_MAX];
+    join_step(path, root, STEP, step);
+    join_step(trash, root, TRASH, step);
+    return file_remove_tree(trash, error) && file_rename(path, trash, error) && file_remove_tree(trash, error);
+}
+
+bool checkpoint_prune(const char *out_dir, int keep, uint64_t keep_also, Error *error) {
+    char root[PATH_MAX], path[PATH_MAX];
+    size_t count;
+    Error damage;
+    bool ok = true;
+    if (keep <= 0) return true;
+    Entry *entries = list_entries(join(root, out_dir, "ckpt"), &count);
+    for (size_t i = 0; i < count && ok; i++) {
+        if (strcmp(entries[i].prefix, STEP)) continue;
+        if (!check_manifest(join_step(path, root, STEP, entries[i].step), false, &damage)) continue;
+        if (keep > 0) keep--;
+        else if (entries[i].step != keep_also) ok = delete_step(root, entries[i].step, error);
+    }
+    free(entries);
+    return ok;
+}

@@ -1,0 +1,421 @@
+#define _GNU_SOURCE
+#include "file.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <ftw.h>
+#include <inttypes.h>
+#include <limits.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <unistd.h>
+
+void (*file_written)(const char *path, uint64_t size, XXH128_hash_t hash) = NULL;
+
+// ---- fault points ----------------------------------------------------------------------------------------------------------
+
+#ifdef FAULTS
+static struct {
+    bool ready, half;
+    long at, count;
+    int error;   // 0: end the process
+} fault;
+
+static void fault_report(void) {
+    fprintf(stderr, "fault points: %ld\n", fault.count);
+}
+
+static void fault_setup(void) {
+    const char *at = getenv("FAULT_AT"), *kind = getenv("FAULT_KIND");
+    fault.ready = true;
+    fault.at = at ? atol(at) : 0;
+    if (kind && !strcmp(kind, "half")) fault.half = true;
+    else if (kind && !strcmp(kind, "enospc")) fault.error = ENOSPC;
+    else if (kind && !strcmp(kind, "eio")) fault.error = EIO;
+    else if (kind && strcmp(kind, "kill")) fail(EXIT_USAGE, "FAULT_KIND=%s: expected kill, half, enospc or eio.", kind);
+    if (getenv("FAULT_COUNT")) atexit(fault_report);
+}
+
+// True where this act is to fail, with errno set; at a kill it does not return. `data` is what a write was about to write.
+static bool fault_hit(int fd, const void *data, size_t size) {
+    if (!fault.ready) fault_setup();
+    if (++fault.count != fault.at) return false;
+    if (!fault.error) {
+        if (fault.half && size > 1 && write(fd, data, size / 2) < 0) _exit(138);
+        _exit(137);   // what a shell calls a process that kill -9 has ended
+    }
+    errno = fault.error;
+    return true;
+}
+#else
+#define fault_hit(fd, data, size) false
+#endif
+
+static ssize_t act_write(int fd, const void *data, size_t size) {
+    if (fault_hit(fd, data, size)) return -1;
+    return write(fd, data, size);
+}
+
+static int act_fsync(int fd) {
+    if (fault_hit(-1, NULL, 0)) return -1;
+    return fsync(fd);
+}
+
+static int act_rename(const char *from, const char *to) {
+    if (fault_hit(-1, NULL, 0)) return -1;
+    return rename(from, to);
+}
+
+static int act_mkdir(const char *path) {
+    if (fault_hit(-1, NULL, 0)) return -1;
+    return mkdir(path, 0777);
+}
+
+static int act_remove(const char *path) {
+    if (fault_hit(-1, NULL, 0)) return -1;
+    return remove(path);
+}
+
+// ---- errors ----------------------------------------------------------------------------------------------------------------
+
+static const char *write_remedy(int number) {
+    switch (number) {
+    case ENOSPC: case EDQUOT: return "Make room on that disk, or choose a folder on another one.";
+    case EACCES: case EPERM: case EROFS: return "Choose a folder that you may write to, or change its permissions.";
+    case EIO: return "The disk failed: see the system's log, and choose a folder on another one.";
+    case ENOTDIR: case EISDIR: return "A file stands where a folder is needed, or the other way round: choose another path.";
+    default: return "Choose another folder, or repair this one.";
+    }
+}
+
+static bool write_error(Error *error, const char *path, const char *act) {
+    int number = errno;
+    return error_set(error, EXIT_RESOURCE, "%s: %s failed: %s.\n  %s", path, act, strerror(number), write_remedy(number));
+}
+
+static bool read_error(Error *error, const char *path, const char *act) {
+    int number = errno;
+    return error_set(error, EXIT_INPUT, "%s: %s failed: %s.\n  %s", path, act, strerror(number),
+                     number == EIO ? "The disk failed: see the system's log, and take another copy of the file."
+                                   : "Check the path and its permissions.");
+}
+
+// ---- writing ---------------------------------------------------------------------------------------------------------------
+
+enum { FLUSH_BYTES = 16 << 20 };   // so much is handed to the disk at a time
+
+struct File {
+    int fd;
+    uint64_t size;       // bytes written
+    uint64_t flushed;    // of them, handed to the disk
+    XXH3_state_t *hash;  // NULL when nobody asks for it
+    char path[PATH_MAX];
+};
+
+File *file_create(const char *path, Error *error) {
+    if (strlen(path) >= PATH_MAX) {
+        error_set(error, EXIT_RESOURCE, "%.200s...: the path is over %d bytes long.\n  Choose a shorter one.", path, PATH_MAX - 1);
+        return NULL;
+    }
+    int fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+    if (fd < 0) {
+        write_error(error, path, "creating it");
+        return NULL;
+    }
+    File *file = calloc(1, sizeof *file);
+    if (!file) fail(EXIT_RESOURCE, "%s: out of memory.", path);
+    file->fd = fd;
+    strcpy(file->path, path);
+    if (file_written) {
+        file->hash = XXH3_createState();
+        if (!file->hash) fail(EXIT_RESOURCE, "%s: out of memory.", path);
+        XXH3_128bits_reset(file->hash);
+    }
+    return file;
+}
+
+static void file_free(File *file) {
+    XXH3_freeState(file->hash);
+    free(file);
+}
+
+// Starts the disk on what has been written, without waiting: the last fsync would otherwise do all of it.
+static void file_flush_early(File *file) {
+    if (file->size - file->flushed < FLUSH_BYTES) return;
+    sync_file_range(file->fd, (off_t)file->flushed, (off_t)(file->size - file->flushed), SYNC_FILE_RANGE_WRITE);
+    file->flushed = file->size;
+}
+
+bool file_write(File *file, const void *data, size_t size, Error *error) {
+    const char *at = data;
+    while (size > 0) {
+        size_t piece = size < FLUSH_BYTES ? size : FLUSH_BYTES;
+        ssize_t written = act_write(file->fd, at, piece);
+        if (written < 0 && errno == EINTR) continue;
+        if (written <= 0) {
+            char act[80];
+            if (written == 0) errno = ENOSPC;
+            snprintf(act, sizeof act, "writing %zu bytes at offset %" PRIu64, piece, file->size);
+            return write_error(error, file->path, act);
+        }
+        if (file->hash) XXH3_128bits_update(file->hash, at, (size_t)written);
+        file->size += (uint64_t)written;
+        at += written;
+        size -= (size_t)written;
+        file_flush_early(file);
+    }
+    return true;
+}
+
+bool file_close(File *file, Error *error) {
+    bool ok = act_fsync(file->fd) == 0 || write_error(error, file->path, "fsync");
+    if (close(file->fd) != 0 && ok) ok = write_error(error, file->path, "close");
+    if (ok && file->hash && file_written) file_written(file->path, file->size, XXH3_128bits_digest(file->hash));
+    file_free(file);
+    return ok;
+}
+
+void file_discard(File *file) {
+    close(file->fd);
+    unlink(file->path);
+    file_free(file);
+}
+
+// Writes all, or leaves no file.
+static bool write_whole(const char *path, const void *data, size_t size, Error *error) {
+    File *file = file_create(path, error);
+    if (!file) return false;
+    if (!file_write(file, data, size, error)) {
+        file_discard(file);
+        return false;
+    }
+    if (file_close(file, error)) return true;
+    unlink(path);
+    return false;
+}
+
+bool file_write_text(const char *path, const char *text, Error *error) {
+    return write_whole(path, text, strlen(text), error);
+}
+
+bool file_replace_text(const char *path, const char *text, Error *error) {
+    char temporary[PATH_MAX];
+    if (snprintf(temporary, sizeof temporary, "%s.tmp", path) >= (int)sizeof temporary) {
+        errno = ENAMETOOLONG;
+        return write_error(error, path, "naming its temporary file");
+    }
+    if (!write_whole(temporary, text, strlen(text), error)) return false;
+    if (file_rename(temporary, path, error)) return true;
+    unlink(temporary);
+    return false;
+}
+
+// Reads up to `size` bytes, fewer only at the end of the file. -1 on error.
+static ssize_t read_full(int fd, void *out, size_t size, uint64_t offset) {
+    size_t done = 0;
+    while (done < size) {
+        ssize_t got = pread(fd, (char *)out + done, size - done, (off_t)(offset + done));
+        if (got < 0 && errno == EINTR) continue;
+        if (got < 0) return -1;
+        if (got == 0) break;
+        done += (size_t)got;
+    }
+    return (ssize_t)done;
+}
+
+enum { PIECE = 1 << 20 };   // a file is read through a buffer of so many bytes
+
+// Calls `take` with one piece of the file after the other. Ends where take() fails.
+static bool read_pieces(const char *path, bool (*take)(void *context, const void *data, size_t size, Error *error),
+                        void *context, Error *error) {
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return read_error(error, path, "opening it");
+    char *piece = malloc(PIECE);
+    if (!piece) fail(EXIT_RESOURCE, "%s: out of memory.", path);
+    bool ok = true;
+    uint64_t offset = 0;
+    for (;;) {
+        ssize_t got = read_full(fd, piece, PIECE, offset);
+        if (got < 0) ok = read_error(error, path, "reading it");
+        if (got <= 0) break;
+        ok = take(context, piece, (size_t)got, error);
+        offset += (uint64_t)got;
+        if (!ok) break;
+    }
+    free(piece);
+    close(fd);
+    return ok;
+}
+
+static bool take_write(void *context, const void *data, size_t size, Error *error) {
+    return file_write(context, data, size, error);
+}
+
+bool file_copy(const char *to, const char *from, Error *error) {
+    File *file = file_create(to, error);
+    if (!file) return false;
+    if (!read_pieces(from, take_write, file, error)) {
+        file_discard(file);
+        return false;
+    }
+    return file_close(file, error);
+}
+
+// ---- folders ---------------------------------------------------------------------------------------------------------------
+
+bool file_sync(const char *path, Error *error) {
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return write_error(error, path, "opening it for fsync");
+    // Some network file systems have no fsync for folders and say EINVAL.
+    bool ok = act_fsync(fd) == 0 || errno == EINVAL || write_error(error, path, "fsync");
+    close(fd);
+    return ok;
+}
+
+static bool sync_parent(const char *path, Error *error) {
+    char parent[PATH_MAX];
+    const char *slash = strrchr(path, '/');
+    int length = slash ? (int)(slash - path) : 0;
+    if (!slash) strcpy(parent, ".");
+    else if (length == 0) strcpy(parent, "/");
+    else snprintf(parent, sizeof parent, "%.*s", length, path);
+    return file_sync(parent, error);
+}
+
+static bool make_folder(const char *path, Error *error) {
+    struct stat info;
+    if (act_mkdir(path) == 0) return sync_parent(path, error);
+    int number = errno;
+    if (number == EEXIST && stat(path, &info) == 0 && S_ISDIR(info.st_mode)) return true;
+    errno = number == EEXIST ? ENOTDIR : number;
+    return write_error(error, path, "making the folder");
+}
+
+bool file_make_folders(const char *path, Error *error) {
+    char part[PATH_MAX];
+    struct stat info;
+    if (strlen(path) >= sizeof part) {
+        errno = ENAMETOOLONG;
+        return write_error(error, path, "making the folder");
+    }
+    if (stat(path, &info) == 0 && S_ISDIR(info.st_mode)) return true;
+    strcpy(part, path);
+    for (char *slash = part + 1; (slash = strchr(slash, '/')); slash++) {
+        *slash = '\0';
+        if (!(stat(part, &info) == 0 && S_ISDIR(info.st_mode)) && !make_folder(part, error)) return false;
+        *slash = '/';
+    }
+    return make_folder(part, error);
+}
+
+bool file_rename(const char *from, const char *to, Error *error) {
+    if (act_rename(from, to) == 0) return sync_parent(to, error);
+    char act[PATH_MAX + 40];
+    snprintf(act, sizeof act, "renaming %s to this", from);
+    return write_error(error, to, act);
+}
+
+static int remove_entry(const char *path, const struct stat *info, int kind, struct FTW *ftw) {
+    (void)info, (void)kind, (void)ftw;
+    return act_remove(path);
+}
+
+bool file_remove_tree(const char *path, Error *error) {
+    if (nftw(path, remove_entry, 16, FTW_DEPTH | FTW_PHYS) == 0 || errno == ENOENT) return true;
+    return write_error(error, path, "removing it");
+}
+
+bool file_free_space(const char *path, uint64_t *bytes, Error *error) {
+    char part[PATH_MAX];
+    struct statvfs info;
+    snprintf(part, sizeof part, "%s", *path ? path : ".");
+    while (statvfs(part, &info) != 0) {
+        char *slash = strrchr(part, '/');
+        if ((errno != ENOENT && errno != ENOTDIR) || !strcmp(part, "/") || !strcmp(part, ".")) {
+            return read_error(error, path, "asking for free disk space");
+        }
+        if (!slash) strcpy(part, ".");
+        else slash[slash == part] = '\0';   // "/a" becomes "/"
+    }
+    *bytes = (uint64_t)info.f_bavail * info.f_frsize;
+    return true;
+}
+
+// ---- reading ---------------------------------------------------------------------------------------------------------------
+
+bool file_read_at(int fd, const char *path, void *out, size_t size, uint64_t offset, Error *error) {
+    ssize_t got = read_full(fd, out, size, offset);
+    if (got == (ssize_t)size) return true;
+    if (got < 0) return read_error(error, path, "reading it");
+    return error_set(error, EXIT_INPUT, "%s: expected %zu bytes at offset %" PRIu64 ", found %zd.\n"
+                     "  It was cut short: copy it or make it again.", path, size, offset, got);
+}
+
+// The size of an open regular file.
+static bool regular_size(int fd, const char *path, uint64_t *size, Error *error) {
+    struct stat info;
+    if (fstat(fd, &info) != 0) return read_error(error, path, "reading its size");
+    if (!S_ISREG(info.st_mode)) {
+        return error_set(error, EXIT_INPUT, "%s: expected a file, found %s.\n  Check the path.", path,
+                         S_ISDIR(info.st_mode) ? "a folder" : "a device or pipe");
+    }
+    *size = (uint64_t)info.st_size;
+    return true;
+}
+
+static char *read_open(int fd, const char *path, size_t limit, size_t *size, Error *error) {
+    uint64_t bytes = 0;
+    if (!regular_size(fd, path, &bytes, error)) return NULL;
+    if (bytes > limit) {
+        error_set(error, EXIT_INPUT, "%s: expected at most %zu bytes, found %" PRIu64 ".\n  This is not the file it should be.",
+                  path, limit, bytes);
+        return NULL;
+    }
+    char *text = malloc(bytes + 1);
+    if (!text) fail(EXIT_RESOURCE, "%s: out of memory for its %" PRIu64 " bytes.", path, bytes);
+    if (!file_read_at(fd, path, text, bytes, 0, error)) {
+        free(text);
+        return NULL;
+    }
+    text[bytes] = '\0';
+    if (size) *size = bytes;
+    return text;
+}
+
+char *file_read(const char *path, size_t limit, size_t *size, Error *error) {
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0) {
+        read_error(error, path, "opening it");
+        return NULL;
+    }
+    char *text = read_open(fd, path, limit, size, error);
+    close(fd);
+    return text;
+}
+
+typedef struct {
+    XXH3_state_t *state;
+    uint64_t size;
+} Hashing;
+
+static bool take_hash(void *context, const void *data, size_t size, Error *error) {
+    Hashing *hashing = context;
+    (void)error;
+    hashing->size += size;
+    XXH3_128bits_update(hashing->state, data, size);
+    return true;
+}
+
+bool file_hash(const char *path, uint64_t *size, XXH128_hash_t *hash, Error *error) {
+    Hashing hashing = {.state = XXH3_createState()};
+    if (!hashing.state) fail(EXIT_RESOURCE, "%s: out of memory.", path);
+    XXH3_128bits_reset(hashing.state);
+    bool ok = read_pieces(path, take_hash, &hashing, error);
+    *size = hashing.size;
+    *hash = XXH3_128bits_digest(hashing.state);
+    XXH3_freeState(hashing.state);
+    return ok;
+}
