@@ -1,0 +1,271 @@
+#!/usr/bin/env python3
+"""Makes the fixtures that the C tests compare with (README.md says what is in them), or checks those that are kept."""
+
+import argparse
+import functools
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.numpy import load_file, save_file
+
+sys.path.insert(0, str(Path(__file__).parent))
+import model as reference
+
+FOLDER = Path(__file__).parent / "fixtures"
+FULL, SAMPLES, LOGITS = 256, 8, 8
+BLOCK = 1 << 16     # the elements that are projected at a time
+LENGTHS = (1, 33, 64)
+CLIP = {(97, 33): 5.0, (97, 64): 3.0, (50257, 33): 3.0}     # within the range of each run's norms, so that some steps are clipped
+ATTENTION = ("softmax", "ssmax", "softmax1", "relu2-n")
+
+
+# ---- The formulas of hash.h
+
+def mix(z):
+    with np.errstate(over="ignore"):
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def stream(name):
+    h = 0xCBF29CE484222325
+    for byte in name.encode():
+        h = (h ^ byte) * 0x100000001B3 % 2**64
+    return mix(np.uint64(h))
+
+
+def hashes(name, first, count):
+    i = np.arange(first + 1, first + count + 1, dtype=np.uint64)
+    return mix(stream(name) + i * np.uint64(0x9E3779B97F4A7C15))
+
+
+def values(name, shape, mean=0.0, scale=1.0, first=0):
+    """Float64 numbers that a float32 holds exactly."""
+    odd = 2 * (hashes(name, first, math.prod(shape)) >> np.uint64(40)).astype(np.int64) + 1 - 2**24
+    out = np.float64(np.float32(mean)) + np.float64(np.float32(scale)) * (odd / 2.0**24)
+    return torch.from_numpy(out.astype(np.float32).astype(np.float64)).view(shape)
+
+
+@functools.lru_cache
+def parameter(name, shape):
+    if "norm.weight" in name:
+        return values(name, shape, 1.0, 0.3)
+    if "attn_scale" in name:
+        return values(name, shape, 0.3, 0.1)
+    return values(name, shape, 0.0, 2 / math.sqrt(shape[-1]))
+
+
+def indices(name, first, count, n):
+    return torch.from_numpy((hashes(name, first, count) % np.uint64(n)).astype(np.int64))
+
+
+def signs(first, count):
+    """(count, 16) of +1 and -1."""
+    low = hashes("projection", first, count).astype("<u2")
+    return 2.0 * np.unpackbits(low.view(np.uint8).reshape(count, 2), axis=1, bitorder="little") - 1.0
+
+
+def digest(x):
+    """Norm, projections on hashed signs, sampled elements (hash.h)."""
+    projections = sum(x[i:i + BLOCK] @ signs(i, min(BLOCK, x.size - i)) for i in range(0, x.size, BLOCK))
+    samples = x[indices("sample", 0, SAMPLES, x.size).numpy()]
+    return np.concatenate([[np.linalg.norm(x)], projections, samples])
+
+
+def stored(x):
+    """The form in which a tensor is kept: whole or a digest, float32."""
+    x = x.detach().numpy().ravel()
+    return (x if x.size <= FULL else digest(x)).astype(np.float32)
+
+
+# ---- The cases
+
+def cases():
+    """Every case as a dictionary of text, in the order of cases.txt."""
+    def case(name, kind, **keys):
+        return {"case": name, "kind": kind, **{key: str(value) for key, value in keys.items()}}
+
+    for vocab, shape in (97, "heads=2,channels=96,ffn=176"), (50257, "heads=1,channels=32,ffn=88"):
+        for tied in 1, 0:
+            for attn in ATTENTION:
+                for T in LENGTHS:
+                    steps = 10 if T > 1 and vocab == 97 or T == 33 and attn == "ssmax" else 0
+                    yield case(f"{attn}_{'tied' if tied else 'untied'}_v{vocab}_T{T}", "model",
+                               model=f"layers=2,{shape},vocab={vocab},tied={tied}", attn=attn, L=64, B=2, T=T, steps=steps,
+                               **(dict(lr=0.01, clip=CLIP[vocab, T], weight_decay=0.1) if steps else {}))
+    for N, C in (1, 8), (5, 96), (33, 48):
+        yield case(f"rmsnorm_N{N}_C{C}", "rmsnorm", N=N, C=C)
+    for B, T, heads, head_size in (1, 1, 1, 48), (2, 33, 2, 48), (1, 64, 3, 64):
+        yield case(f"rope_T{T}_d{head_size}", "rope", B=B, T=T, heads=heads, head_size=head_size)
+    for N in 1, 88, 4097:
+        yield case(f"swiglu_N{N}", "swiglu", N=N)
+    for N, C, OC in (1, 48, 97), (33, 96, 176), (64, 64, 33):
+        yield case(f"matmul_N{N}_C{C}_OC{OC}", "matmul", N=N, C=C, OC=OC)
+    for N, C, vocab in (1, 32, 97), (64, 48, 97), (66, 32, 50257):
+        yield case(f"embedding_N{N}_v{vocab}", "embedding", N=N, C=C, vocab=vocab)
+    for N, vocab, scale in (1, 97, 8), (33, 97, 300), (7, 50257, 8):
+        yield case(f"crossentropy_N{N}_v{vocab}", "crossentropy", N=N, vocab=vocab, scale=scale)
+    for attn in ATTENTION:
+        for T in 1, 2, 3, 4, 33, 64, 130:
+            yield case(f"attention_{attn}_T{T}_d48", "attention", attn=attn, L=64, B=2, T=T, heads=2, head_size=48)
+        yield case(f"attention_{attn}_T64_d64", "attention", attn=attn, L=64, B=1, T=64, heads=1, head_size=64)
+    for N, weight_decay in (1, 0), (1000, 0.1):
+        yield case(f"adamw_N{N}", "adamw", N=N, steps=5, lr=0.01, weight_decay=weight_decay)
+
+
+def cases_text():
+    lines = ["# What models.safetensors and layers.safetensors hold answers for; written by fixtures.py, explained in ../README.md."]
+    return "\n".join(lines + [" ".join(f"{key}={value}" for key, value in case.items()) for case in cases()]) + "\n"
+
+
+# ---- The answers
+
+def model_config(case):
+    shape = {key: int(value) for key, value in (pair.split("=") for pair in case["model"].split(","))}
+    return reference.Config(**{**shape, "tied": bool(shape["tied"])}, attn=case["attn"], L=int(case["L"]))
+
+
+def batch(case, step, vocab):
+    B, T = int(case["B"]), int(case["T"])
+    window = indices("tokens", step * B * (T + 1), B * (T + 1), vocab).view(B, T + 1)
+    return window[:, :-1], window[:, 1:]
+
+
+def some_logits(logits):
+    """(B, T, V) -> (B·T, 9): eight hashed ids a position, and logsumexp."""
+    flat = logits.flatten(0, 1)
+    ids = indices("logit_ids", 0, LOGITS * len(flat), flat.shape[1]).view(-1, LOGITS)
+    return torch.cat([flat.gather(1, ids), torch.logsumexp(flat, -1, keepdim=True)], 1)
+
+
+def run_model(case, dtype=torch.float64):
+    config, steps = model_config(case), int(case["steps"])
+    start = {name: parameter(name, shape).to(dtype) for name, shape in reference.parameter_shapes(config).items()}
+    parameters = {name: p.clone() for name, p in start.items()}
+    optimizer = reference.AdamW(parameters, float(case.get("weight_decay", 0)))
+    losses, norms, answers = [], [], {}
+    for step in range(max(1, steps)):
+        logits, loss, grads = reference.gradients(parameters, *batch(case, step, config.vocab), config)
+        if step == 0:
+            answers["logits"] = some_logits(logits).numpy().astype(np.float32)
+            answers.update({f"grad/{name}": stored(g) for name, g in grads.items()})
+        losses.append(loss)
+        norms.append(reference.global_norm(grads.values()))
+        if steps:
+            optimizer.step(grads, float(case["lr"]) * min(1, (step + 1) / 2), float(case["clip"]))
+    answers["losses"], answers["grad_norms"] = np.float32(losses), np.float32(norms)
+    if steps:
+        answers.update({f"update/{name}": stored(p - start[name]) for name, p in parameters.items()})
+    return answers
+
+
+def backward(function, inputs, shape):
+    """Output and input gradients, by name, for the upstream gradient `dout`."""
+    inputs = {name: x.clone().requires_grad_() for name, x in inputs.items()}
+    out = function(**inputs)
+    grads = torch.autograd.grad(out, list(inputs.values()), values("dout", shape))
+    return {"out": stored(out), **{"d" + name: stored(g) for name, g in zip(inputs, grads)}}
+
+
+def run_rmsnorm(N, C):
+    return backward(reference.rmsnorm, {"x": values("x", (N, C), scale=2), "weight": values("weight", (C,), 1.0, 0.3)}, (N, C))
+
+
+def run_rope(B, T, heads, head_size):
+    shape = (B, T, heads, head_size)
+    return backward(lambda x: reference.rope(x.transpose(1, 2)).transpose(1, 2), {"x": values("x", shape)}, shape)
+
+
+def run_swiglu(N):
+    return backward(reference.swiglu, {"gate": values("gate", (N,), scale=4), "up": values("up", (N,), scale=2)}, (N,))
+
+
+def run_matmul(N, C, OC):
+    return backward(lambda x, weight: x @ weight.T, {"x": values("x", (N, C)), "weight": parameter("weight", (OC, C))}, (N, OC))
+
+
+def run_embedding(N, C, vocab):
+    tokens = indices("tokens", 0, N, vocab)
+    return backward(lambda weight: weight[tokens], {"weight": parameter("weight", (vocab, C))}, (N, C))
+
+
+def run_crossentropy(N, vocab, scale):
+    logits = values("logits", (N, vocab), scale=scale).requires_grad_()
+    loss = reference.cross_entropy(logits, indices("tokens", 0, N, vocab))
+    return {"loss": stored(loss), "dlogits": stored(torch.autograd.grad(loss, logits)[0])}
+
+
+def run_attention(attn, L, B, T, heads, head_size):
+    normalizer, shape = reference.parse_normalizer(attn), (B, T, heads, head_size)
+    inputs = {name: values(name, shape, scale=2) for name in "qkv"}
+    if normalizer.has_s:
+        inputs["attn_scale"] = parameter("attn_scale", (heads,))
+
+    def attention(q, k, v, attn_scale=None):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return reference.attention(q, k, v, normalizer, L, {"s": attn_scale}).transpose(1, 2)
+    return backward(attention, inputs, shape)
+
+
+def run_adamw(N, steps, lr, weight_decay):
+    name = "param.weight"   # one that decays, as far as weight_decay says
+    param = {name: values("param", (N,))}
+    optimizer = reference.AdamW(param, weight_decay)
+    for step in range(steps):
+        optimizer.step({name: values("grad", (N,), first=step * N)}, lr)
+    return {"param": stored(param[name]), "exp_avg": stored(optimizer.exp_avg[name]),
+            "exp_avg_sq": stored(optimizer.exp_avg_sq[name])}
+
+
+def run_layer(case):
+    number = lambda key, text: text if key == "attn" else float(text) if "." in text else int(text)
+    keys = {key: number(key, text) for key, text in case.items() if key not in ("case", "kind")}
+    return globals()["run_" + case["kind"]](**keys)
+
+
+def all_answers():
+    """The two files' tensors, by file name."""
+    torch.set_num_threads(1)    # small operations: threads would cost more than they save
+    files = {"models.safetensors": {}, "layers.safetensors": {}}
+    for case in cases():
+        is_model = case["kind"] == "model"
+        answers = run_model(case) if is_model else run_layer(case)
+        file = files["models.safetensors" if is_model else "layers.safetensors"]
+        file.update({f"{case['case']}/{name}": x for name, x in answers.items()})
+    return files
+
+
+def differences(folder):
+    """What is kept in the folder and is not what the reference says, a line each. Tensors agree to 1e-6 of their norm."""
+    found = [] if (folder / "cases.txt").read_text() == cases_text() else ["cases.txt differs"]
+    for name, tensors in all_answers().items():
+        kept = load_file(folder / name)
+        found += [f"{name}: {key} is on one side only" for key in sorted(kept.keys() ^ tensors.keys())]
+        for key in kept.keys() & tensors.keys():
+            if kept[key].shape != tensors[key].shape:
+                found.append(f"{name}: {key} has shape {kept[key].shape}, expected {tensors[key].shape}")
+            elif not np.linalg.norm(kept[key] - tensors[key]) <= 1e-6 * np.linalg.norm(tensors[key]) + 1e-9:
+                found.append(f"{name}: {key} differs by {np.linalg.norm(kept[key] - tensors[key]):.3g}")
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="compare the kept fixtures with fresh ones and write nothing")
+    arguments = parser.parse_args()
+    if arguments.check:
+        found = differences(FOLDER)
+        print("\n".join(found) or "The kept fixtures are what the reference says.")
+        sys.exit(bool(found))
+    FOLDER.mkdir(exist_ok=True)
+    for name, tensors in all_answers().items():
+        save_file(tensors, FOLDER / name)
+    (FOLDER / "cases.txt").write_text(cases_text())
+
+
+if __name__ == "__main__":
+    main()

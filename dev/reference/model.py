@@ -1,0 +1,344 @@
+"""The model and its attention normalisers in PyTorch, in the order of SPEC sections 1 to 3, by the papers' formulas: plain T x T arrays,
+gradients by autograd. Use it in float64. It is a reference, made to be read and to be right, not to be fast.
+
+[SSMax] Nakanishi, "Scalable-Softmax Is Superior for Attention"; [LSSA] Gao and Spratling, "Softplus Attention with Re-weighting
+Boosts Length Extrapolation in Large Language Models"; [GAU] Su, kexue.fm 9019; [Softer-Max] "Softer-Max, not Softmax"."""
+
+import math
+import re
+from dataclasses import dataclass, replace
+
+import torch
+
+EPS = 1e-5          # RMSNorm's
+THETA = 10000.0     # RoPE's
+
+
+# ---- The normaliser: five stages, and the text that names them
+
+@dataclass(frozen=True)
+class Normalizer:
+    qk: str = "none"
+    scale: str = "rsqrt-d"
+    offset: str = "none"
+    phi: str = "exp"
+    norm: str = "l1"
+    post: str = "none"
+    s: float | None = None      # another start of s than section 2.2's
+    fixed: bool = False         # s is not learnt
+
+    @property
+    def has_s(self):
+        return self.scale in ("logn", "logn-bias", "pn")
+
+    @property
+    def has_b(self):
+        return self.scale in ("logn-bias", "pn")
+
+    def s_start(self, L):
+        """[SSMax]: the mean temperature equals Softmax's; 1 where p_n stands in the place of ln n."""
+        if self.s is not None:
+            return self.s
+        return 1.0 if self.scale == "pn" else L / math.lgamma(L + 1)
+
+
+PRESETS = {
+    "softmax": Normalizer(),
+    "ssmax": Normalizer(scale="logn"),
+    "ssmax-fixed": Normalizer(scale="logn", s=1.0, fixed=True),
+    "ssmax-bias": Normalizer(scale="logn-bias"),
+    "ssmax-pn": Normalizer(scale="pn"),
+    "softmax-log512": Normalizer(scale="log:512"),
+    "softmax1": Normalizer(norm="l1+1"),
+    "softmax-negated": Normalizer(post="negate"),
+    "softmax-recentered": Normalizer(post="recenter"),
+    "softmax-recentered-l1": Normalizer(post="recenter-l1"),
+    "identity": Normalizer(phi="identity", norm="none"),
+    "exp": Normalizer(norm="none"),
+    "identity-l1": Normalizer(phi="identity"),
+    **{f"{phi}-l1": Normalizer(phi=phi) for phi in ("relu", "relu2", "relu6", "gelu", "sigmoid", "softplus", "mish")},
+    "sigmoid": Normalizer(offset="-logL", phi="sigmoid", norm="none"),
+    "sigmoid-logn": Normalizer(offset="-logn", phi="sigmoid", norm="none"),
+    "sigmoid-logn-l1": Normalizer(offset="-logn", phi="sigmoid"),
+    "relu-L": Normalizer(phi="relu", norm="L"),
+    "relu-sqrt": Normalizer(phi="relu", norm="sqrt-half-n"),
+    "lssa": Normalizer(qk="l2", scale="logd-logn", phi="softplus"),
+    "lssar": Normalizer(qk="l2", scale="logd-logn", phi="softplus", post="reweight:15"),
+    "relu2-n": Normalizer(phi="relu2", norm="n"),
+    "relu2-T": Normalizer(phi="relu2", norm="T"),
+    "relu2-L": Normalizer(phi="relu2", norm="L"),
+    "relu2-512": Normalizer(phi="relu2", norm="const:512"),
+}
+
+NUMBER = r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?"
+POSITIVE = r"(?!0*\.?0*(e|$))\+?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?"
+STAGES = {      # what each stage may say
+    "qk": r"none|l2",
+    "scale": rf"rsqrt-d|logn|logn-bias|pn|log:L|log:{POSITIVE}|logd-logn|const:{NUMBER}",
+    "offset": r"none|-logL|-logT|-logn",
+    "phi": r"exp|identity|relu|relu2|relu6|gelu|sigmoid|softplus|mish",
+    "norm": rf"l1|l1\+(\d+\.?\d*|\.\d+)|n|n2|L|T|T2|const:{POSITIVE}|sqrt-half-n|none",
+    "post": rf"none|negate|recenter|recenter-l1|reweight:{POSITIVE}",
+    "s": NUMBER,
+}
+
+
+def parse_normalizer(text):
+    """`NAME[+stage=value...][+s=X][+fixed]`. A `+` starts an override only before one of those words. ValueError otherwise."""
+    name, *overrides = re.split(rf"\+(?=(?:{'|'.join(STAGES)})=|fixed(?:\+|$))", text)
+    if name not in PRESETS:
+        raise ValueError(f"{text}: no normaliser {name!r}; there are {' '.join(PRESETS)}")
+    normalizer = PRESETS[name]
+    for override in overrides:
+        stage, _, value = override.partition("=")
+        if stage == "fixed":
+            normalizer = replace(normalizer, fixed=True)
+        elif not re.fullmatch(STAGES[stage], value):
+            raise ValueError(f"{text}: {stage} cannot be {value!r}; it matches {STAGES[stage]}")
+        else:
+            normalizer = replace(normalizer, **{stage: float(value) if stage == "s" else value})
+    return normalizer
+
+
+# ---- Attention
+
+def softplus(x):
+    return torch.clamp(x, min=0) + torch.log1p(torch.exp(-x.abs()))
+
+
+PHI = {
+    "exp": torch.exp,
+    "identity": lambda z: z,
+    "relu": torch.relu,
+    "relu2": lambda z: torch.relu(z) ** 2,
+    "relu6": lambda z: torch.clamp(z, 0, 6),
+    "gelu": lambda z: z * (1 + torch.erf(z / math.sqrt(2))) / 2,
+    "sigmoid": torch.sigmoid,
+    "softplus": softplus,
+    "mish": lambda z: z * torch.tanh(softplus(z)),
+}
+
+
+def over(x, divisor):
+    """x / divisor, with 0 and gradient 0 where the divisor is 0."""
+    dead = divisor == 0
+    return torch.where(dead, 0.0, x / torch.where(dead, 1.0, divisor))
+
+
+def scale_of_row(spec, n, d, L, scalars):
+    """c_i of SPEC section 2, broadcasting to (NH, T, 1). scalars: s, b (NH), p (L)."""
+    rsqrt_d, ln = 1 / math.sqrt(d), torch.log(n)
+    s, b = (None if x is None else x[:, None, None] for x in (scalars.get("s"), scalars.get("b")))
+    kind, _, value = spec.partition(":")
+    if kind == "rsqrt-d":
+        return rsqrt_d
+    if kind == "logn":
+        return s * ln * rsqrt_d
+    if kind == "logn-bias":
+        return (s * ln + b) * rsqrt_d
+    if kind == "pn":
+        if len(n) > L:
+            raise ValueError(f"pn has {L} values, the sequence has {len(n)}")
+        return (s * scalars["p"][:len(n), None] + b) * rsqrt_d
+    if kind == "log":
+        return ln / math.log(L if value == "L" else float(value)) * rsqrt_d
+    if kind == "logd-logn":
+        return math.log(d) * ln
+    return float(value)     # const:X
+
+
+def offset_of_row(spec, n, L):
+    return {"none": 0.0, "-logL": -math.log(L), "-logT": -math.log(len(n)), "-logn": -torch.log(n)}[spec]
+
+
+def fixed_norm(spec, n, L):
+    kind, _, value = spec.partition(":")
+    T = len(n)
+    return {"n": n, "n2": n**2, "L": L, "T": T, "T2": T**2, "sqrt-half-n": torch.sqrt(n / 2), "none": 1.0,
+            "const": float(value or 1)}[kind]
+
+
+def normalized(z, visible, spec, n, L, phi):
+    """A before post: f / Z. exp under l1 goes by the row's maximum, which leaves A as it is; e^0 is among the candidates where C is."""
+    if not spec.startswith("l1"):
+        return torch.where(visible, PHI[phi](z), 0.0) / fixed_norm(spec, n, L)
+    C = float(spec[3:] or 0)
+    if phi == "exp":
+        maximum = z.detach().masked_fill(~visible, -math.inf).amax(-1, keepdim=True)
+        if C > 0:
+            maximum = maximum.clamp(min=0)
+        f = torch.where(visible, torch.exp(torch.where(visible, z - maximum, 0.0)), 0.0)
+        return f / (C * torch.exp(-maximum) + f.sum(-1, keepdim=True))
+    f = torch.where(visible, PHI[phi](z), 0.0)
+    return over(f, C + f.abs().sum(-1, keepdim=True))
+
+
+def posted(A, visible, spec, n):
+    kind, _, value = spec.partition(":")
+    if kind == "none":
+        return A
+    if kind == "negate":
+        return -A
+    if kind == "reweight":
+        w = torch.relu(torch.where(visible, A * n - torch.where(n > 3, 1.0, 0.0), 0.0))
+        w = over(w, w.detach().amax(-1, keepdim=True))      # leaves w / sum w as it is, and finite
+        w = torch.where(w > 0, torch.where(w > 0, w, 1.0) ** float(value), 0.0)
+        return over(w, w.sum(-1, keepdim=True))
+    centered = torch.where(visible, A - A.sum(-1, keepdim=True) / n, 0.0)
+    if kind == "recenter-l1":
+        centered = over(centered, centered.abs().sum(-1, keepdim=True))
+    return torch.where(n > 3, centered, A)
+
+
+def attention(q, k, v, normalizer, L, scalars):
+    """q, k, v (B, NH, T, HS) after RoPE; the output has the same shape. scalars: see attention_scalars."""
+    T, d = q.shape[-2:]
+    n = torch.arange(1, T + 1, dtype=q.dtype)[:, None]
+    visible = torch.ones(T, T, dtype=torch.bool).tril()
+    if normalizer.qk == "l2":
+        q, k = (over(x, torch.linalg.vector_norm(x, dim=-1, keepdim=True)) for x in (q, k))
+    z = scale_of_row(normalizer.scale, n, d, L, scalars) * (q @ k.transpose(-1, -2)) + offset_of_row(normalizer.offset, n, L)
+    A = normalized(z, visible, normalizer.norm, n, L, normalizer.phi)
+    return posted(A, visible, normalizer.post, n) @ v
+
+
+# ---- The layers
+
+def rmsnorm(x, weight):
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + EPS) * weight
+
+
+def rope(x):
+    """x (..., T, HS): the pair (x_i, x_(i + HS/2)) turns by the angle t·theta^(-2i/HS)."""
+    T, d = x.shape[-2:]
+    frequency = THETA ** (-2 * torch.arange(d // 2, dtype=x.dtype) / d)
+    angle = torch.arange(T, dtype=x.dtype)[:, None] * frequency
+    cos, sin = torch.cos(angle), torch.sin(angle)
+    first, second = x[..., :d // 2], x[..., d // 2:]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def swiglu(gate, up):
+    return gate / (1 + torch.exp(-gate)) * up
+
+
+def cross_entropy(logits, targets):
+    """The mean over the rows of -ln softmax(logits)[target]."""
+    return (torch.logsumexp(logits, -1) - logits.gather(-1, targets[..., None])[..., 0]).mean()
+
+
+# ---- The model
+
+@dataclass(frozen=True)
+class Config:
+    layers: int
+    heads: int
+    channels: int
+    ffn: int
+    tied: bool
+    vocab: int = 50257
+    attn: str = "softmax"
+    L: int = 1024
+
+    @property
+    def normalizer(self):
+        return parse_normalizer(self.attn)
+
+
+def parameter_shapes(config):
+    """Name -> shape, by Hugging Face's names and SPEC section 2.2's."""
+    C, F, normalizer = config.channels, config.ffn, config.normalizer
+    shapes = {"model.embed_tokens.weight": (config.vocab, C)}
+    for layer in (f"model.layers.{i}." for i in range(config.layers)):
+        shapes[layer + "input_layernorm.weight"] = (C,)
+        for name in "qkvo":
+            shapes[layer + f"self_attn.{name}_proj.weight"] = (C, C)
+        if normalizer.has_s and not normalizer.fixed:
+            shapes[layer + "self_attn.attn_scale"] = (config.heads,)
+        if normalizer.has_b:
+            shapes[layer + "self_attn.attn_bias"] = (config.heads,)
+        shapes[layer + "post_attention_layernorm.weight"] = (C,)
+        shapes[layer + "mlp.gate_proj.weight"] = (F, C)
+        shapes[layer + "mlp.up_proj.weight"] = (F, C)
+        shapes[layer + "mlp.down_proj.weight"] = (C, F)
+    if normalizer.scale == "pn":
+        shapes["model.attn_pn"] = (config.L,)
+    shapes["model.norm.weight"] = (C,)
+    if not config.tied:
+        shapes["lm_head.weight"] = (config.vocab, C)
+    return shapes
+
+
+def decays(name):
+    """Weight decay is for the matrices: not for gains, and not for the normaliser's scalars whatever their shape."""
+    return not (name.endswith("norm.weight") or name.rpartition(".")[2].startswith("attn_"))
+
+
+def attention_scalars(parameters, prefix, config):
+    """s, b (NH) and p (L) of a layer, as far as its normaliser has them."""
+    normalizer, scalars = config.normalizer, {}
+    if normalizer.has_s:
+        scalars["s"] = (torch.full((config.heads,), normalizer.s_start(config.L), dtype=torch.float64) if normalizer.fixed
+                        else parameters[prefix + "attn_scale"])
+    if normalizer.has_b:
+        scalars["b"] = parameters[prefix + "attn_bias"]
+    if normalizer.scale == "pn":
+        scalars["p"] = parameters["model.attn_pn"]
+    return scalars
+
+
+def forward(parameters, tokens, config):
+    """Logits (B, T, vocab) for tokens (B, T)."""
+    B, T = tokens.shape
+    split = lambda x: x.view(B, T, config.heads, -1).transpose(1, 2)
+    embedding = parameters["model.embed_tokens.weight"]
+    x = embedding[tokens]
+    for layer in (f"model.layers.{i}." for i in range(config.layers)):
+        weight = lambda name: parameters[layer + name + ".weight"]
+        h = rmsnorm(x, weight("input_layernorm"))
+        q, k, v = (split(h @ weight(f"self_attn.{name}_proj").T) for name in "qkv")
+        scalars = attention_scalars(parameters, layer + "self_attn.", config)
+        mixed = attention(rope(q), rope(k), v, config.normalizer, config.L, scalars)
+        x = x + mixed.transpose(1, 2).reshape(B, T, -1) @ weight("self_attn.o_proj").T
+        h = rmsnorm(x, weight("post_attention_layernorm"))
+        x = x + swiglu(h @ weight("mlp.gate_proj").T, h @ weight("mlp.up_proj").T) @ weight("mlp.down_proj").T
+    x = rmsnorm(x, parameters["model.norm.weight"])
+    return x @ (embedding if config.tied else parameters["lm_head.weight"]).T
+
+
+def gradients(parameters, tokens, targets, config):
+    """Logits, loss, and each parameter's gradient by name."""
+    leaves = {name: p.detach().requires_grad_() for name, p in parameters.items()}
+    logits = forward(leaves, tokens, config)
+    loss = cross_entropy(logits, targets)
+    values = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
+    return logits.detach(), loss.item(), dict(zip(leaves, values))
+
+
+# ---- The optimiser
+
+def global_norm(tensors):
+    return math.sqrt(sum((x * x).sum().item() for x in tensors))
+
+
+class AdamW:
+    """Loshchilov and Hutter's, eps beside the corrected root as in PyTorch. step() changes the parameters in place."""
+
+    def __init__(self, parameters, weight_decay, beta1=0.9, beta2=0.95, eps=1e-8):
+        self.parameters, self.weight_decay, self.beta1, self.beta2, self.eps = parameters, weight_decay, beta1, beta2, eps
+        self.exp_avg = {name: torch.zeros_like(p) for name, p in parameters.items()}
+        self.exp_avg_sq = {name: torch.zeros_like(p) for name, p in parameters.items()}
+        self.steps = 0
+
+    def step(self, grads, lr, clip=math.inf):
+        """Gradients times min(1, clip / (norm + 1e-6)); returns the norm before that."""
+        self.steps += 1
+        norm = global_norm(grads.values())
+        factor = min(1.0, clip / (norm + 1e-6))
+        for name, p in self.parameters.items():
+            g, m, v = grads[name] * factor, self.exp_avg[name], self.exp_avg_sq[name]
+            m.mul_(self.beta1).add_(g, alpha=1 - self.beta1)
+            v.mul_(self.beta2).add_(g * g, alpha=1 - self.beta2)
+            m_hat, v_hat = m / (1 - self.beta1**self.steps), v / (1 - self.beta2**self.steps)
+            p -= lr * (m_hat / (v_hat.sqrt() + self.eps) + (self.weight_decay * p if decays(name) else 0.0))
+        return norm
