@@ -1,0 +1,77 @@
+// What the model is, for every program: its shape, its tensors, its config.json. How it computes is in the trainers.
+#ifndef MODEL_H
+#define MODEL_H
+
+#include <cjson/cJSON.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "attention/normalizer.h"
+#include "runtime/error.h"
+
+#define RMSNORM_EPS 1e-5f
+
+enum { MAX_SEQ_LEN = 1 << 20, MAX_VOCAB = 65536 };   // a token is 16 bits in a shard
+
+// A Llama-style decoder: layers x (rmsnorm, attention with RoPE, rmsnorm, SwiGLU), rmsnorm, output projection.
+typedef struct {
+    int layers, heads, channels, ffn, vocab;
+    bool tied;                 // the output projection is the embedding
+    double rope_theta;
+    int seq_len;               // L, the length that it was trained with
+    int end_of_text;           // the token between documents
+    Normalizer attn;
+} ModelConfig;
+
+// Reads --model: a preset, or key=value,... (layers, heads, channels, ffn, tied, vocab), or a preset and then keys.
+// Sets shape, rope_theta and end_of_text; leaves seq_len and attn. False with EXIT_USAGE and what there is.
+bool model_parse(ModelConfig *config, const char *text, Error *error);
+
+// One tensor of the model; the list is the only place that knows them.
+typedef struct {
+    char name[96];             // in checkpoints: Hugging Face's Llama names
+    int ndim;
+    size_t shape[2], elements;
+    size_t offset;             // of its first float in an array of all parameters (or gradients, or moments)
+    float mean, std;           // how it starts
+    bool decay;                // weight decay: rank 2 alone
+    bool is_s;                 // attn_scale, which the normaliser may have, train, or lack
+} Tensor;
+
+typedef struct {
+    size_t norm1, q, k, v, o, norm2, gate, up, down, s;   // q, k, v and gate, up follow each other without a gap
+} LayerOffsets;
+
+typedef struct {
+    Tensor *tensors;
+    size_t count, floats;      // floats: the length of an array of all of them, gaps for alignment included
+    size_t embedding, norm, head;   // head is the embedding's offset when tied
+    LayerOffsets *layers;
+} TensorList;
+
+// The tensors of a model. attn_scale is among them when the normaliser has it, or `room_for_s` (a later switch will).
+TensorList tensors_of(const ModelConfig *config, bool room_for_s);
+void tensors_free(TensorList *list);
+
+// Is the tensor part of the model under this normaliser, and is it trained?
+bool tensor_exists(const Tensor *tensor, const Normalizer *attn);
+bool tensor_trained(const Tensor *tensor, const Normalizer *attn);
+
+// Parameters under the model's normaliser, with or without the embedding when it is not the output projection too.
+uint64_t model_parameters(const ModelConfig *config);
+uint64_t model_product_parameters(const ModelConfig *config);
+
+// Floating-point operations a token, forward and backward: 6·P + 12·layers·channels·T, P without an untied embedding.
+double model_flops_per_token(const ModelConfig *config, size_t T);
+
+// config.json: LlamaConfig's keys and attention_normalizer. The caller frees the text.
+char *model_config_json(const ModelConfig *config, bool bf16);
+
+// The inverse, also for a Llama from elsewhere of the shape that this project has; anything else in it is refused by name.
+bool model_config_read(ModelConfig *config, const char *folder, Error *error);
+
+// Plain softmax is written as a Llama, which transformers loads as it is; the others come with a modelling file.
+bool model_is_plain_llama(const ModelConfig *config);
+
+#endif
