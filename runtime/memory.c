@@ -1,0 +1,92 @@
+#define _GNU_SOURCE
+#include "runtime/memory.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include "runtime/error.h"
+#include "runtime/human.h"
+
+static size_t rounded(size_t bytes) {
+    return (bytes + 63) / 64 * 64;
+}
+
+void memory_add(MemoryPlan *plan, const char *kind, void **where, size_t bytes) {
+    if (plan->count == MEMORY_ROWS) fail(EXIT_RESOURCE, "memory plan: more than %d pieces; raise MEMORY_ROWS.", MEMORY_ROWS);
+    plan->rows[plan->count].kind = kind;
+    plan->rows[plan->count].where = where;
+    plan->rows[plan->count++].bytes = bytes;
+    plan->total += rounded(bytes);
+}
+
+void memory_print(const MemoryPlan *plan) {
+    printf("memory\n");
+    for (size_t i = 0; i < plan->count; i++) {
+        size_t bytes = 0;
+        int first = 1;
+        for (size_t j = 0; j < plan->count; j++) {
+            if (strcmp(plan->rows[i].kind, plan->rows[j].kind) != 0) continue;
+            if (j < i) first = 0;
+            bytes += plan->rows[j].bytes;
+        }
+        if (first && bytes) printf("  %-38s %12s\n", plan->rows[i].kind, human_bytes((double)bytes).text);
+    }
+    printf("  %-38s %12s of %s free\n", "in all", human_bytes((double)plan->total).text, human_bytes((double)memory_available()).text);
+}
+
+static uint64_t number_in(const char *path, const char *key, uint64_t fallback) {
+    FILE *file = fopen(path, "r");
+    char line[256];
+    uint64_t value = fallback;
+    if (!file) return fallback;
+    while (fgets(line, sizeof line, file)) {
+        if (strncmp(line, key, strlen(key)) != 0) continue;
+        char *end;
+        unsigned long long number = strtoull(line + strlen(key), &end, 10);
+        if (end != line + strlen(key)) value = number;
+        break;
+    }
+    fclose(file);
+    return value;
+}
+
+uint64_t memory_available(void) {
+    uint64_t available = number_in("/proc/meminfo", "MemAvailable:", UINT64_MAX / 1024) * 1024;
+    uint64_t limit = number_in("/sys/fs/cgroup/memory.max", "", UINT64_MAX);          // "max" is no number: no limit
+    uint64_t used = number_in("/sys/fs/cgroup/memory.current", "", 0);
+    uint64_t cache = number_in("/sys/fs/cgroup/memory.stat", "file ", 0);             // given back under pressure
+    if (limit == UINT64_MAX) return available;
+    used = used > cache ? used - cache : 0;
+    uint64_t left = limit > used ? limit - used : 0;
+    return left < available ? left : available;
+}
+
+void memory_check(const MemoryPlan *plan, int processes) {
+    uint64_t available = memory_available();
+    if ((double)plan->total * processes > (double)available)
+        fail(EXIT_RESOURCE, "this run needs %s of memory%s, and %s is free.\n"
+             "  A smaller --batch or --seq-len needs less for activations, a smaller --model less for everything.",
+             human_bytes((double)plan->total * processes).text, processes > 1 ? " for its processes on this machine" : "",
+             human_bytes((double)available).text);
+}
+
+void memory_take(MemoryPlan *plan) {
+    plan->block = mmap(NULL, plan->total, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (plan->block == MAP_FAILED)
+        fail(EXIT_RESOURCE, "the system refuses %s of memory. A smaller --batch, --seq-len or --model needs less.",
+             human_bytes((double)plan->total).text);
+    madvise(plan->block, plan->total, MADV_HUGEPAGE);      // large pages where there are some; no matter if not
+    size_t at = 0;
+    for (size_t i = 0; i < plan->count; i++) {
+        *plan->rows[i].where = (char *)plan->block + at;
+        at += rounded(plan->rows[i].bytes);
+    }
+}
+
+void memory_release(MemoryPlan *plan) {
+    if (plan->block) munmap(plan->block, plan->total);
+    for (size_t i = 0; i < plan->count; i++) *plan->rows[i].where = NULL;
+    *plan = (MemoryPlan){0};
+}

@@ -1,0 +1,41 @@
+// Memory, planned, printed, checked against what is free, and taken once.
+//
+//     MemoryPlan plan = {0};
+//     memory_add(&plan, "gradients", (void **)&model->grads, floats * sizeof(float));
+//     memory_print(&plan);
+//     memory_take(&plan);
+#ifndef RUNTIME_MEMORY_H
+#define RUNTIME_MEMORY_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+enum { MEMORY_ROWS = 64 };
+
+typedef struct {
+    struct {
+        const char *kind;      // rows of one kind are printed as one
+        void **where;
+        size_t bytes;
+    } rows[MEMORY_ROWS];
+    size_t count, total;
+    void *block;
+} MemoryPlan;
+
+// Adds a piece, which *where points to after memory_take(): zeroed, aligned to 64 bytes.
+void memory_add(MemoryPlan *plan, const char *kind, void **where, size_t bytes);
+
+// One line a kind, and the sum.
+void memory_print(const MemoryPlan *plan);
+
+// Ends with EXIT_RESOURCE when `processes` of this size, together on this machine, do not fit into what is free.
+void memory_check(const MemoryPlan *plan, int processes);
+
+// One mapping for all pieces. Ends with EXIT_RESOURCE where the system refuses it.
+void memory_take(MemoryPlan *plan);
+void memory_release(MemoryPlan *plan);
+
+// Bytes that this process can still take: what the machine has available, or less where a control group says so.
+uint64_t memory_available(void);
+
+#endif

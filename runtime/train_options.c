@@ -1,0 +1,62 @@
+#include "runtime/train_options.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "runtime/error.h"
+
+void train_options_init(TrainOptions *o) {
+    *o = (TrainOptions){
+        .model = "124M", .attn = "softmax", .batch = 4, .seq_len = {.values = {1024}, .count = 1}, .steps = 1000, .lr = 6e-4,
+        .warmup = 1000, .min_lr_frac = 0.1, .weight_decay = 0.1, .beta1 = 0.9, .beta2 = 0.95, .grad_clip = 1.0, .rope_theta = 10000,
+        .seed = 1337, .shuffle = true, .val_every = 250, .val_tokens = 1 << 20, .ckpt_every = 1000, .keep = 2,
+    };
+    const Option table[] = {
+        {"train-data",  OPT_TEXT, &o->train_data, .arg = "GLOB", .group = "Data", .help = "shards to train on, for example 'data/shakespeare/*_train_*.bin'"},
+        {"val-data",    OPT_TEXT, &o->val_data, .arg = "GLOB", .group = "Data", .help = "shards to validate on; none: no validation"},
+        {"shuffle",     OPT_SWITCH, &o->shuffle, .group = "Data", .help = "windows in an order made from seed and epoch; 0: in sequence"},
+        {"pack",        OPT_CHOICE, &o->pack, .choices = "stream|example", .group = "Data", .help = "windows of one stream, or a document a row"},
+        {"seed",        OPT_INT, &o->seed, 0, 9007199254740992.0, .arg = "N", .group = "Data", .help = "of the first weights, the data's order and the samples"},
+
+        {"model",       OPT_TEXT, &o->model, .arg = "NAME|SPEC", .group = "Model", .help = "15M, 124M, 162M, or layers=4,heads=4,channels=128,ffn=352,tied=1[,vocab=N]"},
+        {"attn",        OPT_TEXT, &o->attn, .arg = "NAME", .group = "Model", .help = "attention normaliser; `--attn help` lists them"},
+        {"attn-switch", OPT_TEXT, &o->attn_switch, .arg = "STEP:NAME", .group = "Model", .help = "change the normaliser at this step", .on_resume = true},
+        {"norm-length", OPT_INT, &o->norm_length, 0, 1 << 20, .arg = "N", .group = "Model", .help = "the L of the normalisers; 0: the largest --seq-len, or the loaded model's"},
+        {"rope-theta",  OPT_FLOAT, &o->rope_theta, 1.0001, 1e12, .arg = "X", .group = "Model", .help = "base of RoPE's wavelengths"},
+        {"init-from",   OPT_TEXT, &o->init_from, .arg = "DIR", .group = "Model", .help = "start from the weights of a checkpoint or a Hugging Face Llama folder"},
+        {"dtype",       OPT_CHOICE, &o->dtype, .choices = "fp32|bf16", .group = "Model", .help = "of the inputs of matrix products; sums and master weights are float32"},
+
+        {"batch",       OPT_INT, &o->batch, 1, 65536, .arg = "B", .group = "Training", .help = "sequences at a time, for one process", .on_resume = true},
+        {"seq-len",     OPT_INT_LIST, &o->seq_len, 1, 1 << 20, .arg = "T[,T...]", .group = "Training", .help = "tokens a sequence; several: each step takes one of them"},
+        {"total-batch-tokens", OPT_INT, &o->total_batch_tokens, 0, 1e12, .arg = "N", .group = "Training", .help = "tokens a step, reached by accumulation; 0: batch x T x processes", .on_resume = true},
+        {"steps",       OPT_INT, &o->steps, 0, 1e12, .arg = "N", .group = "Training", .help = "optimiser steps in all", .on_resume = true},
+        {"lr",          OPT_FLOAT, &o->lr, 0, 100, .arg = "X", .group = "Training", .help = "learning rate after the warm-up", .on_resume = true},
+        {"warmup",      OPT_INT, &o->warmup, 0, 1e12, .arg = "N", .group = "Training", .help = "steps in which the learning rate rises", .on_resume = true},
+        {"schedule",    OPT_CHOICE, &o->schedule, .choices = "constant|cosine|linear|wsd", .group = "Training", .help = "of the learning rate; wsd decays over the last fifth", .on_resume = true},
+        {"min-lr-frac", OPT_FLOAT, &o->min_lr_frac, 0, 1, .arg = "X", .group = "Training", .help = "where the schedule ends, as a fraction of --lr", .on_resume = true},
+        {"weight-decay", OPT_FLOAT, &o->weight_decay, 0, 10, .arg = "X", .group = "Training", .help = "AdamW's, on tensors of rank 2"},
+        {"beta1",       OPT_FLOAT, &o->beta1, 0, 0.999999, .arg = "X", .group = "Training", .help = "AdamW's decay of the mean of gradients"},
+        {"beta2",       OPT_FLOAT, &o->beta2, 0, 0.999999, .arg = "X", .group = "Training", .help = "AdamW's decay of the mean of their squares"},
+        {"grad-clip",   OPT_FLOAT, &o->grad_clip, 0, 1e9, .arg = "X", .group = "Training", .help = "largest norm of the gradient; 0: no limit"},
+
+        {"out",         OPT_TEXT, &o->out, .arg = "DIR", .group = "Run", .help = "run folder: run.json, metrics.jsonl, samples.txt, ckpt/; none: nothing is kept"},
+        {"resume",      OPT_SWITCH, &o->resume, .group = "Run", .help = "continue from the newest checkpoint in --out, or start where there is none", .on_resume = true},
+        {"val-every",   OPT_INT, &o->val_every, 0, 1e12, .arg = "N", .group = "Run", .help = "steps between validations; 0: none", .on_resume = true},
+        {"val-tokens",  OPT_INT, &o->val_tokens, 1, 1e12, .arg = "N", .group = "Run", .help = "tokens of --val-data that a validation reads, at most", .on_resume = true},
+        {"sample-every", OPT_INT, &o->sample_every, 0, 1e12, .arg = "N", .group = "Run", .help = "steps between samples; 0: none", .on_resume = true},
+        {"ckpt-every",  OPT_INT, &o->ckpt_every, 0, 1e12, .arg = "N", .group = "Run", .help = "steps between checkpoints; 0: one at the end", .on_resume = true},
+        {"keep",        OPT_INT, &o->keep, 0, 1e6, .arg = "N", .group = "Run", .help = "checkpoints that stay; 0: all", .on_resume = true},
+        {"keep-best",   OPT_SWITCH, &o->keep_best, .group = "Run", .help = "keep the one with the lowest validation loss too", .on_resume = true},
+        {"profile",     OPT_SWITCH, &o->profile, .group = "Run", .help = "print where the time went", .on_resume = true},
+        {"dry-run",     OPT_SWITCH, &o->dry_run, .group = "Run", .help = "check everything, print the plan, write nothing", .on_resume = true},
+    };
+    o->count = sizeof table / sizeof *table;
+    o->table = malloc(sizeof table);
+    if (!o->table) fail(EXIT_RESOURCE, "out of memory for the flags.");
+    memcpy(o->table, table, sizeof table);
+}
+
+bool train_options_given(const TrainOptions *options, const char *name) {
+    const Option *row = options_find(options->table, options->count, name);
+    return row && row->given;
+}

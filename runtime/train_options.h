@@ -1,0 +1,30 @@
+// The flags of a training run, the same for every trainer: one row a flag.
+#ifndef RUNTIME_TRAIN_OPTIONS_H
+#define RUNTIME_TRAIN_OPTIONS_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "runtime/options.h"
+
+typedef enum { TRAIN_FP32, TRAIN_BF16 } TrainType;
+
+typedef struct {
+    const char *train_data, *val_data, *model, *attn, *attn_switch, *init_from, *out;
+    int64_t norm_length, batch, total_batch_tokens, steps, warmup, seed, val_every, val_tokens, sample_every, ckpt_every, keep;
+    IntList seq_len;
+    double lr, min_lr_frac, weight_decay, beta1, beta2, grad_clip, rope_theta;
+    int schedule, pack, dtype;
+    bool shuffle, resume, keep_best, profile, dry_run;
+    Option *table;
+    size_t count;
+} TrainOptions;
+
+// The defaults of SPEC section 3, and the table over them.
+void train_options_init(TrainOptions *options);
+
+// Was this flag on the command line?
+bool train_options_given(const TrainOptions *options, const char *name);
+
+#endif
