@@ -1,0 +1,133 @@
+#include "runtime/run.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "runtime/checkpoint.h"
+#include "runtime/file.h"
+#include "runtime/json.h"
+#include "runtime/process.h"
+
+#ifndef VERSION
+#define VERSION "unknown"
+#endif
+
+const char *run_path(const char *out, const char *name) {
+    static char path[PATH_MAX];
+    snprintf(path, sizeof path, "%s/%s", out, name);
+    return path;
+}
+
+bool run_lock(const char *out, Error *error) {
+    if (!file_make_folders(out, error)) return false;
+    const char *path = run_path(out, "lock");
+    int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
+    if (fd < 0)
+        return error_set(error, EXIT_RESOURCE, "%s: cannot be written: %s.\n  Give another --out, or the right to write there.", path,
+                         strerror(errno));
+    if (flock(fd, LOCK_EX | LOCK_NB) != 0) {
+        char holder[32] = "";
+        ssize_t n = read(fd, holder, sizeof holder - 1);
+        holder[n > 0 ? strcspn(holder, "\n") : 0] = 0;
+        close(fd);
+        return error_set(error, EXIT_BUSY, "%s: another job (process %s) is using this run folder.\n"
+                         "  Wait until it ends, or give another --out.", out, holder[0] ? holder : "unknown");
+    }
+    char text[32];
+    int length = snprintf(text, sizeof text, "%ld\n", (long)getpid());
+    if (ftruncate(fd, 0) != 0 || write(fd, text, (size_t)length) != length)
+        return error_set(error, EXIT_RESOURCE, "%s: cannot be written: %s.", path, strerror(errno));
+    return true;      // the descriptor stays open, and with it the lock
+}
+
+bool run_exists(const char *out) {
+    char path[PATH_MAX];
+    uint64_t step;
+    struct stat info;
+    if (stat(run_path(out, "metrics.jsonl"), &info) == 0 && info.st_size > 0) return true;
+    return checkpoint_newest(out, path, sizeof path, &step);
+}
+
+cJSON *run_resume(const char *out, TrainOptions *options, Error *error) {
+    const char *path = run_path(out, "run.json");
+    cJSON *json = json_read(path, error);
+    if (!json) return NULL;
+    cJSON *arguments = cJSON_GetObjectItemCaseSensitive(json, "arguments");
+    cJSON *lineage = cJSON_DetachItemFromObjectCaseSensitive(json, "lineage");
+    char *text = cJSON_IsObject(arguments) ? cJSON_PrintUnformatted(arguments) : NULL;
+    if (!text || !cJSON_IsArray(lineage)) {
+        error_set(error, EXIT_INPUT, "%s: has no \"arguments\" and \"lineage\". Without them the run cannot be continued by --resume;\n"
+                  "  --init-from %s/ckpt/step-... starts a new run from its weights.", path, out);
+        cJSON_Delete(lineage);
+        lineage = NULL;
+    } else if (!options_resume(options->table, options->count, text, error)) {
+        cJSON_Delete(lineage);
+        lineage = NULL;
+    }
+    free(text);
+    cJSON_Delete(json);
+    return lineage;
+}
+
+bool run_same_data(const char *out, const char *which, const char *fingerprint, Error *error) {
+    cJSON *json = json_read(run_path(out, "run.json"), error);
+    if (!json) return false;
+    const cJSON *data = cJSON_GetObjectItemCaseSensitive(json, "data");
+    const cJSON *then = cJSON_GetObjectItemCaseSensitive(data, which);
+    cJSON *now = fingerprint ? cJSON_Parse(fingerprint) : NULL;
+    bool same = (!then || cJSON_IsNull(then)) ? !now : cJSON_Compare(then, now, true);
+    if (!same) {
+        char *was = then ? cJSON_PrintUnformatted(then) : NULL;
+        error_set(error, EXIT_USAGE, "--resume: the %s data is not what the run began with.\n  Then %s\n  now  %s\n"
+                  "  Bring back the same shards, or start a new run from the weights with --init-from.", which,
+                  was ? was : "(none)", fingerprint ? fingerprint : "(none)");
+        free(was);
+    }
+    cJSON_Delete(now);
+    cJSON_Delete(json);
+    return same;
+}
+
+static void add_data(cJSON *data, const char *which, const char *fingerprint) {
+    if (fingerprint) cJSON_AddItemToObject(data, which, cJSON_Parse(fingerprint));
+}
+
+bool run_write(const char *out, const TrainOptions *options, const char *train, const char *val, const cJSON *lineage, Error *error) {
+    cJSON *json = cJSON_CreateObject();
+    char *arguments = options_json(options->table, options->count);
+    cJSON_AddItemToObject(json, "arguments", cJSON_Parse(arguments));
+    cJSON_AddStringToObject(json, "program", program_name);
+    cJSON_AddStringToObject(json, "version", VERSION);
+    cJSON_AddNumberToObject(json, "processes", process.size);
+    cJSON *data = cJSON_AddObjectToObject(json, "data");
+    add_data(data, "train", train);
+    add_data(data, "val", val);
+    cJSON_AddItemToObject(json, "lineage", cJSON_Duplicate(lineage, true));
+    char *text = cJSON_Print(json);
+    bool done = text && file_replace_text(run_path(out, "run.json"), text, error);
+    if (!text) error_set(error, EXIT_RESOURCE, "out of memory for run.json.");
+    free(text);
+    free(arguments);
+    cJSON_Delete(json);
+    return done;
+}
+
+void run_lineage_add(cJSON *lineage, int64_t step, const char *event, ...) {
+    cJSON *entry = cJSON_CreateObject();
+    cJSON_AddNumberToObject(entry, "step", (double)step);
+    cJSON_AddStringToObject(entry, "event", event);
+    va_list args;
+    va_start(args, event);
+    for (const char *key = va_arg(args, const char *); key; key = va_arg(args, const char *))
+        cJSON_AddStringToObject(entry, key, va_arg(args, const char *));
+    va_end(args);
+    cJSON_AddItemToArray(lineage, entry);
+}
