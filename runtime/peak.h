@@ -5,8 +5,8 @@
 #include <stdbool.h>
 
 // Floating-point operations a second that all OpenMP threads of this process reach together in float32 fused multiply-adds held in
-// registers: the best of several short runs, about 30 ms in all. With bf16, twice that where the processor has AVX512-BF16 or
-// AMX-BF16 (a dot-product instruction does twice the work of an FMA), else the same.
+// registers: the best of several short runs, about 30 ms in all. With bf16, what the widest instruction does a cycle against a
+// float32 FMA: twice that with AVX512-BF16, 16 times with AMX-BF16, else the same. Processes on one machine have a peak each: add them up.
 double peak_flops(bool bf16);
 
 #endif

@@ -24,8 +24,13 @@ static int from_environment(const char *const names[], int fallback) {
 }
 
 int process_launched_rank(void) {
-    static const char *const names[] = {"OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", NULL};
+    static const char *const names[] = {"OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID", NULL};
     return from_environment(names, 0);
+}
+
+static int launched_size(void) {
+    static const char *const names[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", NULL};
+    return from_environment(names, 1);
 }
 
 // ---- signals
@@ -53,11 +58,6 @@ bool process_stop_requested(void) { return stop_requested; }
 
 // ---- several processes
 
-static int launched_size(void) {
-    static const char *const names[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", NULL};
-    return from_environment(names, 1);
-}
-
 // MPI_Abort has mpirun end the others. The exit code goes along, and mpirun reports it as its own.
 static void abort_all(int code) { MPI_Abort(MPI_COMM_WORLD, code); }
 
@@ -77,6 +77,9 @@ void process_start(int *argc, char ***argv) {
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
     MPI_Comm_rank(MPI_COMM_WORLD, &process.rank);
     MPI_Comm_size(MPI_COMM_WORLD, &process.size);
+    if (process.size != launched_size())
+        fail(EXIT_PEER, "the launcher started %d processes, but MPI connects %d of them.\n"
+             "  The launcher must be of the same MPI as the program: use scripts/launch.sh, or srun --mpi=pmix.", launched_size(), process.size);
     fail_hook = abort_all;
     MPI_Comm local;
     check(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, process.rank, MPI_INFO_NULL, &local), "MPI_Comm_split_type");
@@ -123,8 +126,7 @@ void process_barrier(void) {
 
 void process_start(int *argc, char ***argv) {
     (void)argc, (void)argv;
-    static const char *const names[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", NULL};
-    int size = from_environment(names, 1);
+    int size = launched_size();
     if (size > 1)
         fail(EXIT_USAGE, "a launcher started %d processes, but this program was built without MPI.\n"
              "  Install libopenmpi-dev and run make again, or start one process.", size);

@@ -1,0 +1,67 @@
+#include "runtime/peak.h"
+
+#include <omp.h>
+#include <time.h>
+
+#if defined(__AVX512F__)
+#define VECTOR_BYTES 64
+#elif defined(__AVX__)
+#define VECTOR_BYTES 32
+#else
+#define VECTOR_BYTES 16
+#endif
+#define CHAINS 12    // sums that don't wait for each other: they cover the latency of two FMA units and fit 16 registers
+
+typedef float Vector __attribute__((vector_size(VECTOR_BYTES)));
+
+// CHAINS sums in registers, each x = x * scale + add, and their total so that nothing is optimized away.
+static float run_fma(int rounds) {
+    Vector x[CHAINS], zero = {0}, scale = zero + 0.999f, add = zero + 0.001f, total = zero;
+    for (int c = 0; c < CHAINS; c++) x[c] = zero + (float)(c + 2);
+    for (int i = 0; i < rounds; i++)
+#pragma GCC unroll 12
+        for (int c = 0; c < CHAINS; c++) x[c] = x[c] * scale + add;
+    for (int c = 0; c < CHAINS; c++) total += x[c];
+    return total[0];
+}
+
+static volatile float sink;
+
+static double thread_seconds(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+// Operations a second of all threads at once, each by its own CPU time, so that other programs on the machine don't count. Threads
+// beyond the number of processors add nothing.
+static double measure(int rounds) {
+    double rate = 0.0, operations = 2.0 * CHAINS * (VECTOR_BYTES / sizeof(float)) * rounds;
+    int threads = omp_get_max_threads(), processors = omp_get_num_procs();
+#pragma omp parallel reduction(+ : rate)
+    {
+        double start = thread_seconds();
+        sink = run_fma(rounds);
+        rate = operations / (thread_seconds() - start);
+    }
+    return threads > processors ? rate * processors / threads : rate;
+}
+
+static double bf16_factor(void) {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("amx-bf16")) return 16.0;
+    if (__builtin_cpu_supports("avx512bf16")) return 2.0;
+#endif
+    return 1.0;
+}
+
+double peak_flops(bool bf16) {
+    double start = omp_get_wtime(), best = 0.0;
+    for (int rounds = 1 << 14; omp_get_wtime() - start < 0.03;) {
+        double began = omp_get_wtime(), rate = measure(rounds);
+        if (rate > best) best = rate;
+        if (omp_get_wtime() - began < 0.004) rounds *= 2;
+    }
+    return bf16 ? best * bf16_factor() : best;
+}
