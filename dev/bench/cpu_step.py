@@ -1,0 +1,352 @@
+"""Our 124M training step on the CPU beside the same model in PyTorch, in one run.
+
+    .venv/bin/python dev/bench/cpu_step.py [--rounds 3] [--steps 4] [--cases fp32:4x64,bf16:4x256] [--json out.json]
+
+Every round runs every variant of every case once, each in a process of its own, never two at a time, and every second
+round in the opposite order, so that a machine that warms up or slows down does so for all of them. A figure is the median
+of a round's steps and then of the rounds; a ratio is the median of the rounds' own ratios. The first steps of a process
+(allocation, compilation) are not counted. Both sides train: forward, backward, gradient clipping and AdamW.
+
+    ours      ./train_gpt2 under its ordinary flags; a step's time is `ms` of metrics.jsonl
+    eager     PyTorch, float32 or bf16 autocast, AdamW(fused=True)
+    compile   the same through torch.compile (needs g++; the first step of the first round takes a minute)
+
+The floor is what the matrix products of a step need at the best rate that torch.matmul reaches in this same run.
+"""
+import argparse
+import datetime
+import json
+import math
+import os
+import platform
+import random
+import shutil
+import statistics
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+LAYERS, HEADS, CHANNELS, FFN, VOCAB = 12, 12, 768, 2048, 50257
+PADDED_VOCAB = 50304
+LR, BETAS, EPS, WEIGHT_DECAY, CLIP, THETA = 6e-4, (0.9, 0.95), 1e-8, 0.1, 1.0, 10000.0
+CASES = "fp32:4x64,fp32:4x256,fp32:1x1024,bf16:4x256"
+VARIANTS = ("ours", "eager", "compile")
+UNCOUNTED_STEPS = 2   # compilation and allocation in the first; the second may still touch new memory
+
+
+# ---------------------------------------------------------------- the same model in PyTorch (runs in a child process)
+
+def torch_model():
+    import torch
+    import torch.nn as nn
+    import torch.nn.functional as F
+
+    def rotate(x, cos, sin):
+        a, b = x.chunk(2, dim=-1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+    class Layer(nn.Module):
+        """A Llama layer; q, k, v and gate, up are one product each, which is the quicker way to write it."""
+
+        def __init__(self):
+            super().__init__()
+            self.attention_norm = nn.Parameter(torch.ones(CHANNELS))
+            self.ffn_norm = nn.Parameter(torch.ones(CHANNELS))
+            self.qkv = nn.Linear(CHANNELS, 3 * CHANNELS, bias=False)
+            self.o = nn.Linear(CHANNELS, CHANNELS, bias=False)
+            self.gate_up = nn.Linear(CHANNELS, 2 * FFN, bias=False)
+            self.down = nn.Linear(FFN, CHANNELS, bias=False)
+
+        def forward(self, x, cos, sin):
+            B, T, C = x.shape
+            h = F.rms_norm(x, (C,), self.attention_norm, 1e-5)
+            q, k, v = self.qkv(h).view(B, T, 3, HEADS, C // HEADS).permute(2, 0, 3, 1, 4)
+            cos, sin = cos.to(q.dtype), sin.to(q.dtype)
+            y = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
+            x = x + self.o(y.transpose(1, 2).reshape(B, T, C))
+            gate, up = self.gate_up(F.rms_norm(x, (C,), self.ffn_norm, 1e-5)).chunk(2, dim=-1)
+            return x + self.down(F.silu(gate) * up)
+
+    class Llama(nn.Module):
+        def __init__(self, T):
+            super().__init__()
+            self.embedding = nn.Embedding(PADDED_VOCAB, CHANNELS)
+            self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+            self.norm = nn.Parameter(torch.ones(CHANNELS))
+            for p in self.parameters():
+                if p.dim() == 2:
+                    nn.init.normal_(p, 0.0, 0.02)
+            size = CHANNELS // HEADS
+            angle = torch.outer(torch.arange(T).float(), THETA ** (-torch.arange(0, size, 2).float() / size))
+            self.register_buffer("cos", angle.cos())
+            self.register_buffer("sin", angle.sin())
+
+        def forward(self, tokens, targets):
+            x = self.embedding(tokens)
+            for layer in self.layers:
+                x = layer(x, self.cos, self.sin)
+            logits = F.linear(F.rms_norm(x, (CHANNELS,), self.norm, 1e-5), self.embedding.weight)
+            return F.cross_entropy(logits.view(-1, PADDED_VOCAB), targets.reshape(-1))
+
+    return Llama
+
+
+def torch_steps(variant, dtype, B, T, steps, threads):
+    """Trains; returns the milliseconds of each counted step."""
+    import torch
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    model = torch_model()(T)
+    decayed = [p for p in model.parameters() if p.dim() >= 2]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}],
+                                  lr=LR, betas=BETAS, eps=EPS, fused=True)
+    forward = torch.compile(model) if variant == "compile" else model
+    tokens = torch.randint(0, VOCAB, (UNCOUNTED_STEPS + steps, B, T + 1))
+    ms = []
+    for batch in tokens:
+        start = time.perf_counter()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == "bf16"):
+            loss = forward(batch[:, :-1], batch[:, 1:])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        value = loss.item()
+        ms.append(1e3 * (time.perf_counter() - start))
+        if not math.isfinite(value):
+            raise SystemExit(f"cpu_step: PyTorch {variant} {dtype}: the loss is {value}")
+    return ms[UNCOUNTED_STEPS:]
+
+
+def product_rate(dtype, threads):
+    """The best GFLOP/s of torch.matmul over this model's products at 1,024 rows and a large square one."""
+    import torch
+    torch.set_num_threads(threads)
+    kind = torch.bfloat16 if dtype == "bf16" else torch.float32
+    best = 0.0
+    for rows, inner, columns in ((1024, CHANNELS, 3 * CHANNELS), (1024, CHANNELS, 2 * FFN), (1024, FFN, CHANNELS),
+                                 (1024, CHANNELS, PADDED_VOCAB), (2048, 2048, 2048)):
+        a, b = torch.randn(rows, inner).to(kind), torch.randn(columns, inner).to(kind)
+        for _ in range(5):
+            start = time.perf_counter()
+            a @ b.t()
+            best = max(best, 2e-9 * rows * inner * columns / (time.perf_counter() - start))
+    return best
+
+
+def child(task):
+    if task["what"] == "rate":
+        result = product_rate(task["dtype"], task["threads"])
+    else:
+        result = torch_steps(task["what"], task["dtype"], task["B"], task["T"], task["steps"], task["threads"])
+    print(json.dumps(result))
+
+
+# ---------------------------------------------------------------- running one process and measuring it
+
+def environment(threads):
+    return dict(os.environ, OMP_NUM_THREADS=str(threads), MKL_NUM_THREADS=str(threads))
+
+
+def run_torch(what, dtype, B, T, options):
+    """One PyTorch process: what its child() printed, and its peak memory in GB."""
+    task = {"what": what, "dtype": dtype, "B": B, "T": T, "steps": options.steps, "threads": options.threads}
+    process = subprocess.Popen([sys.executable, __file__, "--child", json.dumps(task)], stdout=subprocess.PIPE,
+                               env=environment(options.threads), text=True)
+    output = process.stdout.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode != 0:
+        raise SystemExit(f"cpu_step: PyTorch {what} {dtype} ended with exit code {process.returncode}")
+    return json.loads(output.splitlines()[-1]), usage.ru_maxrss * 1024 / 1e9
+
+
+def write_shard(path, count):
+    """A shard of random tokens: the header's 256 int32, then uint16 (SPEC, "Shards")."""
+    rng = random.Random(0)
+    tokens = [50256] + [rng.randrange(VOCAB) for _ in range(count - 1)]
+    path.write_bytes(struct.pack("<256i", 20240520, 1, count, *([0] * 253)) + struct.pack(f"<{count}H", *tokens))
+
+
+def first_step_ms(path):
+    """`ms` of the first line of metrics.jsonl, or None while there is none."""
+    try:
+        with open(path) as file:
+            line = file.readline()
+    except FileNotFoundError:
+        return None
+    return json.loads(line)["ms"] if line.endswith("\n") else None
+
+
+def run_ours(dtype, B, T, options, folder):
+    """One run of our trainer: milliseconds of each counted step, seconds from exec until step 1 begins, peak memory in GB."""
+    out = folder / "run"
+    command = [options.ours, "--train-data", f"{folder}/*_train_*.bin", "--val-data", f"{folder}/*_val_*.bin",
+               "--model", "124M", "--attn", "softmax", "--dtype", dtype, "--batch", B, "--seq-len", T,
+               "--steps", UNCOUNTED_STEPS + options.steps, "--val-every", 0, "--sample-every", 0, "--ckpt-every", 0, "--out", out]
+    log = folder / "ours.log"
+    start = time.perf_counter()
+    with open(log, "w") as file:
+        process = subprocess.Popen([str(word) for word in command], stdin=subprocess.DEVNULL, stdout=file,
+                                   stderr=subprocess.STDOUT, env=environment(options.threads))
+    step_1_began = pid = None
+    while not pid:
+        if step_1_began is None and (ms := first_step_ms(out / "metrics.jsonl")) is not None:
+            step_1_began = time.perf_counter() - start - ms / 1e3
+        time.sleep(0.002 if step_1_began is None else 0.1)
+        pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode != 0:
+        raise SystemExit(f"cpu_step: {options.ours} ended with exit code {process.returncode}:\n{log.read_text()[-2000:]}")
+    ms = [json.loads(line)["ms"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    shutil.rmtree(out)
+    return ms[UNCOUNTED_STEPS:], step_1_began, usage.ru_maxrss * 1024 / 1e9
+
+
+# ---------------------------------------------------------------- rounds and the table
+
+def flop_per_token(T):
+    """Products: 6 for each weight in one. Attention: two products of C·(T + 1)/2 multiply-adds forward, four backward."""
+    weights = LAYERS * (4 * CHANNELS * CHANNELS + 3 * CHANNELS * FFN) + PADDED_VOCAB * CHANNELS
+    return 6 * weights + LAYERS * 6 * CHANNELS * (T + 1)
+
+
+def measure(cases, options, folder):
+    """A list of one record a process, and the best product rate of each dtype in GFLOP/s."""
+    records, rates = [], {}
+    for number in range(options.rounds):
+        for dtype in sorted({dtype for dtype, _, _ in cases}):
+            rate, _ = run_torch("rate", dtype, 0, 0, options)
+            rates[dtype] = max(rate, rates.get(dtype, 0.0))
+            print(f"round {number + 1}: torch.matmul {dtype} {rate:.0f} GFLOP/s", file=sys.stderr, flush=True)
+        jobs = [(case, variant) for case in cases for variant in options.variants]
+        for (dtype, B, T), variant in jobs if number % 2 == 0 else jobs[::-1]:
+            if variant == "ours":
+                ms, start, memory = run_ours(dtype, B, T, options, folder)
+            else:
+                (ms, memory), start = run_torch(variant, dtype, B, T, options), None
+            step = statistics.median(ms)
+            records.append({"round": number, "dtype": dtype, "B": B, "T": T, "variant": variant, "ms": ms,
+                            "tok_per_s": 1e3 * B * T / step, "start_s": start, "peak_gb": memory})
+            print(f"round {number + 1}: {dtype} B={B} T={T} {variant:8} {step:8.0f} ms {1e3 * B * T / step:7.1f} tok/s "
+                  f"{memory:5.2f} GB", file=sys.stderr, flush=True)
+    return records, rates
+
+
+def cell(value, digits, suffix=""):
+    return "-" if value is None else f"{value:.{digits}f}{suffix}"
+
+
+def table(cases, options, records, rates):
+    """Markdown: tokens a second of every variant, ours over each of the others, the first variant's share of the floor."""
+    others = [variant for variant in options.variants if variant != "ours"]
+    ours = "ours" in options.variants
+
+    def rounds(case, variant, key):
+        return [r[key] for r in records if (r["dtype"], r["B"], r["T"], r["variant"]) == (*case, variant)]
+
+    def median(values):
+        values = [value for value in values if value is not None]
+        return statistics.median(values) if values else None
+
+    head = ["case", *[f"{variant} tok/s" for variant in options.variants]]
+    head += [f"ours/{variant}" for variant in others] if ours else []
+    head += ["floor tok/s", f"{options.variants[0]} of floor"]
+    head += ["start s", "peak GB"] if ours else []
+    rows = []
+    for case in cases:
+        dtype, B, T = case
+        floor = 1e9 * rates[dtype] / flop_per_token(T)
+        speed = {variant: rounds(case, variant, "tok_per_s") for variant in options.variants}
+        row = [f"{dtype} B={B} T={T}", *[cell(median(speed[variant]), 1) for variant in options.variants]]
+        if ours:
+            row += [cell(median([a / b for a, b in zip(speed["ours"], speed[other])]), 2) for other in others]
+        row += [cell(floor, 0), cell(100 * median(speed[options.variants[0]]) / floor, 0, " %")]
+        if ours:
+            row += [cell(median(rounds(case, "ours", "start_s")), 2)]
+            row += [cell(max(rounds(case, "ours", "peak_gb")), 2)]
+        rows.append(row)
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    lines = [[word.ljust(width) if i == 0 else word.rjust(width) for i, (word, width) in enumerate(zip(row, widths))]
+             for row in [head, *rows]]
+    lines.insert(1, ["-" * width for width in widths])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def machine():
+    """The processor's name, what of its vector units matters here, and its cores."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    facts = dict(line.replace("\t", "").split(":", 1) for line in lines if ":" in line)
+    flags = facts.get("flags", "").split()
+    units = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in flags]
+    return f"{facts.get('model name', platform.processor()).strip()} (family {facts.get('cpu family', ' ?').strip()}, " \
+           f"model {facts.get('model', ' ?').strip()}; {', '.join(units)}), {os.cpu_count()} cores"
+
+
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--cases", default=CASES, help="dtype:BxT, comma-separated (default: %(default)s)")
+    parser.add_argument("--variants", default=",".join(VARIANTS), help="of %(default)s")
+    parser.add_argument("--rounds", type=int, default=3, help="how often each process runs (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=4, help="counted steps of a process (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each side (default: all cores)")
+    parser.add_argument("--ours", default=str(ROOT / "train_gpt2"), help="the trainer (default: %(default)s)")
+    parser.add_argument("--json", metavar="OUT", help="also write every process's figures to this file")
+    options = parser.parse_args()
+    options.variants = options.variants.split(",")
+    if unknown := set(options.variants) - set(VARIANTS):
+        parser.error(f"--variants: no such variant: {', '.join(sorted(unknown))}; there are {', '.join(VARIANTS)}")
+    if min(options.rounds, options.steps, options.threads) < 1:
+        parser.error("--rounds, --steps and --threads are at least 1")
+    if "ours" in options.variants and not os.access(options.ours, os.X_OK):
+        parser.error(f"{options.ours} is not there: build it with make, or leave `ours` out of --variants")
+    return parser, options
+
+
+def parse_cases(parser, text):
+    cases = []
+    for word in text.split(","):
+        try:
+            dtype, shape = word.split(":")
+            B, T = (int(part) for part in shape.split("x"))
+        except ValueError:
+            parser.error(f"--cases: {word}: expected dtype:BxT, as fp32:4x64")
+        if dtype not in ("fp32", "bf16") or B < 1 or T < 1:
+            parser.error(f"--cases: {word}: dtype is fp32 or bf16, B and T are at least 1")
+        cases.append((dtype, B, T))
+    return cases
+
+
+def main():
+    if sys.argv[1:2] == ["--child"]:
+        return child(json.loads(sys.argv[2]))
+    parser, options = parse()
+    cases = parse_cases(parser, options.cases)
+    version = subprocess.run([sys.executable, "-c", "import torch; print(torch.__version__)"], capture_output=True, text=True)
+    if version.returncode != 0:
+        parser.error("PyTorch is not there: run scripts/setup.sh --test and use .venv/bin/python")
+    about = {"machine": machine(), "date": datetime.date.today().isoformat(), "torch": version.stdout.strip(),
+             "threads": options.threads, "rounds": options.rounds, "steps": options.steps,
+             "command": " ".join(["dev/bench/cpu_step.py", *sys.argv[1:]])}
+    with tempfile.TemporaryDirectory(prefix="cpu_step_") as name:
+        folder = Path(name)
+        tokens = (UNCOUNTED_STEPS + options.steps + 1) * max(B * T for _, B, T in cases) + 1
+        write_shard(folder / "random_train_000001.bin", tokens)
+        write_shard(folder / "random_val_000000.bin", tokens)
+        records, rates = measure(cases, options, folder)
+    about["gflops"] = rates
+    print(f"{about['machine']}; {about['date']}; torch {about['torch']}; {options.threads} threads, {options.rounds} rounds of "
+          f"{options.steps} steps\n{about['command']}")
+    print("torch.matmul: " + ", ".join(f"{dtype} {rate:.0f} GFLOP/s" for dtype, rate in rates.items()) + "\n")
+    print(table(cases, options, records, rates))
+    if options.json:
+        Path(options.json).write_text(json.dumps({**about, "runs": records}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
