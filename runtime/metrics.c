@@ -1,0 +1,161 @@
+#include "runtime/metrics.h"
+
+#include <cjson/cJSON.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "runtime/file.h"
+#include "runtime/human.h"
+
+#define SIZE_LIMIT ((size_t)4 << 30)    // of metrics.jsonl: some 25 million steps
+
+struct Metrics {
+    int fd;
+    off_t size;        // of the whole lines in the file
+    bool warned;
+    char path[];
+};
+
+// ---- metrics.jsonl
+
+// The size of the file up to the end of its last whole line, or -1.
+static off_t whole_lines(int fd) {
+    char block[4096];
+    struct stat st;
+    if (fstat(fd, &st) != 0) return -1;
+    for (off_t end = st.st_size; end > 0;) {
+        off_t start = end > (off_t)sizeof block ? end - (off_t)sizeof block : 0;
+        ssize_t n = pread(fd, block, (size_t)(end - start), start);
+        if (n != end - start) return -1;
+        for (ssize_t i = n; i-- > 0;)
+            if (block[i] == '\n') return start + i + 1;
+        end = start;
+    }
+    return 0;
+}
+
+Metrics *metrics_open(const char *path, Error *error) {
+    Metrics *m = calloc(1, sizeof *m + strlen(path) + 1);
+    if (!m) return error_set(error, EXIT_RESOURCE, "out of memory for %s", path), NULL;
+    strcpy(m->path, path);
+    m->fd = open(path, O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
+    m->size = m->fd < 0 ? -1 : whole_lines(m->fd);
+    struct stat st;
+    if (m->size >= 0 && fstat(m->fd, &st) == 0 && (st.st_size <= m->size || ftruncate(m->fd, m->size) == 0)) return m;
+    error_set(error, EXIT_RESOURCE, "%s: can't be opened to write to: %s", path, strerror(errno));
+    if (m->fd >= 0) close(m->fd);
+    free(m);
+    return NULL;
+}
+
+// Appends ", "name": value" with the given digits, null where JSON has no such number.
+static void add_number(char *line, size_t size, const char *name, int digits, double value) {
+    size_t n = strlen(line);
+    if (isfinite(value)) snprintf(line + n, size - n, ", \"%s\": %.*g", name, digits, value);
+    else snprintf(line + n, size - n, ", \"%s\": null", name);
+}
+
+void metrics_write(Metrics *metrics, const StepMetrics *m) {
+    char line[512];
+    snprintf(line, sizeof line, "{\"step\": %lld, \"tokens\": %lld", (long long)m->step, (long long)m->tokens);
+    add_number(line, sizeof line, "loss", 9, m->loss);
+    add_number(line, sizeof line, "lr", 9, m->lr);
+    add_number(line, sizeof line, "grad_norm", 9, m->grad_norm);
+    add_number(line, sizeof line, "ms", 6, m->ms);
+    add_number(line, sizeof line, "tok_per_s", 6, m->tok_per_s);
+    add_number(line, sizeof line, "mfu", 4, m->mfu);
+    if (!isnan(m->val_loss)) add_number(line, sizeof line, "val_loss", 9, m->val_loss);
+    size_t n = strlen(line);
+    memcpy(line + n, "}\n", 2);
+    ssize_t written = write(metrics->fd, line, n + 2);
+    if (written == (ssize_t)(n + 2)) {
+        metrics->size += written;
+        return;
+    }
+    int why = written < 0 ? errno : ENOSPC;
+    bool removed = written <= 0 || ftruncate(metrics->fd, metrics->size) == 0;    // half a line would spoil the next one
+    if (!metrics->warned)
+        warn("%s: step %lld can't be written: %s. Training goes on; %s.", metrics->path, (long long)m->step, strerror(why),
+             removed ? "this line is missing" : "this line is cut short");
+    metrics->warned = true;
+}
+
+void metrics_close(Metrics *metrics) {
+    if (!metrics) return;
+    close(metrics->fd);
+    free(metrics);
+}
+
+// The step of a line that is whole JSON, or -1.
+static int64_t step_of(const char *line, size_t length) {
+    cJSON *object = cJSON_ParseWithLength(line, length);
+    const cJSON *step = cJSON_GetObjectItemCaseSensitive(object, "step");
+    int64_t value = cJSON_IsNumber(step) && step->valuedouble >= 0 && step->valuedouble < 9e15 ? (int64_t)step->valuedouble : -1;
+    cJSON_Delete(object);
+    return value;
+}
+
+bool metrics_cut(const char *path, int64_t last, Error *error) {
+    size_t size, kept = 0;
+    if (access(path, F_OK) != 0 && errno == ENOENT) return true;
+    char *text = file_read(path, SIZE_LIMIT, &size, error);
+    if (!text) return false;
+    for (size_t at = 0, length; at < size; at += length) {
+        const char *end = memchr(text + at, '\n', size - at);
+        if (!end) break;
+        length = (size_t)(end - (text + at)) + 1;
+        int64_t step = step_of(text + at, length);
+        if (step < 0 || step > last) continue;
+        memmove(text + kept, text + at, length);
+        kept += length;
+    }
+    text[kept] = 0;
+    bool ok = kept == size || file_replace_text(path, text, error);
+    free(text);
+    return ok;
+}
+
+// ---- the line that a person sees
+
+void metrics_line(char *out, size_t size, const StepMetrics *m, int64_t steps, double seconds_left) {
+    char time[32], validation[32] = "", left[64] = "";
+    int width = snprintf(NULL, 0, "%lld", (long long)steps);
+    if (m->ms < 1000) snprintf(time, sizeof time, "%.*f ms", m->ms < 9.95 ? 1 : 0, m->ms);
+    else snprintf(time, sizeof time, "%.*f s", m->ms < 99950 ? 2 : 0, m->ms / 1000);
+    if (!isnan(m->val_loss)) snprintf(validation, sizeof validation, " | val %.4f", m->val_loss);
+    if (seconds_left >= 0) snprintf(left, sizeof left, " | %s left", human_duration(seconds_left).text);
+    snprintf(out, size, "step %*lld/%lld | loss %.4f%s | lr %.1e | norm %.2f | %s, %s tok/s, %.0f %% of peak | %s tokens%s",
+             width < 5 ? 5 : width, (long long)m->step, (long long)steps, m->loss, validation, m->lr, m->grad_norm, time,
+             human_count(m->tok_per_s).text, 100 * m->mfu, human_count((double)m->tokens).text, left);
+}
+
+static bool line_pending;
+
+static bool on_terminal(void) {
+    const char *term = getenv("TERM");
+    return isatty(STDOUT_FILENO) && term && strcmp(term, "dumb") != 0;
+}
+
+void progress_show(const char *line, bool keep) {
+    if (!on_terminal()) {
+        printf("%s\n", line);
+    } else {
+        struct winsize window;
+        int width = ioctl(STDOUT_FILENO, TIOCGWINSZ, &window) == 0 && window.ws_col > 1 ? window.ws_col - 1 : 79;
+        printf("\r%.*s\x1b[K%s", width, line, keep ? "\n" : "");
+        line_pending = !keep;
+    }
+    fflush(stdout);
+}
+
+void progress_end(void) {
+    if (line_pending) printf("\n");
+    line_pending = false;
+    fflush(stdout);
+}
