@@ -1,0 +1,38 @@
+#!/usr/bin/env python3
+"""FineWeb and FineWeb-Edu, web text filtered for pretraining, as shards.
+
+    python data/fineweb.py --version 10B                         streams it from the Hugging Face hub
+    python data/fineweb.py --version 10B --input FOLDER          from parquet files that are here already
+
+10B tokens are 20 GB of shards. The first finished shards can be trained on while the others are made.
+"""
+import argparse
+
+import shards
+import sources
+import vocabulary
+
+#            version    repository                   files                     shards' name    val fraction
+VERSIONS = {"10B":      ("HuggingFaceFW/fineweb",     "sample/10BT/*.parquet",  "fineweb",      0.01),
+            "100B":     ("HuggingFaceFW/fineweb",     "sample/100BT/*.parquet", "fineweb",      0.001),
+            "edu":      ("HuggingFaceFW/fineweb-edu", "sample/10BT/*.parquet",  "edu_fineweb",  0.01),
+            "edu-100B": ("HuggingFaceFW/fineweb-edu", "sample/100BT/*.parquet", "edu_fineweb",  0.001)}
+
+
+def main():
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--version", choices=VERSIONS, default="10B", help="which sample: its number of tokens, or edu (10B too)")
+    version = first.parse_known_args()[0].version
+    repo, pattern, name, val_fraction = VERSIONS[version]
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], parents=[first])
+    shards.add_flags(parser, name, val_fraction, out=shards.DATA / f"fineweb-{version}")
+    parser.add_argument("--input", nargs="+", help="parquet files or folders with them, instead of the hub")
+    parser.add_argument("--column", default="text", help="where the text is")
+    args = parser.parse_args()
+    tokenizer = vocabulary.load(args.tokenizer)
+    files = sources.local_files(args.input) if args.input else sources.hub_files(repo, [pattern])
+    shards.write(args, lambda skip: sources.documents(files, args.column, None, skip), tokenizer, sources.settings(files, args.column))
+
+
+if __name__ == "__main__":
+    shards.run(main)

