@@ -4,19 +4,18 @@
 // equals. A heap finds it, so that a word of n bytes takes O(n log n), be it a megabyte long.
 #include "runtime/tokenizer.h"
 
-#include <cjson/cJSON.h>
-#include <errno.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <stdio.h>
 #include <sys/stat.h>
 
+#include "runtime/json.h"
 #include "runtime/tokenizer_classes.h"
 
-#define FILE_LIMIT ((size_t)256 << 20)   // bytes of a tokenizer.json; GPT-2's has 2 MB
 #define ID_LIMIT (1 << 24)
-#define RANK_SHIFT 40                    // a heap key is rank << 40 | position, so that equal ranks go from left to right
+#define RANK_SHIFT 40   // a heap key is rank << 40 | position, so that equal ranks go from left to right
 #define REPLACEMENT 0xFFFD
+#define NAME_LIMIT 1024   // bytes of a name in a merge; GPT-2's longest has 256
 #define END_OF_TEXT "<|endoftext|>"
 
 const char *const tokenizer_files[] = {"tokenizer.json", "tokenizer_config.json", NULL};
@@ -326,23 +325,25 @@ static bool is_id(const cJSON *item) {
            item->valuedouble == (int)item->valuedouble;
 }
 
-// Checks all ids and takes room for the tokens. A token's bytes are never more than its name's, so the file's size is enough.
-static bool make_room(Tokenizer *t, const cJSON *vocab, const cJSON *added, size_t file_size, Error *error) {
+// Checks all ids and takes room for the tokens. A token's bytes are never more than its name's.
+static bool make_room(Tokenizer *t, const cJSON *vocab, const cJSON *added, Error *error) {
     const cJSON *item;
-    size_t entries = 0;
+    size_t entries = 0, bytes = 0;
     cJSON_ArrayForEach(item, vocab) {
         if (!is_id(item)) { return bad(t, error, "expected a whole number from 0 as the id of ", item->string); }
         if (item->valueint >= t->vocab) { t->vocab = item->valueint + 1; }
+        bytes += strlen(item->string);
         entries++;
     }
     cJSON_ArrayForEach(item, added) {
-        const cJSON *id = get(item, "id");
-        if (!is_id(id) || !cJSON_IsString(get(item, "content"))) { return bad(t, error, "expected id and content in added_tokens", ""); }
+        const cJSON *id = get(item, "id"), *content = get(item, "content");
+        if (!is_id(id) || !cJSON_IsString(content)) { return bad(t, error, "expected id and content in added_tokens", ""); }
         if (id->valueint >= t->vocab) { t->vocab = id->valueint + 1; }
+        bytes += strlen(content->valuestring);
         entries++;
     }
     t->tokens = calloc((size_t)t->vocab + 1, sizeof(*t->tokens));
-    t->bytes = malloc(file_size + 1);
+    t->bytes = malloc(bytes + 1);
     t->names = table_create(entries, &t->names_mask);
     return t->tokens && t->bytes && t->names ? true : no_memory(t, error);
 }
@@ -385,8 +386,9 @@ static bool read_tokens(Tokenizer *t, const cJSON *vocab, const cJSON *added, co
 }
 
 // One merge, "left right" or ["left", "right"], into *merge.
-static bool read_merge(const Tokenizer *t, const cJSON *item, const int16_t byte_of[0x180], char *room, Merge *merge) {
+static bool read_merge(const Tokenizer *t, const cJSON *item, const int16_t byte_of[0x180], Merge *merge) {
     const char *left = NULL, *right = NULL;
+    char room[2 * NAME_LIMIT];
     size_t left_length = 0, lengths[2];
     if (cJSON_IsString(item) && (right = strchr(item->valuestring, ' '))) {
         left = item->valuestring;
@@ -396,7 +398,8 @@ static bool read_merge(const Tokenizer *t, const cJSON *item, const int16_t byte
         right = item->child->next->valuestring;
         left_length = strlen(left);
     }
-    if (!left || !bytes_of_name(byte_of, left, left_length, room, &lengths[0]) ||
+    if (!left || left_length > NAME_LIMIT || strlen(right) > NAME_LIMIT) { return false; }
+    if (!bytes_of_name(byte_of, left, left_length, room, &lengths[0]) ||
         !bytes_of_name(byte_of, right, strlen(right), room + lengths[0], &lengths[1])) { return false; }
     merge->left = (int32_t)*name_slot(t, room, lengths[0]) - 1;
     merge->right = (int32_t)*name_slot(t, room + lengths[0], lengths[1]) - 1;
@@ -404,62 +407,36 @@ static bool read_merge(const Tokenizer *t, const cJSON *item, const int16_t byte
     return merge->left >= 0 && merge->right >= 0 && merge->result >= 0;
 }
 
-static bool read_merges(Tokenizer *t, const cJSON *merges, const int16_t byte_of[0x180], size_t file_size, Error *error) {
+static bool bad_row(const Tokenizer *t, Error *error, const char *what) {
+    char row[64];
+    snprintf(row, sizeof(row), ", in row %zu of model.merges", t->merges_count);
+    return bad(t, error, what, row);
+}
+
+static bool read_merges(Tokenizer *t, const cJSON *merges, const int16_t byte_of[0x180], Error *error) {
     size_t entries = (size_t)cJSON_GetArraySize(merges);
     if (entries >= ID_LIMIT) { return bad(t, error, "more than 16 million rows in model.merges", ""); }
     t->merges = malloc((entries + 1) * sizeof(*t->merges));
     t->pairs = table_create(entries, &t->pairs_mask);
-    char *room = malloc(file_size + 1);
-    bool right = t->merges && t->pairs && room ? true : no_memory(t, error);
-    const cJSON *item = right ? merges->child : NULL;
-    for (; right && item; item = item->next) {
+    if (!t->merges || !t->pairs) { return no_memory(t, error); }
+    const cJSON *item;
+    cJSON_ArrayForEach(item, merges) {
         Merge *merge = &t->merges[t->merges_count];
-        char row[80];
-        snprintf(row, sizeof(row), "%zu of model.merges", t->merges_count);
-        if (!read_merge(t, item, byte_of, room, merge)) {
-            right = bad(t, error, "expected two tokens whose joint is a token in row ", row);
-            break;
-        }
+        if (!read_merge(t, item, byte_of, merge)) { return bad_row(t, error, "expected two tokens whose joint is a token"); }
         uint32_t *slot = pair_slot(t, merge->left, merge->right);
-        if (*slot) { right = bad(t, error, "a pair that came before in row ", row); }
+        if (*slot) { return bad_row(t, error, "a pair that came before"); }
         *slot = (uint32_t)++t->merges_count;
     }
-    free(room);
-    return right;
+    return true;
 }
 
-static bool read_json(Tokenizer *t, const cJSON *root, size_t file_size, Error *error) {
+static bool read_json(Tokenizer *t, const cJSON *root, Error *error) {
     int16_t byte_of[0x180];
     byte_alphabet(byte_of);
     const cJSON *vocab = get(get(root, "model"), "vocab"), *added = get(root, "added_tokens");
-    return check_kind(t, root, error) && make_room(t, vocab, added, file_size, error) &&
+    return check_kind(t, root, error) && make_room(t, vocab, added, error) &&
            read_tokens(t, vocab, added, byte_of, error) &&
-           read_merges(t, get(get(root, "model"), "merges"), byte_of, file_size, error);
-}
-
-// The whole file with a 0 after it, or NULL and *error set.
-static char *read_file(const char *path, size_t *size, Error *error) {
-    FILE *file = fopen(path, "rb");
-    struct stat info;
-    if (!file || fstat(fileno(file), &info) || !S_ISREG(info.st_mode)) {
-        error_set(error, EXIT_INPUT, "%s: %s.\n  The scripts in data/ write it beside the shards, and a run into its checkpoints.",
-                  path, file ? "not a file" : strerror(errno));
-        if (file) { fclose(file); }
-        return NULL;
-    }
-    *size = (size_t)info.st_size;
-    char *text = *size <= FILE_LIMIT ? malloc(*size + 1) : NULL;
-    if (!text) {
-        error_set(error, EXIT_INPUT, "%s: %zu bytes; a tokenizer.json has at most %zu.", path, *size, FILE_LIMIT);
-    } else if (fread(text, 1, *size, file) != *size) {
-        error_set(error, EXIT_INPUT, "%s: could not read its %zu bytes: %s.", path, *size, strerror(errno));
-        free(text);
-        text = NULL;
-    } else {
-        text[*size] = 0;
-    }
-    fclose(file);
-    return text;
+           read_merges(t, get(get(root, "model"), "merges"), byte_of, error);
 }
 
 static char *file_in(const char *path) {
@@ -472,16 +449,9 @@ static char *file_in(const char *path) {
 }
 
 static bool open_file(Tokenizer *t, Error *error) {
-    size_t size;
-    const char *end = NULL;
-    char *text = read_file(t->path, &size, error);
-    if (!text) { return false; }
-    cJSON *root = cJSON_ParseWithLengthOpts(text, size, &end, false);
-    bool right = root ? read_json(t, root, size, error)
-                      : error_set(error, EXIT_INPUT, "%s: not JSON from byte %td on (of %zu).\n  Make it again with the script in "
-                                  "data/ that made the shards.", t->path, end ? end - text : 0, size);
+    cJSON *root = json_read(t->path, error);
+    bool right = root && read_json(t, root, error);
     cJSON_Delete(root);
-    free(text);
     free(t->names);
     t->names = NULL;
     return right;
