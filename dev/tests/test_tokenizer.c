@@ -1,0 +1,183 @@
+// The C tokenizer on a small vocabulary made here: splitting, merging, broken UTF-8, and files that must be refused.
+// dev/tests/test_tokenizer.py compares it with tiktoken on megabytes of text.
+#include "dev/tests/check.h"
+#include "runtime/tokenizer.h"
+
+static char path[] = "/tmp/test_tokenizer_XXXXXX";
+
+// ---- a tokenizer.json: the 256 bytes are ids 0 to 255, then the joints of the merges, then end-of-text
+
+static const char *const default_merges = "\"a a\",\"aa aa\",\"b c\",\"a b\",\"\xC4\xA0 a\",\"' s\",\"\xC4\xA0 \xC4\xA0\"";
+static const char *const default_joints[] = {"aa", "aaaa", "bc", "ab", "\xC4\xA0" "a", "'s", "\xC4\xA0\xC4\xA0", NULL};
+
+// Appends byte b's character in the alphabet of tokenizer.json, escaped.
+static int byte_name(char *out, int b) {
+    int next = 0x100, code = b;
+    for (int i = 0; i < b; i++) { next += !((i >= 0x21 && i <= 0x7E) || (i >= 0xA1 && i != 0xAD)); }
+    if (!((b >= 0x21 && b <= 0x7E) || (b >= 0xA1 && b != 0xAD))) { code = next; }
+    return sprintf(out, "\\u%04x", code);
+}
+
+static void write_text(const char *text, size_t length) {
+    FILE *file = fopen(path, "wb");
+    if (!file || fwrite(text, 1, length, file) != length || fclose(file)) { exit(4); }
+}
+
+static char json[1 << 16];
+
+static void make_json(const char *merges, const char *end_of_text, int skip_byte) {
+    char *at = json + sprintf(json, "{\"added_tokens\":[{\"id\":263,\"content\":\"%s\"}],\"normalizer\":null,\"pre_tokenizer\":{\"type\":"
+                              "\"ByteLevel\",\"add_prefix_space\":false,\"use_regex\":true},\"model\":{\"type\":\"BPE\",\"vocab\":{", end_of_text);
+    for (int b = 0; b < 256; b++) {
+        if (b == skip_byte) { continue; }
+        *at++ = '"';
+        at += byte_name(at, b);
+        at += sprintf(at, "\":%d,", b);
+    }
+    for (int i = 0; default_joints[i]; i++) { at += sprintf(at, "%s\"%s\":%d", i ? "," : "", default_joints[i], 256 + i); }
+    sprintf(at, "},\"merges\":[%s]}}", merges);
+}
+
+// ---- encoding
+
+static void encodes(const Tokenizer *t, const char *text, size_t length, const int32_t *expected, size_t count) {
+    int32_t ids[256];
+    size_t found = tokenizer_encode(t, text, length, ids, 256);
+    CHECK(found == count && memcmp(ids, expected, count * sizeof(*ids)) == 0, "\"%s\": %zu ids, expected %zu", text, found, count);
+}
+
+#define ENCODES(t, text, ...) encodes(t, text, sizeof(text) - 1, (const int32_t[]){__VA_ARGS__}, \
+                                      sizeof((const int32_t[]){__VA_ARGS__}) / sizeof(int32_t))
+
+static void test_encode(void) {
+    check_group("encoding and decoding");
+    make_json(default_merges, "<|endoftext|>", -1);
+    write_text(json, strlen(json));
+    Error error;
+    Tokenizer *t = tokenizer_open(path, &error);
+    CHECK(t, "%s", error.text);
+    if (!t) { return; }
+    CHECK(tokenizer_vocab(t) == 264 && tokenizer_end_of_text(t) == 263, "vocabulary and end of text");
+    ENCODES(t, "aaaaa", 257, 'a');                          // leftmost pairs first
+    ENCODES(t, "abc", 'a', 258);                            // "b c" ranks before "a b"
+    ENCODES(t, "ab", 259);
+    ENCODES(t, "  a", ' ', 260);                            // the last space goes with the word
+    ENCODES(t, "a's", 'a', 261);                            // a contraction is a word
+    ENCODES(t, "a 's", 'a', ' ', '\'', 's');                // after a space it is not
+    ENCODES(t, "a   ", 'a', 262, ' ');                      // at the end a run of spaces stays whole
+    ENCODES(t, "a\n\na", 'a', '\n', '\n', 'a');
+    ENCODES(t, "a1a", 'a', '1', 'a');
+    ENCODES(t, "<|endoftext|>", '<', '|', 'e', 'n', 'd', 'o', 'f', 't', 'e', 'x', 't', '|', '>');
+    ENCODES(t, "\xC3\xA9", 0xC3, 0xA9);
+    ENCODES(t, "\xC3", 0xEF, 0xBF, 0xBD);                                       // cut short: one U+FFFD
+    ENCODES(t, "\xE2\x82" "a", 0xEF, 0xBF, 0xBD, 'a');                          // a broken beginning is one
+    ENCODES(t, "\xED\xA0\x80", 0xEF, 0xBF, 0xBD, 0xEF, 0xBF, 0xBD, 0xEF, 0xBF, 0xBD);   // a surrogate is three
+    ENCODES(t, "\xC0\x80", 0xEF, 0xBF, 0xBD, 0xEF, 0xBF, 0xBD);                 // overlong
+    ENCODES(t, "\xF4\x90\x80\x80", 0xEF, 0xBF, 0xBD, 0xEF, 0xBF, 0xBD, 0xEF, 0xBF, 0xBD, 0xEF, 0xBF, 0xBD);
+    ENCODES(t, "a\0a", 'a', 0, 'a');
+    CHECK(tokenizer_encode(t, "", 0, NULL, 0) == 0, "no text, no ids");
+    int32_t two[3] = {-1, -1, -1};
+    CHECK(tokenizer_encode(t, "b b b", 5, two, 2) == 5 && two[1] == ' ' && two[2] == -1, "nothing is written past the capacity");
+    size_t length;
+    const char *bytes = tokenizer_token(t, 260, &length);
+    CHECK(length == 2 && memcmp(bytes, " a", 2) == 0, "a token's bytes");
+    CHECK(!tokenizer_token(t, -1, &length) && !tokenizer_token(t, 264, &length) && length == 0, "ids that are no token");
+    tokenizer_close(t);
+}
+
+// A word of a megabyte takes O(n log n): were it O(n^2), this would take hours.
+static void test_long_words(void) {
+    check_group("words of a megabyte");
+    Error error;
+    Tokenizer *t = tokenizer_open(path, &error);
+    size_t n = 1 << 20;
+    char *text = malloc(n);
+    int32_t *ids = malloc(n * sizeof(*ids));
+    if (!t || !text || !ids) { exit(4); }
+    memset(text, 'a', n);
+    CHECK(tokenizer_encode(t, text, n, ids, n) == n / 4 && ids[0] == 257 && ids[n / 4 - 1] == 257, "a megabyte of a");
+    memset(text, ' ', n);
+    CHECK(tokenizer_encode(t, text, n, ids, n) == n / 2 && ids[0] == 262, "a megabyte of spaces");
+    free(text);
+    free(ids);
+    tokenizer_close(t);
+}
+
+// ---- refusing
+
+static void refused(const char *what, const char *expected) {
+    Error error = {0};
+    Tokenizer *t = tokenizer_open(path, &error);
+    if (t) { tokenizer_close(t); }
+    CHECK(!t && error.code == EXIT_INPUT && strstr(error.text, path) && strstr(error.text, expected), "%s: %s", what,
+          t ? "it was opened" : error.text);
+}
+
+// Replaces the first `from` in the right file by `to` and writes it.
+static void spoil(const char *from, const char *to) {
+    make_json(default_merges, "<|endoftext|>", -1);
+    char *at = strstr(json, from), *rest = at ? strdup(at + strlen(from)) : NULL;
+    if (!rest) { exit(4); }
+    sprintf(at, "%s%s", to, rest);
+    free(rest);
+    write_text(json, strlen(json));
+}
+
+static void test_refuse(void) {
+    check_group("files that must be refused");
+    const char *const rows[][3] = {
+        {"\"BPE\"", "\"Unigram\"", "model.type"},
+        {"\"normalizer\":null", "\"normalizer\":{\"type\":\"NFC\"}", "no normalizer"},
+        {"\"ByteLevel\"", "\"Whitespace\"", "ByteLevel"},
+        {"\"add_prefix_space\":false", "\"add_prefix_space\":true", "add_prefix_space"},
+        {"\"use_regex\":true", "\"use_regex\":false", "use_regex"},
+        {"\"merges\"", "\"marges\"", "model.merges"},
+        {"\"vocab\"", "\"vocap\"", "model.vocab"},
+        {"\"bc\":258", "\"bc\":1e300", "whole number"},
+        {"\"bc\":258", "\"bc\":-1", "whole number"},
+        {"\"bc\":258", "\"bc\":2.5", "whole number"},
+        {"\"bc\":258", "\"bc\":null", "whole number"},
+        {"\"bc\":258", "\"bc\":257", "another token"},
+        {"\"bc\":258", "\"bc \":258", "stands for no byte"},
+        {"\"bc\":258", "\"bd\":258", "row 2"},
+        {"\"id\":263,", "", "added_tokens"},
+        {"<|endoftext|>", "<|end|>", "<|endoftext|>"},
+        {"\"a a\"", "\"aa\"", "row 0"},
+        {"\"a a\"", "[\"a\"]", "row 0"},
+        {"\"a a\"", "[\"a\",{}]", "row 0"},
+        {"\"a a\"", "7", "row 0"},
+        {"\"aa aa\"", "\"a a\"", "row 1"},
+    };
+    char what[200];
+    for (size_t i = 0; i < sizeof(rows) / sizeof(*rows); i++) {
+        spoil(rows[i][0], rows[i][1]);
+        snprintf(what, sizeof(what), "%s in place of %s", rows[i][1], rows[i][0]);
+        refused(what, rows[i][2]);
+    }
+    make_json(default_merges, "<|endoftext|>", 0x41);
+    write_text(json, strlen(json));
+    refused("a byte without a token", "0x41");
+    make_json(default_merges, "<|endoftext|>", -1);
+    bool all = true;
+    for (size_t cut = 0, whole = strlen(json); cut < whole; cut += cut < whole - 64 ? 61 : 1) {
+        write_text(json, cut);
+        Error error;
+        Tokenizer *t = tokenizer_open(path, &error);
+        all = all && !t && error.code == EXIT_INPUT;
+        tokenizer_close(t);
+    }
+    CHECK(all, "a file that was cut short was opened");
+    unlink(path);
+    refused("a missing file", path);
+}
+
+int main(void) {
+    int handle = mkstemp(path);
+    if (handle < 0) { return 4; }
+    close(handle);
+    test_encode();
+    test_long_words();
+    test_refuse();
+    unlink(path);
+    return check_verdict();
+}
