@@ -1,0 +1,186 @@
+"""scripts/plot.py: what it reads, what it draws, and the event files, which are taken apart here byte by byte."""
+import json
+import math
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+import plot  # noqa: E402
+
+
+def make_run(folder, steps, val_every=10, tail=""):
+    folder.mkdir(parents=True)
+    with open(folder / "metrics.jsonl", "w") as file:
+        for step in range(1, steps + 1):
+            line = {"step": step, "tokens": 512 * step, "loss": 3 + 8 / step, "lr": 6e-4, "grad_norm": 1 + 1 / step, "ms": 500.0,
+                    "tok_per_s": 1024.0, "mfu": 0.5}
+            if step % val_every == 0:
+                line["val_loss"] = 3.5 + 8 / step
+            file.write(json.dumps(line) + "\n")
+        file.write(tail)
+    return folder
+
+
+def command(*words):
+    return subprocess.run([sys.executable, str(ROOT / "scripts/plot.py"), *map(str, words)], capture_output=True, text=True)
+
+
+# ---------------------------------------------------------------- reading
+
+@pytest.mark.parametrize("tail", ["", '{"step": 31, "tok', '{"step": 31, "tokens": 99, "loss": 1}'])
+def test_a_line_still_being_written_is_left_out(tmp_path, tail):
+    lines = plot.read_metrics(make_run(tmp_path / "a", 30, tail=tail))
+    assert [line["step"] for line in lines] == list(range(1, 31))
+
+
+@pytest.mark.parametrize("broken", ['{"step": 31, "tok\n', "[]\n", '{"step": 4}\n', "\n"])
+def test_a_broken_whole_line_is_named(tmp_path, broken):
+    run = make_run(tmp_path / "a", 30, tail=broken)
+    with pytest.raises(plot.Refused, match=r"metrics\.jsonl: line 31: expected"):
+        plot.read_metrics(run)
+
+
+def test_errors_end_with_exit_code_3_and_write_nothing(tmp_path):
+    result = command(tmp_path / "nowhere")
+    assert result.returncode == 3 and "nowhere/metrics.jsonl: No such file" in result.stderr
+    empty = make_run(tmp_path / "empty", 0, tail='{"step"')
+    result = command(empty)
+    assert result.returncode == 3 and "no whole line yet" in result.stderr
+    assert [path.name for path in empty.iterdir()] == ["metrics.jsonl"]
+
+
+def test_two_runs_need_a_file_name(tmp_path):
+    result = command(make_run(tmp_path / "a", 3), make_run(tmp_path / "b", 3))
+    assert result.returncode == 2 and "--out" in result.stderr
+
+
+def test_null_is_nan_and_time_is_the_sum_of_ms():
+    lines = [{"ms": 500.0, "loss": 2.0}, {"ms": 250.0, "loss": None}, {"loss": 1.0}]
+    loss = plot.column(lines, "loss")
+    assert loss[0] == 2.0 and math.isnan(loss[1]) and loss[2] == 1.0
+    assert plot.seconds(lines) == [0.5, 0.75, 0.75]
+
+
+def test_smooth_is_a_centred_mean_that_leaves_nan_out():
+    values = [float(i % 7) for i in range(300)]
+    values[100] = math.nan
+    got = plot.smooth(values)
+    for i in range(300):
+        window = [value for value in values[max(0, i - 3):i + 4] if not math.isnan(value)]
+        assert got[i] == pytest.approx(sum(window) / len(window))
+    assert plot.smooth([4.0, 2.0]) == [4.0, 2.0]
+
+
+def test_names_are_short_unless_they_would_be_alike():
+    assert plot.names(["out/a", "out/b/"]) == ["a", "b"]
+    assert plot.names(["x/run", "y/run"]) == ["x/run", "y/run"]
+
+
+# ---------------------------------------------------------------- the picture
+
+def test_one_run_is_drawn_beside_its_metrics(tmp_path):
+    run = make_run(tmp_path / "a", 30, tail="{")
+    result = command(run)
+    assert result.returncode == 0, result.stderr
+    png = (run / "loss.png").read_bytes()
+    assert png[:8] == b"\x89PNG\r\n\x1a\n" and struct.unpack(">2I", png[16:24]) == (1320, 880)
+
+
+def test_the_panels_show_every_run(tmp_path):
+    runs = [make_run(tmp_path / "a", 200), make_run(tmp_path / "b", 100)]
+    figure = plot.picture([str(run) for run in runs])
+    by_tokens, by_time, lr, norm = figure.axes
+    raw, smooth, val = by_tokens.lines[:3]
+    assert raw.get_xdata()[-1] == pytest.approx(102.4) and by_tokens.get_xlabel() == "thousand tokens"
+    assert list(raw.get_ydata()) == pytest.approx([3 + 8 / step for step in range(1, 201)])
+    assert list(smooth.get_ydata()) == pytest.approx(plot.smooth(list(raw.get_ydata())))
+    assert list(val.get_xdata()) == pytest.approx([5.12 * i for i in range(1, 21)])
+    assert by_time.lines[0].get_xdata()[-1] == pytest.approx(100) and by_time.get_xlabel() == "seconds"
+    assert [len(axes.lines) for axes in figure.axes] == [6, 6, 2, 4]
+    assert set(lr.lines[0].get_ydata()) == {6e-4} and norm.lines[2].get_ydata()[0] == 2.0
+    low, high = by_tokens.get_ylim()
+    assert low < 3.04 and 3.8 < high < 11, "the first steps must not flatten the rest"
+    legend = [text.get_text() for text in figure.legends[0].texts]
+    assert legend == ["a: loss 3.040, validation 3.540", "b: loss 3.080, validation 3.580"]
+
+
+def test_a_single_step_and_a_diverged_run_are_drawn(tmp_path):
+    make_run(tmp_path / "one", 1)
+    bad = make_run(tmp_path / "bad", 5, tail='{"step": 6, "tokens": 3072, "loss": null, "lr": 1e-4, "grad_norm": null, "ms": 5}\n')
+    assert command(tmp_path / "one").returncode == 0
+    assert command(bad, tmp_path / "one", "--out", tmp_path / "both.svg").returncode == 0
+    assert (tmp_path / "both.svg").read_text().startswith("<?xml")
+
+
+# ---------------------------------------------------------------- event files
+
+def crc32c(data):
+    """Bit by bit, from the polynomial; not the table that plot.py uses."""
+    crc = 0xFFFFFFFF
+    for bit in (byte >> i & 1 for byte in data for i in range(8)):
+        crc = crc >> 1 ^ (0x82F63B78 if (crc ^ bit) & 1 else 0)
+    return crc ^ 0xFFFFFFFF
+
+
+def unmask(masked):
+    rotated = (masked - 0xA282EAD8) & 0xFFFFFFFF
+    return (rotated >> 17 | rotated << 15) & 0xFFFFFFFF
+
+
+def records(data):
+    while data:
+        length, length_crc = struct.unpack("<QI", data[:12])
+        body, crc = data[12:12 + length], struct.unpack("<I", data[12 + length:16 + length])[0]
+        assert unmask(length_crc) == crc32c(data[:8]) and unmask(crc) == crc32c(body)
+        yield body
+        data = data[16 + length:]
+
+
+def fields(message):
+    """A protobuf message as (number, value) pairs: varints as int, doubles and floats as float, the rest as bytes."""
+    at = 0
+
+    def varint():
+        nonlocal at
+        value = shift = 0
+        while True:
+            byte, at = message[at], at + 1
+            value |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80:
+                return value
+
+    while at < len(message):
+        key = varint()
+        if key & 7 == 0:
+            yield key >> 3, varint()
+        else:
+            size = {1: 8, 5: 4}.get(key & 7) or varint()
+            value = message[at:at + size]
+            assert len(value) == size
+            at += size
+            yield key >> 3, struct.unpack("<d", value)[0] if key & 7 == 1 else struct.unpack("<f", value)[0] if key & 7 == 5 else value
+
+
+def test_event_files_record_by_record(tmp_path):
+    assert crc32c(b"123456789") == 0xE3069283 and unmask(plot.masked_crc32c(b"123456789")) == 0xE3069283
+    run = make_run(tmp_path / "a", 300, tail='{"step": 301, "tokens": 9, "loss": null}\n')
+    assert command(run, "--tensorboard", tmp_path / "events").returncode == 0
+    again = command(run, "--tensorboard", tmp_path / "events")
+    assert again.returncode == 0
+    path, = (tmp_path / "events" / "a").iterdir()
+    assert "tfevents" in path.name and again.stdout.strip() == str(path)
+
+    first, *rest = [dict(fields(body)) for body in records(path.read_bytes())]
+    assert first[3] == b"brain.Event:2"
+    assert [event[2] for event in rest] == list(range(1, 302))
+    assert rest[299][1] - rest[0][1] == pytest.approx(149.5, abs=1e-3)
+    scalars = [{value[1].decode(): value[2] for value in (dict(fields(v)) for _, v in fields(event[5]))} for event in rest]
+    assert scalars[0] == pytest.approx({"loss": 11.0, "lr": 6e-4, "grad_norm": 2.0, "tok_per_s": 1024.0, "mfu": 0.5})
+    assert scalars[99]["val_loss"] == pytest.approx(3.58) and "val_loss" not in scalars[100]
+    assert scalars[300] == {}
