@@ -35,7 +35,7 @@ static char *join(char *out, const char *folder, const char *format, ...) {
         added = vsnprintf(out + length, PATH_MAX - length, format, args);
         va_end(args);
     }
-    if (added < 0 || length + (size_t)added >= PATH_MAX) fail(EXIT_USAGE, "%.200s...: the path of this folder is too long.", folder);
+    if (added < 0 || length + (size_t)added >= PATH_MAX) fail(EXIT_USAGE, "%.200s...: this folder's path is too long.", folder);
     return out;
 }
 
@@ -105,16 +105,16 @@ static bool check_entry(const char *folder, const char *manifest, const cJSON *e
     const char *hash = cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(entry, "xxh3_128"));
     if (!json_u64(cJSON_GetObjectItemCaseSensitive(entry, "size"), &size) || !hash || strchr(entry->string, '/')
         || strlen(entry->string) > NAME_MAX) {
-        return error_set(error, EXIT_INPUT, "%s: expected a plain file name with \"size\" and \"xxh3_128\", found something else at "
-                         "\"%.100s\".\n  " DAMAGED, manifest, entry->string);
+        return error_set(error, EXIT_INPUT, "%s: expected a plain file name with \"size\" and \"xxh3_128\", found something else "
+                         "at \"%.100s\".\n  " DAMAGED, manifest, entry->string);
     }
     join(path, folder, "%s", entry->string);
     if (stat(path, &info) != 0) {
         return error_set(error, EXIT_INPUT, "%s: expected this file, which manifest.json lists, found none.\n  " DAMAGED, path);
     }
     if ((uint64_t)info.st_size != size) {
-        return error_set(error, EXIT_INPUT, "%s: expected %" PRIu64 " bytes (manifest.json), found %" PRIu64 ".\n  " DAMAGED, path, size,
-                         (uint64_t)info.st_size);
+        return error_set(error, EXIT_INPUT, "%s: expected %" PRIu64 " bytes (manifest.json), found %" PRIu64 ".\n  " DAMAGED, path,
+                         size, (uint64_t)info.st_size);
     }
     if (!hashes) return true;
     if (!file_hash(path, &found_size, &found, error)) return false;
@@ -142,7 +142,8 @@ static bool check_manifest(const char *folder, bool hashes, Error *error) {
 
 bool checkpoint_verify(const char *folder, bool manifest_optional, Error *error) {
     char path[PATH_MAX];
-    if (manifest_optional && access(join(path, folder, "manifest.json"), F_OK) != 0 && errno == ENOENT) return true;
+    bool there = access(join(path, folder, "manifest.json"), F_OK) == 0 || errno != ENOENT;
+    if (!there && manifest_optional && access(folder, F_OK) == 0) return true;
     return check_manifest(folder, true, error);
 }
 
@@ -172,7 +173,8 @@ static bool add_entries(cJSON *files, const char *folder, Error *error) {
     struct dirent **names;
     int count = scandir(folder, &names, NULL, alphasort);
     if (count < 0) {
-        return error_set(error, EXIT_RESOURCE, "%s: listing the folder failed: %s.\n  Did someone remove it?", folder, strerror(errno));
+        return error_set(error, EXIT_RESOURCE, "%s: listing the folder failed: %s.\n  Did someone remove it?", folder,
+                         strerror(errno));
     }
     bool ok = true;
     for (int i = 0; i < count; i++) {
@@ -232,7 +234,8 @@ static Entry *list_entries(const char *root, size_t *count) {
     Entry *entries = NULL, entry;
     DIR *folder = opendir(root);
     *count = 0;
-    if (!folder) return NULL;
+    if (!folder && errno == ENOENT) return NULL;
+    if (!folder) fail(EXIT_INPUT, "%s: listing the folder failed: %s.\n  Check its permissions.", root, strerror(errno));
     for (struct dirent *item; (item = readdir(folder));) {
         if (!parse_entry(item->d_name, &entry)) continue;
         entries = realloc(entries, (*count + 1) * sizeof *entries);
@@ -292,12 +295,12 @@ bool checkpoint_begin(Checkpoint *c, const char *out_dir, uint64_t step, Error *
     c->folder[0] = '\0';
     join(c->root, out_dir, "ckpt");
     if (!file_make_folders(c->root, error) || !clear_leftovers(c->root, error)) return false;
-    char folder[PATH_MAX];
-    if (!file_make_folders(join_step(folder, c->root, TMP, step), error)) return false;
-    strcpy(c->folder, folder);
+    join_step(c->folder, c->root, TMP, step);
     written.folder = c->folder;
     file_written = record_written;
-    return true;
+    if (file_make_folders(c->folder, error)) return true;
+    checkpoint_abandon(c);
+    return false;
 }
 
 const char *checkpoint_path(Checkpoint *c, const char *file_name) {

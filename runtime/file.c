@@ -117,7 +117,7 @@ struct File {
 
 File *file_create(const char *path, Error *error) {
     if (strlen(path) >= PATH_MAX) {
-        error_set(error, EXIT_RESOURCE, "%.200s...: the path is over %d bytes long.\n  Choose a shorter one.", path, PATH_MAX - 1);
+        error_set(error, EXIT_RESOURCE, "%.200s...: the path is over %d bytes long.\n  Choose another.", path, PATH_MAX - 1);
         return NULL;
     }
     int fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);

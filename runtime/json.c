@@ -28,9 +28,8 @@ static bool scan_utf8(Scan *scan) {
     for (size_t i = 1; i < length; i++) {
         if ((p[i] & 0xC0) != 0x80) return wrong(scan, "a byte that is not UTF-8");
     }
-    if ((p[0] == 0xE0 && p[1] < 0xA0) || (p[0] == 0xED && p[1] > 0x9F) || (p[0] == 0xF0 && p[1] < 0x90) || (p[0] == 0xF4 && p[1] > 0x8F)) {
-        return wrong(scan, "a byte that is not UTF-8");
-    }
+    bool overlong = (p[0] == 0xE0 && p[1] < 0xA0) || (p[0] == 0xF0 && p[1] < 0x90), surrogate = p[0] == 0xED && p[1] > 0x9F;
+    if (overlong || surrogate || (p[0] == 0xF4 && p[1] > 0x8F)) return wrong(scan, "a byte that is not UTF-8");
     scan->at += length;
     return true;
 }
@@ -92,7 +91,7 @@ static bool scan_text(Scan *scan) {
             scan->at++;
         }
     }
-    return true;
+    return depth <= 0 || wrong(scan, "the end of the text");
 }
 
 // ---- names given twice -----------------------------------------------------------------------------------------------------
@@ -137,7 +136,7 @@ cJSON *json_parse(const char *text, size_t size, const char *path, uint64_t offs
     if (!scan_text(&scan)) return malformed(text, (const char *)scan.at, path, offset, scan.wrong, error);
     const char *end = text;
     cJSON *item = cJSON_ParseWithLengthOpts(text, size, &end, 0);
-    if (!item) return malformed(text, end, path, offset, end >= text + size ? "the end of the text" : "something else", error);
+    if (!item) return malformed(text, end, path, offset, size ? "something else" : "the end of the text", error);
     while (end < text + size && strchr(" \t\r\n", *end)) end++;
     if (end < text + size) {
         cJSON_Delete(item);
@@ -145,8 +144,8 @@ cJSON *json_parse(const char *text, size_t size, const char *path, uint64_t offs
     }
     const char *name = repeated_name(item);
     if (name) {
-        error_set(error, EXIT_INPUT, "%s: the name \"%.200s\" stands twice in one JSON object (of the text at offset %" PRIu64 ").\n"
-                  "  The file is damaged: take another copy, or make it again.", path, name, offset);
+        error_set(error, EXIT_INPUT, "%s: the name \"%.200s\" stands twice in one JSON object (of the text at offset %" PRIu64
+                  ").\n  The file is damaged: take another copy, or make it again.", path, name, offset);
         cJSON_Delete(item);
         return NULL;
     }

@@ -239,7 +239,8 @@ static bool parse_offsets(TensorInfo *info, const cJSON *item, uint64_t bytes, u
     }
     snprintf(found, sizeof found, "data_offsets [%" PRIu64 ", %" PRIu64 "]", begin, end);
     if (begin > end || end - begin != bytes) {
-        snprintf(expected, sizeof expected, "%" PRIu64 " bytes (%s, %zu elements)", bytes, dtype_name(info->dtype), info->elements);
+        snprintf(expected, sizeof expected, "%" PRIu64 " bytes (%s, %zu elements)", bytes, dtype_name(info->dtype),
+                 info->elements);
         return damaged(error, info->path, info->name, expected, found);
     }
     if (end > data_size) {
@@ -254,7 +255,8 @@ static bool check_metadata(const char *path, const cJSON *metadata, Error *error
     const cJSON *child = NULL;
     bool ok = cJSON_IsObject(metadata);
     if (ok) cJSON_ArrayForEach(child, metadata) ok = ok && cJSON_IsString(child);
-    return ok || error_set(error, EXIT_INPUT, "%s: expected only strings in \"__metadata__\", found something else.\n  " DAMAGED, path);
+    return ok || error_set(error, EXIT_INPUT, "%s: expected only strings in \"__metadata__\", found something else.\n  " DAMAGED,
+                           path);
 }
 
 static uint64_t info_bytes(const TensorInfo *info) {
@@ -272,7 +274,8 @@ static int compare_names(const void *a, const void *b) {
 }
 
 // The tensors cover the data one after the other, without overlap or hole; afterwards offsets count from the file's start.
-static bool check_cover(TensorInfo *infos, size_t count, const char *path, uint64_t data_start, uint64_t data_size, Error *error) {
+static bool check_cover(TensorInfo *infos, size_t count, const char *path, uint64_t data_start, uint64_t data_size,
+                        Error *error) {
     uint64_t at = 0;
     char expected[100], found[100];
     if (count) qsort(infos, count, sizeof *infos, compare_offsets);
@@ -291,7 +294,8 @@ static bool check_cover(TensorInfo *infos, size_t count, const char *path, uint6
 }
 
 // Adds the tensors of a parsed header.
-static bool add_tensors(Safetensors *s, const Part *part, const cJSON *header, uint64_t data_start, uint64_t data_size, Error *error) {
+static bool add_tensors(Safetensors *s, const Part *part, const cJSON *header, uint64_t data_start, uint64_t data_size,
+                        Error *error) {
     const cJSON *item;
     size_t first = s->count, entries = 0;
     cJSON_ArrayForEach(item, header) entries++;
@@ -325,8 +329,8 @@ static bool read_header(Safetensors *s, const Part *part, Error *error) {
     }
     if (!file_read_at(part->fd, part->path, &length, 8, 0, error)) return false;
     if (length > HEADER_BYTES || length > size - 8) {
-        return error_set(error, EXIT_INPUT, "%s: offset 0: expected a header length of at most %" PRIu64 " bytes, found %" PRIu64 ".\n  %s",
-                         part->path, size - 8 < HEADER_BYTES ? size - 8 : HEADER_BYTES, length,
+        return error_set(error, EXIT_INPUT, "%s: offset 0: expected a header length of at most %" PRIu64 " bytes, found %" PRIu64
+                         ".\n  %s", part->path, size - 8 < HEADER_BYTES ? size - 8 : HEADER_BYTES, length,
                          length > HEADER_BYTES ? "This is not a safetensors file, or its first bytes are damaged." : DAMAGED);
     }
     char *text = allocate(length + 1);
@@ -335,7 +339,8 @@ static bool read_header(Safetensors *s, const Part *part, Error *error) {
     if (file_read_at(part->fd, part->path, text, length, 8, error)) header = json_parse(text, length, part->path, 8, error);
     bool ok = header != NULL;
     if (ok && (text[0] != '{' || !cJSON_IsObject(header))) {
-        ok = error_set(error, EXIT_INPUT, "%s: offset 8: expected a header that starts with {, found something else.\n  " DAMAGED, part->path);
+        ok = error_set(error, EXIT_INPUT, "%s: offset 8: expected a header that starts with {, found something else.\n  " DAMAGED,
+                       part->path);
     }
     ok = ok && add_tensors(s, part, header, 8 + length, size - 8 - length, error);
     cJSON_Delete(header);
@@ -348,8 +353,8 @@ static bool read_header(Safetensors *s, const Part *part, Error *error) {
 static bool add_part(Safetensors *s, const char *path, Error *error) {
     int fd = open(path, O_RDONLY | O_CLOEXEC);
     if (fd < 0) {
-        return error_set(error, EXIT_INPUT, "%s: opening it failed: %s.\n  Check the path; of a sharded model every file is needed.",
-                         path, strerror(errno));
+        return error_set(error, EXIT_INPUT, "%s: opening it failed: %s.\n"
+                         "  Check the path; of a sharded model every file is needed.", path, strerror(errno));
     }
     s->parts = realloc(s->parts, (s->part_count + 1) * sizeof *s->parts);
     if (!s->parts) fail(EXIT_RESOURCE, "%s: out of memory.", path);
@@ -363,8 +368,8 @@ static bool sort_names(Safetensors *s, Error *error) {
     for (size_t i = 1; i < s->count; i++) {
         const TensorInfo *a = &s->infos[i - 1], *b = &s->infos[i];
         if (strcmp(a->name, b->name)) continue;
-        return error_set(error, EXIT_INPUT, "%s: tensor %.300s is also in %s.\n  Files of two models are mixed: take a whole copy of one.",
-                         b->path, b->name, a->path);
+        return error_set(error, EXIT_INPUT, "%s: tensor %.300s is also in %s.\n"
+                         "  Files of two models are mixed: take a whole copy of one.", b->path, b->name, a->path);
     }
     return true;
 }
@@ -383,8 +388,8 @@ static bool add_parts_of_map(Safetensors *s, const char *folder, const char *ind
     cJSON_ArrayForEach(item, map) {
         const char *file = cJSON_GetStringValue(item);
         if (!file || !*file || *file == '.' || strchr(file, '/')) {
-            ok = error_set(error, EXIT_INPUT, "%s: tensor %.300s: expected the name of a file beside it, found %.300s.\n  " DAMAGED, index,
-                           item->string, file ? file : "something else");
+            ok = error_set(error, EXIT_INPUT, "%s: tensor %.300s: expected the name of a file beside it, found %.300s.\n  " DAMAGED,
+                           index, item->string, file ? file : "something else");
             break;
         }
         files[count++] = file;
@@ -440,8 +445,8 @@ static bool open_path(Safetensors *s, const char *path, Error *error) {
     }
     if (access(file, F_OK) == 0) return add_part(s, file, error) && sort_names(s, error);
     if (access(index, F_OK) == 0) return open_index(s, path, index, error);
-    return error_set(error, EXIT_INPUT, "%s: expected model.safetensors or model.safetensors.index.json in this folder, found neither.\n"
-                     "  Give the folder of one checkpoint, such as OUT/ckpt/step-00001000.", path);
+    return error_set(error, EXIT_INPUT, "%s: expected model.safetensors or model.safetensors.index.json in this folder, "
+                     "found neither.\n  Give the folder of one checkpoint, such as OUT/ckpt/step-00001000.", path);
 }
 
 Safetensors *safetensors_open(const char *path, Error *error) {
@@ -546,8 +551,8 @@ static const TensorInfo *find_shaped(const Safetensors *s, const char *name, int
 }
 
 static bool nonfinite(const TensorInfo *info, size_t index, double value, Error *error) {
-    return error_set(error, EXIT_INPUT, "%s: tensor %s: expected finite values, found %g in element %zu of %zu (offset %" PRIu64 ").\n"
-                     "  The run that wrote this had diverged, or the file is damaged: take an earlier checkpoint.", info->path,
+    return error_set(error, EXIT_INPUT, "%s: tensor %s: expected finite values, found %g in element %zu of %zu (offset %" PRIu64
+                     ").\n  The run that wrote this had diverged, or the file is damaged: take an earlier checkpoint.", info->path,
                      info->name, value, index, info->elements, info->offset + index * dtype_size(info->dtype));
 }
 

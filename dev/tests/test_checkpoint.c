@@ -1,0 +1,417 @@
+// Checkpoints: whatever ends a save, and wherever, the one before or the new one is whole.
+//
+// The fault points are compiled into this test alone: it includes file.c with FAULTS, in place of the library's.
+#ifndef FAULTS
+#define FAULTS
+#endif
+#include "runtime/file.c"
+
+#include <dirent.h>
+#include <sys/wait.h>
+
+#include "runtime/checkpoint.h"
+#include "runtime/safetensors.h"
+
+static int passed, failed;
+static char folder[] = "/tmp/test_checkpoint.XXXXXX", out_dir[100], source[100];
+
+#define CHECK(condition, ...) \
+    do { \
+        if (condition) { \
+            passed++; \
+        } else { \
+            failed++; \
+            printf("FAILED %s:%d: ", __FILE__, __LINE__); \
+            printf(__VA_ARGS__); \
+            printf("\n"); \
+        } \
+    } while (0)
+
+// ---- a small run -----------------------------------------------------------------------------------------------------------
+
+enum { VALUES = 1000 };
+
+static bool save(uint64_t step, float value, Error *error) {
+    float values[VALUES];
+    char text[40];
+    Checkpoint c;
+    for (int i = 0; i < VALUES; i++) values[i] = value;
+    TensorRow rows[] = {{"a", DTYPE_F32, 1, {VALUES}, values}, {"b", DTYPE_BF16, 1, {VALUES}, values}};
+    snprintf(text, sizeof text, "{\"value\": %g}", value);
+    bool ok = checkpoint_begin(&c, out_dir, step, error)
+        && safetensors_write(checkpoint_path(&c, "model.safetensors"), rows, 2, NULL, error)
+        && file_write_text(checkpoint_path(&c, "state.json"), text, error)
+        && checkpoint_copy(&c, source, error)
+        && checkpoint_commit(&c, error);
+    if (!ok) checkpoint_abandon(&c);
+    return ok;
+}
+
+// The value in the newest checkpoint, all of it checked, and its step; -1 where something is wrong, 0 where there is none.
+static float newest(uint64_t *step) {
+    char path[PATH_MAX];
+    float values[VALUES];
+    Error error;
+    if (!checkpoint_newest(out_dir, path, sizeof path, step)) return 0;
+    Safetensors *s = checkpoint_verify(path, false, &error) ? safetensors_open(path, &error) : NULL;
+    bool ok = s && safetensors_read(s, "a", 1, (size_t[]){VALUES}, values, &error);
+    for (int i = 1; i < VALUES && ok; i++) ok = values[i] == values[0];
+    if (!ok) printf("  %s\n", error.text);
+    safetensors_close(s);
+    return ok ? values[0] : -1;
+}
+
+// How many entries of OUT/ckpt have a name that does (or does not) start with step-.
+static int count_entries(bool steps) {
+    char path[PATH_MAX];
+    int count = 0;
+    snprintf(path, sizeof path, "%s/ckpt", out_dir);
+    DIR *dir = opendir(path);
+    for (struct dirent *item; dir && (item = readdir(dir));) {
+        bool dots = !strcmp(item->d_name, ".") || !strcmp(item->d_name, "..");
+        count += !dots && !strncmp(item->d_name, "step-", 5) == steps;
+    }
+    if (dir) closedir(dir);
+    return count;
+}
+
+static bool there(uint64_t step) {
+    char path[PATH_MAX];
+    Error error;
+    snprintf(path, sizeof path, "%s/ckpt/step-%08d", out_dir, (int)step);
+    return access(path, F_OK) == 0 && checkpoint_verify(path, false, &error);
+}
+
+static void start_over(void) {
+    Error error;
+    if (!file_remove_tree(out_dir, &error)) fail_with(&error);
+}
+
+// ---- faults ----------------------------------------------------------------------------------------------------------------
+
+static void fault_set(long at, bool half, int number) {
+    fault.ready = true;
+    fault.at = at;
+    fault.count = 0;
+    fault.half = half;
+    fault.error = number;
+}
+
+static void fault_clear(void) { fault_set(0, false, 0); }
+
+// Runs job() in a process that is killed at its n-th fault point. False when it came to its end before that.
+static bool killed(bool (*job)(Error *), long n, bool half) {
+    int status;
+    pid_t child = fork();
+    if (child == 0) {
+        Error error = {0};
+        fault_set(n, half, 0);
+        bool ok = job(&error);
+        if (!ok) printf("  %s\n", error.text);
+        fflush(stdout);
+        _exit(ok ? 0 : 1);
+    }
+    waitpid(child, &status, 0);
+    if (WIFEXITED(status) && WEXITSTATUS(status) == 137) return true;
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0, "point %ld: the job ended with status %x", n, status);
+    return false;
+}
+
+static bool save_10(Error *error) { return save(10, 2, error); }
+static bool save_20(Error *error) { return save(20, 2, error); }
+static bool prune_to_one(Error *error) { return checkpoint_prune(out_dir, 1, 10, error); }
+
+// Step 10 (value 1) is there, or nothing; the job saves value 2. After a kill anywhere: value 1 or value 2, whole; and the
+// next save succeeds and leaves nothing behind.
+//
+// `points` pins the number of acts, because a kill does not show a lost fsync (the system keeps what was written; a power
+// cut would not): a save makes its folder and syncs the parent (2), writes and syncs model.safetensors (3 + 1), state.json,
+// the tokenizer and manifest.json (2 each), syncs the folder (1), renames it and syncs OUT/ckpt (2).
+static void test_kill(const char *what, bool (*job)(Error *), uint64_t job_step, bool before, long points) {
+    long n = 1, kept = 0, taken = 0;
+    Error error = {0};
+    for (int half = 0; half < 2; half++) {
+        for (n = 1;; n++) {
+            uint64_t step = 0;
+            start_over();
+            fault_clear();
+            if (before) CHECK(save(10, 1, &error), "%s", error.text);
+            if (!killed(job, n, half)) break;
+            float value = newest(&step);
+            bool old = before ? value == 1 && step == 10 : value == 0, new = value == 2 && step == job_step;
+            CHECK(old || new, "%s: killed at point %ld: value %g of step %d", what, n, value, (int)step);
+            kept += old;
+            taken += new;
+            CHECK(save(30, 3, &error) && newest(&step) == 3 && step == 30, "%s: point %ld: the next save: %s", what, n, error.text);
+            CHECK(count_entries(false) == 0, "%s: point %ld: %d leftovers", what, n, count_entries(false));
+            CHECK(!before || there(10), "%s: point %ld: step 10 is not whole after the next save", what, n);
+        }
+    }
+    CHECK(n - 1 == points, "%s: %ld acts, expected %ld", what, n - 1, points);
+    CHECK(kept > 10 && taken > 0, "%s: %ld kills left the old one, %ld the new one", what, kept, taken);
+    printf("%s: killed at each of %ld points, whole or half: %ld times the old one, %ld times the new one, always whole\n", what,
+           n - 1, kept, taken);
+}
+
+static void test_kill_prune(void) {
+    long n;
+    Error error = {0};
+    for (n = 1;; n++) {
+        uint64_t step = 0;
+        start_over();
+        fault_clear();
+        for (int i = 1; i <= 4; i++) CHECK(save(10 * (uint64_t)i, (float)i, &error), "%s", error.text);
+        if (!killed(prune_to_one, n, false)) break;
+        CHECK(newest(&step) == 4 && step == 40, "prune killed at point %ld: step %d", n, (int)step);
+        CHECK(there(10), "prune killed at point %ld: the best one is gone", n);
+        CHECK(save(50, 5, &error) && checkpoint_prune(out_dir, 1, 10, &error), "%s", error.text);
+        CHECK(there(50) && there(10) && count_entries(true) == 2 && count_entries(false) == 0, "prune after point %ld", n);
+    }
+    CHECK(n > 10, "prune has only %ld points", n - 1);
+    CHECK(there(40) && there(10) && count_entries(true) == 2, "prune");
+    printf("prune: killed at each of %ld points\n", n - 1);
+}
+
+// The n-th act fails with this errno: the save reports it by name and the old checkpoint stands, or the save stands.
+static void test_errno(const char *what, int number, const char *remedy) {
+    long n, refused = 0;
+    Error error = {0};
+    for (int over = 0; over < 2; over++) {
+        for (n = 1;; n++) {
+            uint64_t step = 0, job_step = over ? 10 : 20;
+            start_over();
+            fault_clear();
+            CHECK(save(10, 1, &error), "%s", error.text);
+            fault_set(n, false, number);
+            error.text[0] = '\0';
+            bool ok = save(job_step, 2, &error), hit = fault.count >= n;
+            fault_clear();
+            if (!hit) break;
+            float value = newest(&step);
+            if (ok) {
+                CHECK(value == 2 && step == job_step, "%s at point %ld: reported as done, value %g", what, n, value);
+            } else {
+                refused++;
+                CHECK(error.code == EXIT_RESOURCE && strstr(error.text, out_dir) && strstr(error.text, strerror(number))
+                      && strstr(error.text, remedy), "%s at point %ld: %d %s", what, n, error.code, error.text);
+                CHECK(value == 1 || value == 2, "%s at point %ld: value %g", what, n, value);
+                char tmp[PATH_MAX];
+                snprintf(tmp, sizeof tmp, "%s/ckpt/.tmp-step-%08d", out_dir, (int)job_step);
+                CHECK(access(tmp, F_OK) != 0, "%s at point %ld: the temporary folder is still there", what, n);
+            }
+            CHECK(save(30, 3, &error) && newest(&step) == 3 && count_entries(false) == 0, "%s at point %ld: the next save", what, n);
+        }
+    }
+    CHECK(refused > 20, "%s: only %ld saves were refused", what, refused);
+    printf("%s at every point: %ld saves refused by name, the last checkpoint whole\n", what, refused);
+}
+
+static void test_kill_replace(void) {
+    char path[PATH_MAX];
+    Error error = {0};
+    snprintf(path, sizeof path, "%s/run.json", folder);
+    for (long n = 1;; n++) {
+        fault_clear();
+        CHECK(file_replace_text(path, "the old text", &error), "%s", error.text);
+        pid_t child = fork();
+        int status;
+        if (child == 0) {
+            fault_set(n, true, 0);
+            _exit(file_replace_text(path, "new", &error) ? 0 : 1);
+        }
+        waitpid(child, &status, 0);
+        char *text = file_read(path, 100, NULL, &error);
+        CHECK(text && (!strcmp(text, "the old text") || !strcmp(text, "new")), "killed at point %ld: %s", n, text ? text : error.text);
+        bool done = WEXITSTATUS(status) == 0;
+        if (done) CHECK(n == 5 && text && !strcmp(text, "new"), "points %ld", n - 1);
+        free(text);
+        if (done) break;
+    }
+    printf("replacing a file: the old text or the new at each point\n");
+}
+
+// FAULT_AT, FAULT_KIND and FAULT_COUNT, as another program's test sets them.
+static void test_environment(void) {
+    static const struct { const char *at, *kind; int status; } cases[] = {
+        {"5", "kill", 137}, {"5", NULL, 137}, {"5", "half", 137}, {"5", "enospc", EXIT_RESOURCE}, {"5", "eio", EXIT_RESOURCE},
+        {"99", "kill", 0}, {"5", "else", EXIT_USAGE},
+    };
+    char path[PATH_MAX];
+    Error error = {0};
+    int status;
+    snprintf(path, sizeof path, "%s/stderr", folder);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        start_over();
+        fault_clear();
+        pid_t child = fork();
+        if (child == 0) {
+            memset(&fault, 0, sizeof fault);
+            setenv("FAULT_AT", cases[i].at, 1);
+            if (cases[i].kind) setenv("FAULT_KIND", cases[i].kind, 1);
+            setenv("FAULT_COUNT", "1", 1);
+            if (!freopen(path, "w", stderr)) _exit(1);
+            exit(save(10, 1, &error) ? 0 : (int)error.code);
+        }
+        waitpid(child, &status, 0);
+        CHECK(WEXITSTATUS(status) == cases[i].status, "FAULT_AT=%s FAULT_KIND=%s: status %d", cases[i].at,
+              cases[i].kind ? cases[i].kind : "", WEXITSTATUS(status));
+        char *text = file_read(path, 10000, NULL, &error);
+        if (cases[i].status == 0) CHECK(text && !strcmp(text, "fault points: 19\n"), "FAULT_COUNT: %s", text);
+        free(text);
+    }
+    printf("FAULT_AT, FAULT_KIND, FAULT_COUNT\n");
+}
+
+// ---- without faults --------------------------------------------------------------------------------------------------------
+
+static void put(const char *step, const char *name, const char *text, const char *mode, long at) {
+    char path[PATH_MAX];
+    snprintf(path, sizeof path, "%s/ckpt/%s/%s", out_dir, step, name);
+    FILE *file = fopen(path, mode);
+    if (!file) fail(EXIT_RESOURCE, "%s: cannot be opened.", path);
+    fseek(file, at, SEEK_SET);
+    fputs(text, file);
+    fclose(file);
+}
+
+static bool verify_names(const char *step, const char *part) {
+    char path[PATH_MAX];
+    Error error = {0};
+    snprintf(path, sizeof path, "%s/ckpt/%s", out_dir, step);
+    bool ok = !checkpoint_verify(path, false, &error) && error.code == EXIT_INPUT && strstr(error.text, path) && strstr(error.text, part);
+    if (!ok) printf("  expected \"%s\", found %s\n", part, error.text);
+    return ok;
+}
+
+static void test_damage(void) {
+    uint64_t step = 0;
+    Error error = {0};
+    char path[PATH_MAX];
+    start_over();
+    CHECK(!checkpoint_newest(out_dir, path, sizeof path, &step), "a checkpoint out of nothing");
+    for (int i = 1; i <= 5; i++) CHECK(save(10 * (uint64_t)i, (float)i, &error), "%s", error.text);
+    snprintf(path, sizeof path, "%s/warnings", folder);
+    if (!freopen(path, "w", stderr)) fail(EXIT_RESOURCE, "%s: cannot be opened.", path);
+    put("step-00000050", "model.safetensors", "x", "r+", 3000);
+    CHECK(verify_names("step-00000050", "model.safetensors: expected XXH3-128"), "a changed byte");
+    put("step-00000050", "state.json", "  ", "a", 0);
+    CHECK(newest(&step) == 4 && step == 40, "a file that has grown");
+    CHECK(verify_names("step-00000050", "expected "), "a file that has grown");
+    snprintf(path, sizeof path, "%s/ckpt/step-00000040/manifest.json", out_dir);
+    unlink(path);
+    snprintf(path, sizeof path, "%s/ckpt/step-00000040", out_dir);
+    CHECK(!checkpoint_verify(path, false, &error) && checkpoint_verify(path, true, &error), "a folder without a manifest");
+    CHECK(!checkpoint_verify("/nonexistent", true, &error) && strstr(error.text, "/nonexistent"), "no folder: %s", error.text);
+    snprintf(path, sizeof path, "%s/ckpt/step-00000030/state.json", out_dir);
+    unlink(path);
+    CHECK(verify_names("step-00000030", "state.json: expected this file"), "a missing file");
+    put("step-00000020", "manifest.json", "{\"files\": ", "w", 0);
+    CHECK(verify_names("step-00000020", "manifest.json: expected JSON"), "half a manifest");
+    CHECK(newest(&step) == 1 && step == 10, "four damaged ones are passed over: step %d", (int)step);
+    fflush(stderr);
+    snprintf(path, sizeof path, "%s/warnings", folder);
+    char *text = file_read(path, 100000, NULL, &error);
+    int warnings = 0;
+    for (const char *p = text; p && (p = strstr(p, "Passing over")); p++) warnings++;
+    CHECK(warnings == 5, "expected 1 + 4 warnings, found %s", text);
+    free(text);
+    put("step-00000020", "manifest.json", "{\"files\": {\"../x\": {\"size\": 1, \"xxh3_128\": \"0\"}}}", "w", 0);
+    CHECK(verify_names("step-00000020", "plain file name"), "a path in the manifest");
+    put("step-00000020", "manifest.json", "{\"files\": []}", "w", 0);
+    CHECK(verify_names("step-00000020", "an object \"files\""), "a list of files");
+    CHECK(checkpoint_prune(out_dir, 1, UINT64_MAX, &error) && there(10), "the only whole one was pruned");
+    printf("damaged checkpoints\n");
+}
+
+static void test_prune(void) {
+    Error error = {0};
+    start_over();
+    for (int i = 1; i <= 5; i++) CHECK(save(10 * (uint64_t)i, (float)i, &error), "%s", error.text);
+    CHECK(checkpoint_prune(out_dir, 0, UINT64_MAX, &error) && count_entries(true) == 5, "keep 0");
+    CHECK(checkpoint_prune(out_dir, 2, 20, &error) && count_entries(true) == 3 && there(50) && there(40) && there(20), "keep 2 and 20");
+    CHECK(checkpoint_prune(out_dir, 2, 50, &error) && count_entries(true) == 2 && there(50) && there(40), "keep 2 and 50");
+    CHECK(checkpoint_prune(out_dir, 7, UINT64_MAX, &error) && count_entries(true) == 2, "keep 7");
+    CHECK(count_entries(false) == 0, "leftovers");
+    CHECK(save(123456789012, 6, &error), "%s", error.text);
+    uint64_t step = 0;
+    CHECK(newest(&step) == 6 && step == 123456789012, "a step of 12 digits");
+    printf("prune\n");
+}
+
+// Files that did not come through file_close() are in the manifest too; one that was written twice is there as it is now.
+static void test_manifest(void) {
+    Checkpoint c;
+    Error error = {0};
+    char path[PATH_MAX];
+    uint64_t step;
+    start_over();
+    CHECK(checkpoint_begin(&c, out_dir, 7, &error), "%s", error.text);
+    FILE *file = fopen(checkpoint_path(&c, "other.txt"), "w");
+    fputs("by another way", file);
+    fclose(file);
+    CHECK(file_write_text(checkpoint_path(&c, "twice"), "first", &error), "%s", error.text);
+    CHECK(file_write_text(checkpoint_path(&c, "twice"), "second", &error), "%s", error.text);
+    CHECK(file_write_text(checkpoint_path(&c, "empty"), "", &error), "%s", error.text);
+    CHECK(checkpoint_copy(&c, source, &error) && checkpoint_commit(&c, &error), "%s", error.text);
+    checkpoint_abandon(&c);   // does nothing after a commit
+    CHECK(checkpoint_newest(out_dir, path, sizeof path, &step) && step == 7 && checkpoint_verify(path, false, &error), "%s", error.text);
+    strcat(path, "/manifest.json");
+    char *text = file_read(path, 10000, NULL, &error);
+    CHECK(text && strstr(text, "other.txt") && strstr(text, "source.txt") && strstr(text, "twice") && strstr(text, "\"empty\"")
+          && !strstr(text, "manifest"), "%s", text ? text : error.text);
+    // XXH3-128 of nothing, from the algorithm's own test vectors.
+    CHECK(text && strstr(text, "99aa06d3014798d86001c324468d497f"), "the hash of an empty file: %s", text);
+    free(text);
+    CHECK(checkpoint_begin(&c, out_dir, 8, &error) && mkdir(checkpoint_path(&c, "sub"), 0777) == 0, "%s", error.text);
+    CHECK(!checkpoint_commit(&c, &error) && strstr(error.text, "only plain files"), "%s", error.text);
+    checkpoint_abandon(&c);
+    CHECK(count_entries(true) == 1 && count_entries(false) == 0, "abandoned");
+    printf("the manifest\n");
+}
+
+static void test_files(void) {
+    char path[PATH_MAX];
+    uint64_t bytes = 0;
+    Error error = {0};
+    snprintf(path, sizeof path, "%s/a/b/c", folder);
+    CHECK(file_make_folders(path, &error) && file_make_folders(path, &error) && access(path, F_OK) == 0, "%s", error.text);
+    CHECK(file_free_space(path, &bytes, &error) && bytes > 0, "%s", error.text);
+    strcat(path, "/not/there/yet");
+    CHECK(file_free_space(path, &bytes, &error) && bytes > 0 && file_free_space("not/there/yet", &bytes, &error), "%s", error.text);
+    snprintf(path, sizeof path, "%s/x", source);
+    CHECK(!file_make_folders(path, &error) && error.code == EXIT_RESOURCE && strstr(error.text, source), "%s", error.text);
+    CHECK(!file_read(source, 3, NULL, &error) && error.code == EXIT_INPUT && strstr(error.text, "at most 3"), "%s", error.text);
+    CHECK(!file_read(folder, 3, NULL, &error) && strstr(error.text, "a folder"), "%s", error.text);
+    // A link is removed, what it points to is not.
+    snprintf(path, sizeof path, "%s/a/link", folder);
+    CHECK(symlink(source, path) == 0, "symlink");
+    snprintf(path, sizeof path, "%s/a", folder);
+    CHECK(file_remove_tree(path, &error) && access(path, F_OK) != 0 && access(source, F_OK) == 0, "%s", error.text);
+    CHECK(file_remove_tree(path, &error), "nothing there: %s", error.text);
+    printf("files and folders\n");
+}
+
+int main(void) {
+    Error error;
+    setvbuf(stdout, NULL, _IOLBF, 0);   // a child must not inherit unprinted lines
+    if (!mkdtemp(folder)) fail(EXIT_RESOURCE, "%s: mkdtemp failed.", folder);
+    snprintf(out_dir, sizeof out_dir, "%s/runs/one", folder);
+    snprintf(source, sizeof source, "%s/source.txt", folder);
+    fault_clear();
+    if (!file_write_text(source, "a tokenizer", &error)) fail_with(&error);
+    test_files();
+    test_manifest();
+    test_prune();
+    test_kill("a save", save_20, 20, true, 15);
+    test_kill("the first save", save_10, 10, false, 15 + 4);         // two more folders made, each synced into its parent
+    test_kill("a save of the same step", save_10, 10, true, 15 + 7);   // the old one set aside (2), its 4 files and itself removed
+    test_kill_prune();
+    test_kill_replace();
+    test_errno("ENOSPC", ENOSPC, "Make room");
+    test_errno("EIO", EIO, "The disk failed");
+    test_environment();
+    test_damage();
+    file_remove_tree(folder, &error);
+    printf("%d passed, %d failed\n", passed, failed);
+    return failed != 0;
+}

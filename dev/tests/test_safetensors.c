@@ -1,0 +1,360 @@
+// safetensors: what is written reads back, what breaks the format's rules is refused with a message that names it.
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "runtime/file.h"
+#include "runtime/safetensors.h"
+
+static int passed, failed;
+static char folder[] = "/tmp/test_safetensors.XXXXXX";
+
+#define CHECK(condition, ...) \
+    do { \
+        if (condition) { \
+            passed++; \
+        } else { \
+            failed++; \
+            printf("FAILED %s:%d: ", __FILE__, __LINE__); \
+            printf(__VA_ARGS__); \
+            printf("\n"); \
+        } \
+    } while (0)
+
+static const char *in_folder(const char *name) {
+    static char path[4][200];
+    static int next;
+    char *out = path[next++ % 4];
+    snprintf(out, sizeof path[0], "%s/%s", folder, name);
+    return out;
+}
+
+// A file with this header text and `data_size` bytes of data (zeros where data is NULL).
+static const char *make_file(const char *name, const char *header, size_t header_size, const void *data, size_t data_size) {
+    const char *path = in_folder(name);
+    FILE *out = fopen(path, "wb");
+    fwrite(&(uint64_t){header_size}, 8, 1, out);
+    fwrite(header, header_size, 1, out);
+    for (size_t i = 0; i < data_size; i++) fputc(data ? ((const char *)data)[i] : 0, out);
+    fclose(out);
+    return path;
+}
+
+// True when opening fails as a bad input whose message names the file and holds `part`.
+static bool refused(const char *path, const char *part) {
+    Error error = {0};
+    Safetensors *s = safetensors_open(path, &error);
+    bool ok = !s && error.code == EXIT_INPUT && strstr(error.text, part) && strstr(error.text, folder) && strstr(error.text, "\n  ");
+    if (!ok) printf("  expected a message with \"%s\", found %d %s\n", part, error.code, s ? "no error" : error.text);
+    safetensors_close(s);
+    return ok;
+}
+
+// The bf16 nearest to x, ties to even, by arithmetic in float64: the neighbours are searched, not the bits rounded.
+static float nearest_bf16(float x) {
+    uint32_t bits, low, high;
+    float a, b;
+    memcpy(&bits, &x, 4);
+    low = bits & 0xFFFF0000, high = low + 0x10000;
+    memcpy(&a, &low, 4);
+    memcpy(&b, &high, 4);
+    double to_a = fabs((double)x - a), to_b = isinf(b) ? fabs(ldexp(x < 0 ? -1 : 1, 128) - x) : fabs((double)x - b);
+    if (to_a != to_b) return to_a < to_b ? a : b;
+    return (low >> 16 & 1) ? b : a;
+}
+
+static void test_round_trip(void) {
+    enum { N = 3000017 };   // over two of the reader's pieces, and odd
+    float *values = malloc(N * sizeof *values), *read = malloc(N * sizeof *read), one = 0.25f, got = 0;
+    Error error = {0};
+    uint64_t random = 1;
+    for (size_t i = 0; i < N; i++) {
+        uint32_t bits;
+        do {
+            random = random * 6364136223846793005u + 1442695040888963407u;
+            bits = (uint32_t)(random >> 32);
+            if (i % 3 == 0) bits = (bits & 0xFFFF0000) | 0x8000;   // ties
+        } while ((bits & 0x7F800000) == 0x7F800000 || (bits & 0x7FFF0000) == 0x7F7F0000);
+        memcpy(&values[i], &bits, 4);
+    }
+    TensorRow rows[] = {
+        {"half", DTYPE_BF16, 1, {N}, values},      {"full", DTYPE_F32, 2, {1, N}, values},
+        {"scalar", DTYPE_F32, 0, {0}, &one},       {"empty", DTYPE_BF16, 2, {0, 7}, values},
+        {"quote\"\\ \t\xC3\xA9", DTYPE_F32, 4, {1, 1, 1, 1}, &one},
+    };
+    const char *path = in_folder("round.safetensors"), *metadata[] = {"format", "pt", "note", "a \"b\"\n", NULL};
+    CHECK(safetensors_write(path, rows, 5, metadata, &error), "%s", error.text);
+    Safetensors *s = safetensors_open(path, &error);
+    CHECK(s, "%s", error.text);
+    CHECK(safetensors_count(s) == 5, "%zu tensors", safetensors_count(s));
+    CHECK(!strcmp(safetensors_at(s, 0)->name, "empty") && !strcmp(safetensors_at(s, 4)->name, "scalar"), "order of the names");
+    for (size_t i = 0; i < 5; i++) {
+        const TensorInfo *info = safetensors_at(s, i);
+        CHECK(info->offset % dtype_size(info->dtype) == 0, "%s lies at %zu", info->name, (size_t)info->offset);
+    }
+    CHECK(safetensors_read(s, "full", 2, (size_t[]){1, N}, read, &error), "%s", error.text);
+    CHECK(!memcmp(read, values, N * sizeof *read), "float32 bits changed");
+    CHECK(safetensors_read(s, "half", 1, (size_t[]){N}, read, &error), "%s", error.text);
+    size_t wrong = 0;
+    for (size_t i = 0; i < N; i++) wrong += !(read[i] == nearest_bf16(values[i]));
+    CHECK(wrong == 0, "%zu of %d not rounded to the nearest bf16", wrong, N);
+    CHECK(safetensors_read(s, "scalar", 0, NULL, &got, &error) && got == one, "scalar %g", got);
+    CHECK(safetensors_read(s, "empty", 2, (size_t[]){0, 7}, &got, &error), "%s", error.text);
+    got = 0;
+    CHECK(safetensors_read(s, rows[4].name, 4, rows[4].shape, &got, &error) && got == one, "escaped name: %s", error.text);
+    safetensors_close(s);
+    free(values);
+    free(read);
+    printf("round trip of float32 and bf16\n");
+}
+
+// Every one of the 65,536 half floats, against ldexp().
+static void test_half_floats(void) {
+    enum { N = 65536 };
+    uint16_t *half = malloc(N * sizeof *half);
+    float *read = malloc(N * sizeof *read);
+    Error error = {0};
+    size_t n = 0, wrong = 0;
+    for (uint32_t h = 0; h < N; h++) {
+        if ((h & 0x7C00) != 0x7C00) half[n++] = (uint16_t)h;
+    }
+    char header[200];
+    snprintf(header, sizeof header, "{\"h\":{\"dtype\":\"F16\",\"shape\":[%zu],\"data_offsets\":[0,%zu]}}", n, 2 * n);
+    Safetensors *s = safetensors_open(make_file("half", header, strlen(header), half, 2 * n), &error);
+    CHECK(s && safetensors_read(s, "h", 1, &n, read, &error), "%s", error.text);
+    for (size_t i = 0; i < n; i++) {
+        int exponent = half[i] >> 10 & 31, mantissa = half[i] & 1023;
+        double value = exponent ? ldexp(1024 + mantissa, exponent - 25) : ldexp(mantissa, -24);
+        float expected = (float)(half[i] & 0x8000 ? -value : value);
+        wrong += memcmp(&expected, &read[i], 4) != 0;
+    }
+    CHECK(wrong == 0, "%zu of %zu half floats wrong", wrong, n);
+    safetensors_close(s);
+    free(half);
+    free(read);
+    printf("all finite half floats\n");
+}
+
+static void test_wide(void) {
+    struct { double f64[2]; int64_t i64[2]; int32_t i32[2]; } data = {{0.1, -1e300}, {-5, 1ll << 52}, {-7, 50256}};
+    const char *header = "{\"f\":{\"dtype\":\"F64\",\"shape\":[2],\"data_offsets\":[0,16]},"
+                         "\"l\":{\"dtype\":\"I64\",\"shape\":[2],\"data_offsets\":[16,32]},"
+                         "\"i\":{\"dtype\":\"I32\",\"shape\":[2],\"data_offsets\":[32,40]}}   ";
+    size_t two = 2;
+    double out[2];
+    float narrow[2];
+    Error error = {0};
+    Safetensors *s = safetensors_open(make_file("wide", header, strlen(header), &data, sizeof data), &error);
+    CHECK(s && safetensors_read_f64(s, "f", 1, &two, out, &error) && !memcmp(out, data.f64, 16), "F64: %s", error.text);
+    CHECK(s && safetensors_read_f64(s, "l", 1, &two, out, &error) && out[0] == -5 && out[1] == 4503599627370496.0, "I64");
+    CHECK(s && safetensors_read_f64(s, "i", 1, &two, out, &error) && out[0] == -7 && out[1] == 50256, "I32");
+    CHECK(!safetensors_read(s, "f", 1, &two, narrow, &error) && strstr(error.text, "element 1 of 2"), "1e300 as float32: %s", error.text);
+    CHECK(!safetensors_read(s, "l", 1, &two, narrow, &error) && strstr(error.text, "found I64"), "I64 as float32: %s", error.text);
+    safetensors_close(s);
+    printf("float64 and integers\n");
+}
+
+static void test_wrong_requests(void) {
+    float values[6] = {1, 2, 3, 4, NAN, 6}, out[6];
+    TensorRow rows[] = {{"a", DTYPE_F32, 2, {2, 2}, values}, {"b", DTYPE_F32, 1, {6}, values}, {"c", DTYPE_BF16, 1, {6}, values}};
+    Error error = {0};
+    const char *path = in_folder("requests");
+    CHECK(safetensors_write(path, rows, 3, NULL, &error), "%s", error.text);
+    Safetensors *s = safetensors_open(path, &error);
+    CHECK(!safetensors_read(s, "z", 1, (size_t[]){4}, out, &error) && error.code == EXIT_INPUT && strstr(error.text, path)
+          && strstr(error.text, "expected a tensor z [4]"), "missing: %s", error.text);
+    CHECK(!safetensors_read(s, "a", 2, (size_t[]){2, 3}, out, &error) && strstr(error.text, path)
+          && strstr(error.text, "tensor a: expected the shape [2, 3], found [2, 2]"), "shape: %s", error.text);
+    CHECK(!safetensors_read(s, "a", 1, (size_t[]){4}, out, &error) && strstr(error.text, "expected the shape [4], found [2, 2]"),
+          "rank: %s", error.text);
+    CHECK(!safetensors_read(s, "b", 1, (size_t[]){6}, out, &error) && strstr(error.text, "tensor b") && strstr(error.text, "element 4 of 6"),
+          "NaN in float32: %s", error.text);
+    CHECK(!safetensors_read(s, "c", 1, (size_t[]){6}, out, &error) && strstr(error.text, "element 4 of 6"), "NaN in bf16: %s", error.text);
+    safetensors_close(s);
+    values[4] = -INFINITY;
+    CHECK(safetensors_write(path, rows, 3, NULL, &error), "%s", error.text);
+    s = safetensors_open(path, &error);
+    CHECK(!safetensors_read(s, "b", 1, (size_t[]){6}, out, &error) && strstr(error.text, "-inf"), "infinity: %s", error.text);
+    safetensors_close(s);
+    CHECK(refused(in_folder("nothing"), "No such file"), "no such file");
+    CHECK(refused(folder, "found neither"), "a folder without a model");
+    printf("wrong requests, and values that are not finite\n");
+}
+
+#define T(name, dtype, shape, offsets) "\"" name "\":{\"dtype\":\"" dtype "\",\"shape\":" shape ",\"data_offsets\":" offsets "}"
+
+static void test_broken_headers(void) {
+    static const struct { const char *header, *part; size_t data; } cases[] = {
+        {"{" T("a", "F32", "[2]", "[0,8]") "," T("b", "F32", "[2]", "[4,12]") "}", "an overlap", 12},
+        {"{" T("a", "F32", "[2]", "[0,8]") "," T("b", "F32", "[2]", "[0,8]") "}", "an overlap", 8},
+        {"{" T("a", "F32", "[2]", "[0,8]") "," T("b", "F32", "[1]", "[12,16]") "}", "a hole", 16},
+        {"{" T("a", "F32", "[2]", "[4,12]") "}", "a hole", 12},
+        {"{" T("a", "F32", "[2]", "[0,8]") "}", "expected 8 bytes after the header", 9},
+        {"{" T("a", "F32", "[2]", "[0,8]") "}", "within the 7 bytes", 7},
+        {"{" T("a", "F32", "[2]", "[0,4]") "}", "expected 8 bytes", 8},
+        {"{" T("a", "F32", "[2]", "[8,0]") "}", "expected 8 bytes", 8},
+        {"{" T("a", "F32", "[2]", "[0]") "}", "data_offsets", 8},
+        {"{" T("a", "F32", "[2]", "[0,8,9]") "}", "data_offsets", 8},
+        {"{" T("a", "F32", "[2]", "[-8,0]") "}", "data_offsets", 8},
+        {"{" T("a", "F32", "[2]", "[0.5,8.5]") "}", "data_offsets", 8},
+        {"{" T("a", "F32", "[2]", "[0,1e30]") "}", "data_offsets", 8},
+        {"{" T("a", "F32", "[2]", "{\"x\":0,\"y\":8}") "}", "data_offsets", 8},
+        {"{" T("a", "F32", "[4294967296,4294967296]", "[0,0]") "}", "2^64 elements", 0},
+        {"{" T("a", "F32", "[4503599627370496,1024]", "[0,0]") "}", "2^64 bytes", 0},
+        {"{" T("a", "F32", "[-2]", "[0,8]") "}", "whole numbers", 8},
+        {"{" T("a", "F32", "[2.5]", "[0,8]") "}", "whole numbers", 8},
+        {"{" T("a", "F32", "[\"2\"]", "[0,8]") "}", "whole numbers", 8},
+        {"{" T("a", "F32", "2", "[0,8]") "}", "a list", 8},
+        {"{" T("a", "F32", "[1,1,1,1,1,1,1,1,2]", "[0,8]") "}", "8 dimensions", 8},
+        {"{" T("a", "F33", "[2]", "[0,8]") "}", "\"F33\"", 8},
+        {"{\"a\":{\"shape\":[2],\"data_offsets\":[0,8]}}", "found none", 8},
+        {"{\"a\":{\"dtype\":7,\"shape\":[2],\"data_offsets\":[0,8]}}", "found none", 8},
+        {"{\"a\":7}", "found none", 0},
+        {"{" T("a", "F32", "[2]", "[0,8]") "," T("a", "F32", "[2]", "[8,16]") "}", "stands twice", 16},
+        {"{\"__metadata__\":{\"a\":1}}", "only strings", 0},
+        {"{\"__metadata__\":7}", "only strings", 0},
+        {"{" T("a\\u0000b", "F32", "[2]", "[0,8]") "}", "a NUL", 8},
+        {"{" T("a\nb", "F32", "[2]", "[0,8]") "}", "control character", 8},
+        {"{" T("a\xFF", "F32", "[2]", "[0,8]") "}", "not UTF-8", 8},
+        {"{" T("a\xED\xA0\x80", "F32", "[2]", "[0,8]") "}", "not UTF-8", 8},
+        {"{" T("a\xC0\xAF", "F32", "[2]", "[0,8]") "}", "not UTF-8", 8},
+        {"{" T("a", "F32", "[02]", "[0,8]") "}", "malformed number", 8},
+        {"{" T("a", "F32", "[2]", "[0,8]"), "the end of the text", 8},
+        {"{" T("a", "F32", "[2]", "[0,8]") "}}", "more after the end", 8},
+        {"{" T("a", "F32", "[2]", "[0,8]") ",}", "found something else", 8},
+        {"{\"a", "in a string", 8},
+        {"[]", "starts with {", 0},
+        {" {}", "starts with {", 0},
+        {"7", "starts with {", 0},
+        {"", "the end of the text", 0},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        const char *path = make_file("broken", cases[i].header, strlen(cases[i].header), NULL, cases[i].data);
+        CHECK(refused(path, cases[i].part), "%s", cases[i].header);
+    }
+    CHECK(refused(make_file("broken", "{}\0", 3, NULL, 0), "a stray byte"), "a NUL after the header");
+    char deep[20002] = "";
+    memset(deep, '[', 10000);
+    memset(deep + 10000, ']', 10000);
+    CHECK(refused(make_file("broken", deep, 20000, NULL, 0), "levels of nesting"), "10,000 levels");
+    printf("%zu broken headers\n", sizeof cases / sizeof *cases + 2);
+}
+
+static void write_bytes(const char *path, const void *data, size_t size) {
+    FILE *out = fopen(path, "wb");
+    fwrite(data, size, 1, out);
+    fclose(out);
+}
+
+static void test_broken_lengths(void) {
+    const char *path = in_folder("lengths");
+    char bytes[16] = "";
+    write_bytes(path, bytes, 0);
+    CHECK(refused(path, "at least 8 bytes"), "an empty file");
+    write_bytes(path, bytes, 7);
+    CHECK(refused(path, "at least 8 bytes"), "7 bytes");
+    memcpy(bytes, &(uint64_t){9}, 8);
+    write_bytes(path, bytes, 16);
+    CHECK(refused(path, "at most 8 bytes, found 9"), "a header past the end");
+    memcpy(bytes, &(uint64_t){UINT64_MAX}, 8);
+    write_bytes(path, bytes, 16);
+    CHECK(refused(path, "found 18446744073709551615"), "a length of 2^64 - 1");
+    memcpy(bytes, &(uint64_t){100000001}, 8);
+    write_bytes(path, bytes, 16);
+    CHECK(truncate(path, 200000000) == 0 && refused(path, "at most 100000000 bytes"), "a header over 100 MB");
+    printf("broken header lengths\n");
+}
+
+// A tensor that begins past 4 GiB, in a sparse file.
+static void test_large(void) {
+    const char *header = "{" T("big", "U8", "[5368709120]", "[0,5368709120]") "," T("far", "F32", "[2]", "[5368709120,5368709128]") "}";
+    const char *path = make_file("large", header, strlen(header), NULL, 0);
+    off_t at = 8 + (off_t)strlen(header) + 5368709120;
+    FILE *out = fopen(path, "r+b");
+    float values[2] = {1.5f, -2.5f}, read[2];
+    size_t two = 2;
+    Error error = {0};
+    fseeko(out, at, SEEK_SET);
+    fwrite(values, 8, 1, out);
+    fclose(out);
+    Safetensors *s = safetensors_open(path, &error);
+    CHECK(s && safetensors_read(s, "far", 1, &two, read, &error) && !memcmp(values, read, 8), "%s", error.text);
+    if (s) CHECK(safetensors_find(s, "far")->offset == (uint64_t)at, "offset");
+    // Cut short after it was opened: the read itself notices.
+    CHECK(truncate(path, at + 5) == 0 && !safetensors_read(s, "far", 1, &two, read, &error) && strstr(error.text, "cut short"),
+          "%s", error.text);
+    safetensors_close(s);
+    unlink(path);
+    printf("a tensor past 4 GiB\n");
+}
+
+static void test_sharded(void) {
+    float a[4] = {1, 2, 3, 4}, b[2] = {5, 6}, out[4];
+    TensorRow row_a = {"a", DTYPE_F32, 1, {4}, a}, row_b = {"b", DTYPE_BF16, 1, {2}, b};
+    Error error = {0};
+    const char *index = in_folder("model.safetensors.index.json"), *first = in_folder("m-1.safetensors"), *second = in_folder("m-2.safetensors");
+    CHECK(safetensors_write(first, &row_a, 1, NULL, &error) && safetensors_write(second, &row_b, 1, NULL, &error), "%s", error.text);
+    file_write_text(index, "{\"metadata\":{\"total_size\":20},\"weight_map\":{\"b\":\"m-2.safetensors\",\"a\":\"m-1.safetensors\"}}", &error);
+    Safetensors *s = safetensors_open(folder, &error);
+    CHECK(s, "%s", error.text);
+    CHECK(s && safetensors_read(s, "a", 1, (size_t[]){4}, out, &error) && !memcmp(out, a, sizeof a), "a: %s", error.text);
+    CHECK(s && safetensors_read(s, "b", 1, (size_t[]){2}, out, &error) && !memcmp(out, b, sizeof b), "b: %s", error.text);
+    safetensors_close(s);
+    static const char *const wrong[][2] = {
+        {"{\"weight_map\":{\"b\":\"m-1.safetensors\",\"a\":\"m-2.safetensors\"}}", "expected tensor b in m-1.safetensors"},
+        {"{\"weight_map\":{\"a\":\"m-1.safetensors\",\"c\":\"m-2.safetensors\"}}", "found it nowhere"},
+        {"{\"weight_map\":{\"a\":\"m-1.safetensors\",\"b\":\"m-3.safetensors\"}}", "every file is needed"},
+        {"{\"weight_map\":{\"a\":\"m-1.safetensors\",\"b\":\"../m-2.safetensors\"}}", "a file beside it"},
+        {"{\"weight_map\":{\"a\":\"m-1.safetensors\",\"b\":\"/etc/passwd\"}}", "a file beside it"},
+        {"{\"weight_map\":{\"a\":7}}", "a file beside it"},
+        {"{\"weight_map\":[]}", "weight_map"},
+        {"{", "the end of the text"},
+    };
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+        file_write_text(index, wrong[i][0], &error);
+        CHECK(refused(folder, wrong[i][1]), "%s", wrong[i][0]);
+    }
+    row_b.name = "a";
+    row_a.name = "b";
+    TensorRow both[] = {row_a, row_b};
+    CHECK(safetensors_write(first, both, 2, NULL, &error), "%s", error.text);
+    file_write_text(index, "{\"weight_map\":{\"a\":\"m-1.safetensors\",\"b\":\"m-1.safetensors\"}}", &error);
+    s = safetensors_open(folder, &error);
+    CHECK(s, "two tensors in one file: %s", error.text);
+    safetensors_close(s);
+    file_write_text(index, "{\"weight_map\":{\"a\":\"m-2.safetensors\",\"b\":\"m-1.safetensors\"}}", &error);
+    CHECK(refused(folder, "is also in"), "one tensor in two files");
+    unlink(index);
+    printf("sharded folders\n");
+}
+
+static void test_write_failures(void) {
+    Error error = {0};
+    float value = 1;
+    TensorRow row = {"a", DTYPE_F32, 0, {0}, &value};
+    CHECK(!safetensors_write(in_folder("none/x"), &row, 1, NULL, &error) && error.code == EXIT_RESOURCE && strstr(error.text, "none/x"),
+          "no such folder: %s", error.text);
+    row.dtype = DTYPE_F16;
+    CHECK(!safetensors_write(in_folder("x"), &row, 1, NULL, &error) && strstr(error.text, "F32 or BF16"), "F16: %s", error.text);
+    CHECK(access(in_folder("x"), F_OK) != 0, "a refused file was made");
+    printf("writes that cannot be\n");
+}
+
+int main(void) {
+    Error error;
+    if (!mkdtemp(folder)) fail(EXIT_RESOURCE, "%s: mkdtemp failed.", folder);
+    test_round_trip();
+    test_half_floats();
+    test_wide();
+    test_wrong_requests();
+    test_broken_headers();
+    test_broken_lengths();
+    test_large();
+    test_sharded();
+    test_write_failures();
+    file_remove_tree(folder, &error);
+    printf("%d passed, %d failed\n", passed, failed);
+    return failed != 0;
+}
