@@ -12,7 +12,9 @@
 
 #include "runtime/process.h"
 
-#define INT_LIMIT 9007199254740992.0    // 2^53: what a JSON number can hold exactly
+// cJSON writes 15 digits, so that is what a flag's number has: a resumed run reads from run.json the very value that the run began with.
+#define DIGITS 15
+#define INT_LIMIT 1e15
 #define HELP_COLUMN 34
 #define HELP_WIDTH 120
 
@@ -62,6 +64,14 @@ static bool read_integer(const Option *o, const char *text, size_t length, int64
     return true;
 }
 
+static bool read_float(const Option *o, const char *text, double *number) {
+    char rounded[32];
+    if (!read_number(text, strlen(text), number) || !in_range(o, *number)) return false;
+    snprintf(rounded, sizeof rounded, "%.*g", DIGITS, *number);
+    *number = strtod(rounded, NULL);
+    return true;
+}
+
 static bool read_list(const Option *o, const char *text, IntList *list) {
     list->count = 0;
     for (const char *p = text;; p++) {
@@ -86,7 +96,7 @@ static bool read_choice(const Option *o, const char *text, int *choice) {
 static bool value_read(const Option *o, const char *text, Value *v) {
     switch (o->type) {
     case OPT_INT: return read_integer(o, text, strlen(text), &v->integer);
-    case OPT_FLOAT: return read_number(text, strlen(text), &v->number) && in_range(o, v->number);
+    case OPT_FLOAT: return read_float(o, text, &v->number);
     case OPT_TEXT: v->text = text; return true;
     case OPT_SWITCH: v->on = text[0] == '1'; return (text[0] == '0' || text[0] == '1') && text[1] == 0;
     case OPT_CHOICE: return read_choice(o, text, &v->choice);
@@ -278,7 +288,7 @@ static Option *flag_find(Option *table, size_t count, const char *word, size_t l
 }
 
 static _Noreturn void stray_word(const Option *table, size_t count, const char *word, const char *before) {
-    if (word[0] == '-' && word[1])
+    if (word[0] == '-' && word[1] && word[1] != '-')
         usage_fail("%s: flags begin with two dashes. Nearest: --%s. `--help` lists all of them.", word,
                    nearest_flag(table, count, word + 1, strcspn(word + 1, "=")));
     usage_fail("\"%s\": a word that belongs to no flag%s%s.\n"

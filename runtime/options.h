@@ -21,8 +21,8 @@ typedef struct {
 } IntList;
 
 typedef enum {
-    OPT_INT,         // value is int64_t *: a whole number; 1e6 and 1_000_000 are read too; min..max
-    OPT_FLOAT,       // value is double *: finite, min..max
+    OPT_INT,         // value is int64_t *: a whole number up to 1e15; 1e6 and 1_000_000 are read too; min..max
+    OPT_FLOAT,       // value is double *: finite, kept to 15 digits, min..max
     OPT_TEXT,        // value is const char **: anything; NULL means none
     OPT_SWITCH,      // value is bool *: 0 or 1; bare means 1
     OPT_CHOICE,      // value is int *: the index in `choices` of the name given, so that an enum in the same order fits

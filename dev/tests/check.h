@@ -1,0 +1,62 @@
+// What the C tests share: CHECK, a line for each group of checks, the verdict, and a way to watch code that ends the process.
+#ifndef DEV_TESTS_CHECK_H
+#define DEV_TESTS_CHECK_H
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+static int checks_passed, checks_failed, group_failed;
+static const char *group_name;
+
+#define CHECK(condition, ...)                                      \
+    do {                                                           \
+        if (condition) {                                           \
+            checks_passed++;                                       \
+        } else {                                                   \
+            checks_failed++, group_failed++;                       \
+            printf("FAILED %s:%d: ", __FILE__, __LINE__);          \
+            printf(__VA_ARGS__);                                   \
+            printf("\n");                                          \
+        }                                                          \
+    } while (0)
+
+// Ends the group before it and begins one.
+static inline void check_group(const char *name) {
+    if (group_name) printf("%-6s %s\n", group_failed ? "FAILED" : "ok", group_name);
+    group_name = name;
+    group_failed = 0;
+    fflush(stdout);
+}
+
+// The last line, and the exit status of main().
+static inline int check_verdict(void) {
+    check_group(NULL);
+    printf("%d passed, %d failed\n", checks_passed, checks_failed);
+    return checks_failed > 0;
+}
+
+// Runs body(data) in a process of its own, with its stdout and stderr in `output`. Returns its exit code, or -signal.
+static inline int check_fork(void (*body)(void *), void *data, char *output, size_t size) {
+    int ends[2], status;
+    fflush(stdout);
+    if (pipe(ends) != 0) abort();
+    pid_t child = fork();
+    if (child == 0) {
+        dup2(ends[1], 1), dup2(ends[1], 2);
+        close(ends[0]), close(ends[1]);
+        body(data);
+        exit(0);
+    }
+    close(ends[1]);
+    size_t n = 0;
+    for (ssize_t got; (got = read(ends[0], output + n, size - 1 - n)) > 0;) n += (size_t)got;
+    output[n] = 0;
+    close(ends[0]);
+    waitpid(child, &status, 0);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
+}
+
+#endif

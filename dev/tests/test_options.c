@@ -1,0 +1,157 @@
+// options: every type, every way to be wrong, --help, and what a resume may change.
+#include <cjson/cJSON.h>
+#include <math.h>
+
+#include "dev/tests/check.h"
+#include "runtime/options.h"
+
+static struct {
+    int64_t batch, seed;
+    double lr;
+    const char *data, *out;
+    bool resume, shuffle;
+    int dtype;
+    IntList lengths;
+} v;
+
+static Option table[] = {
+    {"train-data", OPT_TEXT, &v.data, .arg = "GLOB", .group = "Data", .help = "shards to train on"},
+    {"shuffle", OPT_SWITCH, &v.shuffle, .group = "Data", .help = "another order in each epoch"},
+    {"seq-len", OPT_INT_LIST, &v.lengths, 1, 65536, .arg = "T[,T...]", .group = "Data", .help = "tokens a sequence"},
+    {"batch", OPT_INT, &v.batch, 1, 4096, .group = "Training", .help = "sequences a process", .on_resume = true},
+    {"seed", OPT_INT, &v.seed, 0, 1e15, .group = "Training", .help = "of everything random"},
+    {"lr", OPT_FLOAT, &v.lr, 0, INFINITY, .group = "Training", .help = "learning rate", .on_resume = true},
+    {"dtype", OPT_CHOICE, &v.dtype, .choices = "fp32|bf16", .group = "Training", .help = "of matrix products"},
+    {"out", OPT_TEXT, &v.out, .arg = "DIR", .group = "Run", .help = "the run's folder", .on_resume = true},
+    {"resume", OPT_SWITCH, &v.resume, .group = "Run", .help = "go on", .on_resume = true},
+};
+#define ROWS (sizeof table / sizeof *table)
+
+static void defaults(void) {
+    v.batch = 4, v.seed = 42, v.lr = 6e-4, v.data = NULL, v.out = "log", v.resume = false, v.shuffle = true, v.dtype = 0;
+    v.lengths = (IntList){{1024}, 1};
+    for (size_t i = 0; i < ROWS; i++) table[i].given = false;
+}
+
+// Splits the words at spaces and parses them.
+static void parse(void *words) {
+    static char copy[1024];
+    char *argv[32] = {"test"}, *rest = copy;
+    int argc = 1;
+    snprintf(copy, sizeof copy, "%s", (const char *)words);
+    while ((argv[argc] = strtok_r(rest, " ", &rest))) argc++;
+    defaults();
+    options_parse(table, ROWS, argc, argv, "Usage: test [flags]");
+}
+
+static void test_values(void) {
+    check_group("values of every type");
+    parse("");
+    CHECK(v.batch == 4 && v.lr == 6e-4 && !v.data && v.shuffle && v.lengths.values[0] == 1024, "defaults stay");
+    parse("--batch 8 --lr=3e-3 --train-data data/a*.bin --out= --dtype bf16 --seq-len 64,128,256 --resume --shuffle 0");
+    CHECK(v.batch == 8 && v.lr == 3e-3 && !strcmp(v.data, "data/a*.bin") && !strcmp(v.out, ""), "int, float, text");
+    CHECK(v.dtype == 1 && v.resume && !v.shuffle, "choice, switches");
+    CHECK(v.lengths.count == 3 && v.lengths.values[2] == 256, "list");
+    CHECK(options_find(table, ROWS, "lr")->given && !options_find(table, ROWS, "seed")->given, "given");
+    CHECK(!options_find(table, ROWS, "nothing"), "no such row");
+    parse("--batch 8 --batch=16 --shuffle 0 --shuffle --seed 1_000_000 --out=--x");
+    CHECK(v.batch == 16 && v.shuffle && v.seed == 1000000 && !strcmp(v.out, "--x"), "the last counts; 1_000_000; a value with dashes");
+    parse("--seed 1e15 --batch 4e3 --lr 0");
+    CHECK(v.seed == 1000000000000000 && v.batch == 4000 && v.lr == 0, "1e15, 4e3, 0");
+    parse("--resume=0 --shuffle=1 --resume 1");
+    CHECK(v.resume && v.shuffle, "switches with values");
+}
+
+static void refused(const char *words, const char *part) {
+    char output[4096];
+    int code = check_fork(parse, (void *)words, output, sizeof output);
+    CHECK(code == EXIT_USAGE && strstr(output, part), "%s: expected code 2 and \"%s\", found %d and: %s", words, part, code, output);
+}
+
+static void test_refusals(void) {
+    check_group("wrong flags and values");
+    refused("--bach 4", "--bach: no such flag. Nearest: --batch.");
+    refused("--train_data x", "Nearest: --train-data.");
+    refused("--train x", "Nearest: --train-data.");
+    refused("--LR 1", "Nearest: --lr.");
+    refused("--batch=4 --zzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzz 1", "no such flag");
+    refused("-batch 4", "-batch: flags begin with two dashes. Nearest: --batch.");
+    refused("batch 4", "belongs to no flag");
+    refused("--batch 4 5", "\"5\": a word that belongs to no flag, after 4");
+    refused("--batch", "--batch: its value is missing. Write --batch N.");
+    refused("--train-data --lr 1", "--train-data: its value is missing, the next word is --lr. Write --train-data GLOB.");
+    refused("--batch 0", "expected a whole number from 1 to 4096, found \"0\"");
+    refused("--batch 4097", "from 1 to 4096");
+    refused("--batch 1.5", "whole number");
+    refused("--batch 4x", "found \"4x\"");
+    refused("--batch 0x10", "found \"0x10\"");
+    refused("--batch=", "found \"\"");
+    refused("--batch 1__0", "found \"1__0\"");
+    refused("--seed 1000000000000001", "whole number");
+    refused("--seed -1", "from 0 to");
+    refused("--lr nan", "expected a number of at least 0, found \"nan\"");
+    refused("--lr inf", "found \"inf\"");
+    refused("--lr 1e999", "found \"1e999\"");
+    refused("--lr -1e-4", "of at least 0");
+    refused("--dtype bf61", "expected one of fp32|bf16. Nearest: bf16.");
+    refused("--dtype BF16", "Nearest: bf16.");
+    refused("--shuffle yes", "expected 0 or 1, found \"yes\"");
+    refused("--seq-len 64,", "whole numbers with commas between from 1 to 65536");
+    refused("--seq-len 64,0", "found \"64,0\"");
+    refused("--seq-len 1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17", "whole numbers");
+    refused("--", "belongs to no flag");
+}
+
+static void test_help(void) {
+    check_group("--help");
+    char output[8192];
+    CHECK(check_fork(parse, "--nonsense --help", output, sizeof output) == 0, "exit code");
+    CHECK(strstr(output, "Usage: test [flags]") && strstr(output, "\nTraining\n  --batch N"), "usage and groups: %s", output);
+    CHECK(strstr(output, "(default 0.0006)") && strstr(output, "(no default)") && strstr(output, "--dtype fp32|bf16"), "defaults: %s", output);
+}
+
+static void test_resume(void) {
+    check_group("run.json and --resume");
+    Error error = {0};
+    parse("--batch 8 --lr 0.1 --train-data it\"s --dtype bf16 --seq-len 64,128 --shuffle 0 --seed 999999999999999");
+    char *json = options_json(table, ROWS);
+    parse("--resume --batch 2");
+    CHECK(options_resume(table, ROWS, json, &error), "%s", error.text);
+    CHECK(v.batch == 2 && v.resume, "what is given and may change stays");
+    CHECK(v.lr == 0.1 && !strcmp(v.data, "it\"s") && v.dtype == 1 && v.lengths.count == 2 && v.lengths.values[1] == 128 && !v.shuffle
+              && v.seed == 999999999999999, "what is not given is the run's: %s", json);
+    parse("--resume --seed 999999999999999 --dtype bf16 --seq-len 64,128 --train-data it\"s");
+    CHECK(options_resume(table, ROWS, json, &error), "the same values given again: %s", error.text);
+    const char *differing[][2] = {{"--seed 7", "--seed is 7 here, but the run began with 999999999999999"},
+                                  {"--dtype fp32", "--dtype is fp32 here, but the run began with bf16"},
+                                  {"--shuffle", "--shuffle is 1 here, but the run began with 0"},
+                                  {"--seq-len 64", "--seq-len is 64 here, but the run began with 64,128"},
+                                  {"--train-data x", "--train-data is x here"}};
+    for (size_t i = 0; i < sizeof differing / sizeof *differing; i++) {
+        parse((void *)differing[i][0]);
+        CHECK(!options_resume(table, ROWS, json, &error) && error.code == EXIT_USAGE && strstr(error.text, differing[i][1]), "%s: %s", differing[i][0], error.text);
+        CHECK(v.batch == 4, "a refused resume changes nothing");
+    }
+    parse("");
+    CHECK(options_resume(table, ROWS, "{\"other\": 1}", &error) && v.batch == 4, "flags that the run didn't know");
+    const char *damaged[] = {"{\"batch\": \"x\"}", "{\"batch\": 0}", "{\"batch\": 1.5}", "{\"dtype\": \"fp8\"}", "{\"seq-len\": [0]}", "{\"seq-len\": 4}",
+                             "{\"shuffle\": 1}", "{\"out\": 3}", "[1]", "{", ""};
+    for (size_t i = 0; i < sizeof damaged / sizeof *damaged; i++)
+        CHECK(!options_resume(table, ROWS, damaged[i], &error) && error.code == EXIT_INPUT, "%s passed", damaged[i]);
+    free(json);
+    parse("--lr 0.00061234567890123456789");
+    double lr = v.lr;
+    char *digits = options_json(table, ROWS), *again = cJSON_Print(cJSON_Parse(digits));
+    parse("--resume");
+    CHECK(options_resume(table, ROWS, again, &error) && v.lr == lr && lr != 6e-4, "a number with too many digits comes back with the same bits");
+    free(digits), free(again);
+}
+
+int main(void) {
+    program_name = "test_options";
+    test_values();
+    test_refusals();
+    test_help();
+    test_resume();
+    return check_verdict();
+}
