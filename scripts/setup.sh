@@ -1,0 +1,126 @@
+#!/usr/bin/env bash
+# Sets up what the build and the scripts need: Debian packages and the virtual environment .venv.
+#
+#   scripts/setup.sh           to train, sample and draw
+#   scripts/setup.sh --test    also what the tests need: PyTorch, transformers, clang
+#
+# What is there already is left alone, so a second time takes a second. Packages are installed where there is apt and the
+# user is root or may use sudo; elsewhere what is missing is named. Without an optional one the rest goes on.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+tests=0
+case "${1:-}" in
+    "") ;;
+    --test) tests=1 ;;
+    *) echo "setup: $1: no such flag; there is --test" >&2; exit 2 ;;
+esac
+
+say() { echo "setup: $*"; }
+stop() { echo "setup: $*" >&2; exit 1; }
+
+# ---------------------------------------------------------------- Debian packages
+
+header() { echo "#include <$1>" | gcc -fsyntax-only -x c - 2>/dev/null; }
+
+# One row a need: Debian's packages | how to see that they are there | what their absence turns off; nothing there: required
+needs() {
+    cat <<'TABLE'
+gcc libc6-dev             | header stdio.h          |
+make                      | command -v make         |
+libcjson-dev              | header cjson/cJSON.h    |
+libxxhash-dev             | header xxhash.h         |
+python3 python3-venv      | python3 -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 10))' |
+libdnnl-dev               | header dnnl.h           | oneDNN's matrix products: a CBLAS or own loops serve, slower
+libopenblas-dev           | header cblas.h          | OpenBLAS: nothing is lost where oneDNN is there
+libopenmpi-dev            | command -v mpicc        | training on several processes
+openmpi-bin               | command -v mpirun       | training on several processes
+git                       | command -v git          | the version in run.json
+TABLE
+    if [ $tests = 1 ]; then
+        cat <<'TABLE'
+clang                     | command -v clang        | the fuzzer's tests
+TABLE
+    fi
+}
+
+# Prints the rows of needs() that are not met.
+missing() {
+    needs | while IFS='|' read -r packages check cost; do
+        eval "$check" >/dev/null 2>&1 </dev/null || echo "$packages|$cost"
+    done
+}
+
+# Runs a command as root: as it is, or by sudo, which may ask for a password only where somebody can type it.
+as_root() {
+    if [ "$(id -u)" = 0 ]; then "$@"; elif [ -t 0 ]; then sudo "$@"; else sudo -n "$@"; fi
+}
+
+apt_install() {
+    as_root env DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=300 -o Dpkg::Use-Pty=0 \
+        install -y --no-install-recommends "$@" >/dev/null </dev/null
+}
+
+debian_packages() {
+    local lacking packages cost
+    lacking=$(missing)
+    [ -n "$lacking" ] || return 0
+    packages=$(cut -d'|' -f1 <<<"$lacking" | xargs)
+    if command -v apt-get >/dev/null && { [ "$(id -u)" = 0 ] || command -v sudo >/dev/null; }; then
+        say "installing Debian packages: $packages"
+        as_root apt-get -qq update </dev/null || say "apt-get update failed; trying with the lists that are there"
+        # One name that this release lacks must not keep the others out.
+        apt_install $packages || for package in $packages; do apt_install "$package" || say "apt-get cannot install $package"; done
+        lacking=$(missing)
+    else
+        say "no apt-get here, or neither root nor sudo: Debian packages are not installed"
+    fi
+    required=
+    while IFS='|' read -r packages cost; do
+        packages=$(xargs <<<"$packages")
+        if [ -z "$packages" ]; then continue
+        elif [ -n "${cost// }" ]; then say "without $packages:$cost"
+        else required="$required $packages"; fi
+    done <<<"$lacking"
+    [ -z "$required" ] || stop "the build needs these, which are not there:$required
+  Those are Debian's names (python3 is 3.10 or newer). Install them, then run this again:
+  apt-get install$required"
+}
+
+# ---------------------------------------------------------------- .venv
+
+stamp() { { .venv/bin/python -V && cat "$1"; } | sha256sum; }
+
+# The CPU build of PyTorch where pip finds one; PyPI's brings CUDA's libraries.
+torch_room() {
+    local torch free
+    torch=$(grep -om1 '^torch==[0-9.]*' requirements-test.txt)
+    if .venv/bin/python -c "import importlib.metadata as m, sys; sys.exit(m.version('torch').split('+')[0] != '${torch#torch==}')" \
+        2>/dev/null; then return; fi
+    if .venv/bin/pip install -q --dry-run --no-deps "$torch+cpu" >/dev/null 2>&1; then
+        say "$torch: pip finds its CPU build"
+        return
+    fi
+    free=$(($(df --output=avail -k . | tail -1) / 1000000))
+    say "$torch: pip finds no CPU build, so PyPI's is installed, which takes 5 GB with its CUDA libraries; $free GB are free here"
+    [ "$free" -ge 11 ] || stop "that needs 11 GB free while it is unpacked. Make room, or install a CPU build into .venv:
+  .venv/bin/pip install $torch+cpu --find-links FOLDER_WITH_THE_WHEEL"
+}
+
+# Installs a requirements file into .venv unless this very file was installed before.
+install() {
+    if [ "$(stamp "$1")" = "$(cat ".venv/$1.done" 2>/dev/null)" ]; then return; fi
+    [ "$1" = requirements.txt ] || torch_room
+    say "installing $1 into .venv"
+    .venv/bin/pip install -q --disable-pip-version-check -r "$1" || stop "pip could not install $1 (its message is above).
+  The network or the package index may be away: run this again, and what was installed stays."
+    stamp "$1" > ".venv/$1.done"
+}
+
+debian_packages
+if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
+    say "making .venv"
+    python3 -m venv --clear .venv
+fi
+install requirements.txt
+[ $tests = 0 ] || install requirements-test.txt

@@ -1,0 +1,57 @@
+#!/usr/bin/env bash
+# Sets up, builds with warnings as errors and runs every test. The last line is "N passed, N failed", all tests together;
+# the exit status is 0 when none failed and some passed.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+logs=$(mktemp -d)
+trap 'rm -rf "$logs"' EXIT
+
+passed=0 failed=0
+add() { passed=$((passed + $1)) failed=$((failed + $2)); }
+
+finish() {
+    [ $((passed + failed)) -gt 0 ] || failed=1
+    echo
+    echo "$passed passed, $failed failed"
+    [ "$failed" = 0 ]
+    exit
+}
+
+# Adds up the log's lines "N passed, N failed", one a test program. A command that failed without saying so counts as one.
+count_c() {
+    local status=$1 p f
+    read -r p f < <(awk '/^[0-9]+ passed, [0-9]+ failed$/ { p += $1; f += $3 } END { print p + 0, f + 0 }' "$2")
+    [ "$status" = 0 ] || [ "$f" -gt 0 ] || f=1
+    add "$p" "$f"
+}
+
+# Reads pytest's report. An error outside a test (a module that cannot be imported) counts as a failed one.
+count_pytest() {
+    local status=$1 p f
+    read -r p f < <(.venv/bin/python - "$2" <<'PY'
+import sys, xml.etree.ElementTree as xml
+try:
+    suites = list(xml.parse(sys.argv[1]).getroot())
+except (OSError, xml.ParseError):
+    suites = []
+total, failures, errors, skipped = (sum(int(s.get(key)) for s in suites) for key in ("tests", "failures", "errors", "skipped"))
+print(max(0, total - failures - errors - skipped), failures + errors)
+PY
+)
+    [ "$status" = 0 ] || [ "$f" -gt 0 ] || f=1
+    add "$p" "$f"
+}
+
+scripts/setup.sh --test || { add 0 1; finish; }
+
+echo "== make WERROR=1"
+make -j"$(nproc)" WERROR=1 || { add 0 1; finish; }
+
+echo "== make test"
+make -k -j"$(nproc)" WERROR=1 test </dev/null 2>&1 | tee "$logs/c"
+count_c "${PIPESTATUS[0]}" "$logs/c"
+
+echo "== pytest dev/tests"
+.venv/bin/python -m pytest -q --durations=5 --junitxml="$logs/pytest.xml" dev/tests </dev/null
+count_pytest $? "$logs/pytest.xml"
+finish
