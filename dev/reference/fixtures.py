@@ -120,7 +120,7 @@ def cases():
 
 
 def cases_text():
-    lines = ["# What models.safetensors and layers.safetensors hold answers for; written by fixtures.py, explained in ../README.md."]
+    lines = ["# The cases that models.safetensors and layers.safetensors answer; written by fixtures.py, see ../README.md."]
     return "\n".join(lines + [" ".join(f"{key}={value}" for key, value in case.items()) for case in cases()]) + "\n"
 
 

@@ -1,5 +1,14 @@
-"""The model and its attention normalisers in PyTorch, in the order of SPEC sections 1 to 3, by the papers' formulas: plain T x T arrays,
-gradients by autograd. Use it in float64. It is a reference, made to be read and to be right, not to be fast.
+"""The model and its attention normalisers in PyTorch, by the papers' formulas: plain T x T arrays, gradients by autograd. Use it in
+float64. It is a reference, made to be read and to be right, not to be fast.
+
+A normaliser is five choices in a row. For the query at position i, n = i + 1 keys are visible; d is the head size, T the sequence's
+length, L the length that the model was trained with:
+  1. qk            l2: q and k over their Euclidean norms (after RoPE)
+  2. scale, offset z_ij = c_i (q_i . k_j) + o_i
+  3. phi           f_ij = phi(z_ij); masked entries are 0 after phi
+  4. norm          A_ij = f_ij / Z_i
+  5. post          a change of the row A_i
+The output is sum_j A_ij v_j; a row whose Z (or sum of weights in post) is 0 gives 0, and gradient 0.
 
 [SSMax] Nakanishi, "Scalable-Softmax Is Superior for Attention"; [LSSA] Gao and Spratling, "Softplus Attention with Re-weighting
 Boosts Length Extrapolation in Large Language Models"; [GAU] Su, kexue.fm 9019; [Softer-Max] "Softer-Max, not Softmax"."""
@@ -24,7 +33,7 @@ class Normalizer:
     phi: str = "exp"
     norm: str = "l1"
     post: str = "none"
-    s: float | None = None      # another start of s than section 2.2's
+    s: float | None = None      # another start of s than s_start's
     fixed: bool = False         # s is not learnt
 
     @property
@@ -126,7 +135,7 @@ def over(x, divisor):
 
 
 def scale_of_row(spec, n, d, L, scalars):
-    """c_i of SPEC section 2, broadcasting to (NH, T, 1). scalars: s, b (NH), p (L)."""
+    """c_i, broadcasting to (NH, T, 1). scalars: s, b (NH), p (L)."""
     rsqrt_d, ln = 1 / math.sqrt(d), torch.log(n)
     s, b = (None if x is None else x[:, None, None] for x in (scalars.get("s"), scalars.get("b")))
     kind, _, value = spec.partition(":")
@@ -159,7 +168,7 @@ def fixed_norm(spec, n, L):
 
 
 def normalized(z, visible, spec, n, L, phi):
-    """A before post: f / Z. exp under l1 goes by the row's maximum, which leaves A as it is; e^0 is among the candidates where C is."""
+    """A before post: f / Z. exp under l1 goes by the row's maximum, which leaves A as it is (C counts as C e^0)."""
     if not spec.startswith("l1"):
         return torch.where(visible, PHI[phi](z), 0.0) / fixed_norm(spec, n, L)
     C = float(spec[3:] or 0)
@@ -246,7 +255,7 @@ class Config:
 
 
 def parameter_shapes(config):
-    """Name -> shape, by Hugging Face's names and SPEC section 2.2's."""
+    """Name -> shape, by Hugging Face's names; a normaliser adds attn_scale (s), attn_bias (b) and attn_pn (p)."""
     C, F, normalizer = config.channels, config.ffn, config.normalizer
     shapes = {"model.embed_tokens.weight": (config.vocab, C)}
     for layer in (f"model.layers.{i}." for i in range(config.layers)):
