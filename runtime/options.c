@@ -69,7 +69,7 @@ static bool read_float(const Option *o, const char *text, double *number) {
     if (!read_number(text, strlen(text), number) || !in_range(o, *number)) return false;
     snprintf(rounded, sizeof rounded, "%.*g", DIGITS, *number);
     *number = strtod(rounded, NULL);
-    return true;
+    return isfinite(*number);
 }
 
 static bool read_list(const Option *o, const char *text, IntList *list) {

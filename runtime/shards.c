@@ -72,7 +72,7 @@ static bool add_path(Shards *s, const char *path, Error *error) {
 // Adds what one pattern matches, masks left aside.
 static bool add_glob(Shards *s, const char *pattern, Error *error) {
     glob_t found;
-    int status = glob(pattern, GLOB_BRACE | GLOB_TILDE, NULL, &found);
+    int status = glob(pattern, GLOB_TILDE, NULL, &found);
     if (status == GLOB_NOMATCH)
         return error_set(error, EXIT_INPUT, "%s: no file matches.\n"
                          "  Expected shards such as fineweb_train_000001.bin; the scripts in data/ make them. Was the * quoted?", pattern);
