@@ -11,11 +11,12 @@ SAN     ?= 0
 FAULTS  ?= 0
 
 # ---- what is there: 1 or 0, and each can be turned off by hand (make ONEDNN=0)
-header = $(shell printf '\#include <$(1)>\n' | $(CC) $(2) -fsyntax-only -x c - 2>/dev/null && echo 1 || echo 0)
+hash   := \#
+header  = $(shell echo '$(hash)include <$(1)>' | $(CC) -fsyntax-only -x c - 2>/dev/null && echo 1 || echo 0)
 MPICC   ?= mpicc
-ONEDNN  ?= $(call header,dnnl.h)
-BLAS    ?= $(call header,cblas.h)
-MPI     ?= $(if $(shell command -v $(MPICC)),1,0)
+ONEDNN  := $(or $(ONEDNN),$(call header,dnnl.h))
+BLAS    := $(or $(BLAS),$(call header,cblas.h))
+MPI     := $(or $(MPI),$(if $(shell command -v $(MPICC)),1,0))
 CJSON   := $(call header,cjson/cJSON.h)
 XXHASH  := $(call header,xxhash.h)
 
@@ -37,10 +38,9 @@ endif
 ifeq ($(ONEDNN),1)
   CFLAGS += -DUSE_ONEDNN
   LDLIBS += -ldnnl
-endif
-ifeq ($(BLAS),1)
+else ifeq ($(BLAS),1)
   CFLAGS += -DUSE_CBLAS
-  LDLIBS += $(if $(findstring cblas,$(BLAS_LIBS)),,$(or $(BLAS_LIBS),-lopenblas))
+  LDLIBS += $(or $(BLAS_LIBS),-lopenblas)
 endif
 ifeq ($(MPI),1)
   CFLAGS += -DUSE_MPI $(shell $(MPICC) --showme:compile)
@@ -49,27 +49,32 @@ endif
 
 BUILD   ?= build$(if $(filter 1,$(SAN)),/san)$(if $(filter 1,$(FAULTS)),/faults)
 BIN     ?= $(if $(filter build,$(BUILD)),.,$(BUILD))
-PROGRAMS = train_gpt2 sample_gpt2
+PROGRAMS = train_gpt2
 LIBRARY  = $(patsubst %.c,$(BUILD)/%.o,$(wildcard model.c runtime/*.c attention/*.c))
 TESTS    = $(patsubst dev/tests/%.c,$(BUILD)/tests/%,$(wildcard dev/tests/test_*.c))
 
 all: $(addprefix $(BIN)/,$(PROGRAMS))
 
 $(addprefix $(BIN)/,$(PROGRAMS) test_gpt2): $(BIN)/%: $(BUILD)/%.o $(LIBRARY)
-	$(CC) $(LDFLAGS) -o $@ $^ $(LDLIBS)
+	@echo '  LD  $@'
+	@$(CC) $(LDFLAGS) -o $@ $^ $(LDLIBS)
 
 $(BUILD)/tests/%: $(BUILD)/dev/tests/%.o $(LIBRARY)
 	@mkdir -p $(@D)
-	$(CC) $(LDFLAGS) -o $@ $^ $(LDLIBS)
+	@echo '  LD  $@'
+	@$(CC) $(LDFLAGS) -o $@ $^ $(LDLIBS)
 
 $(BUILD)/%.o: %.c $(BUILD)/flags
 	@mkdir -p $(@D)
-	$(CC) $(CFLAGS) -c -o $@ $<
+	@echo '  CC  $<'
+	@$(CC) $(CFLAGS) -c -o $@ $<
 
 # Objects depend on the flags that they were built with: a changed flag rebuilds, an unchanged one does not.
 $(BUILD)/flags: FORCE
 	@mkdir -p $(@D)
 	@echo '$(CC) $(CFLAGS)' | cmp -s - $@ || echo '$(CC) $(CFLAGS)' > $@
+
+$(BUILD)/attention/modeling.o: attention/modeling_attn_gpt.py
 
 clean:
 	rm -rf build train_gpt2 sample_gpt2 test_gpt2
