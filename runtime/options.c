@@ -400,7 +400,10 @@ bool options_resume(Option *table, size_t count, const char *json, Error *error)
     }
     for (size_t i = 0; ok && i < count; i++) {
         if (table[i].given || !cJSON_GetObjectItemCaseSensitive(object, table[i].name)) continue;
-        if (table[i].type == OPT_TEXT && values[i].text) values[i].text = strdup(values[i].text);    // lives as long as the program
+        if (table[i].type == OPT_TEXT && values[i].text) {
+            free(table[i].owned);
+            values[i].text = table[i].owned = strdup(values[i].text);
+        }
         value_set(&table[i], values[i]);
     }
     free(values);

@@ -40,6 +40,7 @@ typedef struct {
     const char *help;       // one line, with the unit and what 0 means
     bool on_resume;         // may differ from the run that --resume continues
     bool given;             // set by the parser: the flag stood on the command line
+    char *owned;            // set by options_resume(): the memory of an OPT_TEXT's value
 } Option;
 
 // Reads `--flag value` and `--flag=value` into the table's variables; given twice, the last counts. --help prints `usage`

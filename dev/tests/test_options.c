@@ -141,7 +141,10 @@ static void test_resume(void) {
     free(json);
     parse("--lr 0.00061234567890123456789");
     double lr = v.lr;
-    char *digits = options_json(table, ROWS), *again = cJSON_Print(cJSON_Parse(digits));
+    char *digits = options_json(table, ROWS);
+    cJSON *object = cJSON_Parse(digits);
+    char *again = cJSON_Print(object);
+    cJSON_Delete(object);
     parse("--resume");
     CHECK(options_resume(table, ROWS, again, &error) && v.lr == lr && lr != 6e-4, "a number with too many digits comes back with the same bits");
     free(digits), free(again);
