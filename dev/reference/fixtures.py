@@ -229,6 +229,7 @@ def run_layer(case):
     return globals()["run_" + case["kind"]](**keys)
 
 
+@functools.cache
 def all_answers():
     """The two files' tensors, by file name."""
     torch.set_num_threads(1)    # small operations: threads would cost more than they save

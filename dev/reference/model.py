@@ -1,8 +1,8 @@
-"""The model and its attention normalisers in PyTorch, by the papers' formulas: plain T x T arrays, gradients by autograd. Use it in
-float64. It is a reference, made to be read and to be right, not to be fast.
+"""The model and its attention normalisers in PyTorch, by the papers' formulas: plain T x T arrays, gradients by autograd. Use
+it in float64. It is a reference, made to be read and to be right, not to be fast.
 
-A normaliser is five choices in a row. For the query at position i, n = i + 1 keys are visible; d is the head size, T the sequence's
-length, L the length that the model was trained with:
+A normaliser is five choices in a row. For the query at position i, n = i + 1 keys are visible; d is the head size, T the length of
+the sequence, L the length that the model was trained with:
   1. qk            l2: q and k over their Euclidean norms (after RoPE)
   2. scale, offset z_ij = c_i (q_i . k_j) + o_i
   3. phi           f_ij = phi(z_ij); masked entries are 0 after phi
