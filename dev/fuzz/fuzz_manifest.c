@@ -1,0 +1,24 @@
+// A checkpoint folder whose manifest.json is hostile: it opens no file outside, and is refused or agrees.
+// Sources: runtime/error.c runtime/file.c runtime/json.c runtime/checkpoint.c
+#include <stdlib.h>
+#include <string.h>
+
+#include "dev/fuzz/folder.h"
+#include "runtime/checkpoint.h"
+#include "runtime/file.h"
+
+static void make_file(const char *folder) {
+    char path[200];
+    Error error;
+    snprintf(path, sizeof path, "%s/a", folder);
+    if (!file_write_text(path, "x", &error)) abort();
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
+    Error error = {0};
+    const char *folder = fuzz_folder(make_file);
+    fuzz_file("manifest.json", bytes, size);
+    if (checkpoint_verify(folder, false, &error)) return 0;
+    if (error.code != EXIT_INPUT || !strstr(error.text, folder) || !strstr(error.text, "\n  ")) abort();
+    return 0;
+}

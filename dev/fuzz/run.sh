@@ -1,0 +1,36 @@
+#!/bin/sh
+# dev/fuzz/run.sh SECONDS [TARGET...]   fuzzes the readers for so long in all, the time divided among the targets
+#
+# Builds each dev/fuzz/fuzz_*.c (or those named) by clang with libFuzzer, AddressSanitizer and UBSan, with the files that its
+# line "// Sources:" names; makes the seeds by seeds.py; keeps what it finds in build/fuzz/corpus, from which the next run
+# goes on. The exit status is the verdict. To add a target: fuzz_NAME.c with that line, and its seeds in seeds.py.
+set -eu
+[ $# -ge 1 ] && [ "$1" -gt 0 ] || { sed -n '2,6s/^# \{0,1\}//p' "$0"; exit 2; }
+seconds=$1
+shift
+cd "$(dirname "$0")/../.."
+command -v clang > /dev/null || { echo "dev/fuzz/run.sh: clang is not installed. Debian: apt install clang" >&2; exit 2; }
+[ $# -gt 0 ] || set -- $(cd dev/fuzz && ls fuzz_*.c | sed 's/\.c$//')
+each=$((seconds / $# > 0 ? seconds / $# : 1))
+out=build/fuzz
+python3 dev/fuzz/seeds.py $out/corpus
+
+for target; do
+    mkdir -p $out/corpus/$target
+    clang -std=gnu11 -O1 -g -I. -Wall -Wextra -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -o $out/$target \
+        dev/fuzz/$target.c $(sed -n 's|^// Sources: ||p' dev/fuzz/$target.c) -lcjson -lxxhash -lm
+done
+
+status=0
+for target; do
+    if $out/$target -max_total_time=$each -max_len=4096 -timeout=10 -rss_limit_mb=2048 -print_final_stats=1 \
+        -dict=dev/fuzz/words.dict -artifact_prefix=$out/$target- $out/corpus/$target > $out/$target.log 2>&1; then
+        echo "$target: $(awk '/^stat::number_of_executed_units/ { n = $2 } /cov: / { sub(/.*cov: /, ""); c = $1 }
+            END { print n " executions, " c " edges covered, no finding" }' $out/$target.log)"
+    else
+        status=1
+        tail -n 40 $out/$target.log
+        echo "$target: FAILED. The input is the $out/$target-* named above; run it again by: $out/$target FILE"
+    fi
+done
+exit $status

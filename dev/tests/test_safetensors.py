@@ -1,0 +1,225 @@
+"""Our safetensors against the official package: each reads what the other writes, bit for bit, and both refuse what is broken."""
+import ctypes
+import json
+import pathlib
+import struct
+import subprocess
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+F32, BF16 = 1, 3   # enum DType
+
+
+class Error(ctypes.Structure):
+    _fields_ = [("code", ctypes.c_int), ("text", ctypes.c_char * 2048)]
+
+
+class TensorRow(ctypes.Structure):
+    _fields_ = [("name", ctypes.c_char_p), ("dtype", ctypes.c_int), ("ndim", ctypes.c_int), ("shape", ctypes.c_size_t * 4),
+                ("data", ctypes.c_void_p)]
+
+
+@pytest.fixture(scope="session")
+def c(tmp_path_factory):
+    library = tmp_path_factory.mktemp("c") / "safetensors.so"
+    sources = [ROOT / "runtime" / f"{name}.c" for name in ("error", "file", "json", "safetensors")]
+    subprocess.run(["cc", "-std=gnu11", "-O1", "-shared", "-fPIC", f"-I{ROOT}", "-o", library, *sources, "-lcjson", "-lxxhash", "-lm"],
+                   check=True)
+    c = ctypes.CDLL(str(library))
+    c.safetensors_open.restype = ctypes.c_void_p
+    c.safetensors_close.argtypes = [ctypes.c_void_p]
+    c.safetensors_write.restype = c.safetensors_read.restype = c.safetensors_read_f64.restype = ctypes.c_bool
+    c.safetensors_write.argtypes = [ctypes.c_char_p, ctypes.POINTER(TensorRow), ctypes.c_size_t, ctypes.POINTER(ctypes.c_char_p),
+                                    ctypes.POINTER(Error)]
+    c.safetensors_read.argtypes = c.safetensors_read_f64.argtypes = [
+        ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int, ctypes.POINTER(ctypes.c_size_t), ctypes.c_void_p, ctypes.POINTER(Error)]
+    return c
+
+
+def write(c, path, tensors, metadata=None):
+    """tensors: name -> (float32 tensor, F32 or BF16)"""
+    rows = (TensorRow * len(tensors))()
+    for row, (name, (tensor, dtype)) in zip(rows, tensors.items()):
+        row.name, row.dtype, row.ndim, row.data = name.encode(), dtype, tensor.dim(), tensor.data_ptr()
+        row.shape[:tensor.dim()] = tensor.shape
+    pairs = [text.encode() for pair in (metadata or {}).items() for text in pair]
+    words = (ctypes.c_char_p * (len(pairs) + 1))(*pairs, None)
+    error = Error()
+    assert c.safetensors_write(str(path).encode(), rows, len(tensors), words, error), error.text.decode()
+
+
+def open_or_error(c, path):
+    error = Error()
+    handle = c.safetensors_open(str(path).encode(), ctypes.byref(error))
+    return handle, error
+
+
+def read(c, path, shapes, wide=False):
+    handle, error = open_or_error(c, path)
+    assert handle, error.text.decode()
+    out = {}
+    for name, shape in shapes.items():
+        out[name] = torch.empty(shape, dtype=torch.float64 if wide else torch.float32)
+        function = c.safetensors_read_f64 if wide else c.safetensors_read
+        sizes = (ctypes.c_size_t * max(1, len(shape)))(*shape)
+        assert function(handle, name.encode(), len(shape), sizes, out[name].data_ptr(), error), error.text.decode()
+    c.safetensors_close(handle)
+    return out
+
+
+def some_tensors():
+    random = torch.Generator().manual_seed(1)
+    shapes = {"model.embed_tokens.weight": (257, 33), "model.norm.weight": (33,), "scalar": (), "empty": (0, 5), "four": (2, 3, 4, 5),
+              "é \"quoted\\\"": (3,)}
+    return {name: torch.randn(shape, generator=random) * 10 ** i for i, (name, shape) in enumerate(shapes.items())}
+
+
+def bits(tensor):
+    return tensor.contiguous().view(torch.uint8 if tensor.dim() else tensor.dtype).tolist()
+
+
+def test_official_reads_ours(c, tmp_path):
+    tensors = some_tensors()
+    dtypes = {name: (F32, BF16)[i % 2] for i, name in enumerate(tensors)}
+    path = tmp_path / "ours.safetensors"
+    write(c, path, {name: (tensor, dtypes[name]) for name, tensor in tensors.items()}, {"format": "pt", "a \"b\"\n": "\té"})
+    read_back = load_file(path)
+    assert read_back.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        expected = tensor.to(torch.bfloat16) if dtypes[name] == BF16 else tensor
+        assert read_back[name].dtype == expected.dtype and read_back[name].shape == expected.shape
+        assert bits(read_back[name]) == bits(expected), name
+    with safe_open(path, "pt") as file:
+        assert file.metadata() == {"format": "pt", "a \"b\"\n": "\té"}
+
+
+def test_bf16_rounding_of_awkward_values(c, tmp_path):
+    patterns = [0, 1 << 31, 0x3F808000, 0x3F818000, 0x3F808001, 0x3F817FFF, 0x7F7FFFFF, 0xFF7FFFFF, 0x7F800000, 0xFF800000, 0x7FC00000,
+                0x7F800001, 0xFF80FFFF, 1, 0x8000, 0x8001, 0x007FFFFF, 0x00800000]
+    values = torch.tensor([p - (1 << 32) if p >> 31 else p for p in patterns], dtype=torch.int32).view(torch.float32)
+    path = tmp_path / "awkward.safetensors"
+    write(c, path, {"x": (values, BF16)})
+    ours, theirs = load_file(path)["x"], values.to(torch.bfloat16)
+    assert torch.equal(ours.isnan(), values.isnan())
+    assert torch.equal(ours[~values.isnan()].view(torch.int16), theirs[~values.isnan()].view(torch.int16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_ours_reads_official(c, tmp_path, dtype):
+    tensors = {name: (tensor / 10 ** i).to(dtype) for i, (name, tensor) in enumerate(some_tensors().items())}
+    save_file(tensors, tmp_path / "theirs.safetensors", {"format": "pt"})
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    for wide in (False, True):
+        read_back = read(c, tmp_path / "theirs.safetensors", shapes, wide)
+        for name, tensor in tensors.items():
+            assert bits(read_back[name]) == bits(tensor.to(torch.float64 if wide else torch.float32)), name
+
+
+def test_ours_reads_integers(c, tmp_path):
+    tensors = {"i64": torch.tensor([[-1, 50256], [2 ** 52, 0]]), "i32": torch.tensor([-7, 2 ** 31 - 1], dtype=torch.int32)}
+    save_file(tensors, tmp_path / "integers.safetensors")
+    read_back = read(c, tmp_path / "integers.safetensors", {"i64": (2, 2), "i32": (2,)}, wide=True)
+    for name, tensor in tensors.items():
+        assert torch.equal(read_back[name], tensor.double())
+
+
+def test_ours_reads_every_dtype_header(c, tmp_path):
+    names = ["uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "bool", "float8_e4m3fn", "float8_e5m2", "float16",
+             "bfloat16", "float32", "float64"]
+    save_file({name: torch.zeros(3).to(getattr(torch, name)) for name in names}, tmp_path / "all.safetensors")
+    read(c, tmp_path / "all.safetensors", {"float32": (3,), "bfloat16": (3,)})
+
+
+def test_ours_reads_a_sharded_folder(c, tmp_path):
+    tensors = some_tensors()
+    weight_map = {name: f"model-{i % 3 + 1:05}-of-00003.safetensors" for i, name in enumerate(tensors)}
+    for file in set(weight_map.values()):
+        save_file({name: tensors[name].bfloat16() for name in tensors if weight_map[name] == file}, tmp_path / file, {"format": "pt"})
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}, indent=2))
+    read_back = read(c, tmp_path, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    for name, tensor in tensors.items():
+        assert bits(read_back[name]) == bits(tensor.bfloat16().float()), name
+
+
+def parts(header, data):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def entry(shape, begin, end, dtype="F32"):
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+BROKEN = {
+    "empty file": b"",
+    "7 bytes": b"\0" * 7,
+    "header past the end": struct.pack("<Q", 100) + b"{}",
+    "header over 100 MB": struct.pack("<Q", 100_000_001) + b"{" + b" " * 100_000_000,
+    "length of 2^64 - 1": struct.pack("<Q", 2 ** 64 - 1) + b"{}",
+    "no JSON": parts(b"{]", b""),
+    "cut JSON": parts(b'{"a":', b""),
+    "JSON and more": parts(b"{}{}", b""),
+    "a list": parts(b"[]", b""),
+    "a number": parts(b"7", b""),
+    "not UTF-8": parts(b'{"a\xff":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', b"\0" * 4),
+    "leading zero": parts(b'{"a":{"dtype":"F32","shape":[01],"data_offsets":[0,4]}}', b"\0" * 4),
+    "deep": parts(b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}", b""),
+    "unknown dtype": parts({"a": entry([1], 0, 4, "F33")}, b"\0" * 4),
+    "no dtype": parts({"a": {"shape": [1], "data_offsets": [0, 4]}}, b"\0" * 4),
+    "no shape": parts({"a": {"dtype": "F32", "data_offsets": [0, 4]}}, b"\0" * 4),
+    "no offsets": parts({"a": {"dtype": "F32", "shape": [1]}}, b"\0" * 4),
+    "negative size": parts({"a": entry([-1], 0, 4)}, b"\0" * 4),
+    "fraction": parts({"a": entry([1.5], 0, 4)}, b"\0" * 4),
+    "shape and offsets differ": parts({"a": entry([2], 0, 4)}, b"\0" * 4),
+    "offsets backwards": parts({"a": entry([1], 4, 0)}, b"\0" * 4),
+    "data too short": parts({"a": entry([2], 0, 8)}, b"\0" * 7),
+    "data too long": parts({"a": entry([2], 0, 8)}, b"\0" * 9),
+    "overlap": parts({"a": entry([2], 0, 8), "b": entry([2], 4, 12)}, b"\0" * 12),
+    "same range": parts({"a": entry([2], 0, 8), "b": entry([2], 0, 8)}, b"\0" * 8),
+    "hole": parts({"a": entry([1], 0, 4), "b": entry([1], 8, 12)}, b"\0" * 12),
+    "hole at the start": parts({"a": entry([1], 4, 8)}, b"\0" * 8),
+    "overflow": parts({"a": entry([2 ** 32, 2 ** 32], 0, 0)}, b""),
+    "overflow in bytes": parts({"a": entry([2 ** 62], 0, 0)}, b""),
+    "metadata of numbers": parts({"__metadata__": {"a": 1}}, b""),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_both_refuse(c, tmp_path, name):
+    path = tmp_path / "broken.safetensors"
+    path.write_bytes(BROKEN[name])
+    with pytest.raises(Exception):
+        load_file(path)
+    handle, error = open_or_error(c, path)
+    assert not handle
+    assert error.code == 3 and str(path) in error.text.decode() and "\n  " in error.text.decode()
+
+
+@pytest.mark.parametrize("change", range(200))
+def test_one_changed_byte_of_a_header(c, tmp_path, change):
+    """Whatever the official package refuses, ours refuses; what both accept has the same tensors."""
+    path = tmp_path / "changed.safetensors"
+    save_file({"a": torch.ones(2, 3), "b": torch.ones(4).bfloat16(), "c": torch.tensor(1.0)}, path, {"format": "pt"})
+    data = bytearray(path.read_bytes())
+    random = torch.Generator().manual_seed(change)
+    header = struct.unpack_from("<Q", data)[0] + 8
+    at, value = torch.randint(header, (1,), generator=random).item(), torch.randint(256, (1,), generator=random).item()
+    data[at] = value if change % 2 else ord('0123456789{}[]",:abF '[value % 21])
+    path.write_bytes(data)
+    try:
+        expected = load_file(path)
+    except Exception:
+        expected = None
+    handle, error = open_or_error(c, path)
+    if expected is None:
+        assert not handle
+    elif handle:
+        readable = {name: tuple(t.shape) for name, t in expected.items() if t.is_floating_point() and t.isfinite().all()}
+        for name, tensor in read(c, path, readable).items():
+            assert bits(tensor) == bits(expected[name].float())
+    if handle:
+        c.safetensors_close(handle)
