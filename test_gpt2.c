@@ -1,0 +1,606 @@
+// Every number of the CPU trainer against the float64 reference (dev/reference/README.md has the cases and how they are stored), and
+// against finite differences. The exit status is the verdict.
+//
+//   ./test_gpt2 [WORD]     only the cases whose name has WORD in it
+#define WITHOUT_MAIN
+#pragma GCC diagnostic ignored "-Wunused-function"
+#include "train_gpt2.c"
+
+#include "dev/reference/hash.h"
+
+#define FIXTURES "dev/reference/fixtures/"
+
+static int passed, failed;
+static const char *case_name;
+static char case_line[1024];
+
+// Says what failed; a passing check says nothing, a passing case one line.
+static bool check(const char *what, double error, double bound) {
+    if (error <= bound) return true;                  // false for a NaN
+    printf("  FAILED %s: %s: error %.3g, at most %.3g allowed\n", case_name, what, error, bound);
+    failed++;
+    return false;
+}
+
+static void case_done(int failed_before, double worst) {
+    if (failed == failed_before) passed++, printf("ok %-44s worst error %.2g\n", case_name, worst);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------------
+// Cases
+
+// The value of a key on the case's line, in one of a few static buffers.
+static const char *text_of(const char *key) {
+    static char values[8][256];
+    static int next;
+    char *value = values[next++ % 8], pattern[64];
+    snprintf(pattern, sizeof pattern, " %s=", key);
+    const char *at = strstr(case_line, pattern);
+    if (!at) fail(EXIT_INPUT, FIXTURES "cases.txt: %s has no %s=.", case_name, key);
+    at += strlen(pattern);
+    snprintf(value, sizeof values[0], "%.*s", (int)strcspn(at, " \n"), at);
+    return value;
+}
+
+static size_t size_of(const char *key) {
+    return (size_t)strtoull(text_of(key), NULL, 10);
+}
+
+// The answers of the case at hand.
+static Safetensors *models, *layers, *answers;
+
+static size_t read_answer(const char *name, float *out, size_t room) {
+    Error error;
+    char full[256];
+    snprintf(full, sizeof full, "%s/%s", case_name, name);
+    const TensorInfo *info = safetensors_find(answers, full);
+    if (!info) fail(EXIT_INPUT, FIXTURES ": there is no %s.", full);
+    if (info->elements > room) fail(EXIT_INPUT, FIXTURES ": %s has %zu numbers, at most %zu expected.", full, info->elements, room);
+    if (!safetensors_read(answers, full, info->ndim, info->shape, out, &error)) fail_with(&error);
+    return info->elements;
+}
+
+// x (n) against the answer of that name; returns the error.
+static double compare(const char *name, const float *x, size_t n, double floor, double bound) {
+    float stored[FIXTURE_FULL];
+    size_t count = read_answer(name, stored, FIXTURE_FULL);
+    size_t expected = n <= FIXTURE_FULL ? n : FIXTURE_DIGEST;
+    if (count != expected) fail(EXIT_INPUT, FIXTURES ": %s/%s has %zu numbers, expected %zu.", case_name, name, count, expected);
+    double error = fixture_error(stored, x, n, floor);
+    check(name, error, bound);
+    return error;
+}
+
+static float *floats(size_t n) {
+    float *x = aligned_alloc(64, (n * sizeof *x + 63) / 64 * 64);
+    if (!x) fail(EXIT_RESOURCE, "out of memory.");
+    memset(x, 0, n * sizeof *x);
+    return x;
+}
+
+static float *input(const char *name, size_t n, float scale) {
+    float *x = floats(n);
+    fixture_fill(x, n, name, 0, 0.0f, scale);
+    return x;
+}
+
+static double largest(double a, double b) {
+    return b > a || !(b == b) ? b : a;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------------
+// The whole model
+
+static void fill_weights(Model *m) {
+    for (size_t i = 0; i < m->list.count; i++) {
+        const Tensor *t = &m->list.tensors[i];
+        float mean, scale;
+        fixture_weight_rule(t->name, t->shape[t->ndim - 1], &mean, &scale);
+        fixture_fill(m->params + t->offset, t->elements, t->name, 0, mean, scale);
+    }
+}
+
+static void take_batch(int32_t *inputs, int32_t *targets, size_t step, size_t B, size_t T, int vocab) {
+    for (size_t b = 0; b < B; b++) {
+        for (size_t t = 0; t < T; t++) {
+            size_t at = (step * B + b) * (T + 1) + t;
+            inputs[b * T + t] = fixture_token(at, vocab);
+            targets[b * T + t] = fixture_token(at + 1, vocab);
+        }
+    }
+}
+
+// For each row the logits of eight ids and logsumexp, as the answers have them.
+static double check_logits(Model *m, const int32_t *inputs, size_t B, size_t T) {
+    size_t N = B * T, C = (size_t)m->config.channels, V = (size_t)m->config.vocab;
+    float *stored = floats(N * 9), *ours = floats(N * 9), *logits = floats(V);
+    read_answer("logits", stored, N * 9);
+    model_forward(m, inputs, B, T);
+    for (size_t n = 0; n < N; n++) {
+        double sum = 0, largest_logit = -INFINITY;
+        matmul_forward(logits, m->h + n * C, weight(m, m->list.head), 1, C, V, false);
+        for (size_t j = 0; j < 8; j++) ours[n * 9 + j] = logits[fixture_index("logit_ids", 8 * n + j, V)];
+        for (size_t v = 0; v < V; v++) largest_logit = fmax(largest_logit, logits[v]);
+        for (size_t v = 0; v < V; v++) sum += exp(logits[v] - largest_logit);
+        ours[n * 9 + 8] = (float)(log(sum) + largest_logit);
+    }
+    double difference = 0, norm = 0;
+    for (size_t i = 0; i < N * 9; i++) {
+        difference += ((double)ours[i] - stored[i]) * ((double)ours[i] - stored[i]);
+        norm += (double)stored[i] * stored[i];
+    }
+    free(stored), free(ours), free(logits);
+    double error = sqrt(difference / norm);
+    check("logits", error, 1e-5);
+    return error;
+}
+
+static double relative(double x, double y) {
+    return fabs(x - y) / fabs(y);
+}
+
+static double compare_tensors(const Model *m, const char *prefix, const float *values, double floor, double bound) {
+    double worst = 0;
+    char name[160];
+    for (size_t i = 0; i < m->list.count; i++) {
+        const Tensor *t = &m->list.tensors[i];
+        snprintf(name, sizeof name, "%s/%s", prefix, t->name);
+        worst = largest(worst, compare(name, values + t->offset, t->elements, floor, bound));
+    }
+    return worst;
+}
+
+// Ten steps of AdamW: each loss and gradient norm, and what became of the weights.
+static double check_training(Model *m, size_t B, size_t T, size_t steps) {
+    float losses[64], norms[64];
+    int32_t *inputs = malloc(B * T * sizeof *inputs), *targets = malloc(B * T * sizeof *targets);
+    double worst = 0, lr = atof(text_of("lr")), clip = atof(text_of("clip")), decay = atof(text_of("weight_decay"));
+    read_answer("losses", losses, 64);
+    read_answer("grad_norms", norms, 64);
+    float *start = floats(m->list.floats);
+    memcpy(start, m->params, FLOATS(m->list.floats));
+    for (size_t s = 0; s < steps; s++) {
+        take_batch(inputs, targets, s, B, T, m->config.vocab);
+        double loss = model_step(m, inputs, targets, NULL, B, T, 1.0f / (float)(B * T), true) / (double)(B * T);
+        double norm = gradient_norm(m);
+        worst = largest(worst, relative(loss, losses[s]));
+        check("a training loss", relative(loss, losses[s]), 1e-5);
+        check("a gradient norm", relative(norm, norms[s]), 1e-4);
+        model_update(m, (AdamW){lr * fmin(1.0, (double)(s + 1) / 2), 0.9, 0.95, 1e-8, decay, fmin(1.0, clip / (norm + 1e-6)),
+                                (int64_t)s + 1});
+    }
+    for (size_t i = 0; i < m->list.floats; i++) start[i] = m->params[i] - start[i];
+    worst = largest(worst, compare_tensors(m, "update", start, 0, 1e-3));
+    free(start), free(inputs), free(targets);
+    return worst;
+}
+
+static void test_model(void) {
+    Model m = {0};
+    Error error;
+    char message[256];
+    size_t B = size_of("B"), T = size_of("T"), steps = size_of("steps");
+    int before = failed;
+    if (!model_parse(&m.config, text_of("model"), &error)) fail_with(&error);
+    m.config.seq_len = (int)size_of("L");
+    if (!normalizer_parse(&m.config.attn, text_of("attn"), message, sizeof message)) fail(EXIT_INPUT, "%s: %s", case_name, message);
+    m.list = tensors_of(&m.config, false);
+    plan_parameters(&m, true, false);
+    plan_activations(&m, B, T, false);
+    memory_take(&m.plan);
+    model_ready(&m);
+    fill_weights(&m);
+
+    float losses[64];
+    int32_t *inputs = malloc(B * T * sizeof *inputs), *targets = malloc(B * T * sizeof *targets);
+    take_batch(inputs, targets, 0, B, T, m.config.vocab);
+    double worst = check_logits(&m, inputs, B, T);
+    read_answer("losses", losses, 64);
+    double loss = model_step(&m, inputs, targets, NULL, B, T, 1.0f / (float)(B * T), true) / (double)(B * T);
+    worst = largest(worst, relative(loss, losses[0]));
+    check("loss", relative(loss, losses[0]), 1e-5);
+    worst = largest(worst, compare_tensors(&m, "grad", m.grads, 1e-3 * gradient_norm(&m), 1e-4));
+
+    // Two halves of a batch, the second added to the first, are the whole.
+    if (B == 2) {
+        float *whole = floats(m.list.floats);
+        memcpy(whole, m.grads, FLOATS(m.list.floats));
+        double halves = model_step(&m, inputs, targets, NULL, 1, T, 1.0f / (float)(B * T), true);
+        halves += model_step(&m, inputs + T, targets + T, NULL, 1, T, 1.0f / (float)(B * T), false);
+        check("loss by accumulation", relative(halves / (double)(B * T), loss), 1e-6);
+        double norm = gradient_norm(&m), difference = 0;
+        for (size_t i = 0; i < m.list.floats; i++) difference += ((double)m.grads[i] - whole[i]) * ((double)m.grads[i] - whole[i]);
+        check("gradients by accumulation", sqrt(difference) / norm, 1e-5);
+        free(whole);
+    }
+    if (steps) worst = largest(worst, check_training(&m, B, T, steps));
+    case_done(before, worst);
+    free(inputs), free(targets);
+    tensors_free(&m.list);
+    memory_release(&m.plan);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------------
+// Each layer alone
+
+static void test_rmsnorm(void) {
+    size_t N = size_of("N"), C = size_of("C");
+    int before = failed;
+    float *x = input("x", N * C, 2), *w = floats(C), *dout = input("dout", N * C, 1);
+    float *out = floats(N * C), *dx = floats(N * C), *dw = floats(C), *r = floats(N);
+    fixture_fill(w, C, "weight", 0, 1.0f, 0.3f);
+    rmsnorm_forward(out, x, w, N, C);
+    rmsnorm_backward(dx, dw, dout, x, w, r, N, C);
+    double worst = compare("out", out, N * C, 0, 1e-5);
+    worst = largest(worst, compare("dx", dx, N * C, 0, 1e-5));
+    worst = largest(worst, compare("dweight", dw, C, 0, 1e-5));
+    case_done(before, worst);
+    free(x), free(w), free(dout), free(out), free(dx), free(dw), free(r);
+}
+
+// The trainer's rope takes q, k and v from one row: x goes in as q and as k, and must come out alike.
+static void test_rope(void) {
+    size_t B = size_of("B"), T = size_of("T"), NH = size_of("heads"), HS = size_of("head_size"), C = NH * HS, N = B * T;
+    int before = failed;
+    float *x = input("x", N * C, 1), *dout = input("dout", N * C, 1), *qkv = floats(N * 3 * C), *dqkv = floats(N * 3 * C);
+    float *q = floats(N * C), *k = floats(N * C), *v = floats(N * C), *cosines = floats(T * HS / 2), *sines = floats(T * HS / 2);
+    float *out = floats(N * C), *dq = floats(N * C);
+    rope_table(cosines, sines, T, HS, 10000);
+    for (size_t n = 0; n < N; n++)
+        for (size_t part = 0; part < 3; part++) memcpy(qkv + n * 3 * C + part * C, x + n * C, FLOATS(C));
+    rope_forward(q, k, v, qkv, cosines, sines, B, T, NH, HS);
+    check("k is rotated as q is", memcmp(q, k, FLOATS(N * C)) ? 1 : 0, 0);
+    for (size_t i = 0; i < N * C; i++) {               // (B,T,NH,HS) from (B,NH,T,HS)
+        size_t d = i % HS, h = i / HS % NH, t = i / C % T, b = i / C / T, from = ((b * NH + h) * T + t) * HS + d;
+        out[i] = q[from];
+        dq[from] = dout[i];
+        if (v[from] != x[i]) check("v is not rotated", 1, 0);
+    }
+    rope_backward(dqkv, dq, dq, dq, cosines, sines, B, T, NH, HS);
+    float *dx = floats(N * C), *dk = floats(N * C);
+    for (size_t i = 0; i < N * C; i++) {
+        dx[i] = dqkv[i / C * 3 * C + i % C];
+        dk[i] = dqkv[i / C * 3 * C + C + i % C];
+        if (dqkv[i / C * 3 * C + 2 * C + i % C] != dout[i]) check("dv is not rotated", 1, 0);
+    }
+    double worst = compare("out", out, N * C, 0, 1e-6);
+    worst = largest(worst, compare("dx", dx, N * C, 0, 1e-6));
+    worst = largest(worst, compare("dx", dk, N * C, 0, 1e-6));
+    case_done(before, worst);
+    free(x), free(dout), free(qkv), free(dqkv), free(q), free(k), free(v), free(cosines), free(sines), free(out), free(dq), free(dx), free(dk);
+}
+
+static void test_swiglu(void) {
+    size_t F = size_of("N");
+    int before = failed;
+    float *gate_up = floats(2 * F), *dout = input("dout", F, 1), *out = floats(F), *dgate_up = floats(2 * F);
+    fixture_fill(gate_up, F, "gate", 0, 0.0f, 4.0f);
+    fixture_fill(gate_up + F, F, "up", 0, 0.0f, 2.0f);
+    swiglu_forward(out, gate_up, 1, F);
+    swiglu_backward(dgate_up, dout, gate_up, 1, F);
+    double worst = compare("out", out, F, 0, 1e-6);
+    worst = largest(worst, compare("dgate", dgate_up, F, 0, 1e-6));
+    worst = largest(worst, compare("dup", dgate_up + F, F, 0, 1e-6));
+    case_done(before, worst);
+    free(gate_up), free(dout), free(out), free(dgate_up);
+}
+
+static void test_matmul(void) {
+    size_t N = size_of("N"), C = size_of("C"), OC = size_of("OC");
+    int before = failed;
+    float *x = input("x", N * C, 1), *w = input("weight", OC * C, (float)(2 / sqrt((double)C))), *dout = input("dout", N * OC, 1);
+    float *out = floats(N * OC), *dx = floats(N * C), *dw = floats(OC * C);
+    matmul_forward(out, x, (Operand){.f32 = w}, N, C, OC, false);
+    matmul_backward(dx, dw, dout, x, (Operand){.f32 = w}, N, C, OC, false);
+    double worst = compare("out", out, N * OC, 0, 1e-6);
+    worst = largest(worst, compare("dx", dx, N * C, 0, 1e-6));
+    worst = largest(worst, compare("dweight", dw, OC * C, 0, 1e-6));
+    // Added to what is there, twice the product comes out.
+    matmul_forward(out, x, (Operand){.f32 = w}, N, C, OC, true);
+    matmul_backward(dx, dw, dout, x, (Operand){.f32 = w}, N, C, OC, true);
+    for (size_t i = 0; i < N * OC; i++) out[i] /= 2;
+    for (size_t i = 0; i < OC * C; i++) dw[i] /= 2;
+    worst = largest(worst, compare("out", out, N * OC, 0, 1e-6));
+    worst = largest(worst, compare("dweight", dw, OC * C, 0, 1e-6));
+    case_done(before, worst);
+    free(x), free(w), free(dout), free(out), free(dx), free(dw);
+}
+
+static void test_embedding(void) {
+    size_t N = size_of("N"), C = size_of("C"), V = size_of("vocab");
+    int before = failed;
+    int32_t *tokens = malloc(N * sizeof *tokens);
+    float *w = input("weight", V * C, (float)(2 / sqrt((double)C))), *dout = input("dout", N * C, 1);
+    float *out = floats(N * C), *dw = floats(V * C);
+    for (size_t n = 0; n < N; n++) tokens[n] = fixture_token(n, (int)V);
+    embedding_forward(out, w, tokens, N, C);
+    embedding_backward(dw, dout, tokens, N, C);
+    double worst = compare("out", out, N * C, 0, 0);
+    worst = largest(worst, compare("dweight", dw, V * C, 0, 1e-6));
+    case_done(before, worst);
+    free(tokens), free(w), free(dout), free(out), free(dw);
+}
+
+static void test_crossentropy(void) {
+    size_t N = size_of("N"), V = size_of("vocab");
+    int before = failed;
+    int32_t *targets = malloc(N * sizeof *targets);
+    uint8_t *mask = calloc(N, 1);
+    float *logits = input("logits", N * V, (float)atof(text_of("scale"))), *kept = floats(N * V), *losses = floats(N), expected;
+    memcpy(kept, logits, FLOATS(N * V));
+    for (size_t n = 0; n < N; n++) targets[n] = fixture_token(n, (int)V);
+    read_answer("loss", &expected, 1);
+    for (int training = 0; training < 2; training++) {
+        double loss = 0;
+        crossentropy(losses, logits, targets, NULL, N, V, training ? 1.0f / (float)N : 0.0f);
+        for (size_t n = 0; n < N; n++) loss += losses[n] / (double)N;
+        check("loss", relative(loss, expected), 1e-6);
+    }
+    double worst = compare("dlogits", logits, N * V, 0, 1e-5);
+    // Rows that the mask leaves out have no loss and no gradient; the others are as before.
+    mask[0] = 1;
+    float first = losses[0];
+    crossentropy(losses, kept, targets, mask, N, V, 1.0f / (float)N);
+    double others = 0;
+    for (size_t n = 1; n < N; n++) {
+        others += fabsf(losses[n]);
+        for (size_t v = 0; v < V; v++) others += fabsf(kept[n * V + v]);
+    }
+    check("masked rows", others, 0);
+    check("the row that counts", fabs((double)losses[0] - first) + (memcmp(kept, logits, FLOATS(V)) ? 1 : 0), 0);
+    case_done(before, worst);
+    free(targets), free(mask), free(logits), free(kept), free(losses);
+}
+
+// (B,NH,T,HS) from (B,T,NH,HS), or back.
+static float *by_head(const float *x, size_t B, size_t T, size_t NH, size_t HS, bool back) {
+    float *out = floats(B * T * NH * HS);
+    for (size_t b = 0; b < B; b++)
+        for (size_t t = 0; t < T; t++)
+            for (size_t h = 0; h < NH; h++) {
+                size_t token = ((b * T + t) * NH + h) * HS, head = ((b * NH + h) * T + t) * HS;
+                memcpy(out + (back ? token : head), x + (back ? head : token), FLOATS(HS));
+            }
+    return out;
+}
+
+static double compare_by_head(const char *name, const float *x, size_t B, size_t T, size_t NH, size_t HS, double floor, double bound) {
+    float *y = by_head(x, B, T, NH, HS, true);
+    double error = compare(name, y, B * T * NH * HS, floor, bound);
+    free(y);
+    return error;
+}
+
+static void test_attention(void) {
+    size_t B = size_of("B"), T = size_of("T"), NH = size_of("heads"), HS = size_of("head_size"), n = B * T * NH * HS;
+    int before = failed;
+    char message[256];
+    Normalizer normalizer;
+    if (!normalizer_parse(&normalizer, text_of("attn"), message, sizeof message)) fail(EXIT_INPUT, "%s: %s", case_name, message);
+    AttentionShape shape = {&normalizer, B, T, NH, HS};
+    float *x[3], *head[3], *d[3], *s = floats(NH), *ds = floats(NH), *out = floats(n), *dout = input("dout", n, 1);
+    float *stats = floats(B * NH * T * 2), *scratch = floats(attention_scratch(shape, omp_get_max_threads()));
+    for (int i = 0; i < 3; i++) {
+        x[i] = input((const char *[]){"q", "k", "v"}[i], n, 2);
+        head[i] = by_head(x[i], B, T, NH, HS, false);
+        d[i] = floats(n);
+    }
+    fixture_fill(s, NH, "attn_scale", 0, 0.3f, 0.1f);
+    bool has_s = normalizer_has_s(&normalizer);
+    attention_forward(out, stats, head[0], head[1], head[2], has_s ? s : NULL, shape, scratch);
+    attention_backward(d[0], d[1], d[2], has_s ? ds : NULL, dout, out, stats, head[0], head[1], head[2], has_s ? s : NULL, shape, scratch);
+    double norm = 0, worst = compare("out", out, n, 0, 1e-5);
+    for (size_t i = 0; i < n; i++) norm += (double)d[2][i] * d[2][i];
+    double floor = 1e-3 * sqrt(norm);
+    worst = largest(worst, compare_by_head("dq", d[0], B, T, NH, HS, floor, 1e-4));
+    worst = largest(worst, compare_by_head("dk", d[1], B, T, NH, HS, floor, 1e-4));
+    worst = largest(worst, compare_by_head("dv", d[2], B, T, NH, HS, floor, 1e-4));
+    if (has_s) worst = largest(worst, compare("dattn_scale", ds, NH, floor, 1e-4));
+    // One query at a time, as in generation, gives the same rows.
+    float *row = floats(HS), *scores = floats(T);
+    double difference = 0, size = 0;
+    for (size_t i = 0; i < B * NH * T; i++) {
+        size_t t = i % T, h = i / T % NH, b = i / T / NH, at = (i - t) * HS;
+        attention_row(row, head[0] + i * HS, head[1] + at, head[2] + at, t + 1, HS, HS, &normalizer, has_s ? s[h] : 1.0f, scores);
+        for (size_t c = 0; c < HS; c++) {
+            double o = out[((b * T + t) * NH + h) * HS + c];
+            difference += (row[c] - o) * (row[c] - o), size += o * o;
+        }
+    }
+    check("row by row", size > 0 ? sqrt(difference / size) : difference, 1e-5);
+    case_done(before, worst);
+    for (int i = 0; i < 3; i++) free(x[i]), free(head[i]), free(d[i]);
+    free(s), free(ds), free(out), free(dout), free(stats), free(scratch), free(row), free(scores);
+}
+
+static void test_adamw(void) {
+    size_t N = size_of("N"), steps = size_of("steps");
+    int before = failed;
+    float *param = input("param", N, 1), *mean = floats(N), *square = floats(N), *grad = floats(N);
+    double decay = atof(text_of("weight_decay"));
+    for (size_t s = 0; s < steps; s++) {
+        fixture_fill(grad, N, "grad", s * N, 0.0f, 1.0f);
+        adamw(param, mean, square, NULL, grad, N, (AdamW){atof(text_of("lr")), 0.9, 0.95, 1e-8, decay, 1.0, (int64_t)s + 1}, true);
+    }
+    double worst = compare("param", param, N, 0, 1e-6);
+    worst = largest(worst, compare("exp_avg", mean, N, 0, 1e-6));
+    worst = largest(worst, compare("exp_avg_sq", square, N, 0, 1e-6));
+    case_done(before, worst);
+    free(param), free(mean), free(square), free(grad);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------------
+// Without the reference
+
+// The gradient of the loss along random directions by central differences, for the whole model: what no table of answers could hide.
+static void test_finite_differences(const char *attn) {
+    Model m = {0};
+    Error error;
+    char message[256], name[64];
+    int before = failed;
+    snprintf(name, sizeof name, "finite differences, %s", attn);
+    case_name = name;
+    if (!model_parse(&m.config, "layers=2,heads=2,channels=32,ffn=48,vocab=61,tied=0", &error)) fail_with(&error);
+    m.config.seq_len = 16;
+    normalizer_parse(&m.config.attn, attn, message, sizeof message);
+    m.list = tensors_of(&m.config, false);
+    plan_parameters(&m, true, false);
+    plan_activations(&m, 2, 9, false);
+    memory_take(&m.plan);
+    model_ready(&m);
+    fill_weights(&m);
+    int32_t inputs[18], targets[18];
+    take_batch(inputs, targets, 0, 2, 9, 61);
+    model_step(&m, inputs, targets, NULL, 2, 9, 1.0f, true);
+    double worst = 0;
+    float *start = floats(m.list.floats), *direction = floats(m.list.floats);
+    memcpy(start, m.params, FLOATS(m.list.floats));
+    for (size_t i = 0; i < m.list.count; i++) {
+        // Along the gradient of one tensor, so that the slope is its norm, far above float32's rounding.
+        const Tensor *t = &m.list.tensors[i];
+        double square = 0, slope = 0, loss[4];
+        for (size_t j = 0; j < t->elements; j++) square += (double)m.grads[t->offset + j] * m.grads[t->offset + j];
+        double norm = sqrt(square);
+        if (norm < 1e-3) continue;
+        double h = 2e-2 / fmax(norm, 1.0);
+        for (int k = 0; k < 4; k++) {
+            double step = (k < 2 ? 1 : 2) * (k % 2 ? -h : h);
+            memcpy(m.params, start, FLOATS(m.list.floats));
+            for (size_t j = 0; j < t->elements; j++) m.params[t->offset + j] += (float)(step * m.grads[t->offset + j] / norm);
+            model_forward(&m, inputs, 2, 9);
+            loss[k] = model_loss(&m, targets, NULL, 18, 0.0f, false);
+        }
+        slope = (8 * (loss[0] - loss[1]) - (loss[2] - loss[3])) / (12 * h);      // error of order h^4
+        worst = largest(worst, relative(slope, norm));
+        check(t->name, relative(slope, norm), 2e-3);
+    }
+    case_done(before, worst);
+    free(start), free(direction);
+    tensors_free(&m.list);
+    memory_release(&m.plan);
+}
+
+// Products of bfloat16 inputs, in all transposes, against plain loops over the rounded numbers; and oneDNN's primitives in float32,
+// which is how that code is tried on processors without bfloat16.
+static void test_bf16_products(void) {
+    enum { M = 37, N = 65, K = 129 };
+    static float a[M * K], b[K * N], c[M * N], expected[M * N];
+    int before = failed;
+    double worst = 0;
+    case_name = gemm_has_bf16() ? "bfloat16 products, native" : "bfloat16 products, widened";
+    fixture_fill(a, M * K, "a", 0, 0.0f, 1.0f);
+    fixture_fill(b, K * N, "b", 0, 0.0f, 1.0f);
+    void *scratch = malloc(gemm_bf16_scratch(M * K, K * N));
+    gemm_bf16_use(scratch, M * K, K * N);
+    uint16_t *rounded_b = malloc(K * N * sizeof *rounded_b);
+    bf16_round(rounded_b, b, K * N);
+    for (int kind = 0; kind < 16; kind++) {
+        bool ta = kind & 1, tb = kind & 2, add = kind & 4, primitive = kind & 8;
+        double difference = 0, norm = 0;
+        for (int i = 0; i < M; i++)
+            for (int j = 0; j < N; j++) {
+                double sum = add ? 1 : 0;
+                for (int p = 0; p < K; p++) {
+                    float x = a[ta ? p * M + i : i * K + p], y = b[tb ? j * K + p : p * N + j];
+                    if (!primitive) x = bf16_to_float(bf16_from_float(x)), y = bf16_to_float(bf16_from_float(y));
+                    sum += (double)x * y;
+                }
+                expected[i * N + j] = (float)sum;
+                c[i * N + j] = add ? 1.0f : NAN;
+            }
+        if (primitive) {
+            if (!gemm_by_primitive(PRODUCT_F32, ta ? 'T' : 'N', tb ? 'T' : 'N', M, N, K, a, ta ? M : K, b, tb ? K : N, add, c, N)) continue;
+        } else {
+            gemm_bf16(ta ? 'T' : 'N', tb ? 'T' : 'N', M, N, K, (Operand){.f32 = a}, ta ? M : K, (Operand){.bf16 = rounded_b}, tb ? K : N,
+                      add, c, N);
+        }
+        for (int i = 0; i < M * N; i++) {
+            difference += ((double)c[i] - expected[i]) * ((double)c[i] - expected[i]);
+            norm += (double)expected[i] * expected[i];
+        }
+        worst = largest(worst, sqrt(difference / norm));
+        check(primitive ? "a primitive in float32" : "a product", sqrt(difference / norm), 1e-6);
+    }
+    case_done(before, worst);
+    free(scratch), free(rounded_b);
+}
+
+// vec_exp over its range, against libm.
+static void test_vec_exp(void) {
+    int before = failed;
+    double worst = 0;
+    case_name = "vec_exp";
+    for (uint32_t bits = 0; bits < 0xFFFFF000u; bits += 1999) {
+        float x;
+        memcpy(&x, &bits, sizeof x);
+        if (!(x > -87.3f && x < 88.7f)) continue;
+        worst = largest(worst, relative(vec_exp(x), exp(x)));
+    }
+    check("relative error", worst, 1e-7);
+    check("exp(0)", vec_exp(0.0f) != 1.0f, 0);
+    check("exp(-inf)", vec_exp(-INFINITY) != 0.0f, 0);
+    check("exp(inf)", vec_exp(INFINITY) != INFINITY, 0);
+    check("exp(NaN)", !isnan(vec_exp(NAN)), 0);
+    case_done(before, worst);
+}
+
+// A NaN in one weight must reach the loss and every check.
+static void test_nan(void) {
+    int before = failed;
+    case_name = "a NaN is seen";
+    float logits[8] = {0, 1, 2, NAN, 4, 5, 6, 7}, loss, x[4] = {1, NAN, 2, 3}, w[4] = {1, 1, 1, 1}, out[4];
+    int32_t target = 2;
+    crossentropy(&loss, logits, &target, NULL, 1, 8, 0.0f);
+    check("loss", !isnan(loss), 0);
+    rmsnorm_forward(out, x, w, 1, 4);
+    check("rmsnorm", !isnan(out[0]), 0);
+    for (size_t i = 0; i < 2; i++) {
+        Normalizer normalizer;
+        char message[256];
+        normalizer_parse(&normalizer, i ? "relu2-n" : "softmax", message, sizeof message);
+        float q[2] = {1, NAN}, k[4] = {1, 2, 3, 4}, v[4] = {1, 2, 3, 4}, scratch[2];
+        attention_row(out, q, k, v, 2, 2, 2, &normalizer, 1.0f, scratch);
+        check(normalizer.text, !isnan(out[0]), 0);
+    }
+    case_done(before, 0);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------------
+
+int main(int argc, char **argv) {
+    static const struct { const char *kind; void (*run)(void); } KINDS[] = {
+        {"model", test_model}, {"rmsnorm", test_rmsnorm}, {"rope", test_rope}, {"swiglu", test_swiglu}, {"matmul", test_matmul},
+        {"embedding", test_embedding}, {"crossentropy", test_crossentropy}, {"attention", test_attention}, {"adamw", test_adamw}};
+    const char *word = argc > 1 ? argv[1] : "";
+    Error error;
+    program_name = "test_gpt2";
+    if (!(models = safetensors_open(FIXTURES "models.safetensors", &error)) ||
+        !(layers = safetensors_open(FIXTURES "layers.safetensors", &error)))
+        fail_with(&error);
+    FILE *file = fopen(FIXTURES "cases.txt", "r");
+    if (!file) fail(EXIT_INPUT, FIXTURES "cases.txt: %s. Run this from the repository's folder.", strerror(errno));
+    while (fgets(case_line, sizeof case_line, file)) {
+        if (strncmp(case_line, "case=", 5) != 0 || !strstr(case_line, word)) continue;
+        static char name[128];
+        snprintf(name, sizeof name, "%.*s", (int)strcspn(case_line + 5, " "), case_line + 5);
+        case_name = name;
+        const char *kind = text_of("kind");
+        size_t i = 0;
+        while (i < sizeof KINDS / sizeof *KINDS && strcmp(KINDS[i].kind, kind) != 0) i++;
+        if (i == sizeof KINDS / sizeof *KINDS) fail(EXIT_INPUT, FIXTURES "cases.txt: %s: unknown kind %s.", name, kind);
+        answers = i == 0 ? models : layers;
+        KINDS[i].run();
+    }
+    fclose(file);
+    if (!word[0]) {
+        static const char *const ATTN[] = {"softmax", "ssmax", "softmax1", "relu2-n"};
+        for (size_t i = 0; i < 4; i++) test_finite_differences(ATTN[i]);
+        test_bf16_products();
+        test_vec_exp();
+        test_nan();
+    }
+    safetensors_close(models);
+    safetensors_close(layers);
+    printf("%d passed, %d failed\n", passed, failed);
+    return failed || !passed ? 1 : 0;
+}
