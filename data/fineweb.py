@@ -29,9 +29,9 @@ def main():
     parser.add_argument("--input", nargs="+", help="parquet files or folders with them, instead of the hub")
     parser.add_argument("--column", default="text", help="where the text is")
     args = parser.parse_args()
-    tokenizer = vocabulary.load(args.tokenizer)
     files = sources.local_files(args.input) if args.input else sources.hub_files(repo, [pattern])
-    shards.write(args, lambda skip: sources.documents(files, args.column, None, skip), tokenizer, sources.settings(files, args.column))
+    shards.write(args, lambda skip: sources.documents(files, args.column, None, skip), vocabulary.load(args.tokenizer),
+                 sources.settings(files, args.column))
 
 
 if __name__ == "__main__":

@@ -86,7 +86,8 @@ class Writer:
         self.load_state()
         self.resume()
         for file, content in tokenizer.files.items():
-            write_atomically(self.out / file, content)
+            if not (self.out / file).exists() or (self.out / file).read_bytes() != content:
+                write_atomically(self.out / file, content)
 
     # ---- state
 
@@ -157,9 +158,7 @@ class Writer:
         path, part = self.shard_path(split, index), self.part_path(split, index)
         found = next((p for p in (path, part) if p.exists()), None)
         size = found.stat().st_size if found else 0
-        if found == part and size > HEADER_BYTES + 2 * count:   # a killed run went on in its last part
-            os.truncate(part, HEADER_BYTES + 2 * count)
-        elif size != HEADER_BYTES + 2 * count:
+        if size != HEADER_BYTES + 2 * count:
             raise DataError(INPUT, f"{path}: expected {HEADER_BYTES + 2 * count:,} bytes ({count:,} tokens), found {size:,}.\n"
                                    f"  It was changed or removed since it was made. Remove the folder {self.out} to start again.")
         if found == part:
@@ -220,16 +219,14 @@ class Writer:
         self.commit()
         self.done = True
         self.save_state()
-        self.close()
         self.resume()
 
     def close(self):
-        for file in self.parts.values():
+        for file in (*self.parts.values(), self.lock_file):
             try:
                 file.close()
             except OSError:
                 pass   # a full disk, which has been reported
-        self.parts = {}
 
 
 def shorten(value):
@@ -273,24 +270,29 @@ def write(args, documents, tokenizer, settings):
     """Writes all documents as the shards that args (see add_flags) ask for. documents(skip) gives the texts in a fixed order, from
     number `skip` on; settings are what else decides the bytes. Returns the Writer."""
     writer = Writer(args.out, args.name, tokenizer, args.shard_tokens, args.val_fraction, settings)
-    if not writer.done:
-        bar = tqdm(unit=" tokens", unit_scale=True, initial=sum(writer.tokens.values()), disable=None, desc=args.name)
-        committed = time.monotonic()
-        try:
-            for ids in map_in_order(tokenizer.encode_batch, batches(documents(writer.documents)), args.workers):
-                before = sum(writer.tokens.values())
-                for document in ids:
-                    writer.add(document)
-                bar.update(sum(writer.tokens.values()) - before)
-                if writer.full or time.monotonic() - committed > COMMIT_SECONDS:
-                    writer.commit()
-                    committed = time.monotonic()
-            writer.finish()
-        finally:
-            writer.close()
-            bar.close()
+    try:
+        if not writer.done:
+            encoded = map_in_order(tokenizer.encode_batch, batches(documents(writer.documents)), args.workers)
+            write_encoded(writer, encoded)
+    finally:
+        writer.close()
     summarize(writer)
     return writer
+
+
+def write_encoded(writer, encoded):
+    """Adds lists of encoded documents to the end, with a progress bar where a person looks on."""
+    committed = time.monotonic()
+    with tqdm(unit=" tokens", unit_scale=True, initial=sum(writer.tokens.values()), disable=None, desc=writer.name) as bar:
+        for ids in encoded:
+            before = sum(writer.tokens.values())
+            for document in ids:
+                writer.add(document)
+            bar.update(sum(writer.tokens.values()) - before)
+            if writer.full or time.monotonic() - committed > COMMIT_SECONDS:
+                writer.commit()
+                committed = time.monotonic()
+    writer.finish()
 
 
 def summarize(writer):

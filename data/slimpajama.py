@@ -30,10 +30,10 @@ def main():
     parser.add_argument("--input", nargs="+", help="jsonl.zst files or folders with them, instead of the hub")
     parser.add_argument("--column", default="text", help="where the text is")
     args = parser.parse_args()
-    tokenizer = vocabulary.load(args.tokenizer)
     patterns = [f"train/chunk{n}/*.jsonl.zst" for n in args.chunks]
     files = sources.local_files(args.input) if args.input else sources.hub_files(REPO, patterns)
-    shards.write(args, lambda skip: sources.documents(files, args.column, None, skip), tokenizer, sources.settings(files, args.column))
+    shards.write(args, lambda skip: sources.documents(files, args.column, None, skip), vocabulary.load(args.tokenizer),
+                 sources.settings(files, args.column))
 
 
 if __name__ == "__main__":

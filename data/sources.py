@@ -131,13 +131,18 @@ def decode(data):
     return data.decode("utf-8", errors="replace")
 
 
+def without_surrogates(text):
+    """Lone halves of surrogate pairs, which JSON can hold and UTF-8 cannot, as U+FFFD."""
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def text_of(value, column, where):
     """The column of one JSON object; "" where it is null."""
     found = value.get(column, ...) if isinstance(value, dict) else ...
     if found is not None and not isinstance(found, str):
         keys = ", ".join(value) if isinstance(value, dict) else type(value).__name__
         raise DataError(INPUT, f"{where}: expected an object with the text under {column!r}, found {keys[:200]}. --column names another.")
-    return found or ""
+    return without_surrogates(found or "")
 
 
 def read_text(file, column, separator):
@@ -196,6 +201,18 @@ READERS = {".jsonl": read_jsonl, ".json": read_json, ".parquet": read_parquet}
 
 def documents(files, column="text", separator=None, skip=0):
     """The texts in all files, one after another, from number `skip` on. A row without text gives "", so that numbers stay."""
+    try:
+        yield from documents_of(files, column, separator, skip)
+    except DataError:
+        raise
+    except Exception as error:
+        if not any(file.hub for file in files):
+            raise
+        raise DataError(INPUT, f"reading from the hub failed ({type(error).__name__}: {first_line(error)}).\n  What is done is kept: the same "
+                               f"command goes on from here.") from None
+
+
+def documents_of(files, column, separator, skip):
     for file in files:
         if skip and file.kind() == ".parquet":   # its row count is known without reading it
             with file.open() as source:

