@@ -85,7 +85,7 @@ NORMALIZER_INLINE float row_scale_slope(int scale, int n, int d) {
 
 NORMALIZER_INLINE float phi_value(int phi, float z) {
     if (phi == PHI_RELU2) {
-        float r = z > 0.0f ? z : 0.0f;
+        float r = z < 0.0f ? 0.0f : z;         // in this order a NaN stays one
         return r * r;
     }
 #ifdef __CUDACC__
@@ -97,7 +97,7 @@ NORMALIZER_INLINE float phi_value(int phi, float z) {
 
 // phi'(z); f = phi(z) where that helps
 NORMALIZER_INLINE float phi_slope(int phi, float z, float f) {
-    if (phi == PHI_RELU2) return z > 0.0f ? 2.0f * z : 0.0f;
+    if (phi == PHI_RELU2) return z < 0.0f ? 0.0f : 2.0f * z;
     return f;
 }
 
