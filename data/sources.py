@@ -4,6 +4,7 @@ A file's format follows from its name, after .zst or .gz: .jsonl (an object a li
 document), anything else plain text (one document, or several between separators). Broken UTF-8 becomes U+FFFD.
 """
 import hashlib
+import importlib
 import json
 import subprocess
 import sys
@@ -61,13 +62,18 @@ def is_binary(path):
     return binary
 
 
+def library(name, use):
+    """A Python package that only some of the sources need."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise DataError(USAGE, f"{use} needs the Python package {name.split('.')[0]}, which is not installed: "
+                               f"{sys.executable} -m pip install {name.split('.')[0]}") from None
+
+
 def hub_files(repo, patterns):
     """The files of a data set on the Hugging Face hub that match the patterns; they are read as they arrive."""
-    try:
-        from huggingface_hub import HfFileSystem
-    except ImportError:
-        raise DataError(USAGE, f"{repo} is read from the hub with huggingface_hub: pip install huggingface_hub, or give --input.") from None
-    hub = HfFileSystem()
+    hub = library("huggingface_hub", f"reading {repo} from the hub").HfFileSystem()
     try:
         names = sorted(name for pattern in patterns for name in hub.glob(f"datasets/{repo}/{pattern}"))
         files = [File(name, hub.info(name)["size"], hub) for name in names]
@@ -108,7 +114,7 @@ def chunks(file):
         if file.compression() == ".gz":
             yield from compressed_chunks(file, source, lambda: zlib.decompressobj(31), zlib.error)
         elif file.compression() == ".zst":
-            import zstandard
+            zstandard = library("zstandard", file.name)
             yield from compressed_chunks(file, source, lambda: zstandard.ZstdDecompressor().decompressobj(), zstandard.ZstdError)
         else:
             yield from iter(lambda: source.read(CHUNK), b"")
@@ -175,9 +181,9 @@ def read_json(file, column, separator):
 
 
 def open_parquet(file, source, column):
-    import pyarrow.parquet
+    pyarrow = library("pyarrow", file.name)
     try:
-        table = pyarrow.parquet.ParquetFile(source)
+        table = library("pyarrow.parquet", file.name).ParquetFile(source)
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(INPUT, f"{file.name}: not a whole parquet file ({file.size:,} bytes): {first_line(error)}. Get it again.") from None
     if column not in table.schema_arrow.names:
@@ -186,7 +192,7 @@ def open_parquet(file, source, column):
 
 
 def read_parquet(file, column, separator):
-    import pyarrow
+    pyarrow = library("pyarrow", file.name)
     with file.open() as source:
         table = open_parquet(file, source, column)
         try:

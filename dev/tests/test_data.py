@@ -359,6 +359,15 @@ def test_broken_parquet(tmp_path):
         read(tmp_path / "a.parquet")
 
 
+@pytest.mark.parametrize("name, module", [("a.parquet", "pyarrow"), ("a.jsonl.zst", "zstandard")])
+def test_missing_library(tmp_path, monkeypatch, name, module):
+    (tmp_path / name).write_bytes(b"x")
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(shards.DataError, match=f"needs the Python package {module}, which is not installed") as caught:
+        read(tmp_path / name)
+    assert caught.value.code == 2
+
+
 def test_lone_surrogates(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "a \\ud800 b"}\n' * 3)
     script("text", tmp_path / "a.jsonl", "--out", tmp_path / "out", "--val-fraction", "0.4")
