@@ -171,12 +171,36 @@ static void test_refuse(void) {
     refused("a missing file", path);
 }
 
+// Whatever a damaged file says, it is opened or refused, and one that opens encodes: the sanitizers watch.
+static void test_damage(void) {
+    check_group("damaged files");
+    uint64_t state = 1;
+    bool all = true;
+    for (int round = 0; round < 3000; round++) {
+        make_json(default_merges, "<|endoftext|>", -1);
+        size_t length = strlen(json);
+        for (int i = 0; i < 1 + round % 3; i++) {
+            state = state * 6364136223846793005u + 1442695040888963407u;
+            const char letters[] = "{}[]\",:0129 aAbc\\u.-e";
+            json[(state >> 33) % length] = letters[(state >> 20) % (sizeof(letters) - 1)];
+        }
+        write_text(json, length);
+        Error error;
+        Tokenizer *t = tokenizer_open(path, &error);
+        int32_t ids[64];
+        all = all && (t ? tokenizer_encode(t, "aaaa abc's \xC3\xA9 \xFF", 15, ids, 64) <= 45 : error.code == EXIT_INPUT);
+        tokenizer_close(t);
+    }
+    CHECK(all, "a damaged file was neither refused nor opened rightly");
+}
+
 int main(void) {
     int handle = mkstemp(path);
     if (handle < 0) { return 4; }
     close(handle);
     test_encode();
     test_long_words();
+    test_damage();
     test_refuse();
     unlink(path);
     return check_verdict();
