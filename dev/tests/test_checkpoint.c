@@ -195,6 +195,7 @@ static void test_errno(const char *what, int number, const char *remedy) {
                 CHECK(error.code == EXIT_RESOURCE && strstr(error.text, out_dir) && strstr(error.text, strerror(number))
                       && strstr(error.text, remedy), "%s at point %ld: %d %s", what, n, error.code, error.text);
                 CHECK(value == 1 || value == 2, "%s at point %ld: value %g", what, n, value);
+                CHECK(there(10), "%s at point %ld: step 10 has lost its name", what, n);
                 char tmp[PATH_MAX];
                 snprintf(tmp, sizeof tmp, "%s/ckpt/.tmp-step-%08d", out_dir, (int)job_step);
                 CHECK(access(tmp, F_OK) != 0, "%s at point %ld: the temporary folder is still there", what, n);

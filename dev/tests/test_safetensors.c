@@ -324,6 +324,8 @@ static void test_sharded(void) {
     s = safetensors_open(folder, &error);
     CHECK(s, "two tensors in one file: %s", error.text);
     safetensors_close(s);
+    file_write_text(index, "{\"weight_map\":{\"a\":\"m-1.safetensors\"}}", &error);
+    CHECK(refused(folder, "the 1 tensors that it lists, found 2"), "a tensor that is not in the map");
     file_write_text(index, "{\"weight_map\":{\"a\":\"m-2.safetensors\",\"b\":\"m-1.safetensors\"}}", &error);
     CHECK(refused(folder, "is also in"), "one tensor in two files");
     unlink(index);
