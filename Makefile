@@ -1,7 +1,4 @@
-# make              builds the CPU programs
-# make help         says what was found on this machine, and what each absence turns off
-# make test         the C tests, from kept fixtures, with no Python
-# make SAN=1 ...    the same with AddressSanitizer and UBSan, in build/san
+# `make` builds the CPU programs; `make help` says what else there is, what was found, and what each absence turns off.
 
 CC      ?= gcc
 MARCH   ?= native
@@ -47,11 +44,19 @@ ifeq ($(MPI),1)
   LDLIBS += $(shell $(MPICC) --showme:link)
 endif
 
+# What MARCH stands for, as X("avx2") X("fma") ..., for the check at the start (runtime/cpu.c).
+BUILT_FOR := $(shell $(CC) -march=$(MARCH) -dM -E -x c /dev/null | sed -nE \
+  's/^.define __(AVX|AVX2|FMA|BMI2|AVX512F|AVX512BW|AVX512DQ|AVX512VL|AVX512VNNI|AVX512BF16)__ 1/\1/p' | tr A-Z a-z | sed 's/.*/X("&")/' | sort)
+
 BUILD   ?= build$(if $(filter 1,$(SAN)),/san)$(if $(filter 1,$(FAULTS)),/faults)
 BIN     ?= $(if $(filter build,$(BUILD)),.,$(BUILD))
 PROGRAMS = train_gpt2
 LIBRARY  = $(patsubst %.c,$(BUILD)/%.o,$(wildcard model.c runtime/*.c attention/*.c))
 TESTS    = $(patsubst dev/tests/%.c,$(BUILD)/tests/%,$(wildcard dev/tests/test_*.c))
+
+ifneq ($(CJSON)$(XXHASH),11)
+$(if $(filter help clean,$(MAKECMDGOALS)),,$(error cJSON and xxHash are needed: apt-get install libcjson-dev libxxhash-dev, or scripts/setup.sh))
+endif
 
 all: $(addprefix $(BIN)/,$(PROGRAMS))
 
@@ -75,10 +80,34 @@ $(BUILD)/flags: FORCE
 	@echo '$(CC) $(CFLAGS)' | cmp -s - $@ || echo '$(CC) $(CFLAGS)' > $@
 
 $(BUILD)/attention/modeling.o: attention/modeling_attn_gpt.py
+$(BUILD)/runtime/cpu.o: private CFLAGS := $(filter-out -march=%,$(CFLAGS)) '-DBUILT_FOR=$(BUILT_FOR)'
+$(BUILD)/runtime/run.o: private CFLAGS += '-DVERSION="$(VERSION)"'
+$(BUILD)/runtime/run.o: $(BUILD)/version
+
+test: $(TESTS) $(BIN)/test_gpt2
+	@status=0; for t in $^; do echo "== $$t"; case $$t in */*) $$t ;; *) ./$$t ;; esac || status=1; done; exit $$status
+
+help:
+	@echo 'make [all]      train_gpt2 and sample_gpt2'
+	@echo 'make test       the C tests: test_gpt2 and $(words $(TESTS)) of runtime/; no Python'
+	@echo 'make SAN=1      with AddressSanitizer and UBSan, in build/san'
+	@echo 'make MARCH=x86-64-v3    for other machines than this one (now: $(MARCH))'
+	@echo 'make ONEDNN=0 BLAS=0 MPI=0    without what was found'
+	@echo
+	@echo 'found on this machine'
+	@$(call found,$(ONEDNN),oneDNN (libdnnl-dev),products by oneDNN in float32 and bfloat16,$(if $(filter 1,$(BLAS)),products by a CBLAS; bfloat16 widened to float32,products by own loops; slower))
+	@$(call found,$(BLAS),CBLAS (libopenblas-dev),used where oneDNN is not there,products by own loops where oneDNN is not there)
+	@$(call found,$(MPI),MPI (libopenmpi-dev openmpi-bin),several processes by scripts/launch.sh,one process)
+	@$(call found,$(CJSON),cJSON (libcjson-dev),required,the build needs it)
+	@$(call found,$(XXHASH),xxHash (libxxhash-dev),required,the build needs it)
+found = printf '  %-3s %-32s %s\n' '$(if $(filter 1,$(1)),yes,no)' '$(2)' '$(if $(filter 1,$(1)),$(3),$(4))'
+
+$(BUILD)/version: FORCE
+	@echo '$(VERSION)' | cmp -s - $@ || echo '$(VERSION)' > $@
 
 clean:
 	rm -rf build train_gpt2 sample_gpt2 test_gpt2
 
-.PHONY: all clean FORCE
+.PHONY: all clean help test FORCE
 .SECONDARY:
 -include $(LIBRARY:.o=.d) $(patsubst %,$(BUILD)/%.d,$(PROGRAMS) test_gpt2) $(patsubst dev/tests/%.c,$(BUILD)/dev/tests/%.d,$(wildcard dev/tests/*.c))
