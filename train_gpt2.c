@@ -618,7 +618,8 @@ static void model_update(Model *m, AdamW a) {
 // ---------------------------------------------------------------------------------------------------------------------------
 // 5. Decoding
 
-enum { PREFILL_ROWS = 64 };        // prompt tokens that go through the layers together
+enum { PREFILL_ROWS = 64,          // prompt tokens that go through the layers together
+       FEW_ROWS = 8 };             // rows up to which a product is matmul_few()
 
 typedef struct {
     Model *m;
@@ -689,6 +690,35 @@ static void decode_attention(Decoder *d, const DecodeRow *rows, size_t count, si
     }
 }
 
+// matmul_forward for a few rows, whose elements are each a sum of their own: a sequence's numbers never depend on how many others are
+// decoded beside it, as they do in a library's tiles. The weights, whose reading takes the time here, are read once for all rows.
+static void matmul_few(float *out, const float *inp, const float *weight, size_t N, size_t C, size_t OC, bool add) {
+    #pragma omp parallel for schedule(static)
+    for (size_t o = 0; o < OC; o++) {
+        const float *w = weight + o * C;
+        for (size_t r = 0; r < N; r += 4) {                    // four hide each other's latency; a row may stand in for missing ones
+            const float *a = inp + r * C, *b = r + 1 < N ? a + C : a, *c = r + 2 < N ? b + C : b, *d = r + 3 < N ? c + C : c;
+            float sum[4], sum_a = 0.0f, sum_b = 0.0f, sum_c = 0.0f, sum_d = 0.0f;
+            #pragma omp simd reduction(+ : sum_a, sum_b, sum_c, sum_d)
+            for (size_t i = 0; i < C; i++) {
+                sum_a += a[i] * w[i];
+                sum_b += b[i] * w[i];
+                sum_c += c[i] * w[i];
+                sum_d += d[i] * w[i];
+            }
+            sum[0] = sum_a, sum[1] = sum_b, sum[2] = sum_c, sum[3] = sum_d;
+            for (size_t i = r; i < N && i < r + 4; i++) out[i * OC + o] = add ? out[i * OC + o] + sum[i - r] : sum[i - r];
+        }
+    }
+}
+
+static void decode_product(float *out, const float *inp, Operand weight, size_t N, size_t C, size_t OC, bool add) {
+    if (N <= FEW_ROWS && !weight.bf16)
+        matmul_few(out, inp, weight.f32, N, C, OC, add);
+    else
+        matmul_forward(out, inp, weight, N, C, OC, add);
+}
+
 // Runs at most d->rows rows through the layers; d->x (count,C) is the residual stream at the end.
 static void decode(Decoder *d, const DecodeRow *rows, size_t count) {
     Model *m = d->m;
@@ -699,23 +729,23 @@ static void decode(Decoder *d, const DecodeRow *rows, size_t count) {
     for (size_t l = 0; l < (size_t)c->layers; l++) {
         const LayerOffsets *at = &m->list.layers[l];
         rmsnorm_forward(d->h, d->x, m->params + at->norm1, count, C);
-        matmul_forward(d->qkv, d->h, weight(m, at->q), count, C, 3 * C, false);
+        decode_product(d->qkv, d->h, weight(m, at->q), count, C, 3 * C, false);
         decode_attention(d, rows, count, l);
-        matmul_forward(d->x, d->att, weight(m, at->o), count, C, C, true);
+        decode_product(d->x, d->att, weight(m, at->o), count, C, C, true);
         rmsnorm_forward(d->h, d->x, m->params + at->norm2, count, C);
-        matmul_forward(d->gate_up, d->h, weight(m, at->gate), count, C, 2 * F, false);
+        decode_product(d->gate_up, d->h, weight(m, at->gate), count, C, 2 * F, false);
         swiglu_forward(d->act, d->gate_up, count, F);
-        matmul_forward(d->x, d->act, weight(m, at->down), count, F, C, true);
+        decode_product(d->x, d->act, weight(m, at->down), count, F, C, true);
     }
 }
 
-// The logits (V) after one row of the last decode(), into the place of that sequence.
-static float *decode_logits(Decoder *d, size_t row, size_t sequence) {
+// The logits (count,V) after `count` rows of the last decode(), `row` and on, into the places of as many sequences, `sequence` and on.
+static float *decode_logits(Decoder *d, size_t row, size_t count, size_t sequence) {
     Model *m = d->m;
     size_t C = (size_t)m->config.channels, V = (size_t)m->config.vocab;
     float *logits = d->logits + sequence * V;
-    rmsnorm_forward(d->h, d->x + row * C, m->params + m->list.norm, 1, C);
-    matmul_forward(logits, d->h, weight(m, m->list.head), 1, C, V, false);
+    rmsnorm_forward(d->h, d->x + row * C, m->params + m->list.norm, count, C);
+    decode_product(logits, d->h, weight(m, m->list.head), count, C, V, false);
     return logits;
 }
 
@@ -728,7 +758,7 @@ static float *decode_prompt(Decoder *d, const int32_t *prompt, size_t count, siz
         for (size_t r = 0; r < here; r++) rows[r] = (DecodeRow){prompt[from + r], sequence, from + r};
         decode(d, rows, here);
     }
-    return decode_logits(d, here - 1, sequence);
+    return decode_logits(d, here - 1, 1, sequence);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------
@@ -1294,7 +1324,7 @@ static void show_sample(Run *run) {
     if (!is_main()) return;
     int32_t token = run->model.config.end_of_text;
     while (count < d->length) {
-        float *logits = count ? (decode(d, &(DecodeRow){token, 0, count}, 1), decode_logits(d, 0, 0)) : decode_prompt(d, &token, 1, 0);
+        float *logits = count ? (decode(d, &(DecodeRow){token, 0, count}, 1), decode_logits(d, 0, 1, 0)) : decode_prompt(d, &token, 1, 0);
         double u = random_uniform((uint64_t)run->o.seed, (uint64_t)run->step, count);
         token = sample_token(logits, (size_t)run->model.config.vocab, 0.9, 50, 1.0, u);
         if (token == run->model.config.end_of_text) break;
