@@ -1,0 +1,56 @@
+#!/usr/bin/env bash
+# From a fresh clone to a small GPT that has read Shakespeare: sets up, builds, prepares the text, trains for about five
+# minutes on two cores, validates, prints a sample and draws the curve.
+#
+#   scripts/quickstart.sh [--steps N]     N training steps (default 600, or QUICKSTART_STEPS)
+#
+# Run again, it keeps what is done; with more steps it trains on from where it was.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+steps=${QUICKSTART_STEPS:-600}
+case "${1:-}" in
+    "") ;;
+    --steps) steps=${2:-} ;;
+    --steps=*) steps=${1#--steps=} ;;
+    *) echo "quickstart: $1: no such flag; there is --steps N" >&2; exit 2 ;;
+esac
+[[ $steps =~ ^[1-9][0-9]*$ ]] || { echo "quickstart: --steps: expected a number from 1, found \"$steps\"" >&2; exit 2; }
+run=out/quickstart
+data=(--train-data 'data/shakespeare/*_train_*.bin' --val-data 'data/shakespeare/*_val_*.bin')
+# A short run of a small model bears a high rate.
+recipe=(--model layers=6,heads=6,channels=192,ffn=512,tied=1 --batch 8 --seq-len 128 --steps "$steps"
+        --lr 3e-3 --warmup 50 --schedule cosine --val-every 100 --val-tokens 32768)
+
+echo "== 1. setup"
+scripts/setup.sh
+echo "== 2. build"
+make -j"$(nproc)"
+echo "== 3. text: Shakespeare's works"
+.venv/bin/python data/shakespeare.py
+echo "== 4. training, $steps steps"
+./train_gpt2 "${data[@]}" "${recipe[@]}" --sample-every 200 --ckpt-every 200 --keep 1 --out $run --resume || {
+    status=$?
+    [ $status != 75 ] || echo "quickstart: run it again and it goes on from there" >&2
+    exit $status
+}
+model=$(ls -d $run/ckpt/step-* | tail -1)
+echo "== 5. a sample"
+./sample_gpt2 --model "$model" --prompt "MACBETH. " --max-new-tokens 120 --temperature 0.8 --top-k 50 --seed 1
+echo "== 6. the curve"
+.venv/bin/python scripts/plot.py $run
+
+cat <<NEXT
+
+The model is in $model, its curve in $run/loss.png.
+
+What to try next:
+  longer, from here             scripts/quickstart.sh --steps $((2 * steps))
+  your own prompt               ./sample_gpt2 --model $model --prompt "ROMEO. But soft" --max-new-tokens 200
+  another attention normaliser  ./train_gpt2 --attn ssmax ${recipe[*]} \\
+                                    ${data[0]} '${data[1]}' ${data[2]} '${data[3]}' --out out/ssmax
+  both in one picture           .venv/bin/python scripts/plot.py $run out/ssmax --out out/both.png
+  your own text                 .venv/bin/python data/text.py --help
+  every flag                    ./train_gpt2 --help
+  every test                    scripts/test.sh
+NEXT
