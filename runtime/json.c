@@ -6,7 +6,7 @@
 
 #include "file.h"
 
-enum { JSON_DEPTH = 32, JSON_BYTES = 64 << 20 };
+enum { JSON_DEPTH = 32, JSON_COMMAS = 10000000, JSON_BYTES = 64 << 20 };   // cJSON takes 64 bytes and more for each value
 
 // ---- what cJSON lets pass, looked for in one pass before it ----------------------------------------------------------------
 
@@ -77,7 +77,7 @@ static bool scan_number(Scan *scan) {
 }
 
 static bool scan_text(Scan *scan) {
-    int depth = 0;
+    int depth = 0, commas = 0;
     while (scan->at < scan->end) {
         unsigned char c = *scan->at;
         if (c == '"') {
@@ -88,6 +88,7 @@ static bool scan_text(Scan *scan) {
             if (c >= 0x80 || (c < 0x20 && c != '\t' && c != '\n' && c != '\r')) return wrong(scan, "a stray byte");
             if ((c == '{' || c == '[') && ++depth > JSON_DEPTH) return wrong(scan, "more than 32 levels of nesting");
             if (c == '}' || c == ']') depth--;
+            if (c == ',' && ++commas > JSON_COMMAS) return wrong(scan, "more than 10,000,000 values");
             scan->at++;
         }
     }

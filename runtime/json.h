@@ -1,5 +1,5 @@
 // JSON from files that may be damaged or hostile, strictly: UTF-8, no NUL (not even escaped: C strings would end there),
-// no name twice in an object, at most 32 levels, nothing after the end. cJSON itself lets these pass.
+// no name twice in an object, at most 32 levels and 10,000,000 values, nothing after the end. cJSON itself lets these pass.
 #ifndef RUNTIME_JSON_H
 #define RUNTIME_JSON_H
 

@@ -228,6 +228,14 @@ static void test_kill_replace(void) {
         free(text);
         if (done) break;
     }
+    char temporary[PATH_MAX];
+    snprintf(temporary, sizeof temporary, "%s/run.json.tmp", folder);
+    for (long n = 1; n <= 3; n++) {
+        fault_set(n, false, ENOSPC);
+        CHECK(!file_replace_text(path, "newer", &error) && strstr(error.text, "run.json"), "ENOSPC at point %ld", n);
+        CHECK(access(temporary, F_OK) != 0, "ENOSPC at point %ld: the temporary file is still there", n);
+    }
+    fault_clear();
     printf("replacing a file: the old text or the new at each point\n");
 }
 
@@ -353,6 +361,10 @@ static void test_manifest(void) {
     CHECK(file_write_text(checkpoint_path(&c, "twice"), "first", &error), "%s", error.text);
     CHECK(file_write_text(checkpoint_path(&c, "twice"), "second", &error), "%s", error.text);
     CHECK(file_write_text(checkpoint_path(&c, "empty"), "", &error), "%s", error.text);
+    CHECK(file_write_text(checkpoint_path(&c, "longer"), "by file_write_text", &error), "%s", error.text);
+    file = fopen(checkpoint_path(&c, "longer"), "a");
+    fputs(" and by another way", file);
+    fclose(file);
     CHECK(checkpoint_copy(&c, source, &error) && checkpoint_commit(&c, &error), "%s", error.text);
     checkpoint_abandon(&c);   // does nothing after a commit
     CHECK(checkpoint_newest(out_dir, path, sizeof path, &step) && step == 7 && checkpoint_verify(path, false, &error), "%s", error.text);

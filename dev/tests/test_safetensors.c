@@ -239,7 +239,13 @@ static void test_broken_headers(void) {
     memset(deep, '[', 10000);
     memset(deep + 10000, ']', 10000);
     CHECK(refused(make_file("broken", deep, 20000, NULL, 0), "levels of nesting"), "10,000 levels");
-    printf("%zu broken headers\n", sizeof cases / sizeof *cases + 2);
+    size_t size = 2 * 10000003;
+    char *many = malloc(size);
+    for (size_t i = 0; i < size; i += 2) memcpy(many + i, "0,", 2);
+    many[0] = '[', many[1] = ' ', many[size - 1] = ']';
+    CHECK(refused(make_file("broken", many, size, NULL, 0), "10,000,000 values"), "10,000,001 values");
+    free(many);
+    printf("%zu broken headers\n", sizeof cases / sizeof *cases + 3);
 }
 
 static void write_bytes(const char *path, const void *data, size_t size) {
