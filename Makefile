@@ -50,7 +50,7 @@ BUILT_FOR := $(shell $(CC) -march=$(MARCH) -dM -E -x c /dev/null | sed -nE \
 
 BUILD   ?= build$(if $(filter 1,$(SAN)),/san)$(if $(filter 1,$(FAULTS)),/faults)
 BIN     ?= $(if $(filter build,$(BUILD)),.,$(BUILD))
-PROGRAMS = train_gpt2
+PROGRAMS = train_gpt2 sample_gpt2
 LIBRARY  = $(patsubst %.c,$(BUILD)/%.o,$(wildcard model.c runtime/*.c attention/*.c))
 TESTS    = $(patsubst dev/tests/%.c,$(BUILD)/tests/%,$(wildcard dev/tests/test_*.c))
 
