@@ -1,1 +1,310 @@
-# placeholder
+"""A Llama whose attention is normalised in another way than by softmax, for transformers:
+
+    AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+
+It lies in the checkpoints that need it and stands on its own. config.json's "attention_normalizer" says which way, by five choices
+in a row. For the query at position i, n = i + 1 keys are visible; d is the head size, L the length that the model was trained with
+("seq_len"), T the length of the text so far:
+
+    qk              none; l2: q and k over their Euclidean norms
+    scale, offset   z_ij = c_i (q_i . k_j) + o_i, q and k after RoPE
+    phi             f_ij = phi(z_ij); what is not visible is 0 after phi
+    norm            A_ij = f_ij / Z_i
+    post            a change of the row A_i
+
+The output is sum_j A_ij v_j. A row whose Z is 0 gives 0. Learnt, for each head: s (attn_scale), b (attn_bias); for all: p (attn_pn).
+With padding, n counts the visible keys that are no padding. Plain arrays of T x T: to be read and to be right.
+
+[SSMax] Nakanishi, "Scalable-Softmax Is Superior for Attention"; [LSSA] Gao and Spratling, "Softplus Attention with Re-weighting
+Boosts Length Extrapolation in Large Language Models"; [GAU] Su, kexue.fm 9019; [Softer-Max] "Softer-Max, not Softmax"."""
+import math
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import DynamicCache, GenerationMixin, LlamaConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+STAGES = ("qk", "scale", "offset", "phi", "norm", "post")
+
+
+class AttnGPTConfig(LlamaConfig):
+    """LlamaConfig's keys, and attention_normalizer."""
+    model_type = "attn_gpt"
+
+
+# ---- The normaliser. n (B, 1, T, 1): keys that a query sees; z, f, A (B, heads, T, keys)
+
+def softplus(x):
+    return x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))
+
+
+PHI = {
+    "exp": torch.exp,
+    "identity": lambda z: z,
+    "relu": torch.relu,
+    "relu2": lambda z: torch.relu(z) ** 2,
+    "relu6": lambda z: z.clamp(0, 6),
+    "gelu": lambda z: z * (1 + torch.erf(z / math.sqrt(2))) / 2,
+    "sigmoid": torch.sigmoid,
+    "softplus": softplus,
+    "mish": lambda z: z * torch.tanh(softplus(z)),
+}
+
+
+def over(x, divisor):
+    """x / divisor; 0, with gradient 0, where the divisor is 0."""
+    dead = divisor == 0
+    return torch.where(dead, 0, x / torch.where(dead, 1, divisor))
+
+
+def scale_of(spec, n, d, L, s, b, p):
+    """c (B, heads or 1, T, 1). s, b (heads, 1, 1) and p (L), where the scale has them."""
+    ln, root = torch.log(n), math.sqrt(d)
+    kind, _, value = spec.partition(":")
+    if kind == "rsqrt-d":
+        return torch.full_like(n, 1 / root)
+    if kind == "logn":
+        return s * ln / root
+    if kind == "logn-bias":
+        return (s * ln + b) / root
+    if kind == "pn":
+        if n.max() > L:
+            raise ValueError(f"attention_normalizer scale=pn has a factor for each of {L} lengths, the text has {int(n.max())} tokens")
+        return (s * p[n.long() - 1] + b) / root
+    if kind == "log":
+        return ln / math.log(L if value == "L" else float(value)) / root
+    if kind == "logd-logn":
+        return math.log(d) * ln
+    if kind == "const":
+        return torch.full_like(n, float(value))
+    raise ValueError(f"attention_normalizer: unknown scale {spec!r}")
+
+
+def offset_of(spec, n, L, T):
+    if spec == "none":
+        return 0
+    if spec == "-logL":
+        return -math.log(L)
+    if spec == "-logT":
+        return -torch.log(T)
+    if spec == "-logn":
+        return -torch.log(n)
+    raise ValueError(f"attention_normalizer: unknown offset {spec!r}")
+
+
+def fixed_norm(spec, n, L, T):
+    kind, _, value = spec.partition(":")
+    if kind == "const":
+        return float(value)
+    known = {"n": n, "n2": n**2, "L": L, "T": T, "T2": T**2, "sqrt-half-n": torch.sqrt(n / 2), "none": 1}
+    if kind not in known:
+        raise ValueError(f"attention_normalizer: unknown norm {spec!r}")
+    return known[kind]
+
+
+def normalized(z, visible, phi, norm, n, L, T):
+    if phi not in PHI:
+        raise ValueError(f"attention_normalizer: unknown phi {phi!r}")
+    z = torch.where(visible, z, 0)
+    if norm != "l1" and not norm.startswith("l1+"):
+        return torch.where(visible, PHI[phi](z), 0) / fixed_norm(norm, n, L, T)
+    C = float(norm[3:] or 0)
+    if phi != "exp":
+        f = torch.where(visible, PHI[phi](z), 0)
+        return over(f, C + f.abs().sum(-1, keepdim=True))
+    # Relative to the row's largest z, which leaves A as it is; C joins as C e^0.
+    largest = z.detach().masked_fill(~visible, -math.inf).amax(-1, keepdim=True)
+    largest = largest.clamp(min=0) if C > 0 else largest.masked_fill(largest == -math.inf, 0)
+    f = torch.where(visible, torch.exp(torch.where(visible, z - largest, 0)), 0)
+    return over(f, C * torch.exp(-largest) + f.sum(-1, keepdim=True))
+
+
+def posted(A, visible, spec, n):
+    kind, _, value = spec.partition(":")
+    if kind == "none":
+        return A
+    if kind == "negate":
+        return -A
+    if kind == "reweight":      # the first three rows use 0 in place of the 1
+        w = torch.relu(torch.where(visible, A * n - (n > 3).to(A.dtype), 0))
+        w = over(w, w.detach().amax(-1, keepdim=True))      # relative to the row's largest: the power stays finite
+        w = torch.where(w > 0, torch.where(w > 0, w, 1) ** float(value), 0)
+        return over(w, w.sum(-1, keepdim=True))
+    if kind in ("recenter", "recenter-l1"):                 # the first three rows stay as they are
+        centered = torch.where(visible, A - A.sum(-1, keepdim=True) / n, 0)
+        if kind == "recenter-l1":
+            centered = over(centered, centered.abs().sum(-1, keepdim=True))
+        return torch.where(n > 3, centered, A)
+    raise ValueError(f"attention_normalizer: unknown post {spec!r}")
+
+
+def attention(q, k, v, visible, normalizer, s, b, p):
+    """q (B, heads, T, d), k, v (B, heads, keys, d) after RoPE; visible (B, 1, T, keys). Statistics are float32 at least."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    q, k = q.to(wide), k.to(wide)
+    d, L = q.shape[-1], normalizer["seq_len"]
+    n = visible.sum(-1, keepdim=True).clamp(min=1).to(wide)     # 1 for a query that is padding
+    T = n[:, :, -1:]
+    if normalizer["qk"] == "l2":
+        q, k = (over(x, torch.linalg.vector_norm(x, dim=-1, keepdim=True)) for x in (q, k))
+    elif normalizer["qk"] != "none":
+        raise ValueError(f"attention_normalizer: unknown qk {normalizer['qk']!r}")
+    z = scale_of(normalizer["scale"], n, d, L, s, b, p) * (q @ k.transpose(-1, -2)) + offset_of(normalizer["offset"], n, L, T)
+    A = normalized(z, visible, normalizer["phi"], normalizer["norm"], n, L, T)
+    return posted(A, visible, normalizer["post"], n).to(v.dtype) @ v
+
+
+# ---- The layers
+
+class RMSNorm(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(config.hidden_size))
+        self.eps = config.rms_norm_eps
+
+    def forward(self, x):
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return (wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight
+
+
+def rope(x, positions, theta):
+    """x (B, heads, T, d): the pair (x_i, x_(i + d/2)) turns by the angle position . theta^(-2i/d)."""
+    half = x.shape[-1] // 2
+    frequency = theta ** (-torch.arange(half, dtype=torch.float64, device=x.device) / half)
+    angle = positions[:, None, :, None].to(torch.float64) * frequency
+    cos, sin = torch.cos(angle).to(x.dtype), torch.sin(angle).to(x.dtype)
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+class Attention(nn.Module):
+    def __init__(self, config, layer):
+        super().__init__()
+        C, self.heads, self.layer, self.normalizer = config.hidden_size, config.num_attention_heads, layer, config.attention_normalizer
+        self.theta = config.rope_parameters["rope_theta"]
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(C, C, bias=False) for _ in range(4))
+        scale, learnt = self.normalizer["scale"], not self.normalizer.get("fixed", False)
+        self.attn_scale = self.attn_bias = None
+        if scale in ("logn", "logn-bias", "pn"):
+            self.attn_scale = nn.Parameter(torch.ones(self.heads), requires_grad=learnt)
+        if scale in ("logn-bias", "pn"):
+            self.attn_bias = nn.Parameter(torch.zeros(self.heads))
+
+    def s_start(self):
+        """1 / mean(ln n over n = 1..L), so that the mean temperature is softmax's [SSMax]; 1 where p_n stands in the place of ln n."""
+        L = self.normalizer["seq_len"]
+        return 1.0 if self.normalizer["scale"] == "pn" or L == 1 else L / math.lgamma(L + 1)
+
+    def forward(self, x, positions, visible, cache, p):
+        B, T, _ = x.shape
+        q, k, v = (f(x).view(B, T, self.heads, -1).transpose(1, 2) for f in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = rope(q, positions, self.theta), rope(k, positions, self.theta)
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer)
+        s, b = (None if w is None else w[:, None, None] for w in (self.attn_scale, self.attn_bias))
+        return self.o_proj(attention(q, k, v, visible, self.normalizer, s, b, p).transpose(1, 2).reshape(B, T, -1))
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    def __init__(self, config, layer):
+        super().__init__()
+        self.input_layernorm, self.post_attention_layernorm = RMSNorm(config), RMSNorm(config)
+        self.self_attn, self.mlp = Attention(config, layer), SwiGLU(config)
+
+    def forward(self, x, *where):
+        x = x + self.self_attn(self.input_layernorm(x), *where)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Decoder(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config)
+        normalizer = config.attention_normalizer
+        self.attn_pn = nn.Parameter(torch.ones(normalizer["seq_len"])) if normalizer["scale"] == "pn" else None
+
+    def forward(self, x, *where):
+        for layer in self.layers:
+            x = layer(x, *where, self.attn_pn)
+        return self.norm(x)
+
+
+# ---- The model
+
+class AttnGPTForCausalLM(PreTrainedModel, GenerationMixin):
+    config_class = AttnGPTConfig
+    base_model_prefix = "model"
+    _no_split_modules = ["Layer"]
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config):
+        super().__init__(config)
+        normalizer = getattr(config, "attention_normalizer", None) or {}
+        lacking = [key for key in ("seq_len", *STAGES) if key not in normalizer]
+        if lacking:
+            raise ValueError(f"config.json: attention_normalizer lacks {', '.join(lacking)}")
+        if normalizer.get("block") == "gau":
+            raise ValueError("config.json: attention_normalizer has block gau, gated attention units, which this file does not compute")
+        self.model = Decoder(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def _init_weights(self, module):
+        """The start of a new model; a checkpoint's tensors stay as they are."""
+        super()._init_weights(module)
+        if isinstance(module, Attention) and module.attn_scale is not None:
+            nn.init.constant_(module.attn_scale, module.s_start())
+        if isinstance(module, Attention) and module.attn_bias is not None:
+            nn.init.zeros_(module.attn_bias)
+        if isinstance(module, Decoder) and module.attn_pn is not None:
+            nn.init.ones_(module.attn_pn)
+
+    def get_input_embeddings(self):
+        return self.model.embed_tokens
+
+    def set_input_embeddings(self, embedding):
+        self.model.embed_tokens = embedding
+
+    def get_output_embeddings(self):
+        return self.lm_head
+
+    def set_output_embeddings(self, head):
+        self.lm_head = head
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None, labels=None,
+                use_cache=None, logits_to_keep=0, **kwargs):
+        """attention_mask (B, keys): 0 for padding. logits_to_keep: only those of the last tokens; 0: all."""
+        x = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        B, T, _ = x.shape
+        use_cache = self.config.use_cache if use_cache is None else use_cache
+        cache = DynamicCache() if use_cache and past_key_values is None else past_key_values
+        past = 0 if cache is None else int(cache.get_seq_length())
+        at, keys = torch.arange(past, past + T, device=x.device), torch.arange(past + T, device=x.device)
+        positions = at[None] if position_ids is None else position_ids
+        visible = (keys <= at[:, None])[None, None]
+        if attention_mask is not None:
+            if attention_mask.shape != (B, past + T):
+                raise ValueError(f"attention_mask: expected one number for each of {B} x {past + T} keys, found {tuple(attention_mask.shape)}")
+            visible = visible & attention_mask[:, None, None].bool()
+        x = self.model(x, positions, visible, cache)
+        if isinstance(logits_to_keep, int):
+            logits_to_keep = slice(-logits_to_keep, None) if logits_to_keep else slice(None)
+        logits = self.lm_head(x[:, logits_to_keep])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache if use_cache else None)

@@ -1,0 +1,100 @@
+// logits FOLDER IDS: the logits of a checkpoint's model after each of the token ids "1,2,3", a line a position, to be compared with
+// other programs'. Before that it compares the trainer's own ways to them: the whole pass, and the key-value cache in several splits;
+// and sequences decoded side by side with each one alone, bit for bit. Exit status 1 where they differ.
+#define WITHOUT_MAIN
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wunused-function"
+#include "train_gpt2.c"
+#pragma GCC diagnostic pop
+
+enum { BESIDE = 5, MAX_IDS = 4096 };         // sequences side by side; ids read
+#define TOLERANCE 1e-5
+
+static Model model;
+static Decoder decoder;
+static float *full, *cached;                 // (T,V) by the whole pass; (V) after the last token, alone
+
+static size_t read_ids(int32_t *ids, const char *text, int vocab) {
+    size_t count = 0;
+    for (char *end; *text; text = *end == ',' ? end + 1 : end) {
+        long id = strtol(text, &end, 10);
+        if (end == text || (*end && *end != ',') || id < 0 || id >= vocab || count == MAX_IDS)
+            fail(EXIT_USAGE, "%s: expected at most %d ids below %d with commas between.", text, MAX_IDS, vocab);
+        ids[count++] = (int32_t)id;
+    }
+    if (!count) fail(EXIT_USAGE, "no ids.");
+    return count;
+}
+
+static void load(const char *folder, size_t T) {
+    Error error;
+    model.list = tensors_of(&model.config, false);
+    plan_parameters(&model, false, false);
+    plan_activations(&model, 1, T, false);
+    plan_decoder(&decoder, &model, &model.plan, BESIDE, T);
+    memory_add(&model.plan, "logits", (void **)&full, FLOATS(T * (size_t)model.config.vocab));
+    memory_add(&model.plan, "logits", (void **)&cached, FLOATS(model.config.vocab));
+    memory_take(&model.plan);
+    model_ready(&model);
+    decoder_ready(&decoder);
+    if (!model_load(&model, folder, &error)) fail_with(&error);
+}
+
+// The largest difference of a row over the row's largest logit. NaN where there is one.
+static double difference(const float *a, const float *b, size_t V) {
+    double largest = 0, most = 0;
+    for (size_t v = 0; v < V; v++) {
+        double apart = fabs((double)a[v] - b[v]);
+        if (!(apart <= most)) most = apart;
+        if (fabs(b[v]) > largest) largest = fabs(b[v]);
+    }
+    return most / largest;
+}
+
+// A prompt of `split` tokens, then one token after another.
+static bool check_cache(const int32_t *ids, size_t T, size_t split) {
+    size_t V = (size_t)model.config.vocab;
+    float *logits = decode_prompt(&decoder, ids, split, 0);
+    for (size_t t = split - 1;; t++) {
+        double apart = difference(logits, full + t * V, V);
+        if (!(apart <= TOLERANCE)) {
+            fprintf(stderr, "position %zu, a prompt of %zu tokens: the cache's logits differ from the whole pass's by %g of the largest\n",
+                    t, split, apart);
+            return false;
+        }
+        if (t + 1 == T) break;
+        decode(&decoder, &(DecodeRow){ids[t + 1], 0, t + 1}, 1);
+        logits = decode_logits(&decoder, 0, 1, 0);
+    }
+    memcpy(cached, logits, FLOATS(V));
+    return true;
+}
+
+// The sequence in the last place, others with other tokens before it: the same bits as alone.
+static bool check_beside(const int32_t *ids, size_t T) {
+    size_t V = (size_t)model.config.vocab;
+    for (size_t t = 0; t < T; t++) {
+        DecodeRow rows[BESIDE];
+        for (size_t i = 0; i < BESIDE; i++) rows[i] = (DecodeRow){ids[i + 1 == BESIDE ? t : (t + i) % T], i, t};
+        decode(&decoder, rows, BESIDE);
+    }
+    if (!memcmp(decode_logits(&decoder, 0, BESIDE, 0) + (BESIDE - 1) * V, cached, FLOATS(V))) return true;
+    fprintf(stderr, "a sequence's logits depend on those decoded beside it\n");
+    return false;
+}
+
+int main(int argc, char **argv) {
+    static int32_t ids[MAX_IDS];
+    Error error;
+    program_name = "logits";
+    if (argc != 3) fail(EXIT_USAGE, "logits FOLDER IDS");
+    if (!model_config_read(&model.config, argv[1], &error)) fail_with(&error);
+    size_t T = read_ids(ids, argv[2], model.config.vocab), V = (size_t)model.config.vocab, C = (size_t)model.config.channels;
+    load(argv[1], T);
+    model_forward(&model, ids, 1, T);
+    matmul_forward(full, model.h, weight(&model, model.list.head), T, C, V, false);
+    bool right = check_cache(ids, T, T) && check_cache(ids, T, (T + 1) / 2) && check_cache(ids, T, 1) && check_beside(ids, T);
+    for (size_t t = 0; t < T; t++)
+        for (size_t v = 0; v < V; v++) printf("%.9g%c", full[t * V + v], v + 1 == V ? '\n' : ' ');
+    return !right;
+}
