@@ -64,7 +64,12 @@ $(addprefix $(BIN)/,$(PROGRAMS) test_gpt2): $(BIN)/%: $(BUILD)/%.o $(LIBRARY)
 	@echo '  LD  $@'
 	@$(CC) $(LDFLAGS) -o $@ $^ $(LDLIBS)
 
-$(BUILD)/tests/%: $(BUILD)/dev/tests/%.o $(LIBRARY)
+# From an archive, so that a test that includes a .c file (with fault points, say) has that in place of the library's object.
+$(BUILD)/library.a: $(LIBRARY)
+	@rm -f $@
+	@ar rcs $@ $^
+
+$(BUILD)/tests/%: $(BUILD)/dev/tests/%.o $(BUILD)/library.a
 	@mkdir -p $(@D)
 	@echo '  LD  $@'
 	@$(CC) $(LDFLAGS) -o $@ $^ $(LDLIBS)
