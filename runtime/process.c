@@ -1,6 +1,5 @@
 #include "runtime/process.h"
 
-#include <limits.h>
 #include <signal.h>
 #include <stdlib.h>
 
@@ -45,11 +44,16 @@ static void on_signal(int number) {
     stop_requested = 1;
 }
 
-void process_catch_signals(void) {
-    struct sigaction action = {.sa_handler = on_signal, .sa_flags = SA_RESTART};
+static void catch(int number, void (*handler)(int)) {
+    struct sigaction action = {.sa_handler = handler, .sa_flags = SA_RESTART};
     sigemptyset(&action.sa_mask);
-    sigaction(SIGTERM, &action, NULL);
-    sigaction(SIGINT, &action, NULL);
+    sigaction(number, &action, NULL);
+}
+
+void process_catch_signals(void) {
+    catch(SIGTERM, on_signal);
+    catch(SIGINT, on_signal);
+    catch(SIGUSR1, on_signal);
 }
 
 bool process_stop_requested(void) { return stop_requested; }

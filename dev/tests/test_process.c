@@ -1,0 +1,239 @@
+// process: sums, broadcasts and stops of several processes, started by scripts/launch.sh from the folder of the Makefile; what happens when one of them
+// fails or is killed. Without MPI only what one process does. Each worker is this same program with a word after it.
+#include <errno.h>
+#include <math.h>
+#include <signal.h>
+#include <time.h>
+
+#include "dev/tests/check.h"
+#include "runtime/error.h"
+#include "runtime/metrics.h"
+#include "runtime/process.h"
+
+static char self[4096];
+
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+// ---- the workers
+
+static void expect(bool condition, const char *what) {
+    if (!condition) fail(EXIT_DIVERGED, "process %d of %d: %s is wrong", process.rank, process.size, what);
+}
+
+// Rank 0's values are everyone's.
+static void expect_same(const void *values, size_t bytes, const char *what) {
+    void *first = malloc(bytes);
+    memcpy(first, values, bytes);
+    process_broadcast(first, bytes);
+    expect(memcmp(first, values, bytes) == 0, what);
+    free(first);
+}
+
+static void work_sums(void) {
+    const size_t n = ((size_t)1 << 24) + 12345;    // more than one piece
+    float *x = malloc(n * sizeof *x), *y = malloc(n * sizeof *y);
+    size_t wrong = 0;
+    for (size_t i = 0; i < n; i++) x[i] = y[i] = (float)(i % 1000) * 0.1f * (float)(process.rank + 1);
+    process_sum_float(x, n);
+    process_sum_float(y, n);
+    double ranks = process.size * (process.size + 1) / 2.0;
+    for (size_t i = 0; i < n; i++) wrong += !(fabs(x[i] - (double)(i % 1000) * 0.1 * ranks) < 1e-3);
+    expect(wrong == 0, "the sum of floats");
+    expect(memcmp(x, y, n * sizeof *x) == 0, "the same sum a second time");
+    expect_same(x, n * sizeof *x, "the sum on every process");
+    double d[3] = {1e-300, process.rank, 0.1};
+    process_sum_double(d, 3);
+    expect(fabs(d[0] / (1e-300 * process.size) - 1) < 1e-15 && d[1] == process.size * (process.size - 1) / 2, "the sum of doubles");
+    expect_same(d, sizeof d, "the sum of doubles on every process");
+    expect(process_max_int(-5 - process.rank) == -5, "the maximum");
+    expect(process_max_int((int64_t)1 << 40 << process.rank) == (int64_t)1 << 40 << (process.size - 1), "a maximum of 64 bits");
+    process_broadcast(NULL, 0);
+    expect(process.rank == process_launched_rank(), "the rank from the environment");
+    expect(process.local_size == process.size && process.local_rank == process.rank, "the place on this machine");
+    process_barrier();
+    if (process.rank == 0) printf("%d processes, OMP_NUM_THREADS %s\n", process.size, getenv("OMP_NUM_THREADS") ? getenv("OMP_NUM_THREADS") : "unset");
+    free(x), free(y);
+}
+
+static void work_fail(void) {
+    process_catch_signals();
+    if (process.rank == 1) fail(EXIT_RESOURCE, "rank 1 ran out of something");
+    process_barrier();
+}
+
+static void work_die(void) {
+    process_catch_signals();
+    if (process.rank == 1) raise(SIGKILL);
+    float x[1000] = {0};
+    process_sum_float(x, 1000);
+    printf("rank %d came through\n", process.rank);
+}
+
+// Says what a progress line would look like.
+static void work_show(void) {
+    progress_show(process.rank == 0 ? "line" : "", false);
+    process_barrier();
+}
+
+// Steps until a stop; then rank 0 takes longer to save than the grace period of a dead job.
+static void work_stop(void) {
+    process_catch_signals();
+    if (process.rank == 0) printf("started\n"), fflush(stdout);
+    float x[1000] = {0};
+    while (!process_max_int(process_stop_requested())) {
+        process_sum_float(x, 1000);
+        usleep(1000 + 1000 * (useconds_t)process.rank);
+    }
+    for (int i = 0; process.rank == 0 && i < 30; i++) usleep(100000);
+    process_barrier();
+    if (process.rank == 0) printf("saved\n");
+    process_end();
+    exit(EXIT_STOPPED);
+}
+
+static int work(const char *what, int argc, char **argv) {
+    process_start(&argc, &argv);
+    if (!strcmp(what, "sums")) work_sums();
+    else if (!strcmp(what, "fail")) work_fail();
+    else if (!strcmp(what, "die")) work_die();
+    else if (!strcmp(what, "stop")) work_stop();
+    else if (!strcmp(what, "show")) work_show();
+    process_end();
+    return 0;
+}
+
+// ---- the checks
+
+typedef struct { const char *processes, *what; } Job;
+
+static void launch(void *data) {
+    const Job *job = data;
+    setenv("GRACE", "1", 0);
+    execl("scripts/launch.sh", "scripts/launch.sh", job->processes, self, job->what, NULL);
+    perror("scripts/launch.sh");
+    exit(100);
+}
+
+static void test_one(void) {
+    check_group("one process, no MPI");
+    char output[8192];
+    int code = check_fork(launch, &(Job){"1", "sums"}, output, sizeof output);
+    CHECK(code == 0 && strstr(output, "1 processes"), "code %d: %s", code, output);
+    code = check_fork(launch, &(Job){"0", "sums"}, output, sizeof output);
+    CHECK(code == EXIT_USAGE && strstr(output, "expected a number of processes"), "code %d: %s", code, output);
+    setenv("MPIRUN", "no-such-mpirun", 1);
+    code = check_fork(launch, &(Job){"2", "sums"}, output, sizeof output);
+    CHECK(code == EXIT_USAGE && strstr(output, "no-such-mpirun is not installed"), "code %d: %s", code, output);
+    unsetenv("MPIRUN");
+}
+
+static void wait_for_signals(void *count) {
+    process_catch_signals();
+    for (int i = 0; i < *(int *)count; i++) raise(SIGINT);
+    printf("%d", process_stop_requested());
+}
+
+static void test_signals(void) {
+    check_group("signals of one process");
+    char output[256];
+    CHECK(check_fork(wait_for_signals, &(int){0}, output, sizeof output) == 0 && !strcmp(output, "0"), "no signal: %s", output);
+    CHECK(check_fork(wait_for_signals, &(int){1}, output, sizeof output) == 0 && !strcmp(output, "1"), "one SIGINT: %s", output);
+    CHECK(check_fork(wait_for_signals, &(int){2}, output, sizeof output) == -SIGINT, "a second SIGINT ends it");
+}
+
+#ifdef USE_MPI
+
+static void test_sums(void) {
+    check_group("sums, maxima and broadcasts of 2 and 3 processes");
+    char output[8192];
+    const char *counts[] = {"2", "3"};
+    for (int i = 0; i < 2; i++) {
+        int code = check_fork(launch, &(Job){counts[i], "sums"}, output, sizeof output);
+        CHECK(code == 0 && output[0] == counts[i][0] && strstr(output, "processes, OMP_NUM_THREADS") && !strstr(output, "unset"), "code %d: %s", code, output);
+    }
+}
+
+static void test_death(void) {
+    check_group("a process that fails or is killed ends the others");
+    char output[8192];
+    for (int kill = 0; kill < 2; kill++) {
+        double start = now();
+        int code = check_fork(launch, &(Job){"3", kill ? "die" : "fail"}, output, sizeof output);
+        double seconds = now() - start;
+        CHECK(code != 0 && seconds < 30 && !strstr(output, "came through"), "code %d after %.1f s: %s", code, seconds, output);
+        CHECK(strstr(output, kill ? "signal 9" : "test_process: rank 1 ran out of something"), "the reason: %s", output);
+        CHECK(kill || code == EXIT_RESOURCE, "code %d, expected that of the process that failed", code);
+    }
+}
+
+// Starts two processes, sends the signals, and hands on the output and the exit status.
+static void stop_from_outside(void *data) {
+    int *signals = data, ends[2], status;
+    char line[64];
+    if (pipe(ends) != 0) exit(101);
+    pid_t child = fork();
+    if (child == 0) {
+        dup2(ends[1], 1);
+        launch(&(Job){"2", "stop"});
+    }
+    close(ends[1]);
+    FILE *lines = fdopen(ends[0], "r");
+    while (fgets(line, sizeof line, lines)) {
+        for (int i = 0; !strcmp(line, "started\n") && signals[i]; i++) {
+            kill(child, signals[i]);
+            usleep(500000);
+        }
+        fputs(line, stdout);
+        fflush(stdout);
+    }
+    waitpid(child, &status, 0);
+    exit(WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status));
+}
+
+static void test_stop(void) {
+    check_group("a stop leaves time to save");
+    char output[8192];
+    int signals[][3] = {{SIGTERM, 0}, {SIGINT, 0}, {SIGTERM, SIGTERM, 0}};
+    for (int i = 0; i < 3; i++) {
+        int code = check_fork(stop_from_outside, signals[i], output, sizeof output);
+        CHECK(code == EXIT_STOPPED && strstr(output, "saved"), "signals %d, code %d: %s", i, code, output);
+    }
+    double start = now();
+    int code = check_fork(stop_from_outside, (int[]){SIGINT, SIGINT, 0}, output, sizeof output);
+    CHECK(code != 0 && code != EXIT_STOPPED && !strstr(output, "saved") && now() - start < 20, "a second SIGINT, code %d: %s", code, output);
+}
+
+static void test_terminal(void) {
+    check_group("plain lines where mpirun's output goes to a file");
+    char output[4096];
+    setenv("TERM", "xterm", 1);
+    int code = check_fork(launch, &(Job){"2", "show"}, output, sizeof output);
+    CHECK(code == 0 && strstr(output, "line") && !strchr(output, 27), "code %d: %s", code, output);
+}
+
+#endif
+
+int main(int argc, char **argv) {
+    program_name = "test_process";
+    if (argc == 2) return work(argv[1], argc, argv);
+    if (readlink("/proc/self/exe", self, sizeof self - 1) < 0) return 1;
+    test_one();
+    test_signals();
+#ifdef USE_MPI
+    if (system("command -v mpirun > /dev/null") == 0) {
+        test_sums();
+        test_death();
+        test_stop();
+        test_terminal();
+    } else {
+        printf("left out: no mpirun\n");
+    }
+#else
+    printf("left out: built without MPI\n");
+#endif
+    return check_verdict();
+}

@@ -1,0 +1,66 @@
+#!/usr/bin/env bash
+# Starts a program as N processes of one job, by mpirun, with what processes with threads need on one machine or several.
+#
+#   scripts/launch.sh N program flags...
+#   scripts/launch.sh 4 ./train_gpt2 --train-data "data/*_train_*.bin" ...
+#
+#   HOSTFILE=file        Open MPI's hostfile (a line a machine: name slots=K); without it all processes run here
+#   OMP_NUM_THREADS=K    threads of each process; otherwise the cores of this machine, divided by its processes
+#   GRACE=10             when a process has died: seconds until mpirun tells the others to end, and again until it kills them
+#   MPIRUN=mpirun        another mpirun, or flags for it after a space
+#
+# Ctrl-C or SIGTERM here lets the program save a checkpoint, however long that takes; a second Ctrl-C ends it at once.
+set -euo pipefail
+
+usage() { echo "launch.sh: $1" >&2; echo "  Usage: scripts/launch.sh N program flags..." >&2; exit 2; }
+
+[ $# -ge 2 ] || usage "expected a number of processes and a program, found $# words."
+processes=$1
+shift
+[[ $processes =~ ^[1-9][0-9]{0,5}$ ]] || usage "\"$processes\": expected a number of processes, 1 or more."
+command -v "$1" > /dev/null || usage "$1: no such program, or it can't be run. Build it with make."
+
+[ "$processes" -gt 1 ] || exec "$@"    # one process needs no MPI
+
+read -ra mpirun <<< "${MPIRUN:-mpirun}"
+if ! command -v "${mpirun[0]}" > /dev/null; then
+    echo "launch.sh: ${mpirun[0]} is not installed, and $processes processes need it." >&2
+    echo "  Debian: apt install openmpi-bin libopenmpi-dev, then make again. One process works without." >&2
+    exit 2
+fi
+
+machines=1
+flags=(-np "$processes" --oversubscribe --bind-to none)
+if [ -n "${HOSTFILE:-}" ]; then
+    [ -r "$HOSTFILE" ] || usage "HOSTFILE=$HOSTFILE: can't be read."
+    machines=$(grep -cvE '^[[:space:]]*(#|$)' "$HOSTFILE" || true)
+    [ "$machines" -gt 0 ] || usage "HOSTFILE=$HOSTFILE: names no machine."
+    flags+=(--hostfile "$HOSTFILE" --map-by node -x PATH -x LD_LIBRARY_PATH)
+fi
+[ "$(id -u)" -ne 0 ] || flags+=(--allow-run-as-root)
+
+# Left alone, Open MPI binds a process with all its threads to one core, threads that wait for work spin, and so do processes that wait
+# for a message. With more of them than free cores each spin costs a time slice: three processes of two threads on two cores took 40 ms
+# for a parallel region that takes 64 us with these settings.
+here=$(((processes + machines - 1) / machines))
+cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)
+threads=${OMP_NUM_THREADS:-$((cores / here > 0 ? cores / here : 1))}
+flags+=(-x "OMP_NUM_THREADS=$threads" -x "OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}" --mca mpi_yield_when_idle 1)
+
+# Told to end, mpirun waits GRACE, sends SIGTERM, waits GRACE again and kills, asleep in between. No way to stop a run that has to save: so it gets a
+# session of its own, out of reach of Ctrl-C, and a stop goes to the processes as SIGUSR1, which it passes on at once. SIGUSR2, which nobody
+# catches, ends them.
+flags+=(--mca odls_base_sigkill_timeout "${GRACE:-10}")
+[ -t 1 ] || flags+=(-x TERM=dumb)    # each process sees a terminal of mpirun's making
+
+setsid "${mpirun[@]}" "${flags[@]}" "$@" <&0 &
+job=$!
+signal=USR1
+stop() { kill "-$signal" "$job" 2> /dev/null || true; }
+trap 'stop' TERM
+trap 'stop; signal=USR2' INT
+while :; do
+    status=0
+    wait "$job" || status=$?
+    kill -0 "$job" 2> /dev/null || exit "$status"    # a signal ends wait, too, with the job still there
+done
