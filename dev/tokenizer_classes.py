@@ -9,7 +9,7 @@ drops the others), because those of Python's unicodedata follow another version 
 import tiktoken
 
 HEAD = """\
-// Letters, numbers and spaces as tiktoken's patterns know them (\\\\p{L}, \\\\p{N}, \\\\s), as ranges of code points in rising order.
+// Letters, numbers and spaces as tiktoken's patterns know them (\\p{L}, \\p{N}, \\s): ranges of code points in rising order.
 // Made by dev/tokenizer_classes.py from tiktoken: do not edit. What is in no range is of class OTHER.
 typedef enum { OTHER, LETTER, NUMBER, SPACE } CharClass;
 
@@ -43,7 +43,7 @@ def ranges():
 def header():
     rows = [f"{{{first:#x}, {last:#x}, {name}}}," for first, last, name in ranges()]
     lines = ["    " + " ".join(rows[i:i + 4]) for i in range(0, len(rows), 4)]
-    return "\n".join([HEAD.replace("\\\\", "\\")] + lines + ["};", ""])
+    return "\n".join([HEAD] + lines + ["};", ""])
 
 
 if __name__ == "__main__":

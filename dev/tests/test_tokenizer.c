@@ -26,8 +26,9 @@ static void write_text(const char *text, size_t length) {
 static char json[1 << 16];
 
 static void make_json(const char *merges, const char *end_of_text, int skip_byte) {
-    char *at = json + sprintf(json, "{\"added_tokens\":[{\"id\":263,\"content\":\"%s\"}],\"normalizer\":null,\"pre_tokenizer\":{\"type\":"
-                              "\"ByteLevel\",\"add_prefix_space\":false,\"use_regex\":true},\"model\":{\"type\":\"BPE\",\"vocab\":{", end_of_text);
+    char *at = json + sprintf(json, "{\"added_tokens\":[{\"id\":263,\"content\":\"%s\"}],\"normalizer\":null,", end_of_text);
+    at += sprintf(at, "\"pre_tokenizer\":{\"type\":\"ByteLevel\",\"add_prefix_space\":false,\"use_regex\":true},");
+    at += sprintf(at, "\"model\":{\"type\":\"BPE\",\"vocab\":{");
     for (int b = 0; b < 256; b++) {
         if (b == skip_byte) { continue; }
         *at++ = '"';
