@@ -23,7 +23,7 @@ done
 
 status=0
 for target; do
-    if $out/$target -max_total_time=$each -max_len=4096 -timeout=10 -rss_limit_mb=2048 -print_final_stats=1 \
+    if $out/$target -max_total_time=$each -max_len=8192 -timeout=10 -rss_limit_mb=2048 -print_final_stats=1 \
         -dict=dev/fuzz/words.dict -artifact_prefix=$out/$target- $out/corpus/$target > $out/$target.log 2>&1; then
         echo "$target: $(awk '/^stat::number_of_executed_units/ { n = $2 } /cov: / { sub(/.*cov: /, ""); c = $1 }
             END { print n " executions, " c " edges covered, no finding" }' $out/$target.log)"

@@ -43,7 +43,51 @@ def manifest_seeds():
         yield json.dumps({"files": files}).encode()
 
 
-for name, seeds in (("fuzz_safetensors", safetensors_seeds), ("fuzz_index", index_seeds), ("fuzz_manifest", manifest_seeds)):
+def config_seeds():
+    llama = {"model_type": "llama", "vocab_size": 50257, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4,
+             "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32, "hidden_act": "silu", "rms_norm_eps": 1e-5,
+             "max_position_embeddings": 64, "tie_word_embeddings": True, "eos_token_id": 50256, "rope_theta": 10000.0,
+             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+    stages = {"qk": "none", "scale": "logn", "offset": "none", "phi": "exp", "norm": "l1", "post": "none"}
+    grouped = {**llama, "num_key_value_heads": 2}
+    for normalizer in ({"name": "ssmax", "seq_len": 64, **stages}, {"name": "softmax1", "seq_len": 64},
+                       {"name": "softmax+qk=l2+post=reweight:3", "seq_len": 64}, {"name": "relu2-n+s=0.5"}, {"name": 7}, []):
+        yield json.dumps({**llama, "attention_normalizer": normalizer}).encode()
+    yield json.dumps(llama).encode()
+    yield json.dumps(grouped).encode()
+
+
+def shards_seeds():
+    def shard(magic, version, count, tokens):
+        return struct.pack("<256i", magic, version, count, *[0] * 253) + tokens
+
+    tokens = struct.pack("<20H", *[50256, 1, 2, 3, 50256, 50256, 7, 8, 9, 10, 11, 12, 13, 14, 15, 50256, 1, 2, 3, 4])
+    yield shard(20240520, 1, 20, tokens)
+    yield shard(20240520, 1, 20, tokens[:-1])
+    yield shard(20240520, 1, -1, b"")
+    yield shard(20240520, 2, 20, tokens)
+    yield shard(20240520, 1, 20, b"\xff\xff" * 20)
+    for mask in (shard(20240521, 1, 20, bytes([0, 1] * 10)), shard(20240521, 1, 19, bytes(19)), shard(20240521, 1, 20, b"\2" * 20)):
+        yield b"m" + struct.pack("<H", 1064) + shard(20240520, 1, 20, tokens) + mask
+
+
+def tokenizer_seeds():
+    printable = [b for b in range(256) if 0x21 <= b <= 0x7E or (0xA1 <= b and b != 0xAD)]
+    others = [b for b in range(256) if b not in printable]
+    alphabet = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
+    joints = ["he", "the", "\u0120the", "\u0120t", "12"]
+    vocab = {**{alphabet[b]: b for b in range(256)}, **{joint: 256 + i for i, joint in enumerate(joints)}}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+    for merges in (["h e", "t he", "\u0120 the", "\u0120 t", "1 2"], [["h", "e"], ["1", "2"]], ["h e", "h e"], [7], []):
+        whole = {"added_tokens": [{"id": 300, "content": "<|endoftext|>"}], "normalizer": None, "pre_tokenizer": level,
+                 "model": {"type": "BPE", "vocab": vocab, "merges": merges}}
+        yield json.dumps(whole, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+SEEDS = {"fuzz_safetensors": safetensors_seeds, "fuzz_index": index_seeds, "fuzz_manifest": manifest_seeds,
+         "fuzz_config": config_seeds, "fuzz_shards": shards_seeds, "fuzz_tokenizer": tokenizer_seeds}
+
+for name, seeds in SEEDS.items():
     folder = pathlib.Path(sys.argv[1]) / name
     folder.mkdir(parents=True, exist_ok=True)
     for i, seed in enumerate(seeds()):
