@@ -12,7 +12,8 @@
 
 #include "runtime/process.h"
 
-// cJSON writes 15 digits, so that is what a flag's number has: a resumed run reads from run.json the very value that the run began with.
+// cJSON writes 15 digits, so that is what a flag's number has: a resumed run reads from run.json the very value that the run
+// began with.
 #define DIGITS 15
 #define INT_LIMIT 1e15
 #define HELP_COLUMN 34
@@ -33,7 +34,9 @@ static bool has_bounds(const Option *o) { return o->min != 0 || o->max != 0; }
 
 // What a value of this flag must be, for messages.
 static void expected(const Option *o, char *out, size_t size) {
-    const char *kind = o->type == OPT_FLOAT ? "a number" : o->type == OPT_INT ? "a whole number" : "whole numbers with commas between";
+    const char *kind = o->type == OPT_FLOAT ? "a number"
+                       : o->type == OPT_INT ? "a whole number"
+                                            : "whole numbers with commas between";
     if (o->type == OPT_SWITCH) snprintf(out, size, "0 or 1");
     else if (o->type == OPT_CHOICE) snprintf(out, size, "one of %s", o->choices);
     else if (!has_bounds(o)) snprintf(out, size, "%s", kind);
@@ -45,7 +48,8 @@ static bool read_number(const char *text, size_t length, double *number) {
     char copy[64], *end;
     size_t n = 0;
     for (size_t i = 0; i < length; i++) {
-        bool digits_beside = i > 0 && i + 1 < length && isdigit((unsigned char)text[i - 1]) && isdigit((unsigned char)text[i + 1]);
+        bool digits_beside =
+            i > 0 && i + 1 < length && isdigit((unsigned char)text[i - 1]) && isdigit((unsigned char)text[i + 1]);
         if (text[i] == '_' && digits_beside) continue;                   // 1_000_000
         if (!strchr("0123456789+-.eE", text[i]) || n + 1 == sizeof copy) return false;    // no hex, inf or nan
         copy[n++] = text[i];
@@ -369,7 +373,8 @@ static bool same_value(const Option *o, Value a, Value b) {
     case OPT_TEXT: return a.text && b.text ? strcmp(a.text, b.text) == 0 : a.text == b.text;
     case OPT_SWITCH: return a.on == b.on;
     case OPT_CHOICE: return a.choice == b.choice;
-    case OPT_INT_LIST: return a.list.count == b.list.count && !memcmp(a.list.values, b.list.values, a.list.count * sizeof(int64_t));
+    case OPT_INT_LIST:
+        return a.list.count == b.list.count && !memcmp(a.list.values, b.list.values, a.list.count * sizeof(int64_t));
     }
     return false;
 }
@@ -378,7 +383,8 @@ static bool check_row(const Option *o, const cJSON *item, Value *v, Error *error
     char was[512], now[512];
     if (!value_from_json(o, item, v)) {
         expected(o, was, sizeof was);
-        return error_set(error, EXIT_INPUT, "the run's saved arguments (run.json): %s: expected %s. The file was edited or damaged.", o->name,
+        return error_set(error, EXIT_INPUT,
+                         "the run's saved arguments (run.json): %s: expected %s. The file was edited or damaged.", o->name,
                          o->type == OPT_TEXT ? "a string" : was);
     }
     if (!o->given || o->on_resume || same_value(o, *v, value_get(o))) return true;

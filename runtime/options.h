@@ -2,7 +2,7 @@
 //
 //   static int64_t batch = 4;                      // the default is what the variable holds before options_parse()
 //   static Option table[] = {
-//       {"batch", OPT_INT, &batch, 1, 65536, .arg = "N", .group = "Training", .help = "sequences a process and micro-step", .on_resume = true},
+//       {"batch", OPT_INT, &batch, 1, 65536, .arg = "N", .group = "Training", .help = "sequences a process and micro-step"},
 //   };
 #ifndef RUNTIME_OPTIONS_H
 #define RUNTIME_OPTIONS_H

@@ -33,8 +33,8 @@ static double thread_seconds(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-// Operations a second of all threads at once, each by its own CPU time, so that other programs on the machine don't count. Threads
-// beyond the number of processors add nothing.
+// Operations a second of all threads at once, each by its own CPU time, so that other programs on the machine don't count.
+// Threads beyond the number of processors add nothing.
 static double measure(int rounds) {
     double rate = 0.0, operations = 2.0 * CHAINS * (VECTOR_BYTES / sizeof(float)) * rounds;
     int threads = omp_get_max_threads(), processors = omp_get_num_procs();

@@ -70,7 +70,8 @@ static void check(int status, const char *what) {
     char text[MPI_MAX_ERROR_STRING] = "";
     int length;
     MPI_Error_string(status, text, &length);
-    fail(EXIT_PEER, "process %d of %d: %s failed: %s.\n  Another process has died or can't be reached; see its message above, then go on with --resume.",
+    fail(EXIT_PEER, "process %d of %d: %s failed: %s.\n"
+         "  Another process has died or can't be reached; see its message above, then go on with --resume.",
          process.rank, process.size, what, text);
 }
 
@@ -82,8 +83,10 @@ void process_start(int *argc, char ***argv) {
     MPI_Comm_rank(MPI_COMM_WORLD, &process.rank);
     MPI_Comm_size(MPI_COMM_WORLD, &process.size);
     if (process.size != launched_size())
-        fail(EXIT_PEER, "the launcher started %d processes, but MPI connects %d of them.\n"
-             "  The launcher must be of the same MPI as the program: use scripts/launch.sh, or srun --mpi=pmix.", launched_size(), process.size);
+        fail(EXIT_PEER,
+             "the launcher started %d processes, but MPI connects %d of them.\n"
+             "  The launcher must be of the same MPI as the program: use scripts/launch.sh, or srun --mpi=pmix.",
+             launched_size(), process.size);
     fail_hook = abort_all;
     MPI_Comm local;
     check(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, process.rank, MPI_INFO_NULL, &local), "MPI_Comm_split_type");
@@ -100,24 +103,28 @@ void process_end(void) {
 // A count of MPI is an int, and its buffers stay small this way.
 #define CHUNK ((size_t)1 << 24)
 
+static int chunk(size_t n, size_t at) { return (int)(n - at < CHUNK ? n - at : CHUNK); }
+
+static void all_reduce(void *values, int n, MPI_Datatype type, MPI_Op op) {
+    check(MPI_Allreduce(MPI_IN_PLACE, values, n, type, op, MPI_COMM_WORLD), "MPI_Allreduce");
+}
+
 void process_sum_float(float *values, size_t n) {
-    for (size_t at = 0; process.size > 1 && at < n; at += CHUNK)
-        check(MPI_Allreduce(MPI_IN_PLACE, values + at, (int)(n - at < CHUNK ? n - at : CHUNK), MPI_FLOAT, MPI_SUM, MPI_COMM_WORLD), "MPI_Allreduce");
+    for (size_t at = 0; process.size > 1 && at < n; at += CHUNK) all_reduce(values + at, chunk(n, at), MPI_FLOAT, MPI_SUM);
 }
 
 void process_sum_double(double *values, size_t n) {
-    for (size_t at = 0; process.size > 1 && at < n; at += CHUNK)
-        check(MPI_Allreduce(MPI_IN_PLACE, values + at, (int)(n - at < CHUNK ? n - at : CHUNK), MPI_DOUBLE, MPI_SUM, MPI_COMM_WORLD), "MPI_Allreduce");
+    for (size_t at = 0; process.size > 1 && at < n; at += CHUNK) all_reduce(values + at, chunk(n, at), MPI_DOUBLE, MPI_SUM);
 }
 
 int64_t process_max_int(int64_t value) {
-    if (process.size > 1) check(MPI_Allreduce(MPI_IN_PLACE, &value, 1, MPI_INT64_T, MPI_MAX, MPI_COMM_WORLD), "MPI_Allreduce");
+    if (process.size > 1) all_reduce(&value, 1, MPI_INT64_T, MPI_MAX);
     return value;
 }
 
 void process_broadcast(void *data, size_t bytes) {
     for (size_t at = 0; process.size > 1 && at < bytes; at += CHUNK)
-        check(MPI_Bcast((char *)data + at, (int)(bytes - at < CHUNK ? bytes - at : CHUNK), MPI_BYTE, 0, MPI_COMM_WORLD), "MPI_Bcast");
+        check(MPI_Bcast((char *)data + at, chunk(bytes, at), MPI_BYTE, 0, MPI_COMM_WORLD), "MPI_Bcast");
 }
 
 void process_barrier(void) {

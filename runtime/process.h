@@ -15,7 +15,8 @@ extern Process process;    // {0, 1, 0, 1} until process_start()
 
 // Starts MPI when a launcher (mpirun, srun) started this process as one of several, fills `process`, and makes fail() end all of
 // them (fail_hook, MPI_Abort). A dead process ends the others: mpirun kills them, and an MPI call that fails ends with EXIT_PEER.
-// process_end() is for all processes together, after everything that must not be lost: from the first exit on, mpirun kills the rest.
+// process_end() is for all processes together, after everything that must not be lost: from the first exit on, mpirun kills the
+// rest.
 void process_start(int *argc, char ***argv);
 void process_end(void);
 
@@ -30,8 +31,9 @@ int64_t process_max_int(int64_t value);
 void process_broadcast(void *data, size_t bytes);    // from rank 0
 void process_barrier(void);
 
-// From here on SIGTERM, SIGINT and SIGUSR1 (which mpirun passes on to all processes) only set a flag; a second SIGINT ends the process at
-// once. The processes of a run may see a signal at different steps: agree with process_max_int(process_stop_requested()).
+// From here on SIGTERM, SIGINT and SIGUSR1 (which mpirun passes on to all processes) only set a flag; a second SIGINT ends the
+// process at once. The processes of a run may see a signal at different steps: agree with
+// process_max_int(process_stop_requested()).
 void process_catch_signals(void);
 bool process_stop_requested(void);
 

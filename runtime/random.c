@@ -32,8 +32,8 @@ double random_uniform(uint64_t seed, uint64_t stream, uint64_t counter) {
 #define LANES 16
 #define BLOCK (4 * LANES)
 
-// -2 ln u for u = (bits / 2 + 0.5) 2^-31, rounded to float32. u = m 2^e with m in [0.707, 1.414), ln m = 2 atanh((m - 1) / (m + 1))
-// by its series, which is right to 3e-9 there.
+// -2 ln u for u = (bits / 2 + 0.5) 2^-31, rounded to float32. u = m 2^e with m in [0.707, 1.414), and
+// ln m = 2 atanh((m - 1) / (m + 1)) by its series, which is right to 3e-9 there.
 static inline float minus_two_log(uint32_t bits) {
     float u = ((float)(int32_t)(bits >> 1) + 0.5f) * 0x1p-31f, m;
     uint32_t w;

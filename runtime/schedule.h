@@ -4,7 +4,7 @@
 
 #include <stdint.h>
 
-typedef enum { SCHEDULE_CONSTANT, SCHEDULE_COSINE, SCHEDULE_LINEAR, SCHEDULE_WSD } ScheduleKind;    // "constant|cosine|linear|wsd"
+typedef enum { SCHEDULE_CONSTANT, SCHEDULE_COSINE, SCHEDULE_LINEAR, SCHEDULE_WSD } ScheduleKind; // "constant|cosine|linear|wsd"
 
 typedef struct {
     ScheduleKind kind;

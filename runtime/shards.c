@@ -66,7 +66,8 @@ static bool add_path(Shards *s, const char *path, Error *error) {
     }
     s->shards[s->count] = (Shard){.path = {strdup(path), NULL}};
     s->count++;
-    return s->shards[s->count - 1].path[TOKENS] || error_set(error, EXIT_RESOURCE, "out of memory for the list of %zu shards", s->count);
+    return s->shards[s->count - 1].path[TOKENS] ||
+           error_set(error, EXIT_RESOURCE, "out of memory for the list of %zu shards", s->count);
 }
 
 // Adds what one pattern matches, masks left aside.
@@ -74,8 +75,10 @@ static bool add_glob(Shards *s, const char *pattern, Error *error) {
     glob_t found;
     int status = glob(pattern, GLOB_TILDE, NULL, &found);
     if (status == GLOB_NOMATCH)
-        return error_set(error, EXIT_INPUT, "%s: no file matches.\n"
-                         "  Expected shards such as fineweb_train_000001.bin; the scripts in data/ make them. Was the * quoted?", pattern);
+        return error_set(error, EXIT_INPUT,
+                         "%s: no file matches.\n"
+                         "  Expected shards such as fineweb_train_000001.bin; the scripts in data/ make them. Was the * quoted?",
+                         pattern);
     if (status != 0) return error_set(error, EXIT_INPUT, "%s: the folder can't be read: %s", pattern, strerror(errno));
     bool ok = true;
     for (size_t i = 0; ok && i < found.gl_pathc; i++)
@@ -84,7 +87,9 @@ static bool add_glob(Shards *s, const char *pattern, Error *error) {
     return ok;
 }
 
-static int by_path(const void *a, const void *b) { return strcmp(((const Shard *)a)->path[TOKENS], ((const Shard *)b)->path[TOKENS]); }
+static int by_path(const void *a, const void *b) {
+    return strcmp(((const Shard *)a)->path[TOKENS], ((const Shard *)b)->path[TOKENS]);
+}
 
 // Fills the list of shards, sorted, each once. A name with a space in it is tried as it is first.
 static bool find_files(Shards *s, const char *globs, Error *error) {
@@ -118,13 +123,16 @@ static bool check_magic(const char *path, Kind kind, int32_t magic, Error *error
 }
 
 static bool check_size(const char *path, Kind kind, int32_t count, uint64_t bytes, Error *error) {
-    if (count < 0) return error_set(error, EXIT_INPUT, "%s: at offset 8: the header's count is %d. The file is damaged; make it again.", path, count);
+    if (count < 0)
+        return error_set(error, EXIT_INPUT, "%s: at offset 8: the header's count is %d. The file is damaged; make it again.",
+                         path, count);
     uint64_t want = file_bytes(kind, (uint64_t)count);
     if (bytes == want) return true;
     return error_set(error, EXIT_INPUT, "%s: the header promises %s tokens (%s bytes), the file has %s bytes.\n  %s", path,
                      human_grouped((uint64_t)count).text, human_grouped(want).text, human_grouped(bytes).text,
-                     bytes < want ? "It was cut short. Make it again with the script in data/ that made it, or leave it out."
-                                  : "It has more than it says. Make it again with the script in data/ that made it, or leave it out.");
+                     bytes < want
+                         ? "It was cut short. Make it again with the script in data/ that made it, or leave it out."
+                         : "It has more than it says. Make it again with the script in data/ that made it, or leave it out.");
 }
 
 // Opens the file and checks that it is a plain one. -1 with the error.
@@ -134,7 +142,8 @@ static int open_plain(const char *path, uint64_t *bytes, Error *error) {
     if (fd < 0 || fstat(fd, &st) != 0) {
         error_set(error, EXIT_INPUT, "%s: can't be opened: %s", path, strerror(errno));
     } else if (!S_ISREG(st.st_mode)) {
-        error_set(error, EXIT_INPUT, "%s: expected a shard, found %s.%s", path, S_ISDIR(st.st_mode) ? "a folder" : "something that is no plain file",
+        error_set(error, EXIT_INPUT, "%s: expected a shard, found %s.%s", path,
+                  S_ISDIR(st.st_mode) ? "a folder" : "something that is no plain file",
                   S_ISDIR(st.st_mode) ? "\n  Name its files, such as \"FOLDER/*_train_*.bin\"." : "");
     } else {
         *bytes = (uint64_t)st.st_size;
@@ -149,7 +158,9 @@ static bool read_bytes(int fd, const char *path, void *out, size_t n, uint64_t o
     for (size_t done = 0; done < n;) {
         ssize_t got = pread(fd, (char *)out + done, n - done, (off_t)(offset + done));
         if (got < 0 && errno == EINTR) continue;
-        if (got < 0) return error_set(error, EXIT_INPUT, "%s: at offset %s: can't be read: %s", path, human_grouped(offset + done).text, strerror(errno));
+        if (got < 0)
+            return error_set(error, EXIT_INPUT, "%s: at offset %s: can't be read: %s", path, human_grouped(offset + done).text,
+                             strerror(errno));
         if (got == 0)
             return error_set(error, EXIT_INPUT, "%s: the file ends at offset %s, where %s more bytes were when it was opened.\n"
                              "  It was cut short while in use. Put it back as it was, then go on with --resume.",
@@ -186,8 +197,10 @@ static bool check_header(const char *path, Kind kind, uint64_t *count, Error *er
     uint64_t bytes;
     int fd = open_plain(path, &bytes, error);
     if (fd < 0) return false;
-    bool ok = bytes >= HEADER_BYTES || error_set(error, EXIT_INPUT, "%s: expected a header of 1,024 bytes, the whole file has %s.\n"
-                                                 "  It was cut short, or is no shard.", path, human_grouped(bytes).text);
+    bool ok = bytes >= HEADER_BYTES || error_set(error, EXIT_INPUT,
+                                                 "%s: expected a header of 1,024 bytes, the whole file has %s.\n"
+                                                 "  It was cut short, or is no shard.",
+                                                 path, human_grouped(bytes).text);
     ok = ok && read_bytes(fd, path, header, sizeof header, 0, error) && check_magic(path, kind, header[0], error);
     if (ok && header[1] != 1)
         ok = error_set(error, EXIT_INPUT, "%s: at offset 4: expected version 1, found %d.\n"
@@ -207,8 +220,8 @@ static bool check_mask(Shard *shard, Error *error) {
     if (access(path, F_OK) != 0) return true;
     if (!check_header(path, MASK, &count, error)) return false;
     if (count != shard->count)
-        return error_set(error, EXIT_INPUT, "%s: at offset 8: a mask of %s tokens, but its shard has %s.\n  Make both again.", path,
-                         human_grouped(count).text, human_grouped(shard->count).text);
+        return error_set(error, EXIT_INPUT, "%s: at offset 8: a mask of %s tokens, but its shard has %s.\n  Make both again.",
+                         path, human_grouped(count).text, human_grouped(shard->count).text);
     shard->path[MASK] = strdup(path);
     return shard->path[MASK] || error_set(error, EXIT_RESOURCE, "out of memory for the list of shards");
 }
@@ -221,7 +234,8 @@ static bool check_headers(Shards *s, Error *error) {
         s->tokens += shard->count;
         if (i > 0 && !shard->path[MASK] != !s->shards[0].path[MASK])
             return error_set(error, EXIT_INPUT, "%s has a mask beside it, %s has none.\n  Give every shard a mask, or none.",
-                             (shard->path[MASK] ? shard : s->shards)->path[TOKENS], (shard->path[MASK] ? s->shards : shard)->path[TOKENS]);
+                             (shard->path[MASK] ? shard : s->shards)->path[TOKENS],
+                             (shard->path[MASK] ? s->shards : shard)->path[TOKENS]);
     }
     s->has_masks = s->shards[0].path[MASK] != NULL;
     return true;
@@ -249,15 +263,18 @@ static bool bad_item(const Shards *s, const Shard *shard, Kind kind, size_t n, u
     if (kind == MASK)
         return error_set(error, EXIT_INPUT, "%s: at offset %s: expected 0 or 1, found %d.\n  The mask is damaged; make it again.",
                          shard->path[MASK], human_grouped(offset).text, mask[i]);
-    return error_set(error, EXIT_INPUT, "%s: at offset %s: token id %d, expected ids below the vocabulary's %d.\n"
-                     "  The shard was made with another tokenizer than the model's, or is damaged. Make it again, or set vocab=N in --model.",
-                     shard->path[TOKENS], human_grouped(offset).text, s->chunk[i], s->config.vocab);
+    return error_set(
+        error, EXIT_INPUT,
+        "%s: at offset %s: token id %d, expected ids below the vocabulary's %d.\n"
+        "  The shard was made with another tokenizer than the model's, or is damaged. Make it again, or set vocab=N in --model.",
+        shard->path[TOKENS], human_grouped(offset).text, s->chunk[i], s->config.vocab);
 }
 
 // Reads n <= CHUNK items of one shard into s->chunk and checks them.
 static bool read_chunk(Shards *s, size_t i, Kind kind, uint64_t at, size_t n, Error *error) {
     int fd = descriptor(s, i, kind, error);
-    if (fd < 0 || !read_bytes(fd, s->shards[i].path[kind], s->chunk, n * item_bytes(kind), file_bytes(kind, at), error)) return false;
+    if (fd < 0 || !read_bytes(fd, s->shards[i].path[kind], s->chunk, n * item_bytes(kind), file_bytes(kind, at), error))
+        return false;
     const uint8_t *mask = (const uint8_t *)s->chunk;
     int largest = 0, limit = kind == TOKENS ? s->config.vocab - 1 : 1;
     if (kind == TOKENS) for (size_t k = 0; k < n; k++) largest = s->chunk[k] > largest ? s->chunk[k] : largest;
@@ -286,14 +303,16 @@ static bool add_document(Shards *s, uint64_t first, uint64_t end, Error *error) 
     if (end - first < 2) return true;    // an end-of-text alone predicts nothing
     if ((s->windows & (s->windows - 1)) == 0) {
         Document *more = realloc(s->documents, (s->windows ? 2 * s->windows : 1) * sizeof *more);
-        if (!more) return error_set(error, EXIT_RESOURCE, "out of memory for the index of %s documents", human_grouped(s->windows).text);
+        if (!more)
+            return error_set(error, EXIT_RESOURCE, "out of memory for the index of %s documents", human_grouped(s->windows).text);
         s->documents = more;
     }
     s->documents[s->windows++] = (Document){first, end - first};
     return true;
 }
 
-// Finds every document from its end-of-text to the next one. What stands before the first end-of-text is a document's tail, left out.
+// Finds every document from its end-of-text to the next one. What stands before the first end-of-text is a document's tail, left
+// out.
 static bool index_documents(Shards *s, Error *error) {
     uint64_t start = UINT64_MAX;
     for (size_t i = 0; i < s->count; i++)
@@ -320,10 +339,13 @@ static bool open_all(Shards *s, const char *globs, Error *error) {
     uint64_t need = c->min_windows > 1 ? c->min_windows : 1;
     if (s->windows >= need) return true;
     char size[64];
-    snprintf(size, sizeof size, c->pack == PACK_STREAM ? "windows of %zu + 1 tokens" : "documents, each a window of %zu + 1 tokens", c->T);
-    return error_set(error, EXIT_INPUT, "%s: too little data: %zu file%s with %s tokens, which are %s %s; %s are needed.\n"
-                     "  Add data, or make --seq-len, --batch or --total-batch-tokens smaller.", globs, s->count, s->count == 1 ? "" : "s",
-                     human_grouped(s->tokens).text, human_grouped(s->windows).text, size, human_grouped(need).text);
+    snprintf(size, sizeof size,
+             c->pack == PACK_STREAM ? "windows of %zu + 1 tokens" : "documents, each a window of %zu + 1 tokens", c->T);
+    return error_set(error, EXIT_INPUT,
+                     "%s: too little data: %zu file%s with %s tokens, which are %s %s; %s are needed.\n"
+                     "  Add data, or make --seq-len, --batch or --total-batch-tokens smaller.",
+                     globs, s->count, s->count == 1 ? "" : "s", human_grouped(s->tokens).text, human_grouped(s->windows).text,
+                     size, human_grouped(need).text);
 }
 
 Shards *shards_open(const char *globs, ShardsConfig config, Error *error) {
@@ -418,9 +440,9 @@ static uint64_t mix(uint64_t x) {
     return x ^ x >> 31;
 }
 
-// A Feistel network over the smallest power of two that holds W: each round changes one half by a function of the other, so that it can
-// be undone, whatever the function. Where it leads out of 0..W-1 it is applied again until it is back (cycle walking): a bijection
-// still, as the path from an inside number to the next inside number can be walked backwards too.
+// A Feistel network over the smallest power of two that holds W: each round changes one half by a function of the other, so that
+// it can be undone, whatever the function. Where it leads out of 0..W-1 it is applied again until it is back (cycle walking): a
+// bijection still, as the path from an inside number to the next inside number can be walked backwards too.
 uint64_t shards_order(uint64_t position, uint64_t W, uint64_t seed, uint64_t epoch) {
     uint64_t keys[ORDER_ROUNDS];
     int bits = 0;

@@ -27,9 +27,9 @@ typedef struct {
 
 typedef struct Shards Shards;
 
-// Opens the shards that the globs match (several with spaces or commas between; a file's plain name will do) and checks each one's
-// magic, version and size. NULL with the error filled in: EXIT_INPUT for what is wrong in the data, EXIT_RESOURCE for memory.
-// With PACK_EXAMPLE all tokens are read once, to find where the documents start.
+// Opens the shards that the globs match (several with spaces or commas between; a file's plain name will do) and checks each
+// one's magic, version and size. NULL with the error filled in: EXIT_INPUT for what is wrong in the data, EXIT_RESOURCE for
+// memory. With PACK_EXAMPLE all tokens are read once, to find where the documents start.
 Shards *shards_open(const char *globs, ShardsConfig config, Error *error);
 void shards_close(Shards *shards);
 
@@ -47,7 +47,8 @@ bool shards_window(Shards *shards, uint64_t g, int32_t *tokens, uint8_t *mask, E
 bool shards_check_all(Shards *shards, Error *error);
 
 // {"files": 2, "tokens": 123, "xxh3": "0123456789abcdef"} as JSON: over each file's name (without its folder), size, header
-// and first and last 4 KiB, masks included. Equal text means the same data for all practical purposes. The caller frees it; NULL is an error.
+// and first and last 4 KiB, masks included. Equal text means the same data for all practical purposes. The caller frees it; NULL
+// is an error.
 char *shards_fingerprint(Shards *shards, Error *error);
 
 // The window that stands at `position` (below W) of an epoch: a bijection of 0..W-1 made from (seed, epoch), in O(1) memory.

@@ -35,21 +35,22 @@ if [ -n "${HOSTFILE:-}" ]; then
     [ -r "$HOSTFILE" ] || usage "HOSTFILE=$HOSTFILE: can't be read."
     machines=$(grep -cvE '^[[:space:]]*(#|$)' "$HOSTFILE" || true)
     [ "$machines" -gt 0 ] || usage "HOSTFILE=$HOSTFILE: names no machine."
-    flags+=(--hostfile "$HOSTFILE" --map-by node -x PATH -x LD_LIBRARY_PATH)
+    flags+=(--hostfile "$HOSTFILE" --map-by node -x PATH)
+    [ -z "${LD_LIBRARY_PATH:-}" ] || flags+=(-x LD_LIBRARY_PATH)
 fi
 [ "$(id -u)" -ne 0 ] || flags+=(--allow-run-as-root)
 
-# Left alone, Open MPI binds a process with all its threads to one core, threads that wait for work spin, and so do processes that wait
-# for a message. With more of them than free cores each spin costs a time slice: three processes of two threads on two cores took 40 ms
-# for a parallel region that takes 64 us with these settings.
+# Left alone, Open MPI binds a process with all its threads to one core, threads that wait for work spin, and so do processes that
+# wait for a message. With more of them than free cores each spin costs a time slice: three processes of two threads on two cores took
+# 40 ms for a parallel region that takes 64 us with these settings.
 here=$(((processes + machines - 1) / machines))
 cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)
 threads=${OMP_NUM_THREADS:-$((cores / here > 0 ? cores / here : 1))}
 flags+=(-x "OMP_NUM_THREADS=$threads" -x "OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}" --mca mpi_yield_when_idle 1)
 
-# Told to end, mpirun waits GRACE, sends SIGTERM, waits GRACE again and kills, asleep in between. No way to stop a run that has to save: so it gets a
-# session of its own, out of reach of Ctrl-C, and a stop goes to the processes as SIGUSR1, which it passes on at once. SIGUSR2, which nobody
-# catches, ends them.
+# Told to end, mpirun waits GRACE, sends SIGTERM, waits GRACE again and kills, asleep in between. That is no way to stop a run that
+# has to save. So it gets a session of its own, out of reach of Ctrl-C, and a stop goes to the processes as SIGUSR1, which it passes
+# on at once; SIGUSR2, which nobody catches, ends them.
 flags+=(--mca odls_base_sigkill_timeout "${GRACE:-10}")
 [ -t 1 ] || flags+=(-x TERM=dumb)    # each process sees a terminal of mpirun's making
 

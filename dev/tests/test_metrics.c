@@ -1,4 +1,5 @@
-// metrics: numbers as people write them, the step line, metrics.jsonl with half lines and full disks, the cut on --resume, the terminal.
+// metrics: numbers as people write them, the step line, metrics.jsonl with half lines and full disks, the cut on --resume, the
+// terminal.
 #include <math.h>
 #include <pty.h>
 #include <signal.h>
@@ -53,7 +54,15 @@ static void test_human(void) {
 }
 
 static StepMetrics step(int64_t n) {
-    return (StepMetrics){.step = n, .tokens = n * 1024, .loss = 6.0312f, .lr = 5.9e-4f, .grad_norm = 0.84f, .ms = 1160, .tok_per_s = 221, .mfu = 0.73, .val_loss = NAN};
+    return (StepMetrics){.step = n,
+                         .tokens = n * 1024,
+                         .loss = 6.0312f,
+                         .lr = 5.9e-4f,
+                         .grad_norm = 0.84f,
+                         .ms = 1160,
+                         .tok_per_s = 221,
+                         .mfu = 0.73,
+                         .val_loss = NAN};
 }
 
 static void test_line(void) {
@@ -61,10 +70,14 @@ static void test_line(void) {
     char line[256];
     StepMetrics m = step(120);
     metrics_line(line, sizeof line, &m, 5000, 5640);
-    same(line, "step   120/5000 | loss 6.0312 | lr 5.9e-04 | norm 0.84 | 1.16 s, 221 tok/s, 73 % of peak | 123 k tokens | 1 h 34 min left");
+    same(
+        line,
+        "step   120/5000 | loss 6.0312 | lr 5.9e-04 | norm 0.84 | 1.16 s, 221 tok/s, 73 % of peak | 123 k tokens | 1 h 34 min left");
     m.val_loss = 5.1234f, m.ms = 41.7, m.tok_per_s = 24576;
     metrics_line(line, sizeof line, &m, 1234567, -1);
-    same(line, "step     120/1234567 | loss 6.0312 | val 5.1234 | lr 5.9e-04 | norm 0.84 | 42 ms, 24.6 k tok/s, 73 % of peak | 123 k tokens");
+    same(
+        line,
+        "step     120/1234567 | loss 6.0312 | val 5.1234 | lr 5.9e-04 | norm 0.84 | 42 ms, 24.6 k tok/s, 73 % of peak | 123 k tokens");
     m.loss = INFINITY;
     metrics_line(line, 20, &m, 5, -1);
     CHECK(strlen(line) == 19, "a short buffer");
@@ -81,11 +94,13 @@ static void test_file(void) {
     m = step(2);
     m.val_loss = 1.0f / 3;
     metrics_write(metrics, &m);
-    same(contents(), "{\"step\": 1, \"tokens\": 1024, \"loss\": 0.100000001, \"lr\": 0.000590000011, \"grad_norm\": null, \"ms\": 1160, \"tok_per_s\": 221, \"mfu\": 0.73}\n"
-                     "{\"step\": 2, \"tokens\": 2048, \"loss\": 6.03119993, \"lr\": 0.000590000011, \"grad_norm\": 0.839999974, \"ms\": 1160, \"tok_per_s\": 221, \"mfu\": 0.73, "
-                     "\"val_loss\": 0.333333343}\n");
+    same(
+        contents(),
+        "{\"step\": 1, \"tokens\": 1024, \"loss\": 0.100000001, \"lr\": 0.000590000011, \"grad_norm\": null, \"ms\": 1160, \"tok_per_s\": 221, \"mfu\": 0.73}\n"
+        "{\"step\": 2, \"tokens\": 2048, \"loss\": 6.03119993, \"lr\": 0.000590000011, \"grad_norm\": 0.839999974, \"ms\": 1160, \"tok_per_s\": 221, \"mfu\": 0.73, "
+        "\"val_loss\": 0.333333343}\n");
     int wrong = 0;
-    for (uint32_t bits = 0x3f000000; bits < 0x40000000; bits += 9973) {    // floats between 0.5 and 2 come back with the same bits
+    for (uint32_t bits = 0x3f000000; bits < 0x40000000; bits += 9973) { // floats between 0.5 and 2 come back with the same bits
         char text[32];
         float x, y;
         memcpy(&x, &bits, 4);
@@ -102,7 +117,9 @@ static void test_file(void) {
     put("{\"step\": 1, no line ends here");
     metrics_close(metrics_open(path, &error));
     same(contents(), "");
-    CHECK(!metrics_open("/nonexistent/metrics.jsonl", &error) && error.code == EXIT_RESOURCE && strstr(error.text, "/nonexistent"), "%s", error.text);
+    CHECK(!metrics_open("/nonexistent/metrics.jsonl", &error) && error.code == EXIT_RESOURCE &&
+              strstr(error.text, "/nonexistent"),
+          "%s", error.text);
 }
 
 static void test_cut(void) {
@@ -149,9 +166,11 @@ static void test_full_disk(void) {
     const char *first = strstr(output, "warning: /dev/full: step 1 can't be written: No space left on device.");
     CHECK(first && !strstr(first + 10, "warning") && strstr(output, "on it goes"), "one warning: %s", output);
     put("");
-    CHECK(check_fork(write_limited, NULL, output, sizeof output) == 0 && strstr(output, "this line is missing"), "a file of at most 300 bytes: %s", output);
+    CHECK(check_fork(write_limited, NULL, output, sizeof output) == 0 && strstr(output, "this line is missing"),
+          "a file of at most 300 bytes: %s", output);
     const char *text = contents(), *second = strstr(text, "{\"step\": 2");
-    CHECK(second && !strstr(text, "\"step\": 3") && strlen(text) < 300 && text[strlen(text) - 1] == '\n', "whole lines only: %s", text);
+    CHECK(second && !strstr(text, "\"step\": 3") && strlen(text) < 300 && text[strlen(text) - 1] == '\n', "whole lines only: %s",
+          text);
 }
 
 static void show(void *unused) {

@@ -55,7 +55,8 @@ static void test_values(void) {
     CHECK(options_find(table, ROWS, "lr")->given && !options_find(table, ROWS, "seed")->given, "given");
     CHECK(!options_find(table, ROWS, "nothing"), "no such row");
     parse("--batch 8 --batch=16 --shuffle 0 --shuffle --seed 1_000_000 --out=--x");
-    CHECK(v.batch == 16 && v.shuffle && v.seed == 1000000 && !strcmp(v.out, "--x"), "the last counts; 1_000_000; a value with dashes");
+    CHECK(v.batch == 16 && v.shuffle && v.seed == 1000000 && !strcmp(v.out, "--x"),
+          "the last counts; 1_000_000; a value with dashes");
     parse("--seed 1e15 --batch 4e3 --lr 0");
     CHECK(v.seed == 1000000000000000 && v.batch == 4000 && v.lr == 0, "1e15, 4e3, 0");
     parse("--resume=0 --shuffle=1 --resume 1");
@@ -65,7 +66,8 @@ static void test_values(void) {
 static void refused(const char *words, const char *part) {
     char output[4096];
     int code = check_fork(parse, (void *)words, output, sizeof output);
-    CHECK(code == EXIT_USAGE && strstr(output, part), "%s: expected code 2 and \"%s\", found %d and: %s", words, part, code, output);
+    CHECK(code == EXIT_USAGE && strstr(output, part), "%s: expected code 2 and \"%s\", found %d and: %s", words, part, code,
+          output);
 }
 
 static void test_refusals(void) {
@@ -107,7 +109,8 @@ static void test_help(void) {
     char output[8192];
     CHECK(check_fork(parse, "--nonsense --help", output, sizeof output) == 0, "exit code");
     CHECK(strstr(output, "Usage: test [flags]") && strstr(output, "\nTraining\n  --batch N"), "usage and groups: %s", output);
-    CHECK(strstr(output, "(default 0.0006)") && strstr(output, "(no default)") && strstr(output, "--dtype fp32|bf16"), "defaults: %s", output);
+    CHECK(strstr(output, "(default 0.0006)") && strstr(output, "(no default)") && strstr(output, "--dtype fp32|bf16"),
+          "defaults: %s", output);
 }
 
 static void test_resume(void) {
@@ -118,8 +121,9 @@ static void test_resume(void) {
     parse("--resume --batch 2");
     CHECK(options_resume(table, ROWS, json, &error), "%s", error.text);
     CHECK(v.batch == 2 && v.resume, "what is given and may change stays");
-    CHECK(v.lr == 0.1 && !strcmp(v.data, "it\"s") && v.dtype == 1 && v.lengths.count == 2 && v.lengths.values[1] == 128 && !v.shuffle
-              && v.seed == 999999999999999, "what is not given is the run's: %s", json);
+    CHECK(v.lr == 0.1 && !strcmp(v.data, "it\"s") && v.dtype == 1 && v.lengths.count == 2 && v.lengths.values[1] == 128 &&
+              !v.shuffle && v.seed == 999999999999999,
+          "what is not given is the run's: %s", json);
     parse("--resume --seed 999999999999999 --dtype bf16 --seq-len 64,128 --train-data it\"s");
     CHECK(options_resume(table, ROWS, json, &error), "the same values given again: %s", error.text);
     const char *differing[][2] = {{"--seed 7", "--seed is 7 here, but the run began with 999999999999999"},
@@ -129,13 +133,23 @@ static void test_resume(void) {
                                   {"--train-data x", "--train-data is x here"}};
     for (size_t i = 0; i < sizeof differing / sizeof *differing; i++) {
         parse((void *)differing[i][0]);
-        CHECK(!options_resume(table, ROWS, json, &error) && error.code == EXIT_USAGE && strstr(error.text, differing[i][1]), "%s: %s", differing[i][0], error.text);
+        CHECK(!options_resume(table, ROWS, json, &error) && error.code == EXIT_USAGE && strstr(error.text, differing[i][1]),
+              "%s: %s", differing[i][0], error.text);
         CHECK(v.batch == 4, "a refused resume changes nothing");
     }
     parse("");
     CHECK(options_resume(table, ROWS, "{\"other\": 1}", &error) && v.batch == 4, "flags that the run didn't know");
-    const char *damaged[] = {"{\"batch\": \"x\"}", "{\"batch\": 0}", "{\"batch\": 1.5}", "{\"dtype\": \"fp8\"}", "{\"seq-len\": [0]}", "{\"seq-len\": 4}",
-                             "{\"shuffle\": 1}", "{\"out\": 3}", "[1]", "{", ""};
+    const char *damaged[] = {"{\"batch\": \"x\"}",
+                             "{\"batch\": 0}",
+                             "{\"batch\": 1.5}",
+                             "{\"dtype\": \"fp8\"}",
+                             "{\"seq-len\": [0]}",
+                             "{\"seq-len\": 4}",
+                             "{\"shuffle\": 1}",
+                             "{\"out\": 3}",
+                             "[1]",
+                             "{",
+                             ""};
     for (size_t i = 0; i < sizeof damaged / sizeof *damaged; i++)
         CHECK(!options_resume(table, ROWS, damaged[i], &error) && error.code == EXIT_INPUT, "%s passed", damaged[i]);
     free(json);
@@ -146,7 +160,8 @@ static void test_resume(void) {
     char *again = cJSON_Print(object);
     cJSON_Delete(object);
     parse("--resume");
-    CHECK(options_resume(table, ROWS, again, &error) && v.lr == lr && lr != 6e-4, "a number with too many digits comes back with the same bits");
+    CHECK(options_resume(table, ROWS, again, &error) && v.lr == lr && lr != 6e-4,
+          "a number with too many digits comes back with the same bits");
     free(digits), free(again);
 }
 

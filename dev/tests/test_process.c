@@ -1,5 +1,6 @@
-// process: sums, broadcasts and stops of several processes, started by scripts/launch.sh from the folder of the Makefile; what happens when one of them
-// fails or is killed. Without MPI only what one process does. Each worker is this same program with a word after it.
+// process: sums, broadcasts and stops of several processes, started by scripts/launch.sh from the folder of the Makefile; what
+// happens when one of them fails or is killed. Without MPI only what one process does. Each worker is this same program with a
+// word after it.
 #include <errno.h>
 #include <math.h>
 #include <signal.h>
@@ -47,7 +48,8 @@ static void work_sums(void) {
     expect_same(x, n * sizeof *x, "the sum on every process");
     double d[3] = {1e-300, process.rank, 0.1};
     process_sum_double(d, 3);
-    expect(fabs(d[0] / (1e-300 * process.size) - 1) < 1e-15 && d[1] == process.size * (process.size - 1) / 2, "the sum of doubles");
+    expect(fabs(d[0] / (1e-300 * process.size) - 1) < 1e-15 && d[1] == process.size * (process.size - 1) / 2,
+           "the sum of doubles");
     expect_same(d, sizeof d, "the sum of doubles on every process");
     expect(process_max_int(-5 - process.rank) == -5, "the maximum");
     expect(process_max_int((int64_t)1 << 40 << process.rank) == (int64_t)1 << 40 << (process.size - 1), "a maximum of 64 bits");
@@ -55,7 +57,9 @@ static void work_sums(void) {
     expect(process.rank == process_launched_rank(), "the rank from the environment");
     expect(process.local_size == process.size && process.local_rank == process.rank, "the place on this machine");
     process_barrier();
-    if (process.rank == 0) printf("%d processes, OMP_NUM_THREADS %s\n", process.size, getenv("OMP_NUM_THREADS") ? getenv("OMP_NUM_THREADS") : "unset");
+    if (process.rank == 0)
+        printf("%d processes, OMP_NUM_THREADS %s\n", process.size,
+               getenv("OMP_NUM_THREADS") ? getenv("OMP_NUM_THREADS") : "unset");
     free(x), free(y);
 }
 
@@ -153,7 +157,8 @@ static void test_sums(void) {
     const char *counts[] = {"2", "3"};
     for (int i = 0; i < 2; i++) {
         int code = check_fork(launch, &(Job){counts[i], "sums"}, output, sizeof output);
-        CHECK(code == 0 && output[0] == counts[i][0] && strstr(output, "processes, OMP_NUM_THREADS") && !strstr(output, "unset"), "code %d: %s", code, output);
+        CHECK(code == 0 && output[0] == counts[i][0] && strstr(output, "processes, OMP_NUM_THREADS") && !strstr(output, "unset"),
+              "code %d: %s", code, output);
     }
 }
 
@@ -204,7 +209,8 @@ static void test_stop(void) {
     }
     double start = now();
     int code = check_fork(stop_from_outside, (int[]){SIGINT, SIGINT, 0}, output, sizeof output);
-    CHECK(code != 0 && code != EXIT_STOPPED && !strstr(output, "saved") && now() - start < 20, "a second SIGINT, code %d: %s", code, output);
+    CHECK(code != 0 && code != EXIT_STOPPED && !strstr(output, "saved") && now() - start < 20, "a second SIGINT, code %d: %s",
+          code, output);
 }
 
 static void test_terminal(void) {

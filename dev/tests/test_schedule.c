@@ -4,8 +4,9 @@
 #include "dev/tests/check.h"
 #include "runtime/schedule.h"
 
-#define IS(schedule, step, want) CHECK(fabs(schedule_lr(&(schedule), step) - (want)) < 1e-12, "step %d: %.12g, expected %.12g", (int)(step), \
-                                       schedule_lr(&(schedule), step), (double)(want))
+#define IS(schedule, step, want)                                                                                                 \
+    CHECK(fabs(schedule_lr(&(schedule), step) - (want)) < 1e-12, "step %d: %.12g, expected %.12g", (int)(step),                  \
+          schedule_lr(&(schedule), step), (double)(want))
 
 int main(void) {
     Schedule s = {SCHEDULE_CONSTANT, 6e-4, 0.1, 100, 1100, 0};

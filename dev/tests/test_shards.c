@@ -64,7 +64,8 @@ static void test_windows(void) {
             CHECK(s, "%s", error.text);
             if (!s) continue;
             uint64_t W = shards_windows(s);
-            CHECK(W == (uint64_t)(N - 1) / T && shards_tokens(s) == N && shards_count(s) == 3 && !shards_masked(s), "T %d: %d windows", T, (int)W);
+            CHECK(W == (uint64_t)(N - 1) / T && shards_tokens(s) == N && shards_count(s) == 3 && !shards_masked(s),
+                  "T %d: %d windows", T, (int)W);
             int wrong = 0;
             for (uint64_t g = 0; g < 3 * W; g++) {
                 uint64_t w = shuffle ? shards_order(g % W, W, 42, g / W) : g % W;
@@ -105,7 +106,8 @@ static void test_order(void) {
                 if (w >= W || seen[w]) bad++;
                 else seen[w] = true;
             }
-            CHECK(bad == 0, "W %llu epoch %llu: %llu wrong", (unsigned long long)W, (unsigned long long)epoch, (unsigned long long)bad);
+            CHECK(bad == 0, "W %llu epoch %llu: %llu wrong", (unsigned long long)W, (unsigned long long)epoch,
+                  (unsigned long long)bad);
         }
     const uint64_t big = ((uint64_t)1 << 48) - 12345;
     uint64_t largest = 0;
@@ -116,7 +118,8 @@ static void test_order(void) {
     CHECK(largest < big && largest > big / 100 * 98, "up to %llu of 2^48", (unsigned long long)largest);
     // A changed order would break the resumption of every run: these are written down.
     const uint64_t kept[10] = {7, 2, 5, 8, 9, 6, 0, 1, 4, 3};
-    for (uint64_t i = 0; i < 10; i++) CHECK(shards_order(i, 10, 42, 0) == kept[i], "position %d: %d", (int)i, (int)shards_order(i, 10, 42, 0));
+    for (uint64_t i = 0; i < 10; i++)
+        CHECK(shards_order(i, 10, 42, 0) == kept[i], "position %d: %d", (int)i, (int)shards_order(i, 10, 42, 0));
 }
 
 // Chi-squared over all orders of 4 windows, and of (position, window) pairs of 11, in 24,000 epochs.
@@ -156,7 +159,9 @@ static void test_order_uniform(void) {
 static void test_masks(void) {
     check_group("masks");
     write_mask("s_train_000001.mask", stream_mask, 1000);
-    CHECK(!shards_open(at("s_train_*.bin"), config(100, false), &error) && error.code == EXIT_INPUT && strstr(error.text, "has none"), "%s", error.text);
+    CHECK(!shards_open(at("s_train_*.bin"), config(100, false), &error) && error.code == EXIT_INPUT &&
+              strstr(error.text, "has none"),
+          "%s", error.text);
     write_mask("s_train_000002.mask", stream_mask, 0);
     write_mask("s_train_000003.mask", stream_mask + 1000, 777);
     Shards *s = shards_open(at("s_train_*"), config(300, false), &error);
@@ -174,11 +179,16 @@ static void test_masks(void) {
     bad[500] = 2;
     write_mask("s_train_000003.mask", bad, 777);
     s = shards_open(at("s_train_*"), config(300, false), &error);
-    CHECK(s && !shards_check_all(s, &error) && strstr(error.text, "s_train_000003.mask: at offset 1,524: expected 0 or 1, found 2"), "%s", error.text);
+    CHECK(s && !shards_check_all(s, &error) &&
+              strstr(error.text, "s_train_000003.mask: at offset 1,524: expected 0 or 1, found 2"),
+          "%s", error.text);
     shards_close(s);
     write_mask("s_train_000003.mask", bad, 776);
-    CHECK(!shards_open(at("s_train_*"), config(300, false), &error) && strstr(error.text, "a mask of 776 tokens, but its shard has 777"), "%s", error.text);
-    CHECK(!shards_open(at("s_train_000003.mask"), config(300, false), &error) && strstr(error.text, "It is a mask"), "%s", error.text);
+    CHECK(!shards_open(at("s_train_*"), config(300, false), &error) &&
+              strstr(error.text, "a mask of 776 tokens, but its shard has 777"),
+          "%s", error.text);
+    CHECK(!shards_open(at("s_train_000003.mask"), config(300, false), &error) && strstr(error.text, "It is a mask"), "%s",
+          error.text);
     for (int i = 1; i <= 3; i++) {
         char name[64];
         snprintf(name, sizeof name, "s_train_00000%d.mask", i);
@@ -219,12 +229,14 @@ static void test_documents(void) {
     shards_close(s);
     uint16_t none[] = {1, 2, 3, 4, 5, 6, EOT};
     c.vocab = 50300;
-    CHECK(!shards_open(write_shard("e.bin", none, 7), c, &error) && strstr(error.text, "too little data"), "no document: %s", error.text);
+    CHECK(!shards_open(write_shard("e.bin", none, 7), c, &error) && strstr(error.text, "too little data"), "no document: %s",
+          error.text);
 }
 
 // ---- large files, many files
 
-// A sparse shard of 1.2e9 tokens and one: the window that starts right at byte 2^31 of the file, the one across it and the last one.
+// A sparse shard of 1.2e9 tokens and one: the window that starts right at byte 2^31 of the file, the one across it and the last
+// one.
 static void test_large(void) {
     check_group("a shard over 2 GiB");
     const uint64_t count = 1200000001, edge = (((uint64_t)1 << 31) - 1024) / 2;
@@ -243,9 +255,11 @@ static void test_large(void) {
     Shards *s = shards_open(path, config(16, false), &error);
     CHECK(s && shards_windows(s) == (count - 1) / 16, "%s", error.text);
     uint64_t w = (edge - 2) / 16, t = (edge - 2) % 16;
-    CHECK(s && shards_window(s, w, tokens, NULL, &error) && tokens[t] == 11 && tokens[t + 1 > 16 ? 16 : t + 1] == 22, "below 2^31");
+    CHECK(s && shards_window(s, w, tokens, NULL, &error) && tokens[t] == 11 && tokens[t + 1 > 16 ? 16 : t + 1] == 22,
+          "below 2^31");
     w = edge / 16, t = edge % 16;
-    CHECK(s && shards_window(s, w, tokens, NULL, &error) && tokens[t] == 33 && tokens[t + 1] == 44, "at 2^31: %d %d", tokens[t], tokens[t + 1]);
+    CHECK(s && shards_window(s, w, tokens, NULL, &error) && tokens[t] == 33 && tokens[t + 1] == 44, "at 2^31: %d %d", tokens[t],
+          tokens[t + 1]);
     w = (count - 1) / 16 - 1;
     CHECK(s && shards_window(s, w, tokens, NULL, &error) && tokens[(count - 1 - w * 16)] == 55, "the end");
     shards_close(s);
@@ -282,7 +296,8 @@ static void test_many(void) {
 static void refused(const char *globs, ShardsConfig c, const char *part) {
     memset(&error, 0, sizeof error);
     Shards *s = shards_open(globs, c, &error);
-    CHECK(!s && error.code == EXIT_INPUT && strstr(error.text, part), "%s: expected \"%s\", found %d: %s", globs, part, error.code, error.text);
+    CHECK(!s && error.code == EXIT_INPUT && strstr(error.text, part), "%s: expected \"%s\", found %d: %s", globs, part,
+          error.code, error.text);
     shards_close(s);
 }
 
@@ -302,13 +317,17 @@ static void test_refusals(void) {
     refused("", c, "no shard is named");
     refused(folder, c, "expected a shard, found a folder");
     refused(write_raw("r1.bin", 20240520, 1, 500, 500), c, "r1.bin: expected a header of 1,024 bytes, the whole file has 500");
-    refused(write_raw("r2.bin", 0x1234, 1, 500, 2024), c, "r2.bin: at offset 0: expected the number 20240520 of a shard, found 4660");
+    refused(write_raw("r2.bin", 0x1234, 1, 500, 2024), c,
+            "r2.bin: at offset 0: expected the number 20240520 of a shard, found 4660");
     refused(write_raw("r3.bin", 20240801, 1, 500, 2024), c, "32-bit tokens");
     refused(write_raw("r4.bin", 20240520, 2, 500, 2024), c, "r4.bin: at offset 4: expected version 1, found 2");
     refused(write_raw("r5.bin", 20240520, 1, -500, 2024), c, "r5.bin: at offset 8: the header's count is -500");
-    refused(write_raw("r6.bin", 20240520, 1, 100000000, 150000000), c, "r6.bin: the header promises 100,000,000 tokens (200,001,024 bytes), the file has 150,000,000 bytes.\n  It was cut short");
+    refused(
+        write_raw("r6.bin", 20240520, 1, 100000000, 150000000), c,
+        "r6.bin: the header promises 100,000,000 tokens (200,001,024 bytes), the file has 150,000,000 bytes.\n  It was cut short");
     refused(write_raw("r7.bin", 20240520, 1, 500, 2025), c, "It has more than it says");
-    refused(write_raw("r8.bin", 20240520, 1, 16, 1056), c, "too little data: 1 file with 16 tokens, which are 0 windows of 16 + 1 tokens; 1 are needed");
+    refused(write_raw("r8.bin", 20240520, 1, 16, 1056), c,
+            "too little data: 1 file with 16 tokens, which are 0 windows of 16 + 1 tokens; 1 are needed");
     refused(write_raw("r9.bin", 20240520, 1, 0, 1024), c, "too little data");
     c.min_windows = 8;
     refused(write_raw("r10.bin", 20240520, 1, 128, 1280), c, "7 windows of 16 + 1 tokens; 8 are needed");
@@ -324,8 +343,9 @@ static void test_bad_ids(void) {
     Shards *s = shards_open(path, config(1000, false), &error);
     int32_t window[1001];
     CHECK(s && shards_window(s, 0, window, NULL, &error), "%s", error.text);
-    CHECK(s && !shards_window(s, 150, window, NULL, &error) && error.code == EXIT_INPUT
-              && strstr(error.text, "ids.bin: at offset 301,024: token id 50257, expected ids below the vocabulary's 50257"), "%s", error.text);
+    CHECK(s && !shards_window(s, 150, window, NULL, &error) && error.code == EXIT_INPUT &&
+              strstr(error.text, "ids.bin: at offset 301,024: token id 50257, expected ids below the vocabulary's 50257"),
+          "%s", error.text);
     memset(&error, 0, sizeof error);
     CHECK(!shards_check_all(s, &error) && strstr(error.text, "at offset 301,024"), "%s", error.text);
     shards_close(s);
@@ -344,14 +364,17 @@ static void test_cut_in_use(void) {
     CHECK(s && shards_window(s, 16, window, NULL, &error), "%s", error.text);
     CHECK(truncate(path, 1024 + 2 * 1650) == 0, "truncate");
     CHECK(shards_window(s, 15, window, NULL, &error), "%s", error.text);
-    CHECK(!shards_window(s, 16, window, NULL, &error) && error.code == EXIT_INPUT
-              && strstr(error.text, "cut.bin: the file ends at offset 4,324, where 102 more bytes were when it was opened"), "%s", error.text);
+    CHECK(!shards_window(s, 16, window, NULL, &error) && error.code == EXIT_INPUT &&
+              strstr(error.text, "cut.bin: the file ends at offset 4,324, where 102 more bytes were when it was opened"),
+          "%s", error.text);
     shards_close(s);
     s = shards_open(write_shard("cut.bin", stream, N), config(100, false), &error);
     unlink(path);
     CHECK(s && !shards_window(s, 1, window, NULL, &error) && strstr(error.text, "can't be opened"), "%s", error.text);
     write_shard("cut.bin", stream, N - 1);
-    CHECK(s && !shards_window(s, 1, window, NULL, &error) && strstr(error.text, "had 4,578 bytes when it was first opened, and has 4,576 now"), "%s", error.text);
+    CHECK(s && !shards_window(s, 1, window, NULL, &error) &&
+              strstr(error.text, "had 4,578 bytes when it was first opened, and has 4,576 now"),
+          "%s", error.text);
     shards_close(s);
 }
 
@@ -368,12 +391,14 @@ static void test_fingerprint(void) {
     char other[300];
     snprintf(other, sizeof other, "%s/other", folder);
     mkdir(other, 0777);
-    char *a = fingerprint(write_shard("f_train_1.bin", stream, N)), *b = fingerprint(write_shard("other/f_train_1.bin", stream, N));
+    char *a = fingerprint(write_shard("f_train_1.bin", stream, N)),
+         *b = fingerprint(write_shard("other/f_train_1.bin", stream, N));
     CHECK(!strcmp(a, b) && strstr(a, "{\"files\": 1, \"tokens\": 1777, \"xxh3\": \""), "in another folder: %s %s", a, b);
     stream[3]++;
     char *c = fingerprint(write_shard("other/f_train_1.bin", stream, N));
     stream[3]--;
-    char *d = fingerprint(write_shard("other/f_train_1.bin", stream, N - 1)), *e = fingerprint(write_shard("f_train_2.bin", stream, N));
+    char *d = fingerprint(write_shard("other/f_train_1.bin", stream, N - 1)),
+         *e = fingerprint(write_shard("f_train_2.bin", stream, N));
     CHECK(strcmp(a, c) && strcmp(a, d) && strcmp(a, e), "a token, the size or the name changed");
     free(a), free(b), free(c), free(d), free(e);
 }
