@@ -9,23 +9,11 @@
 #include <dirent.h>
 #include <sys/wait.h>
 
+#include "dev/tests/check.h"
 #include "runtime/checkpoint.h"
 #include "runtime/safetensors.h"
 
-static int passed, failed;
 static char folder[] = "/tmp/test_checkpoint.XXXXXX", out_dir[100], source[100];
-
-#define CHECK(condition, ...) \
-    do { \
-        if (condition) { \
-            passed++; \
-        } else { \
-            failed++; \
-            printf("FAILED %s:%d: ", __FILE__, __LINE__); \
-            printf(__VA_ARGS__); \
-            printf("\n"); \
-        } \
-    } while (0)
 
 // ---- a small run -----------------------------------------------------------------------------------------------------------
 
@@ -130,6 +118,7 @@ static bool prune_to_one(Error *error) { return checkpoint_prune(out_dir, 1, 10,
 static void test_kill(const char *what, bool (*job)(Error *), uint64_t job_step, bool before, long points) {
     long n = 1, kept = 0, taken = 0;
     Error error = {0};
+    check_group(what);
     for (int half = 0; half < 2; half++) {
         for (n = 1;; n++) {
             uint64_t step = 0;
@@ -149,11 +138,11 @@ static void test_kill(const char *what, bool (*job)(Error *), uint64_t job_step,
     }
     CHECK(n - 1 == points, "%s: %ld acts, expected %ld", what, n - 1, points);
     CHECK(kept > 10 && taken > 0, "%s: %ld kills left the old one, %ld the new one", what, kept, taken);
-    printf("%s: killed at each of %ld points, whole or half: %ld times the old one, %ld times the new one, always whole\n", what,
-           n - 1, kept, taken);
+    printf("       %ld points, whole or half writes: %ld kills left the old one, %ld the new one\n", n - 1, kept, taken);
 }
 
 static void test_kill_prune(void) {
+    check_group("prune, killed at each point");
     long n;
     Error error = {0};
     for (n = 1;; n++) {
@@ -169,13 +158,14 @@ static void test_kill_prune(void) {
     }
     CHECK(n > 10, "prune has only %ld points", n - 1);
     CHECK(there(40) && there(10) && count_entries(true) == 2, "prune");
-    printf("prune: killed at each of %ld points\n", n - 1);
+    printf("       %ld points\n", n - 1);
 }
 
 // The n-th act fails with this errno: the save reports it by name and the old checkpoint stands, or the save stands.
 static void test_errno(const char *what, int number, const char *remedy) {
     long n, refused = 0;
     Error error = {0};
+    check_group(what);
     for (int over = 0; over < 2; over++) {
         for (n = 1;; n++) {
             uint64_t step = 0, job_step = over ? 10 : 20;
@@ -204,10 +194,10 @@ static void test_errno(const char *what, int number, const char *remedy) {
         }
     }
     CHECK(refused > 20, "%s: only %ld saves were refused", what, refused);
-    printf("%s at every point: %ld saves refused by name, the last checkpoint whole\n", what, refused);
 }
 
 static void test_kill_replace(void) {
+    check_group("replacing a file: the old text or the new at each point");
     char path[PATH_MAX];
     Error error = {0};
     snprintf(path, sizeof path, "%s/run.json", folder);
@@ -236,11 +226,11 @@ static void test_kill_replace(void) {
         CHECK(access(temporary, F_OK) != 0, "ENOSPC at point %ld: the temporary file is still there", n);
     }
     fault_clear();
-    printf("replacing a file: the old text or the new at each point\n");
 }
 
 // FAULT_AT, FAULT_KIND and FAULT_COUNT, as another program's test sets them.
 static void test_environment(void) {
+    check_group("FAULT_AT, FAULT_KIND, FAULT_COUNT");
     static const struct { const char *at, *kind; int status; } cases[] = {
         {"5", "kill", 137}, {"5", NULL, 137}, {"5", "half", 137}, {"5", "enospc", EXIT_RESOURCE}, {"5", "eio", EXIT_RESOURCE},
         {"99", "kill", 0}, {"5", "else", EXIT_USAGE},
@@ -268,7 +258,6 @@ static void test_environment(void) {
         if (cases[i].status == 0) CHECK(text && !strcmp(text, "fault points: 19\n"), "FAULT_COUNT: %s", text);
         free(text);
     }
-    printf("FAULT_AT, FAULT_KIND, FAULT_COUNT\n");
 }
 
 // ---- without faults --------------------------------------------------------------------------------------------------------
@@ -293,6 +282,7 @@ static bool verify_names(const char *step, const char *part) {
 }
 
 static void test_damage(void) {
+    check_group("damaged checkpoints");
     uint64_t step = 0;
     Error error = {0};
     char path[PATH_MAX];
@@ -329,10 +319,10 @@ static void test_damage(void) {
     put("step-00000020", "manifest.json", "{\"files\": []}", "w", 0);
     CHECK(verify_names("step-00000020", "an object \"files\""), "a list of files");
     CHECK(checkpoint_prune(out_dir, 1, UINT64_MAX, &error) && there(10), "the only whole one was pruned");
-    printf("damaged checkpoints\n");
 }
 
 static void test_prune(void) {
+    check_group("prune");
     Error error = {0};
     start_over();
     for (int i = 1; i <= 5; i++) CHECK(save(10 * (uint64_t)i, (float)i, &error), "%s", error.text);
@@ -344,11 +334,11 @@ static void test_prune(void) {
     CHECK(save(123456789012, 6, &error), "%s", error.text);
     uint64_t step = 0;
     CHECK(newest(&step) == 6 && step == 123456789012, "a step of 12 digits");
-    printf("prune\n");
 }
 
 // Files that did not come through file_close() are in the manifest too; one that was written twice is there as it is now.
 static void test_manifest(void) {
+    check_group("the manifest");
     Checkpoint c;
     Error error = {0};
     char path[PATH_MAX];
@@ -379,10 +369,10 @@ static void test_manifest(void) {
     CHECK(!checkpoint_commit(&c, &error) && strstr(error.text, "only plain files"), "%s", error.text);
     checkpoint_abandon(&c);
     CHECK(count_entries(true) == 1 && count_entries(false) == 0, "abandoned");
-    printf("the manifest\n");
 }
 
 static void test_files(void) {
+    check_group("files and folders");
     char path[PATH_MAX];
     uint64_t bytes = 0;
     Error error = {0};
@@ -401,7 +391,6 @@ static void test_files(void) {
     snprintf(path, sizeof path, "%s/a", folder);
     CHECK(file_remove_tree(path, &error) && access(path, F_OK) != 0 && access(source, F_OK) == 0, "%s", error.text);
     CHECK(file_remove_tree(path, &error), "nothing there: %s", error.text);
-    printf("files and folders\n");
 }
 
 int main(void) {
@@ -415,16 +404,15 @@ int main(void) {
     test_files();
     test_manifest();
     test_prune();
-    test_kill("a save", save_20, 20, true, 15);
-    test_kill("the first save", save_10, 10, false, 15 + 4);         // two more folders made, each synced into its parent
-    test_kill("a save of the same step", save_10, 10, true, 15 + 7);   // the old one set aside (2), its 4 files and itself removed
+    test_kill("a save, killed at each point", save_20, 20, true, 15);
+    test_kill("the first save, killed", save_10, 10, false, 15 + 4);         // two more folders made, each synced into its parent
+    test_kill("a save of the same step, killed", save_10, 10, true, 15 + 7);   // the old one set aside (2), its 4 files and itself removed
     test_kill_prune();
     test_kill_replace();
-    test_errno("ENOSPC", ENOSPC, "Make room");
-    test_errno("EIO", EIO, "The disk failed");
+    test_errno("ENOSPC at each point of a save", ENOSPC, "Make room");
+    test_errno("EIO at each point of a save", EIO, "The disk failed");
     test_environment();
     test_damage();
     file_remove_tree(folder, &error);
-    printf("%d passed, %d failed\n", passed, failed);
-    return failed != 0;
+    return check_verdict();
 }

@@ -5,23 +5,11 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "dev/tests/check.h"
 #include "runtime/file.h"
 #include "runtime/safetensors.h"
 
-static int passed, failed;
 static char folder[] = "/tmp/test_safetensors.XXXXXX";
-
-#define CHECK(condition, ...) \
-    do { \
-        if (condition) { \
-            passed++; \
-        } else { \
-            failed++; \
-            printf("FAILED %s:%d: ", __FILE__, __LINE__); \
-            printf(__VA_ARGS__); \
-            printf("\n"); \
-        } \
-    } while (0)
 
 static const char *in_folder(const char *name) {
     static char path[4][200];
@@ -66,6 +54,7 @@ static float nearest_bf16(float x) {
 }
 
 static void test_round_trip(void) {
+    check_group("round trip of float32 and bf16");
     enum { N = 3000017 };   // over two of the reader's pieces, and odd
     float *values = malloc(N * sizeof *values), *read = malloc(N * sizeof *read), one = 0.25f, got = 0;
     Error error = {0};
@@ -107,11 +96,11 @@ static void test_round_trip(void) {
     safetensors_close(s);
     free(values);
     free(read);
-    printf("round trip of float32 and bf16\n");
 }
 
 // Every one of the 65,536 half floats, against ldexp().
 static void test_half_floats(void) {
+    check_group("all finite half floats");
     enum { N = 65536 };
     uint16_t *half = malloc(N * sizeof *half);
     float *read = malloc(N * sizeof *read);
@@ -134,10 +123,10 @@ static void test_half_floats(void) {
     safetensors_close(s);
     free(half);
     free(read);
-    printf("all finite half floats\n");
 }
 
 static void test_wide(void) {
+    check_group("float64 and integers");
     struct { double f64[2]; int64_t i64[2]; int32_t i32[2]; } data = {{0.1, -1e300}, {-5, 1ll << 52}, {-7, 50256}};
     const char *header = "{\"f\":{\"dtype\":\"F64\",\"shape\":[2],\"data_offsets\":[0,16]},"
                          "\"l\":{\"dtype\":\"I64\",\"shape\":[2],\"data_offsets\":[16,32]},"
@@ -153,10 +142,10 @@ static void test_wide(void) {
     CHECK(!safetensors_read(s, "f", 1, &two, narrow, &error) && strstr(error.text, "element 1 of 2"), "1e300 as float32: %s", error.text);
     CHECK(!safetensors_read(s, "l", 1, &two, narrow, &error) && strstr(error.text, "found I64"), "I64 as float32: %s", error.text);
     safetensors_close(s);
-    printf("float64 and integers\n");
 }
 
 static void test_wrong_requests(void) {
+    check_group("wrong requests, and values that are not finite");
     float values[6] = {1, 2, 3, 4, NAN, 6}, out[6];
     TensorRow rows[] = {{"a", DTYPE_F32, 2, {2, 2}, values}, {"b", DTYPE_F32, 1, {6}, values}, {"c", DTYPE_BF16, 1, {6}, values}};
     Error error = {0};
@@ -180,12 +169,12 @@ static void test_wrong_requests(void) {
     safetensors_close(s);
     CHECK(refused(in_folder("nothing"), "No such file"), "no such file");
     CHECK(refused(folder, "found neither"), "a folder without a model");
-    printf("wrong requests, and values that are not finite\n");
 }
 
 #define T(name, dtype, shape, offsets) "\"" name "\":{\"dtype\":\"" dtype "\",\"shape\":" shape ",\"data_offsets\":" offsets "}"
 
 static void test_broken_headers(void) {
+    check_group("broken headers");
     static const struct { const char *header, *part; size_t data; } cases[] = {
         {"{" T("a", "F32", "[2]", "[0,8]") "," T("b", "F32", "[2]", "[4,12]") "}", "an overlap", 12},
         {"{" T("a", "F32", "[2]", "[0,8]") "," T("b", "F32", "[2]", "[0,8]") "}", "an overlap", 8},
@@ -245,7 +234,6 @@ static void test_broken_headers(void) {
     many[0] = '[', many[1] = ' ', many[size - 1] = ']';
     CHECK(refused(make_file("broken", many, size, NULL, 0), "10,000,000 values"), "10,000,001 values");
     free(many);
-    printf("%zu broken headers\n", sizeof cases / sizeof *cases + 3);
 }
 
 static void write_bytes(const char *path, const void *data, size_t size) {
@@ -255,6 +243,7 @@ static void write_bytes(const char *path, const void *data, size_t size) {
 }
 
 static void test_broken_lengths(void) {
+    check_group("broken header lengths");
     const char *path = in_folder("lengths");
     char bytes[16] = "";
     write_bytes(path, bytes, 0);
@@ -270,11 +259,11 @@ static void test_broken_lengths(void) {
     memcpy(bytes, &(uint64_t){100000001}, 8);
     write_bytes(path, bytes, 16);
     CHECK(truncate(path, 200000000) == 0 && refused(path, "at most 100000000 bytes"), "a header over 100 MB");
-    printf("broken header lengths\n");
 }
 
 // A tensor that begins past 4 GiB, in a sparse file.
 static void test_large(void) {
+    check_group("a tensor past 4 GiB");
     const char *header = "{" T("big", "U8", "[5368709120]", "[0,5368709120]") "," T("far", "F32", "[2]", "[5368709120,5368709128]") "}";
     const char *path = make_file("large", header, strlen(header), NULL, 0);
     off_t at = 8 + (off_t)strlen(header) + 5368709120;
@@ -293,10 +282,10 @@ static void test_large(void) {
           "%s", error.text);
     safetensors_close(s);
     unlink(path);
-    printf("a tensor past 4 GiB\n");
 }
 
 static void test_sharded(void) {
+    check_group("sharded folders");
     float a[4] = {1, 2, 3, 4}, b[2] = {5, 6}, out[4];
     TensorRow row_a = {"a", DTYPE_F32, 1, {4}, a}, row_b = {"b", DTYPE_BF16, 1, {2}, b};
     Error error = {0};
@@ -335,10 +324,10 @@ static void test_sharded(void) {
     file_write_text(index, "{\"weight_map\":{\"a\":\"m-2.safetensors\",\"b\":\"m-1.safetensors\"}}", &error);
     CHECK(refused(folder, "is also in"), "one tensor in two files");
     unlink(index);
-    printf("sharded folders\n");
 }
 
 static void test_write_failures(void) {
+    check_group("writes that cannot be");
     Error error = {0};
     float value = 1;
     TensorRow row = {"a", DTYPE_F32, 0, {0}, &value};
@@ -347,7 +336,6 @@ static void test_write_failures(void) {
     row.dtype = DTYPE_F16;
     CHECK(!safetensors_write(in_folder("x"), &row, 1, NULL, &error) && strstr(error.text, "F32 or BF16"), "F16: %s", error.text);
     CHECK(access(in_folder("x"), F_OK) != 0, "a refused file was made");
-    printf("writes that cannot be\n");
 }
 
 int main(void) {
@@ -363,6 +351,5 @@ int main(void) {
     test_sharded();
     test_write_failures();
     file_remove_tree(folder, &error);
-    printf("%d passed, %d failed\n", passed, failed);
-    return failed != 0;
+    return check_verdict();
 }
