@@ -39,7 +39,7 @@ void train_options_init(TrainOptions *o) {
         {"beta2",       OPT_FLOAT, &o->beta2, 0, 0.999999, .arg = "X", .group = "Training", .help = "AdamW's decay of the mean of their squares"},
         {"grad-clip",   OPT_FLOAT, &o->grad_clip, 0, 1e9, .arg = "X", .group = "Training", .help = "largest norm of the gradient; 0: no limit"},
 
-        {"out",         OPT_TEXT, &o->out, .arg = "DIR", .group = "Run", .help = "run folder: run.json, metrics.jsonl, samples.txt, ckpt/; none: nothing is kept"},
+        {"out",         OPT_TEXT, &o->out, .arg = "DIR", .group = "Run", .help = "run folder: run.json, metrics.jsonl, samples.txt, ckpt/; none: nothing is kept", .on_resume = true},
         {"resume",      OPT_SWITCH, &o->resume, .group = "Run", .help = "continue from the newest checkpoint in --out, or start where there is none", .on_resume = true},
         {"val-every",   OPT_INT, &o->val_every, 0, 1e12, .arg = "N", .group = "Run", .help = "steps between validations; 0: none", .on_resume = true},
         {"val-tokens",  OPT_INT, &o->val_tokens, 1, 1e12, .arg = "N", .group = "Run", .help = "tokens of --val-data that a validation reads, at most", .on_resume = true},
