@@ -13,12 +13,6 @@
 
 static char self[4096];
 
-static double now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
 // ---- the workers
 
 static void expect(bool condition, const char *what) {
@@ -150,6 +144,12 @@ static void test_signals(void) {
 }
 
 #ifdef USE_MPI
+
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
 
 static void test_sums(void) {
     check_group("sums, maxima and broadcasts of 2 and 3 processes");
