@@ -199,7 +199,8 @@ static void test_model(void) {
     double loss = model_step(&m, inputs, targets, NULL, B, T, 1.0f / (float)(B * T), true) / (double)(B * T);
     worst = largest(worst, relative(loss, losses[0]));
     check("loss", relative(loss, losses[0]), 1e-5);
-    worst = largest(worst, compare_tensors(&m, "grad", m.grads, 1e-3 * gradient_norm(&m), 1e-4));
+    double floor = (T == 1 ? 1e-2 : 1e-3) * gradient_norm(&m);      // at T = 1 under l1, q and k have no gradient: what is left is rounding
+    worst = largest(worst, compare_tensors(&m, "grad", m.grads, floor, 1e-4));
 
     // Two halves of a batch, the second added to the first, are the whole.
     if (B == 2) {

@@ -594,16 +594,23 @@ static void adamw(float *param, float *mean, float *square, uint16_t *rounded, c
     float rate = (float)(a.lr / (1 - pow(a.beta1, (double)a.step)));
     float square_scale = (float)(1 / (1 - pow(a.beta2, (double)a.step)));
     float keep = decay ? (float)(1 - a.lr * a.weight_decay) : 1.0f;
-    #pragma omp parallel for simd schedule(static) if (n > 10000)
-    for (size_t i = 0; i < n; i++) {
-        float g = grad[i] * scale;
-        float mean_i = b1 * mean[i] + one_b1 * g;
-        float square_i = b2 * square[i] + one_b2 * g * g;
-        mean[i] = mean_i;
-        square[i] = square_i;
-        param[i] = keep * param[i] - rate * mean_i / (sqrtf(square_i * square_scale) + eps);
+    enum { PIECE = 4096 };                     // rounded while it is still in the cache
+    #pragma omp parallel for schedule(static) if (n > 2 * PIECE)
+    for (size_t from = 0; from < n; from += PIECE) {
+        size_t to = from + PIECE < n ? from + PIECE : n;
+        #pragma omp simd
+        for (size_t i = from; i < to; i++) {
+            float g = grad[i] * scale;
+            float mean_i = b1 * mean[i] + one_b1 * g;
+            float square_i = b2 * square[i] + one_b2 * g * g;
+            mean[i] = mean_i;
+            square[i] = square_i;
+            param[i] = keep * param[i] - rate * mean_i / (sqrtf(square_i * square_scale) + eps);
+        }
+        if (!rounded) continue;
+        #pragma omp simd
+        for (size_t i = from; i < to; i++) rounded[i] = bf16_from_float(param[i]);
     }
-    if (rounded) bf16_round(rounded, param, n);
 }
 
 static void model_update(Model *m, AdamW a) {
@@ -765,13 +772,15 @@ static float *decode_prompt(Decoder *d, const int32_t *prompt, size_t count, siz
 // 6. Checkpoints
 
 // Loads all tensors of the model from a folder with model.safetensors; under bfloat16 the masters are optimizer.safetensors' matter.
+// s, which another normaliser than the folder's may bring, starts at its first value.
 static bool model_load(Model *m, const char *folder, Error *error) {
-    Safetensors *file = safetensors_open(folder, error);
+    ModelConfig saved;
+    Safetensors *file = model_config_read(&saved, folder, error) ? safetensors_open(folder, error) : NULL;
     if (!file) return false;
     bool done = true;
     for (size_t i = 0; done && i < m->list.count; i++) {
         const Tensor *t = &m->list.tensors[i];
-        if (t->is_s && !safetensors_find(file, t->name)) {          // created by a change of normaliser
+        if (!tensor_exists(t, &saved.attn)) {
             for (size_t j = 0; j < t->elements; j++) m->params[t->offset + j] = t->mean;
             continue;
         }
@@ -1120,7 +1129,7 @@ static void load_weights(Run *run, const char *folder) {
         model_round(m);
         return;
     }
-    if (is_main() && (!model_load(m, folder, &error) || (run->resumed && !optimizer_load(m, folder, &error)))) fail_with(&error);
+    process_agree(!is_main() || (model_load(m, folder, &error) && (!run->resumed || optimizer_load(m, folder, &error))), &error);
     process_broadcast(m->params, FLOATS(m->list.floats));
     if (!run->resumed) {
         model_round(m);
@@ -1133,16 +1142,17 @@ static void load_weights(Run *run, const char *folder) {
 
 static void write_run(Run *run) {
     Error error;
-    if (run->o.out && is_main() && !run_write(run->o.out, &run->o, run->train_print, run->val_print, run->lineage, &error))
-        fail_with(&error);
+    bool writes = run->o.out && is_main();
+    process_agree(!writes || run_write(run->o.out, &run->o, run->train_print, run->val_print, run->lineage, &error), &error);
 }
 
 // From here on the folder is ours.
 static void open_run_folder(Run *run) {
+    char path[PATH_MAX];
     Error error;
-    if (!run->o.out || !is_main()) return;
-    if (!metrics_cut(run_path(run->o.out, "metrics.jsonl"), run->step, &error)) fail_with(&error);
-    if (!(run->metrics = metrics_open(run_path(run->o.out, "metrics.jsonl"), &error))) fail_with(&error);
+    if (!run->o.out) return;
+    snprintf(path, sizeof path, "%s/metrics.jsonl", run->o.out);
+    process_agree(!is_main() || (metrics_cut(path, run->step, &error) && (run->metrics = metrics_open(path, &error))), &error);
     write_run(run);
 }
 
@@ -1202,22 +1212,21 @@ static bool write_checkpoint(const Run *run, Error *error) {
 // process is about to end, so a failure ends it with EXIT_RESOURCE.
 static void save(Run *run, bool last) {
     Error error;
+    bool done = true;
     if (!run->o.out) return;
     if (is_main()) {
         double start = now();
         progress_end();
-        if (write_checkpoint(run, &error)) {
+        if ((done = write_checkpoint(run, &error))) {
             printf("saved %s/ckpt/step-%08lld in %.1f s\n", run->o.out, (long long)run->step, now() - start);
             uint64_t best = run->o.keep_best && run->best_step >= 0 ? (uint64_t)run->best_step : UINT64_MAX;
             if (!checkpoint_prune(run->o.out, (int)run->o.keep, best, &error)) warn("%s", error.text);
-        } else if (last) {
-            fail_with(&error);
-        } else {
+        } else if (!last) {
             warn("%s\n  Training goes on; the checkpoint before this one is whole.", error.text);
         }
         fflush(stdout);
     }
-    process_barrier();
+    process_agree(done || !last, &error);
 }
 
 // ---- data to the model
@@ -1277,8 +1286,6 @@ static void check_finite(const Run *run, double loss, double norm) {
     char path[PATH_MAX];
     uint64_t step;
     progress_end();
-    process_barrier();
-    if (!is_main()) process_end(), exit(EXIT_DIVERGED);
     bool saved = run->o.out && checkpoint_newest(run->o.out, path, sizeof path, &step);
     fail(EXIT_DIVERGED, "step %lld: the loss is %g and the gradient's norm %g: training diverged. Nothing of this step was kept.\n"
          "  Last good checkpoint: %s. A lower --lr, a longer --warmup or a smaller --grad-clip may help.", (long long)run->step + 1, loss,
@@ -1457,18 +1464,19 @@ int main(int argc, char **argv) {
         return EXIT_DONE;
     }
     process_start(&argc, &argv);
-    if (run.o.out && is_main() && !run.o.dry_run && !run_lock(run.o.out, &error)) fail_with(&error);
-    process_barrier();
+    bool locks = run.o.out && is_main() && !run.o.dry_run;
+    process_agree(!locks || run_lock(run.o.out, false, &error), &error);
     settle(&run, weights, sizeof weights);
     plan_memory(&run);
     if (is_main()) print_plan(&run);
     memory_check(&run.model.plan, process.local_size);
     if (run.o.dry_run) {
-        if (is_main() && (!shards_check_all(run.train, &error) || (run.val && !shards_check_all(run.val, &error)))) fail_with(&error);
+        process_agree(!is_main() || (shards_check_all(run.train, &error) && (!run.val || shards_check_all(run.val, &error))), &error);
         if (is_main()) printf("dry run: all tokens are below the vocabulary; nothing was written\n");
         process_end();
         return EXIT_DONE;
     }
+    process_agree(!locks || run_lock(run.o.out, true, &error), &error);
     memory_take(&run.model.plan);
     model_ready(&run.model);
     if (run.o.sample_every) decoder_ready(&run.decoder);
