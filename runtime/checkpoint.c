@@ -234,7 +234,7 @@ static Entry *list_entries(const char *root, size_t *count) {
     Entry *entries = NULL, entry;
     DIR *folder = opendir(root);
     *count = 0;
-    if (!folder && errno == ENOENT) return NULL;
+    if (!folder && (errno == ENOENT || errno == ENOTDIR)) return NULL;
     if (!folder) fail(EXIT_INPUT, "%s: listing the folder failed: %s.\n  Check its permissions.", root, strerror(errno));
     for (struct dirent *item; (item = readdir(folder));) {
         if (!parse_entry(item->d_name, &entry)) continue;

@@ -5,7 +5,9 @@
 #include <stdlib.h>
 
 const char *program_name = "gpt2";
+bool (*fail_speaker)(bool says) = NULL;
 void (*fail_hook)(int code) = NULL;
+bool warn_off = false;
 
 static _Noreturn void end(ExitCode code) {
     fflush(stdout);
@@ -23,14 +25,17 @@ void fail(ExitCode code, const char *format, ...) {
 }
 
 void fail_with(const Error *error) {
+    bool says = error->text[0] != 0;
     fflush(stdout);
-    fprintf(stderr, "%s: %s\n", program_name, error->text);
+    if (fail_speaker) says = fail_speaker(says);
+    if (says) fprintf(stderr, "%s: %s\n", program_name, error->text);
     end(error->code);
 }
 
 void warn(const char *format, ...) {
     char text[2048];
     va_list args;
+    if (warn_off) return;
     va_start(args, format);
     vsnprintf(text, sizeof text, format, args);
     va_end(args);

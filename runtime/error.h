@@ -27,16 +27,19 @@ typedef struct {
 // The name that starts each message; set once at the start of main().
 extern const char *program_name;
 
-// Called by fail() just before it exits, where there are other processes to end (MPI_Abort). May be NULL.
+// Where there are other processes (runtime/process.c); both may be NULL. fail() asks fail_speaker, `says`: it has a message, whether
+// this process is to print its message, as all of them may be about to print the same; and calls fail_hook just before it exits.
+extern bool (*fail_speaker)(bool says);
 extern void (*fail_hook)(int code);
 
 // Writes "program: text" to stderr and ends the process with the code.
 _Noreturn void fail(ExitCode code, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
-// fail() with what an Error says.
+// fail() with what an Error says; an empty text is not printed.
 _Noreturn void fail_with(const Error *error);
 
-// Writes "program: warning: text" to stderr.
+// Writes "program: warning: text" to stderr, but where warn_off is set: in all processes of a job but the first, which warns for all.
+extern bool warn_off;
 void warn(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
 // Fills the error and returns false, so that a function can end with `return error_set(...)`.

@@ -8,7 +8,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <strings.h>
-#include <unistd.h>
 
 #include "runtime/process.h"
 
@@ -163,14 +162,14 @@ static void value_text(const Option *o, Value v, char *out, size_t size) {
 
 // ---- wrong usage
 
-// Under a launcher every process has the same wrong flag. The first one prints it and its exit ends the others while they wait.
+// Under a launcher every process has the same wrong flag, and the first one says so.
 static _Noreturn void usage_fail(const char *format, ...) {
     Error error = {.code = EXIT_USAGE};
     va_list args;
     va_start(args, format);
     vsnprintf(error.text, sizeof error.text, format, args);
     va_end(args);
-    if (process_launched_rank() > 0) sleep(2);
+    if (process_launched_rank() > 0) error.text[0] = 0;
     fail_with(&error);
 }
 

@@ -2,8 +2,7 @@
 
 #include <signal.h>
 #include <stdlib.h>
-
-#include "runtime/error.h"
+#include <unistd.h>
 
 #ifdef USE_MPI
 #include <mpi.h>
@@ -62,8 +61,31 @@ bool process_stop_requested(void) { return stop_requested; }
 
 // ---- several processes
 
+// What is wrong with a flag, a file or the run folder, all processes find at the same time. So one that fails waits a second for the others
+// to fail, too: then the first that has a message prints it, and all end by themselves. Open MPI, told to abort, takes twice the grace
+// period to do so, and with MPI_Abort from several at once its own messages get lost.
+static MPI_Comm ending;
+static bool all_end;
+
+static bool speaker(bool says) {
+    static int mine, first;    // MPI may still use them after the second
+    MPI_Request request;
+    int done = 0;
+    mine = says ? process.rank : process.size;
+    if (MPI_Iallreduce(&mine, &first, 1, MPI_INT, MPI_MIN, ending, &request) != MPI_SUCCESS) return says;
+    for (int i = 0; i < 100 && !done; i++) {
+        if (i) usleep(10000);
+        if (MPI_Test(&request, &done, MPI_STATUS_IGNORE) != MPI_SUCCESS) return says;
+    }
+    all_end = done;
+    return all_end ? first == process.rank : says;
+}
+
 // MPI_Abort has mpirun end the others. The exit code goes along, and mpirun reports it as its own.
-static void abort_all(int code) { MPI_Abort(MPI_COMM_WORLD, code); }
+static void end_all(int code) {
+    if (!all_end) MPI_Abort(MPI_COMM_WORLD, code);
+    MPI_Finalize();
+}
 
 static void check(int status, const char *what) {
     if (status == MPI_SUCCESS) return;
@@ -87,7 +109,10 @@ void process_start(int *argc, char ***argv) {
              "the launcher started %d processes, but MPI connects %d of them.\n"
              "  The launcher must be of the same MPI as the program: use scripts/launch.sh, or srun --mpi=pmix.",
              launched_size(), process.size);
-    fail_hook = abort_all;
+    fail_hook = end_all;
+    check(MPI_Comm_dup(MPI_COMM_WORLD, &ending), "MPI_Comm_dup");
+    fail_speaker = speaker;
+    warn_off = process.rank > 0;
     MPI_Comm local;
     check(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, process.rank, MPI_INFO_NULL, &local), "MPI_Comm_split_type");
     MPI_Comm_rank(local, &process.local_rank);
@@ -98,6 +123,7 @@ void process_start(int *argc, char ***argv) {
 void process_end(void) {
     if (process.size > 1) MPI_Finalize();
     fail_hook = NULL;
+    fail_speaker = NULL;
 }
 
 // A count of MPI is an int, and its buffers stay small this way.
@@ -151,3 +177,8 @@ void process_broadcast(void *data, size_t bytes) { (void)data, (void)bytes; }
 void process_barrier(void) {}
 
 #endif
+
+void process_agree(bool done, const Error *error) {
+    Error quiet = {.code = (ExitCode)process_max_int(done ? 0 : error->code)};
+    if (quiet.code != EXIT_DONE) fail_with(done ? &quiet : error);
+}

@@ -6,6 +6,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "runtime/error.h"
+
 typedef struct {
     int rank, size;                // among all processes
     int local_rank, local_size;    // among those on this machine
@@ -30,6 +32,10 @@ void process_sum_double(double *values, size_t n);
 int64_t process_max_int(int64_t value);
 void process_broadcast(void *data, size_t bytes);    // from rank 0
 void process_barrier(void);
+
+// A barrier after something that may have failed in some processes (mostly: that only rank 0 did). Where `done` is false in one, all
+// end with its error, said once.
+void process_agree(bool done, const Error *error);
 
 // From here on SIGTERM, SIGINT and SIGUSR1 (which mpirun passes on to all processes) only set a flag; a second SIGINT ends the
 // process at once. The processes of a run may see a signal at different steps: agree with

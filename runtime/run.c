@@ -26,10 +26,14 @@ const char *run_path(const char *out, const char *name) {
     return path;
 }
 
-bool run_lock(const char *out, Error *error) {
-    if (!file_make_folders(out, error)) return false;
+bool run_lock(const char *out, bool make, Error *error) {
+    static bool locked;
+    if (locked) return true;
+    if (!out[0]) return error_set(error, EXIT_USAGE, "--out is empty: expected the name of the run folder.");
+    if (make && !file_make_folders(out, error)) return false;
     const char *path = run_path(out, "lock");
-    int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
+    int fd = open(path, O_RDWR | (make ? O_CREAT : 0) | O_CLOEXEC, 0666);
+    if (fd < 0 && !make && (errno == ENOENT || errno == ENOTDIR)) return true;
     if (fd < 0)
         return error_set(error, EXIT_RESOURCE, "%s: cannot be written: %s.\n  Give another --out, or the right to write there.", path,
                          strerror(errno));
@@ -45,7 +49,7 @@ bool run_lock(const char *out, Error *error) {
     int length = snprintf(text, sizeof text, "%ld\n", (long)getpid());
     if (ftruncate(fd, 0) != 0 || write(fd, text, (size_t)length) != length)
         return error_set(error, EXIT_RESOURCE, "%s: cannot be written: %s.", path, strerror(errno));
-    return true;      // the descriptor stays open, and with it the lock
+    return locked = true;      // the descriptor stays open, and with it the lock
 }
 
 bool run_exists(const char *out) {

@@ -9,9 +9,10 @@
 #include "runtime/error.h"
 #include "runtime/train_options.h"
 
-// Makes the folder where there is none, and locks OUT/lock until the process ends, however it ends.
+// Locks OUT/lock until the process ends, however it ends; called again, it does nothing. With `make` it makes folder and file where there are
+// none; otherwise a folder without the file, which no run has used yet, is left as it is: so that nothing is written before all is checked.
 // EXIT_BUSY where another job holds it, EXIT_RESOURCE where the folder cannot be written to.
-bool run_lock(const char *out, Error *error);
+bool run_lock(const char *out, bool make, Error *error);
 
 // Is there a run in the folder already: a checkpoint, or a line of metrics?
 bool run_exists(const char *out);

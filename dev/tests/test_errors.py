@@ -1,0 +1,630 @@
+"""What goes wrong for people, and what the trainer says: each with its exit code, the file, what was expected and found, and a remedy."""
+import fcntl
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import struct
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from trainer import (LAUNCH, MODEL, SANITIZED, TRAIN, VOCAB, checkpoint, command, environment, faults_program, losses, make_data, metrics,
+                     read_header, steps, tokens, train, write_header, write_shard)
+
+USAGE, INPUT, RESOURCE, DIVERGED, BUSY, STOPPED = 2, 3, 4, 5, 7, 75
+FLAGS = """train-data val-data model attn attn-switch norm-length batch seq-len total-batch-tokens steps lr warmup schedule min-lr-frac
+weight-decay beta1 beta2 grad-clip seed shuffle pack rope-theta dtype out resume init-from val-every val-tokens sample-every ckpt-every
+keep keep-best profile dry-run""".split()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    make_data(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def first_run(data, tmp_path_factory):
+    """A finished run with two checkpoints; tests work on copies of it."""
+    out = tmp_path_factory.mktemp("run") / "out"
+    train(data, "--attn", "ssmax", "--steps", 4, "--ckpt-every", 2, "--keep", 0, "--out", out)
+    return out
+
+
+@pytest.fixture
+def run(first_run, tmp_path):
+    return shutil.copytree(first_run, tmp_path / "run")
+
+
+@pytest.fixture
+def model(first_run, tmp_path):
+    """A checkpoint without its manifest, as a folder from elsewhere is."""
+    folder = shutil.copytree(checkpoint(first_run, 4), tmp_path / "model")
+    (folder / "manifest.json").unlink()
+    return folder
+
+
+def says(text, *parts):
+    for part in parts:
+        assert str(part) in text, f"expected {part!r} in:\n{text}"
+
+
+def tree(folder):
+    """Every file with its content and time of change."""
+    return {path: (path.stat().st_mtime_ns, path.is_file() and path.read_bytes()) for path in sorted(Path(folder).rglob("*"))}
+
+
+# ---- flags
+
+
+@pytest.mark.parametrize("flags, parts", [
+    (["--stpes", 3], ["--stpes", "no such flag", "Nearest: --steps", "--help"]),
+    (["--train", "x"], ["--train", "Nearest: --train-data"]),
+    (["-steps", 3], ["two dashes", "--steps"]),
+    (["stray"], ["stray", "belongs to no flag"]),
+    (["--schedule", "cosin"], ["--schedule cosin", "constant|cosine|linear|wsd", "Nearest: cosine"]),
+    (["--dtype", "fp16"], ["--dtype fp16", "fp32|bf16", "Nearest:"]),
+    (["--attn", "ssmx"], ["--attn ssmx", "ssmax"]),
+    (["--attn", "softmax+post=revert"], ["revert", "reweight"]),
+    (["--attn-switch", "ssmax"], ["--attn-switch ssmax", "STEP:NAME"]),
+    (["--attn-switch", "3:ssmx"], ["--attn-switch 3:ssmx", "ssmax"]),
+    (["--model", "125M"], ["125M", "15M", "124M", "162M", "layers="]),
+    (["--model", "layers=2"], ["heads= is missing"]),
+    (["--model", "layers=1,heads=2,channels=16,ffn=24,vocab=70000"], ["vocab", "65536", "70000"]),
+    (["--model", "layers=1,heads=3,channels=16,ffn=24"], ["16 channels", "3 heads", "divide"]),
+    (["--model", "layers=1,heads=16,channels=16,ffn=24"], ["even"]),
+    (["--steps", "many"], ["--steps many", "whole number", "found \"many\""]),
+    (["--steps", "-1"], ["--steps -1", "from 0"]),
+    (["--lr", "nan"], ["--lr nan", "a number from 0 to 100"]),
+    (["--batch", 0], ["--batch 0", "from 1 to"]),
+    (["--batch"], ["--batch", "missing"]),
+    (["--shuffle", "yes"], ["--shuffle yes", "0 or 1"]),
+    (["--total-batch-tokens", 50], ["--total-batch-tokens 50", "4 x 8 x 1 = 32", "Nearest: 64"]),
+    (["--seq-len", "8,5"], ["--seq-len", "5 does not divide", "8"]),
+    (["--seq-len", 2000000], ["--seq-len 2000000", "1048576"]),
+    (["--resume", "--out", ""], ["--out"]),
+])
+def test_wrong_usage(data, tmp_path, flags, parts):
+    out = tmp_path / "out"
+    says(train(data, "--out", out, *flags, code=USAGE), "train_gpt2: ", *parts)
+    assert not out.exists(), "something was written"
+
+
+def test_resume_needs_out(data):
+    says(train(data, "--resume", code=USAGE), "--resume needs --out")
+
+
+def test_help():
+    text = subprocess.run([TRAIN, "--help"], capture_output=True, text=True, env=environment(), check=True).stdout
+    assert set(FLAGS) <= set(re.findall(r"^  --([a-z0-9-]+) ", text, re.M))
+    says(text, "default 0.0006", "tokens", "--flag=value", "constant|cosine|linear|wsd")
+
+
+def test_ways_to_write_flags(data):
+    plan = train(data, "--dry-run", "--batch=8", "--batch", 2, "--seq-len=16", "--steps=1_000", "--shuffle", "--profile=0", "--keep-best=1")
+    says(plan, "of 2 x 16", "run       1000 steps")
+
+
+# ---- data
+
+
+def run_data(folder, *flags, code=INPUT):
+    return train(folder, "--steps", 2, *flags, code=code)
+
+
+def test_no_data(tmp_path):
+    says(run_data(tmp_path), f"{tmp_path}/*_train_*.bin", "no file matches", "data/")
+    says(train(tmp_path, "--train-data", tmp_path / "gone.bin", code=INPUT), "gone.bin", "no file matches")
+    result = subprocess.run([TRAIN], capture_output=True, text=True, env=environment())
+    assert result.returncode == USAGE
+    says(result.stderr, "--train-data is missing")
+
+
+def shard_with(folder, **how):
+    return write_shard(folder / "d_train_000001.bin", how.pop("ids", tokens(1000)), **how)
+
+
+@pytest.mark.parametrize("how, parts", [
+    (dict(magic=20240801), ["offset 0", "expected the number 20240520", "found 20240801", "32-bit"]),
+    (dict(magic=7), ["offset 0", "20240520", "found 7", "data/"]),
+    (dict(version=2), ["offset 4", "expected version 1", "found 2", "again"]),
+    (dict(count=1001), ["1,001 tokens (3,026 bytes)", "3,024 bytes", "cut short", "again"]),
+    (dict(count=999), ["999 tokens (3,022 bytes)", "3,024 bytes", "more than it says"]),
+    (dict(count=-5), ["offset 8", "-5"]),
+    (dict(ids=tokens(8)), ["too little data", "8 tokens", "0 windows of 8 + 1", "4 are needed", "--batch"]),
+    (dict(ids=tokens(32)), ["too little data", "3 windows of 8 + 1", "4 are needed"]),
+    (dict(ids=[]), ["too little data", "0 tokens"]),
+])
+def test_broken_shard(tmp_path, how, parts):
+    shard_with(tmp_path, **how)
+    out = tmp_path / "out"
+    says(run_data(tmp_path, "--out", out), "d_train_000001.bin" if "too little" not in parts[0] else "_train_", *parts)
+    assert not out.exists()
+
+
+def test_truncated_shard(tmp_path):
+    path = shard_with(tmp_path)
+    os.truncate(path, 1500)
+    says(run_data(tmp_path), path, "1,000 tokens (3,024 bytes)", "1,500 bytes", "cut short")
+    os.truncate(path, 100)
+    says(run_data(tmp_path), path, "1,024 bytes", "100")
+
+
+def test_id_over_vocabulary(tmp_path):
+    ids = tokens(1000)
+    ids[20] = VOCAB
+    path = shard_with(tmp_path, ids=ids)
+    parts = [path, "offset 1,064", f"token id {VOCAB}", f"vocabulary's {VOCAB}", "vocab="]
+    says(run_data(tmp_path, "--shuffle", 0), *parts)
+    says(run_data(tmp_path, "--dry-run"), *parts)
+    ids[20], ids[-1] = 1, 50000      # training for two steps would not get there
+    shard_with(tmp_path, ids=ids)
+    run_data(tmp_path, "--shuffle", 0, code=0)
+    says(run_data(tmp_path, "--dry-run"), path, "offset 3,022", "token id 50000")
+
+
+def test_broken_validation_data(tmp_path):
+    shard_with(tmp_path)
+    path = write_shard(tmp_path / "d_val_000000.bin", tokens(100), count=200)
+    says(run_data(tmp_path, "--val-data", path), path, "200 tokens", "cut short")
+
+
+@pytest.mark.parametrize("bits, how, parts", [
+    ([1] * 999, {}, ["offset 8", "999", "1,000", "both"]),
+    ([1] * 999 + [2], {}, ["offset 2,023", "expected 0 or 1", "found 2"]),
+    ([1] * 1000, dict(count=2000), ["2,000", "cut short"]),
+])
+def test_broken_mask(tmp_path, bits, how, parts):
+    shard_with(tmp_path)
+    path = write_shard(tmp_path / "d_train_000001.mask", bits, magic=20240521, **how)
+    says(run_data(tmp_path, "--dry-run"), path, *parts)
+
+
+def test_some_masks(tmp_path):
+    shard_with(tmp_path)
+    write_shard(tmp_path / "d_train_000002.bin", tokens(1000))
+    write_shard(tmp_path / "d_train_000002.mask", [1] * 1000, magic=20240521)
+    says(run_data(tmp_path), "d_train_000002.bin has a mask", "d_train_000001.bin has none", "every shard")
+
+
+def test_past_2_gib(tmp_path):
+    """Documents behind the 2 GiB mark of a sparse shard (a tail of zeros stands before them) train like the same documents alone."""
+    text = tokens(2000, 5).astype("<u2")
+    text[::20] = 50256
+    plain, sparse = tmp_path / "plain", tmp_path / "sparse"
+    plain.mkdir(), sparse.mkdir()
+    write_shard(plain / "d_train_000001.bin", text)
+    count = (1 << 30) + 5000
+    path = write_shard(sparse / "d_train_000001.bin", [], count=count)
+    os.truncate(path, 1024 + 2 * count)
+    with open(path, "r+b") as file:
+        file.seek(1024 + 2 * (count - len(text)))
+        file.write(text.tobytes())
+    for folder in (plain, sparse):
+        train(folder, "--model", "layers=1,heads=1,channels=8,ffn=8", "--pack", "example", "--steps", 5, "--out", folder / "out")
+    assert metrics(plain / "out") == metrics(sparse / "out")
+
+
+# ---- checkpoints
+
+
+def init_from(data, model, code=INPUT, steps=1):
+    return train(data, "--init-from", model, "--seq-len", 8, "--batch", 4, "--steps", steps, code=code, model=False)
+
+
+UP = "model.layers.0.mlp.up_proj.weight"
+
+
+def edit_header(model, change):
+    path = model / "model.safetensors"
+    header, content = read_header(path)
+    change(header)
+    write_header(path, header, content)
+
+
+def edit_tensors(model, change):
+    from safetensors.numpy import load_file, save_file
+    tensors = {name: tensor.copy() for name, tensor in load_file(model / "model.safetensors").items()}
+    change(tensors)
+    save_file(tensors, model / "model.safetensors")
+
+
+def test_whole_model(data, model):
+    init_from(data, model, code=0)
+
+
+@pytest.mark.parametrize("name", [UP, "model.layers.0.self_attn.attn_scale"])
+def test_missing_tensor(data, model, name):
+    edit_tensors(model, lambda tensors: tensors.pop(name))
+    says(init_from(data, model), model, f"expected a tensor {name}", "none of that name", "config.json")
+
+
+def test_wrong_shape(data, model):
+    edit_tensors(model, lambda tensors: tensors.update({UP: tensors[UP][:-1]}))
+    says(init_from(data, model), "model.safetensors", UP, "expected the shape [24, 16]", "found [23, 16]", "config.json")
+
+
+def test_wrong_dtype(data, model):
+    edit_tensors(model, lambda tensors: tensors.update({UP: tensors[UP].astype("int32")}))
+    says(init_from(data, model), "model.safetensors", UP, "expected F32, BF16", "found I32", "Convert")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_nonfinite_weight(data, model, value):
+    def spoil(tensors):
+        tensors[UP][3, 5] = value
+    edit_tensors(model, spoil)
+    begin = read_header(model / "model.safetensors")[0][UP]["data_offsets"][0]
+    size = struct.unpack("<Q", (model / "model.safetensors").read_bytes()[:8])[0]
+    says(init_from(data, model), "model.safetensors", UP, "expected finite values", f"element {3 * 16 + 5} of 384",
+         f"offset {8 + size + begin + 4 * 53}", "earlier checkpoint")
+
+
+@pytest.mark.parametrize("length, remedy", [(10 ** 7, "damaged"), (100_000_001, "not a safetensors file"), (2 ** 63, "not a safetensors file")])
+def test_header_past_the_end(data, model, length, remedy):
+    path = model / "model.safetensors"
+    raw = path.read_bytes()
+    path.write_bytes(struct.pack("<Q", length) + raw[8:])
+    says(init_from(data, model), path, "offset 0", f"at most {len(raw) - 8} bytes", f"found {length}", remedy)
+
+
+def test_header_over_100_mb(data, model):
+    path = model / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", 100_000_001))
+    os.truncate(path, 200_000_000)
+    says(init_from(data, model), path, "at most 100000000 bytes", "found 100000001")
+
+
+def test_overlapping_offsets(data, model):
+    def overlap(header):
+        begin, end = header[UP]["data_offsets"]
+        header[UP]["data_offsets"] = [begin - 64, end - 64]
+    edit_header(model, overlap)
+    says(init_from(data, model), "model.safetensors", "overlap", "damaged")
+
+
+@pytest.mark.parametrize("text", [b"{", b"", b"{\"vocab_size\": 97,}", b"\xff\xfe", b"[]", b"{\"a\": 1, \"a\": 2}", b"{} x"])
+def test_malformed_config(data, model, text):
+    (model / "config.json").write_bytes(text)
+    says(init_from(data, model), model / "config.json", "expected" if text != b"{\"a\": 1, \"a\": 2}" else "twice")
+
+
+@pytest.mark.parametrize("key, value, parts", [
+    ("num_key_value_heads", 1, ["grouped-query", "2 heads", "1 key-value"]),
+    ("hidden_size", None, ["hidden_size", "whole number"]),
+    ("hidden_size", 15, ["15 channels", "2 heads"]),
+    ("rms_norm_eps", 1e-6, ["rms_norm_eps", "1e-5"]),
+    ("hidden_act", "gelu", ["hidden_act", "gelu", "silu"]),
+    ("rope_parameters", {"rope_type": "yarn"}, ["yarn", "default"]),
+    ("attention_bias", True, ["biases"]),
+    ("attention_normalizer", {"name": "ssmx"}, ["ssmx", "ssmax"]),
+    ("attention_normalizer", 5, ["attention_normalizer", "name"]),
+    ("intermediate_size", 25, ["[25, 16]", "[24, 16]"]),
+])
+def test_config_of_another_model(data, model, key, value, parts):
+    path = model / "config.json"
+    config = json.loads(path.read_text())
+    config[key] = value
+    path.write_text(json.dumps(config))
+    says(init_from(data, model), model, *parts)
+
+
+def test_not_a_checkpoint(data, tmp_path):
+    says(init_from(data, tmp_path / "none"), tmp_path / "none", "No such file")
+    says(init_from(data, tmp_path), tmp_path / "config.json", "No such file")
+
+
+def resume(data, run, *flags, code=0, **how):
+    return train(data, "--out", run, "--resume", "--attn", "ssmax", "--steps", 6, *flags, code=code, **how)
+
+
+def test_wrong_hash(data, run):
+    path = checkpoint(run, 4) / "model.safetensors"
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    parts = [path, "expected XXH3-128", "manifest.json", "found", "damaged", "delete this folder"]
+    says(resume(data, run, code=INPUT), *parts)
+    says(init_from(data, checkpoint(run, 4)), *parts)
+    shutil.rmtree(checkpoint(run, 4))      # what the message advises
+    says(resume(data, run), "continues at step 2")
+
+
+def test_damaged_checkpoint_is_passed_over(data, run):
+    os.truncate(checkpoint(run, 4) / "optimizer.safetensors", 1000)
+    text = resume(data, run)
+    says(text, "warning", checkpoint(run, 4) / "optimizer.safetensors", "found 1000", "Passing over", "continues at step 2")
+    assert text.count("Passing over") == 1
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{\"files\": 3}", ""])
+def test_malformed_manifest(data, run, text):
+    path = checkpoint(run, 4) / "manifest.json"
+    path.write_text(text)
+    says(resume(data, run), "warning", path, "Passing over", "continues at step 2")
+
+
+def unlist(folder, name):
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["files"][name]
+    path.write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("change, parts", [
+    (lambda state: "{", ["expected JSON", "offset 1"]),
+    (lambda state: json.dumps({**state, "step": "4"}), ["step", "whole numbers"]),
+    (lambda state: json.dumps({**state, "data_position": -1}), ["data_position", "whole numbers"]),
+    (lambda state: json.dumps({**state, "step": 3}), ["step 3"]),
+])
+def test_malformed_state(data, run, change, parts):
+    path = checkpoint(run, 4) / "state.json"
+    path.write_text(change(json.loads(path.read_text())))
+    unlist(path.parent, "state.json")
+    says(resume(data, run, code=INPUT), path, *parts)
+
+
+def test_missing_moment(data, run):
+    path = checkpoint(run, 4) / "optimizer.safetensors"
+    header, content = read_header(path)
+    header[f"{UP}.exp_moved"] = header.pop(f"{UP}.exp_avg")
+    write_header(path, header, content)
+    unlist(path.parent, "optimizer.safetensors")
+    says(resume(data, run, code=INPUT), path, f"{UP}.exp_avg", "none of that name")
+
+
+@pytest.mark.parametrize("change, parts", [
+    (lambda run: "{\"arguments\": ", ["expected JSON"]),
+    (lambda run: "{}", ["arguments", "lineage", "--init-from"]),
+    (lambda run: json.dumps({**run, "arguments": {**run["arguments"], "batch": "four"}}), ["batch", "whole number", "damaged"]),
+    (lambda run: json.dumps({**run, "arguments": {**run["arguments"], "dtype": "fp8"}}), ["dtype", "fp32|bf16", "damaged"]),
+])
+def test_malformed_run_json(data, run, change, parts):
+    path = run / "run.json"
+    path.write_text(change(json.loads(path.read_text())))
+    says(resume(data, run, code=INPUT), "run.json", *parts)
+
+
+# ---- the run folder
+
+
+def test_run_without_resume(data, run):
+    before = tree(run / "ckpt")
+    says(train(data, "--out", run, code=USAGE), run, "there is a run already", "--resume")
+    assert tree(run / "ckpt") == before
+
+
+@pytest.mark.parametrize("flags", [
+    ["--model", MODEL.replace("ffn=24", "ffn=32")], ["--attn", "softmax"], ["--seq-len", 16], ["--norm-length", 32], ["--rope-theta", 5000],
+    ["--dtype", "bf16"], ["--seed", 3], ["--shuffle", 0], ["--pack", "example"], ["--weight-decay", 0.2], ["--beta1", 0.8], ["--beta2", 0.9],
+    ["--grad-clip", 2], ["--init-from", "/elsewhere"], ["--val-data", "/elsewhere"], ["--train-data", "/elsewhere"],
+], ids=lambda flags: flags[0])
+def test_resume_contradicts(data, run, flags):
+    before = tree(run / "ckpt"), (run / "metrics.jsonl").read_bytes()
+    says(resume(data, run, *flags, code=USAGE), f"{flags[0]} is {flags[1]}", "the run began with", "may not change", "--out")
+    assert before == (tree(run / "ckpt"), (run / "metrics.jsonl").read_bytes())
+
+
+def test_resume_may_change(data, run):
+    resume(data, run, "--batch", 2, "--steps", 7, "--lr", 0.02, "--warmup", 0, "--schedule", "linear", "--min-lr-frac", 0.2, "--keep", 3,
+           "--ckpt-every", 3, "--val-every", 0, "--sample-every", 0, "--keep-best", "--total-batch-tokens", 64)
+    assert steps(run) == [4, 6, 7] and [step for step, in metrics(run, ["step"])] == list(range(1, 8))
+
+
+def test_resume_with_other_data(data, run, tmp_path):
+    """The same names, but not the same tokens."""
+    moved = shutil.copytree(data, tmp_path / "data")
+    write_shard(moved / "d_train_000001.bin", tokens(3000, 77))
+    arguments = json.loads((run / "run.json").read_text())
+    arguments["arguments"]["train-data"] = f"{moved}/*_train_*.bin"
+    (run / "run.json").write_text(json.dumps(arguments))
+    says(resume(moved, run, code=USAGE), "train data is not what the run began with", "Then", "now", "--init-from")
+
+
+def test_moved_run_folder(data, run, tmp_path):
+    says(resume(data, shutil.move(run, tmp_path / "moved")), "continues at step 4")
+
+
+def test_two_jobs(data, tmp_path):
+    out = tmp_path / "out"
+    first = subprocess.Popen(command(data, "--steps", 10 ** 9, "--out", out), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                             env=environment())
+    wait_for(first, "| loss ")
+    try:
+        for flags in ([], ["--resume"]):
+            says(train(data, "--out", out, *flags, code=BUSY), out, f"process {first.pid}", "--out")
+    finally:
+        first.kill()
+        first.communicate()
+    train(data, "--out", out, "--steps", 1, "--resume")      # a killed job's lock is gone
+
+
+def test_dry_run_writes_nothing(data, run, tmp_path):
+    before = tree(tmp_path)
+    text = train(data, "--dry-run", "--out", tmp_path / "new/out", "--val-data", data / "d_val_000000.bin", "--sample-every", 5)
+    says(text, "parameters", "memory", "in all", "free", "tokens", "steps an epoch", "a checkpoint", "nothing was written")
+    says(resume(data, run, "--dry-run"), "nothing was written")
+    assert tree(tmp_path) == before
+
+
+def test_no_such_folder(data, tmp_path):
+    (tmp_path / "file").write_text("")
+    says(train(data, "--steps", 1, "--out", tmp_path / "file/out", code=RESOURCE), tmp_path / "file", "folder", "choose another")
+
+
+@pytest.fixture
+def open_folder(data):
+    """A folder that another user can get to, with the data and the program in it."""
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o755)
+        shutil.copytree(data, Path(name) / "data")
+        os.chmod(Path(name) / "data", 0o755)
+        shutil.copy(TRAIN, Path(name) / "train_gpt2")
+        yield Path(name)
+
+
+def test_no_permission(open_folder):
+    """As nobody, since root may write anywhere."""
+    out = open_folder / "out"
+    how = dict(user=65534) if os.getuid() == 0 else {}
+    train(open_folder / "data", "--steps", 2, "--out", out)
+    says(train(open_folder / "data", "--steps", 4, "--out", out, "--resume", code=RESOURCE, program=open_folder / "train_gpt2", **how), out,
+         "Permission denied") if how else None
+    os.chmod(open_folder, 0o555)
+    says(train(open_folder / "data", "--steps", 1, "--out", open_folder / "new", code=RESOURCE, program=open_folder / "train_gpt2", **how),
+         open_folder / "new", "Permission denied", "Choose a folder that you may write to")
+    os.chmod(open_folder, 0o755)
+
+
+# ---- memory and disk
+
+
+@pytest.fixture(scope="module")
+def much_data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("much")
+    count = 80_000_000
+    path = write_shard(folder / "d_train_000001.bin", [], count=count)
+    os.truncate(path, 1024 + 2 * count)
+    return folder
+
+
+def test_more_than_free(much_data, tmp_path):
+    out = tmp_path / "out"
+    text = train(much_data, "--batch", 65536, "--seq-len", 1024, "--model", MODEL.replace("layers=1", "layers=99"), "--out", out, code=RESOURCE)
+    says(text, "this run needs", "of memory", "is free", "--batch")
+    assert not out.exists()
+    text = train(much_data, "--model", "layers=1024,heads=64,channels=65536,ffn=262144", code=RESOURCE)
+    says(text, "this run needs", "is free", "--model")
+
+
+@pytest.mark.skipif(SANITIZED, reason="a sanitizer's own map is larger than any limit")
+def test_more_than_ulimit(much_data):
+    """2.5 GB of activations where the process may map 2 GiB."""
+    limit = lambda: resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
+    says(train(much_data, "--batch", 1500, "--seq-len", 1024, code=RESOURCE, preexec_fn=limit), "refuses", "of memory", "--batch")
+    train(much_data, "--batch", 15, "--seq-len", 1024, "--steps", 1, preexec_fn=limit)
+
+
+def test_full_disk(data, tmp_path):
+    """On a file system with room for two checkpoints of 130 kB, with a third one and more to come."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if os.getuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "none", disk], capture_output=True).returncode != 0:
+        pytest.skip("needs the right to mount; test_full_disk_by_fault covers the same")
+    try:
+        flags = ["--model", MODEL.replace("channels=16", "channels=32"), "--steps", 8, "--ckpt-every", 2, "--keep", 0, "--out", disk / "out"]
+        text = train(data, *flags, code=RESOURCE)
+        says(text, "No space left on device", "writing", "at offset", "Make room", "Training goes on", "step     8/8")
+        whole = steps(disk / "out")
+        assert whole and whole[-1] < 8 and not list((disk / "out/ckpt").glob(".tmp*"))
+        init_from(data, checkpoint(disk / "out", whole[-1]), code=0)
+        shutil.rmtree(checkpoint(disk / "out", whole[0]))      # room
+        says(train(data, *flags, "--keep", 1, "--ckpt-every", 0, "--resume"), f"continues at step {whole[-1]}")
+        assert steps(disk / "out") == [8]
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+@pytest.fixture(scope="module")
+def faults():
+    return faults_program()
+
+
+def count_points(data, out, faults, *flags):
+    text = train(data, "--out", out, *flags, program=faults, env={"FAULT_COUNT": "1"})
+    return int(re.search(r"fault points: (\d+)", text)[1])
+
+
+def test_full_disk_by_fault(data, tmp_path, faults):
+    """The disk is full at one point of the first of two saves, then there is room again; at the last save there is no other to hope for."""
+    flags = ["--steps", 2, "--ckpt-every", 1]
+    points = count_points(data, tmp_path / "one", faults, "--steps", 1)
+    both = count_points(data, tmp_path / "two", faults, *flags)
+    for n in (points // 3, points - 3):
+        text = train(data, *flags, "--out", tmp_path / f"{n}", program=faults, env={"FAULT_AT": str(n), "FAULT_KIND": "enospc"})
+        says(text, "No space left on device", "Training goes on", "Make room")
+        assert 2 in steps(tmp_path / f"{n}")
+    out = tmp_path / "last"
+    text = train(data, *flags, "--keep", 0, "--out", out, program=faults, env={"FAULT_AT": str((points + both) // 2), "FAULT_KIND": "enospc"},
+                 code=RESOURCE)
+    says(text, "No space left on device", "Make room")
+    assert steps(out) == [1]
+    init_from(data, checkpoint(out, 1), code=0)
+
+
+# ---- a run that ends early
+
+
+def test_diverged(data, tmp_path):
+    out = tmp_path / "out"
+    text = train(data, "--lr", 100, "--weight-decay", 10, "--warmup", 0, "--grad-clip", 0, "--steps", 100, "--ckpt-every", 1, "--out", out,
+                 code=DIVERGED)
+    step = int(re.search(r"train_gpt2: step (\d+): the loss is", text)[1])
+    says(text, "diverged", "Last good checkpoint", checkpoint(out, step - 1), "--lr")
+    assert steps(out)[-1] == step - 1 == len(metrics(out))
+    init_from(data, checkpoint(out, step - 1), code=0, steps=0)
+
+
+def wait_for(process, text):
+    """Reads the process' output up to a line with the text."""
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if text in line:
+            return
+    pytest.fail(f"no {text!r} in:\n" + "".join(lines))
+
+
+@pytest.mark.parametrize("number, processes", [(signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGTERM, 2), (signal.SIGINT, 2)])
+def test_signal(data, tmp_path, number, processes):
+    out = tmp_path / "out"
+    flags = ["--steps", 10 ** 7, "--out", out, "--ckpt-every", 0, "--val-every", 0]
+    process = subprocess.Popen(command(data, *flags, processes=processes), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                               env=environment(), start_new_session=True)
+    wait_for(process, "| loss ")
+    process.send_signal(number)
+    text = process.communicate(timeout=60)[0]
+    assert process.returncode == STOPPED, text
+    done = len(metrics(out))
+    assert steps(out) == [done]
+    says(text, f"stopped by a signal at step {done}", "--resume")
+    says(train(data, *flags, "--steps", done + 1, "--resume", processes=processes), f"continues at step {done:,}")
+
+
+# ---- several processes: one message, soon, and the exit code
+
+
+@pytest.mark.parametrize("flags, code, message", [
+    (["--stpes", 3], USAGE, "no such flag"),
+    (["--train-data", "/elsewhere/*.bin"], INPUT, "no file matches"),
+    (["--total-batch-tokens", 40], USAGE, "is no multiple"),
+    (["--dry-run", "--seq-len", 16, "--batch", 300], INPUT, "too little data"),
+])
+def test_one_message(data, flags, code, message):
+    start = time.monotonic()
+    text = train(data, *flags, processes=2, code=code)
+    assert text.count("train_gpt2: ") == 1 and text.count(message) == 1, text
+    assert time.monotonic() - start < 15
+
+
+def test_busy_with_processes(data, run):
+    with open(run / "lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        text = resume(data, run, processes=2, code=BUSY)
+    assert text.count("another job") == 1, text
+
+
+def test_bad_token_of_one_process(tmp_path):
+    """Only the second process reads the window with it."""
+    ids = tokens(1000)
+    ids[8 * 4 + 2] = VOCAB
+    shard_with(tmp_path, ids=ids)
+    text = train(tmp_path, "--shuffle", 0, "--steps", 1, processes=2, code=INPUT)
+    assert text.count("token id") == 1, text

@@ -1,0 +1,112 @@
+"""What the tests of the trainer share: shards made here, a model so small that a run takes a quarter of a second, and looks into a run folder.
+
+TRAIN_GPT2=build/san/train_gpt2 tests another build; TRAIN_GPT2_FAULTS the one with fault points (dev/faults), which make builds otherwise.
+"""
+import json
+import os
+import struct
+import subprocess
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAIN = Path(os.environ.get("TRAIN_GPT2", ROOT / "train_gpt2")).absolute()
+LAUNCH = ROOT / "scripts/launch.sh"
+SANITIZED = TRAIN.exists() and b"__asan_init" in TRAIN.read_bytes()
+VOCAB = 97
+MODEL = f"layers=1,heads=2,channels=16,ffn=24,vocab={VOCAB}"
+EXACT = ("step", "tokens", "loss", "lr", "grad_norm", "val_loss")    # what a resumed run repeats to the last bit
+
+
+def write_shard(path, tokens, magic=20240520, version=1, count=None):
+    """Any token file; a mask's items are bytes."""
+    tokens = np.asarray(tokens)
+    header = np.zeros(256, "<i4")
+    header[:3] = magic, version, len(tokens) if count is None else count
+    path.write_bytes(header.tobytes() + tokens.astype("u1" if magic == 20240521 else "<u2").tobytes())
+    return path
+
+
+def tokens(count, seed=0):
+    """Ids below VOCAB, skewed, so that there is something to learn; 0 is end-of-text."""
+    return np.minimum(np.random.default_rng(seed).geometric(0.08, count), VOCAB - 1)
+
+
+def make_data(folder, train=3000, val=600, shards=1):
+    for i in range(shards):
+        write_shard(folder / f"d_train_{i + 1:06d}.bin", tokens(train // shards, i + 1))
+    write_shard(folder / "d_val_000000.bin", tokens(val, 99))
+
+
+def environment(**more):
+    env = dict(os.environ, OMP_NUM_THREADS="1", TERM="dumb", **more)
+    env.setdefault("GRACE", "1")
+    env.setdefault("LSAN_OPTIONS", f"suppressions={ROOT / 'dev/faults/lsan.supp'}:print_suppressions=0")
+    return env
+
+
+def command(data, *flags, processes=1, program=None, model=True):
+    """The words of a run on the shards in a folder. Flags come last, so that they win."""
+    words = [LAUNCH, processes] if processes > 1 else []
+    words += [program or TRAIN, "--train-data", f"{data}/*_train_*.bin"]
+    if model:
+        words += ["--model", MODEL, "--seq-len", 8, "--warmup", 5, "--lr", 0.01]
+        words += ["--batch", 4]
+    return [str(word) for word in [*words, *flags]]
+
+
+def train(data, *flags, code=0, env=None, timeout=120, **how):
+    """Runs the trainer, checks its exit code, and returns what it printed (stdout, then stderr)."""
+    popen = {key: how.pop(key) for key in ("user", "preexec_fn") if key in how}
+    words = command(data, *flags, **how)
+    result = subprocess.run(words, capture_output=True, text=True, errors="replace", env=environment(**(env or {})), timeout=timeout,
+                            stdin=subprocess.DEVNULL, cwd="/", **popen)
+    assert result.returncode == code, f"exit code {result.returncode}, expected {code}\n{' '.join(words)}\n{result.stdout}{result.stderr}"
+    return result.stdout + result.stderr
+
+
+def metrics(out, keys=EXACT):
+    lines = [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
+    return [tuple(line.get(key) for key in keys) for line in lines]
+
+
+def losses(out):
+    return np.array([loss for loss, in metrics(out, ["loss"])])
+
+
+def steps(out):
+    """Steps of the whole checkpoints."""
+    return sorted(int(folder.name[5:]) for folder in (Path(out) / "ckpt").glob("step-*"))
+
+
+def checkpoint(out, step):
+    return Path(out) / "ckpt" / f"step-{step:08d}"
+
+
+def assert_same_run(a, b, step):
+    """The same bits in the tensors of a step, and in all metrics."""
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        assert (checkpoint(a, step) / name).read_bytes() == (checkpoint(b, step) / name).read_bytes(), name
+    assert metrics(a) == metrics(b)
+
+
+def read_header(path):
+    """A safetensors file's header and its data."""
+    raw = path.read_bytes()
+    size = struct.unpack("<Q", raw[:8])[0]
+    return json.loads(raw[8:8 + size]), raw[8 + size:]
+
+
+def write_header(path, header, data):
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def faults_program():
+    """The trainer with fault points, built where it is not there yet."""
+    given = os.environ.get("TRAIN_GPT2_FAULTS")
+    if given:
+        return Path(given).absolute()
+    subprocess.run(["make", "-j2", "FAULTS=1", "build/faults/train_gpt2"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    return ROOT / "build/faults/train_gpt2"
