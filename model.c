@@ -35,8 +35,9 @@ static const struct {
 
 #define COUNT(a) (sizeof(a) / sizeof((a)[0]))
 
+// GPT-2's, or the last token, where data/vocabulary.py puts it.
 static int default_end_of_text(int vocab) {
-    return vocab > 50256 ? 50256 : 0;
+    return vocab > 50256 ? 50256 : vocab - 1;
 }
 
 static bool parse_key(ModelConfig *config, bool *given, char *word, Error *error) {
