@@ -296,7 +296,7 @@ static bool is_true(const cJSON *json, const char *key) {
 
 // What this project's model does not have, and would silently compute wrongly without.
 static bool refuse_foreign(const cJSON *json, const char *path, const ModelConfig *config, Error *error) {
-    int kv, head_dim;
+    int kv = 0, head_dim = 0;
     if (!read_int(json, path, "num_key_value_heads", 1, INT_MAX, config->heads, &kv, error)) return false;
     if (kv != config->heads)
         return error_set(error, EXIT_INPUT, "%s: a grouped-query model (%d heads share %d key-value heads); only models with one key-value "
