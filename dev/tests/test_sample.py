@@ -1,0 +1,208 @@
+"""sample_gpt2: prompts, batches, drawing, UTF-8 as it comes, its messages."""
+import json
+import os
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+
+from tiny import BIN, END_OF_TEXT, ROOT, T, VOCAB, build, environment, ids_of, logits, run, sample, train, write_data
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory):
+    """Run folders: "text" with a tokenizer, "ids" without, which knows ssmax."""
+    build()
+    folder = tmp_path_factory.mktemp("runs")
+    train(write_data(folder / "data"), folder / "text", steps=60)
+    train(write_data(folder / "plain", tokenizer=False), folder / "ids", "--attn", "ssmax", steps=60)
+    return folder
+
+
+# ---------------------------------------------------------------- the same text
+
+def test_the_seed_decides(runs):
+    flags = ["--prompt", "the cat", "--max-new-tokens", 40]
+    texts = [sample(runs / "text", *flags, "--seed", seed, threads=threads)[0] for seed, threads in ((1, 1), (1, 2), (2, 1))]
+    assert texts[0] == texts[1] != texts[2]
+    assert len(texts[0]) == 1 and texts[0][0].startswith("the cat")
+
+
+def test_neighbours_change_nothing(runs, tmp_path):
+    """Each text of a batch is what it is alone, whatever stands before and behind it and however many there are."""
+    prompts = ["the cat", "€", "on", "a dog said über", "The house", "in", "naïve café", "日本", "then.", "and, " * 30, "x"]
+    (tmp_path / "prompts").write_text("\n".join(prompts))
+    flags = ["--max-new-tokens", 30, "--num-samples", 2, "--temperature", 1.2]
+    together, _ = sample(runs / "text", *flags, "--prompt-file", tmp_path / "prompts")
+    alone = [text for prompt in prompts for text in sample(runs / "text", *flags, "--prompt", prompt)[0]]
+    assert together == alone and len(set(together)) == 2 * len(prompts)
+    for prompt, text in zip(np.repeat(prompts, 2), together):
+        assert text.startswith(prompt)
+
+
+def test_a_sample_has_a_stream_of_its_own(runs):
+    flags = ["--prompt", "7,8", "--max-new-tokens", 20]
+    many, _ = sample(runs / "ids", *flags, "--num-samples", 11)
+    one, _ = sample(runs / "ids", *flags)
+    assert one == many[:1] and len(set(many)) > 8
+
+
+def test_lines_of_a_prompt_file(runs, tmp_path):
+    (tmp_path / "prompts").write_bytes(b"\n5,7\r\n\r\n\n 9 , 2 \n11")
+    output, _ = run(BIN / "sample_gpt2", "--model", runs / "ids", "--prompt-file", tmp_path / "prompts", "--max-new-tokens", 3)
+    lines = output.splitlines()
+    assert lines[::2] == [f"---- prompt {i}, sample 1" for i in (1, 2, 3)]
+    assert [line.split(",")[:2] for line in lines[1::2]][:2] == [["5", "7"], ["9", "2"]] and lines[5].startswith("11")
+
+
+def test_a_run_or_a_checkpoint_or_what_is_left_of_it(runs, tmp_path):
+    checkpoint = runs / "text/ckpt/step-00000060"
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        shutil.copy(checkpoint / name, bare)
+    assert sample(runs / "text")[0] == sample(checkpoint)[0] == sample(bare)[0]
+
+
+# ---------------------------------------------------------------- drawing
+
+def test_an_empty_prompt_is_end_of_text(runs):
+    assert sample(runs / "ids", "--prompt", "")[0] == sample(runs / "ids")[0] == sample(runs / "ids", "--prompt", END_OF_TEXT)[0]
+    assert not sample(runs / "text")[0][0].startswith("<|endoftext|>")
+
+
+def test_end_of_text_ends_a_text(runs):
+    texts, _ = sample(runs / "ids", "--prompt", "5", "--num-samples", 30, "--max-new-tokens", 200, "--top-k", 0)
+    lengths = {len(ids_of(text)) for text in texts}
+    assert len(lengths) > 5 and max(lengths) <= 201 and END_OF_TEXT not in {i for text in texts for i in ids_of(text)}
+
+
+def test_temperature_0_is_the_likeliest(runs):
+    text, _ = sample(runs / "ids", "--prompt", "5,7", "--temperature", 0, "--max-new-tokens", 20)
+    ids = ids_of(text[0])
+    rows = logits(runs / "ids/ckpt/step-00000060", ids)
+    assert ids[2:] == rows.argmax(-1)[1:-1].tolist()
+    for flags in (["--top-k", 1], ["--top-p", 1e-9]):
+        assert sample(runs / "ids", "--prompt", "5,7", "--max-new-tokens", 20, *flags)[0] == text
+
+
+@pytest.mark.parametrize("temperature, top_k, top_p", [(1, 0, 1), (0.7, 12, 1), (1.3, 0, 0.6), (1, 20, 0.8)])
+def test_tokens_come_as_often_as_they_should(runs, temperature, top_k, top_p):
+    count = 4000
+    texts, _ = sample(runs / "ids", "--prompt", "5,7", "--max-new-tokens", 1, "--num-samples", count, "--temperature", temperature,
+                      "--top-k", top_k, "--top-p", top_p)
+    found = np.zeros(VOCAB)
+    for text in texts:
+        found[(ids_of(text) + [END_OF_TEXT])[2]] += 1
+    z = logits(runs / "ids/ckpt/step-00000060", [5, 7])[-1] / temperature
+    p = np.exp(z - z.max())
+    order = np.argsort(-p, kind="stable")
+    p[order[top_k or VOCAB:]] = 0
+    p /= p.sum()
+    if top_p < 1:
+        p[order[1:][np.cumsum(p[order])[:-1] >= top_p]] = 0
+    p /= p.sum()
+    assert found.sum() == count and not found[p == 0].any()
+    assert (np.abs(found - count * p) < 5 * np.sqrt(count * p * (1 - p)) + 3).all()
+
+
+# ---------------------------------------------------------------- text
+
+@pytest.mark.parametrize("flags", [["--prompt", "日本"], ["--temperature", "9", "--top-k", "0", "--num-samples", "5"]])
+def test_what_comes_is_always_whole_characters(runs, flags):
+    """At temperature 9 most bytes make no characters: they are shown as U+FFFD."""
+    process = subprocess.Popen([BIN / "sample_gpt2", "--model", runs / "text", "--max-new-tokens", "300", *flags], stdout=subprocess.PIPE,
+                               stderr=subprocess.DEVNULL, env=environment())
+    parts = []
+    while part := os.read(process.stdout.fileno(), 1 << 16):
+        parts.append(part.decode())                 # strict
+    assert process.wait() == 0
+    text = "".join(parts)
+    assert any(ord(c) > 127 for c in text) and ("\N{REPLACEMENT CHARACTER}" in text or "--temperature" not in flags)
+
+
+def test_broken_text_is_shown_as_python_shows_it(runs):
+    broken = b"a\xff\xc3 \xe2\x82 \xe2\x82\xac \xed\xa0\x80 \xf0\x9f\x98 \xf5 \xc0\x80 \xf4\x90\x80\x80 \xf0\x9f\x98\x80 \xe2"
+    result = subprocess.run([BIN / "sample_gpt2", "--model", runs / "text", "--max-new-tokens", "1", "--temperature", "0", b"--prompt", broken],
+                            capture_output=True, check=True)
+    assert result.stdout.decode().startswith(broken[:-1].decode(errors="replace"))
+
+
+def test_a_full_disk_is_told(runs):
+    with open("/dev/full", "w") as full:
+        result = subprocess.run([BIN / "sample_gpt2", "--model", runs / "text"], stdout=full, stderr=subprocess.PIPE)
+    assert result.returncode == 4 and b"stdout" in result.stderr
+
+
+# ---------------------------------------------------------------- what stderr says
+
+def test_stdout_is_text_alone(runs):
+    output, errors = run(BIN / "sample_gpt2", "--model", runs / "text", "--prompt", "the cat", "--max-new-tokens", 5)
+    assert output.startswith("the cat") and output.count("\n") == 1
+    assert errors.count("\n") == 1 and "tokens/s" in errors
+
+
+def test_another_normaliser(runs):
+    flags = ["--prompt", "5,7", "--max-new-tokens", 30, "--num-samples", 5]
+    own, _ = sample(runs / "ids", *flags)
+    same, errors = sample(runs / "ids", *flags, "--attn", "ssmax")
+    assert same == own
+    other, errors = sample(runs / "ids", *flags, "--attn", "softmax1")
+    assert other != own and "softmax1" in errors and "trained with ssmax" in errors and "attn_scale" not in errors
+    _, errors = sample(runs / "text", "--attn", "ssmax", "--max-new-tokens", 3)
+    assert f"s = {T / sum(np.log(np.arange(1, T + 1))):.4f}" in errors
+
+
+def test_beyond_the_training_length_it_warns_once(runs):
+    _, errors = sample(runs / "ids", "--prompt", ",".join("5" * (T - 3)), "--max-new-tokens", 3)
+    assert "warning" not in errors
+    _, errors = sample(runs / "ids", "--prompt", ",".join("5" * (T + 1)), "--max-new-tokens", 3, "--num-samples", 3)
+    assert errors.count("warning") == 1 and f"the {T} that" in errors
+
+
+WRONG = {
+    "no model": ([], 2, ["--model"]),
+    "two prompts": (["--model", "{ids}", "--prompt", "1", "--prompt-file", "x"], 2, ["--prompt-file"]),
+    "unknown flag": (["--model", "{ids}", "--promt", "1"], 2, ["--prompt"]),
+    "unknown normaliser": (["--model", "{ids}", "--attn", "ssmx"], 2, ["Nearest: ssmax"]),
+    "text for ids": (["--model", "{ids}", "--prompt", "the cat"], 2, ["token ids", "the cat", "tokenizer.json"]),
+    "id over vocabulary": (["--model", "{ids}", "--prompt", f"1,{VOCAB}"], 2, [f"below {VOCAB}"]),
+    "negative id": (["--model", "{ids}", "--prompt=-1"], 2, ["token ids"]),
+    "trailing comma": (["--model", "{ids}", "--prompt", "1,"], 2, ["token ids"]),
+    "empty id": (["--model", "{ids}", "--prompt", "1,,2"], 2, ["token ids"]),
+    "too long": (["--model", "{ids}", "--prompt", "1", "--max-new-tokens", "1048576"], 2, ["1048576"]),
+    "no such folder": (["--model", "{ids}/nowhere"], 3, ["nowhere", "config.json", "ckpt"]),
+    "no prompt file": (["--model", "{ids}", "--prompt-file", "{ids}/nowhere"], 3, ["nowhere"]),
+    "empty prompt file": (["--model", "{ids}", "--prompt-file", "{ids}/blank"], 3, ["blank", "one a line"]),
+    "bad line": (["--model", "{ids}", "--prompt-file", "{ids}/bad"], 3, ["bad: line 2", "1,x"]),
+    "broken weights": (["--model", "{ids}/broken"], 3, ["model.safetensors"]),
+    "tokenizer over vocabulary": (["--model", "{ids}/other"], 3, ["tokenizer", "200"]),
+    "no memory": (["--model", "{ids}/huge"], 4, ["memory", "--max-new-tokens"]),
+}
+
+
+@pytest.fixture(scope="session")
+def wrong(runs):
+    """Files that the rows of WRONG are about."""
+    folder, checkpoint, text = runs / "ids", runs / "ids/ckpt/step-00000060", runs / "text/ckpt/step-00000060"
+    (folder / "blank").write_text("\n\n")
+    (folder / "bad").write_text("1,2\n1,x\n")
+    config = json.loads((checkpoint / "config.json").read_text())
+    changes = {"broken": {}, "other": {"vocab_size": 200, "eos_token_id": 0}, "huge": {"num_hidden_layers": 1024, "intermediate_size": 262144}}
+    for name, change in changes.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config | change))
+    (folder / "broken/model.safetensors").write_bytes((checkpoint / "model.safetensors").read_bytes()[:-40])
+    shutil.copy(text / "tokenizer.json", folder / "other")
+    shutil.copy(ROOT / "LICENSE", folder / "huge/model.safetensors")        # never looked at
+    return folder
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_named(wrong, name):
+    words, code, parts = WRONG[name]
+    output, errors = run(BIN / "sample_gpt2", *(word.format(ids=wrong) for word in words), code=code)
+    assert output == "" and errors.startswith("sample_gpt2: ")
+    for part in parts:
+        assert part in errors

@@ -1,0 +1,94 @@
+"""What test_sample.py and test_huggingface.py share: the programs, a little text in shards, and small models trained on it."""
+import os
+import random
+import re
+import subprocess
+import sys
+
+import numpy as np
+
+import trainer
+from trainer import ROOT, checkpoint
+
+sys.path.insert(0, str(ROOT / "data"))
+import vocabulary
+from shards import write_shard
+
+BIN = trainer.TRAIN.parent
+BUILD = ROOT / "build" if BIN == ROOT else BIN              # the Makefile's
+VOCAB, END_OF_TEXT, T = 300, 299, 32
+SHAPE = f"layers=2,heads=4,channels=32,ffn=64,vocab={VOCAB}"
+WORDS = "the The cat dog house on in a naïve café costs 5 € 10 £ 😀 🐈 日本語 text über said and, then. went Привет".split()
+os.environ["HF_HUB_OFFLINE"] = "1"                          # before transformers is imported: no test asks a hub
+
+
+def build():
+    """Makes the programs that are missing, and the one that prints logits, with warnings as errors where the build has them."""
+    flags = BUILD / "flags"
+    werror = int(flags.exists() and "-Werror" in flags.read_text())
+    missing = [name for name in ("train_gpt2", "sample_gpt2") if not (BIN / name).exists()]
+    targets = [BUILD / "tests/logits", *(BIN / name for name in missing)]
+    subprocess.run(["make", "-s", f"BUILD={make_path(BUILD)}", f"WERROR={werror}", *map(make_path, targets)], cwd=ROOT, check=True)
+
+
+def make_path(path):
+    """A path as the Makefile writes it."""
+    if not path.is_relative_to(ROOT):
+        return str(path)
+    inside = str(path.relative_to(ROOT))
+    return inside if "/" in inside or path == BUILD else f"./{inside}"
+
+
+def run(path, *words, code=0, threads=1):
+    """Runs a program and returns what came to stdout and stderr. The exit code must be `code`."""
+    result = subprocess.run([str(path), *map(str, words)], capture_output=True, env=environment(threads))
+    assert result.returncode == code, (words, result.returncode, result.stderr.decode())
+    return result.stdout.decode(), result.stderr.decode()
+
+
+def environment(threads=1):
+    return dict(trainer.environment(), OMP_NUM_THREADS=str(threads))
+
+
+def sentences(count, seed=0):
+    draw = random.Random(seed)
+    return [" ".join(draw.choice(WORDS) for _ in range(draw.randint(4, 16))) for _ in range(count)]
+
+
+def write_data(folder, tokenizer=True):
+    """Shards of sentences in a vocabulary of their own, with its tokenizer.json beside them or not."""
+    folder.mkdir(parents=True)
+    vocabulary.train(sentences(200), VOCAB, folder / "tokenizer.json")
+    known = vocabulary.load(str(folder))
+    assert (known.vocab, known.end_of_text) == (VOCAB, END_OF_TEXT)
+    for name, count, seed in (("t_train_000001.bin", 1500, 1), ("t_val_000000.bin", 100, 2)):
+        documents = known.encode_batch(sentences(count, seed))
+        write_shard(folder / name, np.concatenate([[END_OF_TEXT, *document] for document in documents]))
+    for name, content in known.files.items():
+        (folder / name).write_bytes(content)
+        if not tokenizer:
+            (folder / name).unlink()
+    return folder
+
+
+def train(data, out, *words, steps=25, code=0):
+    """Trains a small model; returns the folder of its last checkpoint and what was printed."""
+    flags = ["--model", SHAPE, "--seq-len", T, "--batch", 8, "--warmup", 5, "--lr", 1e-2, "--val-data", f"{data}/*_val_*.bin"]
+    printed = trainer.train(data, *flags, "--steps", steps, "--out", out, *words, model=False, code=code)
+    return checkpoint(out, steps), printed
+
+
+def logits(folder, ids):
+    """Our logits (T, V), after the trainer's whole pass and its cache agreed on them."""
+    output, _ = run(BUILD / "tests/logits", folder, ",".join(map(str, ids)))
+    return np.array([line.split() for line in output.splitlines()], np.float64)
+
+
+def sample(folder, *words, code=0, threads=1):
+    """The texts that sample_gpt2 wrote, and its stderr."""
+    output, errors = run(BIN / "sample_gpt2", "--model", folder, *words, code=code, threads=threads)
+    return re.split(r"\n?---- prompt \d+, sample \d+\n", output.removesuffix("\n"))[output.startswith("---- prompt"):], errors
+
+
+def ids_of(text):
+    return [int(number) for number in text.split(",")]
