@@ -11,9 +11,20 @@ static size_t block_rows(size_t T) {
     return T < BLOCK ? T : BLOCK;
 }
 
-// Two blocks of scores (A and dA) a thread, and the partial ds of each head of each sequence.
+// Floats from one row of scores to the next: an odd number of cache lines, so that a column's entries spread over the cache. With a
+// power of two they collide, and the products that read the scores by columns take twice as long.
+static size_t row_step(size_t T) {
+    return ((T + 15) / 16 | 1) * 16;
+}
+
+// A thread's part: two blocks of scores (A and dA) and a block of dout.
+static size_t thread_scratch(AttentionShape shape) {
+    return block_rows(shape.T) * (2 * row_step(shape.T) + shape.HS);
+}
+
+// And the partial ds of each head of each sequence.
 size_t attention_scratch(AttentionShape shape, int threads) {
-    return (size_t)threads * 2 * block_rows(shape.T) * shape.T + shape.B * shape.NH;
+    return (size_t)threads * thread_scratch(shape) + shape.B * shape.NH;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------
@@ -98,21 +109,21 @@ static float backward_row(const Normalizer *normalizer, float *s, float *dA, con
 
 static uint64_t head_forward(float *out, float *stats, const float *q, const float *k, const float *v, float s,
                              AttentionShape shape, float *scores) {
-    size_t T = shape.T, HS = shape.HS, step = shape.NH * HS;
+    size_t T = shape.T, HS = shape.HS, step = shape.NH * HS, ld = row_step(T);
     uint64_t without_weight = 0;
     for (size_t from = 0; from < T; from += BLOCK) {
         size_t rows = T - from < BLOCK ? T - from : BLOCK, keys = from + rows;
-        gemm('N', 'T', rows, keys, HS, q + from * HS, HS, k, HS, 0.0f, scores, keys);
+        gemm('N', 'T', rows, keys, HS, q + from * HS, HS, k, HS, 0.0f, scores, ld);
         for (size_t r = 0; r < rows; r++) {
             Row row = {.n = (int)(from + r + 1)};
             row.c = row_scale(shape.normalizer->scale.kind, row.n, (int)HS, s);
-            forward_row(shape.normalizer, scores + r * keys, &row);
-            memset(scores + r * keys + row.n, 0, (keys - (size_t)row.n) * sizeof *scores);
+            forward_row(shape.normalizer, scores + r * ld, &row);
+            memset(scores + r * ld + row.n, 0, (keys - (size_t)row.n) * sizeof *scores);
             stats[2 * (from + r)] = row.shift;
             stats[2 * (from + r) + 1] = row.inverse;
             without_weight += row.inverse == 0.0f;
         }
-        gemm('N', 'N', rows, HS, keys, scores, keys, v, HS, 0.0f, out + from * step, step);
+        gemm('N', 'N', rows, HS, keys, scores, ld, v, HS, 0.0f, out + from * step, step);
         for (size_t r = 0; r < rows; r++) {
             float inverse = stats[2 * (from + r) + 1];
             for (size_t c = 0; c < HS; c++) out[(from + r) * step + c] *= inverse;
@@ -123,13 +134,13 @@ static uint64_t head_forward(float *out, float *stats, const float *q, const flo
 
 uint64_t attention_forward(float *out, float *stats, const float *q, const float *k, const float *v, const float *s,
                            AttentionShape shape, float *scratch) {
-    size_t B = shape.B, T = shape.T, NH = shape.NH, HS = shape.HS, block = 2 * block_rows(T) * T;
+    size_t B = shape.B, T = shape.T, NH = shape.NH, HS = shape.HS, part = thread_scratch(shape);
     uint64_t without_weight = 0;
     #pragma omp parallel for schedule(static) reduction(+ : without_weight)
     for (size_t i = 0; i < B * NH; i++) {
         size_t b = i / NH, h = i % NH;
         without_weight += head_forward(out + (b * T * NH + h) * HS, stats + i * T * 2, q + i * T * HS, k + i * T * HS, v + i * T * HS,
-                                       s ? s[h] : 1.0f, shape, scratch + (size_t)omp_get_thread_num() * block);
+                                       s ? s[h] : 1.0f, shape, scratch + (size_t)omp_get_thread_num() * part);
     }
     return without_weight;
 }
@@ -137,44 +148,44 @@ uint64_t attention_forward(float *out, float *stats, const float *q, const float
 // Returns this head's part of ds.
 static float head_backward(float *dq, float *dk, float *dv, const float *dout, const float *out, const float *stats, const float *q,
                            const float *k, const float *v, float s, AttentionShape shape, float *scores) {
-    size_t T = shape.T, HS = shape.HS, step = shape.NH * HS;
-    float *dscores = scores + block_rows(T) * T;
+    size_t T = shape.T, HS = shape.HS, step = shape.NH * HS, ld = row_step(T);
+    float *dscores = scores + block_rows(T) * ld, *dout_rows = dscores + block_rows(T) * ld;
     double ds = 0;
     // The last block reaches all keys, so the blocks go backwards: the first product writes dk and dv, the others add.
     size_t last = (T - 1) / BLOCK * BLOCK;
     for (size_t from = last;; from -= BLOCK) {
         size_t rows = T - from < BLOCK ? T - from : BLOCK, keys = from + rows;
-        const float *dout_block = dout + from * step;
-        gemm('N', 'T', rows, keys, HS, q + from * HS, HS, k, HS, 0.0f, scores, keys);
-        gemm('N', 'T', rows, keys, HS, dout_block, step, v, HS, 0.0f, dscores, keys);
+        for (size_t r = 0; r < rows; r++) memcpy(dout_rows + r * HS, dout + (from + r) * step, HS * sizeof *dout);
+        gemm('N', 'T', rows, keys, HS, q + from * HS, HS, k, HS, 0.0f, scores, ld);
+        gemm('N', 'T', rows, keys, HS, dout_rows, HS, v, HS, 0.0f, dscores, ld);
         for (size_t r = 0; r < rows; r++) {
             Row row = {.n = (int)(from + r + 1), .shift = stats[2 * (from + r)], .inverse = stats[2 * (from + r) + 1]};
             row.c = row_scale(shape.normalizer->scale.kind, row.n, (int)HS, s);
             float D = 0.0f;
             #pragma omp simd reduction(+ : D)
-            for (size_t c = 0; c < HS; c++) D += dout_block[r * step + c] * out[(from + r) * step + c];
-            float sum = backward_row(shape.normalizer, scores + r * keys, dscores + r * keys, &row, D);
+            for (size_t c = 0; c < HS; c++) D += dout_rows[r * HS + c] * out[(from + r) * step + c];
+            float sum = backward_row(shape.normalizer, scores + r * ld, dscores + r * ld, &row, D);
             ds += (double)row_scale_slope(shape.normalizer->scale.kind, row.n, (int)HS) * sum;
-            memset(scores + r * keys + row.n, 0, (keys - (size_t)row.n) * sizeof *scores);
-            memset(dscores + r * keys + row.n, 0, (keys - (size_t)row.n) * sizeof *scores);
+            memset(scores + r * ld + row.n, 0, (keys - (size_t)row.n) * sizeof *scores);
+            memset(dscores + r * ld + row.n, 0, (keys - (size_t)row.n) * sizeof *scores);
         }
         float beta = from == last ? 0.0f : 1.0f;
-        gemm('T', 'N', keys, HS, rows, scores, keys, dout_block, step, beta, dv, HS);
-        gemm('T', 'N', keys, HS, rows, dscores, keys, q + from * HS, HS, beta, dk, HS);
-        gemm('N', 'N', rows, HS, keys, dscores, keys, k, HS, 0.0f, dq + from * HS, HS);
+        gemm('T', 'N', keys, HS, rows, scores, ld, dout_rows, HS, beta, dv, HS);
+        gemm('T', 'N', keys, HS, rows, dscores, ld, q + from * HS, HS, beta, dk, HS);
+        gemm('N', 'N', rows, HS, keys, dscores, ld, k, HS, 0.0f, dq + from * HS, HS);
         if (from == 0) return (float)ds;
     }
 }
 
 void attention_backward(float *dq, float *dk, float *dv, float *ds, const float *dout, const float *out, const float *stats,
                         const float *q, const float *k, const float *v, const float *s, AttentionShape shape, float *scratch) {
-    size_t B = shape.B, T = shape.T, NH = shape.NH, HS = shape.HS, block = 2 * block_rows(T) * T;
-    float *ds_parts = scratch + (size_t)omp_get_max_threads() * block;
+    size_t B = shape.B, T = shape.T, NH = shape.NH, HS = shape.HS, part = thread_scratch(shape);
+    float *ds_parts = scratch + (size_t)omp_get_max_threads() * part;
     #pragma omp parallel for schedule(static)
     for (size_t i = 0; i < B * NH; i++) {
         size_t b = i / NH, h = i % NH, at = i * T * HS, row = (b * T * NH + h) * HS;
         ds_parts[i] = head_backward(dq + at, dk + at, dv + at, dout + row, out + row, stats + i * T * 2, q + at, k + at, v + at,
-                                    s ? s[h] : 1.0f, shape, scratch + (size_t)omp_get_thread_num() * block);
+                                    s ? s[h] : 1.0f, shape, scratch + (size_t)omp_get_thread_num() * part);
     }
     if (!ds) return;
     for (size_t b = 0; b < B; b++)
