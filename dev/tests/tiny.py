@@ -72,8 +72,9 @@ def write_data(folder, tokenizer=True):
 
 
 def train(data, out, *words, steps=25, code=0):
-    """Trains a small model; returns the folder of its last checkpoint and what was printed."""
-    flags = ["--model", SHAPE, "--seq-len", T, "--batch", 8, "--warmup", 5, "--lr", 1e-2, "--val-data", f"{data}/*_val_*.bin"]
+    """Trains a small model, or what --init-from names; returns the folder of its last checkpoint and what was printed."""
+    flags = [] if "--init-from" in words else ["--model", SHAPE]
+    flags += ["--seq-len", T, "--batch", 8, "--warmup", 5, "--lr", 1e-2, "--val-data", f"{data}/*_val_*.bin"]
     printed = trainer.train(data, *flags, "--steps", steps, "--out", out, *words, model=False, code=code)
     return checkpoint(out, steps), printed
 
