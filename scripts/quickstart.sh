@@ -20,7 +20,7 @@ run=out/quickstart
 data=(--train-data 'data/shakespeare/*_train_*.bin' --val-data 'data/shakespeare/*_val_*.bin')
 # A short run of a small model bears a high rate.
 recipe=(--model layers=6,heads=6,channels=192,ffn=512,tied=1 --batch 8 --seq-len 128 --steps "$steps"
-        --lr 3e-3 --warmup 50 --schedule cosine --val-every 100 --val-tokens 32768)
+        --lr 2e-3 --warmup 50 --schedule cosine --val-every 100 --val-tokens 16384)
 
 echo "== 1. setup"
 scripts/setup.sh
@@ -36,7 +36,7 @@ echo "== 4. training, $steps steps"
 }
 model=$(ls -d $run/ckpt/step-* | tail -1)
 echo "== 5. a sample"
-./sample_gpt2 --model "$model" --prompt "MACBETH. " --max-new-tokens 120 --temperature 0.8 --top-k 50 --seed 1
+./sample_gpt2 --model "$model" --prompt "My lord," --max-new-tokens 120 --temperature 0.8 --top-k 50 --seed 1
 echo "== 6. the curve"
 .venv/bin/python scripts/plot.py $run
 
@@ -46,8 +46,9 @@ The model is in $model, its curve in $run/loss.png.
 
 What to try next:
   longer, from here             scripts/quickstart.sh --steps $((2 * steps))
-  your own prompt               ./sample_gpt2 --model $model --prompt "ROMEO. But soft" --max-new-tokens 200
-  another attention normaliser  ./train_gpt2 --attn ssmax ${recipe[*]} \\
+  your own prompt               ./sample_gpt2 --model $model --prompt "The king is" --max-new-tokens 200
+  another attention normaliser  ./train_gpt2 --attn ssmax ${recipe[*]:0:8} \\
+                                    ${recipe[*]:8} \\
                                     ${data[0]} '${data[1]}' ${data[2]} '${data[3]}' --out out/ssmax
   both in one picture           .venv/bin/python scripts/plot.py $run out/ssmax --out out/both.png
   your own text                 .venv/bin/python data/text.py --help
