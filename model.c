@@ -147,6 +147,10 @@ static size_t dimension(const ModelConfig *config, Dimension d) {
     return 1;
 }
 
+size_t padded_vocab(const ModelConfig *config) {
+    return ((size_t)config->vocab + 127) / 128 * 128;
+}
+
 static void add(TensorList *list, const ModelConfig *config, const Row *row, const char *prefix, void *offsets) {
     Tensor *t = &list->tensors[list->count++];
     *t = (Tensor){.ndim = row->cols == NONE ? 1 : 2, .shape = {dimension(config, row->rows), dimension(config, row->cols)}};
@@ -159,7 +163,7 @@ static void add(TensorList *list, const ModelConfig *config, const Row *row, con
     if (!row->joined) list->floats = (list->floats + 15) / 16 * 16;      // 64 bytes
     t->offset = list->floats;
     *(size_t *)((char *)offsets + row->field) = t->offset;
-    list->floats += t->elements;
+    list->floats += (row->rows == VOCAB ? padded_vocab(config) : t->shape[0]) * t->shape[1];
 }
 
 TensorList tensors_of(const ModelConfig *config, bool room_for_s) {

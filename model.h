@@ -50,6 +50,10 @@ typedef struct {
     LayerOffsets *layers;
 } TensorList;
 
+// The vocabulary as it lies in memory: the next multiple of 128 (50,257 is 50,304). The rows past it are 0 and stay so; they are in no
+// file, and their logits take part in nothing.
+size_t padded_vocab(const ModelConfig *config);
+
 // The tensors of a model. attn_scale is among them when the normaliser has it, or `room_for_s` (a later switch will).
 TensorList tensors_of(const ModelConfig *config, bool room_for_s);
 void tensors_free(TensorList *list);

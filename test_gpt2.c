@@ -333,7 +333,7 @@ static void test_crossentropy(void) {
     read_answer("loss", &expected, 1);
     for (int training = 0; training < 2; training++) {
         double loss = 0;
-        crossentropy(losses, logits, targets, NULL, N, V, training ? 1.0f / (float)N : 0.0f);
+        crossentropy(losses, logits, targets, NULL, N, V, V, training ? 1.0f / (float)N : 0.0f);
         for (size_t n = 0; n < N; n++) loss += losses[n] / (double)N;
         check("loss", relative(loss, expected), 1e-6);
     }
@@ -341,7 +341,7 @@ static void test_crossentropy(void) {
     // Rows that the mask leaves out have no loss and no gradient; the others are as before.
     mask[0] = 1;
     float first = losses[0];
-    crossentropy(losses, kept, targets, mask, N, V, 1.0f / (float)N);
+    crossentropy(losses, kept, targets, mask, N, V, V, 1.0f / (float)N);
     double others = 0;
     for (size_t n = 1; n < N; n++) {
         others += fabsf(losses[n]);
@@ -551,7 +551,7 @@ static void test_nan(void) {
     case_name = "a NaN is seen";
     float logits[8] = {0, 1, 2, NAN, 4, 5, 6, 7}, loss, x[4] = {1, NAN, 2, 3}, w[4] = {1, 1, 1, 1}, out[4];
     int32_t target = 2;
-    crossentropy(&loss, logits, &target, NULL, 1, 8, 0.0f);
+    crossentropy(&loss, logits, &target, NULL, 1, 8, 8, 0.0f);
     check("loss", !isnan(loss), 0);
     rmsnorm_forward(out, x, w, 1, 4);
     check("rmsnorm", !isnan(out[0]), 0);

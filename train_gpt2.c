@@ -9,7 +9,8 @@
 //   7. The run      flags, data, validation, steps, main()
 //
 // Beside it: attention/ has the normalisers, model.h the tensors, runtime/ everything that a trainer stands on.
-// Shapes: B sequences, T tokens each, N = B·T rows, C channels, NH heads of size HS, F the feed-forward's width, V the vocabulary.
+// Shapes: B sequences, T tokens each, N = B·T rows, C channels, NH heads of size HS, F the feed-forward's width, V the vocabulary
+// (VP when padded).
 
 #include <errno.h>
 #include <math.h>
@@ -263,14 +264,15 @@ static void swiglu_backward(float *dgate_up, const float *dout, const float *gat
 }
 
 // loss[n] = logsumexp(logits[n]) − logits[n,targets[n]];  with `scale` not 0 the logits become their gradient, scale (softmax − onehot)
-//   losses (N) written   logits (N,V) in, gradient out   targets (N)   mask (N) or NULL: rows with 0 do not count
-static void crossentropy(float *losses, float *logits, const int32_t *targets, const uint8_t *mask, size_t N, size_t V, float scale) {
+//   losses (N) written   logits (N,VP) in, gradient out, 0 past V   targets (N)   mask (N) or NULL: rows with 0 do not count
+static void crossentropy(float *losses, float *logits, const int32_t *targets, const uint8_t *mask, size_t N, size_t V, size_t VP,
+                         float scale) {
     #pragma omp parallel for schedule(static)
     for (size_t n = 0; n < N; n++) {
-        float *row = logits + n * V, largest = -INFINITY, sum = 0.0f;
+        float *row = logits + n * VP, largest = -INFINITY, sum = 0.0f;
         losses[n] = 0.0f;
         if (mask && !mask[n]) {
-            if (scale != 0.0f) memset(row, 0, V * sizeof *row);
+            if (scale != 0.0f) memset(row, 0, VP * sizeof *row);
             continue;
         }
         float target = row[targets[n]];
@@ -289,6 +291,7 @@ static void crossentropy(float *losses, float *logits, const int32_t *targets, c
             #pragma omp simd
             for (size_t v = 0; v < V; v++) row[v] *= factor;
             row[targets[n]] -= scale;
+            memset(row + V, 0, (VP - V) * sizeof *row);
         }
         losses[n] = logf(sum) + largest - target;
     }
@@ -297,7 +300,7 @@ static void crossentropy(float *losses, float *logits, const int32_t *targets, c
 // ---------------------------------------------------------------------------------------------------------------------------
 // 2. Model
 
-enum { LOSS_ROWS = 256 };          // rows whose logits stand in memory at a time
+enum { LOSS_ROWS = 512 };          // rows whose logits stand in memory at a time, 103 MB of GPT-2's
 
 typedef struct {
     ModelConfig config;
@@ -316,7 +319,7 @@ typedef struct {
     float *h;            // (N, C)               a normalised input
     float *qkv;          // (N, 3C)              and its gradient
     float *act;          // (N, F)
-    float *logits;       // (LOSS_ROWS, V)
+    float *logits;       // (LOSS_ROWS, VP)
     float *losses;       // (N)
     float *dx, *dh, *datt, *dact, *dgate_up;     // gradients of x, h, att, act, gate_up
     float *dq, *dk, *dv;
@@ -364,7 +367,7 @@ static void plan_parameters(Model *m, bool train, bool bf16) {
 
 static void plan_activations(Model *m, size_t B, size_t T, bool bf16) {
     const ModelConfig *c = &m->config;
-    size_t N = B * T, C = (size_t)c->channels, F = (size_t)c->ffn, V = (size_t)c->vocab, L = (size_t)c->layers, NH = (size_t)c->heads;
+    size_t N = B * T, C = (size_t)c->channels, F = (size_t)c->ffn, VP = padded_vocab(c), L = (size_t)c->layers, NH = (size_t)c->heads;
     size_t HS = head_size(c), loss_rows = N < LOSS_ROWS ? N : LOSS_ROWS;
     m->B = B;
     m->T = T;
@@ -380,7 +383,7 @@ static void plan_activations(Model *m, size_t B, size_t T, bool bf16) {
     memory_add(&m->plan, scratch, (void **)&m->h, FLOATS(N * C));
     memory_add(&m->plan, scratch, (void **)&m->qkv, FLOATS(N * 3 * C));
     memory_add(&m->plan, scratch, (void **)&m->act, FLOATS(N * F));
-    memory_add(&m->plan, "logits of some rows", (void **)&m->logits, FLOATS(loss_rows * V));
+    memory_add(&m->plan, "logits of some rows", (void **)&m->logits, FLOATS(loss_rows * VP));
     memory_add(&m->plan, scratch, (void **)&m->losses, FLOATS(N));
     memory_add(&m->plan, scratch, (void **)&m->dx, FLOATS(N * C));
     memory_add(&m->plan, scratch, (void **)&m->dh, FLOATS(N * C));
@@ -396,24 +399,26 @@ static void plan_activations(Model *m, size_t B, size_t T, bool bf16) {
     memory_add(&m->plan, scratch, (void **)&m->cosines, FLOATS(T * HS / 2));
     memory_add(&m->plan, scratch, (void **)&m->sines, FLOATS(T * HS / 2));
     size_t wide = 3 * C > 2 * F ? 3 * C : 2 * F, largest_a = N * wide, largest_b = N * (C > F ? C : F);
-    if (loss_rows * V > largest_a) largest_a = loss_rows * V;
+    if (loss_rows * VP > largest_a) largest_a = loss_rows * VP;
     if (bf16) memory_add(&m->plan, "scratch of bfloat16 products", &m->products, gemm_bf16_scratch(largest_a, largest_b));
 }
 
 // After memory_take().
 static void model_ready(Model *m) {
     const ModelConfig *c = &m->config;
-    size_t N = m->B * m->T, C = (size_t)c->channels, F = (size_t)c->ffn, V = (size_t)c->vocab, wide = 3 * C > 2 * F ? 3 * C : 2 * F;
-    size_t logits = (N < LOSS_ROWS ? N : LOSS_ROWS) * V, largest_a = N * wide > logits ? N * wide : logits;
+    size_t N = m->B * m->T, C = (size_t)c->channels, F = (size_t)c->ffn, wide = 3 * C > 2 * F ? 3 * C : 2 * F;
+    size_t logits = (N < LOSS_ROWS ? N : LOSS_ROWS) * padded_vocab(c), largest_a = N * wide > logits ? N * wide : logits;
     if (m->products) gemm_bf16_use(m->products, largest_a, N * (C > F ? C : F));
     rope_table(m->cosines, m->sines, m->T, head_size(c), c->rope_theta);
 }
 
-// The first weights: each tensor's mean and deviation by the list, its numbers by seed and place alone.
+// The first weights: each tensor's mean and deviation by the list, its numbers by the seed and its place among those that have random
+// ones: so that all normalisers start from the same weights, with or without scalars of their own.
 static void model_init(Model *m, uint64_t seed) {
+    uint64_t place = 0;
     for (size_t i = 0; i < m->list.count; i++) {
         const Tensor *t = &m->list.tensors[i];
-        random_normal_fill(m->params + t->offset, t->elements, t->mean, t->std, seed, i);
+        random_normal_fill(m->params + t->offset, t->elements, t->mean, t->std, seed, t->std > 0 ? place++ : 0);
     }
 }
 
@@ -466,20 +471,20 @@ static void model_forward(Model *m, const int32_t *tokens, size_t B, size_t T) {
     phase(PHASE_OTHER);
 }
 
-// The sum of the losses of N rows, in parts of LOSS_ROWS so that no (N,V) is ever there. With `scale` not 0 also the gradients of the
+// The sum of the losses of N rows, in parts of LOSS_ROWS, so that their memory does not grow with N. With `scale` not 0 also the gradients of the
 // sum times scale: m->dh (N,C) written, the output projection's gradient written, or added to when `add`.
 static double model_loss(Model *m, const int32_t *targets, const uint8_t *mask, size_t N, float scale, bool add) {
-    size_t C = (size_t)m->config.channels, V = (size_t)m->config.vocab;
+    size_t C = (size_t)m->config.channels, V = (size_t)m->config.vocab, VP = padded_vocab(&m->config);
     Operand head = weight(m, m->list.head);
     double sum = 0;
     phase(PHASE_CLASSIFIER);
     for (size_t from = 0; from < N; from += LOSS_ROWS) {
         size_t rows = N - from < LOSS_ROWS ? N - from : LOSS_ROWS;
         const float *h = m->h + from * C;
-        matmul_forward(m->logits, h, head, rows, C, V, false);
-        crossentropy(m->losses + from, m->logits, targets + from, mask ? mask + from : NULL, rows, V, scale);
+        matmul_forward(m->logits, h, head, rows, C, VP, false);
+        crossentropy(m->losses + from, m->logits, targets + from, mask ? mask + from : NULL, rows, V, VP, scale);
         if (scale != 0.0f)
-            matmul_backward(m->dh + from * C, m->grads + m->list.head, m->logits, h, head, rows, C, V, add || from > 0);
+            matmul_backward(m->dh + from * C, m->grads + m->list.head, m->logits, h, head, rows, C, VP, add || from > 0);
     }
     for (size_t n = 0; n < N; n++) sum += m->losses[n];
     phase(PHASE_OTHER);
@@ -938,6 +943,7 @@ static void settle_model(Run *run, char *folder, size_t size) {
             run->lineage = run_resume(o->out, o, &error);
             if (!run->lineage || !checkpoint_verify(folder, false, &error) || !model_config_read(config, folder, &error)) fail_with(&error);
             read_state(run, folder);
+            run_lineage_cut(run->lineage, run->step);
             if (run->step != (int64_t)step) fail(EXIT_INPUT, "%s/state.json: says step %lld.", folder, (long long)run->step);
             return;
         }

@@ -135,3 +135,13 @@ void run_lineage_add(cJSON *lineage, int64_t step, const char *event, ...) {
     va_end(args);
     cJSON_AddItemToArray(lineage, entry);
 }
+
+void run_lineage_cut(cJSON *lineage, int64_t step) {
+    for (int i = cJSON_GetArraySize(lineage); i-- > 0;) {
+        const cJSON *entry = cJSON_GetArrayItem(lineage, i);
+        const char *event = cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(entry, "event"));
+        const cJSON *when = cJSON_GetObjectItemCaseSensitive(entry, "step");
+        if (event && !strcmp(event, "attn-switch") && cJSON_IsNumber(when) && when->valuedouble >= (double)step)
+            cJSON_DeleteItemFromArray(lineage, i);
+    }
+}

@@ -30,6 +30,9 @@ bool run_write(const char *out, const TrainOptions *options, const char *train, 
 // Adds to a lineage: {"step": N, "event": "start|init-from|resume|attn-switch", ...details as key, value, ..., NULL}.
 void run_lineage_add(cJSON *lineage, int64_t step, const char *event, ...);
 
+// Drops the changes of normaliser at this step or after it: what a run did beyond the checkpoint that it is continued from.
+void run_lineage_cut(cJSON *lineage, int64_t step);
+
 // Joins OUT and a name in a static buffer, good until the next call.
 const char *run_path(const char *out, const char *name);
 
