@@ -72,7 +72,7 @@ def tree(folder):
     (["--schedule", "cosin"], ["--schedule cosin", "constant|cosine|linear|wsd", "Nearest: cosine"]),
     (["--dtype", "fp16"], ["--dtype fp16", "fp32|bf16", "Nearest:"]),
     (["--attn", "ssmx"], ["--attn ssmx", "ssmax"]),
-    (["--attn", "softmax+post=revert"], ["revert", "reweight"]),
+    (["--attn", "softmax+post=revert"], ["post", "'revert'", "none"]),
     (["--attn-switch", "ssmax"], ["--attn-switch ssmax", "STEP:NAME"]),
     (["--attn-switch", "3:ssmx"], ["--attn-switch 3:ssmx", "ssmax"]),
     (["--model", "125M"], ["125M", "15M", "124M", "162M", "layers="]),

@@ -1,0 +1,307 @@
+"""Interrupted and continued, a run ends with the same bits: in the weights, the moments and the metrics."""
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from trainer import (MODEL, VOCAB, assert_same_run, checkpoint, command, environment, faults_program, losses, make_data, metrics, read_header, steps,
+                     tokens, train, write_shard)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    make_data(folder, shards=2)
+    return folder
+
+
+def validation(folder):
+    return ["--val-data", folder / "d_val_000000.bin", "--val-every", 4, "--val-tokens", 200]
+
+
+def twice(folder, tmp_path, *flags, half=10, total=20):
+    """Two runs of as many steps, the second one in two parts."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(folder, *flags, "--steps", total, "--out", whole)
+    train(folder, *flags, "--steps", half, "--out", parts)
+    text = train(folder, *flags, "--steps", total, "--out", parts, "--resume")
+    assert f"continues at step {half}" in text
+    assert_same_run(whole, parts, total)
+    assert [step for step, in metrics(parts, ["step"])] == list(range(1, total + 1))
+
+
+@pytest.mark.parametrize("flags", [
+    [],
+    ["--dtype", "bf16"],
+    ["--model", MODEL + ",tied=0"],
+    ["--model", MODEL + ",tied=0", "--dtype", "bf16", "--attn", "ssmax"],
+    ["--attn", "ssmax", "--batch", 2, "--total-batch-tokens", 64],
+    ["--attn", "softmax1", "--seq-len", "8,16"],
+    ["--pack", "example", "--sample-every", 7],
+], ids=["fp32", "bf16", "untied", "untied bf16 ssmax", "ssmax accumulated", "mixed lengths", "examples"])
+def test_ten_and_ten_are_twenty(data, tmp_path, flags):
+    twice(data, tmp_path, *validation(data), *flags)
+
+
+@pytest.mark.parametrize("sizes", [
+    [321],            # 40 windows of 8: the epoch ends with step 10
+    [160, 161],       # and the first shard with step 5
+    [300],            # 37 windows: the epoch ends within step 10
+    [83, 1, 200, 7],  # windows that span shards
+], ids=str)
+def test_at_an_edge(tmp_path, sizes):
+    for i, size in enumerate(sizes):
+        write_shard(tmp_path / f"d_train_{i:06d}.bin", tokens(size, i))
+    for shuffle in (0, 1):
+        (tmp_path / str(shuffle)).mkdir()
+        twice(tmp_path, tmp_path / str(shuffle), "--shuffle", shuffle)
+    (tmp_path / "5").mkdir()
+    twice(tmp_path, tmp_path / "5", "--shuffle", 0, half=5)
+
+
+def test_schedule_goes_on(data, tmp_path):
+    """Under a schedule that knows the end, from a checkpoint in mid-run; the metrics after it are cut."""
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    flags = ["--steps", 20, "--schedule", "cosine", "--ckpt-every", 7, "--keep", 0, *validation(data)]
+    train(data, *flags, "--out", whole)
+    shutil.copytree(whole, again)
+    for step in (14, 20):
+        shutil.rmtree(checkpoint(again, step))
+    with open(again / "metrics.jsonl", "a") as file:
+        file.write('{"step": 21, "tok')       # as a kill leaves it
+    train(data, *flags, "--out", again, "--resume")
+    assert_same_run(whole, again, 20)
+
+
+def test_several_resumes(data, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(data, "--steps", 12, "--out", whole)
+    for total in (1, 2, 3, 7, 12, 12):
+        train(data, "--steps", total, "--out", parts, "--resume")
+    assert_same_run(whole, parts, 12)
+
+
+def test_resume_of_nothing(data, tmp_path):
+    plain, fresh, empty = tmp_path / "plain", tmp_path / "fresh", tmp_path / "empty"
+    empty.mkdir()
+    train(data, "--steps", 3, "--out", plain)
+    for out in (fresh, empty):
+        assert "starts at step 0" in train(data, "--steps", 3, "--out", out, "--resume")
+        assert_same_run(plain, out, 3)
+
+
+def test_killed_before_the_first_checkpoint(data, tmp_path):
+    plain, out = tmp_path / "plain", tmp_path / "out"
+    train(data, "--steps", 3, "--out", plain)
+    train(data, "--steps", 5, "--out", out)
+    shutil.rmtree(out / "ckpt")
+    assert "starts at step 0" in train(data, "--steps", 3, "--out", out, "--resume")
+    assert_same_run(plain, out, 3)
+
+
+# ---- kills
+
+
+def test_kill_9_at_any_moment(data, tmp_path):
+    """Saving at every step, killed again and again, in the middle of steps and of saves."""
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    flags = ["--steps", 400, "--ckpt-every", 1, "--batch", 1, "--total-batch-tokens", 32]
+    train(data, *flags, "--ckpt-every", 0, "--out", whole)
+    moments = random.Random(1)
+    for _ in range(6):
+        process = subprocess.Popen(command(data, *flags, "--out", out, "--resume"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                                   env=environment())
+        for line in process.stdout:
+            if "| loss " in line:
+                break
+        time.sleep(moments.uniform(0, 0.15))
+        process.kill()
+        process.communicate()
+    assert "continues at step" in train(data, *flags, "--out", out, "--resume")
+    assert_same_run(whole, out, 400)
+
+
+# How the n-th write, fsync, rename, mkdir or removal fails, and which n are tried.
+FAULTS = {"kill": 1, "half": 4, "enospc": 5, "eio": 17}
+
+
+@pytest.fixture(scope="module")
+def faults():
+    return faults_program()
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_every_point_of_a_save(data, tmp_path, faults, kind):
+    whole = tmp_path / "whole"
+    flags = ["--steps", 4, "--ckpt-every", 2, "--keep", 1]
+    text = train(data, *flags, "--out", whole, program=faults, env={"FAULT_COUNT": "1"})
+    points = int(re.search(r"fault points: (\d+)", text)[1])
+    assert points > 80
+
+    def interrupt_and_resume(n):
+        out = tmp_path / str(n)
+        result = subprocess.run(command(data, *flags, "--out", out, program=faults), capture_output=True, text=True,
+                                env=environment(FAULT_AT=str(n), FAULT_KIND=kind))
+        expected = (137,) if kind in ("kill", "half") else (0, 4)
+        assert result.returncode in expected, f"point {n}: exit code {result.returncode}\n{result.stdout}{result.stderr}"
+        if kind in ("enospc", "eio"):
+            assert result.returncode == 0 or "failed: " in result.stderr or "can't be" in result.stderr, f"point {n}:\n{result.stderr}"
+        text = train(data, *flags, "--out", out, "--resume", program=faults)
+        assert "damaged" not in text and "warning" not in text, f"point {n}:\n{text}"
+        assert_same_run(whole, out, 4)
+        left = sorted(path.name for path in (out / "ckpt").iterdir())
+        shutil.rmtree(out)
+        return n, left
+
+    numbers = range(1 + FAULTS[kind] // 2, points + 1, FAULTS[kind])
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(interrupt_and_resume, numbers))
+    assert len(results) == len(numbers)
+    # What a kill leaves in the last save is cleared away by the next one, which there is not here.
+    assert all("step-00000004" in left for _, left in results)
+
+
+# ---- other processes, other batches
+
+
+def test_other_numbers_of_processes(data, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    flags = [*validation(data), "--total-batch-tokens", 12 * 8, "--keep", 0, "--lr", 0.001]
+    train(data, *flags, "--steps", 15, "--batch", 12, "--out", whole)
+    for processes, total in ((1, 5), (2, 10), (3, 15)):
+        train(data, *flags, "--steps", total, "--batch", 12 // processes, "--out", parts, "--resume", processes=processes)
+        state = json.loads((checkpoint(parts, total) / "state.json").read_text())
+        assert state["processes"] == processes and state["data_position"] == 12 * total
+    a, b = metrics(whole), metrics(parts)
+    assert len(a) == len(b) == 15
+    for x, y in zip(a, b):
+        np.testing.assert_allclose(y[:3], x[:3], rtol=1e-5)
+        assert None in (x[-1], y[-1]) or abs(x[-1] - y[-1]) < 1e-5 * x[-1]
+
+
+# ---- which checkpoints stay
+
+
+def test_keep(data, tmp_path):
+    for keep, expected in ((1, [6]), (2, [5, 6]), (0, [1, 2, 3, 4, 5, 6])):
+        out = tmp_path / str(keep)
+        train(data, "--steps", 6, "--ckpt-every", 1, "--keep", keep, "--out", out)
+        assert steps(out) == expected
+        assert sorted(path.name for path in (out / "ckpt").iterdir()) == [f"step-{step:08d}" for step in expected]
+    train(data, "--steps", 7, "--keep", 2, "--out", tmp_path / "0", "--resume")
+    assert steps(tmp_path / "0") == [6, 7]
+
+
+def test_keep_best(data, tmp_path):
+    """What is rare in the training data is frequent in the validation data: the best checkpoint is an early one, and stays, over a resume too."""
+    out = tmp_path / "out"
+    other = write_shard(tmp_path / "other_val_000000.bin", VOCAB - 1 - tokens(600))
+    flags = ["--val-data", other, "--val-every", 1, "--ckpt-every", 5, "--keep", 1, "--keep-best", "--out", out]
+    train(data, *flags, "--steps", 17)
+    train(data, *flags, "--steps", 22, "--resume")
+    best = int(np.argmin([loss for loss, in metrics(out, ["val_loss"])])) + 1
+    assert best < 10 and steps(out) == [best, 22]
+
+
+# ---- a change of normaliser
+
+
+def lineage(out):
+    return [(entry["step"], entry["event"], entry.get("from"), entry.get("attn")) for entry in json.loads((out / "run.json").read_text())["lineage"]]
+
+
+def normalizer(out, step):
+    return json.loads((checkpoint(out, step) / "config.json").read_text())["attention_normalizer"]["name"]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_attn_switch(data, tmp_path, dtype):
+    whole, parts, later = tmp_path / "whole", tmp_path / "parts", tmp_path / "later"
+    flags = [*validation(data), "--keep", 0, "--beta2", 0.999999, "--dtype", dtype]
+    switch = ["--attn-switch", "6:ssmax"]
+    train(data, *flags, *switch, "--steps", 12, "--ckpt-every", 2, "--out", whole)
+    train(data, *flags, *switch, "--steps", 4, "--out", parts)
+    for total in (6, 7, 9, 12):
+        train(data, *flags, "--steps", total, "--out", parts, "--resume")         # needs no flag
+    assert_same_run(whole, parts, 12)
+    train(data, *flags, "--steps", 6, "--out", later)
+    text = train(data, *flags, *switch, "--steps", 12, "--out", later, "--resume")
+    assert "softmax becomes ssmax" in text and "validation loss" in text and "attn_scale" in text
+    assert_same_run(whole, later, 12)
+    for out in (whole, parts, later):
+        assert lineage(out) == [(0, "start", None, "softmax"), (6, "attn-switch", "softmax", "ssmax")]
+    assert normalizer(whole, 6) == "softmax" and normalizer(whole, 8) == "ssmax"
+    # Moments stay: with beta2 so near 1 the mean of the squares only grows. The warm-up runs again.
+    before, after = (read_moments(whole, step) for step in (6, 8))
+    for name, square in before.items():
+        assert (after[name] >= 0.99999 * square).all(), name
+    rates = [lr for lr, in metrics(whole, ["lr"])]
+    assert rates[:6] == rates[6:12] and rates[0] < rates[4]
+    assert "the run stands at step 12" in train(data, *flags, "--attn-switch", "3:softmax", "--steps", 14, "--out", whole, "--resume", code=2)
+
+
+def test_same_start_for_every_normaliser(data, tmp_path):
+    weights = {}
+    for name in ("softmax", "ssmax"):
+        train(data, "--attn", name, "--steps", 0, "--out", tmp_path / name)
+        header, content = read_header(checkpoint(tmp_path / name, 0) / "model.safetensors")
+        weights[name] = {key: content[slice(*row["data_offsets"])] for key, row in header.items() if "data_offsets" in row}
+    assert {key: weights["ssmax"][key] for key in weights["softmax"]} == weights["softmax"]
+
+
+def read_moments(out, step):
+    header, content = read_header(checkpoint(out, step) / "optimizer.safetensors")
+    return {name: np.frombuffer(content, "<f4")[row["data_offsets"][0] // 4:row["data_offsets"][1] // 4]
+            for name, row in header.items() if name.endswith("exp_avg_sq")}
+
+
+def test_attn_switch_after_a_kill(data, tmp_path):
+    """Killed after the change, continued from before it: it comes again, and stands in the lineage once."""
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    flags = ["--attn-switch", "6:ssmax", "--steps", 12, "--ckpt-every", 3, "--keep", 0]
+    train(data, *flags, "--out", whole)
+    for last_kept in (6, 3):
+        shutil.copytree(whole, out)
+        for step in steps(out):
+            if step > last_kept:
+                shutil.rmtree(checkpoint(out, step))
+        train(data, *flags, "--out", out, "--resume")
+        assert_same_run(whole, out, 12)
+        assert lineage(out) == lineage(whole)
+        shutil.rmtree(out)
+
+
+def test_attn_switch_and_back(data, tmp_path):
+    out = tmp_path / "out"
+    flags = ["--keep", 0, "--out", out]
+    train(data, *flags, "--attn", "ssmax", "--attn-switch", "3:softmax", "--steps", 6)
+    assert not any("attn_scale" in name for name in read_header(checkpoint(out, 6) / "model.safetensors")[0])
+    train(data, *flags, "--resume", "--attn-switch", "8:ssmax", "--steps", 10)
+    assert [entry[2:] for entry in lineage(out)[1:]] == [("ssmax", "softmax"), ("softmax", "ssmax")]
+    assert any("attn_scale" in name for name in read_header(checkpoint(out, 10) / "model.safetensors")[0])
+
+
+# ---- a new run from weights
+
+
+def test_init_from(data, tmp_path):
+    first, second, other = tmp_path / "first", tmp_path / "second", tmp_path / "other"
+    train(data, "--steps", 60, "--out", first)
+    source = checkpoint(first, 60)
+    flags = ["--init-from", source, "--seq-len", 8, "--batch", 4, "--steps", 4]
+    assert "starts at step 0" in train(data, *flags, "--out", second, model=False)
+    assert losses(second)[0] < losses(first)[:5].mean() - 0.1
+    assert [step for step, in metrics(second, ["step"])] == [1, 2, 3, 4]
+    entry = json.loads((second / "run.json").read_text())["lineage"][0]
+    assert entry["event"] == "init-from" and entry["from"] == str(source)
+    twice(data, tmp_path, *flags, half=2, total=4)
+    train(data, *flags, "--attn", "ssmax", "--out", other, model=False)
+    assert normalizer(other, 4) == "ssmax"
+    assert "--model" in train(data, *flags, "--model", MODEL.replace("ffn=24", "ffn=32"), code=2)
