@@ -12,10 +12,28 @@ typedef struct {
 } Candidate;
 
 // The likelier first; of equals the lower id, so that the order is the same everywhere.
-static int by_probability(const void *a, const void *b) {
-    const Candidate *x = a, *y = b;
-    if (x->p != y->p) return x->p > y->p ? -1 : 1;
-    return x->id < y->id ? -1 : x->id > y->id;
+static bool before(Candidate a, Candidate b) {
+    return a.p != b.p ? a.p > b.p : a.id < b.id;
+}
+
+// Restores the order of a heap (the first stands before its children 2i + 1 and 2i + 2) below `at`.
+static void sift(Candidate *heap, size_t count, size_t at) {
+    Candidate moved = heap[at];
+    for (size_t child = 2 * at + 1; child < count; child = 2 * at + 1) {
+        if (child + 1 < count && before(heap[child + 1], heap[child])) child++;
+        if (!before(heap[child], moved)) break;
+        heap[at] = heap[child];
+        at = child;
+    }
+    heap[at] = moved;
+}
+
+// Takes the first out of a heap of `count` and puts it behind the others.
+static Candidate pop(Candidate *heap, size_t count) {
+    Candidate first = heap[0];
+    heap[0] = heap[count - 1];
+    sift(heap, count - 1, 0);
+    return heap[count - 1] = first;
 }
 
 int32_t sample_token(float *logits, size_t V, double temperature, size_t top_k, double top_p, double u) {
@@ -44,14 +62,17 @@ int32_t sample_token(float *logits, size_t V, double temperature, size_t top_k, 
         room = V;
     }
     for (size_t v = 0; v < V; v++) candidates[v] = (Candidate){logits[v], (int32_t)v};
-    qsort(candidates, V, sizeof *candidates, by_probability);
-    size_t count = top_k && top_k < V ? top_k : V;
-    double kept = 0, all = 0;
-    for (size_t i = 0; i < count; i++) all += candidates[i].p;
-    for (size_t i = 0; i < count; i++)
-        if ((kept += candidates[i].p) >= top_p * all) count = i + 1;
+    // By a heap, as only some are wanted: the i-th likeliest ends up in candidates[V - 1 - i].
+    for (size_t i = V / 2; i-- > 0;) sift(candidates, V, i);
+    size_t most = top_k && top_k < V ? top_k : V, sorted = 0, count = 0;
+    double all = most < V ? 0 : sum, kept = 0;
+    while (most < V && sorted < most) all += pop(candidates, V - sorted).p, sorted++;
+    for (; count == 0 || (count < most && kept < top_p * all); count++) {
+        if (count == sorted) pop(candidates, V - sorted), sorted++;
+        kept += candidates[V - 1 - count].p;
+    }
     double at = u * kept;
     for (size_t i = 0; i < count; i++)
-        if ((at -= candidates[i].p) < 0) return candidates[i].id;
-    return candidates[0].id;
+        if ((at -= candidates[V - 1 - i].p) < 0) return candidates[V - 1 - i].id;
+    return candidates[V - 1].id;
 }
