@@ -594,8 +594,9 @@ int main(int argc, char **argv) {
     }
     fclose(file);
     if (!word[0]) {
-        static const char *const ATTN[] = {"softmax", "ssmax", "softmax1", "relu2-n"};
-        for (size_t i = 0; i < 4; i++) test_finite_differences(ATTN[i]);
+#define NAME(name, ...) #name,
+        static const char *const ATTN[] = {NORMALIZERS(NAME)};
+        for (size_t i = 0; i < sizeof ATTN / sizeof *ATTN; i++) test_finite_differences(ATTN[i]);
         test_bf16_products();
         test_vec_exp();
         test_nan();

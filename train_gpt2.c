@@ -879,6 +879,7 @@ typedef struct {
 
     int64_t switch_step;               // of --attn-switch; -1: none to come
     Normalizer switch_to;
+    Normalizer loaded;                 // of the weights that --init-from brings; .text is empty without
 
     size_t T;                          // the longest sequence
     int64_t step_tokens;               // a step's, all processes together
@@ -945,6 +946,7 @@ static void settle_model(Run *run, char *folder, size_t size) {
             read_state(run, folder);
             run_lineage_cut(run->lineage, run->step);
             if (run->step != (int64_t)step) fail(EXIT_INPUT, "%s/state.json: says step %lld.", folder, (long long)run->step);
+            run_lineage_cut(run->lineage, run->step);
             return;
         }
         folder[0] = 0;
@@ -969,6 +971,7 @@ static void settle_model(Run *run, char *folder, size_t size) {
         config->rope_theta = o->rope_theta;
         config->seq_len = (int)run->T;
     }
+    if (o->init_from) run->loaded = config->attn;
     if ((!o->init_from || attn_given) && !normalizer_parse(&config->attn, o->attn, message, sizeof message))
         fail(EXIT_USAGE, "--attn %s: %s.", o->attn, message);
     if (o->norm_length) config->seq_len = (int)o->norm_length;
@@ -1041,6 +1044,8 @@ static void settle(Run *run, char *weights, size_t size) {
     for (size_t i = 0; i < o->seq_len.count; i++)
         if ((size_t)o->seq_len.values[i] > run->T) run->T = (size_t)o->seq_len.values[i];
     settle_model(run, weights, size);
+    if (process_max_int(run->resumed) != run->resumed)
+        fail(EXIT_PEER, "process %d sees no run in %s, but another one does. All machines need the same --out folder.", process.rank, o->out);
     if (run->resumed) {
         run->T = 0;
         for (size_t i = 0; i < o->seq_len.count; i++)
@@ -1068,7 +1073,7 @@ static void settle(Run *run, char *weights, size_t size) {
 static void plan_memory(Run *run) {
     Model *m = &run->model;
     TrainOptions *o = &run->o;
-    bool room_for_s = run->switch_step >= 0 && normalizer_has_s(&run->switch_to);
+    bool room_for_s = (run->switch_step >= 0 && normalizer_has_s(&run->switch_to)) || (run->loaded.text[0] && normalizer_has_s(&run->loaded));
     m->list = tensors_of(&m->config, room_for_s);
     plan_parameters(m, true, o->dtype == TRAIN_BF16);
     plan_activations(m, (size_t)o->batch, run->T, o->dtype == TRAIN_BF16);
@@ -1379,39 +1384,43 @@ static void show_profile(double steps) {
     }
 }
 
-// ---- a change of normaliser in mid-run
+// ---- a change of normaliser
 
-// Weights, moments, step and data position stay; the new normaliser's scalars start, and the warm-up runs again.
-static void switch_normalizer(Run *run) {
-    Model *m = &run->model;
-    double before = run->val ? validate(run) : NAN;
-    char was[NORMALIZER_TEXT];
-    strcpy(was, m->config.attn.text);
-    bool had_s = normalizer_has_s(&m->config.attn);
-    m->config.attn = run->switch_to;
+static void start_s(Model *m) {
     float start = (float)normalizer_s_start(&m->config.attn, m->config.seq_len);
-    bool new_s = normalizer_has_s(&m->config.attn) && !had_s;
-    for (size_t i = 0; new_s && i < m->list.count; i++) {
+    for (size_t i = 0; i < m->list.count; i++) {
         const Tensor *t = &m->list.tensors[i];
         if (!t->is_s) continue;
         for (size_t j = 0; j < t->elements; j++) m->params[t->offset + j] = start;
         memset(m->mean + t->offset, 0, FLOATS(t->elements));
         memset(m->square + t->offset, 0, FLOATS(t->elements));
     }
+    if (is_main()) printf("new parameters: model.layers.0..%d.self_attn.attn_scale, s = %.4f\n", m->config.layers - 1, start);
+}
+
+// Weights, moments, step and data position stay; scalars that the new normaliser brings start. Says what it does to the validation loss.
+static void change_normalizer(Run *run, const char *event, Normalizer from, Normalizer to) {
+    Model *m = &run->model;
+    char before[32] = "not measured", after[32] = "not measured";
+    m->config.attn = from;
+    if (run->val) snprintf(before, sizeof before, "%.6f", validate(run));
+    m->config.attn = to;
+    if (is_main()) progress_end();
+    if (normalizer_has_s(&to) && !normalizer_has_s(&from)) start_s(m);
+    if (run->val) snprintf(after, sizeof after, "%.6f", validate(run));
+    run_lineage_add(run->lineage, run->step, event, "from", from.text, "attn", to.text, "val_loss_before", before,
+                    "val_loss_after", after, NULL);
+    write_run(run);
+    if (is_main())
+        printf("step %lld: --attn %s becomes %s; validation loss %s before, %s after\n", (long long)run->step, from.text, to.text, before,
+               after);
+}
+
+// In mid-run the warm-up runs again.
+static void switch_normalizer(Run *run) {
+    change_normalizer(run, "attn-switch", run->model.config.attn, run->switch_to);
     run->schedule.rewarm = run->step;
     run->switch_step = -1;
-    double after = run->val ? validate(run) : NAN;
-    char values[2][32];
-    snprintf(values[0], sizeof values[0], "%.6f", before);
-    snprintf(values[1], sizeof values[1], "%.6f", after);
-    run_lineage_add(run->lineage, run->step, "attn-switch", "from", was, "attn", m->config.attn.text, "val_loss_before", values[0],
-                    "val_loss_after", values[1], NULL);
-    write_run(run);
-    if (!is_main()) return;
-    progress_end();
-    printf("step %lld: --attn %s becomes %s; validation loss %s before, %s after\n", (long long)run->step, was, m->config.attn.text,
-           values[0], values[1]);
-    if (new_s) printf("new parameters: model.layers.0..%d.self_attn.attn_scale, s = %.4f\n", m->config.layers - 1, start);
 }
 
 // ---- the loop
@@ -1491,6 +1500,8 @@ int main(int argc, char **argv) {
     run.flops = peak_flops(run.o.dtype == TRAIN_BF16);
     process_sum_double(&run.flops, 1);
     process_catch_signals();
+    if (run.loaded.text[0] && !normalizer_equal(&run.loaded, &run.model.config.attn))
+        change_normalizer(&run, "attn-at-start", run.loaded, run.model.config.attn);
     if (is_main()) {
         printf("%s %s after %.1f s; peak %.0f GFLOP/s\n", run.resumed ? "continues at step" : "starts at step",
                human_grouped((uint64_t)run.step).text, now() - start, run.flops / 1e9);

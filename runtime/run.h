@@ -27,10 +27,13 @@ bool run_same_data(const char *out, const char *which, const char *fingerprint, 
 // Writes run.json in one step: arguments, program version, data fingerprints (JSON text, NULL for none) and lineage (not consumed).
 bool run_write(const char *out, const TrainOptions *options, const char *train, const char *val, const cJSON *lineage, Error *error);
 
-// Adds to a lineage: {"step": N, "event": "start|init-from|resume|attn-switch", ...details as key, value, ..., NULL}.
+// Adds to a lineage: {"step": N, "event": "start|init-from|attn-at-start|attn-switch", ...details as key, value, ..., NULL}.
 void run_lineage_add(cJSON *lineage, int64_t step, const char *event, ...);
 
 // Drops the changes of normaliser at this step or after it: what a run did beyond the checkpoint that it is continued from.
+void run_lineage_cut(cJSON *lineage, int64_t step);
+
+// For --resume: drops the changes of normaliser at `step` and after it, which are still to come.
 void run_lineage_cut(cJSON *lineage, int64_t step);
 
 // Joins OUT and a name in a static buffer, good until the next call.
