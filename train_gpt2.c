@@ -944,7 +944,6 @@ static void settle_model(Run *run, char *folder, size_t size) {
             run->lineage = run_resume(o->out, o, &error);
             if (!run->lineage || !checkpoint_verify(folder, false, &error) || !model_config_read(config, folder, &error)) fail_with(&error);
             read_state(run, folder);
-            run_lineage_cut(run->lineage, run->step);
             if (run->step != (int64_t)step) fail(EXIT_INPUT, "%s/state.json: says step %lld.", folder, (long long)run->step);
             run_lineage_cut(run->lineage, run->step);
             return;

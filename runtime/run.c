@@ -145,12 +145,3 @@ void run_lineage_cut(cJSON *lineage, int64_t step) {
             cJSON_DeleteItemFromArray(lineage, i);
     }
 }
-
-void run_lineage_cut(cJSON *lineage, int64_t step) {
-    for (int i = cJSON_GetArraySize(lineage) - 1; i >= 0; i--) {
-        const cJSON *entry = cJSON_GetArrayItem(lineage, i);
-        const cJSON *at = cJSON_GetObjectItemCaseSensitive(entry, "step"), *event = cJSON_GetObjectItemCaseSensitive(entry, "event");
-        if (cJSON_IsNumber(at) && at->valuedouble >= (double)step && cJSON_IsString(event) && !strcmp(event->valuestring, "attn-switch"))
-            cJSON_DeleteItemFromArray(lineage, i);
-    }
-}

@@ -33,9 +33,6 @@ void run_lineage_add(cJSON *lineage, int64_t step, const char *event, ...);
 // Drops the changes of normaliser at this step or after it: what a run did beyond the checkpoint that it is continued from.
 void run_lineage_cut(cJSON *lineage, int64_t step);
 
-// For --resume: drops the changes of normaliser at `step` and after it, which are still to come.
-void run_lineage_cut(cJSON *lineage, int64_t step);
-
 // Joins OUT and a name in a static buffer, good until the next call.
 const char *run_path(const char *out, const char *name);
 
