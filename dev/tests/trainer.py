@@ -4,11 +4,13 @@ TRAIN_GPT2=build/san/train_gpt2 tests another build; TRAIN_GPT2_FAULTS the one w
 """
 import json
 import os
+import shutil
 import struct
 import subprocess
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = Path(os.environ.get("TRAIN_GPT2", ROOT / "train_gpt2")).absolute()
@@ -42,12 +44,15 @@ def make_data(folder, train=3000, val=600, shards=1):
 def environment(**more):
     env = dict(os.environ, OMP_NUM_THREADS="1", TERM="dumb", **more)
     env.setdefault("GRACE", "1")
+    env.setdefault("ASAN_OPTIONS", "fast_unwind_on_malloc=0")     # whole stacks, by which Open MPI's leaks are known
     env.setdefault("LSAN_OPTIONS", f"suppressions={ROOT / 'dev/faults/lsan.supp'}:print_suppressions=0")
     return env
 
 
 def command(data, *flags, processes=1, program=None, model=True):
     """The words of a run on the shards in a folder. Flags come last, so that they win."""
+    if processes > 1 and not shutil.which("mpirun"):
+        pytest.skip("needs mpirun")
     words = [LAUNCH, processes] if processes > 1 else []
     words += [program or TRAIN, "--train-data", f"{data}/*_train_*.bin"]
     if model:
