@@ -51,6 +51,27 @@ echo "== make test"
 make -k -j"$(nproc)" WERROR=1 test </dev/null 2>&1 | tee "$logs/c"
 count_c "${PIPESTATUS[0]}" "$logs/c"
 
+# test_gpt2 on the small vocabulary, built in another way: `variant NAME make-flags...`
+variant() {
+    local build=build/$1
+    shift
+    echo "== test_gpt2 in $build ($*)"
+    make -j"$(nproc)" WERROR=1 BUILD="$build" "$@" "$build/test_gpt2" </dev/null >"$logs/c" 2>&1 &&
+        "$build/test_gpt2" v97 >>"$logs/c" 2>&1 && "$build/test_gpt2" matmul >>"$logs/c" 2>&1
+    count_c $? "$logs/c"
+    grep -E "FAILED|rror|passed, " "$logs/c"
+}
+variant blas ONEDNN=0 MPI=0
+variant plain ONEDNN=0 BLAS=0 MPI=0
+variant san SAN=1
+
+echo "== dev/fuzz/run.sh 30"
+if command -v clang >/dev/null; then
+    dev/fuzz/run.sh 30 </dev/null && add 1 0 || add 0 1
+else
+    echo "clang is not here: nothing was fuzzed (scripts/setup.sh --test installs it where it may)"
+fi
+
 echo "== pytest dev/tests"
 .venv/bin/python -m pytest -q --durations=5 --junitxml="$logs/pytest.xml" dev/tests </dev/null
 count_pytest $? "$logs/pytest.xml"
