@@ -6,7 +6,7 @@
 #
 #   HOSTFILE=file        Open MPI's hostfile (a line a machine: name slots=K); without it all processes run here
 #   OMP_NUM_THREADS=K    threads of each process; otherwise the cores of this machine, divided by its processes
-#   GRACE=10             when a process has died: seconds until mpirun tells the others to end, and again until it kills them
+#   GRACE=2              when a process has died or ended with an error: seconds until mpirun tells the others to end, and again until it kills them
 #   MPIRUN=mpirun        another mpirun, or flags for it after a space
 #
 # Ctrl-C or SIGTERM here lets the program save a checkpoint, however long that takes; a second Ctrl-C ends it at once.
@@ -51,7 +51,7 @@ flags+=(-x "OMP_NUM_THREADS=$threads" -x "OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-pas
 # Told to end, mpirun waits GRACE, sends SIGTERM, waits GRACE again and kills, asleep in between. That is no way to stop a run that
 # has to save. So it gets a session of its own, out of reach of Ctrl-C, and a stop goes to the processes as SIGUSR1, which it passes
 # on at once; SIGUSR2, which nobody catches, ends them.
-flags+=(--mca odls_base_sigkill_timeout "${GRACE:-10}")
+flags+=(--mca odls_base_sigkill_timeout "${GRACE:-2}")
 [ -t 1 ] || flags+=(-x TERM=dumb)    # each process sees a terminal of mpirun's making
 
 setsid "${mpirun[@]}" "${flags[@]}" "$@" <&0 &
