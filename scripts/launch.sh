@@ -6,7 +6,7 @@
 #
 #   HOSTFILE=file        Open MPI's hostfile (a line a machine: name slots=K); without it all processes run here
 #   OMP_NUM_THREADS=K    threads of each process; otherwise the cores of this machine, divided by its processes
-#   GRACE=2              when a process has died or ended with an error: seconds until mpirun tells the others to end, and again until it kills them
+#   GRACE=2              after an error: seconds until mpirun tells the other processes to end, and again until it kills them
 #   MPIRUN=mpirun        another mpirun, or flags for it after a space
 #
 # Ctrl-C or SIGTERM here lets the program save a checkpoint, however long that takes; a second Ctrl-C ends it at once.
