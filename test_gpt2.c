@@ -526,6 +526,26 @@ static void test_bf16_products(void) {
     free(scratch), free(rounded_b);
 }
 
+// A product whose second input has rows 4 KiB apart, which takes a way of its own, in several parts of its depth.
+static void test_colliding_rows(void) {
+    enum { M = 19, N = 2048, K = 1100 };
+    int before = failed;
+    case_name = "a product of rows 4 KiB apart";
+    float *a = input("a", M * K, 1), *b = input("b", K * N, 1), *c = floats(M * N);
+    double difference = 0, norm = 0;
+    for (int add = 0; add < 2; add++) gemm('N', 'N', M, N, K, a, K, b, N, (float)add, c, N);       // the product, twice
+    for (int i = 0; i < M; i++) {
+        for (int j = 0; j < N; j += 7) {
+            double sum = 0;
+            for (int p = 0; p < K; p++) sum += 2.0 * a[i * K + p] * b[p * N + j];
+            difference += (c[i * N + j] - sum) * (c[i * N + j] - sum), norm += sum * sum;
+        }
+    }
+    check("the product", sqrt(difference / norm), 1e-6);
+    case_done(before, sqrt(difference / norm));
+    free(a), free(b), free(c);
+}
+
 // vec_exp over its range, against libm.
 static void test_vec_exp(void) {
     int before = failed;
@@ -598,6 +618,7 @@ int main(int argc, char **argv) {
         static const char *const ATTN[] = {NORMALIZERS(NAME)};
         for (size_t i = 0; i < sizeof ATTN / sizeof *ATTN; i++) test_finite_differences(ATTN[i]);
         test_bf16_products();
+        test_colliding_rows();
         test_vec_exp();
         test_nan();
     }

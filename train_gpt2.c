@@ -928,52 +928,67 @@ static void read_state(Run *run, const char *folder) {
     cJSON_Delete(json);
 }
 
+// --resume: the run's arguments, shape and position, and the folder of its newest checkpoint. False where there is none to continue.
+static bool settle_resumed(Run *run, char *folder, size_t size) {
+    TrainOptions *o = &run->o;
+    Error error;
+    uint64_t step;
+    if (!o->out) fail(EXIT_USAGE, "--resume needs --out, the folder of the run to continue.");
+    if (!checkpoint_newest(o->out, folder, size, &step)) {
+        if (checkpoint_any(o->out))
+            fail(EXIT_INPUT, "%s/ckpt: none of the checkpoints is whole; see the warnings above. Nothing was changed.\n"
+                 "  Bring back a whole one, or start anew in another --out.", o->out);
+        folder[0] = 0;
+        return false;
+    }
+    run->lineage = run_resume(o->out, o, &error);
+    if (!run->lineage || !checkpoint_verify(folder, false, &error) || !model_config_read(&run->model.config, folder, &error))
+        fail_with(&error);
+    read_state(run, folder);
+    if (run->step != (int64_t)step) fail(EXIT_INPUT, "%s/state.json: says step %lld.", folder, (long long)run->step);
+    run_lineage_cut(run->lineage, run->step);
+    return true;
+}
+
+// --init-from: the shape of the weights there, which --model may repeat but not contradict.
+static void settle_loaded(Run *run) {
+    const TrainOptions *o = &run->o;
+    ModelConfig *config = &run->model.config, asked;
+    Error error;
+    if (!model_config_read(config, o->init_from, &error) || !checkpoint_verify(o->init_from, true, &error)) fail_with(&error);
+    run->loaded = config->attn;
+    if (train_options_given(o, "rope-theta")) config->rope_theta = o->rope_theta;
+    if (!train_options_given(o, "model")) return;
+    if (!model_parse(&asked, o->model, &error)) fail_with(&error);
+    if (asked.layers != config->layers || asked.heads != config->heads || asked.channels != config->channels ||
+        asked.ffn != config->ffn || asked.vocab != config->vocab || asked.tied != config->tied)
+        fail(EXIT_USAGE, "--model %s is not the shape of %s: layers=%d,heads=%d,channels=%d,ffn=%d,tied=%d,vocab=%d.\n"
+             "  Leave --model out to take that.", o->model, o->init_from, config->layers, config->heads, config->channels,
+             config->ffn, config->tied, config->vocab);
+}
+
 // The model's shape, from the run that is resumed, from --init-from, or from --model; `folder` gets where its weights lie, or "".
 static void settle_model(Run *run, char *folder, size_t size) {
     TrainOptions *o = &run->o;
-    ModelConfig *config = &run->model.config, asked;
+    ModelConfig *config = &run->model.config;
     Error error;
     char message[1024];
-    bool model_given = train_options_given(o, "model"), attn_given = train_options_given(o, "attn");
-    uint64_t step;
     folder[0] = 0;
-    if (o->resume && !o->out) fail(EXIT_USAGE, "--resume needs --out, the folder of the run to continue.");
-    if (o->resume && run_exists(o->out)) {
-        if (checkpoint_newest(o->out, folder, size, &step)) {
-            run->resumed = true;
-            run->lineage = run_resume(o->out, o, &error);
-            if (!run->lineage || !checkpoint_verify(folder, false, &error) || !model_config_read(config, folder, &error)) fail_with(&error);
-            read_state(run, folder);
-            if (run->step != (int64_t)step) fail(EXIT_INPUT, "%s/state.json: says step %lld.", folder, (long long)run->step);
-            run_lineage_cut(run->lineage, run->step);
-            return;
-        }
-        folder[0] = 0;
-    } else if (o->out && !o->resume && run_exists(o->out)) {
+    if (o->resume && (run->resumed = settle_resumed(run, folder, size))) return;
+    if (!o->resume && o->out && run_exists(o->out))
         fail(EXIT_USAGE, "--out %s: there is a run already. Continue it with --resume, or give another folder.", o->out);
-    }
-    run->lineage = cJSON_CreateArray();
     if (o->init_from) {
-        if (!model_config_read(config, o->init_from, &error) || !checkpoint_verify(o->init_from, true, &error)) fail_with(&error);
+        settle_loaded(run);
         snprintf(folder, size, "%s", o->init_from);
-        if (model_given) {
-            if (!model_parse(&asked, o->model, &error)) fail_with(&error);
-            if (asked.layers != config->layers || asked.heads != config->heads || asked.channels != config->channels ||
-                asked.ffn != config->ffn || asked.vocab != config->vocab || asked.tied != config->tied)
-                fail(EXIT_USAGE, "--model %s is not the shape of %s: layers=%d,heads=%d,channels=%d,ffn=%d,tied=%d,vocab=%d.\n"
-                     "  Leave --model out to take that.", o->model, o->init_from, config->layers, config->heads, config->channels,
-                     config->ffn, config->tied, config->vocab);
-        }
-        if (train_options_given(o, "rope-theta")) config->rope_theta = o->rope_theta;
     } else {
         if (!model_parse(config, o->model, &error)) fail_with(&error);
         config->rope_theta = o->rope_theta;
         config->seq_len = (int)run->T;
     }
-    if (o->init_from) run->loaded = config->attn;
-    if ((!o->init_from || attn_given) && !normalizer_parse(&config->attn, o->attn, message, sizeof message))
+    if ((!o->init_from || train_options_given(o, "attn")) && !normalizer_parse(&config->attn, o->attn, message, sizeof message))
         fail(EXIT_USAGE, "--attn %s: %s.", o->attn, message);
     if (o->norm_length) config->seq_len = (int)o->norm_length;
+    run->lineage = cJSON_CreateArray();
     run_lineage_add(run->lineage, 0, o->init_from ? "init-from" : "start", "attn", config->attn.text, o->init_from ? "from" : NULL,
                     o->init_from, NULL);
 }
@@ -985,6 +1000,9 @@ static void settle_batches(Run *run) {
     for (size_t i = 0; i < o->seq_len.count; i++)
         if (T % o->seq_len.values[i])
             fail(EXIT_USAGE, "--seq-len: %lld does not divide the longest, %lld.", (long long)o->seq_len.values[i], (long long)T);
+    if (o->batch * T > INT32_MAX)
+        fail(EXIT_USAGE, "--batch %lld x --seq-len %lld: at most 2^31 - 1 tokens at a time. Accumulate by --total-batch-tokens.",
+             (long long)o->batch, (long long)T);
     int64_t together = o->batch * T * process.size;
     if (!o->total_batch_tokens) o->total_batch_tokens = together;
     if (o->total_batch_tokens % together) {

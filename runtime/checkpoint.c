@@ -288,6 +288,16 @@ bool checkpoint_newest(const char *out_dir, char *path, size_t size, uint64_t *s
     return found;
 }
 
+bool checkpoint_any(const char *out_dir) {
+    char root[PATH_MAX];
+    size_t count;
+    bool any = false;
+    Entry *entries = list_entries(join(root, out_dir, "ckpt"), &count);
+    for (size_t i = 0; i < count; i++) any = any || !strcmp(entries[i].prefix, STEP);
+    free(entries);
+    return any;
+}
+
 // ---- saving ----------------------------------------------------------------------------------------------------------------
 
 bool checkpoint_begin(Checkpoint *c, const char *out_dir, uint64_t step, Error *error) {

@@ -46,6 +46,9 @@ void checkpoint_abandon(Checkpoint *c);
 // Warns about each damaged one that it passes over. The hashes are checkpoint_verify's to check.
 bool checkpoint_newest(const char *out_dir, char *path, size_t size, uint64_t *step);
 
+// Is there any folder named step-*, whole or damaged?
+bool checkpoint_any(const char *out_dir);
+
 // Checks every file of manifest.json by size and hash. A folder without a manifest (one from Hugging Face) is an error
 // unless `manifest_optional`.
 bool checkpoint_verify(const char *folder, bool manifest_optional, Error *error);

@@ -81,13 +81,38 @@ static void gemm_one_thread(char ta, char tb, size_t m, size_t n, size_t k, cons
 
 #ifdef USE_ONEDNN
 
-void gemm(char ta, char tb, size_t m, size_t n, size_t k, const float *A, size_t lda, const float *B, size_t ldb,
-          float beta, float *C, size_t ldc) {
+static void gemm_onednn(char ta, char tb, size_t m, size_t n, size_t k, const float *A, size_t lda, const float *B, size_t ldb,
+                        float beta, float *C, size_t ldc) {
     dnnl_status_t status = dnnl_sgemm(ta, tb, (dnnl_dim_t)m, (dnnl_dim_t)n, (dnnl_dim_t)k, 1.0f, A, (dnnl_dim_t)lda, B,
                                       (dnnl_dim_t)ldb, beta, C, (dnnl_dim_t)ldc);
     if (status != dnnl_success)
         fail(EXIT_RESOURCE, "oneDNN refused a product of %zu x %zu x %zu (status %d). Build with ONEDNN=0 to do without it.", m, n, k,
              (int)status);
+}
+
+// With few rows oneDNN reads B in place, and rows of B a multiple of 4 KiB apart fall on the same lines of the cache: it took twice as
+// long (256 x 2048 x 768, Zen 3). So B goes first into a buffer whose rows are a line further apart, some of its rows at a time.
+enum { FEW_ROWS = 256, COLLIDING = 1024, BUFFER = 2 << 20 };
+
+static void gemm_spread(char ta, size_t m, size_t n, size_t k, const float *A, size_t lda, const float *B, size_t ldb, float beta,
+                        float *C, size_t ldc) {
+    static float buffer[BUFFER] __attribute__((aligned(64)));
+    size_t spread = n + 16, part = BUFFER / spread;
+    for (size_t from = 0; from < k; from += part) {
+        size_t here = MIN(part, k - from);
+        #pragma omp parallel for schedule(static)
+        for (size_t p = 0; p < here; p++) memcpy(buffer + p * spread, B + (from + p) * ldb, n * sizeof *B);
+        gemm_onednn(ta, 'N', m, n, here, A + from * (ta == 'T' ? lda : 1), lda, buffer, spread, from ? 1.0f : beta, C, ldc);
+    }
+}
+
+void gemm(char ta, char tb, size_t m, size_t n, size_t k, const float *A, size_t lda, const float *B, size_t ldb,
+          float beta, float *C, size_t ldc) {
+    bool spread = tb == 'N' && ldb % COLLIDING == 0 && n % COLLIDING == 0 && m >= 16 && m <= FEW_ROWS && k >= 64 && n + 16 <= BUFFER;
+    if (spread && !omp_in_parallel())
+        gemm_spread(ta, m, n, k, A, lda, B, ldb, beta, C, ldc);
+    else
+        gemm_onednn(ta, tb, m, n, k, A, lda, B, ldb, beta, C, ldc);
 }
 
 #else

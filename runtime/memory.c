@@ -1,6 +1,7 @@
 #define _GNU_SOURCE
 #include "runtime/memory.h"
 
+#include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -52,15 +53,36 @@ static uint64_t number_in(const char *path, const char *key, uint64_t fallback) 
     return value;
 }
 
-uint64_t memory_available(void) {
-    uint64_t available = number_in("/proc/meminfo", "MemAvailable:", UINT64_MAX / 1024) * 1024;
-    uint64_t limit = number_in("/sys/fs/cgroup/memory.max", "", UINT64_MAX);          // "max" is no number: no limit
-    uint64_t used = number_in("/sys/fs/cgroup/memory.current", "", 0);
-    uint64_t cache = number_in("/sys/fs/cgroup/memory.stat", "file ", 0);             // given back under pressure
-    if (limit == UINT64_MAX) return available;
+// What the control group of this path leaves, UINT64_MAX for no limit.
+static uint64_t group_leaves(const char *group) {
+    char path[PATH_MAX];
+    snprintf(path, sizeof path, "/sys/fs/cgroup%s/memory.max", group);
+    uint64_t limit = number_in(path, "", UINT64_MAX);          // "max" is no number: no limit
+    if (limit == UINT64_MAX) return limit;
+    snprintf(path, sizeof path, "/sys/fs/cgroup%s/memory.current", group);
+    uint64_t used = number_in(path, "", 0);
+    snprintf(path, sizeof path, "/sys/fs/cgroup%s/memory.stat", group);
+    uint64_t cache = number_in(path, "file ", 0);              // given back under pressure
     used = used > cache ? used - cache : 0;
-    uint64_t left = limit > used ? limit - used : 0;
-    return left < available ? left : available;
+    return limit > used ? limit - used : 0;
+}
+
+uint64_t memory_available(void) {
+    uint64_t least = number_in("/proc/meminfo", "MemAvailable:", UINT64_MAX / 1024) * 1024;
+    char line[PATH_MAX] = "";
+    FILE *file = fopen("/proc/self/cgroup", "r");
+    while (file && fgets(line, sizeof line, file) && strncmp(line, "0::", 3) != 0) {}
+    if (file) fclose(file);
+    char *group = strncmp(line, "0::", 3) == 0 ? line + 3 : line;
+    group[strcspn(group, "\n")] = 0;
+    if (!strcmp(group, "/")) group[0] = 0;
+    for (;;) {                                                 // this process's group and all above it
+        uint64_t left = group_leaves(group);
+        if (left < least) least = left;
+        char *slash = strrchr(group, '/');
+        if (!slash) return least;
+        *slash = 0;
+    }
 }
 
 void memory_check(const MemoryPlan *plan, int processes) {

@@ -344,6 +344,15 @@ def test_damaged_checkpoint_is_passed_over(data, run):
     assert text.count("Passing over") == 1
 
 
+def test_no_whole_checkpoint_is_no_fresh_start(data, run):
+    """Starting afresh would cut the metrics of a run whose checkpoints somebody may still mend."""
+    for step in steps(run):
+        (checkpoint(run, step) / "manifest.json").unlink()
+    before = metrics(run)
+    says(resume(data, run, code=INPUT), f"{run}/ckpt", "none of the checkpoints is whole", "another --out")
+    assert metrics(run) == before
+
+
 @pytest.mark.parametrize("text", ["{", "[]", "{\"files\": 3}", ""])
 def test_malformed_manifest(data, run, text):
     path = checkpoint(run, 4) / "manifest.json"
