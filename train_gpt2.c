@@ -1107,9 +1107,9 @@ static void plan_memory(Run *run) {
     }
 }
 
-static double checkpoint_bytes(const Model *m) {
-    double parameters = (double)model_parameters(&m->config);
-    return parameters * (m->params_bf16 ? 2 + 12 : 4 + 8);
+// Weights, two moments, and under bfloat16 the masters.
+static double checkpoint_bytes(const ModelConfig *config, bool bf16) {
+    return (double)model_parameters(config) * (bf16 ? 2 + 12 : 4 + 8);
 }
 
 static void print_plan(Run *run) {
@@ -1136,7 +1136,7 @@ static void print_plan(Run *run) {
     memory_print(&run->model.plan);
     if (o->out) {
         uint64_t free_bytes;
-        double bytes = checkpoint_bytes(&run->model) * (o->dtype == TRAIN_BF16 ? 14.0 / 12.0 : 1.0);
+        double bytes = checkpoint_bytes(c, o->dtype == TRAIN_BF16);
         if (file_free_space(o->out, &free_bytes, &error)) {
             printf("disk      %s a checkpoint, %s free\n", human_bytes(bytes).text, human_bytes((double)free_bytes).text);
             if (bytes * (double)(o->keep ? o->keep + 1 : 1) > (double)free_bytes)
@@ -1442,6 +1442,11 @@ static void switch_normalizer(Run *run) {
 
 // ---- the loop
 
+static void measure_peak(Run *run) {
+    run->flops = peak_flops(run->o.dtype == TRAIN_BF16);
+    process_sum_double(&run->flops, 1);
+}
+
 static bool due(int64_t every, int64_t step) {
     return every && step % every == 0;
 }
@@ -1453,6 +1458,7 @@ static void train(Run *run) {
     bool stop = false;
     while (run->step < o->steps && !stop) {
         if (run->step == run->switch_step) switch_normalizer(run);
+        if (run->step > first && run->step <= first + 3) measure_peak(run);
         StepMetrics metrics;
         train_step(run, &metrics);
         bool last = run->step == o->steps, best = false;
@@ -1514,8 +1520,7 @@ int main(int argc, char **argv) {
     if (run.o.sample_every) decoder_ready(&run.decoder);
     load_weights(&run, weights);
     open_run_folder(&run);
-    run.flops = peak_flops(run.o.dtype == TRAIN_BF16);
-    process_sum_double(&run.flops, 1);
+    measure_peak(&run);
     process_catch_signals();
     if (run.loaded.text[0] && !normalizer_equal(&run.loaded, &run.model.config.attn))
         change_normalizer(&run, "attn-at-start", run.loaded, run.model.config.attn);
