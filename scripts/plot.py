@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 TOKEN_UNITS = ((1, ""), (1e3, "thousand "), (1e6, "million "), (1e9, "billion "))
-TIME_UNITS = ((1, "seconds"), (120, "minutes"), (7200, "hours"), (172800, "days"))
+TIME_UNITS = ((1, "seconds"), (60, "minutes"), (3600, "hours"), (86400, "days"))
 SCALARS = ("loss", "val_loss", "lr", "grad_norm", "tok_per_s", "mfu")
 
 

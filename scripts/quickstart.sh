@@ -2,13 +2,13 @@
 # From a fresh clone to a small GPT that has read Shakespeare: sets up, builds, prepares the text, trains for about five
 # minutes on two cores, validates, prints a sample and draws the curve.
 #
-#   scripts/quickstart.sh [--steps N]     N training steps (default 600, or QUICKSTART_STEPS)
+#   scripts/quickstart.sh [--steps N]     N training steps (default 500, or QUICKSTART_STEPS)
 #
 # Run again, it keeps what is done; with more steps it trains on from where it was.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-steps=${QUICKSTART_STEPS:-600}
+steps=${QUICKSTART_STEPS:-500}
 case "${1:-}" in
     "") ;;
     --steps) steps=${2:-} ;;

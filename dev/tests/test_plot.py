@@ -100,7 +100,7 @@ def test_the_panels_show_every_run(tmp_path):
     assert list(raw.get_ydata()) == pytest.approx([3 + 8 / step for step in range(1, 201)])
     assert list(smooth.get_ydata()) == pytest.approx(plot.smooth(list(raw.get_ydata())))
     assert list(val.get_xdata()) == pytest.approx([5.12 * i for i in range(1, 21)])
-    assert by_time.lines[0].get_xdata()[-1] == pytest.approx(100) and by_time.get_xlabel() == "seconds"
+    assert by_time.lines[0].get_xdata()[-1] == pytest.approx(100 / 60) and by_time.get_xlabel() == "minutes"
     assert [len(axes.lines) for axes in figure.axes] == [6, 6, 2, 4]
     assert set(lr.lines[0].get_ydata()) == {6e-4} and norm.lines[2].get_ydata()[0] == 2.0
     low, high = by_tokens.get_ylim()
