@@ -481,6 +481,92 @@ static void test_finite_differences(const char *attn) {
     memory_release(&m.plan);
 }
 
+static double dot(const float *a, const float *b, size_t n) {
+    double sum = 0;
+    for (size_t i = 0; i < n; i++) sum += (double)a[i] * b[i];
+    return sum;
+}
+
+// Where x (n) lies after step k of a five-point rule along dx, whose slope is |dx|; k = 4 puts x back.
+static double move(float *x, const float *start, const float *dx, size_t n, int k) {
+    static const double STEPS[] = {1, -1, 2, -2, 0};
+    double norm = sqrt(dot(dx, dx, n)), h = 0.005 * sqrt(dot(start, start, n));
+    for (size_t i = 0; i < n; i++) x[i] = (float)(start[i] + STEPS[k] * h * dx[i] / norm);
+    return h;
+}
+
+// The slope of VALUE along dx by finite differences must be |dx|.
+#define SLOPE(what, x, dx, n, FORWARD, VALUE) do { \
+        float *start_ = floats(n); \
+        double value_[5], h_ = 0; \
+        memcpy(start_, x, FLOATS(n)); \
+        for (int k_ = 0; k_ < 5; k_++) { h_ = move(x, start_, dx, n, k_); FORWARD; value_[k_] = VALUE; } \
+        double slope_ = (8 * (value_[0] - value_[1]) - (value_[2] - value_[3])) / (12 * h_); \
+        double error_ = relative(slope_, sqrt(dot(dx, dx, n))); \
+        worst = largest(worst, error_); \
+        check(what, error_, 3e-4); \
+        free(start_); \
+    } while (0)
+
+// Each layer's backward against differences of its forward, for the value sum(dout · out). Shapes are small, so that float32 suffices.
+static void test_layer_differences(void) {
+    enum { B = 2, T = 5, NH = 2, HS = 6, C = NH * HS, N = B * T, OC = 7, V = 11 };
+    int before = failed;
+    double worst = 0;
+    case_name = "finite differences of each layer";
+    float *x = input("x", N * 3 * C, 1), *w = input("w", V * C, 1), *out = floats(N * 3 * C), *dout = input("dout", N * 3 * C, 1);
+    float *dx = floats(N * 3 * C), *dw = floats(V * C), *r = floats(N), *cosines = floats(T * HS / 2), *sines = floats(T * HS / 2);
+    int32_t tokens[N];
+    for (int n = 0; n < N; n++) tokens[n] = fixture_token((uint64_t)n, V);
+
+    rmsnorm_backward(dx, dw, dout, x, w, r, N, C);
+    SLOPE("rmsnorm, x", x, dx, N * C, rmsnorm_forward(out, x, w, N, C), dot(out, dout, N * C));
+    SLOPE("rmsnorm, weight", w, dw, C, rmsnorm_forward(out, x, w, N, C), dot(out, dout, N * C));
+
+    Operand weight = {.f32 = w};
+    matmul_backward(dx, dw, dout, x, weight, N, C, OC, false);
+    SLOPE("matmul, x", x, dx, N * C, matmul_forward(out, x, weight, N, C, OC, false), dot(out, dout, N * OC));
+    SLOPE("matmul, weight", w, dw, OC * C, matmul_forward(out, x, weight, N, C, OC, false), dot(out, dout, N * OC));
+
+    memset(dw, 0, FLOATS(V * C));
+    embedding_backward(dw, dout, tokens, N, C);
+    SLOPE("embedding", w, dw, V * C, embedding_forward(out, w, tokens, N, C), dot(out, dout, N * C));
+
+    float *q = floats(N * 3 * C), *k = q + N * C, *v = k + N * C;                // one after another, so that one dot covers them
+    rope_table(cosines, sines, T, HS, 10000);
+    rope_backward(dx, dout, dout + N * C, dout + 2 * N * C, cosines, sines, B, T, NH, HS);
+    SLOPE("rope", x, dx, N * 3 * C, rope_forward(q, k, v, x, cosines, sines, B, T, NH, HS), dot(q, dout, N * 3 * C));
+
+    swiglu_backward(dx, dout, x, N, C);
+    SLOPE("swiglu", x, dx, N * 2 * C, swiglu_forward(out, x, N, C), dot(out, dout, N * C));
+
+    float losses[N], ones[N];
+    for (int n = 0; n < N; n++) ones[n] = 1.0f;
+    memcpy(dx, x, FLOATS(N * V));
+    crossentropy(losses, dx, tokens, NULL, N, V, V, 1.0f);
+    SLOPE("crossentropy", x, dx, N * V, crossentropy(losses, x, tokens, NULL, N, V, V, 0.0f), dot(losses, ones, N));
+
+#define NAME(name, ...) #name,
+    static const char *const ATTN[] = {NORMALIZERS(NAME)};
+#undef NAME
+    for (size_t i = 0; i < sizeof ATTN / sizeof *ATTN; i++) {
+        Normalizer normalizer;
+        char message[256];
+        normalizer_parse(&normalizer, ATTN[i], message, sizeof message);
+        AttentionShape shape = {&normalizer, B, T, NH, HS};
+        float *stats = floats(N * NH * 2), *scratch = floats(attention_scratch(shape, omp_get_max_threads()));
+        float s[NH] = {0.6f, 0.9f}, ds[NH] = {0}, *dk = dx + N * C, *dv = dk + N * C;
+        const float *s_used = normalizer_has_s(&normalizer) ? s : NULL;
+        attention_forward(out, stats, q, k, v, s_used, shape, scratch);
+        attention_backward(dx, dk, dv, s_used ? ds : NULL, dout, out, stats, q, k, v, s_used, shape, scratch);
+        SLOPE(ATTN[i], q, dx, N * 3 * C, attention_forward(out, stats, q, k, v, s_used, shape, scratch), dot(out, dout, N * C));
+        if (s_used) SLOPE("s", s, ds, NH, attention_forward(out, stats, q, k, v, s, shape, scratch), dot(out, dout, N * C));
+        free(stats), free(scratch);
+    }
+    case_done(before, worst);
+    free(x), free(w), free(out), free(dout), free(dx), free(dw), free(r), free(cosines), free(sines), free(q);
+}
+
 // Products of bfloat16 inputs, in all transposes, against plain loops over the rounded numbers; and oneDNN's primitives in float32,
 // which is how that code is tried on processors without bfloat16.
 static void test_bf16_products(void) {
@@ -616,7 +702,9 @@ int main(int argc, char **argv) {
     if (!word[0]) {
 #define NAME(name, ...) #name,
         static const char *const ATTN[] = {NORMALIZERS(NAME)};
+#undef NAME
         for (size_t i = 0; i < sizeof ATTN / sizeof *ATTN; i++) test_finite_differences(ATTN[i]);
+        test_layer_differences();
         test_bf16_products();
         test_colliding_rows();
         test_vec_exp();
