@@ -871,7 +871,8 @@ typedef struct {
     Metrics *metrics;
     Schedule schedule;
 
-    bool resumed;
+    bool resumed;                      // continues from a checkpoint
+    bool started_over;                 // continues a run that has none yet
     int64_t step, tokens;              // done
     uint64_t sequence;                 // the next in the data's order
     double best_loss;
@@ -928,17 +929,32 @@ static void read_state(Run *run, const char *folder) {
     cJSON_Delete(json);
 }
 
-// --resume: the run's arguments, shape and position, and the folder of its newest checkpoint. False where there is none to continue.
+// A run that ended before its first checkpoint: its arguments hold, and it starts again from the beginning.
+static void settle_started_over(Run *run) {
+    TrainOptions *o = &run->o;
+    Error error;
+    if (checkpoint_any(o->out))
+        fail(EXIT_INPUT, "%s/ckpt: none of the checkpoints is whole; see the warnings above. Nothing was changed.\n"
+             "  Bring back a whole one, or start anew in another --out.", o->out);
+    if (!run_exists(o->out)) return;
+    cJSON *lineage = run_resume(o->out, o, &error);
+    if (!lineage) fail_with(&error);
+    const char *attn = cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(cJSON_GetArrayItem(lineage, 0), "attn"));
+    if (attn) o->attn = strdup(attn);
+    cJSON_Delete(lineage);
+    run->started_over = true;
+    if (is_main()) printf("%s: no checkpoint yet; the run starts over\n", o->out);
+}
+
+// --resume: the run's arguments, shape and position, and the folder of its newest checkpoint. False where there is none.
 static bool settle_resumed(Run *run, char *folder, size_t size) {
     TrainOptions *o = &run->o;
     Error error;
     uint64_t step;
     if (!o->out) fail(EXIT_USAGE, "--resume needs --out, the folder of the run to continue.");
     if (!checkpoint_newest(o->out, folder, size, &step)) {
-        if (checkpoint_any(o->out))
-            fail(EXIT_INPUT, "%s/ckpt: none of the checkpoints is whole; see the warnings above. Nothing was changed.\n"
-                 "  Bring back a whole one, or start anew in another --out.", o->out);
         folder[0] = 0;
+        settle_started_over(run);
         return false;
     }
     run->lineage = run_resume(o->out, o, &error);
@@ -967,6 +983,14 @@ static void settle_loaded(Run *run) {
              config->ffn, config->tied, config->vocab);
 }
 
+// T, the longest of --seq-len
+static void find_longest(Run *run) {
+    const IntList *lengths = &run->o.seq_len;
+    run->T = 0;
+    for (size_t i = 0; i < lengths->count; i++)
+        if ((size_t)lengths->values[i] > run->T) run->T = (size_t)lengths->values[i];
+}
+
 // The model's shape, from the run that is resumed, from --init-from, or from --model; `folder` gets where its weights lie, or "".
 static void settle_model(Run *run, char *folder, size_t size) {
     TrainOptions *o = &run->o;
@@ -974,7 +998,9 @@ static void settle_model(Run *run, char *folder, size_t size) {
     Error error;
     char message[1024];
     folder[0] = 0;
-    if (o->resume && (run->resumed = settle_resumed(run, folder, size))) return;
+    run->resumed = o->resume && settle_resumed(run, folder, size);
+    find_longest(run);
+    if (run->resumed) return;
     if (!o->resume && o->out && run_exists(o->out))
         fail(EXIT_USAGE, "--out %s: there is a run already. Continue it with --resume, or give another folder.", o->out);
     if (o->init_from) {
@@ -985,7 +1011,7 @@ static void settle_model(Run *run, char *folder, size_t size) {
         config->rope_theta = o->rope_theta;
         config->seq_len = (int)run->T;
     }
-    if ((!o->init_from || train_options_given(o, "attn")) && !normalizer_parse(&config->attn, o->attn, message, sizeof message))
+    if ((!o->init_from || train_options_given(o, "attn") || run->started_over) && !normalizer_parse(&config->attn, o->attn, message, sizeof message))
         fail(EXIT_USAGE, "--attn %s: %s.", o->attn, message);
     if (o->norm_length) config->seq_len = (int)o->norm_length;
     run->lineage = cJSON_CreateArray();
@@ -1039,8 +1065,7 @@ static bool folder_has_tokenizer(const char *folder) {
 static void settle_tokenizer(Run *run, const char *weights) {
     char beside[PATH_MAX];
     Error error;
-    snprintf(beside, sizeof beside, "%s", run->o.train_data);
-    beside[strcspn(beside, " ,")] = 0;
+    if (!shards_first_path(run->o.train_data, beside, sizeof beside)) return;     // opening the shards says what is wrong
     char *slash = strrchr(beside, '/');
     if (slash) *slash = 0; else strcpy(beside, ".");
     const char *folder = folder_has_tokenizer(beside) ? beside : weights[0] && folder_has_tokenizer(weights) ? weights : NULL;
@@ -1058,23 +1083,16 @@ static void settle(Run *run, char *weights, size_t size) {
     TrainOptions *o = &run->o;
     Error error;
     run->best_step = -1;
-    for (size_t i = 0; i < o->seq_len.count; i++)
-        if ((size_t)o->seq_len.values[i] > run->T) run->T = (size_t)o->seq_len.values[i];
     settle_model(run, weights, size);
     if (process_max_int(run->resumed) != run->resumed)
         fail(EXIT_PEER, "process %d sees no run in %s, but another one does. All machines need the same --out folder.", process.rank, o->out);
-    if (run->resumed) {
-        run->T = 0;
-        for (size_t i = 0; i < o->seq_len.count; i++)
-            if ((size_t)o->seq_len.values[i] > run->T) run->T = (size_t)o->seq_len.values[i];
-    }
     settle_switch(run);
     settle_batches(run);
     if (!o->train_data) fail(EXIT_USAGE, "--train-data is missing: the shards to train on. data/shakespeare.py makes some.");
     settle_tokenizer(run, weights);
     run->train = open_shards(run, o->train_data, o->shuffle, (uint64_t)(run->step_tokens / (int64_t)run->T), &run->train_print);
     if (o->val_data) run->val = open_shards(run, o->val_data, false, 1, &run->val_print);
-    if (run->resumed && (!run_same_data(o->out, "train", run->train_print, &error) ||
+    if ((run->resumed || run->started_over) && (!run_same_data(o->out, "train", run->train_print, &error) ||
                          !run_same_data(o->out, "val", run->val_print, &error)))
         fail_with(&error);
     run->schedule = (Schedule){.kind = (ScheduleKind)o->schedule, .lr = o->lr, .min_lr_frac = o->min_lr_frac, .warmup = o->warmup,
@@ -1268,7 +1286,13 @@ static void load_window(Run *run, Shards *shards, uint64_t g, size_t row) {
     if (run->mask) memcpy(run->mask + row * run->T, run->window_mask, run->T);
 }
 
-// Mean loss over the validation data's first windows, the same for any number of processes (but for the order of the sum).
+// Has any process been asked to stop? All processes ask together.
+static bool stopping(void) {
+    return process_max_int(process_stop_requested());
+}
+
+// Mean loss over the validation data's first windows, the same for any number of processes (but for the order of the sum). NAN where a
+// signal came in between.
 static double validate(Run *run) {
     Model *m = &run->model;
     uint64_t windows = shards_windows(run->val), most = (uint64_t)run->o.val_tokens / run->T;
@@ -1276,13 +1300,17 @@ static double validate(Run *run) {
     if (windows > most) windows = most;
     double sum = 0;
     uint64_t rows_without_weight = m->rows_without_weight, rows = m->rows;
-    for (uint64_t g = (uint64_t)process.rank; g < windows;) {
+    bool stopped = false;
+    for (uint64_t first = 0; first < windows && !stopped; first += (uint64_t)run->o.batch * (uint64_t)process.size) {
         size_t B = 0;
-        for (; B < (size_t)run->o.batch && g < windows; B++, g += (uint64_t)process.size) load_window(run, run->val, g, B);
-        model_forward(m, run->inputs, B, run->T);
-        sum += model_loss(m, run->targets, run->mask, B * run->T, 0.0f, false);
+        for (uint64_t g = first + (uint64_t)process.rank; B < (size_t)run->o.batch && g < windows; B++, g += (uint64_t)process.size)
+            load_window(run, run->val, g, B);
+        if (B) model_forward(m, run->inputs, B, run->T);
+        if (B) sum += model_loss(m, run->targets, run->mask, B * run->T, 0.0f, false);
+        stopped = stopping();
     }
     m->rows_without_weight = rows_without_weight, m->rows = rows;
+    if (stopped) return NAN;
     process_sum_double(&sum, 1);
     return sum / (double)(shards_masked(run->val) ? windows : windows * run->T);
 }
@@ -1290,12 +1318,14 @@ static double validate(Run *run) {
 // ---- one step
 
 // The gradients of all of a step's sequences, and its loss. Micro-batch i of process r has sequences (i · processes + r) · B and on.
-static double accumulate(Run *run, size_t T) {
+// False where a signal came in between: nothing of the step counts then.
+static bool accumulate(Run *run, size_t T, double *mean_loss) {
     double loss = 0;
     size_t B = (size_t)run->o.batch, pieces = run->T / T;
     int64_t sequences = run->step_tokens / (int64_t)run->T;
     double count = shards_masked(run->train) ? (double)sequences : (double)run->step_tokens;
     for (int64_t i = 0; i < run->micro_batches; i++) {
+        if (stopping()) return false;
         uint64_t first = run->sequence + ((uint64_t)i * (uint64_t)process.size + (uint64_t)process.rank) * B;
         for (size_t b = 0; b < B; b++) load_window(run, run->train, first + b, b);
         loss += model_step(&run->model, run->inputs, run->targets, run->mask, B * pieces, T, (float)(1.0 / count), i == 0);
@@ -1305,7 +1335,8 @@ static double accumulate(Run *run, size_t T) {
     process_sum_double(&loss, 1);
     phase(PHASE_OTHER);
     run->sequence += (uint64_t)sequences;
-    return loss / count;
+    *mean_loss = loss / count;
+    return true;
 }
 
 // A loss or gradient that is not finite ends the run before it can spoil the weights.
@@ -1320,13 +1351,14 @@ static void check_finite(const Run *run, double loss, double norm) {
          norm, saved ? path : "none");
 }
 
-static void train_step(Run *run, StepMetrics *metrics) {
+// False where a signal came before the weights changed.
+static bool train_step(Run *run, StepMetrics *metrics) {
     Model *m = &run->model;
     const TrainOptions *o = &run->o;
-    double start = now();
+    double start = now(), loss;
     size_t T = step_length(o->seq_len.values, o->seq_len.count, (uint64_t)o->seed, (uint64_t)run->step);
     m->rows = m->rows_without_weight = 0;
-    double loss = accumulate(run, T);
+    if (!accumulate(run, T, &loss)) return false;
     phase(PHASE_UPDATE);
     double norm = gradient_norm(m), lr = schedule_lr(&run->schedule, run->step);
     check_finite(run, loss, norm);
@@ -1339,6 +1371,7 @@ static void train_step(Run *run, StepMetrics *metrics) {
     *metrics = (StepMetrics){.step = run->step, .tokens = run->tokens, .loss = (float)loss, .lr = (float)lr, .grad_norm = (float)norm,
                              .ms = 1000 * seconds, .tok_per_s = speed, .val_loss = NAN,
                              .mfu = speed * model_flops_per_token(&m->config, T) / run->flops};
+    return true;
 }
 
 // ---- what a person sees
@@ -1420,11 +1453,13 @@ static void change_normalizer(Run *run, const char *event, Normalizer from, Norm
     Model *m = &run->model;
     char before[32] = "not measured", after[32] = "not measured";
     m->config.attn = from;
-    if (run->val) snprintf(before, sizeof before, "%.6f", validate(run));
+    double loss = run->val ? validate(run) : NAN;
+    if (isfinite(loss)) snprintf(before, sizeof before, "%.6f", loss);
     m->config.attn = to;
     if (is_main()) progress_end();
     if (normalizer_has_s(&to) && !normalizer_has_s(&from)) start_s(m);
-    if (run->val) snprintf(after, sizeof after, "%.6f", validate(run));
+    loss = run->val ? validate(run) : NAN;
+    if (isfinite(loss)) snprintf(after, sizeof after, "%.6f", loss);
     run_lineage_add(run->lineage, run->step, event, "from", from.text, "attn", to.text, "val_loss_before", before,
                     "val_loss_after", after, NULL);
     write_run(run);
@@ -1442,8 +1477,10 @@ static void switch_normalizer(Run *run) {
 
 // ---- the loop
 
+// Of all processes; those of one machine may have more threads than it has cores.
 static void measure_peak(Run *run) {
-    run->flops = peak_flops(run->o.dtype == TRAIN_BF16);
+    int threads = omp_get_max_threads() * process.local_size, cores = omp_get_num_procs();
+    run->flops = peak_flops(run->o.dtype == TRAIN_BF16) * (threads > cores ? (double)cores / threads : 1.0);
     process_sum_double(&run->flops, 1);
 }
 
@@ -1455,31 +1492,35 @@ static void train(Run *run) {
     const TrainOptions *o = &run->o;
     double seconds = 0;
     int64_t first = run->step, saved = run->resumed ? run->step : -1;
-    bool stop = false;
-    while (run->step < o->steps && !stop) {
+    while (run->step < o->steps) {
         if (run->step == run->switch_step) switch_normalizer(run);
         if (run->step > first && run->step <= first + 3) measure_peak(run);
         StepMetrics metrics;
-        train_step(run, &metrics);
+        if (!train_step(run, &metrics)) break;
         bool last = run->step == o->steps, best = false;
         seconds = run->step == first + 1 ? metrics.ms / 1000 : 0.9 * seconds + 0.1 * metrics.ms / 1000;
-        if (run->val && o->val_every && (due(o->val_every, run->step) || last)) {
+        if (run->val && due(o->val_every, run->step)) {
             metrics.val_loss = (float)validate(run);
-            best = run->best_step < 0 || metrics.val_loss < run->best_loss;
+            best = isfinite(metrics.val_loss) && (run->best_step < 0 || metrics.val_loss < run->best_loss);
             if (best) run->best_loss = metrics.val_loss, run->best_step = run->step;
         }
         show_step(run, &metrics, seconds, last || isfinite(metrics.val_loss));
         if (o->sample_every && (due(o->sample_every, run->step) || last)) show_sample(run);
-        stop = process_max_int(process_stop_requested());
-        if (due(o->ckpt_every, run->step) || (best && o->keep_best) || last || stop) {
-            save(run, last || stop);
+        if (due(o->ckpt_every, run->step) || (best && o->keep_best) || last) {
+            save(run, last);
             saved = run->step;
         }
     }
-    if (saved < 0) save(run, true);                    // --steps 0: the first weights
+    bool stopped = run->step < o->steps;
+    if (saved != run->step) save(run, true);           // a stop, or --steps 0: the first weights
     if (is_main()) progress_end();
+    if (!stopped && run->val && o->val_every && !due(o->val_every, run->step)) {
+        // Not in the metrics: a run that is continued from here has them as if it had never stopped.
+        double loss = validate(run);
+        if (is_main() && isfinite(loss)) printf("validation loss %.4f at the end\n", loss);
+    }
     if (is_main() && o->profile && run->step > first) show_profile((double)(run->step - first));
-    if (stop && run->step < o->steps) {
+    if (stopped) {
         if (is_main()) printf("stopped by a signal at step %lld%s\n", (long long)run->step,
                               o->out ? "; --resume continues from here" : "; nothing was kept, as there is no --out");
         fflush(stdout);
@@ -1505,6 +1546,11 @@ int main(int argc, char **argv) {
     bool locks = run.o.out && is_main() && !run.o.dry_run;
     process_agree(!locks || run_lock(run.o.out, false, &error), &error);
     settle(&run, weights, sizeof weights);
+    if (run.resumed && run.step >= run.o.steps) {
+        if (is_main()) printf("%s stands at step %lld; --steps %lld asks for no more\n", run.o.out, (long long)run.step, (long long)run.o.steps);
+        process_end();
+        return EXIT_DONE;
+    }
     plan_memory(&run);
     if (is_main()) print_plan(&run);
     memory_check(&run.model.plan, process.local_size);

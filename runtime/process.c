@@ -53,6 +53,8 @@ void process_catch_signals(void) {
     catch(SIGTERM, on_signal);
     catch(SIGINT, on_signal);
     catch(SIGUSR1, on_signal);
+    catch(SIGHUP, on_signal);
+    signal(SIGPIPE, SIG_IGN);          // who reads along may leave; training goes on
 }
 
 bool process_stop_requested(void) { return stop_requested; }

@@ -92,10 +92,20 @@ static int by_path(const void *a, const void *b) {
 }
 
 // Fills the list of shards, sorted, each once. A name with a space in it is tried as it is first.
+static bool matches(const char *pattern) {
+    glob_t found;
+    bool any = glob(pattern, 0, NULL, &found) == 0;
+    if (any) globfree(&found);
+    return any;
+}
+
+// A glob that has a space in it and matches as it stands is one; otherwise spaces and commas stand between several.
 static bool find_files(Shards *s, const char *globs, Error *error) {
     if (access(globs, F_OK) == 0) return add_path(s, globs, error);
+    bool one = matches(globs);
     char *list = strdup(globs), *rest = list;
     bool ok = list || error_set(error, EXIT_RESOURCE, "out of memory for the list of shards");
+    if (ok && one) ok = add_glob(s, globs, error), rest = list + strlen(list);
     for (char *word; ok && (word = strtok_r(rest, ", ", &rest));) ok = add_glob(s, word, error);
     free(list);
     if (!ok) return false;
@@ -355,6 +365,15 @@ Shards *shards_open(const char *globs, ShardsConfig config, Error *error) {
     if (open_all(s, globs, error)) return s;
     shards_close(s);
     return NULL;
+}
+
+bool shards_first_path(const char *globs, char *path, size_t size) {
+    Error ignored;
+    Shards *s = calloc(1, sizeof *s);
+    bool found = s && find_files(s, globs, &ignored) && strlen(s->shards[0].path[TOKENS]) < size;
+    if (found) strcpy(path, s->shards[0].path[TOKENS]);
+    shards_close(s);
+    return found;
 }
 
 void shards_close(Shards *s) {

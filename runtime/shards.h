@@ -33,6 +33,9 @@ typedef struct Shards Shards;
 Shards *shards_open(const char *globs, ShardsConfig config, Error *error);
 void shards_close(Shards *shards);
 
+// The path of the first shard that the globs match, nothing read; false where there is none.
+bool shards_first_path(const char *globs, char *path, size_t size);
+
 uint64_t shards_tokens(const Shards *shards);     // N
 uint64_t shards_windows(const Shards *shards);    // W
 size_t shards_count(const Shards *shards);        // files

@@ -28,7 +28,7 @@ void train_options_init(TrainOptions *o) {
 
         {"batch",       OPT_INT, &o->batch, 1, 65536, .arg = "B", .group = "Training", .help = "sequences at a time, for one process", .on_resume = true},
         {"seq-len",     OPT_INT_LIST, &o->seq_len, 1, 1 << 20, .arg = "T[,T...]", .group = "Training", .help = "tokens a sequence; several: each step takes one of them"},
-        {"total-batch-tokens", OPT_INT, &o->total_batch_tokens, 0, 1e12, .arg = "N", .group = "Training", .help = "tokens a step, reached by accumulation; 0: batch x T x processes", .on_resume = true},
+        {"total-batch-tokens", OPT_INT, &o->total_batch_tokens, 0, 1e12, .arg = "N", .group = "Training", .help = "tokens a step, reached by accumulation; 0: batch x T x processes"},
         {"steps",       OPT_INT, &o->steps, 0, 1e12, .arg = "N", .group = "Training", .help = "optimiser steps in all", .on_resume = true},
         {"lr",          OPT_FLOAT, &o->lr, 0, 100, .arg = "X", .group = "Training", .help = "learning rate after the warm-up", .on_resume = true},
         {"warmup",      OPT_INT, &o->warmup, 0, 1e12, .arg = "N", .group = "Training", .help = "steps in which the learning rate rises", .on_resume = true},
@@ -42,7 +42,7 @@ void train_options_init(TrainOptions *o) {
         {"out",         OPT_TEXT, &o->out, .arg = "DIR", .group = "Run", .help = "run folder: run.json, metrics.jsonl, samples.txt, ckpt/; none: nothing is kept", .on_resume = true},
         {"resume",      OPT_SWITCH, &o->resume, .group = "Run", .help = "continue from the newest checkpoint in --out, or start where there is none", .on_resume = true},
         {"val-every",   OPT_INT, &o->val_every, 0, 1e12, .arg = "N", .group = "Run", .help = "steps between validations; 0: none", .on_resume = true},
-        {"val-tokens",  OPT_INT, &o->val_tokens, 1, 1e12, .arg = "N", .group = "Run", .help = "tokens of --val-data that a validation reads, at most", .on_resume = true},
+        {"val-tokens",  OPT_INT, &o->val_tokens, 1, 1e12, .arg = "N", .group = "Run", .help = "tokens of --val-data that a validation reads, at most"},
         {"sample-every", OPT_INT, &o->sample_every, 0, 1e12, .arg = "N", .group = "Run", .help = "steps between samples; 0: none", .on_resume = true},
         {"ckpt-every",  OPT_INT, &o->ckpt_every, 0, 1e12, .arg = "N", .group = "Run", .help = "steps between checkpoints; 0: one at the end", .on_resume = true},
         {"keep",        OPT_INT, &o->keep, 0, 1e6, .arg = "N", .group = "Run", .help = "checkpoints that stay; 0: all", .on_resume = true},

@@ -90,12 +90,10 @@ def checkpoint(out, step):
 
 
 def assert_same_run(a, b, step):
-    """The same bits in the tensors of a step, and in all metrics; a run that stopped on the way validated there, too."""
+    """The same bits in the tensors of a step, and in all metrics."""
     for name in ("model.safetensors", "optimizer.safetensors"):
         assert (checkpoint(a, step) / name).read_bytes() == (checkpoint(b, step) / name).read_bytes(), name
-    assert metrics(a, EXACT[:-1]) == metrics(b, EXACT[:-1])
-    for (x,), (y,) in zip(metrics(a, ["val_loss"]), metrics(b, ["val_loss"])):
-        assert None in (x, y) or x == y
+    assert metrics(a) == metrics(b)
 
 
 def read_header(path):
