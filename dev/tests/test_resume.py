@@ -4,6 +4,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from trainer import (MODEL, VOCAB, assert_same_run, checkpoint, command, environment, faults_program, losses, make_data, metrics, read_header, steps,
+from trainer import (MODEL, TRAIN, VOCAB, assert_same_run, checkpoint, command, environment, faults_program, losses, make_data, metrics, read_header, steps,
                      tokens, train, write_shard)
 
 
@@ -305,3 +306,48 @@ def test_init_from(data, tmp_path):
     train(data, *flags, "--attn", "ssmax", "--out", other, model=False)
     assert normalizer(other, 4) == "ssmax"
     assert "--model" in train(data, *flags, "--model", MODEL.replace("ffn=24", "ffn=32"), code=2)
+
+
+def test_a_run_without_a_checkpoint_starts_over_by_its_own_arguments(data, tmp_path):
+    """Killed before its first checkpoint: run.json holds, and a refused contradiction changes nothing."""
+    out, whole = tmp_path / "killed", tmp_path / "whole"
+    flags = ["--seed", 5, *validation(data), "--steps", 6]
+    train(data, *flags, "--out", whole)
+    train(data, *flags, "--out", out)
+    shutil.rmtree(out / "ckpt")
+    before = metrics(out)
+    assert "--seed" in train(data, "--out", out, "--resume", "--seed", 6, code=2)
+    assert metrics(out) == before
+    text = subprocess.run([TRAIN, "--out", out, "--resume"], capture_output=True, text=True, env=environment(), cwd="/", check=True).stdout
+    assert "starts over" in text
+    assert_same_run(out, whole, 6)
+
+
+@pytest.mark.parametrize("where", ["accumulation", "validation"])
+def test_a_stop_is_heeded_within_a_step(tmp_path, where):
+    """A step, or a validation, that would take minutes is left at once, and what was done before it is saved."""
+    out = tmp_path / "out"
+    windows = {"train": 1_000_001 if where == "accumulation" else 100, "val": 2_000_000}
+    for split, count in windows.items():
+        write_shard(tmp_path / f"d_{split}_000000.bin", np.zeros(8 * count + 1, "<u2"))
+    if where == "accumulation":
+        flags = ["--batch", 1, "--total-batch-tokens", 8_000_000]
+    else:
+        flags = ["--val-data", tmp_path / "d_val_000000.bin", "--val-every", 1, "--val-tokens", 10 ** 9]
+    process = subprocess.Popen(command(tmp_path, *flags, "--steps", 3, "--out", out), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                               text=True, env=environment(), cwd="/")
+    while "starts at step" not in (line := process.stdout.readline()):
+        assert line, "the run ended before it began"
+    time.sleep(1)
+    process.send_signal(signal.SIGTERM)
+    asked = time.time()
+    text = process.communicate(timeout=60)[0]
+    assert process.returncode == 75 and time.time() - asked < 10, text
+    assert steps(out) == [0 if where == "accumulation" else 1]
+
+
+def test_a_glob_with_a_space(tmp_path):
+    folder = tmp_path / "my data"
+    folder.mkdir()
+    make_data(folder)
+    train(folder, "--steps", 1)
