@@ -40,7 +40,7 @@ int32_t sample_token(float *logits, size_t V, double temperature, size_t top_k, 
     size_t best = 0;
     for (size_t v = 1; v < V; v++)
         if (logits[v] > logits[best]) best = v;
-    if (temperature <= 0) return (int32_t)best;
+    if (temperature < 1e-6) return (int32_t)best;
     float largest = logits[best], inverse = (float)(1 / temperature);
     double sum = 0;
     for (size_t v = 0; v < V; v++) {

@@ -83,7 +83,7 @@ def test_temperature_0_is_the_likeliest(runs):
     ids = ids_of(text[0])
     rows = logits(runs / "ids/ckpt/step-00000060", ids)
     assert ids[2:] == rows.argmax(-1)[1:-1].tolist()
-    for flags in (["--top-k", 1], ["--top-p", 1e-9]):
+    for flags in (["--top-k", 1], ["--top-p", 1e-9], ["--temperature", 1e-39]):
         assert sample(runs / "ids", "--prompt", "5,7", "--max-new-tokens", 20, *flags)[0] == text
 
 
