@@ -328,7 +328,11 @@ static bool read_rope(const cJSON *json, const char *path, ModelConfig *config, 
         const cJSON *type = cJSON_GetObjectItemCaseSensitive(rope, "rope_type");
         if (cJSON_IsString(type) && strcmp(type->valuestring, "default") != 0)
             return error_set(error, EXIT_INPUT, "%s: rope_type is \"%s\"; only \"default\" is read.", path, type->valuestring);
-        if (!theta) theta = cJSON_GetObjectItemCaseSensitive(rope, "rope_theta");
+        const cJSON *inner = cJSON_GetObjectItemCaseSensitive(rope, "rope_theta");
+        if (cJSON_IsNumber(theta) && cJSON_IsNumber(inner) && theta->valuedouble != inner->valuedouble)
+            return error_set(error, EXIT_INPUT, "%s: rope_theta is %.15g, but %s.rope_theta is %.15g. Remove the wrong one.", path,
+                             theta->valuedouble, rope->string, inner->valuedouble);
+        if (!cJSON_IsNumber(theta)) theta = inner;
     }
     config->rope_theta = cJSON_IsNumber(theta) ? theta->valuedouble : 10000;
     if (!(config->rope_theta > 1 && config->rope_theta < 1e12))

@@ -303,6 +303,7 @@ def test_malformed_config(data, model, text):
     ("rms_norm_eps", 1e-6, ["rms_norm_eps", "1e-5"]),
     ("hidden_act", "gelu", ["hidden_act", "gelu", "silu"]),
     ("rope_parameters", {"rope_type": "yarn"}, ["yarn", "default"]),
+    ("rope_theta", 500000, ["rope_theta is 500000", "rope_parameters.rope_theta is 10000"]),
     ("attention_bias", True, ["biases"]),
     ("attention_normalizer", {"name": "ssmx"}, ["ssmx", "ssmax"]),
     ("attention_normalizer", 5, ["attention_normalizer", "name"]),
