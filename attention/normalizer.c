@@ -5,6 +5,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "runtime/options.h"
+
 typedef struct {
     const char *name;
     Normalizer normalizer;
@@ -57,40 +59,14 @@ static bool read_number(const char *text, double *out) {
 // ---------------------------------------------------------------------------------------------------------------------------
 // The nearest name, for a message about one that there is not.
 
-static size_t edit_distance(const char *a, const char *b) {
-    size_t n = strlen(b), row[64];
-    if (n >= COUNT(row)) return n;
-    for (size_t j = 0; j <= n; j++) row[j] = j;
-    for (size_t i = 1; a[i - 1]; i++) {
-        size_t diagonal = row[0];
-        row[0] = i;
-        for (size_t j = 1; j <= n; j++) {
-            size_t above = row[j], best = diagonal + (a[i - 1] != b[j - 1]);
-            if (above + 1 < best) best = above + 1;
-            if (row[j - 1] + 1 < best) best = row[j - 1] + 1;
-            diagonal = above;
-            row[j] = best;
-        }
-    }
-    return row[n];
-}
-
 static const char *nearest_preset(const char *name) {
     const char *best = PRESETS[0].name;
     size_t least = (size_t)-1;
     for (size_t i = 0; i < COUNT(PRESETS); i++) {
-        size_t distance = edit_distance(name, PRESETS[i].name);
+        size_t distance = edit_distance(name, strlen(name), PRESETS[i].name, strlen(PRESETS[i].name));
         if (distance < least) least = distance, best = PRESETS[i].name;
     }
     return best;
-}
-
-const char *normalizer_names(void) {
-    static char names[2048];
-    if (!names[0])
-        for (size_t i = 0, at = 0; i < COUNT(PRESETS); i++)
-            at += (size_t)snprintf(names + at, sizeof names - at, "%s%s", i ? ", " : "", PRESETS[i].name);
-    return names;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------

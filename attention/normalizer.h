@@ -133,7 +133,4 @@ bool normalizer_equal(const Normalizer *a, const Normalizer *b);
 // Prints the table, for --attn help.
 void normalizer_print_table(void);
 
-// "softmax, ssmax, ..." for messages
-const char *normalizer_names(void);
-
 #endif

@@ -173,8 +173,7 @@ static _Noreturn void usage_fail(const char *format, ...) {
     fail_with(&error);
 }
 
-// Levenshtein's distance; words of 63 letters at most, longer ones are far from everything.
-static size_t edit_distance(const char *a, size_t na, const char *b, size_t nb) {
+size_t edit_distance(const char *a, size_t na, const char *b, size_t nb) {
     size_t row[64];
     if (na > 63 || nb > 63) return 64;
     for (size_t j = 0; j <= nb; j++) row[j] = j;

@@ -61,4 +61,8 @@ char *options_json(const Option *table, size_t count);
 // the given one; then nothing is changed. Rows that the run does not know keep what they have.
 bool options_resume(Option *table, size_t count, const char *json, Error *error);
 
+// Levenshtein's distance of a (na letters) and b (nb), upper case as lower; 64 where one of them has more than 63 letters.
+// For the nearest name in a message.
+size_t edit_distance(const char *a, size_t na, const char *b, size_t nb);
+
 #endif

@@ -14,6 +14,7 @@
 
 #include "file.h"
 #include "json.h"
+#include "vecmath.h"
 
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "safetensors are little-endian, and so are this project's machines");
 
@@ -116,22 +117,12 @@ static char *make_header(const TensorRow *rows, size_t count, const char *const 
     return text;
 }
 
-// out[i] = inp[i] as bf16, rounded to nearest, ties to even; a NaN stays one
-static void bf16_from_float(uint16_t *out, const float *inp, size_t count) {
-    for (size_t i = 0; i < count; i++) {
-        uint32_t bits;
-        memcpy(&bits, &inp[i], 4);
-        uint32_t rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
-        out[i] = (uint16_t)((bits & 0x7FFFFFFF) > 0x7F800000 ? (bits >> 16) | 0x40 : rounded);
-    }
-}
-
 static bool write_row(File *file, const TensorRow *row, uint16_t *buffer, Error *error) {
     size_t elements = row_elements(row);
     if (row->dtype == DTYPE_F32) return file_write(file, row->data, elements * 4, error);
     for (size_t at = 0; at < elements; at += PIECE) {
         size_t n = elements - at < PIECE ? elements - at : PIECE;
-        bf16_from_float(buffer, row->data + at, n);
+        for (size_t i = 0; i < n; i++) buffer[i] = bf16_from_float(row->data[at + i]);
         if (!file_write(file, buffer, n * 2, error)) return false;
     }
     return true;

@@ -1,5 +1,5 @@
 // A hostile config.json: it is refused by name, or what was read is a model that writes the same config.json again.
-// Sources: runtime/error.c runtime/file.c runtime/json.c attention/normalizer.c model.c
+// Sources: runtime/error.c runtime/file.c runtime/json.c runtime/options.c runtime/process.c attention/normalizer.c model.c
 #include <stdlib.h>
 #include <string.h>
 
