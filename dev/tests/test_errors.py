@@ -424,8 +424,13 @@ def test_resume_contradicts(data, run, flags):
 
 def test_resume_may_change(data, run):
     resume(data, run, "--batch", 2, "--steps", 7, "--lr", 0.02, "--warmup", 0, "--schedule", "linear", "--min-lr-frac", 0.2, "--keep", 3,
-           "--ckpt-every", 3, "--val-every", 0, "--sample-every", 0, "--keep-best", "--total-batch-tokens", 64)
+           "--ckpt-every", 3, "--val-every", 0, "--sample-every", 0, "--keep-best")
     assert steps(run) == [4, 6, 7] and [step for step, in metrics(run, ["step"])] == list(range(1, 8))
+
+
+@pytest.mark.parametrize("flag, value", [("--total-batch-tokens", 64), ("--val-tokens", 8)])
+def test_resume_may_not_change_what_a_step_reads(data, run, flag, value):
+    says(resume(data, run, flag, value, code=USAGE), flag)
 
 
 def test_resume_with_other_data(data, run, tmp_path):
