@@ -65,6 +65,21 @@ variant blas ONEDNN=0 MPI=0
 variant plain ONEDNN=0 BLAS=0 MPI=0
 variant san SAN=1
 
+echo "== the quick C tests in build/san (SAN=1)"
+sanitized() {
+    local status=0 name programs=()
+    for name in checkpoint metrics options random safetensors schedule shards; do programs+=("build/san/tests/test_$name"); done
+    make -j"$(nproc)" WERROR=1 SAN=1 "${programs[@]}" || return
+    for name in "${programs[@]}"; do
+        echo "== $name"
+        ASAN_OPTIONS=fast_unwind_on_malloc=0 LSAN_OPTIONS="suppressions=$PWD/dev/faults/lsan.supp:print_suppressions=0" "$name" || status=1
+    done
+    return $status
+}
+sanitized </dev/null >"$logs/c" 2>&1
+count_c $? "$logs/c"
+grep -E "^== |FAILED|rror|passed, " "$logs/c"
+
 echo "== dev/fuzz/run.sh 30"
 if command -v clang >/dev/null; then
     dev/fuzz/run.sh 30 </dev/null && add 1 0 || add 0 1
