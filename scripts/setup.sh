@@ -23,6 +23,12 @@ stop() { echo "setup: $*" >&2; exit 1; }
 
 header() { echo "#include <$1>" | gcc -fsyntax-only -x c - 2>/dev/null; }
 
+# clang comes without its sanitizers' libraries where recommended packages are left out.
+has_fuzzer() {
+    echo 'int LLVMFuzzerTestOneInput(const char *data, unsigned long size) { return data && size > 9; }' |
+        clang -fsanitize=fuzzer,address -x c -o /dev/null - 2>/dev/null
+}
+
 # One row a need: Debian's packages | how to see that they are there | what their absence turns off; nothing there: required
 needs() {
     cat <<'TABLE'
@@ -39,7 +45,7 @@ git                       | command -v git          | the version in run.json
 TABLE
     if [ $tests = 1 ]; then
         cat <<'TABLE'
-clang                     | command -v clang        | the fuzzer's tests
+clang libclang-rt-dev     | has_fuzzer              | the fuzzer's tests
 TABLE
     fi
 }

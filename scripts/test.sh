@@ -81,10 +81,10 @@ count_c $? "$logs/c"
 grep -E "^== |FAILED|rror|passed, " "$logs/c"
 
 echo "== dev/fuzz/run.sh 30"
-if command -v clang >/dev/null; then
+if command -v clang >/dev/null && ls "$(clang -print-resource-dir)"/lib/linux/libclang_rt.fuzzer-* >/dev/null 2>&1; then
     dev/fuzz/run.sh 30 </dev/null && add 1 0 || add 0 1
 else
-    echo "clang is not here: nothing was fuzzed (scripts/setup.sh --test installs it where it may)"
+    echo "clang or its libFuzzer is not here: nothing was fuzzed (scripts/setup.sh --test installs it where it may)"
 fi
 
 echo "== pytest dev/tests"
