@@ -6,6 +6,7 @@ OPT     ?= -O3
 WERROR  ?= 0
 SAN     ?= 0
 FAULTS  ?= 0
+ATTN    ?=
 
 # ---- what is there: 1 or 0, and each can be turned off by hand (make ONEDNN=0)
 hash   := \#
@@ -32,6 +33,12 @@ endif
 ifeq ($(FAULTS),1)
   CFLAGS += -DFAULTS
 endif
+ifneq ($(ATTN),)
+  ifeq ($(shell grep -E '^ +X.$(ATTN),' attention/normalizer.h),)
+    $(error ATTN=$(ATTN): no such preset; `./train_gpt2 --attn help` lists them)
+  endif
+  CFLAGS += '-DATTN_ONLY="$(ATTN)"'
+endif
 ifeq ($(ONEDNN),1)
   CFLAGS += -DUSE_ONEDNN
   LDLIBS += -ldnnl
@@ -48,7 +55,7 @@ endif
 BUILT_FOR := $(shell $(CC) -march=$(MARCH) -dM -E -x c /dev/null | sed -nE \
   's/^.define __(AVX|AVX2|FMA|BMI2|AVX512F|AVX512BW|AVX512DQ|AVX512VL|AVX512VNNI|AVX512BF16)__ 1/\1/p' | tr A-Z a-z | sed 's/.*/X("&")/' | sort)
 
-BUILD   ?= build$(if $(filter 1,$(SAN)),/san)$(if $(filter 1,$(FAULTS)),/faults)
+BUILD   ?= build$(if $(filter 1,$(SAN)),/san)$(if $(filter 1,$(FAULTS)),/faults)$(if $(ATTN),/$(ATTN))
 BIN     ?= $(if $(filter build,$(BUILD)),.,$(BUILD))
 PROGRAMS = train_gpt2 sample_gpt2
 LIBRARY  = $(patsubst %.c,$(BUILD)/%.o,$(wildcard model.c runtime/*.c attention/*.c))
@@ -96,6 +103,7 @@ help:
 	@echo 'make [all]      train_gpt2 and sample_gpt2'
 	@echo 'make test       the C tests: test_gpt2 and $(words $(TESTS)) of runtime/; no Python'
 	@echo 'make SAN=1      with AddressSanitizer and UBSan, in build/san'
+	@echo 'make ATTN=ssmax    programs that know only that attention normaliser, in build/ssmax'
 	@echo 'make MARCH=x86-64-v3    for other machines than this one (now: $(MARCH))'
 	@echo 'make ONEDNN=0 BLAS=0 MPI=0    without what was found'
 	@echo

@@ -25,12 +25,13 @@ static const struct {
     const char *name;
     size_t offset;
     int min, max;
+    bool in_llama, in_gau;     // must it be given for a model of that block?
 } KEYS[] = {
-    {"layers",   offsetof(ModelConfig, layers),   1, 1024},
-    {"heads",    offsetof(ModelConfig, heads),    1, 1024},
-    {"channels", offsetof(ModelConfig, channels), 2, 65536},
-    {"ffn",      offsetof(ModelConfig, ffn),      1, 262144},
-    {"vocab",    offsetof(ModelConfig, vocab),    2, MAX_VOCAB},
+    {"layers",   offsetof(ModelConfig, layers),   1, 1024,      true,  true},
+    {"heads",    offsetof(ModelConfig, heads),    1, 1024,      true,  false},
+    {"channels", offsetof(ModelConfig, channels), 2, 65536,     true,  true},
+    {"ffn",      offsetof(ModelConfig, ffn),      1, 262144,    true,  false},
+    {"vocab",    offsetof(ModelConfig, vocab),    2, MAX_VOCAB, false, false},
 };
 
 #define COUNT(a) (sizeof(a) / sizeof((a)[0]))
@@ -51,6 +52,12 @@ static bool parse_key(ModelConfig *config, bool *given, char *word, Error *error
         config->tied = value;
         return true;
     }
+    if (!strcmp(word, "block")) {
+        if (!equals || (strcmp(equals, "llama") != 0 && strcmp(equals, "gau") != 0))
+            return error_set(error, EXIT_USAGE, "--model: block is llama or gau, not '%s'.", equals ? equals : "");
+        config->block = !strcmp(equals, "gau") ? BLOCK_GAU : BLOCK_LLAMA;
+        return true;
+    }
     for (size_t i = 0; i < COUNT(KEYS); i++) {
         if (strcmp(word, KEYS[i].name) != 0) continue;
         if (!whole || value < KEYS[i].min || value > KEYS[i].max)
@@ -61,10 +68,44 @@ static bool parse_key(ModelConfig *config, bool *given, char *word, Error *error
         return true;
     }
     return error_set(error, EXIT_USAGE, "--model: no model or key '%s'. Models: 15M, 124M, 162M. Keys: layers=, heads=, channels=, ffn=, "
-                     "vocab=, tied=0|1.", word);
+                     "vocab=, tied=0|1, block=llama|gau.", word);
+}
+
+// Two units of one head stand for a layer.
+static bool make_gau(ModelConfig *config, const bool *given, Error *error) {
+    for (size_t i = 0; i < COUNT(KEYS); i++)
+        if (given[i] && (!strcmp(KEYS[i].name, "heads") || !strcmp(KEYS[i].name, "ffn")))
+            return error_set(error, EXIT_USAGE, "--model: %s= has no place beside block=gau, whose units have one head and values of width "
+                             "2 x channels.", KEYS[i].name);
+    config->layers *= 2;
+    config->heads = 1;
+    config->ffn = 2 * config->channels;
+    return true;
+}
+
+size_t head_size(const ModelConfig *config) {
+    return config->block == BLOCK_GAU ? GAU_HEAD : (size_t)(config->channels / config->heads);
+}
+
+size_t value_size(const ModelConfig *config) {
+    return config->block == BLOCK_GAU ? (size_t)config->ffn : (size_t)(config->channels / config->heads);
+}
+
+bool model_same_shape(const ModelConfig *a, const ModelConfig *b) {
+    return a->block == b->block && a->layers == b->layers && a->heads == b->heads && a->channels == b->channels && a->ffn == b->ffn &&
+           a->vocab == b->vocab && a->tied == b->tied;
+}
+
+const char *model_text(const ModelConfig *c, char *out, size_t size) {
+    if (c->block == BLOCK_GAU)
+        snprintf(out, size, "layers=%d,block=gau,channels=%d,tied=%d,vocab=%d", c->layers / 2, c->channels, c->tied, c->vocab);
+    else
+        snprintf(out, size, "layers=%d,heads=%d,channels=%d,ffn=%d,tied=%d,vocab=%d", c->layers, c->heads, c->channels, c->ffn, c->tied, c->vocab);
+    return out;
 }
 
 static bool check_shape(const ModelConfig *config, const char *where, ExitCode code, Error *error) {
+    if (config->block == BLOCK_GAU) return true;
     if (config->channels % config->heads)
         return error_set(error, code, "%s: %d channels do not divide among %d heads.", where, config->channels, config->heads);
     if (config->channels / config->heads % 2)
@@ -78,6 +119,7 @@ bool model_parse(ModelConfig *config, const char *text, Error *error) {
     bool given[COUNT(KEYS)] = {false}, preset = false;
     if (strlen(text) >= sizeof words) return error_set(error, EXIT_USAGE, "--model: longer than %zu characters.", sizeof words - 1);
     strcpy(words, text);
+    config->block = BLOCK_LLAMA;
     config->vocab = 50257;
     config->tied = true;
     config->rope_theta = 10000;
@@ -92,8 +134,11 @@ bool model_parse(ModelConfig *config, const char *text, Error *error) {
         }
         if (!found && !parse_key(config, given, word, error)) return false;
     }
-    for (size_t i = 0; i < COUNT(KEYS) - 1 && !preset; i++)
-        if (!given[i]) return error_set(error, EXIT_USAGE, "--model %s: %s= is missing.", text, KEYS[i].name);
+    for (size_t i = 0; i < COUNT(KEYS) && !preset; i++) {
+        bool needed = config->block == BLOCK_GAU ? KEYS[i].in_gau : KEYS[i].in_llama;
+        if (!given[i] && needed) return error_set(error, EXIT_USAGE, "--model %s: %s= is missing.", text, KEYS[i].name);
+    }
+    if (config->block == BLOCK_GAU && !make_gau(config, given, error)) return false;
     config->end_of_text = default_end_of_text(config->vocab);
     return check_shape(config, "--model", EXIT_USAGE, error);
 }
@@ -101,8 +146,8 @@ bool model_parse(ModelConfig *config, const char *text, Error *error) {
 // ---------------------------------------------------------------------------------------------------------------------------
 // Tensors
 
-typedef enum { NONE, CHANNELS, FFN, VOCAB, HEADS } Dimension;
-typedef enum { START_ONE, START_NORMAL, START_RESIDUAL, START_S } Start;
+typedef enum { NONE, CHANNELS, FFN, VOCAB, HEADS, QK_WIDTH, LENGTH } Dimension;
+typedef enum { START_ZERO, START_ONE, START_NORMAL, START_RESIDUAL, START_SCALAR } Start;
 
 // One row a tensor. `joined`: follows the one before without a gap, so that one product serves both.
 typedef struct {
@@ -110,6 +155,7 @@ typedef struct {
     Dimension rows, cols;
     Start start;
     bool joined;
+    Scalar scalar;
     size_t field;              // where its offset goes
 } Row;
 
@@ -117,23 +163,38 @@ typedef struct {
 #define IN_LIST(field) offsetof(TensorList, field)
 
 static const Row FIRST_ROWS[] = {
-    {"model.embed_tokens.weight",             VOCAB,    CHANNELS, START_NORMAL,   false, IN_LIST(embedding)},
+    {"model.embed_tokens.weight",       VOCAB,    CHANNELS, START_NORMAL,   false, SCALAR_NONE, IN_LIST(embedding)},
+    {"model.attn_pn",                   LENGTH,   NONE,     START_SCALAR,   false, SCALAR_P,    IN_LIST(p)},
 };
-static const Row LAYER_ROWS[] = {                                    // after "model.layers.N."
-    {"input_layernorm.weight",                CHANNELS, NONE,     START_ONE,      false, IN_LAYER(norm1)},
-    {"self_attn.q_proj.weight",               CHANNELS, CHANNELS, START_NORMAL,   false, IN_LAYER(q)},
-    {"self_attn.k_proj.weight",               CHANNELS, CHANNELS, START_NORMAL,   true,  IN_LAYER(k)},
-    {"self_attn.v_proj.weight",               CHANNELS, CHANNELS, START_NORMAL,   true,  IN_LAYER(v)},
-    {"self_attn.attn_scale",                  HEADS,    NONE,     START_S,        false, IN_LAYER(s)},
-    {"self_attn.o_proj.weight",               CHANNELS, CHANNELS, START_RESIDUAL, false, IN_LAYER(o)},
-    {"post_attention_layernorm.weight",       CHANNELS, NONE,     START_ONE,      false, IN_LAYER(norm2)},
-    {"mlp.gate_proj.weight",                  FFN,      CHANNELS, START_NORMAL,   false, IN_LAYER(gate)},
-    {"mlp.up_proj.weight",                    FFN,      CHANNELS, START_NORMAL,   true,  IN_LAYER(up)},
-    {"mlp.down_proj.weight",                  CHANNELS, FFN,      START_RESIDUAL, false, IN_LAYER(down)},
+static const Row LLAMA_ROWS[] = {                                    // after "model.layers.N."
+    {"input_layernorm.weight",          CHANNELS, NONE,     START_ONE,      false, SCALAR_NONE, IN_LAYER(norm1)},
+    {"self_attn.q_proj.weight",         CHANNELS, CHANNELS, START_NORMAL,   false, SCALAR_NONE, IN_LAYER(q)},
+    {"self_attn.k_proj.weight",         CHANNELS, CHANNELS, START_NORMAL,   true,  SCALAR_NONE, IN_LAYER(k)},
+    {"self_attn.v_proj.weight",         CHANNELS, CHANNELS, START_NORMAL,   true,  SCALAR_NONE, IN_LAYER(v)},
+    {"self_attn.attn_scale",            HEADS,    NONE,     START_SCALAR,   false, SCALAR_S,    IN_LAYER(s)},
+    {"self_attn.attn_bias",             HEADS,    NONE,     START_SCALAR,   false, SCALAR_B,    IN_LAYER(b)},
+    {"self_attn.o_proj.weight",         CHANNELS, CHANNELS, START_RESIDUAL, false, SCALAR_NONE, IN_LAYER(o)},
+    {"post_attention_layernorm.weight", CHANNELS, NONE,     START_ONE,      false, SCALAR_NONE, IN_LAYER(norm2)},
+    {"mlp.gate_proj.weight",            FFN,      CHANNELS, START_NORMAL,   false, SCALAR_NONE, IN_LAYER(gate)},
+    {"mlp.up_proj.weight",              FFN,      CHANNELS, START_NORMAL,   true,  SCALAR_NONE, IN_LAYER(up)},
+    {"mlp.down_proj.weight",            CHANNELS, FFN,      START_RESIDUAL, false, SCALAR_NONE, IN_LAYER(down)},
+};
+static const Row GAU_ROWS[] = {
+    {"input_layernorm.weight",          CHANNELS, NONE,     START_ONE,      false, SCALAR_NONE, IN_LAYER(norm1)},
+    {"gau.u_proj.weight",               FFN,      CHANNELS, START_NORMAL,   false, SCALAR_NONE, IN_LAYER(u)},
+    {"gau.v_proj.weight",               FFN,      CHANNELS, START_NORMAL,   true,  SCALAR_NONE, IN_LAYER(gau_v)},
+    {"gau.z_proj.weight",               QK_WIDTH, CHANNELS, START_NORMAL,   true,  SCALAR_NONE, IN_LAYER(z)},
+    {"gau.q_gain",                      QK_WIDTH, NONE,     START_ONE,      false, SCALAR_NONE, IN_LAYER(q_gain)},
+    {"gau.q_offset",                    QK_WIDTH, NONE,     START_ZERO,     false, SCALAR_NONE, IN_LAYER(q_offset)},
+    {"gau.k_gain",                      QK_WIDTH, NONE,     START_ONE,      false, SCALAR_NONE, IN_LAYER(k_gain)},
+    {"gau.k_offset",                    QK_WIDTH, NONE,     START_ZERO,     false, SCALAR_NONE, IN_LAYER(k_offset)},
+    {"gau.attn_scale",                  HEADS,    NONE,     START_SCALAR,   false, SCALAR_S,    IN_LAYER(s)},
+    {"gau.attn_bias",                   HEADS,    NONE,     START_SCALAR,   false, SCALAR_B,    IN_LAYER(b)},
+    {"gau.o_proj.weight",               CHANNELS, FFN,      START_RESIDUAL, false, SCALAR_NONE, IN_LAYER(o)},
 };
 static const Row LAST_ROWS[] = {
-    {"model.norm.weight",                     CHANNELS, NONE,     START_ONE,      false, IN_LIST(norm)},
-    {"lm_head.weight",                        VOCAB,    CHANNELS, START_NORMAL,   false, IN_LIST(head)},
+    {"model.norm.weight",               CHANNELS, NONE,     START_ONE,      false, SCALAR_NONE, IN_LIST(norm)},
+    {"lm_head.weight",                  VOCAB,    CHANNELS, START_NORMAL,   false, SCALAR_NONE, IN_LIST(head)},
 };
 
 static size_t dimension(const ModelConfig *config, Dimension d) {
@@ -142,6 +203,8 @@ static size_t dimension(const ModelConfig *config, Dimension d) {
     case FFN:      return (size_t)config->ffn;
     case VOCAB:    return (size_t)config->vocab;
     case HEADS:    return (size_t)config->heads;
+    case QK_WIDTH: return GAU_HEAD;
+    case LENGTH:   return (size_t)config->seq_len;
     case NONE:     break;
     }
     return 1;
@@ -151,33 +214,47 @@ size_t padded_vocab(const ModelConfig *config) {
     return ((size_t)config->vocab + 127) / 128 * 128;
 }
 
+// Where a tensor's numbers start: their mean and their deviation. Each layer writes to the residual stream twice, a gated unit once.
+static void set_start(Tensor *t, const ModelConfig *config, Start start) {
+    int writes = config->block == BLOCK_GAU ? config->layers : 2 * config->layers;
+    t->mean = start == START_ONE ? 1.0f : start == START_SCALAR ? (float)normalizer_start(&config->attn, t->scalar, config->seq_len) : 0.0f;
+    t->std = start == START_NORMAL ? 0.02f : start == START_RESIDUAL ? 0.02f / sqrtf((float)writes) : 0.0f;
+}
+
 static void add(TensorList *list, const ModelConfig *config, const Row *row, const char *prefix, void *offsets) {
     Tensor *t = &list->tensors[list->count++];
-    *t = (Tensor){.ndim = row->cols == NONE ? 1 : 2, .shape = {dimension(config, row->rows), dimension(config, row->cols)}};
+    *t = (Tensor){.ndim = row->cols == NONE ? 1 : 2, .shape = {dimension(config, row->rows), dimension(config, row->cols)},
+                  .scalar = row->scalar};
     snprintf(t->name, sizeof t->name, "%s%s", prefix, row->name);
     t->elements = t->shape[0] * t->shape[1];
     t->decay = t->ndim == 2;
-    t->is_s = row->start == START_S;
-    t->mean = row->start == START_ONE ? 1.0f : t->is_s ? (float)normalizer_s_start(&config->attn, config->seq_len) : 0.0f;
-    t->std = row->start == START_NORMAL ? 0.02f : row->start == START_RESIDUAL ? 0.02f / sqrtf(2.0f * (float)config->layers) : 0.0f;
+    set_start(t, config, row->start);
     if (!row->joined) list->floats = (list->floats + 15) / 16 * 16;      // 64 bytes
     t->offset = list->floats;
     *(size_t *)((char *)offsets + row->field) = t->offset;
     list->floats += (row->rows == VOCAB ? padded_vocab(config) : t->shape[0]) * t->shape[1];
 }
 
-TensorList tensors_of(const ModelConfig *config, bool room_for_s) {
-    size_t layers = (size_t)config->layers;
+// Does any of the normalisers have the row's scalars (or is the row none)?
+static bool row_exists(const Row *row, const ModelConfig *config, const Normalizer *const *others, size_t count) {
+    bool there = !row->scalar || normalizer_has(&config->attn, row->scalar);
+    for (size_t i = 0; i < count && !there; i++) there = normalizer_has(others[i], row->scalar);
+    return there;
+}
+
+TensorList tensors_of(const ModelConfig *config, const Normalizer *const *others, size_t count) {
+    size_t layers = (size_t)config->layers, rows = config->block == BLOCK_GAU ? COUNT(GAU_ROWS) : COUNT(LLAMA_ROWS);
+    const Row *layer_rows = config->block == BLOCK_GAU ? GAU_ROWS : LLAMA_ROWS;
     TensorList list = {.layers = calloc(layers, sizeof *list.layers)};
-    list.tensors = calloc(COUNT(FIRST_ROWS) + layers * COUNT(LAYER_ROWS) + COUNT(LAST_ROWS), sizeof *list.tensors);
+    list.tensors = calloc(COUNT(FIRST_ROWS) + layers * rows + COUNT(LAST_ROWS), sizeof *list.tensors);
     if (!list.layers || !list.tensors) fail(EXIT_RESOURCE, "out of memory for the list of tensors.");
-    room_for_s = room_for_s || normalizer_has_s(&config->attn);
-    for (size_t i = 0; i < COUNT(FIRST_ROWS); i++) add(&list, config, &FIRST_ROWS[i], "", &list);
+    for (size_t i = 0; i < COUNT(FIRST_ROWS); i++)
+        if (row_exists(&FIRST_ROWS[i], config, others, count)) add(&list, config, &FIRST_ROWS[i], "", &list);
     for (size_t l = 0; l < layers; l++) {
         char prefix[64];
         snprintf(prefix, sizeof prefix, "model.layers.%zu.", l);
-        for (size_t i = 0; i < COUNT(LAYER_ROWS); i++)
-            if (LAYER_ROWS[i].start != START_S || room_for_s) add(&list, config, &LAYER_ROWS[i], prefix, &list.layers[l]);
+        for (size_t i = 0; i < rows; i++)
+            if (row_exists(&layer_rows[i], config, others, count)) add(&list, config, &layer_rows[i], prefix, &list.layers[l]);
     }
     for (size_t i = 0; i < COUNT(LAST_ROWS); i++)
         if (LAST_ROWS[i].field != IN_LIST(head) || !config->tied) add(&list, config, &LAST_ROWS[i], "", &list);
@@ -192,15 +269,15 @@ void tensors_free(TensorList *list) {
 }
 
 bool tensor_exists(const Tensor *tensor, const Normalizer *attn) {
-    return !tensor->is_s || normalizer_has_s(attn);
+    return !tensor->scalar || normalizer_has(attn, tensor->scalar);
 }
 
 bool tensor_trained(const Tensor *tensor, const Normalizer *attn) {
-    return !tensor->is_s || (normalizer_has_s(attn) && !attn->fixed);
+    return !tensor->scalar || normalizer_trains(attn, tensor->scalar);
 }
 
 uint64_t model_parameters(const ModelConfig *config) {
-    TensorList list = tensors_of(config, false);
+    TensorList list = tensors_of(config, NULL, 0);
     uint64_t sum = 0;
     for (size_t i = 0; i < list.count; i++) sum += list.tensors[i].elements;
     tensors_free(&list);
@@ -213,23 +290,17 @@ uint64_t model_product_parameters(const ModelConfig *config) {
 }
 
 double model_flops_per_token(const ModelConfig *config, size_t T) {
-    return 6.0 * (double)model_product_parameters(config) + 12.0 * config->layers * config->channels * (double)T;
+    double width = (double)config->heads * (double)(head_size(config) + value_size(config));
+    return 6.0 * (double)model_product_parameters(config) + 6.0 * config->layers * width * (double)T;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------
 // config.json
 
-static const char *const STAGES[] = {"qk", "scale", "offset", "phi", "norm", "post"};
-
-static Stage stage_value(const Normalizer *n, size_t i) {
-    const Stage values[] = {n->qk, n->scale, n->offset, n->phi, n->norm, n->post};
-    return values[i];
-}
-
 bool model_is_plain_llama(const ModelConfig *config) {
     Normalizer softmax;
     char message[256];
-    return normalizer_parse(&softmax, "softmax", message, sizeof message) && normalizer_equal(&config->attn, &softmax);
+    return config->block == BLOCK_LLAMA && normalizer_parse(&softmax, "softmax", message, sizeof message) && normalizer_equal(&config->attn, &softmax);
 }
 
 char *model_config_json(const ModelConfig *config, bool bf16) {
@@ -249,7 +320,7 @@ char *model_config_json(const ModelConfig *config, bool bf16) {
     cJSON_AddNumberToObject(json, "num_hidden_layers", config->layers);
     cJSON_AddNumberToObject(json, "num_attention_heads", config->heads);
     cJSON_AddNumberToObject(json, "num_key_value_heads", config->heads);
-    cJSON_AddNumberToObject(json, "head_dim", config->channels / config->heads);
+    cJSON_AddNumberToObject(json, "head_dim", (double)head_size(config));
     cJSON_AddNumberToObject(json, "max_position_embeddings", config->seq_len);
     cJSON_AddStringToObject(json, "hidden_act", "silu");
     cJSON_AddNumberToObject(json, "rms_norm_eps", 1e-5);
@@ -269,11 +340,12 @@ char *model_config_json(const ModelConfig *config, bool bf16) {
     attn = cJSON_AddObjectToObject(json, "attention_normalizer");
     cJSON_AddStringToObject(attn, "name", config->attn.text);
     cJSON_AddNumberToObject(attn, "seq_len", config->seq_len);
-    for (size_t i = 0; i < COUNT(STAGES); i++) {
+    for (size_t i = 0; i < STAGE_COUNT; i++) {
         char text[64];
-        cJSON_AddStringToObject(attn, STAGES[i], normalizer_stage_text(STAGES[i], stage_value(&config->attn, i), text, sizeof text));
+        cJSON_AddStringToObject(attn, stage_names[i], normalizer_stage_text(&config->attn, i, text, sizeof text));
     }
     if (config->attn.fixed) cJSON_AddBoolToObject(attn, "fixed", true);
+    if (config->block == BLOCK_GAU) cJSON_AddStringToObject(attn, "block", "gau");
     char *text = cJSON_Print(json);
     cJSON_Delete(json);
     if (!text) fail(EXIT_RESOURCE, "out of memory for config.json.");
@@ -305,10 +377,11 @@ static bool refuse_foreign(const cJSON *json, const char *path, const ModelConfi
     if (kv != config->heads)
         return error_set(error, EXIT_INPUT, "%s: a grouped-query model (%d heads share %d key-value heads); only models with one key-value "
                          "head for each head are read.", path, config->heads, kv);
-    if (!read_int(json, path, "head_dim", 1, INT_MAX, config->channels / config->heads, &head_dim, error)) return false;
-    if (head_dim != config->channels / config->heads)
-        return error_set(error, EXIT_INPUT, "%s: head_dim is %d; expected hidden_size/num_attention_heads = %d.", path, head_dim,
-                         config->channels / config->heads);
+    int expected = (int)head_size(config);
+    if (!read_int(json, path, "head_dim", 1, INT_MAX, expected, &head_dim, error)) return false;
+    if (head_dim != expected)
+        return error_set(error, EXIT_INPUT, "%s: head_dim is %d; expected %s = %d.", path, head_dim,
+                         config->block == BLOCK_GAU ? "a gated unit's" : "hidden_size/num_attention_heads", expected);
     const cJSON *act = cJSON_GetObjectItemCaseSensitive(json, "hidden_act");
     if (cJSON_IsString(act) && strcmp(act->valuestring, "silu") != 0)
         return error_set(error, EXIT_INPUT, "%s: hidden_act is \"%s\"; only \"silu\" is read.", path, act->valuestring);
@@ -349,15 +422,26 @@ static bool read_normalizer(const cJSON *json, const char *path, ModelConfig *co
         return error_set(error, EXIT_INPUT, "%s: attention_normalizer has no \"name\".", path);
     if (!normalizer_parse(&config->attn, name->valuestring, message, sizeof message))
         return error_set(error, EXIT_INPUT, "%s: attention_normalizer \"%s\": %s.", path, name->valuestring, message);
-    for (size_t i = 0; i < COUNT(STAGES); i++) {
+    for (size_t i = 0; i < STAGE_COUNT; i++) {
         char text[64];
-        const cJSON *stage = cJSON_GetObjectItemCaseSensitive(attn, STAGES[i]);
-        normalizer_stage_text(STAGES[i], stage_value(&config->attn, i), text, sizeof text);
+        const cJSON *stage = cJSON_GetObjectItemCaseSensitive(attn, stage_names[i]);
+        normalizer_stage_text(&config->attn, i, text, sizeof text);
         if (stage && (!cJSON_IsString(stage) || strcmp(stage->valuestring, text) != 0))
             return error_set(error, EXIT_INPUT, "%s: attention_normalizer \"%s\" means %s=%s, but the file says %s=%s.", path,
-                             name->valuestring, STAGES[i], text, STAGES[i], cJSON_IsString(stage) ? stage->valuestring : "(no text)");
+                             name->valuestring, stage_names[i], text, stage_names[i], cJSON_IsString(stage) ? stage->valuestring : "(no text)");
     }
     return read_int(attn, path, "seq_len", 1, MAX_SEQ_LEN, config->seq_len, &config->seq_len, error);
+}
+
+static bool read_block(const cJSON *json, const char *path, ModelConfig *config, Error *error) {
+    const cJSON *block = cJSON_GetObjectItemCaseSensitive(cJSON_GetObjectItemCaseSensitive(json, "attention_normalizer"), "block");
+    if (!block) return true;
+    if (!cJSON_IsString(block) || strcmp(block->valuestring, "gau") != 0)
+        return error_set(error, EXIT_INPUT, "%s: attention_normalizer.block must be \"gau\" where there is one.", path);
+    config->block = BLOCK_GAU;
+    if (config->heads == 1 && config->ffn == 2 * config->channels) return true;
+    return error_set(error, EXIT_INPUT, "%s: a gated attention unit has num_attention_heads 1 and intermediate_size 2 x hidden_size = %d, not %d "
+                     "and %d.", path, 2 * config->channels, config->heads, config->ffn);
 }
 
 static bool read_config(ModelConfig *config, const cJSON *json, const char *path, Error *error) {
@@ -365,10 +449,11 @@ static bool read_config(ModelConfig *config, const cJSON *json, const char *path
     return read_int(json, path, "vocab_size", 2, MAX_VOCAB, -1, &config->vocab, error)
         && read_int(json, path, "hidden_size", 2, 65536, -1, &config->channels, error)
         && read_int(json, path, "intermediate_size", 1, 262144, -1, &config->ffn, error)
-        && read_int(json, path, "num_hidden_layers", 1, 1024, -1, &config->layers, error)
+        && read_int(json, path, "num_hidden_layers", 1, 2048, -1, &config->layers, error)
         && read_int(json, path, "num_attention_heads", 1, 1024, -1, &config->heads, error)
         && read_int(json, path, "max_position_embeddings", 1, INT_MAX, 1024, &config->seq_len, error)
         && read_int(json, path, "eos_token_id", 0, config->vocab - 1, default_end_of_text(config->vocab), &config->end_of_text, error)
+        && read_block(json, path, config, error)
         && check_shape(config, path, EXIT_INPUT, error)
         && refuse_foreign(json, path, config, error)
         && read_rope(json, path, config, error)

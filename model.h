@@ -14,8 +14,15 @@
 
 enum { MAX_SEQ_LEN = 1 << 20, MAX_VOCAB = 65536 };   // a token is 16 bits in a shard
 
-// A Llama-style decoder: layers x (rmsnorm, attention with RoPE, rmsnorm, SwiGLU), rmsnorm, output projection.
+// What a layer is: rmsnorm, attention with RoPE, rmsnorm, SwiGLU; or rmsnorm and a gated attention unit, two of which stand for the other.
+typedef enum { BLOCK_LLAMA, BLOCK_GAU } Block;
+
+enum { GAU_HEAD = 128 };       // the width of a unit's q and k
+
+// A decoder: embedding, layers, rmsnorm, output projection. Under BLOCK_GAU `layers` counts units, heads is 1 and ffn 2·channels, the
+// width of a unit's values.
 typedef struct {
+    Block block;
     int layers, heads, channels, ffn, vocab;
     bool tied;                 // the output projection is the embedding
     double rope_theta;
@@ -24,9 +31,19 @@ typedef struct {
     Normalizer attn;
 } ModelConfig;
 
-// Reads --model: a preset, or key=value,... (layers, heads, channels, ffn, tied, vocab), or a preset and then keys.
+// Reads --model: a preset, or key=value,... (layers, heads, channels, ffn, tied, vocab, block), or a preset and then keys.
 // Sets shape, rope_theta and end_of_text; leaves seq_len and attn. False with EXIT_USAGE and what there is.
 bool model_parse(ModelConfig *config, const char *text, Error *error);
+
+// The shape as --model would name it by keys.
+const char *model_text(const ModelConfig *config, char *out, size_t size);
+
+// Of the same shape?
+bool model_same_shape(const ModelConfig *a, const ModelConfig *b);
+
+// The sizes of a head's q and k, and of its v.
+size_t head_size(const ModelConfig *config);
+size_t value_size(const ModelConfig *config);
 
 // One tensor of the model; the list is the only place that knows them.
 typedef struct {
@@ -36,17 +53,19 @@ typedef struct {
     size_t offset;             // of its first float in an array of all parameters (or gradients, or moments)
     float mean, std;           // how it starts
     bool decay;                // weight decay: rank 2 alone
-    bool is_s;                 // attn_scale, which the normaliser may have, train, or lack
+    Scalar scalar;             // which of the normaliser's, which it may have, train, or lack
 } Tensor;
 
 typedef struct {
-    size_t norm1, q, k, v, o, norm2, gate, up, down, s;   // q, k, v and gate, up follow each other without a gap
+    size_t norm1, o, s, b;                       // of both blocks
+    size_t q, k, v, norm2, gate, up, down;       // q, k, v and gate, up follow each other without a gap
+    size_t u, gau_v, z, q_gain, k_gain, q_offset, k_offset;    // so do u, v, z
 } LayerOffsets;
 
 typedef struct {
     Tensor *tensors;
     size_t count, floats;      // floats: the length of an array of all of them, gaps for alignment included
-    size_t embedding, norm, head;   // head is the embedding's offset when tied
+    size_t embedding, norm, head, p;   // head is the embedding's offset when tied
     LayerOffsets *layers;
 } TensorList;
 
@@ -54,8 +73,8 @@ typedef struct {
 // file, and their logits take part in nothing.
 size_t padded_vocab(const ModelConfig *config);
 
-// The tensors of a model. attn_scale is among them when the normaliser has it, or `room_for_s` (a later switch will).
-TensorList tensors_of(const ModelConfig *config, bool room_for_s);
+// The tensors of a model. Among them are the learnt scalars of its normaliser, and of `others`, those before or after a change.
+TensorList tensors_of(const ModelConfig *config, const Normalizer *const *others, size_t count);
 void tensors_free(TensorList *list);
 
 // Is the tensor part of the model under this normaliser, and is it trained?
@@ -66,7 +85,8 @@ bool tensor_trained(const Tensor *tensor, const Normalizer *attn);
 uint64_t model_parameters(const ModelConfig *config);
 uint64_t model_product_parameters(const ModelConfig *config);
 
-// Floating-point operations a token, forward and backward: 6·P + 12·layers·channels·T, P without an untied embedding.
+// Floating-point operations a token, forward and backward: 6·P + 12·layers·channels·T, P without an untied embedding (the second term is
+// 6·layers·(head size + value size)·T under BLOCK_GAU).
 double model_flops_per_token(const ModelConfig *config, size_t T);
 
 // config.json: LlamaConfig's keys and attention_normalizer. The caller frees the text.

@@ -75,7 +75,7 @@ static void parse_flags(SampleOptions *o, int argc, char **argv) {
     options_parse(table, sizeof table / sizeof *table, argc, argv,
                   "sample_gpt2 --model DIR [flags]\n\nWrites each prompt and its continuation to stdout, the speed to stderr. Several texts have a line\n"
                   "\"---- prompt P, sample S\" above each.");
-    if (o->attn && !strcmp(o->attn, "help")) normalizer_print_table(), exit(EXIT_DONE);
+    if (o->attn && normalizer_help(o->attn)) exit(EXIT_DONE);
     if (!o->model) fail(EXIT_USAGE, "--model is missing: the folder of a checkpoint or of a run.");
     if (o->prompt && o->prompt_file) fail(EXIT_USAGE, "--prompt and --prompt-file: give one of them.");
 }
@@ -97,8 +97,8 @@ static void read_config(Sampler *s, const char *folder) {
         Normalizer saved = config->attn;
         if (!normalizer_parse(&config->attn, s->o.attn, message, sizeof message)) fail(EXIT_USAGE, "--attn %s: %s.", s->o.attn, message);
         fprintf(stderr, "sample_gpt2: --attn %s; the checkpoint was trained with %s", s->o.attn, saved.text);
-        if (normalizer_has_s(&config->attn) && !normalizer_has_s(&saved))
-            fprintf(stderr, " and has no attn_scale: s = %.4f in all heads", normalizer_s_start(&config->attn, config->seq_len));
+        if (normalizer_has(&config->attn, SCALAR_S) && !normalizer_keeps(&saved, &config->attn, SCALAR_S))
+            fprintf(stderr, ": s = %.4f in all heads", normalizer_start(&config->attn, SCALAR_S, config->seq_len));
         fprintf(stderr, "\n");
     }
     if (!has_file(folder, tokenizer_files[0])) return;
@@ -179,7 +179,7 @@ static void load(Sampler *s, const char *folder) {
     Error error;
     for (size_t i = 0; i < s->prompt_count; i++)
         if (s->prompts[i].count > longest) longest = s->prompts[i].count;
-    m->list = tensors_of(&m->config, false);
+    m->list = tensors_of(&m->config, NULL, 0);
     plan_parameters(m, false, false);
     plan_decoder(&s->decoder, m, &m->plan, sequences, longest + new_tokens);
     memory_add(&m->plan, "texts", (void **)&s->drawn, sequences * new_tokens * sizeof(int32_t));

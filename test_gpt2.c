@@ -1,5 +1,5 @@
-// Every number of the CPU trainer against the float64 reference (dev/reference/README.md has the cases and how they are stored), and
-// against finite differences. The exit status is the verdict.
+// Every number of the CPU trainer against the float64 reference (dev/reference/README.md has the cases and how they are stored). The
+// exit status is the verdict. dev/tests/test_gradients.c has finite differences, of the same code in double.
 //
 //   ./test_gpt2 [WORD]     only the cases whose name has WORD in it
 #define WITHOUT_MAIN
@@ -96,6 +96,7 @@ static void fill_weights(Model *m) {
         const Tensor *t = &m->list.tensors[i];
         float mean, scale;
         fixture_weight_rule(t->name, t->shape[t->ndim - 1], &mean, &scale);
+        if (!tensor_trained(t, &m->config.attn)) mean = t->mean, scale = 0.0f;       // s that is fixed
         fixture_fill(m->params + t->offset, t->elements, t->name, 0, mean, scale);
     }
 }
@@ -144,6 +145,7 @@ static double compare_tensors(const Model *m, const char *prefix, const float *v
     char name[160];
     for (size_t i = 0; i < m->list.count; i++) {
         const Tensor *t = &m->list.tensors[i];
+        if (!tensor_trained(t, &m->config.attn)) continue;
         snprintf(name, sizeof name, "%s/%s", prefix, t->name);
         worst = largest(worst, compare(name, values + t->offset, t->elements, floor, bound));
     }
@@ -184,7 +186,7 @@ static void test_model(void) {
     if (!model_parse(&m.config, text_of("model"), &error)) fail_with(&error);
     m.config.seq_len = (int)size_of("L");
     if (!normalizer_parse(&m.config.attn, text_of("attn"), message, sizeof message)) fail(EXIT_INPUT, "%s: %s", case_name, message);
-    m.list = tensors_of(&m.config, false);
+    m.list = tensors_of(&m.config, NULL, 0);
     plan_parameters(&m, true, false);
     plan_activations(&m, B, T, false);
     memory_take(&m.plan);
@@ -372,37 +374,67 @@ static double compare_by_head(const char *name, const float *x, size_t B, size_t
     return error;
 }
 
+// The learnt scalars that the fixtures use, as the normaliser has them.
+typedef struct {
+    float *s, *b, *p, *ds, *db, *dp;
+    AttentionScalars values;
+    AttentionScalarGrads grads;
+} TestScalars;
+
+static TestScalars test_scalars(const Normalizer *normalizer, size_t NH, size_t L) {
+    TestScalars x = {floats(NH), floats(NH), floats(L), floats(NH), floats(NH), floats(L), {0}, {0}};
+    const struct { Scalar scalar; const char *name; float *values, *grads; size_t n; } KINDS[] = {
+        {SCALAR_S, "attn_scale", x.s, x.ds, NH}, {SCALAR_B, "attn_bias", x.b, x.db, NH}, {SCALAR_P, "attn_pn", x.p, x.dp, L}};
+    for (int i = 0; i < 3; i++) {
+        float mean, scale;
+        fixture_weight_rule(KINDS[i].name, KINDS[i].n, &mean, &scale);
+        if (!normalizer_trains(normalizer, KINDS[i].scalar)) mean = (float)normalizer_start(normalizer, KINDS[i].scalar, (int)L), scale = 0.0f;
+        fixture_fill(KINDS[i].values, KINDS[i].n, KINDS[i].name, 0, mean, scale);
+    }
+#define IF(query, scalar, x) query(normalizer, scalar) ? x : NULL
+    x.values = (AttentionScalars){IF(normalizer_has, SCALAR_S, x.s), IF(normalizer_has, SCALAR_B, x.b), IF(normalizer_has, SCALAR_P, x.p)};
+    x.grads = (AttentionScalarGrads){IF(normalizer_trains, SCALAR_S, x.ds), IF(normalizer_trains, SCALAR_B, x.db), IF(normalizer_trains, SCALAR_P, x.dp)};
+#undef IF
+    return x;
+}
+
+static void free_scalars(TestScalars x) {
+    free(x.s), free(x.b), free(x.p), free(x.ds), free(x.db), free(x.dp);
+}
+
 static void test_attention(void) {
-    size_t B = size_of("B"), T = size_of("T"), NH = size_of("heads"), HS = size_of("head_size"), n = B * T * NH * HS;
+    size_t B = size_of("B"), T = size_of("T"), NH = size_of("heads"), HS = size_of("head_size"), L = size_of("L"), n = B * T * NH * HS;
     int before = failed;
-    char message[256];
+    char message[1024];
     Normalizer normalizer;
     if (!normalizer_parse(&normalizer, text_of("attn"), message, sizeof message)) fail(EXIT_INPUT, "%s: %s", case_name, message);
-    AttentionShape shape = {&normalizer, B, T, NH, HS};
-    float *x[3], *head[3], *d[3], *s = floats(NH), *ds = floats(NH), *out = floats(n), *dout = input("dout", n, 1);
-    float *stats = floats(B * NH * T * 2), *scratch = floats(attention_scratch(shape, omp_get_max_threads()));
+    AttentionShape shape = {&normalizer, B, T, NH, HS, HS, (int)L};
+    TestScalars scalars = test_scalars(&normalizer, NH, L);
+    float *x[3], *head[3], *d[3], *out = floats(n), *dout = input("dout", n, 1);
+    float *stats = floats(B * NH * T * ROW_STATS), *scratch = floats(attention_scratch(shape, omp_get_max_threads()));
     for (int i = 0; i < 3; i++) {
         x[i] = input((const char *[]){"q", "k", "v"}[i], n, 2);
         head[i] = by_head(x[i], B, T, NH, HS, false);
         d[i] = floats(n);
     }
-    fixture_fill(s, NH, "attn_scale", 0, 0.3f, 0.1f);
-    bool has_s = normalizer_has_s(&normalizer);
-    attention_forward(out, stats, head[0], head[1], head[2], has_s ? s : NULL, shape, scratch);
-    attention_backward(d[0], d[1], d[2], has_s ? ds : NULL, dout, out, stats, head[0], head[1], head[2], has_s ? s : NULL, shape, scratch);
+    attention_forward(out, stats, head[0], head[1], head[2], scalars.values, shape, scratch);
+    attention_backward(d[0], d[1], d[2], scalars.grads, dout, out, stats, head[0], head[1], head[2], scalars.values, shape, scratch);
     double norm = 0, worst = compare("out", out, n, 0, 1e-5);
     for (size_t i = 0; i < n; i++) norm += (double)d[2][i] * d[2][i];
     double floor = 1e-2 * sqrt(norm);          // at T = 1 under l1, dq and dk are 0: what is left is rounding
     worst = largest(worst, compare_by_head("dq", d[0], B, T, NH, HS, floor, 1e-4));
     worst = largest(worst, compare_by_head("dk", d[1], B, T, NH, HS, floor, 1e-4));
     worst = largest(worst, compare_by_head("dv", d[2], B, T, NH, HS, floor, 1e-4));
-    if (has_s) worst = largest(worst, compare("dattn_scale", ds, NH, floor, 1e-4));
-    // One query at a time, as in generation, gives the same rows.
+    if (scalars.grads.s) worst = largest(worst, compare("dattn_scale", scalars.ds, NH, floor, 1e-4));
+    if (scalars.grads.b) worst = largest(worst, compare("dattn_bias", scalars.db, NH, floor, 1e-4));
+    if (scalars.grads.p) worst = largest(worst, compare("dattn_pn", scalars.dp, L, floor, 1e-4));
+    // One query at a time, as in generation, gives the same rows; but for -logT, T and T2, where T is the length so far.
+    bool by_length = normalizer.offset.kind == OFFSET_LOG_T || normalizer.norm.kind == NORM_T || normalizer.norm.kind == NORM_T2;
     float *row = floats(HS), *scores = floats(T);
     double difference = 0, size = 0;
-    for (size_t i = 0; i < B * NH * T; i++) {
+    for (size_t i = 0; i < B * NH * T && !by_length; i++) {
         size_t t = i % T, h = i / T % NH, b = i / T / NH, at = (i - t) * HS;
-        attention_row(row, head[0] + i * HS, head[1] + at, head[2] + at, t + 1, HS, HS, &normalizer, has_s ? s[h] : 1.0f, scores);
+        attention_row(row, head[0] + i * HS, head[1] + at, HS, head[2] + at, HS, t + 1, h, scalars.values, shape, scores);
         for (size_t c = 0; c < HS; c++) {
             double o = out[((b * T + t) * NH + h) * HS + c];
             difference += (row[c] - o) * (row[c] - o), size += o * o;
@@ -411,7 +443,8 @@ static void test_attention(void) {
     check("row by row", size > 0 ? sqrt(difference / size) : difference, 1e-5);
     case_done(before, worst);
     for (int i = 0; i < 3; i++) free(x[i]), free(head[i]), free(d[i]);
-    free(s), free(ds), free(out), free(dout), free(stats), free(scratch), free(row), free(scores);
+    free_scalars(scalars);
+    free(out), free(dout), free(stats), free(scratch), free(row), free(scores);
 }
 
 static void test_adamw(void) {
@@ -432,140 +465,6 @@ static void test_adamw(void) {
 
 // ---------------------------------------------------------------------------------------------------------------------------
 // Without the reference
-
-// The gradient of the loss along random directions by central differences, for the whole model: what no table of answers could hide.
-static void test_finite_differences(const char *attn) {
-    Model m = {0};
-    Error error;
-    char message[256], name[64];
-    int before = failed;
-    snprintf(name, sizeof name, "finite differences, %s", attn);
-    case_name = name;
-    if (!model_parse(&m.config, "layers=2,heads=2,channels=32,ffn=48,vocab=61,tied=0", &error)) fail_with(&error);
-    m.config.seq_len = 16;
-    normalizer_parse(&m.config.attn, attn, message, sizeof message);
-    m.list = tensors_of(&m.config, false);
-    plan_parameters(&m, true, false);
-    plan_activations(&m, 2, 9, false);
-    memory_take(&m.plan);
-    model_ready(&m);
-    fill_weights(&m);
-    int32_t inputs[18], targets[18];
-    take_batch(inputs, targets, 0, 2, 9, 61);
-    model_step(&m, inputs, targets, NULL, 2, 9, 1.0f, true);
-    double worst = 0;
-    float *start = floats(m.list.floats);
-    memcpy(start, m.params, FLOATS(m.list.floats));
-    for (size_t i = 0; i < m.list.count; i++) {
-        // Along the gradient of one tensor, so that the slope is its norm, far above float32's rounding.
-        const Tensor *t = &m.list.tensors[i];
-        double square = 0, slope = 0, loss[4];
-        for (size_t j = 0; j < t->elements; j++) square += (double)m.grads[t->offset + j] * m.grads[t->offset + j];
-        double norm = sqrt(square);
-        if (norm < 1e-3) continue;
-        double h = 2e-2 / fmax(norm, 1.0);
-        for (int k = 0; k < 4; k++) {
-            double step = (k < 2 ? 1 : 2) * (k % 2 ? -h : h);
-            memcpy(m.params, start, FLOATS(m.list.floats));
-            for (size_t j = 0; j < t->elements; j++) m.params[t->offset + j] += (float)(step * m.grads[t->offset + j] / norm);
-            model_forward(&m, inputs, 2, 9);
-            loss[k] = model_loss(&m, targets, NULL, 18, 0.0f, false);
-        }
-        slope = (8 * (loss[0] - loss[1]) - (loss[2] - loss[3])) / (12 * h);      // error of order h^4
-        worst = largest(worst, relative(slope, norm));
-        check(t->name, relative(slope, norm), 2e-3);
-    }
-    case_done(before, worst);
-    free(start);
-    tensors_free(&m.list);
-    memory_release(&m.plan);
-}
-
-static double dot(const float *a, const float *b, size_t n) {
-    double sum = 0;
-    for (size_t i = 0; i < n; i++) sum += (double)a[i] * b[i];
-    return sum;
-}
-
-// Where x (n) lies after step k of a five-point rule along dx, whose slope is |dx|; k = 4 puts x back.
-static double move(float *x, const float *start, const float *dx, size_t n, int k) {
-    static const double STEPS[] = {1, -1, 2, -2, 0};
-    double norm = sqrt(dot(dx, dx, n)), h = 0.005 * sqrt(dot(start, start, n));
-    for (size_t i = 0; i < n; i++) x[i] = (float)(start[i] + STEPS[k] * h * dx[i] / norm);
-    return h;
-}
-
-// The slope of VALUE along dx by finite differences must be |dx|.
-#define SLOPE(what, x, dx, n, FORWARD, VALUE) do { \
-        float *start_ = floats(n); \
-        double value_[5], h_ = 0; \
-        memcpy(start_, x, FLOATS(n)); \
-        for (int k_ = 0; k_ < 5; k_++) { h_ = move(x, start_, dx, n, k_); FORWARD; value_[k_] = VALUE; } \
-        double slope_ = (8 * (value_[0] - value_[1]) - (value_[2] - value_[3])) / (12 * h_); \
-        double error_ = relative(slope_, sqrt(dot(dx, dx, n))); \
-        worst = largest(worst, error_); \
-        check(what, error_, 3e-4); \
-        free(start_); \
-    } while (0)
-
-// Each layer's backward against differences of its forward, for the value sum(dout · out). Shapes are small, so that float32 suffices.
-static void test_layer_differences(void) {
-    enum { B = 2, T = 5, NH = 2, HS = 6, C = NH * HS, N = B * T, OC = 7, V = 11 };
-    int before = failed;
-    double worst = 0;
-    case_name = "finite differences of each layer";
-    float *x = input("x", N * 3 * C, 1), *w = input("w", V * C, 1), *out = floats(N * 3 * C), *dout = input("dout", N * 3 * C, 1);
-    float *dx = floats(N * 3 * C), *dw = floats(V * C), *r = floats(N), *cosines = floats(T * HS / 2), *sines = floats(T * HS / 2);
-    int32_t tokens[N];
-    for (int n = 0; n < N; n++) tokens[n] = fixture_token((uint64_t)n, V);
-
-    rmsnorm_backward(dx, dw, dout, x, w, r, N, C);
-    SLOPE("rmsnorm, x", x, dx, N * C, rmsnorm_forward(out, x, w, N, C), dot(out, dout, N * C));
-    SLOPE("rmsnorm, weight", w, dw, C, rmsnorm_forward(out, x, w, N, C), dot(out, dout, N * C));
-
-    Operand weight = {.f32 = w};
-    matmul_backward(dx, dw, dout, x, weight, N, C, OC, false);
-    SLOPE("matmul, x", x, dx, N * C, matmul_forward(out, x, weight, N, C, OC, false), dot(out, dout, N * OC));
-    SLOPE("matmul, weight", w, dw, OC * C, matmul_forward(out, x, weight, N, C, OC, false), dot(out, dout, N * OC));
-
-    memset(dw, 0, FLOATS(V * C));
-    embedding_backward(dw, dout, tokens, N, C);
-    SLOPE("embedding", w, dw, V * C, embedding_forward(out, w, tokens, N, C), dot(out, dout, N * C));
-
-    float *q = floats(N * 3 * C), *k = q + N * C, *v = k + N * C;                // one after another, so that one dot covers them
-    rope_table(cosines, sines, T, HS, 10000);
-    rope_backward(dx, dout, dout + N * C, dout + 2 * N * C, cosines, sines, B, T, NH, HS);
-    SLOPE("rope", x, dx, N * 3 * C, rope_forward(q, k, v, x, cosines, sines, B, T, NH, HS), dot(q, dout, N * 3 * C));
-
-    swiglu_backward(dx, dout, x, N, C);
-    SLOPE("swiglu", x, dx, N * 2 * C, swiglu_forward(out, x, N, C), dot(out, dout, N * C));
-
-    float losses[N], ones[N];
-    for (int n = 0; n < N; n++) ones[n] = 1.0f;
-    memcpy(dx, x, FLOATS(N * V));
-    crossentropy(losses, dx, tokens, NULL, N, V, V, 1.0f);
-    SLOPE("crossentropy", x, dx, N * V, crossentropy(losses, x, tokens, NULL, N, V, V, 0.0f), dot(losses, ones, N));
-
-#define NAME(name, ...) #name,
-    static const char *const ATTN[] = {NORMALIZERS(NAME)};
-#undef NAME
-    for (size_t i = 0; i < sizeof ATTN / sizeof *ATTN; i++) {
-        Normalizer normalizer;
-        char message[256];
-        normalizer_parse(&normalizer, ATTN[i], message, sizeof message);
-        AttentionShape shape = {&normalizer, B, T, NH, HS};
-        float *stats = floats(N * NH * 2), *scratch = floats(attention_scratch(shape, omp_get_max_threads()));
-        float s[NH] = {0.6f, 0.9f}, ds[NH] = {0}, *dk = dx + N * C, *dv = dk + N * C;
-        const float *s_used = normalizer_has_s(&normalizer) ? s : NULL;
-        attention_forward(out, stats, q, k, v, s_used, shape, scratch);
-        attention_backward(dx, dk, dv, s_used ? ds : NULL, dout, out, stats, q, k, v, s_used, shape, scratch);
-        SLOPE(ATTN[i], q, dx, N * 3 * C, attention_forward(out, stats, q, k, v, s_used, shape, scratch), dot(out, dout, N * C));
-        if (s_used) SLOPE("s", s, ds, NH, attention_forward(out, stats, q, k, v, s, shape, scratch), dot(out, dout, N * C));
-        free(stats), free(scratch);
-    }
-    case_done(before, worst);
-    free(x), free(w), free(out), free(dout), free(dx), free(dw), free(r), free(cosines), free(sines), free(q);
-}
 
 // Products of bfloat16 inputs, in all transposes, against plain loops over the rounded numbers; and oneDNN's primitives in float32,
 // which is how that code is tried on processors without bfloat16.
@@ -671,7 +570,8 @@ static void test_nan(void) {
         char message[256];
         normalizer_parse(&normalizer, i ? "relu2-n" : "softmax", message, sizeof message);
         float q[2] = {1, NAN}, k[4] = {1, 2, 3, 4}, v[4] = {1, 2, 3, 4}, scratch[2];
-        attention_row(out, q, k, v, 2, 2, 2, &normalizer, 1.0f, scratch);
+        AttentionShape shape = {&normalizer, 1, 2, 1, 2, 2, 2};
+        attention_row(out, q, k, 2, v, 2, 2, 0, (AttentionScalars){0}, shape, scratch);
         check(normalizer.text, !isnan(out[0]), 0);
     }
     case_done(before, 0);
@@ -705,11 +605,6 @@ int main(int argc, char **argv) {
     }
     fclose(file);
     if (!word[0]) {
-#define NAME(name, ...) #name,
-        static const char *const ATTN[] = {NORMALIZERS(NAME)};
-#undef NAME
-        for (size_t i = 0; i < sizeof ATTN / sizeof *ATTN; i++) test_finite_differences(ATTN[i]);
-        test_layer_differences();
         test_bf16_products();
         test_colliding_rows();
         test_vec_exp();

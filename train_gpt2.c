@@ -5,7 +5,7 @@
 //   3. Passes       forward, loss, backward
 //   4. Update       the gradient's norm and AdamW
 //   5. Decoding     one token after another with a key-value cache, for samples
-//   6. Checkpoints
+//   6. Weights: the first ones, and those in checkpoints
 //   7. The run      flags, data, validation, steps, main()
 //
 // Beside it: attention/ has the normalisers, model.h the tensors, runtime/ everything that a trainer stands on.
@@ -34,6 +34,7 @@
 #include "runtime/peak.h"
 #include "runtime/process.h"
 #include "runtime/random.h"
+#include "runtime/real.h"
 #include "runtime/run.h"
 #include "runtime/safetensors.h"
 #include "runtime/sampler.h"
@@ -41,7 +42,6 @@
 #include "runtime/shards.h"
 #include "runtime/tokenizer.h"
 #include "runtime/train_options.h"
-#include "runtime/vecmath.h"
 
 // ---------------------------------------------------------------------------------------------------------------------------
 // Where the time goes: phase() ends the phase before it and starts the next. --profile prints the sums.
@@ -49,7 +49,7 @@
 #define PHASES(X) \
     X(OTHER, "data, metrics and the rest") X(EMBEDDING, "embedding") X(NORM, "rmsnorm") X(PROJECTIONS, "q, k, v and o products") \
     X(ROPE, "rope") X(ATTENTION, "attention") X(FEED_FORWARD, "feed-forward products") X(SWIGLU, "swiglu") \
-    X(CLASSIFIER, "output product and loss") X(REDUCE, "gradients summed over processes") X(UPDATE, "norm and AdamW")
+    X(GATE, "gate of gated units")     X(CLASSIFIER, "output product and loss") X(REDUCE, "gradients summed over processes") X(UPDATE, "norm and AdamW")
 #define PHASE_KIND(kind, name) PHASE_##kind,
 #define PHASE_NAME(kind, name) name,
 typedef enum { PHASES(PHASE_KIND) PHASE_COUNT } Phase;
@@ -75,7 +75,7 @@ static void phase(Phase next) {
 
 // out[n,c] = weight[tokens[n],c]
 //   out (N,C) written   weight (V,C)   tokens (N)
-static void embedding_forward(float *out, const float *weight, const int32_t *tokens, size_t N, size_t C) {
+static void embedding_forward(real *out, const real *weight, const int32_t *tokens, size_t N, size_t C) {
     #pragma omp parallel for schedule(static)
     for (size_t n = 0; n < N; n++) memcpy(out + n * C, weight + (size_t)tokens[n] * C, C * sizeof *out);
 }
@@ -84,32 +84,32 @@ static void embedding_forward(float *out, const float *weight, const int32_t *to
 //   dweight (V,C) added to   dout (N,C)
 // A token may occur several times: each thread has some of the channels and goes through all rows in order, so that the sums
 // are the same for any number of threads.
-static void embedding_backward(float *dweight, const float *dout, const int32_t *tokens, size_t N, size_t C) {
+static void embedding_backward(real *dweight, const real *dout, const int32_t *tokens, size_t N, size_t C) {
     enum { PART = 64 };
     #pragma omp parallel for schedule(static)
     for (size_t from = 0; from < C; from += PART) {
         size_t to = from + PART < C ? from + PART : C;
         for (size_t n = 0; n < N; n++) {
-            float *row = dweight + (size_t)tokens[n] * C;
+            real *row = dweight + (size_t)tokens[n] * C;
             #pragma omp simd
             for (size_t c = from; c < to; c++) row[c] += dout[n * C + c];
         }
     }
 }
 
-static float rms_inverse(const float *x, size_t C) {
-    float sum = 0.0f;
+static real rms_inverse(const real *x, size_t C) {
+    real sum = 0;
     #pragma omp simd reduction(+ : sum)
     for (size_t c = 0; c < C; c++) sum += x[c] * x[c];
-    return 1.0f / sqrtf(sum / (float)C + RMSNORM_EPS);
+    return 1 / real_sqrt(sum / (real)C + RMSNORM_EPS);
 }
 
 // out[n,c] = inp[n,c] · r_n · weight[c],  r_n = 1/sqrt(mean_c inp[n,c]² + eps)
 //   out (N,C) written   inp (N,C)   weight (C)
-static void rmsnorm_forward(float *out, const float *inp, const float *weight, size_t N, size_t C) {
+static void rmsnorm_forward(real *out, const real *inp, const real *weight, size_t N, size_t C) {
     #pragma omp parallel for schedule(static)
     for (size_t n = 0; n < N; n++) {
-        float r = rms_inverse(inp + n * C, C);
+        real r = rms_inverse(inp + n * C, C);
         #pragma omp simd
         for (size_t c = 0; c < C; c++) out[n * C + c] = inp[n * C + c] * r * weight[c];
     }
@@ -117,17 +117,17 @@ static void rmsnorm_forward(float *out, const float *inp, const float *weight, s
 
 // dinp[n,c] += r_n (w[c] dout[n,c] − inp[n,c] r_n² mean_c(dout w inp)),   dweight[c] += sum_n dout[n,c] inp[n,c] r_n
 //   dinp (N,C) added to   dweight (C) added to   dout, inp (N,C)   weight (C)   r (N) scratch
-static void rmsnorm_backward(float *dinp, float *dweight, const float *dout, const float *inp, const float *weight, float *r,
+static void rmsnorm_backward(real *dinp, real *dweight, const real *dout, const real *inp, const real *weight, real *r,
                              size_t N, size_t C) {
     enum { PART = 64 };
     #pragma omp parallel for schedule(static)
     for (size_t n = 0; n < N; n++) {
-        const float *x = inp + n * C, *dy = dout + n * C;
-        float *dx = dinp + n * C, dot = 0.0f;
+        const real *x = inp + n * C, *dy = dout + n * C;
+        real *dx = dinp + n * C, dot = 0;
         r[n] = rms_inverse(x, C);
         #pragma omp simd reduction(+ : dot)
         for (size_t c = 0; c < C; c++) dot += dy[c] * weight[c] * x[c];
-        float r_n = r[n], k = r_n * r_n * dot / (float)C;
+        real r_n = r[n], k = r_n * r_n * dot / (real)C;
         #pragma omp simd
         for (size_t c = 0; c < C; c++) dx[c] += r_n * (weight[c] * dy[c] - x[c] * k);
     }
@@ -143,8 +143,8 @@ static void rmsnorm_backward(float *dinp, float *dweight, const float *dout, con
 
 // out[n,o] = sum_c inp[n,c] weight[o,c] (+ out[n,o] when add)
 //   out (N,OC) written or added to   inp (N,C)   weight (OC,C); its bfloat16 copy is used where there is one
-static void matmul_forward(float *out, const float *inp, Operand weight, size_t N, size_t C, size_t OC, bool add) {
-    float beta = add ? 1.0f : 0.0f;
+static void matmul_forward(real *out, const real *inp, Operand weight, size_t N, size_t C, size_t OC, bool add) {
+    real beta = add ? 1 : 0;
     if (weight.bf16)
         gemm_bf16('N', 'T', N, OC, C, (Operand){.f32 = inp}, C, weight, C, beta, out, OC);
     else
@@ -153,46 +153,46 @@ static void matmul_forward(float *out, const float *inp, Operand weight, size_t 
 
 // dinp[n,c] = sum_o dout[n,o] weight[o,c],   dweight[o,c] = sum_n dout[n,o] inp[n,c] (+ dweight[o,c] when add)
 //   dinp (N,C) written   dweight (OC,C) written or added to   dout (N,OC)   inp (N,C)
-static void matmul_backward(float *dinp, float *dweight, const float *dout, const float *inp, Operand weight, size_t N, size_t C,
+static void matmul_backward(real *dinp, real *dweight, const real *dout, const real *inp, Operand weight, size_t N, size_t C,
                             size_t OC, bool add) {
-    float beta = add ? 1.0f : 0.0f;
+    real beta = add ? 1 : 0;
     if (weight.bf16) {
-        gemm_bf16('N', 'N', N, C, OC, (Operand){.f32 = dout}, OC, weight, C, 0.0f, dinp, C);
+        gemm_bf16('N', 'N', N, C, OC, (Operand){.f32 = dout}, OC, weight, C, 0, dinp, C);
         gemm_bf16('T', 'N', OC, C, N, (Operand){.f32 = dout}, OC, (Operand){.f32 = inp}, C, beta, dweight, C);
     } else {
-        gemm('N', 'N', N, C, OC, dout, OC, weight.f32, C, 0.0f, dinp, C);
+        gemm('N', 'N', N, C, OC, dout, OC, weight.f32, C, 0, dinp, C);
         gemm('T', 'N', OC, C, N, dout, OC, inp, C, beta, dweight, C);
     }
 }
 
 // cos and sin (T,HS/2) of t · theta^(−2i/HS)
-static void rope_table(float *cosines, float *sines, size_t T, size_t HS, double theta) {
+static void rope_table(real *cosines, real *sines, size_t T, size_t HS, double theta) {
     #pragma omp parallel for schedule(static)
     for (size_t t = 0; t < T; t++) {
         for (size_t i = 0; i < HS / 2; i++) {
             double angle = (double)t * pow(theta, -2.0 * (double)i / (double)HS);
-            cosines[t * (HS / 2) + i] = (float)cos(angle);
-            sines[t * (HS / 2) + i] = (float)sin(angle);
+            cosines[t * (HS / 2) + i] = (real)cos(angle);
+            sines[t * (HS / 2) + i] = (real)sin(angle);
         }
     }
 }
 
 // Rotates each pair (x[i], x[i + HS/2]) of a head by its position's angle: the half-split convention. out may be x.
-static void rotate(float *out, const float *x, const float *cosines, const float *sines, size_t HS) {
+static void rotate(real *out, const real *x, const real *cosines, const real *sines, size_t HS) {
     size_t half = HS / 2;
     #pragma omp simd
     for (size_t i = 0; i < half; i++) {
-        float a = x[i], b = x[i + half];
+        real a = x[i], b = x[i + half];
         out[i] = a * cosines[i] - b * sines[i];
         out[i + half] = b * cosines[i] + a * sines[i];
     }
 }
 
-static void rotate_back(float *dx, const float *dout, const float *cosines, const float *sines, size_t HS) {
+static void rotate_back(real *dx, const real *dout, const real *cosines, const real *sines, size_t HS) {
     size_t half = HS / 2;
     #pragma omp simd
     for (size_t i = 0; i < half; i++) {
-        float a = dout[i], b = dout[i + half];
+        real a = dout[i], b = dout[i + half];
         dx[i] = a * cosines[i] + b * sines[i];
         dx[i + half] = b * cosines[i] - a * sines[i];
     }
@@ -200,13 +200,13 @@ static void rotate_back(float *dx, const float *dout, const float *cosines, cons
 
 // q, k rotated by their positions and v as it is, each head's rows brought together
 //   q, k, v (B,NH,T,HS) written   qkv (B,T,3,NH,HS)   cosines, sines (T,HS/2)
-static void rope_forward(float *q, float *k, float *v, const float *qkv, const float *cosines, const float *sines, size_t B, size_t T,
+static void rope_forward(real *q, real *k, real *v, const real *qkv, const real *cosines, const real *sines, size_t B, size_t T,
                          size_t NH, size_t HS) {
     size_t C = NH * HS;
     #pragma omp parallel for collapse(2) schedule(static)
     for (size_t b = 0; b < B; b++) {
         for (size_t t = 0; t < T; t++) {
-            const float *row = qkv + (b * T + t) * 3 * C, *cos_t = cosines + t * (HS / 2), *sin_t = sines + t * (HS / 2);
+            const real *row = qkv + (b * T + t) * 3 * C, *cos_t = cosines + t * (HS / 2), *sin_t = sines + t * (HS / 2);
             for (size_t h = 0; h < NH; h++) {
                 size_t to = ((b * NH + h) * T + t) * HS;
                 rotate(q + to, row + h * HS, cos_t, sin_t, HS);
@@ -218,14 +218,14 @@ static void rope_forward(float *q, float *k, float *v, const float *qkv, const f
 }
 
 //   dqkv (B,T,3,NH,HS) written   dq, dk, dv (B,NH,T,HS)
-static void rope_backward(float *dqkv, const float *dq, const float *dk, const float *dv, const float *cosines, const float *sines,
+static void rope_backward(real *dqkv, const real *dq, const real *dk, const real *dv, const real *cosines, const real *sines,
                           size_t B, size_t T, size_t NH, size_t HS) {
     size_t C = NH * HS;
     #pragma omp parallel for collapse(2) schedule(static)
     for (size_t b = 0; b < B; b++) {
         for (size_t t = 0; t < T; t++) {
-            float *row = dqkv + (b * T + t) * 3 * C;
-            const float *cos_t = cosines + t * (HS / 2), *sin_t = sines + t * (HS / 2);
+            real *row = dqkv + (b * T + t) * 3 * C;
+            const real *cos_t = cosines + t * (HS / 2), *sin_t = sines + t * (HS / 2);
             for (size_t h = 0; h < NH; h++) {
                 size_t from = ((b * NH + h) * T + t) * HS;
                 rotate_back(row + h * HS, dq + from, cos_t, sin_t, HS);
@@ -238,62 +238,163 @@ static void rope_backward(float *dqkv, const float *dq, const float *dk, const f
 
 // out[n,f] = silu(gate[n,f]) · up[n,f],  silu(x) = x sigmoid(x)
 //   out (N,F) written   gate_up (N,2F): gate, then up
-static void swiglu_forward(float *out, const float *gate_up, size_t N, size_t F) {
+static void swiglu_forward(real *out, const real *gate_up, size_t N, size_t F) {
     #pragma omp parallel for schedule(static)
     for (size_t n = 0; n < N; n++) {
-        const float *gate = gate_up + n * 2 * F, *up = gate + F;
+        const real *gate = gate_up + n * 2 * F, *up = gate + F;
         #pragma omp simd
-        for (size_t f = 0; f < F; f++) out[n * F + f] = gate[f] * vec_sigmoid(gate[f]) * up[f];
+        for (size_t f = 0; f < F; f++) out[n * F + f] = gate[f] * real_sigmoid(gate[f]) * up[f];
     }
 }
 
 // dgate = dout · up · sigmoid(gate) (1 + gate (1 − sigmoid(gate))),   dup = dout · silu(gate)
 //   dgate_up (N,2F) written   dout (N,F)   gate_up (N,2F)
-static void swiglu_backward(float *dgate_up, const float *dout, const float *gate_up, size_t N, size_t F) {
+static void swiglu_backward(real *dgate_up, const real *dout, const real *gate_up, size_t N, size_t F) {
     #pragma omp parallel for schedule(static)
     for (size_t n = 0; n < N; n++) {
-        const float *gate = gate_up + n * 2 * F, *up = gate + F, *dy = dout + n * F;
-        float *dgate = dgate_up + n * 2 * F, *dup = dgate + F;
+        const real *gate = gate_up + n * 2 * F, *up = gate + F, *dy = dout + n * F;
+        real *dgate = dgate_up + n * 2 * F, *dup = dgate + F;
         #pragma omp simd
         for (size_t f = 0; f < F; f++) {
-            float sigmoid = vec_sigmoid(gate[f]);
-            dgate[f] = dy[f] * up[f] * sigmoid * (1.0f + gate[f] * (1.0f - sigmoid));
+            real sigmoid = real_sigmoid(gate[f]);
+            dgate[f] = dy[f] * up[f] * sigmoid * (1 + gate[f] * (1 - sigmoid));
             dup[f] = dy[f] * gate[f] * sigmoid;
+        }
+    }
+}
+
+// ---- the gated attention unit (SPEC: uvz = rmsnorm(x)·[Wu Wv Wz]ᵀ, out = (silu(u) · attention(q, k, silu(v)))·Woᵀ)
+// E the width of u and v, HS the width of z, q and k.
+
+// The learnt gain and offset of q and k, each (HS): q = silu(z) · q_gain + q_offset.
+typedef struct {
+    real *q_gain, *q_offset, *k_gain, *k_offset;
+} GauGains;
+
+static inline void silu_both(real x, real *value, real *slope) {
+    real sigmoid = real_sigmoid(x);
+    *value = x * sigmoid;
+    *slope = sigmoid * (1 + x * (1 - sigmoid));
+}
+
+//   q, k (B,T,HS), v (B,T,E) written   uvz (B,T,2E+HS)   cosines, sines (T,HS/2)
+static void gau_forward(real *q, real *k, real *v, const real *uvz, GauGains gains, const real *cosines, const real *sines, size_t B, size_t T,
+                        size_t E, size_t HS) {
+    #pragma omp parallel for schedule(static)
+    for (size_t n = 0; n < B * T; n++) {
+        const real *v_in = uvz + n * (2 * E + HS) + E, *z = v_in + E, *cos_t = cosines + n % T * (HS / 2), *sin_t = sines + n % T * (HS / 2);
+        real *q_n = q + n * HS, *k_n = k + n * HS;
+        #pragma omp simd
+        for (size_t e = 0; e < E; e++) v[n * E + e] = v_in[e] * real_sigmoid(v_in[e]);
+        #pragma omp simd
+        for (size_t c = 0; c < HS; c++) {
+            real silu = z[c] * real_sigmoid(z[c]);
+            q_n[c] = silu * gains.q_gain[c] + gains.q_offset[c];
+            k_n[c] = silu * gains.k_gain[c] + gains.k_offset[c];
+        }
+        rotate(q_n, q_n, cos_t, sin_t, HS);
+        rotate(k_n, k_n, cos_t, sin_t, HS);
+    }
+}
+
+//   duvz (B,T,2E+HS) written but for u's part   grads added to   dq, dk (B,T,HS): rotated back in place   dv (B,T,E)
+static void gau_backward(real *duvz, GauGains grads, real *dq, real *dk, const real *dv, const real *uvz, GauGains gains, const real *cosines,
+                         const real *sines, size_t B, size_t T, size_t E, size_t HS) {
+    enum { PART = 16 };
+    #pragma omp parallel for schedule(static)
+    for (size_t n = 0; n < B * T; n++) {
+        size_t at = n * (2 * E + HS) + E;
+        const real *v_in = uvz + at, *z = v_in + E, *cos_t = cosines + n % T * (HS / 2), *sin_t = sines + n % T * (HS / 2);
+        real *dv_in = duvz + at, *dz = dv_in + E, *dq_n = dq + n * HS, *dk_n = dk + n * HS;
+        rotate_back(dq_n, dq_n, cos_t, sin_t, HS);
+        rotate_back(dk_n, dk_n, cos_t, sin_t, HS);
+        #pragma omp simd
+        for (size_t e = 0; e < E; e++) {
+            real value, slope;
+            silu_both(v_in[e], &value, &slope);
+            dv_in[e] = dv[n * E + e] * slope;
+        }
+        #pragma omp simd
+        for (size_t c = 0; c < HS; c++) {
+            real value, slope;
+            silu_both(z[c], &value, &slope);
+            dz[c] = (dq_n[c] * gains.q_gain[c] + dk_n[c] * gains.k_gain[c]) * slope;
+        }
+    }
+    #pragma omp parallel for schedule(static)
+    for (size_t from = 0; from < HS; from += PART) {             // each thread some of the channels, through all rows in order
+        for (size_t n = 0; n < B * T; n++) {
+            const real *z = uvz + n * (2 * E + HS) + 2 * E, *dq_n = dq + n * HS, *dk_n = dk + n * HS;
+            #pragma omp simd
+            for (size_t c = from; c < from + PART; c++) {
+                real silu = z[c] * real_sigmoid(z[c]);
+                grads.q_gain[c] += dq_n[c] * silu;
+                grads.k_gain[c] += dk_n[c] * silu;
+                grads.q_offset[c] += dq_n[c];
+                grads.k_offset[c] += dk_n[c];
+            }
+        }
+    }
+}
+
+// out[n,e] = silu(u[n,e]) · att[n,e]
+//   out (N,E) written   uvz (N,W), its first E columns u   att (N,E)
+static void gau_gate_forward(real *out, const real *uvz, const real *att, size_t N, size_t E, size_t W) {
+    #pragma omp parallel for schedule(static)
+    for (size_t n = 0; n < N; n++) {
+        const real *u = uvz + n * W;
+        #pragma omp simd
+        for (size_t e = 0; e < E; e++) out[n * E + e] = u[e] * real_sigmoid(u[e]) * att[n * E + e];
+    }
+}
+
+//   datt (N,E) written   duvz (N,W): u's part written   dout (N,E)
+static void gau_gate_backward(real *datt, real *duvz, const real *dout, const real *uvz, const real *att, size_t N, size_t E, size_t W) {
+    #pragma omp parallel for schedule(static)
+    for (size_t n = 0; n < N; n++) {
+        const real *u = uvz + n * W;
+        real *du = duvz + n * W;
+        #pragma omp simd
+        for (size_t e = 0; e < E; e++) {
+            real value, slope;
+            silu_both(u[e], &value, &slope);
+            datt[n * E + e] = dout[n * E + e] * value;
+            du[e] = dout[n * E + e] * att[n * E + e] * slope;
         }
     }
 }
 
 // loss[n] = logsumexp(logits[n]) − logits[n,targets[n]];  with `scale` not 0 the logits become their gradient, scale (softmax − onehot)
 //   losses (N) written   logits (N,VP) in, gradient out, 0 past V   targets (N)   mask (N) or NULL: rows with 0 do not count
-static void crossentropy(float *losses, float *logits, const int32_t *targets, const uint8_t *mask, size_t N, size_t V, size_t VP,
-                         float scale) {
+static void crossentropy(real *losses, real *logits, const int32_t *targets, const uint8_t *mask, size_t N, size_t V, size_t VP,
+                         real scale) {
     #pragma omp parallel for schedule(static)
     for (size_t n = 0; n < N; n++) {
-        float *row = logits + n * VP, largest = -INFINITY, sum = 0.0f;
-        losses[n] = 0.0f;
+        real *row = logits + n * VP, largest = -INFINITY, sum = 0;
+        losses[n] = 0;
         if (mask && !mask[n]) {
-            if (scale != 0.0f) memset(row, 0, VP * sizeof *row);
+            if (scale != 0) memset(row, 0, VP * sizeof *row);
             continue;
         }
-        float target = row[targets[n]];
+        real target = row[targets[n]];
         #pragma omp simd reduction(max : largest)
         for (size_t v = 0; v < V; v++) largest = row[v] > largest ? row[v] : largest;
-        if (scale == 0.0f) {
+        if (scale == 0) {
             #pragma omp simd reduction(+ : sum)
-            for (size_t v = 0; v < V; v++) sum += vec_exp(row[v] - largest);
+            for (size_t v = 0; v < V; v++) sum += real_exp(row[v] - largest);
         } else {
             #pragma omp simd reduction(+ : sum)
             for (size_t v = 0; v < V; v++) {
-                row[v] = vec_exp(row[v] - largest);
+                row[v] = real_exp(row[v] - largest);
                 sum += row[v];
             }
-            float factor = scale / sum;
+            real factor = scale / sum;
             #pragma omp simd
             for (size_t v = 0; v < V; v++) row[v] *= factor;
             row[targets[n]] -= scale;
             memset(row + V, 0, (VP - V) * sizeof *row);
         }
-        losses[n] = logf(sum) + largest - target;
+        losses[n] = real_log(sum) + largest - target;
     }
 }
 
@@ -305,45 +406,60 @@ enum { LOSS_ROWS = 512 };          // rows whose logits stand in memory at a tim
 typedef struct {
     ModelConfig config;
     TensorList list;
-    float *params, *grads, *mean, *square;       // list.floats each; the last three are NULL for a model that only generates
+    real *params, *grads, *mean, *square;       // list.floats each; the last three are NULL for a model that only generates
     uint16_t *params_bf16;                       // a rounded copy for the products, with --dtype bf16
 
     size_t B, T;                                 // what the activations have room for: B·T rows, sequences of at most T
-    float *x;            // (layers + 1, N, C)   the residual stream, before each layer and at the end
-    float *q, *k, *v;    // (layers, N, C)       by head, after RoPE
-    float *stats;        // (layers, N·NH, 2)    of the rows of attention
-    float *att;          // (layers, N, C)       attention's output
-    float *x_mid;        // (layers, N, C)       the residual stream between attention and feed-forward
-    float *gate_up;      // (layers, N, 2F)
+    // E is the width of all heads' values: C, or a gated unit's F; K that of their q and k: C, or a unit's GAU_HEAD.
+    real *x;             // (layers + 1, N, C)   the residual stream, before each layer and at the end
+    real *q, *k, *v;     // (layers, N, K or E)  by head, after RoPE
+    real *stats;         // (layers, N·NH, ROW_STATS) of the rows of attention
+    real *att;           // (layers, N, E)       attention's output
+    real *x_mid;         // (layers, N, C)       the residual stream between attention and feed-forward
+    real *gate_up;       // (layers, N, 2F)
+    real *uvz;           // (layers, N, 2F + K)  of gated units, which have neither x_mid nor gate_up
 
-    float *h;            // (N, C)               a normalised input
-    float *qkv;          // (N, 3C)              and its gradient
-    float *act;          // (N, F)
-    float *logits;       // (LOSS_ROWS, VP)
-    float *losses;       // (N)
-    float *dx, *dh, *datt, *dact, *dgate_up;     // gradients of x, h, att, act, gate_up
-    float *dq, *dk, *dv;
-    float *rms;          // (N)
-    float *attention;    // scratch of attention_cpu.c
+    real *h;            // (N, C)               a normalised input
+    real *qkv;          // (N, 3C)              and its gradient; of gated units that of uvz
+    real *act;          // (N, F)
+    real *logits;       // (LOSS_ROWS, VP)
+    real *losses;       // (N)
+    real *dx, *dh, *datt, *dact, *dgate_up;     // gradients of x, h, att, act, gate_up
+    real *dq, *dk, *dv;
+    real *rms;          // (N)
+    real *attention;    // scratch of attention_cpu.c
     void *products;      // scratch of gemm_bf16
-    float *cosines, *sines;                      // (T, HS/2)
+    real *cosines, *sines;                      // (T, HS/2)
     double *sums;        // partial sums of the gradient's norm
 
     uint64_t rows_without_weight, rows;          // of attention, since someone set them to 0
     MemoryPlan plan;
 } Model;
 
-static size_t head_size(const ModelConfig *c) {
-    return (size_t)(c->channels / c->heads);
-}
-
 static Operand weight(const Model *m, size_t offset) {
     return (Operand){.f32 = m->params + offset, .bf16 = m->params_bf16 ? m->params_bf16 + offset : NULL};
 }
 
-// s of a layer's heads, or NULL
-static const float *s_of(const Model *m, size_t layer) {
-    return normalizer_has_s(&m->config.attn) ? m->params + m->list.layers[layer].s : NULL;
+// The learnt scalars of a layer, in the parameters or in an array like theirs; NULL for those that the normaliser lacks.
+static AttentionScalarGrads scalars_in(const Model *m, real *array, size_t layer, bool (*wanted)(const Normalizer *, Scalar)) {
+    const LayerOffsets *at = &m->list.layers[layer];
+    const Normalizer *attn = &m->config.attn;
+    return (AttentionScalarGrads){wanted(attn, SCALAR_S) ? array + at->s : NULL, wanted(attn, SCALAR_B) ? array + at->b : NULL,
+                                  wanted(attn, SCALAR_P) ? array + m->list.p : NULL};
+}
+
+static AttentionScalars scalars_of(const Model *m, size_t layer) {
+    AttentionScalarGrads there = scalars_in(m, m->params, layer, normalizer_has);
+    return (AttentionScalars){there.s, there.b, there.p};
+}
+
+static GauGains gains_in(const Model *m, real *array, size_t layer) {
+    const LayerOffsets *at = &m->list.layers[layer];
+    return (GauGains){array + at->q_gain, array + at->q_offset, array + at->k_gain, array + at->k_offset};
+}
+
+static AttentionShape attention_shape(const ModelConfig *c, size_t B, size_t T) {
+    return (AttentionShape){&c->attn, B, T, (size_t)c->heads, head_size(c), value_size(c), c->seq_len};
 }
 
 static size_t norm_chunks(const TensorList *list) {
@@ -352,7 +468,17 @@ static size_t norm_chunks(const TensorList *list) {
     return count;
 }
 
-#define FLOATS(n) ((size_t)(n) * sizeof(float))
+#define FLOATS(n) ((size_t)(n) * sizeof(real))
+
+// The widest inputs of a row to a product: of the first operand (a gradient or an activation), of the second in dweight.
+static size_t widest_first(const ModelConfig *c) {
+    size_t C = (size_t)c->channels, F = (size_t)c->ffn, joined = c->block == BLOCK_GAU ? 2 * F + GAU_HEAD : 3 * C;
+    return joined > 2 * F ? joined : 2 * F;
+}
+
+static size_t widest_second(const ModelConfig *c) {
+    return (size_t)(c->channels > c->ffn ? c->channels : c->ffn);
+}
 
 static void plan_parameters(Model *m, bool train, bool bf16) {
     size_t floats = m->list.floats;
@@ -367,104 +493,184 @@ static void plan_parameters(Model *m, bool train, bool bf16) {
 
 static void plan_activations(Model *m, size_t B, size_t T, bool bf16) {
     const ModelConfig *c = &m->config;
+    bool gau = c->block == BLOCK_GAU;
     size_t N = B * T, C = (size_t)c->channels, F = (size_t)c->ffn, VP = padded_vocab(c), L = (size_t)c->layers, NH = (size_t)c->heads;
-    size_t HS = head_size(c), loss_rows = N < LOSS_ROWS ? N : LOSS_ROWS;
+    size_t HS = head_size(c), K = NH * HS, E = NH * value_size(c), W = gau ? 2 * F + K : 3 * C, loss_rows = N < LOSS_ROWS ? N : LOSS_ROWS;
     m->B = B;
     m->T = T;
     const char *kept = "activations kept for the backward pass", *scratch = "scratch";
     memory_add(&m->plan, kept, (void **)&m->x, FLOATS((L + 1) * N * C));
-    memory_add(&m->plan, kept, (void **)&m->q, FLOATS(L * N * C));
-    memory_add(&m->plan, kept, (void **)&m->k, FLOATS(L * N * C));
-    memory_add(&m->plan, kept, (void **)&m->v, FLOATS(L * N * C));
-    memory_add(&m->plan, kept, (void **)&m->stats, FLOATS(L * N * NH * 2));
-    memory_add(&m->plan, kept, (void **)&m->att, FLOATS(L * N * C));
-    memory_add(&m->plan, kept, (void **)&m->x_mid, FLOATS(L * N * C));
-    memory_add(&m->plan, kept, (void **)&m->gate_up, FLOATS(L * N * 2 * F));
+    memory_add(&m->plan, kept, (void **)&m->q, FLOATS(L * N * K));
+    memory_add(&m->plan, kept, (void **)&m->k, FLOATS(L * N * K));
+    memory_add(&m->plan, kept, (void **)&m->v, FLOATS(L * N * E));
+    memory_add(&m->plan, kept, (void **)&m->stats, FLOATS(L * N * NH * ROW_STATS));
+    memory_add(&m->plan, kept, (void **)&m->att, FLOATS(L * N * E));
+    if (gau) {
+        memory_add(&m->plan, kept, (void **)&m->uvz, FLOATS(L * N * W));
+    } else {
+        memory_add(&m->plan, kept, (void **)&m->x_mid, FLOATS(L * N * C));
+        memory_add(&m->plan, kept, (void **)&m->gate_up, FLOATS(L * N * 2 * F));
+        memory_add(&m->plan, scratch, (void **)&m->dgate_up, FLOATS(N * 2 * F));
+    }
     memory_add(&m->plan, scratch, (void **)&m->h, FLOATS(N * C));
-    memory_add(&m->plan, scratch, (void **)&m->qkv, FLOATS(N * 3 * C));
+    memory_add(&m->plan, scratch, (void **)&m->qkv, FLOATS(N * W));
     memory_add(&m->plan, scratch, (void **)&m->act, FLOATS(N * F));
     memory_add(&m->plan, "logits of some rows", (void **)&m->logits, FLOATS(loss_rows * VP));
     memory_add(&m->plan, scratch, (void **)&m->losses, FLOATS(N));
     memory_add(&m->plan, scratch, (void **)&m->dx, FLOATS(N * C));
     memory_add(&m->plan, scratch, (void **)&m->dh, FLOATS(N * C));
-    memory_add(&m->plan, scratch, (void **)&m->datt, FLOATS(N * C));
+    memory_add(&m->plan, scratch, (void **)&m->datt, FLOATS(N * E));
     memory_add(&m->plan, scratch, (void **)&m->dact, FLOATS(N * F));
-    memory_add(&m->plan, scratch, (void **)&m->dgate_up, FLOATS(N * 2 * F));
-    memory_add(&m->plan, scratch, (void **)&m->dq, FLOATS(N * C));
-    memory_add(&m->plan, scratch, (void **)&m->dk, FLOATS(N * C));
-    memory_add(&m->plan, scratch, (void **)&m->dv, FLOATS(N * C));
+    memory_add(&m->plan, scratch, (void **)&m->dq, FLOATS(N * K));
+    memory_add(&m->plan, scratch, (void **)&m->dk, FLOATS(N * K));
+    memory_add(&m->plan, scratch, (void **)&m->dv, FLOATS(N * E));
     memory_add(&m->plan, scratch, (void **)&m->rms, FLOATS(N));
-    AttentionShape shape = {&c->attn, B, T, NH, HS};
-    memory_add(&m->plan, scratch, (void **)&m->attention, FLOATS(attention_scratch(shape, omp_get_max_threads())));
+    memory_add(&m->plan, scratch, (void **)&m->attention, FLOATS(attention_scratch(attention_shape(c, B, T), omp_get_max_threads())));
     memory_add(&m->plan, scratch, (void **)&m->cosines, FLOATS(T * HS / 2));
     memory_add(&m->plan, scratch, (void **)&m->sines, FLOATS(T * HS / 2));
-    size_t wide = 3 * C > 2 * F ? 3 * C : 2 * F, largest_a = N * wide, largest_b = N * (C > F ? C : F);
-    if (loss_rows * VP > largest_a) largest_a = loss_rows * VP;
-    if (bf16) memory_add(&m->plan, "scratch of bfloat16 products", &m->products, gemm_bf16_scratch(largest_a, largest_b));
+    size_t largest_a = N * widest_first(c) > loss_rows * VP ? N * widest_first(c) : loss_rows * VP;
+    if (bf16) memory_add(&m->plan, "scratch of bfloat16 products", &m->products, gemm_bf16_scratch(largest_a, N * widest_second(c)));
 }
 
 // After memory_take().
 static void model_ready(Model *m) {
     const ModelConfig *c = &m->config;
-    size_t N = m->B * m->T, C = (size_t)c->channels, F = (size_t)c->ffn, wide = 3 * C > 2 * F ? 3 * C : 2 * F;
-    size_t logits = (N < LOSS_ROWS ? N : LOSS_ROWS) * padded_vocab(c), largest_a = N * wide > logits ? N * wide : logits;
-    if (m->products) gemm_bf16_use(m->products, largest_a, N * (C > F ? C : F));
+    size_t N = m->B * m->T, logits = (N < LOSS_ROWS ? N : LOSS_ROWS) * padded_vocab(c);
+    size_t largest_a = N * widest_first(c) > logits ? N * widest_first(c) : logits;
+    if (m->products) gemm_bf16_use(m->products, largest_a, N * widest_second(c));
     rope_table(m->cosines, m->sines, m->T, head_size(c), c->rope_theta);
-}
-
-// The first weights: each tensor's mean and deviation by the list, its numbers by the seed and its place among those that have random
-// ones: so that all normalisers start from the same weights, with or without scalars of their own.
-static void model_init(Model *m, uint64_t seed) {
-    uint64_t place = 0;
-    for (size_t i = 0; i < m->list.count; i++) {
-        const Tensor *t = &m->list.tensors[i];
-        random_normal_fill(m->params + t->offset, t->elements, t->mean, t->std, seed, t->std > 0 ? place++ : 0);
-    }
-}
-
-// The rounded copy, after the weights were set by other means than adamw().
-static void model_round(Model *m) {
-    if (m->params_bf16) bf16_round(m->params_bf16, m->params, m->list.floats);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------
 // 3. Passes
 
+// The part of attention itself, the same in both blocks: q, k, v of the layer are there.
+static void attention_layer_forward(Model *m, size_t l, size_t B, size_t T) {
+    AttentionShape shape = attention_shape(&m->config, B, T);
+    size_t rows = B * T * shape.NH, qk = l * rows * shape.HS, v = l * rows * shape.VS;
+    phase(PHASE_ATTENTION);
+    m->rows_without_weight += attention_forward(m->att + v, m->stats + l * rows * ROW_STATS, m->q + qk, m->k + qk, m->v + v, scalars_of(m, l),
+                                                shape, m->attention);
+    m->rows += rows;
+}
+
+// From m->datt to m->dq, m->dk, m->dv and the gradients of the learnt scalars.
+static void attention_layer_backward(Model *m, size_t l, size_t B, size_t T) {
+    AttentionShape shape = attention_shape(&m->config, B, T);
+    size_t rows = B * T * shape.NH, qk = l * rows * shape.HS, v = l * rows * shape.VS;
+    phase(PHASE_ATTENTION);
+    attention_backward(m->dq, m->dk, m->dv, scalars_in(m, m->grads, l, normalizer_trains), m->datt, m->att + v, m->stats + l * rows * ROW_STATS,
+                       m->q + qk, m->k + qk, m->v + v, scalars_of(m, l), shape, m->attention);
+}
+
+static void layer_forward(Model *m, size_t l, size_t B, size_t T) {
+    const ModelConfig *c = &m->config;
+    const LayerOffsets *at = &m->list.layers[l];
+    size_t N = B * T, C = (size_t)c->channels, F = (size_t)c->ffn, NH = (size_t)c->heads, HS = head_size(c), here = l * N * C;
+    real *x = m->x + here, *x_mid = m->x_mid + here, *x_next = x + N * C, *gate_up = m->gate_up + l * N * 2 * F;
+    phase(PHASE_NORM);
+    rmsnorm_forward(m->h, x, m->params + at->norm1, N, C);
+    phase(PHASE_PROJECTIONS);
+    matmul_forward(m->qkv, m->h, weight(m, at->q), N, C, 3 * C, false);
+    phase(PHASE_ROPE);
+    rope_forward(m->q + here, m->k + here, m->v + here, m->qkv, m->cosines, m->sines, B, T, NH, HS);
+    attention_layer_forward(m, l, B, T);
+    phase(PHASE_PROJECTIONS);
+    memcpy(x_mid, x, FLOATS(N * C));
+    matmul_forward(x_mid, m->att + here, weight(m, at->o), N, C, C, true);
+
+    phase(PHASE_NORM);
+    rmsnorm_forward(m->h, x_mid, m->params + at->norm2, N, C);
+    phase(PHASE_FEED_FORWARD);
+    matmul_forward(gate_up, m->h, weight(m, at->gate), N, C, 2 * F, false);
+    phase(PHASE_SWIGLU);
+    swiglu_forward(m->act, gate_up, N, F);
+    phase(PHASE_FEED_FORWARD);
+    memcpy(x_next, x_mid, FLOATS(N * C));
+    matmul_forward(x_next, m->act, weight(m, at->down), N, F, C, true);
+}
+
+// m->dx (N,C), the gradient by the residual stream, goes from after the layer to before it.
+static void layer_backward(Model *m, size_t l, size_t B, size_t T, bool add) {
+    const ModelConfig *c = &m->config;
+    const LayerOffsets *at = &m->list.layers[l];
+    size_t N = B * T, C = (size_t)c->channels, F = (size_t)c->ffn, NH = (size_t)c->heads, HS = head_size(c), here = l * N * C;
+    const real *x = m->x + here, *x_mid = m->x_mid + here, *gate_up = m->gate_up + l * N * 2 * F;
+    real *grads = m->grads;
+    phase(PHASE_SWIGLU);
+    swiglu_forward(m->act, gate_up, N, F);
+    phase(PHASE_FEED_FORWARD);
+    matmul_backward(m->dact, grads + at->down, m->dx, m->act, weight(m, at->down), N, F, C, add);
+    phase(PHASE_SWIGLU);
+    swiglu_backward(m->dgate_up, m->dact, gate_up, N, F);
+    phase(PHASE_NORM);
+    rmsnorm_forward(m->h, x_mid, m->params + at->norm2, N, C);
+    phase(PHASE_FEED_FORWARD);
+    matmul_backward(m->dh, grads + at->gate, m->dgate_up, m->h, weight(m, at->gate), N, C, 2 * F, add);
+    phase(PHASE_NORM);
+    rmsnorm_backward(m->dx, grads + at->norm2, m->dh, x_mid, m->params + at->norm2, m->rms, N, C);
+
+    phase(PHASE_PROJECTIONS);
+    matmul_backward(m->datt, grads + at->o, m->dx, m->att + here, weight(m, at->o), N, C, C, add);
+    attention_layer_backward(m, l, B, T);
+    phase(PHASE_ROPE);
+    rope_backward(m->qkv, m->dq, m->dk, m->dv, m->cosines, m->sines, B, T, NH, HS);
+    phase(PHASE_NORM);
+    rmsnorm_forward(m->h, x, m->params + at->norm1, N, C);
+    phase(PHASE_PROJECTIONS);
+    matmul_backward(m->dh, grads + at->q, m->qkv, m->h, weight(m, at->q), N, C, 3 * C, add);
+    phase(PHASE_NORM);
+    rmsnorm_backward(m->dx, grads + at->norm1, m->dh, x, m->params + at->norm1, m->rms, N, C);
+}
+
+static void unit_forward(Model *m, size_t l, size_t B, size_t T) {
+    const LayerOffsets *at = &m->list.layers[l];
+    size_t N = B * T, C = (size_t)m->config.channels, E = (size_t)m->config.ffn, W = 2 * E + GAU_HEAD, qk = l * N * GAU_HEAD;
+    real *x = m->x + l * N * C, *x_next = x + N * C, *uvz = m->uvz + l * N * W;
+    phase(PHASE_NORM);
+    rmsnorm_forward(m->h, x, m->params + at->norm1, N, C);
+    phase(PHASE_PROJECTIONS);
+    matmul_forward(uvz, m->h, weight(m, at->u), N, C, W, false);
+    phase(PHASE_ROPE);
+    gau_forward(m->q + qk, m->k + qk, m->v + l * N * E, uvz, gains_in(m, m->params, l), m->cosines, m->sines, B, T, E, GAU_HEAD);
+    attention_layer_forward(m, l, B, T);
+    phase(PHASE_GATE);
+    gau_gate_forward(m->act, uvz, m->att + l * N * E, N, E, W);
+    phase(PHASE_PROJECTIONS);
+    memcpy(x_next, x, FLOATS(N * C));
+    matmul_forward(x_next, m->act, weight(m, at->o), N, E, C, true);
+}
+
+static void unit_backward(Model *m, size_t l, size_t B, size_t T, bool add) {
+    const LayerOffsets *at = &m->list.layers[l];
+    size_t N = B * T, C = (size_t)m->config.channels, E = (size_t)m->config.ffn, W = 2 * E + GAU_HEAD;
+    const real *x = m->x + l * N * C, *uvz = m->uvz + l * N * W, *att = m->att + l * N * E;
+    real *grads = m->grads, *duvz = m->qkv;
+    phase(PHASE_GATE);
+    gau_gate_forward(m->act, uvz, att, N, E, W);
+    phase(PHASE_PROJECTIONS);
+    matmul_backward(m->dact, grads + at->o, m->dx, m->act, weight(m, at->o), N, E, C, add);
+    phase(PHASE_GATE);
+    gau_gate_backward(m->datt, duvz, m->dact, uvz, att, N, E, W);
+    attention_layer_backward(m, l, B, T);
+    phase(PHASE_ROPE);
+    gau_backward(duvz, gains_in(m, grads, l), m->dq, m->dk, m->dv, uvz, gains_in(m, m->params, l), m->cosines, m->sines, B, T, E, GAU_HEAD);
+    phase(PHASE_NORM);
+    rmsnorm_forward(m->h, x, m->params + at->norm1, N, C);
+    phase(PHASE_PROJECTIONS);
+    matmul_backward(m->dh, grads + at->u, duvz, m->h, weight(m, at->u), N, C, W, add);
+    phase(PHASE_NORM);
+    rmsnorm_backward(m->dx, grads + at->norm1, m->dh, x, m->params + at->norm1, m->rms, N, C);
+}
+
 // Fills the activations, down to the normalised output h (N,C) of the last layer.
 static void model_forward(Model *m, const int32_t *tokens, size_t B, size_t T) {
-    const ModelConfig *c = &m->config;
-    size_t N = B * T, C = (size_t)c->channels, F = (size_t)c->ffn, NH = (size_t)c->heads, HS = head_size(c), layers = (size_t)c->layers;
+    size_t N = B * T, C = (size_t)m->config.channels, layers = (size_t)m->config.layers;
     phase(PHASE_EMBEDDING);
     embedding_forward(m->x, m->params + m->list.embedding, tokens, N, C);
     for (size_t l = 0; l < layers; l++) {
-        const LayerOffsets *at = &m->list.layers[l];
-        float *x = m->x + l * N * C, *x_mid = m->x_mid + l * N * C, *x_next = x + N * C;
-        float *q = m->q + l * N * C, *k = m->k + l * N * C, *v = m->v + l * N * C, *att = m->att + l * N * C;
-        float *gate_up = m->gate_up + l * N * 2 * F;
-
-        phase(PHASE_NORM);
-        rmsnorm_forward(m->h, x, m->params + at->norm1, N, C);
-        phase(PHASE_PROJECTIONS);
-        matmul_forward(m->qkv, m->h, weight(m, at->q), N, C, 3 * C, false);
-        phase(PHASE_ROPE);
-        rope_forward(q, k, v, m->qkv, m->cosines, m->sines, B, T, NH, HS);
-        phase(PHASE_ATTENTION);
-        AttentionShape shape = {&c->attn, B, T, NH, HS};
-        m->rows_without_weight += attention_forward(att, m->stats + l * N * NH * 2, q, k, v, s_of(m, l), shape, m->attention);
-        m->rows += N * NH;
-        phase(PHASE_PROJECTIONS);
-        memcpy(x_mid, x, FLOATS(N * C));
-        matmul_forward(x_mid, att, weight(m, at->o), N, C, C, true);
-
-        phase(PHASE_NORM);
-        rmsnorm_forward(m->h, x_mid, m->params + at->norm2, N, C);
-        phase(PHASE_FEED_FORWARD);
-        matmul_forward(gate_up, m->h, weight(m, at->gate), N, C, 2 * F, false);
-        phase(PHASE_SWIGLU);
-        swiglu_forward(m->act, gate_up, N, F);
-        phase(PHASE_FEED_FORWARD);
-        memcpy(x_next, x_mid, FLOATS(N * C));
-        matmul_forward(x_next, m->act, weight(m, at->down), N, F, C, true);
+        if (m->config.block == BLOCK_GAU) unit_forward(m, l, B, T);
+        else layer_forward(m, l, B, T);
     }
     phase(PHASE_NORM);
     rmsnorm_forward(m->h, m->x + layers * N * C, m->params + m->list.norm, N, C);
@@ -473,17 +679,17 @@ static void model_forward(Model *m, const int32_t *tokens, size_t B, size_t T) {
 
 // The sum of the losses of N rows, in parts of LOSS_ROWS, so that their memory does not grow with N. With `scale` not 0 also the gradients of the
 // sum times scale: m->dh (N,C) written, the output projection's gradient written, or added to when `add`.
-static double model_loss(Model *m, const int32_t *targets, const uint8_t *mask, size_t N, float scale, bool add) {
+static double model_loss(Model *m, const int32_t *targets, const uint8_t *mask, size_t N, real scale, bool add) {
     size_t C = (size_t)m->config.channels, V = (size_t)m->config.vocab, VP = padded_vocab(&m->config);
     Operand head = weight(m, m->list.head);
     double sum = 0;
     phase(PHASE_CLASSIFIER);
     for (size_t from = 0; from < N; from += LOSS_ROWS) {
         size_t rows = N - from < LOSS_ROWS ? N - from : LOSS_ROWS;
-        const float *h = m->h + from * C;
+        const real *h = m->h + from * C;
         matmul_forward(m->logits, h, head, rows, C, VP, false);
         crossentropy(m->losses + from, m->logits, targets + from, mask ? mask + from : NULL, rows, V, VP, scale);
-        if (scale != 0.0f)
+        if (scale != 0)
             matmul_backward(m->dh + from * C, m->grads + m->list.head, m->logits, h, head, rows, C, VP, add || from > 0);
     }
     for (size_t n = 0; n < N; n++) sum += m->losses[n];
@@ -494,48 +700,16 @@ static double model_loss(Model *m, const int32_t *targets, const uint8_t *mask, 
 // The gradients of all parameters but the output projection, from m->dh and the activations; matrices written, or added to when `add`,
 // all others added to. What the forward pass did not keep (normalised inputs, swiglu's output) is computed again.
 static void model_backward(Model *m, const int32_t *tokens, size_t B, size_t T, bool add) {
-    const ModelConfig *c = &m->config;
-    size_t N = B * T, C = (size_t)c->channels, F = (size_t)c->ffn, NH = (size_t)c->heads, HS = head_size(c), layers = (size_t)c->layers;
-    float *grads = m->grads;
+    size_t N = B * T, C = (size_t)m->config.channels, layers = (size_t)m->config.layers;
     phase(PHASE_NORM);
     memset(m->dx, 0, FLOATS(N * C));
-    rmsnorm_backward(m->dx, grads + m->list.norm, m->dh, m->x + layers * N * C, m->params + m->list.norm, m->rms, N, C);
+    rmsnorm_backward(m->dx, m->grads + m->list.norm, m->dh, m->x + layers * N * C, m->params + m->list.norm, m->rms, N, C);
     for (size_t l = layers; l-- > 0;) {
-        const LayerOffsets *at = &m->list.layers[l];
-        const float *x = m->x + l * N * C, *x_mid = m->x_mid + l * N * C, *gate_up = m->gate_up + l * N * 2 * F;
-        const float *q = m->q + l * N * C, *k = m->k + l * N * C, *v = m->v + l * N * C, *att = m->att + l * N * C;
-
-        phase(PHASE_SWIGLU);
-        swiglu_forward(m->act, gate_up, N, F);
-        phase(PHASE_FEED_FORWARD);
-        matmul_backward(m->dact, grads + at->down, m->dx, m->act, weight(m, at->down), N, F, C, add);
-        phase(PHASE_SWIGLU);
-        swiglu_backward(m->dgate_up, m->dact, gate_up, N, F);
-        phase(PHASE_NORM);
-        rmsnorm_forward(m->h, x_mid, m->params + at->norm2, N, C);
-        phase(PHASE_FEED_FORWARD);
-        matmul_backward(m->dh, grads + at->gate, m->dgate_up, m->h, weight(m, at->gate), N, C, 2 * F, add);
-        phase(PHASE_NORM);
-        rmsnorm_backward(m->dx, grads + at->norm2, m->dh, x_mid, m->params + at->norm2, m->rms, N, C);
-
-        phase(PHASE_PROJECTIONS);
-        matmul_backward(m->datt, grads + at->o, m->dx, att, weight(m, at->o), N, C, C, add);
-        phase(PHASE_ATTENTION);
-        AttentionShape shape = {&c->attn, B, T, NH, HS};
-        const float *s = s_of(m, l);
-        attention_backward(m->dq, m->dk, m->dv, s ? grads + at->s : NULL, m->datt, att, m->stats + l * N * NH * 2, q, k, v, s, shape,
-                           m->attention);
-        phase(PHASE_ROPE);
-        rope_backward(m->qkv, m->dq, m->dk, m->dv, m->cosines, m->sines, B, T, NH, HS);
-        phase(PHASE_NORM);
-        rmsnorm_forward(m->h, x, m->params + at->norm1, N, C);
-        phase(PHASE_PROJECTIONS);
-        matmul_backward(m->dh, grads + at->q, m->qkv, m->h, weight(m, at->q), N, C, 3 * C, add);
-        phase(PHASE_NORM);
-        rmsnorm_backward(m->dx, grads + at->norm1, m->dh, x, m->params + at->norm1, m->rms, N, C);
+        if (m->config.block == BLOCK_GAU) unit_backward(m, l, B, T, add);
+        else layer_backward(m, l, B, T, add);
     }
     phase(PHASE_EMBEDDING);
-    embedding_backward(grads + m->list.embedding, m->dx, tokens, N, C);
+    embedding_backward(m->grads + m->list.embedding, m->dx, tokens, N, C);
     phase(PHASE_OTHER);
 }
 
@@ -549,7 +723,7 @@ static void model_zero_gradients(Model *m) {
 }
 
 // One micro-batch: the sum of its losses; gradients of that sum times `scale` added to m->grads (`first`: the step's first).
-static double model_step(Model *m, const int32_t *inputs, const int32_t *targets, const uint8_t *mask, size_t B, size_t T, float scale,
+static double model_step(Model *m, const int32_t *inputs, const int32_t *targets, const uint8_t *mask, size_t B, size_t T, real scale,
                          bool first) {
     if (first) model_zero_gradients(m);
     model_forward(m, inputs, B, T);
@@ -567,7 +741,7 @@ static double gradient_norm(const Model *m) {
     size_t at = 0;
     for (size_t i = 0; i < m->list.count; i++) {
         const Tensor *t = &m->list.tensors[i];
-        const float *g = m->grads + t->offset;
+        const real *g = m->grads + t->offset;
         size_t pieces = (t->elements + PIECE - 1) / PIECE;
         if (!tensor_trained(t, &m->config.attn)) continue;
         #pragma omp parallel for schedule(static) if (pieces > 1)
@@ -593,24 +767,24 @@ typedef struct {
 // m = b1 m + (1 − b1) g,  v = b2 v + (1 − b2) g²,  p −= lr (m/(1 − b1^t) / (sqrt(v/(1 − b2^t)) + eps) + wd p),  g = gradient · grad_scale
 //   param, mean, square (n) updated   grad (n)   rounded (n) written, or NULL
 // Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019).
-static void adamw(float *param, float *mean, float *square, uint16_t *rounded, const float *grad, size_t n, AdamW a, bool decay) {
-    float b1 = (float)a.beta1, b2 = (float)a.beta2, scale = (float)a.grad_scale, eps = (float)a.eps;
-    float one_b1 = (float)(1 - a.beta1), one_b2 = (float)(1 - a.beta2);
-    float rate = (float)(a.lr / (1 - pow(a.beta1, (double)a.step)));
-    float square_scale = (float)(1 / (1 - pow(a.beta2, (double)a.step)));
-    float keep = decay ? (float)(1 - a.lr * a.weight_decay) : 1.0f;
+static void adamw(real *param, real *mean, real *square, uint16_t *rounded, const real *grad, size_t n, AdamW a, bool decay) {
+    real b1 = (real)a.beta1, b2 = (real)a.beta2, scale = (real)a.grad_scale, eps = (real)a.eps;
+    real one_b1 = (real)(1 - a.beta1), one_b2 = (real)(1 - a.beta2);
+    real rate = (real)(a.lr / (1 - pow(a.beta1, (double)a.step)));
+    real square_scale = (real)(1 / (1 - pow(a.beta2, (double)a.step)));
+    real keep = decay ? (real)(1 - a.lr * a.weight_decay) : 1;
     enum { PIECE = 4096 };                     // rounded while it is still in the cache
     #pragma omp parallel for schedule(static) if (n > 2 * PIECE)
     for (size_t from = 0; from < n; from += PIECE) {
         size_t to = from + PIECE < n ? from + PIECE : n;
         #pragma omp simd
         for (size_t i = from; i < to; i++) {
-            float g = grad[i] * scale;
-            float mean_i = b1 * mean[i] + one_b1 * g;
-            float square_i = b2 * square[i] + one_b2 * g * g;
+            real g = grad[i] * scale;
+            real mean_i = b1 * mean[i] + one_b1 * g;
+            real square_i = b2 * square[i] + one_b2 * g * g;
             mean[i] = mean_i;
             square[i] = square_i;
-            param[i] = keep * param[i] - rate * mean_i / (sqrtf(square_i * square_scale) + eps);
+            param[i] = keep * param[i] - rate * mean_i / (real_sqrt(square_i * square_scale) + eps);
         }
         if (!rounded) continue;
         #pragma omp simd
@@ -627,6 +801,7 @@ static void model_update(Model *m, AdamW a) {
     }
 }
 
+#ifndef LAYERS_ONLY              // as dev/tests/test_gradients.c has them, in double
 // ---------------------------------------------------------------------------------------------------------------------------
 // 5. Decoding
 
@@ -636,8 +811,9 @@ enum { PREFILL_ROWS = 64,          // prompt tokens that go through the layers t
 typedef struct {
     Model *m;
     size_t sequences, length, rows;              // sequences at once, their longest length, rows a call
-    float *k, *v;                                // (layers, sequences, length, C)
-    float *x, *h, *qkv, *att, *gate_up, *act;    // (rows, ...)
+    float *k, *v;                                // (layers, sequences, length, K or E)
+    float *x, *h, *qkv, *att, *gate_up, *act;    // (rows, ...); of gated units qkv is uvz
+    float *q;                                    // (rows, K)
     float *logits;                               // (sequences, V)
     float *scores;                               // (threads, length)
     float *cosines, *sines;                      // (length, HS/2)
@@ -645,16 +821,19 @@ typedef struct {
 
 static void plan_decoder(Decoder *d, Model *m, MemoryPlan *plan, size_t sequences, size_t length) {
     const ModelConfig *c = &m->config;
+    bool gau = c->block == BLOCK_GAU;
     size_t C = (size_t)c->channels, F = (size_t)c->ffn, rows = sequences > PREFILL_ROWS ? sequences : PREFILL_ROWS;
+    size_t K = (size_t)c->heads * head_size(c), E = (size_t)c->heads * value_size(c), cached = (size_t)c->layers * sequences * length;
     const char *kind = "key-value cache and decoding";
     *d = (Decoder){.m = m, .sequences = sequences, .length = length, .rows = rows};
-    memory_add(plan, kind, (void **)&d->k, FLOATS((size_t)c->layers * sequences * length * C));
-    memory_add(plan, kind, (void **)&d->v, FLOATS((size_t)c->layers * sequences * length * C));
+    memory_add(plan, kind, (void **)&d->k, FLOATS(cached * K));
+    memory_add(plan, kind, (void **)&d->v, FLOATS(cached * E));
     memory_add(plan, kind, (void **)&d->x, FLOATS(rows * C));
     memory_add(plan, kind, (void **)&d->h, FLOATS(rows * C));
-    memory_add(plan, kind, (void **)&d->qkv, FLOATS(rows * 3 * C));
-    memory_add(plan, kind, (void **)&d->att, FLOATS(rows * C));
-    memory_add(plan, kind, (void **)&d->gate_up, FLOATS(rows * 2 * F));
+    memory_add(plan, kind, (void **)&d->q, FLOATS(rows * K));
+    memory_add(plan, kind, (void **)&d->qkv, FLOATS(rows * (gau ? 2 * F + K : 3 * C)));
+    memory_add(plan, kind, (void **)&d->att, FLOATS(rows * E));
+    if (!gau) memory_add(plan, kind, (void **)&d->gate_up, FLOATS(rows * 2 * F));
     memory_add(plan, kind, (void **)&d->act, FLOATS(rows * F));
     memory_add(plan, kind, (void **)&d->logits, FLOATS(sequences * (size_t)c->vocab));
     memory_add(plan, kind, (void **)&d->scores, FLOATS((size_t)omp_get_max_threads() * length));
@@ -673,30 +852,43 @@ typedef struct {
     size_t sequence, position;
 } DecodeRow;
 
+// q of a row, and its k and v into the cache (K and E numbers), from the products of a Llama layer or of a gated unit.
+static void decode_qkv(Decoder *d, const DecodeRow *row, size_t r, size_t layer, float *k, float *v) {
+    const ModelConfig *c = &d->m->config;
+    size_t C = (size_t)c->channels, E = (size_t)c->ffn, NH = (size_t)c->heads, HS = head_size(c);
+    const float *cosines = d->cosines + row->position * (HS / 2), *sines = d->sines + row->position * (HS / 2);
+    float *q = d->q + r * NH * HS;
+    if (c->block == BLOCK_GAU) {
+        gau_forward(q, k, v, d->qkv + r * (2 * E + HS), gains_in(d->m, d->m->params, layer), cosines, sines, 1, 1, E, HS);
+        return;
+    }
+    const float *qkv = d->qkv + r * 3 * C;
+    for (size_t h = 0; h < NH; h++) {
+        rotate(q + h * HS, qkv + h * HS, cosines, sines, HS);
+        rotate(k + h * HS, qkv + C + h * HS, cosines, sines, HS);
+    }
+    memcpy(v, qkv + 2 * C, FLOATS(C));
+}
+
 // Attention of one layer for all rows: their keys and values join the cache first, so that a row sees those before it in the same call.
 static void decode_attention(Decoder *d, const DecodeRow *rows, size_t count, size_t layer) {
     const ModelConfig *c = &d->m->config;
-    size_t C = (size_t)c->channels, NH = (size_t)c->heads, HS = head_size(c), half = HS / 2;
-    const float *s = s_of(d->m, layer);
+    AttentionShape shape = attention_shape(c, 1, d->length);
+    AttentionScalars scalars = scalars_of(d->m, layer);
+    size_t NH = shape.NH, HS = shape.HS, VS = shape.VS, K = NH * HS, E = NH * VS;
     #pragma omp parallel
     {
         #pragma omp for schedule(static)
         for (size_t r = 0; r < count; r++) {
-            size_t to = ((layer * d->sequences + rows[r].sequence) * d->length + rows[r].position) * C;
-            const float *cosines = d->cosines + rows[r].position * half, *sines = d->sines + rows[r].position * half;
-            float *qkv = d->qkv + r * 3 * C;
-            for (size_t h = 0; h < NH; h++) {
-                rotate(qkv + h * HS, qkv + h * HS, cosines, sines, HS);
-                rotate(d->k + to + h * HS, qkv + C + h * HS, cosines, sines, HS);
-            }
-            memcpy(d->v + to, qkv + 2 * C, FLOATS(C));
+            size_t at = (layer * d->sequences + rows[r].sequence) * d->length + rows[r].position;
+            decode_qkv(d, &rows[r], r, layer, d->k + at * K, d->v + at * E);
         }
         #pragma omp for collapse(2) schedule(dynamic)
         for (size_t r = 0; r < count; r++) {
             for (size_t h = 0; h < NH; h++) {
-                size_t cache = (layer * d->sequences + rows[r].sequence) * d->length * C + h * HS;
-                attention_row(d->att + r * C + h * HS, d->qkv + r * 3 * C + h * HS, d->k + cache, d->v + cache, rows[r].position + 1, C,
-                              HS, &c->attn, s ? s[h] : 1.0f, d->scores + (size_t)omp_get_thread_num() * d->length);
+                size_t cache = (layer * d->sequences + rows[r].sequence) * d->length;
+                attention_row(d->att + r * E + h * VS, d->q + r * K + h * HS, d->k + cache * K + h * HS, K, d->v + cache * E + h * VS, E,
+                              rows[r].position + 1, h, scalars, shape, d->scores + (size_t)omp_get_thread_num() * d->length);
             }
         }
     }
@@ -731,23 +923,40 @@ static void decode_product(float *out, const float *inp, Operand weight, size_t 
         matmul_forward(out, inp, weight, N, C, OC, add);
 }
 
+static void decode_layer(Decoder *d, const DecodeRow *rows, size_t count, size_t l) {
+    Model *m = d->m;
+    const LayerOffsets *at = &m->list.layers[l];
+    size_t C = (size_t)m->config.channels, F = (size_t)m->config.ffn;
+    rmsnorm_forward(d->h, d->x, m->params + at->norm1, count, C);
+    decode_product(d->qkv, d->h, weight(m, at->q), count, C, 3 * C, false);
+    decode_attention(d, rows, count, l);
+    decode_product(d->x, d->att, weight(m, at->o), count, C, C, true);
+    rmsnorm_forward(d->h, d->x, m->params + at->norm2, count, C);
+    decode_product(d->gate_up, d->h, weight(m, at->gate), count, C, 2 * F, false);
+    swiglu_forward(d->act, d->gate_up, count, F);
+    decode_product(d->x, d->act, weight(m, at->down), count, F, C, true);
+}
+
+static void decode_unit(Decoder *d, const DecodeRow *rows, size_t count, size_t l) {
+    Model *m = d->m;
+    const LayerOffsets *at = &m->list.layers[l];
+    size_t C = (size_t)m->config.channels, E = (size_t)m->config.ffn, W = 2 * E + GAU_HEAD;
+    rmsnorm_forward(d->h, d->x, m->params + at->norm1, count, C);
+    decode_product(d->qkv, d->h, weight(m, at->u), count, C, W, false);
+    decode_attention(d, rows, count, l);
+    gau_gate_forward(d->act, d->qkv, d->att, count, E, W);
+    decode_product(d->x, d->act, weight(m, at->o), count, E, C, true);
+}
+
 // Runs at most d->rows rows through the layers; d->x (count,C) is the residual stream at the end.
 static void decode(Decoder *d, const DecodeRow *rows, size_t count) {
     Model *m = d->m;
-    const ModelConfig *c = &m->config;
-    size_t C = (size_t)c->channels, F = (size_t)c->ffn;
+    size_t C = (size_t)m->config.channels;
     for (size_t r = 0; r < count; r++)
         memcpy(d->x + r * C, m->params + m->list.embedding + (size_t)rows[r].token * C, FLOATS(C));
-    for (size_t l = 0; l < (size_t)c->layers; l++) {
-        const LayerOffsets *at = &m->list.layers[l];
-        rmsnorm_forward(d->h, d->x, m->params + at->norm1, count, C);
-        decode_product(d->qkv, d->h, weight(m, at->q), count, C, 3 * C, false);
-        decode_attention(d, rows, count, l);
-        decode_product(d->x, d->att, weight(m, at->o), count, C, C, true);
-        rmsnorm_forward(d->h, d->x, m->params + at->norm2, count, C);
-        decode_product(d->gate_up, d->h, weight(m, at->gate), count, C, 2 * F, false);
-        swiglu_forward(d->act, d->gate_up, count, F);
-        decode_product(d->x, d->act, weight(m, at->down), count, F, C, true);
+    for (size_t l = 0; l < (size_t)m->config.layers; l++) {
+        if (m->config.block == BLOCK_GAU) decode_unit(d, rows, count, l);
+        else decode_layer(d, rows, count, l);
     }
 }
 
@@ -774,10 +983,44 @@ static float *decode_prompt(Decoder *d, const int32_t *prompt, size_t count, siz
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------
-// 6. Checkpoints
+// 6. Weights: the first ones, and those in checkpoints
+
+// The first weights: each tensor's mean and deviation by the list, its numbers by the seed and its place among those that have random
+// ones: so that all normalisers start from the same weights, with or without scalars of their own.
+static void model_init(Model *m, uint64_t seed) {
+    uint64_t place = 0;
+    for (size_t i = 0; i < m->list.count; i++) {
+        const Tensor *t = &m->list.tensors[i];
+        random_normal_fill(m->params + t->offset, t->elements, t->mean, t->std, seed, t->std > 0 ? place++ : 0);
+    }
+}
+
+// The rounded copy, after the weights were set by other means than adamw().
+static void model_round(Model *m) {
+    if (m->params_bf16) bf16_round(m->params_bf16, m->params, m->list.floats);
+}
+
+// Each learnt scalar that a model under `from` does not bring along starts at its first value.
+static void start_scalars(Model *m, const Normalizer *from) {
+    for (size_t i = 0; i < m->list.count; i++) {
+        const Tensor *t = &m->list.tensors[i];
+        if (!t->scalar || !tensor_exists(t, &m->config.attn) || normalizer_keeps(from, &m->config.attn, t->scalar)) continue;
+        float start = (float)normalizer_start(&m->config.attn, t->scalar, m->config.seq_len);
+        for (size_t j = 0; j < t->elements; j++) m->params[t->offset + j] = start;
+        if (m->mean) memset(m->mean + t->offset, 0, FLOATS(t->elements)), memset(m->square + t->offset, 0, FLOATS(t->elements));
+    }
+}
+
+static bool check_scalars(const Model *m, const Tensor *t, const char *folder, Error *error) {
+    for (size_t j = 0; t->scalar && j < t->elements; j++)
+        if (!isfinite(m->params[t->offset + j]))
+            return error_set(error, EXIT_INPUT, "%s: %s[%zu] is %g; a learnt scalar of attention must be finite.", folder, t->name, j,
+                             (double)m->params[t->offset + j]);
+    return true;
+}
 
 // Loads all tensors of the model from a folder with model.safetensors; under bfloat16 the masters are optimizer.safetensors' matter.
-// s, which another normaliser than the folder's may bring, starts at its first value.
+// Learnt scalars that another normaliser than the folder's brings start at their first values.
 static bool model_load(Model *m, const char *folder, Error *error) {
     ModelConfig saved;
     Safetensors *file = model_config_read(&saved, folder, error) ? safetensors_open(folder, error) : NULL;
@@ -785,13 +1028,11 @@ static bool model_load(Model *m, const char *folder, Error *error) {
     bool done = true;
     for (size_t i = 0; done && i < m->list.count; i++) {
         const Tensor *t = &m->list.tensors[i];
-        if (!tensor_exists(t, &saved.attn)) {
-            for (size_t j = 0; j < t->elements; j++) m->params[t->offset + j] = t->mean;
-            continue;
-        }
-        done = safetensors_read(file, t->name, t->ndim, t->shape, m->params + t->offset, error);
+        if (!tensor_exists(t, &saved.attn)) continue;
+        done = safetensors_read(file, t->name, t->ndim, t->shape, m->params + t->offset, error) && check_scalars(m, t, folder, error);
     }
     safetensors_close(file);
+    start_scalars(m, &saved.attn);
     model_round(m);
     return done;
 }
@@ -888,6 +1129,8 @@ typedef struct {
     double flops;                      // the peak of all processes
     int32_t *window, *inputs, *targets;
     uint8_t *window_mask, *mask;       // NULL where everything counts
+    char *scalars;                     // text of metrics.jsonl about the learnt scalars
+    size_t scalars_size;
 } Run;
 
 static bool is_main(void) {
@@ -971,16 +1214,15 @@ static void settle_loaded(Run *run) {
     const TrainOptions *o = &run->o;
     ModelConfig *config = &run->model.config, asked;
     Error error;
+    char shape[256];
     if (!model_config_read(config, o->init_from, &error) || !checkpoint_verify(o->init_from, true, &error)) fail_with(&error);
     run->loaded = config->attn;
     if (train_options_given(o, "rope-theta")) config->rope_theta = o->rope_theta;
     if (!train_options_given(o, "model")) return;
     if (!model_parse(&asked, o->model, &error)) fail_with(&error);
-    if (asked.layers != config->layers || asked.heads != config->heads || asked.channels != config->channels ||
-        asked.ffn != config->ffn || asked.vocab != config->vocab || asked.tied != config->tied)
-        fail(EXIT_USAGE, "--model %s is not the shape of %s: layers=%d,heads=%d,channels=%d,ffn=%d,tied=%d,vocab=%d.\n"
-             "  Leave --model out to take that.", o->model, o->init_from, config->layers, config->heads, config->channels,
-             config->ffn, config->tied, config->vocab);
+    if (!model_same_shape(&asked, config))
+        fail(EXIT_USAGE, "--model %s is not the shape of %s: %s.\n  Leave --model out to take that.", o->model, o->init_from,
+             model_text(config, shape, sizeof shape));
 }
 
 // T, the longest of --seq-len
@@ -1014,6 +1256,8 @@ static void settle_model(Run *run, char *folder, size_t size) {
     if ((!o->init_from || train_options_given(o, "attn") || run->started_over) && !normalizer_parse(&config->attn, o->attn, message, sizeof message))
         fail(EXIT_USAGE, "--attn %s: %s.", o->attn, message);
     if (o->norm_length) config->seq_len = (int)o->norm_length;
+    if (o->norm_length && run->loaded.text[0] && normalizer_has(&run->loaded, SCALAR_P))
+        fail(EXIT_USAGE, "--norm-length %lld: %s has learnt p_n for its own length; leave the flag out.", (long long)o->norm_length, o->init_from);
     run->lineage = cJSON_CreateArray();
     run_lineage_add(run->lineage, 0, o->init_from ? "init-from" : "start", "attn", config->attn.text, o->init_from ? "from" : NULL,
                     o->init_from, NULL);
@@ -1078,6 +1322,15 @@ static void settle_tokenizer(Run *run, const char *weights) {
     run->model.config.end_of_text = tokenizer_end_of_text(run->tokenizer);
 }
 
+// What a normaliser asks of the lengths.
+static void check_normalizer(const Run *run, const Normalizer *attn, const char *flag) {
+    char message[1024];
+    int L = run->model.config.seq_len;
+    if (!normalizer_fits(attn, L, message, sizeof message)) fail(EXIT_USAGE, "%s %s.", flag, message);
+    if (normalizer_has(attn, SCALAR_P) && run->T > (size_t)L)
+        fail(EXIT_USAGE, "%s %s: p_n is learnt for n up to L = %d, and --seq-len asks for %zu.", flag, attn->text, L, run->T);
+}
+
 // Everything that the flags, the run folder and the data say, checked; nothing written yet.
 static void settle(Run *run, char *weights, size_t size) {
     TrainOptions *o = &run->o;
@@ -1087,6 +1340,8 @@ static void settle(Run *run, char *weights, size_t size) {
     if (process_max_int(run->resumed) != run->resumed)
         fail(EXIT_PEER, "process %d sees no run in %s, but another one does. All machines need the same --out folder.", process.rank, o->out);
     settle_switch(run);
+    check_normalizer(run, &run->model.config.attn, "--attn");
+    if (run->switch_step >= 0) check_normalizer(run, &run->switch_to, "--attn-switch");
     settle_batches(run);
     if (!o->train_data) fail(EXIT_USAGE, "--train-data is missing: the shards to train on. data/shakespeare.py makes some.");
     settle_tokenizer(run, weights);
@@ -1108,14 +1363,19 @@ static void settle(Run *run, char *weights, size_t size) {
 static void plan_memory(Run *run) {
     Model *m = &run->model;
     TrainOptions *o = &run->o;
-    bool room_for_s = (run->switch_step >= 0 && normalizer_has_s(&run->switch_to)) || (run->loaded.text[0] && normalizer_has_s(&run->loaded));
-    m->list = tensors_of(&m->config, room_for_s);
+    const Normalizer *others[2];
+    size_t count = 0;
+    if (run->switch_step >= 0) others[count++] = &run->switch_to;
+    if (run->loaded.text[0]) others[count++] = &run->loaded;
+    m->list = tensors_of(&m->config, others, count);
     plan_parameters(m, true, o->dtype == TRAIN_BF16);
     plan_activations(m, (size_t)o->batch, run->T, o->dtype == TRAIN_BF16);
     size_t sample = run->T < 256 ? run->T : 256;
     if (o->sample_every) plan_decoder(&run->decoder, m, &m->plan, 1, sample);
     size_t N = (size_t)o->batch * run->T;
     bool masked = shards_masked(run->train) || (run->val && shards_masked(run->val));
+    run->scalars_size = 64 + 2 * 64 * (size_t)m->config.layers;
+    memory_add(&m->plan, "scratch", (void **)&run->scalars, run->scalars_size);
     memory_add(&m->plan, "a batch", (void **)&run->window, (run->T + 1) * sizeof(int32_t));
     memory_add(&m->plan, "a batch", (void **)&run->inputs, N * sizeof(int32_t));
     memory_add(&m->plan, "a batch", (void **)&run->targets, N * sizeof(int32_t));
@@ -1135,10 +1395,16 @@ static void print_plan(Run *run) {
     const TrainOptions *o = &run->o;
     int64_t windows_a_step = run->step_tokens / (int64_t)run->T;
     Error error;
-    printf("model     %s parameters (%s), %d layers, %d heads of %zu, %d channels, ffn %d, vocabulary %d, %s\n",
-           human_grouped(model_parameters(c)).text, human_count((double)model_parameters(c)).text, c->layers, c->heads, head_size(c),
-           c->channels, c->ffn, c->vocab, c->tied ? "tied" : "untied");
-    printf("attention %s, L = %d\n", c->attn.text, c->seq_len);
+    char name[NORMALIZER_TEXT];
+    normalizer_shortest(&c->attn, name, sizeof name);
+    printf("model     %s parameters (%s), ", human_grouped(model_parameters(c)).text, human_count((double)model_parameters(c)).text);
+    if (c->block == BLOCK_GAU)
+        printf("%d gated attention units of %d and %d, %d channels", c->layers, GAU_HEAD, c->ffn, c->channels);
+    else
+        printf("%d layers, %d heads of %zu, %d channels, ffn %d", c->layers, c->heads, head_size(c), c->channels, c->ffn);
+    printf(", vocabulary %d, %s\n", c->vocab, c->tied ? "tied" : "untied");
+    printf("attention %s%s%s, L = %d\n", c->attn.text, strcmp(c->attn.text, name) ? ", which is " : "", strcmp(c->attn.text, name) ? name : "",
+           c->seq_len);
     printf("products  %s by %s%s, %d thread%s in %d process%s\n", o->dtype == TRAIN_BF16 ? "bfloat16" : "float32", gemm_backend(),
            o->dtype == TRAIN_BF16 && !gemm_has_bf16() ? " (widened to float32: no bfloat16 products here)" : "", omp_get_max_threads(),
            omp_get_max_threads() == 1 ? "" : "s", process.size, process.size == 1 ? "" : "es");
@@ -1175,7 +1441,10 @@ static void load_weights(Run *run, const char *folder) {
         model_round(m);
         return;
     }
+    Normalizer attn = m->config.attn;
+    if (run->loaded.text[0]) m->config.attn = run->loaded;         // change_normalizer() comes when its loss is known
     process_agree(!is_main() || (model_load(m, folder, &error) && (!run->resumed || optimizer_load(m, folder, &error))), &error);
+    m->config.attn = attn;
     process_broadcast(m->params, FLOATS(m->list.floats));
     if (!run->resumed) {
         model_round(m);
@@ -1346,9 +1615,12 @@ static void check_finite(const Run *run, double loss, double norm) {
     uint64_t step;
     progress_end();
     bool saved = run->o.out && checkpoint_newest(run->o.out, path, sizeof path, &step);
-    fail(EXIT_DIVERGED, "step %lld: the loss is %g and the gradient's norm %g: training diverged. Nothing of this step was kept.\n"
+    const Normalizer *attn = &run->model.config.attn;
+    const char *unbounded = attn->phi.kind == PHI_EXP && !norm_is_sum(attn->norm)
+        ? "\n  phi=exp without norm=l1 has no bound: exp(z) overflows from z = 88.8 on." : "";
+    fail(EXIT_DIVERGED, "step %lld: the loss is %g and the gradient's norm %g: training diverged. Nothing of this step was kept.%s\n"
          "  Last good checkpoint: %s. A lower --lr, a longer --warmup or a smaller --grad-clip may help.", (long long)run->step + 1, loss,
-         norm, saved ? path : "none");
+         norm, unbounded, saved ? path : "none");
 }
 
 // False where a signal came before the weights changed.
@@ -1411,8 +1683,30 @@ static void show_sample(Run *run) {
     fclose(file);
 }
 
-static void show_step(Run *run, const StepMetrics *metrics, double seconds_a_step, bool keep) {
+// "name": [[mean, least, largest] of each layer], of the learnt s or b, onto the end of `out`.
+static size_t scalar_statistics(char *out, size_t size, size_t at, const Model *m, Scalar scalar, const char *name) {
+    bool first = true;
+    for (size_t i = 0; i < m->list.count; i++) {
+        const Tensor *t = &m->list.tensors[i];
+        if (t->scalar != scalar || !tensor_trained(t, &m->config.attn)) continue;
+        const float *x = m->params + t->offset;
+        double sum = 0, least = x[0], largest = x[0];
+        for (size_t j = 0; j < t->elements; j++) sum += x[j], least = fmin(least, x[j]), largest = fmax(largest, x[j]);
+        if (first) at += (size_t)snprintf(out + at, size - at, ", \"%s\": [", name);
+        at += (size_t)snprintf(out + at, size - at, "%s[%.6g, %.6g, %.6g]", first ? "" : ", ", sum / (double)t->elements, least, largest);
+        first = false;
+    }
+    if (!first) at += (size_t)snprintf(out + at, size - at, "]");
+    return at;
+}
+
+static void show_step(Run *run, StepMetrics *metrics, double seconds_a_step, bool keep) {
     char line[512];
+    if (run->metrics && !isnan(metrics->val_loss)) {
+        size_t at = scalar_statistics(run->scalars, run->scalars_size, 0, &run->model, SCALAR_S, "attn_scale");
+        scalar_statistics(run->scalars, run->scalars_size, at, &run->model, SCALAR_B, "attn_bias");
+        metrics->more = run->scalars;
+    }
     if (run->metrics) metrics_write(run->metrics, metrics);
     if (!is_main()) return;
     metrics_line(line, sizeof line, metrics, run->o.steps, seconds_a_step * (double)(run->o.steps - run->step));
@@ -1436,16 +1730,20 @@ static void show_profile(double steps) {
 
 // ---- a change of normaliser
 
-static void start_s(Model *m) {
-    float start = (float)normalizer_s_start(&m->config.attn, m->config.seq_len);
-    for (size_t i = 0; i < m->list.count; i++) {
-        const Tensor *t = &m->list.tensors[i];
-        if (!t->is_s) continue;
-        for (size_t j = 0; j < t->elements; j++) m->params[t->offset + j] = start;
-        memset(m->mean + t->offset, 0, FLOATS(t->elements));
-        memset(m->square + t->offset, 0, FLOATS(t->elements));
+// Names the learnt scalars that `to` brings and `from` did not leave.
+static void show_new_scalars(const Model *m, const Normalizer *from, const Normalizer *to) {
+    static const struct { Scalar scalar; const char *name; } KINDS[] = {{SCALAR_S, "attn_scale"}, {SCALAR_B, "attn_bias"}, {SCALAR_P, "model.attn_pn"}};
+    const char *where = m->config.block == BLOCK_GAU ? "gau" : "self_attn";
+    for (size_t i = 0; i < sizeof KINDS / sizeof *KINDS; i++) {
+        Scalar scalar = KINDS[i].scalar;
+        if (!normalizer_has(to, scalar) || normalizer_keeps(from, to, scalar)) continue;
+        double start = normalizer_start(to, scalar, m->config.seq_len);
+        if (scalar == SCALAR_P)
+            printf("new parameters: %s, %d of %.4f\n", KINDS[i].name, m->config.seq_len, start);
+        else
+            printf("new parameters: model.layers.0..%d.%s.%s, %.4f%s\n", m->config.layers - 1, where, KINDS[i].name, start,
+                   normalizer_trains(to, scalar) ? "" : ", not trained");
     }
-    if (is_main()) printf("new parameters: model.layers.0..%d.self_attn.attn_scale, s = %.4f\n", m->config.layers - 1, start);
 }
 
 // Weights, moments, step and data position stay; scalars that the new normaliser brings start. Says what it does to the validation loss.
@@ -1457,7 +1755,8 @@ static void change_normalizer(Run *run, const char *event, Normalizer from, Norm
     if (isfinite(loss)) snprintf(before, sizeof before, "%.6f", loss);
     m->config.attn = to;
     if (is_main()) progress_end();
-    if (normalizer_has_s(&to) && !normalizer_has_s(&from)) start_s(m);
+    start_scalars(m, &from);
+    if (is_main()) show_new_scalars(m, &from, &to);
     loss = run->val ? validate(run) : NAN;
     if (isfinite(loss)) snprintf(after, sizeof after, "%.6f", loss);
     run_lineage_add(run->lineage, run->step, event, "from", from.text, "attn", to.text, "val_loss_before", before,
@@ -1538,10 +1837,7 @@ int main(int argc, char **argv) {
     train_options_init(&run.o);
     options_parse(run.o.table, run.o.count, argc, argv,
                   "train_gpt2 --train-data GLOB [flags]\n\nTrains a GPT on the CPU. Several processes: scripts/launch.sh N ./train_gpt2 ...");
-    if (!strcmp(run.o.attn, "help")) {
-        normalizer_print_table();
-        return EXIT_DONE;
-    }
+    if (normalizer_help(run.o.attn)) return EXIT_DONE;
     process_start(&argc, &argv);
     bool locks = run.o.out && is_main() && !run.o.dry_run;
     process_agree(!locks || run_lock(run.o.out, false, &error), &error);
@@ -1580,4 +1876,5 @@ int main(int argc, char **argv) {
     process_end();
     return EXIT_DONE;
 }
+#endif
 #endif

@@ -5,208 +5,444 @@
 
 #include "runtime/gemm.h"
 
-enum { BLOCK = 64 };   // rows of queries at a time: each needs its scores for all visible keys, BLOCK · T floats a thread
+enum { BLOCK = 64 };   // rows of queries at a time: each needs its scores for all visible keys, BLOCK · T numbers a thread
 
 static size_t block_rows(size_t T) {
     return T < BLOCK ? T : BLOCK;
 }
 
-// Floats from one row of scores to the next: an odd number of cache lines, so that a column's entries spread over the cache. With a
+// Numbers from one row of scores to the next: an odd number of cache lines, so that a column's entries spread over the cache. With a
 // power of two they collide, and the products that read the scores by columns take twice as long.
 static size_t row_step(size_t T) {
     return ((T + 15) / 16 | 1) * 16;
 }
 
-// A thread's part: two blocks of scores (A and dA) and a block of dout.
-static size_t thread_scratch(AttentionShape shape) {
-    return block_rows(shape.T) * (2 * row_step(shape.T) + shape.HS);
-}
-
-// And the partial ds of each head of each sequence.
-size_t attention_scratch(AttentionShape shape, int threads) {
-    return (size_t)threads * thread_scratch(shape) + shape.B * shape.NH;
-}
-
 // ---------------------------------------------------------------------------------------------------------------------------
-// Rows. phi and norm are constants where these are called, so that each normaliser has loops of its own without branches.
+// Rows: scores to weights, and back. phi is a constant where the loops are, so that each has one of its own without branches.
 
 typedef struct {
-    int n;                     // visible keys
-    float c;                   // z = c s
-    float shift, inverse;      // subtracted from z; 1/Z
+    RowPlace at;
+    real c, o;                 // z = c s + o
+    real shift, inverse;       // subtracted from z; 1/Z
+    real top, post_inverse;    // of reweight, the largest A n - 1, and of it and recenter-l1, 1 over the sum that post divides by
 } Row;
 
-// s (n): scores in, f out (not yet divided by Z). Fills row->shift and row->inverse.
-NORMALIZER_INLINE void row_forward(int phi, int norm, double C, float *s, Row *row) {
-    int n = row->n;
-    float c = row->c, shift = 0.0f, sum = 0.0f;
-    if (subtracts_maximum(phi, norm)) {
-        float largest = -INFINITY, smallest = INFINITY;
-        #pragma omp simd reduction(max : largest) reduction(min : smallest)
-        for (int j = 0; j < n; j++) {
-            largest = s[j] > largest ? s[j] : largest;
-            smallest = s[j] < smallest ? s[j] : smallest;
-        }
-        shift = c >= 0.0f ? c * largest : c * smallest;
-        if (C > 0.0 && !(shift >= 0.0f)) shift = 0.0f;         // C is e^0 C: its exponent takes part in the maximum
-    }
-    #pragma omp simd reduction(+ : sum)
-    for (int j = 0; j < n; j++) {
-        float f = phi_value(phi, c * s[j] - shift);
-        s[j] = f;
-        sum += f;
-    }
-    row->shift = shift;
-    row->inverse = row_inverse(norm, C, sum, shift, n);
+static Row row_at(const AttentionShape *shape, AttentionScalars scalars, size_t h, size_t n, size_t T) {
+    Row row = {.at = {.n = (int)n, .T = (int)T, .L = shape->L, .d = (int)shape->HS, .s = scalars.s ? scalars.s[h] : 1,
+                      .b = scalars.b ? scalars.b[h] : 0, .p = scalars.p ? scalars.p[n - 1] : 1}};
+    row.c = row_scale(shape->normalizer->scale, row.at);
+    row.o = row_offset(shape->normalizer->offset, row.at);
+    return row;
 }
 
-// s (n): scores in, A out.  dA (n): in, dS out.  D = sum_j A dA.  Returns sum_j dz s.
-NORMALIZER_INLINE float row_backward(int phi, int norm, float *s, float *dA, const Row *row, float D) {
-    int n = row->n;
-    float c = row->c, shift = row->shift, inverse = row->inverse, sum = 0.0f;
-    if (norm != NORM_L1) D = 0.0f;
+static void row_keep(const Row *row, real *stats) {
+    stats[0] = row->shift, stats[1] = row->inverse, stats[2] = row->top, stats[3] = row->post_inverse;
+}
+
+static void row_recall(Row *row, const real *stats) {
+    row->shift = stats[0], row->inverse = stats[1], row->top = stats[2], row->post_inverse = stats[3];
+}
+
+// s (n): scores in, f out. Fills row->shift and row->inverse; returns sum |f|.
+NORMALIZER_INLINE real row_values(int phi, Stage norm, real *restrict s, Row *row) {
+    int n = row->at.n;
+    real c = row->c, o = row->o, shift = 0, sum = 0;
+    if (subtracts_maximum(phi, norm)) {
+        real largest = norm.value > 0 ? 0 : -INFINITY;          // C is C e^0: its exponent takes part in the maximum
+        #pragma omp simd reduction(max : largest)
+        for (int j = 0; j < n; j++) {
+            real z = c * s[j] + o;
+            largest = z > largest ? z : largest;
+        }
+        shift = largest;
+    }
+    o -= shift;
     #pragma omp simd reduction(+ : sum)
     for (int j = 0; j < n; j++) {
-        float z = c * s[j] - shift;
-        float f = phi_value(phi, z);
-        float dz = (dA[j] - D) * inverse * phi_slope(phi, z, f);
-        sum += dz * s[j];
-        dA[j] = c * dz;
-        s[j] = f * inverse;
+        real f = phi_value(phi, c * s[j] + o);
+        s[j] = f;
+        sum += phi_signed(phi) && f < 0 ? -f : f;
+    }
+    row->shift = shift;
+    row->inverse = row_inverse(norm, row->at, sum, shift);
+    return sum;
+}
+
+static real forward_values(const Normalizer *normalizer, real *s, Row *row) {
+#define CASE(kind_, ...) case kind_: return row_values(kind_, normalizer->norm, s, row);
+    switch (NORMALIZER_PHI(normalizer)) { PHI_VALUES(CASE) }
+#undef CASE
+    return 0;
+}
+
+// f in, A - mean(A) out; returns the sum of absolute values.
+static real recenter(real *restrict f, const Row *row) {
+    int n = row->at.n;
+    real sum = 0, absolute = 0;
+    #pragma omp simd reduction(+ : sum)
+    for (int j = 0; j < n; j++) sum += f[j];
+    real inverse = row->inverse, mean = sum * inverse / (real)n;
+    #pragma omp simd reduction(+ : absolute)
+    for (int j = 0; j < n; j++) {
+        real a = f[j] * inverse - mean;
+        f[j] = a;
+        absolute += a < 0 ? -a : a;
+    }
+    return absolute;
+}
+
+// What reweight subtracts from A n.
+static real reweight_from(const Row *row) {
+    return row->at.n > POST_FROM ? 1 : 0;
+}
+
+// f in, r^P out, r = max(A n - 1, 0) over its largest in the row, so that no power overflows; returns the sum. Fills row->top.
+static real reweight(real *restrict f, Row *row, real P) {
+    int n = row->at.n;
+    real factor = row->inverse * (real)n, from = reweight_from(row), top = 0, sum = 0;
+    #pragma omp simd reduction(max : top)
+    for (int j = 0; j < n; j++) {
+        real u = f[j] * factor - from;
+        top = u > top ? u : top;
+    }
+    row->top = top;
+    real by = top > 0 ? 1 / top : 0;
+    #pragma omp simd reduction(+ : sum)
+    for (int j = 0; j < n; j++) {
+        real u = f[j] * factor - from, r = u < 0 ? 0 : u * by;
+        real w = real_pow01(r > 1 ? 1 : r, P);
+        f[j] = w;
+        sum += w;
     }
     return sum;
 }
 
-// One instance for each phi and norm of the table.
-NORMALIZER_INLINE void forward_phi(int phi, const Normalizer *normalizer, float *s, Row *row) {
-#define CASE(kind_, ...) case kind_: row_forward(phi, kind_, normalizer->norm.value, s, row); break;
-    switch (normalizer->norm.kind) { NORM_VALUES(CASE) }
+// s (n): scores in, weights out up to a factor, which is returned; `weight` gets whether the row has any.
+static real row_forward(const Normalizer *normalizer, real *s, Row *row, bool *weight) {
+    real sum = forward_values(normalizer, s, row), left = sum, factor = row->inverse;
+    bool early = row->at.n <= POST_FROM;
+    row->top = row->post_inverse = 0;
+    switch (NORMALIZER_POST(normalizer)) {
+    case POST_NEGATE:
+        factor = -factor;
+        break;
+    case POST_RECENTER:
+        if (!early) recenter(s, row), factor = 1;
+        break;
+    case POST_RECENTER_L1:
+        if (!early) left = recenter(s, row), factor = row->post_inverse = left == 0 ? 0 : 1 / left;
+        break;
+    case POST_REWEIGHT:
+        left = reweight(s, row, (real)normalizer->post.value);
+        factor = row->post_inverse = left == 0 ? 0 : 1 / left;
+        break;
+    }
+    *weight = sum != 0 && left != 0;
+    return factor;
+}
+
+// s (n): scores in, A out.  dA (n): in, dS out.  D = sum_j A dA; `sign` -1 negates A.  Returns g = sum_j dz s.
+NORMALIZER_INLINE real row_backward_plain(int phi, real *restrict s, real *restrict dA, const Row *row, real D, real sign) {
+    int n = row->at.n;
+    real c = row->c, o = row->o - row->shift, inverse = row->inverse, sum = 0;
+    #pragma omp simd reduction(+ : sum)
+    for (int j = 0; j < n; j++) {
+        real f, slope;
+        phi_both(phi, c * s[j] + o, &f, &slope);
+        real signed_D = phi_signed(phi) ? (f < 0 ? -D : f > 0 ? D : 0) : D;
+        real dz = (sign * dA[j] - signed_D) * inverse * slope;
+        sum += dz * s[j];
+        dA[j] = c * dz;
+        s[j] = sign * f * inverse;
+    }
+    return sum;
+}
+
+static real backward_plain(const Normalizer *normalizer, real *s, real *dA, const Row *row, real D, real sign) {
+#define CASE(kind_, ...) case kind_: return row_backward_plain(kind_, s, dA, row, D, sign);
+    switch (NORMALIZER_PHI(normalizer)) { PHI_VALUES(CASE) }
+#undef CASE
+    return 0;
+}
+
+// f and slope (n) from the scores s (n).
+NORMALIZER_INLINE void row_slopes(int phi, real *restrict f, real *restrict slope, const real *restrict s, const Row *row) {
+    real c = row->c, o = row->o - row->shift;
+    #pragma omp simd
+    for (int j = 0; j < row->at.n; j++) phi_both(phi, c * s[j] + o, &f[j], &slope[j]);
+}
+
+static void backward_slopes(const Normalizer *normalizer, real *f, real *slope, const real *s, const Row *row) {
+#define CASE(kind_, ...) case kind_: row_slopes(kind_, f, slope, s, row); break;
+    switch (NORMALIZER_PHI(normalizer)) { PHI_VALUES(CASE) }
 #undef CASE
 }
 
-static void forward_row(const Normalizer *normalizer, float *s, Row *row) {
-#define CASE(kind_, ...) case kind_: forward_phi(kind_, normalizer, s, row); break;
-    switch (normalizer->phi.kind) { PHI_VALUES(CASE) }
-#undef CASE
+// The gradient by A from that by the recentred weights: d in and out (n). l1: they were divided by the sum of their absolute values.
+//   a = A - mean(A),  out a/S:  da = (d - sign(a) D)/S,  dA = da - mean(da).  a (n): f in, the weights out.
+static void recenter_backward(real *restrict a, real *restrict d, const Row *row, real D, bool l1) {
+    int n = row->at.n;
+    real inverse = row->inverse, factor = l1 ? row->post_inverse : 1, sum = 0, mean = 0;
+    #pragma omp simd reduction(+ : mean)
+    for (int j = 0; j < n; j++) mean += a[j];
+    mean *= inverse / (real)n;
+    #pragma omp simd reduction(+ : sum)
+    for (int j = 0; j < n; j++) {
+        real centred = a[j] * inverse - mean, signed_D = l1 ? (centred < 0 ? -D : centred > 0 ? D : 0) : 0;
+        real da = (d[j] - signed_D) * factor;
+        a[j] = centred * factor;
+        d[j] = da;
+        sum += da;
+    }
+    sum /= (real)n;
+    #pragma omp simd
+    for (int j = 0; j < n; j++) d[j] -= sum;
 }
 
-NORMALIZER_INLINE float backward_phi(int phi, const Normalizer *normalizer, float *s, float *dA, const Row *row, float D) {
-#define CASE(kind_, ...) case kind_: return row_backward(phi, kind_, s, dA, row, D);
-    switch (normalizer->norm.kind) { NORM_VALUES(CASE) }
-#undef CASE
-    return 0.0f;
+// The gradient by A from that by the reweighted weights W = r^P/sum, r = u/top, u = max(A n - 1, 0): dA = n P W/u (d - D).
+// a (n): f in, W out; d in and out (n). The derivative of the power is taken as P W/r, which needs no second power.
+static void reweight_backward(real *restrict a, real *restrict d, const Row *row, real D, real P) {
+    int n = row->at.n;
+    real factor = row->inverse * (real)n, from = reweight_from(row), by = row->top > 0 ? 1 / row->top : 0;
+    real inverse = row->post_inverse, slope = P * (real)n * by;
+    #pragma omp simd
+    for (int j = 0; j < n; j++) {
+        real u = a[j] * factor - from, r = u < 0 ? 0 : u * by;
+        real W = real_pow01(r > 1 ? 1 : r, P) * inverse;
+        real by_u = r > 0 ? W / r * slope : 0;
+        a[j] = W;
+        d[j] = by_u * (d[j] - D);
+    }
 }
 
-static float backward_row(const Normalizer *normalizer, float *s, float *dA, const Row *row, float D) {
-#define CASE(kind_, ...) case kind_: return backward_phi(kind_, normalizer, s, dA, row, D);
-    switch (normalizer->phi.kind) { PHI_VALUES(CASE) }
-#undef CASE
-    return 0.0f;
+// As row_backward_plain, for the posts that change a row as a whole. f, slope (n) scratch.
+static real row_backward_post(const Normalizer *normalizer, real *restrict s, real *restrict dA, const Row *row, real D,
+                              real *restrict f, real *restrict slope) {
+    int n = row->at.n, post = NORMALIZER_POST(normalizer);
+    bool is_signed = phi_signed(NORMALIZER_PHI(normalizer)), is_sum = norm_is_sum(normalizer->norm);
+    real *restrict a = slope + row_step((size_t)n), inverse = row->inverse, c = row->c, sum = 0, D_norm = 0;
+    backward_slopes(normalizer, f, slope, s, row);
+    memcpy(a, f, (size_t)n * sizeof *a);
+    if (post == POST_REWEIGHT) reweight_backward(a, dA, row, D, (real)normalizer->post.value);
+    else recenter_backward(a, dA, row, D, post == POST_RECENTER_L1);
+    if (is_sum) {
+        #pragma omp simd reduction(+ : D_norm)
+        for (int j = 0; j < n; j++) D_norm += f[j] * dA[j];
+        D_norm *= inverse;
+    }
+    #pragma omp simd reduction(+ : sum)
+    for (int j = 0; j < n; j++) {
+        real signed_D = is_signed ? (f[j] < 0 ? -D_norm : f[j] > 0 ? D_norm : 0) : D_norm;
+        real dz = (dA[j] - signed_D) * inverse * slope[j];
+        sum += dz * s[j];
+        dA[j] = c * dz;
+        s[j] = a[j];
+    }
+    return sum;
+}
+
+enum { ROW_BUFFERS = 3 };      // of row_backward_post
+
+static real row_backward(const Normalizer *normalizer, real *s, real *dA, const Row *row, real D, real *buffers) {
+    int post = NORMALIZER_POST(normalizer);
+    bool whole = post == POST_REWEIGHT || (row->at.n > POST_FROM && (post == POST_RECENTER || post == POST_RECENTER_L1));
+    if (whole) return row_backward_post(normalizer, s, dA, row, D, buffers, buffers + row_step((size_t)row->at.n));
+    return backward_plain(normalizer, s, dA, row, norm_is_sum(normalizer->norm) ? D : 0, post == POST_NEGATE ? -1 : 1);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------
-// Heads
+// qk=l2: x (n,HS) over the rows' Euclidean norms; a row of zeros stays one.
 
-static uint64_t head_forward(float *out, float *stats, const float *q, const float *k, const float *v, float s,
-                             AttentionShape shape, float *scores) {
-    size_t T = shape.T, HS = shape.HS, step = shape.NH * HS, ld = row_step(T);
+static real inverse_norm(const real *x, size_t HS) {
+    real sum = 0;
+    #pragma omp simd reduction(+ : sum)
+    for (size_t i = 0; i < HS; i++) sum += x[i] * x[i];
+    return sum > 0 ? 1 / real_sqrt(sum) : sum;                 // 0, or a NaN
+}
+
+static const real *unit_rows(real *out, const real *x, size_t n, size_t HS) {
+    for (size_t t = 0; t < n; t++) {
+        real inverse = inverse_norm(x + t * HS, HS);
+        #pragma omp simd
+        for (size_t i = 0; i < HS; i++) out[t * HS + i] = x[t * HS + i] * inverse;
+    }
+    return out;
+}
+
+// dx = (du - u (u · du))/|x|, u = x/|x|: du in and out.
+static void unit_rows_backward(real *dx, const real *x, size_t n, size_t HS) {
+    for (size_t t = 0; t < n; t++) {
+        real *d = dx + t * HS, inverse = inverse_norm(x + t * HS, HS), dot = 0;
+        const real *row = x + t * HS;
+        #pragma omp simd reduction(+ : dot)
+        for (size_t i = 0; i < HS; i++) dot += row[i] * d[i];
+        dot *= inverse * inverse;
+        #pragma omp simd
+        for (size_t i = 0; i < HS; i++) d[i] = (d[i] - row[i] * dot) * inverse;
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------------
+// Heads. Where there are enough of them each is one thread's work. Otherwise (few sequences of the one-headed gated unit) the threads
+// share the products and the rows of each.
+
+static bool heads_in_parallel(AttentionShape shape) {
+    return shape.B * shape.NH >= (size_t)omp_get_max_threads();
+}
+
+// A thread's part: two blocks of scores (A and dA), a block of dout, q and k by their norms, the buffers of its rows.
+typedef struct {
+    real *scores, *dscores, *dout, *q, *k, *buffers;
+} Part;
+
+static size_t thread_scratch(AttentionShape shape) {
+    return block_rows(shape.T) * (2 * row_step(shape.T) + shape.VS) + 2 * shape.T * shape.HS + ROW_BUFFERS * row_step(shape.T);
+}
+
+static Part part_of(AttentionShape shape, real *scratch, int thread) {
+    size_t rows = block_rows(shape.T), step = row_step(shape.T);
+    Part p = {.scores = scratch + (size_t)thread * thread_scratch(shape)};
+    p.dscores = p.scores + rows * step;
+    p.dout = p.dscores + rows * step;
+    p.q = p.dout + rows * shape.VS;
+    p.k = p.q + shape.T * shape.HS;
+    p.buffers = p.k + shape.T * shape.HS;
+    return p;
+}
+
+// And g = sum_j dz s of every row, from which the gradients of the learnt scalars come.
+size_t attention_scratch(AttentionShape shape, int threads) {
+    return (size_t)threads * thread_scratch(shape) + shape.B * shape.NH * shape.T;
+}
+
+static uint64_t head_forward(real *out, real *stats, const real *q, const real *k, const real *v, AttentionScalars scalars, size_t h,
+                             AttentionShape shape, Part part, bool share) {
+    size_t T = shape.T, HS = shape.HS, VS = shape.VS, step = shape.NH * VS, ld = row_step(T);
     uint64_t without_weight = 0;
+    if (shape.normalizer->qk.kind == QK_L2) q = unit_rows(part.q, q, T, HS), k = unit_rows(part.k, k, T, HS);
     for (size_t from = 0; from < T; from += BLOCK) {
         size_t rows = T - from < BLOCK ? T - from : BLOCK, keys = from + rows;
-        gemm('N', 'T', rows, keys, HS, q + from * HS, HS, k, HS, 0.0f, scores, ld);
+        real factor[BLOCK];
+        gemm('N', 'T', rows, keys, HS, q + from * HS, HS, k, HS, 0, part.scores, ld);
+        #pragma omp parallel for schedule(static) reduction(+ : without_weight) if (share)
         for (size_t r = 0; r < rows; r++) {
-            Row row = {.n = (int)(from + r + 1)};
-            row.c = row_scale(shape.normalizer->scale.kind, row.n, (int)HS, s);
-            forward_row(shape.normalizer, scores + r * ld, &row);
-            memset(scores + r * ld + row.n, 0, (keys - (size_t)row.n) * sizeof *scores);
-            stats[2 * (from + r)] = row.shift;
-            stats[2 * (from + r) + 1] = row.inverse;
-            without_weight += row.inverse == 0.0f;
+            bool weight;
+            Row row = row_at(&shape, scalars, h, from + r + 1, T);
+            real *scores = part.scores + r * ld;
+            factor[r] = row_forward(shape.normalizer, scores, &row, &weight);
+            memset(scores + row.at.n, 0, (keys - (size_t)row.at.n) * sizeof *scores);
+            row_keep(&row, stats + ROW_STATS * (from + r));
+            without_weight += !weight;
         }
-        gemm('N', 'N', rows, HS, keys, scores, ld, v, HS, 0.0f, out + from * step, step);
+        gemm('N', 'N', rows, VS, keys, part.scores, ld, v, VS, 0, out + from * step, step);
         for (size_t r = 0; r < rows; r++) {
-            float inverse = stats[2 * (from + r) + 1];
-            for (size_t c = 0; c < HS; c++) out[(from + r) * step + c] *= inverse;
+            #pragma omp simd
+            for (size_t c = 0; c < VS; c++) out[(from + r) * step + c] *= factor[r];
         }
     }
     return without_weight;
 }
 
-uint64_t attention_forward(float *out, float *stats, const float *q, const float *k, const float *v, const float *s,
-                           AttentionShape shape, float *scratch) {
-    size_t B = shape.B, T = shape.T, NH = shape.NH, HS = shape.HS, part = thread_scratch(shape);
+uint64_t attention_forward(real *out, real *stats, const real *q, const real *k, const real *v, AttentionScalars scalars,
+                           AttentionShape shape, real *scratch) {
+    size_t B = shape.B, T = shape.T, NH = shape.NH, HS = shape.HS, VS = shape.VS;
+    bool each = heads_in_parallel(shape);
     uint64_t without_weight = 0;
-    #pragma omp parallel for schedule(static) reduction(+ : without_weight)
+    #pragma omp parallel for schedule(static) reduction(+ : without_weight) if (each)
     for (size_t i = 0; i < B * NH; i++) {
         size_t b = i / NH, h = i % NH;
-        without_weight += head_forward(out + (b * T * NH + h) * HS, stats + i * T * 2, q + i * T * HS, k + i * T * HS, v + i * T * HS,
-                                       s ? s[h] : 1.0f, shape, scratch + (size_t)omp_get_thread_num() * part);
+        without_weight += head_forward(out + (b * T * NH + h) * VS, stats + i * T * ROW_STATS, q + i * T * HS, k + i * T * HS, v + i * T * VS,
+                                       scalars, h, shape, part_of(shape, scratch, omp_get_thread_num()), !each);
     }
     return without_weight;
 }
 
-// Returns this head's part of ds.
-static float head_backward(float *dq, float *dk, float *dv, const float *dout, const float *out, const float *stats, const float *q,
-                           const float *k, const float *v, float s, AttentionShape shape, float *scores) {
-    size_t T = shape.T, HS = shape.HS, step = shape.NH * HS, ld = row_step(T);
-    float *dscores = scores + block_rows(T) * ld, *dout_rows = dscores + block_rows(T) * ld;
-    double ds = 0;
+// g (T) written: sum_j dz s of each row.
+static void head_backward(real *dq, real *dk, real *dv, real *g, const real *dout, const real *out, const real *stats, const real *q,
+                          const real *k, const real *v, AttentionScalars scalars, size_t h, AttentionShape shape, real *scratch, bool share) {
+    size_t T = shape.T, HS = shape.HS, VS = shape.VS, step = shape.NH * VS, ld = row_step(T);
+    int thread = omp_get_thread_num();
+    Part part = part_of(shape, scratch, thread);
+    const real *q_in = q, *k_in = k;
+    bool unit = shape.normalizer->qk.kind == QK_L2;
+    if (unit) q = unit_rows(part.q, q, T, HS), k = unit_rows(part.k, k, T, HS);
     // The last block reaches all keys, so the blocks go backwards: the first product writes dk and dv, the others add.
     size_t last = (T - 1) / BLOCK * BLOCK;
     for (size_t from = last;; from -= BLOCK) {
         size_t rows = T - from < BLOCK ? T - from : BLOCK, keys = from + rows;
-        for (size_t r = 0; r < rows; r++) memcpy(dout_rows + r * HS, dout + (from + r) * step, HS * sizeof *dout);
-        gemm('N', 'T', rows, keys, HS, q + from * HS, HS, k, HS, 0.0f, scores, ld);
-        gemm('N', 'T', rows, keys, HS, dout_rows, HS, v, HS, 0.0f, dscores, ld);
+        for (size_t r = 0; r < rows; r++) memcpy(part.dout + r * VS, dout + (from + r) * step, VS * sizeof *dout);
+        gemm('N', 'T', rows, keys, HS, q + from * HS, HS, k, HS, 0, part.scores, ld);
+        gemm('N', 'T', rows, keys, VS, part.dout, VS, v, VS, 0, part.dscores, ld);
+        #pragma omp parallel for schedule(static) if (share)
         for (size_t r = 0; r < rows; r++) {
-            Row row = {.n = (int)(from + r + 1), .shift = stats[2 * (from + r)], .inverse = stats[2 * (from + r) + 1]};
-            row.c = row_scale(shape.normalizer->scale.kind, row.n, (int)HS, s);
-            float D = 0.0f;
+            Row row = row_at(&shape, scalars, h, from + r + 1, T);
+            real D = 0, *scores = part.scores + r * ld, *dscores = part.dscores + r * ld;
+            row_recall(&row, stats + ROW_STATS * (from + r));
             #pragma omp simd reduction(+ : D)
-            for (size_t c = 0; c < HS; c++) D += dout_rows[r * HS + c] * out[(from + r) * step + c];
-            float sum = backward_row(shape.normalizer, scores + r * ld, dscores + r * ld, &row, D);
-            ds += (double)row_scale_slope(shape.normalizer->scale.kind, row.n, (int)HS) * sum;
-            memset(scores + r * ld + row.n, 0, (keys - (size_t)row.n) * sizeof *scores);
-            memset(dscores + r * ld + row.n, 0, (keys - (size_t)row.n) * sizeof *scores);
+            for (size_t c = 0; c < VS; c++) D += part.dout[r * VS + c] * out[(from + r) * step + c];
+            real *buffers = part_of(shape, scratch, share ? omp_get_thread_num() : thread).buffers;
+            g[from + r] = row_backward(shape.normalizer, scores, dscores, &row, D, buffers);
+            memset(scores + row.at.n, 0, (keys - (size_t)row.at.n) * sizeof *scores);
+            memset(dscores + row.at.n, 0, (keys - (size_t)row.at.n) * sizeof *scores);
         }
-        float beta = from == last ? 0.0f : 1.0f;
-        gemm('T', 'N', keys, HS, rows, scores, ld, dout_rows, HS, beta, dv, HS);
-        gemm('T', 'N', keys, HS, rows, dscores, ld, q + from * HS, HS, beta, dk, HS);
-        gemm('N', 'N', rows, HS, keys, dscores, ld, k, HS, 0.0f, dq + from * HS, HS);
-        if (from == 0) return (float)ds;
+        real beta = from == last ? 0 : 1;
+        gemm('T', 'N', keys, VS, rows, part.scores, ld, part.dout, VS, beta, dv, VS);
+        gemm('T', 'N', keys, HS, rows, part.dscores, ld, q + from * HS, HS, beta, dk, HS);
+        gemm('N', 'N', rows, HS, keys, part.dscores, ld, k, HS, 0, dq + from * HS, HS);
+        if (from == 0) break;
+    }
+    if (unit) unit_rows_backward(dq, q_in, T, HS), unit_rows_backward(dk, k_in, T, HS);
+}
+
+// ds[h] += sum over the batch and the rows of dc/ds g, and so for b; dp[n-1] += sum over the batch and the heads. g (B,NH,T).
+static void scalars_backward(AttentionScalarGrads grads, const real *g, AttentionScalars scalars, AttentionShape shape) {
+    for (size_t i = 0; i < shape.B * shape.NH; i++) {
+        size_t h = i % shape.NH;
+        double ds = 0, db = 0;
+        for (size_t t = 0; t < shape.T; t++) {
+            ScaleSlopes slopes = row_scale_slopes(shape.normalizer->scale, row_at(&shape, scalars, h, t + 1, shape.T).at);
+            real g_t = g[i * shape.T + t];
+            ds += slopes.s * g_t;
+            db += slopes.b * g_t;
+            if (grads.p) grads.p[t] += slopes.p * g_t;
+        }
+        if (grads.s) grads.s[h] += (real)ds;
+        if (grads.b) grads.b[h] += (real)db;
     }
 }
 
-void attention_backward(float *dq, float *dk, float *dv, float *ds, const float *dout, const float *out, const float *stats,
-                        const float *q, const float *k, const float *v, const float *s, AttentionShape shape, float *scratch) {
-    size_t B = shape.B, T = shape.T, NH = shape.NH, HS = shape.HS, part = thread_scratch(shape);
-    float *ds_parts = scratch + (size_t)omp_get_max_threads() * part;
-    #pragma omp parallel for schedule(static)
+void attention_backward(real *dq, real *dk, real *dv, AttentionScalarGrads grads, const real *dout, const real *out, const real *stats,
+                        const real *q, const real *k, const real *v, AttentionScalars scalars, AttentionShape shape, real *scratch) {
+    size_t B = shape.B, T = shape.T, NH = shape.NH, HS = shape.HS, VS = shape.VS;
+    bool each = heads_in_parallel(shape);
+    real *g = scratch + (size_t)omp_get_max_threads() * thread_scratch(shape);
+    #pragma omp parallel for schedule(static) if (each)
     for (size_t i = 0; i < B * NH; i++) {
-        size_t b = i / NH, h = i % NH, at = i * T * HS, row = (b * T * NH + h) * HS;
-        ds_parts[i] = head_backward(dq + at, dk + at, dv + at, dout + row, out + row, stats + i * T * 2, q + at, k + at, v + at,
-                                    s ? s[h] : 1.0f, shape, scratch + (size_t)omp_get_thread_num() * part);
+        size_t b = i / NH, h = i % NH, qk = i * T * HS, row = (b * T * NH + h) * VS;
+        head_backward(dq + qk, dk + qk, dv + i * T * VS, g + i * T, dout + row, out + row, stats + i * T * ROW_STATS, q + qk, k + qk,
+                      v + i * T * VS, scalars, h, shape, scratch, !each);
     }
-    if (!ds) return;
-    for (size_t b = 0; b < B; b++)
-        for (size_t h = 0; h < NH; h++) ds[h] += ds_parts[b * NH + h];
+    if (grads.s || grads.b || grads.p) scalars_backward(grads, g, scalars, shape);
 }
 
-bool attention_row(float *out, const float *q, const float *k, const float *v, size_t n, size_t step, size_t HS,
-                   const Normalizer *normalizer, float s, float *scratch) {
+bool attention_row(real *out, const real *q, const real *k, size_t k_step, const real *v, size_t v_step, size_t n, size_t h,
+                   AttentionScalars scalars, AttentionShape shape, real *scratch) {
+    size_t HS = shape.HS, VS = shape.VS;
+    bool unit = shape.normalizer->qk.kind == QK_L2, weight;
+    real q_inverse = unit ? inverse_norm(q, HS) : 1;
     for (size_t j = 0; j < n; j++) {
-        float sum = 0.0f;
+        real sum = 0;
         #pragma omp simd reduction(+ : sum)
-        for (size_t c = 0; c < HS; c++) sum += q[c] * k[j * step + c];
-        scratch[j] = sum;
+        for (size_t c = 0; c < HS; c++) sum += q[c] * k[j * k_step + c];
+        scratch[j] = unit ? sum * q_inverse * inverse_norm(k + j * k_step, HS) : sum;
     }
-    Row row = {.n = (int)n, .c = row_scale(normalizer->scale.kind, (int)n, (int)HS, s)};
-    forward_row(normalizer, scratch, &row);
-    memset(out, 0, HS * sizeof *out);
+    Row row = row_at(&shape, scalars, h, n, n);
+    real factor = row_forward(shape.normalizer, scratch, &row, &weight);
+    memset(out, 0, VS * sizeof *out);
     for (size_t j = 0; j < n; j++) {
-        float f = scratch[j] * row.inverse;
+        real a = scratch[j] * factor;
         #pragma omp simd
-        for (size_t c = 0; c < HS; c++) out[c] += f * v[j * step + c];
+        for (size_t c = 0; c < VS; c++) out[c] += a * v[j * v_step + c];
     }
-    return row.inverse != 0.0f;
+    return weight;
 }

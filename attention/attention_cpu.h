@@ -9,31 +9,44 @@
 
 typedef struct {
     const Normalizer *normalizer;
-    size_t B, T, NH, HS;       // sequences, their length, heads, head size
+    size_t B, T, NH, HS, VS;   // sequences, their length, heads, size of a head's q and k, of its v
+    int L;                     // the training length
 } AttentionShape;
 
-// Floats of scratch that forward and backward need for this shape with this many threads.
+// The learnt scalars of a layer; NULL where the normaliser has none.
+typedef struct {
+    const real *s, *b, *p;     // (NH), (NH), (L)
+} AttentionScalars;
+
+typedef struct {
+    real *s, *b, *p;           // NULL: not wanted
+} AttentionScalarGrads;
+
+enum { ROW_STATS = 4 };        // numbers that the forward pass keeps of a row
+
+// Numbers of scratch that forward and backward need for this shape with this many threads, under any normaliser.
 size_t attention_scratch(AttentionShape shape, int threads);
 
 // out[b,t,h] = sum_{j <= t} A_tj v_j, A by the normaliser from s_tj = q_t · k_j
-//   out (B,T,NH,HS) written      stats (B,NH,T,2) written: what was subtracted from a row's z, and 1/Z
-//   q, k, v (B,NH,T,HS)          s (NH), or NULL where the normaliser has none
-// Returns the number of rows without weight (Z = 0), whose output is 0. Source: attention/normalizer.h.
-uint64_t attention_forward(float *out, float *stats, const float *q, const float *k, const float *v, const float *s,
-                           AttentionShape shape, float *scratch);
+//   out (B,T,NH,VS) written      stats (B,NH,T,ROW_STATS) written
+//   q, k (B,NH,T,HS)             v (B,NH,T,VS)
+// Returns the number of rows without weight (all f 0, or a sum in post 0), whose output is 0. Source: attention/normalizer.h.
+uint64_t attention_forward(real *out, real *stats, const real *q, const real *k, const real *v, AttentionScalars scalars,
+                           AttentionShape shape, real *scratch);
 
 // The gradients, from what attention_forward saw and wrote; the scores are computed again.
-//   dq, dk, dv (B,NH,T,HS) written   ds (NH) added to, or NULL   dout, out (B,T,NH,HS)
-// With D_t = dout_t · out_t (0 for a norm that does not depend on the scores):
-//   df = (dA - sign(f) D)/Z,  dz = df phi'(z),  dq_t = c_t sum_j dz_tj k_j,  ds = sum_t dc_t/ds sum_j dz_tj s_tj
-// Deterministic: each head is one thread's work, sums over the batch are taken in order.
-void attention_backward(float *dq, float *dk, float *dv, float *ds, const float *dout, const float *out, const float *stats,
-                        const float *q, const float *k, const float *v, const float *s, AttentionShape shape, float *scratch);
+//   dq, dk (B,NH,T,HS), dv (B,NH,T,VS) written   grads added to   dout, out (B,T,NH,VS)
+// With D_t = dout_t · out_t and dA_tj = dout_t · v_j, after post's own derivative:
+//   df = (dA - sign(f) D)/Z (D is 0 for a norm that does not depend on the scores),  dz = df phi'(z),  dq_t = c_t sum_j dz_tj k_j,
+//   with g_t = sum_j dz_tj s_tj:  ds = sum_t dc_t/ds g_t, and so for b and p
+// Deterministic: sums over rows and over the batch are taken in order.
+void attention_backward(real *dq, real *dk, real *dv, AttentionScalarGrads grads, const real *dout, const real *out, const real *stats,
+                        const real *q, const real *k, const real *v, AttentionScalars scalars, AttentionShape shape, real *scratch);
 
-// One query over n keys, for generation.
-//   out (HS) written   q (HS)   k, v (n rows of HS, `step` floats from one to the next)   scratch (n)
+// One query over n keys, for generation: head h of a sample whose length is n so far.
+//   out (VS) written   q (HS)   k (n rows of HS, k_step numbers from one to the next), v (n rows of VS, v_step)   scratch (n)
 // Returns whether the row had weight.
-bool attention_row(float *out, const float *q, const float *k, const float *v, size_t n, size_t step, size_t HS,
-                   const Normalizer *normalizer, float s, float *scratch);
+bool attention_row(real *out, const real *q, const real *k, size_t k_step, const real *v, size_t v_step, size_t n, size_t h,
+                   AttentionScalars scalars, AttentionShape shape, real *scratch);
 
 #endif

@@ -5,7 +5,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "runtime/error.h"
 #include "runtime/options.h"
+
+#define COUNT(a) (sizeof(a) / sizeof((a)[0]))
 
 typedef struct {
     const char *name;
@@ -15,9 +18,9 @@ typedef struct {
 
 #define STAGE_(kind, value, ...) {kind, value}
 #define STAGE(...) STAGE_(__VA_ARGS__, 0, )            // the value is 0 where the table names none
-#define PRESET(name, qk, scale, offset, phi, norm, post, source) \
+#define PRESET(name, qk, scale, s, offset, phi, norm, post, source) \
     {#name, {#name, STAGE(QK_##qk), STAGE(SCALE_##scale), STAGE(OFFSET_##offset), STAGE(PHI_##phi), STAGE(NORM_##norm), \
-             STAGE(POST_##post), false, NAN}, source},
+             STAGE(POST_##post), S_##s}, source},
 static const Preset PRESETS[] = {NORMALIZERS(PRESET)};
 
 typedef struct {
@@ -29,35 +32,94 @@ static const Value QK[] = {QK_VALUES(VALUE)}, SCALE[] = {SCALE_VALUES(VALUE)}, O
                    PHI[] = {PHI_VALUES(VALUE)}, NORM[] = {NORM_VALUES(VALUE)}, POST[] = {POST_VALUES(VALUE)};
 #undef VALUE
 
-#define COUNT(a) (sizeof(a) / sizeof((a)[0]))
+const char *const stage_names[STAGE_COUNT] = {"qk", "scale", "offset", "phi", "norm", "post"};
 
-// One row a stage: its name, its values, and where it lies in a Normalizer.
+// One row a stage: its values, and where it lies in a Normalizer.
 static const struct {
-    const char *name;
     const Value *values;
     size_t count, offset;
-} STAGES[] = {
-    {"qk",     QK,     COUNT(QK),     offsetof(Normalizer, qk)},
-    {"scale",  SCALE,  COUNT(SCALE),  offsetof(Normalizer, scale)},
-    {"offset", OFFSET, COUNT(OFFSET), offsetof(Normalizer, offset)},
-    {"phi",    PHI,    COUNT(PHI),    offsetof(Normalizer, phi)},
-    {"norm",   NORM,   COUNT(NORM),   offsetof(Normalizer, norm)},
-    {"post",   POST,   COUNT(POST),   offsetof(Normalizer, post)},
+} STAGES[STAGE_COUNT] = {
+    {QK,     COUNT(QK),     offsetof(Normalizer, qk)},
+    {SCALE,  COUNT(SCALE),  offsetof(Normalizer, scale)},
+    {OFFSET, COUNT(OFFSET), offsetof(Normalizer, offset)},
+    {PHI,    COUNT(PHI),    offsetof(Normalizer, phi)},
+    {NORM,   COUNT(NORM),   offsetof(Normalizer, norm)},
+    {POST,   COUNT(POST),   offsetof(Normalizer, post)},
 };
 
 static Stage *stage_of(Normalizer *normalizer, size_t i) {
     return (Stage *)((char *)normalizer + STAGES[i].offset);
 }
 
+static Stage stage_at(const Normalizer *normalizer, size_t i) {
+    return *(const Stage *)((const char *)normalizer + STAGES[i].offset);
+}
+
+static bool same_stage(const Normalizer *a, const Normalizer *b, size_t i) {
+    Stage x = stage_at(a, i), y = stage_at(b, i);
+    return x.kind == y.kind && x.value == y.value;
+}
+
+static bool same_stages(const Normalizer *a, const Normalizer *b) {
+    for (size_t i = 0; i < STAGE_COUNT; i++)
+        if (!same_stage(a, b, i)) return false;
+    return true;
+}
+
+// A decimal number and nothing else: neither "inf" nor "0x10" nor a space before it.
 static bool read_number(const char *text, double *out) {
     char *end;
+    if (!text[strspn(text, "+-")] || text[strspn(text, "+-.0123456789eE")]) return false;
     errno = 0;
     *out = strtod(text, &end);
-    return end != text && *end == 0 && errno == 0 && isfinite(*out);
+    return end != text && *end == 0 && isfinite(*out) && (errno == 0 || *out != 0);
+}
+
+// The fewest digits that give the number back.
+static const char *write_number(double x, char *out, size_t size) {
+    for (int digits = 1; digits <= 17; digits++) {
+        snprintf(out, size, "%.*g", digits, x);
+        if (strtod(out, NULL) == x) break;
+    }
+    return out;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------
-// The nearest name, for a message about one that there is not.
+// The learnt scalars
+
+bool normalizer_has(const Normalizer *normalizer, Scalar scalar) {
+    int scale = normalizer->scale.kind;
+    switch (scalar) {
+    case SCALAR_S: return scale == SCALE_LOGN || scale == SCALE_LOGN_BIAS || scale == SCALE_PN;
+    case SCALAR_B: return scale == SCALE_LOGN_BIAS || scale == SCALE_PN;
+    case SCALAR_P: return scale == SCALE_PN;
+    case SCALAR_NONE: break;
+    }
+    return false;
+}
+
+bool normalizer_trains(const Normalizer *normalizer, Scalar scalar) {
+    return normalizer_has(normalizer, scalar) && !(scalar == SCALAR_S && normalizer->fixed);
+}
+
+// s: 1/mean(ln n over n = 1..L), so that the mean temperature is softmax's ([SSMax], models (e) and (f)); 1 beside p_n.
+double normalizer_start(const Normalizer *normalizer, Scalar scalar, int L) {
+    if (scalar != SCALAR_S) return scalar == SCALAR_P ? 1 : 0;
+    if (!isnan(normalizer->s_start)) return normalizer->s_start;
+    double sum = normalizer->scale.kind == SCALE_PN ? L : 0;
+    for (int n = 1; n <= L && normalizer->scale.kind != SCALE_PN; n++) sum += log(n);
+    return sum > 0 ? L / sum : 1;
+}
+
+// s beside p_n means something else than s beside ln n, and a fixed one is what the new normaliser says.
+bool normalizer_keeps(const Normalizer *from, const Normalizer *to, Scalar scalar) {
+    if (!normalizer_has(from, scalar)) return false;
+    bool same_s = (from->scale.kind == SCALE_PN) == (to->scale.kind == SCALE_PN) && (!to->fixed || from->fixed);
+    return scalar != SCALAR_S || (same_s && (!to->fixed || from->s_start == to->s_start || isnan(to->s_start)));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------------
+// Reading
 
 static const char *nearest_preset(const char *name) {
     const char *best = PRESETS[0].name;
@@ -69,66 +131,88 @@ static const char *nearest_preset(const char *name) {
     return best;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------------
-// Reading
+// Reads a value of a stage, "l1+1" say, by its row: the name alone, or with the number that it takes.
+static bool read_value(const Value *v, const char *text, double *number) {
+    size_t length = strlen(v->name);
+    *number = 0;
+    if (strncmp(v->name, text, length) != 0) return false;
+    if (!text[length]) return v->takes[0] != ':';
+    if (!v->takes[0] || text[length] != v->takes[0]) return false;
+    bool sign = v->takes[0] == '+' && strchr("+-", text[length + 1]);
+    return !sign && read_number(text + length + 1, number);
+}
 
-bool normalizer_set_stage(Normalizer *normalizer, const char *stage, const char *value, char *message, size_t size) {
-    for (size_t i = 0; i < COUNT(STAGES); i++) {
-        if (strcmp(STAGES[i].name, stage) != 0) continue;
-        for (size_t j = 0; j < STAGES[i].count; j++) {
-            const Value *v = &STAGES[i].values[j];
-            size_t length = strlen(v->name);
-            if (strncmp(v->name, value, length) != 0) continue;
-            double number = 0;
-            if (value[length] && (!v->takes[0] || value[length] != v->takes[0] || !read_number(value + length + 1, &number) || number < 0))
-                continue;
-            *stage_of(normalizer, i) = (Stage){(int)j, number};
-            return true;
-        }
-        int at = snprintf(message, size, "no such value for %s: '%s'. There is:", stage, value);
-        for (size_t j = 0; j < STAGES[i].count && at > 0 && (size_t)at < size; j++)
-            at += snprintf(message + at, size - (size_t)at, "%s %s%s", j ? "," : "", STAGES[i].values[j].name,
-                           STAGES[i].values[j].takes[0] ? "[+C]" : "");
-        return false;
+static bool set_stage(Normalizer *normalizer, size_t i, const char *text, char *message, size_t size) {
+    for (size_t j = 0; j < STAGES[i].count; j++) {
+        double number;
+        if (!read_value(&STAGES[i].values[j], text, &number)) continue;
+        *stage_of(normalizer, i) = (Stage){(int)j, number};
+        return true;
     }
-    snprintf(message, size, "no such stage: '%s'. There is: qk, scale, offset, phi, norm, post, s and fixed", stage);
+    int at = snprintf(message, size, "no such value for %s: '%s'. There is:", stage_names[i], text);
+    for (size_t j = 0; j < STAGES[i].count && at > 0 && (size_t)at < size; j++) {
+        const Value *v = &STAGES[i].values[j];
+        bool optional = v->takes[0] == '+';
+        at += snprintf(message + at, size - (size_t)at, "%s %s%s%s%s", j ? "," : "", v->name, optional ? "[" : "", v->takes, optional ? "]" : "");
+    }
     return false;
 }
 
-// A '+' starts an override only before a stage's name, "s=" or "fixed", so that l1+0.5 stays whole.
-static char *next_override(char *text) {
-    for (char *plus = strchr(text, '+'); plus; plus = strchr(plus + 1, '+')) {
-        if (!strncmp(plus + 1, "s=", 2) || !strcmp(plus + 1, "fixed") || !strncmp(plus + 1, "fixed+", 6)) return plus;
-        for (size_t i = 0; i < COUNT(STAGES); i++) {
-            size_t length = strlen(STAGES[i].name);
-            if (!strncmp(plus + 1, STAGES[i].name, length) && plus[1 + length] == '=') return plus;
-        }
+// Is this the start of an override, "stage=", "s=" or "fixed"? Then the stage's number, STAGE_COUNT for s, STAGE_COUNT + 1 for fixed; else -1.
+static int override_kind(const char *text) {
+    if (!strncmp(text, "s=", 2)) return STAGE_COUNT;
+    if (!strncmp(text, "fixed", 5) && (!text[5] || text[5] == '+')) return STAGE_COUNT + 1;
+    for (int i = 0; i < STAGE_COUNT; i++) {
+        size_t length = strlen(stage_names[i]);
+        if (!strncmp(text, stage_names[i], length) && text[length] == '=') return i;
     }
-    return NULL;
+    return -1;
+}
+
+// A '+' starts an override only there, so that l1+0.5 stays whole.
+static char *next_override(char *text) {
+    char *plus = strchr(text, '+');
+    while (plus && override_kind(plus + 1) < 0) plus = strchr(plus + 1, '+');
+    return plus;
 }
 
 static bool apply_override(Normalizer *out, char *word, char *message, size_t size) {
-    if (!strcmp(word, "fixed")) {
-        out->fixed = true;
-        return true;
-    }
-    char *equals = strchr(word, '=');
-    *equals = 0;
-    if (!strcmp(word, "s")) {
-        if (read_number(equals + 1, &out->s_start)) return true;
-        snprintf(message, size, "s=%s is not a finite number", equals + 1);
-        return false;
-    }
-    return normalizer_set_stage(out, word, equals + 1, message, size);
+    int kind = override_kind(word);
+    const char *value = strchr(word, '=') + 1;
+    if (kind < STAGE_COUNT) return set_stage(out, (size_t)kind, value, message, size);
+    if (kind > STAGE_COUNT) return out->fixed = true;
+    if (read_number(value, &out->s_start)) return true;
+    snprintf(message, size, "s=%s is not a finite number", value);
+    return false;
 }
 
-// What has no meaning is refused with the reason.
+// What has no meaning, with the reason; NULL when all is well.
+static const char *meaningless(const Normalizer *n) {
+    if (n->scale.kind == SCALE_LOG && !(n->scale.value > 0)) return "the base of scale=log must be above 0";
+    if (n->scale.kind == SCALE_LOG && n->scale.value == 1) return "scale=log:1 divides by ln 1 = 0";
+    if (n->norm.kind == NORM_L1 && !(n->norm.value >= 0)) return "the C of norm=l1+C must not be negative: Z could be 0 or change its sign";
+    if (n->norm.kind == NORM_CONST && !(n->norm.value > 0)) return "norm=const:X divides by X, which must be above 0";
+    if (n->post.kind == POST_REWEIGHT && !(n->post.value > 0)) return "the power of post=reweight must be above 0";
+    if (!normalizer_has(n, SCALAR_S) && (n->fixed || !isnan(n->s_start)))
+        return "there is no s to start or to fix: that needs scale=logn, logn-bias or pn";
+    return NULL;
+}
+
 static bool check(const Normalizer *n, char *message, size_t size) {
-    if (!normalizer_has_s(n) && (n->fixed || !isnan(n->s_start))) {
-        snprintf(message, size, "%s has no s to start or to fix: that needs scale=logn", n->text);
-        return false;
-    }
-    return true;
+    const char *reason = meaningless(n);
+#ifdef ATTN_ONLY
+    for (size_t i = 0; !reason && i < COUNT(PRESETS); i++)
+        if (!strcmp(PRESETS[i].name, ATTN_ONLY) && !same_stages(&PRESETS[i].normalizer, n))
+            reason = "this program was built for " ATTN_ONLY " alone; `make` without ATTN= builds one that knows all";
+#endif
+    if (reason) snprintf(message, size, "%s", reason);
+    return !reason;
+}
+
+bool normalizer_fits(const Normalizer *normalizer, int L, char *message, size_t size) {
+    if (normalizer->scale.kind != SCALE_LOG_L || L > 1) return true;
+    snprintf(message, size, "%s: scale=log:L divides by ln L, which is 0 for L = 1", normalizer->text);
+    return false;
 }
 
 bool normalizer_parse(Normalizer *out, const char *text, char *message, size_t size) {
@@ -144,7 +228,11 @@ bool normalizer_parse(Normalizer *out, const char *text, char *message, size_t s
     for (size_t i = 0; i < COUNT(PRESETS); i++)
         if (!strcmp(PRESETS[i].name, words)) preset = &PRESETS[i];
     if (!preset) {
-        snprintf(message, size, "no such normaliser. Nearest: %s. `--attn help` lists all of them", nearest_preset(words));
+        const char *plus = strchr(words, '+');
+        if (plus)
+            snprintf(message, size, "'%s' is no override. There is: qk=, scale=, offset=, phi=, norm=, post=, s= and fixed", plus + 1);
+        else
+            snprintf(message, size, "no such normaliser. Nearest: %s. `--attn help` lists all of them", nearest_preset(words));
         return false;
     }
     *out = preset->normalizer;
@@ -161,57 +249,111 @@ bool normalizer_parse(Normalizer *out, const char *text, char *message, size_t s
 // ---------------------------------------------------------------------------------------------------------------------------
 // Telling
 
-const char *normalizer_stage_text(const char *stage, Stage value, char *out, size_t size) {
-    for (size_t i = 0; i < COUNT(STAGES); i++) {
-        if (strcmp(STAGES[i].name, stage) != 0) continue;
-        const Value *v = &STAGES[i].values[value.kind];
-        if (v->takes[0] && value.value != 0)
-            snprintf(out, size, "%s%c%.17g", v->name, v->takes[0], value.value);
-        else
-            snprintf(out, size, "%s", v->name);
-        return out;
-    }
-    return NULL;
-}
-
-bool normalizer_has_s(const Normalizer *normalizer) {
-    return normalizer->scale.kind == SCALE_LOGN;
-}
-
-double normalizer_s_start(const Normalizer *normalizer, int L) {
-    if (!isnan(normalizer->s_start)) return normalizer->s_start;
-    double sum = 0;
-    for (int n = 1; n <= L; n++) sum += log(n);
-    return sum > 0 ? L / sum : 1;
+const char *normalizer_stage_text(const Normalizer *normalizer, size_t i, char *out, size_t size) {
+    char number[32];
+    Stage stage = stage_at(normalizer, i);
+    const Value *v = &STAGES[i].values[stage.kind];
+    if (v->takes[0] == ':' || (v->takes[0] && stage.value != 0))
+        snprintf(out, size, "%s%c%s", v->name, v->takes[0], write_number(stage.value, number, sizeof number));
+    else
+        snprintf(out, size, "%s", v->name);
+    return out;
 }
 
 bool normalizer_equal(const Normalizer *a, const Normalizer *b) {
-    for (size_t i = 0; i < COUNT(STAGES); i++) {
-        const Stage *x = stage_of((Normalizer *)a, i), *y = stage_of((Normalizer *)b, i);
-        if (x->kind != y->kind || x->value != y->value) return false;
-    }
-    return a->fixed == b->fixed;
+    return same_stages(a, b) && a->fixed == b->fixed && (!a->fixed || normalizer_start(a, SCALAR_S, 2) == normalizer_start(b, SCALAR_S, 2));
 }
 
-void normalizer_print_table(void) {
-    printf("--attn NAME, or NAME+stage=value+...\n\n  %-16s %-6s %-9s %-8s %-7s %-8s %-6s %s\n", "name", "qk", "scale", "offset", "phi",
-           "norm", "post", "source");
+// Does s start at the same number, for every L?
+static bool same_start(const Normalizer *a, const Normalizer *b) {
+    return isnan(a->s_start) ? isnan(b->s_start) : a->s_start == b->s_start;
+}
+
+// The normaliser as a preset and overrides of it; false where the preset says something that no override takes back.
+static bool write_by_preset(const Normalizer *normalizer, const Preset *preset, char *out, size_t size) {
+    const Normalizer *base = &preset->normalizer;
+    char text[64];
+    bool has_s = normalizer_has(normalizer, SCALAR_S), start_differs = has_s && !same_start(base, normalizer);
+    if (base->fixed && (!has_s || !normalizer->fixed)) return false;
+    if (!isnan(base->s_start) && isnan(normalizer->s_start)) return false;
+    size_t at = (size_t)snprintf(out, size, "%s", preset->name);
+    for (size_t i = 0; i < STAGE_COUNT && at < size; i++)
+        if (!same_stage(base, normalizer, i))
+            at += (size_t)snprintf(out + at, size - at, "+%s=%s", stage_names[i], normalizer_stage_text(normalizer, i, text, sizeof text));
+    if (start_differs && at < size) at += (size_t)snprintf(out + at, size - at, "+s=%s", write_number(normalizer->s_start, text, sizeof text));
+    if (normalizer->fixed && !base->fixed && at < size) at += (size_t)snprintf(out + at, size - at, "+fixed");
+    return at < size;
+}
+
+const char *normalizer_shortest(const Normalizer *normalizer, char *out, size_t size) {
+    char text[512];
+    snprintf(out, size, "%s", normalizer->text);
+    for (size_t i = 0; i < COUNT(PRESETS); i++)
+        if (write_by_preset(normalizer, &PRESETS[i], text, sizeof text) && strlen(text) < strlen(out)) snprintf(out, size, "%s", text);
+    return out;
+}
+
+static void print_row(const char *name, const Normalizer *normalizer, const char *source) {
+    enum { SCALE_STAGE = 1 };
+    static const int WIDTH[STAGE_COUNT] = {4, 17, 6, 8, 11, 11};
+    printf("  %-21s ", name);
+    for (size_t i = 0; i < STAGE_COUNT; i++) {
+        char text[64], shown[128];
+        normalizer_stage_text(normalizer, i, text, sizeof text);
+        int length = snprintf(shown, sizeof shown, "%s", text);
+        if (i == SCALE_STAGE && normalizer->fixed)
+            snprintf(shown + length, sizeof shown - (size_t)length, ", s = %s fixed", write_number(normalizer->s_start, text, sizeof text));
+        printf("%-*s ", WIDTH[i], shown);
+    }
+    printf("%s\n", source);
+}
+
+static void print_table(void) {
+    printf("--attn NAME, or NAME+stage=value+...; --attn help:NAME+... explains one\n\n  %-21s %-4s %-17s %-6s %-8s %-11s %-11s %s\n", "name",
+           "qk", "scale", "offset", "phi", "norm", "post", "source");
     for (size_t i = 0; i < COUNT(PRESETS); i++) {
-        static const int WIDTH[] = {6, 9, 8, 7, 8, 6};
-        printf("  %-16s ", PRESETS[i].name);
-        for (size_t j = 0; j < COUNT(STAGES); j++) {
-            char text[64];
-            Stage *value = stage_of((Normalizer *)&PRESETS[i].normalizer, j);
-            printf("%-*s ", WIDTH[j], normalizer_stage_text(STAGES[j].name, *value, text, sizeof text));
-        }
-        printf("%s\n", PRESETS[i].source);
+#ifdef ATTN_ONLY
+        if (strcmp(PRESETS[i].name, ATTN_ONLY) != 0) continue;
+#endif
+        print_row(PRESETS[i].name, &PRESETS[i].normalizer, PRESETS[i].source);
     }
     printf("\n");
-    for (size_t i = 0; i < COUNT(STAGES); i++)
+    for (size_t i = 0; i < STAGE_COUNT; i++)
         for (size_t j = 0; j < STAGES[i].count; j++) {
+            const Value *v = &STAGES[i].values[j];
             char text[64];
-            snprintf(text, sizeof text, "%s=%s%s", STAGES[i].name, STAGES[i].values[j].name, STAGES[i].values[j].takes[0] ? "[+C]" : "");
-            printf("  %-16s %s\n", text, STAGES[i].values[j].formula);
+            snprintf(text, sizeof text, v->takes[0] == '+' ? "%s=%s[%s]" : "%s=%s%s", stage_names[i], v->name, v->takes);
+            printf("  %-21s %s\n", text, v->formula);
         }
-    printf("  %-16s %s\n  %-16s %s\n", "s=X", "where s starts (else 1/mean(ln n over n = 1..L))", "fixed", "s is not trained");
+    printf("  %-21s %s\n  %-21s %s\n", "s=X", "where s starts (else at 1/mean(ln n over n = 1..L); at 1 with pn)", "fixed", "s is not trained");
+    printf("\nA text's shortest equal name, by example:\n");
+    static const char *const EXAMPLES[] = {"softmax+norm=l1+1", "softmax+qk=l2+scale=logd-logn+phi=softplus", "relu2-n+norm=l1"};
+    for (size_t i = 0; i < COUNT(EXAMPLES); i++) {
+        Normalizer example;
+        char message[1024], name[NORMALIZER_TEXT];
+        if (normalizer_parse(&example, EXAMPLES[i], message, sizeof message))
+            printf("  %s is %s\n", EXAMPLES[i], normalizer_shortest(&example, name, sizeof name));
+    }
+}
+
+static void print_one(const char *text) {
+    Normalizer normalizer;
+    char message[1024], name[NORMALIZER_TEXT], value[64], label[80];
+    if (!normalizer_parse(&normalizer, text, message, sizeof message)) fail(EXIT_USAGE, "--attn help:%s: %s.", text, message);
+    printf("%s\n", text);
+    for (size_t i = 0; i < STAGE_COUNT; i++) {
+        snprintf(label, sizeof label, "%s=%s", stage_names[i], normalizer_stage_text(&normalizer, i, value, sizeof value));
+        printf("  %-21s %s\n", label, STAGES[i].values[stage_at(&normalizer, i).kind].formula);
+    }
+    if (normalizer_has(&normalizer, SCALAR_S) && !isnan(normalizer.s_start))
+        printf("  s=%-19s %s\n", write_number(normalizer.s_start, value, sizeof value), normalizer.fixed ? "fixed" : "where s starts");
+    else if (normalizer.fixed)
+        printf("  fixed                 s stays at its start\n");
+    printf("shortest equal name: %s\n", normalizer_shortest(&normalizer, name, sizeof name));
+}
+
+bool normalizer_help(const char *text) {
+    if (strncmp(text, "help", 4) != 0 || (text[4] && text[4] != ':')) return false;
+    if (text[4]) print_one(text + 5); else print_table();
+    return true;
 }

@@ -1,42 +1,74 @@
 // The family of attention normalisers: one table, read by the parser, the help, config.json, the CPU code, the CUDA kernels and the tests.
 //
-// For the query at position i, n = i + 1 keys are visible; s_ij = q_i · k_j after RoPE; d is the head size, L the training length.
+// For the query at position i, n = i + 1 keys are visible; s_ij = q_i · k_j after RoPE; d is the head size, L the training length, T the
+// length of the sample at hand.
+//   qk                what happens to q and k first
 //   z_ij = c_i s_ij + o_i      scale (c) and offset (o)
 //   f_ij = phi(z_ij)           phi; masked entries are 0 after it, not before
 //   A_ij = f_ij / Z_i          norm
-//   then post; the output is sum_j A_ij v_j. A row with Z = 0 gives output 0 and gradient 0, and is counted.
+//   post              a change of the row A_i
+// The output is sum_j A_ij v_j. A row whose Z (or sum in post) is 0 gives output 0 and gradient 0, and is counted.
 //
-// To add a normaliser, add a row to NORMALIZERS; to add a value to a stage, add a row to that stage's list and its formula below.
+// To add a normaliser, add a row to NORMALIZERS; to add a value to a stage, add a row to that stage's list and its formula below
+// (doc/normalizers.md walks through both).
 #ifndef ATTENTION_NORMALIZER_H
 #define ATTENTION_NORMALIZER_H
 
-#include <math.h>
 #include <stdbool.h>
 #include <stddef.h>
+
+#include "runtime/real.h"
 
 #ifdef __CUDACC__
 #define NORMALIZER_INLINE static __host__ __device__ __forceinline__
 #else
-#include "runtime/vecmath.h"
 #define NORMALIZER_INLINE static inline __attribute__((always_inline))
 #endif
 
 // ---- the stages: X(KIND, name, what it takes after a colon or plus, formula shown in the help)
 #define QK_VALUES(X) \
-    X(QK_NONE,       "none",    "",  "q and k as they are")
+    X(QK_NONE,          "none",          "",      "q and k as they are") \
+    X(QK_L2,            "l2",            "",      "q and k over their Euclidean norms, after RoPE")
 #define SCALE_VALUES(X) \
-    X(SCALE_RSQRT_D, "rsqrt-d", "",  "c = 1/sqrt(d)") \
-    X(SCALE_LOGN,    "logn",    "",  "c = s ln(n)/sqrt(d), s learnt for each head")
+    X(SCALE_RSQRT_D,    "rsqrt-d",       "",      "c = 1/sqrt(d)") \
+    X(SCALE_LOGN,       "logn",          "",      "c = s ln(n)/sqrt(d), s for each layer and head") \
+    X(SCALE_LOGN_BIAS,  "logn-bias",     "",      "c = (s ln(n) + b)/sqrt(d), s and b for each layer and head") \
+    X(SCALE_PN,         "pn",            "",      "c = (s p_n + b)/sqrt(d), p of length L for all layers and heads") \
+    X(SCALE_LOG,        "log",           ":BASE", "c = ln(n)/ln(BASE)/sqrt(d)") \
+    X(SCALE_LOG_L,      "log:L",         "",      "c = ln(n)/ln(L)/sqrt(d)") \
+    X(SCALE_LOGD_LOGN,  "logd-logn",     "",      "c = ln(d) ln(n)") \
+    X(SCALE_CONST,      "const",         ":X",    "c = X")
 #define OFFSET_VALUES(X) \
-    X(OFFSET_NONE,   "none",    "",  "o = 0")
+    X(OFFSET_NONE,      "none",          "",      "o = 0") \
+    X(OFFSET_LOG_L,     "-logL",         "",      "o = -ln L") \
+    X(OFFSET_LOG_T,     "-logT",         "",      "o = -ln T") \
+    X(OFFSET_LOG_N,     "-logn",         "",      "o = -ln n")
 #define PHI_VALUES(X) \
-    X(PHI_EXP,       "exp",     "",  "exp(z)") \
-    X(PHI_RELU2,     "relu2",   "",  "max(z, 0)^2")
+    X(PHI_EXP,          "exp",           "",      "exp(z)") \
+    X(PHI_IDENTITY,     "identity",      "",      "z") \
+    X(PHI_RELU,         "relu",          "",      "max(z, 0)") \
+    X(PHI_RELU2,        "relu2",         "",      "max(z, 0)^2") \
+    X(PHI_RELU6,        "relu6",         "",      "min(max(z, 0), 6)") \
+    X(PHI_GELU,         "gelu",          "",      "z (1 + erf(z/sqrt(2)))/2") \
+    X(PHI_SIGMOID,      "sigmoid",       "",      "1/(1 + exp(-z))") \
+    X(PHI_SOFTPLUS,     "softplus",      "",      "ln(1 + exp(z))") \
+    X(PHI_MISH,         "mish",          "",      "z tanh(ln(1 + exp(z)))")
 #define NORM_VALUES(X) \
-    X(NORM_L1,       "l1",      "+", "Z = C + sum |f| (l1+C; C is 0 when not given)") \
-    X(NORM_N,        "n",       "",  "Z = n")
+    X(NORM_L1,          "l1",            "+C",    "Z = C + sum |f| (C is 0 when not given; for exp, C is C e^0)") \
+    X(NORM_N,           "n",             "",      "Z = n") \
+    X(NORM_N2,          "n2",            "",      "Z = n^2") \
+    X(NORM_L,           "L",             "",      "Z = L") \
+    X(NORM_T,           "T",             "",      "Z = T") \
+    X(NORM_T2,          "T2",            "",      "Z = T^2") \
+    X(NORM_CONST,       "const",         ":X",    "Z = X") \
+    X(NORM_SQRT_HALF_N, "sqrt-half-n",   "",      "Z = sqrt(n/2)") \
+    X(NORM_NONE,        "none",          "",      "Z = 1")
 #define POST_VALUES(X) \
-    X(POST_NONE,     "none",    "",  "A as it is")
+    X(POST_NONE,        "none",          "",      "A as it is") \
+    X(POST_NEGATE,      "negate",        "",      "-A") \
+    X(POST_RECENTER,    "recenter",      "",      "A - mean over the n visible, for n > 3") \
+    X(POST_RECENTER_L1, "recenter-l1",   "",      "that, over the sum of its absolute values, for n > 3") \
+    X(POST_REWEIGHT,    "reweight",      ":P",    "w = max(A n - 1, 0)^P over sum w; 0 in place of the 1 for n <= 3")
 
 #define NORMALIZER_KIND(kind, name, takes, formula) kind,
 typedef enum { QK_VALUES(NORMALIZER_KIND) } QkKind;
@@ -47,21 +79,53 @@ typedef enum { NORM_VALUES(NORMALIZER_KIND) } NormKind;
 typedef enum { POST_VALUES(NORMALIZER_KIND) } PostKind;
 #undef NORMALIZER_KIND
 
-typedef struct {
-    int kind;
-    double value;          // what was given after the colon or plus
-} Stage;
-
-// ---- the presets
-#define NORM_L1_PLUS(C) NORM_L1, C
+// ---- the presets. A stage that takes a number has it in brackets; s is learnt from its usual START, or FIXED at a number.
+#define SCALE_LOG(base)   SCALE_LOG, base
+#define NORM_L1_PLUS(C)   NORM_L1, C
+#define NORM_CONST(X)     NORM_CONST, X
+#define POST_REWEIGHT(P)  POST_REWEIGHT, P
+#define S_START           false, NAN
+#define S_FIXED(s)        true, s
 #define NORMALIZERS(X) \
-    /* name       qk    scale    offset phi    norm        post  source */ \
-    X(softmax,    NONE, RSQRT_D, NONE,  EXP,   L1,         NONE, "Vaswani et al. 2017") \
-    X(ssmax,      NONE, LOGN,    NONE,  EXP,   L1,         NONE, "[SSMax] eq. 2, model (b)") \
-    X(softmax1,   NONE, RSQRT_D, NONE,  EXP,   L1_PLUS(1), NONE, "[Softer-Max]") \
-    X(relu2-n,    NONE, RSQRT_D, NONE,  RELU2, N,          NONE, "[GAU], n = the row's visible keys")
+    /* name                 qk    scale      s         offset phi       norm         post          source */ \
+    X(softmax,              NONE, RSQRT_D,   START,    NONE,  EXP,      L1,          NONE,         "Vaswani et al. 2017") \
+    X(ssmax,                NONE, LOGN,      START,    NONE,  EXP,      L1,          NONE,         "[SSMax] eq. 2, model (b)") \
+    X(ssmax-fixed,          NONE, LOGN,      FIXED(1), NONE,  EXP,      L1,          NONE,         "[SSMax] model (c)") \
+    X(ssmax-bias,           NONE, LOGN_BIAS, START,    NONE,  EXP,      L1,          NONE,         "[SSMax] eq. 4, model (d)") \
+    X(ssmax-pn,             NONE, PN,        START,    NONE,  EXP,      L1,          NONE,         "[SSMax] eq. 3, Figure 2") \
+    X(softmax-log512,       NONE, LOG(512),  START,    NONE,  EXP,      L1,          NONE,         "[GAU] entropy invariance") \
+    X(softmax1,             NONE, RSQRT_D,   START,    NONE,  EXP,      L1_PLUS(1),  NONE,         "[Softer-Max]") \
+    X(softmax-negated,      NONE, RSQRT_D,   START,    NONE,  EXP,      L1,          NEGATE,       "[LSSA] Table 1, Inverse") \
+    X(softmax-recentered,   NONE, RSQRT_D,   START,    NONE,  EXP,      L1,          RECENTER,     "[LSSA] Table 1") \
+    X(softmax-recentered-l1, NONE, RSQRT_D,  START,    NONE,  EXP,      L1,          RECENTER_L1,  "[LSSA] Table 1") \
+    X(identity,             NONE, RSQRT_D,   START,    NONE,  IDENTITY, NONE,        NONE,         "[LSSA] Table 2, I") \
+    X(exp,                  NONE, RSQRT_D,   START,    NONE,  EXP,      NONE,        NONE,         "[LSSA] Table 2, II") \
+    X(identity-l1,          NONE, RSQRT_D,   START,    NONE,  IDENTITY, L1,          NONE,         "[LSSA] Table 2, III") \
+    X(relu-l1,              NONE, RSQRT_D,   START,    NONE,  RELU,     L1,          NONE,         "[LSSA] Table 3, Li et al. 2022") \
+    X(relu2-l1,             NONE, RSQRT_D,   START,    NONE,  RELU2,    L1,          NONE,         "[LSSA] Table 3, [GAU] solution 3") \
+    X(relu6-l1,             NONE, RSQRT_D,   START,    NONE,  RELU6,    L1,          NONE,         "[LSSA] Table 3") \
+    X(gelu-l1,              NONE, RSQRT_D,   START,    NONE,  GELU,     L1,          NONE,         "[LSSA] Table 3") \
+    X(sigmoid-l1,           NONE, RSQRT_D,   START,    NONE,  SIGMOID,  L1,          NONE,         "[LSSA] Table 3") \
+    X(softplus-l1,          NONE, RSQRT_D,   START,    NONE,  SOFTPLUS, L1,          NONE,         "[LSSA] Table 3") \
+    X(mish-l1,              NONE, RSQRT_D,   START,    NONE,  MISH,     L1,          NONE,         "[LSSA] Table 3") \
+    X(sigmoid,              NONE, RSQRT_D,   START,    LOG_L, SIGMOID,  NONE,        NONE,         "[LSSA] Table 4, Ramapuram et al. 2024") \
+    X(sigmoid-logn,         NONE, RSQRT_D,   START,    LOG_N, SIGMOID,  NONE,        NONE,         "[LSSA] Table 4") \
+    X(sigmoid-logn-l1,      NONE, RSQRT_D,   START,    LOG_N, SIGMOID,  L1,          NONE,         "[LSSA] Table 4") \
+    X(relu-L,               NONE, RSQRT_D,   START,    NONE,  RELU,     L,           NONE,         "[LSSA] Table 4, Wortsman et al. 2023") \
+    X(relu-sqrt,            NONE, RSQRT_D,   START,    NONE,  RELU,     SQRT_HALF_N, NONE,         "[LSSA] Table 4, Shen et al. 2023") \
+    X(lssa,                 L2,   LOGD_LOGN, START,    NONE,  SOFTPLUS, L1,          NONE,         "[LSSA] eq. 4") \
+    X(lssar,                L2,   LOGD_LOGN, START,    NONE,  SOFTPLUS, L1,          REWEIGHT(15), "[LSSA] eq. 4 and 5") \
+    X(relu2-n,              NONE, RSQRT_D,   START,    NONE,  RELU2,    N,           NONE,         "[GAU], n = the row's visible keys") \
+    X(relu2-T,              NONE, RSQRT_D,   START,    NONE,  RELU2,    T,           NONE,         "[GAU], n = the sample's length") \
+    X(relu2-L,              NONE, RSQRT_D,   START,    NONE,  RELU2,    L,           NONE,         "[GAU] solution 1, n = the training length") \
+    X(relu2-512,            NONE, RSQRT_D,   START,    NONE,  RELU2,    CONST(512),  NONE,         "[GAU] solution 1 with its 512")
 
 enum { NORMALIZER_TEXT = 160 };
+
+typedef struct {
+    int kind;
+    double value;                 // what was given after the colon or plus
+} Stage;
 
 typedef struct {
     char text[NORMALIZER_TEXT];   // as it was given to --attn
@@ -70,67 +134,188 @@ typedef struct {
     double s_start;               // from s=X; NAN for the usual start
 } Normalizer;
 
+// What `make ATTN=NAME` fixes at compile time: with it these are constants, and what they do not reach is left out of the program.
+#ifdef ATTN_ONLY
+#define NORMALIZER_PICK_PHI(name, qk, scale, s, offset, phi, norm, post, source) !__builtin_strcmp(#name, ATTN_ONLY) ? PHI_##phi :
+#define NORMALIZER_FIRST_(kind, ...) kind
+#define NORMALIZER_FIRST(...) NORMALIZER_FIRST_(__VA_ARGS__, )
+#define NORMALIZER_PICK_POST(name, qk, scale, s, offset, phi, norm, post, source) \
+    !__builtin_strcmp(#name, ATTN_ONLY) ? NORMALIZER_FIRST(POST_##post) :
+#define NORMALIZER_PHI(normalizer) ((void)(normalizer), NORMALIZERS(NORMALIZER_PICK_PHI) -1)
+#define NORMALIZER_POST(normalizer) ((void)(normalizer), NORMALIZERS(NORMALIZER_PICK_POST) -1)
+#else
+#define NORMALIZER_PHI(normalizer) ((normalizer)->phi.kind)
+#define NORMALIZER_POST(normalizer) ((normalizer)->post.kind)
+#endif
+
 // ---- the formulas
 
-// c = row_scale(...); s is ignored by the scales that have none
-NORMALIZER_INLINE float row_scale(int scale, int n, int d, float s) {
-    float rsqrt_d = 1.0f / sqrtf((float)d);
-    return scale == SCALE_LOGN ? s * logf((float)n) * rsqrt_d : rsqrt_d;
-}
+// What a row's scale, offset and norm depend on beside its scores.
+typedef struct {
+    int n, T, L, d;
+    real s, b, p;                 // the learnt scalars; p is p_n
+} RowPlace;
 
-// dc/ds
-NORMALIZER_INLINE float row_scale_slope(int scale, int n, int d) {
-    return scale == SCALE_LOGN ? logf((float)n) / sqrtf((float)d) : 0.0f;
-}
-
-NORMALIZER_INLINE float phi_value(int phi, float z) {
-    if (phi == PHI_RELU2) {
-        float r = z < 0.0f ? 0.0f : z;         // in this order a NaN stays one
-        return r * r;
+NORMALIZER_INLINE real row_scale(Stage scale, RowPlace at) {
+    real rsqrt_d = 1 / real_sqrt((real)at.d), ln_n = real_log((real)at.n);
+    switch (scale.kind) {
+    case SCALE_LOGN:      return at.s * ln_n * rsqrt_d;
+    case SCALE_LOGN_BIAS: return (at.s * ln_n + at.b) * rsqrt_d;
+    case SCALE_PN:        return (at.s * at.p + at.b) * rsqrt_d;
+    case SCALE_LOG:       return ln_n / real_log((real)scale.value) * rsqrt_d;
+    case SCALE_LOG_L:     return ln_n / real_log((real)at.L) * rsqrt_d;
+    case SCALE_LOGD_LOGN: return real_log((real)at.d) * ln_n;
+    case SCALE_CONST:     return (real)scale.value;
+    default:              return rsqrt_d;
     }
-#ifdef __CUDACC__
-    return __expf(z);
-#else
-    return vec_exp(z);
-#endif
 }
 
-// phi'(z); f = phi(z) where that helps
-NORMALIZER_INLINE float phi_slope(int phi, float z, float f) {
-    if (phi == PHI_RELU2) return z < 0.0f ? 0.0f : 2.0f * z;
+// The derivatives of c by the learnt scalars.
+typedef struct {
+    real s, b, p;
+} ScaleSlopes;
+
+NORMALIZER_INLINE ScaleSlopes row_scale_slopes(Stage scale, RowPlace at) {
+    real rsqrt_d = 1 / real_sqrt((real)at.d), ln_n = real_log((real)at.n);
+    ScaleSlopes slopes = {0, 0, 0};
+    if (scale.kind == SCALE_LOGN || scale.kind == SCALE_LOGN_BIAS) slopes.s = ln_n * rsqrt_d;
+    if (scale.kind == SCALE_PN) slopes.s = at.p * rsqrt_d, slopes.p = at.s * rsqrt_d;
+    if (scale.kind == SCALE_PN || scale.kind == SCALE_LOGN_BIAS) slopes.b = rsqrt_d;
+    return slopes;
+}
+
+NORMALIZER_INLINE real row_offset(Stage offset, RowPlace at) {
+    switch (offset.kind) {
+    case OFFSET_LOG_L: return -real_log((real)at.L);
+    case OFFSET_LOG_T: return -real_log((real)at.T);
+    case OFFSET_LOG_N: return -real_log((real)at.n);
+    default:           return 0;
+    }
+}
+
+// f = phi(z) and phi'(z). A NaN in z is one in f: the comparisons are written so that it passes.
+NORMALIZER_INLINE void phi_both(int phi, real z, real *f, real *slope) {
+    real positive = z < 0 ? 0 : z;
+    switch (phi) {
+    case PHI_IDENTITY:
+        *f = z;
+        *slope = 1;
+        return;
+    case PHI_RELU:
+        *f = positive;
+        *slope = z > 0 ? 1 : 0;
+        return;
+    case PHI_RELU2:
+        *f = positive * positive;
+        *slope = 2 * positive;
+        return;
+    case PHI_RELU6: {
+        real inside = z < 6 ? 1 : 0;
+        *f = positive > 6 ? 6 : positive;
+        *slope = z > 0 ? inside : 0;
+        return;
+    }
+    case PHI_GELU: {
+        real gauss = real_exp(z * z * (real)-0.5), cdf = real_normal_cdf(z, gauss);
+        *f = z * cdf;
+        *slope = cdf + z * gauss * (real)0.39894228040143267794;        // 1/sqrt(2 pi)
+        return;
+    }
+    case PHI_SIGMOID:
+        *f = real_sigmoid(z);
+        *slope = *f * (1 - *f);
+        return;
+    case PHI_SOFTPLUS: {                                                // max(z, 0) + ln(1 + exp(-|z|)), which never overflows
+        real e = real_exp(z < 0 ? z : -z);
+        *f = positive + real_log1p(e);
+        *slope = (z < 0 ? e : 1) / (1 + e);
+        return;
+    }
+    case PHI_MISH: {                                                    // tanh(ln(1 + e)) = w/(w + 2), w = e (e + 2)
+        real e = real_exp(z > 20 ? 20 : z), w = e * (e + 2), rest = 2 / (w + 2), t = w / (w + 2);
+        *f = z * t;
+        *slope = t + z * (rest * (1 + t)) * (e / (1 + e));              // 1 - t^2 = rest (1 + t)
+        return;
+    }
+    default:
+        *f = real_exp(z);
+        *slope = *f;
+    }
+}
+
+NORMALIZER_INLINE real phi_value(int phi, real z) {
+    real f, slope;
+    phi_both(phi, z, &f, &slope);
     return f;
 }
 
-// exp is taken relative to the row's largest z when the row is divided by its sum
-NORMALIZER_INLINE bool subtracts_maximum(int phi, int norm) {
-    return phi == PHI_EXP && norm == NORM_L1;
+// Can f be negative, so that |f| and sign(f) matter?
+NORMALIZER_INLINE bool phi_signed(int phi) {
+    return phi == PHI_IDENTITY || phi == PHI_GELU || phi == PHI_MISH;
 }
 
-// 1/Z, 0 for a row without weight; sum = sum |f|, shift what was subtracted from z, C the constant of l1+C
-NORMALIZER_INLINE float row_inverse(int norm, double C, float sum, float shift, int n) {
-    float Z = norm == NORM_N ? (float)n : sum + (C > 0.0 ? (float)C * expf(-shift) : 0.0f);
-    return sum > 0.0f ? 1.0f / Z : sum == 0.0f ? 0.0f : NAN;
+// exp is taken relative to the row's largest z when the row is divided by its sum; 0 takes part in that maximum where C > 0.
+NORMALIZER_INLINE bool subtracts_maximum(int phi, Stage norm) {
+    return phi == PHI_EXP && norm.kind == NORM_L1;
 }
+
+// Does Z depend on the scores?
+NORMALIZER_INLINE bool norm_is_sum(Stage norm) {
+    return norm.kind == NORM_L1;
+}
+
+// 1/Z, 0 where Z is 0; sum = sum |f|, shift what was subtracted from z.
+NORMALIZER_INLINE real row_inverse(Stage norm, RowPlace at, real sum, real shift) {
+    real n = (real)at.n, T = (real)at.T, Z = 1;
+    switch (norm.kind) {
+    case NORM_L1:          Z = sum + (norm.value > 0 ? (real)norm.value * real_exp(-shift) : 0); break;
+    case NORM_N:           Z = n; break;
+    case NORM_N2:          Z = n * n; break;
+    case NORM_L:           Z = (real)at.L; break;
+    case NORM_T:           Z = T; break;
+    case NORM_T2:          Z = T * T; break;
+    case NORM_CONST:       Z = (real)norm.value; break;
+    case NORM_SQRT_HALF_N: Z = real_sqrt(n / 2); break;
+    }
+    return Z == 0 ? 0 : 1 / Z;
+}
+
+// The rows up to this n are left alone by recenter and recenter-l1, and compared with 0 in place of 1/n by reweight.
+enum { POST_FROM = 3 };
 
 // ---- attention/normalizer.c
+
+// The scalars that a normaliser may have: s and b for each layer and head, p for each n up to L.
+typedef enum { SCALAR_NONE, SCALAR_S, SCALAR_B, SCALAR_P } Scalar;
+
+// Has it such scalars, are they trained, and where do they start, for training length L?
+bool normalizer_has(const Normalizer *normalizer, Scalar scalar);
+bool normalizer_trains(const Normalizer *normalizer, Scalar scalar);
+double normalizer_start(const Normalizer *normalizer, Scalar scalar, int L);
+
+// When a model goes from one normaliser to another, does it keep such scalars as they are (or do they start)?
+bool normalizer_keeps(const Normalizer *from, const Normalizer *to, Scalar scalar);
 
 // Reads NAME or NAME+stage=value+...; false with a message in `message` that lists what there is.
 bool normalizer_parse(Normalizer *out, const char *text, char *message, size_t size);
 
-// The value of a stage as it is written in --attn and config.json, for example "l1+1".
-const char *normalizer_stage_text(const char *stage, Stage value, char *out, size_t size);
+// What has no meaning for this training length; true when all is well.
+bool normalizer_fits(const Normalizer *normalizer, int L, char *message, size_t size);
 
-// Reads one stage ("norm", "l1+1") into a normaliser.
-bool normalizer_set_stage(Normalizer *normalizer, const char *stage, const char *value, char *message, size_t size);
+enum { STAGE_COUNT = 6 };
+extern const char *const stage_names[STAGE_COUNT];       // qk, scale, offset, phi, norm, post
 
-// Does it have a scalar s for each layer and head? And where does s start, for training length L?
-bool normalizer_has_s(const Normalizer *normalizer);
-double normalizer_s_start(const Normalizer *normalizer, int L);
+// Stage i's value as it is written in --attn and config.json, for example "l1+1".
+const char *normalizer_stage_text(const Normalizer *normalizer, size_t i, char *out, size_t size);
+
+// The shortest text that means the same.
+const char *normalizer_shortest(const Normalizer *normalizer, char *out, size_t size);
 
 // Are two the same function of the scores (whatever they were called)?
 bool normalizer_equal(const Normalizer *a, const Normalizer *b);
 
-// Prints the table, for --attn help.
-void normalizer_print_table(void);
+// --attn help, or help:NAME: the whole table, or one normaliser with its stages and its shortest name. False when `text` is neither.
+// A NAME that there is not ends the program.
+bool normalizer_help(const char *text);
 
 #endif

@@ -19,6 +19,8 @@ struct Metrics {
     int fd;
     off_t size;        // of the whole lines in the file
     bool warned;
+    char *line;        // room for a line
+    size_t room;
     char path[];
 };
 
@@ -61,17 +63,30 @@ static void add_number(char *line, size_t size, const char *name, int digits, do
     else snprintf(line + n, size - n, ", \"%s\": null", name);
 }
 
+// Room for a line of this size; NULL, and a warning once, where there is no memory for it.
+static char *metrics_room(Metrics *metrics, size_t size) {
+    if (size <= metrics->room) return metrics->line;
+    char *line = realloc(metrics->line, size);
+    if (line) metrics->line = line, metrics->room = size;
+    else if (!metrics->warned) metrics->warned = true, warn("%s: out of memory for a line. Training goes on; this line is missing.", metrics->path);
+    return line;
+}
+
 void metrics_write(Metrics *metrics, const StepMetrics *m) {
-    char line[512];
-    snprintf(line, sizeof line, "{\"step\": %lld, \"tokens\": %lld", (long long)m->step, (long long)m->tokens);
-    add_number(line, sizeof line, "loss", 9, m->loss);
-    add_number(line, sizeof line, "lr", 9, m->lr);
-    add_number(line, sizeof line, "grad_norm", 9, m->grad_norm);
-    add_number(line, sizeof line, "ms", 6, m->ms);
-    add_number(line, sizeof line, "tok_per_s", 6, m->tok_per_s);
-    add_number(line, sizeof line, "mfu", 4, m->mfu);
-    if (!isnan(m->val_loss)) add_number(line, sizeof line, "val_loss", 9, m->val_loss);
+    enum { NUMBERS = 512 };
+    size_t more = m->more ? strlen(m->more) : 0;
+    char *line = metrics_room(metrics, NUMBERS + more + 2);
+    if (!line) return;
+    snprintf(line, NUMBERS, "{\"step\": %lld, \"tokens\": %lld", (long long)m->step, (long long)m->tokens);
+    add_number(line, NUMBERS, "loss", 9, m->loss);
+    add_number(line, NUMBERS, "lr", 9, m->lr);
+    add_number(line, NUMBERS, "grad_norm", 9, m->grad_norm);
+    add_number(line, NUMBERS, "ms", 6, m->ms);
+    add_number(line, NUMBERS, "tok_per_s", 6, m->tok_per_s);
+    add_number(line, NUMBERS, "mfu", 4, m->mfu);
+    if (!isnan(m->val_loss)) add_number(line, NUMBERS, "val_loss", 9, m->val_loss);
     size_t n = strlen(line);
+    if (more) memcpy(line + n, m->more, more), n += more;
     memcpy(line + n, "}\n", 2);
     ssize_t written = write(metrics->fd, line, n + 2);
     if (written == (ssize_t)(n + 2)) {
@@ -89,6 +104,7 @@ void metrics_write(Metrics *metrics, const StepMetrics *m) {
 void metrics_close(Metrics *metrics) {
     if (!metrics) return;
     close(metrics->fd);
+    free(metrics->line);
     free(metrics);
 }
 

@@ -16,6 +16,7 @@ typedef struct {
     double tok_per_s;
     double mfu;          // fraction of the machine's peak
     float val_loss;      // NAN: no validation at this step
+    const char *more;    // further members of the line's JSON object, each after ", "; or NULL
 } StepMetrics;
 
 typedef struct Metrics Metrics;

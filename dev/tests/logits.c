@@ -28,7 +28,7 @@ static size_t read_ids(int32_t *ids, const char *text, int vocab) {
 
 static void load(const char *folder, size_t T) {
     Error error;
-    model.list = tensors_of(&model.config, false);
+    model.list = tensors_of(&model.config, NULL, 0);
     plan_parameters(&model, false, false);
     plan_activations(&model, 1, T, false);
     plan_decoder(&decoder, &model, &model.plan, BESIDE, T);

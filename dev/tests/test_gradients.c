@@ -1,0 +1,287 @@
+// Finite differences in double of the trainer's own code (the layers, attention and passes of train_gpt2.c built with REAL=double): every
+// normaliser with both blocks, and each layer alone. No reference takes part: what no table of answers could hide shows here.
+//
+//   build/tests/test_gradients [WORD]     only the cases whose name has WORD in it
+#define REAL double
+#define LAYERS_ONLY
+#define WITHOUT_MAIN
+#pragma GCC diagnostic ignored "-Wunused-function"
+#include "attention/attention_cpu.c"
+#include "train_gpt2.c"
+
+#include "dev/reference/hash.h"
+#include "dev/tests/check.h"
+
+// ---- what runtime/gemm.c is for float
+
+void gemm(char ta, char tb, size_t m, size_t n, size_t k, const real *A, size_t lda, const real *B, size_t ldb, real beta, real *C, size_t ldc) {
+    for (size_t i = 0; i < m; i++) {
+        for (size_t j = 0; j < n; j++) {
+            real sum = beta != 0 ? beta * C[i * ldc + j] : 0;
+            for (size_t p = 0; p < k; p++) sum += A[ta == 'T' ? p * lda + i : i * lda + p] * B[tb == 'T' ? j * ldb + p : p * ldb + j];
+            C[i * ldc + j] = sum;
+        }
+    }
+}
+
+void gemm_bf16(char ta, char tb, size_t m, size_t n, size_t k, Operand A, size_t lda, Operand B, size_t ldb, real beta, real *C, size_t ldc) {
+    (void)ta, (void)tb, (void)m, (void)n, (void)k, (void)A, (void)lda, (void)B, (void)ldb, (void)beta, (void)C, (void)ldc;
+    fail(EXIT_USAGE, "no bfloat16 here.");
+}
+
+size_t gemm_bf16_scratch(size_t largest_a, size_t largest_b) {
+    return largest_a + largest_b;
+}
+
+void gemm_bf16_use(void *scratch, size_t largest_a, size_t largest_b) {
+    (void)scratch, (void)largest_a, (void)largest_b;
+}
+
+// ---- numbers
+
+static real *reals(size_t n) {
+    real *x = calloc(n + 1, sizeof *x);
+    if (!x) fail(EXIT_RESOURCE, "out of memory.");
+    return x;
+}
+
+static real *input(const char *name, size_t n, double mean, double scale) {
+    real *x = reals(n);
+    for (size_t i = 0; i < n; i++) x[i] = mean + scale * fixture_uniform(fixture_stream(name), i);
+    return x;
+}
+
+static real dot(const real *a, const real *b, size_t n) {
+    real sum = 0;
+    for (size_t i = 0; i < n; i++) sum += a[i] * b[i];
+    return sum;
+}
+
+static const char *case_name;
+static double worst;       // relative error
+
+// The slope of `value` along x's gradient dx (n) must be |dx|, to 1e-6 relative. By a five-point rule; where a step of one size crosses a
+// kink (relu at 0) a smaller one may not, while a wrong gradient fails with all.
+static void check_slope(const char *what, real *x, const real *dx, size_t n, double (*value)(void *), void *context) {
+    static const double STEPS[] = {1, -1, 2, -2}, SIZES[] = {1e-4, 1e-5, 2e-6, 4e-7};
+    double norm = sqrt(dot(dx, dx, n)), error = INFINITY;
+    real *start = reals(n);
+    memcpy(start, x, n * sizeof *x);
+    for (size_t s = 0; s < 4 && !(error < 1e-6); s++) {
+        double h = SIZES[s] * sqrt((double)n) / (norm > 1 ? norm : 1), v[4];
+        for (int k = 0; k < 4; k++) {
+            for (size_t i = 0; i < n; i++) x[i] = start[i] + STEPS[k] * h * dx[i] / norm;
+            v[k] = value(context);
+        }
+        double slope = (8 * (v[0] - v[1]) - (v[2] - v[3])) / (12 * h), here = fabs(slope - norm) / norm;
+        if (!(here >= error)) error = here;
+    }
+    memcpy(x, start, n * sizeof *x);
+    free(start);
+    if (error > worst || isnan(error)) worst = error;
+    CHECK(error < 1e-6, "%s: %s: relative error %.3g of a slope of %.3g", case_name, what, error, norm);
+}
+
+// ---- the family
+
+#define NAME(name, ...) #name,
+static const char *const NAMES[] = {
+    NORMALIZERS(NAME)
+    // Awkward ones: two overrides, powers that are large, small or no whole number, negative scales, posts on signed phis, lengths T and L.
+    "softmax+norm=l1+0.5+post=negate", "softmax+post=reweight:3", "sigmoid-logn-l1+post=reweight:15", "lssar+post=reweight:100",
+    "lssar+post=reweight:0.5", "softmax+qk=l2+scale=const:-7", "gelu-l1+post=recenter-l1", "mish-l1+norm=l1+2+post=recenter",
+    "relu6-l1+scale=const:1+norm=T2+offset=-logT", "identity-l1+post=recenter-l1", "softplus-l1+scale=log:L+norm=n2", "ssmax-pn+phi=softplus+s=0.5+fixed",
+    "relu2-l1+qk=l2+scale=logd-logn+post=reweight:2.5", "ssmax-bias+norm=l1+1+post=reweight:2",
+};
+#undef NAME
+
+static Normalizer parse(const char *text) {
+    Normalizer normalizer;
+    char message[1024];
+    if (!normalizer_parse(&normalizer, text, message, sizeof message)) fail(EXIT_USAGE, "%s: %s", text, message);
+    return normalizer;
+}
+
+// ---- attention alone: sum(dout · out) by q, k, v and the scalars
+
+typedef struct {
+    AttentionShape shape;
+    AttentionScalars scalars;
+    real *q, *k, *v, *out, *stats, *dout, *scratch;
+} AttentionCase;
+
+static double attention_value(void *context) {
+    AttentionCase *c = context;
+    attention_forward(c->out, c->stats, c->q, c->k, c->v, c->scalars, c->shape, c->scratch);
+    return dot(c->out, c->dout, c->shape.B * c->shape.T * c->shape.NH * c->shape.VS);
+}
+
+static void test_attention(const char *text, size_t B, size_t NH, size_t HS, size_t VS, size_t T) {
+    Normalizer normalizer = parse(text);
+    int L = (int)T + 3;
+    size_t rows = B * NH * T;
+    AttentionCase c = {.shape = {&normalizer, B, T, NH, HS, VS, L}};
+    c.q = input("q", rows * HS, 0, 2), c.k = input("k", rows * HS, 0, 2), c.v = input("v", rows * VS, 0, 1);
+    c.dout = input("dout", rows * VS, 0, 1), c.out = reals(rows * VS), c.stats = reals(rows * ROW_STATS);
+    c.scratch = reals(attention_scratch(c.shape, omp_get_max_threads()));
+    real *s = input("attn_scale", NH, 0.6, 0.1), *b = input("attn_bias", NH, 0.1, 0.2), *p = input("attn_pn", (size_t)L, 1, 0.3);
+    real *ds = reals(NH), *db = reals(NH), *dp = reals((size_t)L), *dq = reals(rows * HS), *dk = reals(rows * HS), *dv = reals(rows * VS);
+    bool has_s = normalizer_has(&normalizer, SCALAR_S), has_b = normalizer_has(&normalizer, SCALAR_B), has_p = normalizer_has(&normalizer, SCALAR_P);
+    c.scalars = (AttentionScalars){has_s ? s : NULL, has_b ? b : NULL, has_p ? p : NULL};
+    attention_value(&c);
+    attention_backward(dq, dk, dv, (AttentionScalarGrads){has_s ? ds : NULL, has_b ? db : NULL, has_p ? dp : NULL}, c.dout, c.out, c.stats, c.q,
+                       c.k, c.v, c.scalars, c.shape, c.scratch);
+    check_slope("q", c.q, dq, rows * HS, attention_value, &c);
+    check_slope("k", c.k, dk, rows * HS, attention_value, &c);
+    check_slope("v", c.v, dv, rows * VS, attention_value, &c);
+    if (has_s) check_slope("s", s, ds, NH, attention_value, &c);
+    if (has_b) check_slope("b", b, db, NH, attention_value, &c);
+    if (has_p) check_slope("p_n", p, dp, (size_t)L, attention_value, &c);
+    free(c.q), free(c.k), free(c.v), free(c.dout), free(c.out), free(c.stats), free(c.scratch);
+    free(s), free(b), free(p), free(ds), free(db), free(dp), free(dq), free(dk), free(dv);
+}
+
+// ---- the whole model
+
+typedef struct {
+    Model model;
+    int32_t inputs[32], targets[32];
+    size_t B, T;
+} ModelCase;
+
+static double model_value(void *context) {
+    ModelCase *c = context;
+    model_forward(&c->model, c->inputs, c->B, c->T);
+    return model_loss(&c->model, c->targets, NULL, c->B * c->T, 0, false);
+}
+
+static void test_model(const char *text, const char *shape) {
+    enum { B = 2, T = 9, V = 61 };
+    static ModelCase c;
+    Error error;
+    c = (ModelCase){.B = B, .T = T};
+    Model *m = &c.model;
+    if (!model_parse(&m->config, shape, &error)) fail_with(&error);
+    m->config.seq_len = 16;
+    m->config.attn = parse(text);
+    m->list = tensors_of(&m->config, NULL, 0);
+    plan_parameters(m, true, false);
+    plan_activations(m, B, T, false);
+    memory_take(&m->plan);
+    model_ready(m);
+    for (size_t i = 0; i < m->list.count; i++) {
+        const Tensor *t = &m->list.tensors[i];
+        float mean, scale;
+        fixture_weight_rule(t->name, t->shape[t->ndim - 1], &mean, &scale);
+        if (!tensor_trained(t, &m->config.attn)) mean = t->mean, scale = 0;
+        for (size_t j = 0; j < t->elements; j++)
+            m->params[t->offset + j] = mean + (double)scale * fixture_uniform(fixture_stream(t->name), j);
+    }
+    for (int i = 0; i < B * T; i++) c.inputs[i] = fixture_token((uint64_t)i, V), c.targets[i] = fixture_token((uint64_t)i + 1, V);
+    model_step(m, c.inputs, c.targets, NULL, B, T, 1, true);
+    double whole = gradient_norm(m);
+    for (size_t i = 0; i < m->list.count; i++) {
+        const Tensor *t = &m->list.tensors[i];
+        real *dx = m->grads + t->offset;
+        if (!tensor_trained(t, &m->config.attn) || sqrt(dot(dx, dx, t->elements)) < 1e-4 * whole) continue;
+        check_slope(t->name, m->params + t->offset, dx, t->elements, model_value, &c);
+    }
+    tensors_free(&m->list);
+    memory_release(&m->plan);
+}
+
+// ---- each layer alone, for the value sum(dout · out)
+
+enum { B = 2, T = 5, NH = 2, HS = 6, C = NH * HS, N = B * T, OC = 7, V = 11, E = 9, GS = 16, GW = 2 * E + GS };
+
+static struct {
+    real *x, *w, *out, *dout, *cosines, *sines;
+    GauGains gains;
+    int32_t tokens[N];
+    size_t outputs;
+} l;
+
+static double layer_value(void *forward) {
+    memset(l.out, 0, N * 4 * GW * sizeof *l.out);
+    ((void (*)(void))forward)();
+    return dot(l.out, l.dout, l.outputs);
+}
+
+static void by_rmsnorm(void) { rmsnorm_forward(l.out, l.x, l.w, N, C); }
+static void by_matmul(void) { matmul_forward(l.out, l.x, (Operand){.f32 = l.w}, N, C, OC, false); }
+static void by_embedding(void) { embedding_forward(l.out, l.w, l.tokens, N, C); }
+static void by_rope(void) { rope_forward(l.out, l.out + N * C, l.out + 2 * N * C, l.x, l.cosines, l.sines, B, T, NH, HS); }
+static void by_swiglu(void) { swiglu_forward(l.out, l.x, N, C); }
+static void by_crossentropy(void) { crossentropy(l.out, l.x, l.tokens, NULL, N, V, V, 0); }
+static void by_gau(void) {
+    gau_forward(l.out, l.out + N * GS, l.out + 2 * N * GS, l.x, l.gains, l.cosines, l.sines, B, T, E, GS);
+}
+static void by_gate(void) { gau_gate_forward(l.out, l.x, l.w, N, E, GW); }
+
+static void test_layer(const char *what, real *x, const real *dx, size_t n, void (*forward)(void), size_t outputs) {
+    l.outputs = outputs;
+    check_slope(what, x, dx, n, layer_value, (void *)forward);
+}
+
+static void test_layers(void) {
+    size_t room = N * 4 * GW;
+    real *dx = reals(room), *dw = reals(room), *r = reals(N), *gains = input("gains", 4 * GS, 1, 0.3), *dgains = reals(4 * GS);
+    l.x = input("x", room, 0, 1), l.w = input("w", room, 0.2, 1), l.out = reals(room), l.dout = input("dout", room, 0, 1);
+    l.cosines = reals(T * GS / 2), l.sines = reals(T * GS / 2);
+    l.gains = (GauGains){gains, gains + GS, gains + 2 * GS, gains + 3 * GS};
+    for (int n = 0; n < N; n++) l.tokens[n] = fixture_token((uint64_t)n, V);
+
+    rmsnorm_backward(dx, dw, l.dout, l.x, l.w, r, N, C);
+    test_layer("rmsnorm, x", l.x, dx, N * C, by_rmsnorm, N * C);
+    test_layer("rmsnorm, weight", l.w, dw, C, by_rmsnorm, N * C);
+    matmul_backward(dx, dw, l.dout, l.x, (Operand){.f32 = l.w}, N, C, OC, false);
+    test_layer("matmul, x", l.x, dx, N * C, by_matmul, N * OC);
+    test_layer("matmul, weight", l.w, dw, OC * C, by_matmul, N * OC);
+    memset(dw, 0, room * sizeof *dw);
+    embedding_backward(dw, l.dout, l.tokens, N, C);
+    test_layer("embedding", l.w, dw, V * C, by_embedding, N * C);
+    rope_table(l.cosines, l.sines, T, HS, 10000);
+    rope_backward(dx, l.dout, l.dout + N * C, l.dout + 2 * N * C, l.cosines, l.sines, B, T, NH, HS);
+    test_layer("rope", l.x, dx, N * 3 * C, by_rope, N * 3 * C);
+    swiglu_backward(dx, l.dout, l.x, N, C);
+    test_layer("swiglu", l.x, dx, N * 2 * C, by_swiglu, N * C);
+    real *losses = reals(N);
+    memcpy(dx, l.x, N * V * sizeof *dx);
+    for (int n = 0; n < N; n++) l.dout[n] = 1;
+    crossentropy(losses, dx, l.tokens, NULL, N, V, V, 1);
+    test_layer("crossentropy", l.x, dx, N * V, by_crossentropy, N);
+
+    rope_table(l.cosines, l.sines, T, GS, 10000);
+    real *dq = input("dout", N * GS, 0, 1), *dk = input("dk", N * GS, 0, 1);
+    memcpy(l.dout, dq, N * GS * sizeof *dq), memcpy(l.dout + N * GS, dk, N * GS * sizeof *dk);
+    memset(dx, 0, room * sizeof *dx);
+    gau_backward(dx, (GauGains){dgains, dgains + GS, dgains + 2 * GS, dgains + 3 * GS}, dq, dk, l.dout + 2 * N * GS, l.x, l.gains, l.cosines,
+                 l.sines, B, T, E, GS);
+    test_layer("gau, uvz", l.x, dx, N * GW, by_gau, N * (2 * GS + E));
+    test_layer("gau, gains and offsets", gains, dgains, 4 * GS, by_gau, N * (2 * GS + E));
+    memset(dx, 0, room * sizeof *dx);
+    gau_gate_backward(dw, dx, l.dout, l.x, l.w, N, E, GW);
+    test_layer("gate, u", l.x, dx, N * GW, by_gate, N * E);
+    test_layer("gate, attention", l.w, dw, N * E, by_gate, N * E);
+    free(dx), free(dw), free(r), free(gains), free(dgains), free(losses), free(dq), free(dk);
+    free(l.x), free(l.w), free(l.out), free(l.dout), free(l.cosines), free(l.sines);
+}
+
+int main(int argc, char **argv) {
+    const char *word = argc > 1 ? argv[1] : "";
+    program_name = "test_gradients";
+    case_name = "layers";
+    check_group(case_name);
+    if (strstr(case_name, word)) test_layers();
+    for (size_t i = 0; i < sizeof NAMES / sizeof *NAMES; i++) {
+        case_name = NAMES[i];
+        if (!strstr(case_name, word)) continue;
+        check_group(case_name);
+        test_attention(NAMES[i], 2, 2, 6, 6, 9);
+        test_attention(NAMES[i], 1, 1, 8, 20, 70);              // more than a block of rows, values wider than keys, threads that share
+        test_model(NAMES[i], "layers=2,heads=2,channels=32,ffn=48,vocab=61,tied=0");
+        test_model(NAMES[i], "layers=1,block=gau,channels=24,vocab=61,tied=1");
+    }
+    printf("worst relative error %.2g\n", worst);
+    return check_verdict();
+}
