@@ -2,6 +2,7 @@
 
     python scripts/plot.py out/a                                out/a/loss.png
     python scripts/plot.py out/a out/b --out both.png
+    python scripts/plot.py out/a --scalars                      out/a/scalars.png: s, b and p_n, where the normaliser learns them
     python scripts/plot.py out/* --tensorboard /tmp/events      then: tensorboard --logdir /tmp/events
 
 A run is a folder with the trainer's metrics.jsonl; a run that is still going can be drawn at any time.
@@ -67,6 +68,52 @@ def names(runs):
     return short if len(set(short)) == len(short) else [str(run) for run in runs]
 
 
+def triples(lines, key, path):
+    """(tokens, values) of a scalar that the trainer writes beside val_loss: values[i][layer] is (mean, least, largest) over heads."""
+    tokens, values = [], []
+    for line in lines:
+        if key not in line:
+            continue
+        row = line[key]
+        if not (isinstance(row, list) and row and all(isinstance(layer, list) and len(layer) == 3 for layer in row)
+                and (not values or len(row) == len(values[0]))):
+            raise Refused(f"{path}: step {line['step']}: expected {key} as [mean, least, largest] for each layer, "
+                          f"found {str(row)[:60]}.")
+        tokens.append(line["tokens"])
+        values.append([[math.nan if x is None else float(x) for x in layer] for layer in row])
+    return tokens, values
+
+
+def newest_checkpoint(run):
+    """The model.safetensors of the run's last checkpoint, or None. A folder named step-* is whole."""
+    whole = [path for path in Path(run).glob("ckpt/step-*/model.safetensors") if path.parent.name[5:].isdecimal()]
+    return max(whole, key=lambda path: int(path.parent.name[5:]), default=None)
+
+
+def read_tensor(path, name):
+    """A float32 or bf16 tensor of a safetensors file as a flat float64 array, or None where the file has no such tensor. The file is
+    an 8-byte little-endian length, a JSON header of that length, and the data, to which the header's offsets count."""
+    import numpy as np
+    try:
+        with open(path, "rb") as file:
+            size, = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(size))
+            if name not in header:
+                return None
+            begin, end = header[name]["data_offsets"]
+            file.seek(8 + size + begin)
+            data = file.read(end - begin)
+        kind = {"F32": "<f4", "BF16": "<u2"}[header[name]["dtype"]]
+        if len(data) != end - begin:
+            raise ValueError(f"it ends before {name} does")
+        values = np.frombuffer(data, kind)
+    except (ValueError, KeyError, TypeError, OverflowError, MemoryError, struct.error) as error:
+        raise Refused(f"{path}: expected a safetensors file with {name} in float32 or bf16 ({type(error).__name__}: {error}).")
+    if kind == "<u2":
+        values = (values.astype("<u4") << 16).view("<f4")
+    return values.astype(float)
+
+
 # ---------------------------------------------------------------- the picture
 
 def smooth(values):
@@ -122,16 +169,31 @@ def loss_limits(loaded):
     return min(late) - margin, max(late) + margin
 
 
-def picture(runs):
-    """A figure of four panels: the loss against tokens and against time, the learning rate and the gradient norm against tokens."""
-    loaded = [read_metrics(run) for run in runs]
+def say_what_is_cut_off(axes, loaded):
+    """A note under the top edge where losses lie above it."""
+    top = axes.get_ylim()[1]
+    above = [value for lines in loaded for value in column(lines, "loss") if math.isfinite(value) and value > top]
+    if above:
+        axes.text(0.5, 0.985, f"axis cut off: the first steps reach up to {max(above):.2f}", transform=axes.transAxes, ha="center",
+                  va="top", fontsize=9, style="italic", color="0.35")
+
+
+def pyplot():
+    """matplotlib's, without a screen, in this file's style."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    from matplotlib import ticker
-
     plt.rcParams.update({"font.size": 10, "axes.titlesize": 11, "axes.titlelocation": "left", "axes.spines.top": False,
                          "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25})
+    return plt
+
+
+def picture(runs):
+    """A figure of four panels: the loss against tokens and against time, the learning rate and the gradient norm against tokens."""
+    loaded = [read_metrics(run) for run in runs]
+    plt = pyplot()
+    from matplotlib import ticker
+
     figure, ((by_tokens, by_time), (lr, norm)) = plt.subplots(2, 2, figsize=(12, 8), height_ratios=(3, 2), layout="constrained")
     token_size, token_name = unit(max(lines[-1]["tokens"] for lines in loaded), TOKEN_UNITS)
     time_size, time_name = unit(max(seconds(lines)[-1] for lines in loaded), TIME_UNITS)
@@ -149,14 +211,98 @@ def picture(runs):
     norm.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     lr.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
     lr.set_ylim(bottom=0)
-    by_tokens.set(title="Loss against tokens (points: validation)", ylabel="nats a token", ylim=loss_limits(loaded))
-    by_time.set(title="Loss against time in steps (points: validation)", ylabel="nats a token", ylim=loss_limits(loaded))
+    for axes, against in (by_tokens, "tokens"), (by_time, "time in steps"):
+        axes.set(title=f"Loss against {against} (points: validation)", ylabel="nats a token", ylim=loss_limits(loaded))
+        say_what_is_cut_off(axes, loaded)
     lr.set_title("Learning rate")
     norm.set_title("Gradient norm, before clipping")
     for axes in (by_tokens, by_time, lr, norm):
         axes.set_xlabel(time_name if axes is by_time else f"{token_name}tokens")
         axes.set_xlim(left=0)
     figure.legend(loc="outside upper center", ncols=1 if len(runs) < 4 else 2, frameon=False, fontsize=11)
+    return figure
+
+
+# ---------------------------------------------------------------- the normaliser's learnt scalars
+
+def fit_log(p):
+    """(a1, a2, R^2) of the least-squares fit p_n = a1 ln n + a2 over n = 1..len(p), as in [SSMax] Figure 2. R^2 = 1 - (sum of squared
+    residuals)/(sum of squared differences from the mean), NaN where p is constant; all NaN for a single value."""
+    import numpy as np
+    x, p = np.log(np.arange(1, len(p) + 1)), np.asarray(p, float)
+    dx, dp = x - x.mean(), p - p.mean()
+    if len(p) < 2:
+        return math.nan, math.nan, math.nan
+    a1 = dx @ dp / (dx @ dx)
+    rest = dp - a1 * dx
+    return float(a1), float(p.mean() - a1 * x.mean()), float(1 - rest @ rest / (dp @ dp)) if dp.any() else math.nan
+
+
+def fit_text(a1, a2, r2):
+    return f"a1 = {a1:.4g}, a2 = {a2:.4g}, R^2 = {r2:.4f}"
+
+
+def read_scalars(run):
+    """{"s": (tokens, values), "b": the same, "p": array}, of these what the run has."""
+    path, checkpoint = Path(run) / "metrics.jsonl", newest_checkpoint(run)
+    lines = read_metrics(run)
+    found = {"s": triples(lines, "attn_scale", path), "b": triples(lines, "attn_bias", path)}
+    found = {name: (tokens, values) for name, (tokens, values) in found.items() if tokens}
+    p = read_tensor(checkpoint, "model.attn_pn") if checkpoint else None
+    if p is not None:
+        found["p"] = p
+    if not found:
+        raise Refused(f"{path}: no attn_scale, and no model.attn_pn in a checkpoint. Either its normaliser learns no scalars (ssmax, "
+                      "ssmax-bias and ssmax-pn do), or no validation, which writes them, has come yet (--val-every).")
+    return found
+
+
+def draw_layers(axes, tokens, values, unit_size, color_of):
+    """A layer's mean over its heads as a line, least to largest as a band."""
+    x = [value / unit_size for value in tokens]
+    for layer in range(len(values[0])):
+        mean, least, largest = zip(*(step[layer] for step in values))
+        color = color_of(layer)
+        axes.plot(x, mean, color=color, linewidth=1.4, marker="." if len(x) < 10 else None)
+        axes.fill_between(x, least, largest, color=color, alpha=0.12, linewidth=0)
+
+
+def draw_p(axes, p, fit):
+    n = range(1, len(p) + 1)
+    axes.plot(n, p, ".", markersize=2.5, color="tab:blue", label="$p_n$")
+    a1, a2, _ = fit
+    axes.plot(n, [a1 * math.log(i) + a2 for i in n], color="tab:red", linewidth=1.4, label="$a_1 \\ln n + a_2$: " + fit_text(*fit))
+    axes.legend(frameon=False, markerscale=3, fontsize=9)
+    axes.set(title="$p_n$ in the newest checkpoint", xlabel="n, visible keys")
+
+
+def scalars_picture(runs):
+    """A figure with a column for each run: s and b by layer against tokens, p_n against n with its fit, which is printed too."""
+    loaded = [read_scalars(run) for run in runs]
+    rows = [name for name in "sbp" if any(name in found for found in loaded)]
+    series = [found[name] for found in loaded for name in "sb" if name in found]
+    token_size, token_name = unit(max((tokens[-1] for tokens, _ in series), default=1), TOKEN_UNITS)
+    plt = pyplot()
+    from matplotlib import ticker
+    color = plt.cm.ScalarMappable(plt.Normalize(0, max([1, *(len(values[0]) - 1 for _, values in series)])), "viridis")
+    figure, grid = plt.subplots(len(rows), len(runs), figsize=(1 + 6 * len(runs), 0.6 + 3.2 * len(rows)), squeeze=False,
+                                layout="constrained")
+    for found, run, name, panels in zip(loaded, runs, names(runs), grid.T):
+        for scalar, axes in zip(rows, panels):
+            if scalar not in found:
+                axes.set_axis_off()
+            elif scalar == "p":
+                fit = fit_log(found["p"])
+                print(f"{run}: p_n = a1 ln n + a2: {fit_text(*fit)}")
+                draw_p(axes, found["p"], fit)
+            else:
+                draw_layers(axes, *found[scalar], token_size, color.to_rgba)
+                axes.set(title=f"{scalar} by layer: mean over heads, least to largest", xlabel=f"{token_name}tokens")
+                axes.set_xlim(left=0)
+        panels[0].annotate(name, (0, 1), (0, 26), xycoords="axes fraction", textcoords="offset points", fontsize=12, weight="bold")
+    if series:      # layers count from 0, as in the checkpoints' names
+        figure.colorbar(color, ax=list(grid[[name != "p" for name in rows]].flat), label="layer", aspect=40,
+                        ticks=ticker.MaxNLocator(integer=True))
     return figure
 
 
@@ -231,8 +377,11 @@ def write_events(run, folder):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder")
-    parser.add_argument("--out", metavar="FILE", help="the picture: .png, .svg or .pdf (default: loss.png in the run's folder)")
-    parser.add_argument("--tensorboard", metavar="DIR", type=Path, help="write event files to DIR/NAME of each run instead")
+    parser.add_argument("--out", metavar="FILE",
+                        help="the picture: .png, .svg or .pdf (default: loss.png, or scalars.png, in the run's folder)")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--scalars", action="store_true", help="draw the normaliser's learnt s, b and p_n")
+    what.add_argument("--tensorboard", metavar="DIR", type=Path, help="write event files to DIR/NAME of each run instead")
     options = parser.parse_args()
     if len(options.runs) > 1 and not (options.out or options.tensorboard):
         parser.error("several runs in one picture need --out FILE")
@@ -241,8 +390,9 @@ def main():
             for run, name in zip(options.runs, names(options.runs)):
                 print(write_events(run, options.tensorboard / name.strip("/")))
         else:
-            out = options.out or str(Path(options.runs[0]) / "loss.png")
-            picture(options.runs).savefig(out, dpi=110)
+            draw, name = (scalars_picture, "scalars.png") if options.scalars else (picture, "loss.png")
+            out = options.out or str(Path(options.runs[0]) / name)
+            draw(options.runs).savefig(out, dpi=110)
             print(out)
     except (Refused, OSError) as error:
         print(f"plot.py: {error}", file=sys.stderr)

@@ -1,11 +1,14 @@
 """scripts/plot.py: what it reads, what it draws, and the event files, which are taken apart here byte by byte."""
 import json
 import math
+import re
+import shutil
 import struct
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,6 +108,7 @@ def test_the_panels_show_every_run(tmp_path):
     assert set(lr.lines[0].get_ydata()) == {6e-4} and norm.lines[2].get_ydata()[0] == 2.0
     low, high = by_tokens.get_ylim()
     assert low < 3.04 and 3.8 < high < 11, "the first steps must not flatten the rest"
+    assert [axes.texts[0].get_text() for axes in (by_tokens, by_time)] == ["axis cut off: the first steps reach up to 11.00"] * 2
     legend = [text.get_text() for text in figure.legends[0].texts]
     assert legend == ["a: loss 3.040, validation 3.540", "b: loss 3.080, validation 3.580"]
 
@@ -115,6 +119,156 @@ def test_a_single_step_and_a_diverged_run_are_drawn(tmp_path):
     assert command(tmp_path / "one").returncode == 0
     assert command(bad, tmp_path / "one", "--out", tmp_path / "both.svg").returncode == 0
     assert (tmp_path / "both.svg").read_text().startswith("<?xml")
+
+
+def test_an_axis_that_shows_all_steps_says_nothing(tmp_path):
+    figure = plot.picture([str(make_run(tmp_path / "a", 15))])
+    assert figure.axes[0].get_ylim()[1] > 11 and not figure.axes[0].texts
+
+
+# ---------------------------------------------------------------- the normaliser's learnt scalars
+
+def make_scalars(folder, layers=3, steps=(10, 20, 30), keys=("attn_scale", "attn_bias")):
+    """A run whose layer l has at step i the triple (l + i/100, 1 less, 2 more), of attn_bias ten times that."""
+    folder.mkdir(parents=True)
+    with open(folder / "metrics.jsonl", "w") as file:
+        for step in range(1, 31):
+            line = {"step": step, "tokens": 512 * step, "loss": 3.0}
+            if step in steps:
+                for key, factor in zip(keys, (1, 10)):
+                    line[key] = [[factor * (x := l + step / 100), factor * (x - 1), factor * (x + 2)] for l in range(layers)]
+            file.write(json.dumps(line) + "\n")
+    return folder
+
+
+def save_p(run, step, values, dtype="F32", name="model.attn_pn"):
+    """A safetensors file by hand, with another tensor before this one."""
+    raw = np.asarray(values, "<f4")
+    raw = (raw if dtype == "F32" else (raw.view("<u4") >> 16).astype("<u2")).tobytes()
+    header = json.dumps({"other": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
+                         name: {"dtype": dtype, "shape": [len(values)], "data_offsets": [8, 8 + len(raw)]}}).encode()
+    folder = run / "ckpt" / f"step-{step:08}"
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"\x7f" * 8 + raw)
+    return folder / "model.safetensors"
+
+
+def test_the_fit_recovers_its_line():
+    p = [0.25 * math.log(n) + 0.5 for n in range(1, 301)]
+    assert plot.fit_log(p) == pytest.approx((0.25, 0.5, 1), abs=1e-12)
+    assert plot.fit_log([-2 * math.log(n) - 3 for n in range(1, 20)]) == pytest.approx((-2, -3, 1), abs=1e-12)
+
+
+def test_the_fit_and_r2_of_noise_by_the_normal_equations():
+    p = np.log(np.arange(1, 65)) * 0.3 + 1 + np.sin(np.arange(64) ** 2)
+    columns = np.stack([np.log(np.arange(1, 65)), np.ones(64)], 1)
+    wanted, rest, *_ = np.linalg.lstsq(columns, p)
+    r2 = 1 - rest[0] / (64 * p.var())
+    assert 0.02 < r2 < 0.5 and plot.fit_log(p) == pytest.approx((*wanted, r2), rel=1e-9)
+    assert r2 == pytest.approx(np.corrcoef(columns[:, 0], p)[0, 1] ** 2)
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_fit_of_what_has_none():
+    a1, a2, r2 = plot.fit_log([1.0] * 8)
+    assert (a1, a2) == (0, 1) and math.isnan(r2)
+    assert all(math.isnan(x) for x in plot.fit_log([1.0]))
+
+
+def test_s_and_b_by_layer(tmp_path):
+    figure = plot.scalars_picture([str(make_scalars(tmp_path / "a"))])
+    s, b, bar = figure.axes
+    assert [len(axes.lines) for axes in (s, b)] == [3, 3] and bar.get_ylabel() == "layer"
+    assert "tokens" in s.get_xlabel() and s.get_title(loc="left").startswith("s by layer")
+    for axes, factor in (s, 1), (b, 10):
+        for layer in range(3):
+            mean = [factor * (layer + i / 100) for i in (10, 20, 30)]
+            assert list(axes.lines[layer].get_xdata()) == pytest.approx([5.12, 10.24, 15.36])
+            assert list(axes.lines[layer].get_ydata()) == pytest.approx(mean)
+            band = axes.collections[layer].get_paths()[0].vertices[:, 1]
+            assert (band.min(), band.max()) == pytest.approx((mean[0] - factor, mean[2] + 2 * factor))
+    assert len({line.get_color() for line in s.lines}) == 3 and bar.get_ylim() == (0, 2)
+
+
+def test_each_run_has_a_column(tmp_path):
+    both, short = make_scalars(tmp_path / "a"), make_scalars(tmp_path / "b", layers=2, keys=("attn_scale",))
+    out = tmp_path / "both.png"
+    result = command(both, short, "--scalars", "--out", out)
+    assert result.returncode == 0 and out.read_bytes()[:4] == b"\x89PNG", result.stderr
+    figure = plot.scalars_picture([str(both), str(short)])
+    assert [[len(axes.lines), axes.axison] for axes in figure.axes[:4]] == [[3, True], [2, True], [3, True], [0, False]]
+    assert [axes.texts[0].get_text() for axes in figure.axes[:2]] == ["a", "b"]
+    assert figure.axes[0].lines[1].get_color() == figure.axes[1].lines[1].get_color(), "a layer has one colour in all runs"
+
+
+@pytest.mark.parametrize("dtype, error", [("F32", 1e-6), ("BF16", 2**-7)])
+def test_p_of_the_newest_checkpoint_with_its_fit(tmp_path, dtype, error):
+    run = make_scalars(tmp_path / "a")
+    p = [0.25 * math.log(n) + 0.5 for n in range(1, 301)]
+    save_p(run, 5, [7.0] * 300, dtype)
+    save_p(run, 30, p, dtype)
+    shutil.copytree(run / "ckpt" / "step-00000005", run / "ckpt" / "step-00000040-copy")
+    result = command(run, "--scalars")
+    assert result.returncode == 0, result.stderr
+    assert (run / "scalars.png").read_bytes()[:4] == b"\x89PNG"
+    found = re.search(r"p_n = a1 ln n \+ a2: a1 = (\S+), a2 = (\S+), R\^2 = (\S+)", result.stdout)
+    a1, a2, r2 = map(float, found.groups())
+    assert a1 == pytest.approx(0.25, rel=2 * error) and a2 == pytest.approx(0.5, rel=4 * error) and r2 > 0.999
+
+    panel = plot.scalars_picture([str(run)]).axes[2]
+    points, line = panel.lines
+    assert list(points.get_xdata()) == list(range(1, 301)) and list(points.get_ydata()) == pytest.approx(p, rel=error)
+    assert line.get_ydata()[299] == pytest.approx(a1 * math.log(300) + a2, rel=1e-3)
+    assert f"a1 = {a1:.4g}, a2 = {a2:.4g}, R^2 = " in panel.get_legend().texts[1].get_text()
+
+
+def test_p_alone_is_drawn(tmp_path):
+    run = make_scalars(tmp_path / "a", steps=())
+    save_p(run, 1, [1.0] * 4)
+    result = command(run, "--scalars")
+    assert result.returncode == 0 and "a1 = 0, a2 = 1, R^2 = nan" in result.stdout, result.stderr
+
+
+def test_runs_without_scalars_are_refused(tmp_path):
+    plain = make_run(tmp_path / "plain", 30)
+    save_p(plain, 30, [1.0], name="model.norm.weight")
+    for runs in [plain], [make_scalars(tmp_path / "a"), plain]:
+        result = command(*runs, "--scalars", "--out", tmp_path / "out.png")
+        assert result.returncode == 3 and "plain/metrics.jsonl: no attn_scale" in result.stderr and "--val-every" in result.stderr
+        assert "Traceback" not in result.stderr and not (tmp_path / "out.png").exists()
+
+
+@pytest.mark.parametrize("value", ["0.3", "[]", "[0.1, 0.2, 0.3]", "[[1, 1], [1, 1], [1, 1]]", "[[1, 1, 1], [1, 1, 1]]", "null"])
+def test_broken_scalars_are_named(tmp_path, value):
+    run = make_scalars(tmp_path / "a")
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(f'{{"step": 31, "tokens": 9, "attn_bias": {value}}}\n')
+    result = command(run, "--scalars")
+    assert result.returncode == 3 and "step 31: expected attn_bias as [mean, least, largest]" in result.stderr
+
+
+def test_a_diverged_scalar_is_a_gap(tmp_path):
+    run = make_scalars(tmp_path / "a", layers=1)
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"step": 31, "tokens": 15872, "attn_scale": [[null, null, null]]}\n')
+    result = command(run, "--scalars")
+    assert result.returncode == 0 and "Warning" not in result.stderr, result.stderr
+    assert math.isnan(plot.scalars_picture([str(run)]).axes[0].lines[0].get_ydata()[-1])
+
+
+@pytest.mark.parametrize("damage", ["cut", "header", "dtype", "empty"])
+def test_a_damaged_checkpoint_is_named(tmp_path, damage):
+    run = make_scalars(tmp_path / "a")
+    path = save_p(run, 30, [1.0] * 8)
+    data = path.read_bytes()
+    path.write_bytes({"cut": data[:-4], "header": data[:20], "dtype": data.replace(b"F32", b"F99"), "empty": b""}[damage])
+    result = command(run, "--scalars")
+    assert result.returncode == 3 and f"{path}: expected a safetensors file" in result.stderr
+
+
+def test_scalars_and_event_files_are_two_things(tmp_path):
+    result = command(make_scalars(tmp_path / "a"), "--scalars", "--tensorboard", tmp_path / "events")
+    assert result.returncode == 2 and "not allowed with" in result.stderr and not (tmp_path / "events").exists()
 
 
 # ---------------------------------------------------------------- event files
