@@ -1,0 +1,142 @@
+"""Draws the weights A of each normaliser on the same row of scores, for README.md: weights/NAME.png, all of them in
+weights/all.png, the scores in weights/scores.png, the numbers in weights/weights.csv.
+
+    python attention/weights.py             draws them anew
+    python attention/weights.py --check     computes again and compares with what is kept; exit status 1 where they differ
+
+The row is the last of n = T = L = 64 keys, head size d = 64. Its scores q · k_j, over sqrt(d), are a hump around j = 20, a dip
+around 38, a peak of 3 at 48, and noise; |q| = |k_j| = sqrt(d), which decides what qk=l2 makes of them. A comes from
+dev/reference/model.py (PyTorch, float64), with v the identity and the learnt scalars where they start.
+"""
+import argparse
+import csv
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "dev/reference"))
+import model as reference  # noqa: E402
+
+FOLDER = Path(__file__).parent / "weights"
+N = D = 64
+SIZE, DPI = (2.2, 1.1), 100     # inches, so 220 x 110 pixels
+POSITIVE, NEGATIVE = "#2f6db3", "#d1495b"
+TOLERANCE = 1e-6                # of a kept number, relative to its row's largest
+
+
+def scores():
+    """z_j = q · k_j / sqrt(d), j = 0..n-1."""
+    j = np.arange(N)
+    bumps = 2.5 * np.exp(-((j - 20) / 6) ** 2) - 2 * np.exp(-((j - 38) / 4) ** 2)
+    z = bumps - 0.3 + 0.3 * np.random.RandomState(1).standard_normal(N)      # RandomState's stream is the same in every version
+    z[48] = 3
+    return z
+
+
+def weights(name):
+    """A_j of the last row. q lies along one axis, k_j in a plane with it, at the angle that gives q · k_j."""
+    normalizer = reference.parse_normalizer(name)
+    cosine = torch.from_numpy(scores()) / D**0.5
+    q, k, v = torch.zeros(N, D, dtype=torch.float64), torch.zeros(N, D, dtype=torch.float64), torch.eye(N, dtype=torch.float64)
+    q[:, 0] = D**0.5
+    k[:, 0], k[:, 1] = D**0.5 * cosine, D**0.5 * torch.sqrt(1 - cosine**2)
+    scalars = {"s": torch.full((1,), normalizer.s_start(N), dtype=torch.float64), "b": torch.zeros(1, dtype=torch.float64),
+               "p": torch.ones(N, dtype=torch.float64)}
+    return reference.attention(*(x[None, None] for x in (q, k, v)), normalizer, N, scalars)[0, 0, -1].numpy()
+
+
+def compute():
+    """{"scores": z, NAME: A, ...}"""
+    return {"scores": scores(), **{name: weights(name) for name in reference.PRESETS}}
+
+
+# ---------------------------------------------------------------- pictures
+
+def draw(axes, name, values):
+    """Bars over j up from 0 and down, in two colours; each picture has its own scale, so its text says the numbers."""
+    j = np.arange(N)
+    for sign, color in (values >= 0, POSITIVE), (values < 0, NEGATIVE):
+        axes.bar(j[sign], values[sign], width=0.85, color=color, linewidth=0)
+    axes.axhline(0, color="0.5", linewidth=0.5)
+    largest = values[np.abs(values).argmax()]
+    below, above = values.min(), values.max()
+    axes.set(xlim=(-1, N), ylim=(min(below * 1.08, 0), above * 1.08 if above > 0 else -0.08 * below), xticks=(), yticks=())
+    axes.spines[:].set_visible(False)
+    rounded = round(values.sum(), 9) + 0.0      # no 1e-17 and no -0
+    text = f"from {below:.2f} to {above:.2f}" if name == "scores" else f"sum {rounded:.3g}, largest {largest:.3g}"
+    axes.annotate(name, (0, 1), (0, 8), xycoords="axes fraction", textcoords="offset points", fontsize=6.5, weight="bold")
+    axes.annotate(text, (0, 1), (0, 1.5), xycoords="axes fraction", textcoords="offset points", fontsize=5.5, color="0.3")
+
+
+def save(figure, path):
+    figure.savefig(path, dpi=DPI, metadata={"Software": None}, pil_kwargs={"optimize": True})
+
+
+def draw_all(found):
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    FOLDER.mkdir(exist_ok=True)
+    for name, values in found.items():
+        figure, axes = plt.subplots(figsize=SIZE)
+        figure.subplots_adjust(0.02, 0.03, 0.98, 0.79)
+        draw(axes, name, values)
+        save(figure, FOLDER / f"{name}.png")
+        plt.close(figure)
+    columns = 4
+    rows = -(-len(found) // columns)
+    figure, grid = plt.subplots(rows, columns, figsize=(SIZE[0] * columns, SIZE[1] * rows))
+    figure.subplots_adjust(0.005, 0.005, 0.995, 0.974, wspace=0.04, hspace=0.35)
+    for axes in grid.flat:
+        axes.set_axis_off()
+    for axes, (name, values) in zip(grid.flat, found.items()):
+        axes.set_axis_on()
+        draw(axes, name, values)
+    save(figure, FOLDER / "all.png")
+
+
+# ---------------------------------------------------------------- numbers
+
+def write(found):
+    with open(FOLDER / "weights.csv", "w", newline="") as file:
+        rows = csv.writer(file, lineterminator="\n")
+        rows.writerow(["j", *found])
+        rows.writerows([j, *(f"{values[j]:.8g}" for values in found.values())] for j in range(N))
+
+
+def differences(found):
+    """What of the kept numbers and pictures is not as it would be made today."""
+    try:
+        with open(FOLDER / "weights.csv", newline="") as file:
+            names, *rows = csv.reader(file)
+        kept = dict(zip(names, np.array(rows, float).T))
+    except (OSError, ValueError) as error:
+        return [f"weights.csv: {error}"]
+    wrong = [f"{name}: no such normaliser any more" for name in kept if name not in ("j", *found)]
+    for name, values in found.items():
+        if name not in kept:
+            wrong.append(f"{name}: not among the kept")
+        elif not (np.abs(kept[name] - values).max() <= TOLERANCE * np.abs(values).max()):
+            wrong.append(f"{name}: kept numbers differ by {np.abs(kept[name] - values).max():.2g}")
+    return wrong + [f"{name}.png: missing" for name in (*found, "all") if not (FOLDER / f"{name}.png").exists()]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--check", action="store_true", help="compare with what is kept; exit status 1 where it differs")
+    options = parser.parse_args()
+    found = compute()
+    if not options.check:
+        draw_all(found)
+        write(found)
+        print(f"{FOLDER}: {len(found)} pictures, all.png, weights.csv")
+        return 0
+    wrong = differences(found)
+    print("\n".join(wrong) + "\nmake them again: python attention/weights.py" if wrong else "the kept weights are current")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
