@@ -51,13 +51,15 @@ def values(name, shape, mean=0.0, scale=1.0, first=0):
     return torch.from_numpy(out.astype(np.float32).astype(np.float64)).view(shape)
 
 
+# The mean and the scale of a parameter, by the words in its name; any other is a matrix, 0 +- 2/sqrt(columns).
+RULES = {"norm.weight": (1.0, 0.3), "_gain": (1.0, 0.3), "_offset": (0.0, 0.3),
+         "attn_scale": (0.3, 0.1), "attn_bias": (0.0, 0.2), "attn_pn": (1.0, 0.3)}
+
+
 @functools.lru_cache
 def parameter(name, shape):
-    if "norm.weight" in name:
-        return values(name, shape, 1.0, 0.3)
-    if "attn_scale" in name:
-        return values(name, shape, 0.3, 0.1)
-    return values(name, shape, 0.0, 2 / math.sqrt(shape[-1]))
+    rule = next((RULES[words] for words in RULES if words in name), (0.0, 2 / math.sqrt(shape[-1])))
+    return values(name, shape, *rule)
 
 
 def indices(name, first, count, n):

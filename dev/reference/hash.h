@@ -47,11 +47,17 @@ static inline void fixture_fill(float *out, size_t n, const char *name, size_t f
         out[j] = (float)((double)mean + (double)scale * fixture_uniform(stream, first + j));
 }
 
-// The mean and the scale of a parameter: gains 1 +- 0.3, attn_scale 0.3 +- 0.1, a matrix 0 +- 2/sqrt(columns).
+// The mean and the scale of a parameter, by the first row whose words its name has; any other is a matrix, 0 +- 2/sqrt(columns).
 static inline void fixture_weight_rule(const char *name, size_t columns, float *mean, float *scale) {
-    if (strstr(name, "norm.weight")) *mean = 1.0f, *scale = 0.3f;
-    else if (strstr(name, "attn_scale")) *mean = 0.3f, *scale = 0.1f;
-    else *mean = 0.0f, *scale = (float)(2.0 / sqrt((double)columns));
+    static const struct { const char *words; float mean, scale; } RULES[] = {
+        {"norm.weight", 1.0f, 0.3f}, {"_gain",     1.0f, 0.3f}, {"_offset", 0.0f, 0.3f},
+        {"attn_scale",  0.3f, 0.1f}, {"attn_bias", 0.0f, 0.2f}, {"attn_pn", 1.0f, 0.3f}};
+    *mean = 0.0f, *scale = (float)(2.0 / sqrt((double)columns));
+    for (size_t i = 0; i < sizeof RULES / sizeof *RULES; i++)
+        if (strstr(name, RULES[i].words)) {
+            *mean = RULES[i].mean, *scale = RULES[i].scale;
+            return;
+        }
 }
 
 // Token i of the one token stream, in 0 .. vocab-1.
@@ -84,7 +90,7 @@ static inline void fixture_digest(double out[FIXTURE_DIGEST], const float *x, si
 //   whole:   |x - stored| / norm
 //   digest:  the largest of | |x| - norm |, the root mean square of the projections' differences (which estimates
 //            |x - stored|), and the largest difference of a sample; over norm.
-// Infinite where x has a NaN.
+// 0 where nothing differs, also from zeros; infinite where x has a NaN.
 static inline double fixture_error(const float *stored, const float *x, size_t n, double floor) {
     double square = 0, norm = 0, error, digest[FIXTURE_DIGEST];
     if (n <= FIXTURE_FULL) {
@@ -104,6 +110,7 @@ static inline double fixture_error(const float *stored, const float *x, size_t n
             error = fmax(error, fabs(digest[j] - stored[j]));
         if (isnan(digest[0])) error = NAN;
     }
+    if (error == 0) return 0;
     error /= fmax(norm, floor);
     return error >= 0 ? error : INFINITY;
 }

@@ -284,10 +284,11 @@ int main(void) {
     fixture_weight_rule("model.layers.0.mlp.up_proj.weight", 70, &mean, &scale);
     fixture_fill(x, 70000, "model.layers.0.mlp.up_proj.weight", 5, mean, scale);
     for (int i = 0; i < 300; i++) printf("%.17g ", x[i]);
-    fixture_weight_rule("model.norm.weight", 3, &mean, &scale);
-    fixture_fill(x, 3, "model.norm.weight", 0, mean, scale);
-    fixture_weight_rule("model.layers.0.self_attn.attn_scale", 3, &mean, &scale);
-    fixture_fill(x + 3, 3, "model.layers.0.self_attn.attn_scale", 0, mean, scale);
+    const char *names[] = {NAMES};
+    for (int i = 0; i < COUNT; i++) {
+        fixture_weight_rule(names[i], 3, &mean, &scale);
+        fixture_fill(x + 3 * i, 3, names[i], 0, mean, scale);
+    }
     fixture_digest(digest, x, 70000);
     for (int i = 0; i < FIXTURE_DIGEST; i++) printf("%.17g ", digest[i]), stored[i] = (float)digest[i];
     for (int i = 0; i < 50; i++) printf("%d %zu ", fixture_token(i, 50257), fixture_index("logit_ids", i, 97));
@@ -296,28 +297,35 @@ int main(void) {
     printf("%.17g ", fixture_error(stored, x, 70000, 0));
     printf("%.17g ", fixture_error(x, x + 1, 200, 0));
     x[69999] = NAN;
-    printf("%.17g %.17g", fixture_error(stored, x, 70000, 0), fixture_error(x + 69990, x + 69990, 10, 1));
+    printf("%.17g %.17g ", fixture_error(stored, x, 70000, 0), fixture_error(x + 69990, x + 69990, 10, 1));
+    for (int i = 0; i < 300; i++) x[i] = 0;
+    printf("%.17g %.17g %.17g", fixture_error(x, x, 200, 0), fixture_error(x, x, 300, 0), fixture_error(x, x + 299, 2, 0));
 }
 """
 
 
+RULED = ["model.norm.weight", "model.layers.0.gau.q_gain", "model.layers.0.gau.k_gain", "model.layers.0.gau.q_offset",
+         "model.layers.0.gau.k_offset", "model.layers.0.self_attn.attn_scale", "model.layers.0.gau.attn_bias", "model.attn_pn"]
+
+
 def test_hash_in_c_equals_python(tmp_path):
-    (tmp_path / "hash.c").write_text(HASH_PROGRAM)
+    names = ", ".join(f'"{name}"' for name in RULED)
+    (tmp_path / "hash.c").write_text(HASH_PROGRAM.replace("NAMES", names).replace("COUNT", str(len(RULED))))
     subprocess.run(["cc", "-O2", "-Wall", "-Wextra", "-Werror", f"-I{ROOT}", tmp_path / "hash.c", "-o", tmp_path / "hash", "-lm"],
                    check=True)
     said = [float(word) for word in subprocess.run([tmp_path / "hash"], check=True, capture_output=True, text=True).stdout.split()]
     name = "model.layers.0.mlp.up_proj.weight"
     x = fixtures.values(name, (70000,), 0, 2 / math.sqrt(70), first=5).numpy()
     assert said[:300] == x[:300].tolist()
-    x[:6] = np.concatenate([fixtures.parameter("model.norm.weight", (3,)),
-                            fixtures.parameter("model.layers.0.self_attn.attn_scale", (3,))])
+    x[:3 * len(RULED)] = np.concatenate([fixtures.parameter(name, (3,)) for name in RULED])
     assert np.allclose(said[300:325], fixtures.digest(x), rtol=1e-12, atol=1e-10)
     assert said[325:425:2] == fixtures.indices("tokens", 0, 50, 50257).tolist()
     assert said[326:425:2] == fixtures.indices("logit_ids", 0, 50, 97).tolist()
-    same, half_changed, shifted, nan_digest, nan_whole = said[425:]
+    same, half_changed, shifted, nan_digest, nan_whole, zeros, zero_digests, not_zero = said[425:]
     assert same < 1e-6
     assert 0.5e-3 < half_changed / math.sqrt(0.5) < 1.5e-3     # half of the elements are off by 1e-3
     assert shifted > 0.1 and nan_digest == nan_whole == math.inf
+    assert zeros == zero_digests == 0 and not_zero == math.inf
 
 
 def test_digest_estimates_the_error():
