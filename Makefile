@@ -81,6 +81,11 @@ $(BUILD)/tests/%: $(BUILD)/dev/tests/%.o $(BUILD)/library.a
 	@echo '  LD  $@'
 	@$(CC) $(LDFLAGS) -o $@ $^ $(LDLIBS)
 
+$(BUILD)/bench/%: $(BUILD)/dev/bench/%.o $(BUILD)/library.a
+	@mkdir -p $(@D)
+	@echo '  LD  $@'
+	@$(CC) $(LDFLAGS) -o $@ $^ $(LDLIBS)
+
 $(BUILD)/%.o: %.c $(BUILD)/flags
 	@mkdir -p $(@D)
 	@echo '  CC  $<'

@@ -1,0 +1,72 @@
+// Times attention of one normaliser, for dev/bench/attention_cpu.py.
+//
+//   build/bench/attention_cpu NAME T B NH HS SECONDS
+//
+// Prints the medians of the forward and of the backward pass in ms, and the peak resident size in MB.
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/resource.h>
+#include <time.h>
+
+#include <omp.h>
+
+#include "attention/attention_cpu.h"
+#include "runtime/error.h"
+#include "runtime/random.h"
+
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static float *normals(size_t n, uint64_t place) {
+    float *x = aligned_alloc(64, (n * sizeof *x + 63) / 64 * 64);
+    if (!x) fail(EXIT_RESOURCE, "out of memory.");
+    random_normal_fill(x, n, 0, 1, 1337, place);
+    return x;
+}
+
+static int ascending(const void *a, const void *b) {
+    return (*(const double *)a > *(const double *)b) - (*(const double *)a < *(const double *)b);
+}
+
+static double median(double *x, size_t n) {
+    qsort(x, n, sizeof *x, ascending);
+    return x[n / 2];
+}
+
+int main(int argc, char **argv) {
+    enum { MOST = 1000 };
+    static double forward[MOST], backward[MOST];
+    Normalizer normalizer;
+    char message[1024];
+    program_name = "attention_cpu";
+    if (argc != 7) fail(EXIT_USAGE, "expected NAME T B NH HS SECONDS.");
+    if (!normalizer_parse(&normalizer, argv[1], message, sizeof message)) fail(EXIT_USAGE, "%s: %s.", argv[1], message);
+    size_t T = strtoul(argv[2], NULL, 10), B = strtoul(argv[3], NULL, 10), NH = strtoul(argv[4], NULL, 10), HS = strtoul(argv[5], NULL, 10);
+    double seconds = atof(argv[6]), start = now();
+    AttentionShape shape = {&normalizer, B, T, NH, HS, HS, (int)T};
+    size_t rows = B * NH * T, n = rows * HS, runs = 0;
+    float *q = normals(n, 0), *k = normals(n, 1), *v = normals(n, 2), *dout = normals(n, 3), *s = normals(NH, 4), *b = normals(NH, 5), *p = normals(T, 6);
+    float *out = normals(n, 7), *dq = normals(n, 8), *dk = normals(n, 9), *dv = normals(n, 10), *stats = normals(rows * ROW_STATS, 11);
+    float *scratch = aligned_alloc(64, (attention_scratch(shape, omp_get_max_threads()) * sizeof *scratch + 63) / 64 * 64);
+    for (size_t h = 0; h < NH; h++) s[h] = 0.168f, b[h] = 0;
+    for (size_t t = 0; t < T; t++) p[t] = 1;
+    AttentionScalars scalars = {normalizer_has(&normalizer, SCALAR_S) ? s : NULL, normalizer_has(&normalizer, SCALAR_B) ? b : NULL,
+                                normalizer_has(&normalizer, SCALAR_P) ? p : NULL};
+    float *ds = normals(NH, 12), *db = normals(NH, 13), *dp = normals(T, 14);
+    AttentionScalarGrads grads = {scalars.s ? ds : NULL, scalars.b ? db : NULL, scalars.p ? dp : NULL};
+    if (!scratch) fail(EXIT_RESOURCE, "out of memory.");
+    for (start = now(); runs < MOST && (runs < 3 || now() - start < seconds); runs++) {
+        double from = now();
+        attention_forward(out, stats, q, k, v, scalars, shape, scratch);
+        double between = now();
+        attention_backward(dq, dk, dv, grads, dout, out, stats, q, k, v, scalars, shape, scratch);
+        forward[runs] = 1000 * (between - from), backward[runs] = 1000 * (now() - between);
+    }
+    struct rusage usage;
+    getrusage(RUSAGE_SELF, &usage);
+    printf("%.4f %.4f %.1f\n", median(forward, runs), median(backward, runs), (double)usage.ru_maxrss / 1024);
+    return EXIT_DONE;
+}

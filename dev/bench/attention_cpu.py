@@ -1,0 +1,164 @@
+"""Attention alone, forward and backward, for each normaliser beside PyTorch's fastest way to the same values, in one run.
+
+    .venv/bin/python dev/bench/attention_cpu.py [--lengths 256,1024,4096] [--attn softmax,lssar] [--rounds 3] [--json F] [--chart F]
+
+Ours is attention/attention_cpu.c by build/bench/attention_cpu. PyTorch is scaled_dot_product_attention for softmax, and for every other one
+torch.compile of the formula in dev/reference/model.py, which is what a researcher would write; both in float32 with the same threads. Every
+round measures every variant once, in the opposite order every second round; a figure is the median of the rounds, a ratio the median of
+the rounds' own ratios. Compilation and first calls do not count. 12 heads of 64, and as many sequences as make 4,096 tokens at most.
+"""
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+BENCH = ROOT / "build/bench/attention_cpu"
+HEADS, SIZE, LONGEST = 12, 64, 16384
+
+
+def names():
+    """The presets, from the program's own table."""
+    text = subprocess.run([ROOT / "train_gpt2", "--attn", "help"], capture_output=True, text=True, check=True).stdout
+    rows = text.split("\n\n")[1].splitlines()[1:]
+    return [row.split()[0] for row in rows]
+
+
+def sequences(T):
+    return max(1, 1024 // T)
+
+
+def ours(name, T, seconds, heads=HEADS, B=None):
+    """Milliseconds forward and backward, and the peak resident size in MB."""
+    words = [BENCH, name, T, B or sequences(T), heads, SIZE, seconds]
+    return [float(x) for x in subprocess.run(list(map(str, words)), capture_output=True, text=True, check=True).stdout.split()]
+
+
+def torch_step(name, T):
+    """A function that runs forward and backward once and returns the milliseconds of both."""
+    import torch
+    sys.path.insert(0, str(ROOT / "dev/reference"))
+    import model as reference
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count())))
+    B, normalizer = sequences(T), reference.parse_normalizer(name)
+    shape = (B, HEADS, T, SIZE)
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(shape) for _ in range(4))
+    scalars = {"s": torch.full((HEADS,), 0.168), "b": torch.zeros(HEADS), "p": torch.ones(T)}
+    inputs = [x.requires_grad_() for x in (q, k, v, *scalars.values())]
+    if name == "softmax":
+        formula = lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    else:
+        compiled = torch.compile(lambda q, k, v, s, b, p: reference.attention(q, k, v, normalizer, T, {"s": s, "b": b, "p": p}), dynamic=False)
+        formula = lambda: compiled(*inputs)
+
+    def step():
+        start = time.perf_counter()
+        out = formula()
+        between = time.perf_counter()
+        torch.autograd.grad(out, inputs, dout, allow_unused=True)
+        return 1000 * (between - start), 1000 * (time.perf_counter() - between)
+    return step
+
+
+def torch_rate(name, T, seconds):
+    """Medians of forward and backward, in a process of its own (the compiler's cache makes later rounds quick)."""
+    code = f"""
+import sys, time, statistics; sys.path.insert(0, {str(Path(__file__).parent)!r}); import attention_cpu as bench
+step = bench.torch_step({name!r}, {T}); step(); step(); runs, start = [], time.time()
+while len(runs) < 3 or time.time() - start < {seconds}: runs.append(step())
+print(statistics.median(r[0] for r in runs), statistics.median(r[1] for r in runs))"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    if result.returncode:
+        print(f"{name} T={T}: PyTorch: {result.stderr.strip().splitlines()[-1]}", file=sys.stderr)
+        return None
+    return [float(x) for x in result.stdout.split()]
+
+
+def measure(presets, lengths, rounds, seconds):
+    """{(name, T): [(ours, torch) of each round]}, each a pair of milliseconds."""
+    found = {}
+    for round_ in range(rounds):
+        for T in lengths:
+            for name in presets if round_ % 2 == 0 else reversed(presets):
+                a, b = ours(name, T, seconds)[:2], torch_rate(name, T, seconds)
+                found.setdefault((name, T), []).append((a, b))
+                print(f"round {round_ + 1}: T={T} {name:22} ours {sum(a):8.2f} ms  torch {sum(b) if b else float('nan'):8.2f} ms", flush=True)
+    return found
+
+
+def median_of(rounds, value):
+    values = [value(a, b) for a, b in rounds if b]
+    return statistics.median(values) if values else float("nan")
+
+
+def table(found, presets, lengths, memory):
+    rows = []
+    for T in lengths:
+        base = found.get(("softmax", T))
+        for name in presets:
+            here = found[name, T]
+            milliseconds = statistics.median(sum(a) for a, _ in here)
+            rows.append({"name": name, "T": T, "forward_ms": statistics.median(a[0] for a, _ in here),
+                         "backward_ms": statistics.median(a[1] for a, _ in here), "ms": milliseconds,
+                         "torch_ms": median_of(here, lambda a, b: sum(b)), "times_torch": median_of(here, lambda a, b: sum(b) / sum(a)),
+                         "of_softmax": statistics.median(sum(a) / sum(s) for (a, _), (s, _) in zip(here, base)) if base else None,
+                         "memory": memory.get(name)})
+    return rows
+
+
+def print_table(rows):
+    print(f"\n| normaliser | T | forward ms | backward ms | PyTorch ms | PyTorch/ours | ours/our softmax | peak at T = {LONGEST:,} over softmax's |")
+    print("|---|---|---|---|---|---|---|---|")
+    for r in rows:
+        of_softmax = f"{r['of_softmax']:.2f}" if r["of_softmax"] else ""
+        memory = f"{r['memory']:.2f}" if r["memory"] else ""
+        print(f"| {r['name']} | {r['T']} | {r['forward_ms']:.2f} | {r['backward_ms']:.2f} | {r['torch_ms']:.2f} | {r['times_torch']:.2f} | {of_softmax} | {memory} |")
+
+
+def draw(rows, lengths, path):
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    figure, axes = plt.subplots(1, len(lengths), figsize=(5 * len(lengths), 7), squeeze=False)
+    for axis, T in zip(axes[0], lengths):
+        here = [r for r in rows if r["T"] == T]
+        at = range(len(here))
+        axis.barh([y + 0.2 for y in at], [r["ms"] for r in here], 0.4, label="ours")
+        axis.barh([y - 0.2 for y in at], [r["torch_ms"] for r in here], 0.4, label="PyTorch")
+        axis.set(title=f"T = {T}", xlabel="ms, forward and backward", xscale="log", yticks=list(at), yticklabels=[r["name"] for r in here])
+        axis.invert_yaxis()
+        axis.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=80)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", default="256,1024,4096")
+    parser.add_argument("--attn", default="", help="some presets, with commas; default: all")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=0.5, help="of each measurement")
+    parser.add_argument("--json")
+    parser.add_argument("--chart")
+    arguments = parser.parse_args()
+    os.chdir(ROOT)
+    subprocess.run(["make", "-s", "train_gpt2", "build/bench/attention_cpu"], check=True)
+    presets = arguments.attn.split(",") if arguments.attn else names()
+    lengths = [int(T) for T in arguments.lengths.split(",")]
+    peaks = {name: ours(name, LONGEST, 0, heads=2, B=1)[2] for name in dict.fromkeys(["softmax", *presets])}
+    found = measure(presets, lengths, arguments.rounds, arguments.seconds)
+    rows = table(found, presets, lengths, {name: peak / peaks["softmax"] for name, peak in peaks.items()})
+    print_table(rows)
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(rows, indent=1))
+    if arguments.chart:
+        draw(rows, lengths, arguments.chart)
+
+
+if __name__ == "__main__":
+    main()
