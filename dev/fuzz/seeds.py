@@ -57,6 +57,18 @@ def config_seeds():
     yield json.dumps(grouped).encode()
 
 
+def normalizer_seeds():
+    names = "softmax ssmax ssmax-fixed ssmax-bias ssmax-pn softmax1 identity relu2-n sigmoid-logn-l1 relu-L lssar relu2-512".split()
+    stages = {"qk": "none l2", "scale": "rsqrt-d logn logn-bias pn log:512 log:L logd-logn const:-0.5", "offset": "none -logL -logT -logn",
+              "phi": "exp identity relu relu2 relu6 gelu sigmoid softplus mish", "norm": "l1 l1+0.5 n n2 L T T2 const:7e2 sqrt-half-n none",
+              "post": "none negate recenter recenter-l1 reweight:15", "s": "1 -2.5 1e-3"}
+    yield from (name.encode() for name in names)
+    for stage, values in stages.items():
+        yield from (f"{names[i % len(names)]}+{stage}={value}".encode() for i, value in enumerate(values.split()))
+    yield from (b"softmax+norm=l1+0.5+post=negate", b"softmax+qk=l2+scale=logd-logn+phi=softplus", b"ssmax+s=2+fixed", b"softmax+norm=l1+",
+                b"ssmx", b"+")
+
+
 def shards_seeds():
     def shard(magic, version, count, tokens):
         return struct.pack("<256i", magic, version, count, *[0] * 253) + tokens
@@ -85,7 +97,8 @@ def tokenizer_seeds():
 
 
 SEEDS = {"fuzz_safetensors": safetensors_seeds, "fuzz_index": index_seeds, "fuzz_manifest": manifest_seeds,
-         "fuzz_config": config_seeds, "fuzz_shards": shards_seeds, "fuzz_tokenizer": tokenizer_seeds}
+         "fuzz_config": config_seeds, "fuzz_normalizer": normalizer_seeds, "fuzz_shards": shards_seeds,
+         "fuzz_tokenizer": tokenizer_seeds}
 
 for name, seeds in SEEDS.items():
     folder = pathlib.Path(sys.argv[1]) / name

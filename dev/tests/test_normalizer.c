@@ -1,0 +1,455 @@
+// The parser of --attn and the table behind it, against SPEC 2.1's table written out here, and random texts.
+#include "attention/normalizer.h"
+
+#include <math.h>
+
+#include "dev/reference/hash.h"
+#include "dev/tests/check.h"
+#include "runtime/error.h"
+
+#define COUNT(a) (sizeof(a) / sizeof((a)[0]))
+
+static char message[1024];
+
+static Normalizer parse(const char *text) {
+    Normalizer normalizer;
+    strcpy(message, "");
+    if (normalizer_parse(&normalizer, text, message, sizeof message)) return normalizer;
+    printf("'%s' is refused: %s\n", text, message);
+    exit(1);
+}
+
+static const char *stage(const Normalizer *normalizer, size_t i) {
+    static char out[STAGE_COUNT][64];
+    return normalizer_stage_text(normalizer, i, out[i], sizeof out[i]);
+}
+
+// Equal in all that is not the text.
+static bool same(const Normalizer *a, const Normalizer *b) {
+    const Stage *x = &a->qk, *y = &b->qk;
+    for (size_t i = 0; i < STAGE_COUNT; i++)
+        if (x[i].kind != y[i].kind || x[i].value != y[i].value) return false;
+    return a->fixed == b->fixed && (isnan(a->s_start) ? isnan(b->s_start) : a->s_start == b->s_start);
+}
+
+// ---- the presets, as SPEC 2.1 has them
+
+static const struct {
+    const char *name, *stages[STAGE_COUNT];
+} TABLE[] = {
+    // name                     qk      scale        offset   phi         norm           post
+    {"softmax",               {"none", "rsqrt-d",   "none",  "exp",      "l1",          "none"}},
+    {"ssmax",                 {"none", "logn",      "none",  "exp",      "l1",          "none"}},
+    {"ssmax-fixed",           {"none", "logn",      "none",  "exp",      "l1",          "none"}},
+    {"ssmax-bias",            {"none", "logn-bias", "none",  "exp",      "l1",          "none"}},
+    {"ssmax-pn",              {"none", "pn",        "none",  "exp",      "l1",          "none"}},
+    {"softmax-log512",        {"none", "log:512",   "none",  "exp",      "l1",          "none"}},
+    {"softmax1",              {"none", "rsqrt-d",   "none",  "exp",      "l1+1",        "none"}},
+    {"softmax-negated",       {"none", "rsqrt-d",   "none",  "exp",      "l1",          "negate"}},
+    {"softmax-recentered",    {"none", "rsqrt-d",   "none",  "exp",      "l1",          "recenter"}},
+    {"softmax-recentered-l1", {"none", "rsqrt-d",   "none",  "exp",      "l1",          "recenter-l1"}},
+    {"identity",              {"none", "rsqrt-d",   "none",  "identity", "none",        "none"}},
+    {"exp",                   {"none", "rsqrt-d",   "none",  "exp",      "none",        "none"}},
+    {"identity-l1",           {"none", "rsqrt-d",   "none",  "identity", "l1",          "none"}},
+    {"relu-l1",               {"none", "rsqrt-d",   "none",  "relu",     "l1",          "none"}},
+    {"relu2-l1",              {"none", "rsqrt-d",   "none",  "relu2",    "l1",          "none"}},
+    {"relu6-l1",              {"none", "rsqrt-d",   "none",  "relu6",    "l1",          "none"}},
+    {"gelu-l1",               {"none", "rsqrt-d",   "none",  "gelu",     "l1",          "none"}},
+    {"sigmoid-l1",            {"none", "rsqrt-d",   "none",  "sigmoid",  "l1",          "none"}},
+    {"softplus-l1",           {"none", "rsqrt-d",   "none",  "softplus", "l1",          "none"}},
+    {"mish-l1",               {"none", "rsqrt-d",   "none",  "mish",     "l1",          "none"}},
+    {"sigmoid",               {"none", "rsqrt-d",   "-logL", "sigmoid",  "none",        "none"}},
+    {"sigmoid-logn",          {"none", "rsqrt-d",   "-logn", "sigmoid",  "none",        "none"}},
+    {"sigmoid-logn-l1",       {"none", "rsqrt-d",   "-logn", "sigmoid",  "l1",          "none"}},
+    {"relu-L",                {"none", "rsqrt-d",   "none",  "relu",     "L",           "none"}},
+    {"relu-sqrt",             {"none", "rsqrt-d",   "none",  "relu",     "sqrt-half-n", "none"}},
+    {"lssa",                  {"l2",   "logd-logn", "none",  "softplus", "l1",          "none"}},
+    {"lssar",                 {"l2",   "logd-logn", "none",  "softplus", "l1",          "reweight:15"}},
+    {"relu2-n",               {"none", "rsqrt-d",   "none",  "relu2",    "n",           "none"}},
+    {"relu2-T",               {"none", "rsqrt-d",   "none",  "relu2",    "T",           "none"}},
+    {"relu2-L",               {"none", "rsqrt-d",   "none",  "relu2",    "L",           "none"}},
+    {"relu2-512",             {"none", "rsqrt-d",   "none",  "relu2",    "const:512",   "none"}},
+};
+static const char *const STAGE_NAMES[STAGE_COUNT] = {"qk", "scale", "offset", "phi", "norm", "post"};
+
+#define NAME(name, ...) #name,
+static const char *const NAMES[] = {NORMALIZERS(NAME)};
+#undef NAME
+
+static void test_presets(void) {
+    check_group("the presets are those of SPEC 2.1, stage for stage");
+    CHECK(COUNT(NAMES) == COUNT(TABLE), "%zu presets, not %zu", COUNT(NAMES), COUNT(TABLE));
+    for (size_t i = 0; i < STAGE_COUNT; i++) CHECK(!strcmp(stage_names[i], STAGE_NAMES[i]), "stage %zu is %s", i, stage_names[i]);
+    for (size_t i = 0; i < COUNT(TABLE) && i < COUNT(NAMES); i++) {
+        CHECK(!strcmp(NAMES[i], TABLE[i].name), "preset %zu is %s, not %s", i, NAMES[i], TABLE[i].name);
+        Normalizer n = parse(TABLE[i].name);
+        CHECK(!strcmp(n.text, TABLE[i].name), "%s keeps the text '%s'", TABLE[i].name, n.text);
+        for (size_t j = 0; j < STAGE_COUNT; j++)
+            CHECK(!strcmp(stage(&n, j), TABLE[i].stages[j]), "%s: %s=%s, not %s", TABLE[i].name, STAGE_NAMES[j], stage(&n, j),
+                  TABLE[i].stages[j]);
+        bool fixed = !strcmp(TABLE[i].name, "ssmax-fixed");
+        CHECK(n.fixed == fixed && (fixed ? n.s_start == 1 : isnan(n.s_start)), "%s: fixed %d, s from %g", TABLE[i].name, n.fixed,
+              n.s_start);
+    }
+}
+
+// ---- overrides
+
+// The stages of `text` are those of `base` but for one.
+static void check_override(const char *text, const char *base, size_t changed, const char *value) {
+    Normalizer n = parse(text), b = parse(base);
+    CHECK(!strcmp(n.text, text), "'%s' keeps '%s'", text, n.text);
+    for (size_t i = 0; i < STAGE_COUNT; i++) {
+        char expected[64];
+        snprintf(expected, sizeof expected, "%s", i == changed ? value : stage(&b, i));
+        CHECK(!strcmp(stage(&n, i), expected), "%s: %s=%s, not %s", text, STAGE_NAMES[i], stage(&n, i), expected);
+    }
+}
+
+enum { QK_STAGE, SCALE_STAGE, OFFSET_STAGE, PHI_STAGE, NORM_STAGE, POST_STAGE };
+
+static void test_overrides(void) {
+    static const struct { const char *text, *base; size_t changed; const char *value; } ONE[] = {
+        {"softmax+post=reweight:3", "softmax", POST_STAGE, "reweight:3"},
+        {"sigmoid-logn-l1+post=reweight:15", "sigmoid-logn-l1", POST_STAGE, "reweight:15"},
+        {"softmax+qk=l2", "softmax", QK_STAGE, "l2"}, {"lssa+qk=none", "lssa", QK_STAGE, "none"},
+        {"softmax+scale=log:64", "softmax", SCALE_STAGE, "log:64"},
+        {"lssar+scale=log:L", "lssar", SCALE_STAGE, "log:L"}, {"exp+scale=const:-0.5", "exp", SCALE_STAGE, "const:-0.5"},
+        {"softmax+offset=-logT", "softmax", OFFSET_STAGE, "-logT"}, {"sigmoid+offset=none", "sigmoid", OFFSET_STAGE, "none"},
+        {"softmax1+phi=mish", "softmax1", PHI_STAGE, "mish"}, {"softmax+norm=l1+0.5", "softmax", NORM_STAGE, "l1+0.5"},
+        {"relu2-n+norm=n2", "relu2-n", NORM_STAGE, "n2"}, {"softmax1+norm=l1", "softmax1", NORM_STAGE, "l1"},
+        {"softmax1+norm=l1+0", "softmax1", NORM_STAGE, "l1"},
+        {"relu2-n+norm=T2", "relu2-n", NORM_STAGE, "T2"}, {"exp+norm=const:7", "exp", NORM_STAGE, "const:7"},
+        // The last of two counts.
+        {"softmax+post=negate+post=recenter", "softmax", POST_STAGE, "recenter"},
+        {"lssar+post=reweight:3+post=none", "lssar", POST_STAGE, "none"},
+    };
+    check_group("an override changes its stage and no other; the last of two counts");
+    for (size_t i = 0; i < COUNT(ONE); i++) check_override(ONE[i].text, ONE[i].base, ONE[i].changed, ONE[i].value);
+    Normalizer two = parse("softmax+norm=l1+0.5+post=negate");
+    CHECK(two.norm.kind == NORM_L1 && two.norm.value == 0.5 && two.post.kind == POST_NEGATE, "norm=%s post=%s", stage(&two, 4),
+          stage(&two, 5));
+    Normalizer s = parse("ssmax+s=0.5+s=2"), fixed = parse("ssmax+fixed"), both = parse("ssmax-pn+fixed+s=-1e-3+norm=l1+2");
+    CHECK(s.s_start == 2 && !s.fixed, "s=0.5+s=2 starts at %g", s.s_start);
+    CHECK(fixed.fixed && isnan(fixed.s_start), "fixed %d at %g", fixed.fixed, fixed.s_start);
+    CHECK(both.fixed && both.s_start == -1e-3 && both.norm.value == 2, "fixed %d at %g, C %g", both.fixed, both.s_start, both.norm.value);
+    Normalizer freed = parse("ssmax-fixed+s=3");
+    CHECK(freed.fixed && freed.s_start == 3, "ssmax-fixed+s=3: fixed %d at %g", freed.fixed, freed.s_start);
+    Normalizer written = parse("softmax+qk=l2+scale=logd-logn+phi=softplus"), lssa = parse("lssa");
+    CHECK(same(&written, &lssa), "lssa written out is another");
+}
+
+// ---- what is refused, with what the message has to say
+
+static const struct { const char *text, *says; } REFUSED[] = {
+    {"", "no such normaliser"}, {"softmx", "Nearest: softmax."}, {"ssmx", "Nearest: ssmax."}, {"lssarr", "Nearest: lssar."},
+    {"SOFTMAX", "no such normaliser"}, {" softmax", "Nearest: softmax."}, {"softmax ", "Nearest: softmax."},
+    {"softmax1x", "Nearest: softmax1."},
+    {"relu2_L", "Nearest: relu2-L."}, {"softmax-", "Nearest: softmax."}, {"norm=l1", "no such normaliser"}, {"s=1", "no such normaliser"},
+    {"softmax+", "'' is no override"}, {"softmax+l1", "'l1' is no override"}, {"softmax+nrm=l1", "'nrm=l1' is no override"},
+    {"softmax+Norm=l1", "'Norm=l1' is no override"}, {"softmax+norm", "'norm' is no override"},
+    {"softmax+norm:l1", "'norm:l1' is no override"},
+    {"ssmax+fixedly", "'fixedly' is no override"}, {"ssmax+fixed=1", "'fixed=1' is no override"},
+    {"softmax+ norm=l1", "' norm=l1' is no override"},
+    {"softmax+window=3", "post="}, {"softmax++norm=l1", "is no override"}, {"softmax+softmax", "'softmax' is no override"},
+    {"+norm=l1", "no such normaliser"},
+    {"softmax+norm=l2", "norm: 'l2'"}, {"softmax+norm=l2", "l1[+C], n, n2, L, T, T2, const:X, sqrt-half-n, none"},
+    {"softmax+norm=", "norm: ''"},
+    {"softmax+norm=l1+", "'l1+'"}, {"softmax+norm=l1+-1", "'l1+-1'"}, {"softmax+norm=l1++1", "'l1++1'"}, {"softmax+norm=l1 ", "'l1 '"},
+    {"softmax+norm=l1+0x1", "'l1+0x1'"}, {"softmax+norm=l1+ 1", "'l1+ 1'"}, {"softmax+norm=l1+nan", "'l1+nan'"},
+    {"softmax+norm=l1+inf", "'l1+inf'"},
+    {"softmax+norm=l1+1+2", "'l1+1+2'"}, {"softmax+norm=l1:1", "'l1:1'"}, {"softmax+norm=l1+1+fixedly", "'l1+1+fixedly'"},
+    {"softmax+norm=L1", "'L1'"},
+    {"softmax+norm=const", "'const'"}, {"softmax+norm=const:", "'const:'"}, {"softmax+norm=const:0", "above 0"},
+    {"softmax+norm=const:-1", "above 0"},
+    {"softmax+norm=const:1e-999", "'const:1e-999'"}, {"softmax+norm=n3", "'n3'"}, {"softmax+norm=n+", "'n+'"},
+    {"softmax+post=reweight", "reweight:P"}, {"softmax+post=reweight:", "'reweight:'"}, {"softmax+post=reweight:0", "power"},
+    {"softmax+post=reweight:-1", "power"},
+    {"softmax+post=reweight:nan", "'reweight:nan'"}, {"softmax+post=reweight:1,5", "'reweight:1,5'"},
+    {"softmax+post=reweight:1e", "'reweight:1e'"},
+    {"softmax+post=reweight: 3", "'reweight: 3'"}, {"softmax+post=reweight:.", "'reweight:.'"},
+    {"softmax+post=reweight+3", "'reweight+3'"},
+    {"softmax+post=reweight:0x3", "'reweight:0x3'"}, {"softmax+post=recentre", "recenter-l1"}, {"softmax+post=negate+", "'negate+'"},
+    {"softmax+scale=log", "log:BASE"}, {"softmax+scale=log:1", "ln 1"}, {"softmax+scale=log:0", "base"}, {"softmax+scale=log:-2", "base"},
+    {"softmax+scale=log:l", "'log:l'"}, {"softmax+scale=log:", "'log:'"}, {"softmax+scale=log:LL", "'log:LL'"},
+    {"softmax+scale=const:inf", "'const:inf'"},
+    {"softmax+scale=const:1e999", "'const:1e999'"}, {"softmax+scale=const:0x10", "'const:0x10'"}, {"softmax+scale=const", "const:X"},
+    {"softmax+scale=const:1 2", "'const:1 2'"}, {"softmax+scale=rsqrt-d:1", "'rsqrt-d:1'"}, {"softmax+scale=ln", "logn-bias"},
+    {"softmax+offset=logn", "-logn"}, {"softmax+offset=-logN", "'-logN'"}, {"softmax+phi=relu7", "relu6"}, {"softmax+phi=", "softplus"},
+    {"softmax+qk=l1", "none, l2"},
+    {"softmax+s=1", "no s"}, {"softmax+fixed", "no s"}, {"lssa+s=1+fixed", "scale=logn"}, {"ssmax+scale=rsqrt-d+s=2", "no s"},
+    {"ssmax-fixed+scale=const:1", "no s"},
+    {"ssmax+s=", "s= is not"}, {"ssmax+s=nan", "s=nan"}, {"ssmax+s=inf", "s=inf"}, {"ssmax+s=0x1", "s=0x1"}, {"ssmax+s= 1", "s= 1"},
+    {"ssmax+s=1e999", "s=1e999"},
+    {"ssmax+s=1.5.5", "s=1.5.5"},
+};
+
+// A refused text whose message fits no buffer as small as this: it is cut, and ends.
+static void test_small_message(const char *text) {
+    struct { char message[16], after[16]; } small;
+    memset(&small, '#', sizeof small);
+    Normalizer n;
+    CHECK(!normalizer_parse(&n, text, small.message, sizeof small.message), "'%s' is taken", text);
+    small.after[sizeof small.after - 1] = 0;
+    CHECK(memchr(small.message, 0, sizeof small.message) && strspn(small.after, "#") == sizeof small.after - 1,
+          "'%s': the message passes its end", text);
+}
+
+static void test_refused(void) {
+    Normalizer n;
+    check_group("what is refused, and what the message says");
+    for (size_t i = 0; i < COUNT(REFUSED); i++) {
+        memset(message, 0, sizeof message);
+        bool taken = normalizer_parse(&n, REFUSED[i].text, message, sizeof message);
+        CHECK(!taken, "'%s' is taken", REFUSED[i].text);
+        CHECK(taken || strstr(message, REFUSED[i].says), "'%s': '%s' does not say '%s'", REFUSED[i].text, message, REFUSED[i].says);
+        test_small_message(REFUSED[i].text);
+    }
+
+    char longest[NORMALIZER_TEXT + 200];
+    for (size_t length = NORMALIZER_TEXT - 1; length < sizeof longest; length++) {
+        memset(longest, '0', length);
+        memcpy(longest, "softmax+norm=l1+1.", 18);
+        longest[length] = 0;
+        bool taken = normalizer_parse(&n, longest, message, sizeof message), fits = length < NORMALIZER_TEXT;
+        CHECK(taken == fits, "%zu characters are %s", length, taken ? "taken" : message);
+        CHECK(fits ? n.norm.value == 1 : strstr(message, "longer than 159") != NULL, "%zu characters: C = %g, '%s'", length,
+              n.norm.value, message);
+    }
+    n = parse("softmax+scale=log:L");
+    CHECK(!normalizer_fits(&n, 1, message, sizeof message) && strstr(message, "ln L"), "log:L fits L = 1");
+    CHECK(normalizer_fits(&n, 2, message, sizeof message), "log:L does not fit L = 2");
+    n = parse("softmax+scale=log:2");
+    CHECK(normalizer_fits(&n, 1, message, sizeof message), "log:2 does not fit L = 1");
+}
+
+// ---- stage texts, shortest texts
+
+static void test_numbers(void) {
+    static const struct { const char *given, *text; } NUMBERS[] = {
+        {"3.0", "3"}, {"0.10", "0.1"}, {"+2", "2"}, {"1e2", "100"}, {"100", "100"}, {"20", "20"}, {"1024", "1024"}, {"500000", "500000"},
+        {"1.50e0", "1.5"},
+        {"0.1", "0.1"}, {"3.3333333333333335", "3.3333333333333335"}, {".5", "0.5"}, {"5.", "5"},
+        {"0.30000000000000004", "0.30000000000000004"},
+        {"1e-7", "1e-07"}, {"12345678", "12345678"},
+    };
+    check_group("a number is written with the fewest digits that give it back");
+    for (size_t i = 0; i < COUNT(NUMBERS); i++) {
+        char text[128], expected[64];
+        snprintf(text, sizeof text, "softmax+post=reweight:%s", NUMBERS[i].given);
+        snprintf(expected, sizeof expected, "reweight:%s", NUMBERS[i].text);
+        Normalizer n = parse(text);
+        CHECK(!strcmp(stage(&n, POST_STAGE), expected), "%s is written as %s", NUMBERS[i].given, stage(&n, POST_STAGE));
+        CHECK(n.post.value == strtod(NUMBERS[i].given, NULL), "%s is read as %g", NUMBERS[i].given, n.post.value);
+    }
+}
+
+static void test_shortest(void) {
+    static const struct { const char *given, *shortest; } SHORTEST[] = {
+        {"softmax+norm=l1+1", "softmax1"}, {"softmax+qk=l2+scale=logd-logn+phi=softplus", "lssa"}, {"relu2-n+norm=l1", "relu2-l1"},
+        {"softmax+qk=l2+scale=logd-logn+phi=softplus+post=reweight:15", "lssar"}, {"ssmax+s=1+fixed", "ssmax-fixed"}, {"ssmax", "ssmax"},
+        {"softmax+scale=logn-bias", "ssmax-bias"}, {"softmax+scale=log:512.0", "softmax-log512"},
+        {"sigmoid-l1+offset=-logn", "sigmoid-logn-l1"},
+        {"relu2-l1+norm=const:512", "relu2-512"}, {"softmax1+norm=l1+1e0", "softmax1"}, {"ssmax-fixed+s=2", "ssmax-fixed+s=2"},
+        {"softmax+scale=logn+s=2+fixed", "ssmax+s=2+fixed"},
+        {"lssar+post=none", "lssa"}, {"lssar+post=reweight:100.0", "lssar+post=reweight:100"}, {"softmax+norm=l1+0", "softmax"},
+        {"ssmax+fixed", "ssmax+fixed"},
+        {"softmax+scale=pn+s=0.5", "ssmax-pn+s=0.5"}, {"softmax+phi=relu+norm=L", "relu-L"}, {"relu-L+norm=sqrt-half-n", "relu-sqrt"},
+    };
+    check_group("the shortest equal text");
+    for (size_t i = 0; i < COUNT(SHORTEST); i++) {
+        char out[NORMALIZER_TEXT];
+        Normalizer n = parse(SHORTEST[i].given);
+        normalizer_shortest(&n, out, sizeof out);
+        CHECK(!strcmp(out, SHORTEST[i].shortest), "%s is %s, not %s", SHORTEST[i].given, out, SHORTEST[i].shortest);
+    }
+}
+
+// ---- random combinations
+
+static uint64_t draws;
+
+static size_t draw(size_t n) {
+    return (size_t)(fixture_hash(fixture_stream("draws"), draws++) % n);
+}
+
+static const char *const NUMBERS[] = {"0.5", "1.0", "2", "15", "3.25", "1e-3", "0.1", "7e5", "512", "64", "100", "0.30000000000000004",
+                                      "1e15"};
+static const char *const VALUES[STAGE_COUNT][10] = {
+    {"none", "l2"}, {"rsqrt-d", "logn", "logn-bias", "pn", "log:#", "log:L", "logd-logn", "const:#", "const:-#"},
+    {"none", "-logL", "-logT", "-logn"},
+    {"exp", "identity", "relu", "relu2", "relu6", "gelu", "sigmoid", "softplus", "mish"},
+    {"l1", "l1+#", "n", "n2", "L", "T", "T2", "const:#", "sqrt-half-n", "none"},
+    {"none", "negate", "recenter", "recenter-l1", "reweight:#"},
+};
+
+// Appends to `text`; '#' in the format becomes one of NUMBERS.
+static void append(char *text, const char *value) {
+    for (char one[2] = {0}; *value; value++) {
+        one[0] = *value;
+        strcat(text, *value == '#' ? NUMBERS[draw(COUNT(NUMBERS))] : one);
+    }
+}
+
+static void random_text(char *text) {
+    strcpy(text, NAMES[draw(COUNT(NAMES))]);
+    for (size_t overrides = draw(5); overrides > 0; overrides--) {
+        size_t i = draw(STAGE_COUNT + 2), count = 0;
+        strcat(text, "+");
+        if (i == STAGE_COUNT) append(text, "s=#");
+        if (i == STAGE_COUNT + 1) strcat(text, "fixed");
+        if (i >= STAGE_COUNT) continue;
+        while (count < COUNT(VALUES[i]) && VALUES[i][count]) count++;
+        strcat(strcat(text, STAGE_NAMES[i]), "=");
+        append(text, VALUES[i][draw(count)]);
+    }
+}
+
+// softmax with each stage named: the same normaliser, but for what the text alone can say of s.
+static void check_round_trip(const Normalizer *n) {
+    char written[512] = "softmax", shortest[NORMALIZER_TEXT], number[64];
+    for (size_t i = 0; i < STAGE_COUNT; i++) sprintf(written + strlen(written), "+%s=%s", STAGE_NAMES[i], stage(n, i));
+    if (!isnan(n->s_start)) snprintf(number, sizeof number, "+s=%.17g", n->s_start), strcat(written, number);
+    if (n->fixed) strcat(written, "+fixed");
+    if (strlen(written) < NORMALIZER_TEXT) {
+        Normalizer again = parse(written);
+        CHECK(same(n, &again) && normalizer_equal(n, &again), "%s is not %s", n->text, written);
+    }
+    normalizer_shortest(n, shortest, sizeof shortest);
+    CHECK(strlen(shortest) <= strlen(n->text), "%s became longer: %s", n->text, shortest);
+    Normalizer short_one = parse(shortest);
+    CHECK(same(n, &short_one) && normalizer_equal(n, &short_one), "%s is not %s", n->text, shortest);
+    char twice[NORMALIZER_TEXT];
+    CHECK(strlen(normalizer_shortest(&short_one, twice, sizeof twice)) == strlen(shortest), "%s could be %s", shortest, twice);
+}
+
+static void test_random(void) {
+    enum { TEXTS = 20000 };
+    char text[512];
+    size_t taken = 0;
+    check_group("random combinations: stage texts and shortest texts mean the same");
+    for (size_t i = 0; i < TEXTS; i++) {
+        Normalizer n;
+        random_text(text);
+        if (strlen(text) >= NORMALIZER_TEXT) continue;
+        if (normalizer_parse(&n, text, message, sizeof message)) {
+            taken++;
+            check_round_trip(&n);
+        } else {
+            CHECK(strstr(message, "no s") || strstr(message, "ln 1"), "'%s' is refused: %s", text, message);
+        }
+    }
+    CHECK(taken > TEXTS / 3, "only %zu of %d were taken", taken, TEXTS);
+}
+
+// ---- the learnt scalars
+
+static void test_scalars(void) {
+    static const struct { const char *text; bool has[3], trains[3]; } ROWS[] = {     // s, b, p
+        {"softmax", {0, 0, 0}, {0, 0, 0}}, {"ssmax", {1, 0, 0}, {1, 0, 0}}, {"ssmax-fixed", {1, 0, 0}, {0, 0, 0}},
+        {"ssmax-bias", {1, 1, 0}, {1, 1, 0}},
+        {"ssmax-pn", {1, 1, 1}, {1, 1, 1}}, {"ssmax-pn+fixed", {1, 1, 1}, {0, 1, 1}}, {"ssmax-bias+s=2+fixed", {1, 1, 0}, {0, 1, 0}},
+        {"softmax-log512", {0, 0, 0}, {0, 0, 0}}, {"lssar", {0, 0, 0}, {0, 0, 0}}, {"softmax+scale=const:2", {0, 0, 0}, {0, 0, 0}},
+        {"relu2-l1+scale=logn", {1, 0, 0}, {1, 0, 0}},
+    };
+    static const Scalar SCALARS[] = {SCALAR_S, SCALAR_B, SCALAR_P};
+    check_group("the learnt scalars: which there are, which are trained, where they start");
+    for (size_t i = 0; i < COUNT(ROWS); i++) {
+        Normalizer n = parse(ROWS[i].text);
+        for (size_t j = 0; j < 3; j++) {
+            CHECK(normalizer_has(&n, SCALARS[j]) == ROWS[i].has[j], "%s has %c", ROWS[i].text, "sbp"[j]);
+            CHECK(normalizer_trains(&n, SCALARS[j]) == ROWS[i].trains[j], "%s trains %c", ROWS[i].text, "sbp"[j]);
+        }
+        CHECK(!normalizer_has(&n, SCALAR_NONE), "%s has a scalar of no kind", ROWS[i].text);
+    }
+    Normalizer ssmax = parse("ssmax"), bias = parse("ssmax-bias"), pn = parse("ssmax-pn"), fixed = parse("ssmax-fixed"),
+        given = parse("ssmax-pn+s=0.25");
+    double mean = 0;
+    for (int n = 1; n <= 1024; n++) mean += log(n) / 1024;
+    CHECK(fabs(normalizer_start(&ssmax, SCALAR_S, 1024) - 1 / mean) < 1e-12, "s starts at %.17g",
+          normalizer_start(&ssmax, SCALAR_S, 1024));
+    CHECK(fabs(normalizer_start(&ssmax, SCALAR_S, 1024) - 0.168) < 5e-4, "s starts at %.17g, [SSMax] has 0.168",
+          normalizer_start(&ssmax, SCALAR_S, 1024));
+    CHECK(normalizer_start(&bias, SCALAR_S, 8) == 8 / (log(2) + log(3) + log(4) + log(5) + log(6) + log(7) + log(8)), "L = 8: %.17g",
+          normalizer_start(&bias, SCALAR_S, 8));
+    CHECK(isfinite(normalizer_start(&ssmax, SCALAR_S, 1)), "L = 1: %g", normalizer_start(&ssmax, SCALAR_S, 1));
+    CHECK(normalizer_start(&pn, SCALAR_S, 1024) == 1 && normalizer_start(&fixed, SCALAR_S, 1024) == 1, "pn and fixed");
+    CHECK(normalizer_start(&given, SCALAR_S, 1024) == 0.25, "s=0.25 starts at %g", normalizer_start(&given, SCALAR_S, 1024));
+    CHECK(normalizer_start(&bias, SCALAR_B, 1024) == 0 && normalizer_start(&pn, SCALAR_B, 7) == 0, "b");
+    CHECK(normalizer_start(&pn, SCALAR_P, 1024) == 1, "p");
+}
+
+static void test_changes(void) {
+    static const struct { const char *from, *to; int keeps[3]; } ROWS[] = {     // s, b, p; -1: the new one has none
+        {"softmax", "ssmax", {0, -1, -1}}, {"ssmax", "ssmax-bias", {1, 0, -1}}, {"ssmax-bias", "ssmax", {1, -1, -1}},
+        {"ssmax", "ssmax-pn", {0, 0, 0}},
+        {"ssmax-bias", "ssmax-pn", {0, 1, 0}}, {"ssmax-pn", "ssmax", {0, -1, -1}}, {"ssmax-pn", "ssmax-bias", {0, 1, -1}},
+        {"ssmax", "ssmax-fixed", {0, -1, -1}},
+        {"ssmax-fixed", "ssmax", {1, -1, -1}}, {"ssmax-pn", "ssmax-pn+post=negate", {1, 1, 1}},
+        {"ssmax", "ssmax+post=reweight:3", {1, -1, -1}},
+        {"ssmax-fixed", "ssmax-fixed+post=negate", {1, -1, -1}}, {"ssmax-fixed", "ssmax-fixed+s=2", {0, -1, -1}},
+        {"lssa", "ssmax-pn", {0, 0, 0}},
+    };
+    static const Scalar SCALARS[] = {SCALAR_S, SCALAR_B, SCALAR_P};
+    check_group("what a change of normaliser keeps; which are equal");
+    for (size_t i = 0; i < COUNT(ROWS); i++) {
+        Normalizer from = parse(ROWS[i].from), to = parse(ROWS[i].to);
+        for (size_t j = 0; j < 3; j++) {
+            if (ROWS[i].keeps[j] < 0) CHECK(!normalizer_has(&to, SCALARS[j]), "%s has %c", ROWS[i].to, "sbp"[j]);
+            else CHECK(normalizer_keeps(&from, &to, SCALARS[j]) == ROWS[i].keeps[j], "%s to %s: %c", ROWS[i].from, ROWS[i].to, "sbp"[j]);
+        }
+    }
+    static const struct { const char *a, *b; bool equal; } EQUAL[] = {
+        {"softmax", "softmax", true}, {"softmax1", "softmax+norm=l1+1", true}, {"softmax", "softmax1", false},
+        {"ssmax", "ssmax-fixed", false},
+        {"ssmax", "ssmax+s=3", true}, {"ssmax-fixed", "ssmax+s=1+fixed", true}, {"ssmax-fixed", "ssmax-fixed+s=2", false},
+        {"ssmax+fixed", "ssmax-fixed", false},
+        {"lssar", "lssa", false}, {"lssar", "lssar+post=reweight:14", false}, {"softmax+norm=l1+0.5", "softmax+norm=l1+0.50", true},
+        {"softmax+scale=log:64", "softmax+scale=log:L", false},
+        {"ssmax+fixed", "ssmax+s=2.8853900817779268+fixed", false},      // equal for L = 2 alone
+    };
+    for (size_t i = 0; i < COUNT(EQUAL); i++) {
+        Normalizer a = parse(EQUAL[i].a), b = parse(EQUAL[i].b);
+        CHECK(normalizer_equal(&a, &b) == EQUAL[i].equal && normalizer_equal(&b, &a) == EQUAL[i].equal, "%s and %s", EQUAL[i].a,
+              EQUAL[i].b);
+    }
+}
+
+// ---- --attn help
+
+static void help(void *text) {
+    exit(normalizer_help(text) ? 0 : 9);
+}
+
+static void test_help(void) {
+    static char output[1 << 16];
+    check_group("--attn help");
+    CHECK(check_fork(help, "help", output, sizeof output) == 0, "help");
+    for (size_t i = 0; i < COUNT(TABLE); i++) {
+        char row[32];
+        snprintf(row, sizeof row, "\n  %s ", TABLE[i].name);
+        CHECK(strstr(output, row) != NULL, "no row for %s", TABLE[i].name);
+    }
+    CHECK(strstr(output, "softmax+norm=l1+1 is softmax1") != NULL, "no shortest name");
+    CHECK(check_fork(help, "help:softmax+norm=l1+1+post=reweight:3", output, sizeof output) == 0, "help:NAME");
+    CHECK(strstr(output, "norm=l1+1") && strstr(output, "post=reweight:3") && strstr(output,
+                                                                                     "shortest equal name: softmax1+post=reweight:3"),
+                                                                                         "%s", output);
+    CHECK(check_fork(help, "help:ssmx", output, sizeof output) == EXIT_USAGE && strstr(output, "Nearest: ssmax"), "%s", output);
+    CHECK(check_fork(help, "helper", output, sizeof output) == 9 && check_fork(help, "softmax", output, sizeof output) == 9,
+          "what is no help");
+}
+
+int main(void) {
+    program_name = "test_normalizer";
+    test_presets();
+    test_overrides();
+    test_refused();
+    test_numbers();
+    test_shortest();
+    test_random();
+    test_scalars();
+    test_changes();
+    test_help();
+    return check_verdict();
+}
