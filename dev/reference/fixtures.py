@@ -20,7 +20,30 @@ BLOCK = 1 << 16     # the elements that are projected at a time
 LENGTHS = (1, 33, 64)
 # Within the range of each run's gradient norms, so that some steps are clipped and some are not.
 CLIP = {("softmax", 33): 6.2, ("softmax", 64): 4.8, ("relu2-n", 33): 9.0, ("relu2-n", 64): 5.8, (50257, 33): 4.0}
-ATTENTION = ("softmax", "ssmax", "softmax1", "relu2-n")
+FIRST = ("softmax", "ssmax", "softmax1", "relu2-n")     # have the most model cases
+OVERRIDES = (
+    "softmax+norm=l1+0.5+post=negate",
+    "softmax+post=reweight:3",
+    "softmax+qk=l2+scale=const:-7",
+    "sigmoid-logn-l1+post=reweight:15",
+    "lssar+post=reweight:100",
+    "exp+post=reweight:0.5",            # of another base too many scores come near the kink at A n = 1, where the slope is infinite
+    "gelu-l1+post=recenter-l1",
+    "identity-l1+post=recenter-l1",
+    "mish-l1+norm=l1+2+post=recenter",
+    "relu6-l1+norm=T2+offset=-logT",
+    "relu2-l1+qk=l2+scale=logd-logn+post=reweight:2",
+    "softplus-l1+scale=log:L+norm=n2",
+    "ssmax-pn+phi=softplus+s=0.5+fixed")
+NORMALIZERS = (*reference.PRESETS, *OVERRIDES)
+ATTENTION_SHAPES = (*((2, 2, 48, T) for T in (1, 2, 3, 4, 33, 64, 257)), *((1, 2, d, T) for d in (64, 128) for T in (64, 257)))
+# The inputs q and k have scale 2, which makes z spread by 1.3 and reach 6 either way; but here, so that it comes to about that, to
+# relu6's 6, to both of sigmoid's ends; and where a row of few keys may have a small sum, and rounding is large beside it.
+QK_SCALE = {"ssmax-fixed": 1, "ssmax-pn": 4, "ssmax-pn+phi=softplus+s=0.5+fixed": 4, "sigmoid": 3, "sigmoid-logn": 3, "relu6-l1": 4,
+            "relu6-l1+norm=T2+offset=-logT": 4, "relu-l1": 4, "relu2-l1": 8, "mish-l1": 5, "identity-l1": 8,
+            "identity-l1+post=recenter-l1": 8}
+# A high power makes almost every row of two to four keys one-hot, with no gradient but rounding: many are needed for a few that are not.
+HIGH_POWERS = ("lssar", "lssar+post=reweight:100", "sigmoid-logn-l1+post=reweight:15")
 
 
 # ---- The formulas of hash.h
@@ -94,7 +117,7 @@ def cases():
 
     for vocab, shape in (97, "heads=2,channels=96,ffn=176"), (50257, "heads=1,channels=32,ffn=88"):
         for tied in 1, 0:
-            for attn in ATTENTION:
+            for attn in FIRST:
                 for T in LENGTHS:
                     steps = 10 if T > 1 and vocab == 97 or T == 33 and attn == "ssmax" else 0
                     clip = CLIP.get((vocab if vocab > 97 else attn if attn == "relu2-n" else "softmax", T))
@@ -113,10 +136,12 @@ def cases():
         yield case(f"embedding_N{N}_v{vocab}", "embedding", N=N, C=C, vocab=vocab)
     for N, vocab, scale in (1, 97, 8), (33, 97, 300), (7, 50257, 8):
         yield case(f"crossentropy_N{N}_v{vocab}", "crossentropy", N=N, vocab=vocab, scale=scale)
-    for attn in ATTENTION:
-        for T in 1, 2, 3, 4, 33, 64, 130:
-            yield case(f"attention_{attn}_T{T}_d48", "attention", attn=attn, L=64, B=2, T=T, heads=2, head_size=48)
-        yield case(f"attention_{attn}_T64_d64", "attention", attn=attn, L=64, B=1, T=64, heads=1, head_size=64)
+    for attn in NORMALIZERS:
+        for B, heads, head_size, T in ATTENTION_SHAPES:
+            L = 257 if attn.startswith("ssmax-pn") else 64
+            B = 16 if attn in HIGH_POWERS and 1 < T <= 4 else B
+            yield case(f"attention_{attn}_T{T}_d{head_size}", "attention", attn=attn, scale=QK_SCALE.get(attn, 2), L=L, B=B, T=T, heads=heads,
+                       head_size=head_size)
     for N, weight_decay in (1, 0), (1000, 0.1):
         yield case(f"adamw_N{N}", "adamw", N=N, steps=5, lr=0.01, weight_decay=weight_decay)
 
@@ -167,11 +192,11 @@ def run_model(case, dtype=torch.float64):
     return answers
 
 
-def backward(function, inputs, shape):
+def backward(function, inputs, shape, dtype=torch.float64):
     """Output and input gradients, by name, for the upstream gradient `dout`."""
-    inputs = {name: x.clone().requires_grad_() for name, x in inputs.items()}
+    inputs = {name: x.to(dtype, copy=True).requires_grad_() for name, x in inputs.items()}
     out = function(**inputs)
-    grads = torch.autograd.grad(out, list(inputs.values()), values("dout", shape))
+    grads = torch.autograd.grad(out, list(inputs.values()), values("dout", shape).to(dtype))
     return {"out": stored(out), **{"d" + name: stored(g) for name, g in zip(inputs, grads)}}
 
 
@@ -203,16 +228,18 @@ def run_crossentropy(N, vocab, scale):
     return {"loss": stored(loss), "dlogits": stored(torch.autograd.grad(loss, logits)[0])}
 
 
-def run_attention(attn, L, B, T, heads, head_size):
+def run_attention(attn, scale, L, B, T, heads, head_size, dtype=torch.float64):
     normalizer, shape = reference.parse_normalizer(attn), (B, T, heads, head_size)
-    inputs = {name: values(name, shape, scale=2) for name in "qkv"}
-    if normalizer.has_s:
-        inputs["attn_scale"] = parameter("attn_scale", (heads,))
+    inputs = {"q": values("q", shape, scale=scale), "k": values("k", shape, scale=scale), "v": values("v", shape, scale=2)}
+    inputs.update({name: parameter(name, size) for name, size in reference.scalar_shapes(normalizer, heads).items()})
+    if normalizer.scale == "pn":
+        inputs["attn_pn"] = parameter("attn_pn", (L,))
+    fixed = torch.full((heads,), normalizer.s_start(L), dtype=dtype) if normalizer.fixed else None
 
-    def attention(q, k, v, attn_scale=None):
+    def attention(q, k, v, attn_scale=fixed, attn_bias=None, attn_pn=None):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return reference.attention(q, k, v, normalizer, L, {"s": attn_scale}).transpose(1, 2)
-    return backward(attention, inputs, shape)
+        return reference.attention(q, k, v, normalizer, L, {"s": attn_scale, "b": attn_bias, "p": attn_pn}).transpose(1, 2)
+    return backward(attention, inputs, shape, dtype)
 
 
 def run_adamw(N, steps, lr, weight_decay):

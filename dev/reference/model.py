@@ -120,7 +120,7 @@ PHI = {
     "identity": lambda z: z,
     "relu": torch.relu,
     "relu2": lambda z: torch.relu(z) ** 2,
-    "relu6": lambda z: torch.clamp(z, 0, 6),
+    "relu6": lambda z: torch.clamp(torch.relu(z), max=6),       # relu: its slope at 0 is 0, clamp's is 1
     "gelu": lambda z: z * (1 + torch.erf(z / math.sqrt(2))) / 2,
     "sigmoid": torch.sigmoid,
     "softplus": softplus,
@@ -200,7 +200,7 @@ def posted(A, visible, spec, n):
 
 
 def attention(q, k, v, normalizer, L, scalars):
-    """q, k, v (B, NH, T, HS) after RoPE; the output has the same shape. scalars: see attention_scalars."""
+    """q, k (B, NH, T, HS) after RoPE; v and the output (B, NH, T, any width). scalars: see attention_scalars."""
     T, d = q.shape[-2:]
     n = torch.arange(1, T + 1, dtype=q.dtype)[:, None]
     visible = torch.ones(T, T, dtype=torch.bool).tril()
@@ -227,8 +227,12 @@ def rope(x):
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
+def silu(x):
+    return x / (1 + torch.exp(-x))
+
+
 def swiglu(gate, up):
-    return gate / (1 + torch.exp(-gate)) * up
+    return silu(gate) * up
 
 
 def cross_entropy(logits, targets):
@@ -238,39 +242,65 @@ def cross_entropy(logits, targets):
 
 # ---- The model
 
+GAU_WIDTH = 128     # of a gated unit's q and k
+
+
 @dataclass(frozen=True)
 class Config:
-    layers: int
-    heads: int
+    layers: int             # block="gau": pairs of units, each pair in the place of an attention and a feed-forward
     channels: int
-    ffn: int
     tied: bool
+    heads: int = 1          # a gated unit has one
+    ffn: int = 0            # a gated unit has none
     vocab: int = 50257
     attn: str = "softmax"
     L: int = 1024
+    block: str = "llama"    # or "gau"
 
     @property
     def normalizer(self):
         return parse_normalizer(self.attn)
 
+    @property
+    def units(self):
+        return 2 * self.layers if self.block == "gau" else self.layers
+
+
+def scalar_shapes(normalizer, heads):
+    """The learnt scalars of a layer's attention: attn_scale (s) and attn_bias (b)."""
+    shapes = {}
+    if normalizer.has_s and not normalizer.fixed:
+        shapes["attn_scale"] = (heads,)
+    if normalizer.has_b:
+        shapes["attn_bias"] = (heads,)
+    return shapes
+
+
+def llama_shapes(config):
+    C, F = config.channels, config.ffn
+    return {"input_layernorm.weight": (C,),
+            **{f"self_attn.{name}_proj.weight": (C, C) for name in "qkvo"},
+            **{f"self_attn.{name}": shape for name, shape in scalar_shapes(config.normalizer, config.heads).items()},
+            "post_attention_layernorm.weight": (C,),
+            "mlp.gate_proj.weight": (F, C), "mlp.up_proj.weight": (F, C), "mlp.down_proj.weight": (C, F)}
+
+
+def gau_shapes(config):
+    C, e = config.channels, 2 * config.channels
+    return {"input_layernorm.weight": (C,),
+            "gau.u_proj.weight": (e, C), "gau.v_proj.weight": (e, C), "gau.z_proj.weight": (GAU_WIDTH, C),
+            **{f"gau.{name}": (GAU_WIDTH,) for name in ("q_gain", "q_offset", "k_gain", "k_offset")},
+            **{f"gau.{name}": shape for name, shape in scalar_shapes(config.normalizer, config.heads).items()},
+            "gau.o_proj.weight": (C, e)}
+
 
 def parameter_shapes(config):
     """Name -> shape, by Hugging Face's names; a normaliser adds attn_scale (s), attn_bias (b) and attn_pn (p)."""
-    C, F, normalizer = config.channels, config.ffn, config.normalizer
+    C, of_layer = config.channels, (gau_shapes if config.block == "gau" else llama_shapes)(config)
     shapes = {"model.embed_tokens.weight": (config.vocab, C)}
-    for layer in (f"model.layers.{i}." for i in range(config.layers)):
-        shapes[layer + "input_layernorm.weight"] = (C,)
-        for name in "qkvo":
-            shapes[layer + f"self_attn.{name}_proj.weight"] = (C, C)
-        if normalizer.has_s and not normalizer.fixed:
-            shapes[layer + "self_attn.attn_scale"] = (config.heads,)
-        if normalizer.has_b:
-            shapes[layer + "self_attn.attn_bias"] = (config.heads,)
-        shapes[layer + "post_attention_layernorm.weight"] = (C,)
-        shapes[layer + "mlp.gate_proj.weight"] = (F, C)
-        shapes[layer + "mlp.up_proj.weight"] = (F, C)
-        shapes[layer + "mlp.down_proj.weight"] = (C, F)
-    if normalizer.scale == "pn":
+    for i in range(config.units):
+        shapes.update({f"model.layers.{i}.{name}": shape for name, shape in of_layer.items()})
+    if config.normalizer.scale == "pn":
         shapes["model.attn_pn"] = (config.L,)
     shapes["model.norm.weight"] = (C,)
     if not config.tied:
@@ -279,15 +309,16 @@ def parameter_shapes(config):
 
 
 def decays(name):
-    """Weight decay is for the matrices: not for gains, and not for the normaliser's scalars whatever their shape."""
-    return not (name.endswith("norm.weight") or name.rpartition(".")[2].startswith("attn_"))
+    """Weight decay is for the matrices: not for gains and offsets, and not for the normaliser's scalars whatever their shape."""
+    last = name.rpartition(".")[2]
+    return not (name.endswith("norm.weight") or last.startswith("attn_") or last.endswith(("_gain", "_offset")))
 
 
 def attention_scalars(parameters, prefix, config):
     """s, b (NH) and p (L) of a layer, as far as its normaliser has them."""
-    normalizer, scalars = config.normalizer, {}
+    normalizer, scalars, dtype = config.normalizer, {}, parameters["model.norm.weight"].dtype
     if normalizer.has_s:
-        scalars["s"] = (torch.full((config.heads,), normalizer.s_start(config.L), dtype=torch.float64) if normalizer.fixed
+        scalars["s"] = (torch.full((config.heads,), normalizer.s_start(config.L), dtype=dtype) if normalizer.fixed
                         else parameters[prefix + "attn_scale"])
     if normalizer.has_b:
         scalars["b"] = parameters[prefix + "attn_bias"]
@@ -296,21 +327,38 @@ def attention_scalars(parameters, prefix, config):
     return scalars
 
 
+def llama_layer(x, parameters, layer, config):
+    """x + Wo attention(h), and to that + Wdown (silu(Wgate h) * (Wup h)), each time with h = rmsnorm(x)."""
+    B, T, C = x.shape
+    weight = lambda name: parameters[layer + name + ".weight"]
+    split = lambda x: x.view(B, T, config.heads, -1).transpose(1, 2)
+    h = rmsnorm(x, weight("input_layernorm"))
+    q, k, v = (split(h @ weight(f"self_attn.{name}_proj").T) for name in "qkv")
+    scalars = attention_scalars(parameters, layer + "self_attn.", config)
+    mixed = attention(rope(q), rope(k), v, config.normalizer, config.L, scalars)
+    x = x + mixed.transpose(1, 2).reshape(B, T, C) @ weight("self_attn.o_proj").T
+    h = rmsnorm(x, weight("post_attention_layernorm"))
+    return x + swiglu(h @ weight("mlp.gate_proj").T, h @ weight("mlp.up_proj").T) @ weight("mlp.down_proj").T
+
+
+def gau_layer(x, parameters, layer, config):
+    """x + Wo (U * A V) with h = rmsnorm(x), U, V, Z = silu(Wu h), silu(Wv h), silu(Wz h); q and k are Z with a gain and an offset
+    for each of its 128 elements, and RoPE ([GAU])."""
+    of_unit = lambda name: parameters[f"{layer}gau.{name}"]
+    h = rmsnorm(x, parameters[layer + "input_layernorm.weight"])
+    U, V, Z = (silu(h @ of_unit(f"{name}_proj.weight").T) for name in "uvz")
+    q, k = (rope(Z * of_unit(f"{name}_gain") + of_unit(f"{name}_offset")) for name in "qk")
+    scalars = attention_scalars(parameters, layer + "gau.", config)
+    AV = attention(q[:, None], k[:, None], V[:, None], config.normalizer, config.L, scalars)[:, 0]
+    return x + (U * AV) @ of_unit("o_proj.weight").T
+
+
 def forward(parameters, tokens, config):
     """Logits (B, T, vocab) for tokens (B, T)."""
-    B, T = tokens.shape
-    split = lambda x: x.view(B, T, config.heads, -1).transpose(1, 2)
     embedding = parameters["model.embed_tokens.weight"]
     x = embedding[tokens]
-    for layer in (f"model.layers.{i}." for i in range(config.layers)):
-        weight = lambda name: parameters[layer + name + ".weight"]
-        h = rmsnorm(x, weight("input_layernorm"))
-        q, k, v = (split(h @ weight(f"self_attn.{name}_proj").T) for name in "qkv")
-        scalars = attention_scalars(parameters, layer + "self_attn.", config)
-        mixed = attention(rope(q), rope(k), v, config.normalizer, config.L, scalars)
-        x = x + mixed.transpose(1, 2).reshape(B, T, -1) @ weight("self_attn.o_proj").T
-        h = rmsnorm(x, weight("post_attention_layernorm"))
-        x = x + swiglu(h @ weight("mlp.gate_proj").T, h @ weight("mlp.up_proj").T) @ weight("mlp.down_proj").T
+    for i in range(config.units):
+        x = (gau_layer if config.block == "gau" else llama_layer)(x, parameters, f"model.layers.{i}.", config)
     x = rmsnorm(x, parameters["model.norm.weight"])
     return x @ (embedding if config.tied else parameters["lm_head.weight"]).T
 
