@@ -40,8 +40,8 @@ ATTENTION_SHAPES = (*((2, 2, 48, T) for T in (1, 2, 3, 4, 33, 64, 257)), *((1, 2
 # The inputs q and k have scale 2, which makes z spread by 1.3 and reach 6 either way; but here, so that it comes to about that, to
 # relu6's 6, to both of sigmoid's ends; and where a row of few keys may have a small sum, and rounding is large beside it.
 QK_SCALE = {"ssmax-fixed": 1, "ssmax-pn": 4, "ssmax-pn+phi=softplus+s=0.5+fixed": 4, "sigmoid": 3, "sigmoid-logn": 3, "relu6-l1": 4,
-            "relu6-l1+norm=T2+offset=-logT": 4, "relu-l1": 4, "relu2-l1": 8, "mish-l1": 5, "identity-l1": 8,
-            "identity-l1+post=recenter-l1": 8}
+            "relu6-l1+norm=T2+offset=-logT": 4, "relu-l1": 4, "relu2-l1": 3, "mish-l1": 2.5, "identity-l1": 3,
+            "identity-l1+post=recenter-l1": 3}
 # A high power makes almost every row of two to four keys one-hot, with no gradient but rounding: many are needed for a few that are not.
 HIGH_POWERS = ("lssar", "lssar+post=reweight:100", "sigmoid-logn-l1+post=reweight:15")
 
