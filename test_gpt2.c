@@ -413,7 +413,7 @@ static void test_attention(void) {
     float *x[3], *head[3], *d[3], *out = floats(n), *dout = input("dout", n, 1);
     float *stats = floats(B * NH * T * ROW_STATS), *scratch = floats(attention_scratch(shape, omp_get_max_threads()));
     for (int i = 0; i < 3; i++) {
-        x[i] = input((const char *[]){"q", "k", "v"}[i], n, 2);
+        x[i] = input((const char *[]){"q", "k", "v"}[i], n, i < 2 ? (float)atof(text_of("scale")) : 2);
         head[i] = by_head(x[i], B, T, NH, HS, false);
         d[i] = floats(n);
     }

@@ -68,7 +68,7 @@ variant san SAN=1
 echo "== the quick C tests in build/san (SAN=1)"
 sanitized() {
     local status=0 name programs=()
-    for name in checkpoint metrics options random safetensors schedule shards; do programs+=("build/san/tests/test_$name"); done
+    for name in attention checkpoint metrics normalizer options random safetensors schedule shards; do programs+=("build/san/tests/test_$name"); done
     make -j"$(nproc)" WERROR=1 SAN=1 "${programs[@]}" || return
     for name in "${programs[@]}"; do
         echo "== $name"
@@ -86,6 +86,16 @@ if command -v clang >/dev/null && ls "$(clang -print-resource-dir)"/lib/linux/li
 else
     echo "clang or its libFuzzer is not here: nothing was fuzzed (scripts/setup.sh --test installs it where it may)"
 fi
+
+echo "== dev/mutate/mutate.py --draw 5"
+dev/mutate/mutate.py --draw 5 </dev/null 2>&1 | tee "$logs/c"
+count_c "${PIPESTATUS[0]}" "$logs/c"
+
+echo "== the program's tests in build/san (SAN=1)"
+make -j"$(nproc)" WERROR=1 SAN=1 build/san/train_gpt2 build/san/sample_gpt2 </dev/null &&
+    TRAIN_GPT2=build/san/train_gpt2 .venv/bin/python -m pytest -q --junitxml="$logs/pytest.xml" dev/tests/test_errors.py dev/tests/test_order.py \
+        dev/tests/test_resume.py dev/tests/test_sample.py -k "not point and not 2_gib and not by_fault and not kill_9" </dev/null
+count_pytest $? "$logs/pytest.xml"
 
 echo "== pytest dev/tests"
 .venv/bin/python -m pytest -q --durations=5 --junitxml="$logs/pytest.xml" dev/tests </dev/null
