@@ -1,4 +1,6 @@
-"""scripts/plot.py: what it reads, what it draws, and the event files, which are taken apart here byte by byte."""
+"""scripts/plot.py: what it reads, what it draws, and the event files, which are taken apart here byte by byte. And the table and the
+pictures of attention/README.md."""
+import itertools
 import json
 import math
 import re
@@ -14,6 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 import plot  # noqa: E402
+from trainer import TRAIN  # noqa: E402
 
 
 def make_run(folder, steps, val_every=10, tail=""):
@@ -338,3 +341,32 @@ def test_event_files_record_by_record(tmp_path):
     assert scalars[0] == pytest.approx({"loss": 11.0, "lr": 6e-4, "grad_norm": 2.0, "tok_per_s": 1024.0, "mfu": 0.5})
     assert scalars[99]["val_loss"] == pytest.approx(3.58) and "val_loss" not in scalars[100]
     assert scalars[300] == {}
+
+
+# ---------------------------------------------------------------- attention/README.md
+
+COLUMNS = ("name", "qk", "scale", "offset", "phi", "norm", "post", "source")
+
+
+def printed_table():
+    """The presets as `--attn help` prints them: rows of cells under the header's words, up to an empty line."""
+    lines = subprocess.run([TRAIN, "--attn", "help"], capture_output=True, text=True, check=True).stdout.splitlines()
+    first = next(i for i, line in enumerate(lines) if tuple(line.split()) == COLUMNS)
+    starts = [re.search(rf"\b{column}\b", lines[first]).start() for column in COLUMNS] + [None]
+    rows = itertools.takewhile(str.strip, lines[first + 1:])
+    return [[line[a:b].strip() for a, b in zip(starts, starts[1:])] for line in rows]
+
+
+def test_the_readme_has_the_programs_table():
+    text = (ROOT / "attention/README.md").read_text()
+    head = "| " + " | ".join(COLUMNS) + " |"
+    lines = itertools.takewhile(lambda line: line.startswith("|"), text[text.index(head):].splitlines()[2:])
+    rows = [[cell.strip().strip("`") for cell in line.strip("|").split("|")] for line in lines]
+    assert len(rows) > 30 and rows == printed_table()
+
+
+def test_every_normaliser_has_a_picture_that_is_current():
+    shown = re.findall(r"!\[\]\(weights/(.+)\.png\)", (ROOT / "attention/README.md").read_text())
+    assert sorted(shown) == sorted(row[0] for row in printed_table())
+    result = subprocess.run([sys.executable, str(ROOT / "attention/weights.py"), "--check"], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
