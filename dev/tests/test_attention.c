@@ -1,0 +1,643 @@
+// Properties of attention on the CPU that hold whatever a reference says: sums of rows, identities of the papers, causality, rows by
+// hand, extremes, rows without weight, memory. The weights are read out by v = identity: out[t, j] = A_tj.
+#include "attention/attention_cpu.h"
+
+#include <math.h>
+#include <omp.h>
+
+#include "dev/reference/hash.h"
+#include "dev/tests/check.h"
+#include "runtime/error.h"
+
+#define COUNT(a) (sizeof(a) / sizeof((a)[0]))
+
+#define NAME(name, ...) #name,
+static const char *const PRESETS[] = {NORMALIZERS(NAME)};
+#undef NAME
+
+static Normalizer parse(const char *text) {
+    Normalizer normalizer;
+    char message[1024];
+    if (!normalizer_parse(&normalizer, text, message, sizeof message)) fail(EXIT_USAGE, "%s: %s", text, message);
+    return normalizer;
+}
+
+// Does a row depend on the length of the whole sample?
+static bool reads_length(const Normalizer *n) {
+    return n->offset.kind == OFFSET_LOG_T || n->norm.kind == NORM_T || n->norm.kind == NORM_T2;
+}
+
+// ---- a case: inputs, outputs and gradients of one shape, each with a guard behind it
+
+enum { GUARD = 64, ARRAYS = 16 };
+static const float GUARD_VALUE = -12345.5f;
+
+typedef struct {
+    Normalizer normalizer;
+    AttentionShape shape;
+    AttentionScalars scalars;
+    AttentionScalarGrads scalar_grads;
+    float *q, *k, *v, *out, *stats, *scratch, *dout, *dq, *dk, *dv, *s, *b, *p;
+    size_t keys, values;                // numbers in q, in v
+    struct { float *at; size_t n; } arrays[ARRAYS];
+    size_t count;
+} Case;
+
+static float *floats(Case *c, size_t n) {
+    float *x = calloc(n + GUARD, sizeof *x);
+    if (!x || c->count == ARRAYS) abort();
+    for (size_t i = 0; i < GUARD; i++) x[n + i] = GUARD_VALUE;
+    c->arrays[c->count].at = x, c->arrays[c->count++].n = n;
+    return x;
+}
+
+static float *input(Case *c, const char *name, size_t n, float mean, float scale) {
+    float *x = floats(c, n);
+    fixture_fill(x, n, name, 0, mean, scale);
+    return x;
+}
+
+// q and k uniform in (-size, size), v and dout in (-1, 1).
+static Case case_new(const char *text, size_t B, size_t NH, size_t HS, size_t VS, size_t T, float size) {
+    Case c = {.normalizer = parse(text), .shape = {.B = B, .T = T, .NH = NH, .HS = HS, .VS = VS, .L = (int)T + 3}};
+    c.keys = B * NH * T * HS, c.values = B * NH * T * VS;
+    c.shape.normalizer = &c.normalizer;                 // set again by whoever copies the case
+    c.q = input(&c, "q", c.keys, 0, size), c.k = input(&c, "k", c.keys, 0, size);
+    c.v = input(&c, "v", c.values, 0, 1), c.dout = input(&c, "dout", c.values, 0, 1);
+    c.out = floats(&c, c.values), c.stats = floats(&c, B * NH * T * ROW_STATS), c.scratch = floats(&c,
+                                                                                                   attention_scratch(c.shape,
+                                                                                                                     omp_get_max_threads()));
+    c.dq = floats(&c, c.keys), c.dk = floats(&c, c.keys), c.dv = floats(&c, c.values);
+    c.s = input(&c, "attn_scale", NH, 0.6f, 0.1f), c.b = input(&c, "attn_bias", NH, 0.1f, 0.2f),
+        c.p = input(&c, "attn_pn", T + 3, 1, 0.3f);
+    bool s = normalizer_has(&c.normalizer, SCALAR_S), b = normalizer_has(&c.normalizer, SCALAR_B),
+        p = normalizer_has(&c.normalizer, SCALAR_P);
+    c.scalars = (AttentionScalars){s ? c.s : NULL, b ? c.b : NULL, p ? c.p : NULL};
+    c.scalar_grads = (AttentionScalarGrads){s ? floats(&c, NH) : NULL, b ? floats(&c, NH) : NULL, p ? floats(&c, T + 3) : NULL};
+    return c;
+}
+
+// v = identity in every head: out[t, h, j] is A_tj.
+static Case case_heads(const char *text, size_t NH, size_t HS, size_t T, float size) {
+    Case c = case_new(text, 1, NH, HS, T, T, size);
+    for (size_t t = 0; t < NH * T; t++)
+        for (size_t j = 0; j < T; j++) c.v[t * T + j] = t % T == j;
+    return c;
+}
+
+static Case case_weights(const char *text, size_t HS, size_t T, float size) {
+    return case_heads(text, 1, HS, T, size);
+}
+
+static uint64_t forward(Case *c) {
+    c->shape.normalizer = &c->normalizer;
+    return attention_forward(c->out, c->stats, c->q, c->k, c->v, c->scalars, c->shape, c->scratch);
+}
+
+static void backward(Case *c) {
+    c->shape.normalizer = &c->normalizer;
+    attention_backward(c->dq, c->dk, c->dv, c->scalar_grads, c->dout, c->out, c->stats, c->q, c->k, c->v, c->scalars, c->shape,
+                       c->scratch);
+}
+
+// Row n (keys 1..n) of head h of the first sample, out of the case's q, k and v.
+static bool row(Case *c, float *out, size_t h, size_t n) {
+    size_t T = c->shape.T, HS = c->shape.HS, VS = c->shape.VS;
+    c->shape.normalizer = &c->normalizer;
+    return attention_row(out, c->q + (h * T + n - 1) * HS, c->k + h * T * HS, HS, c->v + h * T * VS, VS, n, h, c->scalars, c->shape,
+                         c->scratch);
+}
+
+// Frees it; what was written past an array's end shows here.
+static void case_free(Case *c) {
+    for (size_t i = 0; i < c->count; i++) {
+        bool whole = true;
+        for (size_t j = 0; j < GUARD; j++) whole = whole && c->arrays[i].at[c->arrays[i].n + j] == GUARD_VALUE;
+        CHECK(whole, "%s: array %zu was written past its end", c->normalizer.text, i);
+        free(c->arrays[i].at);
+    }
+}
+
+static size_t not_finite(const float *x, size_t n) {
+    size_t bad = 0;
+    for (size_t i = 0; i < n; i++) bad += !isfinite(x[i]);
+    return bad;
+}
+
+static size_t not_zero(const float *x, size_t n) {
+    size_t bad = 0;
+    for (size_t i = 0; i < n; i++) bad += !(x[i] == 0);
+    return bad;
+}
+
+// The largest |a - b| over the largest |b|; NaN where there is one.
+static double distance(const float *a, const float *b, size_t n) {
+    double most = 0, largest = 0;
+    for (size_t i = 0; i < n; i++) {
+        double apart = fabs((double)a[i] - b[i]);
+        if (!(apart <= most)) most = apart;
+        if (fabs(b[i]) > largest) largest = fabs(b[i]);
+    }
+    return most == 0 ? 0 : most / largest;
+}
+
+static double sum(const float *x, size_t n) {
+    double total = 0;
+    for (size_t i = 0; i < n; i++) total += x[i];
+    return total;
+}
+
+static double absolute_sum(const float *x, size_t n) {
+    double total = 0;
+    for (size_t i = 0; i < n; i++) total += fabs(x[i]);
+    return total;
+}
+
+// ---- sums of rows
+
+static void check_row_sums(const char *text) {
+    enum { T = 150 };
+    Case c = case_weights(text, 8, T, 2);
+    uint64_t without_weight = forward(&c), zero = 0;
+    int post = c.normalizer.post.kind;
+    double worst = 0, worst_mean = 0;
+    for (size_t t = 0; t < T; t++) {
+        const float *A = c.out + t * T;
+        double total = absolute_sum(A, T), off = fabs(total - 1);
+        bool left = t < POST_FROM && (post == POST_RECENTER || post == POST_RECENTER_L1);      // such a row is as norm made it
+        bool kept = left ? c.normalizer.norm.kind == NORM_L1 : post != POST_RECENTER;          // recenter alone does not keep the sum
+        if (total == 0) zero++;
+        else if (kept && !(off <= worst)) worst = off;
+        bool centred = (post == POST_RECENTER || post == POST_RECENTER_L1) && t >= POST_FROM;
+        if (centred && !(fabs(sum(A, T)) <= worst_mean)) worst_mean = fabs(sum(A, T));
+        CHECK(not_zero(A + t + 1, T - t - 1) == 0, "%s: row %zu has weight on later keys", text, t + 1);
+    }
+    CHECK(worst < 2e-6, "%s: a row's absolute sum is %.3g off 1", text, worst);
+    CHECK(worst_mean < 2e-6, "%s: a recentred row sums to %.3g", text, worst_mean);
+    CHECK(zero == without_weight, "%s: %d rows are 0, %d were counted", text, (int)zero, (int)without_weight);
+    CHECK(zero < T / 2, "%s: %d rows are 0", text, (int)zero);
+    case_free(&c);
+}
+
+static void test_row_sums(void) {
+    static const char *const MORE[] = {
+        "softmax+qk=l2", "softmax+scale=const:-3", "softmax+offset=-logT", "gelu-l1+post=recenter-l1", "identity-l1+post=negate",
+            "mish-l1+post=reweight:2",
+        "identity-l1+post=recenter-l1", "sigmoid+post=reweight:3", "softmax1+post=reweight:15", "relu-L+post=recenter-l1",
+            "ssmax-pn+phi=softplus",
+        "exp+post=reweight:1", "lssar+post=reweight:0.5", "softmax+post=reweight:100", "relu2-l1+scale=logd-logn",
+            "identity+post=recenter-l1",
+    };
+    check_group("rows of every l1 norm, recenter-l1 and reweight sum to 1 in absolute value; recentred rows sum to 0");
+    for (size_t i = 0; i < COUNT(PRESETS); i++) {
+        Normalizer n = parse(PRESETS[i]);
+        if (n.norm.kind == NORM_L1 && n.norm.value == 0) check_row_sums(PRESETS[i]);
+    }
+    for (size_t i = 0; i < COUNT(MORE); i++) check_row_sums(MORE[i]);
+}
+
+// ---- identities
+
+static void test_log_scale(void) {
+    enum { T = 70, AT = 64 };
+    check_group("softmax+scale=log:64 at n = 64 is softmax");
+    Case a = case_weights("softmax+scale=log:64", 8, T, 2), b = case_weights("softmax", 8, T, 2);
+    forward(&a), forward(&b);
+    for (size_t n = 2; n <= T; n++) {
+        double apart = distance(a.out + (n - 1) * T, b.out + (n - 1) * T, T);
+        CHECK(n == AT ? apart < 1e-6 : apart > 1e-4, "row %zu: %.3g apart", n, apart);
+    }
+    case_free(&a), case_free(&b);
+}
+
+static void test_softmax1(void) {
+    enum { T = 100, HS = 8 };
+    check_group("softmax1: rows sum to Z/(Z + 1); softmax+norm=l1+1 is softmax1 to the bit; C = 2.5 likewise");
+    Case a = case_weights("softmax1", HS, T, 3), b = case_weights("softmax+norm=l1+1", HS, T, 3),
+        c = case_weights("softmax+norm=l1+2.5", HS, T, 3);
+    forward(&a), forward(&b), forward(&c);
+    backward(&a), backward(&b);
+    CHECK(!memcmp(a.out, b.out, a.values * sizeof *a.out), "out differs");
+    CHECK(!memcmp(a.dq, b.dq, a.keys * sizeof *a.dq) && !memcmp(a.dk, b.dk, a.keys * sizeof *a.dk)
+          && !memcmp(a.dv, b.dv, a.values * sizeof *a.dv),
+          "gradients differ");
+    for (size_t t = 0; t < T; t++) {
+        double Z = 0;
+        for (size_t j = 0; j <= t; j++) {
+            double score = 0;
+            for (size_t i = 0; i < HS; i++) score += (double)a.q[t * HS + i] * a.k[j * HS + i];
+            Z += exp(score / sqrt(HS));
+        }
+        CHECK(fabs(sum(a.out + t * T, T) / (Z / (Z + 1)) - 1) < 2e-6, "row %zu sums to %.8f, not %.8f", t + 1, sum(a.out + t * T, T),
+              Z / (Z + 1));
+        CHECK(fabs(sum(c.out + t * T, T) / (Z / (Z + 2.5)) - 1) < 2e-6, "C = 2.5: row %zu sums to %.8f", t + 1, sum(c.out + t * T, T));
+    }
+    case_free(&a), case_free(&b), case_free(&c);
+}
+
+// The weight of the last of n scores z: head size 1, q = 1, so that a score is its k; v is 1 at the last and 0 elsewhere.
+static double last_weight(const char *text, const float *z, size_t n, float s) {
+    Normalizer normalizer = parse(text);
+    float one = 1, out, *v = calloc(n, sizeof *v), *scratch = calloc(n, sizeof *scratch);
+    v[n - 1] = 1;
+    attention_row(&out, &one, z, 1, v, 1, n, 0, (AttentionScalars){.s = normalizer_has(&normalizer, SCALAR_S) ? &s : NULL},
+                  (AttentionShape){&normalizer, 1, n, 1, 1, 1, (int)n}, scratch);
+    free(v), free(scratch);
+    return out;
+}
+
+// With the largest of n scores z_max, the second z_2nd and the least z_min:
+//   eq. 6      softmax's largest weight <= 1/((n - 1) e^-(z_max - z_min) + 1), which goes to 0
+//   eq. 8, 9   1/((n - 1) n^(-s (z_max - z_2nd)) + 1) <= SSMax's <= 1/((n - 1) n^(-s (z_max - z_min)) + 1):
+//              to 1 where z_max - z_2nd > 1/s, to 0 where z_max - z_min < 1/s
+static void check_bounds(float width, float lead, float s) {
+    enum { N = 32768 };
+    float *z = calloc(N, sizeof *z);
+    double softmax[2] = {1, 1}, ssmax[2] = {0, 0};
+    for (size_t n = 2; n <= N; n *= 2) {
+        fixture_fill(z, n, "scores", 0, 0, width / 2);
+        z[n - 1] = width / 2 + lead;
+        double max = z[n - 1], second = -INFINITY, min = INFINITY;
+        for (size_t j = 0; j + 1 < n; j++) second = fmax(second, z[j]), min = fmin(min, z[j]);
+        double a = last_weight("softmax", z, n, 0), b = last_weight("ssmax", z, n, s), m = (double)n - 1;
+        double most = 1 / (m * exp(min - max) + 1), low = 1 / (m * pow((double)n, s * (second - max)) + 1),
+            high = 1 / (m * pow((double)n, s * (min - max)) + 1);
+        CHECK(a <= most * (1 + 1e-5), "eq. 6, n = %zu: %.8g above %.8g", n, a, most);
+        CHECK(b >= low * (1 - 1e-5), "eq. 9, n = %zu: %.8g below %.8g", n, b, low);
+        CHECK(b <= high * (1 + 1e-5), "eq. 8, n = %zu: %.8g above %.8g", n, b, high);
+        softmax[0] = softmax[1], softmax[1] = a, ssmax[0] = ssmax[1], ssmax[1] = b;
+    }
+    CHECK(softmax[1] < 0.01 && softmax[1] < 0.6 * softmax[0], "softmax's largest weight is %.3g, %.3g at half of n", softmax[1],
+          softmax[0]);
+    bool to_1 = lead > 1 / s, to_0 = width + lead < 1 / s;
+    CHECK(!to_1 || (ssmax[1] > 0.95 && ssmax[1] > ssmax[0]), "lead %g above 1/s = %g: %.3g, then %.3g", lead, 1 / s, ssmax[0], ssmax[1]);
+    CHECK(!to_0 || (ssmax[1] < 0.05 && ssmax[1] < ssmax[0]), "span %g below 1/s = %g: %.3g, then %.3g", width + lead, 1 / s, ssmax[0],
+          ssmax[1]);
+    free(z);
+}
+
+// Figure 1: n scores of -2, the last +3, s = 0.43. Softmax's largest weight is 1/((n - 1) e^-5 + 1), SSMax's 1/((n - 1) n^(-0.43·5) + 1).
+static void check_figure_1(void) {
+    enum { N = 100000 };
+    float *z = calloc(N, sizeof *z);
+    for (size_t n = 10; n <= N; n *= 10) {
+        for (size_t j = 0; j < n; j++) z[j] = -2;
+        z[n - 1] = 3;
+        double a = last_weight("softmax", z, n, 0), b = last_weight("ssmax", z, n, 0.43f), m = (double)n - 1;
+        double softmax = 1 / (m * exp(-5) + 1), ssmax = 1 / (m * pow((double)n, -0.43 * 5) + 1), bound = n > 1000 ? 3e-4 : 1e-5;
+        CHECK(fabs(a / softmax - 1) < bound, "Figure 1, softmax at n = %zu: %.8g, not %.8g", n, a, softmax);
+        CHECK(fabs(b / ssmax - 1) < bound, "Figure 1, SSMax at n = %zu: %.8g, not %.8g", n, b, ssmax);
+        CHECK(b > 0.93, "Figure 1: SSMax fades to %.3g at n = %zu", b, n);
+        CHECK(n < N || a < 0.002, "Figure 1: softmax stays at %.3g", a);
+    }
+    free(z);
+}
+
+static void test_ssmax(void) {
+    check_group("[SSMax] eq. 6, 8 and 9, and Figure 1");
+    check_bounds(2, 1.5f, 1);             // eq. 9's limit: 1.5 > 1/1
+    check_bounds(0.5f, 0.2f, 0.5f);       // eq. 8's: 0.7 < 1/0.5
+    check_bounds(4, 0.1f, 0.43f);         // neither
+    check_figure_1();
+}
+
+// ---- rows by hand: head size 1 and q = 1, so that softmax's A is p where k = ln p; the row's last weights are read one by one
+
+static void check_row(const char *text, const float *q, const float *k, size_t HS, size_t n, const double *expected, double bound) {
+    Normalizer normalizer = parse(text);
+    float out[8], v[8 * 8] = {0}, scratch[8];
+    for (size_t j = 0; j < n; j++) v[j * n + j] = 1;
+    attention_row(out, q, k, HS, v, n, n, 0, (AttentionScalars){0}, (AttentionShape){&normalizer, 1, n, 1, HS, n, (int)n}, scratch);
+    for (size_t j = 0; j < n; j++) CHECK(fabs(out[j] - expected[j]) < bound, "%s, n = %zu: A[%zu] is %.8f, not %.8f", text, n, j, out[j],
+                                         expected[j]);
+}
+
+static void check_probabilities(const char *text, size_t n, const double *p, const double *expected) {
+    float q = 1, k[8];
+    for (size_t j = 0; j < n; j++) k[j] = (float)log(p[j]);
+    check_row(text, &q, k, 1, n, expected, 1e-6);
+}
+
+static void test_by_hand(void) {
+    check_group("rows by hand");
+    // A = p = (.1, .2, .3, .4): A n - 1 = (-.6, -.2, .2, .6)
+    const double p[] = {0.1, 0.2, 0.3, 0.4};
+    check_probabilities("softmax", 4, p, p);
+    check_probabilities("softmax-negated", 4, p, (double[]){-0.1, -0.2, -0.3, -0.4});
+    check_probabilities("softmax-recentered", 4, p, (double[]){-0.15, -0.05, 0.05, 0.15});
+    check_probabilities("softmax-recentered-l1", 4, p, (double[]){-0.375, -0.125, 0.125, 0.375});
+    check_probabilities("softmax+post=reweight:1", 4, p, (double[]){0, 0, 0.25, 0.75});
+    check_probabilities("softmax+post=reweight:2", 4, p, (double[]){0, 0, 0.1, 0.9});
+    check_probabilities("softmax1+post=reweight:1", 4, p, (double[]){0, 0, 0, 0});          // Z = 1 + 1: A n - 1 = (-.8, -.6, -.4, -.2)
+    check_probabilities("softmax1", 4, p, (double[]){0.05, 0.1, 0.15, 0.2});
+    check_probabilities("exp", 4, p, p);
+    check_probabilities("exp+norm=n2", 4, p, (double[]){0.1 / 16, 0.2 / 16, 0.3 / 16, 0.4 / 16});
+    check_probabilities("exp+norm=sqrt-half-n", 4, p, (double[]){0.1 / sqrt(2), 0.2 / sqrt(2), 0.3 / sqrt(2), 0.4 / sqrt(2)});
+    check_probabilities("sigmoid+offset=none", 4, p, (double[]){0.1 / 1.1, 0.2 / 1.2, 0.3 / 1.3, 0.4 / 1.4});       // e^z/(1 + e^z)
+    check_probabilities("sigmoid-logn", 4, p, (double[]){0.1 / 4.1, 0.2 / 4.2, 0.3 / 4.3, 0.4 / 4.4});              // e^z = p/n
+    // The first three rows: recenter leaves them, reweight uses 0 in place of the 1.
+    const double p3[] = {0.2, 0.3, 0.5}, p2[] = {0.25, 0.75}, p1[] = {1};
+    for (const char *const *text = (const char *const[]){"softmax-recentered", "softmax-recentered-l1", NULL}; *text; text++)
+        check_probabilities(*text, 1, p1, p1), check_probabilities(*text, 2, p2, p2), check_probabilities(*text, 3, p3, p3);
+    check_probabilities("softmax+post=reweight:2", 1, p1, p1);
+    check_probabilities("softmax+post=reweight:2", 2, p2, (double[]){0.1, 0.9});                        // .0625, .5625
+    check_probabilities("softmax+post=reweight:2", 3, p3, (double[]){0.04 / 0.38, 0.09 / 0.38, 0.25 / 0.38});
+    // [LSSA] at n = 4, d = 4: z = ln 4 ln 4 cos, with cosines .96, 1, 0, -1, whatever the lengths.
+    //   f = ln(1 + e^z) = (1.991664, 2.058388, .693147, .136576), sum 4.879775
+    //   A n - 1 = (.632587, .687281, -.431820, -.888048), to the 15th power (.00103945, .00360591, 0, 0)
+    const float q[] = {2, 0, 0, 0}, k[] = {24, 7, 0, 0, 5, 0, 0, 0, 0, 0, 3, 0, -1, 0, 0, 0};
+    check_row("lssa", q, k, 4, 4, (double[]){0.40814674, 0.42182024, 0.14204492, 0.0279881}, 1e-6);
+    check_row("lssar", q, k, 4, 4, (double[]){0.22376097, 0.77623903, 0, 0}, 5e-6);
+    check_row("lssar+post=reweight:1", q, k, 4, 4, (double[]){0.4792805, 0.5207195, 0, 0}, 1e-6);     // .632587/(.632587 + .687281)
+}
+
+// ---- what does not depend on what
+
+static const char *const AWKWARD[] = {
+    "softmax+norm=l1+0.5+post=negate", "sigmoid-logn-l1+post=reweight:15", "lssar+post=reweight:100", "gelu-l1+post=recenter-l1",
+    "mish-l1+norm=l1+2+post=recenter", "softmax+qk=l2+scale=const:-7", "softplus-l1+scale=log:L+norm=n2",
+        "ssmax-bias+norm=l1+1+post=reweight:2",
+    "softmax+phi=softplus+norm=none+post=recenter", "relu2-T+offset=-logT+phi=sigmoid",
+};
+
+static void each_normaliser(void (*check)(const char *text)) {
+    for (size_t i = 0; i < COUNT(PRESETS); i++) check(PRESETS[i]);
+    for (size_t i = 0; i < COUNT(AWKWARD); i++) check(AWKWARD[i]);
+}
+
+// q, k and v of position j, in all heads, become what they are not. The rows before j stay to the bit, row j does not.
+static void check_causality(const char *text) {
+    enum { NH = 2, HS = 8, T = 150 };
+    Normalizer n = parse(text);
+    if (reads_length(&n)) return;
+    Case c = case_new(text, 1, NH, HS, HS, T, 2);
+    forward(&c);
+    float *before = malloc(c.values * sizeof *before);
+    memcpy(before, c.out, c.values * sizeof *before);
+    for (size_t h = 0, j = 100; h < NH; h++)
+        for (size_t i = 0; i < HS; i++) c.q[(h * T + j) * HS + i] += 1, c.k[(h * T + j) * HS + i] *= -2, c.v[(h * T + j) * HS + i] += 3;
+    forward(&c);
+    CHECK(!memcmp(before, c.out, 100 * NH * HS * sizeof *before), "%s: a row before the change moved", text);
+    CHECK(distance(before + 100 * NH * HS, c.out + 100 * NH * HS, NH * HS) > 1e-3, "%s: the changed row stayed", text);
+    free(before);
+    case_free(&c);
+}
+
+// Masked entries are 0 after phi: what stands in later keys, a huge number or a NaN, is not seen. Later values are huge, not NaN: within
+// a block of rows they are multiplied by weights of 0.
+static void check_masked(const char *text) {
+    enum { HS = 8, T = 90, SEEN = 70 };
+    Normalizer n = parse(text);
+    if (reads_length(&n)) return;
+    Case c = case_new(text, 1, 1, HS, HS, T, 2);
+    forward(&c);
+    float *before = malloc(c.values * sizeof *before);
+    memcpy(before, c.out, c.values * sizeof *before);
+    for (int kind = 0; kind < 3; kind++) {
+        for (size_t i = SEEN * HS; i < T * HS; i++) c.k[i] = kind == 0 ? 1e30f : kind == 1 ? -1e30f : NAN,
+            c.v[i] = kind == 0 ? 1e30f : -1e30f;
+        forward(&c);
+        CHECK(!memcmp(before, c.out, SEEN * HS * sizeof *before), "%s: later keys and values show (%d)", text, kind);
+    }
+    free(before);
+    case_free(&c);
+}
+
+static void check_alone(const char *text) {
+    enum { NH = 2, HS = 8, T = 150 };
+    static const size_t ROWS[] = {1, 2, 3, 4, 33, 64, 65, T};
+    Case c = case_heads(text, NH, HS, T, 2);
+    forward(&c);
+    double P = c.normalizer.post.kind == POST_REWEIGHT && c.normalizer.post.value > 1 ? c.normalizer.post.value : 1;
+    for (size_t i = 0; i < COUNT(ROWS); i++)
+        for (size_t h = 0; h < NH; h++) {
+            float out[T];
+            if (reads_length(&c.normalizer) && ROWS[i] < T) continue;
+            bool weight = row(&c, out, h, ROWS[i]);
+            const float *expected = c.out + ((ROWS[i] - 1) * NH + h) * T;
+            double apart = distance(out, expected, T);
+            CHECK(apart < 1e-6 * P, "%s: row %zu alone is %.3g off", text, ROWS[i], apart);     // a power P makes P times of an error
+            CHECK(weight == (not_zero(expected, T) > 0), "%s: row %zu has weight: %d", text, ROWS[i], weight);
+        }
+    case_free(&c);
+}
+
+static void test_independence(void) {
+    check_group("causality: a change of position j moves no row before it");
+    each_normaliser(check_causality);
+    check_group("masked entries do not leak");
+    each_normaliser(check_masked);
+    check_group("attention_row is the full pass's row");
+    each_normaliser(check_alone);
+}
+
+// ---- extremes
+
+// All scores stretched so that the largest is `largest`; everything must be finite.
+static void check_finite(const char *text, float largest) {
+    enum { NH = 2, HS = 8, T = 70 };
+    Case c = case_new(text, 1, NH, HS, HS, T, 1);
+    double most = 0;
+    for (size_t h = 0; h < NH; h++)
+        for (size_t t = 0; t < T; t++)
+            for (size_t j = 0; j <= t; j++) {
+                double score = 0;
+                for (size_t i = 0; i < HS; i++) score += (double)c.q[(h * T + t) * HS + i] * c.k[(h * T + j) * HS + i];
+                most = fmax(most, fabs(score));
+            }
+    for (size_t i = 0; i < c.keys; i++) c.q[i] *= (float)sqrt(largest / most), c.k[i] *= (float)sqrt(largest / most);
+    forward(&c), backward(&c);
+    CHECK(not_finite(c.out, c.values) == 0, "%s at %g: %zu of %zu outputs", text, largest, not_finite(c.out, c.values), c.values);
+    size_t bad = not_finite(c.dq, c.keys) + not_finite(c.dk, c.keys) + not_finite(c.dv, c.values);
+    CHECK(bad == 0, "%s at %g: %zu of %zu gradients", text, largest, bad, 2 * c.keys + c.values);
+    if (c.scalar_grads.s) CHECK(not_finite(c.scalar_grads.s, NH) == 0, "%s at %g: ds", text, largest);
+    if (c.scalar_grads.b) CHECK(not_finite(c.scalar_grads.b, NH) == 0, "%s at %g: db", text, largest);
+    if (c.scalar_grads.p) CHECK(not_finite(c.scalar_grads.p, T) == 0, "%s at %g: dp", text, largest);
+    for (size_t n = 1; n <= T; n += 23) {
+        float out[HS];
+        row(&c, out, 0, n);
+        CHECK(not_finite(out, HS) == 0, "%s at %g: row %zu alone", text, largest, n);
+    }
+    case_free(&c);
+}
+
+static void check_extremes(const char *text) {
+    Normalizer n = parse(text);
+    if (n.phi.kind == PHI_EXP && n.norm.kind != NORM_L1) return;         // no bound
+    check_finite(text, 1e4f);
+    if (n.phi.kind != PHI_RELU2) check_finite(text, 1e30f);              // whose square is no float
+}
+
+// exp without a sum has no bound: from z = 88.8 on it is infinite, and a row that has such a z is not finite; every other one is right.
+static void test_exp(void) {
+    enum { HS = 4, T = 100 };
+    Case c = case_weights("exp", HS, T, 12);
+    size_t overflows = 0, wrong = 0, hidden = 0;
+    forward(&c);
+    for (size_t t = 0; t < T; t++) {
+        double largest = 0, z[T];
+        for (size_t j = 0; j <= t; j++) {
+            z[j] = 0;
+            for (size_t i = 0; i < HS; i++) z[j] += (double)c.q[t * HS + i] * c.k[j * HS + i] / 2;
+            largest = fmax(largest, z[j]);
+        }
+        if (largest > 89) overflows++, hidden += not_finite(c.out + t * T, T) == 0;
+        for (size_t j = 0; largest < 88 && j <= t; j++) wrong += !(fabs(c.out[t * T + j] / exp(z[j]) - 1) < 1e-4) && z[j] > -80;
+    }
+    CHECK(overflows > 5 && overflows < T - 5, "%zu rows overflow", overflows);
+    CHECK(hidden == 0, "%zu rows overflow and are finite", hidden);
+    CHECK(wrong == 0, "%zu weights are wrong", wrong);
+    case_free(&c);
+}
+
+static void check_power(const char *base, double P) {
+    enum { LONG = 16384, T = 4096, HS = 16, VS = 4 };
+    static const size_t ROWS[] = {1, 2, 3, 4, 370, 1000, LONG};
+    char text[64];
+    snprintf(text, sizeof text, "%s+post=reweight:%g", base, P);
+    Case c = case_new(text, 1, 1, HS, VS, T, 2);
+    forward(&c), backward(&c);
+    CHECK(not_finite(c.out, c.values) == 0, "%s at T = %d: outputs", text, T);
+    CHECK(not_finite(c.dq, c.keys) + not_finite(c.dk, c.keys) + not_finite(c.dv, c.values) == 0, "%s at T = %d: gradients", text, T);
+    case_free(&c);
+    c = case_new(text, 1, 1, HS, 1, LONG, 2);
+    for (size_t i = 0; i < c.values; i++) c.v[i] = 1;
+    for (size_t i = 0; i < COUNT(ROWS); i++) {
+        float out;
+        CHECK(row(&c, &out, 0, ROWS[i]), "%s: row %zu has no weight", text, ROWS[i]);
+        CHECK(fabs(out - 1) < 2e-5, "%s: row %zu sums to %.8g", text, ROWS[i], out);
+    }
+    for (size_t i = 0; i < LONG; i++) c.k[i * HS] = i == 77 ? 1e3f : 0, c.q[i * HS] = 10,
+        c.v[i] = i == 77;      // one key has it all: A n = n
+    float out;
+    row(&c, &out, 0, LONG);
+    CHECK(isfinite(out) && out > 0, "%s: one key of %d has %.8g", text, LONG, out);
+    case_free(&c);
+}
+
+static void test_extremes(void) {
+    check_group("scores of +-1e4 and +-1e30: outputs and gradients are finite");
+    each_normaliser(check_extremes);
+    check_group("exp overflows in sight");
+    test_exp();
+    check_group("reweight:P for P of 0.5 to 100 at 16,384 keys");
+    for (const double *P = (const double[]){0.5, 1, 2, 15, 100, 0}; *P; P++) check_power("lssar", *P), check_power("softmax", *P);
+}
+
+// Room for T = 2^20 is at most 64 times that for 2^14, and that is far from T·T.
+static void check_memory(const char *text) {
+    Normalizer n = parse(text);
+    AttentionShape shape = {.normalizer = &n, .B = 2, .T = 1 << 14, .NH = 3, .HS = 64, .VS = 64, .L = 1024};
+    size_t small = attention_scratch(shape, 4);
+    shape.T = 1 << 20;
+    size_t large = attention_scratch(shape, 4);
+    CHECK((double)large < 64.1 * (double)small, "%s: %zu numbers at 2^14, %zu at 2^20", text, small, large);
+    CHECK((double)small < 0.1 * (1 << 14) * (double)(1 << 14), "%s: %zu numbers at 2^14", text, small);
+}
+
+// ---- rows without weight
+
+static void check_no_weight(const char *text, float q, float k, size_t with_weight, bool no_gradient) {
+    enum { B = 2, NH = 3, HS = 4, T = 70, ROWS = B * NH * T };
+    Case c = case_new(text, B, NH, HS, HS, T, 1);
+    for (size_t i = 0; i < c.keys; i++) c.q[i] = q, c.k[i] = k;
+    uint64_t counted = forward(&c);
+    backward(&c);
+    CHECK(counted == ROWS - B * NH * with_weight, "%s, q = %g: %d of %d rows counted", text, q, (int)counted, ROWS);
+    for (size_t r = 0; r < B * T; r++) {
+        bool zero = r % T >= with_weight, is_zero = not_zero(c.out + r * NH * HS, NH * HS) == 0;
+        CHECK(zero == is_zero, "%s, q = %g: row %zu", text, q, r % T + 1);
+    }
+    size_t bad = not_finite(c.dq, c.keys) + not_finite(c.dk, c.keys) + not_finite(c.dv, c.values);
+    CHECK(bad == 0, "%s, q = %g: %zu gradients are not finite", text, q, bad);
+    if (no_gradient && with_weight == 0)
+        CHECK(not_zero(c.dq, c.keys) + not_zero(c.dk, c.keys) + not_zero(c.dv, c.values) == 0, "%s, q = %g: gradients are not 0", text,
+              q);
+    for (size_t h = 0; no_gradient && h < B * NH; h++)
+        CHECK(not_zero(c.dq + (h * T + with_weight) * HS, (T - with_weight) * HS) == 0, "%s, q = %g: dq of rows without weight", text, q);
+    float out[HS];
+    CHECK(row(&c, out, 1, T) == false && not_zero(out, HS) == 0, "%s, q = %g: the last row alone", text, q);
+    case_free(&c);
+}
+
+// Rows of equal weights under reweight lie on its kink: 0, or the mean where rounding puts A n above 1. What is 0 is counted.
+static void check_uniform(const char *text) {
+    enum { T = 150, HS = 4 };
+    Case c = case_new(text, 1, 1, HS, HS, T, 1);
+    memset(c.q, 0, c.keys * sizeof *c.q);
+    uint64_t counted = forward(&c), zero = 0;
+    backward(&c);
+    for (size_t t = 0; t < T; t++) zero += not_zero(c.out + t * HS, HS) == 0;
+    if (c.normalizer.post.kind != POST_RECENTER)                              // which divides by nothing
+        CHECK(zero == counted, "%s, q = 0: %d rows are 0, %d were counted", text, (int)zero, (int)counted);
+    CHECK(not_finite(c.out, c.values) + not_finite(c.dq, c.keys) + not_finite(c.dk, c.keys) + not_finite(c.dv, c.values) == 0,
+          "%s, q = 0", text);
+    case_free(&c);
+}
+
+static void test_no_weight(void) {
+    check_group("rows without weight: 0, no gradient, counted once");
+    for (const char *const *text = (const char *const[]){"relu-l1", "relu2-l1", "relu6-l1", NULL}; *text; text++)
+        check_no_weight(*text, 1, -1, 0, true), check_no_weight(*text, 0, 1, 0, true);
+    for (const char *const *text = (const char *const[]){"relu-L", "relu-sqrt", "relu2-n", "relu2-T", "relu2-L", "relu2-512",
+                                                         NULL}; *text; text++)
+        check_no_weight(*text, 1, -1, 0, true), check_no_weight(*text, 0, 1, 0, true);
+    check_no_weight("identity-l1", 0, 1, 0, true), check_no_weight("gelu-l1", 0, 1, 0, true), check_no_weight("mish-l1", 0, 1, 0, true);
+    check_no_weight("identity", 0, 1, 0, false);                              // phi' is 1 at 0, and Z is 1
+    check_no_weight("relu-l1+norm=l1+2", 1, -1, 0, true), check_no_weight("relu-l1+qk=l2", 0, 0, 0, true);
+    check_no_weight("relu-l1+post=recenter-l1", 1, -1, 0, true), check_no_weight("relu2-l1+post=reweight:3", 1, -1, 0, true);
+    check_no_weight("sigmoid+post=reweight:2", 3, -3, 3,
+                    true);               // A = sigmoid(-18)/L: all below 1/n; for n <= 3 compared with 0
+    check_no_weight("softmax1+post=reweight:15", 0, 1, 3, true);              // A = 1/(n + 1)
+    for (size_t i = 0; i < COUNT(PRESETS); i++) {
+        char text[96];
+        check_uniform(PRESETS[i]);
+        snprintf(text, sizeof text, "%s+post=reweight:3", PRESETS[i]), check_uniform(text);
+        snprintf(text, sizeof text, "%s+post=recenter-l1", PRESETS[i]), check_uniform(text);
+    }
+}
+
+// ---- threads
+
+// The same bits again with as many threads, and nearly the same with one. One head: the threads share its rows; four: each has its own.
+static void check_threads_of(const char *text, size_t NH) {
+    enum { HS = 8, T = 150, RUNS = 3 };
+    Case c[RUNS];
+    for (int i = 0; i < RUNS; i++) {
+        omp_set_num_threads(i == RUNS - 1 ? 1 : 2);
+        c[i] = case_new(text, 1, NH, HS, HS, T, 2);
+        forward(&c[i]), backward(&c[i]);
+    }
+    for (size_t i = 0; i < c[0].count; i++) {
+        float *x = c[0].arrays[i].at;
+        if (x == c[0].scratch) continue;
+        size_t n = c[0].arrays[i].n;
+        CHECK(!memcmp(x, c[1].arrays[i].at, n * sizeof *x), "%s, %zu heads: array %zu differs when repeated", text, NH, i);
+        double apart = distance(c[2].arrays[i].at, x, n);
+        CHECK(apart < 1e-6, "%s, %zu heads: array %zu is %.3g off with one thread", text, NH, i, apart);
+    }
+    for (int i = 0; i < RUNS; i++) case_free(&c[i]);
+}
+
+static void check_threads(const char *text) {
+    check_threads_of(text, 1);
+    check_threads_of(text, 4);
+}
+
+int main(void) {
+    program_name = "test_attention";
+    omp_set_num_threads(1);                  // the arrays are small, and two threads that wait for each other on a busy machine are slow
+    test_row_sums();
+    test_log_scale();
+    test_softmax1();
+    test_ssmax();
+    test_by_hand();
+    test_independence();
+    test_extremes();
+    check_group("scratch grows as T, not as its square");
+    each_normaliser(check_memory);
+    test_no_weight();
+    check_group("one thread and two");
+    each_normaliser(check_threads);
+    return check_verdict();
+}
