@@ -1,4 +1,4 @@
-"""A Llama whose attention is normalised in another way than by softmax, for transformers:
+"""A Llama whose attention is normalised in another way than by softmax, or whose layers are gated attention units, for transformers:
 
     AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 
@@ -13,11 +13,13 @@ in a row. For the query at position i, n = i + 1 keys are visible; d is the head
     post            a change of the row A_i
 
 The output is sum_j A_ij v_j. A row whose Z is 0 gives 0. Learnt, for each head: s (attn_scale), b (attn_bias); for all: p (attn_pn).
-With padding, n counts the visible keys that are no padding. Plain arrays of T x T: to be read and to be right.
+With padding, n counts the visible keys that are no padding. Plain arrays of T x T: to be read and to be right. "block": "gau" has a
+gated attention unit in the place of each layer's attention and feed-forward.
 
 [SSMax] Nakanishi, "Scalable-Softmax Is Superior for Attention"; [LSSA] Gao and Spratling, "Softplus Attention with Re-weighting
 Boosts Length Extrapolation in Large Language Models"; [GAU] Su, kexue.fm 9019; [Softer-Max] "Softer-Max, not Softmax"."""
 import math
+import re
 
 import torch
 from torch import nn
@@ -29,7 +31,7 @@ STAGES = ("qk", "scale", "offset", "phi", "norm", "post")
 
 
 class AttnGPTConfig(LlamaConfig):
-    """LlamaConfig's keys, and attention_normalizer."""
+    """LlamaConfig's keys, and attention_normalizer: name, seq_len, the five stages' six keys, fixed and block where they apply."""
     model_type = "attn_gpt"
 
 
@@ -44,7 +46,7 @@ PHI = {
     "identity": lambda z: z,
     "relu": torch.relu,
     "relu2": lambda z: torch.relu(z) ** 2,
-    "relu6": lambda z: z.clamp(0, 6),
+    "relu6": F.relu6,
     "gelu": lambda z: z * (1 + torch.erf(z / math.sqrt(2))) / 2,
     "sigmoid": torch.sigmoid,
     "softplus": softplus,
@@ -178,32 +180,69 @@ def rope(x, positions, theta):
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
-class Attention(nn.Module):
+class Output(nn.Linear):
+    """Writes to the residual stream: a new model starts it smaller."""
+
+
+class Normalized(nn.Module):
+    """What both blocks share: the normaliser with its learnt scalars, RoPE and the cache."""
+
     def __init__(self, config, layer):
         super().__init__()
-        C, self.heads, self.layer, self.normalizer = config.hidden_size, config.num_attention_heads, layer, config.attention_normalizer
-        self.theta = config.rope_parameters["rope_theta"]
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(C, C, bias=False) for _ in range(4))
-        scale, learnt = self.normalizer["scale"], not self.normalizer.get("fixed", False)
+        self.layer, self.normalizer, self.theta = layer, config.attention_normalizer, config.rope_parameters["rope_theta"]
+        scale, learnt, heads = self.normalizer["scale"], not self.normalizer.get("fixed", False), config.num_attention_heads
         self.attn_scale = self.attn_bias = None
         if scale in ("logn", "logn-bias", "pn"):
-            self.attn_scale = nn.Parameter(torch.ones(self.heads), requires_grad=learnt)
+            self.attn_scale = nn.Parameter(torch.ones(heads), requires_grad=learnt)
         if scale in ("logn-bias", "pn"):
-            self.attn_bias = nn.Parameter(torch.zeros(self.heads))
+            self.attn_bias = nn.Parameter(torch.zeros(heads))
 
     def s_start(self):
-        """1 / mean(ln n over n = 1..L), so that the mean temperature is softmax's [SSMax]; 1 where p_n stands in the place of ln n."""
-        L = self.normalizer["seq_len"]
-        return 1.0 if self.normalizer["scale"] == "pn" or L == 1 else L / math.lgamma(L + 1)
+        """What the name says; else 1 / mean(ln n over n = 1..L), so that the mean temperature is softmax's [SSMax]; 1 where p_n stands in
+        the place of ln n."""
+        name, L = self.normalizer["name"], self.normalizer["seq_len"]
+        said = re.findall(r"\+s=([-+.\deE]+)(?=\+[a-z]|$)", name)
+        if said:
+            return float(said[-1])
+        return 1.0 if name.startswith("ssmax-fixed") or self.normalizer["scale"] == "pn" or L == 1 else L / math.lgamma(L + 1)
 
-    def forward(self, x, positions, visible, cache, p):
-        B, T, _ = x.shape
-        q, k, v = (f(x).view(B, T, self.heads, -1).transpose(1, 2) for f in (self.q_proj, self.k_proj, self.v_proj))
+    def attend(self, q, k, v, positions, visible, cache, p):
         q, k = rope(q, positions, self.theta), rope(k, positions, self.theta)
         if cache is not None:
             k, v = cache.update(k, v, self.layer)
         s, b = (None if w is None else w[:, None, None] for w in (self.attn_scale, self.attn_bias))
-        return self.o_proj(attention(q, k, v, visible, self.normalizer, s, b, p).transpose(1, 2).reshape(B, T, -1))
+        return attention(q, k, v, visible, self.normalizer, s, b, p)
+
+
+class Attention(Normalized):
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        C, self.heads = config.hidden_size, config.num_attention_heads
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(C, C, bias=False) for _ in range(3))
+        self.o_proj = Output(C, C, bias=False)
+
+    def forward(self, x, *where):
+        B, T, _ = x.shape
+        q, k, v = (f(x).view(B, T, self.heads, -1).transpose(1, 2) for f in (self.q_proj, self.k_proj, self.v_proj))
+        return self.o_proj(self.attend(q, k, v, *where).transpose(1, 2).reshape(B, T, -1))
+
+
+class GatedUnit(Normalized):
+    """(U * A V) Wo, with U, V, Z = silu(x Wu), silu(x Wv), silu(x Wz); q and k are Z times a gain plus an offset for each element
+    [GAU]. One head."""
+
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        C, e, d = config.hidden_size, config.intermediate_size, config.head_dim
+        self.u_proj, self.v_proj, self.z_proj = (nn.Linear(C, width, bias=False) for width in (e, e, d))
+        self.q_gain, self.k_gain = (nn.Parameter(torch.ones(d)) for _ in "qk")
+        self.q_offset, self.k_offset = (nn.Parameter(torch.zeros(d)) for _ in "qk")
+        self.o_proj = Output(e, C, bias=False)
+
+    def forward(self, x, *where):
+        U, V, Z = (F.silu(f(x)) for f in (self.u_proj, self.v_proj, self.z_proj))
+        q, k = Z * self.q_gain + self.q_offset, Z * self.k_gain + self.k_offset
+        return self.o_proj(U * self.attend(q[:, None], k[:, None], V[:, None], *where)[:, 0])
 
 
 class SwiGLU(nn.Module):
@@ -211,7 +250,7 @@ class SwiGLU(nn.Module):
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.down_proj = Output(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -228,13 +267,23 @@ class Layer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+class GatedLayer(nn.Module):
+    def __init__(self, config, layer):
+        super().__init__()
+        self.input_layernorm, self.gau = RMSNorm(config), GatedUnit(config, layer)
+
+    def forward(self, x, *where):
+        return x + self.gau(self.input_layernorm(x), *where)
+
+
 class Decoder(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config)
         normalizer = config.attention_normalizer
+        layer = GatedLayer if normalizer.get("block") == "gau" else Layer
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(layer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config)
         self.attn_pn = nn.Parameter(torch.ones(normalizer["seq_len"])) if normalizer["scale"] == "pn" else None
 
     def forward(self, x, *where):
@@ -245,20 +294,30 @@ class Decoder(nn.Module):
 
 # ---- The model
 
+def check_config(config):
+    """ValueError for what would be computed as something else."""
+    normalizer = getattr(config, "attention_normalizer", None) or {}
+    lacking = [key for key in ("name", "seq_len", *STAGES) if key not in normalizer]
+    if lacking:
+        raise ValueError(f"config.json: attention_normalizer lacks {', '.join(lacking)}")
+    block = normalizer.get("block")
+    if block not in (None, "gau"):
+        raise ValueError(f"config.json: attention_normalizer: unknown block {block!r}")
+    unit = {"num_attention_heads": 1, "head_dim": 128, "intermediate_size": 2 * config.hidden_size}
+    wrong = [f"{key} is {getattr(config, key)}, not {value}" for key, value in unit.items() if getattr(config, key) != value]
+    if block and wrong:
+        raise ValueError(f"config.json: in a gated attention unit (block gau) {', '.join(wrong)}")
+
+
 class AttnGPTForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = AttnGPTConfig
     base_model_prefix = "model"
-    _no_split_modules = ["Layer"]
+    _no_split_modules = ["Layer", "GatedLayer"]
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config):
         super().__init__(config)
-        normalizer = getattr(config, "attention_normalizer", None) or {}
-        lacking = [key for key in ("seq_len", *STAGES) if key not in normalizer]
-        if lacking:
-            raise ValueError(f"config.json: attention_normalizer lacks {', '.join(lacking)}")
-        if normalizer.get("block") == "gau":
-            raise ValueError("config.json: attention_normalizer has block gau, gated attention units, which this file does not compute")
+        check_config(config)
         self.model = Decoder(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
@@ -266,12 +325,16 @@ class AttnGPTForCausalLM(PreTrainedModel, GenerationMixin):
     def _init_weights(self, module):
         """The start of a new model; a checkpoint's tensors stay as they are."""
         super()._init_weights(module)
-        if isinstance(module, Attention) and module.attn_scale is not None:
-            nn.init.constant_(module.attn_scale, module.s_start())
-        if isinstance(module, Attention) and module.attn_bias is not None:
-            nn.init.zeros_(module.attn_bias)
-        if isinstance(module, Decoder) and module.attn_pn is not None:
-            nn.init.ones_(module.attn_pn)
+        if isinstance(module, Output):
+            writes = self.config.num_hidden_layers * (1 if self.config.attention_normalizer.get("block") else 2)
+            nn.init.normal_(module.weight, std=self.config.initializer_range / math.sqrt(writes))
+        for name, parameter in module.named_parameters(recurse=False):
+            if name == "attn_scale":
+                nn.init.constant_(parameter, module.s_start())
+            elif name in ("attn_pn", "q_gain", "k_gain"):
+                nn.init.ones_(parameter)
+            elif name in ("attn_bias", "q_offset", "k_offset"):
+                nn.init.zeros_(parameter)
 
     def get_input_embeddings(self):
         return self.model.embed_tokens

@@ -1,32 +1,43 @@
 """Checkpoints and transformers, in both directions: what we write loads there and gives our logits and our texts; what it writes trains
-on here. And the modelling file against the reference, for every normaliser."""
+on here. And the modelling file against the reference. Every normaliser, in both blocks."""
 import importlib.util
 import json
 import math
+import re
+import subprocess
 import sys
 from dataclasses import fields
 
+import numpy as np
 import pytest
 import torch
 
-from tiny import END_OF_TEXT, ROOT, SHAPE, T, VOCAB, build, ids_of, logits, sample, sentences, train, write_data
+from tiny import BIN, BUILD, END_OF_TEXT, ROOT, SHAPE, T, VOCAB, build, environment, ids_of, logits, run, sample, sentences, train, write_data
 from trainer import checkpoint, losses, metrics
 
 sys.path.insert(0, str(ROOT / "dev" / "reference"))
 import model as reference
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 torch.set_num_threads(1)
+
+GAU = f"layers=1,block=gau,channels=32,vocab={VOCAB}"
+BLOCKS = {"llama": SHAPE, "gau": GAU}
+OVERRIDES = ["softmax+post=reweight:3", "sigmoid-logn-l1+post=reweight:15", "softmax+qk=l2", "exp+norm=n2", "softmax+scale=log:L",
+             "softmax+scale=const:0.3", "relu-l1+norm=l1+0.5", "sigmoid+offset=-logT", "relu2-T+norm=T2", "ssmax+s=0.3+fixed",
+             "lssa+norm=l1+0.5+post=recenter-l1"]
+NORMALIZERS = [*reference.PRESETS, *OVERRIDES]
 
 # name: flags of training. Lengths beyond the training length too: n > L.
 CHECKPOINTS = {
     "softmax": [],
     "softmax-untied": ["--model", f"{SHAPE},tied=0"],
     "softmax-bf16": ["--dtype", "bf16"],
-    "ssmax": ["--attn", "ssmax"],
-    "ssmax-untied-bf16": ["--attn", "ssmax", "--model", f"{SHAPE},tied=0", "--dtype", "bf16"],
-    "softmax1": ["--attn", "softmax1"],
-    "relu2-n": ["--attn", "relu2-n"],
+    "ssmax-bias-untied-bf16": ["--attn", "ssmax-bias", "--model", f"{SHAPE},tied=0", "--dtype", "bf16"],
+    "lssar": ["--attn", "lssar"],
+    "gau-softmax": ["--model", GAU],
+    "gau-ssmax-bias-untied-bf16": ["--attn", "ssmax-bias", "--model", f"{GAU},tied=0", "--dtype", "bf16"],
+    "gau-relu2-n": ["--attn", "relu2-n", "--model", GAU],
 }
 
 
@@ -48,11 +59,21 @@ def load(folder):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=config["model_type"] != "llama").eval()
 
 
+def random_ids(length):
+    return torch.randint(VOCAB, (1, length), generator=torch.Generator().manual_seed(3))
+
+
+def whole_length(name):
+    """Does a row depend on the length of the whole text, so that those after it, a cache and padding change its numbers?"""
+    normalizer = reference.parse_normalizer(name)
+    return normalizer.norm in ("T", "T2") or normalizer.offset == "-logT"
+
+
 # ---------------------------------------------------------------- ours in transformers
 
 def test_logits_are_ours(folder):
     model = load(folder)
-    ids = torch.randint(VOCAB, (1, T + 16), generator=torch.Generator().manual_seed(3))
+    ids = random_ids(T + 16)
     with torch.no_grad():
         theirs = model(ids).logits[0].double().numpy()
     ours = logits(folder, ids[0].tolist())
@@ -70,9 +91,10 @@ def test_generate_and_sample_are_the_same(folder):
 
 
 def test_the_type_is_told(folder):
-    """Only plain softmax is a Llama; loaded without trust, the others are refused rather than computed as softmax."""
+    """Only plain softmax in a Llama's block is a Llama; loaded without trust, the others are refused rather than computed as softmax."""
     config = json.loads((folder / "config.json").read_text())
-    assert (config["model_type"] == "llama") == (config["attention_normalizer"]["name"] == "softmax")
+    normalizer = config["attention_normalizer"]
+    assert (config["model_type"] == "llama") == (normalizer["name"] == "softmax" and "block" not in normalizer)
     if config["model_type"] != "llama":
         with pytest.raises(ValueError, match="trust_remote_code"):
             AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
@@ -105,6 +127,91 @@ def test_the_tokenizers_agree(data, tmp_path):
         text, _ = sample(folder, "--prompt", prompt, "--max-new-tokens", 30)
         same, _ = sample(plain, "--prompt", ",".join(map(str, ids)), "--max-new-tokens", 30)
         assert ids_of(same[0])[:len(ids)] == ids and text == [tokenizer.decode(ids_of(same[0]))]
+
+
+# ---------------------------------------------------------------- the whole family
+
+def test_the_family_is_whole(data):
+    """What these tests go through are the presets of --attn help, and every value that a stage can have."""
+    table, values = run(BIN / "train_gpt2", "--attn", "help")[0].split("\n\n")[1:3]
+    assert [line.split()[0] for line in table.splitlines()[1:]] == list(reference.PRESETS)
+    there = set(re.findall(r"^  (\w+)=([-\w]+)", values, re.M)) - {("s", "X")}
+    used = {(stage, re.split("[:+]", getattr(reference.parse_normalizer(name), stage))[0])
+            for name in NORMALIZERS for stage in ("qk", "scale", "offset", "phi", "norm", "post")}
+    assert used == there
+
+
+@pytest.fixture(scope="session")
+def bases(data, tmp_path_factory):
+    """A model of each block, with softmax; after a few steps its scores are neither all alike, where the posts divide rounding errors
+    by one another, nor so large that a sigmoid is 1 everywhere, with the same effect."""
+    return {block: train(data, tmp_path_factory.mktemp(block) / "out", "--model", shape, steps=15)[0] for block, shape in BLOCKS.items()}
+
+
+@pytest.fixture(scope="session")
+def model_of(bases, data, tmp_path_factory):
+    """The folder of a block's model with any normaliser: a step from the one with softmax, in which the scalars leave their start."""
+    def make(block, name):
+        flags = ["--init-from", bases[block], "--attn", name, "--warmup", 1, "--lr", 0.02]
+        return train(data, tmp_path_factory.mktemp("run") / "out", *flags, steps=1)[0]
+    return make
+
+
+def whole_pass(folder, ids):
+    """Our logits by the trainer's whole pass, whether its cache agreed on them or not (exit code 1)."""
+    words = [BUILD / "tests/logits", folder, ",".join(map(str, ids))]
+    result = subprocess.run(words, capture_output=True, text=True, env=environment())
+    assert result.returncode in (0, 1), result.stderr
+    return np.array([line.split() for line in result.stdout.splitlines()], np.float64)
+
+
+def loose_cache(name):
+    """Posts that take the difference of like numbers may lose the five digits that dev/tests/logits.c asks of the cache."""
+    return whole_length(name) or reference.parse_normalizer(name).post not in ("none", "negate")
+
+
+@pytest.mark.parametrize("name", NORMALIZERS)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_every_normalizer_is_ours(block, name, model_of):
+    folder = model_of(block, name)
+    model, ids = load(folder), random_ids(T if "pn" in name else T + 16)
+    ours = (whole_pass if loose_cache(name) else logits)(folder, ids[0].tolist())
+    with torch.no_grad():
+        theirs = model(ids).logits[0].double().numpy()
+    assert ours.shape == theirs.shape and abs(ours).max() > 1
+    assert abs(ours - theirs).max() < 1e-4
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_pn_ends_at_its_length(block, model_of):
+    """There are L numbers p_n: a text of L tokens is well, one more is an error, in one pass and with the cache."""
+    model = load(model_of(block, "ssmax-pn"))
+    assert model.generate(random_ids(T), max_new_tokens=1, min_new_tokens=1, do_sample=False).shape == (1, T + 1)
+    with pytest.raises(ValueError, match=f"{T} lengths, the text has {T + 1}"):
+        model(random_ids(T + 1))
+    with pytest.raises(ValueError, match=f"{T} lengths, the text has {T + 1}"):
+        model.generate(random_ids(T), max_new_tokens=2, min_new_tokens=2, do_sample=False)
+
+
+@pytest.mark.parametrize("name", ["ssmax-fixed", "ssmax-pn", "lssar"])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_new_model_from_there(block, name, model_of, data, tmp_path):
+    """Made by transformers from a config.json alone: its start is ours, it trains on here, and what we save loads there."""
+    config = AutoConfig.from_pretrained(model_of(block, name), trust_remote_code=True)
+    torch.manual_seed(1)
+    new = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+    for key, parameter in new.named_parameters():
+        std = 0.02 / math.sqrt(2 if block == "gau" else 4) if key.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
+        if parameter.ndim == 2:
+            assert abs(parameter.std().item() / std - 1) < 0.1 and abs(parameter.mean().item()) < std / 10, key
+        else:
+            assert (parameter == (0 if key.endswith(("bias", "offset")) else 1)).all(), key
+    new.save_pretrained(tmp_path / "new")
+    ids = random_ids(T)
+    with torch.no_grad():
+        assert abs(logits(tmp_path / "new", ids[0].tolist()) - new(ids).logits[0].double().numpy()).max() < 1e-5
+        saved, _ = train(data, tmp_path / "out", "--init-from", tmp_path / "new", steps=1)
+        assert abs(logits(saved, ids[0].tolist()) - load(saved)(ids).logits[0].double().numpy()).max() < 1e-4
 
 
 # ---------------------------------------------------------------- transformers' here
@@ -163,10 +270,6 @@ def test_what_is_not_our_model_is_refused(name, data, tmp_path):
 
 # ---------------------------------------------------------------- the modelling file against the reference
 
-NORMALIZERS = [*reference.PRESETS, "softmax+post=reweight:3", "sigmoid-logn-l1+post=reweight:15", "softmax+qk=l2", "exp+norm=n2",
-               "softmax+scale=log:L", "softmax+scale=const:0.3", "relu-l1+norm=l1+0.5", "sigmoid+offset=-logT", "relu2-T+norm=T2"]
-
-
 @pytest.fixture(scope="session")
 def modeling():
     spec = importlib.util.spec_from_file_location("modeling_attn_gpt", ROOT / "attention" / "modeling_attn_gpt.py")
@@ -176,15 +279,17 @@ def modeling():
     return module
 
 
-def pair(modeling, name, L, tied=True):
+def pair(modeling, name, L, block="llama", tied=True):
     """The modelling file's model in float64 with random weights, and the reference's logits of the same weights."""
     normalizer = reference.parse_normalizer(name)
-    shape = reference.Config(layers=2, heads=2, channels=16, ffn=24, tied=tied, vocab=31, attn=name, L=L)
+    gau = block == "gau"
+    shape = reference.Config(layers=1 if gau else 2, heads=1 if gau else 2, channels=16, ffn=24, tied=tied, vocab=31, attn=name, L=L, block=block)
     said = {f.name: getattr(normalizer, f.name) for f in fields(normalizer) if f.name not in ("s", "fixed")}
     config = modeling.AttnGPTConfig(
-        vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, rms_norm_eps=1e-5,
-        tie_word_embeddings=tied, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, bos_token_id=0, eos_token_id=0,
-        attention_normalizer=said | {"name": name, "seq_len": L, "fixed": normalizer.fixed})
+        vocab_size=31, hidden_size=16, intermediate_size=32 if gau else 24, num_hidden_layers=2, num_attention_heads=shape.heads,
+        head_dim=128 if gau else 8, rms_norm_eps=1e-5, tie_word_embeddings=tied, bos_token_id=0, eos_token_id=0,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        attention_normalizer=said | {"name": name, "seq_len": L, "fixed": normalizer.fixed} | ({"block": "gau"} if gau else {}))
     torch.manual_seed(0)
     model = modeling.AttnGPTForCausalLM(config).double().eval()
     with torch.no_grad():
@@ -199,14 +304,15 @@ def pair(modeling, name, L, tied=True):
 
 
 @pytest.mark.parametrize("name", NORMALIZERS)
-def test_the_formulas_are_the_reference(modeling, name):
-    model, logits_of = pair(modeling, name, L=24)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_the_formulas_are_the_reference(modeling, block, name):
+    model, logits_of = pair(modeling, name, L=24, block=block)
     ids = torch.randint(31, (2, 20), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         whole = model(ids).logits
         assert (whole - logits_of(ids)).abs().max() < 1e-9 * whole.abs().max()
-        if model.config.attention_normalizer["norm"] in ("T", "T2") or "T" in model.config.attention_normalizer["offset"]:
-            return      # a row depends on what comes after it: the cache and padding give other numbers
+        if whole_length(name):
+            return
         cache, parts = None, []
         for part in ids.split([7, 1, 12], dim=1):
             out = model(part, past_key_values=cache, use_cache=True)
@@ -219,9 +325,10 @@ def test_the_formulas_are_the_reference(modeling, name):
 
 
 @pytest.mark.parametrize("name", NORMALIZERS)
-def test_it_trains_there(modeling, name):
-    """Gradients are finite, also where scores are so large that what is masked would overflow; and the loss is the usual one."""
-    model, _ = pair(modeling, name, L=24)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_it_trains_there(modeling, block, name):
+    """Gradients are finite, and the loss is the usual one."""
+    model, _ = pair(modeling, name, L=24, block=block)
     ids = torch.randint(31, (2, 20), generator=torch.Generator().manual_seed(1))
     out = model(ids, labels=ids)
     expected = torch.nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
@@ -240,10 +347,10 @@ def test_masked_scores_may_overflow(modeling):
     assert z.grad.isfinite().all() and A.isfinite().all()
 
 
-def test_pn_ends_at_its_length(modeling):
-    model, _ = pair(modeling, "ssmax-pn", L=8)
-    with pytest.raises(ValueError, match="8 lengths"):
-        model(torch.zeros(1, 9, dtype=torch.long))
+@pytest.mark.parametrize("name", ["ssmax", "ssmax-fixed", "ssmax-pn", "ssmax+s=0.3+fixed", "ssmax-fixed+s=1e+0+post=negate", "ssmax-bias+s=2+s=-.5"])
+def test_s_starts_as_the_reference(modeling, name):
+    model, _ = pair(modeling, name, L=8)
+    assert math.isclose(model.model.layers[0].self_attn.s_start(), reference.parse_normalizer(name).s_start(8), rel_tol=1e-12)
 
 
 @pytest.mark.parametrize("key, value", [("scale", "log2"), ("phi", "exq"), ("norm", "l2"), ("post", "recentre"), ("offset", "-logM"), ("qk", "l1")])
@@ -252,3 +359,14 @@ def test_an_unknown_stage_is_refused(modeling, key, value):
     model.config.attention_normalizer[key] = value
     with pytest.raises(ValueError, match=value):
         model(torch.zeros(1, 4, dtype=torch.long))
+
+
+@pytest.mark.parametrize("key, value", [("block", "moe"), ("name", None), ("num_attention_heads", 2), ("head_dim", 64), ("intermediate_size", 24)])
+def test_another_block_is_refused(modeling, key, value):
+    config = pair(modeling, "softmax", L=8, block="gau")[0].config
+    if key in ("block", "name"):
+        config.attention_normalizer = {k: v for k, v in (config.attention_normalizer | {key: value}).items() if v is not None}
+    else:
+        setattr(config, key, value)
+    with pytest.raises(ValueError, match=key):
+        modeling.AttnGPTForCausalLM(config)
