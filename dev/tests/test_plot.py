@@ -346,15 +346,14 @@ def test_event_files_record_by_record(tmp_path):
 # ---------------------------------------------------------------- attention/README.md
 
 COLUMNS = ("name", "qk", "scale", "offset", "phi", "norm", "post", "source")
+ROW = re.compile(r" *(\S+) +(\S+) +([^\s,]+(?:, s = \S+ fixed)?) +(\S+) +(\S+) +(\S+) +(\S+) +(.+)")
 
 
 def printed_table():
-    """The presets as `--attn help` prints them: rows of cells under the header's words, up to an empty line."""
+    """The presets as `--attn help` prints them: rows of cells under the header, up to an empty line."""
     lines = subprocess.run([TRAIN, "--attn", "help"], capture_output=True, text=True, check=True).stdout.splitlines()
     first = next(i for i, line in enumerate(lines) if tuple(line.split()) == COLUMNS)
-    starts = [re.search(rf"\b{column}\b", lines[first]).start() for column in COLUMNS] + [None]
-    rows = itertools.takewhile(str.strip, lines[first + 1:])
-    return [[line[a:b].strip() for a, b in zip(starts, starts[1:])] for line in rows]
+    return [list(ROW.fullmatch(line).groups()) for line in itertools.takewhile(str.strip, lines[first + 1:])]
 
 
 def test_the_readme_has_the_programs_table():
