@@ -1,0 +1,198 @@
+#!/usr/bin/env python3
+"""Trains one small shape once with each attention normaliser, on the same tokens from the same seed, and compares the last
+validation losses.
+
+    python scripts/compare.py --out out/compare                                  every preset, and two with gated attention units
+    python scripts/compare.py --out out/compare --attn softmax ssmax gau/ssmax   these; gau/ is the same shape with block=gau
+    python scripts/compare.py --out out/compare --lr 1e-3 --seq-len 128          other flags go to the trainer
+
+Stopped, it goes on when it is started again: runs that ended stay, broken ones resume. In --out: a run folder NAME, what it said in
+NAME.log and how it ended in NAME.json; comparison.md (a table), comparison.json and comparison.png of all. TRAIN_GPT2 names another
+program than ./train_gpt2. doc/comparison.md has what came of it, and how its text is made: Shakespeare in a vocabulary of 1,024.
+"""
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import plot
+
+ROOT = Path(__file__).resolve().parent.parent
+PROGRAM = os.environ.get("TRAIN_GPT2", str(ROOT / "train_gpt2"))
+RECIPE = ["--batch", "8", "--seq-len", "256", "--lr", "2e-3", "--warmup", "50", "--schedule", "cosine", "--val-tokens", "32768",
+          "--ckpt-every", "100", "--keep", "1"]
+DIVERGED, STOPPED = 5, 75    # exit codes of the trainer
+GROUPS = (("Gated attention units", "gau/"), ("Softmax and its temperature", "ssmax|softmax-log|softmax$"),
+          ("Softmax, its norm or post changed", "softmax"), ("Sigmoid and softplus", "sigmoid|softplus|lssa"),
+          ("Other phi, l1 norm", ".*-l1"), ("A fixed divisor or none", ""))
+
+
+def presets():
+    """The names in the table of `--attn help`: its indented lines from the header to the first empty one."""
+    table = subprocess.run([PROGRAM, "--attn", "help"], check=True, capture_output=True, text=True).stdout
+    return re.findall(r"^  (\S+)", re.search(r"^  name .*\n((?:  .*\n)+)", table, re.M)[1], re.M)
+
+
+# ---------------------------------------------------------------- the runs
+
+def command(name, options, more):
+    """The trainer's command line for a name; without --out, so that a moved folder stays what it is."""
+    block, attn = ("gau", name[4:]) if name.startswith("gau/") else ("", name)
+    shape = options.model.split(",")
+    if block:    # one head, and widths of its own
+        shape = [key for key in shape if not key.startswith(("heads=", "ffn="))] + ["block=gau"]
+    fewest = max(1, options.steps // 8)    # steps between validations: a divisor of them all, so that the last step has one
+    every = next(n for n in range(fewest, options.steps + 1) if options.steps % n == 0)
+    return [PROGRAM, "--train-data", f"{options.data}/*_train_*.bin", "--val-data", f"{options.data}/*_val_*.bin", *RECIPE,
+            "--model", ",".join(shape), "--steps", str(options.steps), "--val-every", str(every), "--attn", attn, *more]
+
+
+def ended(base, line):
+    """How the run ended that this command line made, or None where it has not run, was stopped, or failed."""
+    try:
+        outcome = json.loads(Path(f"{base}.json").read_text())
+    except OSError:
+        return None
+    return outcome if outcome["command"] == line[1:] and outcome["exit"] in (0, DIVERGED) else None
+
+
+def start(base, line):
+    """The trainer as a process that resumes what is in `base`. Its output goes on at the end of base.log."""
+    base.parent.mkdir(parents=True, exist_ok=True)
+    Path(f"{base}.json").unlink(missing_ok=True)
+    env = {"OMP_NUM_THREADS": "1"} | os.environ
+    with open(f"{base}.log", "a") as log:
+        return subprocess.Popen([*line, "--out", str(base), "--resume"], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env,
+                                start_new_session=True)    # Ctrl-C comes from run_all() alone: a second one would end it unsaved
+
+
+def run_all(todo, jobs):
+    """Runs [(base, command line)], `jobs` at a time. A stop is passed on, and each run saves itself."""
+    todo, running = list(todo), []
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        while todo or running:
+            while todo and len(running) < jobs:
+                running.append((*todo[0], start(*todo[0])))
+                todo.pop(0)
+            for job in [job for job in running if job[2].poll() is not None]:
+                running.remove(job)
+                base, line, process = job
+                Path(f"{base}.json").write_text(json.dumps({"exit": process.returncode, "command": line[1:]}) + "\n")
+                print(f"{base}: {summary(base)['happened'] or 'done'}, {len(todo) + len(running)} left", flush=True)
+            time.sleep(0.2)
+    except KeyboardInterrupt:
+        print("compare.py: stopped; started again, it goes on from here", file=sys.stderr)
+        sys.exit(STOPPED)
+    finally:
+        for *_, process in running:
+            process.terminate()
+        for *_, process in running:
+            process.wait()
+
+
+# ---------------------------------------------------------------- what came of them
+
+def summary(base):
+    """A run as a dict: curve [[tokens, validation loss]], final loss or None, share of rows without weight in the last step and its
+    largest in any (both per cent), and what happened, empty where all went well."""
+    log = Path(f"{base}.log").read_text()
+    code = json.loads(Path(f"{base}.json").read_text())["exit"]
+    try:
+        lines = plot.read_metrics(base)
+    except plot.Refused:
+        lines = []
+    curve = [[line["tokens"], line["val_loss"]] for line in lines if line.get("val_loss") is not None]
+    empty = {int(step): float(share) for step, share in re.findall(r"^step +(\d+)/.*\| (\S+) % of rows without weight", log, re.M)}
+    said = (re.findall(r"^train_gpt2: (.*)", log, re.M) or [""])[-1]
+    at = re.match(r"step (\d+)", said)
+    happened = "" if not code else f"exit {code}" + (f" at step {at[1]}" if at else f": {said}")
+    return {"happened": happened, "exit": code, "curve": curve, "loss": curve[-1][1] if curve and not code else None,
+            "empty": empty.get(lines[-1]["step"], 0.0) if lines else 0.0, "most_empty": max(empty.values(), default=0.0),
+            "minutes": plot.seconds(lines)[-1] / 60 if lines else 0.0}
+
+
+def table(results):
+    """The markdown table of {name: summary}, which is in order of loss already."""
+    softmax = results.get("softmax", {}).get("loss")
+    out = ["| | `--attn` | validation loss | to softmax | rows without weight | what happened |", "|--:|---|--:|--:|--:|---|"]
+    for place, (name, r) in enumerate(results.items(), 1):
+        loss = f"{r['loss']:.4f}" if r["loss"] is not None else ""
+        difference = f"{r['loss'] - softmax:+.4f}" if loss and softmax is not None else ""
+        empty = f"{r['empty']:.2g} % (most: {r['most_empty']:.2g} %)" if r["most_empty"] else ""
+        out.append(f"| {place} | `{name}` | {loss} | {difference} | {empty} | {r['happened']} |")
+    return "\n".join(out) + "\n"
+
+
+def picture(results):
+    """A panel of validation curves a group, softmax's in each, and bars of the last losses."""
+    plt = plot.pyplot()
+    groups = {title: [] for title, _ in GROUPS}
+    for name in results:
+        groups[next(title for title, names in GROUPS if re.match(names, name))].append(name)
+    figure = plt.figure(figsize=(15, 10.5), layout="constrained")
+    curves, bars = figure.subfigures(1, 2, width_ratios=(3, 2))
+    panels = curves.subplots(3, 2, sharex=True, sharey=True).flat
+    late = [loss for r in results.values() for _, loss in r["curve"][len(r["curve"]) // 4:]]
+    colors, color_of = plt.get_cmap("tab10").colors, {}
+    for axes, (title, names) in zip(panels, groups.items()):
+        for i, name in enumerate(names):
+            color_of[name] = colors[i % len(colors)]
+            r = results[name]
+            axes.plot([t / 1e3 for t, _ in r["curve"]], [loss for _, loss in r["curve"]], color=color_of[name], linewidth=1.3,
+                      marker="x" if r["exit"] else None, label=name + (f" ({r['happened']})" if r["exit"] else ""))
+        if "softmax" in results and "softmax" not in names:
+            axes.plot([t / 1e3 for t, _ in results["softmax"]["curve"]], [loss for _, loss in results["softmax"]["curve"]],
+                      color="0.3", linewidth=1, linestyle="--", label="softmax")
+        axes.set_title(title)
+        if late:
+            axes.set_ylim(min(late) - 0.1, max(late) + 0.1)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=7.5, frameon=False)
+    curves.supxlabel("thousand tokens", fontsize=10)
+    curves.supylabel("validation loss, nats a token", fontsize=10)
+
+    axes, done = bars.subplots(), [name for name, r in results.items() if r["loss"] is not None]
+    base = "softmax" if "softmax" in done else next(iter(done), None)
+    over = [results[name]["loss"] - results[base]["loss"] for name in done]
+    axes.barh(done, over, color=[color_of[name] for name in done], height=0.75)
+    for place, (name, value) in enumerate(zip(done, over)):
+        axes.text(max(value, 0), place, f" {results[name]['loss']:.3f}", va="center", fontsize=8)
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.margins(x=0.12)
+    axes.tick_params(axis="y", labelsize=8)
+    axes.set_title(f"Last validation loss (number), and how far from that of {base} (bar)")
+    return figure
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], epilog="Other flags go to the trainer.", allow_abbrev=False)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the runs and what comes of them")
+    parser.add_argument("--steps", type=int, default=400, help="optimiser steps of each run (400)")
+    parser.add_argument("--model", default="layers=4,heads=4,channels=128,ffn=352,tied=1,vocab=1024", help="the trainer's --model")
+    parser.add_argument("--data", default="data/shakespeare-1024", help="folder of *_train_*.bin and *_val_*.bin")
+    parser.add_argument("--attn", nargs="+", metavar="NAME", help="normalisers, gau/NAME with gated units (all presets, two with gau)")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, of OMP_NUM_THREADS threads each, 1 unless set (2)")
+    options, more = parser.parse_known_args()
+    if options.steps < 1 or options.jobs < 1:
+        parser.error("--steps and --jobs: expected 1 or more")
+
+    lines = {name: command(name, options, more) for name in options.attn or [*presets(), "gau/softmax", "gau/relu2-n"]}
+    run_all(((options.out / name, line) for name, line in lines.items() if not ended(options.out / name, line)), options.jobs)
+    results = {name: summary(options.out / name) for name in lines}
+    results = dict(sorted(results.items(), key=lambda item: (item[1]["loss"] is None, item[1]["loss"])))
+    (options.out / "comparison.md").write_text(table(results))
+    (options.out / "comparison.json").write_text(json.dumps(results, indent=1) + "\n")
+    picture(results).savefig(options.out / "comparison.png", dpi=110)
+    print(table(results), end="")
+    return any(r["exit"] not in (0, DIVERGED) for r in results.values())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
