@@ -64,9 +64,8 @@ static Case case_new(const char *text, size_t B, size_t NH, size_t HS, size_t VS
     c.shape.normalizer = &c.normalizer;                 // set again by whoever copies the case
     c.q = input(&c, "q", c.keys, 0, size), c.k = input(&c, "k", c.keys, 0, size);
     c.v = input(&c, "v", c.values, 0, 1), c.dout = input(&c, "dout", c.values, 0, 1);
-    c.out = floats(&c, c.values), c.stats = floats(&c, B * NH * T * ROW_STATS), c.scratch = floats(&c,
-                                                                                                   attention_scratch(c.shape,
-                                                                                                                     omp_get_max_threads()));
+    c.out = floats(&c, c.values), c.stats = floats(&c, B * NH * T * ROW_STATS);
+    c.scratch = floats(&c, attention_scratch(c.shape, omp_get_max_threads()));
     c.dq = floats(&c, c.keys), c.dk = floats(&c, c.keys), c.dv = floats(&c, c.values);
     c.s = input(&c, "attn_scale", NH, 0.6f, 0.1f), c.b = input(&c, "attn_bias", NH, 0.1f, 0.2f),
         c.p = input(&c, "attn_pn", T + 3, 1, 0.3f);

@@ -1,0 +1,467 @@
+"""The family of attention normalisers through the programs: every preset with both blocks trains, resumes and samples; config.json; a
+change of a model's normaliser; the learnt scalars in the metrics and in checkpoints; `make ATTN=`."""
+import ctypes
+import ctypes.util
+import hashlib
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from tiny import BIN, ROOT, build, logits, make_path, run, sample
+from trainer import (SANITIZED, TRAIN, VOCAB, assert_same_run, checkpoint, losses, make_data, metrics, read_header, tokens, train,
+                     write_header, write_shard)
+
+sys.path.insert(0, str(ROOT / "dev" / "reference"))
+import model as reference
+
+torch.set_num_threads(1)
+MODELS = {"llama": f"layers=2,heads=2,channels=16,ffn=24,vocab={VOCAB}", "gau": f"layers=1,block=gau,channels=16,vocab={VOCAB}"}
+STAGES = ("qk", "scale", "offset", "phi", "norm", "post")
+T = 8                                                       # trainer.command's
+
+
+def preset_table():
+    """{name: {stage: text}} as `--attn help` prints it, its columns under the header's words."""
+    lines = subprocess.run([TRAIN, "--attn", "help"], capture_output=True, text=True, check=True).stdout.splitlines()
+    first = next(i for i, line in enumerate(lines) if line.split()[:2] == ["name", "qk"])
+    starts = [lines[first].index(f" {column}") + 1 for column in ("name", *STAGES, "source")]
+    rows = lines[first + 1:lines.index("", first)]
+    cells = [[row[a:b].strip() for a, b in zip(starts, starts[1:])] for row in rows]
+    return {name: dict(zip(STAGES, stages)) for name, *stages in cells}
+
+
+def each(function, items):
+    """function of all items, a few processes at a time."""
+    with ThreadPoolExecutor(4) as pool:
+        return list(pool.map(function, items))
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    build()
+    folder = tmp_path_factory.mktemp("data")
+    make_data(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def names(data):
+    return list(preset_table())
+
+
+@pytest.fixture(scope="session")
+def runs(data, names, tmp_path_factory):
+    """runs[block, name]: six steps with a checkpoint and a validation every second one."""
+    folder = tmp_path_factory.mktemp("runs")
+    cases = [(block, name) for block in MODELS for name in names]
+
+    def one(case):
+        block, name = case
+        train(data, "--model", MODELS[block], "--attn", name, *validation(data), "--steps", 6, "--ckpt-every", 2, "--keep", 0,
+              "--out", folder / f"{block}-{name}")
+        return folder / f"{block}-{name}"
+    return dict(zip(cases, each(one, cases)))
+
+
+def validation(folder):
+    return ["--val-data", folder / "d_val_000000.bin", "--val-every", 2, "--val-tokens", 64]
+
+
+def tensors(folder, name="model.safetensors"):
+    header, content = read_header(folder / name)
+    header.pop("__metadata__", None)
+    return {key: np.frombuffer(content[slice(*row["data_offsets"])], "<f4").reshape(row["shape"]) for key, row in header.items()}
+
+
+def lineage(out):
+    return json.loads((out / "run.json").read_text())["lineage"]
+
+
+def attn_config(folder):
+    return json.loads((folder / "config.json").read_text())["attention_normalizer"]
+
+
+# ---------------------------------------------------------------- every preset
+
+def test_the_reference_has_the_same_presets(names):
+    for name, stages in preset_table().items():
+        known = reference.PRESETS[name]
+        expected = {stage: getattr(known, stage) for stage in STAGES}
+        if known.fixed:
+            expected["scale"] += f", s = {known.s:g} fixed"
+        assert stages == expected, name
+    assert names == list(reference.PRESETS)
+
+
+def test_every_preset_trains_in_its_own_way(runs, names):
+    weights = {}
+    for (block, name), out in runs.items():
+        curve = losses(out)
+        assert len(curve) == 6 and np.isfinite(curve).all(), (block, name, curve)
+        assert abs(curve[0] - math.log(VOCAB)) < 0.1 and curve[-1] < curve[0], (block, name, curve)
+        embedding = tensors(checkpoint(out, 6))["model.embed_tokens.weight"]
+        weights.setdefault(hashlib.sha256(embedding.tobytes()).digest(), []).append((block, name))
+    # At one length, which is L, relu2-T and relu2-L are the same function; so are relu and relu6 of small scores.
+    alike = sorted(group for group in weights.values() if len(group) > 1)
+    pairs = ("relu-l1", "relu6-l1"), ("relu2-T", "relu2-L")
+    assert alike == [[(block, one), (block, other)] for block in ("gau", "llama") for one, other in pairs]
+
+
+@pytest.mark.parametrize("block", MODELS)
+def test_the_cache_has_the_whole_passes_logits(runs, names, block):
+    """But for a norm that reads the length of the sample, which in generation is the length so far."""
+    stages = preset_table()
+    every = [name for name in names if stages[name]["norm"] not in ("T", "T2")]
+    found = each(lambda name: logits(checkpoint(runs[block, name], 6), range(1, T + 1)), every)
+    for name, values in zip(every, found):
+        assert values.shape == (T, VOCAB) and np.isfinite(values).all(), name
+    assert len(every) == len(names) - 1
+
+
+@pytest.mark.parametrize("block", MODELS)
+def test_every_preset_samples(runs, names, block):
+    texts = each(lambda name: sample(checkpoint(runs[block, name], 6), "--prompt", "1,2,3", "--max-new-tokens", T - 3)[0], names)
+    assert all(text[0].startswith("1,2,3") for text in texts)
+    assert len({text[0] for text in texts}) > 1
+
+
+@pytest.mark.parametrize("block, name", [("llama", "ssmax-pn"), ("llama", "lssar"), ("llama", "relu2-T"), ("gau", "ssmax-bias"),
+                                         ("gau", "softmax"), ("gau", "ssmax-pn")])
+def test_a_resumed_run_has_the_same_bits(data, runs, tmp_path, block, name):
+    shutil.copytree(runs[block, name], tmp_path / "parts")
+    for step in (4, 6):
+        shutil.rmtree(checkpoint(tmp_path / "parts", step))
+    text = train(data, *validation(data), "--out", tmp_path / "parts", "--resume", "--steps", 6, model=False)
+    assert "continues at step 2" in text
+    assert_same_run(runs[block, name], tmp_path / "parts", 6)
+
+
+def test_exp_says_why_it_diverged(data):
+    wild = ["--warmup", 0, "--grad-clip", 0, "--steps", 60]
+    assert "phi=exp without norm=l1 has no bound" in train(data, "--attn", "exp", "--lr", 100, *wild, code=5)
+    assert "no bound" not in train(data, "--attn", "relu2-n+scale=const:1e30", *wild, code=5)
+
+
+def test_overrides_train(data):
+    texts = ["softmax+norm=l1+0.5+post=negate", "lssar+post=reweight:100", "sigmoid-logn-l1+post=reweight:15",
+             "softmax+qk=l2+scale=log:L", "gelu-l1+post=recenter-l1", "ssmax-pn+phi=softplus+s=0.5+fixed", "relu6-l1+norm=T2+offset=-logT",
+             "exp+norm=const:7"]
+    printed = each(lambda text: train(data, "--model", MODELS["llama"], "--attn", text, "--steps", 3), texts)
+    for text, output in zip(texts, printed):
+        assert f"attention {text}" in output and "step     3/3" in output.replace("\r", "\n"), output
+    assert "softmax+norm=l1+1, which is softmax1, L = 8" in train(data, "--attn", "softmax+norm=l1+1", "--dry-run")
+
+
+# ---------------------------------------------------------------- config.json
+
+CONFIGS = ["softmax", "ssmax-fixed", "softmax+norm=l1+0.50+post=negate", "ssmax+s=0.5+fixed", "lssar+post=reweight:12.5",
+           "softmax+scale=log:64.0"]
+
+
+@pytest.mark.parametrize("block", MODELS)
+def test_config_has_the_text_and_its_stages(data, tmp_path, block):
+    for i, text in enumerate(CONFIGS):
+        train(data, "--model", MODELS[block], "--attn", text, "--steps", 0, "--out", tmp_path / str(i))
+        known = reference.parse_normalizer(text)
+        number = {"l1+0.50": "l1+0.5", "log:64.0": "log:64"}
+        expected = {"name": text, "seq_len": T, **{stage: number.get(getattr(known, stage), getattr(known, stage)) for stage in STAGES}}
+        if known.fixed:
+            expected["fixed"] = True
+        if block == "gau":
+            expected["block"] = "gau"
+        assert attn_config(checkpoint(tmp_path / str(i), 0)) == expected
+
+
+CONTRADICTIONS = {
+    "another stage": (dict(post="negate"), "means post=none, but the file says post=negate"),
+    "a stage that is no text": (dict(norm=1), "means norm=l1, but the file says norm=(no text)"),
+    "another name": (dict(name="softmax1"), "means scale=rsqrt-d, but the file says scale=logn"),
+    "an unknown name": (dict(name="ssmx"), "Nearest: ssmax"),
+    "no name": (dict(name=None), "has no \"name\""),
+    "another block": (dict(block="mamba"), "block must be \"gau\""),
+    "no length": (dict(seq_len=0), "seq_len"),
+}
+
+
+@pytest.mark.parametrize("case", CONTRADICTIONS)
+def test_a_config_that_contradicts_itself_is_refused(data, runs, tmp_path, case):
+    change, says = CONTRADICTIONS[case]
+    bare = bare_model(runs["llama", "ssmax"], tmp_path)
+    config = json.loads((bare / "config.json").read_text())
+    config["attention_normalizer"].update(change)
+    (bare / "config.json").write_text(json.dumps(config))
+    for _, errors in (run(BIN / "sample_gpt2", "--model", bare, code=3), (None, init_from(data, bare, code=3))):
+        assert str(bare / "config.json") in errors and says in errors, errors
+
+
+def bare_model(out, tmp_path, step=6):
+    """A folder with a checkpoint's model alone, to be changed: no manifest vouches for it."""
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(checkpoint(out, step) / name, bare)
+    return bare
+
+
+def init_from(data, folder, *flags, code=0):
+    fixed = ["--seq-len", T, "--batch", 4, "--warmup", 2, "--shuffle", 0, "--steps", 1]
+    return train(data, "--init-from", folder, *fixed, *flags, model=False, code=code)
+
+
+# ---------------------------------------------------------------- a change of normaliser
+
+NEW = {         # from, to: the tensors that the change brings
+    ("softmax", "ssmax"): ["attn_scale"], ("softmax", "ssmax-pn"): ["attn_scale", "attn_bias", "attn_pn"], ("softmax", "lssar"): [],
+    ("ssmax", "ssmax-bias"): ["attn_bias"], ("ssmax", "ssmax-pn"): ["attn_scale", "attn_bias", "attn_pn"],
+    ("ssmax", "ssmax-fixed"): ["attn_scale"], ("ssmax", "softmax"): [],
+}
+CHANGES = list(NEW)
+STAYS_AS_IT_IS = {("softmax", "ssmax-pn"), ("ssmax", "ssmax-bias")}         # p = s = 1 and b = 0; b = 0
+
+
+@pytest.fixture(scope="session")
+def short_data(tmp_path_factory):
+    """Twelve windows: in sequence, four a step, the fourth step has the first one's again."""
+    folder = tmp_path_factory.mktemp("short")
+    write_shard(folder / "d_train_000001.bin", tokens(12 * T + 1, 1))
+    write_shard(folder / "d_val_000000.bin", tokens(200, 2))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def changed(data, short_data, tmp_path_factory):
+    """changed[from, to]: the run of three steps under `from`, the same switched to `to` in its fourth and fifth step with a learning rate
+    that moves nothing, a new run from its weights under `to`, and what these two printed."""
+    folder = tmp_path_factory.mktemp("changed")
+    val = ["--val-data", short_data / "d_val_000000.bin"]
+    flags = ["--model", MODELS["llama"], "--shuffle", 0, "--warmup", 2, *val, "--keep", 0, "--ckpt-every", 1]
+
+    def base(name):
+        train(short_data, *flags, "--attn", name, "--val-every", 3, "--steps", 3, "--out", folder / name)
+
+    def change(case):
+        before, after = case
+        start, switched, new = folder / before, folder / f"{before}-{after}", folder / f"{before}-{after}-new"
+        shutil.copytree(start, switched)
+        a = train(short_data, "--out", switched, "--resume", "--attn-switch", f"3:{after}", "--lr", 1e-30, "--steps", 5, model=False)
+        b = init_from(short_data, checkpoint(start, 3), "--attn", after, "--lr", 1e-30, *val, "--out", new)
+        return start, switched, new, a, b
+    each(base, ("softmax", "ssmax"))
+    return dict(zip(CHANGES, each(change, CHANGES)))
+
+
+@pytest.mark.parametrize("case", CHANGES, ids="-to-".join)
+def test_weights_and_moments_stay(changed, case):
+    start, switched, new, *_ = changed[case]
+    old, now = tensors(checkpoint(start, 3)), tensors(checkpoint(switched, 4))
+    brought = [name for name in now if any(name.endswith(word) for word in NEW[case])]
+    first = dict(attn_bias=0, attn_pn=1, attn_scale=reference.PRESETS[case[1]].s_start(T))
+    for name, values in now.items():
+        expected = np.full(values.shape, first[name.split(".")[-1]], "f4") if name in brought else old[name]
+        assert np.allclose(values, expected, rtol=0, atol=1e-29), name               # a zero moves by the learning rate
+    gone = set(old) - set(now)
+    assert all("attn_" in name for name in gone) and bool(gone) == (case == ("ssmax", "softmax"))
+    assert (len(brought) > 0) == (len(NEW[case]) > 0)
+
+    # The fourth step under `to` is the first one of the new run: same data, same weights. So its gradient g is known from there,
+    # and the moments of the switched run are 0.9 and 0.95 times the old ones and the new run's.
+    assert metrics(switched, ["loss", "grad_norm"])[3] == metrics(new, ["loss", "grad_norm"])[0]
+    places = (start, 3), (switched, 4), (new, 1)
+    before, after, alone = (tensors(checkpoint(out, step), "optimizer.safetensors") for out, step in places)
+    for kind, keep in (("exp_avg", 0.9), ("exp_avg_sq", 0.95)):
+        for name in now:
+            key = f"{name}.{kind}"
+            kept = before[key] if name not in brought and key in before else 0
+            np.testing.assert_allclose(after[key], keep * kept + alone[key], rtol=1e-5, atol=1e-6 * np.abs(after[key]).max(), err_msg=key)
+    state = json.loads((checkpoint(switched, 5) / "state.json").read_text())
+    assert (state["step"], state["tokens"], state["data_position"]) == (5, 5 * 4 * T, 5 * 4)
+
+
+@pytest.mark.parametrize("case", CHANGES, ids="-to-".join)
+def test_the_log_and_the_lineage_tell(changed, case):
+    start, switched, new, *printed = changed[case]
+    before, after = case
+    for text in printed:
+        named = " ".join(line for line in text.splitlines() if "new parameters:" in line)
+        assert re.findall(r"attn_\w+", named) == NEW[case], text
+        assert ("not trained" in named) == (after == "ssmax-fixed")
+        assert f"--attn {before} becomes {after}; validation loss" in text
+    rates = [lr for lr, in metrics(switched, ["lr"])]
+    assert rates == pytest.approx([0.005, 0.01, 0.01, 5e-31, 1e-30], rel=1e-6), "the warm-up runs again"
+    one, two = lineage(switched), lineage(new)
+    assert [(entry["step"], entry["event"], entry["attn"]) for entry in one] == [(0, "start", before), (3, "attn-switch", after)]
+    assert [(entry["step"], entry["event"], entry["attn"]) for entry in two] == [(0, "init-from", after), (0, "attn-at-start", after)]
+    assert two[0]["from"] == str(checkpoint(start, 3)) and one[1]["from"] == two[1]["from"] == before
+    losses_of = {(entry["val_loss_before"], entry["val_loss_after"]) for entry in (one[1], two[1])}
+    assert len(losses_of) == 1
+    loss_before, loss_after = map(float, losses_of.pop())
+    assert loss_before == pytest.approx(metrics(start, ["val_loss"])[-1][0], abs=1e-6)
+    assert (loss_before == loss_after) == (case in STAYS_AS_IT_IS)
+    assert attn_config(checkpoint(switched, 3))["name"] == before and attn_config(checkpoint(switched, 4))["name"] == after
+
+
+def test_later_resumes_need_no_flag(changed, short_data, tmp_path):
+    switched = changed["ssmax", "ssmax-bias"][1]
+    for out in (tmp_path / "whole", tmp_path / "parts"):
+        shutil.copytree(switched, out)
+        train(short_data, "--out", out, "--resume", "--lr", 0.01, "--steps", 8 if out.name == "whole" else 6, model=False)
+    train(short_data, "--out", tmp_path / "parts", "--resume", "--steps", 8, model=False)
+    assert_same_run(tmp_path / "whole", tmp_path / "parts", 8)
+    assert lineage(tmp_path / "parts") == lineage(switched)
+    assert attn_config(checkpoint(tmp_path / "parts", 8))["name"] == "ssmax-bias"
+    assert (tensors(checkpoint(tmp_path / "parts", 8))["model.layers.0.self_attn.attn_bias"] != 0).all()
+
+
+def test_a_trained_softmax_model_becomes_ssmax_softly(tmp_path):
+    """Text that repeats itself after eight tokens teaches attention to look there. From s = 1/mean(ln n) little changes, from 1 more."""
+    def copies(count, seed):
+        return np.tile(np.random.default_rng(seed).integers(0, VOCAB, (count, 1, 8)), (1, 4, 1)).ravel()
+    write_shard(tmp_path / "d_train_000001.bin", copies(1500, 1))
+    write_shard(tmp_path / "d_val_000000.bin", copies(60, 2))
+    flags = ["--val-data", tmp_path / "d_val_000000.bin", "--seq-len", 32, "--batch", 8]
+    train(tmp_path, *flags, "--model", f"layers=1,heads=2,channels=32,ffn=64,vocab={VOCAB}", "--warmup", 20, "--lr", 0.01, "--steps", 300,
+          "--out", tmp_path / "softmax", model=False)
+    moved = {}
+    for name in ("ssmax", "ssmax+s=1"):
+        source = checkpoint(tmp_path / "softmax", 300)
+        train(tmp_path, *flags, "--init-from", source, "--attn", name, "--steps", 0, "--out", tmp_path / name, model=False)
+        entry = lineage(tmp_path / name)[-1]
+        moved[name] = abs(float(entry["val_loss_after"]) - float(entry["val_loss_before"]))
+    assert float(entry["val_loss_before"]) < math.log(VOCAB) - 1, "the model did not learn to look back"
+    assert 0 < moved["ssmax"] < 0.05 < moved["ssmax+s=1"], moved
+
+
+# ---------------------------------------------------------------- the learnt scalars
+
+@pytest.mark.parametrize("block", MODELS)
+def test_metrics_have_the_scalars(runs, names, block):
+    unit = "gau" if block == "gau" else "self_attn"
+    for name in names:
+        known, out = reference.PRESETS[name], runs[block, name]
+        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        for word, there in (("attn_scale", known.has_s and not known.fixed), ("attn_bias", known.has_b)):
+            assert [word in line for line in lines] == [there and line["step"] % 2 == 0 for line in lines], (name, word)
+            for line in filter(lambda line: word in line, lines):
+                saved = tensors(checkpoint(out, line["step"]))
+                layers = [saved[f"model.layers.{i}.{unit}.{word}"].astype("f8") for i in range(2)]
+                expected = [[x.mean(), x.min(), x.max()] for x in layers]
+                np.testing.assert_allclose(line[word], expected, rtol=1e-5, atol=1e-12, err_msg=f"{name} {word}")
+        if known.has_s:
+            saved = tensors(checkpoint(out, 6))
+            moved = {np.unique(saved[f"model.layers.{i}.{unit}.attn_scale"]).size for i in range(2)}
+            assert known.fixed == all((saved[f"model.layers.{i}.{unit}.attn_scale"] == known.s).all() for i in range(2)), name
+            assert block == "gau" or known.fixed == (moved == {1}), "two heads learn apart"
+        if known.scale == "pn":
+            assert np.unique(tensors(checkpoint(out, 6))["model.attn_pn"]).size == T
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
+@pytest.mark.parametrize("name", ["model.layers.1.self_attn.attn_scale", "model.layers.0.self_attn.attn_bias", "model.attn_pn"])
+def test_a_scalar_that_is_not_finite_is_refused(data, runs, tmp_path, name, value):
+    bare = bare_model(runs["llama", "ssmax-pn"], tmp_path)
+    header, content = read_header(bare / "model.safetensors")
+    at = header[name]["data_offsets"][1] - 4                 # its last number
+    content = bytearray(content)
+    content[at:at + 4] = np.array([value], "<f4").tobytes()
+    write_header(bare / "model.safetensors", header, bytes(content))
+    _, errors = run(BIN / "sample_gpt2", "--model", bare, code=3)
+    resumed = init_from(data, bare, "--attn", "ssmax-pn", code=3)
+
+    out = tmp_path / "out"                                   # a whole checkpoint, with a manifest that knows of the change
+    shutil.copytree(runs["llama", "ssmax-pn"], out)
+    shutil.copy(bare / "model.safetensors", checkpoint(out, 6))
+    sign(checkpoint(out, 6), "model.safetensors")
+    for text in (errors, resumed, train(data, "--out", out, "--resume", "--steps", 8, model=False, code=3)):
+        assert name in text and "finite" in text, text
+
+
+def sign(folder, name):
+    """Enters a changed file into the manifest."""
+    class Hash(ctypes.Structure):
+        _fields_ = [("low", ctypes.c_uint64), ("high", ctypes.c_uint64)]
+    xxh3 = ctypes.CDLL(ctypes.util.find_library("xxhash")).XXH3_128bits
+    xxh3.restype, xxh3.argtypes = Hash, (ctypes.c_char_p, ctypes.c_size_t)
+    manifest, content = json.loads((folder / "manifest.json").read_text()), (folder / name).read_bytes()
+    value = xxh3(content, len(content))
+    manifest["files"][name] = {"size": len(content), "xxh3_128": f"{value.high:016x}{value.low:016x}"}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_p_n_has_an_end(data, runs):
+    trained = checkpoint(runs["llama", "ssmax-pn"], 6)
+    says = f"p_n is learnt for n up to L = {T}, and --seq-len asks for 16"
+    for source, name in ((trained, "ssmax-pn"), (checkpoint(runs["llama", "softmax"], 6), "ssmax-pn")):
+        assert says in init_from(data, source, "--attn", name, "--seq-len", 16, code=2)
+    assert says in init_from(data, trained, "--attn-switch", "0:ssmax-pn", "--attn", "softmax", "--seq-len", 16, code=2)
+    init_from(data, trained, "--attn", "ssmax", "--seq-len", 16)
+    sample(trained, "--prompt", "1,2,3", "--max-new-tokens", T - 3)
+    _, errors = run(BIN / "sample_gpt2", "--model", trained, "--prompt", "1,2,3", "--max-new-tokens", T - 2, code=2)
+    assert "p_n" in errors and str(T) in errors
+
+
+# ---------------------------------------------------------------- what else there is
+
+@pytest.mark.skipif(SANITIZED, reason="builds a program of its own")
+def test_make_attn(data, tmp_path):
+    """The program that knows ssmax alone: the same bits, and no other normaliser."""
+    program = tmp_path / "build/train_gpt2"
+    subprocess.run(["make", "-s", "-j2", "ATTN=ssmax", f"BUILD={make_path(tmp_path / 'build')}", str(program)], cwd=ROOT, check=True)
+    flags = ["--model", MODELS["llama"], *validation(data), "--steps", 5]
+    train(data, *flags, "--attn", "ssmax", "--out", tmp_path / "all")
+    train(data, *flags, "--attn", "ssmax", "--out", tmp_path / "one", program=program)
+    assert_same_run(tmp_path / "all", tmp_path / "one", 5)
+    for text in ("softmax", "ssmax-bias", "ssmax+post=reweight:3"):
+        refused = train(data, "--attn", text, "--steps", 1, program=program, code=2)
+        assert f"--attn {text}: this program was built for ssmax alone" in refused
+    train(data, "--attn", "softmax", "--steps", 0, "--out", tmp_path / "softmax")
+    alone = ["--attn", "ssmax", "--seq-len", T, "--steps", 1]
+    refused = train(data, "--init-from", checkpoint(tmp_path / "softmax", 0), *alone, model=False, program=program, code=3)
+    assert "softmax" in refused and "built for ssmax alone" in refused
+    llama = checkpoint(tmp_path / "softmax", 0) / "config.json"      # a Llama from elsewhere is softmax too, without saying so
+    config = json.loads(llama.read_text())
+    del config["attention_normalizer"]
+    bare = bare_model(tmp_path / "softmax", tmp_path, step=0)
+    (bare / "config.json").write_text(json.dumps(config))
+    refused = train(data, "--init-from", bare, *alone, model=False, program=program, code=3)
+    assert "built for ssmax alone" in refused
+
+
+def test_make_attn_of_an_unknown_name(tmp_path):
+    result = subprocess.run(["make", "ATTN=ssmx", f"BUILD={tmp_path / 'build'}"], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode != 0 and "ATTN=ssmx: no such preset" in result.stderr
+    assert not (tmp_path / "build").exists()
+
+
+@pytest.mark.parametrize("block", MODELS)
+@pytest.mark.parametrize("name", ["relu2-T", "sigmoid+offset=-logT"])
+def test_mixed_lengths(data, tmp_path, block, name):
+    """Each step takes one of the lengths: under a norm that reads T the run differs from that of any single one."""
+    curves = {}
+    for lengths in ("8,16,32", "8", "16", "32"):
+        train(data, "--model", MODELS[block], "--attn", name, "--seq-len", lengths, "--batch", 64 // int(lengths.split(",")[-1]),
+              "--norm-length", 32, "--steps", 12, "--out", tmp_path / lengths)
+        curves[lengths] = losses(tmp_path / lengths)
+        assert np.isfinite(curves[lengths]).all()
+        assert [count for count, in metrics(tmp_path / lengths, ["tokens"])] == [64 * step for step in range(1, 13)]
+    assert attn_config(checkpoint(tmp_path / "8,16,32", 12))["seq_len"] == 32
+    assert all((curves["8,16,32"] != curves[length]).any() for length in ("8", "16", "32"))
+
+
+def test_the_step_line_shows_rows_without_weight(data):
+    def shares(*flags):
+        printed = train(data, *flags, "--model", MODELS["llama"], "--steps", 3)
+        return re.findall(r"\| (\S+) % of rows without weight", printed)
+    assert shares("--attn", "softmax") == shares("--attn", "softplus-l1") == []
+    some = shares("--attn", "relu-l1")
+    assert some and all(0 < float(share) < 50 for share in some), "a first score is often negative"
+    assert shares("--attn", "relu-l1+scale=const:0")[-1] == "100"
+    # z = -ln L: sigmoid(z) = 1/(L + 1) is below every 1/n; the first three rows are compared with 0.
+    assert float(shares("--attn", "sigmoid+scale=const:0+post=reweight:2")[-1]) == pytest.approx(100 * (T - 3) / T, abs=0.6)
