@@ -23,7 +23,8 @@ static size_t row_step(size_t T) {
 typedef struct {
     RowPlace at;
     real c, o;                 // z = c s + o
-    real shift, inverse;       // subtracted from z; 1/Z
+    real anchor, rest, shift;  // phi is taken at c (s - anchor) + rest, which is z - shift
+    real inverse;              // 1/Z
     real top, post_inverse;    // of reweight, the largest A n - 1, and of it and recenter-l1, 1 over the sum that post divides by
 } Row;
 
@@ -35,44 +36,57 @@ static Row row_at(const AttentionShape *shape, AttentionScalars scalars, size_t 
     return row;
 }
 
+// Where exp is divided by its sum, it is taken relative to the row's largest z, that of the score `anchor`: by the difference of the scores,
+// so that nothing overflows or rounds to more than 0. C of l1+C is C e^0: its exponent takes part in the maximum.
+static void row_anchor(const Normalizer *normalizer, Row *row, real anchor) {
+    bool relative = subtracts_maximum(normalizer->phi.kind, normalizer->norm);
+    real z = relative ? row->c * anchor + row->o : 0;
+    row->anchor = relative ? anchor : 0;
+    row->shift = z < 0 && normalizer->norm.value > 0 ? 0 : z;
+    row->rest = relative ? z - row->shift : row->o;
+}
+
 static void row_keep(const Row *row, real *stats) {
-    stats[0] = row->shift, stats[1] = row->inverse, stats[2] = row->top, stats[3] = row->post_inverse;
+    stats[0] = row->anchor, stats[1] = row->inverse, stats[2] = row->top, stats[3] = row->post_inverse;
 }
 
-static void row_recall(Row *row, const real *stats) {
-    row->shift = stats[0], row->inverse = stats[1], row->top = stats[2], row->post_inverse = stats[3];
+static void row_recall(const Normalizer *normalizer, Row *row, const real *stats) {
+    row_anchor(normalizer, row, stats[0]);
+    row->inverse = stats[1], row->top = stats[2], row->post_inverse = stats[3];
 }
 
-// s (n): scores in, f out. Fills row->shift and row->inverse; returns sum |f|.
-NORMALIZER_INLINE real row_values(int phi, Stage norm, real *restrict s, Row *row) {
-    int n = row->at.n;
-    real c = row->c, o = row->o, shift = 0, sum = 0;
-    if (subtracts_maximum(phi, norm)) {
-        real largest = norm.value > 0 ? 0 : -INFINITY;          // C is C e^0: its exponent takes part in the maximum
-        #pragma omp simd reduction(max : largest)
-        for (int j = 0; j < n; j++) {
-            real z = c * s[j] + o;
-            largest = z > largest ? z : largest;
-        }
-        shift = largest;
+// The score with the row's largest z.
+static real row_top(const real *s, const Row *row) {
+    real sign = row->c < 0 ? -1 : 1, largest = -INFINITY;
+    #pragma omp simd reduction(max : largest)
+    for (int j = 0; j < row->at.n; j++) {
+        real x = sign * s[j];
+        largest = x > largest ? x : largest;
     }
-    o -= shift;
+    return sign * largest;
+}
+
+// s (n): scores in, f out; returns sum |f|.
+NORMALIZER_INLINE real row_values(int phi, real *restrict s, const Row *row) {
+    real c = row->c, anchor = row->anchor, rest = row->rest, sum = 0;
     #pragma omp simd reduction(+ : sum)
-    for (int j = 0; j < n; j++) {
-        real f = phi_value(phi, c * s[j] + o);
+    for (int j = 0; j < row->at.n; j++) {
+        real f = phi_value(phi, c * (s[j] - anchor) + rest);
         s[j] = f;
         sum += phi_signed(phi) && f < 0 ? -f : f;
     }
-    row->shift = shift;
-    row->inverse = row_inverse(norm, row->at, sum, shift);
     return sum;
 }
 
+// The same, and all of row but top and post_inverse.
 static real forward_values(const Normalizer *normalizer, real *s, Row *row) {
-#define CASE(kind_, ...) case kind_: return row_values(kind_, normalizer->norm, s, row);
+    real sum = 0;
+    row_anchor(normalizer, row, subtracts_maximum(NORMALIZER_PHI(normalizer), normalizer->norm) ? row_top(s, row) : 0);
+#define CASE(kind_, ...) case kind_: sum = row_values(kind_, s, row); break;
     switch (NORMALIZER_PHI(normalizer)) { PHI_VALUES(CASE) }
 #undef CASE
-    return 0;
+    row->inverse = row_inverse(normalizer->norm, row->at, sum, row->shift);
+    return sum;
 }
 
 // f in, A - mean(A) out; returns the sum of absolute values.
@@ -144,11 +158,11 @@ static real row_forward(const Normalizer *normalizer, real *s, Row *row, bool *w
 // s (n): scores in, A out.  dA (n): in, dS out.  D = sum_j A dA; `sign` -1 negates A.  Returns g = sum_j dz s.
 NORMALIZER_INLINE real row_backward_plain(int phi, real *restrict s, real *restrict dA, const Row *row, real D, real sign) {
     int n = row->at.n;
-    real c = row->c, o = row->o - row->shift, inverse = row->inverse, sum = 0;
+    real c = row->c, anchor = row->anchor, rest = row->rest, inverse = row->inverse, sum = 0;
     #pragma omp simd reduction(+ : sum)
     for (int j = 0; j < n; j++) {
         real f, slope;
-        phi_both(phi, c * s[j] + o, &f, &slope);
+        phi_both(phi, c * (s[j] - anchor) + rest, &f, &slope);
         real signed_D = phi_signed(phi) ? (f < 0 ? -D : f > 0 ? D : 0) : D;
         real dz = (sign * dA[j] - signed_D) * inverse * slope;
         sum += dz * s[j];
@@ -167,9 +181,9 @@ static real backward_plain(const Normalizer *normalizer, real *s, real *dA, cons
 
 // f and slope (n) from the scores s (n).
 NORMALIZER_INLINE void row_slopes(int phi, real *restrict f, real *restrict slope, const real *restrict s, const Row *row) {
-    real c = row->c, o = row->o - row->shift;
+    real c = row->c, anchor = row->anchor, rest = row->rest;
     #pragma omp simd
-    for (int j = 0; j < row->at.n; j++) phi_both(phi, c * s[j] + o, &f[j], &slope[j]);
+    for (int j = 0; j < row->at.n; j++) phi_both(phi, c * (s[j] - anchor) + rest, &f[j], &slope[j]);
 }
 
 static void backward_slopes(const Normalizer *normalizer, real *f, real *slope, const real *s, const Row *row) {
@@ -377,7 +391,7 @@ static void head_backward(real *dq, real *dk, real *dv, real *g, const real *dou
         for (size_t r = 0; r < rows; r++) {
             Row row = row_at(&shape, scalars, h, from + r + 1, T);
             real D = 0, *scores = part.scores + r * ld, *dscores = part.dscores + r * ld;
-            row_recall(&row, stats + ROW_STATS * (from + r));
+            row_recall(shape.normalizer, &row, stats + ROW_STATS * (from + r));
             #pragma omp simd reduction(+ : D)
             for (size_t c = 0; c < VS; c++) D += part.dout[r * VS + c] * out[(from + r) * step + c];
             real *buffers = part_of(shape, scratch, share ? omp_get_thread_num() : thread).buffers;

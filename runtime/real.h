@@ -20,20 +20,15 @@ typedef REAL real;
 #else
 #define BY_TYPE(x, f, d) _Generic((real)0, float: f, double: d)
 #define real_exp(x)    BY_TYPE(x, vec_exp, exp)(x)
-#define real_log1p(x)  BY_TYPE(x, log1pf, log1p)(x)              // x in [0, 1]
+#define real_log1p(x)  BY_TYPE(x, vec_log1p, log1p)(x)              // x in [0, 1]
 #define real_log(x)    BY_TYPE(x, logf, log)(x)
 #define real_sqrt(x)   BY_TYPE(x, sqrtf, sqrt)(x)
-#define real_pow01(x, p) BY_TYPE(x, powf, pow)(x, p)           // x in [0, 1]
+#define real_pow01(x, p) BY_TYPE(x, vec_pow01, pow)(x, p)           // x in [0, 1]
 #define real_sigmoid(x) BY_TYPE(x, vec_sigmoid, double_sigmoid)(x)
-#define real_normal_cdf(z, gauss) BY_TYPE(z, float_normal_cdf, double_normal_cdf)(z, gauss)
+#define real_normal_cdf(z, gauss) BY_TYPE(z, vec_normal_cdf, double_normal_cdf)(z, gauss)
 
 static inline double double_sigmoid(double x) {
     return 1 / (1 + exp(-x));
-}
-
-static inline float float_normal_cdf(float z, float gauss) {
-    (void)gauss;
-    return 0.5f * erfcf(-z * 0.70710678f);
 }
 
 static inline double double_normal_cdf(double z, double gauss) {
