@@ -57,7 +57,7 @@ BUILT_FOR := $(shell $(CC) -march=$(MARCH) -dM -E -x c /dev/null | sed -nE \
 
 BUILD   ?= build$(if $(filter 1,$(SAN)),/san)$(if $(filter 1,$(FAULTS)),/faults)$(if $(ATTN),/$(ATTN))
 BIN     ?= $(if $(filter build,$(BUILD)),.,$(BUILD))
-PROGRAMS = train_gpt2 sample_gpt2
+PROGRAMS = train_gpt2 sample_gpt2 eval_gpt2
 LIBRARY  = $(patsubst %.c,$(BUILD)/%.o,$(wildcard model.c runtime/*.c attention/*.c))
 TESTS    = $(patsubst dev/tests/%.c,$(BUILD)/tests/%,$(wildcard dev/tests/test_*.c))
 
@@ -105,7 +105,7 @@ test: $(TESTS) $(BIN)/test_gpt2
 	@status=0; for t in $^; do echo "== $$t"; case $$t in */*) $$t ;; *) ./$$t ;; esac || status=1; done; exit $$status
 
 help:
-	@echo 'make [all]      train_gpt2 and sample_gpt2'
+	@echo 'make [all]      train_gpt2, sample_gpt2 and eval_gpt2'
 	@echo 'make test       the C tests: test_gpt2 and $(words $(TESTS)) of runtime/; no Python'
 	@echo 'make SAN=1      with AddressSanitizer and UBSan, in build/san'
 	@echo 'make ATTN=ssmax    programs that know only that attention normaliser, in build/ssmax'
@@ -124,7 +124,7 @@ $(BUILD)/version: FORCE
 	@echo '$(VERSION)' | cmp -s - $@ || echo '$(VERSION)' > $@
 
 clean:
-	rm -rf build train_gpt2 sample_gpt2 test_gpt2
+	rm -rf build train_gpt2 sample_gpt2 eval_gpt2 test_gpt2
 
 .PHONY: all clean help test FORCE
 .SECONDARY:

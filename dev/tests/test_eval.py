@@ -1,0 +1,425 @@
+"""eval_gpt2: its losses against the trainer's, the reference's and transformers', a change of normaliser, lengths beyond the training length,
+masks, eval.json, messages."""
+import json
+import math
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from tiny import BIN, BUILD, make_path, run
+from trainer import MODEL, ROOT, VOCAB, checkpoint, make_data, metrics, train, write_shard
+
+sys.path.insert(0, str(ROOT / "dev" / "reference"))
+import fixtures
+import model as reference
+from safetensors.numpy import save_file
+
+torch.set_num_threads(1)
+L = 8
+SHAPES = {"llama": dict(layers=2, heads=2, channels=16, ffn=24), "gau": dict(layers=1, channels=16)}
+ENTROPY = L / math.lgamma(L + 1)        # where s starts: 1/mean(ln n)
+
+
+def model_flag(block, tied=1):
+    return ",".join(f"{key}={value}" for key, value in SHAPES[block].items()) + f",vocab={VOCAB},tied={tied},block={block}"
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    if not (BIN / "eval_gpt2").exists():
+        subprocess.run(["make", "-s", f"BUILD={make_path(BUILD)}", make_path(BIN / "eval_gpt2")], cwd=ROOT, check=True)
+    folder = tmp_path_factory.mktemp("data")
+    make_data(folder, val=1000)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def checkpoints(data, tmp_path_factory):
+    """Called with the trainer's flags: a run's folder, made once for the same flags."""
+    made, root = {}, tmp_path_factory.mktemp("runs")
+
+    def make(*flags, steps=10):
+        key = (*flags, steps)
+        if key not in made:
+            made[key] = root / f"run{len(made)}"
+            train(data, "--val-data", f"{data}/*_val_*.bin", "--val-every", 5, "--lr", 0.03, *flags, "--steps", steps, "--out", made[key])
+        return made[key]
+    return make
+
+
+def evaluate(folder, data, out, *flags, code=0):
+    """What came to stdout, and eval.json. --data and others may be given again in the flags."""
+    words = ["--model", folder, "--data", f"{data}/*_val_*.bin", "--out", out, *flags]
+    output, errors = run(BIN / "eval_gpt2", *words, code=code)
+    return output, json.loads((out / "eval.json").read_text()) if code == 0 else errors
+
+
+def losses(result, attn=None):
+    return [row["loss"] for row in result["results"] if attn in (None, row["attn"])]
+
+
+# ---------------------------------------------------------------- the trainer's validation loss
+
+TRAINED = {
+    "softmax": [],
+    "untied": ["--model", model_flag("llama", tied=0)],
+    "ssmax-bias": ["--attn", "ssmax-bias"],
+    "ssmax-pn": ["--attn", "ssmax-pn"],
+    "lssar": ["--attn", "lssar"],
+    "relu2-T": ["--attn", "relu2-T"],
+    "theta": ["--rope-theta", 50],
+    "gau": ["--model", model_flag("gau"), "--attn", "relu2-L"],
+    "gau-ssmax": ["--model", model_flag("gau"), "--attn", "ssmax"],
+    "few tokens": ["--val-tokens", 333],
+}
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_the_loss_is_the_trainers(name, checkpoints, data, tmp_path):
+    """In batches of 4 there and of 128 here, all layers' activations there and one layer's here."""
+    run = checkpoints(*TRAINED[name])
+    most = ["--max-tokens", 333] if name == "few tokens" else []
+    output, result = evaluate(run, data, tmp_path, *most)
+    [row] = result["results"]
+    trained = metrics(run, ["val_loss"])
+    assert abs(row["loss"] - trained[-1][0]) < 1e-6 and abs(trained[4][0] - trained[-1][0]) > 1e-3
+    assert row["perplexity"] == pytest.approx(math.exp(row["loss"])) and row["seq_len"] == L and f"{row['loss']:.4f}" in output
+    assert (row["tokens"], row["sequences"]) == ((328, 41) if most else (992, 124))
+    assert "lineage" not in result and result["checkpoint"].endswith("ckpt/step-00000010")
+
+
+@pytest.mark.parametrize("attn", ["softmax", "relu-L", "sigmoid", "softmax-log512"])
+def test_longer_sequences_are_the_trainers(attn, checkpoints, data, tmp_path):
+    """2 and 4 times the training length, which stays the normaliser's L: as --init-from validates them before it trains."""
+    first = checkpoints("--attn", attn)
+    output, result = evaluate(first, data, tmp_path, "--seq-lens", f"{4 * L},0,{2 * L}")
+    assert [row["seq_len"] for row in result["results"]] == [4 * L, L, 2 * L] and "up to 4 L; L stays 8" in output
+    for row in (result["results"][0], result["results"][2]):
+        still = checkpoints("--init-from", checkpoint(first, 10), "--seq-len", row["seq_len"], "--lr", 0, "--model", MODEL, "--val-every", 1, steps=1)
+        assert abs(row["loss"] - metrics(still, ["val_loss"])[0][0]) < 1e-6
+
+
+def test_masked_tokens_do_not_count(checkpoints, data, tmp_path):
+    """The trainer's loss is by sequence, which eval.json has beside that by token."""
+    folder = tmp_path / "masked"
+    folder.mkdir()
+    for name in ("train_000001", "val_000000"):
+        shutil.copy(data / f"d_{name}.bin", folder)
+        count = (folder / f"d_{name}.bin").stat().st_size // 2 - 512
+        bits = np.random.default_rng(3).integers(0, 2, count)
+        bits[L::L] = 0                                  # of each window the last target
+        write_shard(folder / f"d_{name}.mask", bits, magic=20240521)
+    train(folder, "--val-data", f"{folder}/*_val_*.bin", "--val-every", 5, "--steps", 5, "--out", tmp_path / "run")
+    output, result = evaluate(tmp_path / "run", folder, tmp_path, "--task", "positions", "--seq-lens", f"{L},{2 * L}")
+    row = result["results"][0]
+    assert abs(row["loss_per_sequence"] - metrics(tmp_path / "run", ["val_loss"])[-1][0]) < 1e-5
+    assert row["tokens"] == bits[1:1 + 124 * L].sum() and "a sequence" in output
+    assert row["loss"] * row["tokens"] == pytest.approx(row["loss_per_sequence"] * row["sequences"])
+    assert row["loss_by_position"][-1] is None and None not in row["loss_by_position"][:-1]
+
+
+# ---------------------------------------------------------------- the reference and transformers
+
+SAFE = 0.7        # times the fixtures' weights: then exp without a norm stays within float32's numbers
+
+
+@pytest.fixture(scope="session")
+def weights(checkpoints, tmp_path_factory):
+    """Called with a block and a normaliser: a folder of weights and scalars so large that all differ, and the reference's of the same."""
+    def make(block, attn):
+        first = checkpoints("--model", model_flag(block), "--attn", attn, steps=0)
+        config = reference.Config(**SHAPES[block], vocab=VOCAB, tied=True, attn=attn, L=L, block=block)
+        tensors = {name: fixtures.parameter(name, shape) for name, shape in reference.parameter_shapes(config).items()}
+        tensors = {name: SAFE * tensor if tensor.ndim == 2 else tensor for name, tensor in tensors.items()}
+        tensors = {name: tensor.float().double() for name, tensor in tensors.items()}
+        folder = tmp_path_factory.mktemp("weights")
+        shutil.copy(checkpoint(first, 0) / "config.json", folder)
+        save_file({name: tensor.float().numpy() for name, tensor in tensors.items()}, folder / "model.safetensors")
+        return folder, tensors, config
+    return make
+
+
+@pytest.fixture(scope="session")
+def softmax(weights):
+    return {block: weights(block, "softmax") for block in SHAPES}
+
+
+def windows(data, T):
+    stream = torch.from_numpy(np.fromfile(data / "d_val_000000.bin", "<u2", offset=1024).astype(np.int64))
+    count = (len(stream) - 1) // T
+    return stream[:count * T].view(count, T), stream[1:count * T + 1].view(count, T)
+
+
+def reference_losses(tensors, config, data, T):
+    """The mean loss at each position (T)."""
+    inputs, targets = windows(data, T)
+    return torch.nn.functional.cross_entropy(reference.forward(tensors, inputs, config).transpose(1, 2), targets, reduction="none").mean(0).numpy()
+
+
+def near(found, expected):
+    assert np.max(np.abs(np.asarray(found, float) - expected)) <= 1e-5 * np.max(expected), (found, expected)
+
+
+def under(tensors, config, attn):
+    """The reference under another normaliser, its scalars at their starts."""
+    changed = reference.replace(config, attn=attn)
+    starts = {"attn_scale": changed.normalizer.has_s and changed.normalizer.s_start(L), "attn_bias": 0.0, "attn_pn": 1.0}
+    new = {name: torch.full(shape, starts[name.rpartition(".")[2]]).double()
+           for name, shape in reference.parameter_shapes(changed).items() if name not in tensors}
+    return tensors | new, changed
+
+
+@pytest.mark.parametrize("block", SHAPES)
+@pytest.mark.parametrize("attn", [*reference.PRESETS, "softmax+post=reweight:3", "sigmoid-logn-l1+post=reweight:15"])
+def test_a_change_is_the_references(block, attn, softmax, data, tmp_path):
+    """From softmax to every normaliser, with no training: the loss before and after, at L and (but for p_n) beyond."""
+    folder, tensors, config = softmax[block]
+    lengths = [L] if attn == "ssmax-pn" else [L, 20]
+    _, result = evaluate(folder, data, tmp_path, "--attn", attn, "--seq-lens", ",".join(map(str, lengths)), "--task", "positions")
+    expected = [reference_losses(*model, data, T) for model in ((tensors, config), under(tensors, config, attn)) for T in lengths]
+    if attn == "softmax":
+        del expected[len(lengths):]
+    assert len(result["results"]) == len(expected) and ("lineage" in result) == (attn != "softmax")
+    for row, positions in zip(result["results"], expected):
+        near(row["loss_by_position"], positions)
+        near(row["loss"], positions.mean())
+    if attn == "softmax":
+        return
+    assert attn == "ssmax-pn" or np.abs(expected[-1] - expected[len(lengths) - 1]).max() > 1e-3      # whose scalars start as softmax
+    [entry] = result["lineage"]
+    assert (entry["from"], entry["attn"], entry["seq_lens"]) == ("softmax", attn, lengths)
+    assert entry["val_loss_before"] == losses(result, "softmax") and entry["val_loss_after"] == losses(result, attn)
+
+
+@pytest.mark.parametrize("block", SHAPES)
+@pytest.mark.parametrize("attn", ["ssmax", "ssmax-bias", "ssmax-pn", "softmax1", "sigmoid", "lssar"])
+def test_positions_are_the_references(block, attn, weights, data, tmp_path):
+    """The checkpoint's own learnt scalars, and the loss at each position; in the table the same by ranges."""
+    folder, tensors, config = weights(block, attn)
+    lengths = [L, 5] if attn == "ssmax-pn" else [L, 20]
+    output, result = evaluate(folder, data, tmp_path, "--task", "positions", "--seq-lens", ",".join(map(str, lengths)))
+    table = output[output.index("loss by position"):].splitlines()
+    assert table[1].split() == [str(T) for T in lengths]
+    for T, row in zip(lengths, result["results"]):
+        expected = reference_losses(tensors, config, data, T)
+        near(row["loss_by_position"], expected)
+        near(row["loss"], expected.mean())
+        for line in table[2:]:
+            first, last = map(int, line.split()[0].split("-"))
+            cells = dict(zip([length for length in lengths if first <= length], line.split()[1:], strict=True))
+            if first <= T:
+                assert abs(float(cells[T]) - expected[first - 1:min(last, T)].mean()) < 1e-3
+    assert [line.split()[0] for line in table[2:]] == ["1-1", "2-2", "3-4", "5-8"] + ["9-16", "17-20"] * (20 in lengths)
+
+
+@pytest.mark.parametrize("block", SHAPES)
+@pytest.mark.parametrize("attn", reference.PRESETS)
+def test_untrained_it_is_finite(block, attn, checkpoints, data, tmp_path):
+    first = checkpoints("--model", model_flag(block), steps=0)
+    _, result = evaluate(first, data, tmp_path, "--attn", attn, "--seq-lens", f"0,{4 * L}", "--pn-extrapolate", "log")
+    assert all(isinstance(loss, float) and abs(loss - math.log(VOCAB)) < 1 for loss in losses(result)), losses(result)
+
+
+def test_a_llama_from_transformers(data, tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM
+    torch.manual_seed(1)
+    llama = LlamaForCausalLM(LlamaConfig(
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, rms_norm_eps=1e-5,
+        max_position_embeddings=L, initializer_range=0.3, bos_token_id=0, eos_token_id=0, tie_word_embeddings=False)).eval()
+    llama.save_pretrained(tmp_path / "llama", max_shard_size="5KB")
+    _, result = evaluate(tmp_path / "llama", data, tmp_path, "--seq-lens", f"0,{3 * L}")
+    for T, loss in zip((L, 3 * L), losses(result)):
+        inputs, targets = windows(data, T)
+        with torch.no_grad():
+            near(loss, torch.nn.functional.cross_entropy(llama(inputs).logits.double().transpose(1, 2), targets).item())
+
+
+# ---------------------------------------------------------------- a change of normaliser
+
+STARTS = [("softmax", "ssmax", {"attn_scale": ENTROPY}), ("softmax", "ssmax+s=0.3", {"attn_scale": 0.3}),
+          ("softmax", "ssmax-bias", {"attn_scale": ENTROPY, "attn_bias": 0}),
+          ("softmax", "ssmax-pn", {"attn_scale": 1, "attn_bias": 0, "attn_pn": 1}), ("ssmax", "softmax", {}),
+          ("ssmax", "ssmax-bias", {"attn_bias": 0}), ("ssmax", "ssmax-fixed", {"attn_scale": 1}),
+          ("ssmax", "ssmax+post=reweight:3", {}), ("ssmax-pn", "ssmax", {"attn_scale": ENTROPY})]
+
+
+@pytest.mark.parametrize("own, given, starts", STARTS)
+def test_a_change_is_the_trainers(own, given, starts, checkpoints, data, tmp_path):
+    """The trainer's --init-from --attn measures the same just before and just after."""
+    first = checkpoints("--attn", own)
+    there = checkpoints("--init-from", checkpoint(first, 10), "--attn", given, "--model", MODEL, steps=0)
+    output, result = evaluate(first, data, tmp_path, "--attn", given)
+    [entry], [_, trainers] = result["lineage"], json.loads((there / "run.json").read_text())["lineage"]
+    assert (entry["from"], entry["attn"]) == (own, given) == (trainers["from"], trainers["attn"])
+    for key in ("val_loss_before", "val_loss_after"):
+        assert abs(entry[key][0] - float(trainers[key])) < 1.1e-6
+    assert entry["started"] == pytest.approx(starts) and entry["started"].keys() == starts.keys()
+    assert all(f"{name} starts at {value:.6g}" in output for name, value in starts.items())
+    assert f"{entry['val_loss_after'][0] - entry['val_loss_before'][0]:+.4f}" in output
+
+
+def test_the_same_by_another_name_is_no_change(checkpoints, data, tmp_path):
+    _, result = evaluate(checkpoints("--attn", "softmax1"), data, tmp_path, "--attn", "softmax+norm=l1+1")
+    assert len(result["results"]) == 1 and "lineage" not in result
+
+
+# ---------------------------------------------------------------- p_n and RoPE
+
+@pytest.mark.parametrize("block", SHAPES)
+def test_pn_goes_on_as_its_fit(block, weights, data, tmp_path):
+    """Beyond L the learnt p_n end: refused; or their fit, then for all n and all lengths."""
+    folder, tensors, config = weights(block, "ssmax-pn")
+    errors = evaluate(folder, data, tmp_path, "--seq-lens", f"{L},{L + 1}", code=2)[1]
+    assert f"up to L = {L}" in errors and f"asks for {L + 1}" in errors and "--pn-extrapolate log" in errors
+    output, result = evaluate(folder, data, tmp_path, "--seq-lens", f"{L},{4 * L}", "--pn-extrapolate", "log")
+    p, ln = tensors["model.attn_pn"].numpy(), np.log(np.arange(1, 4 * L + 1))
+    a1, a2 = np.polyfit(ln[:L], p, 1)
+    r2 = np.corrcoef(ln[:L], p)[0, 1] ** 2
+    assert result["pn_fit"] == pytest.approx({"a1": a1, "a2": a2, "r2": r2}, rel=1e-6)
+    assert f"{a1:.6g} ln(n) + {a2:.6g} for all n" in output and f"R^2 = {r2:.6f}" in output
+    fitted = tensors | {"model.attn_pn": torch.from_numpy(a1 * ln + a2)}
+    for T, loss in zip((L, 4 * L), losses(result)):
+        near(loss, reference_losses(fitted, reference.replace(config, L=4 * L), data, T).mean())
+    near(losses(evaluate(folder, data, tmp_path)[1]), [reference_losses(tensors, config, data, L).mean()])
+
+
+def test_pn_of_a_change(softmax, weights, data, tmp_path):
+    """p_n starts at 1: a constant has a fit, and no R^2. Where the checkpoint brings p_n, its fit serves both normalisers."""
+    folder, tensors, config = softmax["llama"]
+    assert "ssmax-pn" in evaluate(folder, data, tmp_path, "--attn", "ssmax-pn", "--seq-lens", 2 * L, code=2)[1]
+    output, result = evaluate(folder, data, tmp_path, "--attn", "ssmax-pn", "--seq-lens", 2 * L, "--pn-extrapolate", "log")
+    assert result["pn_fit"] == {"a1": 0, "a2": 1, "r2": None} and "undefined" in output
+    near(losses(result)[0], losses(result)[1])                      # s p_n + b = 1: softmax
+    folder, *_ = weights("llama", "ssmax-pn")
+    output, result = evaluate(folder, data, tmp_path, "--attn", "ssmax-pn+norm=l1+1", "--seq-lens", 2 * L, "--pn-extrapolate", "log")
+    assert output.count("p_n =") == 1 and result["lineage"][0]["started"] == {}
+    evaluate(folder, data, tmp_path, "--attn", "softmax", "--seq-lens", 2 * L, code=2)
+
+
+@pytest.mark.parametrize("block, d", [("llama", 8), ("gau", 128)])
+def test_theta(block, d, softmax, data, tmp_path, monkeypatch):
+    """ntk: theta (T/L)^(d/(d-2)) beyond L; --rope-theta in place of the checkpoint's, and under ntk too."""
+    folder, tensors, config = softmax[block]
+    plain = losses(evaluate(folder, data, tmp_path, "--seq-lens", f"{L // 2},{4 * L}")[1])
+    for flags, base, ntk in ([], 10000, 0), (["--rope-theta", 100], 100, 0), ([], 10000, 1), (["--rope-theta", 100], 100, 1):
+        flags = [*flags, "--rope-scaling", "ntk"] if ntk else flags
+        _, result = evaluate(folder, data, tmp_path, *flags, "--seq-lens", f"{L // 2},{4 * L}")
+        thetas = [base, base * 4 ** (d / (d - 2)) if ntk else base]
+        assert [row["rope_theta"] for row in result["results"]] == pytest.approx(thetas)
+        for T, theta, loss, other in zip((L // 2, 4 * L), thetas, losses(result), plain):
+            monkeypatch.setattr(reference, "THETA", theta)
+            near(loss, reference_losses(tensors, config, data, T).mean())
+            assert (loss == other) == (theta == 10000)
+
+
+# ---------------------------------------------------------------- what is printed and written
+
+def test_without_out_nothing_is_written(checkpoints, data, tmp_path):
+    output, errors = run(BIN / "eval_gpt2", "--model", checkpoints(), "--data", f"{data}/*_val_*.bin")
+    assert "perplexity" in output and "tokens/s" in errors and errors.count("\n") == 1
+    again, result = evaluate(checkpoints(), data, tmp_path / "deep/out", "--seed", 5, "--task", "positions")
+    assert again.startswith(output) and "loss by position" in again
+    assert [path.name for path in (tmp_path / "deep/out").iterdir()] == ["eval.json"]
+    assert result["arguments"]["seed"] == 5 and result["arguments"]["task"] == "positions" and result["trained_seq_len"] == L
+    assert result["data"]["tokens"] == 1000 and len(result["data"]["xxh3"]) == 16
+
+
+def test_rows_without_weight_are_told(softmax, data, tmp_path):
+    output, result = evaluate(softmax["llama"][0], data, tmp_path, "--attn", "relu-l1")
+    own, given = (row["rows_without_weight"] for row in result["results"])
+    assert own == 0 < given < 1 and f"{100 * given:.2g} % of rows without weight" in output
+
+
+def test_what_is_not_finite_is_told(weights, data, tmp_path):
+    folder, tensors, _ = weights("llama", "softmax")
+    save_file({name: (30 if "q_proj" in name or "k_proj" in name else 1) * tensor.float().numpy() for name, tensor in tensors.items()},
+              folder / "model.safetensors")
+    output, result = evaluate(folder, data, tmp_path, "--attn", "exp")
+    assert isinstance(losses(result)[0], float) and losses(result)[1] is None and " nan" in output
+
+
+def test_full_disks_are_told(checkpoints, data, tmp_path):
+    words = [BIN / "eval_gpt2", "--model", checkpoints(), "--data", f"{data}/*_val_*.bin"]
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(words, stdout=full, stderr=subprocess.PIPE)
+    assert result.returncode == 4 and b"stdout" in result.stderr
+    (tmp_path / "file").write_text("")
+    assert str(tmp_path / "file") in run(BIN / "eval_gpt2", *words[1:], "--out", tmp_path / "file/out", code=4)[1]
+
+
+WRONG = {
+    "unknown flag": (["--seq-len", "8"], 2, ["Nearest: --seq-lens"]),
+    "a later task": (["--task", "needle"], 2, ["--task needle", "loss|positions"]),
+    "unknown normaliser": (["--attn", "ssmx"], 2, ["--attn ssmx", "Nearest: ssmax"]),
+    "unknown stage": (["--attn", "softmax+post=reweigh"], 2, ["reweight:P"]),
+    "unknown extrapolation": (["--pn-extrapolate", "linear"], 2, ["none|log"]),
+    "unknown scaling": (["--rope-scaling", "yarn"], 2, ["none|ntk"]),
+    "theta 1": (["--rope-theta", "1"], 2, ["--rope-theta 1", "above 1"]),
+    "no tokens": (["--max-tokens", "0"], 2, ["--max-tokens 0", "from 1"]),
+    "too long": (["--seq-lens", "8,2000000"], 2, ["--seq-lens", "1048576"]),
+    "log:L at 1": (["--model", "{one}", "--attn", "softmax+scale=log:L"], 2, ["ln L", "L = 1"]),
+    "ntk of pairs": (["--model", "{pairs}", "--rope-scaling", "ntk", "--seq-lens", "16"], 2, ["ntk", "size 2"]),
+    "endless model": (["--model", "{endless}"], 2, ["2000000", "--seq-lens"]),
+    "no such folder": (["--model", "{run}/nowhere"], 3, ["nowhere/config.json"]),
+    "wrong hash": (["--model", "{hash}"], 3, ["model.safetensors", "XXH3", "damaged"]),
+    "cut weights": (["--model", "{cut}"], 3, ["model.safetensors"]),
+    "missing scalar": (["--model", "{scalar}"], 3, ["attn_scale", "none of that name"]),
+    "no shards": (["--data", "{run}/none*.bin"], 3, ["no file matches"]),
+    "too little data": (["--seq-lens", "8,1000"], 3, ["too little data", "1,000 tokens"]),
+    "id over vocabulary": (["--data", "{run}/ids.bin"], 3, ["ids.bin", f"token id {VOCAB}", "offset 1,064"]),
+    "cut shard": (["--data", "{run}/cut.bin"], 3, ["cut.bin", "cut short"]),
+    "no memory": (["--model", "{huge}"], 4, ["memory", "--seq-lens"]),
+}
+
+
+@pytest.fixture(scope="session")
+def wrong(checkpoints, data, tmp_path_factory):
+    """The folders that the rows of WRONG are about: a run, and copies of its checkpoint with something changed."""
+    root = tmp_path_factory.mktemp("wrong")
+    whole = checkpoint(checkpoints(), 10)
+    config = json.loads((whole / "config.json").read_text())
+    length = lambda L: {"attention_normalizer": config["attention_normalizer"] | {"seq_len": L}}
+    ssmax = {"attention_normalizer": {"name": "ssmax", "seq_len": L}}
+    changes = {"one": length(1), "endless": {"attention_normalizer": {"name": "softmax"}, "max_position_embeddings": 2000000},
+               "pairs": {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 2}, "cut": {}, "scalar": ssmax,
+               "huge": {"num_hidden_layers": 1024, "intermediate_size": 262144}}
+    for name, change in changes.items():
+        (root / name).mkdir()
+        (root / name / "config.json").write_text(json.dumps(config | change))
+        shutil.copy(whole / "model.safetensors", root / name)
+    (root / "cut/model.safetensors").write_bytes((whole / "model.safetensors").read_bytes()[:-40])
+    raw = bytearray((shutil.copytree(whole, root / "hash") / "model.safetensors").read_bytes())
+    raw[-1] ^= 1
+    (root / "hash/model.safetensors").write_bytes(raw)
+    (root / "run").mkdir()
+    ids = np.ones(1000, int)
+    ids[20] = VOCAB
+    write_shard(root / "run/ids.bin", ids)
+    write_shard(root / "run/cut.bin", ids, count=1001)
+    return {name: root / name for name in (*changes, "hash", "run")}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_named(name, wrong, checkpoints, data, tmp_path):
+    words, code, parts = WRONG[name]
+    errors = evaluate(checkpoints(), data, tmp_path / "out", *(word.format(**wrong) for word in words), code=code)[1]
+    assert errors.startswith("eval_gpt2: ")
+    for part in parts:
+        assert part in errors, errors
+    assert not list(tmp_path.rglob("eval.json")) and (code != 2 or not (tmp_path / "out").exists())
+
+
+def test_what_is_missing_is_named(checkpoints):
+    assert "--model is missing" in run(BIN / "eval_gpt2", code=2)[1]
+    assert "--data is missing" in run(BIN / "eval_gpt2", "--model", checkpoints(), code=2)[1]
+
+
+def test_help_names_every_flag():
+    output, _ = run(BIN / "eval_gpt2", "--help")
+    for flag in "model data attn seq-lens max-tokens pn-extrapolate rope-theta rope-scaling task seed out".split():
+        assert f"--{flag} " in output
+    assert "ssmax-pn" in run(BIN / "eval_gpt2", "--attn", "help")[0]
