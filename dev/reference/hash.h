@@ -10,7 +10,7 @@
 #include <string.h>
 
 enum {
-    FIXTURE_FULL = 256,          // a tensor with no more elements than this is stored whole
+    FIXTURE_FULL = 100,          // a tensor with no more elements than this is stored whole
     FIXTURE_PROJECTIONS = 16,
     FIXTURE_SAMPLES = 8,
     FIXTURE_DIGEST = 1 + FIXTURE_PROJECTIONS + FIXTURE_SAMPLES
@@ -50,7 +50,7 @@ static inline void fixture_fill(float *out, size_t n, const char *name, size_t f
 // The mean and the scale of a parameter, by the first row whose words its name has; any other is a matrix, 0 +- 2/sqrt(columns).
 static inline void fixture_weight_rule(const char *name, size_t columns, float *mean, float *scale) {
     static const struct { const char *words; float mean, scale; } RULES[] = {
-        {"norm.weight", 1.0f, 0.3f}, {"_gain",     1.0f, 0.3f}, {"_offset", 0.0f, 0.3f},
+        {"norm.weight", 1.0f, 0.3f}, {"_gain",     0.0f, 1.5f}, {"_offset", 0.0f, 0.6f},
         {"attn_scale",  0.3f, 0.1f}, {"attn_bias", 0.0f, 0.2f}, {"attn_pn", 1.0f, 0.3f}};
     *mean = 0.0f, *scale = (float)(2.0 / sqrt((double)columns));
     for (size_t i = 0; i < sizeof RULES / sizeof *RULES; i++)
