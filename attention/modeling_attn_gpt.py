@@ -12,9 +12,9 @@ in a row. For the query at position i, n = i + 1 keys are visible; d is the head
     norm            A_ij = f_ij / Z_i
     post            a change of the row A_i
 
-The output is sum_j A_ij v_j. A row whose Z is 0 gives 0. Learnt, for each head: s (attn_scale), b (attn_bias); for all: p (attn_pn).
-With padding, n counts the visible keys that are no padding. Plain arrays of T x T: to be read and to be right. "block": "gau" has a
-gated attention unit in the place of each layer's attention and feed-forward.
+The output is sum_j A_ij v_j. A row whose Z, or sum in post, is 0 gives 0. Learnt, for each layer and head: s (attn_scale), b
+(attn_bias); for all: p (attn_pn). With padding, n counts the visible keys that are no padding. Plain arrays of T x T: to be read and
+to be right. With "block": "gau" each layer is a gated attention unit, in the place of attention and feed-forward.
 
 [SSMax] Nakanishi, "Scalable-Softmax Is Superior for Attention"; [LSSA] Gao and Spratling, "Softplus Attention with Re-weighting
 Boosts Length Extrapolation in Large Language Models"; [GAU] Su, kexue.fm 9019; [Softer-Max] "Softer-Max, not Softmax"."""
