@@ -77,7 +77,7 @@ static bool read_number(const char *text, double *out) {
 
 // The fewest digits that give the number back.
 static const char *write_number(double x, char *out, size_t size) {
-    for (int digits = 1; digits <= 17; digits++) {
+    for (int digits = 15; digits <= 17; digits++) {
         snprintf(out, size, "%.*g", digits, x);
         if (strtod(out, NULL) == x) break;
     }
@@ -260,13 +260,13 @@ const char *normalizer_stage_text(const Normalizer *normalizer, size_t i, char *
     return out;
 }
 
-bool normalizer_equal(const Normalizer *a, const Normalizer *b) {
-    return same_stages(a, b) && a->fixed == b->fixed && (!a->fixed || normalizer_start(a, SCALAR_S, 2) == normalizer_start(b, SCALAR_S, 2));
-}
-
 // Does s start at the same number, for every L?
 static bool same_start(const Normalizer *a, const Normalizer *b) {
     return isnan(a->s_start) ? isnan(b->s_start) : a->s_start == b->s_start;
+}
+
+bool normalizer_equal(const Normalizer *a, const Normalizer *b) {
+    return same_stages(a, b) && a->fixed == b->fixed && (!a->fixed || same_start(a, b));
 }
 
 // The normaliser as a preset and overrides of it; false where the preset says something that no override takes back.

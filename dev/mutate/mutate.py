@@ -33,17 +33,20 @@ def mutations():
             yield file, old.strip(), new.strip()
 
 
-def build_tests(tree):
-    targets = [command[0].removeprefix("./") for command in TESTS]
-    made = subprocess.run(["make", "-s", "-j2", *("./" + t if "/" not in t else t for t in targets)], cwd=tree, capture_output=True, text=True)
-    return made.returncode == 0, made.stderr
+def build(tree, command):
+    """None, or the compiler's first complaint."""
+    made = subprocess.run(["make", "-s", "-j2", "OPT=-O1", command[0]], cwd=tree, capture_output=True, text=True)
+    return (made.stderr.strip().splitlines() or ["make failed"])[0] if made.returncode else None
 
 
-def first_failing(tree):
-    """The first test that fails, or None."""
+def verdict_of(tree):
+    """The first test that fails, as "noticed by ..."; what does not build; None where all tests pass."""
     for command in TESTS:
+        complaint = build(tree, command)
+        if complaint:
+            return f"does not build: {complaint}"
         if subprocess.run(command, cwd=tree, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=600).returncode:
-            return " ".join(command)
+            return "noticed by " + " ".join(command)
     return None
 
 
@@ -54,11 +57,7 @@ def try_mutation(tree, file, old, new):
         return f"occurs {text.count(old)} times in {file}, expected once"
     try:
         path.write_text(text.replace(old, new))
-        built, errors = build_tests(tree)
-        if not built:
-            return "does not build: " + errors.strip().splitlines()[0]
-        test = first_failing(tree)
-        return None if test is None else f"noticed by {test}"
+        return verdict_of(tree)
     finally:
         path.write_text(text)
 
@@ -75,9 +74,9 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
         shutil.copytree(ROOT, tree, symlinks=True, ignore=shutil.ignore_patterns(".git", ".venv", "out", "build", "__pycache__", "*.bin", "*_gpt2"))
-        built, errors = build_tests(tree)
-        if not built or first_failing(tree):
-            sys.exit("the tests are red before anything was changed" if built else errors)
+        red = verdict_of(tree)
+        if red:
+            sys.exit(f"before anything was changed: {red}")
         for file, old, new in chosen:
             start = time.time()
             verdict = try_mutation(tree, file, old, new)

@@ -250,7 +250,7 @@ static void test_shortest(void) {
         {"sigmoid-l1+offset=-logn", "sigmoid-logn-l1"},
         {"relu2-l1+norm=const:512", "relu2-512"}, {"softmax1+norm=l1+1e0", "softmax1"}, {"ssmax-fixed+s=2", "ssmax-fixed+s=2"},
         {"softmax+scale=logn+s=2+fixed", "ssmax+s=2+fixed"},
-        {"lssar+post=none", "lssa"}, {"lssar+post=reweight:100.0", "lssar+post=reweight:100"}, {"softmax+norm=l1+0", "softmax"},
+        {"lssar+post=none", "lssa"}, {"lssar+post=reweight:100.0", "lssa+post=reweight:100"}, {"softmax+norm=l1+0", "softmax"},
         {"ssmax+fixed", "ssmax+fixed"},
         {"softmax+scale=pn+s=0.5", "ssmax-pn+s=0.5"}, {"softmax+phi=relu+norm=L", "relu-L"}, {"relu-L+norm=sqrt-half-n", "relu-sqrt"},
     };
