@@ -1834,7 +1834,7 @@ int main(int argc, char **argv) {
     Error error;
     double start = now();
     program_name = "train_gpt2";
-    train_options_init(&run.o);
+    train_options_init(&run.o, normalizer_flag_help);
     options_parse(run.o.table, run.o.count, argc, argv,
                   "train_gpt2 --train-data GLOB [flags]\n\nTrains a GPT on the CPU. Several processes: scripts/launch.sh N ./train_gpt2 ...");
     if (normalizer_help(run.o.attn)) return EXIT_DONE;

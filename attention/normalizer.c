@@ -23,6 +23,10 @@ typedef struct {
              STAGE(POST_##post), S_##s}, source},
 static const Preset PRESETS[] = {NORMALIZERS(PRESET)};
 
+#define NAME(name, ...) " " #name
+const char normalizer_flag_help[] = "attention normaliser, NAME or NAME+stage=value+..., explained by `--attn help`:" NORMALIZERS(NAME);
+#undef NAME
+
 typedef struct {
     const char *name, *takes, *formula;
 } Value;

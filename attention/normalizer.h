@@ -314,6 +314,9 @@ const char *normalizer_shortest(const Normalizer *normalizer, char *out, size_t 
 // Are two the same function of the scores (whatever they were called)?
 bool normalizer_equal(const Normalizer *a, const Normalizer *b);
 
+// What --help says of --attn, with all names.
+extern const char normalizer_flag_help[];
+
 // --attn help, or help:NAME: the whole table, or one normaliser with its stages and its shortest name. False when `text` is neither.
 // A NAME that there is not ends the program.
 bool normalizer_help(const char *text);

@@ -21,8 +21,8 @@ typedef struct {
     size_t count;
 } TrainOptions;
 
-// The defaults of SPEC section 3, and the table over them.
-void train_options_init(TrainOptions *options);
+// The defaults of SPEC section 3, and the table over them. attn_help: what --help says of --attn.
+void train_options_init(TrainOptions *options, const char *attn_help);
 
 // Was this flag on the command line?
 bool train_options_given(const TrainOptions *options, const char *name);
