@@ -181,11 +181,9 @@ static void check_row_sums(const char *text) {
 static void test_row_sums(void) {
     static const char *const MORE[] = {
         "softmax+qk=l2", "softmax+scale=const:-3", "softmax+offset=-logT", "gelu-l1+post=recenter-l1", "identity-l1+post=negate",
-            "mish-l1+post=reweight:2",
-        "identity-l1+post=recenter-l1", "sigmoid+post=reweight:3", "softmax1+post=reweight:15", "relu-L+post=recenter-l1",
-            "ssmax-pn+phi=softplus",
-        "exp+post=reweight:1", "lssar+post=reweight:0.5", "softmax+post=reweight:100", "relu2-l1+scale=logd-logn",
-            "identity+post=recenter-l1",
+        "mish-l1+post=reweight:2", "identity-l1+post=recenter-l1", "sigmoid+post=reweight:3", "softmax1+post=reweight:15",
+        "relu-L+post=recenter-l1", "ssmax-pn+phi=softplus", "exp+post=reweight:1", "lssar+post=reweight:0.5",
+        "softmax+post=reweight:100", "relu2-l1+scale=logd-logn", "identity+post=recenter-l1",
     };
     check_group("rows of every l1 norm, recenter-l1 and reweight sum to 1 in absolute value; recentred rows sum to 0");
     for (size_t i = 0; i < COUNT(PRESETS); i++) {
@@ -307,8 +305,8 @@ static void check_row(const char *text, const float *q, const float *k, size_t H
     float out[8], v[8 * 8] = {0}, scratch[8];
     for (size_t j = 0; j < n; j++) v[j * n + j] = 1;
     attention_row(out, q, k, HS, v, n, n, 0, (AttentionScalars){0}, (AttentionShape){&normalizer, 1, n, 1, HS, n, (int)n}, scratch);
-    for (size_t j = 0; j < n; j++) CHECK(fabs(out[j] - expected[j]) < bound, "%s, n = %zu: A[%zu] is %.8f, not %.8f", text, n, j, out[j],
-                                         expected[j]);
+    for (size_t j = 0; j < n; j++)
+        CHECK(fabs(out[j] - expected[j]) < bound, "%s, n = %zu: A[%zu] is %.8f, not %.8f", text, n, j, out[j], expected[j]);
 }
 
 static void check_probabilities(const char *text, size_t n, const double *p, const double *expected) {
@@ -336,8 +334,9 @@ static void test_by_hand(void) {
     check_probabilities("sigmoid-logn", 4, p, (double[]){0.1 / 4.1, 0.2 / 4.2, 0.3 / 4.3, 0.4 / 4.4});              // e^z = p/n
     // The first three rows: recenter leaves them, reweight uses 0 in place of the 1.
     const double p3[] = {0.2, 0.3, 0.5}, p2[] = {0.25, 0.75}, p1[] = {1};
-    for (const char *const *text = (const char *const[]){"softmax-recentered", "softmax-recentered-l1", NULL}; *text; text++)
-        check_probabilities(*text, 1, p1, p1), check_probabilities(*text, 2, p2, p2), check_probabilities(*text, 3, p3, p3);
+    check_probabilities("softmax-recentered", 1, p1, p1), check_probabilities("softmax-recentered-l1", 1, p1, p1);
+    check_probabilities("softmax-recentered", 2, p2, p2), check_probabilities("softmax-recentered-l1", 2, p2, p2);
+    check_probabilities("softmax-recentered", 3, p3, p3), check_probabilities("softmax-recentered-l1", 3, p3, p3);
     check_probabilities("softmax+post=reweight:2", 1, p1, p1);
     check_probabilities("softmax+post=reweight:2", 2, p2, (double[]){0.1, 0.9});                        // .0625, .5625
     check_probabilities("softmax+post=reweight:2", 3, p3, (double[]){0.04 / 0.38, 0.09 / 0.38, 0.25 / 0.38});
@@ -515,12 +514,13 @@ static void check_power(const char *base, double P) {
 }
 
 static void test_extremes(void) {
+    static const double POWERS[] = {0.5, 1, 2, 15, 100};
     check_group("scores of +-1e4 and +-1e30: outputs and gradients are finite");
     each_normaliser(check_extremes);
     check_group("exp overflows in sight");
     test_exp();
     check_group("reweight:P for P of 0.5 to 100 at 16,384 keys");
-    for (const double *P = (const double[]){0.5, 1, 2, 15, 100, 0}; *P; P++) check_power("lssar", *P), check_power("softmax", *P);
+    for (size_t i = 0; i < COUNT(POWERS); i++) check_power("lssar", POWERS[i]), check_power("softmax", POWERS[i]);
 }
 
 // Room for T = 2^20 is at most 64 times that for 2^14, and that is far from T·T.
@@ -575,12 +575,11 @@ static void check_uniform(const char *text) {
 }
 
 static void test_no_weight(void) {
+    static const char *const RECTIFIED[] = {"relu-l1", "relu2-l1", "relu6-l1", "relu-L", "relu-sqrt", "relu2-n", "relu2-T",
+                                            "relu2-L", "relu2-512"};
     check_group("rows without weight: 0, no gradient, counted once");
-    for (const char *const *text = (const char *const[]){"relu-l1", "relu2-l1", "relu6-l1", NULL}; *text; text++)
-        check_no_weight(*text, 1, -1, 0, true), check_no_weight(*text, 0, 1, 0, true);
-    for (const char *const *text = (const char *const[]){"relu-L", "relu-sqrt", "relu2-n", "relu2-T", "relu2-L", "relu2-512",
-                                                         NULL}; *text; text++)
-        check_no_weight(*text, 1, -1, 0, true), check_no_weight(*text, 0, 1, 0, true);
+    for (size_t i = 0; i < COUNT(RECTIFIED); i++)
+        check_no_weight(RECTIFIED[i], 1, -1, 0, true), check_no_weight(RECTIFIED[i], 0, 1, 0, true);
     check_no_weight("identity-l1", 0, 1, 0, true), check_no_weight("gelu-l1", 0, 1, 0, true), check_no_weight("mish-l1", 0, 1, 0, true);
     check_no_weight("identity", 0, 1, 0, false);                              // phi' is 1 at 0, and Z is 1
     check_no_weight("relu-l1+norm=l1+2", 1, -1, 0, true), check_no_weight("relu-l1+qk=l2", 0, 0, 0, true);
