@@ -598,8 +598,8 @@ static void test_no_weight(void) {
 // ---- threads
 
 // The same bits again with as many threads, and nearly the same with one. One head: the threads share its rows; four: each has its own.
-static void check_threads_of(const char *text, size_t NH) {
-    enum { HS = 8, T = 150, RUNS = 3 };
+static void check_threads_of(const char *text, size_t NH, size_t T) {
+    enum { HS = 8, RUNS = 3 };
     Case c[RUNS];
     for (int i = 0; i < RUNS; i++) {
         omp_set_num_threads(i == RUNS - 1 ? 1 : 2);
@@ -618,8 +618,8 @@ static void check_threads_of(const char *text, size_t NH) {
 }
 
 static void check_threads(const char *text) {
-    check_threads_of(text, 1);
-    check_threads_of(text, 4);
+    check_threads_of(text, 1, 150);
+    check_threads_of(text, 4, 150);
 }
 
 int main(void) {
@@ -637,5 +637,6 @@ int main(void) {
     test_no_weight();
     check_group("one thread and two");
     each_normaliser(check_threads);
+    check_threads_of("lssar", 1, 1500), check_threads_of("softmax-recentered-l1", 1, 1500);     // long enough for threads to meet
     return check_verdict();
 }

@@ -402,8 +402,8 @@ def test_p_n_has_an_end(data, runs):
         assert says in init_from(data, source, "--attn", name, "--seq-len", 16, code=2)
     assert says in init_from(data, trained, "--attn-switch", "0:ssmax-pn", "--attn", "softmax", "--seq-len", 16, code=2)
     init_from(data, trained, "--attn", "ssmax", "--seq-len", 16)
-    sample(trained, "--prompt", "1,2,3", "--max-new-tokens", T - 3)
-    _, errors = run(BIN / "sample_gpt2", "--model", trained, "--prompt", "1,2,3", "--max-new-tokens", T - 2, code=2)
+    sample(trained, "--prompt", "1,2,3", "--max-new-tokens", T - 2)          # the last of them is no key
+    _, errors = run(BIN / "sample_gpt2", "--model", trained, "--prompt", "1,2,3", "--max-new-tokens", T - 1, code=2)
     assert "p_n" in errors and str(T) in errors
 
 
