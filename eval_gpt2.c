@@ -84,7 +84,6 @@ static void settle_model(Evaluator *e) {
     e->own = e->given = config->attn;
     if (e->o.attn && !normalizer_parse(&e->given, e->o.attn, message, sizeof message)) fail(EXIT_USAGE, "--attn %s: %s.", e->o.attn, message);
     e->changes = !normalizer_equal(&e->own, &e->given);
-    if (!e->changes) e->given = e->own;
     if (!normalizer_fits(&e->given, config->seq_len, message, sizeof message)) fail(EXIT_USAGE, "--attn %s.", message);
 }
 

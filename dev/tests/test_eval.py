@@ -216,6 +216,16 @@ def test_positions_are_the_references(block, attn, weights, data, tmp_path):
     assert [line.split()[0] for line in table[2:]] == ["1-1", "2-2", "3-4", "5-8"] + ["9-16", "17-20"] * (20 in lengths)
 
 
+def test_ranges_of_positions(softmax, data, tmp_path):
+    """Nine of them at most, whatever the length."""
+    output, result = evaluate(softmax["llama"][0], data, tmp_path, "--task", "positions", "--seq-lens", 600)
+    table = [line.split() for line in output[output.index("loss by position"):].splitlines()[2:]]
+    assert [line[0] for line in table] == ["1-4", "5-8", "9-16", "17-32", "33-64", "65-128", "129-256", "257-512", "513-600"]
+    for positions, loss in table:
+        first, last = map(int, positions.split("-"))
+        assert abs(float(loss) - np.mean(result["results"][0]["loss_by_position"][first - 1:last])) < 1e-4
+
+
 @pytest.mark.parametrize("block", SHAPES)
 @pytest.mark.parametrize("attn", reference.PRESETS)
 def test_untrained_it_is_finite(block, attn, checkpoints, data, tmp_path):
@@ -329,9 +339,12 @@ def test_without_out_nothing_is_written(checkpoints, data, tmp_path):
 
 
 def test_rows_without_weight_are_told(softmax, data, tmp_path):
-    output, result = evaluate(softmax["llama"][0], data, tmp_path, "--attn", "relu-l1")
-    own, given = (row["rows_without_weight"] for row in result["results"])
-    assert own == 0 < given < 1 and f"{100 * given:.2g} % of rows without weight" in output
+    flags = ["--attn", "relu-l1", "--seq-lens"]
+    output, result = evaluate(softmax["llama"][0], data, tmp_path, *flags, f"0,{2 * L}")
+    shares = [row["rows_without_weight"] for row in result["results"]]
+    assert shares[:2] == [0, 0] and 0 < shares[3] < shares[2] < 1
+    assert all(f"{100 * share:.2g} % of rows without weight" in output for share in shares[2:])
+    assert evaluate(softmax["llama"][0], data, tmp_path, *flags, 2 * L)[1]["results"][1]["rows_without_weight"] == shares[3]
 
 
 def test_what_is_not_finite_is_told(weights, data, tmp_path):
