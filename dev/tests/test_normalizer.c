@@ -151,7 +151,7 @@ static const struct { const char *text, *says; } REFUSED[] = {
     {"softmax+ norm=l1", "' norm=l1' is no override"},
     {"softmax+window=3", "post="}, {"softmax++norm=l1", "is no override"}, {"softmax+softmax", "'softmax' is no override"},
     {"+norm=l1", "no such normaliser"},
-    {"softmax+norm=l2", "norm: 'l2'"}, {"softmax+norm=l2", "l1[+C], n, n2, L, T, T2, const:X, sqrt-half-n, none"},
+    {"softmax+norm=l2", "norm: 'l2'"}, {"softmax+norm=l2", "n, n2, L, T, T2, const:X, sqrt-half-n, none"},
     {"softmax+norm=", "norm: ''"},
     {"softmax+norm=l1+", "'l1+'"}, {"softmax+norm=l1+-1", "'l1+-1'"}, {"softmax+norm=l1++1", "'l1++1'"}, {"softmax+norm=l1 ", "'l1 '"},
     {"softmax+norm=l1+0x1", "'l1+0x1'"}, {"softmax+norm=l1+ 1", "'l1+ 1'"}, {"softmax+norm=l1+nan", "'l1+nan'"},
