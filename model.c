@@ -173,6 +173,7 @@ static const Row LLAMA_ROWS[] = {                                    // after "m
     {"self_attn.v_proj.weight",         CHANNELS, CHANNELS, START_NORMAL,   true,  SCALAR_NONE, IN_LAYER(v)},
     {"self_attn.attn_scale",            HEADS,    NONE,     START_SCALAR,   false, SCALAR_S,    IN_LAYER(s)},
     {"self_attn.attn_bias",             HEADS,    NONE,     START_SCALAR,   false, SCALAR_B,    IN_LAYER(b)},
+    {"self_attn.attn_sink",             HEADS,    NONE,     START_SCALAR,   false, SCALAR_SINK, IN_LAYER(sink)},
     {"self_attn.o_proj.weight",         CHANNELS, CHANNELS, START_RESIDUAL, false, SCALAR_NONE, IN_LAYER(o)},
     {"post_attention_layernorm.weight", CHANNELS, NONE,     START_ONE,      false, SCALAR_NONE, IN_LAYER(norm2)},
     {"mlp.gate_proj.weight",            FFN,      CHANNELS, START_NORMAL,   false, SCALAR_NONE, IN_LAYER(gate)},
@@ -190,6 +191,7 @@ static const Row GAU_ROWS[] = {
     {"gau.k_offset",                    QK_WIDTH, NONE,     START_ZERO,     false, SCALAR_NONE, IN_LAYER(k_offset)},
     {"gau.attn_scale",                  HEADS,    NONE,     START_SCALAR,   false, SCALAR_S,    IN_LAYER(s)},
     {"gau.attn_bias",                   HEADS,    NONE,     START_SCALAR,   false, SCALAR_B,    IN_LAYER(b)},
+    {"gau.attn_sink",                   HEADS,    NONE,     START_SCALAR,   false, SCALAR_SINK, IN_LAYER(sink)},
     {"gau.o_proj.weight",               CHANNELS, FFN,      START_RESIDUAL, false, SCALAR_NONE, IN_LAYER(o)},
 };
 static const Row LAST_ROWS[] = {

@@ -57,7 +57,7 @@ typedef struct {
 } Tensor;
 
 typedef struct {
-    size_t norm1, o, s, b;                       // of both blocks
+    size_t norm1, o, s, b, sink;                 // of both blocks
     size_t q, k, v, norm2, gate, up, down;       // q, k, v and gate, up follow each other without a gap
     size_t u, gau_v, z, q_gain, k_gain, q_offset, k_offset;    // so do u, v, z
 } LayerOffsets;

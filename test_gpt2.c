@@ -376,30 +376,33 @@ static double compare_by_head(const char *name, const float *x, size_t B, size_t
 
 // The learnt scalars that the fixtures use, as the normaliser has them.
 typedef struct {
-    float *s, *b, *p, *ds, *db, *dp;
+    float *s, *b, *p, *sink, *ds, *db, *dp, *dsink;
     AttentionScalars values;
     AttentionScalarGrads grads;
 } TestScalars;
 
 static TestScalars test_scalars(const Normalizer *normalizer, size_t NH, size_t L) {
-    TestScalars x = {floats(NH), floats(NH), floats(L), floats(NH), floats(NH), floats(L), {0}, {0}};
+    TestScalars x = {floats(NH), floats(NH), floats(L), floats(NH), floats(NH), floats(NH), floats(L), floats(NH), {0}, {0}};
     const struct { Scalar scalar; const char *name; float *values, *grads; size_t n; } KINDS[] = {
-        {SCALAR_S, "attn_scale", x.s, x.ds, NH}, {SCALAR_B, "attn_bias", x.b, x.db, NH}, {SCALAR_P, "attn_pn", x.p, x.dp, L}};
-    for (int i = 0; i < 3; i++) {
+        {SCALAR_S, "attn_scale", x.s, x.ds, NH}, {SCALAR_B, "attn_bias", x.b, x.db, NH}, {SCALAR_P, "attn_pn", x.p, x.dp, L},
+        {SCALAR_SINK, "attn_sink", x.sink, x.dsink, NH}};
+    for (int i = 0; i < 4; i++) {
         float mean, scale;
         fixture_weight_rule(KINDS[i].name, KINDS[i].n, &mean, &scale);
         if (!normalizer_trains(normalizer, KINDS[i].scalar)) mean = (float)normalizer_start(normalizer, KINDS[i].scalar, (int)L), scale = 0.0f;
         fixture_fill(KINDS[i].values, KINDS[i].n, KINDS[i].name, 0, mean, scale);
     }
 #define IF(query, scalar, x) query(normalizer, scalar) ? x : NULL
-    x.values = (AttentionScalars){IF(normalizer_has, SCALAR_S, x.s), IF(normalizer_has, SCALAR_B, x.b), IF(normalizer_has, SCALAR_P, x.p)};
-    x.grads = (AttentionScalarGrads){IF(normalizer_trains, SCALAR_S, x.ds), IF(normalizer_trains, SCALAR_B, x.db), IF(normalizer_trains, SCALAR_P, x.dp)};
+    x.values = (AttentionScalars){IF(normalizer_has, SCALAR_S, x.s), IF(normalizer_has, SCALAR_B, x.b), IF(normalizer_has, SCALAR_P, x.p),
+                                  IF(normalizer_has, SCALAR_SINK, x.sink)};
+    x.grads = (AttentionScalarGrads){IF(normalizer_trains, SCALAR_S, x.ds), IF(normalizer_trains, SCALAR_B, x.db),
+                                     IF(normalizer_trains, SCALAR_P, x.dp), IF(normalizer_trains, SCALAR_SINK, x.dsink)};
 #undef IF
     return x;
 }
 
 static void free_scalars(TestScalars x) {
-    free(x.s), free(x.b), free(x.p), free(x.ds), free(x.db), free(x.dp);
+    free(x.s), free(x.b), free(x.p), free(x.sink), free(x.ds), free(x.db), free(x.dp), free(x.dsink);
 }
 
 static void test_attention(void) {
@@ -428,6 +431,7 @@ static void test_attention(void) {
     if (scalars.grads.s) worst = largest(worst, compare("dattn_scale", scalars.ds, NH, floor, 1e-4));
     if (scalars.grads.b) worst = largest(worst, compare("dattn_bias", scalars.db, NH, floor, 1e-4));
     if (scalars.grads.p) worst = largest(worst, compare("dattn_pn", scalars.dp, L, floor, 1e-4));
+    if (scalars.grads.sink) worst = largest(worst, compare("dattn_sink", scalars.dsink, NH, floor, 1e-4));
     // One query at a time, as in generation, gives the same rows; but for -logT, T and T2, where T is the length so far.
     bool by_length = normalizer.offset.kind == OFFSET_LOG_T || normalizer.norm.kind == NORM_T || normalizer.norm.kind == NORM_T2;
     float *row = floats(HS), *scores = floats(T);

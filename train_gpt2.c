@@ -445,12 +445,12 @@ static AttentionScalarGrads scalars_in(const Model *m, real *array, size_t layer
     const LayerOffsets *at = &m->list.layers[layer];
     const Normalizer *attn = &m->config.attn;
     return (AttentionScalarGrads){wanted(attn, SCALAR_S) ? array + at->s : NULL, wanted(attn, SCALAR_B) ? array + at->b : NULL,
-                                  wanted(attn, SCALAR_P) ? array + m->list.p : NULL};
+                                  wanted(attn, SCALAR_P) ? array + m->list.p : NULL, wanted(attn, SCALAR_SINK) ? array + at->sink : NULL};
 }
 
 static AttentionScalars scalars_of(const Model *m, size_t layer) {
     AttentionScalarGrads there = scalars_in(m, m->params, layer, normalizer_has);
-    return (AttentionScalars){there.s, there.b, there.p};
+    return (AttentionScalars){there.s, there.b, there.p, there.sink};
 }
 
 static GauGains gains_in(const Model *m, real *array, size_t layer) {
@@ -1374,7 +1374,7 @@ static void plan_memory(Run *run) {
     if (o->sample_every) plan_decoder(&run->decoder, m, &m->plan, 1, sample);
     size_t N = (size_t)o->batch * run->T;
     bool masked = shards_masked(run->train) || (run->val && shards_masked(run->val));
-    run->scalars_size = 64 + 2 * 64 * (size_t)m->config.layers;
+    run->scalars_size = 3 * (64 + 64 * (size_t)m->config.layers);
     memory_add(&m->plan, "scratch", (void **)&run->scalars, run->scalars_size);
     memory_add(&m->plan, "a batch", (void **)&run->window, (run->T + 1) * sizeof(int32_t));
     memory_add(&m->plan, "a batch", (void **)&run->inputs, N * sizeof(int32_t));
@@ -1704,7 +1704,8 @@ static void show_step(Run *run, StepMetrics *metrics, double seconds_a_step, boo
     char line[512];
     if (run->metrics && !isnan(metrics->val_loss)) {
         size_t at = scalar_statistics(run->scalars, run->scalars_size, 0, &run->model, SCALAR_S, "attn_scale");
-        scalar_statistics(run->scalars, run->scalars_size, at, &run->model, SCALAR_B, "attn_bias");
+        at = scalar_statistics(run->scalars, run->scalars_size, at, &run->model, SCALAR_B, "attn_bias");
+        scalar_statistics(run->scalars, run->scalars_size, at, &run->model, SCALAR_SINK, "attn_sink");
         metrics->more = run->scalars;
     }
     if (run->metrics) metrics_write(run->metrics, metrics);
@@ -1732,7 +1733,8 @@ static void show_profile(double steps) {
 
 // Names the learnt scalars that `to` brings and `from` did not leave.
 static void show_new_scalars(const Model *m, const Normalizer *from, const Normalizer *to) {
-    static const struct { Scalar scalar; const char *name; } KINDS[] = {{SCALAR_S, "attn_scale"}, {SCALAR_B, "attn_bias"}, {SCALAR_P, "model.attn_pn"}};
+    static const struct { Scalar scalar; const char *name; } KINDS[] = {
+        {SCALAR_S, "attn_scale"}, {SCALAR_B, "attn_bias"}, {SCALAR_SINK, "attn_sink"}, {SCALAR_P, "model.attn_pn"}};
     const char *where = m->config.block == BLOCK_GAU ? "gau" : "self_attn";
     for (size_t i = 0; i < sizeof KINDS / sizeof *KINDS; i++) {
         Scalar scalar = KINDS[i].scalar;

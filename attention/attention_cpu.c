@@ -24,26 +24,30 @@ typedef struct {
     RowPlace at;
     real c, o;                 // z = c s + o
     real anchor, rest, shift;  // phi is taken at c (s - anchor) + rest, which is z - shift
+    real one;                  // exp(-shift) for expm1
     real inverse;              // 1/Z
+    real D;                    // of the backward pass: sum_j A dA as norm saw them
     real top, post_inverse;    // of reweight, the largest A n - 1, and of it and recenter-l1, 1 over the sum that post divides by
 } Row;
 
 static Row row_at(const AttentionShape *shape, AttentionScalars scalars, size_t h, size_t n, size_t T) {
     Row row = {.at = {.n = (int)n, .T = (int)T, .L = shape->L, .d = (int)shape->HS, .s = scalars.s ? scalars.s[h] : 1,
-                      .b = scalars.b ? scalars.b[h] : 0, .p = scalars.p ? scalars.p[n - 1] : 1}};
+                      .b = scalars.b ? scalars.b[h] : 0, .p = scalars.p ? scalars.p[n - 1] : 1, .sink = scalars.sink ? scalars.sink[h] : 0}};
     row.c = row_scale(shape->normalizer->scale, row.at);
     row.o = row_offset(shape->normalizer->offset, row.at);
     return row;
 }
 
 // Where exp is divided by its sum, it is taken relative to the row's largest z, that of the score `anchor`: by the difference of the scores,
-// so that nothing overflows or rounds to more than 0. C of l1+C is C e^0: its exponent takes part in the maximum.
+// so that nothing overflows or rounds to more than 0.
 static void row_anchor(const Normalizer *normalizer, Row *row, real anchor) {
-    bool relative = subtracts_maximum(normalizer->phi.kind, normalizer->norm);
-    real z = relative ? row->c * anchor + row->o : 0;
+    int phi = NORMALIZER_PHI(normalizer);
+    bool relative = subtracts_maximum(phi, normalizer->norm);
+    real z = relative ? row->c * anchor + row->o : 0, least = relative ? least_maximum(phi, normalizer->norm, row->at) : 0;
     row->anchor = relative ? anchor : 0;
-    row->shift = z < 0 && normalizer->norm.value > 0 ? 0 : z;
+    row->shift = z < least ? least : z;
     row->rest = relative ? z - row->shift : row->o;
+    row->one = phi == PHI_EXPM1 ? real_exp(-row->shift) : 0;
 }
 
 static void row_keep(const Row *row, real *stats) {
@@ -68,10 +72,11 @@ static real row_top(const real *s, const Row *row) {
 
 // s (n): scores in, f out; returns sum |f|.
 NORMALIZER_INLINE real row_values(int phi, real *restrict s, const Row *row) {
-    real c = row->c, anchor = row->anchor, rest = row->rest, sum = 0;
+    real c = row->c, anchor = row->anchor, rest = row->rest, one = row->one, sum = 0;
     #pragma omp simd reduction(+ : sum)
     for (int j = 0; j < row->at.n; j++) {
-        real f = phi_value(phi, c * (s[j] - anchor) + rest);
+        real f, slope;
+        phi_both(phi, c * (s[j] - anchor) + rest, one, &f, &slope);
         s[j] = f;
         sum += phi_signed(phi) && f < 0 ? -f : f;
     }
@@ -86,6 +91,17 @@ static real forward_values(const Normalizer *normalizer, real *s, Row *row) {
     switch (NORMALIZER_PHI(normalizer)) { PHI_VALUES(CASE) }
 #undef CASE
     row->inverse = row_inverse(normalizer->norm, row->at, sum, row->shift);
+    return sum;
+}
+
+// f in, its positive part out; returns the sum.
+static real rectify(real *restrict f, const Row *row) {
+    real sum = 0;
+    #pragma omp simd reduction(+ : sum)
+    for (int j = 0; j < row->at.n; j++) {
+        f[j] = f[j] < 0 ? 0 : f[j];
+        sum += f[j];
+    }
     return sum;
 }
 
@@ -140,6 +156,9 @@ static real row_forward(const Normalizer *normalizer, real *s, Row *row, bool *w
     case POST_NEGATE:
         factor = -factor;
         break;
+    case POST_RECTIFY:
+        left = rectify(s, row);
+        break;
     case POST_RECENTER:
         if (!early) recenter(s, row), factor = 1;
         break;
@@ -158,11 +177,11 @@ static real row_forward(const Normalizer *normalizer, real *s, Row *row, bool *w
 // s (n): scores in, A out.  dA (n): in, dS out.  D = sum_j A dA; `sign` -1 negates A.  Returns g = sum_j dz s.
 NORMALIZER_INLINE real row_backward_plain(int phi, real *restrict s, real *restrict dA, const Row *row, real D, real sign) {
     int n = row->at.n;
-    real c = row->c, anchor = row->anchor, rest = row->rest, inverse = row->inverse, sum = 0;
+    real c = row->c, anchor = row->anchor, rest = row->rest, one = row->one, inverse = row->inverse, sum = 0;
     #pragma omp simd reduction(+ : sum)
     for (int j = 0; j < n; j++) {
         real f, slope;
-        phi_both(phi, c * (s[j] - anchor) + rest, &f, &slope);
+        phi_both(phi, c * (s[j] - anchor) + rest, one, &f, &slope);
         real signed_D = phi_signed(phi) ? (f < 0 ? -D : f > 0 ? D : 0) : D;
         real dz = (sign * dA[j] - signed_D) * inverse * slope;
         sum += dz * s[j];
@@ -181,15 +200,24 @@ static real backward_plain(const Normalizer *normalizer, real *s, real *dA, cons
 
 // f and slope (n) from the scores s (n).
 NORMALIZER_INLINE void row_slopes(int phi, real *restrict f, real *restrict slope, const real *restrict s, const Row *row) {
-    real c = row->c, anchor = row->anchor, rest = row->rest;
+    real c = row->c, anchor = row->anchor, rest = row->rest, one = row->one;
     #pragma omp simd
-    for (int j = 0; j < row->at.n; j++) phi_both(phi, c * (s[j] - anchor) + rest, &f[j], &slope[j]);
+    for (int j = 0; j < row->at.n; j++) phi_both(phi, c * (s[j] - anchor) + rest, one, &f[j], &slope[j]);
 }
 
 static void backward_slopes(const Normalizer *normalizer, real *f, real *slope, const real *s, const Row *row) {
 #define CASE(kind_, ...) case kind_: row_slopes(kind_, f, slope, s, row); break;
     switch (NORMALIZER_PHI(normalizer)) { PHI_VALUES(CASE) }
 #undef CASE
+}
+
+// The gradient by A from that by its positive part. a (n): f in, the weights out; d in and out (n).
+static void rectify_backward(real *restrict a, real *restrict d, const Row *row) {
+    #pragma omp simd
+    for (int j = 0; j < row->at.n; j++) {
+        d[j] = a[j] > 0 ? d[j] : 0;
+        a[j] = a[j] < 0 ? 0 : a[j] * row->inverse;
+    }
 }
 
 // The gradient by A from that by the recentred weights: d in and out (n). l1: they were divided by the sum of their absolute values.
@@ -230,20 +258,22 @@ static void reweight_backward(real *restrict a, real *restrict d, const Row *row
 }
 
 // As row_backward_plain, for the posts that change a row as a whole. f, slope (n) scratch.
-static real row_backward_post(const Normalizer *normalizer, real *restrict s, real *restrict dA, const Row *row, real D,
-                              real *restrict f, real *restrict slope) {
+static real row_backward_post(const Normalizer *normalizer, real *restrict s, real *restrict dA, Row *row, real D, real *restrict f,
+                              real *restrict slope) {
     int n = row->at.n, post = NORMALIZER_POST(normalizer);
     bool is_signed = phi_signed(NORMALIZER_PHI(normalizer)), is_sum = norm_is_sum(normalizer->norm);
     real *restrict a = slope + row_step((size_t)n), inverse = row->inverse, c = row->c, sum = 0, D_norm = 0;
     backward_slopes(normalizer, f, slope, s, row);
     memcpy(a, f, (size_t)n * sizeof *a);
     if (post == POST_REWEIGHT) reweight_backward(a, dA, row, D, (real)normalizer->post.value);
+    else if (post == POST_RECTIFY) rectify_backward(a, dA, row);
     else recenter_backward(a, dA, row, D, post == POST_RECENTER_L1);
     if (is_sum) {
         #pragma omp simd reduction(+ : D_norm)
         for (int j = 0; j < n; j++) D_norm += f[j] * dA[j];
         D_norm *= inverse;
     }
+    row->D = D_norm;
     #pragma omp simd reduction(+ : sum)
     for (int j = 0; j < n; j++) {
         real signed_D = is_signed ? (f[j] < 0 ? -D_norm : f[j] > 0 ? D_norm : 0) : D_norm;
@@ -257,11 +287,13 @@ static real row_backward_post(const Normalizer *normalizer, real *restrict s, re
 
 enum { ROW_BUFFERS = 3 };      // of row_backward_post
 
-static real row_backward(const Normalizer *normalizer, real *s, real *dA, const Row *row, real D, real *buffers) {
+static real row_backward(const Normalizer *normalizer, real *s, real *dA, Row *row, real D, real *buffers) {
     int post = NORMALIZER_POST(normalizer);
-    bool whole = post == POST_REWEIGHT || (row->at.n > POST_FROM && (post == POST_RECENTER || post == POST_RECENTER_L1));
+    bool whole = post == POST_REWEIGHT || post == POST_RECTIFY ||
+                 (row->at.n > POST_FROM && (post == POST_RECENTER || post == POST_RECENTER_L1));
     if (whole) return row_backward_post(normalizer, s, dA, row, D, buffers, buffers + row_step((size_t)row->at.n));
-    return backward_plain(normalizer, s, dA, row, norm_is_sum(normalizer->norm) ? D : 0, post == POST_NEGATE ? -1 : 1);
+    row->D = norm_is_sum(normalizer->norm) ? D : 0;
+    return backward_plain(normalizer, s, dA, row, row->D, post == POST_NEGATE ? -1 : 1);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------
@@ -324,9 +356,11 @@ static Part part_of(AttentionShape shape, real *scratch, int thread) {
     return p;
 }
 
-// And g = sum_j dz s of every row, from which the gradients of the learnt scalars come.
+// What a row leaves for the gradients of the learnt scalars.
+enum { ROW_GRADS = 2 };        // g = sum_j dz s, and the row's part of dsink
+
 size_t attention_scratch(AttentionShape shape, int threads) {
-    return (size_t)threads * thread_scratch(shape) + shape.B * shape.NH * shape.T;
+    return (size_t)threads * thread_scratch(shape) + shape.B * shape.NH * shape.T * ROW_GRADS;
 }
 
 static uint64_t head_forward(real *out, real *stats, const real *q, const real *k, const real *v, AttentionScalars scalars, size_t h,
@@ -371,7 +405,7 @@ uint64_t attention_forward(real *out, real *stats, const real *q, const real *k,
     return without_weight;
 }
 
-// g (T) written: sum_j dz s of each row.
+// g (T,ROW_GRADS) written.
 static void head_backward(real *dq, real *dk, real *dv, real *g, const real *dout, const real *out, const real *stats, const real *q,
                           const real *k, const real *v, AttentionScalars scalars, size_t h, AttentionShape shape, real *scratch, bool share) {
     size_t T = shape.T, HS = shape.HS, VS = shape.VS, step = shape.NH * VS, ld = row_step(T);
@@ -395,7 +429,8 @@ static void head_backward(real *dq, real *dk, real *dv, real *g, const real *dou
             #pragma omp simd reduction(+ : D)
             for (size_t c = 0; c < VS; c++) D += part.dout[r * VS + c] * out[(from + r) * step + c];
             real *buffers = part_of(shape, scratch, share ? omp_get_thread_num() : thread).buffers;
-            g[from + r] = row_backward(shape.normalizer, scores, dscores, &row, D, buffers);
+            g[ROW_GRADS * (from + r)] = row_backward(shape.normalizer, scores, dscores, &row, D, buffers);
+            g[ROW_GRADS * (from + r) + 1] = -row.D * row.inverse * norm_extra(shape.normalizer->norm, row.at, row.shift);
             memset(scores + row.at.n, 0, (keys - (size_t)row.at.n) * sizeof *scores);
             memset(dscores + row.at.n, 0, (keys - (size_t)row.at.n) * sizeof *scores);
         }
@@ -408,20 +443,22 @@ static void head_backward(real *dq, real *dk, real *dv, real *g, const real *dou
     if (unit) unit_rows_backward(dq, q_in, T, HS), unit_rows_backward(dk, k_in, T, HS);
 }
 
-// ds[h] += sum over the batch and the rows of dc/ds g, and so for b; dp[n-1] += sum over the batch and the heads. g (B,NH,T).
+// ds[h] += sum over the batch and the rows of dc/ds g, and so for b; dp[n-1] += sum over the batch and the heads. g (B,NH,T,ROW_GRADS).
 static void scalars_backward(AttentionScalarGrads grads, const real *g, AttentionScalars scalars, AttentionShape shape) {
     for (size_t i = 0; i < shape.B * shape.NH; i++) {
         size_t h = i % shape.NH;
-        double ds = 0, db = 0;
+        double ds = 0, db = 0, dsink = 0;
         for (size_t t = 0; t < shape.T; t++) {
             ScaleSlopes slopes = row_scale_slopes(shape.normalizer->scale, row_at(&shape, scalars, h, t + 1, shape.T).at);
-            real g_t = g[i * shape.T + t];
-            ds += slopes.s * g_t;
-            db += slopes.b * g_t;
-            if (grads.p) grads.p[t] += slopes.p * g_t;
+            const real *g_t = g + (i * shape.T + t) * ROW_GRADS;
+            ds += slopes.s * g_t[0];
+            db += slopes.b * g_t[0];
+            dsink += g_t[1];
+            if (grads.p) grads.p[t] += slopes.p * g_t[0];
         }
         if (grads.s) grads.s[h] += (real)ds;
         if (grads.b) grads.b[h] += (real)db;
+        if (grads.sink) grads.sink[h] += (real)dsink;
     }
 }
 
@@ -433,10 +470,10 @@ void attention_backward(real *dq, real *dk, real *dv, AttentionScalarGrads grads
     #pragma omp parallel for schedule(static) if (each)
     for (size_t i = 0; i < B * NH; i++) {
         size_t b = i / NH, h = i % NH, qk = i * T * HS, row = (b * T * NH + h) * VS;
-        head_backward(dq + qk, dk + qk, dv + i * T * VS, g + i * T, dout + row, out + row, stats + i * T * ROW_STATS, q + qk, k + qk,
+        head_backward(dq + qk, dk + qk, dv + i * T * VS, g + i * T * ROW_GRADS, dout + row, out + row, stats + i * T * ROW_STATS, q + qk, k + qk,
                       v + i * T * VS, scalars, h, shape, scratch, !each);
     }
-    if (grads.s || grads.b || grads.p) scalars_backward(grads, g, scalars, shape);
+    if (grads.s || grads.b || grads.p || grads.sink) scalars_backward(grads, g, scalars, shape);
 }
 
 bool attention_row(real *out, const real *q, const real *k, size_t k_step, const real *v, size_t v_step, size_t n, size_t h,

@@ -15,11 +15,11 @@ typedef struct {
 
 // The learnt scalars of a layer; NULL where the normaliser has none.
 typedef struct {
-    const real *s, *b, *p;     // (NH), (NH), (L)
+    const real *s, *b, *p, *sink;     // (NH), (NH), (L), (NH)
 } AttentionScalars;
 
 typedef struct {
-    real *s, *b, *p;           // NULL: not wanted
+    real *s, *b, *p, *sink;           // NULL: not wanted
 } AttentionScalarGrads;
 
 enum { ROW_STATS = 4 };        // numbers that the forward pass keeps of a row
@@ -38,7 +38,7 @@ uint64_t attention_forward(real *out, real *stats, const real *q, const real *k,
 //   dq, dk (B,NH,T,HS), dv (B,NH,T,VS) written   grads added to   dout, out (B,T,NH,VS)
 // With D_t = dout_t · out_t and dA_tj = dout_t · v_j, after post's own derivative:
 //   df = (dA - sign(f) D)/Z (D is 0 for a norm that does not depend on the scores),  dz = df phi'(z),  dq_t = c_t sum_j dz_tj k_j,
-//   with g_t = sum_j dz_tj s_tj:  ds = sum_t dc_t/ds g_t, and so for b and p
+//   with g_t = sum_j dz_tj s_tj:  ds = sum_t dc_t/ds g_t, and so for b and p;  dsink = -sum_t D_t exp(sink)/Z_t
 // Deterministic: sums over rows and over the batch are taken in order.
 void attention_backward(real *dq, real *dk, real *dv, AttentionScalarGrads grads, const real *dout, const real *out, const real *stats,
                         const real *q, const real *k, const real *v, AttentionScalars scalars, AttentionShape shape, real *scratch);

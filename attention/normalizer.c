@@ -97,6 +97,7 @@ bool normalizer_has(const Normalizer *normalizer, Scalar scalar) {
     case SCALAR_S: return scale == SCALE_LOGN || scale == SCALE_LOGN_BIAS || scale == SCALE_PN;
     case SCALAR_B: return scale == SCALE_LOGN_BIAS || scale == SCALE_PN;
     case SCALAR_P: return scale == SCALE_PN;
+    case SCALAR_SINK: return normalizer->norm.kind == NORM_L1_SINK;
     case SCALAR_NONE: break;
     }
     return false;
@@ -106,7 +107,7 @@ bool normalizer_trains(const Normalizer *normalizer, Scalar scalar) {
     return normalizer_has(normalizer, scalar) && !(scalar == SCALAR_S && normalizer->fixed);
 }
 
-// s: 1/mean(ln n over n = 1..L), so that the mean temperature is softmax's ([SSMax], models (e) and (f)); 1 beside p_n.
+// b and sink start at 0, p at 1. s: 1/mean(ln n over n = 1..L), so that the mean temperature is softmax's ([SSMax], models (e) and (f)); 1 beside p_n.
 double normalizer_start(const Normalizer *normalizer, Scalar scalar, int L) {
     if (scalar != SCALAR_S) return scalar == SCALAR_P ? 1 : 0;
     if (!isnan(normalizer->s_start)) return normalizer->s_start;
@@ -194,6 +195,8 @@ static bool apply_override(Normalizer *out, char *word, char *message, size_t si
 static const char *meaningless(const Normalizer *n) {
     if (n->scale.kind == SCALE_LOG && !(n->scale.value > 0)) return "the base of scale=log must be above 0";
     if (n->scale.kind == SCALE_LOG && n->scale.value == 1) return "scale=log:1 divides by ln 1 = 0";
+    if (n->scale.kind == SCALE_FLOORLOG && !(n->scale.value > 0)) return "the F of scale=floorlog must be above 0";
+    if (n->norm.kind == NORM_L1_SINK && n->phi.kind != PHI_EXP) return "norm=l1+sink is a logit beside exp's: it needs phi=exp";
     if (n->norm.kind == NORM_L1 && !(n->norm.value >= 0)) return "the C of norm=l1+C must not be negative: Z could be 0 or change its sign";
     if (n->norm.kind == NORM_CONST && !(n->norm.value > 0)) return "norm=const:X divides by X, which must be above 0";
     if (n->post.kind == POST_REWEIGHT && !(n->post.value > 0)) return "the power of post=reweight must be above 0";

@@ -36,6 +36,7 @@
     X(SCALE_PN,         "pn",            "",      "c = (s p_n + b)/sqrt(d), p of length L for all layers and heads") \
     X(SCALE_LOG,        "log",           ":BASE", "c = ln(n)/ln(BASE)/sqrt(d)") \
     X(SCALE_LOG_L,      "log:L",         "",      "c = ln(n)/ln(L)/sqrt(d)") \
+    X(SCALE_FLOORLOG,   "floorlog",      ":F",    "c = (1 + 0.1 ln(1 + floor(n/F)))/sqrt(d)") \
     X(SCALE_LOGD_LOGN,  "logd-logn",     "",      "c = ln(d) ln(n)") \
     X(SCALE_CONST,      "const",         ":X",    "c = X")
 #define OFFSET_VALUES(X) \
@@ -45,6 +46,7 @@
     X(OFFSET_LOG_N,     "-logn",         "",      "o = -ln n")
 #define PHI_VALUES(X) \
     X(PHI_EXP,          "exp",           "",      "exp(z)") \
+    X(PHI_EXPM1,        "expm1",         "",      "exp(z) - 1") \
     X(PHI_IDENTITY,     "identity",      "",      "z") \
     X(PHI_RELU,         "relu",          "",      "max(z, 0)") \
     X(PHI_RELU2,        "relu2",         "",      "max(z, 0)^2") \
@@ -55,6 +57,7 @@
     X(PHI_MISH,         "mish",          "",      "z tanh(ln(1 + exp(z)))")
 #define NORM_VALUES(X) \
     X(NORM_L1,          "l1",            "+C",    "Z = C + sum |f| (C is 0 when not given; for exp, C is C e^0)") \
+    X(NORM_L1_SINK,     "l1+sink",       "",      "Z = exp(sink) + sum |f|, sink for each layer and head; for phi=exp") \
     X(NORM_N,           "n",             "",      "Z = n") \
     X(NORM_N2,          "n2",            "",      "Z = n^2") \
     X(NORM_L,           "L",             "",      "Z = L") \
@@ -66,6 +69,7 @@
 #define POST_VALUES(X) \
     X(POST_NONE,        "none",          "",      "A as it is") \
     X(POST_NEGATE,      "negate",        "",      "-A") \
+    X(POST_RECTIFY,     "rectify",       "",      "max(A, 0)") \
     X(POST_RECENTER,    "recenter",      "",      "A - mean over the n visible, for n > 3") \
     X(POST_RECENTER_L1, "recenter-l1",   "",      "that, over the sum of its absolute values, for n > 3") \
     X(POST_REWEIGHT,    "reweight",      ":P",    "w = max(A n - 1, 0)^P over sum w; 0 in place of the 1 for n <= 3")
@@ -81,6 +85,7 @@ typedef enum { POST_VALUES(NORMALIZER_KIND) } PostKind;
 
 // ---- the presets. A stage that takes a number has it in brackets; s is learnt from its usual START, or FIXED at a number.
 #define SCALE_LOG(base)   SCALE_LOG, base
+#define SCALE_FLOORLOG(F) SCALE_FLOORLOG, F
 #define NORM_L1_PLUS(C)   NORM_L1, C
 #define NORM_CONST(X)     NORM_CONST, X
 #define POST_REWEIGHT(P)  POST_REWEIGHT, P
@@ -118,7 +123,10 @@ typedef enum { POST_VALUES(NORMALIZER_KIND) } PostKind;
     X(relu2-n,              NONE, RSQRT_D,   START,    NONE,  RELU2,    N,           NONE,         "[GAU], n = the row's visible keys") \
     X(relu2-T,              NONE, RSQRT_D,   START,    NONE,  RELU2,    T,           NONE,         "[GAU], n = the sample's length") \
     X(relu2-L,              NONE, RSQRT_D,   START,    NONE,  RELU2,    L,           NONE,         "[GAU] solution 1, n = the training length") \
-    X(relu2-512,            NONE, RSQRT_D,   START,    NONE,  RELU2,    CONST(512),  NONE,         "[GAU] solution 1 with its 512")
+    X(relu2-512,            NONE, RSQRT_D,   START,    NONE,  RELU2,    CONST(512),  NONE,         "[GAU] solution 1 with its 512") \
+    X(softmax-sink,         NONE, RSQRT_D,   START,    NONE,  EXP,      L1_SINK,     NONE,         "gpt-oss, arXiv 2508.10925") \
+    X(softmax-floorlog,     NONE, FLOORLOG(8192), START, NONE, EXP,     L1,          NONE,         "Llama 4's temperature") \
+    X(softpick,             NONE, RSQRT_D,   START,    NONE,  EXPM1,    L1,          RECTIFY,      "arXiv 2504.20966, rectified softmax")
 
 enum { NORMALIZER_TEXT = 160 };
 
@@ -153,7 +161,7 @@ typedef struct {
 // What a row's scale, offset and norm depend on beside its scores.
 typedef struct {
     int n, T, L, d;
-    real s, b, p;                 // the learnt scalars; p is p_n
+    real s, b, p, sink;           // the learnt scalars; p is p_n
 } RowPlace;
 
 NORMALIZER_INLINE real row_scale(Stage scale, RowPlace at) {
@@ -164,6 +172,7 @@ NORMALIZER_INLINE real row_scale(Stage scale, RowPlace at) {
     case SCALE_PN:        return (at.s * at.p + at.b) * rsqrt_d;
     case SCALE_LOG:       return ln_n / real_log((real)scale.value) * rsqrt_d;
     case SCALE_LOG_L:     return ln_n / real_log((real)at.L) * rsqrt_d;
+    case SCALE_FLOORLOG:  return (1 + (real)0.1 * real_log(1 + real_floor((real)at.n / (real)scale.value))) * rsqrt_d;
     case SCALE_LOGD_LOGN: return real_log((real)at.d) * ln_n;
     case SCALE_CONST:     return (real)scale.value;
     default:              return rsqrt_d;
@@ -193,10 +202,15 @@ NORMALIZER_INLINE real row_offset(Stage offset, RowPlace at) {
     }
 }
 
-// f = phi(z) and phi'(z). A NaN in z is one in f: the comparisons are written so that it passes.
-NORMALIZER_INLINE void phi_both(int phi, real z, real *f, real *slope) {
+// f = phi(z) and phi'(z). A NaN in z is one in f: the comparisons are written so that it passes. Where exp is taken relative to a shift, z is
+// what is left of it, and `one` is exp(-shift), the 1 of expm1.
+NORMALIZER_INLINE void phi_both(int phi, real z, real one, real *f, real *slope) {
     real positive = z < 0 ? 0 : z;
     switch (phi) {
+    case PHI_EXPM1:
+        *slope = real_exp(z);
+        *f = *slope - one;
+        return;
     case PHI_IDENTITY:
         *f = z;
         *slope = 1;
@@ -243,32 +257,38 @@ NORMALIZER_INLINE void phi_both(int phi, real z, real *f, real *slope) {
     }
 }
 
-NORMALIZER_INLINE real phi_value(int phi, real z) {
-    real f, slope;
-    phi_both(phi, z, &f, &slope);
-    return f;
-}
-
 // Can f be negative, so that |f| and sign(f) matter?
 NORMALIZER_INLINE bool phi_signed(int phi) {
-    return phi == PHI_IDENTITY || phi == PHI_GELU || phi == PHI_MISH;
-}
-
-// exp is taken relative to the row's largest z when the row is divided by its sum; 0 takes part in that maximum where C > 0.
-NORMALIZER_INLINE bool subtracts_maximum(int phi, Stage norm) {
-    return phi == PHI_EXP && norm.kind == NORM_L1;
+    return phi == PHI_IDENTITY || phi == PHI_GELU || phi == PHI_MISH || phi == PHI_EXPM1;
 }
 
 // Does Z depend on the scores?
 NORMALIZER_INLINE bool norm_is_sum(Stage norm) {
-    return norm.kind == NORM_L1;
+    return norm.kind == NORM_L1 || norm.kind == NORM_L1_SINK;
+}
+
+// exp is taken relative to the row's largest z when the row is divided by its sum.
+NORMALIZER_INLINE bool subtracts_maximum(int phi, Stage norm) {
+    return (phi == PHI_EXP || phi == PHI_EXPM1) && norm_is_sum(norm);
+}
+
+// What takes part in that maximum beside the scores: 0 where C > 0, as C is C e^0, and for the 1 of expm1; the sink.
+NORMALIZER_INLINE real least_maximum(int phi, Stage norm, RowPlace at) {
+    return norm.kind == NORM_L1_SINK ? at.sink : norm.value > 0 || phi == PHI_EXPM1 ? 0 : -INFINITY;
+}
+
+// The part of Z that no key has, for exp taken relative to `shift`.
+NORMALIZER_INLINE real norm_extra(Stage norm, RowPlace at, real shift) {
+    if (norm.kind == NORM_L1_SINK) return real_exp(at.sink - shift);
+    return norm.value > 0 ? (real)norm.value * real_exp(-shift) : 0;
 }
 
 // 1/Z, 0 where Z is 0; sum = sum |f|, shift what was subtracted from z.
 NORMALIZER_INLINE real row_inverse(Stage norm, RowPlace at, real sum, real shift) {
     real n = (real)at.n, T = (real)at.T, Z = 1;
     switch (norm.kind) {
-    case NORM_L1:          Z = sum + (norm.value > 0 ? (real)norm.value * real_exp(-shift) : 0); break;
+    case NORM_L1_SINK:
+    case NORM_L1:          Z = sum + norm_extra(norm, at, shift); break;
     case NORM_N:           Z = n; break;
     case NORM_N2:          Z = n * n; break;
     case NORM_L:           Z = (real)at.L; break;
@@ -285,8 +305,8 @@ enum { POST_FROM = 3 };
 
 // ---- attention/normalizer.c
 
-// The scalars that a normaliser may have: s and b for each layer and head, p for each n up to L.
-typedef enum { SCALAR_NONE, SCALAR_S, SCALAR_B, SCALAR_P } Scalar;
+// The scalars that a normaliser may have: s, b and sink for each layer and head, p for each n up to L.
+typedef enum { SCALAR_NONE, SCALAR_S, SCALAR_B, SCALAR_P, SCALAR_SINK } Scalar;
 
 // Has it such scalars, are they trained, and where do they start, for training length L?
 bool normalizer_has(const Normalizer *normalizer, Scalar scalar);

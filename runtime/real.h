@@ -17,12 +17,14 @@ typedef REAL real;
 #define real_log1p log1pf
 #define real_log logf
 #define real_sqrt sqrtf
+#define real_floor floorf
 #else
 #define BY_TYPE(x, f, d) _Generic((real)0, float: f, double: d)
 #define real_exp(x)    BY_TYPE(x, vec_exp, exp)(x)
 #define real_log1p(x)  BY_TYPE(x, vec_log1p, log1p)(x)              // x in [0, 1]
 #define real_log(x)    BY_TYPE(x, logf, log)(x)
 #define real_sqrt(x)   BY_TYPE(x, sqrtf, sqrt)(x)
+#define real_floor(x)  BY_TYPE(x, floorf, floor)(x)
 #define real_pow01(x, p) BY_TYPE(x, vec_pow01, pow)(x, p)           // x in [0, 1]
 #define real_sigmoid(x) BY_TYPE(x, vec_sigmoid, double_sigmoid)(x)
 #define real_normal_cdf(z, gauss) BY_TYPE(z, vec_normal_cdf, double_normal_cdf)(z, gauss)
