@@ -336,13 +336,14 @@ static bool heads_in_parallel(AttentionShape shape) {
     return shape.B * shape.NH >= (size_t)omp_get_max_threads();
 }
 
-// A thread's part: two blocks of scores (A and dA), a block of dout, q and k by their norms, the buffers of its rows.
+// A thread's part: two blocks of scores (A and dA), a block of dout, under qk=l2 a block of q and all of k by their norms, the buffers of its
+// rows.
 typedef struct {
     real *scores, *dscores, *dout, *q, *k, *buffers;
 } Part;
 
 static size_t thread_scratch(AttentionShape shape) {
-    return block_rows(shape.T) * (2 * row_step(shape.T) + shape.VS) + 2 * shape.T * shape.HS + ROW_BUFFERS * row_step(shape.T);
+    return block_rows(shape.T) * (2 * row_step(shape.T) + shape.VS + shape.HS) + shape.T * shape.HS + ROW_BUFFERS * row_step(shape.T);
 }
 
 static Part part_of(AttentionShape shape, real *scratch, int thread) {
@@ -351,7 +352,7 @@ static Part part_of(AttentionShape shape, real *scratch, int thread) {
     p.dscores = p.scores + rows * step;
     p.dout = p.dscores + rows * step;
     p.q = p.dout + rows * shape.VS;
-    p.k = p.q + shape.T * shape.HS;
+    p.k = p.q + rows * shape.HS;
     p.buffers = p.k + shape.T * shape.HS;
     return p;
 }
@@ -367,11 +368,13 @@ static uint64_t head_forward(real *out, real *stats, const real *q, const real *
                              AttentionShape shape, Part part, bool share) {
     size_t T = shape.T, HS = shape.HS, VS = shape.VS, step = shape.NH * VS, ld = row_step(T);
     uint64_t without_weight = 0;
-    if (shape.normalizer->qk.kind == QK_L2) q = unit_rows(part.q, q, T, HS), k = unit_rows(part.k, k, T, HS);
+    bool unit = shape.normalizer->qk.kind == QK_L2;
+    if (unit) k = unit_rows(part.k, k, T, HS);
     for (size_t from = 0; from < T; from += BLOCK) {
         size_t rows = T - from < BLOCK ? T - from : BLOCK, keys = from + rows;
         real factor[BLOCK];
-        gemm('N', 'T', rows, keys, HS, q + from * HS, HS, k, HS, 0, part.scores, ld);
+        const real *q_rows = unit ? unit_rows(part.q, q + from * HS, rows, HS) : q + from * HS;
+        gemm('N', 'T', rows, keys, HS, q_rows, HS, k, HS, 0, part.scores, ld);
         #pragma omp parallel for schedule(static) reduction(+ : without_weight) if (share)
         for (size_t r = 0; r < rows; r++) {
             bool weight;
@@ -411,15 +414,16 @@ static void head_backward(real *dq, real *dk, real *dv, real *g, const real *dou
     size_t T = shape.T, HS = shape.HS, VS = shape.VS, step = shape.NH * VS, ld = row_step(T);
     int thread = omp_get_thread_num();
     Part part = part_of(shape, scratch, thread);
-    const real *q_in = q, *k_in = k;
+    const real *k_in = k;
     bool unit = shape.normalizer->qk.kind == QK_L2;
-    if (unit) q = unit_rows(part.q, q, T, HS), k = unit_rows(part.k, k, T, HS);
+    if (unit) k = unit_rows(part.k, k, T, HS);
     // The last block reaches all keys, so the blocks go backwards: the first product writes dk and dv, the others add.
     size_t last = (T - 1) / BLOCK * BLOCK;
     for (size_t from = last;; from -= BLOCK) {
         size_t rows = T - from < BLOCK ? T - from : BLOCK, keys = from + rows;
         for (size_t r = 0; r < rows; r++) memcpy(part.dout + r * VS, dout + (from + r) * step, VS * sizeof *dout);
-        gemm('N', 'T', rows, keys, HS, q + from * HS, HS, k, HS, 0, part.scores, ld);
+        const real *q_rows = unit ? unit_rows(part.q, q + from * HS, rows, HS) : q + from * HS;
+        gemm('N', 'T', rows, keys, HS, q_rows, HS, k, HS, 0, part.scores, ld);
         gemm('N', 'T', rows, keys, VS, part.dout, VS, v, VS, 0, part.dscores, ld);
         #pragma omp parallel for schedule(static) if (share)
         for (size_t r = 0; r < rows; r++) {
@@ -436,11 +440,11 @@ static void head_backward(real *dq, real *dk, real *dv, real *g, const real *dou
         }
         real beta = from == last ? 0 : 1;
         gemm('T', 'N', keys, VS, rows, part.scores, ld, part.dout, VS, beta, dv, VS);
-        gemm('T', 'N', keys, HS, rows, part.dscores, ld, q + from * HS, HS, beta, dk, HS);
+        gemm('T', 'N', keys, HS, rows, part.dscores, ld, q_rows, HS, beta, dk, HS);
         gemm('N', 'N', rows, HS, keys, part.dscores, ld, k, HS, 0, dq + from * HS, HS);
         if (from == 0) break;
     }
-    if (unit) unit_rows_backward(dq, q_in, T, HS), unit_rows_backward(dk, k_in, T, HS);
+    if (unit) unit_rows_backward(dq, q, T, HS), unit_rows_backward(dk, k_in, T, HS);
 }
 
 // ds[h] += sum over the batch and the rows of dc/ds g, and so for b; dp[n-1] += sum over the batch and the heads. g (B,NH,T,ROW_GRADS).

@@ -79,13 +79,13 @@ print(statistics.median(r[0] for r in runs), statistics.median(r[1] for r in run
     return [float(x) for x in result.stdout.split()]
 
 
-def measure(presets, lengths, rounds, seconds):
+def measure(presets, lengths, torch_lengths, rounds, seconds):
     """{(name, T): [(ours, torch) of each round]}, each a pair of milliseconds."""
     found = {}
     for round_ in range(rounds):
         for T in lengths:
             for name in presets if round_ % 2 == 0 else reversed(presets):
-                a, b = ours(name, T, seconds)[:2], torch_rate(name, T, seconds)
+                a, b = ours(name, T, seconds)[:2], torch_rate(name, T, seconds) if T in torch_lengths else None
                 found.setdefault((name, T), []).append((a, b))
                 print(f"round {round_ + 1}: T={T} {name:22} ours {sum(a):8.2f} ms  torch {sum(b) if b else float('nan'):8.2f} ms", flush=True)
     return found
@@ -129,7 +129,8 @@ def draw(rows, lengths, path):
         here = [r for r in rows if r["T"] == T]
         at = range(len(here))
         axis.barh([y + 0.2 for y in at], [r["ms"] for r in here], 0.4, label="ours")
-        axis.barh([y - 0.2 for y in at], [r["torch_ms"] for r in here], 0.4, label="PyTorch")
+        if any(r["torch_ms"] == r["torch_ms"] for r in here):
+            axis.barh([y - 0.2 for y in at], [r["torch_ms"] for r in here], 0.4, label="PyTorch")
         axis.set(title=f"T = {T}", xlabel="ms, forward and backward", xscale="log", yticks=list(at), yticklabels=[r["name"] for r in here])
         axis.invert_yaxis()
         axis.legend()
@@ -140,6 +141,7 @@ def draw(rows, lengths, path):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", default="256,1024,4096")
+    parser.add_argument("--torch-lengths", default="", help="lengths at which PyTorch runs too, each of which it compiles for; default: all")
     parser.add_argument("--attn", default="", help="some presets, with commas; default: all")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=0.5, help="of each measurement")
@@ -150,8 +152,9 @@ def main():
     subprocess.run(["make", "-s", "train_gpt2", "build/bench/attention_cpu"], check=True)
     presets = arguments.attn.split(",") if arguments.attn else names()
     lengths = [int(T) for T in arguments.lengths.split(",")]
-    peaks = {name: ours(name, LONGEST, 0, heads=2, B=1)[2] for name in dict.fromkeys(["softmax", *presets])}
-    found = measure(presets, lengths, arguments.rounds, arguments.seconds)
+    peaks = {name: ours(name, LONGEST, 0, heads=HEADS // 2, B=1)[2] for name in dict.fromkeys(["softmax", *presets])}
+    torch_lengths = [int(T) for T in arguments.torch_lengths.split(",")] if arguments.torch_lengths else lengths
+    found = measure(presets, lengths, torch_lengths, arguments.rounds, arguments.seconds)
     rows = table(found, presets, lengths, {name: peak / peaks["softmax"] for name, peak in peaks.items()})
     print_table(rows)
     if arguments.json:
