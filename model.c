@@ -418,7 +418,8 @@ static bool read_rope(const cJSON *json, const char *path, ModelConfig *config, 
 static bool read_normalizer(const cJSON *json, const char *path, ModelConfig *config, Error *error) {
     const cJSON *attn = cJSON_GetObjectItemCaseSensitive(json, "attention_normalizer");
     char message[1024];
-    if (!attn) return normalizer_parse(&config->attn, "softmax", message, sizeof message);
+    if (!attn) return normalizer_parse(&config->attn, "softmax", message, sizeof message) ||
+                      error_set(error, EXIT_INPUT, "%s: no attention_normalizer, which means softmax: %s.", path, message);
     const cJSON *name = cJSON_GetObjectItemCaseSensitive(attn, "name");
     if (!cJSON_IsString(name))
         return error_set(error, EXIT_INPUT, "%s: attention_normalizer has no \"name\".", path);
@@ -432,6 +433,9 @@ static bool read_normalizer(const cJSON *json, const char *path, ModelConfig *co
             return error_set(error, EXIT_INPUT, "%s: attention_normalizer \"%s\" means %s=%s, but the file says %s=%s.", path,
                              name->valuestring, stage_names[i], text, stage_names[i], cJSON_IsString(stage) ? stage->valuestring : "(no text)");
     }
+    if (is_true(attn, "fixed") != config->attn.fixed)
+        return error_set(error, EXIT_INPUT, "%s: attention_normalizer \"%s\" %s, but the file says otherwise in \"fixed\".", path,
+                         name->valuestring, config->attn.fixed ? "has a fixed s" : "has no fixed s");
     return read_int(attn, path, "seq_len", 1, MAX_SEQ_LEN, config->seq_len, &config->seq_len, error);
 }
 

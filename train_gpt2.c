@@ -1011,14 +1011,6 @@ static void start_scalars(Model *m, const Normalizer *from) {
     }
 }
 
-static bool check_scalars(const Model *m, const Tensor *t, const char *folder, Error *error) {
-    for (size_t j = 0; t->scalar && j < t->elements; j++)
-        if (!isfinite(m->params[t->offset + j]))
-            return error_set(error, EXIT_INPUT, "%s: %s[%zu] is %g; a learnt scalar of attention must be finite.", folder, t->name, j,
-                             (double)m->params[t->offset + j]);
-    return true;
-}
-
 // Loads all tensors of the model from a folder with model.safetensors; under bfloat16 the masters are optimizer.safetensors' matter.
 // Learnt scalars that another normaliser than the folder's brings start at their first values.
 static bool model_load(Model *m, const char *folder, Error *error) {
@@ -1029,7 +1021,7 @@ static bool model_load(Model *m, const char *folder, Error *error) {
     for (size_t i = 0; done && i < m->list.count; i++) {
         const Tensor *t = &m->list.tensors[i];
         if (!tensor_exists(t, &saved.attn)) continue;
-        done = safetensors_read(file, t->name, t->ndim, t->shape, m->params + t->offset, error) && check_scalars(m, t, folder, error);
+        done = safetensors_read(file, t->name, t->ndim, t->shape, m->params + t->offset, error);
     }
     safetensors_close(file);
     start_scalars(m, &saved.attn);
@@ -1713,9 +1705,8 @@ static void show_step(Run *run, StepMetrics *metrics, double seconds_a_step, boo
     metrics_line(line, sizeof line, metrics, run->o.steps, seconds_a_step * (double)(run->o.steps - run->step));
     const Model *m = &run->model;
     size_t length = strlen(line);
-    if (m->rows_without_weight)
-        snprintf(line + length, sizeof line - length, " | %.2g %% of rows without weight",
-                 100.0 * (double)m->rows_without_weight / (double)m->rows);
+    double share = m->rows ? 100.0 * (double)m->rows_without_weight / (double)m->rows : 0;
+    if (share > 0) snprintf(line + length, sizeof line - length, " | %.*f %% of rows without weight", share < 0.1 ? 4 : share < 9.95 ? 1 : 0, share);
     progress_show(line, keep);
 }
 

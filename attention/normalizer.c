@@ -1,6 +1,7 @@
 #include "normalizer.h"
 
 #include <errno.h>
+#include <float.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -70,13 +71,13 @@ static bool same_stages(const Normalizer *a, const Normalizer *b) {
     return true;
 }
 
-// A decimal number and nothing else: neither "inf" nor "0x10" nor a space before it.
+// A decimal number that a float holds, and nothing else: neither "inf" nor "0x10" nor a space before it.
 static bool read_number(const char *text, double *out) {
     char *end;
     if (!text[strspn(text, "+-")] || text[strspn(text, "+-.0123456789eE")]) return false;
     errno = 0;
     *out = strtod(text, &end);
-    return end != text && *end == 0 && isfinite(*out) && (errno == 0 || *out != 0);
+    return end != text && *end == 0 && errno == 0 && fabs(*out) <= FLT_MAX && (*out == 0 || fabs(*out) >= FLT_MIN);
 }
 
 // The fewest digits that give the number back.
@@ -183,11 +184,11 @@ static char *next_override(char *text) {
 
 static bool apply_override(Normalizer *out, char *word, char *message, size_t size) {
     int kind = override_kind(word);
+    if (kind > STAGE_COUNT) return out->fixed = true;
     const char *value = strchr(word, '=') + 1;
     if (kind < STAGE_COUNT) return set_stage(out, (size_t)kind, value, message, size);
-    if (kind > STAGE_COUNT) return out->fixed = true;
     if (read_number(value, &out->s_start)) return true;
-    snprintf(message, size, "s=%s is not a finite number", value);
+    snprintf(message, size, "s=%s is not a number that a float holds", value);
     return false;
 }
 
