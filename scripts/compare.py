@@ -27,8 +27,8 @@ PROGRAM = os.environ.get("TRAIN_GPT2", str(ROOT / "train_gpt2"))
 RECIPE = ["--batch", "8", "--seq-len", "256", "--lr", "2e-3", "--warmup", "50", "--schedule", "cosine", "--val-tokens", "32768",
           "--ckpt-every", "100", "--keep", "1"]
 DIVERGED, STOPPED = 5, 75    # exit codes of the trainer
-GROUPS = (("Gated attention units", "gau/"), ("Softmax and its temperature", "ssmax|softmax-log|softmax$"),
-          ("Softmax, its norm or post changed", "softmax"), ("Sigmoid and softplus", "sigmoid|softplus|lssa"),
+GROUPS = (("Gated attention units", "gau/"), ("Softmax and its temperature", "ssmax|softmax-(floor)?log|softmax$"),
+          ("Softmax, its norm or post changed", "softmax|softpick"), ("Sigmoid and softplus", "sigmoid|softplus|lssa"),
           ("Other phi, l1 norm", ".*-l1"), ("A fixed divisor or none", ""))
 
 
@@ -124,7 +124,7 @@ def table(results):
     for place, (name, r) in enumerate(results.items(), 1):
         loss = f"{r['loss']:.4f}" if r["loss"] is not None else ""
         difference = f"{r['loss'] - softmax:+.4f}" if loss and softmax is not None else ""
-        empty = f"{r['empty']:.2g} % (most: {r['most_empty']:.2g} %)" if r["most_empty"] else ""
+        empty = f"{r['empty']:g} % (most: {r['most_empty']:g} %)" if r["most_empty"] else ""
         out.append(f"| {place} | `{name}` | {loss} | {difference} | {empty} | {r['happened']} |")
     return "\n".join(out) + "\n"
 
@@ -139,21 +139,21 @@ def picture(results):
     curves, bars = figure.subfigures(1, 2, width_ratios=(3, 2))
     panels = curves.subplots(3, 2, sharex=True, sharey=True).flat
     late = [loss for r in results.values() for _, loss in r["curve"][len(r["curve"]) // 4:]]
-    colors, color_of = plt.get_cmap("tab10").colors, {}
-    for axes, (title, names) in zip(panels, groups.items()):
+    colors, color_of = plt.get_cmap("tab10").colors, {}    # a bar has its group's colour, which the panel's title has too
+    for axes, (title, names), group_color in zip(panels, groups.items(), plt.get_cmap("Dark2").colors):
         for i, name in enumerate(names):
-            color_of[name] = colors[i % len(colors)]
+            color_of[name] = group_color
             r = results[name]
-            axes.plot([t / 1e3 for t, _ in r["curve"]], [loss for _, loss in r["curve"]], color=color_of[name], linewidth=1.3,
+            axes.plot([t / 1e3 for t, _ in r["curve"]], [loss for _, loss in r["curve"]], color=colors[i % len(colors)], linewidth=1.3,
                       marker="x" if r["exit"] else None, label=name + (f" ({r['happened']})" if r["exit"] else ""))
         if "softmax" in results and "softmax" not in names:
             axes.plot([t / 1e3 for t, _ in results["softmax"]["curve"]], [loss for _, loss in results["softmax"]["curve"]],
                       color="0.3", linewidth=1, linestyle="--", label="softmax")
-        axes.set_title(title)
+        axes.set_title(title, color=group_color, weight="bold")
         if late:
             axes.set_ylim(min(late) - 0.1, max(late) + 0.1)
         if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize=7.5, frameon=False)
+            axes.legend(fontsize=7.5, frameon=False, ncols=1 + (len(names) > 5))
     curves.supxlabel("thousand tokens", fontsize=10)
     curves.supylabel("validation loss, nats a token", fontsize=10)
 
@@ -167,7 +167,7 @@ def picture(results):
     axes.grid(axis="y", visible=False)
     axes.margins(x=0.12)
     axes.tick_params(axis="y", labelsize=8)
-    axes.set_title(f"Last validation loss (number), and how far from that of {base} (bar)")
+    axes.set_title(f"Last validation loss; the bar is that less {base}'s")
     return figure
 
 
