@@ -145,6 +145,7 @@ def main():
     parser.add_argument("--attn", default="", help="some presets, with commas; default: all")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=0.5, help="of each measurement")
+    parser.add_argument("--memory", default="", help="presets whose peak resident size is measured, at 16,384 tokens and 6 heads")
     parser.add_argument("--json")
     parser.add_argument("--chart")
     arguments = parser.parse_args()
@@ -152,7 +153,7 @@ def main():
     subprocess.run(["make", "-s", "train_gpt2", "build/bench/attention_cpu"], check=True)
     presets = arguments.attn.split(",") if arguments.attn else names()
     lengths = [int(T) for T in arguments.lengths.split(",")]
-    peaks = {name: ours(name, LONGEST, 0, heads=HEADS // 2, B=1)[2] for name in dict.fromkeys(["softmax", *presets])}
+    peaks = {name: ours(name, LONGEST, 0, heads=HEADS // 2, B=1)[2] for name in dict.fromkeys(["softmax", *arguments.memory.split(",")]) if arguments.memory}
     torch_lengths = [int(T) for T in arguments.torch_lengths.split(",")] if arguments.torch_lengths else lengths
     found = measure(presets, lengths, torch_lengths, arguments.rounds, arguments.seconds)
     rows = table(found, presets, lengths, {name: peak / peaks["softmax"] for name, peak in peaks.items()})
