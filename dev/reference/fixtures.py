@@ -34,12 +34,14 @@ OVERRIDES = (
     "relu6-l1+scale=const:1+norm=T2+offset=-logT",
     "relu2-l1+qk=l2+scale=logd-logn+post=reweight:2",
     "softplus-l1+scale=log:L+norm=n2",
-    "ssmax-pn+phi=softplus+norm=n+s=0.5+fixed")
-NORMALIZERS = (*reference.PRESETS, *OVERRIDES)
+    "ssmax-pn+phi=softplus+norm=n+s=0.5+fixed",
+    "softmax-floorlog+scale=floorlog:4")
+NORMALIZERS = (*(name for name in reference.PRESETS if name != "softmax-floorlog"), *OVERRIDES)     # softmax itself where n < 8192
 # A model of one layer (two gated units) for each normaliser that has none above; a clip between the usual gradient norms.
 BLOCKS = {"llama": ("layers=1,heads=2,channels=64,ffn=112,vocab=97,tied=1", 3.6),
           "gau": ("layers=1,block=gau,channels=32,vocab=97,tied=1", 2.1)}
-NO_MODEL = ("lssar+post=reweight:100",)     # in float32 a gradient through two units is off by 1e-4, and ten steps make another model
+NO_MODEL = ("lssar+post=reweight:100",      # in float32 a gradient through two units is off by 1e-4, and ten steps make another model
+            "softmax-floorlog+scale=floorlog:4")    # differs from softmax in attention alone
 # Where a high power or a row with a small sum lets rounding grow from step to step: smaller steps than 0.001.
 LR = {("gau", "relu-l1"): 0.0003, ("gau", "relu6-l1"): 0.0003, ("gau", "relu2-l1+qk=l2+scale=logd-logn+post=reweight:2"): 0.0003,
       ("gau", "lssar"): 0.0001, ("gau", "sigmoid-logn-l1+post=reweight:15"): 0.0001}
@@ -84,7 +86,7 @@ def values(name, shape, mean=0.0, scale=1.0, first=0):
 
 # The mean and the scale of a parameter, by the words in its name; any other is a matrix, 0 +- 2/sqrt(columns).
 RULES = {"norm.weight": (1.0, 0.3), "_gain": (0.0, 1.5), "_offset": (0.0, 0.6),
-         "attn_scale": (0.3, 0.1), "attn_bias": (0.0, 0.2), "attn_pn": (1.0, 0.3)}
+         "attn_scale": (0.3, 0.1), "attn_bias": (0.0, 0.2), "attn_pn": (1.0, 0.3), "attn_sink": (0.0, 0.5)}
 
 
 @functools.lru_cache
@@ -252,9 +254,10 @@ def run_attention(attn, scale, L, B, T, heads, head_size, dtype=torch.float64):
         inputs["attn_pn"] = parameter("attn_pn", (L,))
     fixed = torch.full((heads,), normalizer.s_start(L), dtype=dtype) if normalizer.fixed else None
 
-    def attention(q, k, v, attn_scale=fixed, attn_bias=None, attn_pn=None):
+    def attention(q, k, v, attn_scale=fixed, attn_bias=None, attn_pn=None, attn_sink=None):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return reference.attention(q, k, v, normalizer, L, {"s": attn_scale, "b": attn_bias, "p": attn_pn}).transpose(1, 2)
+        scalars = {"s": attn_scale, "b": attn_bias, "p": attn_pn, "sink": attn_sink}
+        return reference.attention(q, k, v, normalizer, L, scalars).transpose(1, 2)
     return backward(attention, inputs, shape, dtype)
 
 

@@ -11,7 +11,8 @@ the sequence, L the length that the model was trained with:
 The output is sum_j A_ij v_j; a row whose Z (or sum of weights in post) is 0 gives 0, and gradient 0.
 
 [SSMax] Nakanishi, "Scalable-Softmax Is Superior for Attention"; [LSSA] Gao and Spratling, "Softplus Attention with Re-weighting
-Boosts Length Extrapolation in Large Language Models"; [GAU] Su, kexue.fm 9019; [Softer-Max] "Softer-Max, not Softmax"."""
+Boosts Length Extrapolation in Large Language Models"; [GAU] Su, kexue.fm 9019; [Softer-Max] "Softer-Max, not Softmax";
+softmax-sink is gpt-oss's, arXiv 2508.10925; softmax-floorlog Llama 4's; softpick arXiv 2504.20966."""
 
 import math
 import re
@@ -43,6 +44,10 @@ class Normalizer:
     @property
     def has_b(self):
         return self.scale in ("logn-bias", "pn")
+
+    @property
+    def has_sink(self):
+        return self.norm == "l1+sink"
 
     def s_start(self, L):
         """[SSMax]: the mean temperature equals Softmax's; 1 where p_n stands in the place of ln n."""
@@ -77,17 +82,20 @@ PRESETS = {
     "relu2-T": Normalizer(phi="relu2", norm="T"),
     "relu2-L": Normalizer(phi="relu2", norm="L"),
     "relu2-512": Normalizer(phi="relu2", norm="const:512"),
+    "softmax-sink": Normalizer(norm="l1+sink"),
+    "softmax-floorlog": Normalizer(scale="floorlog:8192"),
+    "softpick": Normalizer(phi="expm1", post="rectify"),
 }
 
 NUMBER = r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?"
 POSITIVE = r"(?!0*\.?0*(e|$))\+?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?"
 STAGES = {      # what each stage may say
     "qk": r"none|l2",
-    "scale": rf"rsqrt-d|logn|logn-bias|pn|log:L|log:{POSITIVE}|logd-logn|const:{NUMBER}",
+    "scale": rf"rsqrt-d|logn|logn-bias|pn|log:L|log:{POSITIVE}|floorlog:{POSITIVE}|logd-logn|const:{NUMBER}",
     "offset": r"none|-logL|-logT|-logn",
-    "phi": r"exp|identity|relu|relu2|relu6|gelu|sigmoid|softplus|mish",
-    "norm": rf"l1|l1\+(\d+\.?\d*|\.\d+)|n|n2|L|T|T2|const:{POSITIVE}|sqrt-half-n|none",
-    "post": rf"none|negate|recenter|recenter-l1|reweight:{POSITIVE}",
+    "phi": r"exp|expm1|identity|relu|relu2|relu6|gelu|sigmoid|softplus|mish",
+    "norm": rf"l1|l1\+sink|l1\+(\d+\.?\d*|\.\d+)|n|n2|L|T|T2|const:{POSITIVE}|sqrt-half-n|none",
+    "post": rf"none|negate|rectify|recenter|recenter-l1|reweight:{POSITIVE}",
     "s": NUMBER,
 }
 
@@ -106,6 +114,8 @@ def parse_normalizer(text):
             raise ValueError(f"{text}: {stage} cannot be {value!r}; it matches {STAGES[stage]}")
         else:
             normalizer = replace(normalizer, **{stage: float(value) if stage == "s" else value})
+    if normalizer.has_sink and normalizer.phi != "exp":
+        raise ValueError(f"{text}: a sink is a logit, it needs phi=exp")
     return normalizer
 
 
@@ -117,6 +127,7 @@ def softplus(x):
 
 PHI = {
     "exp": torch.exp,
+    "expm1": torch.expm1,
     "identity": lambda z: z,
     "relu": torch.relu,
     "relu2": lambda z: torch.relu(z) ** 2,
@@ -151,6 +162,8 @@ def scale_of_row(spec, n, d, L, scalars):
         return (s * scalars["p"][:len(n), None] + b) * rsqrt_d
     if kind == "log":
         return ln / math.log(L if value == "L" else float(value)) * rsqrt_d
+    if kind == "floorlog":
+        return (1 + 0.1 * torch.log(1 + torch.floor(n / float(value)))) * rsqrt_d
     if kind == "logd-logn":
         return math.log(d) * ln
     return float(value)     # const:X
@@ -167,8 +180,12 @@ def fixed_norm(spec, n, L):
             "const": float(value or 1)}[kind]
 
 
-def normalized(z, visible, spec, n, L, phi):
-    """A before post: f / Z. exp under l1 goes by the row's maximum, which leaves A as it is (C counts as C e^0)."""
+def normalized(z, visible, spec, n, L, phi, sink):
+    """A before post: f / Z. exp under l1 goes by the row's maximum, which leaves A as it is (C counts as C e^0). sink (NH) is
+    the logit of a key that has no value."""
+    if spec == "l1+sink":
+        with_sink = torch.cat([z.masked_fill(~visible, -math.inf), sink[:, None, None].expand(*z.shape[:-1], 1)], -1)
+        return torch.softmax(with_sink, -1)[..., :-1]
     if not spec.startswith("l1"):
         return torch.where(visible, PHI[phi](z), 0.0) / fixed_norm(spec, n, L)
     C = float(spec[3:] or 0)
@@ -188,6 +205,8 @@ def posted(A, visible, spec, n):
         return A
     if kind == "negate":
         return -A
+    if kind == "rectify":
+        return torch.relu(A)
     if kind == "reweight":
         w = torch.relu(torch.where(visible, A * n - torch.where(n > 3, 1.0, 0.0), 0.0))
         w = over(w, w.detach().amax(-1, keepdim=True))      # leaves w / sum w as it is, and finite
@@ -207,7 +226,7 @@ def attention(q, k, v, normalizer, L, scalars):
     if normalizer.qk == "l2":
         q, k = (over(x, torch.linalg.vector_norm(x, dim=-1, keepdim=True)) for x in (q, k))
     z = scale_of_row(normalizer.scale, n, d, L, scalars) * (q @ k.transpose(-1, -2)) + offset_of_row(normalizer.offset, n, L)
-    A = normalized(z, visible, normalizer.norm, n, L, normalizer.phi)
+    A = normalized(z, visible, normalizer.norm, n, L, normalizer.phi, scalars.get("sink"))
     return posted(A, visible, normalizer.post, n) @ v
 
 
@@ -267,12 +286,14 @@ class Config:
 
 
 def scalar_shapes(normalizer, heads):
-    """The learnt scalars of a layer's attention: attn_scale (s) and attn_bias (b)."""
+    """The learnt scalars of a layer's attention: attn_scale (s), attn_bias (b) and attn_sink."""
     shapes = {}
     if normalizer.has_s and not normalizer.fixed:
         shapes["attn_scale"] = (heads,)
     if normalizer.has_b:
         shapes["attn_bias"] = (heads,)
+    if normalizer.has_sink:
+        shapes["attn_sink"] = (heads,)
     return shapes
 
 
@@ -295,7 +316,7 @@ def gau_shapes(config):
 
 
 def parameter_shapes(config):
-    """Name -> shape, by Hugging Face's names; a normaliser adds attn_scale (s), attn_bias (b) and attn_pn (p)."""
+    """Name -> shape, by Hugging Face's names; a normaliser adds attn_scale (s), attn_bias (b), attn_sink and attn_pn (p)."""
     C, of_layer = config.channels, (gau_shapes if config.block == "gau" else llama_shapes)(config)
     shapes = {"model.embed_tokens.weight": (config.vocab, C)}
     for i in range(config.units):
@@ -315,13 +336,15 @@ def decays(name):
 
 
 def attention_scalars(parameters, prefix, config):
-    """s, b (NH) and p (L) of a layer, as far as its normaliser has them."""
+    """s, b, sink (NH) and p (L) of a layer, as far as its normaliser has them."""
     normalizer, scalars, dtype = config.normalizer, {}, parameters["model.norm.weight"].dtype
     if normalizer.has_s:
         scalars["s"] = (torch.full((config.heads,), normalizer.s_start(config.L), dtype=dtype) if normalizer.fixed
                         else parameters[prefix + "attn_scale"])
     if normalizer.has_b:
         scalars["b"] = parameters[prefix + "attn_bias"]
+    if normalizer.has_sink:
+        scalars["sink"] = parameters[prefix + "attn_sink"]
     if normalizer.scale == "pn":
         scalars["p"] = parameters["model.attn_pn"]
     return scalars

@@ -32,7 +32,7 @@ def attend(name, q, k, v, L=16, **scalars):
 
 
 def scalars_of(name, heads, L, seed=7):
-    """Random s, b and p, as far as the normaliser has them; leaves, to take gradients of."""
+    """Random s, b, p and sink, as far as the normaliser has them; leaves, to take gradients of."""
     normalizer, scalars = parse_normalizer(name), {}
     if normalizer.has_s:
         scalars["s"] = (0.5 + 0.1 * random(heads, seed=seed)).requires_grad_()
@@ -40,6 +40,8 @@ def scalars_of(name, heads, L, seed=7):
         scalars["b"] = (0.3 * random(heads, seed=seed + 1)).requires_grad_()
     if normalizer.scale == "pn":
         scalars["p"] = (1 + 0.3 * random(L, seed=seed + 2)).requires_grad_()
+    if normalizer.has_sink:
+        scalars["sink"] = random(heads, seed=seed + 3).requires_grad_()
     return scalars
 
 
@@ -164,7 +166,7 @@ def test_normalizer_parameters():
     config = reference.Config(**SMALL, tied=True, L=64)
     plain = reference.parameter_shapes(config).keys()
     for attn, added in {"ssmax": {"attn_scale": (2,)}, "ssmax-fixed": {}, "ssmax-bias+fixed": {"attn_bias": (2,)},
-                        "ssmax-pn": {"attn_scale": (2,), "attn_bias": (2,)}}.items():
+                        "ssmax-pn": {"attn_scale": (2,), "attn_bias": (2,)}, "softmax-sink": {"attn_sink": (2,)}}.items():
         shapes = reference.parameter_shapes(reference.Config(**SMALL, tied=True, L=64, attn=attn))
         assert {name.removeprefix(layer): shape for name, shape in shapes.items()
                 if name.startswith(layer) and name not in plain} == added
@@ -184,7 +186,8 @@ def test_grammar():
     assert parse_normalizer("ssmax+s=1+fixed") == parse_normalizer("ssmax-fixed")
     assert parse_normalizer("ssmax+s=1e+2").s == 100
     for wrong in ("ssmx", "softmax+phi=tan", "softmax+norm=l1+", "softmax+", "softmax+norm=const:0", "softmax+post=reweight:-1",
-                  "ssmax+s=", "softmax+width=3", "softmax+scale=log:", ""):
+                  "ssmax+s=", "softmax+width=3", "softmax+scale=log:", "softmax+scale=floorlog:0", "softmax+norm=l1+sin",
+                  "softmax-sink+phi=relu", ""):
         with pytest.raises(ValueError):
             parse_normalizer(wrong)
 
@@ -197,7 +200,8 @@ def weights_of(name, scores, L=64, **scalars):
 
 
 L1 = [name for name in (*reference.PRESETS, "lssar+post=reweight:100", "lssar+post=reweight:0.5")
-      if "reweight" in (n := parse_normalizer(name)).post or n.norm == "l1" and n.post != "recenter" or n.post == "recenter-l1"]
+      if "reweight" in (n := parse_normalizer(name)).post or n.norm == "l1" and n.post not in ("recenter", "rectify")
+      or n.post == "recenter-l1"]
 
 
 @pytest.mark.parametrize("name", L1)
@@ -225,6 +229,17 @@ def test_softmax1_row_sum():
     Z = torch.exp(scores).tril().sum(-1)
     assert (weights_of("softmax1", scores).sum(-1) - Z / (Z + 1)).abs().max() <= 1e-14
     assert (weights_of("softmax+norm=l1+2.5", scores).sum(-1) - Z / (Z + 2.5)).abs().max() <= 1e-14
+
+
+def test_sink_row_sum():
+    """Each head has its own; e^sink = 1 is softmax1, a far one softmax."""
+    q, k = (random(1, 3, 40, 8, seed=seed, scale=2) for seed in range(2))
+    v, sink = torch.eye(40, dtype=torch.float64).expand(1, 3, 40, 40), torch.tensor([-40, 0, 1.7], dtype=torch.float64)
+    A = attend("softmax-sink", q, k, v, sink=sink)[0]
+    Z = torch.exp(q @ k.transpose(-1, -2) / math.sqrt(8)).tril().sum(-1)[0]
+    assert (A.sum(-1) - Z / (Z + torch.exp(sink)[:, None])).abs().max() <= 1e-14
+    for head, name in enumerate(("softmax", "softmax1")):
+        assert (A[head] - attend(name, q, k, v)[0, head]).abs().max() <= 1e-14
 
 
 @pytest.mark.parametrize("n", [10, 100, 1000])
@@ -290,6 +305,12 @@ def row_by_loops(name, scores, d, s):
         return share([512 ** (x * math.log(n) / math.log(512) ** 2) for x in z])
     if name == "softmax1":                                  # [Softer-Max]
         return [math.exp(x) / (1 + sum(math.exp(y) for y in z)) for x in z]
+    if name == "softmax-sink":                              # gpt-oss: a logit more, here of the test's s
+        return [math.exp(x) / (math.exp(s) + sum(math.exp(y) for y in z)) for x in z]
+    if name == "softmax-floorlog+scale=floorlog:4":         # Llama 4
+        return share([math.exp(x * (1 + 0.1 * math.log(1 + n // 4))) for x in z])
+    if name == "softpick":                                  # arXiv 2504.20966 eq. 3, without its eps
+        return [max(math.exp(x) - 1, 0) / sum(abs(math.exp(y) - 1) for y in z) for x in z]
     if name == "relu2-n":
         return [max(x, 0) ** 2 / n for x in z]
     if name == "relu2-T":
@@ -314,11 +335,12 @@ def row_by_loops(name, scores, d, s):
 
 
 @pytest.mark.parametrize("name", ["softmax", "ssmax", "softmax-log512", "softmax1", "relu2-n", "relu2-T", "sigmoid", "relu-sqrt",
+                                  "softmax-sink", "softmax-floorlog+scale=floorlog:4", "softpick",
                                   "mish-l1", "gelu-l1", "softmax-recentered", "softmax-recentered-l1", "lssa", "lssar"])
 def test_papers_formulas(name):
     T, d, s = 9, 6, 0.7
     q, k, v = (random(1, 1, T, d, seed=seed, scale=1.5) for seed in range(3))
-    out = attend(name, q, k, v, s=torch.tensor([s], dtype=torch.float64))
+    out = attend(name, q, k, v, **dict.fromkeys(("s", "sink"), torch.tensor([s], dtype=torch.float64)))
     for i in range(T):
         a, b = q[0, 0, i], k[0, 0, :i + 1]
         if name.startswith("lssa"):
@@ -340,7 +362,7 @@ def test_finite_differences(name):
 
 
 @pytest.mark.parametrize("shape", [SMALL, SMALL_GAU], ids=["llama", "gau"])
-@pytest.mark.parametrize("attn", ["softmax", "ssmax-bias", "ssmax-pn", "relu2-n", "lssar"])
+@pytest.mark.parametrize("attn", ["softmax", "ssmax-bias", "ssmax-pn", "relu2-n", "lssar", "softmax-sink"])
 def test_whole_model_finite_differences(attn, shape):
     config = reference.Config(**shape, tied=True, attn=attn, L=16)
     weights = {name: fixtures.parameter(name, shape) for name, shape in reference.parameter_shapes(config).items()}
@@ -366,6 +388,7 @@ def test_causal(name):
 
 
 @pytest.mark.parametrize("name, k_sign", [("relu-l1", -1), ("relu2-n", -1), ("relu6-l1", -1), ("identity-l1", 0),
+                                          ("softpick", -1), ("softpick", 0),
                                           ("softmax+post=reweight:15", 0), ("softmax-recentered-l1", 0)])
 def test_a_row_without_weight_gives_nothing(name, k_sign):
     q = random(1, 1, 6, 4).abs().requires_grad_()
@@ -376,10 +399,10 @@ def test_a_row_without_weight_gives_nothing(name, k_sign):
     assert all((g == 0).all() for g in torch.autograd.grad(out.sum(), (q, k, v)))
 
 
-@pytest.mark.parametrize("name", ["softmax", "softmax1", "softmax+post=reweight:100", "lssar+post=reweight:100"])
+@pytest.mark.parametrize("name", ["softmax", "softmax1", "softmax-sink", "softmax+post=reweight:100", "lssar+post=reweight:100"])
 def test_large_scores_stay_finite(name):
     q, k, v = (random(1, 1, 600, 8, seed=seed, scale=scale).requires_grad_() for seed, scale in enumerate((100, 100, 1)))
-    out = attend(name, q, k, v)
+    out = attend(name, q, k, v, **scalars_of(name, 1, 600))
     assert out.isfinite().all() and all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), (q, k, v)))
 
 
@@ -421,7 +444,8 @@ int main(void) {
 
 
 RULED = ["model.norm.weight", "model.layers.0.gau.q_gain", "model.layers.0.gau.k_gain", "model.layers.0.gau.q_offset",
-         "model.layers.0.gau.k_offset", "model.layers.0.self_attn.attn_scale", "model.layers.0.gau.attn_bias", "model.attn_pn"]
+         "model.layers.0.gau.k_offset", "model.layers.0.self_attn.attn_scale", "model.layers.0.gau.attn_bias", "model.attn_pn",
+         "model.layers.0.gau.attn_sink"]
 
 
 def test_hash_in_c_equals_python(tmp_path):
