@@ -2,7 +2,7 @@
 
     python scripts/plot.py out/a                                out/a/loss.png
     python scripts/plot.py out/a out/b --out both.png
-    python scripts/plot.py out/a --scalars                      out/a/scalars.png: s, b and p_n, where the normaliser learns them
+    python scripts/plot.py out/a --scalars                      out/a/scalars.png: s, b, sink and p_n, where the normaliser learns them
     python scripts/plot.py out/* --tensorboard /tmp/events      then: tensorboard --logdir /tmp/events
 
 A run is a folder with the trainer's metrics.jsonl; a run that is still going can be drawn at any time.
@@ -243,17 +243,17 @@ def fit_text(a1, a2, r2):
 
 
 def read_scalars(run):
-    """{"s": (tokens, values), "b": the same, "p": array}, of these what the run has."""
+    """{"s": (tokens, values), "b" and "sink": the same, "p": array}, of these what the run has."""
     path, checkpoint = Path(run) / "metrics.jsonl", newest_checkpoint(run)
     lines = read_metrics(run)
-    found = {"s": triples(lines, "attn_scale", path), "b": triples(lines, "attn_bias", path)}
+    found = {name: triples(lines, key, path) for name, key in (("s", "attn_scale"), ("b", "attn_bias"), ("sink", "attn_sink"))}
     found = {name: (tokens, values) for name, (tokens, values) in found.items() if tokens}
     p = read_tensor(checkpoint, "model.attn_pn") if checkpoint else None
     if p is not None:
         found["p"] = p
     if not found:
         raise Refused(f"{path}: no attn_scale, and no model.attn_pn in a checkpoint. Either its normaliser learns no scalars (ssmax, "
-                      "ssmax-bias and ssmax-pn do), or no validation, which writes them, has come yet (--val-every).")
+                      "ssmax-bias, ssmax-pn and softmax-sink do), or no validation, which writes them, has come yet (--val-every).")
     return found
 
 
@@ -277,10 +277,10 @@ def draw_p(axes, p, fit):
 
 
 def scalars_picture(runs):
-    """A figure with a column for each run: s and b by layer against tokens, p_n against n with its fit, which is printed too."""
+    """A figure with a column for each run: s, b and sink by layer against tokens, p_n against n with its fit, which is printed too."""
     loaded = [read_scalars(run) for run in runs]
-    rows = [name for name in "sbp" if any(name in found for found in loaded)]
-    series = [found[name] for found in loaded for name in "sb" if name in found]
+    rows = [name for name in ("s", "b", "sink", "p") if any(name in found for found in loaded)]
+    series = [found[name] for found in loaded for name in ("s", "b", "sink") if name in found]
     token_size, token_name = unit(max((tokens[-1] for tokens, _ in series), default=1), TOKEN_UNITS)
     plt = pyplot()
     from matplotlib import ticker
@@ -380,7 +380,7 @@ def main():
     parser.add_argument("--out", metavar="FILE",
                         help="the picture: .png, .svg or .pdf (default: loss.png, or scalars.png, in the run's folder)")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--scalars", action="store_true", help="draw the normaliser's learnt s, b and p_n")
+    what.add_argument("--scalars", action="store_true", help="draw the normaliser's learnt s, b, sink and p_n")
     what.add_argument("--tensorboard", metavar="DIR", type=Path, help="write event files to DIR/NAME of each run instead")
     options = parser.parse_args()
     if len(options.runs) > 1 and not (options.out or options.tensorboard):

@@ -29,7 +29,7 @@ static bool reads_length(const Normalizer *n) {
 
 // ---- a case: inputs, outputs and gradients of one shape, each with a guard behind it
 
-enum { GUARD = 64, ARRAYS = 16 };
+enum { GUARD = 64, ARRAYS = 18 };
 static const float GUARD_VALUE = -12345.5f;
 
 typedef struct {
@@ -37,7 +37,7 @@ typedef struct {
     AttentionShape shape;
     AttentionScalars scalars;
     AttentionScalarGrads scalar_grads;
-    float *q, *k, *v, *out, *stats, *scratch, *dout, *dq, *dk, *dv, *s, *b, *p;
+    float *q, *k, *v, *out, *stats, *scratch, *dout, *dq, *dk, *dv, *s, *b, *p, *sink;
     size_t keys, values;                // numbers in q, in v
     struct { float *at; size_t n; } arrays[ARRAYS];
     size_t count;
@@ -68,13 +68,14 @@ static Case case_new(const char *text, size_t B, size_t NH, size_t HS, size_t VS
     c.scratch = floats(&c, attention_scratch(c.shape, omp_get_max_threads()));
     c.dq = floats(&c, c.keys), c.dk = floats(&c, c.keys), c.dv = floats(&c, c.values);
     c.s = input(&c, "attn_scale", NH, 0.6f, 0.1f), c.b = input(&c, "attn_bias", NH, 0.1f, 0.2f),
-        c.p = input(&c, "attn_pn", T + 3, 1, 0.3f);
+        c.p = input(&c, "attn_pn", T + 3, 1, 0.3f), c.sink = input(&c, "attn_sink", NH, 0.5f, 0.5f);
     bool s = normalizer_has(&c.normalizer, SCALAR_S), b = normalizer_has(&c.normalizer, SCALAR_B),
-        p = normalizer_has(&c.normalizer, SCALAR_P);
-    c.scalars = (AttentionScalars){.s = s ? c.s : NULL, .b = b ? c.b : NULL, .p = p ? c.p : NULL};
+        p = normalizer_has(&c.normalizer, SCALAR_P), sink = normalizer_has(&c.normalizer, SCALAR_SINK);
+    c.scalars = (AttentionScalars){.s = s ? c.s : NULL, .b = b ? c.b : NULL, .p = p ? c.p : NULL, .sink = sink ? c.sink : NULL};
     c.scalar_grads.s = s ? floats(&c, NH) : NULL;
     c.scalar_grads.b = b ? floats(&c, NH) : NULL;
     c.scalar_grads.p = p ? floats(&c, T + 3) : NULL;
+    c.scalar_grads.sink = sink ? floats(&c, NH) : NULL;
     return c;
 }
 
@@ -213,10 +214,10 @@ static void test_log_scale(void) {
 
 static void test_softmax1(void) {
     enum { T = 100, HS = 8 };
-    check_group("softmax1: rows sum to Z/(Z + 1); softmax+norm=l1+1 is softmax1 to the bit; C = 2.5 likewise");
+    check_group("softmax1: rows sum to Z/(Z + 1); softmax+norm=l1+1 is softmax1 to the bit; C = 2.5, e^sink likewise");
     Case a = case_weights("softmax1", HS, T, 3), b = case_weights("softmax+norm=l1+1", HS, T, 3),
-        c = case_weights("softmax+norm=l1+2.5", HS, T, 3);
-    forward(&a), forward(&b), forward(&c);
+        c = case_weights("softmax+norm=l1+2.5", HS, T, 3), d = case_weights("softmax-sink", HS, T, 3);
+    forward(&a), forward(&b), forward(&c), forward(&d);
     backward(&a), backward(&b);
     CHECK(!memcmp(a.out, b.out, a.values * sizeof *a.out), "out differs");
     CHECK(!memcmp(a.dq, b.dq, a.keys * sizeof *a.dq) && !memcmp(a.dk, b.dk, a.keys * sizeof *a.dk)
@@ -232,8 +233,10 @@ static void test_softmax1(void) {
         CHECK(fabs(sum(a.out + t * T, T) / (Z / (Z + 1)) - 1) < 2e-6, "row %zu sums to %.8f, not %.8f", t + 1, sum(a.out + t * T, T),
               Z / (Z + 1));
         CHECK(fabs(sum(c.out + t * T, T) / (Z / (Z + 2.5)) - 1) < 2e-6, "C = 2.5: row %zu sums to %.8f", t + 1, sum(c.out + t * T, T));
+        double with_sink = Z + exp(d.sink[0]);
+        CHECK(fabs(sum(d.out + t * T, T) / (Z / with_sink) - 1) < 2e-6, "sink: row %zu sums to %.8f", t + 1, sum(d.out + t * T, T));
     }
-    case_free(&a), case_free(&b), case_free(&c);
+    case_free(&a), case_free(&b), case_free(&c), case_free(&d);
 }
 
 // The gradient is linear in A: of -A it is the negative, of rows scaled by one number that multiple, to the bit.
@@ -354,6 +357,14 @@ static void test_by_hand(void) {
     check_probabilities("exp+norm=sqrt-half-n", 4, p, (double[]){0.1 / sqrt(2), 0.2 / sqrt(2), 0.3 / sqrt(2), 0.4 / sqrt(2)});
     check_probabilities("sigmoid+offset=none", 4, p, (double[]){0.1 / 1.1, 0.2 / 1.2, 0.3 / 1.3, 0.4 / 1.4});       // e^z/(1 + e^z)
     check_probabilities("sigmoid-logn", 4, p, (double[]){0.1 / 4.1, 0.2 / 4.2, 0.3 / 4.3, 0.4 / 4.4});              // e^z = p/n
+    // expm1 of ln .5, 0, ln 2, ln 3: -.5, 0, 1, 2, absolute sum 3.5
+    const double e[] = {0.5, 1, 2, 3}, c = 1 + 0.1 * log(3), powers = pow(0.1, c) + pow(0.2, c) + pow(0.3, c) + pow(0.4, c);
+    check_probabilities("softpick", 4, e, (double[]){0, 0, 1 / 3.5, 2 / 3.5});
+    check_probabilities("softpick+post=none", 4, e, (double[]){-0.5 / 3.5, 0, 1 / 3.5, 2 / 3.5});
+    check_probabilities("softpick+norm=l1+2", 4, e, (double[]){0, 0, 1 / 5.5, 2 / 5.5});
+    check_probabilities("softmax+scale=floorlog:2", 4, p,                                       // 1 + floor(4/2) = 3; of 5: 1 + 0
+                        (double[]){pow(0.1, c) / powers, pow(0.2, c) / powers, pow(0.3, c) / powers, pow(0.4, c) / powers});
+    check_probabilities("softmax+scale=floorlog:5", 4, p, p);
     // The first three rows: recenter leaves them, reweight uses 0 in place of the 1.
     const double p3[] = {0.2, 0.3, 0.5}, p2[] = {0.25, 0.75}, p1[] = {1};
     check_probabilities("softmax-recentered", 1, p1, p1), check_probabilities("softmax-recentered-l1", 1, p1, p1);
@@ -378,6 +389,7 @@ static const char *const AWKWARD[] = {
     "mish-l1+norm=l1+2+post=recenter", "softmax+qk=l2+scale=const:-7", "softplus-l1+scale=log:L+norm=n2",
         "ssmax-bias+norm=l1+1+post=reweight:2",
     "softmax+phi=softplus+norm=none+post=recenter", "relu2-T+offset=-logT+phi=sigmoid",
+    "ssmax-bias+norm=l1+sink+post=recenter-l1", "softpick+norm=l1+0.5", "lssa+scale=floorlog:8+phi=expm1",
 };
 
 static void each_normaliser(void (*check)(const char *text)) {
@@ -473,6 +485,7 @@ static void check_finite(const char *text, float largest) {
     if (c.scalar_grads.s) CHECK(not_finite(c.scalar_grads.s, NH) == 0, "%s at %g: ds", text, largest);
     if (c.scalar_grads.b) CHECK(not_finite(c.scalar_grads.b, NH) == 0, "%s at %g: db", text, largest);
     if (c.scalar_grads.p) CHECK(not_finite(c.scalar_grads.p, T) == 0, "%s at %g: dp", text, largest);
+    if (c.scalar_grads.sink) CHECK(not_finite(c.scalar_grads.sink, NH) == 0, "%s at %g: dsink", text, largest);
     for (size_t n = 1; n <= T; n += 23) {
         float out[HS];
         row(&c, out, 0, n);
@@ -598,7 +611,7 @@ static void check_uniform(const char *text) {
 
 static void test_no_weight(void) {
     static const char *const RECTIFIED[] = {"relu-l1", "relu2-l1", "relu6-l1", "relu-L", "relu-sqrt", "relu2-n", "relu2-T",
-                                            "relu2-L", "relu2-512"};
+                                            "relu2-L", "relu2-512", "softpick"};
     check_group("rows without weight: 0, no gradient, counted once");
     for (size_t i = 0; i < COUNT(RECTIFIED); i++)
         check_no_weight(RECTIFIED[i], 1, -1, 0, true), check_no_weight(RECTIFIED[i], 0, 1, 0, true);

@@ -1,4 +1,4 @@
-// The parser of --attn and the table behind it, against SPEC 2.1's table written out here, and random texts.
+// The parser of --attn and the table behind it, against SPEC 2.1's table and three more, written out here, and random texts.
 #include "attention/normalizer.h"
 
 #include <math.h>
@@ -32,7 +32,7 @@ static bool same(const Normalizer *a, const Normalizer *b) {
     return a->fixed == b->fixed && (isnan(a->s_start) ? isnan(b->s_start) : a->s_start == b->s_start);
 }
 
-// ---- the presets, as SPEC 2.1 has them
+// ---- the presets: SPEC 2.1's, and three more
 
 static const struct {
     const char *name, *stages[STAGE_COUNT];
@@ -69,6 +69,9 @@ static const struct {
     {"relu2-T",               {"none", "rsqrt-d",   "none",  "relu2",    "T",           "none"}},
     {"relu2-L",               {"none", "rsqrt-d",   "none",  "relu2",    "L",           "none"}},
     {"relu2-512",             {"none", "rsqrt-d",   "none",  "relu2",    "const:512",   "none"}},
+    {"softmax-sink",          {"none", "rsqrt-d",   "none",  "exp",      "l1+sink",     "none"}},
+    {"softmax-floorlog",      {"none", "floorlog:8192", "none", "exp",   "l1",          "none"}},
+    {"softpick",              {"none", "rsqrt-d",   "none",  "expm1",    "l1",          "rectify"}},
 };
 static const char *const STAGE_NAMES[STAGE_COUNT] = {"qk", "scale", "offset", "phi", "norm", "post"};
 
@@ -77,7 +80,8 @@ static const char *const NAMES[] = {NORMALIZERS(NAME)};
 #undef NAME
 
 static void test_presets(void) {
-    check_group("the presets are those of SPEC 2.1, stage for stage");
+    check_group("the presets are those of SPEC 2.1 and three more, stage for stage");
+    CHECK(COUNT(NAMES) == COUNT(TABLE), "%zu presets, not %zu", COUNT(NAMES), COUNT(TABLE));
     for (size_t i = 0; i < STAGE_COUNT; i++) CHECK(!strcmp(stage_names[i], STAGE_NAMES[i]), "stage %zu is %s", i, stage_names[i]);
     for (size_t i = 0; i < COUNT(TABLE); i++) {
         Normalizer n = parse(TABLE[i].name);
@@ -118,6 +122,9 @@ static void test_overrides(void) {
         {"relu2-n+norm=n2", "relu2-n", NORM_STAGE, "n2"}, {"softmax1+norm=l1", "softmax1", NORM_STAGE, "l1"},
         {"softmax1+norm=l1+0", "softmax1", NORM_STAGE, "l1"},
         {"relu2-n+norm=T2", "relu2-n", NORM_STAGE, "T2"}, {"exp+norm=const:7", "exp", NORM_STAGE, "const:7"},
+        {"ssmax+norm=l1+sink", "ssmax", NORM_STAGE, "l1+sink"}, {"softmax-sink+norm=l1+2", "softmax-sink", NORM_STAGE, "l1+2"},
+        {"lssa+scale=floorlog:0.5", "lssa", SCALE_STAGE, "floorlog:0.5"}, {"softpick+post=none", "softpick", POST_STAGE, "none"},
+        {"softmax1+phi=expm1", "softmax1", PHI_STAGE, "expm1"}, {"identity-l1+post=rectify", "identity-l1", POST_STAGE, "rectify"},
         // The last of two counts.
         {"softmax+post=negate+post=recenter", "softmax", POST_STAGE, "recenter"},
         {"lssar+post=reweight:3+post=none", "lssar", POST_STAGE, "none"},
@@ -171,6 +178,10 @@ static const struct { const char *text, *says; } REFUSED[] = {
     {"softmax+scale=log", "log:BASE"}, {"softmax+scale=log:1", "ln 1"}, {"softmax+scale=log:0", "base"}, {"softmax+scale=log:-2", "base"},
     {"softmax+scale=log:l", "'log:l'"}, {"softmax+scale=log:", "'log:'"}, {"softmax+scale=log:LL", "'log:LL'"},
     {"softmax+scale=const:inf", "'const:inf'"},
+    {"softmax+scale=floorlog:0", "F of scale=floorlog"}, {"softmax-floorlog+scale=floorlog:-4", "F of scale=floorlog"},
+    {"softmax+scale=floorlog", "floorlog:F"},
+    {"softmax+norm=l1+sinks", "'l1+sinks'"}, {"softmax+norm=sink", "l1+sink"}, {"softmax-sink+phi=expm1", "needs phi=exp"},
+    {"relu-l1+norm=l1+sink", "needs phi=exp"}, {"softmax-sink+s=1", "no s"},
     {"softmax+scale=const:1e999", "'const:1e999'"}, {"softmax+scale=const:0x10", "'const:0x10'"}, {"softmax+scale=const", "const:X"},
     {"softmax+scale=const:1 2", "'const:1 2'"}, {"softmax+scale=rsqrt-d:1", "'rsqrt-d:1'"}, {"softmax+scale=ln", "logn-bias"},
     {"softmax+offset=logn", "-logn"}, {"softmax+offset=-logN", "'-logN'"}, {"softmax+phi=relu7", "relu6"}, {"softmax+phi=", "softplus"},
@@ -253,6 +264,8 @@ static void test_shortest(void) {
         {"lssar+post=none", "lssa"}, {"lssar+post=reweight:100.0", "lssa+post=reweight:100"}, {"softmax+norm=l1+0", "softmax"},
         {"ssmax+fixed", "ssmax+fixed"},
         {"softmax+scale=pn+s=0.5", "ssmax-pn+s=0.5"}, {"softmax+phi=relu+norm=L", "relu-L"}, {"relu-L+norm=sqrt-half-n", "relu-sqrt"},
+        {"softmax+norm=l1+sink", "softmax-sink"}, {"softmax-floorlog+scale=rsqrt-d", "softmax"},
+        {"softmax+phi=expm1+post=rectify", "softpick"},
     };
     check_group("the shortest equal text");
     for (size_t i = 0; i < COUNT(SHORTEST); i++) {
@@ -273,12 +286,12 @@ static size_t draw(size_t n) {
 
 static const char *const NUMBERS[] = {"0.5", "1.0", "2", "15", "3.25", "1e-3", "0.1", "7e5", "512", "64", "100", "0.30000000000000004",
                                       "1e15"};
-static const char *const VALUES[STAGE_COUNT][10] = {
-    {"none", "l2"}, {"rsqrt-d", "logn", "logn-bias", "pn", "log:#", "log:L", "logd-logn", "const:#", "const:-#"},
+static const char *const VALUES[STAGE_COUNT][11] = {
+    {"none", "l2"}, {"rsqrt-d", "logn", "logn-bias", "pn", "log:#", "log:L", "floorlog:#", "logd-logn", "const:#", "const:-#"},
     {"none", "-logL", "-logT", "-logn"},
-    {"exp", "identity", "relu", "relu2", "relu6", "gelu", "sigmoid", "softplus", "mish"},
-    {"l1", "l1+#", "n", "n2", "L", "T", "T2", "const:#", "sqrt-half-n", "none"},
-    {"none", "negate", "recenter", "recenter-l1", "reweight:#"},
+    {"exp", "expm1", "identity", "relu", "relu2", "relu6", "gelu", "sigmoid", "softplus", "mish"},
+    {"l1", "l1+#", "l1+sink", "n", "n2", "L", "T", "T2", "const:#", "sqrt-half-n", "none"},
+    {"none", "negate", "rectify", "recenter", "recenter-l1", "reweight:#"},
 };
 
 // Appends to `text`; '#' in the format becomes one of NUMBERS.
@@ -342,21 +355,27 @@ static void test_random(void) {
 
 // ---- the learnt scalars
 
+static const Scalar SCALARS[] = {SCALAR_S, SCALAR_B, SCALAR_P, SCALAR_SINK};
+static const char *const SCALAR_NAMES[COUNT(SCALARS)] = {"s", "b", "p", "sink"};
+
 static void test_scalars(void) {
-    static const struct { const char *text; bool has[3], trains[3]; } ROWS[] = {     // s, b, p
-        {"softmax", {0, 0, 0}, {0, 0, 0}}, {"ssmax", {1, 0, 0}, {1, 0, 0}}, {"ssmax-fixed", {1, 0, 0}, {0, 0, 0}},
-        {"ssmax-bias", {1, 1, 0}, {1, 1, 0}},
-        {"ssmax-pn", {1, 1, 1}, {1, 1, 1}}, {"ssmax-pn+fixed", {1, 1, 1}, {0, 1, 1}}, {"ssmax-bias+s=2+fixed", {1, 1, 0}, {0, 1, 0}},
-        {"softmax-log512", {0, 0, 0}, {0, 0, 0}}, {"lssar", {0, 0, 0}, {0, 0, 0}}, {"softmax+scale=const:2", {0, 0, 0}, {0, 0, 0}},
-        {"relu2-l1+scale=logn", {1, 0, 0}, {1, 0, 0}},
+    static const struct { const char *text; bool has[4], trains[4]; } ROWS[] = {     // s, b, p, sink
+        {"softmax", {0, 0, 0, 0}, {0, 0, 0, 0}}, {"ssmax", {1, 0, 0, 0}, {1, 0, 0, 0}}, {"ssmax-fixed", {1, 0, 0, 0}, {0, 0, 0, 0}},
+        {"ssmax-bias", {1, 1, 0, 0}, {1, 1, 0, 0}},
+        {"ssmax-pn", {1, 1, 1, 0}, {1, 1, 1, 0}},
+        {"ssmax-pn+fixed", {1, 1, 1, 0}, {0, 1, 1, 0}}, {"ssmax-bias+s=2+fixed", {1, 1, 0, 0}, {0, 1, 0, 0}},
+        {"softmax-log512", {0, 0, 0, 0}, {0, 0, 0, 0}}, {"lssar", {0, 0, 0, 0}, {0, 0, 0, 0}},
+        {"softmax+scale=const:2", {0, 0, 0, 0}, {0, 0, 0, 0}},
+        {"relu2-l1+scale=logn", {1, 0, 0, 0}, {1, 0, 0, 0}},
+        {"softmax-sink", {0, 0, 0, 1}, {0, 0, 0, 1}}, {"ssmax+fixed+norm=l1+sink", {1, 0, 0, 1}, {0, 0, 0, 1}},
+        {"softmax-floorlog", {0, 0, 0, 0}, {0, 0, 0, 0}}, {"softpick", {0, 0, 0, 0}, {0, 0, 0, 0}},
     };
-    static const Scalar SCALARS[] = {SCALAR_S, SCALAR_B, SCALAR_P};
     check_group("the learnt scalars: which there are, which are trained, where they start");
     for (size_t i = 0; i < COUNT(ROWS); i++) {
         Normalizer n = parse(ROWS[i].text);
-        for (size_t j = 0; j < 3; j++) {
-            CHECK(normalizer_has(&n, SCALARS[j]) == ROWS[i].has[j], "%s has %c", ROWS[i].text, "sbp"[j]);
-            CHECK(normalizer_trains(&n, SCALARS[j]) == ROWS[i].trains[j], "%s trains %c", ROWS[i].text, "sbp"[j]);
+        for (size_t j = 0; j < COUNT(SCALARS); j++) {
+            CHECK(normalizer_has(&n, SCALARS[j]) == ROWS[i].has[j], "%s has %s", ROWS[i].text, SCALAR_NAMES[j]);
+            CHECK(normalizer_trains(&n, SCALARS[j]) == ROWS[i].trains[j], "%s trains %s", ROWS[i].text, SCALAR_NAMES[j]);
         }
         CHECK(!normalizer_has(&n, SCALAR_NONE), "%s has a scalar of no kind", ROWS[i].text);
     }
@@ -375,26 +394,30 @@ static void test_scalars(void) {
     CHECK(normalizer_start(&given, SCALAR_S, 1024) == 0.25, "s=0.25 starts at %g", normalizer_start(&given, SCALAR_S, 1024));
     CHECK(normalizer_start(&bias, SCALAR_B, 1024) == 0 && normalizer_start(&pn, SCALAR_B, 7) == 0, "b");
     CHECK(normalizer_start(&pn, SCALAR_P, 1024) == 1, "p");
+    Normalizer sink = parse("ssmax+s=0.25+norm=l1+sink");
+    CHECK(normalizer_start(&sink, SCALAR_SINK, 1024) == 0, "the sink");
 }
 
 static void test_changes(void) {
-    static const struct { const char *from, *to; int keeps[3]; } ROWS[] = {     // s, b, p; -1: the new one has none
-        {"softmax", "ssmax", {0, -1, -1}}, {"ssmax", "ssmax-bias", {1, 0, -1}}, {"ssmax-bias", "ssmax", {1, -1, -1}},
-        {"ssmax", "ssmax-pn", {0, 0, 0}},
-        {"ssmax-bias", "ssmax-pn", {0, 1, 0}}, {"ssmax-pn", "ssmax", {0, -1, -1}}, {"ssmax-pn", "ssmax-bias", {0, 1, -1}},
-        {"ssmax", "ssmax-fixed", {0, -1, -1}},
-        {"ssmax-fixed", "ssmax", {1, -1, -1}}, {"ssmax-pn", "ssmax-pn+post=negate", {1, 1, 1}},
-        {"ssmax", "ssmax+post=reweight:3", {1, -1, -1}},
-        {"ssmax-fixed", "ssmax-fixed+post=negate", {1, -1, -1}}, {"ssmax-fixed", "ssmax-fixed+s=2", {0, -1, -1}},
-        {"lssa", "ssmax-pn", {0, 0, 0}},
+    static const struct { const char *from, *to; int keeps[4]; } ROWS[] = {     // s, b, p, sink; -1: the new one has none
+        {"softmax", "ssmax", {0, -1, -1, -1}}, {"ssmax", "ssmax-bias", {1, 0, -1, -1}}, {"ssmax-bias", "ssmax", {1, -1, -1, -1}},
+        {"ssmax", "ssmax-pn", {0, 0, 0, -1}},
+        {"ssmax-bias", "ssmax-pn", {0, 1, 0, -1}}, {"ssmax-pn", "ssmax", {0, -1, -1, -1}}, {"ssmax-pn", "ssmax-bias", {0, 1, -1, -1}},
+        {"ssmax", "ssmax-fixed", {0, -1, -1, -1}},
+        {"ssmax-fixed", "ssmax", {1, -1, -1, -1}}, {"ssmax-pn", "ssmax-pn+post=negate", {1, 1, 1, -1}},
+        {"ssmax", "ssmax+post=reweight:3", {1, -1, -1, -1}},
+        {"ssmax-fixed", "ssmax-fixed+post=negate", {1, -1, -1, -1}}, {"ssmax-fixed", "ssmax-fixed+s=2", {0, -1, -1, -1}},
+        {"lssa", "ssmax-pn", {0, 0, 0, -1}},
+        {"softmax", "softmax-sink", {-1, -1, -1, 0}}, {"softmax-sink", "ssmax+norm=l1+sink", {0, -1, -1, 1}},
+        {"softmax-sink", "softmax", {-1, -1, -1, -1}}, {"ssmax-bias+norm=l1+sink", "ssmax-pn+norm=l1+sink+post=rectify", {0, 1, 0, 1}},
     };
-    static const Scalar SCALARS[] = {SCALAR_S, SCALAR_B, SCALAR_P};
     check_group("what a change of normaliser keeps; which are equal");
     for (size_t i = 0; i < COUNT(ROWS); i++) {
         Normalizer from = parse(ROWS[i].from), to = parse(ROWS[i].to);
-        for (size_t j = 0; j < 3; j++) {
-            if (ROWS[i].keeps[j] < 0) CHECK(!normalizer_has(&to, SCALARS[j]), "%s has %c", ROWS[i].to, "sbp"[j]);
-            else CHECK(normalizer_keeps(&from, &to, SCALARS[j]) == ROWS[i].keeps[j], "%s to %s: %c", ROWS[i].from, ROWS[i].to, "sbp"[j]);
+        for (size_t j = 0; j < COUNT(SCALARS); j++) {
+            if (ROWS[i].keeps[j] < 0) CHECK(!normalizer_has(&to, SCALARS[j]), "%s has %s", ROWS[i].to, SCALAR_NAMES[j]);
+            else CHECK(normalizer_keeps(&from, &to, SCALARS[j]) == ROWS[i].keeps[j], "%s to %s: %s", ROWS[i].from, ROWS[i].to,
+                       SCALAR_NAMES[j]);
         }
     }
     static const struct { const char *a, *b; bool equal; } EQUAL[] = {

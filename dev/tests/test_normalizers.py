@@ -133,7 +133,7 @@ def sharpened(bare):
     content = bytearray(content)
     for name, row in header.items():
         heads = 2 if "self_attn" in name else 1
-        times = 8 if re.search(r"\.[qkz]_proj", name) else np.linspace(0.5, 2, heads) if "attn_scale" in name else 1
+        times = 8 if re.search(r"\.[qkz]_proj", name) else np.linspace(0.5, 2, heads) if "attn_s" in name else 1
         if "data_offsets" in row:
             values = np.frombuffer(content, "<f4")[row["data_offsets"][0] // 4:row["data_offsets"][1] // 4] * times
             content[slice(*row["data_offsets"])] = values.astype("<f4").tobytes()
@@ -149,7 +149,7 @@ def test_every_preset_samples(runs, names, block):
 
 
 @pytest.mark.parametrize("block, name", [("llama", "ssmax-pn"), ("llama", "lssar"), ("llama", "relu2-T"), ("gau", "ssmax-bias"),
-                                         ("gau", "softmax"), ("gau", "ssmax-pn")])
+                                         ("gau", "softmax"), ("gau", "ssmax-pn"), ("gau", "softmax-sink")])
 def test_a_resumed_run_has_the_same_bits(data, runs, tmp_path, block, name):
     shutil.copytree(runs[block, name], tmp_path / "parts")
     for step in (4, 6):
@@ -168,7 +168,7 @@ def test_exp_says_why_it_diverged(data):
 def test_overrides_train(data):
     texts = ["softmax+norm=l1+0.5+post=negate", "lssar+post=reweight:100", "sigmoid-logn-l1+post=reweight:15",
              "softmax+qk=l2+scale=log:L", "gelu-l1+post=recenter-l1", "ssmax-pn+phi=softplus+s=0.5+fixed", "relu6-l1+norm=T2+offset=-logT",
-             "exp+norm=const:7"]
+             "exp+norm=const:7", "ssmax+norm=l1+sink", "softpick+scale=floorlog:4"]
     printed = each(lambda text: train(data, "--model", MODELS["llama"], "--attn", text, "--steps", 3), texts)
     for text, output in zip(texts, printed):
         assert f"attention {text}" in output and "step     3/3" in output.replace("\r", "\n"), output
@@ -236,6 +236,7 @@ NEW = {         # from, to: the tensors that the change brings
     ("softmax", "ssmax"): ["attn_scale"], ("softmax", "ssmax-pn"): ["attn_scale", "attn_bias", "attn_pn"], ("softmax", "lssar"): [],
     ("ssmax", "ssmax-bias"): ["attn_bias"], ("ssmax", "ssmax-pn"): ["attn_scale", "attn_bias", "attn_pn"],
     ("ssmax", "ssmax-fixed"): ["attn_scale"], ("ssmax", "softmax"): [],
+    ("softmax", "softmax-sink"): ["attn_sink"],
 }
 CHANGES = list(NEW)
 STAYS_AS_IT_IS = {("softmax", "ssmax-pn"), ("ssmax", "ssmax-bias")}         # p = s = 1 and b = 0; b = 0
@@ -277,7 +278,7 @@ def test_weights_and_moments_stay(changed, case):
     start, switched, new, *_ = changed[case]
     old, now = tensors(checkpoint(start, 3)), tensors(checkpoint(switched, 4))
     brought = [name for name in now if any(name.endswith(word) for word in NEW[case])]
-    first = dict(attn_bias=0, attn_pn=1, attn_scale=reference.PRESETS[case[1]].s_start(T))
+    first = dict(attn_bias=0, attn_sink=0, attn_pn=1, attn_scale=reference.PRESETS[case[1]].s_start(T))
     for name, values in now.items():
         expected = np.full(values.shape, first[name.split(".")[-1]], "f4") if name in brought else old[name]
         assert np.allclose(values, expected, rtol=0, atol=1e-29), name               # a zero moves by the learning rate
@@ -358,10 +359,11 @@ def test_a_trained_softmax_model_becomes_ssmax_softly(tmp_path):
 @pytest.mark.parametrize("block", MODELS)
 def test_metrics_have_the_scalars(runs, names, block):
     unit = "gau" if block == "gau" else "self_attn"
-    for name in filter(reference.PRESETS.get, names):
+    for name in names:
         known, out = reference.PRESETS[name], runs[block, name]
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-        for word, there in (("attn_scale", known.has_s and not known.fixed), ("attn_bias", known.has_b)):
+        for word, there in (("attn_scale", known.has_s and not known.fixed), ("attn_bias", known.has_b),
+                            ("attn_sink", known.has_sink)):
             assert [word in line for line in lines] == [there and line["step"] % 2 == 0 for line in lines], (name, word)
             for line in filter(lambda line: word in line, lines):
                 saved = tensors(checkpoint(out, line["step"]))

@@ -178,11 +178,13 @@ def test_the_fit_of_what_has_none():
     assert all(math.isnan(x) for x in plot.fit_log([1.0]))
 
 
-def test_s_and_b_by_layer(tmp_path):
-    figure = plot.scalars_picture([str(make_scalars(tmp_path / "a"))])
+@pytest.mark.parametrize("second, name", [("attn_bias", "b"), ("attn_sink", "sink")])
+def test_s_and_another_by_layer(tmp_path, second, name):
+    figure = plot.scalars_picture([str(make_scalars(tmp_path / "a", keys=("attn_scale", second)))])
     s, b, bar = figure.axes
     assert [len(axes.lines) for axes in (s, b)] == [3, 3] and bar.get_ylabel() == "layer"
     assert "tokens" in s.get_xlabel() and s.get_title(loc="left").startswith("s by layer")
+    assert b.get_title(loc="left").startswith(f"{name} by layer")
     for axes, factor in (s, 1), (b, 10):
         for layer in range(3):
             mean = [factor * (layer + i / 100) for i in (10, 20, 30)]
