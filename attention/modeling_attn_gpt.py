@@ -13,11 +13,12 @@ in a row. For the query at position i, n = i + 1 keys are visible; d is the head
     post            a change of the row A_i
 
 The output is sum_j A_ij v_j. A row whose Z, or sum in post, is 0 gives 0. Learnt, for each layer and head: s (attn_scale), b
-(attn_bias); for all: p (attn_pn). With padding, n counts the visible keys that are no padding. Plain arrays of T x T: to be read and
-to be right. With "block": "gau" each layer is a gated attention unit, in the place of attention and feed-forward.
+(attn_bias), sink (attn_sink); for all: p (attn_pn). With padding, n counts the visible keys that are no padding. Plain arrays of T x T:
+to be read and to be right. With "block": "gau" each layer is a gated attention unit, in the place of attention and feed-forward.
 
 [SSMax] Nakanishi, "Scalable-Softmax Is Superior for Attention"; [LSSA] Gao and Spratling, "Softplus Attention with Re-weighting
-Boosts Length Extrapolation in Large Language Models"; [GAU] Su, kexue.fm 9019; [Softer-Max] "Softer-Max, not Softmax"."""
+Boosts Length Extrapolation in Large Language Models"; [GAU] Su, kexue.fm 9019; [Softer-Max] "Softer-Max, not Softmax"; l1+sink
+gpt-oss, arXiv 2508.10925; floorlog Llama 4; expm1 with rectify softpick, arXiv 2504.20966."""
 import math
 import re
 
@@ -43,6 +44,7 @@ def softplus(x):
 
 PHI = {
     "exp": torch.exp,
+    "expm1": torch.expm1,
     "identity": lambda z: z,
     "relu": torch.relu,
     "relu2": lambda z: torch.relu(z) ** 2,
@@ -76,6 +78,8 @@ def scale_of(spec, n, d, L, s, b, p):
         return (s * p[n.long() - 1] + b) / root
     if kind == "log":
         return ln / math.log(L if value == "L" else float(value)) / root
+    if kind == "floorlog":
+        return (1 + 0.1 * torch.log(1 + torch.floor(n / float(value)))) / root
     if kind == "logd-logn":
         return math.log(d) * ln
     if kind == "const":
@@ -105,21 +109,26 @@ def fixed_norm(spec, n, L, T):
     return known[kind]
 
 
-def normalized(z, visible, phi, norm, n, L, T):
+def normalized(z, visible, phi, norm, n, L, T, sink=None):
     if phi not in PHI:
         raise ValueError(f"attention_normalizer: unknown phi {phi!r}")
     z = torch.where(visible, z, 0)
     if norm != "l1" and not norm.startswith("l1+"):
         return torch.where(visible, PHI[phi](z), 0) / fixed_norm(norm, n, L, T)
-    C = float(norm[3:] or 0)
-    if phi != "exp":
+    C = 0.0 if norm == "l1+sink" and phi == "exp" else float(norm[3:] or 0)
+    if phi not in ("exp", "expm1"):
         f = torch.where(visible, PHI[phi](z), 0)
         return over(f, C + f.abs().sum(-1, keepdim=True))
-    # Relative to the row's largest z, which leaves A as it is; C joins as C e^0.
+    # Relative to the row's largest z, which leaves A as it is; C joins as C e^0, expm1's 1 as e^0, the sink as a z.
     largest = z.detach().masked_fill(~visible, -math.inf).amax(-1, keepdim=True)
-    largest = largest.clamp(min=0) if C > 0 else largest.masked_fill(largest == -math.inf, 0)
-    f = torch.where(visible, torch.exp(torch.where(visible, z - largest, 0)), 0)
-    return over(f, C * torch.exp(-largest) + f.sum(-1, keepdim=True))
+    if norm == "l1+sink":
+        largest = torch.maximum(largest, sink.detach().to(z.dtype))
+    else:
+        largest = largest.clamp(min=0) if C > 0 or phi == "expm1" else largest.masked_fill(largest == -math.inf, 0)
+    f = torch.exp(torch.where(visible, z - largest, 0)) - (torch.exp(-largest) if phi == "expm1" else 0)
+    f = torch.where(visible, f, 0)
+    extra = torch.exp(sink - largest) if norm == "l1+sink" else C * torch.exp(-largest)
+    return over(f, extra + f.abs().sum(-1, keepdim=True))
 
 
 def posted(A, visible, spec, n):
@@ -128,6 +137,8 @@ def posted(A, visible, spec, n):
         return A
     if kind == "negate":
         return -A
+    if kind == "rectify":
+        return torch.relu(A)
     if kind == "reweight":      # the first three rows use 0 in place of the 1
         w = torch.relu(torch.where(visible, A * n - (n > 3).to(A.dtype), 0))
         w = over(w, w.detach().amax(-1, keepdim=True))      # relative to the row's largest: the power stays finite
@@ -141,7 +152,7 @@ def posted(A, visible, spec, n):
     raise ValueError(f"attention_normalizer: unknown post {spec!r}")
 
 
-def attention(q, k, v, visible, normalizer, s, b, p):
+def attention(q, k, v, visible, normalizer, s, b, sink, p):
     """q (B, heads, T, d), k, v (B, heads, keys, d) after RoPE; visible (B, 1, T, keys). Statistics are float32 at least."""
     wide = torch.promote_types(q.dtype, torch.float32)
     q, k = q.to(wide), k.to(wide)
@@ -153,7 +164,7 @@ def attention(q, k, v, visible, normalizer, s, b, p):
     elif normalizer["qk"] != "none":
         raise ValueError(f"attention_normalizer: unknown qk {normalizer['qk']!r}")
     z = scale_of(normalizer["scale"], n, d, L, s, b, p) * (q @ k.transpose(-1, -2)) + offset_of(normalizer["offset"], n, L, T)
-    A = normalized(z, visible, normalizer["phi"], normalizer["norm"], n, L, T)
+    A = normalized(z, visible, normalizer["phi"], normalizer["norm"], n, L, T, sink)
     return posted(A, visible, normalizer["post"], n).to(v.dtype) @ v
 
 
@@ -191,11 +202,13 @@ class Normalized(nn.Module):
         super().__init__()
         self.layer, self.normalizer, self.theta = layer, config.attention_normalizer, config.rope_parameters["rope_theta"]
         scale, learnt, heads = self.normalizer["scale"], not self.normalizer.get("fixed", False), config.num_attention_heads
-        self.attn_scale = self.attn_bias = None
+        self.attn_scale = self.attn_bias = self.attn_sink = None
         if scale in ("logn", "logn-bias", "pn"):
             self.attn_scale = nn.Parameter(torch.ones(heads), requires_grad=learnt)
         if scale in ("logn-bias", "pn"):
             self.attn_bias = nn.Parameter(torch.zeros(heads))
+        if self.normalizer["norm"] == "l1+sink":
+            self.attn_sink = nn.Parameter(torch.zeros(heads))
 
     def s_start(self):
         """What the name says; else 1 / mean(ln n over n = 1..L), so that the mean temperature is softmax's [SSMax]; 1 where p_n stands in
@@ -210,8 +223,8 @@ class Normalized(nn.Module):
         q, k = rope(q, positions, self.theta), rope(k, positions, self.theta)
         if cache is not None:
             k, v = cache.update(k, v, self.layer)
-        s, b = (None if w is None else w[:, None, None] for w in (self.attn_scale, self.attn_bias))
-        return attention(q, k, v, visible, self.normalizer, s, b, p)
+        s, b, sink = (None if w is None else w[:, None, None] for w in (self.attn_scale, self.attn_bias, self.attn_sink))
+        return attention(q, k, v, visible, self.normalizer, s, b, sink, p)
 
 
 class Attention(Normalized):
@@ -333,7 +346,7 @@ class AttnGPTForCausalLM(PreTrainedModel, GenerationMixin):
                 nn.init.constant_(parameter, module.s_start())
             elif name in ("attn_pn", "q_gain", "k_gain"):
                 nn.init.ones_(parameter)
-            elif name in ("attn_bias", "q_offset", "k_offset"):
+            elif name in ("attn_bias", "attn_sink", "q_offset", "k_offset"):
                 nn.init.zeros_(parameter)
 
     def get_input_embeddings(self):

@@ -25,7 +25,7 @@ GAU = f"layers=1,block=gau,channels=32,vocab={VOCAB}"
 BLOCKS = {"llama": SHAPE, "gau": GAU}
 OVERRIDES = ["softmax+post=reweight:3", "sigmoid-logn-l1+post=reweight:15", "softmax+qk=l2", "exp+norm=n2", "softmax+scale=log:L",
              "softmax+scale=const:0.3", "relu-l1+norm=l1+0.5", "sigmoid+offset=-logT", "relu2-T+norm=T2", "ssmax+s=0.3+fixed",
-             "lssa+norm=l1+0.5+post=recenter-l1"]
+             "lssa+norm=l1+0.5+post=recenter-l1", "softmax-floorlog+scale=floorlog:4"]
 NORMALIZERS = [*reference.PRESETS, *OVERRIDES]
 
 # name: flags of training. Lengths beyond the training length too: n > L.
@@ -200,10 +200,10 @@ def assert_new(model, block):
         if parameter.ndim == 2:
             assert abs(parameter.std().item() / std - 1) < 0.1 and abs(parameter.mean().item()) < std / 10, key
         else:
-            assert (parameter == (0 if key.endswith(("bias", "offset")) else 1)).all(), key
+            assert (parameter == (0 if key.endswith(("bias", "offset", "sink")) else 1)).all(), key
 
 
-@pytest.mark.parametrize("name", ["ssmax-fixed", "ssmax-pn", "lssar"])
+@pytest.mark.parametrize("name", ["ssmax-fixed", "ssmax-pn", "lssar", "softmax-sink"])
 @pytest.mark.parametrize("block", BLOCKS)
 def test_a_new_model_from_there(block, name, model_of, data, tmp_path):
     """Made by transformers from a config.json alone: its start is ours, it trains on here, and what we save loads there."""
