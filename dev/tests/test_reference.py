@@ -309,7 +309,7 @@ def row_by_loops(name, scores, d, s):
         return [math.exp(x) / (math.exp(s) + sum(math.exp(y) for y in z)) for x in z]
     if name == "softmax-floorlog+scale=floorlog:4":         # Llama 4
         return share([math.exp(x * (1 + 0.1 * math.log(1 + n // 4))) for x in z])
-    if name == "softpick":                                  # arXiv 2504.20966 eq. 3, without its eps
+    if name == "softpick":                                  # arXiv 2504.20966, without its eps
         return [max(math.exp(x) - 1, 0) / sum(abs(math.exp(y) - 1) for y in z) for x in z]
     if name == "relu2-n":
         return [max(x, 0) ** 2 / n for x in z]
