@@ -293,14 +293,13 @@ static void evaluate(Evaluator *e, bool after) {
 
 // The scalars that the given normaliser brings start; the rest of the model stays.
 static void start_given(Evaluator *e, cJSON *started) {
-    static const struct { Scalar scalar; const char *name; } KINDS[] = {{SCALAR_S, "attn_scale"}, {SCALAR_B, "attn_bias"}, {SCALAR_P, "attn_pn"}};
     e->model.config.attn = e->given;
     start_scalars(&e->model, &e->own);
-    for (size_t i = 0; i < sizeof KINDS / sizeof *KINDS; i++) {
-        if (!normalizer_has(&e->given, KINDS[i].scalar) || normalizer_keeps(&e->own, &e->given, KINDS[i].scalar)) continue;
-        double start = normalizer_start(&e->given, KINDS[i].scalar, e->model.config.seq_len);
-        printf("%s%s starts at %.6g", cJSON_GetArraySize(started) ? ", " : "\n", KINDS[i].name, start);
-        cJSON_AddNumberToObject(started, KINDS[i].name, start);
+    for (Scalar scalar = SCALAR_S; scalar < SCALAR_COUNT; scalar++) {
+        if (!normalizer_has(&e->given, scalar) || normalizer_keeps(&e->own, &e->given, scalar)) continue;
+        double start = normalizer_start(&e->given, scalar, e->model.config.seq_len);
+        printf("%s%s starts at %.6g", cJSON_GetArraySize(started) ? ", " : "\n", scalar_names[scalar], start);
+        cJSON_AddNumberToObject(started, scalar_names[scalar], start);
     }
     if (cJSON_GetArraySize(started)) printf("\n");
 }

@@ -1675,8 +1675,8 @@ static void show_sample(Run *run) {
     fclose(file);
 }
 
-// "name": [[mean, least, largest] of each layer], of the learnt s or b, onto the end of `out`.
-static size_t scalar_statistics(char *out, size_t size, size_t at, const Model *m, Scalar scalar, const char *name) {
+// "attn_scale": [[mean, least, largest] of each layer], or those of another learnt scalar, onto the end of `out`.
+static size_t scalar_statistics(char *out, size_t size, size_t at, const Model *m, Scalar scalar) {
     bool first = true;
     for (size_t i = 0; i < m->list.count; i++) {
         const Tensor *t = &m->list.tensors[i];
@@ -1684,7 +1684,7 @@ static size_t scalar_statistics(char *out, size_t size, size_t at, const Model *
         const float *x = m->params + t->offset;
         double sum = 0, least = x[0], largest = x[0];
         for (size_t j = 0; j < t->elements; j++) sum += x[j], least = fmin(least, x[j]), largest = fmax(largest, x[j]);
-        if (first) at += (size_t)snprintf(out + at, size - at, ", \"%s\": [", name);
+        if (first) at += (size_t)snprintf(out + at, size - at, ", \"%s\": [", scalar_names[scalar]);
         at += (size_t)snprintf(out + at, size - at, "%s[%.6g, %.6g, %.6g]", first ? "" : ", ", sum / (double)t->elements, least, largest);
         first = false;
     }
@@ -1695,9 +1695,10 @@ static size_t scalar_statistics(char *out, size_t size, size_t at, const Model *
 static void show_step(Run *run, StepMetrics *metrics, double seconds_a_step, bool keep) {
     char line[512];
     if (run->metrics && !isnan(metrics->val_loss)) {
-        size_t at = scalar_statistics(run->scalars, run->scalars_size, 0, &run->model, SCALAR_S, "attn_scale");
-        at = scalar_statistics(run->scalars, run->scalars_size, at, &run->model, SCALAR_B, "attn_bias");
-        scalar_statistics(run->scalars, run->scalars_size, at, &run->model, SCALAR_SINK, "attn_sink");
+        size_t at = 0;
+        run->scalars[0] = 0;
+        for (Scalar scalar = SCALAR_S; scalar < SCALAR_COUNT; scalar++)
+            if (scalar != SCALAR_P) at = scalar_statistics(run->scalars, run->scalars_size, at, &run->model, scalar);
         metrics->more = run->scalars;
     }
     if (run->metrics) metrics_write(run->metrics, metrics);
@@ -1724,17 +1725,14 @@ static void show_profile(double steps) {
 
 // Names the learnt scalars that `to` brings and `from` did not leave.
 static void show_new_scalars(const Model *m, const Normalizer *from, const Normalizer *to) {
-    static const struct { Scalar scalar; const char *name; } KINDS[] = {
-        {SCALAR_S, "attn_scale"}, {SCALAR_B, "attn_bias"}, {SCALAR_SINK, "attn_sink"}, {SCALAR_P, "model.attn_pn"}};
     const char *where = m->config.block == BLOCK_GAU ? "gau" : "self_attn";
-    for (size_t i = 0; i < sizeof KINDS / sizeof *KINDS; i++) {
-        Scalar scalar = KINDS[i].scalar;
+    for (Scalar scalar = SCALAR_S; scalar < SCALAR_COUNT; scalar++) {
         if (!normalizer_has(to, scalar) || normalizer_keeps(from, to, scalar)) continue;
         double start = normalizer_start(to, scalar, m->config.seq_len);
         if (scalar == SCALAR_P)
-            printf("new parameters: %s, %d of %.4f\n", KINDS[i].name, m->config.seq_len, start);
+            printf("new parameters: model.%s, %d of %.4f\n", scalar_names[scalar], m->config.seq_len, start);
         else
-            printf("new parameters: model.layers.0..%d.%s.%s, %.4f%s\n", m->config.layers - 1, where, KINDS[i].name, start,
+            printf("new parameters: model.layers.0..%d.%s.%s, %.4f%s\n", m->config.layers - 1, where, scalar_names[scalar], start,
                    normalizer_trains(to, scalar) ? "" : ", not trained");
     }
 }

@@ -92,6 +92,8 @@ static const char *write_number(double x, char *out, size_t size) {
 // ---------------------------------------------------------------------------------------------------------------------------
 // The learnt scalars
 
+const char *const scalar_names[SCALAR_COUNT] = {NULL, "attn_scale", "attn_bias", "attn_pn", "attn_sink"};
+
 bool normalizer_has(const Normalizer *normalizer, Scalar scalar) {
     int scale = normalizer->scale.kind;
     switch (scalar) {
@@ -99,9 +101,8 @@ bool normalizer_has(const Normalizer *normalizer, Scalar scalar) {
     case SCALAR_B: return scale == SCALE_LOGN_BIAS || scale == SCALE_PN;
     case SCALAR_P: return scale == SCALE_PN;
     case SCALAR_SINK: return normalizer->norm.kind == NORM_L1_SINK;
-    case SCALAR_NONE: break;
+    default: return false;
     }
-    return false;
 }
 
 bool normalizer_trains(const Normalizer *normalizer, Scalar scalar) {

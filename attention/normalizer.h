@@ -306,7 +306,8 @@ enum { POST_FROM = 3 };
 // ---- attention/normalizer.c
 
 // The scalars that a normaliser may have: s, b and sink for each layer and head, p for each n up to L.
-typedef enum { SCALAR_NONE, SCALAR_S, SCALAR_B, SCALAR_P, SCALAR_SINK } Scalar;
+typedef enum { SCALAR_NONE, SCALAR_S, SCALAR_B, SCALAR_P, SCALAR_SINK, SCALAR_COUNT } Scalar;
+extern const char *const scalar_names[SCALAR_COUNT];     // attn_scale, attn_bias, attn_pn, attn_sink, as checkpoints call them; [0] is NULL
 
 // Has it such scalars, are they trained, and where do they start, for training length L?
 bool normalizer_has(const Normalizer *normalizer, Scalar scalar);

@@ -255,7 +255,8 @@ STARTS = [("softmax", "ssmax", {"attn_scale": ENTROPY}), ("softmax", "ssmax+s=0.
           ("softmax", "ssmax-bias", {"attn_scale": ENTROPY, "attn_bias": 0}),
           ("softmax", "ssmax-pn", {"attn_scale": 1, "attn_bias": 0, "attn_pn": 1}), ("ssmax", "softmax", {}),
           ("ssmax", "ssmax-bias", {"attn_bias": 0}), ("ssmax", "ssmax-fixed", {"attn_scale": 1}),
-          ("ssmax", "ssmax+post=reweight:3", {}), ("ssmax-pn", "ssmax", {"attn_scale": ENTROPY})]
+          ("ssmax", "ssmax+post=reweight:3", {}), ("ssmax-pn", "ssmax", {"attn_scale": ENTROPY}),
+          ("softmax", "softmax-sink", {"attn_sink": 0})]
 
 
 @pytest.mark.parametrize("own, given, starts", STARTS)
