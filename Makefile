@@ -34,7 +34,8 @@ ifeq ($(FAULTS),1)
   CFLAGS += -DFAULTS
 endif
 ifneq ($(ATTN),)
-  ifeq ($(shell grep -E '^ +X.$(ATTN),' attention/normalizer.h),)
+  bracket := (
+  ifeq ($(shell grep -F ' X$(bracket)$(ATTN),' attention/normalizer.h),)
     $(error ATTN=$(ATTN): no such preset; `./train_gpt2 --attn help` lists them)
   endif
   CFLAGS += '-DATTN_ONLY="$(ATTN)"'

@@ -1397,6 +1397,9 @@ static void print_plan(Run *run) {
     printf(", vocabulary %d, %s\n", c->vocab, c->tied ? "tied" : "untied");
     printf("attention %s%s%s, L = %d\n", c->attn.text, strcmp(c->attn.text, name) ? ", which is " : "", strcmp(c->attn.text, name) ? name : "",
            c->seq_len);
+    if (run->switch_step >= 0)
+        printf("switch    to %s at step %lld%s\n", run->switch_to.text, (long long)run->switch_step,
+               run->switch_step >= o->steps ? ", which is not before --steps: a later --resume will come to it" : "");
     printf("products  %s by %s%s, %d thread%s in %d process%s\n", o->dtype == TRAIN_BF16 ? "bfloat16" : "float32", gemm_backend(),
            o->dtype == TRAIN_BF16 && !gemm_has_bf16() ? " (widened to float32: no bfloat16 products here)" : "", omp_get_max_threads(),
            omp_get_max_threads() == 1 ? "" : "s", process.size, process.size == 1 ? "" : "es");

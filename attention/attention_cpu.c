@@ -1,3 +1,6 @@
+// Attention for the whole family in blocks of rows, by the formulas of attention/normalizer.h: rows (scores to weights and back), then heads.
+// Limits: any T, any head size; float, or double with REAL=double. Tested by test_gpt2.c (the reference), dev/tests/test_gradients.c
+// (finite differences) and dev/tests/test_attention.c (what must hold for any numbers).
 #include "attention/attention_cpu.h"
 
 #include <omp.h>
@@ -135,8 +138,10 @@ static real reweight(real *restrict f, Row *row, real P) {
         real u = f[j] * factor - from;
         top = u > top ? u : top;
     }
+    // In a row of equal weights A n - 1 is 0 but for rounding, which must not be mistaken for weight.
+    if (from > 0 && top < 32 * REAL_EPSILON) top = 0;
     row->top = top;
-    real by = top > 0 ? 1 / top : 0;
+    real by = inverse_or_zero(top);
     #pragma omp simd reduction(+ : sum)
     for (int j = 0; j < n; j++) {
         real u = f[j] * factor - from, r = u < 0 ? 0 : u * by;
@@ -163,14 +168,14 @@ static real row_forward(const Normalizer *normalizer, real *s, Row *row, bool *w
         if (!early) recenter(s, row), factor = 1;
         break;
     case POST_RECENTER_L1:
-        if (!early) left = recenter(s, row), factor = row->post_inverse = left == 0 ? 0 : 1 / left;
+        if (!early) left = recenter(s, row), factor = row->post_inverse = inverse_or_zero(left);
         break;
     case POST_REWEIGHT:
         left = reweight(s, row, (real)normalizer->post.value);
-        factor = row->post_inverse = left == 0 ? 0 : 1 / left;
+        factor = row->post_inverse = inverse_or_zero(left);
         break;
     }
-    *weight = sum != 0 && left != 0;
+    *weight = sum != 0 && left != 0 && row->inverse != 0;
     return factor;
 }
 
@@ -245,7 +250,7 @@ static void recenter_backward(real *restrict a, real *restrict d, const Row *row
 // a (n): f in, W out; d in and out (n). The derivative of the power is taken as P W/r, which needs no second power.
 static void reweight_backward(real *restrict a, real *restrict d, const Row *row, real D, real P) {
     int n = row->at.n;
-    real factor = row->inverse * (real)n, from = reweight_from(row), by = row->top > 0 ? 1 / row->top : 0;
+    real factor = row->inverse * (real)n, from = reweight_from(row), by = inverse_or_zero(row->top);
     real inverse = row->post_inverse, slope = P * (real)n * by;
     #pragma omp simd
     for (int j = 0; j < n; j++) {
@@ -303,7 +308,7 @@ static real inverse_norm(const real *x, size_t HS) {
     real sum = 0;
     #pragma omp simd reduction(+ : sum)
     for (size_t i = 0; i < HS; i++) sum += x[i] * x[i];
-    return sum > 0 ? 1 / real_sqrt(sum) : sum;                 // 0, or a NaN
+    return sum < REAL_MIN ? 0 : 1 / real_sqrt(sum);            // its square, too, must stay a number
 }
 
 static const real *unit_rows(real *out, const real *x, size_t n, size_t HS) {

@@ -1,7 +1,7 @@
+// Reads --attn, refuses what has no meaning, tells what there is: all from the one table of normalizer.h. Tested by dev/tests/test_normalizer.c.
 #include "normalizer.h"
 
 #include <errno.h>
-#include <float.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -71,13 +71,13 @@ static bool same_stages(const Normalizer *a, const Normalizer *b) {
     return true;
 }
 
-// A decimal number that a float holds, and nothing else: neither "inf" nor "0x10" nor a space before it.
+// A decimal number that leaves float32 room, 0 or from 1e-30 to 1e30 by its size, and nothing else: neither "inf" nor "0x10" nor a space before it.
 static bool read_number(const char *text, double *out) {
     char *end;
     if (!text[strspn(text, "+-")] || text[strspn(text, "+-.0123456789eE")]) return false;
     errno = 0;
     *out = strtod(text, &end);
-    return end != text && *end == 0 && errno == 0 && fabs(*out) <= FLT_MAX && (*out == 0 || fabs(*out) >= FLT_MIN);
+    return end != text && *end == 0 && errno == 0 && fabs(*out) <= 1e30 && (*out == 0 || fabs(*out) >= 1e-30);
 }
 
 // The fewest digits that give the number back.
@@ -156,6 +156,14 @@ static bool set_stage(Normalizer *normalizer, size_t i, const char *text, char *
         *stage_of(normalizer, i) = (Stage){(int)j, number};
         return true;
     }
+    for (size_t j = 0; j < STAGES[i].count; j++) {
+        const Value *v = &STAGES[i].values[j];
+        size_t length = strlen(v->name);
+        if (!v->takes[0] || strncmp(v->name, text, length) != 0 || text[length] != v->takes[0] || !text[length + 1]) continue;
+        snprintf(message, size, "no such value for %s: '%s'. After '%s%c' comes a number%s, up to 1e30 and not below 1e-30", stage_names[i], text, v->name,
+                 v->takes[0], v->takes[0] == '+' ? " without a sign" : "");
+        return false;
+    }
     int at = snprintf(message, size, "no such value for %s: '%s'. There is:", stage_names[i], text);
     for (size_t j = 0; j < STAGES[i].count && at > 0 && (size_t)at < size; j++) {
         const Value *v = &STAGES[i].values[j];
@@ -189,19 +197,20 @@ static bool apply_override(Normalizer *out, char *word, char *message, size_t si
     const char *value = strchr(word, '=') + 1;
     if (kind < STAGE_COUNT) return set_stage(out, (size_t)kind, value, message, size);
     if (read_number(value, &out->s_start)) return true;
-    snprintf(message, size, "s=%s is not a number that a float holds", value);
+    snprintf(message, size, "s=%s is not a number up to 1e30", value);
     return false;
 }
 
 // What has no meaning, with the reason; NULL when all is well.
 static const char *meaningless(const Normalizer *n) {
     if (n->scale.kind == SCALE_LOG && !(n->scale.value > 0)) return "the base of scale=log must be above 0";
-    if (n->scale.kind == SCALE_LOG && n->scale.value == 1) return "scale=log:1 divides by ln 1 = 0";
+    if (n->scale.kind == SCALE_LOG && logf((float)n->scale.value) == 0) return "scale=log:1 divides by ln 1 = 0";
     if (n->scale.kind == SCALE_FLOORLOG && !(n->scale.value > 0)) return "the F of scale=floorlog must be above 0";
     if (n->norm.kind == NORM_L1_SINK && n->phi.kind != PHI_EXP) return "norm=l1+sink is a logit beside exp's: it needs phi=exp";
     if (n->norm.kind == NORM_L1 && !(n->norm.value >= 0)) return "the C of norm=l1+C must not be negative: Z could be 0 or change its sign";
     if (n->norm.kind == NORM_CONST && !(n->norm.value > 0)) return "norm=const:X divides by X, which must be above 0";
     if (n->post.kind == POST_REWEIGHT && !(n->post.value > 0)) return "the power of post=reweight must be above 0";
+    if (n->post.kind == POST_REWEIGHT && n->post.value > 1e6) return "the power of post=reweight is at most 1e6: float32 has no slope beyond";
     if (!normalizer_has(n, SCALAR_S) && (n->fixed || !isnan(n->s_start)))
         return "there is no s to start or to fix: that needs scale=logn, logn-bias or pn";
     return NULL;
@@ -238,7 +247,9 @@ bool normalizer_parse(Normalizer *out, const char *text, char *message, size_t s
         if (!strcmp(PRESETS[i].name, words)) preset = &PRESETS[i];
     if (!preset) {
         const char *plus = strchr(words, '+');
-        if (plus)
+        if (!words[0])
+            snprintf(message, size, "no such normaliser: none is named. `--attn help` lists all of them");
+        else if (plus)
             snprintf(message, size, "'%s' is no override. There is: qk=, scale=, offset=, phi=, norm=, post=, s= and fixed", plus + 1);
         else
             snprintf(message, size, "no such normaliser. Nearest: %s. `--attn help` lists all of them", nearest_preset(words));

@@ -283,6 +283,11 @@ NORMALIZER_INLINE real norm_extra(Stage norm, RowPlace at, real shift) {
     return norm.value > 0 ? (real)norm.value * real_exp(-shift) : 0;
 }
 
+// 1/x, 0 where x is 0 or so small that 1/x overflows; NaN for NaN.
+NORMALIZER_INLINE real inverse_or_zero(real x) {
+    return x < REAL_MIN ? 0 : 1 / x;
+}
+
 // 1/Z, 0 where Z is 0; sum = sum |f|, shift what was subtracted from z.
 NORMALIZER_INLINE real row_inverse(Stage norm, RowPlace at, real sum, real shift) {
     real n = (real)at.n, T = (real)at.T, Z = 1;
@@ -297,7 +302,7 @@ NORMALIZER_INLINE real row_inverse(Stage norm, RowPlace at, real sum, real shift
     case NORM_CONST:       Z = (real)norm.value; break;
     case NORM_SQRT_HALF_N: Z = real_sqrt(n / 2); break;
     }
-    return Z == 0 ? 0 : 1 / Z;
+    return inverse_or_zero(Z);
 }
 
 // The rows up to this n are left alone by recenter and recenter-l1, and compared with 0 in place of 1/n by reweight.

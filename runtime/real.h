@@ -3,6 +3,7 @@
 #ifndef RUNTIME_REAL_H
 #define RUNTIME_REAL_H
 
+#include <float.h>
 #include <math.h>
 
 #include "runtime/vecmath.h"
@@ -18,8 +19,15 @@ typedef REAL real;
 #define real_log logf
 #define real_sqrt sqrtf
 #define real_floor floorf
+#define real_sigmoid(x) (1 / (1 + __expf(-(x))))
+#define real_pow01 __powf
+#define real_normal_cdf(z, gauss) normcdff(z)
+#define REAL_MIN FLT_MIN
+#define REAL_EPSILON FLT_EPSILON
 #else
 #define BY_TYPE(x, f, d) _Generic((real)0, float: f, double: d)
+#define REAL_MIN     BY_TYPE(0, FLT_MIN, DBL_MIN)                  // the smallest normal number
+#define REAL_EPSILON BY_TYPE(0, FLT_EPSILON, DBL_EPSILON)
 #define real_exp(x)    BY_TYPE(x, vec_exp, exp)(x)
 #define real_log1p(x)  BY_TYPE(x, vec_log1p, log1p)(x)              // x in [0, 1]
 #define real_log(x)    BY_TYPE(x, logf, log)(x)

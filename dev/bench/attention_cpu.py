@@ -1,11 +1,13 @@
 """Attention alone, forward and backward, for each normaliser beside PyTorch's fastest way to the same values, in one run.
 
-    .venv/bin/python dev/bench/attention_cpu.py [--lengths 256,1024,4096] [--attn softmax,lssar] [--rounds 3] [--json F] [--chart F]
+    .venv/bin/python dev/bench/attention_cpu.py [--lengths 256,1024,4096] [--attn softmax,lssar] [--torch-lengths 1024] [--rounds 3]
+        [--seconds 0.5] [--memory lssa,lssar] [--json F] [--chart F]
 
 Ours is attention/attention_cpu.c by build/bench/attention_cpu. PyTorch is scaled_dot_product_attention for softmax, and for every other one
 torch.compile of the formula in dev/reference/model.py, which is what a researcher would write; both in float32 with the same threads. Every
 round measures every variant once, in the opposite order every second round; a figure is the median of the rounds, a ratio the median of
-the rounds' own ratios. Compilation and first calls do not count. 12 heads of 64, and as many sequences as make 4,096 tokens at most.
+the rounds' own ratios. Compilation and first calls do not count. 12 heads of 64; one sequence, or as many
+as make 1,024 tokens.
 """
 import argparse
 import json
@@ -48,12 +50,12 @@ def torch_step(name, T):
     shape = (B, HEADS, T, SIZE)
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(shape) for _ in range(4))
-    scalars = {"s": torch.full((HEADS,), 0.168), "b": torch.zeros(HEADS), "p": torch.ones(T)}
+    scalars = {"s": torch.full((HEADS,), 0.168), "b": torch.zeros(HEADS), "p": torch.ones(T), "sink": torch.zeros(HEADS)}
     inputs = [x.requires_grad_() for x in (q, k, v, *scalars.values())]
     if name == "softmax":
         formula = lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     else:
-        compiled = torch.compile(lambda q, k, v, s, b, p: reference.attention(q, k, v, normalizer, T, {"s": s, "b": b, "p": p}), dynamic=False)
+        compiled = torch.compile(lambda q, k, v, s, b, p, sink: reference.attention(q, k, v, normalizer, T, {"s": s, "b": b, "p": p, "sink": sink}), dynamic=False)
         formula = lambda: compiled(*inputs)
 
     def step():

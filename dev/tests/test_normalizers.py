@@ -481,3 +481,21 @@ def test_the_step_line_shows_rows_without_weight(data):
     assert shares("--attn", "relu-l1+scale=const:0")[-1] == "100"
     # z = -ln L: sigmoid(z) = 1/(L + 1) is below every 1/n; the first three rows are compared with 0.
     assert float(shares("--attn", "sigmoid+scale=const:0+post=reweight:2")[-1]) == pytest.approx(100 * (T - 3) / T, abs=0.6)
+
+
+# ---- for CUDA
+
+def test_the_table_compiles_as_device_code(tmp_path):
+    """normalizer.h as a CUDA compiler reads it: by nvcc where there is one, and by g++ with CUDA's words defined."""
+    source = tmp_path / "table.cu"
+    source.write_text('#include "attention/normalizer.h"\n'
+                      "__global__ void kernel(float *z, float *out, Stage scale, Stage offset, Stage norm, RowPlace at, int phi) {\n"
+                      "    float slope;\n"
+                      "    phi_both(phi, row_scale(scale, at) * *z + row_offset(offset, at), 1, out, &slope);\n"
+                      "    *z = *out * row_inverse(norm, at, *out, 0) + row_scale_slopes(scale, at).s;\n}\n")
+    words = ["-D__CUDACC__", "-D__host__=", "-D__device__=", "-D__global__=", "-D__forceinline__=inline", "-D__expf=expf", "-D__powf=powf",
+             "-Dnormcdff=erff"]
+    subprocess.run(["g++", "-std=c++17", "-fsyntax-only", "-Wall", "-Werror", "-Wno-unused-function", f"-I{ROOT}", *words, "-x", "c++", source],
+                   check=True)
+    if shutil.which("nvcc"):
+        subprocess.run(["nvcc", "-std=c++17", f"-I{ROOT}", "-c", "-o", tmp_path / "table.o", source], check=True)
