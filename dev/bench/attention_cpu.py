@@ -133,7 +133,7 @@ def draw(rows, lengths, path):
         axis.barh([y + 0.2 for y in at], [r["ms"] for r in here], 0.4, label="ours")
         if any(r["torch_ms"] == r["torch_ms"] for r in here):
             axis.barh([y - 0.2 for y in at], [r["torch_ms"] for r in here], 0.4, label="PyTorch")
-        axis.set(title=f"T = {T}", xlabel="ms, forward and backward", xscale="log", yticks=list(at), yticklabels=[r["name"] for r in here])
+        axis.set(title=f"T = {T}", xlabel="ms, forward and backward", yticks=list(at), yticklabels=[r["name"] for r in here])
         axis.invert_yaxis()
         axis.legend()
     figure.tight_layout()
