@@ -14,13 +14,13 @@
 typedef REAL real;
 
 #ifdef __CUDACC__
-#define real_exp __expf
+#define real_exp expf
 #define real_log1p log1pf
 #define real_log logf
 #define real_sqrt sqrtf
 #define real_floor floorf
-#define real_sigmoid(x) (1 / (1 + __expf(-(x))))
-#define real_pow01 __powf
+#define real_sigmoid(x) (1 / (1 + expf(-(x))))
+#define real_pow01 powf
 #define real_normal_cdf(z, gauss) normcdff(z)
 #define REAL_MIN FLT_MIN
 #define REAL_EPSILON FLT_EPSILON
