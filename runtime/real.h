@@ -30,7 +30,7 @@ typedef REAL real;
 #define REAL_EPSILON BY_TYPE(0, FLT_EPSILON, DBL_EPSILON)
 #define real_exp(x)    BY_TYPE(x, vec_exp, exp)(x)
 #define real_log1p(x)  BY_TYPE(x, vec_log1p, log1p)(x)              // x in [0, 1]
-#define real_log(x)    BY_TYPE(x, logf, log)(x)
+#define real_log(x)    BY_TYPE(x, vec_log, log)(x)
 #define real_sqrt(x)   BY_TYPE(x, sqrtf, sqrt)(x)
 #define real_floor(x)  BY_TYPE(x, floorf, floor)(x)
 #define real_pow01(x, p) BY_TYPE(x, vec_pow01, pow)(x, p)           // x in [0, 1]
