@@ -19,6 +19,10 @@
 
 #include "runtime/real.h"
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 #ifdef __CUDACC__
 #define NORMALIZER_INLINE static __host__ __device__ __forceinline__
 #else
@@ -347,4 +351,7 @@ extern const char normalizer_flag_help[];
 // A NAME that there is not ends the program.
 bool normalizer_help(const char *text);
 
+#ifdef __cplusplus
+}
+#endif
 #endif

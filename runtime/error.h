@@ -8,6 +8,10 @@
 
 #include <stdbool.h>
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 typedef enum {
     EXIT_DONE = 0,
     EXIT_USAGE = 2,       // wrong flags
@@ -33,10 +37,10 @@ extern bool (*fail_speaker)(bool says);
 extern void (*fail_hook)(int code);
 
 // Writes "program: text" to stderr and ends the process with the code.
-_Noreturn void fail(ExitCode code, const char *format, ...) __attribute__((format(printf, 2, 3)));
+void fail(ExitCode code, const char *format, ...) __attribute__((noreturn, format(printf, 2, 3)));
 
 // fail() with what an Error says; an empty text is not printed.
-_Noreturn void fail_with(const Error *error);
+void fail_with(const Error *error) __attribute__((noreturn));
 
 // Writes "program: warning: text" to stderr, but where warn_off is set: in all processes of a job but the first, which warns for all.
 extern bool warn_off;
@@ -45,4 +49,7 @@ void warn(const char *format, ...) __attribute__((format(printf, 1, 2)));
 // Fills the error and returns false, so that a function can end with `return error_set(...)`.
 bool error_set(Error *error, ExitCode code, const char *format, ...) __attribute__((format(printf, 3, 4)));
 
+#ifdef __cplusplus
+}
+#endif
 #endif

@@ -8,6 +8,10 @@
 
 #include "runtime/error.h"
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 typedef struct {
     int rank, size;                // among all processes
     int local_rank, local_size;    // among those on this machine
@@ -43,4 +47,7 @@ void process_agree(bool done, const Error *error);
 void process_catch_signals(void);
 bool process_stop_requested(void);
 
+#ifdef __cplusplus
+}
+#endif
 #endif

@@ -13,7 +13,7 @@
 #endif
 typedef REAL real;
 
-#ifdef __CUDACC__
+#ifdef __cplusplus                      // CUDA, or its source on a CPU (kernels/gpu.cuh)
 #define real_exp expf
 #define real_log1p log1pf
 #define real_log logf
