@@ -5,6 +5,7 @@ MARCH   ?= native
 OPT     ?= -O3
 WERROR  ?= 0
 SAN     ?= 0
+TSAN    ?= 0
 FAULTS  ?= 0
 ATTN    ?=
 
@@ -18,6 +19,20 @@ MPI     := $(or $(MPI),$(if $(shell command -v $(MPICC)),1,0))
 CJSON   := $(call header,cjson/cJSON.h)
 XXHASH  := $(call header,xxhash.h)
 
+# The CUDA Toolkit: nvcc's, /usr/local/cuda, or what scripts/setup_cuda.sh brought. cuBLASLt and NCCL: in the Toolkit, from that
+# script, or in Python's wheels. CUDA=DIR is another Toolkit; CUDA= and NCCL=0 do without.
+whole = $(foreach d,$(1),$(if $(and $(wildcard $(d)/bin/nvcc),$(wildcard $(d)/include/cuda_runtime.h)),$(d)))
+with  = $(firstword $(patsubst %/include/$(1),%,$(wildcard $(addsuffix /include/$(1),$(2)))))
+ifeq ($(origin CUDA),undefined)
+  CUDA   := $(firstword $(call whole,$(patsubst %/bin/nvcc,%,$(shell readlink -f "$$(command -v nvcc)")) /usr/local/cuda .cuda/nvidia/cu13))
+endif
+ifneq ($(CUDA),)
+  wheels  = $(shell for p in .venv/bin/python python3; do $$p -c 'import nvidia; print(*nvidia.__path__)'; done 2>/dev/null)
+  CUBLAS := $(or $(call with,cublasLt.h,$(CUDA) .cuda/nvidia/cu13),$(call with,cublasLt.h,$(addsuffix /cu13,$(wheels))))
+  NCCL   := $(or $(NCCL),$(call with,nccl.h,$(CUDA) /usr .cuda/nvidia/nccl),$(call with,nccl.h,$(addsuffix /nccl,$(wheels))))
+endif
+USE_NCCL := $(if $(filter 1,$(MPI)),$(filter-out 0,$(NCCL)))
+
 # ---- flags
 VERSION := $(shell git describe --always --dirty 2>/dev/null || echo unknown)
 CFLAGS   = -std=gnu11 $(OPT) -g -march=$(MARCH) -fopenmp -fno-math-errno -fno-trapping-math -Wall -Wextra -MMD -MP -I.
@@ -27,8 +42,12 @@ ifeq ($(WERROR),1)
   CFLAGS += -Werror
 endif
 ifeq ($(SAN),1)
-  CFLAGS  += -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer
+  SANITIZE = -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer
+  CFLAGS  += $(SANITIZE)
   LDFLAGS += -fsanitize=address,undefined
+endif
+ifeq ($(TSAN),1)
+  LDFLAGS += -fsanitize=thread
 endif
 ifeq ($(FAULTS),1)
   CFLAGS += -DFAULTS
@@ -38,7 +57,8 @@ ifneq ($(ATTN),)
   ifeq ($(shell grep -F ' X$(bracket)$(ATTN),' attention/normalizer.h),)
     $(error ATTN=$(ATTN): no such preset; `./train_gpt2 --attn help` lists them)
   endif
-  CFLAGS += '-DATTN_ONLY="$(ATTN)"'
+  ONLY    = '-DATTN_ONLY="$(ATTN)"'
+  CFLAGS += $(ONLY)
 endif
 ifeq ($(ONEDNN),1)
   CFLAGS += -DUSE_ONEDNN
@@ -56,14 +76,14 @@ endif
 BUILT_FOR := $(shell $(CC) -march=$(MARCH) -dM -E -x c /dev/null | sed -nE \
   's/^.define __(AVX|AVX2|FMA|BMI2|AVX512F|AVX512BW|AVX512DQ|AVX512VL|AVX512VNNI|AVX512BF16)__ 1/\1/p' | tr A-Z a-z | sed 's/.*/X("&")/' | sort)
 
-BUILD   ?= build$(if $(filter 1,$(SAN)),/san)$(if $(filter 1,$(FAULTS)),/faults)$(if $(ATTN),/$(ATTN))
+BUILD   ?= build$(if $(filter 1,$(SAN)),/san)$(if $(filter 1,$(TSAN)),/tsan)$(if $(filter 1,$(FAULTS)),/faults)$(if $(ATTN),/$(ATTN))
 BIN     ?= $(if $(filter build,$(BUILD)),.,$(BUILD))
 PROGRAMS = train_gpt2 sample_gpt2 eval_gpt2
-LIBRARY  = $(patsubst %.c,$(BUILD)/%.o,$(wildcard model.c runtime/*.c attention/*.c))
+LIBRARY  = $(patsubst %.c,$(BUILD)/%.o,$(wildcard model.c weights.c runtime/*.c attention/*.c))
 TESTS    = $(patsubst dev/tests/%.c,$(BUILD)/tests/%,$(wildcard dev/tests/test_*.c))
 
 ifneq ($(CJSON)$(XXHASH),11)
-$(if $(filter help clean,$(MAKECMDGOALS)),,$(error cJSON and xxHash are needed: apt-get install libcjson-dev libxxhash-dev, or scripts/setup.sh))
+$(if $(filter help clean lacking,$(MAKECMDGOALS)),,$(error cJSON and xxHash are needed: apt-get install libcjson-dev libxxhash-dev, or scripts/setup.sh))
 endif
 
 all: $(addprefix $(BIN)/,$(PROGRAMS))
@@ -71,6 +91,8 @@ all: $(addprefix $(BIN)/,$(PROGRAMS))
 $(addprefix $(BIN)/,$(PROGRAMS) test_gpt2): $(BIN)/%: $(BUILD)/%.o $(LIBRARY)
 	@echo '  LD  $@'
 	@$(CC) $(LDFLAGS) -o $@ $^ $(LDLIBS)
+
+$(BIN)/train_gpt2: $(BUILD)/training.o
 
 # From an archive, so that a test that includes a .c file (with fault points, say) has that in place of the library's object.
 $(BUILD)/library.a: $(LIBRARY)
@@ -93,14 +115,95 @@ $(BUILD)/%.o: %.c $(BUILD)/flags
 	@$(CC) $(CFLAGS) -c -o $@ $<
 
 # Objects depend on the flags that they were built with: a changed flag rebuilds, an unchanged one does not.
+record = @mkdir -p $(@D); echo '$(1)' | cmp -s - $@ || echo '$(1)' > $@
 $(BUILD)/flags: FORCE
-	@mkdir -p $(@D)
-	@echo '$(CC) $(CFLAGS)' | cmp -s - $@ || echo '$(CC) $(CFLAGS)' > $@
+	$(call record,$(CC) $(CFLAGS))
 
 $(BUILD)/attention/modeling.o: attention/modeling_attn_gpt.py
 $(BUILD)/runtime/cpu.o: private CFLAGS := $(filter-out -march=%,$(CFLAGS)) '-DBUILT_FOR=$(BUILT_FOR)'
 $(BUILD)/runtime/run.o: private CFLAGS += '-DVERSION="$(VERSION)"'
 $(BUILD)/runtime/run.o: $(BUILD)/version
+
+# ---- the CUDA programs: by nvcc for GPUs, in $(BUILD)/cuda, and the same source by g++ for the CPU (dev/cuda_on_cpu), in $(BUILD)/on_cpu
+GPUS       ?= 80 90
+CU_PROGRAMS = train_gpt2 test_gpt2
+FLASH       = $(patsubst %.cu,%.o,$(wildcard attention/*.cu))
+EMULATOR    = $(patsubst %.cpp,$(BUILD)/on_cpu/%.o,$(wildcard dev/cuda_on_cpu/*.cpp))
+
+comma      := ,
+architectures = $(foreach n,$(GPUS),-gencode arch=compute_$(n),code=sm_$(n)) -gencode arch=compute_$(lastword $(GPUS)),code=compute_$(lastword $(GPUS))
+library_in  = $(abspath $(firstword $(wildcard $(addsuffix /$(1),$(2)/lib64 $(2)/lib $(2)/lib/x86_64-linux-gnu))))
+GPU_SHARED  = $(call library_in,libcublasLt.so*,$(CUBLAS)) $(if $(USE_NCCL),$(call library_in,libnccl.so*,$(NCCL)))
+GPU_LIBS    = $(GPU_SHARED) $(patsubst %/,-Wl$(comma)-rpath$(comma)%,$(dir $(GPU_SHARED))) $(call library_in,libcudart_static.a,$(CUDA)) -ldl -lrt -lpthread
+CU_FLAGS    = -std=c++17 -I. -MMD -MP $(ONLY) $(if $(USE_NCCL),-DUSE_NCCL) $(patsubst %,-isystem %/include,$(filter-out 0 /usr,$(CUBLAS) $(NCCL)))
+NVCCFLAGS   = $(CU_FLAGS) -O3 -lineinfo $(architectures) -Xcompiler -Wall,-Wextra,-fPIC $(if $(filter 1,$(WERROR)),-Werror all-warnings) $(PTXAS)
+# The race check watches the kernels, not the emulator, and knows nothing of OpenMP's threads.
+RACES       = $(filter 1,$(TSAN))
+CXXFLAGS    = $(CU_FLAGS) -Idev/cuda_on_cpu -isystem $(CUDA)/include -O2 -g -fPIC -march=$(MARCH) -fno-math-errno -Wall -Wextra \
+              -Wno-unknown-pragmas $(if $(filter 1,$(WERROR)),-Werror) $(SANITIZE) $(if $(RACES),,-fopenmp)
+
+# cu_rules(cuda or on_cpu, how the programs' names end, prerequisites, libraries)
+define cu_rules
+$(CU_PROGRAMS:%=$(BIN)/%$(2)): $(BIN)/%$(2): $(BUILD)/$(1)/%.o $(BUILD)/$(1)/flash.a $(BUILD)/library.a $(3)
+	@echo '  LD  $$@'
+	@$(CXX) $(LDFLAGS) -o $$@ $$^ $(4) $(LDLIBS)
+
+$(BUILD)/$(1)/tests/%: $(BUILD)/$(1)/dev/tests/%.o $(BUILD)/library.a $(3)
+	@mkdir -p $$(@D)
+	@echo '  LD  $$@'
+	@$(CXX) $(LDFLAGS) -o $$@ $$^ $(4) $(LDLIBS)
+
+$(BUILD)/$(1)/flash.so: $(FLASH:%=$(BUILD)/$(1)/%) $(BUILD)/pic/library.a $(3)
+	@echo '  LD  $$@'
+	@$(CXX) $(LDFLAGS) -shared -o $$@ $$^ $(4) $(LDLIBS)
+
+$(BUILD)/$(1)/flash.a: $(FLASH:%=$(BUILD)/$(1)/%)
+	@mkdir -p $$(@D)
+	@rm -f $$@
+	@ar rcs $$@ $$^
+endef
+$(eval $(call cu_rules,cuda,cu,,$$(GPU_LIBS)))
+$(eval $(call cu_rules,on_cpu,cu_on_cpu,$(BUILD)/on_cpu/emulator.a,))
+
+$(BUILD)/cuda/%.o: %.cu $(BUILD)/cuda/flags
+	@mkdir -p $(@D)
+	@echo '  NVCC $<'
+	@$(CUDA)/bin/nvcc $(NVCCFLAGS) -MF $(@:.o=.d) -c -o $@ $<
+
+$(BUILD)/on_cpu/%.o: %.cu $(BUILD)/on_cpu/flags
+	@mkdir -p $(@D)
+	@echo '  CXX $<'
+	@$(CXX) $(CXXFLAGS) $(if $(RACES),-fsanitize=thread) -x c++ -c -o $@ $<
+
+$(BUILD)/on_cpu/%.o: %.cpp $(BUILD)/on_cpu/flags
+	@mkdir -p $(@D)
+	@echo '  CXX $<'
+	@$(CXX) $(CXXFLAGS) $(if $(RACES),-DRACE_CHECK) $(if $(USE_NCCL),$(MPI_FLAGS)) -c -o $@ $<
+
+$(BUILD)/on_cpu/emulator.a: $(EMULATOR)
+	@rm -f $@
+	@ar rcs $@ $^
+
+# What flash.so has of the C library, for a shared library.
+$(BUILD)/pic/library.a: $(addprefix $(BUILD)/pic/,attention/normalizer.o runtime/error.o runtime/options.o runtime/process.o)
+	@ar rcs $@ $^
+
+$(BUILD)/pic/%.o: %.c $(BUILD)/flags
+	@mkdir -p $(@D)
+	@echo '  CC  $<'
+	@$(CC) $(CFLAGS) -fPIC -c -o $@ $<
+
+$(BUILD)/cuda/flags: FORCE
+	@$(if $(and $(CUDA),$(CUBLAS)),,$(cuda_missing))
+	$(call record,$(CUDA)/bin/nvcc $(NVCCFLAGS))
+
+$(BUILD)/on_cpu/flags: FORCE
+	@$(if $(and $(CUDA),$(CUBLAS)),,$(cuda_missing))
+	$(call record,$(CXX) $(CXXFLAGS) $(RACES))
+cuda_missing = echo 'make: the CUDA Toolkit or cuBLASLt is not here (make help); scripts/setup_cuda.sh brings them' >&2; exit 1
+
+test_on_cpu: $(patsubst dev/tests/%.cu,$(BUILD)/on_cpu/tests/%,$(wildcard dev/tests/test_*.cu))
+	@status=0; for t in $^; do echo "== $$t"; $$t || status=1; done; exit $$status
 
 test: $(TESTS) $(BIN)/test_gpt2
 	@status=0; for t in $^; do echo "== $$t"; case $$t in */*) $$t ;; *) ./$$t ;; esac || status=1; done; exit $$status
@@ -111,7 +214,11 @@ help:
 	@echo 'make SAN=1      with AddressSanitizer and UBSan, in build/san'
 	@echo 'make ATTN=ssmax    programs that know only that attention normaliser, in build/ssmax'
 	@echo 'make MARCH=x86-64-v3    for other machines than this one (now: $(MARCH))'
-	@echo 'make ONEDNN=0 BLAS=0 MPI=0    without what was found'
+	@echo 'make ONEDNN=0 BLAS=0 MPI=0 NCCL=0    without what was found'
+	@echo
+	@echo 'make train_gpt2cu test_gpt2cu    the CUDA programs, for GPUS="$(GPUS)" (compute capabilities) and later ones'
+	@echo 'make train_gpt2cu_on_cpu test_gpt2cu_on_cpu    the same source built to run on a CPU (dev/cuda_on_cpu): slow, for proof'
+	@echo 'make test_on_cpu    the tests of the kernels, on the CPU; TSAN=1: watched for races, in build/tsan'
 	@echo
 	@echo 'found on this machine'
 	@$(call found,$(ONEDNN),oneDNN (libdnnl-dev),products by oneDNN in float32 and bfloat16,$(if $(filter 1,$(BLAS)),products by a CBLAS; bfloat16 widened to float32,products by own loops; slower))
@@ -119,15 +226,23 @@ help:
 	@$(call found,$(MPI),MPI (libopenmpi-dev openmpi-bin),several processes by scripts/launch.sh,one process)
 	@$(call found,$(CJSON),cJSON (libcjson-dev),required,the build needs it)
 	@$(call found,$(XXHASH),xxHash (libxxhash-dev),required,the build needs it)
+	@$(call found,$(if $(CUDA),1),CUDA Toolkit,$(CUDA),no CUDA programs on GPU or CPU; scripts/setup_cuda.sh brings one)
+	@$(call found,$(if $(CUBLAS),1),cuBLASLt,$(CUBLAS),no CUDA programs on GPU or CPU; scripts/setup_cuda.sh brings it)
+	@$(call found,$(if $(USE_NCCL),1),NCCL$(if $(filter 1,$(MPI)),, (needs MPI)),$(NCCL),one GPU; scripts/setup_cuda.sh brings it)
 found = printf '  %-3s %-32s %s\n' '$(if $(filter 1,$(1)),yes,no)' '$(2)' '$(if $(filter 1,$(1)),$(3),$(4))'
 
 $(BUILD)/version: FORCE
 	@mkdir -p $(@D)
 	@echo '$(VERSION)' | cmp -s - $@ || echo '$(VERSION)' > $@
 
-clean:
-	rm -rf build train_gpt2 sample_gpt2 eval_gpt2 test_gpt2
+# What scripts/setup_cuda.sh is to fetch.
+lacking:
+	@echo $(if $(CUDA),,toolkit) $(if $(CUBLAS),,cublas) $(if $(NCCL),,nccl)
 
-.PHONY: all clean help test FORCE
+clean:
+	rm -rf build train_gpt2 sample_gpt2 eval_gpt2 test_gpt2 $(CU_PROGRAMS:%=%cu) $(CU_PROGRAMS:%=%cu_on_cpu)
+
+.PHONY: all clean help lacking test test_on_cpu FORCE
 .SECONDARY:
--include $(LIBRARY:.o=.d) $(patsubst %,$(BUILD)/%.d,$(PROGRAMS) test_gpt2) $(patsubst dev/tests/%.c,$(BUILD)/dev/tests/%.d,$(wildcard dev/tests/*.c))
+-include $(wildcard $(foreach d,cuda on_cpu,$(addprefix $(BUILD)/$(d)/,*.d attention/*.d dev/cuda_on_cpu/*.d dev/tests/*.d)) $(BUILD)/pic/*/*.d)
+-include $(LIBRARY:.o=.d) $(BUILD)/training.d $(patsubst %,$(BUILD)/%.d,$(PROGRAMS) test_gpt2) $(patsubst dev/tests/%.c,$(BUILD)/dev/tests/%.d,$(wildcard dev/tests/*.c))

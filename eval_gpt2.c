@@ -4,6 +4,16 @@
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-function"      // of the trainer's layers only some serve here
 #include "train_gpt2.c"
+
+#include <errno.h>
+#include <limits.h>
+
+#include "runtime/checkpoint.h"
+#include "runtime/file.h"
+#include "runtime/human.h"
+#include "runtime/json.h"
+#include "runtime/run.h"
+#include "runtime/shards.h"
 #pragma GCC diagnostic pop
 
 typedef enum { TASK_LOSS, TASK_POSITIONS } Task;
@@ -294,7 +304,8 @@ static void evaluate(Evaluator *e, bool after) {
 // The scalars that the given normaliser brings start; the rest of the model stays.
 static void start_given(Evaluator *e, cJSON *started) {
     e->model.config.attn = e->given;
-    start_scalars(&e->model, &e->own);
+    Weights weights = weights_of(&e->model);
+    weights_start_scalars(&weights, &e->own);
     for (Scalar scalar = SCALAR_S; scalar < SCALAR_COUNT; scalar++) {
         if (!normalizer_has(&e->given, scalar) || normalizer_keeps(&e->own, &e->given, scalar)) continue;
         double start = normalizer_start(&e->given, scalar, e->model.config.seq_len);
@@ -361,7 +372,8 @@ int main(int argc, char **argv) {
     settle_model(&e);
     settle_lengths(&e);
     take_memory(&e);
-    if (!model_load(&e.model, e.folder, &error) || (e.o.out && !file_make_folders(e.o.out, &error))) fail_with(&error);
+    Weights weights = weights_of(&e.model);
+    if (!weights_load(&weights, e.folder, &error) || (e.o.out && !file_make_folders(e.o.out, &error))) fail_with(&error);
     e.results = cJSON_CreateArray();
     print_start(&e);
     double start = now();

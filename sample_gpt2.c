@@ -4,9 +4,18 @@
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-function"      // of the trainer's layers only some serve here
 #include "train_gpt2.c"
-#pragma GCC diagnostic pop
 
+#include <errno.h>
+#include <limits.h>
 #include <unistd.h>
+
+#include "runtime/checkpoint.h"
+#include "runtime/file.h"
+#include "runtime/human.h"
+#include "runtime/random.h"
+#include "runtime/sampler.h"
+#include "runtime/tokenizer.h"
+#pragma GCC diagnostic pop
 
 typedef struct {
     const char *model, *attn, *prompt, *prompt_file;
@@ -191,7 +200,8 @@ static void load(Sampler *s, const char *folder) {
              "  A smaller --max-new-tokens needs less.", human_bytes((double)m->plan.total).text,
              human_bytes((double)memory_available()).text, sequences, sequences == 1 ? "" : "s", longest + new_tokens);
     memory_take(&m->plan);
-    if (!model_load(m, folder, &error)) fail_with(&error);
+    Weights weights = weights_of(m);
+    if (!weights_load(&weights, folder, &error)) fail_with(&error);
     decoder_ready(&s->decoder);
 }
 

@@ -6,6 +6,9 @@
 #pragma GCC diagnostic ignored "-Wunused-function"
 #include "train_gpt2.c"
 
+#include <errno.h>
+
+#include "runtime/safetensors.h"
 #include "dev/reference/hash.h"
 
 #define FIXTURES "dev/reference/fixtures/"

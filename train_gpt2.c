@@ -5,43 +5,30 @@
 //   3. Passes       forward, loss, backward
 //   4. Update       the gradient's norm and AdamW
 //   5. Decoding     one token after another with a key-value cache, for samples
-//   6. Weights: the first ones, and those in checkpoints
-//   7. The run      flags, data, validation, steps, main()
+//   6. The trainer  what the run asks of it, main()
 //
-// Beside it: attention/ has the normalisers, model.h the tensors, runtime/ everything that a trainer stands on.
+// Beside it: attention/ has the normalisers, model.h the tensors, weights.h their files, training.h the run around the model (flags, data,
+// steps, checkpoints), runtime/ everything that a trainer stands on. train_gpt2.cu has the same sections on GPUs.
 // Shapes: B sequences, T tokens each, N = B·T rows, C channels, NH heads of size HS, F the feed-forward's width, V the vocabulary
 // (VP when padded).
 
-#include <errno.h>
 #include <math.h>
 #include <omp.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/resource.h>
 #include <time.h>
 
 #include "attention/attention_cpu.h"
-#include "attention/modeling.h"
 #include "model.h"
-#include "runtime/checkpoint.h"
-#include "runtime/file.h"
+#include "runtime/adamw.h"
 #include "runtime/gemm.h"
-#include "runtime/human.h"
-#include "runtime/json.h"
 #include "runtime/memory.h"
-#include "runtime/metrics.h"
 #include "runtime/peak.h"
 #include "runtime/process.h"
-#include "runtime/random.h"
 #include "runtime/real.h"
-#include "runtime/run.h"
-#include "runtime/safetensors.h"
-#include "runtime/sampler.h"
-#include "runtime/schedule.h"
-#include "runtime/shards.h"
-#include "runtime/tokenizer.h"
-#include "runtime/train_options.h"
+#include "training.h"
+#include "weights.h"
 
 // ---------------------------------------------------------------------------------------------------------------------------
 // Where the time goes: phase() ends the phase before it and starts the next. --profile prints the sums.
@@ -436,6 +423,12 @@ typedef struct {
     MemoryPlan plan;
 } Model;
 
+#ifndef LAYERS_ONLY
+static Weights weights_of(const Model *m) {
+    return (Weights){&m->config, &m->list, m->params, m->mean, m->square, m->params_bf16 != NULL};
+}
+#endif
+
 static Operand weight(const Model *m, size_t offset) {
     return (Operand){.f32 = m->params + offset, .bf16 = m->params_bf16 ? m->params_bf16 + offset : NULL};
 }
@@ -759,11 +752,6 @@ static double gradient_norm(const Model *m) {
     return sqrt(sum);
 }
 
-typedef struct {
-    double lr, beta1, beta2, eps, weight_decay, grad_scale;
-    int64_t step;                        // from 1
-} AdamW;
-
 // m = b1 m + (1 − b1) g,  v = b2 v + (1 − b2) g²,  p −= lr (m/(1 − b1^t) / (sqrt(v/(1 − b2^t)) + eps) + wd p),  g = gradient · grad_scale
 //   param, mean, square (n) updated   grad (n)   rounded (n) written, or NULL
 // Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019).
@@ -983,738 +971,117 @@ static float *decode_prompt(Decoder *d, const int32_t *prompt, size_t count, siz
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------
-// 6. Weights: the first ones, and those in checkpoints
-
-// The first weights: each tensor's mean and deviation by the list, its numbers by the seed and its place among those that have random
-// ones: so that all normalisers start from the same weights, with or without scalars of their own.
-static void model_init(Model *m, uint64_t seed) {
-    uint64_t place = 0;
-    for (size_t i = 0; i < m->list.count; i++) {
-        const Tensor *t = &m->list.tensors[i];
-        random_normal_fill(m->params + t->offset, t->elements, t->mean, t->std, seed, t->std > 0 ? place++ : 0);
-    }
-}
-
-// The rounded copy, after the weights were set by other means than adamw().
-static void model_round(Model *m) {
-    if (m->params_bf16) bf16_round(m->params_bf16, m->params, m->list.floats);
-}
-
-// Each learnt scalar that a model under `from` does not bring along starts at its first value.
-static void start_scalars(Model *m, const Normalizer *from) {
-    for (size_t i = 0; i < m->list.count; i++) {
-        const Tensor *t = &m->list.tensors[i];
-        if (!t->scalar || !tensor_exists(t, &m->config.attn) || normalizer_keeps(from, &m->config.attn, t->scalar)) continue;
-        float start = (float)normalizer_start(&m->config.attn, t->scalar, m->config.seq_len);
-        for (size_t j = 0; j < t->elements; j++) m->params[t->offset + j] = start;
-        if (m->mean) memset(m->mean + t->offset, 0, FLOATS(t->elements)), memset(m->square + t->offset, 0, FLOATS(t->elements));
-    }
-}
-
-// Loads all tensors of the model from a folder with model.safetensors; under bfloat16 the masters are optimizer.safetensors' matter.
-// Learnt scalars that another normaliser than the folder's brings start at their first values.
-static bool model_load(Model *m, const char *folder, Error *error) {
-    ModelConfig saved;
-    Safetensors *file = model_config_read(&saved, folder, error) ? safetensors_open(folder, error) : NULL;
-    if (!file) return false;
-    bool done = true;
-    for (size_t i = 0; done && i < m->list.count; i++) {
-        const Tensor *t = &m->list.tensors[i];
-        if (!tensor_exists(t, &saved.attn)) continue;
-        done = safetensors_read(file, t->name, t->ndim, t->shape, m->params + t->offset, error);
-    }
-    safetensors_close(file);
-    start_scalars(m, &saved.attn);
-    model_round(m);
-    return done;
-}
-
-static bool read_optimizer_row(Safetensors *file, const Tensor *t, const char *suffix, float *out, Error *error) {
-    char name[128];
-    snprintf(name, sizeof name, "%s.%s", t->name, suffix);
-    return safetensors_read(file, name, t->ndim, t->shape, out + t->offset, error);
-}
-
-static bool optimizer_load(Model *m, const char *folder, Error *error) {
-    char path[PATH_MAX];
-    snprintf(path, sizeof path, "%s/optimizer.safetensors", folder);
-    Safetensors *file = safetensors_open(path, error);
-    if (!file) return false;
-    bool done = true;
-    for (size_t i = 0; done && i < m->list.count; i++) {
-        const Tensor *t = &m->list.tensors[i];
-        if (!tensor_exists(t, &m->config.attn)) continue;
-        done = read_optimizer_row(file, t, "exp_avg", m->mean, error) && read_optimizer_row(file, t, "exp_avg_sq", m->square, error)
-            && (!m->params_bf16 || read_optimizer_row(file, t, "master", m->params, error));
-    }
-    safetensors_close(file);
-    model_round(m);
-    return done;
-}
-
-static bool model_save(const Model *m, const char *path, Error *error) {
-    TensorRow *rows = malloc(m->list.count * sizeof *rows);
-    if (!rows) return error_set(error, EXIT_RESOURCE, "%s: out of memory for its list of tensors.", path);
-    size_t count = 0;
-    for (size_t i = 0; i < m->list.count; i++) {
-        const Tensor *t = &m->list.tensors[i];
-        if (!tensor_exists(t, &m->config.attn)) continue;
-        rows[count++] = (TensorRow){t->name, m->params_bf16 ? DTYPE_BF16 : DTYPE_F32, t->ndim, {t->shape[0], t->shape[1]},
-                                    m->params + t->offset};
-    }
-    bool done = safetensors_write(path, rows, count, (const char *const[]){"format", "pt", NULL}, error);
-    free(rows);
-    return done;
-}
-
-static bool optimizer_save(const Model *m, const char *path, Error *error) {
-    const struct { const char *suffix; const float *data; } parts[] = {
-        {"exp_avg", m->mean}, {"exp_avg_sq", m->square}, {"master", m->params}};
-    size_t part_count = m->params_bf16 ? 3 : 2, count = 0;
-    TensorRow *rows = malloc(m->list.count * part_count * sizeof *rows);
-    char (*names)[128] = malloc(m->list.count * part_count * sizeof *names);
-    bool done = rows && names;
-    for (size_t i = 0; done && i < m->list.count; i++) {
-        const Tensor *t = &m->list.tensors[i];
-        for (size_t p = 0; p < part_count && tensor_exists(t, &m->config.attn); p++, count++) {
-            snprintf(names[count], sizeof names[count], "%s.%s", t->name, parts[p].suffix);
-            rows[count] = (TensorRow){names[count], DTYPE_F32, t->ndim, {t->shape[0], t->shape[1]}, parts[p].data + t->offset};
-        }
-    }
-    done = done ? safetensors_write(path, rows, count, (const char *const[]){"format", "pt", NULL}, error)
-                : error_set(error, EXIT_RESOURCE, "%s: out of memory for its list of tensors.", path);
-    free(rows);
-    free(names);
-    return done;
-}
-
-// ---------------------------------------------------------------------------------------------------------------------------
 #ifndef WITHOUT_MAIN
-// 7. The run
+// 6. The trainer: what the run asks of it (training.h)
 
-typedef struct {
-    TrainOptions o;
-    Model model;
-    Decoder decoder;
-    Tokenizer *tokenizer;              // NULL: samples are shown as ids
-    char tokenizer_folder[PATH_MAX];   // where its files lie, for the checkpoints; "" for none
-    Shards *train, *val;
-    char *train_print, *val_print;     // fingerprints
-    cJSON *lineage;
-    Metrics *metrics;
-    Schedule schedule;
+const char trainer_name[] = "train_gpt2";
+const char trainer_usage[] =
+    "train_gpt2 --train-data GLOB [flags]\n\nTrains a GPT on the CPU. Several processes: scripts/launch.sh N ./train_gpt2 ...";
+const bool trainer_on_gpus = false;
 
-    bool resumed;                      // continues from a checkpoint
-    bool started_over;                 // continues a run that has none yet
-    int64_t step, tokens;              // done
-    uint64_t sequence;                 // the next in the data's order
-    double best_loss;
-    int64_t best_step;                 // -1: none yet
+static Model model;
+static Decoder decoder;
+static double loss_sum;            // of this step's micro-batches so far
 
-    int64_t switch_step;               // of --attn-switch; -1: none to come
-    Normalizer switch_to;
-    Normalizer loaded;                 // of the weights that --init-from brings; .text is empty without
-
-    size_t T;                          // the longest sequence
-    int64_t step_tokens;               // a step's, all processes together
-    int64_t micro_batches;             // of one process, a step
-    double flops;                      // the peak of all processes
-    int32_t *window, *inputs, *targets;
-    uint8_t *window_mask, *mask;       // NULL where everything counts
-    char *scalars;                     // text of metrics.jsonl about the learnt scalars
-    size_t scalars_size;
-} Run;
-
-static bool is_main(void) {
-    return process.rank == 0;
+ModelConfig *trainer_config(void) {
+    return &model.config;
 }
 
-// ---- before anything is taken: what is to be done
-
-static void settle_switch(Run *run) {
-    char *end, message[1024];
-    run->switch_step = -1;
-    if (!run->o.attn_switch) return;
-    run->switch_step = strtoll(run->o.attn_switch, &end, 10);
-    if (end == run->o.attn_switch || *end != ':' || run->switch_step < 0)
-        fail(EXIT_USAGE, "--attn-switch %s: expected STEP:NAME, for example 5000:ssmax.", run->o.attn_switch);
-    if (!normalizer_parse(&run->switch_to, end + 1, message, sizeof message))
-        fail(EXIT_USAGE, "--attn-switch %s: %s.", run->o.attn_switch, message);
+void trainer_start(const TrainOptions *o) {
+    (void)o;
 }
 
-// state.json: where the run stood.
-static void read_state(Run *run, const char *folder) {
-    char path[PATH_MAX];
-    Error error;
-    snprintf(path, sizeof path, "%s/state.json", folder);
-    cJSON *json = json_read(path, &error);
-    if (!json) fail_with(&error);
-    uint64_t step, tokens, sequence, rewarm;
-    const cJSON *best = cJSON_GetObjectItemCaseSensitive(json, "best_val_loss");
-    uint64_t best_step;
-    if (!json_u64(cJSON_GetObjectItemCaseSensitive(json, "step"), &step) ||
-        !json_u64(cJSON_GetObjectItemCaseSensitive(json, "tokens"), &tokens) ||
-        !json_u64(cJSON_GetObjectItemCaseSensitive(json, "data_position"), &sequence) ||
-        !json_u64(cJSON_GetObjectItemCaseSensitive(json, "rewarm"), &rewarm))
-        fail(EXIT_INPUT, "%s: expected the whole numbers \"step\", \"tokens\", \"data_position\" and \"rewarm\".", path);
-    run->step = (int64_t)step, run->tokens = (int64_t)tokens, run->sequence = sequence;
-    run->schedule.rewarm = (int64_t)rewarm;
-    if (cJSON_IsNumber(best) && json_u64(cJSON_GetObjectItemCaseSensitive(json, "best_step"), &best_step))
-        run->best_loss = best->valuedouble, run->best_step = (int64_t)best_step;
-    cJSON_Delete(json);
-}
-
-// A run that ended before its first checkpoint: its arguments hold, and it starts again from the beginning.
-static void settle_started_over(Run *run) {
-    TrainOptions *o = &run->o;
-    Error error;
-    if (checkpoint_any(o->out))
-        fail(EXIT_INPUT, "%s/ckpt: none of the checkpoints is whole; see the warnings above. Nothing was changed.\n"
-             "  Bring back a whole one, or start anew in another --out.", o->out);
-    if (!run_exists(o->out)) return;
-    cJSON *lineage = run_resume(o->out, o, &error);
-    if (!lineage) fail_with(&error);
-    const char *attn = cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(cJSON_GetArrayItem(lineage, 0), "attn"));
-    if (attn) o->attn = strdup(attn);
-    cJSON_Delete(lineage);
-    run->started_over = true;
-    if (is_main()) printf("%s: no checkpoint yet; the run starts over\n", o->out);
-}
-
-// --resume: the run's arguments, shape and position, and the folder of its newest checkpoint. False where there is none.
-static bool settle_resumed(Run *run, char *folder, size_t size) {
-    TrainOptions *o = &run->o;
-    Error error;
-    uint64_t step;
-    if (!o->out) fail(EXIT_USAGE, "--resume needs --out, the folder of the run to continue.");
-    if (!checkpoint_newest(o->out, folder, size, &step)) {
-        folder[0] = 0;
-        settle_started_over(run);
-        return false;
-    }
-    run->lineage = run_resume(o->out, o, &error);
-    if (!run->lineage || !checkpoint_verify(folder, false, &error) || !model_config_read(&run->model.config, folder, &error))
-        fail_with(&error);
-    read_state(run, folder);
-    if (run->step != (int64_t)step) fail(EXIT_INPUT, "%s/state.json: says step %lld.", folder, (long long)run->step);
-    run_lineage_cut(run->lineage, run->step);
-    return true;
-}
-
-// --init-from: the shape of the weights there, which --model may repeat but not contradict.
-static void settle_loaded(Run *run) {
-    const TrainOptions *o = &run->o;
-    ModelConfig *config = &run->model.config, asked;
-    Error error;
-    char shape[256];
-    if (!model_config_read(config, o->init_from, &error) || !checkpoint_verify(o->init_from, true, &error)) fail_with(&error);
-    run->loaded = config->attn;
-    if (train_options_given(o, "rope-theta")) config->rope_theta = o->rope_theta;
-    if (!train_options_given(o, "model")) return;
-    if (!model_parse(&asked, o->model, &error)) fail_with(&error);
-    if (!model_same_shape(&asked, config))
-        fail(EXIT_USAGE, "--model %s is not the shape of %s: %s.\n  Leave --model out to take that.", o->model, o->init_from,
-             model_text(config, shape, sizeof shape));
-}
-
-// T, the longest of --seq-len
-static void find_longest(Run *run) {
-    const IntList *lengths = &run->o.seq_len;
-    run->T = 0;
-    for (size_t i = 0; i < lengths->count; i++)
-        if ((size_t)lengths->values[i] > run->T) run->T = (size_t)lengths->values[i];
-}
-
-// The model's shape, from the run that is resumed, from --init-from, or from --model; `folder` gets where its weights lie, or "".
-static void settle_model(Run *run, char *folder, size_t size) {
-    TrainOptions *o = &run->o;
-    ModelConfig *config = &run->model.config;
-    Error error;
-    char message[1024];
-    folder[0] = 0;
-    run->resumed = o->resume && settle_resumed(run, folder, size);
-    find_longest(run);
-    if (run->resumed) return;
-    if (!o->resume && o->out && run_exists(o->out))
-        fail(EXIT_USAGE, "--out %s: there is a run already. Continue it with --resume, or give another folder.", o->out);
-    if (o->init_from) {
-        settle_loaded(run);
-        snprintf(folder, size, "%s", o->init_from);
-    } else {
-        if (!model_parse(config, o->model, &error)) fail_with(&error);
-        config->rope_theta = o->rope_theta;
-        config->seq_len = (int)run->T;
-    }
-    if ((!o->init_from || train_options_given(o, "attn") || run->started_over) && !normalizer_parse(&config->attn, o->attn, message, sizeof message))
-        fail(EXIT_USAGE, "--attn %s: %s.", o->attn, message);
-    if (o->norm_length) config->seq_len = (int)o->norm_length;
-    if (o->norm_length && run->loaded.text[0] && normalizer_has(&run->loaded, SCALAR_P))
-        fail(EXIT_USAGE, "--norm-length %lld: %s has learnt p_n for its own length; leave the flag out.", (long long)o->norm_length, o->init_from);
-    run->lineage = cJSON_CreateArray();
-    run_lineage_add(run->lineage, 0, o->init_from ? "init-from" : "start", "attn", config->attn.text, o->init_from ? "from" : NULL,
-                    o->init_from, NULL);
-}
-
-// Sequence lengths, and how a step's tokens divide among lengths, processes and micro-batches.
-static void settle_batches(Run *run) {
-    TrainOptions *o = &run->o;
-    int64_t T = (int64_t)run->T;
-    for (size_t i = 0; i < o->seq_len.count; i++)
-        if (T % o->seq_len.values[i])
-            fail(EXIT_USAGE, "--seq-len: %lld does not divide the longest, %lld.", (long long)o->seq_len.values[i], (long long)T);
-    if (o->batch * T > INT32_MAX)
-        fail(EXIT_USAGE, "--batch %lld x --seq-len %lld: at most 2^31 - 1 tokens at a time. Accumulate by --total-batch-tokens.",
-             (long long)o->batch, (long long)T);
-    int64_t together = o->batch * T * process.size;
-    if (!o->total_batch_tokens) o->total_batch_tokens = together;
-    if (o->total_batch_tokens % together) {
-        int64_t nearest = (o->total_batch_tokens + together / 2) / together * together;
-        fail(EXIT_USAGE, "--total-batch-tokens %lld is no multiple of batch x T x processes = %lld x %lld x %d = %lld.\n  Nearest: %lld.",
-             (long long)o->total_batch_tokens, (long long)o->batch, (long long)T, process.size, (long long)together,
-             (long long)(nearest ? nearest : together));
-    }
-    run->step_tokens = o->total_batch_tokens;
-    run->micro_batches = o->total_batch_tokens / together;
-}
-
-static Shards *open_shards(Run *run, const char *glob, bool shuffle, uint64_t min_windows, char **print) {
-    ShardsConfig config = {.T = run->T, .vocab = run->model.config.vocab, .end_of_text = run->model.config.end_of_text,
-                           .seed = (uint64_t)run->o.seed, .shuffle = shuffle, .pack = (PackMode)run->o.pack, .min_windows = min_windows};
-    Error error;
-    Shards *shards = shards_open(glob, config, &error);
-    if (!shards) fail_with(&error);
-    *print = shards_fingerprint(shards, &error);
-    if (!*print) fail_with(&error);
-    return shards;
-}
-
-static bool folder_has_tokenizer(const char *folder) {
-    char path[PATH_MAX];
-    FILE *file;
-    snprintf(path, sizeof path, "%s/%s", folder, tokenizer_files[0]);
-    if (!(file = fopen(path, "r"))) return false;
-    fclose(file);
-    return true;
-}
-
-// The tokenizer lies beside the shards, or in the folder that the weights come from. Without one, samples are shown as ids.
-static void settle_tokenizer(Run *run, const char *weights) {
-    char beside[PATH_MAX];
-    Error error;
-    if (!shards_first_path(run->o.train_data, beside, sizeof beside)) return;     // opening the shards says what is wrong
-    char *slash = strrchr(beside, '/');
-    if (slash) *slash = 0; else strcpy(beside, ".");
-    const char *folder = folder_has_tokenizer(beside) ? beside : weights[0] && folder_has_tokenizer(weights) ? weights : NULL;
-    if (!folder) return;
-    if (!(run->tokenizer = tokenizer_open(folder, &error))) fail_with(&error);
-    if (tokenizer_vocab(run->tokenizer) > run->model.config.vocab)
-        fail(EXIT_INPUT, "%s: its tokenizer has %d tokens, the model a vocabulary of %d.\n  Give the model vocab=%d.", folder,
-             tokenizer_vocab(run->tokenizer), run->model.config.vocab, tokenizer_vocab(run->tokenizer));
-    snprintf(run->tokenizer_folder, sizeof run->tokenizer_folder, "%s", folder);
-    run->model.config.end_of_text = tokenizer_end_of_text(run->tokenizer);
-}
-
-// What a normaliser asks of the lengths.
-static void check_normalizer(const Run *run, const Normalizer *attn, const char *flag) {
-    char message[1024];
-    int L = run->model.config.seq_len;
-    if (!normalizer_fits(attn, L, message, sizeof message)) fail(EXIT_USAGE, "%s %s.", flag, message);
-    if (normalizer_has(attn, SCALAR_P) && run->T > (size_t)L)
-        fail(EXIT_USAGE, "%s %s: p_n is learnt for n up to L = %d, and --seq-len asks for %zu.", flag, attn->text, L, run->T);
-}
-
-// Everything that the flags, the run folder and the data say, checked; nothing written yet.
-static void settle(Run *run, char *weights, size_t size) {
-    TrainOptions *o = &run->o;
-    Error error;
-    run->best_step = -1;
-    settle_model(run, weights, size);
-    if (process_max_int(run->resumed) != run->resumed)
-        fail(EXIT_PEER, "process %d sees no run in %s, but another one does. All machines need the same --out folder.", process.rank, o->out);
-    settle_switch(run);
-    check_normalizer(run, &run->model.config.attn, "--attn");
-    if (run->switch_step >= 0) check_normalizer(run, &run->switch_to, "--attn-switch");
-    settle_batches(run);
-    if (!o->train_data) fail(EXIT_USAGE, "--train-data is missing: the shards to train on. data/shakespeare.py makes some.");
-    settle_tokenizer(run, weights);
-    run->train = open_shards(run, o->train_data, o->shuffle, (uint64_t)(run->step_tokens / (int64_t)run->T), &run->train_print);
-    if (o->val_data) run->val = open_shards(run, o->val_data, false, 1, &run->val_print);
-    if ((run->resumed || run->started_over) && (!run_same_data(o->out, "train", run->train_print, &error) ||
-                         !run_same_data(o->out, "val", run->val_print, &error)))
-        fail_with(&error);
-    run->schedule = (Schedule){.kind = (ScheduleKind)o->schedule, .lr = o->lr, .min_lr_frac = o->min_lr_frac, .warmup = o->warmup,
-                               .steps = o->steps, .rewarm = run->schedule.rewarm};
-    if (run->switch_step >= 0 && run->switch_step < run->step) {
-        if (train_options_given(o, "attn-switch"))
-            fail(EXIT_USAGE, "--attn-switch %s: the run stands at step %lld; give that step or a later one.", o->attn_switch,
-                 (long long)run->step);
-        run->switch_step = -1;
-    }
-}
-
-static void plan_memory(Run *run) {
-    Model *m = &run->model;
-    TrainOptions *o = &run->o;
-    const Normalizer *others[2];
-    size_t count = 0;
-    if (run->switch_step >= 0) others[count++] = &run->switch_to;
-    if (run->loaded.text[0]) others[count++] = &run->loaded;
+MemoryPlan *trainer_plan(const TrainOptions *o, const Normalizer *const *others, size_t count, size_t B, size_t T) {
+    Model *m = &model;
+    bool bf16 = o->dtype == TRAIN_BF16;
     m->list = tensors_of(&m->config, others, count);
-    plan_parameters(m, true, o->dtype == TRAIN_BF16);
-    plan_activations(m, (size_t)o->batch, run->T, o->dtype == TRAIN_BF16);
-    size_t sample = run->T < 256 ? run->T : 256;
-    if (o->sample_every) plan_decoder(&run->decoder, m, &m->plan, 1, sample);
-    size_t N = (size_t)o->batch * run->T;
-    bool masked = shards_masked(run->train) || (run->val && shards_masked(run->val));
-    run->scalars_size = 3 * (64 + 64 * (size_t)m->config.layers);
-    memory_add(&m->plan, "scratch", (void **)&run->scalars, run->scalars_size);
-    memory_add(&m->plan, "a batch", (void **)&run->window, (run->T + 1) * sizeof(int32_t));
-    memory_add(&m->plan, "a batch", (void **)&run->inputs, N * sizeof(int32_t));
-    memory_add(&m->plan, "a batch", (void **)&run->targets, N * sizeof(int32_t));
-    if (masked) {
-        memory_add(&m->plan, "a batch", (void **)&run->window_mask, run->T);
-        memory_add(&m->plan, "a batch", (void **)&run->mask, N);
-    }
+    plan_parameters(m, true, bf16);
+    plan_activations(m, B, T, bf16);
+    if (o->sample_every) plan_decoder(&decoder, m, &m->plan, 1, T < TRAINER_SAMPLE ? T : TRAINER_SAMPLE);
+    return &m->plan;
 }
 
-// Weights, two moments, and under bfloat16 the masters.
-static double checkpoint_bytes(const ModelConfig *config, bool bf16) {
-    return (double)model_parameters(config) * (bf16 ? 2 + 12 : 4 + 8);
+void trainer_print_products(const TrainOptions *o) {
+    int threads = omp_get_max_threads();
+    bool bf16 = o->dtype == TRAIN_BF16;
+    printf("products  %s by %s%s, %d thread%s in %d process%s\n", bf16 ? "bfloat16" : "float32", gemm_backend(),
+           bf16 && !gemm_has_bf16() ? " (widened to float32: no bfloat16 products here)" : "", threads, threads == 1 ? "" : "s", process.size,
+           process.size == 1 ? "" : "es");
 }
 
-static void print_plan(Run *run) {
-    const ModelConfig *c = &run->model.config;
-    const TrainOptions *o = &run->o;
-    int64_t windows_a_step = run->step_tokens / (int64_t)run->T;
-    Error error;
-    char name[NORMALIZER_TEXT];
-    normalizer_shortest(&c->attn, name, sizeof name);
-    printf("model     %s parameters (%s), ", human_grouped(model_parameters(c)).text, human_count((double)model_parameters(c)).text);
-    if (c->block == BLOCK_GAU)
-        printf("%d gated attention units of %d and %d, %d channels", c->layers, GAU_HEAD, c->ffn, c->channels);
-    else
-        printf("%d layers, %d heads of %zu, %d channels, ffn %d", c->layers, c->heads, head_size(c), c->channels, c->ffn);
-    printf(", vocabulary %d, %s\n", c->vocab, c->tied ? "tied" : "untied");
-    printf("attention %s%s%s, L = %d\n", c->attn.text, strcmp(c->attn.text, name) ? ", which is " : "", strcmp(c->attn.text, name) ? name : "",
-           c->seq_len);
-    if (run->switch_step >= 0)
-        printf("switch    to %s at step %lld%s\n", run->switch_to.text, (long long)run->switch_step,
-               run->switch_step >= o->steps ? ", which is not before --steps: a later --resume will come to it" : "");
-    printf("products  %s by %s%s, %d thread%s in %d process%s\n", o->dtype == TRAIN_BF16 ? "bfloat16" : "float32", gemm_backend(),
-           o->dtype == TRAIN_BF16 && !gemm_has_bf16() ? " (widened to float32: no bfloat16 products here)" : "", omp_get_max_threads(),
-           omp_get_max_threads() == 1 ? "" : "s", process.size, process.size == 1 ? "" : "es");
-    printf("data      %s tokens in %zu shard%s, %s windows of %zu, %.1f steps an epoch", human_grouped(shards_tokens(run->train)).text,
-           shards_count(run->train), shards_count(run->train) == 1 ? "" : "s", human_grouped(shards_windows(run->train)).text, run->T,
-           (double)shards_windows(run->train) / (double)windows_a_step);
-    if (run->val) printf("; validation %s tokens", human_grouped(shards_tokens(run->val)).text);
-    printf("\nstep      %s tokens: %lld process%s x %lld micro-batch%s of %lld x %zu\n", human_grouped((uint64_t)run->step_tokens).text,
-           (long long)process.size, process.size == 1 ? "" : "es", (long long)run->micro_batches, run->micro_batches == 1 ? "" : "es",
-           (long long)o->batch, run->T);
-    printf("run       %lld steps, %s tokens%s%s\n", (long long)o->steps, human_count((double)o->steps * (double)run->step_tokens).text,
-           o->out ? ", into " : ", nothing is kept (no --out)", o->out ? o->out : "");
-    memory_print(&run->model.plan);
-    if (o->out) {
-        uint64_t free_bytes;
-        double bytes = checkpoint_bytes(c, o->dtype == TRAIN_BF16);
-        if (file_free_space(o->out, &free_bytes, &error)) {
-            printf("disk      %s a checkpoint, %s free\n", human_bytes(bytes).text, human_bytes((double)free_bytes).text);
-            if (bytes * (double)(o->keep ? o->keep + 1 : 1) > (double)free_bytes)
-                warn("%s: %s free, but the checkpoints that --keep %lld leaves need up to %s.", o->out,
-                     human_bytes((double)free_bytes).text, (long long)o->keep, human_bytes(bytes * (double)(o->keep ? o->keep + 1 : 1)).text);
-        }
-    }
-    fflush(stdout);
+void trainer_print_memory(void) {}         // all of it is the host's
+void trainer_check_memory(void) {}
+
+void trainer_take(void) {
+    model_ready(&model);
+    if (decoder.m) decoder_ready(&decoder);
 }
 
-// ---- the start
-
-static void load_weights(Run *run, const char *folder) {
-    Model *m = &run->model;
-    Error error;
-    if (!folder[0]) {
-        model_init(m, (uint64_t)run->o.seed);
-        model_round(m);
-        return;
-    }
-    Normalizer attn = m->config.attn;
-    if (run->loaded.text[0]) m->config.attn = run->loaded;         // change_normalizer() comes when its loss is known
-    process_agree(!is_main() || (model_load(m, folder, &error) && (!run->resumed || optimizer_load(m, folder, &error))), &error);
-    m->config.attn = attn;
-    process_broadcast(m->params, FLOATS(m->list.floats));
-    if (!run->resumed) {
-        model_round(m);
-        return;
-    }
-    process_broadcast(m->mean, FLOATS(m->list.floats));
-    process_broadcast(m->square, FLOATS(m->list.floats));
-    model_round(m);
+Weights trainer_weights(void) {
+    return weights_of(&model);
 }
 
-static void write_run(Run *run) {
-    Error error;
-    bool writes = run->o.out && is_main();
-    process_agree(!writes || run_write(run->o.out, &run->o, run->train_print, run->val_print, run->lineage, &error), &error);
+// They are where they are; the rounded copy follows them.
+void trainer_upload(void) {
+    if (model.params_bf16) bf16_round(model.params_bf16, model.params, model.list.floats);
 }
 
-// From here on the folder is ours.
-static void open_run_folder(Run *run) {
-    char path[PATH_MAX];
-    Error error;
-    if (!run->o.out) return;
-    snprintf(path, sizeof path, "%s/metrics.jsonl", run->o.out);
-    process_agree(!is_main() || (metrics_cut(path, run->step, &error) && (run->metrics = metrics_open(path, &error))), &error);
-    write_run(run);
+void trainer_download(void) {}
+
+void trainer_micro_batch(const Batch *batch, float scale, bool first, bool last) {
+    (void)last;
+    if (first) loss_sum = 0;
+    loss_sum += model_step(&model, batch->inputs, batch->targets, batch->mask, batch->B, batch->T, scale, first);
 }
 
-// ---- saving
-
-static char *state_json(const Run *run) {
-    cJSON *json = cJSON_CreateObject(), *random;
-    cJSON_AddNumberToObject(json, "step", (double)run->step);
-    cJSON_AddNumberToObject(json, "tokens", (double)run->tokens);
-    cJSON_AddNumberToObject(json, "data_position", (double)run->sequence);
-    random = cJSON_AddObjectToObject(json, "random");
-    cJSON_AddStringToObject(random, "generator", "philox4x32-10, by counter");
-    cJSON_AddNumberToObject(random, "seed", (double)run->o.seed);
-    cJSON_AddNumberToObject(json, "processes", process.size);
-    cJSON_AddNumberToObject(json, "rewarm", (double)run->schedule.rewarm);
-    if (run->best_step >= 0) {
-        cJSON_AddNumberToObject(json, "best_val_loss", run->best_loss);
-        cJSON_AddNumberToObject(json, "best_step", (double)run->best_step);
-    }
-    char *text = cJSON_Print(json);
-    cJSON_Delete(json);
-    return text;
-}
-
-static bool copy_tokenizer(const Run *run, Checkpoint *c, Error *error) {
-    char path[PATH_MAX + 64];
-    if (!run->tokenizer_folder[0]) return true;
-    for (size_t i = 0; tokenizer_files[i]; i++) {
-        snprintf(path, sizeof path, "%s/%s", run->tokenizer_folder, tokenizer_files[i]);
-        FILE *there = fopen(path, "r");
-        if (!there) continue;
-        fclose(there);
-        if (!checkpoint_copy(c, path, error)) return false;
-    }
-    return true;
-}
-
-static bool write_checkpoint(const Run *run, Error *error) {
-    const Model *m = &run->model;
-    Checkpoint c;
-    if (!checkpoint_begin(&c, run->o.out, (uint64_t)run->step, error)) return false;
-    char *config = model_config_json(&m->config, m->params_bf16 != NULL), *state = state_json(run);
-    bool done = model_save(m, checkpoint_path(&c, "model.safetensors"), error)
-             && optimizer_save(m, checkpoint_path(&c, "optimizer.safetensors"), error)
-             && file_write_text(checkpoint_path(&c, "config.json"), config, error)
-             && file_write_text(checkpoint_path(&c, "state.json"), state, error)
-             && (model_is_plain_llama(&m->config) || file_write_text(checkpoint_path(&c, MODELING_FILE), modeling_text, error))
-             && copy_tokenizer(run, &c, error)
-             && checkpoint_commit(&c, error);
-    if (!done) checkpoint_abandon(&c);
-    free(config);
-    free(state);
-    return done;
-}
-
-// Saves and prunes. A save that fails in mid-run is reported, and training goes on: the checkpoint before it is whole. `last`: the
-// process is about to end, so a failure ends it with EXIT_RESOURCE.
-static void save(Run *run, bool last) {
-    Error error;
-    bool done = true;
-    if (!run->o.out) return;
-    if (is_main()) {
-        double start = now();
-        progress_end();
-        if ((done = write_checkpoint(run, &error))) {
-            printf("saved %s/ckpt/step-%08lld in %.1f s\n", run->o.out, (long long)run->step, now() - start);
-            uint64_t best = run->o.keep_best && run->best_step >= 0 ? (uint64_t)run->best_step : UINT64_MAX;
-            if (!checkpoint_prune(run->o.out, (int)run->o.keep, best, &error)) warn("%s", error.text);
-        } else if (!last) {
-            warn("%s\n  Training goes on; the checkpoint before this one is whole.", error.text);
-        }
-        fflush(stdout);
-    }
-    process_agree(done || !last, &error);
-}
-
-// ---- data to the model
-
-// Sequence `g` of the data, cut to pieces of T, into rows from `row` on of the batch.
-static void load_window(Run *run, Shards *shards, uint64_t g, size_t row) {
-    Error error;
-    if (!shards_window(shards, g, run->window, run->mask ? run->window_mask : NULL, &error)) fail_with(&error);
-    memcpy(run->inputs + row * run->T, run->window, run->T * sizeof(int32_t));
-    memcpy(run->targets + row * run->T, run->window + 1, run->T * sizeof(int32_t));
-    if (run->mask) memcpy(run->mask + row * run->T, run->window_mask, run->T);
-}
-
-// Has any process been asked to stop? All processes ask together.
-static bool stopping(void) {
-    return process_max_int(process_stop_requested());
-}
-
-// Mean loss over the validation data's first windows, the same for any number of processes (but for the order of the sum). NAN where a
-// signal came in between.
-static double validate(Run *run) {
-    Model *m = &run->model;
-    uint64_t windows = shards_windows(run->val), most = (uint64_t)run->o.val_tokens / run->T;
-    if (most < 1) most = 1;
-    if (windows > most) windows = most;
-    double sum = 0;
-    uint64_t rows_without_weight = m->rows_without_weight, rows = m->rows;
-    bool stopped = false;
-    for (uint64_t first = 0; first < windows && !stopped; first += (uint64_t)run->o.batch * (uint64_t)process.size) {
-        size_t B = 0;
-        for (uint64_t g = first + (uint64_t)process.rank; B < (size_t)run->o.batch && g < windows; B++, g += (uint64_t)process.size)
-            load_window(run, run->val, g, B);
-        if (B) model_forward(m, run->inputs, B, run->T);
-        if (B) sum += model_loss(m, run->targets, run->mask, B * run->T, 0.0f, false);
-        stopped = stopping();
-    }
-    m->rows_without_weight = rows_without_weight, m->rows = rows;
-    if (stopped) return NAN;
-    process_sum_double(&sum, 1);
-    return sum / (double)(shards_masked(run->val) ? windows : windows * run->T);
-}
-
-// ---- one step
-
-// The gradients of all of a step's sequences, and its loss. Micro-batch i of process r has sequences (i · processes + r) · B and on.
-// False where a signal came in between: nothing of the step counts then.
-static bool accumulate(Run *run, size_t T, double *mean_loss) {
-    double loss = 0;
-    size_t B = (size_t)run->o.batch, pieces = run->T / T;
-    int64_t sequences = run->step_tokens / (int64_t)run->T;
-    double count = shards_masked(run->train) ? (double)sequences : (double)run->step_tokens;
-    for (int64_t i = 0; i < run->micro_batches; i++) {
-        if (stopping()) return false;
-        uint64_t first = run->sequence + ((uint64_t)i * (uint64_t)process.size + (uint64_t)process.rank) * B;
-        for (size_t b = 0; b < B; b++) load_window(run, run->train, first + b, b);
-        loss += model_step(&run->model, run->inputs, run->targets, run->mask, B * pieces, T, (float)(1.0 / count), i == 0);
-    }
+void trainer_gradients(double *loss, double *norm) {
     phase(PHASE_REDUCE);
-    process_sum_float(run->model.grads, run->model.list.floats);
-    process_sum_double(&loss, 1);
-    phase(PHASE_OTHER);
-    run->sequence += (uint64_t)sequences;
-    *mean_loss = loss / count;
-    return true;
-}
-
-// A loss or gradient that is not finite ends the run before it can spoil the weights.
-static void check_finite(const Run *run, double loss, double norm) {
-    if (isfinite(loss) && isfinite(norm)) return;
-    char path[PATH_MAX];
-    uint64_t step;
-    progress_end();
-    bool saved = run->o.out && checkpoint_newest(run->o.out, path, sizeof path, &step);
-    const Normalizer *attn = &run->model.config.attn;
-    const char *unbounded = attn->phi.kind == PHI_EXP && !norm_is_sum(attn->norm)
-        ? "\n  phi=exp without norm=l1 has no bound: exp(z) overflows from z = 88.8 on." : "";
-    fail(EXIT_DIVERGED, "step %lld: the loss is %g and the gradient's norm %g: training diverged. Nothing of this step was kept.%s\n"
-         "  Last good checkpoint: %s. A lower --lr, a longer --warmup or a smaller --grad-clip may help.", (long long)run->step + 1, loss,
-         norm, unbounded, saved ? path : "none");
-}
-
-// False where a signal came before the weights changed.
-static bool train_step(Run *run, StepMetrics *metrics) {
-    Model *m = &run->model;
-    const TrainOptions *o = &run->o;
-    double start = now(), loss;
-    size_t T = step_length(o->seq_len.values, o->seq_len.count, (uint64_t)o->seed, (uint64_t)run->step);
-    m->rows = m->rows_without_weight = 0;
-    if (!accumulate(run, T, &loss)) return false;
+    process_sum_float(model.grads, model.list.floats);
+    process_sum_double(&loss_sum, 1);
     phase(PHASE_UPDATE);
-    double norm = gradient_norm(m), lr = schedule_lr(&run->schedule, run->step);
-    check_finite(run, loss, norm);
-    double scale = o->grad_clip > 0 && norm > 0 ? fmin(1.0, o->grad_clip / (norm + 1e-6)) : 1.0;
-    model_update(m, (AdamW){lr, o->beta1, o->beta2, 1e-8, o->weight_decay, scale, run->step + 1});
+    *loss = loss_sum;
+    *norm = gradient_norm(&model);
     phase(PHASE_OTHER);
-    run->step++;
-    run->tokens += run->step_tokens;
-    double seconds = now() - start, speed = (double)run->step_tokens / seconds;
-    *metrics = (StepMetrics){.step = run->step, .tokens = run->tokens, .loss = (float)loss, .lr = (float)lr, .grad_norm = (float)norm,
-                             .ms = 1000 * seconds, .tok_per_s = speed, .val_loss = NAN,
-                             .mfu = speed * model_flops_per_token(&m->config, T) / run->flops};
-    return true;
 }
 
-// ---- what a person sees
-
-static void show_text(FILE *file, const Run *run, const int32_t *ids, size_t count) {
-    for (size_t i = 0; i < count; i++) {
-        size_t length;
-        const char *bytes = run->tokenizer ? tokenizer_token(run->tokenizer, ids[i], &length) : NULL;
-        if (bytes) fwrite(bytes, 1, length, file); else fprintf(file, "%d ", ids[i]);
-    }
+void trainer_update(AdamW adamw) {
+    phase(PHASE_UPDATE);
+    model_update(&model, adamw);
+    phase(PHASE_OTHER);
 }
 
-// A sample from the model as it stands, to the terminal and samples.txt. It starts from end-of-text; the same step draws the same.
-static void show_sample(Run *run) {
-    Decoder *d = &run->decoder;
-    int32_t ids[256];
-    size_t count = 0;
-    if (!is_main()) return;
-    int32_t token = run->model.config.end_of_text;
-    while (count < d->length) {
-        float *logits = count ? (decode(d, &(DecodeRow){token, 0, count}, 1), decode_logits(d, 0, 1, 0)) : decode_prompt(d, &token, 1, 0);
-        double u = random_uniform((uint64_t)run->o.seed, (uint64_t)run->step, count);
-        token = sample_token(logits, (size_t)run->model.config.vocab, 0.9, 50, 1.0, u);
-        if (token == run->model.config.end_of_text) break;
-        ids[count++] = token;
-    }
-    progress_end();
-    printf("sample at step %lld: ", (long long)run->step);
-    show_text(stdout, run, ids, count);
-    printf("\n");
-    fflush(stdout);
-    FILE *file = run->o.out ? fopen(run_path(run->o.out, "samples.txt"), "a") : NULL;
-    if (!file) return;
-    fprintf(file, "---- step %lld\n", (long long)run->step);
-    show_text(file, run, ids, count);
-    fprintf(file, "\n");
-    fclose(file);
+double trainer_loss(const Batch *batch) {
+    uint64_t rows = model.rows, without_weight = model.rows_without_weight;
+    model_forward(&model, batch->inputs, batch->B, batch->T);
+    double loss = model_loss(&model, batch->targets, batch->mask, batch->B * batch->T, 0.0f, false);
+    model.rows = rows, model.rows_without_weight = without_weight;
+    return loss;
 }
 
-// "attn_scale": [[mean, least, largest] of each layer], or those of another learnt scalar, onto the end of `out`.
-static size_t scalar_statistics(char *out, size_t size, size_t at, const Model *m, Scalar scalar) {
-    bool first = true;
-    for (size_t i = 0; i < m->list.count; i++) {
-        const Tensor *t = &m->list.tensors[i];
-        if (t->scalar != scalar || !tensor_trained(t, &m->config.attn)) continue;
-        const float *x = m->params + t->offset;
-        double sum = 0, least = x[0], largest = x[0];
-        for (size_t j = 0; j < t->elements; j++) sum += x[j], least = fmin(least, x[j]), largest = fmax(largest, x[j]);
-        if (first) at += (size_t)snprintf(out + at, size - at, ", \"%s\": [", scalar_names[scalar]);
-        at += (size_t)snprintf(out + at, size - at, "%s[%.6g, %.6g, %.6g]", first ? "" : ", ", sum / (double)t->elements, least, largest);
-        first = false;
-    }
-    if (!first) at += (size_t)snprintf(out + at, size - at, "]");
-    return at;
+void trainer_rows(uint64_t *rows, uint64_t *without_weight) {
+    *rows = model.rows, *without_weight = model.rows_without_weight;
+    model.rows = model.rows_without_weight = 0;
 }
 
-static void show_step(Run *run, StepMetrics *metrics, double seconds_a_step, bool keep) {
-    char line[512];
-    if (run->metrics && !isnan(metrics->val_loss)) {
-        size_t at = 0;
-        run->scalars[0] = 0;
-        for (Scalar scalar = SCALAR_S; scalar < SCALAR_COUNT; scalar++)
-            if (scalar != SCALAR_P) at = scalar_statistics(run->scalars, run->scalars_size, at, &run->model, scalar);
-        metrics->more = run->scalars;
-    }
-    if (run->metrics) metrics_write(run->metrics, metrics);
-    if (!is_main()) return;
-    metrics_line(line, sizeof line, metrics, run->o.steps, seconds_a_step * (double)(run->o.steps - run->step));
-    const Model *m = &run->model;
-    size_t length = strlen(line);
-    double share = m->rows ? 100.0 * (double)m->rows_without_weight / (double)m->rows : 0;
-    if (share > 0) snprintf(line + length, sizeof line - length, " | %.*f %% of rows without weight", share < 0.1 ? 4 : share < 9.95 ? 1 : 0, share);
-    progress_show(line, keep);
+float *trainer_next_logits(const int32_t *tokens, size_t count) {
+    if (count == 1) return decode_prompt(&decoder, tokens, 1, 0);
+    decode(&decoder, &(DecodeRow){tokens[count - 1], 0, count - 1}, 1);
+    return decode_logits(&decoder, 0, 1, 0);
 }
 
-static void show_profile(double steps) {
+// Processes of one machine may have more threads than it has cores.
+double trainer_peak(void) {
+    int threads = omp_get_max_threads() * process.local_size, cores = omp_get_num_procs();
+    double flops = peak_flops(model.params_bf16 != NULL) * (threads > cores ? (double)cores / threads : 1.0);
+    process_sum_double(&flops, 1);
+    return flops;
+}
+
+void trainer_metrics(char *out, size_t size) {
+    if (size) out[0] = 0;
+}
+
+void trainer_profile(double steps) {
     double sum = 0;
     for (int i = 0; i < PHASE_COUNT; i++) sum += phase_seconds[i];
     printf("\n%-36s %10s %8s\n", "where the time went", "ms a step", "share");
@@ -1724,151 +1091,10 @@ static void show_profile(double steps) {
     }
 }
 
-// ---- a change of normaliser
-
-// Names the learnt scalars that `to` brings and `from` did not leave.
-static void show_new_scalars(const Model *m, const Normalizer *from, const Normalizer *to) {
-    const char *where = m->config.block == BLOCK_GAU ? "gau" : "self_attn";
-    for (Scalar scalar = SCALAR_S; scalar < SCALAR_COUNT; scalar++) {
-        if (!normalizer_has(to, scalar) || normalizer_keeps(from, to, scalar)) continue;
-        double start = normalizer_start(to, scalar, m->config.seq_len);
-        if (scalar == SCALAR_P)
-            printf("new parameters: model.%s, %d of %.4f\n", scalar_names[scalar], m->config.seq_len, start);
-        else
-            printf("new parameters: model.layers.0..%d.%s.%s, %.4f%s\n", m->config.layers - 1, where, scalar_names[scalar], start,
-                   normalizer_trains(to, scalar) ? "" : ", not trained");
-    }
-}
-
-// Weights, moments, step and data position stay; scalars that the new normaliser brings start. Says what it does to the validation loss.
-static void change_normalizer(Run *run, const char *event, Normalizer from, Normalizer to) {
-    Model *m = &run->model;
-    char before[32] = "not measured", after[32] = "not measured";
-    m->config.attn = from;
-    double loss = run->val ? validate(run) : NAN;
-    if (isfinite(loss)) snprintf(before, sizeof before, "%.6f", loss);
-    m->config.attn = to;
-    if (is_main()) progress_end();
-    start_scalars(m, &from);
-    if (is_main()) show_new_scalars(m, &from, &to);
-    loss = run->val ? validate(run) : NAN;
-    if (isfinite(loss)) snprintf(after, sizeof after, "%.6f", loss);
-    run_lineage_add(run->lineage, run->step, event, "from", from.text, "attn", to.text, "val_loss_before", before,
-                    "val_loss_after", after, NULL);
-    write_run(run);
-    if (is_main())
-        printf("step %lld: --attn %s becomes %s; validation loss %s before, %s after\n", (long long)run->step, from.text, to.text, before,
-               after);
-}
-
-// In mid-run the warm-up runs again.
-static void switch_normalizer(Run *run) {
-    change_normalizer(run, "attn-switch", run->model.config.attn, run->switch_to);
-    run->schedule.rewarm = run->step;
-    run->switch_step = -1;
-}
-
-// ---- the loop
-
-// Of all processes; those of one machine may have more threads than it has cores.
-static void measure_peak(Run *run) {
-    int threads = omp_get_max_threads() * process.local_size, cores = omp_get_num_procs();
-    run->flops = peak_flops(run->o.dtype == TRAIN_BF16) * (threads > cores ? (double)cores / threads : 1.0);
-    process_sum_double(&run->flops, 1);
-}
-
-static bool due(int64_t every, int64_t step) {
-    return every && step % every == 0;
-}
-
-static void train(Run *run) {
-    const TrainOptions *o = &run->o;
-    double seconds = 0;
-    int64_t first = run->step, saved = run->resumed ? run->step : -1;
-    while (run->step < o->steps) {
-        if (run->step == run->switch_step) switch_normalizer(run);
-        if (run->step > first && run->step <= first + 3) measure_peak(run);
-        StepMetrics metrics;
-        if (!train_step(run, &metrics)) break;
-        bool last = run->step == o->steps, best = false;
-        seconds = run->step == first + 1 ? metrics.ms / 1000 : 0.9 * seconds + 0.1 * metrics.ms / 1000;
-        if (run->val && due(o->val_every, run->step)) {
-            metrics.val_loss = (float)validate(run);
-            best = isfinite(metrics.val_loss) && (run->best_step < 0 || metrics.val_loss < run->best_loss);
-            if (best) run->best_loss = metrics.val_loss, run->best_step = run->step;
-        }
-        show_step(run, &metrics, seconds, last || isfinite(metrics.val_loss));
-        if (o->sample_every && (due(o->sample_every, run->step) || last)) show_sample(run);
-        if (due(o->ckpt_every, run->step) || (best && o->keep_best) || last) {
-            save(run, last);
-            saved = run->step;
-        }
-    }
-    bool stopped = run->step < o->steps;
-    if (saved != run->step) save(run, true);           // a stop, or --steps 0: the first weights
-    if (is_main()) progress_end();
-    if (!stopped && run->val && o->val_every && !due(o->val_every, run->step)) {
-        // Not in the metrics: a run that is continued from here has them as if it had never stopped.
-        double loss = validate(run);
-        if (is_main() && isfinite(loss)) printf("validation loss %.4f at the end\n", loss);
-    }
-    if (is_main() && o->profile && run->step > first) show_profile((double)(run->step - first));
-    if (stopped) {
-        if (is_main()) printf("stopped by a signal at step %lld%s\n", (long long)run->step,
-                              o->out ? "; --resume continues from here" : "; nothing was kept, as there is no --out");
-        fflush(stdout);
-        process_end();
-        exit(EXIT_STOPPED);
-    }
-}
+void trainer_end(void) {}
 
 int main(int argc, char **argv) {
-    static Run run;
-    char weights[PATH_MAX];
-    Error error;
-    double start = now();
-    program_name = "train_gpt2";
-    train_options_init(&run.o, normalizer_flag_help);
-    options_parse(run.o.table, run.o.count, argc, argv,
-                  "train_gpt2 --train-data GLOB [flags]\n\nTrains a GPT on the CPU. Several processes: scripts/launch.sh N ./train_gpt2 ...");
-    if (normalizer_help(run.o.attn)) return EXIT_DONE;
-    process_start(&argc, &argv);
-    bool locks = run.o.out && is_main() && !run.o.dry_run;
-    process_agree(!locks || run_lock(run.o.out, false, &error), &error);
-    settle(&run, weights, sizeof weights);
-    if (run.resumed && run.step >= run.o.steps) {
-        if (is_main()) printf("%s stands at step %lld; --steps %lld asks for no more\n", run.o.out, (long long)run.step, (long long)run.o.steps);
-        process_end();
-        return EXIT_DONE;
-    }
-    plan_memory(&run);
-    if (is_main()) print_plan(&run);
-    memory_check(&run.model.plan, process.local_size);
-    if (run.o.dry_run) {
-        process_agree(!is_main() || (shards_check_all(run.train, &error) && (!run.val || shards_check_all(run.val, &error))), &error);
-        if (is_main()) printf("dry run: all tokens are below the vocabulary; nothing was written\n");
-        process_end();
-        return EXIT_DONE;
-    }
-    process_agree(!locks || run_lock(run.o.out, true, &error), &error);
-    memory_take(&run.model.plan);
-    model_ready(&run.model);
-    if (run.o.sample_every) decoder_ready(&run.decoder);
-    load_weights(&run, weights);
-    open_run_folder(&run);
-    measure_peak(&run);
-    process_catch_signals();
-    if (run.loaded.text[0] && !normalizer_equal(&run.loaded, &run.model.config.attn))
-        change_normalizer(&run, "attn-at-start", run.loaded, run.model.config.attn);
-    if (is_main()) {
-        printf("%s %s after %.1f s; peak %.0f GFLOP/s\n", run.resumed ? "continues at step" : "starts at step",
-               human_grouped((uint64_t)run.step).text, now() - start, run.flops / 1e9);
-        fflush(stdout);
-    }
-    train(&run);
-    metrics_close(run.metrics);
-    process_end();
-    return EXIT_DONE;
+    return training_main(argc, argv);
 }
 #endif
 #endif

@@ -9,7 +9,7 @@
 #define ATTN_ONLY "softmax"
 #endif
 
-void train_options_init(TrainOptions *o, const char *attn_help) {
+void train_options_init(TrainOptions *o, const char *attn_help, bool gpus) {
     *o = (TrainOptions){
         .model = "124M", .attn = ATTN_ONLY, .batch = 4, .seq_len = {.values = {1024}, .count = 1}, .steps = 1000, .lr = 6e-4,
         .warmup = 1000, .min_lr_frac = 0.1, .weight_decay = 0.1, .beta1 = 0.9, .beta2 = 0.95, .grad_clip = 1.0, .rope_theta = 10000,
@@ -53,8 +53,15 @@ void train_options_init(TrainOptions *o, const char *attn_help) {
         {"keep-best",   OPT_SWITCH, &o->keep_best, .group = "Run", .help = "keep the one with the lowest validation loss too", .on_resume = true},
         {"profile",     OPT_SWITCH, &o->profile, .group = "Run", .help = "print where the time went", .on_resume = true},
         {"dry-run",     OPT_SWITCH, &o->dry_run, .group = "Run", .help = "check everything, print the plan, write nothing", .on_resume = true},
+
+        {"zero",        OPT_INT, &o->zero, 0, 1, .arg = "0|1", .group = "GPUs", .help = "1: each process keeps its share of AdamW's moments (ZeRO-1)", .on_resume = true},
+        {"recompute",   OPT_SWITCH, &o->recompute, .group = "GPUs", .help = "keep less for the backward pass, and compute it again", .on_resume = true},
+        {"reduce-dtype", OPT_CHOICE, &o->reduce_dtype, .choices = "fp32|bf16", .group = "GPUs", .help = "of gradients on their way between processes", .on_resume = true},
+        {"deterministic", OPT_SWITCH, &o->deterministic, .group = "GPUs", .help = "the same bits each time, at some cost", .on_resume = true},
+        {"stochastic-rounding", OPT_SWITCH, &o->stochastic_rounding, .group = "GPUs", .help = "under bf16, of the weights' copy that the products read", .on_resume = true},
     };
-    o->count = sizeof table / sizeof *table;
+    const size_t count = sizeof table / sizeof *table, on_gpus = 5;      // the last rows
+    o->count = gpus ? count : count - on_gpus;
     o->table = malloc(sizeof table);
     if (!o->table) fail(EXIT_RESOURCE, "out of memory for the flags.");
     memcpy(o->table, table, sizeof table);

@@ -8,6 +8,13 @@
 
 #include "runtime/options.h"
 
+#ifdef __cplusplus
+extern "C" {
+#ifdef __cplusplus
+}
+#endif
+#endif
+
 typedef enum { TRAIN_FP32, TRAIN_BF16 } TrainType;
 
 typedef struct {
@@ -17,14 +24,20 @@ typedef struct {
     double lr, min_lr_frac, weight_decay, beta1, beta2, grad_clip, rope_theta;
     int schedule, pack, dtype;
     bool shuffle, resume, keep_best, profile, dry_run;
+    int64_t zero;                                      // this and what follows: of trainers on GPUs
+    int reduce_dtype;
+    bool recompute, deterministic, stochastic_rounding;
     Option *table;
     size_t count;
 } TrainOptions;
 
-// The defaults of SPEC section 3, and the table over them. attn_help: what --help says of --attn.
-void train_options_init(TrainOptions *options, const char *attn_help);
+// The defaults of SPEC section 3, and the table over them. attn_help: what --help says of --attn; gpus: with the flags of GPUs.
+void train_options_init(TrainOptions *options, const char *attn_help, bool gpus);
 
 // Was this flag on the command line?
 bool train_options_given(const TrainOptions *options, const char *name);
 
+#ifdef __cplusplus
+}
+#endif
 #endif

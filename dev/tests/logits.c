@@ -37,7 +37,8 @@ static void load(const char *folder, size_t T) {
     memory_take(&model.plan);
     model_ready(&model);
     decoder_ready(&decoder);
-    if (!model_load(&model, folder, &error)) fail_with(&error);
+    Weights weights = weights_of(&model);
+    if (!weights_load(&weights, folder, &error)) fail_with(&error);
 }
 
 // The largest difference of a row over the row's largest logit. NaN where there is one.

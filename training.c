@@ -1,0 +1,787 @@
+#include "training.h"
+
+#include <errno.h>
+#include <limits.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "attention/modeling.h"
+#include "runtime/checkpoint.h"
+#include "runtime/file.h"
+#include "runtime/human.h"
+#include "runtime/json.h"
+#include "runtime/metrics.h"
+#include "runtime/process.h"
+#include "runtime/random.h"
+#include "runtime/run.h"
+#include "runtime/sampler.h"
+#include "runtime/schedule.h"
+#include "runtime/shards.h"
+#include "runtime/tokenizer.h"
+
+typedef struct {
+    TrainOptions o;
+    ModelConfig *config;               // of the trainer's model
+    Weights weights;
+    MemoryPlan *plan;                  // of the host's memory
+    Tokenizer *tokenizer;              // NULL: samples are shown as ids
+    char tokenizer_folder[PATH_MAX];   // where its files lie, for the checkpoints; "" for none
+    Shards *train, *val;
+    char *train_print, *val_print;     // fingerprints
+    cJSON *lineage;
+    Metrics *metrics;
+    Schedule schedule;
+
+    bool resumed;                      // continues from a checkpoint
+    bool started_over;                 // continues a run that has none yet
+    int64_t step, tokens;              // done
+    uint64_t sequence;                 // the next in the data's order
+    double best_loss;
+    int64_t best_step;                 // -1: none yet
+
+    int64_t switch_step;               // of --attn-switch; -1: none to come
+    Normalizer switch_to;
+    Normalizer loaded;                 // of the weights that --init-from brings; .text is empty without
+
+    size_t T;                          // the longest sequence
+    int64_t step_tokens;               // a step's, all processes together
+    int64_t micro_batches;             // of one process, a step
+    double flops;                      // the peak of all processes
+    int32_t *window, *inputs, *targets;
+    uint8_t *window_mask, *mask;       // NULL where everything counts
+    char *more;                        // text of metrics.jsonl: what the trainer has to say, and about the learnt scalars
+    size_t more_size;
+} Run;
+
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static bool is_main(void) {
+    return process.rank == 0;
+}
+
+// ---- before anything is taken: what is to be done
+
+static void settle_switch(Run *run) {
+    char *end, message[1024];
+    run->switch_step = -1;
+    if (!run->o.attn_switch) return;
+    run->switch_step = strtoll(run->o.attn_switch, &end, 10);
+    if (end == run->o.attn_switch || *end != ':' || run->switch_step < 0)
+        fail(EXIT_USAGE, "--attn-switch %s: expected STEP:NAME, for example 5000:ssmax.", run->o.attn_switch);
+    if (!normalizer_parse(&run->switch_to, end + 1, message, sizeof message))
+        fail(EXIT_USAGE, "--attn-switch %s: %s.", run->o.attn_switch, message);
+}
+
+// state.json: where the run stood.
+static void read_state(Run *run, const char *folder) {
+    char path[PATH_MAX];
+    Error error;
+    snprintf(path, sizeof path, "%s/state.json", folder);
+    cJSON *json = json_read(path, &error);
+    if (!json) fail_with(&error);
+    uint64_t step, tokens, sequence, rewarm;
+    const cJSON *best = cJSON_GetObjectItemCaseSensitive(json, "best_val_loss");
+    uint64_t best_step;
+    if (!json_u64(cJSON_GetObjectItemCaseSensitive(json, "step"), &step) ||
+        !json_u64(cJSON_GetObjectItemCaseSensitive(json, "tokens"), &tokens) ||
+        !json_u64(cJSON_GetObjectItemCaseSensitive(json, "data_position"), &sequence) ||
+        !json_u64(cJSON_GetObjectItemCaseSensitive(json, "rewarm"), &rewarm))
+        fail(EXIT_INPUT, "%s: expected the whole numbers \"step\", \"tokens\", \"data_position\" and \"rewarm\".", path);
+    run->step = (int64_t)step, run->tokens = (int64_t)tokens, run->sequence = sequence;
+    run->schedule.rewarm = (int64_t)rewarm;
+    if (cJSON_IsNumber(best) && json_u64(cJSON_GetObjectItemCaseSensitive(json, "best_step"), &best_step))
+        run->best_loss = best->valuedouble, run->best_step = (int64_t)best_step;
+    cJSON_Delete(json);
+}
+
+// A run that ended before its first checkpoint: its arguments hold, and it starts again from the beginning.
+static void settle_started_over(Run *run) {
+    TrainOptions *o = &run->o;
+    Error error;
+    if (checkpoint_any(o->out))
+        fail(EXIT_INPUT, "%s/ckpt: none of the checkpoints is whole; see the warnings above. Nothing was changed.\n"
+             "  Bring back a whole one, or start anew in another --out.", o->out);
+    if (!run_exists(o->out)) return;
+    cJSON *lineage = run_resume(o->out, o, &error);
+    if (!lineage) fail_with(&error);
+    const char *attn = cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(cJSON_GetArrayItem(lineage, 0), "attn"));
+    if (attn) o->attn = strdup(attn);
+    cJSON_Delete(lineage);
+    run->started_over = true;
+    if (is_main()) printf("%s: no checkpoint yet; the run starts over\n", o->out);
+}
+
+// --resume: the run's arguments, shape and position, and the folder of its newest checkpoint. False where there is none.
+static bool settle_resumed(Run *run, char *folder, size_t size) {
+    TrainOptions *o = &run->o;
+    Error error;
+    uint64_t step;
+    if (!o->out) fail(EXIT_USAGE, "--resume needs --out, the folder of the run to continue.");
+    if (!checkpoint_newest(o->out, folder, size, &step)) {
+        folder[0] = 0;
+        settle_started_over(run);
+        return false;
+    }
+    run->lineage = run_resume(o->out, o, &error);
+    if (!run->lineage || !checkpoint_verify(folder, false, &error) || !model_config_read(run->config, folder, &error))
+        fail_with(&error);
+    read_state(run, folder);
+    if (run->step != (int64_t)step) fail(EXIT_INPUT, "%s/state.json: says step %lld.", folder, (long long)run->step);
+    run_lineage_cut(run->lineage, run->step);
+    return true;
+}
+
+// --init-from: the shape of the weights there, which --model may repeat but not contradict.
+static void settle_loaded(Run *run) {
+    const TrainOptions *o = &run->o;
+    ModelConfig *config = run->config, asked;
+    Error error;
+    char shape[256];
+    if (!model_config_read(config, o->init_from, &error) || !checkpoint_verify(o->init_from, true, &error)) fail_with(&error);
+    run->loaded = config->attn;
+    if (train_options_given(o, "rope-theta")) config->rope_theta = o->rope_theta;
+    if (!train_options_given(o, "model")) return;
+    if (!model_parse(&asked, o->model, &error)) fail_with(&error);
+    if (!model_same_shape(&asked, config))
+        fail(EXIT_USAGE, "--model %s is not the shape of %s: %s.\n  Leave --model out to take that.", o->model, o->init_from,
+             model_text(config, shape, sizeof shape));
+}
+
+// T, the longest of --seq-len
+static void find_longest(Run *run) {
+    const IntList *lengths = &run->o.seq_len;
+    run->T = 0;
+    for (size_t i = 0; i < lengths->count; i++)
+        if ((size_t)lengths->values[i] > run->T) run->T = (size_t)lengths->values[i];
+}
+
+// The model's shape, from the run that is resumed, from --init-from, or from --model; `folder` gets where its weights lie, or "".
+static void settle_model(Run *run, char *folder, size_t size) {
+    TrainOptions *o = &run->o;
+    ModelConfig *config = run->config;
+    Error error;
+    char message[1024];
+    folder[0] = 0;
+    run->resumed = o->resume && settle_resumed(run, folder, size);
+    find_longest(run);
+    if (run->resumed) return;
+    if (!o->resume && o->out && run_exists(o->out))
+        fail(EXIT_USAGE, "--out %s: there is a run already. Continue it with --resume, or give another folder.", o->out);
+    if (o->init_from) {
+        settle_loaded(run);
+        snprintf(folder, size, "%s", o->init_from);
+    } else {
+        if (!model_parse(config, o->model, &error)) fail_with(&error);
+        config->rope_theta = o->rope_theta;
+        config->seq_len = (int)run->T;
+    }
+    if ((!o->init_from || train_options_given(o, "attn") || run->started_over) && !normalizer_parse(&config->attn, o->attn, message, sizeof message))
+        fail(EXIT_USAGE, "--attn %s: %s.", o->attn, message);
+    if (o->norm_length) config->seq_len = (int)o->norm_length;
+    if (o->norm_length && run->loaded.text[0] && normalizer_has(&run->loaded, SCALAR_P))
+        fail(EXIT_USAGE, "--norm-length %lld: %s has learnt p_n for its own length; leave the flag out.", (long long)o->norm_length, o->init_from);
+    run->lineage = cJSON_CreateArray();
+    run_lineage_add(run->lineage, 0, o->init_from ? "init-from" : "start", "attn", config->attn.text, o->init_from ? "from" : NULL,
+                    o->init_from, NULL);
+}
+
+// Sequence lengths, and how a step's tokens divide among lengths, processes and micro-batches.
+static void settle_batches(Run *run) {
+    TrainOptions *o = &run->o;
+    int64_t T = (int64_t)run->T;
+    for (size_t i = 0; i < o->seq_len.count; i++)
+        if (T % o->seq_len.values[i])
+            fail(EXIT_USAGE, "--seq-len: %lld does not divide the longest, %lld.", (long long)o->seq_len.values[i], (long long)T);
+    if (o->batch * T > INT32_MAX)
+        fail(EXIT_USAGE, "--batch %lld x --seq-len %lld: at most 2^31 - 1 tokens at a time. Accumulate by --total-batch-tokens.",
+             (long long)o->batch, (long long)T);
+    int64_t together = o->batch * T * process.size;
+    if (!o->total_batch_tokens) o->total_batch_tokens = together;
+    if (o->total_batch_tokens % together) {
+        int64_t nearest = (o->total_batch_tokens + together / 2) / together * together;
+        fail(EXIT_USAGE, "--total-batch-tokens %lld is no multiple of batch x T x processes = %lld x %lld x %d = %lld.\n  Nearest: %lld.",
+             (long long)o->total_batch_tokens, (long long)o->batch, (long long)T, process.size, (long long)together,
+             (long long)(nearest ? nearest : together));
+    }
+    run->step_tokens = o->total_batch_tokens;
+    run->micro_batches = o->total_batch_tokens / together;
+}
+
+static Shards *open_shards(Run *run, const char *glob, bool shuffle, uint64_t min_windows, char **print) {
+    ShardsConfig config = {.T = run->T, .vocab = run->config->vocab, .end_of_text = run->config->end_of_text,
+                           .seed = (uint64_t)run->o.seed, .shuffle = shuffle, .pack = (PackMode)run->o.pack, .min_windows = min_windows};
+    Error error;
+    Shards *shards = shards_open(glob, config, &error);
+    if (!shards) fail_with(&error);
+    *print = shards_fingerprint(shards, &error);
+    if (!*print) fail_with(&error);
+    return shards;
+}
+
+static bool folder_has_tokenizer(const char *folder) {
+    char path[PATH_MAX];
+    FILE *file;
+    snprintf(path, sizeof path, "%s/%s", folder, tokenizer_files[0]);
+    if (!(file = fopen(path, "r"))) return false;
+    fclose(file);
+    return true;
+}
+
+// The tokenizer lies beside the shards, or in the folder that the weights come from. Without one, samples are shown as ids.
+static void settle_tokenizer(Run *run, const char *weights) {
+    char beside[PATH_MAX];
+    Error error;
+    if (!shards_first_path(run->o.train_data, beside, sizeof beside)) return;     // opening the shards says what is wrong
+    char *slash = strrchr(beside, '/');
+    if (slash) *slash = 0; else strcpy(beside, ".");
+    const char *folder = folder_has_tokenizer(beside) ? beside : weights[0] && folder_has_tokenizer(weights) ? weights : NULL;
+    if (!folder) return;
+    if (!(run->tokenizer = tokenizer_open(folder, &error))) fail_with(&error);
+    if (tokenizer_vocab(run->tokenizer) > run->config->vocab)
+        fail(EXIT_INPUT, "%s: its tokenizer has %d tokens, the model a vocabulary of %d.\n  Give the model vocab=%d.", folder,
+             tokenizer_vocab(run->tokenizer), run->config->vocab, tokenizer_vocab(run->tokenizer));
+    snprintf(run->tokenizer_folder, sizeof run->tokenizer_folder, "%s", folder);
+    run->config->end_of_text = tokenizer_end_of_text(run->tokenizer);
+}
+
+// What a normaliser asks of the lengths.
+static void check_normalizer(const Run *run, const Normalizer *attn, const char *flag) {
+    char message[1024];
+    int L = run->config->seq_len;
+    if (!normalizer_fits(attn, L, message, sizeof message)) fail(EXIT_USAGE, "%s %s.", flag, message);
+    if (normalizer_has(attn, SCALAR_P) && run->T > (size_t)L)
+        fail(EXIT_USAGE, "%s %s: p_n is learnt for n up to L = %d, and --seq-len asks for %zu.", flag, attn->text, L, run->T);
+}
+
+// Everything that the flags, the run folder and the data say, checked; nothing written yet.
+static void settle(Run *run, char *weights, size_t size) {
+    TrainOptions *o = &run->o;
+    Error error;
+    run->best_step = -1;
+    settle_model(run, weights, size);
+    if (process_max_int(run->resumed) != run->resumed)
+        fail(EXIT_PEER, "process %d sees no run in %s, but another one does. All machines need the same --out folder.", process.rank, o->out);
+    settle_switch(run);
+    check_normalizer(run, &run->config->attn, "--attn");
+    if (run->switch_step >= 0) check_normalizer(run, &run->switch_to, "--attn-switch");
+    settle_batches(run);
+    if (!o->train_data) fail(EXIT_USAGE, "--train-data is missing: the shards to train on. data/shakespeare.py makes some.");
+    settle_tokenizer(run, weights);
+    run->train = open_shards(run, o->train_data, o->shuffle, (uint64_t)(run->step_tokens / (int64_t)run->T), &run->train_print);
+    if (o->val_data) run->val = open_shards(run, o->val_data, false, 1, &run->val_print);
+    if ((run->resumed || run->started_over) && (!run_same_data(o->out, "train", run->train_print, &error) ||
+                         !run_same_data(o->out, "val", run->val_print, &error)))
+        fail_with(&error);
+    run->schedule = (Schedule){.kind = (ScheduleKind)o->schedule, .lr = o->lr, .min_lr_frac = o->min_lr_frac, .warmup = o->warmup,
+                               .steps = o->steps, .rewarm = run->schedule.rewarm};
+    if (run->switch_step >= 0 && run->switch_step < run->step) {
+        if (train_options_given(o, "attn-switch"))
+            fail(EXIT_USAGE, "--attn-switch %s: the run stands at step %lld; give that step or a later one.", o->attn_switch,
+                 (long long)run->step);
+        run->switch_step = -1;
+    }
+}
+
+static void plan_memory(Run *run) {
+    TrainOptions *o = &run->o;
+    const Normalizer *others[2];
+    size_t count = 0, N = (size_t)o->batch * run->T;
+    if (run->switch_step >= 0) others[count++] = &run->switch_to;
+    if (run->loaded.text[0]) others[count++] = &run->loaded;
+    MemoryPlan *plan = run->plan = trainer_plan(o, others, count, (size_t)o->batch, run->T);
+    bool masked = shards_masked(run->train) || (run->val && shards_masked(run->val));
+    run->more_size = 256 + 3 * (64 + 64 * (size_t)run->config->layers);
+    memory_add(plan, "scratch", (void **)&run->more, run->more_size);
+    memory_add(plan, "a batch", (void **)&run->window, (run->T + 1) * sizeof(int32_t));
+    memory_add(plan, "a batch", (void **)&run->inputs, N * sizeof(int32_t));
+    memory_add(plan, "a batch", (void **)&run->targets, N * sizeof(int32_t));
+    if (masked) {
+        memory_add(plan, "a batch", (void **)&run->window_mask, run->T);
+        memory_add(plan, "a batch", (void **)&run->mask, N);
+    }
+}
+
+// Weights, two moments, and under bfloat16 the masters.
+static double checkpoint_bytes(const ModelConfig *config, bool bf16) {
+    return (double)model_parameters(config) * (bf16 ? 2 + 12 : 4 + 8);
+}
+
+static void print_plan(Run *run) {
+    const ModelConfig *c = run->config;
+    const TrainOptions *o = &run->o;
+    int64_t windows_a_step = run->step_tokens / (int64_t)run->T;
+    Error error;
+    char name[NORMALIZER_TEXT];
+    normalizer_shortest(&c->attn, name, sizeof name);
+    printf("model     %s parameters (%s), ", human_grouped(model_parameters(c)).text, human_count((double)model_parameters(c)).text);
+    if (c->block == BLOCK_GAU)
+        printf("%d gated attention units of %d and %d, %d channels", c->layers, GAU_HEAD, c->ffn, c->channels);
+    else
+        printf("%d layers, %d heads of %zu, %d channels, ffn %d", c->layers, c->heads, head_size(c), c->channels, c->ffn);
+    printf(", vocabulary %d, %s\n", c->vocab, c->tied ? "tied" : "untied");
+    printf("attention %s%s%s, L = %d\n", c->attn.text, strcmp(c->attn.text, name) ? ", which is " : "", strcmp(c->attn.text, name) ? name : "",
+           c->seq_len);
+    if (run->switch_step >= 0)
+        printf("switch    to %s at step %lld%s\n", run->switch_to.text, (long long)run->switch_step,
+               run->switch_step >= o->steps ? ", which is not before --steps: a later --resume will come to it" : "");
+    trainer_print_products(o);
+    printf("data      %s tokens in %zu shard%s, %s windows of %zu, %.1f steps an epoch", human_grouped(shards_tokens(run->train)).text,
+           shards_count(run->train), shards_count(run->train) == 1 ? "" : "s", human_grouped(shards_windows(run->train)).text, run->T,
+           (double)shards_windows(run->train) / (double)windows_a_step);
+    if (run->val) printf("; validation %s tokens", human_grouped(shards_tokens(run->val)).text);
+    printf("\nstep      %s tokens: %lld process%s x %lld micro-batch%s of %lld x %zu\n", human_grouped((uint64_t)run->step_tokens).text,
+           (long long)process.size, process.size == 1 ? "" : "es", (long long)run->micro_batches, run->micro_batches == 1 ? "" : "es",
+           (long long)o->batch, run->T);
+    printf("run       %lld steps, %s tokens%s%s\n", (long long)o->steps, human_count((double)o->steps * (double)run->step_tokens).text,
+           o->out ? ", into " : ", nothing is kept (no --out)", o->out ? o->out : "");
+    memory_print(run->plan);
+    trainer_print_memory();
+    if (o->out) {
+        uint64_t free_bytes;
+        double bytes = checkpoint_bytes(c, o->dtype == TRAIN_BF16);
+        if (file_free_space(o->out, &free_bytes, &error)) {
+            printf("disk      %s a checkpoint, %s free\n", human_bytes(bytes).text, human_bytes((double)free_bytes).text);
+            if (bytes * (double)(o->keep ? o->keep + 1 : 1) > (double)free_bytes)
+                warn("%s: %s free, but the checkpoints that --keep %lld leaves need up to %s.", o->out,
+                     human_bytes((double)free_bytes).text, (long long)o->keep, human_bytes(bytes * (double)(o->keep ? o->keep + 1 : 1)).text);
+        }
+    }
+    fflush(stdout);
+}
+
+// ---- the start
+
+static void load_weights(Run *run, const char *folder) {
+    const Weights *w = &run->weights;
+    size_t bytes = w->list->floats * sizeof(float);
+    Error error;
+    if (!folder[0]) {
+        weights_init(w, (uint64_t)run->o.seed);
+        trainer_upload();
+        return;
+    }
+    Normalizer attn = run->config->attn;
+    if (run->loaded.text[0]) run->config->attn = run->loaded;      // change_normalizer() comes when its loss is known
+    process_agree(!is_main() || (weights_load(w, folder, &error) && (!run->resumed || weights_load_optimizer(w, folder, &error))), &error);
+    run->config->attn = attn;
+    process_broadcast(w->params, bytes);
+    if (run->resumed) {
+        process_broadcast(w->mean, bytes);
+        process_broadcast(w->square, bytes);
+    }
+    trainer_upload();
+}
+
+static void write_run(Run *run) {
+    Error error;
+    bool writes = run->o.out && is_main();
+    process_agree(!writes || run_write(run->o.out, &run->o, run->train_print, run->val_print, run->lineage, &error), &error);
+}
+
+// From here on the folder is ours.
+static void open_run_folder(Run *run) {
+    char path[PATH_MAX];
+    Error error;
+    if (!run->o.out) return;
+    snprintf(path, sizeof path, "%s/metrics.jsonl", run->o.out);
+    process_agree(!is_main() || (metrics_cut(path, run->step, &error) && (run->metrics = metrics_open(path, &error))), &error);
+    write_run(run);
+}
+
+// ---- saving
+
+static char *state_json(const Run *run) {
+    cJSON *json = cJSON_CreateObject(), *random;
+    cJSON_AddNumberToObject(json, "step", (double)run->step);
+    cJSON_AddNumberToObject(json, "tokens", (double)run->tokens);
+    cJSON_AddNumberToObject(json, "data_position", (double)run->sequence);
+    random = cJSON_AddObjectToObject(json, "random");
+    cJSON_AddStringToObject(random, "generator", "philox4x32-10, by counter");
+    cJSON_AddNumberToObject(random, "seed", (double)run->o.seed);
+    cJSON_AddNumberToObject(json, "processes", process.size);
+    cJSON_AddNumberToObject(json, "rewarm", (double)run->schedule.rewarm);
+    if (run->best_step >= 0) {
+        cJSON_AddNumberToObject(json, "best_val_loss", run->best_loss);
+        cJSON_AddNumberToObject(json, "best_step", (double)run->best_step);
+    }
+    char *text = cJSON_Print(json);
+    cJSON_Delete(json);
+    return text;
+}
+
+static bool copy_tokenizer(const Run *run, Checkpoint *c, Error *error) {
+    char path[PATH_MAX + 64];
+    if (!run->tokenizer_folder[0]) return true;
+    for (size_t i = 0; tokenizer_files[i]; i++) {
+        snprintf(path, sizeof path, "%s/%s", run->tokenizer_folder, tokenizer_files[i]);
+        FILE *there = fopen(path, "r");
+        if (!there) continue;
+        fclose(there);
+        if (!checkpoint_copy(c, path, error)) return false;
+    }
+    return true;
+}
+
+static bool write_checkpoint(const Run *run, Error *error) {
+    Checkpoint c;
+    if (!checkpoint_begin(&c, run->o.out, (uint64_t)run->step, error)) return false;
+    char *config = model_config_json(run->config, run->weights.bf16), *state = state_json(run);
+    bool done = weights_save(&run->weights, checkpoint_path(&c, "model.safetensors"), error)
+             && weights_save_optimizer(&run->weights, checkpoint_path(&c, "optimizer.safetensors"), error)
+             && file_write_text(checkpoint_path(&c, "config.json"), config, error)
+             && file_write_text(checkpoint_path(&c, "state.json"), state, error)
+             && (model_is_plain_llama(run->config) || file_write_text(checkpoint_path(&c, MODELING_FILE), modeling_text, error))
+             && copy_tokenizer(run, &c, error)
+             && checkpoint_commit(&c, error);
+    if (!done) checkpoint_abandon(&c);
+    free(config);
+    free(state);
+    return done;
+}
+
+// Saves and prunes. A save that fails in mid-run is reported, and training goes on: the checkpoint before it is whole. `last`: the
+// process is about to end, so a failure ends it with EXIT_RESOURCE.
+static void save(Run *run, bool last) {
+    Error error;
+    bool done = true;
+    if (!run->o.out) return;
+    trainer_download();
+    if (is_main()) {
+        double start = now();
+        progress_end();
+        if ((done = write_checkpoint(run, &error))) {
+            printf("saved %s/ckpt/step-%08lld in %.1f s\n", run->o.out, (long long)run->step, now() - start);
+            uint64_t best = run->o.keep_best && run->best_step >= 0 ? (uint64_t)run->best_step : UINT64_MAX;
+            if (!checkpoint_prune(run->o.out, (int)run->o.keep, best, &error)) warn("%s", error.text);
+        } else if (!last) {
+            warn("%s\n  Training goes on; the checkpoint before this one is whole.", error.text);
+        }
+        fflush(stdout);
+    }
+    process_agree(done || !last, &error);
+}
+
+// ---- data to the model
+
+// Sequence `g` of the data, cut to pieces of T, into rows from `row` on of the batch.
+static void load_window(Run *run, Shards *shards, uint64_t g, size_t row) {
+    Error error;
+    if (!shards_window(shards, g, run->window, run->mask ? run->window_mask : NULL, &error)) fail_with(&error);
+    memcpy(run->inputs + row * run->T, run->window, run->T * sizeof(int32_t));
+    memcpy(run->targets + row * run->T, run->window + 1, run->T * sizeof(int32_t));
+    if (run->mask) memcpy(run->mask + row * run->T, run->window_mask, run->T);
+}
+
+// Has any process been asked to stop? All processes ask together.
+static bool stopping(void) {
+    return process_max_int(process_stop_requested());
+}
+
+// Mean loss over the validation data's first windows, the same for any number of processes (but for the order of the sum). NAN where a
+// signal came in between.
+static double validate(Run *run) {
+    uint64_t windows = shards_windows(run->val), most = (uint64_t)run->o.val_tokens / run->T;
+    if (most < 1) most = 1;
+    if (windows > most) windows = most;
+    double sum = 0;
+    bool stopped = false;
+    for (uint64_t first = 0; first < windows && !stopped; first += (uint64_t)run->o.batch * (uint64_t)process.size) {
+        size_t B = 0;
+        for (uint64_t g = first + (uint64_t)process.rank; B < (size_t)run->o.batch && g < windows; B++, g += (uint64_t)process.size)
+            load_window(run, run->val, g, B);
+        if (B) sum += trainer_loss(&(Batch){run->inputs, run->targets, run->mask, B, run->T});
+        stopped = stopping();
+    }
+    if (stopped) return NAN;
+    process_sum_double(&sum, 1);
+    return sum / (double)(shards_masked(run->val) ? windows : windows * run->T);
+}
+
+// ---- one step
+
+// The gradients of all of a step's sequences, its loss and their norm. Micro-batch i of process r has sequences (i · processes + r) · B
+// and on. False where a signal came in between: nothing of the step counts then.
+static bool accumulate(Run *run, size_t T, double *mean_loss, double *norm) {
+    size_t B = (size_t)run->o.batch, pieces = run->T / T;
+    int64_t sequences = run->step_tokens / (int64_t)run->T;
+    double loss, count = shards_masked(run->train) ? (double)sequences : (double)run->step_tokens;
+    for (int64_t i = 0; i < run->micro_batches; i++) {
+        if (stopping()) return false;
+        uint64_t first = run->sequence + ((uint64_t)i * (uint64_t)process.size + (uint64_t)process.rank) * B;
+        for (size_t b = 0; b < B; b++) load_window(run, run->train, first + b, b);
+        Batch batch = {run->inputs, run->targets, run->mask, B * pieces, T};
+        trainer_micro_batch(&batch, (float)(1.0 / count), i == 0, i + 1 == run->micro_batches);
+    }
+    trainer_gradients(&loss, norm);
+    run->sequence += (uint64_t)sequences;
+    *mean_loss = loss / count;
+    return true;
+}
+
+// A loss or gradient that is not finite ends the run before it can spoil the weights.
+static void check_finite(const Run *run, double loss, double norm) {
+    if (isfinite(loss) && isfinite(norm)) return;
+    char path[PATH_MAX];
+    uint64_t step;
+    progress_end();
+    bool saved = run->o.out && checkpoint_newest(run->o.out, path, sizeof path, &step);
+    const Normalizer *attn = &run->config->attn;
+    const char *unbounded = attn->phi.kind == PHI_EXP && !norm_is_sum(attn->norm)
+        ? "\n  phi=exp without norm=l1 has no bound: exp(z) overflows from z = 88.8 on." : "";
+    fail(EXIT_DIVERGED, "step %lld: the loss is %g and the gradient's norm %g: training diverged. Nothing of this step was kept.%s\n"
+         "  Last good checkpoint: %s. A lower --lr, a longer --warmup or a smaller --grad-clip may help.", (long long)run->step + 1, loss,
+         norm, unbounded, saved ? path : "none");
+}
+
+// False where a signal came before the weights changed.
+static bool train_step(Run *run, StepMetrics *metrics) {
+    const TrainOptions *o = &run->o;
+    double start = now(), loss, norm, lr = schedule_lr(&run->schedule, run->step);
+    size_t T = step_length(o->seq_len.values, o->seq_len.count, (uint64_t)o->seed, (uint64_t)run->step);
+    if (!accumulate(run, T, &loss, &norm)) return false;
+    check_finite(run, loss, norm);
+    double scale = o->grad_clip > 0 && norm > 0 ? fmin(1.0, o->grad_clip / (norm + 1e-6)) : 1.0;
+    trainer_update((AdamW){lr, o->beta1, o->beta2, 1e-8, o->weight_decay, scale, run->step + 1});
+    run->step++;
+    run->tokens += run->step_tokens;
+    double seconds = now() - start, speed = (double)run->step_tokens / seconds;
+    *metrics = (StepMetrics){.step = run->step, .tokens = run->tokens, .loss = (float)loss, .lr = (float)lr, .grad_norm = (float)norm,
+                             .ms = 1000 * seconds, .tok_per_s = speed, .val_loss = NAN,
+                             .mfu = speed * model_flops_per_token(run->config, T) / run->flops};
+    return true;
+}
+
+// ---- what a person sees
+
+static void show_text(FILE *file, const Run *run, const int32_t *ids, size_t count) {
+    for (size_t i = 0; i < count; i++) {
+        size_t length;
+        const char *bytes = run->tokenizer ? tokenizer_token(run->tokenizer, ids[i], &length) : NULL;
+        if (bytes) fwrite(bytes, 1, length, file); else fprintf(file, "%d ", ids[i]);
+    }
+}
+
+// A sample from the model as it stands, to the terminal and samples.txt. It starts from end-of-text; the same step draws the same.
+static void show_sample(Run *run) {
+    int32_t ids[TRAINER_SAMPLE + 1];
+    size_t count = 1, longest = run->T < TRAINER_SAMPLE ? run->T : TRAINER_SAMPLE;
+    if (!is_main()) return;
+    ids[0] = run->config->end_of_text;
+    for (; count <= longest; count++) {
+        double u = random_uniform((uint64_t)run->o.seed, (uint64_t)run->step, count - 1);
+        ids[count] = sample_token(trainer_next_logits(ids, count), (size_t)run->config->vocab, 0.9, 50, 1.0, u);
+        if (ids[count] == run->config->end_of_text) break;
+    }
+    progress_end();
+    printf("sample at step %lld: ", (long long)run->step);
+    show_text(stdout, run, ids + 1, count - 1);
+    printf("\n");
+    fflush(stdout);
+    FILE *file = run->o.out ? fopen(run_path(run->o.out, "samples.txt"), "a") : NULL;
+    if (!file) return;
+    fprintf(file, "---- step %lld\n", (long long)run->step);
+    show_text(file, run, ids + 1, count - 1);
+    fprintf(file, "\n");
+    fclose(file);
+}
+
+// "attn_scale": [[mean, least, largest] of each layer], or those of another learnt scalar, onto the end of `out`.
+static size_t scalar_statistics(char *out, size_t size, size_t at, const Weights *w, Scalar scalar) {
+    bool first = true;
+    for (size_t i = 0; i < w->list->count; i++) {
+        const Tensor *t = &w->list->tensors[i];
+        if (t->scalar != scalar || !tensor_trained(t, &w->config->attn)) continue;
+        const float *x = w->params + t->offset;
+        double sum = 0, least = x[0], largest = x[0];
+        for (size_t j = 0; j < t->elements; j++) sum += x[j], least = fmin(least, x[j]), largest = fmax(largest, x[j]);
+        if (first) at += (size_t)snprintf(out + at, size - at, ", \"%s\": [", scalar_names[scalar]);
+        at += (size_t)snprintf(out + at, size - at, "%s[%.6g, %.6g, %.6g]", first ? "" : ", ", sum / (double)t->elements, least, largest);
+        first = false;
+    }
+    if (!first) at += (size_t)snprintf(out + at, size - at, "]");
+    return at;
+}
+
+static bool trains_scalars(const ModelConfig *config) {
+    const Normalizer *attn = &config->attn;
+    return normalizer_trains(attn, SCALAR_S) || normalizer_trains(attn, SCALAR_B) || normalizer_trains(attn, SCALAR_SINK);
+}
+
+// What metrics.jsonl has beside the numbers of every step.
+static void more_metrics(Run *run, StepMetrics *metrics) {
+    size_t at;
+    trainer_metrics(run->more, run->more_size);
+    at = strlen(run->more);
+    if (!isnan(metrics->val_loss)) {
+        for (Scalar scalar = SCALAR_S; scalar < SCALAR_COUNT; scalar++)
+            if (scalar != SCALAR_P) at = scalar_statistics(run->more, run->more_size, at, &run->weights, scalar);
+    }
+    metrics->more = run->more;
+}
+
+static void show_step(Run *run, StepMetrics *metrics, double seconds_a_step, bool keep) {
+    char line[512];
+    uint64_t rows, without_weight;
+    if (trains_scalars(run->config) && !isnan(metrics->val_loss)) trainer_download();
+    trainer_rows(&rows, &without_weight);
+    if (run->metrics) more_metrics(run, metrics), metrics_write(run->metrics, metrics);
+    if (!is_main()) return;
+    metrics_line(line, sizeof line, metrics, run->o.steps, seconds_a_step * (double)(run->o.steps - run->step));
+    size_t length = strlen(line);
+    double share = rows ? 100.0 * (double)without_weight / (double)rows : 0;
+    if (share > 0) snprintf(line + length, sizeof line - length, " | %.*f %% of rows without weight", share < 0.1 ? 4 : share < 9.95 ? 1 : 0, share);
+    progress_show(line, keep);
+}
+
+// ---- a change of normaliser
+
+// Names the learnt scalars that `to` brings and `from` did not leave.
+static void show_new_scalars(const ModelConfig *config, const Normalizer *from, const Normalizer *to) {
+    const char *where = config->block == BLOCK_GAU ? "gau" : "self_attn";
+    for (Scalar scalar = SCALAR_S; scalar < SCALAR_COUNT; scalar++) {
+        if (!normalizer_has(to, scalar) || normalizer_keeps(from, to, scalar)) continue;
+        double start = normalizer_start(to, scalar, config->seq_len);
+        if (scalar == SCALAR_P)
+            printf("new parameters: model.%s, %d of %.4f\n", scalar_names[scalar], config->seq_len, start);
+        else
+            printf("new parameters: model.layers.0..%d.%s.%s, %.4f%s\n", config->layers - 1, where, scalar_names[scalar], start,
+                   normalizer_trains(to, scalar) ? "" : ", not trained");
+    }
+}
+
+// Weights, moments, step and data position stay; scalars that the new normaliser brings start. Says what it does to the validation loss.
+static void change_normalizer(Run *run, const char *event, Normalizer from, Normalizer to) {
+    char before[32] = "not measured", after[32] = "not measured";
+    run->config->attn = from;
+    double loss = run->val ? validate(run) : NAN;
+    if (isfinite(loss)) snprintf(before, sizeof before, "%.6f", loss);
+    run->config->attn = to;
+    if (is_main()) progress_end();
+    trainer_download();
+    weights_start_scalars(&run->weights, &from);
+    trainer_upload();
+    if (is_main()) show_new_scalars(run->config, &from, &to);
+    loss = run->val ? validate(run) : NAN;
+    if (isfinite(loss)) snprintf(after, sizeof after, "%.6f", loss);
+    run_lineage_add(run->lineage, run->step, event, "from", from.text, "attn", to.text, "val_loss_before", before,
+                    "val_loss_after", after, NULL);
+    write_run(run);
+    if (is_main())
+        printf("step %lld: --attn %s becomes %s; validation loss %s before, %s after\n", (long long)run->step, from.text, to.text, before,
+               after);
+}
+
+// In mid-run the warm-up runs again.
+static void switch_normalizer(Run *run) {
+    change_normalizer(run, "attn-switch", run->config->attn, run->switch_to);
+    run->schedule.rewarm = run->step;
+    run->switch_step = -1;
+}
+
+// ---- the loop
+
+static int end_run(void) {
+    trainer_end();
+    process_end();
+    return EXIT_DONE;
+}
+
+static bool due(int64_t every, int64_t step) {
+    return every && step % every == 0;
+}
+
+static void train(Run *run) {
+    const TrainOptions *o = &run->o;
+    double seconds = 0;
+    int64_t first = run->step, saved = run->resumed ? run->step : -1;
+    while (run->step < o->steps) {
+        if (run->step == run->switch_step) switch_normalizer(run);
+        if (run->step > first && run->step <= first + 3) run->flops = trainer_peak();
+        StepMetrics metrics;
+        if (!train_step(run, &metrics)) break;
+        bool last = run->step == o->steps, best = false;
+        seconds = run->step == first + 1 ? metrics.ms / 1000 : 0.9 * seconds + 0.1 * metrics.ms / 1000;
+        if (run->val && due(o->val_every, run->step)) {
+            metrics.val_loss = (float)validate(run);
+            best = isfinite(metrics.val_loss) && (run->best_step < 0 || metrics.val_loss < run->best_loss);
+            if (best) run->best_loss = metrics.val_loss, run->best_step = run->step;
+        }
+        show_step(run, &metrics, seconds, last || isfinite(metrics.val_loss));
+        if (o->sample_every && (due(o->sample_every, run->step) || last)) show_sample(run);
+        if (due(o->ckpt_every, run->step) || (best && o->keep_best) || last) {
+            save(run, last);
+            saved = run->step;
+        }
+    }
+    bool stopped = run->step < o->steps;
+    if (saved != run->step) save(run, true);           // a stop, or --steps 0: the first weights
+    if (is_main()) progress_end();
+    if (!stopped && run->val && o->val_every && !due(o->val_every, run->step)) {
+        // Not in the metrics: a run that is continued from here has them as if it had never stopped.
+        double loss = validate(run);
+        if (is_main() && isfinite(loss)) printf("validation loss %.4f at the end\n", loss);
+    }
+    if (is_main() && o->profile && run->step > first) trainer_profile((double)(run->step - first));
+    if (stopped) {
+        if (is_main()) printf("stopped by a signal at step %lld%s\n", (long long)run->step,
+                              o->out ? "; --resume continues from here" : "; nothing was kept, as there is no --out");
+        fflush(stdout);
+        end_run();
+        exit(EXIT_STOPPED);
+    }
+}
+
+int training_main(int argc, char **argv) {
+    static Run run;
+    char weights[PATH_MAX];
+    Error error;
+    double start = now();
+    program_name = trainer_name;
+    train_options_init(&run.o, normalizer_flag_help, trainer_on_gpus);
+    options_parse(run.o.table, run.o.count, argc, argv, trainer_usage);
+    if (normalizer_help(run.o.attn)) return EXIT_DONE;
+    process_start(&argc, &argv);
+    bool locks = run.o.out && is_main() && !run.o.dry_run;
+    process_agree(!locks || run_lock(run.o.out, false, &error), &error);
+    run.config = trainer_config();
+    settle(&run, weights, sizeof weights);
+    if (run.resumed && run.step >= run.o.steps) {
+        if (is_main()) printf("%s stands at step %lld; --steps %lld asks for no more\n", run.o.out, (long long)run.step, (long long)run.o.steps);
+        return end_run();
+    }
+    trainer_start(&run.o);
+    plan_memory(&run);
+    if (is_main()) print_plan(&run);
+    memory_check(run.plan, process.local_size);
+    trainer_check_memory();
+    if (run.o.dry_run) {
+        process_agree(!is_main() || (shards_check_all(run.train, &error) && (!run.val || shards_check_all(run.val, &error))), &error);
+        if (is_main()) printf("dry run: all tokens are below the vocabulary; nothing was written\n");
+        return end_run();
+    }
+    process_agree(!locks || run_lock(run.o.out, true, &error), &error);
+    memory_take(run.plan);
+    trainer_take();
+    run.weights = trainer_weights();
+    load_weights(&run, weights);
+    open_run_folder(&run);
+    run.flops = trainer_peak();
+    process_catch_signals();
+    if (run.loaded.text[0] && !normalizer_equal(&run.loaded, &run.config->attn))
+        change_normalizer(&run, "attn-at-start", run.loaded, run.config->attn);
+    if (is_main()) {
+        printf("%s %s after %.1f s; peak %.0f GFLOP/s\n", run.resumed ? "continues at step" : "starts at step",
+               human_grouped((uint64_t)run.step).text, now() - start, run.flops / 1e9);
+        fflush(stdout);
+    }
+    train(&run);
+    metrics_close(run.metrics);
+    return end_run();
+}

@@ -1,0 +1,100 @@
+#include "weights.h"
+
+#include <limits.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "runtime/random.h"
+#include "runtime/safetensors.h"
+
+void weights_init(const Weights *w, uint64_t seed) {
+    uint64_t place = 0;
+    for (size_t i = 0; i < w->list->count; i++) {
+        const Tensor *t = &w->list->tensors[i];
+        random_normal_fill(w->params + t->offset, t->elements, t->mean, t->std, seed, t->std > 0 ? place++ : 0);
+    }
+}
+
+void weights_start_scalars(const Weights *w, const Normalizer *from) {
+    for (size_t i = 0; i < w->list->count; i++) {
+        const Tensor *t = &w->list->tensors[i];
+        if (!t->scalar || !tensor_exists(t, &w->config->attn) || normalizer_keeps(from, &w->config->attn, t->scalar)) continue;
+        float start = (float)normalizer_start(&w->config->attn, t->scalar, w->config->seq_len);
+        for (size_t j = 0; j < t->elements; j++) w->params[t->offset + j] = start;
+        if (w->mean) memset(w->mean + t->offset, 0, t->elements * sizeof(float)), memset(w->square + t->offset, 0, t->elements * sizeof(float));
+    }
+}
+
+bool weights_load(const Weights *w, const char *folder, Error *error) {
+    ModelConfig saved;
+    Safetensors *file = model_config_read(&saved, folder, error) ? safetensors_open(folder, error) : NULL;
+    if (!file) return false;
+    bool done = true;
+    for (size_t i = 0; done && i < w->list->count; i++) {
+        const Tensor *t = &w->list->tensors[i];
+        if (!tensor_exists(t, &saved.attn)) continue;
+        done = safetensors_read(file, t->name, t->ndim, t->shape, w->params + t->offset, error);
+    }
+    safetensors_close(file);
+    weights_start_scalars(w, &saved.attn);
+    return done;
+}
+
+static bool read_optimizer_row(Safetensors *file, const Tensor *t, const char *suffix, float *out, Error *error) {
+    char name[128];
+    snprintf(name, sizeof name, "%s.%s", t->name, suffix);
+    return safetensors_read(file, name, t->ndim, t->shape, out + t->offset, error);
+}
+
+bool weights_load_optimizer(const Weights *w, const char *folder, Error *error) {
+    char path[PATH_MAX];
+    snprintf(path, sizeof path, "%s/optimizer.safetensors", folder);
+    Safetensors *file = safetensors_open(path, error);
+    if (!file) return false;
+    bool done = true;
+    for (size_t i = 0; done && i < w->list->count; i++) {
+        const Tensor *t = &w->list->tensors[i];
+        if (!tensor_exists(t, &w->config->attn)) continue;
+        done = read_optimizer_row(file, t, "exp_avg", w->mean, error) && read_optimizer_row(file, t, "exp_avg_sq", w->square, error)
+            && (!w->bf16 || read_optimizer_row(file, t, "master", w->params, error));
+    }
+    safetensors_close(file);
+    return done;
+}
+
+bool weights_save(const Weights *w, const char *path, Error *error) {
+    TensorRow *rows = malloc(w->list->count * sizeof *rows);
+    if (!rows) return error_set(error, EXIT_RESOURCE, "%s: out of memory for its list of tensors.", path);
+    size_t count = 0;
+    for (size_t i = 0; i < w->list->count; i++) {
+        const Tensor *t = &w->list->tensors[i];
+        if (!tensor_exists(t, &w->config->attn)) continue;
+        rows[count++] = (TensorRow){t->name, w->bf16 ? DTYPE_BF16 : DTYPE_F32, t->ndim, {t->shape[0], t->shape[1]},
+                                    w->params + t->offset};
+    }
+    bool done = safetensors_write(path, rows, count, (const char *const[]){"format", "pt", NULL}, error);
+    free(rows);
+    return done;
+}
+
+bool weights_save_optimizer(const Weights *w, const char *path, Error *error) {
+    const struct { const char *suffix; const float *data; } parts[] = {
+        {"exp_avg", w->mean}, {"exp_avg_sq", w->square}, {"master", w->params}};
+    size_t part_count = w->bf16 ? 3 : 2, count = 0;
+    TensorRow *rows = malloc(w->list->count * part_count * sizeof *rows);
+    char (*names)[128] = malloc(w->list->count * part_count * sizeof *names);
+    bool done = rows && names;
+    for (size_t i = 0; done && i < w->list->count; i++) {
+        const Tensor *t = &w->list->tensors[i];
+        for (size_t p = 0; p < part_count && tensor_exists(t, &w->config->attn); p++, count++) {
+            snprintf(names[count], sizeof names[count], "%s.%s", t->name, parts[p].suffix);
+            rows[count] = (TensorRow){names[count], DTYPE_F32, t->ndim, {t->shape[0], t->shape[1]}, parts[p].data + t->offset};
+        }
+    }
+    done = done ? safetensors_write(path, rows, count, (const char *const[]){"format", "pt", NULL}, error)
+                : error_set(error, EXIT_RESOURCE, "%s: out of memory for its list of tensors.", path);
+    free(rows);
+    free(names);
+    return done;
+}

@@ -1,0 +1,40 @@
+// A model's parameters on the host, and what AdamW keeps of them: how they start, and their files.
+#ifndef WEIGHTS_H
+#define WEIGHTS_H
+
+#include "model.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct {
+    const ModelConfig *config;
+    const TensorList *list;
+    float *params;             // list->floats of them
+    float *mean, *square;      // AdamW's moments, likewise; NULL for a model that only generates
+    bool bf16;                 // model.safetensors has bfloat16, and the parameters are masters in optimizer.safetensors
+} Weights;
+
+// The first weights: each tensor's mean and deviation by the list, its numbers by the seed and its place among those that have random
+// ones: so that all normalisers start from the same weights, with or without scalars of their own.
+void weights_init(const Weights *weights, uint64_t seed);
+
+// Each learnt scalar that a model under `from` does not bring along starts at its first value.
+void weights_start_scalars(const Weights *weights, const Normalizer *from);
+
+// All parameters from a folder with model.safetensors; under bfloat16 the masters are weights_load_optimizer()'s matter.
+// Learnt scalars that another normaliser than the folder's brings start at their first values.
+bool weights_load(const Weights *weights, const char *folder, Error *error);
+
+// The moments, and under bfloat16 the masters, from a folder with optimizer.safetensors.
+bool weights_load_optimizer(const Weights *weights, const char *folder, Error *error);
+
+// model.safetensors and optimizer.safetensors, to these paths.
+bool weights_save(const Weights *weights, const char *path, Error *error);
+bool weights_save_optimizer(const Weights *weights, const char *path, Error *error);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
