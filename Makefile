@@ -92,6 +92,8 @@ $(addprefix $(BIN)/,$(PROGRAMS) test_gpt2): $(BIN)/%: $(BUILD)/%.o $(LIBRARY)
 	@echo '  LD  $@'
 	@$(CC) $(LDFLAGS) -o $@ $^ $(LDLIBS)
 
+$(BIN)/train_gpt2: $(BUILD)/training.o
+
 # From an archive, so that a test that includes a .c file (with fault points, say) has that in place of the library's object.
 $(BUILD)/library.a: $(LIBRARY)
 	@rm -f $@
