@@ -1,0 +1,991 @@
+// The blocks of a kernel: threads as fibers, barriers, the lanes' common operations, shared memory, asynchronous copies.
+//
+// A block belongs to one thread of the CPU, its Worker; its threads are fibers that take turns, a turn ending only where the thread has to
+// wait for others. Blocks are spread over the workers.
+//
+// This file is never compiled with -fsanitize=thread: what the emulator itself does between the fibers is not to count as their
+// synchronisation. What does count is said by hand, where __tsan_acquire and __tsan_release are called.
+#include "engine.h"
+
+#include <cxxabi.h>
+#include <dlfcn.h>
+#include <sched.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <map>
+#include <mutex>
+#include <thread>
+
+namespace cuda_on_cpu {
+
+__thread const Position *position;
+
+const Position &position_of_this_thread() {
+    return *position;
+}
+
+// ---- the switch from one fiber to another: the registers that a call preserves go to the old stack and come from the new one
+extern "C" void cuda_on_cpu_switch(void **save_stack, void *stack);
+extern "C" void cuda_on_cpu_start();
+asm(R"(
+.text
+.type cuda_on_cpu_switch, @function
+cuda_on_cpu_switch:
+    pushq %rbp
+    pushq %rbx
+    pushq %r12
+    pushq %r13
+    pushq %r14
+    pushq %r15
+    movq %rsp, (%rdi)
+    movq %rsi, %rsp
+    popq %r15
+    popq %r14
+    popq %r13
+    popq %r12
+    popq %rbx
+    popq %rbp
+    popq %rcx
+    jmp *%rcx
+.size cuda_on_cpu_switch, .-cuda_on_cpu_switch
+.type cuda_on_cpu_start, @function
+cuda_on_cpu_start:
+    callq *%rbx
+    ud2
+.size cuda_on_cpu_start, .-cuda_on_cpu_start
+)");
+
+// ---- who waits for what
+
+enum Kind {
+    NOTHING, EXITED, BARRIER, BARRIER_OR, BARRIER_AND, BARRIER_COUNT, SYNCWARP, SHFL, SHFL_UP, SHFL_DOWN, SHFL_XOR, BALLOT_SYNC, ANY_SYNC,
+    ALL_SYNC, MATCH_ANY, MATCH_ALL, REDUCE_ADD, REDUCE_MIN, REDUCE_MAX, REDUCE_AND, REDUCE_OR, REDUCE_XOR, LDMATRIX_X2, LDMATRIX_X4,
+    LDMATRIX_X2_TRANSPOSED, LDMATRIX_X4_TRANSPOSED, MMA
+};
+static const char *const kind_names[] = {
+    "", "", "__syncthreads", "__syncthreads_or", "__syncthreads_and", "__syncthreads_count", "__syncwarp", "__shfl_sync", "__shfl_up_sync",
+    "__shfl_down_sync", "__shfl_xor_sync", "__ballot_sync", "__any_sync", "__all_sync", "__match_any_sync", "__match_all_sync",
+    "__reduce_add_sync", "__reduce_min_sync", "__reduce_max_sync", "__reduce_and_sync", "__reduce_or_sync", "__reduce_xor_sync",
+    "ldmatrix_x2", "ldmatrix_x4", "ldmatrix_x2_transposed", "ldmatrix_x4_transposed", "mma_m16n8k16"
+};
+static const unsigned ALL_LANES = 0xFFFFFFFFu;
+
+struct Wait {
+    Kind kind;
+    unsigned mask;      // of the lanes, in a warp's operation
+    Site site;
+};
+
+struct PendingCopy {
+    void *shared;
+    const void *global;
+    bool valid;
+};
+
+struct Fiber {
+    Position position;                  // first, for `position`
+    void *stack;                        // where it stopped
+    int number;                         // of the thread in its block
+    Wait wait;
+    std::vector<PendingCopy> copies;    // cp.async's, oldest first, that have not taken place yet
+    std::vector<size_t> groups;         // how many copies each committed group has, oldest first
+    size_t uncommitted;
+    void *context, *copier;             // the race check's, of the thread and of its asynchronous copies
+    void *fake_stack;                   // AddressSanitizer's
+};
+
+struct Warp {
+    unsigned waiting, absent;           // lanes that wait in an operation of the warp; that have exited or never were
+    Wait waits[32];
+    uint64_t value[32];                 // of a shuffle, vote, ...; then the result
+    int argument[32];
+    const void *row[32];                // of ldmatrix
+    uint32_t a[4][32], b[2][32], r[4][32];
+    float top[32][2], bottom[32][2];    // mma's d[0], d[1] and d[2], d[3]: as floats, rows 0-7 and 8-15 of 8 columns
+    unsigned phase[32];                 // how often the mask whose lowest lane this is has been met
+    char met[32][2];                    // its address stands for those meetings in the race check
+};
+
+static const int MAX_SHARED_ARRAYS = 4096;
+struct ArrayInBlock {
+    char *memory;
+    size_t bytes;
+    const SharedArray *array;
+};
+
+struct Worker {
+    const Parameters *launch;
+    uint3 block;
+    int threads, alive, current;
+    uint64_t ready[BLOCK_THREADS / 64];
+    uint64_t random;
+    Settings settings;
+    Fiber fibers[BLOCK_THREADS];
+    Warp warps[WARPS];
+    void *home;                         // the stack that run_block was called on
+    void *home_context, *home_fake_stack;
+    const void *home_bottom;
+    size_t home_bytes;
+
+    int arrived;                        // at the barrier
+    Wait barrier;
+    int predicates, result;
+    unsigned barrier_phase;
+    char barrier_met[2];
+
+    char *stacks;
+    size_t stack_bytes, stack_step;
+    int stacks_ready;
+
+    char *statics, *statics_end, *dynamic, *dynamic_end;
+    size_t statics_used, statics_asked;
+    std::vector<ArrayInBlock> arrays;                   // of this block, in the order of their first use
+    std::vector<char *> array_memory;                   // by the array's number; NULL: not used yet in this block
+
+    Counts counts;
+    std::map<std::pair<std::string, int>, uint64_t> conflicts;     // by file and line
+};
+static __thread Worker *worker;
+
+static Fiber &self() {
+    return worker->fibers[worker->current];
+}
+
+static uint64_t next_random(uint64_t &state) {          // splitmix64
+    uint64_t z = state += 0x9E3779B97F4A7C15u;
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ z >> 27) * 0x94D049BB133111EBu;
+    return z ^ z >> 31;
+}
+
+// ---- messages
+
+std::string kernel_name(const void *kernel) {
+    Dl_info info;
+    if (!dladdr(kernel, &info) || !info.dli_sname) return "a kernel";
+    int status;
+    char *readable = abi::__cxa_demangle(info.dli_sname, NULL, NULL, &status);
+    std::string name = readable ? readable : info.dli_sname;
+    free(readable);
+    return name;
+}
+
+static std::string print(const char *format, ...) __attribute__((format(printf, 1, 2)));
+static std::string print(const char *format, ...) {
+    char text[1024];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(text, sizeof text, format, arguments);
+    va_end(arguments);
+    return text;
+}
+
+static const char *const order_names[] = {"forward", "reverse", "random", "greedy"};
+
+void die(const char *format, ...) {
+    static std::atomic_flag dying;
+    while (dying.test_and_set()) pause();
+    va_list arguments;
+    fflush(stdout);
+    fprintf(stderr, "cuda_on_cpu: ");
+    va_start(arguments, format);
+    vfprintf(stderr, format, arguments);
+    va_end(arguments);
+    fprintf(stderr, "\n");
+    if (worker && worker->launch && position) {
+        const Worker &w = *worker;
+        fprintf(stderr, "  in %s, launched at %s:%d, block (%u,%u,%u) of (%u,%u,%u), thread %d of %d, order %s, seed %llu\n",
+                kernel_name(w.launch->kernel).c_str(), w.launch->site.file, w.launch->site.line, w.block.x, w.block.y, w.block.z, w.launch->grid.x,
+                w.launch->grid.y, w.launch->grid.z, w.current, w.threads, order_names[w.settings.order], (unsigned long long)w.settings.seed);
+    }
+    abort();
+}
+
+static bool same_site(Site a, Site b) {
+    return a.line == b.line && (a.file == b.file || strcmp(a.file, b.file) == 0);
+}
+
+static std::string ranges(const std::vector<int> &numbers) {
+    std::string text;
+    for (size_t i = 0, j; i < numbers.size(); i = j) {
+        for (j = i + 1; j < numbers.size() && numbers[j] == numbers[j - 1] + 1;) j++;
+        text += print(j - i > 1 ? "%s%d-%d" : "%s%d", i ? ", " : "", numbers[i], numbers[j - 1]);
+    }
+    return text;
+}
+
+static std::string describe(const Wait &wait) {
+    if (wait.kind == EXITED) return "have exited";
+    if (wait.kind == NOTHING) return "run";
+    if (wait.kind < SYNCWARP) return print("wait in %s at %s:%d", kind_names[wait.kind], wait.site.file, wait.site.line);
+    return print("wait in %s(mask %08x) at %s:%d", kind_names[wait.kind], wait.mask, wait.site.file, wait.site.line);
+}
+
+// "24 threads wait in __shfl_xor_sync(mask ffffffff) at f.cu:4: 40-63; 40 threads wait in __syncthreads at f.cu:6: 0-39"
+static std::string who_waits_where(int from, int to) {
+    std::vector<std::pair<std::string, std::vector<int>>> places;
+    for (int i = from; i < to; i++) {
+        std::string place = describe(worker->fibers[i].wait);
+        auto known = std::find_if(places.begin(), places.end(), [&](const auto &p) { return p.first == place; });
+        if (known == places.end()) known = places.insert(places.end(), {place, {}});
+        known->second.push_back(i);
+    }
+    std::string text;
+    for (const auto &p : places)
+        text += print("%s%zu thread%s %s: %s", text.empty() ? "" : "; ", p.second.size(), p.second.size() > 1 ? "s" : "", p.first.c_str(),
+                      ranges(p.second).c_str());
+    return text;
+}
+
+static std::string who_waits_in_warp() {
+    int first = worker->current / 32 * 32;
+    return who_waits_where(first, std::min(first + 32, worker->threads));
+}
+
+// ---- the order of turns
+
+static void set_ready(Worker &w, int number) {
+    w.ready[number / 64] |= 1ull << number % 64;
+}
+
+static int first_ready_from(const Worker &w, int start) {           // by rising number, round the end; -1: none
+    int words = (w.threads + 63) / 64, word = start / 64;
+    uint64_t bits = w.ready[word] & ~0ull << start % 64;
+    for (int i = 0; i <= words; i++) {
+        if (bits) return word * 64 + __builtin_ctzll(bits);
+        if (++word == words) word = 0;
+        bits = w.ready[word];
+    }
+    return -1;
+}
+
+static int last_ready_to(const Worker &w, int start) {              // by falling number
+    int words = (w.threads + 63) / 64, word = start / 64;
+    uint64_t bits = w.ready[word] & ~0ull >> (63 - start % 64);
+    for (int i = 0; i <= words; i++) {
+        if (bits) return word * 64 + 63 - __builtin_clzll(bits);
+        if (--word < 0) word = words - 1;
+        bits = w.ready[word];
+    }
+    return -1;
+}
+
+static int next_thread(Worker &w) {
+    int after = w.current + 1 < w.threads ? w.current + 1 : 0, before = w.current > 0 ? w.current - 1 : w.threads - 1;
+    switch (w.settings.order) {
+    case FORWARD: return first_ready_from(w, after);
+    case REVERSE: return last_ready_to(w, before);
+    case RANDOM: return first_ready_from(w, (int)(next_random(w.random) % (unsigned)w.threads));
+    default: break;
+    }
+    int warp = w.current / 32;
+    unsigned lanes = (unsigned)(w.ready[warp / 2] >> warp % 2 * 32);
+    return lanes ? warp * 32 + __builtin_ctz(lanes) : first_ready_from(w, (int)(next_random(w.random) % (unsigned)w.threads));
+}
+
+// ---- fibers
+
+static void switch_stack(Worker &w, void **save, void *stack, void **fake_stack, const void *bottom, size_t bytes, void *context) {
+    if (__sanitizer_start_switch_fiber) __sanitizer_start_switch_fiber(fake_stack, bottom, bytes);
+    if (race_check()) __tsan_switch_to_fiber(context, 1);
+    (void)w;
+    cuda_on_cpu_switch(save, stack);
+}
+
+static char *stack_of(const Worker &w, int number) {                // its lower end
+    return w.stacks + (size_t)number * w.stack_step + (w.stack_step - w.stack_bytes);
+}
+
+static void switch_to(Worker &w, int next) {
+    Fiber &from = self(), &to = w.fibers[next];
+    if (next == w.current) return;
+    w.current = next;
+    position = &to.position;
+    switch_stack(w, &from.stack, to.stack, &from.fake_stack, stack_of(w, next), w.stack_bytes, to.context);
+    if (__sanitizer_finish_switch_fiber) __sanitizer_finish_switch_fiber(from.fake_stack, NULL, NULL);
+}
+
+static void go_home(Worker &w, Fiber &from) {
+    position = NULL;
+    switch_stack(w, &from.stack, w.home, NULL, w.home_bottom, w.home_bytes, w.home_context);
+}
+
+static void deadlock() {
+    die("DEADLOCK in block (%u,%u,%u): %s", worker->block.x, worker->block.y, worker->block.z, who_waits_where(0, worker->threads).c_str());
+}
+
+// Lets others run until this thread is ready and has its turn.
+static void take_turns() {
+    Worker &w = *worker;
+    int next = next_thread(w);
+    if (next < 0) deadlock();
+    switch_to(w, next);
+}
+
+static void thread_exits() {
+    Worker &w = *worker;
+    Fiber &me = self();
+    Warp &warp = w.warps[me.number / 32];
+    unsigned lane = (unsigned)me.number % 32;
+    me.wait.kind = EXITED;
+    w.ready[me.number / 64] &= ~(1ull << me.number % 64);
+    warp.absent |= 1u << lane;
+    for (unsigned lanes = warp.waiting; lanes; lanes &= lanes - 1)
+        if (warp.waits[__builtin_ctz(lanes)].mask >> lane & 1)
+            die("EXITED LANE: thread %d has exited, and lanes of its warp wait for it: %s", me.number, who_waits_in_warp().c_str());
+    if (race_check()) __tsan_release((void *)w.launch);
+    if (--w.alive == 0) go_home(w, me);
+    int next = next_thread(w);
+    if (next < 0) deadlock();
+    Fiber &to = w.fibers[next];
+    w.current = next;
+    position = &to.position;
+    switch_stack(w, &me.stack, to.stack, NULL, stack_of(w, next), w.stack_bytes, to.context);
+}
+
+static void fiber_main() {
+    Worker &w = *worker;
+    if (__sanitizer_finish_switch_fiber) {
+        const void *bottom;
+        size_t bytes;
+        __sanitizer_finish_switch_fiber(NULL, &bottom, &bytes);
+        if (!w.home_bottom) w.home_bottom = bottom, w.home_bytes = bytes;       // the first fiber comes from home
+    }
+    w.launch->call();
+    thread_exits();
+}
+
+// Tops of stacks that are whole pages apart would share the same few sets of the cache, so each starts a little lower than the one before.
+static void prepare_fiber(Worker &w, int number) {
+    Fiber &f = w.fibers[number];
+    dim3 n = w.launch->block;
+    void **top = (void **)(stack_of(w, number) + w.stack_bytes - (size_t)(number * 21 % 64) * 64);
+    f.position.thread = make_uint3((unsigned)number % n.x, (unsigned)number / n.x % n.y, (unsigned)number / n.x / n.y);
+    f.position.block = w.block;
+    f.position.block_size = n;
+    f.position.grid = w.launch->grid;
+    f.number = number;
+    f.wait = {NOTHING, 0, {NULL, 0}};
+    f.copies.clear();
+    f.groups.clear();
+    f.uncommitted = 0;
+    f.copier = NULL;
+    f.fake_stack = NULL;
+    *--top = NULL;                              // the end of a backtrace
+    *--top = NULL;                              // keeps the stack aligned to 16 bytes at the call
+    *--top = (void *)cuda_on_cpu_start;
+    *--top = NULL;                              // rbp
+    *--top = (void *)fiber_main;                // rbx
+    for (int i = 0; i < 4; i++) *--top = NULL;
+    f.stack = top;
+    f.context = race_check() ? __tsan_create_fiber(0) : NULL;
+}
+
+// ---- memory of a worker: stacks, each with a page before it that must not be touched, and shared memory between such pages
+
+static char *map_memory(size_t bytes, int protection) {
+    void *p = mmap(NULL, bytes, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (p == MAP_FAILED) die("no memory for %zu bytes of stacks or shared memory", bytes);
+    return (char *)p;
+}
+
+static const size_t PAGE = 4096, STATICS_ROOM = 128 * 1024, DYNAMIC_ROOM = 232 * 1024;
+
+static Worker *new_worker() {
+    Worker *w = new Worker();
+    w->stack_bytes = (settings().stack + PAGE - 1) / PAGE * PAGE;
+    w->stack_step = w->stack_bytes + PAGE;
+    w->stacks = map_memory(w->stack_step * BLOCK_THREADS, PROT_NONE);
+    char *room = map_memory(STATICS_ROOM + DYNAMIC_ROOM + 3 * PAGE, PROT_NONE);
+    w->statics = room + PAGE, w->statics_end = w->statics + STATICS_ROOM;
+    w->dynamic_end = w->statics_end + PAGE + DYNAMIC_ROOM;
+    mprotect(w->statics, STATICS_ROOM, PROT_READ | PROT_WRITE);
+    mprotect(w->dynamic_end - DYNAMIC_ROOM, DYNAMIC_ROOM, PROT_READ | PROT_WRITE);
+    return w;
+}
+
+// For the race check memory that another block had before is to be new memory.
+static void renew(char *p, size_t bytes) {
+    if (mmap(p, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) == MAP_FAILED) die("mmap failed");
+}
+
+static void prepare_memory(Worker &w) {
+    for (; w.stacks_ready < w.threads; w.stacks_ready++) mprotect(stack_of(w, w.stacks_ready), w.stack_bytes, PROT_READ | PROT_WRITE);
+    if (race_check()) {
+        for (int i = 0; i < w.threads; i++) renew(stack_of(w, i), w.stack_bytes);
+        renew(w.statics, STATICS_ROOM);
+        renew(w.dynamic_end - DYNAMIC_ROOM, DYNAMIC_ROOM);
+    }
+    w.dynamic = w.dynamic_end - (w.launch->shared_bytes + 127) / 128 * 128;
+    if (w.settings.poison) fill_poison(w.dynamic, w.launch->shared_bytes);
+    fill_poison(w.dynamic + w.launch->shared_bytes, (size_t)(w.dynamic_end - w.dynamic) - w.launch->shared_bytes);
+    w.arrays.clear();
+    w.statics_used = w.statics_asked = 0;
+    std::fill(w.array_memory.begin(), w.array_memory.end(), nullptr);
+}
+
+void fill_poison(void *p, size_t bytes) {
+    static const unsigned char poison[2] = {0xF7, 0x7F};
+    unsigned char *to = (unsigned char *)p;
+    uint64_t word = 0x7FF77FF77FF77FF7u;
+    size_t i = 0;
+    for (; i + 8 <= bytes; i += 8) memcpy(to + i, &word, 8);
+    for (; i < bytes; i++) to[i] = poison[i % 2];
+}
+
+bool is_poison(const void *p, size_t bytes) {
+    const unsigned char *from = (const unsigned char *)p;
+    for (size_t i = 0; i < bytes; i++)
+        if (from[i] != (i % 2 ? 0x7F : 0xF7)) return false;
+    return true;
+}
+
+static const size_t BETWEEN_ARRAYS = 64;        // bytes of poison behind each array, that nobody may change
+
+void *shared_array(SharedArray &array, size_t bytes) {
+    static std::atomic<int> numbers;
+    static std::mutex lock;
+    Worker &w = *worker;
+    int number = __atomic_load_n(&array.number, __ATOMIC_ACQUIRE);
+    if (!number) {
+        std::lock_guard<std::mutex> hold(lock);
+        if (!array.number) __atomic_store_n(&array.number, ++numbers, __ATOMIC_RELEASE);
+        number = array.number;
+    }
+    if ((size_t)number >= w.array_memory.size()) w.array_memory.resize((size_t)number + 1);
+    char *&memory = w.array_memory[(size_t)number];
+    if (memory) return memory;
+    w.statics_asked += (bytes + 15) / 16 * 16;
+    if (w.statics_asked > STATIC_SHARED)
+        die("OVER LIMIT: the block's shared arrays take %zu bytes with %s at %s:%d, and may take %d", w.statics_asked, array.name, array.site.file,
+            array.site.line, STATIC_SHARED);
+    if (w.statics_asked + w.launch->shared_bytes > BLOCK_SHARED)
+        die("OVER LIMIT: %zu bytes of shared arrays (%s at %s:%d) and %zu of dynamic shared memory, and a block has %d", w.statics_asked, array.name,
+            array.site.file, array.site.line, w.launch->shared_bytes, BLOCK_SHARED);
+    memory = w.statics + w.statics_used;
+    size_t room = (bytes + BETWEEN_ARRAYS + 127) / 128 * 128;
+    if (memory + room > w.statics_end) die("too many shared arrays");
+    w.statics_used += room;
+    if (w.settings.poison) fill_poison(memory, bytes);
+    fill_poison(memory + bytes, room - bytes);
+    w.arrays.push_back({memory, bytes, &array});
+    return memory;
+}
+
+void *dynamic_shared() {
+    return worker->dynamic;
+}
+
+static bool is_shared(const Worker &w, const void *p, size_t bytes) {
+    const char *from = (const char *)p;
+    if (from >= w.dynamic && from + bytes <= w.dynamic + w.launch->shared_bytes) return true;
+    for (const ArrayInBlock &a : w.arrays)
+        if (from >= a.memory && from + bytes <= a.memory + a.bytes) return true;
+    return false;
+}
+
+static std::string describe_shared(const Worker &w, const void *p) {
+    return print("%p; dynamic shared memory is %p-%p, %zu bytes", p, (void *)w.dynamic, (void *)(w.dynamic + w.launch->shared_bytes),
+                 w.launch->shared_bytes);
+}
+
+static void check_shared_arrays(Worker &w) {
+    for (const ArrayInBlock &a : w.arrays) {
+        const char *end = a.memory + a.bytes, *room_end = a.memory + (a.bytes + BETWEEN_ARRAYS + 127) / 128 * 128;
+        if (!is_poison(end, (size_t)(room_end - end)))
+            die("OUT OF BOUNDS: something was written behind the end of the shared array %s (%s:%d), %zu bytes, in block (%u,%u,%u) of %s",
+                a.array->name, a.array->site.file, a.array->site.line, a.bytes, w.block.x, w.block.y, w.block.z,
+                kernel_name(w.launch->kernel).c_str());
+    }
+    if (!is_poison(w.dynamic + w.launch->shared_bytes, (size_t)(w.dynamic_end - w.dynamic) - w.launch->shared_bytes))
+        die("OUT OF BOUNDS: something was written behind the end of the dynamic shared memory, %zu bytes, in block (%u,%u,%u) of %s",
+            w.launch->shared_bytes, w.block.x, w.block.y, w.block.z, kernel_name(w.launch->kernel).c_str());
+}
+
+void misaligned(const char *what, const void *p, Site site) {
+    die("MISALIGNED: %s at %s:%d takes an address that is no multiple of its size, %p", what, site.file, site.line, p);
+}
+
+// ---- barriers of the block
+
+int barrier(BlockVote vote, int predicate, Site site) {
+    Worker &w = *worker;
+    Fiber &me = self();
+    me.wait = {(Kind)(BARRIER + vote), 0, site};
+    if (w.arrived == 0) w.barrier = me.wait, w.predicates = 0;
+    if (w.barrier.kind != me.wait.kind || !same_site(w.barrier.site, site))
+        die("MISMATCH: threads of a block wait at different barriers: %s", who_waits_where(0, w.threads).c_str());
+    w.predicates += predicate != 0;
+    char *met = &w.barrier_met[w.barrier_phase % 2];        // two in turn: who is quick must not reach the slow one's acquire with its next release
+    if (race_check()) __tsan_release(met);
+    w.ready[me.number / 64] &= ~(1ull << me.number % 64);
+    if (++w.arrived == w.threads) {
+        w.result = vote == BLOCK_OR ? w.predicates > 0 : vote == BLOCK_AND ? w.predicates == w.threads : w.predicates;
+        w.arrived = 0;
+        w.barrier_phase++;
+        w.counts.barriers++;
+        for (int i = 0; i < w.threads; i++) set_ready(w, i), w.fibers[i].wait.kind = NOTHING;
+    }
+    take_turns();
+    if (race_check()) __tsan_acquire(met);
+    return w.result;
+}
+
+// ---- operations of a warp
+// Each lane says what it wants and waits; the last one to come works it out for all.
+
+static const int LANES = 32;
+
+static Warp &warp_of(const Fiber &f) {
+    return worker->warps[f.number / LANES];
+}
+
+// True for the last of the mask's lanes: it has to work out the results and then call warp_goes_on.
+static bool last_to_arrive(Kind kind, unsigned mask, Site site) {
+    Worker &w = *worker;
+    Fiber &me = self();
+    Warp &warp = warp_of(me);
+    unsigned lane = (unsigned)me.number % LANES;
+    me.wait = warp.waits[lane] = {kind, mask, site};
+    if (!(mask >> lane & 1))
+        die("WRONG MASK: lane %u calls %s at %s:%d with the mask %08x, in which it is not", lane, kind_names[kind], site.file, site.line, mask);
+    if (mask & warp.absent)
+        die("EXITED LANE: %s at %s:%d, called by thread %d, has lanes %08x in its mask that have exited or never were", kind_names[kind], site.file,
+            site.line, me.number, mask & warp.absent);
+    w.ready[me.number / 64] &= ~(1ull << me.number % 64);
+    warp.waiting |= 1u << lane;
+    if ((warp.waiting & mask) != mask) return false;
+    for (unsigned lanes = mask; lanes; lanes &= lanes - 1)
+        if (warp.waits[__builtin_ctz(lanes)].mask != mask) return false;        // that lane has something else to do before
+    for (unsigned lanes = mask; lanes; lanes &= lanes - 1) {
+        const Wait &other = warp.waits[__builtin_ctz(lanes)];
+        if (other.kind != kind || (kind != SYNCWARP && !same_site(other.site, site)))
+            die("MISMATCH: lanes of a warp meet in different operations: %s", who_waits_in_warp().c_str());
+    }
+    w.counts.collectives++;
+    return true;
+}
+
+static void warp_goes_on(unsigned mask) {
+    Worker &w = *worker;
+    int first = self().number / LANES * LANES;
+    Warp &warp = w.warps[first / LANES];
+    warp.waiting &= ~mask;
+    warp.phase[__builtin_ctz(mask)]++;
+    w.ready[first / 64] |= (uint64_t)mask << first % 64;
+    for (unsigned lanes = mask; lanes; lanes &= lanes - 1) w.fibers[first + __builtin_ctz(lanes)].wait.kind = NOTHING;
+}
+
+void warp_barrier(unsigned mask, Site site) {
+    Warp &warp = warp_of(self());
+    int lowest = mask ? __builtin_ctz(mask) : 0;
+    char *met = &warp.met[lowest][warp.phase[lowest] % 2];
+    if (race_check()) __tsan_release(met);
+    if (last_to_arrive(SYNCWARP, mask, site)) warp_goes_on(mask);
+    take_turns();
+    if (race_check()) __tsan_acquire(met);
+}
+
+unsigned vote(Vote kind, unsigned mask, bool predicate, Site site) {
+    Warp &warp = warp_of(self());
+    int lane = self().number % LANES;
+    warp.value[lane] = predicate;
+    if (last_to_arrive((Kind)(BALLOT_SYNC + kind), mask, site)) {
+        unsigned ballot = 0;
+        for (unsigned lanes = mask; lanes; lanes &= lanes - 1) ballot |= (unsigned)warp.value[__builtin_ctz(lanes)] << __builtin_ctz(lanes);
+        unsigned result = kind == BALLOT ? ballot : kind == ANY ? ballot != 0 : ballot == mask;
+        for (unsigned lanes = mask; lanes; lanes &= lanes - 1) warp.value[__builtin_ctz(lanes)] = result;
+        warp_goes_on(mask);
+    }
+    take_turns();
+    return (unsigned)warp.value[lane];
+}
+
+// Which lane's value a shuffle brings (CUDA C++ Programming Guide, warp shuffle functions; PTX ISA, shfl.sync): the warp is cut into
+// pieces of `width` lanes, and where the source lies behind the piece's end (before its start for UP) a lane keeps its own value.
+static int shuffle_source(Shuffle kind, int lane, int argument, int width) {
+    int start = lane & ~(width - 1), end = start + width, source;
+    switch (kind) {
+    case IDX: return start + (argument & (width - 1));
+    case UP: source = lane - argument; return source < start || argument >= LANES || argument < 0 ? lane : source;
+    case DOWN: source = lane + argument; return source >= end || argument >= LANES || argument < 0 ? lane : source;
+    default: source = lane ^ argument; return source >= end || source < 0 ? lane : source;
+    }
+}
+
+uint64_t shuffle(Shuffle kind, unsigned mask, uint64_t value, int argument, int width, Site site) {
+    Warp &warp = warp_of(self());
+    int lane = self().number % LANES;
+    if (width < 1 || width > LANES || (width & (width - 1)))
+        die("WRONG WIDTH: a shuffle at %s:%d has the width %d, which is no power of two up to 32", site.file, site.line, width);
+    warp.value[lane] = value;
+    warp.argument[lane] = shuffle_source(kind, lane, argument, width);
+    if (last_to_arrive((Kind)(SHFL + kind), mask, site)) {
+        uint64_t values[LANES];
+        memcpy(values, warp.value, sizeof values);
+        for (unsigned lanes = mask; lanes; lanes &= lanes - 1) {
+            int to = __builtin_ctz(lanes), from = warp.argument[to];
+            if (!(mask >> from & 1))
+                die("WRONG MASK: lane %d reads from lane %d by %s at %s:%d, whose mask %08x lacks it", to, from, kind_names[SHFL + kind], site.file,
+                    site.line, mask);
+            warp.value[to] = values[from];
+        }
+        warp_goes_on(mask);
+    }
+    take_turns();
+    return warp.value[lane];
+}
+
+unsigned match(bool all, unsigned mask, uint64_t value, Site site) {
+    Warp &warp = warp_of(self());
+    int lane = self().number % LANES;
+    warp.value[lane] = value;
+    if (last_to_arrive(all ? MATCH_ALL : MATCH_ANY, mask, site)) {
+        unsigned same[LANES] = {0};
+        for (int i = 0; i < LANES; i++)
+            for (int j = 0; j < LANES; j++)
+                if ((mask >> i & 1) && (mask >> j & 1) && warp.value[i] == warp.value[j]) same[i] |= 1u << j;
+        for (unsigned lanes = mask; lanes; lanes &= lanes - 1) {
+            int i = __builtin_ctz(lanes);
+            warp.value[i] = !all || same[i] == mask ? same[i] : 0;
+        }
+        warp_goes_on(mask);
+    }
+    take_turns();
+    return (unsigned)warp.value[lane];
+}
+
+static int64_t reduce_two(Reduction kind, int64_t a, int64_t b) {
+    switch (kind) {
+    case ADD: return a + b;
+    case MIN: return std::min(a, b);
+    case MAX: return std::max(a, b);
+    case AND: return a & b;
+    case OR: return a | b;
+    default: return a ^ b;
+    }
+}
+
+int64_t reduce(Reduction kind, unsigned mask, int64_t value, Site site) {
+    Warp &warp = warp_of(self());
+    int lane = self().number % LANES;
+    warp.value[lane] = (uint64_t)value;
+    if (last_to_arrive((Kind)(REDUCE_ADD + kind), mask, site)) {
+        int64_t result = (int64_t)warp.value[__builtin_ctz(mask)];
+        for (unsigned lanes = mask & (mask - 1); lanes; lanes &= lanes - 1) result = reduce_two(kind, result, (int64_t)warp.value[__builtin_ctz(lanes)]);
+        for (unsigned lanes = mask; lanes; lanes &= lanes - 1) warp.value[__builtin_ctz(lanes)] = (uint64_t)result;
+        warp_goes_on(mask);
+    }
+    take_turns();
+    return (int64_t)warp.value[lane];
+}
+
+void fence() {
+    static char all_fences;
+    if (race_check()) __tsan_acquire(&all_fences), __tsan_release(&all_fences);
+}
+
+// ---- matrices
+
+// The passes that 8 accesses of 16 bytes need beyond one: each group of 4 banks gives one row of 16 bytes in a pass.
+static int conflicts_of_8(const void *const *rows) {
+    int used[8] = {0}, most = 0;
+    for (int i = 0; i < 8; i++) {
+        bool seen = false;
+        for (int j = 0; j < i; j++) seen |= rows[j] == rows[i];
+        if (seen) continue;
+        int &here = used[(uintptr_t)rows[i] / 16 % 8];
+        most = std::max(most, ++here);
+    }
+    return most - 1;
+}
+
+static void count_conflicts(Site site, int conflicts) {
+    if (conflicts) worker->conflicts[{site.file, site.line}] += (uint64_t)conflicts;
+}
+
+void ldmatrix(uint32_t *r, int matrices, bool transposed, const void *row, Site site) {
+    Worker &w = *worker;
+    Warp &warp = warp_of(self());
+    int lane = self().number % LANES;
+    Kind kind = matrices == 2 ? (transposed ? LDMATRIX_X2_TRANSPOSED : LDMATRIX_X2) : (transposed ? LDMATRIX_X4_TRANSPOSED : LDMATRIX_X4);
+    if (lane < matrices * 8) {
+        if ((uintptr_t)row % 16 != 0) misaligned(kind_names[kind], row, site);
+        if (!is_shared(w, row, 16))
+            die("OUT OF BOUNDS: %s at %s:%d, lane %d, reads 16 bytes that are not the block's shared memory: %s", kind_names[kind], site.file, site.line,
+                lane, describe_shared(w, row).c_str());
+        if (race_check()) __tsan_read16((void *)row);
+    }
+    warp.row[lane] = row;
+    if (last_to_arrive(kind, ALL_LANES, site)) {
+        int conflicts = 0;
+        for (int i = 0; i < matrices; i++) {
+            const void *const *rows = warp.row + 8 * i;
+            conflicts += conflicts_of_8(rows);
+            uint16_t matrix[8][8];
+            for (int j = 0; j < 8; j++) memcpy(matrix[j], rows[j], 16);
+            for (int l = 0; l < LANES; l++) {
+                int g = l / 4, t = l % 4;
+                uint16_t low = transposed ? matrix[2 * t][g] : matrix[g][2 * t], high = transposed ? matrix[2 * t + 1][g] : matrix[g][2 * t + 1];
+                warp.r[i][l] = (uint32_t)high << 16 | low;
+            }
+        }
+        w.counts.ldmatrix++;
+        w.counts.ldmatrix_conflicts += (uint64_t)conflicts;
+        count_conflicts(site, conflicts);
+        warp_goes_on(ALL_LANES);
+    }
+    take_turns();
+    for (int i = 0; i < matrices; i++) r[i] = warp.r[i][lane];
+}
+
+typedef float Eight __attribute__((vector_size(32)));
+
+static void bf16_to_float(float *to, const uint32_t *from, int pairs) {
+    for (int i = 0; i < pairs; i++) to[2 * i] = bits<float>(from[i] << 16), to[2 * i + 1] = bits<float>(from[i] & 0xFFFF0000u);
+}
+
+// The fragments lie in the lanes so that a[i][4 g .. 4 g + 3] are 8 neighbours of row g (or g + 8) of a, and b[i][4 g .. 4 g + 3] 8 of
+// column g of b. Products of two bf16 are exact in float; they are added one after the other by rising k.
+static void multiply(Warp &warp) {
+    float a[2][8][16], columns[2][8][8];        // a by halves of its rows; columns[k / 8][n][k % 8]
+    Eight b[16], d;
+    for (int g = 0; g < 8; g++)
+        for (int half = 0; half < 2; half++) {
+            bf16_to_float(a[half][g], &warp.a[half][4 * g], 4);
+            bf16_to_float(a[half][g] + 8, &warp.a[half + 2][4 * g], 4);
+            bf16_to_float(columns[half][g], &warp.b[half][4 * g], 4);
+        }
+    for (int k = 0; k < 16; k++)
+        for (int n = 0; n < 8; n++) b[k][n] = columns[k / 8][n][k % 8];
+    for (int half = 0; half < 2; half++)
+        for (int g = 0; g < 8; g++) {
+            float *row = half ? warp.bottom[4 * g] : warp.top[4 * g];
+            memcpy(&d, row, sizeof d);
+            for (int k = 0; k < 16; k++) d += a[half][g][k] * b[k];
+            memcpy(row, &d, sizeof d);
+        }
+}
+
+void mma(float *d, const uint32_t *a, const uint32_t *b, Site site) {
+    Warp &warp = warp_of(self());
+    int lane = self().number % LANES;
+    for (int i = 0; i < 4; i++) warp.a[i][lane] = a[i];
+    for (int i = 0; i < 2; i++) warp.b[i][lane] = b[i], warp.top[lane][i] = d[i], warp.bottom[lane][i] = d[i + 2];
+    if (last_to_arrive(MMA, ALL_LANES, site)) {
+        multiply(warp);
+        worker->counts.mmas++;
+        warp_goes_on(ALL_LANES);
+    }
+    take_turns();
+    for (int i = 0; i < 2; i++) d[i] = warp.top[lane][i], d[i + 2] = warp.bottom[lane][i];
+}
+
+// ---- asynchronous copies
+
+static void copy_now(const PendingCopy &c) {
+    if (c.valid) memcpy(c.shared, c.global, 16);
+    else memset(c.shared, 0, 16);
+}
+
+// In the race check the copies of a thread are the doing of another, who knows what the thread knew at the issue; the thread knows of
+// them after the wait.
+static void tell_race_check(Fiber &me, const PendingCopy &c) {
+    if (!me.copier) me.copier = __tsan_create_fiber(0);
+    __tsan_release(&me.copier);
+    __tsan_switch_to_fiber(me.copier, 1);
+    __tsan_acquire(&me.copier);
+    if (c.valid) __tsan_read16((void *)c.global);
+    __tsan_write16(c.shared);
+    __tsan_switch_to_fiber(me.context, 1);
+}
+
+void copy_async(void *shared, const void *global, bool valid, Site site) {
+    Worker &w = *worker;
+    Fiber &me = self();
+    PendingCopy c = {shared, global, valid};
+    if ((uintptr_t)shared % 16 != 0) misaligned("copy_async_16, to shared memory,", shared, site);
+    if ((uintptr_t)global % 16 != 0) misaligned("copy_async_16, from global memory,", global, site);
+    if (!is_shared(w, shared, 16))
+        die("OUT OF BOUNDS: copy_async_16 at %s:%d writes 16 bytes that are not the block's shared memory: %s", site.file, site.line,
+            describe_shared(w, shared).c_str());
+    w.counts.copies++;
+    if (race_check()) tell_race_check(me, c);
+    if (w.settings.copy == AT_ISSUE || (w.settings.copy == EITHER && next_random(w.random) % 2)) {
+        copy_now(c);
+    } else {
+        me.copies.push_back(c);
+        me.uncommitted++;
+    }
+}
+
+void copy_commit() {
+    Fiber &me = self();
+    me.groups.push_back(me.uncommitted);
+    me.uncommitted = 0;
+}
+
+void copy_wait(int groups, Site) {
+    Fiber &me = self();
+    while (me.groups.size() > (size_t)groups) {
+        for (size_t i = 0; i < me.groups[0]; i++) copy_now(me.copies[i]);
+        me.copies.erase(me.copies.begin(), me.copies.begin() + (long)me.groups[0]);
+        me.groups.erase(me.groups.begin());
+    }
+}
+
+// ---- blocks and grids
+
+static void run_block(Worker &w, uint64_t number) {
+    dim3 grid = w.launch->grid;
+    w.block = make_uint3((unsigned)(number % grid.x), (unsigned)(number / grid.x % grid.y), (unsigned)(number / grid.x / grid.y));
+    w.random = w.settings.seed * 0x9E3779B97F4A7C15u + number;
+    w.alive = w.threads;
+    w.arrived = 0;
+    prepare_memory(w);
+    memset(w.ready, 0, sizeof w.ready);
+    for (int i = 0; i < (w.threads + 31) / 32; i++) {
+        w.warps[i].waiting = 0;
+        w.warps[i].absent = 32 * i + 32 > w.threads ? ~0u << w.threads % 32 : 0;
+    }
+    w.home_context = race_check() ? __tsan_get_current_fiber() : NULL;
+    for (int i = 0; i < w.threads; i++) prepare_fiber(w, i), set_ready(w, i);
+    w.home_bottom = NULL;
+
+    w.current = w.settings.order == FORWARD ? w.threads - 1 : 0;
+    w.current = next_thread(w);
+    Fiber &first = w.fibers[w.current];
+    position = &first.position;
+    switch_stack(w, &w.home, first.stack, &w.home_fake_stack, stack_of(w, w.current), w.stack_bytes, first.context);
+    if (__sanitizer_finish_switch_fiber) __sanitizer_finish_switch_fiber(w.home_fake_stack, NULL, NULL);
+
+    check_shared_arrays(w);
+    if (race_check())
+        for (int i = 0; i < w.threads; i++) {
+            __tsan_destroy_fiber(w.fibers[i].context);
+            if (w.fibers[i].copier) __tsan_destroy_fiber(w.fibers[i].copier);
+        }
+}
+
+struct Job {
+    const Parameters *launch;
+    uint64_t blocks, factor, shift;     // the i-th block to start is (i · factor + shift) % blocks
+    std::atomic<uint64_t> next;
+};
+
+static std::mutex counts_lock;
+static Counts all_counts;
+static std::map<std::pair<std::string, int>, uint64_t> all_conflicts;
+
+static void add_counts(Worker &w) {
+    std::lock_guard<std::mutex> hold(counts_lock);
+    uint64_t *to = (uint64_t *)&all_counts, *from = (uint64_t *)&w.counts;
+    for (size_t i = 0; i < sizeof(Counts) / sizeof(uint64_t); i++) to[i] += from[i];
+    for (const auto &c : w.conflicts) all_conflicts[c.first] += c.second;
+    w.counts = Counts();
+    w.conflicts.clear();
+}
+
+static void run_blocks(Job &job) {
+    if (!worker) worker = new_worker();
+    Worker &w = *worker;
+    w.launch = job.launch;
+    w.settings = settings();
+    w.threads = (int)(job.launch->block.x * job.launch->block.y * job.launch->block.z);
+    for (uint64_t i; (i = job.next.fetch_add(1)) < job.blocks;) {
+        run_block(w, (i * job.factor + job.shift) % job.blocks);
+        w.counts.blocks++;
+    }
+    w.launch = NULL;
+    add_counts(w);
+}
+
+// The CPU's threads beside the one that launches. They wait for work until the program ends.
+struct Pool {
+    std::mutex lock;
+    std::condition_variable wake, done;
+    Job *job = NULL;
+    int wanted = 0, running = 0, threads = 0;
+
+    void help() {
+        std::unique_lock<std::mutex> hold(lock);
+        for (;;) {
+            wake.wait(hold, [&] { return wanted > 0; });
+            wanted--;
+            Job *mine = job;
+            hold.unlock();
+            if (race_check()) __tsan_acquire((void *)((char *)mine->launch + 1));
+            run_blocks(*mine);
+            hold.lock();
+            if (--running == 0) done.notify_all();
+        }
+    }
+
+    void run(Job &work, int helpers) {
+        {
+            std::lock_guard<std::mutex> hold(lock);
+            for (; threads < helpers; threads++) std::thread([this] { help(); }).detach();
+            job = &work;
+            wanted = running = helpers;
+        }
+        wake.notify_all();
+        run_blocks(work);
+        std::unique_lock<std::mutex> hold(lock);
+        running -= wanted;          // those who have not woken up are not needed any more
+        wanted = 0;
+        done.wait(hold, [&] { return running == 0; });
+    }
+};
+
+void run_grid(const Parameters &launch) {
+    static Pool *pool = new Pool;       // for ever: its threads may outlive main()
+    Job job;
+    job.launch = &launch;
+    job.blocks = (uint64_t)launch.grid.x * launch.grid.y * launch.grid.z;
+    job.factor = 1, job.shift = 0;
+    if (settings().order == REVERSE) job.factor = job.blocks - 1, job.shift = job.blocks - 1;
+    if (settings().order == RANDOM || settings().order == GREEDY) {
+        static const uint64_t primes[] = {1000003, 1000033, 1000037, 1000039};
+        uint64_t random = settings().seed;
+        do job.factor = primes[next_random(random) % 4]; while (job.blocks % job.factor == 0);
+        job.shift = next_random(random) % job.blocks;
+    }
+    job.next = 0;
+    uint64_t threads = (uint64_t)launch.block.x * launch.block.y * launch.block.z * job.blocks;
+    int helpers = (int)std::min<uint64_t>({(uint64_t)settings().threads, job.blocks, 1 + threads / 256}) - 1;
+    if (race_check()) __tsan_release((void *)((char *)&launch + 1));
+    if (helpers > 0) pool->run(job, helpers);
+    else run_blocks(job);
+    if (race_check()) __tsan_acquire((void *)&launch);
+    std::lock_guard<std::mutex> hold(counts_lock);
+    all_counts.launches++;
+}
+
+Counts counts() {
+    std::lock_guard<std::mutex> hold(counts_lock);
+    return all_counts;
+}
+
+void counts_reset() {
+    std::lock_guard<std::mutex> hold(counts_lock);
+    all_counts = Counts();
+    all_conflicts.clear();
+}
+
+void counts_print(FILE *file) {
+    std::lock_guard<std::mutex> hold(counts_lock);
+    const Counts &c = all_counts;
+    fprintf(file, "cuda_on_cpu: %llu launches, %llu blocks, %llu barriers, %llu operations of warps, %llu mma; ldmatrix %llu, bank conflicts %llu; "
+            "cp.async %llu, bank conflicts %llu\n", (unsigned long long)c.launches, (unsigned long long)c.blocks, (unsigned long long)c.barriers,
+            (unsigned long long)c.collectives, (unsigned long long)c.mmas, (unsigned long long)c.ldmatrix, (unsigned long long)c.ldmatrix_conflicts,
+            (unsigned long long)c.copies, (unsigned long long)c.copy_conflicts);
+    for (const auto &l : all_conflicts) fprintf(file, "  %s:%d: %llu bank conflicts\n", l.first.first.c_str(), l.first.second, (unsigned long long)l.second);
+}
+
+}

@@ -1,0 +1,60 @@
+// CUDA on the CPU, as a program's host side sees it: settings, counts, and work of one's own in a stream. README.md has the whole.
+//
+// Every setting is read from the environment before main() (the variable beside it), and may be changed by the program between launches:
+//     cuda_on_cpu::settings().order = cuda_on_cpu::REVERSE;
+#ifndef CUDA_ON_CPU_H
+#define CUDA_ON_CPU_H
+
+#include <cuda_runtime.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+
+#include <functional>
+
+namespace cuda_on_cpu {
+
+// Who runs next when a thread waits. FORWARD: threads by rising number, round and round; REVERSE: by falling; RANDOM: anyone; GREEDY: one
+// warp as far as it comes, then another at random. Blocks start in the same order.
+enum Order { FORWARD, REVERSE, RANDOM, GREEDY };
+
+// When a cp.async takes place: at its issue, only in the wait for it, or each by the toss of a coin.
+enum Copy { AT_ISSUE, AT_WAIT, EITHER };
+
+// When work given to a stream takes place: at once; when the host waits for it, and then from whichever stream is free to go on,
+// at random; or as RANDOM, but with a coin's toss at each call whether some of it is done early.
+enum Streams { AT_ONCE, LATE, ANY_TIME };
+
+struct Settings {
+    Order order;            // CUDA_ON_CPU_ORDER     forward | reverse | random | greedy
+    uint64_t seed;          // CUDA_ON_CPU_SEED      for all that is random here
+    Copy copy;              // CUDA_ON_CPU_COPY      issue | wait | either
+    Streams streams;        // CUDA_ON_CPU_STREAMS   once | late | any
+    bool poison;            // CUDA_ON_CPU_POISON    1: shared memory and new device memory are NaNs
+    int threads;            // CUDA_ON_CPU_THREADS   of the CPU, over which blocks are spread; default: as many as there are
+    size_t stack;           // CUDA_ON_CPU_STACK     bytes of stack for each CUDA thread; read at a CPU thread's first launch
+    size_t memory;          // CUDA_ON_CPU_MEMORY    bytes of device memory there are
+    bool report;            // CUDA_ON_CPU_REPORT    1: counts are printed when the program ends
+};
+Settings &settings();
+
+// What happened since the start or the last counts_reset(). A conflict is one more pass that the shared memory's 32 banks need, beyond the
+// fewest possible: for ldmatrix each 8 rows are a pass of their own, for 16-byte stores (cp.async, too) each 8 lanes.
+struct Counts {
+    uint64_t launches, blocks, barriers, collectives, mmas, ldmatrix, ldmatrix_conflicts, copies, copy_conflicts;
+};
+Counts counts();
+void counts_reset();
+void counts_print(FILE *file);      // and the conflicts of each line of source
+
+// `work` as the next thing in the stream, like a kernel: for libraries that are emulated on top of this one.
+void enqueue(cudaStream_t stream, std::function<void()> work);
+
+// Whether all of `bytes` at p are device memory or pinned host memory: what a kernel may touch.
+bool is_device(const void *p, size_t bytes);
+
+// Prints a message and ends the program by abort(), so that a debugger shows where.
+[[noreturn]] void die(const char *format, ...) __attribute__((format(printf, 1, 2)));
+
+}
+#endif

@@ -1,0 +1,45 @@
+// What blocks.cpp and runtime.cpp share; no one else includes it.
+#ifndef CUDA_ON_CPU_ENGINE_H
+#define CUDA_ON_CPU_ENGINE_H
+
+#include <string>
+
+#include "gpu_on_cpu.h"
+
+namespace cuda_on_cpu {
+
+// As the GPUs of compute capability 9.0 have it.
+enum {
+    BLOCK_THREADS = 1024, WARPS = BLOCK_THREADS / 32, STATIC_SHARED = 48 * 1024, BLOCK_SHARED = 227 * 1024, RESERVED_SHARED = 1024,
+    PROCESSORS = 132, PROCESSOR_SHARED = 228 * 1024, PROCESSOR_THREADS = 2048, PROCESSOR_BLOCKS = 32
+};
+
+// 0x7FF7 is a NaN as bf16 and float16, and so are two of them as a float, four as a double; as an integer it is far out of most arrays.
+void fill_poison(void *p, size_t bytes);
+bool is_poison(const void *p, size_t bytes);
+
+void run_grid(const Parameters &parameters);        // returns when all blocks have run
+std::string kernel_name(const void *kernel);
+std::string describe_address(const void *p);        // "12 bytes behind the 400 of cudaMalloc number 3", or ""
+
+// ThreadSanitizer's functions, there if the program is built with it.
+extern "C" {
+#define WEAK __attribute__((weak))
+WEAK void *__tsan_get_current_fiber();
+WEAK void *__tsan_create_fiber(unsigned flags);
+WEAK void __tsan_destroy_fiber(void *fiber);
+WEAK void __tsan_switch_to_fiber(void *fiber, unsigned flags);
+WEAK void __tsan_acquire(void *address);
+WEAK void __tsan_release(void *address);
+WEAK void __tsan_read16(void *address);
+WEAK void __tsan_write16(void *address);
+WEAK void __sanitizer_start_switch_fiber(void **save, const void *bottom, size_t bytes);
+WEAK void __sanitizer_finish_switch_fiber(void *saved, const void **bottom, size_t *bytes);
+#undef WEAK
+}
+static inline bool race_check() {
+    return __tsan_create_fiber != NULL;
+}
+
+}
+#endif

@@ -1,0 +1,426 @@
+// CUDA C++ for a C++ compiler of the CPU: what kernels are written in, run by fibers (README.md). Included after cuda_runtime.h and
+// cuda_bf16.h, before kernels. All errors end the program with a message that names the kernel, the block, the threads and the lines.
+#ifndef GPU_ON_CPU_H
+#define GPU_ON_CPU_H
+
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+#include <device_launch_parameters.h>
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#include <functional>
+#include <type_traits>
+#include <vector>
+
+#include "cuda_on_cpu.h"
+
+namespace cuda_on_cpu {
+
+// ---- what the runtime (blocks.cpp) gives
+
+struct Site {       // of a call in the source
+    const char *file;
+    int line;
+};
+#define CUDA_ON_CPU_SITE const char *file = __builtin_FILE(), int line = __builtin_LINE()
+
+struct Position {   // of a thread: its indices, and the sizes of the launch
+    uint3 thread, block;
+    dim3 block_size, grid;
+};
+const Position &position_of_this_thread();
+extern __thread const Position *position;       // of the thread that runs now
+
+struct Parameters {                             // of a launch
+    std::function<void()> call;                 // the kernel with its arguments
+    const void *kernel;
+    dim3 grid, block;
+    size_t shared_bytes;
+    Site site;
+};
+void enqueue_launch(cudaStream_t stream, const Parameters &parameters, const std::vector<const void *> &pointers);
+
+struct SharedArray {
+    const char *name;
+    Site site;
+    int number;                                 // given at the first use; 0 before
+};
+void *shared_array(SharedArray &array, size_t bytes);
+void *dynamic_shared();
+
+enum Vote { BALLOT, ANY, ALL };
+enum Shuffle { IDX, UP, DOWN, XOR };
+enum Reduction { ADD, MIN, MAX, AND, OR, BITWISE_XOR };
+enum BlockVote { PLAIN, BLOCK_OR, BLOCK_AND, BLOCK_COUNT };
+int barrier(BlockVote vote, int predicate, Site site);
+void warp_barrier(unsigned mask, Site site);
+unsigned vote(Vote kind, unsigned mask, bool predicate, Site site);
+uint64_t shuffle(Shuffle kind, unsigned mask, uint64_t value, int argument, int width, Site site);
+unsigned match(bool all, unsigned mask, uint64_t value, Site site);
+int64_t reduce(Reduction kind, unsigned mask, int64_t value, Site site);
+void fence();
+void ldmatrix(uint32_t *r, int matrices, bool transposed, const void *row, Site site);
+void mma(float *d, const uint32_t *a, const uint32_t *b, Site site);
+void copy_async(void *shared, const void *global, bool valid, Site site);
+void copy_commit();
+void copy_wait(int groups, Site site);
+void count_store(const void *p, Site site);     // of 16 bytes, for the bank conflicts
+[[noreturn]] void misaligned(const char *what, const void *p, Site site);
+
+template <class T>
+struct Same {
+    typedef T type;
+};
+
+template <class To, class From>
+inline To bits(From from) {
+    static_assert(sizeof(To) == sizeof(From), "the same size");
+    To to;
+    memcpy(&to, &from, sizeof to);
+    return to;
+}
+
+// A grid that knows where it was written down, so that launch() has the line without being a macro.
+struct Grid {
+    dim3 size;
+    Site site;
+    Grid(dim3 size, CUDA_ON_CPU_SITE) : size(size), site{file, line} {}
+    template <class I, class = typename std::enable_if<std::is_integral<I>::value>::type>
+    Grid(I x, CUDA_ON_CPU_SITE) : size((unsigned)x), site{file, line} {}
+    Grid(size_t x, size_t y, size_t z = 1, CUDA_ON_CPU_SITE) : size((unsigned)x, (unsigned)y, (unsigned)z), site{file, line} {}
+};
+
+template <class T>
+inline void gather_pointer(std::vector<const void *> &pointers, const T &argument) {
+    if constexpr (std::is_pointer<T>::value && !std::is_function<typename std::remove_pointer<T>::type>::value)
+        pointers.push_back((const void *)argument);
+    else
+        (void)pointers, (void)argument;
+}
+
+}
+
+#define KERNEL __attribute__((noinline))
+#define DEVICE static inline
+#undef __shared__
+#define __shared__ static_assert(false, "__shared__ would be one array per thread here: use SHARED_ARRAY(T, name, N) or DYNAMIC_SHARED(T, name)");
+#define SHARED_ARRAY(T, name, N)                                                                \
+    static cuda_on_cpu::SharedArray name##_shared_ = {#name, {__FILE__, __LINE__}, 0};          \
+    T(&name)[N] = *static_cast<T(*)[N]>(cuda_on_cpu::shared_array(name##_shared_, sizeof(T[N])))
+#define DYNAMIC_SHARED(T, name) T *name = static_cast<T *>(cuda_on_cpu::dynamic_shared())
+
+template <class... Parameters>
+void launch(void (*kernel)(Parameters...), cuda_on_cpu::Grid grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
+            typename cuda_on_cpu::Same<Parameters>::type... arguments) {
+    std::vector<const void *> pointers;
+    (cuda_on_cpu::gather_pointer(pointers, arguments), ...);
+    cuda_on_cpu::enqueue_launch(stream, {[=] { kernel(arguments...); }, (const void *)kernel, grid.size, block, shared_bytes, grid.site}, pointers);
+}
+
+#ifdef __SANITIZE_THREAD__
+#define CUDA_ON_CPU_POSITION cuda_on_cpu::position_of_this_thread()
+#else
+#define CUDA_ON_CPU_POSITION (*cuda_on_cpu::position)
+#endif
+#define threadIdx (CUDA_ON_CPU_POSITION.thread)
+#define blockIdx (CUDA_ON_CPU_POSITION.block)
+#define blockDim (CUDA_ON_CPU_POSITION.block_size)
+#define gridDim (CUDA_ON_CPU_POSITION.grid)
+#define warpSize 32
+
+// ---- threads of a block, lanes of a warp
+
+static inline void __syncthreads(CUDA_ON_CPU_SITE) {
+    cuda_on_cpu::barrier(cuda_on_cpu::PLAIN, 0, {file, line});
+}
+static inline int __syncthreads_or(int predicate, CUDA_ON_CPU_SITE) {
+    return cuda_on_cpu::barrier(cuda_on_cpu::BLOCK_OR, predicate, {file, line});
+}
+static inline int __syncthreads_and(int predicate, CUDA_ON_CPU_SITE) {
+    return cuda_on_cpu::barrier(cuda_on_cpu::BLOCK_AND, predicate, {file, line});
+}
+static inline int __syncthreads_count(int predicate, CUDA_ON_CPU_SITE) {
+    return cuda_on_cpu::barrier(cuda_on_cpu::BLOCK_COUNT, predicate, {file, line});
+}
+static inline void __syncwarp(unsigned mask = 0xFFFFFFFFu, CUDA_ON_CPU_SITE) {
+    cuda_on_cpu::warp_barrier(mask, {file, line});
+}
+
+static inline unsigned __ballot_sync(unsigned mask, int predicate, CUDA_ON_CPU_SITE) {
+    return cuda_on_cpu::vote(cuda_on_cpu::BALLOT, mask, predicate != 0, {file, line});
+}
+static inline int __any_sync(unsigned mask, int predicate, CUDA_ON_CPU_SITE) {
+    return (int)cuda_on_cpu::vote(cuda_on_cpu::ANY, mask, predicate != 0, {file, line});
+}
+static inline int __all_sync(unsigned mask, int predicate, CUDA_ON_CPU_SITE) {
+    return (int)cuda_on_cpu::vote(cuda_on_cpu::ALL, mask, predicate != 0, {file, line});
+}
+
+namespace cuda_on_cpu {
+template <class T>
+inline T shuffle_value(Shuffle kind, unsigned mask, T value, int argument, int width, Site site) {
+    static_assert(std::is_trivially_copyable<T>::value && sizeof(T) <= 8 && !std::is_pointer<T>::value, "no type that CUDA can shuffle");
+    uint64_t word = 0;
+    memcpy(&word, &value, sizeof value);
+    word = shuffle(kind, mask, word, argument, width, site);
+    memcpy(&value, &word, sizeof value);
+    return value;
+}
+}
+
+template <class T>
+inline T __shfl_sync(unsigned mask, T value, int lane, int width = 32, CUDA_ON_CPU_SITE) {
+    return cuda_on_cpu::shuffle_value(cuda_on_cpu::IDX, mask, value, lane, width, {file, line});
+}
+template <class T>
+inline T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32, CUDA_ON_CPU_SITE) {
+    return cuda_on_cpu::shuffle_value(cuda_on_cpu::UP, mask, value, (int)delta, width, {file, line});
+}
+template <class T>
+inline T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32, CUDA_ON_CPU_SITE) {
+    return cuda_on_cpu::shuffle_value(cuda_on_cpu::DOWN, mask, value, (int)delta, width, {file, line});
+}
+template <class T>
+inline T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = 32, CUDA_ON_CPU_SITE) {
+    return cuda_on_cpu::shuffle_value(cuda_on_cpu::XOR, mask, value, lane_mask, width, {file, line});
+}
+
+template <class T>
+inline unsigned __match_any_sync(unsigned mask, T value, CUDA_ON_CPU_SITE) {
+    uint64_t word = 0;
+    memcpy(&word, &value, sizeof value);
+    return cuda_on_cpu::match(false, mask, word, {file, line});
+}
+template <class T>
+inline unsigned __match_all_sync(unsigned mask, T value, int *same, CUDA_ON_CPU_SITE) {
+    uint64_t word = 0;
+    memcpy(&word, &value, sizeof value);
+    unsigned lanes = cuda_on_cpu::match(true, mask, word, {file, line});
+    *same = lanes != 0;
+    return lanes;
+}
+
+#define CUDA_ON_CPU_REDUCE(name, T, kind)                                                       \
+    static inline T name(unsigned mask, T value, CUDA_ON_CPU_SITE) {                            \
+        return (T)cuda_on_cpu::reduce(cuda_on_cpu::kind, mask, (int64_t)value, {file, line});   \
+    }
+CUDA_ON_CPU_REDUCE(__reduce_add_sync, int, ADD)
+CUDA_ON_CPU_REDUCE(__reduce_min_sync, int, MIN)
+CUDA_ON_CPU_REDUCE(__reduce_max_sync, int, MAX)
+CUDA_ON_CPU_REDUCE(__reduce_add_sync, unsigned, ADD)
+CUDA_ON_CPU_REDUCE(__reduce_min_sync, unsigned, MIN)
+CUDA_ON_CPU_REDUCE(__reduce_max_sync, unsigned, MAX)
+CUDA_ON_CPU_REDUCE(__reduce_and_sync, unsigned, AND)
+CUDA_ON_CPU_REDUCE(__reduce_or_sync, unsigned, OR)
+CUDA_ON_CPU_REDUCE(__reduce_xor_sync, unsigned, BITWISE_XOR)
+#undef CUDA_ON_CPU_REDUCE
+
+// ---- memory
+// The fences order nothing here: the blocks' accesses are as the CPU makes them. (The race check takes one for an acquire and a release.)
+static inline void __threadfence() { cuda_on_cpu::fence(); }
+static inline void __threadfence_block() { cuda_on_cpu::fence(); }
+static inline void __threadfence_system() { cuda_on_cpu::fence(); }
+
+namespace cuda_on_cpu {
+template <class T>
+inline T load(const T *p, Site site) {
+    if ((uintptr_t)p % sizeof(T) != 0) misaligned("a load", p, site);
+    return *p;
+}
+template <class T>
+inline void store(T *p, T x, Site site) {
+    if ((uintptr_t)p % sizeof(T) != 0) misaligned("a store", p, site);
+    *p = x;
+}
+}
+template <class T>
+inline T __ldg(const T *p, CUDA_ON_CPU_SITE) { return cuda_on_cpu::load(p, {file, line}); }
+template <class T>
+inline T __ldcs(const T *p, CUDA_ON_CPU_SITE) { return cuda_on_cpu::load(p, {file, line}); }
+template <class T>
+inline T __ldcg(const T *p, CUDA_ON_CPU_SITE) { return cuda_on_cpu::load(p, {file, line}); }
+template <class T>
+inline void __stcs(T *p, typename cuda_on_cpu::Same<T>::type x, CUDA_ON_CPU_SITE) { cuda_on_cpu::store(p, x, {file, line}); }
+template <class T>
+inline void __stcg(T *p, typename cuda_on_cpu::Same<T>::type x, CUDA_ON_CPU_SITE) { cuda_on_cpu::store(p, x, {file, line}); }
+
+// Atomics are relaxed, as CUDA's are.
+namespace cuda_on_cpu {
+template <class T, class Change>
+inline T atomic_change(T *p, Change change) {
+    typedef typename std::conditional<sizeof(T) == 4, uint32_t, uint64_t>::type Word;
+    static_assert(sizeof(T) == sizeof(Word), "CUDA has this atomic for 4 and 8 bytes");
+    Word *word = reinterpret_cast<Word *>(p), old = __atomic_load_n(word, __ATOMIC_RELAXED);
+    while (!__atomic_compare_exchange_n(word, &old, bits<Word>(change(bits<T>(old))), true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
+    return bits<T>(old);
+}
+}
+#define CUDA_ON_CPU_ATOMIC(name, condition, result)                                             \
+    template <class T>                                                                          \
+    inline T name(T *p, typename cuda_on_cpu::Same<T>::type x) {                                \
+        static_assert(condition, #name ": CUDA has none of this type");                         \
+        return cuda_on_cpu::atomic_change(p, [=](T old) -> T { return result; });               \
+    }
+CUDA_ON_CPU_ATOMIC(atomicAdd, (std::is_arithmetic<T>::value && !std::is_same<T, long>::value && !std::is_same<T, long long>::value), old + x)
+CUDA_ON_CPU_ATOMIC(atomicSub, (std::is_same<T, int>::value || std::is_same<T, unsigned>::value), old - x)
+CUDA_ON_CPU_ATOMIC(atomicMin, std::is_integral<T>::value, x < old ? x : old)
+CUDA_ON_CPU_ATOMIC(atomicMax, std::is_integral<T>::value, x > old ? x : old)
+CUDA_ON_CPU_ATOMIC(atomicAnd, std::is_integral<T>::value, old & x)
+CUDA_ON_CPU_ATOMIC(atomicOr, std::is_integral<T>::value, old | x)
+CUDA_ON_CPU_ATOMIC(atomicXor, std::is_integral<T>::value, old ^ x)
+CUDA_ON_CPU_ATOMIC(atomicExch, (std::is_arithmetic<T>::value && !std::is_same<T, double>::value), x)
+CUDA_ON_CPU_ATOMIC(atomicInc, (std::is_same<T, unsigned>::value), old >= x ? 0 : old + 1)
+CUDA_ON_CPU_ATOMIC(atomicDec, (std::is_same<T, unsigned>::value), old == 0 || old > x ? x : old - 1)
+#undef CUDA_ON_CPU_ATOMIC
+template <class T>
+inline T atomicCAS(T *p, typename cuda_on_cpu::Same<T>::type compare, typename cuda_on_cpu::Same<T>::type x) {
+    static_assert(std::is_integral<T>::value, "atomicCAS: CUDA has none of this type");
+    return cuda_on_cpu::atomic_change(p, [=](T old) -> T { return old == compare ? x : old; });
+}
+
+// ---- the instructions that have no name in CUDA C++: ldmatrix, mma.m16n8k16, cp.async, and loads and stores of 16 bytes
+// The lanes' elements are as the PTX ISA has them.
+
+DEVICE void ldmatrix_x4(uint32_t r[4], const void *row, CUDA_ON_CPU_SITE) {
+    cuda_on_cpu::ldmatrix(r, 4, false, row, {file, line});
+}
+DEVICE void ldmatrix_x4_transposed(uint32_t r[4], const void *row, CUDA_ON_CPU_SITE) {
+    cuda_on_cpu::ldmatrix(r, 4, true, row, {file, line});
+}
+DEVICE void ldmatrix_x2(uint32_t r[2], const void *row, CUDA_ON_CPU_SITE) {
+    cuda_on_cpu::ldmatrix(r, 2, false, row, {file, line});
+}
+DEVICE void ldmatrix_x2_transposed(uint32_t r[2], const void *row, CUDA_ON_CPU_SITE) {
+    cuda_on_cpu::ldmatrix(r, 2, true, row, {file, line});
+}
+DEVICE void mma_m16n8k16(float d[4], const uint32_t a[4], const uint32_t b[2], CUDA_ON_CPU_SITE) {
+    cuda_on_cpu::mma(d, a, b, {file, line});
+}
+
+DEVICE void copy_async_16(void *shared, const void *global, bool valid, CUDA_ON_CPU_SITE) {
+    cuda_on_cpu::copy_async(shared, global, valid, {file, line});
+}
+DEVICE void copy_async_commit() {
+    cuda_on_cpu::copy_commit();
+}
+template <int groups>
+DEVICE void copy_async_wait(CUDA_ON_CPU_SITE) {
+    cuda_on_cpu::copy_wait(groups, {file, line});
+}
+
+DEVICE uint4 load_16(const void *p, CUDA_ON_CPU_SITE) {
+    return cuda_on_cpu::load(static_cast<const uint4 *>(p), {file, line});
+}
+DEVICE uint4 load_16_streaming(const void *p, CUDA_ON_CPU_SITE) {
+    return cuda_on_cpu::load(static_cast<const uint4 *>(p), {file, line});
+}
+DEVICE void store_16(void *p, uint4 x, CUDA_ON_CPU_SITE) {
+    cuda_on_cpu::store(static_cast<uint4 *>(p), x, {file, line});
+}
+DEVICE void store_16_streaming(void *p, uint4 x, CUDA_ON_CPU_SITE) {
+    cuda_on_cpu::store(static_cast<uint4 *>(p), x, {file, line});
+}
+
+// ---- arithmetic that the host lacks
+
+// .ftz: a subnormal counts as 0, with its sign.
+DEVICE float flush_subnormal(float x) {
+    return fabsf(x) < 1.17549435e-38f ? copysignf(0.0f, x) : x;
+}
+DEVICE float exp2_fast(float x) { return flush_subnormal(exp2f(flush_subnormal(x))); }
+DEVICE float log2_fast(float x) { return log2f(flush_subnormal(x)); }
+DEVICE float reciprocal_fast(float x) { return flush_subnormal(1.0f / flush_subnormal(x)); }
+
+DEVICE unsigned __float_as_uint(float x) { return cuda_on_cpu::bits<unsigned>(x); }
+DEVICE int __float_as_int(float x) { return cuda_on_cpu::bits<int>(x); }
+DEVICE float __uint_as_float(unsigned x) { return cuda_on_cpu::bits<float>(x); }
+DEVICE float __int_as_float(int x) { return cuda_on_cpu::bits<float>(x); }
+DEVICE long long __double_as_longlong(double x) { return cuda_on_cpu::bits<long long>(x); }
+DEVICE double __longlong_as_double(long long x) { return cuda_on_cpu::bits<double>(x); }
+
+DEVICE float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+DEVICE double rsqrt(double x) { return 1.0 / sqrt(x); }
+DEVICE float normcdff(float x) { return 0.5f * erfcf(-x * 0.707106781186547524f); }
+DEVICE double normcdf(double x) { return 0.5 * erfc(-x * 0.707106781186547524); }
+DEVICE float sinpif(float x) { return (float)sin(3.14159265358979323846 * x); }
+DEVICE float cospif(float x) { return (float)cos(3.14159265358979323846 * x); }
+DEVICE float __saturatef(float x) { return x > 0.0f ? fminf(x, 1.0f) : 0.0f; }
+DEVICE float __fdividef(float x, float y) { return x / y; }
+DEVICE float __fadd_rn(float x, float y) { volatile float sum = x + y; return sum; }
+DEVICE float __fsub_rn(float x, float y) { volatile float difference = x - y; return difference; }
+DEVICE float __fmul_rn(float x, float y) { volatile float product = x * y; return product; }
+DEVICE float __fdiv_rn(float x, float y) { return x / y; }
+DEVICE float __fmaf_rn(float x, float y, float z) { return fmaf(x, y, z); }
+DEVICE float __frcp_rn(float x) { return 1.0f / x; }
+DEVICE float __fsqrt_rn(float x) { return sqrtf(x); }
+DEVICE float __frsqrt_rn(float x) { return (float)(1.0 / sqrt((double)x)); }
+#define __expf(x) expf(x)           // macros, since glibc declares functions of these names
+#define __exp10f(x) exp10f(x)
+#define __logf(x) logf(x)
+#define __log2f(x) log2f(x)
+#define __log10f(x) log10f(x)
+#define __powf(x, y) powf(x, y)
+#define __sinf(x) sinf(x)
+#define __cosf(x) cosf(x)
+#define __tanf(x) tanf(x)
+#define __sincosf(x, s, c) sincosf(x, s, c)
+
+// Conversions outside the range end at its edge, NaN gives 0, as on the GPU.
+DEVICE int __float2int_rn(float x) { return isnan(x) ? 0 : (int)fmin(fmax(rint(x), -2147483648.0), 2147483647.0); }
+DEVICE int __float2int_rz(float x) { return isnan(x) ? 0 : (int)fmin(fmax(trunc(x), -2147483648.0), 2147483647.0); }
+DEVICE int __float2int_rd(float x) { return isnan(x) ? 0 : (int)fmin(fmax(floor(x), -2147483648.0), 2147483647.0); }
+DEVICE int __float2int_ru(float x) { return isnan(x) ? 0 : (int)fmin(fmax(ceil(x), -2147483648.0), 2147483647.0); }
+DEVICE unsigned __float2uint_rn(float x) { return isnan(x) ? 0 : (unsigned)fmin(fmax(rint(x), 0.0), 4294967295.0); }
+DEVICE unsigned __float2uint_rz(float x) { return isnan(x) ? 0 : (unsigned)fmin(fmax(trunc(x), 0.0), 4294967295.0); }
+DEVICE float __int2float_rn(int x) { return (float)x; }
+DEVICE float __uint2float_rn(unsigned x) { return (float)x; }
+
+DEVICE int __popc(unsigned x) { return __builtin_popcount(x); }
+DEVICE int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
+DEVICE int __ffs(int x) { return __builtin_ffs(x); }
+DEVICE int __ffsll(long long x) { return __builtin_ffsll(x); }
+DEVICE int __clz(int x) { return x ? __builtin_clz((unsigned)x) : 32; }
+DEVICE int __clzll(long long x) { return x ? __builtin_clzll((unsigned long long)x) : 64; }
+DEVICE unsigned __brev(unsigned x) {
+    unsigned reversed = 0;
+    for (int i = 0; i < 32; i++) reversed |= (x >> i & 1u) << (31 - i);
+    return reversed;
+}
+DEVICE int __mulhi(int x, int y) { return (int)((int64_t)x * y >> 32); }
+DEVICE unsigned __umulhi(unsigned x, unsigned y) { return (unsigned)((uint64_t)x * y >> 32); }
+DEVICE unsigned long long __umul64hi(unsigned long long x, unsigned long long y) {
+    return (unsigned long long)((unsigned __int128)x * y >> 64);
+}
+DEVICE unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+    uint64_t bytes = (uint64_t)y << 32 | x;
+    unsigned result = 0;
+    for (int i = 0; i < 4; i++) result |= (unsigned)(bytes >> 8 * (selector >> 4 * i & 7) & 0xFF) << 8 * i;
+    return result;
+}
+DEVICE unsigned __funnelshift_l(unsigned low, unsigned high, unsigned shift) {
+    return (unsigned)((((uint64_t)high << 32 | low) << (shift & 31)) >> 32);
+}
+DEVICE unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
+    return (unsigned)(((uint64_t)high << 32 | low) >> (shift & 31));
+}
+
+#define CUDA_ON_CPU_MIN_MAX(T)                              \
+    DEVICE T min(T x, T y) { return y < x ? y : x; }        \
+    DEVICE T max(T x, T y) { return x < y ? y : x; }
+CUDA_ON_CPU_MIN_MAX(int)
+CUDA_ON_CPU_MIN_MAX(unsigned)
+CUDA_ON_CPU_MIN_MAX(long)
+CUDA_ON_CPU_MIN_MAX(unsigned long)
+CUDA_ON_CPU_MIN_MAX(long long)
+CUDA_ON_CPU_MIN_MAX(unsigned long long)
+#undef CUDA_ON_CPU_MIN_MAX
+DEVICE float min(float x, float y) { return fminf(x, y); }
+DEVICE float max(float x, float y) { return fmaxf(x, y); }
+DEVICE double min(double x, double y) { return fmin(x, y); }
+DEVICE double max(double x, double y) { return fmax(x, y); }
+
+[[noreturn]] DEVICE void __trap() { cuda_on_cpu::die("__trap()"); }
+#endif
