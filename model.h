@@ -10,6 +10,10 @@
 #include "attention/normalizer.h"
 #include "runtime/error.h"
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 #define RMSNORM_EPS 1e-5f
 
 enum { MAX_SEQ_LEN = 1 << 20, MAX_VOCAB = 65536 };   // a token is 16 bits in a shard
@@ -98,4 +102,7 @@ bool model_config_read(ModelConfig *config, const char *folder, Error *error);
 // Plain softmax is written as a Llama, which transformers loads as it is; the others come with a modelling file.
 bool model_is_plain_llama(const ModelConfig *config);
 
+#ifdef __cplusplus
+}
+#endif
 #endif

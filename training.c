@@ -341,7 +341,7 @@ static void print_plan(Run *run) {
            (long long)o->batch, run->T);
     printf("run       %lld steps, %s tokens%s%s\n", (long long)o->steps, human_count((double)o->steps * (double)run->step_tokens).text,
            o->out ? ", into " : ", nothing is kept (no --out)", o->out ? o->out : "");
-    memory_print(run->plan);
+    memory_print(run->plan, trainer_on_gpus ? "memory of the host" : "memory", memory_available());
     trainer_print_memory();
     if (o->out) {
         uint64_t free_bytes;

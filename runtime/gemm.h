@@ -8,6 +8,10 @@
 
 #include "runtime/real.h"
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 typedef enum { PRODUCT_F32, PRODUCT_BF16 } ProductType;
 
 // C (m,n) = op(A) (m,k) · op(B) (k,n) + beta · C, all row-major; ta, tb: 'N' as stored, 'T' transposed.
@@ -41,4 +45,7 @@ void bf16_round(uint16_t *out, const float *in, size_t n);   // all threads
 bool gemm_by_primitive(ProductType type, char ta, char tb, size_t m, size_t n, size_t k, const void *A, size_t lda,
                        const void *B, size_t ldb, float beta, float *C, size_t ldc);
 
+#ifdef __cplusplus
+}
+#endif
 #endif

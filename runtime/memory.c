@@ -11,7 +11,7 @@
 #include "runtime/human.h"
 
 static size_t rounded(size_t bytes) {
-    return (bytes + 63) / 64 * 64;
+    return (bytes + 255) / 256 * 256;
 }
 
 void memory_add(MemoryPlan *plan, const char *kind, void **where, size_t bytes) {
@@ -22,8 +22,8 @@ void memory_add(MemoryPlan *plan, const char *kind, void **where, size_t bytes) 
     plan->total += rounded(bytes);
 }
 
-void memory_print(const MemoryPlan *plan) {
-    printf("memory\n");
+void memory_print(const MemoryPlan *plan, const char *title, uint64_t free_bytes) {
+    printf("%s\n", title);
     for (size_t i = 0; i < plan->count; i++) {
         size_t bytes = 0;
         int first = 1;
@@ -34,7 +34,7 @@ void memory_print(const MemoryPlan *plan) {
         }
         if (first && bytes) printf("  %-38s %12s\n", plan->rows[i].kind, human_bytes((double)bytes).text);
     }
-    printf("  %-38s %12s of %s free\n", "in all", human_bytes((double)plan->total).text, human_bytes((double)memory_available()).text);
+    printf("  %-38s %12s of %s free\n", "in all", human_bytes((double)plan->total).text, human_bytes((double)free_bytes).text);
 }
 
 static uint64_t number_in(const char *path, const char *key, uint64_t fallback) {
@@ -100,9 +100,13 @@ void memory_take(MemoryPlan *plan) {
         fail(EXIT_RESOURCE, "the system refuses %s of memory. A smaller --batch, --seq-len or --model needs less.",
              human_bytes((double)plan->total).text);
     madvise(plan->block, plan->total, MADV_HUGEPAGE);      // large pages where there are some; no matter if not
+    memory_place(plan, plan->block);
+}
+
+void memory_place(const MemoryPlan *plan, void *block) {
     size_t at = 0;
     for (size_t i = 0; i < plan->count; i++) {
-        *plan->rows[i].where = (char *)plan->block + at;
+        *plan->rows[i].where = (char *)block + at;
         at += rounded(plan->rows[i].bytes);
     }
 }

@@ -1,4 +1,4 @@
-// Memory, planned, printed, checked against what is free, and taken once.
+// Memory, planned, printed, checked against what is free, and taken once: the host's, or a device's by memory_place().
 //
 //     MemoryPlan plan = {0};
 //     memory_add(&plan, "gradients", (void **)&model->grads, floats * sizeof(float));
@@ -9,6 +9,10 @@
 
 #include <stddef.h>
 #include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
 
 enum { MEMORY_ROWS = 64 };
 
@@ -22,11 +26,11 @@ typedef struct {
     void *block;
 } MemoryPlan;
 
-// Adds a piece, which *where points to after memory_take(): zeroed, aligned to 64 bytes.
+// Adds a piece, which *where points to after memory_take(): zeroed, aligned to 256 bytes.
 void memory_add(MemoryPlan *plan, const char *kind, void **where, size_t bytes);
 
-// One line a kind, and the sum.
-void memory_print(const MemoryPlan *plan);
+// A title, one line a kind, and the sum beside what is free.
+void memory_print(const MemoryPlan *plan, const char *title, uint64_t free_bytes);
 
 // Ends with EXIT_RESOURCE when `processes` of this size, together on this machine, do not fit into what is free.
 void memory_check(const MemoryPlan *plan, int processes);
@@ -35,7 +39,13 @@ void memory_check(const MemoryPlan *plan, int processes);
 void memory_take(MemoryPlan *plan);
 void memory_release(MemoryPlan *plan);
 
+// Lets the pieces point into a block of plan->total bytes, aligned to 256, that the caller took and filled with 0.
+void memory_place(const MemoryPlan *plan, void *block);
+
 // Bytes that this process can still take: what the machine has available, or less where a control group says so.
 uint64_t memory_available(void);
 
+#ifdef __cplusplus
+}
+#endif
 #endif

@@ -10,9 +10,6 @@
 
 #ifdef __cplusplus
 extern "C" {
-#ifdef __cplusplus
-}
-#endif
 #endif
 
 typedef enum { TRAIN_FP32, TRAIN_BF16 } TrainType;

@@ -1,0 +1,830 @@
+// Trains a Llama-style GPT on one or many GPUs, with an attention whose normaliser is a flag. The same job as train_gpt2.c, section for
+// section; what a section says there about the network is not said again here.
+//
+//   1. Layers       one kernel file a layer: kernels/, and attention/flash.h
+//   2. Model        the parameters, the activations, and the device memory for both
+//   3. Passes       forward, loss, backward
+//   4. Update       gradients over processes, their norm, AdamW
+//   5. The trainer  what the run asks of it, main()
+//
+// X is the type of activations and of the weights that products read: float or bf16 (--dtype). Statistics of rows, gradients of parameters,
+// AdamW's moments and the master weights are float32 under both. Everything runs on one stream, but for the sums over processes.
+// Shapes: B sequences, T tokens each, N = B·T rows, C channels, NH heads of size HS, F the feed-forward's width, V the vocabulary
+// (VP when padded).
+
+#include "kernels/gpu.cuh"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "attention/flash.h"
+#include "kernels/adamw.cuh"
+#include "kernels/check.h"
+#include "kernels/classifier.cuh"
+#include "kernels/collective.h"
+#include "kernels/device.cuh"
+#include "kernels/embedding.cuh"
+#include "kernels/gau.cuh"
+#include "kernels/matmul.cuh"
+#include "kernels/norms.cuh"
+#include "kernels/rmsnorm.cuh"
+#include "kernels/rope.cuh"
+#include "kernels/swiglu.cuh"
+#include "model.h"
+#include "runtime/adamw.h"
+#include "runtime/gemm.h"
+#include "runtime/human.h"
+#include "runtime/memory.h"
+#include "runtime/process.h"
+#include "training.h"
+#include "weights.h"
+
+// ---------------------------------------------------------------------------------------------------------------------------
+// Where the time goes, under --profile: phase() ends the phase before it and starts the next, by events on the stream and as ranges
+// that NVIDIA's profilers show.
+
+#if __has_include(<nvtx3/nvToolsExt.h>)
+#include <nvtx3/nvToolsExt.h>
+#else
+static void nvtxRangePushA(const char *name) { (void)name; }
+static void nvtxRangePop(void) {}
+#endif
+
+#define PHASES(X) \
+    X(OTHER, "data, metrics and the rest") X(EMBEDDING, "embedding") X(NORM, "rmsnorm") X(PROJECTIONS, "q, k, v and o products") \
+    X(ROPE, "rope") X(ATTENTION, "attention") X(FEED_FORWARD, "feed-forward products") X(SWIGLU, "swiglu") \
+    X(GATE, "gate of gated units")     X(CLASSIFIER, "output product and loss") X(REDUCE, "gradients summed over processes") X(UPDATE, "norm and AdamW")
+#define PHASE_KIND(kind, name) PHASE_##kind,
+#define PHASE_NAME(kind, name) name,
+typedef enum { PHASES(PHASE_KIND) PHASE_COUNT } Phase;
+static const char *const phase_names[] = {PHASES(PHASE_NAME)};
+static double phase_seconds[PHASE_COUNT];
+
+static cudaStream_t stream;
+static bool profiling;
+
+enum { MARKS = 4096 };
+static struct {
+    cudaEvent_t event;
+    Phase phase;                   // what starts there
+} marks[MARKS];
+static int mark_count;
+
+// Adds up what lies between the marks. The last one stays, as the first of those to come.
+static void phase_collect(void) {
+    if (mark_count == 0) return;
+    CUDA_CHECK(cudaEventSynchronize(marks[mark_count - 1].event));
+    for (int i = 0; i + 1 < mark_count; i++) {
+        float ms;
+        CUDA_CHECK(cudaEventElapsedTime(&ms, marks[i].event, marks[i + 1].event));
+        phase_seconds[marks[i].phase] += 1e-3 * ms;
+    }
+    auto first = marks[0];
+    marks[0] = marks[mark_count - 1];
+    marks[mark_count - 1] = first;
+    mark_count = 1;
+}
+
+static void phase(Phase next) {
+    if (!profiling) return;
+    if (mark_count == MARKS) phase_collect();
+    if (mark_count) nvtxRangePop();
+    nvtxRangePushA(phase_names[next]);
+    auto *mark = &marks[mark_count++];
+    if (!mark->event) CUDA_CHECK(cudaEventCreate(&mark->event));
+    mark->phase = next;
+    CUDA_CHECK(cudaEventRecord(mark->event, stream));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------------
+// 2. Model
+
+static const size_t LOSS_ROWS = 8192;     // rows whose logits stand in memory at a time, 0.8 GB of GPT-2's in bf16
+
+// Under --recompute the inputs of products that can be had again from what is kept (h1, h2, act) have room for one layer, not for all.
+template <class X>
+struct Activations {
+    X *x;                // (layers + 1, N, C)        the residual stream, before each layer and at the end
+    X *qkv;              // (layers, N, 3, NH, HS)    of Llama layers, q and k after RoPE
+    X *uvz;              // (layers, N, 2F + K)       of gated units, and their q, k (layers, N, K) and v (layers, N, F)
+    X *q, *k, *v;
+    X *att;              // (layers, N, E)            attention's output
+    X *x_mid;            // (layers, N, C)            the residual stream between attention and feed-forward
+    X *gate_up;          // (layers, N, 2F)
+    X *h1, *h2, *act;    // (layers or 1, N, C or F)  inputs of products: normalised, normalised, swiglu's or the gate's output
+    X *h;                // (N, C)                    the normalised output
+    X *logits;           // (LOSS_ROWS, VP)
+    X *dx, *dh, *datt, *dact, *dgate_up;              // gradients of x, h, att, act, gate_up
+    X *dqkv;                                          // of qkv, or uvz
+    X *dq, *dk, *dv;                                  // of gated units
+};
+
+enum { SUM_STEP, SUM_VALIDATION, SUM_SQUARES, SUM_PARTIALS };      // losses of this step so far, a validation's losses, squared gradients
+
+struct Model {
+    ModelConfig config;
+    TensorList list;
+    bool in_bf16, recompute, zero, deterministic, stochastic;
+    uint64_t seed;
+
+    float *params, *grads;       // (list.floats); params are the masters
+    bf16 *params_bf16;           // a rounded copy for the products, with --dtype bf16
+    float *mean, *square;        // AdamW's moments: list.floats, or with --zero 1 this process's share
+    AdamSegment *segments;       // what this process updates: its trained tensors, or its share of them
+    size_t segment_count, segment_blocks, state_floats;
+
+    size_t B, T;
+    float *stats;                // (layers, N·NH, 4)     of the rows of attention
+    float *inverse_norms;        // (layers, N, 2, NH)    1/|q| and 1/|k|, where the normaliser divides by them
+    float *r1, *r2, *r;          // (layers, N), (layers, N), (N)   of rmsnorm
+    float *losses;               // (N)
+    float *cosines, *sines;      // (T, HS/2)
+    float *partials;             // sums over rows on their way to a gradient
+    double *sums;                // of SUM_STEP ..., then partial sums of squares
+    unsigned long long *without_weight;      // rows of attention without weight: in steps, in validations
+    void *scratch, *products;    // of attention, of cuBLASLt
+    int32_t *batch;              // inputs, targets, and the rows of each token in order: BatchTokens
+    uint8_t *mask;
+
+    uint64_t rows;               // of attention, since someone set them to 0
+    MemoryPlan plan;             // of the device
+    void *block;
+
+    Weights host;                // copies of params and moments for files
+    MemoryPlan host_plan;
+    struct {                     // batches on their way to the device: one is filled while the other is copied
+        int32_t *ints;
+        uint8_t *mask;
+        cudaEvent_t copied;
+    } slots[2];
+    int32_t *starts;             // (V + 1) scratch of embedding_plan()
+    float *host_logits;          // (VP)
+    size_t slot;
+};
+
+static Model model;
+template <class X> static Activations<X> activations;
+
+// f(activations of the run's type)
+template <class F>
+static auto by_type(F f) {
+    return model.in_bf16 ? f(&activations<bf16>) : f(&activations<float>);
+}
+
+template <class X> static const X *weight(const Model *m, size_t offset);
+template <> const float *weight<float>(const Model *m, size_t offset) { return m->params + offset; }
+template <> const bf16 *weight<bf16>(const Model *m, size_t offset) { return m->params_bf16 + offset; }
+
+template <class X>
+static const X *weight_for(const Model *m, const X *input, size_t offset) {
+    (void)input;
+    return weight<X>(m, offset);
+}
+
+static FlashScalarGrads scalars_in(const Model *m, float *array, size_t layer, bool (*wanted)(const Normalizer *, Scalar)) {
+    const LayerOffsets *at = &m->list.layers[layer];
+    const Normalizer *attn = &m->config.attn;
+    return {wanted(attn, SCALAR_S) ? array + at->s : NULL, wanted(attn, SCALAR_B) ? array + at->b : NULL,
+            wanted(attn, SCALAR_P) ? array + m->list.p : NULL, wanted(attn, SCALAR_SINK) ? array + at->sink : NULL};
+}
+
+static FlashScalars scalars_of(const Model *m, size_t layer) {
+    FlashScalarGrads there = scalars_in(m, m->params, layer, normalizer_has);
+    return {there.s, there.b, there.p, there.sink};
+}
+
+static GauGains gains_in(const Model *m, float *array, size_t layer) {
+    const LayerOffsets *at = &m->list.layers[layer];
+    return {array + at->q_gain, array + at->q_offset, array + at->k_gain, array + at->k_offset};
+}
+
+static bool is_gau(const Model *m) {
+    return m->config.block == BLOCK_GAU;
+}
+
+static FlashShape flash_shape(const Model *m, size_t B, size_t T) {
+    const ModelConfig *c = &m->config;
+    size_t HS = head_size(c), VS = value_size(c), NH = (size_t)c->heads, joined = 3 * (size_t)c->channels;
+    bool gau = is_gau(m);
+    return {&c->attn, B, T, NH, HS, VS, c->seq_len, gau ? HS : joined, gau ? HS : joined, gau ? VS : joined, NH * VS};
+}
+
+// A batch on the device: one array of int32, so that it takes one copy, and the mask.
+//   inputs, targets, order (N), pieces of 4 numbers: the plan of embedding_backward()
+struct BatchTokens {
+    const int32_t *inputs, *targets, *order;
+    const EmbeddingPiece *pieces;
+    EmbeddingPlan plan;
+    const uint8_t *mask;         // NULL: all targets count
+};
+
+static_assert(sizeof(EmbeddingPiece) == 4 * sizeof(int32_t), "pieces lie among the batch's int32");
+
+static size_t batch_ints(size_t N) {
+    return 3 * N + 4 * embedding_pieces(N);
+}
+
+static void plan_parameters(Model *m) {
+    size_t floats = m->list.floats;
+    memory_add(&m->plan, "parameters", (void **)&m->params, floats * sizeof(float));
+    if (m->in_bf16) memory_add(&m->plan, "parameters in bfloat16", (void **)&m->params_bf16, floats * sizeof(bf16));
+    memory_add(&m->plan, "gradients", (void **)&m->grads, floats * sizeof(float));
+    memory_add(&m->plan, "AdamW's moments", (void **)&m->mean, m->state_floats * sizeof(float));
+    memory_add(&m->plan, "AdamW's moments", (void **)&m->square, m->state_floats * sizeof(float));
+    memory_add(&m->plan, "scratch", (void **)&m->segments, m->list.count * sizeof(AdamSegment));
+    memory_add(&m->plan, "scratch", (void **)&m->sums, (SUM_PARTIALS + floats / SEGMENT_PART + m->list.count) * sizeof(double));
+}
+
+// Statistics and scratch in float32, whatever X is.
+static void plan_floats(Model *m, size_t B, size_t T) {
+    const ModelConfig *c = &m->config;
+    size_t N = B * T, C = (size_t)c->channels, L = (size_t)c->layers, NH = (size_t)c->heads, HS = head_size(c);
+    size_t rows = rmsnorm_partials(N, C), gains = is_gau(m) ? gau_partials(N, HS) : 0, tokens = embedding_partials(N) * C;
+    size_t partials = rows > gains ? rows : gains;
+    const char *kept = "statistics kept for the backward pass", *scratch = "scratch";
+    memory_add(&m->plan, kept, (void **)&m->stats, L * N * NH * FLASH_STATS * sizeof(float));
+    memory_add(&m->plan, kept, (void **)&m->inverse_norms, L * N * 2 * NH * sizeof(float));
+    memory_add(&m->plan, kept, (void **)&m->r1, L * N * sizeof(float));
+    memory_add(&m->plan, kept, (void **)&m->r2, L * N * sizeof(float));
+    memory_add(&m->plan, scratch, (void **)&m->r, N * sizeof(float));
+    memory_add(&m->plan, scratch, (void **)&m->losses, N * sizeof(float));
+    memory_add(&m->plan, scratch, (void **)&m->cosines, T * HS / 2 * sizeof(float));
+    memory_add(&m->plan, scratch, (void **)&m->sines, T * HS / 2 * sizeof(float));
+    memory_add(&m->plan, scratch, (void **)&m->partials, (partials > tokens ? partials : tokens) * sizeof(float));
+    memory_add(&m->plan, scratch, &m->scratch, flash_scratch(flash_shape(m, B, T)));
+    memory_add(&m->plan, scratch, (void **)&m->without_weight, 2 * sizeof *m->without_weight);
+    memory_add(&m->plan, "a batch", (void **)&m->batch, batch_ints(N) * sizeof(int32_t));
+    memory_add(&m->plan, "a batch", (void **)&m->mask, N);
+}
+
+template <class X>
+static void plan_activations(Model *m, Activations<X> *a, size_t B, size_t T) {
+    const ModelConfig *c = &m->config;
+    size_t N = B * T, C = (size_t)c->channels, F = (size_t)c->ffn, VP = padded_vocab(c), L = (size_t)c->layers, NH = (size_t)c->heads;
+    size_t K = NH * head_size(c), E = NH * value_size(c), kept_layers = m->recompute ? 1 : L, loss_rows = N < LOSS_ROWS ? N : LOSS_ROWS;
+    auto add = [m](const char *kind, X **where, size_t elements) { memory_add(&m->plan, kind, (void **)where, elements * sizeof(X)); };
+    const char *kept = "activations kept for the backward pass", *scratch = "scratch";
+    const char *inputs = m->recompute ? scratch : "inputs of products, kept without --recompute";
+    add(kept, &a->x, (L + 1) * N * C);
+    add(kept, &a->att, L * N * E);
+    add(inputs, &a->h1, kept_layers * N * C);
+    add(inputs, &a->act, kept_layers * N * F);
+    if (is_gau(m)) {
+        add(kept, &a->uvz, L * N * (2 * F + K));
+        add(kept, &a->q, L * N * K);
+        add(kept, &a->k, L * N * K);
+        add(kept, &a->v, L * N * F);
+        add(scratch, &a->dqkv, N * (2 * F + K));
+        add(scratch, &a->dq, N * K);
+        add(scratch, &a->dk, N * K);
+        add(scratch, &a->dv, N * F);
+    } else {
+        add(kept, &a->qkv, L * N * 3 * C);
+        add(kept, &a->x_mid, L * N * C);
+        add(kept, &a->gate_up, L * N * 2 * F);
+        add(inputs, &a->h2, kept_layers * N * C);
+        add(scratch, &a->dqkv, N * 3 * C);
+        add(scratch, &a->dgate_up, N * 2 * F);
+    }
+    add("logits of some rows", &a->logits, loss_rows * VP);
+    add(scratch, &a->h, N * C);
+    add(scratch, &a->dx, N * C);
+    add(scratch, &a->dh, N * C);
+    add(scratch, &a->datt, N * E);
+    add(scratch, &a->dact, N * F);
+}
+
+// cos and sin (T,HS/2) of t · theta^(−2i/HS), to the device
+static void rope_table(float *cosines, float *sines, size_t T, size_t HS, double theta) {
+    size_t half = HS / 2;
+    float *table = (float *)malloc(2 * T * half * sizeof *table);
+    if (!table) fail(EXIT_RESOURCE, "out of memory for RoPE's table.");
+    for (size_t t = 0; t < T; t++) {
+        for (size_t i = 0; i < half; i++) {
+            double angle = (double)t * pow(theta, -2.0 * (double)i / (double)HS);
+            table[t * half + i] = (float)cos(angle);
+            table[(T + t) * half + i] = (float)sin(angle);
+        }
+    }
+    CUDA_CHECK(cudaMemcpy(cosines, table, T * half * sizeof *table, cudaMemcpyHostToDevice));
+    CUDA_CHECK(cudaMemcpy(sines, table + T * half, T * half * sizeof *table, cudaMemcpyHostToDevice));
+    free(table);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------------
+// 3. Passes
+// `counter`: which of the two counts of rows without weight, 0 of steps, 1 of validations.
+
+// A kept input of a product: of its layer, or of the one that there is room for.
+template <class X>
+static X *kept(const Model *m, X *first, size_t l, size_t elements) {
+    return m->recompute ? first : first + l * elements;
+}
+
+static bool divides_by_norms(const Model *m) {
+    return m->config.attn.qk.kind == QK_L2;
+}
+
+template <class X>
+static void layer_forward(Model *m, Activations<X> *a, size_t l, size_t B, size_t T, int counter) {
+    const ModelConfig *c = &m->config;
+    const LayerOffsets *at = &m->list.layers[l];
+    FlashShape shape = flash_shape(m, B, T);
+    size_t N = B * T, C = (size_t)c->channels, F = (size_t)c->ffn, NH = shape.NH, here = l * N * C;
+    X *x = a->x + here, *x_mid = a->x_mid + here, *qkv = a->qkv + 3 * here, *att = a->att + here, *gate_up = a->gate_up + l * N * 2 * F;
+    X *h1 = kept(m, a->h1, l, N * C), *h2 = kept(m, a->h2, l, N * C), *act = kept(m, a->act, l, N * F);
+    phase(PHASE_NORM);
+    rmsnorm_forward(h1, m->r1 + l * N, x, m->params + at->norm1, N, C, stream);
+    phase(PHASE_PROJECTIONS);
+    matmul_forward(qkv, h1, weight<X>(m, at->q), (const X *)NULL, N, C, 3 * C, stream);
+    phase(PHASE_ROPE);
+    rope_forward(qkv, m->inverse_norms + l * N * 2 * NH, m->cosines, m->sines, divides_by_norms(m), B, T, NH, shape.HS, stream);
+    phase(PHASE_ATTENTION);
+    flash_forward(att, m->stats + l * N * NH * FLASH_STATS, m->without_weight + counter, qkv, qkv + C, qkv + 2 * C, scalars_of(m, l), shape,
+                  m->scratch, stream);
+    phase(PHASE_PROJECTIONS);
+    matmul_forward(x_mid, att, weight<X>(m, at->o), x, N, C, C, stream);
+
+    phase(PHASE_NORM);
+    rmsnorm_forward(h2, m->r2 + l * N, x_mid, m->params + at->norm2, N, C, stream);
+    phase(PHASE_FEED_FORWARD);
+    matmul_forward(gate_up, h2, weight<X>(m, at->gate), (const X *)NULL, N, C, 2 * F, stream);
+    phase(PHASE_SWIGLU);
+    swiglu_forward(act, gate_up, N, F, stream);
+    phase(PHASE_FEED_FORWARD);
+    matmul_forward(x + N * C, act, weight<X>(m, at->down), x_mid, N, F, C, stream);
+}
+
+// a->dx (N,C), the gradient by the residual stream, goes from after the layer to before it.
+template <class X>
+static void layer_backward(Model *m, Activations<X> *a, size_t l, size_t B, size_t T, bool add) {
+    const ModelConfig *c = &m->config;
+    const LayerOffsets *at = &m->list.layers[l];
+    FlashShape shape = flash_shape(m, B, T);
+    size_t N = B * T, C = (size_t)c->channels, F = (size_t)c->ffn, NH = shape.NH, here = l * N * C;
+    X *x = a->x + here, *x_mid = a->x_mid + here, *qkv = a->qkv + 3 * here, *att = a->att + here, *gate_up = a->gate_up + l * N * 2 * F;
+    X *h1 = kept(m, a->h1, l, N * C), *h2 = kept(m, a->h2, l, N * C), *act = kept(m, a->act, l, N * F);
+    float *grads = m->grads, *inverse_norms = m->inverse_norms + l * N * 2 * NH;
+    phase(PHASE_SWIGLU);
+    if (m->recompute) swiglu_forward(act, gate_up, N, F, stream);
+    phase(PHASE_FEED_FORWARD);
+    matmul_backward(a->dact, grads + at->down, a->dx, act, weight<X>(m, at->down), N, F, C, add, stream);
+    phase(PHASE_SWIGLU);
+    swiglu_backward(a->dgate_up, a->dact, gate_up, N, F, stream);
+    phase(PHASE_NORM);
+    if (m->recompute) rmsnorm_forward(h2, m->r2 + l * N, x_mid, m->params + at->norm2, N, C, stream);
+    phase(PHASE_FEED_FORWARD);
+    matmul_backward(a->dh, grads + at->gate, a->dgate_up, h2, weight<X>(m, at->gate), N, C, 2 * F, add, stream);
+    phase(PHASE_NORM);
+    rmsnorm_backward(a->dx, grads + at->norm2, m->partials, a->dh, x_mid, m->params + at->norm2, m->r2 + l * N, N, C, stream);
+
+    phase(PHASE_PROJECTIONS);
+    matmul_backward(a->datt, grads + at->o, a->dx, att, weight<X>(m, at->o), N, C, C, add, stream);
+    phase(PHASE_ATTENTION);
+    flash_backward(a->dqkv, a->dqkv + C, a->dqkv + 2 * C, scalars_in(m, grads, l, normalizer_trains), a->datt, att,
+                   m->stats + l * N * NH * FLASH_STATS, qkv, qkv + C, qkv + 2 * C, scalars_of(m, l), shape, m->scratch, stream);
+    phase(PHASE_ROPE);
+    rope_backward(a->dqkv, qkv, inverse_norms, m->cosines, m->sines, divides_by_norms(m), B, T, NH, shape.HS, stream);
+    phase(PHASE_NORM);
+    if (m->recompute) rmsnorm_forward(h1, m->r1 + l * N, x, m->params + at->norm1, N, C, stream);
+    phase(PHASE_PROJECTIONS);
+    matmul_backward(a->dh, grads + at->q, a->dqkv, h1, weight<X>(m, at->q), N, C, 3 * C, add, stream);
+    phase(PHASE_NORM);
+    rmsnorm_backward(a->dx, grads + at->norm1, m->partials, a->dh, x, m->params + at->norm1, m->r1 + l * N, N, C, stream);
+}
+
+template <class X>
+static void unit_forward(Model *m, Activations<X> *a, size_t l, size_t B, size_t T, int counter) {
+    const LayerOffsets *at = &m->list.layers[l];
+    size_t N = B * T, C = (size_t)m->config.channels, E = (size_t)m->config.ffn, K = GAU_HEAD, W = 2 * E + K;
+    X *x = a->x + l * N * C, *uvz = a->uvz + l * N * W, *q = a->q + l * N * K, *k = a->k + l * N * K, *v = a->v + l * N * E;
+    X *att = a->att + l * N * E, *h1 = kept(m, a->h1, l, N * C), *act = kept(m, a->act, l, N * E);
+    phase(PHASE_NORM);
+    rmsnorm_forward(h1, m->r1 + l * N, x, m->params + at->norm1, N, C, stream);
+    phase(PHASE_PROJECTIONS);
+    matmul_forward(uvz, h1, weight<X>(m, at->u), (const X *)NULL, N, C, W, stream);
+    phase(PHASE_ROPE);
+    gau_forward(q, k, v, m->inverse_norms + l * N * 2, uvz, gains_in(m, m->params, l), m->cosines, m->sines, divides_by_norms(m), B, T, E, K, stream);
+    phase(PHASE_ATTENTION);
+    flash_forward(att, m->stats + l * N * FLASH_STATS, m->without_weight + counter, q, k, v, scalars_of(m, l), flash_shape(m, B, T), m->scratch,
+                  stream);
+    phase(PHASE_GATE);
+    gau_gate_forward(act, uvz, att, N, E, W, stream);
+    phase(PHASE_PROJECTIONS);
+    matmul_forward(x + N * C, act, weight<X>(m, at->o), x, N, E, C, stream);
+}
+
+template <class X>
+static void unit_backward(Model *m, Activations<X> *a, size_t l, size_t B, size_t T, bool add) {
+    const LayerOffsets *at = &m->list.layers[l];
+    size_t N = B * T, C = (size_t)m->config.channels, E = (size_t)m->config.ffn, K = GAU_HEAD, W = 2 * E + K;
+    X *x = a->x + l * N * C, *uvz = a->uvz + l * N * W, *q = a->q + l * N * K, *k = a->k + l * N * K, *v = a->v + l * N * E;
+    X *att = a->att + l * N * E, *h1 = kept(m, a->h1, l, N * C), *act = kept(m, a->act, l, N * E);
+    float *grads = m->grads, *inverse_norms = m->inverse_norms + l * N * 2;
+    phase(PHASE_GATE);
+    if (m->recompute) gau_gate_forward(act, uvz, att, N, E, W, stream);
+    phase(PHASE_PROJECTIONS);
+    matmul_backward(a->dact, grads + at->o, a->dx, act, weight<X>(m, at->o), N, E, C, add, stream);
+    phase(PHASE_GATE);
+    gau_gate_backward(a->datt, a->dqkv, a->dact, uvz, att, N, E, W, stream);
+    phase(PHASE_ATTENTION);
+    flash_backward(a->dq, a->dk, a->dv, scalars_in(m, grads, l, normalizer_trains), a->datt, att, m->stats + l * N * FLASH_STATS, q, k, v,
+                   scalars_of(m, l), flash_shape(m, B, T), m->scratch, stream);
+    phase(PHASE_ROPE);
+    gau_backward(a->dqkv, gains_in(m, grads, l), m->partials, a->dq, a->dk, a->dv, uvz, q, k, inverse_norms, gains_in(m, m->params, l), m->cosines,
+                 m->sines, divides_by_norms(m), B, T, E, K, stream);
+    phase(PHASE_NORM);
+    if (m->recompute) rmsnorm_forward(h1, m->r1 + l * N, x, m->params + at->norm1, N, C, stream);
+    phase(PHASE_PROJECTIONS);
+    matmul_backward(a->dh, grads + at->u, a->dqkv, h1, weight<X>(m, at->u), N, C, W, add, stream);
+    phase(PHASE_NORM);
+    rmsnorm_backward(a->dx, grads + at->norm1, m->partials, a->dh, x, m->params + at->norm1, m->r1 + l * N, N, C, stream);
+}
+
+template <class X>
+static void model_forward(Model *m, Activations<X> *a, const int32_t *tokens, size_t B, size_t T, int counter) {
+    size_t N = B * T, C = (size_t)m->config.channels, layers = (size_t)m->config.layers;
+    phase(PHASE_EMBEDDING);
+    embedding_forward(a->x, weight<X>(m, m->list.embedding), tokens, N, C, stream);
+    for (size_t l = 0; l < layers; l++) {
+        if (is_gau(m)) unit_forward(m, a, l, B, T, counter);
+        else layer_forward(m, a, l, B, T, counter);
+    }
+    phase(PHASE_NORM);
+    rmsnorm_forward(a->h, m->r, a->x + layers * N * C, m->params + m->list.norm, N, C, stream);
+    phase(PHASE_OTHER);
+}
+
+// *sum (on the device) gets the losses of N rows added. With `scale` not 0 also the gradients of their sum times scale: a->dh (N,C)
+// written, the output projection's gradient written, or added to when `add`.
+template <class X>
+static void model_loss(Model *m, Activations<X> *a, double *sum, const int32_t *targets, const uint8_t *mask, size_t N, float scale, bool add) {
+    size_t C = (size_t)m->config.channels, V = (size_t)m->config.vocab, VP = padded_vocab(&m->config);
+    const X *head = weight<X>(m, m->list.head);
+    phase(PHASE_CLASSIFIER);
+    for (size_t from = 0; from < N; from += LOSS_ROWS) {
+        size_t rows = N - from < LOSS_ROWS ? N - from : LOSS_ROWS;
+        const X *h = a->h + from * C;
+        matmul_forward(a->logits, h, head, (const X *)NULL, rows, C, VP, stream);
+        classifier(m->losses + from, a->logits, targets + from, mask ? mask + from : NULL, rows, V, VP, scale, stream);
+        if (scale != 0)
+            matmul_backward(a->dh + from * C, m->grads + m->list.head, a->logits, h, head, rows, C, VP, add || from > 0, stream);
+    }
+    losses_sum(sum, m->losses, N, stream);
+    phase(PHASE_OTHER);
+}
+
+// ---- gradients over processes, in buckets: 0 is what comes before the layers, then the layers, then what comes after them
+
+typedef struct {
+    size_t from, floats;
+} Bucket;
+
+static size_t bucket_count(const Model *m) {
+    return (size_t)m->config.layers + 2;
+}
+
+static Bucket bucket_at(const Model *m, size_t i) {
+    size_t layers = (size_t)m->config.layers, from = i ? m->list.layers[0].norm1 : 0, to = m->list.floats;
+    if (i > layers) from = m->list.norm;
+    else if (i) from = m->list.layers[i - 1].norm1;
+    if (i < layers) to = m->list.layers[i].norm1;
+    else if (i == layers) to = m->list.norm;
+    return {from, to - from};
+}
+
+// This process's part of a bucket: all of it, or under --zero 1 its slice.
+static Bucket bucket_part(const Model *m, Bucket bucket) {
+    size_t from = 0, to = bucket.floats;
+    if (m->zero) collective_slice(bucket.floats, &from, &to);
+    return {bucket.from + from, to - from};
+}
+
+// Its sum over the processes begins, beside what is computed next.
+static void reduce_bucket(const Model *m, size_t i) {
+    Bucket bucket = bucket_at(m, i);
+    if (m->zero) collective_reduce_scatter(m->grads + bucket.from, bucket.floats, stream);
+    else collective_all_reduce(m->grads + bucket.from, bucket.floats, stream);
+}
+
+// The gradients of all parameters, from a->dh and the activations; matrices written, or added to when `add`, all others added to.
+// `last`: each layer's gradients start on their way to the other processes while the next layer's are computed.
+template <class X>
+static void model_backward(Model *m, Activations<X> *a, const BatchTokens &tokens, size_t B, size_t T, bool add, bool last) {
+    size_t N = B * T, C = (size_t)m->config.channels, layers = (size_t)m->config.layers;
+    phase(PHASE_NORM);
+    CUDA_CHECK(cudaMemsetAsync(a->dx, 0, N * C * sizeof(X), stream));
+    rmsnorm_backward(a->dx, m->grads + m->list.norm, m->partials, a->dh, a->x + layers * N * C, m->params + m->list.norm, m->r, N, C, stream);
+    if (last) reduce_bucket(m, layers + 1);
+    for (size_t l = layers; l-- > 0;) {
+        if (is_gau(m)) unit_backward(m, a, l, B, T, add);
+        else layer_backward(m, a, l, B, T, add);
+        if (last) reduce_bucket(m, l + 1);
+    }
+    phase(PHASE_EMBEDDING);
+    embedding_backward(m->grads + m->list.embedding, m->partials, a->dx, tokens.order, tokens.pieces, tokens.plan, C, stream);
+    if (last) reduce_bucket(m, 0);
+    phase(PHASE_OTHER);
+}
+
+// One micro-batch: the sum of its losses is added on the device; gradients of that sum times `scale` are added to m->grads.
+template <class X>
+static void model_step(Model *m, Activations<X> *a, const BatchTokens &batch, size_t B, size_t T, float scale, bool first, bool last) {
+    if (first) {
+        CUDA_CHECK(cudaMemsetAsync(m->grads, 0, m->list.floats * sizeof(float), stream));
+        CUDA_CHECK(cudaMemsetAsync(m->sums + SUM_STEP, 0, sizeof(double), stream));
+    }
+    model_forward(m, a, batch.inputs, B, T, 0);
+    model_loss(m, a, m->sums + SUM_STEP, batch.targets, batch.mask, B * T, scale, !first);
+    model_backward(m, a, batch, B, T, !first, last);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------------
+// 4. Update
+
+// The table of what this process updates: each trained tensor's part of each bucket's part. `table` has room for list.count rows.
+static void find_segments(const Model *m, AdamSegment *table, size_t *count, size_t *state_floats) {
+    size_t state = 0;
+    *count = 0;
+    for (size_t i = 0, tensor = 0; i < bucket_count(m); i++) {
+        Bucket bucket = bucket_at(m, i), part = bucket_part(m, bucket);
+        for (; tensor < m->list.count && m->list.tensors[tensor].offset < bucket.from + bucket.floats; tensor++) {
+            const Tensor *t = &m->list.tensors[tensor];
+            size_t from = t->offset > part.from ? t->offset : part.from, to = t->offset + t->elements;
+            if (to > part.from + part.floats) to = part.from + part.floats;
+            if (from < to && tensor_trained(t, &m->config.attn)) table[(*count)++] = {from, to, state + from - part.from, t->decay, 0};
+        }
+        state += part.floats;
+    }
+    *state_floats = state;
+}
+
+static void upload_segments(Model *m) {
+    AdamSegment *table = (AdamSegment *)calloc(m->list.count, sizeof *table);
+    if (!table) fail(EXIT_RESOURCE, "out of memory for the table of tensors.");
+    find_segments(m, table, &m->segment_count, &m->state_floats);
+    m->segment_blocks = segments_ready(table, m->segment_count);
+    CUDA_CHECK(cudaMemcpy(m->segments, table, m->segment_count * sizeof *table, cudaMemcpyHostToDevice));
+    free(table);
+}
+
+// The parameters that other processes updated.
+static void gather_parameters(const Model *m) {
+    for (size_t i = 0; i < bucket_count(m); i++) {
+        Bucket bucket = bucket_at(m, i);
+        collective_all_gather(m->params + bucket.from, bucket.floats, stream);
+    }
+    collective_join(stream);
+    if (m->in_bf16) parameters_round(m->params_bf16, m->params, m->list.floats, stream);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------------
+#ifndef WITHOUT_MAIN
+// 5. The trainer: what the run asks of it (training.h)
+
+const char trainer_name[] = "train_gpt2cu";
+const char trainer_usage[] =
+    "train_gpt2cu --train-data GLOB [flags]\n\nTrains a GPT on GPUs, one for each process. Several: mpirun -np N ./train_gpt2cu ...";
+const bool trainer_on_gpus = true;
+
+static Device device;
+
+ModelConfig *trainer_config(void) {
+    return &model.config;
+}
+
+void trainer_start(const TrainOptions *o) {
+    device_start();
+    device = device_read();
+    CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    collective_start(o->reduce_dtype == TRAIN_BF16);
+    profiling = o->profile;
+}
+
+MemoryPlan *trainer_plan(const TrainOptions *o, const Normalizer *const *others, size_t count, size_t B, size_t T) {
+    Model *m = &model;
+    size_t floats;
+    m->list = tensors_of(&m->config, others, count);
+    m->in_bf16 = o->dtype == TRAIN_BF16, m->recompute = o->recompute, m->zero = o->zero && process.size > 1, m->deterministic = o->deterministic;
+    m->stochastic = o->stochastic_rounding, m->seed = (uint64_t)o->seed;
+    m->B = B, m->T = T;
+    m->state_floats = 0;
+    for (size_t i = 0; i < bucket_count(m); i++) m->state_floats += bucket_part(m, bucket_at(m, i)).floats;
+    flash_check(flash_shape(m, B, T), m->in_bf16 ? sizeof(bf16) : sizeof(float));
+    plan_parameters(m);
+    plan_floats(m, B, T);
+    by_type([=](auto *a) { plan_activations(m, a, B, T); });
+    memory_add(&m->plan, "scratch of products", &m->products, MATMUL_WORKSPACE);
+
+    floats = m->list.floats * sizeof(float);
+    memory_add(&m->host_plan, "parameters, for files", (void **)&m->host.params, floats);
+    memory_add(&m->host_plan, "AdamW's moments, for files", (void **)&m->host.mean, floats);
+    memory_add(&m->host_plan, "AdamW's moments, for files", (void **)&m->host.square, floats);
+    memory_add(&m->host_plan, "scratch", (void **)&m->starts, ((size_t)m->config.vocab + 1) * sizeof(int32_t));
+    memory_add(&m->host_plan, "logits of a token", (void **)&m->host_logits, padded_vocab(&m->config) * sizeof(float));
+    return &m->host_plan;
+}
+
+void trainer_print_products(const TrainOptions *o) {
+    printf("products  %s by cuBLASLt on %d %s%s, %d processors at %.2f GHz", o->dtype == TRAIN_BF16 ? "bfloat16" : "float32", process.size, device.name,
+           process.size == 1 ? "" : "s", device.processors, device.clock / 1e9);
+    if (process.size > 1) printf("; gradients summed in %s%s", o->reduce_dtype == TRAIN_BF16 ? "bfloat16" : "float32", o->zero ? ", ZeRO-1" : "");
+    printf("\n");
+}
+
+static size_t device_free(void) {
+    size_t left, all;
+    CUDA_CHECK(cudaMemGetInfo(&left, &all));
+    return left;
+}
+
+void trainer_print_memory(void) {
+    memory_print(&model.plan, "memory of each GPU", device_free());
+}
+
+void trainer_check_memory(void) {
+    size_t left = device_free();
+    if (model.plan.total > left)
+        fail(EXIT_RESOURCE, "process %d: this run needs %s of a GPU's memory, and %s of %s is free.\n"
+             "  A smaller --batch or --seq-len, or --recompute, needs less for activations; --zero 1 less for AdamW's moments.", process.rank,
+             human_bytes((double)model.plan.total).text, human_bytes((double)left).text, device.name);
+}
+
+void trainer_take(void) {
+    Model *m = &model;
+    size_t N = m->B * m->T;
+    CUDA_CHECK(cudaMalloc(&m->block, m->plan.total));
+    CUDA_CHECK(cudaMemset(m->block, 0, m->plan.total));
+    memory_place(&m->plan, m->block);
+    for (auto &slot : m->slots) {
+        CUDA_CHECK(cudaMallocHost((void **)&slot.ints, batch_ints(N) * sizeof(int32_t)));
+        CUDA_CHECK(cudaMallocHost((void **)&slot.mask, N));
+        CUDA_CHECK(cudaEventCreateWithFlags(&slot.copied, cudaEventDisableTiming));
+    }
+    rope_table(m->cosines, m->sines, m->T, head_size(&m->config), m->config.rope_theta);
+    matmul_start(m->products, MATMUL_WORKSPACE, !m->deterministic);
+    m->host.config = &m->config, m->host.list = &m->list, m->host.bf16 = m->in_bf16;
+    CUDA_CHECK(cudaDeviceSynchronize());
+}
+
+Weights trainer_weights(void) {
+    return model.host;
+}
+
+// Of the moments' parts: host arrays have all of them, the device those that are this process's.
+static void copy_moments(const Model *m, bool to_host) {
+    size_t state = 0;
+    for (size_t i = 0; i < bucket_count(m); i++) {
+        Bucket part = bucket_part(m, bucket_at(m, i));
+        float *pairs[2][2] = {{m->host.mean + part.from, m->mean + state}, {m->host.square + part.from, m->square + state}};
+        for (auto &pair : pairs)
+            CUDA_CHECK(cudaMemcpy(pair[to_host ? 0 : 1], pair[to_host ? 1 : 0], part.floats * sizeof(float), cudaMemcpyDefault));
+        state += part.floats;
+    }
+}
+
+void trainer_upload(void) {
+    Model *m = &model;
+    CUDA_CHECK(cudaMemcpy(m->params, m->host.params, m->list.floats * sizeof(float), cudaMemcpyHostToDevice));
+    copy_moments(m, false);
+    upload_segments(m);
+    CUDA_CHECK(cudaDeviceSynchronize());           // the copies are not on our stream
+    if (m->in_bf16) parameters_round(m->params_bf16, m->params, m->list.floats, stream);
+}
+
+void trainer_download(void) {
+    Model *m = &model;
+    size_t bytes = m->list.floats * sizeof(float);
+    collective_synchronize(stream);
+    CUDA_CHECK(cudaMemcpy(m->host.params, m->params, bytes, cudaMemcpyDeviceToHost));
+    if (m->zero) memset(m->host.mean, 0, bytes), memset(m->host.square, 0, bytes);
+    copy_moments(m, true);
+    if (!m->zero) return;
+    process_sum_float(m->host.mean, m->list.floats);           // each number is one process's; the others add 0
+    process_sum_float(m->host.square, m->list.floats);
+}
+
+// The batch to the device. The pinned memory of a slot is free again when its copy of two batches ago is done.
+static BatchTokens upload_batch(const Batch *batch) {
+    Model *m = &model;
+    auto *slot = &m->slots[m->slot++ % 2];
+    size_t N = batch->B * batch->T;
+    BatchTokens there = {m->batch, m->batch + N, m->batch + 2 * N, (const EmbeddingPiece *)(m->batch + 3 * N), {0, 0}, batch->mask ? m->mask : NULL};
+    CUDA_CHECK(cudaEventSynchronize(slot->copied));
+    memcpy(slot->ints, batch->inputs, N * sizeof(int32_t));
+    memcpy(slot->ints + N, batch->targets, N * sizeof(int32_t));
+    there.plan = embedding_plan(slot->ints + 2 * N, (EmbeddingPiece *)(slot->ints + 3 * N), batch->inputs, N, m->starts, (size_t)m->config.vocab);
+    size_t ints = 3 * N + 4 * (there.plan.pieces + there.plan.sums);
+    CUDA_CHECK(cudaMemcpyAsync(m->batch, slot->ints, ints * sizeof(int32_t), cudaMemcpyHostToDevice, stream));
+    if (batch->mask) {
+        memcpy(slot->mask, batch->mask, N);
+        CUDA_CHECK(cudaMemcpyAsync(m->mask, slot->mask, N, cudaMemcpyHostToDevice, stream));
+    }
+    CUDA_CHECK(cudaEventRecord(slot->copied, stream));
+    return there;
+}
+
+void trainer_micro_batch(const Batch *batch, float scale, bool first, bool last) {
+    BatchTokens there = upload_batch(batch);
+    by_type([&](auto *a) { model_step(&model, a, there, batch->B, batch->T, scale, first, last); });
+    model.rows += (size_t)model.config.layers * batch->B * batch->T * (size_t)model.config.heads;
+}
+
+// One of m->sums; the host waits for the stream.
+static double read_sum(const Model *m, int which) {
+    double value;
+    CUDA_CHECK(cudaMemcpyAsync(&value, m->sums + which, sizeof value, cudaMemcpyDeviceToHost, stream));
+    collective_synchronize(stream);
+    return value;
+}
+
+void trainer_gradients(double *loss, double *norm) {
+    Model *m = &model;
+    phase(PHASE_REDUCE);
+    collective_join(stream);
+    phase(PHASE_UPDATE);
+    gradient_squares(m->sums + SUM_SQUARES, m->sums + SUM_PARTIALS, m->grads, m->segments, m->segment_count, m->segment_blocks, stream);
+    double squares = read_sum(m, SUM_SQUARES);
+    *loss = read_sum(m, SUM_STEP);
+    process_sum_double(loss, 1);
+    if (m->zero) process_sum_double(&squares, 1);
+    *norm = sqrt(squares);
+    phase(PHASE_OTHER);
+}
+
+void trainer_update(AdamW a) {
+    Model *m = &model;
+    phase(PHASE_UPDATE);
+    adamw(m->params, m->in_bf16 ? m->params_bf16 : NULL, m->mean, m->square, m->grads, m->segments, m->segment_count, m->segment_blocks, NULL, a,
+          m->stochastic, m->seed, stream);
+    if (m->zero) gather_parameters(m);
+    phase(PHASE_OTHER);
+}
+
+double trainer_loss(const Batch *batch) {
+    Model *m = &model;
+    BatchTokens there = upload_batch(batch);
+    CUDA_CHECK(cudaMemsetAsync(m->sums + SUM_VALIDATION, 0, sizeof(double), stream));
+    by_type([&](auto *a) {
+        model_forward(m, a, there.inputs, batch->B, batch->T, 1);
+        model_loss(m, a, m->sums + SUM_VALIDATION, there.targets, there.mask, batch->B * batch->T, 0.0f, false);
+    });
+    return read_sum(m, SUM_VALIDATION);
+}
+
+void trainer_rows(uint64_t *rows, uint64_t *without_weight) {
+    Model *m = &model;
+    unsigned long long count;
+    CUDA_CHECK(cudaMemcpyAsync(&count, m->without_weight, sizeof count, cudaMemcpyDeviceToHost, stream));
+    CUDA_CHECK(cudaMemsetAsync(m->without_weight, 0, sizeof count, stream));
+    collective_synchronize(stream);
+    *rows = m->rows, *without_weight = count;
+    m->rows = 0;
+}
+
+// The whole sequence again for each token: on a GPU it takes no longer than one row with a cache would.
+float *trainer_next_logits(const int32_t *tokens, size_t count) {
+    Model *m = &model;
+    size_t C = (size_t)m->config.channels, VP = padded_vocab(&m->config);
+    CUDA_CHECK(cudaMemcpyAsync(m->batch, tokens, count * sizeof(int32_t), cudaMemcpyHostToDevice, stream));
+    by_type([&](auto *a) {
+        auto *last = a->h + (count - 1) * C;
+        model_forward(m, a, m->batch, 1, count, 1);
+        matmul_forward(a->logits, last, weight_for(m, last, m->list.head), (decltype(last))NULL, 1, C, VP, stream);
+        CUDA_CHECK(cudaMemcpyAsync(m->host_logits, a->logits, VP * sizeof *a->logits, cudaMemcpyDeviceToHost, stream));
+    });
+    CUDA_CHECK(cudaStreamSynchronize(stream));
+    for (size_t v = VP; m->in_bf16 && v-- > 0;) m->host_logits[v] = bf16_to_float(((const uint16_t *)m->host_logits)[v]);
+    return m->host_logits;
+}
+
+double trainer_peak(void) {
+    double flops = device_peak(&device, model.in_bf16);
+    process_sum_double(&flops, 1);
+    return flops;
+}
+
+void trainer_metrics(char *out, size_t size) {
+    snprintf(out, size, ", \"gpu_memory_gb\": %.3f", 1e-9 * (double)model.plan.total);
+}
+
+void trainer_profile(double steps) {
+    double sum = 0;
+    phase_collect();
+    for (int i = 0; i < PHASE_COUNT; i++) sum += phase_seconds[i];
+    printf("\n%-36s %10s %8s\n", "where the time went", "ms a step", "share");
+    for (int i = 0; i < PHASE_COUNT; i++)
+        if (phase_seconds[i] > 0) printf("%-36s %10.2f %7.1f%%\n", phase_names[i], 1000 * phase_seconds[i] / steps, 100 * phase_seconds[i] / sum);
+}
+
+void trainer_end(void) {
+    if (model.block) matmul_end();
+    collective_end();
+}
+
+int main(int argc, char **argv) {
+    return training_main(argc, argv);
+}
+#endif
