@@ -163,7 +163,7 @@ $(BUILD)/$(1)/flash.a: $(FLASH:%=$(BUILD)/$(1)/%)
 	@ar rcs $$@ $$^
 endef
 $(eval $(call cu_rules,cuda,cu,,$$(GPU_LIBS)))
-$(eval $(call cu_rules,on_cpu,cu_on_cpu,$(BUILD)/on_cpu/emulator.a,))
+$(eval $(call cu_rules,on_cpu,cu_on_cpu,$(BUILD)/on_cpu/emulator.a,-rdynamic -ldl))
 
 $(BUILD)/cuda/%.o: %.cu $(BUILD)/cuda/flags
 	@mkdir -p $(@D)
@@ -178,7 +178,7 @@ $(BUILD)/on_cpu/%.o: %.cu $(BUILD)/on_cpu/flags
 $(BUILD)/on_cpu/%.o: %.cpp $(BUILD)/on_cpu/flags
 	@mkdir -p $(@D)
 	@echo '  CXX $<'
-	@$(CXX) $(CXXFLAGS) $(if $(RACES),-DRACE_CHECK) $(if $(USE_NCCL),$(MPI_FLAGS)) -c -o $@ $<
+	@$(CXX) $(CXXFLAGS) $(if $(USE_NCCL),$(MPI_FLAGS)) -c -o $@ $<
 
 $(BUILD)/on_cpu/emulator.a: $(EMULATOR)
 	@rm -f $@

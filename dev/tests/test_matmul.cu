@@ -1,0 +1,304 @@
+// matmul: kernels/matmul.cuh against loops in double, in float and bf16, and what cuBLASLt (or its stand-in on the CPU) refuses.
+#include "kernels/matmul.cuh"
+
+#include <math.h>
+
+#include <vector>
+
+#include "dev/tests/check.h"
+
+using std::vector;
+
+static cudaStream_t stream;
+static uint64_t seed = 1;
+
+static float any(void) {                // in [-1, 1)
+    seed = seed * 6364136223846793005u + 1442695040888963407u;
+    return (float)(int32_t)(seed >> 32) / 2147483648.0f;
+}
+
+static float number(float x) { return x; }
+static float number(bf16 x) { return __bfloat162float(x); }
+
+template <class X>
+static X as(float x);
+template <>
+float as<float>(float x) { return x; }
+template <>
+bf16 as<bf16>(float x) { return __float2bfloat16_rn(x); }
+
+// n numbers of the host and a copy on the device, `gap` elements after the allocation's start; past the end are guards.
+template <class X>
+struct Array {
+    enum { GUARDS = 16 };
+    vector<X> host;
+    X *base, *device;
+    Array(size_t n, size_t gap = 0) : host(n) {
+        for (X &x : host) x = as<X>(any());
+        CUDA_CHECK(cudaMalloc(&base, (gap + n + GUARDS) * sizeof(X)));
+        device = base + gap;
+        upload();
+        vector<X> guards(GUARDS, as<X>(12345.0f));
+        CUDA_CHECK(cudaMemcpy(device + n, guards.data(), GUARDS * sizeof(X), cudaMemcpyHostToDevice));
+    }
+    ~Array() { CUDA_CHECK(cudaFree(base)); }
+    Array(const Array &) = delete;
+    void fill(float x) {
+        for (X &y : host) y = as<X>(x);
+        upload();
+    }
+    void upload(void) { CUDA_CHECK(cudaMemcpy(device, host.data(), host.size() * sizeof(X), cudaMemcpyHostToDevice)); }
+    vector<X> download(void) {
+        vector<X> got(host.size());
+        X guards[GUARDS];
+        CUDA_CHECK(cudaStreamSynchronize(stream));
+        CUDA_CHECK(cudaMemcpy(got.data(), device, got.size() * sizeof(X), cudaMemcpyDeviceToHost));
+        CUDA_CHECK(cudaMemcpy(guards, device + got.size(), sizeof guards, cudaMemcpyDeviceToHost));
+        for (X guard : guards) CHECK(number(guard) == number(as<X>(12345.0f)), "something was written past the end");
+        return got;
+    }
+};
+
+// Checks got[i,j] = sum_k a(i,k) b(k,j) + c(i,j), with c NULL for none. Float sums may err by 1e-6 of the terms' absolute values, an output
+// in bf16 by half a unit in its last place more.
+template <class X, class Y, class A, class B>
+static void compare(const char *what, const vector<Y> &got, size_t rows, size_t cols, size_t terms, A a, B b, const vector<Y> *c) {
+    double worst = 0;
+    for (size_t i = 0; i < rows; i++)
+        for (size_t j = 0; j < cols; j++) {
+            double sum = c ? number((*c)[i * cols + j]) : 0, size = fabs(sum);
+            for (size_t k = 0; k < terms; k++) sum += a(i, k) * b(k, j), size += fabs(a(i, k) * b(k, j));
+            double tolerance = 1e-6 * size + (sizeof(Y) == 2 ? fabs(sum) / 256 : 0);
+            double error = fabs(number(got[i * cols + j]) - sum) / tolerance;
+            if (!(error <= worst)) worst = error;
+        }
+    CHECK(worst <= 1, "%s: (%zu,%zu), %zu terms: %g times the tolerance", what, rows, cols, terms, worst);
+}
+
+// All products of a layer, `gap` elements off alignment.
+template <class X>
+static void test_layer(size_t N, size_t C, size_t OC, size_t gap) {
+    Array<X> inp(N * C, gap), weight(OC * C, gap), dout(N * OC, gap), add(N * OC, gap), out(N * OC, gap), dinp(N * C, gap);
+    Array<float> dweight(OC * C, gap);
+    auto x = [&](size_t n, size_t c) { return (double)number(inp.host[n * C + c]); };
+    auto w = [&](size_t o, size_t c) { return (double)number(weight.host[o * C + c]); };
+    auto g = [&](size_t n, size_t o) { return (double)number(dout.host[n * OC + o]); };
+    auto w_transposed = [&](size_t c, size_t o) { return w(o, c); };
+    auto g_transposed = [&](size_t o, size_t n) { return g(n, o); };
+
+    out.fill(NAN);
+    matmul_forward(out.device, inp.device, weight.device, (const X *)NULL, N, C, OC, stream);
+    compare<X>("out", out.download(), N, OC, C, x, w_transposed, (vector<X> *)NULL);
+    out.fill(NAN);
+    matmul_forward(out.device, inp.device, weight.device, add.device, N, C, OC, stream);
+    compare<X>("out, a residual added", out.download(), N, OC, C, x, w_transposed, &add.host);
+    CHECK(memcmp(add.download().data(), add.host.data(), N * OC * sizeof(X)) == 0, "the residual itself was written to");
+    matmul_forward(add.device, inp.device, weight.device, add.device, N, C, OC, stream);
+    compare<X>("out, in place", add.download(), N, OC, C, x, w_transposed, &add.host);
+
+    dinp.fill(NAN), dweight.fill(NAN);
+    matmul_backward(dinp.device, dweight.device, dout.device, inp.device, weight.device, N, C, OC, false, stream);
+    compare<X>("dinp", dinp.download(), N, C, OC, g, w, (vector<X> *)NULL);
+    compare<X>("dweight", dweight.download(), OC, C, N, g_transposed, x, (vector<float> *)NULL);
+    dweight.fill(0.75f), dinp.fill(NAN);
+    matmul_backward((X *)NULL, dweight.device, dout.device, inp.device, weight.device, N, C, OC, true, stream);
+    compare<X>("dweight, added to", dweight.download(), OC, C, N, g_transposed, x, &dweight.host);
+    CHECK(isnan(number(dinp.download()[0])), "dinp was written, and was not asked for");
+    matmul_backward(dinp.device, (float *)NULL, dout.device, inp.device, weight.device, N, C, OC, true, stream);
+    compare<X>("dinp alone", dinp.download(), N, C, OC, g, w, (vector<X> *)NULL);
+}
+
+static const size_t shapes[][3] = {{1, 48, 144}, {33, 48, 144}, {33, 96, 33}, {64, 96, 64}, {17, 33, 7}, {2, 1, 1}, {130, 64, 200}, {5, 600, 97}};
+
+template <class X>
+static void test_layers(const char *name) {
+    check_group(name);
+    for (const size_t *s : shapes) test_layer<X>(s[0], s[1], s[2], 0);
+    test_layer<X>(33, 96, 64, 1);
+    test_layer<X>(32, 64, 64, 3);
+}
+
+static void restart(void *workspace, size_t bytes, bool measure) {
+    matmul_end();
+    matmul_start(workspace, bytes, measure);
+}
+
+// Ten shapes with three kinds of products each (a residual or not is one kind), met several times: no more plans than kinds.
+static void test_plans(void *workspace) {
+    check_group("plans are kept");
+    restart(workspace, MATMUL_WORKSPACE, false);
+    test_layer<float>(33, 48, 96, 0);
+    CHECK(matmul.count == 3, "one layer: %d plans", matmul.count);
+    test_layer<float>(33, 48, 96, 0);
+    CHECK(matmul.count == 3, "the same layer again: %d plans", matmul.count);
+    test_layer<bf16>(33, 48, 96, 0);
+    CHECK(matmul.count == 6, "and in bf16: %d plans", matmul.count);
+    for (int i = 0; i < matmul.count; i++) CHECK(matmul.plans[i].count > 1, "more than one algorithm is known");
+}
+
+static void test_measured(void *workspace) {
+    check_group("the fastest algorithm, by measuring");
+    restart(workspace, MATMUL_WORKSPACE, true);
+    test_layer<float>(33, 48, 96, 0);
+    test_layer<bf16>(33, 48, 96, 0);
+    for (int i = 0; i < matmul.count; i++) CHECK(matmul.plans[i].measured, "plan %d was not measured", i);
+    Array<float> dweight(24 * 16), dout(8 * 24), inp(8 * 16);       // a shape that is met adding to a gradient first
+    matmul_backward((float *)NULL, dweight.device, dout.device, inp.device, (const float *)NULL, 8, 16, 24, true, stream);
+    compare<float>("dweight, added to", dweight.download(), 24, 16, 8, [&](size_t o, size_t n) { return (double)dout.host[n * 24 + o]; },
+                   [&](size_t n, size_t c) { return (double)inp.host[n * 16 + c]; }, &dweight.host);
+}
+
+static void test_workspace(void *workspace) {
+    check_group("little workspace, or none");
+    restart(workspace, 1024, false);
+    test_layer<bf16>(33, 96, 64, 0);
+    restart(NULL, 0, false);
+    test_layer<float>(33, 96, 64, 0);
+    test_layer<bf16>(33, 96, 64, 0);
+}
+
+// The same bits a second time, and the same whatever lies beside a row.
+static void test_repeated(void *workspace) {
+    check_group("the same bits each time");
+    restart(workspace, MATMUL_WORKSPACE, false);
+    Array<bf16> inp(65 * 96), weight(200 * 96), out(65 * 200);
+    matmul_forward(out.device, inp.device, weight.device, (const bf16 *)NULL, 65, 96, 200, stream);
+    vector<bf16> first = out.download();
+    for (int i = 0; i < 3; i++) {
+        out.fill(NAN);
+        matmul_forward(out.device, inp.device, weight.device, (const bf16 *)NULL, 65, 96, 200, stream);
+        CHECK(memcmp(out.download().data(), first.data(), first.size() * sizeof(bf16)) == 0, "time %d differs", i + 2);
+    }
+}
+
+// ---- the library: storage orders, batches, bias, and what it refuses
+
+struct Raw {                            // D (m,n) = A (m,k) · B (k,n), columns first, no gaps; each field may be changed
+    int64_t lda, ldb, ldc, ldd;
+    cudaDataType a, b, c, d, scale;
+    cublasComputeType_t compute;
+    uint64_t b_rows;
+    bool no_workspace, no_handle, no_alpha, no_d;
+};
+enum { M = 40, N = 24, K = 64 };
+static const Raw plain = {M, K, M, M, CUDA_R_32F, CUDA_R_32F, CUDA_R_32F, CUDA_R_32F, CUDA_R_32F, CUBLAS_COMPUTE_32F, K, false, false, false, false};
+
+static size_t last_workspace;           // what the algorithm of the last run() asked for
+
+static cublasStatus_t run(const Raw &raw, void *workspace) {
+    static Array<float> a(M * K), b(K * N), d(M * N);
+    cublasLtMatmulDesc_t product;
+    cublasLtMatrixLayout_t la, lb, lc, ld;
+    cublasLtMatmulPreference_t wishes;
+    cublasLtMatmulHeuristicResult_t found = {};
+    int count;
+    uint64_t most = 1 << 20;
+    float one = 1;
+    CUBLAS_CHECK(cublasLtMatmulDescCreate(&product, raw.compute, raw.scale));
+    CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&la, raw.a, M, K, raw.lda));
+    CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&lb, raw.b, raw.b_rows, N, raw.ldb));
+    CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&lc, raw.c, M, N, raw.ldc));
+    CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&ld, raw.d, M, N, raw.ldd));
+    CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(&wishes));
+    CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(wishes, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &most, sizeof most));
+    cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(matmul.handle, product, la, lb, lc, ld, wishes, 1, &found, &count);
+    last_workspace = found.workspaceSize;
+    if (status == CUBLAS_STATUS_SUCCESS && count == 0) status = CUBLAS_STATUS_NOT_SUPPORTED;
+    if (status == CUBLAS_STATUS_SUCCESS)
+        status = cublasLtMatmul(raw.no_handle ? NULL : matmul.handle, product, raw.no_alpha ? NULL : &one, a.device, la, b.device, lb, &one, d.device, lc,
+                                raw.no_d ? NULL : d.device, ld, &found.algo, workspace, raw.no_workspace ? 0 : most, stream);
+    CUBLAS_CHECK(cublasLtMatmulPreferenceDestroy(wishes));
+    CUBLAS_CHECK(cublasLtMatrixLayoutDestroy(la));
+    CUBLAS_CHECK(cublasLtMatrixLayoutDestroy(lb));
+    CUBLAS_CHECK(cublasLtMatrixLayoutDestroy(lc));
+    CUBLAS_CHECK(cublasLtMatrixLayoutDestroy(ld));
+    CUBLAS_CHECK(cublasLtMatmulDescDestroy(product));
+    return status;
+}
+
+static void test_refused(void *workspace) {
+    check_group("what the library refuses");
+    auto with = [&](auto change) {
+        Raw raw = plain;
+        change(raw);
+        return run(raw, workspace);
+    };
+    CHECK(run(plain, workspace) == CUBLAS_STATUS_SUCCESS, "the plain product");
+    CHECK(with([](Raw &r) { r.lda = M - 1; }) == CUBLAS_STATUS_INVALID_VALUE, "lda below the rows");
+    CHECK(with([](Raw &r) { r.ldb = K - 1; }) == CUBLAS_STATUS_INVALID_VALUE, "ldb below the rows");
+    CHECK(with([](Raw &r) { r.ldd = M - 8; }) == CUBLAS_STATUS_INVALID_VALUE, "ldd below the rows");
+    CHECK(with([](Raw &r) { r.b_rows = K - 8; }) == CUBLAS_STATUS_INVALID_VALUE, "B has fewer rows than A columns");
+    CHECK(with([](Raw &r) { r.ldc = M + 8; }) == CUBLAS_STATUS_INVALID_VALUE, "C is D with another leading dimension");
+    CHECK(with([](Raw &r) { r.a = CUDA_R_16BF; }) != CUBLAS_STATUS_SUCCESS, "A bf16, B float");
+    CHECK(with([](Raw &r) { r.c = CUDA_R_16BF; }) != CUBLAS_STATUS_SUCCESS, "C bf16, D float");
+    CHECK(with([](Raw &r) { r.scale = CUDA_R_16BF; }) != CUBLAS_STATUS_SUCCESS, "a scale type that does not go with the sums");
+    CHECK(with([](Raw &r) { r.no_handle = true; }) != CUBLAS_STATUS_SUCCESS, "no handle");
+    CHECK(with([](Raw &r) { r.no_alpha = true; }) == CUBLAS_STATUS_INVALID_VALUE, "no alpha");
+    cublasStatus_t without = with([](Raw &r) { r.no_workspace = true; });
+    CHECK(without == (last_workspace > 0 ? CUBLAS_STATUS_INVALID_VALUE : CUBLAS_STATUS_SUCCESS), "less workspace than the algorithm needs");
+    CHECK(with([](Raw &r) { r.no_d = true; }) == CUBLAS_STATUS_INVALID_VALUE, "no D");
+    CUDA_CHECK(cudaStreamSynchronize(stream));
+}
+
+// D_b (m,n) = 2 · A_bᵀ · B_b + bias, A by columns, B and D by rows, all with gaps, three of them.
+static void test_orders(void) {
+    check_group("storage orders, batches, bias");
+    enum { m = 24, n = 40, k = 56, batches = 3, lda = 64, ldb = 48, ldd = 48 };
+    Array<bf16> a(batches * lda * m), b(batches * k * ldb), d(batches * m * ldd), bias(m);
+    cublasLtMatmulDesc_t product;
+    cublasLtMatrixLayout_t la, lb, ld;
+    int32_t count = batches, rows_first = CUBLASLT_ORDER_ROW;
+    int64_t strides[3] = {lda * m, k * ldb, m * ldd};
+    uint32_t epilogue = CUBLASLT_EPILOGUE_BIAS;
+    cublasOperation_t transposed = CUBLAS_OP_T;
+    float alpha = 2, beta = 0;
+    d.fill(NAN);
+    CUBLAS_CHECK(cublasLtMatmulDescCreate(&product, CUBLAS_COMPUTE_32F, CUDA_R_32F));
+    CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(product, CUBLASLT_MATMUL_DESC_TRANSA, &transposed, sizeof transposed));
+    CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(product, CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue, sizeof epilogue));
+    CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(product, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias.device, sizeof bias.device));
+    CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&la, CUDA_R_16BF, k, m, lda));
+    CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&lb, CUDA_R_16BF, k, n, ldb));
+    CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&ld, CUDA_R_16BF, m, n, ldd));
+    cublasLtMatrixLayout_t layouts[3] = {la, lb, ld};
+    for (int i = 0; i < 3; i++) {
+        CUBLAS_CHECK(cublasLtMatrixLayoutSetAttribute(layouts[i], CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &count, sizeof count));
+        CUBLAS_CHECK(cublasLtMatrixLayoutSetAttribute(layouts[i], CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &strides[i], sizeof strides[i]));
+        if (i > 0) CUBLAS_CHECK(cublasLtMatrixLayoutSetAttribute(layouts[i], CUBLASLT_MATRIX_LAYOUT_ORDER, &rows_first, sizeof rows_first));
+    }
+    CUBLAS_CHECK(cublasLtMatmul(matmul.handle, product, &alpha, a.device, la, b.device, lb, &beta, NULL, ld, d.device, ld, NULL, NULL, 0, stream));
+    vector<bf16> got = d.download();
+    for (size_t batch = 0; batch < batches; batch++) {
+        vector<bf16> part(m * n), added(m * n);
+        for (size_t i = 0; i < m; i++)
+            for (size_t j = 0; j < n; j++) {
+                part[i * n + j] = got[batch * m * ldd + i * ldd + j];
+                added[i * n + j] = bias.host[i];
+            }
+        compare<bf16>("a batch", part, m, n, k, [&](size_t i, size_t t) { return 2.0 * number(a.host[batch * lda * m + i * lda + t]); },
+                      [&](size_t t, size_t j) { return (double)number(b.host[batch * k * ldb + t * ldb + j]); }, &added);
+    }
+    CHECK(isnan(number(got[n])), "the gap after a row was written to");
+    CUBLAS_CHECK(cublasLtMatmulDescDestroy(product));
+    for (cublasLtMatrixLayout_t layout : layouts) CUBLAS_CHECK(cublasLtMatrixLayoutDestroy(layout));
+}
+
+int main(void) {
+    void *workspace;
+    program_name = "test_matmul";
+    CUDA_CHECK(cudaStreamCreate(&stream));
+    CUDA_CHECK(cudaMalloc(&workspace, MATMUL_WORKSPACE));
+    matmul_start(workspace, MATMUL_WORKSPACE, false);
+    test_layers<float>("float");
+    test_layers<bf16>("bf16");
+    test_plans(workspace);
+    test_measured(workspace);
+    test_workspace(workspace);
+    test_repeated(workspace);
+    test_refused(workspace);
+    test_orders();
+    matmul_end();
+    CUDA_CHECK(cudaFree(workspace));
+    CUDA_CHECK(cudaStreamDestroy(stream));
+    return check_verdict();
+}
