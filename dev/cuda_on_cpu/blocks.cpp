@@ -31,6 +31,8 @@ const Position &position_of_this_thread() {
 }
 
 // ---- the switch from one fiber to another: the registers that a call preserves go to the old stack and come from the new one
+// It ends in `ret`, not in a jump: fibers of a kernel mostly stop at the same place, so that the processor's own list of return addresses,
+// left by one of them, is right for the next (a jump made a shuffle cost 70 ns a lane instead of 35).
 extern "C" void cuda_on_cpu_switch(void **save_stack, void *stack);
 extern "C" void cuda_on_cpu_start();
 asm(R"(
@@ -51,8 +53,7 @@ cuda_on_cpu_switch:
     popq %r12
     popq %rbx
     popq %rbp
-    popq %rcx
-    jmp *%rcx
+    ret
 .size cuda_on_cpu_switch, .-cuda_on_cpu_switch
 .type cuda_on_cpu_start, @function
 cuda_on_cpu_start:
@@ -88,11 +89,14 @@ struct PendingCopy {
     bool valid;
 };
 
+struct Warp;
+
 struct Fiber {
-    Position position;                  // first, for `position`
+    Position position;                  // first, so that `position` leads to the fiber
     void *stack;                        // where it stopped
-    int number;                         // of the thread in its block
-    Wait wait;
+    Warp *warp;
+    unsigned number, lane;              // of the thread in its block, and in its warp
+    Wait wait;                          // its last one
     std::vector<PendingCopy> copies;    // cp.async's, oldest first, that have not taken place yet
     std::vector<size_t> groups;         // how many copies each committed group has, oldest first
     size_t uncommitted;
@@ -102,8 +106,9 @@ struct Fiber {
 
 struct Warp {
     unsigned waiting, absent;           // lanes that wait in an operation of the warp; that have exited or never were
-    Wait waits[32];
-    uint64_t value[32];                 // of a shuffle, vote, ...; then the result
+    Wait first;                         // what the first of those who wait has come for
+    bool same;                          // all who wait have come for that
+    uint64_t value[32], result[32];     // of a shuffle, vote, ...
     int argument[32];
     const void *row[32];                // of ldmatrix
     uint32_t a[4][32], b[2][32], r[4][32];
@@ -154,7 +159,7 @@ struct Worker {
 static __thread Worker *worker;
 
 static Fiber &self() {
-    return worker->fibers[worker->current];
+    return *(Fiber *)position;
 }
 
 static uint64_t next_random(uint64_t &state) {          // splitmix64
@@ -220,9 +225,10 @@ static std::string ranges(const std::vector<int> &numbers) {
     return text;
 }
 
-static std::string describe(const Wait &wait) {
-    if (wait.kind == EXITED) return "have exited";
-    if (wait.kind == NOTHING) return "run";
+static std::string describe(const Worker &w, int number) {
+    const Wait &wait = w.fibers[number].wait;
+    if (wait.kind == EXITED) return "exited";
+    if (wait.kind == NOTHING || (w.ready[number / 64] >> number % 64 & 1)) return "can go on";
     if (wait.kind < SYNCWARP) return print("wait in %s at %s:%d", kind_names[wait.kind], wait.site.file, wait.site.line);
     return print("wait in %s(mask %08x) at %s:%d", kind_names[wait.kind], wait.mask, wait.site.file, wait.site.line);
 }
@@ -231,7 +237,7 @@ static std::string describe(const Wait &wait) {
 static std::string who_waits_where(int from, int to) {
     std::vector<std::pair<std::string, std::vector<int>>> places;
     for (int i = from; i < to; i++) {
-        std::string place = describe(worker->fibers[i].wait);
+        std::string place = describe(*worker, i);
         auto known = std::find_if(places.begin(), places.end(), [&](const auto &p) { return p.first == place; });
         if (known == places.end()) known = places.insert(places.end(), {place, {}});
         known->second.push_back(i);
@@ -250,8 +256,13 @@ static std::string who_waits_in_warp() {
 
 // ---- the order of turns
 
-static void set_ready(Worker &w, int number) {
-    w.ready[number / 64] |= 1ull << number % 64;
+static void set_waiting(Worker &w, unsigned number) {
+    w.ready[number / 64] &= ~(1ull << number % 64);
+}
+
+static void set_all_ready(Worker &w) {
+    memset(w.ready, 0, sizeof w.ready);
+    for (int i = 0; i < w.threads; i += 64) w.ready[i / 64] = w.threads - i >= 64 ? ~0ull : ~(~0ull << (w.threads - i));
 }
 
 static int first_ready_from(const Worker &w, int start) {           // by rising number, round the end; -1: none
@@ -331,14 +342,12 @@ static void take_turns() {
 static void thread_exits() {
     Worker &w = *worker;
     Fiber &me = self();
-    Warp &warp = w.warps[me.number / 32];
-    unsigned lane = (unsigned)me.number % 32;
     me.wait.kind = EXITED;
-    w.ready[me.number / 64] &= ~(1ull << me.number % 64);
-    warp.absent |= 1u << lane;
-    for (unsigned lanes = warp.waiting; lanes; lanes &= lanes - 1)
-        if (warp.waits[__builtin_ctz(lanes)].mask >> lane & 1)
-            die("EXITED LANE: thread %d has exited, and lanes of its warp wait for it: %s", me.number, who_waits_in_warp().c_str());
+    set_waiting(w, me.number);
+    me.warp->absent |= 1u << me.lane;
+    for (unsigned lanes = me.warp->waiting; lanes; lanes &= lanes - 1)
+        if ((&me)[(int)__builtin_ctz(lanes) - (int)me.lane].wait.mask >> me.lane & 1)
+            die("EXITED LANE: thread %u has exited, and lanes of its warp wait for it: %s", me.number, who_waits_in_warp().c_str());
     if (race_check()) __tsan_release((void *)w.launch);
     if (--w.alive == 0) go_home(w, me);
     int next = next_thread(w);
@@ -370,7 +379,8 @@ static void prepare_fiber(Worker &w, int number) {
     f.position.block = w.block;
     f.position.block_size = n;
     f.position.grid = w.launch->grid;
-    f.number = number;
+    f.warp = &w.warps[number / 32];
+    f.number = (unsigned)number, f.lane = f.number % 32;
     f.wait = {NOTHING, 0, {NULL, 0}};
     f.copies.clear();
     f.groups.clear();
@@ -524,13 +534,13 @@ int barrier(BlockVote vote, int predicate, Site site) {
     w.predicates += predicate != 0;
     char *met = &w.barrier_met[w.barrier_phase % 2];        // two in turn: who is quick must not reach the slow one's acquire with its next release
     if (race_check()) __tsan_release(met);
-    w.ready[me.number / 64] &= ~(1ull << me.number % 64);
+    set_waiting(w, me.number);
     if (++w.arrived == w.threads) {
         w.result = vote == BLOCK_OR ? w.predicates > 0 : vote == BLOCK_AND ? w.predicates == w.threads : w.predicates;
         w.arrived = 0;
         w.barrier_phase++;
         w.counts.barriers++;
-        for (int i = 0; i < w.threads; i++) set_ready(w, i), w.fibers[i].wait.kind = NOTHING;
+        set_all_ready(w);
     }
     take_turns();
     if (race_check()) __tsan_acquire(met);
@@ -542,69 +552,68 @@ int barrier(BlockVote vote, int predicate, Site site) {
 
 static const int LANES = 32;
 
-static Warp &warp_of(const Fiber &f) {
-    return worker->warps[f.number / LANES];
-}
-
-// True for the last of the mask's lanes: it has to work out the results and then call warp_goes_on.
-static bool last_to_arrive(Kind kind, unsigned mask, Site site) {
-    Worker &w = *worker;
-    Fiber &me = self();
-    Warp &warp = warp_of(me);
-    unsigned lane = (unsigned)me.number % LANES;
-    me.wait = warp.waits[lane] = {kind, mask, site};
-    if (!(mask >> lane & 1))
-        die("WRONG MASK: lane %u calls %s at %s:%d with the mask %08x, in which it is not", lane, kind_names[kind], site.file, site.line, mask);
-    if (mask & warp.absent)
-        die("EXITED LANE: %s at %s:%d, called by thread %d, has lanes %08x in its mask that have exited or never were", kind_names[kind], site.file,
-            site.line, me.number, mask & warp.absent);
-    w.ready[me.number / 64] &= ~(1ull << me.number % 64);
-    warp.waiting |= 1u << lane;
-    if ((warp.waiting & mask) != mask) return false;
-    for (unsigned lanes = mask; lanes; lanes &= lanes - 1)
-        if (warp.waits[__builtin_ctz(lanes)].mask != mask) return false;        // that lane has something else to do before
-    for (unsigned lanes = mask; lanes; lanes &= lanes - 1) {
-        const Wait &other = warp.waits[__builtin_ctz(lanes)];
-        if (other.kind != kind || (kind != SYNCWARP && !same_site(other.site, site)))
+// Whether the mask's lanes, all of which wait, wait for the same; ends the program where they never will.
+static bool same_meeting(Fiber &me) {
+    Fiber *lane0 = &me - me.lane;
+    for (unsigned lanes = me.wait.mask; lanes; lanes &= lanes - 1)
+        if (lane0[__builtin_ctz(lanes)].wait.mask != me.wait.mask) return false;        // that lane has others to meet before
+    for (unsigned lanes = me.wait.mask; lanes; lanes &= lanes - 1) {
+        const Wait &other = lane0[__builtin_ctz(lanes)].wait;
+        if (other.kind != me.wait.kind || (other.kind != SYNCWARP && !same_site(other.site, me.wait.site)))
             die("MISMATCH: lanes of a warp meet in different operations: %s", who_waits_in_warp().c_str());
     }
-    w.counts.collectives++;
     return true;
 }
 
-static void warp_goes_on(unsigned mask) {
+// True for the last of the mask's lanes: it has to work out the results and then call warp_goes_on(me, mask).
+static inline __attribute__((always_inline)) bool last_to_arrive(Fiber &me, Kind kind, unsigned mask, Site site) {
+    Warp &warp = *me.warp;
+    me.wait = {kind, mask, site};
+    set_waiting(*worker, me.number);
+    if (!(mask >> me.lane & 1))
+        die("WRONG MASK: lane %u calls %s at %s:%d with the mask %08x, in which it is not", me.lane, kind_names[kind], site.file, site.line, mask);
+    if (mask & warp.absent)
+        die("EXITED LANE: %s at %s:%d, called by thread %u, has lanes %08x in its mask that have exited or never were", kind_names[kind], site.file,
+            site.line, me.number, mask & warp.absent);
+    if (!warp.waiting) warp.first = me.wait, warp.same = true;
+    else warp.same &= warp.first.kind == kind && warp.first.mask == mask && warp.first.site.line == site.line && warp.first.site.file == site.file;
+    warp.waiting |= 1u << me.lane;
+    return (warp.waiting & mask) == mask && (warp.same || same_meeting(me));
+}
+
+static void warp_goes_on(Fiber &me, unsigned mask) {
     Worker &w = *worker;
-    int first = self().number / LANES * LANES;
-    Warp &warp = w.warps[first / LANES];
-    warp.waiting &= ~mask;
-    warp.phase[__builtin_ctz(mask)]++;
+    unsigned first = me.number - me.lane;
+    me.warp->waiting &= ~mask;
+    me.warp->phase[__builtin_ctz(mask)]++;
     w.ready[first / 64] |= (uint64_t)mask << first % 64;
-    for (unsigned lanes = mask; lanes; lanes &= lanes - 1) w.fibers[first + __builtin_ctz(lanes)].wait.kind = NOTHING;
+    w.counts.collectives++;
 }
 
 void warp_barrier(unsigned mask, Site site) {
-    Warp &warp = warp_of(self());
+    Fiber &me = self();
+    Warp &warp = *me.warp;
     int lowest = mask ? __builtin_ctz(mask) : 0;
     char *met = &warp.met[lowest][warp.phase[lowest] % 2];
     if (race_check()) __tsan_release(met);
-    if (last_to_arrive(SYNCWARP, mask, site)) warp_goes_on(mask);
+    if (last_to_arrive(me, SYNCWARP, mask, site)) warp_goes_on(me, mask);
     take_turns();
     if (race_check()) __tsan_acquire(met);
 }
 
 unsigned vote(Vote kind, unsigned mask, bool predicate, Site site) {
-    Warp &warp = warp_of(self());
-    int lane = self().number % LANES;
-    warp.value[lane] = predicate;
-    if (last_to_arrive((Kind)(BALLOT_SYNC + kind), mask, site)) {
+    Fiber &me = self();
+    Warp &warp = *me.warp;
+    warp.value[me.lane] = predicate;
+    if (last_to_arrive(me, (Kind)(BALLOT_SYNC + kind), mask, site)) {
         unsigned ballot = 0;
         for (unsigned lanes = mask; lanes; lanes &= lanes - 1) ballot |= (unsigned)warp.value[__builtin_ctz(lanes)] << __builtin_ctz(lanes);
         unsigned result = kind == BALLOT ? ballot : kind == ANY ? ballot != 0 : ballot == mask;
-        for (unsigned lanes = mask; lanes; lanes &= lanes - 1) warp.value[__builtin_ctz(lanes)] = result;
-        warp_goes_on(mask);
+        for (unsigned lanes = mask; lanes; lanes &= lanes - 1) warp.result[__builtin_ctz(lanes)] = result;
+        warp_goes_on(me, mask);
     }
     take_turns();
-    return (unsigned)warp.value[lane];
+    return (unsigned)warp.result[me.lane];
 }
 
 // Which lane's value a shuffle brings (CUDA C++ Programming Guide, warp shuffle functions; PTX ISA, shfl.sync): the warp is cut into
@@ -620,45 +629,43 @@ static int shuffle_source(Shuffle kind, int lane, int argument, int width) {
 }
 
 uint64_t shuffle(Shuffle kind, unsigned mask, uint64_t value, int argument, int width, Site site) {
-    Warp &warp = warp_of(self());
-    int lane = self().number % LANES;
+    Fiber &me = self();
+    Warp &warp = *me.warp;
     if (width < 1 || width > LANES || (width & (width - 1)))
         die("WRONG WIDTH: a shuffle at %s:%d has the width %d, which is no power of two up to 32", site.file, site.line, width);
-    warp.value[lane] = value;
-    warp.argument[lane] = shuffle_source(kind, lane, argument, width);
-    if (last_to_arrive((Kind)(SHFL + kind), mask, site)) {
-        uint64_t values[LANES];
-        memcpy(values, warp.value, sizeof values);
+    warp.value[me.lane] = value;
+    warp.argument[me.lane] = shuffle_source(kind, (int)me.lane, argument, width);
+    if (last_to_arrive(me, (Kind)(SHFL + kind), mask, site)) {
         for (unsigned lanes = mask; lanes; lanes &= lanes - 1) {
             int to = __builtin_ctz(lanes), from = warp.argument[to];
             if (!(mask >> from & 1))
                 die("WRONG MASK: lane %d reads from lane %d by %s at %s:%d, whose mask %08x lacks it", to, from, kind_names[SHFL + kind], site.file,
                     site.line, mask);
-            warp.value[to] = values[from];
+            warp.result[to] = warp.value[from];
         }
-        warp_goes_on(mask);
+        warp_goes_on(me, mask);
     }
     take_turns();
-    return warp.value[lane];
+    return warp.result[me.lane];
 }
 
 unsigned match(bool all, unsigned mask, uint64_t value, Site site) {
-    Warp &warp = warp_of(self());
-    int lane = self().number % LANES;
-    warp.value[lane] = value;
-    if (last_to_arrive(all ? MATCH_ALL : MATCH_ANY, mask, site)) {
+    Fiber &me = self();
+    Warp &warp = *me.warp;
+    warp.value[me.lane] = value;
+    if (last_to_arrive(me, all ? MATCH_ALL : MATCH_ANY, mask, site)) {
         unsigned same[LANES] = {0};
         for (int i = 0; i < LANES; i++)
             for (int j = 0; j < LANES; j++)
                 if ((mask >> i & 1) && (mask >> j & 1) && warp.value[i] == warp.value[j]) same[i] |= 1u << j;
         for (unsigned lanes = mask; lanes; lanes &= lanes - 1) {
             int i = __builtin_ctz(lanes);
-            warp.value[i] = !all || same[i] == mask ? same[i] : 0;
+            warp.result[i] = !all || same[i] == mask ? same[i] : 0;
         }
-        warp_goes_on(mask);
+        warp_goes_on(me, mask);
     }
     take_turns();
-    return (unsigned)warp.value[lane];
+    return (unsigned)warp.result[me.lane];
 }
 
 static int64_t reduce_two(Reduction kind, int64_t a, int64_t b) {
@@ -673,17 +680,17 @@ static int64_t reduce_two(Reduction kind, int64_t a, int64_t b) {
 }
 
 int64_t reduce(Reduction kind, unsigned mask, int64_t value, Site site) {
-    Warp &warp = warp_of(self());
-    int lane = self().number % LANES;
-    warp.value[lane] = (uint64_t)value;
-    if (last_to_arrive((Kind)(REDUCE_ADD + kind), mask, site)) {
+    Fiber &me = self();
+    Warp &warp = *me.warp;
+    warp.value[me.lane] = (uint64_t)value;
+    if (last_to_arrive(me, (Kind)(REDUCE_ADD + kind), mask, site)) {
         int64_t result = (int64_t)warp.value[__builtin_ctz(mask)];
         for (unsigned lanes = mask & (mask - 1); lanes; lanes &= lanes - 1) result = reduce_two(kind, result, (int64_t)warp.value[__builtin_ctz(lanes)]);
-        for (unsigned lanes = mask; lanes; lanes &= lanes - 1) warp.value[__builtin_ctz(lanes)] = (uint64_t)result;
-        warp_goes_on(mask);
+        for (unsigned lanes = mask; lanes; lanes &= lanes - 1) warp.result[__builtin_ctz(lanes)] = (uint64_t)result;
+        warp_goes_on(me, mask);
     }
     take_turns();
-    return (int64_t)warp.value[lane];
+    return (int64_t)warp.result[me.lane];
 }
 
 void fence() {
@@ -712,18 +719,18 @@ static void count_conflicts(Site site, int conflicts) {
 
 void ldmatrix(uint32_t *r, int matrices, bool transposed, const void *row, Site site) {
     Worker &w = *worker;
-    Warp &warp = warp_of(self());
-    int lane = self().number % LANES;
+    Fiber &me = self();
+    Warp &warp = *me.warp;
     Kind kind = matrices == 2 ? (transposed ? LDMATRIX_X2_TRANSPOSED : LDMATRIX_X2) : (transposed ? LDMATRIX_X4_TRANSPOSED : LDMATRIX_X4);
-    if (lane < matrices * 8) {
+    if ((int)me.lane < matrices * 8) {
         if ((uintptr_t)row % 16 != 0) misaligned(kind_names[kind], row, site);
         if (!is_shared(w, row, 16))
-            die("OUT OF BOUNDS: %s at %s:%d, lane %d, reads 16 bytes that are not the block's shared memory: %s", kind_names[kind], site.file, site.line,
-                lane, describe_shared(w, row).c_str());
+            die("OUT OF BOUNDS: %s at %s:%d, lane %u, reads 16 bytes that are not the block's shared memory: %s", kind_names[kind], site.file, site.line,
+                me.lane, describe_shared(w, row).c_str());
         if (race_check()) __tsan_read16((void *)row);
     }
-    warp.row[lane] = row;
-    if (last_to_arrive(kind, ALL_LANES, site)) {
+    warp.row[me.lane] = row;
+    if (last_to_arrive(me, kind, ALL_LANES, site)) {
         int conflicts = 0;
         for (int i = 0; i < matrices; i++) {
             const void *const *rows = warp.row + 8 * i;
@@ -739,10 +746,10 @@ void ldmatrix(uint32_t *r, int matrices, bool transposed, const void *row, Site 
         w.counts.ldmatrix++;
         w.counts.ldmatrix_conflicts += (uint64_t)conflicts;
         count_conflicts(site, conflicts);
-        warp_goes_on(ALL_LANES);
+        warp_goes_on(me, ALL_LANES);
     }
     take_turns();
-    for (int i = 0; i < matrices; i++) r[i] = warp.r[i][lane];
+    for (int i = 0; i < matrices; i++) r[i] = warp.r[i][me.lane];
 }
 
 typedef float Eight __attribute__((vector_size(32)));
@@ -774,17 +781,17 @@ static void multiply(Warp &warp) {
 }
 
 void mma(float *d, const uint32_t *a, const uint32_t *b, Site site) {
-    Warp &warp = warp_of(self());
-    int lane = self().number % LANES;
-    for (int i = 0; i < 4; i++) warp.a[i][lane] = a[i];
-    for (int i = 0; i < 2; i++) warp.b[i][lane] = b[i], warp.top[lane][i] = d[i], warp.bottom[lane][i] = d[i + 2];
-    if (last_to_arrive(MMA, ALL_LANES, site)) {
+    Fiber &me = self();
+    Warp &warp = *me.warp;
+    for (int i = 0; i < 4; i++) warp.a[i][me.lane] = a[i];
+    for (int i = 0; i < 2; i++) warp.b[i][me.lane] = b[i], warp.top[me.lane][i] = d[i], warp.bottom[me.lane][i] = d[i + 2];
+    if (last_to_arrive(me, MMA, ALL_LANES, site)) {
         multiply(warp);
         worker->counts.mmas++;
-        warp_goes_on(ALL_LANES);
+        warp_goes_on(me, ALL_LANES);
     }
     take_turns();
-    for (int i = 0; i < 2; i++) d[i] = warp.top[lane][i], d[i + 2] = warp.bottom[lane][i];
+    for (int i = 0; i < 2; i++) d[i] = warp.top[me.lane][i], d[i + 2] = warp.bottom[me.lane][i];
 }
 
 // ---- asynchronous copies
@@ -849,13 +856,13 @@ static void run_block(Worker &w, uint64_t number) {
     w.alive = w.threads;
     w.arrived = 0;
     prepare_memory(w);
-    memset(w.ready, 0, sizeof w.ready);
     for (int i = 0; i < (w.threads + 31) / 32; i++) {
         w.warps[i].waiting = 0;
         w.warps[i].absent = 32 * i + 32 > w.threads ? ~0u << w.threads % 32 : 0;
     }
     w.home_context = race_check() ? __tsan_get_current_fiber() : NULL;
-    for (int i = 0; i < w.threads; i++) prepare_fiber(w, i), set_ready(w, i);
+    for (int i = 0; i < w.threads; i++) prepare_fiber(w, i);
+    set_all_ready(w);
     w.home_bottom = NULL;
 
     w.current = w.settings.order == FORWARD ? w.threads - 1 : 0;
