@@ -6,224 +6,53 @@
 #pragma GCC diagnostic ignored "-Wunused-function"
 #include "train_gpt2.c"
 
-#include <errno.h>
-
-#include "runtime/safetensors.h"
-#include "dev/reference/hash.h"
-
-#define FIXTURES "dev/reference/fixtures/"
-
-static int passed, failed;
-static const char *case_name;
-static char case_line[1024];
-
-// Says what failed; a passing check says nothing, a passing case one line.
-static bool check(const char *what, double error, double bound) {
-    if (error <= bound) return true;                  // false for a NaN
-    printf("  FAILED %s: %s: error %.3g, at most %.3g allowed\n", case_name, what, error, bound);
-    failed++;
-    return false;
-}
-
-static void case_done(int failed_before, double worst) {
-    if (failed == failed_before) passed++, printf("ok %-44s worst error %.2g\n", case_name, worst);
-}
+#include "dev/reference/cases.h"
 
 // ---------------------------------------------------------------------------------------------------------------------------
-// Cases
+// The trainer under test
 
-// The value of a key on the case's line, in one of a few static buffers.
-static const char *text_of(const char *key) {
-    static char values[8][256];
-    static int next;
-    char *value = values[next++ % 8], pattern[64];
-    snprintf(pattern, sizeof pattern, " %s=", key);
-    const char *at = strstr(case_line, pattern);
-    if (!at) fail(EXIT_INPUT, FIXTURES "cases.txt: %s has no %s=.", case_name, key);
-    at += strlen(pattern);
-    snprintf(value, sizeof values[0], "%.*s", (int)strcspn(at, " \n"), at);
-    return value;
+static Model subject;
+
+static void subject_start(const ModelConfig *config, const TensorList *list, size_t B, size_t T) {
+    subject = (Model){.config = *config, .list = *list};
+    plan_parameters(&subject, true, false);
+    plan_activations(&subject, B, T, false);
+    memory_take(&subject.plan);
+    model_ready(&subject);
 }
 
-static size_t size_of(const char *key) {
-    return (size_t)strtoull(text_of(key), NULL, 10);
+static void subject_set(const float *params) {
+    memcpy(subject.params, params, FLOATS(subject.list.floats));
 }
 
-// The answers of the case at hand.
-static Safetensors *models, *layers, *answers;
-
-static size_t read_answer(const char *name, float *out, size_t room) {
-    Error error;
-    char full[256];
-    snprintf(full, sizeof full, "%s/%s", case_name, name);
-    const TensorInfo *info = safetensors_find(answers, full);
-    if (!info) fail(EXIT_INPUT, FIXTURES ": there is no %s.", full);
-    if (info->elements > room) fail(EXIT_INPUT, FIXTURES ": %s has %zu numbers, at most %zu expected.", full, info->elements, room);
-    if (!safetensors_read(answers, full, info->ndim, info->shape, out, &error)) fail_with(&error);
-    return info->elements;
+static double subject_step(const int32_t *inputs, const int32_t *targets, size_t B, size_t T, float scale, bool first) {
+    return model_step(&subject, inputs, targets, NULL, B, T, scale, first);
 }
 
-// x (n) against the answer of that name; returns the error.
-static double compare(const char *name, const float *x, size_t n, double floor, double bound) {
-    float stored[FIXTURE_FULL];
-    size_t count = read_answer(name, stored, FIXTURE_FULL);
-    size_t expected = n <= FIXTURE_FULL ? n : FIXTURE_DIGEST;
-    if (count != expected) fail(EXIT_INPUT, FIXTURES ": %s/%s has %zu numbers, expected %zu.", case_name, name, count, expected);
-    double error = fixture_error(stored, x, n, floor);
-    check(name, error, bound);
-    return error;
+static double subject_norm(void) {
+    return gradient_norm(&subject);
 }
 
-static float *floats(size_t n) {
-    float *x = aligned_alloc(64, (n * sizeof *x + 63) / 64 * 64);
-    if (!x) fail(EXIT_RESOURCE, "out of memory.");
-    memset(x, 0, n * sizeof *x);
-    return x;
+static void subject_update(AdamW adamw) {
+    model_update(&subject, adamw);
 }
 
-static float *input(const char *name, size_t n, float scale) {
-    float *x = floats(n);
-    fixture_fill(x, n, name, 0, 0.0f, scale);
-    return x;
+static const float *subject_params(void) {
+    return subject.params;
 }
 
-static double largest(double a, double b) {
-    return b > a || !(b == b) ? b : a;
+static const float *subject_grads(void) {
+    return subject.grads;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------------
-// The whole model
-
-static void fill_weights(Model *m) {
-    for (size_t i = 0; i < m->list.count; i++) {
-        const Tensor *t = &m->list.tensors[i];
-        float mean, scale;
-        fixture_weight_rule(t->name, t->shape[t->ndim - 1], &mean, &scale);
-        if (!tensor_trained(t, &m->config.attn)) mean = t->mean, scale = 0.0f;       // s that is fixed
-        fixture_fill(m->params + t->offset, t->elements, t->name, 0, mean, scale);
-    }
+static void subject_logits(float *logits, const int32_t *inputs, size_t B, size_t T) {
+    size_t C = (size_t)subject.config.channels, V = (size_t)subject.config.vocab;
+    model_forward(&subject, inputs, B, T);
+    matmul_forward(logits, subject.h, weight(&subject, subject.list.head), B * T, C, V, false);
 }
 
-static void take_batch(int32_t *inputs, int32_t *targets, size_t step, size_t B, size_t T, int vocab) {
-    for (size_t b = 0; b < B; b++) {
-        for (size_t t = 0; t < T; t++) {
-            size_t at = (step * B + b) * (T + 1) + t;
-            inputs[b * T + t] = fixture_token(at, vocab);
-            targets[b * T + t] = fixture_token(at + 1, vocab);
-        }
-    }
-}
-
-// For each row the logits of eight ids and logsumexp, as the answers have them.
-static double check_logits(Model *m, const int32_t *inputs, size_t B, size_t T) {
-    size_t N = B * T, C = (size_t)m->config.channels, V = (size_t)m->config.vocab;
-    float *stored = floats(N * 9), *ours = floats(N * 9), *logits = floats(V);
-    read_answer("logits", stored, N * 9);
-    model_forward(m, inputs, B, T);
-    for (size_t n = 0; n < N; n++) {
-        double sum = 0, largest_logit = -INFINITY;
-        matmul_forward(logits, m->h + n * C, weight(m, m->list.head), 1, C, V, false);
-        for (size_t j = 0; j < 8; j++) ours[n * 9 + j] = logits[fixture_index("logit_ids", 8 * n + j, V)];
-        for (size_t v = 0; v < V; v++) largest_logit = fmax(largest_logit, logits[v]);
-        for (size_t v = 0; v < V; v++) sum += exp(logits[v] - largest_logit);
-        ours[n * 9 + 8] = (float)(log(sum) + largest_logit);
-    }
-    double difference = 0, norm = 0;
-    for (size_t i = 0; i < N * 9; i++) {
-        difference += ((double)ours[i] - stored[i]) * ((double)ours[i] - stored[i]);
-        norm += (double)stored[i] * stored[i];
-    }
-    free(stored), free(ours), free(logits);
-    double error = sqrt(difference / norm);
-    check("logits", error, 1e-5);
-    return error;
-}
-
-static double relative(double x, double y) {
-    return fabs(x - y) / fabs(y);
-}
-
-static double compare_tensors(const Model *m, const char *prefix, const float *values, double floor, double bound) {
-    double worst = 0;
-    char name[160];
-    for (size_t i = 0; i < m->list.count; i++) {
-        const Tensor *t = &m->list.tensors[i];
-        if (!tensor_trained(t, &m->config.attn)) continue;
-        snprintf(name, sizeof name, "%s/%s", prefix, t->name);
-        worst = largest(worst, compare(name, values + t->offset, t->elements, floor, bound));
-    }
-    return worst;
-}
-
-// Ten steps of AdamW: each loss and gradient norm, and what became of the weights.
-static double check_training(Model *m, size_t B, size_t T, size_t steps) {
-    float losses[64], norms[64];
-    int32_t *inputs = malloc(B * T * sizeof *inputs), *targets = malloc(B * T * sizeof *targets);
-    double worst = 0, lr = atof(text_of("lr")), clip = atof(text_of("clip")), decay = atof(text_of("weight_decay"));
-    read_answer("losses", losses, 64);
-    read_answer("grad_norms", norms, 64);
-    float *start = floats(m->list.floats);
-    memcpy(start, m->params, FLOATS(m->list.floats));
-    for (size_t s = 0; s < steps; s++) {
-        take_batch(inputs, targets, s, B, T, m->config.vocab);
-        double loss = model_step(m, inputs, targets, NULL, B, T, 1.0f / (float)(B * T), true) / (double)(B * T);
-        double norm = gradient_norm(m);
-        worst = largest(worst, relative(loss, losses[s]));
-        check("a training loss", relative(loss, losses[s]), 1e-5);
-        check("a gradient norm", relative(norm, norms[s]), 1e-4);
-        model_update(m, (AdamW){lr * fmin(1.0, (double)(s + 1) / 2), 0.9, 0.95, 1e-8, decay, fmin(1.0, clip / (norm + 1e-6)),
-                                (int64_t)s + 1});
-    }
-    for (size_t i = 0; i < m->list.floats; i++) start[i] = m->params[i] - start[i];
-    worst = largest(worst, compare_tensors(m, "update", start, 0, 1e-3));
-    free(start), free(inputs), free(targets);
-    return worst;
-}
-
-static void test_model(void) {
-    Model m = {0};
-    Error error;
-    char message[256];
-    size_t B = size_of("B"), T = size_of("T"), steps = size_of("steps");
-    int before = failed;
-    if (!model_parse(&m.config, text_of("model"), &error)) fail_with(&error);
-    m.config.seq_len = (int)size_of("L");
-    if (!normalizer_parse(&m.config.attn, text_of("attn"), message, sizeof message)) fail(EXIT_INPUT, "%s: %s", case_name, message);
-    m.list = tensors_of(&m.config, NULL, 0);
-    plan_parameters(&m, true, false);
-    plan_activations(&m, B, T, false);
-    memory_take(&m.plan);
-    model_ready(&m);
-    fill_weights(&m);
-
-    float losses[64];
-    int32_t *inputs = malloc(B * T * sizeof *inputs), *targets = malloc(B * T * sizeof *targets);
-    take_batch(inputs, targets, 0, B, T, m.config.vocab);
-    double worst = check_logits(&m, inputs, B, T);
-    read_answer("losses", losses, 64);
-    double loss = model_step(&m, inputs, targets, NULL, B, T, 1.0f / (float)(B * T), true) / (double)(B * T);
-    worst = largest(worst, relative(loss, losses[0]));
-    check("loss", relative(loss, losses[0]), 1e-5);
-    double floor = (T == 1 ? 1e-2 : 1e-3) * gradient_norm(&m);      // at T = 1 under l1, q and k have no gradient: what is left is rounding
-    worst = largest(worst, compare_tensors(&m, "grad", m.grads, floor, 1e-4));
-
-    // Two halves of a batch, the second added to the first, are the whole.
-    if (B == 2) {
-        float *whole = floats(m.list.floats);
-        memcpy(whole, m.grads, FLOATS(m.list.floats));
-        double halves = model_step(&m, inputs, targets, NULL, 1, T, 1.0f / (float)(B * T), true);
-        halves += model_step(&m, inputs + T, targets + T, NULL, 1, T, 1.0f / (float)(B * T), false);
-        check("loss by accumulation", relative(halves / (double)(B * T), loss), 1e-5);
-        double norm = gradient_norm(&m), difference = 0;
-        for (size_t i = 0; i < m.list.floats; i++) difference += ((double)m.grads[i] - whole[i]) * ((double)m.grads[i] - whole[i]);
-        check("gradients by accumulation", sqrt(difference) / norm, 1e-4);
-        free(whole);
-    }
-    if (steps) worst = largest(worst, check_training(&m, B, T, steps));
-    case_done(before, worst);
-    free(inputs), free(targets);
-    tensors_free(&m.list);
-    memory_release(&m.plan);
+static void subject_end(void) {
+    memory_release(&subject.plan);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------
@@ -568,37 +397,16 @@ static void test_nan(void) {
 // ---------------------------------------------------------------------------------------------------------------------------
 
 int main(int argc, char **argv) {
-    static const struct { const char *kind; void (*run)(void); } KINDS[] = {
+    static const CaseKind KINDS[] = {
         {"model", test_model}, {"rmsnorm", test_rmsnorm}, {"rope", test_rope}, {"swiglu", test_swiglu}, {"matmul", test_matmul},
         {"embedding", test_embedding}, {"crossentropy", test_crossentropy}, {"attention", test_attention}, {"adamw", test_adamw}};
     const char *word = argc > 1 ? argv[1] : "";
-    Error error;
     program_name = "test_gpt2";
-    if (!(models = safetensors_open(FIXTURES "models.safetensors", &error)) ||
-        !(layers = safetensors_open(FIXTURES "layers.safetensors", &error)))
-        fail_with(&error);
-    FILE *file = fopen(FIXTURES "cases.txt", "r");
-    if (!file) fail(EXIT_INPUT, FIXTURES "cases.txt: %s. Run this from the repository's folder.", strerror(errno));
-    while (fgets(case_line, sizeof case_line, file)) {
-        if (strncmp(case_line, "case=", 5) != 0 || !strstr(case_line, word)) continue;
-        static char name[128];
-        snprintf(name, sizeof name, "%.*s", (int)strcspn(case_line + 5, " "), case_line + 5);
-        case_name = name;
-        const char *kind = text_of("kind");
-        size_t i = 0;
-        while (i < sizeof KINDS / sizeof *KINDS && strcmp(KINDS[i].kind, kind) != 0) i++;
-        if (i == sizeof KINDS / sizeof *KINDS) fail(EXIT_INPUT, FIXTURES "cases.txt: %s: unknown kind %s.", name, kind);
-        answers = i == 0 ? models : layers;
-        KINDS[i].run();
-    }
-    fclose(file);
+    run_cases(KINDS, sizeof KINDS / sizeof *KINDS, word, false);
     if (!word[0]) {
         test_bf16_products();
         test_colliding_rows();
         test_nan();
     }
-    safetensors_close(models);
-    safetensors_close(layers);
-    printf("%d passed, %d failed\n", passed, failed);
-    return failed || !passed ? 1 : 0;
+    return cases_end();
 }

@@ -12,6 +12,10 @@
 
 #include "error.h"
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 typedef enum {
     DTYPE_F64, DTYPE_F32, DTYPE_F16, DTYPE_BF16,
     DTYPE_I64, DTYPE_I32, DTYPE_I16, DTYPE_I8, DTYPE_U64, DTYPE_U32, DTYPE_U16, DTYPE_U8, DTYPE_BOOL,
@@ -71,4 +75,7 @@ bool safetensors_read(const Safetensors *tensors, const char *name, int ndim, co
 // The same as float64, for fixtures: also I64 and I32.
 bool safetensors_read_f64(const Safetensors *tensors, const char *name, int ndim, const size_t *shape, double *out, Error *error);
 
+#ifdef __cplusplus
+}
+#endif
 #endif

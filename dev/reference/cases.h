@@ -1,0 +1,297 @@
+// What test_gpt2.c and test_gpt2.cu share: the cases of fixtures/cases.txt, comparing with their answers, and the cases of whole models.
+// C and C++ both include it. The trainer to be tested stands behind the functions subject_*, which the file that includes this defines.
+#ifndef REFERENCE_CASES_H
+#define REFERENCE_CASES_H
+
+#include <errno.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "dev/reference/hash.h"
+#include "model.h"
+#include "runtime/adamw.h"
+#include "runtime/error.h"
+#include "runtime/safetensors.h"
+
+#define FIXTURES "dev/reference/fixtures/"
+
+static int passed, failed;
+static const char *case_name;
+static char case_line[1024];
+
+// Says what failed; a passing check says nothing, a passing case one line.
+static bool check(const char *what, double error, double bound) {
+    if (error <= bound) return true;                  // false for a NaN
+    printf("  FAILED %s: %s: error %.3g, at most %.3g allowed\n", case_name, what, error, bound);
+    failed++;
+    return false;
+}
+
+static void case_done(int failed_before, double worst) {
+    if (failed == failed_before) passed++, printf("ok %-44s worst error %.2g\n", case_name, worst);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------------
+// Cases
+
+// The value of a key on the case's line, in one of a few static buffers.
+static const char *text_of(const char *key) {
+    static char values[8][256];
+    static int next;
+    char *value = values[next++ % 8], pattern[64];
+    snprintf(pattern, sizeof pattern, " %s=", key);
+    const char *at = strstr(case_line, pattern);
+    if (!at) fail(EXIT_INPUT, FIXTURES "cases.txt: %s has no %s=.", case_name, key);
+    at += strlen(pattern);
+    snprintf(value, sizeof values[0], "%.*s", (int)strcspn(at, " \n"), at);
+    return value;
+}
+
+static size_t size_of(const char *key) {
+    return (size_t)strtoull(text_of(key), NULL, 10);
+}
+
+// The answers of the case at hand.
+static Safetensors *models, *layers, *answers;
+
+static size_t read_answer(const char *name, float *out, size_t room) {
+    Error error;
+    char full[256];
+    snprintf(full, sizeof full, "%s/%s", case_name, name);
+    const TensorInfo *info = safetensors_find(answers, full);
+    if (!info) fail(EXIT_INPUT, FIXTURES ": there is no %s.", full);
+    if (info->elements > room) fail(EXIT_INPUT, FIXTURES ": %s has %zu numbers, at most %zu expected.", full, info->elements, room);
+    if (!safetensors_read(answers, full, info->ndim, info->shape, out, &error)) fail_with(&error);
+    return info->elements;
+}
+
+// x (n) against the answer of that name; returns the error.
+static double compare(const char *name, const float *x, size_t n, double floor, double bound) {
+    float stored[FIXTURE_FULL];
+    size_t count = read_answer(name, stored, FIXTURE_FULL);
+    size_t expected = n <= FIXTURE_FULL ? n : FIXTURE_DIGEST;
+    if (count != expected) fail(EXIT_INPUT, FIXTURES ": %s/%s has %zu numbers, expected %zu.", case_name, name, count, expected);
+    double error = fixture_error(stored, x, n, floor);
+    check(name, error, bound);
+    return error;
+}
+
+static float *floats(size_t n) {
+    float *x = (float *)aligned_alloc(64, (n * sizeof *x + 63) / 64 * 64);
+    if (!x) fail(EXIT_RESOURCE, "out of memory.");
+    memset(x, 0, n * sizeof *x);
+    return x;
+}
+
+static float *input(const char *name, size_t n, float scale) {
+    float *x = floats(n);
+    fixture_fill(x, n, name, 0, 0.0f, scale);
+    return x;
+}
+
+static double largest(double a, double b) {
+    return b > a || !(b == b) ? b : a;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------------
+// The whole model
+
+// The trainer to be tested: a model of this shape, for B sequences of T tokens at a time, its parameters from the host, and passes over it.
+static void subject_start(const ModelConfig *config, const TensorList *list, size_t B, size_t T);
+static void subject_set(const float *params);
+static double subject_step(const int32_t *inputs, const int32_t *targets, size_t B, size_t T, float scale, bool first);   // sum of losses
+static double subject_norm(void);
+static void subject_update(AdamW adamw);
+static const float *subject_params(void);                // after what was done last
+static const float *subject_grads(void);
+static void subject_logits(float *logits, const int32_t *inputs, size_t B, size_t T);      // (B·T,V)
+static void subject_end(void);
+
+typedef struct {
+    ModelConfig config;
+    TensorList list;
+    size_t B, T;
+} ModelCase;
+
+static void fill_weights(const ModelCase *c) {
+    float *params = floats(c->list.floats);
+    for (size_t i = 0; i < c->list.count; i++) {
+        const Tensor *t = &c->list.tensors[i];
+        float mean, scale;
+        fixture_weight_rule(t->name, t->shape[t->ndim - 1], &mean, &scale);
+        if (!tensor_trained(t, &c->config.attn)) mean = t->mean, scale = 0.0f;       // s that is fixed
+        fixture_fill(params + t->offset, t->elements, t->name, 0, mean, scale);
+    }
+    subject_set(params);
+    free(params);
+}
+
+// A step's inputs and targets, (B,T) each, in one array.
+static int32_t *take_batch(const ModelCase *c, size_t step) {
+    size_t N = c->B * c->T;
+    int32_t *inputs = (int32_t *)malloc(2 * N * sizeof *inputs), *targets = inputs + N;
+    for (size_t b = 0; b < c->B; b++) {
+        for (size_t t = 0; t < c->T; t++) {
+            size_t at = (step * c->B + b) * (c->T + 1) + t;
+            inputs[b * c->T + t] = fixture_token(at, c->config.vocab);
+            targets[b * c->T + t] = fixture_token(at + 1, c->config.vocab);
+        }
+    }
+    return inputs;
+}
+
+static double distance(const float *x, const float *y, size_t n) {
+    double sum = 0;
+    for (size_t i = 0; i < n; i++) sum += ((double)x[i] - y[i]) * ((double)x[i] - y[i]);
+    return sqrt(sum);
+}
+
+// For each row the logits of eight ids and logsumexp, as the answers have them.
+static double check_logits(const ModelCase *c, const int32_t *inputs) {
+    size_t N = c->B * c->T, V = (size_t)c->config.vocab;
+    float *stored = floats(N * 9), *ours = floats(N * 9), *zero = floats(N * 9), *logits = floats(N * V);
+    read_answer("logits", stored, N * 9);
+    subject_logits(logits, inputs, c->B, c->T);
+    for (size_t n = 0; n < N; n++) {
+        const float *row = logits + n * V;
+        double sum = 0, largest_logit = -INFINITY;
+        for (size_t j = 0; j < 8; j++) ours[n * 9 + j] = row[fixture_index("logit_ids", 8 * n + j, V)];
+        for (size_t v = 0; v < V; v++) largest_logit = fmax(largest_logit, row[v]);
+        for (size_t v = 0; v < V; v++) sum += exp(row[v] - largest_logit);
+        ours[n * 9 + 8] = (float)(log(sum) + largest_logit);
+    }
+    double error = distance(ours, stored, N * 9) / distance(stored, zero, N * 9);
+    free(stored), free(ours), free(zero), free(logits);
+    check("logits", error, 1e-5);
+    return error;
+}
+
+static double relative(double x, double y) {
+    return fabs(x - y) / fabs(y);
+}
+
+static double compare_tensors(const ModelCase *c, const char *prefix, const float *values, double floor, double bound) {
+    double worst = 0;
+    char name[160];
+    for (size_t i = 0; i < c->list.count; i++) {
+        const Tensor *t = &c->list.tensors[i];
+        if (!tensor_trained(t, &c->config.attn)) continue;
+        snprintf(name, sizeof name, "%s/%s", prefix, t->name);
+        worst = largest(worst, compare(name, values + t->offset, t->elements, floor, bound));
+    }
+    return worst;
+}
+
+// Ten steps of AdamW: each loss and gradient norm, and what became of the weights.
+static double check_training(const ModelCase *c, size_t steps) {
+    size_t N = c->B * c->T;
+    float losses[64], norms[64], *start = floats(c->list.floats);
+    double worst = 0, lr = atof(text_of("lr")), clip = atof(text_of("clip")), decay = atof(text_of("weight_decay"));
+    read_answer("losses", losses, 64);
+    read_answer("grad_norms", norms, 64);
+    memcpy(start, subject_params(), c->list.floats * sizeof(float));
+    for (size_t s = 0; s < steps; s++) {
+        int32_t *batch = take_batch(c, s);
+        double loss = subject_step(batch, batch + N, c->B, c->T, 1.0f / (float)N, true) / (double)N, norm = subject_norm();
+        worst = largest(worst, relative(loss, losses[s]));
+        check("a training loss", relative(loss, losses[s]), 1e-5);
+        check("a gradient norm", relative(norm, norms[s]), 1e-4);
+        AdamW adamw = {lr * fmin(1.0, (double)(s + 1) / 2), 0.9, 0.95, 1e-8, decay, fmin(1.0, clip / (norm + 1e-6)), (int64_t)s + 1};
+        subject_update(adamw);
+        free(batch);
+    }
+    const float *end = subject_params();
+    for (size_t i = 0; i < c->list.floats; i++) start[i] = end[i] - start[i];
+    worst = largest(worst, compare_tensors(c, "update", start, 0, 1e-3));
+    free(start);
+    return worst;
+}
+
+// Two halves of a batch, the second added to the first, are the whole.
+static void check_accumulation(const ModelCase *c, const int32_t *inputs, double loss) {
+    size_t T = c->T, N = c->B * T;
+    float *whole = floats(c->list.floats);
+    memcpy(whole, subject_grads(), c->list.floats * sizeof(float));
+    double halves = subject_step(inputs, inputs + N, 1, T, 1.0f / (float)N, true);
+    halves += subject_step(inputs + T, inputs + N + T, 1, T, 1.0f / (float)N, false);
+    check("loss by accumulation", relative(halves / (double)N, loss), 1e-5);
+    check("gradients by accumulation", distance(subject_grads(), whole, c->list.floats) / subject_norm(), 1e-4);
+    free(whole);
+}
+
+static void test_model(void) {
+    ModelCase c;
+    Error error;
+    char message[256];
+    size_t steps = size_of("steps");
+    int before = failed;
+    memset(&c, 0, sizeof c);
+    c.B = size_of("B"), c.T = size_of("T");
+    if (!model_parse(&c.config, text_of("model"), &error)) fail_with(&error);
+    c.config.seq_len = (int)size_of("L");
+    if (!normalizer_parse(&c.config.attn, text_of("attn"), message, sizeof message)) fail(EXIT_INPUT, "%s: %s", case_name, message);
+    c.list = tensors_of(&c.config, NULL, 0);
+    subject_start(&c.config, &c.list, c.B, c.T);
+    fill_weights(&c);
+
+    float losses[64];
+    size_t N = c.B * c.T;
+    int32_t *batch = take_batch(&c, 0);
+    double worst = check_logits(&c, batch);
+    read_answer("losses", losses, 64);
+    double loss = subject_step(batch, batch + N, c.B, c.T, 1.0f / (float)N, true) / (double)N;
+    worst = largest(worst, relative(loss, losses[0]));
+    check("loss", relative(loss, losses[0]), 1e-5);
+    double floor = (c.T == 1 ? 1e-2 : 1e-3) * subject_norm();      // at T = 1 under l1, q and k have no gradient: what is left is rounding
+    worst = largest(worst, compare_tensors(&c, "grad", subject_grads(), floor, 1e-4));
+    if (c.B == 2) check_accumulation(&c, batch, loss);
+    if (steps) worst = largest(worst, check_training(&c, steps));
+    case_done(before, worst);
+    free(batch);
+    subject_end();
+    tensors_free(&c.list);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------------
+// All cases
+
+typedef struct {
+    const char *kind;
+    void (*run)(void);
+} CaseKind;
+
+// Runs the cases whose line has `word` in it, by their kind; those of other kinds are passed over when `some`, and are an error otherwise.
+static void run_cases(const CaseKind *kinds, size_t count, const char *word, bool some) {
+    static char name[128];
+    Error error;
+    models = safetensors_open(FIXTURES "models.safetensors", &error);
+    if (models) layers = safetensors_open(FIXTURES "layers.safetensors", &error);
+    if (!models || !layers) fail_with(&error);
+    FILE *file = fopen(FIXTURES "cases.txt", "r");
+    if (!file) fail(EXIT_INPUT, FIXTURES "cases.txt: %s. Run this from the repository's folder.", strerror(errno));
+    while (fgets(case_line, sizeof case_line, file)) {
+        if (strncmp(case_line, "case=", 5) != 0 || !strstr(case_line, word)) continue;
+        snprintf(name, sizeof name, "%.*s", (int)strcspn(case_line + 5, " "), case_line + 5);
+        case_name = name;
+        const char *kind = text_of("kind");
+        size_t i = 0;
+        while (i < count && strcmp(kinds[i].kind, kind) != 0) i++;
+        if (i == count && some) continue;
+        if (i == count) fail(EXIT_INPUT, FIXTURES "cases.txt: %s: unknown kind %s.", name, kind);
+        answers = strcmp(kind, "model") ? layers : models;
+        kinds[i].run();
+    }
+    fclose(file);
+    safetensors_close(models);
+    safetensors_close(layers);
+}
+
+// The verdict: what main() returns.
+static int cases_end(void) {
+    printf("%d passed, %d failed\n", passed, failed);
+    return failed || !passed ? 1 : 0;
+}
+
+#endif
