@@ -127,8 +127,10 @@ $(BUILD)/runtime/run.o: $(BUILD)/version
 # ---- the CUDA programs: by nvcc for GPUs, in $(BUILD)/cuda, and the same source by g++ for the CPU (dev/cuda_on_cpu), in $(BUILD)/on_cpu
 GPUS       ?= 80 90
 CU_PROGRAMS = train_gpt2 test_gpt2
-FLASH       = $(patsubst %.cu,%.o,$(wildcard attention/*.cu))
-EMULATOR    = $(patsubst %.cpp,$(BUILD)/on_cpu/%.o,$(wildcard dev/cuda_on_cpu/*.cpp))
+INSTANCES  := $(shell sed -n 's/^FLASH_INSTANCE.\([a-z0-9_]*\),.*/\1/p' attention/flash_instances.h 2>/dev/null)
+FLASH       = $(patsubst %.cu,%.o,$(filter-out attention/flash_instance.cu,$(wildcard attention/*.cu))) \
+              $(if $(ONLY),attention/flash_instance.o,$(INSTANCES:%=attention/flash_instance_%.o))
+EMULATOR    = $(patsubst %.cpp,$(BUILD)/on_cpu/%.o,$(filter-out $(if $(NCCL:0=),,%/nccl_on_cpu.cpp),$(wildcard dev/cuda_on_cpu/*.cpp)))
 
 comma      := ,
 architectures = $(foreach n,$(GPUS),-gencode arch=compute_$(n),code=sm_$(n)) -gencode arch=compute_$(lastword $(GPUS)),code=compute_$(lastword $(GPUS))
@@ -141,17 +143,20 @@ NVCCFLAGS   = $(CU_FLAGS) -O3 -lineinfo $(architectures) -Xcompiler -Wall,-Wextr
 RACES       = $(filter 1,$(TSAN))
 CXXFLAGS    = $(CU_FLAGS) -Idev/cuda_on_cpu -isystem $(CUDA)/include -O2 -g -fPIC -march=$(MARCH) -fno-math-errno -Wall -Wextra \
               -Wno-unknown-pragmas $(if $(filter 1,$(WERROR)),-Werror) $(SANITIZE) $(if $(RACES),,-fopenmp)
+MPI_FLAGS   = $(if $(filter 1,$(MPI)),-DUSE_MPI -DOMPI_SKIP_MPICXX $(shell $(MPICC) --showme:compile))
+compile_gpu = $(CUDA)/bin/nvcc $(NVCCFLAGS) -MF $(@:.o=.d) -c -o $@ $<
+compile_cpu = $(CXX) $(CXXFLAGS) $(if $(RACES),-fsanitize=thread) -x c++ -c -o $@ $<
 
 # cu_rules(cuda or on_cpu, how the programs' names end, prerequisites, libraries)
 define cu_rules
 $(CU_PROGRAMS:%=$(BIN)/%$(2)): $(BIN)/%$(2): $(BUILD)/$(1)/%.o $(BUILD)/$(1)/flash.a $(BUILD)/library.a $(3)
 	@echo '  LD  $$@'
-	@$(CXX) $(LDFLAGS) -o $$@ $$^ $(4) $(LDLIBS)
+	@$(CXX) $(LDFLAGS) -o $$@ $$(filter %.o,$$^) $$(filter %.a,$$^) $(4) $(LDLIBS)
 
 $(BUILD)/$(1)/tests/%: $(BUILD)/$(1)/dev/tests/%.o $(BUILD)/library.a $(3)
 	@mkdir -p $$(@D)
 	@echo '  LD  $$@'
-	@$(CXX) $(LDFLAGS) -o $$@ $$^ $(4) $(LDLIBS)
+	@$(CXX) $(LDFLAGS) -o $$@ $$(filter %.o,$$^) $$(filter %.a,$$^) $(4) $(LDLIBS)
 
 $(BUILD)/$(1)/flash.so: $(FLASH:%=$(BUILD)/$(1)/%) $(BUILD)/pic/library.a $(3)
 	@echo '  LD  $$@'
@@ -162,23 +167,34 @@ $(BUILD)/$(1)/flash.a: $(FLASH:%=$(BUILD)/$(1)/%)
 	@rm -f $$@
 	@ar rcs $$@ $$^
 endef
+$(BIN)/train_gpt2cu $(BIN)/train_gpt2cu_on_cpu: $(BUILD)/training.o
 $(eval $(call cu_rules,cuda,cu,,$$(GPU_LIBS)))
 $(eval $(call cu_rules,on_cpu,cu_on_cpu,$(BUILD)/on_cpu/emulator.a,-rdynamic -ldl))
 
 $(BUILD)/cuda/%.o: %.cu $(BUILD)/cuda/flags
 	@mkdir -p $(@D)
 	@echo '  NVCC $<'
-	@$(CUDA)/bin/nvcc $(NVCCFLAGS) -MF $(@:.o=.d) -c -o $@ $<
+	@$(compile_gpu)
+
+$(BUILD)/cuda/attention/flash_instance_%.o: attention/flash_instance.cu $(BUILD)/cuda/flags
+	@mkdir -p $(@D)
+	@echo '  NVCC $< $*'
+	@$(compile_gpu) -DINSTANCE=FLASH_$*
 
 $(BUILD)/on_cpu/%.o: %.cu $(BUILD)/on_cpu/flags
 	@mkdir -p $(@D)
 	@echo '  CXX $<'
-	@$(CXX) $(CXXFLAGS) $(if $(RACES),-fsanitize=thread) -x c++ -c -o $@ $<
+	@$(compile_cpu)
+
+$(BUILD)/on_cpu/attention/flash_instance_%.o: attention/flash_instance.cu $(BUILD)/on_cpu/flags
+	@mkdir -p $(@D)
+	@echo '  CXX $< $*'
+	@$(compile_cpu) -DINSTANCE=FLASH_$*
 
 $(BUILD)/on_cpu/%.o: %.cpp $(BUILD)/on_cpu/flags
 	@mkdir -p $(@D)
 	@echo '  CXX $<'
-	@$(CXX) $(CXXFLAGS) $(if $(USE_NCCL),$(MPI_FLAGS)) -c -o $@ $<
+	@$(CXX) $(CXXFLAGS) $(MPI_FLAGS) -c -o $@ $<
 
 $(BUILD)/on_cpu/emulator.a: $(EMULATOR)
 	@rm -f $@
