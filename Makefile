@@ -158,7 +158,7 @@ $(BUILD)/$(1)/tests/%: $(BUILD)/$(1)/dev/tests/%.o $(BUILD)/library.a $(3)
 	@echo '  LD  $$@'
 	@$(CXX) $(LDFLAGS) -o $$@ $$(filter %.o,$$^) $$(filter %.a,$$^) $(4) $(LDLIBS)
 
-$(BUILD)/$(1)/flash.so: $(FLASH:%=$(BUILD)/$(1)/%) $(BUILD)/pic/library.a $(3)
+$(BUILD)/$(1)/flash.so: $(BUILD)/$(1)/dev/tests/flash_so.o $(FLASH:%=$(BUILD)/$(1)/%) $(BUILD)/pic/library.a $(3)
 	@echo '  LD  $$@'
 	@$(CXX) $(LDFLAGS) -shared -o $$@ $$^ $(4) $(LDLIBS)
 

@@ -5,6 +5,7 @@
 // which of the two it is.
 //
 //   KERNEL, DEVICE                 before a kernel, before a device function
+//   UNROLL, UNROLL_NOT             before a loop
 //   SHARED_ARRAY(T, name, N)       an array of the block's in shared memory (never `__shared__`), uninitialised
 //   DYNAMIC_SHARED(T, name)        T *name, the block's dynamic shared memory, aligned to 128 bytes
 //   launch(kernel, grid, block, shared_bytes, stream, arguments...)
@@ -26,11 +27,15 @@ typedef __nv_bfloat16 bf16;
 
 #ifndef __CUDACC__
 #include "gpu_on_cpu.h"
+#define UNROLL
+#define UNROLL_NOT
 #else
 #include "kernels/check.h"
 
 #define KERNEL __global__
 #define DEVICE static __device__ __forceinline__
+#define UNROLL _Pragma("unroll")
+#define UNROLL_NOT _Pragma("unroll 1")
 #define SHARED_ARRAY(T, name, N) __shared__ T name[N]
 #define DYNAMIC_SHARED(T, name)                                   \
     extern __shared__ __align__(128) unsigned char dynamic_shared_[]; \

@@ -1,0 +1,134 @@
+// The host's side of flash.h: what is refused, the scratch, which instance, the kernels that all instances share.
+#include "kernels/gpu.cuh"
+
+#include "attention/flash.cuh"
+#include "runtime/error.h"
+
+#include <utility>
+
+void flash_check(FlashShape shape, size_t element) {
+    size_t HS = shape.HS, VS = shape.VS, pack = 16 / element;
+    if (HS != 48 && HS != 64 && HS != 128)
+        fail(EXIT_USAGE, "attention: no kernel for a head size of %zu; there are 48, 64 and 128 (channels over heads, see --model).", HS);
+    if (VS != HS && !(HS == 128 && VS % 8 == 0 && VS > 0))
+        fail(EXIT_USAGE, "attention: no kernel for values of size %zu with a head size of %zu; they are of the same size, or of any multiple of 8 with 128.", VS, HS);
+    if (shape.T < 1 || shape.T > 1 << 24 || shape.B < 1 || shape.NH < 1 || shape.B * shape.NH > 65535)
+        fail(EXIT_USAGE, "attention: %zu sequences of %zu tokens with %zu heads; expected 1 to 16,777,216 tokens, and at most 65,535 heads in all.", shape.B,
+             shape.T, shape.NH);
+    if (shape.q_row % pack || shape.k_row % pack || shape.v_row % pack || shape.out_row % pack)
+        fail(EXIT_USAGE, "attention: rows of %zu, %zu, %zu and %zu elements; expected multiples of %zu (16 bytes).", shape.q_row, shape.k_row, shape.v_row,
+             shape.out_row, pack);
+}
+
+// ---- scratch: prefix sums and their segments, for the posts that recenter; FlashRow and g of each row
+
+static bool recenters(FlashShape shape) {
+    int post = NORMALIZER_POST(shape.normalizer);
+    return post == POST_RECENTER || post == POST_RECENTER_L1;
+}
+
+static size_t rounded_up(size_t bytes) {
+    return (bytes + 255) / 256 * 256;
+}
+
+static size_t rows_of(FlashShape shape) {
+    return shape.B * shape.NH * shape.T;
+}
+
+static size_t segments_of(FlashShape shape) {
+    return shape.B * shape.NH * ((shape.T - 1) / SEGMENT + 1);
+}
+
+static size_t prefix_bytes(FlashShape shape) {
+    return recenters(shape) ? rounded_up(rows_of(shape) * shape.VS * sizeof(float)) : 0;
+}
+
+size_t flash_scratch(FlashShape shape) {
+    size_t prefix = prefix_bytes(shape), segments = prefix ? rounded_up(segments_of(shape) * shape.VS * sizeof(float)) : 0;
+    return rounded_up(rows_of(shape) * sizeof(FlashRow)) + rounded_up(rows_of(shape) * sizeof(float)) + prefix + segments;
+}
+
+template <class X>
+static FlashCall<X> call_of(FlashShape shape, FlashScalars scalars, const X *q, const X *k, const X *v, void *scratch) {
+    const Normalizer *a = shape.normalizer;
+    FlashCall<X> call = {};
+    call.q = q, call.k = k, call.v = v, call.scalars = scalars;
+    call.scale = a->scale, call.offset = a->offset, call.norm = a->norm;
+    call.phi = NORMALIZER_PHI(a), call.post = NORMALIZER_POST(a), call.power = (float)a->post.value;
+    call.B = (int)shape.B, call.T = (int)shape.T, call.NH = (int)shape.NH, call.VS = (int)shape.VS, call.L = shape.L;
+    call.q_row = shape.q_row, call.k_row = shape.k_row, call.v_row = shape.v_row, call.out_row = shape.out_row;
+    call.rows = (FlashRow *)scratch;
+    call.g = (float *)((char *)scratch + rounded_up(rows_of(shape) * sizeof(FlashRow)));
+    if (recenters(shape)) call.prefix = (float *)((char *)call.g + rounded_up(rows_of(shape) * sizeof(float)));
+    return call;
+}
+
+template <class X>
+static void prefix_sums(const FlashCall<X> &call, FlashShape shape, cudaStream_t stream) {
+    if (!call.prefix) return;
+    float *prefix = (float *)call.prefix, *segments = (float *)((char *)prefix + prefix_bytes(shape));
+    dim3 grid((call.T - 1) / SEGMENT + 1, call.B * call.NH, (call.VS - 1) / 128 + 1);
+    launch(flash_segments_kernel<X>, grid, dim3(128), 0, stream, segments, call.v, call.v_row, call.T, call.NH, call.VS);
+    launch(flash_prefix_kernel<X>, grid, dim3(128), 0, stream, prefix, segments, call.v, call.v_row, call.T, call.NH, call.VS);
+}
+
+// ---- which instance
+
+template <class X>
+struct Pass {
+    void (*forward)(const FlashCall<X> &, int, cudaStream_t), (*backward)(const FlashCall<X> &, int, cudaStream_t);
+    float in_unit;
+};
+
+template <class X, int instance>
+static void pass_if(Pass<X> *pass, int wanted) {
+    if constexpr (flash_is_built(instance) && flash_instances[instance].element == sizeof(X))
+        if (instance == wanted) *pass = {flash_instance_forward<instance>, flash_instance_backward<instance>, unit<X, flash_instances[instance].phi>};
+}
+
+template <class X, int... all>
+static Pass<X> pass_of(const FlashCall<X> &call, std::integer_sequence<int, all...>) {
+    Pass<X> pass = {};
+    (pass_if<X, all>(&pass, flash_find(sizeof(X), call.phi, call.post)), ...);
+    return pass;
+}
+
+template <class X>
+static Pass<X> pass_of(const FlashCall<X> &call) {
+    return pass_of(call, std::make_integer_sequence<int, FLASH_INSTANCE_COUNT>());
+}
+
+// ---- the passes
+
+template <class X>
+void flash_forward(X *out, float *stats, unsigned long long *rows_without_weight, const X *q, const X *k, const X *v, FlashScalars scalars,
+                   FlashShape shape, void *scratch, cudaStream_t stream) {
+    flash_check(shape, sizeof(X));
+    FlashCall<X> call = call_of(shape, scalars, q, k, v, scratch);
+    call.out = out, call.stats = stats, call.rows_without_weight = rows_without_weight;
+    if (call.post == POST_RECENTER) prefix_sums(call, shape, stream);
+    pass_of(call).forward(call, (int)shape.HS, stream);
+}
+
+template <class X>
+void flash_backward(X *dq, X *dk, X *dv, FlashScalarGrads grads, const X *dout, const X *out, const float *stats, const X *q, const X *k,
+                    const X *v, FlashScalars scalars, FlashShape shape, void *scratch, cudaStream_t stream) {
+    flash_check(shape, sizeof(X));
+    FlashCall<X> call = call_of(shape, scalars, q, k, v, scratch);
+    call.out = const_cast<X *>(out), call.stats = const_cast<float *>(stats), call.dout = dout;
+    call.dq = dq, call.dk = dk, call.dv = dv;
+    if (!grads.s && !grads.b && !grads.p) call.g = NULL;
+    prefix_sums(call, shape, stream);
+    Pass<X> pass = pass_of(call);
+    pass.backward(call, (int)shape.HS, stream);
+    if (grads.s || grads.b || grads.sink)
+        launch(flash_scalars_kernel<X>, dim3(call.NH), dim3(SCALAR_THREADS), 0, stream, grads, call, (int)shape.HS, pass.in_unit);
+    if (grads.p) launch(flash_p_kernel<X>, dim3((call.T - 1) / 128 + 1), dim3(128), 0, stream, grads.p, call, (int)shape.HS);
+}
+
+#define INSTANTIATE(X)                                                                                                                        \
+    template void flash_forward(X *, float *, unsigned long long *, const X *, const X *, const X *, FlashScalars, FlashShape, void *, cudaStream_t); \
+    template void flash_backward(X *, X *, X *, FlashScalarGrads, const X *, const X *, const float *, const X *, const X *, const X *, FlashScalars, \
+                                 FlashShape, void *, cudaStream_t);
+INSTANTIATE(bf16)
+INSTANTIATE(float)

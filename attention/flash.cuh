@@ -1,0 +1,1083 @@
+// Fused attention for the whole family of attention/normalizer.h: the kernels. A block of threads owns some rows of queries (in the
+// kernel of dk and dv: of keys) and goes over the other side tile by tile; scores live in registers alone.
+//
+//   forward     O = A V by row blocks: S = Q Kᵀ, weights up to what is known of the row so far, O += W V; what is only known at the row's
+//               end (1/Z, a mean) is applied then. Two sweeps over the keys for recenter-l1 and reweight, whose weights need Z first.
+//   backward    a kernel of rows (D and the like), one of dq by row blocks, one of dk and dv by key blocks; the scores are computed
+//               again in both. Seven products of T×T×HS where one kernel could do with five, by adding to dq from many blocks: in an
+//               order that varies, or with a wait of each for the one before. These two have one order and need neither.
+//
+// Products are mma.m16n8k16 of bf16 with sums in float32. A float is a sum of three bf16, x = x0 + x1 + x2 to 2^-24, and a product of
+// floats the six products of parts i and j with i + j < 3: float32's exactness at a sixth of the speed, with the same kernels.
+//
+// A row's numbers: z = scale s + bias, f = phi(z), in the forward pass
+//   exp, expm1 over their sum    bias = o - shift, shift the largest z so far (what is summed is multiplied by exp(old - new shift))
+//   else                         bias = o
+//   plain                        out = (f · V)/Z, negated or of max(f, 0) where post says so
+//   recenter                     out = (f · V)/Z - mean sum_{j <= i} v_j, mean = sum f/(Z n), the sums of v by two small kernels before
+//   recenter-l1                  w = f factor - mean, factor = 1/Z, out = (w · V)/sum |w|
+//   reweight                     r = f factor - mean within [0, 1], factor = n/(Z top), mean = 1/top, top the largest f n/Z - 1,
+//                                w = r^P, out = (w · V)/sum w: at most 1, so that no power overflows
+// and in the backward pass, with d_ij = dO_i · v_j, W_ij the weight that v_j had, sgn the sign
+//   plain                        W = factor f,           df = factor (d - sgn(f) D),            D = dO_i · O_i, 0 where Z is fixed
+//   recenter                     W = factor f - mean,    df = factor (d - less - sgn(f) D),     less = dO_i · sum_{j <= i} v_j / n
+//   recenter-l1                  W = factor f - mean,    df = factor (d - less - sgn(W) D),     less = (that sum - D sum_j sgn(W))/n
+//                                (factor and mean over sum |w| now; D's part by Z is 0, as the scale of f leaves W)
+//   reweight                     W = r^P inverse_sum,    df = factor P r^(P-1) inverse_sum (d - D) - sgn(f) less,
+//                                less = sum_j f df'/Z² of the df' without less: a sweep of its own before that of dq
+//   dz = df phi'(z),  dq_i = c sum_j dz k_j,  dk_j = sum_i c dz q_i,  dv_j = sum_i W dO_i,  g_i = sum_j dz s
+//
+// The gated unit's wide v (VS > 128) goes by columns, HS at a time: the forward pass and dv as if they were heads; d_ij for dq and dk is
+// summed over the columns' tiles (WIDE).
+//
+// Limits: FlashShape. Tested by dev/tests/test_flash.py.
+#ifndef ATTENTION_FLASH_CUH
+#define ATTENTION_FLASH_CUH
+
+#include "kernels/gpu.cuh"
+
+#include "attention/flash.h"
+
+// ---------------------------------------------------------------------------------------------------------------------------
+// Sizes
+
+// A block's own rows are 16·TILES a warp; the other side comes in tiles of STREAM rows, of which CHUNK at a time have scores in registers.
+// KEEP: the own factors of the products stay in registers.
+template <int TILES_, int STREAM_, int CHUNK_, bool KEEP_>
+struct FlashPlan {
+    enum { WARPS = 4, THREADS = 32 * WARPS, TILES = TILES_, OWN = 16 * TILES * WARPS, STREAM = STREAM_, CHUNK = CHUNK_, NT = CHUNK / 8, KEEP = KEEP_ };
+};
+
+template <class X>
+constexpr bool is_bf16 = sizeof(X) == 2;
+
+// With a maximum that moves, a chunk is a whole tile: what was summed is rescaled once for each.
+template <class X, int HS, int PHI>
+struct ForwardPlan : FlashPlan<is_bf16<X> ? 2 : 1, is_bf16<X> ? 64 : 32, !is_bf16<X> ? 16 : PHI == PHI_EXP ? (HS > 64 ? 32 : 64) : PHI >= 0 ? 32 : 16,
+                               is_bf16<X> && HS <= 64> {};
+
+template <class X, int HS, bool WIDE>
+struct RowsPlan : FlashPlan<is_bf16<X> && HS <= 64 ? 2 : 1, is_bf16<X> && !WIDE ? 64 : 32, WIDE ? 32 : 16, is_bf16<X> && HS <= 64> {};
+
+template <class X, int HS, bool WIDE>
+struct KeysPlan : FlashPlan<is_bf16<X> && HS <= 64 ? 2 : 1, is_bf16<X> && !WIDE ? 64 : 32, WIDE ? 32 : 16, false> {};
+
+// From one row of a shared tile to the next: 8 elements of padding make it an odd number of 16 bytes in bf16, so that the 8 rows that
+// ldmatrix reads together lie in different banks; of floats, 8 banks on.
+template <int C>
+constexpr int tile_step = C + 8;
+
+// ---------------------------------------------------------------------------------------------------------------------------
+// Tiles and fragments
+
+// tile (R,C) from rows `row` elements apart; what is past `rows` or `columns` is 0. To be committed and waited for.
+template <int R, int C, int THREADS, class X>
+DEVICE void tile_load(X *tile, const X *from, size_t row, int rows, int columns) {
+    enum { PACK = 16 / sizeof(X), A_ROW = C / PACK };
+    for (int i = threadIdx.x; i < R * A_ROW; i += THREADS) {
+        int r = i / A_ROW, c = i % A_ROW * PACK;
+        bool valid = r < rows && c < columns;
+        copy_async_16(tile + r * tile_step<C> + c, from + (valid ? r * row + c : 0), valid);
+    }
+}
+
+// A lane's part of a factor of mma_m16n8k16: N registers of pairs, for each of the bf16 that an X is the sum of.
+template <class X, int N>
+struct Fragment {
+    enum { PARTS = is_bf16<X> ? 1 : 3 };
+    uint32_t part[PARTS][N];
+};
+
+template <class X, int N>
+DEVICE void fragment_set(Fragment<X, N> &a, int i, float x, float y) {
+    a.part[0][i] = pack_bf16(x, y);
+    UNROLL
+    for (int p = 1; p < Fragment<X, N>::PARTS; p++) {
+        x -= unpack_low(a.part[p - 1][i]), y -= unpack_high(a.part[p - 1][i]);
+        a.part[p][i] = pack_bf16(x, y);
+    }
+}
+
+// d (16,8) += a (16,16) · b (16,8), the smallest products first.
+template <class X>
+DEVICE void fragment_multiply(float (&d)[4], const Fragment<X, 4> &a, const Fragment<X, 2> &b) {
+    UNROLL
+    for (int order = Fragment<X, 4>::PARTS - 1; order >= 0; order--) {
+        UNROLL
+        for (int i = 0; i <= order; i++) mma_m16n8k16(d, a.part[i], b.part[order - i]);
+    }
+}
+
+// The left factor (16,16) from rows of a tile.
+template <int STEP>
+DEVICE void load_left(Fragment<bf16, 4> &a, const bf16 *tile) {
+    int lane = threadIdx.x % 32;
+    ldmatrix_x4(a.part[0], tile + lane % 16 * STEP + lane / 16 * 8);
+}
+
+template <int STEP>
+DEVICE void load_left(Fragment<float, 4> &a, const float *tile) {
+    int lane = threadIdx.x % 32;
+    const float *at = tile + lane / 4 * STEP + lane % 4 * 2;
+    UNROLL
+    for (int i = 0; i < 4; i++) {
+        float2 x = *(const float2 *)(at + i % 2 * 8 * STEP + i / 2 * 8);
+        fragment_set(a, i, x.x, x.y);
+    }
+}
+
+// Two right factors (16,8) side by side, whose 16 columns are rows of the tile.
+template <int STEP>
+DEVICE void load_right(Fragment<bf16, 2> (&b)[2], const bf16 *tile) {
+    int lane = threadIdx.x % 32;
+    uint32_t r[4];
+    ldmatrix_x4(r, tile + (lane % 8 + lane / 16 * 8) * STEP + lane / 8 % 2 * 8);
+    b[0].part[0][0] = r[0], b[0].part[0][1] = r[1], b[1].part[0][0] = r[2], b[1].part[0][1] = r[3];
+}
+
+template <int STEP>
+DEVICE void load_right(Fragment<float, 2> (&b)[2], const float *tile) {
+    int lane = threadIdx.x % 32;
+    const float *at = tile + lane / 4 * STEP + lane % 4 * 2;
+    UNROLL
+    for (int i = 0; i < 4; i++) {
+        float2 x = *(const float2 *)(at + i / 2 * 8 * STEP + i % 2 * 8);
+        fragment_set(b[i / 2], i % 2, x.x, x.y);
+    }
+}
+
+// The same from a tile whose rows are their rows.
+template <int STEP>
+DEVICE void load_right_transposed(Fragment<bf16, 2> (&b)[2], const bf16 *tile) {
+    int lane = threadIdx.x % 32;
+    uint32_t r[4];
+    ldmatrix_x4_transposed(r, tile + lane % 16 * STEP + lane / 16 * 8);
+    b[0].part[0][0] = r[0], b[0].part[0][1] = r[1], b[1].part[0][0] = r[2], b[1].part[0][1] = r[3];
+}
+
+template <int STEP>
+DEVICE void load_right_transposed(Fragment<float, 2> (&b)[2], const float *tile) {
+    int lane = threadIdx.x % 32;
+    const float *at = tile + lane % 4 * 2 * STEP + lane / 4;
+    UNROLL
+    for (int i = 0; i < 4; i++) {
+        const float *x = at + i % 2 * 8 * STEP + i / 2 * 8;
+        fragment_set(b[i / 2], i % 2, x[0], x[STEP]);
+    }
+}
+
+// A warp's own rows of a tile (16·TILES, HS) as left factors.
+template <class X, int HS, int TILES, bool KEEP>
+struct Own {
+    const X *tile;
+    Fragment<X, 4> kept[KEEP ? HS / 16 : 1][TILES];
+};
+
+template <class X, int HS, int TILES, bool KEEP>
+DEVICE void own_get(Fragment<X, 4> (&a)[TILES], const Own<X, HS, TILES, KEEP> &own, int k) {
+    UNROLL
+    for (int m = 0; m < TILES; m++) {
+        if (KEEP) a[m] = own.kept[KEEP ? k : 0][m];
+        else load_left<tile_step<HS>>(a[m], own.tile + m * 16 * tile_step<HS> + k * 16);
+    }
+}
+
+template <class X, int HS, int TILES, bool KEEP>
+DEVICE void own_keep(Own<X, HS, TILES, KEEP> &own) {
+    UNROLL
+    for (int k = 0; KEEP && k < HS / 16; k++) {
+        UNROLL
+        for (int m = 0; m < TILES; m++)
+            load_left<tile_step<HS>>(own.kept[KEEP ? k : 0][m], own.tile + m * 16 * tile_step<HS> + k * 16);
+    }
+}
+
+// s[m][nt] (16,8) += own rows · 8 NT rows of a tile
+template <class X, int HS, int TILES, bool KEEP, int NT>
+DEVICE void product_by_rows(float (&s)[TILES][NT][4], const Own<X, HS, TILES, KEEP> &own, const X *tile) {
+    UNROLL
+    for (int k = 0; k < HS / 16; k++) {
+        Fragment<X, 4> a[TILES];
+        own_get(a, own, k);
+        UNROLL
+        for (int pair = 0; pair < NT / 2; pair++) {
+            Fragment<X, 2> b[2];
+            load_right<tile_step<HS>>(b, tile + pair * 16 * tile_step<HS> + k * 16);
+            UNROLL
+            for (int m = 0; m < TILES; m++) fragment_multiply<X>(s[m][2 * pair], a[m], b[0]), fragment_multiply<X>(s[m][2 * pair + 1], a[m], b[1]);
+        }
+    }
+}
+
+// sum[m][c] (16,8) += w (16 TILES, 8 NT) · a tile (8 NT, HS), w as the products above leave it
+template <class X, int HS, int TILES, int NT>
+DEVICE void product_by_columns(float (&sum)[TILES][HS / 8][4], const float (&w)[TILES][NT][4], const X *tile) {
+    UNROLL
+    for (int k = 0; k < NT / 2; k++) {
+        Fragment<X, 4> a[TILES];
+        UNROLL
+        for (int m = 0; m < TILES; m++) {
+            UNROLL
+            for (int i = 0; i < 4; i++) fragment_set(a[m], i, w[m][2 * k + i / 2][i % 2 * 2], w[m][2 * k + i / 2][i % 2 * 2 + 1]);
+        }
+        UNROLL
+        for (int pair = 0; pair < HS / 16; pair++) {
+            Fragment<X, 2> b[2];
+            load_right_transposed<tile_step<HS>>(b, tile + k * 16 * tile_step<HS> + pair * 16);
+            UNROLL
+            for (int m = 0; m < TILES; m++) fragment_multiply<X>(sum[m][2 * pair], a[m], b[0]), fragment_multiply<X>(sum[m][2 * pair + 1], a[m], b[1]);
+        }
+    }
+}
+
+template <int TILES, int NT>
+DEVICE void set_zero(float (&s)[TILES][NT][4]) {
+    UNROLL
+    for (int m = 0; m < TILES; m++) {
+        UNROLL
+        for (int nt = 0; nt < NT; nt++) s[m][nt][0] = s[m][nt][1] = s[m][nt][2] = s[m][nt][3] = 0;
+    }
+}
+
+DEVICE void store_pair(float *to, float x, float y) {
+    *(float2 *)to = make_float2(x, y);
+}
+
+DEVICE void store_pair(bf16 *to, float x, float y) {
+    *(uint32_t *)to = pack_bf16(x, y);
+}
+
+// Rows of `sum`, each times its factor, to `to`, the address of the warp's first row and column; the first `rows` rows and `columns`.
+template <class X, int TILES, int CT>
+DEVICE void store_rows(X *to, size_t row, const float (&sum)[TILES][CT][4], const float (&factor)[2 * TILES], int rows, int columns) {
+    int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    UNROLL
+    for (int r = 0; r < 2 * TILES; r++) {
+        if (8 * r + g >= rows) continue;
+        UNROLL
+        for (int c = 0; c < CT; c++) {
+            const float *x = sum[r / 2][c] + r % 2 * 2;
+            if (8 * c < columns) store_pair(to + (8 * r + g) * row + 8 * c + 2 * t, x[0] * factor[r], x[1] * factor[r]);
+        }
+    }
+}
+
+// Of a row's four lanes; every one gets the result.
+DEVICE float row_sum(float x) {
+    x += __shfl_xor_sync(0xFFFFFFFFu, x, 1);
+    return x + __shfl_xor_sync(0xFFFFFFFFu, x, 2);
+}
+
+DEVICE float row_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, 1));
+    return fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, 2));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------------
+// Rows: phi, powers, places
+
+// In these instances z is in units of ln 2, its 1/ln 2 in the scale and the bias, so that exp is one instruction.
+template <class X, int PHI>
+constexpr bool by_log2 = is_bf16<X> && PHI == PHI_EXP;
+
+template <class X, int PHI>
+constexpr float unit = by_log2<X, PHI> ? 1.4426950408889634f : 1.0f;
+
+template <class X, int PHI>
+DEVICE float exp_of(float x) {
+    return by_log2<X, PHI> ? exp2_fast(x) : is_bf16<X> ? exp2_fast(x * 1.4426950408889634f) : expf(x);
+}
+
+// phi_both. Under bf16 its special functions are the fast ones, which are far more exact than bf16; a phi that has no case here goes by
+// its formula in normalizer.h.
+template <class X, int PHI, int KIND>
+DEVICE void phi_at(float z, float one, float *f, float *slope) {
+    if (is_bf16<X> && KIND == PHI_EXP) {
+        *f = *slope = exp_of<X, PHI>(z);
+    } else if (is_bf16<X> && KIND == PHI_EXPM1) {
+        *slope = exp_of<X, PHI>(z);
+        *f = *slope - one;
+    } else if (is_bf16<X> && KIND == PHI_SIGMOID) {
+        *f = reciprocal_fast(1 + exp_of<X, PHI>(-z));
+        *slope = *f * (1 - *f);
+    } else if (is_bf16<X> && KIND == PHI_SOFTPLUS) {                // log2_fast is as exact as 1 + e is; a small e is its own logarithm
+        float e = exp_of<X, PHI>(-fabsf(z)), log1p = e < 0x1p-9f ? e - 0.5f * e * e : 0.6931471805599453f * log2_fast(1 + e);
+        *f = (z < 0 ? 0 : z) + log1p;
+        *slope = (z < 0 ? e : 1) * reciprocal_fast(1 + e);
+    } else if (is_bf16<X> && KIND == PHI_MISH) {
+        float e = exp_of<X, PHI>(z > 20 ? 20 : z), w = e * (e + 2), rest = 2 * reciprocal_fast(w + 2), t = w * (0.5f * rest);
+        *f = z * t;
+        *slope = t + z * (rest * (1 + t)) * (e * reciprocal_fast(1 + e));
+    } else {
+        phi_both(KIND, z, one, f, slope);
+    }
+}
+
+// z (N) in, phi(z) out, and its slope. The switch, where there is one, stands outside the loop.
+//   BY_COLUMN: element e is of row e % 2 of the two that a lane has of an mma's columns; else of row e / 2 of those that it owns.
+template <class X, int PHI, bool BY_COLUMN, int N, class Row>
+DEVICE void phi_values(int phi, float (&z)[N], float (&slope)[N], const Row *row) {
+#define VALUES(kind_)                                                                                       \
+    {                                                                                                       \
+        UNROLL                                                                                              \
+        for (int e = 0; e < N; e++) phi_at<X, PHI, kind_>(z[e], row[BY_COLUMN ? e % 2 : e / 2].one, &z[e], &slope[e]); \
+    }
+#define CASE(kind_, ...) case kind_: VALUES(kind_) break;
+    if (PHI >= 0) VALUES(PHI) else switch (phi) { PHI_VALUES(CASE) }
+#undef CASE
+#undef VALUES
+}
+
+// w (N), each in [0, 1], to the power P: a whole number by multiplications.
+template <class X, int N>
+DEVICE void power(float (&w)[N], float P) {
+    int whole = (int)P;
+    if ((float)whole == P && whole <= 64) {
+        float x[N];
+        UNROLL
+        for (int e = 0; e < N; e++) x[e] = w[e], w[e] = 1;
+        for (; whole > 0; whole /= 2) {
+            if (whole % 2) {
+                UNROLL
+                for (int e = 0; e < N; e++) w[e] *= x[e];
+            }
+            UNROLL
+            for (int e = 0; e < N; e++) x[e] *= x[e];
+        }
+    } else {
+        UNROLL
+        for (int e = 0; e < N; e++) w[e] = w[e] > 0 ? (is_bf16<X> ? exp2_fast(P * log2_fast(w[e])) : powf(w[e], P)) : w[e];
+    }
+}
+
+// Row `row` of head h. Rows past T, whose results nobody sees, are like the last.
+template <class X>
+DEVICE RowPlace place_of(const FlashCall<X> &call, int HS, int h, int row) {
+    int n = row < call.T ? row + 1 : call.T;
+    FlashScalars x = call.scalars;
+    return {n, call.T, call.L, HS, x.s ? x.s[h] : 1, x.b ? x.b[h] : 0, x.p ? x.p[n - 1] : 1, x.sink ? x.sink[h] : 0};
+}
+
+template <class X, int POST>
+DEVICE bool is_reweight(const FlashCall<X> &call) {
+    return POST == FLASH_REWEIGHT || (POST == FLASH_TWO_SWEEPS && call.post == POST_REWEIGHT);
+}
+
+// An element e of a chunk, e = 4 m + i, that has key > row, is not visible.
+template <bool BY_COLUMN>
+DEVICE bool is_visible(int own, int other, int e) {
+    int lane = threadIdx.x % 32;
+    own += e / 4 * 16 + e % 4 / 2 * 8 + lane / 4, other += lane % 4 * 2 + e % 2;
+    return BY_COLUMN ? own <= other : other <= own;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------------
+// Forward
+
+// x with the sign of `of`; 0 where that is 0.
+DEVICE float signed_as(float x, float of) {
+    return of < 0 ? -x : of > 0 ? x : 0;
+}
+
+struct ForwardRow {
+    float scale, offset, bias, shift, one;
+    float sum, sum_signed, largest;           // of |f|, of f; the largest f
+    float factor, mean, left, signs;          // of the second sweep: w from f, the sum of |w|, of their signs
+};
+
+// Scores that are not visible take no part in the largest.
+template <int TILES, int NT>
+DEVICE void forward_hide(float (&s)[TILES][NT][4], int own, int other) {
+    UNROLL
+    for (int nt = 0; nt < NT; nt++) {
+        UNROLL
+        for (int e = 0; e < 4 * TILES; e++)
+            if (!is_visible<false>(own, other + 8 * nt, e)) s[e / 4][nt][e % 4] = -INFINITY;
+    }
+}
+
+// The row's shift is brought to the largest z so far, and with it all that was summed.
+template <class X, int HS, int PHI, int TILES, int NT>
+DEVICE void forward_shift(ForwardRow (&row)[2 * TILES], float (&sum)[TILES][HS / 8][4], const float (&s)[TILES][NT][4], bool sums) {
+    UNROLL
+    for (int r = 0; r < 2 * TILES; r++) {
+        float top = -INFINITY;
+        UNROLL
+        for (int nt = 0; nt < NT; nt++) top = fmaxf(top, fmaxf(s[r / 2][nt][r % 2 * 2], s[r / 2][nt][r % 2 * 2 + 1]));
+        float shift = fmaxf(row[r].shift, row[r].scale * row_max(top) + row[r].offset), by = exp_of<X, PHI>(row[r].shift - shift);
+        row[r].shift = shift;
+        row[r].bias = row[r].offset - shift;
+        row[r].one = exp_of<X, PHI>(-shift);
+        row[r].sum *= by, row[r].sum_signed *= by, row[r].largest *= by;
+        UNROLL
+        for (int c = 0; sums && c < HS / 8; c++) sum[r / 2][c][r % 2 * 2] *= by, sum[r / 2][c][r % 2 * 2 + 1] *= by;
+    }
+}
+
+// s: scores in, f out, 0 where not visible.
+template <class X, int PHI, int TILES, int NT>
+DEVICE void forward_values(int phi, float (&s)[TILES][NT][4], const ForwardRow (&row)[2 * TILES], bool masked, int own, int other) {
+    UNROLL
+    for (int nt = 0; nt < NT; nt++) {
+        float z[4 * TILES], slope[4 * TILES];
+        UNROLL
+        for (int e = 0; e < 4 * TILES; e++) z[e] = s[e / 4][nt][e % 4] * row[e / 2].scale + row[e / 2].bias;
+        phi_values<X, PHI, false>(phi, z, slope, row);
+        UNROLL
+        for (int e = 0; e < 4 * TILES; e++) s[e / 4][nt][e % 4] = masked && !is_visible<false>(own, other + 8 * nt, e) ? 0 : z[e];
+    }
+}
+
+template <int TILES, int NT>
+DEVICE void forward_sums(ForwardRow (&row)[2 * TILES], const float (&f)[TILES][NT][4], bool is_signed, bool largest) {
+    UNROLL
+    for (int nt = 0; nt < NT; nt++) {
+        UNROLL
+        for (int e = 0; e < 4 * TILES; e++) {
+            float x = f[e / 4][nt][e % 4];
+            row[e / 2].sum += is_signed ? fabsf(x) : x;
+            if (is_signed) row[e / 2].sum_signed += x;
+            if (largest) row[e / 2].largest = fmaxf(row[e / 2].largest, x);
+        }
+    }
+}
+
+// What the row's four lanes have summed, together.
+DEVICE void forward_total(ForwardRow &row, bool is_signed) {
+    row.sum = row_sum(row.sum);
+    row.sum_signed = is_signed ? row_sum(row.sum_signed) : row.sum;
+    row.largest = row_max(row.largest);
+}
+
+template <int TILES, int NT>
+DEVICE void forward_rectify(float (&f)[TILES][NT][4]) {
+    UNROLL
+    for (int nt = 0; nt < NT; nt++) {
+        UNROLL
+        for (int e = 0; e < 4 * TILES; e++) f[e / 4][nt][e % 4] = f[e / 4][nt][e % 4] < 0 ? 0 : f[e / 4][nt][e % 4];
+    }
+}
+
+// Between two sweeps: from Z and the largest f, what makes w of f.
+template <class X, int PHI>
+DEVICE void forward_between(ForwardRow &row, const FlashCall<X> &call, RowPlace at, bool reweight) {
+    float inverse = row_inverse(call.norm, at, row.sum, row.shift / unit<X, PHI>), n = (float)at.n;
+    row.factor = inverse;
+    row.mean = 0;
+    if (reweight) {
+        float from = at.n > POST_FROM ? 1 : 0, top = row.largest * (inverse * n) - from;
+        // In a row of equal weights this is 0 but for rounding, which must not be mistaken for weight.
+        if (from > 0 && top < 32 * FLT_EPSILON) top = 0;
+        row.largest = top < 0 ? 0 : top;
+        row.factor = inverse * n * inverse_or_zero(row.largest);
+        row.mean = from * inverse_or_zero(row.largest);
+    } else if (at.n > POST_FROM) {
+        row.mean = row.sum_signed * inverse / n;
+    }
+}
+
+// f in, w out, and their sums.
+template <class X, int TILES, int NT>
+DEVICE void forward_weights(float (&f)[TILES][NT][4], ForwardRow (&row)[2 * TILES], bool reweight, float P, bool masked, int own, int other) {
+    UNROLL
+    for (int nt = 0; nt < NT; nt++) {
+        float w[4 * TILES];
+        UNROLL
+        for (int e = 0; e < 4 * TILES; e++) w[e] = f[e / 4][nt][e % 4] * row[e / 2].factor - row[e / 2].mean;
+        if (reweight) {
+            UNROLL
+            for (int e = 0; e < 4 * TILES; e++) w[e] = w[e] < 0 ? 0 : w[e] > 1 ? 1 : w[e];
+            power<X>(w, P);
+        }
+        UNROLL
+        for (int e = 0; e < 4 * TILES; e++) {
+            if (masked && !is_visible<false>(own, other + 8 * nt, e)) w[e] = 0;
+            row[e / 2].left += fabsf(w[e]);
+            if (!reweight) row[e / 2].signs += w[e] < 0 ? -1 : w[e] > 0 ? 1 : 0;
+            f[e / 4][nt][e % 4] = w[e];
+        }
+    }
+}
+
+// The row's end: returns what multiplies its sum and writes its statistics, of which the backward pass makes a FlashRow:
+//   bias, factor, mean, the sum of the signs (recenter-l1); or bias, 1/Z, top, 1/sum w (reweight)
+template <class X, int PHI, int POST>
+DEVICE float forward_end(float4 *stats, ForwardRow &row, const FlashCall<X> &call, RowPlace at, bool *weight) {
+    bool late = at.n > POST_FROM;
+    float inverse = row_inverse(call.norm, at, row.sum, row.shift / unit<X, PHI>), left = row.sum, by = inverse;
+    *stats = make_float4(row.bias, inverse, 0, 0);
+    if (POST == FLASH_PLAIN) {
+        if (call.post == POST_NEGATE) stats->y = by = -inverse;
+        if (call.post == POST_RECTIFY) left = row.sum + row.sum_signed;
+    } else if (POST == FLASH_RECENTER) {
+        stats->z = row.mean = late ? row.sum_signed * inverse / (float)at.n : 0;
+    } else if (is_reweight<X, POST>(call)) {
+        left = row.left;
+        stats->z = row.largest;
+        stats->w = by = inverse_or_zero(left);
+    } else {
+        if (late) left = row.left;
+        by = late ? inverse_or_zero(left) : 1;
+        *stats = make_float4(row.bias, inverse * by, row.mean * by, row.signs);
+    }
+    *weight = row.sum != 0 && left != 0 && inverse != 0;
+    return by;
+}
+
+// sum = sum · by - mean · prefix, and by = 1. prefix: the address of the warp's first row and column, rows `step` apart.
+template <int HS, int TILES>
+DEVICE void forward_recenter(float (&sum)[TILES][HS / 8][4], const ForwardRow (&row)[2 * TILES], float (&by)[2 * TILES], const float *prefix,
+                             size_t step, int rows, int columns) {
+    int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    UNROLL
+    for (int r = 0; r < 2 * TILES; r++) {
+        if (8 * r + g >= rows) continue;
+        UNROLL
+        for (int c = 0; c < HS / 8; c++) {
+            if (8 * c >= columns) continue;
+            float2 p = *(const float2 *)(prefix + (8 * r + g) * step + 8 * c + 2 * t);
+            float *x = sum[r / 2][c] + r % 2 * 2;
+            x[0] = x[0] * by[r] - row[r].mean * p.x, x[1] = x[1] * by[r] - row[r].mean * p.y;
+        }
+        by[r] = 1;
+    }
+}
+
+// Rows of queries whose scale is negative are negated, and the scale with them, so that the largest score has the largest z.
+template <class X, int HS, int OWN, int THREADS>
+DEVICE void negate_rows(X *q_tile, const FlashCall<X> &call, int h, int row0) {
+    for (int r = threadIdx.x; r < OWN; r += THREADS)
+        if (row_scale(call.scale, place_of(call, HS, h, row0 + r)) < 0)
+            for (int c = 0; c < HS; c++) set_float(q_tile[r * tile_step<HS> + c], -to_float(q_tile[r * tile_step<HS> + c]));
+}
+
+template <class X, int HS, int PHI, int POST>
+KERNEL void flash_forward_kernel(const FlashCall<X> call) {
+    typedef ForwardPlan<X, HS, PHI> P;
+    enum { TILES = P::TILES, OWN = P::OWN, KEYS = P::STREAM, CHUNK = P::CHUNK, NT = P::NT, STEP = tile_step<HS>, THREADS = P::THREADS };
+    DYNAMIC_SHARED(X, shared);
+    X *q_tile = shared, *k_tiles = q_tile + OWN * STEP, *v_tiles = k_tiles + 2 * KEYS * STEP;
+    int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, T = call.T, b = blockIdx.y / call.NH, h = blockIdx.y % call.NH;
+    int row0 = (gridDim.x - 1 - blockIdx.x) * OWN, warp_row = row0 + warp * 16 * TILES;            // the longest rows first
+    int column0 = blockIdx.z * HS, columns = call.VS - column0;
+    const X *q = call.q + (size_t)b * T * call.q_row + h * HS, *k = call.k + (size_t)b * T * call.k_row + h * HS;
+    const X *v = call.v + (size_t)b * T * call.v_row + (size_t)h * call.VS + column0;
+    const int phi = PHI >= 0 ? PHI : call.phi;
+    const bool relative = subtracts_maximum(phi, call.norm), is_signed = phi_signed(phi), reweight = is_reweight<X, POST>(call);
+
+    ForwardRow row[2 * TILES];
+    UNROLL
+    for (int r = 0; r < 2 * TILES; r++) {
+        RowPlace at = place_of(call, HS, h, warp_row + 8 * r + g);
+        row[r] = {row_scale(call.scale, at) * unit<X, PHI>, row_offset(call.offset, at) * unit<X, PHI>, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0};
+        if (relative) row[r].scale = fabsf(row[r].scale), row[r].shift = least_maximum(phi, call.norm, at) * unit<X, PHI>;
+        else row[r].bias = row[r].offset, row[r].one = 1;
+    }
+    float sum[TILES][HS / 8][4];
+    set_zero(sum);
+
+
+    int last = row0 + OWN < T ? row0 + OWN : T, tiles = (last - 1) / KEYS + 1, steps = POST >= FLASH_RECENTER_L1 ? 2 * tiles : tiles;
+    auto load = [&](int step) {
+        int key0 = step % tiles * KEYS;
+        tile_load<KEYS, HS, THREADS>(k_tiles + step % 2 * KEYS * STEP, k + key0 * call.k_row, call.k_row, T - key0, HS);
+        if (step >= steps - tiles)
+            tile_load<KEYS, HS, THREADS>(v_tiles + step % 2 * KEYS * STEP, v + key0 * call.v_row, call.v_row, T - key0, columns);
+        copy_async_commit();
+    };
+    tile_load<OWN, HS, THREADS>(q_tile, q + row0 * call.q_row, call.q_row, T - row0, HS);
+    load(0);
+    Own<X, HS, TILES, P::KEEP> own = {q_tile + warp * 16 * TILES * STEP, {}};
+
+    for (int step = 0; step < steps; step++) {
+        copy_async_wait<0>();
+        __syncthreads();                  // this step's tile has come, and nobody needs the one before it any more
+        if (step + 1 < steps) load(step + 1);
+        if (step == 0) {
+            if (relative) {
+                negate_rows<X, HS, OWN, THREADS>(q_tile, call, h, row0);
+                __syncthreads();
+            }
+            own_keep(own);
+        }
+        const X *k_tile = k_tiles + step % 2 * KEYS * STEP, *v_tile = v_tiles + step % 2 * KEYS * STEP;
+        const bool adds = step >= steps - tiles, first = step < steps - tiles;      // of the last sweep; of one before it
+        const int key0 = step % tiles * KEYS;
+        UNROLL_NOT
+        for (int c = 0; c < KEYS && key0 + c < warp_row + 16 * TILES; c += CHUNK) {
+            const bool masked = key0 + c + CHUNK - 1 > warp_row;
+            float s[TILES][NT][4];
+            set_zero(s);
+            product_by_rows(s, own, k_tile + c * STEP);
+            if (relative && (first || POST < FLASH_RECENTER_L1)) {
+                if (masked) forward_hide(s, warp_row, key0 + c);
+                forward_shift<X, HS, PHI>(row, sum, s, adds);
+            }
+            forward_values<X, PHI>(phi, s, row, masked, warp_row, key0 + c);
+            if (first || POST < FLASH_RECENTER_L1) forward_sums(row, s, is_signed, reweight);
+            if (POST == FLASH_PLAIN && is_signed && call.post == POST_RECTIFY) forward_rectify(s);
+            if (!adds) continue;
+            if (POST >= FLASH_RECENTER_L1) forward_weights<X>(s, row, reweight, call.power, masked, warp_row, key0 + c);
+            product_by_columns<X, HS>(sum, s, v_tile + c * STEP);
+        }
+        if (POST >= FLASH_RECENTER_L1 && step == tiles - 1) {
+            UNROLL
+            for (int r = 0; r < 2 * TILES; r++) {
+                forward_total(row[r], is_signed);
+                forward_between<X, PHI>(row[r], call, place_of(call, HS, h, warp_row + 8 * r + g), reweight);
+            }
+        }
+    }
+
+    float by[2 * TILES];
+    UNROLL
+    for (int r = 0; r < 2 * TILES; r++) {
+        int i = warp_row + 8 * r + g;
+        bool weight;
+        float4 stats;
+        if (POST < FLASH_RECENTER_L1) forward_total(row[r], is_signed);
+        else row[r].left = row_sum(row[r].left), row[r].signs = row_sum(row[r].signs);
+        by[r] = forward_end<X, PHI, POST>(&stats, row[r], call, place_of(call, HS, h, i), &weight);
+        if (i >= T || blockIdx.z > 0 || threadIdx.x % 4 > 0) continue;
+        *(float4 *)(call.stats + ((size_t)blockIdx.y * T + i) * FLASH_STATS) = stats;
+        if (!weight) atomicAdd(call.rows_without_weight, 1ull);
+    }
+    if (POST == FLASH_RECENTER)
+        forward_recenter<HS>(sum, row, by, call.prefix + ((size_t)blockIdx.y * T + warp_row) * call.VS + column0, call.VS, T - warp_row, columns);
+    X *out = call.out + ((size_t)b * T + warp_row) * call.out_row + (size_t)h * call.VS + column0;
+    store_rows(out, call.out_row, sum, by, T - warp_row, columns);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------------
+// Backward: of elements
+
+// From the scores s (N) and d = dO · v in place: d becomes df; f, its slope and the weights w are written. row: see phi_values.
+template <class X, int PHI, int POST, bool BY_COLUMN, int N>
+DEVICE void backward_values(float (&d)[N], float (&f)[N], float (&slope)[N], float (&w)[N], const float (&s)[N], const FlashRow *row,
+                            const FlashCall<X> &call) {
+    const int phi = PHI >= 0 ? PHI : call.phi;
+    const bool is_signed = phi_signed(phi);
+    UNROLL
+    for (int e = 0; e < N; e++) f[e] = s[e] * row[BY_COLUMN ? e % 2 : e / 2].scale + row[BY_COLUMN ? e % 2 : e / 2].bias;
+    phi_values<X, PHI, BY_COLUMN>(phi, f, slope, row);
+    if (is_reweight<X, POST>(call)) {
+        float r[N], q[N];
+        UNROLL
+        for (int e = 0; e < N; e++) {
+            const FlashRow &at = row[BY_COLUMN ? e % 2 : e / 2];
+            float x = f[e] * at.factor - at.mean;
+            r[e] = q[e] = x < 0 ? 0 : x > 1 ? 1 : x;
+        }
+        power<X>(q, call.power - 1);
+        UNROLL
+        for (int e = 0; e < N; e++) {
+            const FlashRow &at = row[BY_COLUMN ? e % 2 : e / 2];
+            float by_r = r[e] > 0 ? q[e] * at.inverse_sum : 0;
+            w[e] = by_r * r[e];
+            d[e] = at.factor * call.power * by_r * (d[e] - at.D) - (is_signed ? signed_as(at.less, f[e]) : at.less);
+        }
+        return;
+    }
+    const bool rectify = POST == FLASH_PLAIN && is_signed && call.post == POST_RECTIFY;
+    UNROLL
+    for (int e = 0; e < N; e++) {
+        const FlashRow &at = row[BY_COLUMN ? e % 2 : e / 2];
+        w[e] = f[e] * at.factor;
+        if (POST != FLASH_PLAIN) w[e] -= at.mean, d[e] -= at.less;
+        if (rectify && !(f[e] > 0)) w[e] = d[e] = 0;
+        bool by_w = POST == FLASH_RECENTER_L1 || POST == FLASH_TWO_SWEEPS;
+        d[e] = at.factor * (d[e] - (by_w ? signed_as(at.D, w[e]) : is_signed ? signed_as(at.D, f[e]) : at.D));
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------------
+// Backward: dq, by row blocks
+
+// d += dO · v over all columns of a wide v: `own` rows and the other side's, tile by tile. All threads of the block call it.
+template <class X, int HS, int OWN, int STREAM, int THREADS, int TILES, int NT>
+DEVICE void product_wide(float (&d)[TILES][NT][4], const Own<X, HS, TILES, false> &own, X *own_tile, X *tile, const X *own_from, size_t own_row,
+                         int own_rows, const X *from, size_t row, int rows, int columns) {
+    for (int c = 0; c < columns; c += HS) {
+        __syncthreads();                  // nobody needs the columns before these any more
+        tile_load<OWN, HS, THREADS>(own_tile, own_from + c, own_row, own_rows, columns - c);
+        tile_load<STREAM, HS, THREADS>(tile, from + c, row, rows, columns - c);
+        copy_async_commit();
+        copy_async_wait<0>();
+        __syncthreads();
+        product_by_rows(d, own, tile);
+    }
+}
+
+template <class X, int HS, int PHI, int POST, bool WIDE>
+KERNEL void flash_dq_kernel(const FlashCall<X> call) {
+    typedef RowsPlan<X, HS, WIDE> P;
+    enum { TILES = P::TILES, OWN = P::OWN, KEYS = P::STREAM, CHUNK = P::CHUNK, NT = P::NT, STEP = tile_step<HS>, THREADS = P::THREADS };
+    DYNAMIC_SHARED(X, shared);
+    X *q_tile = shared, *dout_tile = q_tile + OWN * STEP, *k_tiles = dout_tile + OWN * STEP, *v_tiles = k_tiles + 2 * KEYS * STEP;
+    int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, T = call.T, b = blockIdx.y / call.NH, h = blockIdx.y % call.NH;
+    int row0 = (gridDim.x - 1 - blockIdx.x) * OWN, warp_row = row0 + warp * 16 * TILES;            // the longest rows first
+    const X *q = call.q + (size_t)b * T * call.q_row + h * HS, *k = call.k + (size_t)b * T * call.k_row + h * HS;
+    const X *v = call.v + (size_t)b * T * call.v_row + (size_t)h * call.VS;
+    const X *dout = call.dout + ((size_t)b * T + row0) * call.out_row + (size_t)h * call.VS;
+    FlashRow *rows = call.rows + (size_t)blockIdx.y * T;
+    const bool two_sweeps = is_reweight<X, POST>(call) && norm_is_sum(call.norm);
+
+    FlashRow row[2 * TILES];
+    float inverse[2 * TILES], total[2 * TILES], g_sum[2 * TILES];
+    UNROLL
+    for (int r = 0; r < 2 * TILES; r++) {
+        int i = warp_row + 8 * r + g;
+        row[r] = i < T ? rows[i] : FlashRow();
+        inverse[r] = row[r].less, total[r] = g_sum[r] = 0;
+        if (two_sweeps) row[r].less = 0;
+    }
+    float dq[TILES][HS / 8][4];
+    set_zero(dq);
+
+    int last = row0 + OWN < T ? row0 + OWN : T, tiles = (last - 1) / KEYS + 1, steps = two_sweeps ? 2 * tiles : tiles;
+    auto load = [&](int step) {
+        int key0 = step % tiles * KEYS;
+        tile_load<KEYS, HS, THREADS>(k_tiles + step % 2 * KEYS * STEP, k + key0 * call.k_row, call.k_row, T - key0, HS);
+        if (!WIDE) tile_load<KEYS, HS, THREADS>(v_tiles + step % 2 * KEYS * STEP, v + key0 * call.v_row, call.v_row, T - key0, call.VS);
+        copy_async_commit();
+    };
+    tile_load<OWN, HS, THREADS>(q_tile, q + row0 * call.q_row, call.q_row, T - row0, HS);
+    if (!WIDE) tile_load<OWN, HS, THREADS>(dout_tile, dout, call.out_row, T - row0, call.VS);
+    load(0);
+    Own<X, HS, TILES, P::KEEP> own_q = {q_tile + warp * 16 * TILES * STEP, {}}, own_dout = {dout_tile + warp * 16 * TILES * STEP, {}};
+
+    for (int step = 0; step < steps; step++) {
+        copy_async_wait<0>();
+        __syncthreads();                  // this step's tile has come, and nobody needs the one before it any more
+        if (step + 1 < steps) load(step + 1);
+        if (step == 0) {
+            own_keep(own_q);
+            if (!WIDE) own_keep(own_dout);
+        }
+        const X *k_tile = k_tiles + step % 2 * KEYS * STEP, *v_tile = v_tiles + step % 2 * KEYS * STEP;
+        const bool first = step < steps - tiles;
+        const int key0 = step % tiles * KEYS;
+        float d[TILES][NT][4];
+        if constexpr (WIDE) {
+            set_zero(d);
+            product_wide<X, HS, OWN, KEYS, THREADS>(d, own_dout, dout_tile, v_tiles, dout, call.out_row, T - row0, v + key0 * call.v_row, call.v_row,
+                                                    T - key0, call.VS);
+        }
+        UNROLL_NOT
+        for (int c = 0; c < KEYS && key0 + c < warp_row + 16 * TILES; c += CHUNK) {
+            const bool masked = key0 + c + CHUNK - 1 > warp_row;
+            float s[TILES][NT][4];
+            set_zero(s);
+            product_by_rows(s, own_q, k_tile + c * STEP);
+            if (!WIDE) {
+                set_zero(d);
+                product_by_rows(d, own_dout, v_tile + c * STEP);
+            }
+            UNROLL
+            for (int nt = 0; nt < NT; nt++) {
+                float x[4 * TILES], dx[4 * TILES], f[4 * TILES], slope[4 * TILES], w[4 * TILES];
+                UNROLL
+                for (int e = 0; e < 4 * TILES; e++) x[e] = s[e / 4][nt][e % 4], dx[e] = d[e / 4][nt][e % 4];
+                backward_values<X, PHI, POST, false>(dx, f, slope, w, x, row, call);
+                UNROLL
+                for (int e = 0; e < 4 * TILES; e++) {
+                    bool hidden = masked && !is_visible<false>(warp_row, key0 + c + 8 * nt, e);
+                    if (first) total[e / 2] += hidden ? 0 : f[e] * dx[e];
+                    float dz = hidden ? 0 : dx[e] * slope[e];
+                    g_sum[e / 2] += dz * x[e];
+                    d[e / 4][nt][e % 4] = dz;
+                }
+            }
+            if (!first) product_by_columns<X, HS>(dq, d, k_tile + c * STEP);
+        }
+        if (two_sweeps && step == tiles - 1) {
+            UNROLL
+            for (int r = 0; r < 2 * TILES; r++) {
+                row[r].less = inverse[r] * row_sum(total[r]);
+                g_sum[r] = 0;
+                if (warp_row + 8 * r + g < T && threadIdx.x % 4 == 0) rows[warp_row + 8 * r + g].less = row[r].less;
+            }
+        }
+    }
+
+    float by[2 * TILES];
+    UNROLL
+    for (int r = 0; r < 2 * TILES; r++) {
+        int i = warp_row + 8 * r + g;
+        by[r] = row[r].scale / unit<X, PHI>;
+        float of_row = row_sum(g_sum[r]);
+        if (call.g && i < T && threadIdx.x % 4 == 0) call.g[(size_t)blockIdx.y * T + i] = of_row;
+    }
+    store_rows(call.dq + ((size_t)b * T + warp_row) * call.q_row + h * HS, call.q_row, dq, by, T - warp_row, HS);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------------
+// Backward: dk and dv, by key blocks
+
+enum KeysMode { KEYS_BOTH, KEYS_DK_WIDE, KEYS_DV };       // dk and dv; dk alone, of a wide v; HS columns of dv alone
+
+template <class X, int HS, int PHI, int POST, int MODE>
+KERNEL void flash_dkv_kernel(const FlashCall<X> call) {
+    typedef KeysPlan<X, HS, MODE == KEYS_DK_WIDE> P;
+    enum { TILES = P::TILES, OWN = P::OWN, ROWS = P::STREAM, CHUNK = P::CHUNK, NT = P::NT, STEP = tile_step<HS>, THREADS = P::THREADS,
+           DK = MODE != KEYS_DV, DV = MODE != KEYS_DK_WIDE, WIDE = MODE == KEYS_DK_WIDE };
+    DYNAMIC_SHARED(X, shared);
+    X *k_tile = shared, *v_tile = k_tile + OWN * STEP, *q_tiles = v_tile + OWN * STEP, *dout_tiles = q_tiles + 2 * ROWS * STEP;
+    float4 *row_tiles = (float4 *)(dout_tiles + 2 * ROWS * STEP);                     // (2,2,ROWS): halves of FlashRow
+    int warp = threadIdx.x / 32, t = threadIdx.x % 4, T = call.T, b = blockIdx.y / call.NH, h = blockIdx.y % call.NH;
+    int key0 = blockIdx.x * OWN, warp_key = key0 + warp * 16 * TILES, column0 = blockIdx.z * HS, columns = call.VS - column0;
+    const X *q = call.q + (size_t)b * T * call.q_row + h * HS, *k = call.k + ((size_t)b * T + key0) * call.k_row + h * HS;
+    const X *v = call.v + ((size_t)b * T + key0) * call.v_row + (size_t)h * call.VS + column0;
+    const X *dout = call.dout + (size_t)b * T * call.out_row + (size_t)h * call.VS + column0;
+    const float4 *rows = (const float4 *)(call.rows + (size_t)blockIdx.y * T);
+
+    int first = key0 / ROWS, steps = (T - 1) / ROWS + 1 - first;
+    auto load = [&](int step) {
+        int row0 = (first + step) * ROWS;
+        tile_load<ROWS, HS, THREADS>(q_tiles + step % 2 * ROWS * STEP, q + row0 * call.q_row, call.q_row, T - row0, HS);
+        if (!WIDE) tile_load<ROWS, HS, THREADS>(dout_tiles + step % 2 * ROWS * STEP, dout + row0 * call.out_row, call.out_row, T - row0, columns);
+        for (int i = threadIdx.x; i < 2 * ROWS; i += THREADS) {
+            bool valid = row0 + i % ROWS < T;
+            copy_async_16(row_tiles + step % 2 * 2 * ROWS + i, rows + (valid ? 2 * (row0 + i % ROWS) + i / ROWS : 0), valid);
+        }
+        copy_async_commit();
+    };
+    tile_load<OWN, HS, THREADS>(k_tile, k, call.k_row, T - key0, HS);
+    if (MODE == KEYS_BOTH) tile_load<OWN, HS, THREADS>(v_tile, v, call.v_row, T - key0, columns);
+    load(0);
+    Own<X, HS, TILES, P::KEEP> own_k = {k_tile + warp * 16 * TILES * STEP, {}}, own_v = {v_tile + warp * 16 * TILES * STEP, {}};
+    float dk[TILES][HS / 8][4], dv[TILES][HS / 8][4];
+    set_zero(dk);
+    set_zero(dv);
+
+    for (int step = 0; step < steps; step++) {
+        copy_async_wait<0>();
+        __syncthreads();                  // this step's tile has come, and nobody needs the one before it any more
+        if (step + 1 < steps) load(step + 1);
+        if (step == 0) {
+            own_keep(own_k);
+            if (MODE == KEYS_BOTH) own_keep(own_v);
+        }
+        const X *q_tile = q_tiles + step % 2 * ROWS * STEP, *dout_tile = dout_tiles + step % 2 * ROWS * STEP;
+        const float4 *row_tile = row_tiles + step % 2 * 2 * ROWS;
+        const int row0 = (first + step) * ROWS;
+        float d[TILES][NT][4];
+        if constexpr (WIDE) {
+            set_zero(d);
+            product_wide<X, HS, OWN, ROWS, THREADS>(d, own_v, v_tile, dout_tiles, v, call.v_row, T - key0, dout + row0 * call.out_row, call.out_row,
+                                                    T - row0, call.VS);
+        }
+        UNROLL_NOT
+        for (int c = 0; c < ROWS && row0 + c < T; c += CHUNK) {
+            if (row0 + c + CHUNK <= warp_key) continue;
+            const bool masked = row0 + c < warp_key + 16 * TILES - 1;
+            float s[TILES][NT][4];
+            set_zero(s);
+            product_by_rows(s, own_k, q_tile + c * STEP);
+            if (MODE == KEYS_BOTH) {
+                set_zero(d);
+                product_by_rows(d, own_v, dout_tile + c * STEP);
+            }
+            UNROLL
+            for (int nt = 0; nt < NT; nt++) {
+                FlashRow row[2];
+                UNROLL
+                for (int i = 0; i < 2; i++) {
+                    float4 x = row_tile[c + 8 * nt + 2 * t + i], y = row_tile[ROWS + c + 8 * nt + 2 * t + i];
+                    row[i] = {x.x, x.y, x.z, x.w, y.x, y.y, y.z, y.w};
+                }
+                float x[4 * TILES], dx[4 * TILES], f[4 * TILES], slope[4 * TILES], w[4 * TILES];
+                UNROLL
+                for (int e = 0; e < 4 * TILES; e++) x[e] = s[e / 4][nt][e % 4], dx[e] = DK ? d[e / 4][nt][e % 4] : 0;
+                backward_values<X, PHI, POST, true>(dx, f, slope, w, x, row, call);
+                UNROLL
+                for (int e = 0; e < 4 * TILES; e++) {
+                    bool hidden = masked && !is_visible<true>(warp_key, row0 + c + 8 * nt, e);
+                    s[e / 4][nt][e % 4] = hidden ? 0 : w[e];
+                    d[e / 4][nt][e % 4] = hidden ? 0 : dx[e] * slope[e] * (row[e % 2].scale / unit<X, PHI>);
+                }
+            }
+            if (DV) product_by_columns<X, HS>(dv, s, dout_tile + c * STEP);
+            if (DK) product_by_columns<X, HS>(dk, d, q_tile + c * STEP);
+        }
+    }
+
+    float by[2 * TILES];
+    UNROLL
+    for (int r = 0; r < 2 * TILES; r++) by[r] = 1;
+    size_t at = (size_t)b * T + warp_key;
+    if (DK) store_rows(call.dk + at * call.k_row + h * HS, call.k_row, dk, by, T - warp_key, HS);
+    if (DV) store_rows(call.dv + at * call.v_row + (size_t)h * call.VS + column0, call.v_row, dv, by, T - warp_key, columns);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------------
+// Before and after
+
+enum { SEGMENT = 64 };      // positions whose sum of v is taken alone first
+
+// segments (B NH, T/SEGMENT, VS): sums of v over SEGMENT positions. A thread a column.
+template <class X>
+KERNEL void flash_segments_kernel(float *segments, const X *v, size_t v_row, int T, int NH, int VS) {
+    int c = blockIdx.z * blockDim.x + threadIdx.x, b = blockIdx.y / NH, h = blockIdx.y % NH, from = blockIdx.x * SEGMENT;
+    if (c >= VS) return;
+    float sum = 0;
+    for (int t = from; t < from + SEGMENT && t < T; t++) sum += to_float(v[((size_t)b * T + t) * v_row + (size_t)h * VS + c]);
+    segments[((size_t)blockIdx.y * gridDim.x + blockIdx.x) * VS + c] = sum;
+}
+
+// prefix (B NH, T, VS): sum_{j <= t} v_j
+template <class X>
+KERNEL void flash_prefix_kernel(float *prefix, const float *segments, const X *v, size_t v_row, int T, int NH, int VS) {
+    int c = blockIdx.z * blockDim.x + threadIdx.x, b = blockIdx.y / NH, h = blockIdx.y % NH, from = blockIdx.x * SEGMENT;
+    if (c >= VS) return;
+    float sum = 0;
+    for (unsigned i = 0; i < blockIdx.x; i++) sum += segments[((size_t)blockIdx.y * gridDim.x + i) * VS + c];
+    for (int t = from; t < from + SEGMENT && t < T; t++) {
+        sum += to_float(v[((size_t)b * T + t) * v_row + (size_t)h * VS + c]);
+        prefix[((size_t)blockIdx.y * T + t) * VS + c] = sum;
+    }
+}
+
+// What the backward pass needs of row n: from its statistics (forward_end), D = dO · O and, for the posts that recenter,
+// along = dO · sum_{j <= i} v_j.   in_unit: the unit of z in the instance.
+template <class X>
+DEVICE FlashRow backward_row(const FlashCall<X> &call, RowPlace at, float4 stats, float D, float along, float in_unit) {
+    bool late = at.n > POST_FROM, is_sum = norm_is_sum(call.norm);
+    float n = (float)at.n, shift = subtracts_maximum(call.phi, call.norm) ? row_offset(call.offset, at) - stats.x / in_unit : 0;
+    FlashRow row = {row_scale(call.scale, at) * in_unit, stats.x, stats.y, is_sum ? D : 0, stats.z, 0, 0, expf(-shift)};
+    if (call.post == POST_NEGATE) row.D = -row.D;
+    if (call.post == POST_RECENTER && late) row.less = along / n;
+    if (call.post == POST_RECENTER_L1 && late) row.D = D, row.less = (along - D * stats.w) / n;
+    if (call.post == POST_REWEIGHT) {
+        float by = inverse_or_zero(stats.z);
+        row.factor = stats.y * n * by, row.mean = late ? by : 0, row.D = D;
+        row.inverse_sum = stats.w, row.less = is_sum ? stats.y : 0;       // 1/Z, of which flash_dq_kernel makes what it says above
+    }
+    return row;
+}
+
+enum { ROW_LANES = 8 };     // lanes for each row of flash_rows_kernel
+
+template <class X>
+KERNEL void flash_rows_kernel(const FlashCall<X> call, int HS, float in_unit) {
+    size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) / ROW_LANES, rows = (size_t)call.B * call.NH * call.T;
+    bool there = i < rows;
+    if (!there) i = rows - 1;             // for the shuffles
+    int lane = threadIdx.x % ROW_LANES, t = i % call.T, h = i / call.T % call.NH;
+    size_t at = (i / call.T / call.NH * call.T + t) * call.out_row + (size_t)h * call.VS;
+    float D = 0, along = 0;
+    for (int c = lane * Pack<X>::size; c < call.VS; c += ROW_LANES * Pack<X>::size) {
+        Pack<X> dout, out;
+        unpack_16(dout, load_16(call.dout + at + c));
+        unpack_16(out, load_16(call.out + at + c));
+        UNROLL
+        for (int e = 0; e < Pack<X>::size; e++) D += dout.x[e] * out.x[e];
+        if (!call.prefix) continue;
+        UNROLL
+        for (int e = 0; e < Pack<X>::size; e++) along += dout.x[e] * call.prefix[i * call.VS + c + e];
+    }
+    for (int step = ROW_LANES / 2; step > 0; step /= 2) {
+        D += __shfl_xor_sync(0xFFFFFFFFu, D, step);
+        along += __shfl_xor_sync(0xFFFFFFFFu, along, step);
+    }
+    if (there && lane == 0)
+        call.rows[i] = backward_row(call, place_of(call, HS, h, t), *(const float4 *)(call.stats + i * FLASH_STATS), D, along, in_unit);
+}
+
+enum { SCALAR_THREADS = 256 };
+
+// The sum over the block, in a fixed order; thread 0 gets it. sums (SCALAR_THREADS) shared.
+DEVICE double block_total(double x, double *sums) {
+    __syncthreads();
+    sums[threadIdx.x] = x;
+    for (int half = SCALAR_THREADS / 2; half > 0; half /= 2) {
+        __syncthreads();
+        if ((int)threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
+    }
+    return sums[0];
+}
+
+// ds[h] += sum over the batch and the rows of dc/ds g, and so for b;  dsink[h] -= sum of D exp(sink - shift)/Z, D as norm saw it
+template <class X>
+KERNEL void flash_scalars_kernel(FlashScalarGrads grads, const FlashCall<X> call, int HS, float in_unit) {
+    SHARED_ARRAY(double, sums, SCALAR_THREADS);
+    int h = blockIdx.x;
+    double ds = 0, db = 0, dsink = 0;
+    for (int i = threadIdx.x; i < call.B * call.T; i += SCALAR_THREADS) {
+        int t = i % call.T;
+        size_t at = ((size_t)(i / call.T) * call.NH + h) * call.T + t;
+        RowPlace place = place_of(call, HS, h, t);
+        ScaleSlopes slopes = row_scale_slopes(call.scale, place);
+        float g = call.g ? call.g[at] : 0;
+        ds += slopes.s * g, db += slopes.b * g;
+        if (!grads.sink) continue;
+        FlashRow row = call.rows[at];
+        float D = call.post == POST_REWEIGHT ? row.less : call.post == POST_RECENTER_L1 && t >= POST_FROM ? 0 : row.D * row.factor;
+        dsink -= D * norm_extra(call.norm, place, row_offset(call.offset, place) - row.bias / in_unit);
+    }
+    ds = block_total(ds, sums), db = block_total(db, sums), dsink = block_total(dsink, sums);
+    if (threadIdx.x > 0) return;
+    if (grads.s) grads.s[h] += (float)ds;
+    if (grads.b) grads.b[h] += (float)db;
+    if (grads.sink) grads.sink[h] += (float)dsink;
+}
+
+// dp[t] += sum over the batch and the heads of dc/dp g
+template <class X>
+KERNEL void flash_p_kernel(float *dp, const FlashCall<X> call, int HS) {
+    int t = blockIdx.x * blockDim.x + threadIdx.x;
+    if (t >= call.T) return;
+    double sum = 0;
+    for (int i = 0; i < call.B * call.NH; i++)
+        sum += row_scale_slopes(call.scale, place_of(call, HS, i % call.NH, t)).p * call.g[(size_t)i * call.T + t];
+    dp[t] += (float)sum;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------------
+// Launches
+
+template <class P, int HS, class X>
+size_t flash_shared(size_t own_tiles, size_t streamed_tiles) {
+    return (own_tiles * P::OWN + streamed_tiles * P::STREAM) * tile_step<HS> * sizeof(X);
+}
+
+template <class P, class X>
+dim3 flash_grid(const FlashCall<X> &call, int columns) {
+    return dim3((call.T - 1) / P::OWN + 1, call.B * call.NH, columns);
+}
+
+template <class X, int HS, int PHI, int POST>
+void flash_forward_launch(const FlashCall<X> &call, cudaStream_t stream) {
+    typedef ForwardPlan<X, HS, PHI> P;
+    launch(flash_forward_kernel<X, HS, PHI, POST>, flash_grid<P>(call, (call.VS - 1) / HS + 1), dim3(P::THREADS), flash_shared<P, HS, X>(1, 4), stream, call);
+}
+
+template <class X, int HS, int PHI, int POST, int MODE>
+void flash_dkv_launch(const FlashCall<X> &call, int columns, cudaStream_t stream) {
+    typedef KeysPlan<X, HS, MODE == KEYS_DK_WIDE> P;
+    launch(flash_dkv_kernel<X, HS, PHI, POST, MODE>, flash_grid<P>(call, columns), dim3(P::THREADS),
+           flash_shared<P, HS, X>(2, 4) + 2 * P::STREAM * sizeof(FlashRow), stream, call);
+}
+
+template <class X, int HS, int PHI, int POST, bool WIDE>
+void flash_dq_launch(const FlashCall<X> &call, cudaStream_t stream) {
+    typedef RowsPlan<X, HS, WIDE> P;
+    launch(flash_dq_kernel<X, HS, PHI, POST, WIDE>, flash_grid<P>(call, 1), dim3(P::THREADS), flash_shared<P, HS, X>(2, 4), stream, call);
+}
+
+template <class X, int HS, int PHI, int POST>
+void flash_backward_launch(const FlashCall<X> &call, cudaStream_t stream) {
+    size_t rows = (size_t)call.B * call.NH * call.T;
+    launch(flash_rows_kernel<X>, dim3((rows * ROW_LANES - 1) / 256 + 1), dim3(256), 0, stream, call, HS, unit<X, PHI>);
+    if constexpr (HS == 128) {
+        if (call.VS > HS) {
+            flash_dq_launch<X, HS, PHI, POST, true>(call, stream);
+            flash_dkv_launch<X, HS, PHI, POST, KEYS_DK_WIDE>(call, 1, stream);
+            flash_dkv_launch<X, HS, PHI, POST, KEYS_DV>(call, (call.VS - 1) / HS + 1, stream);
+            return;
+        }
+    }
+    flash_dq_launch<X, HS, PHI, POST, false>(call, stream);
+    flash_dkv_launch<X, HS, PHI, POST, KEYS_BOTH>(call, 1, stream);
+}
+#endif

@@ -1,0 +1,157 @@
+// Attention on GPUs for the whole family, forward and backward, fused: nothing of size T×T is ever stored. C++; the kernels are in
+// flash.cuh, built once for each row of flash_instances.h (flash_instance.cu), and chosen in flash.cu.
+//   X is bf16 (products of bf16, sums in float32) or float (products as exact as float32's, see flash.cuh).
+#ifndef ATTENTION_FLASH_H
+#define ATTENTION_FLASH_H
+
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+#include <stddef.h>
+
+#include "attention/normalizer.h"
+
+// Head h of position t of sequence b is at p + (b·T + t)·row + h·HS (h·VS for v and out), in elements: q, k and v may stand in one
+// (B,T,3,NH,HS) array, with rows of 3·NH·HS. Rows and pointers are multiples of 16 bytes.
+//   HS is 48, 64 or 128 and VS = HS; or, for the gated unit, HS is 128 and VS any multiple of 8.
+struct FlashShape {
+    const Normalizer *normalizer;
+    size_t B, T, NH, HS, VS;            // sequences, their length, heads, size of a head's q and k, of its v
+    int L;                              // the training length
+    size_t q_row, k_row, v_row, out_row;
+};
+
+// The learnt scalars of a layer on the device; NULL where the normaliser has none.
+struct FlashScalars {
+    const float *s, *b, *p, *sink;      // (NH), (NH), (L), (NH)
+};
+
+struct FlashScalarGrads {
+    float *s, *b, *p, *sink;            // NULL: not wanted
+};
+
+enum { FLASH_STATS = 4 };               // floats that the forward pass keeps of a row
+
+// Ends the program, by name, with what there is, when no kernel takes this shape with elements of `element` bytes.
+void flash_check(FlashShape shape, size_t element);
+
+// Bytes of scratch on the device that a forward or a backward pass needs.
+size_t flash_scratch(FlashShape shape);
+
+// out[b,t,h] = sum_{j <= t} A_tj v_j, A by the normaliser from s_tj = q_t · k_j (attention/normalizer.h; qk=l2 is done before)
+//   out (B,T,NH,VS) by out_row, written   stats (B,NH,T,FLASH_STATS) written, for flash_backward
+//   rows_without_weight: a counter on the device, added to; such a row's output is 0
+template <class X>
+void flash_forward(X *out, float *stats, unsigned long long *rows_without_weight, const X *q, const X *k, const X *v, FlashScalars scalars,
+                   FlashShape shape, void *scratch, cudaStream_t stream);
+
+// The gradients, from what flash_forward saw and wrote; the scores are computed again. Deterministic.
+//   dq, dk, dv by q_row, k_row, v_row, written   grads added to   dout, out by out_row
+template <class X>
+void flash_backward(X *dq, X *dk, X *dv, FlashScalarGrads grads, const X *dout, const X *out, const float *stats, const X *q, const X *k,
+                    const X *v, FlashScalars scalars, FlashShape shape, void *scratch, cudaStream_t stream);
+
+// ---- between flash.cu and the instances
+
+// What the kernels know of a row when they go back (flash.cuh has the formulas).
+struct alignas(16) FlashRow {
+    float scale, bias, factor, D;
+    float mean, less, inverse_sum, one;
+};
+
+template <class X>
+struct FlashCall {
+    const X *q, *k, *v, *dout;
+    X *out, *dq, *dk, *dv;
+    float *stats;                        // (B,NH,T,FLASH_STATS)
+    unsigned long long *rows_without_weight;
+    const float *prefix;                 // (B,NH,T,VS): sum_{j <= t} v_j, for recenter and recenter-l1
+    FlashRow *rows;                      // (B,NH,T)
+    float *g;                            // (B,NH,T): sum_j dz_tj s_tj; NULL: not wanted
+    FlashScalars scalars;
+    Stage scale, offset, norm;
+    int phi, post;
+    float power;                         // of reweight
+    int B, T, NH, VS, L;
+    size_t q_row, k_row, v_row, out_row;
+};
+
+// The posts by what they ask of the kernels.
+enum FlashPost {
+    FLASH_PLAIN,                         // none, negate, rectify: one sweep
+    FLASH_RECENTER,                      // one sweep, and sums of v
+    FLASH_RECENTER_L1,                   // two sweeps over the keys
+    FLASH_REWEIGHT,                      // two sweeps
+    FLASH_TWO_SWEEPS                     // either of the last two, asked at run time
+};
+
+enum { FLASH_ANY_PHI = -1 };             // asked at run time
+
+struct FlashInstance {
+    size_t element;                      // bytes
+    int phi, post;
+};
+
+#define FLASH_INSTANCE(name, X, phi, post) FLASH_##name,
+enum FlashInstanceName {
+#include "attention/flash_instances.h"
+    FLASH_INSTANCE_COUNT
+};
+#undef FLASH_INSTANCE
+
+typedef __nv_bfloat16 bf16;
+#define FLASH_INSTANCE(name, X, phi, post) {sizeof(X), phi, post},
+inline constexpr FlashInstance flash_instances[] = {
+#include "attention/flash_instances.h"
+};
+#undef FLASH_INSTANCE
+
+constexpr bool flash_post_fits(int have, int post) {
+    return post == POST_RECENTER      ? have == FLASH_RECENTER
+           : post == POST_RECENTER_L1 ? have == FLASH_RECENTER_L1 || have == FLASH_TWO_SWEEPS
+           : post == POST_REWEIGHT    ? have == FLASH_REWEIGHT || have == FLASH_TWO_SWEEPS
+                                      : have == FLASH_PLAIN;
+}
+
+// The instance for elements of `element` bytes, phi and post.
+constexpr int flash_find(size_t element, int phi, int post) {
+    for (int i = 0; i < FLASH_INSTANCE_COUNT; i++) {
+        FlashInstance have = flash_instances[i];
+        if (have.element == element && (have.phi == phi || have.phi == FLASH_ANY_PHI) && flash_post_fits(have.post, post)) return i;
+    }
+    return -1;
+}
+
+// In a build for one normaliser (make ATTN=NAME) there are only its own instances.
+#ifdef ATTN_ONLY
+constexpr int flash_only(size_t element) {
+    return flash_find(element, NORMALIZER_PHI((Normalizer *)0), NORMALIZER_POST((Normalizer *)0));
+}
+constexpr bool flash_is_built(int instance) {
+    return instance == flash_only(2) || instance == flash_only(4);
+}
+#else
+constexpr bool flash_is_built(int) {
+    return true;
+}
+#endif
+
+template <size_t element>
+struct FlashElement;
+template <>
+struct FlashElement<2> {
+    typedef bf16 type;
+};
+template <>
+struct FlashElement<4> {
+    typedef float type;
+};
+template <int instance>
+using FlashX = typename FlashElement<flash_instances[instance].element>::type;
+
+// In flash_instance.cu, a translation unit each.
+template <int instance>
+void flash_instance_forward(const FlashCall<FlashX<instance>> &call, int HS, cudaStream_t stream);
+template <int instance>
+void flash_instance_backward(const FlashCall<FlashX<instance>> &call, int HS, cudaStream_t stream);
+
+#endif

@@ -1,0 +1,88 @@
+// What dev/tests/test_flash.py calls: attention forward and backward on arrays of the host's, by the kernels of attention/flash.h. Part of
+// flash.so alone.
+#include "kernels/gpu.cuh"
+
+#include "attention/flash.h"
+#include "kernels/check.h"
+#include "runtime/error.h"
+
+#include <string.h>
+
+#include <vector>
+
+extern "C" {
+typedef struct {
+    size_t B, T, NH, HS, VS;
+    int L;
+    size_t q_row, k_row, v_row, out_row;      // elements; q, k, v each (B·T·row)
+} FlashTestShape;
+
+typedef struct {
+    const void *q, *k, *v, *dout;             // of X
+    const float *s, *b, *p, *sink;            // NULL where the normaliser has none
+    void *out, *dq, *dk, *dv;                 // of X
+    float *stats, *ds, *db, *dp, *dsink;      // added to
+    unsigned long long rows_without_weight;   // added to
+} FlashTestArrays;
+}
+
+namespace {
+// Device memory, freed at the end.
+struct Device {
+    std::vector<void *> all;
+    ~Device() {
+        for (void *p : all) CUDA_CHECK(cudaFree(p));
+    }
+    void *take(size_t bytes) {
+        void *p;
+        CUDA_CHECK(cudaMalloc(&p, bytes));
+        all.push_back(p);
+        return p;
+    }
+    template <class T>
+    T *copy(const T *from, size_t n) {
+        if (!from) return NULL;
+        T *p = (T *)take(n * sizeof(T));
+        CUDA_CHECK(cudaMemcpy(p, from, n * sizeof(T), cudaMemcpyHostToDevice));
+        return p;
+    }
+};
+
+template <class T>
+void fetch(T *to, const T *from, size_t n) {
+    if (to) CUDA_CHECK(cudaMemcpy(to, from, n * sizeof(T), cudaMemcpyDeviceToHost));
+}
+
+template <class X>
+void run(const Normalizer *normalizer, const FlashTestShape &x, FlashTestArrays *a) {
+    Device device;
+    FlashShape shape = {normalizer, x.B, x.T, x.NH, x.HS, x.VS, x.L, x.q_row, x.k_row, x.v_row, x.out_row};
+    size_t rows = x.B * x.T, stats_size = rows * x.NH * FLASH_STATS;
+    const X *q = device.copy((const X *)a->q, rows * x.q_row), *k = device.copy((const X *)a->k, rows * x.k_row);
+    const X *v = device.copy((const X *)a->v, rows * x.v_row), *dout = device.copy((const X *)a->dout, rows * x.out_row);
+    FlashScalars scalars = {device.copy(a->s, x.NH), device.copy(a->b, x.NH), device.copy(a->p, x.L), device.copy(a->sink, x.NH)};
+    FlashScalarGrads grads = {device.copy(a->ds, x.NH), device.copy(a->db, x.NH), device.copy(a->dp, x.L), device.copy(a->dsink, x.NH)};
+    // What the kernels leave alone between the heads' columns is given back as it came.
+    X *out = device.copy((X *)a->out, rows * x.out_row), *dq = device.copy((X *)a->dq, rows * x.q_row);
+    X *dk = device.copy((X *)a->dk, rows * x.k_row), *dv = device.copy((X *)a->dv, rows * x.v_row);
+    unsigned long long *counter = device.copy(&a->rows_without_weight, 1);
+    float *stats = (float *)device.take(stats_size * sizeof(float));
+    flash_forward(out, stats, counter, q, k, v, scalars, shape, device.take(flash_scratch(shape)), 0);
+    if (dout) flash_backward(dq, dk, dv, grads, dout, out, stats, q, k, v, scalars, shape, device.take(flash_scratch(shape)), 0);
+    CUDA_CHECK(cudaDeviceSynchronize());
+    fetch((X *)a->out, out, rows * x.out_row);
+    fetch((X *)a->dq, dq, rows * x.q_row), fetch((X *)a->dk, dk, rows * x.k_row), fetch((X *)a->dv, dv, rows * x.v_row);
+    fetch(a->stats, stats, stats_size);
+    fetch(a->ds, grads.s, x.NH), fetch(a->db, grads.b, x.NH), fetch(a->dp, grads.p, x.L), fetch(a->dsink, grads.sink, x.NH);
+    fetch(&a->rows_without_weight, counter, 1);
+}
+}
+
+extern "C" void flash_test(const char *attn, bool is_bf16, const FlashTestShape *shape, FlashTestArrays *arrays) {
+    Normalizer normalizer;
+    char message[2048];
+    program_name = "flash_test";
+    if (!normalizer_parse(&normalizer, attn, message, sizeof message)) fail(EXIT_USAGE, "%s: %s", attn, message);
+    if (is_bf16) run<bf16>(&normalizer, *shape, arrays);
+    else run<float>(&normalizer, *shape, arrays);
+}
