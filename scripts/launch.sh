@@ -3,6 +3,7 @@
 #
 #   scripts/launch.sh N program flags...
 #   scripts/launch.sh 4 ./train_gpt2 --train-data "data/*_train_*.bin" ...
+#   scripts/launch.sh 8 ./train_gpt2cu ...      one process for each GPU
 #
 #   HOSTFILE=file        Open MPI's hostfile (a line a machine: name slots=K); without it all processes run here
 #   OMP_NUM_THREADS=K    threads of each process; otherwise the cores of this machine, divided by its processes
@@ -18,7 +19,7 @@ usage() { echo "launch.sh: $1" >&2; echo "  Usage: scripts/launch.sh N program f
 processes=$1
 shift
 [[ $processes =~ ^[1-9][0-9]{0,5}$ ]] || usage "\"$processes\": expected a number of processes, 1 or more."
-command -v "$1" > /dev/null || usage "$1: no such program, or it can't be run. Build it with make."
+command -v "$1" > /dev/null || usage "$1: no such program, or it can't be run. Build it with make, or make train_gpt2cu."
 
 [ "$processes" -gt 1 ] || exec "$@"    # one process needs no MPI
 
@@ -36,7 +37,9 @@ if [ -n "${HOSTFILE:-}" ]; then
     machines=$(grep -cvE '^[[:space:]]*(#|$)' "$HOSTFILE" || true)
     [ "$machines" -gt 0 ] || usage "HOSTFILE=$HOSTFILE: names no machine."
     flags+=(--hostfile "$HOSTFILE" --map-by node -x PATH)
-    [ -z "${LD_LIBRARY_PATH:-}" ] || flags+=(-x LD_LIBRARY_PATH)
+    for name in $(compgen -e); do    # what mpirun does not hand on to other machines by itself
+        case $name in LD_LIBRARY_PATH | NCCL_* | CUDA_*) flags+=(-x "$name") ;; esac
+    done
 fi
 [ "$(id -u)" -ne 0 ] || flags+=(--allow-run-as-root)
 

@@ -1,0 +1,280 @@
+"""The recipes in scripts/: their plans by --dry-run against what their comments promise, a short run of each on a small model, the switch to
+ssmax, and how those for many machines start their processes (mpirun and srun are played by a program that writes down its words).
+
+TRAIN_GPT2CU_ON_CPU=path is the CUDA trainer built for the CPU, for the plans of a GPU's memory; otherwise ./train_gpt2cu_on_cpu. Without it those
+tests are skipped.
+"""
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from trainer import MODEL, ROOT, TRAIN, checkpoint, environment, make_data, metrics, tokens, train, write_shard
+
+SCRIPTS = ROOT / "scripts"
+RECIPES = {"run_124M_fineweb.sh": ("123,551,232", "tied", "softmax"), "run_162M_slimpajama_ssmax.sh": ("162,148,752", "untied", "ssmax")}
+ALL = [*RECIPES, "switch_to_ssmax.sh", "run_multi_node.sbatch", "run_multi_node_mpi.sh", "launch.sh"]
+CUDA_TRAIN = Path(os.environ.get("TRAIN_GPT2CU_ON_CPU", ROOT / "train_gpt2cu_on_cpu")).absolute()
+SMALL = ["--model", MODEL, "--batch", 1, "--seq-len", 8, "--total-batch-tokens", 16]      # after a recipe's own flags, so that these count
+needs_mpirun = pytest.mark.skipif(not shutil.which("mpirun"), reason="needs mpirun")
+USAGE, RESOURCE = 2, 4
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """As many tokens as the largest step reads; a shard of those in the recipes is as large."""
+    folder = tmp_path_factory.mktemp("recipes")
+    write_shard(folder / "d_train_000001.bin", tokens(2_097_152 + 1))
+    write_shard(folder / "d_val_000000.bin", tokens(2000, 9))
+    return folder
+
+
+def run(script, *flags, code=0, program=TRAIN, **variables):
+    """Runs a script from another folder; returns what it printed. Variables are those of the environment, where the caller's own have no place."""
+    env = {name: value for name, value in environment().items() if name not in ("DATA", "HOSTFILE", "LAUNCH", "OUT", "STEP")}
+    env |= {name: str(value) for name, value in {"PROGRAM": program, "GPUS": 1, **variables}.items()}
+    result = subprocess.run([str(word) for word in ([SCRIPTS / script] if isinstance(script, str) else script) + list(flags)], cwd="/", env=env,
+                            capture_output=True, text=True, timeout=100, stdin=subprocess.DEVNULL)
+    assert result.returncode == code, (script, flags, result.returncode, result.stdout + result.stderr)
+    return result.stdout + result.stderr
+
+
+def says(text, *parts):
+    for part in parts:
+        assert str(part) in text, f"no {part!r} in:\n{text}"
+
+
+def comment(script):
+    """What a script says of itself, as one line."""
+    text = (SCRIPTS / script).read_text().split("set -euo")[0]
+    return re.sub(r"\s+", " ", re.sub(r"^#", "", text, flags=re.M))
+
+
+def number(pattern, text):
+    found = re.search(pattern, text)
+    assert found, f"no {pattern} in:\n{text}"
+    return float(found[1].replace(",", ""))
+
+
+@pytest.mark.parametrize("script", ALL)
+def test_shell(script):
+    subprocess.run(["bash", "-n", SCRIPTS / script], check=True)
+    assert os.access(SCRIPTS / script, os.X_OK)
+    if shutil.which("shellcheck"):
+        subprocess.run(["shellcheck", SCRIPTS / script], check=True)
+
+
+# ---- one machine
+
+
+def check_plan(script, plan, processes, batch):
+    """What a dry run prints, against the comment."""
+    parameters, tied, attn = RECIPES[script]
+    says(plan, f"model     {parameters} parameters", f", {tied}\n", f"attention {attn}, L = 1024\n", "bfloat16", "nothing was written")
+    promised = comment(script)
+    steps, step_tokens = number(r"([\d,]+) steps of", promised), number(r"steps of ([\d,]+) tokens", promised)
+    assert number(r"\nrun       ([\d,]+) steps", plan) == steps
+    assert number(r"\nstep      ([\d,]+) tokens", plan) == step_tokens
+    micro = step_tokens / (processes * batch * 1024)
+    says(plan, f"{processes} process{'es' * (processes > 1)} x {micro:.0f} micro-batch{'es' * (micro > 1)} of {batch} x 1024\n")
+
+
+@pytest.mark.parametrize("script", RECIPES)
+def test_plan(data, tmp_path, script):
+    """The real shape; a sequence at a time, which has room anywhere."""
+    out = tmp_path / "out"
+    check_plan(script, run(script, "--dry-run", "--batch", 1, DATA=data, OUT=out), 1, 1)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("script", RECIPES)
+def test_reckoning(script):
+    """The comment's time: its FLOPs are those of the model and the tokens, its hours those of the FLOPs."""
+    text = comment(script)
+    P = 123_551_232                      # of both, as an untied input embedding is looked up, not multiplied
+    a_token = 6 * P + 12 * 12 * 768 * 1024
+    whole = a_token * number(r"([\d,]+) steps of", text) * number(r"steps of ([\d,]+) tokens", text)
+    assert abs(number(r"([\d.]+) GFLOP a token", text) / (a_token / 1e9) - 1) < 0.01
+    assert abs(number(r"([\d.]+e\d+) in all", text) / whole - 1) < 0.01
+    gpus = {"one": 1, "eight": 8, "32": 32}
+    times = re.findall(r"(\d+) (hours|minutes) on (\w+)", text)
+    assert len(times) == 2
+    for time, unit, count in times:
+        seconds = whole / (400e12 * gpus[count])
+        assert abs(int(time) * {"hours": 3600, "minutes": 60}[unit] / seconds - 1) < 0.03, (time, unit, count)
+
+
+@pytest.mark.skipif(not CUDA_TRAIN.exists(), reason=f"no {CUDA_TRAIN.name}: make it first")
+@pytest.mark.parametrize("script", RECIPES)
+def test_plan_of_a_gpu(data, script):
+    """It fits where the comment says, with its own batch, and not on half of that."""
+    promised = number(r"Memory below (\d+) GB", comment(script)) * 1e9
+    gpu = {"program": CUDA_TRAIN, "DATA": data, "OUT": "/nowhere/out"}
+    plan = run(script, "--dry-run", CUDA_ON_CPU_MEMORY=int(promised), **gpu)
+    check_plan(script, plan, 1, 64)
+    says(plan, "memory of each GPU", "memory of the host", f"of {promised / 1e9:.1f} GB free")
+    text = run(script, "--dry-run", code=RESOURCE, CUDA_ON_CPU_MEMORY=int(promised / 2.5), **gpu)
+    says(text, "of a GPU's memory", "--batch", "--recompute")
+    run(script, "--dry-run", "--batch", 16, CUDA_ON_CPU_MEMORY=int(promised / 2.5), **gpu)
+
+
+@pytest.mark.parametrize("script, schedule, warmup, least", [("run_124M_fineweb.sh", "cosine", 700, 0), ("run_162M_slimpajama_ssmax.sh", "constant", 1000, 0.1)])
+def test_run(data, tmp_path, script, schedule, warmup, least):
+    """Two steps of a small model, then, started again, two more; the flags that no plan shows."""
+    out = tmp_path / "out"
+    small = dict(DATA=data, OUT=out)
+    says(run(script, *SMALL, "--steps", 2, **small), "starts at step 0", "sample at step 2")
+    says(run(script, *SMALL, "--steps", 4, **small), "continues at step 2")
+    assert [step for step, in metrics(out, ["step"])] == [1, 2, 3, 4]
+    arguments = json.loads((out / "run.json").read_text())["arguments"]
+    expected = {"dtype": "bf16", "lr": 6e-4, "warmup": warmup, "schedule": schedule, "min-lr-frac": least, "weight-decay": 0.1, "beta1": 0.9,
+                "beta2": 0.95, "grad-clip": 1, "attn": RECIPES[script][2], "val-data": f"{data}/*_val_*.bin"}
+    assert {key: arguments[key] for key in expected} == expected
+
+
+@needs_mpirun
+def test_processes(data, tmp_path):
+    """GPUS is the number of processes."""
+    plan = run("run_162M_slimpajama_ssmax.sh", *SMALL, "--dry-run", DATA=data, OUT=tmp_path / "out", GPUS=2)
+    says(plan, "16 tokens: 2 processes x 1 micro-batch of 1 x 8")
+
+
+def test_no_program(data):
+    says(run("run_124M_fineweb.sh", code=USAGE, program="./train_gpt3", DATA=data), "./train_gpt3: no such program", "make train_gpt2cu")
+
+
+# ---- scripts/switch_to_ssmax.sh
+
+
+@pytest.fixture
+def softmax(tmp_path):
+    """A run with softmax that stands at step 4."""
+    make_data(tmp_path)
+    train(tmp_path, "--attn", "softmax", "--val-data", tmp_path / "d_val_000000.bin", "--val-every", 2, "--steps", 4, "--ckpt-every", 2,
+          "--out", tmp_path / "out")
+    return tmp_path / "out"
+
+
+def lineage(out):
+    return [(entry["step"], entry["attn"]) for entry in json.loads((out / "run.json").read_text())["lineage"]]
+
+
+def attention(out, step):
+    return json.loads((checkpoint(out, step) / "config.json").read_text())["attention_normalizer"]["name"]
+
+
+def test_switch(softmax):
+    before = (softmax / "run.json").read_bytes()
+    plan = run("switch_to_ssmax.sh", "--steps", 6, "--dry-run", OUT=softmax)
+    says(plan, "attention softmax, L = 8", "switch    to ssmax at step 4\n", "nothing was written")
+    assert (softmax / "run.json").read_bytes() == before
+    text = run("switch_to_ssmax.sh", "--steps", 6, OUT=softmax)
+    says(text, "continues at step 4", "attn_scale, 0.", "step 4: --attn softmax becomes ssmax; validation loss")
+    assert attention(softmax, 6) == "ssmax" and lineage(softmax) == [(0, "softmax"), (4, "ssmax")]
+    rates = [lr for lr, in metrics(softmax, ["lr"])]
+    assert rates[4:6] == rates[:2]                              # it warms up again
+
+
+def test_switch_once(softmax):
+    run("switch_to_ssmax.sh", "--steps", 6, OUT=softmax)
+    text = run("switch_to_ssmax.sh", "--steps", 8, OUT=softmax)
+    says(text, "continues at step 6")
+    assert "becomes" not in text and lineage(softmax) == [(0, "softmax"), (4, "ssmax")]
+
+
+def test_switch_later(softmax):
+    """At a step of one's own, over a stop before and one behind it."""
+    for steps, there in ((5, []), (7, [(6, "ssmax")]), (8, [(6, "ssmax")])):
+        run("switch_to_ssmax.sh", "--steps", steps, OUT=softmax, STEP=6)
+        assert lineage(softmax) == [(0, "softmax"), *there]
+    assert attention(softmax, 8) == "ssmax"
+    says(run("switch_to_ssmax.sh", "--steps", 9, OUT=softmax, STEP=3, code=USAGE), "the run stands at step 8")
+
+
+def test_switch_of_nothing(tmp_path):
+    says(run("switch_to_ssmax.sh", OUT=tmp_path, code=USAGE), f"{tmp_path}/ckpt: no checkpoint", "OUT=")
+
+
+# ---- many machines
+
+
+@pytest.fixture
+def launcher(tmp_path):
+    """A folder for PATH with an mpirun and an srun that only write down how they were called."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("mpirun", "srun"):
+        (folder / name).write_text(f'#!/bin/bash\nprintf "%s\\n" "$OMP_NUM_THREADS" {name} "$@" > {tmp_path}/called\n')
+        (folder / name).chmod(0o755)
+    return {"PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+def called(tmp_path):
+    """(threads, the launcher's own words, the program's words) of the last call."""
+    threads, *words = (tmp_path / "called").read_text().splitlines()
+    at = words.index(str(TRAIN))
+    return threads, words[:at], words[at + 1:]
+
+
+def sequences(flags):
+    """How many sequences a step has, and how many go into one batch."""
+    last = {flags[i]: flags[i + 1] for i in range(len(flags) - 1)}
+    return int(last["--total-batch-tokens"]) // int(last["--seq-len"]), int(last["--batch"])
+
+
+@pytest.mark.parametrize("script, flags", [("run_162M_slimpajama_ssmax.sh", []), ("run_124M_fineweb.sh", ["--batch", 16])])
+def test_slurm(launcher, tmp_path, script, flags):
+    text = (SCRIPTS / "run_multi_node.sbatch").read_text()
+    asked = dict(re.findall(r"^#SBATCH --([a-z-]+)=(\S+)$", text, re.M))
+    assert text.index("#SBATCH") < text.index("set -euo")         # sbatch reads no further than the first command
+    assert asked["ntasks-per-node"] == asked["gpus-per-node"] == "8"
+    assert asked["signal"] == "USR1@300"                          # the trainer saves and ends at SIGUSR1: test_signal
+    run([SCRIPTS / "run_multi_node.sbatch", SCRIPTS / script], *flags, "--dry-run", SLURM_CPUS_PER_TASK=6, DATA="/d", OUT="/o", **launcher)
+    threads, own, program = called(tmp_path)
+    assert own == ["srun", "--mpi=pmix", "--cpus-per-task=6", "--cpu-bind=none", "--kill-on-bad-exit=1"] and threads == "6"
+    assert program[:6] == ["--train-data", "/d/*_train_*.bin", "--val-data", "/d/*_val_*.bin", "--out", "/o"]
+    assert program[-len(flags) - 1:] == [*map(str, flags), "--dry-run"]
+    whole, batch = sequences(program)
+    processes = int(asked["nodes"]) * int(asked["ntasks-per-node"])
+    assert whole % (batch * processes) == 0
+
+
+def hostfile(tmp_path, text):
+    (tmp_path / "hosts").write_text(text)
+    return tmp_path / "hosts"
+
+
+def test_hostfile(launcher, tmp_path):
+    hosts = hostfile(tmp_path, "# two machines\nnode-a slots=8\n\nnode-b  slots=8 max_slots=8\n")
+    variables = {**launcher, "HOSTFILE": hosts, "NCCL_SOCKET_IFNAME": "eth7", "OMP_NUM_THREADS": 3}
+    run([SCRIPTS / "run_multi_node_mpi.sh", SCRIPTS / "run_162M_slimpajama_ssmax.sh"], "--steps", 7, DATA="/d", **variables)
+    _, own, program = called(tmp_path)
+    assert own[:3] == ["mpirun", "-np", "16"] and own[own.index("--hostfile") + 1] == str(hosts)
+    handed_on = {own[i + 1] for i, word in enumerate(own) if word == "-x"}
+    assert {"PATH", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS=3"} <= handed_on
+    assert program[:2] == ["--train-data", "/d/*_train_*.bin"] and program[-2:] == ["--steps", "7"]
+    whole, batch = sequences(program)
+    assert whole % (batch * 16) == 0
+
+
+@pytest.mark.parametrize("text", ["node-a slots=8\nnode-b slots=4\n", "node-a slots=8\nnode-b\n", "# none\n"])
+def test_bad_hostfile(tmp_path, text):
+    text = run([SCRIPTS / "run_multi_node_mpi.sh", SCRIPTS / "run_124M_fineweb.sh"], code=USAGE, HOSTFILE=hostfile(tmp_path, text))
+    says(text, tmp_path / "hosts", "the same number of GPUs on each machine")
+
+
+@pytest.mark.parametrize("words", [["run_multi_node.sbatch"], ["run_multi_node_mpi.sh"], ["run_multi_node_mpi.sh", SCRIPTS / "run_124M_fineweb.sh"]])
+def test_what_is_missing(words):
+    says(run([SCRIPTS / words[0], *words[1:]], code=USAGE), words[0], "expected a file" if words[1:] else "which recipe?")
+
+
+@needs_mpirun
+def test_hostfile_for_real(data, tmp_path):
+    """mpirun itself, on the one machine that is here."""
+    hosts = hostfile(tmp_path, "localhost slots=2\n")
+    plan = run([SCRIPTS / "run_multi_node_mpi.sh", SCRIPTS / "run_124M_fineweb.sh"], *SMALL, "--dry-run", HOSTFILE=hosts, DATA=data)
+    says(plan, "16 tokens: 2 processes x 1 micro-batch of 1 x 8", "nothing was written")

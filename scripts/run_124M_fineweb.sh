@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Trains 124M parameters on 10 billion tokens of FineWeb: 19,073 steps of 524,288 tokens, the learning rate falling to 0 by a cosine.
+#
+#   scripts/run_124M_fineweb.sh [flags]      on one GPU; flags of train_gpt2cu win over those below. --dry-run prints the plan and ends
+#   GPUS=8 OUT=out/lssar scripts/run_124M_fineweb.sh --attn lssar
+#
+# Started again, it goes on from its newest checkpoint. From the environment: GPUS (1), DATA, OUT and PROGRAM as below; paths start at
+# the repository's root. PROGRAM=./train_gpt2 is the same run on a CPU.
+#
+# Data    .venv/bin/python data/fineweb.py --version 10B, 20 GB on disk
+# Memory  below 40 GB of a GPU's; --batch 16, or --recompute, needs less. The batch of all GPUs must divide a step's 512 sequences
+# Time    reckoned, not measured: 0.85 GFLOP a token (6 · parameters + 12 · layers · channels · T), 8.5e18 in all. At 400 TFLOP/s a GPU
+#         that is 6 hours on one and 45 minutes on eight
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+data=${DATA:-data/fineweb-10B}
+read -ra launch <<< "${LAUNCH:-scripts/launch.sh ${GPUS:-1}}"    # LAUNCH: scripts/run_multi_node.sbatch has another
+
+exec "${launch[@]}" "${PROGRAM:-./train_gpt2cu}" \
+    --train-data "$data/*_train_*.bin" --val-data "$data/*_val_*.bin" --out "${OUT:-out/124M_fineweb}" --resume \
+    --model 124M --attn softmax --dtype bf16 --batch 64 --seq-len 1024 --total-batch-tokens 524288 --steps 19073 \
+    --lr 6e-4 --warmup 700 --schedule cosine --min-lr-frac 0 --weight-decay 0.1 --beta1 0.9 --beta2 0.95 --grad-clip 1 \
+    --val-every 250 --sample-every 1000 --ckpt-every 1000 "$@"
