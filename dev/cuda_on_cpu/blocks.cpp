@@ -7,9 +7,7 @@
 // synchronisation. What does count is said by hand, where __tsan_acquire and __tsan_release are called.
 #include "engine.h"
 
-#include <cxxabi.h>
-#include <dlfcn.h>
-#include <sched.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdlib.h>
 #include <sys/mman.h>
@@ -83,10 +81,13 @@ struct Wait {
     Site site;
 };
 
+enum { PENDING_COPIES = 512 };
+
 struct PendingCopy {
     void *shared;
     const void *global;
     bool valid;
+    unsigned group;                     // how many commits were before it
 };
 
 struct Warp;
@@ -97,11 +98,20 @@ struct Fiber {
     Warp *warp;
     unsigned number, lane;              // of the thread in its block, and in its warp
     Wait wait;                          // its last one
-    std::vector<PendingCopy> copies;    // cp.async's, oldest first, that have not taken place yet
-    std::vector<size_t> groups;         // how many copies each committed group has, oldest first
-    size_t uncommitted;
+    unsigned commits, copies;           // of cp.async: commits so far, copies so far
+    unsigned oldest, newest;            // those of pending[i % PENDING_COPIES], oldest <= i < newest, have not taken place yet
+    PendingCopy *pending;
     void *context, *copier;             // the race check's, of the thread and of its asynchronous copies
     void *fake_stack;                   // AddressSanitizer's
+};
+
+// The lanes' n-th copies, taken for one instruction of the warp's, to count its bank conflicts.
+enum { COPIES_OF_WARP = 128 };
+
+struct CopyOfWarp {
+    unsigned number, lanes;             // n + 1; who has issued it
+    Site site;
+    const void *to[32];
 };
 
 struct Warp {
@@ -114,10 +124,19 @@ struct Warp {
     uint32_t a[4][32], b[2][32], r[4][32];
     float top[32][2], bottom[32][2];    // mma's d[0], d[1] and d[2], d[3]: as floats, rows 0-7 and 8-15 of 8 columns
     unsigned phase[32];                 // how often the mask whose lowest lane this is has been met
-    char met[32][2];                    // its address stands for those meetings in the race check
+    CopyOfWarp copies[COPIES_OF_WARP];
 };
 
-static const int MAX_SHARED_ARRAYS = 4096;
+// Addresses that stand, in the race check, for what threads tell each other. A meeting has two, used in turn: who is quick must not reach
+// the slow one, who has yet to leave the last meeting, with what he brings to the next.
+enum { COPY_GROUPS = 16 };
+struct Meetings {
+    char barrier[2], warps[WARPS][32][2];           // a warp's by the lowest lane of the mask
+    char issued[BLOCK_THREADS], copied[BLOCK_THREADS][COPY_GROUPS];
+};
+
+enum { SHARED_ARRAYS = 4096, ARRAYS_IN_BLOCK = 64, SITES = 1024 };
+
 struct ArrayInBlock {
     char *memory;
     size_t bytes;
@@ -142,19 +161,21 @@ struct Worker {
     Wait barrier;
     int predicates, result;
     unsigned barrier_phase;
-    char barrier_met[2];
 
     char *stacks;
     size_t stack_bytes, stack_step;
     int stacks_ready;
 
+    Meetings *meetings;
     char *statics, *statics_end, *dynamic, *dynamic_end;
     size_t statics_used, statics_asked;
-    std::vector<ArrayInBlock> arrays;                   // of this block, in the order of their first use
-    std::vector<char *> array_memory;                   // by the array's number; NULL: not used yet in this block
+    ArrayInBlock arrays[ARRAYS_IN_BLOCK];               // of this block, in the order of their first use
+    int array_count;
+    char *array_memory[SHARED_ARRAYS];                  // by the array's number; NULL: not used yet in this block
 
+    PendingCopy pending[BLOCK_THREADS][PENDING_COPIES];
     Counts counts;
-    std::map<std::pair<std::string, int>, uint64_t> conflicts;     // by file and line
+    struct { Site site; uint64_t conflicts; } sites[SITES];        // a hash table; full: the rest are counted without their place
 };
 static __thread Worker *worker;
 
@@ -170,16 +191,6 @@ static uint64_t next_random(uint64_t &state) {          // splitmix64
 }
 
 // ---- messages
-
-std::string kernel_name(const void *kernel) {
-    Dl_info info;
-    if (!dladdr(kernel, &info) || !info.dli_sname) return "a kernel";
-    int status;
-    char *readable = abi::__cxa_demangle(info.dli_sname, NULL, NULL, &status);
-    std::string name = readable ? readable : info.dli_sname;
-    free(readable);
-    return name;
-}
 
 static std::string print(const char *format, ...) __attribute__((format(printf, 1, 2)));
 static std::string print(const char *format, ...) {
@@ -205,7 +216,7 @@ void die(const char *format, ...) {
     fprintf(stderr, "\n");
     if (worker && worker->launch && position) {
         const Worker &w = *worker;
-        fprintf(stderr, "  in %s, launched at %s:%d, block (%u,%u,%u) of (%u,%u,%u), thread %d of %d, order %s, seed %llu\n",
+        fprintf(stderr, "  in %s, launched at %s:%d, block (%u,%u,%u) of (%u,%u,%u), thread %d of %d; order %s, seed %llu\n",
                 kernel_name(w.launch->kernel).c_str(), w.launch->site.file, w.launch->site.line, w.block.x, w.block.y, w.block.z, w.launch->grid.x,
                 w.launch->grid.y, w.launch->grid.z, w.current, w.threads, order_names[w.settings.order], (unsigned long long)w.settings.seed);
     }
@@ -382,9 +393,8 @@ static void prepare_fiber(Worker &w, int number) {
     f.warp = &w.warps[number / 32];
     f.number = (unsigned)number, f.lane = f.number % 32;
     f.wait = {NOTHING, 0, {NULL, 0}};
-    f.copies.clear();
-    f.groups.clear();
-    f.uncommitted = 0;
+    f.commits = f.copies = f.oldest = f.newest = 0;
+    f.pending = w.pending[number];
     f.copier = NULL;
     f.fake_stack = NULL;
     *--top = NULL;                              // the end of a backtrace
@@ -407,16 +417,20 @@ static char *map_memory(size_t bytes, int protection) {
 
 static const size_t PAGE = 4096, STATICS_ROOM = 128 * 1024, DYNAMIC_ROOM = 232 * 1024;
 
+static void use_signal_stack();
+
 static Worker *new_worker() {
-    Worker *w = new Worker();
+    Worker *w = (Worker *)map_memory(sizeof(Worker), PROT_READ | PROT_WRITE);      // zeros; most of it is never touched
     w->stack_bytes = (settings().stack + PAGE - 1) / PAGE * PAGE;
     w->stack_step = w->stack_bytes + PAGE;
     w->stacks = map_memory(w->stack_step * BLOCK_THREADS, PROT_NONE);
     char *room = map_memory(STATICS_ROOM + DYNAMIC_ROOM + 3 * PAGE, PROT_NONE);
+    w->meetings = (Meetings *)map_memory(sizeof(Meetings), PROT_READ | PROT_WRITE);
     w->statics = room + PAGE, w->statics_end = w->statics + STATICS_ROOM;
     w->dynamic_end = w->statics_end + PAGE + DYNAMIC_ROOM;
     mprotect(w->statics, STATICS_ROOM, PROT_READ | PROT_WRITE);
     mprotect(w->dynamic_end - DYNAMIC_ROOM, DYNAMIC_ROOM, PROT_READ | PROT_WRITE);
+    use_signal_stack();
     return w;
 }
 
@@ -429,15 +443,16 @@ static void prepare_memory(Worker &w) {
     for (; w.stacks_ready < w.threads; w.stacks_ready++) mprotect(stack_of(w, w.stacks_ready), w.stack_bytes, PROT_READ | PROT_WRITE);
     if (race_check()) {
         for (int i = 0; i < w.threads; i++) renew(stack_of(w, i), w.stack_bytes);
+        renew((char *)w.meetings, sizeof(Meetings));
         renew(w.statics, STATICS_ROOM);
         renew(w.dynamic_end - DYNAMIC_ROOM, DYNAMIC_ROOM);
     }
     w.dynamic = w.dynamic_end - (w.launch->shared_bytes + 127) / 128 * 128;
     if (w.settings.poison) fill_poison(w.dynamic, w.launch->shared_bytes);
     fill_poison(w.dynamic + w.launch->shared_bytes, (size_t)(w.dynamic_end - w.dynamic) - w.launch->shared_bytes);
-    w.arrays.clear();
+    for (int i = 0; i < w.array_count; i++) w.array_memory[w.arrays[i].array->number] = NULL;
+    w.array_count = 0;
     w.statics_used = w.statics_asked = 0;
-    std::fill(w.array_memory.begin(), w.array_memory.end(), nullptr);
 }
 
 void fill_poison(void *p, size_t bytes) {
@@ -460,16 +475,16 @@ static const size_t BETWEEN_ARRAYS = 64;        // bytes of poison behind each a
 
 void *shared_array(SharedArray &array, size_t bytes) {
     static std::atomic<int> numbers;
-    static std::mutex lock;
+    static Lock lock;
     Worker &w = *worker;
     int number = __atomic_load_n(&array.number, __ATOMIC_ACQUIRE);
     if (!number) {
-        std::lock_guard<std::mutex> hold(lock);
+        std::lock_guard<Lock> hold(lock);
         if (!array.number) __atomic_store_n(&array.number, ++numbers, __ATOMIC_RELEASE);
         number = array.number;
     }
-    if ((size_t)number >= w.array_memory.size()) w.array_memory.resize((size_t)number + 1);
-    char *&memory = w.array_memory[(size_t)number];
+    if (number >= SHARED_ARRAYS || w.array_count == ARRAYS_IN_BLOCK) die("too many shared arrays at %s:%d", array.site.file, array.site.line);
+    char *&memory = w.array_memory[number];
     if (memory) return memory;
     w.statics_asked += (bytes + 15) / 16 * 16;
     if (w.statics_asked > STATIC_SHARED)
@@ -480,11 +495,10 @@ void *shared_array(SharedArray &array, size_t bytes) {
             array.site.file, array.site.line, w.launch->shared_bytes, BLOCK_SHARED);
     memory = w.statics + w.statics_used;
     size_t room = (bytes + BETWEEN_ARRAYS + 127) / 128 * 128;
-    if (memory + room > w.statics_end) die("too many shared arrays");
     w.statics_used += room;
     if (w.settings.poison) fill_poison(memory, bytes);
     fill_poison(memory + bytes, room - bytes);
-    w.arrays.push_back({memory, bytes, &array});
+    w.arrays[w.array_count++] = {memory, bytes, &array};
     return memory;
 }
 
@@ -495,8 +509,8 @@ void *dynamic_shared() {
 static bool is_shared(const Worker &w, const void *p, size_t bytes) {
     const char *from = (const char *)p;
     if (from >= w.dynamic && from + bytes <= w.dynamic + w.launch->shared_bytes) return true;
-    for (const ArrayInBlock &a : w.arrays)
-        if (from >= a.memory && from + bytes <= a.memory + a.bytes) return true;
+    for (const ArrayInBlock *a = w.arrays; a < w.arrays + w.array_count; a++)
+        if (from >= a->memory && from + bytes <= a->memory + a->bytes) return true;
     return false;
 }
 
@@ -506,7 +520,8 @@ static std::string describe_shared(const Worker &w, const void *p) {
 }
 
 static void check_shared_arrays(Worker &w) {
-    for (const ArrayInBlock &a : w.arrays) {
+    for (int i = 0; i < w.array_count; i++) {
+        const ArrayInBlock &a = w.arrays[i];
         const char *end = a.memory + a.bytes, *room_end = a.memory + (a.bytes + BETWEEN_ARRAYS + 127) / 128 * 128;
         if (!is_poison(end, (size_t)(room_end - end)))
             die("OUT OF BOUNDS: something was written behind the end of the shared array %s (%s:%d), %zu bytes, in block (%u,%u,%u) of %s",
@@ -522,6 +537,45 @@ void misaligned(const char *what, const void *p, Site site) {
     die("MISALIGNED: %s at %s:%d takes an address that is no multiple of its size, %p", what, site.file, site.line, p);
 }
 
+// ---- a bad address
+
+static struct sigaction handlers_before[2];
+
+static void use_signal_stack() {                    // a thread whose stack has overflowed needs another to report it
+    stack_t stack = {};
+    stack.ss_size = 64 * 1024;
+    stack.ss_sp = map_memory(stack.ss_size, PROT_READ | PROT_WRITE);
+    sigaltstack(&stack, NULL);
+}
+
+static void crashed(int signal, siginfo_t *info, void *context) {
+    const char *p = (const char *)info->si_addr;
+    std::string memory = describe_address(p);
+    if (worker && worker->launch && position) {
+        const Worker &w = *worker;
+        if (p >= w.stacks && p < w.stacks + w.stack_step * BLOCK_THREADS)
+            die("STACK OVERFLOW: the thread needs more than %zu bytes of stack (CUDA_ON_CPU_STACK)", w.stack_bytes);
+        if (p >= w.dynamic_end && p < w.dynamic_end + PAGE)
+            die("OUT OF BOUNDS: byte %td behind the end of the %zu of dynamic shared memory", p - (w.dynamic + w.launch->shared_bytes),
+                w.launch->shared_bytes);
+        if (p >= w.statics - PAGE && p < w.dynamic_end) die("OUT OF BOUNDS: an address near the block's shared memory, but outside");
+        die("OUT OF BOUNDS: the kernel touches %p, %s", (const void *)p, memory.empty() ? "which is no memory at all" : memory.c_str());
+    }
+    if (!memory.empty()) die("HOST ACCESS: the host touches %s", memory.c_str());
+    struct sigaction *before = &handlers_before[signal == SIGBUS];
+    if (before->sa_flags & SA_SIGINFO) before->sa_sigaction(signal, info, context);
+    else sigaction(signal, before, NULL);           // and the same happens again
+}
+
+void report_crashes() {
+    struct sigaction action = {};
+    action.sa_sigaction = crashed;
+    action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
+    use_signal_stack();
+    sigaction(SIGSEGV, &action, &handlers_before[0]);
+    sigaction(SIGBUS, &action, &handlers_before[1]);
+}
+
 // ---- barriers of the block
 
 int barrier(BlockVote vote, int predicate, Site site) {
@@ -532,7 +586,7 @@ int barrier(BlockVote vote, int predicate, Site site) {
     if (w.barrier.kind != me.wait.kind || !same_site(w.barrier.site, site))
         die("MISMATCH: threads of a block wait at different barriers: %s", who_waits_where(0, w.threads).c_str());
     w.predicates += predicate != 0;
-    char *met = &w.barrier_met[w.barrier_phase % 2];        // two in turn: who is quick must not reach the slow one's acquire with its next release
+    char *met = &w.meetings->barrier[w.barrier_phase % 2];
     if (race_check()) __tsan_release(met);
     set_waiting(w, me.number);
     if (++w.arrived == w.threads) {
@@ -594,7 +648,7 @@ void warp_barrier(unsigned mask, Site site) {
     Fiber &me = self();
     Warp &warp = *me.warp;
     int lowest = mask ? __builtin_ctz(mask) : 0;
-    char *met = &warp.met[lowest][warp.phase[lowest] % 2];
+    char *met = &worker->meetings->warps[me.number / LANES][lowest][warp.phase[lowest] % 2];
     if (race_check()) __tsan_release(met);
     if (last_to_arrive(me, SYNCWARP, mask, site)) warp_goes_on(me, mask);
     take_turns();
@@ -694,27 +748,32 @@ int64_t reduce(Reduction kind, unsigned mask, int64_t value, Site site) {
 }
 
 void fence() {
-    static char all_fences;
-    if (race_check()) __tsan_acquire(&all_fences), __tsan_release(&all_fences);
+    char *fences = (char *)worker->launch + 2;
+    if (race_check()) __tsan_acquire(fences), __tsan_release(fences);
 }
 
 // ---- matrices
 
-// The passes that 8 accesses of 16 bytes need beyond one: each group of 4 banks gives one row of 16 bytes in a pass.
-static int conflicts_of_8(const void *const *rows) {
-    int used[8] = {0}, most = 0;
+// The passes that up to 8 accesses of 16 bytes need beyond one: each group of 4 banks gives or takes 16 bytes in a pass.
+static int conflicts_of(const void *const *rows, unsigned present) {
+    int used[8] = {0}, most = 1;
     for (int i = 0; i < 8; i++) {
-        bool seen = false;
-        for (int j = 0; j < i; j++) seen |= rows[j] == rows[i];
-        if (seen) continue;
-        int &here = used[(uintptr_t)rows[i] / 16 % 8];
-        most = std::max(most, ++here);
+        bool counts = present >> i & 1;
+        for (int j = 0; j < i; j++) counts &= !(present >> j & 1) || rows[j] != rows[i];
+        if (counts) most = std::max(most, ++used[(uintptr_t)rows[i] / 16 % 8]);
     }
     return most - 1;
 }
 
-static void count_conflicts(Site site, int conflicts) {
-    if (conflicts) worker->conflicts[{site.file, site.line}] += (uint64_t)conflicts;
+static void count_conflicts(Worker &w, Site site, int conflicts) {
+    if (!conflicts) return;
+    for (unsigned i = 0, at = (unsigned)site.line * 31 + (unsigned)((uintptr_t)site.file >> 3); i < SITES; i++, at++) {
+        auto &s = w.sites[at % SITES];
+        if (!s.site.file) s.site = site;
+        if (s.site.file != site.file || s.site.line != site.line) continue;
+        s.conflicts += (uint64_t)conflicts;
+        return;
+    }
 }
 
 void ldmatrix(uint32_t *r, int matrices, bool transposed, const void *row, Site site) {
@@ -734,7 +793,7 @@ void ldmatrix(uint32_t *r, int matrices, bool transposed, const void *row, Site 
         int conflicts = 0;
         for (int i = 0; i < matrices; i++) {
             const void *const *rows = warp.row + 8 * i;
-            conflicts += conflicts_of_8(rows);
+            conflicts += conflicts_of(rows, 0xFF);
             uint16_t matrix[8][8];
             for (int j = 0; j < 8; j++) memcpy(matrix[j], rows[j], 16);
             for (int l = 0; l < LANES; l++) {
@@ -745,7 +804,7 @@ void ldmatrix(uint32_t *r, int matrices, bool transposed, const void *row, Site 
         }
         w.counts.ldmatrix++;
         w.counts.ldmatrix_conflicts += (uint64_t)conflicts;
-        count_conflicts(site, conflicts);
+        count_conflicts(w, site, conflicts);
         warp_goes_on(me, ALL_LANES);
     }
     take_turns();
@@ -802,49 +861,77 @@ static void copy_now(const PendingCopy &c) {
 }
 
 // In the race check the copies of a thread are the doing of another, who knows what the thread knew at the issue; the thread knows of
-// them after the wait.
-static void tell_race_check(Fiber &me, const PendingCopy &c) {
+// them after the wait for their group.
+static void copier_copies(Fiber &me, const PendingCopy &c) {
+    char *issued = &worker->meetings->issued[me.number];
     if (!me.copier) me.copier = __tsan_create_fiber(0);
-    __tsan_release(&me.copier);
+    __tsan_release(issued);
     __tsan_switch_to_fiber(me.copier, 1);
-    __tsan_acquire(&me.copier);
+    __tsan_acquire(issued);
     if (c.valid) __tsan_read16((void *)c.global);
     __tsan_write16(c.shared);
     __tsan_switch_to_fiber(me.context, 1);
 }
 
+static void copier_commits(Fiber &me) {
+    __tsan_switch_to_fiber(me.copier, 1);
+    __tsan_release(&worker->meetings->copied[me.number][me.commits % COPY_GROUPS]);
+    __tsan_switch_to_fiber(me.context, 1);
+}
+
+static void count_copy(Worker &w, CopyOfWarp &c) {
+    int conflicts = 0;
+    for (int i = 0; i < LANES; i += 8) conflicts += conflicts_of(c.to + i, c.lanes >> i & 0xFF);
+    w.counts.copy_conflicts += (uint64_t)conflicts;
+    count_conflicts(w, c.site, conflicts);
+    c.lanes = 0;
+}
+
+// Lanes that do not make the same copies one after the other, from the same lines, are not counted right.
+static void note_copy(Worker &w, Fiber &me, const void *shared, Site site) {
+    CopyOfWarp &c = me.warp->copies[me.copies % COPIES_OF_WARP];
+    if (c.lanes && (c.number != me.copies + 1 || !same_site(c.site, site))) count_copy(w, c);
+    c.number = ++me.copies;
+    c.site = site;
+    c.to[me.lane] = shared;
+    c.lanes |= 1u << me.lane;
+}
+
 void copy_async(void *shared, const void *global, bool valid, Site site) {
     Worker &w = *worker;
     Fiber &me = self();
-    PendingCopy c = {shared, global, valid};
+    PendingCopy c = {shared, global, valid, me.commits};
     if ((uintptr_t)shared % 16 != 0) misaligned("copy_async_16, to shared memory,", shared, site);
     if ((uintptr_t)global % 16 != 0) misaligned("copy_async_16, from global memory,", global, site);
     if (!is_shared(w, shared, 16))
         die("OUT OF BOUNDS: copy_async_16 at %s:%d writes 16 bytes that are not the block's shared memory: %s", site.file, site.line,
             describe_shared(w, shared).c_str());
     w.counts.copies++;
-    if (race_check()) tell_race_check(me, c);
+    note_copy(w, me, shared, site);
+    if (race_check()) copier_copies(me, c);
     if (w.settings.copy == AT_ISSUE || (w.settings.copy == EITHER && next_random(w.random) % 2)) {
         copy_now(c);
-    } else {
-        me.copies.push_back(c);
-        me.uncommitted++;
+        return;
     }
+    if (me.newest - me.oldest == PENDING_COPIES)
+        die("copy_async_16 at %s:%d: thread %u has %d copies under way, more than there is room for", site.file, site.line, me.number, PENDING_COPIES);
+    me.pending[me.newest++ % PENDING_COPIES] = c;
 }
 
 void copy_commit() {
     Fiber &me = self();
-    me.groups.push_back(me.uncommitted);
-    me.uncommitted = 0;
+    if (me.copier) copier_commits(me);
+    me.commits++;
 }
 
-void copy_wait(int groups, Site) {
+void copy_wait(unsigned groups) {
     Fiber &me = self();
-    while (me.groups.size() > (size_t)groups) {
-        for (size_t i = 0; i < me.groups[0]; i++) copy_now(me.copies[i]);
-        me.copies.erase(me.copies.begin(), me.copies.begin() + (long)me.groups[0]);
-        me.groups.erase(me.groups.begin());
+    for (; me.oldest != me.newest; me.oldest++) {
+        const PendingCopy &c = me.pending[me.oldest % PENDING_COPIES];
+        if (c.group + groups >= me.commits) break;
+        copy_now(c);
     }
+    if (me.copier && me.commits > groups) __tsan_acquire(&worker->meetings->copied[me.number][(me.commits - groups - 1) % COPY_GROUPS]);
 }
 
 // ---- blocks and grids
@@ -873,6 +960,9 @@ static void run_block(Worker &w, uint64_t number) {
     if (__sanitizer_finish_switch_fiber) __sanitizer_finish_switch_fiber(w.home_fake_stack, NULL, NULL);
 
     check_shared_arrays(w);
+    for (int i = 0; i < (w.threads + 31) / 32; i++)
+        for (CopyOfWarp &c : w.warps[i].copies)
+            if (c.lanes) count_copy(w, c);
     if (race_check())
         for (int i = 0; i < w.threads; i++) {
             __tsan_destroy_fiber(w.fibers[i].context);
@@ -886,17 +976,19 @@ struct Job {
     std::atomic<uint64_t> next;
 };
 
-static std::mutex counts_lock;
+static Lock counts_lock;
 static Counts all_counts;
 static std::map<std::pair<std::string, int>, uint64_t> all_conflicts;
 
 static void add_counts(Worker &w) {
-    std::lock_guard<std::mutex> hold(counts_lock);
+    std::lock_guard<Lock> hold(counts_lock);
     uint64_t *to = (uint64_t *)&all_counts, *from = (uint64_t *)&w.counts;
     for (size_t i = 0; i < sizeof(Counts) / sizeof(uint64_t); i++) to[i] += from[i];
-    for (const auto &c : w.conflicts) all_conflicts[c.first] += c.second;
     w.counts = Counts();
-    w.conflicts.clear();
+    for (auto &s : w.sites) {
+        if (s.site.file) all_conflicts[{s.site.file, s.site.line}] += s.conflicts;
+        s = {};
+    }
 }
 
 static void run_blocks(Job &job) {
@@ -970,23 +1062,23 @@ void run_grid(const Parameters &launch) {
     if (helpers > 0) pool->run(job, helpers);
     else run_blocks(job);
     if (race_check()) __tsan_acquire((void *)&launch);
-    std::lock_guard<std::mutex> hold(counts_lock);
+    std::lock_guard<Lock> hold(counts_lock);
     all_counts.launches++;
 }
 
 Counts counts() {
-    std::lock_guard<std::mutex> hold(counts_lock);
+    std::lock_guard<Lock> hold(counts_lock);
     return all_counts;
 }
 
 void counts_reset() {
-    std::lock_guard<std::mutex> hold(counts_lock);
+    std::lock_guard<Lock> hold(counts_lock);
     all_counts = Counts();
     all_conflicts.clear();
 }
 
 void counts_print(FILE *file) {
-    std::lock_guard<std::mutex> hold(counts_lock);
+    std::lock_guard<Lock> hold(counts_lock);
     const Counts &c = all_counts;
     fprintf(file, "cuda_on_cpu: %llu launches, %llu blocks, %llu barriers, %llu operations of warps, %llu mma; ldmatrix %llu, bank conflicts %llu; "
             "cp.async %llu, bank conflicts %llu\n", (unsigned long long)c.launches, (unsigned long long)c.blocks, (unsigned long long)c.barriers,

@@ -21,8 +21,8 @@ enum Order { FORWARD, REVERSE, RANDOM, GREEDY };
 // When a cp.async takes place: at its issue, only in the wait for it, or each by the toss of a coin.
 enum Copy { AT_ISSUE, AT_WAIT, EITHER };
 
-// When work given to a stream takes place: at once; when the host waits for it, and then from whichever stream is free to go on,
-// at random; or as RANDOM, but with a coin's toss at each call whether some of it is done early.
+// When work given to a stream takes place: at once; LATE: only when the host waits for something, and then from streams that can go on,
+// at random, until that has come; ANY_TIME: as LATE, but by the toss of a coin some of it is done at the next call already.
 enum Streams { AT_ONCE, LATE, ANY_TIME };
 
 struct Settings {
@@ -31,15 +31,17 @@ struct Settings {
     Copy copy;              // CUDA_ON_CPU_COPY      issue | wait | either
     Streams streams;        // CUDA_ON_CPU_STREAMS   once | late | any
     bool poison;            // CUDA_ON_CPU_POISON    1: shared memory and new device memory are NaNs
+    bool hide;              // CUDA_ON_CPU_HIDE      1: device memory cannot be touched but by kernels and copies; slow
     int threads;            // CUDA_ON_CPU_THREADS   of the CPU, over which blocks are spread; default: as many as there are
     size_t stack;           // CUDA_ON_CPU_STACK     bytes of stack for each CUDA thread; read at a CPU thread's first launch
     size_t memory;          // CUDA_ON_CPU_MEMORY    bytes of device memory there are
+    int devices;            // CUDA_ON_CPU_DEVICES   there are; a process is meant to use one of them
     bool report;            // CUDA_ON_CPU_REPORT    1: counts are printed when the program ends
 };
 Settings &settings();
 
-// What happened since the start or the last counts_reset(). A conflict is one more pass that the shared memory's 32 banks need, beyond the
-// fewest possible: for ldmatrix each 8 rows are a pass of their own, for 16-byte stores (cp.async, too) each 8 lanes.
+// What happened since the start or the last counts_reset(). A conflict is one more pass that the shared memory's 32 banks need beyond the
+// fewest possible: ldmatrix takes a pass for each matrix (8 rows), cp.async for each 8 lanes.
 struct Counts {
     uint64_t launches, blocks, barriers, collectives, mmas, ldmatrix, ldmatrix_conflicts, copies, copy_conflicts;
 };
@@ -50,7 +52,7 @@ void counts_print(FILE *file);      // and the conflicts of each line of source
 // `work` as the next thing in the stream, like a kernel: for libraries that are emulated on top of this one.
 void enqueue(cudaStream_t stream, std::function<void()> work);
 
-// Whether all of `bytes` at p are device memory or pinned host memory: what a kernel may touch.
+// Whether all of the bytes at p are device memory or pinned host memory: what a kernel may touch.
 bool is_device(const void *p, size_t bytes);
 
 // Prints a message and ends the program by abort(), so that a debugger shows where.

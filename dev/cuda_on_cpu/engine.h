@@ -2,6 +2,9 @@
 #ifndef CUDA_ON_CPU_ENGINE_H
 #define CUDA_ON_CPU_ENGINE_H
 
+#include <sched.h>
+
+#include <atomic>
 #include <string>
 
 #include "gpu_on_cpu.h"
@@ -18,9 +21,21 @@ enum {
 void fill_poison(void *p, size_t bytes);
 bool is_poison(const void *p, size_t bytes);
 
+// A lock that the race check does not see, so that it takes it for no synchronisation of the program's.
+struct Lock {
+    std::atomic_flag held = ATOMIC_FLAG_INIT;
+    void lock() {
+        while (held.test_and_set(std::memory_order_acquire)) sched_yield();
+    }
+    void unlock() {
+        held.clear(std::memory_order_release);
+    }
+};
+
+void report_crashes();                              // a bad address ends the program with a message of whose it is
 void run_grid(const Parameters &parameters);        // returns when all blocks have run
 std::string kernel_name(const void *kernel);
-std::string describe_address(const void *p);        // "12 bytes behind the 400 of cudaMalloc number 3", or ""
+std::string describe_address(const void *p);        // "8 bytes behind the end of the 400 of cudaMalloc number 3"; "": of none
 
 // ThreadSanitizer's functions, there if the program is built with it.
 extern "C" {

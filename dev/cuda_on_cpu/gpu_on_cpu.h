@@ -66,8 +66,7 @@ void ldmatrix(uint32_t *r, int matrices, bool transposed, const void *row, Site 
 void mma(float *d, const uint32_t *a, const uint32_t *b, Site site);
 void copy_async(void *shared, const void *global, bool valid, Site site);
 void copy_commit();
-void copy_wait(int groups, Site site);
-void count_store(const void *p, Site site);     // of 16 bytes, for the bank conflicts
+void copy_wait(unsigned groups);
 [[noreturn]] void misaligned(const char *what, const void *p, Site site);
 
 template <class T>
@@ -129,7 +128,6 @@ void launch(void (*kernel)(Parameters...), cuda_on_cpu::Grid grid, dim3 block, s
 #define blockIdx (CUDA_ON_CPU_POSITION.block)
 #define blockDim (CUDA_ON_CPU_POSITION.block_size)
 #define gridDim (CUDA_ON_CPU_POSITION.grid)
-#define warpSize 32
 
 // ---- threads of a block, lanes of a warp
 
@@ -307,8 +305,8 @@ DEVICE void copy_async_commit() {
     cuda_on_cpu::copy_commit();
 }
 template <int groups>
-DEVICE void copy_async_wait(CUDA_ON_CPU_SITE) {
-    cuda_on_cpu::copy_wait(groups, {file, line});
+DEVICE void copy_async_wait() {
+    cuda_on_cpu::copy_wait(groups);
 }
 
 DEVICE uint4 load_16(const void *p, CUDA_ON_CPU_SITE) {

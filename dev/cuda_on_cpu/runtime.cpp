@@ -1,16 +1,26 @@
-// The CUDA runtime's functions: settings, memory, streams, events, the device.
+// The CUDA runtime's functions: settings, memory, streams and events, the device.
+//
+// As blocks.cpp, this is never compiled with -fsanitize=thread; locks that the race check must not see as synchronisation are Locks.
 #include "engine.h"
 
+#include <cxxabi.h>
+#include <dlfcn.h>
+#include <elf.h>
+#include <fcntl.h>
 #include <sched.h>
 #include <stdlib.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
+#include <deque>
 #include <map>
+#include <memory>
 #include <mutex>
 
-namespace cuda_on_cpu {
+using namespace cuda_on_cpu;
 
 // ---- settings
 
@@ -30,13 +40,13 @@ static uint64_t number(const char *name, uint64_t otherwise) {
     if (!text || !*text) return otherwise;
     char *end;
     uint64_t value = strtoull(text, &end, 0);
-    if (*end) die("%s=%s is no number", name, text);
+    if (*end || *text == '-') die("%s=%s is no whole number", name, text);
     return value;
 }
 
-static int processors() {
+static uint64_t processors() {
     cpu_set_t set;
-    return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
+    return sched_getaffinity(0, sizeof set, &set) == 0 ? (uint64_t)CPU_COUNT(&set) : 1;
 }
 
 static Settings from_environment() {
@@ -46,32 +56,28 @@ static Settings from_environment() {
     s.copy = (Copy)choice("CUDA_ON_CPU_COPY", {"issue", "wait", "either"});
     s.streams = (Streams)choice("CUDA_ON_CPU_STREAMS", {"once", "late", "any"});
     s.poison = number("CUDA_ON_CPU_POISON", 1) != 0;
-    s.threads = (int)number("CUDA_ON_CPU_THREADS", (uint64_t)processors());
+    s.hide = number("CUDA_ON_CPU_HIDE", 0) != 0;
+    s.threads = (int)std::max<uint64_t>(number("CUDA_ON_CPU_THREADS", processors()), 1);
     s.stack = number("CUDA_ON_CPU_STACK", 256 * 1024);
     s.memory = number("CUDA_ON_CPU_MEMORY", (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE));
+    s.devices = (int)number("CUDA_ON_CPU_DEVICES", 8);
     s.report = number("CUDA_ON_CPU_REPORT", 0) != 0;
-    if (s.report) atexit([] { counts_print(stderr); });
     return s;
 }
 
-Settings &settings() {
+Settings &cuda_on_cpu::settings() {
     static Settings s = from_environment();
     return s;
 }
 
-// ---- memory
+__attribute__((constructor)) static void before_main() {
+    settings();
+    report_crashes();
+    atexit([] { if (settings().report) counts_print(stderr); });
+}
 
-struct Allocation {
-    size_t bytes;
-    bool device;
-    int number;
-    char *mapping;
-    size_t mapping_bytes;
-};
-static std::mutex memory_lock;
-static std::map<char *, Allocation> allocations;
-static size_t device_bytes;
-static int allocation_number;
+// ---- errors
+
 static __thread cudaError_t last_error;
 
 static cudaError_t result(cudaError_t error) {
@@ -79,132 +85,751 @@ static cudaError_t result(cudaError_t error) {
     return error;
 }
 
-static std::map<char *, Allocation>::iterator find_allocation(const void *p) {
+// The reason, which CUDA would keep to itself.
+static cudaError_t refuse(cudaError_t error, const std::string &reason) {
+    fprintf(stderr, "cuda_on_cpu: %s\n", reason.c_str());
+    return result(error);
+}
+
+#define ERRORS(X)                                                                                     \
+    X(cudaSuccess, "no error")                                                                        \
+    X(cudaErrorInvalidValue, "invalid argument")                                                      \
+    X(cudaErrorMemoryAllocation, "out of memory")                                                     \
+    X(cudaErrorInvalidConfiguration, "invalid configuration argument")                                \
+    X(cudaErrorInvalidMemcpyDirection, "invalid copy direction for memcpy")                           \
+    X(cudaErrorInvalidDevice, "invalid device ordinal")                                               \
+    X(cudaErrorInvalidResourceHandle, "invalid resource handle")                                      \
+    X(cudaErrorNotReady, "device not ready")                                                          \
+    X(cudaErrorNoDevice, "no CUDA-capable device is detected")                                        \
+    X(cudaErrorNotSupported, "operation not supported")                                               \
+    X(cudaErrorLaunchOutOfResources, "too many resources requested for launch")                       \
+    X(cudaErrorIllegalAddress, "an illegal memory access was encountered")                            \
+    X(cudaErrorLaunchFailure, "unspecified launch failure")
+
+extern "C" const char *cudaGetErrorName(cudaError_t error) {
+#define X(name, text) if (error == name) return #name;
+    ERRORS(X)
+#undef X
+    return "unrecognized error code";
+}
+
+extern "C" const char *cudaGetErrorString(cudaError_t error) {
+#define X(name, text) if (error == name) return text;
+    ERRORS(X)
+#undef X
+    return "unrecognized error code";
+}
+
+extern "C" cudaError_t cudaPeekAtLastError() {
+    return last_error;
+}
+
+extern "C" cudaError_t cudaGetLastError() {
+    cudaError_t error = last_error;
+    last_error = cudaSuccess;
+    return error;
+}
+
+// ---- memory
+// Every allocation has pages of its own, with one before it and one behind it that nobody may touch. It starts at a multiple of 256, as
+// cudaMalloc's do, so up to 255 bytes remain before the page's end: they are poison, looked at when the memory is freed.
+
+enum Place { DEVICE_MEMORY, PINNED, REGISTERED };
+
+struct Allocation {
+    size_t bytes;
+    Place place;
+    int number;
+    char *mapping;
+    size_t mapping_bytes;
+};
+static Lock memory_lock;
+static std::map<char *, Allocation> allocations;
+static size_t device_bytes;
+static int allocation_number;
+
+static const size_t PAGE = 4096, ALIGNMENT = 256;
+
+static size_t round_up(size_t x, size_t to) {
+    return (x + to - 1) / to * to;
+}
+
+static const char *allocator(const Allocation &a) {
+    return a.place == DEVICE_MEMORY ? "cudaMalloc" : a.place == PINNED ? "cudaMallocHost" : "cudaHostRegister";
+}
+
+// The allocation that p points into (or to the end of), under the lock.
+static std::map<char *, Allocation>::iterator allocation_of(const void *p) {
     auto after = allocations.upper_bound((char *)p);
     if (after == allocations.begin()) return allocations.end();
     auto it = std::prev(after);
-    return (char *)p < it->first + std::max<size_t>(it->second.bytes, 1) ? it : allocations.end();
+    return (char *)p <= it->first + it->second.bytes ? it : allocations.end();
 }
 
-bool is_device(const void *p, size_t bytes) {
-    std::lock_guard<std::mutex> hold(memory_lock);
-    auto it = find_allocation(p);
-    return it != allocations.end() && (char *)p + bytes <= it->first + it->second.bytes;
+static bool within(const void *p, size_t bytes, bool device_only) {
+    std::lock_guard<Lock> hold(memory_lock);
+    auto it = allocation_of(p);
+    return it != allocations.end() && (char *)p + bytes <= it->first + it->second.bytes && (!device_only || it->second.place == DEVICE_MEMORY);
 }
 
-static cudaError_t allocate(void **p, size_t bytes, bool device) {
-    const size_t page = 4096, room = (bytes + 255) / 256 * 256, pages = (room + page - 1) / page * page;
-    std::lock_guard<std::mutex> hold(memory_lock);
-    if (bytes == 0) { *p = NULL; return cudaSuccess; }
-    if (device && device_bytes + bytes > settings().memory) return result(cudaErrorMemoryAllocation);
-    char *mapping = (char *)mmap(NULL, pages + 2 * page, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+bool cuda_on_cpu::is_device(const void *p, size_t bytes) {
+    return within(p, bytes, false);
+}
+
+std::string cuda_on_cpu::describe_address(const void *p) {
+    char text[256] = "";
+    for (const auto &entry : allocations) {
+        const Allocation &a = entry.second;
+        const char *start = entry.first, *end = start + a.bytes, *at = (const char *)p;
+        if (at < a.mapping || at >= a.mapping + a.mapping_bytes) continue;
+        if (at < start) snprintf(text, sizeof text, "%td bytes before the %zu of %s number %d", start - at, a.bytes, allocator(a), a.number);
+        else if (at >= end) snprintf(text, sizeof text, "%td bytes behind the end of the %zu of %s number %d", at - end, a.bytes, allocator(a), a.number);
+        else snprintf(text, sizeof text, "byte %td of the %zu of %s number %d", at - start, a.bytes, allocator(a), a.number);
+    }
+    return text;
+}
+
+static cudaError_t allocate(void **p, size_t bytes, Place place) {
+    size_t room = round_up(bytes, ALIGNMENT), pages = round_up(room, PAGE);
+    std::lock_guard<Lock> hold(memory_lock);
+    *p = NULL;
+    if (bytes == 0) return cudaSuccess;
+    if (room < bytes || (place == DEVICE_MEMORY && (bytes > settings().memory || device_bytes + bytes > settings().memory)))
+        return result(cudaErrorMemoryAllocation);
+    char *mapping = (char *)mmap(NULL, pages + 2 * PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (mapping == MAP_FAILED) return result(cudaErrorMemoryAllocation);
-    mprotect(mapping + page, pages, PROT_READ | PROT_WRITE);
-    char *start = mapping + page + pages - room;
+    mprotect(mapping + PAGE, pages, PROT_READ | PROT_WRITE);
+    char *start = mapping + PAGE + pages - room;
     if (settings().poison) fill_poison(start, bytes);
     fill_poison(start + bytes, room - bytes);
-    allocations[start] = {bytes, device, ++allocation_number, mapping, pages + 2 * page};
-    if (device) device_bytes += bytes;
+    if (settings().hide && place == DEVICE_MEMORY) mprotect(mapping + PAGE, pages, PROT_NONE);
+    allocations[start] = {bytes, place, ++allocation_number, mapping, pages + 2 * PAGE};
+    if (place == DEVICE_MEMORY) device_bytes += bytes;
     *p = start;
     return cudaSuccess;
 }
 
-static cudaError_t release(void *p, bool device) {
-    std::lock_guard<std::mutex> hold(memory_lock);
-    if (!p) return cudaSuccess;
+static cudaError_t release(void *p, Place place) {
+    std::lock_guard<Lock> hold(memory_lock);
     auto it = allocations.find((char *)p);
-    if (it == allocations.end() || it->second.device != device) return result(cudaErrorInvalidValue);
+    if (!p) return cudaSuccess;
+    if (it == allocations.end() || it->second.place != place) return refuse(cudaErrorInvalidValue, "an address is freed that was not allocated so");
     Allocation a = it->second;
-    if (!is_poison(it->first + a.bytes, (a.bytes + 255) / 256 * 256 - a.bytes))
-        die("OUT OF BOUNDS: something was written behind the end of cudaMalloc number %d, %zu bytes", a.number, a.bytes);
-    munmap(a.mapping, a.mapping_bytes);
-    if (device) device_bytes -= a.bytes;
+    if (place != REGISTERED) {
+        mprotect(a.mapping + PAGE, a.mapping_bytes - 2 * PAGE, PROT_READ | PROT_WRITE);
+        if (!is_poison(it->first + a.bytes, round_up(a.bytes, ALIGNMENT) - a.bytes))
+            die("OUT OF BOUNDS: something was written behind the end of the %zu bytes of %s number %d", a.bytes, allocator(a), a.number);
+        munmap(a.mapping, a.mapping_bytes);
+    }
+    if (place == DEVICE_MEMORY) device_bytes -= a.bytes;
     allocations.erase(it);
     return cudaSuccess;
 }
 
-// ---- streams
+// Device memory is there for kernels and copies alone, where settings().hide says so.
+static void show_device_memory(bool show) {
+    std::lock_guard<Lock> hold(memory_lock);
+    for (const auto &entry : allocations)
+        if (entry.second.place == DEVICE_MEMORY)
+            mprotect(entry.second.mapping + PAGE, entry.second.mapping_bytes - 2 * PAGE, show ? PROT_READ | PROT_WRITE : PROT_NONE);
+}
 
-void enqueue(cudaStream_t stream, std::function<void()> work) {
-    (void)stream;
-    work();
+// ---- streams and events
+// A stream is a queue. Unless settings().streams is AT_ONCE, what is in it takes place only when the host waits for something: then streams
+// that can go on are taken at random, until what the host waits for has come. So whatever a program does not wait for may well be late.
+//
+// For the race check a stream is a thread of its own: it knows what the host knew when it gave it the work, and the host and other streams
+// know of its work after waiting for it.
+
+struct Record {             // one recording of an event
+    bool done = false;
+    double time = 0;
+};
+
+struct Operation {
+    uint64_t number;                    // in the order of the calls, over all streams
+    std::function<void()> work;
+    std::shared_ptr<Record> after;      // cudaStreamWaitEvent's; or NULL
+    bool host_function;
+};
+
+struct CUstream_st {
+    bool blocking;                      // waits for the legacy default stream, which waits for it
+    int priority;
+    std::deque<std::unique_ptr<Operation>> queue;
+    void *context;                      // the race check's
+    char done;                          // its address stands for what has been done
+};
+
+struct CUevent_st {
+    std::shared_ptr<Record> latest;     // NULL: never recorded
+    bool timing;
+};
+
+static std::recursive_mutex stream_lock;
+static uint64_t operations, random_state;
+static CUstream_st *default_stream, *favourite;
+static std::vector<CUstream_st *> streams;      // all, the default first
+
+static uint64_t next_random() {
+    if (!random_state) random_state = settings().seed * 2 + 1;
+    random_state ^= random_state << 13, random_state ^= random_state >> 7, random_state ^= random_state << 17;      // xorshift64
+    return random_state >> 11;
+}
+
+static CUstream_st *new_stream(bool blocking, int priority) {
+    CUstream_st *s = new CUstream_st();
+    s->blocking = blocking;
+    s->priority = priority;
+    s->context = race_check() ? __tsan_create_fiber(0) : NULL;
+    streams.push_back(s);
+    return s;
+}
+
+// NULL for a handle of no stream. Under the lock.
+static CUstream_st *stream_of(cudaStream_t handle) {
+    static CUstream_st *per_thread;
+    if (!default_stream) default_stream = new_stream(true, 0);
+    if (handle == NULL || handle == cudaStreamLegacy) return default_stream;
+    if (handle == cudaStreamPerThread) return per_thread ? per_thread : per_thread = new_stream(true, 0);
+    return std::find(streams.begin(), streams.end(), handle) != streams.end() ? handle : NULL;
+}
+
+static bool can_go_on(const CUstream_st *s) {
+    if (s->queue.empty()) return false;
+    const Operation &next = *s->queue.front();
+    if (next.after && !next.after->done) return false;
+    if (s == default_stream)
+        return std::all_of(streams.begin(), streams.end(), [&](const CUstream_st *other) {
+            return other == s || !other->blocking || other->queue.empty() || other->queue.front()->number > next.number;
+        });
+    return !s->blocking || default_stream->queue.empty() || default_stream->queue.front()->number > next.number;
+}
+
+static void run_next(CUstream_st *s) {
+    static int depth;
+    std::unique_ptr<Operation> next = std::move(s->queue.front());
+    s->queue.pop_front();
+    void *host = race_check() ? __tsan_get_current_fiber() : NULL;
+    if (race_check()) {
+        if (next->host_function) __tsan_release(next.get());        // it runs on the host's stack, which it may touch
+        __tsan_switch_to_fiber(s->context, 1);
+        __tsan_acquire(next.get());
+        if (next->after) __tsan_acquire(next->after.get());
+        for (CUstream_st *other : streams)
+            if (s == default_stream ? other->blocking : s->blocking && other == default_stream) __tsan_acquire(&other->done);
+    }
+    if (settings().hide && depth == 0) show_device_memory(true);
+    depth++;
+    if (next->work) next->work();
+    depth--;
+    if (settings().hide && depth == 0) show_device_memory(false);
+    next.reset();
+    if (race_check()) {
+        __tsan_release(&s->done);
+        __tsan_switch_to_fiber(host, 1);
+    }
+}
+
+// Goes on with any stream that can; false if none can. It mostly stays with the stream it was at, so that one comes far ahead of another.
+static bool run_any() {
+    std::vector<CUstream_st *> able;
+    std::copy_if(streams.begin(), streams.end(), std::back_inserter(able), can_go_on);
+    if (able.empty()) return false;
+    if (next_random() % 4 == 0 || std::find(able.begin(), able.end(), favourite) == able.end()) favourite = able[next_random() % able.size()];
+    run_next(favourite);
+    return true;
+}
+
+template <class Done>
+static void run_until(Done done) {
+    while (!done())
+        if (!run_any()) die("DEADLOCK: the host waits for a stream, and no stream can go on");
+}
+
+static void add_operation(CUstream_st *s, std::function<void()> work, std::shared_ptr<Record> after = nullptr, bool host_function = false) {
+    s->queue.emplace_back(new Operation{++operations, std::move(work), std::move(after), host_function});
+    if (race_check()) __tsan_release(s->queue.back().get());
+    if (settings().streams == AT_ONCE) run_until([] { return std::all_of(streams.begin(), streams.end(), [](auto *s) { return s->queue.empty(); }); });
+    if (settings().streams == ANY_TIME)
+        while (next_random() % 2 && run_any()) {}
+}
+
+static void wait_for(CUstream_st *s) {
+    run_until([=] { return s->queue.empty(); });
+    if (race_check()) __tsan_acquire(&s->done);
+}
+
+static void wait_for_all() {
+    stream_of(NULL);
+    for (size_t i = 0; i < streams.size(); i++) wait_for(streams[i]);
+}
+
+#define WITH_STREAM(s, handle)                                             \
+    std::lock_guard<std::recursive_mutex> hold(stream_lock);               \
+    CUstream_st *s = stream_of(handle);                                    \
+    if (!s) return refuse(cudaErrorInvalidResourceHandle, std::string(__func__) + ": no such stream")
+
+void cuda_on_cpu::enqueue(cudaStream_t stream, std::function<void()> work) {
+    std::lock_guard<std::recursive_mutex> hold(stream_lock);
+    CUstream_st *s = stream_of(stream);
+    if (!s) die("work for a stream that does not exist");
+    add_operation(s, std::move(work), nullptr, true);
 }
 
 static void check_launch(const Parameters &p, const std::vector<const void *> &pointers) {
     dim3 g = p.grid, b = p.block;
     std::string where = kernel_name(p.kernel) + ", launched at " + p.site.file + ":" + std::to_string(p.site.line);
-    if ((uint64_t)b.x * b.y * b.z > BLOCK_THREADS || b.x == 0 || b.y == 0 || b.z == 0 || b.x > 1024 || b.y > 1024 || b.z > 64)
-        die("OVER LIMIT: %s: a block of (%u,%u,%u), and the limit is 1024 threads, 1024 x 1024 x 64", where.c_str(), b.x, b.y, b.z);
+    if (b.x == 0 || b.y == 0 || b.z == 0 || b.x > 1024 || b.y > 1024 || b.z > 64 || b.x * b.y * b.z > BLOCK_THREADS)
+        die("OVER LIMIT: %s: a block of (%u,%u,%u), and the limit is 1024 threads, in each direction 1 to 1024, 1024, 64", where.c_str(), b.x, b.y, b.z);
     if (g.x == 0 || g.y == 0 || g.z == 0 || g.x > 2147483647u || g.y > 65535 || g.z > 65535)
         die("OVER LIMIT: %s: a grid of (%u,%u,%u), and the limits are 1 to 2147483647, 65535, 65535", where.c_str(), g.x, g.y, g.z);
     if (p.shared_bytes > BLOCK_SHARED)
         die("OVER LIMIT: %s: %zu bytes of dynamic shared memory, and a block has %d", where.c_str(), p.shared_bytes, BLOCK_SHARED);
     for (size_t i = 0; i < pointers.size(); i++)
         if (pointers[i] && !is_device(pointers[i], 0))
-            die("HOST POINTER: %s: pointer %zu of its arguments, %p, is no device memory", where.c_str(), i + 1, pointers[i]);
+            die("HOST POINTER: %s: its pointer argument number %zu, %p, is neither device memory nor pinned", where.c_str(), i + 1, pointers[i]);
 }
 
-void enqueue_launch(cudaStream_t stream, const Parameters &parameters, const std::vector<const void *> &pointers) {
+void cuda_on_cpu::enqueue_launch(cudaStream_t stream, const Parameters &parameters, const std::vector<const void *> &pointers) {
+    std::lock_guard<std::recursive_mutex> hold(stream_lock);
+    CUstream_st *s = stream_of(stream);
     check_launch(parameters, pointers);
-    enqueue(stream, [=] { run_grid(parameters); });
+    if (!s) die("%s is launched at %s:%d in a stream that does not exist", kernel_name(parameters.kernel).c_str(), parameters.site.file, parameters.site.line);
+    add_operation(s, [parameters] { run_grid(parameters); });
+}
+
+// A copy in a stream, as the runtime makes it ("API synchronization behavior" in its reference): memory that is not pinned is read before
+// the call returns, and written before it returns; else only the stream waits, and with `wait` the host as well, unless both are on the device.
+static cudaError_t copy(const char *name, void *to, const void *from, size_t row, size_t to_step, size_t from_step, size_t rows, cudaMemcpyKind kind,
+                        cudaStream_t stream, bool wait) {
+    WITH_STREAM(s, stream);
+    if (row == 0 || rows == 0) return cudaSuccess;
+    size_t to_bytes = (rows - 1) * to_step + row, from_bytes = (rows - 1) * from_step + row;
+    bool to_device = within(to, to_bytes, true), from_device = within(from, from_bytes, true);
+    bool to_pinned = within(to, to_bytes, false), from_pinned = within(from, from_bytes, false);
+    if (kind == cudaMemcpyDefault)
+        kind = to_device ? (from_device ? cudaMemcpyDeviceToDevice : cudaMemcpyHostToDevice) : (from_device ? cudaMemcpyDeviceToHost : cudaMemcpyHostToHost);
+    if ((kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice) != to_device)
+        return refuse(cudaErrorInvalidValue, std::string(name) + ": " + std::to_string(to_bytes) + " bytes at its destination are " +
+                      (to_device ? "device" : "no device") + " memory");
+    if ((kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice) != from_device)
+        return refuse(cudaErrorInvalidValue, std::string(name) + ": " + std::to_string(from_bytes) + " bytes at its source are " +
+                      (from_device ? "device" : "no device") + " memory");
+    std::shared_ptr<std::vector<char>> staged;
+    if (!from_pinned && to_device) {
+        staged = std::make_shared<std::vector<char>>((const char *)from, (const char *)from + from_bytes);
+        from = staged->data();
+    }
+    add_operation(s, [=] {
+        (void)staged;       // lives until the copy is made
+        for (size_t i = 0; i < rows; i++) memmove((char *)to + i * to_step, (const char *)from + i * from_step, row);
+    });
+    if (!to_pinned || (wait && !(to_device && from_device))) wait_for(s);
+    return cudaSuccess;
+}
+
+// ---- kernels' names, from the symbol table of the file that they are in (a static function is in no other table)
+
+static std::string symbol_at(const char *file, size_t bytes, uintptr_t address) {
+    const Elf64_Ehdr *header = (const Elf64_Ehdr *)file;
+    const Elf64_Shdr *sections = (const Elf64_Shdr *)(file + header->e_shoff);
+    if (bytes < sizeof *header || memcmp(file, ELFMAG, SELFMAG) != 0 || header->e_shoff + header->e_shnum * sizeof *sections > bytes) return "";
+    for (int i = 0; i < header->e_shnum; i++) {
+        if (sections[i].sh_type != SHT_SYMTAB) continue;
+        const Elf64_Sym *symbols = (const Elf64_Sym *)(file + sections[i].sh_offset);
+        const char *names = file + sections[sections[i].sh_link].sh_offset;
+        for (size_t j = 0; j < sections[i].sh_size / sizeof *symbols; j++)
+            if (symbols[j].st_value == address && ELF64_ST_TYPE(symbols[j].st_info) == STT_FUNC) return names + symbols[j].st_name;
+    }
+    return "";
+}
+
+std::string cuda_on_cpu::kernel_name(const void *kernel) {
+    Dl_info info;
+    struct stat status;
+    std::string name;
+    if (!dladdr(kernel, &info)) return "a kernel";
+    int file = open(strchr(info.dli_fname, '/') ? info.dli_fname : "/proc/self/exe", O_RDONLY);
+    if (file >= 0 && fstat(file, &status) == 0) {
+        size_t bytes = (size_t)status.st_size;
+        const char *map = (const char *)mmap(NULL, bytes, PROT_READ, MAP_PRIVATE, file, 0);
+        if (map != MAP_FAILED) {
+            bool moved = ((const Elf64_Ehdr *)map)->e_type == ET_DYN;
+            name = symbol_at(map, bytes, (uintptr_t)kernel - (moved ? (uintptr_t)info.dli_fbase : 0));
+            munmap((void *)map, bytes);
+        }
+    }
+    if (file >= 0) close(file);
+    if (name.empty()) return "a kernel";
+    int failed;
+    char *readable = abi::__cxa_demangle(name.c_str(), NULL, NULL, &failed);
+    if (!failed) name = readable;
+    free(readable);
+    return name;
 }
 
 static double now() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-}
-
-using namespace cuda_on_cpu;
-
-struct CUstream_st { unsigned flags; };
-struct CUevent_st { double time; };
-
+// ---- the functions of the API
 extern "C" {
-cudaError_t cudaMalloc(void **p, size_t bytes) { return allocate(p, bytes, true); }
-cudaError_t cudaMallocAsync(void **p, size_t bytes, cudaStream_t) { return allocate(p, bytes, true); }
-cudaError_t cudaFree(void *p) { return release(p, true); }
-cudaError_t cudaFreeAsync(void *p, cudaStream_t) { return release(p, true); }
-cudaError_t cudaMallocHost(void **p, size_t bytes) { return allocate(p, bytes, false); }
-cudaError_t cudaHostAlloc(void **p, size_t bytes, unsigned) { return allocate(p, bytes, false); }
-cudaError_t cudaFreeHost(void *p) { return release(p, false); }
-cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
-    enqueue(stream, [=] { memmove(to, from, bytes); });
+
+extern const int warpSize = 32;     // device_launch_parameters.h declares it
+
+cudaError_t cudaMalloc(void **p, size_t bytes) {
+    return allocate(p, bytes, DEVICE_MEMORY);
+}
+
+cudaError_t cudaMallocAsync(void **p, size_t bytes, cudaStream_t) {
+    return allocate(p, bytes, DEVICE_MEMORY);
+}
+
+cudaError_t cudaMallocHost(void **p, size_t bytes) {
+    return allocate(p, bytes, PINNED);
+}
+
+cudaError_t cudaHostAlloc(void **p, size_t bytes, unsigned) {
+    return allocate(p, bytes, PINNED);
+}
+
+// Frees wait for all that is under way.
+cudaError_t cudaFree(void *p) {
+    std::lock_guard<std::recursive_mutex> hold(stream_lock);
+    if (p) wait_for_all();
+    return release(p, DEVICE_MEMORY);
+}
+
+cudaError_t cudaFreeHost(void *p) {
+    std::lock_guard<std::recursive_mutex> hold(stream_lock);
+    if (p) wait_for_all();
+    return release(p, PINNED);
+}
+
+cudaError_t cudaFreeAsync(void *p, cudaStream_t stream) {
+    WITH_STREAM(s, stream);
+    if (!p || !within(p, 0, true)) return p ? refuse(cudaErrorInvalidValue, "cudaFreeAsync: no device memory") : cudaSuccess;
+    add_operation(s, [=] { release(p, DEVICE_MEMORY); });
     return cudaSuccess;
 }
-cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, cudaMemcpyKind kind) { return cudaMemcpyAsync(to, from, bytes, kind, NULL); }
-cudaError_t cudaMemsetAsync(void *p, int value, size_t bytes, cudaStream_t stream) {
-    enqueue(stream, [=] { memset(p, value, bytes); });
+
+cudaError_t cudaHostRegister(void *p, size_t bytes, unsigned) {
+    std::lock_guard<Lock> hold(memory_lock);
+    if (!p || bytes == 0 || allocations.count((char *)p)) return result(cudaErrorInvalidValue);
+    allocations[(char *)p] = {bytes, REGISTERED, ++allocation_number, (char *)p, bytes};
     return cudaSuccess;
 }
-cudaError_t cudaMemset(void *p, int value, size_t bytes) { return cudaMemsetAsync(p, value, bytes, NULL); }
+
+cudaError_t cudaHostUnregister(void *p) {
+    return release(p, REGISTERED);
+}
+
+cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *attributes, const void *p) {
+    std::lock_guard<Lock> hold(memory_lock);
+    auto it = allocation_of(p);
+    bool known = it != allocations.end(), device = known && it->second.place == DEVICE_MEMORY;
+    *attributes = cudaPointerAttributes();
+    attributes->type = device ? cudaMemoryTypeDevice : known ? cudaMemoryTypeHost : cudaMemoryTypeUnregistered;
+    attributes->devicePointer = known ? (void *)p : NULL;
+    attributes->hostPointer = device ? NULL : (void *)p;
+    return cudaSuccess;
+}
+
 cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total) {
+    std::lock_guard<Lock> hold(memory_lock);
     *total = settings().memory;
     *free_bytes = *total - device_bytes;
     return cudaSuccess;
 }
-cudaError_t cudaGetDeviceCount(int *count) { *count = 1; return cudaSuccess; }
-cudaError_t cudaSetDevice(int device) { return device == 0 ? cudaSuccess : result(cudaErrorInvalidDevice); }
-cudaError_t cudaGetDevice(int *device) { *device = 0; return cudaSuccess; }
-cudaError_t cudaGetLastError() { cudaError_t e = last_error; last_error = cudaSuccess; return e; }
-cudaError_t cudaPeekAtLastError() { return last_error; }
-const char *cudaGetErrorString(cudaError_t e) { return e == cudaSuccess ? "no error" : e == cudaErrorMemoryAllocation ? "out of memory" : "error"; }
-const char *cudaGetErrorName(cudaError_t e) { return e == cudaSuccess ? "cudaSuccess" : "cudaError"; }
-cudaError_t cudaStreamCreateWithPriority(cudaStream_t *s, unsigned flags, int) { *s = new CUstream_st{flags}; return cudaSuccess; }
-cudaError_t cudaStreamCreateWithFlags(cudaStream_t *s, unsigned flags) { return cudaStreamCreateWithPriority(s, flags, 0); }
-cudaError_t cudaStreamCreate(cudaStream_t *s) { return cudaStreamCreateWithPriority(s, 0, 0); }
-cudaError_t cudaStreamDestroy(cudaStream_t s) { delete s; return cudaSuccess; }
-cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
-cudaError_t cudaStreamQuery(cudaStream_t) { return cudaSuccess; }
-cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }
-cudaError_t cudaEventCreateWithFlags(cudaEvent_t *e, unsigned) { *e = new CUevent_st{0}; return cudaSuccess; }
-cudaError_t cudaEventCreate(cudaEvent_t *e) { return cudaEventCreateWithFlags(e, 0); }
-cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t) { e->time = now(); return cudaSuccess; }
-cudaError_t cudaEventSynchronize(cudaEvent_t) { return cudaSuccess; }
-cudaError_t cudaEventQuery(cudaEvent_t) { return cudaSuccess; }
-cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t a, cudaEvent_t b) { *ms = (float)(1e3 * (b->time - a->time)); return cudaSuccess; }
-cudaError_t cudaEventDestroy(cudaEvent_t e) { delete e; return cudaSuccess; }
-cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
-cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t f, void *p) { enqueue(stream, [=] { f(p); }); return cudaSuccess; }
-cudaError_t cudaFuncSetAttribute(const void *, cudaFuncAttribute, int) { return cudaSuccess; }
+
+cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, cudaMemcpyKind kind) {
+    return copy(__func__, to, from, bytes, 0, 0, 1, kind, NULL, true);
+}
+
+cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream) {
+    return copy(__func__, to, from, bytes, 0, 0, 1, kind, stream, false);
+}
+
+cudaError_t cudaMemcpy2D(void *to, size_t to_step, const void *from, size_t from_step, size_t width, size_t height, cudaMemcpyKind kind) {
+    return copy(__func__, to, from, width, to_step, from_step, height, kind, NULL, true);
+}
+
+cudaError_t cudaMemcpy2DAsync(void *to, size_t to_step, const void *from, size_t from_step, size_t width, size_t height, cudaMemcpyKind kind,
+                              cudaStream_t stream) {
+    return copy(__func__, to, from, width, to_step, from_step, height, kind, stream, false);
+}
+
+cudaError_t cudaMemsetAsync(void *p, int value, size_t bytes, cudaStream_t stream) {
+    WITH_STREAM(s, stream);
+    if (bytes == 0) return cudaSuccess;
+    if (!is_device(p, bytes)) return refuse(cudaErrorInvalidValue, "cudaMemset: " + std::to_string(bytes) + " bytes are no device memory");
+    add_operation(s, [=] { memset(p, value, bytes); });
+    return cudaSuccess;
+}
+
+cudaError_t cudaMemset(void *p, int value, size_t bytes) {
+    return cudaMemsetAsync(p, value, bytes, NULL);
+}
+
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int priority) {
+    std::lock_guard<std::recursive_mutex> hold(stream_lock);
+    stream_of(NULL);
+    *stream = new_stream(!(flags & cudaStreamNonBlocking), std::max(-5, std::min(0, priority)));
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) {
+    return cudaStreamCreateWithPriority(stream, flags, 0);
+}
+
+cudaError_t cudaStreamCreate(cudaStream_t *stream) {
+    return cudaStreamCreateWithPriority(stream, cudaStreamDefault, 0);
+}
+
+cudaError_t cudaStreamGetPriority(cudaStream_t stream, int *priority) {
+    WITH_STREAM(s, stream);
+    *priority = s->priority;
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamGetFlags(cudaStream_t stream, unsigned *flags) {
+    WITH_STREAM(s, stream);
+    *flags = s->blocking ? cudaStreamDefault : cudaStreamNonBlocking;
+    return cudaSuccess;
+}
+
+// What the stream still has to do is done before (the host is not told so, in the race check: it has not waited).
+cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+    WITH_STREAM(s, stream);
+    if (s == default_stream) return result(cudaErrorInvalidResourceHandle);
+    run_until([=] { return s->queue.empty(); });
+    streams.erase(std::find(streams.begin(), streams.end(), s));
+    if (race_check()) __tsan_destroy_fiber(s->context);
+    delete s;
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+    WITH_STREAM(s, stream);
+    wait_for(s);
+    return cudaSuccess;
+}
+
+// The queries let something go on, so that a loop of them ends.
+cudaError_t cudaStreamQuery(cudaStream_t stream) {
+    WITH_STREAM(s, stream);
+    if (!s->queue.empty()) {
+        run_any();
+        return cudaErrorNotReady;
+    }
+    if (race_check()) __tsan_acquire(&s->done);
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+    WITH_STREAM(s, stream);
+    if (event->latest) add_operation(s, nullptr, event->latest);
+    return cudaSuccess;
+}
+
+cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void *data) {
+    WITH_STREAM(s, stream);
+    add_operation(s, [=] { function(data); }, nullptr, true);
+    return cudaSuccess;
+}
+
+cudaError_t cudaDeviceSynchronize() {
+    std::lock_guard<std::recursive_mutex> hold(stream_lock);
+    wait_for_all();
+    return cudaSuccess;
+}
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) {
+    *event = new CUevent_st{nullptr, !(flags & cudaEventDisableTiming)};
+    return cudaSuccess;
+}
+
+cudaError_t cudaEventCreate(cudaEvent_t *event) {
+    return cudaEventCreateWithFlags(event, cudaEventDefault);
+}
+
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+    delete event;
+    return cudaSuccess;
+}
+
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+    WITH_STREAM(s, stream);
+    std::shared_ptr<Record> record = event->latest = std::make_shared<Record>();
+    add_operation(s, [record] {
+        record->time = now();
+        record->done = true;
+        if (race_check()) __tsan_release(record.get());
+    });
+    return cudaSuccess;
+}
+
+cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
+    return cudaEventRecord(event, stream);
+}
+
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+    std::lock_guard<std::recursive_mutex> hold(stream_lock);
+    std::shared_ptr<Record> record = event->latest;
+    if (!record) return cudaSuccess;
+    run_until([&] { return record->done; });
+    if (race_check()) __tsan_acquire(record.get());
+    return cudaSuccess;
+}
+
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+    std::lock_guard<std::recursive_mutex> hold(stream_lock);
+    if (event->latest && !event->latest->done) {
+        run_any();
+        return cudaErrorNotReady;
+    }
+    if (race_check() && event->latest) __tsan_acquire(event->latest.get());
+    return cudaSuccess;
+}
+
+cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t from, cudaEvent_t to) {
+    std::lock_guard<std::recursive_mutex> hold(stream_lock);
+    if (!from->latest || !to->latest || !from->timing || !to->timing) return result(cudaErrorInvalidResourceHandle);
+    if (!from->latest->done || !to->latest->done) return result(cudaErrorNotReady);
+    *ms = (float)(1e3 * (to->latest->time - from->latest->time));
+    return cudaSuccess;
+}
+
+// ---- the device: as much of an H100 as a program may ask for
+
+cudaError_t cudaGetDeviceCount(int *count) {
+    *count = settings().devices;
+    return *count ? cudaSuccess : result(cudaErrorNoDevice);
+}
+
+static __thread int this_device;
+
+cudaError_t cudaSetDevice(int device) {
+    if (device < 0 || device >= settings().devices) return result(cudaErrorInvalidDevice);
+    this_device = device;
+    return cudaSuccess;
+}
+
+cudaError_t cudaGetDevice(int *device) {
+    *device = this_device;
+    return cudaSuccess;
+}
+
+cudaError_t cudaDeviceReset() {
+    return cudaDeviceSynchronize();
+}
+
+cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
+    *least = 0, *greatest = -5;
+    return cudaSuccess;
+}
+
+cudaError_t cudaRuntimeGetVersion(int *version) {
+    *version = CUDART_VERSION;
+    return cudaSuccess;
+}
+
+cudaError_t cudaDriverGetVersion(int *version) {
+    *version = CUDART_VERSION;
+    return cudaSuccess;
+}
+
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int device) {
+    if (device < 0 || device >= settings().devices) return result(cudaErrorInvalidDevice);
+    *p = cudaDeviceProp();
+    snprintf(p->name, sizeof p->name, "CUDA on the CPU");
+    p->totalGlobalMem = settings().memory;
+    p->sharedMemPerBlock = STATIC_SHARED;
+    p->sharedMemPerBlockOptin = BLOCK_SHARED;
+    p->sharedMemPerMultiprocessor = PROCESSOR_SHARED;
+    p->reservedSharedMemPerBlock = RESERVED_SHARED;
+    p->regsPerBlock = p->regsPerMultiprocessor = 65536;
+    p->warpSize = 32;
+    p->maxThreadsPerBlock = BLOCK_THREADS;
+    p->maxThreadsPerMultiProcessor = PROCESSOR_THREADS;
+    p->maxBlocksPerMultiProcessor = PROCESSOR_BLOCKS;
+    p->maxThreadsDim[0] = p->maxThreadsDim[1] = 1024, p->maxThreadsDim[2] = 64;
+    p->maxGridSize[0] = 2147483647, p->maxGridSize[1] = p->maxGridSize[2] = 65535;
+    p->major = 9, p->minor = 0;
+    p->multiProcessorCount = PROCESSORS;
+    p->l2CacheSize = 50 * 1024 * 1024;
+    p->memoryBusWidth = 5120;
+    p->totalConstMem = 65536;
+    p->unifiedAddressing = p->canMapHostMemory = p->concurrentKernels = p->memoryPoolsSupported = 1;
+    p->asyncEngineCount = 3;
+    p->pciBusID = device + 1;
+    return cudaSuccess;
+}
+
+cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int device) {
+    cudaDeviceProp p;
+    cudaError_t error = cudaGetDeviceProperties(&p, device);
+    if (error != cudaSuccess) return error;
+    switch (attribute) {
+    case cudaDevAttrMaxThreadsPerBlock: *value = p.maxThreadsPerBlock; break;
+    case cudaDevAttrMaxSharedMemoryPerBlock: *value = (int)p.sharedMemPerBlock; break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = (int)p.sharedMemPerBlockOptin; break;
+    case cudaDevAttrMaxSharedMemoryPerMultiprocessor: *value = (int)p.sharedMemPerMultiprocessor; break;
+    case cudaDevAttrReservedSharedMemoryPerBlock: *value = (int)p.reservedSharedMemPerBlock; break;
+    case cudaDevAttrMaxRegistersPerBlock: *value = p.regsPerBlock; break;
+    case cudaDevAttrWarpSize: *value = p.warpSize; break;
+    case cudaDevAttrMultiProcessorCount: *value = p.multiProcessorCount; break;
+    case cudaDevAttrMaxThreadsPerMultiProcessor: *value = p.maxThreadsPerMultiProcessor; break;
+    case cudaDevAttrComputeCapabilityMajor: *value = p.major; break;
+    case cudaDevAttrComputeCapabilityMinor: *value = p.minor; break;
+    case cudaDevAttrL2CacheSize: *value = p.l2CacheSize; break;
+    case cudaDevAttrClockRate: *value = 1980000; break;                         // kHz
+    case cudaDevAttrMemoryClockRate: *value = 2619000; break;                   // kHz
+    case cudaDevAttrGlobalMemoryBusWidth: *value = p.memoryBusWidth; break;     // bits
+    case cudaDevAttrPciBusId: *value = p.pciBusID; break;
+    case cudaDevAttrMemoryPoolsSupported: *value = 1; break;
+    default: return refuse(cudaErrorNotSupported, "cudaDeviceGetAttribute: attribute " + std::to_string(attribute) + " is not known here");
+    }
+    return cudaSuccess;
+}
+
+cudaError_t cudaDeviceGetPCIBusId(char *text, int bytes, int device) {
+    snprintf(text, (size_t)bytes, "0000:%02X:00.0", device + 1);
+    return cudaSuccess;
+}
+
+// ---- kernels. launch() itself asks for shared memory above 48 KB; registers are not known here.
+
+cudaError_t cudaFuncSetAttribute(const void *, cudaFuncAttribute attribute, int value) {
+    if (attribute == cudaFuncAttributeMaxDynamicSharedMemorySize && (value < 0 || value > BLOCK_SHARED)) return result(cudaErrorInvalidValue);
+    return cudaSuccess;
+}
+
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, const void *) {
+    *attributes = cudaFuncAttributes();
+    attributes->maxThreadsPerBlock = BLOCK_THREADS;
+    attributes->maxDynamicSharedSizeBytes = BLOCK_SHARED;
+    attributes->binaryVersion = attributes->ptxVersion = 90;
+    return cudaSuccess;
+}
+
+cudaError_t cudaFuncGetName(const char **name, const void *kernel) {
+    static std::map<const void *, std::string> names;
+    std::lock_guard<std::recursive_mutex> hold(stream_lock);
+    *name = (names[kernel] = kernel_name(kernel)).c_str();
+    return cudaSuccess;
+}
+
+// By threads, blocks and shared memory alone.
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const void *, int threads, size_t shared_bytes) {
+    if (threads < 1 || threads > BLOCK_THREADS || shared_bytes > BLOCK_SHARED) return result(cudaErrorInvalidValue);
+    *blocks = (int)std::min<size_t>({PROCESSOR_BLOCKS, PROCESSOR_THREADS / round_up((size_t)threads, 32), PROCESSOR_SHARED / (shared_bytes + RESERVED_SHARED)});
+    return cudaSuccess;
+}
+
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, const void *kernel, int threads, size_t shared_bytes, unsigned) {
+    return cudaOccupancyMaxActiveBlocksPerMultiprocessor(blocks, kernel, threads, shared_bytes);
+}
+
 }
