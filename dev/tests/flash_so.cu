@@ -86,3 +86,33 @@ extern "C" void flash_test(const char *attn, bool is_bf16, const FlashTestShape 
     if (is_bf16) run<bf16>(&normalizer, *shape, arrays);
     else run<float>(&normalizer, *shape, arrays);
 }
+
+// The same on arrays that lie on the device already, for dev/bench/attention_gpu.py: on a stream, nothing is allocated or waited for.
+//   backward: the gradients alone, from the out and stats of a forward pass   rows_without_weight: a counter on the device
+static Normalizer normalizer_of(const char *attn) {
+    Normalizer normalizer;
+    char message[2048];
+    program_name = "flash_on_device";
+    if (!normalizer_parse(&normalizer, attn, message, sizeof message)) fail(EXIT_USAGE, "%s: %s", attn, message);
+    return normalizer;
+}
+
+static FlashShape shape_of(const Normalizer *normalizer, const FlashTestShape *x) {
+    return {normalizer, x->B, x->T, x->NH, x->HS, x->VS, x->L, x->q_row, x->k_row, x->v_row, x->out_row};
+}
+
+extern "C" size_t flash_on_device_scratch(const char *attn, const FlashTestShape *shape) {
+    Normalizer normalizer = normalizer_of(attn);
+    return flash_scratch(shape_of(&normalizer, shape));
+}
+
+extern "C" void flash_on_device(const char *attn, const FlashTestShape *shape, const FlashTestArrays *a, unsigned long long *rows_without_weight,
+                                void *scratch, bool backward, cudaStream_t stream) {
+    Normalizer normalizer = normalizer_of(attn);
+    const bf16 *q = (const bf16 *)a->q, *k = (const bf16 *)a->k, *v = (const bf16 *)a->v;
+    FlashScalars scalars = {a->s, a->b, a->p, a->sink};
+    FlashShape x = shape_of(&normalizer, shape);
+    if (!backward) return flash_forward((bf16 *)a->out, a->stats, rows_without_weight, q, k, v, scalars, x, scratch, stream);
+    flash_backward((bf16 *)a->dq, (bf16 *)a->dk, (bf16 *)a->dv, {a->ds, a->db, a->dp, a->dsink}, (const bf16 *)a->dout, (const bf16 *)a->out, a->stats, q, k, v,
+                   scalars, x, scratch, stream);
+}

@@ -1,0 +1,229 @@
+"""The fused attention of attention/flash.h against the reference in float64: on the CPU (dev/cuda_on_cpu) by build/on_cpu/flash.so, on a
+GPU by build/cuda/flash.so.
+
+    pytest dev/tests/test_flash.py                a selection, a minute or two on two cores
+    FLASH_ALL=1 pytest dev/tests/test_flash.py    every normaliser at every length and head size
+    FLASH_SO=FILE                                 another library than make's
+
+float32: outputs to 1e-5, gradients to 1e-4 of their norm, head by head. bf16: at most twice the error of the reference's own formula in bf16,
+by PyTorch, and 1e-6 of the norm; both against float64 on the same rounded inputs."""
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "dev/reference"))
+import fixtures     # noqa: E402
+import model as reference       # noqa: E402
+
+ALL = os.environ.get("FLASH_ALL") == "1"
+ON_GPU = torch.cuda.is_available() or (shutil.which("nvidia-smi") is not None and "FLASH_SO" not in os.environ)
+
+
+# ---- The library
+
+class Shape(ctypes.Structure):
+    _fields_ = [*((name, ctypes.c_size_t) for name in ("B", "T", "NH", "HS", "VS")), ("L", ctypes.c_int),
+                *((name, ctypes.c_size_t) for name in ("q_row", "k_row", "v_row", "out_row"))]
+
+
+class Arrays(ctypes.Structure):
+    _fields_ = [*((name, ctypes.c_void_p) for name in ("q", "k", "v", "dout", "s", "b", "p", "sink", "out", "dq", "dk", "dv", "stats", "ds", "db",
+                                                       "dp", "dsink")), ("rows_without_weight", ctypes.c_ulonglong)]
+
+
+def library_file():
+    if "FLASH_SO" in os.environ:
+        return Path(os.environ["FLASH_SO"])
+    file = "build/cuda/flash.so" if ON_GPU else "build/on_cpu/flash.so"
+    subprocess.run(["make", "-s", file], cwd=ROOT, check=True)
+    return ROOT / file
+
+
+@pytest.fixture(scope="session")
+def flash_file():
+    return library_file()
+
+
+@pytest.fixture(scope="session")
+def flash(flash_file):
+    return ctypes.CDLL(str(flash_file))
+
+
+@pytest.fixture
+def flash_with(flash_file, tmp_path):
+    """The library under other settings of the emulator, which a copy of it reads when it is loaded."""
+    def load(**settings):
+        if ON_GPU:
+            pytest.skip("the GPU has one order")
+        os.environ.update({f"CUDA_ON_CPU_{name}": value for name, value in settings.items()})
+        copy = shutil.copy(flash_file, tmp_path / ("flash_" + "_".join(settings.values()) + ".so"))
+        try:
+            return ctypes.CDLL(copy)
+        finally:
+            for name in settings:
+                del os.environ[f"CUDA_ON_CPU_{name}"]
+    return load
+
+
+# ---- A case
+
+@dataclass(frozen=True)
+class Case:
+    attn: str
+    dtype: torch.dtype
+    T: int
+    HS: int = 48
+    VS: int = 0             # of the gated unit; else HS
+    B: int = 2
+    NH: int = 2
+    gap: int = 0            # elements between rows that belong to nobody
+
+    def __str__(self):
+        name = f"{self.attn}-{'bf16' if self.dtype == torch.bfloat16 else 'float'}-T{self.T}-d{self.HS}"
+        return name + (f"-v{self.VS}" if self.VS else "") + (f"-B{self.B}x{self.NH}" if (self.B, self.NH) != (2, 2) else "") + ("-gap" if self.gap else "")
+
+    @property
+    def values(self):
+        return self.VS or self.HS
+
+    @property
+    def normalizer(self):
+        return reference.parse_normalizer(self.attn)
+
+    @property
+    def L(self):
+        return 257 if self.normalizer.scale == "pn" else 64
+
+
+def unit(x):
+    return reference.over(x, torch.linalg.vector_norm(x, dim=-1, keepdim=True))
+
+
+def inputs(case):
+    """q, k, v (B,T,NH,size) and scalars, rounded to what the kernels get; under qk=l2 q and k are of length 1 already."""
+    shape = (case.B, case.T, case.NH, case.HS)
+    scale = fixtures.QK_SCALE.get(case.attn, 2) * (48 / case.HS) ** 0.5
+    q, k = (fixtures.values(name, shape, scale=scale) for name in "qk")
+    if case.normalizer.qk == "l2":
+        q, k = unit(q), unit(k)
+    x = {"q": q, "k": k, "v": fixtures.values("v", (*shape[:3], case.values), scale=2)}
+    x["dout"] = fixtures.values("dout", x["v"].shape)
+    x = {name: value.to(case.dtype).double() for name, value in x.items()}
+    normalizer, scalars = case.normalizer, {}
+    if normalizer.has_s:
+        scalars["s"] = (torch.full((case.NH,), normalizer.s_start(case.L), dtype=torch.float64) if normalizer.fixed
+                        else fixtures.parameter("attn_scale", (case.NH,)))
+    if normalizer.has_b:
+        scalars["b"] = fixtures.parameter("attn_bias", (case.NH,))
+    if normalizer.has_sink:
+        scalars["sink"] = fixtures.parameter("attn_sink", (case.NH,))
+    if normalizer.scale == "pn":
+        scalars["p"] = fixtures.parameter("attn_pn", (case.L,))
+    return x, scalars
+
+
+def by_formula(case, x, scalars, dtype):
+    """out, dq, dk, dv and the scalars' gradients by the reference in `dtype`."""
+    normalizer = replace(case.normalizer, qk="none")
+    leaves = {name: value.to(dtype, copy=True).requires_grad_() for name, value in {**{n: x[n] for n in "qkv"}, **scalars}.items()}
+    q, k, v = (leaves[name].transpose(1, 2) for name in "qkv")
+    out = reference.attention(q, k, v, normalizer, case.L, {name: leaves[name] for name in scalars}).transpose(1, 2)
+    grads = torch.autograd.grad(out, list(leaves.values()), x["dout"].to(dtype), allow_unused=True)
+    return {"out": out.detach().double(),
+            **{"d" + name: torch.zeros_like(leaf).double() if g is None else g.double() for (name, leaf), g in zip(leaves.items(), grads)}}
+
+
+def in_rows(x, row, dtype, fill=float("nan")):
+    """x (B,T,NH,size) in rows of `row` elements, with an odd place in each for it; and the view of that place."""
+    B, T, NH, size = x.shape
+    whole = torch.full((B * T + 1, row), fill, dtype=dtype)
+    view = whole[:-1, :NH * size].view(B, T, NH, size) if x is not None else None
+    return whole, view
+
+
+def by_flash(library, case, x, scalars):
+    """What the kernels make of it. Arrays that they write start as NaN, and are to stay so where no head is."""
+    C, CV, is_bf16 = case.NH * case.HS, case.NH * case.values, case.dtype == torch.bfloat16
+    rows = {"q": 3 * C, "k": 3 * C, "v": 3 * CV} if not case.VS else {"q": C, "k": C, "v": CV}
+    rows = {name: row + case.gap for name, row in rows.items()}
+    rows["out"] = rows["dout"] = CV + case.gap
+    arrays, shape, held, written = Arrays(), Shape(case.B, case.T, case.NH, case.HS, case.values, case.L, rows["q"], rows["k"], rows["v"], rows["out"]), [], {}
+
+    def give(name, tensor):
+        held.append(tensor)
+        setattr(arrays, name, tensor.data_ptr())
+    for name in ("q", "k", "v", "dout"):
+        whole, view = in_rows(x[name], rows[name], case.dtype)
+        view.copy_(x[name])
+        give(name, whole)
+    for name, like in (("out", "v"), ("dq", "q"), ("dk", "k"), ("dv", "v")):
+        whole, view = in_rows(x[like], rows[like] if name != "out" else rows["out"], case.dtype)
+        written[name] = whole, view
+        give(name, whole)
+    stats = torch.full((case.B, case.NH, case.T, 4), float("nan"))
+    give("stats", stats)
+    grads = {}
+    for name, value in scalars.items():
+        give(name, value.float())
+        grads["d" + name] = torch.full(value.shape, 0.5)      # added to
+        give("d" + name, grads["d" + name])
+    library.flash_test(case.attn.encode(), ctypes.c_bool(is_bf16), ctypes.byref(shape), ctypes.byref(arrays))
+    result = {name: view.double() for name, (whole, view) in written.items()}
+    for name, (whole, view) in written.items():
+        assert not view.isnan().any(), f"{name} is not written, or NaN, in {int(view.isnan().sum())} places"
+        view.fill_(float("nan"))
+        assert whole.isnan().all(), f"{name} is written where no head is"
+    assert not stats.isnan().any(), "stats are not written"
+    return {**result, **{name: g.double() - 0.5 for name, g in grads.items()}, "rows": arrays.rows_without_weight, "stats": stats}
+
+
+# ---- What is right
+
+def by_head(x):
+    return [x[:, :, h] for h in range(x.shape[2])] if x.dim() == 4 else [x]
+
+
+def check(case, got):
+    x, scalars = inputs(case)
+    want = by_formula(case, x, scalars, torch.float64)
+    plain = by_formula(case, x, scalars, torch.bfloat16) if case.dtype == torch.bfloat16 else None
+    floor = (5e-2 if case.T == 1 else 1e-2) * want["dv"].norm().item()
+    for name in want:
+        for h, (a, b) in enumerate(zip(by_head(got[name]), by_head(want[name]))):
+            error, norm = (a - b).norm().item(), b.norm().item()
+            if plain is not None:
+                allowed = 2 * (by_head(plain[name])[h] - b).norm().item() + 1e-6 * max(norm, floor)
+            else:
+                allowed = 1e-5 * norm if name == "out" else 1e-4 * max(norm, floor)
+            assert error <= allowed, f"{name}, head {h}: off by {error:.3g}, allowed {allowed:.3g}, norm {norm:.3g}"
+
+
+FLOAT, BF16 = torch.float32, torch.bfloat16
+NORMALIZERS = fixtures.NORMALIZERS
+SHAPES = [(T, HS, 0) for T in (1, 17, 64, 65, 200, 257) for HS in (48, 64, 128)]
+GATED = [(T, 128, VS) for T in (17, 65, 200) for VS in (256, 192)]
+
+
+def selection():
+    if ALL:
+        for attn in NORMALIZERS:
+            for dtype in (BF16, FLOAT):
+                yield from (Case(attn, dtype, T, HS, VS, NH=1 if VS else 2) for T, HS, VS in SHAPES + GATED)
+        return
+    for i, attn in enumerate(NORMALIZERS):
+        yield Case(attn, BF16, (200, 65)[i % 2], (48, 64)[i // 2 % 2])
+        yield Case(attn, FLOAT, (65, 17)[i % 2], (48, 64)[i // 2 % 2], B=1)
+
+
+@pytest.mark.parametrize("case", list(selection()), ids=str)
+def test_formula(flash, case):
+    check(case, by_flash(flash, case, *inputs(case)))
