@@ -226,8 +226,35 @@ static size_t batch_ints(size_t N) {
     return 3 * N + 4 * embedding_pieces(N);
 }
 
+// The parameters in buckets, which go over the processes one by one: 0 is what comes before the layers, then the layers, then the rest.
+typedef struct {
+    size_t from, floats;
+} Bucket;
+
+static size_t bucket_count(const Model *m) {
+    return (size_t)m->config.layers + 2;
+}
+
+static Bucket bucket_at(const Model *m, size_t i) {
+    size_t layers = (size_t)m->config.layers, from = i ? m->list.layers[0].norm1 : 0, to = m->list.floats;
+    if (i > layers) from = m->list.norm;
+    else if (i) from = m->list.layers[i - 1].norm1;
+    if (i < layers) to = m->list.layers[i].norm1;
+    else if (i == layers) to = m->list.norm;
+    return {from, to - from};
+}
+
+// This process's part of a bucket: all of it, or under --zero 1 its slice.
+static Bucket bucket_part(const Model *m, Bucket bucket) {
+    size_t from = 0, to = bucket.floats;
+    if (m->zero) collective_slice(bucket.floats, &from, &to);
+    return {bucket.from + from, to - from};
+}
+
 static void plan_parameters(Model *m) {
     size_t floats = m->list.floats;
+    m->state_floats = 0;
+    for (size_t i = 0; i < bucket_count(m); i++) m->state_floats += bucket_part(m, bucket_at(m, i)).floats;
     memory_add(&m->plan, "parameters", (void **)&m->params, floats * sizeof(float));
     if (m->in_bf16) memory_add(&m->plan, "parameters in bfloat16", (void **)&m->params_bf16, floats * sizeof(bf16));
     memory_add(&m->plan, "gradients", (void **)&m->grads, floats * sizeof(float));
@@ -311,6 +338,25 @@ static void rope_table(float *cosines, float *sines, size_t T, size_t HS, double
     CUDA_CHECK(cudaMemcpy(cosines, table, T * half * sizeof *table, cudaMemcpyHostToDevice));
     CUDA_CHECK(cudaMemcpy(sines, table + T * half, T * half * sizeof *table, cudaMemcpyHostToDevice));
     free(table);
+}
+
+// Everything on the device, for B sequences of at most T tokens at a time; ends the program where attention has no kernel for the shape.
+static void plan_model(Model *m, size_t B, size_t T) {
+    m->B = B, m->T = T;
+    flash_check(flash_shape(m, B, T), m->in_bf16 ? sizeof(bf16) : sizeof(float));
+    plan_parameters(m);
+    plan_floats(m, B, T);
+    by_type([=](auto *a) { plan_activations(m, a, B, T); });
+    memory_add(&m->plan, "scratch of products", &m->products, MATMUL_WORKSPACE);
+}
+
+static void take_model(Model *m) {
+    CUDA_CHECK(cudaMalloc(&m->block, m->plan.total));
+    CUDA_CHECK(cudaMemset(m->block, 0, m->plan.total));
+    memory_place(&m->plan, m->block);
+    rope_table(m->cosines, m->sines, m->T, head_size(&m->config), m->config.rope_theta);
+    matmul_start(m->products, MATMUL_WORKSPACE, !m->deterministic);
+    CUDA_CHECK(cudaDeviceSynchronize());           // these were not on our stream
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------
@@ -476,33 +522,7 @@ static void model_loss(Model *m, Activations<X> *a, double *sum, const int32_t *
     phase(PHASE_OTHER);
 }
 
-// ---- gradients over processes, in buckets: 0 is what comes before the layers, then the layers, then what comes after them
-
-typedef struct {
-    size_t from, floats;
-} Bucket;
-
-static size_t bucket_count(const Model *m) {
-    return (size_t)m->config.layers + 2;
-}
-
-static Bucket bucket_at(const Model *m, size_t i) {
-    size_t layers = (size_t)m->config.layers, from = i ? m->list.layers[0].norm1 : 0, to = m->list.floats;
-    if (i > layers) from = m->list.norm;
-    else if (i) from = m->list.layers[i - 1].norm1;
-    if (i < layers) to = m->list.layers[i].norm1;
-    else if (i == layers) to = m->list.norm;
-    return {from, to - from};
-}
-
-// This process's part of a bucket: all of it, or under --zero 1 its slice.
-static Bucket bucket_part(const Model *m, Bucket bucket) {
-    size_t from = 0, to = bucket.floats;
-    if (m->zero) collective_slice(bucket.floats, &from, &to);
-    return {bucket.from + from, to - from};
-}
-
-// Its sum over the processes begins, beside what is computed next.
+// A bucket's sum over the processes begins, beside what is computed next.
 static void reduce_bucket(const Model *m, size_t i) {
     Bucket bucket = bucket_at(m, i);
     if (m->zero) collective_reduce_scatter(m->grads + bucket.from, bucket.floats, stream);
@@ -609,14 +629,7 @@ MemoryPlan *trainer_plan(const TrainOptions *o, const Normalizer *const *others,
     m->list = tensors_of(&m->config, others, count);
     m->in_bf16 = o->dtype == TRAIN_BF16, m->recompute = o->recompute, m->zero = o->zero && process.size > 1, m->deterministic = o->deterministic;
     m->stochastic = o->stochastic_rounding, m->seed = (uint64_t)o->seed;
-    m->B = B, m->T = T;
-    m->state_floats = 0;
-    for (size_t i = 0; i < bucket_count(m); i++) m->state_floats += bucket_part(m, bucket_at(m, i)).floats;
-    flash_check(flash_shape(m, B, T), m->in_bf16 ? sizeof(bf16) : sizeof(float));
-    plan_parameters(m);
-    plan_floats(m, B, T);
-    by_type([=](auto *a) { plan_activations(m, a, B, T); });
-    memory_add(&m->plan, "scratch of products", &m->products, MATMUL_WORKSPACE);
+    plan_model(m, B, T);
 
     floats = m->list.floats * sizeof(float);
     memory_add(&m->host_plan, "parameters, for files", (void **)&m->host.params, floats);
@@ -655,18 +668,13 @@ void trainer_check_memory(void) {
 void trainer_take(void) {
     Model *m = &model;
     size_t N = m->B * m->T;
-    CUDA_CHECK(cudaMalloc(&m->block, m->plan.total));
-    CUDA_CHECK(cudaMemset(m->block, 0, m->plan.total));
-    memory_place(&m->plan, m->block);
+    take_model(m);
     for (auto &slot : m->slots) {
         CUDA_CHECK(cudaMallocHost((void **)&slot.ints, batch_ints(N) * sizeof(int32_t)));
         CUDA_CHECK(cudaMallocHost((void **)&slot.mask, N));
         CUDA_CHECK(cudaEventCreateWithFlags(&slot.copied, cudaEventDisableTiming));
     }
-    rope_table(m->cosines, m->sines, m->T, head_size(&m->config), m->config.rope_theta);
-    matmul_start(m->products, MATMUL_WORKSPACE, !m->deterministic);
     m->host.config = &m->config, m->host.list = &m->list, m->host.bf16 = m->in_bf16;
-    CUDA_CHECK(cudaDeviceSynchronize());
 }
 
 Weights trainer_weights(void) {

@@ -8,7 +8,7 @@
 #include "kernels/check.h"
 
 // Process r of a machine takes device r. Ends with EXIT_PEER where there are not enough of them, or none.
-static void device_start(void) {
+static inline void device_start(void) {
     int count = 0;
     cudaError_t error = cudaGetDeviceCount(&count);
     if (error != cudaSuccess || count < 1)
@@ -26,7 +26,7 @@ typedef struct {
     double clock;                  // Hz, the highest
 } Device;
 
-static Device device_read(void) {
+static inline Device device_read(void) {
     Device d;
     cudaDeviceProp properties;
     int device, kilohertz = 0;
@@ -42,7 +42,7 @@ static Device device_read(void) {
 // Peak of dense products with sums in float32, FLOP/s: processors x clock x what one does in a clock. The highest clock is what the vendor's
 // figures are for; under load a GPU may hold less.
 // Source: the vendor's architecture papers (A100 312 TFLOP/s = 108 x 1.41 GHz x 2048; H100 SXM 989 = 132 x 1.83 x 4096; RTX 4090 165 = 128 x 2.52 x 512).
-static double device_peak(const Device *d, bool bf16) {
+static inline double device_peak(const Device *d, bool bf16) {
     static const struct { int major, minor; const char *name; double bf16, fp32; } ROWS[] = {
         {8, 0, "", 2048, 128}, {8, 6, "", 512, 256}, {8, 9, "RTX", 512, 256}, {8, 9, "", 1024, 256}, {9, 0, "", 4096, 256}, {10, 0, "", 8192, 256},
         {12, 0, "", 512, 256}};

@@ -71,7 +71,7 @@ static size_t read_answer(const char *name, float *out, size_t room) {
 static double compare(const char *name, const float *x, size_t n, double floor, double bound) {
     float stored[FIXTURE_FULL];
     size_t count = read_answer(name, stored, FIXTURE_FULL);
-    size_t expected = n <= FIXTURE_FULL ? n : FIXTURE_DIGEST;
+    size_t expected = n <= FIXTURE_FULL ? n : (size_t)FIXTURE_DIGEST;
     if (count != expected) fail(EXIT_INPUT, FIXTURES ": %s/%s has %zu numbers, expected %zu.", case_name, name, count, expected);
     double error = fixture_error(stored, x, n, floor);
     check(name, error, bound);
