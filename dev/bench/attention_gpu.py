@@ -1,0 +1,640 @@
+"""Attention alone on a GPU, forward and backward, for each normaliser: ours (flash.so) beside PyTorch's ways to the same values, in one run.
+
+    python3 dev/bench/attention_gpu.py REPORT attention [--budget 200]     softmax at T = 1k to 16k beside SDPA; each normaliser at 1k and 4k
+    python3 dev/bench/attention_gpu.py REPORT others [--budget 500]        each normaliser at 1k and 4k beside PyTorch's ways; goes on where it was
+    python3 dev/bench/attention_gpu.py REPORT others --dry-run             tiny shapes on the CPU, no compiler: shows that all of it runs
+
+REPORT is the folder of scripts/gpu_check.sh's report. bf16, 12 heads of 64, causal, 16,384 tokens a batch. PyTorch's ways:
+
+    sdpa-flash, sdpa-cudnn   scaled_dot_product_attention by that back end (softmax)
+    sdpa                     the same for what it computes once q is scaled by row, or its output negated or recentred (ssmax, ...)
+    flex                     FlexAttention, for what is exp over a sum: the above, and with its log-sum-exp a constant or a sink in Z, or no Z at all
+    compile                  torch.compile of the formula of dev/reference/model.py, products in bf16 and rows in float32, as a researcher writes it
+
+Each case has SETS sets of random inputs, which are more than the cache holds and take turns; a pass over one of them is a CUDA graph, so that
+Python's time does not count; events around each replay; the median of a round, two rounds in opposite orders. Every way's output and gradients
+are compared with the float32 formula first: one that is further off than three times the plain bf16 formula is "wrong" and counts nowhere. Under
+qk=l2 all sides get q and k that have norm 1 already (in the trainer that is part of RoPE's kernel). Compilation is never timed.
+"""
+import argparse
+import ctypes
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "dev/bench"), str(ROOT / "dev/reference")]
+import gpu_report
+
+import torch
+import torch.nn.functional as F
+
+import model as reference
+
+HEADS, SIZE, TOKENS, SETS, ROUNDS = 12, 64, 16384, 4, 2
+SWEEP, LENGTHS = (1024, 2048, 4096, 8192, 16384), (1024, 4096)
+SCALARS = ("s", "b", "p", "sink")
+DRY = False
+
+
+def device():
+    return "cpu" if DRY else "cuda"
+
+
+def shape_of(T):
+    """(B, T, NH, HS)"""
+    return (2, T, 2, SIZE) if DRY else (max(1, TOKENS // T), T, HEADS, SIZE)
+
+
+# ---------------------------------------------------------------- inputs
+
+class Case:
+    """A normaliser at a length: sets of inputs, and the scalars that it has. q, k, v (B,NH,T,HS) are views of a (B,T,3,NH,HS) array."""
+
+    def __init__(self, name, T, sets):
+        self.name, self.T, self.shape = name, T, shape_of(T)
+        self.normalizer = reference.parse_normalizer(name)
+        B, T, NH, HS = self.shape
+        torch.manual_seed(T)
+        self.joined, self.douts = [], []
+        for _ in range(sets):
+            joined = torch.randn(B, T, 3, NH, HS, device=device())
+            if self.normalizer.qk == "l2":
+                joined[:, :, :2] = F.normalize(joined[:, :, :2], dim=-1)
+            self.joined.append(joined.bfloat16())
+            self.douts.append(torch.randn(B, T, NH, HS, device=device()).bfloat16())
+        has = {"s": self.normalizer.has_s, "b": self.normalizer.has_b, "p": self.normalizer.scale == "pn", "sink": self.normalizer.has_sink}
+        start = {"s": torch.full((NH,), 0.168), "b": torch.zeros(NH), "p": torch.ones(T), "sink": torch.zeros(NH)}
+        self.scalars = {key: start[key].to(device()) for key in SCALARS if has[key]}
+
+    def heads(self, i):
+        """q, k, v, dout of set i, each (B,NH,T,HS)."""
+        q, k, v = self.joined[i].permute(2, 0, 3, 1, 4)
+        return q, k, v, self.douts[i].transpose(1, 2)
+
+
+# ---------------------------------------------------------------- ours
+
+class Shape(ctypes.Structure):
+    """FlashTestShape of dev/tests/flash_so.cu."""
+    _fields_ = [*((name, ctypes.c_size_t) for name in ("B", "T", "NH", "HS", "VS")), ("L", ctypes.c_int),
+                *((name, ctypes.c_size_t) for name in ("q_row", "k_row", "v_row", "out_row"))]
+
+
+class Arrays(ctypes.Structure):
+    """FlashTestArrays there, of device pointers."""
+    _fields_ = [*((name, ctypes.c_void_p) for name in ("q", "k", "v", "dout", "s", "b", "p", "sink", "out", "dq", "dk", "dv", "stats", "ds", "db",
+                                                       "dp", "dsink")), ("rows_without_weight", ctypes.c_ulonglong)]
+
+
+class Flash:
+    """build/cuda/flash.so; in a dry run build/on_cpu/flash.so, whose device memory is the emulator's own."""
+
+    def __init__(self, path):
+        if not Path(path).exists():
+            raise SystemExit(f"attention_gpu: {path} is not there: make {os.path.relpath(path, ROOT)}")
+        self.library = ctypes.CDLL(str(path))
+        self.library.flash_on_device_scratch.restype = ctypes.c_size_t
+
+    def tensor(self, shape, dtype):
+        """Zeros on the device."""
+        if not DRY:
+            return torch.zeros(shape, dtype=dtype, device="cuda")
+        count, where = math.prod(shape), ctypes.c_void_p()
+        size = max(1, count * torch.empty((), dtype=dtype).element_size())
+        if self.library.cudaMalloc(ctypes.byref(where), ctypes.c_size_t(size)):
+            raise MemoryError(f"{size} bytes of the emulated device")
+        return torch.frombuffer((ctypes.c_char * size).from_address(where.value), dtype=dtype, count=count).view(shape).zero_()
+
+    def copy(self, x):
+        return self.tensor(x.shape, x.dtype).copy_(x)
+
+    def scratch(self, name, shape):
+        return self.library.flash_on_device_scratch(name.encode(), ctypes.byref(shape))
+
+    def run(self, name, shape, arrays, rows_without_weight, scratch, backward):
+        stream = 0 if DRY else torch.cuda.current_stream().cuda_stream
+        self.library.flash_on_device(name.encode(), ctypes.byref(shape), ctypes.byref(arrays), ctypes.c_void_p(rows_without_weight.data_ptr()),
+                                     ctypes.c_void_p(scratch.data_ptr()), ctypes.c_bool(backward), ctypes.c_void_p(stream))
+
+
+class Ours:
+    """Our kernels on the sets of a case: q, k, v are read out of the joined array, as in the trainer."""
+
+    def __init__(self, case, flash):
+        self.case, self.flash = case, flash
+        B, T, NH, HS = case.shape
+        self.shape = Shape(B, T, NH, HS, HS, T, 3 * NH * HS, 3 * NH * HS, 3 * NH * HS, NH * HS)
+        self.scratch = flash.tensor((flash.scratch(case.name, self.shape),), torch.uint8)
+        self.rows = flash.tensor((1,), torch.int64)
+        self.scalars = {key: flash.copy(x) for key, x in case.scalars.items()}
+        self.sets = [self.take(joined, dout) for joined, dout in zip(case.joined, case.douts)]
+
+    def take(self, joined, dout):
+        """(tensors, their addresses) for a set."""
+        B, T, NH, HS = self.case.shape
+        new = self.flash.tensor
+        x = {"joined": joined, "dout": dout, "out": new((B, T, NH, HS), torch.bfloat16), "djoined": new(joined.shape, torch.bfloat16),
+             "stats": new((B, NH, T, 4), torch.float32), **{"d" + key: new(value.shape, torch.float32) for key, value in self.scalars.items()}}
+        if DRY:
+            x.update(joined=self.flash.copy(joined), dout=self.flash.copy(dout))
+        arrays, step = Arrays(), NH * HS * 2                        # bytes from q to k to v
+        for i, key in enumerate("qkv"):
+            setattr(arrays, key, x["joined"].data_ptr() + i * step)
+            setattr(arrays, "d" + key, x["djoined"].data_ptr() + i * step)
+        for key in ("dout", "out", "stats"):
+            setattr(arrays, key, x[key].data_ptr())
+        trained = [key for key in self.scalars if not (key == "s" and self.case.normalizer.fixed)]
+        for key, value in self.scalars.items():
+            setattr(arrays, key, value.data_ptr())
+            setattr(arrays, "d" + key, x["d" + key].data_ptr() if key in trained else None)
+        return x, arrays
+
+    def forward(self, i):
+        self.flash.run(self.case.name, self.shape, self.sets[i][1], self.rows, self.scratch, False)
+
+    def both(self, i):
+        """Output, then the gradients of q, k, v, each (B,NH,T,HS)."""
+        self.forward(i)
+        self.flash.run(self.case.name, self.shape, self.sets[i][1], self.rows, self.scratch, True)
+        x = self.sets[i][0]
+        return [x["out"].transpose(1, 2), *x["djoined"].permute(2, 0, 3, 1, 4)]
+
+    def peak_gb(self):
+        """All that a pass needs beside q, k, v and dout."""
+        new = [x for key, x in self.sets[0][0].items() if key not in ("joined", "dout")] + [self.scratch]
+        return sum(x.numel() * x.element_size() for x in new) / 1e9
+
+
+# ---------------------------------------------------------------- PyTorch
+
+def rows(case, device_):
+    """n (T,1) and what is visible (T,T)."""
+    n = torch.arange(1, case.T + 1, dtype=torch.float32, device=device_)[:, None]
+    return n, torch.ones(case.T, case.T, dtype=torch.bool, device=device_).tril()
+
+
+def formula(q, k, v, case, scalars):
+    """The reference's formula; products in the inputs' type, rows in float32."""
+    normalizer, (n, visible) = case.normalizer, rows(case, q.device)
+    scores = (q @ k.transpose(-1, -2)).float()
+    z = reference.scale_of_row(normalizer.scale, n, SIZE, case.T, scalars) * scores + reference.offset_of_row(normalizer.offset, n, case.T)
+    A = reference.normalized(z, visible, normalizer.norm, n, case.T, normalizer.phi, scalars.get("sink"))
+    return reference.posted(A, visible, normalizer.post, n).to(v.dtype) @ v
+
+
+def is_softmax(normalizer):
+    """Is it a softmax of scaled scores, but for a constant, a sink or nothing in the place of Z, a sign, or a mean?"""
+    return (normalizer.phi == "exp" and normalizer.offset == "none" and normalizer.norm.startswith(("l1", "none"))
+            and normalizer.post in ("none", "negate", "recenter") and (normalizer.post == "none" or normalizer.norm == "l1"))
+
+
+def needs_sum(normalizer):
+    """Does its output depend on the row's log-sum-exp?"""
+    return normalizer.norm != "l1"
+
+
+def by_softmax(softmax, q, k, v, case, scalars):
+    """The normaliser from softmax(q, k, v), which returns the output and, where it can, the log-sum-exp of each row."""
+    normalizer = case.normalizer
+    n = torch.arange(1, case.T + 1, dtype=torch.float32, device=q.device)[:, None]
+    if normalizer.scale != "rsqrt-d":
+        q = (q * (reference.scale_of_row(normalizer.scale, n, SIZE, case.T, scalars) * math.sqrt(SIZE))).to(q.dtype)
+    out, total = softmax(q, k, v)
+    if normalizer.norm == "l1+sink":
+        out = out * torch.sigmoid(total - scalars["sink"][:, None])[..., None].to(out.dtype)
+    elif normalizer.norm == "none":
+        out = out * torch.exp(total)[..., None].to(out.dtype)
+    elif normalizer.norm != "l1":
+        out = out * torch.sigmoid(total - math.log(float(normalizer.norm[3:])))[..., None].to(out.dtype)
+    if normalizer.post == "recenter":
+        out = out - torch.where(n > 3, torch.cumsum(v, -2, dtype=torch.float32) / n, 0.0).to(out.dtype)
+    return -out if normalizer.post == "negate" else out
+
+
+def sdpa(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True), None
+
+
+def sdpa_by(backend):
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def softmax(q, k, v):
+        with sdpa_kernel(getattr(SDPBackend, backend)):
+            return sdpa(q, k, v)
+    return softmax
+
+
+def flex(case):
+    from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, case.T, case.T, device=device())
+
+    def softmax(q, k, v):
+        if not needs_sum(case.normalizer):
+            return flex_attention(q, k, v, block_mask=mask), None
+        out, aux = flex_attention(q, k, v, block_mask=mask, return_aux=AuxRequest(lse=True))
+        return out, aux.lse
+    return softmax
+
+
+def compiled(function):
+    return function if DRY else torch.compile(function, dynamic=False)
+
+
+def ways_of(case):
+    """{way: f(q, k, v, scalars)}: PyTorch's ways to this normaliser. Nothing is compiled yet."""
+    simple = is_softmax(case.normalizer)
+    ways = {}
+    if case.name == "softmax":
+        ways["sdpa-flash"] = lambda *x: by_softmax(sdpa_by("MATH" if DRY else "FLASH_ATTENTION"), *x[:3], case, x[3])
+        ways["sdpa-cudnn"] = lambda *x: by_softmax(sdpa_by("MATH" if DRY else "CUDNN_ATTENTION"), *x[:3], case, x[3])
+    elif simple and not needs_sum(case.normalizer):
+        ways["sdpa"] = compiled(lambda *x: by_softmax(sdpa, *x[:3], case, x[3]))
+    if simple:
+        softmax = flex(case)
+        ways["flex"] = compiled(lambda *x: by_softmax(softmax, *x[:3], case, x[3]))
+    ways["compile"] = compiled(lambda *x: formula(*x[:3], case, x[3]))
+    return ways
+
+
+def way_names(name):
+    """The ways of ways_of(), without making any."""
+    normalizer = reference.parse_normalizer(name)
+    ways = ["sdpa-flash", "sdpa-cudnn"] if name == "softmax" else ["sdpa"] if is_softmax(normalizer) and not needs_sum(normalizer) else []
+    return ways + (["flex"] if is_softmax(normalizer) else []) + ["compile"]
+
+
+class Torch:
+    """One of PyTorch's ways, ready to be run on set i of a case. The scalars that are learnt get gradients, too."""
+
+    def __init__(self, case, way):
+        self.case, self.function = case, ways_of(case)[way]
+        self.trains = not (DRY and way == "flex")                  # FlexAttention has no backward pass on a CPU
+        fixed = "s" if case.normalizer.fixed else None
+        self.scalars = {key: x.detach().clone().requires_grad_(self.trains and key != fixed) for key, x in case.scalars.items()}
+
+    def inputs(self, i):
+        return [x.detach().requires_grad_(self.trains) for x in self.case.heads(i)[:3]]
+
+    def forward(self, i, inputs=None):
+        return self.function(*(inputs or self.inputs(i)), self.scalars)
+
+    def both(self, i):
+        """Output, then the gradients of q, k, v."""
+        inputs = self.inputs(i)
+        out = self.forward(i, inputs)
+        if not self.trains:
+            return [out]
+        wanted = inputs + [x for x in self.scalars.values() if x.requires_grad]
+        return [out, *torch.autograd.grad(out, wanted, self.case.heads(i)[3])[:3]]
+
+    def peak_gb(self):
+        """Device memory that forward and backward take beside q, k, v and dout, as PyTorch's allocator counts it."""
+        if DRY:
+            return None
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        self.both(0)
+        torch.cuda.synchronize()
+        return (torch.cuda.max_memory_allocated() - before) / 1e9
+
+
+# ---------------------------------------------------------------- right?
+
+def slice_of(case, dtype):
+    """The formula's output and gradients of q, k, v for the first sequence of set 0, products in `dtype`."""
+    q, k, v, dout = (x[:1].to(dtype) for x in case.heads(0))
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = formula(*inputs, case, case.scalars)
+    return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
+
+
+def distance(found, expected):
+    """The largest of the relative errors of output and gradients; NaN where one is none."""
+    errors = [((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in zip(found, expected)]
+    return math.nan if any(map(math.isnan, errors)) else max(errors)
+
+
+class Judge:
+    """Compares with the float32 formula; how far off the plain bf16 formula is says how far off a way may be."""
+
+    def __init__(self, case):
+        self.expected = slice_of(case, torch.float32)
+        self.allowed = 3 * distance(slice_of(case, torch.bfloat16), self.expected) + 1e-3
+
+    def error(self, variant):
+        return distance([x[:1] for x in variant.both(0)], self.expected)
+
+
+# ---------------------------------------------------------------- how long?
+
+def graphs(calls):
+    """Each call as a CUDA graph: a function that replays it. Where one cannot be captured, the calls themselves."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for call in calls:
+            call()
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    try:
+        captured = []
+        for call in calls:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=captured[0].pool() if captured else None):
+                call()
+            captured.append(graph)
+        return [graph.replay for graph in captured], True
+    except RuntimeError as error:
+        print(f"  no graph: {str(error).splitlines()[0]}", flush=True)
+        torch.cuda.synchronize()
+        return calls, False
+
+
+def milliseconds(calls, seconds):
+    """The median time of a call; they take turns."""
+    if DRY:
+        times = []
+        for call in calls:
+            start = time.perf_counter()
+            call()
+            times.append(1e3 * (time.perf_counter() - start))
+        return statistics.median(times)
+    events = []
+    start = time.perf_counter()
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    once = max(1e-5, (time.perf_counter() - start) / len(calls))
+    for i in range(max(12, min(200, int(seconds / once)))):
+        pair = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        pair[0].record()
+        calls[i % len(calls)]()
+        pair[1].record()
+        events.append(pair)
+    torch.cuda.synchronize()
+    return statistics.median(begin.elapsed_time(end) for begin, end in events)
+
+
+class Timed:
+    """A variant with its record: checked, measured for memory, captured; then timed round by round."""
+
+    def __init__(self, variant, judge, sets):
+        self.record = {"forward_ms": [], "both_ms": [], "error": judge.error(variant), "allowed": judge.allowed}
+        self.record["wrong"] = not self.record["error"] <= judge.allowed
+        self.record["peak_gb"] = variant.peak_gb()
+        passes = [[lambda i=i: variant.forward(i) for i in range(sets)], [lambda i=i: variant.both(i) for i in range(sets)]]
+        self.record["graph"] = False
+        if not DRY:
+            passes = [graphs(calls) for calls in passes]
+            self.record["graph"] = all(good for _, good in passes)
+            passes = [calls for calls, _ in passes]
+        self.passes = passes
+
+    def round(self, seconds):
+        for key, calls in zip(("forward_ms", "both_ms"), self.passes):
+            self.record[key].append(milliseconds(calls, seconds))
+
+
+def measure(name, T, ways, flash, rounds, seconds, beside=None):
+    """{way: record} for a normaliser at a length; ways: "ours" and those of ways_of(). beside: a Timed whose time each of our rounds is
+    compared with (record["of_softmax"])."""
+    case = Case(name, T, 1 if DRY else SETS)
+    sets = len(case.joined)
+    judge = Judge(case)
+    found, timed = {}, {}
+    for way in ways:
+        try:
+            timed[way] = Timed(Ours(case, flash) if way == "ours" else Torch(case, way), judge, sets)
+        except (RuntimeError, NotImplementedError, ValueError, ImportError) as error:          # out of memory, or not for this shape
+            found[way] = {"failed": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error).strip() else ''}"}
+    for round_ in range(rounds):
+        for way in list(timed) if round_ % 2 == 0 else reversed(list(timed)):
+            if beside and way == "ours":
+                beside.round(seconds)
+            timed[way].round(seconds)
+            if beside and way == "ours":
+                timed[way].record.setdefault("of_softmax", []).append(timed[way].record["both_ms"][-1] / beside.record["both_ms"][-1])
+    return {**found, **{way: t.record for way, t in timed.items()}}
+
+
+def say(name, T, found):
+    for way, record in found.items():
+        if "failed" in record:
+            print(f"T={T:6} {name:24} {way:11} {record['failed']}", flush=True)
+        else:
+            print(f"T={T:6} {name:24} {way:11} forward {statistics.median(record['forward_ms']):8.3f} ms, both {statistics.median(record['both_ms']):8.3f} ms, "
+                  f"error {record['error']:.1e}{' WRONG' if record['wrong'] else ''}", flush=True)
+
+
+# ---------------------------------------------------------------- the two parts
+
+def keep(report, part, name, T, found):
+    for way, record in found.items():
+        report.record(part, {"attn": name, "T": T, "way": way}, device=device(), **record)
+    report.save()
+
+
+class Budget:
+    def __init__(self, seconds):
+        self.end = time.monotonic() + seconds
+
+    def left(self):
+        return self.end - time.monotonic()
+
+
+def part_attention(report, options, flash):
+    """softmax by T beside SDPA, then each normaliser of ours beside our softmax."""
+    budget = Budget(options.budget)
+    for T in options.sweep:
+        found = measure("softmax", T, ["ours", "sdpa-flash", "sdpa-cudnn"], flash, ROUNDS + 1, options.seconds)
+        say("softmax", T, found)
+        keep(report, "attention", "softmax", T, found)
+    left_out = []
+    for T in options.lengths:
+        softmax = Case("softmax", T, 1 if DRY else SETS)
+        beside = Timed(Ours(softmax, flash), Judge(softmax), len(softmax.joined))
+        for name in options.attn:
+            if name == "softmax":
+                continue
+            if budget.left() < 0:
+                left_out.append(f"{name} at T = {T}")
+                continue
+            found = measure(name, T, ["ours"], flash, ROUNDS, options.seconds, beside)
+            say(name, T, found)
+            keep(report, "attention", name, T, found)
+    tables_attention(report, left_out)
+    return not left_out
+
+
+def warm(options, cases):
+    """Compiles the cases in processes of their own, several at a time, into the compiler's cache on disk; returns those that came about in time."""
+    budget, done = Budget(options.budget * 0.6), []
+
+    def one(case):
+        name, T, way = case
+        if budget.left() < 10:
+            return None
+        words = [sys.executable, __file__, str(options.report), "warm", "--attn", name, "--lengths", str(T), "--way", way]
+        try:
+            result = subprocess.run(words, capture_output=True, text=True, timeout=max(30, budget.left()), env=dict(os.environ, TORCHINDUCTOR_COMPILE_THREADS="1"))
+            print(f"compiled {name} T={T} {way}: {'done' if result.returncode == 0 else result.stderr.strip().splitlines()[-1:]}", flush=True)
+            return case
+        except subprocess.TimeoutExpired:
+            print(f"compiled {name} T={T} {way}: no time left", flush=True)
+            return None
+
+    memory = torch.cuda.mem_get_info()[0] / 1e9
+    for T in options.lengths:
+        a_process = 4 + 28 * (TOKENS * T) / (16384 * 4096)         # GB: some T×T arrays in float32
+        workers = int(max(1, min((os.cpu_count() or 1) - 2, memory / a_process)))
+        with ThreadPoolExecutor(workers) as pool:
+            done += pool.map(one, [case for case in cases if case[1] == T])
+    return {case for case in done if case}
+
+
+def part_warm(options):
+    (name,), (T,) = options.attn, options.lengths
+    torch_ = Torch(Case(name, T, 1), options.way)
+    torch_.both(0)
+    torch.cuda.synchronize()
+
+
+def part_others(report, options, flash):
+    """Each normaliser beside PyTorch's ways. What the report has already stays; run again, it goes on with the rest."""
+    budget = Budget(options.budget)
+    have = {(r["attn"], r["T"], r["way"]) for r in report.part("others")["records"] if r.get("device") == device() and "failed" not in r}
+    missing = [(name, T) for T in options.lengths for name in options.attn if not {(name, T, way) for way in way_names(name)} <= have]
+    to_compile = [(name, T, way) for name, T in missing for way in way_names(name) if not way.startswith("sdpa-")]
+    ready = set(to_compile) if DRY else warm(options, to_compile)
+    left_out = []
+    for name, T in missing:
+        ways = [way for way in way_names(name) if way.startswith("sdpa-") or (name, T, way) in ready]
+        if budget.left() < 15 or len(ways) < len(way_names(name)):
+            left_out.append(f"{name} at T = {T}")
+            continue
+        torch._dynamo.reset()
+        if not DRY:
+            torch.cuda.empty_cache()
+        found = measure(name, T, ["ours", *ways], flash, ROUNDS, options.seconds)
+        say(name, T, found)
+        keep(report, "others", name, T, found)
+    tables_others(report, left_out)
+    return not left_out
+
+
+# ---------------------------------------------------------------- tables
+
+def cell(value, digits=2):
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def ms(record, key):
+    if record is None:
+        return ""
+    return record["failed"][:60] if record.get("failed") else cell(statistics.median(record[key]), 3) + (" (wrong)" if record["wrong"] else "")
+
+
+def notes_of(left_out):
+    shape = f"{HEADS} heads of {SIZE}, bf16, causal, {TOKENS:,} tokens a batch" if not DRY else f"{shape_of(0)[2]} heads of {SIZE}, a dry run on the CPU: the times mean nothing"
+    return [f"{shape}; PyTorch {torch.__version__}; medians of the rounds, which take turns",
+            *([f"not measured for want of time: {', '.join(left_out)}; run the part again"] if left_out else [])]
+
+
+def tables_attention(report, left_out):
+    records = report.part("attention")["records"]
+    find = lambda **keys: next((r for r in records if all(r.get(k) == v for k, v in keys.items())), None)
+    lengths = sorted({r["T"] for r in records})
+    table = []
+    for T in lengths:
+        ours, flash, cudnn = (find(attn="softmax", T=T, way=way) for way in ("ours", "sdpa-flash", "sdpa-cudnn"))
+        if ours is None:
+            continue
+        row = [T, *(ms(r, key) for key in ("forward_ms", "both_ms") for r in (ours, flash, cudnn))]
+        for key in ("forward_ms", "both_ms"):
+            row.append(cell(gpu_report.ratio(flash, ours, key)) if flash and not ours.get("failed") and not flash.get("failed") else "")
+        flops = 2 * 2 * shape_of(T)[0] * shape_of(T)[2] * T * (T + 1) / 2 * SIZE
+        row.append(cell(3.5 * flops / statistics.median(ours["both_ms"]) / 1e9, 0) if not ours.get("failed") else "")
+        table.append(row + [cell(r.get("peak_gb")) if r else "" for r in (ours, flash)])
+    report.table("attention", "softmax, ms", ["T", "ours forward", "SDPA flash", "SDPA cuDNN", "ours both", "SDPA flash", "SDPA cuDNN", "flash/ours forward",
+                                              "flash/ours both", "ours TFLOP/s both", "peak GB ours", "peak GB flash"], table,
+                 notes_of(left_out) + ["TFLOP/s: 3.5 times the forward pass's products over the causal half, as is usual"])
+    names = list(dict.fromkeys(r["attn"] for r in records if r["attn"] != "softmax"))
+    table = []
+    for name in names:
+        row = [f"`{name}`"]
+        for T in sorted({r["T"] for r in records if r["attn"] != "softmax"}):
+            ours = find(attn=name, T=T, way="ours")
+            of_softmax = cell(statistics.median(ours["of_softmax"])) if ours and "of_softmax" in ours else ""
+            row += [ms(ours, "forward_ms"), ms(ours, "both_ms"), of_softmax]
+        table.append(row)
+    head = [f"T = {T} {what}" for T in sorted({r["T"] for r in records if r["attn"] != "softmax"}) for what in ("forward", "both", "of softmax")]
+    report.table("attention", "Ours by normaliser, ms", ["normaliser", *head], table, notes_of(left_out))
+
+
+def tables_others(report, left_out):
+    records = report.part("others")["records"]
+    for T in sorted({r["T"] for r in records}):
+        table = []
+        for name in dict.fromkeys(r["attn"] for r in records):
+            by_way = {r["way"]: r for r in records if r["attn"] == name and r["T"] == T}
+            ours, good = by_way.get("ours"), [r for way, r in by_way.items() if way != "ours" and not r.get("failed") and not r.get("wrong")]
+            usable = ours and not ours.get("failed") and good
+            fastest = min(good, key=lambda r: statistics.median(r["both_ms"])) if good else None
+            table.append([f"`{name}`", ms(ours, "both_ms"), *(ms(by_way.get(way), "both_ms") for way in gpu_report.PYTORCH),
+                          cell(gpu_report.ratio(fastest, ours)) if usable else "", fastest["way"] if fastest else "", cell(ours.get("peak_gb")) if ours else "",
+                          cell(by_way["compile"].get("peak_gb")) if "compile" in by_way else ""])
+        report.table("others", f"Forward and backward at T = {T}, ms",
+                     ["normaliser", "ours", *gpu_report.PYTORCH, "fastest/ours", "fastest", "peak GB ours", "peak GB compile"], table, notes_of(left_out))
+
+
+# ---------------------------------------------------------------- the command line
+
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("report", type=Path)
+    parser.add_argument("part", choices=("attention", "others", "warm"), help="warm: used by `others`")
+    parser.add_argument("--attn", default=",".join(reference.PRESETS), help="some presets, with commas; default: all")
+    parser.add_argument("--lengths", default="", help="default: 1024,4096")
+    parser.add_argument("--sweep", default="", help="softmax's, of the part attention; default: 1024 to 16384")
+    parser.add_argument("--way", help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, default=0.25, help="of one measurement")
+    parser.add_argument("--budget", type=float, default=500, help="seconds after which no case is begun; run the part again for the rest")
+    parser.add_argument("--library", help="default: build/cuda/flash.so")
+    parser.add_argument("--dry-run", action="store_true", help="on the CPU")
+    options = parser.parse_args()
+    global DRY
+    DRY = options.dry_run
+    numbers = lambda text, default: [int(x) for x in text.split(",")] if text else list(default)
+    options.lengths = numbers(options.lengths, (17, 33) if DRY else LENGTHS)
+    options.sweep = numbers(options.sweep, (17, 33) if DRY else SWEEP)
+    options.attn = options.attn.split(",")
+    options.library = options.library or str(ROOT / ("build/on_cpu/flash.so" if DRY else "build/cuda/flash.so"))
+    return options
+
+
+def main():
+    options = parse()
+    if not DRY and not torch.cuda.is_available():
+        print("attention_gpu: no GPU: not measured", file=sys.stderr)
+        return gpu_report.NO_GPU
+    if options.part == "warm":
+        return part_warm(options)
+    report = gpu_report.Report(options.report)
+    flash = Flash(options.library)
+    whole = {"attention": part_attention, "others": part_others}[options.part](report, options, flash)
+    report.save()
+    wrong = [f"{r['attn']} T={r['T']}" for r in report.part(options.part)["records"] if r["way"] == "ours" and (r.get("wrong") or r.get("failed"))]
+    print(f"attention_gpu: {len(report.part(options.part)['records'])} records" + ("" if whole else ", not all in time") + (f"; ours wrong: {', '.join(wrong)}" if wrong else ""))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
