@@ -52,6 +52,10 @@ void counts_print(FILE *file);      // and the conflicts of each line of source
 // `work` as the next thing in the stream, like a kernel: for libraries that are emulated on top of this one.
 void enqueue(cudaStream_t stream, std::function<void()> work);
 
+// The same for work that may have to wait for another process: `attempt` is called until it returns true, whenever the host waits for the stream
+// or asks how far it is. Nothing behind it in the stream is done before, under AT_ONCE neither.
+void enqueue_until(cudaStream_t stream, std::function<bool()> attempt);
+
 // Whether all of the bytes at p are device memory or pinned host memory: what a kernel may touch.
 bool is_device(const void *p, size_t bytes);
 

@@ -174,9 +174,7 @@ void disconnect(ncclComm_t) {}
 
 void start(const std::shared_ptr<Collective> &c) {
     if (c->comm->ranks > 1) {
-        cuda_on_cpu::enqueue(c->stream, [=] {
-            while (!advance(*c)) usleep(100);
-        });
+        cuda_on_cpu::enqueue_until(c->stream, [=] { return advance(*c); });
         return;
     }
     cuda_on_cpu::enqueue(c->stream, [=] {

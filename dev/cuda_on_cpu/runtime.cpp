@@ -249,6 +249,7 @@ struct Record {             // one recording of an event
 struct Operation {
     uint64_t number;                    // in the order of the calls, over all streams
     std::function<void()> work;
+    std::function<bool()> attempt;      // enqueue_until's; or empty
     std::shared_ptr<Record> after;      // cudaStreamWaitEvent's; or NULL
     bool host_function;
 };
@@ -306,8 +307,10 @@ static bool can_go_on(const CUstream_st *s) {
     return !s->blocking || default_stream->queue.empty() || default_stream->queue.front()->number > next.number;
 }
 
-static void run_next(CUstream_st *s) {
+// Whether the next operation has been done: one that waits for another process stays where it is.
+static bool run_next(CUstream_st *s) {
     static int depth;
+    bool finished = true;
     std::unique_ptr<Operation> next = std::move(s->queue.front());
     s->queue.pop_front();
     void *host = race_check() ? __tsan_get_current_fiber() : NULL;
@@ -322,13 +325,16 @@ static void run_next(CUstream_st *s) {
     if (settings().hide && depth == 0) show_device_memory(true);
     depth++;
     if (next->work) next->work();
+    if (next->attempt) finished = next->attempt();
     depth--;
     if (settings().hide && depth == 0) show_device_memory(false);
-    next.reset();
+    if (finished) next.reset();
+    else s->queue.push_front(std::move(next));
     if (race_check()) {
         __tsan_release(&s->done);
         __tsan_switch_to_fiber(host, 1);
     }
+    return finished;
 }
 
 // Goes on with any stream that can; false if none can. It mostly stays with the stream it was at, so that one comes far ahead of another.
@@ -337,7 +343,7 @@ static bool run_any() {
     std::copy_if(streams.begin(), streams.end(), std::back_inserter(able), can_go_on);
     if (able.empty()) return false;
     if (next_random() % 4 == 0 || std::find(able.begin(), able.end(), favourite) == able.end()) favourite = able[next_random() % able.size()];
-    run_next(favourite);
+    if (!run_next(favourite)) usleep(50);
     return true;
 }
 
@@ -347,10 +353,20 @@ static void run_until(Done done) {
         if (!run_any()) die("DEADLOCK: the host waits for a stream, and no stream can go on");
 }
 
-static void add_operation(CUstream_st *s, std::function<void()> work, std::shared_ptr<Record> after = nullptr, bool host_function = false) {
-    s->queue.emplace_back(new Operation{++operations, std::move(work), std::move(after), host_function});
+// All that can be done without waiting for another process.
+static void run_all() {
+    for (bool more = true; more;) {
+        more = false;
+        for (size_t i = 0; i < streams.size(); i++)
+            while (can_go_on(streams[i]) && run_next(streams[i])) more = true;
+    }
+}
+
+static void add_operation(CUstream_st *s, std::function<void()> work, std::shared_ptr<Record> after = nullptr, bool host_function = false,
+                          std::function<bool()> attempt = nullptr) {
+    s->queue.emplace_back(new Operation{++operations, std::move(work), std::move(attempt), std::move(after), host_function});
     if (race_check()) __tsan_release(s->queue.back().get());
-    if (settings().streams == AT_ONCE) run_until([] { return std::all_of(streams.begin(), streams.end(), [](auto *s) { return s->queue.empty(); }); });
+    if (settings().streams == AT_ONCE) run_all();
     if (settings().streams == ANY_TIME)
         while (next_random() % 2 && run_any()) {}
 }
@@ -375,6 +391,13 @@ void cuda_on_cpu::enqueue(cudaStream_t stream, std::function<void()> work) {
     CUstream_st *s = stream_of(stream);
     if (!s) die("work for a stream that does not exist");
     add_operation(s, std::move(work), nullptr, true);
+}
+
+void cuda_on_cpu::enqueue_until(cudaStream_t stream, std::function<bool()> attempt) {
+    std::lock_guard<std::recursive_mutex> hold(stream_lock);
+    CUstream_st *s = stream_of(stream);
+    if (!s) die("work for a stream that does not exist");
+    add_operation(s, nullptr, nullptr, true, std::move(attempt));
 }
 
 static void check_launch(const Parameters &p, const std::vector<const void *> &pointers) {

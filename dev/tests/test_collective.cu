@@ -1,0 +1,262 @@
+// collective: kernels/collective.h on one, two and four processes, started by scripts/launch.sh from the folder of the Makefile: sums, slices and
+// what a process that dies does to the others. Each worker is this same program with a word after it.
+#include "kernels/collective.h"
+
+#include <math.h>
+#include <signal.h>
+
+#include <vector>
+
+#include "dev/tests/check.h"
+
+using std::vector;
+
+static char self[4096];
+static const size_t lengths[] = {1, 5, 64, 127, 256, 1000, 4096, 70000};
+
+// ---- the workers
+
+static cudaStream_t stream;
+
+static void expect(bool condition, const char *what, size_t n) {
+    if (!condition) fail(EXIT_DIVERGED, "process %d of %d: %s is wrong, %zu floats", process.rank, process.size, what, n);
+}
+
+// What process r starts with.
+static vector<float> start_values(size_t n, int r) {
+    vector<float> x(n);
+    for (size_t i = 0; i < n; i++) x[i] = sinf((float)(i % 1009) * 0.37f + (float)r) * (float)(1 + r);
+    return x;
+}
+
+// A device array that is filled, used and read on `stream` alone, as the trainer does: only the calls under test order it with the others.
+struct Array {
+    float *device;
+    size_t n;
+    explicit Array(const vector<float> &x) : n(x.size()) {
+        CUDA_CHECK(cudaMalloc(&device, n * sizeof(float)));
+        CUDA_CHECK(cudaMemcpyAsync(device, x.data(), n * sizeof(float), cudaMemcpyHostToDevice, stream));
+    }
+    ~Array() { CUDA_CHECK(cudaFree(device)); }
+    Array(const Array &) = delete;
+    vector<float> read(void) const {
+        vector<float> x(n);
+        collective_join(stream);
+        collective_synchronize(stream);
+        CUDA_CHECK(cudaMemcpy(x.data(), device, n * sizeof(float), cudaMemcpyDeviceToHost));
+        return x;
+    }
+};
+
+// The largest difference from the sums in double, over what float or bf16 sums may err by.
+static double sum_error(const vector<float> &got, size_t from, size_t to, bool in_bf16) {
+    vector<vector<float>> parts;
+    double worst = 0;
+    for (int r = 0; r < process.size; r++) parts.push_back(start_values(got.size(), r));
+    for (size_t i = from; i < to; i++) {
+        double sum = 0, size = 0;
+        for (const vector<float> &part : parts) sum += part[i], size += fabs(part[i]);
+        double error = fabs(got[i] - sum) / (size * (in_bf16 ? 1.0 / 128 : 1e-6) + 1e-30);
+        if (!(error <= worst)) worst = error;
+    }
+    return worst;
+}
+
+static void expect_same(const vector<float> &x, const char *what) {
+    vector<float> first = x;
+    process_broadcast(first.data(), first.size() * sizeof(float));
+    expect(memcmp(first.data(), x.data(), x.size() * sizeof(float)) == 0, what, x.size());
+}
+
+// The slices of all processes, one after the other, are the array.
+static void check_slices(size_t n) {
+    size_t from, to, end = 0;
+    int rank = process.rank;
+    for (process.rank = 0; process.rank < process.size; process.rank++) {
+        collective_slice(n, &from, &to);
+        expect(from == end && to >= from && from % 64 == 0, "a slice", n);
+        end = to;
+    }
+    process.rank = rank;
+    expect(end == n, "the end of the slices", n);
+}
+
+static void check_sums(size_t n, bool in_bf16) {
+    size_t from, to;
+    vector<float> mine = start_values(n, process.rank);
+    Array whole(mine), sliced(mine), two(mine);
+    collective_all_reduce(whole.device, n, stream);
+    collective_reduce_scatter(sliced.device, n, stream);
+    collective_slice(n, &from, &to);
+    vector<float> sum = whole.read(), slice = sliced.read();
+    expect(sum_error(sum, 0, n, in_bf16) <= 1, "the sum", n);
+    expect_same(sum, "the sum on every process");
+    expect(sum_error(slice, from, to, in_bf16) <= 1, "the sum of a slice", n);
+
+    collective_all_gather(sliced.device, n, stream);
+    vector<float> gathered = sliced.read();
+    expect_same(gathered, "what was gathered on every process");
+    expect(memcmp(gathered.data() + from, slice.data() + from, (to - from) * sizeof(float)) == 0, "this process's slice of what was gathered", n);
+    expect(sum_error(gathered, 0, n, in_bf16) <= 1, "the sum, gathered", n);
+    if (getenv("SAME_BITS")) expect(memcmp(gathered.data(), sum.data(), n * sizeof(float)) == 0, "a bit of the sum, gathered, against that of all at once", n);
+
+    collective_all_reduce(two.device, n, stream);          // several under way, the second of what the first gives
+    collective_all_reduce(two.device, n, stream);
+    vector<float> twice = two.read();
+    bool right = true;
+    for (size_t i = 0; i < n; i++) right = right && fabs(twice[i] - process.size * sum[i]) <= (in_bf16 ? 0.03 : 2e-6) * (fabs(sum[i]) * process.size + 1e-30);
+    expect(right, "the sum of sums", n);
+}
+
+// The stream's own work before and after, and nothing of another stream's between.
+static void check_order(void) {
+    const size_t n = 3000;
+    Array x(vector<float>(n, NAN)), copy(vector<float>(n, NAN));
+    vector<float> ones(n, 1.0f);
+    for (int i = 0; i < 3; i++) {
+        CUDA_CHECK(cudaMemcpyAsync(x.device, ones.data(), n * sizeof(float), cudaMemcpyHostToDevice, stream));
+        collective_all_reduce(x.device, n, stream);
+        collective_join(stream);
+        CUDA_CHECK(cudaMemcpyAsync(copy.device, x.device, n * sizeof(float), cudaMemcpyDeviceToDevice, stream));
+        CUDA_CHECK(cudaMemsetAsync(x.device, 0xFF, n * sizeof(float), stream));
+        vector<float> got = copy.read();
+        for (float y : got) expect(y == (float)process.size, "a sum among other work", n);
+    }
+}
+
+static void work_sums(bool in_bf16) {
+    void *wire = NULL;
+    size_t longest = lengths[sizeof lengths / sizeof *lengths - 1];
+    if (collective_scratch(longest)) CUDA_CHECK(cudaMalloc(&wire, collective_scratch(longest)));
+    expect((collective_scratch(longest) > 0) == (in_bf16 && process.size > 1), "the scratch", longest);
+    collective_use(wire);
+    for (size_t n : lengths) {
+        check_slices(n);
+        check_sums(n, in_bf16 && process.size > 1);
+    }
+    check_order();
+    process_barrier();
+    if (wire) CUDA_CHECK(cudaFree(wire));
+    if (process.rank == 0) printf("%d processes are right\n", process.size);
+}
+
+static void work_die(void) {
+    Array x(vector<float>(1000, 1.0f));
+    collective_all_reduce(x.device, x.n, stream);
+    x.read();
+    if (process.rank == 1) raise(SIGKILL);
+    collective_all_reduce(x.device, x.n, stream);
+    x.read();
+    printf("process %d came through\n", process.rank);
+}
+
+// Process 1 calls for fewer floats than the others.
+static void work_differ(void) {
+    Array x(vector<float>(1000, 1.0f));
+    collective_all_reduce(x.device, process.rank == 1 ? 999 : 1000, stream);
+    x.read();
+    printf("process %d came through\n", process.rank);
+}
+
+static int work(const char *what, int argc, char **argv) {
+    process_start(&argc, &argv);
+    CUDA_CHECK(cudaSetDevice(process.local_rank));
+    CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    collective_start(!strcmp(what, "bf16"));
+    if (!strcmp(what, "die")) work_die();
+    else if (!strcmp(what, "differ")) work_differ();
+    else work_sums(!strcmp(what, "bf16"));
+    collective_end();
+    CUDA_CHECK(cudaStreamDestroy(stream));
+    process_end();
+    return 0;
+}
+
+// ---- the checks
+
+typedef struct { const char *processes, *what; } Job;
+
+static void start_job(void *data) {
+    const Job *job = (const Job *)data;
+    execl("scripts/launch.sh", "scripts/launch.sh", job->processes, self, job->what, NULL);
+    perror("scripts/launch.sh");
+    exit(100);
+}
+
+static void run_job(const char *processes, const char *what) {
+    char output[8192], right[64];
+    Job job = {processes, what};
+    int code = check_fork(start_job, &job, output, sizeof output);
+    snprintf(right, sizeof right, "%s processes are right", processes);
+    CHECK(code == 0 && strstr(output, right), "%s, %s: code %d: %s", processes, what, code, output);
+}
+
+static void test_one(void) {
+    check_group("one process");
+    run_job("1", "sums");
+    run_job("1", "bf16");
+}
+
+#ifdef USE_NCCL
+// On the CPU with work that is done at once, late, or at any time.
+static void test_several(void) {
+    const char *counts[] = {"2", "4"}, *streams[] = {"once", "late", "any"};
+    check_group("sums and slices of 2 and 4 processes");
+    for (const char *when : streams) {
+        setenv("CUDA_ON_CPU_STREAMS", when, 1);
+        for (const char *count : counts) run_job(count, "sums");
+        run_job("2", "bf16");
+    }
+    run_job("4", "bf16");
+    unsetenv("CUDA_ON_CPU_STREAMS");
+}
+
+// mpirun would end the others, too, but is told to wait longer than they need to notice by themselves.
+static void test_death(void) {
+    check_group("a process that dies ends the others");
+    char output[8192];
+    Job job = {"3", "die"};
+    setenv("GRACE", "4", 1);
+    double start = collective_now();
+    int code = check_fork(start_job, &job, output, sizeof output);
+    double seconds = collective_now() - start;
+    unsetenv("GRACE");
+    CHECK(code != 0 && seconds < 30 && !strstr(output, "came through"), "code %d after %.1f s: %s", code, seconds, output);
+    CHECK(strstr(output, "process 1 (pid") && strstr(output, "has died"), "nothing says which: %s", output);
+}
+
+static bool on_a_cpu(void) {
+    cudaDeviceProp device;
+    return cudaGetDeviceProperties(&device, 0) == cudaSuccess && strstr(device.name, "CPU");
+}
+
+static void test_difference(void) {
+    check_group("calls that differ from process to process");
+    char output[8192];
+    Job job = {"2", "differ"};
+    int code = check_fork(start_job, &job, output, sizeof output);
+    CHECK(code != 0 && strstr(output, "ncclAllReduce of 999 elements") && !strstr(output, "came through"), "code %d: %s", code, output);
+}
+#endif
+
+int main(int argc, char **argv) {
+    program_name = "test_collective";
+    if (argc == 2) return work(argv[1], argc, argv);
+    if (readlink("/proc/self/exe", self, sizeof self - 1) < 0) return 1;
+    test_one();
+#ifdef USE_NCCL
+    int devices;
+    CUDA_CHECK(cudaGetDeviceCount(&devices));
+    if (on_a_cpu()) setenv("SAME_BITS", "1", 1);
+    if (system("command -v mpirun > /dev/null") != 0 || devices < 4) {
+        printf("left out: several processes, which need mpirun and 4 GPUs (here: %d)\n", devices);
+    } else {
+        test_several();
+        test_death();
+        if (on_a_cpu()) test_difference();
+    }
+#else
+    printf("left out: built without NCCL\n");
+#endif
+    return check_verdict();
+}
