@@ -8,7 +8,7 @@
 # the repository's root. PROGRAM=./train_gpt2 is the same run on a CPU.
 #
 # Data    .venv/bin/python data/fineweb.py --version 10B, 20 GB on disk
-# Memory  below 40 GB of a GPU's; --batch 16, or --recompute, needs less. The batch of all GPUs must divide a step's 512 sequences
+# Memory  24 GB of a GPU's, 8 GB with --batch 16. The batches of all GPUs together must divide a step's 512 sequences
 # Time    reckoned, not measured: 0.85 GFLOP a token (6 · parameters + 12 · layers · channels · T), 8.5e18 in all. At 400 TFLOP/s a GPU
 #         that is 6 hours on one and 45 minutes on eight
 set -euo pipefail

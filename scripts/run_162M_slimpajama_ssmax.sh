@@ -9,7 +9,7 @@
 # the repository's root. PROGRAM=./train_gpt2 is the same run on a CPU.
 #
 # Data    .venv/bin/python data/slimpajama.py --chunks 1-10, about 1.3 TB on disk; with fewer chunks the text is read more than once
-# Memory  below 40 GB of a GPU's; --batch 16, or --recompute, needs less. The batch of all GPUs must divide a step's 2,048 sequences
+# Memory  25 GB of a GPU's, 9 GB with --batch 16. The batches of all GPUs together must divide a step's 2,048 sequences
 # Time    reckoned, not measured: 0.85 GFLOP a token (6 · parameters but the input embedding + 12 · layers · channels · T), 3.6e20 in all.
 #         At 400 TFLOP/s a GPU that is 31 hours on eight and 8 hours on 32
 set -euo pipefail
