@@ -6,6 +6,10 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 // 64 random bits.
 uint64_t random_u64(uint64_t seed, uint64_t stream, uint64_t counter);
 
@@ -17,4 +21,7 @@ double random_uniform(uint64_t seed, uint64_t stream, uint64_t counter);
 // Box-Muller in float32; the largest magnitude is 6.66 std. Give each tensor a stream of its own.
 void random_normal_fill(float *out, size_t n, float mean, float std, uint64_t seed, uint64_t stream);
 
+#ifdef __cplusplus
+}
+#endif
 #endif

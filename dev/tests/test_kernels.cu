@@ -1,0 +1,1085 @@
+// Every kernel of kernels/ but the matrix products, forward and backward, against loops in float64 that stand here; and every name of kernels/gpu.cuh against plain
+// loops, so that on a GPU it shows that the PTX does what the emulation does. Built for a GPU, or for the CPU (dev/cuda_on_cpu); the exit status is the verdict.
+//
+//   test_kernels [WORD]     only the cases whose name has WORD in it
+//
+// Bounds. The inputs are rounded to X first, and the loops take the rounded ones. A result may then differ from theirs by one rounding to X, half a unit in its last
+// place (at most 2^-8 of a bf16, 2^-24 of a float), and by what sums and functions in float make, `bound` times the largest magnitude of the array: 2e-6 forward,
+// 1e-5 backward where no other is named. A line's worst error is of that second kind. Outputs start as NaNs where they are to be written, and as numbers where they are to be added to; around each array lie
+// bytes that must stay; every case runs twice and must give the same bits.
+#include "kernels/gpu.cuh"
+
+#include <stdarg.h>
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "dev/reference/hash.h"
+#include "kernels/adamw.cuh"
+#include "kernels/check.h"
+#include "kernels/classifier.cuh"
+#include "kernels/embedding.cuh"
+#include "kernels/gau.cuh"
+#include "kernels/norms.cuh"
+#include "kernels/rmsnorm.cuh"
+#include "kernels/rope.cuh"
+#include "kernels/swiglu.cuh"
+#include "runtime/random.h"
+
+typedef std::vector<double> Numbers;
+
+static const char *filter = "";
+static int passed, failed, failed_before;
+static char case_name[128];
+static double worst;
+static const cudaStream_t stream = 0;
+
+// ---- cases
+
+__attribute__((format(printf, 1, 2))) static bool case_begins(const char *format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(case_name, sizeof case_name, format, arguments);
+    va_end(arguments);
+    failed_before = failed;
+    worst = 0;
+    return strstr(case_name, filter) != NULL;
+}
+
+static void case_ends(void) {
+    if (failed == failed_before) passed++, printf("ok %-56s worst error %.2g\n", case_name, worst);
+    fflush(stdout);
+}
+
+static void check(const char *what, double error, double bound) {
+    if (!(error <= worst)) worst = error;
+    if (error <= bound) return;                       // false for a NaN
+    printf("  FAILED %s: %s: error %.3g, at most %.3g allowed\n", case_name, what, error, bound);
+    failed++;
+}
+
+static void check_true(const char *what, bool condition) {
+    if (condition) return;
+    printf("  FAILED %s: %s\n", case_name, what);
+    failed++;
+}
+
+// ---- arrays on the device
+
+enum { GUARD = 256, GUARD_BYTE = 0xA5 };
+
+// `start` is what a run begins with, `now` what the last one left; both on the host.
+struct Array {
+    unsigned char *whole;
+    size_t bytes;
+    std::vector<unsigned char> start, now;
+};
+
+static std::vector<void *> allocated;
+
+static void array_take(Array *a, size_t bytes) {
+    void *p;
+    CUDA_CHECK(cudaMalloc(&p, bytes + 2 * GUARD));
+    allocated.push_back(p);
+    CUDA_CHECK(cudaMemset(p, GUARD_BYTE, bytes + 2 * GUARD));
+    a->whole = (unsigned char *)p;
+    a->bytes = bytes;
+    a->start.assign(bytes, 0xFF);                     // a NaN in every type
+}
+
+static void array_reset(Array *a) {
+    if (a->bytes) CUDA_CHECK(cudaMemcpy(a->whole + GUARD, a->start.data(), a->bytes, cudaMemcpyHostToDevice));
+}
+
+static void array_fetch(Array *a) {
+    std::vector<unsigned char> guarded(a->bytes + 2 * GUARD);
+    CUDA_CHECK(cudaMemcpy(guarded.data(), a->whole, guarded.size(), cudaMemcpyDeviceToHost));
+    a->now.assign(guarded.begin() + GUARD, guarded.end() - GUARD);
+    bool whole = true;
+    for (size_t i = 0; i < GUARD; i++) whole = whole && guarded[i] == GUARD_BYTE && guarded[GUARD + a->bytes + i] == GUARD_BYTE;
+    check_true("written outside of an array", whole);
+}
+
+static void arrays_free(void) {
+    for (void *p : allocated) CUDA_CHECK(cudaFree(p));
+    allocated.clear();
+}
+
+// n of X, uninitialised: an output.
+template <class X>
+struct Tensor : Array {
+    size_t n;
+    explicit Tensor(size_t n) : n(n) {
+        array_take(this, n * sizeof(X));
+        array_reset(this);
+    }
+    X *device() const { return (X *)(whole + GUARD); }
+    X at(size_t i) const {
+        X x;
+        memcpy(&x, now.data() + i * sizeof x, sizeof x);
+        return x;
+    }
+};
+
+static double value_of(float x) { return x; }
+static double value_of(double x) { return x; }
+static double value_of(bf16 x) { return __bfloat162float(x); }
+static void set_value(float *to, double x) { *to = (float)x; }
+static void set_value(double *to, double x) { *to = x; }
+static void set_value(bf16 *to, double x) { *to = __float2bfloat16_rn((float)x); }
+
+// The tensor starts with these; returns them as rounded.
+template <class X>
+static Numbers fill(Tensor<X> &t, const Numbers &x) {
+    Numbers rounded(t.n);
+    for (size_t i = 0; i < t.n; i++) {
+        X v;
+        set_value(&v, x[i]);
+        memcpy(t.start.data() + i * sizeof v, &v, sizeof v);
+        rounded[i] = value_of(v);
+    }
+    array_reset(&t);
+    return rounded;
+}
+
+static Numbers numbers(const char *name, size_t n, double mean, double scale) {
+    Numbers x(n);
+    for (size_t i = 0; i < n; i++) x[i] = mean + scale * fixture_uniform(fixture_stream(name), i);
+    return x;
+}
+
+template <class X>
+static Numbers fill(Tensor<X> &t, const char *name, double mean, double scale) {
+    return fill(t, numbers(name, t.n, mean, scale));
+}
+
+// Bytes of any kind, as they are.
+template <class T>
+static void upload(Tensor<T> &t, const std::vector<T> &x) {
+    memcpy(t.start.data(), x.data(), t.bytes);
+    array_reset(&t);
+}
+
+// ---- runs
+
+// From the arrays' start, twice; both must leave the same bits.
+static void run_twice(const std::vector<Array *> &arrays, const std::function<void()> &run) {
+    std::vector<std::vector<unsigned char>> first;
+    for (int time = 0; time < 2; time++) {
+        for (Array *a : arrays) array_reset(a);
+        run();
+        CUDA_CHECK(cudaDeviceSynchronize());
+        for (Array *a : arrays) array_fetch(a);
+        for (size_t i = 0; i < arrays.size() && time == 1; i++) check_true("two runs differ", arrays[i]->now == first[i]);
+        for (Array *a : arrays) first.push_back(a->now);
+    }
+}
+
+// Half a unit in the last place of x as an X.
+template <class X>
+static double half_ulp(double x) {
+    return x == 0 ? 0 : ldexp(sizeof(X) == 2 ? 0x1p-8 : 0x1p-24, ilogb(x));
+}
+
+// The largest error beyond one rounding, over the largest magnitude.
+template <class X>
+static void compare(const char *what, const Tensor<X> &t, const Numbers &expected, double bound) {
+    double size = 1e-30, error = 0;
+    for (double e : expected) size = fmax(size, fabs(e));
+    for (size_t i = 0; i < t.n; i++) {
+        double here = fabs(value_of(t.at(i)) - expected[i]) - half_ulp<X>(expected[i]);
+        if (!(here / size <= error)) error = here / size;
+    }
+    check(what, error, bound);
+}
+
+// Elements that no one may touch.
+template <class X>
+static void compare_untouched(const char *what, const Tensor<X> &t, const std::function<bool(size_t)> &outside) {
+    bool same = true;
+    for (size_t i = 0; i < t.n; i++)
+        if (outside(i)) same = same && !memcmp(t.now.data() + i * sizeof(X), t.start.data() + i * sizeof(X), sizeof(X));
+    check_true(what, same);
+}
+
+static const double FORWARD = 2e-6, BACKWARD = 1e-5;
+
+template <class X>
+static const char *type_name(void) {
+    return sizeof(X) == 2 ? "bf16" : "float";
+}
+
+// ---------------------------------------------------------------------------------------------------------------------------
+// RMSNorm
+
+template <class X>
+static void test_rmsnorm(size_t N, size_t C) {
+    if (!case_begins("rmsnorm %s N=%zu C=%zu", type_name<X>(), N, C)) return;
+    Tensor<X> out(N * C), inp(N * C), dout(N * C), dinp(N * C);
+    Tensor<float> r(N), weight(C), dweight(C), partials(rmsnorm_partials(N, C)), r_in(N);
+    Numbers x = fill(inp, "x", 0.1, 2), w = fill(weight, "w", 1, 0.5), dy = fill(dout, "dy", 0, 1), dx = fill(dinp, "dx", 0, 1), dw = fill(dweight, "dw", 0, 1);
+    Numbers y(N * C), inverse(N);
+    for (size_t n = 0; n < N; n++) {
+        double squares = 0, dot = 0;
+        for (size_t c = 0; c < C; c++) squares += x[n * C + c] * x[n * C + c];
+        inverse[n] = 1 / sqrt(squares / (double)C + 1e-5);
+        for (size_t c = 0; c < C; c++) {
+            y[n * C + c] = x[n * C + c] * inverse[n] * w[c];
+            dot += dy[n * C + c] * w[c] * x[n * C + c];
+            dw[c] += dy[n * C + c] * x[n * C + c] * inverse[n];
+        }
+        for (size_t c = 0; c < C; c++) dx[n * C + c] += inverse[n] * (w[c] * dy[n * C + c] - x[n * C + c] * inverse[n] * inverse[n] * dot / (double)C);
+    }
+    fill(r_in, inverse);
+    run_twice({&out, &r}, [&] { rmsnorm_forward(out.device(), r.device(), inp.device(), weight.device(), N, C, stream); });
+    run_twice({&dinp, &dweight, &partials}, [&] {
+        rmsnorm_backward(dinp.device(), dweight.device(), partials.device(), dout.device(), inp.device(), weight.device(), r_in.device(), N, C, stream);
+    });
+    compare("out", out, y, FORWARD);
+    compare("r", r, inverse, FORWARD);
+    compare("dinp", dinp, dx, BACKWARD);
+    compare("dweight", dweight, dw, BACKWARD);
+    case_ends();
+}
+
+template <class X>
+static void test_rmsnorms(void) {
+    static const size_t SHAPES[][2] = {{1, 48}, {33, 96}, {33, 768}, {3, 97}, {1, 1}, {2, 24576}, {4300, 16}, {5, 4104}};
+    for (const size_t *s : SHAPES) test_rmsnorm<X>(s[0], s[1]);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------------
+// RoPE
+
+static void make_angles(Numbers &cosines, Numbers &sines, size_t T, size_t half) {
+    cosines.resize(T * half), sines.resize(T * half);
+    for (size_t t = 0; t < T; t++)
+        for (size_t i = 0; i < half; i++) {
+            double angle = ((double)t + 0.5) * pow(10000, -(double)i / (double)half);
+            cosines[t * half + i] = cos(angle), sines[t * half + i] = sin(angle);
+        }
+}
+
+static void rotate(double *x, const double *cosines, const double *sines, double sign, size_t half) {
+    for (size_t i = 0; i < half; i++) {
+        double a = x[i], b = x[i + half];
+        x[i] = a * cosines[i] - sign * b * sines[i];
+        x[i + half] = b * cosines[i] + sign * a * sines[i];
+    }
+}
+
+// x over its norm, whose inverse is returned.
+static double divide_by_norm(double *x, size_t n) {
+    double squares = 0;
+    for (size_t i = 0; i < n; i++) squares += x[i] * x[i];
+    double inverse = squares > 0 ? 1 / sqrt(squares) : 0;
+    for (size_t i = 0; i < n; i++) x[i] *= inverse;
+    return inverse;
+}
+
+static void norm_backward(double *d, const double *u, double inverse, size_t n) {
+    double dot = 0;
+    for (size_t i = 0; i < n; i++) dot += u[i] * d[i];
+    for (size_t i = 0; i < n; i++) d[i] = (d[i] - u[i] * dot) * inverse;
+}
+
+template <class X>
+static void test_rope(size_t B, size_t T, size_t NH, size_t HS, bool l2) {
+    if (!case_begins("rope %s B=%zu T=%zu NH=%zu HS=%zu%s", type_name<X>(), B, T, NH, HS, l2 ? " l2" : "")) return;
+    size_t N = B * T, C = NH * HS, half = HS / 2;
+    Tensor<X> qkv(N * 3 * C), u(N * 3 * C), dqkv(N * 3 * C);
+    Tensor<float> inverses(N * 2 * NH), inverses_in(N * 2 * NH), cosines(T * half), sines(T * half);
+    Numbers cos_t, sin_t, x = numbers("qkv", N * 3 * C, 0, 1.5), inverse(N * 2 * NH);
+    for (size_t i = 0; i < HS; i++) x[i] = 0;                          // a head of zeros
+    x = fill(qkv, x);
+    make_angles(cos_t, sin_t, T, half);
+    cos_t = fill(cosines, cos_t), sin_t = fill(sines, sin_t);
+    for (size_t n = 0; n < N; n++)
+        for (size_t h = 0; h < 2 * NH; h++) {
+            double *head = &x[n * 3 * C + h * HS];
+            rotate(head, &cos_t[n % T * half], &sin_t[n % T * half], 1, half);
+            if (l2) inverse[n * 2 * NH + h] = divide_by_norm(head, HS);
+        }
+    Numbers rounded = fill(u, x), dx = fill(dqkv, "dqkv", 0, 1);
+    inverse = fill(inverses_in, inverse);
+    for (size_t n = 0; n < N; n++)
+        for (size_t h = 0; h < 2 * NH; h++) {
+            double *head = &dx[n * 3 * C + h * HS];
+            if (l2) norm_backward(head, &rounded[n * 3 * C + h * HS], inverse[n * 2 * NH + h], HS);
+            rotate(head, &cos_t[n % T * half], &sin_t[n % T * half], -1, half);
+        }
+    run_twice({&qkv, &inverses}, [&] {
+        rope_forward(qkv.device(), l2 ? inverses.device() : NULL, cosines.device(), sines.device(), l2, B, T, NH, HS, stream);
+    });
+    run_twice({&dqkv}, [&] {
+        rope_backward(dqkv.device(), u.device(), l2 ? inverses_in.device() : NULL, cosines.device(), sines.device(), l2, B, T, NH, HS, stream);
+    });
+    compare("qkv", qkv, x, FORWARD);
+    if (l2) compare("inverse_norms", inverses, inverse, FORWARD);
+    compare("dqkv", dqkv, dx, BACKWARD);
+    auto is_v = [&](size_t i) { return i % (3 * C) >= 2 * C; };
+    compare_untouched("v has changed", qkv, is_v);
+    compare_untouched("dv has changed", dqkv, is_v);
+    case_ends();
+}
+
+template <class X>
+static void test_ropes(void) {
+    static const size_t SHAPES[][4] = {{1, 1, 1, 48}, {2, 33, 3, 48}, {1, 5, 12, 64}, {2, 17, 1, 128}, {2, 3, 2, 6}, {1, 2, 1, 530}, {1, 2, 100, 64}, {1, 2, 3, 16}};
+    for (const size_t *s : SHAPES)
+        for (int l2 = 0; l2 < 2; l2++) test_rope<X>(s[0], s[1], s[2], s[3], l2);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------------
+// Gates and the gated unit
+
+static double silu_of(double x) {
+    return x / (1 + exp(-x));
+}
+
+static double silu_slope(double x) {
+    double s = 1 / (1 + exp(-x));
+    return s * (1 + x * (1 - s));
+}
+
+template <class X>
+static void test_swiglu(size_t N, size_t F, double scale) {
+    if (!case_begins("swiglu %s N=%zu F=%zu +-%g", type_name<X>(), N, F, scale)) return;
+    Tensor<X> out(N * F), gate_up(N * 2 * F), dout(N * F), dgate_up(N * 2 * F);
+    Numbers x = fill(gate_up, "gate_up", 0, scale), dy = fill(dout, "dy", 0, 1), y(N * F), dx(N * 2 * F);
+    for (size_t n = 0; n < N; n++)
+        for (size_t f = 0; f < F; f++) {
+            double gate = x[n * 2 * F + f], up = x[n * 2 * F + F + f], d = dy[n * F + f];
+            y[n * F + f] = silu_of(gate) * up;
+            dx[n * 2 * F + f] = d * up * silu_slope(gate);
+            dx[n * 2 * F + F + f] = d * silu_of(gate);
+        }
+    run_twice({&out}, [&] { swiglu_forward(out.device(), gate_up.device(), N, F, stream); });
+    run_twice({&dgate_up}, [&] { swiglu_backward(dgate_up.device(), dout.device(), gate_up.device(), N, F, stream); });
+    compare("out", out, y, FORWARD);
+    compare("dgate_up", dgate_up, dx, BACKWARD);
+    case_ends();
+}
+
+template <class X>
+static void test_swiglus(void) {
+    static const size_t SHAPES[][2] = {{1, 88}, {33, 88}, {5, 2048}, {3, 97}, {2, 1}, {1, 5000}};
+    for (const size_t *s : SHAPES) test_swiglu<X>(s[0], s[1], 3);
+    test_swiglu<X>(3, 96, 200);
+}
+
+struct Gains {
+    Tensor<float> q_gain, q_offset, k_gain, k_offset;
+    Numbers values[4];
+    Gains(size_t HS, const char *name) : q_gain(HS), q_offset(HS), k_gain(HS), k_offset(HS) {
+        Tensor<float> *all[] = {&q_gain, &q_offset, &k_gain, &k_offset};
+        for (int i = 0; i < 4; i++) values[i] = fill(*all[i], (std::string(name) + (char)('0' + i)).c_str(), 0.2, 1.5);
+    }
+    GauGains device() const { return (GauGains){q_gain.device(), q_offset.device(), k_gain.device(), k_offset.device()}; }
+};
+
+template <class X>
+static void test_gau(size_t B, size_t T, size_t E, size_t HS, bool l2) {
+    if (!case_begins("gau %s B=%zu T=%zu E=%zu HS=%zu%s", type_name<X>(), B, T, E, HS, l2 ? " l2" : "")) return;
+    size_t N = B * T, W = 2 * E + HS, half = HS / 2;
+    Tensor<X> uvz(N * W), q(N * HS), k(N * HS), v(N * E), q_in(N * HS), k_in(N * HS), dq(N * HS), dk(N * HS), dv(N * E), duvz(N * W);
+    Tensor<float> inverses(2 * N), inverses_in(2 * N), cosines(T * half), sines(T * half), partials(gau_partials(N, HS));
+    Gains gains(HS, "gain"), grads(HS, "grad");
+    Numbers cos_t, sin_t, x = fill(uvz, "uvz", 0, 3), inverse(2 * N), qk[2] = {Numbers(N * HS), Numbers(N * HS)}, values(N * E);
+    make_angles(cos_t, sin_t, T, half);
+    cos_t = fill(cosines, cos_t), sin_t = fill(sines, sin_t);
+    for (size_t n = 0; n < N; n++) {
+        const double *z = &x[n * W + 2 * E];
+        for (size_t e = 0; e < E; e++) values[n * E + e] = silu_of(x[n * W + E + e]);
+        for (int i = 0; i < 2; i++) {
+            double *row = &qk[i][n * HS];
+            for (size_t c = 0; c < HS; c++) row[c] = silu_of(z[c]) * gains.values[2 * i][c] + gains.values[2 * i + 1][c];
+            rotate(row, &cos_t[n % T * half], &sin_t[n % T * half], 1, half);
+            if (l2) inverse[2 * n + i] = divide_by_norm(row, HS);
+        }
+    }
+    Numbers u[2] = {fill(q_in, qk[0]), fill(k_in, qk[1])}, d[2] = {fill(dq, "dq", 0, 1), fill(dk, "dk", 0, 1)}, dvalues = fill(dv, "dv", 0, 1), dx(N * W, NAN);
+    inverse = fill(inverses_in, inverse);
+    for (size_t n = 0; n < N; n++) {
+        const double *z = &x[n * W + 2 * E];
+        for (size_t e = 0; e < E; e++) dx[n * W + E + e] = dvalues[n * E + e] * silu_slope(x[n * W + E + e]);
+        for (size_t c = 0; c < HS; c++) dx[n * W + 2 * E + c] = 0;
+        for (int i = 0; i < 2; i++) {
+            double *row = &d[i][n * HS];
+            if (l2) norm_backward(row, &u[i][n * HS], inverse[2 * n + i], HS);
+            rotate(row, &cos_t[n % T * half], &sin_t[n % T * half], -1, half);
+            for (size_t c = 0; c < HS; c++) {
+                dx[n * W + 2 * E + c] += row[c] * gains.values[2 * i][c] * silu_slope(z[c]);
+                grads.values[2 * i][c] += row[c] * silu_of(z[c]);
+                grads.values[2 * i + 1][c] += row[c];
+            }
+        }
+    }
+    run_twice({&q, &k, &v, &inverses}, [&] {
+        gau_forward(q.device(), k.device(), v.device(), l2 ? inverses.device() : NULL, uvz.device(), gains.device(), cosines.device(), sines.device(), l2, B, T, E, HS,
+                    stream);
+    });
+    run_twice({&duvz, &grads.q_gain, &grads.q_offset, &grads.k_gain, &grads.k_offset, &partials}, [&] {
+        gau_backward(duvz.device(), grads.device(), partials.device(), dq.device(), dk.device(), dv.device(), uvz.device(), q_in.device(), k_in.device(),
+                     l2 ? inverses_in.device() : NULL, gains.device(), cosines.device(), sines.device(), l2, B, T, E, HS, stream);
+    });
+    compare("q", q, qk[0], FORWARD);
+    compare("k", k, qk[1], FORWARD);
+    compare("v", v, values, FORWARD);
+    if (l2) compare("inverse_norms", inverses, inverse, FORWARD);
+    auto is_u = [&](size_t i) { return i % W < E; };
+    compare_untouched("u's gradient has changed", duvz, is_u);
+    Tensor<X> written(N * (W - E));                                  // duvz without u's part, which is no number
+    Numbers expected;
+    written.now.clear();
+    for (size_t i = 0; i < N * W; i++)
+        if (!is_u(i)) expected.push_back(dx[i]), written.now.insert(written.now.end(), duvz.now.begin() + i * sizeof(X), duvz.now.begin() + (i + 1) * sizeof(X));
+    compare("duvz", written, expected, BACKWARD);
+    compare("dq_gain", grads.q_gain, grads.values[0], BACKWARD);
+    compare("dq_offset", grads.q_offset, grads.values[1], BACKWARD);
+    compare("dk_gain", grads.k_gain, grads.values[2], BACKWARD);
+    compare("dk_offset", grads.k_offset, grads.values[3], BACKWARD);
+    case_ends();
+}
+
+template <class X>
+static void test_gate(size_t N, size_t E, size_t W) {
+    if (!case_begins("gau gate %s N=%zu E=%zu W=%zu", type_name<X>(), N, E, W)) return;
+    Tensor<X> out(N * E), uvz(N * W), att(N * E), datt(N * E), duvz(N * W), dout(N * E);
+    Numbers x = fill(uvz, "uvz", 0, 3), a = fill(att, "att", 0, 1), dy = fill(dout, "dy", 0, 1), start = fill(duvz, "duvz", 0, 1), y(N * E), da(N * E), dx = start;
+    for (size_t n = 0; n < N; n++)
+        for (size_t e = 0; e < E; e++) {
+            double u = x[n * W + e];
+            y[n * E + e] = silu_of(u) * a[n * E + e];
+            da[n * E + e] = dy[n * E + e] * silu_of(u);
+            dx[n * W + e] = dy[n * E + e] * a[n * E + e] * silu_slope(u);
+        }
+    run_twice({&out}, [&] { gau_gate_forward(out.device(), uvz.device(), att.device(), N, E, W, stream); });
+    run_twice({&datt, &duvz}, [&] { gau_gate_backward(datt.device(), duvz.device(), dout.device(), uvz.device(), att.device(), N, E, W, stream); });
+    compare("out", out, y, FORWARD);
+    compare("datt", datt, da, BACKWARD);
+    compare("duvz", duvz, dx, BACKWARD);
+    compare_untouched("past u's gradient", duvz, [&](size_t i) { return i % W >= E; });
+    case_ends();
+}
+
+template <class X>
+static void test_gaus(void) {
+    static const size_t SHAPES[][4] = {{1, 1, 96, 128}, {2, 33, 192, 128}, {1, 5, 7, 6}, {2, 3, 96, 48}, {2, 1100, 8, 128}, {1, 3, 1536, 128}, {1, 4, 1, 2}};
+    for (const size_t *s : SHAPES)
+        for (int l2 = 0; l2 < 2; l2++) test_gau<X>(s[0], s[1], s[2], s[3], l2);
+    static const size_t GATES[][3] = {{1, 96, 320}, {33, 96, 320}, {5, 1536, 3200}, {3, 7, 20}};
+    for (const size_t *g : GATES) test_gate<X>(g[0], g[1], g[2]);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------------
+// Embedding
+
+// `hot` of 100 rows have token 3.
+static std::vector<int32_t> make_tokens(size_t N, size_t V, unsigned hot) {
+    std::vector<int32_t> tokens(N);
+    for (size_t n = 0; n < N; n++) {
+        uint64_t bits = fixture_hash(fixture_stream("tokens"), n);
+        tokens[n] = bits % 100 < hot ? 3 % (int32_t)V : (int32_t)((bits >> 20) % V);
+    }
+    return tokens;
+}
+
+template <class X>
+static void test_embedding(size_t N, size_t C, size_t V, unsigned hot) {
+    if (!case_begins("embedding %s N=%zu C=%zu V=%zu hot=%u", type_name<X>(), N, C, V, hot)) return;
+    std::vector<int32_t> tokens = make_tokens(N, V, hot), order(N), starts(V + 1);
+    std::vector<EmbeddingPiece> pieces(embedding_pieces(N));
+    EmbeddingPlan plan = embedding_plan(order.data(), pieces.data(), tokens.data(), N, starts.data(), V);
+    Tensor<int32_t> tokens_in(N), order_in(N);
+    Tensor<EmbeddingPiece> pieces_in(pieces.size());
+    Tensor<X> out(N * C), weight(V * C), dout(N * C);
+    Tensor<float> dweight(V * C), partials(embedding_partials(N) * C);
+    upload(tokens_in, tokens), upload(order_in, order), upload(pieces_in, pieces);
+    Numbers w = fill(weight, "weight", 0, 1), dy = fill(dout, "dy", 0.2, 1), dw = fill(dweight, "dweight", 0, 1), y(N * C);
+    for (size_t n = 0; n < N; n++)
+        for (size_t c = 0; c < C; c++) {
+            y[n * C + c] = w[(size_t)tokens[n] * C + c];
+            dw[(size_t)tokens[n] * C + c] += dy[n * C + c];
+        }
+    run_twice({&out}, [&] { embedding_forward(out.device(), weight.device(), tokens_in.device(), N, C, stream); });
+    run_twice({&dweight, &partials}, [&] {
+        embedding_backward(dweight.device(), partials.device(), dout.device(), order_in.device(), pieces_in.device(), plan, C, stream);
+    });
+    compare("out", out, y, 0);
+    compare("dweight", dweight, dw, 2e-6);
+    compare_untouched("a row of a token that is not there", dweight, [&](size_t i) {
+        for (int32_t token : tokens)
+            if ((size_t)token == i / C) return false;
+        return true;
+    });
+    case_ends();
+}
+
+// The rows of a token are taken in their order: with 2^24, 1, 1, ... every 1 is lost, in any other order of the first not.
+static void test_embedding_order(void) {
+    if (!case_begins("embedding order")) return;
+    enum { N = 40, C = 4, V = 5 };
+    std::vector<int32_t> tokens(N, 2), order(N), starts(V + 1);
+    std::vector<EmbeddingPiece> pieces(embedding_pieces(N));
+    EmbeddingPlan plan = embedding_plan(order.data(), pieces.data(), tokens.data(), N, starts.data(), V);
+    Tensor<int32_t> order_in(N);
+    Tensor<EmbeddingPiece> pieces_in(pieces.size());
+    Tensor<float> dout(N * C), dweight(V * C), partials(1);
+    Numbers dy(N * C, 1.0);
+    for (size_t c = 0; c < C; c++) dy[c] = 0x1p24;
+    upload(order_in, order), upload(pieces_in, pieces), fill(dout, dy), fill(dweight, Numbers(V * C, 0.0));
+    run_twice({&dweight}, [&] {
+        embedding_backward(dweight.device(), partials.device(), dout.device(), order_in.device(), pieces_in.device(), plan, C, stream);
+    });
+    for (size_t c = 0; c < C; c++) check_true("not in their order", value_of(dweight.at(2 * C + c)) == 0x1p24);
+    case_ends();
+}
+
+template <class X>
+static void test_embeddings(void) {
+    static const size_t SHAPES[][4] = {{1, 96, 97, 0}, {33, 48, 97, 10}, {700, 48, 97, 60}, {65, 97, 2, 100}, {64, 8, 97, 100}, {5, 768, 97, 0}, {3, 16, 50257, 0}, {300, 16, 1, 0}};
+    for (const size_t *s : SHAPES) test_embedding<X>(s[0], s[1], s[2], (unsigned)s[3]);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------------
+// Classifier
+
+template <class X>
+static void test_classifier(size_t rows, size_t V, double scale_of_logits, bool masked, float scale) {
+    if (!case_begins("classifier %s rows=%zu V=%zu +-%g%s%s", type_name<X>(), rows, V, scale_of_logits, masked ? " masked" : "", scale == 0 ? " loss alone" : "")) return;
+    size_t VP = (V + 127) / 128 * 128;
+    Numbers x = numbers("logits", rows * VP, 0, scale_of_logits), gradient(rows * VP, 0.0), loss(rows, 0.0);
+    std::vector<int32_t> targets(rows);
+    std::vector<uint8_t> mask(rows, 1);
+    for (size_t n = 0; n < rows; n++) {
+        targets[n] = n == 0 ? (int32_t)V - 1 : (int32_t)(fixture_hash(7, n) % V);
+        if (masked) mask[n] = n % 3 != 0;
+        for (size_t v = V; v < VP; v++) x[n * VP + v] = n % 2 ? NAN : 1e30;                 // takes no part
+    }
+    Tensor<X> logits(rows * VP);
+    Tensor<float> losses(rows);
+    Tensor<int32_t> targets_in(rows);
+    Tensor<uint8_t> mask_in(rows);
+    x = fill(logits, x), upload(targets_in, targets), upload(mask_in, mask);
+    for (size_t n = 0; n < rows; n++) {
+        if (!mask[n]) continue;
+        double largest = -INFINITY, sum = 0;
+        for (size_t v = 0; v < V; v++) largest = fmax(largest, x[n * VP + v]);
+        for (size_t v = 0; v < V; v++) sum += exp(x[n * VP + v] - largest);
+        loss[n] = log(sum) + largest - x[n * VP + (size_t)targets[n]];
+        for (size_t v = 0; v < V; v++) gradient[n * VP + v] = scale * (exp(x[n * VP + v] - largest) / sum - (v == (size_t)targets[n]));
+    }
+    run_twice({&logits, &losses}, [&] {
+        classifier(losses.device(), logits.device(), targets_in.device(), masked ? mask_in.device() : NULL, rows, V, VP, scale, stream);
+    });
+    compare("losses", losses, loss, FORWARD);
+    if (scale != 0) compare("gradient", logits, gradient, BACKWARD);
+    else compare_untouched("logits have changed", logits, [](size_t) { return true; });
+    // Each gradient to its own size, too: small probabilities are most of a row.
+    double error = 0;
+    for (size_t i = 0; i < rows * VP && scale != 0; i++) {
+        double here = fabs(value_of(logits.at(i)) - gradient[i]) - half_ulp<X>(gradient[i]);
+        if (fabs(gradient[i]) > 1e-30) error = fmax(error, here / fabs(gradient[i]));
+    }
+    check("gradient, element by element", error, 1e-4);
+    case_ends();
+}
+
+static void test_losses_sum(size_t N) {
+    if (!case_begins("classifier losses_sum N=%zu", N)) return;
+    Tensor<float> losses(N);
+    Tensor<double> sum(1);
+    Numbers x = fill(losses, "losses", 5, 5), expected = fill(sum, {3.5});
+    for (double loss : x) expected[0] += loss;
+    run_twice({&sum}, [&] { losses_sum(sum.device(), losses.device(), N, stream); });
+    compare("sum", sum, expected, 1e-13);
+    case_ends();
+}
+
+template <class X>
+static void test_classifiers(void) {
+    test_classifier<X>(1, 97, 5, false, 1.0f);
+    test_classifier<X>(33, 97, 5, true, 0.01f);
+    test_classifier<X>(33, 128, 80, false, 0.5f);
+    test_classifier<X>(3, 97, 5, true, 0);
+    test_classifier<X>(2, 2, 3, false, 1.0f);
+    test_classifier<X>(2, 50257, 10, false, 1.0f);
+    test_classifier<X>(2, 32000, 1, false, 1e-4f);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------------
+// AdamW and the norm
+
+// Philox4x32-10, as the paper has it.
+static void philox_words(uint32_t c[4], uint64_t seed, uint64_t stream_of, uint64_t counter) {
+    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+    c[0] = (uint32_t)counter, c[1] = (uint32_t)(counter >> 32), c[2] = (uint32_t)stream_of, c[3] = (uint32_t)(stream_of >> 32);
+    for (int round = 0; round < 10; round++) {
+        uint64_t p = 0xD2511F53ull * c[0], q = 0xCD9E8D57ull * c[2];
+        uint32_t next[4] = {(uint32_t)(q >> 32) ^ c[1] ^ k0, (uint32_t)q, (uint32_t)(p >> 32) ^ c[3] ^ k1, (uint32_t)p};
+        memcpy(c, next, sizeof next);
+        k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+    }
+}
+
+static uint32_t bits_of(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+static uint16_t bits_of(bf16 x) {
+    uint16_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+// What the copy of x, element i, must be, as 16 bits.
+static uint16_t rounded_bits(float x, size_t i, bool stochastic, uint64_t seed, uint64_t step) {
+    uint32_t words[4];
+    if (!stochastic) return bits_of(__float2bfloat16_rn(x));
+    philox_words(words, seed, step, i / 8);
+    return (uint16_t)((bits_of(x) + (words[i % 8 / 2] >> (i % 2 ? 16 : 0) & 0xFFFF)) >> 16);
+}
+
+enum { FLAT = 22000, SEED = 123456789 };
+
+// Ranges of a flat array of FLAT: long, short, empty; with moments that are packed, as a process of several has them, or not; at multiples of 8 or anywhere.
+static std::vector<AdamSegment> make_segments(bool packed, bool odd) {
+    static const size_t RANGES[][2] = {{16, 9016}, {9032, 9040}, {9100, 9100}, {9104, 13200}, {13216, 13217}, {14000, 21987}};
+    std::vector<AdamSegment> segments;
+    size_t state = 0;
+    for (size_t i = 0; i < sizeof RANGES / sizeof *RANGES; i++) {
+        size_t from = RANGES[i][0] + (odd && RANGES[i][1] > RANGES[i][0] + 3 ? 3 : 0), to = RANGES[i][1];
+        segments.push_back({from, to, packed ? state : from, i % 2 == 0, 0});
+        state += (to - from + 7) / 8 * 8 + (odd ? 1 : 0);
+    }
+    return segments;
+}
+
+static void expect_adamw(Numbers &p, Numbers &m, Numbers &v, const Numbers &g, const std::vector<AdamSegment> &segments, AdamW a, double clip) {
+    for (const AdamSegment &s : segments)
+        for (size_t i = s.from, j = s.state; i < s.to; i++, j++) {
+            double x = g[i] * clip * a.grad_scale;
+            m[j] = a.beta1 * m[j] + (1 - a.beta1) * x;
+            v[j] = a.beta2 * v[j] + (1 - a.beta2) * x * x;
+            double step = m[j] / (1 - pow(a.beta1, (double)a.step)) / (sqrt(v[j] / (1 - pow(a.beta2, (double)a.step))) + a.eps);
+            p[i] -= a.lr * (step + (s.decay ? a.weight_decay * p[i] : 0));
+        }
+}
+
+enum Copy { NO_COPY, NEAREST, STOCHASTIC };
+
+static void test_adamw(bool packed, bool odd, Copy copy, bool clipped, int64_t step) {
+    if (!case_begins("adamw%s%s%s%s step=%d", packed ? " packed" : "", odd ? " odd" : "", copy == NEAREST ? " bf16" : copy == STOCHASTIC ? " bf16 stochastic" : "",
+                     clipped ? " clipped" : "", (int)step))
+        return;
+    AdamW a = {1e-2, 0.9, 0.95, 1e-8, 0.1, clipped ? 0.5 : 1.0, step};
+    std::vector<AdamSegment> segments = make_segments(packed, odd);
+    size_t blocks = segments_ready(segments.data(), segments.size());
+    Tensor<AdamSegment> table(segments.size());
+    Tensor<float> params(FLAT), mean(FLAT), square(FLAT), grads(FLAT), clip(1);
+    Tensor<bf16> rounded(FLAT);
+    upload(table, segments);
+    Numbers p = fill(params, "p", 0, 1), m = fill(mean, "m", 0, 0.1), v = fill(square, "v", 0.2, 0.2), g = fill(grads, "g", 0, 1), factor = fill(clip, {0.3});
+    expect_adamw(p, m, v, g, segments, a, clipped ? factor[0] : 1);
+    run_twice({&params, &mean, &square, &rounded}, [&] {
+        adamw(params.device(), copy == NO_COPY ? NULL : rounded.device(), mean.device(), square.device(), grads.device(), table.device(), segments.size(), blocks,
+              clipped ? clip.device() : NULL, a, copy == STOCHASTIC, SEED, stream);
+    });
+    compare("params", params, p, 1e-6);
+    compare("mean", mean, m, 1e-6);
+    compare("square", square, v, 1e-6);
+    std::vector<bool> mine(FLAT), of_moments(FLAT);
+    for (const AdamSegment &s : segments)
+        for (size_t i = s.from; i < s.to; i++) mine[i] = true, of_moments[s.state + (i - s.from)] = true;
+    compare_untouched("params outside of the ranges", params, [&](size_t i) { return !mine[i]; });
+    compare_untouched("moments outside of the ranges", mean, [&](size_t i) { return !of_moments[i]; });
+    compare_untouched("the copy outside of the ranges", rounded, [&](size_t i) { return !mine[i] || copy == NO_COPY; });
+    size_t wrong = 0;
+    double drift = 0;
+    for (size_t i = 0; i < FLAT && copy != NO_COPY; i++) {
+        if (!mine[i]) continue;
+        wrong += bits_of(rounded.at(i)) != rounded_bits(params.at(i), i, copy == STOCHASTIC, SEED, (uint64_t)step);
+        drift += (value_of(rounded.at(i)) - value_of(params.at(i))) / FLAT;
+    }
+    check("elements of the copy that are wrong", (double)wrong, 0);
+    check_true("the copy's errors have a mean", fabs(drift) < 5e-5);       // of 1e-3 each
+    case_ends();
+}
+
+static void test_adamw_random(void) {
+    uint32_t words[4];
+    if (!case_begins("adamw philox")) return;
+    philox_words(words, 0, 0, 0);                                          // the published test vector
+    check_true("Philox of zeros", words[0] == 0x6627e8d5 && words[1] == 0xe169c58d && words[2] == 0xbc57ac4c && words[3] == 0x9b00dbd8);
+    philox_words(words, SEED, 7, 99);
+    check_true("as runtime/random.c", random_u64(SEED, 7, 99) == ((uint64_t)words[1] << 32 | words[0]));
+    case_ends();
+}
+
+static void test_adamws(void) {
+    test_adamw_random();
+    test_adamw(false, false, NO_COPY, false, 1);
+    test_adamw(false, false, NEAREST, true, 7);
+    test_adamw(true, false, NEAREST, false, 1);
+    test_adamw(false, true, NEAREST, true, 2);
+    test_adamw(false, false, STOCHASTIC, true, 3);
+    test_adamw(true, true, STOCHASTIC, true, 3);
+    for (size_t n : {1, 8, 5003}) {
+        if (!case_begins("adamw parameters_round n=%zu", n)) continue;
+        Tensor<float> params(n);
+        Tensor<bf16> rounded(n);
+        Numbers x = fill(params, "p", 0, 3);
+        run_twice({&rounded}, [&] { parameters_round(rounded.device(), params.device(), n, stream); });
+        compare("rounded", rounded, x, 0);
+        case_ends();
+    }
+}
+
+static void test_norm(bool odd) {
+    if (!case_begins("norms%s", odd ? " odd" : "")) return;
+    std::vector<AdamSegment> segments = make_segments(true, odd);
+    size_t blocks = segments_ready(segments.data(), segments.size());
+    Tensor<AdamSegment> table(segments.size());
+    Tensor<float> grads(FLAT);
+    Tensor<double> partials(blocks), squares(1);
+    Numbers g = fill(grads, "g", 0.1, 1), sum(1);
+    upload(table, segments);
+    for (const AdamSegment &s : segments)
+        for (size_t i = s.from; i < s.to; i++) sum[0] += g[i] * g[i];
+    run_twice({&partials, &squares},
+              [&] { gradient_squares(squares.device(), partials.device(), grads.device(), table.device(), segments.size(), blocks, stream); });
+    compare("sum of squares", squares, sum, 1e-13);
+    case_ends();
+}
+
+static void test_clip(double squares_of, double clip, double expected) {
+    if (!case_begins("norms clip_factor %g of %g", clip, squares_of)) return;
+    Tensor<double> squares(1), norm(1);
+    Tensor<float> factor(1);
+    fill(squares, {squares_of});
+    run_twice({&factor, &norm}, [&] { clip_factor(factor.device(), norm.device(), squares.device(), clip, stream); });
+    compare("factor", factor, {expected}, 0);
+    compare("norm", norm, {sqrt(squares_of)}, 1e-15);
+    case_ends();
+}
+
+static void test_norms(void) {
+    test_norm(false);
+    test_norm(true);
+    if (case_begins("norms of nothing")) {
+        Tensor<double> squares(1);
+        run_twice({&squares}, [&] { gradient_squares(squares.device(), NULL, NULL, NULL, 0, 0, stream); });
+        check_true("not 0", squares.at(0) == 0);
+        case_ends();
+    }
+    test_clip(4, 1, 1 / (2 + 1e-6));
+    test_clip(4, 3, 1);
+    test_clip(4, 0, 1);
+    test_clip(0, 1, 1);
+    test_clip(1e-30, 1, 1);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------------
+// The names of kernels/gpu.cuh, a warp each (block sums: a block)
+
+enum { STRIDE = 24 };      // elements from one row in shared memory to the next: 48 bytes, a multiple of 16
+
+// Rows `rows[lane]` of a shared array of (40, STRIDE) that counts up; the lanes' registers of the four kinds, 4 + 4 + 2 + 2 of them.
+template <class T>
+KERNEL void ldmatrix_test_kernel(uint32_t *out, const T *rows) {
+    SHARED_ARRAY(uint4, memory, 40 * STRIDE / 8);
+    uint16_t *elements = (uint16_t *)memory;
+    for (int i = threadIdx.x; i < 40 * STRIDE; i += 32) elements[i] = (uint16_t)i;
+    __syncwarp();
+    const uint16_t *row = elements + rows[threadIdx.x] * STRIDE;
+    uint32_t *r = out + threadIdx.x * 12, x4[4], t4[4], x2[2], t2[2];
+    ldmatrix_x4(x4, row);
+    ldmatrix_x4_transposed(t4, row);
+    ldmatrix_x2(x2, row);
+    ldmatrix_x2_transposed(t2, row);
+    for (int i = 0; i < 4; i++) r[i] = x4[i], r[4 + i] = t4[i];
+    for (int i = 0; i < 2; i++) r[8 + i] = x2[i], r[10 + i] = t2[i];
+}
+
+static void test_ldmatrix(void) {
+    if (!case_begins("wrappers ldmatrix")) return;
+    Tensor<int32_t> rows_in(32);
+    Tensor<uint32_t> out(32 * 12);
+    std::vector<int32_t> rows(32);
+    for (int l = 0; l < 32; l++) rows[l] = (l * 11 + 3) % 40;
+    upload(rows_in, rows);
+    run_twice({&out}, [&] { launch(ldmatrix_test_kernel<int32_t>, dim3(1), dim3(32), 0, stream, out.device(), rows_in.device()); });
+    size_t wrong = 0;
+    for (int l = 0; l < 32; l++)
+        for (int r = 0; r < 12; r++) {
+            int matrix = r < 8 ? r % 4 : r % 2;
+            bool transposed = (r >= 4 && r < 8) || r >= 10;
+            uint32_t word = 0;
+            for (int half = 0; half < 2; half++) {
+                int i = l / 4, j = 2 * (l % 4) + half;
+                uint32_t element = (uint32_t)(transposed ? rows[8 * matrix + j] * STRIDE + i : rows[8 * matrix + i] * STRIDE + j);
+                word |= element << 16 * half;
+            }
+            wrong += out.at((size_t)(l * 12 + r)) != word;
+        }
+    check("wrong registers", (double)wrong, 0);
+    case_ends();
+}
+
+// d += a (16,16) · b (16,8) of row-major matrices in global memory
+template <class T>
+KERNEL void mma_test_kernel(T *d, const bf16 *a, const bf16 *b) {
+    int g = threadIdx.x / 4, t = threadIdx.x % 4;
+    uint32_t fa[4], fb[2];
+    float fd[4];
+    for (int i = 0; i < 4; i++) {
+        int row = g + i % 2 * 8, column = 2 * t + i / 2 * 8;
+        fa[i] = pack_bf16(to_float(a[row * 16 + column]), to_float(a[row * 16 + column + 1]));
+    }
+    for (int i = 0; i < 2; i++) fb[i] = pack_bf16(to_float(b[(2 * t + 8 * i) * 8 + g]), to_float(b[(2 * t + 8 * i + 1) * 8 + g]));
+    for (int i = 0; i < 4; i++) fd[i] = d[(g + i / 2 * 8) * 8 + 2 * t + i % 2];
+    mma_m16n8k16(fd, fa, fb);
+    for (int i = 0; i < 4; i++) d[(g + i / 2 * 8) * 8 + 2 * t + i % 2] = fd[i];
+}
+
+// Small whole numbers, whose sums are exact; then fractions.
+static void test_mma(bool whole) {
+    if (!case_begins("wrappers mma %s", whole ? "exact" : "fractions")) return;
+    Tensor<bf16> a(256), b(128);
+    Tensor<float> d(128);
+    Numbers x = numbers("a", 256, 0, 4), y = numbers("b", 128, 0, 4), z = numbers("d", 128, 0, 4);
+    for (Numbers *n : {&x, &y, &z})
+        for (double &v : *n) v = whole ? rint(v) : v;
+    x = fill(a, x), y = fill(b, y), z = fill(d, z);
+    for (int i = 0; i < 16; i++)
+        for (int j = 0; j < 8; j++)
+            for (int k = 0; k < 16; k++) z[(size_t)(i * 8 + j)] += x[(size_t)(i * 16 + k)] * y[(size_t)(k * 8 + j)];
+    run_twice({&d}, [&] { launch(mma_test_kernel<float>, dim3(1), dim3(32), 0, stream, d.device(), a.device(), b.device()); });
+    compare("d", d, z, whole ? 0 : 2e-6);
+    case_ends();
+}
+
+// Two groups of copies, the second waited for later; odd lanes' are not valid. out (2,32): what lies there after each wait.
+template <class T>
+KERNEL void copy_async_test_kernel(T *out, const T *in) {
+    SHARED_ARRAY(T, first, 32);
+    SHARED_ARRAY(T, second, 32);
+    int lane = threadIdx.x;
+    copy_async_16(&first[lane], &in[lane], lane % 2 == 0);
+    copy_async_commit();
+    copy_async_16(&second[lane], &in[31 - lane], lane % 2 == 0);
+    copy_async_commit();
+    copy_async_wait<1>();
+    __syncwarp();
+    out[lane] = first[lane ^ 2];
+    copy_async_wait<0>();
+    __syncwarp();
+    out[32 + lane] = second[lane ^ 2];
+}
+
+static void test_copy_async(void) {
+    if (!case_begins("wrappers copy_async")) return;
+    Tensor<uint4> in(32), out(64);
+    std::vector<uint4> x(32);
+    for (unsigned i = 0; i < 32; i++) x[i] = make_uint4(4 * i + 1, 4 * i + 2, 4 * i + 3, 4 * i + 4);
+    upload(in, x);
+    run_twice({&out}, [&] { launch(copy_async_test_kernel<uint4>, dim3(1), dim3(32), 0, stream, out.device(), in.device()); });
+    size_t wrong = 0;
+    for (unsigned i = 0; i < 64; i++) {
+        unsigned from = i % 32 ^ 2;
+        uint4 got = out.at(i), expected = from % 2 ? make_uint4(0, 0, 0, 0) : x[i < 32 ? from : 31 - from];
+        wrong += memcmp(&got, &expected, sizeof got) != 0;
+    }
+    check("wrong copies", (double)wrong, 0);
+    case_ends();
+}
+
+template <class T>
+KERNEL void copies_test_kernel(T *out, const T *in) {
+    int lane = threadIdx.x;
+    store_16(&out[lane], load_16(&in[lane]));
+    store_16_streaming(&out[32 + lane], load_16_streaming(&in[lane]));
+}
+
+static void test_copies(void) {
+    if (!case_begins("wrappers load_16 and store_16")) return;
+    Tensor<uint4> in(32), out(64);
+    std::vector<uint4> x(32);
+    for (unsigned i = 0; i < 32; i++) x[i] = make_uint4(i, 100 + i, 200 + i, ~i);
+    upload(in, x);
+    run_twice({&out}, [&] { launch(copies_test_kernel<uint4>, dim3(1), dim3(32), 0, stream, out.device(), in.device()); });
+    check_true("not what was loaded", !memcmp(out.now.data(), x.data(), 512) && !memcmp(out.now.data() + 512, x.data(), 512));
+    case_ends();
+}
+
+template <class T>
+KERNEL void functions_test_kernel(T *exp2s, T *logs, T *reciprocals, const T *in, size_t n) {
+    for (size_t i = threadIdx.x; i < n; i += blockDim.x) exp2s[i] = exp2_fast(in[i]), logs[i] = log2_fast(in[i]), reciprocals[i] = reciprocal_fast(in[i]);
+}
+
+// Bounds: the PTX ISA's, 2^-22 relative for ex2 and lg2 (absolute for lg2 between 0.5 and 2), 1 ulp for rcp.
+static void test_functions(void) {
+    if (!case_begins("wrappers exp2_fast, log2_fast, reciprocal_fast")) return;
+    Numbers x = numbers("x", 4000, 0, 126);
+    for (size_t i = 1000; i < 2000; i++) x[i] /= 100;
+    for (size_t i = 2000; i < 3000; i++) x[i] = exp2(x[i]);
+    for (double special : {0.0, 1.0, -1.0, 2.0, 0.5, 128.0, -127.5, -200.0, (double)INFINITY, -(double)INFINITY, (double)NAN, 1e30}) x.push_back(special);
+    Tensor<float> in(x.size()), exp2s(x.size()), logs(x.size()), reciprocals(x.size());
+    x = fill(in, x);
+    run_twice({&exp2s, &logs, &reciprocals}, [&] {
+        launch(functions_test_kernel<float>, dim3(1), dim3(32), 0, stream, exp2s.device(), logs.device(), reciprocals.device(), in.device(), x.size());
+    });
+    double error[3] = {};
+    bool special = true;
+    for (size_t i = 0; i < x.size(); i++) {
+        double e = value_of(exp2s.at(i)), l = value_of(logs.at(i)), r = value_of(reciprocals.at(i)), e_true = exp2(x[i]), l_true = log2(x[i]), r_true = 1 / x[i];
+        if (isnan(x[i])) special = special && isnan(e) && isnan(l) && isnan(r);
+        else if (x[i] >= 128) special = special && isinf(e) && e > 0;
+        else if (x[i] < -126) special = special && e == 0;
+        else error[0] = fmax(error[0], fabs(e - e_true) / e_true);
+        if (x[i] < 0) special = special && isnan(l);
+        else if (x[i] == 0) special = special && isinf(l) && l < 0 && isinf(r);
+        else if (isinf(x[i])) special = special && isinf(l) && l > 0 && r == 0;
+        else if (x[i] > 0) error[1] = fmax(error[1], fabs(l - l_true) / (x[i] > 0.5 && x[i] < 2 ? 1 : fabs(l_true)));
+        if (isfinite(x[i]) && fabs(x[i]) > 0x1p-125 && fabs(x[i]) < 0x1p125) error[2] = fmax(error[2], fabs(r - r_true) * fabs(x[i]));
+    }
+    check("exp2_fast", error[0], 0x1p-22);
+    check("log2_fast", error[1], 0x1p-22);
+    check("reciprocal_fast", error[2], 0x1p-23);
+    check_true("infinities, NaN, 0 and what is too large or small", special);
+    case_ends();
+}
+
+// pairs (n): two floats packed; halves (n, 2): unpacked again; set (n): set_float() of the first
+template <class T>
+KERNEL void pack_test_kernel(uint32_t *pairs, T *halves, bf16 *set, T *packs, const T *in, const uint4 *sixteen, size_t n) {
+    for (size_t i = threadIdx.x; i < n; i += blockDim.x) {
+        uint32_t pair = pack_bf16(in[i], in[(i + 1) % n]);
+        pairs[i] = pair;
+        halves[2 * i] = unpack_low(pair), halves[2 * i + 1] = unpack_high(pair);
+        set_float(set[i], in[i]);
+    }
+    if (threadIdx.x > 0) return;
+    Pack<bf16> eight;
+    Pack<float> four;
+    unpack_16(eight, sixteen[0]);
+    unpack_16(four, sixteen[1]);
+    for (int i = 0; i < 8; i++) packs[i] = eight.x[i];
+    for (int i = 0; i < 4; i++) packs[8 + i] = four.x[i];
+    uint4 again[2] = {pack_16(eight), pack_16(four)};
+    unpack_16(four, again[0]);
+    for (int i = 0; i < 4; i++) packs[12 + i] = four.x[i];             // the bits of the eight
+    unpack_16(four, again[1]);
+    for (int i = 0; i < 4; i++) packs[16 + i] = four.x[i];
+}
+
+// To the nearest bf16, ties to even, by arithmetic on the bits.
+static uint32_t nearest_bits(float x) {
+    uint32_t word = bits_of(x);
+    if (isnan(x)) return 0x7FFF;
+    return (word + 0x7FFF + (word >> 16 & 1)) >> 16;
+}
+
+static void test_pack(void) {
+    if (!case_begins("wrappers pack, unpack, set_float")) return;
+    Numbers x = numbers("x", 200, 0, 10);
+    for (double special : {0.0, -0.0, 1.00390625, 1.01171875, -1.00390625, 3.4e38, -3.39e38, (double)INFINITY, -(double)INFINITY, 1e-40, (double)NAN}) x.push_back(special);
+    size_t n = x.size();
+    Tensor<float> in(n), halves(2 * n), packs(20);
+    Tensor<uint32_t> pairs(n);
+    Tensor<bf16> set(n);
+    Tensor<uint4> sixteen(2);
+    std::vector<uint4> bits(2);
+    float values[4] = {1.5f, -2.25f, 1e-20f, 7.0f};
+    uint16_t eight[8];
+    for (int i = 0; i < 8; i++) eight[i] = bits_of(__float2bfloat16_rn(0.37f * (float)i - 1.1f));
+    memcpy(&bits[0], eight, 16), memcpy(&bits[1], values, 16);
+    x = fill(in, x), upload(sixteen, bits);
+    run_twice({&pairs, &halves, &set, &packs}, [&] {
+        launch(pack_test_kernel<float>, dim3(1), dim3(32), 0, stream, pairs.device(), halves.device(), set.device(), packs.device(), in.device(), sixteen.device(), n);
+    });
+    size_t wrong = 0;
+    for (size_t i = 0; i < n; i++) {
+        uint32_t low = nearest_bits((float)x[i]), high = nearest_bits((float)x[(i + 1) % n]);
+        wrong += pairs.at(i) != (low | high << 16);
+        wrong += bits_of(halves.at(2 * i)) != low << 16 || bits_of(halves.at(2 * i + 1)) != high << 16;
+        wrong += bits_of(set.at(i)) != low;
+    }
+    for (size_t i = 0; i < 8; i++) wrong += bits_of(packs.at(i)) != (uint32_t)eight[i] << 16;
+    for (size_t i = 0; i < 4; i++) wrong += packs.at(8 + i) != values[i] || packs.at(16 + i) != values[i];
+    wrong += memcmp(packs.now.data() + 12 * sizeof(float), eight, sizeof eight) != 0;
+    check("wrong bits", (double)wrong, 0);
+    case_ends();
+}
+
+// results (threads, 5): warp_sum, warp_max, block_sum, block_max, and block_sum again, of x and of its negative
+template <class T>
+KERNEL void sums_test_kernel(T *results, const T *in) {
+    T x = in[threadIdx.x], *r = results + threadIdx.x * 5;
+    r[0] = warp_sum(x);
+    r[1] = warp_max(x);
+    r[2] = block_sum(x);
+    r[3] = block_max(x);
+    r[4] = block_sum(-x);
+}
+
+static void test_sums(size_t threads) {
+    if (!case_begins("wrappers sums over %zu threads", threads)) return;
+    Tensor<float> in(threads), results(threads * 5);
+    Numbers x = numbers("x", threads, -100, 50);
+    for (double &v : x) v = rint(v);                                   // exact sums, all negative: a maximum that starts at 0 shows
+    x = fill(in, x);
+    run_twice({&results}, [&] { launch(sums_test_kernel<float>, dim3(1), dim3((unsigned)threads), 0, stream, results.device(), in.device()); });
+    Numbers expected(threads * 5);
+    double sum = 0, largest = -INFINITY;
+    for (double v : x) sum += v, largest = fmax(largest, v);
+    for (size_t i = 0; i < threads; i++) {
+        double of_warp = 0, largest_of_warp = -INFINITY;
+        for (size_t j = i / 32 * 32; j < i / 32 * 32 + 32; j++) of_warp += x[j], largest_of_warp = fmax(largest_of_warp, x[j]);
+        double all[] = {of_warp, largest_of_warp, sum, largest, -sum};
+        memcpy(&expected[i * 5], all, sizeof all);
+    }
+    compare("results", results, expected, 0);
+    case_ends();
+}
+
+static void test_wrappers(void) {
+    test_ldmatrix();
+    test_mma(true);
+    test_mma(false);
+    test_copy_async();
+    test_copies();
+    test_functions();
+    test_pack();
+    for (size_t threads : {32, 96, 1024}) test_sums(threads);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------------
+
+template <class X>
+static void test_layers(void) {
+    test_rmsnorms<X>(), arrays_free();
+    test_ropes<X>(), arrays_free();
+    test_swiglus<X>(), arrays_free();
+    test_gaus<X>(), arrays_free();
+    test_embeddings<X>(), arrays_free();
+    test_classifiers<X>(), arrays_free();
+}
+
+int main(int argc, char **argv) {
+    program_name = "test_kernels";
+    if (argc > 1) filter = argv[1];
+    test_wrappers(), arrays_free();
+    test_layers<float>();
+    test_layers<bf16>();
+    test_embedding_order();
+    for (size_t N : {1, 33, 2000}) test_losses_sum(N);
+    test_adamws(), arrays_free();
+    test_norms(), arrays_free();
+    printf("%d passed, %d failed\n", passed, failed);
+    return failed > 0 || passed == 0;
+}

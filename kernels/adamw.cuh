@@ -1,0 +1,188 @@
+// AdamW on all tensors in one launch, over a table of ranges of the flat array of parameters.
+//
+//   g = gradient · clip · grad_scale;   m = b1 m + (1 − b1) g,  v = b2 v + (1 − b2) g²,   p −= lr (m/(1 − b1^t) / (sqrt(v/(1 − b2^t)) + eps) + wd p)
+//
+// params, grads: the flat arrays, float (params are the master weights under bf16). mean, square: float, where a range's part starts at its `state`: equal to its `from`
+// where all moments are here, or packed for the ranges that this process owns (ZeRO-1). rounded: a bf16 copy of params, or NULL; rounded to nearest, or stochastically: up with
+// the probability of what is cut off, so that the mean is right. The 16 random bits of element i of params are half-word i mod 8 of Philox4x32-10 (as
+// runtime/random.c has it) of (seed, step, i div 8): they depend on nothing else, neither on the grid nor on which process owns the element.
+// Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019). Test: dev/tests/test_kernels.cu adamw.
+//
+// A block has at most SEGMENT_PART elements of one range, found by bisection in the table (7 steps for 124M's 110 ranges). Ranges whose `from` and `state` are multiples of 8
+// go by 16 bytes, as all of tensors_of()'s do; others one by one.
+//
+// Bytes for 124M parameters: params, mean, square read and written, grads read, the bf16 copy written: 30 bytes each, 3.71 GB, 1.11 ms at 3.35 TB/s.
+#ifndef KERNELS_ADAMW_CUH
+#define KERNELS_ADAMW_CUH
+
+#include <math.h>
+
+#include "kernels/vector.cuh"
+#include "runtime/adamw.h"
+
+enum { SEGMENT_PART = 4096, SEGMENT_THREADS = 256, ADAMW_WIDTH = 8 };
+
+// Elements from, ..., to − 1 of the flat arrays. block: segments_ready()'s.
+typedef struct {
+    size_t from, to;           // of params and grads
+    size_t state;              // of mean and square: where the element `from` is
+    bool decay;
+    unsigned block;            // the first that works on it
+} AdamSegment;
+
+// Fills in `block`; returns how many blocks there are. Then upload the table.
+static inline size_t segments_ready(AdamSegment *segments, size_t count) {
+    size_t blocks = 0;
+    for (size_t i = 0; i < count; i++) {
+        segments[i].block = (unsigned)blocks;
+        blocks += (segments[i].to - segments[i].from + SEGMENT_PART - 1) / SEGMENT_PART;
+        if (blocks > 0x7FFFFFFF) fail(EXIT_USAGE, "more parameters than a grid has blocks.");
+    }
+    return blocks;
+}
+
+// What a block works on.
+typedef struct {
+    size_t from, to, state;
+    bool decay;
+} SegmentPart;
+
+// The last range whose first block is not past this one.
+DEVICE SegmentPart segment_part(const AdamSegment *segments, size_t count) {
+    size_t low = 0, high = count;
+    while (high - low > 1) {
+        size_t middle = (low + high) / 2;
+        if (segments[middle].block <= blockIdx.x) low = middle;
+        else high = middle;
+    }
+    AdamSegment s = segments[low];
+    size_t skipped = (size_t)(blockIdx.x - s.block) * SEGMENT_PART, from = s.from + skipped;
+    SegmentPart part = {from, s.to - from > SEGMENT_PART ? from + SEGMENT_PART : s.to, s.state + skipped, s.decay};
+    return part;
+}
+
+// ---- stochastic rounding
+
+typedef struct {
+    uint32_t words[4];
+} Random;
+
+DEVICE Random philox(uint64_t seed, uint64_t stream, uint64_t counter) {
+    uint32_t c0 = (uint32_t)counter, c1 = (uint32_t)(counter >> 32), c2 = (uint32_t)stream, c3 = (uint32_t)(stream >> 32);
+    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+    for (int round = 0; round < 10; round++) {
+        uint64_t p = (uint64_t)c0 * 0xD2511F53u, q = (uint64_t)c2 * 0xCD9E8D57u;
+        c0 = (uint32_t)(q >> 32) ^ c1 ^ k0, c1 = (uint32_t)q;
+        c2 = (uint32_t)(p >> 32) ^ c3 ^ k1, c3 = (uint32_t)p;
+        k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+    }
+    return (Random){{c0, c1, c2, c3}};
+}
+
+// The 16 bits of element i
+DEVICE uint32_t random_bits(const Random *r, int i) {
+    return r->words[i / 2] >> i % 2 * 16 & 0xFFFF;
+}
+
+// x's neighbour among the bf16 away from 0 with the probability of the 16 bits that are cut off, else the one towards 0; as a float. An infinity or NaN stays.
+DEVICE float round_stochastically(float x, uint32_t bits) {
+    uint32_t word = __float_as_uint(x);
+    if ((word & 0x7F800000u) == 0x7F800000u) return x;
+    return __uint_as_float((word + bits) & 0xFFFF0000u);
+}
+
+// ---- the update
+
+// AdamW's numbers for a step, in float as the CPU trainer has them.
+typedef struct {
+    float b1, one_b1, b2, one_b2, rate, square_scale, eps, keep, grad_scale;
+    uint64_t seed, step;
+} AdamRates;
+
+static inline AdamRates adam_rates(AdamW a, uint64_t seed) {
+    AdamRates r;
+    r.b1 = (float)a.beta1, r.one_b1 = (float)(1 - a.beta1);
+    r.b2 = (float)a.beta2, r.one_b2 = (float)(1 - a.beta2);
+    r.rate = (float)(a.lr / (1 - pow(a.beta1, (double)a.step)));
+    r.square_scale = (float)(1 / (1 - pow(a.beta2, (double)a.step)));
+    r.eps = (float)a.eps, r.keep = (float)(1 - a.lr * a.weight_decay), r.grad_scale = (float)a.grad_scale;
+    r.seed = seed, r.step = (uint64_t)a.step;
+    return r;
+}
+
+// W elements: i of the flat arrays on, s of the moments on.
+template <int W, bool STOCHASTIC>
+DEVICE void adamw_update(float *params, bf16 *rounded, float *mean, float *square, const float *grads, size_t i, size_t s, AdamRates a, float scale, float keep) {
+    float p[W], m[W], v[W], g[W];
+    load_vector_in_place<W>(p, params + i);
+    load_vector_in_place<W>(m, mean + s);
+    load_vector_in_place<W>(v, square + s);
+    load_vector_in_place<W>(g, grads + i);
+    for (int j = 0; j < W; j++) {
+        float x = g[j] * scale;
+        m[j] = a.b1 * m[j] + a.one_b1 * x;
+        v[j] = a.b2 * v[j] + a.one_b2 * x * x;
+        p[j] = keep * p[j] - a.rate * m[j] / (sqrtf(v[j] * a.square_scale) + a.eps);
+    }
+    store_vector<W>(params + i, p);
+    store_vector<W>(mean + s, m);
+    store_vector<W>(square + s, v);
+    if (!rounded) return;
+    if (STOCHASTIC) {
+        Random r = philox(a.seed, a.step, i / ADAMW_WIDTH);
+        for (int j = 0; j < W; j++) p[j] = round_stochastically(p[j], random_bits(&r, W == 1 ? (int)(i % ADAMW_WIDTH) : j));
+    }
+    store_vector<W>(rounded + i, p);
+}
+
+// registers: at most 64 (adamw_kernel)
+// registers: at most 32 (round_kernel)
+template <bool STOCHASTIC>
+KERNEL void adamw_kernel(float *params, bf16 *rounded, float *mean, float *square, const float *grads, const AdamSegment *segments, size_t count,
+                         const float *clip, AdamRates a) {
+    SegmentPart part = segment_part(segments, count);
+    float scale = clip ? *clip * a.grad_scale : a.grad_scale, keep = part.decay ? a.keep : 1.0f;
+    bool vectors = part.from % ADAMW_WIDTH == 0 && part.state % ADAMW_WIDTH == 0;
+    for (size_t i = part.from + threadIdx.x * ADAMW_WIDTH; i < part.to; i += SEGMENT_THREADS * ADAMW_WIDTH) {
+        size_t s = part.state + (i - part.from);
+        if (vectors && i + ADAMW_WIDTH <= part.to) {
+            adamw_update<ADAMW_WIDTH, STOCHASTIC>(params, rounded, mean, square, grads, i, s, a, scale, keep);
+        } else {
+            for (size_t j = 0; j < ADAMW_WIDTH && i + j < part.to; j++)
+                adamw_update<1, STOCHASTIC>(params, rounded, mean, square, grads, i + j, s + j, a, scale, keep);
+        }
+    }
+}
+
+// rounded = params to the nearest, n elements: the copy before the first step
+template <int W>
+KERNEL void round_kernel(bf16 *rounded, const float *params, size_t n) {
+    size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * W;
+    if (i >= n) return;
+    float x[W];
+    if (i + W <= n) {
+        load_vector<W>(x, params + i);
+        store_vector<W>(rounded + i, x);
+    } else {
+        for (; i < n; i++) set_float(rounded[i], params[i]);
+    }
+}
+
+// ---- launchers
+
+//   params, mean, square updated   rounded written, or NULL   segments (count) on the device, after segments_ready(), which gave `blocks`
+//   clip: a float on the device (clip_factor() of norms.cuh), or NULL for 1
+static inline void adamw(float *params, bf16 *rounded, float *mean, float *square, const float *grads, const AdamSegment *segments, size_t count, size_t blocks,
+                         const float *clip, AdamW a, bool stochastic, uint64_t seed, cudaStream_t stream) {
+    if (blocks == 0) return;
+    launch(stochastic ? adamw_kernel<true> : adamw_kernel<false>, dim3((unsigned)blocks), dim3(SEGMENT_THREADS), 0, stream, params, rounded, mean, square, grads,
+           segments, count, clip, adam_rates(a, seed));
+}
+
+//   rounded (n) written   params (n)
+static inline void parameters_round(bf16 *rounded, const float *params, size_t n, cudaStream_t stream) {
+    size_t part = (size_t)SEGMENT_THREADS * ADAMW_WIDTH;
+    if (n == 0) return;
+    launch(round_kernel<ADAMW_WIDTH>, row_grid((n + part - 1) / part, dim3(1, 1)), dim3(SEGMENT_THREADS), 0, stream, rounded, params, n);
+}
+#endif

@@ -1,0 +1,254 @@
+// The gated attention unit: from the joined projection uvz = h·[Wu Wv Wz]ᵀ to attention's q, k, v, the gate behind it, and both backwards.
+//
+//   forward    v = silu(v_in);   q = rope(silu(z) · q_gain + q_offset), k the same by its own gains; under qk=l2 each over its Euclidean norm
+//   backward   dv_in = dv silu'(v_in);   with dq, dk before the rotation (and the norm): dz = (dq q_gain + dk k_gain) silu'(z),
+//              dq_gain = sum_n dq silu(z), dq_offset = sum_n dq, k's the same
+//   gate       out = silu(u) · att, and its backward: swiglu.cuh's kernels
+//
+// Shapes: uvz and duvz (B,T,2E+HS): u, v_in (E each), z (HS); q, k (B,T,HS), v (B,T,E); gains and offsets (HS), float; inverse_norms (B,T,2);
+// cosines, sines (T,HS/2). X = float or bf16; computed in float, rounded once. HS even and at most GAU_WIDEST (a unit's is 128); any E.
+// Source: Su, kexue.fm 9019, after Hua et al., "Transformer Quality in Linear Time" (2022). Test: dev/tests/test_kernels.cu gau.
+//
+// z is a twenty-fifth of a row. A warp has a row of it, a lane up to GAU_PAIRS pairs of the rotation, one element at a time. For the gains' gradients a lane sums its
+// columns over its rows in registers; the block sums its warps and leaves a row of partial sums, columns_add() adds the blocks' rows.
+//
+// Bytes at N = 16,384, E = 1,536, HS = 128 in bf16: forward v_in, v, z, q, k: N·(2·1536 + 3·128)·2 = 113 MB, 34 µs at 3.35 TB/s; backward v_in, dv, dv_in, z, dz,
+// dq, dk (q, k with l2): N·(3·1536 + 4·128)·2 = 168 MB, 50 µs; gate 3·N·E·2 = 151 MB, 45 µs, its backward 252 MB, 75 µs.
+#ifndef KERNELS_GAU_CUH
+#define KERNELS_GAU_CUH
+
+#include "kernels/rope.cuh"
+#include "kernels/swiglu.cuh"
+
+// The learnt gain and offset of q and k, each (HS) on the device; or their gradients.
+typedef struct {
+    float *q_gain, *q_offset, *k_gain, *k_offset;
+} GauGains;
+
+enum {
+    GAU_PAIRS = 2,                             // pairs of the rotation in a lane
+    GAU_OWN = 2 * GAU_PAIRS,                   // columns in a lane: the pairs' first halves, then the second
+    GAU_WIDEST = 32 * GAU_OWN,
+    GAU_WARPS = 8,
+    GAU_BLOCKS = 264                           // of the sums over rows: 2 for each of an H100's 132 SMs
+};
+
+// ---- a warp's row of HS columns
+
+// The column of a lane's element e, and whether there is one.
+DEVICE size_t gau_column(int e, size_t half) {
+    return (e < GAU_PAIRS ? 0 : half) + threadIdx.x % 32 + 32 * (e % GAU_PAIRS);
+}
+
+DEVICE bool gau_there(int e, size_t half) {
+    return threadIdx.x % 32 + 32 * (e % GAU_PAIRS) < half;
+}
+
+template <class X>
+DEVICE void gau_load(float x[GAU_OWN], const X *row, size_t half) {
+    for (int e = 0; e < GAU_OWN; e++) x[e] = gau_there(e, half) ? to_float(row[gau_column(e, half)]) : 0.0f;
+}
+
+template <class X>
+DEVICE void gau_store(X *row, const float x[GAU_OWN], size_t half) {
+    for (int e = 0; e < GAU_OWN; e++)
+        if (gau_there(e, half)) set_float(row[gau_column(e, half)], x[e]);
+}
+
+DEVICE float gau_dot(const float a[GAU_OWN], const float b[GAU_OWN]) {
+    float sum = 0;
+    for (int e = 0; e < GAU_OWN; e++) sum += a[e] * b[e];
+    return warp_sum(sum);
+}
+
+// Rotates by the position's angles, or back with `sign` −1.
+DEVICE void gau_rotate(float x[GAU_OWN], const float *cosines, const float *sines, float sign, size_t half) {
+    for (int p = 0; p < GAU_PAIRS; p++) {
+        bool there = gau_there(p, half);
+        float c = there ? cosines[gau_column(p, half)] : 0.0f, s = there ? sign * sines[gau_column(p, half)] : 0.0f;
+        float a = x[p], b = x[GAU_PAIRS + p];
+        x[p] = a * c - b * s;
+        x[GAU_PAIRS + p] = b * c + a * s;
+    }
+}
+
+// ---- forward
+// registers: at most 40 (gau_values_kernel, gau_qk_kernel)
+
+template <class X, int W>
+KERNEL void gau_values_kernel(X *v, const X *v_in, size_t row, size_t N, size_t E) {
+    size_t n = row_of_thread();
+    if (n >= N) return;
+    for (size_t e = threadIdx.x * W; e < E; e += blockDim.x * W) {
+        float x[W];
+        load_vector<W>(x, v_in + n * row + e);
+        for (int i = 0; i < W; i++) x[i] = silu(x[i]);
+        store_vector<W>(v + n * E + e, x);
+    }
+}
+
+// q or k of a row from silu(z): rotated, and with l2 over its norm, whose inverse is returned.
+template <class X>
+DEVICE float gau_head(X *out, const float silu_z[GAU_OWN], const float *gain, const float *offset, const float *cosines, const float *sines, bool l2,
+                      size_t half) {
+    float x[GAU_OWN], g[GAU_OWN], inverse = 1;
+    gau_load(g, gain, half);
+    gau_load(x, offset, half);
+    for (int e = 0; e < GAU_OWN; e++) x[e] += silu_z[e] * g[e];
+    gau_rotate(x, cosines, sines, 1, half);
+    if (l2) {
+        inverse = inverse_norm(gau_dot(x, x));
+        for (int e = 0; e < GAU_OWN; e++) x[e] *= inverse;
+    }
+    gau_store(out, x, half);
+    return inverse;
+}
+
+template <class X>
+KERNEL void gau_qk_kernel(X *q, X *k, float *inverse_norms, const X *z, size_t row, GauGains gains, const float *cosines, const float *sines, bool l2,
+                          size_t N, size_t T, size_t HS) {
+    size_t n = (size_t)blockIdx.x * GAU_WARPS + threadIdx.x / 32, half = HS / 2, at = n % T * half;
+    if (n >= N) return;
+    float x[GAU_OWN];
+    gau_load(x, z + n * row, half);
+    for (int e = 0; e < GAU_OWN; e++) x[e] = silu(x[e]);
+    float q_inverse = gau_head(q + n * HS, x, gains.q_gain, gains.q_offset, cosines + at, sines + at, l2, half);
+    float k_inverse = gau_head(k + n * HS, x, gains.k_gain, gains.k_offset, cosines + at, sines + at, l2, half);
+    if (l2 && threadIdx.x % 32 == 0) inverse_norms[2 * n] = q_inverse, inverse_norms[2 * n + 1] = k_inverse;
+}
+
+// ---- backward
+// registers: at most 32 (gau_values_backward_kernel)
+// registers: at most 64 (gau_qk_backward_kernel)
+
+template <class X, int W>
+KERNEL void gau_values_backward_kernel(X *dv_in, const X *dv, const X *v_in, size_t row, size_t N, size_t E) {
+    size_t n = row_of_thread();
+    if (n >= N) return;
+    for (size_t e = threadIdx.x * W; e < E; e += blockDim.x * W) {
+        float x[W], d[W];
+        load_vector<W>(x, v_in + n * row + e);
+        load_vector<W>(d, dv + n * E + e);
+        for (int i = 0; i < W; i++) {
+            float value, slope;
+            silu_both(x[i], &value, &slope);
+            d[i] *= slope;
+        }
+        store_vector<W>(dv_in + n * row + e, d);
+    }
+}
+
+// The gradient of a row of q or k before norm and rotation, from d, that of attention's input u.
+template <class X>
+DEVICE void gau_head_backward(float dx[GAU_OWN], const X *d, const X *u, float inverse, const float *cosines, const float *sines, bool l2, size_t half) {
+    gau_load(dx, d, half);
+    if (l2) {
+        float x[GAU_OWN];
+        gau_load(x, u, half);
+        float dot = gau_dot(x, dx);
+        for (int e = 0; e < GAU_OWN; e++) dx[e] = (dx[e] - x[e] * dot) * inverse;
+    }
+    gau_rotate(dx, cosines, sines, -1, half);
+}
+
+// sums[0..3]: the lane's columns of the gradients of q_gain, q_offset, k_gain, k_offset, added to.
+template <class X>
+DEVICE void gau_row_backward(X *dz, float sums[4][GAU_OWN], const float dq[GAU_OWN], const float dk[GAU_OWN], const X *z, GauGains gains, size_t half) {
+    float x[GAU_OWN], q_gain[GAU_OWN], k_gain[GAU_OWN];
+    gau_load(x, z, half);
+    gau_load(q_gain, gains.q_gain, half);
+    gau_load(k_gain, gains.k_gain, half);
+    for (int e = 0; e < GAU_OWN; e++) {
+        float value, slope;
+        silu_both(x[e], &value, &slope);
+        x[e] = (dq[e] * q_gain[e] + dk[e] * k_gain[e]) * slope;
+        sums[0][e] += dq[e] * value;
+        sums[1][e] += dq[e];
+        sums[2][e] += dk[e] * value;
+        sums[3][e] += dk[e];
+    }
+    gau_store(dz, x, half);
+}
+
+// partials (gridDim.x, 4, HS) written
+template <class X>
+KERNEL void gau_qk_backward_kernel(X *dz, float *partials, const X *dq, const X *dk, const X *z, size_t row, const X *q, const X *k,
+                                   const float *inverse_norms, GauGains gains, const float *cosines, const float *sines, bool l2, size_t N, size_t T,
+                                   size_t HS) {
+    SHARED_ARRAY(float, of_warps, GAU_WARPS * 4 * GAU_WIDEST);
+    size_t half = HS / 2, warp = threadIdx.x / 32;
+    float sums[4][GAU_OWN] = {};
+    for (size_t n = (size_t)blockIdx.x * GAU_WARPS + warp; n < N; n += gridDim.x * GAU_WARPS) {
+        const float *cos_t = cosines + n % T * half, *sin_t = sines + n % T * half;
+        float dq_n[GAU_OWN], dk_n[GAU_OWN];
+        gau_head_backward(dq_n, dq + n * HS, q + n * HS, l2 ? inverse_norms[2 * n] : 1.0f, cos_t, sin_t, l2, half);
+        gau_head_backward(dk_n, dk + n * HS, k + n * HS, l2 ? inverse_norms[2 * n + 1] : 1.0f, cos_t, sin_t, l2, half);
+        gau_row_backward(dz + n * row, sums, dq_n, dk_n, z + n * row, gains, half);
+    }
+    for (int i = 0; i < 4; i++) gau_store(of_warps + (warp * 4 + i) * HS, sums[i], half);
+    __syncthreads();
+    for (size_t c = threadIdx.x; c < 4 * HS; c += blockDim.x) {
+        float sum = 0;
+        for (size_t w = 0; w < GAU_WARPS; w++) sum += of_warps[w * 4 * HS + c];
+        partials[blockIdx.x * 4 * HS + c] = sum;
+    }
+}
+
+// ---- launchers
+
+static inline void gau_check(size_t HS) {
+    if (HS % 2 || HS > GAU_WIDEST) fail(EXIT_USAGE, "a gated unit's q and k of width %zu: expected an even number up to %d.", HS, (int)GAU_WIDEST);
+}
+
+//   q, k (B,T,HS), v (B,T,E) written   inverse_norms (B,T,2) written if l2, else not used   uvz (B,T,2E+HS)
+template <class X>
+void gau_forward(X *q, X *k, X *v, float *inverse_norms, const X *uvz, GauGains gains, const float *cosines, const float *sines, bool l2, size_t B, size_t T,
+                 size_t E, size_t HS, cudaStream_t stream) {
+    size_t N = B * T, row = 2 * E + HS;
+    bool vectors = fits<X>(E) && fits<X>(row);
+    dim3 block = row_block(vectors ? E / Pack<X>::size : E);
+    gau_check(HS);
+    launch(vectors ? gau_values_kernel<X, Pack<X>::size> : gau_values_kernel<X, 1>, row_grid(N, block), block, 0, stream, v, uvz + E, row, N, E);
+    launch(gau_qk_kernel<X>, row_grid(N, dim3(32, GAU_WARPS)), dim3(32 * GAU_WARPS), 0, stream, q, k, inverse_norms, uvz + 2 * E, row, gains, cosines, sines,
+           l2, N, T, HS);
+}
+
+static inline size_t gau_blocks(size_t N) {
+    return smaller((N + GAU_WARPS - 1) / GAU_WARPS, GAU_BLOCKS);
+}
+
+// Floats of scratch of the backward pass.
+static inline size_t gau_partials(size_t N, size_t HS) {
+    return gau_blocks(N) * 4 * HS;
+}
+
+//   duvz (B,T,2E+HS) written but for u's part   grads (HS each) added to   partials scratch   dq, dk (B,T,HS), dv (B,T,E)
+//   q, k, inverse_norms as gau_forward() left them; not used but with l2
+template <class X>
+void gau_backward(X *duvz, GauGains grads, float *partials, const X *dq, const X *dk, const X *dv, const X *uvz, const X *q, const X *k,
+                  const float *inverse_norms, GauGains gains, const float *cosines, const float *sines, bool l2, size_t B, size_t T, size_t E, size_t HS,
+                  cudaStream_t stream) {
+    size_t N = B * T, row = 2 * E + HS, blocks = gau_blocks(N);
+    bool vectors = fits<X>(E) && fits<X>(row);
+    dim3 block = row_block(vectors ? E / Pack<X>::size : E);
+    gau_check(HS);
+    launch(vectors ? gau_values_backward_kernel<X, Pack<X>::size> : gau_values_backward_kernel<X, 1>, row_grid(N, block), block, 0, stream, duvz + E, dv,
+           uvz + E, row, N, E);
+    launch(gau_qk_backward_kernel<X>, dim3((unsigned)blocks), dim3(32 * GAU_WARPS), 0, stream, duvz + 2 * E, partials, dq, dk, uvz + 2 * E, row, q, k,
+           inverse_norms, gains, cosines, sines, l2, N, T, HS);
+    float *const sums[] = {grads.q_gain, grads.q_offset, grads.k_gain, grads.k_offset};
+    for (size_t i = 0; i < 4; i++) columns_add(sums[i], partials + i * HS, blocks, 4 * HS, HS, stream);
+}
+
+//   out (N,E) written   uvz (N,width), its first E columns u   att (N,E)
+template <class X>
+void gau_gate_forward(X *out, const X *uvz, const X *att, size_t N, size_t E, size_t width, cudaStream_t stream) {
+    gate_forward(out, uvz, width, att, E, N, E, stream);
+}
+
+//   datt (N,E) written   duvz (N,width): u's part written   dout (N,E)
+template <class X>
+void gau_gate_backward(X *datt, X *duvz, const X *dout, const X *uvz, const X *att, size_t N, size_t E, size_t width, cudaStream_t stream) {
+    gate_backward(duvz, datt, dout, uvz, width, att, E, N, E, stream);
+}
+#endif

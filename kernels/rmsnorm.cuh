@@ -1,0 +1,148 @@
+// RMSNorm, forward and backward.
+//
+//   out[n,c]   = inp[n,c] · r_n · weight[c],   r_n = 1/sqrt(mean_c inp[n,c]² + 1e-5)
+//   dinp[n,c] += r_n (weight[c] dout[n,c] − inp[n,c] r_n² mean_c(dout weight inp)),   dweight[c] += sum_n dout[n,c] inp[n,c] r_n
+//
+// Shapes: inp, out and their gradients (N,C), weight and dweight (C), r (N). X = float or bf16; r, weight, dweight and every sum are float,
+// and a result is rounded once. C up to RMSNORM_MAX_CHANNELS, any N.
+// Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019). Test: dev/tests/test_kernels.cu rmsnorm.
+//
+// A warp has a row. It reads the row twice, the second time from L1: a row of the 124M model is 1.5 KB. For dweight each warp sums its own rows in shared
+// memory, at addresses of its own, then the block sums its warps and leaves one row of partial sums; columns_add() adds the blocks' rows. The
+// number of blocks depends on N and C alone, so that every GPU gives the same bits.
+//
+// Bytes at N = 16,384, C = 768 in bf16: forward 2·N·C·2 + 4·N = 50.4 MB, 15 µs at 3.35 TB/s; backward (dout, inp, dinp twice) 4·N·C·2 = 100.7 MB, and
+// the partial sums, 528·C·4 = 1.6 MB, written and read: 31 µs.
+#ifndef KERNELS_RMSNORM_CUH
+#define KERNELS_RMSNORM_CUH
+
+#include "kernels/vector.cuh"
+
+#define RMSNORM_EPS 1e-5f      // as model.h has it: a compiler that sees both says so if they differ
+
+enum {
+    RMSNORM_WARPS = 8,                         // of a block, fewer where the channels are many
+    RMSNORM_BLOCKS = 528,                      // of the backward pass: 4 for each of an H100's 132 SMs
+    RMSNORM_SHARED = 96 * 1024,                // bytes that every GPU from sm_80 on gives to a block
+    RMSNORM_MAX_CHANNELS = 24 * 1024           // one warp's sums in RMSNORM_SHARED
+};
+
+// ---- forward
+// registers: at most 40 (rmsnorm_forward_kernel)
+
+template <class X, int W>
+KERNEL void rmsnorm_forward_kernel(X *out, float *r, const X *inp, const float *weight, size_t N, size_t C) {
+    size_t n = (size_t)blockIdx.x * RMSNORM_WARPS + threadIdx.x / 32, first = threadIdx.x % 32 * W;
+    if (n >= N) return;
+    const X *x = inp + n * C;
+    float sum = 0;
+    for (size_t c = first; c < C; c += 32 * W) {
+        float v[W];
+        load_vector<W>(v, x + c);
+        for (int i = 0; i < W; i++) sum += v[i] * v[i];
+    }
+    float r_n = 1.0f / sqrtf(warp_sum(sum) / (float)C + RMSNORM_EPS);
+    for (size_t c = first; c < C; c += 32 * W) {
+        float v[W], w[W];
+        load_vector<W>(v, x + c);
+        load_vector<W>(w, weight + c);
+        for (int i = 0; i < W; i++) v[i] = v[i] * r_n * w[i];
+        store_vector<W>(out + n * C + c, v);
+    }
+    if (first == 0) r[n] = r_n;
+}
+
+// ---- backward
+// registers: at most 48 (rmsnorm_backward_kernel)
+
+// mean_c(dout weight inp) of a warp's row
+template <class X, int W>
+DEVICE float rmsnorm_mean(const X *dy, const X *x, const float *weight, size_t first, size_t C) {
+    float sum = 0;
+    for (size_t c = first; c < C; c += 32 * W) {
+        float d[W], v[W], w[W];
+        load_vector<W>(d, dy + c);
+        load_vector<W>(v, x + c);
+        load_vector<W>(w, weight + c);
+        for (int i = 0; i < W; i++) sum += d[i] * w[i] * v[i];
+    }
+    return warp_sum(sum) / (float)C;
+}
+
+// dx of a warp's row, and its part of dweight added to `sums`: of the lane's element i in round k at (k·W + i)·32 + lane, so that the lanes' addresses
+// lie side by side.
+template <class X, int W>
+DEVICE void rmsnorm_row(X *dx, float *sums, const X *dy, const X *x, const float *weight, float r_n, float mean, size_t C) {
+    float k = r_n * r_n * mean;
+    float *sum = sums + threadIdx.x % 32;
+    for (size_t c = threadIdx.x % 32 * W; c < C; c += 32 * W, sum += 32 * W) {
+        float d[W], v[W], w[W], y[W];
+        load_vector<W>(d, dy + c);
+        load_vector<W>(v, x + c);
+        load_vector<W>(w, weight + c);
+        load_vector_in_place<W>(y, dx + c);
+        for (int i = 0; i < W; i++) {
+            y[i] += r_n * (w[i] * d[i] - v[i] * k);
+            sum[32 * i] += d[i] * v[i] * r_n;
+        }
+        store_vector<W>(dx + c, y);
+    }
+}
+
+template <class X, int W>
+KERNEL void rmsnorm_backward_kernel(X *dinp, float *partials, const X *dout, const X *inp, const float *weight, const float *r, size_t N, size_t C) {
+    DYNAMIC_SHARED(float, sums);                                     // (warps, room)
+    size_t room = (C + 32 * W - 1) / (32 * W) * (32 * W), warps = blockDim.x / 32, warp = threadIdx.x / 32;
+    for (size_t i = threadIdx.x; i < warps * room; i += blockDim.x) sums[i] = 0;
+    __syncthreads();
+    for (size_t n = blockIdx.x * warps + warp; n < N; n += gridDim.x * warps) {
+        float mean = rmsnorm_mean<X, W>(dout + n * C, inp + n * C, weight, threadIdx.x % 32 * W, C);
+        rmsnorm_row<X, W>(dinp + n * C, sums + warp * room, dout + n * C, inp + n * C, weight, r[n], mean, C);
+    }
+    __syncthreads();
+    for (size_t c = threadIdx.x; c < C; c += blockDim.x) {
+        size_t vector = c / W, at = (vector / 32 * W + c % W) * 32 + vector % 32;
+        float sum = 0;
+        for (size_t w = 0; w < warps; w++) sum += sums[w * room + at];
+        partials[blockIdx.x * C + c] = sum;
+    }
+}
+
+// ---- launchers
+
+//   out (N,C) written   r (N) written   inp (N,C)   weight (C)
+template <class X>
+void rmsnorm_forward(X *out, float *r, const X *inp, const float *weight, size_t N, size_t C, cudaStream_t stream) {
+    auto kernel = fits<X>(C) ? rmsnorm_forward_kernel<X, Pack<X>::size> : rmsnorm_forward_kernel<X, 1>;
+    launch(kernel, row_grid(N, dim3(32, RMSNORM_WARPS)), dim3(32 * RMSNORM_WARPS), 0, stream, out, r, inp, weight, N, C);
+}
+
+// Of the backward pass: the bytes of a warp's sums, and the warps of a block.
+template <class X>
+size_t rmsnorm_room(size_t C) {
+    size_t round = 32 * (fits<X>(C) ? Pack<X>::size : 1);
+    return (C + round - 1) / round * round * sizeof(float);
+}
+
+template <class X>
+size_t rmsnorm_warps(size_t C) {
+    size_t warps = smaller(RMSNORM_SHARED / rmsnorm_room<X>(C), RMSNORM_WARPS);
+    if (warps == 0) fail(EXIT_USAGE, "%zu channels: RMSNorm on a GPU has at most %d.", C, (int)RMSNORM_MAX_CHANNELS);
+    return warps;
+}
+
+// Floats of scratch of the backward pass, enough for float and bf16.
+static inline size_t rmsnorm_partials(size_t N, size_t C) {
+    return smaller(N, RMSNORM_BLOCKS) * C;
+}
+
+//   dinp (N,C) added to   dweight (C) added to   partials scratch   dout, inp (N,C)   weight (C)   r (N) as the forward pass left it
+template <class X>
+void rmsnorm_backward(X *dinp, float *dweight, float *partials, const X *dout, const X *inp, const float *weight, const float *r, size_t N, size_t C,
+                      cudaStream_t stream) {
+    size_t warps = rmsnorm_warps<X>(C), blocks = smaller((N + warps - 1) / warps, RMSNORM_BLOCKS);
+    auto kernel = fits<X>(C) ? rmsnorm_backward_kernel<X, Pack<X>::size> : rmsnorm_backward_kernel<X, 1>;
+    launch(kernel, dim3((unsigned)blocks), dim3((unsigned)(32 * warps)), warps * rmsnorm_room<X>(C), stream, dinp, partials, dout, inp, weight, r, N, C);
+    columns_add(dweight, partials, blocks, C, C, stream);
+}
+#endif

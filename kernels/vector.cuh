@@ -1,0 +1,171 @@
+// What the kernels on rows share: loads and stores of W elements at a time as floats, shapes of grids, and sums over blocks.
+//
+// W is Pack<X>::size, 16 bytes, where every row starts at a multiple of 16 bytes, else 1: a shape whose rows don't divide is slower, not wrong.
+// A kernel is templated on W and its launcher chooses (`fits`). Arrays start at a multiple of 16 bytes.
+// Checked by dev/tests/test_kernels.cu, by way of the kernels.
+#ifndef KERNELS_VECTOR_CUH
+#define KERNELS_VECTOR_CUH
+
+#include "kernels/gpu.cuh"
+
+#include "runtime/error.h"
+
+// ---- W elements as floats; X = float: W is 1 or a multiple of 4; X = bf16: 1 or 8
+
+// Memory that no one writes while the kernel runs.
+template <int W>
+DEVICE void load_vector(float x[W], const float *p) {
+    if constexpr (W == 1) {
+        x[0] = *p;
+    } else {
+        for (int i = 0; i < W; i += 4) {
+            Pack<float> pack;
+            unpack_16(pack, load_16(p + i));
+            for (int j = 0; j < 4; j++) x[i + j] = pack.x[j];
+        }
+    }
+}
+
+template <int W>
+DEVICE void load_vector(float x[W], const bf16 *p) {
+    if constexpr (W == 1) {
+        x[0] = to_float(*p);
+    } else {
+        Pack<bf16> pack;
+        unpack_16(pack, load_16(p));
+        for (int j = 0; j < 8; j++) x[j] = pack.x[j];
+    }
+}
+
+// Memory that this thread may write afterwards, or that is read for the last time.
+template <int W>
+DEVICE void load_vector_in_place(float x[W], const float *p) {
+    if constexpr (W == 1) {
+        x[0] = *p;
+    } else {
+        for (int i = 0; i < W; i += 4) {
+            Pack<float> pack;
+            unpack_16(pack, load_16_streaming(p + i));
+            for (int j = 0; j < 4; j++) x[i + j] = pack.x[j];
+        }
+    }
+}
+
+template <int W>
+DEVICE void load_vector_in_place(float x[W], const bf16 *p) {
+    if constexpr (W == 1) {
+        x[0] = to_float(*p);
+    } else {
+        Pack<bf16> pack;
+        unpack_16(pack, load_16_streaming(p));
+        for (int j = 0; j < 8; j++) x[j] = pack.x[j];
+    }
+}
+
+template <int W>
+DEVICE void store_vector(float *p, const float x[W]) {
+    if constexpr (W == 1) {
+        *p = x[0];
+    } else {
+        for (int i = 0; i < W; i += 4) {
+            Pack<float> pack;
+            for (int j = 0; j < 4; j++) pack.x[j] = x[i + j];
+            store_16(p + i, pack_16(pack));
+        }
+    }
+}
+
+template <int W>
+DEVICE void store_vector(bf16 *p, const float x[W]) {
+    if constexpr (W == 1) {
+        set_float(*p, x[0]);
+    } else {
+        Pack<bf16> pack;
+        for (int j = 0; j < 8; j++) pack.x[j] = x[j];
+        store_16(p, pack_16(pack));
+    }
+}
+
+// May rows of these lengths and distances be read in vectors?
+template <class X>
+bool fits(size_t elements) {
+    return elements % Pack<X>::size == 0;
+}
+
+static inline size_t smaller(size_t a, size_t b) {
+    return a < b ? a : b;
+}
+
+// ---- grids
+
+// For kernels with no sum over a row: 256 threads, as many of them side by side on a row (x) as it has vectors, the others on other rows (y).
+static inline dim3 row_block(size_t vectors) {
+    unsigned x = 1;
+    while (x < vectors && x < 256) x *= 2;
+    return dim3(x, 256 / x);
+}
+
+static inline dim3 row_grid(size_t N, dim3 block) {
+    size_t blocks = (N + block.y - 1) / block.y;
+    if (blocks > 0x7FFFFFFF) fail(EXIT_USAGE, "%zu rows are more than a grid has blocks.", N);
+    return dim3((unsigned)blocks);
+}
+
+// The row of a thread under row_grid().
+DEVICE size_t row_of_thread() {
+    return (size_t)blockIdx.x * blockDim.y + threadIdx.y;
+}
+
+// ---- x sigmoid(x), its slope, and the function itself: 1e-6 relative for |x| up to 20
+DEVICE float sigmoid(float x) {
+    return reciprocal_fast(1.0f + exp2_fast(-1.44269504f * x));
+}
+
+DEVICE float silu(float x) {
+    return x * sigmoid(x);
+}
+
+DEVICE void silu_both(float x, float *value, float *slope) {
+    float s = sigmoid(x);
+    *value = x * s;
+    *slope = s * (1.0f + x * (1.0f - s));
+}
+
+// ---- sums over a block, and over blocks
+
+// Over a block of THREADS, a power of two; thread 0 gets the sum.
+template <int THREADS>
+DEVICE double block_sum_double(double x) {
+    SHARED_ARRAY(double, sums, THREADS);
+    sums[threadIdx.x] = x;
+    for (unsigned half = THREADS / 2; half > 0; half /= 2) {
+        __syncthreads();
+        if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
+    }
+    return sums[0];
+}
+
+// out[c] += sum_r partials[r,c], in an order that the sizes alone decide
+//   out (C) added to   partials (R, row): its first C columns
+// The second stage of sums over all rows of a batch, whose first stage leaves one row a block.
+enum { COLUMNS = 32, COLUMN_THREADS = 32 };
+
+// registers: at most 32 (columns_add_kernel)
+template <class X>
+KERNEL void columns_add_kernel(X *out, const X *partials, size_t R, size_t row, size_t C) {
+    SHARED_ARRAY(X, sums, COLUMN_THREADS * COLUMNS);
+    size_t c = (size_t)blockIdx.x * COLUMNS + threadIdx.x;
+    X sum = 0;
+    if (c < C)
+        for (size_t r = threadIdx.y; r < R; r += COLUMN_THREADS) sum += partials[r * row + c];
+    sums[threadIdx.y * COLUMNS + threadIdx.x] = sum;
+    __syncthreads();
+    if (threadIdx.y > 0 || c >= C) return;
+    for (int y = 1; y < COLUMN_THREADS; y++) sum += sums[y * COLUMNS + threadIdx.x];
+    out[c] += sum;
+}
+
+static inline void columns_add(float *out, const float *partials, size_t R, size_t row, size_t C, cudaStream_t stream) {
+    launch(columns_add_kernel<float>, dim3((unsigned)((C + COLUMNS - 1) / COLUMNS)), dim3(COLUMNS, COLUMN_THREADS), 0, stream, out, partials, R, row, C);
+}
+#endif
