@@ -41,6 +41,7 @@ UNCOUNTED_STEPS = 2   # compilation and allocation in the first; the second may 
 # ---------------------------------------------------------------- the same model in PyTorch (runs in a child process)
 
 def torch_model():
+    """The model's class. Its sizes are this file's but where they are given: Llama(T, tied=False, layers=2, ...)."""
     import torch
     import torch.nn as nn
     import torch.nn.functional as F
@@ -52,19 +53,20 @@ def torch_model():
     class Layer(nn.Module):
         """A Llama layer; q, k, v and gate, up are one product each, which is the quicker way to write it."""
 
-        def __init__(self):
+        def __init__(self, heads, channels, ffn):
             super().__init__()
-            self.attention_norm = nn.Parameter(torch.ones(CHANNELS))
-            self.ffn_norm = nn.Parameter(torch.ones(CHANNELS))
-            self.qkv = nn.Linear(CHANNELS, 3 * CHANNELS, bias=False)
-            self.o = nn.Linear(CHANNELS, CHANNELS, bias=False)
-            self.gate_up = nn.Linear(CHANNELS, 2 * FFN, bias=False)
-            self.down = nn.Linear(FFN, CHANNELS, bias=False)
+            self.heads = heads
+            self.attention_norm = nn.Parameter(torch.ones(channels))
+            self.ffn_norm = nn.Parameter(torch.ones(channels))
+            self.qkv = nn.Linear(channels, 3 * channels, bias=False)
+            self.o = nn.Linear(channels, channels, bias=False)
+            self.gate_up = nn.Linear(channels, 2 * ffn, bias=False)
+            self.down = nn.Linear(ffn, channels, bias=False)
 
         def forward(self, x, cos, sin):
             B, T, C = x.shape
             h = F.rms_norm(x, (C,), self.attention_norm, 1e-5)
-            q, k, v = self.qkv(h).view(B, T, 3, HEADS, C // HEADS).permute(2, 0, 3, 1, 4)
+            q, k, v = self.qkv(h).view(B, T, 3, self.heads, C // self.heads).permute(2, 0, 3, 1, 4)
             cos, sin = cos.to(q.dtype), sin.to(q.dtype)
             y = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
             x = x + self.o(y.transpose(1, 2).reshape(B, T, C))
@@ -72,15 +74,16 @@ def torch_model():
             return x + self.down(F.silu(gate) * up)
 
     class Llama(nn.Module):
-        def __init__(self, T):
+        def __init__(self, T, tied=True, layers=LAYERS, heads=HEADS, channels=CHANNELS, ffn=FFN, vocab=PADDED_VOCAB):
             super().__init__()
-            self.embedding = nn.Embedding(PADDED_VOCAB, CHANNELS)
-            self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
-            self.norm = nn.Parameter(torch.ones(CHANNELS))
+            self.embedding = nn.Embedding(vocab, channels)
+            self.head = self.embedding if tied else nn.Embedding(vocab, channels)
+            self.layers = nn.ModuleList(Layer(heads, channels, ffn) for _ in range(layers))
+            self.norm = nn.Parameter(torch.ones(channels))
             for p in self.parameters():
                 if p.dim() == 2:
                     nn.init.normal_(p, 0.0, 0.02)
-            size = CHANNELS // HEADS
+            size = channels // heads
             angle = torch.outer(torch.arange(T).float(), THETA ** (-torch.arange(0, size, 2).float() / size))
             self.register_buffer("cos", angle.cos())
             self.register_buffer("sin", angle.sin())
@@ -89,8 +92,8 @@ def torch_model():
             x = self.embedding(tokens)
             for layer in self.layers:
                 x = layer(x, self.cos, self.sin)
-            logits = F.linear(F.rms_norm(x, (CHANNELS,), self.norm, 1e-5), self.embedding.weight)
-            return F.cross_entropy(logits.view(-1, PADDED_VOCAB), targets.reshape(-1))
+            logits = F.linear(F.rms_norm(x, self.norm.shape, self.norm, 1e-5), self.head.weight)
+            return F.cross_entropy(logits.flatten(0, 1), targets.reshape(-1))
 
     return Llama
 
@@ -166,10 +169,10 @@ def run_torch(what, dtype, B, T, options):
     return json.loads(output.splitlines()[-1]), usage.ru_maxrss * 1024 / 1e9
 
 
-def write_shard(path, count):
-    """A shard of random tokens: the header's 256 int32, then uint16 (SPEC, "Shards")."""
+def write_shard(path, count, vocab=VOCAB):
+    """A shard of random tokens, the last of the vocabulary first: the header's 256 int32, then uint16 (SPEC, "Shards")."""
     rng = random.Random(0)
-    tokens = [50256] + [rng.randrange(VOCAB) for _ in range(count - 1)]
+    tokens = [vocab - 1] + [rng.randrange(vocab) for _ in range(count - 1)]
     path.write_bytes(struct.pack("<256i", 20240520, 1, count, *([0] * 253)) + struct.pack(f"<{count}H", *tokens))
 
 

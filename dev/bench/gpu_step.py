@@ -1,0 +1,418 @@
+"""The training step on a GPU beside the same model in PyTorch, in one run: tokens a second, memory, and where our time goes.
+
+    python3 dev/bench/gpu_step.py REPORT step [--budget 500]       124M and 162M at T = 1024, B = 16 and the largest batch that fits
+    python3 dev/bench/gpu_step.py REPORT memory [--budget 300]     124M, 16,384 tokens a batch of T = 1k to 16k: how much memory a step takes
+    python3 dev/bench/gpu_step.py REPORT step --dry-run            a tiny model on the CPU, by ./train_gpt2: shows that all of it runs
+
+REPORT is the folder of scripts/gpu_check.sh's report. What it has already is not measured again: run a part again for what it had no time for.
+Each case is a process of its own, one at a time. Both sides do the whole step: forward, backward, gradient clipping, AdamW, a new batch each time.
+
+    ours       ./train_gpt2cu --dtype bf16 under its ordinary flags; a step's time is `ms` of metrics.jsonl (float32 master weights and moments)
+    autocast   torch.compile, scaled_dot_product_attention, bf16 autocast over float32 weights, AdamW(fused=True): the same numerics as ours
+    bf16       the same with weights, gradients and moments in bf16: less memory traffic than ours, and less exact; no autocast
+
+The model is dev/bench/cpu_step.py's, written as a good user would: q, k, v in one product, gate and up in one, the vocabulary padded to 50,304. The
+host never waits for PyTorch's device within the steps. A figure is the median of the steps after the first ones.
+"""
+import argparse
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "dev/bench"))
+import cpu_step
+import gpu_report
+
+MODELS = {"124M": {"tied": True}, "162M": {"tied": False}}
+TINY = {"tiny": {"tied": True, "layers": 1, "heads": 2, "channels": 96, "ffn": 128, "vocab": 128}}
+VARIANTS = ("ours", "autocast", "bf16")
+UNCOUNTED, MARGIN_GB = 10, 3.0           # steps; memory that CUDA, cuBLASLt and the allocator need beside the model's
+TOKENS, LENGTHS = 16384, (1024, 2048, 4096, 8192, 16384)
+DRY = False
+
+
+def device():
+    return "cpu" if DRY else "cuda"
+
+
+def sizes(model):
+    """Llama()'s arguments."""
+    return {**MODELS, **TINY}[model]
+
+
+# ---------------------------------------------------------------- PyTorch, in a child process
+
+def torch_steps(task):
+    """Trains; the milliseconds of each counted step, and the most memory that was taken."""
+    import torch
+    on = device()
+    torch.manual_seed(0)
+    torch.set_float32_matmul_precision("high")
+    pure = task["variant"] == "bf16"
+    model = cpu_step.torch_model()(task["T"], **sizes(task["model"])).to(on, torch.bfloat16 if pure else torch.float32)
+    groups = [{"params": [p for p in model.parameters() if (p.dim() >= 2) == matrix], "weight_decay": decay}
+              for matrix, decay in ((True, cpu_step.WEIGHT_DECAY), (False, 0.0))]
+    optimizer = torch.optim.AdamW(groups, lr=cpu_step.LR, betas=cpu_step.BETAS, eps=cpu_step.EPS, fused=True)
+    forward = model if DRY else torch.compile(model)
+    vocab = sizes(task["model"]).get("vocab", cpu_step.VOCAB)
+    steps = task["uncounted"] + task["steps"]
+    batches = torch.randint(0, vocab, (min(steps, 8), task["B"], task["T"] + 1))
+    batches = batches if DRY else batches.pin_memory()
+    marks = []
+    for i in range(steps + 1):
+        marks.append(mark())
+        if i == steps:
+            break
+        batch = batches[i % len(batches)].to(on, non_blocking=True)
+        with torch.autocast(on, dtype=torch.bfloat16, enabled=not pure):
+            loss = forward(batch[:, :-1], batch[:, 1:])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), cpu_step.CLIP)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    if not torch.isfinite(loss).item():
+        raise SystemExit(f"gpu_step: the loss is {loss.item()}")
+    ms = between(marks)[task["uncounted"]:]
+    peak, reserved = (0, 0) if DRY else (torch.cuda.max_memory_allocated() / 1e9, torch.cuda.max_memory_reserved() / 1e9)
+    return {"ms": ms, "peak_gb": peak, "reserved_gb": reserved}
+
+
+def mark():
+    """A point in the device's time."""
+    if DRY:
+        return time.perf_counter()
+    import torch
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def between(marks):
+    """Milliseconds from each mark to the next; waits for the device."""
+    if DRY:
+        return [1e3 * (b - a) for a, b in zip(marks, marks[1:])]
+    import torch
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) for a, b in zip(marks, marks[1:])]
+
+
+def ceilings(task):
+    """What this device reaches: bytes a second of a large copy, read and written, and FLOP/s of a large bf16 product of random numbers."""
+    import torch
+    size, n = (1 << 20, 256) if DRY else (1 << 31, 8192)
+    a, b = (torch.randn(n, n, device=device()).bfloat16() for _ in range(2))
+    source, target = (torch.empty(size, dtype=torch.uint8, device=device()) for _ in range(2))
+    best = {}
+    for name, amount, call in (("bytes", 2 * size, lambda: target.copy_(source)), ("flops", 2 * n ** 3, lambda: a @ b)):
+        call(), call()
+        marks = [mark()]
+        for _ in range(20):
+            call()
+            marks.append(mark())
+        best[name] = amount / (1e-3 * statistics.median(between(marks)))
+    return best
+
+
+def child(task):
+    import torch
+    try:
+        return (ceilings if task["variant"] == "ceilings" else torch_steps)(task)
+    except torch.OutOfMemoryError:
+        return {"failed": "out of memory"}
+
+
+def run_torch(**task):
+    """child() in a process of its own; in a dry run in this one, which is quicker."""
+    if DRY:
+        return child(task)
+    result = subprocess.run([sys.executable, __file__, "child", json.dumps(task)], capture_output=True, text=True)
+    if result.returncode:
+        lines = result.stderr.strip().splitlines()
+        print(result.stderr, file=sys.stderr)
+        return {"failed": lines[-1][:200] if lines else f"exit code {result.returncode}"}
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+# ---------------------------------------------------------------- ours
+
+class Used:
+    """The most device memory in use while this runs, in GB beyond what was in use before; None where nvidia-smi does not tell."""
+
+    def __init__(self):
+        self.most, self.done = None, threading.Event()
+
+    def now(self):
+        try:
+            result = subprocess.run(["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"], capture_output=True, text=True)
+            return int(result.stdout.split()[0]) * 1.048576e-3
+        except (OSError, IndexError, ValueError):
+            return None
+
+    def watch(self):
+        while not self.done.wait(0.1):
+            now = self.now()
+            if now is None:
+                return
+            self.most = max(now - self.before, self.most or 0)
+
+    def __enter__(self):
+        self.before = self.now()
+        self.thread = threading.Thread(target=self.watch) if self.before is not None else None
+        if self.thread:
+            self.thread.start()
+        return self
+
+    def __exit__(self, *error):
+        self.done.set()
+        if self.thread:
+            self.thread.join()
+
+
+def spec(model):
+    """--model's words for it."""
+    s = sizes(model)
+    return model if model in MODELS else ",".join(f"{key}={int(value)}" for key, value in s.items())
+
+
+def our_command(options, model, B, T, steps, data):
+    words = [options.ours, "--train-data", f"{data}/*_train_*.bin", "--model", spec(model), "--attn", "softmax", "--dtype", "bf16", "--batch", B, "--seq-len", T,
+             "--steps", steps, "--val-every", 0, "--ckpt-every", 0]
+    return [str(word) for word in words]
+
+
+def scratch_folder():
+    """A folder in memory where there is room: a run ends with a checkpoint of 2 GB."""
+    shared = Path("/dev/shm")
+    roomy = shared.is_dir() and os.access(shared, os.W_OK) and shutil.disk_usage(shared).free > 16e9
+    return tempfile.TemporaryDirectory(prefix="gpu_step_", dir=shared if roomy else None)
+
+
+def run_ours(options, model, B, T, steps, profile=False):
+    """{ms, peak_gb (the plan), used_gb (nvidia-smi), mfu} of a run, or with `profile` {phases: {name: ms a step}}."""
+    with scratch_folder() as name:
+        data, out = Path(name), Path(name) / "run"
+        cpu_step.write_shard(data / "random_train_000001.bin", 2 * B * T + 1, sizes(model).get("vocab", cpu_step.VOCAB))
+        words = our_command(options, model, B, T, UNCOUNTED + steps, data) + (["--profile"] if profile else ["--out", str(out)])
+        with Used() as used:
+            result = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        if result.returncode:
+            print(result.stdout[-2000:] + result.stderr[-2000:], file=sys.stderr)
+            return {"failed": "out of memory" if result.returncode == 4 else f"exit code {result.returncode}: {(result.stderr.strip().splitlines() or [''])[0][:160]}"}
+        if profile:
+            return {"phases": {m[1].strip(): float(m[2]) for m in re.finditer(r"^(\S.*?) +([0-9.]+) +[0-9.]+%$", result.stdout, re.M)}}
+        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()][UNCOUNTED:]
+        return {"ms": [line["ms"] for line in lines], "mfu": statistics.median(line.get("mfu") or 0 for line in lines),
+                "peak_gb": lines[-1].get("gpu_memory_gb", 0), "used_gb": used.most}
+
+
+# ---------------------------------------------------------------- cases
+
+class Budget:
+    def __init__(self, seconds):
+        self.end = time.monotonic() + seconds
+
+    def left(self):
+        return self.end - time.monotonic()
+
+
+def measure(options, model, B, T, variant, steps):
+    result = run_ours(options, model, B, T, steps) if variant == "ours" else \
+        run_torch(variant=variant, model=model, B=B, T=T, steps=steps, uncounted=UNCOUNTED)
+    if "ms" in result:
+        result["tok_per_s"] = 1e3 * B * T / statistics.median(result["ms"])
+    print(f"{model} B={B} T={T} {variant:9} " + (f"{result['tok_per_s']:10.0f} tok/s, {result['peak_gb']:.1f} GB" if "ms" in result else result["failed"]), flush=True)
+    return result
+
+
+def free_gb():
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    return 4.0 if DRY else int(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]) * 1.048576e-3
+
+
+def parameters(model):
+    """Rows of the embedding counted once where tied."""
+    s = {"layers": cpu_step.LAYERS, "channels": cpu_step.CHANNELS, "ffn": cpu_step.FFN, "vocab": cpu_step.PADDED_VOCAB, **sizes(model)}
+    C, F = s["channels"], s["ffn"]
+    return s["layers"] * (4 * C * C + 3 * C * F + 2 * C) + (1 if s["tied"] else 2) * s["vocab"] * C + C
+
+
+def largest_batch(at_16, model, variant):
+    """From the memory at B = 16: what a step keeps whatever the batch is known, the rest grows with it. A multiple of 8."""
+    bytes_each = {"ours": 4 + 4 + 8 + 2, "autocast": 4 + 4 + 8, "bf16": 2 + 2 + 4}[variant]
+    fixed = bytes_each * parameters(model) / 1e9
+    a_sequence = (at_16["peak_gb"] - fixed) / at_16["B"]
+    return 16 if a_sequence <= 0 else max(16, int(0.97 * (free_gb() - MARGIN_GB - fixed) / a_sequence) // 8 * 8)
+
+
+def part_step(report, options):
+    budget, left_out = Budget(options.budget), []
+    for model in options.models:
+        for batch in ("16", "largest"):
+            for variant in options.variants:
+                keys = {"model": model, "batch": batch, "variant": variant, "device": device()}
+                if any(all(r.get(k) == v for k, v in keys.items()) and "failed" not in r for r in report.part("step")["records"]):
+                    continue
+                base = next((r for r in report.part("step")["records"] if all(r.get(k) == v for k, v in {**keys, "batch": "16"}.items()) and "failed" not in r), None)
+                if budget.left() < (20 if variant == "ours" else 60) and not DRY or (batch == "largest" and base is None):
+                    left_out.append(f"{variant} of {model}, batch {batch}")
+                    continue
+                B = options.batch if batch == "16" else min(largest_batch(base, model, variant), 2 * options.batch if DRY else 1024)
+                result = measure(options, model, B, options.length, variant, options.steps)
+                while result.get("failed") == "out of memory" and B > 16 and (budget.left() > 60 or variant == "ours"):
+                    B = max(16, int(B * 0.85) // 8 * 8)
+                    result = measure(options, model, B, options.length, variant, options.steps)
+                report.record("step", keys, B=B, T=options.length, **result)
+                report.save()
+    phases(report, options)
+    tables_step(report, options, left_out)
+    return not left_out
+
+
+def part_memory(report, options):
+    budget, left_out = Budget(options.budget), []
+    model = options.models[0]
+    for T in options.lengths:
+        for variant in ("ours", "autocast"):
+            keys = {"model": model, "T": T, "variant": variant, "device": device()}
+            if any(all(r.get(k) == v for k, v in keys.items()) and "failed" not in r for r in report.part("memory")["records"]):
+                continue
+            if budget.left() < (20 if variant == "ours" else 60) and not DRY:
+                left_out.append(f"{variant} at T = {T}")
+                continue
+            B = max(1, options.tokens // T)
+            report.record("memory", keys, B=B, **measure(options, model, B, T, variant, 3))
+            report.save()
+    tables_memory(report, left_out)
+    return not left_out
+
+
+# ---------------------------------------------------------------- where our time goes, and the least that it could take
+
+def floors(model, B, T):
+    """{phase of --profile: (bytes that must move, FLOPs)} of a step in bf16 with N = B·T rows: each input read once, each output written once, over
+    all kernels of the phase. Attention is counted with two products forward and five backward, over the visible half."""
+    s = {"layers": cpu_step.LAYERS, "channels": cpu_step.CHANNELS, "ffn": cpu_step.FFN, "vocab": cpu_step.PADDED_VOCAB, **sizes(model)}
+    N, L, C, F, V, P = B * T, s["layers"], s["channels"], s["ffn"], s["vocab"], parameters(model)
+    return {
+        "embedding": (6 * N * C + 8 * min(N, V) * C, 0),                      # rows in and out; gradient in, rows of float32 read and written
+        "rmsnorm": ((2 * L + 1) * 12 * N * C, 0),                             # x in, h out; dh, x, dx in, dx out
+        "q, k, v and o products": (0, 6 * L * N * 4 * C * C),
+        "rope": (L * 16 * N * C, 0),                                          # q and k in and out, and their gradients
+        "attention": (0, 7 * L * N * (T + 1) * C),
+        "feed-forward products": (0, 6 * L * N * 3 * C * F),
+        "swiglu": (L * 16 * N * F, 0),                                        # gate, up in, act out; dact, gate, up in, dgate, dup out
+        "output product and loss": (4 * N * V, 6 * N * C * V),                # logits in, their gradients out
+        "norm and AdamW": (34 * P, 0),                                        # gradients twice; weights, moments in and out; the bf16 copy out
+    }
+
+
+PRODUCTS = ("q, k, v and o products", "feed-forward products", "output product and loss")
+
+
+def phases(report, options):
+    """--profile of the first model at B = 16, beside the floors by this device's own ceilings."""
+    model = options.models[0]
+    profile = run_ours(options, model, options.batch, options.length, options.steps, profile=True)
+    best = run_torch(variant="ceilings")
+    if "failed" in profile or "failed" in best:
+        report.part("step")["facts"].append(f"no phases: {profile.get('failed') or best.get('failed')}")
+        return
+    total, least = sum(profile["phases"].values()), floors(model, options.batch, options.length)
+    rows = []
+    for name, ms in profile["phases"].items():
+        moved, flops = least.get(name, (0, 0))
+        floor = 1e3 * (moved / best["bytes"] + flops / best["flops"])
+        rows.append([name, f"{ms:.2f}", f"{100 * ms / total:.1f} %", f"{floor:.2f}" if floor else "", f"{100 * floor / ms:.0f} %" if floor and ms else ""])
+    share = sum(profile["phases"].get(name, 0) for name in PRODUCTS) / total if total else 0
+    report.record("phases", {"model": model}, device=device(), B=options.batch, T=options.length, **profile, **best)
+    report.table("step", f"Where our time goes, {model}, B = {options.batch}, T = {options.length}", ["phase", "ms a step", "share", "floor ms", "of floor"], rows,
+                 [f"ceilings measured in this run: {best['bytes'] / 1e12:.2f} TB/s copied, {best['flops'] / 1e12:.0f} TFLOP/s of a bf16 product of 8192³ random numbers",
+                  f"{100 * share:.0f} % of the step are phases of cuBLASLt's products (with the loss's own kernel)",
+                  "a floor counts each input read once and each output written once; attention two products forward and five backward"])
+
+
+# ---------------------------------------------------------------- tables
+
+def figure(record, key, digits, scale=1.0):
+    if record is None:
+        return ""
+    return record["failed"][:60] if "failed" in record else "" if record.get(key) is None else f"{scale * record[key]:,.{digits}f}"
+
+
+def tables_step(report, options, left_out):
+    records, rows = report.part("step")["records"], []
+    for model in dict.fromkeys(r["model"] for r in records):
+        for batch in ("16", "largest"):
+            for r in (r for r in records if r["model"] == model and r["batch"] == batch):
+                ours = next((o for o in records if o["model"] == model and o["batch"] == batch and o["variant"] == "ours" and "failed" not in o), None)
+                over = f"{ours['tok_per_s'] / r['tok_per_s']:.2f}" if ours and "tok_per_s" in r and r is not ours else ""
+                ms = {"m": statistics.median(r["ms"])} if "ms" in r else {"failed": r["failed"]}
+                rows.append([model, r["B"], r["variant"], figure(ms, "m", 2), figure(r, "tok_per_s", 0), over, figure(r, "mfu", 1, 100), figure(r, "peak_gb", 1)])
+    report.table("step", f"Tokens a second, T = {options.length}", ["model", "B", "variant", "ms a step", "tok/s", "ours over it", "MFU %", "peak GB"], rows,
+                 ["peak GB: ours by the plan that the trainer prints and takes; PyTorch's by torch.cuda.max_memory_allocated",
+                  *([f"not measured for want of time: {', '.join(left_out)}; run the part again"] if left_out else [])])
+
+
+def tables_memory(report, left_out):
+    records, rows = report.part("memory")["records"], []
+    for T in dict.fromkeys(r["T"] for r in records):
+        ours, other = (next((r for r in records if r["T"] == T and r["variant"] == variant), None) for variant in ("ours", "autocast"))
+        rows.append([T, (ours or other)["B"], figure(ours, "peak_gb", 2), figure(ours, "used_gb", 2), figure(other, "peak_gb", 2), figure(other, "reserved_gb", 2),
+                     figure(ours, "tok_per_s", 0), figure(other, "tok_per_s", 0)])
+    report.table("memory", "A step's memory, GB", ["T", "B", "ours, planned", "ours, nvidia-smi", "autocast, allocated", "autocast, reserved", "ours tok/s", "autocast tok/s"],
+                 rows, ["nvidia-smi counts the CUDA context and the libraries too",
+                        *([f"not measured for want of time: {', '.join(left_out)}; run the part again"] if left_out else [])])
+
+
+# ---------------------------------------------------------------- the command line
+
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("report", type=Path)
+    parser.add_argument("part", choices=("step", "memory"))
+    parser.add_argument("--models", default="", help="default: 124M,162M")
+    parser.add_argument("--variants", default=",".join(VARIANTS))
+    parser.add_argument("--steps", type=int, default=20, help="counted steps (default: %(default)s)")
+    parser.add_argument("--budget", type=float, default=500, help="seconds after which no case is begun")
+    parser.add_argument("--ours", default="", help="the trainer; default: ./train_gpt2cu")
+    parser.add_argument("--dry-run", action="store_true", help="on the CPU, a tiny model")
+    options = parser.parse_args()
+    global DRY, UNCOUNTED
+    DRY = options.dry_run
+    UNCOUNTED = 2 if DRY else UNCOUNTED
+    options.models = options.models.split(",") if options.models else list(TINY if DRY else MODELS)
+    options.variants = options.variants.split(",")
+    options.ours = options.ours or str(ROOT / ("train_gpt2" if DRY else "train_gpt2cu"))
+    options.batch, options.length, options.tokens = (2, 32, 64) if DRY else (16, 1024, TOKENS)
+    options.lengths = (16, 32) if DRY else LENGTHS
+    return options
+
+
+def main():
+    if sys.argv[1:2] == ["child"]:
+        return print(json.dumps(child(json.loads(sys.argv[2]))))
+    options = parse()
+    if not DRY and gpu_report.device() == "CPU":
+        print("gpu_step: no GPU: not measured", file=sys.stderr)
+        return gpu_report.NO_GPU
+    if not os.access(options.ours, os.X_OK):
+        raise SystemExit(f"gpu_step: {options.ours} is not there: scripts/gpu_check.sh build")
+    report = gpu_report.Report(options.report)
+    whole = {"step": part_step, "memory": part_memory}[options.part](report, options)
+    report.save()
+    failed = [f"{r['model']} {r['variant']}" for r in report.part(options.part)["records"] if r["variant"] == "ours" and "failed" in r]
+    print(f"gpu_step: {len(report.part(options.part)['records'])} records" + ("" if whole else ", not all in time") + (f"; ours failed: {', '.join(failed)}" if failed else ""))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
