@@ -1,5 +1,7 @@
 # `make` builds the CPU programs; `make help` says what else there is, what was found, and what each absence turns off.
 
+MAKEFLAGS += --no-builtin-rules     # make would look for ways to make the .d files, and find one
+
 CC      ?= gcc
 MARCH   ?= native
 OPT     ?= -O3

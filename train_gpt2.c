@@ -1081,6 +1081,10 @@ void trainer_metrics(char *out, size_t size) {
     if (size) out[0] = 0;
 }
 
+void trainer_line(char *out, size_t size) {
+    if (size) out[0] = 0;
+}
+
 void trainer_profile(double steps) {
     double sum = 0;
     for (int i = 0; i < PHASE_COUNT; i++) sum += phase_seconds[i];

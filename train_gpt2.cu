@@ -145,6 +145,7 @@ struct Model {
     double *sums;                // of SUM_STEP ..., then partial sums of squares
     unsigned long long *without_weight;      // rows of attention without weight: in steps, in validations
     void *scratch, *products;    // of attention, of cuBLASLt
+    void *wire;                  // of sums over processes
     int32_t *batch;              // inputs, targets, and the rows of each token in order: BatchTokens
     uint8_t *mask;
 
@@ -348,6 +349,10 @@ static void plan_model(Model *m, size_t B, size_t T) {
     plan_floats(m, B, T);
     by_type([=](auto *a) { plan_activations(m, a, B, T); });
     memory_add(&m->plan, "scratch of products", &m->products, MATMUL_WORKSPACE);
+    size_t largest = 0;
+    for (size_t i = 0; i < bucket_count(m); i++)
+        if (bucket_at(m, i).floats > largest) largest = bucket_at(m, i).floats;
+    memory_add(&m->plan, "gradients on their way", &m->wire, collective_scratch(largest));
 }
 
 static void take_model(Model *m) {
@@ -356,6 +361,7 @@ static void take_model(Model *m) {
     memory_place(&m->plan, m->block);
     rope_table(m->cosines, m->sines, m->T, head_size(&m->config), m->config.rope_theta);
     matmul_start(m->products, MATMUL_WORKSPACE, !m->deterministic);
+    collective_use(m->wire);
     CUDA_CHECK(cudaDeviceSynchronize());           // these were not on our stream
 }
 
@@ -814,8 +820,22 @@ double trainer_peak(void) {
     return flops;
 }
 
+// The memory that this process holds on its GPU; and under --profile the milliseconds by phase, of this step alone.
 void trainer_metrics(char *out, size_t size) {
-    snprintf(out, size, ", \"gpu_memory_gb\": %.3f", 1e-9 * (double)model.plan.total);
+    static double before[PHASE_COUNT];
+    size_t at = (size_t)snprintf(out, size, ", \"gpu_memory_gb\": %.3f", 1e-9 * (double)model.plan.total);
+    if (!profiling) return;
+    phase_collect();
+    for (int i = 0; i < PHASE_COUNT && at < size; i++) {
+        at += (size_t)snprintf(out + at, size - at, "%s\"%s\": %.3f", i ? ", " : ", \"ms_by_phase\": {", phase_names[i],
+                               1000 * (phase_seconds[i] - before[i]));
+        before[i] = phase_seconds[i];
+    }
+    if (at < size) snprintf(out + at, size - at, "}");
+}
+
+void trainer_line(char *out, size_t size) {
+    snprintf(out, size, " | %s", human_bytes((double)model.plan.total).text);
 }
 
 void trainer_profile(double steps) {

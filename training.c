@@ -297,7 +297,7 @@ static void plan_memory(Run *run) {
     if (run->loaded.text[0]) others[count++] = &run->loaded;
     MemoryPlan *plan = run->plan = trainer_plan(o, others, count, (size_t)o->batch, run->T);
     bool masked = shards_masked(run->train) || (run->val && shards_masked(run->val));
-    run->more_size = 256 + 3 * (64 + 64 * (size_t)run->config->layers);
+    run->more_size = 1024 + 3 * (64 + 64 * (size_t)run->config->layers);
     memory_add(plan, "scratch", (void **)&run->more, run->more_size);
     memory_add(plan, "a batch", (void **)&run->window, (run->T + 1) * sizeof(int32_t));
     memory_add(plan, "a batch", (void **)&run->inputs, N * sizeof(int32_t));
@@ -635,6 +635,8 @@ static void show_step(Run *run, StepMetrics *metrics, double seconds_a_step, boo
     if (!is_main()) return;
     metrics_line(line, sizeof line, metrics, run->o.steps, seconds_a_step * (double)(run->o.steps - run->step));
     size_t length = strlen(line);
+    trainer_line(line + length, sizeof line - length);
+    length += strlen(line + length);
     double share = rows ? 100.0 * (double)without_weight / (double)rows : 0;
     if (share > 0) snprintf(line + length, sizeof line - length, " | %.*f %% of rows without weight", share < 0.1 ? 4 : share < 9.95 ? 1 : 0, share);
     progress_show(line, keep);

@@ -71,8 +71,10 @@ float *trainer_next_logits(const int32_t *tokens, size_t count);
 // The devices' peak, FLOP/s of all processes for the run's type.
 double trainer_peak(void);
 
-// What the trainer has to say in each line of metrics.jsonl: ", \"key\": value" or nothing.
+// What the trainer has to say of a step beside the run's own numbers: in metrics.jsonl, each after ", "; and in the line for a person,
+// after " | ". Both may be "".
 void trainer_metrics(char *out, size_t size);
+void trainer_line(char *out, size_t size);
 
 // --profile: where the time of `steps` steps went.
 void trainer_profile(double steps);

@@ -13,7 +13,7 @@ void train_options_init(TrainOptions *o, const char *attn_help, bool gpus) {
     *o = (TrainOptions){
         .model = "124M", .attn = ATTN_ONLY, .batch = 4, .seq_len = {.values = {1024}, .count = 1}, .steps = 1000, .lr = 6e-4,
         .warmup = 1000, .min_lr_frac = 0.1, .weight_decay = 0.1, .beta1 = 0.9, .beta2 = 0.95, .grad_clip = 1.0, .rope_theta = 10000,
-        .seed = 1337, .shuffle = true, .val_every = 250, .val_tokens = 1 << 20, .ckpt_every = 1000, .keep = 2,
+        .seed = 1337, .shuffle = true, .val_every = 250, .val_tokens = 1 << 20, .ckpt_every = 1000, .keep = 2, .deterministic = true,
     };
     const Option table[] = {
         {"train-data",  OPT_TEXT, &o->train_data, .arg = "GLOB", .group = "Data", .help = "shards to train on, for example 'data/shakespeare/*_train_*.bin'"},
@@ -57,7 +57,7 @@ void train_options_init(TrainOptions *o, const char *attn_help, bool gpus) {
         {"zero",        OPT_INT, &o->zero, 0, 1, .arg = "0|1", .group = "GPUs", .help = "1: each process keeps its share of AdamW's moments (ZeRO-1)", .on_resume = true},
         {"recompute",   OPT_SWITCH, &o->recompute, .group = "GPUs", .help = "keep less for the backward pass, and compute it again", .on_resume = true},
         {"reduce-dtype", OPT_CHOICE, &o->reduce_dtype, .choices = "fp32|bf16", .group = "GPUs", .help = "of gradients on their way between processes", .on_resume = true},
-        {"deterministic", OPT_SWITCH, &o->deterministic, .group = "GPUs", .help = "the same bits each time, at some cost", .on_resume = true},
+        {"deterministic", OPT_SWITCH, &o->deterministic, .group = "GPUs", .help = "the same bits each time; 0: products by the algorithm that a measurement finds fastest", .on_resume = true},
         {"stochastic-rounding", OPT_SWITCH, &o->stochastic_rounding, .group = "GPUs", .help = "under bf16, of the weights' copy that the products read", .on_resume = true},
     };
     const size_t count = sizeof table / sizeof *table, on_gpus = 5;      // the last rows

@@ -1,0 +1,245 @@
+"""The CUDA trainer's own source, run on the CPU, beside the CPU's trainer: the same losses, and each continues what the other saved.
+
+CUDA_ALL=1 tries every preset in both blocks; otherwise some are drawn by the date. TRAIN_GPT2CU tests another build, one for a GPU too.
+"""
+import datetime
+import os
+import random
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trainer import ROOT, assert_same_run, checkpoint, command, environment, losses, make_data, metrics, read_header, steps, train
+
+MODEL = "layers=2,heads=1,channels=48,ffn=40,vocab=97"
+GAU = "layers=1,block=gau,channels=32,vocab=97"
+SMALL = ["--model", MODEL, "--seq-len", 20, "--batch", 2, "--warmup", 2, "--lr", 0.002]
+
+
+@pytest.fixture(scope="module")
+def cuda():
+    """The program; built where it is not there yet and can be."""
+    given = os.environ.get("TRAIN_GPT2CU")
+    if given:
+        return Path(given).absolute()
+    made = subprocess.run(["make", "-j2", "train_gpt2cu_on_cpu"], cwd=ROOT, capture_output=True, text=True)
+    if made.returncode and "scripts/setup_cuda.sh" in made.stderr:
+        pytest.skip("CUDA's headers are not here: scripts/setup_cuda.sh")
+    assert made.returncode == 0, made.stdout + made.stderr
+    return ROOT / "train_gpt2cu_on_cpu"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    make_data(folder)
+    return folder
+
+
+def presets():
+    text = subprocess.run([ROOT / "train_gpt2", "--attn", "help"], capture_output=True, text=True, check=True).stdout
+    return [row.split()[0] for row in text.split("\n\n")[1].splitlines()[1:]]
+
+
+def drawn():
+    everything = [(name, model) for name in presets() for model in (MODEL, GAU)]
+    if os.environ.get("CUDA_ALL"):
+        return everything
+    return random.Random(datetime.date.today().toordinal()).sample(everything, 6)
+
+
+@pytest.mark.parametrize("name, model", drawn(), ids=lambda x: "gau" if x == GAU else "llama" if x == MODEL else x)
+def test_ten_steps(cuda, data, tmp_path, name, model):
+    """Losses within 1e-4, and the gradients' norms, which see what a loss does not yet."""
+    runs = []
+    for program in (None, cuda):
+        out = tmp_path / str(len(runs))
+        train(data, *SMALL, "--model", model, "--attn", name, "--steps", 10, "--out", out, program=program)
+        runs.append(np.array(metrics(out, ["loss", "grad_norm", "lr"])))
+    assert abs(runs[0][-1, 0] - runs[0][0, 0]) > 1e-3                 # it learns
+    np.testing.assert_allclose(runs[1][:, 0], runs[0][:, 0], atol=1e-4, rtol=0)
+    np.testing.assert_allclose(runs[1][:, 1:], runs[0][:, 1:], rtol=2e-3)
+
+
+def test_validation_samples_and_scalars(cuda, data, tmp_path):
+    """What a run writes beside its losses: validation, statistics of the learnt scalars, samples drawn from the same logits."""
+    flags = [*SMALL, "--attn", "ssmax-bias", "--steps", 4, "--val-data", data / "d_val_000000.bin", "--val-every", 2, "--val-tokens", 200,
+             "--sample-every", 4, "--total-batch-tokens", 80]
+    a, b = tmp_path / "cpu", tmp_path / "cuda"
+    train(data, *flags, "--out", a)
+    train(data, *flags, "--out", b, program=cuda)
+    assert (a / "samples.txt").read_text() == (b / "samples.txt").read_text()
+    for x, y in zip(metrics(a, ["val_loss", "attn_scale", "attn_bias"]), metrics(b, ["val_loss", "attn_scale", "attn_bias"])):
+        assert [value is None for value in x] == [value is None for value in y]
+        for p, q in zip(x, y):
+            if p is not None:
+                np.testing.assert_allclose(q, p, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("flags", [[], ["--dtype", "bf16"], ["--recompute"], ["--dtype", "bf16", "--stochastic-rounding"], ["--model", MODEL + ",tied=0"],
+                                   ["--seq-len", "10,20"], ["--model", GAU, "--attn", "lssar"]], ids=lambda x: " ".join(x[:2] + x[2:][-1:]) or "plain")
+def test_resume_to_the_last_bit(cuda, data, tmp_path, flags):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    flags = [*SMALL, *flags]
+    train(data, *flags, "--steps", 4, "--out", whole, program=cuda)
+    train(data, *flags, "--steps", 2, "--out", parts, program=cuda)
+    train(data, *flags, "--steps", 4, "--out", parts, "--resume", program=cuda)
+    assert_same_run(whole, parts, 4)
+
+
+def test_recomputing_changes_nothing(cuda, data, tmp_path):
+    for name, flags in {"kept": [], "again": ["--recompute"]}.items():
+        train(data, *SMALL, "--dtype", "bf16", *flags, "--steps", 3, "--out", tmp_path / name, program=cuda)
+    assert_same_run(tmp_path / "kept", tmp_path / "again", 3)
+
+
+@pytest.mark.parametrize("first, second", [("cpu", "cuda"), ("cuda", "cpu")])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_continued_by_the_other(cuda, data, tmp_path, first, second, dtype):
+    program = {"cpu": None, "cuda": cuda}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    flags = [*SMALL, "--attn", "ssmax", "--dtype", dtype]
+    train(data, *flags, "--steps", 6, "--out", whole)
+    train(data, *flags, "--steps", 3, "--out", parts, program=program[first])
+    text = train(data, *flags, "--steps", 6, "--out", parts, "--resume", program=program[second])
+    assert "continues at step 3" in text
+    assert [step for step, in metrics(parts, ["step"])] == [1, 2, 3, 4, 5, 6]
+    np.testing.assert_allclose(losses(parts), losses(whole), rtol=1e-5 if dtype == "fp32" else 5e-3)
+    a, b = (read_header(checkpoint(run, 6) / "model.safetensors")[0] for run in (whole, parts))
+    assert a == b                                        # names, types and shapes
+
+
+def test_switch_in_mid_run(cuda, data, tmp_path):
+    """Softmax becomes SSMax at step 3, on either; and by a flag of the resumed run."""
+    a, b, c = tmp_path / "cpu", tmp_path / "cuda", tmp_path / "resumed"
+    flags = [*SMALL, "--val-data", data / "d_val_000000.bin", "--val-tokens", 200, "--val-every", 3]
+    train(data, *flags, "--steps", 6, "--attn-switch", "3:ssmax", "--out", a)
+    said = train(data, *flags, "--steps", 6, "--attn-switch", "3:ssmax", "--out", b, program=cuda)
+    assert re.search(r"step 3: --attn softmax becomes ssmax; validation loss \d\.\d+ before, \d\.\d+ after", said)
+    np.testing.assert_allclose(losses(b), losses(a), atol=1e-4, rtol=0)
+    train(data, *flags, "--steps", 3, "--out", c, program=cuda)
+    train(data, *flags, "--steps", 6, "--attn-switch", "3:ssmax", "--resume", "--out", c, program=cuda)
+    np.testing.assert_allclose(losses(c), losses(a), atol=1e-4, rtol=0)
+
+
+# ---- several processes
+
+
+@pytest.mark.parametrize("processes, flags", [(2, []), (2, ["--zero", 1]), (4, ["--zero", 1]), (4, []), (2, ["--zero", 1, "--reduce-dtype", "bf16"])],
+                         ids=lambda x: " ".join(map(str, x)) if isinstance(x, list) else str(x))
+def test_several_processes(cuda, data, tmp_path, processes, flags):
+    """The losses of one process; and checkpoints that do not depend on how many there were."""
+    one, many = tmp_path / "one", tmp_path / "many"
+    common = [*SMALL, "--steps", 4, "--total-batch-tokens", 160, "--attn", "ssmax", "--val-data", data / "d_val_000000.bin", "--val-every", 2, "--val-tokens", 200]
+    train(data, *common, "--out", one, program=cuda)
+    train(data, *common, "--batch", 8 // processes // 2, *flags, "--out", many, program=cuda, processes=processes)
+    loose = "bf16" in flags
+    np.testing.assert_allclose(np.array(metrics(many, ["loss", "grad_norm"])), np.array(metrics(one, ["loss", "grad_norm"])), rtol=1e-2 if loose else 1e-5)
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        (header, first), (other, second) = (read_header(checkpoint(run, 4) / name) for run in (one, many))
+        assert header == other
+        a, b = np.frombuffer(first, "<f4"), np.frombuffer(second, "<f4")
+        assert np.linalg.norm(a - b) <= (3e-2 if loose else 1e-4) * np.linalg.norm(a)
+
+
+def test_resume_with_other_numbers_of_processes(cuda, data, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    flags = [*SMALL, "--total-batch-tokens", 80, "--keep", 0]
+    train(data, *flags, "--steps", 6, "--out", whole, program=cuda)
+    for processes, zero, total in ((1, 0, 2), (2, 1, 4), (4, 1, 6)):
+        train(data, *flags, "--steps", total, "--zero", zero, "--batch", 4 // processes, "--out", parts, "--resume", program=cuda, processes=processes)
+    np.testing.assert_allclose(losses(parts), losses(whole), rtol=1e-5)
+
+
+def test_same_number_of_processes_to_the_last_bit(cuda, data, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    flags = [*SMALL, "--zero", 1, "--batch", 1]
+    train(data, *flags, "--steps", 4, "--out", whole, program=cuda, processes=2)
+    train(data, *flags, "--steps", 2, "--out", parts, program=cuda, processes=2)
+    train(data, *flags, "--steps", 4, "--out", parts, "--resume", program=cuda, processes=2)
+    assert_same_run(whole, parts, 4)
+
+
+def children(pid):
+    """Processes below this one, by /proc."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if int((path / "stat").read_text().rsplit(")", 1)[1].split()[1]) == pid:
+                found += [int(path.name), *children(int(path.name))]
+        except (OSError, IndexError):
+            pass
+    return found
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_process_ends_the_others(cuda, data, tmp_path, victim):
+    out = tmp_path / "out"
+    job = subprocess.Popen(command(data, *SMALL, "--steps", 100000, "--ckpt-every", 2, "--batch", 1, "--out", out, program=cuda, processes=2),
+                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment())
+    while not steps(out):
+        assert job.poll() is None
+        time.sleep(0.1)
+    ranks = {}
+    for pid in children(job.pid):
+        words = (Path("/proc") / str(pid) / "environ").read_bytes().split(b"\0")
+        rank = [word for word in words if word.startswith(b"OMPI_COMM_WORLD_RANK=")]
+        if rank:
+            ranks[int(rank[0].split(b"=")[1])] = pid
+    os.kill(ranks[victim], signal.SIGKILL)
+    start = time.time()
+    text, _ = job.communicate(timeout=30)
+    assert job.returncode != 0 and time.time() - start < 30
+    assert re.search(rf"rank {victim}|process {victim}", text), text
+    assert all(not Path(f"/proc/{pid}").exists() for pid in ranks.values())
+    newest = steps(out)[-1]
+    said = train(data, *SMALL, "--steps", newest + 1, "--batch", 1, "--out", out, "--resume", program=cuda, processes=2)
+    assert f"continues at step {newest}" in said
+
+
+def test_divergence_on_one_process_stops_all(cuda, data, tmp_path):
+    text = train(data, *SMALL, "--attn", "exp", "--lr", 100, "--warmup", 0, "--grad-clip", 0, "--steps", 50, "--batch", 1, "--out", tmp_path / "out", program=cuda,
+                 processes=2, code=5)
+    assert "training diverged" in text
+
+
+# ---- what is refused, and said
+
+
+def test_refused_before_anything_is_written(cuda, data, tmp_path):
+    out = tmp_path / "out"
+    text = train(data, *SMALL, "--zero", 2, "--steps", 1, "--out", out, program=cuda, code=2)
+    text += train(data, *SMALL, "--zeroo", 1, "--steps", 1, "--out", out, program=cuda, code=2)
+    assert "--zero" in text and "Nearest: --zero" in text and not out.exists()
+    assert "no such flag" in train(data, "--zero", 1, "--steps", 1, code=2)           # the CPU's trainer has none of these flags
+
+
+def test_dry_run(cuda, data, tmp_path):
+    text = train(data, *SMALL, "--dry-run", "--out", tmp_path / "out", program=cuda)
+    assert "memory of each GPU" in text and "AdamW's moments" in text and "nothing was written" in text
+    assert not (tmp_path / "out").exists()
+
+
+def test_profile(cuda, data):
+    text = train(data, *SMALL, "--steps", 2, "--profile", program=cuda)
+    rows = dict(re.findall(r"^(.+?) +([\d.]+) +[\d.]+%$", text.split("where the time went")[1], re.M))
+    for name in ("attention", "rmsnorm", "output product and loss", "norm and AdamW"):
+        assert name in rows
+
+
+def test_metrics_say_what_a_gpu_holds(cuda, data, tmp_path):
+    train(data, *SMALL, "--steps", 1, "--out", tmp_path / "out", program=cuda)
+    (memory, mfu), = metrics(tmp_path / "out", ["gpu_memory_gb", "mfu"])
+    assert 0 < memory < 1 and 0 < mfu < 1
+
+
+def test_milliseconds_by_phase(cuda, data, tmp_path):
+    """Under --profile each line of metrics.jsonl has them, and they are about what the step took."""
+    train(data, *SMALL, "--steps", 2, "--profile", "--out", tmp_path / "out", program=cuda)
+    for phases, ms in metrics(tmp_path / "out", ["ms_by_phase", "ms"]):
+        assert phases["attention"] > 0 and phases["norm and AdamW"] > 0 and sum(phases.values()) < 1.5 * ms + 50
