@@ -62,7 +62,7 @@ struct Matmul {
     size_t workspace_bytes;
     bool measure;
     MatmulPlan plans[MATMUL_SHAPES];
-    int count;
+    int count, oldest;              // the oldest makes room once there are MATMUL_SHAPES
 };
 
 inline Matmul matmul;
@@ -76,14 +76,16 @@ static inline void matmul_start(void *workspace, size_t bytes, bool measure) {
     matmul.measure = measure;
 }
 
+static inline void matmul_forget(MatmulPlan *plan) {
+    CUBLAS_CHECK(cublasLtMatmulDescDestroy(plan->product));
+    CUBLAS_CHECK(cublasLtMatrixLayoutDestroy(plan->first));
+    CUBLAS_CHECK(cublasLtMatrixLayoutDestroy(plan->second));
+    CUBLAS_CHECK(cublasLtMatrixLayoutDestroy(plan->out));
+    *plan = MatmulPlan();
+}
+
 static inline void matmul_end(void) {
-    for (int i = 0; i < matmul.count; i++) {
-        MatmulPlan *plan = &matmul.plans[i];
-        CUBLAS_CHECK(cublasLtMatmulDescDestroy(plan->product));
-        CUBLAS_CHECK(cublasLtMatrixLayoutDestroy(plan->first));
-        CUBLAS_CHECK(cublasLtMatrixLayoutDestroy(plan->second));
-        CUBLAS_CHECK(cublasLtMatrixLayoutDestroy(plan->out));
-    }
+    for (int i = 0; i < matmul.count; i++) matmul_forget(&matmul.plans[i]);
     CUBLAS_CHECK(cublasLtDestroy(matmul.handle));
     matmul = Matmul();
 }
@@ -129,9 +131,16 @@ static inline void matmul_refused(const MatmulShape &s, cublasStatus_t status) {
          cublasLtGetStatusName(status));
 }
 
+static inline MatmulPlan *matmul_room(void) {
+    if (matmul.count < MATMUL_SHAPES) return &matmul.plans[matmul.count++];
+    MatmulPlan *plan = &matmul.plans[matmul.oldest];
+    matmul.oldest = (matmul.oldest + 1) % MATMUL_SHAPES;
+    matmul_forget(plan);
+    return plan;
+}
+
 static inline MatmulPlan *matmul_plan_make(const MatmulShape &s) {
-    if (matmul.count == MATMUL_SHAPES) fail(EXIT_RESOURCE, "more than %d shapes of matrix products.", MATMUL_SHAPES);
-    MatmulPlan *plan = &matmul.plans[matmul.count++];
+    MatmulPlan *plan = matmul_room();
     plan->shape = s;
     plan->product = matmul_product(s.tb, s.ta);
     plan->first = s.tb ? matmul_layout(s.type, s.n, s.k) : matmul_layout(s.type, s.k, s.n);

@@ -123,7 +123,7 @@ static void restart(void *workspace, size_t bytes, bool measure) {
     matmul_start(workspace, bytes, measure);
 }
 
-// Ten shapes with three kinds of products each (a residual or not is one kind), met several times: no more plans than kinds.
+// A layer has three kinds of products (with a residual or without is one kind); met again, it makes no more plans.
 static void test_plans(void *workspace) {
     check_group("plans are kept");
     restart(workspace, MATMUL_WORKSPACE, false);
@@ -134,6 +134,15 @@ static void test_plans(void *workspace) {
     test_layer<bf16>(33, 48, 96, 0);
     CHECK(matmul.count == 6, "and in bf16: %d plans", matmul.count);
     for (int i = 0; i < matmul.count; i++) CHECK(matmul.plans[i].count > 1, "more than one algorithm is known");
+}
+
+// As when a text is written token by token: each length is another shape.
+static void test_many(void *workspace) {
+    check_group("more shapes than there is room for");
+    restart(workspace, MATMUL_WORKSPACE, false);
+    for (int round = 0; round < 2; round++)
+        for (size_t N = 1; N <= MATMUL_SHAPES / 2; N++) test_layer<float>(N, 8, 4, 0);
+    CHECK(matmul.count == MATMUL_SHAPES, "%d plans", matmul.count);
 }
 
 static void test_measured(void *workspace) {
@@ -292,6 +301,7 @@ int main(void) {
     test_layers<float>("float");
     test_layers<bf16>("bf16");
     test_plans(workspace);
+    test_many(workspace);
     test_measured(workspace);
     test_workspace(workspace);
     test_repeated(workspace);
