@@ -1,17 +1,20 @@
 // AdamW on all tensors in one launch, over a table of ranges of the flat array of parameters.
 //
-//   g = gradient · clip · grad_scale;   m = b1 m + (1 − b1) g,  v = b2 v + (1 − b2) g²,   p −= lr (m/(1 − b1^t) / (sqrt(v/(1 − b2^t)) + eps) + wd p)
+//   g = gradient · clip · grad_scale;   m = b1 m + (1 − b1) g,  v = b2 v + (1 − b2) g²
+//   p −= lr (m/(1 − b1^t) / (sqrt(v/(1 − b2^t)) + eps) + wd p)
 //
-// params, grads: the flat arrays, float (params are the master weights under bf16). mean, square: float, where a range's part starts at its `state`: equal to its `from`
-// where all moments are here, or packed for the ranges that this process owns (ZeRO-1). rounded: a bf16 copy of params, or NULL; rounded to nearest, or stochastically: up with
-// the probability of what is cut off, so that the mean is right. The 16 random bits of element i of params are half-word i mod 8 of Philox4x32-10 (as
-// runtime/random.c has it) of (seed, step, i div 8): they depend on nothing else, neither on the grid nor on which process owns the element.
+// params, grads: the flat arrays, float (params are the master weights under bf16). mean, square: float, where a range's part starts at its
+// `state`: equal to its `from` where all moments are here, or packed for the ranges that this process owns (ZeRO-1). rounded: a bf16 copy
+// of params, or NULL; rounded to nearest, or stochastically: up with the probability of what is cut off, so that the mean is right. The 16
+// random bits of element i of params are half-word i mod 8 of Philox4x32-10 (as runtime/random.c has it) of (seed, step, i div 8): they
+// depend on nothing else, neither on the grid nor on which process owns the element.
 // Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019). Test: dev/tests/test_kernels.cu adamw.
 //
-// A block has at most SEGMENT_PART elements of one range, found by bisection in the table (7 steps for 124M's 110 ranges). Ranges whose `from` and `state` are multiples of 8
-// go by 16 bytes, as all of tensors_of()'s do; others one by one.
+// A block has at most SEGMENT_PART elements of one range, found by bisection in the table (7 steps for 124M's 110 ranges). Ranges whose
+// `from` and `state` are multiples of 8 go by 16 bytes, as all of tensors_of()'s do; others one by one.
 //
-// Bytes for 124M parameters: params, mean, square read and written, grads read, the bf16 copy written: 30 bytes each, 3.71 GB, 1.11 ms at 3.35 TB/s.
+// Bytes for 124M parameters: params, mean, square read and written, grads read, the bf16 copy written: 30 bytes each, 3.71 GB, 1.11 ms at
+// 3.35 TB/s.
 #ifndef KERNELS_ADAMW_CUH
 #define KERNELS_ADAMW_CUH
 
@@ -84,7 +87,8 @@ DEVICE uint32_t random_bits(const Random *r, int i) {
     return r->words[i / 2] >> i % 2 * 16 & 0xFFFF;
 }
 
-// x's neighbour among the bf16 away from 0 with the probability of the 16 bits that are cut off, else the one towards 0; as a float. An infinity or NaN stays.
+// x's neighbour among the bf16 away from 0 with the probability of the 16 bits that are cut off, else the one towards 0; as a float. An
+// infinity or NaN stays.
 DEVICE float round_stochastically(float x, uint32_t bits) {
     uint32_t word = __float_as_uint(x);
     if ((word & 0x7F800000u) == 0x7F800000u) return x;
@@ -112,7 +116,8 @@ static inline AdamRates adam_rates(AdamW a, uint64_t seed) {
 
 // W elements: i of the flat arrays on, s of the moments on.
 template <int W, bool STOCHASTIC>
-DEVICE void adamw_update(float *params, bf16 *rounded, float *mean, float *square, const float *grads, size_t i, size_t s, AdamRates a, float scale, float keep) {
+DEVICE void adamw_update(float *params, bf16 *rounded, float *mean, float *square, const float *grads, size_t i, size_t s, AdamRates a,
+                         float scale, float keep) {
     float p[W], m[W], v[W], g[W];
     load_vector_in_place<W>(p, params + i);
     load_vector_in_place<W>(m, mean + s);
@@ -138,8 +143,8 @@ DEVICE void adamw_update(float *params, bf16 *rounded, float *mean, float *squar
 // registers: at most 64 (adamw_kernel)
 // registers: at most 32 (round_kernel)
 template <bool STOCHASTIC>
-KERNEL void adamw_kernel(float *params, bf16 *rounded, float *mean, float *square, const float *grads, const AdamSegment *segments, size_t count,
-                         const float *clip, AdamRates a) {
+KERNEL void adamw_kernel(float *params, bf16 *rounded, float *mean, float *square, const float *grads, const AdamSegment *segments,
+                         size_t count, const float *clip, AdamRates a) {
     SegmentPart part = segment_part(segments, count);
     float scale = clip ? *clip * a.grad_scale : a.grad_scale, keep = part.decay ? a.keep : 1.0f;
     bool vectors = part.from % ADAMW_WIDTH == 0 && part.state % ADAMW_WIDTH == 0;
@@ -172,11 +177,11 @@ KERNEL void round_kernel(bf16 *rounded, const float *params, size_t n) {
 
 //   params, mean, square updated   rounded written, or NULL   segments (count) on the device, after segments_ready(), which gave `blocks`
 //   clip: a float on the device (clip_factor() of norms.cuh), or NULL for 1
-static inline void adamw(float *params, bf16 *rounded, float *mean, float *square, const float *grads, const AdamSegment *segments, size_t count, size_t blocks,
-                         const float *clip, AdamW a, bool stochastic, uint64_t seed, cudaStream_t stream) {
+static inline void adamw(float *params, bf16 *rounded, float *mean, float *square, const float *grads, const AdamSegment *segments,
+                         size_t count, size_t blocks, const float *clip, AdamW a, bool stochastic, uint64_t seed, cudaStream_t stream) {
     if (blocks == 0) return;
-    launch(stochastic ? adamw_kernel<true> : adamw_kernel<false>, dim3((unsigned)blocks), dim3(SEGMENT_THREADS), 0, stream, params, rounded, mean, square, grads,
-           segments, count, clip, adam_rates(a, seed));
+    launch(stochastic ? adamw_kernel<true> : adamw_kernel<false>, dim3((unsigned)blocks), dim3(SEGMENT_THREADS), 0, stream, params,
+           rounded, mean, square, grads, segments, count, clip, adam_rates(a, seed));
 }
 
 //   rounded (n) written   params (n)

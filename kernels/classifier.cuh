@@ -1,17 +1,20 @@
 // The loss, and its gradient in place of the logits.
 //
-//   losses[n] = ln sum_{v<V} exp(logits[n,v]) − logits[n,targets[n]];   with `scale` not 0 logits[n,v] becomes scale (softmax(logits[n])_v − [v = targets[n]])
+//   losses[n] = ln sum_{v<V} exp(logits[n,v]) − logits[n,targets[n]]
+//   with `scale` not 0 logits[n,v] becomes scale (softmax(logits[n])_v − [v = targets[n]])
 //
-// Shapes: logits (rows,VP) X, of which the first V columns count and the others get gradient 0; losses (rows) float; targets (rows), each below V; mask (rows) or
-// NULL: a row with 0 has loss 0 and gradient 0. X = float or bf16; sums are float, a gradient is rounded once. VP a multiple of 8, as the padded vocabulary is (128).
-// A logit that is NaN or infinite makes the row's loss NaN or infinite.
-// Source for the running maximum: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018). Test: dev/tests/test_kernels.cu classifier.
+// Shapes: logits (rows,VP) X, of which the first V columns count and the others get gradient 0; losses (rows) float; targets (rows), each
+// below V; mask (rows) or NULL: a row with 0 has loss 0 and gradient 0. X = float or bf16; sums are float, a gradient is rounded once. VP a
+// multiple of 8, as the padded vocabulary is (128). A logit that is NaN or infinite makes the row's loss NaN or infinite.
+// Source for the running maximum: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018). Test:
+// dev/tests/test_kernels.cu classifier.
 //
-// A block has a row and reads it twice: once for maximum and sum together, each thread rescaling its sum when its maximum grows, and once, backwards, to write; so the
-// row's end, read last, is found in L1 and the rest in L2 (a row of GPT-2's vocabulary is 100 KB in bf16; 4 rows on each of 132 SMs are 53 MB). Nothing of size
-// rows·VP is ever stored in float.
+// A block has a row and reads it twice: once for maximum and sum together, each thread rescaling its sum when its maximum grows, and once,
+// backwards, to write; so the row's end, read last, is found in L1 and the rest in L2 (a row of GPT-2's vocabulary is 100 KB in bf16; 4
+// rows on each of 132 SMs are 53 MB). Nothing of size rows·VP is ever stored in float.
 //
-// Bytes at 16,384 rows of 50,304 in bf16: from DRAM 1.65 GB read and 1.65 GB written, 0.98 ms at 3.35 TB/s; were the second reading from DRAM too, 1.48 ms.
+// Bytes at 16,384 rows of 50,304 in bf16: from DRAM 1.65 GB read and 1.65 GB written, 0.98 ms at 3.35 TB/s; were the second reading from
+// DRAM too, 1.48 ms.
 #ifndef KERNELS_CLASSIFIER_CUH
 #define KERNELS_CLASSIFIER_CUH
 
@@ -99,11 +102,13 @@ KERNEL void losses_sum_kernel(double *sum, const float *losses, size_t N) {
 
 //   losses (rows) written   logits (rows,VP) in; gradient out when scale is not 0   targets (rows)   mask (rows) or NULL
 template <class X>
-void classifier(float *losses, X *logits, const int32_t *targets, const uint8_t *mask, size_t rows, size_t V, size_t VP, float scale, cudaStream_t stream) {
+void classifier(float *losses, X *logits, const int32_t *targets, const uint8_t *mask, size_t rows, size_t V, size_t VP, float scale,
+                cudaStream_t stream) {
     if (!fits<X>(VP) || V > VP || VP > 1 << 30)
-        fail(EXIT_USAGE, "rows of %zu logits for a vocabulary of %zu: expected at least as many, and a multiple of %d.", VP, V, (int)Pack<X>::size);
-    launch(classifier_kernel<X, Pack<X>::size>, row_grid(rows, dim3(1, 1)), dim3(CLASSIFIER_THREADS), 0, stream, losses, logits, targets, mask, (int)V,
-           (int)VP, scale);
+        fail(EXIT_USAGE, "rows of %zu logits for a vocabulary of %zu: expected at least as many, and a multiple of %d.", VP, V,
+             (int)Pack<X>::size);
+    launch(classifier_kernel<X, Pack<X>::size>, row_grid(rows, dim3(1, 1)), dim3(CLASSIFIER_THREADS), 0, stream, losses, logits, targets,
+           mask, (int)V, (int)VP, scale);
 }
 
 //   sum (1) double, added to   losses (N)

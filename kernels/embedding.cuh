@@ -5,12 +5,13 @@
 // Shapes: out, dout (N,C) X, weight (V,C) X, dweight (V,C) float, tokens (N). X = float or bf16; sums are float. N below 2^31, any C.
 // Test: dev/tests/test_kernels.cu embedding.
 //
-// The backward pass follows a plan that the host makes from the tokens (embedding_plan(), a stable counting sort) and uploads with them: pieces of at most
-// EMBEDDING_PIECE rows of one token. A token of one piece gets its sum at once. One of several, such as the end-of-text token with which short
-// examples are filled up, leaves each piece's sum in `partials`, and a second launch adds them in order; so it is shared by as many blocks as it has pieces.
+// The backward pass follows a plan that the host makes from the tokens (embedding_plan(), a stable counting sort) and uploads with them:
+// pieces of at most EMBEDDING_PIECE rows of one token. A token of one piece gets its sum at once. One of several, such as the end-of-text
+// token with which short examples are filled up, leaves each piece's sum in `partials`, and a second launch adds them in order; so it is
+// shared by as many blocks as it has pieces.
 //
-// Bytes at N = 16,384, C = 768 in bf16: forward 2·N·C·2 = 50.3 MB, 15 µs at 3.35 TB/s. Backward N·C·2 = 25 MB of dout and 8 bytes for each channel of each distinct
-// token's dweight, 4,000 of them in a batch of English: 25 MB; 15 µs.
+// Bytes at N = 16,384, C = 768 in bf16: forward 2·N·C·2 = 50.3 MB, 15 µs at 3.35 TB/s. Backward N·C·2 = 25 MB of dout and 8 bytes for each
+// channel of each distinct token's dweight, 4,000 of them in a batch of English: 25 MB; 15 µs.
 #ifndef KERNELS_EMBEDDING_CUH
 #define KERNELS_EMBEDDING_CUH
 
@@ -20,8 +21,8 @@
 
 enum { EMBEDDING_PIECE = 64 };
 
-// `count` rows of one token: order[from], ... of dout; in the second stage rows `from`, ... of partials. The sum goes to row `slot` of partials, or, with -1, is
-// added to dweight.
+// `count` rows of one token: order[from], ... of dout; in the second stage rows `from`, ... of partials. The sum goes to row `slot` of
+// partials, or, with -1, is added to dweight.
 typedef struct {
     int32_t token, from, count, slot;
 } EmbeddingPiece;
@@ -46,7 +47,8 @@ KERNEL void embedding_forward_kernel(X *out, const X *weight, const int32_t *tok
 
 // `order` NULL: the rows themselves.
 template <class X, int W>
-KERNEL void embedding_backward_kernel(float *dweight, float *partials, const X *rows, const int32_t *order, const EmbeddingPiece *pieces, size_t count, size_t C) {
+KERNEL void embedding_backward_kernel(float *dweight, float *partials, const X *rows, const int32_t *order, const EmbeddingPiece *pieces,
+                                      size_t count, size_t C) {
     size_t p = row_of_thread();
     if (p >= count) return;
     EmbeddingPiece piece = pieces[p];
@@ -82,8 +84,8 @@ static inline size_t embedding_partials(size_t N) {
 }
 
 // The pieces of one token, whose rows are order[from], ...
-static inline void embedding_plan_token(EmbeddingPlan *plan, EmbeddingPiece *pieces, EmbeddingPiece *sum, int32_t token, int32_t from, int32_t rows,
-                                        int32_t *slots) {
+static inline void embedding_plan_token(EmbeddingPlan *plan, EmbeddingPiece *pieces, EmbeddingPiece *sum, int32_t token, int32_t from,
+                                        int32_t rows, int32_t *slots) {
     *sum = (EmbeddingPiece){token, *slots, 0, -1};
     for (int32_t at = 0; at < rows; at += EMBEDDING_PIECE) {
         int32_t count = rows - at < EMBEDDING_PIECE ? rows - at : (int32_t)EMBEDDING_PIECE;
@@ -94,7 +96,8 @@ static inline void embedding_plan_token(EmbeddingPlan *plan, EmbeddingPiece *pie
 
 //   order (N), pieces (embedding_pieces(N)) written   tokens (N), each below V   starts (V + 1) scratch
 // Host arrays, all of them.
-static inline EmbeddingPlan embedding_plan(int32_t *order, EmbeddingPiece *pieces, const int32_t *tokens, size_t N, int32_t *starts, size_t V) {
+static inline EmbeddingPlan embedding_plan(int32_t *order, EmbeddingPiece *pieces, const int32_t *tokens, size_t N, int32_t *starts,
+                                           size_t V) {
     EmbeddingPlan plan = {0, 0};
     int32_t slots = 0;
     if (N > INT32_MAX) fail(EXIT_USAGE, "%zu rows: the embedding's gradient on a GPU takes fewer than 2^31.", N);
@@ -119,23 +122,24 @@ template <class X>
 void embedding_forward(X *out, const X *weight, const int32_t *tokens, size_t N, size_t C, cudaStream_t stream) {
     bool vectors = fits<X>(C);
     dim3 block = row_block(vectors ? C / Pack<X>::size : C);
-    launch(vectors ? embedding_forward_kernel<X, Pack<X>::size> : embedding_forward_kernel<X, 1>, row_grid(N, block), block, 0, stream, out, weight, tokens, N, C);
+    launch(vectors ? embedding_forward_kernel<X, Pack<X>::size> : embedding_forward_kernel<X, 1>, row_grid(N, block), block, 0, stream,
+           out, weight, tokens, N, C);
 }
 
 template <class X>
-void embedding_stage(float *dweight, float *partials, const X *rows, const int32_t *order, const EmbeddingPiece *pieces, size_t count, size_t C,
-                     cudaStream_t stream) {
+void embedding_stage(float *dweight, float *partials, const X *rows, const int32_t *order, const EmbeddingPiece *pieces, size_t count,
+                     size_t C, cudaStream_t stream) {
     bool vectors = fits<X>(C);
     dim3 block = row_block(vectors ? C / Pack<X>::size : C);
     if (count == 0) return;
-    launch(vectors ? embedding_backward_kernel<X, Pack<X>::size> : embedding_backward_kernel<X, 1>, row_grid(count, block), block, 0, stream, dweight, partials,
-           rows, order, pieces, count, C);
+    launch(vectors ? embedding_backward_kernel<X, Pack<X>::size> : embedding_backward_kernel<X, 1>, row_grid(count, block), block, 0,
+           stream, dweight, partials, rows, order, pieces, count, C);
 }
 
 //   dweight (V,C) added to   partials (embedding_partials(N), C) scratch   dout (N,C)   order, pieces: the plan's, on the device
 template <class X>
-void embedding_backward(float *dweight, float *partials, const X *dout, const int32_t *order, const EmbeddingPiece *pieces, EmbeddingPlan plan, size_t C,
-                        cudaStream_t stream) {
+void embedding_backward(float *dweight, float *partials, const X *dout, const int32_t *order, const EmbeddingPiece *pieces,
+                        EmbeddingPlan plan, size_t C, cudaStream_t stream) {
     embedding_stage(dweight, partials, dout, order, pieces, plan.pieces, C, stream);
     embedding_stage(dweight, NULL, (const float *)partials, NULL, pieces + plan.pieces, plan.sums, C, stream);
 }

@@ -7,12 +7,12 @@
 // and a result is rounded once. C up to RMSNORM_MAX_CHANNELS, any N.
 // Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019). Test: dev/tests/test_kernels.cu rmsnorm.
 //
-// A warp has a row. It reads the row twice, the second time from L1: a row of the 124M model is 1.5 KB. For dweight each warp sums its own rows in shared
-// memory, at addresses of its own, then the block sums its warps and leaves one row of partial sums; columns_add() adds the blocks' rows. The
-// number of blocks depends on N and C alone, so that every GPU gives the same bits.
+// A warp has a row. It reads the row twice, the second time from L1: a row of the 124M model is 1.5 KB. For dweight each warp sums its own
+// rows in shared memory, at addresses of its own, then the block sums its warps and leaves one row of partial sums; columns_add() adds the
+// blocks' rows. The number of blocks depends on N and C alone, so that every GPU gives the same bits.
 //
-// Bytes at N = 16,384, C = 768 in bf16: forward 2·N·C·2 + 4·N = 50.4 MB, 15 µs at 3.35 TB/s; backward (dout, inp, dinp twice) 4·N·C·2 = 100.7 MB, and
-// the partial sums, 528·C·4 = 1.6 MB, written and read: 31 µs.
+// Bytes at N = 16,384, C = 768 in bf16: forward 2·N·C·2 + 4·N = 50.4 MB, 15 µs at 3.35 TB/s; backward (dout, inp, dinp twice) 4·N·C·2 =
+// 100.7 MB, and the partial sums, 528·C·4 = 1.6 MB, written and read: 31 µs.
 #ifndef KERNELS_RMSNORM_CUH
 #define KERNELS_RMSNORM_CUH
 
@@ -69,8 +69,8 @@ DEVICE float rmsnorm_mean(const X *dy, const X *x, const float *weight, size_t f
     return warp_sum(sum) / (float)C;
 }
 
-// dx of a warp's row, and its part of dweight added to `sums`: of the lane's element i in round k at (k·W + i)·32 + lane, so that the lanes' addresses
-// lie side by side.
+// dx of a warp's row, and its part of dweight added to `sums`: of the lane's element i in round k at (k·W + i)·32 + lane, so that the
+// lanes' addresses lie side by side.
 template <class X, int W>
 DEVICE void rmsnorm_row(X *dx, float *sums, const X *dy, const X *x, const float *weight, float r_n, float mean, size_t C) {
     float k = r_n * r_n * mean;
@@ -90,7 +90,8 @@ DEVICE void rmsnorm_row(X *dx, float *sums, const X *dy, const X *x, const float
 }
 
 template <class X, int W>
-KERNEL void rmsnorm_backward_kernel(X *dinp, float *partials, const X *dout, const X *inp, const float *weight, const float *r, size_t N, size_t C) {
+KERNEL void rmsnorm_backward_kernel(X *dinp, float *partials, const X *dout, const X *inp, const float *weight, const float *r, size_t N,
+                                    size_t C) {
     DYNAMIC_SHARED(float, sums);                                     // (warps, room)
     size_t room = (C + 32 * W - 1) / (32 * W) * (32 * W), warps = blockDim.x / 32, warp = threadIdx.x / 32;
     for (size_t i = threadIdx.x; i < warps * room; i += blockDim.x) sums[i] = 0;
@@ -138,11 +139,12 @@ static inline size_t rmsnorm_partials(size_t N, size_t C) {
 
 //   dinp (N,C) added to   dweight (C) added to   partials scratch   dout, inp (N,C)   weight (C)   r (N) as the forward pass left it
 template <class X>
-void rmsnorm_backward(X *dinp, float *dweight, float *partials, const X *dout, const X *inp, const float *weight, const float *r, size_t N, size_t C,
-                      cudaStream_t stream) {
+void rmsnorm_backward(X *dinp, float *dweight, float *partials, const X *dout, const X *inp, const float *weight, const float *r, size_t N,
+                      size_t C, cudaStream_t stream) {
     size_t warps = rmsnorm_warps<X>(C), blocks = smaller((N + warps - 1) / warps, RMSNORM_BLOCKS);
     auto kernel = fits<X>(C) ? rmsnorm_backward_kernel<X, Pack<X>::size> : rmsnorm_backward_kernel<X, 1>;
-    launch(kernel, dim3((unsigned)blocks), dim3((unsigned)(32 * warps)), warps * rmsnorm_room<X>(C), stream, dinp, partials, dout, inp, weight, r, N, C);
+    launch(kernel, dim3((unsigned)blocks), dim3((unsigned)(32 * warps)), warps * rmsnorm_room<X>(C), stream, dinp, partials, dout, inp,
+           weight, r, N, C);
     columns_add(dweight, partials, blocks, C, C, stream);
 }
 #endif

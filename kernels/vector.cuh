@@ -1,8 +1,8 @@
 // What the kernels on rows share: loads and stores of W elements at a time as floats, shapes of grids, and sums over blocks.
 //
-// W is Pack<X>::size, 16 bytes, where every row starts at a multiple of 16 bytes, else 1: a shape whose rows don't divide is slower, not wrong.
-// A kernel is templated on W and its launcher chooses (`fits`). Arrays start at a multiple of 16 bytes.
-// Checked by dev/tests/test_kernels.cu, by way of the kernels.
+// W is Pack<X>::size, 16 bytes, where every row starts at a multiple of 16 bytes, else 1: a shape whose rows don't divide is slower, not
+// wrong. A kernel is templated on W and its launcher chooses (`fits`). Arrays start at a multiple of 16 bytes. Checked by
+// dev/tests/test_kernels.cu, by way of the kernels.
 #ifndef KERNELS_VECTOR_CUH
 #define KERNELS_VECTOR_CUH
 
@@ -166,6 +166,7 @@ KERNEL void columns_add_kernel(X *out, const X *partials, size_t R, size_t row, 
 }
 
 static inline void columns_add(float *out, const float *partials, size_t R, size_t row, size_t C, cudaStream_t stream) {
-    launch(columns_add_kernel<float>, dim3((unsigned)((C + COLUMNS - 1) / COLUMNS)), dim3(COLUMNS, COLUMN_THREADS), 0, stream, out, partials, R, row, C);
+    launch(columns_add_kernel<float>, dim3((unsigned)((C + COLUMNS - 1) / COLUMNS)), dim3(COLUMNS, COLUMN_THREADS), 0, stream, out,
+           partials, R, row, C);
 }
 #endif

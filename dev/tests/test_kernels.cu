@@ -1,12 +1,14 @@
-// Every kernel of kernels/ but the matrix products, forward and backward, against loops in float64 that stand here; and every name of kernels/gpu.cuh against plain
-// loops, so that on a GPU it shows that the PTX does what the emulation does. Built for a GPU, or for the CPU (dev/cuda_on_cpu); the exit status is the verdict.
+// Every kernel of kernels/ but the matrix products, forward and backward, against loops in float64 that stand here; and every name of
+// kernels/gpu.cuh against plain loops, so that on a GPU it shows that the PTX does what the emulation does. Built for a GPU, or for the CPU
+// (dev/cuda_on_cpu); the exit status is the verdict.
 //
 //   test_kernels [WORD]     only the cases whose name has WORD in it
 //
-// Bounds. The inputs are rounded to X first, and the loops take the rounded ones. A result may then differ from theirs by one rounding to X, half a unit in its last
-// place (at most 2^-8 of a bf16, 2^-24 of a float), and by what sums and functions in float make, `bound` times the largest magnitude of the array: 2e-6 forward,
-// 1e-5 backward where no other is named. A line's worst error is of that second kind. Outputs start as NaNs where they are to be written, and as numbers where they are to be added to; around each array lie
-// bytes that must stay; every case runs twice and must give the same bits.
+// Bounds. The inputs are rounded to X first, and the loops take the rounded ones. A result may then differ from theirs by one rounding to
+// X, half a unit in its last place (at most 2^-8 of a bf16, 2^-24 of a float), and by what sums and functions in float make, `bound` times
+// the largest magnitude of the array: 2e-6 forward, 1e-5 backward where no other is named. A line's worst error is of that second kind.
+// Outputs start as NaNs where they are to be written, and as numbers where they are to be added to; around each array lie bytes that must
+// stay; every case runs twice and must give the same bits.
 #include "kernels/gpu.cuh"
 
 #include <stdarg.h>
@@ -218,7 +220,8 @@ static void test_rmsnorm(size_t N, size_t C) {
     if (!case_begins("rmsnorm %s N=%zu C=%zu", type_name<X>(), N, C)) return;
     Tensor<X> out(N * C), inp(N * C), dout(N * C), dinp(N * C);
     Tensor<float> r(N), weight(C), dweight(C), partials(rmsnorm_partials(N, C)), r_in(N);
-    Numbers x = fill(inp, "x", 0.1, 2), w = fill(weight, "w", 1, 0.5), dy = fill(dout, "dy", 0, 1), dx = fill(dinp, "dx", 0, 1), dw = fill(dweight, "dw", 0, 1);
+    Numbers x = fill(inp, "x", 0.1, 2), w = fill(weight, "w", 1, 0.5), dy = fill(dout, "dy", 0, 1), dx = fill(dinp, "dx", 0, 1),
+        dw = fill(dweight, "dw", 0, 1);
     Numbers y(N * C), inverse(N);
     for (size_t n = 0; n < N; n++) {
         double squares = 0, dot = 0;
@@ -229,12 +232,14 @@ static void test_rmsnorm(size_t N, size_t C) {
             dot += dy[n * C + c] * w[c] * x[n * C + c];
             dw[c] += dy[n * C + c] * x[n * C + c] * inverse[n];
         }
-        for (size_t c = 0; c < C; c++) dx[n * C + c] += inverse[n] * (w[c] * dy[n * C + c] - x[n * C + c] * inverse[n] * inverse[n] * dot / (double)C);
+        double k = inverse[n] * inverse[n] * dot / (double)C;
+        for (size_t c = 0; c < C; c++) dx[n * C + c] += inverse[n] * (w[c] * dy[n * C + c] - x[n * C + c] * k);
     }
     fill(r_in, inverse);
     run_twice({&out, &r}, [&] { rmsnorm_forward(out.device(), r.device(), inp.device(), weight.device(), N, C, stream); });
     run_twice({&dinp, &dweight, &partials}, [&] {
-        rmsnorm_backward(dinp.device(), dweight.device(), partials.device(), dout.device(), inp.device(), weight.device(), r_in.device(), N, C, stream);
+        rmsnorm_backward(dinp.device(), dweight.device(), partials.device(), dout.device(), inp.device(), weight.device(), r_in.device(),
+                         N, C, stream);
     });
     compare("out", out, y, FORWARD);
     compare("r", r, inverse, FORWARD);
@@ -326,7 +331,8 @@ static void test_rope(size_t B, size_t T, size_t NH, size_t HS, bool l2) {
 
 template <class X>
 static void test_ropes(void) {
-    static const size_t SHAPES[][4] = {{1, 1, 1, 48}, {2, 33, 3, 48}, {1, 5, 12, 64}, {2, 17, 1, 128}, {2, 3, 2, 6}, {1, 2, 1, 530}, {1, 2, 100, 64}, {1, 2, 3, 16}};
+    static const size_t SHAPES[][4] = {{1, 1, 1, 48}, {2, 33, 3, 48}, {1, 5, 12, 64}, {2, 17, 1, 128}, {2, 3, 2, 6}, {1, 2, 1, 530},
+                                       {1, 2, 100, 64}, {1, 2, 3, 16}};
     for (const size_t *s : SHAPES)
         for (int l2 = 0; l2 < 2; l2++) test_rope<X>(s[0], s[1], s[2], s[3], l2);
 }
@@ -399,7 +405,8 @@ static void test_gau(size_t B, size_t T, size_t E, size_t HS, bool l2) {
             if (l2) inverse[2 * n + i] = divide_by_norm(row, HS);
         }
     }
-    Numbers u[2] = {fill(q_in, qk[0]), fill(k_in, qk[1])}, d[2] = {fill(dq, "dq", 0, 1), fill(dk, "dk", 0, 1)}, dvalues = fill(dv, "dv", 0, 1), dx(N * W, NAN);
+    Numbers u[2] = {fill(q_in, qk[0]), fill(k_in, qk[1])}, d[2] = {fill(dq, "dq", 0, 1), fill(dk, "dk", 0, 1)};
+    Numbers dvalues = fill(dv, "dv", 0, 1), dx(N * W, NAN);
     inverse = fill(inverses_in, inverse);
     for (size_t n = 0; n < N; n++) {
         const double *z = &x[n * W + 2 * E];
@@ -417,12 +424,13 @@ static void test_gau(size_t B, size_t T, size_t E, size_t HS, bool l2) {
         }
     }
     run_twice({&q, &k, &v, &inverses}, [&] {
-        gau_forward(q.device(), k.device(), v.device(), l2 ? inverses.device() : NULL, uvz.device(), gains.device(), cosines.device(), sines.device(), l2, B, T, E, HS,
-                    stream);
+        gau_forward(q.device(), k.device(), v.device(), l2 ? inverses.device() : NULL, uvz.device(), gains.device(), cosines.device(),
+                    sines.device(), l2, B, T, E, HS, stream);
     });
     run_twice({&duvz, &grads.q_gain, &grads.q_offset, &grads.k_gain, &grads.k_offset, &partials}, [&] {
-        gau_backward(duvz.device(), grads.device(), partials.device(), dq.device(), dk.device(), dv.device(), uvz.device(), q_in.device(), k_in.device(),
-                     l2 ? inverses_in.device() : NULL, gains.device(), cosines.device(), sines.device(), l2, B, T, E, HS, stream);
+        gau_backward(duvz.device(), grads.device(), partials.device(), dq.device(), dk.device(), dv.device(), uvz.device(), q_in.device(),
+                     k_in.device(), l2 ? inverses_in.device() : NULL, gains.device(), cosines.device(), sines.device(), l2, B, T, E, HS,
+                     stream);
     });
     compare("q", q, qk[0], FORWARD);
     compare("k", k, qk[1], FORWARD);
@@ -433,8 +441,11 @@ static void test_gau(size_t B, size_t T, size_t E, size_t HS, bool l2) {
     Tensor<X> written(N * (W - E));                                  // duvz without u's part, which is no number
     Numbers expected;
     written.now.clear();
-    for (size_t i = 0; i < N * W; i++)
-        if (!is_u(i)) expected.push_back(dx[i]), written.now.insert(written.now.end(), duvz.now.begin() + i * sizeof(X), duvz.now.begin() + (i + 1) * sizeof(X));
+    for (size_t i = 0; i < N * W; i++) {
+        if (is_u(i)) continue;
+        expected.push_back(dx[i]);
+        written.now.insert(written.now.end(), duvz.now.begin() + i * sizeof(X), duvz.now.begin() + (i + 1) * sizeof(X));
+    }
     compare("duvz", written, expected, BACKWARD);
     compare("dq_gain", grads.q_gain, grads.values[0], BACKWARD);
     compare("dq_offset", grads.q_offset, grads.values[1], BACKWARD);
@@ -447,7 +458,8 @@ template <class X>
 static void test_gate(size_t N, size_t E, size_t W) {
     if (!case_begins("gau gate %s N=%zu E=%zu W=%zu", type_name<X>(), N, E, W)) return;
     Tensor<X> out(N * E), uvz(N * W), att(N * E), datt(N * E), duvz(N * W), dout(N * E);
-    Numbers x = fill(uvz, "uvz", 0, 3), a = fill(att, "att", 0, 1), dy = fill(dout, "dy", 0, 1), start = fill(duvz, "duvz", 0, 1), y(N * E), da(N * E), dx = start;
+    Numbers x = fill(uvz, "uvz", 0, 3), a = fill(att, "att", 0, 1), dy = fill(dout, "dy", 0, 1), start = fill(duvz, "duvz", 0, 1),
+        y(N * E), da(N * E), dx = start;
     for (size_t n = 0; n < N; n++)
         for (size_t e = 0; e < E; e++) {
             double u = x[n * W + e];
@@ -456,7 +468,8 @@ static void test_gate(size_t N, size_t E, size_t W) {
             dx[n * W + e] = dy[n * E + e] * a[n * E + e] * silu_slope(u);
         }
     run_twice({&out}, [&] { gau_gate_forward(out.device(), uvz.device(), att.device(), N, E, W, stream); });
-    run_twice({&datt, &duvz}, [&] { gau_gate_backward(datt.device(), duvz.device(), dout.device(), uvz.device(), att.device(), N, E, W, stream); });
+    run_twice({&datt, &duvz},
+              [&] { gau_gate_backward(datt.device(), duvz.device(), dout.device(), uvz.device(), att.device(), N, E, W, stream); });
     compare("out", out, y, FORWARD);
     compare("datt", datt, da, BACKWARD);
     compare("duvz", duvz, dx, BACKWARD);
@@ -466,7 +479,8 @@ static void test_gate(size_t N, size_t E, size_t W) {
 
 template <class X>
 static void test_gaus(void) {
-    static const size_t SHAPES[][4] = {{1, 1, 96, 128}, {2, 33, 192, 128}, {1, 5, 7, 6}, {2, 3, 96, 48}, {2, 1100, 8, 128}, {1, 3, 1536, 128}, {1, 4, 1, 2}};
+    static const size_t SHAPES[][4] = {{1, 1, 96, 128}, {2, 33, 192, 128}, {1, 5, 7, 6}, {2, 3, 96, 48}, {2, 1100, 8, 128},
+                                       {1, 3, 1536, 128}, {1, 4, 1, 2}};
     for (const size_t *s : SHAPES)
         for (int l2 = 0; l2 < 2; l2++) test_gau<X>(s[0], s[1], s[2], s[3], l2);
     static const size_t GATES[][3] = {{1, 96, 320}, {33, 96, 320}, {5, 1536, 3200}, {3, 7, 20}};
@@ -539,7 +553,8 @@ static void test_embedding_order(void) {
 
 template <class X>
 static void test_embeddings(void) {
-    static const size_t SHAPES[][4] = {{1, 96, 97, 0}, {33, 48, 97, 10}, {700, 48, 97, 60}, {65, 97, 2, 100}, {64, 8, 97, 100}, {5, 768, 97, 0}, {3, 16, 50257, 0}, {300, 16, 1, 0}};
+    static const size_t SHAPES[][4] = {{1, 96, 97, 0}, {33, 48, 97, 10}, {700, 48, 97, 60}, {65, 97, 2, 100}, {64, 8, 97, 100},
+                                       {5, 768, 97, 0}, {3, 16, 50257, 0}, {300, 16, 1, 0}};
     for (const size_t *s : SHAPES) test_embedding<X>(s[0], s[1], s[2], (unsigned)s[3]);
 }
 
@@ -548,7 +563,9 @@ static void test_embeddings(void) {
 
 template <class X>
 static void test_classifier(size_t rows, size_t V, double scale_of_logits, bool masked, float scale) {
-    if (!case_begins("classifier %s rows=%zu V=%zu +-%g%s%s", type_name<X>(), rows, V, scale_of_logits, masked ? " masked" : "", scale == 0 ? " loss alone" : "")) return;
+    if (!case_begins("classifier %s rows=%zu V=%zu +-%g%s%s", type_name<X>(), rows, V, scale_of_logits, masked ? " masked" : "",
+                     scale == 0 ? " loss alone" : ""))
+        return;
     size_t VP = (V + 127) / 128 * 128;
     Numbers x = numbers("logits", rows * VP, 0, scale_of_logits), gradient(rows * VP, 0.0), loss(rows, 0.0);
     std::vector<int32_t> targets(rows);
@@ -646,7 +663,8 @@ static uint16_t rounded_bits(float x, size_t i, bool stochastic, uint64_t seed, 
 
 enum { FLAT = 22000, SEED = 123456789 };
 
-// Ranges of a flat array of FLAT: long, short, empty; with moments that are packed, as a process of several has them, or not; at multiples of 8 or anywhere.
+// Ranges of a flat array of FLAT: long, short, empty; with moments that are packed, as a process of several has them, or not; at multiples
+// of 8 or anywhere.
 static std::vector<AdamSegment> make_segments(bool packed, bool odd) {
     static const size_t RANGES[][2] = {{16, 9016}, {9032, 9040}, {9100, 9100}, {9104, 13200}, {13216, 13217}, {14000, 21987}};
     std::vector<AdamSegment> segments;
@@ -659,7 +677,8 @@ static std::vector<AdamSegment> make_segments(bool packed, bool odd) {
     return segments;
 }
 
-static void expect_adamw(Numbers &p, Numbers &m, Numbers &v, const Numbers &g, const std::vector<AdamSegment> &segments, AdamW a, double clip) {
+static void expect_adamw(Numbers &p, Numbers &m, Numbers &v, const Numbers &g, const std::vector<AdamSegment> &segments, AdamW a,
+                         double clip) {
     for (const AdamSegment &s : segments)
         for (size_t i = s.from, j = s.state; i < s.to; i++, j++) {
             double x = g[i] * clip * a.grad_scale;
@@ -673,8 +692,8 @@ static void expect_adamw(Numbers &p, Numbers &m, Numbers &v, const Numbers &g, c
 enum Copy { NO_COPY, NEAREST, STOCHASTIC };
 
 static void test_adamw(bool packed, bool odd, Copy copy, bool clipped, int64_t step) {
-    if (!case_begins("adamw%s%s%s%s step=%d", packed ? " packed" : "", odd ? " odd" : "", copy == NEAREST ? " bf16" : copy == STOCHASTIC ? " bf16 stochastic" : "",
-                     clipped ? " clipped" : "", (int)step))
+    static const char *const COPIES[] = {"", " bf16", " bf16 stochastic"};
+    if (!case_begins("adamw%s%s%s%s step=%d", packed ? " packed" : "", odd ? " odd" : "", COPIES[copy], clipped ? " clipped" : "", (int)step))
         return;
     AdamW a = {1e-2, 0.9, 0.95, 1e-8, 0.1, clipped ? 0.5 : 1.0, step};
     std::vector<AdamSegment> segments = make_segments(packed, odd);
@@ -683,11 +702,12 @@ static void test_adamw(bool packed, bool odd, Copy copy, bool clipped, int64_t s
     Tensor<float> params(FLAT), mean(FLAT), square(FLAT), grads(FLAT), clip(1);
     Tensor<bf16> rounded(FLAT);
     upload(table, segments);
-    Numbers p = fill(params, "p", 0, 1), m = fill(mean, "m", 0, 0.1), v = fill(square, "v", 0.2, 0.2), g = fill(grads, "g", 0, 1), factor = fill(clip, {0.3});
+    Numbers p = fill(params, "p", 0, 1), m = fill(mean, "m", 0, 0.1), v = fill(square, "v", 0.2, 0.2), g = fill(grads, "g", 0, 1),
+        factor = fill(clip, {0.3});
     expect_adamw(p, m, v, g, segments, a, clipped ? factor[0] : 1);
     run_twice({&params, &mean, &square, &rounded}, [&] {
-        adamw(params.device(), copy == NO_COPY ? NULL : rounded.device(), mean.device(), square.device(), grads.device(), table.device(), segments.size(), blocks,
-              clipped ? clip.device() : NULL, a, copy == STOCHASTIC, SEED, stream);
+        adamw(params.device(), copy == NO_COPY ? NULL : rounded.device(), mean.device(), square.device(), grads.device(), table.device(),
+              segments.size(), blocks, clipped ? clip.device() : NULL, a, copy == STOCHASTIC, SEED, stream);
     });
     compare("params", params, p, 1e-6);
     compare("mean", mean, m, 1e-6);
@@ -918,7 +938,11 @@ static void test_copies(void) {
 
 template <class T>
 KERNEL void functions_test_kernel(T *exp2s, T *logs, T *reciprocals, const T *in, size_t n) {
-    for (size_t i = threadIdx.x; i < n; i += blockDim.x) exp2s[i] = exp2_fast(in[i]), logs[i] = log2_fast(in[i]), reciprocals[i] = reciprocal_fast(in[i]);
+    for (size_t i = threadIdx.x; i < n; i += blockDim.x) {
+        exp2s[i] = exp2_fast(in[i]);
+        logs[i] = log2_fast(in[i]);
+        reciprocals[i] = reciprocal_fast(in[i]);
+    }
 }
 
 // Bounds: the PTX ISA's, 2^-22 relative for ex2 and lg2 (absolute for lg2 between 0.5 and 2), 1 ulp for rcp.
@@ -927,16 +951,19 @@ static void test_functions(void) {
     Numbers x = numbers("x", 4000, 0, 126);
     for (size_t i = 1000; i < 2000; i++) x[i] /= 100;
     for (size_t i = 2000; i < 3000; i++) x[i] = exp2(x[i]);
-    for (double special : {0.0, 1.0, -1.0, 2.0, 0.5, 128.0, -127.5, -200.0, (double)INFINITY, -(double)INFINITY, (double)NAN, 1e30}) x.push_back(special);
+    const double SPECIAL[] = {0, 1, -1, 2, 0.5, 128, -127.5, -200, INFINITY, -INFINITY, NAN, 1e30};
+    x.insert(x.end(), std::begin(SPECIAL), std::end(SPECIAL));
     Tensor<float> in(x.size()), exp2s(x.size()), logs(x.size()), reciprocals(x.size());
     x = fill(in, x);
     run_twice({&exp2s, &logs, &reciprocals}, [&] {
-        launch(functions_test_kernel<float>, dim3(1), dim3(32), 0, stream, exp2s.device(), logs.device(), reciprocals.device(), in.device(), x.size());
+        launch(functions_test_kernel<float>, dim3(1), dim3(32), 0, stream, exp2s.device(), logs.device(), reciprocals.device(),
+               in.device(), x.size());
     });
     double error[3] = {};
     bool special = true;
     for (size_t i = 0; i < x.size(); i++) {
-        double e = value_of(exp2s.at(i)), l = value_of(logs.at(i)), r = value_of(reciprocals.at(i)), e_true = exp2(x[i]), l_true = log2(x[i]), r_true = 1 / x[i];
+        double e = value_of(exp2s.at(i)), l = value_of(logs.at(i)), r = value_of(reciprocals.at(i));
+        double e_true = exp2(x[i]), l_true = log2(x[i]), r_true = 1 / x[i];
         if (isnan(x[i])) special = special && isnan(e) && isnan(l) && isnan(r);
         else if (x[i] >= 128) special = special && isinf(e) && e > 0;
         else if (x[i] < -126) special = special && e == 0;
@@ -987,7 +1014,8 @@ static uint32_t nearest_bits(float x) {
 static void test_pack(void) {
     if (!case_begins("wrappers pack, unpack, set_float")) return;
     Numbers x = numbers("x", 200, 0, 10);
-    for (double special : {0.0, -0.0, 1.00390625, 1.01171875, -1.00390625, 3.4e38, -3.39e38, (double)INFINITY, -(double)INFINITY, 1e-40, (double)NAN}) x.push_back(special);
+    const double SPECIAL[] = {0.0, -0.0, 1.00390625, 1.01171875, -1.00390625, 3.4e38, -3.39e38, INFINITY, -INFINITY, 1e-40, NAN};
+    x.insert(x.end(), std::begin(SPECIAL), std::end(SPECIAL));
     size_t n = x.size();
     Tensor<float> in(n), halves(2 * n), packs(20);
     Tensor<uint32_t> pairs(n);
@@ -1000,7 +1028,8 @@ static void test_pack(void) {
     memcpy(&bits[0], eight, 16), memcpy(&bits[1], values, 16);
     x = fill(in, x), upload(sixteen, bits);
     run_twice({&pairs, &halves, &set, &packs}, [&] {
-        launch(pack_test_kernel<float>, dim3(1), dim3(32), 0, stream, pairs.device(), halves.device(), set.device(), packs.device(), in.device(), sixteen.device(), n);
+        launch(pack_test_kernel<float>, dim3(1), dim3(32), 0, stream, pairs.device(), halves.device(), set.device(), packs.device(),
+               in.device(), sixteen.device(), n);
     });
     size_t wrong = 0;
     for (size_t i = 0; i < n; i++) {
@@ -1033,7 +1062,8 @@ static void test_sums(size_t threads) {
     Numbers x = numbers("x", threads, -100, 50);
     for (double &v : x) v = rint(v);                                   // exact sums, all negative: a maximum that starts at 0 shows
     x = fill(in, x);
-    run_twice({&results}, [&] { launch(sums_test_kernel<float>, dim3(1), dim3((unsigned)threads), 0, stream, results.device(), in.device()); });
+    dim3 block((unsigned)threads);
+    run_twice({&results}, [&] { launch(sums_test_kernel<float>, dim3(1), block, 0, stream, results.device(), in.device()); });
     Numbers expected(threads * 5);
     double sum = 0, largest = -INFINITY;
     for (double v : x) sum += v, largest = fmax(largest, v);
