@@ -407,7 +407,7 @@ static void prepare_fiber(Worker &w, int number) {
     f.context = race_check() ? __tsan_create_fiber(0) : NULL;
 }
 
-// ---- memory of a worker: stacks, each with a page before it that must not be touched, and shared memory between such pages
+// ---- memory of a worker: stacks, each with pages before it that must not be touched, and shared memory between such pages
 
 static char *map_memory(size_t bytes, int protection) {
     void *p = mmap(NULL, bytes, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -415,14 +415,14 @@ static char *map_memory(size_t bytes, int protection) {
     return (char *)p;
 }
 
-static const size_t PAGE = 4096, STATICS_ROOM = 128 * 1024, DYNAMIC_ROOM = 232 * 1024;
+static const size_t PAGE = 4096, STACK_GUARD = 64 * 1024, STATICS_ROOM = 128 * 1024, DYNAMIC_ROOM = 232 * 1024;
 
 static void use_signal_stack();
 
 static Worker *new_worker() {
     Worker *w = (Worker *)map_memory(sizeof(Worker), PROT_READ | PROT_WRITE);      // zeros; most of it is never touched
     w->stack_bytes = (settings().stack + PAGE - 1) / PAGE * PAGE;
-    w->stack_step = w->stack_bytes + PAGE;
+    w->stack_step = w->stack_bytes + STACK_GUARD;
     w->stacks = map_memory(w->stack_step * BLOCK_THREADS, PROT_NONE);
     char *room = map_memory(STATICS_ROOM + DYNAMIC_ROOM + 3 * PAGE, PROT_NONE);
     w->meetings = (Meetings *)map_memory(sizeof(Meetings), PROT_READ | PROT_WRITE);
@@ -448,30 +448,29 @@ static void prepare_memory(Worker &w) {
         renew(w.dynamic_end - DYNAMIC_ROOM, DYNAMIC_ROOM);
     }
     w.dynamic = w.dynamic_end - (w.launch->shared_bytes + 127) / 128 * 128;
-    if (w.settings.poison) fill_poison(w.dynamic, w.launch->shared_bytes);
-    fill_poison(w.dynamic + w.launch->shared_bytes, (size_t)(w.dynamic_end - w.dynamic) - w.launch->shared_bytes);
+    if (w.settings.poison) fill(w.dynamic, w.launch->shared_bytes, POISON);
+    fill(w.dynamic + w.launch->shared_bytes, (size_t)(w.dynamic_end - w.dynamic) - w.launch->shared_bytes, FENCE);
     for (int i = 0; i < w.array_count; i++) w.array_memory[w.arrays[i].array->number] = NULL;
     w.array_count = 0;
     w.statics_used = w.statics_asked = 0;
 }
 
-void fill_poison(void *p, size_t bytes) {
-    static const unsigned char poison[2] = {0xF7, 0x7F};
+void fill(void *p, size_t bytes, Pattern pattern) {
     unsigned char *to = (unsigned char *)p;
-    uint64_t word = 0x7FF77FF77FF77FF7u;
+    uint64_t word = (uint64_t)pattern * 0x0001000100010001u;
     size_t i = 0;
     for (; i + 8 <= bytes; i += 8) memcpy(to + i, &word, 8);
-    for (; i < bytes; i++) to[i] = poison[i % 2];
+    memcpy(to + i, &word, bytes - i);
 }
 
-bool is_poison(const void *p, size_t bytes) {
+bool is_filled(const void *p, size_t bytes, Pattern pattern) {
     const unsigned char *from = (const unsigned char *)p;
     for (size_t i = 0; i < bytes; i++)
-        if (from[i] != (i % 2 ? 0x7F : 0xF7)) return false;
+        if (from[i] != (unsigned char)(pattern >> i % 2 * 8)) return false;
     return true;
 }
 
-static const size_t BETWEEN_ARRAYS = 64;        // bytes of poison behind each array, that nobody may change
+static const size_t BETWEEN_ARRAYS = 64;        // bytes at least, behind each array, that nobody may change
 
 void *shared_array(SharedArray &array, size_t bytes) {
     static std::atomic<int> numbers;
@@ -496,8 +495,8 @@ void *shared_array(SharedArray &array, size_t bytes) {
     memory = w.statics + w.statics_used;
     size_t room = (bytes + BETWEEN_ARRAYS + 127) / 128 * 128;
     w.statics_used += room;
-    if (w.settings.poison) fill_poison(memory, bytes);
-    fill_poison(memory + bytes, room - bytes);
+    if (w.settings.poison) fill(memory, bytes, POISON);
+    fill(memory + bytes, room - bytes, FENCE);
     w.arrays[w.array_count++] = {memory, bytes, &array};
     return memory;
 }
@@ -523,12 +522,12 @@ static void check_shared_arrays(Worker &w) {
     for (int i = 0; i < w.array_count; i++) {
         const ArrayInBlock &a = w.arrays[i];
         const char *end = a.memory + a.bytes, *room_end = a.memory + (a.bytes + BETWEEN_ARRAYS + 127) / 128 * 128;
-        if (!is_poison(end, (size_t)(room_end - end)))
+        if (!is_filled(end, (size_t)(room_end - end), FENCE))
             die("OUT OF BOUNDS: something was written behind the end of the shared array %s (%s:%d), %zu bytes, in block (%u,%u,%u) of %s",
                 a.array->name, a.array->site.file, a.array->site.line, a.bytes, w.block.x, w.block.y, w.block.z,
                 kernel_name(w.launch->kernel).c_str());
     }
-    if (!is_poison(w.dynamic + w.launch->shared_bytes, (size_t)(w.dynamic_end - w.dynamic) - w.launch->shared_bytes))
+    if (!is_filled(w.dynamic + w.launch->shared_bytes, (size_t)(w.dynamic_end - w.dynamic) - w.launch->shared_bytes, FENCE))
         die("OUT OF BOUNDS: something was written behind the end of the dynamic shared memory, %zu bytes, in block (%u,%u,%u) of %s",
             w.launch->shared_bytes, w.block.x, w.block.y, w.block.z, kernel_name(w.launch->kernel).c_str());
 }

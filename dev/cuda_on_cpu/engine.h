@@ -17,9 +17,12 @@ enum {
     PROCESSORS = 132, PROCESSOR_SHARED = 228 * 1024, PROCESSOR_THREADS = 2048, PROCESSOR_BLOCKS = 32
 };
 
-// 0x7FF7 is a NaN as bf16 and float16, and so are two of them as a float, four as a double; as an integer it is far out of most arrays.
-void fill_poison(void *p, size_t bytes);
-bool is_poison(const void *p, size_t bytes);
+// What memory is filled with, in 16 bits. POISON, for what has no value yet, is a NaN as bf16 and float16, and so are two of them as a float
+// and four as a double; as an integer it is far out of most arrays. FENCE, for what lies behind an end, is a signalling NaN as bf16 and
+// float, so that one who adds to it leaves a trace.
+enum Pattern { POISON = 0x7FF7, FENCE = 0x7FB7 };
+void fill(void *p, size_t bytes, Pattern pattern);
+bool is_filled(const void *p, size_t bytes, Pattern pattern);
 
 // A lock that the race check does not see, so that it takes it for no synchronisation of the program's.
 struct Lock {

@@ -260,7 +260,7 @@ inline T atomic_change(T *p, Change change) {
     template <class T>                                                                          \
     inline T name(T *p, typename cuda_on_cpu::Same<T>::type x) {                                \
         static_assert(condition, #name ": CUDA has none of this type");                         \
-        return cuda_on_cpu::atomic_change(p, [=](T old) -> T { return result; });               \
+        return cuda_on_cpu::atomic_change(p, [=](T old) -> T { (void)old; return result; });    \
     }
 CUDA_ON_CPU_ATOMIC(atomicAdd, (std::is_arithmetic<T>::value && !std::is_same<T, long>::value && !std::is_same<T, long long>::value), old + x)
 CUDA_ON_CPU_ATOMIC(atomicSub, (std::is_same<T, int>::value || std::is_same<T, unsigned>::value), old - x)

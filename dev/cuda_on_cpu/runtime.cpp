@@ -132,7 +132,7 @@ extern "C" cudaError_t cudaGetLastError() {
 
 // ---- memory
 // Every allocation has pages of its own, with one before it and one behind it that nobody may touch. It starts at a multiple of 256, as
-// cudaMalloc's do, so up to 255 bytes remain before the page's end: they are poison, looked at when the memory is freed.
+// cudaMalloc's do, so up to 255 bytes remain before the page's end: they are looked at when the memory is freed.
 
 enum Place { DEVICE_MEMORY, PINNED, REGISTERED };
 
@@ -200,8 +200,8 @@ static cudaError_t allocate(void **p, size_t bytes, Place place) {
     if (mapping == MAP_FAILED) return result(cudaErrorMemoryAllocation);
     mprotect(mapping + PAGE, pages, PROT_READ | PROT_WRITE);
     char *start = mapping + PAGE + pages - room;
-    if (settings().poison) fill_poison(start, bytes);
-    fill_poison(start + bytes, room - bytes);
+    if (settings().poison) fill(start, bytes, POISON);
+    fill(start + bytes, room - bytes, FENCE);
     if (settings().hide && place == DEVICE_MEMORY) mprotect(mapping + PAGE, pages, PROT_NONE);
     allocations[start] = {bytes, place, ++allocation_number, mapping, pages + 2 * PAGE};
     if (place == DEVICE_MEMORY) device_bytes += bytes;
@@ -217,7 +217,7 @@ static cudaError_t release(void *p, Place place) {
     Allocation a = it->second;
     if (place != REGISTERED) {
         mprotect(a.mapping + PAGE, a.mapping_bytes - 2 * PAGE, PROT_READ | PROT_WRITE);
-        if (!is_poison(it->first + a.bytes, round_up(a.bytes, ALIGNMENT) - a.bytes))
+        if (!is_filled(it->first + a.bytes, round_up(a.bytes, ALIGNMENT) - a.bytes, FENCE))
             die("OUT OF BOUNDS: something was written behind the end of the %zu bytes of %s number %d", a.bytes, allocator(a), a.number);
         munmap(a.mapping, a.mapping_bytes);
     }

@@ -1,0 +1,768 @@
+// The emulator's own test: what its functions compute, against plain loops, and defects planted in kernels, each with a sound twin.
+//     test_cuda_on_cpu numbers             every function's numbers
+//     test_cuda_on_cpu NAME 0|1            the kernel NAME as it should be (0), with its defect (1)
+//     test_cuda_on_cpu help                the names
+// The exit status is 0 where the results are right, 1 where they are wrong; a defect may also end in a message and abort(). Which
+// settings find which defect is in test_cuda_on_cpu.py.
+#include "gpu_on_cpu.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+
+#include <algorithm>
+#include <vector>
+
+typedef __nv_bfloat16 bf16;
+static const unsigned ALL = 0xFFFFFFFFu;
+static int failures;
+
+#define CHECK(condition, ...)                                     \
+    do {                                                          \
+        if (condition) break;                                     \
+        if (failures++ < 20) printf("%s:%d: ", __func__, __LINE__), printf(__VA_ARGS__), printf("\n"); \
+    } while (0)
+#define CUDA(call) CHECK((call) == cudaSuccess, "%s failed", #call)
+
+template <class T>
+struct Device {         // n elements on the device, of a's values or none
+    T *p = NULL;
+    size_t n;
+    explicit Device(size_t n) : n(n) { CUDA(cudaMalloc((void **)&p, n * sizeof(T))); }
+    explicit Device(const std::vector<T> &a) : Device(a.size()) { CUDA(cudaMemcpy(p, a.data(), n * sizeof(T), cudaMemcpyHostToDevice)); }
+    Device(const Device &) = delete;
+    ~Device() { CUDA(cudaFree(p)); }
+    std::vector<T> host() const {
+        std::vector<T> a(n);
+        CUDA(cudaMemcpy(a.data(), p, n * sizeof(T), cudaMemcpyDeviceToHost));
+        return a;
+    }
+};
+
+static std::vector<float> count_up(size_t n) {
+    std::vector<float> a(n);
+    for (size_t i = 0; i < n; i++) a[i] = (float)(i % 1021);
+    return a;
+}
+
+// ---- numbers
+
+struct LaneResults {
+    int idx, idx8, up, up8, down, down8, xor_, xor8;
+    double wide;
+    unsigned ballot, any, none, all, match_any, match_all, sum, least, most;
+    int negative_least, same;
+    float half_warp;
+};
+
+KERNEL void lane_functions(LaneResults *out) {
+    int lane = (int)threadIdx.x % 32, value = 100 * (int)threadIdx.x + 7;
+    LaneResults r;
+    r.idx = __shfl_sync(ALL, value, lane * 5 + 3);
+    r.idx8 = __shfl_sync(ALL, value, lane * 5 + 3, 8);
+    r.up = __shfl_up_sync(ALL, value, 3);
+    r.up8 = __shfl_up_sync(ALL, value, 3, 8);
+    r.down = __shfl_down_sync(ALL, value, 3);
+    r.down8 = __shfl_down_sync(ALL, value, 3, 8);
+    r.xor_ = __shfl_xor_sync(ALL, value, 21);
+    r.xor8 = __shfl_xor_sync(ALL, value, 9, 8);
+    r.wide = __shfl_sync(ALL, value + 0.5, 31 - lane);
+    r.ballot = __ballot_sync(ALL, lane % 3 == 0);
+    r.any = (unsigned)__any_sync(ALL, lane == 17), r.none = (unsigned)__any_sync(ALL, 0), r.all = (unsigned)__all_sync(ALL, lane < 32);
+    r.match_any = __match_any_sync(ALL, lane % 4);
+    r.match_all = __match_all_sync(ALL, 5, &r.same);
+    r.sum = __reduce_add_sync(ALL, (unsigned)lane);
+    r.least = __reduce_min_sync(ALL, (unsigned)lane + 4), r.most = __reduce_max_sync(ALL, (unsigned)lane);
+    r.negative_least = __reduce_min_sync(ALL, lane - 20);
+    unsigned half = lane < 16 ? 0xFFFFu : 0xFFFF0000u;
+    if (lane < 16) r.half_warp = __shfl_xor_sync(half, (float)lane, 1);     // the halves meet apart
+    else r.half_warp = __shfl_xor_sync(half, 100.0f + (float)lane, 2);
+    __syncwarp();
+    out[threadIdx.x] = r;
+}
+
+static void test_lanes() {
+    const int n = 96;
+    Device<LaneResults> out(n);
+    launch(lane_functions, 1, n, 0, NULL, out.p);
+    std::vector<LaneResults> r = out.host();
+    for (int i = 0; i < n; i++) {
+        int lane = i % 32, warp = i - lane, piece = lane / 8 * 8;
+        auto value = [&](int l) { return 100 * (warp + l) + 7; };
+        CHECK(r[i].idx == value((lane * 5 + 3) % 32), "thread %d", i);
+        CHECK(r[i].idx8 == value(piece + (lane * 5 + 3) % 8), "thread %d", i);
+        CHECK(r[i].up == value(lane < 3 ? lane : lane - 3), "thread %d", i);
+        CHECK(r[i].up8 == value(lane % 8 < 3 ? lane : lane - 3), "thread %d", i);
+        CHECK(r[i].down == value(lane > 28 ? lane : lane + 3), "thread %d", i);
+        CHECK(r[i].down8 == value(lane % 8 > 4 ? lane : lane + 3), "thread %d", i);
+        CHECK(r[i].xor_ == value(lane ^ 21), "thread %d", i);
+        CHECK(r[i].xor8 == value((lane ^ 9) >= piece + 8 ? lane : lane ^ 9), "thread %d: %d", i, r[i].xor8);
+        CHECK(r[i].wide == value(31 - lane) + 0.5, "thread %d", i);
+        CHECK(r[i].ballot == 0x49249249u && r[i].any == 1 && r[i].none == 0 && r[i].all == 1, "thread %d", i);
+        CHECK(r[i].match_any == 0x11111111u << lane % 4 && r[i].match_all == ALL && r[i].same == 1, "thread %d", i);
+        CHECK(r[i].sum == 496 && r[i].least == 4 && r[i].most == 31 && r[i].negative_least == -20, "thread %d", i);
+        CHECK(r[i].half_warp == (lane < 16 ? (float)(lane ^ 1) : 100.0f + (float)(lane ^ 2)), "thread %d", i);
+    }
+}
+
+KERNEL void block_functions(int *out, dim3 *sizes) {
+    int i = (int)(threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)), n = (int)(blockDim.x * blockDim.y * blockDim.z);
+    int or_ = __syncthreads_or(i == 5), none = __syncthreads_or(0), and_ = __syncthreads_and(i < n), not_all = __syncthreads_and(i != 3);
+    int count = __syncthreads_count(i % 2);
+    int block = (int)(blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z));
+    out[block * n + i] = or_ + 10 * none + 100 * and_ + 1000 * not_all + 10000 * count;
+    if (i == 0) sizes[block] = dim3(blockDim.x, blockDim.y, blockDim.z);
+}
+
+static void test_blocks() {
+    dim3 grid(3, 2, 4), block(5, 4, 3);
+    Device<int> out(24 * 60);
+    Device<dim3> sizes(24);
+    launch(block_functions, grid, block, 0, NULL, out.p, sizes.p);
+    for (int x : out.host()) CHECK(x == 1 + 100 + 10000 * 30, "%d", x);
+    for (dim3 d : sizes.host()) CHECK(d.x == 5 && d.y == 4 && d.z == 3, "sizes");
+}
+
+// out (16,8) = a (16,16) · b (16,8) + 3, all fragments by ldmatrix; b lies as it is (k, n), then as its transpose (n, k)
+KERNEL void product(float *out, float *out2, uint32_t *half, const bf16 *a, const bf16 *b, const bf16 *b_transposed) {
+    DYNAMIC_SHARED(bf16, tiles);
+    bf16 *ta = tiles, *tb = tiles + 256, *tt = tiles + 384;
+    int l = (int)threadIdx.x, g = l / 4, t = l % 4;
+    copy_async_16(ta + 8 * l, a + 8 * l, true);
+    if (l < 16) copy_async_16(tb + 8 * l, b + 8 * l, true);
+    else copy_async_16(tt + 8 * (l - 16), b_transposed + 8 * (l - 16), true);
+    copy_async_commit();
+    copy_async_wait<0>();
+    __syncthreads();
+    uint32_t fa[4], fa2[4], fb[2], fb2[2];
+    float d[4] = {3, 3, 3, 3}, d2[4] = {3, 3, 3, 3};
+    ldmatrix_x4(fa, ta + l % 16 * 16 + l / 16 * 8);
+    ldmatrix_x2_transposed(fb, tb + l % 16 * 8);
+    ldmatrix_x2(fb2, tt + l % 8 * 16 + l / 8 % 2 * 8);
+    ldmatrix_x4_transposed(fa2, ta + l % 16 * 16 + l / 16 * 8);
+    mma_m16n8k16(d, fa, fb);
+    mma_m16n8k16(d2, fa, fb2);
+    for (int i = 0; i < 4; i++) {
+        int row = g + i / 2 * 8, column = 2 * t + i % 2;
+        out[row * 8 + column] = d[i], out2[row * 8 + column] = d2[i];
+        half[4 * l + i] = fa2[i];
+    }
+}
+
+static void test_product() {
+    std::vector<bf16> a(256), b(128), bt(128);
+    srand(1);
+    for (bf16 &x : a) x = __float2bfloat16((float)(rand() % 201 - 100) / 64);
+    for (int k = 0; k < 16; k++)
+        for (int n = 0; n < 8; n++) b[k * 8 + n] = bt[n * 16 + k] = __float2bfloat16((float)(rand() % 201 - 100) / 64);
+    Device<bf16> da(a), db(b), dbt(bt);
+    Device<float> out(128), out2(128);
+    Device<uint32_t> half(128);
+    launch(product, 1, 32, 512 * sizeof(bf16), NULL, out.p, out2.p, half.p, da.p, db.p, dbt.p);
+    std::vector<float> r = out.host(), r2 = out2.host();
+    std::vector<uint32_t> h = half.host();
+    for (int i = 0; i < 16; i++)
+        for (int j = 0; j < 8; j++) {
+            float sum = 3;
+            for (int k = 0; k < 16; k++) sum += __bfloat162float(a[i * 16 + k]) * __bfloat162float(b[k * 8 + j]);    // exact: few bits
+            CHECK(r[i * 8 + j] == sum, "(%d,%d): %g, not %g", i, j, r[i * 8 + j], sum);
+            CHECK(r2[i * 8 + j] == sum, "(%d,%d): %g, not %g", i, j, r2[i * 8 + j], sum);
+        }
+    for (int l = 0; l < 32; l++)
+        for (int m = 0; m < 4; m++) {       // of matrix m, at rows m % 2 and columns m / 2 of the 2×2 matrices that are a
+            int row = m % 2 * 8 + 2 * (l % 4), column = m / 2 * 8 + l / 4;
+            uint32_t low = __bfloat16_as_ushort(a[row * 16 + column]), high = __bfloat16_as_ushort(a[(row + 1) * 16 + column]);
+            CHECK(h[4 * l + m] == (high << 16 | low), "lane %d, matrix %d", l, m);
+        }
+}
+
+KERNEL void copies(float *out, const float *in, int n) {        // three groups under way; beyond n zeros
+    DYNAMIC_SHARED(float, tile);
+    int i = 4 * (int)threadIdx.x, step = 4 * (int)blockDim.x;
+    for (int k = 0; k < 3; k++) {
+        bool valid = i + k * step < n;
+        copy_async_16(tile + i + k * step, valid ? in + i + k * step : in, valid);
+        copy_async_commit();
+    }
+    for (int k = 0; k < 3; k++) {
+        if (k == 0) copy_async_wait<2>();
+        if (k == 1) copy_async_wait<1>();
+        if (k == 2) copy_async_wait<0>();
+        float4 x = *(float4 *)(tile + i + k * step);            // its own copies need no barrier
+        store_16(out + i + k * step, make_uint4(__float_as_uint(x.x), __float_as_uint(x.y), __float_as_uint(x.z), __float_as_uint(x.w)));
+    }
+}
+
+static void test_copies() {
+    Device<float> in(count_up(600)), out(768);
+    launch(copies, 1, 64, 768 * 4, NULL, out.p, in.p, 600);
+    std::vector<float> r = out.host();
+    for (int i = 0; i < 768; i++) CHECK(r[i] == (i < 600 ? (float)(i % 1021) : 0.0f), "%d: %g", i, r[i]);
+}
+
+KERNEL void atomics(int *i, unsigned *u, unsigned long long *w, float *f, double *d) {
+    int t = (int)(blockIdx.x * blockDim.x + threadIdx.x);
+    atomicAdd(i, t), atomicAdd(u, 2u), atomicAdd(w, 3ull), atomicAdd(f, 0.5f), atomicAdd(d, 0.25);
+    atomicMax(i + 1, t), atomicMin(i + 2, -t), atomicSub(i + 3, 1), atomicOr(u + 1, 1u << t % 32), atomicAnd(u + 2, ~(1u << t % 32));
+    atomicXor(u + 3, 1u << t % 32), atomicInc(u + 4, 9u), atomicDec(u + 5, 9u), atomicCAS(i + 4, t, t + 1), atomicExch(i + 5, 77);
+}
+
+static void test_atomics() {
+    Device<int> i(std::vector<int>{0, 0, 0, 0, 0, 0});
+    Device<unsigned> u(std::vector<unsigned>{0, 0, ALL, 0, 0, 0});
+    Device<unsigned long long> w(std::vector<unsigned long long>{0});
+    Device<float> f(std::vector<float>{0});
+    Device<double> d(std::vector<double>{0});
+    launch(atomics, 10, 64, 0, NULL, i.p, u.p, w.p, f.p, d.p);
+    std::vector<int> ri = i.host();
+    std::vector<unsigned> ru = u.host();
+    CHECK(ri[0] == 640 * 639 / 2 && ri[1] == 639 && ri[2] == -639 && ri[3] == -640 && ri[5] == 77, "ints");
+    CHECK(ri[4] >= 1 && ri[4] <= 640, "compare and swap: %d", ri[4]);
+    CHECK(ru[0] == 1280 && ru[1] == ALL && ru[2] == 0 && ru[3] == 0 && ru[4] == 0 && ru[5] == 0, "unsigneds %u %u", ru[4], ru[5]);
+    CHECK(w.host()[0] == 1920 && f.host()[0] == 320.0f && d.host()[0] == 160.0, "others");
+}
+
+static void test_arithmetic() {
+    CHECK(__popc(0xF0F0u) == 8 && __popcll(~0ull) == 64 && __ffs(8) == 4 && __ffs(0) == 0 && __clz(1) == 31 && __clz(0) == 32, "bits");
+    CHECK(__brev(1u) == 0x80000000u && __umulhi(0x80000000u, 6u) == 3 && __mulhi(-2, 5) == -1, "bits");
+    CHECK(__umul64hi(1ull << 63, 6) == 3 && __byte_perm(0x33221100u, 0x77665544u, 0x7041u) == 0x77004411u, "bits %x",
+          __byte_perm(0x33221100u, 0x77665544u, 0x7041u));
+    CHECK(__funnelshift_l(0x80000001u, 0x2u, 1) == 5 && __funnelshift_r(0x80000001u, 0x3u, 1) == 0xC0000000u, "bits");
+    CHECK(__float_as_uint(1.0f) == 0x3F800000u && __uint_as_float(0x40000000u) == 2.0f && __int_as_float(__float_as_int(-3.5f)) == -3.5f, "bits");
+    CHECK(exp2_fast(3.0f) == 8.0f && exp2_fast(-130.0f) == 0.0f && log2_fast(8.0f) == 3.0f && isinf(log2_fast(1e-39f)), "exp2, log2");
+    CHECK(reciprocal_fast(4.0f) == 0.25f && reciprocal_fast(3e38f) == 0.0f && rsqrtf(4.0f) == 0.5f && __saturatef(NAN) == 0.0f, "reciprocals");
+    CHECK(fabsf(normcdff(1.0f) - 0.841344746f) < 1e-6f && fabsf(sinpif(0.5f) - 1.0f) < 1e-6f && __fdividef(3.0f, 2.0f) == 1.5f, "others");
+    CHECK(__float2int_rn(2.5f) == 2 && __float2int_rz(-2.7f) == -2 && __float2int_rd(-2.2f) == -3 && __float2int_ru(2.2f) == 3, "rounding");
+    CHECK(__float2int_rn(1e20f) == 2147483647 && __float2int_rn(NAN) == 0 && __float2uint_rn(-5.0f) == 0, "conversions");
+    CHECK(min(3, -2) == -2 && max(3u, 7u) == 7u && max(1.0f, 2.0f) == 2.0f && fmaxf(NAN, 1.0f) == 1.0f, "min and max");
+}
+
+KERNEL void add_one(float *x, int n) {
+    int i = (int)(blockIdx.x * blockDim.x + threadIdx.x);
+    if (i < n) x[i] += 1.0f;
+}
+
+static void test_runtime() {
+    cudaStream_t a, b;
+    cudaEvent_t from, to;
+    CUDA(cudaStreamCreate(&a));
+    CUDA(cudaStreamCreateWithFlags(&b, cudaStreamNonBlocking));
+    CUDA(cudaEventCreate(&from));
+    CUDA(cudaEventCreate(&to));
+    Device<float> x(count_up(1000)), y(1000);
+    float *pinned;
+    CUDA(cudaMallocHost((void **)&pinned, 4000));
+    CUDA(cudaEventRecord(from, a));
+    launch(add_one, 4, 256, 0, a, x.p, 1000);
+    launch(add_one, 4, 256, 0, NULL, x.p, 1000);                        // the default stream waits for a
+    launch(add_one, 4, 256, 0, a, x.p, 1000);                           // and a for it
+    CUDA(cudaEventRecord(to, a));
+    CUDA(cudaStreamWaitEvent(b, to, 0));
+    CUDA(cudaMemcpyAsync(y.p, x.p, 4000, cudaMemcpyDeviceToDevice, b));
+    CUDA(cudaMemcpyAsync(pinned, y.p, 4000, cudaMemcpyDeviceToHost, b));
+    CUDA(cudaLaunchHostFunc(b, [](void *p) { ((float *)p)[0] += 1000.0f; }, pinned));
+    CUDA(cudaStreamSynchronize(b));
+    for (int i = 1; i < 1000; i++) CHECK(pinned[i] == (float)(i % 1021) + 3.0f, "%d: %g", i, pinned[i]);
+    CHECK(pinned[0] == 1003.0f, "the host's function");
+    float ms = -1, host[4];
+    CUDA(cudaEventElapsedTime(&ms, from, to));
+    CHECK(ms >= 0, "elapsed time");
+    CUDA(cudaMemset(y.p, 0, 4000));
+    CUDA(cudaMemcpy2D(host, 8, y.p, 400, 8, 2, cudaMemcpyDeviceToHost));
+    CHECK(host[0] == 0 && host[3] == 0, "memset and 2D copy");
+    CHECK(cudaMemcpy(y.p, host, 4004, cudaMemcpyHostToDevice) == cudaErrorInvalidValue, "a copy beyond the end");
+    CHECK(cudaMemcpy(y.p, host, 4, cudaMemcpyDeviceToHost) == cudaErrorInvalidValue, "a copy in the wrong direction");
+    CHECK(cudaGetLastError() == cudaErrorInvalidValue && cudaGetLastError() == cudaSuccess, "the last error");
+    CHECK(cudaMalloc((void **)&pinned + 0, (size_t)1 << 60) == cudaErrorMemoryAllocation, "too much memory");
+    cudaGetLastError();
+    int attribute, blocks;
+    CUDA(cudaDeviceGetAttribute(&attribute, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0));
+    CHECK(attribute == 227 * 1024, "shared memory of a block");
+    CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, (const void *)add_one, 256, 100 * 1024));
+    CHECK(blocks == 2, "%d blocks", blocks);
+    const char *name = "";
+    CUDA(cudaFuncGetName(&name, (const void *)add_one));
+    CHECK(strcmp(name, "add_one(float*, int)") == 0, "%s", name);
+    CHECK(strcmp(cudaGetErrorName(cudaErrorMemoryAllocation), "cudaErrorMemoryAllocation") == 0, "an error's name");
+    size_t free_bytes, total, free_then;
+    CUDA(cudaMemGetInfo(&free_bytes, &total));
+    {
+        Device<float> more(1000);
+        CUDA(cudaMemGetInfo(&free_then, &total));
+    }
+    CHECK(free_bytes - free_then == 4000, "memory that is taken");
+    CUDA(cudaStreamDestroy(a));
+    CUDA(cudaStreamDestroy(b));
+    CHECK(cudaStreamSynchronize(a) == cudaErrorInvalidResourceHandle, "a stream that is no more");
+    cudaGetLastError();
+    CUDA(cudaEventDestroy(from));
+    CUDA(cudaEventDestroy(to));
+}
+
+static void numbers() {
+    test_lanes();
+    test_blocks();
+    test_product();
+    test_copies();
+    test_atomics();
+    test_arithmetic();
+    test_runtime();
+}
+
+// ---- planted defects: each kernel is sound with defect = false
+
+// out = in, each block's 256 elements backwards
+KERNEL void reverse_kernel(float *out, const float *in, bool defect) {
+    SHARED_ARRAY(float, tile, 256);
+    size_t start = blockIdx.x * 256;
+    tile[threadIdx.x] = in[start + threadIdx.x];
+    if (!defect) __syncthreads();
+    out[start + threadIdx.x] = tile[255 - threadIdx.x];
+}
+
+static void check_reversed(const std::vector<float> &r) {
+    for (size_t i = 0; i < r.size(); i++) CHECK(r[i] == (float)((i / 256 * 256 + 255 - i % 256) % 1021), "%zu: %g", i, r[i]);
+}
+
+static void missing_barrier(bool defect) {
+    Device<float> in(count_up(1024)), out(1024);
+    launch(reverse_kernel, 4, 256, 0, NULL, out.p, in.p, defect);
+    check_reversed(out.host());
+}
+
+// The tile is used again and again: without the barrier after its use a quick warp overwrites what a slow one has yet to read.
+KERNEL void reverse_in_one_block(float *out, const float *in, int tiles, bool defect) {
+    SHARED_ARRAY(float, tile, 256);
+    for (int i = 0; i < tiles; i++) {
+        tile[threadIdx.x] = in[256 * i + threadIdx.x];
+        __syncthreads();
+        float x = tile[255 - threadIdx.x];
+        x += __shfl_xor_sync(ALL, x, 0);            // something to wait for between the barriers
+        out[256 * i + threadIdx.x] = x / 2 + (tile[255 - threadIdx.x] - x / 2);
+        if (!defect) __syncthreads();
+    }
+}
+
+static void missing_barrier_after_use(bool defect) {
+    Device<float> in(count_up(1024)), out(1024);
+    launch(reverse_in_one_block, 1, 256, 0, NULL, out.p, in.p, 4, defect);
+    check_reversed(out.host());
+}
+
+KERNEL void neighbour_kernel(float *out, const float *in, bool defect) {     // within a warp: __syncwarp is enough
+    SHARED_ARRAY(float, tile, 64);
+    tile[threadIdx.x] = in[threadIdx.x];
+    if (!defect) __syncwarp();
+    out[threadIdx.x] = tile[threadIdx.x ^ 1];
+}
+
+static void missing_syncwarp(bool defect) {
+    Device<float> in(count_up(64)), out(64);
+    launch(neighbour_kernel, 1, 64, 0, NULL, out.p, in.p, defect);
+    std::vector<float> r = out.host();
+    for (int i = 0; i < 64; i++) CHECK(r[i] == (float)(i ^ 1), "%d: %g", i, r[i]);
+}
+
+enum CopyDefect { SOUND, NO_WAIT, NO_BARRIER, NO_COMMIT, ONE_GROUP_LEFT, NO_BARRIER_BEFORE_REUSE };
+
+// out = in, each 256 elements backwards, through a tile that asynchronous copies fill; two tiles in turn
+KERNEL void reverse_by_copies(float *out, const float *in, int tiles, int defect) {
+    DYNAMIC_SHARED(float, tile);
+    int i = (int)threadIdx.x;
+    copy_async_16(tile + 4 * i, in + 4 * i, true);
+    copy_async_commit();
+    for (int k = 0; k < tiles; k++) {
+        if (defect != NO_BARRIER_BEFORE_REUSE) __syncthreads();         // all have read the tile that is filled next
+        if (k + 1 < tiles) copy_async_16(tile + (k + 1) % 2 * 256 + 4 * i, in + 256 * (k + 1) + 4 * i, true);
+        if (defect != NO_COMMIT) copy_async_commit();
+        if (defect == ONE_GROUP_LEFT) copy_async_wait<2>();
+        else if (defect != NO_WAIT) copy_async_wait<1>();
+        if (defect != NO_BARRIER) __syncthreads();
+        for (int j = i; j < 256; j += 64) out[256 * k + j] = tile[k % 2 * 256 + 255 - j];
+    }
+}
+
+static void copy_defect(int defect) {
+    Device<float> in(count_up(2048)), out(2048);
+    launch(reverse_by_copies, 1, 64, 2 * 256 * 4, NULL, out.p, in.p, 8, defect);
+    check_reversed(out.host());
+}
+static void missing_copy_wait(bool defect) { copy_defect(defect ? NO_WAIT : SOUND); }
+static void missing_barrier_after_copy(bool defect) { copy_defect(defect ? NO_BARRIER : SOUND); }
+static void missing_copy_commit(bool defect) { copy_defect(defect ? NO_COMMIT : SOUND); }
+static void wait_for_too_few_groups(bool defect) { copy_defect(defect ? ONE_GROUP_LEFT : SOUND); }
+static void copy_into_tile_in_use(bool defect) { copy_defect(defect ? NO_BARRIER_BEFORE_REUSE : SOUND); }
+
+static void missing_stream_wait(bool defect) {
+    cudaStream_t a, b;
+    cudaEvent_t ready;
+    CUDA(cudaStreamCreateWithFlags(&a, cudaStreamNonBlocking));
+    CUDA(cudaStreamCreateWithFlags(&b, cudaStreamNonBlocking));
+    CUDA(cudaEventCreate(&ready));
+    Device<float> x(count_up(256)), y(256);
+    CUDA(cudaDeviceSynchronize());
+    launch(add_one, 1, 256, 0, a, x.p, 256);
+    CUDA(cudaEventRecord(ready, a));
+    if (!defect) CUDA(cudaStreamWaitEvent(b, ready, 0));
+    CUDA(cudaMemcpyAsync(y.p, x.p, 1024, cudaMemcpyDeviceToDevice, b));
+    CUDA(cudaDeviceSynchronize());
+    std::vector<float> r = y.host();
+    for (int i = 0; i < 256; i++) CHECK(r[i] == (float)i + 1, "%d: %g", i, r[i]);
+    CUDA(cudaStreamDestroy(a));
+    CUDA(cudaStreamDestroy(b));
+    CUDA(cudaEventDestroy(ready));
+}
+
+static void missing_host_wait(bool defect) {
+    cudaStream_t a;
+    float *pinned;
+    CUDA(cudaStreamCreate(&a));
+    CUDA(cudaMallocHost((void **)&pinned, 1024));
+    memset(pinned, 0, 1024);
+    Device<float> x(count_up(256));
+    launch(add_one, 1, 256, 0, a, x.p, 256);
+    CUDA(cudaMemcpyAsync(pinned, x.p, 1024, cudaMemcpyDeviceToHost, a));
+    if (!defect) CUDA(cudaStreamSynchronize(a));
+    for (int i = 0; i < 256; i++) CHECK(pinned[i] == (float)i + 1, "%d: %g", i, pinned[i]);
+    CUDA(cudaStreamDestroy(a));
+    CUDA(cudaFreeHost(pinned));
+}
+
+static void buffer_changed_under_copy(bool defect) {
+    cudaStream_t a;
+    float *pinned;
+    CUDA(cudaStreamCreate(&a));
+    CUDA(cudaMallocHost((void **)&pinned, 1024));
+    Device<float> x(256);
+    for (int i = 0; i < 256; i++) pinned[i] = (float)i;
+    CUDA(cudaMemcpyAsync(x.p, pinned, 1024, cudaMemcpyHostToDevice, a));
+    if (!defect) CUDA(cudaStreamSynchronize(a));
+    for (int i = 0; i < 256; i++) pinned[i] = -1.0f;
+    CUDA(cudaStreamSynchronize(a));
+    std::vector<float> r = x.host();
+    for (int i = 0; i < 256; i++) CHECK(r[i] == (float)i, "%d: %g", i, r[i]);
+    CUDA(cudaStreamDestroy(a));
+    CUDA(cudaFreeHost(pinned));
+}
+
+enum WarpDefect { NONE, DIVERGED, TWO_PLACES, TWO_KINDS, EXITED, NOT_IN_MASK, FROM_OUTSIDE, PARTIAL_WARP };
+
+KERNEL void warp_kernel(int *out, int defect) {
+    int lane = (int)threadIdx.x % 32, x = (int)threadIdx.x;
+    if (defect == EXITED && lane == 13) return;
+    if (defect == DIVERGED) {
+        if (lane < 16) x = __shfl_xor_sync(ALL, x, 1);
+    } else if (defect == TWO_PLACES && lane < 16) {
+        x = __shfl_xor_sync(ALL, x, 1);
+    } else if (defect == TWO_KINDS && lane < 16) {
+        x = __any_sync(ALL, x);
+    } else if (defect == NOT_IN_MASK) {
+        x = __shfl_xor_sync(0xFFFFu, x, 1);
+    } else if (defect == FROM_OUTSIDE) {
+        if (lane < 16) x = __shfl_down_sync(0xFFFFu, x, 1);
+    } else {
+        x = __shfl_xor_sync(ALL, x, 1);
+    }
+    out[threadIdx.x] = x;
+}
+
+static void warp_defect(int defect) {
+    Device<int> out(64);
+    launch(warp_kernel, 1, defect == PARTIAL_WARP ? 48 : 64, 0, NULL, out.p, defect);
+    std::vector<int> r = out.host();
+    for (int i = 0; i < 64; i++) CHECK(r[i] == (i ^ 1), "%d: %d", i, r[i]);
+}
+static void diverged_shuffle(bool defect) { warp_defect(defect ? DIVERGED : NONE); }
+static void shuffles_at_two_places(bool defect) { warp_defect(defect ? TWO_PLACES : NONE); }
+static void shuffle_meets_vote(bool defect) { warp_defect(defect ? TWO_KINDS : NONE); }
+static void exited_lane(bool defect) { warp_defect(defect ? EXITED : NONE); }
+static void lane_not_in_mask(bool defect) { warp_defect(defect ? NOT_IN_MASK : NONE); }
+static void shuffle_from_outside_mask(bool defect) { warp_defect(defect ? FROM_OUTSIDE : NONE); }
+static void partial_warp(bool defect) { warp_defect(defect ? PARTIAL_WARP : NONE); }
+
+KERNEL void barrier_kernel(int *out, int defect) {
+    if (defect == 1 && threadIdx.x < 40) __syncthreads();                   // for some of the block only
+    if (defect == 2) {
+        if (threadIdx.x < 32) __syncthreads();
+        else __syncthreads();
+    }
+    if (defect == 3 && threadIdx.x == 50) return;
+    __syncthreads();
+    out[threadIdx.x] = 1;
+}
+static void barrier_defect(int defect) {
+    Device<int> out(64);
+    launch(barrier_kernel, 1, 64, 0, NULL, out.p, defect);
+    for (int x : out.host()) CHECK(x == 1, "%d", x);
+}
+static void barrier_in_branch(bool defect) { barrier_defect(defect ? 1 : 0); }
+static void barriers_at_two_places(bool defect) { barrier_defect(defect ? 2 : 0); }
+static void barrier_after_exit(bool defect) { barrier_defect(defect ? 3 : 0); }
+
+KERNEL void deadlock_kernel(int *out, bool defect) {        // warp 1's lanes 8-31 wait for its others, who wait for them at the barrier
+    if (!defect || threadIdx.x >= 40) out[threadIdx.x] = __shfl_xor_sync(ALL, 1, 1);
+    __syncthreads();
+    if (defect && threadIdx.x < 40) out[threadIdx.x] = __shfl_xor_sync(ALL, 1, 1);
+}
+static void deadlock(bool defect) {
+    Device<int> out(64);
+    launch(deadlock_kernel, 1, 64, 0, NULL, out.p, defect);
+    for (int x : out.host()) CHECK(x == 1, "%d", x);
+}
+
+KERNEL void dynamic_kernel(float *out, int n) {
+    DYNAMIC_SHARED(float, tile);
+    for (int i = (int)threadIdx.x; i < n; i += 32) tile[i] = 1.0f;
+    out[threadIdx.x] = tile[threadIdx.x];
+}
+static void write_behind_dynamic_shared(bool defect) {              // 4 KB: the next byte is on a page that is not there
+    Device<float> out(32);
+    launch(dynamic_kernel, 1, 32, 4096, NULL, out.p, defect ? 1025 : 1024);
+}
+static void write_closely_behind_dynamic_shared(bool defect) {      // within the 128 bytes that it is rounded to
+    Device<float> out(32);
+    launch(dynamic_kernel, 1, 32, 160, NULL, out.p, defect ? 41 : 40);
+}
+
+KERNEL void array_kernel(float *out, int n) {
+    SHARED_ARRAY(float, first, 40);
+    SHARED_ARRAY(float, second, 40);
+    for (int i = (int)threadIdx.x; i < n; i += 32) first[i] = 1.0f, second[i % 40] = 2.0f;
+    __syncwarp();
+    out[threadIdx.x] = first[threadIdx.x] + second[threadIdx.x];
+}
+static void write_behind_shared_array(bool defect) {
+    Device<float> out(32);
+    launch(array_kernel, 1, 32, 0, NULL, out.p, defect ? 41 : 40);
+}
+
+KERNEL void sum_kernel(float *out, const float *in, bool set) {
+    SHARED_ARRAY(float, sum, 1);
+    if (set && threadIdx.x == 0) sum[0] = 0.0f;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < 32; i++) sum[0] += in[i];
+        *out = sum[0];
+    }
+}
+static void uninitialised_shared(bool defect) {
+    Device<float> in(count_up(32)), out(1);
+    launch(sum_kernel, 1, 32, 0, NULL, out.p, in.p, !defect);
+    CHECK(out.host()[0] == 496.0f, "%g", out.host()[0]);
+}
+static void uninitialised_device_memory(bool defect) {
+    Device<float> in(32), out(1);
+    std::vector<float> a = count_up(32);
+    CUDA(cudaMemcpy(in.p, a.data(), defect ? 31 * 4 : 32 * 4, cudaMemcpyHostToDevice));
+    launch(sum_kernel, 1, 32, 0, NULL, out.p, in.p, true);
+    CHECK(out.host()[0] == 496.0f, "%g", out.host()[0]);
+}
+
+static void read_behind_device_memory(bool defect) {
+    Device<float> x(1024);
+    CUDA(cudaMemset(x.p, 0, 4096));
+    launch(add_one, 5, 256, 0, NULL, x.p, defect ? 1025 : 1024);
+    CUDA(cudaDeviceSynchronize());
+}
+static void write_closely_behind_device_memory(bool defect) {
+    Device<float> x(1000);
+    CUDA(cudaMemset(x.p, 0, 4000));
+    launch(add_one, 4, 256, 0, NULL, x.p, defect ? 1001 : 1000);
+}
+
+KERNEL void flag_kernel(int *flag, bool defect) {           // all write the same: right on most days
+    if (defect || threadIdx.x % 256 == 0) *flag = 1;
+}
+static void race_between_warps(bool defect) {
+    Device<int> flag(1);
+    launch(flag_kernel, 1, 64, 0, NULL, flag.p, defect);
+    CHECK(flag.host()[0] == 1, "flag");
+}
+
+KERNEL void total_kernel(float *total, const float *in, bool defect) {      // whole numbers: the order does not matter
+    float x = in[blockIdx.x * 32 + threadIdx.x];
+    for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(ALL, x, step);
+    if (threadIdx.x == 0) {
+        if (defect) *total += x;
+        else atomicAdd(total, x);
+    }
+}
+static void race_between_blocks(bool defect) {
+    Device<float> in(count_up(256)), total(std::vector<float>{0});
+    launch(total_kernel, 8, 32, 0, NULL, total.p, in.p, defect);
+    CHECK(defect || total.host()[0] == 255.0f * 128.0f, "%g", total.host()[0]);
+}
+
+// The last block to come adds the others' sums: they need a fence before they say that they are there.
+KERNEL void last_block_kernel(float *out, float *sums, unsigned *arrived, const float *in, bool defect) {
+    if (threadIdx.x == 0) {
+        sums[blockIdx.x] = in[blockIdx.x];
+        if (!defect) __threadfence();
+        bool last = atomicAdd(arrived, 1u) == gridDim.x - 1;
+        if (!defect) __threadfence();
+        if (last) {
+            *out = 0.0f;
+            for (unsigned i = 0; i < gridDim.x; i++) *out += sums[i];
+        }
+    }
+}
+static void missing_fence(bool defect) {
+    Device<float> in(count_up(8)), sums(8), out(1);
+    Device<unsigned> arrived(std::vector<unsigned>{0});
+    launch(last_block_kernel, 8, 32, 0, NULL, out.p, sums.p, arrived.p, in.p, defect);
+    CHECK(out.host()[0] == 28.0f, "%g", out.host()[0]);
+}
+
+static void unordered_kernels(bool defect) {                // two streams on the same data
+    cudaStream_t a, b;
+    CUDA(cudaStreamCreateWithFlags(&a, cudaStreamNonBlocking));
+    CUDA(cudaStreamCreateWithFlags(&b, cudaStreamNonBlocking));
+    Device<float> x(count_up(32));
+    launch(add_one, 1, 32, 0, a, x.p, 32);
+    if (!defect) CUDA(cudaStreamSynchronize(a));
+    launch(add_one, 1, 32, 0, b, x.p, 32);
+    CUDA(cudaDeviceSynchronize());
+    CHECK(x.host()[5] == 7.0f, "%g", x.host()[5]);
+    CUDA(cudaStreamDestroy(a));
+    CUDA(cudaStreamDestroy(b));
+}
+
+KERNEL void matrix_kernel(uint32_t *out, int row_elements, int shift) {         // 16 rows of 64 elements
+    DYNAMIC_SHARED(bf16, tile);
+    int l = (int)threadIdx.x;
+    for (int i = l; i < 16 * row_elements; i += 32) tile[i] = __float2bfloat16((float)i);
+    __syncthreads();
+    uint32_t r[4];
+    ldmatrix_x4(r, tile + l % 16 * row_elements + l / 16 * 8 + shift);
+    for (int i = 0; i < 4; i++) out[4 * l + i] = r[i];
+}
+static void misaligned_ldmatrix(bool defect) {
+    Device<uint32_t> out(128);
+    launch(matrix_kernel, 1, 32, 16 * 72 * 2, NULL, out.p, 72, defect ? 4 : 0);
+}
+static void ldmatrix_behind_shared(bool defect) {
+    Device<uint32_t> out(128);
+    launch(matrix_kernel, 1, 32, 16 * 72 * 2, NULL, out.p, 72, defect ? 64 : 0);
+}
+static void bank_conflicts(bool defect) {                           // rows of 128 bytes all begin in the same bank; of 144 in different ones
+    Device<uint32_t> out(128);
+    cuda_on_cpu::counts_reset();
+    launch(matrix_kernel, 1, 32, 16 * 72 * 2, NULL, out.p, defect ? 64 : 72, 0);
+    CUDA(cudaDeviceSynchronize());
+    cuda_on_cpu::Counts c = cuda_on_cpu::counts();
+    CHECK(c.ldmatrix == 1, "%llu ldmatrix", (unsigned long long)c.ldmatrix);
+    CHECK(c.ldmatrix_conflicts == 0, "%llu bank conflicts of ldmatrix", (unsigned long long)c.ldmatrix_conflicts);
+}
+
+KERNEL void copy_rows(const float *in, int row_bytes) {             // lane l copies the first 16 bytes of row l
+    DYNAMIC_SHARED(char, tile);
+    copy_async_16(tile + (int)threadIdx.x * row_bytes, in, true);
+    copy_async_commit();
+    copy_async_wait<0>();
+}
+static void bank_conflicts_of_copies(bool defect) {
+    Device<float> in(count_up(32));
+    cuda_on_cpu::counts_reset();
+    launch(copy_rows, 1, 32, 32 * 144, NULL, in.p, defect ? 128 : 144);
+    CUDA(cudaDeviceSynchronize());
+    cuda_on_cpu::Counts c = cuda_on_cpu::counts();
+    CHECK(c.copies == 32 && c.copy_conflicts == 0, "%llu bank conflicts of copies", (unsigned long long)c.copy_conflicts);
+}
+
+KERNEL void address_kernel(float *out, const float *in, int defect) {
+    DYNAMIC_SHARED(float, tile);
+    copy_async_16(tile + (defect == 1 ? 1 : 0), in + (defect == 2 ? 1 : 0), true);
+    copy_async_wait<0>();
+    if (threadIdx.x == 0) store_16(out + (defect == 4 ? 2 : 0), load_16(in + (defect == 3 ? 2 : 0)));
+    if (defect == 5) copy_async_16(tile + 1024, in, true);
+}
+static void address_defect(int defect) {
+    Device<float> in(count_up(32)), out(32);
+    launch(address_kernel, 1, 1, 4096, NULL, out.p, in.p, defect);
+}
+static void copy_to_misaligned(bool defect) { address_defect(defect ? 1 : 0); }
+static void copy_from_misaligned(bool defect) { address_defect(defect ? 2 : 0); }
+static void misaligned_load(bool defect) { address_defect(defect ? 3 : 0); }
+static void misaligned_store(bool defect) { address_defect(defect ? 4 : 0); }
+static void copy_behind_shared(bool defect) { address_defect(defect ? 5 : 0); }
+
+KERNEL void empty_kernel() {}
+static void block_too_large(bool defect) { launch(empty_kernel, 1, defect ? 1025 : 1024, 0, NULL); }
+static void empty_grid(bool defect) { launch(empty_kernel, defect ? 0 : 1, 32, 0, NULL); }
+static void grid_too_large(bool defect) { launch(empty_kernel, dim3(1, defect ? 65536 : 1), 32, 0, NULL); }
+static void too_much_shared(bool defect) { launch(empty_kernel, 1, 32, 227 * 1024 + (defect ? 1 : 0), NULL); }
+
+KERNEL void large_array_kernel(bool both) {
+    SHARED_ARRAY(float, first, 12 * 1024);
+    first[threadIdx.x] = 0;
+    if (both) {
+        SHARED_ARRAY(float, second, 1);
+        second[0] = 0;
+    }
+}
+static void arrays_too_large(bool defect) { launch(large_array_kernel, 1, 1, 0, NULL, defect); }
+
+static void host_pointer(bool defect) {
+    Device<float> x(std::vector<float>(32, 0.0f));
+    float on_host[32] = {0};
+    launch(add_one, 1, 32, 0, NULL, defect ? on_host : x.p, 32);
+}
+static void host_touches_device_memory(bool defect) {
+    Device<float> x(count_up(32));
+    CHECK((defect ? *(volatile float *)(x.p + 5) : x.host()[5]) == 5.0f, "a value");
+}
+
+static float deep(float x, int n) {
+    volatile float room[1024];
+    room[n % 1024] = x;
+    return n ? deep(x, n - 1) + room[n % 1024] : x;
+}
+KERNEL void stack_kernel(float *out, int n) { *out = deep(1.0f, n); }
+static void stack_overflow(bool defect) {
+    Device<float> out(1);
+    launch(stack_kernel, 1, 1, 0, NULL, out.p, defect ? 10000 : 3);
+}
+
+KERNEL void local_kernel(float *out, int n) {
+    float local[8] = {0};
+    for (int i = 0; i < n; i++) local[i] = (float)i;
+    __syncthreads();
+    out[threadIdx.x] = local[threadIdx.x % 8];
+}
+static void write_behind_local_array(bool defect) {
+    Device<float> out(32);
+    launch(local_kernel, 1, 32, 0, NULL, out.p, defect ? 9 : 8);
+}
+
+KERNEL void shift_kernel(int *out, int shift) { *out = 1 << shift; }
+static void shift_too_far(bool defect) {
+    Device<int> out(1);
+    launch(shift_kernel, 1, 1, 0, NULL, out.p, defect ? 32 : 30);
+}
+
+#define CASES(X)                                                                                                                     \
+    X(missing_barrier) X(missing_barrier_after_use) X(missing_syncwarp) X(missing_copy_wait) X(missing_barrier_after_copy)           \
+    X(missing_copy_commit) X(wait_for_too_few_groups) X(copy_into_tile_in_use) X(missing_stream_wait) X(missing_host_wait)           \
+    X(buffer_changed_under_copy) X(diverged_shuffle) X(shuffles_at_two_places) X(shuffle_meets_vote) X(exited_lane)                  \
+    X(lane_not_in_mask) X(shuffle_from_outside_mask) X(partial_warp) X(barrier_in_branch) X(barriers_at_two_places)                  \
+    X(barrier_after_exit) X(deadlock) X(write_behind_dynamic_shared) X(write_closely_behind_dynamic_shared)                          \
+    X(write_behind_shared_array) X(uninitialised_shared) X(uninitialised_device_memory) X(read_behind_device_memory)                 \
+    X(write_closely_behind_device_memory) X(race_between_warps) X(race_between_blocks) X(missing_fence) X(unordered_kernels)         \
+    X(misaligned_ldmatrix) X(ldmatrix_behind_shared) X(bank_conflicts) X(bank_conflicts_of_copies) X(copy_to_misaligned)             \
+    X(copy_from_misaligned) X(misaligned_load) X(misaligned_store) X(copy_behind_shared) X(block_too_large) X(empty_grid)            \
+    X(grid_too_large) X(too_much_shared) X(arrays_too_large) X(host_pointer) X(host_touches_device_memory) X(stack_overflow)         \
+    X(write_behind_local_array) X(shift_too_far)
+
+int main(int argc, char **argv) {
+    const char *name = argc > 1 ? argv[1] : "help";
+    bool defect = argc > 2 && atoi(argv[2]), known = strcmp(name, "numbers") == 0;
+    if (known) numbers();
+#define X(f)                                        \
+    if (strcmp(name, "help") == 0) puts(#f);        \
+    if (strcmp(name, #f) == 0) known = true, f(defect);
+    CASES(X)
+#undef X
+    if (!known && strcmp(name, "help") != 0) return fprintf(stderr, "no test %s\n", name), 2;
+    CUDA(cudaDeviceSynchronize());
+    if (failures) printf("%d wrong\n", failures);
+    return failures != 0;
+}

@@ -1,0 +1,185 @@
+"""The emulator's test: its functions' numbers, and that each planted defect is found, by the setting that is meant to find it.
+
+    pytest dev/cuda_on_cpu/test_cuda_on_cpu.py
+
+Builds the test program three times (plain; AddressSanitizer and UBSan; ThreadSanitizer for the race check), about a minute on two cores.
+CUDA_ON_CPU_LONG=1 also runs every sound kernel under every setting.
+"""
+import itertools
+import os
+import re
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+CXX = os.environ.get("CXX", "g++")
+FLAGS = ["-std=c++17", "-O1", "-g1", "-Wall", "-Wextra", "-Werror"]
+ADDRESS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
+# flags of the emulator, of the kernels, and of the link: the race check must not see the emulator's own memory
+BUILDS = {"plain": ([], [], []), "address": (ADDRESS, ADDRESS, ADDRESS), "race": ([], ["-fsanitize=thread"], ["-fsanitize=thread"])}
+
+
+def cuda_headers():
+    nvcc = shutil.which("nvcc")
+    places = [os.environ.get("CUDA"), nvcc and Path(nvcc).resolve().parents[1], "/usr/local/cuda", HERE.parents[1] / ".cuda/nvidia/cu13"]
+    for place in places:
+        if place and (Path(place) / "include/cuda_runtime.h").exists():
+            return Path(place) / "include"
+    pytest.skip("CUDA's headers are not here (CUDA=DIR)")
+
+
+@pytest.fixture(scope="session")
+def programs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cuda_on_cpu")
+    include = ["-I", str(HERE), "-isystem", str(cuda_headers())]
+
+    def compile(build, source):
+        emulator, kernels, _ = BUILDS[build]
+        flags = kernels if source.endswith(".cu") else emulator
+        done = subprocess.run([CXX, *FLAGS, *flags, *include, "-x", "c++", "-c", HERE / source, "-o", folder / f"{build}_{source}.o"],
+                              capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+    sources = ["test_cuda_on_cpu.cu", "blocks.cpp", "runtime.cpp"]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda job: compile(*job), itertools.product(BUILDS, sources)))
+    for build, (_, _, link) in BUILDS.items():
+        objects = [folder / f"{build}_{source}.o" for source in sources]
+        subprocess.run([CXX, *link, *objects, "-o", folder / build, "-ldl", "-lpthread"], check=True)
+    return folder
+
+
+def run(programs, build, name, defect, settings=""):
+    """settings: "ORDER=reverse COPY=wait" """
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("CUDA_ON_CPU_")}
+    environment.update({"CUDA_ON_CPU_" + s.split("=")[0]: s.split("=")[1] for s in settings.split()})
+    environment.setdefault("CUDA_ON_CPU_THREADS", "2")
+    return subprocess.run([programs / build, name, str(int(defect))], env=environment, capture_output=True, text=True, timeout=60)
+
+
+WRONG = r"\d+ wrong"            # the results are
+RACE = r"ThreadSanitizer: data race"
+LATE = ["STREAMS=late SEED=1", "STREAMS=late SEED=2", "STREAMS=late SEED=3", "STREAMS=late SEED=4"]
+
+# name: the message, the build, the settings, one of which at least must find it
+FOUND = {
+    "missing_barrier": (WRONG, "plain", [""]),
+    "missing_barrier_after_use": (WRONG, "plain", ["ORDER=greedy"]),
+    "missing_syncwarp": (WRONG, "plain", [""]),
+    "missing_copy_wait": (WRONG, "plain", ["COPY=wait"]),
+    "missing_barrier_after_copy": (WRONG, "plain", ["COPY=wait"]),
+    "missing_copy_commit": (WRONG, "plain", ["COPY=wait"]),
+    "wait_for_too_few_groups": (WRONG, "plain", ["COPY=wait"]),
+    "copy_into_tile_in_use": (WRONG, "plain", ["COPY=issue"]),
+    "missing_stream_wait": (WRONG, "plain", LATE),
+    "missing_host_wait": (WRONG, "plain", ["STREAMS=late"]),
+    "buffer_changed_under_copy": (WRONG, "plain", ["STREAMS=late"]),
+    "diverged_shuffle": (r"EXITED LANE: thread \d+ has exited, .*16 threads wait in __shfl_xor_sync\(mask ffffffff\) at .*cu:\d+: 0-15", "plain", [""]),
+    "shuffles_at_two_places": (r"MISMATCH: .*16 threads wait in __shfl_xor_sync.* at .*: 0-15; 16 threads wait in .*: 16-31", "plain", [""]),
+    "shuffle_meets_vote": (r"MISMATCH: .*16 threads wait in __any_sync.*: 0-15; 16 threads wait in __shfl_xor_sync.*: 16-31", "plain", [""]),
+    "exited_lane": (r"EXITED LANE: ", "plain", ["", "ORDER=reverse"]),
+    "lane_not_in_mask": (r"WRONG MASK: lane \d+ calls __shfl_xor_sync at .*:\d+ with the mask 0000ffff", "plain", [""]),
+    "shuffle_from_outside_mask": (r"WRONG MASK: lane 15 reads from lane 16", "plain", [""]),
+    "partial_warp": (r"EXITED LANE: .*ffff0000", "plain", [""]),
+    "barrier_in_branch": (r"MISMATCH: threads of a block wait at different barriers: 40 threads", "plain", [""]),
+    "barriers_at_two_places": (r"MISMATCH: threads of a block wait at different barriers: 32 threads", "plain", [""]),
+    "barrier_after_exit": (r"DEADLOCK in block \(0,0,0\): 63 threads wait in __syncthreads at .*: 0-49, 51-63; 1 thread exited: 50", "plain", [""]),
+    "deadlock": (r"DEADLOCK in block \(0,0,0\): 40 threads wait in __syncthreads at .*: 0-39; 24 threads wait in __shfl_xor_sync\(mask ffffffff\)"
+                 r" at .*: 40-63", "plain", [""]),
+    "write_behind_dynamic_shared": (r"OUT OF BOUNDS: byte 0 behind the end of the 4096 of dynamic shared memory", "plain", [""]),
+    "write_closely_behind_dynamic_shared": (r"OUT OF BOUNDS: .*dynamic shared memory, 160 bytes", "plain", [""]),
+    "write_behind_shared_array": (r"OUT OF BOUNDS: .*shared array first \(.*, 160 bytes", "plain", [""]),
+    "uninitialised_shared": (WRONG, "plain", [""]),
+    "uninitialised_device_memory": (WRONG, "plain", [""]),
+    "read_behind_device_memory": (r"OUT OF BOUNDS: .* 0 bytes behind the end of the 4096 of cudaMalloc number 1", "plain", [""]),
+    "write_closely_behind_device_memory": (r"OUT OF BOUNDS: .*behind the end of the 4000 bytes of cudaMalloc number 1", "plain", [""]),
+    "race_between_warps": (RACE, "race", [""]),
+    "race_between_blocks": (RACE, "race", [""]),
+    "missing_fence": (RACE, "race", [""]),
+    "unordered_kernels": (RACE, "race", [""]),
+    "misaligned_ldmatrix": (r"MISALIGNED: ldmatrix_x4 at .*cu:\d+", "plain", [""]),
+    "ldmatrix_behind_shared": (r"OUT OF BOUNDS: ldmatrix_x4 at .*cu:\d+", "plain", [""]),
+    "bank_conflicts": (r"28 bank conflicts of ldmatrix", "plain", [""]),
+    "bank_conflicts_of_copies": (r"28 bank conflicts of copies", "plain", [""]),
+    "copy_to_misaligned": (r"MISALIGNED: copy_async_16, to shared memory, at .*cu:\d+", "plain", [""]),
+    "copy_from_misaligned": (r"MISALIGNED: copy_async_16, from global memory, at .*cu:\d+", "plain", [""]),
+    "misaligned_load": (r"MISALIGNED: a load at .*cu:\d+", "plain", [""]),
+    "misaligned_store": (r"MISALIGNED: a store at .*cu:\d+", "plain", [""]),
+    "copy_behind_shared": (r"OUT OF BOUNDS: copy_async_16 at .*cu:\d+", "plain", [""]),
+    "block_too_large": (r"OVER LIMIT: empty_kernel\(\), launched at .*cu:\d+: a block of \(1025,1,1\)", "plain", [""]),
+    "empty_grid": (r"OVER LIMIT: .*a grid of \(0,1,1\)", "plain", [""]),
+    "grid_too_large": (r"OVER LIMIT: .*a grid of \(1,65536,1\)", "plain", [""]),
+    "too_much_shared": (r"OVER LIMIT: .*232449 bytes of dynamic shared memory", "plain", [""]),
+    "arrays_too_large": (r"OVER LIMIT: the block's shared arrays take 49168 bytes with second", "plain", [""]),
+    "host_pointer": (r"HOST POINTER: add_one\(float\*, int\), launched at .*: its pointer argument number 1", "plain", [""]),
+    "host_touches_device_memory": (r"HOST ACCESS: the host touches byte 20 of the 128 of cudaMalloc number 1", "plain", ["HIDE=1"]),
+    "stack_overflow": (r"STACK OVERFLOW", "plain", [""]),
+    "write_behind_local_array": (r"AddressSanitizer: stack-buffer-overflow", "address", [""]),
+    "shift_too_far": (r"runtime error: shift exponent 32 is too large", "address", [""]),
+}
+
+# Races, which values may also show, found whatever the order of the threads is.
+RACES = ["missing_barrier", "missing_barrier_after_use", "missing_syncwarp", "missing_copy_wait", "missing_barrier_after_copy",
+         "missing_copy_commit", "wait_for_too_few_groups", "copy_into_tile_in_use", "missing_stream_wait", "missing_host_wait",
+         "buffer_changed_under_copy"]
+
+SETTINGS = [f"ORDER={order} COPY={copy} STREAMS={streams}" for order, copy, streams in itertools.product(
+    ("forward", "reverse", "random", "greedy"), ("issue", "wait", "either"), ("once", "late", "any"))]
+SOME = ["", "ORDER=reverse COPY=wait STREAMS=late", "ORDER=random COPY=either STREAMS=any SEED=7", "ORDER=greedy COPY=wait STREAMS=late SEED=3 HIDE=1"]
+
+
+def test_all_defects_are_here(programs):
+    assert run(programs, "plain", "help", 0).stdout.split() == list(FOUND)
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_defect_is_found(programs, name):
+    message, build, settings = FOUND[name]
+    runs = [run(programs, build, name, True, s) for s in settings]
+    assert any(r.returncode != 0 and re.search(message, r.stdout + r.stderr) for r in runs), "\n".join(r.stdout + r.stderr for r in runs)
+
+
+@pytest.mark.parametrize("name", RACES)
+def test_race_is_found(programs, name):
+    for settings in ("", "ORDER=reverse COPY=wait"):
+        r = run(programs, "race", name, True, settings)
+        assert r.returncode != 0 and re.search(RACE, r.stderr), settings + r.stdout + r.stderr
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_sound_twin_passes(programs, name):
+    settings = SETTINGS if os.environ.get("CUDA_ON_CPU_LONG") else SOME
+    for build, s in [("plain", s) for s in settings] + [("address", SOME[1]), ("race", SOME[2])]:
+        r = run(programs, build, name, False, s)
+        assert r.returncode == 0 and not r.stderr, f"{build} {s}\n{r.stdout}{r.stderr}"
+
+
+@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("settings", SOME)
+def test_numbers(programs, build, settings):
+    r = run(programs, build, "numbers", False, settings)
+    assert r.returncode == 0, r.stdout + r.stderr
+    assert "Sanitizer" not in r.stderr, r.stderr
+
+
+def test_settings_are_checked(programs):
+    for settings, message in [("ORDER=backwards", "CUDA_ON_CPU_ORDER=backwards is not one of forward, reverse, random, greedy"),
+                              ("THREADS=two", "CUDA_ON_CPU_THREADS=two is no whole number")]:
+        r = run(programs, "plain", "help", 0, settings)
+        assert r.returncode != 0 and message in r.stderr
+
+
+def test_report(programs):
+    r = run(programs, "plain", "bank_conflicts", True, "REPORT=1")
+    assert re.search(r"ldmatrix 1, bank conflicts 28", r.stderr) and re.search(r"test_cuda_on_cpu.cu:\d+: 28 bank conflicts", r.stderr)
+
+
+def test_shared_keyword_is_refused(programs, tmp_path):
+    source = tmp_path / "a.cu"
+    source.write_text('#include "gpu_on_cpu.h"\nKERNEL void k() { __shared__ float x[4]; x[0] = 1; }\n')
+    done = subprocess.run([CXX, "-x", "c++", "-std=c++17", "-fsyntax-only", "-I", HERE, "-isystem", cuda_headers(), source], capture_output=True, text=True)
+    assert done.returncode != 0 and "use SHARED_ARRAY" in done.stderr
