@@ -3,7 +3,8 @@
 // and a line on stderr that says why. A product is work in its stream like a kernel, and its matrices must be device memory then.
 //
 // The heuristic offers three algorithms, where they fit: one that adds two halves of the sum through the workspace, one that needs
-// all matrices aligned to 16 bytes, one for any. So a caller meets workspaces, alignments, and sums in different orders.
+// all matrices aligned to 16 bytes, one for any. So a caller meets workspaces, alignments, and sums in different orders. An algorithm is
+// refused for matrices that are aligned to less than the preference promised (on a GPU it might read wrongly, or not at all).
 #include <cublasLt.h>
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
@@ -54,6 +55,7 @@ enum Kind : uint64_t { NO_ALGORITHM, HALVES, ALIGNED, ANY };
 
 struct Algorithm {              // what a cublasLtMatmulAlgo_t holds
     uint64_t kind, workspace;
+    uint32_t alignment[4];      // of A, B, C, D that the heuristic was promised
 };
 
 bool refuse(const char *format, ...) __attribute__((format(printf, 1, 2)));
@@ -180,7 +182,7 @@ bool line_aligned(const Layout &x) {
 
 bool fits_aligned(const Problem &p, const uint32_t alignment[4]) {
     bool fits = line_aligned(p.a) && line_aligned(p.b) && line_aligned(p.c) && line_aligned(p.d);
-    for (int i = 0; i < 4; i++) fits = fits && alignment[i] % 16 == 0;
+    for (int i = 0; i < 4; i++) fits = fits && alignment[i] >= 16;
     return fits;
 }
 
@@ -188,9 +190,10 @@ std::vector<Algorithm> algorithms(const Problem &p, const Preference &preference
     std::vector<Algorithm> list;
     uint64_t partial = p.m * p.n * sizeof(float) * p.d.batches;
     if (p.k >= 32 && partial <= preference.workspace && (preference.reductions & CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE))
-        list.push_back({HALVES, partial});
-    if (fits_aligned(p, preference.alignment)) list.push_back({ALIGNED, 0});
-    list.push_back({ANY, 0});
+        list.push_back({HALVES, partial, {}});
+    if (fits_aligned(p, preference.alignment)) list.push_back({ALIGNED, 0, {}});
+    list.push_back({ANY, 0, {}});
+    for (Algorithm &algorithm : list) memcpy(algorithm.alignment, preference.alignment, sizeof algorithm.alignment);
     return list;
 }
 
@@ -436,7 +439,7 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t op, 
         return CUBLAS_STATUS_INVALID_VALUE;
     }
     uint32_t alignment[4] = {alignment_of(a), alignment_of(b), c ? alignment_of(c) : 256, alignment_of(d)};
-    Algorithm algorithm = {ANY, 0};
+    Algorithm algorithm = {ANY, 0, {1, 1, 1, 1}};
     if (chosen) memcpy(&algorithm, chosen, sizeof algorithm);
     uint64_t partial = p.m * p.n * sizeof(float) * p.d.batches;
     if (algorithm.kind < HALVES || algorithm.kind > ANY || (algorithm.kind == HALVES && algorithm.workspace != partial)) {
@@ -448,10 +451,11 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t op, 
                workspace_bytes, workspace);
         return CUBLAS_STATUS_INVALID_VALUE;
     }
-    if (algorithm.kind == ALIGNED && !fits_aligned(p, alignment)) {
-        refuse("cublasLtMatmul: the algorithm needs matrices aligned to 16 bytes");
-        return CUBLAS_STATUS_INVALID_VALUE;
-    }
+    for (int i = 0; i < 4; i++)
+        if (algorithm.alignment[i] < 1 || alignment[i] % algorithm.alignment[i]) {
+            refuse("cublasLtMatmul: %c is aligned to %u bytes, and the algorithm was chosen for %u", "ABCD"[i], alignment[i], algorithm.alignment[i]);
+            return CUBLAS_STATUS_INVALID_VALUE;
+        }
     Matrices x = {a, b, c, d, workspace, *(const float *)alpha, *(const float *)beta};
     cuda_on_cpu::enqueue(stream, [=] { product(p, x, algorithm); });
     return CUBLAS_STATUS_SUCCESS;

@@ -75,10 +75,10 @@ static void compare(const char *what, const vector<Y> &got, size_t rows, size_t 
     CHECK(worst <= 1, "%s: (%zu,%zu), %zu terms: %g times the tolerance", what, rows, cols, terms, worst);
 }
 
-// All products of a layer, `gap` elements off alignment.
+// All products of a layer, `gap` and more elements off alignment.
 template <class X>
 static void test_layer(size_t N, size_t C, size_t OC, size_t gap) {
-    Array<X> inp(N * C, gap), weight(OC * C, gap), dout(N * OC, gap), add(N * OC, gap), out(N * OC, gap), dinp(N * C, gap);
+    Array<X> inp(N * C, gap), weight(OC * C, 2 * gap), dout(N * OC, 4 * gap), add(N * OC, 8 * gap), out(N * OC, 3 * gap), dinp(N * C, 6 * gap);
     Array<float> dweight(OC * C, gap);
     auto x = [&](size_t n, size_t c) { return (double)number(inp.host[n * C + c]); };
     auto w = [&](size_t o, size_t c) { return (double)number(weight.host[o * C + c]); };
