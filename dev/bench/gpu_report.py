@@ -54,9 +54,10 @@ class Report:
         return self.parts.setdefault(name, {"facts": [], "checks": [], "tables": {}, "records": []})
 
     def begin(self, name):
-        """A new section; records of cases stay, so that a part goes on where it was stopped."""
-        kept = self.parts.get(name, {}).get("records", [])
-        self.parts[name] = {"status": "not finished", "date": datetime.date.today().isoformat(), "device": device(), "version": version(),
+        """A new section; records of this version on this device stay, so that a part goes on where it was stopped."""
+        before, on, of = self.parts.get(name, {}), device(), version()
+        kept = before.get("records", []) if (before.get("device"), before.get("version")) == (on, of) else []
+        self.parts[name] = {"status": "not finished", "date": datetime.date.today().isoformat(), "device": on, "version": of,
                             "facts": [], "checks": [], "tables": {}, "records": kept}
 
     def record(self, part, keys, **figures):

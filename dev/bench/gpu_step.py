@@ -333,7 +333,7 @@ def phases(report, options):
         floor = 1e3 * (moved / best["bytes"] + flops / best["flops"])
         rows.append([name, f"{ms:.2f}", f"{100 * ms / total:.1f} %", f"{floor:.2f}" if floor else "", f"{100 * floor / ms:.0f} %" if floor and ms else ""])
     share = sum(profile["phases"].get(name, 0) for name in PRODUCTS) / total if total else 0
-    report.record("phases", {"model": model}, device=device(), B=options.batch, T=options.length, **profile, **best)
+    report.part("step")["profile"] = {"model": model, "B": options.batch, "T": options.length, **profile, **best}
     report.table("step", f"Where our time goes, {model}, B = {options.batch}, T = {options.length}", ["phase", "ms a step", "share", "floor ms", "of floor"], rows,
                  [f"ceilings measured in this run: {best['bytes'] / 1e12:.2f} TB/s copied, {best['flops'] / 1e12:.0f} TFLOP/s of a bf16 product of 8192³ random numbers",
                   f"{100 * share:.0f} % of the step are phases of cuBLASLt's products (with the loss's own kernel)",
