@@ -22,7 +22,7 @@
 
 namespace cuda_on_cpu {
 
-__thread const Position *position;
+__thread const Position *position CUDA_ON_CPU_TLS;
 
 const Position &position_of_this_thread() {
     return *position;
@@ -177,7 +177,7 @@ struct Worker {
     Counts counts;
     struct { Site site; uint64_t conflicts; } sites[SITES];        // a hash table; full: the rest are counted without their place
 };
-static __thread Worker *worker;
+static __thread Worker *worker CUDA_ON_CPU_TLS;
 
 static Fiber &self() {
     return *(Fiber *)position;

@@ -32,7 +32,9 @@ struct Position {   // of a thread: its indices, and the sizes of the launch
     dim3 block_size, grid;
 };
 const Position &position_of_this_thread();
-extern __thread const Position *position;       // of the thread that runs now
+// In a shared library a thread's variable would take a function call, but for this.
+#define CUDA_ON_CPU_TLS __attribute__((tls_model("initial-exec")))
+extern __thread const Position *position CUDA_ON_CPU_TLS;      // of the thread that runs now
 
 struct Parameters {                             // of a launch
     std::function<void()> call;                 // the kernel with its arguments

@@ -248,8 +248,7 @@ struct Record {             // one recording of an event
 
 struct Operation {
     uint64_t number;                    // in the order of the calls, over all streams
-    std::function<void()> work;
-    std::function<bool()> attempt;      // enqueue_until's; or empty
+    std::function<bool()> work;         // true: it is done; false: it has to be called again
     std::shared_ptr<Record> after;      // cudaStreamWaitEvent's; or NULL
     bool host_function;
 };
@@ -324,8 +323,7 @@ static bool run_next(CUstream_st *s) {
     }
     if (settings().hide && depth == 0) show_device_memory(true);
     depth++;
-    if (next->work) next->work();
-    if (next->attempt) finished = next->attempt();
+    if (next->work) finished = next->work();
     depth--;
     if (settings().hide && depth == 0) show_device_memory(false);
     if (finished) next.reset();
@@ -362,13 +360,16 @@ static void run_all() {
     }
 }
 
-static void add_operation(CUstream_st *s, std::function<void()> work, std::shared_ptr<Record> after = nullptr, bool host_function = false,
-                          std::function<bool()> attempt = nullptr) {
-    s->queue.emplace_back(new Operation{++operations, std::move(work), std::move(attempt), std::move(after), host_function});
+static void add_attempt(CUstream_st *s, std::function<bool()> work, std::shared_ptr<Record> after, bool host_function) {
+    s->queue.emplace_back(new Operation{++operations, std::move(work), std::move(after), host_function});
     if (race_check()) __tsan_release(s->queue.back().get());
     if (settings().streams == AT_ONCE) run_all();
     if (settings().streams == ANY_TIME)
         while (next_random() % 2 && run_any()) {}
+}
+
+static void add_operation(CUstream_st *s, std::function<void()> work, bool host_function = false) {
+    add_attempt(s, [work = std::move(work)] { return work(), true; }, nullptr, host_function);
 }
 
 static void wait_for(CUstream_st *s) {
@@ -390,14 +391,14 @@ void cuda_on_cpu::enqueue(cudaStream_t stream, std::function<void()> work) {
     std::lock_guard<std::recursive_mutex> hold(stream_lock);
     CUstream_st *s = stream_of(stream);
     if (!s) die("work for a stream that does not exist");
-    add_operation(s, std::move(work), nullptr, true);
+    add_operation(s, std::move(work), true);
 }
 
 void cuda_on_cpu::enqueue_until(cudaStream_t stream, std::function<bool()> attempt) {
     std::lock_guard<std::recursive_mutex> hold(stream_lock);
     CUstream_st *s = stream_of(stream);
     if (!s) die("work for a stream that does not exist");
-    add_operation(s, nullptr, nullptr, true, std::move(attempt));
+    add_attempt(s, std::move(attempt), nullptr, true);
 }
 
 static void check_launch(const Parameters &p, const std::vector<const void *> &pointers) {
@@ -652,13 +653,13 @@ cudaError_t cudaStreamQuery(cudaStream_t stream) {
 
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
     WITH_STREAM(s, stream);
-    if (event->latest) add_operation(s, nullptr, event->latest);
+    if (event->latest) add_attempt(s, nullptr, event->latest, false);
     return cudaSuccess;
 }
 
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void *data) {
     WITH_STREAM(s, stream);
-    add_operation(s, [=] { function(data); }, nullptr, true);
+    add_operation(s, [=] { function(data); }, true);
     return cudaSuccess;
 }
 
