@@ -1022,7 +1022,8 @@ Weights trainer_weights(void) {
 }
 
 // They are where they are; the rounded copy follows them.
-void trainer_upload(void) {
+void trainer_upload(int64_t step) {
+    (void)step;
     if (model.params_bf16) bf16_round(model.params_bf16, model.params, model.list.floats);
 }
 

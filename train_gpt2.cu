@@ -603,7 +603,11 @@ static void gather_parameters(const Model *m) {
         collective_all_gather(m->params + bucket.from, bucket.floats, stream);
     }
     collective_join(stream);
-    if (m->in_bf16) parameters_round(m->params_bf16, m->params, m->list.floats, stream);
+}
+
+// The copy that the products read, when the masters changed by other means than this process's adamw().
+static void round_parameters(const Model *m, int64_t step) {
+    if (m->in_bf16) parameters_round(m->params_bf16, m->params, m->list.floats, m->stochastic, m->seed, step, stream);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------
@@ -699,13 +703,13 @@ static void copy_moments(const Model *m, bool to_host) {
     }
 }
 
-void trainer_upload(void) {
+void trainer_upload(int64_t step) {
     Model *m = &model;
     CUDA_CHECK(cudaMemcpy(m->params, m->host.params, m->list.floats * sizeof(float), cudaMemcpyHostToDevice));
     copy_moments(m, false);
     upload_segments(m);
     CUDA_CHECK(cudaDeviceSynchronize());           // the copies are not on our stream
-    if (m->in_bf16) parameters_round(m->params_bf16, m->params, m->list.floats, stream);
+    round_parameters(m, step);
 }
 
 void trainer_download(void) {
@@ -773,7 +777,10 @@ void trainer_update(AdamW a) {
     phase(PHASE_UPDATE);
     adamw(m->params, m->in_bf16 ? m->params_bf16 : NULL, m->mean, m->square, m->grads, m->segments, m->segment_count, m->segment_blocks, NULL, a,
           m->stochastic, m->seed, stream);
-    if (m->zero) gather_parameters(m);
+    if (m->zero) {
+        gather_parameters(m);
+        round_parameters(m, a.step);
+    }
     phase(PHASE_OTHER);
 }
 

@@ -364,7 +364,7 @@ static void load_weights(Run *run, const char *folder) {
     Error error;
     if (!folder[0]) {
         weights_init(w, (uint64_t)run->o.seed);
-        trainer_upload();
+        trainer_upload(run->step);
         return;
     }
     Normalizer attn = run->config->attn;
@@ -376,7 +376,7 @@ static void load_weights(Run *run, const char *folder) {
         process_broadcast(w->mean, bytes);
         process_broadcast(w->square, bytes);
     }
-    trainer_upload();
+    trainer_upload(run->step);
 }
 
 static void write_run(Run *run) {
@@ -668,7 +668,7 @@ static void change_normalizer(Run *run, const char *event, Normalizer from, Norm
     if (is_main()) progress_end();
     trainer_download();
     weights_start_scalars(&run->weights, &from);
-    trainer_upload();
+    trainer_upload(run->step);
     if (is_main()) show_new_scalars(run->config, &from, &to);
     loss = run->val ? validate(run) : NAN;
     if (isfinite(loss)) snprintf(after, sizeof after, "%.6f", loss);

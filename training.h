@@ -42,7 +42,7 @@ void trainer_take(void);
 
 // The parameters on the host, and on the way between there and the model. A trainer may have them in one place only.
 Weights trainer_weights(void);
-void trainer_upload(void);                     // after the host's were set: all processes, each with the same numbers
+void trainer_upload(int64_t step);             // after the host's were set, which stand at this step: all processes, each with the same numbers
 void trainer_download(void);                   // before the host's are read: all processes; those of rank 0 are whole then
 
 typedef struct {

@@ -114,6 +114,16 @@ static inline AdamRates adam_rates(AdamW a, uint64_t seed) {
     return r;
 }
 
+// W elements of the bf16 copy, i on. x may change.
+template <int W, bool STOCHASTIC>
+DEVICE void store_rounded(bf16 *rounded, float x[W], size_t i, uint64_t seed, uint64_t step) {
+    if (STOCHASTIC) {
+        Random r = philox(seed, step, i / ADAMW_WIDTH);
+        for (int j = 0; j < W; j++) x[j] = round_stochastically(x[j], random_bits(&r, W == 1 ? (int)(i % ADAMW_WIDTH) : j));
+    }
+    store_vector<W>(rounded + i, x);
+}
+
 // W elements: i of the flat arrays on, s of the moments on.
 template <int W, bool STOCHASTIC>
 DEVICE void adamw_update(float *params, bf16 *rounded, float *mean, float *square, const float *grads, size_t i, size_t s, AdamRates a,
@@ -132,12 +142,7 @@ DEVICE void adamw_update(float *params, bf16 *rounded, float *mean, float *squar
     store_vector<W>(params + i, p);
     store_vector<W>(mean + s, m);
     store_vector<W>(square + s, v);
-    if (!rounded) return;
-    if (STOCHASTIC) {
-        Random r = philox(a.seed, a.step, i / ADAMW_WIDTH);
-        for (int j = 0; j < W; j++) p[j] = round_stochastically(p[j], random_bits(&r, W == 1 ? (int)(i % ADAMW_WIDTH) : j));
-    }
-    store_vector<W>(rounded + i, p);
+    if (rounded) store_rounded<W, STOCHASTIC>(rounded, p, i, a.seed, a.step);
 }
 
 // registers: at most 64 (adamw_kernel)
@@ -159,17 +164,19 @@ KERNEL void adamw_kernel(float *params, bf16 *rounded, float *mean, float *squar
     }
 }
 
-// rounded = params to the nearest, n elements: the copy before the first step
-template <int W>
-KERNEL void round_kernel(bf16 *rounded, const float *params, size_t n) {
-    size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * W;
-    if (i >= n) return;
-    float x[W];
-    if (i + W <= n) {
-        load_vector<W>(x, params + i);
-        store_vector<W>(rounded + i, x);
+// The bf16 copy of n parameters, as the update of this step left it: before the first step, after loading, and of what other processes updated.
+template <bool STOCHASTIC>
+KERNEL void round_kernel(bf16 *rounded, const float *params, size_t n, uint64_t seed, uint64_t step) {
+    size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * ADAMW_WIDTH;
+    float x[ADAMW_WIDTH];
+    if (i + ADAMW_WIDTH <= n) {
+        load_vector<ADAMW_WIDTH>(x, params + i);
+        store_rounded<ADAMW_WIDTH, STOCHASTIC>(rounded, x, i, seed, step);
     } else {
-        for (; i < n; i++) set_float(rounded[i], params[i]);
+        for (; i < n; i++) {
+            x[0] = params[i];
+            store_rounded<1, STOCHASTIC>(rounded, x, i, seed, step);
+        }
     }
 }
 
@@ -184,10 +191,12 @@ static inline void adamw(float *params, bf16 *rounded, float *mean, float *squar
            rounded, mean, square, grads, segments, count, clip, adam_rates(a, seed));
 }
 
-//   rounded (n) written   params (n)
-static inline void parameters_round(bf16 *rounded, const float *params, size_t n, cudaStream_t stream) {
+//   rounded (n) written   params (n)   step: that of the last update
+static inline void parameters_round(bf16 *rounded, const float *params, size_t n, bool stochastic, uint64_t seed, int64_t step,
+                                    cudaStream_t stream) {
     size_t part = (size_t)SEGMENT_THREADS * ADAMW_WIDTH;
     if (n == 0) return;
-    launch(round_kernel<ADAMW_WIDTH>, row_grid((n + part - 1) / part, dim3(1, 1)), dim3(SEGMENT_THREADS), 0, stream, rounded, params, n);
+    launch(stochastic ? round_kernel<true> : round_kernel<false>, row_grid((n + part - 1) / part, dim3(1, 1)), dim3(SEGMENT_THREADS), 0,
+           stream, rounded, params, n, seed, (uint64_t)step);
 }
 #endif

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "dev/reference/hash.h"
+#include "dev/tests/check.h"
 #include "kernels/adamw.cuh"
 #include "kernels/check.h"
 #include "kernels/classifier.cuh"
@@ -500,6 +501,20 @@ static std::vector<int32_t> make_tokens(size_t N, size_t V, unsigned hot) {
     return tokens;
 }
 
+// Blocks run side by side: no two of a launch may add to one row of dweight or write one row of partials.
+static void check_plan(const std::vector<EmbeddingPiece> &pieces, EmbeddingPlan plan, size_t N, size_t V) {
+    std::vector<int> to_weight(V), to_partials(embedding_partials(N));
+    bool once = true, short_enough = true;
+    for (size_t p = 0; p < plan.pieces + plan.sums; p++) {
+        const EmbeddingPiece &piece = pieces[p];
+        if (piece.slot < 0) once = once && ++to_weight[(size_t)piece.token] == 1;
+        else once = once && (size_t)piece.slot < to_partials.size() && ++to_partials[(size_t)piece.slot] == 1;
+        if (p < plan.pieces) short_enough = short_enough && piece.count >= 1 && piece.count <= EMBEDDING_PIECE;
+    }
+    check_true("two pieces go to one row", once);
+    check_true("a piece of no or too many rows", short_enough);
+}
+
 template <class X>
 static void test_embedding(size_t N, size_t C, size_t V, unsigned hot) {
     if (!case_begins("embedding %s N=%zu C=%zu V=%zu hot=%u", type_name<X>(), N, C, V, hot)) return;
@@ -510,6 +525,7 @@ static void test_embedding(size_t N, size_t C, size_t V, unsigned hot) {
     Tensor<EmbeddingPiece> pieces_in(pieces.size());
     Tensor<X> out(N * C), weight(V * C), dout(N * C);
     Tensor<float> dweight(V * C), partials(embedding_partials(N) * C);
+    check_plan(pieces, plan, N, V);
     upload(tokens_in, tokens), upload(order_in, order), upload(pieces_in, pieces);
     Numbers w = fill(weight, "weight", 0, 1), dy = fill(dout, "dy", 0.2, 1), dw = fill(dweight, "dweight", 0, 1), y(N * C);
     for (size_t n = 0; n < N; n++)
@@ -753,7 +769,7 @@ static void test_adamws(void) {
         Tensor<float> params(n);
         Tensor<bf16> rounded(n);
         Numbers x = fill(params, "p", 0, 3);
-        run_twice({&rounded}, [&] { parameters_round(rounded.device(), params.device(), n, stream); });
+        run_twice({&rounded}, [&] { parameters_round(rounded.device(), params.device(), n, false, 0, 0, stream); });
         compare("rounded", rounded, x, 0);
         case_ends();
     }
@@ -800,6 +816,7 @@ static void test_norms(void) {
     test_clip(4, 3, 1);
     test_clip(4, 0, 1);
     test_clip(0, 1, 1);
+    test_clip(0, 1e-9, 1);
     test_clip(1e-30, 1, 1);
 }
 
@@ -1089,6 +1106,33 @@ static void test_wrappers(void) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------
+// What is refused: before any work, with EXIT_USAGE and the number that is wrong
+
+static void test_refusals(void) {
+    static const struct {
+        const char *what, *says;
+        void (*call)(void *);
+    } CASES[] = {
+        {"an odd head size", "head size of 5",
+         [](void *) { rope_forward<float>(NULL, NULL, NULL, NULL, false, 1, 1, 1, 5, stream); }},
+        {"too many channels", "24580 channels",
+         [](void *) { rmsnorm_backward<float>(NULL, NULL, NULL, NULL, NULL, NULL, NULL, 1, 24580, stream); }},
+        {"a gated unit too wide", "width 130",
+         [](void *) { gau_forward<bf16>(NULL, NULL, NULL, NULL, NULL, GauGains(), NULL, NULL, false, 1, 1, 8, 130, stream); }},
+        {"a vocabulary without padding", "97 logits",
+         [](void *) { classifier<bf16>(NULL, NULL, NULL, NULL, 1, 97, 97, 1.0f, stream); }},
+    };
+    for (const auto &c : CASES) {
+        char output[1024];
+        if (!case_begins("refused: %s", c.what)) continue;
+        int code = check_fork(c.call, NULL, output, sizeof output);
+        check("exit code", fabs((double)code - EXIT_USAGE), 0);
+        check_true(output, strstr(output, c.says) != NULL);
+        case_ends();
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------------
 
 template <class X>
 static void test_layers(void) {
@@ -1110,6 +1154,7 @@ int main(int argc, char **argv) {
     for (size_t N : {1, 33, 2000}) test_losses_sum(N);
     test_adamws(), arrays_free();
     test_norms(), arrays_free();
+    test_refusals();
     printf("%d passed, %d failed\n", passed, failed);
     return failed > 0 || passed == 0;
 }
