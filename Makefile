@@ -128,6 +128,7 @@ $(BUILD)/runtime/run.o: $(BUILD)/version
 
 # ---- the CUDA programs: by nvcc for GPUs, in $(BUILD)/cuda, and the same source by g++ for the CPU (dev/cuda_on_cpu), in $(BUILD)/on_cpu
 GPUS       ?= 80 90
+CU_OPT     ?= -O2
 CU_PROGRAMS = train_gpt2 test_gpt2
 INSTANCES  := $(shell sed -n 's/^FLASH_INSTANCE.\([a-z0-9_]*\),.*/\1/p' attention/flash_instances.h 2>/dev/null)
 FLASH       = $(patsubst %.cu,%.o,$(filter-out attention/flash_instance.cu,$(wildcard attention/*.cu))) \
@@ -143,7 +144,7 @@ CU_FLAGS    = -std=c++17 -I. -MMD -MP $(ONLY) $(if $(USE_NCCL),-DUSE_NCCL) $(pat
 NVCCFLAGS   = $(CU_FLAGS) -O3 -lineinfo $(architectures) -Xcompiler -Wall,-Wextra,-fPIC $(if $(filter 1,$(WERROR)),-Werror all-warnings) $(PTXAS)
 # The race check watches the kernels, not the emulator, and knows nothing of OpenMP's threads.
 RACES       = $(filter 1,$(TSAN))
-CXXFLAGS    = $(CU_FLAGS) -Idev/cuda_on_cpu -isystem $(CUDA)/include -O2 -g -fPIC -march=$(MARCH) -fno-math-errno -Wall -Wextra \
+CXXFLAGS    = $(CU_FLAGS) -Idev/cuda_on_cpu -isystem $(CUDA)/include $(CU_OPT) -g -fPIC -march=$(MARCH) -fno-math-errno -Wall -Wextra \
               -Wno-unknown-pragmas $(if $(filter 1,$(WERROR)),-Werror) $(SANITIZE) $(if $(RACES),,-fopenmp)
 MPI_FLAGS   = $(if $(filter 1,$(MPI)),-DUSE_MPI -DOMPI_SKIP_MPICXX $(shell $(MPICC) --showme:compile))
 compile_gpu = $(CUDA)/bin/nvcc $(NVCCFLAGS) -MF $(@:.o=.d) -c -o $@ $<

@@ -20,6 +20,24 @@ void flash_check(FlashShape shape, size_t element) {
              shape.out_row, pack);
 }
 
+// ---- what is kept
+
+static size_t rows_of(FlashShape shape) {
+    return shape.B * shape.NH * shape.T;
+}
+
+// D = dO · O, by an O rounded to bf16, is off by 2^-9. Where sgn(f) D is taken from every d, with a phi of both signs, these errors add up over
+// the row's keys to more than all other rounding.
+static bool keeps_rest(FlashShape shape, size_t element) {
+    return element == 2 && phi_signed(NORMALIZER_PHI(shape.normalizer)) &&
+           (norm_is_sum(shape.normalizer->norm) || NORMALIZER_POST(shape.normalizer) == POST_RECENTER_L1);
+}
+
+size_t flash_stats(FlashShape shape, size_t element) {
+    size_t stats = rows_of(shape) * FLASH_STATS;
+    return keeps_rest(shape, element) ? stats + rows_of(shape) * shape.VS * element / sizeof(float) : stats;
+}
+
 // ---- scratch: prefix sums and their segments, for the posts that recenter; FlashRow and g of each row
 
 static bool recenters(FlashShape shape) {
@@ -29,10 +47,6 @@ static bool recenters(FlashShape shape) {
 
 static size_t rounded_up(size_t bytes) {
     return (bytes + 255) / 256 * 256;
-}
-
-static size_t rows_of(FlashShape shape) {
-    return shape.B * shape.NH * shape.T;
 }
 
 static size_t segments_of(FlashShape shape) {
@@ -49,7 +63,7 @@ size_t flash_scratch(FlashShape shape) {
 }
 
 template <class X>
-static FlashCall<X> call_of(FlashShape shape, FlashScalars scalars, const X *q, const X *k, const X *v, void *scratch) {
+static FlashCall<X> call_of(FlashShape shape, FlashScalars scalars, const X *q, const X *k, const X *v, float *stats, void *scratch) {
     const Normalizer *a = shape.normalizer;
     FlashCall<X> call = {};
     call.q = q, call.k = k, call.v = v, call.scalars = scalars;
@@ -57,6 +71,8 @@ static FlashCall<X> call_of(FlashShape shape, FlashScalars scalars, const X *q, 
     call.phi = NORMALIZER_PHI(a), call.post = NORMALIZER_POST(a), call.power = (float)a->post.value;
     call.B = (int)shape.B, call.T = (int)shape.T, call.NH = (int)shape.NH, call.VS = (int)shape.VS, call.L = shape.L;
     call.q_row = shape.q_row, call.k_row = shape.k_row, call.v_row = shape.v_row, call.out_row = shape.out_row;
+    call.stats = stats;
+    call.rest = keeps_rest(shape, sizeof(X)) ? (X *)(stats + rows_of(shape) * FLASH_STATS) : NULL;
     call.rows = (FlashRow *)scratch;
     call.g = (float *)((char *)scratch + rounded_up(rows_of(shape) * sizeof(FlashRow)));
     if (recenters(shape)) call.prefix = (float *)((char *)call.g + rounded_up(rows_of(shape) * sizeof(float)));
@@ -104,8 +120,8 @@ template <class X>
 void flash_forward(X *out, float *stats, unsigned long long *rows_without_weight, const X *q, const X *k, const X *v, FlashScalars scalars,
                    FlashShape shape, void *scratch, cudaStream_t stream) {
     flash_check(shape, sizeof(X));
-    FlashCall<X> call = call_of(shape, scalars, q, k, v, scratch);
-    call.out = out, call.stats = stats, call.rows_without_weight = rows_without_weight;
+    FlashCall<X> call = call_of(shape, scalars, q, k, v, stats, scratch);
+    call.out = out, call.rows_without_weight = rows_without_weight;
     if (call.post == POST_RECENTER) prefix_sums(call, shape, stream);
     pass_of(call).forward(call, (int)shape.HS, stream);
 }
@@ -114,12 +130,13 @@ template <class X>
 void flash_backward(X *dq, X *dk, X *dv, FlashScalarGrads grads, const X *dout, const X *out, const float *stats, const X *q, const X *k,
                     const X *v, FlashScalars scalars, FlashShape shape, void *scratch, cudaStream_t stream) {
     flash_check(shape, sizeof(X));
-    FlashCall<X> call = call_of(shape, scalars, q, k, v, scratch);
-    call.out = const_cast<X *>(out), call.stats = const_cast<float *>(stats), call.dout = dout;
+    FlashCall<X> call = call_of(shape, scalars, q, k, v, const_cast<float *>(stats), scratch);
+    call.out = const_cast<X *>(out), call.dout = dout;
     call.dq = dq, call.dk = dk, call.dv = dv;
     if (!grads.s && !grads.b && !grads.p) call.g = NULL;
     prefix_sums(call, shape, stream);
     Pass<X> pass = pass_of(call);
+    launch(flash_rows_kernel<X>, dim3((rows_of(shape) * ROW_LANES - 1) / 256 + 1), dim3(256), 0, stream, call, (int)shape.HS, pass.in_unit);
     pass.backward(call, (int)shape.HS, stream);
     if (grads.s || grads.b || grads.sink)
         launch(flash_scalars_kernel<X>, dim3(call.NH), dim3(SCALAR_THREADS), 0, stream, grads, call, (int)shape.HS, pass.in_unit);

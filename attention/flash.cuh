@@ -11,13 +11,14 @@
 // floats the six products of parts i and j with i + j < 3: float32's exactness at a sixth of the speed, with the same kernels.
 //
 // A row's numbers: z = scale s + bias, f = phi(z), in the forward pass
-//   exp, expm1 over their sum    bias = o - shift, shift the largest z so far (what is summed is multiplied by exp(old - new shift))
+//   exp, expm1 over their sum    bias = o - the largest z so far (what is summed is multiplied by exp(new - old bias))
 //   else                         bias = o
 //   plain                        out = (f · V)/Z, negated or of max(f, 0) where post says so
 //   recenter                     out = (f · V)/Z - mean sum_{j <= i} v_j, mean = sum f/(Z n), the sums of v by two small kernels before
 //   recenter-l1                  w = f factor - mean, factor = 1/Z, out = (w · V)/sum |w|
-//   reweight                     r = f factor - mean within [0, 1], factor = n/(Z top), mean = 1/top, top the largest f n/Z - 1,
-//                                w = r^P, out = (w · V)/sum w: at most 1, so that no power overflows
+//   reweight                     r = (A n - 1)/top within [0, 1], top the largest A n - 1: r = 1 + (f - mean) factor, mean the largest f,
+//                                factor = n/(Z top); w = r^P, out = (w · V)/sum w. At most 1, so that no power overflows, and exact
+//                                near 1, where a power magnifies errors
 // and in the backward pass, with d_ij = dO_i · v_j, W_ij the weight that v_j had, sgn the sign
 //   plain                        W = factor f,           df = factor (d - sgn(f) D),            D = dO_i · O_i, 0 where Z is fixed
 //   recenter                     W = factor f - mean,    df = factor (d - less - sgn(f) D),     less = dO_i · sum_{j <= i} v_j / n
@@ -51,16 +52,19 @@ struct FlashPlan {
 template <class X>
 constexpr bool is_bf16 = sizeof(X) == 2;
 
-// With a maximum that moves, a chunk is a whole tile: what was summed is rescaled once for each.
+// Own rows of two tiles halve what each product reads from shared memory; a phi asked for at run time leaves no registers for them.
+template <class X, int PHI>
+constexpr int own_tiles = is_bf16<X> && PHI >= 0 ? 2 : 1;
+
+// With a maximum that moves, a chunk is large: what was summed is rescaled once for each.
 template <class X, int HS, int PHI>
-struct ForwardPlan : FlashPlan<is_bf16<X> ? 2 : 1, is_bf16<X> ? 64 : 32, !is_bf16<X> ? 16 : PHI == PHI_EXP ? (HS > 64 ? 32 : 64) : PHI >= 0 ? 32 : 16,
-                               is_bf16<X> && HS <= 64> {};
+struct ForwardPlan : FlashPlan<own_tiles<X, PHI>, is_bf16<X> ? 64 : 32, PHI < 0 ? 16 : PHI == PHI_EXP && HS <= 64 ? 64 : 32, is_bf16<X> && HS <= 64> {};
 
-template <class X, int HS, bool WIDE>
-struct RowsPlan : FlashPlan<is_bf16<X> && HS <= 64 ? 2 : 1, is_bf16<X> && !WIDE ? 64 : 32, WIDE ? 32 : 16, is_bf16<X> && HS <= 64> {};
+template <class X, int HS, int PHI, bool WIDE>
+struct RowsPlan : FlashPlan<HS <= 64 ? own_tiles<X, PHI> : 1, is_bf16<X> && !WIDE ? 64 : 32, WIDE ? 32 : 16, is_bf16<X> && HS <= 64> {};
 
-template <class X, int HS, bool WIDE>
-struct KeysPlan : FlashPlan<is_bf16<X> && HS <= 64 ? 2 : 1, is_bf16<X> && !WIDE ? 64 : 32, WIDE ? 32 : 16, false> {};
+template <class X, int HS, int PHI, bool WIDE>
+struct KeysPlan : FlashPlan<HS <= 64 ? own_tiles<X, PHI> : 1, is_bf16<X> && !WIDE ? 64 : 32, WIDE ? 32 : 16, false> {};
 
 // From one row of a shared tile to the next: 8 elements of padding make it an odd number of 16 bytes in bf16, so that the 8 rows that
 // ldmatrix reads together lie in different banks; of floats, 8 banks on.
@@ -74,11 +78,18 @@ constexpr int tile_step = C + 8;
 template <int R, int C, int THREADS, class X>
 DEVICE void tile_load(X *tile, const X *from, size_t row, int rows, int columns) {
     enum { PACK = 16 / sizeof(X), A_ROW = C / PACK };
+    UNROLL_NOT
     for (int i = threadIdx.x; i < R * A_ROW; i += THREADS) {
         int r = i / A_ROW, c = i % A_ROW * PACK;
         bool valid = r < rows && c < columns;
         copy_async_16(tile + r * tile_step<C> + c, from + (valid ? r * row + c : 0), valid);
     }
+}
+
+// Behind it this step's tiles have come, and nobody needs those of the step before.
+DEVICE void tile_wait() {
+    copy_async_wait<0>();
+    __syncthreads();
 }
 
 // A lane's part of a factor of mma_m16n8k16: N registers of pairs, for each of the bf16 that an X is the sum of.
@@ -247,9 +258,18 @@ DEVICE void store_pair(bf16 *to, float x, float y) {
     *(uint32_t *)to = pack_bf16(x, y);
 }
 
+template <class X>
+DEVICE float rounded_to(float x) {
+    X y;
+    set_float(y, x);
+    return to_float(y);
+}
+
 // Rows of `sum`, each times its factor, to `to`, the address of the warp's first row and column; the first `rows` rows and `columns`.
+// `rest`, if not NULL, in rows of rest_row, gets what rounding to X took away.
 template <class X, int TILES, int CT>
-DEVICE void store_rows(X *to, size_t row, const float (&sum)[TILES][CT][4], const float (&factor)[2 * TILES], int rows, int columns) {
+DEVICE void store_rows(X *to, size_t row, const float (&sum)[TILES][CT][4], const float (&factor)[2 * TILES], int rows, int columns, X *rest = NULL,
+                       size_t rest_row = 0) {
     int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     UNROLL
     for (int r = 0; r < 2 * TILES; r++) {
@@ -257,7 +277,10 @@ DEVICE void store_rows(X *to, size_t row, const float (&sum)[TILES][CT][4], cons
         UNROLL
         for (int c = 0; c < CT; c++) {
             const float *x = sum[r / 2][c] + r % 2 * 2;
-            if (8 * c < columns) store_pair(to + (8 * r + g) * row + 8 * c + 2 * t, x[0] * factor[r], x[1] * factor[r]);
+            if (8 * c >= columns) continue;
+            float y = x[0] * factor[r], z = x[1] * factor[r];
+            store_pair(to + (8 * r + g) * row + 8 * c + 2 * t, y, z);
+            if (rest) store_pair(rest + (8 * r + g) * rest_row + 8 * c + 2 * t, y - rounded_to<X>(y), z - rounded_to<X>(z));
         }
     }
 }
@@ -358,12 +381,18 @@ DEVICE RowPlace place_of(const FlashCall<X> &call, int HS, int h, int row) {
     return {n, call.T, call.L, HS, x.s ? x.s[h] : 1, x.b ? x.b[h] : 0, x.p ? x.p[n - 1] : 1, x.sink ? x.sink[h] : 0};
 }
 
+// What z is taken relative to, from the bias: the row's largest z under exp and expm1 over their sum.
+template <class X>
+DEVICE float row_shift(const FlashCall<X> &call, RowPlace at, float bias) {
+    return subtracts_maximum(call.phi, call.norm) ? row_offset(call.offset, at) - bias : 0;
+}
+
 template <class X, int POST>
 DEVICE bool is_reweight(const FlashCall<X> &call) {
     return POST == FLASH_REWEIGHT || (POST == FLASH_TWO_SWEEPS && call.post == POST_REWEIGHT);
 }
 
-// An element e of a chunk, e = 4 m + i, that has key > row, is not visible.
+// Element e = 4 m + i of the warp's first own row and the chunk's first other row on: visible when its key is not behind its query.
 template <bool BY_COLUMN>
 DEVICE bool is_visible(int own, int other, int e) {
     int lane = threadIdx.x % 32;
@@ -380,7 +409,7 @@ DEVICE float signed_as(float x, float of) {
 }
 
 struct ForwardRow {
-    float scale, offset, bias, shift, one;
+    float scale, bias, offset, one;
     float sum, sum_signed, largest;           // of |f|, of f; the largest f
     float factor, mean, left, signs;          // of the second sweep: w from f, the sum of |w|, of their signs
 };
@@ -396,7 +425,7 @@ DEVICE void forward_hide(float (&s)[TILES][NT][4], int own, int other) {
     }
 }
 
-// The row's shift is brought to the largest z so far, and with it all that was summed.
+// The row's bias is brought to the largest z so far, and with it all that was summed.
 template <class X, int HS, int PHI, int TILES, int NT>
 DEVICE void forward_shift(ForwardRow (&row)[2 * TILES], float (&sum)[TILES][HS / 8][4], const float (&s)[TILES][NT][4], bool sums) {
     UNROLL
@@ -404,10 +433,9 @@ DEVICE void forward_shift(ForwardRow (&row)[2 * TILES], float (&sum)[TILES][HS /
         float top = -INFINITY;
         UNROLL
         for (int nt = 0; nt < NT; nt++) top = fmaxf(top, fmaxf(s[r / 2][nt][r % 2 * 2], s[r / 2][nt][r % 2 * 2 + 1]));
-        float shift = fmaxf(row[r].shift, row[r].scale * row_max(top) + row[r].offset), by = exp_of<X, PHI>(row[r].shift - shift);
-        row[r].shift = shift;
-        row[r].bias = row[r].offset - shift;
-        row[r].one = exp_of<X, PHI>(-shift);
+        float bias = fminf(row[r].bias, -row[r].scale * row_max(top)), by = exp_of<X, PHI>(bias - row[r].bias);
+        row[r].bias = bias;
+        row[r].one = exp_of<X, PHI>(bias - row[r].offset);
         row[r].sum *= by, row[r].sum_signed *= by, row[r].largest *= by;
         UNROLL
         for (int c = 0; sums && c < HS / 8; c++) sum[r / 2][c][r % 2 * 2] *= by, sum[r / 2][c][r % 2 * 2 + 1] *= by;
@@ -458,22 +486,29 @@ DEVICE void forward_rectify(float (&f)[TILES][NT][4]) {
     }
 }
 
+// r = 1 + (f - mean) factor of reweight, from 1/Z and the largest f. A row without weight gets r = 0.
+DEVICE void reweight_numbers(float *factor, float *mean, float inverse, float largest, int n) {
+    float from = n > POST_FROM ? 1 : 0, top = largest * (inverse * (float)n) - from;
+    // In a row of equal weights top is 0 but for rounding, which must not be mistaken for weight.
+    bool weight = !(top < (from > 0 ? 32 * FLT_EPSILON : FLT_MIN));
+    *factor = weight ? inverse * (float)n / top : 1;
+    *mean = weight ? largest : INFINITY;
+}
+
 // Between two sweeps: from Z and the largest f, what makes w of f.
 template <class X, int PHI>
 DEVICE void forward_between(ForwardRow &row, const FlashCall<X> &call, RowPlace at, bool reweight) {
-    float inverse = row_inverse(call.norm, at, row.sum, row.shift / unit<X, PHI>), n = (float)at.n;
+    float inverse = row_inverse(call.norm, at, row.sum, row_shift(call, at, row.bias / unit<X, PHI>)), n = (float)at.n;
     row.factor = inverse;
     row.mean = 0;
-    if (reweight) {
-        float from = at.n > POST_FROM ? 1 : 0, top = row.largest * (inverse * n) - from;
-        // In a row of equal weights this is 0 but for rounding, which must not be mistaken for weight.
-        if (from > 0 && top < 32 * FLT_EPSILON) top = 0;
-        row.largest = top < 0 ? 0 : top;
-        row.factor = inverse * n * inverse_or_zero(row.largest);
-        row.mean = from * inverse_or_zero(row.largest);
-    } else if (at.n > POST_FROM) {
-        row.mean = row.sum_signed * inverse / n;
-    }
+    if (reweight) reweight_numbers(&row.factor, &row.mean, inverse, row.largest, at.n);
+    else if (at.n > POST_FROM) row.mean = row.sum_signed * inverse / n;
+}
+
+template <class Row>
+DEVICE float reweight_base(float f, const Row &row) {
+    float r = (f - row.mean) * row.factor + 1;
+    return r < 0 ? 0 : r > 1 ? 1 : r;
 }
 
 // f in, w out, and their sums.
@@ -483,11 +518,14 @@ DEVICE void forward_weights(float (&f)[TILES][NT][4], ForwardRow (&row)[2 * TILE
     for (int nt = 0; nt < NT; nt++) {
         float w[4 * TILES];
         UNROLL
-        for (int e = 0; e < 4 * TILES; e++) w[e] = f[e / 4][nt][e % 4] * row[e / 2].factor - row[e / 2].mean;
+        for (int e = 0; e < 4 * TILES; e++) w[e] = f[e / 4][nt][e % 4];
         if (reweight) {
             UNROLL
-            for (int e = 0; e < 4 * TILES; e++) w[e] = w[e] < 0 ? 0 : w[e] > 1 ? 1 : w[e];
+            for (int e = 0; e < 4 * TILES; e++) w[e] = reweight_base(w[e], row[e / 2]);
             power<X>(w, P);
+        } else {
+            UNROLL
+            for (int e = 0; e < 4 * TILES; e++) w[e] = w[e] * row[e / 2].factor - row[e / 2].mean;
         }
         UNROLL
         for (int e = 0; e < 4 * TILES; e++) {
@@ -500,11 +538,11 @@ DEVICE void forward_weights(float (&f)[TILES][NT][4], ForwardRow (&row)[2 * TILE
 }
 
 // The row's end: returns what multiplies its sum and writes its statistics, of which the backward pass makes a FlashRow:
-//   bias, factor, mean, the sum of the signs (recenter-l1); or bias, 1/Z, top, 1/sum w (reweight)
+//   bias, factor, mean, the sum of the signs (recenter-l1); or bias, 1/Z, the largest f, 1/sum w (reweight)
 template <class X, int PHI, int POST>
 DEVICE float forward_end(float4 *stats, ForwardRow &row, const FlashCall<X> &call, RowPlace at, bool *weight) {
     bool late = at.n > POST_FROM;
-    float inverse = row_inverse(call.norm, at, row.sum, row.shift / unit<X, PHI>), left = row.sum, by = inverse;
+    float inverse = row_inverse(call.norm, at, row.sum, row_shift(call, at, row.bias / unit<X, PHI>)), left = row.sum, by = inverse;
     *stats = make_float4(row.bias, inverse, 0, 0);
     if (POST == FLASH_PLAIN) {
         if (call.post == POST_NEGATE) stats->y = by = -inverse;
@@ -551,6 +589,7 @@ DEVICE void negate_rows(X *q_tile, const FlashCall<X> &call, int h, int row0) {
             for (int c = 0; c < HS; c++) set_float(q_tile[r * tile_step<HS> + c], -to_float(q_tile[r * tile_step<HS> + c]));
 }
 
+// registers: at most 255 (flash_forward_kernel, flash_dq_kernel, flash_dkv_kernel)
 template <class X, int HS, int PHI, int POST>
 KERNEL void flash_forward_kernel(const FlashCall<X> call) {
     typedef ForwardPlan<X, HS, PHI> P;
@@ -569,9 +608,9 @@ KERNEL void flash_forward_kernel(const FlashCall<X> call) {
     UNROLL
     for (int r = 0; r < 2 * TILES; r++) {
         RowPlace at = place_of(call, HS, h, warp_row + 8 * r + g);
-        row[r] = {row_scale(call.scale, at) * unit<X, PHI>, row_offset(call.offset, at) * unit<X, PHI>, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0};
-        if (relative) row[r].scale = fabsf(row[r].scale), row[r].shift = least_maximum(phi, call.norm, at) * unit<X, PHI>;
-        else row[r].bias = row[r].offset, row[r].one = 1;
+        float offset = row_offset(call.offset, at);
+        row[r] = {row_scale(call.scale, at) * unit<X, PHI>, offset * unit<X, PHI>, offset * unit<X, PHI>, 1, 0, 0, 0, 0, 0, 0, 0};
+        if (relative) row[r].scale = fabsf(row[r].scale), row[r].bias = (offset - least_maximum(phi, call.norm, at)) * unit<X, PHI>;
     }
     float sum[TILES][HS / 8][4];
     set_zero(sum);
@@ -590,8 +629,7 @@ KERNEL void flash_forward_kernel(const FlashCall<X> call) {
     Own<X, HS, TILES, P::KEEP> own = {q_tile + warp * 16 * TILES * STEP, {}};
 
     for (int step = 0; step < steps; step++) {
-        copy_async_wait<0>();
-        __syncthreads();                  // this step's tile has come, and nobody needs the one before it any more
+        tile_wait();
         if (step + 1 < steps) load(step + 1);
         if (step == 0) {
             if (relative) {
@@ -605,7 +643,7 @@ KERNEL void flash_forward_kernel(const FlashCall<X> call) {
         const int key0 = step % tiles * KEYS;
         UNROLL_NOT
         for (int c = 0; c < KEYS && key0 + c < warp_row + 16 * TILES; c += CHUNK) {
-            const bool masked = key0 + c + CHUNK - 1 > warp_row;
+            const bool masked = warp_row < key0 + c + CHUNK - 1;
             float s[TILES][NT][4];
             set_zero(s);
             product_by_rows(s, own, k_tile + c * STEP);
@@ -645,7 +683,8 @@ KERNEL void flash_forward_kernel(const FlashCall<X> call) {
     if (POST == FLASH_RECENTER)
         forward_recenter<HS>(sum, row, by, call.prefix + ((size_t)blockIdx.y * T + warp_row) * call.VS + column0, call.VS, T - warp_row, columns);
     X *out = call.out + ((size_t)b * T + warp_row) * call.out_row + (size_t)h * call.VS + column0;
-    store_rows(out, call.out_row, sum, by, T - warp_row, columns);
+    X *rest = call.rest ? call.rest + ((size_t)blockIdx.y * T + warp_row) * call.VS + column0 : NULL;
+    store_rows(out, call.out_row, sum, by, T - warp_row, columns, rest, call.VS);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------
@@ -664,9 +703,7 @@ DEVICE void backward_values(float (&d)[N], float (&f)[N], float (&slope)[N], flo
         float r[N], q[N];
         UNROLL
         for (int e = 0; e < N; e++) {
-            const FlashRow &at = row[BY_COLUMN ? e % 2 : e / 2];
-            float x = f[e] * at.factor - at.mean;
-            r[e] = q[e] = x < 0 ? 0 : x > 1 ? 1 : x;
+            r[e] = q[e] = reweight_base(f[e], row[BY_COLUMN ? e % 2 : e / 2]);
         }
         power<X>(q, call.power - 1);
         UNROLL
@@ -702,15 +739,14 @@ DEVICE void product_wide(float (&d)[TILES][NT][4], const Own<X, HS, TILES, false
         tile_load<OWN, HS, THREADS>(own_tile, own_from + c, own_row, own_rows, columns - c);
         tile_load<STREAM, HS, THREADS>(tile, from + c, row, rows, columns - c);
         copy_async_commit();
-        copy_async_wait<0>();
-        __syncthreads();
+        tile_wait();
         product_by_rows(d, own, tile);
     }
 }
 
 template <class X, int HS, int PHI, int POST, bool WIDE>
 KERNEL void flash_dq_kernel(const FlashCall<X> call) {
-    typedef RowsPlan<X, HS, WIDE> P;
+    typedef RowsPlan<X, HS, PHI, WIDE> P;
     enum { TILES = P::TILES, OWN = P::OWN, KEYS = P::STREAM, CHUNK = P::CHUNK, NT = P::NT, STEP = tile_step<HS>, THREADS = P::THREADS };
     DYNAMIC_SHARED(X, shared);
     X *q_tile = shared, *dout_tile = q_tile + OWN * STEP, *k_tiles = dout_tile + OWN * STEP, *v_tiles = k_tiles + 2 * KEYS * STEP;
@@ -747,8 +783,7 @@ KERNEL void flash_dq_kernel(const FlashCall<X> call) {
     Own<X, HS, TILES, P::KEEP> own_q = {q_tile + warp * 16 * TILES * STEP, {}}, own_dout = {dout_tile + warp * 16 * TILES * STEP, {}};
 
     for (int step = 0; step < steps; step++) {
-        copy_async_wait<0>();
-        __syncthreads();                  // this step's tile has come, and nobody needs the one before it any more
+        tile_wait();
         if (step + 1 < steps) load(step + 1);
         if (step == 0) {
             own_keep(own_q);
@@ -818,7 +853,7 @@ enum KeysMode { KEYS_BOTH, KEYS_DK_WIDE, KEYS_DV };       // dk and dv; dk alone
 
 template <class X, int HS, int PHI, int POST, int MODE>
 KERNEL void flash_dkv_kernel(const FlashCall<X> call) {
-    typedef KeysPlan<X, HS, MODE == KEYS_DK_WIDE> P;
+    typedef KeysPlan<X, HS, PHI, MODE == KEYS_DK_WIDE> P;
     enum { TILES = P::TILES, OWN = P::OWN, ROWS = P::STREAM, CHUNK = P::CHUNK, NT = P::NT, STEP = tile_step<HS>, THREADS = P::THREADS,
            DK = MODE != KEYS_DV, DV = MODE != KEYS_DK_WIDE, WIDE = MODE == KEYS_DK_WIDE };
     DYNAMIC_SHARED(X, shared);
@@ -851,8 +886,7 @@ KERNEL void flash_dkv_kernel(const FlashCall<X> call) {
     set_zero(dv);
 
     for (int step = 0; step < steps; step++) {
-        copy_async_wait<0>();
-        __syncthreads();                  // this step's tile has come, and nobody needs the one before it any more
+        tile_wait();
         if (step + 1 < steps) load(step + 1);
         if (step == 0) {
             own_keep(own_k);
@@ -915,6 +949,7 @@ KERNEL void flash_dkv_kernel(const FlashCall<X> call) {
 
 enum { SEGMENT = 64 };      // positions whose sum of v is taken alone first
 
+// registers: at most 48 (flash_segments_kernel, flash_prefix_kernel, flash_rows_kernel, flash_scalars_kernel, flash_p_kernel)
 // segments (B NH, T/SEGMENT, VS): sums of v over SEGMENT positions. A thread a column.
 template <class X>
 KERNEL void flash_segments_kernel(float *segments, const X *v, size_t v_row, int T, int NH, int VS) {
@@ -943,15 +978,14 @@ KERNEL void flash_prefix_kernel(float *prefix, const float *segments, const X *v
 template <class X>
 DEVICE FlashRow backward_row(const FlashCall<X> &call, RowPlace at, float4 stats, float D, float along, float in_unit) {
     bool late = at.n > POST_FROM, is_sum = norm_is_sum(call.norm);
-    float n = (float)at.n, shift = subtracts_maximum(call.phi, call.norm) ? row_offset(call.offset, at) - stats.x / in_unit : 0;
+    float n = (float)at.n, shift = row_shift(call, at, stats.x / in_unit);
     FlashRow row = {row_scale(call.scale, at) * in_unit, stats.x, stats.y, is_sum ? D : 0, stats.z, 0, 0, expf(-shift)};
     if (call.post == POST_NEGATE) row.D = -row.D;
     if (call.post == POST_RECENTER && late) row.less = along / n;
     if (call.post == POST_RECENTER_L1 && late) row.D = D, row.less = (along - D * stats.w) / n;
     if (call.post == POST_REWEIGHT) {
-        float by = inverse_or_zero(stats.z);
-        row.factor = stats.y * n * by, row.mean = late ? by : 0, row.D = D;
-        row.inverse_sum = stats.w, row.less = is_sum ? stats.y : 0;       // 1/Z, of which flash_dq_kernel makes what it says above
+        reweight_numbers(&row.factor, &row.mean, stats.y, stats.z, at.n);
+        row.D = D, row.inverse_sum = stats.w, row.less = is_sum ? stats.y : 0;    // 1/Z, of which flash_dq_kernel makes what it says above
     }
     return row;
 }
@@ -972,6 +1006,11 @@ KERNEL void flash_rows_kernel(const FlashCall<X> call, int HS, float in_unit) {
         unpack_16(out, load_16(call.out + at + c));
         UNROLL
         for (int e = 0; e < Pack<X>::size; e++) D += dout.x[e] * out.x[e];
+        if (call.rest) {
+            unpack_16(out, load_16(call.rest + i * call.VS + c));
+            UNROLL
+            for (int e = 0; e < Pack<X>::size; e++) D += dout.x[e] * out.x[e];
+        }
         if (!call.prefix) continue;
         UNROLL
         for (int e = 0; e < Pack<X>::size; e++) along += dout.x[e] * call.prefix[i * call.VS + c + e];
@@ -1013,7 +1052,7 @@ KERNEL void flash_scalars_kernel(FlashScalarGrads grads, const FlashCall<X> call
         if (!grads.sink) continue;
         FlashRow row = call.rows[at];
         float D = call.post == POST_REWEIGHT ? row.less : call.post == POST_RECENTER_L1 && t >= POST_FROM ? 0 : row.D * row.factor;
-        dsink -= D * norm_extra(call.norm, place, row_offset(call.offset, place) - row.bias / in_unit);
+        dsink -= D * norm_extra(call.norm, place, row_shift(call, place, row.bias / in_unit));
     }
     ds = block_total(ds, sums), db = block_total(db, sums), dsink = block_total(dsink, sums);
     if (threadIdx.x > 0) return;
@@ -1054,21 +1093,19 @@ void flash_forward_launch(const FlashCall<X> &call, cudaStream_t stream) {
 
 template <class X, int HS, int PHI, int POST, int MODE>
 void flash_dkv_launch(const FlashCall<X> &call, int columns, cudaStream_t stream) {
-    typedef KeysPlan<X, HS, MODE == KEYS_DK_WIDE> P;
+    typedef KeysPlan<X, HS, PHI, MODE == KEYS_DK_WIDE> P;
     launch(flash_dkv_kernel<X, HS, PHI, POST, MODE>, flash_grid<P>(call, columns), dim3(P::THREADS),
            flash_shared<P, HS, X>(2, 4) + 2 * P::STREAM * sizeof(FlashRow), stream, call);
 }
 
 template <class X, int HS, int PHI, int POST, bool WIDE>
 void flash_dq_launch(const FlashCall<X> &call, cudaStream_t stream) {
-    typedef RowsPlan<X, HS, WIDE> P;
+    typedef RowsPlan<X, HS, PHI, WIDE> P;
     launch(flash_dq_kernel<X, HS, PHI, POST, WIDE>, flash_grid<P>(call, 1), dim3(P::THREADS), flash_shared<P, HS, X>(2, 4), stream, call);
 }
 
 template <class X, int HS, int PHI, int POST>
 void flash_backward_launch(const FlashCall<X> &call, cudaStream_t stream) {
-    size_t rows = (size_t)call.B * call.NH * call.T;
-    launch(flash_rows_kernel<X>, dim3((rows * ROW_LANES - 1) / 256 + 1), dim3(256), 0, stream, call, HS, unit<X, PHI>);
     if constexpr (HS == 128) {
         if (call.VS > HS) {
             flash_dq_launch<X, HS, PHI, POST, true>(call, stream);

@@ -29,16 +29,20 @@ struct FlashScalarGrads {
     float *s, *b, *p, *sink;            // NULL: not wanted
 };
 
-enum { FLASH_STATS = 4 };               // floats that the forward pass keeps of a row
+enum { FLASH_STATS = 4 };               // floats that the forward pass keeps of a row, at least
 
 // Ends the program, by name, with what there is, when no kernel takes this shape with elements of `element` bytes.
 void flash_check(FlashShape shape, size_t element);
+
+// Floats that a forward pass with elements of `element` bytes keeps for its backward pass: FLASH_STATS a row, and, where the gradient needs
+// them, what rounding took from the output.
+size_t flash_stats(FlashShape shape, size_t element);
 
 // Bytes of scratch on the device that a forward or a backward pass needs.
 size_t flash_scratch(FlashShape shape);
 
 // out[b,t,h] = sum_{j <= t} A_tj v_j, A by the normaliser from s_tj = q_t · k_j (attention/normalizer.h; qk=l2 is done before)
-//   out (B,T,NH,VS) by out_row, written   stats (B,NH,T,FLASH_STATS) written, for flash_backward
+//   out (B,T,NH,VS) by out_row, written   stats (flash_stats) written, for flash_backward
 //   rows_without_weight: a counter on the device, added to; such a row's output is 0
 template <class X>
 void flash_forward(X *out, float *stats, unsigned long long *rows_without_weight, const X *q, const X *k, const X *v, FlashScalars scalars,
@@ -63,6 +67,7 @@ struct FlashCall {
     const X *q, *k, *v, *dout;
     X *out, *dq, *dk, *dv;
     float *stats;                        // (B,NH,T,FLASH_STATS)
+    X *rest;                             // (B,NH,T,VS): what rounding took from out; NULL: not wanted
     unsigned long long *rows_without_weight;
     const float *prefix;                 // (B,NH,T,VS): sum_{j <= t} v_j, for recenter and recenter-l1
     FlashRow *rows;                      // (B,NH,T)

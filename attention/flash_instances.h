@@ -1,8 +1,8 @@
 // The kernels of attention that there are: a name, the type of the elements, phi, and the class of post (FlashPost in flash.h). Each is a
 // translation unit, flash_instance.cu with -DINSTANCE=FLASH_name, so that they are built side by side.
 //
-// For a normaliser the first row counts that can do it. The last three of a type can do all that have no row of their own: they ask for phi
-// at run time. A row more makes a normaliser a little faster, and the build longer.
+// For a normaliser the first row counts that can do it. Every preset has one for bf16; the last three of a type do all that is left: they ask
+// for phi at run time. A row more makes a normaliser faster, and the build longer.
 FLASH_INSTANCE(exp,              bf16,  PHI_EXP,       FLASH_PLAIN)
 FLASH_INSTANCE(exp_recenter,     bf16,  PHI_EXP,       FLASH_RECENTER)
 FLASH_INSTANCE(exp_recenter_l1,  bf16,  PHI_EXP,       FLASH_RECENTER_L1)
@@ -13,6 +13,9 @@ FLASH_INSTANCE(identity,         bf16,  PHI_IDENTITY,  FLASH_PLAIN)
 FLASH_INSTANCE(relu,             bf16,  PHI_RELU,      FLASH_PLAIN)
 FLASH_INSTANCE(relu2,            bf16,  PHI_RELU2,     FLASH_PLAIN)
 FLASH_INSTANCE(gelu,             bf16,  PHI_GELU,      FLASH_PLAIN)
+FLASH_INSTANCE(relu6,            bf16,  PHI_RELU6,     FLASH_PLAIN)
+FLASH_INSTANCE(mish,             bf16,  PHI_MISH,      FLASH_PLAIN)
+FLASH_INSTANCE(expm1,            bf16,  PHI_EXPM1,     FLASH_PLAIN)
 FLASH_INSTANCE(any,              bf16,  FLASH_ANY_PHI, FLASH_PLAIN)
 FLASH_INSTANCE(any_recenter,     bf16,  FLASH_ANY_PHI, FLASH_RECENTER)
 FLASH_INSTANCE(any_two_sweeps,   bf16,  FLASH_ANY_PHI, FLASH_TWO_SWEEPS)

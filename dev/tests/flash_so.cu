@@ -57,7 +57,7 @@ template <class X>
 void run(const Normalizer *normalizer, const FlashTestShape &x, FlashTestArrays *a) {
     Device device;
     FlashShape shape = {normalizer, x.B, x.T, x.NH, x.HS, x.VS, x.L, x.q_row, x.k_row, x.v_row, x.out_row};
-    size_t rows = x.B * x.T, stats_size = rows * x.NH * FLASH_STATS;
+    size_t rows = x.B * x.T, stats_size = rows * x.NH * FLASH_STATS, kept = flash_stats(shape, sizeof(X));
     const X *q = device.copy((const X *)a->q, rows * x.q_row), *k = device.copy((const X *)a->k, rows * x.k_row);
     const X *v = device.copy((const X *)a->v, rows * x.v_row), *dout = device.copy((const X *)a->dout, rows * x.out_row);
     FlashScalars scalars = {device.copy(a->s, x.NH), device.copy(a->b, x.NH), device.copy(a->p, x.L), device.copy(a->sink, x.NH)};
@@ -66,7 +66,7 @@ void run(const Normalizer *normalizer, const FlashTestShape &x, FlashTestArrays 
     X *out = device.copy((X *)a->out, rows * x.out_row), *dq = device.copy((X *)a->dq, rows * x.q_row);
     X *dk = device.copy((X *)a->dk, rows * x.k_row), *dv = device.copy((X *)a->dv, rows * x.v_row);
     unsigned long long *counter = device.copy(&a->rows_without_weight, 1);
-    float *stats = (float *)device.take(stats_size * sizeof(float));
+    float *stats = (float *)device.take(kept * sizeof(float));
     flash_forward(out, stats, counter, q, k, v, scalars, shape, device.take(flash_scratch(shape)), 0);
     if (dout) flash_backward(dq, dk, dv, grads, dout, out, stats, q, k, v, scalars, shape, device.take(flash_scratch(shape)), 0);
     CUDA_CHECK(cudaDeviceSynchronize());
