@@ -133,15 +133,17 @@ DEVICE void silu_both(float x, float *value, float *slope) {
 
 // ---- sums over a block, and over blocks
 
-// Over a block of THREADS, a power of two; thread 0 gets the sum.
+// Over a block of THREADS, a power of two; every thread gets the sum.
 template <int THREADS>
 DEVICE double block_sum_double(double x) {
     SHARED_ARRAY(double, sums, THREADS);
+    __syncthreads();                       // `sums` may still be read by the call before this one
     sums[threadIdx.x] = x;
     for (unsigned half = THREADS / 2; half > 0; half /= 2) {
         __syncthreads();
         if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
     }
+    __syncthreads();
     return sums[0];
 }
 
