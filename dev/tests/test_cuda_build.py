@@ -1,0 +1,97 @@
+"""What nvcc makes of the CUDA sources: no warnings, no spilled registers, and registers within the budget that stands above each kernel
+(`// registers: at most 64 (name, name)`); it needs no GPU.
+
+By default the program for one normaliser and one architecture, about a minute on two cores. CUDA_BUILD=all: every source and every instance of
+attention, for sm_80 and sm_90, about ten minutes.
+"""
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ALL = os.environ.get("CUDA_BUILD") == "all"
+SOURCES = [path for folder in ("kernels", "attention") for path in sorted((ROOT / folder).iterdir()) if path.suffix in (".cuh", ".cu", ".h")]
+
+
+def make(*arguments):
+    return subprocess.run(["make", "-C", ROOT, *map(str, arguments)], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def budgets():
+    """{kernel: registers} as the sources state them."""
+    found = {}
+    for path in SOURCES:
+        for most, names in re.findall(r"^// registers: at most (\d+) \(([\w, ]+)\)", path.read_text(), re.M):
+            for name in names.split(", "):
+                assert name not in found, f"{path.name}: {name} has two budgets"
+                found[name] = int(most)
+    return found
+
+
+def kernels():
+    """{kernel: file} of all kernels that the programs have."""
+    return {name: path.name for path in SOURCES for name in re.findall(r"\bKERNEL void (?:__launch_bounds__\([^()]*(?:\([^()]*\)[^()]*)*\) )?(\w+)\(", path.read_text())}
+
+
+def compiled(log):
+    """(kernel, the same with template arguments, architecture, registers, bytes of spills) of each entry that ptxas -v tells of."""
+    parts = re.split(r"Compiling entry function '(\w+)' for '(sm_\d+)'", log)
+    names = subprocess.run(["c++filt"], input="\n".join(parts[1::3]), text=True, capture_output=True, check=True).stdout.split("\n")
+    for full, architecture, text in zip(names, parts[2::3], parts[3::3]):
+        name = re.match(r"(?:void )?(?:[\w()]+::)*(\w+)[<(]", full).group(1)
+        spills = sum(map(int, re.findall(r"(\d+) bytes spill", text.split("Used")[0])))
+        yield name, full, architecture, int(re.search(r"Used (\d+) registers", text).group(1)), spills
+
+
+@pytest.fixture(scope="module", autouse=True)
+def toolkit():
+    lacking = make("-s", "lacking").stdout.split()
+    if {"toolkit", "cublas"} & set(lacking):
+        pytest.skip(f"no {' and no '.join(sorted(lacking))} here; scripts/setup_cuda.sh brings what is not there")
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory):
+    """What nvcc and ptxas say; the build has warnings as errors."""
+    build = tmp_path_factory.mktemp("cuda")
+    flags = ["-j", os.cpu_count(), "-k", "WERROR=1", f"BUILD={build}", "PTXAS=-Xptxas -v"]
+    if ALL:
+        tests = [f"{build}/cuda/tests/{path.stem}" for path in (ROOT / "dev/tests").glob("test_*.cu")]
+        run = make(*flags, f"{build}/train_gpt2cu", f"{build}/test_gpt2cu", f"{build}/cuda/flash.so", *tests)
+    else:
+        run = make(*flags, "GPUS=90", "ATTN=ssmax", f"{build}/train_gpt2cu")
+    assert run.returncode == 0, run.stdout[-4000:]
+    return run.stdout
+
+
+def test_budgets_are_of_kernels():
+    have, stated = set(kernels()), set(budgets())
+    assert len(have) > 20
+    assert not stated - have, "budgets of kernels that are not there"
+    assert not have - stated, "kernels without a line `// registers: at most N (name)` above them"
+
+
+def test_no_warnings(log):
+    assert not re.findall(r"^.*\bwarning\b.*$", log, re.M | re.I)
+
+
+def test_no_spills(log):
+    entries = list(compiled(log))
+    assert len(entries) > (100 if ALL else 20)
+    assert {architecture for _, _, architecture, _, _ in entries} == ({"sm_80", "sm_90"} if ALL else {"sm_90"})
+    spilled = {(full, architecture): spills for name, full, architecture, _, spills in entries if spills and name in kernels()}
+    assert not spilled, "bytes of spills"
+
+
+def test_registers(log):
+    most, over, seen = budgets(), [], set()
+    for name, full, architecture, registers, _ in compiled(log):
+        seen.add(name)
+        if name in most and registers > most[name]:
+            over.append(f"{full} ({architecture}): {registers}, and the budget is {most[name]}")
+    assert not over
+    missing = set(most) - seen
+    assert len(missing) < len(most) / 2 and not (ALL and missing), f"not compiled: {missing}"
