@@ -17,7 +17,7 @@ static void subject_start(const ModelConfig *config, const TensorList *list, siz
     bool in_bf16 = model.in_bf16, recompute = model.recompute;
     model = Model();
     model.config = *config, model.list = *list, model.in_bf16 = in_bf16, model.recompute = recompute;
-    plan_model(&model, B, T);
+    plan_model(&model, NULL, 0, B, T);
     take_model(&model);
     upload_segments(&model);
     host_params = floats(list->floats);
@@ -167,7 +167,7 @@ static void test_attention(void) {
     // RoPE by no angle: what is left of it is the division by norms, as the trainer has it.
     bool l2 = normalizer.qk.kind == QK_L2;
     float *there = on_device(qkv, 3 * n), *dqkv = on_device(NULL, 3 * n), *out = on_device(NULL, n), *dout_there = on_device(dout, n);
-    float *stats = on_device(NULL, N * NH * FLASH_STATS), *norms = on_device(NULL, 2 * N * NH), *cosines = on_device(ones, T * HS / 2);
+    float *stats = on_device(NULL, flash_stats(shape, sizeof(float))), *norms = on_device(NULL, 2 * N * NH), *cosines = on_device(ones, T * HS / 2);
     float *sines = on_device(NULL, T * HS / 2), *counts = on_device(NULL, 2);
     void *scratch;
     CUDA_CHECK(cudaMalloc(&scratch, flash_scratch(shape)));

@@ -135,8 +135,8 @@ struct Model {
     AdamSegment *segments;       // what this process updates: its trained tensors, or its share of them
     size_t segment_count, segment_blocks, state_floats;
 
-    size_t B, T;
-    float *stats;                // (layers, N·NH, 4)     of the rows of attention
+    size_t B, T, layer_stats;
+    float *stats;                // (layers, layer_stats) of the rows of attention
     float *inverse_norms;        // (layers, N, 2, NH)    1/|q| and 1/|k|, where the normaliser divides by them
     float *r1, *r2, *r;          // (layers, N), (layers, N), (N)   of rmsnorm
     float *losses;               // (N)
@@ -265,6 +265,21 @@ static void plan_parameters(Model *m) {
     memory_add(&m->plan, "scratch", (void **)&m->sums, (SUM_PARTIALS + floats / SEGMENT_PART + m->list.count) * sizeof(double));
 }
 
+// What attention needs, under the normaliser that asks for the most: the model's own and `others`.
+static void plan_attention(Model *m, const Normalizer *const *others, size_t count, size_t B, size_t T) {
+    size_t scratch = 0, element = m->in_bf16 ? sizeof(bf16) : sizeof(float);
+    m->layer_stats = 0;
+    for (size_t i = 0; i <= count; i++) {
+        FlashShape shape = flash_shape(m, B, T);
+        if (i < count) shape.normalizer = others[i];
+        flash_check(shape, element);
+        if (flash_stats(shape, element) > m->layer_stats) m->layer_stats = flash_stats(shape, element);
+        if (flash_scratch(shape) > scratch) scratch = flash_scratch(shape);
+    }
+    memory_add(&m->plan, "statistics kept for the backward pass", (void **)&m->stats, (size_t)m->config.layers * m->layer_stats * sizeof(float));
+    memory_add(&m->plan, "scratch", &m->scratch, scratch);
+}
+
 // Statistics and scratch in float32, whatever X is.
 static void plan_floats(Model *m, size_t B, size_t T) {
     const ModelConfig *c = &m->config;
@@ -272,7 +287,6 @@ static void plan_floats(Model *m, size_t B, size_t T) {
     size_t rows = rmsnorm_partials(N, C), gains = is_gau(m) ? gau_partials(N, HS) : 0, tokens = embedding_partials(N) * C;
     size_t partials = rows > gains ? rows : gains;
     const char *kept = "statistics kept for the backward pass", *scratch = "scratch";
-    memory_add(&m->plan, kept, (void **)&m->stats, L * N * NH * FLASH_STATS * sizeof(float));
     memory_add(&m->plan, kept, (void **)&m->inverse_norms, L * N * 2 * NH * sizeof(float));
     memory_add(&m->plan, kept, (void **)&m->r1, L * N * sizeof(float));
     memory_add(&m->plan, kept, (void **)&m->r2, L * N * sizeof(float));
@@ -281,7 +295,6 @@ static void plan_floats(Model *m, size_t B, size_t T) {
     memory_add(&m->plan, scratch, (void **)&m->cosines, T * HS / 2 * sizeof(float));
     memory_add(&m->plan, scratch, (void **)&m->sines, T * HS / 2 * sizeof(float));
     memory_add(&m->plan, scratch, (void **)&m->partials, (partials > tokens ? partials : tokens) * sizeof(float));
-    memory_add(&m->plan, scratch, &m->scratch, flash_scratch(flash_shape(m, B, T)));
     memory_add(&m->plan, scratch, (void **)&m->without_weight, 2 * sizeof *m->without_weight);
     memory_add(&m->plan, "a batch", (void **)&m->batch, batch_ints(N) * sizeof(int32_t));
     memory_add(&m->plan, "a batch", (void **)&m->mask, N);
@@ -342,9 +355,9 @@ static void rope_table(float *cosines, float *sines, size_t T, size_t HS, double
 }
 
 // Everything on the device, for B sequences of at most T tokens at a time; ends the program where attention has no kernel for the shape.
-static void plan_model(Model *m, size_t B, size_t T) {
+static void plan_model(Model *m, const Normalizer *const *others, size_t count, size_t B, size_t T) {
     m->B = B, m->T = T;
-    flash_check(flash_shape(m, B, T), m->in_bf16 ? sizeof(bf16) : sizeof(float));
+    plan_attention(m, others, count, B, T);
     plan_parameters(m);
     plan_floats(m, B, T);
     by_type([=](auto *a) { plan_activations(m, a, B, T); });
@@ -394,7 +407,7 @@ static void layer_forward(Model *m, Activations<X> *a, size_t l, size_t B, size_
     phase(PHASE_ROPE);
     rope_forward(qkv, m->inverse_norms + l * N * 2 * NH, m->cosines, m->sines, divides_by_norms(m), B, T, NH, shape.HS, stream);
     phase(PHASE_ATTENTION);
-    flash_forward(att, m->stats + l * N * NH * FLASH_STATS, m->without_weight + counter, qkv, qkv + C, qkv + 2 * C, scalars_of(m, l), shape,
+    flash_forward(att, m->stats + l * m->layer_stats, m->without_weight + counter, qkv, qkv + C, qkv + 2 * C, scalars_of(m, l), shape,
                   m->scratch, stream);
     phase(PHASE_PROJECTIONS);
     matmul_forward(x_mid, att, weight<X>(m, at->o), x, N, C, C, stream);
@@ -436,7 +449,7 @@ static void layer_backward(Model *m, Activations<X> *a, size_t l, size_t B, size
     matmul_backward(a->datt, grads + at->o, a->dx, att, weight<X>(m, at->o), N, C, C, add, stream);
     phase(PHASE_ATTENTION);
     flash_backward(a->dqkv, a->dqkv + C, a->dqkv + 2 * C, scalars_in(m, grads, l, normalizer_trains), a->datt, att,
-                   m->stats + l * N * NH * FLASH_STATS, qkv, qkv + C, qkv + 2 * C, scalars_of(m, l), shape, m->scratch, stream);
+                   m->stats + l * m->layer_stats, qkv, qkv + C, qkv + 2 * C, scalars_of(m, l), shape, m->scratch, stream);
     phase(PHASE_ROPE);
     rope_backward(a->dqkv, qkv, inverse_norms, m->cosines, m->sines, divides_by_norms(m), B, T, NH, shape.HS, stream);
     phase(PHASE_NORM);
@@ -460,7 +473,7 @@ static void unit_forward(Model *m, Activations<X> *a, size_t l, size_t B, size_t
     phase(PHASE_ROPE);
     gau_forward(q, k, v, m->inverse_norms + l * N * 2, uvz, gains_in(m, m->params, l), m->cosines, m->sines, divides_by_norms(m), B, T, E, K, stream);
     phase(PHASE_ATTENTION);
-    flash_forward(att, m->stats + l * N * FLASH_STATS, m->without_weight + counter, q, k, v, scalars_of(m, l), flash_shape(m, B, T), m->scratch,
+    flash_forward(att, m->stats + l * m->layer_stats, m->without_weight + counter, q, k, v, scalars_of(m, l), flash_shape(m, B, T), m->scratch,
                   stream);
     phase(PHASE_GATE);
     gau_gate_forward(act, uvz, att, N, E, W, stream);
@@ -482,7 +495,7 @@ static void unit_backward(Model *m, Activations<X> *a, size_t l, size_t B, size_
     phase(PHASE_GATE);
     gau_gate_backward(a->datt, a->dqkv, a->dact, uvz, att, N, E, W, stream);
     phase(PHASE_ATTENTION);
-    flash_backward(a->dq, a->dk, a->dv, scalars_in(m, grads, l, normalizer_trains), a->datt, att, m->stats + l * N * FLASH_STATS, q, k, v,
+    flash_backward(a->dq, a->dk, a->dv, scalars_in(m, grads, l, normalizer_trains), a->datt, att, m->stats + l * m->layer_stats, q, k, v,
                    scalars_of(m, l), flash_shape(m, B, T), m->scratch, stream);
     phase(PHASE_ROPE);
     gau_backward(a->dqkv, gains_in(m, grads, l), m->partials, a->dq, a->dk, a->dv, uvz, q, k, inverse_norms, gains_in(m, m->params, l), m->cosines,
@@ -639,7 +652,7 @@ MemoryPlan *trainer_plan(const TrainOptions *o, const Normalizer *const *others,
     m->list = tensors_of(&m->config, others, count);
     m->in_bf16 = o->dtype == TRAIN_BF16, m->recompute = o->recompute, m->zero = o->zero && process.size > 1, m->deterministic = o->deterministic;
     m->stochastic = o->stochastic_rounding, m->seed = (uint64_t)o->seed;
-    plan_model(m, B, T);
+    plan_model(m, others, count, B, T);
 
     floats = m->list.floats * sizeof(float);
     memory_add(&m->host_plan, "parameters, for files", (void **)&m->host.params, floats);

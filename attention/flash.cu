@@ -8,8 +8,8 @@
 
 void flash_check(FlashShape shape, size_t element) {
     size_t HS = shape.HS, VS = shape.VS, pack = 16 / element;
-    if (HS != 48 && HS != 64 && HS != 128)
-        fail(EXIT_USAGE, "attention: no kernel for a head size of %zu; there are 48, 64 and 128 (channels over heads, see --model).", HS);
+    if (HS < 8 || HS > 128 || HS % 8)
+        fail(EXIT_USAGE, "attention: no kernel for a head size of %zu; it is a multiple of 8, at most 128 (channels over heads, see --model).", HS);
     if (VS != HS && !(HS == 128 && VS % 8 == 0 && VS > 0))
         fail(EXIT_USAGE, "attention: no kernel for values of size %zu with a head size of %zu; they are of the same size, or of any multiple of 8 with 128.", VS, HS);
     if (shape.T < 1 || shape.T > 1 << 24 || shape.B < 1 || shape.NH < 1 || shape.B * shape.NH > 65535)
@@ -69,7 +69,7 @@ static FlashCall<X> call_of(FlashShape shape, FlashScalars scalars, const X *q, 
     call.q = q, call.k = k, call.v = v, call.scalars = scalars;
     call.scale = a->scale, call.offset = a->offset, call.norm = a->norm;
     call.phi = NORMALIZER_PHI(a), call.post = NORMALIZER_POST(a), call.power = (float)a->post.value;
-    call.B = (int)shape.B, call.T = (int)shape.T, call.NH = (int)shape.NH, call.VS = (int)shape.VS, call.L = shape.L;
+    call.B = (int)shape.B, call.T = (int)shape.T, call.NH = (int)shape.NH, call.HS = (int)shape.HS, call.VS = (int)shape.VS, call.L = shape.L;
     call.q_row = shape.q_row, call.k_row = shape.k_row, call.v_row = shape.v_row, call.out_row = shape.out_row;
     call.stats = stats;
     call.rest = keeps_rest(shape, sizeof(X)) ? (X *)(stats + rows_of(shape) * FLASH_STATS) : NULL;
@@ -92,7 +92,7 @@ static void prefix_sums(const FlashCall<X> &call, FlashShape shape, cudaStream_t
 
 template <class X>
 struct Pass {
-    void (*forward)(const FlashCall<X> &, int, cudaStream_t), (*backward)(const FlashCall<X> &, int, cudaStream_t);
+    void (*forward)(const FlashCall<X> &, cudaStream_t), (*backward)(const FlashCall<X> &, cudaStream_t);
     float in_unit;
 };
 
@@ -123,7 +123,7 @@ void flash_forward(X *out, float *stats, unsigned long long *rows_without_weight
     FlashCall<X> call = call_of(shape, scalars, q, k, v, stats, scratch);
     call.out = out, call.rows_without_weight = rows_without_weight;
     if (call.post == POST_RECENTER) prefix_sums(call, shape, stream);
-    pass_of(call).forward(call, (int)shape.HS, stream);
+    pass_of(call).forward(call, stream);
 }
 
 template <class X>
@@ -136,11 +136,11 @@ void flash_backward(X *dq, X *dk, X *dv, FlashScalarGrads grads, const X *dout, 
     if (!grads.s && !grads.b && !grads.p) call.g = NULL;
     prefix_sums(call, shape, stream);
     Pass<X> pass = pass_of(call);
-    launch(flash_rows_kernel<X>, dim3((rows_of(shape) * ROW_LANES - 1) / 256 + 1), dim3(256), 0, stream, call, (int)shape.HS, pass.in_unit);
-    pass.backward(call, (int)shape.HS, stream);
+    launch(flash_rows_kernel<X>, dim3((rows_of(shape) * ROW_LANES - 1) / 256 + 1), dim3(256), 0, stream, call, pass.in_unit);
+    pass.backward(call, stream);
     if (grads.s || grads.b || grads.sink)
-        launch(flash_scalars_kernel<X>, dim3(call.NH), dim3(SCALAR_THREADS), 0, stream, grads, call, (int)shape.HS, pass.in_unit);
-    if (grads.p) launch(flash_p_kernel<X>, dim3((call.T - 1) / 128 + 1), dim3(128), 0, stream, grads.p, call, (int)shape.HS);
+        launch(flash_scalars_kernel<X>, dim3(call.NH), dim3(SCALAR_THREADS), 0, stream, grads, call, pass.in_unit);
+    if (grads.p) launch(flash_p_kernel<X>, dim3((call.T - 1) / 128 + 1), dim3(128), 0, stream, grads.p, call);
 }
 
 #define INSTANTIATE(X)                                                                                                                        \

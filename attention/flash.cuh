@@ -31,6 +31,9 @@
 // The gated unit's wide v (VS > 128) goes by columns, HS at a time: the forward pass and dv as if they were heads; d_ij for dq and dk is
 // summed over the columns' tiles (WIDE).
 //
+// HS in the kernels is the size that they are built for, 48, 64 or 128; a smaller head (call.HS) is filled up with zeros, which a product does not
+// see.
+//
 // Limits: FlashShape. Tested by dev/tests/test_flash.py.
 #ifndef ATTENTION_FLASH_CUH
 #define ATTENTION_FLASH_CUH
@@ -375,10 +378,10 @@ DEVICE void power(float (&w)[N], float P) {
 
 // Row `row` of head h. Rows past T, whose results nobody sees, are like the last.
 template <class X>
-DEVICE RowPlace place_of(const FlashCall<X> &call, int HS, int h, int row) {
+DEVICE RowPlace place_of(const FlashCall<X> &call, int h, int row) {
     int n = row < call.T ? row + 1 : call.T;
     FlashScalars x = call.scalars;
-    return {n, call.T, call.L, HS, x.s ? x.s[h] : 1, x.b ? x.b[h] : 0, x.p ? x.p[n - 1] : 1, x.sink ? x.sink[h] : 0};
+    return {n, call.T, call.L, call.HS, x.s ? x.s[h] : 1, x.b ? x.b[h] : 0, x.p ? x.p[n - 1] : 1, x.sink ? x.sink[h] : 0};
 }
 
 // What z is taken relative to, from the bias: the row's largest z under exp and expm1 over their sum.
@@ -585,7 +588,7 @@ DEVICE void forward_recenter(float (&sum)[TILES][HS / 8][4], const ForwardRow (&
 template <class X, int HS, int OWN, int THREADS>
 DEVICE void negate_rows(X *q_tile, const FlashCall<X> &call, int h, int row0) {
     for (int r = threadIdx.x; r < OWN; r += THREADS)
-        if (row_scale(call.scale, place_of(call, HS, h, row0 + r)) < 0)
+        if (row_scale(call.scale, place_of(call, h, row0 + r)) < 0)
             for (int c = 0; c < HS; c++) set_float(q_tile[r * tile_step<HS> + c], -to_float(q_tile[r * tile_step<HS> + c]));
 }
 
@@ -599,7 +602,7 @@ KERNEL void flash_forward_kernel(const FlashCall<X> call) {
     int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, T = call.T, b = blockIdx.y / call.NH, h = blockIdx.y % call.NH;
     int row0 = (gridDim.x - 1 - blockIdx.x) * OWN, warp_row = row0 + warp * 16 * TILES;            // the longest rows first
     int column0 = blockIdx.z * HS, columns = call.VS - column0;
-    const X *q = call.q + (size_t)b * T * call.q_row + h * HS, *k = call.k + (size_t)b * T * call.k_row + h * HS;
+    const X *q = call.q + (size_t)b * T * call.q_row + h * call.HS, *k = call.k + (size_t)b * T * call.k_row + h * call.HS;
     const X *v = call.v + (size_t)b * T * call.v_row + (size_t)h * call.VS + column0;
     const int phi = PHI >= 0 ? PHI : call.phi;
     const bool relative = subtracts_maximum(phi, call.norm), is_signed = phi_signed(phi), reweight = is_reweight<X, POST>(call);
@@ -607,7 +610,7 @@ KERNEL void flash_forward_kernel(const FlashCall<X> call) {
     ForwardRow row[2 * TILES];
     UNROLL
     for (int r = 0; r < 2 * TILES; r++) {
-        RowPlace at = place_of(call, HS, h, warp_row + 8 * r + g);
+        RowPlace at = place_of(call, h, warp_row + 8 * r + g);
         float offset = row_offset(call.offset, at);
         row[r] = {row_scale(call.scale, at) * unit<X, PHI>, offset * unit<X, PHI>, offset * unit<X, PHI>, 1, 0, 0, 0, 0, 0, 0, 0};
         if (relative) row[r].scale = fabsf(row[r].scale), row[r].bias = (offset - least_maximum(phi, call.norm, at)) * unit<X, PHI>;
@@ -619,12 +622,12 @@ KERNEL void flash_forward_kernel(const FlashCall<X> call) {
     int last = row0 + OWN < T ? row0 + OWN : T, tiles = (last - 1) / KEYS + 1, steps = POST >= FLASH_RECENTER_L1 ? 2 * tiles : tiles;
     auto load = [&](int step) {
         int key0 = step % tiles * KEYS;
-        tile_load<KEYS, HS, THREADS>(k_tiles + step % 2 * KEYS * STEP, k + key0 * call.k_row, call.k_row, T - key0, HS);
+        tile_load<KEYS, HS, THREADS>(k_tiles + step % 2 * KEYS * STEP, k + key0 * call.k_row, call.k_row, T - key0, call.HS);
         if (step >= steps - tiles)
             tile_load<KEYS, HS, THREADS>(v_tiles + step % 2 * KEYS * STEP, v + key0 * call.v_row, call.v_row, T - key0, columns);
         copy_async_commit();
     };
-    tile_load<OWN, HS, THREADS>(q_tile, q + row0 * call.q_row, call.q_row, T - row0, HS);
+    tile_load<OWN, HS, THREADS>(q_tile, q + row0 * call.q_row, call.q_row, T - row0, call.HS);
     load(0);
     Own<X, HS, TILES, P::KEEP> own = {q_tile + warp * 16 * TILES * STEP, {}};
 
@@ -662,7 +665,7 @@ KERNEL void flash_forward_kernel(const FlashCall<X> call) {
             UNROLL
             for (int r = 0; r < 2 * TILES; r++) {
                 forward_total(row[r], is_signed);
-                forward_between<X, PHI>(row[r], call, place_of(call, HS, h, warp_row + 8 * r + g), reweight);
+                forward_between<X, PHI>(row[r], call, place_of(call, h, warp_row + 8 * r + g), reweight);
             }
         }
     }
@@ -675,7 +678,7 @@ KERNEL void flash_forward_kernel(const FlashCall<X> call) {
         float4 stats;
         if (POST < FLASH_RECENTER_L1) forward_total(row[r], is_signed);
         else row[r].left = row_sum(row[r].left), row[r].signs = row_sum(row[r].signs);
-        by[r] = forward_end<X, PHI, POST>(&stats, row[r], call, place_of(call, HS, h, i), &weight);
+        by[r] = forward_end<X, PHI, POST>(&stats, row[r], call, place_of(call, h, i), &weight);
         if (i >= T || blockIdx.z > 0 || threadIdx.x % 4 > 0) continue;
         *(float4 *)(call.stats + ((size_t)blockIdx.y * T + i) * FLASH_STATS) = stats;
         if (!weight) atomicAdd(call.rows_without_weight, 1ull);
@@ -752,7 +755,7 @@ KERNEL void flash_dq_kernel(const FlashCall<X> call) {
     X *q_tile = shared, *dout_tile = q_tile + OWN * STEP, *k_tiles = dout_tile + OWN * STEP, *v_tiles = k_tiles + 2 * KEYS * STEP;
     int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, T = call.T, b = blockIdx.y / call.NH, h = blockIdx.y % call.NH;
     int row0 = (gridDim.x - 1 - blockIdx.x) * OWN, warp_row = row0 + warp * 16 * TILES;            // the longest rows first
-    const X *q = call.q + (size_t)b * T * call.q_row + h * HS, *k = call.k + (size_t)b * T * call.k_row + h * HS;
+    const X *q = call.q + (size_t)b * T * call.q_row + h * call.HS, *k = call.k + (size_t)b * T * call.k_row + h * call.HS;
     const X *v = call.v + (size_t)b * T * call.v_row + (size_t)h * call.VS;
     const X *dout = call.dout + ((size_t)b * T + row0) * call.out_row + (size_t)h * call.VS;
     FlashRow *rows = call.rows + (size_t)blockIdx.y * T;
@@ -773,11 +776,11 @@ KERNEL void flash_dq_kernel(const FlashCall<X> call) {
     int last = row0 + OWN < T ? row0 + OWN : T, tiles = (last - 1) / KEYS + 1, steps = two_sweeps ? 2 * tiles : tiles;
     auto load = [&](int step) {
         int key0 = step % tiles * KEYS;
-        tile_load<KEYS, HS, THREADS>(k_tiles + step % 2 * KEYS * STEP, k + key0 * call.k_row, call.k_row, T - key0, HS);
+        tile_load<KEYS, HS, THREADS>(k_tiles + step % 2 * KEYS * STEP, k + key0 * call.k_row, call.k_row, T - key0, call.HS);
         if (!WIDE) tile_load<KEYS, HS, THREADS>(v_tiles + step % 2 * KEYS * STEP, v + key0 * call.v_row, call.v_row, T - key0, call.VS);
         copy_async_commit();
     };
-    tile_load<OWN, HS, THREADS>(q_tile, q + row0 * call.q_row, call.q_row, T - row0, HS);
+    tile_load<OWN, HS, THREADS>(q_tile, q + row0 * call.q_row, call.q_row, T - row0, call.HS);
     if (!WIDE) tile_load<OWN, HS, THREADS>(dout_tile, dout, call.out_row, T - row0, call.VS);
     load(0);
     Own<X, HS, TILES, P::KEEP> own_q = {q_tile + warp * 16 * TILES * STEP, {}}, own_dout = {dout_tile + warp * 16 * TILES * STEP, {}};
@@ -843,7 +846,7 @@ KERNEL void flash_dq_kernel(const FlashCall<X> call) {
         float of_row = row_sum(g_sum[r]);
         if (call.g && i < T && threadIdx.x % 4 == 0) call.g[(size_t)blockIdx.y * T + i] = of_row;
     }
-    store_rows(call.dq + ((size_t)b * T + warp_row) * call.q_row + h * HS, call.q_row, dq, by, T - warp_row, HS);
+    store_rows(call.dq + ((size_t)b * T + warp_row) * call.q_row + h * call.HS, call.q_row, dq, by, T - warp_row, call.HS);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------
@@ -861,7 +864,7 @@ KERNEL void flash_dkv_kernel(const FlashCall<X> call) {
     float4 *row_tiles = (float4 *)(dout_tiles + 2 * ROWS * STEP);                     // (2,2,ROWS): halves of FlashRow
     int warp = threadIdx.x / 32, t = threadIdx.x % 4, T = call.T, b = blockIdx.y / call.NH, h = blockIdx.y % call.NH;
     int key0 = blockIdx.x * OWN, warp_key = key0 + warp * 16 * TILES, column0 = blockIdx.z * HS, columns = call.VS - column0;
-    const X *q = call.q + (size_t)b * T * call.q_row + h * HS, *k = call.k + ((size_t)b * T + key0) * call.k_row + h * HS;
+    const X *q = call.q + (size_t)b * T * call.q_row + h * call.HS, *k = call.k + ((size_t)b * T + key0) * call.k_row + h * call.HS;
     const X *v = call.v + ((size_t)b * T + key0) * call.v_row + (size_t)h * call.VS + column0;
     const X *dout = call.dout + (size_t)b * T * call.out_row + (size_t)h * call.VS + column0;
     const float4 *rows = (const float4 *)(call.rows + (size_t)blockIdx.y * T);
@@ -869,7 +872,7 @@ KERNEL void flash_dkv_kernel(const FlashCall<X> call) {
     int first = key0 / ROWS, steps = (T - 1) / ROWS + 1 - first;
     auto load = [&](int step) {
         int row0 = (first + step) * ROWS;
-        tile_load<ROWS, HS, THREADS>(q_tiles + step % 2 * ROWS * STEP, q + row0 * call.q_row, call.q_row, T - row0, HS);
+        tile_load<ROWS, HS, THREADS>(q_tiles + step % 2 * ROWS * STEP, q + row0 * call.q_row, call.q_row, T - row0, call.HS);
         if (!WIDE) tile_load<ROWS, HS, THREADS>(dout_tiles + step % 2 * ROWS * STEP, dout + row0 * call.out_row, call.out_row, T - row0, columns);
         for (int i = threadIdx.x; i < 2 * ROWS; i += THREADS) {
             bool valid = row0 + i % ROWS < T;
@@ -877,7 +880,7 @@ KERNEL void flash_dkv_kernel(const FlashCall<X> call) {
         }
         copy_async_commit();
     };
-    tile_load<OWN, HS, THREADS>(k_tile, k, call.k_row, T - key0, HS);
+    tile_load<OWN, HS, THREADS>(k_tile, k, call.k_row, T - key0, call.HS);
     if (MODE == KEYS_BOTH) tile_load<OWN, HS, THREADS>(v_tile, v, call.v_row, T - key0, columns);
     load(0);
     Own<X, HS, TILES, P::KEEP> own_k = {k_tile + warp * 16 * TILES * STEP, {}}, own_v = {v_tile + warp * 16 * TILES * STEP, {}};
@@ -940,7 +943,7 @@ KERNEL void flash_dkv_kernel(const FlashCall<X> call) {
     UNROLL
     for (int r = 0; r < 2 * TILES; r++) by[r] = 1;
     size_t at = (size_t)b * T + warp_key;
-    if (DK) store_rows(call.dk + at * call.k_row + h * HS, call.k_row, dk, by, T - warp_key, HS);
+    if (DK) store_rows(call.dk + at * call.k_row + h * call.HS, call.k_row, dk, by, T - warp_key, call.HS);
     if (DV) store_rows(call.dv + at * call.v_row + (size_t)h * call.VS + column0, call.v_row, dv, by, T - warp_key, columns);
 }
 
@@ -993,7 +996,7 @@ DEVICE FlashRow backward_row(const FlashCall<X> &call, RowPlace at, float4 stats
 enum { ROW_LANES = 8 };     // lanes for each row of flash_rows_kernel
 
 template <class X>
-KERNEL void flash_rows_kernel(const FlashCall<X> call, int HS, float in_unit) {
+KERNEL void flash_rows_kernel(const FlashCall<X> call, float in_unit) {
     size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) / ROW_LANES, rows = (size_t)call.B * call.NH * call.T;
     bool there = i < rows;
     if (!there) i = rows - 1;             // for the shuffles
@@ -1020,7 +1023,7 @@ KERNEL void flash_rows_kernel(const FlashCall<X> call, int HS, float in_unit) {
         along += __shfl_xor_sync(0xFFFFFFFFu, along, step);
     }
     if (there && lane == 0)
-        call.rows[i] = backward_row(call, place_of(call, HS, h, t), *(const float4 *)(call.stats + i * FLASH_STATS), D, along, in_unit);
+        call.rows[i] = backward_row(call, place_of(call, h, t), *(const float4 *)(call.stats + i * FLASH_STATS), D, along, in_unit);
 }
 
 enum { SCALAR_THREADS = 256 };
@@ -1038,14 +1041,14 @@ DEVICE double block_total(double x, double *sums) {
 
 // ds[h] += sum over the batch and the rows of dc/ds g, and so for b;  dsink[h] -= sum of D exp(sink - shift)/Z, D as norm saw it
 template <class X>
-KERNEL void flash_scalars_kernel(FlashScalarGrads grads, const FlashCall<X> call, int HS, float in_unit) {
+KERNEL void flash_scalars_kernel(FlashScalarGrads grads, const FlashCall<X> call, float in_unit) {
     SHARED_ARRAY(double, sums, SCALAR_THREADS);
     int h = blockIdx.x;
     double ds = 0, db = 0, dsink = 0;
     for (int i = threadIdx.x; i < call.B * call.T; i += SCALAR_THREADS) {
         int t = i % call.T;
         size_t at = ((size_t)(i / call.T) * call.NH + h) * call.T + t;
-        RowPlace place = place_of(call, HS, h, t);
+        RowPlace place = place_of(call, h, t);
         ScaleSlopes slopes = row_scale_slopes(call.scale, place);
         float g = call.g ? call.g[at] : 0;
         ds += slopes.s * g, db += slopes.b * g;
@@ -1063,12 +1066,12 @@ KERNEL void flash_scalars_kernel(FlashScalarGrads grads, const FlashCall<X> call
 
 // dp[t] += sum over the batch and the heads of dc/dp g
 template <class X>
-KERNEL void flash_p_kernel(float *dp, const FlashCall<X> call, int HS) {
+KERNEL void flash_p_kernel(float *dp, const FlashCall<X> call) {
     int t = blockIdx.x * blockDim.x + threadIdx.x;
     if (t >= call.T) return;
     double sum = 0;
     for (int i = 0; i < call.B * call.NH; i++)
-        sum += row_scale_slopes(call.scale, place_of(call, HS, i % call.NH, t)).p * call.g[(size_t)i * call.T + t];
+        sum += row_scale_slopes(call.scale, place_of(call, i % call.NH, t)).p * call.g[(size_t)i * call.T + t];
     dp[t] += (float)sum;
 }
 
@@ -1106,15 +1109,16 @@ void flash_dq_launch(const FlashCall<X> &call, cudaStream_t stream) {
 
 template <class X, int HS, int PHI, int POST>
 void flash_backward_launch(const FlashCall<X> &call, cudaStream_t stream) {
+    constexpr bool together = HS < 128 || is_bf16<X>;       // dk and dv, by one kernel: of 128 columns in float32 there are too few registers
+    if (call.VS <= HS) flash_dq_launch<X, HS, PHI, POST, false>(call, stream);
     if constexpr (HS == 128) {
-        if (call.VS > HS) {
-            flash_dq_launch<X, HS, PHI, POST, true>(call, stream);
+        if (call.VS > HS) flash_dq_launch<X, HS, PHI, POST, true>(call, stream);
+        if (call.VS > HS || !together) {
             flash_dkv_launch<X, HS, PHI, POST, KEYS_DK_WIDE>(call, 1, stream);
             flash_dkv_launch<X, HS, PHI, POST, KEYS_DV>(call, (call.VS - 1) / HS + 1, stream);
             return;
         }
     }
-    flash_dq_launch<X, HS, PHI, POST, false>(call, stream);
-    flash_dkv_launch<X, HS, PHI, POST, KEYS_BOTH>(call, 1, stream);
+    if constexpr (together) flash_dkv_launch<X, HS, PHI, POST, KEYS_BOTH>(call, 1, stream);
 }
 #endif

@@ -12,7 +12,7 @@
 
 // Head h of position t of sequence b is at p + (b·T + t)·row + h·HS (h·VS for v and out), in elements: q, k and v may stand in one
 // (B,T,3,NH,HS) array, with rows of 3·NH·HS. Rows and pointers are multiples of 16 bytes.
-//   HS is 48, 64 or 128 and VS = HS; or, for the gated unit, HS is 128 and VS any multiple of 8.
+//   HS is a multiple of 8, at most 128 (48, 64 and 128 lose nothing), and VS = HS; or, for the gated unit, HS is 128 and VS any multiple of 8.
 struct FlashShape {
     const Normalizer *normalizer;
     size_t B, T, NH, HS, VS;            // sequences, their length, heads, size of a head's q and k, of its v
@@ -76,7 +76,7 @@ struct FlashCall {
     Stage scale, offset, norm;
     int phi, post;
     float power;                         // of reweight
-    int B, T, NH, VS, L;
+    int B, T, NH, HS, VS, L;
     size_t q_row, k_row, v_row, out_row;
 };
 
@@ -155,8 +155,8 @@ using FlashX = typename FlashElement<flash_instances[instance].element>::type;
 
 // In flash_instance.cu, a translation unit each.
 template <int instance>
-void flash_instance_forward(const FlashCall<FlashX<instance>> &call, int HS, cudaStream_t stream);
+void flash_instance_forward(const FlashCall<FlashX<instance>> &call, cudaStream_t stream);
 template <int instance>
-void flash_instance_backward(const FlashCall<FlashX<instance>> &call, int HS, cudaStream_t stream);
+void flash_instance_backward(const FlashCall<FlashX<instance>> &call, cudaStream_t stream);
 
 #endif
