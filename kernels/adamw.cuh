@@ -146,7 +146,6 @@ DEVICE void adamw_update(float *params, bf16 *rounded, float *mean, float *squar
 }
 
 // registers: at most 64 (adamw_kernel)
-// registers: at most 32 (round_kernel)
 template <bool STOCHASTIC>
 KERNEL void adamw_kernel(float *params, bf16 *rounded, float *mean, float *square, const float *grads, const AdamSegment *segments,
                          size_t count, const float *clip, AdamRates a) {
@@ -165,6 +164,7 @@ KERNEL void adamw_kernel(float *params, bf16 *rounded, float *mean, float *squar
 }
 
 // The bf16 copy of n parameters, as the update of this step left it: before the first step, after loading, and of what other processes updated.
+// registers: at most 40 (round_kernel)
 template <bool STOCHASTIC>
 KERNEL void round_kernel(bf16 *rounded, const float *params, size_t n, uint64_t seed, uint64_t step) {
     size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * ADAMW_WIDTH;
