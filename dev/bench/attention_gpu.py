@@ -246,34 +246,32 @@ def compiled(function):
     return function if DRY else torch.compile(function, dynamic=False)
 
 
-def ways_of(case):
-    """{way: f(q, k, v, scalars)}: PyTorch's ways to this normaliser. Nothing is compiled yet."""
-    simple = is_softmax(case.normalizer)
-    ways = {}
-    if case.name == "softmax":
-        ways["sdpa-flash"] = lambda *x: by_softmax(sdpa_by("MATH" if DRY else "FLASH_ATTENTION"), *x[:3], case, x[3])
-        ways["sdpa-cudnn"] = lambda *x: by_softmax(sdpa_by("MATH" if DRY else "CUDNN_ATTENTION"), *x[:3], case, x[3])
-    elif simple and not needs_sum(case.normalizer):
-        ways["sdpa"] = compiled(lambda *x: by_softmax(sdpa, *x[:3], case, x[3]))
-    if simple:
-        softmax = flex(case)
-        ways["flex"] = compiled(lambda *x: by_softmax(softmax, *x[:3], case, x[3]))
-    ways["compile"] = compiled(lambda *x: formula(*x[:3], case, x[3]))
-    return ways
-
-
 def way_names(name):
-    """The ways of ways_of(), without making any."""
+    """PyTorch's ways to a normaliser."""
     normalizer = reference.parse_normalizer(name)
-    ways = ["sdpa-flash", "sdpa-cudnn"] if name == "softmax" else ["sdpa"] if is_softmax(normalizer) and not needs_sum(normalizer) else []
-    return ways + (["flex"] if is_softmax(normalizer) else []) + ["compile"]
+    if not is_softmax(normalizer):
+        return ["compile"]
+    sdpa_ways = ["sdpa-flash", "sdpa-cudnn"] if name == "softmax" else [] if needs_sum(normalizer) else ["sdpa"]
+    return [*sdpa_ways, "flex", "compile"]
+
+
+def function_of(case, way):
+    """f(q, k, v, scalars) by one of way_names(). Nothing is compiled yet."""
+    if way == "compile":
+        return compiled(lambda *x: formula(*x[:3], case, x[3]))
+    back_ends = {"sdpa-flash": "FLASH_ATTENTION", "sdpa-cudnn": "CUDNN_ATTENTION"}
+    if way in back_ends:
+        softmax = sdpa_by("MATH" if DRY else back_ends[way])
+        return lambda *x: by_softmax(softmax, *x[:3], case, x[3])
+    softmax = flex(case) if way == "flex" else sdpa
+    return compiled(lambda *x: by_softmax(softmax, *x[:3], case, x[3]))
 
 
 class Torch:
     """One of PyTorch's ways, ready to be run on set i of a case. The scalars that are learnt get gradients, too."""
 
     def __init__(self, case, way):
-        self.case, self.function = case, ways_of(case)[way]
+        self.case, self.function = case, function_of(case, way)
         self.trains = not (DRY and way == "flex")                  # FlexAttention has no backward pass on a CPU
         fixed = "s" if case.normalizer.fixed else None
         self.scalars = {key: x.detach().clone().requires_grad_(self.trains and key != fixed) for key, x in case.scalars.items()}
@@ -307,11 +305,16 @@ class Torch:
 
 # ---------------------------------------------------------------- right?
 
+def some(x, T):
+    """Of (B,NH,T,HS) the first sequence, and as many heads as leave room for the formula's T×T arrays in float32."""
+    return x[:1, :max(1, int(x.shape[1] * min(1, 4096 / T) ** 2))]
+
+
 def slice_of(case, dtype):
-    """The formula's output and gradients of q, k, v for the first sequence of set 0, products in `dtype`."""
-    q, k, v, dout = (x[:1].to(dtype) for x in case.heads(0))
+    """The formula's output and gradients of q, k, v for some() of set 0, products in `dtype`."""
+    q, k, v, dout = (some(x, case.T).to(dtype) for x in case.heads(0))
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = formula(*inputs, case, case.scalars)
+    out = formula(*inputs, case, {key: x if key == "p" else x[:q.shape[1]] for key, x in case.scalars.items()})
     return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
 
 
@@ -325,11 +328,11 @@ class Judge:
     """Compares with the float32 formula; how far off the plain bf16 formula is says how far off a way may be."""
 
     def __init__(self, case):
-        self.expected = slice_of(case, torch.float32)
+        self.T, self.expected = case.T, slice_of(case, torch.float32)
         self.allowed = 3 * distance(slice_of(case, torch.bfloat16), self.expected) + 1e-3
 
     def error(self, variant):
-        return distance([x[:1] for x in variant.both(0)], self.expected)
+        return distance([some(x, self.T) for x in variant.both(0)], self.expected)
 
 
 # ---------------------------------------------------------------- how long?
@@ -404,7 +407,7 @@ class Timed:
 
 
 def measure(name, T, ways, flash, rounds, seconds, beside=None):
-    """{way: record} for a normaliser at a length; ways: "ours" and those of ways_of(). beside: a Timed whose time each of our rounds is
+    """{way: record} for a normaliser at a length; ways: "ours" and those of way_names(). beside: a Timed whose time each of our rounds is
     compared with (record["of_softmax"])."""
     case = Case(name, T, 1 if DRY else SETS)
     sets = len(case.joined)

@@ -209,16 +209,16 @@ def metrics(run):
 
 
 def curves(report, part, runs, early=10, every=20):
-    """The losses of each run beside the first one's. Within early steps float32 runs agree to 1e-4; later rounding grows, as it does between any
-    two orders of sums (two builds of the CPU's trainer: 1e-3 by step 120), and bf16 differs by its rounding."""
+    """The losses of each run beside the first one's. Rounding grows from step to step: two orders of the same sums on the CPU were 1e-6 apart by
+    step 50 of a small model, 1e-4 by 100 and 0.02 by 120, float32 and bf16 0.03. A fault shows in the early steps."""
     losses = {Path(run).name: [m["loss"] for m in metrics(run)] for run in runs}
     (first, base), *others = losses.items()
     rows, good = [], all(map(math.isfinite, base))
     for name, values in others:
         steps = min(len(values), len(base))
         apart = [abs(a - b) for a, b in zip(values, base)]
-        bound_early, bound = (1e-4, 0.02) if "fp32" in name else (0.02, 0.05)
-        fine = steps == len(base) == len(values) and max(apart[:early]) <= bound_early and max(apart) <= bound
+        bound_early, bound = (1e-4, 0.05) if "fp32" in name else (5e-3, 0.1)
+        fine = steps == len(base) == len(values) and all(x <= bound_early for x in apart[:early]) and all(x <= bound for x in apart)    # false for a NaN
         good = good and fine
         rows.append([name, f"{max(apart[:early]):.2g}", f"{bound_early:g}", f"{max(apart):.2g}", f"{bound:g}", f"{values[-1]:.4f}", "ok" if fine else "FAILED"])
     at = sorted({0, *range(every - 1, len(base), every), len(base) - 1})
@@ -273,12 +273,13 @@ def main():
         section = report.part(part)
         bad = [check for check in section["checks"] if check["verdict"] not in ("ok", "told")]
         section["status"] = "failed" if bad and words[1] == "done" else words[1]
-    elif verb == "curves":
-        fine, detail = curves(report, part, words[1:])
-        add_check(report, part, "losses", "ok" if fine else "FAILED", 0, detail)
-    elif verb == "same":
-        fine, detail = same(*words[2:4])
-        add_check(report, part, words[1], "ok" if fine else "FAILED", 0, detail)
+    elif verb in ("curves", "same"):
+        name, compare = ("losses", lambda: curves(report, part, words[1:])) if verb == "curves" else (words[1], lambda: same(*words[2:4]))
+        try:
+            fine, detail = compare()
+        except OSError as error:
+            fine, detail = False, f"a run is missing: {error.filename}"
+        add_check(report, part, name, "ok" if fine else "FAILED", 0, detail)
     else:
         raise SystemExit(f"gpu_report: {verb}: no such verb")
     report.save()

@@ -2,11 +2,9 @@
 timed on a GPU passes for a measurement."""
 import json
 import math
-import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -70,7 +68,8 @@ def test_runs_on_the_cpu(tmp_path):
     assert all(check["verdict"] == "ok" for part in parts.values() for check in part["checks"])
     assert len(parts["determinism"]["checks"]) == 13 and len(parts["train"]["curves"]["bf16"]) == 4
     assert_well_formed((tmp_path / "report/report.md").read_text())
-    gpu_check("determinism", out=tmp_path / "broken", code=1, **{**known, "TRAIN": "/bin/false"})
+    gpu_check("train", out=tmp_path / "broken", code=1, **{**known, "TRAIN": "/bin/false"})
+    assert [check["verdict"][:6] for check in parts_of(tmp_path / "broken")["train"]["checks"]] == ["ok", "FAILED", "FAILED", "FAILED"]
 
 
 # ---- runs side by side
@@ -192,9 +191,10 @@ def test_a_wrong_way_is_found():
 
 
 @pytest.mark.skipif(not FLASH.exists(), reason="make build/on_cpu/flash.so")
-def test_our_kernels_by_their_addresses(tmp_path):
-    words = [sys.executable, ROOT / "dev/bench/attention_gpu.py", tmp_path, "attention", "--dry-run", "--sweep", "17", "--lengths", "9", "--attn", "ssmax-fixed"]
-    subprocess.run(words, check=True, capture_output=True, env=trainer.environment())
+def test_our_kernels_by_their_addresses(tmp_path, monkeypatch):
+    words = [str(tmp_path), "attention", "--dry-run", "--sweep", "17", "--lengths", "9", "--attn", "ssmax-fixed"]
+    monkeypatch.setattr(sys, "argv", ["attention_gpu.py", *words])
+    assert attention_gpu.main() == 0
     records = parts_of(tmp_path)["attention"]["records"]
     assert {(r["attn"], r["way"]) for r in records} == {("softmax", "ours"), ("softmax", "sdpa-flash"), ("softmax", "sdpa-cudnn"), ("ssmax-fixed", "ours")}
     assert not any(r["wrong"] for r in records)
@@ -231,4 +231,6 @@ def test_the_largest_batch():
 
 def test_the_same_model_in_pytorch():
     import cpu_step
-    assert sum(p.numel() for p in cpu_step.torch_model()(8, tied=False).parameters()) == gpu_step.parameters("162M")
+    with torch.device("meta"):
+        for name, sizes in gpu_step.MODELS.items():
+            assert sum(p.numel() for p in cpu_step.torch_model()(8, **sizes).parameters()) == gpu_step.parameters(name)
