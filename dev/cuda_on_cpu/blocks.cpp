@@ -183,13 +183,6 @@ static Fiber &self() {
     return *(Fiber *)position;
 }
 
-static uint64_t next_random(uint64_t &state) {          // splitmix64
-    uint64_t z = state += 0x9E3779B97F4A7C15u;
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
-    z = (z ^ z >> 27) * 0x94D049BB133111EBu;
-    return z ^ z >> 31;
-}
-
 // ---- messages
 
 static std::string print(const char *format, ...) __attribute__((format(printf, 1, 2)));
@@ -434,19 +427,33 @@ static Worker *new_worker() {
     return w;
 }
 
-// For the race check memory that another block had before is to be new memory.
+// For the race check memory that another block had before is to be new memory. It is slow in proportion to the bytes, so only to what was used.
 static void renew(char *p, size_t bytes) {
-    if (mmap(p, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) == MAP_FAILED) die("mmap failed");
+    bytes = (bytes + PAGE - 1) / PAGE * PAGE;
+    if (bytes && mmap(p, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) == MAP_FAILED) die("mmap failed");
+}
+
+static void renew_stack(const Worker &w, int number) {
+    static const size_t MOST = 1 << 16;
+    unsigned char resident[MOST];
+    size_t pages = w.stack_bytes / PAGE, first = 0;
+    char *stack = stack_of(w, number);
+    if (pages <= MOST && mincore(stack, w.stack_bytes, resident) == 0)
+        while (first < pages && !(resident[first] & 1)) first++;
+    renew(stack + first * PAGE, (pages - first) * PAGE);
+}
+
+// After the block, so that the size of what it used is known.
+static void renew_memory(Worker &w) {
+    for (int i = 0; i < w.threads; i++) renew_stack(w, i);
+    renew((char *)w.meetings, sizeof(Meetings));
+    renew(w.statics, w.statics_used);
+    char *dynamic_page = w.dynamic_end - (size_t)(w.dynamic_end - w.dynamic + (ptrdiff_t)PAGE - 1) / PAGE * PAGE;
+    renew(dynamic_page, (size_t)(w.dynamic_end - dynamic_page));
 }
 
 static void prepare_memory(Worker &w) {
     for (; w.stacks_ready < w.threads; w.stacks_ready++) mprotect(stack_of(w, w.stacks_ready), w.stack_bytes, PROT_READ | PROT_WRITE);
-    if (race_check()) {
-        for (int i = 0; i < w.threads; i++) renew(stack_of(w, i), w.stack_bytes);
-        renew((char *)w.meetings, sizeof(Meetings));
-        renew(w.statics, STATICS_ROOM);
-        renew(w.dynamic_end - DYNAMIC_ROOM, DYNAMIC_ROOM);
-    }
     w.dynamic = w.dynamic_end - (w.launch->shared_bytes + 127) / 128 * 128;
     if (w.settings.poison) fill(w.dynamic, w.launch->shared_bytes, POISON);
     fill(w.dynamic + w.launch->shared_bytes, (size_t)(w.dynamic_end - w.dynamic) - w.launch->shared_bytes, FENCE);
@@ -455,12 +462,14 @@ static void prepare_memory(Worker &w) {
     w.statics_used = w.statics_asked = 0;
 }
 
+// Plain stores, as the race check would see a call of memcpy.
 void fill(void *p, size_t bytes, Pattern pattern) {
+    typedef uint64_t __attribute__((may_alias, aligned(1))) Word;
     unsigned char *to = (unsigned char *)p;
-    uint64_t word = (uint64_t)pattern * 0x0001000100010001u;
+    Word word = (uint64_t)pattern * 0x0001000100010001u;
     size_t i = 0;
-    for (; i + 8 <= bytes; i += 8) memcpy(to + i, &word, 8);
-    memcpy(to + i, &word, bytes - i);
+    for (; i + 8 <= bytes; i += 8) *(Word *)(to + i) = word;
+    for (; i < bytes; i++) to[i] = (unsigned char)(pattern >> i % 2 * 8);
 }
 
 bool is_filled(const void *p, size_t bytes, Pattern pattern) {
@@ -962,11 +971,12 @@ static void run_block(Worker &w, uint64_t number) {
     for (int i = 0; i < (w.threads + 31) / 32; i++)
         for (CopyOfWarp &c : w.warps[i].copies)
             if (c.lanes) count_copy(w, c);
-    if (race_check())
-        for (int i = 0; i < w.threads; i++) {
-            __tsan_destroy_fiber(w.fibers[i].context);
-            if (w.fibers[i].copier) __tsan_destroy_fiber(w.fibers[i].copier);
-        }
+    if (!race_check()) return;
+    for (int i = 0; i < w.threads; i++) {
+        __tsan_destroy_fiber(w.fibers[i].context);
+        if (w.fibers[i].copier) __tsan_destroy_fiber(w.fibers[i].copier);
+    }
+    renew_memory(w);
 }
 
 struct Job {

@@ -35,6 +35,13 @@ struct Lock {
     }
 };
 
+static inline uint64_t next_random(uint64_t &state) {       // splitmix64
+    uint64_t z = state += 0x9E3779B97F4A7C15u;
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ z >> 27) * 0x94D049BB133111EBu;
+    return z ^ z >> 31;
+}
+
 void report_crashes();                              // a bad address ends the program with a message of whose it is
 void run_grid(const Parameters &parameters);        // returns when all blocks have run
 std::string kernel_name(const void *kernel);

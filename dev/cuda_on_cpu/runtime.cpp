@@ -271,10 +271,11 @@ static uint64_t operations, random_state;
 static CUstream_st *default_stream, *favourite;
 static std::vector<CUstream_st *> streams;      // all, the default first
 
-static uint64_t next_random() {
-    if (!random_state) random_state = settings().seed * 2 + 1;
-    random_state ^= random_state << 13, random_state ^= random_state >> 7, random_state ^= random_state << 17;      // xorshift64
-    return random_state >> 11;
+static uint64_t toss() {
+    static bool started;
+    if (!started) random_state = settings().seed;
+    started = true;
+    return next_random(random_state);
 }
 
 static CUstream_st *new_stream(bool blocking, int priority) {
@@ -340,7 +341,7 @@ static bool run_any() {
     std::vector<CUstream_st *> able;
     std::copy_if(streams.begin(), streams.end(), std::back_inserter(able), can_go_on);
     if (able.empty()) return false;
-    if (next_random() % 4 == 0 || std::find(able.begin(), able.end(), favourite) == able.end()) favourite = able[next_random() % able.size()];
+    if (toss() % 4 == 0 || std::find(able.begin(), able.end(), favourite) == able.end()) favourite = able[toss() % able.size()];
     if (!run_next(favourite)) usleep(50);
     return true;
 }
@@ -365,7 +366,7 @@ static void add_attempt(CUstream_st *s, std::function<bool()> work, std::shared_
     if (race_check()) __tsan_release(s->queue.back().get());
     if (settings().streams == AT_ONCE) run_all();
     if (settings().streams == ANY_TIME)
-        while (next_random() % 2 && run_any()) {}
+        while (toss() % 2 && run_any()) {}
 }
 
 static void add_operation(CUstream_st *s, std::function<void()> work, bool host_function = false) {

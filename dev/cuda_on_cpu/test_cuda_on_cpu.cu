@@ -114,12 +114,12 @@ KERNEL void block_functions(int *out, dim3 *sizes) {
 }
 
 static void test_blocks() {
-    dim3 grid(3, 2, 4), block(5, 4, 3);
-    Device<int> out(24 * 60);
-    Device<dim3> sizes(24);
+    dim3 grid(3, 2, 2), block(5, 2, 3);
+    Device<int> out(12 * 30);
+    Device<dim3> sizes(12);
     launch(block_functions, grid, block, 0, NULL, out.p, sizes.p);
-    for (int x : out.host()) CHECK(x == 1 + 100 + 10000 * 30, "%d", x);
-    for (dim3 d : sizes.host()) CHECK(d.x == 5 && d.y == 4 && d.z == 3, "sizes");
+    for (int x : out.host()) CHECK(x == 1 + 100 + 10000 * 15, "%d", x);
+    for (dim3 d : sizes.host()) CHECK(d.x == 5 && d.y == 2 && d.z == 3, "sizes");
 }
 
 // out (16,8) = a (16,16) · b (16,8) + 3, all fragments by ldmatrix; b lies as it is (k, n), then as its transpose (n, k)
@@ -212,13 +212,13 @@ static void test_atomics() {
     Device<unsigned long long> w(std::vector<unsigned long long>{0});
     Device<float> f(std::vector<float>{0});
     Device<double> d(std::vector<double>{0});
-    launch(atomics, 10, 64, 0, NULL, i.p, u.p, w.p, f.p, d.p);
+    launch(atomics, 2, 64, 0, NULL, i.p, u.p, w.p, f.p, d.p);
     std::vector<int> ri = i.host();
     std::vector<unsigned> ru = u.host();
-    CHECK(ri[0] == 640 * 639 / 2 && ri[1] == 639 && ri[2] == -639 && ri[3] == -640 && ri[5] == 77, "ints");
-    CHECK(ri[4] >= 1 && ri[4] <= 640, "compare and swap: %d", ri[4]);
-    CHECK(ru[0] == 1280 && ru[1] == ALL && ru[2] == 0 && ru[3] == 0 && ru[4] == 0 && ru[5] == 0, "unsigneds %u %u", ru[4], ru[5]);
-    CHECK(w.host()[0] == 1920 && f.host()[0] == 320.0f && d.host()[0] == 160.0, "others");
+    CHECK(ri[0] == 128 * 127 / 2 && ri[1] == 127 && ri[2] == -127 && ri[3] == -128 && ri[5] == 77, "ints");
+    CHECK(ri[4] >= 1 && ri[4] <= 128, "compare and swap: %d", ri[4]);
+    CHECK(ru[0] == 256 && ru[1] == ALL && ru[2] == 0 && ru[3] == 0 && ru[4] == 8 && ru[5] == 2, "unsigneds %u %u", ru[4], ru[5]);
+    CHECK(w.host()[0] == 384 && f.host()[0] == 64.0f && d.host()[0] == 32.0, "others");
 }
 
 static void test_arithmetic() {
@@ -248,28 +248,28 @@ static void test_runtime() {
     CUDA(cudaStreamCreateWithFlags(&b, cudaStreamNonBlocking));
     CUDA(cudaEventCreate(&from));
     CUDA(cudaEventCreate(&to));
-    Device<float> x(count_up(1000)), y(1000);
+    Device<float> x(count_up(100)), y(100);
     float *pinned;
-    CUDA(cudaMallocHost((void **)&pinned, 4000));
+    CUDA(cudaMallocHost((void **)&pinned, 400));
     CUDA(cudaEventRecord(from, a));
-    launch(add_one, 4, 256, 0, a, x.p, 1000);
-    launch(add_one, 4, 256, 0, NULL, x.p, 1000);                        // the default stream waits for a
-    launch(add_one, 4, 256, 0, a, x.p, 1000);                           // and a for it
+    launch(add_one, 2, 64, 0, a, x.p, 100);
+    launch(add_one, 2, 64, 0, NULL, x.p, 100);                        // the default stream waits for a
+    launch(add_one, 2, 64, 0, a, x.p, 100);                           // and a for it
     CUDA(cudaEventRecord(to, a));
     CUDA(cudaStreamWaitEvent(b, to, 0));
-    CUDA(cudaMemcpyAsync(y.p, x.p, 4000, cudaMemcpyDeviceToDevice, b));
-    CUDA(cudaMemcpyAsync(pinned, y.p, 4000, cudaMemcpyDeviceToHost, b));
+    CUDA(cudaMemcpyAsync(y.p, x.p, 400, cudaMemcpyDeviceToDevice, b));
+    CUDA(cudaMemcpyAsync(pinned, y.p, 400, cudaMemcpyDeviceToHost, b));
     CUDA(cudaLaunchHostFunc(b, [](void *p) { ((float *)p)[0] += 1000.0f; }, pinned));
     CUDA(cudaStreamSynchronize(b));
-    for (int i = 1; i < 1000; i++) CHECK(pinned[i] == (float)(i % 1021) + 3.0f, "%d: %g", i, pinned[i]);
+    for (int i = 1; i < 100; i++) CHECK(pinned[i] == (float)(i % 1021) + 3.0f, "%d: %g", i, pinned[i]);
     CHECK(pinned[0] == 1003.0f, "the host's function");
     float ms = -1, host[4];
     CUDA(cudaEventElapsedTime(&ms, from, to));
     CHECK(ms >= 0, "elapsed time");
-    CUDA(cudaMemset(y.p, 0, 4000));
-    CUDA(cudaMemcpy2D(host, 8, y.p, 400, 8, 2, cudaMemcpyDeviceToHost));
+    CUDA(cudaMemset(y.p, 0, 400));
+    CUDA(cudaMemcpy2D(host, 8, y.p, 200, 8, 2, cudaMemcpyDeviceToHost));
     CHECK(host[0] == 0 && host[3] == 0, "memset and 2D copy");
-    CHECK(cudaMemcpy(y.p, host, 4004, cudaMemcpyHostToDevice) == cudaErrorInvalidValue, "a copy beyond the end");
+    CHECK(cudaMemcpy(y.p, host, 404, cudaMemcpyHostToDevice) == cudaErrorInvalidValue, "a copy beyond the end");
     CHECK(cudaMemcpy(y.p, host, 4, cudaMemcpyDeviceToHost) == cudaErrorInvalidValue, "a copy in the wrong direction");
     CHECK(cudaGetLastError() == cudaErrorInvalidValue && cudaGetLastError() == cudaSuccess, "the last error");
     CHECK(cudaMalloc((void **)&pinned + 0, (size_t)1 << 60) == cudaErrorMemoryAllocation, "too much memory");
@@ -286,10 +286,10 @@ static void test_runtime() {
     size_t free_bytes, total, free_then;
     CUDA(cudaMemGetInfo(&free_bytes, &total));
     {
-        Device<float> more(1000);
+        Device<float> more(100);
         CUDA(cudaMemGetInfo(&free_then, &total));
     }
-    CHECK(free_bytes - free_then == 4000, "memory that is taken");
+    CHECK(free_bytes - free_then == 400, "memory that is taken");
     CUDA(cudaStreamDestroy(a));
     CUDA(cudaStreamDestroy(b));
     CHECK(cudaStreamSynchronize(a) == cudaErrorInvalidResourceHandle, "a stream that is no more");
@@ -324,8 +324,8 @@ static void check_reversed(const std::vector<float> &r) {
 }
 
 static void missing_barrier(bool defect) {
-    Device<float> in(count_up(1024)), out(1024);
-    launch(reverse_kernel, 4, 256, 0, NULL, out.p, in.p, defect);
+    Device<float> in(count_up(512)), out(512);
+    launch(reverse_kernel, 2, 256, 0, NULL, out.p, in.p, defect);
     check_reversed(out.host());
 }
 
@@ -558,15 +558,15 @@ static void uninitialised_device_memory(bool defect) {
 }
 
 static void read_behind_device_memory(bool defect) {
-    Device<float> x(1024);
-    CUDA(cudaMemset(x.p, 0, 4096));
-    launch(add_one, 5, 256, 0, NULL, x.p, defect ? 1025 : 1024);
+    Device<float> x(64);                                    // 256 bytes: the next one is on a page that is not there
+    CUDA(cudaMemset(x.p, 0, 256));
+    launch(add_one, 3, 32, 0, NULL, x.p, defect ? 65 : 64);
     CUDA(cudaDeviceSynchronize());
 }
 static void write_closely_behind_device_memory(bool defect) {
-    Device<float> x(1000);
-    CUDA(cudaMemset(x.p, 0, 4000));
-    launch(add_one, 4, 256, 0, NULL, x.p, defect ? 1001 : 1000);
+    Device<float> x(50);
+    CUDA(cudaMemset(x.p, 0, 200));
+    launch(add_one, 2, 32, 0, NULL, x.p, defect ? 51 : 50);
 }
 
 KERNEL void flag_kernel(int *flag, bool defect) {           // all write the same: right on most days
@@ -723,8 +723,8 @@ static void stack_overflow(bool defect) {
 }
 
 KERNEL void local_kernel(float *out, int n) {
-    float local[8] = {0};
-    for (int i = 0; i < n; i++) local[i] = (float)i;
+    float local[8] = {0}, *p = local;
+    for (int i = 0; i < n; i++) *p++ = (float)i;
     __syncthreads();
     out[threadIdx.x] = local[threadIdx.x % 8];
 }
