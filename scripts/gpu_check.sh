@@ -107,8 +107,8 @@ part_pack() {
     mv "$new" "$deps"
     [ -d "$data" ] || .venv/bin/python data/shakespeare.py || stop 1 "pack: no text in $data"
     make -j"$(nproc)" train_gpt2 || stop 1 "pack: train_gpt2 cannot be built"
-    run_cpu "$deps/fp32 on the CPU" || stop 1 "pack: the CPU's run failed"
-    rm -rf "$deps/fp32 on the CPU/ckpt"
+    run_cpu "$deps/fp32_on_cpu" || stop 1 "pack: the CPU's run failed"
+    rm -rf "$deps/fp32_on_cpu/ckpt"
     say "$deps: $(du -sh "$deps" | cut -f1). To carry: $(realpath --relative-to=. "$deps") and $data ($(du -sh "$data" | cut -f1))"
 }
 
@@ -245,17 +245,17 @@ in_shell() { declare -f; echo "data='$data' dry=$dry train='$train'"; }
 part_train() {
     local folder cpu
     folder=$(mktemp -d)
-    cpu="$deps/fp32 on the CPU"
+    cpu="$deps/fp32_on_cpu"
     if [ "$(cat "$cpu/recipe" 2>/dev/null)" = "$(recipe)" ]; then
         cp -r "$cpu" "$folder/"
         fact "the CPU's run was made by pack"
     else
-        check "float32 on the CPU" 400 bash -c "$(in_shell); run_cpu '$folder/fp32 on the CPU'"
+        check "float32 on the CPU" 400 bash -c "$(in_shell); run_cpu '$folder/fp32_on_cpu'"
     fi
     check "float32 by ${train##*/}" 120 bash -c "$(in_shell); run '$train' '$folder/fp32' --dtype fp32"
     check "bf16 by ${train##*/}" 120 bash -c "$(in_shell); run '$train' '$folder/bf16' --dtype bf16"
-    report curves "$part" "$folder/fp32 on the CPU" "$folder/fp32" "$folder/bf16"
-    "$python" scripts/plot.py "$folder/fp32 on the CPU" "$folder/fp32" "$folder/bf16" --out "$out/loss.png" >>"$out/log" 2>&1 || fact "no picture: matplotlib is not here"
+    report curves "$part" "$folder/fp32_on_cpu" "$folder/fp32" "$folder/bf16"
+    "$python" scripts/plot.py "$folder/fp32_on_cpu" "$folder/fp32" "$folder/bf16" --out "$out/loss.png" >>"$out/log" 2>&1 || fact "no picture: matplotlib is not here"
     rm -rf "$folder"
 }
 

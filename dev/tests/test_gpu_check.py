@@ -92,7 +92,7 @@ def test_same_runs_and_others(tmp_path):
 
 @pytest.mark.parametrize("losses, fine", [([2.0, 1.00005], True), ([2.0, 1.001], False), ([2.0, math.nan], False), ([2.0], False)])
 def test_curves(tmp_path, losses, fine):
-    runs = [write_run(tmp_path / "fp32 on the CPU", [2.0, 1.0]), write_run(tmp_path / "fp32", losses)]
+    runs = [write_run(tmp_path / "fp32_on_cpu", [2.0, 1.0]), write_run(tmp_path / "fp32", losses)]
     assert gpu_report.curves(gpu_report.Report(tmp_path), "train", runs)[0] == fine
 
 
