@@ -33,13 +33,6 @@
 // ---------------------------------------------------------------------------------------------------------------------------
 // Where the time goes: phase() ends the phase before it and starts the next. --profile prints the sums.
 
-#define PHASES(X) \
-    X(OTHER, "data, metrics and the rest") X(EMBEDDING, "embedding") X(NORM, "rmsnorm") X(PROJECTIONS, "q, k, v and o products") \
-    X(ROPE, "rope") X(ATTENTION, "attention") X(FEED_FORWARD, "feed-forward products") X(SWIGLU, "swiglu") \
-    X(GATE, "gate of gated units")     X(CLASSIFIER, "output product and loss") X(REDUCE, "gradients summed over processes") X(UPDATE, "norm and AdamW")
-#define PHASE_KIND(kind, name) PHASE_##kind,
-#define PHASE_NAME(kind, name) name,
-typedef enum { PHASES(PHASE_KIND) PHASE_COUNT } Phase;
 static double phase_seconds[PHASE_COUNT];
 
 static double now(void) {
@@ -1086,14 +1079,8 @@ void trainer_line(char *out, size_t size) {
     if (size) out[0] = 0;
 }
 
-void trainer_profile(double steps) {
-    double sum = 0;
-    for (int i = 0; i < PHASE_COUNT; i++) sum += phase_seconds[i];
-    printf("\n%-36s %10s %8s\n", "where the time went", "ms a step", "share");
-    for (int i = 0; i < PHASE_COUNT; i++) {
-        static const char *const NAMES[] = {PHASES(PHASE_NAME)};
-        if (phase_seconds[i] > 0) printf("%-36s %10.2f %7.1f%%\n", NAMES[i], 1000 * phase_seconds[i] / steps, 100 * phase_seconds[i] / sum);
-    }
+double trainer_phase_seconds(Phase phase) {
+    return phase_seconds[phase];
 }
 
 void trainer_end(void) {}

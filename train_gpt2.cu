@@ -52,14 +52,6 @@ static void nvtxRangePushA(const char *name) { (void)name; }
 static void nvtxRangePop(void) {}
 #endif
 
-#define PHASES(X) \
-    X(OTHER, "data, metrics and the rest") X(EMBEDDING, "embedding") X(NORM, "rmsnorm") X(PROJECTIONS, "q, k, v and o products") \
-    X(ROPE, "rope") X(ATTENTION, "attention") X(FEED_FORWARD, "feed-forward products") X(SWIGLU, "swiglu") \
-    X(GATE, "gate of gated units")     X(CLASSIFIER, "output product and loss") X(REDUCE, "gradients summed over processes") X(UPDATE, "norm and AdamW")
-#define PHASE_KIND(kind, name) PHASE_##kind,
-#define PHASE_NAME(kind, name) name,
-typedef enum { PHASES(PHASE_KIND) PHASE_COUNT } Phase;
-static const char *const phase_names[] = {PHASES(PHASE_NAME)};
 static double phase_seconds[PHASE_COUNT];
 
 static cudaStream_t stream;
@@ -382,10 +374,23 @@ static void take_model(Model *m) {
 // 3. Passes
 // `counter`: which of the two counts of rows without weight, 0 of steps, 1 of validations.
 
-// A kept input of a product: of its layer, or of the one that there is room for.
+// What is kept of one layer, or of one unit; x_next is the next one's x.
 template <class X>
-static X *kept(const Model *m, X *first, size_t l, size_t elements) {
-    return m->recompute ? first : first + l * elements;
+struct Layer {
+    X *x, *x_next, *h1, *att, *act, *qkv, *x_mid, *h2, *gate_up, *uvz, *q, *k, *v;
+    float *stats, *inverse_norms, *r1, *r2;
+};
+
+template <class X>
+static Layer<X> layer_of(const Model *m, const Activations<X> *a, size_t l, size_t N) {
+    const ModelConfig *c = &m->config;
+    size_t C = (size_t)c->channels, F = (size_t)c->ffn, NH = (size_t)c->heads, K = NH * head_size(c), E = NH * value_size(c);
+    size_t again = m->recompute ? 0 : l;           // of what is there for one layer alone
+    auto in = [N](X *first, size_t layer, size_t width) { return first ? first + layer * N * width : NULL; };      // the other block's are NULL
+    return {in(a->x, l, C), in(a->x, l + 1, C), in(a->h1, again, C), in(a->att, l, E), in(a->act, again, F),
+            in(a->qkv, l, 3 * C), in(a->x_mid, l, C), in(a->h2, again, C), in(a->gate_up, l, 2 * F),
+            in(a->uvz, l, 2 * F + K), in(a->q, l, K), in(a->k, l, K), in(a->v, l, F),
+            m->stats + l * m->layer_stats, m->inverse_norms + l * N * 2 * NH, m->r1 + l * N, m->r2 + l * N};
 }
 
 static bool divides_by_norms(const Model *m) {
@@ -397,29 +402,28 @@ static void layer_forward(Model *m, Activations<X> *a, size_t l, size_t B, size_
     const ModelConfig *c = &m->config;
     const LayerOffsets *at = &m->list.layers[l];
     FlashShape shape = flash_shape(m, B, T);
-    size_t N = B * T, C = (size_t)c->channels, F = (size_t)c->ffn, NH = shape.NH, here = l * N * C;
-    X *x = a->x + here, *x_mid = a->x_mid + here, *qkv = a->qkv + 3 * here, *att = a->att + here, *gate_up = a->gate_up + l * N * 2 * F;
-    X *h1 = kept(m, a->h1, l, N * C), *h2 = kept(m, a->h2, l, N * C), *act = kept(m, a->act, l, N * F);
+    size_t N = B * T, C = (size_t)c->channels, F = (size_t)c->ffn, NH = shape.NH;
+    Layer<X> of = layer_of(m, a, l, N);
     phase(PHASE_NORM);
-    rmsnorm_forward(h1, m->r1 + l * N, x, m->params + at->norm1, N, C, stream);
+    rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, stream);
     phase(PHASE_PROJECTIONS);
-    matmul_forward(qkv, h1, weight<X>(m, at->q), (const X *)NULL, N, C, 3 * C, stream);
+    matmul_forward(of.qkv, of.h1, weight<X>(m, at->q), (const X *)NULL, N, C, 3 * C, stream);
     phase(PHASE_ROPE);
-    rope_forward(qkv, m->inverse_norms + l * N * 2 * NH, m->cosines, m->sines, divides_by_norms(m), B, T, NH, shape.HS, stream);
+    rope_forward(of.qkv, of.inverse_norms, m->cosines, m->sines, divides_by_norms(m), B, T, NH, shape.HS, stream);
     phase(PHASE_ATTENTION);
-    flash_forward(att, m->stats + l * m->layer_stats, m->without_weight + counter, qkv, qkv + C, qkv + 2 * C, scalars_of(m, l), shape,
+    flash_forward(of.att, of.stats, m->without_weight + counter, of.qkv, of.qkv + C, of.qkv + 2 * C, scalars_of(m, l), shape,
                   m->scratch, stream);
     phase(PHASE_PROJECTIONS);
-    matmul_forward(x_mid, att, weight<X>(m, at->o), x, N, C, C, stream);
+    matmul_forward(of.x_mid, of.att, weight<X>(m, at->o), of.x, N, C, C, stream);
 
     phase(PHASE_NORM);
-    rmsnorm_forward(h2, m->r2 + l * N, x_mid, m->params + at->norm2, N, C, stream);
+    rmsnorm_forward(of.h2, of.r2, of.x_mid, m->params + at->norm2, N, C, stream);
     phase(PHASE_FEED_FORWARD);
-    matmul_forward(gate_up, h2, weight<X>(m, at->gate), (const X *)NULL, N, C, 2 * F, stream);
+    matmul_forward(of.gate_up, of.h2, weight<X>(m, at->gate), (const X *)NULL, N, C, 2 * F, stream);
     phase(PHASE_SWIGLU);
-    swiglu_forward(act, gate_up, N, F, stream);
+    swiglu_forward(of.act, of.gate_up, N, F, stream);
     phase(PHASE_FEED_FORWARD);
-    matmul_forward(x + N * C, act, weight<X>(m, at->down), x_mid, N, F, C, stream);
+    matmul_forward(of.x_next, of.act, weight<X>(m, at->down), of.x_mid, N, F, C, stream);
 }
 
 // a->dx (N,C), the gradient by the residual stream, goes from after the layer to before it.
@@ -428,84 +432,81 @@ static void layer_backward(Model *m, Activations<X> *a, size_t l, size_t B, size
     const ModelConfig *c = &m->config;
     const LayerOffsets *at = &m->list.layers[l];
     FlashShape shape = flash_shape(m, B, T);
-    size_t N = B * T, C = (size_t)c->channels, F = (size_t)c->ffn, NH = shape.NH, here = l * N * C;
-    X *x = a->x + here, *x_mid = a->x_mid + here, *qkv = a->qkv + 3 * here, *att = a->att + here, *gate_up = a->gate_up + l * N * 2 * F;
-    X *h1 = kept(m, a->h1, l, N * C), *h2 = kept(m, a->h2, l, N * C), *act = kept(m, a->act, l, N * F);
-    float *grads = m->grads, *inverse_norms = m->inverse_norms + l * N * 2 * NH;
+    size_t N = B * T, C = (size_t)c->channels, F = (size_t)c->ffn, NH = shape.NH;
+    Layer<X> of = layer_of(m, a, l, N);
+    float *grads = m->grads;
     phase(PHASE_SWIGLU);
-    if (m->recompute) swiglu_forward(act, gate_up, N, F, stream);
+    if (m->recompute) swiglu_forward(of.act, of.gate_up, N, F, stream);
     phase(PHASE_FEED_FORWARD);
-    matmul_backward(a->dact, grads + at->down, a->dx, act, weight<X>(m, at->down), N, F, C, add, stream);
+    matmul_backward(a->dact, grads + at->down, a->dx, of.act, weight<X>(m, at->down), N, F, C, add, stream);
     phase(PHASE_SWIGLU);
-    swiglu_backward(a->dgate_up, a->dact, gate_up, N, F, stream);
+    swiglu_backward(a->dgate_up, a->dact, of.gate_up, N, F, stream);
     phase(PHASE_NORM);
-    if (m->recompute) rmsnorm_forward(h2, m->r2 + l * N, x_mid, m->params + at->norm2, N, C, stream);
+    if (m->recompute) rmsnorm_forward(of.h2, of.r2, of.x_mid, m->params + at->norm2, N, C, stream);
     phase(PHASE_FEED_FORWARD);
-    matmul_backward(a->dh, grads + at->gate, a->dgate_up, h2, weight<X>(m, at->gate), N, C, 2 * F, add, stream);
+    matmul_backward(a->dh, grads + at->gate, a->dgate_up, of.h2, weight<X>(m, at->gate), N, C, 2 * F, add, stream);
     phase(PHASE_NORM);
-    rmsnorm_backward(a->dx, grads + at->norm2, m->partials, a->dh, x_mid, m->params + at->norm2, m->r2 + l * N, N, C, stream);
+    rmsnorm_backward(a->dx, grads + at->norm2, m->partials, a->dh, of.x_mid, m->params + at->norm2, of.r2, N, C, stream);
 
     phase(PHASE_PROJECTIONS);
-    matmul_backward(a->datt, grads + at->o, a->dx, att, weight<X>(m, at->o), N, C, C, add, stream);
+    matmul_backward(a->datt, grads + at->o, a->dx, of.att, weight<X>(m, at->o), N, C, C, add, stream);
     phase(PHASE_ATTENTION);
-    flash_backward(a->dqkv, a->dqkv + C, a->dqkv + 2 * C, scalars_in(m, grads, l, normalizer_trains), a->datt, att,
-                   m->stats + l * m->layer_stats, qkv, qkv + C, qkv + 2 * C, scalars_of(m, l), shape, m->scratch, stream);
+    flash_backward(a->dqkv, a->dqkv + C, a->dqkv + 2 * C, scalars_in(m, grads, l, normalizer_trains), a->datt, of.att,
+                   of.stats, of.qkv, of.qkv + C, of.qkv + 2 * C, scalars_of(m, l), shape, m->scratch, stream);
     phase(PHASE_ROPE);
-    rope_backward(a->dqkv, qkv, inverse_norms, m->cosines, m->sines, divides_by_norms(m), B, T, NH, shape.HS, stream);
+    rope_backward(a->dqkv, of.qkv, of.inverse_norms, m->cosines, m->sines, divides_by_norms(m), B, T, NH, shape.HS, stream);
     phase(PHASE_NORM);
-    if (m->recompute) rmsnorm_forward(h1, m->r1 + l * N, x, m->params + at->norm1, N, C, stream);
+    if (m->recompute) rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, stream);
     phase(PHASE_PROJECTIONS);
-    matmul_backward(a->dh, grads + at->q, a->dqkv, h1, weight<X>(m, at->q), N, C, 3 * C, add, stream);
+    matmul_backward(a->dh, grads + at->q, a->dqkv, of.h1, weight<X>(m, at->q), N, C, 3 * C, add, stream);
     phase(PHASE_NORM);
-    rmsnorm_backward(a->dx, grads + at->norm1, m->partials, a->dh, x, m->params + at->norm1, m->r1 + l * N, N, C, stream);
+    rmsnorm_backward(a->dx, grads + at->norm1, m->partials, a->dh, of.x, m->params + at->norm1, of.r1, N, C, stream);
 }
 
 template <class X>
 static void unit_forward(Model *m, Activations<X> *a, size_t l, size_t B, size_t T, int counter) {
     const LayerOffsets *at = &m->list.layers[l];
     size_t N = B * T, C = (size_t)m->config.channels, E = (size_t)m->config.ffn, K = GAU_HEAD, W = 2 * E + K;
-    X *x = a->x + l * N * C, *uvz = a->uvz + l * N * W, *q = a->q + l * N * K, *k = a->k + l * N * K, *v = a->v + l * N * E;
-    X *att = a->att + l * N * E, *h1 = kept(m, a->h1, l, N * C), *act = kept(m, a->act, l, N * E);
+    Layer<X> of = layer_of(m, a, l, N);
     phase(PHASE_NORM);
-    rmsnorm_forward(h1, m->r1 + l * N, x, m->params + at->norm1, N, C, stream);
+    rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, stream);
     phase(PHASE_PROJECTIONS);
-    matmul_forward(uvz, h1, weight<X>(m, at->u), (const X *)NULL, N, C, W, stream);
+    matmul_forward(of.uvz, of.h1, weight<X>(m, at->u), (const X *)NULL, N, C, W, stream);
     phase(PHASE_ROPE);
-    gau_forward(q, k, v, m->inverse_norms + l * N * 2, uvz, gains_in(m, m->params, l), m->cosines, m->sines, divides_by_norms(m), B, T, E, K, stream);
+    gau_forward(of.q, of.k, of.v, of.inverse_norms, of.uvz, gains_in(m, m->params, l), m->cosines, m->sines, divides_by_norms(m), B, T, E, K, stream);
     phase(PHASE_ATTENTION);
-    flash_forward(att, m->stats + l * m->layer_stats, m->without_weight + counter, q, k, v, scalars_of(m, l), flash_shape(m, B, T), m->scratch,
+    flash_forward(of.att, of.stats, m->without_weight + counter, of.q, of.k, of.v, scalars_of(m, l), flash_shape(m, B, T), m->scratch,
                   stream);
     phase(PHASE_GATE);
-    gau_gate_forward(act, uvz, att, N, E, W, stream);
+    gau_gate_forward(of.act, of.uvz, of.att, N, E, W, stream);
     phase(PHASE_PROJECTIONS);
-    matmul_forward(x + N * C, act, weight<X>(m, at->o), x, N, E, C, stream);
+    matmul_forward(of.x_next, of.act, weight<X>(m, at->o), of.x, N, E, C, stream);
 }
 
 template <class X>
 static void unit_backward(Model *m, Activations<X> *a, size_t l, size_t B, size_t T, bool add) {
     const LayerOffsets *at = &m->list.layers[l];
     size_t N = B * T, C = (size_t)m->config.channels, E = (size_t)m->config.ffn, K = GAU_HEAD, W = 2 * E + K;
-    X *x = a->x + l * N * C, *uvz = a->uvz + l * N * W, *q = a->q + l * N * K, *k = a->k + l * N * K, *v = a->v + l * N * E;
-    X *att = a->att + l * N * E, *h1 = kept(m, a->h1, l, N * C), *act = kept(m, a->act, l, N * E);
-    float *grads = m->grads, *inverse_norms = m->inverse_norms + l * N * 2;
+    Layer<X> of = layer_of(m, a, l, N);
+    float *grads = m->grads;
     phase(PHASE_GATE);
-    if (m->recompute) gau_gate_forward(act, uvz, att, N, E, W, stream);
+    if (m->recompute) gau_gate_forward(of.act, of.uvz, of.att, N, E, W, stream);
     phase(PHASE_PROJECTIONS);
-    matmul_backward(a->dact, grads + at->o, a->dx, act, weight<X>(m, at->o), N, E, C, add, stream);
+    matmul_backward(a->dact, grads + at->o, a->dx, of.act, weight<X>(m, at->o), N, E, C, add, stream);
     phase(PHASE_GATE);
-    gau_gate_backward(a->datt, a->dqkv, a->dact, uvz, att, N, E, W, stream);
+    gau_gate_backward(a->datt, a->dqkv, a->dact, of.uvz, of.att, N, E, W, stream);
     phase(PHASE_ATTENTION);
-    flash_backward(a->dq, a->dk, a->dv, scalars_in(m, grads, l, normalizer_trains), a->datt, att, m->stats + l * m->layer_stats, q, k, v,
+    flash_backward(a->dq, a->dk, a->dv, scalars_in(m, grads, l, normalizer_trains), a->datt, of.att, of.stats, of.q, of.k, of.v,
                    scalars_of(m, l), flash_shape(m, B, T), m->scratch, stream);
     phase(PHASE_ROPE);
-    gau_backward(a->dqkv, gains_in(m, grads, l), m->partials, a->dq, a->dk, a->dv, uvz, q, k, inverse_norms, gains_in(m, m->params, l), m->cosines,
+    gau_backward(a->dqkv, gains_in(m, grads, l), m->partials, a->dq, a->dk, a->dv, of.uvz, of.q, of.k, of.inverse_norms, gains_in(m, m->params, l), m->cosines,
                  m->sines, divides_by_norms(m), B, T, E, K, stream);
     phase(PHASE_NORM);
-    if (m->recompute) rmsnorm_forward(h1, m->r1 + l * N, x, m->params + at->norm1, N, C, stream);
+    if (m->recompute) rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, stream);
     phase(PHASE_PROJECTIONS);
-    matmul_backward(a->dh, grads + at->u, a->dqkv, h1, weight<X>(m, at->u), N, C, W, add, stream);
+    matmul_backward(a->dh, grads + at->u, a->dqkv, of.h1, weight<X>(m, at->u), N, C, W, add, stream);
     phase(PHASE_NORM);
-    rmsnorm_backward(a->dx, grads + at->norm1, m->partials, a->dh, x, m->params + at->norm1, m->r1 + l * N, N, C, stream);
+    rmsnorm_backward(a->dx, grads + at->norm1, m->partials, a->dh, of.x, m->params + at->norm1, of.r1, N, C, stream);
 }
 
 template <class X>
@@ -858,13 +859,9 @@ void trainer_line(char *out, size_t size) {
     snprintf(out, size, " | %s", human_bytes((double)model.plan.total).text);
 }
 
-void trainer_profile(double steps) {
-    double sum = 0;
+double trainer_phase_seconds(Phase phase) {
     phase_collect();
-    for (int i = 0; i < PHASE_COUNT; i++) sum += phase_seconds[i];
-    printf("\n%-36s %10s %8s\n", "where the time went", "ms a step", "share");
-    for (int i = 0; i < PHASE_COUNT; i++)
-        if (phase_seconds[i] > 0) printf("%-36s %10.2f %7.1f%%\n", phase_names[i], 1000 * phase_seconds[i] / steps, 100 * phase_seconds[i] / sum);
+    return phase_seconds[phase];
 }
 
 void trainer_end(void) {

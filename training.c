@@ -642,6 +642,14 @@ static void show_step(Run *run, StepMetrics *metrics, double seconds_a_step, boo
     progress_show(line, keep);
 }
 
+static void show_profile(double steps) {
+    double seconds[PHASE_COUNT], sum = 0;
+    for (int i = 0; i < PHASE_COUNT; i++) sum += seconds[i] = trainer_phase_seconds((Phase)i);
+    printf("\n%-36s %10s %8s\n", "where the time went", "ms a step", "share");
+    for (int i = 0; i < PHASE_COUNT; i++)
+        if (seconds[i] > 0) printf("%-36s %10.2f %7.1f%%\n", phase_names[i], 1000 * seconds[i] / steps, 100 * seconds[i] / sum);
+}
+
 // ---- a change of normaliser
 
 // Names the learnt scalars that `to` brings and `from` did not leave.
@@ -730,7 +738,7 @@ static void train(Run *run) {
         double loss = validate(run);
         if (is_main() && isfinite(loss)) printf("validation loss %.4f at the end\n", loss);
     }
-    if (is_main() && o->profile && run->step > first) trainer_profile((double)(run->step - first));
+    if (is_main() && o->profile && run->step > first) show_profile((double)(run->step - first));
     if (stopped) {
         if (is_main()) printf("stopped by a signal at step %lld%s\n", (long long)run->step,
                               o->out ? "; --resume continues from here" : "; nothing was kept, as there is no --out");

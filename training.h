@@ -76,8 +76,16 @@ double trainer_peak(void);
 void trainer_metrics(char *out, size_t size);
 void trainer_line(char *out, size_t size);
 
-// --profile: where the time of `steps` steps went.
-void trainer_profile(double steps);
+// --profile: the phases of a step, and the seconds of each since the start.
+#define PHASES(X) \
+    X(OTHER, "data, metrics and the rest") X(EMBEDDING, "embedding") X(NORM, "rmsnorm") X(PROJECTIONS, "q, k, v and o products") \
+    X(ROPE, "rope") X(ATTENTION, "attention") X(FEED_FORWARD, "feed-forward products") X(SWIGLU, "swiglu") \
+    X(GATE, "gate of gated units") X(CLASSIFIER, "output product and loss") X(REDUCE, "gradients summed over processes") X(UPDATE, "norm and AdamW")
+#define PHASE_KIND(kind, name) PHASE_##kind,
+#define PHASE_NAME(kind, name) name,
+typedef enum { PHASES(PHASE_KIND) PHASE_COUNT } Phase;
+static const char *const phase_names[] = {PHASES(PHASE_NAME)};
+double trainer_phase_seconds(Phase phase);
 
 // After the last step; devices and their library are left in order.
 void trainer_end(void);
