@@ -59,15 +59,20 @@ constexpr bool is_bf16 = sizeof(X) == 2;
 template <class X, int PHI>
 constexpr int own_tiles = is_bf16<X> && PHI >= 0 ? 2 : 1;
 
-// With a maximum that moves, a chunk is large: what was summed is rescaled once for each.
-template <class X, int HS, int PHI>
-struct ForwardPlan : FlashPlan<own_tiles<X, PHI>, is_bf16<X> ? 64 : 32, PHI < 0 ? 16 : PHI == PHI_EXP && HS <= 64 ? 64 : 32, is_bf16<X> && HS <= 64> {};
+// The larger a chunk, the more products are under way at once, and with a maximum that moves the fewer times what was summed is rescaled: as
+// large as the registers allow.
+template <int HS, int PHI, int POST>
+constexpr int forward_chunk = PHI < 0 || POST == FLASH_REWEIGHT ? 16 : (PHI == PHI_EXP && HS <= 64 ? 64 : 32) / (POST == FLASH_PLAIN ? 1 : 2);
+
+template <class X, int HS, int PHI, int POST>
+struct ForwardPlan : FlashPlan<own_tiles<X, PHI>, is_bf16<X> ? 64 : 32, forward_chunk<HS, PHI, POST>, is_bf16<X> && HS <= 64 && POST < FLASH_RECENTER_L1> {};
 
 template <class X, int HS, int PHI, bool WIDE>
 struct RowsPlan : FlashPlan<HS <= 64 ? own_tiles<X, PHI> : 1, is_bf16<X> && !WIDE ? 64 : 32, WIDE ? 32 : 16, is_bf16<X> && HS <= 64> {};
 
+// Two sums stay in registers here: there is no room for two tiles beside a phi with long formulas.
 template <class X, int HS, int PHI, bool WIDE>
-struct KeysPlan : FlashPlan<HS <= 64 ? own_tiles<X, PHI> : 1, is_bf16<X> && !WIDE ? 64 : 32, WIDE ? 32 : 16, false> {};
+struct KeysPlan : FlashPlan<HS <= 64 && PHI != PHI_GELU && PHI != PHI_MISH ? own_tiles<X, PHI> : 1, is_bf16<X> && !WIDE ? 64 : 32, WIDE ? 32 : 16, false> {};
 
 // From one row of a shared tile to the next: 8 elements of padding make it an odd number of 16 bytes in bf16, so that the 8 rows that
 // ldmatrix reads together lie in different banks; of floats, 8 banks on.
@@ -446,7 +451,9 @@ DEVICE void forward_shift(ForwardRow (&row)[2 * TILES], float (&sum)[TILES][HS /
 }
 
 // s: scores in, f out, 0 where not visible.
-template <class X, int PHI, int TILES, int NT>
+//   What is multiplied by v is f rounded to X. Summed as it is multiplied, a row's weights have the sum 1 that they should, and in a row of one
+//   key the output is v: otherwise d - D is not 0 there, and over a small Z that is a large error. Not so for exp, whose slope is as small as f.
+template <class X, int PHI, int POST, int TILES, int NT>
 DEVICE void forward_values(int phi, float (&s)[TILES][NT][4], const ForwardRow (&row)[2 * TILES], bool masked, int own, int other) {
     UNROLL
     for (int nt = 0; nt < NT; nt++) {
@@ -455,7 +462,10 @@ DEVICE void forward_values(int phi, float (&s)[TILES][NT][4], const ForwardRow (
         for (int e = 0; e < 4 * TILES; e++) z[e] = s[e / 4][nt][e % 4] * row[e / 2].scale + row[e / 2].bias;
         phi_values<X, PHI, false>(phi, z, slope, row);
         UNROLL
-        for (int e = 0; e < 4 * TILES; e++) s[e / 4][nt][e % 4] = masked && !is_visible<false>(own, other + 8 * nt, e) ? 0 : z[e];
+        for (int e = 0; e < 4 * TILES; e++) {
+            if (PHI != PHI_EXP && POST < FLASH_RECENTER_L1) z[e] = rounded_to<X>(z[e]);
+            s[e / 4][nt][e % 4] = masked && !is_visible<false>(own, other + 8 * nt, e) ? 0 : z[e];
+        }
     }
 }
 
@@ -532,7 +542,7 @@ DEVICE void forward_weights(float (&f)[TILES][NT][4], ForwardRow (&row)[2 * TILE
         }
         UNROLL
         for (int e = 0; e < 4 * TILES; e++) {
-            if (masked && !is_visible<false>(own, other + 8 * nt, e)) w[e] = 0;
+            w[e] = masked && !is_visible<false>(own, other + 8 * nt, e) ? 0 : rounded_to<X>(w[e]);
             row[e / 2].left += fabsf(w[e]);
             if (!reweight) row[e / 2].signs += w[e] < 0 ? -1 : w[e] > 0 ? 1 : 0;
             f[e / 4][nt][e % 4] = w[e];
@@ -595,7 +605,7 @@ DEVICE void negate_rows(X *q_tile, const FlashCall<X> &call, int h, int row0) {
 // registers: at most 255 (flash_forward_kernel, flash_dq_kernel, flash_dkv_kernel)
 template <class X, int HS, int PHI, int POST>
 KERNEL void flash_forward_kernel(const FlashCall<X> call) {
-    typedef ForwardPlan<X, HS, PHI> P;
+    typedef ForwardPlan<X, HS, PHI, POST> P;
     enum { TILES = P::TILES, OWN = P::OWN, KEYS = P::STREAM, CHUNK = P::CHUNK, NT = P::NT, STEP = tile_step<HS>, THREADS = P::THREADS };
     DYNAMIC_SHARED(X, shared);
     X *q_tile = shared, *k_tiles = q_tile + OWN * STEP, *v_tiles = k_tiles + 2 * KEYS * STEP;
@@ -654,7 +664,7 @@ KERNEL void flash_forward_kernel(const FlashCall<X> call) {
                 if (masked) forward_hide(s, warp_row, key0 + c);
                 forward_shift<X, HS, PHI>(row, sum, s, adds);
             }
-            forward_values<X, PHI>(phi, s, row, masked, warp_row, key0 + c);
+            forward_values<X, PHI, POST>(phi, s, row, masked, warp_row, key0 + c);
             if (first || POST < FLASH_RECENTER_L1) forward_sums(row, s, is_signed, reweight);
             if (POST == FLASH_PLAIN && is_signed && call.post == POST_RECTIFY) forward_rectify(s);
             if (!adds) continue;
@@ -812,18 +822,17 @@ KERNEL void flash_dq_kernel(const FlashCall<X> call) {
                 product_by_rows(d, own_dout, v_tile + c * STEP);
             }
             UNROLL
-            for (int nt = 0; nt < NT; nt++) {
-                float x[4 * TILES], dx[4 * TILES], f[4 * TILES], slope[4 * TILES], w[4 * TILES];
+            for (int i = 0; i < TILES * NT; i++) {
+                const int m = i / NT, nt = i % NT;
+                float f[4], slope[4], w[4];
+                backward_values<X, PHI, POST, false>(d[m][nt], f, slope, w, s[m][nt], row + 2 * m, call);
                 UNROLL
-                for (int e = 0; e < 4 * TILES; e++) x[e] = s[e / 4][nt][e % 4], dx[e] = d[e / 4][nt][e % 4];
-                backward_values<X, PHI, POST, false>(dx, f, slope, w, x, row, call);
-                UNROLL
-                for (int e = 0; e < 4 * TILES; e++) {
-                    bool hidden = masked && !is_visible<false>(warp_row, key0 + c + 8 * nt, e);
-                    if (first) total[e / 2] += hidden ? 0 : f[e] * dx[e];
-                    float dz = hidden ? 0 : dx[e] * slope[e];
-                    g_sum[e / 2] += dz * x[e];
-                    d[e / 4][nt][e % 4] = dz;
+                for (int e = 0; e < 4; e++) {
+                    bool hidden = masked && !is_visible<false>(warp_row + 16 * m, key0 + c + 8 * nt, e);
+                    if (first) total[2 * m + e / 2] += hidden ? 0 : f[e] * d[m][nt][e];
+                    float dz = hidden ? 0 : d[m][nt][e] * slope[e];
+                    g_sum[2 * m + e / 2] += dz * s[m][nt][e];
+                    d[m][nt][e] = dz;
                 }
             }
             if (!first) product_by_columns<X, HS>(dq, d, k_tile + c * STEP);
@@ -911,10 +920,8 @@ KERNEL void flash_dkv_kernel(const FlashCall<X> call) {
             float s[TILES][NT][4];
             set_zero(s);
             product_by_rows(s, own_k, q_tile + c * STEP);
-            if (MODE == KEYS_BOTH) {
-                set_zero(d);
-                product_by_rows(d, own_v, dout_tile + c * STEP);
-            }
+            if (!WIDE) set_zero(d);
+            if (MODE == KEYS_BOTH) product_by_rows(d, own_v, dout_tile + c * STEP);
             UNROLL
             for (int nt = 0; nt < NT; nt++) {
                 FlashRow row[2];
@@ -923,15 +930,16 @@ KERNEL void flash_dkv_kernel(const FlashCall<X> call) {
                     float4 x = row_tile[c + 8 * nt + 2 * t + i], y = row_tile[ROWS + c + 8 * nt + 2 * t + i];
                     row[i] = {x.x, x.y, x.z, x.w, y.x, y.y, y.z, y.w};
                 }
-                float x[4 * TILES], dx[4 * TILES], f[4 * TILES], slope[4 * TILES], w[4 * TILES];
                 UNROLL
-                for (int e = 0; e < 4 * TILES; e++) x[e] = s[e / 4][nt][e % 4], dx[e] = DK ? d[e / 4][nt][e % 4] : 0;
-                backward_values<X, PHI, POST, true>(dx, f, slope, w, x, row, call);
-                UNROLL
-                for (int e = 0; e < 4 * TILES; e++) {
-                    bool hidden = masked && !is_visible<true>(warp_key, row0 + c + 8 * nt, e);
-                    s[e / 4][nt][e % 4] = hidden ? 0 : w[e];
-                    d[e / 4][nt][e % 4] = hidden ? 0 : dx[e] * slope[e] * (row[e % 2].scale / unit<X, PHI>);
+                for (int m = 0; m < TILES; m++) {
+                    float f[4], slope[4], w[4];
+                    backward_values<X, PHI, POST, true>(d[m][nt], f, slope, w, s[m][nt], row, call);
+                    UNROLL
+                    for (int e = 0; e < 4; e++) {
+                        bool hidden = masked && !is_visible<true>(warp_key + 16 * m, row0 + c + 8 * nt, e);
+                        s[m][nt][e] = hidden ? 0 : w[e];
+                        d[m][nt][e] = hidden ? 0 : d[m][nt][e] * slope[e] * (row[e % 2].scale / unit<X, PHI>);
+                    }
                 }
             }
             if (DV) product_by_columns<X, HS>(dv, s, dout_tile + c * STEP);
@@ -1090,7 +1098,7 @@ dim3 flash_grid(const FlashCall<X> &call, int columns) {
 
 template <class X, int HS, int PHI, int POST>
 void flash_forward_launch(const FlashCall<X> &call, cudaStream_t stream) {
-    typedef ForwardPlan<X, HS, PHI> P;
+    typedef ForwardPlan<X, HS, PHI, POST> P;
     launch(flash_forward_kernel<X, HS, PHI, POST>, flash_grid<P>(call, (call.VS - 1) / HS + 1), dim3(P::THREADS), flash_shared<P, HS, X>(1, 4), stream, call);
 }
 
