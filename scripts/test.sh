@@ -88,8 +88,8 @@ else
     echo "clang or its libFuzzer is not here: nothing was fuzzed (scripts/setup.sh --test installs it where it may)"
 fi
 
-echo "== dev/mutate/mutate.py --draw 5"
-env -u WERROR dev/mutate/mutate.py --draw 5 </dev/null 2>&1 | tee "$logs/c"
+echo "== dev/mutate/mutate.py --draw 3"
+env -u WERROR dev/mutate/mutate.py --draw 3 </dev/null 2>&1 | tee "$logs/c"
 count_c "${PIPESTATUS[0]}" "$logs/c"
 
 # The CUDA programs' own source, run on the CPU by dev/cuda_on_cpu. What needs CUDA's headers fails without them, so that nothing is

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Breaks the attention code on purpose, one small change at a time, and sees that the tests notice.
+"""Breaks the code of attention and of the kernels on purpose, one small change at a time, and sees that the tests notice.
 
     dev/mutate/mutate.py             every change of mutations.txt
-    dev/mutate/mutate.py --draw 5    five of them, drawn by the date
+    dev/mutate/mutate.py --draw 5    so many of them, drawn by the date
     dev/mutate/mutate.py --only D    those whose line has the word in it
 
 Works in a copy of the tree under a temporary folder. A change that the tests do not notice is a hole in them: it is listed, and the exit
@@ -20,8 +20,14 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# The quickest first; a change counts as noticed with the first that fails.
-TESTS = (["./test_gpt2", "attention"], ["build/tests/test_attention"], ["build/tests/test_gradients"])
+PYTHON = ROOT / ".venv/bin/python"
+# What make builds, and the test that it is for. The quickest first; a change counts as noticed with the first that fails.
+TESTS = [("test_gpt2", ["./test_gpt2", "attention"]), *((test, [test]) for test in ("build/tests/test_attention", "build/tests/test_gradients"))]
+# The GPU's kernels, on the CPU: the cases of test_flash.py that stand for all, by the instances that those need.
+FLASH_TESTS = [("build/on_cpu/flash.so", [str(PYTHON if PYTHON.exists() else sys.executable), "-m", "pytest", "-x", "-q", "dev/tests/test_flash.py",
+                                          "-k", "kinds or last_bit or order or conflicts"])]
+KERNEL_TESTS = [("build/on_cpu/tests/test_kernels", ["build/on_cpu/tests/test_kernels"])]
+FLASH_INSTANCES = ("exp", "exp_recenter", "softplus_reweight", "any_two_sweeps", "float", "float_two_sweeps")
 
 
 def mutations():
@@ -33,21 +39,37 @@ def mutations():
             yield file, old.strip(), new.strip()
 
 
-def build(tree, command):
+def build(tree, target):
     """None, or the compiler's first complaint."""
-    made = subprocess.run(["make", "-s", "-j2", "OPT=-O1", command[0]], cwd=tree, capture_output=True, text=True)
+    made = subprocess.run(["make", "-s", "-j2", "OPT=-O1", "CU_OPT=-O0", "NCCL=0", target], cwd=tree, capture_output=True, text=True)
     return (made.stderr.strip().splitlines() or ["make failed"])[0] if made.returncode else None
 
 
-def verdict_of(tree):
+def tests_of(file):
+    return FLASH_TESTS if file.startswith("attention/flash") else KERNEL_TESTS if file.startswith("kernels/") else TESTS
+
+
+def verdict_of(tree, tests):
     """The first test that fails, as "noticed by ..."; what does not build; None where all tests pass."""
-    for command in TESTS:
-        complaint = build(tree, command)
+    for target, command in tests:
+        complaint = build(tree, target)
         if complaint:
             return f"does not build: {complaint}"
-        if subprocess.run(command, cwd=tree, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=600).returncode:
+        env = {**os.environ, "FLASH_SO": str(tree / "build/on_cpu/flash.so")}
+        try:
+            status = subprocess.run(command, cwd=tree, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=600, env=env).returncode
+        except subprocess.TimeoutExpired:
+            status = "no end"
+        if status:
             return "noticed by " + " ".join(command)
     return None
+
+
+def few_instances(tree):
+    """Leaves those of FLASH_INSTANCES alone, for the build's sake."""
+    path = tree / "attention/flash_instances.h"
+    rows = [line for line in path.read_text().splitlines() if not line.startswith("FLASH_INSTANCE(") or line[15:].split(",")[0] in FLASH_INSTANCES]
+    path.write_text("\n".join(rows) + "\n")
 
 
 def try_mutation(tree, file, old, new):
@@ -57,7 +79,7 @@ def try_mutation(tree, file, old, new):
         return f"occurs {text.count(old)} times in {file}, expected once"
     try:
         path.write_text(text.replace(old, new))
-        return verdict_of(tree)
+        return verdict_of(tree, tests_of(file))
     finally:
         path.write_text(text)
 
@@ -73,10 +95,14 @@ def main():
     noticed = 0
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
-        shutil.copytree(ROOT, tree, symlinks=True, ignore=shutil.ignore_patterns(".git", ".venv", "out", "build", "__pycache__", "*.bin", "*_gpt2"))
-        red = verdict_of(tree)
-        if red:
-            sys.exit(f"before anything was changed: {red}")
+        shutil.copytree(ROOT, tree, symlinks=True, ignore=shutil.ignore_patterns(".git", ".venv", ".cuda", "out", "build", "__pycache__", "*.bin", "*_gpt2"))
+        if (ROOT / ".cuda").exists():
+            (tree / ".cuda").symlink_to(ROOT / ".cuda")
+        few_instances(tree)
+        for tests in [tests for tests in (TESTS, KERNEL_TESTS, FLASH_TESTS) if any(tests_of(file) is tests for file, _, _ in chosen)]:
+            red = verdict_of(tree, tests)
+            if red:
+                sys.exit(f"before anything was changed: {red}")
         for file, old, new in chosen:
             start = time.time()
             verdict = try_mutation(tree, file, old, new)
