@@ -59,7 +59,8 @@ static double subject_step(const int32_t *inputs, const int32_t *targets, size_t
 }
 
 static double subject_norm(void) {
-    gradient_squares(model.sums + SUM_SQUARES, model.sums + SUM_PARTIALS, model.grads, model.segments, model.segment_count, model.segment_blocks, stream);
+    gradient_squares(model.sums + SUM_SQUARES, model.sums + SUM_PARTIALS, model.grads, model.segments, model.segment_count, model.segment_blocks,
+                     stream);
     return sqrt(from_device(model.sums + SUM_SQUARES));
 }
 
@@ -128,7 +129,8 @@ static TestScalar test_scalar(const Normalizer *normalizer, Scalar scalar, const
     fixture_weight_rule(name, n, &mean, &scale);
     if (!normalizer_trains(normalizer, scalar)) mean = (float)normalizer_start(normalizer, scalar, L), scale = 0.0f;
     fixture_fill(host, n, name, 0, mean, scale);
-    TestScalar x = {normalizer_has(normalizer, scalar) ? on_device(host, n) : NULL, normalizer_trains(normalizer, scalar) ? on_device(NULL, n) : NULL, n};
+    TestScalar x = {normalizer_has(normalizer, scalar) ? on_device(host, n) : NULL,
+                    normalizer_trains(normalizer, scalar) ? on_device(NULL, n) : NULL, n};
     free(host);
     return x;
 }
@@ -174,7 +176,8 @@ static void test_attention(void) {
     CUDA_CHECK(cudaMalloc(&scratch, flash_scratch(shape)));
     CUDA_CHECK(cudaDeviceSynchronize());
     rope_forward(there, norms, cosines, sines, l2, B, T, NH, HS, stream);
-    flash_forward(out, stats, (unsigned long long *)counts, there, there + C, there + 2 * C, {s.values, b.values, p.values, sink.values}, shape, scratch, stream);
+    flash_forward(out, stats, (unsigned long long *)counts, there, there + C, there + 2 * C, {s.values, b.values, p.values, sink.values}, shape,
+                  scratch, stream);
     flash_backward(dqkv, dqkv + C, dqkv + 2 * C, {s.grads, b.grads, p.grads, sink.grads}, dout_there, out, stats, there, there + C, there + 2 * C,
                    {s.values, b.values, p.values, sink.values}, shape, scratch, stream);
     rope_backward(dqkv, there, norms, cosines, sines, l2, B, T, NH, HS, stream);

@@ -499,8 +499,8 @@ static void unit_backward(Model *m, Activations<X> *a, size_t l, size_t B, size_
     flash_backward(a->dq, a->dk, a->dv, scalars_in(m, grads, l, normalizer_trains), a->datt, of.att, of.stats, of.q, of.k, of.v,
                    scalars_of(m, l), flash_shape(m, B, T), m->scratch, stream);
     phase(PHASE_ROPE);
-    gau_backward(a->dqkv, gains_in(m, grads, l), m->partials, a->dq, a->dk, a->dv, of.uvz, of.q, of.k, of.inverse_norms, gains_in(m, m->params, l), m->cosines,
-                 m->sines, divides_by_norms(m), B, T, E, K, stream);
+    gau_backward(a->dqkv, gains_in(m, grads, l), m->partials, a->dq, a->dk, a->dv, of.uvz, of.q, of.k, of.inverse_norms,
+                 gains_in(m, m->params, l), m->cosines, m->sines, divides_by_norms(m), B, T, E, K, stream);
     phase(PHASE_NORM);
     if (m->recompute) rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, stream);
     phase(PHASE_PROJECTIONS);
