@@ -39,6 +39,7 @@
 #define ATTENTION_FLASH_CUH
 
 #include "kernels/gpu.cuh"
+#include "kernels/vector.cuh"
 
 #include "attention/flash.h"
 
@@ -1036,21 +1037,9 @@ KERNEL void flash_rows_kernel(const FlashCall<X> call, float in_unit) {
 
 enum { SCALAR_THREADS = 256 };
 
-// The sum over the block, in a fixed order; thread 0 gets it. sums (SCALAR_THREADS) shared.
-DEVICE double block_total(double x, double *sums) {
-    __syncthreads();
-    sums[threadIdx.x] = x;
-    for (int half = SCALAR_THREADS / 2; half > 0; half /= 2) {
-        __syncthreads();
-        if ((int)threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
-    }
-    return sums[0];
-}
-
 // ds[h] += sum over the batch and the rows of dc/ds g, and so for b;  dsink[h] -= sum of D exp(sink - shift)/Z, D as norm saw it
 template <class X>
 KERNEL void flash_scalars_kernel(FlashScalarGrads grads, const FlashCall<X> call, float in_unit) {
-    SHARED_ARRAY(double, sums, SCALAR_THREADS);
     int h = blockIdx.x;
     double ds = 0, db = 0, dsink = 0;
     for (int i = threadIdx.x; i < call.B * call.T; i += SCALAR_THREADS) {
@@ -1065,7 +1054,7 @@ KERNEL void flash_scalars_kernel(FlashScalarGrads grads, const FlashCall<X> call
         float D = call.post == POST_REWEIGHT ? row.less : call.post == POST_RECENTER_L1 && t >= POST_FROM ? 0 : row.D * row.factor;
         dsink -= D * norm_extra(call.norm, place, row_shift(call, place, row.bias / in_unit));
     }
-    ds = block_total(ds, sums), db = block_total(db, sums), dsink = block_total(dsink, sums);
+    ds = block_sum_double<SCALAR_THREADS>(ds), db = block_sum_double<SCALAR_THREADS>(db), dsink = block_sum_double<SCALAR_THREADS>(dsink);
     if (threadIdx.x > 0) return;
     if (grads.s) grads.s[h] += (float)ds;
     if (grads.b) grads.b[h] += (float)db;
