@@ -451,9 +451,13 @@ DEVICE void forward_shift(ForwardRow (&row)[2 * TILES], float (&sum)[TILES][HS /
     }
 }
 
+// Is f rounded to X before it is summed? What is multiplied by v is. Summed as it is multiplied, a row's weights have the sum 1 that they should,
+// and in a row of one key the output is v: otherwise d - D is not 0 there, and over a small Z that is a large error. Not so for exp, whose slope
+// is as small as f.
+template <int PHI, int POST>
+constexpr bool rounds_values = PHI != PHI_EXP && POST < FLASH_RECENTER_L1;
+
 // s: scores in, f out, 0 where not visible.
-//   What is multiplied by v is f rounded to X. Summed as it is multiplied, a row's weights have the sum 1 that they should, and in a row of one
-//   key the output is v: otherwise d - D is not 0 there, and over a small Z that is a large error. Not so for exp, whose slope is as small as f.
 template <class X, int PHI, int POST, int TILES, int NT>
 DEVICE void forward_values(int phi, float (&s)[TILES][NT][4], const ForwardRow (&row)[2 * TILES], bool masked, int own, int other) {
     UNROLL
@@ -464,7 +468,7 @@ DEVICE void forward_values(int phi, float (&s)[TILES][NT][4], const ForwardRow (
         phi_values<X, PHI, false>(phi, z, slope, row);
         UNROLL
         for (int e = 0; e < 4 * TILES; e++) {
-            if (PHI != PHI_EXP && POST < FLASH_RECENTER_L1) z[e] = rounded_to<X>(z[e]);
+            if (rounds_values<PHI, POST>) z[e] = rounded_to<X>(z[e]);
             s[e / 4][nt][e % 4] = masked && !is_visible<false>(own, other + 8 * nt, e) ? 0 : z[e];
         }
     }
@@ -733,7 +737,7 @@ DEVICE void backward_values(float (&d)[N], float (&f)[N], float (&slope)[N], flo
     UNROLL
     for (int e = 0; e < N; e++) {
         const FlashRow &at = row[BY_COLUMN ? e % 2 : e / 2];
-        w[e] = f[e] * at.factor;
+        w[e] = rounds_values<PHI, POST> ? rounded_to<X>(f[e]) * at.factor : f[e] * at.factor;
         if (POST != FLASH_PLAIN) w[e] -= at.mean, d[e] -= at.less;
         if (rectify && !(f[e] > 0)) w[e] = d[e] = 0;
         bool by_w = POST == FLASH_RECENTER_L1 || POST == FLASH_TWO_SWEEPS;

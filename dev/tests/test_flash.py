@@ -194,8 +194,9 @@ def by_head(x):
     return [x[:, :, h] for h in range(x.shape[2])] if x.dim() == 4 else [x]
 
 
-# A power of 100 multiplies the rounding of d - D, a difference of numbers that are all but equal in rows that are all but one-hot.
-FLOAT_GRADIENT = {"lssar+post=reweight:100": 3e-4}
+# In float32 the rounding of d - D, a difference of numbers that are all but equal where a row is all but one-hot, is multiplied by a power of 100;
+# and the slope of a root is infinite where A n = 1.
+FLOAT_GRADIENT = {"lssar+post=reweight:100": 1e-3, "exp+post=reweight:0.5": 2e-4}
 
 
 def check(case, got):
@@ -203,14 +204,16 @@ def check(case, got):
     want = by_formula(case, x, scalars, torch.float64)
     plain = by_formula(case, x, scalars, torch.bfloat16) if case.dtype == torch.bfloat16 else None
     assert got["rows"] == (want["out"] == 0).all(-1).sum(), "rows without weight"
-    floor = (5e-2 if case.T == 1 else 1e-2) * want["dv"].norm().item()
+    whole = want["dv"].norm().item()        # for what is 0 but for rounding
     for name in want:
         for h, (a, b) in enumerate(zip(by_head(got[name]), by_head(want[name]))):
             error, norm = (a - b).norm().item(), b.norm().item()
-            if plain is not None:
-                allowed = 2 * (by_head(plain[name])[h] - b).norm().item() + 1e-6 * max(norm, floor)
-            else:
+            if plain is None:
+                floor = (1e-1 if case.T == 1 else 1e-2) * whole
                 allowed = 1e-5 * norm if name == "out" else FLOAT_GRADIENT.get(case.attn, 1e-4) * max(norm, floor)
+            else:       # of few numbers the plain error may be small by chance: one row, or one number, a sum with one rounding to bf16 for each row
+                allowed = (3 if case.T == 1 else 2) * (by_head(plain[name])[h] - b).norm().item() + 1e-6 * max(norm, whole)
+                allowed += 2.0**-8 * norm if name in ("ds", "db", "dsink") else 0
             assert error <= allowed, f"{name}, head {h}: off by {error:.3g}, allowed {allowed:.3g}, norm {norm:.3g}"
 
 
