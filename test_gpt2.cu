@@ -18,7 +18,8 @@ static void subject_start(const ModelConfig *config, const TensorList *list, siz
     bool in_bf16 = model.in_bf16, recompute = model.recompute;
     model = Model();
     model.config = *config, model.list = *list, model.in_bf16 = in_bf16, model.recompute = recompute;
-    plan_model(&model, NULL, 0, B, T);
+    IntList lengths = {{(int64_t)T}, 1};
+    plan_model(&model, NULL, 0, &lengths, B, T);
     take_model(&model);
     upload_segments(&model);
     host_params = floats(list->floats);
@@ -97,7 +98,7 @@ static void subject_logits(float *logits, const int32_t *inputs, size_t B, size_
 
 static void subject_end(void) {
     matmul_end();
-    CUDA_CHECK(cudaFree(model.block));
+    for (size_t i = 0; i < model.plan.count; i++) CUDA_CHECK(cudaFree(*model.plan.rows[i].where));
     free(host_params), free(host_grads);
 }
 

@@ -143,7 +143,6 @@ struct Model {
 
     uint64_t rows;               // of attention, since someone set them to 0
     MemoryPlan plan;             // of the device
-    void *block;
 
     Weights host;                // copies of params and moments for files
     MemoryPlan host_plan;
@@ -257,13 +256,15 @@ static void plan_parameters(Model *m) {
     memory_add(&m->plan, "scratch", (void **)&m->sums, (SUM_PARTIALS + floats / SEGMENT_PART + m->list.count) * sizeof(double));
 }
 
-// What attention needs, under the normaliser that asks for the most: the model's own and `others`.
-static void plan_attention(Model *m, const Normalizer *const *others, size_t count, size_t B, size_t T) {
+// What attention needs: under the normaliser and at the length that ask for the most, of the model's own normaliser and `others`, and of `lengths`,
+// which divide T. Ends the program where it has no kernel for one of these shapes.
+static void plan_attention(Model *m, const Normalizer *const *others, size_t count, const IntList *lengths, size_t B, size_t T) {
     size_t scratch = 0, element = m->in_bf16 ? sizeof(bf16) : sizeof(float);
     m->layer_stats = 0;
-    for (size_t i = 0; i <= count; i++) {
-        FlashShape shape = flash_shape(m, B, T);
-        if (i < count) shape.normalizer = others[i];
+    for (size_t i = 0; i < (count + 1) * lengths->count; i++) {
+        size_t length = (size_t)lengths->values[i / (count + 1)], which = i % (count + 1);
+        FlashShape shape = flash_shape(m, B * T / length, length);
+        if (which < count) shape.normalizer = others[which];
         flash_check(shape, element);
         if (flash_stats(shape, element) > m->layer_stats) m->layer_stats = flash_stats(shape, element);
         if (flash_scratch(shape) > scratch) scratch = flash_scratch(shape);
@@ -300,6 +301,7 @@ static void plan_activations(Model *m, Activations<X> *a, size_t B, size_t T) {
     auto add = [m](const char *kind, X **where, size_t elements) { memory_add(&m->plan, kind, (void **)where, elements * sizeof(X)); };
     const char *kept = "activations kept for the backward pass", *scratch = "scratch";
     const char *inputs = m->recompute ? scratch : "inputs of products, kept without --recompute";
+    rmsnorm_warps<X>(C);                   // ends the program where there is no kernel for so many channels
     add(kept, &a->x, (L + 1) * N * C);
     add(kept, &a->att, L * N * E);
     add(inputs, &a->h1, kept_layers * N * C);
@@ -346,10 +348,10 @@ static void rope_table(float *cosines, float *sines, size_t T, size_t HS, double
     free(table);
 }
 
-// Everything on the device, for B sequences of at most T tokens at a time; ends the program where attention has no kernel for the shape.
-static void plan_model(Model *m, const Normalizer *const *others, size_t count, size_t B, size_t T) {
+// Everything on the device, for B sequences of T tokens at a time, or as many tokens in sequences of one of `lengths`.
+static void plan_model(Model *m, const Normalizer *const *others, size_t count, const IntList *lengths, size_t B, size_t T) {
     m->B = B, m->T = T;
-    plan_attention(m, others, count, B, T);
+    plan_attention(m, others, count, lengths, B, T);
     plan_parameters(m);
     plan_floats(m, B, T);
     by_type([=](auto *a) { plan_activations(m, a, B, T); });
@@ -360,10 +362,14 @@ static void plan_model(Model *m, const Normalizer *const *others, size_t count, 
     memory_add(&m->plan, "gradients on their way", &m->wire, collective_scratch(largest));
 }
 
+// Each piece by itself, so that one that is written past its end is found (compute-sanitizer, dev/cuda_on_cpu).
 static void take_model(Model *m) {
-    CUDA_CHECK(cudaMalloc(&m->block, m->plan.total));
-    CUDA_CHECK(cudaMemset(m->block, 0, m->plan.total));
-    memory_place(&m->plan, m->block);
+    for (size_t i = 0; i < m->plan.count; i++) {
+        size_t bytes = m->plan.rows[i].bytes;
+        if (bytes == 0) continue;
+        CUDA_CHECK(cudaMalloc(m->plan.rows[i].where, bytes));
+        CUDA_CHECK(cudaMemset(*m->plan.rows[i].where, 0, bytes));
+    }
     rope_table(m->cosines, m->sines, m->T, head_size(&m->config), m->config.rope_theta);
     matmul_start(m->products, MATMUL_WORKSPACE, !m->deterministic);
     collective_use(m->wire);
@@ -653,7 +659,7 @@ MemoryPlan *trainer_plan(const TrainOptions *o, const Normalizer *const *others,
     m->list = tensors_of(&m->config, others, count);
     m->in_bf16 = o->dtype == TRAIN_BF16, m->recompute = o->recompute, m->zero = o->zero && process.size > 1, m->deterministic = o->deterministic;
     m->stochastic = o->stochastic_rounding, m->seed = (uint64_t)o->seed;
-    plan_model(m, others, count, B, T);
+    plan_model(m, others, count, &o->seq_len, B, T);
 
     floats = m->list.floats * sizeof(float);
     memory_add(&m->host_plan, "parameters, for files", (void **)&m->host.params, floats);
@@ -865,7 +871,7 @@ double trainer_phase_seconds(Phase phase) {
 }
 
 void trainer_end(void) {
-    if (model.block) matmul_end();
+    if (model.params) matmul_end();
     collective_end();
 }
 

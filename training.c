@@ -771,6 +771,7 @@ int training_main(int argc, char **argv) {
     if (is_main()) print_plan(&run);
     memory_check(run.plan, process.local_size);
     trainer_check_memory();
+    process_barrier();                     // nobody writes anything before all have seen that it fits
     if (run.o.dry_run) {
         process_agree(!is_main() || (shards_check_all(run.train, &error) && (!run.val || shards_check_all(run.val, &error))), &error);
         if (is_main()) printf("dry run: all tokens are below the vocabulary; nothing was written\n");

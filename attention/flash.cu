@@ -11,7 +11,8 @@ void flash_check(FlashShape shape, size_t element) {
     if (HS < 8 || HS > 128 || HS % 8)
         fail(EXIT_USAGE, "attention: no kernel for a head size of %zu; it is a multiple of 8, at most 128 (channels over heads, see --model).", HS);
     if (VS != HS && !(HS == 128 && VS % 8 == 0 && VS > 0))
-        fail(EXIT_USAGE, "attention: no kernel for values of size %zu with a head size of %zu; they are of the same size, or of any multiple of 8 with 128.", VS, HS);
+        fail(EXIT_USAGE, "attention: no kernel for values of size %zu with a head size of %zu; they are of the same size, or, in a gated unit (twice its channels), a"
+             " multiple of 8.", VS, HS);
     if (shape.T < 1 || shape.T > 1 << 24 || shape.B < 1 || shape.NH < 1 || shape.B * shape.NH > 65535)
         fail(EXIT_USAGE, "attention: %zu sequences of %zu tokens with %zu heads; expected 1 to 16,777,216 tokens, and at most 65,535 heads in all.", shape.B,
              shape.T, shape.NH);

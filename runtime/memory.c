@@ -100,13 +100,9 @@ void memory_take(MemoryPlan *plan) {
         fail(EXIT_RESOURCE, "the system refuses %s of memory. A smaller --batch, --seq-len or --model needs less.",
              human_bytes((double)plan->total).text);
     madvise(plan->block, plan->total, MADV_HUGEPAGE);      // large pages where there are some; no matter if not
-    memory_place(plan, plan->block);
-}
-
-void memory_place(const MemoryPlan *plan, void *block) {
     size_t at = 0;
     for (size_t i = 0; i < plan->count; i++) {
-        *plan->rows[i].where = (char *)block + at;
+        *plan->rows[i].where = (char *)plan->block + at;
         at += rounded(plan->rows[i].bytes);
     }
 }

@@ -1,4 +1,4 @@
-// Memory, planned, printed, checked against what is free, and taken once: the host's, or a device's by memory_place().
+// Memory, planned, printed, checked against what is free, and taken once. A plan may also be of a device's, which its program takes itself.
 //
 //     MemoryPlan plan = {0};
 //     memory_add(&plan, "gradients", (void **)&model->grads, floats * sizeof(float));
@@ -38,9 +38,6 @@ void memory_check(const MemoryPlan *plan, int processes);
 // One mapping for all pieces. Ends with EXIT_RESOURCE where the system refuses it.
 void memory_take(MemoryPlan *plan);
 void memory_release(MemoryPlan *plan);
-
-// Lets the pieces point into a block of plan->total bytes, aligned to 256, that the caller took and filled with 0.
-void memory_place(const MemoryPlan *plan, void *block);
 
 // Bytes that this process can still take: what the machine has available, or less where a control group says so.
 uint64_t memory_available(void);

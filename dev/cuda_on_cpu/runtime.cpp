@@ -24,8 +24,24 @@ using namespace cuda_on_cpu;
 
 // ---- settings
 
+static std::vector<std::string> known = {"CUDA_ON_CPU_LONG"};          // that one is of the emulation's own test
+
+static const char *setting(const char *name) {
+    known.push_back(name);
+    return getenv(name);
+}
+
+// A name with a slip in it would be a setting that has no effect.
+static void refuse_unknown() {
+    for (char **at = environ; *at; at++) {
+        std::string name(*at, strcspn(*at, "="));
+        if (name.compare(0, 12, "CUDA_ON_CPU_") == 0 && std::find(known.begin(), known.end(), name) == known.end())
+            die("%s: there is no such setting; README.md has those that there are", name.c_str());
+    }
+}
+
 static int choice(const char *name, std::vector<const char *> values) {
-    const char *text = getenv(name);
+    const char *text = setting(name);
     if (!text || !*text) return 0;
     std::string all;
     for (size_t i = 0; i < values.size(); i++) {
@@ -36,7 +52,7 @@ static int choice(const char *name, std::vector<const char *> values) {
 }
 
 static uint64_t number(const char *name, uint64_t otherwise) {
-    const char *text = getenv(name);
+    const char *text = setting(name);
     if (!text || !*text) return otherwise;
     char *end;
     uint64_t value = strtoull(text, &end, 0);
@@ -44,8 +60,11 @@ static uint64_t number(const char *name, uint64_t otherwise) {
     return value;
 }
 
+// OMP_NUM_THREADS, by which launchers divide a machine among processes, or the processors that there are.
 static uint64_t processors() {
     cpu_set_t set;
+    const char *threads = getenv("OMP_NUM_THREADS");
+    if (threads && atoi(threads) > 0) return (uint64_t)atoi(threads);
     return sched_getaffinity(0, sizeof set, &set) == 0 ? (uint64_t)CPU_COUNT(&set) : 1;
 }
 
@@ -62,6 +81,7 @@ static Settings from_environment() {
     s.memory = number("CUDA_ON_CPU_MEMORY", (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE));
     s.devices = (int)number("CUDA_ON_CPU_DEVICES", 8);
     s.report = number("CUDA_ON_CPU_REPORT", 0) != 0;
+    refuse_unknown();
     return s;
 }
 

@@ -106,6 +106,11 @@ extern "C" size_t flash_on_device_scratch(const char *attn, const FlashTestShape
     return flash_scratch(shape_of(&normalizer, shape));
 }
 
+extern "C" size_t flash_on_device_stats(const char *attn, const FlashTestShape *shape) {
+    Normalizer normalizer = normalizer_of(attn);
+    return flash_stats(shape_of(&normalizer, shape), sizeof(bf16));
+}
+
 extern "C" void flash_on_device(const char *attn, const FlashTestShape *shape, const FlashTestArrays *a, unsigned long long *rows_without_weight,
                                 void *scratch, bool backward, cudaStream_t stream) {
     Normalizer normalizer = normalizer_of(attn);

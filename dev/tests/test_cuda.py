@@ -6,6 +6,7 @@ import datetime
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -14,7 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainer import ROOT, assert_same_run, checkpoint, command, environment, losses, make_data, metrics, read_header, steps, train
+from trainer import (ROOT, assert_same_run, checkpoint, command, environment, losses, make_data, metrics, read_header, steps, tokens, train, write_header,
+                     write_shard)
 
 MODEL = "layers=2,heads=1,channels=48,ffn=40,vocab=97"
 GAU = "layers=1,block=gau,channels=32,vocab=97"
@@ -79,6 +81,17 @@ def test_validation_samples_and_scalars(cuda, data, tmp_path):
         for p, q in zip(x, y):
             if p is not None:
                 np.testing.assert_allclose(q, p, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("flags", [["--attn", "softmax-recentered", "--seq-len", "5,80"], ["--attn", "softmax-recentered-l1", "--seq-len", "1,80"],
+                                   ["--pack", "example"], ["--attn", "gelu-l1", "--attn-switch", "2:softmax-recentered", "--seq-len", "10,20"]],
+                         ids=["recentered", "recentered-l1", "examples", "switched"])
+def test_several_lengths_and_examples(cuda, data, tmp_path, flags):
+    for name, program in {"cpu": None, "cuda": cuda}.items():
+        train(data, *SMALL, *flags, "--steps", 5, "--out", tmp_path / name, program=program)
+    a, b = (np.array(metrics(tmp_path / name, ["loss", "grad_norm"])) for name in ("cpu", "cuda"))
+    np.testing.assert_allclose(b[:, 0], a[:, 0], rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(b[:, 1], a[:, 1], rtol=2e-3)
 
 
 @pytest.mark.parametrize("flags", [[], ["--dtype", "bf16"], ["--recompute"], ["--dtype", "bf16", "--stochastic-rounding"], ["--model", MODEL + ",tied=0"],
@@ -209,10 +222,43 @@ def test_a_killed_process_ends_the_others(cuda, data, tmp_path, victim):
     assert f"continues at step {newest}" in said
 
 
-def test_divergence_on_one_process_stops_all(cuda, data, tmp_path):
-    text = train(data, *SMALL, "--attn", "exp", "--lr", 100, "--warmup", 0, "--grad-clip", 0, "--steps", 50, "--batch", 1, "--out", tmp_path / "out", program=cuda,
-                 processes=2, code=5)
-    assert "training diverged" in text
+def test_overflow_on_one_process_stops_all(cuda, data, tmp_path):
+    """Under phi=exp without a sum, a token whose own score overflows; it stands in one window, which one process has."""
+    first, weights, folder = tmp_path / "first", tmp_path / "weights", tmp_path / "data"
+    train(data, *SMALL, "--attn", "exp", "--model", MODEL + ",tied=0", "--steps", 1, "--out", first)
+    weights.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(checkpoint(first, 1) / name, weights)
+    header, raw = read_header(weights / "model.safetensors")
+    raw = bytearray(raw)
+
+    def tensor(name):
+        return np.frombuffer(raw, "<f4")[slice(*(at // 4 for at in header[name]["data_offsets"]))].reshape(header[name]["shape"])
+
+    embedding = tensor("model.embed_tokens.weight")
+    embedding[:, 0] = 0
+    embedding[90] = np.eye(1, 48)
+    for name in "qk":
+        tensor(f"model.layers.0.self_attn.{name}_proj.weight")[0] = 100 * np.eye(1, 48)
+    write_header(weights / "model.safetensors", header, bytes(raw))
+    flags = ["--init-from", weights, "--seq-len", 20, "--batch", 1, "--steps", 1, "--shuffle", 0]
+    folder.mkdir()
+    for where, zero, code in ((5, 0, 5), (25, 1, 5), (None, 0, 0)):   # the first process's window, the second's, none
+        ids = np.minimum(tokens(20 * 8 + 1), 80)
+        if where:
+            ids[where] = 90
+        write_shard(folder / "d_train_000001.bin", ids)
+        text = train(folder, *flags, "--zero", zero, program=cuda, processes=2, code=code, model=False)
+        assert ("training diverged" in text) == (code == 5)
+
+
+def test_too_little_memory_on_one_process(cuda, data, tmp_path):
+    """All end, and nothing is written."""
+    wrapper = tmp_path / "wrapper"
+    wrapper.write_text(f'#!/bin/sh\n[ "$OMPI_COMM_WORLD_RANK" = 1 ] && export CUDA_ON_CPU_MEMORY=100000\nexec {cuda} "$@"\n')
+    wrapper.chmod(0o755)
+    text = train(data, *SMALL, "--steps", 1, "--batch", 1, "--out", tmp_path / "out", program=wrapper, processes=2, code=4)
+    assert "process 1" in text and "GPU's memory" in text and not (tmp_path / "out").exists()
 
 
 # ---- what is refused, and said

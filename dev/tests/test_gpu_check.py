@@ -192,11 +192,12 @@ def test_a_wrong_way_is_found():
 
 @pytest.mark.skipif(not FLASH.exists(), reason="make build/on_cpu/flash.so")
 def test_our_kernels_by_their_addresses(tmp_path, monkeypatch):
-    words = [str(tmp_path), "attention", "--dry-run", "--sweep", "17", "--lengths", "9", "--attn", "ssmax-fixed"]
+    words = [str(tmp_path), "attention", "--dry-run", "--sweep", "17", "--lengths", "9", "--attn", "ssmax-fixed,gelu-l1,softpick"]
     monkeypatch.setattr(sys, "argv", ["attention_gpu.py", *words])
     assert attention_gpu.main() == 0
     records = parts_of(tmp_path)["attention"]["records"]
-    assert {(r["attn"], r["way"]) for r in records} == {("softmax", "ours"), ("softmax", "sdpa-flash"), ("softmax", "sdpa-cudnn"), ("ssmax-fixed", "ours")}
+    assert {(r["attn"], r["way"]) for r in records} == {("softmax", "ours"), ("softmax", "sdpa-flash"), ("softmax", "sdpa-cudnn"), ("ssmax-fixed", "ours"),
+                                                          ("gelu-l1", "ours"), ("softpick", "ours")}
     assert not any(r["wrong"] for r in records)
     assert_well_formed((tmp_path / "report.md").read_text())
 
