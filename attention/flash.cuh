@@ -71,9 +71,12 @@ struct ForwardPlan : FlashPlan<own_tiles<X, PHI>, is_bf16<X> ? 64 : 32, forward_
 template <class X, int HS, int PHI, bool WIDE>
 struct RowsPlan : FlashPlan<HS <= 64 ? own_tiles<X, PHI> : 1, is_bf16<X> && !WIDE ? 64 : 32, WIDE ? 32 : 16, is_bf16<X> && HS <= 64> {};
 
-// Two sums stay in registers here: there is no room for two tiles beside a phi with long formulas.
+// Two sums stay in registers here: a phi of both signs, whose formulas are longer, leaves no room for two tiles.
+template <class X, int PHI>
+constexpr int own_key_tiles = PHI == PHI_IDENTITY || PHI == PHI_EXPM1 || PHI == PHI_GELU || PHI == PHI_MISH ? 1 : own_tiles<X, PHI>;
+
 template <class X, int HS, int PHI, bool WIDE>
-struct KeysPlan : FlashPlan<HS <= 64 && PHI != PHI_GELU && PHI != PHI_MISH ? own_tiles<X, PHI> : 1, is_bf16<X> && !WIDE ? 64 : 32, WIDE ? 32 : 16, false> {};
+struct KeysPlan : FlashPlan<HS <= 64 ? own_key_tiles<X, PHI> : 1, is_bf16<X> && !WIDE ? 64 : 32, WIDE ? 32 : 16, false> {};
 
 // From one row of a shared tile to the next: 8 elements of padding make it an odd number of 16 bytes in bf16, so that the 8 rows that
 // ldmatrix reads together lie in different banks; of floats, 8 banks on.
