@@ -238,7 +238,7 @@ static void test_steps(void) {
         double loss = subject_step(batch, batch + N, c.B, c.T, 1.0f / (float)N, true) / (double)N, size = subject_norm();
         worst = largest(worst, relative(loss, losses[s]));
         check("a training loss", relative(loss, losses[s]), loss_bound);
-        check("a gradient norm", relative(size, norms[s]), model.in_bf16 ? (s || steep ? 0.3 : 5e-2) : 1e-4);
+        check("a gradient norm", relative(size, norms[s]), model.in_bf16 ? (s || steep ? 0.3 : 8e-2) : 1e-4);
         subject_update({lr * fmin(1.0, (double)(s + 1) / 2), 0.9, 0.95, 1e-8, decay, fmin(1.0, clip / (size + 1e-6)), (int64_t)s + 1});
         free(batch);
     }
