@@ -195,8 +195,8 @@ def by_head(x):
 
 
 # In float32 the rounding of d - D, a difference of numbers that are all but equal where a row is all but one-hot, is multiplied by a power of 100;
-# and the slope of a root is infinite where A n = 1.
-FLOAT_GRADIENT = {"lssar+post=reweight:100": 1e-3, "exp+post=reweight:0.5": 2e-4}
+# and the slope of a root is infinite where A n = 1. Of the norm of dv.
+FLOAT_ROUNDING = {"lssar+post=reweight:100": 5e-4, "exp+post=reweight:0.5": 1e-5}
 
 
 def check(case, got):
@@ -210,7 +210,7 @@ def check(case, got):
             error, norm = (a - b).norm().item(), b.norm().item()
             if plain is None:
                 floor = (1e-1 if case.T == 1 else 1e-2) * whole
-                allowed = 1e-5 * norm if name == "out" else FLOAT_GRADIENT.get(case.attn, 1e-4) * max(norm, floor)
+                allowed = 1e-5 * norm if name == "out" else 1e-4 * max(norm, floor) + FLOAT_ROUNDING.get(case.attn, 0) * whole
             else:       # of few numbers the plain error may be small by chance: one row, or one number, a sum with one rounding to bf16 for each row
                 allowed = (3 if case.T == 1 else 2) * (by_head(plain[name])[h] - b).norm().item() + 1e-6 * max(norm, whole)
                 allowed += 2.0**-8 * norm if name in ("ds", "db", "dsink") else 0
