@@ -285,6 +285,17 @@ def test_repeats_to_the_last_bit(flash, case):
         assert all(torch.equal(alone[name], whole[name][b:b + 1]) for name in ("out", "dq", "dk", "dv", "stats"))
 
 
+@pytest.mark.parametrize("case", KINDS, ids=str)
+def test_the_future_does_not_count(flash, case):
+    """However large what comes later: not in a maximum, a sum or a product; to the last bit."""
+    x, scalars = inputs(case)
+    now = case.T - 20
+    later = {name: torch.cat([value[:, :now], value[:, now:] * 64], 1) for name, value in x.items()}
+    a, b = (by_flash(flash, case, y, scalars) for y in (x, later))
+    assert all(torch.equal(a[name][:, :now], b[name][:, :now]) for name in ("out", "dq"))
+    assert torch.equal(a["stats"][:, :, :now], b["stats"][:, :, :now])
+
+
 @pytest.mark.parametrize("order", ("forward", "reverse", "random", "greedy"))
 @pytest.mark.parametrize("copy", ("issue", "wait"))
 def test_any_order_of_threads_and_copies(flash, flash_with, order, copy):
