@@ -24,10 +24,14 @@ using namespace cuda_on_cpu;
 
 // ---- settings
 
-static std::vector<std::string> known = {"CUDA_ON_CPU_LONG"};          // that one is of the emulation's own test
+// The names that were asked for. CUDA_ON_CPU_LONG is of the emulation's own test.
+static std::vector<std::string> &known() {
+    static std::vector<std::string> names = {"CUDA_ON_CPU_LONG"};
+    return names;
+}
 
 static const char *setting(const char *name) {
-    known.push_back(name);
+    known().push_back(name);
     return getenv(name);
 }
 
@@ -35,7 +39,7 @@ static const char *setting(const char *name) {
 static void refuse_unknown() {
     for (char **at = environ; *at; at++) {
         std::string name(*at, strcspn(*at, "="));
-        if (name.compare(0, 12, "CUDA_ON_CPU_") == 0 && std::find(known.begin(), known.end(), name) == known.end())
+        if (name.compare(0, 12, "CUDA_ON_CPU_") == 0 && std::find(known().begin(), known().end(), name) == known().end())
             die("%s: there is no such setting; README.md has those that there are", name.c_str());
     }
 }

@@ -26,10 +26,11 @@ static size_t fill(int fd, const uint8_t *bytes, size_t size) {
 }
 
 static size_t tensor_bytes(const TensorInfo *info) {
-    size_t bytes = dtype_size(info->dtype);
+    size_t bytes = 1;
     for (int i = 0; i < info->ndim; i++) {
         if (__builtin_mul_overflow(bytes, info->shape[i], &bytes)) abort();
     }
+    if (__builtin_mul_overflow(bytes, dtype_size(info->dtype), &bytes)) abort();      // last: there may be a 0 among the dimensions
     return bytes;
 }
 
