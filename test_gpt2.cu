@@ -67,7 +67,7 @@ static double subject_norm(void) {
 
 static void subject_update(AdamW a) {
     adamw(model.params, model.in_bf16 ? model.params_bf16 : NULL, model.mean, model.square, model.grads, model.segments, model.segment_count,
-          model.segment_blocks, NULL, a, false, 0, stream);
+          model.segment_blocks, a, false, 0, stream);
 }
 
 static const float *to_host(float *host, const float *there) {

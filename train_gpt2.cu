@@ -795,7 +795,7 @@ void trainer_gradients(double *loss, double *norm) {
 void trainer_update(AdamW a) {
     Model *m = &model;
     phase(PHASE_UPDATE);
-    adamw(m->params, m->in_bf16 ? m->params_bf16 : NULL, m->mean, m->square, m->grads, m->segments, m->segment_count, m->segment_blocks, NULL, a,
+    adamw(m->params, m->in_bf16 ? m->params_bf16 : NULL, m->mean, m->square, m->grads, m->segments, m->segment_count, m->segment_blocks, a,
           m->stochastic, m->seed, stream);
     if (m->zero) {
         gather_parameters(m);

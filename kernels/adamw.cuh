@@ -1,6 +1,6 @@
 // AdamW on all tensors in one launch, over a table of ranges of the flat array of parameters.
 //
-//   g = gradient · clip · grad_scale;   m = b1 m + (1 − b1) g,  v = b2 v + (1 − b2) g²
+//   g = gradient · grad_scale;   m = b1 m + (1 − b1) g,  v = b2 v + (1 − b2) g²
 //   p −= lr (m/(1 − b1^t) / (sqrt(v/(1 − b2^t)) + eps) + wd p)
 //
 // params, grads: the flat arrays, float (params are the master weights under bf16). mean, square: float, where a range's part starts at its
@@ -148,9 +148,9 @@ DEVICE void adamw_update(float *params, bf16 *rounded, float *mean, float *squar
 // registers: at most 64 (adamw_kernel)
 template <bool STOCHASTIC>
 KERNEL void adamw_kernel(float *params, bf16 *rounded, float *mean, float *square, const float *grads, const AdamSegment *segments,
-                         size_t count, const float *clip, AdamRates a) {
+                         size_t count, AdamRates a) {
     SegmentPart part = segment_part(segments, count);
-    float scale = clip ? *clip * a.grad_scale : a.grad_scale, keep = part.decay ? a.keep : 1.0f;
+    float scale = a.grad_scale, keep = part.decay ? a.keep : 1.0f;
     bool vectors = part.from % ADAMW_WIDTH == 0 && part.state % ADAMW_WIDTH == 0;
     for (size_t i = part.from + threadIdx.x * ADAMW_WIDTH; i < part.to; i += SEGMENT_THREADS * ADAMW_WIDTH) {
         size_t s = part.state + (i - part.from);
@@ -183,12 +183,11 @@ KERNEL void round_kernel(bf16 *rounded, const float *params, size_t n, uint64_t 
 // ---- launchers
 
 //   params, mean, square updated   rounded written, or NULL   segments (count) on the device, after segments_ready(), which gave `blocks`
-//   clip: a float on the device (clip_factor() of norms.cuh), or NULL for 1
 static inline void adamw(float *params, bf16 *rounded, float *mean, float *square, const float *grads, const AdamSegment *segments,
-                         size_t count, size_t blocks, const float *clip, AdamW a, bool stochastic, uint64_t seed, cudaStream_t stream) {
+                         size_t count, size_t blocks, AdamW a, bool stochastic, uint64_t seed, cudaStream_t stream) {
     if (blocks == 0) return;
     launch(stochastic ? adamw_kernel<true> : adamw_kernel<false>, dim3((unsigned)blocks), dim3(SEGMENT_THREADS), 0, stream, params,
-           rounded, mean, square, grads, segments, count, clip, adam_rates(a, seed));
+           rounded, mean, square, grads, segments, count, adam_rates(a, seed));
 }
 
 //   rounded (n) written   params (n)   step: that of the last update

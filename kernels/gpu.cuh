@@ -83,15 +83,6 @@ DEVICE void ldmatrix_x4_transposed(uint32_t r[4], const void *row) {
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
 }
 
-DEVICE void ldmatrix_x2(uint32_t r[2], const void *row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(shared_address(row)) : "memory");
-}
-
-DEVICE void ldmatrix_x2_transposed(uint32_t r[2], const void *row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
-                 : "=r"(r[0]), "=r"(r[1]) : "r"(shared_address(row)) : "memory");
-}
-
 // d (16,8) += a (16,16) · b (16,8), a and b bf16, d float. With g = l / 4, t = l % 4 lane l has
 //   a[0] (g, 2t and 2t+1)   a[1] (g+8, 2t)   a[2] (g, 2t+8)   a[3] (g+8, 2t+8)       pairs along k
 //   b[0] (2t and 2t+1, g)   b[1] (2t+8, g)                                           pairs along k
@@ -131,10 +122,6 @@ DEVICE uint4 load_16_streaming(const void *p) {     // read once
 
 DEVICE void store_16(void *p, uint4 x) {
     *(uint4 *)p = x;
-}
-
-DEVICE void store_16_streaming(void *p, uint4 x) {  // not read again soon
-    __stcs((uint4 *)p, x);
 }
 
 // ---- special functions, fast: 2^x within 2 ulp (0 for results below 2^-126), log2 within 1e-7 absolute near 1, 1 ulp elsewhere

@@ -1,11 +1,10 @@
-// The gradient's norm, and the factor that clips it, without the host.
+// The gradient's norm, squared.
 //
 //   sum of squares over the table's ranges (adamw.cuh), in double
-//   norm = sqrt(sum),  factor = min(1, clip/(norm + 1e-6)), 1 where clip or the norm is 0
 //
 // Shapes: grads the flat array, float; partials double, one for each block of segments_ready(). The order of the sum depends on the table
-// alone: each run, on any GPU, gives the same bits. Several processes sum their gradients, or under ZeRO their sums of squares, between the
-// two launchers.
+// alone: each run, on any GPU, gives the same bits. Several processes sum their gradients before this, or under ZeRO their sums of squares
+// after it.
 // Test: dev/tests/test_kernels.cu norms.
 //
 // A square is exact in double (24 + 24 bits), and a sum of 124M of them is right to about 1e-13; one in float would lose small gradients
@@ -19,7 +18,7 @@
 
 enum { NORM_THREADS = 1024 };
 
-// registers: at most 32 (squares_kernel, sum_kernel, clip_kernel)
+// registers: at most 32 (squares_kernel, sum_kernel)
 // partials[block] = the block's sum
 template <int THREADS>
 KERNEL void squares_kernel(double *partials, const float *grads, const AdamSegment *segments, size_t count) {
@@ -46,13 +45,6 @@ KERNEL void sum_kernel(double *out, const double *partials, size_t n) {
     if (threadIdx.x == 0) *out = sum;
 }
 
-template <class X>
-KERNEL void clip_kernel(X *factor, double *norm, const double *squares, double clip) {
-    double length = sqrt(*squares);
-    *norm = length;
-    *factor = (X)(clip > 0 && length > 0 ? fmin(1.0, clip / (length + 1e-6)) : 1.0);
-}
-
 // ---- launchers
 
 //   out (1) written: the sum of squares   partials (blocks) scratch   segments, blocks: adamw()'s
@@ -61,10 +53,5 @@ static inline void gradient_squares(double *out, double *partials, const float *
     if (blocks) launch(squares_kernel<SEGMENT_THREADS>, dim3((unsigned)blocks), dim3(SEGMENT_THREADS), 0, stream, partials, grads,
                        segments, count);
     launch(sum_kernel<NORM_THREADS>, dim3(1), dim3(NORM_THREADS), 0, stream, out, partials, blocks);
-}
-
-//   factor (1), norm (1) written   squares (1)   clip: the largest norm, 0 for none
-static inline void clip_factor(float *factor, double *norm, const double *squares, double clip, cudaStream_t stream) {
-    launch(clip_kernel<float>, dim3(1), dim3(1), 0, stream, factor, norm, squares, clip);
 }
 #endif

@@ -3,7 +3,7 @@
 # the exit status is 0 when none failed and some passed.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-export             # of every make, those of tests too: what is built is not built again
+export WERROR=1    # of every make, those of tests too: what is built is not built again
 logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
 

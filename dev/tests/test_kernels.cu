@@ -693,11 +693,10 @@ static std::vector<AdamSegment> make_segments(bool packed, bool odd) {
     return segments;
 }
 
-static void expect_adamw(Numbers &p, Numbers &m, Numbers &v, const Numbers &g, const std::vector<AdamSegment> &segments, AdamW a,
-                         double clip) {
+static void expect_adamw(Numbers &p, Numbers &m, Numbers &v, const Numbers &g, const std::vector<AdamSegment> &segments, AdamW a) {
     for (const AdamSegment &s : segments)
         for (size_t i = s.from, j = s.state; i < s.to; i++, j++) {
-            double x = g[i] * clip * a.grad_scale;
+            double x = g[i] * a.grad_scale;
             m[j] = a.beta1 * m[j] + (1 - a.beta1) * x;
             v[j] = a.beta2 * v[j] + (1 - a.beta2) * x * x;
             double step = m[j] / (1 - pow(a.beta1, (double)a.step)) / (sqrt(v[j] / (1 - pow(a.beta2, (double)a.step))) + a.eps);
@@ -707,23 +706,22 @@ static void expect_adamw(Numbers &p, Numbers &m, Numbers &v, const Numbers &g, c
 
 enum Copy { NO_COPY, NEAREST, STOCHASTIC };
 
-static void test_adamw(bool packed, bool odd, Copy copy, bool clipped, int64_t step) {
+static void test_adamw(bool packed, bool odd, Copy copy, bool scaled, int64_t step) {
     static const char *const COPIES[] = {"", " bf16", " bf16 stochastic"};
-    if (!case_begins("adamw%s%s%s%s step=%d", packed ? " packed" : "", odd ? " odd" : "", COPIES[copy], clipped ? " clipped" : "", (int)step))
+    if (!case_begins("adamw%s%s%s%s step=%d", packed ? " packed" : "", odd ? " odd" : "", COPIES[copy], scaled ? " scaled" : "", (int)step))
         return;
-    AdamW a = {1e-2, 0.9, 0.95, 1e-8, 0.1, clipped ? 0.5 : 1.0, step};
+    AdamW a = {1e-2, 0.9, 0.95, 1e-8, 0.1, scaled ? 0.5 : 1.0, step};
     std::vector<AdamSegment> segments = make_segments(packed, odd);
     size_t blocks = segments_ready(segments.data(), segments.size());
     Tensor<AdamSegment> table(segments.size());
-    Tensor<float> params(FLAT), mean(FLAT), square(FLAT), grads(FLAT), clip(1);
+    Tensor<float> params(FLAT), mean(FLAT), square(FLAT), grads(FLAT);
     Tensor<bf16> rounded(FLAT);
     upload(table, segments);
-    Numbers p = fill(params, "p", 0, 1), m = fill(mean, "m", 0, 0.1), v = fill(square, "v", 0.2, 0.2), g = fill(grads, "g", 0, 1),
-        factor = fill(clip, {0.3});
-    expect_adamw(p, m, v, g, segments, a, clipped ? factor[0] : 1);
+    Numbers p = fill(params, "p", 0, 1), m = fill(mean, "m", 0, 0.1), v = fill(square, "v", 0.2, 0.2), g = fill(grads, "g", 0, 1);
+    expect_adamw(p, m, v, g, segments, a);
     run_twice({&params, &mean, &square, &rounded}, [&] {
         adamw(params.device(), copy == NO_COPY ? NULL : rounded.device(), mean.device(), square.device(), grads.device(), table.device(),
-              segments.size(), blocks, clipped ? clip.device() : NULL, a, copy == STOCHASTIC, SEED, stream);
+              segments.size(), blocks, a, copy == STOCHASTIC, SEED, stream);
     });
     compare("params", params, p, 1e-6);
     compare("mean", mean, m, 1e-6);
@@ -798,17 +796,6 @@ static void test_norm(bool odd) {
     case_ends();
 }
 
-static void test_clip(double squares_of, double clip, double expected) {
-    if (!case_begins("norms clip_factor %g of %g", clip, squares_of)) return;
-    Tensor<double> squares(1), norm(1);
-    Tensor<float> factor(1);
-    fill(squares, {squares_of});
-    run_twice({&factor, &norm}, [&] { clip_factor(factor.device(), norm.device(), squares.device(), clip, stream); });
-    compare("factor", factor, {expected}, 0);
-    compare("norm", norm, {sqrt(squares_of)}, 1e-15);
-    case_ends();
-}
-
 static void test_norms(void) {
     test_norm(false);
     test_norm(true);
@@ -818,12 +805,6 @@ static void test_norms(void) {
         check_true("not 0", squares.at(0) == 0);
         case_ends();
     }
-    test_clip(4, 1, 1 / (2 + 1e-6));
-    test_clip(4, 3, 1);
-    test_clip(4, 0, 1);
-    test_clip(0, 1, 1);
-    test_clip(0, 1e-9, 1);
-    test_clip(1e-30, 1, 1);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------
@@ -831,7 +812,7 @@ static void test_norms(void) {
 
 enum { STRIDE = 24 };      // elements from one row in shared memory to the next: 48 bytes, a multiple of 16
 
-// Rows `rows[lane]` of a shared array of (40, STRIDE) that counts up; the lanes' registers of the four kinds, 4 + 4 + 2 + 2 of them.
+// Rows `rows[lane]` of a shared array of (40, STRIDE) that counts up; the lanes' registers of the two kinds, 4 + 4 of them.
 template <class T>
 KERNEL void ldmatrix_test_kernel(uint32_t *out, const T *rows) {
     SHARED_ARRAY(uint4, memory, 40 * STRIDE / 8);
@@ -839,35 +820,32 @@ KERNEL void ldmatrix_test_kernel(uint32_t *out, const T *rows) {
     for (int i = threadIdx.x; i < 40 * STRIDE; i += 32) elements[i] = (uint16_t)i;
     __syncwarp();
     const uint16_t *row = elements + rows[threadIdx.x] * STRIDE;
-    uint32_t *r = out + threadIdx.x * 12, x4[4], t4[4], x2[2], t2[2];
+    uint32_t *r = out + threadIdx.x * 8, x4[4], t4[4];
     ldmatrix_x4(x4, row);
     ldmatrix_x4_transposed(t4, row);
-    ldmatrix_x2(x2, row);
-    ldmatrix_x2_transposed(t2, row);
     for (int i = 0; i < 4; i++) r[i] = x4[i], r[4 + i] = t4[i];
-    for (int i = 0; i < 2; i++) r[8 + i] = x2[i], r[10 + i] = t2[i];
 }
 
 static void test_ldmatrix(void) {
     if (!case_begins("wrappers ldmatrix")) return;
     Tensor<int32_t> rows_in(32);
-    Tensor<uint32_t> out(32 * 12);
+    Tensor<uint32_t> out(32 * 8);
     std::vector<int32_t> rows(32);
     for (int l = 0; l < 32; l++) rows[l] = (l * 11 + 3) % 40;
     upload(rows_in, rows);
     run_twice({&out}, [&] { launch(ldmatrix_test_kernel<int32_t>, dim3(1), dim3(32), 0, stream, out.device(), rows_in.device()); });
     size_t wrong = 0;
     for (int l = 0; l < 32; l++)
-        for (int r = 0; r < 12; r++) {
-            int matrix = r < 8 ? r % 4 : r % 2;
-            bool transposed = (r >= 4 && r < 8) || r >= 10;
+        for (int r = 0; r < 8; r++) {
+            int matrix = r % 4;
+            bool transposed = r >= 4;
             uint32_t word = 0;
             for (int half = 0; half < 2; half++) {
                 int i = l / 4, j = 2 * (l % 4) + half;
                 uint32_t element = (uint32_t)(transposed ? rows[8 * matrix + j] * STRIDE + i : rows[8 * matrix + i] * STRIDE + j);
                 word |= element << 16 * half;
             }
-            wrong += out.at((size_t)(l * 12 + r)) != word;
+            wrong += out.at((size_t)(l * 8 + r)) != word;
         }
     check("wrong registers", (double)wrong, 0);
     case_ends();
@@ -945,7 +923,7 @@ template <class T>
 KERNEL void copies_test_kernel(T *out, const T *in) {
     int lane = threadIdx.x;
     store_16(&out[lane], load_16(&in[lane]));
-    store_16_streaming(&out[32 + lane], load_16_streaming(&in[lane]));
+    store_16(&out[32 + lane], load_16_streaming(&in[lane]));
 }
 
 static void test_copies(void) {
