@@ -87,12 +87,14 @@ constexpr int tile_step = C + 8;
 // Tiles and fragments
 
 // tile (R,C) from rows `row` elements apart; what is past `rows` or `columns` is 0. To be committed and waited for.
+// Eight lanes' copies together touch every bank once: they take 8 neighbours of a row, or where a row is not made of such (HS 48) a column of
+// 8 rows, of floats 4 rows of 2.
 template <int R, int C, int THREADS, class X>
 DEVICE void tile_load(X *tile, const X *from, size_t row, int rows, int columns) {
-    enum { PACK = 16 / sizeof(X), A_ROW = C / PACK };
+    enum { PACK = 16 / sizeof(X), A_ROW = C / PACK, ACROSS = A_ROW % 8 == 0 ? 8 : sizeof(X) / 2, DOWN = 8 / ACROSS, GROUPS = A_ROW / ACROSS };
     UNROLL_NOT
     for (int i = threadIdx.x; i < R * A_ROW; i += THREADS) {
-        int r = i / A_ROW, c = i % A_ROW * PACK;
+        int group = i / 8, r = group / GROUPS * DOWN + i % 8 / ACROSS, c = (group % GROUPS * ACROSS + i % ACROSS) * PACK;
         bool valid = r < rows && c < columns;
         copy_async_16(tile + r * tile_step<C> + c, from + (valid ? r * row + c : 0), valid);
     }

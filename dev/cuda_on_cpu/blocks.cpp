@@ -152,6 +152,7 @@ struct Worker {
     Settings settings;
     Fiber fibers[BLOCK_THREADS];
     Warp warps[WARPS];
+    bool watched;                       // by the race check. If not, all of the block counts as the emulator's own work, which is unseen
     void *home;                         // the stack that run_block was called on
     void *home_context, *home_fake_stack;
     const void *home_bottom;
@@ -308,8 +309,7 @@ static int next_thread(Worker &w) {
 
 static void switch_stack(Worker &w, void **save, void *stack, void **fake_stack, const void *bottom, size_t bytes, void *context) {
     if (__sanitizer_start_switch_fiber) __sanitizer_start_switch_fiber(fake_stack, bottom, bytes);
-    if (race_check()) __tsan_switch_to_fiber(context, 1);
-    (void)w;
+    if (w.watched) __tsan_switch_to_fiber(context, 1);
     cuda_on_cpu_switch(save, stack);
 }
 
@@ -352,7 +352,7 @@ static void thread_exits() {
     for (unsigned lanes = me.warp->waiting; lanes; lanes &= lanes - 1)
         if ((&me)[(int)__builtin_ctz(lanes) - (int)me.lane].wait.mask >> me.lane & 1)
             die("EXITED LANE: thread %u has exited, and lanes of its warp wait for it: %s", me.number, who_waits_in_warp().c_str());
-    if (race_check()) __tsan_release((void *)w.launch);
+    if (w.watched) __tsan_release((void *)w.launch);
     if (--w.alive == 0) go_home(w, me);
     int next = next_thread(w);
     if (next < 0) deadlock();
@@ -397,7 +397,7 @@ static void prepare_fiber(Worker &w, int number) {
     *--top = (void *)fiber_main;                // rbx
     for (int i = 0; i < 4; i++) *--top = NULL;
     f.stack = top;
-    f.context = race_check() ? __tsan_create_fiber(0) : NULL;
+    f.context = w.watched ? __tsan_create_fiber(0) : NULL;
 }
 
 // ---- memory of a worker: stacks, each with pages before it that must not be touched, and shared memory between such pages
@@ -595,7 +595,7 @@ int barrier(BlockVote vote, int predicate, Site site) {
         die("MISMATCH: threads of a block wait at different barriers: %s", who_waits_where(0, w.threads).c_str());
     w.predicates += predicate != 0;
     char *met = &w.meetings->barrier[w.barrier_phase % 2];
-    if (race_check()) __tsan_release(met);
+    if (w.watched) __tsan_release(met);
     set_waiting(w, me.number);
     if (++w.arrived == w.threads) {
         w.result = vote == BLOCK_OR ? w.predicates > 0 : vote == BLOCK_AND ? w.predicates == w.threads : w.predicates;
@@ -605,7 +605,7 @@ int barrier(BlockVote vote, int predicate, Site site) {
         set_all_ready(w);
     }
     take_turns();
-    if (race_check()) __tsan_acquire(met);
+    if (w.watched) __tsan_acquire(met);
     return w.result;
 }
 
@@ -657,10 +657,10 @@ void warp_barrier(unsigned mask, Site site) {
     Warp &warp = *me.warp;
     int lowest = mask ? __builtin_ctz(mask) : 0;
     char *met = &worker->meetings->warps[me.number / LANES][lowest][warp.phase[lowest] % 2];
-    if (race_check()) __tsan_release(met);
+    if (worker->watched) __tsan_release(met);
     if (last_to_arrive(me, SYNCWARP, mask, site)) warp_goes_on(me, mask);
     take_turns();
-    if (race_check()) __tsan_acquire(met);
+    if (worker->watched) __tsan_acquire(met);
 }
 
 unsigned vote(Vote kind, unsigned mask, bool predicate, Site site) {
@@ -757,7 +757,7 @@ int64_t reduce(Reduction kind, unsigned mask, int64_t value, Site site) {
 
 void fence() {
     char *fences = (char *)worker->launch + 2;
-    if (race_check()) __tsan_acquire(fences), __tsan_release(fences);
+    if (worker->watched) __tsan_acquire(fences), __tsan_release(fences);
 }
 
 // ---- matrices
@@ -794,7 +794,7 @@ void ldmatrix(uint32_t *r, int matrices, bool transposed, const void *row, Site 
         if (!is_shared(w, row, 16))
             die("OUT OF BOUNDS: %s at %s:%d, lane %u, reads 16 bytes that are not the block's shared memory: %s", kind_names[kind], site.file, site.line,
                 me.lane, describe_shared(w, row).c_str());
-        if (race_check()) __tsan_read16((void *)row);
+        if (w.watched) __tsan_read16((void *)row);
     }
     warp.row[me.lane] = row;
     if (last_to_arrive(me, kind, ALL_LANES, site)) {
@@ -916,7 +916,7 @@ void copy_async(void *shared, const void *global, bool valid, Site site) {
             describe_shared(w, shared).c_str());
     w.counts.copies++;
     note_copy(w, me, shared, site);
-    if (race_check()) copier_copies(me, c);
+    if (w.watched) copier_copies(me, c);
     if (w.settings.copy == AT_ISSUE || (w.settings.copy == EITHER && next_random(w.random) % 2)) {
         copy_now(c);
         return;
@@ -944,18 +944,19 @@ void copy_wait(unsigned groups) {
 
 // ---- blocks and grids
 
-static void run_block(Worker &w, uint64_t number) {
+static void run_block(Worker &w, uint64_t number, bool watched) {
     dim3 grid = w.launch->grid;
     w.block = make_uint3((unsigned)(number % grid.x), (unsigned)(number / grid.x % grid.y), (unsigned)(number / grid.x / grid.y));
     w.random = w.settings.seed * 0x9E3779B97F4A7C15u + number;
     w.alive = w.threads;
     w.arrived = 0;
+    w.watched = watched;
     prepare_memory(w);
     for (int i = 0; i < (w.threads + 31) / 32; i++) {
         w.warps[i].waiting = 0;
         w.warps[i].absent = 32 * i + 32 > w.threads ? ~0u << w.threads % 32 : 0;
     }
-    w.home_context = race_check() ? __tsan_get_current_fiber() : NULL;
+    w.home_context = watched ? __tsan_get_current_fiber() : NULL;
     for (int i = 0; i < w.threads; i++) prepare_fiber(w, i);
     set_all_ready(w);
     w.home_bottom = NULL;
@@ -971,7 +972,7 @@ static void run_block(Worker &w, uint64_t number) {
     for (int i = 0; i < (w.threads + 31) / 32; i++)
         for (CopyOfWarp &c : w.warps[i].copies)
             if (c.lanes) count_copy(w, c);
-    if (!race_check()) return;
+    if (!watched) return;
     for (int i = 0; i < w.threads; i++) {
         __tsan_destroy_fiber(w.fibers[i].context);
         if (w.fibers[i].copier) __tsan_destroy_fiber(w.fibers[i].copier);
@@ -1007,7 +1008,7 @@ static void run_blocks(Job &job) {
     w.settings = settings();
     w.threads = (int)(job.launch->block.x * job.launch->block.y * job.launch->block.z);
     for (uint64_t i; (i = job.next.fetch_add(1)) < job.blocks;) {
-        run_block(w, (i * job.factor + job.shift) % job.blocks);
+        run_block(w, (i * job.factor + job.shift) % job.blocks, race_check() && i < w.settings.watched);
         w.counts.blocks++;
     }
     w.launch = NULL;
@@ -1022,6 +1023,7 @@ struct Pool {
     int wanted = 0, running = 0, threads = 0;
 
     void help() {
+        Unseen unseen;
         std::unique_lock<std::mutex> hold(lock);
         for (;;) {
             wake.wait(hold, [&] { return wanted > 0; });

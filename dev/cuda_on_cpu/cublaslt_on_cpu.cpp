@@ -304,6 +304,13 @@ void expect_device(const char *name, const void *p, size_t bytes) {
     if (!cuda_on_cpu::is_device(p, bytes)) cuda_on_cpu::die("cublasLtMatmul: %s: not all of the %zu bytes at %p are device memory", name, bytes, p);
 }
 
+// Says what of the matrices is touched, line by line: what lies between the lines may be another's.
+template <class Touch, class P>
+void touch(Touch touches, P p, const Layout &x) {
+    for (int i = 0; i < x.batches; i++)
+        touches((P)offset(p, x, (size_t)i * (size_t)x.batch_stride), x.length() * x.element(), x.lines(), (size_t)x.ld * x.element());
+}
+
 void product(const Problem &p, const Matrices &x, Algorithm algorithm) {
     expect_device("A", x.a, p.a.bytes());
     expect_device("B", x.b, p.b.bytes());
@@ -311,6 +318,12 @@ void product(const Problem &p, const Matrices &x, Algorithm algorithm) {
     expect_device("D", x.d, p.d.bytes());
     if (algorithm.workspace) expect_device("the workspace", x.workspace, algorithm.workspace);
     if (p.op.epilogue == CUBLASLT_EPILOGUE_BIAS) expect_device("the bias", p.op.bias, p.m * p.d.element());
+    touch(cuda_on_cpu::reads, x.a, p.a);
+    touch(cuda_on_cpu::reads, x.b, p.b);
+    if (x.beta != 0) touch(cuda_on_cpu::reads, x.c, p.c);
+    touch(cuda_on_cpu::writes, x.d, p.d);
+    if (algorithm.workspace) cuda_on_cpu::writes(x.workspace, algorithm.workspace);
+    if (p.op.epilogue == CUBLASLT_EPILOGUE_BIAS) cuda_on_cpu::reads(p.op.bias, p.m * p.d.element());
     size_t down = (p.m + TILE_M - 1) / TILE_M, across = (p.n + TILE_N - 1) / TILE_N;
 #pragma omp parallel for schedule(dynamic) if (p.m * p.n * p.k > 1 << 18)
     for (size_t tile = 0; tile < down * across * p.d.batches; tile++)

@@ -36,6 +36,7 @@ struct Settings {
     size_t stack;           // CUDA_ON_CPU_STACK     bytes of stack for each CUDA thread; read at a CPU thread's first launch
     size_t memory;          // CUDA_ON_CPU_MEMORY    bytes of device memory there are
     int devices;            // CUDA_ON_CPU_DEVICES   there are; a process is meant to use one of them
+    uint64_t watched;       // CUDA_ON_CPU_WATCHED   blocks of each launch that the race check watches, which takes long; default: all
     bool report;            // CUDA_ON_CPU_REPORT    1: counts are printed when the program ends
 };
 Settings &settings();
@@ -49,12 +50,17 @@ Counts counts();
 void counts_reset();
 void counts_print(FILE *file);      // and the conflicts of each line of source
 
-// `work` as the next thing in the stream, like a kernel: for libraries that are emulated on top of this one.
+// `work` as the next thing in the stream, like a kernel: for libraries that are emulated on top of this one. The race check sees of it what
+// it says by reads() and writes().
 void enqueue(cudaStream_t stream, std::function<void()> work);
 
 // The same for work that may have to wait for another process: `attempt` is called until it returns true, whenever the host waits for the stream
 // or asks how far it is. Nothing behind it in the stream is done before, under AT_ONCE neither.
 void enqueue_until(cudaStream_t stream, std::function<bool()> attempt);
+
+// Of work in a stream, or of an attempt: `rows` pieces of `bytes` from p on, `step` bytes apart, are read or written.
+void reads(const void *p, size_t bytes, size_t rows = 1, size_t step = 0);
+void writes(void *p, size_t bytes, size_t rows = 1, size_t step = 0);
 
 // Whether all of the bytes at p are device memory or pinned host memory: what a kernel may touch.
 bool is_device(const void *p, size_t bytes);

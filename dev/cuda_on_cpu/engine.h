@@ -58,6 +58,10 @@ WEAK void __tsan_acquire(void *address);
 WEAK void __tsan_release(void *address);
 WEAK void __tsan_read16(void *address);
 WEAK void __tsan_write16(void *address);
+WEAK void __tsan_read_range(void *address, unsigned long bytes);
+WEAK void __tsan_write_range(void *address, unsigned long bytes);
+WEAK void __tsan_ignore_thread_begin();
+WEAK void __tsan_ignore_thread_end();
 WEAK void __sanitizer_start_switch_fiber(void **save, const void *bottom, size_t bytes);
 WEAK void __sanitizer_finish_switch_fiber(void *saved, const void **bottom, size_t *bytes);
 #undef WEAK
@@ -65,6 +69,18 @@ WEAK void __sanitizer_finish_switch_fiber(void *saved, const void **bottom, size
 static inline bool race_check() {
     return __tsan_create_fiber != NULL;
 }
+
+// While one lives, the race check passes over what the thread (or fiber) does: the emulator's own work, whose calls of memcpy, malloc and so
+// on ThreadSanitizer would see although the emulator is not compiled with it.
+struct Unseen {
+    Unseen() {
+        if (race_check()) __tsan_ignore_thread_begin();
+    }
+    ~Unseen() {
+        if (race_check()) __tsan_ignore_thread_end();
+    }
+    Unseen(const Unseen &) = delete;
+};
 
 }
 #endif

@@ -106,6 +106,8 @@ void finish(Collective &c) {
         else if (c.call.type == ncclFloat64) add_ranks<double>(c);
         else add_ranks<__nv_bfloat16>(c);
     }
+    if (c.sends()) cuda_on_cpu::reads(c.send, c.send_bytes());
+    if (c.receives()) cuda_on_cpu::writes(c.receive, c.receive_bytes());
     const char *from = c.gathered.data() + (c.call.kind == BROADCAST ? c.call.root * c.bytes() : 0);
     if (c.receives()) memcpy(c.receive, from, c.receive_bytes());
 }
@@ -179,6 +181,8 @@ void start(const std::shared_ptr<Collective> &c) {
     }
     cuda_on_cpu::enqueue(c->stream, [=] {
         expect_device(*c);
+        cuda_on_cpu::reads(c->send, c->bytes());
+        cuda_on_cpu::writes(c->receive, c->bytes());
         memmove(c->receive, c->send, c->bytes());
     });
 }

@@ -84,6 +84,7 @@ static Settings from_environment() {
     s.stack = number("CUDA_ON_CPU_STACK", 256 * 1024);
     s.memory = number("CUDA_ON_CPU_MEMORY", (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE));
     s.devices = (int)number("CUDA_ON_CPU_DEVICES", 8);
+    s.watched = number("CUDA_ON_CPU_WATCHED", UINT64_MAX);
     s.report = number("CUDA_ON_CPU_REPORT", 0) != 0;
     refuse_unknown();
     return s;
@@ -274,7 +275,7 @@ struct Operation {
     uint64_t number;                    // in the order of the calls, over all streams
     std::function<bool()> work;         // true: it is done; false: it has to be called again
     std::shared_ptr<Record> after;      // cudaStreamWaitEvent's; or NULL
-    bool host_function;
+    bool host_function;                 // of the program's: the race check sees all that it does
 };
 
 struct CUstream_st {
@@ -346,6 +347,8 @@ static bool run_next(CUstream_st *s) {
         for (CUstream_st *other : streams)
             if (s == default_stream ? other->blocking : s->blocking && other == default_stream) __tsan_acquire(&other->done);
     }
+    if (race_check() && !next->host_function) __tsan_ignore_thread_begin();
+    bool unseen = !next->host_function;
     if (settings().hide && depth == 0) show_device_memory(true);
     depth++;
     if (next->work) finished = next->work();
@@ -354,6 +357,7 @@ static bool run_next(CUstream_st *s) {
     if (finished) next.reset();
     else s->queue.push_front(std::move(next));
     if (race_check()) {
+        if (unseen) __tsan_ignore_thread_end();
         __tsan_release(&s->done);
         __tsan_switch_to_fiber(host, 1);
     }
@@ -416,14 +420,29 @@ void cuda_on_cpu::enqueue(cudaStream_t stream, std::function<void()> work) {
     std::lock_guard<std::recursive_mutex> hold(stream_lock);
     CUstream_st *s = stream_of(stream);
     if (!s) die("work for a stream that does not exist");
-    add_operation(s, std::move(work), true);
+    add_operation(s, std::move(work));
 }
 
 void cuda_on_cpu::enqueue_until(cudaStream_t stream, std::function<bool()> attempt) {
     std::lock_guard<std::recursive_mutex> hold(stream_lock);
     CUstream_st *s = stream_of(stream);
     if (!s) die("work for a stream that does not exist");
-    add_attempt(s, std::move(attempt), nullptr, true);
+    add_attempt(s, std::move(attempt), nullptr, false);
+}
+
+// The stream's work is unseen as a whole (run_next), but for these.
+static void touches(void (*seen)(void *, unsigned long), const void *p, size_t bytes, size_t rows, size_t step) {
+    __tsan_ignore_thread_end();
+    for (size_t i = 0; i < rows; i++) seen((char *)p + i * step, bytes);
+    __tsan_ignore_thread_begin();
+}
+
+void cuda_on_cpu::reads(const void *p, size_t bytes, size_t rows, size_t step) {
+    if (race_check()) touches(__tsan_read_range, p, bytes, rows, step);
+}
+
+void cuda_on_cpu::writes(void *p, size_t bytes, size_t rows, size_t step) {
+    if (race_check()) touches(__tsan_write_range, p, bytes, rows, step);
 }
 
 static void check_launch(const Parameters &p, const std::vector<const void *> &pointers) {
@@ -472,6 +491,8 @@ static cudaError_t copy(const char *name, void *to, const void *from, size_t row
     }
     add_operation(s, [=] {
         (void)staged;       // lives until the copy is made
+        reads(from, row, rows, from_step);
+        writes(to, row, rows, to_step);
         for (size_t i = 0; i < rows; i++) memmove((char *)to + i * to_step, (const char *)from + i * from_step, row);
     });
     if (!to_pinned || (wait && !(to_device && from_device))) wait_for(s);
@@ -613,7 +634,10 @@ cudaError_t cudaMemsetAsync(void *p, int value, size_t bytes, cudaStream_t strea
     WITH_STREAM(s, stream);
     if (bytes == 0) return cudaSuccess;
     if (!is_device(p, bytes)) return refuse(cudaErrorInvalidValue, "cudaMemset: " + std::to_string(bytes) + " bytes are no device memory");
-    add_operation(s, [=] { memset(p, value, bytes); });
+    add_operation(s, [=] {
+        writes(p, bytes);
+        memset(p, value, bytes);
+    });
     return cudaSuccess;
 }
 

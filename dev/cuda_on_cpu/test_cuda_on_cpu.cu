@@ -10,6 +10,7 @@
 #include <stdlib.h>
 
 #include <algorithm>
+#include <numeric>
 #include <vector>
 
 typedef __nv_bfloat16 bf16;
@@ -626,6 +627,28 @@ static void unordered_kernels(bool defect) {                // two streams on th
     CUDA(cudaStreamDestroy(b));
 }
 
+static void unordered_library(bool defect) {                // a library's work in one stream, on what a kernel in another makes
+    cudaStream_t a, b;
+    cudaEvent_t made;
+    CUDA(cudaStreamCreateWithFlags(&a, cudaStreamNonBlocking));
+    CUDA(cudaStreamCreateWithFlags(&b, cudaStreamNonBlocking));
+    CUDA(cudaEventCreate(&made));
+    Device<float> x(count_up(32)), sum(std::vector<float>(1));
+    launch(add_one, 1, 32, 0, a, x.p, 32);
+    CUDA(cudaEventRecord(made, a));
+    if (!defect) CUDA(cudaStreamWaitEvent(b, made));
+    cuda_on_cpu::enqueue(b, [&] {
+        cuda_on_cpu::reads(x.p, 32 * sizeof(float));
+        cuda_on_cpu::writes(sum.p, sizeof(float));
+        *sum.p = std::accumulate(x.p, x.p + 32, 0.0f);
+    });
+    CUDA(cudaDeviceSynchronize());
+    CHECK(sum.host()[0] == 528.0f, "%g", sum.host()[0]);
+    CUDA(cudaEventDestroy(made));
+    CUDA(cudaStreamDestroy(a));
+    CUDA(cudaStreamDestroy(b));
+}
+
 KERNEL void matrix_kernel(uint32_t *out, int row_elements, int shift) {         // 16 rows of 64 elements
     DYNAMIC_SHARED(bf16, tile);
     int l = (int)threadIdx.x;
@@ -747,6 +770,7 @@ static void shift_too_far(bool defect) {
     X(barrier_after_exit) X(deadlock) X(write_behind_dynamic_shared) X(write_closely_behind_dynamic_shared)                          \
     X(write_behind_shared_array) X(uninitialised_shared) X(uninitialised_device_memory) X(read_behind_device_memory)                 \
     X(write_closely_behind_device_memory) X(race_between_warps) X(race_between_blocks) X(missing_fence) X(unordered_kernels)         \
+    X(unordered_library)                                                                                                             \
     X(misaligned_ldmatrix) X(ldmatrix_behind_shared) X(bank_conflicts) X(bank_conflicts_of_copies) X(copy_to_misaligned)             \
     X(copy_from_misaligned) X(misaligned_load) X(misaligned_store) X(copy_behind_shared) X(block_too_large) X(empty_grid)            \
     X(grid_too_large) X(too_much_shared) X(arrays_too_large) X(host_pointer) X(host_touches_device_memory) X(stack_overflow)         \

@@ -98,6 +98,7 @@ FOUND = {
     "race_between_blocks": (RACE, "race", [""]),
     "missing_fence": (RACE, "race", [""]),
     "unordered_kernels": (RACE, "race", [""]),
+    "unordered_library": (RACE, "race", [""]),
     "misaligned_ldmatrix": (r"MISALIGNED: ldmatrix_x4 at .*cu:\d+", "plain", [""]),
     "ldmatrix_behind_shared": (r"OUT OF BOUNDS: ldmatrix_x4 at .*cu:\d+", "plain", [""]),
     "bank_conflicts": (r"28 bank conflicts of ldmatrix", "plain", [""]),
@@ -160,6 +161,16 @@ def test_numbers(programs, build, settings):
     r = run(programs, build, "numbers", False, settings)
     assert r.returncode == 0, r.stdout + r.stderr
     assert "Sanitizer" not in r.stderr, r.stderr
+
+
+def test_only_watched_blocks_are_checked_for_races(programs):
+    """A race between the first two blocks is seen by who watches both; the rest run all the same."""
+    for watched, seen in (("0", False), ("1", False), ("2", True)):
+        r = run(programs, "race", "race_between_blocks", True, "WATCHED=" + watched)
+        assert bool(re.search(RACE, r.stderr)) == seen, watched + r.stdout + r.stderr
+    for name in ("race_between_blocks", "missing_copy_wait", "deadlock", "bank_conflicts"):
+        r = run(programs, "race", name, False, "WATCHED=0 ORDER=random SEED=3")
+        assert r.returncode == 0 and not r.stderr, r.stdout + r.stderr
 
 
 def test_settings_are_checked(programs):

@@ -1,0 +1,71 @@
+"""The race check of the project's own CUDA source on the CPU: ThreadSanitizer, with a thread of its own for each CUDA thread (dev/cuda_on_cpu).
+
+Each kernel, each of attention's instances forward and backward in float32 and bfloat16, and a step of the trainer with its streams. Of each
+launch two blocks are watched; RACES=all watches them all, in every case, which takes hours.
+"""
+import os
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from trainer import ROOT, command, environment, make_data, metrics
+
+TSAN = ROOT / "build/tsan"
+PROGRAMS = ["build/tsan/on_cpu/tests/test_kernels", "build/tsan/test_gpt2cu_on_cpu", "build/tsan/train_gpt2cu_on_cpu"]
+ALL = os.environ.get("RACES") == "all"
+# ThreadSanitizer wants the addresses that it knows.
+FIXED = ["setarch", "-R"]
+
+KERNELS = [""] if ALL else ["rmsnorm bf16 N=33 C=768", "rope bf16", "swiglu bf16", "embedding bf16", "classifier bf16", "adamw bf16", "adamw odd",
+                            "norms", "gau bf16 B=2 T=3 E=96 HS=48 l2"]
+# One of each instance (attention/flash_instances.h), and of each learnt scalar.
+ATTENTION = ["attention"] if ALL else [f"attention_{name}_T33_d48" for name in (
+    "ssmax-bias", "ssmax-pn", "softmax-sink", "softmax-recentered", "softmax-recentered-l1", "softplus-l1", "lssar", "sigmoid", "identity",
+    "relu-l1", "relu2-n", "gelu-l1", "relu6-l1", "mish-l1", "softpick", "gelu-l1+post=recenter-l1", "mish-l1+norm=l1+2+post=recenter",
+    "sigmoid-logn-l1+post=reweight:15")]
+
+
+@pytest.fixture(scope="module")
+def programs():
+    if not shutil.which("setarch"):
+        pytest.skip("needs setarch (util-linux)")
+    made = subprocess.run(["make", "-j2", "TSAN=1", *PROGRAMS], cwd=ROOT, capture_output=True, text=True)
+    if made.returncode and "scripts/setup_cuda.sh" in made.stderr:
+        pytest.skip("CUDA's headers are not here: scripts/setup_cuda.sh")
+    assert made.returncode == 0, made.stdout + made.stderr
+    return [ROOT / name for name in PROGRAMS]
+
+
+def watched(blocks, **more):
+    return environment(CUDA_ON_CPU_THREADS="2", **({} if ALL else {"CUDA_ON_CPU_WATCHED": str(blocks)}), **more)
+
+
+def run(program, word):
+    done = subprocess.run([*FIXED, program, word], cwd=ROOT, env=watched(2), capture_output=True, text=True)
+    assert "ThreadSanitizer" not in done.stderr and done.returncode == 0, done.stdout[-2000:] + done.stderr[:6000]
+    passed = re.search(r"^(\d+) passed, 0 failed$", done.stdout, re.M)
+    assert passed and int(passed[1]) > 0, done.stdout
+
+
+@pytest.mark.parametrize("word", KERNELS)
+def test_kernels(programs, word):
+    run(programs[0], word)
+
+
+@pytest.mark.parametrize("word", ATTENTION)
+def test_attention(programs, word):
+    run(programs[1], word)
+
+
+@pytest.mark.parametrize("words", (["--dtype", "bf16", "--recompute", 1], ["--model", "layers=1,block=gau,channels=32,vocab=97"]), ids=("llama", "gau"))
+def test_trainer(programs, tmp_path, words):
+    """A step of two micro-batches, a batch of validation and a checkpoint, the work in streams as late as may be, of each launch a block watched."""
+    make_data(tmp_path)
+    out = tmp_path / "run"
+    run_command = command(tmp_path, "--model", "layers=1,heads=1,channels=48,ffn=40,vocab=97", "--seq-len", 20, "--batch", 1, "--total-batch-tokens", 40,
+                          "--val-data", f"{tmp_path}/*_val_*.bin", "--val-tokens", 20, "--steps", 1, "--out", out, *words, program=programs[2])
+    done = subprocess.run([*FIXED, *run_command], env=watched(1, CUDA_ON_CPU_STREAMS="late"), capture_output=True, text=True)
+    assert "ThreadSanitizer" not in done.stderr and done.returncode == 0, done.stdout[-2000:] + done.stderr[:6000]
+    assert len(metrics(out, ["loss"])) >= 1
