@@ -96,10 +96,18 @@ count_c "${PIPESTATUS[0]}" "$logs/c"
 # The CUDA programs' own source, run on the CPU by dev/cuda_on_cpu.
 echo "== the CUDA source on the CPU"
 cuda() {
-    local status=0 words
+    local status=0 words order copy test
     make -j"$(nproc)" train_gpt2cu_on_cpu test_gpt2cu_on_cpu build/on_cpu/flash.so || return
     for words in tied_v97_T33 T33_d48 T64_d; do ./test_gpt2cu_on_cpu "$words" || status=1; done
     make -k test_on_cpu || status=1
+    for order in forward reverse random greedy; do      # of threads, blocks and streams, and both times of a cp.async
+        for copy in issue wait; do
+            for test in "build/on_cpu/tests/test_kernels" "build/on_cpu/tests/test_matmul" "./test_gpt2cu_on_cpu ssmax_tied_v97_T33"; do
+                echo "== $order $copy $test"
+                CUDA_ON_CPU_ORDER=$order CUDA_ON_CPU_COPY=$copy CUDA_ON_CPU_STREAMS=any $test || status=1
+            done
+        done
+    done
     return $status
 }
 cuda </dev/null >"$logs/c" 2>&1
