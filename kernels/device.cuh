@@ -15,8 +15,9 @@ static inline void device_start(void) {
         fail(EXIT_PEER, "no GPU that CUDA can use: %s.\n  nvidia-smi shows what the driver sees; train_gpt2 trains on the CPU.",
              error == cudaSuccess ? "there is none" : cudaGetErrorString(error));
     if (process.local_rank >= count)
-        fail(EXIT_PEER, "process %d: %d processes on this machine, and %d GPU%s. Start one process for each GPU.", process.rank, process.local_size,
-             count, count == 1 ? "" : "s");
+        fail(EXIT_PEER, "process %d: %d processes on this machine, and %d GPU%s that this one sees.\n  Start one process for each GPU, and let each"
+             " see all of the machine's (CUDA_VISIBLE_DEVICES; with Slurm --gpus-per-node, not --gpus-per-task).",
+             process.rank, process.local_size, count, count == 1 ? "" : "s");
     CUDA_CHECK(cudaSetDevice(process.local_rank));
 }
 
