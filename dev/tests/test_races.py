@@ -12,11 +12,10 @@ import pytest
 
 from trainer import ROOT, command, environment, make_data, metrics
 
-TSAN = ROOT / "build/tsan"
 PROGRAMS = ["build/tsan/on_cpu/tests/test_kernels", "build/tsan/test_gpt2cu_on_cpu", "build/tsan/train_gpt2cu_on_cpu"]
 ALL = os.environ.get("RACES") == "all"
-# ThreadSanitizer wants the addresses that it knows.
-FIXED = ["setarch", "-R"]
+# ThreadSanitizer wants memory where it knows it; a container may not allow to ask for that, and then it is mostly there all the same.
+FIXED = ["setarch", "-R"] if shutil.which("setarch") and subprocess.run(["setarch", "-R", "true"], capture_output=True).returncode == 0 else []
 
 KERNELS = [""] if ALL else ["rmsnorm bf16 N=33 C=768", "rope bf16", "swiglu bf16", "embedding bf16", "classifier bf16", "adamw bf16", "adamw odd",
                             "norms", "gau bf16 B=2 T=3 E=96 HS=48 l2"]
@@ -29,8 +28,6 @@ ATTENTION = ["attention"] if ALL else [f"attention_{name}_T33_d48" for name in (
 
 @pytest.fixture(scope="module")
 def programs():
-    if not shutil.which("setarch"):
-        pytest.skip("needs setarch (util-linux)")
     made = subprocess.run(["make", "-j2", "TSAN=1", *PROGRAMS], cwd=ROOT, capture_output=True, text=True)
     if made.returncode and "scripts/setup_cuda.sh" in made.stderr:
         pytest.skip("CUDA's headers are not here: scripts/setup_cuda.sh")
@@ -43,7 +40,7 @@ def watched(blocks, **more):
 
 
 def run(program, word):
-    done = subprocess.run([*FIXED, program, word], cwd=ROOT, env=watched(2), capture_output=True, text=True)
+    done = subprocess.run([*FIXED, program, word], cwd=ROOT, env=watched(2), capture_output=True, text=True, timeout=None if ALL else 600)
     assert "ThreadSanitizer" not in done.stderr and done.returncode == 0, done.stdout[-2000:] + done.stderr[:6000]
     passed = re.search(r"^(\d+) passed, 0 failed$", done.stdout, re.M)
     assert passed and int(passed[1]) > 0, done.stdout
@@ -69,6 +66,7 @@ def test_trainer(programs, tmp_path, processes, words):
                           40 * processes, "--val-data", f"{tmp_path}/*_val_*.bin", "--val-tokens", 20, "--steps", 1, "--out", out, *words,
                           program=programs[2], processes=processes)
     at = run_command.index(str(programs[2]))
-    done = subprocess.run([*run_command[:at], *FIXED, *run_command[at:]], env=watched(1, CUDA_ON_CPU_STREAMS="late"), capture_output=True, text=True)
+    done = subprocess.run([*run_command[:at], *FIXED, *run_command[at:]], env=watched(1, CUDA_ON_CPU_STREAMS="late"), capture_output=True, text=True,
+                          timeout=None if ALL else 600)
     assert "ThreadSanitizer" not in done.stderr and done.returncode == 0, done.stdout[-2000:] + done.stderr[:6000]
     assert len(metrics(out, ["loss"])) >= 1
