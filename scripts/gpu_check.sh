@@ -87,6 +87,9 @@ conclude() {
 
 fact() { report fact "$part" "$1"; echo "  $1"; }
 
+# What a part cannot do without: a check that cannot be made has failed.
+missing() { report check "$part" "$1" FAILED 0 "$1 is not here"; echo "  FAILED: $1 is not here"; return 1; }
+
 # ---------------------------------------------------------------- pack, build
 
 # On a machine with a network: headers and libraries of cJSON and xxHash, cuBLAS's headers, pytest, the text, and the CPU's loss curve.
@@ -188,7 +191,7 @@ bf16 layers=1,channels=64,block=gau lssar
 TABLE
 }
 
-# The vocabulary that the shards need; SPEC's where they are Shakespeare's.
+# The vocabulary that the shards need; the preset's own (GPT-2's) where they are Shakespeare's.
 vocab() { echo "${VOCAB:+,vocab=$VOCAB}"; }
 
 small_run() {      # tool dtype model attn
@@ -201,7 +204,7 @@ small_run() {      # tool dtype model attn
 part_sanitizer() {
     local tools="memcheck racecheck synccheck" tool dtype model attn folder i names=()
     [ $dry = 1 ] && tools=none
-    [ $dry = 1 ] || command -v compute-sanitizer >/dev/null || { fact "compute-sanitizer is not here"; return 1; }
+    [ $dry = 1 ] || command -v compute-sanitizer >/dev/null || { missing compute-sanitizer; return 1; }
     folder=$(mktemp -d)
     for tool in $tools; do
         while read -r dtype model attn; do
@@ -299,7 +302,7 @@ part_memory() { timing gpu_step.py --ours "$train" ${TIMING_FLAGS:-}; }
 has_gpu() { [ $dry = 1 ] || nvidia-smi -L >/dev/null 2>&1; }
 
 run_part() {
-    local start=$SECONDS
+    local start=$SECONDS end=done
     part=$1
     echo "== $part"
     if [ "$part" = pack ]; then part_pack; return; fi
@@ -311,9 +314,9 @@ run_part() {
     fi
     [ $dry = 0 ] || fact "a dry run on the CPU, which measures nothing"
     [ "$part" = build ] || ensure_built
-    part_"$part"
+    part_"$part" || end=failed
     fact "$part took $((SECONDS - start)) s"
-    report end "$part" done
+    report end "$part" $end
     report status "$part"
 }
 

@@ -3,6 +3,7 @@ timed on a GPU passes for a measurement."""
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 
@@ -53,6 +54,25 @@ def test_without_a_gpu_it_says_so(tmp_path):
     assert said.count("no GPU: not measured") == 2
     assert {part["status"] for part in parts_of(tmp_path).values()} == {"not measured: no GPU"}
     assert gpu_report.MISSING in (tmp_path / "report.md").read_text()
+
+
+def fake_programs(folder, **texts):
+    """A PATH with these shell scripts in it before the system's own programs."""
+    folder.mkdir()
+    for name, text in texts.items():
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+    return f"{folder}:/usr/bin:/bin"
+
+
+@pytest.mark.skipif(shutil.which("compute-sanitizer", path="/usr/bin:/bin") is not None, reason="compute-sanitizer is among the system's programs")
+def test_without_the_sanitizer_its_part_fails(tmp_path):
+    path = fake_programs(tmp_path / "bin", **{"nvidia-smi": "echo GPU 0: stand-in", "make": "exit 0"})
+    said = gpu_check("sanitizer", out=tmp_path, code=1, PATH=path)
+    assert "FAILED: compute-sanitizer is not here" in said
+    part = parts_of(tmp_path)["sanitizer"]
+    assert part["status"] == "failed"
+    assert [(check["verdict"], check["detail"]) for check in part["checks"]] == [("FAILED", "compute-sanitizer is not here")]
 
 
 def test_a_wrong_part(tmp_path):
