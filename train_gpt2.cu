@@ -93,7 +93,9 @@ static void phase(Phase next) {
 // ---------------------------------------------------------------------------------------------------------------------------
 // 2. Model
 
-static const size_t LOSS_ROWS = 8192;     // rows whose logits stand in memory at a time, 0.8 GB of GPT-2's in bf16
+#ifndef LOSS_ROWS                         // a test has fewer
+#define LOSS_ROWS ((size_t)8192)          // rows whose logits stand in memory at a time, 0.8 GB of GPT-2's in bf16
+#endif
 
 // Under --recompute the inputs of products that can be had again from what is kept (h1, h2, act) have room for one layer, not for all.
 template <class X>

@@ -98,7 +98,7 @@ echo "== the CUDA source on the CPU"
 cuda() {
     local status=0 words order copy test
     make -j"$(nproc)" train_gpt2cu_on_cpu test_gpt2cu_on_cpu build/on_cpu/flash.so || return
-    for words in tied_v97_T33 T33_d48 T64_d; do ./test_gpt2cu_on_cpu "$words" || status=1; done
+    for words in tied_v97_T33 softmax_gau_T33 lssar_gau_T33 T33_d48 T64_d; do ./test_gpt2cu_on_cpu "$words" || status=1; done
     make -k test_on_cpu || status=1
     for order in forward reverse random greedy; do      # of threads, blocks and streams, and both times of a cp.async
         for copy in issue wait; do

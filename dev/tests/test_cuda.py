@@ -98,10 +98,21 @@ def test_resume_to_the_last_bit(cuda, data, tmp_path, flags):
     assert_same_run(whole, parts, 4)
 
 
-def test_recomputing_changes_nothing(cuda, data, tmp_path):
+@pytest.mark.parametrize("model", (MODEL, GAU), ids=("llama", "gau"))
+def test_recomputing_changes_nothing(cuda, data, tmp_path, model):
     for name, flags in {"kept": [], "again": ["--recompute"]}.items():
-        train(data, *SMALL, "--dtype", "bf16", *flags, "--steps", 3, "--out", tmp_path / name, program=cuda)
+        train(data, *SMALL, "--model", model, "--dtype", "bf16", *flags, "--steps", 3, "--out", tmp_path / name, program=cuda)
     assert_same_run(tmp_path / "kept", tmp_path / "again", 3)
+
+
+@pytest.mark.parametrize("processes", (1, 2))
+def test_streams_that_are_late(cuda, data, tmp_path, processes):
+    """The same bits when work in streams takes place at once, or only when someone waits for it: six micro-batches, two on their way at a time."""
+    for streams in ("once", "late", "any"):
+        train(data, *SMALL, "--batch", 1, "--total-batch-tokens", 120 * processes, "--steps", 2, "--out", tmp_path / streams, program=cuda,
+              processes=processes, env={"CUDA_ON_CPU_STREAMS": streams})
+    assert_same_run(tmp_path / "once", tmp_path / "late", 2)
+    assert_same_run(tmp_path / "once", tmp_path / "any", 2)
 
 
 @pytest.mark.parametrize("first, second", [("cpu", "cuda"), ("cuda", "cpu")])
@@ -131,18 +142,57 @@ def test_switch_in_mid_run(cuda, data, tmp_path):
     train(data, *flags, "--steps", 3, "--out", c, program=cuda)
     train(data, *flags, "--steps", 6, "--attn-switch", "3:ssmax", "--resume", "--out", c, program=cuda)
     np.testing.assert_allclose(losses(c), losses(a), atol=1e-4, rtol=0)
+    scales = [tensors(run, 6, "attn_scale") for run in (a, b, c)]
+    assert (np.abs(scales[0] - np.float32(0.43)) > 1e-4).all()                        # the new scalars are trained
+    np.testing.assert_allclose(scales[1:], [scales[0]] * 2, atol=1e-5, rtol=0)
+
+
+def tensors(out, step, word):
+    """The numbers of all tensors with the word in their names."""
+    header, raw = read_header(checkpoint(out, step) / "model.safetensors")
+    return np.concatenate([np.frombuffer(raw, "<f4")[slice(*(at // 4 for at in header[name]["data_offsets"]))] for name in sorted(header) if word in name])
+
+
+# ---- what does not count
+
+
+def test_masks(cuda, data, tmp_path):
+    """Tokens that a mask leaves out, in training and in validation."""
+    folder = tmp_path / "masked"
+    folder.mkdir()
+    for i, (name, count) in enumerate((("train_000001", 3000), ("val_000000", 600))):
+        write_shard(folder / f"d_{name}.bin", tokens(count, i))
+        write_shard(folder / f"d_{name}.mask", np.random.default_rng(i).random(count) < 0.3, magic=20240521)
+    for name, program in {"cpu": None, "cuda": cuda}.items():
+        train(folder, *SMALL, "--val-data", folder / "d_val_000000.bin", "--val-every", 2, "--val-tokens", 200, "--steps", 4, "--out", tmp_path / name,
+              program=program)
+    a, b = (np.array([[x or 0 for x in line] for line in metrics(tmp_path / name, ["loss", "val_loss", "grad_norm"])]) for name in ("cpu", "cuda"))
+    assert a[-1, 1] > 0
+    np.testing.assert_allclose(b, a, rtol=1e-4)
+
+
+def test_rows_without_weight(cuda, data, tmp_path):
+    """Their share of each step's rows, whatever a validation between them had."""
+    said = []
+    for name, program in {"cpu": None, "cuda": cuda}.items():
+        text = train(data, *SMALL, "--attn", "relu-l1", "--val-data", data / "d_val_000000.bin", "--val-every", 1, "--val-tokens", 200, "--steps", 4,
+                     "--out", tmp_path / name, program=program)
+        said.append([float(share) for share in re.findall(r"([\d.]+) % of rows without weight", text)])
+    assert len(said[0]) == 4 and 0 < said[0][0] < 100
+    np.testing.assert_allclose(said[1], said[0], atol=2)
 
 
 # ---- several processes
 
 
-@pytest.mark.parametrize("processes, flags", [(2, []), (2, ["--zero", 1]), (4, ["--zero", 1]), (4, []), (2, ["--zero", 1, "--reduce-dtype", "bf16"])],
+@pytest.mark.parametrize("processes, flags", [(2, []), (2, ["--zero", 1]), (4, ["--zero", 1]), (4, []), (2, ["--zero", 1, "--reduce-dtype", "bf16"]),
+                                              (2, ["--zero", 1, "--dtype", "bf16"])],
                          ids=lambda x: " ".join(map(str, x)) if isinstance(x, list) else str(x))
 def test_several_processes(cuda, data, tmp_path, processes, flags):
     """The losses of one process; and checkpoints that do not depend on how many there were."""
     one, many = tmp_path / "one", tmp_path / "many"
     common = [*SMALL, "--steps", 4, "--total-batch-tokens", 160, "--attn", "ssmax", "--val-data", data / "d_val_000000.bin", "--val-every", 2, "--val-tokens", 200]
-    train(data, *common, "--out", one, program=cuda)
+    train(data, *common, *(flags[2:] if "--dtype" in flags else []), "--out", one, program=cuda)
     train(data, *common, "--batch", 8 // processes // 2, *flags, "--out", many, program=cuda, processes=processes)
     loose = "bf16" in flags
     np.testing.assert_allclose(np.array(metrics(many, ["loss", "grad_norm"])), np.array(metrics(one, ["loss", "grad_norm"])), rtol=1e-2 if loose else 1e-5)
@@ -162,9 +212,10 @@ def test_resume_with_other_numbers_of_processes(cuda, data, tmp_path):
     np.testing.assert_allclose(losses(parts), losses(whole), rtol=1e-5)
 
 
-def test_same_number_of_processes_to_the_last_bit(cuda, data, tmp_path):
+@pytest.mark.parametrize("more", ([], ["--dtype", "bf16", "--stochastic-rounding"]), ids=("fp32", "bf16"))
+def test_same_number_of_processes_to_the_last_bit(cuda, data, tmp_path, more):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    flags = [*SMALL, "--zero", 1, "--batch", 1]
+    flags = [*SMALL, "--zero", 1, "--batch", 1, *more]
     train(data, *flags, "--steps", 4, "--out", whole, program=cuda, processes=2)
     train(data, *flags, "--steps", 2, "--out", parts, program=cuda, processes=2)
     train(data, *flags, "--steps", 4, "--out", parts, "--resume", program=cuda, processes=2)
