@@ -22,6 +22,7 @@
 #include "kernels/adamw.cuh"
 #include "kernels/check.h"
 #include "kernels/classifier.cuh"
+#include "kernels/device.cuh"
 #include "kernels/embedding.cuh"
 #include "kernels/gau.cuh"
 #include "kernels/norms.cuh"
@@ -1117,6 +1118,35 @@ static void test_refusals(void) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------
+// The peaks of GPUs: the vendor's figures, within 1 %, from what CUDA says of the device
+
+static void test_peaks(void) {
+    static const struct {
+        Device device;
+        double bf16, fp32;             // TFLOP/s, dense
+    } CASES[] = {
+        {{"NVIDIA A100-SXM4-80GB", 8, 0, 108, 1.410e9}, 312, 19.5},
+        {{"NVIDIA A40", 8, 6, 84, 1.740e9}, 149.7, 37.4},
+        {{"NVIDIA A10", 8, 6, 72, 1.695e9}, 125, 31.2},
+        {{"NVIDIA GeForce RTX 3090", 8, 6, 82, 1.695e9}, 71, 35.6},
+        {{"NVIDIA GeForce RTX 4090", 8, 9, 128, 2.520e9}, 165.2, 82.6},
+        {{"NVIDIA RTX 6000 Ada Generation", 8, 9, 142, 2.505e9}, 364, 91.1},
+        {{"NVIDIA L40S", 8, 9, 142, 2.520e9}, 362, 91.6},
+        {{"NVIDIA L4", 8, 9, 58, 2.040e9}, 121, 30.3},
+        {{"NVIDIA H100 80GB HBM3", 9, 0, 132, 1.980e9}, 989, 67},
+        {{"NVIDIA H100 PCIe", 9, 0, 114, 1.755e9}, 756, 51.2},
+        {{"NVIDIA H200", 9, 0, 132, 1.980e9}, 989, 67},
+        {{"a GPU of later years", 99, 0, 100, 2.000e9}, 204.8, 51.2},      // not in the table: 1024 and 256 a clock
+    };
+    for (const auto &c : CASES) {
+        if (!case_begins("peak of %s", c.device.name)) continue;
+        check("bf16", fabs(1e-12 * device_peak(&c.device, true) / c.bf16 - 1), 0.01);
+        check("float32", fabs(1e-12 * device_peak(&c.device, false) / c.fp32 - 1), 0.01);
+        case_ends();
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------------
 
 template <class X>
 static void test_layers(void) {
@@ -1139,6 +1169,7 @@ int main(int argc, char **argv) {
     test_adamws(), arrays_free();
     test_norms(), arrays_free();
     test_refusals();
+    test_peaks();
     printf("%d passed, %d failed\n", passed, failed);
     return failed > 0 || passed == 0;
 }
