@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Breaks the code of attention and of the kernels on purpose, one small change at a time, and sees that the tests notice.
+"""Breaks the code of attention, of the kernels and of the CUDA trainer on purpose, one small change at a time, and sees that the tests notice.
 
     dev/mutate/mutate.py             every change of mutations.txt
     dev/mutate/mutate.py --draw 5    so many of them, drawn by the date
@@ -23,10 +23,15 @@ ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv/bin/python"
 # What make builds, and the test that it is for. The quickest first; a change counts as noticed with the first that fails.
 TESTS = [("test_gpt2", ["./test_gpt2", "attention"]), *((test, [test]) for test in ("build/tests/test_attention", "build/tests/test_gradients"))]
+PYTEST = [str(PYTHON if PYTHON.exists() else sys.executable), "-m", "pytest", "-x", "-q"]
 # The GPU's kernels, on the CPU: the cases of test_flash.py that stand for all, by the instances that those need.
-FLASH_TESTS = [("build/on_cpu/flash.so", [str(PYTHON if PYTHON.exists() else sys.executable), "-m", "pytest", "-x", "-q", "dev/tests/test_flash.py",
-                                          "-k", "kinds or last_bit or future or order or conflicts or rows_without"])]
+FLASH_TESTS = [("build/on_cpu/flash.so", [*PYTEST, "dev/tests/test_flash.py", "-k", "kinds or last_bit or future or order or conflicts or rows_without"])]
 KERNEL_TESTS = [("build/on_cpu/tests/test_kernels", ["build/on_cpu/tests/test_kernels"])]
+# What stands on the kernels: the trainer, its products, its sums over processes.
+TRAINER = ("train_gpt2.cu", "kernels/collective.h", "kernels/matmul.cuh")
+TRAINER_TESTS = [("test_gpt2cu_on_cpu", ["./test_gpt2cu_on_cpu", "softmax_tied_v97_T33"]), ("test_gpt2cu_on_cpu", ["./test_gpt2cu_on_cpu", "softmax_gau_T33"]),
+                 ("train_gpt2cu_on_cpu", [*PYTEST, "dev/tests/test_cuda.py", "-k", "late or masks or rows_without or switch_in or several_processes or"
+                                          " same_number or recomputing or resume"])]
 FLASH_INSTANCES = ("exp", "exp_recenter", "softplus_reweight", "any_two_sweeps", "float", "float_two_sweeps")
 
 
@@ -41,12 +46,12 @@ def mutations():
 
 def build(tree, target):
     """None, or the compiler's first complaint."""
-    made = subprocess.run(["make", "-s", "-j2", "OPT=-O1", "CU_OPT=-O0", "NCCL=0", target], cwd=tree, capture_output=True, text=True)
+    made = subprocess.run(["make", "-s", "-j2", "OPT=-O1", "CU_OPT=-O0", "train_gpt2", target], cwd=tree, capture_output=True, text=True)
     return (made.stderr.strip().splitlines() or ["make failed"])[0] if made.returncode else None
 
 
 def tests_of(file):
-    return FLASH_TESTS if file.startswith("attention/flash") else KERNEL_TESTS if file.startswith("kernels/") else TESTS
+    return TRAINER_TESTS if file in TRAINER else FLASH_TESTS if file.startswith("attention/flash") else KERNEL_TESTS if file.startswith("kernels/") else TESTS
 
 
 def verdict_of(tree, tests):
@@ -99,7 +104,7 @@ def main():
         if (ROOT / ".cuda").exists():
             (tree / ".cuda").symlink_to(ROOT / ".cuda")
         few_instances(tree)
-        for tests in [tests for tests in (TESTS, KERNEL_TESTS, FLASH_TESTS) if any(tests_of(file) is tests for file, _, _ in chosen)]:
+        for tests in [tests for tests in (TESTS, KERNEL_TESTS, FLASH_TESTS, TRAINER_TESTS) if any(tests_of(file) is tests for file, _, _ in chosen)]:
             red = verdict_of(tree, tests)
             if red:
                 sys.exit(f"before anything was changed: {red}")
