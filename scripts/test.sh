@@ -67,10 +67,11 @@ variant blas ONEDNN=0 MPI=0
 variant plain ONEDNN=0 BLAS=0 MPI=0
 variant san SAN=1
 
-echo "== the quick C tests in build/san (SAN=1)"
+echo "== the quick C tests, and those of the kernels, in build/san (SAN=1)"
 sanitized() {
     local status=0 name programs=()
     for name in attention checkpoint metrics normalizer options random safetensors schedule shards; do programs+=("build/san/tests/test_$name"); done
+    programs+=(build/san/on_cpu/tests/test_kernels build/san/on_cpu/tests/test_matmul)
     make -j"$(nproc)" SAN=1 "${programs[@]}" || return
     for name in "${programs[@]}"; do
         echo "== $name"
@@ -118,6 +119,12 @@ echo "== the program's tests in build/san (SAN=1)"
 make -j"$(nproc)" SAN=1 build/san/train_gpt2 build/san/sample_gpt2 </dev/null &&
     TRAIN_GPT2=build/san/train_gpt2 .venv/bin/python -m pytest -q --junitxml="$logs/pytest.xml" dev/tests/test_errors.py dev/tests/test_order.py \
         dev/tests/test_resume.py dev/tests/test_sample.py -n 2 --dist loadfile -k "not point and not 2_gib and not by_fault and not kill_9" </dev/null
+count_pytest $? "$logs/pytest.xml"
+
+echo "== the CUDA trainer in build/san/softmax (SAN=1 ATTN=softmax)"
+make -j"$(nproc)" SAN=1 ATTN=softmax build/san/softmax/train_gpt2cu_on_cpu </dev/null &&
+    TRAIN_GPT2CU=build/san/softmax/train_gpt2cu_on_cpu .venv/bin/python -m pytest -q --junitxml="$logs/pytest.xml" dev/tests/test_cuda.py \
+        -n 2 -k "late or masks or recomputing" </dev/null
 count_pytest $? "$logs/pytest.xml"
 
 echo "== pytest"
