@@ -243,7 +243,7 @@ static void swiglu_backward(real *dgate_up, const real *dout, const real *gate_u
     }
 }
 
-// ---- the gated attention unit (SPEC: uvz = rmsnorm(x)·[Wu Wv Wz]ᵀ, out = (silu(u) · attention(q, k, silu(v)))·Woᵀ)
+// ---- the gated attention unit (uvz = rmsnorm(x)·[Wu Wv Wz]ᵀ, out = (silu(u) · attention(q, k, silu(v)))·Woᵀ)
 // E the width of u and v, HS the width of z, q and k.
 
 // The learnt gain and offset of q and k, each (HS): q = silu(z) · q_gain + q_offset.

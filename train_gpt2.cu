@@ -302,7 +302,7 @@ static void plan_activations(Model *m, Activations<X> *a, size_t B, size_t T) {
     size_t K = NH * head_size(c), E = NH * value_size(c), kept_layers = m->recompute ? 1 : L, loss_rows = N < LOSS_ROWS ? N : LOSS_ROWS;
     auto add = [m](const char *kind, X **where, size_t elements) { memory_add(&m->plan, kind, (void **)where, elements * sizeof(X)); };
     const char *kept = "activations kept for the backward pass", *scratch = "scratch";
-    const char *inputs = m->recompute ? scratch : "inputs of products, kept without --recompute";
+    const char *inputs = m->recompute ? scratch : "inputs of products (no --recompute)";
     rmsnorm_warps<X>(C);                   // ends the program where there is no kernel for so many channels
     add(kept, &a->x, (L + 1) * N * C);
     add(kept, &a->att, L * N * E);

@@ -10,10 +10,10 @@
 // dev/tests/test_kernels.cu classifier.
 //
 // A block has a row and reads it twice: once for maximum and sum together, each thread rescaling its sum when its maximum grows, and once,
-// backwards, to write; so the row's end, read last, is found in L1 and the rest in L2 (a row of GPT-2's vocabulary is 100 KB in bf16; 4
-// rows on each of 132 SMs are 53 MB). Nothing of size rows·VP is ever stored in float.
+// backwards, to write; so the row's end, read last, is found in L1 and most of the rest in L2 (a row of GPT-2's vocabulary is 100 KB in
+// bf16; 4 rows on each of 132 SMs are 53 MB, an H100's L2 has 50). Nothing of size rows·VP is ever stored in float.
 //
-// Bytes at 16,384 rows of 50,304 in bf16: from DRAM 1.65 GB read and 1.65 GB written, 0.98 ms at 3.35 TB/s; were the second reading from
+// Bytes at 16,384 rows of 50,304 in bf16: from DRAM at least 1.65 GB read and 1.65 GB written, 0.98 ms at 3.35 TB/s; were the second reading from
 // DRAM too, 1.48 ms.
 #ifndef KERNELS_CLASSIFIER_CUH
 #define KERNELS_CLASSIFIER_CUH

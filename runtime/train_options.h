@@ -28,7 +28,7 @@ typedef struct {
     size_t count;
 } TrainOptions;
 
-// The defaults of SPEC section 3, and the table over them. attn_help: what --help says of --attn; gpus: with the flags of GPUs.
+// The defaults, which --help prints, and the table over them. attn_help: what --help says of --attn; gpus: with the flags of GPUs.
 void train_options_init(TrainOptions *options, const char *attn_help, bool gpus);
 
 // Was this flag on the command line?

@@ -170,7 +170,7 @@ def run_torch(what, dtype, B, T, options):
 
 
 def write_shard(path, count, vocab=VOCAB):
-    """A shard of random tokens, the last of the vocabulary first: the header's 256 int32, then uint16 (SPEC, "Shards")."""
+    """A shard of random tokens, the last of the vocabulary first: the header's 256 int32, then uint16 (doc/data.md, "Files")."""
     rng = random.Random(0)
     tokens = [vocab - 1] + [rng.randrange(vocab) for _ in range(count - 1)]
     path.write_bytes(struct.pack("<256i", 20240520, 1, count, *([0] * 253)) + struct.pack(f"<{count}H", *tokens))

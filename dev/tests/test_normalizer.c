@@ -1,4 +1,4 @@
-// The parser of --attn and the table behind it, against SPEC 2.1's table and three more, written out here, and random texts.
+// The parser of --attn and the table behind it, against the table of attention/README.md ("Presets"), written out here, and random texts.
 #include "attention/normalizer.h"
 
 #include <math.h>
@@ -32,7 +32,7 @@ static bool same(const Normalizer *a, const Normalizer *b) {
     return a->fixed == b->fixed && (isnan(a->s_start) ? isnan(b->s_start) : a->s_start == b->s_start);
 }
 
-// ---- the presets: SPEC 2.1's, and three more
+// ---- the presets, as attention/README.md has them
 
 static const struct {
     const char *name, *stages[STAGE_COUNT];
@@ -80,7 +80,7 @@ static const char *const NAMES[] = {NORMALIZERS(NAME)};
 #undef NAME
 
 static void test_presets(void) {
-    check_group("the presets are those of SPEC 2.1 and three more, stage for stage");
+    check_group("the presets are those of attention/README.md, stage for stage");
     CHECK(COUNT(NAMES) == COUNT(TABLE), "%zu presets, not %zu", COUNT(NAMES), COUNT(TABLE));
     for (size_t i = 0; i < STAGE_COUNT; i++) CHECK(!strcmp(stage_names[i], STAGE_NAMES[i]), "stage %zu is %s", i, stage_names[i]);
     for (size_t i = 0; i < COUNT(TABLE); i++) {
