@@ -1,11 +1,12 @@
 // Trains a Llama-style GPT on one or many GPUs, with an attention whose normaliser is a flag. The same job as train_gpt2.c, section for
-// section; what a section says there about the network is not said again here.
+// section, by the same numbers; what a section says there about the network is not said again here.
 //
-//   1. Layers       one kernel file a layer: kernels/, and attention/flash.h
+//   1. Layers       not here: a kernel file each in kernels/, and attention/flash.h
 //   2. Model        the parameters, the activations, and the device memory for both
 //   3. Passes       forward, loss, backward
 //   4. Update       gradients over processes, their norm, AdamW
-//   5. The trainer  what the run asks of it, main()
+//   5. Decoding     not here: a sample takes the whole sequence again for each token; sample_gpt2.c decodes, on the CPU
+//   6. The trainer  what the run asks of it, main()
 //
 // X is the type of activations and of the weights that products read: float or bf16 (--dtype). Statistics of rows, gradients of parameters,
 // AdamW's moments and the master weights are float32 under both. Everything runs on one stream, but for the sums over processes.
@@ -634,7 +635,7 @@ static void round_parameters(const Model *m, int64_t step) {
 
 // ---------------------------------------------------------------------------------------------------------------------------
 #ifndef WITHOUT_MAIN
-// 5. The trainer: what the run asks of it (training.h)
+// 6. The trainer: what the run asks of it (training.h)
 
 const char trainer_name[] = "train_gpt2cu";
 const char trainer_usage[] =
