@@ -755,7 +755,7 @@ int training_main(int argc, char **argv) {
     double start = now();
     program_name = trainer_name;
     train_options_init(&run.o, normalizer_flag_help, trainer_on_gpus);
-    options_parse(run.o.table, run.o.count, argc, argv, trainer_usage);
+    train_options_parse(&run.o, argc, argv, trainer_usage);
     if (normalizer_help(run.o.attn)) return EXIT_DONE;
     process_start(&argc, &argv);
     bool locks = run.o.out && is_main() && !run.o.dry_run;
@@ -763,7 +763,9 @@ int training_main(int argc, char **argv) {
     run.config = trainer_config();
     settle(&run, weights, sizeof weights);
     if (run.resumed && run.step >= run.o.steps) {
-        if (is_main()) printf("%s stands at step %lld; --steps %lld asks for no more\n", run.o.out, (long long)run.step, (long long)run.o.steps);
+        if (is_main())
+            printf("%s stands at step %lld; --steps %lld asks for no more. A larger --steps goes on.\n", run.o.out, (long long)run.step,
+                   (long long)run.o.steps);
         return end_run();
     }
     trainer_start(&run.o);

@@ -637,6 +637,7 @@ KERNEL void flash_forward_kernel(const FlashCall<X> call) {
     }
     float sum[TILES][HS / 8][4];
     set_zero(sum);
+
     int last = row0 + OWN < T ? row0 + OWN : T, tiles = (last - 1) / KEYS + 1, steps = POST >= FLASH_RECENTER_L1 ? 2 * tiles : tiles;
     auto load = [&](int step) {
         int key0 = step % tiles * KEYS;

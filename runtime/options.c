@@ -163,7 +163,7 @@ static void value_text(const Option *o, Value v, char *out, size_t size) {
 // ---- wrong usage
 
 // Under a launcher every process has the same wrong flag, and the first one says so.
-static _Noreturn void usage_fail(const char *format, ...) {
+void usage_fail(const char *format, ...) {
     Error error = {.code = EXIT_USAGE};
     va_list args;
     va_start(args, format);

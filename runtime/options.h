@@ -49,6 +49,9 @@ typedef struct {
 // that a wrong flag never starts MPI; under a launcher only one process prints.
 void options_parse(Option *table, size_t count, int argc, char **argv, const char *usage);
 
+// For what else a program finds wrong in its flags: ends with EXIT_USAGE; under a launcher only one process prints.
+void usage_fail(const char *format, ...) __attribute__((noreturn, format(printf, 1, 2)));
+
 // The row of that name, or NULL.
 Option *options_find(Option *table, size_t count, const char *name);
 

@@ -61,10 +61,21 @@ void train_options_init(TrainOptions *o, const char *attn_help, bool gpus) {
         {"stochastic-rounding", OPT_SWITCH, &o->stochastic_rounding, .group = "GPUs", .help = "under bf16, of the weights' copy that the products read", .on_resume = true},
     };
     const size_t count = sizeof table / sizeof *table, on_gpus = 5;      // the last rows
-    o->count = gpus ? count : count - on_gpus;
+    o->count = gpus ? count : count - on_gpus, o->count_on_gpus = count;
     o->table = malloc(sizeof table);
     if (!o->table) fail(EXIT_RESOURCE, "out of memory for the flags.");
     memcpy(o->table, table, sizeof table);
+}
+
+void train_options_parse(TrainOptions *o, int argc, char **argv, const char *usage) {
+    for (int i = 1; i < argc; i++)
+        for (size_t row = o->count; row < o->count_on_gpus; row++) {
+            const char *name = o->table[row].name, *word = argv[i];
+            size_t length = strlen(name);
+            if (strncmp(word, "--", 2) == 0 && strncmp(word + 2, name, length) == 0 && (word[2 + length] == 0 || word[2 + length] == '='))
+                usage_fail("--%s is a flag of train_gpt2cu, the trainer on GPUs; %s has no such flag.", name, program_name);
+        }
+    options_parse(o->table, o->count, argc, argv, usage);
 }
 
 bool train_options_given(const TrainOptions *options, const char *name) {

@@ -25,11 +25,14 @@ typedef struct {
     int reduce_dtype;
     bool recompute, deterministic, stochastic_rounding;
     Option *table;
-    size_t count;
+    size_t count, count_on_gpus;                       // rows of the table; those of a trainer on GPUs
 } TrainOptions;
 
 // The defaults, which --help prints, and the table over them. attn_help: what --help says of --attn; gpus: with the flags of GPUs.
 void train_options_init(TrainOptions *options, const char *attn_help, bool gpus);
+
+// options_parse(), which for a trainer without the flags of GPUs says whose they are.
+void train_options_parse(TrainOptions *options, int argc, char **argv, const char *usage);
 
 // Was this flag on the command line?
 bool train_options_given(const TrainOptions *options, const char *name);

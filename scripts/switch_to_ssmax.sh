@@ -6,7 +6,7 @@
 #   OUT=out/softmax STEP=175000 scripts/switch_to_ssmax.sh [flags]    goes on with softmax until that step
 #
 # Started again, it goes on without a second switch. The run's own flags hold (OUT/run.json); [flags] may change what --resume may change,
-# such as --steps. --dry-run prints the plan and ends. From the environment: GPUS (8), OUT, STEP and PROGRAM; paths start at the
+# such as --steps, which a run that has reached its own needs. --dry-run prints the plan and ends. From the environment: GPUS (8), OUT, STEP and PROGRAM; paths start at the
 # repository's root. To keep the run with softmax as it is, copy its folder before.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -67,6 +67,9 @@ def tree(folder):
 @pytest.mark.parametrize("flags, parts", [
     (["--stpes", 3], ["--stpes", "no such flag", "Nearest: --steps", "--help"]),
     (["--train", "x"], ["--train", "Nearest: --train-data"]),
+    (["--zero", 1], ["--zero is a flag of train_gpt2cu", "train_gpt2 has no such flag"]),
+    (["--reduce-dtype=bf16"], ["--reduce-dtype is a flag of train_gpt2cu"]),
+    (["--zeros", 1], ["--zeros", "no such flag", "Nearest:"]),
     (["-steps", 3], ["two dashes", "--steps"]),
     (["stray"], ["stray", "belongs to no flag"]),
     (["--schedule", "cosin"], ["--schedule cosin", "constant|cosine|linear|wsd", "Nearest: cosine"]),

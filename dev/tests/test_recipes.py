@@ -194,6 +194,15 @@ def test_switch_later(softmax):
     says(run("switch_to_ssmax.sh", "--steps", 9, OUT=softmax, STEP=3, code=USAGE), "the run stands at step 8")
 
 
+def test_switch_of_a_run_that_is_done(softmax):
+    """It changes nothing, and says what to do, which then does it."""
+    text = run("switch_to_ssmax.sh", OUT=softmax)
+    says(text, "stands at step 4; --steps 4 asks for no more", "A larger --steps goes on")
+    assert lineage(softmax) == [(0, "softmax")]
+    run("switch_to_ssmax.sh", "--steps", 5, OUT=softmax)
+    assert lineage(softmax) == [(0, "softmax"), (4, "ssmax")]
+
+
 def test_switch_of_nothing(tmp_path):
     says(run("switch_to_ssmax.sh", OUT=tmp_path, code=USAGE), f"{tmp_path}/ckpt: no checkpoint", "OUT=")
 
