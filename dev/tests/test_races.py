@@ -59,11 +59,11 @@ def test_attention(programs, word):
 @pytest.mark.parametrize("processes, words", ((1, ["--dtype", "bf16", "--recompute", 1]), (1, ["--model", "layers=1,block=gau,channels=32,vocab=97"]),
                                               (2, ["--zero", 0]), (2, ["--zero", 1, "--dtype", "bf16"])), ids=("llama", "gau", "two", "zero"))
 def test_trainer(programs, tmp_path, processes, words):
-    """A step of four micro-batches, a batch of validation and a checkpoint, the work in streams as late as may be, of each launch a block watched."""
+    """A step of two micro-batches, a batch of validation and a checkpoint, the work in streams as late as may be, of each launch a block watched."""
     make_data(tmp_path)
     out = tmp_path / "run"
     run_command = command(tmp_path, "--model", "layers=1,heads=1,channels=48,ffn=40,vocab=97", "--seq-len", 20, "--batch", 1, "--total-batch-tokens",
-                          80 * processes, "--val-data", f"{tmp_path}/*_val_*.bin", "--val-tokens", 20, "--steps", 1, "--out", out, *words,
+                          40 * processes, "--val-data", f"{tmp_path}/*_val_*.bin", "--val-tokens", 20, "--steps", 1, "--out", out, *words,
                           program=programs[2], processes=processes)
     at = run_command.index(str(programs[2]))
     done = subprocess.run([*run_command[:at], *FIXED, *run_command[at:]], env=watched(1, CUDA_ON_CPU_STREAMS="late"), capture_output=True, text=True,
