@@ -8,6 +8,7 @@
 #   tests         the wrappers of kernels/gpu.cuh, every kernel, cuBLASLt, attention under every normaliser, the whole model, against their references
 #   sanitizer     compute-sanitizer's memcheck, racecheck and synccheck on small shapes, each kind of attention
 #   determinism   two runs and a resumed one, bit for bit
+#   several       two processes with a GPU each, by MPI and NCCL: sums, and a run beside one of one process
 #   train         a run on Shakespeare in float32 and in bf16 beside the CPU's
 #   attention     attention's time: softmax at T = 1k to 16k beside PyTorch's, every normaliser at 1k and 4k beside our softmax
 #   step          the training step at 124M and 162M beside PyTorch's, and where the time goes
@@ -28,7 +29,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 
 DEFAULT_PARTS="build tests sanitizer determinism train attention"
-PARTS="pack build tests sanitizer determinism train attention step memory others"
+PARTS="pack build tests sanitizer determinism several train attention step memory others"
 NO_GPU=77
 home=build/gpu_check
 out=${OUT:-$home} deps=$(realpath -m "${DEPS:-build/deps}") data=${DATA:-data/shakespeare} budget=${BUDGET:-500} gpus=${GPUS:-90}
@@ -135,7 +136,7 @@ settle_cublas() {
 }
 
 part_build() {
-    local targets=(./train_gpt2$suffix ./test_gpt2$suffix "$tests/test_kernels" "$tests/test_matmul" build/$where/flash.so ./train_gpt2)
+    local targets=(./train_gpt2$suffix ./test_gpt2$suffix "$tests/test_kernels" "$tests/test_matmul" "$tests/test_collective" build/$where/flash.so ./train_gpt2)
     [ -z "${TARGETS:-}" ] || read -ra targets <<<"$TARGETS"
     settle_cublas
     fact "$(nproc) cores; $(make -s --eval='where: ; @echo Toolkit $(CUDA), cuBLASLt $(CUBLAS), NCCL $(or $(USE_NCCL),none)' "${make_flags[@]}" where)"
@@ -282,6 +283,25 @@ part_determinism() {
     rm -rf "$folder"
 }
 
+# scripts/launch.sh, as a program for run().
+two_processes() { scripts/launch.sh 2 "$train" "$@"; }
+
+# The same batches, so the same losses but for the order of sums.
+part_several() {
+    local folder word zero batch=$((dry ? 1 : 4))
+    if [ $dry = 0 ] && [ "$(nvidia-smi -L | wc -l)" -lt 2 ]; then end="not measured: fewer than two GPUs"; fact "fewer than two GPUs: not measured"; return; fi
+    for word in sums bf16; do check "sums of two processes: $word" 60 scripts/launch.sh 2 "$tests/test_collective" "$word"; done
+    folder=$(mktemp -d)
+    export STEPS=$((dry ? 4 : 10))
+    check "one process" 120 bash -c "$(in_shell); run '$train' '$folder/one' --dtype fp32"
+    for zero in 0 1; do
+        check "two processes, --zero $zero" 120 bash -c "$(in_shell); run two_processes '$folder/zero $zero' --dtype fp32 --batch $batch --zero $zero"
+        report close "$part" "losses, --zero $zero" 1e-5 "$folder/one" "$folder/zero $zero"
+    done
+    unset STEPS
+    rm -rf "$folder"
+}
+
 step_ms() { python3 -c 'import json, statistics, sys; print(round(statistics.median(json.loads(line)["ms"] for line in open(sys.argv[1])), 2))' "$1/metrics.jsonl"; }
 
 # ---------------------------------------------------------------- timings
@@ -316,7 +336,7 @@ run_part() {
     [ "$part" = build ] || ensure_built
     part_"$part" || end=failed
     fact "$part took $((SECONDS - start)) s"
-    report end "$part" $end
+    report end "$part" "$end"
     report status "$part"
 }
 

@@ -6,6 +6,7 @@
     python3 dev/bench/gpu_report.py FOLDER end PART done|failed|"not measured: WHY"
     python3 dev/bench/gpu_report.py FOLDER curves PART RUN RUN...          the losses of runs beside the first one's
     python3 dev/bench/gpu_report.py FOLDER same PART NAME RUN RUN          two runs, bit for bit
+    python3 dev/bench/gpu_report.py FOLDER close PART NAME X RUN RUN       two runs' losses, which differ by X at most
     python3 dev/bench/gpu_report.py FOLDER status                          exit code 1 where a part did not end as it should, 77 where one found no GPU
 
 A section: status, date, device, facts (lines), checks, tables {title: {head, rows, notes}}, records (what was timed, one dict a case), curves. The
@@ -249,6 +250,14 @@ def same(a, b):
     return True, f"{len(lines[0])} steps, model {hashes[0]['model.safetensors'][:16]}, moments {hashes[0]['optimizer.safetensors'][:16]}"
 
 
+def close(bound, a, b):
+    """Do two runs have the same number of steps, and losses at most `bound` apart?"""
+    losses = [[m["loss"] for m in metrics(run)] for run in (a, b)]
+    apart = [abs(x - y) for x, y in zip(*losses)]
+    fine = len(losses[0]) == len(losses[1]) > 0 and all(x <= bound for x in apart)          # false for a NaN
+    return fine, f"{len(losses[0])} and {len(losses[1])} steps, largest difference {max(apart, default=math.nan):.2g}, allowed {bound:g}"
+
+
 # ---------------------------------------------------------------- the command line
 
 def add_check(report, part, name, verdict, seconds, detail):
@@ -273,10 +282,12 @@ def main():
         section = report.part(part)
         bad = [check for check in section["checks"] if check["verdict"] not in ("ok", "told")]
         section["status"] = "failed" if bad and words[1] == "done" else words[1]
-    elif verb in ("curves", "same"):
-        name, compare = ("losses", lambda: curves(report, part, words[1:])) if verb == "curves" else (words[1], lambda: same(*words[2:4]))
+    elif verb in ("curves", "same", "close"):
+        name = "losses" if verb == "curves" else words[1]
+        compare = {"curves": lambda: curves(report, part, words[1:]), "same": lambda: same(*words[2:4]),
+                   "close": lambda: close(float(words[2]), *words[3:5])}
         try:
-            fine, detail = compare()
+            fine, detail = compare[verb]()
         except OSError as error:
             fine, detail = False, f"a run is missing: {error.filename}"
         add_check(report, part, name, "ok" if fine else "FAILED", 0, detail)

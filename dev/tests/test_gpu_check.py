@@ -19,6 +19,7 @@ import gpu_report
 import gpu_step
 import model as reference
 
+EMULATED, COLLECTIVE = ROOT / "train_gpt2cu_on_cpu", ROOT / "build/on_cpu/tests/test_collective"
 FLASH = ROOT / "build/on_cpu/flash.so"
 
 
@@ -92,6 +93,22 @@ def test_runs_on_the_cpu(tmp_path):
     assert [check["verdict"][:6] for check in parts_of(tmp_path / "broken")["train"]["checks"]] == ["ok", "FAILED", "FAILED", "FAILED"]
 
 
+def test_one_gpu_is_too_few_for_several(tmp_path):
+    path = fake_programs(tmp_path / "bin", **{"nvidia-smi": "echo GPU 0: stand-in", "make": "exit 0"})
+    assert "fewer than two GPUs: not measured" in gpu_check("several", out=tmp_path, code=gpu_report.NO_GPU, PATH=path)
+    assert parts_of(tmp_path)["several"]["checks"] == []
+
+
+@pytest.mark.skipif(not (EMULATED.exists() and COLLECTIVE.exists() and shutil.which("mpirun")), reason="make train_gpt2cu_on_cpu test_on_cpu, mpirun")
+def test_several_processes(tmp_path):
+    trainer.make_data(tmp_path)
+    known = dict(DEVICE="cpu", DATA=str(tmp_path), VOCAB=str(trainer.VOCAB))
+    gpu_check("several", out=tmp_path / "report", code=0, **known)
+    checks = parts_of(tmp_path / "report")["several"]["checks"]
+    assert [check["verdict"] for check in checks] == ["ok"] * 7
+    assert [check["detail"] for check in checks[:2]] == ["2 processes are right"] * 2
+
+
 # ---- runs side by side
 
 def write_run(folder, losses, tensors=b"tensors"):
@@ -108,6 +125,12 @@ def test_same_runs_and_others(tmp_path):
     assert not gpu_report.same(a, write_run(tmp_path / "c", [2.0, 1.0000001]))[0]
     assert not gpu_report.same(a, write_run(tmp_path / "d", [2.0]))[0]
     assert not gpu_report.same(a, write_run(tmp_path / "e", [2.0, 1.0], b"others"))[0]
+
+
+@pytest.mark.parametrize("losses, fine", [([2.0, 1.000009], True), ([2.0, 1.00002], False), ([2.0, math.nan], False), ([2.0], False), ([], False)])
+def test_close(tmp_path, losses, fine):
+    a = write_run(tmp_path / "a", [2.0, 1.0])
+    assert gpu_report.close(1e-5, a, write_run(tmp_path / "b", losses))[0] == fine
 
 
 @pytest.mark.parametrize("losses, fine", [([2.0, 1.00005], True), ([2.0, 1.001], False), ([2.0, math.nan], False), ([2.0], False)])
