@@ -2,24 +2,10 @@
 #include "kernels/gpu.cuh"
 
 #include "attention/flash.cuh"
+#include "kernels/check.h"
 #include "runtime/error.h"
 
 #include <utility>
-
-void flash_check(FlashShape shape, size_t element) {
-    size_t HS = shape.HS, VS = shape.VS, pack = 16 / element;
-    if (HS < 8 || HS > 128 || HS % 8)
-        fail(EXIT_USAGE, "attention: no kernel for a head size of %zu; it is a multiple of 8, at most 128 (channels over heads, see --model).", HS);
-    if (VS != HS && !(HS == 128 && VS % 8 == 0 && VS > 0))
-        fail(EXIT_USAGE, "attention: no kernel for values of size %zu with a head size of %zu; they are of the same size, or, in a gated unit (twice its channels), a"
-             " multiple of 8.", VS, HS);
-    if (shape.T < 1 || shape.T > 1 << 24 || shape.B < 1 || shape.NH < 1 || shape.B * shape.NH > 65535)
-        fail(EXIT_USAGE, "attention: %zu sequences of %zu tokens with %zu heads; expected 1 to 16,777,216 tokens, and at most 65,535 heads in all.", shape.B,
-             shape.T, shape.NH);
-    if (shape.q_row % pack || shape.k_row % pack || shape.v_row % pack || shape.out_row % pack)
-        fail(EXIT_USAGE, "attention: rows of %zu, %zu, %zu and %zu elements; expected multiples of %zu (16 bytes).", shape.q_row, shape.k_row, shape.v_row,
-             shape.out_row, pack);
-}
 
 // ---- what is kept
 
@@ -94,25 +80,62 @@ static void prefix_sums(const FlashCall<X> &call, FlashShape shape, cudaStream_t
 template <class X>
 struct Pass {
     void (*forward)(const FlashCall<X> &, cudaStream_t), (*backward)(const FlashCall<X> &, cudaStream_t);
+    size_t (*shared)(size_t HS);         // bytes that a block asks for at most
     float in_unit;
 };
 
+template <class X, int PHI, int POST>
+static size_t shared_of(size_t HS) {
+    return HS <= 48 ? most_shared<X, 48, PHI, POST> : HS <= 64 ? most_shared<X, 64, PHI, POST> : most_shared<X, 128, PHI, POST>;
+}
+
 template <class X, int instance>
 static void pass_if(Pass<X> *pass, int wanted) {
-    if constexpr (flash_is_built(instance) && flash_instances[instance].element == sizeof(X))
-        if (instance == wanted) *pass = {flash_instance_forward<instance>, flash_instance_backward<instance>, unit<X, flash_instances[instance].phi>};
+    constexpr FlashInstance it = flash_instances[instance];
+    if constexpr (flash_is_built(instance) && it.element == sizeof(X))
+        if (instance == wanted)
+            *pass = {flash_instance_forward<instance>, flash_instance_backward<instance>, shared_of<X, it.phi, it.post>, unit<X, it.phi>};
 }
 
 template <class X, int... all>
-static Pass<X> pass_of(const FlashCall<X> &call, std::integer_sequence<int, all...>) {
+static Pass<X> pass_of(const Normalizer *a, std::integer_sequence<int, all...>) {
     Pass<X> pass = {};
-    (pass_if<X, all>(&pass, flash_find(sizeof(X), call.phi, call.post)), ...);
+    (pass_if<X, all>(&pass, flash_find(sizeof(X), NORMALIZER_PHI(a), NORMALIZER_POST(a))), ...);
     return pass;
 }
 
 template <class X>
-static Pass<X> pass_of(const FlashCall<X> &call) {
-    return pass_of(call, std::make_integer_sequence<int, FLASH_INSTANCE_COUNT>());
+static Pass<X> pass_of(const Normalizer *a) {
+    return pass_of<X>(a, std::make_integer_sequence<int, FLASH_INSTANCE_COUNT>());
+}
+
+// ---- what is refused
+
+// By the GPU that this process has: 8.0 has 163 KB a block, 8.6 and 8.9 have 99, 9.0 has 227.
+static void check_shared(FlashShape shape, size_t element) {
+    size_t HS = shape.HS, needed = element == sizeof(bf16) ? pass_of<bf16>(shape.normalizer).shared(HS) : pass_of<float>(shape.normalizer).shared(HS);
+    int device, most;
+    CUDA_CHECK(cudaGetDevice(&device));
+    CUDA_CHECK(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+    if (needed > (size_t)most)
+        fail(EXIT_USAGE, "attention: a head size of %zu needs %zu KB of shared memory a block, and this GPU has %zu.\n  Heads of at most 64 need less (channels"
+             " over heads, see --model); those of gated units have 128.", HS, needed / 1024, (size_t)most / 1024);
+}
+
+void flash_check(FlashShape shape, size_t element) {
+    size_t HS = shape.HS, VS = shape.VS, pack = 16 / element;
+    if (HS < 8 || HS > 128 || HS % 8)
+        fail(EXIT_USAGE, "attention: no kernel for a head size of %zu; it is a multiple of 8, at most 128 (channels over heads, see --model).", HS);
+    if (VS != HS && !(HS == 128 && VS % 8 == 0 && VS > 0))
+        fail(EXIT_USAGE, "attention: no kernel for values of size %zu with a head size of %zu; they are of the same size, or, in a gated unit (twice its channels), a"
+             " multiple of 8.", VS, HS);
+    if (shape.T < 1 || shape.T > 1 << 24 || shape.B < 1 || shape.NH < 1 || shape.B * shape.NH > 65535)
+        fail(EXIT_USAGE, "attention: %zu sequences of %zu tokens with %zu heads; expected 1 to 16,777,216 tokens, and at most 65,535 heads in all.", shape.B,
+             shape.T, shape.NH);
+    if (shape.q_row % pack || shape.k_row % pack || shape.v_row % pack || shape.out_row % pack)
+        fail(EXIT_USAGE, "attention: rows of %zu, %zu, %zu and %zu elements; expected multiples of %zu (16 bytes).", shape.q_row, shape.k_row, shape.v_row,
+             shape.out_row, pack);
+    check_shared(shape, element);
 }
 
 // ---- the passes
@@ -124,7 +147,7 @@ void flash_forward(X *out, float *stats, unsigned long long *rows_without_weight
     FlashCall<X> call = call_of(shape, scalars, q, k, v, stats, scratch);
     call.out = out, call.rows_without_weight = rows_without_weight;
     if (call.post == POST_RECENTER) prefix_sums(call, shape, stream);
-    pass_of(call).forward(call, stream);
+    pass_of<X>(shape.normalizer).forward(call, stream);
 }
 
 template <class X>
@@ -136,7 +159,7 @@ void flash_backward(X *dq, X *dk, X *dv, FlashScalarGrads grads, const X *dout, 
     call.dq = dq, call.dk = dk, call.dv = dv;
     if (!grads.s && !grads.b && !grads.p) call.g = NULL;
     prefix_sums(call, shape, stream);
-    Pass<X> pass = pass_of(call);
+    Pass<X> pass = pass_of<X>(shape.normalizer);
     launch(flash_rows_kernel<X>, dim3((rows_of(shape) * ROW_LANES - 1) / 256 + 1), dim3(256), 0, stream, call, pass.in_unit);
     pass.backward(call, stream);
     if (grads.s || grads.b || grads.sink)

@@ -43,6 +43,8 @@
 
 #include "attention/flash.h"
 
+#include <algorithm>
+
 // ---------------------------------------------------------------------------------------------------------------------------
 // Sizes
 
@@ -1083,10 +1085,24 @@ KERNEL void flash_p_kernel(float *dp, const FlashCall<X> call) {
 // ---------------------------------------------------------------------------------------------------------------------------
 // Launches
 
+// Bytes of shared memory that a block asks for.
 template <class P, int HS, class X>
-size_t flash_shared(size_t own_tiles, size_t streamed_tiles) {
+constexpr size_t flash_shared(size_t own_tiles, size_t streamed_tiles) {
     return (own_tiles * P::OWN + streamed_tiles * P::STREAM) * tile_step<HS> * sizeof(X);
 }
+
+template <class X, int HS, int PHI, int POST>
+constexpr size_t forward_shared = flash_shared<ForwardPlan<X, HS, PHI, POST>, HS, X>(1, 4);
+
+template <class X, int HS, int PHI, bool WIDE>
+constexpr size_t dq_shared = flash_shared<RowsPlan<X, HS, PHI, WIDE>, HS, X>(2, 4);
+
+template <class X, int HS, int PHI, bool WIDE>
+constexpr size_t dkv_shared = flash_shared<KeysPlan<X, HS, PHI, WIDE>, HS, X>(2, 4) + 2 * KeysPlan<X, HS, PHI, WIDE>::STREAM * sizeof(FlashRow);
+
+// The most that one of these kernels asks for; those for wide values take smaller tiles.
+template <class X, int HS, int PHI, int POST>
+constexpr size_t most_shared = std::max({forward_shared<X, HS, PHI, POST>, dq_shared<X, HS, PHI, false>, dkv_shared<X, HS, PHI, false>});
 
 template <class P, class X>
 dim3 flash_grid(const FlashCall<X> &call, int columns) {
@@ -1096,20 +1112,21 @@ dim3 flash_grid(const FlashCall<X> &call, int columns) {
 template <class X, int HS, int PHI, int POST>
 void flash_forward_launch(const FlashCall<X> &call, cudaStream_t stream) {
     typedef ForwardPlan<X, HS, PHI, POST> P;
-    launch(flash_forward_kernel<X, HS, PHI, POST>, flash_grid<P>(call, (call.VS - 1) / HS + 1), dim3(P::THREADS), flash_shared<P, HS, X>(1, 4), stream, call);
+    launch(flash_forward_kernel<X, HS, PHI, POST>, flash_grid<P>(call, (call.VS - 1) / HS + 1), dim3(P::THREADS),
+           forward_shared<X, HS, PHI, POST>, stream, call);
 }
 
 template <class X, int HS, int PHI, int POST, int MODE>
 void flash_dkv_launch(const FlashCall<X> &call, int columns, cudaStream_t stream) {
     typedef KeysPlan<X, HS, PHI, MODE == KEYS_DK_WIDE> P;
     launch(flash_dkv_kernel<X, HS, PHI, POST, MODE>, flash_grid<P>(call, columns), dim3(P::THREADS),
-           flash_shared<P, HS, X>(2, 4) + 2 * P::STREAM * sizeof(FlashRow), stream, call);
+           dkv_shared<X, HS, PHI, MODE == KEYS_DK_WIDE>, stream, call);
 }
 
 template <class X, int HS, int PHI, int POST, bool WIDE>
 void flash_dq_launch(const FlashCall<X> &call, cudaStream_t stream) {
     typedef RowsPlan<X, HS, PHI, WIDE> P;
-    launch(flash_dq_kernel<X, HS, PHI, POST, WIDE>, flash_grid<P>(call, 1), dim3(P::THREADS), flash_shared<P, HS, X>(2, 4), stream, call);
+    launch(flash_dq_kernel<X, HS, PHI, POST, WIDE>, flash_grid<P>(call, 1), dim3(P::THREADS), dq_shared<X, HS, PHI, WIDE>, stream, call);
 }
 
 template <class X, int HS, int PHI, int POST>

@@ -498,9 +498,9 @@ void *shared_array(SharedArray &array, size_t bytes) {
     if (w.statics_asked > STATIC_SHARED)
         die("OVER LIMIT: the block's shared arrays take %zu bytes with %s at %s:%d, and may take %d", w.statics_asked, array.name, array.site.file,
             array.site.line, STATIC_SHARED);
-    if (w.statics_asked + w.launch->shared_bytes > BLOCK_SHARED)
-        die("OVER LIMIT: %zu bytes of shared arrays (%s at %s:%d) and %zu of dynamic shared memory, and a block has %d", w.statics_asked, array.name,
-            array.site.file, array.site.line, w.launch->shared_bytes, BLOCK_SHARED);
+    if (w.statics_asked + w.launch->shared_bytes > w.settings.shared)
+        die("OVER LIMIT: %zu bytes of shared arrays (%s at %s:%d) and %zu of dynamic shared memory, and a block has %zu", w.statics_asked, array.name,
+            array.site.file, array.site.line, w.launch->shared_bytes, w.settings.shared);
     memory = w.statics + w.statics_used;
     size_t room = (bytes + BETWEEN_ARRAYS + 127) / 128 * 128;
     w.statics_used += room;

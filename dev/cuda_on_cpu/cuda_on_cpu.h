@@ -35,6 +35,7 @@ struct Settings {
     int threads;            // CUDA_ON_CPU_THREADS   of the CPU, over which blocks are spread; default: as many as there are
     size_t stack;           // CUDA_ON_CPU_STACK     bytes of stack for each CUDA thread; read at a CPU thread's first launch
     size_t memory;          // CUDA_ON_CPU_MEMORY    bytes of device memory there are
+    size_t shared;          // CUDA_ON_CPU_SHARED    bytes of shared memory that a block may have
     int devices;            // CUDA_ON_CPU_DEVICES   there are; a process is meant to use one of them
     uint64_t watched;       // CUDA_ON_CPU_WATCHED   blocks of each launch that the race check watches, which takes long; default: all
     bool report;            // CUDA_ON_CPU_REPORT    1: counts are printed when the program ends

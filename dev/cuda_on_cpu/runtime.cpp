@@ -83,6 +83,8 @@ static Settings from_environment() {
     s.threads = (int)std::max<uint64_t>(number("CUDA_ON_CPU_THREADS", processors()), 1);
     s.stack = number("CUDA_ON_CPU_STACK", 256 * 1024);
     s.memory = number("CUDA_ON_CPU_MEMORY", (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE));
+    s.shared = number("CUDA_ON_CPU_SHARED", BLOCK_SHARED);
+    if (s.shared < STATIC_SHARED || s.shared > BLOCK_SHARED) die("CUDA_ON_CPU_SHARED=%zu is not from %d to %d", s.shared, STATIC_SHARED, BLOCK_SHARED);
     s.devices = (int)number("CUDA_ON_CPU_DEVICES", 8);
     s.watched = number("CUDA_ON_CPU_WATCHED", UINT64_MAX);
     s.report = number("CUDA_ON_CPU_REPORT", 0) != 0;
@@ -452,8 +454,8 @@ static void check_launch(const Parameters &p, const std::vector<const void *> &p
         die("OVER LIMIT: %s: a block of (%u,%u,%u), and the limit is 1024 threads, in each direction 1 to 1024, 1024, 64", where.c_str(), b.x, b.y, b.z);
     if (g.x == 0 || g.y == 0 || g.z == 0 || g.x > 2147483647u || g.y > 65535 || g.z > 65535)
         die("OVER LIMIT: %s: a grid of (%u,%u,%u), and the limits are 1 to 2147483647, 65535, 65535", where.c_str(), g.x, g.y, g.z);
-    if (p.shared_bytes > BLOCK_SHARED)
-        die("OVER LIMIT: %s: %zu bytes of dynamic shared memory, and a block has %d", where.c_str(), p.shared_bytes, BLOCK_SHARED);
+    if (p.shared_bytes > settings().shared)
+        die("OVER LIMIT: %s: %zu bytes of dynamic shared memory, and a block has %zu", where.c_str(), p.shared_bytes, settings().shared);
     for (size_t i = 0; i < pointers.size(); i++)
         if (pointers[i] && !is_device(pointers[i], 0))
             die("HOST POINTER: %s: its pointer argument number %zu, %p, is neither device memory nor pinned", where.c_str(), i + 1, pointers[i]);
@@ -819,7 +821,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int device) {
     snprintf(p->name, sizeof p->name, "CUDA on the CPU");
     p->totalGlobalMem = settings().memory;
     p->sharedMemPerBlock = STATIC_SHARED;
-    p->sharedMemPerBlockOptin = BLOCK_SHARED;
+    p->sharedMemPerBlockOptin = settings().shared;
     p->sharedMemPerMultiprocessor = PROCESSOR_SHARED;
     p->reservedSharedMemPerBlock = RESERVED_SHARED;
     p->regsPerBlock = p->regsPerMultiprocessor = 65536;
@@ -875,14 +877,14 @@ cudaError_t cudaDeviceGetPCIBusId(char *text, int bytes, int device) {
 // ---- kernels. launch() itself asks for shared memory above 48 KB; registers are not known here.
 
 cudaError_t cudaFuncSetAttribute(const void *, cudaFuncAttribute attribute, int value) {
-    if (attribute == cudaFuncAttributeMaxDynamicSharedMemorySize && (value < 0 || value > BLOCK_SHARED)) return result(cudaErrorInvalidValue);
+    if (attribute == cudaFuncAttributeMaxDynamicSharedMemorySize && (value < 0 || (size_t)value > settings().shared)) return result(cudaErrorInvalidValue);
     return cudaSuccess;
 }
 
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, const void *) {
     *attributes = cudaFuncAttributes();
     attributes->maxThreadsPerBlock = BLOCK_THREADS;
-    attributes->maxDynamicSharedSizeBytes = BLOCK_SHARED;
+    attributes->maxDynamicSharedSizeBytes = (int)settings().shared;
     attributes->binaryVersion = attributes->ptxVersion = 90;
     return cudaSuccess;
 }
@@ -896,7 +898,7 @@ cudaError_t cudaFuncGetName(const char **name, const void *kernel) {
 
 // By threads, blocks and shared memory alone.
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const void *, int threads, size_t shared_bytes) {
-    if (threads < 1 || threads > BLOCK_THREADS || shared_bytes > BLOCK_SHARED) return result(cudaErrorInvalidValue);
+    if (threads < 1 || threads > BLOCK_THREADS || shared_bytes > settings().shared) return result(cudaErrorInvalidValue);
     *blocks = (int)std::min<size_t>({PROCESSOR_BLOCKS, PROCESSOR_THREADS / round_up((size_t)threads, 32), PROCESSOR_SHARED / (shared_bytes + RESERVED_SHARED)});
     return cudaSuccess;
 }

@@ -180,6 +180,15 @@ def test_settings_are_checked(programs):
         assert r.returncode != 0 and message in r.stderr
 
 
+def test_less_shared_memory(programs):
+    """A block that asks for all of 227 KB, where it may have less."""
+    for less, code in (("232448", False), ("232447", True)):
+        r = run(programs, "plain", "too_much_shared", False, "SHARED=" + less)
+        assert (r.returncode != 0) == code, r.stdout + r.stderr
+    assert "232448 bytes of dynamic shared memory, and a block has 232447" in r.stderr
+    assert "is not from 49152 to 232448" in run(programs, "plain", "help", 0, "SHARED=232449").stderr
+
+
 def test_report(programs):
     r = run(programs, "plain", "bank_conflicts", True, "REPORT=1")
     assert re.search(r"ldmatrix 1, bank conflicts 28", r.stderr) and re.search(r"test_cuda_on_cpu.cu:\d+: 28 bank conflicts", r.stderr)

@@ -20,6 +20,7 @@ RECIPES = {"run_124M_fineweb.sh": ("123,551,232", "tied", "softmax"), "run_162M_
 ALL = [*RECIPES, "switch_to_ssmax.sh", "run_multi_node.sbatch", "run_multi_node_mpi.sh", "launch.sh"]
 CUDA_TRAIN = Path(os.environ.get("TRAIN_GPT2CU_ON_CPU", ROOT / "train_gpt2cu_on_cpu")).absolute()
 SMALL = ["--model", MODEL, "--batch", 1, "--seq-len", 8, "--total-batch-tokens", 16]      # after a recipe's own flags, so that these count
+needs_cuda_train = pytest.mark.skipif(not CUDA_TRAIN.exists(), reason=f"no {CUDA_TRAIN.name}: make it first")
 needs_mpirun = pytest.mark.skipif(not shutil.which("mpirun"), reason="needs mpirun")
 USAGE, RESOURCE = 2, 4
 
@@ -108,7 +109,7 @@ def test_reckoning(script):
         assert abs(int(time) * {"hours": 3600, "minutes": 60}[unit] / seconds - 1) < 0.03, (time, unit, count)
 
 
-@pytest.mark.skipif(not CUDA_TRAIN.exists(), reason=f"no {CUDA_TRAIN.name}: make it first")
+@needs_cuda_train
 @pytest.mark.parametrize("script", RECIPES)
 def test_plan_of_a_gpu(data, script):
     """The comment's gigabytes, with its own batch and with a smaller one: a GPU with a little more is enough, one with a little less is not."""
@@ -144,6 +145,25 @@ def test_processes(data, tmp_path):
 
 def test_no_program(data):
     says(run("run_124M_fineweb.sh", code=USAGE, program="./train_gpt3", DATA=data), "./train_gpt3: no such program", "make train_gpt2cu")
+
+
+# ---- GPUs with less shared memory
+
+
+@needs_cuda_train
+@pytest.mark.parametrize("dtype, model, heads, needed", [
+    ("bf16", "channels=128,heads=1,ffn=16", 128, 106), ("fp32", "channels=128,heads=1,ffn=16", 128, 138),
+    ("bf16", "channels=128,block=gau", 128, 106), ("fp32", "channels=64,heads=1,ffn=16", 64, None)])
+def test_shared_memory_of_a_block(tmp_path, dtype, model, heads, needed):
+    """Heads of 128 are refused before anything is taken where a block has 99 KB; with as much as the message names they train."""
+    make_data(tmp_path)
+    flags = [CUDA_TRAIN, "--train-data", tmp_path / "d_train_*.bin", "--model", f"layers=1,vocab=97,{model}", "--dtype", dtype, "--batch", 1, "--seq-len", 8,
+             "--steps", 1, "--out", tmp_path / "out"]
+    if needed:
+        text = run(flags, code=USAGE, CUDA_ON_CPU_SHARED=99 * 1024)
+        says(text, f"a head size of {heads} needs {needed} KB of shared memory a block, and this GPU has 99.")
+        assert not (tmp_path / "out").exists()
+    says(run(flags, CUDA_ON_CPU_SHARED=(needed or 99) * 1024), "ckpt/step-00000001")
 
 
 # ---- scripts/switch_to_ssmax.sh
