@@ -127,8 +127,14 @@ make -j"$(nproc)" SAN=1 ATTN=softmax build/san/softmax/train_gpt2cu_on_cpu </dev
         -n 2 -k "late or masks or recomputing" </dev/null
 count_pytest $? "$logs/pytest.xml"
 
+echo "== dev/tests/test_races.py"          # alone: its tests take long, and one process would have them all
+make -j"$(nproc)" TSAN=1 build/tsan/on_cpu/tests/test_kernels build/tsan/test_gpt2cu_on_cpu build/tsan/train_gpt2cu_on_cpu </dev/null
+.venv/bin/python -m pytest -q -n 2 --junitxml="$logs/pytest.xml" dev/tests/test_races.py </dev/null
+count_pytest $? "$logs/pytest.xml"
+
 echo "== pytest"
 make -j"$(nproc)" build/tests/logits </dev/null && make -j"$(nproc)" FAULTS=1 build/faults/train_gpt2 </dev/null
-.venv/bin/python -m pytest -q --durations=10 -n 2 --dist loadfile --junitxml="$logs/pytest.xml" dev/tests dev/cuda_on_cpu </dev/null
+.venv/bin/python -m pytest -q --durations=10 -n 2 --dist loadfile --junitxml="$logs/pytest.xml" dev/tests dev/cuda_on_cpu \
+    --ignore dev/tests/test_races.py </dev/null
 count_pytest $? "$logs/pytest.xml"
 finish

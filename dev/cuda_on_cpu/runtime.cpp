@@ -349,8 +349,8 @@ static bool run_next(CUstream_st *s) {
         for (CUstream_st *other : streams)
             if (s == default_stream ? other->blocking : s->blocking && other == default_stream) __tsan_acquire(&other->done);
     }
-    if (race_check() && !next->host_function) __tsan_ignore_thread_begin();
-    bool unseen = !next->host_function;
+    bool unseen = race_check() && !next->host_function;
+    if (unseen) __tsan_ignore_thread_begin();
     if (settings().hide && depth == 0) show_device_memory(true);
     depth++;
     if (next->work) finished = next->work();
@@ -358,8 +358,8 @@ static bool run_next(CUstream_st *s) {
     if (settings().hide && depth == 0) show_device_memory(false);
     if (finished) next.reset();
     else s->queue.push_front(std::move(next));
+    if (unseen) __tsan_ignore_thread_end();
     if (race_check()) {
-        if (unseen) __tsan_ignore_thread_end();
         __tsan_release(&s->done);
         __tsan_switch_to_fiber(host, 1);
     }
