@@ -143,7 +143,7 @@ def test_switch_in_mid_run(cuda, data, tmp_path):
     train(data, *flags, "--steps", 6, "--attn-switch", "3:ssmax", "--resume", "--out", c, program=cuda)
     np.testing.assert_allclose(losses(c), losses(a), atol=1e-4, rtol=0)
     scales = [tensors(run, 6, "attn_scale") for run in (a, b, c)]
-    assert (np.abs(scales[0] - np.float32(0.43)) > 1e-4).all()                        # the new scalars are trained
+    assert np.ptp(scales[0]) > 1e-4                     # the new scalars, one for each layer, start as equals and are trained
     np.testing.assert_allclose(scales[1:], [scales[0]] * 2, atol=1e-5, rtol=0)
 
 
