@@ -754,6 +754,7 @@ int training_main(int argc, char **argv) {
     Error error;
     double start = now();
     program_name = trainer_name;
+    process_hold_signals(argv);
     train_options_init(&run.o, normalizer_flag_help, trainer_on_gpus);
     train_options_parse(&run.o, argc, argv, trainer_usage);
     if (normalizer_help(run.o.attn)) return EXIT_DONE;

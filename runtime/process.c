@@ -1,7 +1,13 @@
+#define _GNU_SOURCE
 #include "runtime/process.h"
 
+#include <dirent.h>
+#include <pthread.h>
 #include <signal.h>
+#include <stdatomic.h>
 #include <stdlib.h>
+#include <string.h>
+#include <sys/auxv.h>
 #include <unistd.h>
 
 #ifdef USE_MPI
@@ -33,28 +39,79 @@ static int launched_size(void) {
 
 // ---- signals
 
-static volatile sig_atomic_t stop_requested;
+static const int stop_signals[] = {SIGTERM, SIGINT, SIGUSR1, SIGHUP};
+enum { STOP_SIGNALS = sizeof stop_signals / sizeof *stop_signals };
 
-static void on_signal(int number) {
-    if (number == SIGINT && stop_requested) {
-        signal(number, SIG_DFL);
-        raise(number);
-    }
-    stop_requested = 1;
+static sigset_t held;                            // stop_signals, once process_hold_signals() has run
+static sigset_t ignored;                         // those of them that were ignored at the start
+static atomic_bool holding, catching, stop_requested;
+
+// Ends the process as the signal does by default.
+static void end_by(int number) {
+    sigset_t one;
+    sigemptyset(&one);
+    sigaddset(&one, number);
+    signal(number, SIG_DFL);
+    pthread_sigmask(SIG_UNBLOCK, &one, NULL);
+    raise(number);
 }
 
-static void catch(int number, void (*handler)(int)) {
-    struct sigaction action = {.sa_handler = handler, .sa_flags = SA_RESTART};
-    sigemptyset(&action.sa_mask);
-    sigaction(number, &action, NULL);
+static void *wait_for_signals(void *unused) {
+    (void)unused;
+    for (;;) {
+        int number;
+        if (sigwait(&held, &number) != 0) continue;
+        if (sigismember(&ignored, number) && (number == SIGHUP || !catching)) continue;
+        if (!catching || (number == SIGINT && stop_requested)) end_by(number);
+        stop_requested = true;
+    }
+    return NULL;
+}
+
+// Did a library start threads before main()? OpenBLAS does.
+static bool has_threads(void) {
+    DIR *tasks = opendir("/proc/self/task");
+    int count = 0;
+    for (struct dirent *entry; tasks && (entry = readdir(tasks));) count += entry->d_name[0] != '.';
+    if (tasks) closedir(tasks);
+    return count > 1;
+}
+
+static void note_ignored(void) {
+    sigemptyset(&ignored);
+    for (int i = 0; i < STOP_SIGNALS; i++) {
+        struct sigaction action;
+        sigaction(stop_signals[i], NULL, &action);
+        if (action.sa_handler == SIG_IGN) sigaddset(&ignored, stop_signals[i]);
+    }
+}
+
+void process_hold_signals(char **argv) {
+    sigset_t before;
+    pthread_attr_t detached;
+    pthread_t thread;
+    bool blocked_before = true;
+    if (atomic_exchange(&holding, true)) return;
+    sigemptyset(&held);
+    for (int i = 0; i < STOP_SIGNALS; i++) sigaddset(&held, stop_signals[i]);
+    pthread_sigmask(SIG_BLOCK, &held, &before);
+    for (int i = 0; i < STOP_SIGNALS; i++) blocked_before = blocked_before && sigismember(&before, stop_signals[i]);
+    // A new program inherits what is blocked. (AT_BASE is 0 where the dynamic linker was started by name; /proc/self/exe is the linker then.)
+    if (argv && !blocked_before && has_threads() && getauxval(AT_BASE)) execv("/proc/self/exe", argv);
+    note_ignored();
+    pthread_attr_init(&detached);
+    pthread_attr_setdetachstate(&detached, PTHREAD_CREATE_DETACHED);
+    int status = pthread_create(&thread, &detached, wait_for_signals, NULL);
+    if (status != 0)
+        fail(EXIT_RESOURCE, "the thread that waits for signals cannot be started: %s.\n"
+             "  Raise the limit on processes (ulimit -u), or that of the container.", strerror(status));
+    pthread_attr_destroy(&detached);
 }
 
 void process_catch_signals(void) {
-    catch(SIGTERM, on_signal);
-    catch(SIGINT, on_signal);
-    catch(SIGUSR1, on_signal);
-    catch(SIGHUP, on_signal);
-    signal(SIGPIPE, SIG_IGN);          // who reads along may leave; training goes on
+    process_hold_signals(NULL);
+    signal(SIGPIPE, SIG_IGN);          // training continues when whoever reads the output leaves
+    catching = true;
 }
 
 bool process_stop_requested(void) { return stop_requested; }

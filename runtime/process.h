@@ -41,9 +41,18 @@ void process_barrier(void);
 // end with its error, said once.
 void process_agree(bool done, const Error *error);
 
-// From here on SIGTERM, SIGINT and SIGUSR1 (which mpirun passes on to all processes) only set a flag; a second SIGINT ends the
-// process at once. The processes of a run may see a signal at different steps: agree with
-// process_max_int(process_stop_requested()).
+// SIGTERM, SIGINT, SIGUSR1 and SIGHUP are blocked in every thread, and one thread waits for them, so that no handler ever runs on a
+// thread that computes: with a large k, oneDNN's generated code points the stack register at its workspace on the heap, and the kernel
+// would write the handler's frame below it, over the heap.
+//
+// Call process_hold_signals() first in main(), before anything starts a thread. If a library has started some already, the program
+// starts itself again, so that those threads inherit the blocked signals (not where argv is NULL). Until process_catch_signals() a
+// signal does what it does by default.
+//
+// From process_catch_signals() on these signals only set a flag, even where they were ignored at the start; but SIGHUP stays ignored
+// then, as nohup asks. A second SIGINT ends the process at once. mpirun passes SIGUSR1 on to all ranks. The ranks may see a signal at
+// different steps: agree with process_max_int(process_stop_requested()).
+void process_hold_signals(char **argv);
 void process_catch_signals(void);
 bool process_stop_requested(void);
 

@@ -94,6 +94,7 @@ static void work_stop(void) {
 }
 
 static int work(const char *what, int argc, char **argv) {
+    process_hold_signals(argv);
     process_start(&argc, &argv);
     if (!strcmp(what, "sums")) work_sums();
     else if (!strcmp(what, "fail")) work_fail();
@@ -129,18 +130,52 @@ static void test_one(void) {
     unsetenv("MPIRUN");
 }
 
-static void wait_for_signals(void *count) {
+// What a process of its own does with signals: some ignored from the start, some sent before process_catch_signals(), some after.
+typedef struct { int ignored, before, after[2]; } Signals;
+
+static void settle(void) {
+    sigset_t pending;
+    do {
+        usleep(20000);
+        sigpending(&pending);
+    } while (sigismember(&pending, SIGHUP) || sigismember(&pending, SIGINT) || sigismember(&pending, SIGTERM));
+    usleep(50000);
+}
+
+static void send_signals(void *data) {
+    const Signals *s = data;
+    if (s->ignored) signal(s->ignored, SIG_IGN);
+    process_hold_signals(NULL);
+    #pragma omp parallel num_threads(3)
+    usleep(1);
+    if (s->before) kill(getpid(), s->before), settle();
     process_catch_signals();
-    for (int i = 0; i < *(int *)count; i++) raise(SIGINT);
+    for (int i = 0; i < 2; i++)
+        if (s->after[i]) kill(getpid(), s->after[i]), settle();
     printf("%d", process_stop_requested());
 }
 
 static void test_signals(void) {
     check_group("signals of one process");
-    char output[256];
-    CHECK(check_fork(wait_for_signals, &(int){0}, output, sizeof output) == 0 && !strcmp(output, "0"), "no signal: %s", output);
-    CHECK(check_fork(wait_for_signals, &(int){1}, output, sizeof output) == 0 && !strcmp(output, "1"), "one SIGINT: %s", output);
-    CHECK(check_fork(wait_for_signals, &(int){2}, output, sizeof output) == -SIGINT, "a second SIGINT ends it");
+    const struct { Signals signals; int code; const char *says, *what; } cases[] = {
+        {{0, 0, {0, 0}}, 0, "0", "no signal"},
+        {{0, 0, {SIGINT, 0}}, 0, "1", "one SIGINT"},
+        {{0, 0, {SIGTERM, SIGTERM}}, 0, "1", "two SIGTERM"},
+        {{0, 0, {SIGUSR1, 0}}, 0, "1", "SIGUSR1"},
+        {{0, 0, {SIGHUP, 0}}, 0, "1", "SIGHUP"},
+        {{0, 0, {SIGINT, SIGINT}}, -SIGINT, "", "a second SIGINT ends it"},
+        {{0, 0, {SIGTERM, SIGINT}}, -SIGINT, "", "a SIGINT after SIGTERM ends it"},
+        {{0, SIGTERM, {0, 0}}, -SIGTERM, "", "SIGTERM before they are caught"},
+        {{SIGHUP, 0, {SIGHUP, 0}}, 0, "0", "SIGHUP under nohup"},
+        {{SIGHUP, SIGHUP, {SIGTERM, 0}}, 0, "1", "SIGTERM under nohup"},
+        {{SIGINT, SIGINT, {0, 0}}, 0, "0", "SIGINT, ignored at the start, before they are caught"},
+        {{SIGINT, 0, {SIGINT, 0}}, 0, "1", "SIGINT, ignored at the start, as in a shell's background job"},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        char output[256];
+        int code = check_fork(send_signals, (void *)&cases[i].signals, output, sizeof output);
+        CHECK(code == cases[i].code && !strcmp(output, cases[i].says), "%s: code %d, \"%s\"", cases[i].what, code, output);
+    }
 }
 
 #ifdef USE_MPI
