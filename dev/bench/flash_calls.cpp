@@ -1,0 +1,81 @@
+// Prints what dev/bench/sass.py needs to know of attention/flash.cuh, as JSON: for each preset of attention/normalizer.h the instance that
+// runs it, the bytes of its FlashCall<bf16>, as flash.cu would fill it, and the rows that a warp and a block own and a tile has.
+//   flash_calls B T NH HS
+#include "kernels/gpu.cuh"
+
+#include "attention/flash.cuh"
+
+#include <stdio.h>
+#include <stdlib.h>
+
+struct Preset {
+    const char *name;
+    Stage scale, offset, phi, norm, post;
+};
+
+#define PRESET(name, qk, scale, s, offset, phi, norm, post, source) \
+    {#name, {SCALE_##scale}, {OFFSET_##offset}, {PHI_##phi}, {NORM_##norm}, {POST_##post}},
+static const Preset presets[] = {NORMALIZERS(PRESET)};
+
+#define FLASH_INSTANCE(name, X, phi, post) #name,
+static const char *const names[] = {
+#include "attention/flash_instances.h"
+};
+#undef FLASH_INSTANCE
+
+// Addresses are made up: nothing is read through them.
+static FlashCall<bf16> call_of(const Preset &preset, int B, int T, int NH, int HS) {
+    bf16 *there = (bf16 *)0x100000000;
+    FlashCall<bf16> call = {};
+    call.q = call.k = call.v = call.dout = there;
+    call.out = call.dq = call.dk = call.dv = there;
+    call.stats = call.g = (float *)there;
+    call.rows_without_weight = (unsigned long long *)there;
+    call.prefix = preset.post.kind == POST_RECENTER || preset.post.kind == POST_RECENTER_L1 ? (float *)there : NULL;
+    call.rest = phi_signed(preset.phi.kind) && (norm_is_sum(preset.norm) || preset.post.kind == POST_RECENTER_L1) ? there : NULL;
+    call.rows = (FlashRow *)there;
+    if (preset.scale.kind != SCALE_LOGN && preset.scale.kind != SCALE_LOGN_BIAS && preset.scale.kind != SCALE_PN) call.g = NULL;
+    call.scale = preset.scale, call.offset = preset.offset, call.norm = preset.norm;
+    call.phi = preset.phi.kind, call.post = preset.post.kind, call.power = (float)preset.post.value;
+    call.B = B, call.T = T, call.NH = NH, call.HS = call.VS = HS, call.L = T;
+    call.q_row = call.k_row = call.v_row = 3 * (size_t)NH * HS, call.out_row = (size_t)NH * HS;
+    return call;
+}
+
+template <class P>
+static void print_plan(const char *kernel, const char *end) {
+    printf("\"%s\": {\"own\": %d, \"stream\": %d, \"warp\": %d}%s", kernel, (int)P::OWN, (int)P::STREAM, 16 * P::TILES, end);
+}
+
+template <int instance, int HS>
+static void print_plans(int wanted) {
+    constexpr FlashInstance it = flash_instances[instance];
+    if (instance != wanted) return;
+    print_plan<ForwardPlan<bf16, HS, it.phi, it.post>>("forward", ", ");
+    print_plan<RowsPlan<bf16, HS, it.phi, false>>("dq", ", ");
+    print_plan<KeysPlan<bf16, HS, it.phi, false>>("dkv", "");
+}
+
+template <int HS, int... all>
+static void print_plans(int wanted, std::integer_sequence<int, all...>) {
+    (print_plans<all, HS>(wanted), ...);
+}
+
+int main(int, char **argument) {
+    int B = atoi(argument[1]), T = atoi(argument[2]), NH = atoi(argument[3]), HS = atoi(argument[4]);
+    const char *separator = "[";
+    for (const Preset &preset : presets) {
+        FlashCall<bf16> call = call_of(preset, B, T, NH, HS);
+        int instance = flash_find(sizeof(bf16), preset.phi.kind, preset.post.kind);
+        printf("%s{\"preset\": \"%s\", \"instance\": \"%s\", \"phi\": %d, \"post\": %d, \"call\": \"", separator, preset.name, names[instance],
+               flash_instances[instance].phi, flash_instances[instance].post);
+        for (size_t i = 0; i < sizeof call; i++) printf("%02x", ((const unsigned char *)&call)[i]);
+        printf("\", ");
+        auto all = std::make_integer_sequence<int, FLASH_INSTANCE_COUNT>();
+        HS <= 48 ? print_plans<48>(instance, all) : HS <= 64 ? print_plans<64>(instance, all) : print_plans<128>(instance, all);
+        printf("}");
+        separator = ",\n";
+    }
+    printf("]\n");
+    return 0;
+}

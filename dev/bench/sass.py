@@ -1,0 +1,216 @@
+#!/usr/bin/env python3
+"""Counts the instructions of the attention kernels for sm_90, without a GPU.
+
+    .venv/bin/python dev/bench/sass.py                           # softmax: forward, dq, dk with dv; bf16, head size 64
+    .venv/bin/python dev/bench/sass.py lssar sigmoid gelu-l1     # presets of attention/normalizer.h, beside softmax
+    .venv/bin/python dev/bench/sass.py --all                     # one preset for each instance: the table of doc/kernels.md
+    .venv/bin/python dev/bench/sass.py --json lssar              # for machines
+
+Builds the instance that a preset runs (attention/flash_instances.h), disassembles it and follows a warp through each kernel (sass_trace.py),
+once in a block of rows and once in the next, whose rows see some tiles more. The difference is what a warp issues for a tile all of
+whose scores are visible: its loops with their trip counts, its share of loading, no prologue. It is given for 32x64 scores, split by pipe:
+
+    HMMA    products                        LDSM    LDSM, LDS, STS: shared memory
+    MUFU    special functions, conversions  LDGSTS  copies from global to shared memory
+    FMA     FFMA, FMUL, FADD, IMAD          SHFL    shuffles
+    ALU     everything else                 branch  BRA, BSSY, BAR, ...      memory   LDG, STG, constants
+
+The model: a warp's instructions take 6.4 HMMA + 8 MUFU + 0.64 rest cycles of an SM's sub-partition. 6.4 is mma.sync's rate on an H100, 8 the
+special functions' (four lanes a clock); 0.64, less than an issue slot as some of them hide behind the others, was chosen such that
+FlashAttention-2's kernel comes out at its measured 299 TFLOP/s. TFLOP/s are 4 HS a score forward and 10 HS backward, on 132 SMs at 1,755 MHz. No
+measurement stands behind these: use them to compare kernels, not to predict times.
+
+Needs nvcc and nvdisasm (requirements-test.txt). Counts change with the compiler: the caps of dev/tests/test_sass.py are for nvcc 13.0.88.
+"""
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from sass_trace import PIPES, Trace, parse
+
+ROOT = Path(__file__).resolve().parents[2]
+KERNELS = ("forward", "dq", "dkv")
+CYCLES = {"HMMA": 6.4, "MUFU": 8.0}
+REST = 0.64
+SUB_PARTITIONS, HERTZ = 4 * 132, 1.755e9
+B, T, NH, THREADS = 1, 4096, 12, 128
+
+
+class Missing(Exception):
+    """A tool that is not here."""
+
+
+def toolkit():
+    """The folder of the CUDA Toolkit that the Makefile takes."""
+    nvcc = shutil.which("nvcc")
+    for path in ([Path(os.path.realpath(nvcc)).parents[1]] if nvcc else []) + [Path("/usr/local/cuda"), ROOT / ".cuda/nvidia/cu13"]:
+        if (path / "bin/nvcc").exists() and (path / "include/cuda_runtime.h").exists():
+            return path
+    raise Missing("no nvcc here: scripts/setup_cuda.sh brings one")
+
+
+def nvcc_version():
+    text = subprocess.run([toolkit() / "bin/nvcc", "--version"], capture_output=True, text=True, check=True).stdout
+    return re.search(r"V(\d+\.\d+\.\d+)", text)[1]
+
+
+def nvdisasm():
+    """The Toolkit's nvdisasm, or the one of PyPI's nvidia-cuda-nvdisasm."""
+    found = [toolkit() / "bin/nvdisasm", *sorted(ROOT.glob(".venv/lib/python*/site-packages/nvidia/cu*/bin/nvdisasm")),
+             *(Path(p) / "nvidia/cu13/bin/nvdisasm" for p in sys.path)]
+    for path in found:
+        if path.exists():
+            return path
+    raise Missing("no nvdisasm here: pip install -r requirements-test.txt brings one")
+
+
+def run(*command):
+    done = subprocess.run([str(x) for x in command], cwd=ROOT, text=True, capture_output=True)
+    if done.returncode:
+        raise SystemExit(f"sass: {command[0]} failed:\n{done.stderr[-4000:]}")
+    return done.stdout
+
+
+def disassemble(source, *flags):
+    """{kernel: Kernel} of a .cu file for sm_90."""
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "it.cubin"
+        run(toolkit() / "bin/nvcc", "-std=c++17", "-I.", "-O3", "-lineinfo", "-arch=sm_90", "-cubin", *flags, "-o", cubin, source)
+        return parse(run(nvdisasm(), cubin))
+
+
+def flash_calls(HS):
+    """{preset: what dev/bench/flash_calls.cpp says of it}"""
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder) / "calls"
+        run(os.environ.get("CXX", "g++").split()[-1], "-std=c++17", "-O1", "-w", "-I.", "-Idev/cuda_on_cpu", "-isystem", toolkit() / "include", "-o", program,
+            "dev/bench/flash_calls.cpp")
+        return {call["preset"]: call for call in json.loads(run(program, B, T, NH, HS))}
+
+
+def kernel_of(kernels, kernel, HS):
+    """The kernel for bf16 and this head size; of dq the one for v as wide as q, of dk and dv the one for both."""
+    pattern = rf"flash_{kernel}_kernelI13__nv_bfloat16Li{HS}EL" + {"forward": r"", "dq": r".*ELb0E", "dkv": r".*ELi0EE"}[kernel]
+    found = [k for name, k in kernels.items() if re.search(pattern, name)]
+    if len(found) != 1:
+        raise SystemExit(f"sass: {len(found)} kernels are like {pattern}; expected one of {', '.join(kernels)}")
+    return found[0]
+
+
+def count(kernel, name, call, warp=1):
+    """{pipe: instructions that a warp issues for 32x64 scores}, and {address: times} of branches that were assumed."""
+    plan = call[name]
+    blocks = T // plan["own"]
+
+    def issued(rows):
+        """By the block whose rows see that many blocks of keys before the diagonal; of dk and dv, whose keys are seen by as many."""
+        x = blocks - 1 - rows                       # the longest rows come first; of keys, the earliest
+        trace = Trace(kernel, bytes.fromhex(call["call"]), (x, 0, 0), (blocks, B * NH, 1), THREADS, thread=32 * warp)
+        return trace.issued, trace.assumed
+
+    (few, _), (more, assumed), (most, _) = issued(9), issued(11), issued(13)
+    difference = Counter({p: more[p] - few[p] for p in PIPES})
+    if difference != Counter({p: most[p] - more[p] for p in PIPES}):
+        raise SystemExit(f"sass: {name} of {call['preset']} does not do the same for each tile; the counts cannot be told from two blocks")
+    scores = 2 * plan["own"] * plan["warp"]
+    return {p: difference[p] * 32 * 64 / scores for p in PIPES}, assumed
+
+
+def cycles(pipes):
+    return sum(n * CYCLES.get(p, REST) for p, n in pipes.items())
+
+
+def measure(call, HS):
+    """[a row for each kernel]"""
+    kernels = disassemble("attention/flash_instance.cu", f"-DINSTANCE=FLASH_{call['instance']}")
+    rows = []
+    for name in KERNELS:
+        pipes, assumed = count(kernel_of(kernels, name, HS), name, call)
+        rows.append({"preset": call["preset"], "instance": call["instance"], "kernel": name, "issued": sum(pipes.values()), **pipes,
+                     "cycles": cycles(pipes), "assumed_branches": len(assumed)})
+    return rows
+
+
+def add_totals(rows, softmax, HS):
+    """TFLOP/s and the ratios to softmax's kernels; a row for all three kernels together."""
+    def tflops(flops, time):
+        return flops * 32 * 64 * HS / time * SUB_PARTITIONS * HERTZ / 1e12
+
+    time = {row["kernel"]: row["cycles"] for row in rows}
+    base = {row["kernel"]: row["cycles"] for row in softmax}
+    for row in rows:
+        row["ratio"] = row["cycles"] / base[row["kernel"]]
+    rows[0]["tflops"] = tflops(4, time["forward"])
+    rows[2]["tflops_backward"] = tflops(10, time["dq"] + time["dkv"])
+    together = {key: sum(row[key] for row in rows) for key in ("issued", *PIPES, "cycles")}
+    rows.append({"preset": rows[0]["preset"], "instance": rows[0]["instance"], "kernel": "all", **together, "assumed_branches": 0,
+                 "ratio": sum(time.values()) / sum(base.values()), "tflops": tflops(14, sum(time.values()))})
+
+
+def presets_of_instances(calls):
+    """The first preset that runs each instance."""
+    first = {}
+    for name, call in calls.items():
+        first.setdefault(call["instance"], name)
+    return list(first.values())
+
+
+def report(wanted, HS=64, jobs=os.cpu_count()):
+    """[row], four for each preset."""
+    calls = flash_calls(HS)
+    unknown = [name for name in wanted if name not in calls]
+    if unknown:
+        raise SystemExit(f"sass: {unknown[0]}: no such preset; `./train_gpt2 --attn help` lists them")
+    presets = list(dict.fromkeys(["softmax", *wanted]))
+    with ThreadPoolExecutor(jobs) as pool:
+        results = list(pool.map(lambda name: measure(calls[name], HS), presets))
+    softmax = [dict(row) for row in results[0]]
+    for rows in results:
+        add_totals(rows, softmax, HS)
+    return [row for rows in results for row in rows]
+
+
+def table(rows):
+    head = ["preset", "kernel", "issued", *PIPES, "cycles", "TFLOP/s", "to softmax"]
+    lines = [head]
+    for row in rows:
+        speed = row.get("tflops") or row.get("tflops_backward")
+        lines.append([row["preset"], row["kernel"], *(f"{row[key]:,.0f}" for key in ("issued", *PIPES, "cycles")), f"{speed:.0f}" if speed else "",
+                      f"{row['ratio']:.2f}"])
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    out = ["| " + " | ".join(x.ljust(w) if i < 2 else x.rjust(w) for i, (x, w) in enumerate(zip(line, widths))) + " |" for line in lines]
+    out.insert(1, "|" + "|".join("-" * (w + 2) for w in widths) + "|")
+    return "\n".join(out)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("presets", nargs="*", help="presets of attention/normalizer.h")
+    parser.add_argument("--all", action="store_true", help="one preset for each instance in bf16")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--head-size", type=int, default=64, choices=(48, 64, 128))
+    options = parser.parse_args()
+    try:
+        presets = options.presets + (presets_of_instances(flash_calls(options.head_size)) if options.all else [])
+        rows = report(presets, options.head_size)
+        version = nvcc_version()
+    except Missing as missing:
+        raise SystemExit(f"sass: {missing}")
+    if options.json:
+        print(json.dumps({"nvcc": version, "head_size": options.head_size, "rows": rows}, indent=1))
+        return
+    print(f"Instructions that a warp issues for 32x64 scores: bf16, head size {options.head_size}, sm_90, nvcc {version}. Cycles are of a model.\n")
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

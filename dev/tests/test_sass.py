@@ -1,0 +1,76 @@
+"""Instructions of the attention kernels, counted in their SASS by dev/bench/sass.py; it needs nvcc and nvdisasm, and no GPU."""
+import struct
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "dev/bench"))
+import sass
+import sass_trace
+
+NVCC = "13.0.88"
+
+# In each of n rounds: `inner` ex2, kind + 1 lg2 if the round is a multiple of `every` (a division at run time), one special function chosen by a
+# switch, and a precise division, whose slow path ordinary numbers do not take.
+TOY = r"""
+__device__ float special(float x, int kind) {
+    switch (kind) {
+    case 3: asm volatile("rcp.approx.ftz.f32 %0, %0;" : "+f"(x)); return x;
+    case 4: asm volatile("rsqrt.approx.ftz.f32 %0, %0;" : "+f"(x)); return x + 1;
+    case 5: asm volatile("sin.approx.ftz.f32 %0, %0;" : "+f"(x)); return x + 2;
+    case 6: asm volatile("cos.approx.ftz.f32 %0, %0;" : "+f"(x)); return x + 3;
+    default: return x * 4;
+    }
+}
+
+__global__ void toy(float *out, int n, int inner, int every, int kind) {
+    float x = out[threadIdx.x], y = out[threadIdx.x + 32];
+    for (int i = 0; i < n; i++) {
+#pragma unroll 1
+        for (int j = 0; j < inner; j++) asm volatile("ex2.approx.ftz.f32 %0, %0;" : "+f"(x));
+        if (i % every == 0) {
+#pragma unroll 1
+            for (int j = 0; j <= kind; j++) asm volatile("lg2.approx.ftz.f32 %0, %0;" : "+f"(x));
+        }
+        x = special(x, kind) / y;
+    }
+    out[threadIdx.x] = x;
+}
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tools():
+    try:
+        sass.toolkit()
+        sass.nvdisasm()
+    except sass.Missing as missing:
+        pytest.skip(str(missing))
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    source = tmp_path_factory.mktemp("toy") / "toy.cu"
+    source.write_text(TOY)
+    return next(iter(sass.disassemble(source).values()))
+
+
+@pytest.mark.parametrize("n, inner, every, kind", [(1, 1, 1, 3), (7, 5, 3, 4), (12, 9, 5, 5), (12, 1, 4, 6), (4, 2, 9, 0), (0, 3, 1, 3)])
+def test_counts_of_a_toy_kernel(toy, n, inner, every, kind):
+    trace = sass_trace.Trace(toy, struct.pack("<Qiiii", 1 << 32, n, inner, every, kind), (0, 0, 0), (1, 1, 1), 32)
+    special = {name: count for name, count in trace.opcodes.items() if name.startswith("MUFU") and "RCP" not in name}
+    wanted = {"MUFU.EX2": n * inner, "MUFU.LG2": (kind + 1) * len(range(0, n, every))}
+    if kind > 3:
+        wanted[{4: "MUFU.RSQ", 5: "MUFU.SIN", 6: "MUFU.COS"}[kind]] = n
+    assert special == {name: count for name, count in wanted.items() if count}
+    assert trace.opcodes["CALL.REL.NOINC"] == 0
+    assert sum(trace.issued.values()) == sum(trace.opcodes.values())
+
+
+def test_one_more_round_costs_the_same_each_time(toy):
+    def issued(n):
+        return sum(sass_trace.Trace(toy, struct.pack("<Qiiii", 1 << 32, n, 5, 100, 3), (0, 0, 0), (1, 1, 1), 32).issued.values())
+
+    assert issued(9) - issued(8) == issued(8) - issued(7) > 5
