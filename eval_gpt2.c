@@ -24,7 +24,7 @@ enum { ROWS = 1024,                      // tokens that go through the layers to
        PARTS = 9 };                      // ranges of positions in the table, each but the first as long as all before it
 
 typedef struct {
-    const char *model, *data, *attn, *out;
+    const char *model, *data, *attn, *ignore_config_key, *out;
     int64_t max_tokens, seed;
     IntList seq_lens;
     double rope_theta;
@@ -65,6 +65,7 @@ static void parse_flags(Evaluator *e, int argc, char **argv) {
     Option table[] = {
         {"model", OPT_TEXT, &o->model, .arg = "DIR", .group = "Model", .help = "a checkpoint's folder, a run's (then its newest checkpoint), or a Hugging Face Llama's"},
         {"attn", OPT_TEXT, &o->attn, .arg = "NAME", .group = "Model", .help = "evaluate under another attention normaliser too, with no training; `--attn help` lists them"},
+        {"ignore-config-key", OPT_TEXT, &o->ignore_config_key, .arg = "NAME[,...]", .group = "Model", .help = "keys of config.json that are not known here and change nothing"},
         {"pn-extrapolate", OPT_CHOICE, &o->pn_extrapolate, .choices = "none|log", .group = "Model", .help = "log: in place of the learnt p_n, for all n, the fit p_n = a1 ln(n) + a2"},
         {"rope-theta", OPT_FLOAT, &o->rope_theta, 0, 1e12, .arg = "X", .group = "Model", .help = "base of RoPE's wavelengths; 0: the checkpoint's"},
         {"rope-scaling", OPT_CHOICE, &o->rope_scaling, .choices = "none|ntk", .group = "Model", .help = "ntk: beyond the training length L, theta (T/L)^(d/(d-2))"},
@@ -90,7 +91,7 @@ static void settle_model(Evaluator *e) {
     Error error;
     char message[1024];
     if (!checkpoint_newest(e->o.model, e->folder, sizeof e->folder, &step)) snprintf(e->folder, sizeof e->folder, "%s", e->o.model);
-    if (!model_config_read(config, e->folder, &error) || !checkpoint_verify(e->folder, true, &error)) fail_with(&error);
+    if (!model_config_read(config, e->folder, e->o.ignore_config_key, &error) || !checkpoint_verify(e->folder, true, &error)) fail_with(&error);
     e->own = e->given = config->attn;
     if (e->o.attn && !normalizer_parse(&e->given, e->o.attn, message, sizeof message)) fail(EXIT_USAGE, "--attn %s: %s.", e->o.attn, message);
     e->changes = !normalizer_equal(&e->own, &e->given);
@@ -373,7 +374,7 @@ int main(int argc, char **argv) {
     settle_lengths(&e);
     take_memory(&e);
     Weights weights = weights_of(&e.model);
-    if (!weights_load(&weights, e.folder, &error) || (e.o.out && !file_make_folders(e.o.out, &error))) fail_with(&error);
+    if (!weights_load(&weights, e.folder, &e.own, &error) || (e.o.out && !file_make_folders(e.o.out, &error))) fail_with(&error);
     e.results = cJSON_CreateArray();
     print_start(&e);
     double start = now();

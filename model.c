@@ -1,12 +1,9 @@
 #include "model.h"
 
-#include <limits.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-
-#include "runtime/json.h"
 
 // ---------------------------------------------------------------------------------------------------------------------------
 // Shape
@@ -36,8 +33,7 @@ static const struct {
 
 #define COUNT(a) (sizeof(a) / sizeof((a)[0]))
 
-// GPT-2's, or the last token, where data/vocabulary.py puts it.
-static int default_end_of_text(int vocab) {
+int default_end_of_text(int vocab) {
     return vocab > 50256 ? 50256 : vocab - 1;
 }
 
@@ -104,18 +100,24 @@ const char *model_text(const ModelConfig *c, char *out, size_t size) {
     return out;
 }
 
-static bool check_shape(const ModelConfig *config, const char *where, ExitCode code, Error *error) {
+bool model_shape_fits(const ModelConfig *config, char *message, size_t size) {
     if (config->block == BLOCK_GAU) return true;
-    if (config->channels % config->heads)
-        return error_set(error, code, "%s: %d channels do not divide among %d heads.", where, config->channels, config->heads);
-    if (config->channels / config->heads % 2)
-        return error_set(error, code, "%s: the head size is %d channels / %d heads = %d; RoPE needs an even one.", where,
-                         config->channels, config->heads, config->channels / config->heads);
-    return true;
+    int channels = config->channels, heads = config->heads;
+    if (channels % heads)
+        snprintf(message, size, "%d channels do not divide among %d heads", channels, heads);
+    else if (channels / heads % 2)
+        snprintf(message, size, "the head size is %d channels / %d heads = %d; RoPE needs an even one", channels, heads, channels / heads);
+    else
+        return true;
+    return false;
+}
+
+bool model_gives_vocab(const char *text) {
+    return !strncmp(text, "vocab=", 6) || strstr(text, ",vocab=");
 }
 
 bool model_parse(ModelConfig *config, const char *text, Error *error) {
-    char words[512];
+    char words[512], message[256];
     bool given[COUNT(KEYS)] = {false}, preset = false;
     if (strlen(text) >= sizeof words) return error_set(error, EXIT_USAGE, "--model: longer than %zu characters.", sizeof words - 1);
     strcpy(words, text);
@@ -140,7 +142,7 @@ bool model_parse(ModelConfig *config, const char *text, Error *error) {
     }
     if (config->block == BLOCK_GAU && !make_gau(config, given, error)) return false;
     config->end_of_text = default_end_of_text(config->vocab);
-    return check_shape(config, "--model", EXIT_USAGE, error);
+    return model_shape_fits(config, message, sizeof message) || error_set(error, EXIT_USAGE, "--model: %s.", message);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------
@@ -294,186 +296,4 @@ uint64_t model_product_parameters(const ModelConfig *config) {
 double model_flops_per_token(const ModelConfig *config, size_t T) {
     double width = (double)config->heads * (double)(head_size(config) + value_size(config));
     return 6.0 * (double)model_product_parameters(config) + 6.0 * config->layers * width * (double)T;
-}
-
-// ---------------------------------------------------------------------------------------------------------------------------
-// config.json
-
-bool model_is_plain_llama(const ModelConfig *config) {
-    Normalizer softmax;
-    char message[256];
-    return config->block == BLOCK_LLAMA && normalizer_parse(&softmax, "softmax", message, sizeof message) && normalizer_equal(&config->attn, &softmax);
-}
-
-char *model_config_json(const ModelConfig *config, bool bf16) {
-    cJSON *json = cJSON_CreateObject(), *rope, *attn;
-    bool plain = model_is_plain_llama(config);
-    cJSON_AddItemToObject(json, "architectures",
-                          cJSON_CreateStringArray((const char *[]){plain ? "LlamaForCausalLM" : "AttnGPTForCausalLM"}, 1));
-    cJSON_AddStringToObject(json, "model_type", plain ? "llama" : "attn_gpt");
-    if (!plain) {
-        cJSON *map = cJSON_AddObjectToObject(json, "auto_map");
-        cJSON_AddStringToObject(map, "AutoConfig", "modeling_attn_gpt.AttnGPTConfig");
-        cJSON_AddStringToObject(map, "AutoModelForCausalLM", "modeling_attn_gpt.AttnGPTForCausalLM");
-    }
-    cJSON_AddNumberToObject(json, "vocab_size", config->vocab);
-    cJSON_AddNumberToObject(json, "hidden_size", config->channels);
-    cJSON_AddNumberToObject(json, "intermediate_size", config->ffn);
-    cJSON_AddNumberToObject(json, "num_hidden_layers", config->layers);
-    cJSON_AddNumberToObject(json, "num_attention_heads", config->heads);
-    cJSON_AddNumberToObject(json, "num_key_value_heads", config->heads);
-    cJSON_AddNumberToObject(json, "head_dim", (double)head_size(config));
-    cJSON_AddNumberToObject(json, "max_position_embeddings", config->seq_len);
-    cJSON_AddStringToObject(json, "hidden_act", "silu");
-    cJSON_AddNumberToObject(json, "rms_norm_eps", 1e-5);
-    cJSON_AddNumberToObject(json, "rope_theta", config->rope_theta);
-    rope = cJSON_AddObjectToObject(json, "rope_parameters");
-    cJSON_AddStringToObject(rope, "rope_type", "default");
-    cJSON_AddNumberToObject(rope, "rope_theta", config->rope_theta);
-    cJSON_AddBoolToObject(json, "tie_word_embeddings", config->tied);
-    cJSON_AddBoolToObject(json, "attention_bias", false);
-    cJSON_AddBoolToObject(json, "mlp_bias", false);
-    cJSON_AddNumberToObject(json, "attention_dropout", 0);
-    cJSON_AddNumberToObject(json, "initializer_range", 0.02);
-    cJSON_AddNumberToObject(json, "bos_token_id", config->end_of_text);
-    cJSON_AddNumberToObject(json, "eos_token_id", config->end_of_text);
-    cJSON_AddBoolToObject(json, "use_cache", true);
-    cJSON_AddStringToObject(json, "torch_dtype", bf16 ? "bfloat16" : "float32");
-    attn = cJSON_AddObjectToObject(json, "attention_normalizer");
-    cJSON_AddStringToObject(attn, "name", config->attn.text);
-    cJSON_AddNumberToObject(attn, "seq_len", config->seq_len);
-    for (size_t i = 0; i < STAGE_COUNT; i++) {
-        char text[64];
-        cJSON_AddStringToObject(attn, stage_names[i], normalizer_stage_text(&config->attn, i, text, sizeof text));
-    }
-    if (config->attn.fixed) cJSON_AddBoolToObject(attn, "fixed", true);
-    if (config->block == BLOCK_GAU) cJSON_AddStringToObject(attn, "block", "gau");
-    char *text = cJSON_Print(json);
-    cJSON_Delete(json);
-    if (!text) fail(EXIT_RESOURCE, "out of memory for config.json.");
-    return text;
-}
-
-// A whole number within bounds, or `fallback` where the key is missing (fallback < min: it must be there).
-static bool read_int(const cJSON *json, const char *path, const char *key, int min, int max, int fallback, int *out, Error *error) {
-    const cJSON *item = cJSON_GetObjectItemCaseSensitive(json, key);
-    uint64_t value;
-    if ((!item || cJSON_IsNull(item)) && fallback >= min) {
-        *out = fallback;
-        return true;
-    }
-    if (!json_u64(item, &value) || value < (uint64_t)min || value > (uint64_t)max)
-        return error_set(error, EXIT_INPUT, "%s: \"%s\" must be a whole number from %d to %d.", path, key, min, max);
-    *out = (int)value;
-    return true;
-}
-
-static bool is_true(const cJSON *json, const char *key) {
-    return cJSON_IsTrue(cJSON_GetObjectItemCaseSensitive(json, key));
-}
-
-// What this project's model does not have, and would silently compute wrongly without.
-static bool refuse_foreign(const cJSON *json, const char *path, const ModelConfig *config, Error *error) {
-    int kv = 0, head_dim = 0;
-    if (!read_int(json, path, "num_key_value_heads", 1, INT_MAX, config->heads, &kv, error)) return false;
-    if (kv != config->heads)
-        return error_set(error, EXIT_INPUT, "%s: a grouped-query model (%d heads share %d key-value heads); only models with one key-value "
-                         "head for each head are read.", path, config->heads, kv);
-    int expected = (int)head_size(config);
-    if (!read_int(json, path, "head_dim", 1, INT_MAX, expected, &head_dim, error)) return false;
-    if (head_dim != expected)
-        return error_set(error, EXIT_INPUT, "%s: head_dim is %d; expected %s = %d.", path, head_dim,
-                         config->block == BLOCK_GAU ? "a gated unit's" : "hidden_size/num_attention_heads", expected);
-    const cJSON *act = cJSON_GetObjectItemCaseSensitive(json, "hidden_act");
-    if (cJSON_IsString(act) && strcmp(act->valuestring, "silu") != 0)
-        return error_set(error, EXIT_INPUT, "%s: hidden_act is \"%s\"; only \"silu\" is read.", path, act->valuestring);
-    if (is_true(json, "attention_bias") || is_true(json, "mlp_bias"))
-        return error_set(error, EXIT_INPUT, "%s: a model with biases; only models without are read.", path);
-    const cJSON *eps = cJSON_GetObjectItemCaseSensitive(json, "rms_norm_eps");
-    if (!cJSON_IsNumber(eps) || fabs(eps->valuedouble - 1e-5) > 1e-9)
-        return error_set(error, EXIT_INPUT, "%s: rms_norm_eps must be 1e-5, which is what this model computes with.", path);
-    return true;
-}
-
-static bool read_rope(const cJSON *json, const char *path, ModelConfig *config, Error *error) {
-    const cJSON *theta = cJSON_GetObjectItemCaseSensitive(json, "rope_theta");
-    const cJSON *rope = cJSON_GetObjectItemCaseSensitive(json, "rope_parameters");
-    if (!rope || cJSON_IsNull(rope)) rope = cJSON_GetObjectItemCaseSensitive(json, "rope_scaling");
-    if (cJSON_IsObject(rope)) {
-        const cJSON *type = cJSON_GetObjectItemCaseSensitive(rope, "rope_type");
-        if (cJSON_IsString(type) && strcmp(type->valuestring, "default") != 0)
-            return error_set(error, EXIT_INPUT, "%s: rope_type is \"%s\"; only \"default\" is read.", path, type->valuestring);
-        const cJSON *inner = cJSON_GetObjectItemCaseSensitive(rope, "rope_theta");
-        if (cJSON_IsNumber(theta) && cJSON_IsNumber(inner) && theta->valuedouble != inner->valuedouble)
-            return error_set(error, EXIT_INPUT, "%s: rope_theta is %.15g, but %s.rope_theta is %.15g. Remove the wrong one.", path,
-                             theta->valuedouble, rope->string, inner->valuedouble);
-        if (!cJSON_IsNumber(theta)) theta = inner;
-    }
-    config->rope_theta = cJSON_IsNumber(theta) ? theta->valuedouble : 10000;
-    if (!(config->rope_theta > 1 && config->rope_theta < 1e12))
-        return error_set(error, EXIT_INPUT, "%s: rope_theta must lie between 1 and 1e12.", path);
-    return true;
-}
-
-static bool read_normalizer(const cJSON *json, const char *path, ModelConfig *config, Error *error) {
-    const cJSON *attn = cJSON_GetObjectItemCaseSensitive(json, "attention_normalizer");
-    char message[1024];
-    if (!attn) return normalizer_parse(&config->attn, "softmax", message, sizeof message) ||
-                      error_set(error, EXIT_INPUT, "%s: no attention_normalizer, which means softmax: %s.", path, message);
-    const cJSON *name = cJSON_GetObjectItemCaseSensitive(attn, "name");
-    if (!cJSON_IsString(name))
-        return error_set(error, EXIT_INPUT, "%s: attention_normalizer has no \"name\".", path);
-    if (!normalizer_parse(&config->attn, name->valuestring, message, sizeof message))
-        return error_set(error, EXIT_INPUT, "%s: attention_normalizer \"%s\": %s.", path, name->valuestring, message);
-    for (size_t i = 0; i < STAGE_COUNT; i++) {
-        char text[64];
-        const cJSON *stage = cJSON_GetObjectItemCaseSensitive(attn, stage_names[i]);
-        normalizer_stage_text(&config->attn, i, text, sizeof text);
-        if (stage && (!cJSON_IsString(stage) || strcmp(stage->valuestring, text) != 0))
-            return error_set(error, EXIT_INPUT, "%s: attention_normalizer \"%s\" means %s=%s, but the file says %s=%s.", path,
-                             name->valuestring, stage_names[i], text, stage_names[i], cJSON_IsString(stage) ? stage->valuestring : "(no text)");
-    }
-    if (is_true(attn, "fixed") != config->attn.fixed)
-        return error_set(error, EXIT_INPUT, "%s: attention_normalizer \"%s\" %s, but the file says otherwise in \"fixed\".", path,
-                         name->valuestring, config->attn.fixed ? "has a fixed s" : "has no fixed s");
-    return read_int(attn, path, "seq_len", 1, MAX_SEQ_LEN, config->seq_len, &config->seq_len, error);
-}
-
-static bool read_block(const cJSON *json, const char *path, ModelConfig *config, Error *error) {
-    const cJSON *block = cJSON_GetObjectItemCaseSensitive(cJSON_GetObjectItemCaseSensitive(json, "attention_normalizer"), "block");
-    if (!block) return true;
-    if (!cJSON_IsString(block) || strcmp(block->valuestring, "gau") != 0)
-        return error_set(error, EXIT_INPUT, "%s: attention_normalizer.block must be \"gau\" where there is one.", path);
-    config->block = BLOCK_GAU;
-    if (config->heads == 1 && config->ffn == 2 * config->channels) return true;
-    return error_set(error, EXIT_INPUT, "%s: a gated attention unit has num_attention_heads 1 and intermediate_size 2 x hidden_size = %d, not %d "
-                     "and %d.", path, 2 * config->channels, config->heads, config->ffn);
-}
-
-static bool read_config(ModelConfig *config, const cJSON *json, const char *path, Error *error) {
-    if (!cJSON_IsObject(json)) return error_set(error, EXIT_INPUT, "%s: expected a JSON object.", path);
-    return read_int(json, path, "vocab_size", 2, MAX_VOCAB, -1, &config->vocab, error)
-        && read_int(json, path, "hidden_size", 2, 65536, -1, &config->channels, error)
-        && read_int(json, path, "intermediate_size", 1, 262144, -1, &config->ffn, error)
-        && read_int(json, path, "num_hidden_layers", 1, 2048, -1, &config->layers, error)
-        && read_int(json, path, "num_attention_heads", 1, 1024, -1, &config->heads, error)
-        && read_int(json, path, "max_position_embeddings", 1, INT_MAX, 1024, &config->seq_len, error)
-        && read_int(json, path, "eos_token_id", 0, config->vocab - 1, default_end_of_text(config->vocab), &config->end_of_text, error)
-        && read_block(json, path, config, error)
-        && check_shape(config, path, EXIT_INPUT, error)
-        && refuse_foreign(json, path, config, error)
-        && read_rope(json, path, config, error)
-        && read_normalizer(json, path, config, error);
-}
-
-bool model_config_read(ModelConfig *config, const char *folder, Error *error) {
-    char path[PATH_MAX];
-    snprintf(path, sizeof path, "%s/config.json", folder);
-    cJSON *json = json_read(path, error);
-    if (!json) return false;
-    *config = (ModelConfig){0};
-    config->tied = is_true(json, "tie_word_embeddings");
-    bool right = read_config(config, json, path, error);
-    cJSON_Delete(json);
-    return right;
 }

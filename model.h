@@ -39,6 +39,15 @@ typedef struct {
 // Sets shape, rope_theta and end_of_text; leaves seq_len and attn. False with EXIT_USAGE and what there is.
 bool model_parse(ModelConfig *config, const char *text, Error *error);
 
+// Does the text of --model have the key vocab? Without it the vocabulary is a default, which the data may replace.
+bool model_gives_vocab(const char *text);
+
+// GPT-2's, or the last token, where data/vocabulary.py puts it.
+int default_end_of_text(int vocab);
+
+// Do the channels divide among the heads, into even sizes? False with a message that says what does not fit.
+bool model_shape_fits(const ModelConfig *config, char *message, size_t size);
+
 // The shape as --model would name it by keys.
 const char *model_text(const ModelConfig *config, char *out, size_t size);
 
@@ -96,8 +105,10 @@ double model_flops_per_token(const ModelConfig *config, size_t T);
 // config.json: LlamaConfig's keys and attention_normalizer. The caller frees the text.
 char *model_config_json(const ModelConfig *config, bool bf16);
 
-// The inverse, also for a Llama from elsewhere of the shape that this project has; anything else in it is refused by name.
-bool model_config_read(ModelConfig *config, const char *folder, Error *error);
+// The inverse, for our own checkpoints and for Llamas from elsewhere that compute what this model computes. All else is rejected with every
+// reason at once: an unknown model_type, a value that is not computed here, and each key that is neither understood nor known to be
+// harmless, unless its value is null, false or empty, or `ignored` (of --ignore-config-key: names with commas between, or NULL) has it.
+bool model_config_read(ModelConfig *config, const char *folder, const char *ignored, Error *error);
 
 // Plain softmax is written as a Llama, which transformers loads as it is; the others come with a modelling file.
 bool model_is_plain_llama(const ModelConfig *config);

@@ -18,7 +18,7 @@
 #pragma GCC diagnostic pop
 
 typedef struct {
-    const char *model, *attn, *prompt, *prompt_file;
+    const char *model, *attn, *ignore_config_key, *prompt, *prompt_file;
     int64_t max_new_tokens, top_k, seed, num_samples;
     double temperature, top_p;
 } SampleOptions;
@@ -47,6 +47,7 @@ typedef struct {
 typedef struct {
     SampleOptions o;
     Model model;
+    Normalizer saved;          // the checkpoint's own
     Decoder decoder;
     Tokenizer *tokenizer;      // NULL: prompts and texts are token ids
     Prompt *prompts;
@@ -72,6 +73,7 @@ static void parse_flags(SampleOptions *o, int argc, char **argv) {
     Option table[] = {
         {"model", OPT_TEXT, &o->model, .arg = "DIR", .group = "Model", .help = "a checkpoint's folder, or a run's: then its newest checkpoint"},
         {"attn", OPT_TEXT, &o->attn, .arg = "NAME", .group = "Model", .help = "another attention normaliser than the checkpoint's; `--attn help` lists them"},
+        {"ignore-config-key", OPT_TEXT, &o->ignore_config_key, .arg = "NAME[,...]", .group = "Model", .help = "keys of config.json that are not known here and change nothing"},
         {"prompt", OPT_TEXT, &o->prompt, .arg = "TEXT", .group = "Text", .help = "how the text begins; none: end-of-text. Without a tokenizer, token ids: 1,2,3"},
         {"prompt-file", OPT_TEXT, &o->prompt_file, .arg = "F", .group = "Text", .help = "a file of prompts, one a line; blank lines are left out"},
         {"max-new-tokens", OPT_INT, &o->max_new_tokens, 1, MAX_SEQ_LEN, .arg = "N", .group = "Text", .help = "most tokens after a prompt; end-of-text ends a text before"},
@@ -101,12 +103,12 @@ static void read_config(Sampler *s, const char *folder) {
     ModelConfig *config = &s->model.config;
     Error error;
     char message[1024];
-    if (!model_config_read(config, folder, &error)) fail_with(&error);
+    if (!model_config_read(config, folder, s->o.ignore_config_key, &error)) fail_with(&error);
+    s->saved = config->attn;
     if (s->o.attn) {
-        Normalizer saved = config->attn;
         if (!normalizer_parse(&config->attn, s->o.attn, message, sizeof message)) fail(EXIT_USAGE, "--attn %s: %s.", s->o.attn, message);
-        fprintf(stderr, "sample_gpt2: --attn %s; the checkpoint was trained with %s", s->o.attn, saved.text);
-        if (normalizer_has(&config->attn, SCALAR_S) && !normalizer_keeps(&saved, &config->attn, SCALAR_S))
+        fprintf(stderr, "sample_gpt2: --attn %s; the checkpoint was trained with %s", s->o.attn, s->saved.text);
+        if (normalizer_has(&config->attn, SCALAR_S) && !normalizer_keeps(&s->saved, &config->attn, SCALAR_S))
             fprintf(stderr, ": s = %.4f in all heads", normalizer_start(&config->attn, SCALAR_S, config->seq_len));
         fprintf(stderr, "\n");
     }
@@ -201,7 +203,7 @@ static void load(Sampler *s, const char *folder) {
              human_bytes((double)memory_available()).text, sequences, sequences == 1 ? "" : "s", longest + new_tokens);
     memory_take(&m->plan);
     Weights weights = weights_of(m);
-    if (!weights_load(&weights, folder, &error)) fail_with(&error);
+    if (!weights_load(&weights, folder, &s->saved, &error)) fail_with(&error);
     decoder_ready(&s->decoder);
 }
 

@@ -130,7 +130,7 @@ static bool settle_resumed(Run *run, char *folder, size_t size) {
         return false;
     }
     run->lineage = run_resume(o->out, o, &error);
-    if (!run->lineage || !checkpoint_verify(folder, false, &error) || !model_config_read(run->config, folder, &error))
+    if (!run->lineage || !checkpoint_verify(folder, false, &error) || !model_config_read(run->config, folder, o->ignore_config_key, &error))
         fail_with(&error);
     read_state(run, folder);
     if (run->step != (int64_t)step) fail(EXIT_INPUT, "%s/state.json: says step %lld.", folder, (long long)run->step);
@@ -144,7 +144,9 @@ static void settle_loaded(Run *run) {
     ModelConfig *config = run->config, asked;
     Error error;
     char shape[256];
-    if (!model_config_read(config, o->init_from, &error) || !checkpoint_verify(o->init_from, true, &error)) fail_with(&error);
+    if (!model_config_read(config, o->init_from, o->ignore_config_key, &error) || !checkpoint_verify(o->init_from, true, &error) ||
+        !weights_check(config, o->init_from, &error))
+        fail_with(&error);
     run->loaded = config->attn;
     if (train_options_given(o, "rope-theta")) config->rope_theta = o->rope_theta;
     if (!train_options_given(o, "model")) return;
@@ -369,7 +371,7 @@ static void load_weights(Run *run, const char *folder) {
     }
     Normalizer attn = run->config->attn;
     if (run->loaded.text[0]) run->config->attn = run->loaded;      // change_normalizer() comes when its loss is known
-    process_agree(!is_main() || (weights_load(w, folder, &error) && (!run->resumed || weights_load_optimizer(w, folder, &error))), &error);
+    process_agree(!is_main() || (weights_load(w, folder, &run->config->attn, &error) && (!run->resumed || weights_load_optimizer(w, folder, &error))), &error);
     run->config->attn = attn;
     process_broadcast(w->params, bytes);
     if (run->resumed) {

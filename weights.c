@@ -26,18 +26,73 @@ void weights_start_scalars(const Weights *w, const Normalizer *from) {
     }
 }
 
-bool weights_load(const Weights *w, const char *folder, Error *error) {
-    ModelConfig saved;
-    Safetensors *file = model_config_read(&saved, folder, error) ? safetensors_open(folder, error) : NULL;
+static bool is_expected(const TensorList *list, const char *name) {
+    size_t length = strlen(name), buffer = strlen(".rotary_emb.inv_freq");
+    if (length > buffer && !strcmp(name + length - buffer, ".rotary_emb.inv_freq")) return true;   // older files have it; rope_theta says the same
+    for (size_t i = 0; i < list->count; i++)
+        if (!strcmp(list->tensors[i].name, name)) return true;
+    return false;
+}
+
+// A file may have the output projection of a tied model, too, but no other one than the embedding.
+static bool check_tied(const Safetensors *file, const TensorInfo *head, Reasons *reasons, Error *error) {
+    const TensorInfo *embedding = safetensors_find(file, "model.embed_tokens.weight");
+    bool same = false;
+    if (embedding && !safetensors_same(head, embedding, &same, error)) return false;
+    if (!same) reasons_add(reasons, "tensor %s is not model.embed_tokens.weight, though \"tie_word_embeddings\" is true", head->name);
+    return true;
+}
+
+static bool check_tensors(const TensorList *list, bool tied, const Safetensors *file, const char *folder, Error *error) {
+    Reasons reasons = {0};
+    for (size_t i = 0; i < list->count; i++) {
+        const Tensor *t = &list->tensors[i];
+        safetensors_fits(file, t->name, t->ndim, t->shape, &reasons);
+    }
+    bool whole = !reasons.count && safetensors_count(file) == list->count;
+    for (size_t i = 0; i < safetensors_count(file) && !whole; i++) {
+        const TensorInfo *info = safetensors_at(file, i);
+        if (is_expected(list, info->name)) continue;
+        if (!tied || strcmp(info->name, "lm_head.weight") != 0)
+            reasons_add(&reasons, "tensor %.200s would be left over: the model that config.json describes has none of that name", info->name);
+        else if (!check_tied(file, info, &reasons, error))
+            return false;
+    }
+    return !reasons.count || error_set(error, EXIT_INPUT, "%s: the tensors are not those of the model that its config.json describes:%s\n"
+                                       "  Take a whole copy of the model, correct config.json, or convert what has another dtype.", folder, reasons_text(&reasons).text);
+}
+
+// weights_check(); the open file is the caller's then.
+static Safetensors *open_checked(const ModelConfig *config, const char *folder, Error *error) {
+    Safetensors *file = safetensors_open(folder, error);
+    if (!file) return NULL;
+    TensorList list = tensors_of(config, NULL, 0);
+    bool right = check_tensors(&list, config->tied, file, folder, error);
+    tensors_free(&list);
+    if (right) return file;
+    safetensors_close(file);
+    return NULL;
+}
+
+bool weights_check(const ModelConfig *config, const char *folder, Error *error) {
+    Safetensors *file = open_checked(config, folder, error);
+    safetensors_close(file);
+    return file != NULL;
+}
+
+bool weights_load(const Weights *w, const char *folder, const Normalizer *saved, Error *error) {
+    ModelConfig config = *w->config;
+    config.attn = *saved;
+    Safetensors *file = open_checked(&config, folder, error);
     if (!file) return false;
     bool done = true;
     for (size_t i = 0; done && i < w->list->count; i++) {
         const Tensor *t = &w->list->tensors[i];
-        if (!tensor_exists(t, &saved.attn)) continue;
+        if (!tensor_exists(t, saved)) continue;
         done = safetensors_read(file, t->name, t->ndim, t->shape, w->params + t->offset, error);
     }
     safetensors_close(file);
-    weights_start_scalars(w, &saved.attn);
+    weights_start_scalars(w, saved);
     return done;
 }
 

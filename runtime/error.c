@@ -3,6 +3,7 @@
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 const char *program_name = "gpt2";
 bool (*fail_speaker)(bool says) = NULL;
@@ -50,4 +51,25 @@ bool error_set(Error *error, ExitCode code, const char *format, ...) {
     vsnprintf(error->text, sizeof error->text, format, args);
     va_end(args);
     return false;
+}
+
+void reasons_add(Reasons *reasons, const char *format, ...) {
+    char line[400] = "\n  - ";
+    size_t start = strlen(line), used = strlen(reasons->text);
+    va_list args;
+    va_start(args, format);
+    vsnprintf(line + start, sizeof line - start, format, args);
+    va_end(args);
+    reasons->count++;
+    if (reasons->left_out || used + strlen(line) >= sizeof reasons->text)
+        reasons->left_out++;
+    else
+        strcpy(reasons->text + used, line);
+}
+
+ReasonsText reasons_text(const Reasons *reasons) {
+    ReasonsText lines;
+    strcpy(lines.text, reasons->text);
+    if (reasons->left_out) sprintf(lines.text + strlen(lines.text), "\n  - and %d more", reasons->left_out);
+    return lines;
 }

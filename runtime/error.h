@@ -49,6 +49,20 @@ void warn(const char *format, ...) __attribute__((format(printf, 1, 2)));
 // Fills the error and returns false, so that a function can end with `return error_set(...)`.
 bool error_set(Error *error, ExitCode code, const char *format, ...) __attribute__((format(printf, 3, 4)));
 
+// Several reasons for one error, so that all are named at once: a line each, "\n  - reason". Those for which there is no room are counted.
+typedef struct {
+    int count, left_out;
+    char text[1200];
+} Reasons;
+
+void reasons_add(Reasons *reasons, const char *format, ...) __attribute__((format(printf, 2, 3)));
+
+// The lines, and as the last how many more there are.
+typedef struct {
+    char text[1280];
+} ReasonsText;
+ReasonsText reasons_text(const Reasons *reasons);
+
 #ifdef __cplusplus
 }
 #endif

@@ -526,19 +526,54 @@ static size_t first_nonfinite_f64(const double *values, size_t count) {
     return count;
 }
 
-static const TensorInfo *find_shaped(const Safetensors *s, const char *name, int ndim, const size_t *shape, Error *error) {
-    const TensorInfo *info = safetensors_find(s, name);
+// What is wrong with a tensor (NULL: there is none) of which this name, shape and a dtype up to `last` are expected; "" for nothing.
+typedef struct { char text[800]; const char *remedy; } Problem;
+static Problem problem_of(const Safetensors *s, const TensorInfo *info, const char *name, int ndim, const size_t *shape, DType last) {
+    Problem p = {"", NULL};
     if (!info) {
-        error_set(error, EXIT_INPUT, "%s: expected a tensor %s %s, found none of that name among %zu (the first is %.200s).\n"
-                  "  The model here is of another kind, or has fewer layers: check its config.json.", s->path, name,
-                  shape_text(ndim, shape).text, s->count, s->count ? s->infos[0].name : "none");
-        return NULL;
+        p.remedy = "The model here is of another kind, or has fewer layers: check its config.json.";
+        snprintf(p.text, sizeof p.text, "expected a tensor %.300s %s, found none of that name among %zu (the first is %.200s)", name,
+                 shape_text(ndim, shape).text, s->count, s->count ? s->infos[0].name : "none");
+    } else if (info->ndim != ndim || (ndim && memcmp(info->shape, shape, (size_t)ndim * sizeof *shape))) {
+        p.remedy = "The model here has other sizes than the one asked for: check its config.json.";
+        snprintf(p.text, sizeof p.text, "tensor %.300s: expected the shape %s, found %s", name, shape_text(ndim, shape).text,
+                 shape_text(info->ndim, info->shape).text);
+    } else if (info->dtype > last) {
+        p.remedy = "Convert the model to one of these.";
+        snprintf(p.text, sizeof p.text, "tensor %.300s: expected F32, BF16, F16%s, found %s", name,
+                 last == DTYPE_I32 ? ", F64, I64 or I32" : " or F64", dtype_name(info->dtype));
     }
-    if (info->ndim == ndim && (ndim == 0 || !memcmp(info->shape, shape, (size_t)ndim * sizeof *shape))) return info;
-    error_set(error, EXIT_INPUT, "%s: tensor %s: expected the shape %s, found %s.\n"
-              "  The model here has other sizes than the one asked for: check its config.json.", info->path, name,
-              shape_text(ndim, shape).text, shape_text(info->ndim, info->shape).text);
+    return p;
+}
+
+static const TensorInfo *find_fitting(const Safetensors *s, const char *name, int ndim, const size_t *shape, DType last, Error *error) {
+    const TensorInfo *info = safetensors_find(s, name);
+    Problem p = problem_of(s, info, name, ndim, shape, last);
+    if (!p.text[0]) return info;
+    error_set(error, EXIT_INPUT, "%s: %s.\n  %s", info ? info->path : s->path, p.text, p.remedy);
     return NULL;
+}
+
+bool safetensors_fits(const Safetensors *s, const char *name, int ndim, const size_t *shape, Reasons *reasons) {
+    const TensorInfo *info = safetensors_find(s, name);
+    Problem p = problem_of(s, info, name, ndim, shape, DTYPE_BF16);
+    if (!p.text[0]) return true;
+    const char *slash = info ? strrchr(info->path, '/') : NULL;
+    reasons_add(reasons, "%.100s%s%s", info ? slash ? slash + 1 : info->path : "", info ? ": " : "", p.text);
+    return false;
+}
+
+bool safetensors_same(const TensorInfo *a, const TensorInfo *b, bool *same, Error *error) {
+    *same = a->dtype == b->dtype && a->ndim == b->ndim && !memcmp(a->shape, b->shape, (size_t)a->ndim * sizeof *a->shape);
+    char *left = allocate(2 * (size_t)PIECE), *right = left + PIECE;
+    bool ok = true;
+    for (uint64_t at = 0, bytes = info_bytes(a); at < bytes && ok && *same; at += PIECE) {
+        size_t n = bytes - at < PIECE ? (size_t)(bytes - at) : PIECE;
+        ok = file_read_at(a->fd, a->path, left, n, a->offset + at, error) && file_read_at(b->fd, b->path, right, n, b->offset + at, error);
+        *same = ok && !memcmp(left, right, n);
+    }
+    free(left);
+    return ok;
 }
 
 static bool nonfinite(const TensorInfo *info, size_t index, double value, Error *error) {
@@ -548,12 +583,8 @@ static bool nonfinite(const TensorInfo *info, size_t index, double value, Error 
 }
 
 bool safetensors_read(const Safetensors *s, const char *name, int ndim, const size_t *shape, float *out, Error *error) {
-    const TensorInfo *info = find_shaped(s, name, ndim, shape, error);
+    const TensorInfo *info = find_fitting(s, name, ndim, shape, DTYPE_BF16, error);
     if (!info) return false;
-    if (info->dtype > DTYPE_BF16) {
-        return error_set(error, EXIT_INPUT, "%s: tensor %s: expected F32, BF16, F16 or F64, found %s.\n"
-                         "  Convert the model to one of these.", info->path, name, dtype_name(info->dtype));
-    }
     size_t width = dtype_size(info->dtype);
     void *buffer = info->dtype == DTYPE_F32 ? NULL : allocate(PIECE * width);
     bool ok = true;
@@ -570,12 +601,8 @@ bool safetensors_read(const Safetensors *s, const char *name, int ndim, const si
 }
 
 bool safetensors_read_f64(const Safetensors *s, const char *name, int ndim, const size_t *shape, double *out, Error *error) {
-    const TensorInfo *info = find_shaped(s, name, ndim, shape, error);
+    const TensorInfo *info = find_fitting(s, name, ndim, shape, DTYPE_I32, error);
     if (!info) return false;
-    if (info->dtype > DTYPE_I32) {
-        return error_set(error, EXIT_INPUT, "%s: tensor %s: expected F32, BF16, F16, F64, I64 or I32, found %s.\n"
-                         "  Convert it to one of these.", info->path, name, dtype_name(info->dtype));
-    }
     size_t width = dtype_size(info->dtype);
     void *buffer = allocate(PIECE * width);
     bool ok = true;

@@ -72,6 +72,12 @@ const TensorInfo *safetensors_find(const Safetensors *tensors, const char *name)
 // value that is not finite is an error (for a value, with its index and offset).
 bool safetensors_read(const Safetensors *tensors, const char *name, int ndim, const size_t *shape, float *out, Error *error);
 
+// Would safetensors_read() take a tensor of this name and shape, but for its values? Otherwise adds the reason.
+bool safetensors_fits(const Safetensors *tensors, const char *name, int ndim, const size_t *shape, Reasons *reasons);
+
+// Have the two tensors the same dtype, shape and bytes? False with *error set where they cannot be read; *same is the answer.
+bool safetensors_same(const TensorInfo *a, const TensorInfo *b, bool *same, Error *error);
+
 // The same as float64, for fixtures: also I64 and I32.
 bool safetensors_read_f64(const Safetensors *tensors, const char *name, int ndim, const size_t *shape, double *out, Error *error);
 

@@ -28,6 +28,7 @@ void train_options_init(TrainOptions *o, const char *attn_help, bool gpus) {
         {"norm-length", OPT_INT, &o->norm_length, 0, 1 << 20, .arg = "N", .group = "Model", .help = "the L of the normalisers; 0: the largest --seq-len, or the loaded model's"},
         {"rope-theta",  OPT_FLOAT, &o->rope_theta, 1.0001, 1e12, .arg = "X", .group = "Model", .help = "base of RoPE's wavelengths"},
         {"init-from",   OPT_TEXT, &o->init_from, .arg = "DIR", .group = "Model", .help = "start from the weights of a checkpoint or a Hugging Face Llama folder"},
+        {"ignore-config-key", OPT_TEXT, &o->ignore_config_key, .arg = "NAME[,...]", .group = "Model", .help = "keys of --init-from's config.json that are not known here and change nothing"},
         {"dtype",       OPT_CHOICE, &o->dtype, .choices = "fp32|bf16", .group = "Model", .help = "of the inputs of matrix products; sums and master weights are float32"},
 
         {"batch",       OPT_INT, &o->batch, 1, 65536, .arg = "B", .group = "Training", .help = "sequences at a time, for one process", .on_resume = true},

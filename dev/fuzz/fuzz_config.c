@@ -1,5 +1,5 @@
 // A hostile config.json: it is refused by name, or what was read is a model that writes the same config.json again.
-// Sources: runtime/error.c runtime/file.c runtime/json.c runtime/options.c runtime/process.c attention/normalizer.c model.c
+// Sources: runtime/error.c runtime/file.c runtime/json.c runtime/options.c runtime/process.c attention/normalizer.c model.c config.c
 #include <stdlib.h>
 #include <string.h>
 
@@ -13,14 +13,14 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
     ModelConfig config, again;
     const char *folder = fuzz_folder(make_nothing);
     fuzz_file("config.json", bytes, size);
-    if (!model_config_read(&config, folder, &error)) {
+    if (!model_config_read(&config, folder, NULL, &error)) {
         if (error.code != EXIT_INPUT || !strstr(error.text, folder)) abort();
         return 0;
     }
     if (config.channels % config.heads || config.end_of_text >= config.vocab || model_parameters(&config) == 0) abort();
     char *text = model_config_json(&config, false);
     fuzz_file("config.json", (const uint8_t *)text, strlen(text));
-    if (!model_config_read(&again, folder, &error)) abort();
+    if (!model_config_read(&again, folder, NULL, &error)) abort();
     char *text_again = model_config_json(&again, false);
     if (strcmp(text, text_again)) abort();
     free(text);

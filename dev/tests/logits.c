@@ -38,7 +38,7 @@ static void load(const char *folder, size_t T) {
     model_ready(&model);
     decoder_ready(&decoder);
     Weights weights = weights_of(&model);
-    if (!weights_load(&weights, folder, &error)) fail_with(&error);
+    if (!weights_load(&weights, folder, &model.config.attn, &error)) fail_with(&error);
 }
 
 // The largest difference of a row over the row's largest logit. NaN where there is one.
@@ -89,7 +89,7 @@ int main(int argc, char **argv) {
     Error error;
     program_name = "logits";
     if (argc != 3) fail(EXIT_USAGE, "logits FOLDER IDS");
-    if (!model_config_read(&model.config, argv[1], &error)) fail_with(&error);
+    if (!model_config_read(&model.config, argv[1], NULL, &error)) fail_with(&error);
     size_t T = read_ids(ids, argv[2], model.config.vocab), V = (size_t)model.config.vocab, C = (size_t)model.config.channels;
     load(argv[1], T);
     model_forward(&model, ids, 1, T);

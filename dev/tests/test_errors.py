@@ -256,7 +256,7 @@ def test_wrong_shape(data, model):
 
 def test_wrong_dtype(data, model):
     edit_tensors(model, lambda tensors: tensors.update({UP: tensors[UP].astype("int32")}))
-    says(init_from(data, model), "model.safetensors", UP, "expected F32, BF16", "found I32", "Convert")
+    says(init_from(data, model), "model.safetensors", UP, "expected F32, BF16", "found I32", "convert")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

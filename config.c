@@ -1,0 +1,395 @@
+// config.json: what is written beside our weights, and what is read beside ours and those of Llamas from elsewhere.
+#include <limits.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "model.h"
+#include "runtime/json.h"
+
+#define COUNT(a) (sizeof(a) / sizeof((a)[0]))
+
+// ---------------------------------------------------------------------------------------------------------------------------
+// Writing
+
+bool model_is_plain_llama(const ModelConfig *config) {
+    Normalizer softmax;
+    char message[256];
+    return config->block == BLOCK_LLAMA && normalizer_parse(&softmax, "softmax", message, sizeof message) && normalizer_equal(&config->attn, &softmax);
+}
+
+char *model_config_json(const ModelConfig *config, bool bf16) {
+    cJSON *json = cJSON_CreateObject(), *rope, *attn;
+    bool plain = model_is_plain_llama(config);
+    cJSON_AddItemToObject(json, "architectures",
+                          cJSON_CreateStringArray((const char *[]){plain ? "LlamaForCausalLM" : "AttnGPTForCausalLM"}, 1));
+    cJSON_AddStringToObject(json, "model_type", plain ? "llama" : "attn_gpt");
+    if (!plain) {
+        cJSON *map = cJSON_AddObjectToObject(json, "auto_map");
+        cJSON_AddStringToObject(map, "AutoConfig", "modeling_attn_gpt.AttnGPTConfig");
+        cJSON_AddStringToObject(map, "AutoModelForCausalLM", "modeling_attn_gpt.AttnGPTForCausalLM");
+    }
+    cJSON_AddNumberToObject(json, "vocab_size", config->vocab);
+    cJSON_AddNumberToObject(json, "hidden_size", config->channels);
+    cJSON_AddNumberToObject(json, "intermediate_size", config->ffn);
+    cJSON_AddNumberToObject(json, "num_hidden_layers", config->layers);
+    cJSON_AddNumberToObject(json, "num_attention_heads", config->heads);
+    cJSON_AddNumberToObject(json, "num_key_value_heads", config->heads);
+    cJSON_AddNumberToObject(json, "head_dim", (double)head_size(config));
+    cJSON_AddNumberToObject(json, "max_position_embeddings", config->seq_len);
+    cJSON_AddStringToObject(json, "hidden_act", "silu");
+    cJSON_AddNumberToObject(json, "rms_norm_eps", 1e-5);
+    cJSON_AddNumberToObject(json, "rope_theta", config->rope_theta);
+    rope = cJSON_AddObjectToObject(json, "rope_parameters");
+    cJSON_AddStringToObject(rope, "rope_type", "default");
+    cJSON_AddNumberToObject(rope, "rope_theta", config->rope_theta);
+    cJSON_AddBoolToObject(json, "tie_word_embeddings", config->tied);
+    cJSON_AddBoolToObject(json, "attention_bias", false);
+    cJSON_AddBoolToObject(json, "mlp_bias", false);
+    cJSON_AddNumberToObject(json, "attention_dropout", 0);
+    cJSON_AddNumberToObject(json, "initializer_range", 0.02);
+    cJSON_AddNumberToObject(json, "bos_token_id", config->end_of_text);
+    cJSON_AddNumberToObject(json, "eos_token_id", config->end_of_text);
+    cJSON_AddBoolToObject(json, "use_cache", true);
+    cJSON_AddStringToObject(json, "torch_dtype", bf16 ? "bfloat16" : "float32");
+    attn = cJSON_AddObjectToObject(json, "attention_normalizer");
+    cJSON_AddStringToObject(attn, "name", config->attn.text);
+    cJSON_AddNumberToObject(attn, "seq_len", config->seq_len);
+    for (size_t i = 0; i < STAGE_COUNT; i++) {
+        char text[64];
+        cJSON_AddStringToObject(attn, stage_names[i], normalizer_stage_text(&config->attn, i, text, sizeof text));
+    }
+    if (config->attn.fixed) cJSON_AddBoolToObject(attn, "fixed", true);
+    if (config->block == BLOCK_GAU) cJSON_AddStringToObject(attn, "block", "gau");
+    char *text = cJSON_Print(json);
+    cJSON_Delete(json);
+    if (!text) fail(EXIT_RESOURCE, "out of memory for config.json.");
+    return text;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------------
+// Reading. What is not known to be harmless may change what the model computes, so everything in the file must be accounted for.
+
+// Keys that do not change the loss of this model, whatever their value: ids that only generation uses, how the file came about, how the
+// weights were first drawn, dropout (there is none at evaluation, and none in this trainer), how other programs compute or generate.
+static const char *const HARMLESS[] = {
+    "architectures", "auto_map", "torch_dtype", "dtype", "transformers_version", "_name_or_path", "_attn_implementation",
+    "_attn_implementation_autoset", "bos_token_id", "pad_token_id", "initializer_range", "attention_dropout", "use_cache", "pretraining_tp",
+    "id2label", "label2id", "problem_type", "task_specific_params", "tokenizer_class", "return_dict", "output_attentions", "output_hidden_states",
+    "output_scores", "return_dict_in_generate", "chunk_size_feed_forward", "torchscript", "do_sample", "temperature", "top_k", "top_p",
+    "typical_p", "max_length", "min_length", "max_new_tokens", "num_beams", "repetition_penalty", "length_penalty",
+    "is_llama_config", "transformers.js_config",       // of SmolLM2
+};
+
+// Whole numbers. `fallback`: where the key is missing or null; REQUIRED: it must be there.
+enum { REQUIRED = -1 };
+static const struct {
+    const char *key;
+    size_t offset;
+    int min, max, fallback;
+    const char *why;
+} SIZES[] = {
+    {"vocab_size",              offsetof(ModelConfig, vocab),    2, MAX_VOCAB, REQUIRED, ", as a token has 16 bits in a shard"},
+    {"hidden_size",             offsetof(ModelConfig, channels), 2, 65536,     REQUIRED, ""},
+    {"intermediate_size",       offsetof(ModelConfig, ffn),      1, 262144,    REQUIRED, ""},
+    {"num_hidden_layers",       offsetof(ModelConfig, layers),   1, 2048,      REQUIRED, ""},
+    {"num_attention_heads",     offsetof(ModelConfig, heads),    1, 1024,      REQUIRED, ""},
+    {"max_position_embeddings", offsetof(ModelConfig, seq_len),  1, INT_MAX,   1024,     ""},
+};
+
+// The other keys that are understood. Each has its function below.
+static const char *const UNDERSTOOD[] = {
+    "model_type", "num_key_value_heads", "head_dim", "hidden_act", "attention_bias", "mlp_bias", "rms_norm_eps", "rope_theta",
+    "rope_parameters", "rope_scaling", "tie_word_embeddings", "eos_token_id", "layer_types", "quantization_config", "attention_normalizer",
+};
+
+typedef struct {
+    const cJSON *json;
+    const char *ignored;       // names with commas between, or NULL
+    ModelConfig *config;
+    bool foreign;              // another family: of its keys only those that Llamas have too are looked at
+    Reasons reasons;
+    int ignorable;             // how many of them are keys that are not known
+    char names[320];           // of these, with commas between
+} Reader;
+
+static const cJSON *get(const Reader *r, const char *key) {
+    const cJSON *item = cJSON_GetObjectItemCaseSensitive(r->json, key);
+    return cJSON_IsNull(item) ? NULL : item;
+}
+
+typedef struct {
+    char text[72];
+} Value;
+
+// The value as JSON, cut where it is long.
+static Value value_of(const cJSON *item) {
+    Value value = {"missing"};
+    char *text = item ? cJSON_PrintUnformatted(item) : NULL;
+    if (text) snprintf(value.text, sizeof value.text, "%.60s%s", text, strlen(text) > 60 ? "..." : "");
+    free(text);
+    return value;
+}
+
+static Value quoted(const char *text) {
+    cJSON *item = cJSON_CreateString(text);
+    Value value = value_of(item);
+    cJSON_Delete(item);
+    return value;
+}
+
+static bool is_listed(const char *name, const char *const *list, size_t count) {
+    for (size_t i = 0; i < count; i++)
+        if (!strcmp(name, list[i])) return true;
+    return false;
+}
+
+// Is the name one of those with commas between?
+static bool is_among(const char *name, const char *names) {
+    size_t length = strlen(name);
+    for (const char *at = names; at && length; at = strchr(at, ','), at += at != NULL) {
+        size_t here = strcspn(at, ",");
+        if (here == length && !memcmp(at, name, length)) return true;
+    }
+    return false;
+}
+
+// A key that is neither understood nor harmless. `prefix`: the object that it stands in.
+static void read_unknown(Reader *r, const char *prefix, const cJSON *item) {
+    char name[256];
+    bool empty = (cJSON_IsArray(item) || cJSON_IsObject(item)) && !item->child;
+    snprintf(name, sizeof name, "%s%s", prefix, item->string);
+    if (cJSON_IsNull(item) || cJSON_IsFalse(item) || empty || is_among(name, r->ignored)) return;
+    reasons_add(&r->reasons, "%s is %s, and what that changes is not known", quoted(name).text, value_of(item).text);
+    size_t used = strlen(r->names);
+    snprintf(r->names + used, sizeof r->names - used, "%s%s", used ? "," : "", name);
+    r->ignorable++;
+}
+
+// A whole number within bounds; false, with a reason, where there is none.
+static bool read_int(Reader *r, const cJSON *object, const char *prefix, const char *key, int min, int max, const char *why, int *out) {
+    const cJSON *item = cJSON_GetObjectItemCaseSensitive(object, key);
+    uint64_t value;
+    if (json_u64(item, &value) && value >= (uint64_t)min && value <= (uint64_t)max) {
+        *out = (int)value;
+        return true;
+    }
+    reasons_add(&r->reasons, "\"%s%s\" is %s; expected a whole number from %d to %d%s", prefix, key, value_of(item).text, min, max, why);
+    return false;
+}
+
+static void read_type(Reader *r) {
+    const cJSON *type = get(r, "model_type");
+    if (cJSON_IsString(type) && (!strcmp(type->valuestring, "llama") || !strcmp(type->valuestring, "attn_gpt"))) return;
+    bool gpt2 = cJSON_IsString(type) && !strcmp(type->valuestring, "gpt2");
+    r->foreign = type != NULL;
+    reasons_add(&r->reasons, "\"model_type\" is %s; expected \"llama\" (or \"attn_gpt\", attn.c's own)%s", value_of(type).text,
+                gpt2 ? ": a GPT-2 is not a Llama, it has learned positions, LayerNorm, GELU and biases" : "");
+}
+
+// Sets the sizes; those that the file does not give rightly stay 0.
+static void read_sizes(Reader *r) {
+    for (size_t i = 0; i < COUNT(SIZES); i++) {
+        int *size = (int *)((char *)r->config + SIZES[i].offset);
+        *size = 0;
+        if (get(r, SIZES[i].key))
+            read_int(r, r->json, "", SIZES[i].key, SIZES[i].min, SIZES[i].max, SIZES[i].why, size);
+        else if (SIZES[i].fallback != REQUIRED)
+            *size = SIZES[i].fallback;
+        else if (!r->foreign)
+            reasons_add(&r->reasons, "\"%s\" is missing; expected a whole number from %d to %d", SIZES[i].key, SIZES[i].min, SIZES[i].max);
+    }
+}
+
+// One id, or a list of them, whose first is taken.
+static void read_end_of_text(Reader *r) {
+    ModelConfig *c = r->config;
+    const cJSON *item = get(r, "eos_token_id");
+    uint64_t id;
+    if (!c->vocab) return;
+    c->end_of_text = default_end_of_text(c->vocab);
+    if (!item) return;
+    if (json_u64(cJSON_IsArray(item) ? item->child : item, &id) && id < (uint64_t)c->vocab)
+        c->end_of_text = (int)id;
+    else
+        reasons_add(&r->reasons, "\"eos_token_id\" is %s; expected an id from 0 to %d", value_of(item).text, c->vocab - 1);
+}
+
+static void read_block(Reader *r) {
+    ModelConfig *c = r->config;
+    const cJSON *block = cJSON_GetObjectItemCaseSensitive(get(r, "attention_normalizer"), "block");
+    if (!block) return;
+    if (!cJSON_IsString(block) || strcmp(block->valuestring, "gau") != 0) {
+        reasons_add(&r->reasons, "attention_normalizer.block must be \"gau\" where there is one, but is %s", value_of(block).text);
+        return;
+    }
+    c->block = BLOCK_GAU;
+    if (c->heads && c->heads != 1) reasons_add(&r->reasons, "a gated attention unit has num_attention_heads 1, not %d", c->heads);
+    if (c->ffn && c->channels && c->ffn != 2 * c->channels)
+        reasons_add(&r->reasons, "a gated attention unit has intermediate_size 2 x hidden_size = %d, not %d", 2 * c->channels, c->ffn);
+}
+
+// Heads: as many for keys and values as for queries, and all of hidden_size/num_attention_heads.
+static void read_heads(Reader *r) {
+    ModelConfig *c = r->config;
+    char message[256];
+    int kv, size;
+    if (!c->heads || !c->channels) return;
+    if (get(r, "num_key_value_heads") && read_int(r, r->json, "", "num_key_value_heads", 1, INT_MAX, "", &kv) && kv != c->heads)
+        reasons_add(&r->reasons, "\"num_key_value_heads\" is %d: a grouped-query model, whose %d heads share %d key-value heads; expected %d", kv,
+                    c->heads, kv, c->heads);
+    if (!model_shape_fits(c, message, sizeof message)) {
+        reasons_add(&r->reasons, "%s", message);
+        return;
+    }
+    int expected = (int)head_size(c);
+    if (get(r, "head_dim") && read_int(r, r->json, "", "head_dim", 1, INT_MAX, "", &size) && size != expected)
+        reasons_add(&r->reasons, "\"head_dim\" is %d; expected %s = %d", size,
+                    c->block == BLOCK_GAU ? "a gated unit's" : "hidden_size/num_attention_heads", expected);
+}
+
+static void read_layers(Reader *r) {
+    const cJSON *act = get(r, "hidden_act"), *eps = get(r, "rms_norm_eps"), *types = get(r, "layer_types"), *type;
+    static const char *const biases[] = {"attention_bias", "mlp_bias"};
+    if (act && !(cJSON_IsString(act) && (!strcmp(act->valuestring, "silu") || !strcmp(act->valuestring, "swish"))))
+        reasons_add(&r->reasons, "\"hidden_act\" is %s; expected \"silu\"", value_of(act).text);
+    for (size_t i = 0; i < COUNT(biases); i++)
+        if (get(r, biases[i]) && !cJSON_IsFalse(get(r, biases[i])))
+            reasons_add(&r->reasons, "\"%s\" is %s; expected a model without biases", biases[i], value_of(get(r, biases[i])).text);
+    if ((eps || !r->foreign) && !(cJSON_IsNumber(eps) && fabs(eps->valuedouble - 1e-5) <= 1e-9))
+        reasons_add(&r->reasons, "\"rms_norm_eps\" is %s; expected 1e-5, which is what this model computes with", value_of(eps).text);
+    bool full = !types || cJSON_IsArray(types);
+    cJSON_ArrayForEach(type, types) full = full && cJSON_IsString(type) && !strcmp(type->valuestring, "full_attention");
+    if (!full) reasons_add(&r->reasons, "\"layer_types\" is %s; expected \"full_attention\" in every layer", value_of(types).text);
+}
+
+static void read_files(Reader *r) {
+    const cJSON *tied = get(r, "tie_word_embeddings"), *quantized = get(r, "quantization_config");
+    r->config->tied = cJSON_IsTrue(tied);
+    if (tied && !cJSON_IsBool(tied)) reasons_add(&r->reasons, "\"tie_word_embeddings\" is %s; expected true or false", value_of(tied).text);
+    if (quantized && !cJSON_IsFalse(quantized) && quantized->child)
+        reasons_add(&r->reasons, "\"quantization_config\" is %s; expected weights that are not quantized", value_of(quantized).text);
+}
+
+// rope_parameters, or rope_scaling as it was called before transformers 5: "default" is RoPE without scaling.
+static void read_rope_object(Reader *r, const char *name, double *theta) {
+    const cJSON *rope = get(r, name), *item;
+    char prefix[32];
+    snprintf(prefix, sizeof prefix, "%s.", name);
+    if (rope && !cJSON_IsObject(rope) && !cJSON_IsFalse(rope)) reasons_add(&r->reasons, "\"%s\" is %s; expected an object", name, value_of(rope).text);
+    if (!cJSON_IsObject(rope)) return;
+    cJSON_ArrayForEach(item, rope) {
+        if (!strcmp(item->string, "rope_type") || !strcmp(item->string, "type")) {
+            if (!cJSON_IsNull(item) && !(cJSON_IsString(item) && !strcmp(item->valuestring, "default")))
+                reasons_add(&r->reasons, "%s%s is %s: RoPE with scaling; expected \"default\"", prefix, item->string, value_of(item).text);
+        } else if (strcmp(item->string, "rope_theta") != 0) {
+            read_unknown(r, prefix, item);
+        } else if (cJSON_IsNumber(item)) {
+            if (!isnan(*theta) && *theta != item->valuedouble)
+                reasons_add(&r->reasons, "rope_theta is %.15g, but %srope_theta is %.15g; remove the wrong one", *theta, prefix, item->valuedouble);
+            *theta = item->valuedouble;
+        } else if (!cJSON_IsNull(item)) {
+            reasons_add(&r->reasons, "%srope_theta is %s; expected a number", prefix, value_of(item).text);
+        }
+    }
+}
+
+static void read_rope(Reader *r) {
+    const cJSON *outer = get(r, "rope_theta");
+    double theta = cJSON_IsNumber(outer) ? outer->valuedouble : NAN;
+    if (outer && !cJSON_IsNumber(outer)) reasons_add(&r->reasons, "\"rope_theta\" is %s; expected a number", value_of(outer).text);
+    read_rope_object(r, "rope_parameters", &theta);
+    read_rope_object(r, "rope_scaling", &theta);
+    r->config->rope_theta = isnan(theta) ? 10000 : theta;
+    if (!(r->config->rope_theta > 1 && r->config->rope_theta < 1e12))
+        reasons_add(&r->reasons, "rope_theta is %.15g; expected a number between 1 and 1e12", r->config->rope_theta);
+}
+
+// The stages say what the name means, for other readers; here they must agree with it.
+static void read_stages(Reader *r, const cJSON *attn, const char *name) {
+    const Normalizer *normalizer = &r->config->attn;
+    for (size_t i = 0; i < STAGE_COUNT; i++) {
+        char text[64];
+        const cJSON *stage = cJSON_GetObjectItemCaseSensitive(attn, stage_names[i]);
+        normalizer_stage_text(normalizer, i, text, sizeof text);
+        if (stage && (!cJSON_IsString(stage) || strcmp(stage->valuestring, text) != 0))
+            reasons_add(&r->reasons, "attention_normalizer \"%s\" means %s=%s, but the file says %s=%s", name, stage_names[i], text, stage_names[i],
+                        cJSON_IsString(stage) ? stage->valuestring : "(no text)");
+    }
+    if (cJSON_IsTrue(cJSON_GetObjectItemCaseSensitive(attn, "fixed")) != normalizer->fixed)
+        reasons_add(&r->reasons, "attention_normalizer \"%s\" %s, but the file says otherwise in \"fixed\"", name,
+                    normalizer->fixed ? "has a fixed s" : "has no fixed s");
+}
+
+static void read_normalizer(Reader *r) {
+    const cJSON *attn = get(r, "attention_normalizer"), *name = cJSON_GetObjectItemCaseSensitive(attn, "name"), *item;
+    char message[1024];
+    if (!attn) {
+        const cJSON *type = get(r, "model_type");
+        if (cJSON_IsString(type) && !strcmp(type->valuestring, "attn_gpt"))
+            reasons_add(&r->reasons, "\"attention_normalizer\" is missing, which \"model_type\" \"attn_gpt\" needs");
+        else if (!normalizer_parse(&r->config->attn, "softmax", message, sizeof message))
+            reasons_add(&r->reasons, "no attention_normalizer, which means softmax: %s", message);
+        return;
+    }
+    if (!cJSON_IsString(name)) {
+        reasons_add(&r->reasons, "attention_normalizer has no \"name\"");
+        return;
+    }
+    if (normalizer_parse(&r->config->attn, name->valuestring, message, sizeof message))
+        read_stages(r, attn, name->valuestring);
+    else
+        reasons_add(&r->reasons, "attention_normalizer \"%s\": %s", name->valuestring, message);
+    if (cJSON_GetObjectItemCaseSensitive(attn, "seq_len"))
+        read_int(r, attn, "attention_normalizer.", "seq_len", 1, MAX_SEQ_LEN, "", &r->config->seq_len);
+    static const char *const keys[] = {"name", "seq_len", "fixed", "block"};
+    cJSON_ArrayForEach(item, attn)
+        if (!is_listed(item->string, keys, COUNT(keys)) && !is_listed(item->string, stage_names, STAGE_COUNT))
+            read_unknown(r, "attention_normalizer.", item);
+}
+
+static void read_rest(Reader *r) {
+    const cJSON *item;
+    cJSON_ArrayForEach(item, r->json) {
+        bool known = is_listed(item->string, UNDERSTOOD, COUNT(UNDERSTOOD)) || is_listed(item->string, HARMLESS, COUNT(HARMLESS));
+        for (size_t i = 0; i < COUNT(SIZES); i++) known = known || !strcmp(item->string, SIZES[i].key);
+        if (!known) read_unknown(r, "", item);
+    }
+}
+
+static bool refuse(const Reader *r, const char *path, Error *error) {
+    char remedy[640];
+    bool whole = strlen(r->names) + 1 < sizeof r->names;
+    if (r->ignorable == r->reasons.count)
+        snprintf(remedy, sizeof remedy, "If the model computes the same without %s, --ignore-config-key %s loads it.",
+                 r->ignorable == 1 ? "it" : "them", whole ? r->names : "NAME,NAME,...");
+    else
+        snprintf(remedy, sizeof remedy, "Only plain Llamas are computed rightly here; doc/checkpoints.md says which.");
+    return error_set(error, EXIT_INPUT, "%s: this model cannot be loaded:%s\n  %s", path, reasons_text(&r->reasons).text, remedy);
+}
+
+bool model_config_read(ModelConfig *config, const char *folder, const char *ignored, Error *error) {
+    char path[PATH_MAX];
+    snprintf(path, sizeof path, "%s/config.json", folder);
+    cJSON *json = json_read(path, error);
+    if (!json) return false;
+    *config = (ModelConfig){0};
+    Reader r = {.json = json, .ignored = ignored, .config = config};
+    bool right = cJSON_IsObject(json) || error_set(error, EXIT_INPUT, "%s: expected a JSON object.", path);
+    if (right) {
+        read_type(&r);
+        read_sizes(&r);
+        read_end_of_text(&r);
+        read_block(&r);
+        read_heads(&r);
+        read_layers(&r);
+        read_files(&r);
+        read_rope(&r);
+        read_normalizer(&r);
+        if (!r.foreign) read_rest(&r);
+        right = !r.reasons.count || refuse(&r, path, error);
+    }
+    cJSON_Delete(json);
+    return right;
+}

@@ -1,0 +1,415 @@
+"""Models from elsewhere: transformers makes tiny random ones, and each is either computed right (the same loss as there) or refused before any
+work, exit code 3, with every reason. FOREIGN=all tries every class that AutoModelForCausalLM maps; -rs lists those that could not be built."""
+import json
+import os
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+import torch
+
+from trainer import TRAIN, VOCAB, environment, make_data, train
+
+os.environ["HF_HUB_OFFLINE"] = "1"                          # before transformers is imported: no test asks a hub
+import transformers
+from transformers import (CohereConfig, GemmaConfig, GPT2Config, GraniteConfig, LlamaConfig, MistralConfig, MixtralConfig, Olmo2Config,
+                          Phi3Config, Qwen2Config, Qwen3Config, StableLmConfig)
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+torch.set_num_threads(1)
+EVAL = TRAIN.parent / "eval_gpt2"
+T, HEAD = 16, 8
+SMALL = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+             max_position_embeddings=64, rms_norm_eps=1e-5, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+CLOSE = 1e-5      # of losses near 4.6 in float32, nats
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    make_data(folder)
+    return folder
+
+
+def build(config, model_class=None):
+    """A model with random weights of such a size that each of them, gains and biases too, is seen in the loss."""
+    torch.manual_seed(1)
+    model = (model_class or MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])._from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.15 * torch.randn_like(parameter))
+    model.tie_weights()
+    return model
+
+
+def llama(**change):
+    return build(LlamaConfig(**SMALL | change))
+
+
+def loss_there(model, data):
+    stream = torch.from_numpy(np.fromfile(data / "d_val_000000.bin", "<u2", offset=1024).astype(np.int64))
+    count = (len(stream) - 1) // T
+    inputs, targets = stream[:count * T].view(count, T), stream[1:count * T + 1].view(count, T)
+    with torch.no_grad():
+        logits = model(inputs).logits.double()
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).item()
+
+
+def evaluate(folder, data, *flags):
+    """The exit code and either the loss or the message."""
+    out = folder.parent / "eval"
+    words = [EVAL, "--model", folder, "--data", f"{data}/d_val_*.bin", "--seq-lens", T, "--out", out, *flags]
+    result = subprocess.run(list(map(str, words)), capture_output=True, text=True, env=environment(), timeout=300)
+    if result.returncode:
+        assert not out.exists() and result.stdout == "", "something was written"
+        return result.returncode, result.stderr
+    loss = json.loads((out / "eval.json").read_text())["results"][0]["loss"]
+    shutil.rmtree(out)
+    return 0, loss
+
+
+def assert_same_or_refused(model, folder, data):
+    """The requirement for every model. Without a model, the one that transformers makes of the folder. Returns the message, "" for the same loss."""
+    code, found = evaluate(folder, data)
+    if code == 0:
+        model = model or transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        assert abs(found - loss_there(model, data)) < CLOSE, "computed wrongly without a word"
+        return ""
+    assert code == 3 and str(folder) in found and "\n  - " in found, found
+    return found
+
+
+def edit(folder, **change):
+    """Sets keys of config.json, and removes those that are ..."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | change
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
+
+
+# ---------------------------------------------------------------- families
+
+FAMILIES = {
+    "Llama": (LlamaConfig(**SMALL), []),
+    "Mistral": (MistralConfig(**SMALL, sliding_window=4), ['"mistral"']),
+    "Mistral without a window": (MistralConfig(**SMALL, sliding_window=None), ['"mistral"']),
+    "Mixtral": (MixtralConfig(**SMALL, num_local_experts=2), ['"mixtral"']),
+    "Qwen2": (Qwen2Config(**SMALL), ['"qwen2"']),
+    "Qwen3": (Qwen3Config(**SMALL, head_dim=HEAD), ['"qwen3"']),
+    "Gemma": (GemmaConfig(**SMALL, head_dim=HEAD), ['"gemma"', "hidden_act"]),
+    "OLMo 2": (Olmo2Config(**SMALL), ['"olmo2"']),
+    "Phi-3": (Phi3Config(**SMALL), ['"phi3"']),
+    "GPT-2": (GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2),
+              ['"gpt2"', "a GPT-2 is not a Llama"]),
+    "StableLM": (StableLmConfig(**{k: v for k, v in SMALL.items() if k != "rms_norm_eps"}, partial_rotary_factor=1.0), ['"stablelm"']),
+    "Granite": (GraniteConfig(**SMALL, embedding_multiplier=12.0, logits_scaling=8.0, residual_multiplier=0.22), ['"granite"']),
+    "Cohere": (CohereConfig(**{k: v for k, v in SMALL.items() if k != "rms_norm_eps"}), ['"cohere"']),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families(name, data, tmp_path):
+    config, reasons = FAMILIES[name]
+    model = build(config)
+    model.save_pretrained(tmp_path / "model")
+    message = assert_same_or_refused(model, tmp_path / "model", data)
+    assert (message == "") == (reasons == []), message
+    for reason in reasons:
+        assert reason in message
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_that_says_llama_is_told_by_its_tensors_or_keys(name, data, tmp_path):
+    """config.json of another family with model_type changed to llama: only those that compute the same are left."""
+    model = build(FAMILIES[name][0])
+    model.save_pretrained(tmp_path / "model")
+    edit(tmp_path / "model", model_type="llama")
+    message = assert_same_or_refused(model, tmp_path / "model", data)
+    assert (message == "") == (name in ("Llama", "Mistral without a window")), message
+
+
+# ---------------------------------------------------------------- a Llama's variants
+
+YARN = {"factor": 2.0, "original_max_position_embeddings": 32}
+ROPE = {
+    "linear": {"factor": 2.0},
+    "dynamic": {"factor": 2.0},
+    "yarn": YARN,
+    "longrope": YARN | {"short_factor": [1.5] * (HEAD // 2), "long_factor": [2.0] * (HEAD // 2)},
+    "llama3": YARN | {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "proportional": {"partial_rotary_factor": 0.5},
+}
+VARIANTS = {
+    "tied": (dict(tie_word_embeddings=True), []),
+    "untied": (dict(tie_word_embeddings=False), []),
+    "another theta": (dict(rope_parameters={"rope_type": "default", "rope_theta": 500.0}), []),
+    "dropout": (dict(attention_dropout=0.5), []),
+    "pretraining_tp": (dict(pretraining_tp=2), []),
+    "swish": (dict(hidden_act="swish"), []),
+    "attention biases": (dict(attention_bias=True), ['"attention_bias" is true']),
+    "mlp biases": (dict(mlp_bias=True), ['"mlp_bias" is true']),
+    "GELU": (dict(hidden_act="gelu"), ['"hidden_act" is "gelu"; expected "silu"']),
+    "head size": (dict(head_dim=16), ['"head_dim" is 16', "= 8"]),
+    "eps": (dict(rms_norm_eps=1e-6), ['"rms_norm_eps" is 1e-06']),
+    "grouped queries": (dict(num_key_value_heads=2), ['"num_key_value_heads" is 2', "grouped-query"]),
+    "all at once": (dict(attention_bias=True, mlp_bias=True, hidden_act="gelu", head_dim=16, rms_norm_eps=1e-6, num_key_value_heads=2,
+                         rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}, vocab_size=65537),
+                    ["attention_bias", "mlp_bias", "hidden_act", "head_dim", "rms_norm_eps", "num_key_value_heads", "rope_type", '"vocab_size" is 65537',
+                     "doc/checkpoints.md"]),
+}
+for rope_type, more in ROPE.items():
+    VARIANTS[f"rope {rope_type}"] = (dict(rope_parameters=more | {"rope_type": rope_type, "rope_theta": 10000.0}), ["rope_type", f'"{rope_type}"'])
+
+
+def test_the_rope_types_are_all_there():
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    assert set(ROPE_INIT_FUNCTIONS) == set(ROPE)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants(name, data, tmp_path):
+    change, reasons = VARIANTS[name]
+    model = llama(**change)
+    model.save_pretrained(tmp_path / "model")
+    message = assert_same_or_refused(model, tmp_path / "model", data)
+    assert (message == "") == (reasons == []), message
+    for reason in reasons:
+        assert reason in message
+    assert message.count("\n  - ") <= 12
+
+
+@pytest.mark.parametrize("rope_type", ROPE)
+def test_rope_as_transformers_4_wrote_it(rope_type, data, tmp_path):
+    """Under rope_scaling, its kind under "type" at first."""
+    model = llama(rope_parameters=ROPE[rope_type] | {"rope_type": rope_type, "rope_theta": 10000.0})
+    model.save_pretrained(tmp_path / "model")
+    for key in ("type", "rope_type"):
+        edit(tmp_path / "model", rope_parameters=..., rope_theta=10000.0, rope_scaling=ROPE[rope_type] | {key: rope_type})
+        assert f'rope_scaling.{key} is "{rope_type}"' in assert_same_or_refused(model, tmp_path / "model", data)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_sharded(tied, data, tmp_path):
+    model = llama(tie_word_embeddings=tied)
+    model.save_pretrained(tmp_path / "model", max_shard_size="20KB")
+    assert (tmp_path / "model/model.safetensors.index.json").exists()
+    assert assert_same_or_refused(model, tmp_path / "model", data) == ""
+
+
+# ---------------------------------------------------------------- tensors
+
+@pytest.fixture
+def folder(tmp_path):
+    llama().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def edit_tensors(folder, change):
+    from safetensors.torch import load_file, save_file
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_no_tensor_is_left_over(folder, data, tmp_path):
+    edit_tensors(folder, lambda tensors: tensors.update({f"model.layers.{i}.self_attn.q_proj.bias": torch.zeros(32) for i in range(2)}))
+    code, message = evaluate(folder, data)
+    assert code == 3 and str(folder) in message
+    for i in range(2):
+        assert f"tensor model.layers.{i}.self_attn.q_proj.bias would be left over" in message
+    printed = train(data, "--init-from", folder, "--out", tmp_path / "out", model=False, code=3)
+    assert "would be left over" in printed and not (tmp_path / "out").exists()
+
+
+def test_no_tensor_is_left_over_in_shards(data, tmp_path):
+    llama().save_pretrained(tmp_path / "model", max_shard_size="20KB")
+    edit(tmp_path / "model", num_hidden_layers=1)
+    code, message = evaluate(tmp_path / "model", data)
+    assert code == 3 and "tensor model.layers.1.input_layernorm.weight would be left over" in message
+
+
+def test_all_that_is_wrong_with_tensors_is_named(folder, data):
+    def change(tensors):
+        del tensors["model.norm.weight"]
+        tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"][:-1].clone()
+        tensors["model.layers.1.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"].int()
+        tensors["stray"] = torch.zeros(3)
+    edit_tensors(folder, change)
+    code, message = evaluate(folder, data)
+    assert code == 3 and message.count("\n  - ") == 4
+    for part in ("expected a tensor model.norm.weight [32]", "expected the shape [48, 32], found [47, 32]", "found I32", "tensor stray would be left"):
+        assert part in message
+
+
+def test_a_buffer_of_older_files_is_passed_over(folder, data):
+    expected = evaluate(folder, data)
+    edit_tensors(folder, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}))
+    assert evaluate(folder, data) == expected and expected[0] == 0
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_tied_model_whose_file_has_the_output_projection_too(same, data, tmp_path):
+    model = llama(tie_word_embeddings=True)
+    model.save_pretrained(tmp_path / "model")
+    edit_tensors(tmp_path / "model", lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone() + (0 if same else 1e-3)}))
+    message = assert_same_or_refused(model, tmp_path / "model", data)
+    assert (message == "") == same and (same or "lm_head.weight is not model.embed_tokens.weight" in message)
+
+
+@pytest.mark.parametrize("said", [True, False])
+def test_tie_word_embeddings_against_the_tensors(said, data, tmp_path):
+    llama(tie_word_embeddings=not said).save_pretrained(tmp_path / "model")
+    edit(tmp_path / "model", tie_word_embeddings=said)
+    code, message = evaluate(tmp_path / "model", data)
+    assert code == 3 and "lm_head.weight" in message
+
+
+# ---------------------------------------------------------------- keys
+
+UNKNOWN = {"sliding_window": 4, "logit_scale": 0.0625, "quant": {"bits": 4}, "extra": "yes", "use_sliding_window": True}
+
+
+@pytest.mark.parametrize("key", UNKNOWN)
+def test_an_unknown_key_is_named_and_can_be_ignored(key, folder, data, tmp_path):
+    expected = evaluate(folder, data)
+    for nothing in (None, False, [], {}):
+        edit(folder, **{key: nothing})
+        assert evaluate(folder, data) == expected
+    edit(folder, **{key: UNKNOWN[key]})
+    code, message = evaluate(folder, data)
+    assert code == 3 and f'"{key}" is {json.dumps(UNKNOWN[key], separators=(",", ":"))}' in message
+    assert str(folder / "config.json") in message and f"--ignore-config-key {key} loads it" in message
+    assert evaluate(folder, data, "--ignore-config-key", key) == expected
+    assert evaluate(folder, data, "--ignore-config-key", f"{key}x,x{key}")[0] == 3
+
+
+def test_several_keys_and_every_program(folder, data, tmp_path):
+    edit(folder, one=1, two=2, rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "three": 3})
+    code, message = evaluate(folder, data)
+    names = "rope_parameters.three,one,two"
+    assert code == 3 and message.count("\n  - ") == 3 and f"--ignore-config-key {names}" in message
+    assert evaluate(folder, data, "--ignore-config-key", "one,two")[0] == 3
+    assert evaluate(folder, data, "--ignore-config-key", names)[0] == 0
+    flags = ["--init-from", folder, "--seq-len", T, "--batch", 4, "--steps", 1, "--warmup", 0, "--out", tmp_path / "out"]
+    assert "rope_parameters.three" in train(data, *flags, model=False, code=3) and not (tmp_path / "out").exists()
+    train(data, *flags, "--ignore-config-key", names, model=False)
+    train(data, "--out", tmp_path / "out", "--resume", "--steps", 2, model=False)         # our own config.json has none of them
+    sample = [TRAIN.parent / "sample_gpt2", "--model", folder, "--prompt", "1,2", "--max-new-tokens", "2"]
+    for more, code in (([], 3), (["--ignore-config-key", names], 0)):
+        assert subprocess.run(sample + more, capture_output=True, env=environment()).returncode == code
+
+
+def test_what_is_computed_otherwise_cannot_be_ignored(folder, data):
+    edit(folder, hidden_act="gelu", quantization_config={"bits": 4}, layer_types=["full_attention", "sliding_attention"])
+    code, message = evaluate(folder, data, "--ignore-config-key", "hidden_act,quantization_config,layer_types")
+    assert code == 3 and message.count("\n  - ") == 3 and "--ignore-config-key" not in message
+
+
+def test_many_reasons_are_counted_where_there_is_no_room(folder, data):
+    edit(folder, **{f"a_rather_long_name_{i:03d}_{'x' * 40}": i + 1 for i in range(100)})
+    code, message = evaluate(folder, data)
+    shown = message.count(", and what that changes")
+    assert code == 3 and 5 < shown < 100 and f"\n  - and {100 - shown} more\n" in message
+    assert "--ignore-config-key NAME" in message                   # nothing is cut off at the end
+
+
+@pytest.mark.parametrize("change, reason", [
+    (dict(model_type=...), '"model_type" is missing'),
+    (dict(model_type="LLAMA"), '"model_type" is "LLAMA"'),
+    (dict(model_type=7), '"model_type" is 7'),
+    (dict(rms_norm_eps=...), '"rms_norm_eps" is missing'),
+    (dict(hidden_act=3), '"hidden_act" is 3'),
+    (dict(attention_bias=1), '"attention_bias" is 1'),
+    (dict(tie_word_embeddings="yes"), '"tie_word_embeddings" is "yes"'),
+    (dict(rope_theta="big"), '"rope_theta" is "big"'),
+    (dict(rope_parameters=7), '"rope_parameters" is 7'),
+    (dict(rope_parameters={"rope_theta": 10000.0, "rope_type": 1}), "rope_parameters.rope_type is 1"),
+    (dict(rope_parameters={"rope_theta": True}), "rope_parameters.rope_theta is true"),
+    (dict(rope_scaling={"rope_theta": 500.0}), "rope_scaling.rope_theta is 500"),
+    (dict(layer_types=7), '"layer_types" is 7'),
+    (dict(eos_token_id=VOCAB), f'"eos_token_id" is {VOCAB}'),
+    (dict(model_type="attn_gpt"), '"attention_normalizer" is missing'),
+    (dict(attention_normalizer={"name": "softmax", "sharpness": 2}), "attention_normalizer.sharpness"),
+])
+def test_values_that_no_llama_has(change, reason, folder, data):
+    edit(folder, **change)
+    code, message = evaluate(folder, data)
+    assert code == 3 and reason in message, message
+
+
+@pytest.mark.parametrize("change", [dict(eos_token_id=[2, 5]), dict(layer_types=["full_attention"] * 2), dict(rope_scaling=None),
+                                    dict(rope_parameters={}, rope_theta=10000.0), dict(rope_scaling={"type": "default"})])
+def test_values_that_mean_the_same(change, folder, data):
+    expected = evaluate(folder, data)
+    edit(folder, **change)
+    assert evaluate(folder, data) == expected and expected[0] == 0
+
+
+def test_published_configs_of_llamas(folder, data):
+    """All keys that SmolLM2-1.7B has, beside this model's sizes."""
+    expected = evaluate(folder, data)
+    edit(folder, rope_parameters=..., rope_theta=10000, rope_scaling=None, torch_dtype="bfloat16", transformers_version="4.42.3", rope_interleaved=False,
+         is_llama_config=True, **{"transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}})
+    assert evaluate(folder, data) == expected and expected[0] == 0
+
+
+# ---------------------------------------------------------------- every class
+
+SIZES = {          # the first whose words are all in a key's name counts
+    ("vocab",): VOCAB, ("kv", "head", "num"): 4, ("key_value", "heads"): 4, ("num", "head"): 4, ("n_head",): 4, ("head_dim",): HEAD, ("attention_heads",): 4,
+    ("num", "layers"): 2, ("n_layer",): 2, ("layers",): 2, ("num", "experts_per"): 2, ("top_k",): 2, ("experts",): 4, ("n_group",): 1, ("topk_group",): 1,
+    ("lora_rank",): 8, ("rope_head",): HEAD, ("nope_head",): HEAD, ("v_head",): HEAD, ("intermediate",): 48, ("ffn",): 48, ("inner",): 64,
+    ("hidden_size",): 32, ("n_embd",): 32, ("d_model",): 32, ("dim",): 32, ("embed",): 32, ("position",): 64, ("window",): 16, ("chunk",): 16,
+    ("conv",): 4, ("state",): 8, ("token_id",): 1,
+}
+
+
+def shrunk(config, layers):
+    """The numbers of a config that decide its size, made small; of the configs in it, too."""
+    small = {}
+    for key, value in config.items():
+        if isinstance(value, dict) and "model_type" in value:
+            small[key] = shrunk(value, layers)
+        elif isinstance(value, int) and not isinstance(value, bool):
+            size = next((size for words, size in SIZES.items() if all(word in key for word in words)), None)
+            size = layers if size == 2 and "layer" in key else size
+            if size is not None and (value > size or "head" in key or "token_id" in key):
+                small[key] = size
+        elif isinstance(value, list) and key in ("layer_types", "layers_block_type", "mlp_layer_types") and value:
+            small[key] = value[:layers]
+    return small
+
+
+def build_class(name):
+    """A tiny model of the class, or None and why there is none."""
+    config_class, why = getattr(transformers, CONFIG_MAPPING_NAMES[name]), ""
+    for layers in (2, 4, 8):                   # some have a kind of layer at every fourth or eighth
+        for part in (lambda whole: whole, lambda whole: whole.get_text_config()):
+            try:
+                whole = config_class(**shrunk(config_class().to_dict(), layers))
+                model_class, config = MODEL_FOR_CAUSAL_LM_MAPPING[config_class], part(whole)
+                with torch.device("meta"):
+                    count = sum(p.numel() for p in model_class._from_config(config).parameters())
+                if count < 50e6:
+                    return build(config, model_class), ""
+                why = why or f"{count:,} parameters after shrinking"
+            except BaseException as error:     # whatever such a class raises: it is not ours
+                why = why or f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
+    return None, why
+
+
+@pytest.mark.parametrize("name", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) if os.environ.get("FOREIGN") == "all" else ["llama", "mistral", "gpt_neox"])
+def test_every_class(name, data, tmp_path):
+    model, why = build_class(name)
+    if model is None:
+        pytest.skip(f"{name} could not be built: {why}")
+    try:
+        model.save_pretrained(tmp_path / "model")
+    except Exception as error:
+        pytest.skip(f"{name} could not be saved: {type(error).__name__}: {' '.join(str(error).split())[:150]}")
+    message = assert_same_or_refused(model, tmp_path / "model", data)
+    print(f"{name}: {message or 'the same loss'}")
+    if name != "llama":
+        edit(tmp_path / "model", model_type="llama")             # what claims to be a Llama is what transformers makes of it
+        assert_same_or_refused(None, tmp_path / "model", data)
