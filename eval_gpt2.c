@@ -14,6 +14,7 @@
 #include "runtime/json.h"
 #include "runtime/run.h"
 #include "runtime/shards.h"
+#include "runtime/start.h"
 #pragma GCC diagnostic pop
 
 typedef enum { TASK_LOSS, TASK_POSITIONS } Task;
@@ -25,7 +26,7 @@ enum { ROWS = 1024,                      // tokens that go through the layers to
 
 typedef struct {
     const char *model, *data, *attn, *ignore_config_key, *out;
-    int64_t max_tokens, seed;
+    int64_t max_tokens, seed, threads;
     IntList seq_lens;
     double rope_theta;
     int rope_scaling, pn_extrapolate, task;
@@ -75,6 +76,7 @@ static void parse_flags(Evaluator *e, int argc, char **argv) {
         {"task", OPT_CHOICE, &o->task, .choices = "loss|positions", .group = "Evaluation", .help = "the mean loss; or by position too"},
         {"seed", OPT_INT, &o->seed, 0, 9007199254740992.0, .arg = "N", .group = "Evaluation", .help = "kept in eval.json; these tasks draw nothing at random"},
         {"out", OPT_TEXT, &o->out, .arg = "DIR", .group = "Evaluation", .help = "folder for eval.json; none: printed only"},
+        {"threads", OPT_INT, &o->threads, 0, MAX_THREADS, .arg = "N", .group = "Machine", .help = THREADS_HELP},
     };
     options_parse(table, sizeof table / sizeof *table, argc, argv,
                   "eval_gpt2 --model DIR --data GLOB [flags]\n\nThe loss of a checkpoint at several lengths, under its own normaliser and just after a change to another.");
@@ -368,8 +370,9 @@ static void write_json(Evaluator *e) {
 int main(int argc, char **argv) {
     static Evaluator e;
     Error error;
-    program_name = "eval_gpt2";
+    start_program("eval_gpt2");
     parse_flags(&e, argc, argv);
+    start_threads(e.o.threads);
     settle_model(&e);
     settle_lengths(&e);
     take_memory(&e);

@@ -14,12 +14,13 @@
 #include "runtime/human.h"
 #include "runtime/random.h"
 #include "runtime/sampler.h"
+#include "runtime/start.h"
 #include "runtime/tokenizer.h"
 #pragma GCC diagnostic pop
 
 typedef struct {
     const char *model, *attn, *ignore_config_key, *prompt, *prompt_file;
-    int64_t max_new_tokens, top_k, seed, num_samples;
+    int64_t max_new_tokens, top_k, seed, num_samples, threads;
     double temperature, top_p;
 } SampleOptions;
 
@@ -82,6 +83,7 @@ static void parse_flags(SampleOptions *o, int argc, char **argv) {
         {"top-k", OPT_INT, &o->top_k, 0, MAX_VOCAB, .arg = "N", .group = "Drawing", .help = "draw among the N likeliest tokens; 0: all"},
         {"top-p", OPT_FLOAT, &o->top_p, 0, 1, .arg = "X", .group = "Drawing", .help = "and among the fewest that have this much of their probability; 1: all"},
         {"seed", OPT_INT, &o->seed, 0, 9007199254740992.0, .arg = "N", .group = "Drawing", .help = "the same seed draws the same texts"},
+        {"threads", OPT_INT, &o->threads, 0, MAX_THREADS, .arg = "N", .group = "Machine", .help = THREADS_HELP},
     };
     options_parse(table, sizeof table / sizeof *table, argc, argv,
                   "sample_gpt2 --model DIR [flags]\n\nWrites each prompt and its continuation to stdout, the speed to stderr. Several texts have a line\n"
@@ -310,8 +312,9 @@ static void write_texts(Sampler *s, size_t first, size_t count) {
 int main(int argc, char **argv) {
     static Sampler s;
     char folder[PATH_MAX];
-    program_name = "sample_gpt2";
+    start_program("sample_gpt2");
     parse_flags(&s.o, argc, argv);
+    start_threads(s.o.threads);
     find_checkpoint(s.o.model, folder, sizeof folder);
     read_config(&s, folder);
     read_prompts(&s);

@@ -20,6 +20,7 @@
 #include "runtime/sampler.h"
 #include "runtime/schedule.h"
 #include "runtime/shards.h"
+#include "runtime/start.h"
 #include "runtime/tokenizer.h"
 
 typedef struct {
@@ -755,7 +756,7 @@ int training_main(int argc, char **argv) {
     char weights[PATH_MAX];
     Error error;
     double start = now();
-    program_name = trainer_name;
+    start_program(trainer_name);
     process_hold_signals(argv);
     train_options_init(&run.o, normalizer_flag_help, trainer_on_gpus);
     train_options_parse(&run.o, argc, argv, trainer_usage);
@@ -765,6 +766,7 @@ int training_main(int argc, char **argv) {
     process_agree(!locks || run_lock(run.o.out, false, &error), &error);
     run.config = trainer_config();
     settle(&run, weights, sizeof weights);
+    start_threads(run.o.threads);
     if (run.resumed && run.step >= run.o.steps) {
         if (is_main())
             printf("%s stands at step %lld; --steps %lld asks for no more. A larger --steps goes on.\n", run.o.out, (long long)run.step,

@@ -173,8 +173,8 @@ static bool add_entries(cJSON *files, const char *folder, Error *error) {
     struct dirent **names;
     int count = scandir(folder, &names, NULL, alphasort);
     if (count < 0) {
-        return error_set(error, EXIT_RESOURCE, "%s: listing the folder failed: %s.\n  Did someone remove it?", folder,
-                         strerror(errno));
+        return error_set(error, EXIT_RESOURCE, "%s: listing the folder failed: %s.\n  %s", folder, strerror(errno),
+                         file_remedy(errno, "Did someone remove it?"));
     }
     bool ok = true;
     for (int i = 0; i < count; i++) {
@@ -235,7 +235,8 @@ static Entry *list_entries(const char *root, size_t *count) {
     DIR *folder = opendir(root);
     *count = 0;
     if (!folder && (errno == ENOENT || errno == ENOTDIR)) return NULL;
-    if (!folder) fail(EXIT_INPUT, "%s: listing the folder failed: %s.\n  Check its permissions.", root, strerror(errno));
+    if (!folder)
+        fail(EXIT_INPUT, "%s: listing the folder failed: %s.\n  %s", root, strerror(errno), file_remedy(errno, "Check its permissions."));
     for (struct dirent *item; (item = readdir(folder));) {
         if (!parse_entry(item->d_name, &entry)) continue;
         entries = realloc(entries, (*count + 1) * sizeof *entries);

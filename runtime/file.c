@@ -81,13 +81,22 @@ static int act_remove(const char *path) {
 
 // ---- errors ----------------------------------------------------------------------------------------------------------------
 
+const char *file_remedy(int number, const char *otherwise) {
+    switch (number) {
+    case EMFILE: return "This process has too many files open: raise its limit, for example with `ulimit -n 4096`.";
+    case ENFILE: return "The system has too many files open: end other programs, or raise fs.file-max.";
+    default: return otherwise;
+    }
+}
+
 static const char *write_remedy(int number) {
     switch (number) {
+    case EFBIG: return "Raise the limit on the size of a file (`ulimit -f unlimited`), or choose a folder on a disk that takes larger ones.";
     case ENOSPC: case EDQUOT: return "Make room on that disk, or choose a folder on another one.";
     case EACCES: case EPERM: case EROFS: return "Choose a folder that you may write to, or change its permissions.";
     case EIO: return "The disk failed: see the system's log, and choose a folder on another one.";
     case ENOTDIR: case EISDIR: return "A file stands where a folder is needed, or the other way round: choose another path.";
-    default: return "Choose another folder, or repair this one.";
+    default: return file_remedy(number, "Choose another folder, or repair this one.");
     }
 }
 
@@ -100,7 +109,7 @@ static bool read_error(Error *error, const char *path, const char *act) {
     int number = errno;
     return error_set(error, EXIT_INPUT, "%s: %s failed: %s.\n  %s", path, act, strerror(number),
                      number == EIO ? "The disk failed: see the system's log, and take another copy of the file."
-                                   : "Check the path and its permissions.");
+                                   : file_remedy(number, "Check the path and its permissions."));
 }
 
 // ---- writing ---------------------------------------------------------------------------------------------------------------

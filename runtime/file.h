@@ -16,6 +16,9 @@
 
 #include "error.h"
 
+// What to do about an errno of open() that is not the path's fault (too many open files); for any other, `otherwise`.
+const char *file_remedy(int number, const char *otherwise);
+
 // ---- writing
 
 // A file being written from its start. Pages go to the disk as they come, so that the fsync at the end has little left.

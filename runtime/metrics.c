@@ -50,7 +50,8 @@ Metrics *metrics_open(const char *path, Error *error) {
     m->size = m->fd < 0 ? -1 : whole_lines(m->fd);
     struct stat st;
     if (m->size >= 0 && fstat(m->fd, &st) == 0 && (st.st_size <= m->size || ftruncate(m->fd, m->size) == 0)) return m;
-    error_set(error, EXIT_RESOURCE, "%s: can't be opened to write to: %s", path, strerror(errno));
+    error_set(error, EXIT_RESOURCE, "%s: can't be opened for writing: %s.\n  %s", path, strerror(errno),
+              file_remedy(errno, "Give another --out, or the right to write there."));
     if (m->fd >= 0) close(m->fd);
     free(m);
     return NULL;
@@ -72,6 +73,19 @@ static char *metrics_room(Metrics *metrics, size_t size) {
     return line;
 }
 
+// The bytes that were written; where they are fewer, errno says why: a short write is followed by one that fails.
+static size_t write_all(int fd, const char *data, size_t size) {
+    size_t done = 0;
+    while (done < size) {
+        ssize_t written = write(fd, data + done, size - done);
+        if (written < 0 && errno == EINTR) continue;
+        if (written == 0) errno = ENOSPC;
+        if (written <= 0) break;
+        done += (size_t)written;
+    }
+    return done;
+}
+
 void metrics_write(Metrics *metrics, const StepMetrics *m) {
     enum { NUMBERS = 512 };
     size_t more = m->more ? strlen(m->more) : 0;
@@ -88,15 +102,15 @@ void metrics_write(Metrics *metrics, const StepMetrics *m) {
     size_t n = strlen(line);
     if (more) memcpy(line + n, m->more, more), n += more;
     memcpy(line + n, "}\n", 2);
-    ssize_t written = write(metrics->fd, line, n + 2);
-    if (written == (ssize_t)(n + 2)) {
-        metrics->size += written;
+    size_t written = write_all(metrics->fd, line, n + 2);
+    if (written == n + 2) {
+        metrics->size += (off_t)written;
         return;
     }
-    int why = written < 0 ? errno : ENOSPC;
-    bool removed = written <= 0 || ftruncate(metrics->fd, metrics->size) == 0;    // half a line would spoil the next one
+    int why = errno;
+    bool removed = written == 0 || ftruncate(metrics->fd, metrics->size) == 0;    // half a line would spoil the next one
     if (!metrics->warned)
-        warn("%s: step %lld can't be written: %s. Training goes on; %s.", metrics->path, (long long)m->step, strerror(why),
+        warn("%s: step %lld can't be written: %s. Training continues; %s.", metrics->path, (long long)m->step, strerror(why),
              removed ? "this line is missing" : "this line is cut short");
     metrics->warned = true;
 }

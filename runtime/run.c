@@ -35,8 +35,8 @@ bool run_lock(const char *out, bool make, Error *error) {
     int fd = open(path, O_RDWR | (make ? O_CREAT : 0) | O_CLOEXEC, 0666);
     if (fd < 0 && !make && (errno == ENOENT || errno == ENOTDIR)) return true;
     if (fd < 0)
-        return error_set(error, EXIT_RESOURCE, "%s: cannot be written: %s.\n  Give another --out, or the right to write there.", path,
-                         strerror(errno));
+        return error_set(error, EXIT_RESOURCE, "%s: cannot be written: %s.\n  %s", path, strerror(errno),
+                         file_remedy(errno, "Give another --out, or the right to write there."));
     if (flock(fd, LOCK_EX | LOCK_NB) != 0) {
         char holder[32] = "";
         ssize_t n = read(fd, holder, sizeof holder - 1);

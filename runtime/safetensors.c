@@ -344,8 +344,8 @@ static bool read_header(Safetensors *s, const Part *part, Error *error) {
 static bool add_part(Safetensors *s, const char *path, Error *error) {
     int fd = open(path, O_RDONLY | O_CLOEXEC);
     if (fd < 0) {
-        return error_set(error, EXIT_INPUT, "%s: opening it failed: %s.\n"
-                         "  Check the path; of a sharded model every file is needed.", path, strerror(errno));
+        return error_set(error, EXIT_INPUT, "%s: opening it failed: %s.\n  %s", path, strerror(errno),
+                         file_remedy(errno, "Check the path; of a sharded model every file is needed."));
     }
     s->parts = realloc(s->parts, (s->part_count + 1) * sizeof *s->parts);
     if (!s->parts) fail(EXIT_RESOURCE, "%s: out of memory.", path);

@@ -11,6 +11,7 @@
 #include <unistd.h>
 #include <xxhash.h>
 
+#include "runtime/file.h"
 #include "runtime/human.h"
 #include "runtime/random.h"
 
@@ -79,7 +80,8 @@ static bool add_glob(Shards *s, const char *pattern, Error *error) {
                          "%s: no file matches.\n"
                          "  Expected shards such as fineweb_train_000001.bin; the scripts in data/ make them. Was the * quoted?",
                          pattern);
-    if (status != 0) return error_set(error, EXIT_INPUT, "%s: the folder can't be read: %s", pattern, strerror(errno));
+    if (status != 0) return error_set(error, EXIT_INPUT, "%s: the folder can't be read: %s.\n  %s", pattern, strerror(errno),
+                                           file_remedy(errno, "Check the path and its permissions."));
     bool ok = true;
     for (size_t i = 0; ok && i < found.gl_pathc; i++)
         if (!ends_with(found.gl_pathv[i], ".mask")) ok = add_path(s, found.gl_pathv[i], error);
@@ -150,7 +152,8 @@ static int open_plain(const char *path, uint64_t *bytes, Error *error) {
     int fd = open(path, O_RDONLY | O_CLOEXEC);
     struct stat st;
     if (fd < 0 || fstat(fd, &st) != 0) {
-        error_set(error, EXIT_INPUT, "%s: can't be opened: %s", path, strerror(errno));
+        error_set(error, EXIT_INPUT, "%s: can't be opened: %s.\n  %s", path, strerror(errno),
+                  file_remedy(errno, "Check the path and its permissions."));
     } else if (!S_ISREG(st.st_mode)) {
         error_set(error, EXIT_INPUT, "%s: expected a shard, found %s.%s", path,
                   S_ISDIR(st.st_mode) ? "a folder" : "something that is no plain file",

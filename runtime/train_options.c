@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "runtime/error.h"
+#include "runtime/start.h"
 
 #ifndef ATTN_ONLY            // of make ATTN=NAME
 #define ATTN_ONLY "softmax"
@@ -53,6 +54,7 @@ void train_options_init(TrainOptions *o, const char *attn_help, bool gpus) {
         {"keep",        OPT_INT, &o->keep, 0, 1e6, .arg = "N", .group = "Run", .help = "checkpoints that stay; 0: all", .on_resume = true},
         {"keep-best",   OPT_SWITCH, &o->keep_best, .group = "Run", .help = "keep the one with the lowest validation loss too", .on_resume = true},
         {"profile",     OPT_SWITCH, &o->profile, .group = "Run", .help = "print where the time went", .on_resume = true},
+        {"threads",     OPT_INT, &o->threads, 0, MAX_THREADS, .arg = "N", .group = "Run", .help = THREADS_HELP, .on_resume = true},
         {"dry-run",     OPT_SWITCH, &o->dry_run, .group = "Run", .help = "check everything, print the plan, write nothing", .on_resume = true},
 
         {"zero",        OPT_INT, &o->zero, 0, 1, .arg = "0|1", .group = "GPUs", .help = "1: each process keeps its share of AdamW's moments (ZeRO-1)", .on_resume = true},

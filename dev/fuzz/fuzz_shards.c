@@ -1,6 +1,6 @@
 // A hostile shard, and mask where the input is 'm', the shard's size in 16 bits, shard, mask: refused by name, or every window
 // reads, with ids and mask values in their ranges.
-// Sources: runtime/error.c runtime/human.c runtime/random.c runtime/shards.c
+// Sources: runtime/error.c runtime/file.c runtime/human.c runtime/random.c runtime/shards.c
 #include <stdlib.h>
 #include <string.h>
 

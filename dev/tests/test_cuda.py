@@ -342,3 +342,10 @@ def test_milliseconds_by_phase(cuda, data, tmp_path):
     train(data, *SMALL, "--steps", 2, "--profile", "--out", tmp_path / "out", program=cuda)
     for phases, ms in metrics(tmp_path / "out", ["ms_by_phase", "ms"]):
         assert phases["attention"] > 0 and phases["norm and AdamW"] > 0 and sum(phases.values()) < 1.5 * ms + 50
+
+
+def test_threads_of_the_host(cuda, data):
+    """--threads overrides OMP_NUM_THREADS; OpenMP reports each thread when it starts."""
+    result = subprocess.run(command(data, "--steps", 1, "--threads", 3, program=cuda), capture_output=True, text=True, cwd="/", check=True,
+                            env=environment(OMP_DISPLAY_AFFINITY="TRUE", OMP_AFFINITY_FORMAT="thread %n of %N"))
+    assert set(re.findall(r"thread (\d+) of 3", result.stdout + result.stderr)) == {"0", "1", "2"}

@@ -20,7 +20,7 @@ from trainer import (LAUNCH, MODEL, SANITIZED, TRAIN, VOCAB, checkpoint, command
 USAGE, INPUT, RESOURCE, DIVERGED, BUSY, STOPPED = 2, 3, 4, 5, 7, 75
 FLAGS = """train-data val-data model attn attn-switch norm-length batch seq-len total-batch-tokens steps lr warmup schedule min-lr-frac
 weight-decay beta1 beta2 grad-clip seed shuffle pack rope-theta dtype out resume init-from val-every val-tokens sample-every ckpt-every
-keep keep-best profile dry-run""".split()
+keep keep-best profile threads dry-run""".split()
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,186 @@
+"""What a shell or a batch system hands to the programs: limits, closed descriptors, nohup, and how many threads compute."""
+import re
+import resource
+import signal
+import subprocess
+
+import pytest
+
+from trainer import SANITIZED, TRAIN, assert_same_run, command, environment, make_data, metrics, steps, train
+
+USAGE, INPUT, RESOURCE, STOPPED = 2, 3, 4, 75
+PROGRAMS = ["train_gpt2", "sample_gpt2", "eval_gpt2"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    make_data(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(data, tmp_path_factory):
+    """A finished run, for the programs that read one."""
+    out = tmp_path_factory.mktemp("run") / "out"
+    train(data, "--steps", 2, "--out", out)
+    return out
+
+
+def words(program, data, run):
+    """A short command of each program."""
+    if program == "train_gpt2":
+        return command(data, "--steps", 1)
+    if not (TRAIN.parent / program).exists():
+        pytest.skip(f"{TRAIN.parent / program} is not built")
+    flags = ["--max-new-tokens", 3] if program == "sample_gpt2" else ["--data", data / "d_val_000000.bin", "--max-tokens", 64]
+    return [str(word) for word in [TRAIN.parent / program, "--model", run, *flags]]
+
+
+def start(words, *, code=0, preexec_fn=None, **env):
+    result = subprocess.run(words, capture_output=True, text=True, errors="replace", env=environment() | env, timeout=120, cwd="/",
+                            stdin=subprocess.DEVNULL, preexec_fn=preexec_fn)
+    assert result.returncode == code, f"exit code {result.returncode}, expected {code}\n{result.stdout}{result.stderr}"
+    return result.stdout + result.stderr
+
+
+def limit(kind, soft, hard=None):
+    return lambda: resource.setrlimit(kind, (soft, soft if hard is None else hard))
+
+
+# ---- files
+
+
+def test_file_size_limit(data, tmp_path):
+    """`ulimit -f`, too small for a checkpoint, is like a full disk: training continues, nothing half written stays, the last save fails."""
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    flags = ["--steps", 8, "--ckpt-every", 2]
+    train(data, *flags, "--out", whole)
+    train(data, *flags, "--steps", 2, "--out", out)
+    text = train(data, *flags, "--out", out, "--resume", code=RESOURCE, preexec_fn=limit(resource.RLIMIT_FSIZE, 20_000))
+    assert "File too large" in text and "ulimit -f" in text and "Training goes on" in text and "step     8/8" in text, text
+    assert [path.name for path in (out / "ckpt").iterdir()] == ["step-00000002"]
+    train(data, *flags, "--out", out, "--resume")
+    assert_same_run(whole, out, 8)
+
+
+def test_metrics_beyond_the_file_size_limit(data, tmp_path):
+    out = tmp_path / "out"
+    text = train(data, "--steps", 60, "--ckpt-every", 0, "--out", out, code=RESOURCE, preexec_fn=limit(resource.RLIMIT_FSIZE, 3000))
+    assert text.count("can't be written: File too large") == 1, text
+    assert 5 < len(metrics(out)) < 60                  # every line is whole JSON
+
+
+def test_too_many_open_files(data, tmp_path):
+    """Whichever file comes first that cannot be opened, the advice is about the limit, not about the path."""
+    failed = 0
+    for files in range(4, 12):
+        flags = command(data, "--val-data", data / "d_val_000000.bin", "--steps", 1, "--out", tmp_path / f"{files}")
+        result = subprocess.run(flags, capture_output=True, text=True, env=environment(), cwd="/", preexec_fn=limit(resource.RLIMIT_NOFILE, files))
+        if result.returncode:
+            failed += 1
+            assert result.returncode in (INPUT, RESOURCE), result.stderr
+            assert "Too many open files" in result.stderr and "`ulimit -n " in result.stderr, result.stderr
+            assert not re.search("folder|path|permission|--out|right to write", result.stderr.split("Too many open files")[1]), result.stderr
+    assert failed >= 3 and result.returncode == 0
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_descriptors(data, tmp_path, closed):
+    """What is printed must not land in a file of the run."""
+    out = tmp_path / "out"
+    flags = command(data, "--steps", 3, "--out", out)
+    subprocess.run(["sh", "-c", f'exec "$@" {closed}', "sh", *flags], env=environment(), cwd="/", check=True, timeout=60)
+    assert re.fullmatch(r"\d+\n", (out / "lock").read_text())
+    assert len(metrics(out)) == 3 and steps(out) == [3]
+    train(data, "--steps", 4, "--out", out, "--resume")
+
+
+# ---- nohup
+
+
+def test_nohup(data, tmp_path):
+    """A SIGHUP that was ignored at the start changes nothing; SIGTERM still stops the run."""
+    out = tmp_path / "out"
+    process = subprocess.Popen(command(data, "--steps", 10 ** 7, "--out", out, "--ckpt-every", 0), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                               text=True, env=environment(), cwd="/", preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    lines = iter(process.stdout)
+
+    def steps_shown(count):
+        """Reads until so many more steps are shown; False where the run ends before."""
+        for line in lines:
+            count -= "| loss " in line
+            if not count:
+                return True
+        return False
+
+    try:
+        assert steps_shown(5)
+        process.send_signal(signal.SIGHUP)
+        assert steps_shown(2000), "the run ended"
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == STOPPED
+
+
+# ---- stacks and threads
+
+
+@pytest.mark.skipif(SANITIZED, reason="a sanitizer needs larger stacks itself")
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_small_stacks(data, run, program):
+    """A soft limit is raised; a hard one is an error, which names the remedy."""
+    small = 64 << 10
+    flags = words(program, data, run)
+    start(flags, preexec_fn=limit(resource.RLIMIT_STACK, small, 8 << 20), OMP_NUM_THREADS="2")
+    text = start(flags, code=RESOURCE, preexec_fn=limit(resource.RLIMIT_STACK, small))
+    assert f"{program}: stacks are limited to 64 KiB" in text and "ulimit -s 8192" in text
+
+
+@pytest.mark.parametrize("variable, text", [("OMP_STACKSIZE", "16k"), ("OMP_STACKSIZE", " 16 "), ("OMP_STACKSIZE", "20000B"), ("GOMP_STACKSIZE", "16")])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_small_stacks_of_threads(data, run, program, variable, text):
+    said = start(words(program, data, run), code=USAGE, **{"OMP_NUM_THREADS": "2", variable: text})
+    assert f"{program}: {variable}={text}: threads need stacks of at least 512K" in said
+
+
+@pytest.mark.parametrize("text", ["512K", "1M", "4096", "8192 k"])
+def test_stacks_that_are_large_enough(data, run, text):
+    start(words("train_gpt2", data, run), OMP_NUM_THREADS="2", OMP_STACKSIZE=text)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_too_many_threads(data, run, program):
+    flags = words(program, data, run)
+    text = start(flags, code=USAGE, OMP_NUM_THREADS="100000")
+    assert f"{program}: OMP_NUM_THREADS asks for 100000 threads, and 1024 are the most. --threads N overrides it." in text
+    assert "--threads 100000: expected a whole number from 0 to 1024" in start([*flags, "--threads", "100000"], code=USAGE)
+    start([*flags, "--threads", "1"], OMP_NUM_THREADS="100000")
+
+
+def shown(words, threads, **env):
+    """How many threads OpenMP starts, by its own report."""
+    text = start(words, OMP_DISPLAY_AFFINITY="TRUE", OMP_AFFINITY_FORMAT="thread %n of %N", OMP_NUM_THREADS=threads, **env)
+    return len(set(re.findall(r"thread (\d+) of", text)))
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_threads(data, run, program):
+    flags = words(program, data, run)
+    assert shown(flags, "2") == 2
+    assert shown([*flags, "--threads", "3"], "1") == 3
+    assert shown([*flags, "--threads", "2"], "3") == 2
+    assert shown([*flags, "--threads", "0"], "2") == 2
+
+
+def test_threads_may_change_on_resume(data, tmp_path):
+    out = tmp_path / "out"
+    assert "2 threads in 1 process" in train(data, "--steps", 1, "--threads", 2, "--out", out)
+    assert "2 threads in 1 process" in train(data, "--steps", 2, "--out", out, "--resume")
+    assert "1 thread in 1 process" in train(data, "--steps", 3, "--threads", 1, "--out", out, "--resume")
+
+
+def test_threads_of_ranks(data):
+    assert "2 threads in 2 processes" in train(data, "--steps", 1, "--threads", 2, processes=2)

@@ -1,0 +1,81 @@
+#define _GNU_SOURCE
+#include "runtime/start.h"
+
+#include <fcntl.h>
+#include <omp.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include "runtime/error.h"
+#include "runtime/options.h"
+#include "runtime/process.h"
+
+// The tests run with 128 KiB (oneDNN 2.6, OpenBLAS 0.3.21, own loops); 64 KiB end in SIGSEGV.
+#define STACK_NEEDED ((size_t)512 << 10)
+#define STACK_USUAL ((size_t)8 << 20)
+
+static void open_standard_descriptors(void) {
+    int fd;
+    do fd = open("/dev/null", O_RDWR);
+    while (fd >= 0 && fd <= STDERR_FILENO);
+    if (fd > STDERR_FILENO) close(fd);
+}
+
+// The first thread's stack grows up to the limit, and other threads get as much unless OMP_STACKSIZE says otherwise.
+static void check_stack_limit(void) {
+    struct rlimit limit;
+    pthread_attr_t others;
+    Error error;
+    if (getrlimit(RLIMIT_STACK, &limit) != 0 || limit.rlim_cur >= STACK_NEEDED) return;
+    rlim_t found = limit.rlim_cur;
+    limit.rlim_cur = limit.rlim_max < STACK_USUAL ? limit.rlim_max : STACK_USUAL;
+    if (limit.rlim_cur < STACK_NEEDED || setrlimit(RLIMIT_STACK, &limit) != 0) {
+        error_set(&error, EXIT_RESOURCE, "stacks are limited to %zu KiB (ulimit -s), and this program needs at least %zu KiB.\n"
+                  "  Raise the limit: ulimit -s 8192", (size_t)found >> 10, STACK_NEEDED >> 10);
+        if (process_launched_rank() > 0) error.text[0] = 0;
+        fail_with(&error);
+    }
+    pthread_attr_init(&others);
+    pthread_attr_setstacksize(&others, (size_t)limit.rlim_cur);
+    pthread_setattr_default_np(&others);
+    pthread_attr_destroy(&others);
+}
+
+// The bytes that "16k", "2 M" or "512" (KiB) stand for in the environment of OpenMP; -1 where it is no size, which libgomp says itself.
+static double stack_size(const char *text) {
+    static const char units[] = "BKMG";
+    char *end;
+    double size = (double)strtoull(text, &end, 10), unit = 1024;
+    if (end == text) return -1;
+    end += strspn(end, " \t");
+    const char *found = *end ? strchr(units, *end & ~0x20) : NULL;
+    if (*end && !found) return -1;
+    if (found) unit = (double)((size_t)1 << 10 * (found - units));
+    return size * unit;
+}
+
+static void check_stack_size(const char *variable) {
+    const char *text = getenv(variable);
+    double size = text ? stack_size(text) : -1;
+    if (size >= 0 && size < (double)STACK_NEEDED)
+        usage_fail("%s=%s: threads need stacks of at least %zuK. Unset it, or set it to 2M.", variable, text, STACK_NEEDED >> 10);
+}
+
+void start_program(const char *name) {
+    program_name = name;
+    open_standard_descriptors();
+    signal(SIGXFSZ, SIG_IGN);
+    check_stack_limit();
+    check_stack_size("OMP_STACKSIZE");
+    check_stack_size("GOMP_STACKSIZE");
+}
+
+void start_threads(int64_t threads) {
+    if (threads) omp_set_num_threads((int)threads);
+    if (omp_get_max_threads() > MAX_THREADS)
+        usage_fail("OMP_NUM_THREADS asks for %d threads, and %d are the most. --threads N overrides it.", omp_get_max_threads(), MAX_THREADS);
+}
