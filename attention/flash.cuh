@@ -126,12 +126,21 @@ DEVICE void fragment_set(Fragment<X, N> &a, int i, float x, float y) {
 }
 
 // d (16,8) += a (16,16) · b (16,8), the smallest products first.
+// Tensor cores round each sum toward zero, and a long row of such roundings adds up. So that float32 stays as exact as it should be, their
+// sums are short: the products of parts start from zero, and an addition that rounds to nearest brings them to d.
 template <class X>
 DEVICE void fragment_multiply(float (&d)[4], const Fragment<X, 4> &a, const Fragment<X, 2> &b) {
-    UNROLL
-    for (int order = Fragment<X, 4>::PARTS - 1; order >= 0; order--) {
+    if constexpr (is_bf16<X>) {
+        mma_m16n8k16(d, a.part[0], b.part[0]);
+    } else {
+        float sum[4] = {0, 0, 0, 0};
         UNROLL
-        for (int i = 0; i <= order; i++) mma_m16n8k16(d, a.part[i], b.part[order - i]);
+        for (int order = Fragment<X, 4>::PARTS - 1; order >= 0; order--) {
+            UNROLL
+            for (int i = 0; i <= order; i++) mma_m16n8k16(sum, a.part[i], b.part[order - i]);
+        }
+        UNROLL
+        for (int e = 0; e < 4; e++) d[e] += sum[e];
     }
 }
 

@@ -7,6 +7,8 @@
 // synchronisation. What does count is said by hand, where __tsan_acquire and __tsan_release are called.
 #include "engine.h"
 
+#include <float.h>
+#include <math.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdlib.h>
@@ -825,11 +827,80 @@ static void bf16_to_float(float *to, const uint32_t *from, int pairs) {
     for (int i = 0; i < pairs; i++) to[2 * i] = bits<float>(from[i] << 16), to[2 * i + 1] = bits<float>(from[i] & 0xFFFF0000u);
 }
 
+// Products of two bf16 are exact in float; each sum is rounded to nearest, by rising k.
+static void add_products_nearest(float *row, const float a[16], const Eight b[16]) {
+    Eight d;
+    memcpy(&d, row, sizeof d);
+    for (int k = 0; k < 16; k++) d += a[k] * b[k];
+    memcpy(row, &d, sizeof d);
+}
+
+typedef double EightDoubles __attribute__((vector_size(64)));
+typedef int EightInts __attribute__((vector_size(32)));
+typedef int64_t EightLongs __attribute__((vector_size(64)));
+
+static const int HOPPER_FRACTION_BITS = 25, NO_EXPONENT = -2000;
+
+// A subnormal number has the exponent of the smallest normal one, zero has none.
+static int exponent_of(float x) {
+    int field = (int)(bits<uint32_t>(x) >> 23 & 0xFF);
+    return x == 0 ? NO_EXPONENT : std::max(field, 1) - 127;
+}
+
+static void exponents_of(EightInts &e, const float *x) {
+    for (int n = 0; n < 8; n++) e[n] = exponent_of(x[n]);
+}
+
+static void powers_of_2(EightDoubles &powers, const EightInts &e) {
+    EightLongs fields = (__builtin_convertvector(e, EightLongs) + 1023) << 52;
+    memcpy(&powers, &fields, sizeof powers);
+}
+
+static float round_toward_zero(double x) {
+    const double subnormals = 0x1p149;          // the smallest is 1 over this
+    if (fabs(x) < FLT_MIN) return (float)(trunc(x * subnormals) / subnormals);
+    return (float)bits<double>(bits<uint64_t>(x) & ~(uint64_t)0 << 29);
+}
+
+// sum += x scale, without its fraction
+static void add_cut_off(EightDoubles &sum, const EightDoubles &x, const EightDoubles &scale) {
+    EightInts whole = __builtin_convertvector(x * scale, EightInts);        // at most 4 2^25
+    sum += __builtin_convertvector(whole, EightDoubles);
+}
+
+// The 16 products and the number that they are added to are aligned to the largest of their exponents. A product's exponent is the sum of its
+// factors', even where the product of the significands is 2 or more. Whatever is less than 2^-25 of that power of two is cut off from each.
+// Their sum is exact, and is rounded toward zero to a float.
+static void add_products_hopper(float *row, const float a[16], const Eight b[16], const EightInts exponents_of_b[16]) {
+    EightInts largest;
+    exponents_of(largest, row);
+    for (int k = 0; k < 16; k++) {
+        EightInts of_product = exponent_of(a[k]) + exponents_of_b[k];
+        largest = of_product > largest ? of_product : largest;
+    }
+    largest = largest > NO_EXPONENT / 2 ? largest : largest - largest;      // 0 where there is nothing but zeros
+    EightDoubles scale, unit, sum = {0};
+    powers_of_2(scale, HOPPER_FRACTION_BITS - largest);
+    powers_of_2(unit, largest - HOPPER_FRACTION_BITS);
+    Eight start;
+    memcpy(&start, row, sizeof start);
+    add_cut_off(sum, __builtin_convertvector(start, EightDoubles), scale);
+    for (int k = 0; k < 16; k++) add_cut_off(sum, (double)a[k] * __builtin_convertvector(b[k], EightDoubles), scale);
+    sum *= unit;
+    for (int n = 0; n < 8; n++) row[n] = round_toward_zero(sum[n]);
+}
+
+static bool all_finite(const float *x, int count) {
+    bool finite = true;
+    for (int i = 0; i < count; i++) finite &= (bits<uint32_t>(x[i]) & 0x7F800000u) != 0x7F800000u;
+    return finite;
+}
+
 // The fragments lie in the lanes so that a[i][4 g .. 4 g + 3] are 8 neighbours of row g (or g + 8) of a, and b[i][4 g .. 4 g + 3] 8 of
-// column g of b. Products of two bf16 are exact in float; they are added one after the other by rising k.
-static void multiply(Warp &warp) {
+// column g of b.
+static void multiply(Warp &warp, MmaSums sums) {
     float a[2][8][16], columns[2][8][8];        // a by halves of its rows; columns[k / 8][n][k % 8]
-    Eight b[16], d;
+    Eight b[16];
     for (int g = 0; g < 8; g++)
         for (int half = 0; half < 2; half++) {
             bf16_to_float(a[half][g], &warp.a[half][4 * g], 4);
@@ -838,12 +909,15 @@ static void multiply(Warp &warp) {
         }
     for (int k = 0; k < 16; k++)
         for (int n = 0; n < 8; n++) b[k][n] = columns[k / 8][n][k % 8];
+    // Infinities and NaNs have no exponent to align to; any order of sums shows them.
+    const bool hopper = sums == SUMS_HOPPER && all_finite(a[0][0], 256) && all_finite(columns[0][0], 128);
+    EightInts exponents_of_b[16];
+    for (int k = 0; hopper && k < 16; k++) exponents_of(exponents_of_b[k], (const float *)&b[k]);
     for (int half = 0; half < 2; half++)
         for (int g = 0; g < 8; g++) {
             float *row = half ? warp.bottom[4 * g] : warp.top[4 * g];
-            memcpy(&d, row, sizeof d);
-            for (int k = 0; k < 16; k++) d += a[half][g][k] * b[k];
-            memcpy(row, &d, sizeof d);
+            if (hopper && all_finite(row, 8)) add_products_hopper(row, a[half][g], b, exponents_of_b);
+            else add_products_nearest(row, a[half][g], b);
         }
 }
 
@@ -853,7 +927,7 @@ void mma(float *d, const uint32_t *a, const uint32_t *b, Site site) {
     for (int i = 0; i < 4; i++) warp.a[i][me.lane] = a[i];
     for (int i = 0; i < 2; i++) warp.b[i][me.lane] = b[i], warp.top[me.lane][i] = d[i], warp.bottom[me.lane][i] = d[i + 2];
     if (last_to_arrive(me, MMA, ALL_LANES, site)) {
-        multiply(warp);
+        multiply(warp, worker->settings.mma);
         worker->counts.mmas++;
         warp_goes_on(me, ALL_LANES);
     }

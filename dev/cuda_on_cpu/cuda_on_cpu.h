@@ -25,11 +25,15 @@ enum Copy { AT_ISSUE, AT_WAIT, EITHER };
 // at random, until that has come; ANY_TIME: as LATE, but by the toss of a coin some of it is done at the next call already.
 enum Streams { AT_ONCE, LATE, ANY_TIME };
 
+// How mma adds. SUMS_NEAREST: each product to the sum, rounded to nearest as floats are; SUMS_HOPPER: as an H100's tensor cores do (README.md).
+enum MmaSums { SUMS_NEAREST, SUMS_HOPPER };
+
 struct Settings {
     Order order;            // CUDA_ON_CPU_ORDER     forward | reverse | random | greedy
     uint64_t seed;          // CUDA_ON_CPU_SEED      for all that is random here
     Copy copy;              // CUDA_ON_CPU_COPY      issue | wait | either
     Streams streams;        // CUDA_ON_CPU_STREAMS   once | late | any
+    MmaSums mma;            // CUDA_ON_CPU_MMA       nearest | hopper
     bool poison;            // CUDA_ON_CPU_POISON    1: shared memory and new device memory are NaNs
     bool hide;              // CUDA_ON_CPU_HIDE      1: device memory cannot be touched but by kernels and copies; slow
     int threads;            // CUDA_ON_CPU_THREADS   of the CPU, over which blocks are spread; default: as many as there are

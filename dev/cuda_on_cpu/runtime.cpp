@@ -78,6 +78,7 @@ static Settings from_environment() {
     s.seed = number("CUDA_ON_CPU_SEED", 1);
     s.copy = (Copy)choice("CUDA_ON_CPU_COPY", {"issue", "wait", "either"});
     s.streams = (Streams)choice("CUDA_ON_CPU_STREAMS", {"once", "late", "any"});
+    s.mma = (MmaSums)choice("CUDA_ON_CPU_MMA", {"nearest", "hopper"});
     s.poison = number("CUDA_ON_CPU_POISON", 1) != 0;
     s.hide = number("CUDA_ON_CPU_HIDE", 0) != 0;
     s.threads = (int)std::max<uint64_t>(number("CUDA_ON_CPU_THREADS", processors()), 1);

@@ -176,6 +176,60 @@ static void test_product() {
         }
 }
 
+// Everywhere in out (16,8): sum_k x_k y_k + c
+KERNEL void dot_product(float *out, const bf16 *x, const bf16 *y, float c) {
+    int l = (int)threadIdx.x, g = l / 4, t = l % 4;
+    auto pair = [&](const bf16 *p) { return (uint32_t)__bfloat16_as_ushort(p[1]) << 16 | __bfloat16_as_ushort(p[0]); };
+    uint32_t a[4] = {pair(x + 2 * t), pair(x + 2 * t), pair(x + 2 * t + 8), pair(x + 2 * t + 8)};
+    uint32_t b[2] = {pair(y + 2 * t), pair(y + 2 * t + 8)};
+    float d[4] = {c, c, c, c};
+    mma_m16n8k16(d, a, b);
+    for (int i = 0; i < 4; i++) out[(g + i / 2 * 8) * 8 + 2 * t + i % 2] = d[i];
+}
+
+// By hand, for each way of adding. The products are x_k y_k; x and y go on with zeros.
+static void test_sums() {
+    const float large = 67108864, inf = INFINITY;      // 2^26
+    const struct {
+        const char *what;
+        float c, nearest, hopper;
+        std::vector<float> x, y;
+    } cases[] = {
+        {"2^-24 is kept beside 1, sixteen times", 1, 1, 1 + 0x1p-20f, std::vector<float>(16, 0x1p-12f), std::vector<float>(16, 0x1p-12f)},
+        {"2^-25 is", 1, 1, 1 + 0x1p-21f, std::vector<float>(16, 0x1p-12f), std::vector<float>(16, 0x1p-13f)},
+        {"2^-26 is cut off", 1, 1, 1, std::vector<float>(16, 0x1p-13f), std::vector<float>(16, 0x1p-13f)},
+        {"of 1.5 2^-25 a third is", 1, 1, 1 + 0x1p-21f, std::vector<float>(16, 0x1.8p-12f), std::vector<float>(16, 0x1p-13f)},
+        {"and below 0", -1, -1, -1 - 0x1p-21f, std::vector<float>(16, -0x1.8p-12f), std::vector<float>(16, 0x1p-13f)},
+        {"the sum is rounded toward zero", 1, 1 + 0x1p-22f, 1 + 0x1p-23f, {0x1.8p-12f}, {0x1p-11f}},
+        {"from below, too", -1, -1 - 0x1p-22f, -1 - 0x1p-23f, {-0x1.8p-12f}, {0x1p-11f}},
+        {"1.5 · 1.5 has the exponent of 1", 0, 0x1p-25f, 0x1p-25f, {1.5f, -1.5f, 0x1p-12f}, {1.5f, 1.5f, 0x1p-13f}},
+        {"2^26 leaves no 1", 0, 1, 0, {large, -large, 1}, {1, 1, 1}},
+        {"nor in what is added to", 1, 0, 0, {large, -large}, {1, 1}},
+        {"2^26 leaves a 2, and of 3 a 2", 3, 0, 2, {large, -large}, {1, 1}},
+        {"zeros have no exponent", 0, 0x1p-100f, 0x1p-100f, {0x1p-50f, 0, 0x1p100f}, {0x1p-50f, 0x1p100f, 0}},
+        {"nothing", 0, 0, 0, {}, {}},
+        {"the smallest subnormal", 0, 0x1p-149f, 0x1p-149f, {0x1p-126f}, {0x1p-23f}},
+        {"subnormal factors", 0, 0x1p-132f, 0x1p-132f, {0x1p-133f}, {2}},
+        {"the largest", 0x1.fffffep127f, inf, 0x1.fffffep127f, {0x1p103f}, {1}},
+        {"overflow", 0x1p127f, inf, inf, {0x1p127f}, {1}},
+        {"infinity", 1, -inf, -inf, {-inf}, {1}},
+    };
+    for (auto &x : cases) {
+        std::vector<bf16> a(16, __float2bfloat16(0)), b = a;
+        for (size_t k = 0; k < x.x.size(); k++) a[k] = __float2bfloat16(x.x[k]), b[k] = __float2bfloat16(x.y[k]);
+        Device<bf16> da(a), db(b);
+        Device<float> out(128);
+        const cuda_on_cpu::MmaSums before = cuda_on_cpu::settings().mma;
+        for (cuda_on_cpu::MmaSums sums : {cuda_on_cpu::SUMS_NEAREST, cuda_on_cpu::SUMS_HOPPER}) {
+            float right = sums == cuda_on_cpu::SUMS_HOPPER ? x.hopper : x.nearest;
+            cuda_on_cpu::settings().mma = sums;
+            launch(dot_product, 1, 32, 0, NULL, out.p, da.p, db.p, x.c);
+            for (float y : out.host()) CHECK(y == right, "%s, %s: %a, not %a", x.what, sums == cuda_on_cpu::SUMS_HOPPER ? "hopper" : "nearest", y, right);
+        }
+        cuda_on_cpu::settings().mma = before;
+    }
+}
+
 KERNEL void copies(float *out, const float *in, int n) {        // three groups under way; beyond n zeros
     DYNAMIC_SHARED(float, tile);
     int i = 4 * (int)threadIdx.x, step = 4 * (int)blockDim.x;
@@ -303,6 +357,7 @@ static void numbers() {
     test_lanes();
     test_blocks();
     test_product();
+    test_sums();
     test_copies();
     test_atomics();
     test_arithmetic();

@@ -1,7 +1,7 @@
 """The fused attention of attention/flash.h against the reference in float64: on the CPU (dev/cuda_on_cpu) by build/on_cpu/flash.so, on a
 GPU by build/cuda/flash.so.
 
-    pytest dev/tests/test_flash.py                a selection, 187 cases: 10 s on two cores
+    pytest dev/tests/test_flash.py                a selection, 200 cases: 15 s on two cores
     FLASH_ALL=1 pytest dev/tests/test_flash.py    every normaliser at every length and head size, 2,022 cases: 2 minutes
     FLASH_SO=FILE                                 another library than make's
 
@@ -303,6 +303,32 @@ def test_any_order_of_threads_and_copies(flash, flash_with, order, copy):
     for case in KINDS:
         x = inputs(case)
         assert same(by_flash(other, case, *x), by_flash(flash, case, *x)), str(case)
+
+
+def errors(case, got):
+    x, scalars = inputs(case)
+    want = by_formula(case, x, scalars, torch.float64)
+    return {name: ((got[name] - want[name]).norm() / want[name].norm()).item() for name in want}
+
+
+LONG = [Case(attn, FLOAT, T, HS, B=1, NH=1) for attn, HS in (("softmax", 64), ("lssar", 64), ("gelu-l1", 48), ("softmax-recentered", 64), ("ssmax", 128))
+        for T in ((1024, 4096) if ALL else (512,) if attn in ("softmax", "lssar") else ())]
+
+
+@pytest.mark.parametrize("case", LONG, ids=str)
+def test_float32_on_tensor_cores_that_truncate(flash, flash_with, case):
+    """With sums rounded toward zero, as an H100's are, the error of float32 is about what it is with sums rounded to nearest, however long the rows."""
+    x = inputs(case)
+    truncated = by_flash(flash_with(MMA="hopper"), case, *x)
+    check(case, truncated)
+    nearest = errors(case, by_flash(flash, case, *x))
+    for name, error in errors(case, truncated).items():
+        assert error <= 1.5 * nearest[name] + 1e-7, f"{name}: off by {error:.3g}, with sums rounded to nearest by {nearest[name]:.3g}"
+
+
+@pytest.mark.parametrize("case", [*KINDS, *([Case(attn, BF16, 1024, 64, B=1, NH=1) for attn in ("softmax", "lssar", "gelu-l1")] if ALL else [])], ids=str)
+def test_kinds_on_tensor_cores_that_truncate(flash_with, case):
+    check(case, by_flash(flash_with(MMA="hopper"), case, *inputs(case)))
 
 
 class Counts(ctypes.Structure):
