@@ -41,9 +41,12 @@ static double now(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
+static bool aside;           // all is PHASE_ASIDE
+
 static void phase(Phase next) {
     static Phase current = PHASE_OTHER;
     static double since;
+    if (aside && next != PHASE_ASIDE) return;
     double t = now();
     if (since > 0) phase_seconds[current] += t - since;
     since = t;
@@ -1081,6 +1084,11 @@ void trainer_line(char *out, size_t size) {
 
 double trainer_phase_seconds(Phase phase) {
     return phase_seconds[phase];
+}
+
+void trainer_aside(bool begins) {
+    aside = begins;
+    phase(begins ? PHASE_ASIDE : PHASE_OTHER);
 }
 
 void trainer_end(void) {}

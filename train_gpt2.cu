@@ -80,8 +80,10 @@ static void phase_collect(void) {
     mark_count = 1;
 }
 
+static bool aside;                 // all is PHASE_ASIDE
+
 static void phase(Phase next) {
-    if (!profiling) return;
+    if (!profiling || (aside && next != PHASE_ASIDE)) return;
     if (mark_count == MARKS) phase_collect();
     if (mark_count) nvtxRangePop();
     nvtxRangePushA(phase_names[next]);
@@ -850,13 +852,13 @@ double trainer_peak(void) {
     return flops;
 }
 
-// The memory that this process holds on its GPU; and under --profile the milliseconds by phase, of this step alone.
+// The memory that this process holds on its GPU; and under --profile the milliseconds by phase, of this step alone and without PHASE_ASIDE.
 void trainer_metrics(char *out, size_t size) {
     static double before[PHASE_COUNT];
     size_t at = (size_t)snprintf(out, size, ", \"gpu_memory_gb\": %.3f", 1e-9 * (double)model.plan.total);
     if (!profiling) return;
     phase_collect();
-    for (int i = 0; i < PHASE_COUNT && at < size; i++) {
+    for (int i = 0; i < PHASE_ASIDE && at < size; i++) {          // the last phase
         at += (size_t)snprintf(out + at, size - at, "%s\"%s\": %.3f", i ? ", " : ", \"ms_by_phase\": {", phase_names[i],
                                1000 * (phase_seconds[i] - before[i]));
         before[i] = phase_seconds[i];
@@ -871,6 +873,11 @@ void trainer_line(char *out, size_t size) {
 double trainer_phase_seconds(Phase phase) {
     phase_collect();
     return phase_seconds[phase];
+}
+
+void trainer_aside(bool begins) {
+    aside = begins;
+    phase(begins ? PHASE_ASIDE : PHASE_OTHER);
 }
 
 void trainer_end(void) {

@@ -23,6 +23,13 @@
 #include "runtime/start.h"
 #include "runtime/tokenizer.h"
 
+// A change of normalizer to come.
+typedef struct {
+    int64_t step;
+    Normalizer to;
+    bool repeated;                     // the run has made it before, beyond the checkpoint that it continues from
+} Switch;
+
 typedef struct {
     TrainOptions o;
     ModelConfig *config;               // of the trainer's model
@@ -42,10 +49,18 @@ typedef struct {
     uint64_t sequence;                 // the next in the data's order
     double best_loss;
     int64_t best_step;                 // -1: none yet
+    StepMetrics last;                  // of the newest step
+    bool owed;                         // that step's validation, metrics line and sample are still to come
+    int64_t saved;                     // the step of the newest checkpoint that needs no saving again; -1: none
 
-    int64_t switch_step;               // of --attn-switch; -1: none to come
-    Normalizer switch_to;
+    Switch *switches;                  // by step
+    size_t switch_count;
     Normalizer loaded;                 // of the weights that --init-from brings; .text is empty without
+
+    double mark;                       // where the newest step ended, later by all that took place since and is no part of a step
+    double aside;                      // where that which is no part of a step began
+    double seconds;                    // a step, smoothed
+    uint64_t rows, without_weight;     // of attention in the newest step
 
     size_t T;                          // the longest sequence
     int64_t step_tokens;               // a step's, all processes together
@@ -56,6 +71,8 @@ typedef struct {
     char *more;                        // text of metrics.jsonl: what the trainer has to say, and about the learnt scalars
     size_t more_size;
 } Run;
+
+#define STEPS_MAX 1000000000000LL      // as --steps has it
 
 static double now(void) {
     struct timespec t;
@@ -69,15 +86,94 @@ static bool is_main(void) {
 
 // ---- before anything is taken: what is to be done
 
-static void settle_switch(Run *run) {
-    char *end, message[1024];
-    run->switch_step = -1;
-    if (!run->o.attn_switch) return;
-    run->switch_step = strtoll(run->o.attn_switch, &end, 10);
-    if (end == run->o.attn_switch || *end != ':' || run->switch_step < 0)
-        fail(EXIT_USAGE, "--attn-switch %s: expected STEP:NAME, for example 5000:ssmax.", run->o.attn_switch);
-    if (!normalizer_parse(&run->switch_to, end + 1, message, sizeof message))
-        fail(EXIT_USAGE, "--attn-switch %s: %s.", run->o.attn_switch, message);
+// --attn-switch: STEP:NAME. False where the flag is absent.
+static bool parse_switch(const char *text, Switch *out) {
+    char message[1024];
+    if (!text) return false;
+    size_t digits = strspn(text, "0123456789");
+    int64_t step = digits && digits <= 13 ? strtoll(text, NULL, 10) : -1;
+    if (text[digits] != ':' || step < 0 || step > STEPS_MAX)
+        fail(EXIT_USAGE, "--attn-switch %s: expected STEP:NAME with a step from 0 to %lld, for example 5000:ssmax.", text, STEPS_MAX);
+    *out = (Switch){.step = step};
+    if (!normalizer_parse(&out->to, text + digits + 1, message, sizeof message)) fail(EXIT_USAGE, "--attn-switch %s: %s.", text, message);
+    return true;
+}
+
+static void insert_switch(Run *run, Switch added) {
+    size_t at = run->switch_count++;
+    run->switches = realloc(run->switches, run->switch_count * sizeof *run->switches);
+    if (!run->switches) fail(EXIT_RESOURCE, "out of memory for the changes of normalizer.");
+    for (; at > 0 && run->switches[at - 1].step > added.step; at--) run->switches[at] = run->switches[at - 1];
+    run->switches[at] = added;
+}
+
+static bool same_switch(const Switch *a, const Switch *b) {
+    return a->step == b->step && normalizer_equal(&a->to, &b->to);
+}
+
+// A switch of a lineage. False where the entry is something else.
+static bool read_switch(const cJSON *entry, const char *out, Switch *to) {
+    const char *event = cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(entry, "event"));
+    const char *attn = cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(entry, "attn"));
+    uint64_t step;
+    char message[1024];
+    if (!event || strcmp(event, "attn-switch")) return false;
+    if (!attn || !json_u64(cJSON_GetObjectItemCaseSensitive(entry, "step"), &step) || step > (uint64_t)STEPS_MAX)
+        fail(EXIT_INPUT, "%s/run.json: an attn-switch in its lineage has no \"step\" and \"attn\".", out);
+    *to = (Switch){.step = (int64_t)step, .repeated = true};
+    if (!normalizer_parse(&to->to, attn, message, sizeof message))
+        fail(EXIT_INPUT, "%s/run.json: the attn-switch at step %lld: %s.", out, (long long)step, message);
+    return true;
+}
+
+// Has the run, as it stands, made this switch?
+static bool switch_made(const Run *run, const Switch *asked) {
+    const cJSON *entry;
+    Switch made;
+    cJSON_ArrayForEach(entry, run->lineage) {
+        if (read_switch(entry, run->o.out, &made) && same_switch(&made, asked)) return true;
+    }
+    return false;
+}
+
+// The changes of normalizer to come: those that the run made beyond its checkpoint, which it repeats, and --attn-switch. Where the flag is
+// none of these, the run takes another course from that step on.
+static void settle_switches(Run *run) {
+    Switch asked;
+    if (!parse_switch(run->o.attn_switch, &asked)) return;
+    bool given = train_options_given(&run->o, "attn-switch");
+    if (run->resumed && asked.step <= run->step && switch_made(run, &asked)) return;
+    if (asked.step < run->step) {
+        if (!given) return;                       // the run's own flag, which a later one has overtaken
+        fail(EXIT_USAGE, "--attn-switch %s: the run is already at step %lld; give that step or a later one.", run->o.attn_switch,
+             (long long)run->step);
+    }
+    for (size_t i = 0; i < run->switch_count; i++)
+        if (same_switch(&run->switches[i], &asked)) return;
+    for (; run->switch_count > 0 && run->switches[run->switch_count - 1].step >= asked.step; run->switch_count--) {
+        const Switch *other = &run->switches[run->switch_count - 1];
+        warn("--attn-switch %s: the change to %s at step %lld, which this run made before, is not repeated.", run->o.attn_switch, other->to.text,
+             (long long)other->step);
+    }
+    insert_switch(run, asked);
+}
+
+// The numbers of a step whose validation, metrics line and sample are still to come.
+static void read_owed(Run *run, const cJSON *owed, const char *path) {
+    const struct { const char *name; double *value; float *single; } numbers[] = {
+        {"loss", NULL, &run->last.loss}, {"lr", NULL, &run->last.lr}, {"grad_norm", NULL, &run->last.grad_norm},
+        {"ms", &run->last.ms, NULL}, {"tok_per_s", &run->last.tok_per_s, NULL}, {"mfu", &run->last.mfu, NULL},
+    };
+    if (!owed) return;
+    run->last = (StepMetrics){.step = run->step, .tokens = run->tokens, .val_loss = NAN};
+    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) {
+        const cJSON *item = cJSON_GetObjectItemCaseSensitive(owed, numbers[i].name);
+        if (!cJSON_IsNumber(item)) fail(EXIT_INPUT, "%s: \"owed\": expected a number \"%s\".", path, numbers[i].name);
+        if (numbers[i].single) *numbers[i].single = (float)item->valuedouble;
+        else *numbers[i].value = item->valuedouble;
+    }
+    run->owed = true;
+    run->seconds = run->last.ms / 1000;
 }
 
 // state.json: where the run stood.
@@ -99,7 +195,30 @@ static void read_state(Run *run, const char *folder) {
     run->schedule.rewarm = (int64_t)rewarm;
     if (cJSON_IsNumber(best) && json_u64(cJSON_GetObjectItemCaseSensitive(json, "best_step"), &best_step))
         run->best_loss = best->valuedouble, run->best_step = (int64_t)best_step;
+    read_owed(run, cJSON_GetObjectItemCaseSensitive(json, "owed"), path);
     cJSON_Delete(json);
+}
+
+// Divides a lineage where the run stands: what lies beyond is to be repeated. `made` as run_lineage_cut() has it.
+static void repeat_switches(Run *run, cJSON *lineage, const char *made) {
+    const cJSON *entry;
+    Switch repeated;
+    cJSON *beyond = run_lineage_cut(lineage, run->step, made);
+    cJSON_ArrayForEach(entry, beyond) {
+        if (read_switch(entry, run->o.out, &repeated)) insert_switch(run, repeated);
+    }
+    cJSON_Delete(beyond);
+}
+
+// A stop in the change at the start leaves a checkpoint from before that change, known by its normalizer.
+static void settle_lineage(Run *run) {
+    ModelConfig *config = run->config;
+    char message[1024];
+    repeat_switches(run, run->lineage, run->schedule.rewarm == run->step ? config->attn.text : NULL);
+    const char *attn = run_lineage_attn(run->lineage);
+    if (run->step > 0 || !run->o.init_from || !attn || !strcmp(attn, config->attn.text)) return;
+    run->loaded = config->attn;
+    if (!normalizer_parse(&config->attn, attn, message, sizeof message)) fail(EXIT_INPUT, "%s/run.json: lineage: %s.", run->o.out, message);
 }
 
 // A run that ended before its first checkpoint: its arguments hold, and it starts again from the beginning.
@@ -114,6 +233,7 @@ static void settle_started_over(Run *run) {
     if (!lineage) fail_with(&error);
     const char *attn = cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(cJSON_GetArrayItem(lineage, 0), "attn"));
     if (attn) o->attn = strdup(attn);
+    repeat_switches(run, lineage, NULL);
     cJSON_Delete(lineage);
     run->started_over = true;
     if (is_main()) printf("%s: no checkpoint yet; the run starts over\n", o->out);
@@ -135,7 +255,7 @@ static bool settle_resumed(Run *run, char *folder, size_t size) {
         fail_with(&error);
     read_state(run, folder);
     if (run->step != (int64_t)step) fail(EXIT_INPUT, "%s/state.json: says step %lld.", folder, (long long)run->step);
-    run_lineage_cut(run->lineage, run->step);
+    settle_lineage(run);
     return true;
 }
 
@@ -267,13 +387,14 @@ static void check_normalizer(const Run *run, const Normalizer *attn, const char 
 static void settle(Run *run, char *weights, size_t size) {
     TrainOptions *o = &run->o;
     Error error;
-    run->best_step = -1;
+    run->best_step = run->saved = -1;
     settle_model(run, weights, size);
     if (process_max_int(run->resumed) != run->resumed)
         fail(EXIT_PEER, "process %d sees no run in %s, but another one does. All machines need the same --out folder.", process.rank, o->out);
-    settle_switch(run);
+    if (run->resumed) run->saved = run->step;
+    settle_switches(run);
     check_normalizer(run, &run->config->attn, "--attn");
-    if (run->switch_step >= 0) check_normalizer(run, &run->switch_to, "--attn-switch");
+    for (size_t i = 0; i < run->switch_count; i++) check_normalizer(run, &run->switches[i].to, "--attn-switch");
     settle_batches(run);
     if (!o->train_data) fail(EXIT_USAGE, "--train-data is missing: the shards to train on. data/shakespeare.py makes some.");
     settle_tokenizer(run, weights);
@@ -284,21 +405,17 @@ static void settle(Run *run, char *weights, size_t size) {
         fail_with(&error);
     run->schedule = (Schedule){.kind = (ScheduleKind)o->schedule, .lr = o->lr, .min_lr_frac = o->min_lr_frac, .warmup = o->warmup,
                                .steps = o->steps, .rewarm = run->schedule.rewarm};
-    if (run->switch_step >= 0 && run->switch_step < run->step) {
-        if (train_options_given(o, "attn-switch"))
-            fail(EXIT_USAGE, "--attn-switch %s: the run stands at step %lld; give that step or a later one.", o->attn_switch,
-                 (long long)run->step);
-        run->switch_step = -1;
-    }
 }
 
 static void plan_memory(Run *run) {
     TrainOptions *o = &run->o;
-    const Normalizer *others[2];
+    const Normalizer **others = malloc((run->switch_count + 1) * sizeof *others);
     size_t count = 0, N = (size_t)o->batch * run->T;
-    if (run->switch_step >= 0) others[count++] = &run->switch_to;
+    if (!others) fail(EXIT_RESOURCE, "out of memory for the plan.");
+    for (size_t i = 0; i < run->switch_count; i++) others[count++] = &run->switches[i].to;
     if (run->loaded.text[0]) others[count++] = &run->loaded;
     MemoryPlan *plan = run->plan = trainer_plan(o, others, count, (size_t)o->batch, run->T);
+    free(others);
     bool masked = shards_masked(run->train) || (run->val && shards_masked(run->val));
     run->more_size = 1024 + 3 * (64 + 64 * (size_t)run->config->layers);
     memory_add(plan, "scratch", (void **)&run->more, run->more_size);
@@ -331,9 +448,9 @@ static void print_plan(Run *run) {
     printf(", vocabulary %d, %s\n", c->vocab, c->tied ? "tied" : "untied");
     printf("attention %s%s%s, L = %d\n", c->attn.text, strcmp(c->attn.text, name) ? ", which is " : "", strcmp(c->attn.text, name) ? name : "",
            c->seq_len);
-    if (run->switch_step >= 0)
-        printf("switch    to %s at step %lld%s\n", run->switch_to.text, (long long)run->switch_step,
-               run->switch_step >= o->steps ? ", which is not before --steps: a later --resume will come to it" : "");
+    for (const Switch *s = run->switches; s < run->switches + run->switch_count; s++)
+        printf("switch    to %s at step %lld%s%s\n", s->to.text, (long long)s->step, s->repeated ? ", repeated from run.json" : "",
+               s->step >= o->steps ? "; --steps ends before it" : "");
     trainer_print_products(o);
     printf("data      %s tokens in %zu shard%s, %s windows of %zu, %.1f steps an epoch", human_grouped(shards_tokens(run->train)).text,
            shards_count(run->train), shards_count(run->train) == 1 ? "" : "s", human_grouped(shards_windows(run->train)).text, run->T,
@@ -382,23 +499,53 @@ static void load_weights(Run *run, const char *folder) {
     trainer_upload(run->step);
 }
 
+static bool write_run_json(const Run *run, Error *error) {
+    cJSON *to_repeat = cJSON_CreateArray();
+    for (const Switch *s = run->switches; s < run->switches + run->switch_count; s++)
+        if (s->repeated) run_lineage_add(to_repeat, s->step, "attn-switch", "attn", s->to.text, NULL);
+    bool done = run_write(run->o.out, &run->o, run->train_print, run->val_print, run->lineage, to_repeat, error);
+    cJSON_Delete(to_repeat);
+    return done;
+}
+
 static void write_run(Run *run) {
     Error error;
     bool writes = run->o.out && is_main();
-    process_agree(!writes || run_write(run->o.out, &run->o, run->train_print, run->val_print, run->lineage, &error), &error);
+    process_agree(!writes || write_run_json(run, &error), &error);
 }
 
-// From here on the folder is ours.
+// From here on the folder is ours. An owed metrics line may be there already: a job that wrote it may have died before its next checkpoint.
 static void open_run_folder(Run *run) {
     char path[PATH_MAX];
     Error error;
     if (!run->o.out) return;
     snprintf(path, sizeof path, "%s/metrics.jsonl", run->o.out);
-    process_agree(!is_main() || (metrics_cut(path, run->step, &error) && (run->metrics = metrics_open(path, &error))), &error);
+    process_agree(!is_main() || (metrics_cut(path, run->owed ? run->step - 1 : run->step, &error) && (run->metrics = metrics_open(path, &error))), &error);
     write_run(run);
 }
 
+// Rank 0: brings back what was removed of the run folder while the run was using it, so that its checkpoints can be resumed.
+static void restore_run_folder(Run *run) {
+    Error error;
+    if (run_intact(run->o.out) && metrics_intact(run->metrics)) return;
+    progress_end();
+    warn("%s was removed, or part of it, while this run was using it: run.json and metrics.jsonl are written again.\n"
+         "  Checkpoints and samples that were removed are lost.", run->o.out);
+    if (!run_lock_again(run->o.out, &error)) fail_with(&error);
+    if (!metrics_restore(run->metrics, &error) || !write_run_json(run, &error)) warn("%s", error.text);
+}
+
 // ---- saving
+
+static void add_owed(cJSON *json, const StepMetrics *m) {
+    cJSON *owed = cJSON_AddObjectToObject(json, "owed");
+    cJSON_AddNumberToObject(owed, "loss", m->loss);
+    cJSON_AddNumberToObject(owed, "lr", m->lr);
+    cJSON_AddNumberToObject(owed, "grad_norm", m->grad_norm);
+    cJSON_AddNumberToObject(owed, "ms", m->ms);
+    cJSON_AddNumberToObject(owed, "tok_per_s", m->tok_per_s);
+    cJSON_AddNumberToObject(owed, "mfu", isfinite(m->mfu) ? m->mfu : 0);
+}
 
 static char *state_json(const Run *run) {
     cJSON *json = cJSON_CreateObject(), *random;
@@ -414,6 +561,7 @@ static char *state_json(const Run *run) {
         cJSON_AddNumberToObject(json, "best_val_loss", run->best_loss);
         cJSON_AddNumberToObject(json, "best_step", (double)run->best_step);
     }
+    if (run->owed) add_owed(json, &run->last);
     char *text = cJSON_Print(json);
     cJSON_Delete(json);
     return text;
@@ -456,9 +604,11 @@ static void save(Run *run, bool last) {
     bool done = true;
     if (!run->o.out) return;
     trainer_download();
+    run->saved = run->step;
     if (is_main()) {
         double start = now();
         progress_end();
+        restore_run_folder(run);
         if ((done = write_checkpoint(run, &error))) {
             printf("saved %s/ckpt/step-%08lld in %.1f s\n", run->o.out, (long long)run->step, now() - start);
             uint64_t best = run->o.keep_best && run->best_step >= 0 ? (uint64_t)run->best_step : UINT64_MAX;
@@ -482,14 +632,26 @@ static void load_window(Run *run, Shards *shards, uint64_t g, size_t row) {
     if (run->mask) memcpy(run->mask + row * run->T, run->window_mask, run->T);
 }
 
-// Has any process been asked to stop? All processes ask together.
+// Built with -DFAULTS, FAULT_STOP=n is a signal that arrives just before the run asks for one the n-th time.
+#ifdef FAULTS
+static bool fault_stop(void) {
+    static long asked;
+    const char *at = getenv("FAULT_STOP");
+    asked++;
+    return at && asked >= atol(at);
+}
+#else
+static bool fault_stop(void) { return false; }
+#endif
+
+// Has any rank been asked to stop? All ranks ask together.
 static bool stopping(void) {
-    return process_max_int(process_stop_requested());
+    return process_max_int(process_stop_requested() || fault_stop());
 }
 
-// Mean loss over the validation data's first windows, the same for any number of processes (but for the order of the sum). NAN where a
-// signal came in between.
-static double validate(Run *run) {
+// Mean loss over the first windows of the validation data, the same for any number of ranks up to the order of the sum. False where a signal
+// came in between.
+static bool validate(Run *run, double *loss) {
     uint64_t windows = shards_windows(run->val), most = (uint64_t)run->o.val_tokens / run->T;
     if (most < 1) most = 1;
     if (windows > most) windows = most;
@@ -502,9 +664,31 @@ static double validate(Run *run) {
         if (B) sum += trainer_loss(&(Batch){run->inputs, run->targets, run->mask, B, run->T});
         stopped = stopping();
     }
-    if (stopped) return NAN;
+    if (stopped) return false;
     process_sum_double(&sum, 1);
-    return sum / (double)(shards_masked(run->val) ? windows : windows * run->T);
+    *loss = sum / (double)(shards_masked(run->val) ? windows : windows * run->T);
+    return true;
+}
+
+// ---- the clock
+// A step lasts from the end of the step before it to its own end, where trainer_rows() returns: all of its work is done by then, the update
+// included. What lies between aside_begin() and aside_end() (validation, samples, checkpoints) belongs to no step.
+
+static void aside_begin(Run *run) {
+    trainer_aside(true);
+    run->aside = now();
+}
+
+static void aside_end(Run *run) {
+    run->mark += now() - run->aside;
+    trainer_aside(false);
+}
+
+static double end_step(Run *run) {
+    trainer_rows(&run->rows, &run->without_weight);
+    double end = now(), seconds = end - run->mark;
+    run->mark = end;
+    return seconds;
 }
 
 // ---- one step
@@ -544,9 +728,9 @@ static void check_finite(const Run *run, double loss, double norm) {
 }
 
 // False where a signal came before the weights changed.
-static bool train_step(Run *run, StepMetrics *metrics) {
+static bool train_step(Run *run) {
     const TrainOptions *o = &run->o;
-    double start = now(), loss, norm, lr = schedule_lr(&run->schedule, run->step);
+    double loss, norm, lr = schedule_lr(&run->schedule, run->step);
     size_t T = step_length(o->seq_len.values, o->seq_len.count, (uint64_t)o->seed, (uint64_t)run->step);
     if (!accumulate(run, T, &loss, &norm)) return false;
     check_finite(run, loss, norm);
@@ -554,8 +738,10 @@ static bool train_step(Run *run, StepMetrics *metrics) {
     trainer_update((AdamW){lr, o->beta1, o->beta2, 1e-8, o->weight_decay, scale, run->step + 1});
     run->step++;
     run->tokens += run->step_tokens;
-    double seconds = now() - start, speed = (double)run->step_tokens / seconds;
-    *metrics = (StepMetrics){.step = run->step, .tokens = run->tokens, .loss = (float)loss, .lr = (float)lr, .grad_norm = (float)norm,
+    double seconds = end_step(run), speed = (double)run->step_tokens / seconds;
+    run->seconds = run->seconds > 0 ? 0.9 * run->seconds + 0.1 * seconds : seconds;
+    run->owed = true;
+    run->last = (StepMetrics){.step = run->step, .tokens = run->tokens, .loss = (float)loss, .lr = (float)lr, .grad_norm = (float)norm,
                              .ms = 1000 * seconds, .tok_per_s = speed, .val_loss = NAN,
                              .mfu = speed * model_flops_per_token(run->config, T) / run->flops};
     return true;
@@ -569,6 +755,22 @@ static void show_text(FILE *file, const Run *run, const int32_t *ids, size_t cou
         const char *bytes = run->tokenizer ? tokenizer_token(run->tokenizer, ids[i], &length) : NULL;
         if (bytes) fwrite(bytes, 1, length, file); else fprintf(file, "%d ", ids[i]);
     }
+}
+
+// Appends a sample to samples.txt; one that is lost is reported.
+static void keep_sample(Run *run, const int32_t *ids, size_t count) {
+    restore_run_folder(run);
+    FILE *file = fopen(run_path(run->o.out, "samples.txt"), "a");
+    if (file) {
+        fprintf(file, "---- step %lld\n", (long long)run->step);
+        show_text(file, run, ids, count);
+        fprintf(file, "\n");
+    }
+    bool whole = file && fflush(file) == 0 && !ferror(file);
+    int why = errno;
+    if (file) fclose(file);
+    if (!whole)
+        warn("%s/samples.txt: the sample of step %lld cannot be written: %s. Training goes on.", run->o.out, (long long)run->step, strerror(why));
 }
 
 // A sample from the model as it stands, to the terminal and samples.txt. It starts from end-of-text; the same step draws the same.
@@ -587,12 +789,7 @@ static void show_sample(Run *run) {
     show_text(stdout, run, ids + 1, count - 1);
     printf("\n");
     fflush(stdout);
-    FILE *file = run->o.out ? fopen(run_path(run->o.out, "samples.txt"), "a") : NULL;
-    if (!file) return;
-    fprintf(file, "---- step %lld\n", (long long)run->step);
-    show_text(file, run, ids + 1, count - 1);
-    fprintf(file, "\n");
-    fclose(file);
+    if (run->o.out) keep_sample(run, ids + 1, count - 1);
 }
 
 // "attn_scale": [[mean, least, largest] of each layer], or those of another learnt scalar, onto the end of `out`.
@@ -629,18 +826,18 @@ static void more_metrics(Run *run, StepMetrics *metrics) {
     metrics->more = run->more;
 }
 
-static void show_step(Run *run, StepMetrics *metrics, double seconds_a_step, bool keep) {
+static void show_step(Run *run, bool keep) {
     char line[512];
-    uint64_t rows, without_weight;
-    if (trains_scalars(run->config) && !isnan(metrics->val_loss)) trainer_download();
-    trainer_rows(&rows, &without_weight);
-    if (run->metrics) more_metrics(run, metrics), metrics_write(run->metrics, metrics);
+    if (run->metrics) {
+        more_metrics(run, &run->last);
+        metrics_write(run->metrics, &run->last);
+    }
     if (!is_main()) return;
-    metrics_line(line, sizeof line, metrics, run->o.steps, seconds_a_step * (double)(run->o.steps - run->step));
+    metrics_line(line, sizeof line, &run->last, run->o.steps, run->seconds * (double)(run->o.steps - run->step));
     size_t length = strlen(line);
     trainer_line(line + length, sizeof line - length);
     length += strlen(line + length);
-    double share = rows ? 100.0 * (double)without_weight / (double)rows : 0;
+    double share = run->rows ? 100.0 * (double)run->without_weight / (double)run->rows : 0;
     if (share > 0) snprintf(line + length, sizeof line - length, " | %.*f %% of rows without weight", share < 0.1 ? 4 : share < 9.95 ? 1 : 0, share);
     progress_show(line, keep);
 }
@@ -669,33 +866,63 @@ static void show_new_scalars(const ModelConfig *config, const Normalizer *from, 
     }
 }
 
-// Weights, moments, step and data position stay; scalars that the new normaliser brings start. Says what it does to the validation loss.
-static void change_normalizer(Run *run, const char *event, Normalizer from, Normalizer to) {
-    char before[32] = "not measured", after[32] = "not measured";
-    run->config->attn = from;
-    double loss = run->val ? validate(run) : NAN;
-    if (isfinite(loss)) snprintf(before, sizeof before, "%.6f", loss);
-    run->config->attn = to;
-    if (is_main()) progress_end();
-    trainer_download();
-    weights_start_scalars(&run->weights, &from);
-    trainer_upload(run->step);
-    if (is_main()) show_new_scalars(run->config, &from, &to);
-    loss = run->val ? validate(run) : NAN;
-    if (isfinite(loss)) snprintf(after, sizeof after, "%.6f", loss);
-    run_lineage_add(run->lineage, run->step, event, "from", from.text, "attn", to.text, "val_loss_before", before,
-                    "val_loss_after", after, NULL);
-    write_run(run);
-    if (is_main())
-        printf("step %lld: --attn %s becomes %s; validation loss %s before, %s after\n", (long long)run->step, from.text, to.text, before,
-               after);
+// The validation loss, as the lineage has it. False where a signal came in between.
+static bool measured(Run *run, char text[32]) {
+    double loss = NAN;
+    if (run->val && !validate(run, &loss)) return false;
+    snprintf(text, 32, isfinite(loss) ? "%.6f" : "not measured", loss);
+    return true;
 }
 
-// In mid-run the warm-up runs again.
-static void switch_normalizer(Run *run) {
-    change_normalizer(run, "attn-switch", run->config->attn, run->switch_to);
-    run->schedule.rewarm = run->step;
-    run->switch_step = -1;
+// Weights, moments, step and data position stay; scalars that the new normalizer brings start. Says what it does to the validation loss.
+// False where a signal came in between: then nothing has changed, and the change comes first when the run is resumed.
+static bool change_normalizer(Run *run, const char *event, Normalizer from, Normalizer to) {
+    char before[32], after[32];
+    float *kept = malloc(weights_scalar_floats(run->weights.list) * sizeof *kept + 1);
+    if (!kept) fail(EXIT_RESOURCE, "out of memory for a change of normalizer.");
+    run->config->attn = from;
+    bool done = measured(run, before);
+    if (done) {
+        trainer_download();
+        weights_keep_scalars(&run->weights, kept, false);
+        run->config->attn = to;
+        weights_start_scalars(&run->weights, &from);
+        trainer_upload(run->step);
+        if (!(done = measured(run, after))) {
+            weights_keep_scalars(&run->weights, kept, true);
+            run->config->attn = from;
+            trainer_upload(run->step);
+        }
+    }
+    free(kept);
+    if (!done) return false;
+    run_lineage_add(run->lineage, run->step, event, "from", from.text, "attn", to.text, "val_loss_before", before,
+                    "val_loss_after", after, NULL);
+    if (!is_main()) return true;
+    progress_end();
+    show_new_scalars(run->config, &from, &to);
+    printf("step %lld: --attn %s becomes %s; validation loss %s before, %s after\n", (long long)run->step, from.text, to.text, before,
+           after);
+    return true;
+}
+
+// What --init-from brings becomes what --attn asks for.
+static bool change_at_start(Run *run) {
+    if (!run->loaded.text[0] || normalizer_equal(&run->loaded, &run->config->attn)) return true;
+    if (!change_normalizer(run, "attn-at-start", run->loaded, run->config->attn)) return false;
+    write_run(run);
+    return true;
+}
+
+// The changes at this step; the warmup runs again.
+static bool make_switches(Run *run) {
+    while (run->switch_count && run->switches[0].step <= run->step) {
+        if (!change_normalizer(run, "attn-switch", run->config->attn, run->switches[0].to)) return false;
+        memmove(run->switches, run->switches + 1, --run->switch_count * sizeof *run->switches);
+        run->schedule.rewarm = run->step;
+        write_run(run);
+    }
+    return true;
 }
 
 // ---- the loop
@@ -710,45 +937,87 @@ static bool due(int64_t every, int64_t step) {
     return every && step % every == 0;
 }
 
-static void train(Run *run) {
+// The validation that is due after the newest step. False where a signal came in between.
+static bool validate_step(Run *run, bool *best) {
+    double loss;
+    *best = false;
+    if (!run->val || !due(run->o.val_every, run->step)) return true;
+    aside_begin(run);
+    bool done = validate(run, &loss);
+    if (done) {
+        run->last.val_loss = (float)loss;
+        *best = isfinite(loss) && (run->best_step < 0 || run->last.val_loss < run->best_loss);
+        if (*best) {
+            run->best_loss = run->last.val_loss;
+            run->best_step = run->step;
+        }
+        if (trains_scalars(run->config)) trainer_download();       // for their statistics
+    }
+    aside_end(run);
+    return done;
+}
+
+// All that is due after the newest step. False where a signal came in its validation: then all of it is owed, and comes first when the run
+// is resumed.
+static bool finish_step(Run *run) {
     const TrainOptions *o = &run->o;
-    double seconds = 0;
-    int64_t first = run->step, saved = run->resumed ? run->step : -1;
-    while (run->step < o->steps) {
-        if (run->step == run->switch_step) switch_normalizer(run);
-        if (run->step > first && run->step <= first + 3) run->flops = trainer_peak();
-        StepMetrics metrics;
-        if (!train_step(run, &metrics)) break;
-        bool last = run->step == o->steps, best = false;
-        seconds = run->step == first + 1 ? metrics.ms / 1000 : 0.9 * seconds + 0.1 * metrics.ms / 1000;
-        if (run->val && due(o->val_every, run->step)) {
-            metrics.val_loss = (float)validate(run);
-            best = isfinite(metrics.val_loss) && (run->best_step < 0 || metrics.val_loss < run->best_loss);
-            if (best) run->best_loss = metrics.val_loss, run->best_step = run->step;
-        }
-        show_step(run, &metrics, seconds, last || isfinite(metrics.val_loss));
-        if (o->sample_every && (due(o->sample_every, run->step) || last)) show_sample(run);
-        if (due(o->ckpt_every, run->step) || (best && o->keep_best) || last) {
-            save(run, last);
-            saved = run->step;
-        }
-    }
-    bool stopped = run->step < o->steps;
-    if (saved != run->step) save(run, true);           // a stop, or --steps 0: the first weights
-    if (is_main()) progress_end();
-    if (!stopped && run->val && o->val_every && !due(o->val_every, run->step)) {
-        // Not in the metrics: a run that is continued from here has them as if it had never stopped.
-        double loss = validate(run);
-        if (is_main() && isfinite(loss)) printf("validation loss %.4f at the end\n", loss);
-    }
-    if (is_main() && o->profile && run->step > first) show_profile((double)(run->step - first));
-    if (stopped) {
-        if (is_main()) printf("stopped by a signal at step %lld%s\n", (long long)run->step,
-                              o->out ? "; --resume continues from here" : "; nothing was kept, as there is no --out");
+    bool last = run->step == o->steps, best;
+    if (!validate_step(run, &best)) return false;
+    show_step(run, last || isfinite(run->last.val_loss));
+    aside_begin(run);
+    if (o->sample_every && (due(o->sample_every, run->step) || last)) show_sample(run);
+    run->owed = false;
+    if (due(o->ckpt_every, run->step) || (best && o->keep_best) || last) save(run, last);
+    aside_end(run);
+    return true;
+}
+
+// What a stop left to do in the run that is resumed.
+static bool finish_owed(Run *run) {
+    if (!run->owed) return true;
+    int64_t saved = run->saved;
+    run->saved = -1;                    // the checkpoint that was read still owes this
+    if (finish_step(run)) return true;
+    run->saved = saved;
+    return false;
+}
+
+// One step and all that goes with it. False where a signal came.
+static bool advance(Run *run, int64_t first) {
+    aside_begin(run);
+    bool going = make_switches(run);
+    if (run->step > first && run->step <= first + 3) run->flops = trainer_peak();
+    aside_end(run);
+    return going && train_step(run) && finish_step(run);
+}
+
+// Not in the metrics: a run that is continued from here has them as if it had never stopped.
+static void validate_at_the_end(Run *run) {
+    double loss;
+    if (!run->val || !run->o.val_every || due(run->o.val_every, run->step)) return;
+    if (validate(run, &loss) && is_main() && isfinite(loss)) printf("validation loss %.4f at the end\n", loss);
+}
+
+static _Noreturn void end_stopped(const Run *run) {
+    if (is_main()) {
+        printf("stopped by a signal at step %lld%s%s\n", (long long)run->step, run->owed ? ", before the end of its validation" : "",
+               run->o.out ? "; --resume continues from here" : "; nothing was kept, as there is no --out");
         fflush(stdout);
-        end_run();
-        exit(EXIT_STOPPED);
     }
+    end_run();
+    exit(EXIT_STOPPED);
+}
+
+static void train(Run *run) {
+    int64_t first = run->step;
+    run->mark = now();
+    bool going = change_at_start(run) && finish_owed(run);
+    while (going && run->step < run->o.steps) going = advance(run, first);
+    if (run->saved != run->step) save(run, true);           // a stop, or --steps 0: the first weights
+    if (is_main()) progress_end();
+    if (going) validate_at_the_end(run);
+    if (is_main() && run->o.profile && run->step > first) show_profile((double)(run->step - first));
+    if (!going) end_stopped(run);
 }
 
 int training_main(int argc, char **argv) {
@@ -767,9 +1036,9 @@ int training_main(int argc, char **argv) {
     run.config = trainer_config();
     settle(&run, weights, sizeof weights);
     start_threads(run.o.threads);
-    if (run.resumed && run.step >= run.o.steps) {
+    if (run.resumed && run.step >= run.o.steps && !run.owed) {
         if (is_main())
-            printf("%s stands at step %lld; --steps %lld asks for no more. A larger --steps goes on.\n", run.o.out, (long long)run.step,
+            printf("%s is already at step %lld; pass a --steps larger than %lld to continue.\n", run.o.out, (long long)run.step,
                    (long long)run.o.steps);
         return end_run();
     }
@@ -792,11 +1061,9 @@ int training_main(int argc, char **argv) {
     open_run_folder(&run);
     run.flops = trainer_peak();
     process_catch_signals();
-    if (run.loaded.text[0] && !normalizer_equal(&run.loaded, &run.config->attn))
-        change_normalizer(&run, "attn-at-start", run.loaded, run.config->attn);
     if (is_main()) {
-        printf("%s %s after %.1f s; peak %.0f GFLOP/s\n", run.resumed ? "continues at step" : "starts at step",
-               human_grouped((uint64_t)run.step).text, now() - start, run.flops / 1e9);
+        printf("%s %s%s after %.1f s; peak %.0f GFLOP/s\n", run.resumed ? "continues at step" : "starts at step",
+               human_grouped((uint64_t)run.step).text, run.owed ? ", whose validation is still due," : "", now() - start, run.flops / 1e9);
         fflush(stdout);
     }
     train(&run);

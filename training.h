@@ -60,7 +60,8 @@ void trainer_update(AdamW adamw);
 // The sum of the losses of this process's batch; no gradients.
 double trainer_loss(const Batch *batch);
 
-// The rows of attention in the micro-batches since the last call, and those of them without weight, of this process.
+// The end of a step: returns when the devices have done all that was asked of them, the update included. The rows of attention in the
+// micro-batches since the last call, and those of them without weight, of this process.
 void trainer_rows(uint64_t *rows, uint64_t *without_weight);
 
 // The logits (vocab) after the last of `count` tokens, on rank 0; the sequence starts with count = 1 and grows by one from call to call.
@@ -80,12 +81,16 @@ void trainer_line(char *out, size_t size);
 #define PHASES(X) \
     X(OTHER, "data, metrics and the rest") X(EMBEDDING, "embedding") X(NORM, "rmsnorm") X(PROJECTIONS, "q, k, v and o products") \
     X(ROPE, "rope") X(ATTENTION, "attention") X(FEED_FORWARD, "feed-forward products") X(SWIGLU, "swiglu") \
-    X(GATE, "gate of gated units") X(CLASSIFIER, "output product and loss") X(REDUCE, "gradients summed over processes") X(UPDATE, "norm and AdamW")
+    X(GATE, "gate of gated units") X(CLASSIFIER, "output product and loss") X(REDUCE, "gradients summed over processes") \
+    X(UPDATE, "norm and AdamW") X(ASIDE, "validation, samples, checkpoints")
 #define PHASE_KIND(kind, name) PHASE_##kind,
 #define PHASE_NAME(kind, name) name,
 typedef enum { PHASES(PHASE_KIND) PHASE_COUNT } Phase;
 static const char *const phase_names[] = {PHASES(PHASE_NAME)};
 double trainer_phase_seconds(Phase phase);
+
+// From trainer_aside(true) to trainer_aside(false) all that takes place is PHASE_ASIDE, and no part of a step.
+void trainer_aside(bool begins);
 
 // After the last step; devices and their library are left in order.
 void trainer_end(void);

@@ -26,6 +26,24 @@ void weights_start_scalars(const Weights *w, const Normalizer *from) {
     }
 }
 
+size_t weights_scalar_floats(const TensorList *list) {
+    size_t floats = 0;
+    for (size_t i = 0; i < list->count; i++)
+        if (list->tensors[i].scalar) floats += 3 * list->tensors[i].elements;
+    return floats;
+}
+
+void weights_keep_scalars(const Weights *w, float *kept, bool restore) {
+    float *arrays[] = {w->params, w->mean, w->square};
+    for (size_t i = 0; i < w->list->count; i++) {
+        const Tensor *t = &w->list->tensors[i];
+        for (size_t a = 0; t->scalar && a < 3; a++, kept += t->elements) {
+            float *values = arrays[a] + t->offset;
+            memcpy(restore ? values : kept, restore ? kept : values, t->elements * sizeof(float));
+        }
+    }
+}
+
 static bool is_expected(const TensorList *list, const char *name) {
     size_t length = strlen(name), buffer = strlen(".rotary_emb.inv_freq");
     if (length > buffer && !strcmp(name + length - buffer, ".rotary_emb.inv_freq")) return true;   // older files have it; rope_theta says the same

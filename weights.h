@@ -23,6 +23,11 @@ void weights_init(const Weights *weights, uint64_t seed);
 // Each learnt scalar that a model under `from` does not bring along starts at its first value.
 void weights_start_scalars(const Weights *weights, const Normalizer *from);
 
+// Copies all learned scalars and their moments to `kept` (weights_scalar_floats() of them), or back where `restore`: what it takes to undo
+// weights_start_scalars().
+size_t weights_scalar_floats(const TensorList *list);
+void weights_keep_scalars(const Weights *weights, float *kept, bool restore);
+
 // Are the folder's tensors exactly those of a model of this shape and normalizer? Reads headers only, but for a copy of a tied embedding.
 // Otherwise false with every reason: tensors that are missing, of another shape or dtype, or would be left over.
 bool weights_check(const ModelConfig *config, const char *folder, Error *error);

@@ -122,6 +122,36 @@ void metrics_close(Metrics *metrics) {
     free(metrics);
 }
 
+// Copies the first `bytes` bytes.
+static bool copy_start(int to, int from, off_t bytes) {
+    char block[1 << 16];
+    for (off_t at = 0; at < bytes;) {
+        size_t most = bytes - at < (off_t)sizeof block ? (size_t)(bytes - at) : sizeof block;
+        ssize_t n = pread(from, block, most, at);
+        if (n <= 0 || write(to, block, (size_t)n) != n) return false;
+        at += n;
+    }
+    return true;
+}
+
+bool metrics_intact(const Metrics *metrics) {
+    struct stat ours, there;
+    return fstat(metrics->fd, &ours) == 0 && stat(metrics->path, &there) == 0 && ours.st_ino == there.st_ino && ours.st_dev == there.st_dev;
+}
+
+bool metrics_restore(Metrics *metrics, Error *error) {
+    if (metrics_intact(metrics)) return true;
+    int fd = open(metrics->path, O_RDWR | O_CREAT | O_TRUNC | O_APPEND | O_CLOEXEC, 0666);
+    if (fd < 0 || !copy_start(fd, metrics->fd, metrics->size)) {
+        error_set(error, EXIT_RESOURCE, "%s: was removed, and cannot be written again: %s.", metrics->path, strerror(errno));
+        if (fd >= 0) close(fd);
+        return false;
+    }
+    close(metrics->fd);
+    metrics->fd = fd;
+    return true;
+}
+
 // The step of a line that is whole JSON, or -1.
 static int64_t step_of(const char *line, size_t length) {
     cJSON *object = cJSON_ParseWithLength(line, length);

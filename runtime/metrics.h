@@ -29,6 +29,11 @@ Metrics *metrics_open(const char *path, Error *error);
 void metrics_write(Metrics *metrics, const StepMetrics *m);
 void metrics_close(Metrics *metrics);
 
+// False once metrics.jsonl was removed or replaced. Then metrics_restore() writes a new one with all lines so far, which the open file still has.
+// Where that fails, it fills in the error, and the lines go on into the old file.
+bool metrics_intact(const Metrics *metrics);
+bool metrics_restore(Metrics *metrics, Error *error);
+
 // For --resume: keeps the lines with step <= last, and drops the rest and anything that is no whole line, by a new file renamed
 // over the old one. No file at all is fine.
 bool metrics_cut(const char *path, int64_t last, Error *error);

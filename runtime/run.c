@@ -26,9 +26,10 @@ const char *run_path(const char *out, const char *name) {
     return path;
 }
 
+static int lock_fd = -1;       // stays open while the process lives, and with it the lock
+
 bool run_lock(const char *out, bool make, Error *error) {
-    static bool locked;
-    if (locked) return true;
+    if (lock_fd >= 0) return true;
     if (!out[0]) return error_set(error, EXIT_USAGE, "--out is empty: expected the name of the run folder.");
     if (make && !file_make_folders(out, error)) return false;
     const char *path = run_path(out, "lock");
@@ -49,7 +50,25 @@ bool run_lock(const char *out, bool make, Error *error) {
     int length = snprintf(text, sizeof text, "%ld\n", (long)getpid());
     if (ftruncate(fd, 0) != 0 || write(fd, text, (size_t)length) != length)
         return error_set(error, EXIT_RESOURCE, "%s: cannot be written: %s.", path, strerror(errno));
-    return locked = true;      // the descriptor stays open, and with it the lock
+    lock_fd = fd;
+    return true;
+}
+
+static bool lock_intact(const char *out) {
+    struct stat ours, there;
+    return lock_fd >= 0 && fstat(lock_fd, &ours) == 0 && stat(run_path(out, "lock"), &there) == 0 && ours.st_ino == there.st_ino
+        && ours.st_dev == there.st_dev;
+}
+
+bool run_intact(const char *out) {
+    return lock_intact(out) && access(run_path(out, "run.json"), F_OK) == 0;
+}
+
+bool run_lock_again(const char *out, Error *error) {
+    if (lock_intact(out)) return true;
+    if (lock_fd >= 0) close(lock_fd);
+    lock_fd = -1;
+    return run_lock(out, true, error);
 }
 
 bool run_exists(const char *out) {
@@ -76,6 +95,9 @@ cJSON *run_resume(const char *out, TrainOptions *options, Error *error) {
         cJSON_Delete(lineage);
         lineage = NULL;
     }
+    cJSON *to_repeat = cJSON_GetObjectItemCaseSensitive(json, "to_repeat");
+    while (lineage && cJSON_GetArraySize(to_repeat) > 0)
+        cJSON_AddItemToArray(lineage, cJSON_DetachItemFromArray(to_repeat, 0));
     free(text);
     cJSON_Delete(json);
     return lineage;
@@ -104,7 +126,8 @@ static void add_data(cJSON *data, const char *which, const char *fingerprint) {
     if (fingerprint) cJSON_AddItemToObject(data, which, cJSON_Parse(fingerprint));
 }
 
-bool run_write(const char *out, const TrainOptions *options, const char *train, const char *val, const cJSON *lineage, Error *error) {
+bool run_write(const char *out, const TrainOptions *options, const char *train, const char *val, const cJSON *lineage,
+               const cJSON *to_repeat, Error *error) {
     cJSON *json = cJSON_CreateObject();
     char *arguments = options_json(options->table, options->count);
     cJSON_AddItemToObject(json, "arguments", cJSON_Parse(arguments));
@@ -115,6 +138,7 @@ bool run_write(const char *out, const TrainOptions *options, const char *train, 
     add_data(data, "train", train);
     add_data(data, "val", val);
     cJSON_AddItemToObject(json, "lineage", cJSON_Duplicate(lineage, true));
+    if (cJSON_GetArraySize(to_repeat) > 0) cJSON_AddItemToObject(json, "to_repeat", cJSON_Duplicate(to_repeat, true));
     char *text = cJSON_Print(json);
     bool done = text && file_replace_text(run_path(out, "run.json"), text, error);
     if (!text) error_set(error, EXIT_RESOURCE, "out of memory for run.json.");
@@ -136,12 +160,36 @@ void run_lineage_add(cJSON *lineage, int64_t step, const char *event, ...) {
     cJSON_AddItemToArray(lineage, entry);
 }
 
-void run_lineage_cut(cJSON *lineage, int64_t step) {
-    for (int i = cJSON_GetArraySize(lineage); i-- > 0;) {
+static const char *entry_text(const cJSON *entry, const char *key) {
+    return cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(entry, key));
+}
+
+// Is this entry a change of normalizer at `step` or later?
+static bool is_switch_from(const cJSON *entry, int64_t step) {
+    const char *event = entry_text(entry, "event");
+    const cJSON *when = cJSON_GetObjectItemCaseSensitive(entry, "step");
+    return event && !strcmp(event, "attn-switch") && cJSON_IsNumber(when) && when->valuedouble >= (double)step;
+}
+
+cJSON *run_lineage_cut(cJSON *lineage, int64_t step, const char *made) {
+    cJSON *cut = cJSON_CreateArray();
+    int keep = 0;
+    for (int i = 0; made && i < cJSON_GetArraySize(lineage); i++) {
         const cJSON *entry = cJSON_GetArrayItem(lineage, i);
-        const char *event = cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(entry, "event"));
-        const cJSON *when = cJSON_GetObjectItemCaseSensitive(entry, "step");
-        if (event && !strcmp(event, "attn-switch") && cJSON_IsNumber(when) && when->valuedouble >= (double)step)
-            cJSON_DeleteItemFromArray(lineage, i);
+        const char *attn = entry_text(entry, "attn");
+        if (is_switch_from(entry, step) && !is_switch_from(entry, step + 1) && attn && !strcmp(attn, made)) keep = i + 1;
     }
+    for (int i = keep; i < cJSON_GetArraySize(lineage);) {
+        if (is_switch_from(cJSON_GetArrayItem(lineage, i), step)) cJSON_AddItemToArray(cut, cJSON_DetachItemFromArray(lineage, i));
+        else i++;
+    }
+    return cut;
+}
+
+const char *run_lineage_attn(const cJSON *lineage) {
+    for (int i = cJSON_GetArraySize(lineage); i-- > 0;) {
+        const char *attn = entry_text(cJSON_GetArrayItem(lineage, i), "attn");
+        if (attn) return attn;
+    }
+    return NULL;
 }

@@ -211,13 +211,13 @@ def test_switch_later(softmax):
         run("switch_to_ssmax.sh", "--steps", steps, OUT=softmax, STEP=6)
         assert lineage(softmax) == [(0, "softmax"), *there]
     assert attention(softmax, 8) == "ssmax"
-    says(run("switch_to_ssmax.sh", "--steps", 9, OUT=softmax, STEP=3, code=USAGE), "the run stands at step 8")
+    says(run("switch_to_ssmax.sh", "--steps", 9, OUT=softmax, STEP=3, code=USAGE), "the run is already at step 8")
 
 
 def test_switch_of_a_run_that_is_done(softmax):
     """It changes nothing, and says what to do, which then does it."""
     text = run("switch_to_ssmax.sh", OUT=softmax)
-    says(text, "stands at step 4; --steps 4 asks for no more", "A larger --steps goes on")
+    says(text, "already at step 4; pass a --steps larger than 4 to continue")
     assert lineage(softmax) == [(0, "softmax")]
     run("switch_to_ssmax.sh", "--steps", 5, OUT=softmax)
     assert lineage(softmax) == [(0, "softmax"), (4, "ssmax")]

@@ -245,7 +245,7 @@ def test_attn_switch(data, tmp_path, dtype):
         assert (after[name] >= 0.99999 * square).all(), name
     rates = [lr for lr, in metrics(whole, ["lr"])]
     assert rates[:6] == rates[6:12] and rates[0] < rates[4]
-    assert "the run stands at step 12" in train(data, *flags, "--attn-switch", "3:softmax", "--steps", 14, "--out", whole, "--resume", code=2)
+    assert "the run is already at step 12" in train(data, *flags, "--attn-switch", "3:softmax", "--steps", 14, "--out", whole, "--resume", code=2)
 
 
 def test_same_start_for_every_normaliser(data, tmp_path):

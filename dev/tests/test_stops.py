@@ -1,0 +1,313 @@
+"""A run that was stopped, wherever that was, and resumed is the run that never stopped: metrics with their validation losses, samples, best
+checkpoint and lineage. And changes of normalizer, over restarts of the same command and returns to earlier checkpoints.
+
+TRAIN_GPT2_FAULTS names another build with fault points (dev/faults), by which the stops come at exact places.
+"""
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from trainer import assert_same_run, checkpoint, command, environment, faults_program, make_data, metrics, steps, train
+
+TOTAL = 6
+
+
+@pytest.fixture(scope="module")
+def faults():
+    return faults_program()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    make_data(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def weights(data, tmp_path_factory):
+    """A checkpoint to start from."""
+    out = tmp_path_factory.mktemp("weights") / "out"
+    train(data, "--steps", 5, "--attn", "ssmax", "--out", out)
+    return checkpoint(out, 5)
+
+
+def run_json(out):
+    return json.loads((out / "run.json").read_text())
+
+
+def lineage(out):
+    """All of it, the validation losses before and after each change included."""
+    return run_json(out)["lineage"]
+
+
+def switches(out):
+    return [(entry["step"], entry["from"], entry["attn"]) for entry in lineage(out)[1:]]
+
+
+def state(out, step):
+    return json.loads((checkpoint(out, step) / "state.json").read_text())
+
+
+def assert_same(whole, out, last=TOTAL):
+    assert_same_run(whole, out, last)
+    assert lineage(out) == lineage(whole)
+    assert steps(out) == steps(whole)
+    assert (out / "samples.txt").read_text() == (whole / "samples.txt").read_text()
+    assert state(out, last) == state(whole, last) and "owed" not in state(out, last)
+
+
+def report(data):
+    """Flags of a run with something due at most steps: validations of two batches, samples, the best checkpoint beside the newest."""
+    return ["--steps", TOTAL, "--val-data", data / "d_val_000000.bin", "--val-every", 2, "--val-tokens", 64, "--sample-every", 2, "--keep", 1,
+            "--keep-best", "--ckpt-every", 3, "--lr", 0.05, "--beta2", 0.999, "--warmup", 2]
+
+
+CASES = {
+    "switch": ["--attn-switch", "3:ssmax-bias"],
+    "scalars that start again": ["--attn", "ssmax", "--attn-switch", "3:ssmax-fixed"],
+    "switch at a checkpoint": ["--attn-switch", "3:ssmax"],
+    "switch at the first step": ["--attn-switch", "0:ssmax"],
+    "init-from": ["--init-from", "WEIGHTS", "--attn", "softmax"],
+    "two ranks": ["--attn-switch", "3:ssmax", "--batch", 2, "--val-tokens", 32],
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_stop_anywhere(data, weights, faults, tmp_path, case):
+    """At each place where the run looks for a signal; each stopped run is resumed by the command that began it."""
+    model = case != "init-from"
+    words = [*report(data), *(weights if word == "WEIGHTS" else word for word in CASES[case])]
+    if case != "switch at a checkpoint":
+        words += ["--ckpt-every", 0]
+    if not model:
+        words += ["--seq-len", 8, "--batch", 4]
+    how = {"program": faults, "model": model, "processes": 2 if case == "two ranks" else 1}
+    whole = tmp_path / "whole"
+    train(data, *words, "--out", whole, **how)
+
+    def stop_and_resume(n):
+        out = tmp_path / str(n)
+        flags = [*words, "--out", out, "--resume"]
+        result = subprocess.run(command(data, *flags, **{key: how[key] for key in how}), capture_output=True, text=True, env=environment(FAULT_STOP=str(n)))
+        if result.returncode == 0:
+            return False
+        assert result.returncode == 75, result.stdout + result.stderr
+        assert "--resume continues from here" in result.stdout
+        train(data, *flags, **how)
+        assert_same(whole, out)
+        return True
+
+    places = range(1, 24) if case in ("switch", "scalars that start again") else [5, 8, 11] if case == "two ranks" else [1, 3, 6, 7, 8, 9, 10, 23]
+    with ThreadPoolExecutor(2) as pool:
+        stopped = list(pool.map(stop_and_resume, places))
+    assert all(stopped) if case == "two ranks" else not stopped[-1] and stopped.count(True) >= 7
+
+
+def test_stopped_again_and_again(data, faults, tmp_path):
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    words = [*report(data), "--attn-switch", "3:ssmax"]
+    train(data, *words, "--out", whole, program=faults)
+    stops = 0
+    while subprocess.run(command(data, *words, "--out", out, "--resume", program=faults), capture_output=True, env=environment(FAULT_STOP="6")).returncode:
+        stops += 1
+        assert stops < 20
+    assert stops > 2
+    assert_same(whole, out)
+
+
+def stop_in_the_first_validation(data, faults, out):
+    train(data, *report(data), "--out", out, program=faults, env={"FAULT_STOP": "3"}, code=75)
+    assert steps(out) == [2] and [step for step, in metrics(out, ["step"])] == [1]
+    assert "owed" in state(out, 2)
+
+
+def test_killed_after_what_was_owed(data, faults, tmp_path):
+    """The line of the step is there already, and best_step is in no checkpoint yet: the validation is done again."""
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    train(data, *report(data), "--out", whole)
+    stop_in_the_first_validation(data, faults, out)
+    kept = tmp_path / "kept"
+    shutil.copytree(out / "ckpt", kept)
+    train(data, *report(data), "--out", out, "--resume", "--steps", 4)
+    shutil.rmtree(out / "ckpt")
+    shutil.copytree(kept, out / "ckpt")
+    (out / "samples.txt").unlink()
+    train(data, *report(data), "--out", out, "--resume")
+    assert_same(whole, out)
+
+
+def test_other_flags_on_resume(data, faults, tmp_path):
+    """What is due at the step is asked of the flags as they are now."""
+    out = tmp_path / "out"
+    stop_in_the_first_validation(data, faults, out)
+    train(data, *report(data), "--out", out, "--resume", "--val-every", 4, "--sample-every", 0)
+    assert [step for step, loss in metrics(out, ["step", "val_loss"]) if loss] == [4]
+    assert "owed" not in state(out, TOTAL) and not (out / "samples.txt").exists()
+
+
+def test_stopped_in_the_last_validation(data, faults, tmp_path):
+    """All steps are done, and yet the run is not."""
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    words = [*report(data), "--steps", 4]
+    train(data, *words, "--out", whole)
+    text = train(data, *words, "--out", out, program=faults, env={"FAULT_STOP": "8"}, code=75)
+    assert "stopped by a signal at step 4, before the end of its validation" in text
+    assert "continues at step 4, whose validation is still due" in train(data, *words, "--out", out, "--resume")
+    assert_same(whole, out, 4)
+    assert "already at step 4" in train(data, *words, "--out", out, "--resume")
+
+
+# ---- changes of normalizer
+
+
+def test_the_same_command_again(data, tmp_path):
+    """After the change, at its step, and before it."""
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    switch = ["--attn-switch", "5:ssmax", "--sample-every", 4]
+    train(data, *switch, "--steps", 12, "--out", whole)
+    for total in (3, 5, 6, 9, 12):
+        train(data, *switch, "--steps", total, "--out", out, "--resume")
+    assert_same_run(whole, out, 12)
+    assert switches(out) == [(5, "softmax", "ssmax")]
+    text = train(data, "--attn-switch", "5:sigmoid", "--steps", 14, "--out", out, "--resume", code=2)
+    assert "the run is already at step 12; give that step or a later one" in text
+
+
+def two_switches(data, out):
+    """To SSMax at step 3, and by a flag of a later command to softmax1 at step 7; every checkpoint stays."""
+    flags = ["--keep", 0, "--ckpt-every", 1, "--val-data", data / "d_val_000000.bin", "--val-tokens", 64, "--val-every", 4, "--sample-every", 4]
+    train(data, *flags, "--attn-switch", "3:ssmax", "--steps", 5, "--out", out)
+    train(data, *flags, "--attn-switch", "7:softmax1", "--steps", 9, "--out", out, "--resume")
+    return flags
+
+
+def go_back(out, step):
+    for newer in steps(out):
+        if newer > step:
+            shutil.rmtree(checkpoint(out, newer))
+
+
+@pytest.mark.parametrize("back", [0, 2, 3, 5])
+@pytest.mark.parametrize("flag", [[], ["--attn-switch", "3:ssmax"], ["--attn-switch", "7:softmax1"]], ids=["no flag", "the first", "the second"])
+def test_back_to_before_two_switches(data, tmp_path, back, flag):
+    """The run's own history is repeated, by whichever of its commands; a kill on the way loses nothing of it."""
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    flags = two_switches(data, whole)
+    shutil.copytree(whole, out)
+    if back:
+        go_back(out, back)
+    else:
+        shutil.rmtree(out / "ckpt")
+    resume = [*flags, *flag, "--out", out, "--resume", "--steps"]
+    (out / "samples.txt").unlink()
+    text = train(data, *resume, back + 1)
+    assert "switch    to softmax1 at step 7, repeated from run.json" in text
+    go_back(out, max(back, 1))
+    train(data, *resume, 9)
+    assert_same_run(whole, out, 9)
+    assert lineage(out) == lineage(whole) and "to_repeat" not in run_json(out)
+
+
+def test_another_course(data, tmp_path):
+    """A new change before those of the history takes their place from its step on, and says so."""
+    out = tmp_path / "out"
+    flags = two_switches(data, out)
+    go_back(out, 2)
+    text = train(data, *flags, "--attn-switch", "5:sigmoid", "--out", out, "--resume", "--steps", 9)
+    assert "the change to softmax1 at step 7, which this run made before, is not repeated" in text
+    assert "the change to ssmax at step 3, which" not in text
+    assert switches(out) == [(3, "softmax", "ssmax"), (5, "ssmax", "sigmoid")]
+
+
+def test_a_change_that_did_not_come_yet_can_be_put_off(data, tmp_path):
+    out = tmp_path / "out"
+    train(data, "--attn-switch", "6:ssmax", "--steps", 4, "--out", out)
+    train(data, "--attn-switch", "8:softmax1", "--steps", 10, "--out", out, "--resume")
+    assert switches(out) == [(8, "softmax", "softmax1")]
+
+
+@pytest.mark.parametrize("text", ["9223372036854775808:ssmax", "99999999999999999999:ssmax", "1000000000001:ssmax", "-1:ssmax", "+5:ssmax", " 5:ssmax",
+                                  "5", "5.5:ssmax", ":ssmax"])
+def test_wrong_steps_of_a_switch(data, text):
+    assert "expected STEP:NAME with a step from 0 to 1000000000000" in train(data, f"--attn-switch={text}", "--steps", 1, code=2)
+
+
+# ---- the run folder
+
+
+def wait_for(process, condition):
+    start = time.time()
+    while not condition():
+        assert process.poll() is None and time.time() - start < 120
+        time.sleep(0.01)
+
+
+def last_step(out):
+    return max(steps(out), default=0)
+
+
+@pytest.mark.parametrize("removed", ["", "run.json", "metrics.jsonl", "lock"])
+def test_removed_in_mid_run(data, tmp_path, removed):
+    """The folder, or a file of it, goes; the next checkpoint brings back what a resume needs, with all metrics."""
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    flags = ["--ckpt-every", 20, "--keep", 2]
+    process = subprocess.Popen(command(data, *flags, "--steps", 10 ** 6, "--out", out), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+                               env=environment())
+    wait_for(process, lambda: last_step(out) >= 20)
+    if removed:
+        (out / removed).unlink()
+    else:
+        shutil.rmtree(out, ignore_errors=True)      # a save may take place meanwhile
+        shutil.rmtree(out, ignore_errors=True)
+    at = last_step(out)
+    wait_for(process, lambda: last_step(out) >= at + 40 and (out / "run.json").exists())
+    assert "is using this run folder" in train(data, *flags, "--steps", 5, "--out", out, "--resume", code=7)
+    process.send_signal(signal.SIGTERM)
+    errors = process.communicate(timeout=60)[1]
+    assert process.returncode == 75 and "while this run was using it" in errors, errors
+    total = last_step(out) + 3
+    train(data, *flags, "--steps", total, "--out", out, "--resume")
+    train(data, *flags, "--steps", total, "--out", whole)
+    assert_same_run(whole, out, total)
+
+
+def test_another_run_took_the_folder(data, tmp_path):
+    """Then it is that run's: this one ends, and writes nothing into it."""
+    out = tmp_path / "out"
+    flags = ["--steps", 10 ** 6, "--ckpt-every", 20, "--out", out]
+    process = subprocess.Popen(command(data, *flags), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
+    wait_for(process, lambda: last_step(out) >= 20)
+    process.send_signal(signal.SIGSTOP)
+    shutil.rmtree(out)
+    other = subprocess.Popen(command(data, *flags, "--seed", 2), stdout=subprocess.DEVNULL, env=environment())
+    try:
+        wait_for(other, lambda: last_step(out) >= 20)
+        process.send_signal(signal.SIGCONT)
+        assert "is using this run folder" in process.communicate(timeout=60)[1] and process.returncode == 7
+        assert run_json(out)["arguments"]["seed"] == 2
+    finally:
+        process.kill()
+        other.kill()
+        other.wait()
+
+
+def test_lost_samples_are_reported(data, tmp_path):
+    out = tmp_path / "out"
+    (out / "samples.txt").mkdir(parents=True)
+    text = train(data, "--steps", 4, "--sample-every", 2, "--out", out)
+    assert re.search(r"warning: .*samples.txt: the sample of step 2 cannot be written: Is a directory", text)
+    assert text.count("samples.txt: the sample of") == 2
+    if Path("/dev/full").exists():
+        (out / "samples.txt").rmdir()
+        os.symlink("/dev/full", out / "samples.txt")
+        text = train(data, "--steps", 6, "--sample-every", 2, "--out", out, "--resume")
+        assert "the sample of step 6 cannot be written: No space left on device" in text
