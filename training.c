@@ -7,10 +7,12 @@
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "attention/modeling.h"
 #include "runtime/checkpoint.h"
 #include "runtime/file.h"
+#include "runtime/heartbeat.h"
 #include "runtime/human.h"
 #include "runtime/json.h"
 #include "runtime/metrics.h"
@@ -41,6 +43,7 @@ typedef struct {
     char *train_print, *val_print;     // fingerprints
     cJSON *lineage;
     Metrics *metrics;
+    Heartbeat *heartbeat;              // NULL: none
     Schedule schedule;
 
     bool resumed;                      // continues from a checkpoint
@@ -350,11 +353,8 @@ static Shards *open_shards(Run *run, const char *glob, bool shuffle, uint64_t mi
 
 static bool folder_has_tokenizer(const char *folder) {
     char path[PATH_MAX];
-    FILE *file;
     snprintf(path, sizeof path, "%s/%s", folder, tokenizer_files[0]);
-    if (!(file = fopen(path, "r"))) return false;
-    fclose(file);
-    return true;
+    return access(path, R_OK) == 0;
 }
 
 // The tokenizer lies beside the shards, or in the folder that the weights come from. Without one, samples are shown as ids.
@@ -572,9 +572,7 @@ static bool copy_tokenizer(const Run *run, Checkpoint *c, Error *error) {
     if (!run->tokenizer_folder[0]) return true;
     for (size_t i = 0; tokenizer_files[i]; i++) {
         snprintf(path, sizeof path, "%s/%s", run->tokenizer_folder, tokenizer_files[i]);
-        FILE *there = fopen(path, "r");
-        if (!there) continue;
-        fclose(there);
+        if (access(path, R_OK) != 0) continue;
         if (!checkpoint_copy(c, path, error)) return false;
     }
     return true;
@@ -927,8 +925,9 @@ static bool make_switches(Run *run) {
 
 // ---- the loop
 
-static int end_run(void) {
+static int end_run(const Run *run) {
     trainer_end();
+    heartbeat_stop(run->heartbeat);
     process_end();
     return EXIT_DONE;
 }
@@ -1004,7 +1003,7 @@ static _Noreturn void end_stopped(const Run *run) {
                run->o.out ? "; --resume continues from here" : "; nothing was kept, as there is no --out");
         fflush(stdout);
     }
-    end_run();
+    end_run(run);
     exit(EXIT_STOPPED);
 }
 
@@ -1031,6 +1030,7 @@ int training_main(int argc, char **argv) {
     train_options_parse(&run.o, argc, argv, trainer_usage);
     if (normalizer_help(run.o.attn)) return EXIT_DONE;
     process_start(&argc, &argv);
+    run.heartbeat = heartbeat_start(run.o.rank_timeout);
     bool locks = run.o.out && is_main() && !run.o.dry_run;
     process_agree(!locks || run_lock(run.o.out, false, &error), &error);
     run.config = trainer_config();
@@ -1040,7 +1040,7 @@ int training_main(int argc, char **argv) {
         if (is_main())
             printf("%s is already at step %lld; pass a --steps larger than %lld to continue.\n", run.o.out, (long long)run.step,
                    (long long)run.o.steps);
-        return end_run();
+        return end_run(&run);
     }
     trainer_start(&run.o);
     plan_memory(&run);
@@ -1051,7 +1051,7 @@ int training_main(int argc, char **argv) {
     if (run.o.dry_run) {
         process_agree(!is_main() || (shards_check_all(run.train, &error) && (!run.val || shards_check_all(run.val, &error))), &error);
         if (is_main()) printf("dry run: all tokens are below the vocabulary; nothing was written\n");
-        return end_run();
+        return end_run(&run);
     }
     process_agree(!locks || run_lock(run.o.out, true, &error), &error);
     memory_take(run.plan);
@@ -1068,5 +1068,5 @@ int training_main(int argc, char **argv) {
     }
     train(&run);
     metrics_close(run.metrics);
-    return end_run();
+    return end_run(&run);
 }

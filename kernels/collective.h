@@ -5,7 +5,9 @@
 // a multiple of 64; what is left at the end of the array (all of it, where it is short) is in the last process's slice.
 //
 // A process that waits here watches the others: one that died on the same machine ends the run within two seconds, one elsewhere when NCCL
-// notices its connection, both with a message; a launcher that kills all when one fails may be faster still.
+// notices its connection, both with a message; a launcher that kills all when one fails may be faster still. A process or machine that
+// falls silent without dying is the heartbeat's business (runtime/heartbeat.h). COLLECTIVE_PATIENCE is for processes that are alive and
+// never reach the same sum.
 // Tests: dev/tests/test_collective.cu.
 #ifndef KERNELS_COLLECTIVE_H
 #define KERNELS_COLLECTIVE_H

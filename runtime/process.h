@@ -21,6 +21,7 @@ extern Process process;    // {0, 1, 0, 1} until process_start()
 
 // Starts MPI when a launcher (mpirun, srun) started this process as one of several, fills `process`, and makes fail() end all of
 // them (fail_hook, MPI_Abort). A dead process ends the others: mpirun kills them, and an MPI call that fails ends with EXIT_PEER.
+// One that is silent without being dead is for runtime/heartbeat.h.
 // process_end() is for all processes together, after everything that must not be lost: from the first exit on, mpirun kills the
 // rest.
 void process_start(int *argc, char ***argv);

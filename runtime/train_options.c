@@ -14,7 +14,8 @@ void train_options_init(TrainOptions *o, const char *attn_help, bool gpus) {
     *o = (TrainOptions){
         .model = "124M", .attn = ATTN_ONLY, .batch = 4, .seq_len = {.values = {1024}, .count = 1}, .steps = 1000, .lr = 6e-4,
         .warmup = 1000, .min_lr_frac = 0.1, .weight_decay = 0.1, .beta1 = 0.9, .beta2 = 0.95, .grad_clip = 1.0, .rope_theta = 10000,
-        .seed = 1337, .shuffle = true, .val_every = 250, .val_tokens = 1 << 20, .ckpt_every = 1000, .keep = 2, .deterministic = true,
+        .seed = 1337, .shuffle = true, .val_every = 250, .val_tokens = 1 << 20, .ckpt_every = 1000, .keep = 2, .rank_timeout = 60,
+        .deterministic = true,
     };
     const Option table[] = {
         {"train-data",  OPT_TEXT, &o->train_data, .arg = "GLOB", .group = "Data", .help = "shards to train on, for example 'data/shakespeare/*_train_*.bin'"},
@@ -55,6 +56,7 @@ void train_options_init(TrainOptions *o, const char *attn_help, bool gpus) {
         {"keep-best",   OPT_SWITCH, &o->keep_best, .group = "Run", .help = "keep the one with the lowest validation loss too", .on_resume = true},
         {"profile",     OPT_SWITCH, &o->profile, .group = "Run", .help = "print where the time went", .on_resume = true},
         {"threads",     OPT_INT, &o->threads, 0, MAX_THREADS, .arg = "N", .group = "Run", .help = THREADS_HELP, .on_resume = true},
+        {"rank-timeout", OPT_INT, &o->rank_timeout, 0, 1e6, .arg = "S", .group = "Run", .help = "seconds without a heartbeat from a rank until the others end; 0: no limit", .on_resume = true},
         {"dry-run",     OPT_SWITCH, &o->dry_run, .group = "Run", .help = "check everything, print the plan, write nothing", .on_resume = true},
 
         {"zero",        OPT_INT, &o->zero, 0, 1, .arg = "0|1", .group = "GPUs", .help = "1: each process keeps its share of AdamW's moments (ZeRO-1)", .on_resume = true},

@@ -10,7 +10,8 @@
 #   GRACE=2              after an error: seconds until mpirun tells the other processes to end, and again until it kills them
 #   MPIRUN=mpirun        another mpirun, or flags for it after a space
 #
-# Ctrl-C or SIGTERM here lets the program save a checkpoint, however long that takes; a second Ctrl-C ends it at once.
+# Ctrl-C or SIGTERM here lets the program save a checkpoint, however long that takes; a second Ctrl-C ends it at once. So does kill -9 of
+# launch.sh. When a machine vanishes, the ranks that are left end with code 6 (--rank-timeout), and so does launch.sh a few seconds later.
 set -euo pipefail
 
 usage() { echo "launch.sh: $1" >&2; echo "  Usage: scripts/launch.sh N program flags..." >&2; exit 2; }
@@ -57,14 +58,51 @@ flags+=(-x "OMP_NUM_THREADS=$threads" -x "OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-pas
 flags+=(--mca odls_base_sigkill_timeout "${GRACE:-2}")
 [ -t 1 ] || flags+=(-x TERM=dumb)    # each process sees a terminal of mpirun's making
 
-setsid "${mpirun[@]}" "${flags[@]}" "$@" <&0 &
+# mpirun would outlive a launch.sh that is killed by SIGKILL: then it gets SIGUSR2, too.
+together=()
+! command -v setpriv > /dev/null || together=(setpriv --pdeathsig USR2)
+
+# mpirun waits for the report of a machine that has vanished until TCP gives up, about 15 minutes. So the ranks' message that one has is
+# looked for among all that mpirun passes on, and mpirun then gets a few seconds to end by itself, and so do its ssh clients.
+exec {errors}>&2
+watcher=
+watch_errors() {
+    local line
+    trap '' INT TERM HUP
+    while IFS= read -r line || [ -n "$line" ]; do
+        printf '%s\n' "$line" >&2
+        [[ $line != *"no heartbeat from rank "* ]] || kill -ALRM $$
+    done
+}
+if [ "$machines" -gt 1 ]; then
+    exec {errors}> >(watch_errors)
+    watcher=$!
+fi
+
+job=
+vanished=
+on_vanished() {
+    [ -z "$vanished" ] || return 0
+    { sleep $((2 * ${GRACE:-2} + 5)); kill -KILL "$job" $(cat /proc/"$job"/task/*/children); } > /dev/null 2>&1 &
+    vanished=$!
+}
+trap on_vanished ALRM
+
+"${together[@]}" setsid "${mpirun[@]}" "${flags[@]}" "$@" <&0 2>&$errors {errors}>&- &
 job=$!
+exec {errors}>&-
 signal=USR1
 stop() { kill "-$signal" "$job" 2> /dev/null || true; }
 trap 'stop' TERM
 trap 'stop; signal=USR2' INT
 while :; do
     status=0
-    wait "$job" || status=$?
-    kill -0 "$job" 2> /dev/null || exit "$status"    # a signal ends wait, too, with the job still there
+    wait "$job" 2> /dev/null || status=$?
+    kill -0 "$job" 2> /dev/null || break    # a signal ends wait, too, with the job still there
 done
+if [ -n "$vanished" ]; then
+    kill "$vanished" 2> /dev/null || true
+    exit 6
+fi
+[ -z "$watcher" ] || wait "$watcher" || true
+exit "$status"

@@ -47,6 +47,13 @@ TABLE
         cat <<'TABLE'
 clang libclang-rt-dev     | has_fuzzer              | the fuzzer's tests
 TABLE
+        # Only root may make the namespaces that this is for. Where systemd runs, an sshd would start with every boot: install it yourself.
+        if [ "$(id -u)" = 0 ] && [ ! -d /run/systemd/system ]; then
+            cat <<'TABLE'
+openssh-server openssh-client | command -v sshd ssh | the tests with two machines (network namespaces, each with an sshd)
+iproute2                  | command -v ip           | the tests with two machines
+TABLE
+        fi
     fi
 }
 
@@ -63,8 +70,13 @@ as_root() {
 }
 
 apt_install() {
+    local policy=/usr/sbin/policy-rc.d status=0
+    # Debian's way to install a server, sshd, without starting it.
+    if [ -e $policy ] || ! as_root sh -c "printf '#!/bin/sh\nexit 101\n' > $policy && chmod 755 $policy"; then policy=; fi
     as_root env DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=300 -o Dpkg::Use-Pty=0 \
-        install -y --no-install-recommends "$@" >/dev/null </dev/null
+        install -y --no-install-recommends "$@" >/dev/null </dev/null || status=$?
+    [ -z "$policy" ] || as_root rm -f "$policy"
+    return $status
 }
 
 debian_packages() {

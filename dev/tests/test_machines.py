@@ -1,0 +1,276 @@
+"""Ranks and machines that fall silent, and launch.sh when it is killed. Machines are network namespaces (machines.py), so most of this needs root.
+
+MACHINES_LONG=1 pulls the cable for 30 s instead of 5.
+"""
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+import machines
+from trainer import LAUNCH, ROOT, TRAIN, checkpoint, command, environment, losses, make_data, metrics, steps, tokens, train, write_shard
+
+OUTAGE, PATIENCE = (30, 60) if os.environ.get("MACHINES_LONG") else (5, 20)
+PEER, STOPPED = 6, 75
+FAST = ["--val-every", 0, "--ckpt-every", 5]
+# Steps of 150 micro-batches, so that a run of few steps takes as long as an outage.
+SLOW = [*FAST, "--lr", 0.0005, "--batch", 2, "--total-batch-tokens", 2 * 8 * 2 * 150]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    make_data(folder, train=20000)
+    return folder
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_for(condition, what, timeout=60):
+    end = time.time() + timeout
+    while not condition():
+        assert time.time() < end, f"not within {timeout} s: {what}"
+        time.sleep(0.05)
+
+
+def descendants(pid):
+    found = []
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split() if alive(pid) else []:
+        found += [int(child), *descendants(int(child))]
+    return found
+
+
+def ranks_of(job):
+    """The process of each rank, by rank, of a job on this machine."""
+    ranks = {}
+    for pid in descendants(job.pid):
+        rank = re.search(rb"\0OMPI_COMM_WORLD_RANK=(\d+)\0", Path(f"/proc/{pid}/environ").read_bytes())
+        if rank:
+            ranks[int(rank[1])] = pid
+    return ranks
+
+
+def line_count(out):
+    path = Path(out) / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+class Job:
+    """A run of several ranks in the background; whatever becomes of the test, none of it stays."""
+
+    def __init__(self, data, out, *flags, **how):
+        self.out = out
+        words = command(data, *FAST, "--steps", 10**8, "--out", out, *flags, processes=2, **how)
+        self.process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                                        env=environment(), cwd="/", preexec_fn=machines.end_with_parent)
+
+    def __enter__(self):
+        wait_for(lambda: steps(self.out) or self.process.poll() is not None, "a checkpoint", 120)
+        assert self.process.poll() is None, self.process.communicate()[0]
+        self.ranks = ranks_of(self.process)
+        self.all = descendants(self.process.pid)
+        assert sorted(self.ranks) == [0, 1]
+        return self
+
+    def __exit__(self, *_):
+        for pid in [self.process.pid, *self.all]:
+            if alive(pid):
+                os.kill(pid, signal.SIGKILL)
+        self.process.stdout.close()
+        self.process.wait()
+
+    def signal(self, number, *ranks):
+        for rank in ranks:
+            os.kill(self.ranks[rank], number)
+
+    def end(self, code, timeout=60):
+        text, _ = self.process.communicate(timeout=timeout)
+        assert self.process.returncode == code, f"exit code {self.process.returncode}, expected {code}\n{text[-3000:]}"
+        wait_for(lambda: not any(map(alive, self.all)), "the end of all its processes")
+        return text
+
+
+# ---- one machine
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_falls_silent_ends_the_others(data, tmp_path, victim):
+    with Job(data, tmp_path / "out", "--rank-timeout", 2) as job:
+        job.signal(signal.SIGSTOP, victim)
+        text = job.end(PEER)
+    said = re.findall(r"train_gpt2: no heartbeat from (rank \d) on (\S+) for 2 s", text)
+    assert said == [(f"rank {victim}", os.uname().nodename)], text[-3000:]
+    assert "--resume" in text and "--rank-timeout" in text
+    newest = steps(job.out)[-1]
+    assert f"continues at step {newest}" in train(data, "--steps", newest + 1, "--resume", "--out", job.out, "--batch", 8)
+
+
+def test_a_silent_rank_of_the_cuda_trainer(data, tmp_path):
+    program = os.environ.get("TRAIN_GPT2CU")
+    if not program:
+        made = subprocess.run(["make", "-j2", "train_gpt2cu_on_cpu"], cwd=ROOT, capture_output=True, text=True)
+        if made.returncode and "scripts/setup_cuda.sh" in made.stderr:
+            pytest.skip("CUDA's headers are not here: scripts/setup_cuda.sh")
+        assert made.returncode == 0, made.stdout + made.stderr
+        program = ROOT / "train_gpt2cu_on_cpu"
+    with Job(data, tmp_path / "out", "--rank-timeout", 2, "--batch", 1, program=Path(program).absolute()) as job:
+        job.signal(signal.SIGSTOP, 1)
+        assert "train_gpt2cu: no heartbeat from rank 1 on " in job.end(PEER)
+
+
+def test_a_suspended_job_continues(data, tmp_path):
+    """As by Slurm or a virtual machine's pause: nobody has heard anybody, and all are well."""
+    with Job(data, tmp_path / "out", "--rank-timeout", 2) as job:
+        job.signal(signal.SIGSTOP, 0, 1)
+        time.sleep(4)
+        job.signal(signal.SIGCONT, 1)
+        job.signal(signal.SIGCONT, 0)
+        before = line_count(job.out)
+        time.sleep(3)
+        wait_for(lambda: line_count(job.out) > before + 5, "more steps")
+        job.process.send_signal(signal.SIGTERM)
+        job.end(STOPPED)
+
+
+def test_timeout_0_waits(data, tmp_path):
+    with Job(data, tmp_path / "out", "--rank-timeout", 0) as job:
+        job.signal(signal.SIGSTOP, 1)
+        time.sleep(3)
+        job.signal(signal.SIGCONT, 1)
+        job.process.send_signal(signal.SIGTERM)
+        job.end(STOPPED)
+
+
+def test_a_long_validation_is_no_death(data, tmp_path):
+    """No step ends for several times the timeout."""
+    write_shard(tmp_path / "long_val_000000.bin", tokens(600_000))
+    start = time.time()
+    train(data, "--steps", 2, "--val-data", tmp_path / "long_val_000000.bin", "--val-tokens", 10**6, "--val-every", 1, "--rank-timeout", 1,
+          "--out", tmp_path / "out", processes=2, timeout=300)
+    assert [step for step, in metrics(tmp_path / "out", ["step"])] == [1, 2]
+    assert time.time() - start > 3, "the validations were too short to show anything"
+
+
+def test_kill_9_of_launch_sh_ends_the_ranks(data, tmp_path):
+    with Job(data, tmp_path / "out") as job:
+        job.process.kill()
+        wait_for(lambda: not any(map(alive, job.all)), "the end of mpirun and its ranks", 30)
+    newest = steps(job.out)[-1]
+    assert f"continues at step {newest}" in train(data, "--steps", newest + 1, "--resume", "--out", job.out, "--batch", 8)
+
+
+# ---- two machines, and one to start from
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory):
+    reason = machines.missing()
+    if reason:
+        pytest.skip(f"no machines of namespaces: {reason}")
+    folder = tmp_path_factory.mktemp("network")
+    (folder / "hostfile").write_text("node1 slots=1\nnode2 slots=1\n")
+    with machines.Network(folder, ["login", "node1", "node2"]) as network:
+        yield network
+
+
+@pytest.fixture
+def nodes(network):
+    yield network.machines
+    for machine in network.machines:
+        machine.cable(True)
+        machine.kill("mpirun", "orted", "ssh", TRAIN.name)
+
+
+@pytest.fixture(scope="module")
+def reference(data, tmp_path_factory):
+    """The run that the machines repeat, as two ranks here."""
+    out = tmp_path_factory.mktemp("reference") / "out"
+    train(data, *SLOW, "--steps", 25, "--out", out, processes=2)
+    return out
+
+
+def start(data, machine, out, *flags):
+    words = command(data, *FAST, "--out", out, *flags, processes=2)
+    return machine.start(*words, env=environment(HOSTFILE=str(machine.network.folder / "hostfile")) | machine.network.env, stdout=subprocess.PIPE,
+                         stderr=subprocess.STDOUT, cwd="/")
+
+
+def finish(job, code, timeout=90):
+    text, _ = job.communicate(timeout=timeout)
+    assert job.returncode == code, f"exit code {job.returncode}, expected {code}\n{text[-3000:]}"
+    return text
+
+
+def wait_for_empty(nodes, timeout=60):
+    wait_for(lambda: not any(machine.processes(name) for machine in nodes for name in ("mpirun", "orted", "ssh", TRAIN.name)),
+             "the end of every process on every machine", timeout)
+
+
+def test_two_machines_repeat_one(data, nodes, reference, tmp_path):
+    """One is pulled out of the network for a while, for less than the timeout. The run stands still, and then goes on."""
+    _, first, second = nodes
+    out = tmp_path / "out"
+    job = start(data, first, out, *SLOW, "--steps", 25, "--rank-timeout", PATIENCE)
+    wait_for(lambda: line_count(out) > 2, "steps")
+    assert first.processes(TRAIN.name) and second.processes(TRAIN.name)
+    second.cable(False)
+    time.sleep(1)
+    before = line_count(out)
+    time.sleep(OUTAGE - 1)
+    assert line_count(out) == before < 25, "the ranks did not need the network"
+    second.cable(True)
+    finish(job, 0, OUTAGE * 3 + 120)
+    assert metrics(out) == metrics(reference)
+    alone = tmp_path / "alone"
+    train(data, *SLOW, "--batch", 4, "--steps", 25, "--out", alone)
+    assert abs(losses(out) - losses(alone)).max() < 1e-5
+    wait_for_empty(nodes)
+
+
+def test_a_stop_saves_on_two_machines(data, nodes, tmp_path):
+    _, first, _ = nodes
+    out = tmp_path / "out"
+    job = start(data, first, out, "--steps", 10**8, "--ckpt-every", 0)
+    wait_for(lambda: line_count(out) > 2, "steps")
+    first.run("pkill", "-TERM", "-f", str(LAUNCH))
+    assert "stopped by a signal" in finish(job, STOPPED)
+    wait_for_empty(nodes)
+    newest = steps(out)[-1]
+    assert line_count(out) == newest
+
+
+@pytest.mark.parametrize("launcher, victim", [(1, 2), (0, 1)], ids=["launched beside rank 0", "launched elsewhere, rank 0 gone"])
+def test_a_machine_that_vanishes(data, nodes, tmp_path, launcher, victim):
+    out = tmp_path / "out"
+    job = start(data, nodes[launcher], out, "--steps", 10**8, "--rank-timeout", 4)
+    wait_for(lambda: steps(out), "a checkpoint")
+    nodes[victim].cable(False)
+    text = finish(job, PEER)
+    assert f"train_gpt2: no heartbeat from rank {victim - 1} on node{victim} for 4 s" in text, text[-3000:]
+    assert "HOSTFILE" in text
+    wait_for_empty(nodes)                  # on the machine that is cut off, too
+    newest = steps(out)[-1]
+    assert checkpoint(out, newest).is_dir()
+    assert f"continues at step {newest}" in train(data, "--steps", newest + 5, "--resume", "--out", out, "--batch", 8)
+
+
+def test_the_processes_of_one_machine_are_killed(data, nodes, tmp_path):
+    _, first, second = nodes
+    out = tmp_path / "out"
+    job = start(data, first, out, "--steps", 10**8)
+    wait_for(lambda: steps(out), "a checkpoint")
+    second.kill("orted", TRAIN.name)
+    job.communicate(timeout=90)
+    assert job.returncode not in (0, STOPPED)
+    wait_for_empty(nodes)
+    newest = steps(out)[-1]
+    assert f"continues at step {newest}" in train(data, "--steps", newest + 5, "--resume", "--out", out, "--batch", 8)
