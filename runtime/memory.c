@@ -2,6 +2,7 @@
 #include "runtime/memory.h"
 
 #include <limits.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -53,36 +54,81 @@ static uint64_t number_in(const char *path, const char *key, uint64_t fallback) 
     return value;
 }
 
+// Where a version of Linux's control groups keeps what, below /sys/fs/cgroup/.
+typedef struct {
+    const char *controller;                  // in /proc/self/cgroup: "" is version 2's only hierarchy
+    const char *folder, *limit, *used;       // the names of the files
+    const char *cache, *shared;              // lines of memory.stat: file pages, and those of tmpfs among them
+} GroupVersion;
+
+static const GroupVersion group_versions[] = {
+    {"",       "",        "memory.max",            "memory.current",        "file ",        "shmem "},
+    {"memory", "/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache ", "total_shmem "},
+};
+
 // What the control group of this path leaves, UINT64_MAX for no limit.
-static uint64_t group_leaves(const char *group) {
-    char path[PATH_MAX];
-    snprintf(path, sizeof path, "/sys/fs/cgroup%s/memory.max", group);
+static uint64_t group_leaves(const char *root, const GroupVersion *version, const char *group) {
+    char folder[PATH_MAX], path[2 * PATH_MAX];
+    snprintf(folder, sizeof folder, "%s/sys/fs/cgroup%s%s", root, version->folder, group);
+    snprintf(path, sizeof path, "%s/%s", folder, version->limit);
     uint64_t limit = number_in(path, "", UINT64_MAX);          // "max" is no number: no limit
     if (limit == UINT64_MAX) return limit;
-    snprintf(path, sizeof path, "/sys/fs/cgroup%s/memory.current", group);
+    snprintf(path, sizeof path, "%s/%s", folder, version->used);
     uint64_t used = number_in(path, "", 0);
-    snprintf(path, sizeof path, "/sys/fs/cgroup%s/memory.stat", group);
-    uint64_t cache = number_in(path, "file ", 0);              // given back under pressure
-    used = used > cache ? used - cache : 0;
+    snprintf(path, sizeof path, "%s/memory.stat", folder);
+    uint64_t cache = number_in(path, version->cache, 0), shared = number_in(path, version->shared, 0);
+    uint64_t given_back = cache > shared ? cache - shared : 0; // under pressure
+    used = used > given_back ? used - given_back : 0;
     return limit > used ? limit - used : 0;
 }
 
-uint64_t memory_available(void) {
-    uint64_t least = number_in("/proc/meminfo", "MemAvailable:", UINT64_MAX / 1024) * 1024;
-    char line[PATH_MAX] = "";
-    FILE *file = fopen("/proc/self/cgroup", "r");
-    while (file && fgets(line, sizeof line, file) && strncmp(line, "0::", 3) != 0) {}
-    if (file) fclose(file);
-    char *group = strncmp(line, "0::", 3) == 0 ? line + 3 : line;
-    group[strcspn(group, "\n")] = 0;
+// What this group and all above it leave. Cuts the path up. In a container the path may be the host's, which is not to be seen
+// there; the container's own group is then what looks like the topmost.
+static uint64_t groups_leave(const char *root, const GroupVersion *version, char *group) {
+    uint64_t least = UINT64_MAX;
     if (!strcmp(group, "/")) group[0] = 0;
-    for (;;) {                                                 // this process's group and all above it
-        uint64_t left = group_leaves(group);
+    for (;;) {
+        uint64_t left = group_leaves(root, version, group);
         if (left < least) least = left;
         char *slash = strrchr(group, '/');
         if (!slash) return least;
         *slash = 0;
     }
+}
+
+// Is the name among those with commas between them? An empty name stands for an empty list.
+static bool listed(const char *list, const char *name) {
+    size_t length = strlen(name);
+    for (const char *at = list;; at++) {
+        size_t word = strcspn(at, ",");
+        if (word == length && strncmp(at, name, length) == 0) return true;
+        at += word;
+        if (!*at) return false;
+    }
+}
+
+uint64_t memory_available_under(const char *root) {
+    char path[PATH_MAX], line[PATH_MAX];
+    snprintf(path, sizeof path, "%s/proc/meminfo", root);
+    uint64_t least = number_in(path, "MemAvailable:", UINT64_MAX / 1024) * 1024;
+    snprintf(path, sizeof path, "%s/proc/self/cgroup", root);
+    FILE *file = fopen(path, "r");
+    while (file && fgets(line, sizeof line, file)) {           // "4:memory:/a/b" of version 1, "0::/a/b" of version 2
+        char *rest = line, *number = strsep(&rest, ":"), *controllers = strsep(&rest, ":");
+        if (!number || !controllers || !rest) continue;
+        rest[strcspn(rest, "\n")] = 0;
+        for (size_t i = 0; i < sizeof group_versions / sizeof *group_versions; i++) {
+            if (!listed(controllers, group_versions[i].controller)) continue;
+            uint64_t left = groups_leave(root, &group_versions[i], rest);
+            if (left < least) least = left;
+        }
+    }
+    if (file) fclose(file);
+    return least;
+}
+
+uint64_t memory_available(void) {
+    return memory_available_under("");
 }
 
 void memory_check(const MemoryPlan *plan, int processes) {

@@ -42,6 +42,9 @@ void memory_release(MemoryPlan *plan);
 // Bytes that this process can still take: what the machine has available, or less where a control group says so.
 uint64_t memory_available(void);
 
+// The same, with this folder in front of /proc and /sys: for tests.
+uint64_t memory_available_under(const char *root);
+
 #ifdef __cplusplus
 }
 #endif

@@ -1,0 +1,89 @@
+// memory: what is free under the limits of control groups, versions 1 and 2, from files as the kernel shows them.
+#include <limits.h>
+#include <sys/stat.h>
+
+#include "dev/tests/check.h"
+#include "runtime/memory.h"
+
+static char root[] = "/tmp/test_memory.XXXXXX";
+
+static void put(const char *path, const char *text) {
+    char full[PATH_MAX];
+    snprintf(full, sizeof full, "%s%s", root, path);
+    for (char *slash = full + strlen(root) + 1; (slash = strchr(slash, '/')); slash++) {
+        *slash = 0;
+        mkdir(full, 0777);
+        *slash = '/';
+    }
+    FILE *file = fopen(full, "w");
+    if (!file || fputs(text, file) < 0 || fclose(file) != 0) abort();
+}
+
+static void start(const char *groups) {
+    char command[PATH_MAX];
+    snprintf(command, sizeof command, "rm -rf %s/*", root);
+    if (system(command) != 0) abort();
+    put("/proc/meminfo", "MemTotal:       2000000 kB\nMemAvailable:   1000000 kB\n");
+    put("/proc/self/cgroup", groups);
+}
+
+static void expect(uint64_t bytes, const char *what) {
+    uint64_t found = memory_available_under(root);
+    CHECK(found == bytes, "%s: expected %llu bytes, found %llu", what, (unsigned long long)bytes, (unsigned long long)found);
+}
+
+static void test_none(void) {
+    check_group("no control groups: the machine's memory");
+    start("");
+    expect(1024000000, "no groups");
+    start("0::/\n");
+    expect(1024000000, "no files");
+    put("/sys/fs/cgroup/memory.max", "max\n");
+    expect(1024000000, "no limit in version 2");
+    start("4:memory:/\n");
+    put("/sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n");
+    put("/sys/fs/cgroup/memory/memory.usage_in_bytes", "1000\n");
+    expect(1024000000, "no limit in version 1");
+}
+
+static void test_version_2(void) {
+    check_group("control groups, version 2");
+    start("0::/a/b\n");
+    put("/sys/fs/cgroup/a/memory.max", "500000000\n");
+    put("/sys/fs/cgroup/a/memory.current", "300000000\n");
+    put("/sys/fs/cgroup/a/memory.stat", "anon 100000000\nfile 150000000\nshmem 50000000\n");
+    expect(300000000, "page cache is given back, tmpfs is not");
+    put("/sys/fs/cgroup/a/b/memory.max", "200000000\n");
+    expect(200000000, "the lowest limit counts");
+}
+
+static void test_version_1(void) {
+    check_group("control groups, version 1");
+    start("9:name=systemd:/\n5:cpu,cpuacct:/x\n4:memory:/a/b\n0::/\n");
+    put("/sys/fs/cgroup/memory/a/memory.limit_in_bytes", "500000000\n");
+    put("/sys/fs/cgroup/memory/a/memory.usage_in_bytes", "300000000\n");
+    put("/sys/fs/cgroup/memory/a/memory.stat", "cache 7\ntotal_cache 150000000\ntotal_shmem 50000000\n");
+    expect(300000000, "page cache is given back, tmpfs is not");
+    put("/sys/fs/cgroup/memory/a/b/memory.limit_in_bytes", "200000000\n");
+    expect(200000000, "the lowest limit counts");
+    put("/proc/self/cgroup", "4:hugetlb,memory:/a/b\n");
+    expect(200000000, "one of several controllers");
+    put("/proc/self/cgroup", "4:memory_other:/a/b\n");
+    expect(1024000000, "another controller");
+    start("4:memory:/docker/0123\n");
+    put("/sys/fs/cgroup/memory/memory.limit_in_bytes", "400000000\n");
+    expect(400000000, "in a container, whose files are those of its own group");
+    put("/sys/fs/cgroup/memory/memory.usage_in_bytes", "500000000\n");
+    expect(0, "more is used than the limit");
+}
+
+int main(void) {
+    if (!mkdtemp(root)) return 1;
+    test_none();
+    test_version_2();
+    test_version_1();
+    char command[PATH_MAX];
+    snprintf(command, sizeof command, "rm -rf %s", root);
+    CHECK(system(command) == 0, "%s could not be removed", root);
+    return check_verdict();
+}
