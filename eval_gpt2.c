@@ -87,17 +87,18 @@ static void parse_flags(Evaluator *e, int argc, char **argv) {
     e->arguments = options_json(table, sizeof table / sizeof *table);
 }
 
-static void settle_model(Evaluator *e) {
+static bool settle_model(Evaluator *e, Error *error) {
     ModelConfig *config = &e->model.config;
     uint64_t step;
-    Error error;
     char message[1024];
     if (!checkpoint_newest(e->o.model, e->folder, sizeof e->folder, &step)) snprintf(e->folder, sizeof e->folder, "%s", e->o.model);
-    if (!model_config_read(config, e->folder, e->o.ignore_config_key, &error) || !checkpoint_verify(e->folder, true, &error)) fail_with(&error);
+    if (!model_config_read(config, e->folder, e->o.ignore_config_key, error)) return false;
+    if (!checkpoint_verify(e->folder, true, error)) return false;
     e->own = e->given = config->attn;
     if (e->o.attn && !normalizer_parse(&e->given, e->o.attn, message, sizeof message)) fail(EXIT_USAGE, "--attn %s: %s.", e->o.attn, message);
     e->changes = !normalizer_equal(&e->own, &e->given);
     if (!normalizer_fits(&e->given, config->seq_len, message, sizeof message)) fail(EXIT_USAGE, "--attn %s.", message);
+    return true;
 }
 
 // theta at length T: so that at T > L RoPE's longest wavelength grows by T/L, and its shortest hardly.
@@ -367,17 +368,29 @@ static void write_json(Evaluator *e) {
     free(print);
 }
 
+// Finds and loads the checkpoint; another one where that of a run is pruned meanwhile.
+static void open_checkpoint(Evaluator *e) {
+    Error error;
+    for (int attempt = 1;; attempt++) {
+        if (settle_model(e, &error)) {
+            if (!e->count) settle_lengths(e);
+            take_memory(e);
+            Weights weights = weights_of(&e->model);
+            if (weights_load(&weights, e->folder, &e->own, &error)) return;
+        }
+        if (attempt == CHECKPOINT_ATTEMPTS || !checkpoint_vanished(e->folder)) fail_with(&error);
+        memory_release(&e->model.plan);
+    }
+}
+
 int main(int argc, char **argv) {
     static Evaluator e;
     Error error;
     start_program("eval_gpt2");
     parse_flags(&e, argc, argv);
     start_threads(e.o.threads);
-    settle_model(&e);
-    settle_lengths(&e);
-    take_memory(&e);
-    Weights weights = weights_of(&e.model);
-    if (!weights_load(&weights, e.folder, &e.own, &error) || (e.o.out && !file_make_folders(e.o.out, &error))) fail_with(&error);
+    open_checkpoint(&e);
+    if (e.o.out && !file_make_folders(e.o.out, &error)) fail_with(&error);
     e.results = cJSON_CreateArray();
     print_start(&e);
     double start = now();

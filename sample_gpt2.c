@@ -100,12 +100,11 @@ static void find_checkpoint(const char *given, char *folder, size_t size) {
     fail(EXIT_INPUT, "--model %s: expected a checkpoint's folder (with config.json) or a run's (with ckpt/step-*), found neither.", given);
 }
 
-// The model's shape, its normaliser, and the tokenizer.
-static void read_config(Sampler *s, const char *folder) {
+// The model's shape, its normaliser, and the tokenizer, which is the same in all checkpoints of a run.
+static bool read_config(Sampler *s, const char *folder, Error *error) {
     ModelConfig *config = &s->model.config;
-    Error error;
     char message[1024];
-    if (!model_config_read(config, folder, s->o.ignore_config_key, &error)) fail_with(&error);
+    if (!model_config_read(config, folder, s->o.ignore_config_key, error)) return false;
     s->saved = config->attn;
     if (s->o.attn) {
         if (!normalizer_parse(&config->attn, s->o.attn, message, sizeof message)) fail(EXIT_USAGE, "--attn %s: %s.", s->o.attn, message);
@@ -114,11 +113,15 @@ static void read_config(Sampler *s, const char *folder) {
             fprintf(stderr, ": s = %.4f in all heads", normalizer_start(&config->attn, SCALAR_S, config->seq_len));
         fprintf(stderr, "\n");
     }
-    if (!has_file(folder, tokenizer_files[0])) return;
-    if (!(s->tokenizer = tokenizer_open(folder, &error))) fail_with(&error);
+    bool has_tokenizer = has_file(folder, tokenizer_files[0]);
+    if (checkpoint_vanished(folder)) return error_set(error, EXIT_INPUT, "%s: it was removed while it was read.", folder);
+    if (!has_tokenizer) return true;
+    if (!s->tokenizer && !(s->tokenizer = tokenizer_open(folder, error))) return false;
     if (tokenizer_vocab(s->tokenizer) > config->vocab)
-        fail(EXIT_INPUT, "%s: its tokenizer has %d tokens, the model a vocabulary of %d.", folder, tokenizer_vocab(s->tokenizer), config->vocab);
+        return error_set(error, EXIT_INPUT, "%s: its tokenizer has %d tokens, the model a vocabulary of %d.", folder,
+                         tokenizer_vocab(s->tokenizer), config->vocab);
     config->end_of_text = tokenizer_end_of_text(s->tokenizer);
+    return true;
 }
 
 // ---- prompts
@@ -186,10 +189,9 @@ static size_t text_count(const Sampler *s) {
     return s->prompt_count * (size_t)s->o.num_samples;
 }
 
-static void load(Sampler *s, const char *folder) {
+static bool load(Sampler *s, const char *folder, Error *error) {
     Model *m = &s->model;
     size_t sequences = text_count(s) < FEW_ROWS ? text_count(s) : FEW_ROWS, longest = 0, new_tokens = (size_t)s->o.max_new_tokens;
-    Error error;
     for (size_t i = 0; i < s->prompt_count; i++)
         if (s->prompts[i].count > longest) longest = s->prompts[i].count;
     if (normalizer_has(&m->config.attn, SCALAR_P) && longest + new_tokens - 1 > (size_t)m->config.seq_len)
@@ -205,8 +207,24 @@ static void load(Sampler *s, const char *folder) {
              human_bytes((double)memory_available()).text, sequences, sequences == 1 ? "" : "s", longest + new_tokens);
     memory_take(&m->plan);
     Weights weights = weights_of(m);
-    if (!weights_load(&weights, folder, &s->saved, &error)) fail_with(&error);
+    if (!weights_load(&weights, folder, &s->saved, error)) return false;
     decoder_ready(&s->decoder);
+    return true;
+}
+
+// Finds and loads the checkpoint; another one where that of a run is pruned meanwhile.
+static void open_checkpoint(Sampler *s) {
+    char folder[PATH_MAX];
+    Error error;
+    for (int attempt = 1;; attempt++) {
+        find_checkpoint(s->o.model, folder, sizeof folder);
+        if (read_config(s, folder, &error)) {
+            if (!s->prompt_count) read_prompts(s);
+            if (load(s, folder, &error)) return;
+        }
+        if (attempt == CHECKPOINT_ATTEMPTS || !checkpoint_vanished(folder)) fail_with(&error);
+        memory_release(&s->model.plan);
+    }
 }
 
 // ---- to stdout
@@ -311,14 +329,10 @@ static void write_texts(Sampler *s, size_t first, size_t count) {
 
 int main(int argc, char **argv) {
     static Sampler s;
-    char folder[PATH_MAX];
     start_program("sample_gpt2");
     parse_flags(&s.o, argc, argv);
     start_threads(s.o.threads);
-    find_checkpoint(s.o.model, folder, sizeof folder);
-    read_config(&s, folder);
-    read_prompts(&s);
-    load(&s, folder);
+    open_checkpoint(&s);
     double start = now();
     for (size_t first = 0; first < text_count(&s); first += FEW_ROWS)
         write_texts(&s, first, text_count(&s) - first < FEW_ROWS ? text_count(&s) - first : FEW_ROWS);

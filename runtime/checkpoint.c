@@ -266,13 +266,19 @@ static bool clear_leftovers(const char *root, Error *error) {
     return ok;
 }
 
-bool checkpoint_newest(const char *out_dir, char *path, size_t size, uint64_t *step) {
+bool checkpoint_vanished(const char *folder) {
+    return access(folder, F_OK) != 0 && errno == ENOENT;
+}
+
+// checkpoint_newest() by one listing. `stale`: one of the folders in it is there no longer, so that there may be newer ones.
+static bool newest_listed(const char *out_dir, char *path, size_t size, uint64_t *step, bool *stale) {
     char root[PATH_MAX], folder[PATH_MAX];
     size_t count;
     Error error;
     bool found = false;
     Entry *entries = list_entries(join(root, out_dir, "ckpt"), &count);
-    for (size_t i = 0; i < count && !found; i++) {
+    *stale = false;
+    for (size_t i = 0; i < count && !found && !*stale; i++) {
         bool named = !strcmp(entries[i].prefix, STEP);
         if (!named && strcmp(entries[i].prefix, OLD)) continue;
         join_step(folder, root, entries[i].prefix, entries[i].step);
@@ -281,12 +287,21 @@ bool checkpoint_newest(const char *out_dir, char *path, size_t size, uint64_t *s
             if (!found) fail(EXIT_USAGE, "%s: the path is too long.", folder);
             strcpy(path, folder);
             *step = entries[i].step;
+        } else if (checkpoint_vanished(folder)) {
+            *stale = true;
         } else if (named) {
             warn("%s\n  Passing over %s.", error.text, folder);
         }
     }
     free(entries);
     return found;
+}
+
+bool checkpoint_newest(const char *out_dir, char *path, size_t size, uint64_t *step) {
+    bool stale = true;
+    for (int attempt = 0; attempt < CHECKPOINT_ATTEMPTS && stale; attempt++)
+        if (newest_listed(out_dir, path, size, step, &stale)) return true;
+    return false;
 }
 
 bool checkpoint_any(const char *out_dir) {

@@ -42,6 +42,13 @@ bool checkpoint_commit(Checkpoint *c, Error *error);
 // Removes the temporary folder and nothing else. Does nothing after a commit.
 void checkpoint_abandon(Checkpoint *c);
 
+// How often to look for a run's newest checkpoint again: beside a run that saves and prunes, what was found may be gone before it is read.
+enum { CHECKPOINT_ATTEMPTS = 100 };
+
+// After an error in reading a checkpoint: is its folder gone? Then look for the newest again. (Pruning renames a folder before it removes
+// any file from it.)
+bool checkpoint_vanished(const char *folder);
+
 // The newest checkpoint of a run whose manifest is there and whose files have the sizes in it. False where there is none.
 // Warns about each damaged one that it passes over. The hashes are checkpoint_verify's to check.
 bool checkpoint_newest(const char *out_dir, char *path, size_t size, uint64_t *step);

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tiny import BIN, BUILD, make_path, run
-from trainer import MODEL, ROOT, VOCAB, checkpoint, make_data, metrics, train, write_shard
+from trainer import MODEL, ROOT, VOCAB, checkpoint, make_data, metrics, saving_and_pruning, train, write_shard
 
 sys.path.insert(0, str(ROOT / "dev" / "reference"))
 import fixtures
@@ -438,3 +438,13 @@ def test_help_names_every_flag():
     for flag in "model data attn seq-lens max-tokens pn-extrapolate rope-theta rope-scaling task seed out".split():
         assert f"--{flag} " in output
     assert "ssmax-pn" in run(BIN / "eval_gpt2", "--attn", "help")[0]
+
+
+def test_beside_a_run_that_prunes(data, checkpoints, tmp_path):
+    """What was found may be gone before it is read."""
+    out = shutil.copytree(checkpoints(), tmp_path / "run")
+    words = [BIN / "eval_gpt2", "--model", out, "--data", f"{data}/*_val_*.bin", "--max-tokens", 64]
+    expected = run(*words)[0].splitlines()[-1]
+    with saving_and_pruning(out):
+        for _ in range(25):
+            assert run(*words)[0].splitlines()[-1] == expected

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tiny import BIN, END_OF_TEXT, ROOT, T, VOCAB, build, environment, ids_of, logits, run, sample, train, write_data
+from trainer import saving_and_pruning
 
 
 @pytest.fixture(scope="session")
@@ -63,6 +64,23 @@ def test_a_run_or_a_checkpoint_or_what_is_left_of_it(runs, tmp_path):
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         shutil.copy(checkpoint / name, bare)
     assert sample(runs / "text")[0] == sample(checkpoint)[0] == sample(bare)[0]
+
+
+def test_beside_a_run_that_prunes(runs, tmp_path):
+    """What was found may be gone before it is read."""
+    out = shutil.copytree(runs / "text", tmp_path / "run")
+    expected = sample(out, "--max-new-tokens", 3)[0]
+    with saving_and_pruning(out):
+        for _ in range(25):
+            assert sample(out, "--max-new-tokens", 3)[0] == expected
+
+
+def test_a_checkpoint_that_is_gone_for_good(runs, tmp_path):
+    """Given by its own name, and with no other to take its place."""
+    out = shutil.copytree(runs / "text", tmp_path / "run")
+    shutil.rmtree(out / "ckpt/step-00000060")
+    result = subprocess.run([BIN / "sample_gpt2", "--model", out], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 3 and "found neither" in result.stderr
 
 
 # ---------------------------------------------------------------- drawing

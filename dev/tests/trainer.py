@@ -2,11 +2,13 @@
 
 TRAIN_GPT2=build/san/train_gpt2 tests another build; TRAIN_GPT2_FAULTS the one with fault points (dev/faults), which make builds otherwise.
 """
+import contextlib
 import json
 import os
 import shutil
 import struct
 import subprocess
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -94,6 +96,31 @@ def assert_same_run(a, b, step):
     for name in ("model.safetensors", "optimizer.safetensors"):
         assert (checkpoint(a, step) / name).read_bytes() == (checkpoint(b, step) / name).read_bytes(), name
     assert metrics(a) == metrics(b)
+
+
+@contextlib.contextmanager
+def saving_and_pruning(out):
+    """Meanwhile the run's newest checkpoint gives way to a newer one, again and again and as --keep 1 has it: only one is ever there."""
+    folder, ended = Path(out) / "ckpt", threading.Event()
+
+    def save():
+        step = max(steps(out))
+        while not ended.is_set():
+            old, new, unfinished, trash = (folder / f"{name}{number:08d}" for name, number in
+                                           (("step-", step), ("step-", step + 1), (".tmp-step-", step + 1), (".trash-step-", step)))
+            shutil.copytree(old, unfinished)
+            unfinished.rename(new)
+            old.rename(trash)
+            shutil.rmtree(trash)
+            step += 1
+
+    thread = threading.Thread(target=save)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def read_header(path):
