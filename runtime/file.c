@@ -237,10 +237,15 @@ static ssize_t read_full(int fd, void *out, size_t size, uint64_t offset) {
 
 enum { PIECE = 1 << 20 };   // a file is read through a buffer of so many bytes
 
+// O_NONBLOCK: opening a FIFO would wait for a writer. It does not matter for files.
+static int open_to_read(const char *path) {
+    return open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+}
+
 // Calls `take` with one piece of the file after the other. Ends where take() fails.
 static bool read_pieces(const char *path, bool (*take)(void *context, const void *data, size_t size, Error *error),
                         void *context, Error *error) {
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    int fd = open_to_read(path);
     if (fd < 0) return read_error(error, path, "opening it");
     char *piece = malloc(PIECE);
     if (!piece) fail(EXIT_RESOURCE, "%s: out of memory.", path);
@@ -395,7 +400,7 @@ static char *read_open(int fd, const char *path, size_t limit, size_t *size, Err
 }
 
 char *file_read(const char *path, size_t limit, size_t *size, Error *error) {
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    int fd = open_to_read(path);
     if (fd < 0) {
         read_error(error, path, "opening it");
         return NULL;

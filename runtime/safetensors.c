@@ -342,7 +342,7 @@ static bool read_header(Safetensors *s, const Part *part, Error *error) {
 // ---- files and folders -----------------------------------------------------------------------------------------------------
 
 static bool add_part(Safetensors *s, const char *path, Error *error) {
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);      // opening a FIFO would wait for a writer
     if (fd < 0) {
         return error_set(error, EXIT_INPUT, "%s: opening it failed: %s.\n  %s", path, strerror(errno),
                          file_remedy(errno, "Check the path; of a sharded model every file is needed."));

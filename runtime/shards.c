@@ -147,16 +147,16 @@ static bool check_size(const char *path, Kind kind, int32_t count, uint64_t byte
                          : "It has more than it says. Make it again with the script in data/ that made it, or leave it out.");
 }
 
-// Opens the file and checks that it is a plain one. -1 with the error.
+// Opens the file and checks that it is a plain one. -1 with the error. O_NONBLOCK: opening a FIFO would wait for a writer.
 static int open_plain(const char *path, uint64_t *bytes, Error *error) {
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     struct stat st;
     if (fd < 0 || fstat(fd, &st) != 0) {
         error_set(error, EXIT_INPUT, "%s: can't be opened: %s.\n  %s", path, strerror(errno),
                   file_remedy(errno, "Check the path and its permissions."));
     } else if (!S_ISREG(st.st_mode)) {
         error_set(error, EXIT_INPUT, "%s: expected a shard, found %s.%s", path,
-                  S_ISDIR(st.st_mode) ? "a folder" : "something that is no plain file",
+                  S_ISDIR(st.st_mode) ? "a folder" : "a device or pipe",
                   S_ISDIR(st.st_mode) ? "\n  Name its files, such as \"FOLDER/*_train_*.bin\"." : "");
     } else {
         *bytes = (uint64_t)st.st_size;

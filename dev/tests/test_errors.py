@@ -190,6 +190,16 @@ def test_broken_mask(tmp_path, bits, how, parts):
     says(run_data(tmp_path, "--dry-run"), path, *parts)
 
 
+@pytest.mark.parametrize("name", ["d_train_000001.bin", "d_train_000001.mask", "d_val_000000.bin", "tokenizer.json"])
+def test_a_pipe_in_place_of_a_file(tmp_path, name):
+    """Opening one waits for whoever writes into it, perhaps forever."""
+    if name != "d_train_000001.bin":
+        shard_with(tmp_path)
+    os.mkfifo(tmp_path / name)
+    val = ["--val-data", tmp_path / name] if "val" in name else []
+    says(train(tmp_path, "--steps", 2, *val, code=INPUT, timeout=30), tmp_path / name, "pipe")
+
+
 def test_some_masks(tmp_path):
     shard_with(tmp_path)
     write_shard(tmp_path / "d_train_000002.bin", tokens(1000))
@@ -520,6 +530,38 @@ def test_more_than_free(much_data, tmp_path):
     assert not out.exists()
     text = train(much_data, "--model", "layers=1024,heads=64,channels=65536,ffn=262144", code=RESOURCE)
     says(text, "this run needs", "is free", "--model")
+
+
+@pytest.fixture
+def small_group():
+    """A control group with 200 MB, of the version that this machine has."""
+    groups = dict(line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().splitlines())
+    root, limit = (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes") if "memory" in groups else (Path("/sys/fs/cgroup"), "memory.max")
+    parent = root / groups.get("memory", groups.get("", "/"))[1:]
+    group = (parent if parent.is_dir() else root) / f"test-{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"needs the right to make control groups: {error}")
+    try:
+        try:
+            (group / limit).write_text("200000000")
+        except OSError as error:
+            pytest.skip(f"needs a control group that limits memory: {error}")
+        yield group
+    finally:
+        group.rmdir()
+
+
+def test_more_than_the_control_group_has(data, small_group):
+    """Seen in the plan: once it runs, the kernel kills the job without a word."""
+    enter = lambda: (small_group / "cgroup.procs").write_text(str(os.getpid()))
+    flags = ["--model", "layers=4,heads=4,channels=512,ffn=1376,vocab=32000", "--dry-run"]
+    train(data, *flags)
+    text = train(data, *flags, code=RESOURCE, preexec_fn=enter)
+    says(text, "this run needs", "of memory", "is free", "--model")
+    assert int(re.search(r"and (\d+)[.\d]* MB is free", text)[1]) <= 200, text
+    train(data, "--steps", 1, preexec_fn=enter)
 
 
 @pytest.mark.skipif(SANITIZED, reason="a sanitizer's own map is larger than any limit")
