@@ -336,6 +336,22 @@ static void change_normalizer(Evaluator *e) {
     }
 }
 
+// A new s starts so that the mean of s·ln(n) over the row lengths n = 1..L is 1, softmax's temperature. Shorter samples see less of it: flatter
+// attention, and a loss that says little about the normalizer.
+static void note_temperature(const Evaluator *e) {
+    const Normalizer *to = &e->given;
+    int L = e->model.config.seq_len;
+    size_t T = e->lengths[0].T;
+    for (size_t i = 1; i < e->count; i++)
+        if (e->lengths[i].T < T) T = e->lengths[i].T;
+    bool starts = normalizer_has(to, SCALAR_S) && !normalizer_keeps(&e->own, to, SCALAR_S) && isnan(to->s_start) && to->scale.kind != SCALE_PN;
+    if (!starts || T >= (size_t)L) return;
+    double start = normalizer_start(to, SCALAR_S, L), here = normalizer_start(to, SCALAR_S, (int)T);
+    if (!(start / here < 0.9)) return;
+    printf("note      s starts at %.4f for L = %d; at T = %zu its mean temperature is %.2f of softmax's, which costs loss by itself:\n"
+           "          --attn %s+s=%.4f starts at softmax's there\n", start, L, T, start / here, to->text, here);
+}
+
 static void print_start(const Evaluator *e) {
     const ModelConfig *c = &e->model.config;
     printf("model     %s, %s parameters, trained with %s at L = %d\n", e->folder, human_count((double)model_parameters(c)).text, e->own.text,
@@ -345,6 +361,7 @@ static void print_start(const Evaluator *e) {
     if (e->longest > (size_t)c->seq_len)
         printf("note      up to %.3g L; L stays %d in the normaliser, and RoPE's theta %s\n", (double)e->longest / c->seq_len, c->seq_len,
                e->o.rope_scaling == ROPE_NTK ? "grows with the length" : "stays");
+    if (e->changes) note_temperature(e);
     fflush(stdout);
 }
 

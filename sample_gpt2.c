@@ -75,7 +75,7 @@ static void parse_flags(SampleOptions *o, int argc, char **argv) {
         {"model", OPT_TEXT, &o->model, .arg = "DIR", .group = "Model", .help = "a checkpoint's folder, or a run's: then its newest checkpoint"},
         {"attn", OPT_TEXT, &o->attn, .arg = "NAME", .group = "Model", .help = "another attention normaliser than the checkpoint's; `--attn help` lists them"},
         {"ignore-config-key", OPT_TEXT, &o->ignore_config_key, .arg = "NAME[,...]", .group = "Model", .help = "keys of config.json that are not known here and change nothing"},
-        {"prompt", OPT_TEXT, &o->prompt, .arg = "TEXT", .group = "Text", .help = "how the text begins; none: end-of-text. Without a tokenizer, token ids: 1,2,3"},
+        {"prompt", OPT_TEXT, &o->prompt, .arg = "TEXT", .group = "Text", .help = "how the text begins; -: read it from stdin; none: end-of-text. Without a tokenizer, token ids: 1,2,3"},
         {"prompt-file", OPT_TEXT, &o->prompt_file, .arg = "F", .group = "Text", .help = "a file of prompts, one a line; blank lines are left out"},
         {"max-new-tokens", OPT_INT, &o->max_new_tokens, 1, MAX_SEQ_LEN, .arg = "N", .group = "Text", .help = "most tokens after a prompt; end-of-text ends a text before"},
         {"num-samples", OPT_INT, &o->num_samples, 1, 1e6, .arg = "N", .group = "Text", .help = "texts for each prompt"},
@@ -175,10 +175,28 @@ static void read_prompt_file(Sampler *s) {
     if (!s->prompt_count) fail(EXIT_INPUT, "%s: expected prompts, one a line, found none.", s->o.prompt_file);
 }
 
+// --prompt -: all of stdin is one prompt, without the newline at its end.
+static void read_stdin(Sampler *s) {
+    size_t length = 0, room = 1 << 16;
+    char *text = malloc(room);
+    while (text) {
+        length += fread(text + length, 1, room - length - 1, stdin);
+        if (length < room - 1) break;
+        text = realloc(text, room *= 2);
+    }
+    if (!text) fail(EXIT_RESOURCE, "--prompt -: out of memory for the prompt.");
+    if (ferror(stdin)) fail(EXIT_INPUT, "--prompt -: stdin cannot be read: %s.", strerror(errno));
+    if (length && text[length - 1] == '\n') length--;
+    text[length] = 0;
+    add_prompt(s, text, length, "--prompt -", EXIT_INPUT);
+}
+
 static void read_prompts(Sampler *s) {
     const char *prompt = s->o.prompt ? s->o.prompt : "";
     if (s->o.prompt_file)
         read_prompt_file(s);
+    else if (!strcmp(prompt, "-"))
+        read_stdin(s);
     else
         add_prompt(s, prompt, strlen(prompt), "--prompt", EXIT_USAGE);
 }

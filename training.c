@@ -433,6 +433,20 @@ static double checkpoint_bytes(const ModelConfig *config, bool bf16) {
     return (double)model_parameters(config) * (bf16 ? 2 + 12 : 4 + 8);
 }
 
+// A learning rate that rises to the end of the run is hardly ever meant.
+static void warn_of_long_warmup(const Run *run) {
+    const TrainOptions *o = &run->o;
+    if (o->steps > 0 && o->warmup >= o->steps)
+        warn("--warmup %lld is not shorter than --steps %lld: the learning rate rises through the whole run%s.\n"
+             "  A twentieth of the steps is a common choice: --warmup %lld.", (long long)o->warmup, (long long)o->steps,
+             o->schedule == SCHEDULE_CONSTANT ? "" : " and never decays", (long long)(o->steps >= 20 ? o->steps / 20 : 1));
+    for (const Switch *s = run->switches; s < run->switches + run->switch_count; s++) {
+        if (o->warmup >= o->steps || s->step >= o->steps || s->step + o->warmup < o->steps) continue;
+        warn("after the change to %s at step %lld the warmup of %lld steps runs again, and --steps %lld ends the run before it is over.",
+             s->to.text, (long long)s->step, (long long)o->warmup, (long long)o->steps);
+    }
+}
+
 static void print_plan(Run *run) {
     const ModelConfig *c = run->config;
     const TrainOptions *o = &run->o;
@@ -1044,7 +1058,10 @@ int training_main(int argc, char **argv) {
     }
     trainer_start(&run.o);
     plan_memory(&run);
-    if (is_main()) print_plan(&run);
+    if (is_main()) {
+        print_plan(&run);
+        warn_of_long_warmup(&run);
+    }
     memory_check(run.plan, process.local_size);
     trainer_check_memory();
     process_barrier();                     // nobody writes anything before all have seen that it fits

@@ -128,14 +128,17 @@ bool normalizer_keeps(const Normalizer *from, const Normalizer *to, Scalar scala
 // ---------------------------------------------------------------------------------------------------------------------------
 // Reading
 
-static const char *nearest_preset(const char *name) {
-    const char *best = PRESETS[0].name;
-    size_t least = (size_t)-1;
+// "Nearest: name. " of the preset that was probably meant, or "".
+static const char *nearest_preset(const char *name, char *out, size_t size) {
+    size_t least = (size_t)-1, given = strlen(name);
+    out[0] = 0;
     for (size_t i = 0; i < COUNT(PRESETS); i++) {
-        size_t distance = edit_distance(name, strlen(name), PRESETS[i].name, strlen(PRESETS[i].name));
-        if (distance < least) least = distance, best = PRESETS[i].name;
+        size_t length = strlen(PRESETS[i].name), distance = edit_distance(name, given, PRESETS[i].name, length);
+        if (distance >= least || !edit_is_slip(distance, given, length)) continue;
+        least = distance;
+        snprintf(out, size, "Nearest: %s. ", PRESETS[i].name);
     }
-    return best;
+    return out;
 }
 
 // Reads a value of a stage, "l1+1" say, by its row: the name alone, or with the number that it takes.
@@ -238,7 +241,7 @@ bool normalizer_parse(Normalizer *out, const char *text, char *message, size_t s
         snprintf(message, size, "longer than %d characters", NORMALIZER_TEXT - 1);
         return false;
     }
-    char words[NORMALIZER_TEXT];
+    char words[NORMALIZER_TEXT], near[64];
     strcpy(words, text);
     char *override = next_override(words);
     if (override) *override++ = 0;
@@ -248,11 +251,11 @@ bool normalizer_parse(Normalizer *out, const char *text, char *message, size_t s
     if (!preset) {
         const char *plus = strchr(words, '+');
         if (!words[0])
-            snprintf(message, size, "no such normaliser: none is named. `--attn help` lists all of them");
+            snprintf(message, size, "no such normalizer: none is named. `--attn help` lists all of them");
         else if (plus)
             snprintf(message, size, "'%s' is no override. There is: qk=, scale=, offset=, phi=, norm=, post=, s= and fixed", plus + 1);
         else
-            snprintf(message, size, "no such normaliser. Nearest: %s. `--attn help` lists all of them", nearest_preset(words));
+            snprintf(message, size, "no such normalizer. %s`--attn help` lists all of them", nearest_preset(words, near, sizeof near));
         return false;
     }
     *out = preset->normalizer;

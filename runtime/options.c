@@ -173,22 +173,32 @@ void usage_fail(const char *format, ...) {
     fail_with(&error);
 }
 
+static bool same_letter(char a, char b) {
+    return tolower((unsigned char)a) == tolower((unsigned char)b);
+}
+
 size_t edit_distance(const char *a, size_t na, const char *b, size_t nb) {
-    size_t row[64];
+    size_t rows[3][64];      // of the prefixes of a that have i - 2, i - 1 and i letters
     if (na > 63 || nb > 63) return 64;
-    for (size_t j = 0; j <= nb; j++) row[j] = j;
-    for (size_t i = 1; i <= na; i++) {
-        size_t diagonal = row[0];
+    for (size_t i = 0; i <= na; i++) {
+        size_t *row = rows[i % 3], *before = rows[(i + 2) % 3], *two_before = rows[(i + 1) % 3];
         row[0] = i;
         for (size_t j = 1; j <= nb; j++) {
-            size_t best = diagonal + (tolower((unsigned char)a[i - 1]) != tolower((unsigned char)b[j - 1]));
-            if (row[j] + 1 < best) best = row[j] + 1;
-            if (row[j - 1] + 1 < best) best = row[j - 1] + 1;
-            diagonal = row[j];
-            row[j] = best;
+            row[j] = row[j - 1] + 1;
+            if (i == 0) continue;
+            size_t replaced = before[j - 1] + !same_letter(a[i - 1], b[j - 1]);
+            if (before[j] + 1 < row[j]) row[j] = before[j] + 1;
+            if (replaced < row[j]) row[j] = replaced;
+            bool swapped = i > 1 && j > 1 && same_letter(a[i - 1], b[j - 2]) && same_letter(a[i - 2], b[j - 1]);
+            if (swapped && two_before[j - 2] + 1 < row[j]) row[j] = two_before[j - 2] + 1;
         }
     }
-    return row[nb];
+    return rows[na % 3][nb];
+}
+
+bool edit_is_slip(size_t distance, size_t na, size_t nb) {
+    size_t longer = na > nb ? na : nb;
+    return distance <= 1 || distance <= longer / 3;
 }
 
 // The distance, but 0 where one word is how the other begins (--train for --train-data).
@@ -197,32 +207,39 @@ static size_t unlikeness(const char *a, size_t na, const char *b, size_t nb) {
     return shorter >= 3 && strncasecmp(a, b, shorter) == 0 ? 0 : edit_distance(a, na, b, nb);
 }
 
-static const char *nearest_flag(const Option *table, size_t count, const char *name, size_t length) {
+// " Nearest: --name." of the flag that was probably meant, or "".
+static const char *nearest_flag(const Option *table, size_t count, const char *name, size_t length, char *out, size_t size) {
     size_t best = SIZE_MAX;
-    const char *nearest = "help";
+    out[0] = 0;
     for (size_t i = 0; i < count; i++) {
-        size_t d = unlikeness(name, length, table[i].name, strlen(table[i].name));
-        if (d < best) best = d, nearest = table[i].name;
+        size_t other = strlen(table[i].name), d = unlikeness(name, length, table[i].name, other);
+        if (d >= best || !edit_is_slip(d, length, other)) continue;
+        best = d;
+        snprintf(out, size, " Nearest: --%s.", table[i].name);
     }
-    return nearest;
+    return out;
 }
 
-static void nearest_choice(const Option *o, const char *text, char *out, size_t size) {
-    size_t best = SIZE_MAX;
+// " Nearest: name." of the choice that was probably meant, or "".
+static const char *nearest_choice(const Option *o, const char *text, char *out, size_t size) {
+    size_t best = SIZE_MAX, given = strlen(text);
+    out[0] = 0;
     for (const char *p = o->choices;; p++) {
-        size_t length = strcspn(p, "|"), d = unlikeness(text, strlen(text), p, length);
-        if (d < best) best = d, snprintf(out, size, "%.*s", (int)length, p);
+        size_t length = strcspn(p, "|"), d = unlikeness(text, given, p, length);
+        if (d < best && edit_is_slip(d, given, length)) {
+            best = d;
+            snprintf(out, size, " Nearest: %.*s.", (int)length, p);
+        }
         p += length;
-        if (*p == 0) return;
+        if (*p == 0) return out;
     }
 }
 
 static _Noreturn void wrong_value(const Option *o, const char *text) {
-    char want[256], near[64];
+    char want[256], near[96];
     expected(o, want, sizeof want);
     if (o->type != OPT_CHOICE) usage_fail("--%s %s: expected %s, found \"%s\".", o->name, text, want, text);
-    nearest_choice(o, text, near, sizeof near);
-    usage_fail("--%s %s: expected %s. Nearest: %s.", o->name, text, want, near);
+    usage_fail("--%s %s: expected %s.%s", o->name, text, want, nearest_choice(o, text, near, sizeof near));
 }
 
 // ---- help
@@ -280,19 +297,20 @@ Option *options_find(Option *table, size_t count, const char *name) {
 }
 
 static Option *flag_find(Option *table, size_t count, const char *word, size_t length) {
-    char name[64];
+    char name[64], near[96];
     snprintf(name, sizeof name, "%.*s", (int)length, word + 2);
     Option *o = length < sizeof name ? options_find(table, count, name) : NULL;
     if (!o)
-        usage_fail("--%.*s: no such flag. Nearest: --%s. `--help` lists all of them.", (int)length, word + 2,
-                   nearest_flag(table, count, word + 2, length));
+        usage_fail("--%.*s: no such flag.%s `--help` lists all of them.", (int)length, word + 2,
+                   nearest_flag(table, count, word + 2, length, near, sizeof near));
     return o;
 }
 
 static _Noreturn void stray_word(const Option *table, size_t count, const char *word, const char *before) {
+    char near[96];
     if (word[0] == '-' && word[1] && word[1] != '-')
-        usage_fail("%s: flags begin with two dashes. Nearest: --%s. `--help` lists all of them.", word,
-                   nearest_flag(table, count, word + 1, strcspn(word + 1, "=")));
+        usage_fail("%s: flags begin with two dashes.%s `--help` lists all of them.", word,
+                   nearest_flag(table, count, word + 1, strcspn(word + 1, "="), near, sizeof near));
     usage_fail("\"%s\": a word that belongs to no flag%s%s.\n"
                "  Each value follows its flag (--flag value); a value with spaces or a * needs quotes.",
                word, before ? ", after " : "", before ? before : "");
@@ -389,8 +407,8 @@ static bool check_row(const Option *o, const cJSON *item, Value *v, Error *error
     value_text(o, *v, was, sizeof was);
     value_text(o, value_get(o), now, sizeof now);
     return error_set(error, EXIT_USAGE, "--resume: --%s is %s here, but the run began with %s, and it may not change.\n"
-                     "  Leave --%s out, or start a new run in another --out (--init-from takes the weights along).",
-                     o->name, now, was, o->name);
+                     "  Leave --%s out, or start a new run in another --out (--init-from takes the weights along).%s%s",
+                     o->name, now, was, o->name, o->resume_hint ? "\n  " : "", o->resume_hint ? o->resume_hint : "");
 }
 
 bool options_resume(Option *table, size_t count, const char *json, Error *error) {

@@ -39,13 +39,14 @@ typedef struct {
     const char *group;      // the heading in --help; rows of a group stand together
     const char *help;       // one line, with the unit and what 0 means
     bool on_resume;         // may differ from the run that --resume continues
+    const char *resume_hint;    // otherwise: how else to get there, a sentence for the message
     bool given;             // set by the parser: the flag stood on the command line
     char *owned;            // set by options_resume(): the memory of an OPT_TEXT's value
 } Option;
 
 // Reads `--flag value` and `--flag=value` into the table's variables; given twice, the last counts. --help prints `usage`
 // and the groups with the defaults, and exits with 0. Anything wrong (unknown flag or value, missing value, out of range,
-// NaN, a word that belongs to no flag) ends with EXIT_USAGE and the nearest valid name. Call it before process_start(), so
+// NaN, a word that belongs to no flag) ends with EXIT_USAGE and the nearest valid name where one is near. Call it before process_start(), so
 // that a wrong flag never starts MPI; under a launcher only one process prints.
 void options_parse(Option *table, size_t count, int argc, char **argv, const char *usage);
 
@@ -64,8 +65,11 @@ char *options_json(const Option *table, size_t count);
 // the given one; then nothing is changed. Rows that the run does not know keep what they have.
 bool options_resume(Option *table, size_t count, const char *json, Error *error);
 
-// Levenshtein's distance of a (na letters) and b (nb), upper case as lower; 64 where one of them has more than 63 letters.
-// For the nearest name in a message.
+// How many letters to insert, delete, replace or swap with their neighbor to turn a (na letters) into b (nb), upper case as lower (the "optimal
+// string alignment" distance); 64 where one of them has more than 63 letters. For the nearest name in a message.
 size_t edit_distance(const char *a, size_t na, const char *b, size_t nb);
+
+// Could one be a slip for the other at this distance? At most a third of the longer one's letters, but always one.
+bool edit_is_slip(size_t distance, size_t na, size_t nb);
 
 #endif

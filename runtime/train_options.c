@@ -25,7 +25,8 @@ void train_options_init(TrainOptions *o, const char *attn_help, bool gpus) {
         {"seed",        OPT_INT, &o->seed, 0, 9007199254740992.0, .arg = "N", .group = "Data", .help = "of the first weights, the data's order and the samples"},
 
         {"model",       OPT_TEXT, &o->model, .arg = "NAME|SPEC", .group = "Model", .help = "15M, 124M, 162M, or layers=4,heads=4,channels=128,ffn=352,tied=1[,vocab=N]; block=gau: gated attention units"},
-        {"attn",        OPT_TEXT, &o->attn, .arg = "NAME", .group = "Model", .help = attn_help},
+        {"attn",        OPT_TEXT, &o->attn, .arg = "NAME", .group = "Model", .help = attn_help,
+         .resume_hint = "To change the normalizer of this run, use --attn-switch STEP:NAME."},
         {"attn-switch", OPT_TEXT, &o->attn_switch, .arg = "STEP:NAME", .group = "Model", .help = "change the normaliser at this step", .on_resume = true},
         {"norm-length", OPT_INT, &o->norm_length, 0, 1 << 20, .arg = "N", .group = "Model", .help = "the L of the normalisers; 0: the largest --seq-len, or the loaded model's"},
         {"rope-theta",  OPT_FLOAT, &o->rope_theta, 1.0001, 1e12, .arg = "X", .group = "Model", .help = "base of RoPE's wavelengths"},

@@ -2,15 +2,16 @@
 
     python scripts/plot.py out/a                                out/a/loss.png
     python scripts/plot.py out/a out/b --out both.png
-    python scripts/plot.py out/a --scalars                      out/a/scalars.png: s, b, sink and p_n, where the normaliser learns them
+    python scripts/plot.py out/a --scalars                      out/a/scalars.png: s, b, sink and p_n, where the normalizer learns them
     python scripts/plot.py out/* --tensorboard /tmp/events      then: tensorboard --logdir /tmp/events
 
-A run is a folder with the trainer's metrics.jsonl; a run that is still going can be drawn at any time.
+A run is a folder with the trainer's metrics.jsonl; a run that is still going can be drawn at any time. A dashed line marks a change of normalizer.
 """
 import argparse
 import json
 import math
 import os
+import re
 import struct
 import sys
 from pathlib import Path
@@ -90,28 +91,57 @@ def newest_checkpoint(run):
     return max(whole, key=lambda path: int(path.parent.name[5:]), default=None)
 
 
-def read_tensor(path, name):
-    """A float32 or bf16 tensor of a safetensors file as a flat float64 array, or None where the file has no such tensor. The file is
-    an 8-byte little-endian length, a JSON header of that length, and the data, to which the header's offsets count."""
+def read_tensors(path, pattern):
+    """{name: values} of the float32 or bf16 tensors of a safetensors file whose names match, as flat float64 arrays, in order of the numbers in their
+    names. The file is an 8-byte little-endian length, a JSON header of that length, and the data, to which the header's offsets count."""
     import numpy as np
+    found = {}
     try:
         with open(path, "rb") as file:
             size, = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(size))
-            if name not in header:
-                return None
-            begin, end = header[name]["data_offsets"]
-            file.seek(8 + size + begin)
-            data = file.read(end - begin)
-        kind = {"F32": "<f4", "BF16": "<u2"}[header[name]["dtype"]]
-        if len(data) != end - begin:
-            raise ValueError(f"it ends before {name} does")
-        values = np.frombuffer(data, kind)
+            matching = [name for name in header if re.fullmatch(pattern, name)]
+            for name in sorted(matching, key=lambda name: [int(digits) for digits in re.findall(r"\d+", name)]):
+                begin, end = header[name]["data_offsets"]
+                file.seek(8 + size + begin)
+                data = file.read(end - begin)
+                kind = {"F32": "<f4", "BF16": "<u2"}[header[name]["dtype"]]
+                if len(data) != end - begin:
+                    raise ValueError(f"it ends before {name} does")
+                values = np.frombuffer(data, kind)
+                found[name] = ((values.astype("<u4") << 16).view("<f4") if kind == "<u2" else values).astype(float)
     except (ValueError, KeyError, TypeError, OverflowError, MemoryError, struct.error) as error:
-        raise Refused(f"{path}: expected a safetensors file with {name} in float32 or bf16 ({type(error).__name__}: {error}).")
-    if kind == "<u2":
-        values = (values.astype("<u4") << 16).view("<f4")
-    return values.astype(float)
+        raise Refused(f"{path}: expected a safetensors file with {pattern} in float32 or bf16 ({type(error).__name__}: {error}).")
+    return found
+
+
+def read_tensor(path, name):
+    """One tensor, or None where the file has no such tensor."""
+    return read_tensors(path, re.escape(name)).get(name)
+
+
+def read_json(path):
+    """The JSON object in a file, {} where there is none."""
+    try:
+        value = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise Refused(f"{path}: expected a JSON object ({error}).")
+    return value if isinstance(value, dict) else {}
+
+
+def read_switches(run, lines):
+    """[(tokens, seconds, "softmax → ssmax")]: where the normalizer changed in mid-run, by the lineage in run.json."""
+    switches, times = [], seconds(lines)
+    lineage = read_json(Path(run) / "run.json").get("lineage", [])
+    for entry in lineage if isinstance(lineage, list) else []:
+        if not isinstance(entry, dict) or entry.get("event") != "attn-switch" or not entry.get("step", math.inf) <= lines[-1]["step"]:
+            continue
+        done = [i for i, line in enumerate(lines) if line["step"] <= entry["step"]]
+        at = (lines[done[-1]]["tokens"], times[done[-1]]) if done else (0, 0.0)
+        switches.append((*at, f"{entry.get('from')} → {entry.get('attn')}"))
+    return switches
 
 
 # ---------------------------------------------------------------- the picture
@@ -155,6 +185,15 @@ def draw_loss(axes, x, lines, color, label):
     if points:
         axes.plot(*zip(*points), color=[0.75 * c for c in color], linewidth=2, alpha=0.8, marker="o", markersize=5,
                   markeredgecolor="white", markeredgewidth=0.8)
+
+
+def draw_switches(axes, at, color, labels=True):
+    """A dashed line for each (x, text), labeled or not."""
+    for x, text in at:
+        axes.axvline(x, color=color, linestyle=(0, (4, 3)), linewidth=1.1, alpha=0.9)
+        if labels:
+            axes.annotate(text, (x, 0.02), (-3, 0), xycoords=("data", "axes fraction"), textcoords="offset points", rotation=90, ha="right",
+                          va="bottom", fontsize=8.5, color=color, zorder=5, bbox={"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 0.8})
 
 
 def loss_limits(loaded):
@@ -205,6 +244,10 @@ def picture(runs):
         draw_loss(by_time, [value / time_size for value in seconds(lines)], lines, color, None)
         lr.plot(tokens, column(lines, "lr"), color=color, linewidth=1.4, marker="." if len(lines) < 10 else None)
         draw_smooth(norm, tokens, column(lines, "grad_norm"), color)
+        switches, mark = read_switches(runs[i], lines), "0.3" if len(runs) == 1 else [0.7 * c for c in color]
+        for axes in (by_tokens, lr, norm):
+            draw_switches(axes, [(at / token_size, text) for at, _, text in switches], mark, labels=axes is by_tokens)
+        draw_switches(by_time, [(at / time_size, text) for _, at, text in switches], mark)
     norm.set_yscale("log")
     norm.yaxis.set_minor_locator(ticker.LogLocator(subs=(2, 3, 5)))
     norm.yaxis.set_minor_formatter(lambda value, _: f"{value:g}")
@@ -242,18 +285,37 @@ def fit_text(a1, a2, r2):
     return f"a1 = {a1:.4g}, a2 = {a2:.4g}, R^2 = {r2:.4f}"
 
 
+def checkpoint_scalars(path, key):
+    """(tokens, [(mean, least, largest) over the heads of each layer]) of a learned scalar in a checkpoint's model.safetensors; None without one."""
+    tensors = read_tensors(path, rf"model\.layers\.\d+\.(self_attn|gau)\.{key}")
+    tokens = read_json(path.parent / "state.json").get("tokens")
+    fixed = read_json(path.parent / "config.json").get("attention_normalizer", {}).get("fixed")
+    if not tensors or tokens is None or fixed:
+        return None
+    return tokens, [(float(x.mean()), float(x.min()), float(x.max())) for x in tensors.values()]
+
+
+def add_newest(series, newest):
+    """The validations' points and, where it is newer than they are, that of the newest checkpoint: after a switch it may be the only one."""
+    tokens, values = series
+    if newest and (not tokens or newest[0] > tokens[-1]) and (not values or len(values[0]) == len(newest[1])):
+        return [*tokens, newest[0]], [*values, newest[1]]
+    return series
+
+
 def read_scalars(run):
     """{"s": (tokens, values), "b" and "sink": the same, "p": array}, of these what the run has."""
     path, checkpoint = Path(run) / "metrics.jsonl", newest_checkpoint(run)
     lines = read_metrics(run)
-    found = {name: triples(lines, key, path) for name, key in (("s", "attn_scale"), ("b", "attn_bias"), ("sink", "attn_sink"))}
+    found = {name: add_newest(triples(lines, key, path), checkpoint and checkpoint_scalars(checkpoint, key))
+             for name, key in (("s", "attn_scale"), ("b", "attn_bias"), ("sink", "attn_sink"))}
     found = {name: (tokens, values) for name, (tokens, values) in found.items() if tokens}
     p = read_tensor(checkpoint, "model.attn_pn") if checkpoint else None
     if p is not None:
         found["p"] = p
     if not found:
-        raise Refused(f"{path}: no attn_scale, and no model.attn_pn in a checkpoint. Either its normaliser learns no scalars (ssmax, "
-                      "ssmax-bias, ssmax-pn and softmax-sink do), or no validation, which writes them, has come yet (--val-every).")
+        raise Refused(f"{path}: no attn_scale, and no learned scalars in the newest checkpoint. Either its normalizer learns none (ssmax, ssmax-bias, "
+                      "ssmax-pn and softmax-sink do), or the run has had neither a validation (--val-every) nor a checkpoint with them yet.")
     return found
 
 
@@ -297,6 +359,8 @@ def scalars_picture(runs):
                 draw_p(axes, found["p"], fit)
             else:
                 draw_layers(axes, *found[scalar], token_size, color.to_rgba)
+                switches = read_switches(run, read_metrics(run))
+                draw_switches(axes, [(at / token_size, text) for at, _, text in switches], "0.3")
                 axes.set(title=f"{scalar} by layer: mean over heads, least to largest", xlabel=f"{token_name}tokens")
                 axes.set_xlim(left=0)
         panels[0].annotate(name, (0, 1), (0, 26), xycoords="axes fraction", textcoords="offset points", fontsize=12, weight="bold")

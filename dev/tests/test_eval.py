@@ -448,3 +448,22 @@ def test_beside_a_run_that_prunes(data, checkpoints, tmp_path):
     with saving_and_pruning(out):
         for _ in range(25):
             assert run(*words)[0].splitlines()[-1] == expected
+
+
+def test_a_note_on_lengths_below_l(checkpoints, data, tmp_path):
+    """Where s starts anew and the shortest length sees less than 0.9 of its mean temperature; the start that the note names has all of it."""
+    folder = checkpoints("--model", model_flag("llama"))
+    start, ratio = 4 / math.lgamma(5), math.lgamma(5) / 4 * ENTROPY
+
+    def note(*flags):
+        output, _ = evaluate(folder, data, tmp_path, "--max-tokens", 64, *flags)
+        return output.split("under softmax")[0].partition("note      s starts")[2]
+
+    text = note("--attn", "ssmax-bias", "--seq-lens", "8,4")
+    assert f"at {ENTROPY:.4f} for L = 8; at T = 4 its mean temperature is {ratio:.2f} of softmax's" in text and f"--attn ssmax-bias+s={start:.4f}" in text
+    assert not any(note(*flags) for flags in (["--attn", "ssmax-bias", "--seq-lens", "8"], ["--attn", "ssmax-bias", "--seq-lens", "16"],
+                                              ["--attn", f"ssmax+s={start:.4f}", "--seq-lens", "4"], ["--attn", "ssmax-pn", "--seq-lens", "4"],
+                                              ["--attn", "softmax1", "--seq-lens", "4"], ["--seq-lens", "4"]))
+    own = checkpoints("--model", model_flag("llama"), "--attn", "ssmax")
+    output, _ = evaluate(own, data, tmp_path, "--max-tokens", 64, "--attn", "ssmax-bias", "--seq-lens", "4")
+    assert "note" not in output                                # its s is learned, and stays

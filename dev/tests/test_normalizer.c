@@ -147,17 +147,17 @@ static void test_overrides(void) {
 // ---- what is refused, with what the message has to say
 
 static const struct { const char *text, *says; } REFUSED[] = {
-    {"", "no such normaliser"}, {"softmx", "Nearest: softmax."}, {"ssmx", "Nearest: ssmax."}, {"lssarr", "Nearest: lssar."},
-    {"SOFTMAX", "no such normaliser"}, {" softmax", "Nearest: softmax."}, {"softmax ", "Nearest: softmax."},
+    {"", "no such normalizer"}, {"softmx", "Nearest: softmax."}, {"ssmx", "Nearest: ssmax."}, {"lssarr", "Nearest: lssar."},
+    {"SOFTMAX", "no such normalizer"}, {" softmax", "Nearest: softmax."}, {"softmax ", "Nearest: softmax."},
     {"softmax1x", "Nearest: softmax1."},
-    {"relu2_L", "Nearest: relu2-L."}, {"softmax-", "Nearest: softmax."}, {"norm=l1", "no such normaliser"}, {"s=1", "no such normaliser"},
+    {"relu2_L", "Nearest: relu2-L."}, {"softmax-", "Nearest: softmax."}, {"norm=l1", "no such normalizer"}, {"s=1", "no such normalizer"},
     {"softmax+", "'' is no override"}, {"softmax+l1", "'l1' is no override"}, {"softmax+nrm=l1", "'nrm=l1' is no override"},
     {"softmax+Norm=l1", "'Norm=l1' is no override"}, {"softmax+norm", "'norm' is no override"},
     {"softmax+norm:l1", "'norm:l1' is no override"},
     {"ssmax+fixedly", "'fixedly' is no override"}, {"ssmax+fixed=1", "'fixed=1' is no override"},
     {"softmax+ norm=l1", "' norm=l1' is no override"},
     {"softmax+window=3", "post="}, {"softmax++norm=l1", "is no override"}, {"softmax+softmax", "'softmax' is no override"},
-    {"+norm=l1", "no such normaliser"},
+    {"+norm=l1", "no such normalizer"},
     {"softmax+norm=l2", "norm: 'l2'"}, {"softmax+norm=l2", "n, n2, L, T, T2, const:X, sqrt-half-n, none"},
     {"softmax+norm=", "norm: ''"},
     {"softmax+norm=l1+", "'l1+'"}, {"softmax+norm=l1+-1", "'l1+-1'"}, {"softmax+norm=l1++1", "'l1++1'"}, {"softmax+norm=l1 ", "'l1 '"},

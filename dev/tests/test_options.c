@@ -76,6 +76,9 @@ static void test_refusals(void) {
     refused("--train_data x", "Nearest: --train-data.");
     refused("--train x", "Nearest: --train-data.");
     refused("--LR 1", "Nearest: --lr.");
+    refused("--btach 1", "Nearest: --batch.");
+    refused("--config x", "--config: no such flag. `--help` lists all of them.");
+    refused("--dtype int8", "--dtype int8: expected one of fp32|bf16.\n");
     refused("--batch=4 --zzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzz 1", "no such flag");
     refused("-batch 4", "-batch: flags begin with two dashes. Nearest: --batch.");
     refused("batch 4", "belongs to no flag");

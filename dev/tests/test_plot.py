@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 import plot  # noqa: E402
-from trainer import TRAIN  # noqa: E402
+from trainer import TRAIN, make_data, read_header, train  # noqa: E402
 
 
 def make_run(folder, steps, val_every=10, tail=""):
@@ -232,6 +232,50 @@ def test_p_alone_is_drawn(tmp_path):
     save_p(run, 1, [1.0] * 4)
     result = command(run, "--scalars")
     assert result.returncode == 0 and "a1 = 0, a2 = 1, R^2 = nan" in result.stdout, result.stderr
+
+
+def make_switched(folder, data, *flags):
+    """A real run: softmax becomes SSMax at step 6 of 8."""
+    make_data(data)
+    train(data, "--model", "layers=2,heads=2,channels=16,ffn=24,vocab=97", "--attn-switch", "6:ssmax-bias", "--steps", 8, "--out", folder, *flags)
+    return folder
+
+
+def test_scalars_right_after_a_switch(tmp_path):
+    """No validation has written them yet, but the checkpoint has them."""
+    run = make_switched(tmp_path / "run", tmp_path)
+    result = command(run, "--scalars")
+    assert result.returncode == 0, result.stderr
+    s, b = (panel for panel in plot.scalars_picture([str(run)]).axes if panel.get_title(loc="left")[:2] in ("s ", "b "))
+    data = dict(read_floats(run / "ckpt/step-00000008/model.safetensors"))
+    for panel, name in (s, "attn_scale"), (b, "attn_bias"):
+        for layer in range(2):
+            line = panel.lines[layer]
+            assert line.get_xdata() == pytest.approx([8 * 32]) and line.get_ydata() == pytest.approx(
+                [np.mean(data[f"model.layers.{layer}.self_attn.{name}"])])
+
+
+def read_floats(path):
+    header, raw = read_header(path)
+    for name, row in header.items():
+        if name != "__metadata__":
+            yield name, np.frombuffer(raw[slice(*row["data_offsets"])], "<f4")
+
+
+@pytest.mark.parametrize("draw", [plot.picture, plot.scalars_picture])
+def test_a_switch_is_marked(tmp_path, draw):
+    """By a line in each panel where the normalizer changed, and its name; one that has not come yet is not."""
+    run = make_switched(tmp_path / "run", tmp_path)
+    lineage = json.loads((run / "run.json").read_text())
+    lineage["lineage"].append({"step": 9, "event": "attn-switch", "from": "ssmax-bias", "attn": "softmax"})
+    (run / "run.json").write_text(json.dumps(lineage))
+    panels = [axes for axes in draw([str(run)]).axes if axes.get_xlabel()]
+    elapsed = [sum(ms for ms in plot.column(plot.read_metrics(run), "ms")[:6]) / 1e3]
+    for axes in panels:
+        marks = [line.get_xdata()[0] for line in axes.lines if list(line.get_xdata()) == [line.get_xdata()[0]] * 2 and list(line.get_ydata()) == [0, 1]]
+        assert marks == pytest.approx(elapsed if axes.get_xlabel() == "seconds" else [6 * 32])
+    labels = [text.get_text() for axes in panels for text in axes.texts if "→" in text.get_text()]
+    assert labels == ["softmax → ssmax-bias"] * 2
 
 
 def test_runs_without_scalars_are_refused(tmp_path):

@@ -141,7 +141,7 @@ def faults():
 @pytest.mark.parametrize("kind", FAULTS)
 def test_every_point_of_a_save(data, tmp_path, faults, kind):
     whole = tmp_path / "whole"
-    flags = ["--steps", 4, "--ckpt-every", 2, "--keep", 1]
+    flags = ["--steps", 4, "--warmup", 2, "--ckpt-every", 2, "--keep", 1]
     text = train(data, *flags, "--out", whole, program=faults, env={"FAULT_COUNT": "1"})
     points = int(re.search(r"fault points: (\d+)", text)[1])
     assert points > 80

@@ -85,6 +85,16 @@ def test_a_checkpoint_that_is_gone_for_good(runs, tmp_path):
 
 # ---------------------------------------------------------------- drawing
 
+@pytest.mark.parametrize("given, same", [("the cat", "the cat"), ("the cat\n", "the cat"), ("a\n\nb\n\n", "a\n\nb\n"), ("", ""),
+                                         ("naïve café " * 20, "naïve café " * 20)], ids=["a word", "a newline", "lines", "nothing", "long"])
+def test_a_prompt_from_stdin(runs, given, same):
+    """All of it, without one newline at its end."""
+    words = [BIN / "sample_gpt2", "--model", runs / "text", "--max-new-tokens", "5", "--prompt"]
+    texts = [subprocess.run([*words, prompt], input=text.encode(), capture_output=True, env=environment(), check=True).stdout
+             for prompt, text in (("-", given), (same, ""))]
+    assert texts[0] == texts[1] and texts[0].startswith(same.encode())
+
+
 def test_an_empty_prompt_is_end_of_text(runs):
     assert sample(runs / "ids", "--prompt", "")[0] == sample(runs / "ids")[0] == sample(runs / "ids", "--prompt", END_OF_TEXT)[0]
     assert not sample(runs / "text")[0][0].startswith("<|endoftext|>")

@@ -241,6 +241,26 @@ def test_wrong_steps_of_a_switch(data, text):
     assert "expected STEP:NAME with a step from 0 to 1000000000000" in train(data, f"--attn-switch={text}", "--steps", 1, code=2)
 
 
+def test_attn_on_resume_points_to_attn_switch(data, tmp_path):
+    train(data, "--steps", 1, "--out", tmp_path)
+    text = train(data, "--steps", 2, "--out", tmp_path, "--resume", "--attn", "ssmax", code=2)
+    assert "--attn is ssmax here, but the run began with softmax" in text and "use --attn-switch STEP:NAME." in text
+    assert "--attn-switch" not in train(data, "--steps", 2, "--out", tmp_path, "--resume", "--seed", 2, code=2)
+
+
+def test_a_warmup_that_never_ends(data):
+    """The defaults of --warmup and --steps are equal, among others."""
+    plan = ["--dry-run", "--model", "layers=1,heads=2,channels=16,ffn=24,vocab=97", "--seq-len", 8]
+    text = train(data, *plan, model=False)
+    assert "warning: --warmup 1000 is not shorter than --steps 1000" in text and "--warmup 50." in text and "never decays" not in text
+    assert "rises through the whole run and never decays" in train(data, *plan, "--schedule", "cosine", model=False)
+    assert "warning" not in train(data, *plan, "--warmup", 999, model=False)
+    late = ["--attn-switch", "600:ssmax", "--warmup"]
+    text = train(data, *plan, *late, 400, model=False)
+    assert "after the change to ssmax at step 600 the warmup of 400 steps runs again, and --steps 1000 ends the run before it is over" in text
+    assert "warning" not in train(data, *plan, *late, 399, model=False)
+
+
 # ---- the run folder
 
 
