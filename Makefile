@@ -139,7 +139,8 @@ comma      := ,
 architectures = $(foreach n,$(GPUS),-gencode arch=compute_$(n),code=sm_$(n)) -gencode arch=compute_$(lastword $(GPUS)),code=compute_$(lastword $(GPUS))
 library_in  = $(abspath $(firstword $(wildcard $(addsuffix /$(1),$(2)/lib64 $(2)/lib $(2)/lib/x86_64-linux-gnu))))
 GPU_SHARED  = $(call library_in,libcublasLt.so*,$(CUBLAS)) $(if $(USE_NCCL),$(call library_in,libnccl.so*,$(NCCL)))
-GPU_LIBS    = $(GPU_SHARED) $(patsubst %/,-Wl$(comma)-rpath$(comma)%,$(dir $(GPU_SHARED))) $(call library_in,libcudart_static.a,$(CUDA)) -ldl -lrt -lpthread
+CUDART      = $(call library_in,libcudart_static.a,$(CUDA))
+GPU_LIBS    = $(GPU_SHARED) $(patsubst %/,-Wl$(comma)-rpath$(comma)%,$(dir $(GPU_SHARED))) $(CUDART) -ldl -lrt -lpthread
 CU_FLAGS    = -std=c++17 -I. -MMD -MP $(ONLY) $(if $(USE_NCCL),-DUSE_NCCL) $(patsubst %,-isystem %/include,$(filter-out 0 /usr,$(CUBLAS) $(NCCL)))
 NVCCFLAGS   = $(CU_FLAGS) -O3 -lineinfo $(architectures) -Xcompiler -Wall,-Wextra,-fPIC $(if $(filter 1,$(WERROR)),-Werror all-warnings) $(PTXAS)
 # The race check watches the kernels, not the emulator, and knows nothing of OpenMP's threads.

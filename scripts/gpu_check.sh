@@ -1,360 +1,788 @@
 #!/usr/bin/env bash
-# What only a GPU can show, in parts, each of which can be called alone and adds its section to one report.
+# Runs what only a GPU can show, in parts. Each part adds its section to one report; a part that ran out of time
+# resumes in the next call. doc/gpu_check.md has the commands for half an hour on a GPU, with the minutes for each.
 #
-#   scripts/gpu_check.sh [PART...]     without one: build tests sanitizer determinism train attention, under 10 minutes on an H100 with 16 cores
+#   scripts/gpu_check.sh [PART[=SECONDS]...]
 #
-#   pack          on the machine that has a network: gathers in DEPS what the GPU's machine may lack
-#   build         everything for sm_90 (GPUS), by make -j
-#   tests         the wrappers of kernels/gpu.cuh, every kernel, cuBLASLt, attention under every normaliser, the whole model, against their references
-#   sanitizer     compute-sanitizer's memcheck, racecheck and synccheck on small shapes, each kind of attention
-#   determinism   two runs and a resumed one, bit for bit
-#   several       two processes with a GPU each, by MPI and NCCL: sums, and a run beside one of one process
-#   train         a run on Shakespeare in float32 and in bf16 beside the CPU's
-#   attention     attention's time: softmax at T = 1k to 16k beside PyTorch's, every normaliser at 1k and 4k beside our softmax
-#   step          the training step at 124M and 162M beside PyTorch's, and where the time goes
+# Without PART: all of these but pack and several, in this order. Repeat the call while the exit code is 75.
+# =SECONDS caps a part's time in this call.
+#
+#   pack          on a machine with a network: gathers in DEPS what the GPU's machine may lack
+#   probe         what this machine has and lacks: GPU, driver, nvcc, libraries, Python packages, profilers. 10 s
+#   build         the programs for this GPU, in PROGRAMS; again when the contents of the sources changed
+#   tests         the wrappers of kernels/gpu.cuh, every kernel, cuBLASLt, the model, attention under every
+#                 normalizer, against their references
+#   determinism   two runs, and a resumed one, agree to the last bit
+#   train         training in float32 and in bf16 beside the CPU's losses
+#   attention     attention's time: softmax at T = 1k to 16k beside PyTorch's, every normalizer beside our softmax
+#   step          the training step at 124M beside PyTorch's, and where the time goes
 #   memory        a step's memory at T = 1k to 16k
-#   others        every normaliser beside PyTorch's ways, which are compiled first: long. Called again, it goes on where it was, as step and memory do
+#   others        every normalizer beside PyTorch's ways to compute it, T = 4k first
+#   counters      instructions that attention's kernels issue, counted by ncu, beside dev/bench/sass.py's
+#   sanitizer     compute-sanitizer's memcheck, racecheck and synccheck on our kernels, without cuBLASLt's
+#   larger        the training step at 162M beside PyTorch's
+#   several       two ranks with a GPU each, by MPI and NCCL: sums, and a run beside one of a single rank
 #
-#   OUT=DIR       where report.json, report.md and log go (build/gpu_check). A report there is added to. With another DIR than that one, a report in
-#                 build/gpu_check is taken over first
+#   BUDGET=N      seconds that this call may take (570). What does not fit is named, and left to the next call
+#   OUT=DIR       where report.json, report.md, log and loss.png go (build/gpu_check)
+#   REPORT=DIR    an earlier call's OUT, which this call continues (build/gpu_check)
+#   FRESH=1       repeats the parts that are named, instead of resuming them
 #   DEPS=DIR      what pack has gathered (build/deps)
-#   TARGETS=WORDS what build makes (all that the parts need)
-#   BUDGET=N      seconds after which attention, step, memory and others begin no new case (500)
-#   DATA=DIR      Shakespeare's shards (data/shakespeare)
-#   VERSION=TEXT  what the report calls this version, where there is no git
-#   DEVICE=cpu    a dry run: the emulated programs, or TRAIN=PROGRAM, PyTorch on the CPU, tiny shapes. It shows that the parts run, and measures nothing
+#   PROGRAMS=DIR  where the programs are built (build/gpu_programs)
+#   GPUS=N        compute capability without its dot (this GPU's, or 90)
+#   DATA=DIR      shards to train on (data/shakespeare; without it, this project's own text)
+#   DEVICE=cpu    a dry run: the emulated programs, or TRAIN=PROGRAM, and PyTorch on the CPU, with tiny shapes
 #
-# Exit codes: 0 all is well; 1 something failed, and the report says what; 2 wrong usage; 77 no GPU: not measured.
+# Exit codes: 0 everything is done and passed; 1 something failed, and the report says what; 2 wrong usage;
+# 75 time ran out: call again; 77 no GPU: nothing was measured.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
-DEFAULT_PARTS="build tests sanitizer determinism train attention"
-PARTS="pack build tests sanitizer determinism several train attention step memory others"
-NO_GPU=77
-home=build/gpu_check
-out=${OUT:-$home} deps=$(realpath -m "${DEPS:-build/deps}") data=${DATA:-data/shakespeare} budget=${BUDGET:-500} gpus=${GPUS:-90}
+ALL="probe build tests determinism train attention step memory others counters sanitizer larger"
+PARTS="pack $ALL several"
+FAILED=1 UNFINISHED=75 NO_GPU=77
+out=${OUT:-build/gpu_check} earlier=${REPORT:-build/gpu_check} budget=${BUDGET:-570}
+deps=$(realpath -m "${DEPS:-build/deps}")
+LOG_BYTES=8000000
 dry=0
 [ "${DEVICE:-cuda}" = cpu ] && dry=1
 where=cuda suffix=cu
 [ $dry = 1 ] && where=on_cpu suffix=cu_on_cpu
-train=${TRAIN:-./train_gpt2$suffix}
-tests=build/$where/tests
+# A dry run takes what `make` has built, unless PROGRAMS says otherwise.
+build=${PROGRAMS:-$([ $dry = 1 ] && echo build || echo build/gpu_programs)}
+bin=$([ "$build" = build ] && echo . || echo "$build")
+train=${TRAIN:-$bin/train_gpt2$suffix}
+tests=$build/$where/tests
+flash=${FLASH_LIBRARY:-$build/$where/flash.so}
 
 say() { echo "gpu_check: $*"; }
 stop() { echo "gpu_check: $2" >&2; exit "$1"; }
 report() { python3 dev/bench/gpu_report.py "$out" "$@"; }
+# Seconds that the part may still take.
+left() { echo $((part_end - SECONDS)); }
 
-# The Python that has PyTorch, and pytest where pack brought it.
+# The Python that has PyTorch.
 find_python() {
     local p
     for p in ${PYTHON:-} python3 .venv/bin/python; do
-        if "$p" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)' 2>/dev/null; then python=$p; return; fi
+        python=$p
+        if has_module torch; then return; fi
     done
     python=python3
+}
+
+has_module() {
+    "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)' "$1" 2>/dev/null
 }
 
 # What pack gathered comes before what the system has.
 use_deps() {
     [ -d "$deps" ] || return 0
     export CPATH=$deps/include${CPATH:+:$CPATH} LIBRARY_PATH=$deps/lib${LIBRARY_PATH:+:$LIBRARY_PATH}
-    export LD_LIBRARY_PATH=$deps/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH} PYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}$deps/python
+    export LD_LIBRARY_PATH=$deps/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+    export PYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}$deps/python
 }
 
 # ---------------------------------------------------------------- checks
 
-# check NAME LIMIT command...: runs it for at most LIMIT seconds; its verdict, time and last line go into the report, all of it into the log.
+# What this script's functions need when they run as commands.
+VARIABLES="data dry train deps out part python bin build suffix where flash tests gpus make_flags"
+
+# check NAME NEED LIMIT command...: runs the command (a program, or a function of this script) for at most LIMIT
+# seconds, if NEED seconds are left and the report does not say that it passed. Its verdict, time and last line go into
+# the report, its output into the log. If the command's exit code is 75, it ran out of time.
 check() {
-    local name=$1 limit=$2 start=$SECONDS status=0 verdict=ok text
-    shift 2
+    local name=$1 need=$2 limit=$3 start=$SECONDS status=0 text cut
+    shift 3
+    [ $dry = 0 ] || need=$((need / 6))                # with tiny shapes
+    report passed "$part" "$name" && { echo "  $name: passed in an earlier call"; return 0; }
+    if [ "$(left)" -lt "$need" ]; then leave "$name" "needs $need s, and $(left) s are left"; return 1; fi
+    cut=$(($(left) < limit ? $(left) : limit))
     text=$(mktemp)
     printf '\n== %s: %s: %s\n' "$part" "$name" "$*" >>"$out/log"
-    timeout "$limit" "$@" >"$text" 2>&1 </dev/null || status=$?
+    # shellcheck disable=SC2086
+    if declare -F "$1" >/dev/null; then
+        set -- bash -c "$(declare -f); $(declare -p $VARIABLES 2>/dev/null); \"\$@\"" - "$@"
+    fi
+    timeout -k 5 "$cut" "$@" >"$text" 2>&1 </dev/null || status=$?
     cat "$text" >>"$out/log"
-    conclude "$name" "$status" $((SECONDS - start)) "$text" "$limit"
+    if [ "$status" = 124 ] || [ "$status" = 137 ]; then
+        status="no end within $limit s"
+        if [ "$cut" -lt "$limit" ]; then
+            leave "$name" "stopped after $cut s, at the end of this call's time"
+            rm -f "$text"
+            return 1
+        fi
+    fi
+    conclude "$name" "$status" $((SECONDS - start)) "$text"
 }
 
-# conclude NAME STATUS SECONDS FILE LIMIT
+# conclude NAME STATUS SECONDS FILE
 conclude() {
-    local verdict=ok detail
+    local verdict="FAILED ($2)" detail
     detail=$(grep -v '^[[:space:]]*$' "$4" | tail -1)
-    [ "$2" = 0 ] || verdict="FAILED ($2)"
-    [ "$2" != 124 ] || verdict="FAILED: no end within $5 s"
+    if [ "$2" = $UNFINISHED ]; then leave "$1" "$detail"; rm -f "$4"; return 1; fi
+    [ "$2" = 0 ] && verdict=ok
+    [ "$2" = $NO_GPU ] && verdict=told
+    [ "$verdict" = ok ] || [ -z "${informational:-}" ] || verdict=told
     report check "$part" "$1" "$verdict" "$3" "$detail"
     echo "  $1: $verdict, $3 s${detail:+: ${detail:0:140}}"
     [ "$2" = 0 ] || tail -25 "$4" | sed 's/^/    | /'
     rm -f "$4"
-    [ "$2" = 0 ]
+    [ "$verdict" != "FAILED ($2)" ]
 }
 
-fact() { report fact "$part" "$1"; echo "  $1"; }
+# leave NAME WHY: for the next call.
+leave() {
+    report check "$part" "$1" left 0 "$2"
+    echo "  $1: left to the next call: $2"
+}
 
-# What a part cannot do without: a check that cannot be made has failed.
-missing() { report check "$part" "$1" FAILED 0 "$1 is not here"; echo "  FAILED: $1 is not here"; return 1; }
+# Lines of the section.
+fact() { report fact "$part" "$@"; printf '  %s\n' "$@"; }
 
-# ---------------------------------------------------------------- pack, build
+# lacks NAME WHAT-THEN: something that a part cannot do without. What cannot be checked has not passed.
+lacks() {
+    report check "$part" "$1" FAILED 0 "$1 is missing: $2"
+    echo "  FAILED: $1 is missing: $2"
+    return 1
+}
 
-# On a machine with a network: headers and libraries of cJSON and xxHash, cuBLAS's headers, pytest, the text, and the CPU's loss curve.
+# ---------------------------------------------------------------- pack
+
+# Each thing by itself, so that one that cannot be had does not hide the others.
 part_pack() {
-    local new=$deps.new root=$deps.new/root
-    rm -rf "$new"
-    mkdir -p "$root" "$new/include" "$new/lib" "$new/python" "$new/cublas"
-    (cd "$root" && apt-get download -q libcjson1 libcjson-dev libxxhash0 libxxhash-dev >/dev/null &&
-        for deb in *.deb; do dpkg -x "$deb" .; done) || stop 1 "pack: apt-get could not download cJSON and xxHash"
-    cp -rL "$root"/usr/include/* "$new/include/"
-    cp -L "$root"/usr/lib/*/lib*.so* "$new/lib/"              # copies in the place of links, which may not travel
-    "$(pip_python)" -m pip install -q --disable-pip-version-check --only-binary :all: --target "$new/python" pytest || stop 1 "pack: pip could not fetch pytest"
-    local cublas
-    cublas=$(make -s --eval='where-cublas: ; @echo $(CUBLAS)' where-cublas 2>/dev/null)
-    [ -f "$cublas/include/cublasLt.h" ] || stop 1 "pack: no cublasLt.h here: scripts/setup_cuda.sh brings it"
-    cp -r "$cublas/include" "$new/cublas/include"
-    rm -rf "$root" "$deps"
-    mv "$new" "$deps"
-    [ -d "$data" ] || .venv/bin/python data/shakespeare.py || stop 1 "pack: no text in $data"
-    make -j"$(nproc)" train_gpt2 || stop 1 "pack: train_gpt2 cannot be built"
-    run_cpu "$deps/fp32_on_cpu" || stop 1 "pack: the CPU's run failed"
-    rm -rf "$deps/fp32_on_cpu/ckpt"
-    say "$deps: $(du -sh "$deps" | cut -f1). To carry: $(realpath --relative-to=. "$deps") and $data ($(du -sh "$data" | cut -f1))"
+    local thing not_packed=()
+    mkdir -p "$deps"/{include,lib,python,cublas}
+    for thing in libraries cudart cublas python text curve; do
+        if "pack_$thing"; then say "packed: $thing"; else not_packed+=("$thing"); fi
+    done
+    say "$deps: $(du -sh "$deps" | cut -f1). Bring it with the sources ($(sources_size)), without build, .venv and .cuda"
+    [ ${#not_packed[@]} = 0 ] ||
+        stop $FAILED "pack: not packed: ${not_packed[*]}. The lines above say why, and what the GPU's machine then needs"
 }
 
-pip_python() {
-    local p
-    for p in .venv/bin/python python3; do "$p" -m pip --version >/dev/null 2>&1 && echo "$p" && return; done
-    stop 1 "pack: no pip here"
+lacked() { echo "gpu_check: pack: $1" >&2; return 1; }
+
+# cJSON and xxHash: this machine's, or else Debian's or Ubuntu's packages; unpacking them needs no root.
+pack_libraries() {
+    local root="" name packages="libcjson1 libcjson-dev libxxhash0 libxxhash-dev"
+    if ! compile_test cjson/cJSON.h || ! compile_test xxhash.h; then
+        root=$(mktemp -d)
+        # shellcheck disable=SC2086
+        (cd "$root" && apt-get download -q $packages >/dev/null && for name in *.deb; do dpkg -x "$name" .; done) ||
+            { lacked "cJSON and xxHash are not installed here, and apt-get cannot download them: install $packages"; return 1; }
+    fi
+    for name in cjson xxhash.h; do cp -rL "$root/usr/include/$name" "$deps/include/" || return 1; done
+    # Copies in place of links, which may not travel: the linker asks for .so, the loader for .so.N.
+    for name in libcjson libxxhash; do cp -L "$root"/usr/lib/*/"$name".so* "$deps/lib/" || return 1; done
+    [ -z "$root" ] || rm -rf "$root"
 }
 
-# cuBLASLt's headers and library, where make finds none: pack's headers, and the library that PyTorch came with or that the system knows.
-settle_cublas() {
-    make_flags=(GPUS="$gpus")
-    case " $(make -s lacking 2>/dev/null) " in *" toolkit "*) stop 1 "build: no nvcc here: scripts/setup_cuda.sh brings one" ;; *" cublas "*) ;; *) return ;; esac
+compile_test() { echo "#include <$1>" | gcc -fsyntax-only -x c - 2>/dev/null; }
+
+make_variable() { make -s --eval="show-it: ; @echo \$($1)" MAKECMDGOALS=help show-it 2>/dev/null | tail -1; }
+
+pack_cudart() {
     local library
-    library=$({ python3 -c 'import nvidia; print(*nvidia.__path__, sep="\n")' 2>/dev/null | sed 's|$|/*/lib/libcublasLt.so.13|'
-                echo '/usr/local/cuda*/lib64/libcublasLt.so.13'; ldconfig -p | sed -n 's/.*libcublasLt.so.13.* => //p'; } |
-              while read -r glob; do compgen -G "$glob"; done | head -1)
-    [ -n "$library" ] && [ -f "$deps/cublas/include/cublasLt.h" ] || stop 1 "build: no cuBLASLt here (make help); headers come by pack, its library with PyTorch"
+    library=$(find_cudart)
+    [ -n "$library" ] || { lacked "no libcudart_static.a here: scripts/setup_cuda.sh brings it"; return 1; }
+    [ "$library" -ef "$deps/lib/libcudart_static.a" ] || cp -L "$library" "$deps/lib/"
+}
+
+find_cudart() {
+    local cuda
+    cuda=$(make_variable CUDA)
+    find ${cuda:+"$cuda/"} "$deps/lib" -name libcudart_static.a 2>/dev/null | head -1
+}
+
+pack_cublas() {
+    local cublas
+    cublas=$(make_variable CUBLAS)
+    [ -f "$cublas/include/cublasLt.h" ] || { lacked "no cublasLt.h here: scripts/setup_cuda.sh brings it"; return 1; }
+    rm -rf "$deps/cublas/include"
+    cp -rL "$cublas/include" "$deps/cublas/include"
+}
+
+# pytest, to run tests in several processes (xdist) that may hang (timeout) or crash. Pure Python, so for any version.
+pack_python() {
+    local p new=$deps/python.new packages="pytest pytest-xdist pytest-timeout"
+    local flags="-q --disable-pip-version-check --only-binary :all: --no-compile"
+    for p in .venv/bin/python python3; do
+        "$p" -m pip --version >/dev/null 2>&1 || continue
+        rm -rf "$new"
+        # shellcheck disable=SC2086
+        "$p" -m pip install $flags --target "$new" $packages || continue
+        rm -rf "$deps/python"
+        mv "$new" "$deps/python"
+        return
+    done
+    lacked "pip is missing, or cannot fetch $packages. The GPU's machine needs them for the tests of attention"
+}
+
+# Shards to train on: DATA's, or this project's text, a byte a token.
+pack_text() {
+    local from=${DATA:-data/shakespeare}
+    rm -rf "$deps/text"
+    mkdir -p "$deps/text"
+    if has_shards "$from"; then cp "$from"/*_train_*.bin "$deps/text/"; else python3 dev/bench/gpu_text.py "$deps/text"; fi
+}
+
+has_shards() { [ -n "$(compgen -G "$1/*_train_*.bin")" ]; }
+
+# The CPU's losses, with the recipe that they belong to.
+pack_curve() {
+    make -j"$(nproc)" train_gpt2 >/dev/null ||
+        { lacked "train_gpt2 cannot be built here, so the GPU's machine must run the CPU's part, for minutes"; return 1; }
+    data=$deps/text
+    rm -rf "$deps/fp32_on_cpu"
+    run_cpu ./train_gpt2 "$deps/fp32_on_cpu" >/dev/null || { lacked "the CPU's run failed"; return 1; }
+    rm -rf "$deps/fp32_on_cpu/ckpt"
+}
+
+sources_size() {
+    du -bs --exclude=./build --exclude=./out --exclude='./.*' . | awk '{ printf "%.1f MB", $1 / 1e6 }'
+}
+
+# ---------------------------------------------------------------- probe
+
+# found NAME VALUE WHAT-THEN [needed]: adds the value to `facts`, or without one what is lost and the remedy.
+# `needed`: for every program.
+found() {
+    if [ -n "$2" ]; then facts+=("$1: $2")
+    elif [ "${4:-}" = needed ] && [ $dry = 0 ]; then lacks "$1" "$3"
+    else facts+=("$1: missing: $3"); fi
+}
+
+free_in() { df -h --output=avail "$1" 2>/dev/null | tail -1 | xargs; }
+
+first_line() { "$@" 2>/dev/null | head -1; }
+
+part_probe() {
+    local name value cuda release smoke="" facts=() by_pack="scripts/gpu_check.sh pack brings it"
+    settle_tools
+    cuda=$(make_variable CUDA)
+    if [ $dry = 0 ] && [ -n "$cuda" ] && has_gpu; then
+        smoke=$(mktemp -d)
+        smoke_test "$cuda" "$smoke" &
+    fi
+    found GPU "$GPU_CHECK_DEVICE" "nothing can be measured"
+    release=$(nvidia-smi 2>/dev/null | grep -o 'CUDA Version: [0-9.]*')
+    found "driver for CUDA" "${release#*: }" "the driver must support CUDA 13"
+    found make "$(first_line make --version)" "install make" needed
+    found g++ "$(first_line g++ --version)" "install g++" needed
+    release=$("$cuda/bin/nvcc" --version 2>/dev/null | grep release)
+    found nvcc "${cuda:+$cuda, ${release#*release }}" "where there is a network, scripts/setup_cuda.sh brings it" needed
+    found libcudart_static.a "$(find_cudart)" "$by_pack" needed
+    found cublasLt.h "$(ls "$cublas/include/cublasLt.h" 2>/dev/null)" "$by_pack" needed
+    found libcublasLt "$(compgen -G "$cublas/lib*/libcublasLt.so*" | head -1)" "PyTorch for CUDA 13 comes with it" needed
+    for name in cjson/cJSON.h xxhash.h; do found "$name" "$(compile_test $name && echo yes)" "$by_pack" needed; done
+    found Python "$("$python" --version 2>&1), $(command -v "$python")" "install Python 3"
+    while read -r name value; do found "Python's $name" "$value" "$(without "$name")"; done < <(python_packages)
+    for name in ncu compute-sanitizer; do found $name "$(command -v $name)" "$(without $name)"; done
+    found mpirun "$(command -v mpirun)" "only the part several needs it"
+    facts+=("CPU: $(nproc) cores, $(awk '/MemTotal/ { printf "%.0f GB", $2 / 1e6 }' /proc/meminfo) of memory")
+    facts+=("free disk: $(free_in .) here, $(free_in /dev/shm) in /dev/shm" "text to train on: $data, $curve")
+    fact "${facts[@]}"
+    wait
+    [ -z "$smoke" ] || conclude_smoke "$smoke"
+}
+
+# Lines: package, its version or nothing.
+python_packages() {
+    "$python" - torch triton numpy pytest pytest-xdist pytest-timeout matplotlib <<'PY'
+import sys
+from importlib import metadata
+for name in sys.argv[1:]:
+    try:
+        print(name, metadata.version(name))
+    except metadata.PackageNotFoundError:
+        print(name)
+PY
+}
+
+without() {
+    case $1 in
+        torch) echo "no attention, step, memory and others, and attention is not tested" ;;
+        triton) echo "PyTorch cannot compile, so no step, memory and others" ;;
+        numpy) echo "attention is not tested, and its kernels have no sanitizer and no counters" ;;
+        pytest) echo "attention is not tested; scripts/gpu_check.sh pack brings it" ;;
+        pytest-xdist | pytest-timeout) echo "one crash ends the tests of attention; scripts/gpu_check.sh pack brings it" ;;
+        matplotlib) echo "no picture of the losses" ;;
+        ncu) echo "no counters" ;;
+        compute-sanitizer) echo "no sanitizer" ;;
+    esac
+}
+
+# Does a kernel that nvcc has just built run here?
+smoke_test() {
+    cat >"$2/smoke.cu" <<'CUDA'
+#include <stdio.h>
+__global__ void add(int *x) { atomicAdd(x, 1); }
+int main(void) {
+    int *x, got = 0;
+    cudaMalloc(&x, 4);
+    cudaMemset(x, 0, 4);
+    add<<<2, 64>>>(x);
+    cudaMemcpy(&got, x, 4, cudaMemcpyDeviceToHost);
+    printf("a kernel added up to %d (128 expected), %s\n", got, cudaGetErrorString(cudaGetLastError()));
+    return got != 128;
+}
+CUDA
+    { "$1/bin/nvcc" -arch="sm_$gpus" -o "$2/smoke" "$2/smoke.cu" && "$2/smoke"; } >"$2/text" 2>&1
+    echo $? >"$2/status"
+}
+
+conclude_smoke() {
+    cp "$1/text" "$1/text.log"
+    cat "$1/text" >>"$out/log"
+    conclude "a kernel for sm_$gpus" "$(cat "$1/status")" 0 "$1/text.log"
+    rm -rf "$1"
+}
+
+# ---------------------------------------------------------------- build
+
+# Sets cublas, and the flags of make for what it does not find by itself: headers and libcudart_static.a by pack, the
+# library that PyTorch came with or that the system knows.
+settle_tools() {
+    local library lacking cudart
+    make_flags=(GPUS="$gpus" BUILD="$build" BIN="$bin")
+    cudart=$(find_cudart)
+    [[ $cudart != $deps/* ]] || make_flags+=(CUDART="$cudart")
+    cublas=$(make_variable CUBLAS)
+    lacking=" $(make -s lacking 2>/dev/null) "
+    if [[ $lacking != *" cublas "* ]] && [ -n "$(compgen -G "$cublas/lib*/libcublasLt.so*")" ]; then return; fi
+    library=$(cublas_libraries | while read -r glob; do compgen -G "$glob"; done | head -1)
+    [ -n "$library" ] && [ -f "$deps/cublas/include/cublasLt.h" ] || return
     ln -sfn "$(dirname "$library")" "$deps/cublas/lib"
-    make_flags+=(CUBLAS="$deps/cublas")
+    cublas=$deps/cublas
+    make_flags+=(CUBLAS="$cublas")
+}
+
+cublas_libraries() {
+    "$python" -c 'import nvidia; print(*nvidia.__path__, sep="\n")' 2>/dev/null | sed 's|$|/*/lib/libcublasLt.so.13|'
+    echo '/usr/local/cuda*/lib64/libcublasLt.so.13'
+    ldconfig -p | sed -n 's/.*libcublasLt.so.13.* => //p'
+}
+
+programs() { echo "$bin/train_gpt2$suffix $bin/test_gpt2$suffix $tests/test_kernels $tests/test_matmul $flash"; }
+
+# What the programs are built from: contents, since sources that were copied here may have any time.
+sources() {
+    report version build
+    echo "${make_flags[*]}"
+}
+
+# shellcheck disable=SC2046
+products() { cat $(programs) 2>/dev/null | sha256sum; }
+
+has_same_sources() { [ "$(sources)" = "$(cat "$build/sources" 2>/dev/null)" ]; }
+
+is_built() {
+    local file
+    for file in $(programs); do [ -e "$file" ] || return 1; done
+    has_same_sources && [ "$(products)" = "$(cat "$build/products" 2>/dev/null)" ]
+}
+
+make_programs() {
+    # shellcheck disable=SC2046
+    make -j"$(nproc)" "${make_flags[@]}" $(programs) && products >"$build/products"
 }
 
 part_build() {
-    local targets=(./train_gpt2$suffix ./test_gpt2$suffix "$tests/test_kernels" "$tests/test_matmul" "$tests/test_collective" build/$where/flash.so ./train_gpt2)
-    [ -z "${TARGETS:-}" ] || read -ra targets <<<"$TARGETS"
-    settle_cublas
-    fact "$(nproc) cores; $(make -s --eval='where: ; @echo Toolkit $(CUDA), cuBLASLt $(CUBLAS), NCCL $(or $(USE_NCCL),none)' "${make_flags[@]}" where)"
-    fact "$("$(make -s --eval='where-cuda: ; @echo $(CUDA)' where-cuda)"/bin/nvcc --version | tail -2 | head -1)"
-    check "make -j$(nproc), sm_$gpus" 420 make -j"$(nproc)" "${make_flags[@]}" "${targets[@]/#.\//}"
+    settle_tools
+    [ "$build" != build ] || stop 2 "build: the folder build is where make builds; name another one by PROGRAMS=DIR"
+    if is_built; then
+        report check "$part" "make, sm_$gpus" ok 0 "the programs in $build are built from these sources"
+        echo "  nothing to do"
+        return
+    fi
+    if has_same_sources && [ ! -e "$build/products" ]; then
+        say "resuming an unfinished build in $build"
+        find "$build" -type f -exec touch {} +                # what is there is from these sources, whatever their times
+    elif [ -d "$build" ]; then
+        say "$build holds programs of other sources; it is built anew"
+        rm -rf "$build"
+    fi
+    mkdir -p "$build"
+    sources >"$build/sources"
+    fact "$(nproc) cores; cuBLASLt $cublas"
+    check "make, sm_$gpus" 20 3600 make_programs
 }
 
-# Other parts need the programs; a fresh machine has none.
+# For parts that need the programs: a fresh machine has none.
 ensure_built() {
-    [ $dry = 1 ] && return
-    [ -x ./train_gpt2cu ] && [ -f build/cuda/flash.so ] && return
-    say "nothing is built here yet"
+    [ $dry = 1 ] && [ "$build" = build ] && return
+    [ -z "${build_failed:-}" ] || return 1
+    settle_tools
+    is_built && return
     local caller=$part
-    run_part build || stop 1 "the build failed: see $out/report.md"
+    part=build
+    echo "== build (for $caller)"
+    report forget build
+    report begin build
+    part_build
+    report end build ""
     part=$caller
+    is_built || { build_failed=1; return 1; }
 }
 
-# ---------------------------------------------------------------- tests, sanitizer
+# ---------------------------------------------------------------- tests
 
+KERNELS="wrappers rmsnorm rope swiglu gau embedding classifier adamw norms refused peak"
+PRODUCTS="layers plans shapes measured workspace repeated"
+MODELS="tied_v97 tied_v50257 _llama_ _gau_ _d48 _d64 _d128"
+
+# Every group is a process of its own, so that a kernel that crashes ends its group alone.
 part_tests() {
-    check "wrappers of kernels/gpu.cuh" 60 "$tests/test_kernels" wrappers
-    check "kernels" 180 "$tests/test_kernels"
-    check "cuBLASLt" 120 "$tests/test_matmul"
-    check "the model, every normaliser" 180 ./test_gpt2$suffix
-    FLASH_ALL=$((1 - dry)) FLASH_SO=$PWD/build/$where/flash.so check "attention, every normaliser" 300 "$python" -m pytest -q -x -p no:cacheprovider dev/tests/test_flash.py
-}
-
-# What each kind of kernel runs in: dtype, model, --attn. One for each row of attention/flash_instances.h, and one for each size of head and block.
-small_runs() {
-    local two="layers=1,heads=2,channels=128,ffn=96"
-    while read -r dtype model attn; do echo "$dtype ${model/TWO/$two} $attn"; done <<'TABLE'
-bf16 TWO softmax
-bf16 TWO softmax-recentered
-bf16 TWO softmax-recentered-l1
-bf16 TWO softplus-l1
-bf16 TWO lssar
-bf16 TWO sigmoid
-bf16 TWO identity
-bf16 TWO relu-l1
-bf16 TWO relu2-n
-bf16 TWO gelu-l1
-bf16 TWO ssmax-pn
-bf16 TWO softpick
-bf16 TWO mish-l1+post=recenter
-bf16 TWO sigmoid-logn-l1+post=reweight:15
-fp32 TWO softmax-sink
-fp32 TWO softmax-recentered
-fp32 TWO lssar
-bf16 layers=1,heads=2,channels=96,ffn=96 ssmax-bias
-bf16 layers=1,heads=1,channels=128,ffn=96 softmax
-bf16 layers=1,channels=64,block=gau relu2-T
-bf16 layers=1,channels=64,block=gau lssar
-TABLE
-}
-
-# The vocabulary that the shards need; the preset's own (GPT-2's) where they are Shakespeare's.
-vocab() { echo "${VOCAB:+,vocab=$VOCAB}"; }
-
-small_run() {      # tool dtype model attn
-    local tool=() steps=2
-    [ "$1" = none ] || tool=(compute-sanitizer --tool "$1" --error-exitcode 9 --print-limit 20)
-    "${tool[@]}" "$train" --train-data "$data/*_train_*.bin" --dtype "$2" --model "$3$(vocab)" --attn "$4" --batch 2 --seq-len $((dry ? 16 : 96)) \
-        --steps $steps --warmup 1
-}
-
-part_sanitizer() {
-    local tools="memcheck racecheck synccheck" tool dtype model attn folder i names=()
-    [ $dry = 1 ] && tools=none
-    [ $dry = 1 ] || command -v compute-sanitizer >/dev/null || { missing compute-sanitizer; return 1; }
-    folder=$(mktemp -d)
-    for tool in $tools; do
-        while read -r dtype model attn; do
-            while [ "$(jobs -rp | wc -l)" -ge 8 ]; do wait -n; done
-            i=${#names[@]} names+=("$tool $dtype $attn ($model)")
-            { start=$SECONDS; timeout 240 bash -c "$(declare -f small_run vocab); train='$train' data='$data' dry=$dry; small_run $tool $dtype $model $attn" \
-                >"$folder/$i" 2>&1 </dev/null; echo "$? $((SECONDS - start))" >"$folder/$i.status"; } &
-        done < <(small_runs)
-        [ $dry = 1 ] || check "$tool of the wrappers" 120 compute-sanitizer --tool "$tool" --error-exitcode 9 "$tests/test_kernels" wrappers
+    local group
+    for group in $KERNELS; do check "kernels: $group" 10 90 "$tests/test_kernels" "$group"; done
+    for group in $PRODUCTS; do check "cuBLASLt: $group" 10 60 "$tests/test_matmul" "$group"; done
+    # Sizes and calls that the trainer never makes: what the library says to them is information.
+    for group in unaligned orders refused; do
+        informational=1 check "cuBLASLt, not needed: $group" 10 60 "$tests/test_matmul" "$group"
     done
-    wait
-    for i in "${!names[@]}"; do
-        printf '\n== %s: %s\n' "$part" "${names[$i]}" >>"$out/log"
-        cat "$folder/$i" >>"$out/log"
-        read -r status seconds <"$folder/$i.status"
-        conclude "${names[$i]}" "$status" "$seconds" "$folder/$i" 240
-    done
-    rm -rf "$folder"
+    for group in $(model_groups); do check "the model: $group" 10 120 "$bin/test_gpt2$suffix" "$group"; done
+    has_module torch && has_module pytest || { lacks "PyTorch or pytest" "attention is not tested"; return 1; }
+    check "attention, a selection" 30 180 test_attention 0
+    [ $dry = 1 ] || check "attention, every normalizer" 60 300 test_attention 1
+}
+
+model_groups() { if [ $dry = 1 ]; then echo softmax_tied_v97_T33; else tr ' ' '\n' <<<"$MODELS"; fi; }
+
+test_attention() {
+    local flags=(-q -p no:cacheprovider --maxfail=15)
+    has_module xdist && flags+=(-n "$((dry ? 2 : 8))" --max-worker-restart=15)
+    has_module pytest_timeout && flags+=(--timeout=60 --timeout-method=thread)
+    # One CUDA context and a few threads for each process.
+    export OMP_NUM_THREADS=2 FLASH_ALL=$1 FLASH_SO
+    FLASH_SO=$(realpath "$flash")
+    "$python" -m pytest "${flags[@]}" dev/tests/test_flash.py
 }
 
 # ---------------------------------------------------------------- runs on text
 
 # The same small model everywhere: heads of 64, 2 M parameters and the embedding.
 recipe() {
-    if [ $dry = 1 ]; then echo "--model layers=1,heads=2,channels=96,ffn=64$(vocab) --batch 2 --seq-len 16 --steps ${STEPS:-4} --warmup 2 --lr 1e-3"
-    else echo "--model layers=4,heads=4,channels=256,ffn=688$(vocab) --batch 8 --seq-len 256 --steps ${STEPS:-120} --warmup 20 --lr 1e-3"; fi
+    local vocab=${VOCAB:+,vocab=$VOCAB}
+    if [ $dry = 1 ]; then
+        echo "--model layers=1,heads=2,channels=96,ffn=64$vocab --batch 2 --seq-len 16 --steps ${STEPS:-4} --warmup 2 --lr 1e-3"
+    else
+        echo "--model layers=4,heads=4,channels=256,ffn=688$vocab --batch 8 --seq-len 256 --steps ${STEPS:-120} --warmup 20 --lr 1e-3"
+    fi
 }
 
 run() {            # program folder flags...
     local program=$1 folder=$2
     shift 2
     # shellcheck disable=SC2046
-    "$program" --train-data "$data/*_train_*.bin" $(recipe) --sample-every 0 --val-every 0 --ckpt-every 0 --out "$folder" "$@"
+    "$program" --train-data "$data/*_train_*.bin" $(recipe) --sample-every 0 --val-every 0 --ckpt-every 0 \
+        --out "$folder" "$@"
 }
 
-# The CPU's run, with its recipe beside it.
-run_cpu() { run ./train_gpt2 "$1" --dtype fp32 && recipe >"$1/recipe"; }
+# The CPU's run, and beside it what it belongs to.
+run_cpu() { run "$1" "$2" --dtype fp32 && curve_of >"$2/recipe"; }
+curve_of() { recipe && cat "$data"/*_train_*.bin | sha256sum; }
 
-in_shell() { declare -f; echo "data='$data' dry=$dry train='$train'"; }
+find_data() {
+    local folder
+    curve="without the CPU's losses, so that the CPU's run takes minutes here: scripts/gpu_check.sh pack brings them"
+    [ -z "${DATA:-}" ] || has_shards "$DATA" || stop 2 "DATA=$DATA: no file *_train_*.bin there"
+    for folder in ${DATA:-} "$deps/text" data/shakespeare; do
+        if has_shards "$folder"; then data=$folder; break; fi
+    done
+    if [ -z "${data:-}" ]; then
+        data=build/gpu_text
+        python3 dev/bench/gpu_text.py "$data" >/dev/null || stop $FAILED "no text to train on: name a folder of shards by DATA"
+    fi
+    if [ "$(cat "$deps/fp32_on_cpu/recipe" 2>/dev/null)" = "$(curve_of)" ]; then
+        curve="with the CPU's losses, from pack"
+        packed_curve=1
+    fi
+}
 
 part_train() {
-    local folder cpu
+    local folder
     folder=$(mktemp -d)
-    cpu="$deps/fp32_on_cpu"
-    if [ "$(cat "$cpu/recipe" 2>/dev/null)" = "$(recipe)" ]; then
-        cp -r "$cpu" "$folder/"
-        fact "the CPU's run was made by pack"
+    if [ -n "${packed_curve:-}" ]; then
+        cp -r "$deps/fp32_on_cpu" "$folder/"
+        fact "the CPU's losses are pack's"
+        check "the same losses on CPU and GPU" 30 180 curves_beside "$folder"
     else
-        check "float32 on the CPU" 400 bash -c "$(in_shell); run_cpu '$folder/fp32_on_cpu'"
+        check "the same losses on CPU and GPU" 60 480 curves_beside "$folder"
     fi
-    check "float32 by ${train##*/}" 120 bash -c "$(in_shell); run '$train' '$folder/fp32' --dtype fp32"
-    check "bf16 by ${train##*/}" 120 bash -c "$(in_shell); run '$train' '$folder/bf16' --dtype bf16"
-    report curves "$part" "$folder/fp32_on_cpu" "$folder/fp32" "$folder/bf16"
-    "$python" scripts/plot.py "$folder/fp32_on_cpu" "$folder/fp32" "$folder/bf16" --out "$out/loss.png" >>"$out/log" 2>&1 || fact "no picture: matplotlib is not here"
     rm -rf "$folder"
+}
+
+curves_beside() {  # folder
+    local dtype
+    if [ ! -e "$1/fp32_on_cpu" ]; then
+        [ $dry = 1 ] || make -j"$(nproc)" train_gpt2 || return 1
+        run_cpu ./train_gpt2 "$1/fp32_on_cpu" || return 1
+    fi
+    for dtype in fp32 bf16; do run "$train" "$1/$dtype" --dtype $dtype || return 1; done
+    "$python" scripts/plot.py "$1/fp32_on_cpu" "$1/fp32" "$1/bf16" --out "$out/loss.png" || echo "no picture"
+    report curves "$part" "$1/fp32_on_cpu" "$1/fp32" "$1/bf16"
 }
 
 part_determinism() {
-    local folder dtype flag deterministic="--deterministic 1" free="--deterministic 0"
-    [[ $("$train" --help) == *--deterministic* ]] || deterministic=--shuffle free=      # the CPU's trainer, in a dry run, is deterministic as it is
+    local dtype
+    for dtype in bf16 fp32; do check "$dtype: two runs, and one resumed half-way, agree" 30 180 same_runs $dtype; done
+    check "bf16, --deterministic 0" 15 60 free_run
+}
+
+same_runs() {      # dtype
+    local folder deterministic="--deterministic 1" status=0 name
+    # The CPU's trainer, in a dry run, always is.
+    [[ $("$train" --help) == *--deterministic* ]] || deterministic=--shuffle
     folder=$(mktemp -d)
     export STEPS=$((dry ? 4 : 30))
-    for dtype in bf16 fp32; do
-        for flag in a b; do
-            check "$dtype, run $flag" 60 bash -c "$(in_shell); run '$train' '$folder/$dtype $flag' --dtype $dtype $deterministic"
-        done
-        report same "$part" "$dtype: two runs" "$folder/$dtype a" "$folder/$dtype b"
-        check "$dtype, half a run" 60 bash -c "$(in_shell); run '$train' '$folder/$dtype c' --dtype $dtype $deterministic --steps $((STEPS / 2))"
-        check "$dtype, the rest" 60 bash -c "$(in_shell); run '$train' '$folder/$dtype c' --dtype $dtype $deterministic --resume"
-        report same "$part" "$dtype: resumed half-way" "$folder/$dtype a" "$folder/$dtype c"
-    done
-    check "bf16, --deterministic 0" 60 bash -c "$(in_shell); run '$train' '$folder/free' --dtype bf16 $free"
-    fact "with --deterministic 0 a step takes $(step_ms "$folder/free") ms, without it $(step_ms "$folder/bf16 a") ms (medians of small steps)"
-    unset STEPS
+    for name in a b; do run "$train" "$folder/$name" --dtype "$1" $deterministic || status=1; done
+    run "$train" "$folder/c" --dtype "$1" $deterministic --steps $((STEPS / 2)) || status=1
+    run "$train" "$folder/c" --dtype "$1" $deterministic --resume || status=1
+    for name in b c; do python3 dev/bench/gpu_report.py compare same "$folder/a" "$folder/$name" || status=1; done
     rm -rf "$folder"
+    return $status
+}
+
+free_run() {
+    local folder free="--deterministic 0"
+    [[ $("$train" --help) == *--deterministic* ]] || free=
+    folder=$(mktemp -d)
+    export STEPS=$((dry ? 4 : 30))
+    # shellcheck disable=SC2086
+    run "$train" "$folder/free" --dtype bf16 $free && run "$train" "$folder/bf16" --dtype bf16 || return 1
+    echo "a small step takes $(step_ms "$folder/free") ms with --deterministic 0, $(step_ms "$folder/bf16") ms without (medians)"
+    rm -rf "$folder"
+}
+
+step_ms() {
+    python3 - "$1/metrics.jsonl" <<'PY'
+import json, statistics, sys
+print(round(statistics.median(json.loads(line)["ms"] for line in open(sys.argv[1])), 2))
+PY
 }
 
 # scripts/launch.sh, as a program for run().
-two_processes() { scripts/launch.sh 2 "$train" "$@"; }
+two_ranks() { scripts/launch.sh 2 "$train" "$@"; }
 
 # The same batches, so the same losses but for the order of sums.
 part_several() {
-    local folder word zero batch=$((dry ? 1 : 4))
-    if [ $dry = 0 ] && [ "$(nvidia-smi -L | wc -l)" -lt 2 ]; then end="not measured: fewer than two GPUs"; fact "fewer than two GPUs: not measured"; return; fi
-    for word in sums bf16; do check "sums of two processes: $word" 60 scripts/launch.sh 2 "$tests/test_collective" "$word"; done
-    folder=$(mktemp -d)
-    export STEPS=$((dry ? 4 : 10))
-    check "one process" 120 bash -c "$(in_shell); run '$train' '$folder/one' --dtype fp32"
-    for zero in 0 1; do
-        check "two processes, --zero $zero" 120 bash -c "$(in_shell); run two_processes '$folder/zero $zero' --dtype fp32 --batch $batch --zero $zero"
-        report close "$part" "losses, --zero $zero" 1e-5 "$folder/one" "$folder/zero $zero"
+    local word zero
+    if [ $dry = 0 ] && [ "$(nvidia-smi -L | wc -l)" -lt 2 ]; then
+        end="not measured: fewer than two GPUs"
+        fact "fewer than two GPUs: not measured"
+        return
+    fi
+    [ $dry = 1 ] || check "make test_collective" 30 200 make -j"$(nproc)" "${make_flags[@]}" "$tests/test_collective"
+    for word in sums bf16; do
+        check "sums of two ranks: $word" 15 60 scripts/launch.sh 2 "$tests/test_collective" "$word"
     done
-    unset STEPS
-    rm -rf "$folder"
+    for zero in 0 1; do check "losses of two ranks, --zero $zero" 30 240 two_beside_one $zero; done
 }
 
-step_ms() { python3 -c 'import json, statistics, sys; print(round(statistics.median(json.loads(line)["ms"] for line in open(sys.argv[1])), 2))' "$1/metrics.jsonl"; }
+two_beside_one() { # --zero's value
+    local folder status=0 batch=$((dry ? 1 : 4))
+    folder=$(mktemp -d)
+    export STEPS=$((dry ? 4 : 10))
+    run "$train" "$folder/one" --dtype fp32 && run two_ranks "$folder/two" --dtype fp32 --batch $batch --zero "$1" &&
+        python3 dev/bench/gpu_report.py compare close 1e-5 "$folder/one" "$folder/two" || status=1
+    rm -rf "$folder"
+    return $status
+}
 
 # ---------------------------------------------------------------- timings
 
-timing() {         # program of dev/bench, its flags
-    local flags=()
+# timing NEED MODULE program flags...: a program of dev/bench, which resumes by itself and begins no case that does not
+# fit into the time that is left.
+timing() {
+    local need=$1 module=$2 program=$3 flags=()
+    shift 3
     [ $dry = 1 ] && flags=(--dry-run)
-    check "$part" $((budget + 90)) "$python" "dev/bench/$1" "$out" "$part" --budget "$budget" "${flags[@]}" "${@:2}"
+    has_module "$module" || [ $dry = 1 ] || { lacks "Python's $module" "$(without "$module")"; return 1; }
+    # shellcheck disable=SC2086
+    check "$part" "$need" 3600 "$python" "dev/bench/$program" "$out" "$part" --budget $(($(left) - 15)) "${flags[@]}" "$@" \
+        ${TIMING_FLAGS:-}
 }
 
-part_attention() { timing attention_gpu.py ${FLASH_LIBRARY:+--library "$FLASH_LIBRARY"} ${TIMING_FLAGS:-}; }
-part_others() { timing attention_gpu.py ${FLASH_LIBRARY:+--library "$FLASH_LIBRARY"} ${TIMING_FLAGS:-}; }
-part_step() { timing gpu_step.py --ours "$train" ${TIMING_FLAGS:-}; }
-part_memory() { timing gpu_step.py --ours "$train" ${TIMING_FLAGS:-}; }
+part_attention() { timing 60 torch attention_gpu.py --library "$flash"; }
+part_others() { timing 90 triton attention_gpu.py --library "$flash"; }
+part_step() { timing 60 triton gpu_step.py --ours "$train"; }
+part_memory() { timing 45 triton gpu_step.py --ours "$train"; }
+part_larger() { timing 45 triton gpu_step.py --ours "$train"; }
+
+part_counters() {
+    if [ $dry = 0 ] && ! command -v ncu >/dev/null; then
+        report check "$part" counters told 0 "ncu is missing"
+        echo "  ncu is missing: nothing was counted"
+        return
+    fi
+    check counters 40 240 "$python" dev/bench/gpu_kernels.py count "$out" "$flash"
+}
+
+# ---------------------------------------------------------------- sanitizer
+
+# One of each kind of attention kernel, by the rows of attention/flash_instances.h: dtype, --attn, T, head size, size of
+# values.
+attention_kinds() {
+    cat <<'TABLE'
+bf16 softmax 96 64 64
+bf16 softmax 65 128 128
+bf16 softmax-recentered 96 64 64
+bf16 softmax-recentered-l1 96 64 64
+bf16 softplus-l1 96 64 64
+bf16 lssar 96 64 64
+bf16 sigmoid 96 64 64
+bf16 identity 96 64 64
+bf16 relu-l1 96 64 64
+bf16 relu2-n 96 64 64
+bf16 gelu-l1 96 64 64
+bf16 relu6-l1 96 64 64
+bf16 mish-l1 96 64 64
+bf16 ssmax-pn 96 64 64
+bf16 softpick 96 64 64
+bf16 mish-l1+post=recenter 96 64 64
+bf16 sigmoid-logn-l1+post=reweight:15 96 64 64
+fp32 softmax-sink 96 64 64
+fp32 softmax-recentered 96 64 64
+fp32 lssar 96 64 64
+bf16 ssmax-bias 96 48 48
+bf16 relu2-T 65 128 192
+bf16 lssar 65 128 192
+TABLE
+}
+
+# Lines: a check's name | its command. The memory checker first, of everything.
+sanitizer_runs() {
+    local tool group dtype attn T HS VS tools="memcheck racecheck synccheck"
+    [ $dry = 1 ] && tools=none
+    for tool in $tools; do
+        for group in $KERNELS; do
+            case $group in refused | peak) ;; *) echo "$tool, kernels: $group|$tests/test_kernels $group" ;; esac
+        done
+        while read -r dtype attn T HS VS; do
+            printf '%s, %s %s, heads of %s, values of %s|' "$tool" "$dtype" "$attn" "$HS" "$VS"
+            echo "$python dev/bench/gpu_kernels.py run $flash $dtype $attn $T $HS $VS"
+        done < <(attention_kinds)
+    done
+}
+
+part_sanitizer() {
+    local folder name command i status seconds limit names=() prefix
+    if [ $dry = 0 ] && ! command -v compute-sanitizer >/dev/null; then
+        lacks compute-sanitizer "it comes with the CUDA Toolkit"
+        return 1
+    fi
+    folder=$(mktemp -d)
+    while IFS='|' read -r name command; do
+        report passed "$part" "$name" && continue
+        while [ "$(jobs -rp | wc -l)" -ge 8 ]; do wait -n; done
+        if [ "$(left)" -lt 40 ]; then leave "$name" "$(left) s are left"; continue; fi
+        prefix="" limit=$(($(left) - 10 < 240 ? $(left) - 10 : 240))
+        [ $dry = 1 ] || prefix="compute-sanitizer --tool ${name%%,*} --error-exitcode 9 --print-limit 20"
+        # shellcheck disable=SC2086
+        run_aside "$folder/${#names[@]}" timeout -k 5 $limit $prefix $command &
+        names+=("$name")
+    done < <(sanitizer_runs)
+    wait
+    for i in "${!names[@]}"; do
+        printf '\n== %s: %s\n' "$part" "${names[$i]}" >>"$out/log"
+        cat "$folder/$i" >>"$out/log"
+        read -r status seconds <"$folder/$i.status"
+        if [ "$status" = 124 ] && [ "$seconds" -lt 240 ]; then
+            leave "${names[$i]}" "stopped after $seconds s, at the end of this call's time"
+        else
+            conclude "${names[$i]}" "$status" "$seconds" "$folder/$i"
+        fi
+    done
+    rm -rf "$folder"
+}
+
+# run_aside FILE command...: its output into FILE, its exit code and seconds into FILE.status.
+run_aside() {
+    local file=$1 start=$SECONDS
+    shift
+    "$@" >"$file" 2>&1 </dev/null
+    echo "$? $((SECONDS - start))" >"$file.status"
+}
 
 # ---------------------------------------------------------------- main
 
-has_gpu() { [ $dry = 1 ] || nvidia-smi -L >/dev/null 2>&1; }
+has_gpu() { [ $dry = 1 ] || [ "$GPU_CHECK_DEVICE" != CPU ]; }
 
 run_part() {
-    local start=$SECONDS end=done
-    part=$1
+    local start=$SECONDS end="" state
+    part=${1%%=*} part_end=$budget
+    [[ $1 != *=* ]] || part_end=$((SECONDS + ${1#*=} < budget ? SECONDS + ${1#*=} : budget))
     echo "== $part"
     if [ "$part" = pack ]; then part_pack; return; fi
-    report begin "$part"
-    if [ "$part" != build ] && ! has_gpu; then
+    case $part:${FRESH:-} in probe:* | build:* | *:1) report forget "$part" ;; esac
+    if [ "$part" != build ] && [ "$part" != probe ] && ! has_gpu; then
+        report begin "$part"
         report end "$part" "not measured: no GPU"
         echo "gpu_check: $part: no GPU: not measured"
         return
     fi
+    state=$(report state "$part")
+    case $state:$named in
+        done:* | failed:0) echo "  $state in an earlier call (FRESH=1 scripts/gpu_check.sh $part repeats it)"; return ;;
+    esac
+    report begin "$part"
     [ $dry = 0 ] || fact "a dry run on the CPU, which measures nothing"
-    [ "$part" = build ] || ensure_built
-    part_"$part" || end=failed
-    fact "$part took $((SECONDS - start)) s"
+    case $part in
+        probe | build) "part_$part" ;;
+        *) if ensure_built; then "part_$part"; else lacks "the programs" "the part build failed"; fi ;;
+    esac
+    echo "  $part: $((SECONDS - start)) s"
+    report took "$part" $((SECONDS - start))
     report end "$part" "$end"
-    report status "$part"
+}
+
+shorten_log() {
+    [ "$(stat -c %s "$out/log" 2>/dev/null || echo 0)" -le $LOG_BYTES ] && return
+    tail -c $LOG_BYTES "$out/log" >"$out/log.new" && mv "$out/log.new" "$out/log"
+}
+
+# An earlier call's report, where this call writes to another folder.
+continue_report() {
+    local name
+    mkdir -p "$out"
+    if [ -e "$out/report.json" ] || [ ! -e "$earlier/report.json" ]; then return; fi
+    for name in report.json log loss.png; do
+        [ ! -e "$earlier/$name" ] || cp "$earlier/$name" "$out/"
+    done
 }
 
 for word in "$@"; do
-    case " $PARTS " in *" $word "*) ;; *) stop 2 "$word: no such part; there are $PARTS" ;; esac
+    [[ " $PARTS " == *" ${word%%=*} "* ]] || stop 2 "${word%%=*}: no such part. The parts are: $PARTS"
+    [[ $word != *=* || $word =~ =[0-9]+$ ]] || stop 2 "$word: expected PART=SECONDS"
 done
-[ $# -gt 0 ] || set -- $DEFAULT_PARTS
+[[ $budget =~ ^[0-9]+$ ]] || stop 2 "BUDGET=$budget: expected seconds, a whole number"
+named=1
+[ $# -gt 0 ] || { named=0; set -- $ALL; }
 
-mkdir -p "$out"
-if [ "$out" != "$home" ] && [ ! -e "$out/report.json" ] && [ -e "$home/report.json" ]; then cp "$home/report.json" "$out/"; fi
-[ "$*" = pack ] || use_deps
+[ "$*" = pack ] || { use_deps; continue_report; }
 find_python
-for word in "$@"; do run_part "$word"; done
-ran=$(printf '%s\n' "$@" | grep -vx pack)
+unset GPU_CHECK_DEVICE
+GPU_CHECK_DEVICE=$(report device)
+export GPU_CHECK_DEVICE
+capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -1 | tr -d . | grep -x '[0-9]*')
+gpus=${GPUS:-${capability:-90}}
+[ "$*" = pack ] || find_data
+for word in "$@"; do
+    run_part "$word"
+    if [ "$word" = probe ] && [ "$named" = 0 ] && [ "$(report state probe)" = failed ]; then
+        stop $FAILED "this machine lacks what the build needs: see above. The other parts were not begun"
+    fi
+done
+ran=$(printf '%s\n' "${@%%=*}" | grep -vx pack)
 [ -n "$ran" ] || exit 0
+shorten_log
 # shellcheck disable=SC2086
 report status $ran
 status=$?
 sed -n '3,/^$/p' "$out/report.md"
-say "$out/report.md"
+report summary
+say "$out/report.md; $SECONDS s of $budget"
+[ $status != $UNFINISHED ] || say "time ran out: call again with the report in $earlier or REPORT=DIR, and the rest is taken up"
 exit $status

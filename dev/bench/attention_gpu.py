@@ -1,20 +1,23 @@
-"""Attention alone on a GPU, forward and backward, for each normaliser: ours (flash.so) beside PyTorch's ways to the same values, in one run.
+"""Attention alone on a GPU, forward and backward, for each normalizer: ours (flash.so) beside PyTorch's ways to the same values, in one run.
 
-    python3 dev/bench/attention_gpu.py REPORT attention [--budget 200]     softmax at T = 1k to 16k beside SDPA; each normaliser at 1k and 4k
-    python3 dev/bench/attention_gpu.py REPORT others [--budget 500]        each normaliser at 1k and 4k beside PyTorch's ways; goes on where it was
+    python3 dev/bench/attention_gpu.py REPORT attention [--budget 200]     softmax at T = 1k to 16k beside SDPA; each normalizer at 4k and 1k
+    python3 dev/bench/attention_gpu.py REPORT others [--budget 500]        each normalizer at 4k, then 1k, beside PyTorch's ways
     python3 dev/bench/attention_gpu.py REPORT others --dry-run             tiny shapes on the CPU, no compiler: shows that all of it runs
 
-REPORT is the folder of scripts/gpu_check.sh's report. bf16, 12 heads of 64, causal, 16,384 tokens a batch. PyTorch's ways:
+REPORT is the folder of scripts/gpu_check.sh's report. What it has already is not measured again: run a part again for what it had no time for.
+bf16, 12 heads of 64, causal, 16,384 tokens per batch. PyTorch's ways:
 
     sdpa-flash, sdpa-cudnn   scaled_dot_product_attention by that back end (softmax)
-    sdpa                     the same for what it computes once q is scaled by row, or its output negated or recentred (ssmax, ...)
+    sdpa                     the same for what it computes once q is scaled by row, or its output negated or recentered (ssmax, ...)
     flex                     FlexAttention, for what is exp over a sum: the above, and with its log-sum-exp a constant or a sink in Z, or no Z at all
-    compile                  torch.compile of the formula of dev/reference/model.py, products in bf16 and rows in float32, as a researcher writes it
+    compile                  torch.compile of the formula of dev/reference/model.py, matmuls in bf16 and rows in float32, as a researcher writes it
 
-Each case has SETS sets of random inputs, which are more than the cache holds and take turns; a pass over one of them is a CUDA graph, so that
-Python's time does not count; events around each replay; the median of a round, two rounds in opposite orders. Every way's output and gradients
-are compared with the float32 formula first: one that is further off than three times the plain bf16 formula is "wrong" and counts nowhere. Under
-qk=l2 all sides get q and k that have norm 1 already (in the trainer that is part of RoPE's kernel). Compilation is never timed.
+Each case has SETS sets of random inputs, more than the cache holds, that take turns. A pass over one of them is a CUDA graph, so that Python's time
+does not count. Both sides get the same warmup, events around each replay, and the median of a round; two rounds run in opposite orders. First every
+way's output and gradients are compared with the float32 formula: one that is further off than three times the plain bf16 formula is "wrong" and
+counts nowhere. Under qk=l2 all sides get q and k that have norm 1 already (in the trainer that is part of RoPE's kernel). Compilation is never timed.
+
+Exit codes: 0; 1: one of ours is wrong or failed; 75: cases are left for want of time; 77: no GPU.
 """
 import argparse
 import ctypes
@@ -37,8 +40,11 @@ import torch.nn.functional as F
 import model as reference
 
 HEADS, SIZE, TOKENS, SETS, ROUNDS = 12, 64, 16384, 4, 2
-SWEEP, LENGTHS = (1024, 2048, 4096, 8192, 16384), (1024, 4096)
+SWEEP, LENGTHS = (4096, 1024, 2048, 8192, 16384), (4096, 1024)        # what the bounds are about first
 SCALARS = ("s", "b", "p", "sink")
+# One of each kind: where time is short, these are measured, and the others are left.
+FIRST = ("softmax", "lssar", "ssmax", "softmax-recentered-l1", "gelu-l1", "sigmoid", "softpick", "softmax-sink", "softplus-l1", "relu2-n", "softmax-recentered",
+         "mish-l1", "lssa", "softmax1", "ssmax-bias", "ssmax-pn", "identity-l1", "exp")
 DRY = False
 
 
@@ -54,7 +60,7 @@ def shape_of(T):
 # ---------------------------------------------------------------- inputs
 
 class Case:
-    """A normaliser at a length: sets of inputs, and the scalars that it has. q, k, v (B,NH,T,HS) are views of a (B,T,3,NH,HS) array."""
+    """A normalizer at a length: sets of inputs, and the scalars that it has. q, k, v (B,NH,T,HS) are views of a (B,T,3,NH,HS) array."""
 
     def __init__(self, name, T, sets):
         self.name, self.T, self.shape = name, T, shape_of(T)
@@ -93,11 +99,11 @@ class Arrays(ctypes.Structure):
 
 
 class Flash:
-    """build/cuda/flash.so; in a dry run build/on_cpu/flash.so, whose device memory is the emulator's own."""
+    """flash.so; in a dry run that of build/on_cpu, whose device memory is the emulator's own."""
 
     def __init__(self, path):
         if not Path(path).exists():
-            raise SystemExit(f"attention_gpu: {path} is not there: make {os.path.relpath(path, ROOT)}")
+            raise SystemExit(f"attention_gpu: {path} is missing: scripts/gpu_check.sh build makes it")
         self.library = ctypes.CDLL(str(path))
         self.library.flash_on_device_scratch.restype = self.library.flash_on_device_stats.restype = ctypes.c_size_t
 
@@ -204,7 +210,7 @@ def needs_sum(normalizer):
 
 
 def by_softmax(softmax, q, k, v, case, scalars):
-    """The normaliser from softmax(q, k, v), which returns the output and, where it can, the log-sum-exp of each row."""
+    """The normalizer from softmax(q, k, v), which returns the output and, where it can, the log-sum-exp of each row."""
     normalizer = case.normalizer
     n = torch.arange(1, case.T + 1, dtype=torch.float32, device=q.device)[:, None]
     if normalizer.scale != "rsqrt-d":
@@ -251,7 +257,7 @@ def compiled(function):
 
 
 def way_names(name):
-    """PyTorch's ways to a normaliser."""
+    """PyTorch's ways to a normalizer."""
     normalizer = reference.parse_normalizer(name)
     if not is_softmax(normalizer):
         return ["compile"]
@@ -272,7 +278,7 @@ def function_of(case, way):
 
 
 class Torch:
-    """One of PyTorch's ways, ready to be run on set i of a case. The scalars that are learnt get gradients, too."""
+    """One of PyTorch's ways, ready to be run on set i of a case. The scalars that are learned get gradients, too."""
 
     def __init__(self, case, way):
         self.case, self.function = case, function_of(case, way)
@@ -411,7 +417,7 @@ class Timed:
 
 
 def measure(name, T, ways, flash, rounds, seconds, beside=None):
-    """{way: record} for a normaliser at a length; ways: "ours" and those of way_names(). beside: a Timed whose time each of our rounds is
+    """{way: record} for a normalizer at a length; ways: "ours" and those of way_names(). beside: a Timed whose time each of our rounds is
     compared with (record["of_softmax"])."""
     case = Case(name, T, 1 if DRY else SETS)
     sets = len(case.joined)
@@ -457,54 +463,69 @@ class Budget:
         return self.end - time.monotonic()
 
 
+def has(report, part, **keys):
+    """Also what failed: a way that does not exist here is not tried in every call."""
+    return any(all(r.get(k) == v for k, v in {**keys, "device": device()}.items()) for r in report.part(part)["records"])
+
+
 def part_attention(report, options, flash):
-    """softmax by T beside SDPA, then each normaliser of ours beside our softmax."""
-    budget = Budget(options.budget)
+    """softmax by T beside SDPA, then each normalizer of ours beside our softmax. Returns what was left."""
+    budget, left_out = Budget(options.budget), []
     for T in options.sweep:
+        if has(report, "attention", attn="softmax", T=T, way="ours"):
+            continue
+        if budget.left() < 10:
+            left_out.append(f"softmax at T = {T}")
+            continue
         found = measure("softmax", T, ["ours", "sdpa-flash", "sdpa-cudnn"], flash, ROUNDS + 1, options.seconds)
         say("softmax", T, found)
         keep(report, "attention", "softmax", T, found)
-    left_out = []
     for T in options.lengths:
-        softmax = Case("softmax", T, 1 if DRY else SETS)
-        beside = Timed(Ours(softmax, flash), Judge(softmax), len(softmax.joined))
-        for name in options.attn:
-            if name == "softmax":
-                continue
-            if budget.left() < 0:
+        wanted = [name for name in options.attn if name != "softmax" and not has(report, "attention", attn=name, T=T, way="ours")]
+        beside = None
+        for name in wanted:
+            if budget.left() < 10:
                 left_out.append(f"{name} at T = {T}")
                 continue
+            beside = beside or timed_softmax(T, flash)
             found = measure(name, T, ["ours"], flash, ROUNDS, options.seconds, beside)
             say(name, T, found)
             keep(report, "attention", name, T, found)
     tables_attention(report, left_out)
-    return not left_out
+    return left_out
 
 
-def warm(options, cases):
-    """Compiles the cases in processes of their own, several at a time, into the compiler's cache on disk; returns those that came about in time."""
-    budget, done = Budget(options.budget * 0.6), []
+def timed_softmax(T, flash):
+    case = Case("softmax", T, 1 if DRY else SETS)
+    return Timed(Ours(case, flash), Judge(case), len(case.joined))
 
+
+A_PROCESS_GB = 20                # a compiling process at T = 4096: some T×T arrays in float32
+
+
+def workers(T):
+    """How many processes may compile at a time."""
+    memory = torch.cuda.mem_get_info()[0] / 1e9
+    return int(max(1, min((os.cpu_count() or 1) - 2, memory / (4 + A_PROCESS_GB * T / 4096))))
+
+
+def warm(options, cases, budget):
+    """Compiles the cases in processes of their own, several at a time, into the compiler's cache on disk; returns those that ended in time."""
     def one(case):
         name, T, way = case
-        if budget.left() < 10:
+        if budget.left() < 30:
             return None
         words = [sys.executable, __file__, str(options.report), "warm", "--attn", name, "--lengths", str(T), "--way", way]
         try:
-            result = subprocess.run(words, capture_output=True, text=True, timeout=max(30, budget.left()), env=dict(os.environ, TORCHINDUCTOR_COMPILE_THREADS="1"))
+            result = subprocess.run(words, capture_output=True, text=True, timeout=budget.left(), env=dict(os.environ, TORCHINDUCTOR_COMPILE_THREADS="1"))
             print(f"compiled {name} T={T} {way}: {'done' if result.returncode == 0 else result.stderr.strip().splitlines()[-1:]}", flush=True)
             return case
         except subprocess.TimeoutExpired:
             print(f"compiled {name} T={T} {way}: no time left", flush=True)
             return None
 
-    memory = torch.cuda.mem_get_info()[0] / 1e9
-    for T in options.lengths:
-        a_process = 4 + 28 * (TOKENS * T) / (16384 * 4096)         # GB: some T×T arrays in float32
-        workers = int(max(1, min((os.cpu_count() or 1) - 2, memory / a_process)))
-        with ThreadPoolExecutor(workers) as pool:
-            done += pool.map(one, [case for case in cases if case[1] == T])
-    return {case for case in done if case}
+    with ThreadPoolExecutor(workers(cases[0][1])) as pool:
+        return {case for case in pool.map(one, cases) if case}
 
 
 def part_warm(options):
@@ -515,26 +536,29 @@ def part_warm(options):
 
 
 def part_others(report, options, flash):
-    """Each normaliser beside PyTorch's ways. What the report has already stays; run again, it goes on with the rest."""
-    budget = Budget(options.budget)
-    have = {(r["attn"], r["T"], r["way"]) for r in report.part("others")["records"] if r.get("device") == device() and "failed" not in r}
-    missing = [(name, T) for T in options.lengths for name in options.attn if not {(name, T, way) for way in way_names(name)} <= have]
-    to_compile = [(name, T, way) for name, T in missing for way in way_names(name) if not way.startswith("sdpa-")]
-    ready = set(to_compile) if DRY else warm(options, to_compile)
-    left_out = []
-    for name, T in missing:
-        ways = [way for way in way_names(name) if way.startswith("sdpa-") or (name, T, way) in ready]
-        if budget.left() < 15 or len(ways) < len(way_names(name)):
-            left_out.append(f"{name} at T = {T}")
-            continue
-        torch._dynamo.reset()
-        if not DRY:
-            torch.cuda.empty_cache()
-        found = measure(name, T, ["ours", *ways], flash, ROUNDS, options.seconds)
-        say(name, T, found)
-        keep(report, "others", name, T, found)
+    """Each normalizer beside PyTorch's ways, some at a time: their ways are compiled side by side, then timed one by one. Returns what was left."""
+    budget, left_out = Budget(options.budget), []
+    missing = [(name, T) for T in options.lengths for name in options.attn if not all(has(report, "others", attn=name, T=T, way=way) for way in way_names(name))]
+    while missing:
+        T = missing[0][1]
+        size = len(missing) if DRY else workers(T)
+        some = [case for case in missing[:size] if case[1] == T]
+        missing = missing[len(some):]
+        to_compile = [(name, T, way) for name, T in some for way in way_names(name) if not way.startswith("sdpa-")]
+        ready = set(to_compile) if DRY else warm(options, to_compile, budget) if to_compile and budget.left() > 60 else set()
+        for name, T in some:
+            ways = [way for way in way_names(name) if way.startswith("sdpa-") or (name, T, way) in ready]
+            if budget.left() < 15 or len(ways) < len(way_names(name)):
+                left_out.append(f"{name} at T = {T}")
+                continue
+            torch._dynamo.reset()
+            if not DRY:
+                torch.cuda.empty_cache()
+            found = measure(name, T, ["ours", *ways], flash, ROUNDS, options.seconds)
+            say(name, T, found)
+            keep(report, "others", name, T, found)
     tables_others(report, left_out)
-    return not left_out
+    return left_out
 
 
 # ---------------------------------------------------------------- tables
@@ -583,7 +607,7 @@ def tables_attention(report, left_out):
             row += [ms(ours, "forward_ms"), ms(ours, "both_ms"), of_softmax]
         table.append(row)
     head = [f"T = {T} {what}" for T in sorted({r["T"] for r in records if r["attn"] != "softmax"}) for what in ("forward", "both", "of softmax")]
-    report.table("attention", "Ours by normaliser, ms", ["normaliser", *head], table, notes_of(left_out))
+    report.table("attention", "Ours by normalizer, ms", ["normalizer", *head], table, notes_of(left_out))
 
 
 def tables_others(report, left_out):
@@ -599,7 +623,7 @@ def tables_others(report, left_out):
                           cell(gpu_report.ratio(fastest, ours)) if usable else "", fastest["way"] if fastest else "", cell(ours.get("peak_gb")) if ours else "",
                           cell(by_way["compile"].get("peak_gb")) if "compile" in by_way else ""])
         report.table("others", f"Forward and backward at T = {T}, ms",
-                     ["normaliser", "ours", *gpu_report.PYTORCH, "fastest/ours", "fastest", "peak GB ours", "peak GB compile"], table, notes_of(left_out))
+                     ["normalizer", "ours", *gpu_report.PYTORCH, "fastest/ours", "fastest", "peak GB ours", "peak GB compile"], table, notes_of(left_out))
 
 
 # ---------------------------------------------------------------- the command line
@@ -608,13 +632,13 @@ def parse():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("report", type=Path)
     parser.add_argument("part", choices=("attention", "others", "warm"), help="warm: used by `others`")
-    parser.add_argument("--attn", default=",".join(reference.PRESETS), help="some presets, with commas; default: all")
-    parser.add_argument("--lengths", default="", help="default: 1024,4096")
+    parser.add_argument("--attn", default="", help="some presets, with commas; default: all")
+    parser.add_argument("--lengths", default="", help="default: 4096,1024")
     parser.add_argument("--sweep", default="", help="softmax's, of the part attention; default: 1024 to 16384")
     parser.add_argument("--way", help=argparse.SUPPRESS)
-    parser.add_argument("--seconds", type=float, default=0.25, help="of one measurement")
+    parser.add_argument("--seconds", type=float, default=0.15, help="of one measurement")
     parser.add_argument("--budget", type=float, default=500, help="seconds after which no case is begun; run the part again for the rest")
-    parser.add_argument("--library", help="default: build/cuda/flash.so")
+    parser.add_argument("--library", help="default: scripts/gpu_check.sh's")
     parser.add_argument("--dry-run", action="store_true", help="on the CPU")
     options = parser.parse_args()
     global DRY
@@ -622,8 +646,8 @@ def parse():
     numbers = lambda text, default: [int(x) for x in text.split(",")] if text else list(default)
     options.lengths = numbers(options.lengths, (17, 33) if DRY else LENGTHS)
     options.sweep = numbers(options.sweep, (17, 33) if DRY else SWEEP)
-    options.attn = options.attn.split(",")
-    options.library = options.library or str(ROOT / ("build/on_cpu/flash.so" if DRY else "build/cuda/flash.so"))
+    options.attn = options.attn.split(",") if options.attn else [*FIRST, *(name for name in reference.PRESETS if name not in FIRST)]
+    options.library = options.library or str(ROOT / ("build/on_cpu/flash.so" if DRY else "build/gpu_programs/cuda/flash.so"))
     return options
 
 
@@ -635,12 +659,14 @@ def main():
     if options.part == "warm":
         return part_warm(options)
     report = gpu_report.Report(options.report)
+    report.resume(options.part)
     flash = Flash(options.library)
-    whole = {"attention": part_attention, "others": part_others}[options.part](report, options, flash)
+    left_out = {"attention": part_attention, "others": part_others}[options.part](report, options, flash)
     report.save()
     wrong = [f"{r['attn']} T={r['T']}" for r in report.part(options.part)["records"] if r["way"] == "ours" and (r.get("wrong") or r.get("failed"))]
-    print(f"attention_gpu: {len(report.part(options.part)['records'])} records" + ("" if whole else ", not all in time") + (f"; ours wrong: {', '.join(wrong)}" if wrong else ""))
-    return 1 if wrong else 0
+    print(f"attention_gpu: {len(report.part(options.part)['records'])} records" + (f"; ours wrong: {', '.join(wrong)}" if wrong else "")
+          + (f"; left: {', '.join(left_out)}" if left_out else ""))
+    return gpu_report.FAILED if wrong else gpu_report.UNFINISHED if left_out else 0
 
 
 if __name__ == "__main__":

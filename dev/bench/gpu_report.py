@@ -1,16 +1,25 @@
-"""The report of scripts/gpu_check.sh: report.json, and report.md made from it, in one folder. A part adds its section and leaves the others.
+"""The report of scripts/gpu_check.sh: report.json, and report.md made from it, in one folder. A part adds its section and leaves the others alone.
 
-    python3 dev/bench/gpu_report.py FOLDER begin PART                      a part that never ends is "not finished"
+    python3 dev/bench/gpu_report.py FOLDER state PART                      prints new, unfinished, done or failed
+    python3 dev/bench/gpu_report.py FOLDER begin PART                      until `end`, the part is "unfinished"
     python3 dev/bench/gpu_report.py FOLDER check PART NAME VERDICT SECONDS DETAIL
-    python3 dev/bench/gpu_report.py FOLDER fact PART TEXT
-    python3 dev/bench/gpu_report.py FOLDER end PART done|failed|"not measured: WHY"
-    python3 dev/bench/gpu_report.py FOLDER curves PART RUN RUN...          the losses of runs beside the first one's
-    python3 dev/bench/gpu_report.py FOLDER same PART NAME RUN RUN          two runs, bit for bit
-    python3 dev/bench/gpu_report.py FOLDER close PART NAME X RUN RUN       two runs' losses, which differ by X at most
-    python3 dev/bench/gpu_report.py FOLDER status                          exit code 1 where a part did not end as it should, 77 where one found no GPU
+    python3 dev/bench/gpu_report.py FOLDER passed PART NAME                exit code 0 if that check passed in this version on this device
+    python3 dev/bench/gpu_report.py FOLDER fact PART TEXT...
+    python3 dev/bench/gpu_report.py FOLDER end PART [STATUS]               without STATUS, the checks decide: failed, unfinished or done
+    python3 dev/bench/gpu_report.py FOLDER took PART SECONDS               adds to the time that the part took over all calls
+    python3 dev/bench/gpu_report.py FOLDER forget PART
+    python3 dev/bench/gpu_report.py FOLDER summary                         prints a line for each part
+    python3 dev/bench/gpu_report.py FOLDER device                          prints the GPU, or CPU
+    python3 dev/bench/gpu_report.py FOLDER status [PART...]                exit code 1: a part failed; 75: unfinished; 77: there was no GPU
+    python3 dev/bench/gpu_report.py FOLDER version PART                    prints a hash of the sources that the part depends on
+    python3 dev/bench/gpu_report.py FOLDER curves PART RUN RUN...          the losses of runs beside the first one's, as tables
+    python3 dev/bench/gpu_report.py compare same RUN RUN                   do two runs agree to the last bit?
+    python3 dev/bench/gpu_report.py compare close X RUN RUN                are two runs' losses at most X apart?
 
-A section: status, date, device, facts (lines), checks, tables {title: {head, rows, notes}}, records (what was timed, one dict a case), curves. The
-bounds at the top, "must" and "aim", are computed from the records; what was not timed on a GPU is "not yet measured". No PyTorch is needed.
+A section has status, date, device, version, facts (lines), checks, tables {title: {head, rows, notes}}, records (what was timed, one dict per
+case), and curves. A check's verdict is "ok", "told" (informational: it did not pass, and nothing depends on it), "left" (there was no time), or
+begins with FAILED. The bounds at the top, "must" and "aim", are computed from the records; what was not timed on a GPU is "not yet measured".
+This file needs no PyTorch.
 """
 import datetime
 import hashlib
@@ -23,15 +32,27 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-NO_GPU = 77
+FAILED, UNFINISHED, NO_GPU = 1, 75, 77          # exit codes
 MISSING = "not yet measured"
 EXACT = ("step", "tokens", "loss", "lr", "grad_norm", "val_loss")
 SWEEPS = ("lssar", "softmax-recentered-l1")          # two sweeps over the keys
 PYTORCH = ("sdpa", "sdpa-flash", "sdpa-cudnn", "flex", "compile")
 
 
+# What a part's results depend on besides the programs.
+PROGRAM_SOURCES = ("Makefile", "*.c", "*.h", "*.cu", "attention/**/*", "kernels/**/*", "runtime/**/*")
+TIMES_ATTENTION = ("dev/bench/attention_gpu.py", "dev/reference/model.py")
+TIMES_STEPS = ("dev/bench/gpu_step.py", "dev/bench/cpu_step.py")
+TESTS = ("dev/tests/*.cu", "dev/tests/*.h", "dev/tests/test_flash.py", "dev/reference/*.*", "dev/reference/fixtures/*")
+PART_SOURCES = {"build": ("dev/tests/*.cu", "dev/tests/*.h", "dev/reference/*.h", "dev/cuda_on_cpu/*"), "tests": TESTS,
+                "sanitizer": (*TESTS, "dev/bench/gpu_kernels.py"), "counters": ("dev/bench/gpu_kernels.py", "dev/bench/sass*.py"),
+                "attention": TIMES_ATTENTION, "others": TIMES_ATTENTION, "step": TIMES_STEPS, "memory": TIMES_STEPS, "larger": TIMES_STEPS}
+
+
 def device():
-    """The GPU's name, its driver and memory, or "CPU"."""
+    """The GPU's name, its driver and memory, or "CPU". GPU_CHECK_DEVICE saves asking: nvidia-smi can take a second."""
+    if os.environ.get("GPU_CHECK_DEVICE"):
+        return os.environ["GPU_CHECK_DEVICE"]
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     try:
         words = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0].split(", ")
@@ -40,9 +61,13 @@ def device():
         return "CPU"
 
 
-def version():
-    result = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
-    return os.environ.get("VERSION") or result.stdout.strip() or "unknown"
+def version(part):
+    """A hash of the contents of the files that a part depends on, so that a copy of the tree without its git history has a version too."""
+    digest = hashlib.sha256()
+    patterns = (*PROGRAM_SOURCES, *PART_SOURCES.get(part, ()))
+    for path in sorted({path for pattern in patterns for path in ROOT.glob(pattern) if path.is_file() and path.suffix not in (".md", ".pyc")}):
+        digest.update(f"{path.relative_to(ROOT)}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:12]
 
 
 class Report:
@@ -54,12 +79,37 @@ class Report:
     def part(self, name):
         return self.parts.setdefault(name, {"facts": [], "checks": [], "tables": {}, "records": []})
 
+    def is_current(self, name):
+        """Was the section written for these sources on this device?"""
+        section = self.parts.get(name, {})
+        return (section.get("device"), section.get("version")) == (device(), version(name))
+
+    def state(self, name):
+        status = self.parts.get(name, {}).get("status", "")
+        if not self.is_current(name) or status.startswith("not measured"):
+            return "new"
+        return status if status in ("done", "failed") else "unfinished"
+
+    def passed(self, name, check):
+        return self.is_current(name) and any(c["name"] == check and c["verdict"] in ("ok", "told") for c in self.part(name)["checks"])
+
     def begin(self, name):
-        """A new section; records of this version on this device stay, so that a part goes on where it was stopped."""
-        before, on, of = self.parts.get(name, {}), device(), version()
-        kept = before.get("records", []) if (before.get("device"), before.get("version")) == (on, of) else []
-        self.parts[name] = {"status": "not finished", "date": datetime.date.today().isoformat(), "device": on, "version": of,
-                            "facts": [], "checks": [], "tables": {}, "records": kept}
+        """Opens a section. If it was begun for these sources on this device, what passed and what was timed stays: the part resumes."""
+        before = self.parts[name] if self.is_current(name) else {}
+        self.parts[name] = {"status": "unfinished", "date": datetime.date.today().isoformat(), "device": device(), "version": version(name),
+                            "seconds": before.get("seconds", 0), "facts": before.get("facts", []), "checks": [c for c in before.get("checks", []) if c["verdict"] in ("ok", "told")],
+                            "tables": before.get("tables", {}), "records": before.get("records", []),
+                            **{key: before[key] for key in ("curves", "profile") if key in before}}
+
+    def resume(self, name):
+        """Opens the section unless it is open: for a program that is called by hand."""
+        if not self.is_current(name):
+            self.begin(name)
+
+    def end(self, name, status=""):
+        verdicts = [check["verdict"] for check in self.part(name)["checks"]]
+        failed, left = any(v.startswith("FAILED") for v in verdicts), "left" in verdicts
+        self.part(name)["status"] = status or ("failed" if failed else "unfinished" if left else "done")
 
     def record(self, part, keys, **figures):
         """A case's figures, in the place of what was there for the same keys."""
@@ -101,7 +151,7 @@ def names_of(parts, part):
 
 
 def folded(parts, name):
-    """Is this normaliser a call of SDPA, but for a scale of q and the like?"""
+    """Can SDPA compute this normalizer, given a scaled q or a change of its output?"""
     return bool(timed(parts, "others", attn=name, way="sdpa"))
 
 
@@ -116,7 +166,7 @@ def against_flash(parts):
 
 
 def against_softmax(parts, wanted):
-    """(ratio, case) of the normalisers that are wanted, over our softmax."""
+    """(ratio, case) of the normalizers that are wanted, over our softmax."""
     found = []
     for ours in timed(parts, "attention", way="ours"):
         base = case_of(parts, "attention", attn="softmax", way="ours", T=ours["T"])
@@ -152,7 +202,7 @@ def step_rate(parts):
 
 
 def bounds(parts):
-    """Rows: what | must | aim | measured | case | verdict. The worst case counts; of the step, the better batch."""
+    """Rows: what | must | aim | measured | case (and of how many) | verdict. The worst case counts; of the step, the better batch."""
     rows = []
 
     def row(what, sign, must, aim, found, pick, unit=""):
@@ -160,15 +210,15 @@ def bounds(parts):
         passes = lambda bound: bound is None or (value >= bound if sign == "≥" else value <= bound)
         verdict = MISSING if value is None else "below must" if not passes(must) else "PASS, aim reached" if passes(aim) else "PASS"
         rows.append([what, *("" if bound is None else f"{sign} {bound:g}{unit}" for bound in (must, aim)),
-                     MISSING if value is None else f"{value:.2f}{unit}", case, verdict])
+                     MISSING if value is None else f"{value:.2f}{unit}", f"{case} (of {len(found)})" if found else "", verdict])
 
     sweeps, fold = (lambda name: name in SWEEPS), (lambda name: folded(parts, name))
     row("flash softmax, T ≥ 2k: SDPA flash's time over ours", "≥", 0.85, 1.0, against_flash(parts), min)
-    row("one-pass normalisers: time over our softmax's", "≤", 1.10, 1.05, against_softmax(parts, lambda name: not sweeps(name)), max)
+    row("one-pass normalizers: time over our softmax's", "≤", 1.10, 1.05, against_softmax(parts, lambda name: not sweeps(name)), max)
     row("lssar, recenter-l1: time over our softmax's", "≤", 2.0, 1.35, against_softmax(parts, sweeps), max)
-    row("normalisers that no SDPA call computes, T = 4k: the fastest PyTorch way's time over ours", "≥", 3.0, 10.0,
+    row("normalizers that no SDPA call computes, T = 4k: the fastest PyTorch way's time over ours", "≥", 3.0, 10.0,
         against_pytorch(parts, lambda name: not fold(name)), min)
-    row("normalisers that SDPA computes once q is scaled or its output changed, T = 4k: the same", "≥", 3.0, 10.0, against_pytorch(parts, fold), min)
+    row("normalizers that SDPA computes once q is scaled or its output changed, T = 4k: the same", "≥", 3.0, 10.0, against_pytorch(parts, fold), min)
     row("124M step: tokens a second over torch.compile's", "≥", 1.0, 1.25, step_ratio(parts), max)
     row("124M step: tokens a second", "≥", None, 550, step_rate(parts), max, " K")
     return rows
@@ -182,8 +232,9 @@ def table_text(head, rows):
 
 
 def section_text(name, part):
-    status = part.get("status", "not finished")
-    lines = [f"## {name}", "", f"{status}; {part.get('date', '')}; {part.get('device', '')}; version {part.get('version', '')}"]
+    status = part.get("status", "unfinished")
+    facts = [status, f"{part.get('seconds', 0):.0f} s", part.get("date", ""), part.get("device", ""), f"sources {part.get('version', '')}"]
+    lines = [f"## {name}", "", "; ".join(facts)]
     lines += ["", *(f"- {fact}" for fact in part["facts"])] if part["facts"] else []
     if part["checks"]:
         lines += ["", table_text(["check", "verdict", "seconds", "last line"],
@@ -197,10 +248,21 @@ def section_text(name, part):
 def markdown(parts):
     on_gpu = any(r.get("device") == "cuda" for part in parts.values() for r in part.get("records", []))
     head = ["# What a GPU showed", "", table_text(["", "must", "aim", "measured", "worst case", "verdict"], bounds(parts)), ""]
-    head += [f"The figures of `{name}` are {part['device']}'s." for name, part in parts.items() if part.get("records") and on_gpu]
+    head += [f"The figures of `{name}` are {part.get('device')}'s." for name, part in parts.items() if part.get("records") and on_gpu]
     if not on_gpu:
         head += ["Nothing here was timed on a GPU."]
     return "\n".join(head) + "\n\n" + "\n\n".join(section_text(name, part) for name, part in parts.items()) + "\n"
+
+
+def summary(parts):
+    """A line for each part: its status, its time, what failed, and what is left."""
+    lines = []
+    for name, part in parts.items():
+        named = {word: [c["name"] for c in part["checks"] if c["verdict"].startswith(word)] for word in ("FAILED", "left", "told")}
+        more = {word: f" and {len(found) - 4} more" if len(found) > 4 else "" for word, found in named.items()}
+        shown = "; ".join(f"{word}: {', '.join(found[:4])}{more[word]}" for word, found in named.items() if found)
+        lines.append(f"{name:12} {part.get('status', 'unfinished'):12} {part.get('seconds', 0):5.0f} s  {shown}".rstrip())
+    return "\n".join(lines)
 
 
 # ---------------------------------------------------------------- runs side by side
@@ -210,8 +272,8 @@ def metrics(run):
 
 
 def curves(report, part, runs, early=10, every=20):
-    """The losses of each run beside the first one's. Rounding grows from step to step: two orders of the same sums on the CPU were 1e-6 apart by
-    step 50 of a small model, 1e-4 by 100 and 0.02 by 120, float32 and bf16 0.03. A fault shows in the early steps."""
+    """The losses of each run beside the first one's. Rounding errors grow from step to step: on the CPU, two orders of the same sums were 1e-6 apart
+    at step 50 of a small model, 1e-4 at step 100 and 0.02 at step 120; float32 and bf16 were 0.03 apart. A defect shows in the early steps."""
     losses = {Path(run).name: [m["loss"] for m in metrics(run)] for run in runs}
     (first, base), *others = losses.items()
     rows, good = [], all(map(math.isfinite, base))
@@ -219,7 +281,7 @@ def curves(report, part, runs, early=10, every=20):
         steps = min(len(values), len(base))
         apart = [abs(a - b) for a, b in zip(values, base)]
         bound_early, bound = (1e-4, 0.05) if "fp32" in name else (5e-3, 0.1)
-        fine = steps == len(base) == len(values) and all(x <= bound_early for x in apart[:early]) and all(x <= bound for x in apart)    # false for a NaN
+        fine = 0 < steps == len(base) == len(values) and all(x <= bound_early for x in apart[:early]) and all(x <= bound for x in apart)    # false for a NaN
         good = good and fine
         rows.append([name, f"{max(apart[:early]):.2g}", f"{bound_early:g}", f"{max(apart):.2g}", f"{bound:g}", f"{values[-1]:.4f}", "ok" if fine else "FAILED"])
     at = sorted({0, *range(every - 1, len(base), every), len(base) - 1})
@@ -251,7 +313,7 @@ def same(a, b):
 
 
 def close(bound, a, b):
-    """Do two runs have the same number of steps, and losses at most `bound` apart?"""
+    """Do two runs have the same number of steps, and are their losses at most `bound` apart?"""
     losses = [[m["loss"] for m in metrics(run)] for run in (a, b)]
     apart = [abs(x - y) for x, y in zip(*losses)]
     fine = len(losses[0]) == len(losses[1]) > 0 and all(x <= bound for x in apart)          # false for a NaN
@@ -261,40 +323,64 @@ def close(bound, a, b):
 # ---------------------------------------------------------------- the command line
 
 def add_check(report, part, name, verdict, seconds, detail):
-    report.part(part)["checks"].append({"name": name, "verdict": verdict, "seconds": float(seconds), "detail": detail})
+    checks = report.part(part)["checks"]
+    checks[:] = [check for check in checks if check["name"] != name]
+    checks.append({"name": name, "verdict": verdict, "seconds": float(seconds), "detail": detail})
+
+
+def add_facts(report, part, *texts):
+    facts = report.part(part)["facts"]
+    facts += [text for text in texts if text not in facts]
+
+
+def add_seconds(report, part, seconds):
+    report.part(part)["seconds"] = report.part(part).get("seconds", 0) + float(seconds)
+
+
+def exit_code(report, names):
+    """Of the parts with these names; without names, of all that the report has."""
+    ends = [section.get("status", "unfinished") for name, section in report.parts.items() if not names or name in names]
+    for code, found in ((FAILED, "failed"), (UNFINISHED, "unfinished"), (NO_GPU, "not measured")):
+        if any(end.startswith(found) for end in ends):
+            return code
+    return 0
+
+
+def verdict_of(compare, *words):
+    """Prints what a comparison of runs found; the exit code is its verdict."""
+    try:
+        fine, detail = compare(*words)
+    except OSError as error:
+        fine, detail = False, f"a run is missing: {error.filename}"
+    print(detail)
+    return 0 if fine else FAILED
 
 
 def main():
     folder, verb, *words = sys.argv[1:]
+    if folder == "compare":
+        return verdict_of(same, *words) if verb == "same" else verdict_of(close, float(words[0]), *words[1:])
     report = Report(folder)
     if verb == "status":
-        ends = [part.get("status", "not finished") for name, part in report.parts.items() if not words or name in words]
-        return 1 if any(end in ("failed", "not finished") for end in ends) else NO_GPU if any(end.startswith("not measured") for end in ends) else 0
+        return exit_code(report, words)
+    if verb in ("summary", "device"):
+        print(summary(report.parts) if verb == "summary" else device())
+        return 0
     part = words[0]
-    fine = True
-    if verb == "begin":
-        report.begin(part)
-    elif verb == "check":
-        add_check(report, part, *words[1:])
-    elif verb == "fact":
-        report.part(part)["facts"].append(words[1])
-    elif verb == "end":
-        section = report.part(part)
-        bad = [check for check in section["checks"] if check["verdict"] not in ("ok", "told")]
-        section["status"] = "failed" if bad and words[1] == "done" else words[1]
-    elif verb in ("curves", "same", "close"):
-        name = "losses" if verb == "curves" else words[1]
-        compare = {"curves": lambda: curves(report, part, words[1:]), "same": lambda: same(*words[2:4]),
-                   "close": lambda: close(float(words[2]), *words[3:5])}
-        try:
-            fine, detail = compare[verb]()
-        except OSError as error:
-            fine, detail = False, f"a run is missing: {error.filename}"
-        add_check(report, part, name, "ok" if fine else "FAILED", 0, detail)
-    else:
-        raise SystemExit(f"gpu_report: {verb}: no such verb")
+    if verb in ("state", "version"):
+        print(report.state(part) if verb == "state" else version(part))
+        return 0
+    if verb == "passed":
+        return 0 if report.passed(part, words[1]) else FAILED
+    writers = {"begin": report.begin, "end": report.end, "forget": lambda name: report.parts.pop(name, None),
+               "check": lambda *x: add_check(report, *x), "fact": lambda *x: add_facts(report, *x),
+               "took": lambda *x: add_seconds(report, *x),
+               "curves": lambda name, *runs: verdict_of(lambda: curves(report, name, runs))}
+    if verb not in writers:
+        raise SystemExit(f"gpu_report: {verb}: no such verb; see the top of {__file__}")
+    code = writers[verb](*words)
     report.save()
-    return 0 if fine else 1
+    return code if verb == "curves" else 0
 
 
 if __name__ == "__main__":

@@ -1,20 +1,27 @@
 """The training step on a GPU beside the same model in PyTorch, in one run: tokens a second, memory, and where our time goes.
 
-    python3 dev/bench/gpu_step.py REPORT step [--budget 500]       124M and 162M at T = 1024, B = 16 and the largest batch that fits
+    python3 dev/bench/gpu_step.py REPORT step [--budget 500]       124M at T = 1024: B = 16, then the largest batch that fits; and the phases of ours
+    python3 dev/bench/gpu_step.py REPORT larger [--budget 500]     162M likewise, without the phases
     python3 dev/bench/gpu_step.py REPORT memory [--budget 300]     124M, 16,384 tokens a batch of T = 1k to 16k: how much memory a step takes
     python3 dev/bench/gpu_step.py REPORT step --dry-run            a tiny model on the CPU, by ./train_gpt2: shows that all of it runs
 
 REPORT is the folder of scripts/gpu_check.sh's report. What it has already is not measured again: run a part again for what it had no time for.
 Each case is a process of its own, one at a time. Both sides do the whole step: forward, backward, gradient clipping, AdamW, a new batch each time.
 
-    ours       ./train_gpt2cu --dtype bf16 under its ordinary flags; a step's time is `ms` of metrics.jsonl (float32 master weights and moments)
+    ours       ./train_gpt2cu --dtype bf16 under its ordinary flags (float32 master weights and moments)
     autocast   torch.compile, scaled_dot_product_attention, bf16 autocast over float32 weights, AdamW(fused=True): the same numerics as ours
     bf16       the same with weights, gradients and moments in bf16: less memory traffic than ours, and less exact; no autocast
 
-The model is dev/bench/cpu_step.py's, written as a good user would: q, k, v in one product, gate and up in one, the vocabulary padded to 50,304. The
-host never waits for PyTorch's device within the steps. A figure is the median of the steps after the first ones.
+Both sides leave out the same number of steps at the start, and both are timed by the host's clock from the end of one step on the device to the end
+of the next: ours is `ms` of metrics.jsonl. The host runs one step ahead of PyTorch's device, so that it never keeps the device waiting. A figure is
+the median. Nothing else runs meanwhile; only the part memory asks nvidia-smi, and its times are no measurements.
+
+The model is dev/bench/cpu_step.py's, written as a good user would: q, k, v in one product, gate and up in one, the vocabulary padded to 50,304.
+
+Exit codes: 0; 1: one of our runs failed; 75: cases are left for want of time; 77: no GPU.
 """
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -36,7 +43,7 @@ MODELS = {"124M": {"tied": True}, "162M": {"tied": False}}
 TINY = {"tiny": {"tied": True, "layers": 1, "heads": 2, "channels": 96, "ffn": 128, "vocab": 128}}
 VARIANTS = ("ours", "autocast", "bf16")
 UNCOUNTED, MARGIN_GB = 10, 3.0           # steps; memory that CUDA, cuBLASLt and the allocator need beside the model's
-TOKENS, LENGTHS = 16384, (1024, 2048, 4096, 8192, 16384)
+TOKENS, LENGTHS = 16384, (4096, 16384, 1024, 2048, 8192)
 DRY = False
 
 
@@ -67,11 +74,8 @@ def torch_steps(task):
     steps = task["uncounted"] + task["steps"]
     batches = torch.randint(0, vocab, (min(steps, 8), task["B"], task["T"] + 1))
     batches = batches if DRY else batches.pin_memory()
-    marks = []
-    for i in range(steps + 1):
-        marks.append(mark())
-        if i == steps:
-            break
+    ends, running = [], []
+    for i in range(steps):
         batch = batches[i % len(batches)].to(on, non_blocking=True)
         with torch.autocast(on, dtype=torch.bfloat16, enabled=not pure):
             loss = forward(batch[:, :-1], batch[:, 1:])
@@ -79,11 +83,23 @@ def torch_steps(task):
         torch.nn.utils.clip_grad_norm_(model.parameters(), cpu_step.CLIP)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        running.append(mark())
+        if i > 0:
+            ends.append(end_of(running.pop(0)))           # of the step before: one step is always waiting
+    ends.append(end_of(running.pop(0)))
     if not torch.isfinite(loss).item():
         raise SystemExit(f"gpu_step: the loss is {loss.item()}")
-    ms = between(marks)[task["uncounted"]:]
+    ms = [1e3 * (b - a) for a, b in zip(ends, ends[1:])][task["uncounted"] - 1:]
     peak, reserved = (0, 0) if DRY else (torch.cuda.max_memory_allocated() / 1e9, torch.cuda.max_memory_reserved() / 1e9)
     return {"ms": ms, "peak_gb": peak, "reserved_gb": reserved}
+
+
+def end_of(event):
+    """The host's time when the device has reached the event of mark()."""
+    if DRY:
+        return event
+    event.synchronize()
+    return time.perf_counter()
 
 
 def mark():
@@ -197,12 +213,12 @@ def scratch_folder():
 
 
 def run_ours(options, model, B, T, steps, profile=False):
-    """{ms, peak_gb (the plan), used_gb (nvidia-smi), mfu} of a run, or with `profile` {phases: {name: ms a step}}."""
+    """{ms, peak_gb (the plan), mfu} of a run, in the part memory also used_gb (nvidia-smi); or with `profile` {phases: {name: ms a step}}."""
     with scratch_folder() as name:
         data, out = Path(name), Path(name) / "run"
         cpu_step.write_shard(data / "random_train_000001.bin", 2 * B * T + 1, sizes(model).get("vocab", cpu_step.VOCAB))
         words = our_command(options, model, B, T, UNCOUNTED + steps, data) + (["--profile"] if profile else ["--out", str(out)])
-        with Used() as used:
+        with Used() if options.part == "memory" else contextlib.nullcontext() as used:      # asking nvidia-smi slows the device down
             result = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL)
         if result.returncode:
             print(result.stdout[-2000:] + result.stderr[-2000:], file=sys.stderr)
@@ -211,7 +227,7 @@ def run_ours(options, model, B, T, steps, profile=False):
             return {"phases": {m[1].strip(): float(m[2]) for m in re.finditer(r"^(\S.*?) +([0-9.]+) +[0-9.]+%$", result.stdout, re.M)}}
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()][UNCOUNTED:]
         return {"ms": [line["ms"] for line in lines], "mfu": statistics.median(line.get("mfu") or 0 for line in lines),
-                "peak_gb": lines[-1].get("gpu_memory_gb", 0), "used_gb": used.most}
+                "peak_gb": lines[-1].get("gpu_memory_gb", 0), **({"used_gb": used.most} if used else {})}
 
 
 # ---------------------------------------------------------------- cases
@@ -253,46 +269,80 @@ def largest_batch(at_16, model, variant):
     return 16 if a_sequence <= 0 else max(16, int(0.97 * (free_gb() - MARGIN_GB - fixed) / a_sequence) // 8 * 8)
 
 
+# Seconds that a case takes, which must be left for it to begin: PyTorch compiles.
+NEED = {"ours": 25, "autocast": 75, "bf16": 75, "phases": 45}
+
+
+def fits(budget, what):
+    return DRY or budget.left() >= NEED[what]
+
+
+def has(report, part, **keys):
+    return any(all(r.get(k) == v for k, v in keys.items()) for r in report.part(part)["records"])
+
+
+def find(report, part, **keys):
+    """The record with these keys, unless it failed."""
+    return next((r for r in report.part(part)["records"] if all(r.get(k) == v for k, v in keys.items()) and "failed" not in r), None)
+
+
+def step_case(report, options, budget, **keys):
+    """Measures a case, at a smaller batch where the largest runs out of memory. False: there is no time."""
+    model, variant = keys["model"], keys["variant"]
+    base = find(report, options.part, **{**keys, "batch": "16"})
+    if not fits(budget, variant):
+        return False
+    if keys["batch"] == "largest" and base is None:
+        report.record(options.part, keys, B=0, T=options.length, failed="B = 16 failed")
+        return True
+    B = options.batch if keys["batch"] == "16" else min(largest_batch(base, model, variant), 2 * options.batch if DRY else 1024)
+    result = measure(options, model, B, options.length, variant, options.steps)
+    while result.get("failed") == "out of memory" and B > 16 and fits(budget, variant):
+        B = max(16, int(B * 0.85) // 8 * 8)
+        result = measure(options, model, B, options.length, variant, options.steps)
+    report.record(options.part, keys, B=B, T=options.length, **result)
+    report.save()
+    return True
+
+
 def part_step(report, options):
+    """What was left."""
     budget, left_out = Budget(options.budget), []
     for model in options.models:
         for batch in ("16", "largest"):
             for variant in options.variants:
                 keys = {"model": model, "batch": batch, "variant": variant, "device": device()}
-                if any(all(r.get(k) == v for k, v in keys.items()) and "failed" not in r for r in report.part("step")["records"]):
-                    continue
-                base = next((r for r in report.part("step")["records"] if all(r.get(k) == v for k, v in {**keys, "batch": "16"}.items()) and "failed" not in r), None)
-                if budget.left() < (20 if variant == "ours" else 60) and not DRY or (batch == "largest" and base is None):
+                if not has(report, options.part, **keys) and not step_case(report, options, budget, **keys):
                     left_out.append(f"{variant} of {model}, batch {batch}")
-                    continue
-                B = options.batch if batch == "16" else min(largest_batch(base, model, variant), 2 * options.batch if DRY else 1024)
-                result = measure(options, model, B, options.length, variant, options.steps)
-                while result.get("failed") == "out of memory" and B > 16 and (budget.left() > 60 or variant == "ours"):
-                    B = max(16, int(B * 0.85) // 8 * 8)
-                    result = measure(options, model, B, options.length, variant, options.steps)
-                report.record("step", keys, B=B, T=options.length, **result)
-                report.save()
-    phases(report, options)
+    if options.part == "step" and "profile" not in report.part("step"):
+        if fits(budget, "phases"):
+            phases(report, options)
+        else:
+            left_out.append("the phases")
     tables_step(report, options, left_out)
-    return not left_out
+    return left_out
 
 
 def part_memory(report, options):
+    """PyTorch at T = 1024 is the part step's B = 16; ours there and everywhere also by nvidia-smi."""
     budget, left_out = Budget(options.budget), []
     model = options.models[0]
-    for T in options.lengths:
-        for variant in ("ours", "autocast"):
+    for variant in ("ours", "autocast"):
+        for T in options.lengths:
             keys = {"model": model, "T": T, "variant": variant, "device": device()}
-            if any(all(r.get(k) == v for k, v in keys.items()) and "failed" not in r for r in report.part("memory")["records"]):
-                continue
-            if budget.left() < (20 if variant == "ours" else 60) and not DRY:
-                left_out.append(f"{variant} at T = {T}")
+            if has(report, "memory", **keys):
                 continue
             B = max(1, options.tokens // T)
-            report.record("memory", keys, B=B, **measure(options, model, B, T, variant, 3))
+            known = find(report, "step", model=model, variant=variant, B=B, T=T, device=device()) if variant != "ours" else None
+            if known is None and not fits(budget, variant):
+                left_out.append(f"{variant} at T = {T}")
+                continue
+            result = {key: value for key, value in (known or measure(options, model, B, T, variant, 3)).items() if key not in ("batch", *keys)}
+            report.record("memory", keys, **{**result, "B": B})
+            tables_memory(report, left_out)
             report.save()
     tables_memory(report, left_out)
-    return not left_out
+    return left_out
 
 
 # ---------------------------------------------------------------- where our time goes, and the least that it could take
@@ -349,7 +399,7 @@ def figure(record, key, digits, scale=1.0):
 
 
 def tables_step(report, options, left_out):
-    records, rows = report.part("step")["records"], []
+    records, rows = report.part(options.part)["records"], []
     for model in dict.fromkeys(r["model"] for r in records):
         for batch in ("16", "largest"):
             for r in (r for r in records if r["model"] == model and r["batch"] == batch):
@@ -357,14 +407,14 @@ def tables_step(report, options, left_out):
                 over = f"{ours['tok_per_s'] / r['tok_per_s']:.2f}" if ours and "tok_per_s" in r and r is not ours else ""
                 ms = {"m": statistics.median(r["ms"])} if "ms" in r else {"failed": r["failed"]}
                 rows.append([model, r["B"], r["variant"], figure(ms, "m", 2), figure(r, "tok_per_s", 0), over, figure(r, "mfu", 1, 100), figure(r, "peak_gb", 1)])
-    report.table("step", f"Tokens a second, T = {options.length}", ["model", "B", "variant", "ms a step", "tok/s", "ours over it", "MFU %", "peak GB"], rows,
+    report.table(options.part, f"Tokens a second, T = {options.length}", ["model", "B", "variant", "ms a step", "tok/s", "ours over it", "MFU %", "peak GB"], rows,
                  ["peak GB: ours by the plan that the trainer prints and takes; PyTorch's by torch.cuda.max_memory_allocated",
                   *([f"not measured for want of time: {', '.join(left_out)}; run the part again"] if left_out else [])])
 
 
 def tables_memory(report, left_out):
     records, rows = report.part("memory")["records"], []
-    for T in dict.fromkeys(r["T"] for r in records):
+    for T in sorted({r["T"] for r in records}):
         ours, other = (next((r for r in records if r["T"] == T and r["variant"] == variant), None) for variant in ("ours", "autocast"))
         rows.append([T, (ours or other)["B"], figure(ours, "peak_gb", 2), figure(ours, "used_gb", 2), figure(other, "peak_gb", 2), figure(other, "reserved_gb", 2),
                      figure(ours, "tok_per_s", 0), figure(other, "tok_per_s", 0)])
@@ -378,8 +428,8 @@ def tables_memory(report, left_out):
 def parse():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("report", type=Path)
-    parser.add_argument("part", choices=("step", "memory"))
-    parser.add_argument("--models", default="", help="default: 124M,162M")
+    parser.add_argument("part", choices=("step", "memory", "larger"))
+    parser.add_argument("--models", default="", help="default: 124M, of the part larger 162M")
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--steps", type=int, default=20, help="counted steps (default: %(default)s)")
     parser.add_argument("--budget", type=float, default=500, help="seconds after which no case is begun")
@@ -389,7 +439,7 @@ def parse():
     global DRY, UNCOUNTED
     DRY = options.dry_run
     UNCOUNTED = 2 if DRY else UNCOUNTED
-    options.models = options.models.split(",") if options.models else list(TINY if DRY else MODELS)
+    options.models = options.models.split(",") if options.models else list(TINY) if DRY else ["162M" if options.part == "larger" else "124M"]
     options.variants = options.variants.split(",")
     options.ours = options.ours or str(ROOT / ("train_gpt2" if DRY else "train_gpt2cu"))
     options.batch, options.length, options.tokens = (2, 32, 64) if DRY else (16, 1024, TOKENS)
@@ -405,13 +455,15 @@ def main():
         print("gpu_step: no GPU: not measured", file=sys.stderr)
         return gpu_report.NO_GPU
     if not os.access(options.ours, os.X_OK):
-        raise SystemExit(f"gpu_step: {options.ours} is not there: scripts/gpu_check.sh build")
+        raise SystemExit(f"gpu_step: {options.ours} is missing: scripts/gpu_check.sh build makes it")
     report = gpu_report.Report(options.report)
-    whole = {"step": part_step, "memory": part_memory}[options.part](report, options)
+    report.resume(options.part)
+    left_out = {"step": part_step, "memory": part_memory, "larger": part_step}[options.part](report, options)
     report.save()
     failed = [f"{r['model']} {r['variant']}" for r in report.part(options.part)["records"] if r["variant"] == "ours" and "failed" in r]
-    print(f"gpu_step: {len(report.part(options.part)['records'])} records" + ("" if whole else ", not all in time") + (f"; ours failed: {', '.join(failed)}" if failed else ""))
-    return 1 if failed else 0
+    print(f"gpu_step: {len(report.part(options.part)['records'])} records" + (f"; ours failed: {', '.join(failed)}" if failed else "")
+          + (f"; left: {', '.join(left_out)}" if left_out else ""))
+    return gpu_report.FAILED if failed else gpu_report.UNFINISHED if left_out else 0
 
 
 if __name__ == "__main__":

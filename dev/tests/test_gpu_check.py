@@ -1,11 +1,16 @@
-"""scripts/gpu_check.sh without a GPU: its parts run in their dry form, its report is well-formed, its verdicts are right, and nothing that was not
-timed on a GPU passes for a measurement."""
+"""scripts/gpu_check.sh without a GPU: its parts run in their dry form, on machines that lack this and that; calls resume; its report is well-formed,
+its verdicts are right, and nothing that was not timed on a GPU passes for a measurement.
+
+GPU_REHEARSAL=1 adds the rehearsal of doc/gpu_check.md: every part, built and run by the emulation, in calls of GPU_REHEARSAL_BUDGET seconds (570).
+"""
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -15,6 +20,7 @@ from trainer import ROOT
 
 sys.path[:0] = [str(ROOT / "dev/bench"), str(ROOT / "dev/reference")]
 import attention_gpu
+import gpu_kernels
 import gpu_report
 import gpu_step
 import model as reference
@@ -29,9 +35,9 @@ def dry(monkeypatch):
         monkeypatch.setattr(module, "DRY", True)
 
 
-def gpu_check(*parts, out, code, **environment):
-    result = subprocess.run([ROOT / "scripts/gpu_check.sh", *parts], capture_output=True, text=True, timeout=300,
-                            env=trainer.environment(OUT=str(out), DEPS=f"{out}/deps", **environment))
+def gpu_check(*parts, out, code, root=ROOT, timeout=300, **environment):
+    settings = trainer.environment(**{"OUT": str(out), "REPORT": f"{out}/none", "DEPS": f"{out}/deps", **environment})
+    result = subprocess.run([root / "scripts/gpu_check.sh", *parts], capture_output=True, text=True, timeout=timeout, env=settings)
     assert result.returncode == code, result.stdout + result.stderr
     return result.stdout + result.stderr
 
@@ -66,47 +72,267 @@ def fake_programs(folder, **texts):
     return f"{folder}:/usr/bin:/bin"
 
 
-@pytest.mark.skipif(shutil.which("compute-sanitizer", path="/usr/bin:/bin") is not None, reason="compute-sanitizer is among the system's programs")
+# Programs that make builds on the machine below: they say what they were called with, and one group of kernels crashes.
+PROGRAM = """#!/bin/sh
+echo "$0 $*" >>"{log}"
+case $1 in rope) kill -SEGV $$ ;; orders) echo "note: refused"; exit 6 ;; --help) ;; esac
+echo "3 passed, 0 failed"
+"""
+MAKE = """#!/bin/sh
+case "$*" in *lacking*|*--version*) exit 0 ;; *show-it*CUDA*|*show-it*CUBLAS*) echo "{cuda}"; exit 0 ;; esac
+echo made >>"{log}"
+for word in "$@"; do
+    case $word in build/*) mkdir -p "$(dirname "$word")"; cp "{program}" "$word"; chmod +x "$word" ;; esac
+done
+"""
+
+
+class Machine:
+    """A copy of what scripts/gpu_check.sh needs, without .git, on a machine with a GPU that is none, and with a make that builds nothing."""
+
+    def __init__(self, folder, *, lacks=()):
+        self.root, self.log, self.out = folder / "tree", folder / "log", folder / "out"
+        for name in ("Makefile", "scripts/gpu_check.sh", "attention/flash.cuh", "dev/bench/gpu_report.py", "dev/bench/gpu_text.py", "dev/bench/gpu_kernels.py"):
+            (self.root / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, self.root / name)
+        (folder / "cuda/include").mkdir(parents=True)
+        (folder / "cuda/lib").mkdir()
+        for name in ("include/cublasLt.h", "lib/libcudart_static.a", "lib/libcublasLt.so"):
+            (folder / "cuda" / name).touch()
+        (folder / "program").write_text(PROGRAM.format(log=self.log))
+        make = MAKE.format(cuda=folder / "cuda", log=self.log, program=folder / "program")
+        fakes = {"nvidia-smi": "echo 'GPU 0, stand-in, 1 MiB'", "nvcc": "exit 1", "make": make}
+        self.path = fake_programs(folder / "bin", **{name: text for name, text in fakes.items() if name not in lacks})
+
+    def call(self, *parts, code, **environment):
+        return gpu_check(*parts, out=self.out, code=code, root=self.root, PATH=self.path, PYTHON="", **environment)
+
+    def calls(self, word):
+        return self.log.read_text().count(word) if self.log.exists() else 0
+
+
+def test_built_by_contents_not_by_times(tmp_path):
+    machine = Machine(tmp_path)
+    machine.call("build", code=0)
+    assert machine.calls("made") == 1
+    for path in machine.root.rglob("*"):
+        os.utime(path)                                   # copied here again: every source is newer than every object
+    machine.call("build", code=0)
+    assert machine.calls("made") == 1
+    flash = machine.root / "attention/flash.cuh"
+    flash.write_text(flash.read_text() + "// changed\n")
+    os.utime(flash, (1e9, 1e9))                          # and older than every object
+    machine.call("build", code=0)
+    assert machine.calls("made") == 2
+    program = machine.root / "build/gpu_programs/train_gpt2cu"
+    program.write_text("something else was built here\n")
+    machine.call("build", code=0)
+    assert machine.calls("made") == 3
+    (program.parent / "products").unlink()               # as after a build that was cut off: its objects stay
+    (program.parent / "an.o").touch()
+    assert "resuming an unfinished build" in machine.call("build", code=0)
+    assert machine.calls("made") == 4 and (program.parent / "an.o").exists()
+
+
+SYSTEMS_PYTHON = ["/usr/bin/env", "-i", "PATH=/usr/bin:/bin", "python3"]
+
+
+@pytest.mark.skipif(subprocess.run([*SYSTEMS_PYTHON, "-c", "import torch"], capture_output=True).returncode == 0, reason="the system's Python has PyTorch")
+def test_a_crash_ends_its_group_alone(tmp_path):
+    machine = Machine(tmp_path)
+    machine.call("tests", code=1)
+    checks = {check["name"]: check["verdict"] for check in parts_of(machine.out)["tests"]["checks"]}
+    assert checks.pop("kernels: rope") == "FAILED (139)"
+    assert checks.pop("PyTorch or pytest") == "FAILED"
+    assert checks.pop("cuBLASLt, not needed: orders") == "told"
+    assert len(checks) > 20 and set(checks.values()) == {"ok"}
+    before = machine.calls("test_kernels rmsnorm"), machine.calls("test_kernels rope")
+    machine.call("tests", code=1)                        # what passed is not run again; what failed is, when its part is named
+    assert (machine.calls("test_kernels rmsnorm"), machine.calls("test_kernels rope")) == (before[0], before[1] + 1)
+
+
 def test_without_the_sanitizer_its_part_fails(tmp_path):
-    path = fake_programs(tmp_path / "bin", **{"nvidia-smi": "echo GPU 0: stand-in", "make": "exit 0"})
-    said = gpu_check("sanitizer", out=tmp_path, code=1, PATH=path)
-    assert "FAILED: compute-sanitizer is not here" in said
-    part = parts_of(tmp_path)["sanitizer"]
-    assert part["status"] == "failed"
-    assert [(check["verdict"], check["detail"]) for check in part["checks"]] == [("FAILED", "compute-sanitizer is not here")]
+    machine = Machine(tmp_path)
+    if shutil.which("compute-sanitizer", path=machine.path):
+        pytest.skip("compute-sanitizer is among the system's programs")
+    assert "FAILED: compute-sanitizer is missing" in machine.call("sanitizer", code=1)
+    assert [check["verdict"] for check in parts_of(machine.out)["sanitizer"]["checks"]] == ["FAILED"]
 
 
-def test_a_wrong_part(tmp_path):
-    assert "no such part" in gpu_check("attentoin", out=tmp_path, code=2)
+def test_without_ncu_its_part_is_named_and_no_failure(tmp_path):
+    machine = Machine(tmp_path)
+    if shutil.which("ncu", path=machine.path):
+        pytest.skip("ncu is among the system's programs")
+    machine.call("counters", code=0)
+    assert [(check["verdict"], check["detail"]) for check in parts_of(machine.out)["counters"]["checks"]] == [("told", "ncu is missing")]
 
 
-def test_runs_on_the_cpu(tmp_path):
+def test_what_the_build_needs_is_found_missing_first(tmp_path):
+    machine = Machine(tmp_path)
+    (tmp_path / "cuda/include/cublasLt.h").unlink()
+    said = machine.call(code=1)                          # all parts
+    assert "FAILED: cublasLt.h is missing: scripts/gpu_check.sh pack brings it" in said and "The other parts were not begun" in said
+    assert list(parts_of(machine.out)) == ["probe"] and machine.calls("made") == 0
+
+
+def test_one_gpu_is_too_few_for_several(tmp_path):
+    machine = Machine(tmp_path)
+    assert "fewer than two GPUs: not measured" in machine.call("several", code=gpu_report.NO_GPU)
+    assert parts_of(machine.out)["several"]["checks"] == []
+
+
+@pytest.mark.parametrize("word, says", [("attentoin", "attentoin: no such part"), ("train=soon", "expected PART=SECONDS")])
+def test_a_wrong_part(tmp_path, word, says):
+    assert says in gpu_check(word, out=tmp_path, code=2)
+
+
+@pytest.fixture
+def known(tmp_path):
+    """The environment of a dry run by the CPU's trainer on a small vocabulary."""
     trainer.make_data(tmp_path)
-    known = dict(DEVICE="cpu", TRAIN=str(trainer.TRAIN), DATA=str(tmp_path), VOCAB=str(trainer.VOCAB))
+    return dict(DEVICE="cpu", TRAIN=str(trainer.TRAIN), DATA=str(tmp_path), VOCAB=str(trainer.VOCAB))
+
+
+def test_runs_on_the_cpu(tmp_path, known):
     gpu_check("determinism", "train", out=tmp_path / "report", code=0, **known)
     parts = parts_of(tmp_path / "report")
     assert {name: part["status"] for name, part in parts.items()} == {"determinism": "done", "train": "done"}
     assert all(check["verdict"] == "ok" for part in parts.values() for check in part["checks"])
-    assert len(parts["determinism"]["checks"]) == 13 and len(parts["train"]["curves"]["bf16"]) == 4
+    assert len(parts["determinism"]["checks"]) == 3 and len(parts["train"]["curves"]["bf16"]) == 4
     assert_well_formed((tmp_path / "report/report.md").read_text())
     gpu_check("train", out=tmp_path / "broken", code=1, **{**known, "TRAIN": "/bin/false"})
-    assert [check["verdict"][:6] for check in parts_of(tmp_path / "broken")["train"]["checks"]] == ["ok", "FAILED", "FAILED", "FAILED"]
+    assert [check["verdict"][:6] for check in parts_of(tmp_path / "broken")["train"]["checks"]] == ["FAILED"]
 
 
-def test_one_gpu_is_too_few_for_several(tmp_path):
-    path = fake_programs(tmp_path / "bin", **{"nvidia-smi": "echo GPU 0: stand-in", "make": "exit 0"})
-    assert "fewer than two GPUs: not measured" in gpu_check("several", out=tmp_path, code=gpu_report.NO_GPU, PATH=path)
-    assert parts_of(tmp_path)["several"]["checks"] == []
+def test_a_part_without_time_is_left_and_taken_up(tmp_path, known):
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    said = gpu_check("determinism=3", out=first, code=gpu_report.UNFINISHED, **known)
+    assert "left to the next call: needs 5 s" in said and "time ran out: call again" in said
+    assert parts_of(first)["determinism"]["status"] == "unfinished"
+    verdicts = [check["verdict"] for check in parts_of(first)["determinism"]["checks"]]
+    assert verdicts[:2] == ["left", "left"]
+    gpu_check("determinism", out=second, code=0, **known, REPORT=str(first))
+    assert parts_of(second)["determinism"]["status"] == "done"
+    broken = {**known, "TRAIN": "/bin/false"}            # a third call runs nothing
+    assert "done in an earlier call" in gpu_check("determinism", out=third, code=0, **broken, REPORT=str(second))
+    gpu_check("determinism", out=third, code=1, **broken, FRESH="1")
+
+
+def test_a_check_is_stopped_when_the_call_ends(tmp_path, known):
+    """What is cut off at the end of a call's time has not failed."""
+    slow = tmp_path / "slow"
+    slow.write_text("#!/bin/sh\nexec sleep 100\n")
+    slow.chmod(0o755)
+    said = gpu_check("determinism=20", out=tmp_path / "out", code=gpu_report.UNFINISHED, **{**known, "TRAIN": str(slow)})
+    assert "at the end of this call's time" in said
+    assert [check["verdict"] for check in parts_of(tmp_path / "out")["determinism"]["checks"]] == ["left"] * 3
+
+
+def test_text_of_its_own(tmp_path):
+    """Without shards and network there is something to train on, the same each time."""
+    for name in ("a", "b"):
+        subprocess.run([sys.executable, ROOT / "dev/bench/gpu_text.py", tmp_path / name], check=True)
+    a, b = (tmp_path / name / "text_train_000001.bin" for name in ("a", "b"))
+    assert a.read_bytes() == b.read_bytes() and a.stat().st_size > 1e6
+    out = tmp_path / "run"
+    trainer.train(tmp_path / "a", "--model", "layers=1,heads=1,channels=8,ffn=8,vocab=256", "--steps", 2, "--out", out)
+    assert len(trainer.metrics(out)) == 2
 
 
 @pytest.mark.skipif(not (EMULATED.exists() and COLLECTIVE.exists() and shutil.which("mpirun")), reason="make train_gpt2cu_on_cpu test_on_cpu, mpirun")
-def test_several_processes(tmp_path):
-    trainer.make_data(tmp_path)
-    known = dict(DEVICE="cpu", DATA=str(tmp_path), VOCAB=str(trainer.VOCAB))
-    gpu_check("several", out=tmp_path / "report", code=0, **known)
+def test_several_ranks(tmp_path, known):
+    gpu_check("several", out=tmp_path / "report", code=0, **{**known, "TRAIN": str(EMULATED)})
     checks = parts_of(tmp_path / "report")["several"]["checks"]
-    assert [check["verdict"] for check in checks] == ["ok"] * 7
+    assert [check["verdict"] for check in checks] == ["ok"] * 4
     assert [check["detail"] for check in checks[:2]] == ["2 processes are right"] * 2
+
+
+# ---- the rehearsal
+
+TRAVELS_BYTES, FILES_BACK, FILE_BYTES = 64 << 20, 8, 16 << 20
+
+
+def size_of(folder):
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+
+
+def edit(root, name):
+    """Another content, with a time before every object's."""
+    (root / name).write_text((root / name).read_text() + "\n// rehearsed\n")
+    os.utime(root / name, (1e9, 1e9))
+
+
+@pytest.mark.skipif(os.environ.get("GPU_REHEARSAL") != "1", reason="GPU_REHEARSAL=1: minutes")
+def test_rehearsal(tmp_path):
+    """Calls as on a machine that is rented for minutes: a copy without .git whose files are older than the objects, an OUT that starts empty, and
+    reports that the caller carries from call to call; until nothing is left. Prints the seconds of each part."""
+    root, out, carried = tmp_path / "tree", tmp_path / "out", tmp_path / "tree/build/gpu_check"
+    budget = int(os.environ.get("GPU_REHEARSAL_BUDGET", 570))
+    listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    for name in subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip("\0").split("\0"):
+        if (ROOT / name).is_file() and not (ROOT / name).is_symlink():
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, root / name)
+            os.utime(root / name, (1e9, 1e9))
+    for name in (".venv", ".cuda"):
+        if (ROOT / name).exists():
+            (root / name).symlink_to((ROOT / name).resolve())
+    calls = []
+
+    def call(*parts, code):
+        shutil.rmtree(out, ignore_errors=True)
+        out.mkdir()
+        environment = {**os.environ, "OUT": str(out), "DEVICE": "cpu", "PROGRAMS": "build/rehearsal", "BUDGET": str(budget), "VOCAB": "256"}
+        start = time.monotonic()
+        result = subprocess.run([root / "scripts/gpu_check.sh", *parts], capture_output=True, text=True, env=environment)
+        seconds = time.monotonic() - start
+        calls.append(seconds)
+        print(f"\n--- call {len(calls)}: {' '.join(parts) or 'all parts'}: {seconds:.0f} s, exit code {result.returncode}", flush=True)
+        print(result.stdout + result.stderr, flush=True)
+        assert result.returncode in code and (seconds <= budget + 10 or parts == ("pack",))
+        assert len(list(out.iterdir())) <= FILES_BACK and all(path.stat().st_size <= FILE_BYTES for path in out.iterdir())
+        if parts != ("pack",):
+            shutil.copytree(out, carried, dirs_exist_ok=True)
+        return result.returncode, result.stdout
+
+    call("pack", code=(0, 1))                             # 1: something cannot be fetched here
+    assert size_of(root) - size_of(root / "build") + size_of(root / "build/deps") <= TRAVELS_BYTES
+    while call(code=(0, gpu_report.UNFINISHED))[0]:
+        assert len(calls) < 20
+    parts = parts_of(carried)
+    assert {name: part["status"] for name, part in parts.items()} == dict.fromkeys(words_of("ALL"), "done")
+    assert all(part["seconds"] <= budget for part in parts.values())
+    for path in root.rglob("*"):                          # copied once more, with newer times
+        if "build" not in path.parts and path.is_file():
+            os.utime(path)
+    assert "nothing to do" in call("build", code=(0,))[1]
+    edit(root, "dev/tests/test_matmul.cu")
+    said = call("build", "determinism", code=(0,))[1]
+    assert "it is built anew" in said and "done in an earlier call" in said
+    print("\n".join(f"{name:12} {part['seconds']:5.0f} s" for name, part in parts.items()))
+
+
+# ---- what the groups of the part `tests` cover
+
+def words_of(name):
+    return re.search(rf'^{name}="([^"]*)"$', (ROOT / "scripts/gpu_check.sh").read_text(), re.M)[1].split()
+
+
+def test_every_kernel_is_in_one_group():
+    cases = re.findall(r'case_begins\("(\w+)', (ROOT / "dev/tests/test_kernels.cu").read_text())
+    assert set(cases) == set(words_of("KERNELS"))
+
+
+def test_every_matmul_is_in_one_group():
+    source = (ROOT / "dev/tests/test_matmul.cu").read_text()
+    assert set(re.findall(r'\{"(\w+)",\s+test_', source)) == {*words_of("PRODUCTS"), "unaligned", "orders", "refused"}
+
+
+def test_every_model_is_in_one_group():
+    lines = (ROOT / "dev/reference/fixtures/cases.txt").read_text().splitlines()
+    lines = [line for line in lines if "kind=model" in line or "kind=attention" in line]
+    assert len(lines) > 600
+    assert [line for line in lines if sum(word in line for word in words_of("MODELS")) != 1] == []
 
 
 # ---- runs side by side
@@ -191,6 +417,54 @@ def test_only_right_values_timed_on_a_gpu_count(change):
     assert verdicts(parts) == [gpu_report.MISSING] * 7
 
 
+def test_records_of_other_sources_or_devices_do_not_count(tmp_path, monkeypatch):
+    """Without a git history too: the version is a hash of the sources' contents."""
+    for name in ("Makefile", "attention/flash.cuh", "dev/bench/attention_gpu.py", "doc/gpu.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("one")
+    monkeypatch.setattr(gpu_report, "ROOT", tmp_path)
+
+    def states():
+        return [gpu_report.Report(tmp_path / "out").state(part) for part in ("attention", "train")]
+
+    report = gpu_report.Report(tmp_path / "out")
+    for part in ("attention", "train"):
+        report.begin(part)
+        report.record(part, {"attn": "ssmax"}, both_ms=[1.0])
+        report.end(part)
+    report.save()
+    assert states() == ["done", "done"]
+    (tmp_path / "doc/gpu.md").write_text("two")
+    assert states() == ["done", "done"]
+    (tmp_path / "dev/bench/attention_gpu.py").write_text("two")
+    assert states() == ["new", "done"]
+    (tmp_path / "attention/flash.cuh").write_text("two")
+    assert states() == ["new", "new"]
+    again = gpu_report.Report(tmp_path / "out")
+    again.begin("train")
+    assert again.part("train")["records"] == []
+    (tmp_path / "attention/flash.cuh").write_text("one")
+    assert states()[1] == "done"
+    monkeypatch.setenv("GPU_CHECK_DEVICE", "another GPU")
+    assert states()[1] == "new"
+
+
+@pytest.mark.parametrize("verdicts, status, code", [(["ok", "told"], "done", 0), (["ok", "left"], "unfinished", 75),
+                                                    (["left", "FAILED (1)"], "failed", 1)])
+def test_a_parts_end(tmp_path, verdicts, status, code):
+    report = gpu_report.Report(tmp_path)
+    report.begin("tests")
+    for i, verdict in enumerate(verdicts):
+        gpu_report.add_check(report, "tests", str(i), verdict, 1, "")
+    assert report.part("tests")["status"] == "unfinished"           # what a call that was killed leaves behind
+    report.end("tests")
+    assert report.part("tests")["status"] == status and gpu_report.exit_code(report, []) == code
+    report.save()
+    again = gpu_report.Report(tmp_path)
+    again.begin("tests")
+    assert [c["verdict"] for c in again.part("tests")["checks"]] == [v for v in verdicts if v in ("ok", "told")]
+
+
 def test_a_record_takes_the_place_of_the_one_before(tmp_path):
     report = gpu_report.Report(tmp_path)
     report.begin("others")
@@ -211,7 +485,7 @@ def softmax_with_sum(q, k, v):
 
 
 @pytest.mark.parametrize("name", reference.PRESETS)
-def test_pytorchs_ways_compute_the_normaliser(name):
+def test_pytorchs_ways_compute_the_normalizer(name):
     """The formula, what SDPA does, and what FlexAttention does with its output and log-sum-exp."""
     case = attention_gpu.Case(name, 21, 1)
     judge = attention_gpu.Judge(case)
@@ -245,6 +519,34 @@ def test_our_kernels_by_their_addresses(tmp_path, monkeypatch):
     assert_well_formed((tmp_path / "report.md").read_text())
 
 
+# ---- counts of instructions
+
+def test_instructions_for_a_tile():
+    """From whole kernels: 1,034 for 32×64 scores, some more for each row, and a prologue."""
+    counts = {T: gpu_kernels.HEADS * (1034 * T * T / 2 / 2048 + 70 * T) + 5000 for T in gpu_kernels.LENGTHS}
+    assert math.isclose(gpu_kernels.per_tile(counts), 1034, rel_tol=1e-9)
+
+
+NCU = """==PROF== Connected to process 71
+"ID","Process ID","Kernel Name","Section Name","Metric Name","Metric Unit","Metric Value"
+"0","71","void flash_forward_kernel<__nv_bfloat16, 64>(FlashCall<T1>)","Command line profiler metrics","smsp__inst_issued.sum","inst","1,234,567"
+"1","71","void flash_dq_kernel<__nv_bfloat16, 64>(FlashCall<T1>)","Command line profiler metrics","smsp__inst_issued.sum","inst","89"
+"""
+
+
+def test_what_ncu_prints():
+    assert gpu_kernels.parse_counts(NCU) == {"flash_forward_kernel": 1234567, "flash_dq_kernel": 89}
+    with pytest.raises(gpu_kernels.NotPermitted, match="ERR_NVGPUCTRPERM"):
+        gpu_kernels.parse_counts("==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access NVIDIA GPU Performance Counters")
+
+
+@pytest.mark.skipif(not FLASH.exists(), reason="make build/on_cpu/flash.so")
+@pytest.mark.parametrize("words", ["bf16 softmax 65 64 64", "fp32 softmax-sink 33 48 48", "bf16 ssmax-pn 33 64 64", "bf16 lssar 33 128 192"])
+def test_kernels_without_pytorch(words):
+    said = subprocess.run([sys.executable, ROOT / "dev/bench/gpu_kernels.py", "run", FLASH, *words.split()], capture_output=True, text=True)
+    assert said.returncode == 0 and "norm of out" in said.stdout, said.stdout + said.stderr
+
+
 # ---- timings of the step
 
 def test_step_and_memory(tmp_path, monkeypatch):
@@ -255,6 +557,8 @@ def test_step_and_memory(tmp_path, monkeypatch):
         assert gpu_step.main() == 0
     parts = parts_of(tmp_path)
     assert len(parts["step"]["records"]) == 6 and len(parts["memory"]["records"]) == 4
+    assert all("used_gb" in r for r in parts["memory"]["records"] if r["variant"] == "ours")
+    assert not any("used_gb" in r for r in parts["step"]["records"])               # nvidia-smi is not asked while a step is timed
     assert set(gpu_step.floors("124M", 16, 1024)) <= set(parts["step"]["profile"]["phases"])
     assert_well_formed((tmp_path / "report.md").read_text())
 
@@ -279,3 +583,33 @@ def test_the_same_model_in_pytorch(tied, monkeypatch):
     sizes = {**gpu_step.TINY["tiny"], "tied": tied}
     monkeypatch.setitem(gpu_step.TINY, "tiny", sizes)
     assert sum(p.numel() for p in cpu_step.torch_model()(8, **sizes).parameters()) == gpu_step.parameters("tiny")
+
+
+def test_what_does_not_fit_is_named(tmp_path, monkeypatch):
+    """The phases come after every case of the model; with too little time for a compiler, ours alone is measured."""
+    order = []
+    monkeypatch.setattr(gpu_step, "DRY", False)
+    monkeypatch.setattr(gpu_step, "free_gb", lambda: 80.0)
+    monkeypatch.setattr(gpu_step, "measure", lambda options, model, B, T, variant, steps: order.append((model, variant)) or
+                        {"ms": [2.0], "peak_gb": 5.0, "tok_per_s": 1.0})
+    monkeypatch.setattr(gpu_step, "phases", lambda report, options: order.append("phases"))
+
+    def left(part, budget, folder):
+        monkeypatch.setattr(sys, "argv", ["gpu_step.py", str(folder), part, "--budget", str(budget)])
+        report = gpu_report.Report(folder)
+        report.resume(part)
+        return gpu_step.part_step(report, gpu_step.parse())
+
+    assert left("step", 1000, tmp_path / "a") == [] and len(order) == 7 and order[-1] == "phases" and {order[i][0] for i in range(6)} == {"124M"}
+    order.clear()
+    assert left("larger", 1000, tmp_path / "a") == [] and [model for model, _ in order] == ["162M"] * 6
+    order.clear()
+    found = left("step", 30, tmp_path / "b")
+    assert found == [f"{variant} of 124M, batch {batch}" for batch in ("16", "largest") for variant in ("autocast", "bf16")] + ["the phases"]
+    assert order == [("124M", "ours")] * 2
+
+
+def test_pytorchs_clock_is_the_hosts(monkeypatch):
+    """As many steps as asked for, after as many as ours leaves out, each from one end to the next."""
+    found = gpu_step.torch_steps({"variant": "autocast", "model": "tiny", "B": 2, "T": 16, "steps": 5, "uncounted": 3})
+    assert len(found["ms"]) == 5 and all(ms > 0 for ms in found["ms"])

@@ -1,0 +1,174 @@
+"""The kernels of attention alone, by flash.so, for the tools that watch a GPU's kernels. Needs NumPy, no PyTorch and no cuBLASLt.
+
+    python3 dev/bench/gpu_kernels.py run FLASH.SO bf16|fp32 ATTN T HS VS [B NH]     one forward and backward pass; checks that its results are finite
+    python3 dev/bench/gpu_kernels.py count REPORT FLASH.SO [ATTN...]                the instructions that each kernel issues, by ncu
+
+A kernel's instructions over T tokens are a·T² + b·T + c: from three lengths follows a, the main loops' part, without prologue and epilogue.
+The table gives the instructions that a warp issues for 32×64 scores, as dev/bench/sass.py counts them in the code, and its count beside it.
+
+Exit codes of count: 0, or 77 where ncu may not read the counters.
+"""
+import csv
+import ctypes
+import io
+import json
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "dev/bench"))
+import gpu_report
+
+# The learned scalars of a preset; what is not named has none.
+SCALARS = {"ssmax": ("s",), "ssmax-fixed": ("s",), "ssmax-bias": ("s", "b"), "ssmax-pn": ("s", "b", "p"), "softmax-sink": ("sink",)}
+METRIC = "smsp__inst_issued.sum"
+KERNELS = ("flash_forward_kernel", "flash_dq_kernel", "flash_dkv_kernel")
+LENGTHS, HEADS, SIZE = (1024, 2048, 4096), 4, 64
+COUNTED = ("softmax", "sigmoid", "softplus-l1", "mish-l1", "gelu-l1", "relu2-n", "softpick", "softmax-recentered", "softmax-recentered-l1", "lssar")
+TILE = 32 * 64
+
+
+class Shape(ctypes.Structure):
+    """FlashTestShape of dev/tests/flash_so.cu."""
+    _fields_ = [*((name, ctypes.c_size_t) for name in ("B", "T", "NH", "HS", "VS")), ("L", ctypes.c_int),
+                *((name, ctypes.c_size_t) for name in ("q_row", "k_row", "v_row", "out_row"))]
+
+
+class Arrays(ctypes.Structure):
+    """FlashTestArrays there, of host pointers."""
+    _fields_ = [*((name, ctypes.c_void_p) for name in ("q", "k", "v", "dout", "s", "b", "p", "sink", "out", "dq", "dk", "dv", "stats", "ds", "db",
+                                                       "dp", "dsink")), ("rows_without_weight", ctypes.c_ulonglong)]
+
+
+def stored(x, dtype):
+    """float32 as the kernels' type; bf16 by cutting off the low half."""
+    return x.copy() if dtype == "fp32" else (x.view(numpy.uint32) >> 16).astype(numpy.uint16)
+
+
+def loaded(x, dtype):
+    return x if dtype == "fp32" else (x.astype(numpy.uint32) << 16).view(numpy.float32)
+
+
+def run(library, dtype, attn, T, HS, VS, B=1, NH=2):
+    """{name: array} of what a forward and backward pass writes."""
+    random = numpy.random.default_rng(0)
+    shape, arrays, held = Shape(B, T, NH, HS, VS, T, NH * HS, NH * HS, NH * VS, NH * VS), Arrays(), {}
+    q, k, v, dout = (random.standard_normal((B, T, NH, size), dtype=numpy.float32) for size in (HS, HS, VS, VS))
+    if attn.startswith("lssa"):
+        q, k = (x / numpy.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+    for name, x in {"q": q, "k": k, "v": v, "dout": dout}.items():
+        held[name] = stored(x, dtype)
+    for name, like in {"out": v, "dq": q, "dk": k, "dv": v}.items():
+        held[name] = numpy.zeros_like(stored(like, dtype))
+    held["stats"] = numpy.zeros((B, NH, T, 4), numpy.float32)
+    start = {"s": numpy.full(NH, 0.168, numpy.float32), "b": numpy.zeros(NH, numpy.float32), "p": numpy.ones(T, numpy.float32),
+             "sink": numpy.zeros(NH, numpy.float32)}
+    for name in SCALARS.get(attn.split("+")[0], ()):
+        held[name] = start[name]
+        if attn != "ssmax-fixed":
+            held["d" + name] = numpy.zeros_like(start[name])
+    for name, x in held.items():
+        setattr(arrays, name, x.ctypes.data)
+    library.flash_test(attn.encode(), ctypes.c_bool(dtype == "bf16"), ctypes.byref(shape), ctypes.byref(arrays))
+    return {name: loaded(held[name], dtype) for name in ("out", "dq", "dk", "dv")}
+
+
+def main_run(library, dtype, attn, *sizes):
+    T, HS, VS, *rest = map(int, sizes)
+    results = run(ctypes.CDLL(str(Path(library).resolve())), dtype, attn, T, HS, VS, *rest)
+    wrong = [name for name, x in results.items() if not numpy.isfinite(x).all() or not x.any()]
+    if wrong:
+        raise SystemExit(f"gpu_kernels: {attn}: {', '.join(wrong)} not finite, or all zero")
+    print(f"gpu_kernels: {attn} {dtype}, T = {T}, heads of {HS}: norm of out {numpy.linalg.norm(results['out']):.4g}")
+
+
+# ---------------------------------------------------------------- counting
+
+class NotPermitted(Exception):
+    pass
+
+
+def kernel_of(name):
+    return next((kernel for kernel in KERNELS if kernel in name), None)
+
+
+def parse_counts(text):
+    """{kernel: count} from `ncu --csv`; the first launch of each kernel counts."""
+    lines = text.splitlines()
+    head = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
+    if head is None:
+        reason = next((line for line in lines if "ERR_NVGPUCTRPERM" in line or "==ERROR==" in line), "ncu printed no table")
+        raise NotPermitted(reason.strip())
+    counts = {}
+    for row in csv.DictReader(io.StringIO("\n".join(lines[head:]))):
+        kernel = kernel_of(row["Kernel Name"])
+        if kernel and row["Metric Name"] == METRIC:
+            counts.setdefault(kernel, int(float(row["Metric Value"].replace(",", ""))))
+    return counts
+
+
+def count(library, attn, T):
+    command = ["ncu", "--csv", "--metrics", METRIC, "--clock-control", "none", "--kernel-name", f"regex:{'|'.join(KERNELS)}",
+               sys.executable, __file__, "run", library, "bf16", attn, str(T), str(SIZE), str(SIZE), "1", str(HEADS)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    return parse_counts(result.stdout + result.stderr)
+
+
+def per_tile(by_length):
+    """Instructions for 32×64 scores from {T: count} at T, 2T and 4T: a·T² + b·T + c, and T²/2 scores a head."""
+    (t, n1), (t2, n2), (t4, n4) = sorted(by_length.items())
+    assert (t2, t4) == (2 * t, 4 * t)
+    quadratic = ((n4 - n1) - 3 * (n2 - n1)) / (6 * t * t)
+    return quadratic * 2 * TILE / HEADS
+
+
+def by_sass(attn):
+    """{kernel: instructions} of dev/bench/sass.py for a preset; {} where it cannot run (without nvdisasm, say)."""
+    result = subprocess.run([sys.executable, ROOT / "dev/bench/sass.py", "--json", attn], capture_output=True, text=True)
+    try:
+        return {f"flash_{row['kernel']}_kernel": row["issued"] for row in json.loads(result.stdout)["rows"] if row["preset"] == attn}
+    except (ValueError, KeyError):
+        return {}
+
+
+def main_count(folder, library, *names):
+    report = gpu_report.Report(folder)
+    report.resume("counters")
+    wanted = [attn for attn in names or COUNTED if not any(record["attn"] == attn for record in report.part("counters")["records"])]
+    with ThreadPoolExecutor() as pool:
+        expected = dict(zip(wanted, pool.map(by_sass, wanted)))
+    for attn in wanted:
+        try:
+            counts = {T: count(library, attn, T) for T in LENGTHS}
+        except NotPermitted as error:
+            print(f"the counters cannot be read: {error}")
+            return gpu_report.NO_GPU
+        for kernel in KERNELS:
+            by_length = {T: counts[T][kernel] for T in LENGTHS if kernel in counts[T]}
+            if len(by_length) == len(LENGTHS):
+                report.record("counters", {"attn": attn, "kernel": kernel}, issued=per_tile(by_length), by_sass=expected[attn].get(kernel))
+        tabulate(report)
+        report.save()
+    print(f"{len(report.part('counters')['records'])} kernels counted")
+    return 0
+
+
+def tabulate(report):
+    rows = []
+    for record in report.part("counters")["records"]:
+        issued, expected = record["issued"], record["by_sass"]
+        rows.append([f"`{record['attn']}`", re.sub(r"flash_|_kernel", "", record["kernel"]), f"{issued:.0f}", f"{expected:.0f}" if expected else "",
+                     f"{issued / expected:.2f}" if expected else ""])
+    report.table("counters", "Instructions that a warp issues for 32×64 scores, bf16, heads of 64",
+                 ["normalizer", "kernel", "by ncu", "by sass.py", "ncu / sass.py"], rows,
+                 [f"ncu's {METRIC} at T = {', '.join(map(str, LENGTHS))}; the part that grows with T²",
+                  *([] if any(row[3] for row in rows) else ["sass.py could not run here: it needs nvdisasm"])])
+
+
+if __name__ == "__main__":
+    sys.exit({"run": main_run, "count": main_count}[sys.argv[1]](*sys.argv[2:]))

@@ -1,0 +1,28 @@
+"""Text to train on where no shards are at hand and nothing can be fetched: this project's own pages and sources, a byte a token.
+
+    python3 dev/bench/gpu_text.py FOLDER      writes FOLDER/text_train_000001.bin; needs nothing but Python
+
+Every byte is a token below 256, and 0 takes the place of the end-of-text token, so that any vocabulary that the model has will do. The losses mean
+nothing beyond their comparison between two trainers.
+"""
+import struct
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = ("README.md", "doc/*.md", "*.c", "*.h", "*.cu", "kernels/*", "runtime/*", "attention/*.*")
+MAGIC, VERSION = 20240520, 1
+
+
+def main():
+    folder = Path(sys.argv[1])
+    paths = sorted({path for pattern in FILES for path in ROOT.glob(pattern) if path.is_file() and path.suffix != ".pyc"})
+    tokens = b"".join(b"\0" + path.read_bytes().replace(b"\0", b"") for path in paths)
+    folder.mkdir(parents=True, exist_ok=True)
+    header = struct.pack("<256i", MAGIC, VERSION, len(tokens), *[0] * 253)
+    (folder / "text_train_000001.bin").write_bytes(header + struct.pack(f"<{len(tokens)}H", *tokens))
+    print(f"gpu_text: {len(tokens)} bytes of {len(paths)} files as tokens in {folder}")
+
+
+if __name__ == "__main__":
+    main()
