@@ -731,7 +731,9 @@ run_part() {
     [ $dry = 0 ] || fact "a dry run on the CPU, which measures nothing"
     case $part in
         probe | build) "part_$part" ;;
-        *) if ensure_built; then "part_$part"; else lacks "the programs" "the part build failed"; fi ;;
+        *) if ensure_built; then "part_$part"
+           elif [ "$(report state build)" = failed ]; then lacks programs "the part build failed"
+           else leave programs "the build is unfinished"; fi ;;
     esac
     echo "  $part: $((SECONDS - start)) s"
     report took "$part" $((SECONDS - start))
@@ -760,6 +762,7 @@ done
 [[ $budget =~ ^[0-9]+$ ]] || stop 2 "BUDGET=$budget: expected seconds, a whole number"
 named=1
 [ $# -gt 0 ] || { named=0; set -- $ALL; }
+wanted=("${@%%=*}")
 
 [ "$*" = pack ] || { use_deps; continue_report; }
 find_python
@@ -769,17 +772,23 @@ export GPU_CHECK_DEVICE
 capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -1 | tr -d . | grep -x '[0-9]*')
 gpus=${GPUS:-${capability:-90}}
 [ "$*" = pack ] || find_data
-for word in "$@"; do
+while [ $# -gt 0 ]; do
+    # A part may begin when a few seconds are left, so that parts of which nothing is left to do are done.
+    if [ $((budget - SECONDS)) -lt 5 ] && [ "$1" != pack ]; then
+        report postpone "${@%%=*}"
+        say "no time is left for ${*%%=*}"
+        break
+    fi
+    word=$1
+    shift
     run_part "$word"
     if [ "$word" = probe ] && [ "$named" = 0 ] && [ "$(report state probe)" = failed ]; then
         stop $FAILED "this machine lacks what the build needs: see above. The other parts were not begun"
     fi
 done
-ran=$(printf '%s\n' "${@%%=*}" | grep -vx pack)
-[ -n "$ran" ] || exit 0
+[ "${wanted[*]}" != pack ] || exit 0
 shorten_log
-# shellcheck disable=SC2086
-report status $ran
+report status "${wanted[@]}"
 status=$?
 sed -n '3,/^$/p' "$out/report.md"
 report summary

@@ -6,6 +6,7 @@
     python3 dev/bench/gpu_report.py FOLDER passed PART NAME                exit code 0 if that check passed in this version on this device
     python3 dev/bench/gpu_report.py FOLDER fact PART TEXT...
     python3 dev/bench/gpu_report.py FOLDER end PART [STATUS]               without STATUS, the checks decide: failed, unfinished or done
+    python3 dev/bench/gpu_report.py FOLDER postpone PART...                there was no time for what is left of these
     python3 dev/bench/gpu_report.py FOLDER took PART SECONDS               adds to the time that the part took over all calls
     python3 dev/bench/gpu_report.py FOLDER forget PART
     python3 dev/bench/gpu_report.py FOLDER summary                         prints a line for each part
@@ -105,6 +106,13 @@ class Report:
         """Opens the section unless it is open: for a program that is called by hand."""
         if not self.is_current(name):
             self.begin(name)
+
+    def postpone(self, *names):
+        for name in names:
+            if self.state(name) not in ("done", "failed"):
+                self.begin(name)
+                add_check(self, name, "all that is left", "left", 0, "no time was left to begin")
+                self.end(name)
 
     def end(self, name, status=""):
         verdicts = [check["verdict"] for check in self.part(name)["checks"]]
@@ -372,7 +380,7 @@ def main():
         return 0
     if verb == "passed":
         return 0 if report.passed(part, words[1]) else FAILED
-    writers = {"begin": report.begin, "end": report.end, "forget": lambda name: report.parts.pop(name, None),
+    writers = {"begin": report.begin, "end": report.end, "postpone": report.postpone, "forget": lambda name: report.parts.pop(name, None),
                "check": lambda *x: add_check(report, *x), "fact": lambda *x: add_facts(report, *x),
                "took": lambda *x: add_seconds(report, *x),
                "curves": lambda name, *runs: verdict_of(lambda: curves(report, name, runs))}
