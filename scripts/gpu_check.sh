@@ -773,7 +773,7 @@ capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/nul
 gpus=${GPUS:-${capability:-90}}
 [ "$*" = pack ] || find_data
 while [ $# -gt 0 ]; do
-    # A part may begin when a few seconds are left, so that parts of which nothing is left to do are done.
+    # Even to say that there is no time, a part takes a second or more.
     if [ $((budget - SECONDS)) -lt 5 ] && [ "$1" != pack ]; then
         report postpone "${@%%=*}"
         say "no time is left for ${*%%=*}"

@@ -218,6 +218,12 @@ def test_a_part_without_time_is_left_and_taken_up(tmp_path, known):
     gpu_check("determinism", out=third, code=1, **broken, FRESH="1")
 
 
+def test_parts_without_any_time_are_left_together(tmp_path, known):
+    said = gpu_check("determinism", "train", out=tmp_path, code=gpu_report.UNFINISHED, **known, BUDGET="1")
+    assert "no time is left for determinism train" in said
+    assert {name: part["status"] for name, part in parts_of(tmp_path).items()} == {"determinism": "unfinished", "train": "unfinished"}
+
+
 def test_a_check_is_stopped_when_the_call_ends(tmp_path, known):
     """What is cut off at the end of a call's time has not failed."""
     slow = tmp_path / "slow"
