@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainer import (ROOT, assert_same_run, checkpoint, command, environment, losses, make_data, metrics, read_header, steps, tokens, train, write_header,
-                     write_shard)
+from trainer import (ROOT, assert_held, assert_same_run, checkpoint, command, environment, losses, make_data, metrics,
+                     read_header, steps, tokens, train, write_header, write_shard)
 
 MODEL = "layers=2,heads=1,channels=48,ffn=40,vocab=97"
 GAU = "layers=1,block=gau,channels=32,vocab=97"
@@ -369,3 +369,16 @@ def test_threads_of_the_host(cuda, data):
     result = subprocess.run(command(data, "--steps", 1, "--threads", 3, program=cuda), capture_output=True, text=True, cwd="/", check=True,
                             env=environment(OMP_DISPLAY_AFFINITY="TRUE", OMP_AFFINITY_FORMAT="thread %n of %N"))
     assert set(re.findall(r"thread (\d+) of 3", result.stdout + result.stderr)) == {"0", "1", "2"}
+
+
+def test_no_thread_runs_a_handler(cuda, data):
+    """As in the CPU's trainer: dev/tests/test_signals.py."""
+    process = subprocess.Popen(command(data, *SMALL, "--steps", 10 ** 6, program=cuda), stdout=subprocess.PIPE, text=True, cwd="/",
+                               env=environment() | {"OMP_NUM_THREADS": "2"})
+    try:
+        assert any("| loss " in line for line in process.stdout)
+        assert_held(cuda, data)
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+    assert process.returncode == 75

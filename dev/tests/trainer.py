@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import struct
 import subprocess
 import threading
@@ -121,6 +122,41 @@ def saving_and_pruning(out):
     finally:
         ended.set()
         thread.join()
+
+
+STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1}
+# Open MPI dumps a stack on these, which end the process anyway; glibc has the last one for itself.
+FATAL_SIGNALS = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV, 33}
+
+
+def signal_masks(pid):
+    """The blocked and the caught signals of each thread."""
+    def signals(line):
+        mask = int(line.split()[1], 16)
+        return {number for number in range(1, 65) if mask >> (number - 1) & 1}
+    masks = []
+    for status in Path(f"/proc/{pid}/task").glob("*/status"):
+        lines = {line.split(":")[0]: line for line in status.read_text().splitlines()}
+        masks.append((signals(lines["SigBlk"]), signals(lines["SigCgt"])))
+    return masks
+
+
+def assert_held(program, argument, processes=1):
+    """Each process of the program with this in its arguments has one thread that waits for the stop signals (the kernel shows them as not
+    blocked there while it does); all other threads block them, and no handler is there for any signal that may come in mid-computation."""
+    found = 0
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if (folder / "exe").resolve() != Path(program).resolve() or str(argument) not in (folder / "cmdline").read_text():
+                continue
+        except OSError:
+            continue
+        masks = signal_masks(folder.name)
+        assert len(masks) > 2 and sum(not STOP_SIGNALS & blocked for blocked, _ in masks) == 1, masks
+        assert sum(STOP_SIGNALS <= blocked for blocked, _ in masks) == len(masks) - 1, masks
+        assert all(caught <= FATAL_SIGNALS for _, caught in masks), masks
+        found += 1
+    assert found == processes
 
 
 def read_header(path):
