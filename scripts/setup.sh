@@ -50,7 +50,7 @@ TABLE
         # Only root may make the namespaces that this is for. Where systemd runs, an sshd would start with every boot: install it yourself.
         if [ "$(id -u)" = 0 ] && [ ! -d /run/systemd/system ]; then
             cat <<'TABLE'
-openssh-server openssh-client | command -v sshd ssh | the tests with two machines (network namespaces, each with an sshd)
+openssh-server openssh-client | command -v sshd && command -v ssh | the tests with two machines (network namespaces, each with an sshd)
 iproute2                  | command -v ip           | the tests with two machines
 TABLE
         fi

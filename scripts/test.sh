@@ -134,7 +134,7 @@ count_pytest $? "$logs/pytest.xml"
 
 echo "== pytest"
 make -j"$(nproc)" build/tests/logits </dev/null && make -j"$(nproc)" FAULTS=1 build/faults/train_gpt2 </dev/null
-.venv/bin/python -m pytest -q --durations=10 -n 2 --dist loadfile --junitxml="$logs/pytest.xml" dev/tests dev/cuda_on_cpu \
+.venv/bin/python -m pytest -q -rs --durations=10 -n 2 --dist loadfile --junitxml="$logs/pytest.xml" dev/tests dev/cuda_on_cpu \
     --ignore dev/tests/test_races.py </dev/null
 count_pytest $? "$logs/pytest.xml"
 finish

@@ -248,6 +248,15 @@ def test_a_stop_saves_on_two_machines(data, nodes, tmp_path):
     assert line_count(out) == newest
 
 
+def test_kill_9_of_launch_sh_ends_two_machines(data, nodes, tmp_path):
+    _, first, _ = nodes
+    out = tmp_path / "out"
+    start(data, first, out, "--steps", 10**8).stdout.close()
+    wait_for(lambda: steps(out), "a checkpoint")
+    first.run("pkill", "-KILL", "-f", str(LAUNCH))
+    wait_for_empty(nodes)
+
+
 @pytest.mark.parametrize("launcher, victim", [(1, 2), (0, 1)], ids=["launched beside rank 0", "launched elsewhere, rank 0 gone"])
 def test_a_machine_that_vanishes(data, nodes, tmp_path, launcher, victim):
     out = tmp_path / "out"
