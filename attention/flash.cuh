@@ -67,6 +67,11 @@ constexpr int own_tiles = is_bf16<X> && PHI >= 0 ? 2 : 1;
 template <int HS, int PHI, int POST>
 constexpr int forward_chunk = PHI < 0 || POST == FLASH_REWEIGHT ? 16 : (PHI == PHI_EXP && HS <= 64 ? 64 : 32) / (POST == FLASH_PLAIN ? 1 : 2);
 
+// Chunks whose scores are all visible have code of their own, without masks. With 128 columns there are too few registers
+// for both.
+template <int HS>
+constexpr bool splits_chunks = HS <= 64;
+
 template <class X, int HS, int PHI, int POST>
 struct ForwardPlan : FlashPlan<own_tiles<X, PHI>, is_bf16<X> ? 64 : 32, forward_chunk<HS, PHI, POST>, is_bf16<X> && HS <= 64 && POST < FLASH_RECENTER_L1> {};
 
@@ -88,17 +93,47 @@ constexpr int tile_step = C + 8;
 // ---------------------------------------------------------------------------------------------------------------------------
 // Tiles and fragments
 
+// Which pieces of 16 bytes of a tile (R,C) a thread copies: COPIES of them, the first at (row, column), each ROW_STEP rows
+// and COLUMN_STEP columns from the one before. Eight lanes' copies together touch every bank once: they take 8 neighbors
+// of a row, or, where a row is not made of such (HS 48), a column of 8 rows, of floats 4 rows of 2.
+template <int R, int C, int THREADS, class X>
+struct TileCopies {
+    enum { PACK = 16 / sizeof(X), A_ROW = C / PACK, COPIES = R * A_ROW / THREADS, BY_ROWS = A_ROW % 8 == 0,
+           ACROSS = BY_ROWS ? 8 : sizeof(X) / 2, DOWN = 8 / ACROSS, GROUPS = A_ROW / ACROSS, ROW_STEP = BY_ROWS ? THREADS / 8 / GROUPS : 0,
+           COLUMN_STEP = BY_ROWS ? 0 : THREADS / ACROSS / R * ACROSS * PACK };
+    static_assert(R * A_ROW % THREADS == 0, "each thread copies as much");
+    static_assert(BY_ROWS ? THREADS / 8 % GROUPS == 0 : THREADS / ACROSS % R == 0, "steps go by rows or by columns");
+    int row, column;
+};
+
+template <int R, int C, int THREADS, class X>
+DEVICE TileCopies<R, C, THREADS, X> tile_copies() {
+    typedef TileCopies<R, C, THREADS, X> P;
+    int i = anew(threadIdx.x), group = i / 8, down = group * P::DOWN + i % 8 / P::ACROSS;
+    if (P::BY_ROWS) return {group / P::GROUPS, (group % P::GROUPS * P::ACROSS + i % 8) * P::PACK};
+    return {down % R, (down / R * P::ACROSS + i % P::ACROSS) * P::PACK};
+}
+
 // tile (R,C) from rows `row` elements apart; what is past `rows` or `columns` is 0. To be committed and waited for.
-// Eight lanes' copies together touch every bank once: they take 8 neighbours of a row, or where a row is not made of such (HS 48) a column of
-// 8 rows, of floats 4 rows of 2.
 template <int R, int C, int THREADS, class X>
 DEVICE void tile_load(X *tile, const X *from, size_t row, int rows, int columns) {
-    enum { PACK = 16 / sizeof(X), A_ROW = C / PACK, ACROSS = A_ROW % 8 == 0 ? 8 : sizeof(X) / 2, DOWN = 8 / ACROSS, GROUPS = A_ROW / ACROSS };
+    typedef TileCopies<R, C, THREADS, X> P;
+    P mine = tile_copies<R, C, THREADS, X>();
+    tile += mine.row * tile_step<C> + mine.column;
+    const X *at = from + mine.row * row + mine.column;
+    if (rows >= R && columns >= C) {
+        UNROLL
+        for (int i = 0; i < P::COPIES; i++) {
+            copy_async_16(tile + i * (P::ROW_STEP * tile_step<C> + P::COLUMN_STEP), at);
+            at += P::ROW_STEP * row + P::COLUMN_STEP;
+        }
+        return;
+    }
     UNROLL_NOT
-    for (int i = threadIdx.x; i < R * A_ROW; i += THREADS) {
-        int group = i / 8, r = group / GROUPS * DOWN + i % 8 / ACROSS, c = (group % GROUPS * ACROSS + i % ACROSS) * PACK;
-        bool valid = r < rows && c < columns;
-        copy_async_16(tile + r * tile_step<C> + c, from + (valid ? r * row + c : 0), valid);
+    for (int i = 0; i < P::COPIES; i++) {
+        bool valid = mine.row + i * P::ROW_STEP < rows && mine.column + i * P::COLUMN_STEP < columns;
+        const X *piece = valid ? at + i * (P::ROW_STEP * row + P::COLUMN_STEP) : from;
+        copy_async_16(tile + i * (P::ROW_STEP * tile_step<C> + P::COLUMN_STEP), piece, valid);
     }
 }
 
@@ -288,6 +323,16 @@ DEVICE float rounded_to(float x) {
     X y;
     set_float(y, x);
     return to_float(y);
+}
+
+// x (N) rounded to X, two by one instruction.
+template <class X, int N>
+DEVICE void round_to(float (&x)[N]) {
+    UNROLL
+    for (int e = 0; is_bf16<X> && e < N; e += 2) {
+        uint32_t both = pack_bf16(x[e], x[e + 1]);
+        x[e] = unpack_low(both), x[e + 1] = unpack_high(both);
+    }
 }
 
 // Rows of `sum`, each times its factor, to `to`, the address of the warp's first row and column; the first `rows` rows and `columns`.
@@ -482,9 +527,9 @@ DEVICE void forward_values(int phi, float (&s)[TILES][NT][4], const ForwardRow (
         UNROLL
         for (int e = 0; e < 4 * TILES; e++) z[e] = s[e / 4][nt][e % 4] * row[e / 2].scale + row[e / 2].bias;
         phi_values<X, PHI, false>(phi, z, slope, row);
+        if (rounds_values<PHI, POST>) round_to<X>(z);
         UNROLL
         for (int e = 0; e < 4 * TILES; e++) {
-            if (rounds_values<PHI, POST>) z[e] = rounded_to<X>(z[e]);
             s[e / 4][nt][e % 4] = masked && !is_visible<false>(own, other + 8 * nt, e) ? 0 : z[e];
         }
     }
@@ -561,9 +606,10 @@ DEVICE void forward_weights(float (&f)[TILES][NT][4], ForwardRow (&row)[2 * TILE
             UNROLL
             for (int e = 0; e < 4 * TILES; e++) w[e] = w[e] * row[e / 2].factor - row[e / 2].mean;
         }
+        round_to<X>(w);
         UNROLL
         for (int e = 0; e < 4 * TILES; e++) {
-            w[e] = masked && !is_visible<false>(own, other + 8 * nt, e) ? 0 : rounded_to<X>(w[e]);
+            w[e] = masked && !is_visible<false>(own, other + 8 * nt, e) ? 0 : w[e];
             row[e / 2].left += fabsf(w[e]);
             if (!reweight) row[e / 2].signs += w[e] < 0 ? -1 : w[e] > 0 ? 1 : 0;
             f[e / 4][nt][e % 4] = w[e];
@@ -615,19 +661,69 @@ DEVICE void forward_recenter(float (&sum)[TILES][HS / 8][4], const ForwardRow (&
     }
 }
 
-// Rows of queries whose scale is negative are negated, and the scale with them, so that the largest score has the largest z.
-template <class X, int HS, int OWN, int THREADS>
-DEVICE void negate_rows(X *q_tile, const FlashCall<X> &call, int h, int row0) {
-    for (int r = threadIdx.x; r < OWN; r += THREADS)
-        if (row_scale(call.scale, place_of(call, h, row0 + r)) < 0)
-            for (int c = 0; c < HS; c++) set_float(q_tile[r * tile_step<HS> + c], -to_float(q_tile[r * tile_step<HS> + c]));
+// Computes the warp's rows, one a lane, and hands them to the lanes that own them. Under `relative` a row whose scale is
+// negative gets it negated, and its query is to be negated too, so that the largest score has the largest z.
+template <class X, int HS, int PHI, int TILES>
+DEVICE void forward_begin(ForwardRow (&row)[2 * TILES], bool *negative, const FlashCall<X> &call, int h, int own_row,
+                          bool relative) {
+    const int phi = PHI >= 0 ? PHI : call.phi, lane = threadIdx.x % 32;
+    RowPlace at = place_of(call, h, own_row + lane % (16 * TILES));
+    float scale = row_scale(call.scale, at) * unit<X, PHI>, offset = row_offset(call.offset, at), bias = offset;
+    *negative = relative && scale < 0;
+    if (relative) scale = fabsf(scale), bias = offset - least_maximum(phi, call.norm, at);
+    UNROLL
+    for (int r = 0; r < 2 * TILES; r++) {
+        int from = 8 * r + lane / 4;
+        row[r] = {__shfl_sync(0xFFFFFFFFu, scale, from), __shfl_sync(0xFFFFFFFFu, bias, from) * unit<X, PHI>,
+                  __shfl_sync(0xFFFFFFFFu, offset, from) * unit<X, PHI>, 1, 0, 0, 0, 0, 0, 0, 0};
+    }
+}
+
+// The warp's rows of a tile whose lane says so are negated.
+template <int HS, int TILES, class X>
+DEVICE void negate_rows(X *rows, bool negative) {
+    int lane = threadIdx.x % 32;
+    if (negative && lane < 16 * TILES) {
+        X *row = rows + lane * tile_step<HS>;
+        UNROLL_NOT
+        for (int c = 0; c < HS; c++) set_float(row[c], -to_float(row[c]));
+    }
+    __syncwarp();
+}
+
+// What a sweep over the keys does with the chunks that it comes to.
+struct ForwardSweep {
+    bool first, adds;                         // is there another behind it? does it add to the output?
+    bool relative, is_signed, reweight;       // of the normalizer
+};
+
+// A chunk of keys, the first of them `key`, which are rows of the tiles k and v, for the warp's rows from `own_row` on.
+// MASKED: not all of these see all of those.
+template <class X, int HS, int PHI, int POST, bool MASKED, int TILES, bool KEEP>
+DEVICE void forward_keys(float (&sum)[TILES][HS / 8][4], ForwardRow (&row)[2 * TILES], const Own<X, HS, TILES, KEEP> &own,
+                         const X *k, const X *v, int own_row, int key, const ForwardSweep &sweep, const FlashCall<X> &call) {
+    enum { NT = ForwardPlan<X, HS, PHI, POST>::NT };
+    const int phi = PHI >= 0 ? PHI : call.phi;
+    float s[TILES][NT][4];
+    set_zero(s);
+    product_by_rows(s, own, k);
+    if (sweep.relative && (sweep.first || POST < FLASH_RECENTER_L1)) {
+        if (MASKED) forward_hide(s, own_row, key);
+        forward_shift<X, HS, PHI>(row, sum, s, sweep.adds);
+    }
+    forward_values<X, PHI, POST>(phi, s, row, MASKED, own_row, key);
+    if (sweep.first || POST < FLASH_RECENTER_L1) forward_sums(row, s, sweep.is_signed, sweep.reweight);
+    if (POST == FLASH_PLAIN && sweep.is_signed && call.post == POST_RECTIFY) forward_rectify(s);
+    if (!sweep.adds) return;
+    if (POST >= FLASH_RECENTER_L1) forward_weights<X>(s, row, sweep.reweight, call.power, MASKED, own_row, key);
+    product_by_columns<X, HS>(sum, s, v);
 }
 
 // registers: at most 255 (flash_forward_kernel, flash_dq_kernel, flash_dkv_kernel)
 template <class X, int HS, int PHI, int POST>
 KERNEL void flash_forward_kernel(const FlashCall<X> call) {
     typedef ForwardPlan<X, HS, PHI, POST> P;
-    enum { TILES = P::TILES, OWN = P::OWN, KEYS = P::STREAM, CHUNK = P::CHUNK, NT = P::NT, STEP = tile_step<HS>, THREADS = P::THREADS };
+    enum { TILES = P::TILES, OWN = P::OWN, KEYS = P::STREAM, CHUNK = P::CHUNK, STEP = tile_step<HS>, THREADS = P::THREADS };
     DYNAMIC_SHARED(X, shared);
     X *q_tile = shared, *k_tiles = q_tile + OWN * STEP, *v_tiles = k_tiles + 2 * KEYS * STEP;
     int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, T = call.T, b = blockIdx.y / call.NH, h = blockIdx.y % call.NH;
@@ -639,19 +735,15 @@ KERNEL void flash_forward_kernel(const FlashCall<X> call) {
     const bool relative = subtracts_maximum(phi, call.norm), is_signed = phi_signed(phi), reweight = is_reweight<X, POST>(call);
 
     ForwardRow row[2 * TILES];
-    UNROLL
-    for (int r = 0; r < 2 * TILES; r++) {
-        RowPlace at = place_of(call, h, warp_row + 8 * r + g);
-        float offset = row_offset(call.offset, at);
-        row[r] = {row_scale(call.scale, at) * unit<X, PHI>, offset * unit<X, PHI>, offset * unit<X, PHI>, 1, 0, 0, 0, 0, 0, 0, 0};
-        if (relative) row[r].scale = fabsf(row[r].scale), row[r].bias = (offset - least_maximum(phi, call.norm, at)) * unit<X, PHI>;
-    }
+    bool negative;
+    forward_begin<X, HS, PHI, TILES>(row, &negative, call, h, warp_row, relative);
     float sum[TILES][HS / 8][4];
     set_zero(sum);
 
     int last = row0 + OWN < T ? row0 + OWN : T, tiles = (last - 1) / KEYS + 1, steps = POST >= FLASH_RECENTER_L1 ? 2 * tiles : tiles;
+    auto key_of = [&](int step) { return (POST >= FLASH_RECENTER_L1 && step >= tiles ? step - tiles : step) * KEYS; };
     auto load = [&](int step) {
-        int key0 = step % tiles * KEYS;
+        int key0 = key_of(step);
         tile_load<KEYS, HS, THREADS>(k_tiles + step % 2 * KEYS * STEP, k + key0 * call.k_row, call.k_row, T - key0, call.HS);
         if (step >= steps - tiles)
             tile_load<KEYS, HS, THREADS>(v_tiles + step % 2 * KEYS * STEP, v + key0 * call.v_row, call.v_row, T - key0, columns);
@@ -665,31 +757,20 @@ KERNEL void flash_forward_kernel(const FlashCall<X> call) {
         tile_wait();
         if (step + 1 < steps) load(step + 1);
         if (step == 0) {
-            if (relative) {
-                negate_rows<X, HS, OWN, THREADS>(q_tile, call, h, row0);
-                __syncthreads();
-            }
+            if (relative) negate_rows<HS, TILES>(q_tile + warp * 16 * TILES * STEP, negative);
             own_keep(own);
         }
         const X *k_tile = k_tiles + step % 2 * KEYS * STEP, *v_tile = v_tiles + step % 2 * KEYS * STEP;
-        const bool adds = step >= steps - tiles, first = step < steps - tiles;      // of the last sweep; of one before it
-        const int key0 = step % tiles * KEYS;
+        const ForwardSweep sweep = {step < steps - tiles, step >= steps - tiles, relative, is_signed, reweight};
+        const int key0 = key_of(step), visible = warp_row + 16 * TILES - key0;
         UNROLL_NOT
-        for (int c = 0; c < KEYS && key0 + c < warp_row + 16 * TILES; c += CHUNK) {
+        for (int c = 0; c < KEYS && c < visible; c += CHUNK) {
             const bool masked = warp_row < key0 + c + CHUNK - 1;
-            float s[TILES][NT][4];
-            set_zero(s);
-            product_by_rows(s, own, k_tile + c * STEP);
-            if (relative && (first || POST < FLASH_RECENTER_L1)) {
-                if (masked) forward_hide(s, warp_row, key0 + c);
-                forward_shift<X, HS, PHI>(row, sum, s, adds);
-            }
-            forward_values<X, PHI, POST>(phi, s, row, masked, warp_row, key0 + c);
-            if (first || POST < FLASH_RECENTER_L1) forward_sums(row, s, is_signed, reweight);
-            if (POST == FLASH_PLAIN && is_signed && call.post == POST_RECTIFY) forward_rectify(s);
-            if (!adds) continue;
-            if (POST >= FLASH_RECENTER_L1) forward_weights<X>(s, row, reweight, call.power, masked, warp_row, key0 + c);
-            product_by_columns<X, HS>(sum, s, v_tile + c * STEP);
+            const X *k_rows = k_tile + c * STEP, *v_rows = v_tile + c * STEP;
+            if (masked || !splits_chunks<HS>)
+                forward_keys<X, HS, PHI, POST, true>(sum, row, own, k_rows, v_rows, warp_row, key0 + c, sweep, call);
+            else
+                forward_keys<X, HS, PHI, POST, false>(sum, row, own, k_rows, v_rows, warp_row, key0 + c, sweep, call);
         }
         if (POST >= FLASH_RECENTER_L1 && step == tiles - 1) {
             UNROLL
@@ -700,18 +781,28 @@ KERNEL void flash_forward_kernel(const FlashCall<X> call) {
         }
     }
 
-    float by[2 * TILES];
     UNROLL
     for (int r = 0; r < 2 * TILES; r++) {
-        int i = warp_row + 8 * r + g;
-        bool weight;
-        float4 stats;
         if (POST < FLASH_RECENTER_L1) forward_total(row[r], is_signed);
         else row[r].left = row_sum(row[r].left), row[r].signs = row_sum(row[r].signs);
-        by[r] = forward_end<X, PHI, POST>(&stats, row[r], call, place_of(call, h, i), &weight);
-        if (i >= T || blockIdx.z > 0 || threadIdx.x % 4 > 0) continue;
+    }
+    // Of the four lanes that have the same rows each ends one.
+    const int mine = threadIdx.x % (2 * TILES), i = warp_row + 8 * mine + g;
+    ForwardRow end = row[0];
+    UNROLL
+    for (int r = 1; r < 2 * TILES; r++)
+        if (mine == r) end = row[r];
+    bool weight;
+    float4 stats;
+    float factor = forward_end<X, PHI, POST>(&stats, end, call, place_of(call, h, i), &weight), by[2 * TILES];
+    if (i < T && blockIdx.z == 0 && threadIdx.x % 4 < 2 * TILES) {
         *(float4 *)(call.stats + ((size_t)blockIdx.y * T + i) * FLASH_STATS) = stats;
         if (!weight) atomicAdd(call.rows_without_weight, 1ull);
+    }
+    UNROLL
+    for (int r = 0; r < 2 * TILES; r++) {
+        by[r] = __shfl_sync(0xFFFFFFFFu, factor, 4 * g + r);
+        if (POST == FLASH_RECENTER) row[r].mean = __shfl_sync(0xFFFFFFFFu, end.mean, 4 * g + r);
     }
     if (POST == FLASH_RECENTER)
         forward_recenter<HS>(sum, row, by, call.prefix + ((size_t)blockIdx.y * T + warp_row) * call.VS + column0, call.VS, T - warp_row, columns);
@@ -723,7 +814,8 @@ KERNEL void flash_forward_kernel(const FlashCall<X> call) {
 // ---------------------------------------------------------------------------------------------------------------------------
 // Backward: of elements
 
-// From the scores s (N) and d = dO · v in place: d becomes df; f, its slope and the weights w are written. row: see phi_values.
+// From the scores s (N) and d = dO · v in place: d becomes df (plain, BY_COLUMN: times the row's scale); f, its slope and
+// the weights w are written. row: see phi_values.
 template <class X, int PHI, int POST, bool BY_COLUMN, int N>
 DEVICE void backward_values(float (&d)[N], float (&f)[N], float (&slope)[N], float (&w)[N], const float (&s)[N], const FlashRow *row,
                             const FlashCall<X> &call) {
@@ -750,11 +842,21 @@ DEVICE void backward_values(float (&d)[N], float (&f)[N], float (&slope)[N], flo
     }
     const bool rectify = POST == FLASH_PLAIN && is_signed && call.post == POST_RECTIFY;
     UNROLL
+    for (int e = 0; e < N; e++) w[e] = f[e];
+    if (rounds_values<PHI, POST>) round_to<X>(w);
+    UNROLL
     for (int e = 0; e < N; e++) {
         const FlashRow &at = row[BY_COLUMN ? e % 2 : e / 2];
-        w[e] = rounds_values<PHI, POST> ? rounded_to<X>(f[e]) * at.factor : f[e] * at.factor;
-        if (POST != FLASH_PLAIN) w[e] -= at.mean, d[e] -= at.less;
+        w[e] *= at.factor;
         if (rectify && !(f[e] > 0)) w[e] = d[e] = 0;
+        if (POST == FLASH_PLAIN) {
+            // A difference that should be 0 must be, as it is divided by Z. Under exp, whose slope is as small as f, it may
+            // be rounded.
+            if (PHI == PHI_EXP) d[e] = d[e] * at.by_d - at.by_D;
+            else d[e] = (d[e] - (is_signed ? signed_as(at.D, f[e]) : at.D)) * at.by_d;
+            continue;
+        }
+        w[e] -= at.mean, d[e] -= at.less;
         bool by_w = POST == FLASH_RECENTER_L1 || POST == FLASH_TWO_SWEEPS;
         d[e] = at.factor * (d[e] - (by_w ? signed_as(at.D, w[e]) : is_signed ? signed_as(at.D, f[e]) : at.D));
     }
@@ -775,6 +877,42 @@ DEVICE void product_wide(float (&d)[TILES][NT][4], const Own<X, HS, TILES, false
         tile_wait();
         product_by_rows(d, own, tile);
     }
+}
+
+// A chunk of keys, as in forward_keys. d: dO · v where WIDE, else room for it. first: of two sweeps, which only adds to `total`.
+template <class X, int HS, int PHI, int POST, bool WIDE, bool MASKED, int TILES, int NT, bool KEEP, bool KEEP_DOUT>
+DEVICE void dq_keys(float (&dq)[TILES][HS / 8][4], float (&d)[TILES][NT][4], float (&g_sum)[2 * TILES], float (&total)[2 * TILES],
+                    const FlashRow (&row)[2 * TILES], const Own<X, HS, TILES, KEEP> &own_q,
+                    const Own<X, HS, TILES, KEEP_DOUT> &own_dout, const X *k, const X *v, int own_row, int key, bool first,
+                    const FlashCall<X> &call) {
+    float s[TILES][NT][4];
+    set_zero(s);
+    product_by_rows(s, own_q, k);
+    if (!WIDE) {
+        set_zero(d);
+        product_by_rows(d, own_dout, v);
+    }
+    UNROLL
+    for (int i = 0; i < TILES * NT; i++) {
+        const int m = i / NT, nt = i % NT;
+        float f[4], slope[4], w[4];
+        backward_values<X, PHI, POST, false>(d[m][nt], f, slope, w, s[m][nt], row + 2 * m, call);
+        UNROLL
+        for (int e = 0; e < 4; e++) {
+            bool hidden = MASKED && !is_visible<false>(own_row + 16 * m, key + 8 * nt, e);
+            if (first) total[2 * m + e / 2] += hidden ? 0 : f[e] * d[m][nt][e];
+            d[m][nt][e] = hidden ? 0 : d[m][nt][e] * slope[e];
+        }
+    }
+    if (call.g) {
+        UNROLL
+        for (int i = 0; i < TILES * NT; i++) {
+            const int m = i / NT, nt = i % NT;
+            UNROLL
+            for (int e = 0; e < 4; e++) g_sum[2 * m + e / 2] += d[m][nt][e] * s[m][nt][e];
+        }
+    }
+    if (!first) product_by_columns<X, HS>(dq, d, k);
 }
 
 template <class X, int HS, int PHI, int POST, bool WIDE>
@@ -799,13 +937,15 @@ KERNEL void flash_dq_kernel(const FlashCall<X> call) {
         row[r] = i < T ? rows[i] : FlashRow();
         inverse[r] = row[r].less, total[r] = g_sum[r] = 0;
         if (two_sweeps) row[r].less = 0;
+        if (POST == FLASH_PLAIN) row[r].by_d = row[r].factor, row[r].by_D = row[r].factor * row[r].D;
     }
     float dq[TILES][HS / 8][4];
     set_zero(dq);
 
     int last = row0 + OWN < T ? row0 + OWN : T, tiles = (last - 1) / KEYS + 1, steps = two_sweeps ? 2 * tiles : tiles;
+    auto key_of = [&](int step) { return (two_sweeps && step >= tiles ? step - tiles : step) * KEYS; };
     auto load = [&](int step) {
-        int key0 = step % tiles * KEYS;
+        int key0 = key_of(step);
         tile_load<KEYS, HS, THREADS>(k_tiles + step % 2 * KEYS * STEP, k + key0 * call.k_row, call.k_row, T - key0, call.HS);
         if (!WIDE) tile_load<KEYS, HS, THREADS>(v_tiles + step % 2 * KEYS * STEP, v + key0 * call.v_row, call.v_row, T - key0, call.VS);
         copy_async_commit();
@@ -824,7 +964,7 @@ KERNEL void flash_dq_kernel(const FlashCall<X> call) {
         }
         const X *k_tile = k_tiles + step % 2 * KEYS * STEP, *v_tile = v_tiles + step % 2 * KEYS * STEP;
         const bool first = step < steps - tiles;
-        const int key0 = step % tiles * KEYS;
+        const int key0 = key_of(step), visible = warp_row + 16 * TILES - key0;
         float d[TILES][NT][4];
         if constexpr (WIDE) {
             set_zero(d);
@@ -832,30 +972,15 @@ KERNEL void flash_dq_kernel(const FlashCall<X> call) {
                                                     T - key0, call.VS);
         }
         UNROLL_NOT
-        for (int c = 0; c < KEYS && key0 + c < warp_row + 16 * TILES; c += CHUNK) {
+        for (int c = 0; c < KEYS && c < visible; c += CHUNK) {
             const bool masked = key0 + c + CHUNK - 1 > warp_row;
-            float s[TILES][NT][4];
-            set_zero(s);
-            product_by_rows(s, own_q, k_tile + c * STEP);
-            if (!WIDE) {
-                set_zero(d);
-                product_by_rows(d, own_dout, v_tile + c * STEP);
-            }
-            UNROLL
-            for (int i = 0; i < TILES * NT; i++) {
-                const int m = i / NT, nt = i % NT;
-                float f[4], slope[4], w[4];
-                backward_values<X, PHI, POST, false>(d[m][nt], f, slope, w, s[m][nt], row + 2 * m, call);
-                UNROLL
-                for (int e = 0; e < 4; e++) {
-                    bool hidden = masked && !is_visible<false>(warp_row + 16 * m, key0 + c + 8 * nt, e);
-                    if (first) total[2 * m + e / 2] += hidden ? 0 : f[e] * d[m][nt][e];
-                    float dz = hidden ? 0 : d[m][nt][e] * slope[e];
-                    g_sum[2 * m + e / 2] += dz * s[m][nt][e];
-                    d[m][nt][e] = dz;
-                }
-            }
-            if (!first) product_by_columns<X, HS>(dq, d, k_tile + c * STEP);
+            const X *k_rows = k_tile + c * STEP, *v_rows = v_tile + c * STEP;
+            if (masked)
+                dq_keys<X, HS, PHI, POST, WIDE, true>(dq, d, g_sum, total, row, own_q, own_dout, k_rows, v_rows, warp_row,
+                                                      key0 + c, first, call);
+            else
+                dq_keys<X, HS, PHI, POST, WIDE, false>(dq, d, g_sum, total, row, own_q, own_dout, k_rows, v_rows, warp_row,
+                                                       key0 + c, first, call);
         }
         if (two_sweeps && step == tiles - 1) {
             UNROLL
@@ -871,7 +996,7 @@ KERNEL void flash_dq_kernel(const FlashCall<X> call) {
     UNROLL
     for (int r = 0; r < 2 * TILES; r++) {
         int i = warp_row + 8 * r + g;
-        by[r] = row[r].scale / unit<X, PHI>;
+        by[r] = row[r].scale * (1 / unit<X, PHI>);
         float of_row = row_sum(g_sum[r]);
         if (call.g && i < T && threadIdx.x % 4 == 0) call.g[(size_t)blockIdx.y * T + i] = of_row;
     }
@@ -883,6 +1008,44 @@ KERNEL void flash_dq_kernel(const FlashCall<X> call) {
 
 enum KeysMode { KEYS_BOTH, KEYS_DK_WIDE, KEYS_DV };       // dk and dv; dk alone, of a wide v; HS columns of dv alone
 
+// A chunk of queries, the first of them `query`, which are rows of the tiles q, dout and row_tile, for the warp's keys from
+// `own_key` on. MASKED: not all of those see all of these.   d: see dq_keys
+template <class X, int HS, int PHI, int POST, int MODE, bool MASKED, int TILES, int NT, int ROWS, bool KEEP>
+DEVICE void dkv_rows(float (&dk)[TILES][HS / 8][4], float (&dv)[TILES][HS / 8][4], float (&d)[TILES][NT][4],
+                     const Own<X, HS, TILES, KEEP> &own_k, const Own<X, HS, TILES, KEEP> &own_v, const X *q, const X *dout,
+                     const float4 *row_tile, int own_key, int query, const FlashCall<X> &call) {
+    float s[TILES][NT][4];
+    set_zero(s);
+    product_by_rows(s, own_k, q);
+    if (MODE != KEYS_DK_WIDE) set_zero(d);
+    if (MODE == KEYS_BOTH) product_by_rows(d, own_v, dout);
+    UNROLL
+    for (int nt = 0; nt < NT; nt++) {
+        FlashRow row[2];
+        UNROLL
+        for (int i = 0; i < 2; i++) {
+            int at = 8 * nt + threadIdx.x % 4 * 2 + i;
+            float4 x = row_tile[at], y = row_tile[ROWS + at];
+            row[i] = {x.x, x.y, x.z, x.w, {y.x}, {y.y}, y.z, y.w};
+        }
+        UNROLL
+        for (int m = 0; m < TILES; m++) {
+            float f[4], slope[4], w[4];
+            backward_values<X, PHI, POST, true>(d[m][nt], f, slope, w, s[m][nt], row, call);
+            UNROLL
+            for (int e = 0; e < 4; e++) {
+                bool hidden = MASKED && !is_visible<true>(own_key + 16 * m, query + 8 * nt, e);
+                float dz = d[m][nt][e] * slope[e];
+                if (POST != FLASH_PLAIN) dz *= row[e % 2].scale * (1 / unit<X, PHI>);
+                s[m][nt][e] = hidden ? 0 : w[e];
+                d[m][nt][e] = hidden ? 0 : dz;
+            }
+        }
+    }
+    if (MODE != KEYS_DK_WIDE) product_by_columns<X, HS>(dv, s, dout);
+    if (MODE != KEYS_DV) product_by_columns<X, HS>(dk, d, q);
+}
+
 template <class X, int HS, int PHI, int POST, int MODE>
 KERNEL void flash_dkv_kernel(const FlashCall<X> call) {
     typedef KeysPlan<X, HS, PHI, MODE == KEYS_DK_WIDE> P;
@@ -891,42 +1054,43 @@ KERNEL void flash_dkv_kernel(const FlashCall<X> call) {
     DYNAMIC_SHARED(X, shared);
     X *k_tile = shared, *v_tile = k_tile + OWN * STEP, *q_tiles = v_tile + OWN * STEP, *dout_tiles = q_tiles + 2 * ROWS * STEP;
     float4 *row_tiles = (float4 *)(dout_tiles + 2 * ROWS * STEP);                     // (2,2,ROWS): halves of FlashRow
-    int warp = threadIdx.x / 32, t = threadIdx.x % 4, T = call.T, b = blockIdx.y / call.NH, h = blockIdx.y % call.NH;
+    int warp = threadIdx.x / 32, T = call.T, b = blockIdx.y / call.NH, h = blockIdx.y % call.NH;
     int key0 = blockIdx.x * OWN, warp_key = key0 + warp * 16 * TILES, column0 = blockIdx.z * HS, columns = call.VS - column0;
     const X *q = call.q + (size_t)b * T * call.q_row + h * call.HS, *k = call.k + ((size_t)b * T + key0) * call.k_row + h * call.HS;
     const X *v = call.v + ((size_t)b * T + key0) * call.v_row + (size_t)h * call.VS + column0;
     const X *dout = call.dout + (size_t)b * T * call.out_row + (size_t)h * call.VS + column0;
-    const float4 *rows = (const float4 *)(call.rows + (size_t)blockIdx.y * T);
 
-    int first = key0 / ROWS, steps = (T - 1) / ROWS + 1 - first;
-    auto load = [&](int step) {
-        int row0 = (first + step) * ROWS;
-        tile_load<ROWS, HS, THREADS>(q_tiles + step % 2 * ROWS * STEP, q + row0 * call.q_row, call.q_row, T - row0, call.HS);
-        if (!WIDE) tile_load<ROWS, HS, THREADS>(dout_tiles + step % 2 * ROWS * STEP, dout + row0 * call.out_row, call.out_row, T - row0, columns);
-        for (int i = threadIdx.x; i < 2 * ROWS; i += THREADS) {
+    const int first = key0 / ROWS * ROWS;
+    auto load = [&](int row0) {
+        int stage = row0 / ROWS % 2;
+        tile_load<ROWS, HS, THREADS>(q_tiles + stage * ROWS * STEP, q + row0 * call.q_row, call.q_row, T - row0, call.HS);
+        if (!WIDE) tile_load<ROWS, HS, THREADS>(dout_tiles + stage * ROWS * STEP, dout + row0 * call.out_row, call.out_row, T - row0, columns);
+        if (int i = anew(threadIdx.x); i < 2 * ROWS) {
+            static_assert(2 * ROWS <= THREADS, "each thread copies half a row at most");
+            const float4 *rows = (const float4 *)(call.rows + (size_t)anew(blockIdx.y) * T);
             bool valid = row0 + i % ROWS < T;
-            copy_async_16(row_tiles + step % 2 * 2 * ROWS + i, rows + (valid ? 2 * (row0 + i % ROWS) + i / ROWS : 0), valid);
+            copy_async_16(row_tiles + stage * 2 * ROWS + i, rows + (valid ? 2 * (row0 + i % ROWS) + i / ROWS : 0), valid);
         }
         copy_async_commit();
     };
     tile_load<OWN, HS, THREADS>(k_tile, k, call.k_row, T - key0, call.HS);
     if (MODE == KEYS_BOTH) tile_load<OWN, HS, THREADS>(v_tile, v, call.v_row, T - key0, columns);
-    load(0);
+    load(first);
     Own<X, HS, TILES, P::KEEP> own_k = {k_tile + warp * 16 * TILES * STEP, {}}, own_v = {v_tile + warp * 16 * TILES * STEP, {}};
     float dk[TILES][HS / 8][4], dv[TILES][HS / 8][4];
     set_zero(dk);
     set_zero(dv);
 
-    for (int step = 0; step < steps; step++) {
+    for (int row0 = first; row0 < T; row0 += ROWS) {
         tile_wait();
-        if (step + 1 < steps) load(step + 1);
-        if (step == 0) {
+        if (row0 + ROWS < T) load(row0 + ROWS);
+        if (row0 == first) {
             own_keep(own_k);
             if (MODE == KEYS_BOTH) own_keep(own_v);
         }
-        const X *q_tile = q_tiles + step % 2 * ROWS * STEP, *dout_tile = dout_tiles + step % 2 * ROWS * STEP;
-        const float4 *row_tile = row_tiles + step % 2 * 2 * ROWS;
-        const int row0 = (first + step) * ROWS;
+        const int stage = row0 / ROWS % 2;
+        const X *q_tile = q_tiles + stage * ROWS * STEP, *dout_tile = dout_tiles + stage * ROWS * STEP;
+        const float4 *row_tile = row_tiles + stage * 2 * ROWS;
         float d[TILES][NT][4];
         if constexpr (WIDE) {
             set_zero(d);
@@ -937,39 +1101,21 @@ KERNEL void flash_dkv_kernel(const FlashCall<X> call) {
         for (int c = 0; c < ROWS && row0 + c < T; c += CHUNK) {
             if (row0 + c + CHUNK <= warp_key) continue;
             const bool masked = row0 + c < warp_key + 16 * TILES - 1;
-            float s[TILES][NT][4];
-            set_zero(s);
-            product_by_rows(s, own_k, q_tile + c * STEP);
-            if (!WIDE) set_zero(d);
-            if (MODE == KEYS_BOTH) product_by_rows(d, own_v, dout_tile + c * STEP);
-            UNROLL
-            for (int nt = 0; nt < NT; nt++) {
-                FlashRow row[2];
-                UNROLL
-                for (int i = 0; i < 2; i++) {
-                    float4 x = row_tile[c + 8 * nt + 2 * t + i], y = row_tile[ROWS + c + 8 * nt + 2 * t + i];
-                    row[i] = {x.x, x.y, x.z, x.w, y.x, y.y, y.z, y.w};
-                }
-                UNROLL
-                for (int m = 0; m < TILES; m++) {
-                    float f[4], slope[4], w[4];
-                    backward_values<X, PHI, POST, true>(d[m][nt], f, slope, w, s[m][nt], row, call);
-                    UNROLL
-                    for (int e = 0; e < 4; e++) {
-                        bool hidden = masked && !is_visible<true>(warp_key + 16 * m, row0 + c + 8 * nt, e);
-                        s[m][nt][e] = hidden ? 0 : w[e];
-                        d[m][nt][e] = hidden ? 0 : d[m][nt][e] * slope[e] * (row[e % 2].scale / unit<X, PHI>);
-                    }
-                }
-            }
-            if (DV) product_by_columns<X, HS>(dv, s, dout_tile + c * STEP);
-            if (DK) product_by_columns<X, HS>(dk, d, q_tile + c * STEP);
+            const X *q_rows = q_tile + c * STEP, *dout_rows = dout_tile + c * STEP;
+            if (masked)
+                dkv_rows<X, HS, PHI, POST, MODE, true, TILES, NT, ROWS>(dk, dv, d, own_k, own_v, q_rows, dout_rows, row_tile + c,
+                                                                        warp_key, row0 + c, call);
+            else
+                dkv_rows<X, HS, PHI, POST, MODE, false, TILES, NT, ROWS>(dk, dv, d, own_k, own_v, q_rows, dout_rows, row_tile + c,
+                                                                         warp_key, row0 + c, call);
         }
     }
 
     float by[2 * TILES];
     UNROLL
     for (int r = 0; r < 2 * TILES; r++) by[r] = 1;
+    // Computed anew, these take no registers from the loop.
+    b = anew(blockIdx.y) / call.NH, h = anew(blockIdx.y) % call.NH, warp_key = key0 + anew(threadIdx.x) / 32 * 16 * TILES;
     size_t at = (size_t)b * T + warp_key;
     if (DK) store_rows(call.dk + at * call.k_row + h * call.HS, call.k_row, dk, by, T - warp_key, call.HS);
     if (DV) store_rows(call.dv + at * call.v_row + (size_t)h * call.VS + column0, call.v_row, dv, by, T - warp_key, columns);
@@ -1012,6 +1158,8 @@ DEVICE FlashRow backward_row(const FlashCall<X> &call, RowPlace at, float4 stats
     float n = (float)at.n, shift = row_shift(call, at, stats.x / in_unit);
     FlashRow row = {row_scale(call.scale, at) * in_unit, stats.x, stats.y, is_sum ? D : 0, stats.z, 0, 0, expf(-shift)};
     if (call.post == POST_NEGATE) row.D = -row.D;
+    if (call.post == POST_NONE || call.post == POST_NEGATE || call.post == POST_RECTIFY)
+        row.by_d = row.factor * (row.scale / in_unit), row.by_D = row.by_d * row.D;
     if (call.post == POST_RECENTER && late) row.less = along / n;
     if (call.post == POST_RECENTER_L1 && late) row.D = D, row.less = (along - D * stats.w) / n;
     if (call.post == POST_REWEIGHT) {

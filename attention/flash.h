@@ -59,7 +59,9 @@ void flash_backward(X *dq, X *dk, X *dv, FlashScalarGrads grads, const X *dout, 
 // What the kernels know of a row when they go back (flash.cuh has the formulas).
 struct alignas(16) FlashRow {
     float scale, bias, factor, D;
-    float mean, less, inverse_sum, one;
+    union { float mean, by_d; };             // by_d and by_D are those of plain posts: factor scale, and that times D
+    union { float less, by_D; };             // (without the scale in the kernel of dq)
+    float inverse_sum, one;
 };
 
 template <class X>

@@ -22,6 +22,7 @@
 #include <cuda_runtime.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 
 typedef __nv_bfloat16 bf16;
 
@@ -100,6 +101,10 @@ DEVICE void copy_async_16(void *shared, const void *global, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(bytes) : "memory");
 }
 
+DEVICE void copy_async_16(void *shared, const void *global) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
+}
+
 // Ends a group of this thread's copies.
 DEVICE void copy_async_commit() {
     asm volatile("cp.async.commit_group;" ::: "memory");
@@ -122,6 +127,12 @@ DEVICE uint4 load_16_streaming(const void *p) {     // read once
 
 DEVICE void store_16(void *p, uint4 x) {
     *(uint4 *)p = x;
+}
+
+// ---- x; but what is computed from it is computed right there, and occupies no registers in loops before or around it
+DEVICE int anew(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
 }
 
 // ---- special functions, fast: 2^x within 2 ulp (0 for results below 2^-126), log2 within 1e-7 absolute near 1, 1 ulp elsewhere
@@ -148,8 +159,10 @@ DEVICE float reciprocal_fast(float x) {             // 1 ulp
 
 // The low half first.
 DEVICE uint32_t pack_bf16(float low, float high) {
-    uint32_t a = __bfloat16_as_ushort(__float2bfloat16_rn(low)), b = __bfloat16_as_ushort(__float2bfloat16_rn(high));
-    return a | b << 16;
+    __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    uint32_t bits;
+    memcpy(&bits, &pair, sizeof bits);
+    return bits;
 }
 
 DEVICE float unpack_low(uint32_t pair) {

@@ -303,6 +303,12 @@ DEVICE void mma_m16n8k16(float d[4], const uint32_t a[4], const uint32_t b[2], C
 DEVICE void copy_async_16(void *shared, const void *global, bool valid, CUDA_ON_CPU_SITE) {
     cuda_on_cpu::copy_async(shared, global, valid, {file, line});
 }
+DEVICE void copy_async_16(void *shared, const void *global, CUDA_ON_CPU_SITE) {
+    cuda_on_cpu::copy_async(shared, global, true, {file, line});
+}
+DEVICE int anew(int x) {
+    return x;
+}
 DEVICE void copy_async_commit() {
     cuda_on_cpu::copy_commit();
 }

@@ -885,15 +885,18 @@ static void test_mma(bool whole) {
     case_ends();
 }
 
-// Two groups of copies, the second waited for later; odd lanes' are not valid. out (2,32): what lies there after each wait.
+// Two groups of copies, the second waited for later; odd lanes' are not valid, but in the third array, which is of the second group. out (3,32): what
+// lies there after each wait.
 template <class T>
 KERNEL void copy_async_test_kernel(T *out, const T *in) {
     SHARED_ARRAY(T, first, 32);
     SHARED_ARRAY(T, second, 32);
+    SHARED_ARRAY(T, third, 32);
     int lane = threadIdx.x;
     copy_async_16(&first[lane], &in[lane], lane % 2 == 0);
     copy_async_commit();
     copy_async_16(&second[lane], &in[31 - lane], lane % 2 == 0);
+    copy_async_16(&third[lane], &in[lane]);
     copy_async_commit();
     copy_async_wait<1>();
     __syncwarp();
@@ -901,19 +904,21 @@ KERNEL void copy_async_test_kernel(T *out, const T *in) {
     copy_async_wait<0>();
     __syncwarp();
     out[32 + lane] = second[lane ^ 2];
+    out[64 + lane] = third[lane ^ 2];
 }
 
 static void test_copy_async(void) {
     if (!case_begins("wrappers copy_async")) return;
-    Tensor<uint4> in(32), out(64);
+    Tensor<uint4> in(32), out(96);
     std::vector<uint4> x(32);
     for (unsigned i = 0; i < 32; i++) x[i] = make_uint4(4 * i + 1, 4 * i + 2, 4 * i + 3, 4 * i + 4);
     upload(in, x);
     run_twice({&out}, [&] { launch(copy_async_test_kernel<uint4>, dim3(1), dim3(32), 0, stream, out.device(), in.device()); });
     size_t wrong = 0;
-    for (unsigned i = 0; i < 64; i++) {
+    for (unsigned i = 0; i < 96; i++) {
         unsigned from = i % 32 ^ 2;
-        uint4 got = out.at(i), expected = from % 2 ? make_uint4(0, 0, 0, 0) : x[i < 32 ? from : 31 - from];
+        bool valid = from % 2 == 0 || i >= 64;
+        uint4 got = out.at(i), expected = valid ? x[i / 32 == 1 ? 31 - from : from] : make_uint4(0, 0, 0, 0);
         wrong += memcmp(&got, &expected, sizeof got) != 0;
     }
     check("wrong copies", (double)wrong, 0);

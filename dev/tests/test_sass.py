@@ -1,4 +1,7 @@
-"""Instructions of the attention kernels, counted in their SASS by dev/bench/sass.py; it needs nvcc and nvdisasm, and no GPU."""
+"""Instructions of the attention kernels, counted in their SASS by dev/bench/sass.py; it needs nvcc and nvdisasm, and no GPU.
+
+By default softmax alone; SASS_ALL=1 also compares lssar with it."""
+import os
 import struct
 import sys
 from pathlib import Path
@@ -74,3 +77,36 @@ def test_one_more_round_costs_the_same_each_time(toy):
         return sum(sass_trace.Trace(toy, struct.pack("<Qiiii", 1 << 32, n, 5, 100, 3), (0, 0, 0), (1, 1, 1), 32).issued.values())
 
     assert issued(9) - issued(8) == issued(8) - issued(7) > 5
+
+
+# ---- the attention kernels, bf16, head size 64: instructions that a warp issues for 32x64 scores
+
+CAPS = {"forward": 800, "dq": 980, "dkv": 1450}
+HMMA = {"forward": 128, "dq": 192, "dkv": 256}             # 64 for each product of 32x64 by 64
+LSSAR = 2.2                                                 # modeled time of its three kernels over softmax's
+
+
+@pytest.fixture(scope="module")
+def pinned():
+    version = sass.nvcc_version()
+    if version != NVCC:
+        pytest.skip(f"the caps hold for nvcc {NVCC}, and this is {version}")
+
+
+@pytest.fixture(scope="module")
+def softmax(pinned):
+    return {row["kernel"]: row for row in sass.report([])}
+
+
+@pytest.mark.parametrize("kernel", CAPS)
+def test_softmax_stays_below_its_cap(softmax, kernel):
+    row = softmax[kernel]
+    assert row["HMMA"] == HMMA[kernel]
+    assert row["MUFU"] >= 64, "one exp for each score of a lane"
+    assert row["issued"] <= CAPS[kernel]
+
+
+@pytest.mark.skipif(os.environ.get("SASS_ALL") != "1", reason="a minute; SASS_ALL=1 runs it")
+def test_lssar_against_softmax(pinned):
+    ratio = {row["preset"]: row["ratio"] for row in sass.report(["lssar"]) if row["kernel"] == "all"}
+    assert ratio["lssar"] <= LSSAR
