@@ -10,20 +10,21 @@
 
 #define COUNT(a) (sizeof(a) / sizeof((a)[0]))
 
-// ---------------------------------------------------------------------------------------------------------------------------
+// --------------------------------------------------------------------------------------------------------------------
 // Writing
 
 bool model_is_plain_llama(const ModelConfig *config) {
     Normalizer softmax;
     char message[256];
-    return config->block == BLOCK_LLAMA && normalizer_parse(&softmax, "softmax", message, sizeof message) && normalizer_equal(&config->attn, &softmax);
+    return config->block == BLOCK_LLAMA && normalizer_parse(&softmax, "softmax", message, sizeof message) &&
+           normalizer_equal(&config->attn, &softmax);
 }
 
 char *model_config_json(const ModelConfig *config, bool bf16) {
     cJSON *json = cJSON_CreateObject(), *rope, *attn;
     bool plain = model_is_plain_llama(config);
-    cJSON_AddItemToObject(json, "architectures",
-                          cJSON_CreateStringArray((const char *[]){plain ? "LlamaForCausalLM" : "AttnGPTForCausalLM"}, 1));
+    const char *class = plain ? "LlamaForCausalLM" : "AttnGPTForCausalLM";
+    cJSON_AddItemToObject(json, "architectures", cJSON_CreateStringArray(&class, 1));
     cJSON_AddStringToObject(json, "model_type", plain ? "llama" : "attn_gpt");
     if (!plain) {
         cJSON *map = cJSON_AddObjectToObject(json, "auto_map");
@@ -68,17 +69,21 @@ char *model_config_json(const ModelConfig *config, bool bf16) {
     return text;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------------
-// Reading. What is not known to be harmless may change what the model computes, so everything in the file must be accounted for.
+// --------------------------------------------------------------------------------------------------------------------
+// Reading. What is not known to be harmless may change what the model computes, so everything in the file must be
+// accounted for.
 
-// Keys that do not change the loss of this model, whatever their value: ids that only generation uses, how the file came about, how the
-// weights were first drawn, dropout (there is none at evaluation, and none in this trainer), how other programs compute or generate.
+// Keys that do not change the loss of this model, whatever their value: ids that only generation uses, how the file came
+// about, how the weights were first drawn, dropout (there is none at evaluation, and none in this trainer), how other
+// programs compute or generate.
 static const char *const HARMLESS[] = {
-    "architectures", "auto_map", "torch_dtype", "dtype", "transformers_version", "_name_or_path", "_attn_implementation",
-    "_attn_implementation_autoset", "bos_token_id", "pad_token_id", "initializer_range", "attention_dropout", "use_cache", "pretraining_tp",
-    "id2label", "label2id", "problem_type", "task_specific_params", "tokenizer_class", "return_dict", "output_attentions", "output_hidden_states",
-    "output_scores", "return_dict_in_generate", "chunk_size_feed_forward", "torchscript", "do_sample", "temperature", "top_k", "top_p",
-    "typical_p", "max_length", "min_length", "max_new_tokens", "num_beams", "repetition_penalty", "length_penalty",
+    "architectures", "auto_map", "torch_dtype", "dtype", "transformers_version", "_name_or_path", "tokenizer_class",
+    "_attn_implementation", "_attn_implementation_autoset", "use_cache", "pretraining_tp", "torchscript",
+    "chunk_size_feed_forward", "return_dict", "output_attentions", "output_hidden_states", "output_scores",
+    "return_dict_in_generate", "id2label", "label2id", "problem_type", "task_specific_params",
+    "bos_token_id", "pad_token_id", "initializer_range", "attention_dropout",
+    "do_sample", "temperature", "top_k", "top_p", "typical_p", "max_length", "min_length", "max_new_tokens", "num_beams",
+    "repetition_penalty", "length_penalty",
     "is_llama_config", "transformers.js_config",       // of SmolLM2
 };
 
@@ -90,7 +95,7 @@ static const struct {
     int min, max, fallback;
     const char *why;
 } SIZES[] = {
-    {"vocab_size",              offsetof(ModelConfig, vocab),    2, MAX_VOCAB, REQUIRED, ", as a token has 16 bits in a shard"},
+    {"vocab_size",              offsetof(ModelConfig, vocab),    2, MAX_VOCAB, REQUIRED, ", as tokens have 16 bits here"},
     {"hidden_size",             offsetof(ModelConfig, channels), 2, 65536,     REQUIRED, ""},
     {"intermediate_size",       offsetof(ModelConfig, ffn),      1, 262144,    REQUIRED, ""},
     {"num_hidden_layers",       offsetof(ModelConfig, layers),   1, 2048,      REQUIRED, ""},
@@ -100,8 +105,9 @@ static const struct {
 
 // The other keys that are understood. Each has its function below.
 static const char *const UNDERSTOOD[] = {
-    "model_type", "num_key_value_heads", "head_dim", "hidden_act", "attention_bias", "mlp_bias", "rms_norm_eps", "rope_theta",
-    "rope_parameters", "rope_scaling", "tie_word_embeddings", "eos_token_id", "layer_types", "quantization_config", "attention_normalizer",
+    "model_type", "num_key_value_heads", "head_dim", "hidden_act", "attention_bias", "mlp_bias", "rms_norm_eps",
+    "rope_theta", "rope_parameters", "rope_scaling", "tie_word_embeddings", "eos_token_id", "layer_types",
+    "quantization_config", "attention_normalizer",
 };
 
 typedef struct {
@@ -168,14 +174,16 @@ static void read_unknown(Reader *r, const char *prefix, const cJSON *item) {
 }
 
 // A whole number within bounds; false, with a reason, where there is none.
-static bool read_int(Reader *r, const cJSON *object, const char *prefix, const char *key, int min, int max, const char *why, int *out) {
+static bool read_int(Reader *r, const cJSON *object, const char *prefix, const char *key, int min, int max,
+                     const char *why, int *out) {
     const cJSON *item = cJSON_GetObjectItemCaseSensitive(object, key);
     uint64_t value;
     if (json_u64(item, &value) && value >= (uint64_t)min && value <= (uint64_t)max) {
         *out = (int)value;
         return true;
     }
-    reasons_add(&r->reasons, "\"%s%s\" is %s; expected a whole number from %d to %d%s", prefix, key, value_of(item).text, min, max, why);
+    reasons_add(&r->reasons, "\"%s%s\" is %s; expected a whole number from %d to %d%s", prefix, key,
+                value_of(item).text, min, max, why);
     return false;
 }
 
@@ -184,7 +192,8 @@ static void read_type(Reader *r) {
     if (cJSON_IsString(type) && (!strcmp(type->valuestring, "llama") || !strcmp(type->valuestring, "attn_gpt"))) return;
     bool gpt2 = cJSON_IsString(type) && !strcmp(type->valuestring, "gpt2");
     r->foreign = type != NULL;
-    reasons_add(&r->reasons, "\"model_type\" is %s; expected \"llama\" (or \"attn_gpt\", attn.c's own)%s", value_of(type).text,
+    reasons_add(&r->reasons, "\"model_type\" is %s; expected \"llama\" (or \"attn_gpt\", attn.c's own)%s",
+                value_of(type).text,
                 gpt2 ? ": a GPT-2 is not a Llama, it has learned positions, LayerNorm, GELU and biases" : "");
 }
 
@@ -198,7 +207,8 @@ static void read_sizes(Reader *r) {
         else if (SIZES[i].fallback != REQUIRED)
             *size = SIZES[i].fallback;
         else if (!r->foreign)
-            reasons_add(&r->reasons, "\"%s\" is missing; expected a whole number from %d to %d", SIZES[i].key, SIZES[i].min, SIZES[i].max);
+            reasons_add(&r->reasons, "\"%s\" is missing; expected a whole number from %d to %d", SIZES[i].key,
+                        SIZES[i].min, SIZES[i].max);
     }
 }
 
@@ -213,7 +223,8 @@ static void read_end_of_text(Reader *r) {
     if (json_u64(cJSON_IsArray(item) ? item->child : item, &id) && id < (uint64_t)c->vocab)
         c->end_of_text = (int)id;
     else
-        reasons_add(&r->reasons, "\"eos_token_id\" is %s; expected an id from 0 to %d", value_of(item).text, c->vocab - 1);
+        reasons_add(&r->reasons, "\"eos_token_id\" is %s; expected an id from 0 to %d", value_of(item).text,
+                    c->vocab - 1);
 }
 
 static void read_block(Reader *r) {
@@ -221,13 +232,16 @@ static void read_block(Reader *r) {
     const cJSON *block = cJSON_GetObjectItemCaseSensitive(get(r, "attention_normalizer"), "block");
     if (!block) return;
     if (!cJSON_IsString(block) || strcmp(block->valuestring, "gau") != 0) {
-        reasons_add(&r->reasons, "attention_normalizer.block must be \"gau\" where there is one, but is %s", value_of(block).text);
+        reasons_add(&r->reasons, "attention_normalizer.block must be \"gau\" where there is one, but is %s",
+                    value_of(block).text);
         return;
     }
     c->block = BLOCK_GAU;
-    if (c->heads && c->heads != 1) reasons_add(&r->reasons, "a gated attention unit has num_attention_heads 1, not %d", c->heads);
+    if (c->heads && c->heads != 1)
+        reasons_add(&r->reasons, "a gated attention unit has num_attention_heads 1, not %d", c->heads);
     if (c->ffn && c->channels && c->ffn != 2 * c->channels)
-        reasons_add(&r->reasons, "a gated attention unit has intermediate_size 2 x hidden_size = %d, not %d", 2 * c->channels, c->ffn);
+        reasons_add(&r->reasons, "a gated attention unit has intermediate_size 2 x hidden_size = %d, not %d",
+                    2 * c->channels, c->ffn);
 }
 
 // Heads: as many for keys and values as for queries, and all of hidden_size/num_attention_heads.
@@ -236,9 +250,11 @@ static void read_heads(Reader *r) {
     char message[256];
     int kv, size;
     if (!c->heads || !c->channels) return;
-    if (get(r, "num_key_value_heads") && read_int(r, r->json, "", "num_key_value_heads", 1, INT_MAX, "", &kv) && kv != c->heads)
-        reasons_add(&r->reasons, "\"num_key_value_heads\" is %d: a grouped-query model, whose %d heads share %d key-value heads; expected %d", kv,
-                    c->heads, kv, c->heads);
+    bool grouped = get(r, "num_key_value_heads") &&
+                   read_int(r, r->json, "", "num_key_value_heads", 1, INT_MAX, "", &kv) && kv != c->heads;
+    if (grouped)
+        reasons_add(&r->reasons, "\"num_key_value_heads\" is %d: a grouped-query model, whose %d heads share "
+                    "%d key-value heads; expected %d", kv, c->heads, kv, c->heads);
     if (!model_shape_fits(c, message, sizeof message)) {
         reasons_add(&r->reasons, "%s", message);
         return;
@@ -256,20 +272,26 @@ static void read_layers(Reader *r) {
         reasons_add(&r->reasons, "\"hidden_act\" is %s; expected \"silu\"", value_of(act).text);
     for (size_t i = 0; i < COUNT(biases); i++)
         if (get(r, biases[i]) && !cJSON_IsFalse(get(r, biases[i])))
-            reasons_add(&r->reasons, "\"%s\" is %s; expected a model without biases", biases[i], value_of(get(r, biases[i])).text);
+            reasons_add(&r->reasons, "\"%s\" is %s; expected a model without biases", biases[i],
+                        value_of(get(r, biases[i])).text);
     if ((eps || !r->foreign) && !(cJSON_IsNumber(eps) && fabs(eps->valuedouble - 1e-5) <= 1e-9))
-        reasons_add(&r->reasons, "\"rms_norm_eps\" is %s; expected 1e-5, which is what this model computes with", value_of(eps).text);
+        reasons_add(&r->reasons, "\"rms_norm_eps\" is %s; expected 1e-5, which is what this model computes with",
+                    value_of(eps).text);
     bool full = !types || cJSON_IsArray(types);
     cJSON_ArrayForEach(type, types) full = full && cJSON_IsString(type) && !strcmp(type->valuestring, "full_attention");
-    if (!full) reasons_add(&r->reasons, "\"layer_types\" is %s; expected \"full_attention\" in every layer", value_of(types).text);
+    if (!full)
+        reasons_add(&r->reasons, "\"layer_types\" is %s; expected \"full_attention\" in every layer",
+                    value_of(types).text);
 }
 
 static void read_files(Reader *r) {
     const cJSON *tied = get(r, "tie_word_embeddings"), *quantized = get(r, "quantization_config");
     r->config->tied = cJSON_IsTrue(tied);
-    if (tied && !cJSON_IsBool(tied)) reasons_add(&r->reasons, "\"tie_word_embeddings\" is %s; expected true or false", value_of(tied).text);
+    if (tied && !cJSON_IsBool(tied))
+        reasons_add(&r->reasons, "\"tie_word_embeddings\" is %s; expected true or false", value_of(tied).text);
     if (quantized && !cJSON_IsFalse(quantized) && quantized->child)
-        reasons_add(&r->reasons, "\"quantization_config\" is %s; expected weights that are not quantized", value_of(quantized).text);
+        reasons_add(&r->reasons, "\"quantization_config\" is %s; expected weights that are not quantized",
+                    value_of(quantized).text);
 }
 
 // rope_parameters, or rope_scaling as it was called before transformers 5: "default" is RoPE without scaling.
@@ -277,17 +299,20 @@ static void read_rope_object(Reader *r, const char *name, double *theta) {
     const cJSON *rope = get(r, name), *item;
     char prefix[32];
     snprintf(prefix, sizeof prefix, "%s.", name);
-    if (rope && !cJSON_IsObject(rope) && !cJSON_IsFalse(rope)) reasons_add(&r->reasons, "\"%s\" is %s; expected an object", name, value_of(rope).text);
+    if (rope && !cJSON_IsObject(rope) && !cJSON_IsFalse(rope))
+        reasons_add(&r->reasons, "\"%s\" is %s; expected an object", name, value_of(rope).text);
     if (!cJSON_IsObject(rope)) return;
     cJSON_ArrayForEach(item, rope) {
         if (!strcmp(item->string, "rope_type") || !strcmp(item->string, "type")) {
             if (!cJSON_IsNull(item) && !(cJSON_IsString(item) && !strcmp(item->valuestring, "default")))
-                reasons_add(&r->reasons, "%s%s is %s: RoPE with scaling; expected \"default\"", prefix, item->string, value_of(item).text);
+                reasons_add(&r->reasons, "%s%s is %s: RoPE with scaling; expected \"default\"", prefix, item->string,
+                            value_of(item).text);
         } else if (strcmp(item->string, "rope_theta") != 0) {
             read_unknown(r, prefix, item);
         } else if (cJSON_IsNumber(item)) {
             if (!isnan(*theta) && *theta != item->valuedouble)
-                reasons_add(&r->reasons, "rope_theta is %.15g, but %srope_theta is %.15g; remove the wrong one", *theta, prefix, item->valuedouble);
+                reasons_add(&r->reasons, "rope_theta is %.15g, but %srope_theta is %.15g; remove the wrong one", *theta,
+                            prefix, item->valuedouble);
             *theta = item->valuedouble;
         } else if (!cJSON_IsNull(item)) {
             reasons_add(&r->reasons, "%srope_theta is %s; expected a number", prefix, value_of(item).text);
@@ -298,7 +323,8 @@ static void read_rope_object(Reader *r, const char *name, double *theta) {
 static void read_rope(Reader *r) {
     const cJSON *outer = get(r, "rope_theta");
     double theta = cJSON_IsNumber(outer) ? outer->valuedouble : NAN;
-    if (outer && !cJSON_IsNumber(outer)) reasons_add(&r->reasons, "\"rope_theta\" is %s; expected a number", value_of(outer).text);
+    if (outer && !cJSON_IsNumber(outer))
+        reasons_add(&r->reasons, "\"rope_theta\" is %s; expected a number", value_of(outer).text);
     read_rope_object(r, "rope_parameters", &theta);
     read_rope_object(r, "rope_scaling", &theta);
     r->config->rope_theta = isnan(theta) ? 10000 : theta;
@@ -314,7 +340,8 @@ static void read_stages(Reader *r, const cJSON *attn, const char *name) {
         const cJSON *stage = cJSON_GetObjectItemCaseSensitive(attn, stage_names[i]);
         normalizer_stage_text(normalizer, i, text, sizeof text);
         if (stage && (!cJSON_IsString(stage) || strcmp(stage->valuestring, text) != 0))
-            reasons_add(&r->reasons, "attention_normalizer \"%s\" means %s=%s, but the file says %s=%s", name, stage_names[i], text, stage_names[i],
+            reasons_add(&r->reasons, "attention_normalizer \"%s\" means %s=%s, but the file says %s=%s", name,
+                        stage_names[i], text, stage_names[i],
                         cJSON_IsString(stage) ? stage->valuestring : "(no text)");
     }
     if (cJSON_IsTrue(cJSON_GetObjectItemCaseSensitive(attn, "fixed")) != normalizer->fixed)
@@ -352,7 +379,8 @@ static void read_normalizer(Reader *r) {
 static void read_rest(Reader *r) {
     const cJSON *item;
     cJSON_ArrayForEach(item, r->json) {
-        bool known = is_listed(item->string, UNDERSTOOD, COUNT(UNDERSTOOD)) || is_listed(item->string, HARMLESS, COUNT(HARMLESS));
+        bool known = is_listed(item->string, UNDERSTOOD, COUNT(UNDERSTOOD)) ||
+                     is_listed(item->string, HARMLESS, COUNT(HARMLESS));
         for (size_t i = 0; i < COUNT(SIZES); i++) known = known || !strcmp(item->string, SIZES[i].key);
         if (!known) read_unknown(r, "", item);
     }
@@ -366,7 +394,8 @@ static bool refuse(const Reader *r, const char *path, Error *error) {
                  r->ignorable == 1 ? "it" : "them", whole ? r->names : "NAME,NAME,...");
     else
         snprintf(remedy, sizeof remedy, "Only plain Llamas are computed rightly here; doc/checkpoints.md says which.");
-    return error_set(error, EXIT_INPUT, "%s: this model cannot be loaded:%s\n  %s", path, reasons_text(&r->reasons).text, remedy);
+    return error_set(error, EXIT_INPUT, "%s: this model cannot be loaded:%s\n  %s", path,
+                     reasons_text(&r->reasons).text, remedy);
 }
 
 bool model_config_read(ModelConfig *config, const char *folder, const char *ignored, Error *error) {

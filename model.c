@@ -106,7 +106,8 @@ bool model_shape_fits(const ModelConfig *config, char *message, size_t size) {
     if (channels % heads)
         snprintf(message, size, "%d channels do not divide among %d heads", channels, heads);
     else if (channels / heads % 2)
-        snprintf(message, size, "the head size is %d channels / %d heads = %d; RoPE needs an even one", channels, heads, channels / heads);
+        snprintf(message, size, "the head size is %d channels / %d heads = %d; RoPE needs an even one", channels, heads,
+                 channels / heads);
     else
         return true;
     return false;

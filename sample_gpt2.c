@@ -114,9 +114,14 @@ static bool read_config(Sampler *s, const char *folder, Error *error) {
         fprintf(stderr, "\n");
     }
     bool has_tokenizer = has_file(folder, tokenizer_files[0]);
+    int vocab, end_of_text;
     if (checkpoint_vanished(folder)) return error_set(error, EXIT_INPUT, "%s: it was removed while it was read.", folder);
     if (!has_tokenizer) return true;
-    if (!s->tokenizer && !(s->tokenizer = tokenizer_open(folder, error))) return false;
+    if (!s->tokenizer && !(s->tokenizer = tokenizer_open(folder, error))) {
+        if (error->code != EXIT_INPUT || !tokenizer_ids(folder, &vocab, &end_of_text)) return false;
+        if (!s->prompt_count) warn("%s\n  Prompts and texts are token ids instead.", error->text);
+        return true;
+    }
     if (tokenizer_vocab(s->tokenizer) > config->vocab)
         return error_set(error, EXIT_INPUT, "%s: its tokenizer has %d tokens, the model a vocabulary of %d.", folder,
                          tokenizer_vocab(s->tokenizer), config->vocab);
@@ -152,7 +157,8 @@ static void add_prompt(Sampler *s, const char *text, size_t length, const char *
         p->count = tokenizer_encode(s->tokenizer, text, length, ids, 3 * length);
     else if (!read_ids(p, s->model.config.vocab))
         fail(code, "%s: expected token ids below %d with commas between, such as 1,2,3, found \"%.*s\".\n"
-             "  The model's folder has no tokenizer.json to read text with.", where, s->model.config.vocab, (int)(length < 40 ? length : 40), text);
+             "  The model's folder has no tokenizer.json that this program can read text with.", where, s->model.config.vocab,
+             (int)(length < 40 ? length : 40), text);
     if (!p->count) p->ids[p->count++] = s->model.config.end_of_text;
     if (p->count + (size_t)s->o.max_new_tokens > MAX_SEQ_LEN)
         fail(code, "%s: %zu tokens and --max-new-tokens %lld are more than %d together.", where, p->count, (long long)s->o.max_new_tokens,

@@ -39,6 +39,8 @@ typedef struct {
     MemoryPlan *plan;                  // of the host's memory
     Tokenizer *tokenizer;              // NULL: samples are shown as ids
     char tokenizer_folder[PATH_MAX];   // where its files lie, for the checkpoints; "" for none
+    int tokenizer_vocab, end_of_text;  // its ids; 0 and -1 where they are not known
+    const char *vocab_from;            // who gave the model its vocabulary, for the plan
     Shards *train, *val;
     char *train_print, *val_print;     // fingerprints
     cJSON *lineage;
@@ -254,12 +256,41 @@ static bool settle_resumed(Run *run, char *folder, size_t size) {
         return false;
     }
     run->lineage = run_resume(o->out, o, &error);
-    if (!run->lineage || !checkpoint_verify(folder, false, &error) || !model_config_read(run->config, folder, o->ignore_config_key, &error))
+    if (!run->lineage || !checkpoint_verify(folder, false, &error)
+        || !model_config_read(run->config, folder, o->ignore_config_key, &error))
         fail_with(&error);
     read_state(run, folder);
     if (run->step != (int64_t)step) fail(EXIT_INPUT, "%s/state.json: says step %lld.", folder, (long long)run->step);
     settle_lineage(run);
     return true;
+}
+
+static bool folder_has_tokenizer(const char *folder) {
+    char path[PATH_MAX];
+    snprintf(path, sizeof path, "%s/%s", folder, tokenizer_files[0]);
+    return access(path, R_OK) == 0;
+}
+
+// The tokenizer lies beside the shards, or in the folder `weights`, where there is one. Without one that can be used
+// here, samples are shown as ids; its files go into the checkpoints all the same.
+static void open_tokenizer(Run *run, const char *weights) {
+    char beside[PATH_MAX];
+    Error error;
+    if (run->tokenizer_folder[0] || !run->o.train_data) return;
+    if (!shards_first_path(run->o.train_data, beside, sizeof beside)) return;      // opening the shards says what is wrong
+    char *slash = strrchr(beside, '/');
+    if (slash) *slash = 0; else strcpy(beside, ".");
+    const char *folder = folder_has_tokenizer(beside) ? beside : weights;
+    if (!folder[0] || !folder_has_tokenizer(folder)) return;
+    snprintf(run->tokenizer_folder, sizeof run->tokenizer_folder, "%s", folder);
+    if ((run->tokenizer = tokenizer_open(folder, &error))) {
+        run->tokenizer_vocab = tokenizer_vocab(run->tokenizer);
+        run->end_of_text = tokenizer_end_of_text(run->tokenizer);
+        return;
+    }
+    if (error.code != EXIT_INPUT || !tokenizer_ids(folder, &run->tokenizer_vocab, &run->end_of_text)) fail_with(&error);
+    if (run->tokenizer_vocab > MAX_VOCAB) run->tokenizer_vocab = 0;               // then it is not that of the shards
+    warn("%s\n  Training is the same without it; samples are shown as token ids.", error.text);
 }
 
 // --init-from: the shape of the weights there, which --model may repeat but not contradict.
@@ -268,13 +299,16 @@ static void settle_loaded(Run *run) {
     ModelConfig *config = run->config, asked;
     Error error;
     char shape[256];
-    if (!model_config_read(config, o->init_from, o->ignore_config_key, &error) || !checkpoint_verify(o->init_from, true, &error) ||
-        !weights_check(config, o->init_from, &error))
+    if (!model_config_read(config, o->init_from, o->ignore_config_key, &error)
+        || !checkpoint_verify(o->init_from, true, &error)
+        || !weights_check(config, o->init_from, &error))
         fail_with(&error);
     run->loaded = config->attn;
+    run->vocab_from = " (the loaded model's)";
     if (train_options_given(o, "rope-theta")) config->rope_theta = o->rope_theta;
     if (!train_options_given(o, "model")) return;
     if (!model_parse(&asked, o->model, &error)) fail_with(&error);
+    if (!model_gives_vocab(o->model)) asked.vocab = config->vocab;
     if (!model_same_shape(&asked, config))
         fail(EXIT_USAGE, "--model %s is not the shape of %s: %s.\n  Leave --model out to take that.", o->model, o->init_from,
              model_text(config, shape, sizeof shape));
@@ -286,6 +320,16 @@ static void find_longest(Run *run) {
     run->T = 0;
     for (size_t i = 0; i < lengths->count; i++)
         if ((size_t)lengths->values[i] > run->T) run->T = (size_t)lengths->values[i];
+}
+
+// The vocabulary of a new model: what --model says; else the tokenizer's beside the data; else the default.
+static void settle_vocabulary(Run *run) {
+    run->vocab_from = " (as --model says)";
+    if (model_gives_vocab(run->o.model)) return;
+    open_tokenizer(run, "");
+    run->vocab_from = run->tokenizer_vocab ? " (the tokenizer's)" : " (the default without a tokenizer)";
+    if (run->tokenizer_vocab >= 2 && run->tokenizer_vocab <= MAX_VOCAB) run->config->vocab = run->tokenizer_vocab;
+    run->config->end_of_text = default_end_of_text(run->config->vocab);
 }
 
 // The model's shape, from the run that is resumed, from --init-from, or from --model; `folder` gets where its weights lie, or "".
@@ -305,6 +349,7 @@ static void settle_model(Run *run, char *folder, size_t size) {
         snprintf(folder, size, "%s", o->init_from);
     } else {
         if (!model_parse(config, o->model, &error)) fail_with(&error);
+        settle_vocabulary(run);
         config->rope_theta = o->rope_theta;
         config->seq_len = (int)run->T;
     }
@@ -351,27 +396,19 @@ static Shards *open_shards(Run *run, const char *glob, bool shuffle, uint64_t mi
     return shards;
 }
 
-static bool folder_has_tokenizer(const char *folder) {
-    char path[PATH_MAX];
-    snprintf(path, sizeof path, "%s/%s", folder, tokenizer_files[0]);
-    return access(path, R_OK) == 0;
-}
-
-// The tokenizer lies beside the shards, or in the folder that the weights come from. Without one, samples are shown as ids.
+// The tokenizer's ids must be ids of the model.
 static void settle_tokenizer(Run *run, const char *weights) {
-    char beside[PATH_MAX];
-    Error error;
-    if (!shards_first_path(run->o.train_data, beside, sizeof beside)) return;     // opening the shards says what is wrong
-    char *slash = strrchr(beside, '/');
-    if (slash) *slash = 0; else strcpy(beside, ".");
-    const char *folder = folder_has_tokenizer(beside) ? beside : weights[0] && folder_has_tokenizer(weights) ? weights : NULL;
-    if (!folder) return;
-    if (!(run->tokenizer = tokenizer_open(folder, &error))) fail_with(&error);
-    if (tokenizer_vocab(run->tokenizer) > run->config->vocab)
-        fail(EXIT_INPUT, "%s: its tokenizer has %d tokens, the model a vocabulary of %d.\n  Give the model vocab=%d.", folder,
-             tokenizer_vocab(run->tokenizer), run->config->vocab, tokenizer_vocab(run->tokenizer));
-    snprintf(run->tokenizer_folder, sizeof run->tokenizer_folder, "%s", folder);
-    run->config->end_of_text = tokenizer_end_of_text(run->tokenizer);
+    const ModelConfig *config = run->config;
+    open_tokenizer(run, weights);
+    if (run->tokenizer_vocab > config->vocab && weights[0])
+        fail(EXIT_INPUT, "%s: its tokenizer has %d tokens, but the model in %s has a vocabulary of %d, which cannot grow.\n"
+             "  Encode the text with the model's own tokenizer: data/text.py --tokenizer FOLDER, or another script in data/.",
+             run->tokenizer_folder, run->tokenizer_vocab, weights, config->vocab);
+    if (run->tokenizer_vocab > config->vocab)
+        fail(EXIT_INPUT, "%s: its tokenizer has %d tokens, but the model has a vocabulary of %d.\n"
+             "  Leave vocab= out of --model, or give it vocab=%d or more.", run->tokenizer_folder, run->tokenizer_vocab,
+             config->vocab, run->tokenizer_vocab);
+    if (run->tokenizer_vocab && run->end_of_text >= 0) run->config->end_of_text = run->end_of_text;
 }
 
 // What a normaliser asks of the lengths.
@@ -459,7 +496,8 @@ static void print_plan(Run *run) {
         printf("%d gated attention units of %d and %d, %d channels", c->layers, GAU_HEAD, c->ffn, c->channels);
     else
         printf("%d layers, %d heads of %zu, %d channels, ffn %d", c->layers, c->heads, head_size(c), c->channels, c->ffn);
-    printf(", vocabulary %d, %s\n", c->vocab, c->tied ? "tied" : "untied");
+    printf(", vocabulary %s%s, %s\n", human_grouped((uint64_t)c->vocab).text, run->vocab_from ? run->vocab_from : "",
+           c->tied ? "tied" : "untied");
     printf("attention %s%s%s, L = %d\n", c->attn.text, strcmp(c->attn.text, name) ? ", which is " : "", strcmp(c->attn.text, name) ? name : "",
            c->seq_len);
     for (const Switch *s = run->switches; s < run->switches + run->switch_count; s++)
@@ -503,7 +541,8 @@ static void load_weights(Run *run, const char *folder) {
     }
     Normalizer attn = run->config->attn;
     if (run->loaded.text[0]) run->config->attn = run->loaded;      // change_normalizer() comes when its loss is known
-    process_agree(!is_main() || (weights_load(w, folder, &run->config->attn, &error) && (!run->resumed || weights_load_optimizer(w, folder, &error))), &error);
+    process_agree(!is_main() || (weights_load(w, folder, &run->config->attn, &error)
+                                 && (!run->resumed || weights_load_optimizer(w, folder, &error))), &error);
     run->config->attn = attn;
     process_broadcast(w->params, bytes);
     if (run->resumed) {

@@ -44,12 +44,16 @@ void weights_keep_scalars(const Weights *w, float *kept, bool restore) {
     }
 }
 
+// Older files have RoPE's frequencies too, which rope_theta says.
+static bool is_buffer(const char *name) {
+    const char *end = strstr(name, ".rotary_emb.inv_freq");
+    return end && !strcmp(end, ".rotary_emb.inv_freq");
+}
+
 static bool is_expected(const TensorList *list, const char *name) {
-    size_t length = strlen(name), buffer = strlen(".rotary_emb.inv_freq");
-    if (length > buffer && !strcmp(name + length - buffer, ".rotary_emb.inv_freq")) return true;   // older files have it; rope_theta says the same
     for (size_t i = 0; i < list->count; i++)
         if (!strcmp(list->tensors[i].name, name)) return true;
-    return false;
+    return is_buffer(name);
 }
 
 // A file may have the output projection of a tied model, too, but no other one than the embedding.
@@ -57,7 +61,8 @@ static bool check_tied(const Safetensors *file, const TensorInfo *head, Reasons 
     const TensorInfo *embedding = safetensors_find(file, "model.embed_tokens.weight");
     bool same = false;
     if (embedding && !safetensors_same(head, embedding, &same, error)) return false;
-    if (!same) reasons_add(reasons, "tensor %s is not model.embed_tokens.weight, though \"tie_word_embeddings\" is true", head->name);
+    if (!same)
+        reasons_add(reasons, "tensor lm_head.weight is not model.embed_tokens.weight, though \"tie_word_embeddings\" is true");
     return true;
 }
 
@@ -72,12 +77,14 @@ static bool check_tensors(const TensorList *list, bool tied, const Safetensors *
         const TensorInfo *info = safetensors_at(file, i);
         if (is_expected(list, info->name)) continue;
         if (!tied || strcmp(info->name, "lm_head.weight") != 0)
-            reasons_add(&reasons, "tensor %.200s would be left over: the model that config.json describes has none of that name", info->name);
+            reasons_add(&reasons, "tensor %.200s would be left over: config.json describes a model without it", info->name);
         else if (!check_tied(file, info, &reasons, error))
             return false;
     }
-    return !reasons.count || error_set(error, EXIT_INPUT, "%s: the tensors are not those of the model that its config.json describes:%s\n"
-                                       "  Take a whole copy of the model, correct config.json, or convert what has another dtype.", folder, reasons_text(&reasons).text);
+    if (!reasons.count) return true;
+    return error_set(error, EXIT_INPUT, "%s: the tensors are not those of the model that its config.json describes:%s\n"
+                     "  Take a whole copy of the model, correct config.json, or convert what has another dtype.", folder,
+                     reasons_text(&reasons).text);
 }
 
 // weights_check(); the open file is the caller's then.

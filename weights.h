@@ -28,12 +28,14 @@ void weights_start_scalars(const Weights *weights, const Normalizer *from);
 size_t weights_scalar_floats(const TensorList *list);
 void weights_keep_scalars(const Weights *weights, float *kept, bool restore);
 
-// Are the folder's tensors exactly those of a model of this shape and normalizer? Reads headers only, but for a copy of a tied embedding.
-// Otherwise false with every reason: tensors that are missing, of another shape or dtype, or would be left over.
+// Are the folder's tensors exactly those of a model of this shape and normalizer? Reads headers only, but for a copy of
+// a tied embedding. Otherwise false with every reason: tensors that are missing, of another shape or dtype, or would be
+// left over.
 bool weights_check(const ModelConfig *config, const char *folder, Error *error);
 
-// All parameters from a folder with model.safetensors, whose config.json says the normalizer `saved`, after weights_check(). Under bfloat16
-// the masters are weights_load_optimizer()'s matter. Learned scalars that `saved` does not bring along start at their first values.
+// All parameters from a folder with model.safetensors, whose config.json says the normalizer `saved`, after
+// weights_check(). Under bfloat16 the masters are weights_load_optimizer()'s matter. Learned scalars that `saved` does
+// not bring along start at their first values.
 bool weights_load(const Weights *weights, const char *folder, const Normalizer *saved, Error *error);
 
 // The moments, and under bfloat16 the masters, from a folder with optimizer.safetensors.

@@ -2,6 +2,7 @@
 import hashlib
 import json
 import os
+import sys
 import zipfile
 from pathlib import Path
 
@@ -82,6 +83,89 @@ def load_gpt2():
     return Tokenizer(encode_batch, 50257, 50256, files)
 
 
+def alphabet():
+    """The byte that each printable character of ByteLevel's alphabet stands for: itself where it is printable, else from U+0100 on."""
+    printable = [byte for byte in range(256) if 0x21 <= byte <= 0x7E or (byte >= 0xA1 and byte != 0xAD)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+def empty(value):
+    return value is None or value is False or value == ""
+
+
+def numbered(vocab, added):
+    """Have added tokens the ids that the library gives them, whatever the file says?"""
+    following = len(vocab)
+    for token in added:
+        if token["id"] != vocab.get(token["content"], following):
+            return False
+        following = max(following, token["id"] + 1)
+    return True
+
+
+def other_kind(whole):
+    """What a tokenizer.json says that runtime/tokenizer.c does not do: a list, empty where there is nothing."""
+    model, words, added = whole.get("model") or {}, whole.get("pre_tokenizer") or {}, whole.get("added_tokens") or []
+    rows = [(model.get("type", "BPE") == "BPE", 'model.type "BPE"'),
+            (isinstance(model.get("vocab"), dict), "an object model.vocab"),
+            (isinstance(model.get("merges"), list), "an array model.merges"),
+            (empty(model.get("continuing_subword_prefix")), "no model.continuing_subword_prefix"),
+            (empty(model.get("end_of_word_suffix")), "no model.end_of_word_suffix"),
+            (empty(model.get("ignore_merges")), "model.ignore_merges false"),
+            (empty(model.get("byte_fallback")), "model.byte_fallback false"),
+            (empty(model.get("dropout")), "no model.dropout"),
+            (empty(whole.get("normalizer")), "no normalizer"),
+            (words.get("type") == "ByteLevel", 'pre_tokenizer.type "ByteLevel"'),
+            (empty(words.get("add_prefix_space")), "pre_tokenizer.add_prefix_space false"),
+            (words.get("use_regex") is not False, "pre_tokenizer.use_regex true"),
+            (not any(token.get("special") is False for token in added), "only special tokens in added_tokens"),
+            (not isinstance(model.get("vocab"), dict) or numbered(model["vocab"], added),
+             "ids from the size of model.vocab on in added_tokens")]
+    return [f"expected {expected}" for right, expected in rows if not right]
+
+
+def wrong_tokens(whole):
+    """What is wrong with the tokens of a tokenizer.json of that kind, for runtime/tokenizer.c: a list of one, or empty."""
+    byte_of, ids, names = alphabet(), {}, {}
+    for name, index, special in [*((token["content"], token["id"], True) for token in whole.get("added_tokens") or []),
+                                 *((name, index, False) for name, index in whole["model"]["vocab"].items())]:
+        if not special and any(character not in byte_of for character in name):
+            return [f"a character that stands for no byte in the token {name}"]
+        text = name.encode() if special else bytes(byte_of[character] for character in name)
+        if ids.get(text, index) != index:
+            return [f"two ids for the token {name}"]
+        if names.get(index, text) != text:
+            return [f"another token has the id of {name}"]
+        ids[text], names[index] = index, text
+    for byte in range(256):
+        if bytes([byte]) not in ids:
+            return [f"no token for the single byte 0x{byte:02X}"]
+    if END_OF_TEXT.encode() not in ids:
+        return [f"no token {END_OF_TEXT}"]
+    return wrong_merges(whole["model"]["merges"], byte_of, ids)
+
+
+def wrong_merges(merges, byte_of, ids):
+    seen = set()
+    for row, merge in enumerate(merges):
+        pair = tuple(merge.split(" ", 1) if isinstance(merge, str) else merge)
+        plain = len(pair) == 2 and all(character in byte_of for name in pair for character in name)
+        left, right = (bytes(byte_of[character] for character in name) for name in pair) if plain else (b"", b"")
+        if not plain or any(len(name.encode()) > 1024 for name in pair) or not {left, right, left + right} <= ids.keys():
+            return [f"expected two tokens whose joint is a token, in row {row} of model.merges"]
+        if pair in seen:
+            return [f"a pair that came before, in row {row} of model.merges"]
+        seen.add(pair)
+    return []
+
+
+def unusable(text):
+    """Why the C programs cannot encode and decode with this tokenizer.json; [] where they can. The rule is that of runtime/tokenizer.h."""
+    whole = json.loads(text)
+    return other_kind(whole) or wrong_tokens(whole)
+
+
 def load_json(path):
     """A tokenizer.json, or a folder with one, by the `tokenizers` library."""
     tokenizers = library("tokenizers", f"--tokenizer {path}")
@@ -97,6 +181,10 @@ def load_json(path):
     if end_of_text is None or vocab > 65536:
         raise DataError(INPUT, f"{path}: expected a token {END_OF_TEXT} and at most 65,536 ids (shards have 16 bits a token), found "
                                f"{vocab:,} ids and {'no such' if end_of_text is None else 'that'} token.")
+    if reasons := unusable(path.read_bytes()):
+        print(f"{path}: the C programs cannot use this tokenizer:" + "".join(f"\n  - {reason}" for reason in reasons)
+              + "\n  train_gpt2 trains on its shards all the same; it shows samples as token ids, and sample_gpt2 reads and writes token ids.",
+              file=sys.stderr)
     tokenizer.encode_special_tokens = True   # special tokens' names in the text are ordinary text
     tokenizer.no_truncation()
     tokenizer.no_padding()

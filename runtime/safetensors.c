@@ -526,17 +526,20 @@ static size_t first_nonfinite_f64(const double *values, size_t count) {
     return count;
 }
 
-// What is wrong with a tensor (NULL: there is none) of which this name, shape and a dtype up to `last` are expected; "" for nothing.
+// What is wrong with a tensor (NULL: there is none) of which this name, shape and a dtype up to `last` are expected; ""
+// for nothing.
 typedef struct { char text[800]; const char *remedy; } Problem;
-static Problem problem_of(const Safetensors *s, const TensorInfo *info, const char *name, int ndim, const size_t *shape, DType last) {
+static Problem problem_of(const Safetensors *s, const TensorInfo *info, const char *name, int ndim, const size_t *shape,
+                          DType last) {
     Problem p = {"", NULL};
     if (!info) {
         p.remedy = "The model here is of another kind, or has fewer layers: check its config.json.";
-        snprintf(p.text, sizeof p.text, "expected a tensor %.300s %s, found none of that name among %zu (the first is %.200s)", name,
-                 shape_text(ndim, shape).text, s->count, s->count ? s->infos[0].name : "none");
+        snprintf(p.text, sizeof p.text, "expected a tensor %.300s %s, found none of that name among %zu (the first is %.200s)",
+                 name, shape_text(ndim, shape).text, s->count, s->count ? s->infos[0].name : "none");
     } else if (info->ndim != ndim || (ndim && memcmp(info->shape, shape, (size_t)ndim * sizeof *shape))) {
         p.remedy = "The model here has other sizes than the one asked for: check its config.json.";
-        snprintf(p.text, sizeof p.text, "tensor %.300s: expected the shape %s, found %s", name, shape_text(ndim, shape).text,
+        snprintf(p.text, sizeof p.text, "tensor %.300s: expected the shape %s, found %s", name,
+                 shape_text(ndim, shape).text,
                  shape_text(info->ndim, info->shape).text);
     } else if (info->dtype > last) {
         p.remedy = "Convert the model to one of these.";
@@ -546,7 +549,8 @@ static Problem problem_of(const Safetensors *s, const TensorInfo *info, const ch
     return p;
 }
 
-static const TensorInfo *find_fitting(const Safetensors *s, const char *name, int ndim, const size_t *shape, DType last, Error *error) {
+static const TensorInfo *find_fitting(const Safetensors *s, const char *name, int ndim, const size_t *shape, DType last,
+                                      Error *error) {
     const TensorInfo *info = safetensors_find(s, name);
     Problem p = problem_of(s, info, name, ndim, shape, last);
     if (!p.text[0]) return info;
@@ -564,12 +568,14 @@ bool safetensors_fits(const Safetensors *s, const char *name, int ndim, const si
 }
 
 bool safetensors_same(const TensorInfo *a, const TensorInfo *b, bool *same, Error *error) {
-    *same = a->dtype == b->dtype && a->ndim == b->ndim && !memcmp(a->shape, b->shape, (size_t)a->ndim * sizeof *a->shape);
+    *same = a->dtype == b->dtype && a->ndim == b->ndim &&
+            !memcmp(a->shape, b->shape, (size_t)a->ndim * sizeof *a->shape);
     char *left = allocate(2 * (size_t)PIECE), *right = left + PIECE;
     bool ok = true;
     for (uint64_t at = 0, bytes = info_bytes(a); at < bytes && ok && *same; at += PIECE) {
         size_t n = bytes - at < PIECE ? (size_t)(bytes - at) : PIECE;
-        ok = file_read_at(a->fd, a->path, left, n, a->offset + at, error) && file_read_at(b->fd, b->path, right, n, b->offset + at, error);
+        ok = file_read_at(a->fd, a->path, left, n, a->offset + at, error) &&
+             file_read_at(b->fd, b->path, right, n, b->offset + at, error);
         *same = ok && !memcmp(left, right, n);
     }
     free(left);

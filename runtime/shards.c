@@ -279,7 +279,8 @@ static bool bad_item(const Shards *s, const Shard *shard, Kind kind, size_t n, u
     return error_set(
         error, EXIT_INPUT,
         "%s: at offset %s: token id %d, expected ids below the vocabulary's %d.\n"
-        "  The shard was made with another tokenizer than the model's, or is damaged. Make it again, or set vocab=N in --model.",
+        "  The shard was made with another tokenizer than the model's, or is damaged. Make it again with the model's;\n"
+        "  a new model (no --init-from, no --resume) can have a larger vocabulary, by vocab=N in --model.",
         shard->path[TOKENS], human_grouped(offset).text, s->chunk[i], s->config.vocab);
 }
 

@@ -252,8 +252,7 @@ int tokenizer_end_of_text(const Tokenizer *t) { return t->end_of_text; }
 // ---- opening
 
 static bool bad(const Tokenizer *t, Error *error, const char *what, const char *name) {
-    return error_set(error, EXIT_INPUT, "%s: %s%.60s.\n  Make it again with the script in data/ that made the shards.", t->path,
-                     what, name);
+    return error_set(error, EXIT_INPUT, "%s: %s%.60s.", t->path, what, name);
 }
 
 static bool no_memory(const Tokenizer *t, Error *error) {
@@ -270,7 +269,32 @@ static bool is_text(const cJSON *item, const char *text) {
     return cJSON_IsString(item) && strcmp(item->valuestring, text) == 0;
 }
 
-// Refuses every setting that would give other ids than the code above.
+// Are added tokens looked for in text? Special ones are not here, nor in data/vocabulary.py: all text is ordinary text.
+static bool only_special(const cJSON *added) {
+    const cJSON *token;
+    cJSON_ArrayForEach(token, added) {
+        if (cJSON_IsFalse(get(token, "special"))) { return false; }
+    }
+    return true;
+}
+
+// Have added tokens the ids that the `tokenizers` library gives them, whatever the file says? Those of model.vocab
+// where they are in it, and else the next from its size on.
+static bool numbered(const cJSON *vocab, const cJSON *added) {
+    const cJSON *token;
+    int next = cJSON_GetArraySize(vocab);
+    if (!cJSON_IsObject(vocab)) { return true; }
+    cJSON_ArrayForEach(token, added) {
+        const cJSON *id = get(token, "id"), *content = get(token, "content");
+        if (!cJSON_IsNumber(id) || !cJSON_IsString(content)) { continue; }       // make_room() says what is wrong
+        const cJSON *known = get(vocab, content->valuestring);
+        if (id->valueint != (known ? known->valueint : next)) { return false; }
+        if (id->valueint >= next && id->valueint < ID_LIMIT) { next = id->valueint + 1; }
+    }
+    return true;
+}
+
+// Rejects every setting that would give other ids than the code above, all of them at once.
 static bool check_kind(const Tokenizer *t, const cJSON *root, Error *error) {
     const cJSON *model = get(root, "model"), *words = get(root, "pre_tokenizer");
     const struct {
@@ -289,15 +313,16 @@ static bool check_kind(const Tokenizer *t, const cJSON *root, Error *error) {
         {is_text(get(words, "type"), "ByteLevel"), "pre_tokenizer.type \"ByteLevel\""},
         {is_empty(get(words, "add_prefix_space")), "pre_tokenizer.add_prefix_space false"},
         {!cJSON_IsFalse(get(words, "use_regex")), "pre_tokenizer.use_regex true"},
+        {only_special(get(root, "added_tokens")), "only special tokens in added_tokens"},
+        {numbered(get(model, "vocab"), get(root, "added_tokens")),
+         "ids from the size of model.vocab on in added_tokens"},
     };
+    Reasons reasons = {0};
     for (size_t i = 0; i < sizeof(rows) / sizeof(*rows); i++) {
-        if (!rows[i].right) {
-            return error_set(error, EXIT_INPUT, "%s: not a tokenizer of GPT-2's kind (byte-level BPE): expected %s.\n"
-                             "  Use the tokenizer.json that a script in data/ wrote, or encode the text with its own tokenizer.",
-                             t->path, rows[i].expected);
-        }
+        if (!rows[i].right) { reasons_add(&reasons, "expected %s", rows[i].expected); }
     }
-    return true;
+    return !reasons.count || error_set(error, EXIT_INPUT, "%s: not a tokenizer of GPT-2's kind (byte-level BPE):%s",
+                                       t->path, reasons_text(&reasons).text);
 }
 
 // vocab.json writes each byte as a printable character: itself where it is one, otherwise the next from U+0100 on.
@@ -455,6 +480,28 @@ static bool open_file(Tokenizer *t, Error *error) {
     free(t->names);
     t->names = NULL;
     return right;
+}
+
+static void count_id(const cJSON *id, const char *name, int *vocab, int *end_of_text) {
+    if (!is_id(id)) { return; }
+    if (id->valueint >= *vocab) { *vocab = id->valueint + 1; }
+    if (name && strcmp(name, END_OF_TEXT) == 0) { *end_of_text = id->valueint; }
+}
+
+bool tokenizer_ids(const char *path, int *vocab, int *end_of_text) {
+    Error error;
+    char *file = file_in(path);
+    cJSON *root = file ? json_read(file, &error) : NULL;
+    const cJSON *ids = get(get(root, "model"), "vocab"), *item;
+    *vocab = cJSON_IsArray(ids) ? cJSON_GetArraySize(ids) : 0;     // Unigram's: an id is a place in the list
+    *end_of_text = -1;
+    cJSON_ArrayForEach(item, ids) { count_id(item, item->string, vocab, end_of_text); }
+    cJSON_ArrayForEach(item, get(root, "added_tokens")) {
+        count_id(get(item, "id"), cJSON_GetStringValue(get(item, "content")), vocab, end_of_text);
+    }
+    cJSON_Delete(root);
+    free(file);
+    return *vocab > 0;
 }
 
 Tokenizer *tokenizer_open(const char *path, Error *error) {

@@ -91,7 +91,7 @@ def tokenizer_seeds():
     vocab = {**{alphabet[b]: b for b in range(256)}, **{joint: 256 + i for i, joint in enumerate(joints)}}
     level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
     for merges in (["h e", "t he", "\u0120 the", "\u0120 t", "1 2"], [["h", "e"], ["1", "2"]], ["h e", "h e"], [7], []):
-        whole = {"added_tokens": [{"id": 300, "content": "<|endoftext|>"}], "normalizer": None, "pre_tokenizer": level,
+        whole = {"added_tokens": [{"id": 256 + len(joints), "content": "<|endoftext|>"}], "normalizer": None, "pre_tokenizer": level,
                  "model": {"type": "BPE", "vocab": vocab, "merges": merges}}
         yield json.dumps(whole, ensure_ascii=False, separators=(",", ":")).encode()
 

@@ -30,9 +30,8 @@ static void make_json(const char *merges, const char *end_of_text, int skip_byte
     at += sprintf(at, "\"pre_tokenizer\":{\"type\":\"ByteLevel\",\"add_prefix_space\":false,\"use_regex\":true},");
     at += sprintf(at, "\"model\":{\"type\":\"BPE\",\"vocab\":{");
     for (int b = 0; b < 256; b++) {
-        if (b == skip_byte) { continue; }
         *at++ = '"';
-        at += byte_name(at, b);
+        at += b == skip_byte ? sprintf(at, "zzz") : byte_name(at, b);
         at += sprintf(at, "\":%d,", b);
     }
     for (int i = 0; default_joints[i]; i++) { at += sprintf(at, "%s\"%s\":%d", i ? "," : "", default_joints[i], 256 + i); }

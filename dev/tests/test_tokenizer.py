@@ -27,7 +27,7 @@ def library(tmp_path_factory):
     """runtime/tokenizer.c as a shared library."""
     path = tmp_path_factory.mktemp("library") / "tokenizer.so"
     sources = [ROOT / "runtime" / f"{name}.c" for name in ("tokenizer", "json", "file", "error")]
-    subprocess.run([os.environ.get("CC", "gcc"), "-std=gnu11", "-O2", "-shared", "-fPIC", f"-I{ROOT}", "-o", path, *sources,
+    subprocess.run([*os.environ.get("CC", "gcc").split(), "-std=gnu11", "-O2", "-shared", "-fPIC", f"-I{ROOT}", "-o", path, *sources,
                     "-lcjson", "-lxxhash"], check=True)
     c = ctypes.CDLL(str(path))
     c.tokenizer_open.restype = ctypes.c_void_p

@@ -1,0 +1,245 @@
+"""Tokenizers of other kinds: data/vocabulary.py and runtime/tokenizer.c agree on which the C programs can use, and the trainer trains on shards of
+any. And the vocabulary of a new model: what --model says, else the tokenizer's, else the default."""
+import copy
+import ctypes
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+import tiny
+from test_tokenizer import CTokenizer, Error, library      # noqa: F401, a fixture
+from tiny import BIN, END_OF_TEXT, ROOT, VOCAB, run, sentences, vocabulary, write_data
+from trainer import checkpoint, environment, make_data, read_header, train, write_shard
+
+SHAPE = "layers=1,heads=2,channels=16,ffn=24"
+FLAGS = ["--seq-len", 8, "--batch", 4, "--steps", 2, "--warmup", 0]
+SPLIT = Regex(r"\p{N}{1,3}|\s?\p{L}+|[^\s\p{L}\p{N}]+|\s+")
+
+
+def byte_level():
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+
+
+def trained(model, trainer, words=None, normalizer=None):
+    """tokenizer.json of a vocabulary trained here."""
+    tokenizer = Tokenizer(model)
+    if words:
+        tokenizer.pre_tokenizer = words
+    if normalizer:
+        tokenizer.normalizer = normalizer
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(sentences(100), trainer)
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    return json.loads(tokenizer.to_str())
+
+
+def bpe(words=None, alphabet=True, **more):
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet()) if alphabet else []
+    return trained(models.BPE(), trainers.BpeTrainer(vocab_size=VOCAB - 1, initial_alphabet=letters, show_progress=False),
+                   words or pre_tokenizers.ByteLevel(add_prefix_space=False), **more)
+
+
+def changed(whole, **change):
+    """A copy with other values: model__dropout=0.1 is whole["model"]["dropout"]."""
+    whole = copy.deepcopy(whole)
+    for path, value in change.items():
+        *outer, last = path.split("__")
+        place = whole
+        for key in outer:
+            place = place[key]
+        place[last] = value
+    return whole
+
+
+def tokenizer_files():
+    """name: tokenizer.json and whether the C programs can use it. The `tokenizers` library opens each."""
+    plain = bpe()
+    vocab, merges = plain["model"]["vocab"], plain["model"]["merges"]
+    special = plain["added_tokens"][0]
+    by_length = sorted(vocab, key=lambda name: vocab[name])
+    files = {
+        "ours": (plain, True),
+        "merges as text": (changed(plain, model__merges=[" ".join(pair) for pair in merges]), True),
+        "no merges": (changed(plain, model__merges=[]), True),
+        "another special token": (changed(plain, added_tokens=[special, special | {"id": VOCAB, "content": "<pad é>"}]), True),
+        "a gap in the ids": (changed(plain, model__vocab=vocab | {"zzz": VOCAB + 20}, added_tokens=[special | {"id": VOCAB}]), True),
+        "words of special tokens": (changed(plain, post_processor={"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}), True),
+        "truncation": (changed(plain, truncation={"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}), True),
+        "digits": (bpe(pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level()])), False),
+        "split": (bpe(pre_tokenizers.Sequence([pre_tokenizers.Split(SPLIT, "isolated"), byte_level()])), False),
+        "a sequence of one": (bpe(pre_tokenizers.Sequence([pre_tokenizers.ByteLevel(add_prefix_space=False)])), False),
+        "space in front": (bpe(pre_tokenizers.ByteLevel(add_prefix_space=True)), False),
+        "no words": (bpe(byte_level()), False),
+        "whitespace": (bpe(pre_tokenizers.Whitespace()), False),
+        "metaspace": (bpe(pre_tokenizers.Metaspace()), False),
+        "NFC": (bpe(normalizer=normalizers.NFC()), False),
+        "dropout": (changed(plain, model__dropout=0.1), False),
+        "no dropout, as a number": (changed(plain, model__dropout=0.0), False),
+        "byte fallback": (changed(plain, model__byte_fallback=True), False),
+        "ignore merges": (changed(plain, model__ignore_merges=True), False),
+        "several at once": (changed(bpe(byte_level(), normalizer=normalizers.Lowercase()), model__ignore_merges=True), False),
+        "not special": (changed(plain, added_tokens=[special, special | {"id": VOCAB, "content": "  ", "special": False}]), False),
+        "some bytes alone": (bpe(alphabet=False), False),
+        "a name outside the alphabet": (changed(plain, model__vocab=vocab | {"a b": VOCAB}, added_tokens=[special | {"id": VOCAB}]), False),
+        "no end of text": (changed(plain, added_tokens=[]), False),
+        "word pieces": (trained(models.WordPiece(unk_token="[UNK]"), trainers.WordPieceTrainer(vocab_size=VOCAB, special_tokens=["[UNK]"], show_progress=False),
+                                pre_tokenizers.Whitespace()), False),
+        "words": (trained(models.WordLevel(unk_token="[UNK]"), trainers.WordLevelTrainer(special_tokens=["[UNK]"], show_progress=False),
+                          pre_tokenizers.Whitespace()), False),
+        "unigram": (trained(models.Unigram(), trainers.UnigramTrainer(vocab_size=200, show_progress=False), pre_tokenizers.Metaspace()), False),
+        "added tokens with other ids": (changed(plain, added_tokens=[special, special | {"id": VOCAB + 20, "content": "<pad>"}]), False),
+        "a pair twice": (changed(plain, model__merges=[*merges, merges[0]]), False),
+        "two names for one id": (changed(plain, model__vocab=vocab | {by_length[-1]: vocab[by_length[-2]]}), False),
+    }
+    return files
+
+
+FILES = tokenizer_files()
+
+
+def in_c(library, path):
+    """What tokenizer_open() has against the file: its reasons, in a list."""
+    error = Error()
+    handle = library.tokenizer_open(str(path).encode(), ctypes.byref(error))
+    if handle:
+        library.tokenizer_close(handle)
+        return []
+    text = error.text.decode(errors="replace")
+    assert error.code == 3 and text.startswith(f"{path}: ")
+    head, *lines = text.split("\n  - ")
+    return lines or [head.removeprefix(f"{path}: ").removesuffix(".")]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_one_rule_in_both_places(name, library, tmp_path):
+    whole, usable = FILES[name]
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(whole))
+    found = vocabulary.unusable(path.read_text())
+    assert [reason[:100] for reason in in_c(library, path)] == [reason[:100] for reason in found]
+    assert (found == []) == usable
+    vocab, end = ctypes.c_int(), ctypes.c_int()
+    assert library.tokenizer_ids(str(path).encode(), ctypes.byref(vocab), ctypes.byref(end))
+    try:
+        known = Tokenizer.from_file(str(path))
+    except Exception:                                     # the last rows contradict themselves
+        assert name in ("a pair twice", "two names for one id")
+        return
+    if name == "added tokens with other ids":
+        return
+    assert vocab.value == 1 + max(known.get_vocab().values())
+    assert end.value == (-1 if name == "no end of text" else known.token_to_id("<|endoftext|>"))
+    if usable:
+        tokenizer, c = vocabulary.load_json(path), CTokenizer(library, path)
+        texts = [*sentences(50, seed=3), "<|endoftext|> <pad é> 123 it's   "]
+        assert all((c.encode(text.encode()) == ids).all() for text, ids in zip(texts, tokenizer.encode_batch(texts)))
+
+
+# ---------------------------------------------------------------- through the programs
+
+def encode(tokenizer, folder):
+    """Shards of a tokenizer.json by data/text.py; its folder, and what was said."""
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "in.txt").write_text("\n\n".join(sentences(300, seed=4)))
+    words = [sys.executable, ROOT / "data/text.py", folder / "in.txt", "--separator", "\n\n", "--tokenizer", folder / "tokenizer.json", "--out", folder / "out"]
+    result = subprocess.run(list(map(str, words)), capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return folder / "out", result.stderr
+
+
+@pytest.mark.parametrize("name", ["ours", "digits", "split", "unigram", "not special"])
+def test_shards_of_any_tokenizer_train(name, tmp_path):
+    """Told before the encoding; then one warning, samples as ids, and the tokenizer in the checkpoint for transformers."""
+    whole, usable = FILES[name]
+    data, said = encode(whole, tmp_path / "data")
+    size = vocabulary.load_json(data).vocab
+    assert ("cannot use this tokenizer" in said) == (not usable) and ("token ids" in said) == (not usable)
+    printed = train(data, "--model", SHAPE, *FLAGS, "--sample-every", 1, "--out", tmp_path / "out", model=False)
+    assert printed.count("warning") == (not usable) and f"vocabulary {size} (the tokenizer's), tied" in printed
+    sample = (tmp_path / "out/samples.txt").read_text(errors="replace").splitlines()[1]
+    assert usable or all(word.isdigit() for word in sample.split()), sample
+    folder = checkpoint(tmp_path / "out", 2)
+    config = json.loads((folder / "config.json").read_text())
+    end = Tokenizer.from_file(str(data / "tokenizer.json")).token_to_id("<|endoftext|>")
+    assert (config["vocab_size"], config["eos_token_id"]) == (size, end)
+    assert (folder / "tokenizer.json").read_bytes() == (data / "tokenizer.json").read_bytes()
+    train(data, "--out", tmp_path / "out", "--resume", "--steps", 3, model=False)
+    output, errors = run(BIN / "sample_gpt2", "--model", folder, "--prompt", "the cat" if usable else "1,2", "--max-new-tokens", 3)
+    assert output.startswith("the cat" if usable else "1,2,") and ("token ids" in errors) == (not usable)
+    if not usable:
+        assert "that this program can read text with" in run(BIN / "sample_gpt2", "--model", folder, "--prompt", "the cat", code=2)[1]
+
+
+def test_a_damaged_tokenizer_is_an_error(tmp_path):
+    make_data(tmp_path)
+    for text in ('{"model": {"vocab": ', "{}"):
+        (tmp_path / "tokenizer.json").write_text(text)
+        message = train(tmp_path, "--model", SHAPE, *FLAGS, "--out", tmp_path / "out", model=False, code=3)
+        assert str(tmp_path / "tokenizer.json") in message and not (tmp_path / "out").exists()
+
+
+def shape_of(folder):
+    tensors = read_header(folder / "model.safetensors")[0]
+    return tensors["model.embed_tokens.weight"]["shape"][0]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_data(tmp_path_factory.mktemp("data") / "text")
+
+
+@pytest.mark.parametrize("model, vocab, why", [
+    (SHAPE, VOCAB, "the tokenizer's"),
+    ("15M,layers=1,ffn=24", VOCAB, "the tokenizer's"),
+    ("layers=1,block=gau,channels=16", VOCAB, "the tokenizer's"),
+    (f"{SHAPE},vocab=400", 400, "as --model says"),
+    (f"vocab=400,{SHAPE}", 400, "as --model says"),
+])
+def test_a_new_models_vocabulary(model, vocab, why, data, tmp_path):
+    printed = train(data, "--model", model, *FLAGS, "--steps", 0, "--out", tmp_path / "out", model=False)
+    assert f"vocabulary {vocab} ({why}), tied" in printed
+    assert shape_of(checkpoint(tmp_path / "out", 0)) == vocab
+    assert json.loads((checkpoint(tmp_path / "out", 0) / "config.json").read_text())["eos_token_id"] == END_OF_TEXT
+    train(data, "--out", tmp_path / "out", "--resume", "--steps", 1, model=False)
+    assert shape_of(checkpoint(tmp_path / "out", 1)) == vocab
+
+
+def test_the_default_without_a_tokenizer(tmp_path):
+    make_data(tmp_path)
+    printed = train(tmp_path, "--model", SHAPE, *FLAGS, "--dry-run", model=False)
+    assert "vocabulary 50,257 (the default without a tokenizer)" in printed
+
+
+def test_gpt2s_tokenizer_gives_the_default(tmp_path):
+    """So that --model 124M on GPT-2's shards is what it was."""
+    (tmp_path / "tokenizer.json").write_bytes(vocabulary.load_gpt2().files["tokenizer.json"])
+    write_shard(tmp_path / "d_train_000001.bin", np.arange(1000) % 50257)
+    printed = train(tmp_path, "--model", "124M", "--seq-len", 8, "--batch", 1, "--dry-run", model=False)
+    assert "vocabulary 50,257 (the tokenizer's)" in printed and "123,551,232 parameters" in printed
+
+
+def test_a_vocabulary_that_is_too_small(data, tmp_path):
+    """The advice fits the case: --model's own can be larger, that of weights cannot."""
+    message = train(data, "--model", f"{SHAPE},vocab=200", *FLAGS, "--out", tmp_path / "out", model=False, code=3)
+    assert f"has {VOCAB} tokens" in message and f"Leave vocab= out of --model, or give it vocab={VOCAB}" in message
+    small = tmp_path / "small"
+    small.mkdir()
+    make_data(small)
+    train(small, "--steps", 1, "--out", tmp_path / "first")
+    folder = checkpoint(tmp_path / "first", 1)
+    message = train(data, "--init-from", folder, *FLAGS, "--out", tmp_path / "out", model=False, code=3)
+    assert f"the model in {folder} has a vocabulary of 97" in message and "Encode the text with the model's own tokenizer" in message
+    assert "vocab=" not in message and not (tmp_path / "out").exists()
+
+
+def test_model_beside_init_from_needs_no_vocabulary(data, tmp_path):
+    train(data, "--model", SHAPE, *FLAGS, "--out", tmp_path / "first", model=False)
+    folder = checkpoint(tmp_path / "first", 2)
+    printed = train(data, "--init-from", folder, "--model", SHAPE, *FLAGS, model=False)
+    assert f"vocabulary {VOCAB} (the loaded model's)" in printed
+    train(data, "--init-from", folder, "--model", f"{SHAPE},vocab=400", *FLAGS, model=False, code=2)
