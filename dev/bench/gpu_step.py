@@ -283,7 +283,8 @@ def has(report, part, **keys):
 
 def find(report, part, **keys):
     """The record with these keys, unless it failed."""
-    return next((r for r in report.part(part)["records"] if all(r.get(k) == v for k, v in keys.items()) and "failed" not in r), None)
+    return next((r for r in report.parts.get(part, {}).get("records", []) if all(r.get(k) == v for k, v in keys.items())
+                 and "failed" not in r), None)
 
 
 def step_case(report, options, budget, **keys):
