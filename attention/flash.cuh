@@ -5,7 +5,8 @@
 //               end (1/Z, a mean) is applied then. Two sweeps over the keys for recenter-l1 and reweight, whose weights need Z first.
 //   backward    a kernel of rows (D and the like), one of dq by row blocks, one of dk and dv by key blocks; the scores are computed
 //               again in both. Seven products of T×T×HS where one kernel could do with five, by adding to dq from many blocks: in an
-//               order that varies, or with a wait of each for the one before. These two have one order and need neither.
+//               order that varies, or with a wait of each for the one before. These two have one order and need neither. For reweight
+//               over a sum dq takes an eighth, in place of a sweep over the keys before it (see below).
 //
 // Products are mma.m16n8k16 of bf16 with sums in float32. A float is a sum of three bf16, x = x0 + x1 + x2 to 2^-24, and a product of
 // floats the six products of parts i and j with i + j < 3: float32's exactness at a sixth of the speed, with the same kernels.
@@ -24,8 +25,11 @@
 //   recenter                     W = factor f - mean,    df = factor (d - less - sgn(f) D),     less = dO_i · sum_{j <= i} v_j / n
 //   recenter-l1                  W = factor f - mean,    df = factor (d - less - sgn(W) D),     less = (that sum - D sum_j sgn(W))/n
 //                                (factor and mean over sum |w| now; D's part by Z is 0, as the scale of f leaves W)
-//   reweight                     W = r^P inverse_sum,    df = factor P r^(P-1) inverse_sum (d - D) - sgn(f) less,
-//                                less = sum_j f df'/Z² of the df' without less: a sweep of its own before that of dq
+//   reweight                     W = r^P inverse_sum,    df = K t - sgn(f) less,    t = r^(P-1) (d - D),    K = factor P inverse_sum,
+//                                less = K/n sum_j t (1 - r) for n > 3 where Z is a sum, else 0: of the sum of K t f/Z over the row, as
+//                                f = mean + (r - 1)/factor, mean factor - 1 = factor Z/n (0 for n <= 3), and sum_j t r = 0 by D's definition.
+//                                (With t in place of t (1 - r) it cancels badly.) less is known when the row has been seen; so that one sweep does,
+//                                dq_i = K c sum_j t phi'(z) k_j - less c sum_j sgn(f) phi'(z) k_j, and so for g_i
 //   dz = df phi'(z),  dq_i = c sum_j dz k_j,  dk_j = sum_i c dz q_i,  dv_j = sum_i W dO_i,  g_i = sum_j dz s
 //
 // The gated unit's wide v (VS > 128) goes by columns, HS at a time: the forward pass and dv as if they were heads; d_ij for dq and dk is
@@ -44,6 +48,7 @@
 #include "attention/flash.h"
 
 #include <algorithm>
+#include <type_traits>
 
 // ---------------------------------------------------------------------------------------------------------------------------
 // Sizes
@@ -65,7 +70,7 @@ constexpr int own_tiles = is_bf16<X> && PHI >= 0 ? 2 : 1;
 // The larger a chunk, the more products are under way at once, and with a maximum that moves the fewer times what was summed is rescaled: as
 // large as the registers allow.
 template <int HS, int PHI, int POST>
-constexpr int forward_chunk = PHI < 0 || POST == FLASH_REWEIGHT ? 16 : (PHI == PHI_EXP && HS <= 64 ? 64 : 32) / (POST == FLASH_PLAIN ? 1 : 2);
+constexpr int forward_chunk = PHI < 0 || (POST == FLASH_REWEIGHT && HS > 64) ? 16 : POST == FLASH_REWEIGHT ? 32 : (PHI == PHI_EXP && HS <= 64 ? 64 : 32) / (POST == FLASH_PLAIN ? 1 : 2);
 
 // Chunks whose scores are all visible have code of their own, without masks. With 128 columns there are too few registers
 // for both.
@@ -75,8 +80,24 @@ constexpr bool splits_chunks = HS <= 64;
 template <class X, int HS, int PHI, int POST>
 struct ForwardPlan : FlashPlan<own_tiles<X, PHI>, is_bf16<X> ? 64 : 32, forward_chunk<HS, PHI, POST>, is_bf16<X> && HS <= 64 && POST < FLASH_RECENTER_L1> {};
 
-template <class X, int HS, int PHI, bool WIDE>
-struct RowsPlan : FlashPlan<HS <= 64 ? own_tiles<X, PHI> : 1, is_bf16<X> && !WIDE ? 64 : 32, WIDE ? 32 : 16, is_bf16<X> && HS <= 64> {};
+template <int POST>
+constexpr bool may_reweight = POST == FLASH_REWEIGHT || POST == FLASH_TWO_SWEEPS;
+
+// Has dq a second sum under reweight, of what `less` multiplies? Two sums of 128 columns in float32 are more than there are registers: there a sweep
+// of its own gives `less` first.
+template <class X, int HS, int POST>
+constexpr bool splits_dq = may_reweight<POST> && (is_bf16<X> || HS <= 64);
+
+template <class X, int HS, int POST>
+constexpr bool less_first = may_reweight<POST> && !splits_dq<X, HS, POST>;
+
+// A wide v's chunks are whole tiles.
+template <class X, int HS, int POST, bool WIDE>
+constexpr int rows_chunk = WIDE && !less_first<X, HS, POST> ? 32 : 16;
+
+template <class X, int HS, int PHI, int POST, bool WIDE>
+struct RowsPlan : FlashPlan<HS <= 64 ? own_tiles<X, PHI> : 1, WIDE ? rows_chunk<X, HS, POST, WIDE> : is_bf16<X> ? 64 : 32, rows_chunk<X, HS, POST, WIDE>,
+                            is_bf16<X> && HS <= 64 && !may_reweight<POST>> {};
 
 // Two sums stay in registers here: a phi of both signs, whose formulas are longer, leaves no room for two tiles.
 template <class X, int PHI>
@@ -421,11 +442,28 @@ DEVICE void phi_values(int phi, float (&z)[N], float (&slope)[N], const Row *row
 #undef VALUES
 }
 
-// w (N), each in [0, 1], to the power P: a whole number by multiplications.
-template <class X, int N>
+// x^P
+template <int P>
+DEVICE float whole_power(float x) {
+    if constexpr (P == 1) {
+        return x;
+    } else if constexpr (P % 3 == 0) {
+        float root = whole_power<P / 3>(x);
+        return root * root * root;
+    } else {
+        float root = whole_power<P / 2>(x);
+        return P % 2 ? root * root * x : root * root;
+    }
+}
+
+// w (N), each in [0, 1], to the power P: a whole number by multiplications.   KNOWN: P, or 0 where it is not known when the kernel is built
+template <class X, int KNOWN, int N>
 DEVICE void power(float (&w)[N], float P) {
     int whole = (int)P;
-    if ((float)whole == P && whole <= 64) {
+    if constexpr (KNOWN > 0) {
+        UNROLL
+        for (int e = 0; e < N; e++) w[e] = whole_power<KNOWN>(w[e]);
+    } else if ((float)whole == P && whole <= 64) {
         float x[N];
         UNROLL
         for (int e = 0; e < N; e++) x[e] = w[e], w[e] = 1;
@@ -441,6 +479,14 @@ DEVICE void power(float (&w)[N], float P) {
         UNROLL
         for (int e = 0; e < N; e++) w[e] = w[e] > 0 ? (is_bf16<X> ? exp2_fast(P * log2_fast(w[e])) : powf(w[e], P)) : w[e];
     }
+}
+
+// Calls function(P) with reweight's P as a constant where it is a common one, else with 0.
+template <int POST, class Function>
+DEVICE void with_power(float P, Function function) {
+    if (POST == FLASH_REWEIGHT && P == 15) function(std::integral_constant<int, 15>());
+    else if (POST == FLASH_REWEIGHT && P == 3) function(std::integral_constant<int, 3>());
+    else function(std::integral_constant<int, 0>());
 }
 
 // Row `row` of head h. Rows past T, whose results nobody sees, are like the last.
@@ -480,7 +526,7 @@ DEVICE float signed_as(float x, float of) {
 
 struct ForwardRow {
     float scale, bias, offset, one;
-    float sum, sum_signed, largest;           // of |f|, of f; the largest f
+    float sum, sum_signed, largest;           // of |f|, of f; the largest f (in the first sweep, where that is by_z: z)
     float factor, mean, left, signs;          // of the second sweep: w from f, the sum of |w|, of their signs
 };
 
@@ -549,6 +595,40 @@ DEVICE void forward_sums(ForwardRow (&row)[2 * TILES], const float (&f)[TILES][N
     }
 }
 
+// Is the first sweep forward_sums_by_z?
+template <class X, int PHI, int POST>
+constexpr bool by_z = is_bf16<X> && PHI == PHI_SOFTPLUS && POST == FLASH_REWEIGHT;
+
+// The first sweep of softplus, max(z, 0) + ln(1 + exp(-|z|)), from scores: the sum of f, in the unit of z, with one logarithm for a row's part of
+// the chunk, and the largest z, which has the largest f.
+template <class X, int PHI, bool MASKED, int TILES, int NT>
+DEVICE void forward_sums_by_z(ForwardRow (&row)[2 * TILES], const float (&s)[TILES][NT][4], int own, int other) {
+    UNROLL
+    for (int r = 0; r < 2 * TILES; r++) {
+        float product = 0;                    // of 1 + exp(-|z|), less 1, so that a small exp counts
+        UNROLL
+        for (int i = 0; i < 2 * NT; i++) {
+            const int nt = i / 2, e = r % 2 * 2 + i % 2;
+            float z = s[r / 2][nt][e] * row[r].scale + row[r].bias;
+            if (MASKED && !is_visible<false>(own, other + 8 * nt, 4 * (r / 2) + e)) z = -INFINITY;
+            float x = exp_of<X, PHI>(-fabsf(z));
+            row[r].largest = fmaxf(row[r].largest, z);
+            row[r].sum += fmaxf(z, 0);
+            product = product * x + (product + x);
+        }
+        float log1p = product < 0x1p-9f ? product - 0.5f * product * product : 0.6931471805599453f * log2_fast(1 + product);
+        row[r].sum += log1p * unit<X, PHI>;
+    }
+}
+
+// Its end: the sum and the largest f.
+template <class X, int PHI>
+DEVICE void forward_total_by_z(ForwardRow &row) {
+    float slope;
+    row.sum *= 1 / unit<X, PHI>;
+    phi_at<X, PHI, PHI>(row.largest, row.one, &row.largest, &slope);
+}
+
 // What the row's four lanes have summed, together.
 DEVICE void forward_total(ForwardRow &row, bool is_signed) {
     row.sum = row_sum(row.sum);
@@ -565,13 +645,16 @@ DEVICE void forward_rectify(float (&f)[TILES][NT][4]) {
     }
 }
 
-// r = 1 + (f - mean) factor of reweight, from 1/Z and the largest f. A row without weight gets r = 0.
+// From 1/Z and the largest f, what makes r of f in reweight: r = 1 + (f - mean) factor, mean the largest f. In bf16, where f is not exact enough for
+// the difference to matter, r = f factor + mean, mean = 1 - (the largest f) factor. A row without weight gets r = 0.
+template <class X>
 DEVICE void reweight_numbers(float *factor, float *mean, float inverse, float largest, int n) {
     float from = n > POST_FROM ? 1 : 0, top = largest * (inverse * (float)n) - from;
     // In a row of equal weights top is 0 but for rounding, which must not be mistaken for weight.
     bool weight = !(top < (from > 0 ? 32 * FLT_EPSILON : FLT_MIN));
     *factor = weight ? inverse * (float)n / top : 1;
-    *mean = weight ? largest : INFINITY;
+    if (is_bf16<X>) *mean = weight ? -from / top : -INFINITY;
+    else *mean = weight ? largest : INFINITY;
 }
 
 // Between two sweeps: from Z and the largest f, what makes w of f.
@@ -580,18 +663,18 @@ DEVICE void forward_between(ForwardRow &row, const FlashCall<X> &call, RowPlace 
     float inverse = row_inverse(call.norm, at, row.sum, row_shift(call, at, row.bias / unit<X, PHI>)), n = (float)at.n;
     row.factor = inverse;
     row.mean = 0;
-    if (reweight) reweight_numbers(&row.factor, &row.mean, inverse, row.largest, at.n);
+    if (reweight) reweight_numbers<X>(&row.factor, &row.mean, inverse, row.largest, at.n);
     else if (at.n > POST_FROM) row.mean = row.sum_signed * inverse / n;
 }
 
-template <class Row>
+// r; 0 for NaN, which the row's other numbers show.
+template <class X, class Row>
 DEVICE float reweight_base(float f, const Row &row) {
-    float r = (f - row.mean) * row.factor + 1;
-    return r < 0 ? 0 : r > 1 ? 1 : r;
+    return __saturatef(is_bf16<X> ? f * row.factor + row.mean : (f - row.mean) * row.factor + 1);
 }
 
 // f in, w out, and their sums.
-template <class X, int TILES, int NT>
+template <class X, int KNOWN, int TILES, int NT>
 DEVICE void forward_weights(float (&f)[TILES][NT][4], ForwardRow (&row)[2 * TILES], bool reweight, float P, bool masked, int own, int other) {
     UNROLL
     for (int nt = 0; nt < NT; nt++) {
@@ -600,8 +683,8 @@ DEVICE void forward_weights(float (&f)[TILES][NT][4], ForwardRow (&row)[2 * TILE
         for (int e = 0; e < 4 * TILES; e++) w[e] = f[e / 4][nt][e % 4];
         if (reweight) {
             UNROLL
-            for (int e = 0; e < 4 * TILES; e++) w[e] = reweight_base(w[e], row[e / 2]);
-            power<X>(w, P);
+            for (int e = 0; e < 4 * TILES; e++) w[e] = reweight_base<X>(w[e], row[e / 2]);
+            power<X, KNOWN>(w, P);
         } else {
             UNROLL
             for (int e = 0; e < 4 * TILES; e++) w[e] = w[e] * row[e / 2].factor - row[e / 2].mean;
@@ -632,7 +715,7 @@ DEVICE float forward_end(float4 *stats, ForwardRow &row, const FlashCall<X> &cal
     } else if (is_reweight<X, POST>(call)) {
         left = row.left;
         stats->z = row.largest;
-        stats->w = by = inverse_or_zero(left);
+        stats->w = by = isnan(row.sum) ? row.sum : inverse_or_zero(left);
     } else {
         if (late) left = row.left;
         by = late ? inverse_or_zero(left) : 1;
@@ -707,6 +790,9 @@ DEVICE void forward_keys(float (&sum)[TILES][HS / 8][4], ForwardRow (&row)[2 * T
     float s[TILES][NT][4];
     set_zero(s);
     product_by_rows(s, own, k);
+    if constexpr (by_z<X, PHI, POST>) {
+        if (sweep.first) return forward_sums_by_z<X, PHI, MASKED>(row, s, own_row, key);
+    }
     if (sweep.relative && (sweep.first || POST < FLASH_RECENTER_L1)) {
         if (MASKED) forward_hide(s, own_row, key);
         forward_shift<X, HS, PHI>(row, sum, s, sweep.adds);
@@ -715,7 +801,8 @@ DEVICE void forward_keys(float (&sum)[TILES][HS / 8][4], ForwardRow (&row)[2 * T
     if (sweep.first || POST < FLASH_RECENTER_L1) forward_sums(row, s, sweep.is_signed, sweep.reweight);
     if (POST == FLASH_PLAIN && sweep.is_signed && call.post == POST_RECTIFY) forward_rectify(s);
     if (!sweep.adds) return;
-    if (POST >= FLASH_RECENTER_L1) forward_weights<X>(s, row, sweep.reweight, call.power, MASKED, own_row, key);
+    if (POST >= FLASH_RECENTER_L1)
+        with_power<POST>(call.power, [&](auto P) { forward_weights<X, P.value>(s, row, sweep.reweight, call.power, MASKED, own_row, key); });
     product_by_columns<X, HS>(sum, s, v);
 }
 
@@ -737,6 +824,7 @@ KERNEL void flash_forward_kernel(const FlashCall<X> call) {
     ForwardRow row[2 * TILES];
     bool negative;
     forward_begin<X, HS, PHI, TILES>(row, &negative, call, h, warp_row, relative);
+    for (int r = 0; by_z<X, PHI, POST> && r < 2 * TILES; r++) row[r].largest = -INFINITY;
     float sum[TILES][HS / 8][4];
     set_zero(sum);
 
@@ -776,6 +864,7 @@ KERNEL void flash_forward_kernel(const FlashCall<X> call) {
             UNROLL
             for (int r = 0; r < 2 * TILES; r++) {
                 forward_total(row[r], is_signed);
+                if constexpr (by_z<X, PHI, POST>) forward_total_by_z<X, PHI>(row[r]);
                 forward_between<X, PHI>(row[r], call, place_of(call, h, warp_row + 8 * r + g), reweight);
             }
         }
@@ -814,9 +903,19 @@ KERNEL void flash_forward_kernel(const FlashCall<X> call) {
 // ---------------------------------------------------------------------------------------------------------------------------
 // Backward: of elements
 
-// From the scores s (N) and d = dO · v in place: d becomes df (plain, BY_COLUMN: times the row's scale); f, its slope and
-// the weights w are written. row: see phi_values.
-template <class X, int PHI, int POST, bool BY_COLUMN, int N>
+// r and q = r^(P-1) from f; q is 0 where r is.   KNOWN: P, where known, see power()
+template <class X, int KNOWN, bool BY_COLUMN, int N>
+DEVICE void reweight_powers(float (&r)[N], float (&q)[N], const float (&f)[N], const FlashRow *row, float P) {
+    UNROLL
+    for (int e = 0; e < N; e++) r[e] = q[e] = reweight_base<X>(f[e], row[BY_COLUMN ? e % 2 : e / 2]);
+    power<X, (KNOWN > 0 ? KNOWN - 1 : 0)>(q, P - 1);
+    UNROLL
+    for (int e = 0; KNOWN == 0 && e < N; e++) q[e] = r[e] > 0 ? q[e] : 0;
+}
+
+// From the scores s (N) and d = dO · v in place: d becomes df (plain, BY_COLUMN, and reweight: times the row's scale); f, its slope and the weights w are
+// written. row: see phi_values.
+template <class X, int PHI, int POST, bool BY_COLUMN, int KNOWN = 0, int N>
 DEVICE void backward_values(float (&d)[N], float (&f)[N], float (&slope)[N], float (&w)[N], const float (&s)[N], const FlashRow *row,
                             const FlashCall<X> &call) {
     const int phi = PHI >= 0 ? PHI : call.phi;
@@ -826,17 +925,13 @@ DEVICE void backward_values(float (&d)[N], float (&f)[N], float (&slope)[N], flo
     phi_values<X, PHI, BY_COLUMN>(phi, f, slope, row);
     if (is_reweight<X, POST>(call)) {
         float r[N], q[N];
-        UNROLL
-        for (int e = 0; e < N; e++) {
-            r[e] = q[e] = reweight_base(f[e], row[BY_COLUMN ? e % 2 : e / 2]);
-        }
-        power<X>(q, call.power - 1);
+        reweight_powers<X, KNOWN, BY_COLUMN>(r, q, f, row, call.power);
         UNROLL
         for (int e = 0; e < N; e++) {
             const FlashRow &at = row[BY_COLUMN ? e % 2 : e / 2];
-            float by_r = r[e] > 0 ? q[e] * at.inverse_sum : 0;
+            const float scale = at.scale * (1 / unit<X, PHI>), by_r = q[e] * at.inverse_sum, less = at.less * scale;
             w[e] = by_r * r[e];
-            d[e] = at.factor * call.power * by_r * (d[e] - at.D) - (is_signed ? signed_as(at.less, f[e]) : at.less);
+            d[e] = at.factor * call.power * scale * (by_r * (d[e] - at.D)) - (is_signed ? signed_as(less, f[e]) : less);
         }
         return;
     }
@@ -865,6 +960,27 @@ DEVICE void backward_values(float (&d)[N], float (&f)[N], float (&slope)[N], flo
 // ---------------------------------------------------------------------------------------------------------------------------
 // Backward: dq, by row blocks
 
+// Of reweight: d becomes t phi'(z), along sgn(f) phi'(z), and t (1 - r) is added to less_sum; see the header. hidden: not visible
+template <class X, int PHI, int KNOWN, int N>
+DEVICE void dq_reweight(float (&d)[N], float (&along)[N], float *less_sum, const float (&s)[N], const bool (&hidden)[N], const FlashRow *row,
+                        const FlashCall<X> &call) {
+    const int phi = PHI >= 0 ? PHI : call.phi;
+    const bool is_signed = phi_signed(phi);
+    float f[N], r[N], q[N];
+    UNROLL
+    for (int e = 0; e < N; e++) f[e] = s[e] * row[e / 2].scale + row[e / 2].bias;
+    phi_values<X, PHI, false>(phi, f, along, row);
+    reweight_powers<X, KNOWN, false>(r, q, f, row, call.power);
+    UNROLL
+    for (int e = 0; e < N; e++) {
+        float t = hidden[e] ? 0 : q[e] * (d[e] - row[e / 2].D);
+        less_sum[e / 2] += t * (1 - r[e]);
+        d[e] = t * along[e];
+        if (is_signed) along[e] = signed_as(along[e], f[e]);
+        if (hidden[e]) d[e] = along[e] = 0;
+    }
+}
+
 // d += dO · v over all columns of a wide v: `own` rows and the other side's, tile by tile. All threads of the block call it.
 template <class X, int HS, int OWN, int STREAM, int THREADS, int TILES, int NT>
 DEVICE void product_wide(float (&d)[TILES][NT][4], const Own<X, HS, TILES, false> &own, X *own_tile, X *tile, const X *own_from, size_t own_row,
@@ -879,32 +995,63 @@ DEVICE void product_wide(float (&d)[TILES][NT][4], const Own<X, HS, TILES, false
     }
 }
 
-// A chunk of keys, as in forward_keys. d: dO · v where WIDE, else room for it. first: of two sweeps, which only adds to `total`.
-template <class X, int HS, int PHI, int POST, bool WIDE, bool MASKED, int TILES, int NT, bool KEEP, bool KEEP_DOUT>
-DEVICE void dq_keys(float (&dq)[TILES][HS / 8][4], float (&d)[TILES][NT][4], float (&g_sum)[2 * TILES], float (&total)[2 * TILES],
-                    const FlashRow (&row)[2 * TILES], const Own<X, HS, TILES, KEEP> &own_q,
+// K of a row
+template <class X>
+DEVICE float reweight_factor(const FlashRow &row, const FlashCall<X> &call) {
+    return row.factor * call.power * row.inverse_sum;
+}
+
+// less of row n, from the four lanes' sums of t (1 - r)
+template <class X>
+DEVICE float reweight_less(float less_sum, const FlashRow &row, const FlashCall<X> &call, int n) {
+    float less = row_sum(less_sum) * reweight_factor(row, call) / (float)n;
+    return norm_is_sum(call.norm) && n > POST_FROM ? less : 0;
+}
+
+// A chunk of keys, as in forward_keys. d: dO · v where WIDE, else room for it. less_dq: the second sum, see splits_dq. first: of two sweeps, which
+// only adds to less_sum.
+template <class X, int HS, int PHI, int POST, bool WIDE, bool MASKED, int TILES, int SPLIT, int NT, bool KEEP, bool KEEP_DOUT>
+DEVICE void dq_keys(float (&dq)[TILES][HS / 8][4], float (&less_dq)[SPLIT][HS / 8][4], float (&d)[TILES][NT][4], float (&g_sum)[2 * TILES],
+                    float (&less_sum)[2 * TILES], const FlashRow (&row)[2 * TILES], const Own<X, HS, TILES, KEEP> &own_q,
                     const Own<X, HS, TILES, KEEP_DOUT> &own_dout, const X *k, const X *v, int own_row, int key, bool first,
                     const FlashCall<X> &call) {
-    float s[TILES][NT][4];
+    float s[TILES][NT][4], along[may_reweight<POST> ? TILES : 1][NT][4];
     set_zero(s);
     product_by_rows(s, own_q, k);
     if (!WIDE) {
         set_zero(d);
         product_by_rows(d, own_dout, v);
     }
+    const bool reweight = is_reweight<X, POST>(call);
+    auto is_hidden = [&](int m, int nt, int e) { return MASKED && !is_visible<false>(own_row + 16 * m, key + 8 * nt, e); };
+    if constexpr (may_reweight<POST>) {
+        if (reweight) with_power<POST>(call.power, [&](auto P) {
+            UNROLL
+            for (int i = 0; i < TILES * NT; i++) {
+                const int m = i / NT, nt = i % NT;
+                const bool hidden[4] = {is_hidden(m, nt, 0), is_hidden(m, nt, 1), is_hidden(m, nt, 2), is_hidden(m, nt, 3)};
+                dq_reweight<X, PHI, P.value>(d[m][nt], along[m][nt], less_sum + 2 * m, s[m][nt], hidden, row + 2 * m, call);
+            }
+        });
+    }
+    if constexpr (less_first<X, HS, POST>) {
+        if (reweight && first) return;
+        UNROLL
+        for (int i = 0; i < TILES * NT * 4 && reweight; i++) {
+            const int m = i / 4 / NT, nt = i / 4 % NT, e = i % 4;
+            const FlashRow &at = row[2 * m + e / 2];
+            d[m][nt][e] = reweight_factor(at, call) * d[m][nt][e] - at.less * along[m][nt][e];
+        }
+    }
     UNROLL
-    for (int i = 0; i < TILES * NT; i++) {
+    for (int i = 0; i < TILES * NT && !reweight; i++) {
         const int m = i / NT, nt = i % NT;
         float f[4], slope[4], w[4];
         backward_values<X, PHI, POST, false>(d[m][nt], f, slope, w, s[m][nt], row + 2 * m, call);
         UNROLL
-        for (int e = 0; e < 4; e++) {
-            bool hidden = MASKED && !is_visible<false>(own_row + 16 * m, key + 8 * nt, e);
-            if (first) total[2 * m + e / 2] += hidden ? 0 : f[e] * d[m][nt][e];
-            d[m][nt][e] = hidden ? 0 : d[m][nt][e] * slope[e];
-        }
+        for (int e = 0; e < 4; e++) d[m][nt][e] = is_hidden(m, nt, e) ? 0 : d[m][nt][e] * slope[e];
     }
-    if (call.g) {
+    if (call.g && !reweight) {
         UNROLL
         for (int i = 0; i < TILES * NT; i++) {
             const int m = i / NT, nt = i % NT;
@@ -912,12 +1059,34 @@ DEVICE void dq_keys(float (&dq)[TILES][HS / 8][4], float (&d)[TILES][NT][4], flo
             for (int e = 0; e < 4; e++) g_sum[2 * m + e / 2] += d[m][nt][e] * s[m][nt][e];
         }
     }
-    if (!first) product_by_columns<X, HS>(dq, d, k);
+    product_by_columns<X, HS>(dq, d, k);
+    if constexpr (splits_dq<X, HS, POST>) {
+        if (reweight && norm_is_sum(call.norm)) product_by_columns<X, HS>(less_dq, along, k);
+    }
+}
+
+// The end of a row under reweight, whose numbers in dq are a lane's at `half`: K and less are applied.
+template <int CT>
+DEVICE void dq_combine(float (&dq)[CT][4], const float (&less_dq)[CT][4], int half, float K, float less) {
+    UNROLL
+    for (int c = 0; c < CT; c++) {
+        UNROLL
+        for (int e = 2 * half; e < 2 * half + 2; e++) dq[c][e] = K * dq[c][e] - less * less_dq[c][e];
+    }
+}
+
+// A lane's part of g_i = sum_j dz s = q_i · sum_j dz k_j. q: its part of a row of the tile
+template <class X, int CT>
+DEVICE float dot_q(const float (&dq)[CT][4], int half, const X *q) {
+    float sum = 0;
+    UNROLL
+    for (int c = 0; c < CT; c++) sum += dq[c][2 * half] * to_float(q[8 * c]) + dq[c][2 * half + 1] * to_float(q[8 * c + 1]);
+    return sum;
 }
 
 template <class X, int HS, int PHI, int POST, bool WIDE>
 KERNEL void flash_dq_kernel(const FlashCall<X> call) {
-    typedef RowsPlan<X, HS, PHI, WIDE> P;
+    typedef RowsPlan<X, HS, PHI, POST, WIDE> P;
     enum { TILES = P::TILES, OWN = P::OWN, KEYS = P::STREAM, CHUNK = P::CHUNK, NT = P::NT, STEP = tile_step<HS>, THREADS = P::THREADS };
     DYNAMIC_SHARED(X, shared);
     X *q_tile = shared, *dout_tile = q_tile + OWN * STEP, *k_tiles = dout_tile + OWN * STEP, *v_tiles = k_tiles + 2 * KEYS * STEP;
@@ -927,20 +1096,20 @@ KERNEL void flash_dq_kernel(const FlashCall<X> call) {
     const X *v = call.v + (size_t)b * T * call.v_row + (size_t)h * call.VS;
     const X *dout = call.dout + ((size_t)b * T + row0) * call.out_row + (size_t)h * call.VS;
     FlashRow *rows = call.rows + (size_t)blockIdx.y * T;
-    const bool two_sweeps = is_reweight<X, POST>(call) && norm_is_sum(call.norm);
+    const bool reweight = is_reweight<X, POST>(call), two_sweeps = less_first<X, HS, POST> && reweight && norm_is_sum(call.norm);
 
     FlashRow row[2 * TILES];
-    float inverse[2 * TILES], total[2 * TILES], g_sum[2 * TILES];
+    float g_sum[2 * TILES], less_sum[2 * TILES];
     UNROLL
     for (int r = 0; r < 2 * TILES; r++) {
         int i = warp_row + 8 * r + g;
         row[r] = i < T ? rows[i] : FlashRow();
-        inverse[r] = row[r].less, total[r] = g_sum[r] = 0;
-        if (two_sweeps) row[r].less = 0;
+        g_sum[r] = less_sum[r] = 0;
         if (POST == FLASH_PLAIN) row[r].by_d = row[r].factor, row[r].by_D = row[r].factor * row[r].D;
     }
-    float dq[TILES][HS / 8][4];
+    float dq[TILES][HS / 8][4], less_dq[splits_dq<X, HS, POST> ? TILES : 1][HS / 8][4];
     set_zero(dq);
+    set_zero(less_dq);
 
     int last = row0 + OWN < T ? row0 + OWN : T, tiles = (last - 1) / KEYS + 1, steps = two_sweeps ? 2 * tiles : tiles;
     auto key_of = [&](int step) { return (two_sweeps && step >= tiles ? step - tiles : step) * KEYS; };
@@ -963,8 +1132,8 @@ KERNEL void flash_dq_kernel(const FlashCall<X> call) {
             if (!WIDE) own_keep(own_dout);
         }
         const X *k_tile = k_tiles + step % 2 * KEYS * STEP, *v_tile = v_tiles + step % 2 * KEYS * STEP;
-        const bool first = step < steps - tiles;
         const int key0 = key_of(step), visible = warp_row + 16 * TILES - key0;
+        const bool first = two_sweeps && step < tiles;
         float d[TILES][NT][4];
         if constexpr (WIDE) {
             set_zero(d);
@@ -976,18 +1145,18 @@ KERNEL void flash_dq_kernel(const FlashCall<X> call) {
             const bool masked = key0 + c + CHUNK - 1 > warp_row;
             const X *k_rows = k_tile + c * STEP, *v_rows = v_tile + c * STEP;
             if (masked)
-                dq_keys<X, HS, PHI, POST, WIDE, true>(dq, d, g_sum, total, row, own_q, own_dout, k_rows, v_rows, warp_row,
+                dq_keys<X, HS, PHI, POST, WIDE, true>(dq, less_dq, d, g_sum, less_sum, row, own_q, own_dout, k_rows, v_rows, warp_row,
                                                       key0 + c, first, call);
             else
-                dq_keys<X, HS, PHI, POST, WIDE, false>(dq, d, g_sum, total, row, own_q, own_dout, k_rows, v_rows, warp_row,
+                dq_keys<X, HS, PHI, POST, WIDE, false>(dq, less_dq, d, g_sum, less_sum, row, own_q, own_dout, k_rows, v_rows, warp_row,
                                                        key0 + c, first, call);
         }
         if (two_sweeps && step == tiles - 1) {
             UNROLL
             for (int r = 0; r < 2 * TILES; r++) {
-                row[r].less = inverse[r] * row_sum(total[r]);
-                g_sum[r] = 0;
-                if (warp_row + 8 * r + g < T && threadIdx.x % 4 == 0) rows[warp_row + 8 * r + g].less = row[r].less;
+                int i = warp_row + 8 * r + g;
+                row[r].less = reweight_less(less_sum[r], row[r], call, i < T ? i + 1 : T);
+                if (i < T && threadIdx.x % 4 == 0) rows[i].less = row[r].less;
             }
         }
     }
@@ -997,6 +1166,16 @@ KERNEL void flash_dq_kernel(const FlashCall<X> call) {
     for (int r = 0; r < 2 * TILES; r++) {
         int i = warp_row + 8 * r + g;
         by[r] = row[r].scale * (1 / unit<X, PHI>);
+        if constexpr (splits_dq<X, HS, POST>) {
+            if (reweight) {
+                FlashRow end = i < T ? rows[i] : FlashRow();           // again, for the registers
+                float less = reweight_less(less_sum[r], end, call, i < T ? i + 1 : T);
+                dq_combine(dq[r / 2], less_dq[r / 2], r % 2, reweight_factor(end, call), less);
+                __syncwarp();
+                if (i < T && threadIdx.x % 4 == 0) rows[i].less = less;
+            }
+        }
+        if (reweight && call.g) g_sum[r] = dot_q(dq[r / 2], r % 2, own_q.tile + (8 * r + g) * STEP + threadIdx.x % 4 * 2);
         float of_row = row_sum(g_sum[r]);
         if (call.g && i < T && threadIdx.x % 4 == 0) call.g[(size_t)blockIdx.y * T + i] = of_row;
     }
@@ -1019,29 +1198,31 @@ DEVICE void dkv_rows(float (&dk)[TILES][HS / 8][4], float (&dv)[TILES][HS / 8][4
     product_by_rows(s, own_k, q);
     if (MODE != KEYS_DK_WIDE) set_zero(d);
     if (MODE == KEYS_BOTH) product_by_rows(d, own_v, dout);
-    UNROLL
-    for (int nt = 0; nt < NT; nt++) {
-        FlashRow row[2];
+    with_power<POST>(call.power, [&](auto P) {
         UNROLL
-        for (int i = 0; i < 2; i++) {
-            int at = 8 * nt + threadIdx.x % 4 * 2 + i;
-            float4 x = row_tile[at], y = row_tile[ROWS + at];
-            row[i] = {x.x, x.y, x.z, x.w, {y.x}, {y.y}, y.z, y.w};
-        }
-        UNROLL
-        for (int m = 0; m < TILES; m++) {
-            float f[4], slope[4], w[4];
-            backward_values<X, PHI, POST, true>(d[m][nt], f, slope, w, s[m][nt], row, call);
+        for (int nt = 0; nt < NT; nt++) {
+            FlashRow row[2];
             UNROLL
-            for (int e = 0; e < 4; e++) {
-                bool hidden = MASKED && !is_visible<true>(own_key + 16 * m, query + 8 * nt, e);
-                float dz = d[m][nt][e] * slope[e];
-                if (POST != FLASH_PLAIN) dz *= row[e % 2].scale * (1 / unit<X, PHI>);
-                s[m][nt][e] = hidden ? 0 : w[e];
-                d[m][nt][e] = hidden ? 0 : dz;
+            for (int i = 0; i < 2; i++) {
+                int at = 8 * nt + threadIdx.x % 4 * 2 + i;
+                float4 x = row_tile[at], y = row_tile[ROWS + at];
+                row[i] = {x.x, x.y, x.z, x.w, {y.x}, {y.y}, y.z, y.w};
+            }
+            UNROLL
+            for (int m = 0; m < TILES; m++) {
+                float f[4], slope[4], w[4];
+                backward_values<X, PHI, POST, true, P.value>(d[m][nt], f, slope, w, s[m][nt], row, call);
+                UNROLL
+                for (int e = 0; e < 4; e++) {
+                    bool hidden = MASKED && !is_visible<true>(own_key + 16 * m, query + 8 * nt, e);
+                    float dz = d[m][nt][e] * slope[e];
+                    if (POST != FLASH_PLAIN && !is_reweight<X, POST>(call)) dz *= row[e % 2].scale * (1 / unit<X, PHI>);
+                    s[m][nt][e] = hidden ? 0 : w[e];
+                    d[m][nt][e] = hidden ? 0 : dz;
+                }
             }
         }
-    }
+    });
     if (MODE != KEYS_DK_WIDE) product_by_columns<X, HS>(dv, s, dout);
     if (MODE != KEYS_DV) product_by_columns<X, HS>(dk, d, q);
 }
@@ -1163,8 +1344,8 @@ DEVICE FlashRow backward_row(const FlashCall<X> &call, RowPlace at, float4 stats
     if (call.post == POST_RECENTER && late) row.less = along / n;
     if (call.post == POST_RECENTER_L1 && late) row.D = D, row.less = (along - D * stats.w) / n;
     if (call.post == POST_REWEIGHT) {
-        reweight_numbers(&row.factor, &row.mean, stats.y, stats.z, at.n);
-        row.D = D, row.inverse_sum = stats.w, row.less = is_sum ? stats.y : 0;    // 1/Z, of which flash_dq_kernel makes what it says above
+        reweight_numbers<X>(&row.factor, &row.mean, stats.y, stats.z, at.n);
+        row.D = D, row.inverse_sum = stats.w;        // and less, by flash_dq_kernel
     }
     return row;
 }
@@ -1251,15 +1432,15 @@ constexpr size_t flash_shared(size_t own_tiles, size_t streamed_tiles) {
 template <class X, int HS, int PHI, int POST>
 constexpr size_t forward_shared = flash_shared<ForwardPlan<X, HS, PHI, POST>, HS, X>(1, 4);
 
-template <class X, int HS, int PHI, bool WIDE>
-constexpr size_t dq_shared = flash_shared<RowsPlan<X, HS, PHI, WIDE>, HS, X>(2, 4);
+template <class X, int HS, int PHI, int POST, bool WIDE>
+constexpr size_t dq_shared = flash_shared<RowsPlan<X, HS, PHI, POST, WIDE>, HS, X>(2, 4);
 
 template <class X, int HS, int PHI, bool WIDE>
 constexpr size_t dkv_shared = flash_shared<KeysPlan<X, HS, PHI, WIDE>, HS, X>(2, 4) + 2 * KeysPlan<X, HS, PHI, WIDE>::STREAM * sizeof(FlashRow);
 
 // The most that one of these kernels asks for; those for wide values take smaller tiles.
 template <class X, int HS, int PHI, int POST>
-constexpr size_t most_shared = std::max({forward_shared<X, HS, PHI, POST>, dq_shared<X, HS, PHI, false>, dkv_shared<X, HS, PHI, false>});
+constexpr size_t most_shared = std::max({forward_shared<X, HS, PHI, POST>, dq_shared<X, HS, PHI, POST, false>, dkv_shared<X, HS, PHI, false>});
 
 template <class P, class X>
 dim3 flash_grid(const FlashCall<X> &call, int columns) {
@@ -1282,8 +1463,8 @@ void flash_dkv_launch(const FlashCall<X> &call, int columns, cudaStream_t stream
 
 template <class X, int HS, int PHI, int POST, bool WIDE>
 void flash_dq_launch(const FlashCall<X> &call, cudaStream_t stream) {
-    typedef RowsPlan<X, HS, PHI, WIDE> P;
-    launch(flash_dq_kernel<X, HS, PHI, POST, WIDE>, flash_grid<P>(call, 1), dim3(P::THREADS), dq_shared<X, HS, PHI, WIDE>, stream, call);
+    typedef RowsPlan<X, HS, PHI, POST, WIDE> P;
+    launch(flash_dq_kernel<X, HS, PHI, POST, WIDE>, flash_grid<P>(call, 1), dim3(P::THREADS), dq_shared<X, HS, PHI, POST, WIDE>, stream, call);
 }
 
 template <class X, int HS, int PHI, int POST>

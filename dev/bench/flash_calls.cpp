@@ -52,7 +52,7 @@ static void print_plans(int wanted) {
     constexpr FlashInstance it = flash_instances[instance];
     if (instance != wanted) return;
     print_plan<ForwardPlan<bf16, HS, it.phi, it.post>>("forward", ", ");
-    print_plan<RowsPlan<bf16, HS, it.phi, false>>("dq", ", ");
+    print_plan<RowsPlan<bf16, HS, it.phi, it.post, false>>("dq", ", ");
     print_plan<KeysPlan<bf16, HS, it.phi, false>>("dkv", "");
 }
 
