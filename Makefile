@@ -45,7 +45,7 @@ ifeq ($(WERROR),1)
 endif
 ifeq ($(SAN),1)
   SANITIZE = -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer
-  CFLAGS  += $(SANITIZE)
+  CFLAGS  += $(SANITIZE) -DCHECK_RANGES
   LDFLAGS += -fsanitize=address,undefined
 endif
 ifeq ($(TSAN),1)
@@ -104,7 +104,9 @@ $(BUILD)/library.a: $(LIBRARY)
 $(BUILD)/tests/%: $(BUILD)/dev/tests/%.o $(BUILD)/library.a
 	@mkdir -p $(@D)
 	@echo '  LD  $@'
-	@$(CC) $(LDFLAGS) -o $@ $^ $(LDLIBS)
+	@$(CC) $(LDFLAGS) -o $@ $(filter %.o,$^) $(filter %.a,$^) $(LDLIBS)
+
+$(BUILD)/tests/test_gradients: $(BUILD)/dev/tests/float_path.o
 
 $(BUILD)/bench/%: $(BUILD)/dev/bench/%.o $(BUILD)/library.a
 	@mkdir -p $(@D)
@@ -231,7 +233,7 @@ test: $(TESTS) $(BIN)/test_gpt2
 help:
 	@echo 'make [all]      train_gpt2, sample_gpt2 and eval_gpt2'
 	@echo 'make test       the C tests: test_gpt2 and $(words $(TESTS)) of runtime/; no Python'
-	@echo 'make SAN=1      with AddressSanitizer and UBSan, in build/san'
+	@echo 'make SAN=1      with AddressSanitizer and UBSan, and the ranges of runtime/vecmath.h asserted, in build/san'
 	@echo 'make ATTN=ssmax    programs that know only that attention normaliser, in build/ssmax'
 	@echo 'make MARCH=x86-64-v3    for other machines than this one (now: $(MARCH))'
 	@echo 'make ONEDNN=0 BLAS=0 MPI=0 NCCL=0    without what was found'

@@ -245,7 +245,7 @@ NORMALIZER_INLINE void phi_both(int phi, real z, real one, real *f, real *slope)
         return;
     case PHI_SOFTPLUS: {                                                // max(z, 0) + ln(1 + exp(-|z|)), which never overflows
         real e = real_exp(z < 0 ? z : -z);
-        *f = positive + real_log1p(e);
+        *f = positive + real_log1p01(e);
         *slope = (z < 0 ? e : 1) / (1 + e);
         return;
     }

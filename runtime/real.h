@@ -15,7 +15,7 @@ typedef REAL real;
 
 #ifdef __cplusplus                      // CUDA, or its source on a CPU (kernels/gpu.cuh)
 #define real_exp expf
-#define real_log1p log1pf
+#define real_log1p01 log1pf
 #define real_log logf
 #define real_sqrt sqrtf
 #define real_floor floorf
@@ -29,11 +29,11 @@ typedef REAL real;
 #define REAL_MIN     BY_TYPE(0, FLT_MIN, DBL_MIN)                  // the smallest normal number
 #define REAL_EPSILON BY_TYPE(0, FLT_EPSILON, DBL_EPSILON)
 #define real_exp(x)    BY_TYPE(x, vec_exp, exp)(x)
-#define real_log1p(x)  BY_TYPE(x, vec_log1p, log1p)(x)              // x in [0, 1]
+#define real_log1p01(x) BY_TYPE(x, vec_log1p01, log1p)(x)           // x in [0, 1] alone
 #define real_log(x)    BY_TYPE(x, vec_log, log)(x)
 #define real_sqrt(x)   BY_TYPE(x, sqrtf, sqrt)(x)
 #define real_floor(x)  BY_TYPE(x, floorf, floor)(x)
-#define real_pow01(x, p) BY_TYPE(x, vec_pow01, pow)(x, p)           // x in [0, 1]
+#define real_pow01(x, p) BY_TYPE(x, vec_pow01, pow)(x, p)           // x in [0, 1] alone
 #define real_sigmoid(x) BY_TYPE(x, vec_sigmoid, double_sigmoid)(x)
 #define real_normal_cdf(z, gauss) BY_TYPE(z, vec_normal_cdf, double_normal_cdf)(z, gauss)
 

@@ -1,14 +1,26 @@
 // Elementary functions that a compiler turns into vector code inside a loop under `#pragma omp simd`: no branch, no call, no table.
 // A NaN gives a NaN. Errors are relative, and hold for every float of the range named where the result is a normal number;
 // dev/tests/test_vecmath.c holds them against libm in double. Where an exponent is taken apart (log, pow) a subnormal x counts as 0.
+// A function whose comment names a range has no meaning outside of it: no error, no NaN, just wrong numbers. Builds with -DCHECK_RANGES (make SAN=1)
+// assert the ranges.
 // The polynomials were fitted minimax for the relative error of the result, with float coefficients; `(minimax, e)` names that error.
 #ifndef RUNTIME_VECMATH_H
 #define RUNTIME_VECMATH_H
 
+#ifdef CHECK_RANGES
+#undef NDEBUG
+#endif
+#include <assert.h>
 #include <float.h>
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+
+#ifdef CHECK_RANGES
+#define VEC_RANGE(condition) assert(condition)
+#else
+#define VEC_RANGE(condition) ((void)0)
+#endif
 
 static inline uint32_t vec_bits(float x) {
     uint32_t bits;
@@ -89,7 +101,8 @@ static inline float vec_log(float x) {
 
 // log(1 + x) for x in [0, 1] alone, error under 1.8e-7, for subnormal x too; 0 for 0.
 //   x + x² · P(x), P of degree 7 (minimax, 3.3e-8). A rational form with fewer terms costs as much: its division.
-static inline float vec_log1p(float x) {
+static inline float vec_log1p01(float x) {
+    VEC_RANGE(!(x < 0.0f) && !(x > 1.0f));         // a NaN passes
     float p = 5.36542246e-3f;
     p = p * x - 3.00683007e-2f;
     p = p * x + 7.92088285e-2f;
@@ -108,6 +121,7 @@ static inline float vec_log1p(float x) {
 //   add without error, so that only the rounding of f² · Q(f) is left, 4e-8 of ln x where |f| is 1/3 and k is 0 or -1, less elsewhere.
 //   high and p are cut to 12 bits, so that their product is exact, with a fused multiply-add or without.
 static inline float vec_pow01(float x, float p) {
+    VEC_RANGE(!(x > 1.0f));
     float k, f, rest = vec_log_parts(x, &k, &f);
     float whole = k * 0.693145751953125f;
     float high = whole + f;
@@ -126,6 +140,7 @@ static inline float vec_pow01(float x, float p) {
 //   Phi(-|z|) = gauss · R(|z|), R a quotient of polynomials of degrees 4 and 5, all terms positive (minimax on [0, 13.5], 6e-9).
 //   A gauss made from a float z² has an error of 6e-8 · z²/2 of its own: 4e-6 at z = -12.
 static inline float vec_normal_cdf(float z, float gauss) {
+    VEC_RANGE(!(gauss < 0.0f) && !(gauss > 1.0f));
     float a = fabsf(z);
     a = a > 16.0f ? 16.0f : a;                     // keeps p and q finite; a NaN passes
     float p = 4.00742602e-3f, q = 1.00449854e-2f;

@@ -1,8 +1,19 @@
 // Finite differences in double of the trainer's own code (the layers, attention and passes of train_gpt2.c built with REAL=double): every
-// normaliser with both blocks, and each layer alone. No reference takes part: what no table of answers could hide shows here.
+// normalizer with both blocks, and each layer alone. No reference takes part: what no table of answers could hide shows here.
+// What double cannot show is where the float32 functions of runtime/vecmath.h go wrong, outside of their ranges: every phi, and attention under
+// every normalizer, is compared with the float32 code (float_path.c).
 //
 //   build/tests/test_gradients [WORD]     only the cases whose name has WORD in it
 #define REAL double
+// The library has these names for float32.
+#define attention_scratch attention_scratch_in_double
+#define attention_forward attention_forward_in_double
+#define attention_backward attention_backward_in_double
+#define attention_row attention_row_in_double
+#define gemm gemm_in_double
+#define gemm_bf16 gemm_bf16_in_double
+#define gemm_bf16_scratch gemm_bf16_scratch_in_double
+#define gemm_bf16_use gemm_bf16_use_in_double
 #define LAYERS_ONLY
 #define WITHOUT_MAIN
 #pragma GCC diagnostic ignored "-Wunused-function"
@@ -11,6 +22,7 @@
 
 #include "dev/reference/hash.h"
 #include "dev/tests/check.h"
+#include "dev/tests/float_path.h"
 
 // ---- what runtime/gemm.c is for float
 
@@ -139,6 +151,41 @@ static double attention_value(void *context) {
     return dot(c->out, c->dout, c->shape.B * c->shape.T * c->shape.NH * c->shape.VS);
 }
 
+// Every phi and its slope in float32 against double, over all z that a score can be made into and more, close to 0 and far from it. 1e-5 of |f| +
+// |phi'|: the rounding of z² in exp(-z²/2) makes 5e-6, at z = -12.
+static void test_phi(int phi, const char *name) {
+    enum { FINE = 12800, POINTS = FINE + 400 };
+    static double z[POINTS], f[POINTS], slope[POINTS];
+    for (int i = 0; i < FINE; i++) z[i] = (i - FINE / 2) / 64.0;                        // -100 to 100
+    for (int i = 0; i < 400; i++) z[FINE + i] = (i % 2 ? 1 : -1) * exp2(-i / 10.0);     // down to 2^-40
+    for (double one = 1; one > 0.1; one /= 3) {
+        double far = 0, at = 0;
+        phi_in_float(phi, z, one, f, slope, POINTS);
+        for (int i = 0; i < POINTS; i++) {
+            double value, derivative;
+            phi_both(phi, (float)z[i], (float)one, &value, &derivative);
+            if (value > FLT_MAX) continue;
+            double allowed = 1e-5 * (fabs(value) + fabs(derivative)) + 200 * (double)FLT_MIN;     // exp is 0 below FLT_MIN
+            double off = fmax(fabs(f[i] - value), fabs(slope[i] - derivative)) / allowed;
+            if (!(off <= far)) far = off, at = z[i];
+        }
+        CHECK(far <= 1, "phi=%s in float32: at z = %g off by %.3g of what is allowed. Does a function of runtime/real.h leave its range?", name, at, far);
+    }
+}
+
+// reweight magnifies rounding: by its power, and where A n is next to 1 by its slope, which is infinite there for a power below 1.
+static double float_tolerance(const char *text) {
+    return strstr(text, "reweight:0.5") || strstr(text, "reweight:100") ? 1e-2 : strstr(text, "lssar") || strstr(text, "reweight") ? 1e-3 : 1e-4;
+}
+
+// By norm, as in test_gpt2: 1e-4 of it, or of 1e-2 of dv's.
+static void compare_with_float(const char *what, const real *in_float, const real *x, size_t n, double least) {
+    double off = 0;
+    for (size_t i = 0; i < n; i++) off += (in_float[i] - x[i]) * (in_float[i] - x[i]);
+    double norm = fmax(sqrt(dot(x, x, n)), least);
+    CHECK(sqrt(off) <= float_tolerance(case_name) * norm, "%s: %s in float32 is off by %.3g of its norm", case_name, what, sqrt(off) / norm);
+}
+
 static void test_attention(const char *text, size_t B, size_t NH, size_t HS, size_t VS, size_t T) {
     Normalizer normalizer = parse(text);
     int L = (int)T + 3;
@@ -156,6 +203,14 @@ static void test_attention(const char *text, size_t B, size_t NH, size_t HS, siz
     attention_value(&c);
     attention_backward(dq, dk, dv, (AttentionScalarGrads){has_s ? ds : NULL, has_b ? db : NULL, has_p ? dp : NULL, has_sink ? dsink : NULL},
                        c.dout, c.out, c.stats, c.q, c.k, c.v, c.scalars, c.shape, c.scratch);
+    real *out = reals(rows * VS), *dq_float = reals(rows * HS), *dk_float = reals(rows * HS), *dv_float = reals(rows * VS);
+    attention_in_float(&(FloatAttention){&normalizer, B, T, NH, HS, VS, L, c.q, c.k, c.v, c.dout, s, b, p, sink, out, dq_float, dk_float, dv_float});
+    double least = 1e-2 * sqrt(dot(dv, dv, rows * VS));
+    compare_with_float("out", out, c.out, rows * VS, 0);
+    compare_with_float("dq", dq_float, dq, rows * HS, least);
+    compare_with_float("dk", dk_float, dk, rows * HS, least);
+    compare_with_float("dv", dv_float, dv, rows * VS, 0);
+    free(out), free(dq_float), free(dk_float), free(dv_float);
     check_slope("q", c.q, dq, rows * HS, attention_value, &c);
     check_slope("k", c.k, dk, rows * HS, attention_value, &c);
     check_slope("v", c.v, dv, rows * VS, attention_value, &c);
@@ -300,6 +355,11 @@ int main(int argc, char **argv) {
     case_name = "layers";
     check_group(case_name);
     if (strstr(case_name, word)) test_layers();
+    case_name = "phi in float32";
+    check_group(case_name);
+#define PHI(kind, name, ...) test_phi(kind, name);
+    if (strstr(case_name, word)) { PHI_VALUES(PHI) }
+#undef PHI
     for (size_t i = 0; i < sizeof NAMES / sizeof *NAMES; i++) {
         case_name = NAMES[i];
         if (!strstr(case_name, word)) continue;

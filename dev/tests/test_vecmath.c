@@ -19,7 +19,7 @@ typedef double (*Exact)(double x, double p);
 LOOP(exp_loop, vec_exp(x[i]))
 LOOP(sigmoid_loop, vec_sigmoid(x[i]))
 LOOP(log_loop, vec_log(x[i]))
-LOOP(log1p_loop, vec_log1p(x[i]))
+LOOP(log1p_loop, vec_log1p01(x[i]))
 LOOP(pow01_loop, vec_pow01(x[i], p))
 LOOP(cdf_gauss_loop, vec_normal_cdf(x[i], vec_exp(x[i] * x[i] * -0.5f)))
 

@@ -1,0 +1,56 @@
+// Linked to test_gradients beside its double code, whose functions have other names (see there).
+#include "dev/tests/float_path.h"
+
+#include <omp.h>
+#include <stdlib.h>
+
+#include "attention/attention_cpu.h"
+#include "runtime/error.h"
+
+static float *floats(const double *from, size_t n) {
+    float *x = calloc(n + 1, sizeof *x);
+    if (!x) fail(EXIT_RESOURCE, "out of memory.");
+    for (size_t i = 0; from && i < n; i++) x[i] = (float)from[i];
+    return x;
+}
+
+static void give_back(double *to, float *from, size_t n) {
+    for (size_t i = 0; i < n; i++) to[i] = from[i];
+    free(from);
+}
+
+NORMALIZER_INLINE void phi_loop(int phi, const float *restrict z, float one, float *restrict f, float *restrict slope,
+                                size_t n) {
+    #pragma omp simd
+    for (size_t i = 0; i < n; i++) phi_both(phi, z[i], one, &f[i], &slope[i]);
+}
+
+void phi_in_float(int phi, const double *z, double one, double *f, double *slope, size_t n) {
+    float *x = floats(z, n), *values = floats(NULL, n), *slopes = floats(NULL, n);
+#define CASE(kind_, ...) case kind_: phi_loop(kind_, x, (float)one, values, slopes, n); break;
+    switch (phi) { PHI_VALUES(CASE) }
+#undef CASE
+    give_back(f, values, n);
+    give_back(slope, slopes, n);
+    free(x);
+}
+
+void attention_in_float(const FloatAttention *c) {
+    size_t rows = c->B * c->NH * c->T, keys = rows * c->HS, values = rows * c->VS, L = (size_t)c->L;
+    const Normalizer *a = c->normalizer;
+    AttentionShape shape = {a, c->B, c->T, c->NH, c->HS, c->VS, c->L};
+    float *q = floats(c->q, keys), *k = floats(c->k, keys), *v = floats(c->v, values), *dout = floats(c->dout, values);
+    float *s = floats(c->s, c->NH), *b = floats(c->b, c->NH), *p = floats(c->p, L), *sink = floats(c->sink, c->NH);
+    float *out = floats(NULL, values), *dq = floats(NULL, keys), *dk = floats(NULL, keys), *dv = floats(NULL, values);
+    float *stats = floats(NULL, rows * ROW_STATS);
+    float *scratch = floats(NULL, attention_scratch(shape, omp_get_max_threads()));
+    AttentionScalars scalars = {normalizer_has(a, SCALAR_S) ? s : NULL, normalizer_has(a, SCALAR_B) ? b : NULL,
+                                normalizer_has(a, SCALAR_P) ? p : NULL, normalizer_has(a, SCALAR_SINK) ? sink : NULL};
+    attention_forward(out, stats, q, k, v, scalars, shape, scratch);
+    attention_backward(dq, dk, dv, (AttentionScalarGrads){0}, dout, out, stats, q, k, v, scalars, shape, scratch);
+    give_back(c->out, out, values);
+    give_back(c->dq, dq, keys);
+    give_back(c->dk, dk, keys);
+    give_back(c->dv, dv, values);
+    free(q), free(k), free(v), free(dout), free(s), free(b), free(p), free(sink), free(stats), free(scratch);
+}

@@ -1,0 +1,23 @@
+// The trainer's float32 code for test_gradients.c, which is itself built in double: numbers go in and out in double.
+#ifndef DEV_TESTS_FLOAT_PATH_H
+#define DEV_TESTS_FLOAT_PATH_H
+
+#include <stddef.h>
+
+#include "attention/normalizer.h"
+
+// f (n) = phi(z) and its slope by phi_both in float32, in a loop like that of attention; z (n) is rounded to float32.
+void phi_in_float(int phi, const double *z, double one, double *f, double *slope, size_t n);
+
+typedef struct {
+    const Normalizer *normalizer;
+    size_t B, T, NH, HS, VS;
+    int L;
+    const double *q, *k, *v, *dout;           // as for attention_forward and attention_backward
+    const double *s, *b, *p, *sink;           // (NH), (NH), (L), (NH)
+    double *out, *dq, *dk, *dv;               // written
+} FloatAttention;
+
+void attention_in_float(const FloatAttention *c);
+
+#endif
