@@ -2,12 +2,14 @@
 #include "runtime/process.h"
 
 #include <dirent.h>
+#include <math.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/auxv.h>
+#include <time.h>
 #include <unistd.h>
 
 #ifdef USE_MPI
@@ -56,13 +58,23 @@ static void end_by(int number) {
     raise(number);
 }
 
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+// One Ctrl-C may arrive twice within moments, from the terminal and from a wrapper that passes it on: that is a single request to stop.
 static void *wait_for_signals(void *unused) {
+    const double moment = 1;       // seconds
+    double first = INFINITY;       // when the first request came
     (void)unused;
     for (;;) {
         int number;
         if (sigwait(&held, &number) != 0) continue;
         if (sigismember(&ignored, number) && (number == SIGHUP || !catching)) continue;
-        if (!catching || (number == SIGINT && stop_requested)) end_by(number);
+        if (!catching || (number == SIGINT && now() - first >= moment)) end_by(number);
+        first = fmin(first, now());
         stop_requested = true;
     }
     return NULL;

@@ -51,7 +51,7 @@ void process_agree(bool done, const Error *error);
 // signal does what it does by default.
 //
 // From process_catch_signals() on these signals only set a flag, even where they were ignored at the start; but SIGHUP stays ignored
-// then, as nohup asks. A second SIGINT ends the process at once. mpirun passes SIGUSR1 on to all ranks. The ranks may see a signal at
+// then, as nohup asks. A SIGINT at least a second after the first of them ends the process at once. mpirun passes SIGUSR1 on to all ranks. The ranks may see a signal at
 // different steps: agree with process_max_int(process_stop_requested()).
 void process_hold_signals(char **argv);
 void process_catch_signals(void);

@@ -93,8 +93,16 @@ job=$!
 exec {errors}>&-
 signal=USR1
 stop() { kill "-$signal" "$job" 2> /dev/null || true; }
-trap 'stop' TERM
-trap 'stop; signal=USR2' INT
+trap stop TERM
+# A Ctrl-C may arrive twice within moments, from the terminal and from a wrapper that passes it on: only one a second later ends the job at once.
+interrupted=
+interrupt() {
+    local now=${EPOCHREALTIME/[.,]/}
+    [ -z "$interrupted" ] || [ $((now - interrupted)) -lt 1000000 ] || signal=USR2
+    interrupted=${interrupted:-$now}
+    stop
+}
+trap interrupt INT
 while :; do
     status=0
     wait "$job" 2> /dev/null || status=$?

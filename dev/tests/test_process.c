@@ -131,7 +131,7 @@ static void test_one(void) {
 }
 
 // What a process of its own does with signals: some ignored from the start, some sent before process_catch_signals(), some after.
-typedef struct { int ignored, before, after[2]; } Signals;
+typedef struct { int ignored, before, after[2], apart; } Signals;      // apart: milliseconds
 
 static void settle(void) {
     sigset_t pending;
@@ -150,26 +150,31 @@ static void send_signals(void *data) {
     usleep(1);
     if (s->before) kill(getpid(), s->before), settle();
     process_catch_signals();
-    for (int i = 0; i < 2; i++)
-        if (s->after[i]) kill(getpid(), s->after[i]), settle();
+    for (int i = 0; i < 2 && s->after[i]; i++) {
+        if (i) usleep(1000 * (useconds_t)s->apart);
+        kill(getpid(), s->after[i]);
+        settle();
+    }
     printf("%d", process_stop_requested());
 }
 
 static void test_signals(void) {
     check_group("signals of one process");
     const struct { Signals signals; int code; const char *says, *what; } cases[] = {
-        {{0, 0, {0, 0}}, 0, "0", "no signal"},
-        {{0, 0, {SIGINT, 0}}, 0, "1", "one SIGINT"},
-        {{0, 0, {SIGTERM, SIGTERM}}, 0, "1", "two SIGTERM"},
-        {{0, 0, {SIGUSR1, 0}}, 0, "1", "SIGUSR1"},
-        {{0, 0, {SIGHUP, 0}}, 0, "1", "SIGHUP"},
-        {{0, 0, {SIGINT, SIGINT}}, -SIGINT, "", "a second SIGINT ends it"},
-        {{0, 0, {SIGTERM, SIGINT}}, -SIGINT, "", "a SIGINT after SIGTERM ends it"},
-        {{0, SIGTERM, {0, 0}}, -SIGTERM, "", "SIGTERM before they are caught"},
-        {{SIGHUP, 0, {SIGHUP, 0}}, 0, "0", "SIGHUP under nohup"},
-        {{SIGHUP, SIGHUP, {SIGTERM, 0}}, 0, "1", "SIGTERM under nohup"},
-        {{SIGINT, SIGINT, {0, 0}}, 0, "0", "SIGINT, ignored at the start, before they are caught"},
-        {{SIGINT, 0, {SIGINT, 0}}, 0, "1", "SIGINT, ignored at the start, as in a shell's background job"},
+        {{0, 0, {0, 0}, 0}, 0, "0", "no signal"},
+        {{0, 0, {SIGINT, 0}, 0}, 0, "1", "one SIGINT"},
+        {{0, 0, {SIGTERM, SIGTERM}, 0}, 0, "1", "two SIGTERM"},
+        {{0, 0, {SIGUSR1, 0}, 0}, 0, "1", "SIGUSR1"},
+        {{0, 0, {SIGHUP, 0}, 0}, 0, "1", "SIGHUP"},
+        {{0, 0, {SIGINT, SIGINT}, 1000}, -SIGINT, "", "a second SIGINT ends it"},
+        {{0, 0, {SIGTERM, SIGINT}, 1000}, -SIGINT, "", "a SIGINT after SIGTERM ends it"},
+        {{0, 0, {SIGINT, SIGINT}, 0}, 0, "1", "a SIGINT that comes twice is one request"},
+        {{0, 0, {SIGTERM, SIGINT}, 0}, 0, "1", "so is one that comes with SIGTERM"},
+        {{0, SIGTERM, {0, 0}, 0}, -SIGTERM, "", "SIGTERM before they are caught"},
+        {{SIGHUP, 0, {SIGHUP, 0}, 0}, 0, "0", "SIGHUP under nohup"},
+        {{SIGHUP, SIGHUP, {SIGTERM, 0}, 0}, 0, "1", "SIGTERM under nohup"},
+        {{SIGINT, SIGINT, {0, 0}, 0}, 0, "0", "SIGINT, ignored at the start, before they are caught"},
+        {{SIGINT, 0, {SIGINT, 0}, 0}, 0, "1", "SIGINT, ignored at the start, as in a shell's background job"},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         char output[256];
@@ -210,7 +215,7 @@ static void test_death(void) {
     }
 }
 
-// Starts two processes, sends the signals, and hands on the output and the exit status.
+// Starts two processes, sends the signals, the first number being the milliseconds between them, and hands on the output and the exit status.
 static void stop_from_outside(void *data) {
     int *signals = data, ends[2], status;
     char line[64];
@@ -223,9 +228,9 @@ static void stop_from_outside(void *data) {
     close(ends[1]);
     FILE *lines = fdopen(ends[0], "r");
     while (fgets(line, sizeof line, lines)) {
-        for (int i = 0; !strcmp(line, "started\n") && signals[i]; i++) {
+        for (int i = 1; !strcmp(line, "started\n") && signals[i]; i++) {
             kill(child, signals[i]);
-            usleep(500000);
+            usleep(1000 * (useconds_t)signals[0]);
         }
         fputs(line, stdout);
         fflush(stdout);
@@ -237,13 +242,13 @@ static void stop_from_outside(void *data) {
 static void test_stop(void) {
     check_group("a stop leaves time to save");
     char output[8192];
-    int signals[][3] = {{SIGTERM, 0}, {SIGINT, 0}, {SIGTERM, SIGTERM, 0}};
-    for (int i = 0; i < 3; i++) {
+    int signals[][4] = {{500, SIGTERM, 0}, {500, SIGINT, 0}, {500, SIGTERM, SIGTERM, 0}, {50, SIGINT, SIGINT, 0}};
+    for (int i = 0; i < 4; i++) {
         int code = check_fork(stop_from_outside, signals[i], output, sizeof output);
         CHECK(code == EXIT_STOPPED && strstr(output, "saved"), "signals %d, code %d: %s", i, code, output);
     }
     double start = now();
-    int code = check_fork(stop_from_outside, (int[]){SIGINT, SIGINT, 0}, output, sizeof output);
+    int code = check_fork(stop_from_outside, (int[]){1500, SIGINT, SIGINT, 0}, output, sizeof output);
     CHECK(code != 0 && code != EXIT_STOPPED && !strstr(output, "saved") && now() - start < 20, "a second SIGINT, code %d: %s",
           code, output);
 }
