@@ -100,7 +100,7 @@ static void find_checkpoint(const char *given, char *folder, size_t size) {
     fail(EXIT_INPUT, "--model %s: expected a checkpoint's folder (with config.json) or a run's (with ckpt/step-*), found neither.", given);
 }
 
-// The model's shape, its normaliser, and the tokenizer, which is the same in all checkpoints of a run.
+// The model's shape, its normalizer, and the tokenizer, which is the same in all checkpoints of a run.
 static bool read_config(Sampler *s, const char *folder, Error *error) {
     ModelConfig *config = &s->model.config;
     char message[1024];
@@ -181,7 +181,7 @@ static void read_prompt_file(Sampler *s) {
     if (!s->prompt_count) fail(EXIT_INPUT, "%s: expected prompts, one a line, found none.", s->o.prompt_file);
 }
 
-// --prompt -: all of stdin is one prompt, without the newline at its end.
+// --prompt -: all of stdin is one prompt, without the newline (\n or \r\n) at its end.
 static void read_stdin(Sampler *s) {
     size_t length = 0, room = 1 << 16;
     char *text = malloc(room);
@@ -192,7 +192,10 @@ static void read_stdin(Sampler *s) {
     }
     if (!text) fail(EXIT_RESOURCE, "--prompt -: out of memory for the prompt.");
     if (ferror(stdin)) fail(EXIT_INPUT, "--prompt -: stdin cannot be read: %s.", strerror(errno));
-    if (length && text[length - 1] == '\n') length--;
+    if (length && text[length - 1] == '\n') {
+        length--;
+        if (length && text[length - 1] == '\r') length--;
+    }
     text[length] = 0;
     add_prompt(s, text, length, "--prompt -", EXIT_INPUT);
 }

@@ -85,14 +85,22 @@ def test_a_checkpoint_that_is_gone_for_good(runs, tmp_path):
 
 # ---------------------------------------------------------------- drawing
 
-@pytest.mark.parametrize("given, same", [("the cat", "the cat"), ("the cat\n", "the cat"), ("a\n\nb\n\n", "a\n\nb\n"), ("", ""),
-                                         ("naïve café " * 20, "naïve café " * 20)], ids=["a word", "a newline", "lines", "nothing", "long"])
+@pytest.mark.parametrize("given, same", [("the cat", "the cat"), ("the cat\n", "the cat"), ("the cat\r\n", "the cat"), ("\r\n", ""),
+                                         ("a\n\nb\n\n", "a\n\nb\n"), ("a\r\n\r\n", "a\r\n"), ("", ""),
+                                         ("naïve café " * 20, "naïve café " * 20)], ids=["a word", "a newline", "\\r\\n", "only \\r\\n", "lines", "lines with \\r\\n", "nothing", "long"])
 def test_a_prompt_from_stdin(runs, given, same):
     """All of it, without one newline at its end."""
     words = [BIN / "sample_gpt2", "--model", runs / "text", "--max-new-tokens", "5", "--prompt"]
     texts = [subprocess.run([*words, prompt], input=text.encode(), capture_output=True, env=environment(), check=True).stdout
              for prompt, text in (("-", given), (same, ""))]
     assert texts[0] == texts[1] and texts[0].startswith(same.encode())
+
+
+@pytest.mark.parametrize("newline", ["", "\n", "\r\n"], ids=repr)
+def test_ids_from_stdin(runs, newline):
+    words = [BIN / "sample_gpt2", "--model", runs / "ids", "--max-new-tokens", "2", "--prompt", "-"]
+    result = subprocess.run(words, input=f"1,2{newline}".encode(), capture_output=True, env=environment())
+    assert result.returncode == 0 and result.stdout.startswith(b"1,2,"), result.stderr
 
 
 def test_an_empty_prompt_is_end_of_text(runs):
