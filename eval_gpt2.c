@@ -349,7 +349,7 @@ static void note_temperature(const Evaluator *e) {
     double start = normalizer_start(to, SCALAR_S, L), here = normalizer_start(to, SCALAR_S, (int)T);
     if (!(start / here < 0.9)) return;
     printf("note      s starts at %.4f for L = %d; at T = %zu its mean temperature is %.2f of softmax's, which costs loss by itself:\n"
-           "          --attn %s+s=%.4f starts at softmax's there\n", start, L, T, start / here, to->text, here);
+           "          use --attn %s+s=%.4f to start at softmax's temperature at this length\n", start, L, T, start / here, to->text, here);
 }
 
 static void print_start(const Evaluator *e) {
