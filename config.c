@@ -4,6 +4,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "model.h"
 #include "runtime/json.h"
@@ -77,7 +78,7 @@ char *model_config_json(const ModelConfig *config, bool bf16) {
 // about, how the weights were first drawn, dropout (there is none at evaluation, and none in this trainer), how other
 // programs compute or generate.
 static const char *const HARMLESS[] = {
-    "architectures", "auto_map", "torch_dtype", "dtype", "transformers_version", "_name_or_path", "tokenizer_class",
+    "architectures", "torch_dtype", "dtype", "transformers_version", "_name_or_path", "tokenizer_class",
     "_attn_implementation", "_attn_implementation_autoset", "use_cache", "pretraining_tp", "torchscript",
     "chunk_size_feed_forward", "return_dict", "output_attentions", "output_hidden_states", "output_scores",
     "return_dict_in_generate", "id2label", "label2id", "problem_type", "task_specific_params",
@@ -161,13 +162,19 @@ static bool is_among(const char *name, const char *names) {
     return false;
 }
 
+// Null, false, an empty list or an empty object
+static bool says_nothing(const cJSON *item) {
+    bool empty = (cJSON_IsArray(item) || cJSON_IsObject(item)) && !item->child;
+    return cJSON_IsNull(item) || cJSON_IsFalse(item) || empty;
+}
+
 // A key that is neither understood nor harmless. `prefix`: the object that it stands in.
 static void read_unknown(Reader *r, const char *prefix, const cJSON *item) {
     char name[256];
-    bool empty = (cJSON_IsArray(item) || cJSON_IsObject(item)) && !item->child;
     snprintf(name, sizeof name, "%s%s", prefix, item->string);
-    if (cJSON_IsNull(item) || cJSON_IsFalse(item) || empty || is_among(name, r->ignored)) return;
-    reasons_add(&r->reasons, "%s is %s, and what that changes is not known", quoted(name).text, value_of(item).text);
+    if (says_nothing(item) || is_among(name, r->ignored)) return;
+    reasons_add(&r->reasons, "%s is %s: unknown key that may change the results", quoted(name).text,
+                value_of(item).text);
     size_t used = strlen(r->names);
     snprintf(r->names + used, sizeof r->names - used, "%s%s", used ? "," : "", name);
     r->ignorable++;
@@ -187,10 +194,15 @@ static bool read_int(Reader *r, const cJSON *object, const char *prefix, const c
     return false;
 }
 
+static bool has_type(const Reader *r, const char *name) {
+    const cJSON *type = get(r, "model_type");
+    return cJSON_IsString(type) && !strcmp(type->valuestring, name);
+}
+
 static void read_type(Reader *r) {
     const cJSON *type = get(r, "model_type");
-    if (cJSON_IsString(type) && (!strcmp(type->valuestring, "llama") || !strcmp(type->valuestring, "attn_gpt"))) return;
-    bool gpt2 = cJSON_IsString(type) && !strcmp(type->valuestring, "gpt2");
+    if (has_type(r, "llama") || has_type(r, "attn_gpt")) return;
+    bool gpt2 = has_type(r, "gpt2");
     r->foreign = type != NULL;
     reasons_add(&r->reasons, "\"model_type\" is %s; expected \"llama\" (or \"attn_gpt\", attn.c's own)%s",
                 value_of(type).text,
@@ -289,9 +301,18 @@ static void read_files(Reader *r) {
     r->config->tied = cJSON_IsTrue(tied);
     if (tied && !cJSON_IsBool(tied))
         reasons_add(&r->reasons, "\"tie_word_embeddings\" is %s; expected true or false", value_of(tied).text);
-    if (quantized && !cJSON_IsFalse(quantized) && quantized->child)
+    if (quantized && !says_nothing(quantized))
         reasons_add(&r->reasons, "\"quantization_config\" is %s; expected weights that are not quantized",
                     value_of(quantized).text);
+}
+
+// Where peft is installed, transformers adds such an adapter to the weights.
+static void read_adapter(Reader *r, const char *folder) {
+    char path[PATH_MAX];
+    snprintf(path, sizeof path, "%s/adapter_config.json", folder);
+    if (access(path, F_OK) == 0)
+        reasons_add(&r->reasons, "adapter_config.json is beside it: an adapter changes the weights; merge it into the "
+                    "model first (merge_and_unload() in peft) and load the result");
 }
 
 // rope_parameters, or rope_scaling as it was called before transformers 5: "default" is RoPE without scaling.
@@ -353,8 +374,7 @@ static void read_normalizer(Reader *r) {
     const cJSON *attn = get(r, "attention_normalizer"), *name = cJSON_GetObjectItemCaseSensitive(attn, "name"), *item;
     char message[1024];
     if (!attn) {
-        const cJSON *type = get(r, "model_type");
-        if (cJSON_IsString(type) && !strcmp(type->valuestring, "attn_gpt"))
+        if (has_type(r, "attn_gpt"))
             reasons_add(&r->reasons, "\"attention_normalizer\" is missing, which \"model_type\" \"attn_gpt\" needs");
         else if (!normalizer_parse(&r->config->attn, "softmax", message, sizeof message))
             reasons_add(&r->reasons, "no attention_normalizer, which means softmax: %s", message);
@@ -382,6 +402,8 @@ static void read_rest(Reader *r) {
         bool known = is_listed(item->string, UNDERSTOOD, COUNT(UNDERSTOOD)) ||
                      is_listed(item->string, HARMLESS, COUNT(HARMLESS));
         for (size_t i = 0; i < COUNT(SIZES); i++) known = known || !strcmp(item->string, SIZES[i].key);
+        // Code beside the weights, which may compute anything; ours is what this program computes.
+        known = known || (!strcmp(item->string, "auto_map") && has_type(r, "attn_gpt"));
         if (!known) read_unknown(r, "", item);
     }
 }
@@ -393,9 +415,29 @@ static bool refuse(const Reader *r, const char *path, Error *error) {
         snprintf(remedy, sizeof remedy, "If the model computes the same without %s, --ignore-config-key %s loads it.",
                  r->ignorable == 1 ? "it" : "them", whole ? r->names : "NAME,NAME,...");
     else
-        snprintf(remedy, sizeof remedy, "Only plain Llamas are computed rightly here; doc/checkpoints.md says which.");
+        snprintf(remedy, sizeof remedy, "Only plain Llama models are supported; see doc/checkpoints.md.");
     return error_set(error, EXIT_INPUT, "%s: this model cannot be loaded:%s\n  %s", path,
                      reasons_text(&r->reasons).text, remedy);
+}
+
+// `name`: a key, or OBJECT.KEY
+static bool is_in_file(const cJSON *json, const char *name) {
+    char outer[256];
+    const char *dot = strchr(name, '.');
+    if (cJSON_GetObjectItemCaseSensitive(json, name)) return true;
+    if (!dot) return false;
+    snprintf(outer, sizeof outer, "%.*s", (int)(dot - name), name);
+    return cJSON_GetObjectItemCaseSensitive(cJSON_GetObjectItemCaseSensitive(json, outer), dot + 1) != NULL;
+}
+
+static void warn_of_absent(const Reader *r, const char *path) {
+    char name[256];
+    for (const char *at = r->ignored; at && *at; at += *at == ',') {
+        size_t length = strcspn(at, ",");
+        snprintf(name, sizeof name, "%.*s", (int)length, at);
+        if (length && !is_in_file(r->json, name)) warn("--ignore-config-key %s: %s has no such key.", name, path);
+        at += length;
+    }
 }
 
 bool model_config_read(ModelConfig *config, const char *folder, const char *ignored, Error *error) {
@@ -414,10 +456,12 @@ bool model_config_read(ModelConfig *config, const char *folder, const char *igno
         read_heads(&r);
         read_layers(&r);
         read_files(&r);
+        read_adapter(&r, folder);
         read_rope(&r);
         read_normalizer(&r);
         if (!r.foreign) read_rest(&r);
         right = !r.reasons.count || refuse(&r, path, error);
+        if (right) warn_of_absent(&r, path);
     }
     cJSON_Delete(json);
     return right;

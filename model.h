@@ -108,7 +108,7 @@ char *model_config_json(const ModelConfig *config, bool bf16);
 // The inverse, for our own checkpoints and for Llamas from elsewhere that compute what this model computes. All else is
 // rejected with every reason at once: an unknown model_type, a value that is not computed here, and each key that is
 // neither understood nor known to be harmless, unless its value is null, false or empty, or `ignored` (of --ignore-
-// config-key: names with commas between, or NULL) has it.
+// config-key: names with commas between, or NULL) has it. Warns about names in `ignored` that are not in the file.
 bool model_config_read(ModelConfig *config, const char *folder, const char *ignored, Error *error);
 
 // Plain softmax is written as a Llama, which transformers loads as it is; the others come with a modelling file.

@@ -257,7 +257,7 @@ static bool settle_resumed(Run *run, char *folder, size_t size) {
     }
     run->lineage = run_resume(o->out, o, &error);
     if (!run->lineage || !checkpoint_verify(folder, false, &error)
-        || !model_config_read(run->config, folder, o->ignore_config_key, &error))
+        || !model_config_read(run->config, folder, NULL, &error))
         fail_with(&error);
     read_state(run, folder);
     if (run->step != (int64_t)step) fail(EXIT_INPUT, "%s/state.json: says step %lld.", folder, (long long)run->step);
