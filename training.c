@@ -141,6 +141,13 @@ static bool switch_made(const Run *run, const Switch *asked) {
     return false;
 }
 
+static void warn_of_same_normalizer(const Run *run, const Switch *asked) {
+    const Normalizer *before = run->switch_count ? &run->switches[run->switch_count - 1].to : &run->config->attn;
+    if (!normalizer_equal(before, &asked->to)) return;
+    warn("--attn-switch %s: %s is already the normalizer at that step; only the learning rate's warmup runs again.", run->o.attn_switch,
+         before->text);
+}
+
 // The changes of normalizer to come: those that the run made beyond its checkpoint, which it repeats, and --attn-switch. Where the flag is
 // none of these, the run takes another course from that step on.
 static void settle_switches(Run *run) {
@@ -160,6 +167,7 @@ static void settle_switches(Run *run) {
         warn("--attn-switch %s: the change to %s at step %lld, which this run made before, is not repeated.", run->o.attn_switch, other->to.text,
              (long long)other->step);
     }
+    warn_of_same_normalizer(run, &asked);
     insert_switch(run, asked);
 }
 
@@ -577,15 +585,21 @@ static void open_run_folder(Run *run) {
     write_run(run);
 }
 
-// Rank 0: brings back what was removed of the run folder while the run was using it, so that its checkpoints can be resumed.
-static void restore_run_folder(Run *run) {
-    Error error;
-    if (run_intact(run->o.out) && metrics_intact(run->metrics)) return;
+// Rank 0: brings back what was removed of the run folder while the run was using it, so that its checkpoints can be resumed. False while the
+// folder cannot be reached. If another run has taken it, this one ends.
+static bool restore_run_folder(Run *run, Error *error) {
+    if (run_intact(run->o.out) && metrics_intact(run->metrics)) return true;
     progress_end();
-    warn("%s was removed, or part of it, while this run was using it: run.json and metrics.jsonl are written again.\n"
-         "  Checkpoints and samples that were removed are lost.", run->o.out);
-    if (!run_lock_again(run->o.out, &error)) fail_with(&error);
-    if (!metrics_restore(run->metrics, &error) || !write_run_json(run, &error)) warn("%s", error.text);
+    if (!run_lock_again(run->o.out, error)) {
+        if (error->code == EXIT_BUSY) fail_with(error);
+        return false;
+    }
+    if (metrics_restore(run->metrics, error) && write_run_json(run, error))
+        warn("%s, or part of it, was removed while this run was using it: run.json and metrics.jsonl have been written again.\n"
+             "  Checkpoints and samples that were removed are lost.", run->o.out);
+    else
+        warn("%s\n  Training continues; the next save tries again.", error->text);
+    return true;
 }
 
 // ---- saving
@@ -648,28 +662,27 @@ static bool write_checkpoint(const Run *run, Error *error) {
     return done;
 }
 
-// Saves and prunes. A save that fails in mid-run is reported, and training goes on: the checkpoint before it is whole. `last`: the
+// Saves and prunes. A save that fails in mid-run is reported, and training continues; a stop at the same step tries again. `last`: the
 // process is about to end, so a failure ends it with EXIT_RESOURCE.
 static void save(Run *run, bool last) {
     Error error;
     bool done = true;
     if (!run->o.out) return;
     trainer_download();
-    run->saved = run->step;
     if (is_main()) {
         double start = now();
         progress_end();
-        restore_run_folder(run);
-        if ((done = write_checkpoint(run, &error))) {
+        if ((done = restore_run_folder(run, &error) && write_checkpoint(run, &error))) {
             printf("saved %s/ckpt/step-%08lld in %.1f s\n", run->o.out, (long long)run->step, now() - start);
             uint64_t best = run->o.keep_best && run->best_step >= 0 ? (uint64_t)run->best_step : UINT64_MAX;
             if (!checkpoint_prune(run->o.out, (int)run->o.keep, best, &error)) warn("%s", error.text);
         } else if (!last) {
-            warn("%s\n  Training goes on; the checkpoint before this one is whole.", error.text);
+            warn("%s\n  Training continues; earlier checkpoints are intact.", error.text);
         }
         fflush(stdout);
     }
     process_agree(done || !last, &error);
+    if (!process_max_int(!done)) run->saved = run->step;
 }
 
 // ---- data to the model
@@ -810,7 +823,11 @@ static void show_text(FILE *file, const Run *run, const int32_t *ids, size_t cou
 
 // Appends a sample to samples.txt; one that is lost is reported.
 static void keep_sample(Run *run, const int32_t *ids, size_t count) {
-    restore_run_folder(run);
+    Error error;
+    if (!restore_run_folder(run, &error)) {
+        warn("%s\n  The sample of step %lld is not kept. Training continues.", error.text, (long long)run->step);
+        return;
+    }
     FILE *file = fopen(run_path(run->o.out, "samples.txt"), "a");
     if (file) {
         fprintf(file, "---- step %lld\n", (long long)run->step);
@@ -821,7 +838,8 @@ static void keep_sample(Run *run, const int32_t *ids, size_t count) {
     int why = errno;
     if (file) fclose(file);
     if (!whole)
-        warn("%s/samples.txt: the sample of step %lld cannot be written: %s. Training goes on.", run->o.out, (long long)run->step, strerror(why));
+        warn("%s/samples.txt: the sample of step %lld cannot be written: %s. Training continues.", run->o.out, (long long)run->step,
+             strerror(why));
 }
 
 // A sample from the model as it stands, to the terminal and samples.txt. It starts from end-of-text; the same step draws the same.

@@ -170,8 +170,8 @@ static void say_dead(const Heartbeat *h, const char *who) {
     int length = snprintf(text, sizeof text,
                           "%s: no heartbeat from %s for %.0f s.\n"
                           "  Its machine or the network is down, or the process is stopped. All other ranks end now.\n"
-                          "  The last checkpoint is whole: continue with --resume, and with a HOSTFILE without the\n"
-                          "  machine if it stays away.\n"
+                          "  If the run has saved checkpoints, the last one is intact: continue with --resume, and with\n"
+                          "  a HOSTFILE without the machine if it stays away.\n"
                           "  A longer --rank-timeout waits longer, 0 forever.\n", program_name, who, h->timeout);
     struct pollfd room = {.fd = STDERR_FILENO, .events = POLLOUT};
     if (poll(&room, 1, 1000) == 1 && write(STDERR_FILENO, text, (size_t)length) < 0) return;

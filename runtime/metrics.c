@@ -69,7 +69,7 @@ static char *metrics_room(Metrics *metrics, size_t size) {
     if (size <= metrics->room) return metrics->line;
     char *line = realloc(metrics->line, size);
     if (line) metrics->line = line, metrics->room = size;
-    else if (!metrics->warned) metrics->warned = true, warn("%s: out of memory for a line. Training goes on; this line is missing.", metrics->path);
+    else if (!metrics->warned) metrics->warned = true, warn("%s: out of memory for a line. Training continues; this line is missing.", metrics->path);
     return line;
 }
 

@@ -25,7 +25,7 @@ typedef struct Metrics Metrics;
 Metrics *metrics_open(const char *path, Error *error);
 
 // Appends a line and flushes it. Floats have the digits that give back the same bits (%.9g); what is not finite is null. A write
-// that fails (disk full) warns once and training goes on; the next line that fits starts on a line of its own.
+// that fails (disk full) warns once and training continues; the next line that fits starts on a line of its own.
 void metrics_write(Metrics *metrics, const StepMetrics *m);
 void metrics_close(Metrics *metrics);
 

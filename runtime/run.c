@@ -38,7 +38,13 @@ bool run_lock(const char *out, bool make, Error *error) {
     if (fd < 0)
         return error_set(error, EXIT_RESOURCE, "%s: cannot be written: %s.\n  %s", path, strerror(errno),
                          file_remedy(errno, "Give another --out, or the right to write there."));
-    if (flock(fd, LOCK_EX | LOCK_NB) != 0) {
+    bool locked = flock(fd, LOCK_EX | LOCK_NB) == 0;
+    if (!locked && errno != EWOULDBLOCK) {
+        error_set(error, EXIT_RESOURCE, "%s: cannot be locked: %s.\n  Give an --out on a file system with locks.", path, strerror(errno));
+        close(fd);
+        return false;
+    }
+    if (!locked) {
         char holder[32] = "";
         ssize_t n = read(fd, holder, sizeof holder - 1);
         holder[n > 0 ? strcspn(holder, "\n") : 0] = 0;
@@ -48,8 +54,11 @@ bool run_lock(const char *out, bool make, Error *error) {
     }
     char text[32];
     int length = snprintf(text, sizeof text, "%ld\n", (long)getpid());
-    if (ftruncate(fd, 0) != 0 || write(fd, text, (size_t)length) != length)
-        return error_set(error, EXIT_RESOURCE, "%s: cannot be written: %s.", path, strerror(errno));
+    if (ftruncate(fd, 0) != 0 || write(fd, text, (size_t)length) != length) {
+        error_set(error, EXIT_RESOURCE, "%s: cannot be written: %s.", path, strerror(errno));
+        close(fd);
+        return false;
+    }
     lock_fd = fd;
     return true;
 }
@@ -65,10 +74,15 @@ bool run_intact(const char *out) {
 }
 
 bool run_lock_again(const char *out, Error *error) {
+    int old = lock_fd;
     if (lock_intact(out)) return true;
-    if (lock_fd >= 0) close(lock_fd);
     lock_fd = -1;
-    return run_lock(out, true, error);
+    if (run_lock(out, true, error)) {
+        if (old >= 0) close(old);
+        return true;
+    }
+    lock_fd = old;
+    return lock_intact(out);       // the folder may be back by now, and the lock in it our own
 }
 
 bool run_exists(const char *out) {

@@ -17,7 +17,8 @@ bool run_lock(const char *out, bool make, Error *error);
 // Does OUT still have the lock that run_lock() took, and run.json? False once someone has removed or replaced the folder under a running job.
 bool run_intact(const char *out);
 
-// Takes the lock again in a folder that was removed: EXIT_BUSY where another job has made a run of its own there by now.
+// Takes the lock again in a folder that was removed: EXIT_BUSY where another job has made a run of its own there by now. Where this fails, the
+// old lock is kept, so that nothing is wrong once a folder that was only out of reach is back.
 bool run_lock_again(const char *out, Error *error);
 
 // Is there a run in the folder already: a checkpoint, or a line of metrics?

@@ -109,7 +109,7 @@ def test_a_rank_that_falls_silent_ends_the_others(data, tmp_path, victim):
         text = job.end(PEER)
     said = re.findall(r"train_gpt2: no heartbeat from (rank \d) on (\S+) for 2 s", text)
     assert said == [(f"rank {victim}", os.uname().nodename)], text[-3000:]
-    assert "--resume" in text and "--rank-timeout" in text
+    assert "If the run has saved checkpoints, the last one is intact: continue with --resume" in text and "--rank-timeout" in text
     newest = steps(job.out)[-1]
     assert f"continues at step {newest}" in train(data, "--steps", newest + 1, "--resume", "--out", job.out, "--batch", 8)
 

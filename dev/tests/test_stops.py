@@ -3,6 +3,7 @@ checkpoint and lineage. And changes of normalizer, over restarts of the same com
 
 TRAIN_GPT2_FAULTS names another build with fault points (dev/faults), by which the stops come at exact places.
 """
+import contextlib
 import json
 import os
 import re
@@ -228,6 +229,19 @@ def test_another_course(data, tmp_path):
     assert switches(out) == [(3, "softmax", "ssmax"), (5, "ssmax", "sigmoid")]
 
 
+def test_a_switch_to_the_same_normalizer(data, tmp_path):
+    """It is said that only the warmup runs again; the command can be restarted at any step all the same."""
+    said = "--attn-switch 4:ssmax: ssmax is already the normalizer at that step; only the learning rate's warmup runs again"
+    flags = ["--attn", "ssmax", "--attn-switch", "4:ssmax", "--out", tmp_path, "--resume", "--steps"]
+    assert said in train(data, *flags, 2)
+    assert said in train(data, *flags, 5)
+    assert "already the normalizer" not in train(data, *flags, 6)
+    assert switches(tmp_path) == [(4, "ssmax", "ssmax")]
+    plan = ["--dry-run", "--out", tmp_path, "--resume", "--steps", 9, "--attn-switch"]
+    assert "ssmax is already the normalizer" in train(data, *plan, "8:ssmax")
+    assert "already the normalizer" not in train(data, *plan, "8:ssmax-fixed")
+
+
 def test_a_change_that_did_not_come_yet_can_be_put_off(data, tmp_path):
     out = tmp_path / "out"
     train(data, "--attn-switch", "6:ssmax", "--steps", 4, "--out", out)
@@ -298,6 +312,66 @@ def test_removed_in_mid_run(data, tmp_path, removed):
     train(data, *flags, "--steps", total, "--out", out, "--resume")
     train(data, *flags, "--steps", total, "--out", whole)
     assert_same_run(whole, out, total)
+
+
+@contextlib.contextmanager
+def paused(process):
+    process.send_signal(signal.SIGSTOP)
+    yield
+    process.send_signal(signal.SIGCONT)
+
+
+@pytest.mark.parametrize("how", ["folder", "lock"])
+def test_out_of_reach_in_mid_run(data, tmp_path, how):
+    """While a file has the folder's place, or the lock is none, saves fail and training continues; once all is back, so are the saves."""
+    whole, out, log = tmp_path / "whole", tmp_path / "share/out", tmp_path / "log"
+    gone = out.parent if how == "folder" else out / "lock"
+    away = tmp_path / "away"
+    flags = ["--ckpt-every", 20, "--sample-every", 30, "--keep", 2]
+    with open(log, "w") as errors:
+        process = subprocess.Popen(command(data, *flags, "--steps", 10 ** 6, "--out", out), stdout=subprocess.DEVNULL,
+                                   stderr=errors, env=environment())
+    try:
+        wait_for(process, lambda: last_step(out) >= 20)
+        with paused(process):
+            gone.rename(away)
+            gone.touch() if how == "folder" else gone.symlink_to("/dev/full")
+        wait_for(process, lambda: log.read_text().count("Training continues; earlier checkpoints are intact") >= 3)
+        wait_for(process, lambda: "is not kept. Training continues." in log.read_text())
+        with paused(process):
+            gone.unlink()
+            away.rename(gone)
+            at = last_step(out)
+        wait_for(process, lambda: last_step(out) >= at + 40)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 75, log.read_text()
+    finally:
+        process.kill()
+        process.wait()
+    assert "have been written again" not in log.read_text()
+    total = last_step(out) + 3
+    train(data, *flags, "--steps", total, "--out", out, "--resume")
+    train(data, *flags, "--steps", total, "--out", whole)
+    assert_same_run(whole, out, total)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_stop_after_a_failed_save(data, faults, tmp_path, processes):
+    """It tries again, and claims no checkpoint that is not there."""
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    flags = ["--steps", 4, "--ckpt-every", 1]
+    how = {"program": faults, "processes": processes, "env": {"FAULT_STOP": "3"}}
+    out.mkdir()
+    (out / "ckpt").touch()             # where the folder belongs
+    text = train(data, *flags, "--out", out, code=4, **how)
+    assert text.count("Training continues; earlier checkpoints are intact") == 2 and "step     2/4" in text, text
+    assert text.count(f"{out}/ckpt: ") == 3 and "stopped by a signal" not in text, text
+    (out / "ckpt").unlink()
+    text = train(data, *flags, "--out", out, "--resume", code=75, **how)
+    assert "the run starts over" in text and steps(out) == [1, 2] and "stopped by a signal at step 2; --resume" in text, text
+    train(data, *flags, "--out", out, "--resume", processes=processes)
+    train(data, *flags, "--out", whole, processes=processes)
+    assert_same_run(whole, out, 4)
 
 
 def test_another_run_took_the_folder(data, tmp_path):
