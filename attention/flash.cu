@@ -25,7 +25,7 @@ size_t flash_stats(FlashShape shape, size_t element) {
     return keeps_rest(shape, element) ? stats + rows_of(shape) * shape.VS * element / sizeof(float) : stats;
 }
 
-// ---- scratch: prefix sums and their segments, for the posts that recenter; FlashRow and g of each row
+// ---- scratch: FlashRow and g of each row; prefix sums and their segments, for the posts that recenter; partial sums of the scalars' gradients
 
 static bool recenters(FlashShape shape) {
     int post = NORMALIZER_POST(shape.normalizer);
@@ -44,9 +44,27 @@ static size_t prefix_bytes(FlashShape shape) {
     return recenters(shape) ? rounded_up(rows_of(shape) * shape.VS * sizeof(float)) : 0;
 }
 
+static size_t segments_bytes(FlashShape shape) {
+    return recenters(shape) ? rounded_up(segments_of(shape) * shape.VS * sizeof(float)) : 0;
+}
+
+static unsigned scalar_pieces(FlashShape shape) {
+    return (unsigned)((shape.B * shape.T - 1) / SCALAR_ROWS + 1);
+}
+
+static unsigned p_pieces(FlashShape shape) {
+    return (unsigned)((shape.B * shape.NH - 1) / P_HEADS + 1);
+}
+
+// Those of s, b and sink are added before those of p are made, in the same place.
+static size_t partials_bytes(FlashShape shape) {
+    size_t scalars = SCALARS * shape.NH * scalar_pieces(shape), p = normalizer_has(shape.normalizer, SCALAR_P) ? shape.T * p_pieces(shape) : 0;
+    return rounded_up(std::max(scalars, p) * sizeof(double));
+}
+
 size_t flash_scratch(FlashShape shape) {
-    size_t prefix = prefix_bytes(shape), segments = prefix ? rounded_up(segments_of(shape) * shape.VS * sizeof(float)) : 0;
-    return rounded_up(rows_of(shape) * sizeof(FlashRow)) + rounded_up(rows_of(shape) * sizeof(float)) + prefix + segments;
+    return rounded_up(rows_of(shape) * sizeof(FlashRow)) + rounded_up(rows_of(shape) * sizeof(float)) + prefix_bytes(shape) + segments_bytes(shape) +
+           partials_bytes(shape);
 }
 
 template <class X>
@@ -73,6 +91,20 @@ static void prefix_sums(const FlashCall<X> &call, FlashShape shape, cudaStream_t
     dim3 grid((call.T - 1) / SEGMENT + 1, call.B * call.NH, (call.VS - 1) / 128 + 1);
     launch(flash_segments_kernel<X>, grid, dim3(128), 0, stream, segments, call.v, call.v_row, call.T, call.NH, call.VS);
     launch(flash_prefix_kernel<X>, grid, dim3(128), 0, stream, prefix, segments, call.v, call.v_row, call.T, call.NH, call.VS);
+}
+
+template <class X>
+static void scalar_gradients(FlashScalarGrads grads, const FlashCall<X> &call, FlashShape shape, float in_unit, void *scratch, cudaStream_t stream) {
+    double *partials = (double *)((char *)scratch + flash_scratch(shape) - partials_bytes(shape));
+    unsigned pieces = scalar_pieces(shape), blocks = (call.T - 1) / P_THREADS + 1;
+    if (grads.s || grads.b || grads.sink) {
+        launch(flash_scalars_kernel<X>, dim3(pieces, call.NH), dim3(SCALAR_THREADS), 0, stream, partials, call, in_unit, grads.sink != NULL);
+        launch(flash_scalars_add_kernel<32>, dim3(call.NH), dim3(32), 0, stream, grads, partials, (int)pieces);
+    }
+    if (grads.p) {
+        launch(flash_p_kernel<X>, dim3(blocks, p_pieces(shape)), dim3(P_THREADS), 0, stream, partials, call);
+        launch(flash_p_add_kernel<P_THREADS>, dim3(blocks), dim3(P_THREADS), 0, stream, grads.p, partials, (int)p_pieces(shape), call.T);
+    }
 }
 
 // ---- which instance
@@ -162,9 +194,7 @@ void flash_backward(X *dq, X *dk, X *dv, FlashScalarGrads grads, const X *dout, 
     Pass<X> pass = pass_of<X>(shape.normalizer);
     launch(flash_rows_kernel<X>, dim3((rows_of(shape) * ROW_LANES - 1) / 256 + 1), dim3(256), 0, stream, call, pass.in_unit);
     pass.backward(call, stream);
-    if (grads.s || grads.b || grads.sink)
-        launch(flash_scalars_kernel<X>, dim3(call.NH), dim3(SCALAR_THREADS), 0, stream, grads, call, pass.in_unit);
-    if (grads.p) launch(flash_p_kernel<X>, dim3((call.T - 1) / 128 + 1), dim3(128), 0, stream, grads.p, call);
+    scalar_gradients(grads, call, shape, pass.in_unit, scratch, stream);
 }
 
 #define INSTANTIATE(X)                                                                                                                        \

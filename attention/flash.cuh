@@ -46,6 +46,7 @@
 #include "kernels/vector.cuh"
 
 #include "attention/flash.h"
+#include "attention/phi.cuh"
 
 #include <algorithm>
 #include <type_traits>
@@ -60,9 +61,6 @@ struct FlashPlan {
     enum { WARPS = 4, THREADS = 32 * WARPS, TILES = TILES_, OWN = 16 * TILES * WARPS, STREAM = STREAM_, CHUNK = CHUNK_, NT = CHUNK / 8, KEEP = KEEP_ };
 };
 
-template <class X>
-constexpr bool is_bf16 = sizeof(X) == 2;
-
 // Own rows of two tiles halve what each product reads from shared memory; a phi asked for at run time leaves no registers for them.
 template <class X, int PHI>
 constexpr int own_tiles = is_bf16<X> && PHI >= 0 ? 2 : 1;
@@ -70,7 +68,7 @@ constexpr int own_tiles = is_bf16<X> && PHI >= 0 ? 2 : 1;
 // The larger a chunk, the more products are under way at once, and with a maximum that moves the fewer times what was summed is rescaled: as
 // large as the registers allow.
 template <int HS, int PHI, int POST>
-constexpr int forward_chunk = PHI < 0 || (POST == FLASH_REWEIGHT && HS > 64) ? 16 : POST == FLASH_REWEIGHT ? 32 : (PHI == PHI_EXP && HS <= 64 ? 64 : 32) / (POST == FLASH_PLAIN ? 1 : 2);
+constexpr int forward_chunk = PHI < 0 || ((POST == FLASH_REWEIGHT || PHI == PHI_MISH) && HS > 64) ? 16 : POST == FLASH_REWEIGHT ? 32 : (PHI == PHI_EXP && HS <= 64 ? 64 : 32) / (POST == FLASH_PLAIN ? 1 : 2);
 
 // Chunks whose scores are all visible have code of their own, without masks. With 128 columns there are too few registers
 // for both.
@@ -99,12 +97,9 @@ template <class X, int HS, int PHI, int POST, bool WIDE>
 struct RowsPlan : FlashPlan<HS <= 64 ? own_tiles<X, PHI> : 1, WIDE ? rows_chunk<X, HS, POST, WIDE> : is_bf16<X> ? 64 : 32, rows_chunk<X, HS, POST, WIDE>,
                             is_bf16<X> && HS <= 64 && !may_reweight<POST>> {};
 
-// Two sums stay in registers here: a phi of both signs, whose formulas are longer, leaves no room for two tiles.
-template <class X, int PHI>
-constexpr int own_key_tiles = PHI == PHI_IDENTITY || PHI == PHI_EXPM1 || PHI == PHI_GELU || PHI == PHI_MISH ? 1 : own_tiles<X, PHI>;
-
+// Two sums stay in registers here: mish, whose formulas are the longest, leaves no room for two tiles.
 template <class X, int HS, int PHI, bool WIDE>
-struct KeysPlan : FlashPlan<HS <= 64 ? own_key_tiles<X, PHI> : 1, is_bf16<X> && !WIDE ? 64 : 32, WIDE ? 32 : 16, false> {};
+struct KeysPlan : FlashPlan<HS <= 64 && PHI != PHI_MISH ? own_tiles<X, PHI> : 1, is_bf16<X> && !WIDE ? 64 : 32, WIDE ? 32 : 16, false> {};
 
 // From one row of a shared tile to the next: 8 elements of padding make it an odd number of 16 bytes in bf16, so that the 8 rows that
 // ldmatrix reads together lie in different banks; of floats, 8 banks on.
@@ -390,51 +385,15 @@ DEVICE float row_max(float x) {
 // ---------------------------------------------------------------------------------------------------------------------------
 // Rows: phi, powers, places
 
-// In these instances z is in units of ln 2, its 1/ln 2 in the scale and the bias, so that exp is one instruction.
-template <class X, int PHI>
-constexpr bool by_log2 = is_bf16<X> && PHI == PHI_EXP;
-
-template <class X, int PHI>
-constexpr float unit = by_log2<X, PHI> ? 1.4426950408889634f : 1.0f;
-
-template <class X, int PHI>
-DEVICE float exp_of(float x) {
-    return by_log2<X, PHI> ? exp2_fast(x) : is_bf16<X> ? exp2_fast(x * 1.4426950408889634f) : expf(x);
-}
-
-// phi_both. Under bf16 its special functions are the fast ones, which are far more exact than bf16; a phi that has no case here goes by
-// its formula in normalizer.h.
-template <class X, int PHI, int KIND>
-DEVICE void phi_at(float z, float one, float *f, float *slope) {
-    if (is_bf16<X> && KIND == PHI_EXP) {
-        *f = *slope = exp_of<X, PHI>(z);
-    } else if (is_bf16<X> && KIND == PHI_EXPM1) {
-        *slope = exp_of<X, PHI>(z);
-        *f = *slope - one;
-    } else if (is_bf16<X> && KIND == PHI_SIGMOID) {
-        *f = reciprocal_fast(1 + exp_of<X, PHI>(-z));
-        *slope = *f * (1 - *f);
-    } else if (is_bf16<X> && KIND == PHI_SOFTPLUS) {                // log2_fast is as exact as 1 + e is; a small e is its own logarithm
-        float e = exp_of<X, PHI>(-fabsf(z)), log1p = e < 0x1p-9f ? e - 0.5f * e * e : 0.6931471805599453f * log2_fast(1 + e);
-        *f = (z < 0 ? 0 : z) + log1p;
-        *slope = (z < 0 ? e : 1) * reciprocal_fast(1 + e);
-    } else if (is_bf16<X> && KIND == PHI_MISH) {
-        float e = exp_of<X, PHI>(z > 20 ? 20 : z), w = e * (e + 2), rest = 2 * reciprocal_fast(w + 2), t = w * (0.5f * rest);
-        *f = z * t;
-        *slope = t + z * (rest * (1 + t)) * (e * reciprocal_fast(1 + e));
-    } else {
-        phi_both(KIND, z, one, f, slope);
-    }
-}
-
 // z (N) in, phi(z) out, and its slope. The switch, where there is one, stands outside the loop.
 //   BY_COLUMN: element e is of row e % 2 of the two that a lane has of an mma's columns; else of row e / 2 of those that it owns.
-template <class X, int PHI, bool BY_COLUMN, int N, class Row>
+//   VALUE: see phi_at.
+template <class X, int PHI, bool BY_COLUMN, bool VALUE = true, int N, class Row>
 DEVICE void phi_values(int phi, float (&z)[N], float (&slope)[N], const Row *row) {
 #define VALUES(kind_)                                                                                       \
     {                                                                                                       \
         UNROLL                                                                                              \
-        for (int e = 0; e < N; e++) phi_at<X, PHI, kind_>(z[e], row[BY_COLUMN ? e % 2 : e / 2].one, &z[e], &slope[e]); \
+        for (int e = 0; e < N; e++) phi_at<X, PHI, kind_, VALUE>(z[e], row[BY_COLUMN ? e % 2 : e / 2].one, &z[e], &slope[e]); \
     }
 #define CASE(kind_, ...) case kind_: VALUES(kind_) break;
     if (PHI >= 0) VALUES(PHI) else switch (phi) { PHI_VALUES(CASE) }
@@ -508,6 +467,9 @@ DEVICE bool is_reweight(const FlashCall<X> &call) {
     return POST == FLASH_REWEIGHT || (POST == FLASH_TWO_SWEEPS && call.post == POST_REWEIGHT);
 }
 
+template <int PHI>
+constexpr bool rectifies = flash_rectifies(PHI);
+
 // Element e = 4 m + i of the warp's first own row and the chunk's first other row on: visible when its key is not behind its query.
 template <bool BY_COLUMN>
 DEVICE bool is_visible(int own, int other, int e) {
@@ -519,8 +481,10 @@ DEVICE bool is_visible(int own, int other, int e) {
 // ---------------------------------------------------------------------------------------------------------------------------
 // Forward
 
-// x with the sign of `of`; 0 where that is 0.
+// x times the sign of `of`. Under bf16 that is one instruction, which takes the sign of a zero, too: any slope from -1 to 1 is one of |f| at 0.
+template <class X>
 DEVICE float signed_as(float x, float of) {
+    if (is_bf16<X>) return __uint_as_float(__float_as_uint(x) ^ (__float_as_uint(of) & 0x80000000u));
     return of < 0 ? -x : of > 0 ? x : 0;
 }
 
@@ -581,7 +545,8 @@ DEVICE void forward_values(int phi, float (&s)[TILES][NT][4], const ForwardRow (
     }
 }
 
-template <int TILES, int NT>
+// BOTH: the sum of f is wanted, too, where that is not the sum of |f|.
+template <bool BOTH, int TILES, int NT>
 DEVICE void forward_sums(ForwardRow (&row)[2 * TILES], const float (&f)[TILES][NT][4], bool is_signed, bool largest) {
     UNROLL
     for (int nt = 0; nt < NT; nt++) {
@@ -589,7 +554,7 @@ DEVICE void forward_sums(ForwardRow (&row)[2 * TILES], const float (&f)[TILES][N
         for (int e = 0; e < 4 * TILES; e++) {
             float x = f[e / 4][nt][e % 4];
             row[e / 2].sum += is_signed ? fabsf(x) : x;
-            if (is_signed) row[e / 2].sum_signed += x;
+            if (BOTH && is_signed) row[e / 2].sum_signed += x;
             if (largest) row[e / 2].largest = fmaxf(row[e / 2].largest, x);
         }
     }
@@ -598,6 +563,11 @@ DEVICE void forward_sums(ForwardRow (&row)[2 * TILES], const float (&f)[TILES][N
 // Is the first sweep forward_sums_by_z?
 template <class X, int PHI, int POST>
 constexpr bool by_z = is_bf16<X> && PHI == PHI_SOFTPLUS && POST == FLASH_REWEIGHT;
+
+// ln(1 + x) by the fast logarithm, for x >= 0; a small x is its own logarithm.
+DEVICE float log1p_fast(float x) {
+    return x < 0x1p-9f ? x - 0.5f * x * x : 0.6931471805599453f * log2_fast(1 + x);
+}
 
 // The first sweep of softplus, max(z, 0) + ln(1 + exp(-|z|)), from scores: the sum of f, in the unit of z, with one logarithm for a row's part of
 // the chunk, and the largest z, which has the largest f.
@@ -616,17 +586,17 @@ DEVICE void forward_sums_by_z(ForwardRow (&row)[2 * TILES], const float (&s)[TIL
             row[r].sum += fmaxf(z, 0);
             product = product * x + (product + x);
         }
-        float log1p = product < 0x1p-9f ? product - 0.5f * product * product : 0.6931471805599453f * log2_fast(1 + product);
-        row[r].sum += log1p * unit<X, PHI>;
+        row[r].sum += log1p_fast(product) * unit<X, PHI>;
     }
 }
 
-// Its end: the sum and the largest f.
+// Its end: the sum and the largest f. That takes the logarithm of the sum, not phi_at's polynomial: in a row of equal weights the largest must
+// be their mean but for rounding (reweight_numbers).
 template <class X, int PHI>
 DEVICE void forward_total_by_z(ForwardRow &row) {
-    float slope;
+    const float z = row.largest;
     row.sum *= 1 / unit<X, PHI>;
-    phi_at<X, PHI, PHI>(row.largest, row.one, &row.largest, &slope);
+    row.largest = fmaxf(z, 0) * (1 / unit<X, PHI>) + log1p_fast(exp_of<X, PHI>(-fabsf(z)));
 }
 
 // What the row's four lanes have summed, together.
@@ -798,8 +768,9 @@ DEVICE void forward_keys(float (&sum)[TILES][HS / 8][4], ForwardRow (&row)[2 * T
         forward_shift<X, HS, PHI>(row, sum, s, sweep.adds);
     }
     forward_values<X, PHI, POST>(phi, s, row, MASKED, own_row, key);
-    if (sweep.first || POST < FLASH_RECENTER_L1) forward_sums(row, s, sweep.is_signed, sweep.reweight);
-    if (POST == FLASH_PLAIN && sweep.is_signed && call.post == POST_RECTIFY) forward_rectify(s);
+    constexpr bool both = POST != FLASH_PLAIN || rectifies<PHI>;
+    if (sweep.first || POST < FLASH_RECENTER_L1) forward_sums<both>(row, s, sweep.is_signed, sweep.reweight);
+    if (POST == FLASH_PLAIN && rectifies<PHI> && sweep.is_signed && call.post == POST_RECTIFY) forward_rectify(s);
     if (!sweep.adds) return;
     if (POST >= FLASH_RECENTER_L1)
         with_power<POST>(call.power, [&](auto P) { forward_weights<X, P.value>(s, row, sweep.reweight, call.power, MASKED, own_row, key); });
@@ -922,7 +893,7 @@ DEVICE void backward_values(float (&d)[N], float (&f)[N], float (&slope)[N], flo
     const bool is_signed = phi_signed(phi);
     UNROLL
     for (int e = 0; e < N; e++) f[e] = s[e] * row[BY_COLUMN ? e % 2 : e / 2].scale + row[BY_COLUMN ? e % 2 : e / 2].bias;
-    phi_values<X, PHI, BY_COLUMN>(phi, f, slope, row);
+    phi_values<X, PHI, BY_COLUMN, BY_COLUMN || POST >= FLASH_RECENTER_L1>(phi, f, slope, row);
     if (is_reweight<X, POST>(call)) {
         float r[N], q[N];
         reweight_powers<X, KNOWN, BY_COLUMN>(r, q, f, row, call.power);
@@ -931,14 +902,14 @@ DEVICE void backward_values(float (&d)[N], float (&f)[N], float (&slope)[N], flo
             const FlashRow &at = row[BY_COLUMN ? e % 2 : e / 2];
             const float scale = at.scale * (1 / unit<X, PHI>), by_r = q[e] * at.inverse_sum, less = at.less * scale;
             w[e] = by_r * r[e];
-            d[e] = at.factor * call.power * scale * (by_r * (d[e] - at.D)) - (is_signed ? signed_as(less, f[e]) : less);
+            d[e] = at.factor * call.power * scale * (by_r * (d[e] - at.D)) - (is_signed ? signed_as<X>(less, f[e]) : less);
         }
         return;
     }
-    const bool rectify = POST == FLASH_PLAIN && is_signed && call.post == POST_RECTIFY;
+    const bool rectify = POST == FLASH_PLAIN && rectifies<PHI> && is_signed && call.post == POST_RECTIFY;
     UNROLL
     for (int e = 0; e < N; e++) w[e] = f[e];
-    if (rounds_values<PHI, POST>) round_to<X>(w);
+    if (BY_COLUMN && rounds_values<PHI, POST>) round_to<X>(w);          // the weights are wanted there alone
     UNROLL
     for (int e = 0; e < N; e++) {
         const FlashRow &at = row[BY_COLUMN ? e % 2 : e / 2];
@@ -948,12 +919,12 @@ DEVICE void backward_values(float (&d)[N], float (&f)[N], float (&slope)[N], flo
             // A difference that should be 0 must be, as it is divided by Z. Under exp, whose slope is as small as f, it may
             // be rounded.
             if (PHI == PHI_EXP) d[e] = d[e] * at.by_d - at.by_D;
-            else d[e] = (d[e] - (is_signed ? signed_as(at.D, f[e]) : at.D)) * at.by_d;
+            else d[e] = (d[e] - (is_signed ? signed_as<X>(at.D, f[e]) : at.D)) * at.by_d;
             continue;
         }
         w[e] -= at.mean, d[e] -= at.less;
         bool by_w = POST == FLASH_RECENTER_L1 || POST == FLASH_TWO_SWEEPS;
-        d[e] = at.factor * (d[e] - (by_w ? signed_as(at.D, w[e]) : is_signed ? signed_as(at.D, f[e]) : at.D));
+        d[e] = at.factor * (d[e] - (by_w ? signed_as<X>(at.D, w[e]) : is_signed ? signed_as<X>(at.D, f[e]) : at.D));
     }
 }
 
@@ -976,7 +947,7 @@ DEVICE void dq_reweight(float (&d)[N], float (&along)[N], float *less_sum, const
         float t = hidden[e] ? 0 : q[e] * (d[e] - row[e / 2].D);
         less_sum[e / 2] += t * (1 - r[e]);
         d[e] = t * along[e];
-        if (is_signed) along[e] = signed_as(along[e], f[e]);
+        if (is_signed) along[e] = signed_as<X>(along[e], f[e]);
         if (hidden[e]) d[e] = along[e] = 0;
     }
 }
@@ -1308,6 +1279,7 @@ KERNEL void flash_dkv_kernel(const FlashCall<X> call) {
 enum { SEGMENT = 64 };      // positions whose sum of v is taken alone first
 
 // registers: at most 48 (flash_segments_kernel, flash_prefix_kernel, flash_rows_kernel, flash_scalars_kernel, flash_p_kernel)
+// registers: at most 32 (flash_scalars_add_kernel, flash_p_add_kernel)
 // segments (B NH, T/SEGMENT, VS): sums of v over SEGMENT positions. A thread a column.
 template <class X>
 KERNEL void flash_segments_kernel(float *segments, const X *v, size_t v_row, int T, int NH, int VS) {
@@ -1383,40 +1355,67 @@ KERNEL void flash_rows_kernel(const FlashCall<X> call, float in_unit) {
         call.rows[i] = backward_row(call, place_of(call, h, t), *(const float4 *)(call.stats + i * FLASH_STATS), D, along, in_unit);
 }
 
-enum { SCALAR_THREADS = 256 };
+// The gradients of scalars have two stages: blocks leave partial sums of so many rows or heads, and a second kernel adds these in order. How many
+// there are depends on the shape alone, so that the same run has the same bits on every GPU.
+enum { SCALAR_THREADS = 256, SCALAR_ROWS = 1024, SCALARS = 3, P_THREADS = 128, P_HEADS = 16 };
 
-// ds[h] += sum over the batch and the rows of dc/ds g, and so for b;  dsink[h] -= sum of D exp(sink - shift)/Z, D as norm saw it
+// partials (SCALARS,NH,gridDim.x): of the batch's rows from blockIdx.x SCALAR_ROWS on, the sums of dc/ds g, of dc/db g, and of
+// -D exp(sink - shift)/Z, D as norm saw it, 0 where that is not wanted
 template <class X>
-KERNEL void flash_scalars_kernel(FlashScalarGrads grads, const FlashCall<X> call, float in_unit) {
-    int h = blockIdx.x;
+KERNEL void flash_scalars_kernel(double *partials, const FlashCall<X> call, float in_unit, bool sink) {
+    int h = blockIdx.y, first = blockIdx.x * SCALAR_ROWS, rows = call.B * call.T, last = first + SCALAR_ROWS < rows ? first + SCALAR_ROWS : rows;
     double ds = 0, db = 0, dsink = 0;
-    for (int i = threadIdx.x; i < call.B * call.T; i += SCALAR_THREADS) {
+    for (int i = first + threadIdx.x; i < last; i += SCALAR_THREADS) {
         int t = i % call.T;
         size_t at = ((size_t)(i / call.T) * call.NH + h) * call.T + t;
         RowPlace place = place_of(call, h, t);
         ScaleSlopes slopes = row_scale_slopes(call.scale, place);
         float g = call.g ? call.g[at] : 0;
         ds += slopes.s * g, db += slopes.b * g;
-        if (!grads.sink) continue;
+        if (!sink) continue;
         FlashRow row = call.rows[at];
         float D = call.post == POST_REWEIGHT ? row.less : call.post == POST_RECENTER_L1 && t >= POST_FROM ? 0 : row.D * row.factor;
         dsink -= D * norm_extra(call.norm, place, row_shift(call, place, row.bias / in_unit));
     }
-    ds = block_sum_double<SCALAR_THREADS>(ds), db = block_sum_double<SCALAR_THREADS>(db), dsink = block_sum_double<SCALAR_THREADS>(dsink);
-    if (threadIdx.x > 0) return;
-    if (grads.s) grads.s[h] += (float)ds;
-    if (grads.b) grads.b[h] += (float)db;
-    if (grads.sink) grads.sink[h] += (float)dsink;
+    double sums[SCALARS] = {ds, db, dsink};
+    for (int i = 0; i < SCALARS; i++) {
+        double sum = block_sum_double<SCALAR_THREADS>(sums[i]);
+        if (threadIdx.x == 0) partials[((size_t)i * gridDim.y + h) * gridDim.x + blockIdx.x] = sum;
+    }
 }
 
-// dp[t] += sum over the batch and the heads of dc/dp g
+// ds[h], db[h] and dsink[h] += their partial sums (SCALARS,NH,pieces). A block a head.
+template <int THREADS>
+KERNEL void flash_scalars_add_kernel(FlashScalarGrads grads, const double *partials, int pieces) {
+    float *const to[SCALARS] = {grads.s, grads.b, grads.sink};
+    for (int i = 0; i < SCALARS; i++) {
+        if (!to[i]) continue;
+        const double *from = partials + ((size_t)i * gridDim.x + blockIdx.x) * pieces;
+        double sum = 0;
+        for (int j = threadIdx.x; j < pieces; j += THREADS) sum += from[j];
+        sum = block_sum_double<THREADS>(sum);
+        if (threadIdx.x == 0) to[i][blockIdx.x] += (float)sum;
+    }
+}
+
+// partials (gridDim.y,T): the sum of dc/dp g over P_HEADS of the batch's heads. A thread a position.
 template <class X>
-KERNEL void flash_p_kernel(float *dp, const FlashCall<X> call) {
-    int t = blockIdx.x * blockDim.x + threadIdx.x;
+KERNEL void flash_p_kernel(double *partials, const FlashCall<X> call) {
+    int t = blockIdx.x * P_THREADS + threadIdx.x, first = blockIdx.y * P_HEADS, heads = call.B * call.NH;
     if (t >= call.T) return;
     double sum = 0;
-    for (int i = 0; i < call.B * call.NH; i++)
+    for (int i = first; i < first + P_HEADS && i < heads; i++)
         sum += row_scale_slopes(call.scale, place_of(call, i % call.NH, t)).p * call.g[(size_t)i * call.T + t];
+    partials[(size_t)blockIdx.y * call.T + t] = sum;
+}
+
+// dp[t] += its partial sums (pieces,T)
+template <int THREADS>
+KERNEL void flash_p_add_kernel(float *dp, const double *partials, int pieces, int T) {
+    int t = blockIdx.x * THREADS + threadIdx.x;
+    if (t >= T) return;
+    double sum = 0;
+    for (int i = 0; i < pieces; i++) sum += partials[(size_t)i * T + t];
     dp[t] += (float)sum;
 }
 

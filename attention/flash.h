@@ -112,6 +112,12 @@ inline constexpr FlashInstance flash_instances[] = {
 };
 #undef FLASH_INSTANCE
 
+// post=rectify costs a phi of both signs some instructions for each score, whether it is asked for or not. Only expm1's instance (softpick) has
+// them, and those that ask for phi at run time.
+constexpr bool flash_rectifies(int phi) {
+    return phi == PHI_EXPM1 || phi == FLASH_ANY_PHI;
+}
+
 constexpr bool flash_post_fits(int have, int post) {
     return post == POST_RECENTER      ? have == FLASH_RECENTER
            : post == POST_RECENTER_L1 ? have == FLASH_RECENTER_L1 || have == FLASH_TWO_SWEEPS
@@ -123,7 +129,8 @@ constexpr bool flash_post_fits(int have, int post) {
 constexpr int flash_find(size_t element, int phi, int post) {
     for (int i = 0; i < FLASH_INSTANCE_COUNT; i++) {
         FlashInstance have = flash_instances[i];
-        if (have.element == element && (have.phi == phi || have.phi == FLASH_ANY_PHI) && flash_post_fits(have.post, post)) return i;
+        bool phi_fits = have.phi == FLASH_ANY_PHI || (have.phi == phi && (post != POST_RECTIFY || flash_rectifies(phi)));
+        if (have.element == element && phi_fits && flash_post_fits(have.post, post)) return i;
     }
     return -1;
 }

@@ -27,6 +27,7 @@ PYTEST = [str(PYTHON if PYTHON.exists() else sys.executable), "-m", "pytest", "-
 # The GPU's kernels, on the CPU: the cases of test_flash.py that stand for all, by the instances that those need.
 FLASH_TESTS = [("build/on_cpu/flash.so", [*PYTEST, "dev/tests/test_flash.py", "-k", "kinds or truncate or last_bit or future or order or conflicts or rows_without"])]
 KERNEL_TESTS = [("build/on_cpu/tests/test_kernels", ["build/on_cpu/tests/test_kernels"])]
+PHI_TESTS = [("build/on_cpu/tests/test_kernels", ["build/on_cpu/tests/test_kernels", "phi"])]
 # What stands on the kernels: the trainer, its products, its sums over processes.
 TRAINER = ("train_gpt2.cu", "kernels/collective.h", "kernels/matmul.cuh")
 TRAINER_TESTS = [("test_gpt2cu_on_cpu", ["./test_gpt2cu_on_cpu", "softmax_tied_v97_T33"]), ("test_gpt2cu_on_cpu", ["./test_gpt2cu_on_cpu", "softmax_gau_T33"]),
@@ -51,6 +52,8 @@ def build(tree, target):
 
 
 def tests_of(file):
+    if file == "attention/phi.cuh":
+        return PHI_TESTS
     return TRAINER_TESTS if file in TRAINER else FLASH_TESTS if file.startswith("attention/flash") else KERNEL_TESTS if file.startswith("kernels/") else TESTS
 
 
@@ -104,7 +107,7 @@ def main():
         if (ROOT / ".cuda").exists():
             (tree / ".cuda").symlink_to(ROOT / ".cuda")
         few_instances(tree)
-        for tests in [tests for tests in (TESTS, KERNEL_TESTS, FLASH_TESTS, TRAINER_TESTS) if any(tests_of(file) is tests for file, _, _ in chosen)]:
+        for tests in [tests for tests in (TESTS, KERNEL_TESTS, PHI_TESTS, FLASH_TESTS, TRAINER_TESTS) if any(tests_of(file) is tests for file, _, _ in chosen)]:
             red = verdict_of(tree, tests)
             if red:
                 sys.exit(f"before anything was changed: {red}")

@@ -233,6 +233,7 @@ def quick_cases():
     for i, attn in enumerate(NORMALIZERS):
         yield Case(attn, BF16, (200, 65)[i % 2], (48, 64)[i // 2 % 2])
         yield Case(attn, FLOAT, (65, 17)[i % 2], (48, 64)[i // 2 % 2], B=1)
+        yield Case(attn, BF16, 1, 48, B=1)          # one weight, which is 1 under most norms, to the last bit
     for attn in ("softmax", "lssar", "softmax-recentered", "gelu-l1", "ssmax-bias"):
         yield Case(attn, BF16, 65, 128, 192, B=1, NH=1)
         yield Case(attn, FLOAT, 17, 128, 256, B=2, NH=1)
@@ -271,6 +272,13 @@ KINDS = [Case("softmax", BF16, 150, 64, B=1, NH=1), Case("softmax", BF16, 65, 12
 
 @pytest.mark.parametrize("case", KINDS, ids=str)
 def test_kinds(flash, case):
+    check(case, by_flash(flash, case, *inputs(case)))
+
+
+@pytest.mark.parametrize("attn", ("ssmax-pn", "softmax-sink"))
+def test_kinds_of_many_rows(flash, attn):
+    """More than a block's rows (1,024) and heads (16) in the sums of the scalars' gradients."""
+    case = Case(attn, FLOAT, 65, 48, B=17, NH=1)
     check(case, by_flash(flash, case, *inputs(case)))
 
 

@@ -17,6 +17,7 @@
 #include <string>
 #include <vector>
 
+#include "attention/phi.cuh"
 #include "dev/reference/hash.h"
 #include "dev/tests/check.h"
 #include "kernels/adamw.cuh"
@@ -1152,6 +1153,105 @@ static void test_peaks(void) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------
+// phi of attention, at every bf16 z
+
+// z by its bits; f and slope as phi_at gives them together, alone: the slope without the value
+template <class X, int PHI, int KIND>
+KERNEL void phi_test_kernel(float *f, float *slope, float *alone) {
+    for (uint32_t i = blockIdx.x * blockDim.x + threadIdx.x; i < 1 << 16; i += gridDim.x * blockDim.x) {
+        float z = __uint_as_float(i << 16) * unit<X, PHI>, nothing;
+        phi_at<X, PHI, KIND, true>(z, 1, &f[i], &slope[i]);
+        phi_at<X, PHI, KIND, false>(z, 1, &nothing, &alone[i]);
+    }
+}
+
+struct PhiTruth {
+    double f, slope;
+    double f_scale, slope_scale;      // what an error is relative to
+};
+
+static PhiTruth phi_truth(int kind, double z) {
+    double e = exp(z), sigmoid = 1 / (1 + exp(-z)), positive = z > 0 ? z : 0, f = 0, slope = 0, by = 0;
+    switch (kind) {
+    case PHI_EXP: f = slope = e; break;
+    case PHI_EXPM1: f = expm1(z), slope = e, by = 1; break;
+    case PHI_IDENTITY: f = z, slope = 1; break;
+    case PHI_RELU: f = positive, slope = z > 0; break;
+    case PHI_RELU2: f = positive * positive, slope = 2 * positive; break;
+    case PHI_RELU6: f = positive < 6 ? positive : 6, slope = z > 0 && z < 6; break;
+    case PHI_GELU: by = erfc(-z / sqrt(2)) / 2, f = z * by, slope = by + z * exp(-z * z / 2) / sqrt(2 * M_PI); break;
+    case PHI_SIGMOID: f = sigmoid, slope = sigmoid / (1 + e); break;
+    case PHI_SOFTPLUS: f = positive + log1p(exp(-fabs(z))), slope = sigmoid; break;
+    case PHI_MISH: {
+        double softplus = positive + log1p(exp(-fabs(z)));
+        by = tanh(softplus), f = z * by, slope = by + z * sigmoid / pow(cosh(fmin(softplus, 300)), 2);
+    }
+    }
+    return {f, slope, fabs(f) + (kind == PHI_EXPM1 ? e + 1 : 0), fabs(slope) + by};
+}
+
+// The bounds that attention/phi.cuh states; in float32 what 2^-24 of z does to exp(z).
+template <class X>
+static double phi_bound(int kind) {
+    bool by_polynomial = kind == PHI_SIGMOID || kind == PHI_SOFTPLUS || kind == PHI_GELU || kind == PHI_MISH;
+    return is_bf16<X> && by_polynomial ? 0x1p-13 : 0x1p-17;
+}
+
+// NaN: anything goes, as the formula z g(z) has no value there.
+static double phi_at_infinity(int kind, double z) {
+    if (kind == PHI_GELU || kind == PHI_MISH) return NAN;
+    if (kind == PHI_SIGMOID || kind == PHI_RELU6) return z < 0 ? 0 : kind == PHI_RELU6 ? 6 : 1;
+    return z > 0 || kind == PHI_IDENTITY ? z : kind == PHI_EXPM1 ? -1 : 0;
+}
+
+// In units of ln 2 what is past it is infinite. The slope of mish is that at 20 (in bf16 40) and past it, times z, too, though next to 0.
+template <class X>
+static double largest_z(int kind) {
+    return kind != PHI_MISH ? 2e38 : is_bf16<X> ? 1e30 : 1e9;
+}
+
+// The worst error over what is allowed.
+static void check_phi(const char *what, double got, double truth, double allowed, double *worst_of) {
+    if (fabs(truth) > FLT_MAX) return check_true(what, isinf(got));
+    double error = fabs(got - truth) / allowed;
+    if (!(error <= *worst_of)) *worst_of = error;
+}
+
+template <class X, int PHI, int KIND>
+static void test_phi(const char *name) {
+    if (!case_begins("phi %s %s%s", type_name<X>(), name, PHI < 0 ? " at run time" : "")) return;
+    Tensor<float> f(1 << 16), slope(1 << 16), alone(1 << 16);
+    run_twice({&f, &slope, &alone}, [&] { launch(phi_test_kernel<X, PHI, KIND>, dim3(8), dim3(64), 0, stream, f.device(), slope.device(), alone.device()); });
+    double bound = phi_bound<X>(KIND), error[3] = {};
+    for (uint32_t i = 0; i < 1 << 16; i++) {
+        float z;
+        uint32_t bits = i << 16;
+        memcpy(&z, &bits, sizeof z);
+        double got[] = {f.at(i), slope.at(i), alone.at(i)};
+        if (isnan(z)) check_true("a NaN", isnan(got[0]));
+        if (isinf(z)) check_true("infinity", got[0] == phi_at_infinity(KIND, z) || isnan(phi_at_infinity(KIND, z)));
+        if (!(fabs(z) <= largest_z<X>(KIND))) continue;
+        PhiTruth truth = phi_truth(KIND, z);
+        double rest = (is_bf16<X> ? 0 : 0x1p-23) + (1 + fmin(fabs(z), 200)) * FLT_MIN;      // exp(z) may be flushed to 0
+        // Of gelu far below 0 the size alone is right: phi(-9) = -1e-18, its slope at -7 is -6e-11.
+        double far_f = KIND == PHI_GELU && z < -9 ? 1e-18 : 0, far_slope = KIND == PHI_GELU && z < -7 ? 1e-12 : 0;
+        check_phi("phi", got[0], truth.f, bound * truth.f_scale + rest + far_f, &error[0]);
+        check_phi("slope", got[1], truth.slope, 2 * bound * truth.slope_scale + rest + far_slope, &error[1]);
+        check_phi("slope alone", got[2], truth.slope, 2 * bound * truth.slope_scale + rest + far_slope, &error[2]);
+    }
+    check("phi, of its bound", error[0], 1);
+    check("slope, of its bound", error[1], 1);
+    check("slope alone, of its bound", error[2], 1);
+    case_ends();
+}
+
+static void test_phis(void) {
+#define TEST(kind, name, ...) test_phi<bf16, kind, kind>(name), test_phi<bf16, -1, kind>(name), test_phi<float, -1, kind>(name), arrays_free();
+    PHI_VALUES(TEST)
+#undef TEST
+}
+
+// ---------------------------------------------------------------------------------------------------------------------------
 
 template <class X>
 static void test_layers(void) {
@@ -1171,6 +1271,7 @@ int main(int argc, char **argv) {
     test_layers<bf16>();
     test_embedding_order();
     for (size_t N : {1, 33, 2000}) test_losses_sum(N);
+    test_phis();
     test_adamws(), arrays_free();
     test_norms(), arrays_free();
     test_refusals();

@@ -1,0 +1,120 @@
+// phi and its slope, for the kernels of flash.cuh. Each instruction counts here: a score takes phi or its slope three
+// times (in the forward kernel, in that of dq, in that of dk and dv).
+//
+// float32: phi_both of normalizer.h. bf16: at most one special function (ex2, 8 clocks of a warp) for each score; the
+// rest are polynomials (one clock for each FFMA), fitted minimax for the relative error of the result. `(minimax, e)`
+// names that error. dev/tests/test_kernels.cu holds phi at every bf16 z against float64. The bounds, relative to phi
+// and its slope, where bf16 rounds by 2^-9:
+//   exp, expm1 (of e^z + 1), identity, relu, relu2, relu6    2^-17, from the rounding of z
+//   sigmoid, softplus, mish                                  2^-13
+//   gelu                                                     2^-13 for z >= -9; below, 1e-18, as |phi| itself
+//   slopes                                                   twice that, under gelu and mish of |slope| + phi(z)/z
+// Why relative, even where phi is next to 0: over a sum, scores that are all far below 0 have weights as large as any
+// others. That rules out tanh.approx, whose relative error is 2^-11. The sigmoid made of it, (1 + tanh(z/2))/2, is off
+// by 2^-12 whatever z is; at z = -7, where sigmoid with its offset -ln L starts, that is a quarter of its value.
+// A NaN in z is one in phi. Infinite z gives the limit, under gelu and mish perhaps a NaN.
+#ifndef ATTENTION_PHI_CUH
+#define ATTENTION_PHI_CUH
+
+#include "kernels/gpu.cuh"
+
+#include "attention/normalizer.h"
+
+template <class X>
+constexpr bool is_bf16 = sizeof(X) == 2;
+
+// In these instances z is in units of ln 2, its 1/ln 2 in the scale and the bias, so that exp is one instruction.
+template <class X, int PHI>
+constexpr bool by_log2 =
+    is_bf16<X> && (PHI == PHI_EXP || PHI == PHI_EXPM1 || PHI == PHI_SIGMOID || PHI == PHI_SOFTPLUS);
+
+template <class X, int PHI>
+constexpr float unit = by_log2<X, PHI> ? 1.4426950408889634f : 1.0f;
+
+template <class X, int PHI>
+DEVICE float exp_of(float x) {
+    return by_log2<X, PHI> ? exp2_fast(x) : is_bf16<X> ? exp2_fast(x * 1.4426950408889634f) : expf(x);
+}
+
+// c0 + c1 x + c2 x² + ...
+DEVICE float polynomial(float, float c0) {
+    return c0;
+}
+
+template <class... More>
+DEVICE float polynomial(float x, float c0, More... more) {
+    return polynomial(x, more...) * x + c0;
+}
+
+// 1/(1 + e) for e in [0, 1], exact at 0 (minimax, 2^-14.0)
+DEVICE float sigmoid_of_exp(float e) {
+    return polynomial(e, 1.0f, -0.997308195f, 0.959154844f, -0.783540666f, 0.430777133f, -0.10911268f);
+}
+
+// ln(1 + e) for e in [0, 1] (minimax, 2^-13.8)
+DEVICE float log1p_of_exp(float e) {
+    return e * polynomial(e, 1.0f, -0.497774482f, 0.309224755f, -0.16136305f, 0.0431062654f);
+}
+
+// 1/x for x in [1, 2^120] (minimax, 2^-14.9). As the bits of x grow like its logarithm, subtracting them makes a guess
+// within 5 %. It is off by a factor t in [0.949, 1.051], and 1/t is a polynomial.
+DEVICE float reciprocal_by_polynomial(float x) {
+    float guess = __uint_as_float(0x7EF311C7u - __float_as_uint(x));
+    return guess * polynomial(x * guess, 3.00383329f, -3.00574946f, 1.00191617f);
+}
+
+// The normal distribution function of -a for a >= 0, 1/2 at 0: 2^P(a), as its logarithm is almost a parabola (minimax
+// on [0, 9], 2^-13.7). Past 9 it goes to 0, too.
+DEVICE float normal_tail(float a) {
+    return exp2_fast(polynomial(a, -1.0f, -1.15030324f, -0.460977465f, -0.0517069921f, 0.00757380063f, -0.000733945111f,
+                                4.11649053e-05f, -1.00055456e-06f));
+}
+
+// The slope of gelu at -a is tail(a) - a density(a), which is -tail(a) S(a) (minimax on [0, 7], 2^-12.9 of |S| + 0.05),
+// or, where the tail is not needed, -(a - ZERO) 2^B(a), ZERO being where it crosses 0 (minimax on [0, 8], 2^-13.1).
+constexpr float GELU_ZERO = 0.751791525f;
+
+DEVICE float gelu_slope_over_distance(float a) {
+    return exp2_fast(polynomial(a, -0.588569462f, -0.380168319f, -0.569772243f, -0.0443521664f, 0.00883031357f,
+                                -0.0011025354f, 7.67851889e-05f, -2.25942949e-06f));
+}
+
+DEVICE float gelu_slope_over_tail(float a) {
+    return polynomial(fminf(a, 16), -1.0f, 0.79669106f, 0.640663505f, 0.105068669f, -0.0191933848f, 0.00194079196f,
+                      -8.14887317e-05f);
+}
+
+// f = phi(z) and its slope by the natural z. z is in units of 1/unit<X, PHI>, relative to a shift where exp is taken
+// so, and `one` is exp(-shift), the 1 of expm1. Without VALUE the slope alone is wanted; f may be anything of that sign.
+template <class X, int PHI, int KIND, bool VALUE = true>
+DEVICE void phi_at(float z, float one, float *f, float *slope) {
+    if (!is_bf16<X>) {
+        phi_both(KIND, z, one, f, slope);
+    } else if (KIND == PHI_EXP) {
+        *f = *slope = exp_of<X, PHI>(z);
+    } else if (KIND == PHI_EXPM1) {
+        *slope = exp_of<X, PHI>(z);
+        *f = *slope - one;
+    } else if (KIND == PHI_SIGMOID) {                   // 1/(1 + e) or e/(1 + e), and e/(1 + e)²
+        float e = exp_of<X, PHI>(-fabsf(z)), p = sigmoid_of_exp(e), q = e * p;
+        *f = z < 0 ? q : p;
+        *slope = p * q;
+    } else if (KIND == PHI_SOFTPLUS) {
+        float e = exp_of<X, PHI>(-fabsf(z)), p = sigmoid_of_exp(e);
+        *f = fmaxf(z, 0) * (1 / unit<X, PHI>) + log1p_of_exp(e);
+        *slope = z < 0 ? e * p : p;
+    } else if (KIND == PHI_GELU) {                      // max(z, 0) - |z| tail; the slopes of z and -z have the sum 1
+        float a = fabsf(z), tail = normal_tail(a);
+        *f = VALUE ? fmaxf(z, 0) - a * tail : z;
+        float below = VALUE ? tail * gelu_slope_over_tail(a) : (a - GELU_ZERO) * gelu_slope_over_distance(a);
+        *slope = z < 0 ? -below : 1 + below;
+    } else if (KIND == PHI_MISH) {                      // z tanh(ln(1 + e)) = z w/(1 + w), w = e + e²/2
+        float e = exp_of<X, PHI>(fminf(z, 40)), w = (0.5f * e + 1) * e;
+        float r = reciprocal_by_polynomial(w + 1), by = r * z;
+        *f = VALUE ? w * by : z;
+        *slope = ((e * e + e) * by + w) * r;            // the slope of tanh(ln(1 + e)) is (e + e²)/(1 + w)²
+    } else {
+        phi_both(KIND, z, one, f, slope);
+    }
+}
+#endif
