@@ -295,7 +295,7 @@ def test_rehearsal(tmp_path):
         calls.append(seconds)
         print(f"\n--- call {len(calls)}: {' '.join(parts) or 'all parts'}: {seconds:.0f} s, exit code {result.returncode}", flush=True)
         print(result.stdout + result.stderr, flush=True)
-        assert result.returncode in code and (seconds <= budget + 10 or parts == ("pack",))
+        assert result.returncode in code and (seconds <= budget + 30 or parts == ("pack",))
         assert len(list(out.iterdir())) <= FILES_BACK and all(path.stat().st_size <= FILE_BYTES for path in out.iterdir())
         if parts != ("pack",):
             shutil.copytree(out, carried, dirs_exist_ok=True)
