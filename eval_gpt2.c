@@ -397,6 +397,7 @@ static void open_checkpoint(Evaluator *e) {
         }
         if (attempt == CHECKPOINT_ATTEMPTS || !checkpoint_vanished(e->folder)) fail_with(&error);
         memory_release(&e->model.plan);
+        tensors_free(&e->model.list);
     }
 }
 
