@@ -91,6 +91,12 @@ class Machine:
         """Plugs the machine's network cable in, or pulls it."""
         self.network.switch.run("ip", "link", "set", self.name, "up" if plugged else "down")
 
+    def reaches(self, other):
+        """Does the other machine's sshd answer? A neighbor that was cut off is given up for a while."""
+        probe = subprocess.run(self.inside(["timeout", "2", "bash", "-c", f"exec 3<> /dev/tcp/{other.name}/22"]), env=self.network.env,
+                               stderr=subprocess.DEVNULL)
+        return probe.returncode == 0
+
     def processes(self, name):
         """The ids, as seen from inside, of its processes of that name; dead ones that nobody has waited for do not count."""
         lines = self.run("ps", "-e", "-o", "pid=,stat=,comm=").splitlines()
