@@ -168,7 +168,7 @@ static bool says_nothing(const cJSON *item) {
     return cJSON_IsNull(item) || cJSON_IsFalse(item) || empty;
 }
 
-// A key that is neither understood nor harmless. `prefix`: the object that it stands in.
+// Rejects a key that is neither understood nor harmless. `prefix`: the object that contains it.
 static void read_unknown(Reader *r, const char *prefix, const cJSON *item) {
     char name[256];
     snprintf(name, sizeof name, "%s%s", prefix, item->string);

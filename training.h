@@ -60,8 +60,8 @@ void trainer_update(AdamW adamw);
 // The sum of the losses of this process's batch; no gradients.
 double trainer_loss(const Batch *batch);
 
-// The end of a step: returns when the devices have done all that was asked of them, the update included. The rows of attention in the
-// micro-batches since the last call, and those of them without weight, of this process.
+// The end of a step: returns when the devices have finished all queued work, the update included. Counts this rank's attention rows in the
+// micro-batches since the last call, and how many of them were all-zero.
 void trainer_rows(uint64_t *rows, uint64_t *without_weight);
 
 // The logits (vocab) after the last of `count` tokens, on rank 0; the sequence starts with count = 1 and grows by one from call to call.

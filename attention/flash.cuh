@@ -616,7 +616,7 @@ DEVICE void forward_rectify(float (&f)[TILES][NT][4]) {
 }
 
 // From 1/Z and the largest f, what makes r of f in reweight: r = 1 + (f - mean) factor, mean the largest f. In bf16, where f is not exact enough for
-// the difference to matter, r = f factor + mean, mean = 1 - (the largest f) factor. A row without weight gets r = 0.
+// the difference to matter, r = f factor + mean, mean = 1 - (the largest f) factor. An all-zero row gets r = 0.
 template <class X>
 DEVICE void reweight_numbers(float *factor, float *mean, float inverse, float largest, int n) {
     float from = n > POST_FROM ? 1 : 0, top = largest * (inverse * (float)n) - from;
