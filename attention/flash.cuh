@@ -522,9 +522,9 @@ DEVICE void forward_shift(ForwardRow (&row)[2 * TILES], float (&sum)[TILES][HS /
     }
 }
 
-// Is f rounded to X before it is summed? What is multiplied by v is. Summed as it is multiplied, a row's weights have the sum 1 that they should,
-// and in a row of one key the output is v: otherwise d - D is not 0 there, and over a small Z that is a large error. Not so for exp, whose slope
-// is as small as f.
+// Is f rounded to X before it is summed? What is multiplied by v is. Summed as it is multiplied, a row's weights have the
+// sum 1 that they should, and in a row of one key the output is v: otherwise d - D is not 0 there, and over a small Z
+// that is a large error. Not so for exp, whose slope is as small as f, and whose f in a row of one key is 1.
 template <int PHI, int POST>
 constexpr bool rounds_values = PHI != PHI_EXP && POST < FLASH_RECENTER_L1;
 
@@ -611,7 +611,7 @@ DEVICE void forward_rectify(float (&f)[TILES][NT][4]) {
     UNROLL
     for (int nt = 0; nt < NT; nt++) {
         UNROLL
-        for (int e = 0; e < 4 * TILES; e++) f[e / 4][nt][e % 4] = f[e / 4][nt][e % 4] < 0 ? 0 : f[e / 4][nt][e % 4];
+        for (int e = 0; e < 4 * TILES; e++) f[e / 4][nt][e % 4] = max_nan(f[e / 4][nt][e % 4], 0);
     }
 }
 
@@ -874,6 +874,10 @@ KERNEL void flash_forward_kernel(const FlashCall<X> call) {
 // ---------------------------------------------------------------------------------------------------------------------------
 // Backward: of elements
 
+// Is 0 <= phi' <= phi?
+template <int PHI>
+constexpr bool slope_within_value = PHI == PHI_EXP || PHI == PHI_SIGMOID || PHI == PHI_SOFTPLUS;
+
 // r and q = r^(P-1) from f; q is 0 where r is.   KNOWN: P, where known, see power()
 template <class X, int KNOWN, bool BY_COLUMN, int N>
 DEVICE void reweight_powers(float (&r)[N], float (&q)[N], const float (&f)[N], const FlashRow *row, float P) {
@@ -916,9 +920,9 @@ DEVICE void backward_values(float (&d)[N], float (&f)[N], float (&slope)[N], flo
         w[e] *= at.factor;
         if (rectify && !(f[e] > 0)) w[e] = d[e] = 0;
         if (POST == FLASH_PLAIN) {
-            // A difference that should be 0 must be, as it is divided by Z. Under exp, whose slope is as small as f, it may
-            // be rounded.
-            if (PHI == PHI_EXP) d[e] = d[e] * at.by_d - at.by_D;
+            // A difference that should be 0 must be, as it is divided by Z. Where the slope is as small as f, it may be
+            // rounded.
+            if (slope_within_value<PHI>) d[e] = d[e] * at.by_d - at.by_D;
             else d[e] = (d[e] - (is_signed ? signed_as<X>(at.D, f[e]) : at.D)) * at.by_d;
             continue;
         }

@@ -11,7 +11,7 @@
 //   launch(kernel, grid, block, shared_bytes, stream, arguments...)
 //   threadIdx, blockIdx, blockDim, gridDim, __syncthreads, __syncwarp, __shfl_*_sync, __ballot_sync, __any_sync, __all_sync   as in CUDA
 //   atomicAdd of int, unsigned, unsigned long long, float      as in CUDA; of floats only where the order may vary
-//   ldmatrix_*, mma_*, copy_async_*, load_*, store_*, exp2_fast, log2_fast      below
+//   ldmatrix_*, mma_*, copy_async_*, load_*, store_*, exp2_fast, log2_fast, max_nan      below
 //
 // Not to be used, as the CPU has no meaning for it: spinning on another block, warp-synchronous code without the _sync functions, and a
 // lane's registers read by another but by a shuffle.
@@ -152,6 +152,13 @@ DEVICE float reciprocal_fast(float x) {             // 1 ulp
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
+}
+
+// The larger one; NaN where either is, which fmaxf would drop.
+DEVICE float max_nan(float x, float y) {
+    float larger;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(x), "f"(y));
+    return larger;
 }
 #endif
 

@@ -339,6 +339,7 @@ DEVICE float flush_subnormal(float x) {
 DEVICE float exp2_fast(float x) { return flush_subnormal(exp2f(flush_subnormal(x))); }
 DEVICE float log2_fast(float x) { return log2f(flush_subnormal(x)); }
 DEVICE float reciprocal_fast(float x) { return flush_subnormal(1.0f / flush_subnormal(x)); }
+DEVICE float max_nan(float x, float y) { return isnan(x) || isnan(y) ? NAN : fmaxf(x, y); }
 
 DEVICE unsigned __float_as_uint(float x) { return cuda_on_cpu::bits<unsigned>(x); }
 DEVICE int __float_as_int(float x) { return cuda_on_cpu::bits<int>(x); }

@@ -289,6 +289,7 @@ static void test_arithmetic() {
     CHECK(__float2int_rn(2.5f) == 2 && __float2int_rz(-2.7f) == -2 && __float2int_rd(-2.2f) == -3 && __float2int_ru(2.2f) == 3, "rounding");
     CHECK(__float2int_rn(1e20f) == 2147483647 && __float2int_rn(NAN) == 0 && __float2uint_rn(-5.0f) == 0, "conversions");
     CHECK(min(3, -2) == -2 && max(3u, 7u) == 7u && max(1.0f, 2.0f) == 2.0f && fmaxf(NAN, 1.0f) == 1.0f, "min and max");
+    CHECK(isnan(max_nan(NAN, 1.0f)) && isnan(max_nan(1.0f, NAN)) && max_nan(-2.0f, 1.0f) == 1.0f, "max_nan");
 }
 
 KERNEL void add_one(float *x, int n) {

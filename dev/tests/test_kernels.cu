@@ -945,32 +945,35 @@ static void test_copies(void) {
 }
 
 template <class T>
-KERNEL void functions_test_kernel(T *exp2s, T *logs, T *reciprocals, const T *in, size_t n) {
+KERNEL void functions_test_kernel(T *exp2s, T *logs, T *reciprocals, T *rectified, const T *in, size_t n) {
     for (size_t i = threadIdx.x; i < n; i += blockDim.x) {
         exp2s[i] = exp2_fast(in[i]);
         logs[i] = log2_fast(in[i]);
         reciprocals[i] = reciprocal_fast(in[i]);
+        rectified[i] = max_nan(in[i], 0);
     }
 }
 
 // Bounds: the PTX ISA's, 2^-22 relative for ex2 and lg2 (absolute for lg2 between 0.5 and 2), 1 ulp for rcp.
 static void test_functions(void) {
-    if (!case_begins("wrappers exp2_fast, log2_fast, reciprocal_fast")) return;
+    if (!case_begins("wrappers exp2_fast, log2_fast, reciprocal_fast, max_nan")) return;
     Numbers x = numbers("x", 4000, 0, 126);
     for (size_t i = 1000; i < 2000; i++) x[i] /= 100;
     for (size_t i = 2000; i < 3000; i++) x[i] = exp2(x[i]);
     const double SPECIAL[] = {0, 1, -1, 2, 0.5, 128, -127.5, -200, INFINITY, -INFINITY, NAN, 1e30};
     x.insert(x.end(), std::begin(SPECIAL), std::end(SPECIAL));
-    Tensor<float> in(x.size()), exp2s(x.size()), logs(x.size()), reciprocals(x.size());
+    Tensor<float> in(x.size()), exp2s(x.size()), logs(x.size()), reciprocals(x.size()), rectified(x.size());
     x = fill(in, x);
-    run_twice({&exp2s, &logs, &reciprocals}, [&] {
+    run_twice({&exp2s, &logs, &reciprocals, &rectified}, [&] {
         launch(functions_test_kernel<float>, dim3(1), dim3(32), 0, stream, exp2s.device(), logs.device(), reciprocals.device(),
-               in.device(), x.size());
+               rectified.device(), in.device(), x.size());
     });
     double error[3] = {};
-    bool special = true;
+    bool special = true, larger = true;
     for (size_t i = 0; i < x.size(); i++) {
         double e = value_of(exp2s.at(i)), l = value_of(logs.at(i)), r = value_of(reciprocals.at(i));
+        double m = value_of(rectified.at(i));
+        larger = larger && (isnan(x[i]) ? isnan(m) : m == (x[i] > 0 ? x[i] : 0));
         double e_true = exp2(x[i]), l_true = log2(x[i]), r_true = 1 / x[i];
         if (isnan(x[i])) special = special && isnan(e) && isnan(l) && isnan(r);
         else if (x[i] >= 128) special = special && isinf(e) && e > 0;
@@ -986,6 +989,7 @@ static void test_functions(void) {
     check("log2_fast", error[1], 0x1p-22);
     check("reciprocal_fast", error[2], 0x1p-23);
     check_true("infinities, NaN, 0 and what is too large or small", special);
+    check_true("max_nan is not the larger one, or drops NaN", larger);
     case_ends();
 }
 
