@@ -9,20 +9,13 @@ import time
 
 import pytest
 
-from trainer import MODEL, ROOT, TRAIN, assert_same_run, environment, make_data, metrics
+from trainer import MODEL, ROOT, TRAIN, assert_same_run, environment, metrics
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import compare  # noqa: E402
 
 EMPTY = "relu-l1+offset=-logn"             # ln n is more than any score of a fresh model: only rows of one key have weight
 OVERFLOWS = "exp+scale=const:1e9"
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    make_data(folder)
-    return folder
 
 
 def words(data, out, *more, steps=4):

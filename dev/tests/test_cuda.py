@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainer import (ROOT, assert_held, assert_same_run, checkpoint, command, environment, losses, make_data, metrics,
+from trainer import (ROOT, assert_held, assert_same_run, checkpoint, command, environment, losses, metrics,
                      read_header, steps, tokens, train, write_header, write_shard)
 
 MODEL = "layers=2,heads=1,channels=48,ffn=40,vocab=97"
@@ -32,13 +32,6 @@ def cuda():
         pytest.skip("CUDA's headers are not here: scripts/setup_cuda.sh")
     assert made.returncode == 0, made.stdout + made.stderr
     return ROOT / "train_gpt2cu_on_cpu"
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    make_data(folder)
-    return folder
 
 
 def presets():

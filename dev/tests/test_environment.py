@@ -6,17 +6,10 @@ import subprocess
 
 import pytest
 
-from trainer import SANITIZED, TRAIN, assert_same_run, command, environment, make_data, metrics, steps, train
+from trainer import SANITIZED, TRAIN, assert_same_run, command, environment, metrics, steps, train
 
 USAGE, INPUT, RESOURCE, STOPPED = 2, 3, 4, 75
 PROGRAMS = ["train_gpt2", "sample_gpt2", "eval_gpt2"]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    make_data(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -14,20 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from trainer import (LAUNCH, MODEL, SANITIZED, TRAIN, VOCAB, checkpoint, command, environment, faults_program, losses, make_data, metrics,
+from trainer import (MODEL, SANITIZED, TRAIN, VOCAB, checkpoint, command, environment, faults_program, metrics,
                      read_header, steps, tokens, train, write_header, write_shard)
 
 USAGE, INPUT, RESOURCE, DIVERGED, BUSY, STOPPED = 2, 3, 4, 5, 7, 75
 FLAGS = """train-data val-data model attn attn-switch norm-length batch seq-len total-batch-tokens steps lr warmup schedule min-lr-frac
 weight-decay beta1 beta2 grad-clip seed shuffle pack rope-theta dtype out resume init-from val-every val-tokens sample-every ckpt-every
 keep keep-best profile threads dry-run""".split()
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    make_data(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainer import ROOT, TRAIN, VOCAB, environment, make_data, train
+from trainer import ROOT, TRAIN, VOCAB, environment, train
 
 os.environ["HF_HUB_OFFLINE"] = "1"                          # before transformers is imported: no test asks a hub
 import transformers
@@ -42,13 +42,6 @@ def skipped_under_another_version(request):
     """What is the same there is a matter of the version: with another one only the test above runs, and fails."""
     if UNPINNED and request.function is not test_transformers_has_the_pinned_version:
         pytest.skip(UNPINNED)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    make_data(folder)
-    return folder
 
 
 def build(config, model_class=None):

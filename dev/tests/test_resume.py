@@ -1,6 +1,5 @@
 """Interrupted and continued, a run ends with the same bits: in the weights, the moments and the metrics."""
 import json
-import os
 import random
 import re
 import shutil

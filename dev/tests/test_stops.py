@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer import assert_same_run, checkpoint, command, environment, faults_program, make_data, metrics, steps, train
+from trainer import assert_same_run, checkpoint, command, environment, faults_program, metrics, steps, train
 
 TOTAL = 6
 
@@ -24,13 +24,6 @@ TOTAL = 6
 @pytest.fixture(scope="module")
 def faults():
     return faults_program()
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    make_data(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -8,12 +8,11 @@ import sys
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-import tiny
 from test_tokenizer import CTokenizer, Error, library      # noqa: F401, a fixture
 from tiny import BIN, END_OF_TEXT, ROOT, VOCAB, run, sentences, vocabulary, write_data
-from trainer import checkpoint, environment, make_data, read_header, train, write_shard
+from trainer import checkpoint, make_data, read_header, train, write_shard
 
 SHAPE = "layers=1,heads=2,channels=16,ffn=24"
 FLAGS = ["--seq-len", 8, "--batch", 4, "--steps", 2, "--warmup", 0]
