@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainer import (ROOT, assert_held, assert_same_run, checkpoint, command, environment, losses, metrics,
+from trainer import (ROOT, assert_held, assert_same_run, checkpoint, command, cuda_program, environment, losses, metrics,
                      read_header, steps, tokens, train, write_header, write_shard)
 
 MODEL = "layers=2,heads=1,channels=48,ffn=40,vocab=97"
@@ -23,15 +23,7 @@ SMALL = ["--model", MODEL, "--seq-len", 20, "--batch", 2, "--warmup", 2, "--lr",
 
 @pytest.fixture(scope="module")
 def cuda():
-    """The program; built where it is not there yet and can be."""
-    given = os.environ.get("TRAIN_GPT2CU")
-    if given:
-        return Path(given).absolute()
-    made = subprocess.run(["make", "-j2", "train_gpt2cu_on_cpu"], cwd=ROOT, capture_output=True, text=True)
-    if made.returncode and "scripts/setup_cuda.sh" in made.stderr:
-        pytest.skip("CUDA's headers are not here: scripts/setup_cuda.sh")
-    assert made.returncode == 0, made.stdout + made.stderr
-    return ROOT / "train_gpt2cu_on_cpu"
+    return cuda_program()
 
 
 def presets():

@@ -20,6 +20,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from trainer import make
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "dev/reference"))
 import fixtures     # noqa: E402
@@ -45,7 +47,7 @@ def library_file():
     if "FLASH_SO" in os.environ:
         return Path(os.environ["FLASH_SO"])
     file = "build/cuda/flash.so" if ON_GPU else "build/on_cpu/flash.so"
-    subprocess.run(["make", "-s", file], cwd=ROOT, check=True)
+    make("-s", file, check=True)
     return ROOT / file
 
 

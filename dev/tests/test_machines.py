@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 import machines
-from trainer import LAUNCH, ROOT, TRAIN, checkpoint, command, environment, losses, make_data, metrics, steps, tokens, train, write_shard
+from trainer import (LAUNCH, TRAIN, checkpoint, command, cuda_program, environment, losses, make_data, metrics, steps, tokens,
+                     train, write_shard)
 
 OUTAGE, PATIENCE = (30, 60) if os.environ.get("MACHINES_LONG") else (5, 20)
 PEER, STOPPED = 6, 75
@@ -115,13 +116,7 @@ def test_a_rank_that_falls_silent_ends_the_others(data, tmp_path, victim):
 
 
 def test_a_silent_rank_of_the_cuda_trainer(data, tmp_path):
-    program = os.environ.get("TRAIN_GPT2CU")
-    if not program:
-        made = subprocess.run(["make", "-j2", "train_gpt2cu_on_cpu"], cwd=ROOT, capture_output=True, text=True)
-        if made.returncode and "scripts/setup_cuda.sh" in made.stderr:
-            pytest.skip("CUDA's headers are not here: scripts/setup_cuda.sh")
-        assert made.returncode == 0, made.stdout + made.stderr
-        program = ROOT / "train_gpt2cu_on_cpu"
+    program = cuda_program()
     with Job(data, tmp_path / "out", "--rank-timeout", 2, "--batch", 1, program=Path(program).absolute()) as job:
         job.signal(signal.SIGSTOP, 1)
         assert "train_gpt2cu: no heartbeat from rank 1 on " in job.end(PEER)

@@ -3,6 +3,7 @@
 TRAIN_GPT2=build/san/train_gpt2 tests another build; TRAIN_GPT2_FAULTS the one with fault points (dev/faults), which make builds otherwise.
 """
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -171,10 +172,30 @@ def write_header(path, header, data):
     path.write_bytes(struct.pack("<Q", len(text)) + text + data)
 
 
+def make(*words, **how):
+    """Runs make, one at a time: the processes of pytest-xdist share the build folder."""
+    (ROOT / "build").mkdir(exist_ok=True)
+    with open(ROOT / "build/tests.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return subprocess.run(["make", *map(str, words)], cwd=ROOT, **how)
+
+
+def cuda_program():
+    """The CUDA trainer, built for the CPU if it is missing. Skips the test where CUDA's headers are missing."""
+    given = os.environ.get("TRAIN_GPT2CU")
+    if given:
+        return Path(given).absolute()
+    made = make("-j2", "train_gpt2cu_on_cpu", capture_output=True, text=True)
+    if made.returncode and "scripts/setup_cuda.sh" in made.stderr:
+        pytest.skip("CUDA's headers are not here: scripts/setup_cuda.sh")
+    assert made.returncode == 0, made.stdout + made.stderr
+    return ROOT / "train_gpt2cu_on_cpu"
+
+
 def faults_program():
     """The trainer with fault points, built where it is not there yet."""
     given = os.environ.get("TRAIN_GPT2_FAULTS")
     if given:
         return Path(given).absolute()
-    subprocess.run(["make", "-j2", "FAULTS=1", "build/faults/train_gpt2"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    make("-j2", "FAULTS=1", "build/faults/train_gpt2", check=True, stdout=subprocess.DEVNULL)
     return ROOT / "build/faults/train_gpt2"
