@@ -153,7 +153,7 @@ DEVICE void tile_load(X *tile, const X *from, size_t row, int rows, int columns)
     }
 }
 
-// Behind it this step's tiles have come, and nobody needs those of the step before.
+// On return, this step's tiles are loaded and the previous buffers are free.
 DEVICE void tile_wait() {
     copy_async_wait<0>();
     __syncthreads();
@@ -874,7 +874,7 @@ KERNEL void flash_forward_kernel(const FlashCall<X> call) {
 // ---------------------------------------------------------------------------------------------------------------------------
 // Backward: of elements
 
-// Is 0 <= phi' <= phi?
+// Is 0 <= phi' <= phi? (The FFMA that this allows overflows where |dO · O| scale/Z does: with every z of a row below -80.)
 template <int PHI>
 constexpr bool slope_within_value = PHI == PHI_EXP || PHI == PHI_SIGMOID || PHI == PHI_SOFTPLUS;
 

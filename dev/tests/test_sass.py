@@ -106,6 +106,23 @@ def test_softmax_stays_below_its_cap(softmax, kernel):
     assert row["issued"] <= CAPS[kernel]
 
 
+@pytest.mark.parametrize("kernel", CAPS)
+def test_the_documented_counts_of_softmax(softmax, kernel):
+    """The row of doc/kernels.md, issued instructions and modeled cycles."""
+    name = {"dkv": "dk and dv"}.get(kernel, kernel)
+    page = (sass.ROOT / "doc/kernels.md").read_text().splitlines()
+    row = next(line for line in page if line.startswith(f"| softmax | {name} |"))
+    assert f"| {softmax[kernel]['issued']:,.0f} |" in row and f"| {softmax[kernel]['cycles']:,.0f} |" in row
+
+
+def test_the_model():
+    """6.4 cycles for an HMMA, 8 for a special function, 0.64 for anything else."""
+    assert sass.cycles({"HMMA": 1}) == pytest.approx(6.4)
+    assert sass.cycles({"MUFU": 1}) == pytest.approx(8)
+    assert sass.cycles({"FMA": 1, "ALU": 1, "LDSM": 1}) == pytest.approx(3 * 0.64)
+    assert sass.cycles({"HMMA": 2, "MUFU": 3, "FMA": 5}) == pytest.approx(2 * 6.4 + 3 * 8 + 5 * 0.64)
+
+
 @pytest.mark.skipif(os.environ.get("SASS_ALL") != "1", reason="a minute; SASS_ALL=1 runs it")
 def test_lssar_against_softmax(pinned):
     ratio = {row["preset"]: row["ratio"] for row in sass.report(["lssar"]) if row["kernel"] == "all"}
