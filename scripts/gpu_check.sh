@@ -3,6 +3,7 @@
 # resumes in the next call. doc/gpu_check.md has the commands for half an hour on a GPU, with the minutes for each.
 #
 #   scripts/gpu_check.sh [PART[=SECONDS]...]
+#   scripts/gpu_check.sh --help
 #
 # Without PART: all of these but pack and several, in this order. Repeat the call while the exit code is 75.
 # =SECONDS caps a part's time in this call.
@@ -33,14 +34,17 @@
 #   DATA=DIR      shards to train on (data/shakespeare; without it, this project's own text)
 #   DEVICE=cpu    a dry run: the emulated programs, or TRAIN=PROGRAM, and PyTorch on the CPU, with tiny shapes
 #
-# Exit codes: 0 everything is done and passed; 1 something failed, and the report says what; 2 wrong usage;
-# 75 time ran out: call again; 77 no GPU: nothing was measured.
+# Exit codes: 0 everything is done and passed; 1 something failed, and the report says what; 2 wrong usage,
+# or OUT cannot be written; 75 time ran out: call again; 77 no GPU: nothing was measured.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
 ALL="probe build tests determinism train attention step memory others counters sanitizer larger"
 PARTS="pack $ALL several"
 FAILED=1 UNFINISHED=75 NO_GPU=77
+# Seconds: from SIGTERM to SIGKILL for a program whose time is up; kept back at the end of a call, for that and for the
+# report; for a small kernel to be built and run; for an answer of nvidia-smi, which hangs where the driver does.
+KILL_AFTER=5 RESERVE=$((KILL_AFTER + 2)) SMOKE_LIMIT=30 ASK_LIMIT=10
 out=${OUT:-build/gpu_check} earlier=${REPORT:-build/gpu_check} budget=${BUDGET:-570}
 deps=$(realpath -m "${DEPS:-build/deps}")
 LOG_BYTES=8000000
@@ -60,6 +64,11 @@ stop() { echo "gpu_check: $2" >&2; exit "$1"; }
 report() { python3 dev/bench/gpu_report.py "$out" "$@"; }
 # Seconds that the part may still take.
 left() { echo $((part_end - SECONDS)); }
+
+# The comment at the top.
+usage() { sed -n '2,/^[^#]/ { /^#/ !d; s/^# \{0,1\}//; p; }' scripts/gpu_check.sh; }
+
+smi() { timeout -k $KILL_AFTER $ASK_LIMIT nvidia-smi "$@" 2>/dev/null; }
 
 # The Python that has PyTorch.
 find_python() {
@@ -105,17 +114,27 @@ check() {
     if declare -F "$1" >/dev/null; then
         set -- bash -c "$(declare -f); $(declare -p $VARIABLES 2>/dev/null); \"\$@\"" - "$@"
     fi
-    timeout -k 5 "$cut" "$@" >"$text" 2>&1 </dev/null || status=$?
+    timeout -k $KILL_AFTER "$cut" "$@" >"$text" 2>&1 </dev/null || status=$?
     cat "$text" >>"$out/log"
-    if [ "$status" = 124 ] || [ "$status" = 137 ]; then
-        status="no end within $limit s"
-        if [ "$cut" -lt "$limit" ]; then
-            leave "$name" "stopped after $cut s, at the end of this call's time"
-            rm -f "$text"
+    conclude_timed "$name" "$status" $((SECONDS - start)) "$cut" "$limit" "$text"
+}
+
+# timed_out STATUS SECONDS CUT: did `timeout`, told to stop a command after CUT seconds, do so? A program that is killed
+# for want of memory has the status 137 too, but sooner.
+timed_out() { [ "$1" = 124 ] || { [ "$1" = 137 ] && [ "$2" -ge "$3" ]; }; }
+
+# conclude_timed NAME STATUS SECONDS CUT LIMIT FILE: what was stopped before its LIMIT is left to the next call.
+conclude_timed() {
+    local status=$2
+    if timed_out "$2" "$3" "$4"; then
+        status="no end within $5 s"
+        if [ "$4" -lt "$5" ]; then
+            leave "$1" "stopped after $4 s, at the end of this call's time"
+            rm -f "$6"
             return 1
         fi
     fi
-    conclude "$name" "$status" $((SECONDS - start)) "$text"
+    conclude "$1" "$status" "$3" "$6"
 }
 
 # conclude NAME STATUS SECONDS FILE
@@ -267,12 +286,12 @@ part_probe() {
         smoke=$(mktemp -d)
         smoke_test "$cuda" "$smoke" &
     fi
-    found GPU "$GPU_CHECK_DEVICE" "nothing can be measured"
-    release=$(nvidia-smi 2>/dev/null | grep -o 'CUDA Version: [0-9.]*')
+    found GPU "${GPU_CHECK_DEVICE#CPU}" "nothing can be measured"
+    release=$(smi | grep -o 'CUDA Version: [0-9.]*')
     found "driver for CUDA" "${release#*: }" "the driver must support CUDA 13"
     found make "$(first_line make --version)" "install make" needed
     found g++ "$(first_line g++ --version)" "install g++" needed
-    release=$("$cuda/bin/nvcc" --version 2>/dev/null | grep release)
+    release=$(timeout -k $KILL_AFTER $ASK_LIMIT "$cuda/bin/nvcc" --version 2>/dev/null | grep release)
     found nvcc "${cuda:+$cuda, ${release#*release }}" "where there is a network, scripts/setup_cuda.sh brings it" needed
     found libcudart_static.a "$(find_cudart)" "$by_pack" needed
     found cublasLt.h "$(ls "$cublas/include/cublasLt.h" 2>/dev/null)" "$by_pack" needed
@@ -287,6 +306,7 @@ part_probe() {
     fact "${facts[@]}"
     wait
     [ -z "$smoke" ] || conclude_smoke "$smoke"
+    has_gpu || end="not measured: no GPU"
 }
 
 # Lines: package, its version or nothing.
@@ -330,14 +350,18 @@ int main(void) {
     return got != 128;
 }
 CUDA
-    { "$1/bin/nvcc" -arch="sm_$gpus" -o "$2/smoke" "$2/smoke.cu" && "$2/smoke"; } >"$2/text" 2>&1
-    echo $? >"$2/status"
+    local start=$SECONDS
+    # shellcheck disable=SC2016
+    timeout -k $KILL_AFTER $SMOKE_LIMIT bash -c '"$1/bin/nvcc" -arch="sm_$2" -o "$3/smoke" "$3/smoke.cu" && "$3/smoke"' \
+        - "$1" "$gpus" "$2" >"$2/text" 2>&1
+    echo "$? $((SECONDS - start))" >"$2/status"
 }
 
 conclude_smoke() {
-    cp "$1/text" "$1/text.log"
+    local status seconds
+    read -r status seconds <"$1/status"
     cat "$1/text" >>"$out/log"
-    conclude "a kernel for sm_$gpus" "$(cat "$1/status")" 0 "$1/text.log"
+    conclude_timed "a kernel for sm_$gpus" "$status" "$seconds" $SMOKE_LIMIT $SMOKE_LIMIT "$1/text"
     rm -rf "$1"
 }
 
@@ -570,7 +594,7 @@ two_ranks() { scripts/launch.sh 2 "$train" "$@"; }
 # The same batches, so the same losses but for the order of sums.
 part_several() {
     local word zero
-    if [ $dry = 0 ] && [ "$(nvidia-smi -L | wc -l)" -lt 2 ]; then
+    if [ $dry = 0 ] && [ "$(smi -L | wc -l)" -lt 2 ]; then
         end="not measured: fewer than two GPUs"
         fact "fewer than two GPUs: not measured"
         return
@@ -668,8 +692,9 @@ sanitizer_runs() {
     done
 }
 
+# Each run is concluded as it ends, so that a call that is killed keeps what was done.
 part_sanitizer() {
-    local folder name command i status seconds limit names=() prefix
+    local folder name command cut i=0 limit=240 need=40 prefix
     if [ $dry = 0 ] && ! command -v compute-sanitizer >/dev/null; then
         lacks compute-sanitizer "it comes with the CUDA Toolkit"
         return 1
@@ -677,34 +702,43 @@ part_sanitizer() {
     folder=$(mktemp -d)
     while IFS='|' read -r name command; do
         report passed "$part" "$name" && continue
-        while [ "$(jobs -rp | wc -l)" -ge 8 ]; do wait -n; done
-        if [ "$(left)" -lt 40 ]; then leave "$name" "$(left) s are left"; continue; fi
-        prefix="" limit=$(($(left) - 10 < 240 ? $(left) - 10 : 240))
+        conclude_ended "$folder"
+        while [ "$(jobs -rp | wc -l)" -ge 8 ]; do wait_for_one "$folder"; done
+        if [ "$(left)" -lt $need ]; then leave "$name" "$(left) s are left"; continue; fi
+        # Eight runs may end at once: their verdicts take some seconds too.
+        cut=$(($(left) - KILL_AFTER - 5 < limit ? $(left) - KILL_AFTER - 5 : limit))
+        prefix=""
         [ $dry = 1 ] || prefix="compute-sanitizer --tool ${name%%,*} --error-exitcode 9 --print-limit 20"
+        i=$((i + 1))
         # shellcheck disable=SC2086
-        run_aside "$folder/${#names[@]}" timeout -k 5 $limit $prefix $command &
-        names+=("$name")
+        run_aside "$folder/$i" "$name" "$cut" $prefix $command &
     done < <(sanitizer_runs)
-    wait
-    for i in "${!names[@]}"; do
-        printf '\n== %s: %s\n' "$part" "${names[$i]}" >>"$out/log"
-        cat "$folder/$i" >>"$out/log"
-        read -r status seconds <"$folder/$i.status"
-        if [ "$status" = 124 ] && [ "$seconds" -lt 240 ]; then
-            leave "${names[$i]}" "stopped after $seconds s, at the end of this call's time"
-        else
-            conclude "${names[$i]}" "$status" "$seconds" "$folder/$i"
-        fi
-    done
+    while [ -n "$(jobs -rp)" ]; do wait_for_one "$folder"; done
+    conclude_ended "$folder"
     rm -rf "$folder"
 }
 
-# run_aside FILE command...: its output into FILE, its exit code and seconds into FILE.status.
+wait_for_one() { wait -n; conclude_ended "$1"; }
+
+# run_aside FILE NAME CUT command...: its output into FILE; then its exit code, seconds, CUT and NAME into FILE.status.
 run_aside() {
-    local file=$1 start=$SECONDS
-    shift
-    "$@" >"$file" 2>&1 </dev/null
-    echo "$? $((SECONDS - start))" >"$file.status"
+    local file=$1 name=$2 cut=$3 start=$SECONDS
+    shift 3
+    timeout -k $KILL_AFTER "$cut" "$@" >"$file" 2>&1 </dev/null
+    echo "$? $((SECONDS - start)) $cut $name" >"$file.new"
+    mv "$file.new" "$file.status"
+}
+
+conclude_ended() { # folder
+    local file status seconds cut name
+    for file in "$1"/*.status; do
+        [ -e "$file" ] || continue
+        read -r status seconds cut name <"$file"
+        rm "$file"
+        file=${file%.status}
+        { printf '\n== %s: %s\n' "$part" "$name"; cat "$file"; } >>"$out/log"
+        conclude_timed "$name" "$status" "$seconds" "$cut" "$limit" "$file"
+    done
 }
 
 # ---------------------------------------------------------------- main
@@ -713,8 +747,8 @@ has_gpu() { [ $dry = 1 ] || [ "$GPU_CHECK_DEVICE" != CPU ]; }
 
 run_part() {
     local start=$SECONDS end="" state
-    part=${1%%=*} part_end=$budget
-    [[ $1 != *=* ]] || part_end=$((SECONDS + ${1#*=} < budget ? SECONDS + ${1#*=} : budget))
+    part=${1%%=*} part_end=$((budget - RESERVE))
+    [[ $1 != *=* ]] || part_end=$((SECONDS + 10#${1#*=} < part_end ? SECONDS + 10#${1#*=} : part_end))
     echo "== $part"
     if [ "$part" = pack ]; then part_pack; return; fi
     case $part:${FRESH:-} in probe:* | build:* | *:1) report forget "$part" ;; esac
@@ -749,33 +783,39 @@ shorten_log() {
 # An earlier call's report, where this call writes to another folder.
 continue_report() {
     local name
-    mkdir -p "$out"
+    { mkdir -p "$out" && echo >"$out/writable" && rm "$out/writable"; } 2>/dev/null ||
+        stop 2 "OUT=$out: cannot be made or written to"
     if [ -e "$out/report.json" ] || [ ! -e "$earlier/report.json" ]; then return; fi
     for name in report.json log loss.png; do
         [ ! -e "$earlier/$name" ] || cp "$earlier/$name" "$out/"
     done
 }
 
+case ${1:-} in -h | --help | help) usage; exit 0 ;; esac
 for word in "$@"; do
     [[ " $PARTS " == *" ${word%%=*} "* ]] || stop 2 "${word%%=*}: no such part. The parts are: $PARTS"
-    [[ $word != *=* || $word =~ =[0-9]+$ ]] || stop 2 "$word: expected PART=SECONDS"
+    [[ $word != *=* || $word =~ ^[a-z]+=[0-9]{1,6}$ ]] || stop 2 "$word: expected PART=SECONDS"
 done
-[[ $budget =~ ^[0-9]+$ ]] || stop 2 "BUDGET=$budget: expected seconds, a whole number"
+[[ $budget =~ ^[0-9]{1,6}$ ]] || stop 2 "BUDGET=$budget: expected seconds, a whole number of at most six digits"
+budget=$((10#$budget))
 named=1
 [ $# -gt 0 ] || { named=0; set -- $ALL; }
-wanted=("${@%%=*}")
+only_pack=1 wanted=()
+for word in "$@"; do
+    [ "${word%%=*}" = pack ] || { only_pack=0; wanted+=("${word%%=*}"); }
+done
 
-[ "$*" = pack ] || { use_deps; continue_report; }
+[ $only_pack = 1 ] || { use_deps; continue_report; }
 find_python
 unset GPU_CHECK_DEVICE
 GPU_CHECK_DEVICE=$(report device)
 export GPU_CHECK_DEVICE
-capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -1 | tr -d . | grep -x '[0-9]*')
+capability=$(smi --query-gpu=compute_cap --format=csv,noheader | head -1 | tr -d . | grep -x '[0-9]*')
 gpus=${GPUS:-${capability:-90}}
-[ "$*" = pack ] || find_data
+[ $only_pack = 1 ] || find_data
 while [ $# -gt 0 ]; do
     # Even to say that there is no time, a part takes a second or more.
-    if [ $((budget - SECONDS)) -lt 5 ] && [ "$1" != pack ]; then
+    if [ $((budget - SECONDS)) -lt $((RESERVE + 3)) ] && [ "$1" != pack ]; then
         report postpone "${@%%=*}"
         say "no time is left for ${*%%=*}"
         break
@@ -783,11 +823,13 @@ while [ $# -gt 0 ]; do
     word=$1
     shift
     run_part "$word"
-    if [ "$word" = probe ] && [ "$named" = 0 ] && [ "$(report state probe)" = failed ]; then
-        stop $FAILED "this machine lacks what the build needs: see above. The other parts were not begun"
+    if [ "${word%%=*}" = probe ] && [ $# -gt 0 ]; then
+        has_gpu || stop $NO_GPU "there is no GPU. The other parts were not begun"
+        [ "$(report state probe)" != failed ] ||
+            stop $FAILED "this machine lacks what the build needs: see above. The other parts were not begun"
     fi
 done
-[ "${wanted[*]}" != pack ] || exit 0
+[ $only_pack = 0 ] || exit 0
 shorten_log
 report status "${wanted[@]}"
 status=$?

@@ -26,6 +26,7 @@ import os
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -45,6 +46,7 @@ SCALARS = ("s", "b", "p", "sink")
 # One of each kind: where time is short, these are measured, and the others are left.
 FIRST = ("softmax", "lssar", "ssmax", "softmax-recentered-l1", "gelu-l1", "sigmoid", "softpick", "softmax-sink", "softplus-l1", "relu2-n", "softmax-recentered",
          "mish-l1", "lssa", "softmax1", "ssmax-bias", "ssmax-pn", "identity-l1", "exp")
+LIMIT = 150                      # seconds after which a case has failed, and so has the compilation of one
 DRY = False
 
 
@@ -416,7 +418,31 @@ class Timed:
             self.record[key].append(milliseconds(calls, seconds))
 
 
-def measure(name, T, ways, flash, rounds, seconds, beside=None):
+class Watch:
+    """A case that has no end within LIMIT seconds: the way that it hangs in is recorded as failed, and this process
+    ends, since a call into the driver cannot be broken off. The next call goes on with the rest."""
+
+    def __init__(self, report, part, name, T):
+        self.report, self.part, self.name, self.T, self.way = report, part, name, T, "ours"
+        self.seconds = LIMIT * (10 if DRY else 1)
+        self.timer = threading.Timer(self.seconds, self.give_up)
+        self.timer.daemon = True
+
+    def give_up(self):
+        text = f"no end within {self.seconds:g} s"
+        keep(self.report, self.part, self.name, self.T, {self.way: {"failed": text}})
+        print(f"attention_gpu: {self.name} T={self.T} {self.way}: {text}", flush=True)
+        os._exit(gpu_report.FAILED if self.way == "ours" else gpu_report.UNFINISHED)
+
+    def __enter__(self):
+        self.timer.start()
+        return self
+
+    def __exit__(self, *error):
+        self.timer.cancel()
+
+
+def measure(name, T, ways, flash, rounds, seconds, watch, beside=None):
     """{way: record} for a normalizer at a length; ways: "ours" and those of way_names(). beside: a Timed whose time each of our rounds is
     compared with (record["of_softmax"])."""
     case = Case(name, T, 1 if DRY else SETS)
@@ -424,12 +450,14 @@ def measure(name, T, ways, flash, rounds, seconds, beside=None):
     judge = Judge(case)
     found, timed = {}, {}
     for way in ways:
+        watch.way = way
         try:
             timed[way] = Timed(Ours(case, flash) if way == "ours" else Torch(case, way), judge, sets)
         except (RuntimeError, NotImplementedError, ValueError, ImportError) as error:          # out of memory, or not for this shape
             found[way] = {"failed": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error).strip() else ''}"}
     for round_ in range(rounds):
         for way in list(timed) if round_ % 2 == 0 else reversed(list(timed)):
+            watch.way = way
             if beside and way == "ours":
                 beside.round(seconds)
             timed[way].round(seconds)
@@ -477,7 +505,10 @@ def part_attention(report, options, flash):
         if budget.left() < 10:
             left_out.append(f"softmax at T = {T}")
             continue
-        found = measure("softmax", T, ["ours", "sdpa-flash", "sdpa-cudnn"], flash, ROUNDS + 1, options.seconds)
+        with Watch(report, "attention", "softmax", T) as watch:
+            ways = ("ours", "sdpa-flash", "sdpa-cudnn")
+            ways = [way for way in ways if not has(report, "attention", attn="softmax", T=T, way=way)]
+            found = measure("softmax", T, ways, flash, ROUNDS + 1, options.seconds, watch)
         say("softmax", T, found)
         keep(report, "attention", "softmax", T, found)
     for T in options.lengths:
@@ -487,8 +518,9 @@ def part_attention(report, options, flash):
             if budget.left() < 10:
                 left_out.append(f"{name} at T = {T}")
                 continue
-            beside = beside or timed_softmax(T, flash)
-            found = measure(name, T, ["ours"], flash, ROUNDS, options.seconds, beside)
+            with Watch(report, "attention", name, T) as watch:
+                beside = beside or timed_softmax(T, flash)
+                found = measure(name, T, ["ours"], flash, ROUNDS, options.seconds, watch, beside)
             say(name, T, found)
             keep(report, "attention", name, T, found)
     tables_attention(report, left_out)
@@ -510,22 +542,28 @@ def workers(T):
 
 
 def warm(options, cases, budget):
-    """Compiles the cases in processes of their own, several at a time, into the compiler's cache on disk; returns those that ended in time."""
+    """Compiles the cases in processes of their own, several at a time, into the compiler's cache on disk. Returns those
+    that ended in time, and those that had no end within LIMIT seconds."""
     def one(case):
         name, T, way = case
-        if budget.left() < 30:
+        seconds = min(LIMIT, budget.left())
+        if seconds < 30:
             return None
         words = [sys.executable, __file__, str(options.report), "warm", "--attn", name, "--lengths", str(T), "--way", way]
         try:
-            result = subprocess.run(words, capture_output=True, text=True, timeout=budget.left(), env=dict(os.environ, TORCHINDUCTOR_COMPILE_THREADS="1"))
+            one_thread = dict(os.environ, TORCHINDUCTOR_COMPILE_THREADS="1")
+            result = subprocess.run(words, capture_output=True, text=True, timeout=seconds, env=one_thread)
             print(f"compiled {name} T={T} {way}: {'done' if result.returncode == 0 else result.stderr.strip().splitlines()[-1:]}", flush=True)
             return case
         except subprocess.TimeoutExpired:
-            print(f"compiled {name} T={T} {way}: no time left", flush=True)
+            print(f"compiled {name} T={T} {way}: no end within {seconds:.0f} s", flush=True)
+            if seconds == LIMIT:
+                endless.add(case)
             return None
 
+    endless = set()
     with ThreadPoolExecutor(workers(cases[0][1])) as pool:
-        return {case for case in pool.map(one, cases) if case}
+        return {case for case in pool.map(one, cases) if case}, endless
 
 
 def part_warm(options):
@@ -538,23 +576,34 @@ def part_warm(options):
 def part_others(report, options, flash):
     """Each normalizer beside PyTorch's ways, some at a time: their ways are compiled side by side, then timed one by one. Returns what was left."""
     budget, left_out = Budget(options.budget), []
-    missing = [(name, T) for T in options.lengths for name in options.attn if not all(has(report, "others", attn=name, T=T, way=way) for way in way_names(name))]
+
+    def lacks(name, T):
+        """The ways of PyTorch's to measure; what failed is not tried again."""
+        return [way for way in way_names(name) if not has(report, "others", attn=name, T=T, way=way)]
+
+    missing = [(name, T) for T in options.lengths for name in options.attn
+               if not has(report, "others", attn=name, T=T, way="ours")]
     while missing:
         T = missing[0][1]
         size = len(missing) if DRY else workers(T)
         some = [case for case in missing[:size] if case[1] == T]
         missing = missing[len(some):]
-        to_compile = [(name, T, way) for name, T in some for way in way_names(name) if not way.startswith("sdpa-")]
-        ready = set(to_compile) if DRY else warm(options, to_compile, budget) if to_compile and budget.left() > 60 else set()
+        to_compile = [(name, T, way) for name, T in some for way in lacks(name, T) if not way.startswith("sdpa-")]
+        ready, endless = set(to_compile) if DRY else set(), set()
+        if not DRY and to_compile and budget.left() > 60:
+            ready, endless = warm(options, to_compile, budget)
+        for name, T, way in endless:
+            keep(report, "others", name, T, {way: {"failed": f"not compiled within {LIMIT} s"}})
         for name, T in some:
-            ways = [way for way in way_names(name) if way.startswith("sdpa-") or (name, T, way) in ready]
-            if budget.left() < 15 or len(ways) < len(way_names(name)):
+            ways = [way for way in lacks(name, T) if way.startswith("sdpa-") or (name, T, way) in ready]
+            if budget.left() < 15 or len(ways) < len(lacks(name, T)):
                 left_out.append(f"{name} at T = {T}")
                 continue
             torch._dynamo.reset()
             if not DRY:
                 torch.cuda.empty_cache()
-            found = measure(name, T, ["ours", *ways], flash, ROUNDS, options.seconds)
+            with Watch(report, "others", name, T) as watch:
+                found = measure(name, T, ["ours", *ways], flash, ROUNDS, options.seconds, watch)
             say(name, T, found)
             keep(report, "others", name, T, found)
     tables_others(report, left_out)

@@ -170,5 +170,20 @@ def tabulate(report):
                   *([] if any(row[3] for row in rows) else ["sass.py could not run here: it needs nvdisasm"])])
 
 
+def main():
+    words = sys.argv[1:]
+    if words[:1] in (["-h"], ["--help"]):
+        return print(__doc__)
+    verb, *rest = words or [""]
+    numbers = all(word.isdecimal() for word in rest[3:])
+    if verb == "run" and len(rest) in (6, 7, 8) and rest[1] in ("bf16", "fp32") and numbers:
+        return main_run(*rest)
+    if verb == "count" and len(rest) >= 2:
+        return main_count(*rest)
+    print(f"{__doc__}\ngpu_kernels: expected run or count with the words above, not: {' '.join(words) or 'nothing'}",
+          file=sys.stderr)
+    return 2
+
+
 if __name__ == "__main__":
-    sys.exit({"run": main_run, "count": main_count}[sys.argv[1]](*sys.argv[2:]))
+    sys.exit(main())

@@ -27,6 +27,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -41,33 +42,62 @@ PYTORCH = ("sdpa", "sdpa-flash", "sdpa-cudnn", "flex", "compile")
 
 
 # What a part's results depend on besides the programs.
-PROGRAM_SOURCES = ("Makefile", "*.c", "*.h", "*.cu", "attention/**/*", "kernels/**/*", "runtime/**/*")
-TIMES_ATTENTION = ("dev/bench/attention_gpu.py", "dev/reference/model.py")
+PROGRAM_SOURCES = ("Makefile", "*.c", "*.h", "*.cu", "attention/**/*", "kernels/**/*", "run/**/*", "runtime/**/*")
+FLASH_SO = "dev/tests/flash_so.cu"
+TIMES_ATTENTION = ("dev/bench/attention_gpu.py", "dev/reference/model.py", FLASH_SO)
 TIMES_STEPS = ("dev/bench/gpu_step.py", "dev/bench/cpu_step.py")
 TESTS = ("dev/tests/*.cu", "dev/tests/*.h", "dev/tests/test_flash.py", "dev/reference/*.*", "dev/reference/fixtures/*")
 PART_SOURCES = {"build": ("dev/tests/*.cu", "dev/tests/*.h", "dev/reference/*.h", "dev/cuda_on_cpu/*"), "tests": TESTS,
-                "sanitizer": (*TESTS, "dev/bench/gpu_kernels.py"), "counters": ("dev/bench/gpu_kernels.py", "dev/bench/sass*.py"),
+                "sanitizer": (*TESTS, "dev/bench/gpu_kernels.py"), "counters": ("dev/bench/gpu_kernels.py", "dev/bench/sass*.py", FLASH_SO),
                 "attention": TIMES_ATTENTION, "others": TIMES_ATTENTION, "step": TIMES_STEPS, "memory": TIMES_STEPS, "larger": TIMES_STEPS}
+# The functions and lists of scripts/gpu_check.sh that say what these parts run.
+PART_RECIPES = {"train": ("recipe", "run", "run_cpu", "curves_beside", "part_train"),
+                "determinism": ("recipe", "run", "same_runs", "free_run", "part_determinism"),
+                "sanitizer": ("KERNELS", "attention_kinds", "sanitizer_runs", "part_sanitizer", "run_aside")}
+
+
+def ask_gpu(query):
+    """What nvidia-smi says, or nothing: where there is no GPU, and where it does not answer."""
+    words = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
+    try:
+        return subprocess.run(words, capture_output=True, text=True, check=True, timeout=10).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def device():
     """The GPU's name, its driver and memory, or "CPU". GPU_CHECK_DEVICE saves asking: nvidia-smi can take a second."""
     if os.environ.get("GPU_CHECK_DEVICE"):
         return os.environ["GPU_CHECK_DEVICE"]
-    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     try:
-        words = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0].split(", ")
-        return f"{words[0]} (driver {words[1]}, {words[2]})"
-    except (OSError, subprocess.CalledProcessError, IndexError):
+        words = ask_gpu("name,driver_version,memory.total").splitlines()[0].split(", ")
+        return f"{words[0]} (driver {words[1]}, {words[2].removesuffix(' MiB')} MiB)"
+    except IndexError:
         return "CPU"
+
+
+def sources(part):
+    """The files that a part depends on."""
+    patterns = (*PROGRAM_SOURCES, *PART_SOURCES.get(part, ()))
+    return sorted({path for pattern in patterns for path in ROOT.glob(pattern)
+                   if path.is_file() and path.suffix not in (".md", ".pyc")})
+
+
+def recipe(name):
+    """The text of a function or a list in scripts/gpu_check.sh; "" where it has none."""
+    script = ROOT / "scripts/gpu_check.sh"
+    text = script.read_text() if script.exists() else ""
+    found = re.search(rf'^{name}\(\) {{(?:[^\n]*}}$|.*?^}}$)|^{name}="[^"]*"$', text, re.M | re.S)
+    return found[0] if found else ""
 
 
 def version(part):
     """A hash of the contents of the files that a part depends on, so that a copy of the tree without its git history has a version too."""
     digest = hashlib.sha256()
-    patterns = (*PROGRAM_SOURCES, *PART_SOURCES.get(part, ()))
-    for path in sorted({path for pattern in patterns for path in ROOT.glob(pattern) if path.is_file() and path.suffix not in (".md", ".pyc")}):
+    for path in sources(part):
         digest.update(f"{path.relative_to(ROOT)}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
+    for name in PART_RECIPES.get(part, ()):
+        digest.update(f"{name}\0{recipe(name)}\0".encode())
     return digest.hexdigest()[:12]
 
 
@@ -75,7 +105,19 @@ class Report:
     def __init__(self, folder):
         self.folder = Path(folder)
         self.path = self.folder / "report.json"
-        self.parts = json.loads(self.path.read_text())["parts"] if self.path.exists() else {}
+        self.parts = self.load() if self.path.exists() else {}
+
+    def load(self):
+        try:
+            parts = json.loads(self.path.read_text())["parts"]
+            if not all(isinstance(section, dict) for section in parts.values()):
+                raise ValueError("a section is no object")
+            return parts
+        except (ValueError, KeyError, TypeError, AttributeError) as error:           # cut off in a copy, say
+            bad = self.path.replace(f"{self.path}.bad")
+            print(f"gpu_report: {self.path} cannot be read ({error}); it is now {bad}, and the report begins anew",
+                  file=sys.stderr)
+            return {}
 
     def part(self, name):
         return self.parts.setdefault(name, {"facts": [], "checks": [], "tables": {}, "records": []})
@@ -346,8 +388,9 @@ def add_seconds(report, part, seconds):
 
 
 def exit_code(report, names):
-    """Of the parts with these names; without names, of all that the report has."""
-    ends = [section.get("status", "unfinished") for name, section in report.parts.items() if not names or name in names]
+    """Of the parts with these names, of which one that the report lacks is unfinished; without names, of all that the
+    report has."""
+    ends = [report.parts.get(name, {}).get("status", "unfinished") for name in names or report.parts] or ["unfinished"]
     for code, found in ((FAILED, "failed"), (UNFINISHED, "unfinished"), (NO_GPU, "not measured")):
         if any(end.startswith(found) for end in ends):
             return code
@@ -364,10 +407,48 @@ def verdict_of(compare, *words):
     return 0 if fine else FAILED
 
 
+# How many words follow a verb; None: any number more.
+COUNTS = {"state": (1, 1), "begin": (1, 1), "check": (5, 5), "passed": (2, 2), "fact": (1, None), "end": (1, 2),
+          "postpone": (1, None), "took": (2, 2), "forget": (1, 1), "summary": (0, 0), "device": (0, 0), "status": (0, None),
+          "version": (1, 1), "curves": (2, None)}
+COMPARISONS = {"same": (2, 2), "close": (3, 3)}
+
+
+def usage(problem):
+    """The comment at the top, and what is wrong; exit code 2."""
+    print(f"{__doc__}\ngpu_report: {problem}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def number(word):
+    try:
+        return float(word)
+    except ValueError:
+        usage(f"{word}: expected a number")
+
+
+def parse(words):
+    """(folder, verb, words), as many as the verb takes."""
+    if words[:1] in (["-h"], ["--help"]):
+        print(__doc__)
+        raise SystemExit(0)
+    if len(words) < 2:
+        usage("expected a folder, or compare, and a verb")
+    folder, verb, *words = words
+    counts = COMPARISONS if folder == "compare" else COUNTS
+    if verb not in counts:
+        usage(f"{verb}: no such verb")
+    least, most = counts[verb]
+    if len(words) < least or most is not None and len(words) > most:
+        more = " or more" if most is None else f" to {most}" if most > least else ""
+        usage(f"{verb}: {len(words)} words follow; expected {least}{more}")
+    return folder, verb, words
+
+
 def main():
-    folder, verb, *words = sys.argv[1:]
+    folder, verb, words = parse(sys.argv[1:])
     if folder == "compare":
-        return verdict_of(same, *words) if verb == "same" else verdict_of(close, float(words[0]), *words[1:])
+        return verdict_of(same, *words) if verb == "same" else verdict_of(close, number(words[0]), *words[1:])
     report = Report(folder)
     if verb == "status":
         return exit_code(report, words)
@@ -381,11 +462,11 @@ def main():
     if verb == "passed":
         return 0 if report.passed(part, words[1]) else FAILED
     writers = {"begin": report.begin, "end": report.end, "postpone": report.postpone, "forget": lambda name: report.parts.pop(name, None),
-               "check": lambda *x: add_check(report, *x), "fact": lambda *x: add_facts(report, *x),
-               "took": lambda *x: add_seconds(report, *x),
+               "check": lambda part, name, verdict, seconds, detail:
+                   add_check(report, part, name, verdict, number(seconds), detail),
+               "fact": lambda *x: add_facts(report, *x),
+               "took": lambda part, seconds: add_seconds(report, part, number(seconds)),
                "curves": lambda name, *runs: verdict_of(lambda: curves(report, name, runs))}
-    if verb not in writers:
-        raise SystemExit(f"gpu_report: {verb}: no such verb; see the top of {__file__}")
     code = writers[verb](*words)
     report.save()
     return code if verb == "curves" else 0

@@ -14,7 +14,8 @@ Each case is a process of its own, one at a time. Both sides do the whole step: 
 
 Both sides leave out the same number of steps at the start, and both are timed by the host's clock from the end of one step on the device to the end
 of the next: ours is `ms` of metrics.jsonl. The host runs one step ahead of PyTorch's device, so that it never keeps the device waiting. A figure is
-the median. Nothing else runs meanwhile; only the part memory asks nvidia-smi, and its times are no measurements.
+the median. Nothing else runs meanwhile; only the part memory asks nvidia-smi, and its times are no measurements. A case that has no end
+within LIMIT seconds has failed; one that the end of the budget cuts off is left.
 
 The model is dev/bench/cpu_step.py's, written as a good user would: q, k, v in one product, gate and up in one, the vocabulary padded to 50,304.
 
@@ -146,11 +147,32 @@ def child(task):
         return {"failed": "out of memory"}
 
 
-def run_torch(**task):
+# Seconds after which a case has failed. A dry run may take longer: it is on a machine of any speed.
+LIMIT = {"ours": 120, "autocast": 240, "bf16": 240, "ceilings": 120}
+
+
+def run_within(what, end, words, **more):
+    """(subprocess.run()'s result, None), or (None, the record of a case that was stopped): {"failed"} at its LIMIT,
+    {"left"} at `end`, the program's own."""
+    limit = LIMIT[what] * (10 if DRY else 1)
+    seconds = min(limit, max(0.1, end - time.monotonic()))
+    try:
+        return subprocess.run(words, capture_output=True, text=True, timeout=seconds, **more), None
+    except subprocess.TimeoutExpired as error:
+        for text in filter(None, (error.stdout, error.stderr)):
+            print((text.decode(errors="replace") if isinstance(text, bytes) else text)[-2000:], file=sys.stderr)
+        if seconds == limit:
+            return None, {"failed": f"no end within {limit:g} s"}
+        return None, {"left": f"stopped after {seconds:.0f} s, at the end of this call's time"}
+
+
+def run_torch(*, end, **task):
     """child() in a process of its own; in a dry run in this one, which is quicker."""
     if DRY:
         return child(task)
-    result = subprocess.run([sys.executable, __file__, "child", json.dumps(task)], capture_output=True, text=True)
+    result, endless = run_within(task["variant"], end, [sys.executable, __file__, "child", json.dumps(task)])
+    if endless:
+        return endless
     if result.returncode:
         lines = result.stderr.strip().splitlines()
         print(result.stderr, file=sys.stderr)
@@ -160,6 +182,12 @@ def run_torch(**task):
 
 # ---------------------------------------------------------------- ours
 
+def memory_gb(query):
+    """Of the first GPU; None where nvidia-smi does not tell."""
+    word = (gpu_report.ask_gpu(query).split() or [""])[0]
+    return int(word) * 1.048576e-3 if word.isdecimal() else None
+
+
 class Used:
     """The most device memory in use while this runs, in GB beyond what was in use before; None where nvidia-smi does not tell."""
 
@@ -167,11 +195,7 @@ class Used:
         self.most, self.done = None, threading.Event()
 
     def now(self):
-        try:
-            result = subprocess.run(["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"], capture_output=True, text=True)
-            return int(result.stdout.split()[0]) * 1.048576e-3
-        except (OSError, IndexError, ValueError):
-            return None
+        return memory_gb("memory.used")
 
     def watch(self):
         while not self.done.wait(0.1):
@@ -219,7 +243,9 @@ def run_ours(options, model, B, T, steps, profile=False):
         cpu_step.write_shard(data / "random_train_000001.bin", 2 * B * T + 1, sizes(model).get("vocab", cpu_step.VOCAB))
         words = our_command(options, model, B, T, UNCOUNTED + steps, data) + (["--profile"] if profile else ["--out", str(out)])
         with Used() if options.part == "memory" else contextlib.nullcontext() as used:      # asking nvidia-smi slows the device down
-            result = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+            result, endless = run_within("ours", options.end, words, stdin=subprocess.DEVNULL)
+        if endless:
+            return endless
         if result.returncode:
             print(result.stdout[-2000:] + result.stderr[-2000:], file=sys.stderr)
             return {"failed": "out of memory" if result.returncode == 4 else f"exit code {result.returncode}: {(result.stderr.strip().splitlines() or [''])[0][:160]}"}
@@ -242,16 +268,16 @@ class Budget:
 
 def measure(options, model, B, T, variant, steps):
     result = run_ours(options, model, B, T, steps) if variant == "ours" else \
-        run_torch(variant=variant, model=model, B=B, T=T, steps=steps, uncounted=UNCOUNTED)
+        run_torch(end=options.end, variant=variant, model=model, B=B, T=T, steps=steps, uncounted=UNCOUNTED)
     if "ms" in result:
         result["tok_per_s"] = 1e3 * B * T / statistics.median(result["ms"])
-    print(f"{model} B={B} T={T} {variant:9} " + (f"{result['tok_per_s']:10.0f} tok/s, {result['peak_gb']:.1f} GB" if "ms" in result else result["failed"]), flush=True)
+    said = result.get("failed") or result.get("left") or f"{result['tok_per_s']:10.0f} tok/s, {result['peak_gb']:.1f} GB"
+    print(f"{model} B={B} T={T} {variant:9} {said}", flush=True)
     return result
 
 
 def free_gb():
-    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    return 4.0 if DRY else int(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]) * 1.048576e-3
+    return 4.0 if DRY else memory_gb("memory.total")
 
 
 def parameters(model):
@@ -262,11 +288,12 @@ def parameters(model):
 
 
 def largest_batch(at_16, model, variant):
-    """From the memory at B = 16: what a step keeps whatever the batch is known, the rest grows with it. A multiple of 8."""
+    """From the memory at B = 16: what a step keeps whatever the batch is known, the rest grows with it. A multiple of 8;
+    16 where nvidia-smi does not tell how much there is."""
     bytes_each = {"ours": 4 + 4 + 8 + 2, "autocast": 4 + 4 + 8, "bf16": 2 + 2 + 4}[variant]
     fixed = bytes_each * parameters(model) / 1e9
-    a_sequence = (at_16["peak_gb"] - fixed) / at_16["B"]
-    return 16 if a_sequence <= 0 else max(16, int(0.97 * (free_gb() - MARGIN_GB - fixed) / a_sequence) // 8 * 8)
+    a_sequence, memory = (at_16["peak_gb"] - fixed) / at_16["B"], free_gb()
+    return 16 if a_sequence <= 0 or memory is None else max(16, int(0.97 * (memory - MARGIN_GB - fixed) / a_sequence) // 8 * 8)
 
 
 # Seconds that a case takes, which must be left for it to begin: PyTorch compiles.
@@ -293,6 +320,8 @@ def step_case(report, options, budget, **keys):
     base = find(report, options.part, **{**keys, "batch": "16"})
     if not fits(budget, variant):
         return False
+    if keys["batch"] == "largest" and not has(report, options.part, **{**keys, "batch": "16"}):
+        return False
     if keys["batch"] == "largest" and base is None:
         report.record(options.part, keys, B=0, T=options.length, failed="B = 16 failed")
         return True
@@ -301,6 +330,8 @@ def step_case(report, options, budget, **keys):
     while result.get("failed") == "out of memory" and B > 16 and fits(budget, variant):
         B = max(16, int(B * 0.85) // 8 * 8)
         result = measure(options, model, B, options.length, variant, options.steps)
+    if "left" in result:
+        return False
     report.record(options.part, keys, B=B, T=options.length, **result)
     report.save()
     return True
@@ -316,9 +347,7 @@ def part_step(report, options):
                 if not has(report, options.part, **keys) and not step_case(report, options, budget, **keys):
                     left_out.append(f"{variant} of {model}, batch {batch}")
     if options.part == "step" and "profile" not in report.part("step"):
-        if fits(budget, "phases"):
-            phases(report, options)
-        else:
+        if not fits(budget, "phases") or phases(report, options):
             left_out.append("the phases")
     tables_step(report, options, left_out)
     return left_out
@@ -338,7 +367,11 @@ def part_memory(report, options):
             if known is None and not fits(budget, variant):
                 left_out.append(f"{variant} at T = {T}")
                 continue
-            result = {key: value for key, value in (known or measure(options, model, B, T, variant, 3)).items() if key not in ("batch", *keys)}
+            found = known or measure(options, model, B, T, variant, 3)
+            if "left" in found:
+                left_out.append(f"{variant} at T = {T}")
+                continue
+            result = {key: value for key, value in found.items() if key not in ("batch", *keys)}
             report.record("memory", keys, **{**result, "B": B})
             tables_memory(report, left_out)
             report.save()
@@ -370,13 +403,17 @@ PRODUCTS = ("q, k, v and o products", "feed-forward products", "output product a
 
 
 def phases(report, options):
-    """--profile of the first model at B = 16, beside the floors by this device's own ceilings."""
+    """--profile of the first model at B = 16, beside the floors by this device's own ceilings. Returns whether time
+    ran out."""
     model = options.models[0]
     profile = run_ours(options, model, options.batch, options.length, options.steps, profile=True)
-    best = run_torch(variant="ceilings")
-    if "failed" in profile or "failed" in best:
-        report.part("step")["facts"].append(f"no phases: {profile.get('failed') or best.get('failed')}")
-        return
+    best = profile if "phases" not in profile else run_torch(end=options.end, variant="ceilings")
+    if "left" in best:
+        return True
+    if "failed" in best:
+        gpu_report.add_facts(report, "step", f"no phases: {best['failed']}")
+        options.failed += [f"the phases: {best['failed']}"] if best is profile else []
+        return False
     total, least = sum(profile["phases"].values()), floors(model, options.batch, options.length)
     rows = []
     for name, ms in profile["phases"].items():
@@ -389,6 +426,7 @@ def phases(report, options):
                  [f"ceilings measured in this run: {best['bytes'] / 1e12:.2f} TB/s copied, {best['flops'] / 1e12:.0f} TFLOP/s of a bf16 product of 8192³ random numbers",
                   f"{100 * share:.0f} % of the step are phases of cuBLASLt's products (with the loss's own kernel)",
                   "a floor counts each input read once and each output written once; attention two products forward and five backward"])
+    return False
 
 
 # ---------------------------------------------------------------- tables
@@ -417,11 +455,12 @@ def tables_memory(report, left_out):
     records, rows = report.part("memory")["records"], []
     for T in sorted({r["T"] for r in records}):
         ours, other = (next((r for r in records if r["T"] == T and r["variant"] == variant), None) for variant in ("ours", "autocast"))
-        rows.append([T, (ours or other)["B"], figure(ours, "peak_gb", 2), figure(ours, "used_gb", 2), figure(other, "peak_gb", 2), figure(other, "reserved_gb", 2),
-                     figure(ours, "tok_per_s", 0), figure(other, "tok_per_s", 0)])
-    report.table("memory", "A step's memory, GB", ["T", "B", "ours, planned", "ours, nvidia-smi", "autocast, allocated", "autocast, reserved", "ours tok/s", "autocast tok/s"],
-                 rows, ["nvidia-smi counts the CUDA context and the libraries too",
-                        *([f"not measured for want of time: {', '.join(left_out)}; run the part again"] if left_out else [])])
+        rows.append([T, (ours or other)["B"], figure(ours, "peak_gb", 2), figure(ours, "used_gb", 2),
+                     figure(other, "peak_gb", 2), figure(other, "reserved_gb", 2)])
+    head = ["T", "B", "ours, planned", "ours, nvidia-smi", "autocast, allocated", "autocast, reserved"]
+    report.table("memory", "A step's memory, GB", head, rows,
+                 ["nvidia-smi counts the CUDA context and the libraries too",
+                  *([f"not measured for want of time: {', '.join(left_out)}; run the part again"] if left_out else [])])
 
 
 # ---------------------------------------------------------------- the command line
@@ -433,7 +472,8 @@ def parse():
     parser.add_argument("--models", default="", help="default: 124M, of the part larger 162M")
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--steps", type=int, default=20, help="counted steps (default: %(default)s)")
-    parser.add_argument("--budget", type=float, default=500, help="seconds after which no case is begun")
+    parser.add_argument("--budget", type=float, default=500,
+                        help="seconds after which no case is begun; 8 more, and one that runs is left")
     parser.add_argument("--ours", default="", help="the trainer; default: ./train_gpt2cu")
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, a tiny model")
     options = parser.parse_args()
@@ -445,6 +485,8 @@ def parse():
     options.ours = options.ours or str(ROOT / ("train_gpt2" if DRY else "train_gpt2cu"))
     options.batch, options.length, options.tokens = (2, 32, 64) if DRY else (16, 1024, TOKENS)
     options.lengths = (16, 32) if DRY else LENGTHS
+    # scripts/gpu_check.sh ends this program 15 seconds after its budget.
+    options.end, options.failed = time.monotonic() + options.budget + 8, []
     return options
 
 
@@ -461,7 +503,9 @@ def main():
     report.resume(options.part)
     left_out = {"step": part_step, "memory": part_memory, "larger": part_step}[options.part](report, options)
     report.save()
-    failed = [f"{r['model']} {r['variant']}" for r in report.part(options.part)["records"] if r["variant"] == "ours" and "failed" in r]
+    failed = [f"{r['model']} ({r['failed']})" for r in report.part(options.part)["records"]
+              if r["variant"] == "ours" and "failed" in r]
+    failed += options.failed
     print(f"gpu_step: {len(report.part(options.part)['records'])} records" + (f"; ours failed: {', '.join(failed)}" if failed else "")
           + (f"; left: {', '.join(left_out)}" if left_out else ""))
     return gpu_report.FAILED if failed else gpu_report.UNFINISHED if left_out else 0

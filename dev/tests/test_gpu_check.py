@@ -11,6 +11,8 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -72,10 +74,11 @@ def fake_programs(folder, **texts):
     return f"{folder}:/usr/bin:/bin"
 
 
-# Programs that make builds on the machine below: they say what they were called with, and one group of kernels crashes.
+# Programs that make builds on the machine below: they say what they were called with. One group of kernels crashes, and
+# another is killed, as if the system had no memory for it.
 PROGRAM = """#!/bin/sh
 echo "$0 $*" >>"{log}"
-case $1 in rope) kill -SEGV $$ ;; orders) echo "note: refused"; exit 6 ;; --help) ;; esac
+case $1 in rope) kill -SEGV $$ ;; swiglu) kill -KILL $$ ;; orders) echo "note: refused"; exit 6 ;; --help) ;; esac
 echo "3 passed, 0 failed"
 """
 MAKE = """#!/bin/sh
@@ -90,7 +93,7 @@ done
 class Machine:
     """A copy of what scripts/gpu_check.sh needs, without .git, on a machine with a GPU that is none, and with a make that builds nothing."""
 
-    def __init__(self, folder, *, lacks=()):
+    def __init__(self, folder, *, lacks=(), **programs):
         self.root, self.log, self.out = folder / "tree", folder / "log", folder / "out"
         for name in ("Makefile", "scripts/gpu_check.sh", "attention/flash.cuh", "dev/bench/gpu_report.py", "dev/bench/gpu_text.py", "dev/bench/gpu_kernels.py"):
             (self.root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -101,11 +104,21 @@ class Machine:
             (folder / "cuda" / name).touch()
         (folder / "program").write_text(PROGRAM.format(log=self.log))
         make = MAKE.format(cuda=folder / "cuda", log=self.log, program=folder / "program")
-        fakes = {"nvidia-smi": "echo 'GPU 0, stand-in, 1 MiB'", "nvcc": "exit 1", "make": make}
+        fakes = {"nvidia-smi": "echo 'GPU 0, stand-in, 1 MiB'", "nvcc": "exit 1", "make": make, **programs}
+        self.cuda = folder / "cuda"
         self.path = fake_programs(folder / "bin", **{name: text for name, text in fakes.items() if name not in lacks})
 
     def call(self, *parts, code, **environment):
         return gpu_check(*parts, out=self.out, code=code, root=self.root, PATH=self.path, PYTHON="", **environment)
+
+    def edit(self, name, old, new):
+        """Another constant in this machine's copy of a file."""
+        text = (self.root / name).read_text()
+        assert old in text, (name, old)
+        (self.root / name).write_text(text.replace(old, new))
+
+    def nvcc(self, text):
+        fake_programs(self.cuda / "bin", nvcc=text)
 
     def calls(self, word):
         return self.log.read_text().count(word) if self.log.exists() else 0
@@ -142,7 +155,7 @@ def test_a_crash_ends_its_group_alone(tmp_path):
     machine = Machine(tmp_path)
     machine.call("tests", code=1)
     checks = {check["name"]: check["verdict"] for check in parts_of(machine.out)["tests"]["checks"]}
-    assert checks.pop("kernels: rope") == "FAILED (139)"
+    assert checks.pop("kernels: rope") == "FAILED (139)" and checks.pop("kernels: swiglu") == "FAILED (137)"
     assert checks.pop("PyTorch or pytest") == "FAILED"
     assert checks.pop("cuBLASLt, not needed: orders") == "told"
     assert len(checks) > 20 and set(checks.values()) == {"ok"}
@@ -157,6 +170,47 @@ def test_without_the_sanitizer_its_part_fails(tmp_path):
         pytest.skip("compute-sanitizer is among the system's programs")
     assert "FAILED: compute-sanitizer is missing" in machine.call("sanitizer", code=1)
     assert [check["verdict"] for check in parts_of(machine.out)["sanitizer"]["checks"]] == ["FAILED"]
+
+
+# As the real one: the program's exit code, or that of --error-exitcode where there is something to report.
+SANITIZER = """code=0
+while true; do
+    case $1 in --tool | --print-limit) ;; --error-exitcode) code=$2 ;; *) break ;; esac
+    shift 2
+done
+case $2 in
+    norms) sleep 1; echo '========= ERROR SUMMARY: 1 error'; exit "$code" ;;
+    peak) echo $$ >peak.pid; trap '' TERM; while true; do sleep 1; done ;;
+esac
+exec "$@"
+"""
+
+
+def test_what_the_sanitizer_finds(tmp_path):
+    """Each run is concluded as it ends; one that does not end is left, in time."""
+    machine, ended = Machine(tmp_path, **{"compute-sanitizer": SANITIZER}), "norms"
+    for old, new in (("phi rmsnorm", ""), ("gau embedding classifier adamw", ""), ("refused | peak", "refused"),
+                     ("KILL_AFTER=5", "KILL_AFTER=1"), ("memcheck racecheck synccheck", "memcheck"),
+                     ("cat <<'TABLE'", "return; cat <<'TABLE'"), ("need=40", "need=7")):
+        machine.edit("scripts/gpu_check.sh", old, new)
+
+    def verdicts():
+        checks = parts_of(machine.out).get("sanitizer", {}).get("checks", [])
+        return {check["name"].removeprefix("memcheck, kernels: "): check["verdict"] for check in checks}
+
+    machine.call("build", code=0)
+    with ThreadPoolExecutor() as pool:
+        call = pool.submit(machine.call, "sanitizer=11", code=1, timeout=60)
+        while not call.done() and ended not in verdicts():
+            time.sleep(0.05)
+        assert verdicts()[ended] == "FAILED (9)"
+        pid = (machine.root / "peak.pid").read_text().strip()
+        assert Path(f"/proc/{pid}/cmdline").read_bytes()                # another run goes on
+        said = call.result()
+    assert verdicts()["peak"] == "left", said
+    assert verdicts()["rope"] == "FAILED (139)" and verdicts()["swiglu"] == "FAILED (137)"
+    assert verdicts()["wrappers"] == "ok" and "SUMMARY: 1 error" in (machine.out / "log").read_text()
+    assert parts_of(machine.out)["sanitizer"]["seconds"] <= 11
 
 
 def test_without_ncu_its_part_is_named_and_no_failure(tmp_path):
@@ -175,15 +229,93 @@ def test_what_the_build_needs_is_found_missing_first(tmp_path):
     assert list(parts_of(machine.out)) == ["probe"] and machine.calls("made") == 0
 
 
+def test_a_failed_probe_ends_the_call_that_names_it(tmp_path):
+    machine = Machine(tmp_path)
+    (tmp_path / "cuda/include/cublasLt.h").unlink()
+    assert "The other parts were not" in machine.call("probe", "build", code=1)
+    assert list(parts_of(machine.out)) == ["probe"]
+
+
+def test_a_probe_without_a_gpu_ends_the_call(tmp_path):
+    """Also where nvidia-smi hangs, as it does with a driver that hangs."""
+    machine = Machine(tmp_path, **{"nvidia-smi": "exec sleep 100"})
+    machine.edit("scripts/gpu_check.sh", "ASK_LIMIT=10", "ASK_LIMIT=1")
+    machine.edit("dev/bench/gpu_report.py", "timeout=10", "timeout=1")
+    said = machine.call("probe", "build", code=gpu_report.NO_GPU, timeout=30)
+    assert "GPU: missing" in said and machine.calls("made") == 0
+    assert {name: part["status"] for name, part in parts_of(machine.out).items()} == {"probe": "not measured: no GPU"}
+
+
+def test_nvidia_smi_is_always_called_with_a_limit():
+    sources = ("scripts/gpu_check.sh", *(f"dev/bench/{name}.py" for name in ("gpu_report", "gpu_step", "attention_gpu")))
+    calls = [line for path in sources for line in (ROOT / path).read_text().splitlines()
+             if re.search(r'nvidia-smi "?[$@-]|"nvidia-smi"', line)]
+    assert len(calls) == 2 and "timeout -k" in calls[0] and "words = " in calls[1]
+
+
+def test_a_kernel_that_hangs_fails_the_probe(tmp_path):
+    machine = Machine(tmp_path)
+    machine.edit("scripts/gpu_check.sh", "SMOKE_LIMIT=30 ASK_LIMIT=10", "SMOKE_LIMIT=1 ASK_LIMIT=1")
+    machine.nvcc("exec sleep 100")
+    said = machine.call("probe", code=1, timeout=30)
+    assert "a kernel for sm_90: FAILED (no end within 1 s)" in said
+
+
 def test_one_gpu_is_too_few_for_several(tmp_path):
     machine = Machine(tmp_path)
     assert "fewer than two GPUs: not measured" in machine.call("several", code=gpu_report.NO_GPU)
     assert parts_of(machine.out)["several"]["checks"] == []
 
 
-@pytest.mark.parametrize("word, says", [("attentoin", "attentoin: no such part"), ("train=soon", "expected PART=SECONDS")])
+@pytest.mark.parametrize("word, says", [("attentoin", "attentoin: no such part"), ("train=soon", "expected PART=SECONDS"),
+                                        ("train=1=2", "expected PART=SECONDS")])
 def test_a_wrong_part(tmp_path, word, says):
     assert says in gpu_check(word, out=tmp_path, code=2)
+
+
+@pytest.mark.parametrize("word, settings", [("determinism", {"BUDGET": "08"}), ("determinism=01", {})])
+def test_seconds_are_decimal(tmp_path, word, settings):
+    """08 is no octal number; what could not begin is unfinished."""
+    said = gpu_check(word, out=tmp_path, code=gpu_report.UNFINISHED, DEVICE="cpu", TRAIN="/bin/false", **settings)
+    assert "too great" not in said and parts_of(tmp_path)["determinism"]["status"] == "unfinished"
+
+
+def test_an_out_that_cannot_be_written(tmp_path):
+    assert "cannot be made or written to" in gpu_check("step", out="/proc/nothing", code=2)
+
+
+@pytest.mark.parametrize("word", ["help", "--help"])
+def test_help(tmp_path, word):
+    said = gpu_check(word, out=tmp_path / "out", code=0)
+    assert "scripts/gpu_check.sh [PART[=SECONDS]...]" in said and "Exit codes: 0" in said and "set -u" not in said
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("program, words", [
+    ("gpu_report", ""), ("gpu_report", "{out} begin"), ("gpu_report", "{out} beginn step"), ("gpu_report", "{out} took step soon"),
+    ("gpu_report", "compare close x a b"), ("gpu_kernels", ""), ("gpu_kernels", "run flash.so bf16 softmax 64"),
+    ("gpu_kernels", "count")])
+def test_usage_of_the_tools(tmp_path, monkeypatch, capsys, program, words):
+    monkeypatch.setattr(sys, "argv", [program, *words.format(out=tmp_path).split()])
+    with pytest.raises(SystemExit) as ended:
+        sys.exit({"gpu_report": gpu_report, "gpu_kernels": gpu_kernels}[program].main())
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and f"python3 dev/bench/{program}.py" in said and f"{program}: " in said
+
+
+def test_a_report_that_was_cut_off(tmp_path, capsys):
+    (tmp_path / "report.json").write_text('{"parts": {"step": {"sta')
+    report = gpu_report.Report(tmp_path)
+    assert report.parts == {} and "report.json.bad, and the report begins anew" in capsys.readouterr().err
+    assert (tmp_path / "report.json.bad").exists() and not (tmp_path / "report.json").exists()
+
+
+def test_an_absent_part_is_unfinished(tmp_path):
+    report = gpu_report.Report(tmp_path)
+    report.begin("step")
+    report.end("step")
+    assert gpu_report.exit_code(report, ["step"]) == 0
+    assert gpu_report.exit_code(report, ["step", "memory"]) == gpu_report.UNFINISHED
 
 
 @pytest.fixture
@@ -371,6 +503,52 @@ def test_curves(tmp_path, losses, fine):
     assert gpu_report.curves(gpu_report.Report(tmp_path), "train", runs)[0] == fine
 
 
+# ---- what a part depends on
+
+def prerequisites():
+    """The files of the tree that the objects of the CUDA programs were compiled from; where none are built here, those of
+    the trainer."""
+    patterns = ("on_cpu/**/*.d", "*.d", "attention/*.d", "run/*.d", "runtime/*.d")
+    compiled = [path for pattern in patterns for path in (ROOT / "build").glob(pattern)]
+    text = "\n".join(path.read_text() for path in compiled)
+    if not list(ROOT.glob("build/on_cpu/*.d")):
+        words = [*os.environ.get("CXX", "g++").split(), "-std=c++17", "-MM", "-MG", "-I.", "-Idev/cuda_on_cpu"]
+        words += ["-x", "c++", "train_gpt2.cu"]
+        text += subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    names = {word.removesuffix(":") for word in text.replace("\\\n", " ").split()}
+    return {ROOT / name for name in names if not name.startswith(("/", "build/")) and (ROOT / name).is_file()}
+
+
+def test_the_version_covers_every_source():
+    wanted, covered = prerequisites(), set(gpu_report.sources("build"))
+    assert {"attention", "kernels"} <= {path.parent.name for path in wanted} and len(wanted) > 30
+    assert {str(path.relative_to(ROOT)) for path in wanted - covered} == set()
+    flash_so = ROOT / "dev/tests/flash_so.cu"
+    users = ("attention", "others", "counters", "tests", "sanitizer")
+    assert flash_so.exists() and all(flash_so in gpu_report.sources(part) for part in users)
+
+
+def test_the_version_covers_the_recipes(tmp_path, monkeypatch):
+    """Of a part alone whose recipe changes; and every recipe is found."""
+    assert [name for names in gpu_report.PART_RECIPES.values() for name in names if not gpu_report.recipe(name)] == []
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts/gpu_check.sh", tmp_path / "scripts")
+    monkeypatch.setattr(gpu_report, "ROOT", tmp_path)
+
+    def changed_by(old, new):
+        versions = [gpu_report.version(part) for part in gpu_report.PART_SOURCES | gpu_report.PART_RECIPES]
+        script = tmp_path / "scripts/gpu_check.sh"
+        assert old in script.read_text()
+        script.write_text(script.read_text().replace(old, new))
+        parts = gpu_report.PART_SOURCES | gpu_report.PART_RECIPES
+        return {part for part, before in zip(parts, versions) if gpu_report.version(part) != before}
+
+    assert changed_by("--batch 8 --seq-len 256", "--batch 4 --seq-len 256") == {"train", "determinism"}
+    assert changed_by("bf16 lssar 96 64 64", "bf16 lssar 97 64 64") == {"sanitizer"}
+    assert changed_by("--error-exitcode 9", "") == {"sanitizer"}
+    assert changed_by("# Runs what", "# What runs") == set()
+
+
 # ---- verdicts
 
 def case(attn, T, way, ms, **more):
@@ -525,6 +703,18 @@ def test_our_kernels_by_their_addresses(tmp_path, monkeypatch):
     assert_well_formed((tmp_path / "report.md").read_text())
 
 
+@pytest.mark.parametrize("way, code", [("ours", gpu_report.FAILED), ("flex", gpu_report.UNFINISHED)])
+def test_attention_that_hangs_has_failed(tmp_path, monkeypatch, way, code):
+    ended = []
+    monkeypatch.setattr(attention_gpu, "LIMIT", 0.01)
+    monkeypatch.setattr(attention_gpu.os, "_exit", ended.append)
+    with attention_gpu.Watch(gpu_report.Report(tmp_path), "others", "ssmax", 4096) as watch:
+        watch.way = way
+        watch.timer.join(10)
+    assert ended == [code]
+    assert [(r["way"], r["failed"]) for r in parts_of(tmp_path)["others"]["records"]] == [(way, "no end within 0.1 s")]
+
+
 # ---- counts of instructions
 
 def test_instructions_for_a_tile():
@@ -563,10 +753,40 @@ def test_step_and_memory(tmp_path, monkeypatch):
         assert gpu_step.main() == 0
     parts = parts_of(tmp_path)
     assert len(parts["step"]["records"]) == 6 and len(parts["memory"]["records"]) == 4
+    head = parts["memory"]["tables"]["A step's memory, GB"]["head"]
+    assert len(head) == 6 and not any("tok" in word for word in head)              # its times are no measurements
     assert all("used_gb" in r for r in parts["memory"]["records"] if r["variant"] == "ours")
     assert not any("used_gb" in r for r in parts["step"]["records"])               # nvidia-smi is not asked while a step is timed
     assert set(gpu_step.floors("124M", 16, 1024)) <= set(parts["step"]["profile"]["phases"])
     assert_well_formed((tmp_path / "report.md").read_text())
+
+
+def test_a_step_that_hangs_has_failed(tmp_path, monkeypatch):
+    """Ours fails the part, by name; what the end of the call cuts off is left."""
+    slow = tmp_path / "slow"
+    slow.write_text("#!/bin/sh\nexec sleep 100\n")
+    slow.chmod(0o755)
+    monkeypatch.setattr(gpu_step, "run_torch", lambda **task: {"failed": "not here"})
+    monkeypatch.setattr(gpu_step, "LIMIT", {"ours": 0.02})
+
+    def call(folder, *flags):
+        monkeypatch.setattr(sys, "argv", ["gpu_step.py", str(folder), "step", "--dry-run", "--ours", str(slow), *flags])
+        code = gpu_step.main()
+        return code, [r.get("failed") for r in parts_of(folder)["step"]["records"] if r["variant"] == "ours"]
+
+    assert call(tmp_path / "a") == (gpu_report.FAILED, ["no end within 0.2 s", "B = 16 failed"])
+    monkeypatch.setattr(gpu_step, "LIMIT", {"ours": 10})
+    assert call(tmp_path / "b", "--budget", "-8") == (gpu_report.UNFINISHED, [])
+
+
+def test_pytorch_that_hangs_has_failed(tmp_path, monkeypatch):
+    slow = tmp_path / "slow"
+    slow.write_text("#!/bin/sh\nexec sleep 100\n")
+    slow.chmod(0o755)
+    monkeypatch.setattr(gpu_step, "DRY", False)
+    monkeypatch.setattr(gpu_step, "LIMIT", {"autocast": 0.2})
+    monkeypatch.setattr(sys, "executable", str(slow))
+    assert gpu_step.run_torch(end=time.monotonic() + 60, variant="autocast") == {"failed": "no end within 0.2 s"}
 
 
 def test_floors_name_the_trainers_phases():
