@@ -277,7 +277,7 @@ def same(a, b):
 # One of each kind of kernel: a maximum that moves, a negative scale, sums of v, two sweeps each way, a phi asked for at run time, a wide v, float; by few
 # of the instances, so that dev/mutate can build these alone.
 KINDS = [Case("softmax", BF16, 150, 64, B=1, NH=1), Case("softmax", BF16, 65, 128, 192, B=1, NH=1),
-         Case("softmax-negated+qk=l2+scale=const:-7", BF16, 65, 48, B=1), Case("softmax-recentered", BF16, 130, 48, B=1, NH=1),
+         Case("softmax-negated+qk=l2+scale=const:-7", BF16, 65, 48, B=1), Case("softmax-recentered+scale=log:512", BF16, 130, 48, B=1, NH=1),
          Case("lssar", BF16, 130, 48, B=1, NH=1), Case("softmax-recentered-l1+phi=gelu", BF16, 65, 48, B=1, NH=1),
          Case("ssmax-bias", FLOAT, 65, 48, B=1), Case("ssmax-pn", FLOAT, 33, 48, B=2), Case("softmax-sink", FLOAT, 33, 48, B=1),
          Case("softpick", FLOAT, 33, 48, B=1, NH=1), Case("lssar", FLOAT, 33, 128, 192, B=1, NH=1), Case("lssar", FLOAT, 33, 48, B=1, NH=1)]
