@@ -42,7 +42,8 @@ PYTORCH = ("sdpa", "sdpa-flash", "sdpa-cudnn", "flex", "compile")
 
 
 # What a part's results depend on besides the programs.
-PROGRAM_SOURCES = ("Makefile", "*.c", "*.h", "*.cu", "attention/**/*", "kernels/**/*", "run/**/*", "runtime/**/*")
+PROGRAM_SOURCES = ("Makefile", "*.c", "*.h", "*.cu", "attention/**/*", "kernels/**/*", "model/**/*", "run/**/*",
+                   "runtime/**/*")
 FLASH_SO = "dev/tests/flash_so.cu"
 TIMES_ATTENTION = ("dev/bench/attention_gpu.py", "dev/reference/model.py", FLASH_SO)
 TIMES_STEPS = ("dev/bench/gpu_step.py", "dev/bench/cpu_step.py")

@@ -508,7 +508,7 @@ def test_curves(tmp_path, losses, fine):
 def prerequisites():
     """The files of the tree that the objects of the CUDA programs were compiled from; where none are built here, those of
     the trainer."""
-    patterns = ("on_cpu/**/*.d", "*.d", "attention/*.d", "run/*.d", "runtime/*.d")
+    patterns = ("on_cpu/**/*.d", "*.d", "attention/*.d", "model/*.d", "run/*.d", "runtime/*.d")
     compiled = [path for pattern in patterns for path in (ROOT / "build").glob(pattern)]
     text = "\n".join(path.read_text() for path in compiled)
     if not list(ROOT.glob("build/on_cpu/*.d")):
