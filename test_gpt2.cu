@@ -261,6 +261,8 @@ static void test_attention_in_bf16(void) {
     attention_run<bf16>(a);
     double power = a.normalizer.post.kind == POST_REWEIGHT ? a.normalizer.post.value : 1, bound = 1e-2 * fmax(1, power / 25);
     double steep = fmax(a.normalizer.qk.kind == QK_L2 ? 1e-1 : 1e-2, 1e-2 * power / 2.5), floor = gradient_floor(expected);
+    // D = dO · O comes from an output rounded to bf16. Few keys leave differences d - D about as small as that rounding.
+    if (a.normalizer.post.kind == POST_REWEIGHT && a.T < 5) steep = fmax(steep, 3e-2);
     double worst = beside("out", a.out, expected.out, 0, bound);
     worst = largest(worst, beside("dq", a.dq, expected.dq, floor, steep));
     worst = largest(worst, beside("dk", a.dk, expected.dk, floor, steep));
