@@ -234,7 +234,7 @@ help:
 	@echo 'make [all]      train_gpt2, sample_gpt2 and eval_gpt2'
 	@echo 'make test       the C tests: test_gpt2 and $(words $(TESTS)) of runtime/; no Python'
 	@echo 'make SAN=1      with AddressSanitizer and UBSan, and the ranges of runtime/vecmath.h asserted, in build/san'
-	@echo 'make ATTN=ssmax    programs that know only that attention normaliser, in build/ssmax'
+	@echo 'make ATTN=ssmax    programs that know only that attention normalizer, in build/ssmax'
 	@echo 'make MARCH=x86-64-v3    for other machines than this one (now: $(MARCH))'
 	@echo 'make ONEDNN=0 BLAS=0 MPI=0 NCCL=0    without what was found'
 	@echo

@@ -1,4 +1,4 @@
-// The loss of a checkpoint at lengths of one's choice, by position too, under its own attention normaliser and just after a change to
+// The loss of a checkpoint at lengths of one's choice, by position too, under its own attention normalizer and just after a change to
 // another. The layers are the trainer's, train_gpt2.c section 1 to 3; here are lengths, RoPE beyond the training length, p_n, and eval.json.
 #define WITHOUT_MAIN
 #pragma GCC diagnostic push
@@ -32,7 +32,7 @@ typedef struct {
     int rope_scaling, pn_extrapolate, task;
 } EvalOptions;
 
-// One of --seq-lens. Its losses are nats a token that counts: under the checkpoint's normaliser, and under the given one.
+// One of --seq-lens. Its losses are nats a token that counts: under the checkpoint's normalizer, and under the given one.
 typedef struct {
     size_t T;
     Shards *shards;
@@ -65,9 +65,9 @@ static void parse_flags(Evaluator *e, int argc, char **argv) {
     *o = (EvalOptions){.max_tokens = 1 << 20, .seed = 1337, .seq_lens = {.values = {0}, .count = 1}};
     Option table[] = {
         {"model", OPT_TEXT, &o->model, .arg = "DIR", .group = "Model", .help = "a checkpoint's folder, a run's (then its newest checkpoint), or a Hugging Face Llama's"},
-        {"attn", OPT_TEXT, &o->attn, .arg = "NAME", .group = "Model", .help = "evaluate under another attention normaliser too, with no training; `--attn help` lists them"},
+        {"attn", OPT_TEXT, &o->attn, .arg = "NAME", .group = "Model", .help = "evaluate under another attention normalizer too, with no training; `--attn help` lists them"},
         {"ignore-config-key", OPT_TEXT, &o->ignore_config_key, .arg = "NAME[,...]", .group = "Model", .help = "keys of config.json that are not known here and change nothing"},
-        {"pn-extrapolate", OPT_CHOICE, &o->pn_extrapolate, .choices = "none|log", .group = "Model", .help = "log: in place of the learnt p_n, for all n, the fit p_n = a1 ln(n) + a2"},
+        {"pn-extrapolate", OPT_CHOICE, &o->pn_extrapolate, .choices = "none|log", .group = "Model", .help = "log: in place of the learned p_n, for all n, the fit p_n = a1 ln(n) + a2"},
         {"rope-theta", OPT_FLOAT, &o->rope_theta, 0, 1e12, .arg = "X", .group = "Model", .help = "base of RoPE's wavelengths; 0: the checkpoint's"},
         {"rope-scaling", OPT_CHOICE, &o->rope_scaling, .choices = "none|ntk", .group = "Model", .help = "ntk: beyond the training length L, theta (T/L)^(d/(d-2))"},
         {"data", OPT_TEXT, &o->data, .arg = "GLOB", .group = "Data", .help = "shards to evaluate on, for example 'data/shakespeare/*_val_*.bin'"},
@@ -79,7 +79,7 @@ static void parse_flags(Evaluator *e, int argc, char **argv) {
         {"threads", OPT_INT, &o->threads, 0, MAX_THREADS, .arg = "N", .group = "Machine", .help = THREADS_HELP},
     };
     options_parse(table, sizeof table / sizeof *table, argc, argv,
-                  "eval_gpt2 --model DIR --data GLOB [flags]\n\nThe loss of a checkpoint at several lengths, under its own normaliser and just after a change to another.");
+                  "eval_gpt2 --model DIR --data GLOB [flags]\n\nThe loss of a checkpoint at several lengths, under its own normalizer and just after a change to another.");
     if (o->attn && normalizer_help(o->attn)) exit(EXIT_DONE);
     if (!o->model) fail(EXIT_USAGE, "--model is missing: the folder of a checkpoint or of a run.");
     if (!o->data) fail(EXIT_USAGE, "--data is missing: the shards to evaluate on.");
@@ -157,7 +157,7 @@ static void take_memory(Evaluator *e) {
     memory_take(&m->plan);
 }
 
-// p_n = a1 ln n + a2 by least squares over the learnt n = 1..L, and from here on the fit in place of p_n for all n ([SSMax] Figure 2).
+// p_n = a1 ln n + a2 by least squares over the learned n = 1..L, and from here on the fit in place of p_n for all n ([SSMax] Figure 2).
 static void fit_pn(Evaluator *e) {
     Model *m = &e->model;
     int L = m->config.seq_len;
@@ -272,7 +272,7 @@ static void report(Evaluator *e, Length *at, bool after) {
     cJSON_AddItemToArray(e->results, row);
 }
 
-// ---- all lengths, under one normaliser and the other
+// ---- all lengths, under one normalizer and the other
 
 // Ranges of positions downwards, lengths across.
 static void print_positions(const Evaluator *e) {
@@ -305,7 +305,7 @@ static void evaluate(Evaluator *e, bool after) {
     if (e->o.task == TASK_POSITIONS) print_positions(e);
 }
 
-// The scalars that the given normaliser brings start; the rest of the model stays.
+// The scalars that the given normalizer brings start; the rest of the model stays.
 static void start_given(Evaluator *e, cJSON *started) {
     e->model.config.attn = e->given;
     Weights weights = weights_of(&e->model);
@@ -359,7 +359,7 @@ static void print_start(const Evaluator *e) {
     printf("data      %s tokens in %zu shard%s\n", human_grouped(shards_tokens(e->lengths[0].shards)).text, shards_count(e->lengths[0].shards),
            shards_count(e->lengths[0].shards) == 1 ? "" : "s");
     if (e->longest > (size_t)c->seq_len)
-        printf("note      up to %.3g L; L stays %d in the normaliser, and RoPE's theta %s\n", (double)e->longest / c->seq_len, c->seq_len,
+        printf("note      up to %.3g L; L stays %d in the normalizer, and RoPE's theta %s\n", (double)e->longest / c->seq_len, c->seq_len,
                e->o.rope_scaling == ROPE_NTK ? "grows with the length" : "stays");
     if (e->changes) note_temperature(e);
     fflush(stdout);

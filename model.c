@@ -240,7 +240,7 @@ static void add(TensorList *list, const ModelConfig *config, const Row *row, con
     list->floats += (row->rows == VOCAB ? padded_vocab(config) : t->shape[0]) * t->shape[1];
 }
 
-// Does any of the normalisers have the row's scalars (or is the row none)?
+// Does any of the normalizers have the row's scalars (or is the row none)?
 static bool row_exists(const Row *row, const ModelConfig *config, const Normalizer *const *others, size_t count) {
     bool there = !row->scalar || normalizer_has(&config->attn, row->scalar);
     for (size_t i = 0; i < count && !there; i++) there = normalizer_has(others[i], row->scalar);

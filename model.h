@@ -66,7 +66,7 @@ typedef struct {
     size_t offset;             // of its first float in an array of all parameters (or gradients, or moments)
     float mean, std;           // how it starts
     bool decay;                // weight decay: rank 2 alone
-    Scalar scalar;             // which of the normaliser's, which it may have, train, or lack
+    Scalar scalar;             // which of the normalizer's, which it may have, train, or lack
 } Tensor;
 
 typedef struct {
@@ -86,15 +86,15 @@ typedef struct {
 // file, and their logits take part in nothing.
 size_t padded_vocab(const ModelConfig *config);
 
-// The tensors of a model. Among them are the learnt scalars of its normaliser, and of `others`, those before or after a change.
+// The tensors of a model. Among them are the learned scalars of its normalizer, and of `others`, those before or after a change.
 TensorList tensors_of(const ModelConfig *config, const Normalizer *const *others, size_t count);
 void tensors_free(TensorList *list);
 
-// Is the tensor part of the model under this normaliser, and is it trained?
+// Is the tensor part of the model under this normalizer, and is it trained?
 bool tensor_exists(const Tensor *tensor, const Normalizer *attn);
 bool tensor_trained(const Tensor *tensor, const Normalizer *attn);
 
-// Parameters under the model's normaliser, with or without the embedding when it is not the output projection too.
+// Parameters under the model's normalizer, with or without the embedding when it is not the output projection too.
 uint64_t model_parameters(const ModelConfig *config);
 uint64_t model_product_parameters(const ModelConfig *config);
 
@@ -111,7 +111,7 @@ char *model_config_json(const ModelConfig *config, bool bf16);
 // config-key: names with commas between, or NULL) has it. Warns about names in `ignored` that are not in the file.
 bool model_config_read(ModelConfig *config, const char *folder, const char *ignored, Error *error);
 
-// Plain softmax is written as a Llama, which transformers loads as it is; the others come with a modelling file.
+// Plain softmax is written as a Llama, which transformers loads as it is; the others come with a modeling file.
 bool model_is_plain_llama(const ModelConfig *config);
 
 #ifdef __cplusplus

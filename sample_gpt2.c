@@ -73,7 +73,7 @@ static void parse_flags(SampleOptions *o, int argc, char **argv) {
     *o = (SampleOptions){.max_new_tokens = 256, .temperature = 0.9, .top_k = 50, .top_p = 1, .seed = 1337, .num_samples = 1};
     Option table[] = {
         {"model", OPT_TEXT, &o->model, .arg = "DIR", .group = "Model", .help = "a checkpoint's folder, or a run's: then its newest checkpoint"},
-        {"attn", OPT_TEXT, &o->attn, .arg = "NAME", .group = "Model", .help = "another attention normaliser than the checkpoint's; `--attn help` lists them"},
+        {"attn", OPT_TEXT, &o->attn, .arg = "NAME", .group = "Model", .help = "another attention normalizer than the checkpoint's; `--attn help` lists them"},
         {"ignore-config-key", OPT_TEXT, &o->ignore_config_key, .arg = "NAME[,...]", .group = "Model", .help = "keys of config.json that are not known here and change nothing"},
         {"prompt", OPT_TEXT, &o->prompt, .arg = "TEXT", .group = "Text", .help = "how the text begins; -: read it from stdin; none: end-of-text. Without a tokenizer, token ids: 1,2,3"},
         {"prompt-file", OPT_TEXT, &o->prompt_file, .arg = "F", .group = "Text", .help = "a file of prompts, one a line; blank lines are left out"},
@@ -222,7 +222,7 @@ static bool load(Sampler *s, const char *folder, Error *error) {
     for (size_t i = 0; i < s->prompt_count; i++)
         if (s->prompts[i].count > longest) longest = s->prompts[i].count;
     if (normalizer_has(&m->config.attn, SCALAR_P) && longest + new_tokens - 1 > (size_t)m->config.seq_len)
-        fail(EXIT_USAGE, "a prompt of %zu tokens and --max-new-tokens %zu under %s: p_n is learnt for n up to %d.", longest, new_tokens,
+        fail(EXIT_USAGE, "a prompt of %zu tokens and --max-new-tokens %zu under %s: p_n is learned for n up to %d.", longest, new_tokens,
              m->config.attn.text, m->config.seq_len);
     m->list = tensors_of(&m->config, NULL, 0);
     plan_parameters(m, false, false);

@@ -206,7 +206,7 @@ static double compare_by_head(const char *name, const float *x, size_t B, size_t
     return error;
 }
 
-// The learnt scalars that the fixtures use, as the normaliser has them.
+// The learned scalars that the fixtures use, as the normalizer has them.
 typedef struct {
     float *s, *b, *p, *sink, *ds, *db, *dp, *dsink;
     AttentionScalars values;

@@ -133,7 +133,7 @@ static void from_device_array(Floats &host, X *there) {
     for (size_t i = 0; i < host.size(); i++) host[i] = (float)numbers[i];
 }
 
-// A case's numbers. The learnt scalars by Scalar: empty where the normaliser has none, their gradients where it trains none.
+// A case's numbers. The learned scalars by Scalar: empty where the normalizer has none, their gradients where it trains none.
 struct AttentionCase {
     Normalizer normalizer;
     size_t B, T, NH, HS;

@@ -1,4 +1,4 @@
-// Trains a Llama-style GPT on the CPU, with an attention whose normaliser is a flag. To be read from top to bottom:
+// Trains a Llama-style GPT on the CPU, with an attention whose normalizer is a flag. To be read from top to bottom:
 //
 //   1. Layers       each forward above its backward, in the order in which the network uses them
 //   2. Model        the parameters, the activations, and the memory for both
@@ -7,7 +7,7 @@
 //   5. Decoding     one token after another with a key-value cache, for samples
 //   6. The trainer  what the run asks of it, main()
 //
-// Beside it: attention/ has the normalisers, model.h the tensors, weights.h their files, training.h the run around the model (flags, data,
+// Beside it: attention/ has the normalizers, model.h the tensors, weights.h their files, training.h the run around the model (flags, data,
 // steps, checkpoints), runtime/ everything that a trainer stands on. train_gpt2.cu has the same sections on GPUs.
 // Shapes: B sequences, T tokens each, N = B·T rows, C channels, NH heads of size HS, F the feed-forward's width, V the vocabulary
 // (VP when padded).
@@ -249,7 +249,7 @@ static void swiglu_backward(real *dgate_up, const real *dout, const real *gate_u
 // ---- the gated attention unit (uvz = rmsnorm(x)·[Wu Wv Wz]ᵀ, out = (silu(u) · attention(q, k, silu(v)))·Woᵀ)
 // E the width of u and v, HS the width of z, q and k.
 
-// The learnt gain and offset of q and k, each (HS): q = silu(z) · q_gain + q_offset.
+// The learned gain and offset of q and k, each (HS): q = silu(z) · q_gain + q_offset.
 typedef struct {
     real *q_gain, *q_offset, *k_gain, *k_offset;
 } GauGains;
@@ -402,7 +402,7 @@ typedef struct {
     real *gate_up;       // (layers, N, 2F)
     real *uvz;           // (layers, N, 2F + K)  of gated units, which have neither x_mid nor gate_up
 
-    real *h;            // (N, C)               a normalised input
+    real *h;            // (N, C)               a normalized input
     real *qkv;          // (N, 3C)              and its gradient; of gated units that of uvz
     real *act;          // (N, F)
     real *logits;       // (LOSS_ROWS, VP)
@@ -429,7 +429,7 @@ static Operand weight(const Model *m, size_t offset) {
     return (Operand){.f32 = m->params + offset, .bf16 = m->params_bf16 ? m->params_bf16 + offset : NULL};
 }
 
-// The learnt scalars of a layer, in the parameters or in an array like theirs; NULL for those that the normaliser lacks.
+// The learned scalars of a layer, in the parameters or in an array like theirs; NULL for those that the normalizer lacks.
 static AttentionScalarGrads scalars_in(const Model *m, real *array, size_t layer, bool (*wanted)(const Normalizer *, Scalar)) {
     const LayerOffsets *at = &m->list.layers[layer];
     const Normalizer *attn = &m->config.attn;
@@ -543,7 +543,7 @@ static void attention_layer_forward(Model *m, size_t l, size_t B, size_t T) {
     m->rows += rows;
 }
 
-// From m->datt to m->dq, m->dk, m->dv and the gradients of the learnt scalars.
+// From m->datt to m->dq, m->dk, m->dv and the gradients of the learned scalars.
 static void attention_layer_backward(Model *m, size_t l, size_t B, size_t T) {
     AttentionShape shape = attention_shape(&m->config, B, T);
     size_t rows = B * T * shape.NH, qk = l * rows * shape.HS, v = l * rows * shape.VS;
@@ -652,7 +652,7 @@ static void unit_backward(Model *m, size_t l, size_t B, size_t T, bool add) {
     rmsnorm_backward(m->dx, grads + at->norm1, m->dh, x, m->params + at->norm1, m->rms, N, C);
 }
 
-// Fills the activations, down to the normalised output h (N,C) of the last layer.
+// Fills the activations, down to the normalized output h (N,C) of the last layer.
 static void model_forward(Model *m, const int32_t *tokens, size_t B, size_t T) {
     size_t N = B * T, C = (size_t)m->config.channels, layers = (size_t)m->config.layers;
     phase(PHASE_EMBEDDING);
@@ -687,7 +687,7 @@ static double model_loss(Model *m, const int32_t *targets, const uint8_t *mask, 
 }
 
 // The gradients of all parameters but the output projection, from m->dh and the activations; matrices written, or added to when `add`,
-// all others added to. What the forward pass did not keep (normalised inputs, swiglu's output) is computed again.
+// all others added to. What the forward pass did not keep (normalized inputs, swiglu's output) is computed again.
 static void model_backward(Model *m, const int32_t *tokens, size_t B, size_t T, bool add) {
     size_t N = B * T, C = (size_t)m->config.channels, layers = (size_t)m->config.layers;
     phase(PHASE_NORM);

@@ -1,4 +1,4 @@
-// Trains a Llama-style GPT on one or many GPUs, with an attention whose normaliser is a flag. The same job as train_gpt2.c, section for
+// Trains a Llama-style GPT on one or many GPUs, with an attention whose normalizer is a flag. The same job as train_gpt2.c, section for
 // section, by the same numbers; what a section says there about the network is not said again here.
 //
 //   1. Layers       not here: a kernel file each in kernels/, and attention/flash.h
@@ -110,8 +110,8 @@ struct Activations {
     X *att;              // (layers, N, E)            attention's output
     X *x_mid;            // (layers, N, C)            the residual stream between attention and feed-forward
     X *gate_up;          // (layers, N, 2F)
-    X *h1, *h2, *act;    // (layers or 1, N, C or F)  inputs of products: normalised, normalised, swiglu's or the gate's output
-    X *h;                // (N, C)                    the normalised output
+    X *h1, *h2, *act;    // (layers or 1, N, C or F)  inputs of products: normalized, normalized, swiglu's or the gate's output
+    X *h;                // (N, C)                    the normalized output
     X *logits;           // (LOSS_ROWS, VP)
     X *dx, *dh, *datt, *dact, *dgate_up;              // gradients of x, h, att, act, gate_up
     X *dqkv;                                          // of qkv, or uvz
@@ -134,7 +134,7 @@ struct Model {
 
     size_t B, T, layer_stats;
     float *stats;                // (layers, layer_stats) of the rows of attention
-    float *inverse_norms;        // (layers, N, 2, NH)    1/|q| and 1/|k|, where the normaliser divides by them
+    float *inverse_norms;        // (layers, N, 2, NH)    1/|q| and 1/|k|, where the normalizer divides by them
     float *r1, *r2, *r;          // (layers, N), (layers, N), (N)   of rmsnorm
     float *losses;               // (N)
     float *cosines, *sines;      // (T, HS/2)
@@ -261,7 +261,7 @@ static void plan_parameters(Model *m) {
     memory_add(&m->plan, "scratch", (void **)&m->sums, (SUM_PARTIALS + floats / SEGMENT_PART + m->list.count) * sizeof(double));
 }
 
-// What attention needs: under the normaliser and at the length that ask for the most, of the model's own normaliser and `others`, and of `lengths`,
+// What attention needs: under the normalizer and at the length that ask for the most, of the model's own normalizer and `others`, and of `lengths`,
 // which divide T. Ends the program where it has no kernel for one of these shapes.
 static void plan_attention(Model *m, const Normalizer *const *others, size_t count, const IntList *lengths, size_t B, size_t T) {
     size_t scratch = 0, element = m->in_bf16 ? sizeof(bf16) : sizeof(float);

@@ -73,7 +73,7 @@ typedef struct {
     double flops;                      // the peak of all processes
     int32_t *window, *inputs, *targets;
     uint8_t *window_mask, *mask;       // NULL where everything counts
-    char *more;                        // text of metrics.jsonl: what the trainer has to say, and about the learnt scalars
+    char *more;                        // text of metrics.jsonl: what the trainer has to say, and about the learned scalars
     size_t more_size;
 } Run;
 
@@ -365,7 +365,7 @@ static void settle_model(Run *run, char *folder, size_t size) {
         fail(EXIT_USAGE, "--attn %s: %s.", o->attn, message);
     if (o->norm_length) config->seq_len = (int)o->norm_length;
     if (o->norm_length && run->loaded.text[0] && normalizer_has(&run->loaded, SCALAR_P))
-        fail(EXIT_USAGE, "--norm-length %lld: %s has learnt p_n for its own length; leave the flag out.", (long long)o->norm_length, o->init_from);
+        fail(EXIT_USAGE, "--norm-length %lld: %s has learned p_n for its own length; leave the flag out.", (long long)o->norm_length, o->init_from);
     run->lineage = cJSON_CreateArray();
     run_lineage_add(run->lineage, 0, o->init_from ? "init-from" : "start", "attn", config->attn.text, o->init_from ? "from" : NULL,
                     o->init_from, NULL);
@@ -419,13 +419,13 @@ static void settle_tokenizer(Run *run, const char *weights) {
     if (run->tokenizer_vocab && run->end_of_text >= 0) run->config->end_of_text = run->end_of_text;
 }
 
-// What a normaliser asks of the lengths.
+// What a normalizer asks of the lengths.
 static void check_normalizer(const Run *run, const Normalizer *attn, const char *flag) {
     char message[1024];
     int L = run->config->seq_len;
     if (!normalizer_fits(attn, L, message, sizeof message)) fail(EXIT_USAGE, "%s %s.", flag, message);
     if (normalizer_has(attn, SCALAR_P) && run->T > (size_t)L)
-        fail(EXIT_USAGE, "%s %s: p_n is learnt for n up to L = %d, and --seq-len asks for %zu.", flag, attn->text, L, run->T);
+        fail(EXIT_USAGE, "%s %s: p_n is learned for n up to L = %d, and --seq-len asks for %zu.", flag, attn->text, L, run->T);
 }
 
 // Everything that the flags, the run folder and the data say, checked; nothing written yet.
@@ -861,7 +861,7 @@ static void show_sample(Run *run) {
     if (run->o.out) keep_sample(run, ids + 1, count - 1);
 }
 
-// "attn_scale": [[mean, least, largest] of each layer], or those of another learnt scalar, onto the end of `out`.
+// "attn_scale": [[mean, least, largest] of each layer], or those of another learned scalar, onto the end of `out`.
 static size_t scalar_statistics(char *out, size_t size, size_t at, const Weights *w, Scalar scalar) {
     bool first = true;
     for (size_t i = 0; i < w->list->count; i++) {
@@ -919,9 +919,9 @@ static void show_profile(double steps) {
         if (seconds[i] > 0) printf("%-36s %10.2f %7.1f%%\n", phase_names[i], 1000 * seconds[i] / steps, 100 * seconds[i] / sum);
 }
 
-// ---- a change of normaliser
+// ---- a change of normalizer
 
-// Names the learnt scalars that `to` brings and `from` did not leave.
+// Names the learned scalars that `to` brings and `from` did not leave.
 static void show_new_scalars(const ModelConfig *config, const Normalizer *from, const Normalizer *to) {
     const char *where = config->block == BLOCK_GAU ? "gau" : "self_attn";
     for (Scalar scalar = SCALAR_S; scalar < SCALAR_COUNT; scalar++) {

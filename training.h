@@ -1,5 +1,5 @@
 // The run around a model, the same for every trainer: flags, data, first weights, steps, validation, samples, checkpoints, changes of
-// the normaliser. A trainer's main() is training_main(); the model on its device is the trainer's own, behind the functions trainer_*.
+// the normalizer. A trainer's main() is training_main(); the model on its device is the trainer's own, behind the functions trainer_*.
 #ifndef TRAINING_H
 #define TRAINING_H
 
@@ -23,10 +23,10 @@ extern const bool trainer_on_gpus;             // has the flags of GPUs
 // The devices of all processes, once these are started. Ends with EXIT_PEER where there is none.
 void trainer_start(const TrainOptions *options);
 
-// The one model's shape and normaliser, which the run fills in and changes.
+// The one model's shape and normalizer, which the run fills in and changes.
 ModelConfig *trainer_config(void);
 
-// Plans for B sequences of at most T tokens at a time, with the tensors of the model under its normaliser and `others`. Returns the plan of the
+// Plans for B sequences of at most T tokens at a time, with the tensors of the model under its normalizer and `others`. Returns the plan of the
 // host's memory, to which the run adds its own before it takes it; that of a device is for trainer_take().
 MemoryPlan *trainer_plan(const TrainOptions *options, const Normalizer *const *others, size_t count, size_t B, size_t T);
 

@@ -17,10 +17,10 @@ typedef struct {
 } Weights;
 
 // The first weights: each tensor's mean and deviation by the list, its numbers by the seed and its place among those that have random
-// ones: so that all normalisers start from the same weights, with or without scalars of their own.
+// ones: so that all normalizers start from the same weights, with or without scalars of their own.
 void weights_init(const Weights *weights, uint64_t seed);
 
-// Each learnt scalar that a model under `from` does not bring along starts at its first value.
+// Each learned scalar that a model under `from` does not bring along starts at its first value.
 void weights_start_scalars(const Weights *weights, const Normalizer *from);
 
 // Copies all learned scalars and their moments to `kept` (weights_scalar_floats() of them), or back where `restore`: what it takes to undo

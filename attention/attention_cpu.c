@@ -225,7 +225,7 @@ static void rectify_backward(real *restrict a, real *restrict d, const Row *row)
     }
 }
 
-// The gradient by A from that by the recentred weights: d in and out (n). l1: they were divided by the sum of their absolute values.
+// The gradient by A from that by the recentered weights: d in and out (n). l1: they were divided by the sum of their absolute values.
 //   a = A - mean(A),  out a/S:  da = (d - sign(a) D)/S,  dA = da - mean(da).  a (n): f in, the weights out.
 static void recenter_backward(real *restrict a, real *restrict d, const Row *row, real D, bool l1) {
     int n = row->at.n;
@@ -235,9 +235,9 @@ static void recenter_backward(real *restrict a, real *restrict d, const Row *row
     mean *= inverse / (real)n;
     #pragma omp simd reduction(+ : sum)
     for (int j = 0; j < n; j++) {
-        real centred = a[j] * inverse - mean, signed_D = l1 ? (centred < 0 ? -D : centred > 0 ? D : 0) : 0;
+        real centered = a[j] * inverse - mean, signed_D = l1 ? (centered < 0 ? -D : centered > 0 ? D : 0) : 0;
         real da = (d[j] - signed_D) * factor;
-        a[j] = centred * factor;
+        a[j] = centered * factor;
         d[j] = da;
         sum += da;
     }
@@ -362,7 +362,7 @@ static Part part_of(AttentionShape shape, real *scratch, int thread) {
     return p;
 }
 
-// What a row leaves for the gradients of the learnt scalars.
+// What a row leaves for the gradients of the learned scalars.
 enum { ROW_GRADS = 2 };        // g = sum_j dz s, and the row's part of dsink
 
 size_t attention_scratch(AttentionShape shape, int threads) {

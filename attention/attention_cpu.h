@@ -13,7 +13,7 @@ typedef struct {
     int L;                     // the training length
 } AttentionShape;
 
-// The learnt scalars of a layer; NULL where the normaliser has none.
+// The learned scalars of a layer; NULL where the normalizer has none.
 typedef struct {
     const real *s, *b, *p, *sink;     // (NH), (NH), (L), (NH)
 } AttentionScalars;
@@ -24,10 +24,10 @@ typedef struct {
 
 enum { ROW_STATS = 4 };        // numbers that the forward pass keeps of a row
 
-// Numbers of scratch that forward and backward need for this shape with this many threads, under any normaliser.
+// Numbers of scratch that forward and backward need for this shape with this many threads, under any normalizer.
 size_t attention_scratch(AttentionShape shape, int threads);
 
-// out[b,t,h] = sum_{j <= t} A_tj v_j, A by the normaliser from s_tj = q_t · k_j
+// out[b,t,h] = sum_{j <= t} A_tj v_j, A by the normalizer from s_tj = q_t · k_j
 //   out (B,T,NH,VS) written      stats (B,NH,T,ROW_STATS) written
 //   q, k (B,NH,T,HS)             v (B,NH,T,VS)
 // Returns the number of rows without weight (all f 0, or a sum in post 0), whose output is 0. Source: attention/normalizer.h.

@@ -20,7 +20,7 @@ struct FlashShape {
     size_t q_row, k_row, v_row, out_row;
 };
 
-// The learnt scalars of a layer on the device; NULL where the normaliser has none.
+// The learned scalars of a layer on the device; NULL where the normalizer has none.
 struct FlashScalars {
     const float *s, *b, *p, *sink;      // (NH), (NH), (L), (NH)
 };
@@ -41,7 +41,7 @@ size_t flash_stats(FlashShape shape, size_t element);
 // Bytes of scratch on the device that a forward or a backward pass needs.
 size_t flash_scratch(FlashShape shape);
 
-// out[b,t,h] = sum_{j <= t} A_tj v_j, A by the normaliser from s_tj = q_t · k_j (attention/normalizer.h; qk=l2 is done before)
+// out[b,t,h] = sum_{j <= t} A_tj v_j, A by the normalizer from s_tj = q_t · k_j (attention/normalizer.h; qk=l2 is done before)
 //   out (B,T,NH,VS) by out_row, written   stats (flash_stats) written, for flash_backward
 //   rows_without_weight: a counter on the device, added to; such a row's output is 0
 template <class X>
@@ -135,7 +135,7 @@ constexpr int flash_find(size_t element, int phi, int post) {
     return -1;
 }
 
-// In a build for one normaliser (make ATTN=NAME) there are only its own instances.
+// In a build for one normalizer (make ATTN=NAME) there are only its own instances.
 #ifdef ATTN_ONLY
 constexpr int flash_only(size_t element) {
     return flash_find(element, NORMALIZER_PHI((Normalizer *)0), NORMALIZER_POST((Normalizer *)0));

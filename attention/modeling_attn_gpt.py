@@ -1,4 +1,4 @@
-"""A Llama whose attention is normalised in another way than by softmax, or whose layers are gated attention units, for transformers:
+"""A Llama whose attention is normalized in another way than by softmax, or whose layers are gated attention units, for transformers:
 
     AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 
@@ -12,7 +12,7 @@ in a row. For the query at position i, n = i + 1 keys are visible; d is the head
     norm            A_ij = f_ij / Z_i
     post            a change of the row A_i
 
-The output is sum_j A_ij v_j. A row whose Z, or sum in post, is 0 gives 0. Learnt, for each layer and head: s (attn_scale), b
+The output is sum_j A_ij v_j. A row whose Z, or sum in post, is 0 gives 0. Learned, for each layer and head: s (attn_scale), b
 (attn_bias), sink (attn_sink); for all: p (attn_pn). With padding, n counts the visible keys that are no padding. Plain arrays of T x T:
 to be read and to be right. With "block": "gau" each layer is a gated attention unit, in the place of attention and feed-forward.
 
@@ -36,7 +36,7 @@ class AttnGPTConfig(LlamaConfig):
     model_type = "attn_gpt"
 
 
-# ---- The normaliser. n (B, 1, T, 1): keys that a query sees; z, f, A (B, heads, T, keys)
+# ---- The normalizer. n (B, 1, T, 1): keys that a query sees; z, f, A (B, heads, T, keys)
 
 def softplus(x):
     return x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))
@@ -196,15 +196,15 @@ class Output(nn.Linear):
 
 
 class Normalized(nn.Module):
-    """What both blocks share: the normaliser with its learnt scalars, RoPE and the cache."""
+    """What both blocks share: the normalizer with its learned scalars, RoPE and the cache."""
 
     def __init__(self, config, layer):
         super().__init__()
         self.layer, self.normalizer, self.theta = layer, config.attention_normalizer, config.rope_parameters["rope_theta"]
-        scale, learnt, heads = self.normalizer["scale"], not self.normalizer.get("fixed", False), config.num_attention_heads
+        scale, learned, heads = self.normalizer["scale"], not self.normalizer.get("fixed", False), config.num_attention_heads
         self.attn_scale = self.attn_bias = self.attn_sink = None
         if scale in ("logn", "logn-bias", "pn"):
-            self.attn_scale = nn.Parameter(torch.ones(heads), requires_grad=learnt)
+            self.attn_scale = nn.Parameter(torch.ones(heads), requires_grad=learned)
         if scale in ("logn-bias", "pn"):
             self.attn_bias = nn.Parameter(torch.zeros(heads))
         if self.normalizer["norm"] == "l1+sink":

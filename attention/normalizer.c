@@ -25,7 +25,7 @@ typedef struct {
 static const Preset PRESETS[] = {NORMALIZERS(PRESET)};
 
 #define NAME(name, ...) " " #name
-const char normalizer_flag_help[] = "attention normaliser, NAME or NAME+stage=value+..., explained by `--attn help`:" NORMALIZERS(NAME);
+const char normalizer_flag_help[] = "attention normalizer, NAME or NAME+stage=value+..., explained by `--attn help`:" NORMALIZERS(NAME);
 #undef NAME
 
 typedef struct {
@@ -90,7 +90,7 @@ static const char *write_number(double x, char *out, size_t size) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------
-// The learnt scalars
+// The learned scalars
 
 const char *const scalar_names[SCALAR_COUNT] = {NULL, "attn_scale", "attn_bias", "attn_pn", "attn_sink"};
 
@@ -118,7 +118,7 @@ double normalizer_start(const Normalizer *normalizer, Scalar scalar, int L) {
     return sum > 0 ? L / sum : 1;
 }
 
-// s beside p_n means something else than s beside ln n, and a fixed one is what the new normaliser says.
+// s beside p_n means something else than s beside ln n, and a fixed one is what the new normalizer says.
 bool normalizer_keeps(const Normalizer *from, const Normalizer *to, Scalar scalar) {
     if (!normalizer_has(from, scalar)) return false;
     bool same_s = (from->scale.kind == SCALE_PN) == (to->scale.kind == SCALE_PN) && (!to->fixed || from->fixed);
@@ -292,7 +292,7 @@ bool normalizer_equal(const Normalizer *a, const Normalizer *b) {
     return same_stages(a, b) && a->fixed == b->fixed && (!a->fixed || same_start(a, b));
 }
 
-// The normaliser as a preset and overrides of it; false where the preset says something that no override takes back.
+// The normalizer as a preset and overrides of it; false where the preset says something that no override takes back.
 static bool write_by_preset(const Normalizer *normalizer, const Preset *preset, char *out, size_t size) {
     const Normalizer *base = &preset->normalizer;
     char text[64];

@@ -1,4 +1,4 @@
-// The family of attention normalisers: one table, read by the parser, the help, config.json, the CPU code, the CUDA kernels and the tests.
+// The family of attention normalizers: one table, read by the parser, the help, config.json, the CPU code, the CUDA kernels and the tests.
 //
 // For the query at position i, n = i + 1 keys are visible; s_ij = q_i · k_j after RoPE; d is the head size, L the training length, T the
 // length of the sample at hand.
@@ -9,7 +9,7 @@
 //   post              a change of the row A_i
 // The output is sum_j A_ij v_j. A row whose Z (or sum in post) is 0 gives output 0 and gradient 0, and is counted.
 //
-// To add a normaliser, add a row to NORMALIZERS; to add a value to a stage, add a row to that stage's list and its formula below
+// To add a normalizer, add a row to NORMALIZERS; to add a value to a stage, add a row to that stage's list and its formula below
 // (doc/normalizers.md walks through both).
 #ifndef ATTENTION_NORMALIZER_H
 #define ATTENTION_NORMALIZER_H
@@ -87,7 +87,7 @@ typedef enum { NORM_VALUES(NORMALIZER_KIND) } NormKind;
 typedef enum { POST_VALUES(NORMALIZER_KIND) } PostKind;
 #undef NORMALIZER_KIND
 
-// ---- the presets. A stage that takes a number has it in brackets; s is learnt from its usual START, or FIXED at a number.
+// ---- the presets. A stage that takes a number has it in brackets; s is learned from its usual START, or FIXED at a number.
 #define SCALE_LOG(base)   SCALE_LOG, base
 #define SCALE_FLOORLOG(F) SCALE_FLOORLOG, F
 #define NORM_L1_PLUS(C)   NORM_L1, C
@@ -165,7 +165,7 @@ typedef struct {
 // What a row's scale, offset and norm depend on beside its scores.
 typedef struct {
     int n, T, L, d;
-    real s, b, p, sink;           // the learnt scalars; p is p_n
+    real s, b, p, sink;           // the learned scalars; p is p_n
 } RowPlace;
 
 NORMALIZER_INLINE real row_scale(Stage scale, RowPlace at) {
@@ -183,7 +183,7 @@ NORMALIZER_INLINE real row_scale(Stage scale, RowPlace at) {
     }
 }
 
-// The derivatives of c by the learnt scalars.
+// The derivatives of c by the learned scalars.
 typedef struct {
     real s, b, p;
 } ScaleSlopes;
@@ -314,7 +314,7 @@ enum { POST_FROM = 3 };
 
 // ---- attention/normalizer.c
 
-// The scalars that a normaliser may have: s, b and sink for each layer and head, p for each n up to L.
+// The scalars that a normalizer may have: s, b and sink for each layer and head, p for each n up to L.
 typedef enum { SCALAR_NONE, SCALAR_S, SCALAR_B, SCALAR_P, SCALAR_SINK, SCALAR_COUNT } Scalar;
 extern const char *const scalar_names[SCALAR_COUNT];     // attn_scale, attn_bias, attn_pn, attn_sink, as checkpoints call them; [0] is NULL
 
@@ -323,7 +323,7 @@ bool normalizer_has(const Normalizer *normalizer, Scalar scalar);
 bool normalizer_trains(const Normalizer *normalizer, Scalar scalar);
 double normalizer_start(const Normalizer *normalizer, Scalar scalar, int L);
 
-// When a model goes from one normaliser to another, does it keep such scalars as they are (or do they start)?
+// When a model goes from one normalizer to another, does it keep such scalars as they are (or do they start)?
 bool normalizer_keeps(const Normalizer *from, const Normalizer *to, Scalar scalar);
 
 // Reads NAME or NAME+stage=value+...; false with a message in `message` that lists what there is.
@@ -347,7 +347,7 @@ bool normalizer_equal(const Normalizer *a, const Normalizer *b);
 // What --help says of --attn, with all names.
 extern const char normalizer_flag_help[];
 
-// --attn help, or help:NAME: the whole table, or one normaliser with its stages and its shortest name. False when `text` is neither.
+// --attn help, or help:NAME: the whole table, or one normalizer with its stages and its shortest name. False when `text` is neither.
 // A NAME that there is not ends the program.
 bool normalizer_help(const char *text);
 

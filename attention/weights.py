@@ -1,4 +1,4 @@
-"""Draws the weights A of each normaliser on the same row of scores, for README.md: weights/NAME.png, all of them in
+"""Draws the weights A of each normalizer on the same row of scores, for README.md: weights/NAME.png, all of them in
 weights/all.png, the scores in weights/scores.png, the numbers in weights/weights.csv.
 
     python attention/weights.py             draws them anew
@@ -6,7 +6,7 @@ weights/all.png, the scores in weights/scores.png, the numbers in weights/weight
 
 The row is the last of n = T = L = 64 keys, head size d = 64. Its scores q · k_j, over sqrt(d), are a hump around j = 20, a dip
 around 38, a peak of 3 at 48, and noise; |q| = |k_j| = sqrt(d), which decides what qk=l2 makes of them. A comes from
-dev/reference/model.py (PyTorch, float64), with v the identity and the learnt scalars where they start.
+dev/reference/model.py (PyTorch, float64), with v the identity and the learned scalars where they start.
 """
 import argparse
 import csv
@@ -55,7 +55,7 @@ def compute():
 # ---------------------------------------------------------------- pictures
 
 def draw(axes, name, values):
-    """Bars over j up from 0 and down, in two colours; each picture has its own scale, so its text says the numbers."""
+    """Bars over j up from 0 and down, in two colors; each picture has its own scale, so its text says the numbers."""
     j = np.arange(N)
     for sign, color in (values >= 0, POSITIVE), (values < 0, NEGATIVE):
         axes.bar(j[sign], values[sign], width=0.85, color=color, linewidth=0)
@@ -114,7 +114,7 @@ def differences(found):
         kept = dict(zip(names, np.array(rows, float).T))
     except (OSError, ValueError) as error:
         return [f"weights.csv: {error}"]
-    wrong = [f"{name}: no such normaliser any more" for name in kept if name not in ("j", *found)]
+    wrong = [f"{name}: no such normalizer any more" for name in kept if name not in ("j", *found)]
     for name, values in found.items():
         if name not in kept:
             wrong.append(f"{name}: not among the kept")

@@ -87,7 +87,7 @@ DEVICE uint32_t random_bits(const Random *r, int i) {
     return r->words[i / 2] >> i % 2 * 16 & 0xFFFF;
 }
 
-// x's neighbour among the bf16 away from 0 with the probability of the 16 bits that are cut off, else the one towards 0; as a float. An
+// x's neighbor among the bf16 away from 0 with the probability of the 16 bits that are cut off, else the one towards 0; as a float. An
 // infinity or NaN stays.
 DEVICE float round_stochastically(float x, uint32_t bits) {
     uint32_t word = __float_as_uint(x);

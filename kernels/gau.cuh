@@ -22,7 +22,7 @@
 #include "kernels/rope.cuh"
 #include "kernels/swiglu.cuh"
 
-// The learnt gain and offset of q and k, each (HS) on the device; or their gradients.
+// The learned gain and offset of q and k, each (HS) on the device; or their gradients.
 typedef struct {
     float *q_gain, *q_offset, *k_gain, *k_offset;
 } GauGains;

@@ -21,7 +21,7 @@
 
 #include "kernels/vector.cuh"
 
-// Over `group` neighbouring lanes, a power of two; each of them gets the sum.
+// Over `group` neighboring lanes, a power of two; each of them gets the sum.
 DEVICE float group_sum(float x, int group) {
     for (int step = group / 2; step > 0; step /= 2) x += __shfl_xor_sync(0xFFFFFFFFu, x, step);
     return x;

@@ -504,7 +504,7 @@ static void doubles_from(double *out, const void *raw, size_t count, DType dtype
     }
 }
 
-// The index of the first infinity or NaN, or count. The first loop has no branch, so that it is vectorised.
+// The index of the first infinity or NaN, or count. The first loop has no branch, so that it is vectorized.
 static size_t first_nonfinite(const float *values, size_t count) {
     uint32_t found = 0;
     for (size_t i = 0; i < count; i++) {

@@ -12,7 +12,7 @@ typedef struct {
     double min_lr_frac;     // where the decay ends, as a fraction of lr
     int64_t warmup;         // steps
     int64_t steps;          // of the whole run
-    int64_t rewarm;         // the step at which the warm-up runs again (a switched normaliser); 0: it does not
+    int64_t rewarm;         // the step at which the warm-up runs again (a switched normalizer); 0: it does not
 } Schedule;
 
 // lr(s) = lr * ramp(s) * shape(s), s from 0

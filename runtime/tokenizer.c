@@ -140,7 +140,7 @@ static size_t word_end(const uint8_t *s, size_t n, size_t at) {
 
 typedef struct {
     int32_t *symbol;       // by position; -1 where the symbol was merged into the one before it
-    size_t *next, *prev;   // positions of the neighbours; `count` stands for none
+    size_t *next, *prev;   // positions of the neighbors; `count` stands for none
     uint64_t *heap;        // of keys, smallest first; one whose pair is no longer there is passed over
     size_t count, capacity, heap_count;
 } Word;

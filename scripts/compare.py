@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Trains one small shape once with each attention normaliser, on the same tokens from the same seed, and compares the last
+"""Trains one small shape once with each attention normalizer, on the same tokens from the same seed, and compares the last
 validation losses.
 
     python scripts/compare.py --out out/compare                                  every preset, and two with gated attention units
@@ -139,7 +139,7 @@ def picture(results):
     curves, bars = figure.subfigures(1, 2, width_ratios=(3, 2))
     panels = curves.subplots(3, 2, sharex=True, sharey=True).flat
     late = [loss for r in results.values() for _, loss in r["curve"][len(r["curve"]) // 4:]]
-    colors, color_of = plt.get_cmap("tab10").colors, {}    # a bar has its group's colour, which the panel's title has too
+    colors, color_of = plt.get_cmap("tab10").colors, {}    # a bar has its group's color, which the panel's title has too
     for axes, (title, names), group_color in zip(panels, groups.items(), plt.get_cmap("Dark2").colors):
         for i, name in enumerate(names):
             color_of[name] = group_color
@@ -174,10 +174,10 @@ def picture(results):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], epilog="Other flags go to the trainer.", allow_abbrev=False)
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs and what comes of them")
-    parser.add_argument("--steps", type=int, default=400, help="optimiser steps of each run (400)")
+    parser.add_argument("--steps", type=int, default=400, help="optimizer steps of each run (400)")
     parser.add_argument("--model", default="layers=4,heads=4,channels=128,ffn=352,tied=1,vocab=1024", help="the trainer's --model")
     parser.add_argument("--data", default="data/shakespeare-1024", help="folder of *_train_*.bin and *_val_*.bin")
-    parser.add_argument("--attn", nargs="+", metavar="NAME", help="normalisers, gau/NAME with gated units (all presets, two with gau)")
+    parser.add_argument("--attn", nargs="+", metavar="NAME", help="normalizers, gau/NAME with gated units (all presets, two with gau)")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, of OMP_NUM_THREADS threads each, 1 unless set (2)")
     options, more = parser.parse_known_args()
     if options.steps < 1 or options.jobs < 1:

@@ -147,7 +147,7 @@ def read_switches(run, lines):
 # ---------------------------------------------------------------- the picture
 
 def smooth(values):
-    """The mean over a centred window of a fiftieth of the run, cut off at its ends. NaN is left out."""
+    """The mean over a centered window of a fiftieth of the run, cut off at its ends. NaN is left out."""
     half = len(values) // 100
     total, count = [0.0], [0]
     for value in values:
@@ -266,7 +266,7 @@ def picture(runs):
     return figure
 
 
-# ---------------------------------------------------------------- the normaliser's learnt scalars
+# ---------------------------------------------------------------- the normalizer's learned scalars
 
 def fit_log(p):
     """(a1, a2, R^2) of the least-squares fit p_n = a1 ln n + a2 over n = 1..len(p), as in [SSMax] Figure 2. R^2 = 1 - (sum of squared
@@ -444,7 +444,7 @@ def main():
     parser.add_argument("--out", metavar="FILE",
                         help="the picture: .png, .svg or .pdf (default: loss.png, or scalars.png, in the run's folder)")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--scalars", action="store_true", help="draw the normaliser's learnt s, b, sink and p_n")
+    what.add_argument("--scalars", action="store_true", help="draw the normalizer's learned s, b, sink and p_n")
     what.add_argument("--tensorboard", metavar="DIR", type=Path, help="write event files to DIR/NAME of each run instead")
     options = parser.parse_args()
     if len(options.runs) > 1 and not (options.out or options.tensorboard):

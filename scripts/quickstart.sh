@@ -47,7 +47,7 @@ The model is in $model, its curve in $run/loss.png.
 What to try next:
   longer, from here             scripts/quickstart.sh --steps $((2 * steps))
   your own prompt               ./sample_gpt2 --model $model --prompt "The king is" --max-new-tokens 200
-  another attention normaliser  ./train_gpt2 --attn ssmax ${recipe[*]:0:8} \\
+  another attention normalizer  ./train_gpt2 --attn ssmax ${recipe[*]:0:8} \\
                                     ${recipe[*]:8} \\
                                     ${data[0]} '${data[1]}' ${data[2]} '${data[3]}' --out out/ssmax
   both in one picture           .venv/bin/python scripts/plot.py $run out/ssmax --out out/both.png

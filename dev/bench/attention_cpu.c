@@ -1,4 +1,4 @@
-// Times attention of one normaliser, for dev/bench/attention_cpu.py.
+// Times attention of one normalizer, for dev/bench/attention_cpu.py.
 //
 //   build/bench/attention_cpu NAME T B NH HS SECONDS
 //

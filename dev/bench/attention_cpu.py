@@ -1,4 +1,4 @@
-"""Attention alone, forward and backward, for each normaliser beside PyTorch's fastest way to the same values, in one run.
+"""Attention alone, forward and backward, for each normalizer beside PyTorch's fastest way to the same values, in one run.
 
     .venv/bin/python dev/bench/attention_cpu.py [--lengths 256,1024,4096] [--attn softmax,lssar] [--torch-lengths 1024] [--rounds 3]
         [--seconds 0.5] [--memory lssa,lssar] [--json F] [--chart F]
@@ -114,7 +114,7 @@ def table(found, presets, lengths, memory):
 
 
 def print_table(rows):
-    print(f"\n| normaliser | T | forward ms | backward ms | PyTorch ms | PyTorch/ours | ours/our softmax | peak at T = {LONGEST:,} over softmax's |")
+    print(f"\n| normalizer | T | forward ms | backward ms | PyTorch ms | PyTorch/ours | ours/our softmax | peak at T = {LONGEST:,} over softmax's |")
     print("|---|---|---|---|---|---|---|---|")
     for r in rows:
         of_softmax = f"{r['of_softmax']:.2f}" if r["of_softmax"] else ""

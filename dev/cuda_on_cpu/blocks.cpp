@@ -896,7 +896,7 @@ static bool all_finite(const float *x, int count) {
     return finite;
 }
 
-// The fragments lie in the lanes so that a[i][4 g .. 4 g + 3] are 8 neighbours of row g (or g + 8) of a, and b[i][4 g .. 4 g + 3] 8 of
+// The fragments lie in the lanes so that a[i][4 g .. 4 g + 3] are 8 neighbors of row g (or g + 8) of a, and b[i][4 g .. 4 g + 3] 8 of
 // column g of b.
 static void multiply(Warp &warp, MmaSums sums) {
     float a[2][8][16], columns[2][8][8];        // a by halves of its rows; columns[k / 8][n][k % 8]

@@ -296,7 +296,7 @@ struct CUevent_st {
 
 static std::recursive_mutex stream_lock;
 static uint64_t operations, random_state;
-static CUstream_st *default_stream, *favourite;
+static CUstream_st *default_stream, *favorite;
 static std::vector<CUstream_st *> streams;      // all, the default first
 
 static uint64_t toss() {
@@ -372,8 +372,8 @@ static bool run_any() {
     std::vector<CUstream_st *> able;
     std::copy_if(streams.begin(), streams.end(), std::back_inserter(able), can_go_on);
     if (able.empty()) return false;
-    if (toss() % 4 == 0 || std::find(able.begin(), able.end(), favourite) == able.end()) favourite = able[toss() % able.size()];
-    if (!run_next(favourite)) usleep(50);
+    if (toss() % 4 == 0 || std::find(able.begin(), able.end(), favorite) == able.end()) favorite = able[toss() % able.size()];
+    if (!run_next(favorite)) usleep(50);
     return true;
 }
 

@@ -405,7 +405,7 @@ static void missing_barrier_after_use(bool defect) {
     check_reversed(out.host());
 }
 
-KERNEL void neighbour_kernel(float *out, const float *in, bool defect) {     // within a warp: __syncwarp is enough
+KERNEL void neighbor_kernel(float *out, const float *in, bool defect) {     // within a warp: __syncwarp is enough
     SHARED_ARRAY(float, tile, 64);
     tile[threadIdx.x] = in[threadIdx.x];
     if (!defect) __syncwarp();
@@ -414,7 +414,7 @@ KERNEL void neighbour_kernel(float *out, const float *in, bool defect) {     // 
 
 static void missing_syncwarp(bool defect) {
     Device<float> in(count_up(64)), out(64);
-    launch(neighbour_kernel, 1, 64, 0, NULL, out.p, in.p, defect);
+    launch(neighbor_kernel, 1, 64, 0, NULL, out.p, in.p, defect);
     std::vector<float> r = out.host();
     for (int i = 0; i < 64; i++) CHECK(r[i] == (float)(i ^ 1), "%d: %g", i, r[i]);
 }

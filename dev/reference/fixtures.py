@@ -37,7 +37,7 @@ OVERRIDES = (
     "ssmax-pn+phi=softplus+norm=n+s=0.5+fixed",
     "softmax-floorlog+scale=floorlog:4")
 NORMALIZERS = (*(name for name in reference.PRESETS if name != "softmax-floorlog"), *OVERRIDES)     # softmax itself where n < 8192
-# A model of one layer (two gated units) for each normaliser that has none above; a clip between the usual gradient norms.
+# A model of one layer (two gated units) for each normalizer that has none above; a clip between the usual gradient norms.
 BLOCKS = {"llama": ("layers=1,heads=2,channels=64,ffn=112,vocab=97,tied=1", 3.6),
           "gau": ("layers=1,block=gau,channels=32,vocab=97,tied=1", 2.1)}
 NO_MODEL = ("lssar+post=reweight:100",      # in float32 a gradient through two units is off by 1e-4, and ten steps make another model

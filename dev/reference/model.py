@@ -1,7 +1,7 @@
-"""The model and its attention normalisers in PyTorch, by the papers' formulas: plain T x T arrays, gradients by autograd. Use
+"""The model and its attention normalizers in PyTorch, by the papers' formulas: plain T x T arrays, gradients by autograd. Use
 it in float64. It is a reference, made to be read and to be right, not to be fast.
 
-A normaliser is five choices in a row. For the query at position i, n = i + 1 keys are visible; d is the head size, T the length of
+A normalizer is five choices in a row. For the query at position i, n = i + 1 keys are visible; d is the head size, T the length of
 the sequence, L the length that the model was trained with:
   1. qk            l2: q and k over their Euclidean norms (after RoPE)
   2. scale, offset z_ij = c_i (q_i . k_j) + o_i
@@ -24,7 +24,7 @@ EPS = 1e-5          # RMSNorm's
 THETA = 10000.0     # RoPE's
 
 
-# ---- The normaliser: five stages, and the text that names them
+# ---- The normalizer: five stages, and the text that names them
 
 @dataclass(frozen=True)
 class Normalizer:
@@ -35,7 +35,7 @@ class Normalizer:
     norm: str = "l1"
     post: str = "none"
     s: float | None = None      # another start of s than s_start's
-    fixed: bool = False         # s is not learnt
+    fixed: bool = False         # s is not learned
 
     @property
     def has_s(self):
@@ -104,7 +104,7 @@ def parse_normalizer(text):
     """`NAME[+stage=value...][+s=X][+fixed]`. A `+` starts an override only before one of those words. ValueError otherwise."""
     name, *overrides = re.split(rf"\+(?=(?:{'|'.join(STAGES)})=|fixed(?:\+|$))", text)
     if name not in PRESETS:
-        raise ValueError(f"{text}: no normaliser {name!r}; there are {' '.join(PRESETS)}")
+        raise ValueError(f"{text}: no normalizer {name!r}; there are {' '.join(PRESETS)}")
     normalizer = PRESETS[name]
     for override in overrides:
         stage, _, value = override.partition("=")
@@ -286,7 +286,7 @@ class Config:
 
 
 def scalar_shapes(normalizer, heads):
-    """The learnt scalars of a layer's attention: attn_scale (s), attn_bias (b) and attn_sink."""
+    """The learned scalars of a layer's attention: attn_scale (s), attn_bias (b) and attn_sink."""
     shapes = {}
     if normalizer.has_s and not normalizer.fixed:
         shapes["attn_scale"] = (heads,)
@@ -316,7 +316,7 @@ def gau_shapes(config):
 
 
 def parameter_shapes(config):
-    """Name -> shape, by Hugging Face's names; a normaliser adds attn_scale (s), attn_bias (b), attn_sink and attn_pn (p)."""
+    """Name -> shape, by Hugging Face's names; a normalizer adds attn_scale (s), attn_bias (b), attn_sink and attn_pn (p)."""
     C, of_layer = config.channels, (gau_shapes if config.block == "gau" else llama_shapes)(config)
     shapes = {"model.embed_tokens.weight": (config.vocab, C)}
     for i in range(config.units):
@@ -330,13 +330,13 @@ def parameter_shapes(config):
 
 
 def decays(name):
-    """Weight decay is for the matrices: not for gains and offsets, and not for the normaliser's scalars whatever their shape."""
+    """Weight decay is for the matrices: not for gains and offsets, and not for the normalizer's scalars whatever their shape."""
     last = name.rpartition(".")[2]
     return not (name.endswith("norm.weight") or last.startswith("attn_") or last.endswith(("_gain", "_offset")))
 
 
 def attention_scalars(parameters, prefix, config):
-    """s, b, sink (NH) and p (L) of a layer, as far as its normaliser has them."""
+    """s, b, sink (NH) and p (L) of a layer, as far as its normalizer has them."""
     normalizer, scalars, dtype = config.normalizer, {}, parameters["model.norm.weight"].dtype
     if normalizer.has_s:
         scalars["s"] = (torch.full((config.heads,), normalizer.s_start(config.L), dtype=dtype) if normalizer.fixed
@@ -395,7 +395,7 @@ def gradients(parameters, tokens, targets, config):
     return logits.detach(), loss.item(), dict(zip(leaves, values))
 
 
-# ---- The optimiser
+# ---- The optimizer
 
 def global_norm(tensors):
     return math.sqrt(sum((x * x).sum().item() for x in tensors))

@@ -19,7 +19,7 @@ typedef struct {
 
 typedef struct {
     const void *q, *k, *v, *dout;             // of X
-    const float *s, *b, *p, *sink;            // NULL where the normaliser has none
+    const float *s, *b, *p, *sink;            // NULL where the normalizer has none
     void *out, *dq, *dk, *dv;                 // of X
     float *stats, *ds, *db, *dp, *dsink;      // added to
     unsigned long long rows_without_weight;   // added to

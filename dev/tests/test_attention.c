@@ -170,12 +170,12 @@ static void check_row_sums(const char *text) {
         bool kept = left ? c.normalizer.norm.kind == NORM_L1 : post != POST_RECENTER;          // recenter alone does not keep the sum
         if (total == 0) zero++;
         else if (kept && !(off <= worst)) worst = off;
-        bool centred = (post == POST_RECENTER || post == POST_RECENTER_L1) && t >= POST_FROM;
-        if (centred && !(fabs(sum(A, T)) <= worst_mean)) worst_mean = fabs(sum(A, T));
+        bool centered = (post == POST_RECENTER || post == POST_RECENTER_L1) && t >= POST_FROM;
+        if (centered && !(fabs(sum(A, T)) <= worst_mean)) worst_mean = fabs(sum(A, T));
         CHECK(not_zero(A + t + 1, T - t - 1) == 0, "%s: row %zu has weight on later keys", text, t + 1);
     }
     CHECK(worst < 2e-6, "%s: a row's absolute sum is %.3g off 1", text, worst);
-    CHECK(worst_mean < 2e-6, "%s: a recentred row sums to %.3g", text, worst_mean);
+    CHECK(worst_mean < 2e-6, "%s: a recentered row sums to %.3g", text, worst_mean);
     CHECK(zero == without_weight, "%s: %d rows are 0, %d were counted", text, (int)zero, (int)without_weight);
     CHECK(zero < T / 2, "%s: %d rows are 0", text, (int)zero);
     case_free(&c);
@@ -188,7 +188,7 @@ static void test_row_sums(void) {
         "relu-L+post=recenter-l1", "ssmax-pn+phi=softplus", "exp+post=reweight:1", "lssar+post=reweight:0.5",
         "softmax+post=reweight:100", "relu2-l1+scale=logd-logn", "identity+post=recenter-l1",
     };
-    check_group("rows of every l1 norm, recenter-l1 and reweight sum to 1 in absolute value; recentred rows sum to 0");
+    check_group("rows of every l1 norm, recenter-l1 and reweight sum to 1 in absolute value; recentered rows sum to 0");
     for (size_t i = 0; i < COUNT(PRESETS); i++) {
         Normalizer n = parse(PRESETS[i]);
         int post = n.post.kind;
@@ -392,7 +392,7 @@ static const char *const AWKWARD[] = {
     "ssmax-bias+norm=l1+sink+post=recenter-l1", "softpick+norm=l1+0.5", "lssa+scale=floorlog:8+phi=expm1",
 };
 
-static void each_normaliser(void (*check)(const char *text)) {
+static void each_normalizer(void (*check)(const char *text)) {
     for (size_t i = 0; i < COUNT(PRESETS); i++) check(PRESETS[i]);
     for (size_t i = 0; i < COUNT(AWKWARD); i++) check(AWKWARD[i]);
 }
@@ -456,11 +456,11 @@ static void check_alone(const char *text) {
 
 static void test_independence(void) {
     check_group("causality: a change of position j moves no row before it");
-    each_normaliser(check_causality);
+    each_normalizer(check_causality);
     check_group("masked entries do not leak");
-    each_normaliser(check_masked);
+    each_normalizer(check_masked);
     check_group("attention_row is the full pass's row");
-    each_normaliser(check_alone);
+    each_normalizer(check_alone);
 }
 
 // ---- extremes
@@ -552,7 +552,7 @@ static void check_power(const char *base, double P) {
 static void test_extremes(void) {
     static const double POWERS[] = {0.5, 1, 2, 15, 100};
     check_group("scores of +-1e4 and +-1e30: outputs and gradients are finite");
-    each_normaliser(check_extremes);
+    each_normalizer(check_extremes);
     check_group("exp overflows in sight");
     test_exp();
     check_group("reweight:P for P of 0.5 to 100 at 16,384 keys");
@@ -672,10 +672,10 @@ int main(void) {
     test_independence();
     test_extremes();
     check_group("scratch grows as T, not as its square");
-    each_normaliser(check_memory);
+    each_normalizer(check_memory);
     test_no_weight();
     check_group("one thread and two");
-    each_normaliser(check_threads);
+    each_normalizer(check_threads);
     check_threads_of("lssar", 1, 1500), check_threads_of("softmax-recentered-l1", 1, 1500);     // long enough for threads to meet
     return check_verdict();
 }

@@ -47,7 +47,7 @@ def test_ten_steps(cuda, data, tmp_path, name, model):
 
 
 def test_validation_samples_and_scalars(cuda, data, tmp_path):
-    """What a run writes beside its losses: validation, statistics of the learnt scalars, samples drawn from the same logits."""
+    """What a run writes beside its losses: validation, statistics of the learned scalars, samples drawn from the same logits."""
     flags = [*SMALL, "--attn", "ssmax-bias", "--steps", 4, "--val-data", data / "d_val_000000.bin", "--val-every", 2, "--val-tokens", 200,
              "--sample-every", 4, "--total-batch-tokens", 80]
     a, b = tmp_path / "cpu", tmp_path / "cuda"

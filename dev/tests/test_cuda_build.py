@@ -1,7 +1,7 @@
 """What nvcc makes of the CUDA sources: no warnings, no spilled registers, and registers within the budget that stands above each kernel
 (`// registers: at most 64 (name, name)`); it needs no GPU.
 
-By default the program for one normaliser and sm_90, and two more instances of attention, drawn by the date, for sm_80: about a minute on two
+By default the program for one normalizer and sm_90, and two more instances of attention, drawn by the date, for sm_80: about a minute on two
 cores. CUDA_BUILD=all: every source and every instance, for sm_80 and sm_90, about six minutes.
 """
 import datetime

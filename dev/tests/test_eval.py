@@ -1,4 +1,4 @@
-"""eval_gpt2: its losses against the trainer's, the reference's and transformers', a change of normaliser, lengths beyond the training length,
+"""eval_gpt2: its losses against the trainer's, the reference's and transformers', a change of normalizer, lengths beyond the training length,
 masks, eval.json, messages."""
 import json
 import math
@@ -94,7 +94,7 @@ def test_the_loss_is_the_trainers(name, checkpoints, data, tmp_path):
 
 @pytest.mark.parametrize("attn", ["softmax", "relu-L", "sigmoid", "softmax-log512"])
 def test_longer_sequences_are_the_trainers(attn, checkpoints, data, tmp_path):
-    """2 and 4 times the training length, which stays the normaliser's L: as --init-from validates them before it trains."""
+    """2 and 4 times the training length, which stays the normalizer's L: as --init-from validates them before it trains."""
     first = checkpoints("--attn", attn)
     output, result = evaluate(first, data, tmp_path, "--seq-lens", f"{4 * L},0,{2 * L}")
     assert [row["seq_len"] for row in result["results"]] == [4 * L, L, 2 * L] and "up to 4 L; L stays 8" in output
@@ -129,7 +129,7 @@ SAFE = 0.7        # times the fixtures' weights: then exp without a norm stays w
 
 @pytest.fixture(scope="session")
 def weights(checkpoints, tmp_path_factory):
-    """Called with a block and a normaliser: a folder of weights and scalars so large that all differ, and the reference's of the same."""
+    """Called with a block and a normalizer: a folder of weights and scalars so large that all differ, and the reference's of the same."""
     def make(block, attn):
         first = checkpoints("--model", model_flag(block), "--attn", attn, steps=0)
         config = reference.Config(**SHAPES[block], vocab=VOCAB, tied=True, attn=attn, L=L, block=block)
@@ -165,7 +165,7 @@ def near(found, expected):
 
 
 def under(tensors, config, attn):
-    """The reference under another normaliser, its scalars at their starts."""
+    """The reference under another normalizer, its scalars at their starts."""
     changed = reference.replace(config, attn=attn)
     starts = dict(attn_scale=changed.normalizer.has_s and changed.normalizer.s_start(L), attn_bias=0.0, attn_sink=0.0, attn_pn=1.0)
     new = {name: torch.full(shape, starts[name.rpartition(".")[2]]).double()
@@ -176,7 +176,7 @@ def under(tensors, config, attn):
 @pytest.mark.parametrize("block", SHAPES)
 @pytest.mark.parametrize("attn", [*reference.PRESETS, "softmax+post=reweight:3", "sigmoid-logn-l1+post=reweight:15"])
 def test_a_change_is_the_references(block, attn, softmax, data, tmp_path):
-    """From softmax to every normaliser, with no training: the loss before and after, at L and (but for p_n) beyond."""
+    """From softmax to every normalizer, with no training: the loss before and after, at L and (but for p_n) beyond."""
     folder, tensors, config = softmax[block]
     lengths = [L] if attn == "ssmax-pn" else [L, 20]
     _, result = evaluate(folder, data, tmp_path, "--attn", attn, "--seq-lens", ",".join(map(str, lengths)), "--task", "positions")
@@ -199,7 +199,7 @@ def test_a_change_is_the_references(block, attn, softmax, data, tmp_path):
 @pytest.mark.parametrize("block", SHAPES)
 @pytest.mark.parametrize("attn", ["ssmax", "ssmax-bias", "ssmax-pn", "softmax1", "softmax-sink", "softpick", "sigmoid", "lssar"])
 def test_positions_are_the_references(block, attn, weights, data, tmp_path):
-    """The checkpoint's own learnt scalars, and the loss at each position; in the table the same by ranges."""
+    """The checkpoint's own learned scalars, and the loss at each position; in the table the same by ranges."""
     folder, tensors, config = weights(block, attn)
     lengths = [L, 5] if attn == "ssmax-pn" else [L, 20]
     output, result = evaluate(folder, data, tmp_path, "--task", "positions", "--seq-lens", ",".join(map(str, lengths)))
@@ -249,7 +249,7 @@ def test_a_llama_from_transformers(data, tmp_path):
             near(loss, torch.nn.functional.cross_entropy(llama(inputs).logits.double().transpose(1, 2), targets).item())
 
 
-# ---------------------------------------------------------------- a change of normaliser
+# ---------------------------------------------------------------- a change of normalizer
 
 STARTS = [("softmax", "ssmax", {"attn_scale": ENTROPY}), ("softmax", "ssmax+s=0.3", {"attn_scale": 0.3}),
           ("softmax", "ssmax-bias", {"attn_scale": ENTROPY, "attn_bias": 0}),
@@ -283,7 +283,7 @@ def test_the_same_by_another_name_is_no_change(checkpoints, data, tmp_path):
 
 @pytest.mark.parametrize("block", SHAPES)
 def test_pn_goes_on_as_its_fit(block, weights, data, tmp_path):
-    """Beyond L the learnt p_n end: refused; or their fit, then for all n and all lengths."""
+    """Beyond L the learned p_n end: refused; or their fit, then for all n and all lengths."""
     folder, tensors, config = weights(block, "ssmax-pn")
     errors = evaluate(folder, data, tmp_path, "--seq-lens", f"{L},{L + 1}", code=2)[1]
     assert f"up to L = {L}" in errors and f"asks for {L + 1}" in errors and "--pn-extrapolate log" in errors
@@ -300,7 +300,7 @@ def test_pn_goes_on_as_its_fit(block, weights, data, tmp_path):
 
 
 def test_pn_of_a_change(softmax, weights, data, tmp_path):
-    """p_n starts at 1: a constant has a fit, and no R^2. Where the checkpoint brings p_n, its fit serves both normalisers."""
+    """p_n starts at 1: a constant has a fit, and no R^2. Where the checkpoint brings p_n, its fit serves both normalizers."""
     folder, tensors, config = softmax["llama"]
     assert "ssmax-pn" in evaluate(folder, data, tmp_path, "--attn", "ssmax-pn", "--seq-lens", 2 * L, code=2)[1]
     output, result = evaluate(folder, data, tmp_path, "--attn", "ssmax-pn", "--seq-lens", 2 * L, "--pn-extrapolate", "log")
@@ -369,7 +369,7 @@ def test_full_disks_are_told(checkpoints, data, tmp_path):
 WRONG = {
     "unknown flag": (["--seq-len", "8"], 2, ["Nearest: --seq-lens"]),
     "a later task": (["--task", "needle"], 2, ["--task needle", "loss|positions"]),
-    "unknown normaliser": (["--attn", "ssmx"], 2, ["--attn ssmx", "Nearest: ssmax"]),
+    "unknown normalizer": (["--attn", "ssmx"], 2, ["--attn ssmx", "Nearest: ssmax"]),
     "unknown stage": (["--attn", "softmax+post=reweigh"], 2, ["reweight:P"]),
     "unknown extrapolation": (["--pn-extrapolate", "linear"], 2, ["none|log"]),
     "unknown scaling": (["--rope-scaling", "yarn"], 2, ["none|ntk"]),

@@ -2,7 +2,7 @@
 GPU by build/cuda/flash.so.
 
     pytest dev/tests/test_flash.py                a selection, 204 cases: 15 s on two cores
-    FLASH_ALL=1 pytest dev/tests/test_flash.py    every normaliser at every length and head size, 2,022 cases: 2 minutes
+    FLASH_ALL=1 pytest dev/tests/test_flash.py    every normalizer at every length and head size, 2,022 cases: 2 minutes
     FLASH_SO=FILE                                 another library than make's
 
 float32: outputs to 1e-5, gradients to 1e-4 of their norm, head by head. bf16: at most twice the error of the reference's own formula in bf16,

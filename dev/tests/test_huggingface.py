@@ -1,5 +1,5 @@
 """Checkpoints and transformers, in both directions: what we write loads there and gives our logits and our texts; what it writes trains
-on here. And the modelling file against the reference. Every normaliser, in both blocks."""
+on here. And the modeling file against the reference. Every normalizer, in both blocks."""
 import importlib.util
 import json
 import math
@@ -150,7 +150,7 @@ def bases(data, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def model_of(bases, data, tmp_path_factory):
-    """The folder of a block's model with any normaliser: a step from the one with softmax, in which the scalars leave their start."""
+    """The folder of a block's model with any normalizer: a step from the one with softmax, in which the scalars leave their start."""
     def make(block, name):
         flags = ["--init-from", bases[block], "--attn", name, "--warmup", 1, "--lr", 0.02]
         return train(data, tmp_path_factory.mktemp("run") / "out", *flags, steps=1)[0]
@@ -194,7 +194,7 @@ def test_pn_ends_at_its_length(block, model_of):
 
 
 def assert_new(model, block):
-    """The numbers that a new model starts with, under normalisers whose s starts at 1."""
+    """The numbers that a new model starts with, under normalizers whose s starts at 1."""
     for key, parameter in model.named_parameters():
         std = 0.02 / math.sqrt(2 if block == "gau" else 4) if key.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
         if parameter.ndim == 2:
@@ -277,7 +277,7 @@ def test_what_is_not_our_model_is_refused(name, data, tmp_path):
     assert word in sample(tmp_path / "llama", code=3)[1]
 
 
-# ---------------------------------------------------------------- the modelling file against the reference
+# ---------------------------------------------------------------- the modeling file against the reference
 
 @pytest.fixture(scope="session")
 def modeling():
@@ -289,7 +289,7 @@ def modeling():
 
 
 def pair(modeling, name, L, block="llama", tied=True):
-    """The modelling file's model in float64 with random weights, and the reference's logits of the same weights."""
+    """The modeling file's model in float64 with random weights, and the reference's logits of the same weights."""
     normalizer = reference.parse_normalizer(name)
     gau = block == "gau"
     shape = reference.Config(layers=1 if gau else 2, heads=1 if gau else 2, channels=16, ffn=24, tied=tied, vocab=31, attn=name, L=L, block=block)

@@ -316,7 +316,7 @@ static void random_text(char *text) {
     }
 }
 
-// softmax with each stage named: the same normaliser, but for what the text alone can say of s.
+// softmax with each stage named: the same normalizer, but for what the text alone can say of s.
 static void check_round_trip(const Normalizer *n) {
     char written[512] = "softmax", shortest[NORMALIZER_TEXT], number[64];
     for (size_t i = 0; i < STAGE_COUNT; i++) sprintf(written + strlen(written), "+%s=%s", STAGE_NAMES[i], stage(n, i));
@@ -353,7 +353,7 @@ static void test_random(void) {
     CHECK(taken > TEXTS / 3, "only %zu of %d were taken", taken, TEXTS);
 }
 
-// ---- the learnt scalars
+// ---- the learned scalars
 
 static const Scalar SCALARS[] = {SCALAR_S, SCALAR_B, SCALAR_P, SCALAR_SINK};
 static const char *const SCALAR_NAMES[COUNT(SCALARS)] = {"s", "b", "p", "sink"};
@@ -370,7 +370,7 @@ static void test_scalars(void) {
         {"softmax-sink", {0, 0, 0, 1}, {0, 0, 0, 1}}, {"ssmax+fixed+norm=l1+sink", {1, 0, 0, 1}, {0, 0, 0, 1}},
         {"softmax-floorlog", {0, 0, 0, 0}, {0, 0, 0, 0}}, {"softpick", {0, 0, 0, 0}, {0, 0, 0, 0}},
     };
-    check_group("the learnt scalars: which there are, which are trained, where they start");
+    check_group("the learned scalars: which there are, which are trained, where they start");
     for (size_t i = 0; i < COUNT(ROWS); i++) {
         Normalizer n = parse(ROWS[i].text);
         for (size_t j = 0; j < COUNT(SCALARS); j++) {
@@ -411,7 +411,7 @@ static void test_changes(void) {
         {"softmax", "softmax-sink", {-1, -1, -1, 0}}, {"softmax-sink", "ssmax+norm=l1+sink", {0, -1, -1, 1}},
         {"softmax-sink", "softmax", {-1, -1, -1, -1}}, {"ssmax-bias+norm=l1+sink", "ssmax-pn+norm=l1+sink+post=rectify", {0, 1, 0, 1}},
     };
-    check_group("what a change of normaliser keeps; which are equal");
+    check_group("what a change of normalizer keeps; which are equal");
     for (size_t i = 0; i < COUNT(ROWS); i++) {
         Normalizer from = parse(ROWS[i].from), to = parse(ROWS[i].to);
         for (size_t j = 0; j < COUNT(SCALARS); j++) {

@@ -1,5 +1,5 @@
-"""The family of attention normalisers through the programs: every preset with both blocks trains, resumes and samples; config.json; a
-change of a model's normaliser; the learnt scalars in the metrics and in checkpoints; `make ATTN=`."""
+"""The family of attention normalizers through the programs: every preset with both blocks trains, resumes and samples; config.json; a
+change of a model's normalizer; the learned scalars in the metrics and in checkpoints; `make ATTN=`."""
 import ctypes
 import ctypes.util
 import hashlib
@@ -124,11 +124,11 @@ def test_the_cache_has_the_whole_passes_logits(runs, names, tmp_path, block):
     for name, values in zip(every, found):
         assert values.shape == (T, VOCAB) and np.isfinite(values).all(), name
     assert len(every) == len(names) - 1
-    assert len({values.tobytes() for values in found}) > len(every) - 4, "scores so small that the normalisers are alike"
+    assert len({values.tobytes() for values in found}) > len(every) - 4, "scores so small that the normalizers are alike"
 
 
 def sharpened(bare):
-    """The model with scores of the order of 1, as six steps do not make them, and learnt scalars that differ from head to head."""
+    """The model with scores of the order of 1, as six steps do not make them, and learned scalars that differ from head to head."""
     header, content = read_header(bare / "model.safetensors")
     content = bytearray(content)
     for name, row in header.items():
@@ -230,7 +230,7 @@ def init_from(data, folder, *flags, code=0):
     return train(data, "--init-from", folder, *fixed, *flags, model=False, code=code)
 
 
-# ---------------------------------------------------------------- a change of normaliser
+# ---------------------------------------------------------------- a change of normalizer
 
 NEW = {         # from, to: the tensors that the change brings
     ("softmax", "ssmax"): ["attn_scale"], ("softmax", "ssmax-pn"): ["attn_scale", "attn_bias", "attn_pn"], ("softmax", "lssar"): [],
@@ -354,7 +354,7 @@ def test_a_trained_softmax_model_becomes_ssmax_softly(tmp_path):
     assert 0 < moved["ssmax"] < 0.05 < moved["ssmax+s=1"], moved
 
 
-# ---------------------------------------------------------------- the learnt scalars
+# ---------------------------------------------------------------- the learned scalars
 
 @pytest.mark.parametrize("block", MODELS)
 def test_metrics_have_the_scalars(runs, names, block):
@@ -413,7 +413,7 @@ def sign(folder, name):
 
 def test_p_n_has_an_end(data, runs):
     trained = checkpoint(runs["llama", "ssmax-pn"], 6)
-    says = f"p_n is learnt for n up to L = {T}, and --seq-len asks for 16"
+    says = f"p_n is learned for n up to L = {T}, and --seq-len asks for 16"
     for source, name in ((trained, "ssmax-pn"), (checkpoint(runs["llama", "softmax"], 6), "ssmax-pn")):
         assert says in init_from(data, source, "--attn", name, "--seq-len", 16, code=2)
     assert says in init_from(data, trained, "--attn-switch", "0:ssmax-pn", "--attn", "softmax", "--seq-len", 16, code=2)
@@ -427,7 +427,7 @@ def test_p_n_has_an_end(data, runs):
 
 @pytest.mark.skipif(SANITIZED, reason="builds a program of its own")
 def test_make_attn(data, tmp_path):
-    """The program that knows ssmax alone: the same bits, and no other normaliser."""
+    """The program that knows ssmax alone: the same bits, and no other normalizer."""
     program = tmp_path / "build/train_gpt2"
     subprocess.run(["make", "-s", "-j2", "ATTN=ssmax", f"BUILD={make_path(tmp_path / 'build')}", str(program)], cwd=ROOT, check=True)
     flags = ["--model", MODELS["llama"], *validation(data), "--steps", 5]

@@ -72,7 +72,7 @@ def test_null_is_nan_and_time_is_the_sum_of_ms():
     assert plot.seconds(lines) == [0.5, 0.75, 0.75]
 
 
-def test_smooth_is_a_centred_mean_that_leaves_nan_out():
+def test_smooth_is_a_centered_mean_that_leaves_nan_out():
     values = [float(i % 7) for i in range(300)]
     values[100] = math.nan
     got = plot.smooth(values)
@@ -129,7 +129,7 @@ def test_an_axis_that_shows_all_steps_says_nothing(tmp_path):
     assert figure.axes[0].get_ylim()[1] > 11 and not figure.axes[0].texts
 
 
-# ---------------------------------------------------------------- the normaliser's learnt scalars
+# ---------------------------------------------------------------- the normalizer's learned scalars
 
 def make_scalars(folder, layers=3, steps=(10, 20, 30), keys=("attn_scale", "attn_bias")):
     """A run whose layer l has at step i the triple (l + i/100, 1 less, 2 more), of attn_bias ten times that."""
@@ -203,7 +203,7 @@ def test_each_run_has_a_column(tmp_path):
     figure = plot.scalars_picture([str(both), str(short)])
     assert [[len(axes.lines), axes.axison] for axes in figure.axes[:4]] == [[3, True], [2, True], [3, True], [0, False]]
     assert [axes.texts[0].get_text() for axes in figure.axes[:2]] == ["a", "b"]
-    assert figure.axes[0].lines[1].get_color() == figure.axes[1].lines[1].get_color(), "a layer has one colour in all runs"
+    assert figure.axes[0].lines[1].get_color() == figure.axes[1].lines[1].get_color(), "a layer has one color in all runs"
 
 
 @pytest.mark.parametrize("dtype, error", [("F32", 1e-6), ("BF16", 2**-7)])
@@ -410,7 +410,7 @@ def test_the_readme_has_the_programs_table():
     assert len(rows) > 30 and rows == printed_table()
 
 
-def test_every_normaliser_has_a_picture_that_is_current():
+def test_every_normalizer_has_a_picture_that_is_current():
     shown = re.findall(r"!\[\]\(weights/(.+)\.png\)", (ROOT / "attention/README.md").read_text())
     assert sorted(shown) == sorted(row[0] for row in printed_table())
     result = subprocess.run([sys.executable, str(ROOT / "attention/weights.py"), "--check"], capture_output=True, text=True)

@@ -19,7 +19,7 @@ FIXED = ["setarch", "-R"] if shutil.which("setarch") and subprocess.run(["setarc
 
 KERNELS = [""] if ALL else ["rmsnorm bf16 N=33 C=768", "rope bf16", "swiglu bf16", "embedding bf16", "classifier bf16", "adamw bf16", "adamw odd",
                             "norms", "gau bf16 B=2 T=3 E=96 HS=48 l2"]
-# One of each instance (attention/flash_instances.h), and of each learnt scalar.
+# One of each instance (attention/flash_instances.h), and of each learned scalar.
 ATTENTION = ["attention"] if ALL else [f"attention_{name}_T33_d48" for name in (
     "ssmax-bias", "ssmax-pn", "softmax-sink", "softmax-recentered", "softmax-recentered-l1", "softplus-l1", "lssar", "sigmoid", "identity",
     "relu-l1", "relu2-n", "gelu-l1", "relu6-l1", "mish-l1", "softpick", "gelu-l1+post=recenter-l1", "mish-l1+norm=l1+2+post=recenter",

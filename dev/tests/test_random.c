@@ -35,24 +35,24 @@ static int by_value(const void *a, const void *b) {
 
 // Five standard errors each: sqrt of (1, 2, 15, 96) / n for the first four moments.
 static void test_normal(void) {
-    check_group("normals: moments, tails, Kolmogorov-Smirnov, neighbours");
+    check_group("normals: moments, tails, Kolmogorov-Smirnov, neighbors");
     const size_t n = (size_t)1 << 22;
     float *x = malloc(n * sizeof *x);
     random_normal_fill(x, n, 0.0f, 1.0f, 1234, 5);
-    double m1 = 0, m2 = 0, m3 = 0, m4 = 0, neighbour = 0, lane = 0, pair = 0;
+    double m1 = 0, m2 = 0, m3 = 0, m4 = 0, neighbor = 0, lane = 0, pair = 0;
     size_t beyond3 = 0, beyond4 = 0;
     for (size_t i = 0; i < n; i++) {
         double a = x[i];
         m1 += a, m2 += a * a, m3 += a * a * a, m4 += a * a * a * a;
         beyond3 += fabs(a) > 3, beyond4 += fabs(a) > 4;
         if (i >= 16)
-            lane += a * x[i - 16], neighbour += a * x[i - 1], pair += (a * a - 1) * ((double)x[i - 16] * x[i - 16] - 1) / 2;
+            lane += a * x[i - 16], neighbor += a * x[i - 1], pair += (a * a - 1) * ((double)x[i - 16] * x[i - 16] - 1) / 2;
     }
     double root = sqrt((double)n);
     CHECK(fabs(m1 / n) < 5 / root && fabs(m2 / n - 1) < 5 * sqrt(2) / root, "mean %g, variance %g", m1 / n, m2 / n);
     CHECK(fabs(m3 / n) < 5 * sqrt(15) / root && fabs(m4 / n - 3) < 5 * sqrt(96) / root, "third %g, fourth %g", m3 / n, m4 / n);
-    CHECK(fabs(neighbour / n) < 5 / root && fabs(lane / n) < 5 / root && fabs(pair / n) < 5 / root, "correlations %g %g %g",
-          neighbour / n, lane / n, pair / n);
+    CHECK(fabs(neighbor / n) < 5 / root && fabs(lane / n) < 5 / root && fabs(pair / n) < 5 / root, "correlations %g %g %g",
+          neighbor / n, lane / n, pair / n);
     double p3 = erfc(3 / sqrt(2)), p4 = erfc(4 / sqrt(2));
     CHECK(fabs(beyond3 - p3 * n) < 5 * sqrt(p3 * n) && fabs(beyond4 - p4 * n) < 5 * sqrt(p4 * n), "beyond 3: %zu, beyond 4: %zu",
           beyond3, beyond4);

@@ -32,7 +32,7 @@ def attend(name, q, k, v, L=16, **scalars):
 
 
 def scalars_of(name, heads, L, seed=7):
-    """Random s, b, p and sink, as far as the normaliser has them; leaves, to take gradients of."""
+    """Random s, b, p and sink, as far as the normalizer has them; leaves, to take gradients of."""
     normalizer, scalars = parse_normalizer(name), {}
     if normalizer.has_s:
         scalars["s"] = (0.5 + 0.1 * random(heads, seed=seed)).requires_grad_()
@@ -176,7 +176,7 @@ def test_normalizer_parameters():
     assert {name for name in plain if not reference.decays(name)} == gains | {"model.norm.weight"}
 
 
-# ---- The normalisers
+# ---- The normalizers
 
 def test_grammar():
     assert parse_normalizer("softmax+qk=l2+scale=logd-logn+phi=softplus") == parse_normalizer("lssa")

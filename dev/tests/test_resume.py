@@ -210,7 +210,7 @@ def test_keep_best(data, tmp_path):
     assert best < 17 and steps(out) == [best, 22]
 
 
-# ---- a change of normaliser
+# ---- a change of normalizer
 
 
 def lineage(out):
@@ -247,7 +247,7 @@ def test_attn_switch(data, tmp_path, dtype):
     assert "the run is already at step 12" in train(data, *flags, "--attn-switch", "3:softmax", "--steps", 14, "--out", whole, "--resume", code=2)
 
 
-def test_same_start_for_every_normaliser(data, tmp_path):
+def test_same_start_for_every_normalizer(data, tmp_path):
     weights = {}
     for name in ("softmax", "ssmax"):
         train(data, "--attn", name, "--steps", 0, "--out", tmp_path / name)

@@ -40,7 +40,7 @@ static bool refused(const char *path, const char *part) {
     return ok;
 }
 
-// The bf16 nearest to x, ties to even, by arithmetic in float64: the neighbours are searched, not the bits rounded.
+// The bf16 nearest to x, ties to even, by arithmetic in float64: the neighbors are searched, not the bits rounded.
 static float nearest_bf16(float x) {
     uint32_t bits, low, high;
     float a, b;

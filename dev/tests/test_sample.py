@@ -30,7 +30,7 @@ def test_the_seed_decides(runs):
     assert len(texts[0]) == 1 and texts[0][0].startswith("the cat")
 
 
-def test_neighbours_change_nothing(runs, tmp_path):
+def test_neighbors_change_nothing(runs, tmp_path):
     """Each text of a batch is what it is alone, whatever stands before and behind it and however many there are."""
     prompts = ["the cat", "€", "on", "a dog said über", "The house", "in", "naïve café", "日本", "then.", "and, " * 30, "x"]
     (tmp_path / "prompts").write_text("\n".join(prompts))
@@ -179,7 +179,7 @@ def test_stdout_is_text_alone(runs):
     assert errors.count("\n") == 1 and "tokens/s" in errors
 
 
-def test_another_normaliser(runs):
+def test_another_normalizer(runs):
     flags = ["--prompt", "5,7", "--max-new-tokens", 30, "--num-samples", 5]
     own, _ = sample(runs / "ids", *flags)
     same, errors = sample(runs / "ids", *flags, "--attn", "ssmax")
@@ -201,7 +201,7 @@ WRONG = {
     "no model": ([], 2, ["--model"]),
     "two prompts": (["--model", "{ids}", "--prompt", "1", "--prompt-file", "x"], 2, ["--prompt-file"]),
     "unknown flag": (["--model", "{ids}", "--promt", "1"], 2, ["--prompt"]),
-    "unknown normaliser": (["--model", "{ids}", "--attn", "ssmx"], 2, ["Nearest: ssmax"]),
+    "unknown normalizer": (["--model", "{ids}", "--attn", "ssmx"], 2, ["Nearest: ssmax"]),
     "text for ids": (["--model", "{ids}", "--prompt", "the cat"], 2, ["token ids", "the cat", "tokenizer.json"]),
     "id over vocabulary": (["--model", "{ids}", "--prompt", f"1,{VOCAB}"], 2, [f"below {VOCAB}"]),
     "negative id": (["--model", "{ids}", "--prompt=-1"], 2, ["token ids"]),

@@ -42,13 +42,13 @@ def expected_steps(start, data, config, sequences, clip):
     """(loss, lr, gradient's norm) of each step in the reference, and its AdamW at the end. Sequence g is window g, epoch after epoch."""
     parameters, T = {name: p.clone() for name, p in start.items()}, config.L
     windows = (len(data) - 1) // T
-    optimiser, lines = reference.AdamW(parameters, DECAY), []
+    optimizer, lines = reference.AdamW(parameters, DECAY), []
     for step in range(STEPS):
         starts = [(step * sequences + i) % windows * T for i in range(sequences)]
         batch = torch.tensor(np.stack([data[a:a + T + 1] for a in starts]).astype("i8"))
         _, loss, grads = reference.gradients(parameters, batch[:, :-1], batch[:, 1:], config)
-        lines.append((loss, schedule(step), optimiser.step(grads, schedule(step), clip)))
-    return np.array(lines), optimiser
+        lines.append((loss, schedule(step), optimizer.step(grads, schedule(step), clip)))
+    return np.array(lines), optimizer
 
 
 def distance(a, b):
@@ -91,18 +91,18 @@ def test_float32_steps(tmp_path, data, case):
     start, end = (tensors(checkpoint(tmp_path / out, step) / "model.safetensors") for out, step in (("start", 0), ("run", STEPS)))
 
     config = reference.Config(**SHAPE, tied=bool(tied), attn=attn, L=T)
-    expected, optimiser = expected_steps(start, data, config, batch * accumulate, clip)
+    expected, optimizer = expected_steps(start, data, config, batch * accumulate, clip)
     got = np.array(metrics(tmp_path / "run", ["loss", "lr", "grad_norm"]))
     norms = expected[:, 2]
     assert (norms > 1.1 * clip).any() and (norms < 0.9 * clip).any(), f"the clip has to act on some steps and not on others: {norms}"
     for column, bound in enumerate((1e-5, 1e-6, 1e-4)):
         np.testing.assert_allclose(got[:, column], expected[:, column], rtol=bound, err_msg=("loss", "lr", "gradient's norm")[column])
 
-    assert_near(changes(end, start), changes(optimiser.parameters, start), 1e-3, "the change")
+    assert_near(changes(end, start), changes(optimizer.parameters, start), 1e-3, "the change")
     state = tensors(checkpoint(tmp_path / "run", STEPS) / "optimizer.safetensors")
     for kind in ("exp_avg", "exp_avg_sq"):
         moments = {name.removesuffix("." + kind): t for name, t in state.items() if name.endswith("." + kind)}
-        assert_near(moments, getattr(optimiser, kind), 1e-3, kind)
+        assert_near(moments, getattr(optimizer, kind), 1e-3, kind)
 
 
 @pytest.mark.parametrize("case", ["several chunks of rows", "several chunks of rows, tied"])
