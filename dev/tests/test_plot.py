@@ -411,7 +411,7 @@ def test_the_readme_has_the_programs_table():
 
 
 def test_every_normalizer_has_a_picture_that_is_current():
-    shown = re.findall(r"!\[\]\(weights/(.+)\.png\)", (ROOT / "attention/README.md").read_text())
+    shown = re.findall(r"!\[\]\(\.\./doc/img/weights/(.+)\.png\)", (ROOT / "attention/README.md").read_text())
     assert sorted(shown) == sorted(row[0] for row in printed_table())
-    result = subprocess.run([sys.executable, str(ROOT / "attention/weights.py"), "--check"], capture_output=True, text=True)
+    result = subprocess.run([sys.executable, str(ROOT / "scripts/draw_weights.py"), "--check"], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr

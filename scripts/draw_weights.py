@@ -1,8 +1,8 @@
-"""Draws the weights A of each normalizer on the same row of scores, for README.md: weights/NAME.png, all of them in
-weights/all.png, the scores in weights/scores.png, the numbers in weights/weights.csv.
+"""Draws the weights A of each normalizer on the same row of scores into doc/img/weights: NAME.png for each, all.png with all of
+them, scores.png with the scores, and weights.csv with the numbers. attention/README.md shows them.
 
-    python attention/weights.py             draws them anew
-    python attention/weights.py --check     computes again and compares with what is kept; exit status 1 where they differ
+    python scripts/draw_weights.py             draws them
+    python scripts/draw_weights.py --check     compares the kept ones with what it would draw; exit status 1 if they differ
 
 The row is the last of n = T = L = 64 keys, head size d = 64. Its scores q · k_j, over sqrt(d), are a hump around j = 20, a dip
 around 38, a peak of 3 at 48, and noise; |q| = |k_j| = sqrt(d), which decides what qk=l2 makes of them. A comes from
@@ -19,7 +19,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "dev/reference"))
 import model as reference  # noqa: E402
 
-FOLDER = Path(__file__).parent / "weights"
+FOLDER = Path(__file__).parents[1] / "doc/img/weights"
 N = D = 64
 SIZE, DPI = (2.2, 1.1), 100     # inches, so 220 x 110 pixels
 POSITIVE, NEGATIVE = "#2f6db3", "#d1495b"
@@ -78,7 +78,7 @@ def draw_all(found):
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    FOLDER.mkdir(exist_ok=True)
+    FOLDER.mkdir(parents=True, exist_ok=True)
     for name, values in found.items():
         figure, axes = plt.subplots(figsize=SIZE)
         figure.subplots_adjust(0.02, 0.03, 0.98, 0.79)
@@ -134,7 +134,7 @@ def main():
         print(f"{FOLDER}: {len(found)} pictures, all.png, weights.csv")
         return 0
     wrong = differences(found)
-    print("\n".join(wrong) + "\nmake them again: python attention/weights.py" if wrong else "the kept weights are current")
+    print("\n".join(wrong) + "\nredraw them: python scripts/draw_weights.py" if wrong else "the kept weights are current")
     return 1 if wrong else 0
 
 
