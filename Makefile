@@ -36,7 +36,7 @@ endif
 USE_NCCL := $(if $(filter 1,$(MPI)),$(filter-out 0,$(NCCL)))
 
 # ---- flags
-VERSION := $(shell git describe --always --dirty 2>/dev/null || echo unknown)
+COMMIT  := $(shell git describe --always --dirty 2>/dev/null || echo unknown)
 CFLAGS   = -std=gnu11 $(OPT) -g -march=$(MARCH) -fopenmp -fno-math-errno -fno-trapping-math -Wall -Wextra -MMD -MP -I.
 LDFLAGS  = -fopenmp
 LDLIBS   = -lcjson -lxxhash -lm
@@ -125,8 +125,8 @@ $(BUILD)/flags: FORCE
 
 $(BUILD)/attention/modeling.o: attention/modeling_attn_gpt.py
 $(BUILD)/runtime/cpu.o: private CFLAGS := $(filter-out -march=%,$(CFLAGS)) '-DBUILT_FOR=$(BUILT_FOR)'
-$(BUILD)/runtime/run.o: private CFLAGS += '-DVERSION="$(VERSION)"'
-$(BUILD)/runtime/run.o: $(BUILD)/version
+$(BUILD)/runtime/run.o: private CFLAGS += '-DCOMMIT="$(COMMIT)"'
+$(BUILD)/runtime/run.o: $(BUILD)/commit
 
 # ---- the CUDA programs: by nvcc for GPUs, in $(BUILD)/cuda, and the same source by g++ for the CPU (dev/cuda_on_cpu), in $(BUILD)/on_cpu
 GPUS       ?= 80 90
@@ -253,9 +253,9 @@ help:
 	@$(call found,$(if $(USE_NCCL),1),NCCL$(if $(filter 1,$(MPI)),, (needs MPI)),$(NCCL),one GPU; scripts/setup_cuda.sh brings it)
 found = printf '  %-3s %-32s %s\n' '$(if $(filter 1,$(1)),yes,no)' '$(2)' '$(if $(filter 1,$(1)),$(3),$(4))'
 
-$(BUILD)/version: FORCE
+$(BUILD)/commit: FORCE
 	@mkdir -p $(@D)
-	@echo '$(VERSION)' | cmp -s - $@ || echo '$(VERSION)' > $@
+	@echo '$(COMMIT)' | cmp -s - $@ || echo '$(COMMIT)' > $@
 
 # What scripts/setup_cuda.sh is to fetch.
 lacking:

@@ -79,7 +79,7 @@ static void parse_flags(Evaluator *e, int argc, char **argv) {
         {"threads", OPT_INT, &o->threads, 0, MAX_THREADS, .arg = "N", .group = "Machine", .help = THREADS_HELP},
     };
     options_parse(table, sizeof table / sizeof *table, argc, argv,
-                  "eval_gpt2 --model DIR --data GLOB [flags]\n\nThe loss of a checkpoint at several lengths, under its own normalizer and just after a change to another.");
+                  "Usage: eval_gpt2 --model DIR --data GLOB [flags]\n\nThe loss of a checkpoint at several lengths, under its own normalizer and just after a change to another.");
     if (o->attn && normalizer_help(o->attn)) exit(EXIT_DONE);
     if (!o->model) fail(EXIT_USAGE, "--model is missing: the folder of a checkpoint or of a run.");
     if (!o->data) fail(EXIT_USAGE, "--data is missing: the shards to evaluate on.");

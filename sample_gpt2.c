@@ -86,7 +86,7 @@ static void parse_flags(SampleOptions *o, int argc, char **argv) {
         {"threads", OPT_INT, &o->threads, 0, MAX_THREADS, .arg = "N", .group = "Machine", .help = THREADS_HELP},
     };
     options_parse(table, sizeof table / sizeof *table, argc, argv,
-                  "sample_gpt2 --model DIR [flags]\n\nWrites each prompt and its continuation to stdout, the speed to stderr. Several texts have a line\n"
+                  "Usage: sample_gpt2 --model DIR [flags]\n\nWrites each prompt and its continuation to stdout, the speed to stderr. Several texts have a line\n"
                   "\"---- prompt P, sample S\" above each.");
     if (o->attn && normalizer_help(o->attn)) exit(EXIT_DONE);
     if (!o->model) fail(EXIT_USAGE, "--model is missing: the folder of a checkpoint or of a run.");

@@ -972,7 +972,7 @@ static float *decode_prompt(Decoder *d, const int32_t *prompt, size_t count, siz
 
 const char trainer_name[] = "train_gpt2";
 const char trainer_usage[] =
-    "train_gpt2 --train-data GLOB [flags]\n\nTrains a GPT on the CPU. Several processes: scripts/launch.sh N ./train_gpt2 ...";
+    "Usage: train_gpt2 --train-data GLOB [flags]\n\nTrains a GPT on the CPU. Several processes: scripts/launch.sh N ./train_gpt2 ...";
 const bool trainer_on_gpus = false;
 
 static Model model;

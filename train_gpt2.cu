@@ -641,7 +641,7 @@ static void round_parameters(const Model *m, int64_t step) {
 
 const char trainer_name[] = "train_gpt2cu";
 const char trainer_usage[] =
-    "train_gpt2cu --train-data GLOB [flags]\n\nTrains a GPT on GPUs, one for each process. Several: mpirun -np N ./train_gpt2cu ...";
+    "Usage: train_gpt2cu --train-data GLOB [flags]\n\nTrains a GPT on GPUs, one for each process. Several: mpirun -np N ./train_gpt2cu ...";
 const bool trainer_on_gpus = true;
 
 static Device device;

@@ -10,6 +10,7 @@
 #include <strings.h>
 
 #include "runtime/process.h"
+#include "runtime/version.h"
 
 // cJSON writes 15 digits, so that is what a flag's number has: a resumed run reads from run.json the very value that the run
 // began with.
@@ -276,9 +277,14 @@ static void print_help(const Option *o) {
     print_wrapped(text, column);
 }
 
+static _Noreturn void version(void) {
+    if (process_launched_rank() <= 0) printf("attn.c " ATTN_C_VERSION " (%s)\n", program_name);
+    exit(EXIT_DONE);
+}
+
 static _Noreturn void help(const Option *table, size_t count, const char *usage) {
     if (process_launched_rank() > 0) exit(EXIT_DONE);
-    printf("%s\n", usage);
+    printf("attn.c " ATTN_C_VERSION " (%s)\n\n%s\n", program_name, usage);
     for (size_t i = 0; i < count; i++) {
         const char *group = table[i].group ? table[i].group : "Flags";
         if (i == 0 || strcmp(group, table[i - 1].group ? table[i - 1].group : "Flags") != 0) printf("\n%s\n", group);
@@ -319,6 +325,8 @@ static _Noreturn void stray_word(const Option *table, size_t count, const char *
 void options_parse(Option *table, size_t count, int argc, char **argv, const char *usage) {
     for (int i = 1; i < argc; i++)
         if (strcmp(argv[i], "--help") == 0 || strcmp(argv[i], "-h") == 0) help(table, count, usage);
+    for (int i = 1; i < argc; i++)
+        if (strcmp(argv[i], "--version") == 0) version();
     for (int i = 1; i < argc; i++) {
         char *word = argv[i];
         if (strncmp(word, "--", 2) != 0 || !word[2]) stray_word(table, count, word, i > 1 ? argv[i - 1] : NULL);

@@ -44,8 +44,8 @@ typedef struct {
     char *owned;            // set by options_resume(): the memory of an OPT_TEXT's value
 } Option;
 
-// Reads `--flag value` and `--flag=value` into the table's variables; given twice, the last counts. --help prints `usage`
-// and the groups with the defaults, and exits with 0. Anything wrong (unknown flag or value, missing value, out of range,
+// Reads `--flag value` and `--flag=value` into the table's variables; given twice, the last counts. --help prints the
+// version, `usage` and the groups with the defaults, --version the version alone; both exit with 0. Anything wrong (unknown flag or value, missing value, out of range,
 // NaN, a word that belongs to no flag) ends with EXIT_USAGE and the nearest valid name where one is near. Call it before process_start(), so
 // that a wrong flag never starts MPI; under a launcher only one process prints.
 void options_parse(Option *table, size_t count, int argc, char **argv, const char *usage);

@@ -15,9 +15,10 @@
 #include "runtime/file.h"
 #include "runtime/json.h"
 #include "runtime/process.h"
+#include "runtime/version.h"
 
-#ifndef VERSION
-#define VERSION "unknown"
+#ifndef COMMIT
+#define COMMIT "unknown"
 #endif
 
 const char *run_path(const char *out, const char *name) {
@@ -146,7 +147,8 @@ bool run_write(const char *out, const TrainOptions *options, const char *train, 
     char *arguments = options_json(options->table, options->count);
     cJSON_AddItemToObject(json, "arguments", cJSON_Parse(arguments));
     cJSON_AddStringToObject(json, "program", program_name);
-    cJSON_AddStringToObject(json, "version", VERSION);
+    cJSON_AddStringToObject(json, "version", ATTN_C_VERSION);
+    cJSON_AddStringToObject(json, "commit", COMMIT);
     cJSON_AddNumberToObject(json, "processes", process.size);
     cJSON *data = cJSON_AddObjectToObject(json, "data");
     add_data(data, "train", train);

@@ -32,7 +32,7 @@ cJSON *run_resume(const char *out, TrainOptions *options, Error *error);
 // Compares a data fingerprint with that of the run ("train" or "val"); other data is refused (EXIT_USAGE).
 bool run_same_data(const char *out, const char *which, const char *fingerprint, Error *error);
 
-// Writes run.json in one step: arguments, program version, data fingerprints (JSON text, NULL for none), lineage, and those changes of
+// Writes run.json in one step: arguments, version and commit, data fingerprints (JSON text, NULL for none), lineage, and those changes of
 // normalizer that the run made beyond the checkpoint that it continues from and still has to repeat (both arrays are copied).
 bool run_write(const char *out, const TrainOptions *options, const char *train, const char *val, const cJSON *lineage,
                const cJSON *to_repeat, Error *error);

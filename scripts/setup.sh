@@ -41,7 +41,7 @@ libdnnl-dev               | header dnnl.h           | oneDNN's matrix products: 
 libopenblas-dev           | header cblas.h          | OpenBLAS: nothing is lost where oneDNN is there
 libopenmpi-dev            | command -v mpicc        | training on several processes
 openmpi-bin               | command -v mpirun       | training on several processes
-git                       | command -v git          | the version in run.json
+git                       | command -v git          | the commit in run.json
 TABLE
     if [ $tests = 1 ]; then
         cat <<'TABLE'
