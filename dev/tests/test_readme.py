@@ -1,0 +1,192 @@
+"""What a newcomer reads first: every command of README.md and CONTRIBUTING.md runs, in order, in a copy of the source
+tree; the version is the same everywhere; links lead somewhere.
+
+A command is a line of a ```sh block, or a code span that begins with the name of a program. RULES says what is run in its
+place so that it takes seconds. A command without a rule fails the test. Commands need each other's files: run the whole
+module, not one case.
+"""
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from trainer import ROOT, environment
+
+README, CONTRIBUTING = ((ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md"))
+CUDA_TRAINERS = ("train_gpt2cu", "train_gpt2cu_on_cpu")
+
+TINY = ("--model layers=1,heads=2,channels=16,ffn=24 --batch 2 --seq-len 16 --total-batch-tokens 128 --steps 2 "
+        "--warmup 1 --val-tokens 64 --val-every 1")
+RECIPE = "DATA=data/shakespeare PROGRAM=./train_gpt2 "
+
+# How a command begins -> what is run in its place; {} is the command itself, "" runs nothing. First match wins. Of a flag
+# that is given twice, the last one counts.
+RULES = [
+    (r"git clone \S+ attn\.c$", ""),                                  # the fixture makes the copy,
+    (r"cd attn\.c$", ""),                                             # and commands start in it
+    (r"scripts/quickstart\.sh$", "QUICKSTART_STEPS=2 {}"),
+    (r"scripts/(test|setup_cuda|gpu_check)\.sh$|scripts/setup\.sh --test$", "bash -n {}"),   # hours, gigabytes, a GPU
+    (r"scripts/setup\.sh$", "{}"),
+    (r"scripts/launch\.sh 4 \./train_gpt2 ", "{} " + TINY),
+    (r"GPUS=8 scripts/run_\w+\.sh .*--dry-run$", RECIPE + "{} --batch 1 " + TINY.replace("--batch 2", "")),
+    (r"\./train_gpt2 (--help|--version|--attn help)$", "{}"),
+    (r"\./train_gpt2 .*--dry-run$", "{} && {trains}"),       # the plan as it is, then a small run
+    (r"\./train_gpt2 .*--resume$", "{} " + TINY + " --steps 4"),
+    (r"\./train_gpt2 ", "{} " + TINY),
+    (r"\./sample_gpt2 ", "{} --max-new-tokens 8"),
+    (r"\./eval_gpt2 ", "{} --seq-lens 16,32 --max-tokens 64"),
+    (r"\./test_gpt2 attention$", "{}_softmax_T4"),
+    (r"\.venv/bin/python data/text\.py ", "{}"),
+    (r"\.venv/bin/python data/fineweb\.py ", "{} --input ~/parquet"),
+    (r"\.venv/bin/python scripts/plot\.py ", "{}"),
+    (r"\.venv/bin/python dev/bench/cpu_step\.py --rounds 3$", "{} --help | grep -e --rounds"),
+    (r"\.venv/bin/pip install pyarrow$", "{} --dry-run --no-index"),
+    (r"\.venv/bin/python -m pytest dev/tests/test_order\.py", "{} --collect-only -q"),
+    (r"make (train_gpt2cu|train_gpt2cu_on_cpu|test_on_cpu|test|MARCH=\S+|SAN=1 \S+|-j\S+ WERROR=1)$", "{} --dry-run"),
+    (r"make( help| test_gpt2| -j\S+)?$", "{}"),
+    (r"make build/tests/(\w+) && build/tests/\1$", "{}"),
+    (r"make test_gpt2 && \./test_gpt2 ssmax$", "{}_tied_v97_T1"),
+    (r"dev/mutate/mutate\.py$", "{} --help"),
+]
+PROGRAM = re.compile(r"(\./|scripts/\w+\.sh|make\b|git |\.venv/bin/|dev/\w+/\w+\.py)")
+
+
+def commands(text):
+    """A page's commands in order, each on one line and without its comment."""
+    found = []
+    for language, block, span in re.findall(r"^```(\w*)\n(.*?)^```$|`([^`]+)`", text, re.M | re.S):
+        if language == "sh":
+            lines = re.sub(r"\\\n\s*", "", block).splitlines()
+            found += [re.sub(r"  +# .*", "", line) for line in lines if line and not line.startswith("#")]
+            found += re.findall(r"^#.*(\.venv/bin/pip [\w ]+)", block, re.M)
+        elif PROGRAM.match(span):
+            found.append(" ".join(span.split()))
+    return found
+
+
+def in_its_place(command):
+    """What is run for a command."""
+    for begins, replacement in RULES:
+        if re.match(begins, command):
+            trains = command.replace("--dry-run", "") + TINY
+            return replacement.replace("{}", command).replace("{trains}", trains)
+    pytest.fail(f"{command}\nhas no rule in RULES. Add one that runs it in seconds.")
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    """A copy of the source tree, with the objects, environment and downloads that are here, beside a home with books."""
+    names = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    if names.returncode != 0:
+        pytest.skip("not a git repository: what a clone would have is unknown")
+    folder = tmp_path_factory.mktemp("readme")
+    for name in names.stdout.splitlines():
+        if (ROOT / name).is_file():
+            (folder / "attn.c" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / "attn.c" / name)
+    for name in ("attention", "runtime"):
+        shutil.copytree(ROOT / "build" / name, folder / "attn.c/build" / name, ignore=shutil.ignore_patterns("*.tmp"))
+    for path in [*(ROOT / "build").glob("*.[od]"), ROOT / "build/flags"]:
+        shutil.copy2(path, folder / "attn.c/build")
+    (ROOT / "data/cache").mkdir(exist_ok=True)
+    for name in (".venv", ".cuda", "data/cache"):
+        if (ROOT / name).exists():
+            (folder / "attn.c" / name).symlink_to((ROOT / name).resolve())
+    books = folder / "home/books"
+    books.mkdir(parents=True)
+    for i in range(40):
+        (books / f"{i}.txt").write_text("It was the best of times, it was the worst of times. " * 300)
+    import pyarrow
+    import pyarrow.parquet
+    (folder / "home/parquet").mkdir()
+    pages = pyarrow.table({"text": ["It was the age of wisdom. " * 8] * 200})
+    pyarrow.parquet.write_table(pages, folder / "home/parquet/000.parquet")
+    return folder / "attn.c"
+
+
+def run(checkout, words, **how):
+    env = environment(HOME=str(checkout.parent / "home"), MPLBACKEND="Agg", **how)
+    result = subprocess.run(words, cwd=checkout, env=env, capture_output=True, text=True, errors="replace", timeout=300,
+                            stdin=subprocess.DEVNULL)
+    output = result.stdout[-3000:] + result.stderr[-3000:]
+    assert result.returncode == 0, f"exit code {result.returncode}: {words}\n{output}"
+    return output
+
+
+@pytest.mark.parametrize("command", [pytest.param(command, id=f"{i:02d} {command[:60]}") for i, command in enumerate(
+    dict.fromkeys(commands(README) + commands(CONTRIBUTING)))])
+def test_command(checkout, command):
+    if command.startswith("scripts/launch.sh") and not shutil.which("mpirun"):
+        pytest.skip("needs mpirun")
+    if re.match("make (train_gpt2cu|test_on_cpu)", command) and "toolkit" in run(checkout, ["make", "-s", "lacking"]):
+        pytest.skip("needs the CUDA Toolkit")
+    run(checkout, ["bash", "-c", in_its_place(command)])
+
+
+def test_python(checkout):
+    """The ```python block, with the newest checkpoint of the run in place of the one that a whole run would have."""
+    block, = re.findall(r"^```python\n(.*?)^```$", README, re.M | re.S)
+    newest = max((checkout / "out/books/ckpt").glob("step-*")).name
+    code, count = re.subn(r"step-\d{8}", newest, block)
+    assert count == 1
+    text = run(checkout, [sys.executable, "-c", code + "print(len(tokenizer))"], HF_HUB_OFFLINE="1")
+    assert "50257" in text, text
+
+
+def test_readme_has_its_commands():
+    assert {"scripts/quickstart.sh", "scripts/test.sh"} <= set(commands(README)) and len(commands(README)) > 20
+    assert {language for language in re.findall(r"^```(\w*)$", README, re.M) if language} <= {"sh", "python", "text"}
+    assert len(README.splitlines()) <= 150
+
+
+# ---- the name and the version
+
+
+def version():
+    return re.search(r'#define ATTN_C_VERSION "(\d+\.\d+\.\d+)"', (ROOT / "runtime/version.h").read_text())[1]
+
+
+@pytest.mark.parametrize("name", ["train_gpt2", "sample_gpt2", "eval_gpt2", *CUDA_TRAINERS])
+def test_version(name):
+    if name in CUDA_TRAINERS and not (ROOT / name).exists():
+        pytest.skip(f"no {name}: make it first")
+    program, said = name.removesuffix("_on_cpu"), {}
+    for flag in ("--version", "--help"):
+        said[flag] = subprocess.run([ROOT / name, flag], capture_output=True, text=True, check=True).stdout
+    assert said["--version"] == f"attn.c {version()} ({program})\n"
+    assert said["--help"].startswith(f"{said['--version']}\nUsage: {program} ")
+
+
+def test_version_is_the_same_everywhere():
+    assert re.search(r"^version: (\S+)$", (ROOT / "CITATION.cff").read_text(), re.M)[1] == version()
+    assert re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)[1] == version()
+    assert f"Version {version()} " in README
+
+
+# ---- links
+
+
+def anchors(path):
+    """GitHub's names of a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.M | re.S), re.M)
+    plain = [re.sub(r"\]\(.*?\)", "", heading).lower() for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", heading).strip().replace(" ", "-") for heading in plain}
+
+
+PAGES = sorted(path for pattern in ("*.md", "doc/*.md", "attention/*.md", "dev/*/*.md") for path in ROOT.glob(pattern))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links(page):
+    wrong = []
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+    for target in re.findall(r"\]\(([^)\s]+)\)|<img src=\"([^\"]+)\"", text):
+        name, _, anchor = "".join(target).partition("#")
+        if re.match(r"https?:", name):
+            continue
+        path = (page.parent / name if name else page).resolve()
+        if not path.exists() or (anchor and anchor not in anchors(path)):
+            wrong.append("".join(target))
+    assert not wrong, f"{page.relative_to(ROOT)}: links to nothing: {wrong}"
