@@ -1,9 +1,9 @@
 """What a newcomer reads first: every command of README.md and CONTRIBUTING.md runs, in order, in a copy of the source
 tree; the version is the same everywhere; links lead somewhere.
 
-A command is a line of a ```sh block, or a code span that begins with the name of a program. RULES says what is run in its
-place so that it takes seconds. A command without a rule fails the test. Commands need each other's files: run the whole
-module, not one case.
+A command is a line of a ```sh block, or a code span that begins with the name of a program. RULES says what is run in
+its place so that it takes seconds. A command without a rule fails the test. Commands need each other's files: run the
+whole module, not one case.
 """
 import re
 import shutil
@@ -21,8 +21,8 @@ TINY = ("--model layers=1,heads=2,channels=16,ffn=24 --batch 2 --seq-len 16 --to
         "--warmup 1 --val-tokens 64 --val-every 1")
 RECIPE = "DATA=data/shakespeare PROGRAM=./train_gpt2 "
 
-# How a command begins -> what is run in its place; {} is the command itself, "" runs nothing. First match wins. Of a flag
-# that is given twice, the last one counts.
+# How a command begins -> what is run in its place; {} is the command itself, "" runs nothing. First match wins. Of a
+# flag that is given twice, the last one counts.
 RULES = [
     (r"git clone \S+ attn\.c$", ""),                                  # the fixture makes the copy,
     (r"cd attn\.c$", ""),                                             # and commands start in it
@@ -77,7 +77,7 @@ def in_its_place(command):
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    """A copy of the source tree, with the objects, environment and downloads that are here, beside a home with books."""
+    """A copy of the source tree, with what was built, installed and downloaded here, beside a home with books."""
     names = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
     if names.returncode != 0:
         pytest.skip("not a git repository: what a clone would have is unknown")
@@ -108,8 +108,8 @@ def checkout(tmp_path_factory):
 
 def run(checkout, words, **how):
     env = environment(HOME=str(checkout.parent / "home"), MPLBACKEND="Agg", **how)
-    result = subprocess.run(words, cwd=checkout, env=env, capture_output=True, text=True, errors="replace", timeout=300,
-                            stdin=subprocess.DEVNULL)
+    result = subprocess.run(words, cwd=checkout, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                            errors="replace", timeout=300)
     output = result.stdout[-3000:] + result.stderr[-3000:]
     assert result.returncode == 0, f"exit code {result.returncode}: {words}\n{output}"
     return output
