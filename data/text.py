@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Any text as shards: files and folders of plain text, jsonl, json and parquet, also packed with .zst or .gz.
+"""Converts text to shards: files and folders of plain text, JSONL, JSON and Parquet, also compressed as .zst or .gz.
 
     python data/text.py FILE_OR_FOLDER... --out data/mine
 
-A plain text file is one document, or several with --separator; a jsonl line and a parquet row are one each.
+A plain text file is one document, or several with --separator; a JSONL line and a Parquet row are one document each.
 """
 import argparse
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""TinyStories, short stories in a small child's words, as shards, with a vocabulary of their own.
+"""Converts TinyStories, short stories in words that small children know, to shards, with a vocabulary trained on them.
 
     python data/tinystories.py                                   from the Hugging Face hub
-    python data/tinystories.py --input FILE_OR_FOLDER            from its parquet, json or txt files that are here already
+    python data/tinystories.py --input FILE_OR_FOLDER            from its Parquet, JSON or text files on this machine
 
-First trains a byte-level BPE of --vocab ids on the first --vocab-documents stories (--model 15M expects 32,000), then encodes all
-stories with it. --tokenizer gpt2 skips the training.
+Trains a byte-level BPE with --vocab ids on the first --vocab-documents stories (--model 15M expects 32,000), then
+encodes all stories with it. --tokenizer gpt2 skips the training.
 """
 import argparse
 import hashlib
@@ -34,7 +34,7 @@ def own_tokenizer(args, files, settings):
     digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
     path = shards.DATA / "cache" / f"tinystories-{digest}.json"
     if not path.exists():
-        print(f"training a vocabulary of {args.vocab:,} on the first {args.vocab_documents:,} stories")
+        print(f"training a vocabulary of {args.vocab:,} ids on the first {args.vocab_documents:,} stories")
         path.parent.mkdir(exist_ok=True)
         vocabulary.train(itertools.islice(stories(files), args.vocab_documents), args.vocab, path)
     return path
@@ -42,12 +42,16 @@ def own_tokenizer(args, files, settings):
 
 def main():
     parser = shards.add_flags(argparse.ArgumentParser(description=__doc__.split("\n")[0]), "tinystories", 0.01, tokenizer="own")
-    parser.add_argument("--vocab", type=shards.count, default=32000, help="ids of the own vocabulary, with end-of-text as the last")
-    parser.add_argument("--vocab-documents", type=shards.count, default=500_000, help="stories that it is trained on")
-    parser.add_argument("--input", nargs="+", help="parquet, json or txt files, or folders with them, instead of the hub")
+    parser.add_argument("--vocab", type=shards.count, default=32000,
+                        help="size of the trained vocabulary; end-of-text has the last id")
+    parser.add_argument("--vocab-documents", type=shards.count, default=500_000,
+                        help="number of stories to train the vocabulary on")
+    parser.add_argument("--input", nargs="+",
+                        help="Parquet, JSON or text files, or folders with them, to read instead of the hub")
     args = parser.parse_args()
     if not 258 <= args.vocab <= 65536:
-        parser.error(f"--vocab {args.vocab}: expected 258 (every byte, a merge, end-of-text) to 65536 (16 bits a token)")
+        parser.error(f"--vocab {args.vocab}: expected 258 (every byte, a merge, end-of-text) "
+                     f"to 65536 (16 bits per token)")
     files = sources.local_files(args.input) if args.input else sources.hub_files(REPO, [PATTERN])
     settings = sources.settings(files)
     if args.tokenizer == "own":

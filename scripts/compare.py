@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Trains one small shape once with each attention normalizer, on the same tokens from the same seed, and compares the last
-validation losses.
+"""Trains a small model with each attention normalizer, with the same tokens and seed, and compares validation losses.
 
     python scripts/compare.py --out out/compare                                  every preset, and two with gated attention units
-    python scripts/compare.py --out out/compare --attn softmax ssmax gau/ssmax   these; gau/ is the same shape with block=gau
+    python scripts/compare.py --out out/compare --attn softmax ssmax gau/ssmax   only these; gau/ means block=gau
     python scripts/compare.py --out out/compare --lr 1e-3 --seq-len 128          other flags go to the trainer
 
-Stopped, it goes on when it is started again: runs that ended stay, broken ones resume. In --out: a run folder NAME, what it said in
-NAME.log and how it ended in NAME.json; comparison.md (a table), comparison.json and comparison.png of all. TRAIN_GPT2 names another
-program than ./train_gpt2. doc/comparison.md has what came of it, and how its text is made: Shakespeare in a vocabulary of 1,024.
+Rerun it to resume: finished runs are kept, interrupted ones continue. --out receives, for each run, a folder NAME, its
+output NAME.log and its outcome NAME.json; and for all of them comparison.md (a table), comparison.json and
+comparison.png. TRAIN_GPT2 names a program to use instead of ./train_gpt2. doc/comparison.md has results, and the
+commands that make its text: Shakespeare with a vocabulary of 1,024.
 """
 import argparse
 import json
@@ -87,7 +87,7 @@ def run_all(todo, jobs):
                 print(f"{base}: {summary(base)['happened'] or 'done'}, {len(todo) + len(running)} left", flush=True)
             time.sleep(0.2)
     except KeyboardInterrupt:
-        print("compare.py: stopped; started again, it goes on from here", file=sys.stderr)
+        print("compare.py: stopped. Rerun the same command to resume.", file=sys.stderr)
         sys.exit(STOPPED)
     finally:
         for *_, process in running:
@@ -120,7 +120,7 @@ def summary(base):
 def table(results):
     """The markdown table of {name: summary}, which is in order of loss already."""
     softmax = results.get("softmax", {}).get("loss")
-    out = ["| | `--attn` | validation loss | to softmax | rows without weight | what happened |", "|--:|---|--:|--:|--:|---|"]
+    out = ["| | `--attn` | validation loss | minus softmax | all-zero rows | outcome |", "|--:|---|--:|--:|--:|---|"]
     for place, (name, r) in enumerate(results.items(), 1):
         loss = f"{r['loss']:.4f}" if r["loss"] is not None else ""
         difference = f"{r['loss'] - softmax:+.4f}" if loss and softmax is not None else ""
@@ -155,7 +155,7 @@ def picture(results):
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=7.5, frameon=False, ncols=1 + (len(names) > 5))
     curves.supxlabel("thousand tokens", fontsize=10)
-    curves.supylabel("validation loss, nats a token", fontsize=10)
+    curves.supylabel("validation loss, nats per token", fontsize=10)
 
     axes, done = bars.subplots(), [name for name, r in results.items() if r["loss"] is not None]
     base = "softmax" if "softmax" in done else next(iter(done), None)
@@ -167,18 +167,21 @@ def picture(results):
     axes.grid(axis="y", visible=False)
     axes.margins(x=0.12)
     axes.tick_params(axis="y", labelsize=8)
-    axes.set_title(f"Last validation loss; the bar is that less {base}'s")
+    axes.set_title(f"Final validation loss; bars: difference from {base}")
     return figure
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], epilog="Other flags go to the trainer.", allow_abbrev=False)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the runs and what comes of them")
-    parser.add_argument("--steps", type=int, default=400, help="optimizer steps of each run (400)")
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False,
+                                     epilog="Other flags are passed to the trainer.")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the runs and the results")
+    parser.add_argument("--steps", type=int, default=400, help="optimizer steps per run (default 400)")
     parser.add_argument("--model", default="layers=4,heads=4,channels=128,ffn=352,tied=1,vocab=1024", help="the trainer's --model")
-    parser.add_argument("--data", default="data/shakespeare-1024", help="folder of *_train_*.bin and *_val_*.bin")
-    parser.add_argument("--attn", nargs="+", metavar="NAME", help="normalizers, gau/NAME with gated units (all presets, two with gau)")
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, of OMP_NUM_THREADS threads each, 1 unless set (2)")
+    parser.add_argument("--data", default="data/shakespeare-1024", help="folder with *_train_*.bin and *_val_*.bin")
+    parser.add_argument("--attn", nargs="+", metavar="NAME",
+                        help="normalizers, or gau/NAME for gated units (default: all presets, and two with gau/)")
+    parser.add_argument("--jobs", type=int, default=2,
+                        help="parallel runs (default 2), each with OMP_NUM_THREADS threads (default 1)")
     options, more = parser.parse_known_args()
     if options.steps < 1 or options.jobs < 1:
         parser.error("--steps and --jobs: expected 1 or more")

@@ -1,8 +1,10 @@
-"""Draws the weights A of each normalizer on the same row of scores into doc/img/weights: NAME.png for each, all.png with all of
-them, scores.png with the scores, and weights.csv with the numbers. attention/README.md shows them.
+"""Draws the weights of each normalizer on the same row of scores into doc/img/weights.
+
+Writes NAME.png for each normalizer, all.png with all of them, scores.png with the scores, and weights.csv with the
+numbers. attention/README.md shows them.
 
     python scripts/draw_weights.py             draws them
-    python scripts/draw_weights.py --check     compares the kept ones with what it would draw; exit status 1 if they differ
+    python scripts/draw_weights.py --check     compares with the stored ones; exit status 1 if they differ
 
 The row is the last of n = T = L = 64 keys, head size d = 64. Its scores q · k_j, over sqrt(d), are a hump around j = 20, a dip
 around 38, a peak of 3 at 48, and noise; |q| = |k_j| = sqrt(d), which decides what qk=l2 makes of them. A comes from
@@ -114,18 +116,19 @@ def differences(found):
         kept = dict(zip(names, np.array(rows, float).T))
     except (OSError, ValueError) as error:
         return [f"weights.csv: {error}"]
-    wrong = [f"{name}: no such normalizer any more" for name in kept if name not in ("j", *found)]
+    wrong = [f"{name}: no longer a normalizer" for name in kept if name not in ("j", *found)]
     for name, values in found.items():
         if name not in kept:
-            wrong.append(f"{name}: not among the kept")
+            wrong.append(f"{name}: missing")
         elif not (np.abs(kept[name] - values).max() <= TOLERANCE * np.abs(values).max()):
-            wrong.append(f"{name}: kept numbers differ by {np.abs(kept[name] - values).max():.2g}")
+            wrong.append(f"{name}: stored numbers differ by {np.abs(kept[name] - values).max():.2g}")
     return wrong + [f"{name}.png: missing" for name in (*found, "all") if not (FOLDER / f"{name}.png").exists()]
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--check", action="store_true", help="compare with what is kept; exit status 1 where it differs")
+    parser.add_argument("--check", action="store_true",
+                        help="compare with the stored pictures and numbers; exit status 1 if they differ")
     options = parser.parse_args()
     found = compute()
     if not options.check:
@@ -134,7 +137,8 @@ def main():
         print(f"{FOLDER}: {len(found)} pictures, all.png, weights.csv")
         return 0
     wrong = differences(found)
-    print("\n".join(wrong) + "\nredraw them: python scripts/draw_weights.py" if wrong else "the kept weights are current")
+    remedy = ["To redraw them, run: python scripts/draw_weights.py"]
+    print("\n".join(wrong + remedy) if wrong else "the stored weights are current")
     return 1 if wrong else 0
 
 

@@ -8,27 +8,27 @@
 # Without PART: all of these but pack and several, in this order. Repeat the call while the exit code is 75.
 # =SECONDS caps a part's time in this call.
 #
-#   pack          on a machine with a network: gathers in DEPS what the GPU's machine may lack
+#   pack          on a machine with a network: collects in DEPS what the GPU machine may lack
 #   probe         what this machine has and lacks: GPU, driver, nvcc, libraries, Python packages, profilers. 10 s
-#   build         the programs for this GPU, in PROGRAMS; again when the contents of the sources changed
-#   tests         the wrappers of kernels/gpu.cuh, every kernel, cuBLASLt, the model, attention under every
-#                 normalizer, against their references
-#   determinism   two runs, and a resumed one, agree to the last bit
-#   train         training in float32 and in bf16 beside the CPU's losses
-#   attention     attention's time: softmax at T = 1k to 16k beside PyTorch's, every normalizer beside our softmax
-#   step          the training step at 124M beside PyTorch's, and where the time goes
-#   memory        a step's memory at T = 1k to 16k
-#   others        every normalizer beside PyTorch's ways to compute it, T = 4k first
-#   counters      instructions that attention's kernels issue, counted by ncu, beside dev/bench/sass.py's
-#   sanitizer     compute-sanitizer's memcheck, racecheck and synccheck on our kernels, without cuBLASLt's
-#   larger        the training step at 162M beside PyTorch's
-#   several       two ranks with a GPU each, by MPI and NCCL: sums, and a run beside one of a single rank
+#   build         builds the programs for this GPU in PROGRAMS, and rebuilds them when sources have changed
+#   tests         compares the wrappers of kernels/gpu.cuh, every kernel, cuBLASLt, the model, and attention under
+#                 every normalizer with their references
+#   determinism   checks that two runs and a resumed one agree to the last bit
+#   train         compares training losses in float32 and in bf16 with the CPU's
+#   attention     times attention: softmax at T = 1k to 16k against PyTorch's, every normalizer against our softmax
+#   step          times the training step at 124M against PyTorch's, and shows where the time goes
+#   memory        measures a step's memory at T = 1k to 16k
+#   others        times every normalizer against the ways to compute it in PyTorch, T = 4k first
+#   counters      compares the instructions that attention's kernels issue, by ncu, with dev/bench/sass.py's count
+#   sanitizer     runs compute-sanitizer's memcheck, racecheck and synccheck on our kernels, but not on cuBLASLt's
+#   larger        times the training step at 162M against PyTorch's
+#   several       tests two ranks with a GPU each, with MPI and NCCL: sums, and a run compared with that of one rank
 #
-#   BUDGET=N      seconds that this call may take (570). What does not fit is named, and left to the next call
+#   BUDGET=N      seconds that this call may take (570). What does not fit is listed and left for the next call
 #   OUT=DIR       where report.json, report.md, log and loss.png go (build/gpu_check)
 #   REPORT=DIR    an earlier call's OUT, which this call continues (build/gpu_check)
-#   FRESH=1       repeats the parts that are named, instead of resuming them
-#   DEPS=DIR      what pack has gathered (build/deps)
+#   FRESH=1       repeats the named parts instead of resuming them
+#   DEPS=DIR      what pack has collected (build/deps)
 #   PROGRAMS=DIR  where the programs are built (build/gpu_programs)
 #   GPUS=N        compute capability without its dot (this GPU's, or 90)
 #   DATA=DIR      shards to train on (data/shakespeare; without it, this project's own text)
@@ -106,7 +106,7 @@ check() {
     # A dry run has tiny shapes, on a machine of any speed.
     [ $dry = 0 ] || { need=$((need / 6)); limit=3600; }
     report passed "$part" "$name" && { echo "  $name: passed in an earlier call"; return 0; }
-    if [ "$(left)" -lt "$need" ]; then leave "$name" "needs $need s, and $(left) s are left"; return 1; fi
+    if [ "$(left)" -lt "$need" ]; then leave "$name" "needs $need s, but only $(left) s are left"; return 1; fi
     cut=$(($(left) < limit ? $(left) : limit))
     text=$(mktemp)
     printf '\n== %s: %s: %s\n' "$part" "$name" "$*" >>"$out/log"
@@ -155,7 +155,7 @@ conclude() {
 # leave NAME WHY: for the next call.
 leave() {
     report check "$part" "$1" left 0 "$2"
-    echo "  $1: left to the next call: $2"
+    echo "  $1: left for the next call: $2"
 }
 
 # Lines of the section.
@@ -177,9 +177,10 @@ part_pack() {
     for thing in libraries cudart cublas python text curve; do
         if "pack_$thing"; then say "packed: $thing"; else not_packed+=("$thing"); fi
     done
-    say "$deps: $(du -sh "$deps" | cut -f1). Bring it with the sources ($(sources_size)), without build, .venv and .cuda"
+    say "$deps: $(du -sh "$deps" | cut -f1). Copy it together with the sources ($(sources_size))," \
+        "without build, .venv and .cuda"
     [ ${#not_packed[@]} = 0 ] ||
-        stop $FAILED "pack: not packed: ${not_packed[*]}. The lines above say why, and what the GPU's machine then needs"
+        stop $FAILED "pack: could not pack ${not_packed[*]}. Lines above say why, and what the GPU machine then needs"
 }
 
 lacked() { echo "gpu_check: pack: $1" >&2; return 1; }
@@ -206,7 +207,7 @@ make_variable() { make -s --eval="show-it: ; @echo \$($1)" MAKECMDGOALS=help sho
 pack_cudart() {
     local library
     library=$(find_cudart)
-    [ -n "$library" ] || { lacked "no libcudart_static.a here: scripts/setup_cuda.sh brings it"; return 1; }
+    [ -n "$library" ] || { lacked "libcudart_static.a is missing here: scripts/setup_cuda.sh installs it"; return 1; }
     [ "$library" -ef "$deps/lib/libcudart_static.a" ] || cp -L "$library" "$deps/lib/"
 }
 
@@ -219,7 +220,8 @@ find_cudart() {
 pack_cublas() {
     local cublas
     cublas=$(make_variable CUBLAS)
-    [ -f "$cublas/include/cublasLt.h" ] || { lacked "no cublasLt.h here: scripts/setup_cuda.sh brings it"; return 1; }
+    [ -f "$cublas/include/cublasLt.h" ] ||
+        { lacked "cublasLt.h is missing here: scripts/setup_cuda.sh installs it"; return 1; }
     rm -rf "$deps/cublas/include"
     cp -rL "$cublas/include" "$deps/cublas/include"
 }
@@ -237,7 +239,7 @@ pack_python() {
         mv "$new" "$deps/python"
         return
     done
-    lacked "pip is missing, or cannot fetch $packages. The GPU's machine needs them for the tests of attention"
+    lacked "pip is missing or cannot download $packages. The GPU machine needs them to test attention"
 }
 
 # Shards to train on: DATA's, or this project's text, a byte a token.
@@ -253,10 +255,10 @@ has_shards() { [ -n "$(compgen -G "$1/*_train_*.bin")" ]; }
 # The CPU's losses, with the recipe that they belong to.
 pack_curve() {
     make -j"$(nproc)" train_gpt2 >/dev/null ||
-        { lacked "train_gpt2 cannot be built here, so the GPU's machine must run the CPU's part, for minutes"; return 1; }
+        { lacked "train_gpt2 cannot be built here, so the GPU machine must do the CPU run, for minutes"; return 1; }
     data=$deps/text
     rm -rf "$deps/fp32_on_cpu"
-    run_cpu ./train_gpt2 "$deps/fp32_on_cpu" >/dev/null || { lacked "the CPU's run failed"; return 1; }
+    run_cpu ./train_gpt2 "$deps/fp32_on_cpu" >/dev/null || { lacked "the CPU run failed"; return 1; }
     rm -rf "$deps/fp32_on_cpu/ckpt"
 }
 
@@ -279,7 +281,7 @@ free_in() { df -h --output=avail "$1" 2>/dev/null | tail -1 | xargs; }
 first_line() { "$@" 2>/dev/null | head -1; }
 
 part_probe() {
-    local name value cuda release smoke="" facts=() by_pack="scripts/gpu_check.sh pack brings it"
+    local name value cuda release smoke="" facts=() by_pack="scripts/gpu_check.sh pack provides it"
     settle_tools
     cuda=$(make_variable CUDA)
     if [ $dry = 0 ] && [ -n "$cuda" ] && has_gpu; then
@@ -292,10 +294,11 @@ part_probe() {
     found make "$(first_line make --version)" "install make" needed
     found g++ "$(first_line g++ --version)" "install g++" needed
     release=$(timeout -k $KILL_AFTER $ASK_LIMIT "$cuda/bin/nvcc" --version 2>/dev/null | grep release)
-    found nvcc "${cuda:+$cuda, ${release#*release }}" "where there is a network, scripts/setup_cuda.sh brings it" needed
+    found nvcc "${cuda:+$cuda, ${release#*release }}" "scripts/setup_cuda.sh installs it; it needs a network" needed
     found libcudart_static.a "$(find_cudart)" "$by_pack" needed
     found cublasLt.h "$(ls "$cublas/include/cublasLt.h" 2>/dev/null)" "$by_pack" needed
-    found libcublasLt "$(compgen -G "$cublas/lib*/libcublasLt.so*" | head -1)" "PyTorch for CUDA 13 comes with it" needed
+    found libcublasLt "$(compgen -G "$cublas/lib*/libcublasLt.so*" | head -1)" "it comes with PyTorch for CUDA 13" \
+        needed
     for name in cjson/cJSON.h xxhash.h; do found "$name" "$(compile_test $name && echo yes)" "$by_pack" needed; done
     found Python "$("$python" --version 2>&1), $(command -v "$python")" "install Python 3"
     while read -r name value; do found "Python's $name" "$value" "$(without "$name")"; done < <(python_packages)
@@ -324,14 +327,15 @@ PY
 
 without() {
     case $1 in
-        torch) echo "no attention, step, memory and others, and attention is not tested" ;;
-        triton) echo "PyTorch cannot compile, so no step, memory and others" ;;
-        numpy) echo "attention is not tested, and its kernels have no sanitizer and no counters" ;;
-        pytest) echo "attention is not tested; scripts/gpu_check.sh pack brings it" ;;
-        pytest-xdist | pytest-timeout) echo "one crash ends the tests of attention; scripts/gpu_check.sh pack brings it" ;;
+        torch) echo "attention, step, memory and others cannot run, and attention is not tested" ;;
+        triton) echo "PyTorch cannot compile, so step, memory and others cannot run" ;;
+        numpy) echo "attention is not tested, and sanitizer and counters cannot run its kernels" ;;
+        pytest) echo "attention is not tested; scripts/gpu_check.sh pack provides it" ;;
+        pytest-xdist | pytest-timeout)
+            echo "one crash ends the tests of attention; scripts/gpu_check.sh pack provides it" ;;
         matplotlib) echo "no picture of the losses" ;;
-        ncu) echo "no counters" ;;
-        compute-sanitizer) echo "no sanitizer" ;;
+        ncu) echo "counters cannot run" ;;
+        compute-sanitizer) echo "sanitizer cannot run" ;;
     esac
 }
 
@@ -346,7 +350,7 @@ int main(void) {
     cudaMemset(x, 0, 4);
     add<<<2, 64>>>(x);
     cudaMemcpy(&got, x, 4, cudaMemcpyDeviceToHost);
-    printf("a kernel added up to %d (128 expected), %s\n", got, cudaGetErrorString(cudaGetLastError()));
+    printf("a kernel computed %d (expected 128), %s\n", got, cudaGetErrorString(cudaGetLastError()));
     return got != 128;
 }
 CUDA
@@ -416,7 +420,7 @@ make_programs() {
 
 part_build() {
     settle_tools
-    [ "$build" != build ] || stop 2 "build: the folder build is where make builds; name another one by PROGRAMS=DIR"
+    [ "$build" != build ] || stop 2 "build: make builds in the folder build; set PROGRAMS to another one"
     if is_built; then
         report check "$part" "make, sm_$gpus" ok 0 "the programs in $build are built from these sources"
         echo "  nothing to do"
@@ -426,7 +430,7 @@ part_build() {
         say "resuming an unfinished build in $build"
         find "$build" -type f -exec touch {} +                # what is there is from these sources, whatever their times
     elif [ -d "$build" ]; then
-        say "$build holds programs of other sources; it is built anew"
+        say "$build holds programs built from other sources; rebuilding them"
         rm -rf "$build"
     fi
     mkdir -p "$build"
@@ -511,14 +515,15 @@ curve_of() { recipe && cat "$data"/*_train_*.bin | sha256sum; }
 
 find_data() {
     local folder
-    curve="without the CPU's losses, so that the CPU's run takes minutes here: scripts/gpu_check.sh pack brings them"
-    [ -z "${DATA:-}" ] || has_shards "$DATA" || stop 2 "DATA=$DATA: no file *_train_*.bin there"
+    curve="without the CPU's losses, so the CPU run takes minutes here (scripts/gpu_check.sh pack provides them)"
+    [ -z "${DATA:-}" ] || has_shards "$DATA" || stop 2 "DATA=$DATA: no *_train_*.bin in this folder"
     for folder in ${DATA:-} "$deps/text" data/shakespeare; do
         if has_shards "$folder"; then data=$folder; break; fi
     done
     if [ -z "${data:-}" ]; then
         data=build/gpu_text
-        python3 dev/bench/gpu_text.py "$data" >/dev/null || stop $FAILED "no text to train on: name a folder of shards by DATA"
+        python3 dev/bench/gpu_text.py "$data" >/dev/null ||
+            stop $FAILED "no text to train on: set DATA to a folder of shards"
     fi
     if [ "$(cat "$deps/fp32_on_cpu/recipe" 2>/dev/null)" = "$(curve_of)" ]; then
         curve="with the CPU's losses, from pack"
@@ -824,9 +829,9 @@ while [ $# -gt 0 ]; do
     shift
     run_part "$word"
     if [ "${word%%=*}" = probe ] && [ $# -gt 0 ]; then
-        has_gpu || stop $NO_GPU "there is no GPU. The other parts were not begun"
+        has_gpu || stop $NO_GPU "there is no GPU. The other parts were not started"
         [ "$(report state probe)" != failed ] ||
-            stop $FAILED "this machine lacks what the build needs: see above. The other parts were not begun"
+            stop $FAILED "this machine lacks what the build needs: see above. The other parts were not started"
     fi
 done
 [ $only_pack = 0 ] || exit 0
@@ -836,5 +841,5 @@ status=$?
 sed -n '3,/^$/p' "$out/report.md"
 report summary
 say "$out/report.md; $SECONDS s of $budget"
-[ $status != $UNFINISHED ] || say "time ran out: call again with the report in $earlier or REPORT=DIR, and the rest is taken up"
+[ $status != $UNFINISHED ] || say "time ran out: call again to continue, with the report in $earlier or REPORT=DIR"
 exit $status

@@ -1,42 +1,43 @@
 #!/usr/bin/env bash
-# Starts a program as N processes of one job, by mpirun, with what processes with threads need on one machine or several.
+# Runs a program on N ranks with mpirun, on one machine or several, with the options that multithreaded ranks need.
 #
 #   scripts/launch.sh N program flags...
 #   scripts/launch.sh 4 ./train_gpt2 --train-data "data/*_train_*.bin" ...
-#   scripts/launch.sh 8 ./train_gpt2cu ...      one process for each GPU
+#   scripts/launch.sh 8 ./train_gpt2cu ...      one rank per GPU
 #
-#   HOSTFILE=file        Open MPI's hostfile (a line a machine: name slots=K); without it all processes run here
-#   OMP_NUM_THREADS=K    threads of each process; otherwise the cores of this machine, divided by its processes
-#   GRACE=2              after an error: seconds until mpirun tells the other processes to end, and again until it kills them
-#   MPIRUN=mpirun        another mpirun, or flags for it after a space
+#   HOSTFILE=file        Open MPI's hostfile (one line per machine: name slots=K); without it all ranks run here
+#   OMP_NUM_THREADS=K    threads per rank; otherwise this machine's cores divided by its number of ranks
+#   GRACE=2              after an error: seconds until mpirun tells the other ranks to end, and then until it kills them
+#   MPIRUN=mpirun        a different mpirun, optionally followed by flags for it
 #
-# Ctrl-C or SIGTERM here lets the program save a checkpoint, however long that takes; a second Ctrl-C ends it at once. So does kill -9 of
-# launch.sh. When a machine vanishes, the ranks that are left end with code 6 (--rank-timeout), and so does launch.sh a few seconds later.
+# Ctrl-C or SIGTERM lets the program save a checkpoint, however long that takes; a second Ctrl-C ends it at once, and
+# so does kill -9 of launch.sh. When a machine vanishes, the remaining ranks end with exit code 6 (--rank-timeout), and
+# launch.sh does so a few seconds later.
 set -euo pipefail
 
 usage() { echo "launch.sh: $1" >&2; echo "  Usage: scripts/launch.sh N program flags..." >&2; exit 2; }
 
-[ $# -ge 2 ] || usage "expected a number of processes and a program, found $# words."
+[ $# -ge 2 ] || usage "expected a number of ranks and a program, found $# arguments."
 processes=$1
 shift
-[[ $processes =~ ^[1-9][0-9]{0,5}$ ]] || usage "\"$processes\": expected a number of processes, 1 or more."
-command -v "$1" > /dev/null || usage "$1: no such program, or it can't be run. Build it with make, or make train_gpt2cu."
+[[ $processes =~ ^[1-9][0-9]{0,5}$ ]] || usage "\"$processes\": expected a number of ranks, 1 or more."
+command -v "$1" > /dev/null || usage "$1: not found or not executable. Build it with make or make train_gpt2cu."
 
 [ "$processes" -gt 1 ] || exec "$@"    # one process needs no MPI
 
 read -ra mpirun <<< "${MPIRUN:-mpirun}"
 if ! command -v "${mpirun[0]}" > /dev/null; then
-    echo "launch.sh: ${mpirun[0]} is not installed, and $processes processes need it." >&2
-    echo "  Debian: apt install openmpi-bin libopenmpi-dev, then make again. One process works without." >&2
+    echo "launch.sh: ${mpirun[0]} is not installed, but $processes ranks need it." >&2
+    echo "  On Debian: apt install openmpi-bin libopenmpi-dev, then run make again. A single rank works without it." >&2
     exit 2
 fi
 
 machines=1
 flags=(-np "$processes" --oversubscribe --bind-to none)
 if [ -n "${HOSTFILE:-}" ]; then
-    [ -r "$HOSTFILE" ] || usage "HOSTFILE=$HOSTFILE: can't be read."
+    [ -r "$HOSTFILE" ] || usage "HOSTFILE=$HOSTFILE: cannot be read."
     machines=$(grep -cvE '^[[:space:]]*(#|$)' "$HOSTFILE" || true)
-    [ "$machines" -gt 0 ] || usage "HOSTFILE=$HOSTFILE: names no machine."
+    [ "$machines" -gt 0 ] || usage "HOSTFILE=$HOSTFILE: lists no machine."
     flags+=(--hostfile "$HOSTFILE" --map-by node -x PATH)
     for name in $(compgen -e); do    # what mpirun does not hand on to other machines by itself
         case $name in LD_LIBRARY_PATH | NCCL_* | CUDA_*) flags+=(-x "$name") ;; esac

@@ -1,11 +1,12 @@
-"""Draws one or many training runs in one picture, or writes them for TensorBoard.
+"""Plots one or several training runs in one picture, or exports them to TensorBoard.
 
     python scripts/plot.py out/a                                out/a/loss.png
     python scripts/plot.py out/a out/b --out both.png
-    python scripts/plot.py out/a --scalars                      out/a/scalars.png: s, b, sink and p_n, where the normalizer learns them
+    python scripts/plot.py out/a --scalars                      out/a/scalars.png: the learned s, b, sink and p_n
     python scripts/plot.py out/* --tensorboard /tmp/events      then: tensorboard --logdir /tmp/events
 
-A run is a folder with the trainer's metrics.jsonl; a run that is still going can be drawn at any time. A dashed line marks a change of normalizer.
+A run is a folder with the trainer's metrics.jsonl; a run in progress can be plotted at any time. A dashed line marks a
+change of normalizer.
 """
 import argparse
 import json
@@ -33,7 +34,7 @@ def read_metrics(run):
     try:
         text = path.read_bytes()
     except OSError as error:
-        raise Refused(f"{path}: {error.strerror}. A run is the folder that was given to the trainer as --out.")
+        raise Refused(f"{path}: {error.strerror}. Expected a run folder, the trainer's --out.")
     whole = text[:text.rfind(b"\n") + 1]
     lines = []
     for number, line in enumerate(whole.splitlines(), 1):
@@ -42,9 +43,9 @@ def read_metrics(run):
             lines[-1]["step"], lines[-1]["tokens"]
         except (ValueError, KeyError, TypeError):
             raise Refused(f"{path}: line {number}: expected a JSON object with step and tokens, found {line[:60]!r}. "
-                          "Remove the line, or resume the run, which writes the file anew.")
+                          "Remove the line, or resume the run, which rewrites the file.")
     if not lines:
-        raise Refused(f"{path}: no whole line yet. The trainer writes the first one after its first step.")
+        raise Refused(f"{path}: no complete line yet. The trainer writes the first one after its first step.")
     return lines
 
 
@@ -78,7 +79,7 @@ def triples(lines, key, path):
         row = line[key]
         if not (isinstance(row, list) and row and all(isinstance(layer, list) and len(layer) == 3 for layer in row)
                 and (not values or len(row) == len(values[0]))):
-            raise Refused(f"{path}: step {line['step']}: expected {key} as [mean, least, largest] for each layer, "
+            raise Refused(f"{path}: step {line['step']}: expected {key} as [mean, minimum, maximum] for each layer, "
                           f"found {str(row)[:60]}.")
         tokens.append(line["tokens"])
         values.append([[math.nan if x is None else float(x) for x in layer] for layer in row])
@@ -213,8 +214,8 @@ def say_what_is_cut_off(axes, loaded):
     top = axes.get_ylim()[1]
     above = [value for lines in loaded for value in column(lines, "loss") if math.isfinite(value) and value > top]
     if above:
-        axes.text(0.5, 0.985, f"axis cut off: the first steps reach up to {max(above):.2f}", transform=axes.transAxes, ha="center",
-                  va="top", fontsize=9, style="italic", color="0.35")
+        axes.text(0.5, 0.985, f"axis truncated: the first steps reach {max(above):.2f}", transform=axes.transAxes,
+                  ha="center", va="top", fontsize=9, style="italic", color="0.35")
 
 
 def pyplot():
@@ -254,8 +255,9 @@ def picture(runs):
     norm.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     lr.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
     lr.set_ylim(bottom=0)
-    for axes, against in (by_tokens, "tokens"), (by_time, "time in steps"):
-        axes.set(title=f"Loss against {against} (points: validation)", ylabel="nats a token", ylim=loss_limits(loaded))
+    for axes, against in (by_tokens, "tokens"), (by_time, "time spent in steps"):
+        axes.set(title=f"Loss against {against} (points: validation)", ylabel="nats per token",
+                 ylim=loss_limits(loaded))
         say_what_is_cut_off(axes, loaded)
     lr.set_title("Learning rate")
     norm.set_title("Gradient norm, before clipping")
@@ -315,7 +317,8 @@ def read_scalars(run):
         found["p"] = p
     if not found:
         raise Refused(f"{path}: no attn_scale, and no learned scalars in the newest checkpoint. Either its normalizer learns none (ssmax, ssmax-bias, "
-                      "ssmax-pn and softmax-sink do), or the run has had neither a validation (--val-every) nor a checkpoint with them yet.")
+                      "ssmax-pn and softmax-sink do), or the run has not yet had a validation (--val-every) "
+                      "or a checkpoint with them.")
     return found
 
 
@@ -335,7 +338,7 @@ def draw_p(axes, p, fit):
     a1, a2, _ = fit
     axes.plot(n, [a1 * math.log(i) + a2 for i in n], color="tab:red", linewidth=1.4, label="$a_1 \\ln n + a_2$: " + fit_text(*fit))
     axes.legend(frameon=False, markerscale=3, fontsize=9)
-    axes.set(title="$p_n$ in the newest checkpoint", xlabel="n, visible keys")
+    axes.set(title="$p_n$ in the newest checkpoint", xlabel="n (visible keys)")
 
 
 def scalars_picture(runs):
@@ -361,7 +364,8 @@ def scalars_picture(runs):
                 draw_layers(axes, *found[scalar], token_size, color.to_rgba)
                 switches = read_switches(run, read_metrics(run))
                 draw_switches(axes, [(at / token_size, text) for at, _, text in switches], "0.3")
-                axes.set(title=f"{scalar} by layer: mean over heads, least to largest", xlabel=f"{token_name}tokens")
+                axes.set(title=f"{scalar} by layer: mean over heads, band from minimum to maximum",
+                         xlabel=f"{token_name}tokens")
                 axes.set_xlim(left=0)
         panels[0].annotate(name, (0, 1), (0, 26), xycoords="axes fraction", textcoords="offset points", fontsize=12, weight="bold")
     if series:      # layers count from 0, as in the checkpoints' names
@@ -442,13 +446,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder")
     parser.add_argument("--out", metavar="FILE",
-                        help="the picture: .png, .svg or .pdf (default: loss.png, or scalars.png, in the run's folder)")
+                        help="the picture, .png, .svg or .pdf (default: loss.png or scalars.png in the run folder)")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--scalars", action="store_true", help="draw the normalizer's learned s, b, sink and p_n")
-    what.add_argument("--tensorboard", metavar="DIR", type=Path, help="write event files to DIR/NAME of each run instead")
+    what.add_argument("--scalars", action="store_true", help="plot the normalizer's learned s, b, sink and p_n")
+    what.add_argument("--tensorboard", metavar="DIR", type=Path,
+                      help="write an event file for each run to DIR/NAME instead")
     options = parser.parse_args()
     if len(options.runs) > 1 and not (options.out or options.tensorboard):
-        parser.error("several runs in one picture need --out FILE")
+        parser.error("to plot several runs in one picture, pass --out FILE")
     try:
         if options.tensorboard:
             for run, name in zip(options.runs, names(options.runs)):

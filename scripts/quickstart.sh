@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# From a fresh clone to a small GPT that has read Shakespeare: sets up, builds, prepares the text, trains for about five
-# minutes on two cores, validates, prints a sample and draws the curve.
+# From a fresh clone to a small GPT trained on Shakespeare: sets up, builds, prepares the text, trains for about five
+# minutes on two cores, validates, prints a sample and plots the curve.
 #
-#   scripts/quickstart.sh [--steps N]     N training steps (default 500, or QUICKSTART_STEPS)
+#   scripts/quickstart.sh [--steps N]     N training steps (default: QUICKSTART_STEPS, or 500)
 #
-# Run again, it keeps what is done; with more steps it trains on from where it was.
+# It is safe to rerun: finished steps are skipped, and with a larger N training continues.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -13,12 +13,15 @@ case "${1:-}" in
     "") ;;
     --steps) steps=${2:-} ;;
     --steps=*) steps=${1#--steps=} ;;
-    *) echo "quickstart: $1: no such flag; there is --steps N" >&2; exit 2 ;;
+    *) echo "quickstart: $1: unknown flag; the only one is --steps N" >&2; exit 2 ;;
 esac
-[[ $steps =~ ^[1-9][0-9]*$ ]] || { echo "quickstart: --steps: expected a number from 1, found \"$steps\"" >&2; exit 2; }
+[[ $steps =~ ^[1-9][0-9]*$ ]] || {
+    echo "quickstart: --steps: expected a positive whole number, found \"$steps\"" >&2
+    exit 2
+}
 run=out/quickstart
 data=(--train-data 'data/shakespeare/*_train_*.bin' --val-data 'data/shakespeare/*_val_*.bin')
-# A short run of a small model bears a high rate.
+# A short run of a small model tolerates a high learning rate.
 recipe=(--model layers=6,heads=6,channels=192,ffn=512,tied=1 --batch 8 --seq-len 128 --steps "$steps"
         --lr 2e-3 --warmup 50 --schedule cosine --val-every 100 --val-tokens 16384)
 
@@ -31,21 +34,21 @@ echo "== 3. text: Shakespeare's works"
 echo "== 4. training, $steps steps"
 ./train_gpt2 "${data[@]}" "${recipe[@]}" --sample-every 200 --ckpt-every 200 --keep 1 --out $run --resume || {
     status=$?
-    [ $status != 75 ] || echo "quickstart: run it again and it goes on from there" >&2
+    [ $status != 75 ] || echo "quickstart: stopped. Rerun the same command to resume." >&2
     exit $status
 }
 model=$(ls -d $run/ckpt/step-* | tail -1)
 echo "== 5. a sample"
 ./sample_gpt2 --model "$model" --prompt "My lord," --max-new-tokens 120 --temperature 0.8 --top-k 50 --seed 1
-echo "== 6. the curve"
+echo "== 6. the loss curve"
 .venv/bin/python scripts/plot.py $run
 
 cat <<NEXT
 
-The model is in $model, its curve in $run/loss.png.
+The model is in $model, its loss curve in $run/loss.png.
 
 What to try next:
-  longer, from here             scripts/quickstart.sh --steps $((2 * steps))
+  train longer                  scripts/quickstart.sh --steps $((2 * steps))
   your own prompt               ./sample_gpt2 --model $model --prompt "The king is" --max-new-tokens 200
   another attention normalizer  ./train_gpt2 --attn ssmax ${recipe[*]:0:8} \\
                                     ${recipe[*]:8} \\

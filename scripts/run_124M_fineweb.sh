@@ -1,21 +1,22 @@
 #!/usr/bin/env bash
-# Trains 124M parameters on 10 billion tokens of FineWeb: 19,073 steps of 524,288 tokens, the learning rate falling to 0 by a cosine.
+# Trains 124M parameters on 10 billion tokens of FineWeb: 19,073 steps of 524,288 tokens, with cosine decay of the
+# learning rate to 0.
 #
-#   scripts/run_124M_fineweb.sh [flags]      on one GPU; flags of train_gpt2cu win over those below. --dry-run prints the plan and ends
+#   scripts/run_124M_fineweb.sh [flags]      on one GPU; flags override those below. --dry-run only prints the plan
 #   GPUS=8 OUT=out/lssar scripts/run_124M_fineweb.sh --attn lssar
 #
-# Started again, it goes on from its newest checkpoint. From the environment: GPUS (1), DATA, OUT and PROGRAM as below; paths start at
-# the repository's root. PROGRAM=./train_gpt2 is the same run on a CPU.
+# Rerun it to resume from the newest checkpoint. Environment variables: GPUS (1), DATA, OUT and PROGRAM (see below);
+# paths are relative to the repository's root. PROGRAM=./train_gpt2 runs the same training on a CPU.
 #
 # Data    .venv/bin/python data/fineweb.py --version 10B, 20 GB on disk
-# Memory  24 GB of a GPU's, 8 GB with --batch 16. The batches of all GPUs together must divide a step's 512 sequences
-# Time    reckoned, not measured: 0.85 GFLOP a token (6 · parameters + 12 · layers · channels · T), 8.5e18 in all. At 400 TFLOP/s a GPU
-#         that is 6 hours on one and 45 minutes on eight
+# Memory  24 GB per GPU, 8 GB with --batch 16. The batch of all GPUs together must divide the step's 512 sequences
+# Time    estimated, not measured: 0.85 GFLOP per token (6 · parameters + 12 · layers · channels · T), 8.5e18 in all.
+#         At 400 TFLOP/s per GPU that is 6 hours on one and 45 minutes on eight
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 data=${DATA:-data/fineweb-10B}
-read -ra launch <<< "${LAUNCH:-scripts/launch.sh ${GPUS:-1}}"    # LAUNCH: scripts/run_multi_node.sbatch has another
+read -ra launch <<< "${LAUNCH:-scripts/launch.sh ${GPUS:-1}}"    # scripts/run_multi_node.sbatch sets LAUNCH
 
 exec "${launch[@]}" "${PROGRAM:-./train_gpt2cu}" \
     --train-data "$data/*_train_*.bin" --val-data "$data/*_val_*.bin" --out "${OUT:-out/124M_fineweb}" --resume \

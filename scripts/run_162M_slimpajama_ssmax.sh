@@ -1,22 +1,24 @@
 #!/usr/bin/env bash
-# Trains 162M parameters with scalable softmax on SlimPajama, by [SSMax] Tables 1 and 2: 200,000 steps of 2,097,152 tokens, 419 billion in
-# all, the learning rate constant after 1,000 steps.
+# Trains 162M parameters with scalable softmax on SlimPajama, after [SSMax] Tables 1 and 2: 200,000 steps of 2,097,152
+# tokens, 419 billion in all, with a constant learning rate after 1,000 steps.
 #
-#   scripts/run_162M_slimpajama_ssmax.sh [flags]      on eight GPUs; flags win over those below. --dry-run prints the plan and ends
-#   OUT=out/162M_slimpajama_softmax scripts/run_162M_slimpajama_ssmax.sh --attn softmax      its twin, for scripts/switch_to_ssmax.sh
+#   scripts/run_162M_slimpajama_ssmax.sh [flags]      on eight GPUs; flags override those below
+#                                                     (--dry-run only prints the plan)
+#   OUT=out/162M_slimpajama_softmax scripts/run_162M_slimpajama_ssmax.sh --attn softmax
+#                                                     the softmax counterpart, for scripts/switch_to_ssmax.sh
 #
-# Started again, it goes on from its newest checkpoint. From the environment: GPUS (8), DATA, OUT and PROGRAM as below; paths start at
-# the repository's root. PROGRAM=./train_gpt2 is the same run on a CPU.
+# Rerun it to resume from the newest checkpoint. Environment variables: GPUS (8), DATA, OUT and PROGRAM (see below);
+# paths are relative to the repository's root. PROGRAM=./train_gpt2 runs the same training on a CPU.
 #
-# Data    .venv/bin/python data/slimpajama.py --chunks 1-10, about 1.3 TB on disk; with fewer chunks the text is read more than once
-# Memory  25 GB of a GPU's, 9 GB with --batch 16. The batches of all GPUs together must divide a step's 2,048 sequences
-# Time    reckoned, not measured: 0.85 GFLOP a token (6 · parameters but the input embedding + 12 · layers · channels · T), 3.6e20 in all.
-#         At 400 TFLOP/s a GPU that is 31 hours on eight and 8 hours on 32
+# Data    .venv/bin/python data/slimpajama.py --chunks 1-10, about 1.3 TB on disk; with fewer chunks the text repeats
+# Memory  25 GB per GPU, 9 GB with --batch 16. The batch of all GPUs together must divide the step's 2,048 sequences
+# Time    estimated, not measured: 0.85 GFLOP per token (6 · parameters without the input embedding
+#         + 12 · layers · channels · T), 3.6e20 in all. At 400 TFLOP/s per GPU that is 31 hours on eight, 8 hours on 32
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 data=${DATA:-data/slimpajama}
-read -ra launch <<< "${LAUNCH:-scripts/launch.sh ${GPUS:-8}}"    # LAUNCH: scripts/run_multi_node.sbatch has another
+read -ra launch <<< "${LAUNCH:-scripts/launch.sh ${GPUS:-8}}"    # scripts/run_multi_node.sbatch sets LAUNCH
 
 exec "${launch[@]}" "${PROGRAM:-./train_gpt2cu}" \
     --train-data "$data/*_train_*.bin" --val-data "$data/*_val_*.bin" --out "${OUT:-out/162M_slimpajama_ssmax}" --resume \

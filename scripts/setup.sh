@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Sets up what the build and the scripts need: Debian packages and the virtual environment .venv.
+# Installs what the build and the scripts need: Debian packages and the virtual environment .venv.
 #
-#   scripts/setup.sh           to train, sample and draw
+#   scripts/setup.sh           what training, sampling and plotting need
 #   scripts/setup.sh --test    also what the tests need: PyTorch, transformers, clang
 #
-# What is there already is left alone, so a second time takes a second. Packages are installed where there is apt and the
-# user is root or may use sudo; elsewhere what is missing is named. Without an optional one the rest goes on.
+# It is safe to rerun: what is already installed is skipped, and that takes a second. Packages are installed if there
+# is apt and the user is root or may use sudo; otherwise missing packages are listed. Missing optional packages do not
+# stop the setup.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -13,7 +14,7 @@ tests=0
 case "${1:-}" in
     "") ;;
     --test) tests=1 ;;
-    *) echo "setup: $1: no such flag; there is --test" >&2; exit 2 ;;
+    *) echo "setup: $1: unknown flag; the only one is --test" >&2; exit 2 ;;
 esac
 
 say() { echo "setup: $*"; }
@@ -37,10 +38,10 @@ make                      | command -v make         |
 libcjson-dev              | header cjson/cJSON.h    |
 libxxhash-dev             | header xxhash.h         |
 python3 python3-venv      | python3 -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 10))' |
-libdnnl-dev               | header dnnl.h           | oneDNN's matrix products: a CBLAS or own loops serve, slower
-libopenblas-dev           | header cblas.h          | OpenBLAS: nothing is lost where oneDNN is there
-libopenmpi-dev            | command -v mpicc        | training on several processes
-openmpi-bin               | command -v mpirun       | training on several processes
+libdnnl-dev               | header dnnl.h           | oneDNN's matmuls: a CBLAS or plain loops replace them, more slowly
+libopenblas-dev           | header cblas.h          | OpenBLAS: needed only without oneDNN
+libopenmpi-dev            | command -v mpicc        | training with several ranks
+openmpi-bin               | command -v mpirun       | training with several ranks
 git                       | command -v git          | the commit in run.json
 TABLE
     if [ $tests = 1 ]; then
@@ -86,12 +87,12 @@ debian_packages() {
     packages=$(cut -d'|' -f1 <<<"$lacking" | xargs)
     if command -v apt-get >/dev/null && { [ "$(id -u)" = 0 ] || command -v sudo >/dev/null; }; then
         say "installing Debian packages: $packages"
-        as_root apt-get -qq update </dev/null || say "apt-get update failed; trying with the lists that are there"
+        as_root apt-get -qq update </dev/null || say "apt-get update failed; continuing with the existing package lists"
         # One name that this release lacks must not keep the others out.
         apt_install $packages || for package in $packages; do apt_install "$package" || say "apt-get cannot install $package"; done
         lacking=$(missing)
     else
-        say "no apt-get here, or neither root nor sudo: Debian packages are not installed"
+        say "cannot install Debian packages: there is no apt-get, or neither root nor sudo"
     fi
     required=
     while IFS='|' read -r packages cost; do
@@ -100,8 +101,8 @@ debian_packages() {
         elif [ -n "${cost// }" ]; then say "without $packages:$cost"
         else required="$required $packages"; fi
     done <<<"$lacking"
-    [ -z "$required" ] || stop "the build needs these, which are not there:$required
-  Those are Debian's names (python3 is 3.10 or newer). Install them, then run this again:
+    [ -z "$required" ] || stop "the build needs these packages, which are missing:$required
+  These are Debian's names (python3 must be 3.10 or newer). Install them and rerun this script:
   apt-get install$required"
 }
 
@@ -116,12 +117,12 @@ torch_room() {
     if .venv/bin/python -c "import importlib.metadata as m, sys; sys.exit(m.version('torch').split('+')[0] != '${torch#torch==}')" \
         2>/dev/null; then return; fi
     if .venv/bin/pip install -q --dry-run --no-deps "$torch+cpu" >/dev/null 2>&1; then
-        say "$torch: pip finds its CPU build"
+        say "$torch: pip found its CPU build"
         return
     fi
     free=$(($(df --output=avail -k . | tail -1) / 1000000))
-    say "$torch: pip finds no CPU build, so PyPI's is installed, which takes 5 GB with its CUDA libraries; $free GB are free here"
-    [ "$free" -ge 11 ] || stop "that needs 11 GB free while it is unpacked. Make room, or install a CPU build into .venv:
+    say "$torch: pip found no CPU build; installing PyPI's, 5 GB with its CUDA libraries ($free GB are free)"
+    [ "$free" -ge 11 ] || stop "unpacking it needs 11 GB of free disk space. Make room, or install a CPU build:
   .venv/bin/pip install $torch+cpu --find-links FOLDER_WITH_THE_WHEEL"
 }
 
@@ -131,13 +132,13 @@ install() {
     [ "$1" = requirements.txt ] || torch_room
     say "installing $1 into .venv"
     .venv/bin/pip install -q --disable-pip-version-check -r "$1" || stop "pip could not install $1 (its message is above).
-  The network or the package index may be away: run this again, and what was installed stays."
+  The network or the package index may be down. Rerun this script to continue."
     stamp "$1" > ".venv/$1.done"
 }
 
 debian_packages
 if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
-    say "making .venv"
+    say "creating .venv"
     python3 -m venv --clear .venv
 fi
 install requirements.txt

@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
-# Brings what the CUDA programs are built with and this machine lacks into the folder .cuda, from PyPI's wheels, with no need of root:
+# Downloads what this machine lacks to build the CUDA programs, from PyPI's wheels into the folder .cuda, without root:
 # nvcc with its headers and runtime, cuBLASLt, NCCL (for several GPUs). The Makefile finds them there.
 #
 #   scripts/setup_cuda.sh
 #
-# A Toolkit in place is used first: with nvcc there, only libraries that it comes without are fetched. cuBLASLt takes 0.6 GB on disk, NCCL
-# 0.2 GB, nvcc 0.3 GB. What is there already is left alone, so a second time takes a second. The programs run with a driver for CUDA 13.
+# An installed CUDA Toolkit is used: if it has nvcc, only the libraries that it lacks are downloaded. cuBLASLt takes
+# 0.6 GB on disk, NCCL 0.2 GB, nvcc 0.3 GB. It is safe to rerun: what is already there is skipped, and that takes a
+# second. The programs need a driver for CUDA 13.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 say() { echo "setup_cuda: $*"; }
 stop() { echo "setup_cuda: $*" >&2; exit 1; }
 
-[ $# = 0 ] || { echo "setup_cuda: $1: there are no flags" >&2; exit 2; }
+[ $# = 0 ] || { echo "setup_cuda: $1: this script takes no flags" >&2; exit 2; }
 
 # One row a need, as `make lacking` names it | what it is | its wheels, all of CUDA 13.0
 wheels() {
@@ -29,19 +30,19 @@ find_pip() {
     for python in .venv/bin/python python3; do
         if "$python" -m pip --version >/dev/null 2>&1; then echo "$python"; return; fi
     done
-    stop "no pip here: run scripts/setup.sh first, or install python3-pip"
+    stop "pip is missing: run scripts/setup.sh first, or install python3-pip"
 }
 
 # Into a folder beside .cuda first, so that what is in .cuda is always whole.
 fetch() {
     local what=$1 packages=$2 python
     python=$(find_pip)
-    say "fetching $what"
+    say "downloading $what"
     rm -rf .cuda/new
     # shellcheck disable=SC2086
     "$python" -m pip install -q --disable-pip-version-check --no-deps --only-binary :all: --target .cuda/new $packages ||
-        stop "pip could not fetch $packages (its message is above).
-  The network or the package index may be away: run this again, and what was fetched stays."
+        stop "pip could not download $packages (its message is above).
+  The network or the package index may be down. Rerun this script to continue."
     cp -a --link .cuda/new/. .cuda/
     rm -rf .cuda/new
 }
@@ -50,8 +51,9 @@ free_kb() { df --output=avail -k . | tail -1; }
 
 for name in $(make -s lacking); do
     IFS='|' read -r _ what packages < <(wheels | grep "^$name ")
-    [ "$(free_kb)" -ge 1500000 ] || stop "$(($(free_kb) / 1000)) MB are free here, and $(xargs <<<"$what") needs up to 1,500 while it is unpacked"
+    [ "$(free_kb)" -ge 1500000 ] ||
+        stop "$(($(free_kb) / 1000)) MB are free, but $(xargs <<<"$what") needs up to 1,500 MB while it is unpacked"
     fetch "$(xargs <<<"$what")" "$packages"
 done
 still=$(make -s lacking)
-[ -z "$still" ] || stop "fetched, but the Makefile finds no $(xargs <<<"$still")"
+[ -z "$still" ] || stop "downloaded, but the Makefile does not find $(xargs <<<"$still")"

@@ -107,7 +107,7 @@ def test_stopped_and_continued(data, tmp_path):
         assert process.poll() is None and time.monotonic() < end
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
-    assert "goes on from here" in process.communicate(timeout=60)[1] and process.returncode == 75
+    assert "Rerun the same command to resume" in process.communicate(timeout=60)[1] and process.returncode == 75
     assert len(os.listdir(stopped / "softmax/ckpt")) == 1
     assert not (stopped / "ssmax").exists() and not (stopped / "comparison.md").exists()
     assert 0 < len(metrics(stopped / "softmax")) < steps

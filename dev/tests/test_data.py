@@ -79,7 +79,8 @@ def test_again_is_quick_and_changes_nothing(plays):
 
 
 def test_other_settings_are_refused(plays):
-    assert "another val_fraction: 0.05, now 0.1" in script("shakespeare", "--out", plays, "--val-fraction", "0.1", code=2)
+    text = script("shakespeare", "--out", plays, "--val-fraction", "0.1", code=2)
+    assert "made with val_fraction = 0.05, but now it is 0.1" in text
 
 
 def test_changed_shard_is_refused(plays, tmp_path):
@@ -220,7 +221,7 @@ def test_sigterm_says_how_to_go_on(tmp_path):
     while not (tmp_path / "out" / "tokenizer_config.json").exists() and run.poll() is None:
         time.sleep(0.01)
     run.terminate()
-    assert "The same command goes on from here" in run.communicate(timeout=30)[1]
+    assert "Rerun the same command to resume" in run.communicate(timeout=30)[1]
     assert run.returncode == 75
 
 
@@ -236,7 +237,7 @@ def test_full_disk(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (1_400_000, 1_400_000))
 
     (tmp_path / "text.txt").write_text("word " * 1_000_000)
-    assert "make room, and the same command goes on" in script("text", *arguments, code=4, preexec_fn=limit)
+    assert "free some space and rerun the same command" in script("text", *arguments, code=4, preexec_fn=limit)
     assert not list((tmp_path / "out").glob("*.bin"))
     script("text", *arguments)
     assert len(read_shard(tmp_path / "out" / "text_val_000000.bin")) > 1_000_000
@@ -244,7 +245,7 @@ def test_full_disk(tmp_path):
 
 def test_two_runs_in_one_folder(tmp_path):
     writer = shards.Writer(tmp_path, "small", small_tokenizer(), 1000, 0.0, {})
-    with pytest.raises(shards.DataError, match="another run writes small here") as caught:
+    with pytest.raises(shards.DataError, match="another run is writing small here") as caught:
         shards.Writer(tmp_path, "small", small_tokenizer(), 1000, 0.0, {})
     assert caught.value.code == 7
     writer.close()
@@ -252,7 +253,7 @@ def test_two_runs_in_one_folder(tmp_path):
 
 def test_ids_are_checked(tmp_path):
     writer = shards.Writer(tmp_path, "small", small_tokenizer(), 1000, 0.0, {})
-    with pytest.raises(shards.DataError, match="token id 300, and the vocabulary has 257"):
+    with pytest.raises(shards.DataError, match="token id 300, but the vocabulary has only 257 ids"):
         writer.add(np.array([5, 300]))
     with pytest.raises(shards.DataError, match="0 to 65535"):
         shards.write_shard(tmp_path / "x.bin", [1, 70000])
@@ -262,7 +263,7 @@ def test_ids_are_checked(tmp_path):
 
 def test_broken_state(tmp_path):
     (tmp_path / "small.json").write_text("{")
-    with pytest.raises(shards.DataError, match="not what a run left here"):
+    with pytest.raises(shards.DataError, match="not a state file of a run"):
         write_small(tmp_path)
 
 
@@ -329,18 +330,18 @@ def test_skip(tmp_path, skip):
 
 
 @pytest.mark.parametrize("name, content, message", [
-    ("a.jsonl", jsonl(TEXTS) + b"{\"text\": \n", f"a.jsonl: line at byte {len(jsonl(TEXTS))}: not JSON"),
-    ("a.jsonl", b"[" * 100_000, "not JSON"),
+    ("a.jsonl", jsonl(TEXTS) + b"{\"text\": \n", f"a.jsonl: line at byte {len(jsonl(TEXTS))}: not valid JSON"),
+    ("a.jsonl", b"[" * 100_000, "not valid JSON"),
     ("a.jsonl", jsonl(TEXTS, "body"), "expected an object with the text under 'text', found body, meta."),
     ("a.jsonl", b"{\"text\": 5}", "line at byte 0: expected an object with the text under 'text'"),
     ("a.jsonl", b"[5]", "expected an object"),
     ("a.json", b"{}", "expected an array of objects, found dict"),
     ("a.json", b"[{}]", "element 0"),
-    ("a.jsonl.zst", zst(jsonl(TEXTS * 100))[:-9], "a.jsonl.zst: cut short"),
-    ("a.jsonl.zst", b"not zstandard at all", "a.jsonl.zst: broken within 1 MiB after byte 0"),
-    ("a.jsonl.gz", gzip.compress(jsonl(TEXTS))[:-9], "a.jsonl.gz: cut short"),
-    ("a.jsonl.gz", b"\x1f\x8b\x08\x00 rubbish rubbish", "broken within"),
-    ("a.parquet", b"PAR1 but no more", "a.parquet: not a whole parquet file (16 bytes)"),
+    ("a.jsonl.zst", zst(jsonl(TEXTS * 100))[:-9], "a.jsonl.zst: truncated"),
+    ("a.jsonl.zst", b"not zstandard at all", "a.jsonl.zst: corrupt within 1 MiB after byte 0"),
+    ("a.jsonl.gz", gzip.compress(jsonl(TEXTS))[:-9], "a.jsonl.gz: truncated"),
+    ("a.jsonl.gz", b"\x1f\x8b\x08\x00 rubbish rubbish", "corrupt within"),
+    ("a.parquet", b"PAR1 but no more", "a.parquet: not a complete Parquet file (16 bytes)"),
 ])
 def test_broken_files(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
@@ -351,12 +352,12 @@ def test_broken_files(tmp_path, name, content, message):
 
 def test_broken_parquet(tmp_path):
     parquet(tmp_path / "a.parquet", TEXTS * 1000)
-    with pytest.raises(shards.DataError, match="no column 'body' among id, text"):
+    with pytest.raises(shards.DataError, match="no column 'body'; it has id, text"):
         read(tmp_path / "a.parquet", "body")
     data = bytearray((tmp_path / "a.parquet").read_bytes())
     data[4:2000] = bytes(1996)
     (tmp_path / "a.parquet").write_bytes(data)
-    with pytest.raises(shards.DataError, match="broken parquet"):
+    with pytest.raises(shards.DataError, match="corrupt Parquet data"):
         read(tmp_path / "a.parquet")
 
 
@@ -385,7 +386,7 @@ def test_text(tmp_path):
     assert documents_of(tmp_path / "out", "train") == ["alpha", "beta", "gamma"]
     assert documents_of(tmp_path / "out", "val") == ["delta"]
     (tmp_path / "in" / "b.txt").write_text("epsilon")
-    assert "another files: 1, now 2" in script("text", *arguments, code=2)
+    assert "made with files = 1, but now it is 2" in script("text", *arguments, code=2)
 
 
 def test_text_is_ordinary(tmp_path):
@@ -402,10 +403,11 @@ def test_wrong_usage(tmp_path):
     (tmp_path / "empty.txt").write_text("")
     good = [tmp_path / "a.txt", "--out", tmp_path / "o"]
     assert "no such file" in script("text", tmp_path / "none.txt", "--out", tmp_path / "o", code=3)
-    assert "give no val tokens" in script("text", *good, code=2)
-    assert "give no train tokens" in script("text", tmp_path / "empty.txt", "--val-fraction", "0", "--out", tmp_path / "p", code=2)
+    assert "leave no val tokens" in script("text", *good, code=2)
+    text = script("text", tmp_path / "empty.txt", "--val-fraction", "0", "--out", tmp_path / "p", code=2)
+    assert "leave no train tokens" in text
     assert "no such file. Expected gpt2 or a tokenizer.json" in script("text", *good, "--tokenizer", "gpt3", code=2)
-    assert "not a tokenizer.json" in script("text", *good, "--tokenizer", tmp_path / "a.txt", code=3)
+    assert "not a valid tokenizer.json" in script("text", *good, "--tokenizer", tmp_path / "a.txt", code=3)
     for flag in (["--val-fraction", "1"], ["--shard-tokens", "0"], ["--shard-tokens", "3G"], ["--val-frac", "0.1"],
                  ["--workers", "-1"]):
         script("text", *good, *flag, code=2)
@@ -484,7 +486,7 @@ def test_hub(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "HfFileSystem", lambda: Hub(tmp_path))
     files = sources.hub_files("someone/something", ["data/train-*.parquet"])
     assert list(sources.documents(files)) == TEXTS and list(sources.documents(files, skip=4)) == TEXTS[4:]
-    with pytest.raises(shards.DataError, match="nothing on the hub matches data/x"):
+    with pytest.raises(shards.DataError, match="no file on the hub matches data/x"):
         sources.hub_files("someone/something", ["data/x"])
     files = [*files, sources.File("gone", 5, Hub(tmp_path))]
     with pytest.raises(shards.DataError, match="reading from the hub failed .FileNotFoundError"):
@@ -494,7 +496,7 @@ def test_hub(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["fineweb", "slimpajama", "tinystories"])
 def test_no_network(tmp_path, name):
     text = script(name, "--out", tmp_path / "out", code=3, env=dict(os.environ, HF_HUB_OFFLINE="1"))
-    assert "cannot be listed on the hub" in text and "give them as --input" in text
+    assert "cannot list its files on the hub" in text and "pass them with --input" in text
 
 
 def test_package_is_checked(tmp_path, monkeypatch):

@@ -225,7 +225,8 @@ def test_what_the_build_needs_is_found_missing_first(tmp_path):
     machine = Machine(tmp_path)
     (tmp_path / "cuda/include/cublasLt.h").unlink()
     said = machine.call(code=1)                          # all parts
-    assert "FAILED: cublasLt.h is missing: scripts/gpu_check.sh pack brings it" in said and "The other parts were not begun" in said
+    assert "FAILED: cublasLt.h is missing: scripts/gpu_check.sh pack provides it" in said
+    assert "The other parts were not started" in said
     assert list(parts_of(machine.out)) == ["probe"] and machine.calls("made") == 0
 
 
@@ -339,7 +340,7 @@ def test_runs_on_the_cpu(tmp_path, known):
 def test_a_part_without_time_is_left_and_taken_up(tmp_path, known):
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
     said = gpu_check("determinism=3", out=first, code=gpu_report.UNFINISHED, **known)
-    assert "left to the next call: needs 5 s" in said and "time ran out: call again" in said
+    assert "left for the next call: needs 5 s" in said and "time ran out: call again" in said
     assert parts_of(first)["determinism"]["status"] == "unfinished"
     verdicts = [check["verdict"] for check in parts_of(first)["determinism"]["checks"]]
     assert verdicts[:2] == ["left", "left"]
@@ -446,7 +447,7 @@ def test_rehearsal(tmp_path):
     assert "nothing to do" in call("build", code=(0,))[1]
     edit(root, "dev/tests/test_matmul.cu")
     said = call("build", "determinism", code=(0,))[1]
-    assert "it is built anew" in said and "done in an earlier call" in said
+    assert "rebuilding them" in said and "done in an earlier call" in said
     print("\n".join(f"{name:12} {part['seconds']:5.0f} s" for name, part in parts.items()))
 
 

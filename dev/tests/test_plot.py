@@ -56,7 +56,7 @@ def test_errors_end_with_exit_code_3_and_write_nothing(tmp_path):
     assert result.returncode == 3 and "nowhere/metrics.jsonl: No such file" in result.stderr
     empty = make_run(tmp_path / "empty", 0, tail='{"step"')
     result = command(empty)
-    assert result.returncode == 3 and "no whole line yet" in result.stderr
+    assert result.returncode == 3 and "no complete line yet" in result.stderr
     assert [path.name for path in empty.iterdir()] == ["metrics.jsonl"]
 
 
@@ -111,7 +111,8 @@ def test_the_panels_show_every_run(tmp_path):
     assert set(lr.lines[0].get_ydata()) == {6e-4} and norm.lines[2].get_ydata()[0] == 2.0
     low, high = by_tokens.get_ylim()
     assert low < 3.04 and 3.8 < high < 11, "the first steps must not flatten the rest"
-    assert [axes.texts[0].get_text() for axes in (by_tokens, by_time)] == ["axis cut off: the first steps reach up to 11.00"] * 2
+    notes = [axes.texts[0].get_text() for axes in (by_tokens, by_time)]
+    assert notes == ["axis truncated: the first steps reach 11.00"] * 2
     legend = [text.get_text() for text in figure.legends[0].texts]
     assert legend == ["a: loss 3.040, validation 3.540", "b: loss 3.080, validation 3.580"]
 
@@ -293,7 +294,7 @@ def test_broken_scalars_are_named(tmp_path, value):
     with open(run / "metrics.jsonl", "a") as file:
         file.write(f'{{"step": 31, "tokens": 9, "attn_bias": {value}}}\n')
     result = command(run, "--scalars")
-    assert result.returncode == 3 and "step 31: expected attn_bias as [mean, least, largest]" in result.stderr
+    assert result.returncode == 3 and "step 31: expected attn_bias as [mean, minimum, maximum]" in result.stderr
 
 
 def test_a_diverged_scalar_is_a_gap(tmp_path):

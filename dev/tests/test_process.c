@@ -123,7 +123,7 @@ static void test_one(void) {
     int code = check_fork(launch, &(Job){"1", "sums"}, output, sizeof output);
     CHECK(code == 0 && strstr(output, "1 processes"), "code %d: %s", code, output);
     code = check_fork(launch, &(Job){"0", "sums"}, output, sizeof output);
-    CHECK(code == EXIT_USAGE && strstr(output, "expected a number of processes"), "code %d: %s", code, output);
+    CHECK(code == EXIT_USAGE && strstr(output, "expected a number of ranks"), "code %d: %s", code, output);
     setenv("MPIRUN", "no-such-mpirun", 1);
     code = check_fork(launch, &(Job){"2", "sums"}, output, sizeof output);
     CHECK(code == EXIT_USAGE && strstr(output, "no-such-mpirun is not installed"), "code %d: %s", code, output);
