@@ -341,7 +341,7 @@ def add_flags(parser, name, val_fraction, tokenizer="gpt2", out=None):
                         help="tokens per shard, also with the suffix k, M or B")
     parser.add_argument("--val-fraction", type=fraction, default=val_fraction,
                         help="fraction of the documents used for validation")
-    parser.add_argument("--workers", type=count, default=os.cpu_count(), help="number of cores that encode documents")
+    parser.add_argument("--workers", type=count, default=os.cpu_count(), help="number of threads that encode documents")
     return parser
 
 

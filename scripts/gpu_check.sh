@@ -18,7 +18,7 @@
 #   attention     times attention: softmax at T = 1k to 16k against PyTorch's, every normalizer against our softmax
 #   step          times the training step at 124M against PyTorch's, and shows where the time goes
 #   memory        measures a step's memory at T = 1k to 16k
-#   others        times every normalizer against the ways to compute it in PyTorch, T = 4k first
+#   others        times every normalizer against PyTorch's methods to compute it, T = 4k first
 #   counters      compares the instructions that attention's kernels issue, by ncu, with dev/bench/sass.py's count
 #   sanitizer     runs compute-sanitizer's memcheck, racecheck and synccheck on our kernels, but not on cuBLASLt's
 #   larger        times the training step at 162M against PyTorch's
