@@ -87,7 +87,7 @@ echo "== dev/fuzz/run.sh 30"
 if command -v clang >/dev/null && ls "$(clang -print-resource-dir)"/lib/linux/libclang_rt.fuzzer-* >/dev/null 2>&1; then
     dev/fuzz/run.sh 30 </dev/null && add 1 0 || add 0 1
 else
-    echo "clang or its libFuzzer is not here: nothing was fuzzed (scripts/setup.sh --test installs it where it may)"
+    echo "clang or its libFuzzer is missing, so nothing was fuzzed (scripts/setup.sh --test installs it if it can)"
 fi
 
 echo "== dev/mutate/mutate.py --draw 3"

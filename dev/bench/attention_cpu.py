@@ -1,13 +1,13 @@
-"""Attention alone, forward and backward, for each normalizer beside PyTorch's fastest way to the same values, in one run.
+"""Attention alone, forward and backward, for each normalizer, against PyTorch's fastest method.
 
-    .venv/bin/python dev/bench/attention_cpu.py [--lengths 256,1024,4096] [--attn softmax,lssar] [--torch-lengths 1024] [--rounds 3]
-        [--seconds 0.5] [--memory lssa,lssar] [--json F] [--chart F]
+    .venv/bin/python dev/bench/attention_cpu.py [--lengths 256,1024,4096] [--attn softmax,lssar] [--torch-lengths 1024]
+        [--rounds 3] [--seconds 0.5] [--memory lssa,lssar] [--json F] [--chart F]
 
-Ours is attention/attention_cpu.c by build/bench/attention_cpu. PyTorch is scaled_dot_product_attention for softmax, and for every other one
-torch.compile of the formula in dev/reference/model.py, which is what a researcher would write; both in float32 with the same threads. Every
-round measures every variant once, in the opposite order every second round; a figure is the median of the rounds, a ratio the median of
-the rounds' own ratios. Compilation and first calls do not count. 12 heads of 64; one sequence, or as many
-as make 1,024 tokens.
+Ours is attention/attention_cpu.c, run by build/bench/attention_cpu. PyTorch's is scaled_dot_product_attention for
+softmax, and otherwise torch.compile of the formula in dev/reference/model.py, as a researcher would write it. Both use
+float32 and the same number of threads. Each round measures every variant once, and every second round in the opposite
+order. A time is the median of the rounds, a ratio the median of the rounds' ratios. Compilation and first calls do not
+count. 12 heads of 64; one sequence, or as many as make 1,024 tokens.
 """
 import argparse
 import json
@@ -143,10 +143,11 @@ def draw(rows, lengths, path):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", default="256,1024,4096")
-    parser.add_argument("--torch-lengths", default="", help="lengths at which PyTorch runs too, each of which it compiles for; default: all")
-    parser.add_argument("--attn", default="", help="some presets, with commas; default: all")
+    parser.add_argument("--torch-lengths", default="",
+                        help="lengths at which PyTorch runs, too (it compiles for each); default: all")
+    parser.add_argument("--attn", default="", help="comma-separated presets; default: all")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=0.5, help="of each measurement")
+    parser.add_argument("--seconds", type=float, default=0.5, help="seconds per measurement")
     parser.add_argument("--memory", default="", help="presets whose peak resident size is measured, at 16,384 tokens and 6 heads")
     parser.add_argument("--json")
     parser.add_argument("--chart")

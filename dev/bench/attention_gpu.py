@@ -1,23 +1,31 @@
-"""Attention alone on a GPU, forward and backward, for each normalizer: ours (flash.so) beside PyTorch's ways to the same values, in one run.
+"""Attention alone on a GPU, forward and backward, for each normalizer: ours (flash.so) against PyTorch's methods.
 
-    python3 dev/bench/attention_gpu.py REPORT attention [--budget 200]     softmax at T = 1k to 16k beside SDPA; each normalizer at 4k and 1k
-    python3 dev/bench/attention_gpu.py REPORT others [--budget 500]        each normalizer at 4k, then 1k, beside PyTorch's ways
-    python3 dev/bench/attention_gpu.py REPORT others --dry-run             tiny shapes on the CPU, no compiler: shows that all of it runs
+    python3 dev/bench/attention_gpu.py REPORT attention [--budget 200]
+        softmax against SDPA at T = 1k to 16k; each normalizer against our softmax at 4k and 1k
+    python3 dev/bench/attention_gpu.py REPORT others [--budget 500]
+        each normalizer against PyTorch's methods at 4k, then 1k
+    python3 dev/bench/attention_gpu.py REPORT others --dry-run
+        tiny shapes on the CPU, no compiler, to show that everything runs
 
-REPORT is the folder of scripts/gpu_check.sh's report. What it has already is not measured again: run a part again for what it had no time for.
-bf16, 12 heads of 64, causal, 16,384 tokens per batch. PyTorch's ways:
+REPORT is the folder of scripts/gpu_check.sh's report. Cases that it already has are not measured again: rerun a part
+for those that it had no time for. bf16, 12 heads of 64, causal, 16,384 tokens per batch. PyTorch's methods:
 
-    sdpa-flash, sdpa-cudnn   scaled_dot_product_attention by that back end (softmax)
-    sdpa                     the same for what it computes once q is scaled by row, or its output negated or recentered (ssmax, ...)
-    flex                     FlexAttention, for what is exp over a sum: the above, and with its log-sum-exp a constant or a sink in Z, or no Z at all
-    compile                  torch.compile of the formula of dev/reference/model.py, matmuls in bf16 and rows in float32, as a researcher writes it
+    sdpa-flash, sdpa-cudnn   scaled_dot_product_attention with that backend (softmax)
+    sdpa                     the same, for what it computes once q is scaled by row, or its output is negated or
+                             recentered (ssmax, ...)
+    flex                     FlexAttention, for exp divided by a sum: the above, and with its log-sum-exp a constant or
+                             a sink in Z, or no Z at all
+    compile                  torch.compile of the formula in dev/reference/model.py, with matmuls in bf16 and rows in
+                             float32, as a researcher would write it
 
-Each case has SETS sets of random inputs, more than the cache holds, that take turns. A pass over one of them is a CUDA graph, so that Python's time
-does not count. Both sides get the same warmup, events around each replay, and the median of a round; two rounds run in opposite orders. First every
-way's output and gradients are compared with the float32 formula: one that is further off than three times the plain bf16 formula is "wrong" and
-counts nowhere. Under qk=l2 all sides get q and k that have norm 1 already (in the trainer that is part of RoPE's kernel). Compilation is never timed.
+Each case has SETS sets of random inputs, more than the cache holds, that take turns. A pass over one of them is a CUDA
+graph, so that Python's time does not count. Both sides get the same warmup, events around each replay, and the median
+of a round; two rounds run in opposite orders. First the output and gradients of every method are compared with the
+float32 formula: a method whose error is more than three times that of the plain bf16 formula is "wrong" and does not
+count. Under qk=l2 all sides get q and k that already have norm 1 (in the trainer that is part of RoPE's kernel).
+Compilation is never timed.
 
-Exit codes: 0; 1: one of ours is wrong or failed; 75: cases are left for want of time; 77: no GPU.
+Exit codes: 0; 1: one of ours is wrong or failed; 75: cases are left, because time ran out; 77: no GPU.
 """
 import argparse
 import ctypes
@@ -105,7 +113,7 @@ class Flash:
 
     def __init__(self, path):
         if not Path(path).exists():
-            raise SystemExit(f"attention_gpu: {path} is missing: scripts/gpu_check.sh build makes it")
+            raise SystemExit(f"attention_gpu: {path} is missing: scripts/gpu_check.sh build builds it")
         self.library = ctypes.CDLL(str(path))
         self.library.flash_on_device_scratch.restype = self.library.flash_on_device_stats.restype = ctypes.c_size_t
 
@@ -645,7 +653,7 @@ def tables_attention(report, left_out):
         table.append(row + [cell(r.get("peak_gb")) if r else "" for r in (ours, flash)])
     report.table("attention", "softmax, ms", ["T", "ours forward", "SDPA flash", "SDPA cuDNN", "ours both", "SDPA flash", "SDPA cuDNN", "flash/ours forward",
                                               "flash/ours both", "ours TFLOP/s both", "peak GB ours", "peak GB flash"], table,
-                 notes_of(left_out) + ["TFLOP/s: 3.5 times the forward pass's products over the causal half, as is usual"])
+                 notes_of(left_out) + ["TFLOP/s: as usual, 3.5 times the forward pass's matmuls over the causal half"])
     names = list(dict.fromkeys(r["attn"] for r in records if r["attn"] != "softmax"))
     table = []
     for name in names:
@@ -681,14 +689,15 @@ def parse():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("report", type=Path)
     parser.add_argument("part", choices=("attention", "others", "warm"), help="warm: used by `others`")
-    parser.add_argument("--attn", default="", help="some presets, with commas; default: all")
+    parser.add_argument("--attn", default="", help="comma-separated presets; default: all")
     parser.add_argument("--lengths", default="", help="default: 4096,1024")
-    parser.add_argument("--sweep", default="", help="softmax's, of the part attention; default: 1024 to 16384")
+    parser.add_argument("--sweep", default="", help="lengths for softmax in the part attention; default: 1024 to 16384")
     parser.add_argument("--way", help=argparse.SUPPRESS)
-    parser.add_argument("--seconds", type=float, default=0.15, help="of one measurement")
-    parser.add_argument("--budget", type=float, default=500, help="seconds after which no case is begun; run the part again for the rest")
+    parser.add_argument("--seconds", type=float, default=0.15, help="seconds per measurement")
+    parser.add_argument("--budget", type=float, default=500,
+                        help="seconds after which no case is started; run the part again for the rest")
     parser.add_argument("--library", help="default: scripts/gpu_check.sh's")
-    parser.add_argument("--dry-run", action="store_true", help="on the CPU")
+    parser.add_argument("--dry-run", action="store_true", help="run tiny shapes on the CPU")
     options = parser.parse_args()
     global DRY
     DRY = options.dry_run

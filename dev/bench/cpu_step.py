@@ -1,4 +1,4 @@
-"""Our 124M training step on the CPU beside the same model in PyTorch, in one run.
+"""Our 124M training step on the CPU compared with the same model in PyTorch.
 
     .venv/bin/python dev/bench/cpu_step.py [--rounds 3] [--steps 4] [--cases fp32:4x64,bf16:4x256] [--json out.json]
 
@@ -7,11 +7,11 @@ round in the opposite order, so that a machine that warms up or slows down does 
 of a round's steps and then of the rounds; a ratio is the median of the rounds' own ratios. The first steps of a process
 (allocation, compilation) are not counted. Both sides train: forward, backward, gradient clipping and AdamW.
 
-    ours      ./train_gpt2 under its ordinary flags; a step's time is `ms` of metrics.jsonl
+    ours      ./train_gpt2 with its usual flags; a step's time is `ms` of metrics.jsonl
     eager     PyTorch, float32 or bf16 autocast, AdamW(fused=True)
     compile   the same through torch.compile (needs g++; the first step of the first round takes a minute)
 
-The floor is what the matrix products of a step need at the best rate that torch.matmul reaches in this same run.
+The floor is the time that a step's matmuls take at the best rate that torch.matmul reaches in the same run.
 """
 import argparse
 import datetime
@@ -294,10 +294,11 @@ def machine():
 def parse():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--cases", default=CASES, help="dtype:BxT, comma-separated (default: %(default)s)")
-    parser.add_argument("--variants", default=",".join(VARIANTS), help="of %(default)s")
+    parser.add_argument("--variants", default=",".join(VARIANTS), help="some of %(default)s")
     parser.add_argument("--rounds", type=int, default=3, help="how often each process runs (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=4, help="counted steps of a process (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each side (default: all cores)")
+    parser.add_argument("--steps", type=int, default=4, help="counted steps per process (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)),
+                        help="threads on each side (default: all cores)")
     parser.add_argument("--ours", default=str(ROOT / "train_gpt2"), help="the trainer (default: %(default)s)")
     parser.add_argument("--json", metavar="OUT", help="also write every process's figures to this file")
     options = parser.parse_args()
@@ -305,9 +306,9 @@ def parse():
     if unknown := set(options.variants) - set(VARIANTS):
         parser.error(f"--variants: no such variant: {', '.join(sorted(unknown))}; there are {', '.join(VARIANTS)}")
     if min(options.rounds, options.steps, options.threads) < 1:
-        parser.error("--rounds, --steps and --threads are at least 1")
+        parser.error("--rounds, --steps and --threads must be at least 1")
     if "ours" in options.variants and not os.access(options.ours, os.X_OK):
-        parser.error(f"{options.ours} is not there: build it with make, or leave `ours` out of --variants")
+        parser.error(f"{options.ours} is missing: build it with make, or leave `ours` out of --variants")
     return parser, options
 
 
@@ -318,9 +319,9 @@ def parse_cases(parser, text):
             dtype, shape = word.split(":")
             B, T = (int(part) for part in shape.split("x"))
         except ValueError:
-            parser.error(f"--cases: {word}: expected dtype:BxT, as fp32:4x64")
+            parser.error(f"--cases: {word}: expected dtype:BxT, such as fp32:4x64")
         if dtype not in ("fp32", "bf16") or B < 1 or T < 1:
-            parser.error(f"--cases: {word}: dtype is fp32 or bf16, B and T are at least 1")
+            parser.error(f"--cases: {word}: dtype must be fp32 or bf16, B and T at least 1")
         cases.append((dtype, B, T))
     return cases
 
@@ -332,7 +333,7 @@ def main():
     cases = parse_cases(parser, options.cases)
     version = subprocess.run([sys.executable, "-c", "import torch; print(torch.__version__)"], capture_output=True, text=True)
     if version.returncode != 0:
-        parser.error("PyTorch is not there: run scripts/setup.sh --test and use .venv/bin/python")
+        parser.error("PyTorch is missing: run scripts/setup.sh --test and use .venv/bin/python")
     about = {"machine": machine(), "date": datetime.date.today().isoformat(), "torch": version.stdout.strip(),
              "threads": options.threads, "rounds": options.rounds, "steps": options.steps,
              "command": " ".join(["dev/bench/cpu_step.py", *sys.argv[1:]])}

@@ -13,7 +13,7 @@
     python3 dev/bench/gpu_report.py FOLDER device                          prints the GPU, or CPU
     python3 dev/bench/gpu_report.py FOLDER status [PART...]                exit code 1: a part failed; 75: unfinished; 77: there was no GPU
     python3 dev/bench/gpu_report.py FOLDER version PART                    prints a hash of the sources that the part depends on
-    python3 dev/bench/gpu_report.py FOLDER curves PART RUN RUN...          the losses of runs beside the first one's, as tables
+    python3 dev/bench/gpu_report.py FOLDER curves PART RUN RUN...    tables of losses, compared with the first run's
     python3 dev/bench/gpu_report.py compare same RUN RUN                   do two runs agree to the last bit?
     python3 dev/bench/gpu_report.py compare close X RUN RUN                are two runs' losses at most X apart?
 
@@ -264,14 +264,15 @@ def bounds(parts):
                      MISSING if value is None else f"{value:.2f}{unit}", f"{case} (of {len(found)})" if found else "", verdict])
 
     sweeps, fold = (lambda name: name in SWEEPS), (lambda name: folded(parts, name))
-    row("flash softmax, T ≥ 2k: SDPA flash's time over ours", "≥", 0.85, 1.0, against_flash(parts), min)
+    row("flash softmax, T ≥ 2k: time of SDPA flash over ours", "≥", 0.85, 1.0, against_flash(parts), min)
     row("one-pass normalizers: time over our softmax's", "≤", 1.10, 1.05, against_softmax(parts, lambda name: not sweeps(name)), max)
     row("lssar, recenter-l1: time over our softmax's", "≤", 2.0, 1.35, against_softmax(parts, sweeps), max)
-    row("normalizers that no SDPA call computes, T = 4k: the fastest PyTorch way's time over ours", "≥", 3.0, 10.0,
+    row("normalizers that no SDPA call computes, T = 4k: time of the fastest PyTorch method over ours", "≥", 3.0, 10.0,
         against_pytorch(parts, lambda name: not fold(name)), min)
-    row("normalizers that SDPA computes once q is scaled or its output changed, T = 4k: the same", "≥", 3.0, 10.0, against_pytorch(parts, fold), min)
-    row("124M step: tokens a second over torch.compile's", "≥", 1.0, 1.25, step_ratio(parts), max)
-    row("124M step: tokens a second", "≥", None, 550, step_rate(parts), max, " K")
+    row("normalizers that SDPA computes once q is scaled or the output is changed, T = 4k: the same", "≥", 3.0, 10.0,
+        against_pytorch(parts, fold), min)
+    row("124M step: our tokens per second over torch.compile's", "≥", 1.0, 1.25, step_ratio(parts), max)
+    row("124M step: tokens per second", "≥", None, 550, step_rate(parts), max, " K")
     return rows
 
 
@@ -298,8 +299,10 @@ def section_text(name, part):
 
 def markdown(parts):
     on_gpu = any(r.get("device") == "cuda" for part in parts.values() for r in part.get("records", []))
-    head = ["# What a GPU showed", "", table_text(["", "must", "aim", "measured", "worst case", "verdict"], bounds(parts)), ""]
-    head += [f"The figures of `{name}` are {part.get('device')}'s." for name, part in parts.items() if part.get("records") and on_gpu]
+    columns = ["", "must", "aim", "measured", "worst case", "verdict"]
+    head = ["# Results on a GPU", "", table_text(columns, bounds(parts)), ""]
+    head += [f"The figures of `{name}` were measured on {part.get('device')}."
+             for name, part in parts.items() if part.get("records") and on_gpu]
     if not on_gpu:
         head += ["Nothing here was timed on a GPU."]
     return "\n".join(head) + "\n\n" + "\n\n".join(section_text(name, part) for name, part in parts.items()) + "\n"
@@ -336,9 +339,11 @@ def curves(report, part, runs, early=10, every=20):
         good = good and fine
         rows.append([name, f"{max(apart[:early]):.2g}", f"{bound_early:g}", f"{max(apart):.2g}", f"{bound:g}", f"{values[-1]:.4f}", "ok" if fine else "FAILED"])
     at = sorted({0, *range(every - 1, len(base), every), len(base) - 1})
-    report.table(part, f"Losses beside {first}'s ({len(base)} steps, {base[0]:.4f} to {base[-1]:.4f})",
-                 ["run", f"largest difference, {early} steps", "allowed", "all steps", "allowed", "last loss", "verdict"], rows)
-    report.table(part, "The curves", ["step", *losses], [[i + 1, *(f"{v[i]:.4f}" if i < len(v) else "" for v in losses.values())] for i in at])
+    report.table(part, f"Losses compared with {first}'s ({len(base)} steps, {base[0]:.4f} to {base[-1]:.4f})",
+                 ["run", f"largest difference, first {early} steps", "allowed", "all steps", "allowed", "final loss",
+                  "verdict"], rows)
+    report.table(part, "The loss curves", ["step", *losses],
+                 [[i + 1, *(f"{v[i]:.4f}" if i < len(v) else "" for v in losses.values())] for i in at])
     report.part(part)["curves"] = losses
     return good, f"largest differences from {first}'s losses: " + ", ".join(f"{row[0]} {row[3]}" for row in rows)
 
@@ -356,7 +361,7 @@ def same(a, b):
     lines = [[[m.get(key) for key in EXACT] for m in metrics(run)] for run in (a, b)]
     differing = [one[0] for one, other in zip(*lines) if one != other]
     if len(lines[0]) != len(lines[1]) or differing:
-        return False, f"metrics differ from step {differing[0]} on" if differing else "other numbers of steps"
+        return False, f"metrics differ from step {differing[0]} on" if differing else "different numbers of steps"
     hashes = checkpoint_hashes(a), checkpoint_hashes(b)
     if not hashes[0] or hashes[0] != hashes[1]:
         return False, "no checkpoint" if not hashes[0] else "the metrics agree, the checkpoints do not"

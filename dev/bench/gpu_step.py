@@ -1,25 +1,34 @@
-"""The training step on a GPU beside the same model in PyTorch, in one run: tokens a second, memory, and where our time goes.
+"""The training step on a GPU against the same model in PyTorch: tokens per second, memory, and where our time goes.
 
-    python3 dev/bench/gpu_step.py REPORT step [--budget 500]       124M at T = 1024: B = 16, then the largest batch that fits; and the phases of ours
-    python3 dev/bench/gpu_step.py REPORT larger [--budget 500]     162M likewise, without the phases
-    python3 dev/bench/gpu_step.py REPORT memory [--budget 300]     124M, 16,384 tokens a batch of T = 1k to 16k: how much memory a step takes
-    python3 dev/bench/gpu_step.py REPORT step --dry-run            a tiny model on the CPU, by ./train_gpt2: shows that all of it runs
+    python3 dev/bench/gpu_step.py REPORT step [--budget 500]
+        124M at T = 1024: B = 16, then the largest batch that fits; and the phases of our step
+    python3 dev/bench/gpu_step.py REPORT larger [--budget 500]
+        the same for 162M, without the phases
+    python3 dev/bench/gpu_step.py REPORT memory [--budget 300]
+        124M, 16,384 tokens per batch, T = 1k to 16k: a step's memory
+    python3 dev/bench/gpu_step.py REPORT step --dry-run
+        a tiny model on the CPU with ./train_gpt2, to show that everything runs
 
-REPORT is the folder of scripts/gpu_check.sh's report. What it has already is not measured again: run a part again for what it had no time for.
-Each case is a process of its own, one at a time. Both sides do the whole step: forward, backward, gradient clipping, AdamW, a new batch each time.
+REPORT is the folder of scripts/gpu_check.sh's report. Cases that it already has are not measured again: rerun a part
+for those that it had no time for. Each case is a process of its own, one at a time. Both sides do the whole step:
+forward, backward, gradient clipping, AdamW, and a new batch each time.
 
-    ours       ./train_gpt2cu --dtype bf16 under its ordinary flags (float32 master weights and moments)
-    autocast   torch.compile, scaled_dot_product_attention, bf16 autocast over float32 weights, AdamW(fused=True): the same numerics as ours
-    bf16       the same with weights, gradients and moments in bf16: less memory traffic than ours, and less exact; no autocast
+    ours       ./train_gpt2cu --dtype bf16 with its usual flags (float32 master weights and moments)
+    autocast   torch.compile, scaled_dot_product_attention, bf16 autocast over float32 weights, AdamW(fused=True): the
+               same numerics as ours
+    bf16       the same with weights, gradients and moments in bf16: less memory traffic than ours, but less exact; no
+               autocast
 
-Both sides leave out the same number of steps at the start, and both are timed by the host's clock from the end of one step on the device to the end
-of the next: ours is `ms` of metrics.jsonl. The host runs one step ahead of PyTorch's device, so that it never keeps the device waiting. A figure is
-the median. Nothing else runs meanwhile; only the part memory asks nvidia-smi, and its times are no measurements. A case that has no end
-within LIMIT seconds has failed; one that the end of the budget cuts off is left.
+Both sides leave out the same number of steps at the start, and both are timed with the host's clock from the end of one
+step on the device to the end of the next: ours is `ms` in metrics.jsonl. The host runs one step ahead of PyTorch's
+device, so that it never keeps the device waiting. A figure is the median. Nothing else runs meanwhile; only the part
+memory calls nvidia-smi, and its times are not measurements. A case that does not end within
+LIMIT seconds has failed; one that the end of the budget cuts off is left.
 
-The model is dev/bench/cpu_step.py's, written as a good user would: q, k, v in one product, gate and up in one, the vocabulary padded to 50,304.
+The model is that of dev/bench/cpu_step.py, written as a skilled user would: one matmul for q, k and v, one for gate and
+up, and a vocabulary padded to 50,304.
 
-Exit codes: 0; 1: one of our runs failed; 75: cases are left for want of time; 77: no GPU.
+Exit codes: 0; 1: one of our runs failed; 75: cases are left, because time ran out; 77: no GPU.
 """
 import argparse
 import contextlib
@@ -422,10 +431,12 @@ def phases(report, options):
         rows.append([name, f"{ms:.2f}", f"{100 * ms / total:.1f} %", f"{floor:.2f}" if floor else "", f"{100 * floor / ms:.0f} %" if floor and ms else ""])
     share = sum(profile["phases"].get(name, 0) for name in PRODUCTS) / total if total else 0
     report.part("step")["profile"] = {"model": model, "B": options.batch, "T": options.length, **profile, **best}
-    report.table("step", f"Where our time goes, {model}, B = {options.batch}, T = {options.length}", ["phase", "ms a step", "share", "floor ms", "of floor"], rows,
-                 [f"ceilings measured in this run: {best['bytes'] / 1e12:.2f} TB/s copied, {best['flops'] / 1e12:.0f} TFLOP/s of a bf16 product of 8192³ random numbers",
-                  f"{100 * share:.0f} % of the step are phases of cuBLASLt's products (with the loss's own kernel)",
-                  "a floor counts each input read once and each output written once; attention two products forward and five backward"])
+    report.table("step", f"Where our time goes, {model}, B = {options.batch}, T = {options.length}",
+                 ["phase", "ms per step", "share", "floor ms", "of floor"], rows,
+                 [f"ceilings measured in this run: {best['bytes'] / 1e12:.2f} TB/s copied, "
+                  f"{best['flops'] / 1e12:.0f} TFLOP/s for a bf16 matmul of 8192³ random numbers",
+                  f"{100 * share:.0f} % of the step is spent in cuBLASLt's matmuls (including the loss kernel)",
+                  "a floor counts each input and output once, and for attention two matmuls forward and five backward"])
     return False
 
 
@@ -446,9 +457,11 @@ def tables_step(report, options, left_out):
                 over = f"{ours['tok_per_s'] / r['tok_per_s']:.2f}" if ours and "tok_per_s" in r and r is not ours else ""
                 ms = {"m": statistics.median(r["ms"])} if "ms" in r else {"failed": r["failed"]}
                 rows.append([model, r["B"], r["variant"], figure(ms, "m", 2), figure(r, "tok_per_s", 0), over, figure(r, "mfu", 1, 100), figure(r, "peak_gb", 1)])
-    report.table(options.part, f"Tokens a second, T = {options.length}", ["model", "B", "variant", "ms a step", "tok/s", "ours over it", "MFU %", "peak GB"], rows,
-                 ["peak GB: ours by the plan that the trainer prints and takes; PyTorch's by torch.cuda.max_memory_allocated",
-                  *([f"not measured for want of time: {', '.join(left_out)}; run the part again"] if left_out else [])])
+    report.table(options.part, f"Tokens per second, T = {options.length}",
+                 ["model", "B", "variant", "ms per step", "tok/s", "ours over this", "MFU %", "peak GB"], rows,
+                 ["peak GB: ours is the plan that the trainer prints and allocates; "
+                  "PyTorch's is torch.cuda.max_memory_allocated",
+                  *([f"not measured, no time left: {', '.join(left_out)}; rerun the part"] if left_out else [])])
 
 
 def tables_memory(report, left_out):
@@ -459,8 +472,8 @@ def tables_memory(report, left_out):
                      figure(other, "peak_gb", 2), figure(other, "reserved_gb", 2)])
     head = ["T", "B", "ours, planned", "ours, nvidia-smi", "autocast, allocated", "autocast, reserved"]
     report.table("memory", "A step's memory, GB", head, rows,
-                 ["nvidia-smi counts the CUDA context and the libraries too",
-                  *([f"not measured for want of time: {', '.join(left_out)}; run the part again"] if left_out else [])])
+                 ["nvidia-smi also counts the CUDA context and the libraries",
+                  *([f"not measured, no time left: {', '.join(left_out)}; rerun the part"] if left_out else [])])
 
 
 # ---------------------------------------------------------------- the command line
@@ -469,13 +482,13 @@ def parse():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("report", type=Path)
     parser.add_argument("part", choices=("step", "memory", "larger"))
-    parser.add_argument("--models", default="", help="default: 124M, of the part larger 162M")
+    parser.add_argument("--models", default="", help="default: 124M, or 162M for the part larger")
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--steps", type=int, default=20, help="counted steps (default: %(default)s)")
     parser.add_argument("--budget", type=float, default=500,
-                        help="seconds after which no case is begun; 8 more, and one that runs is left")
+                        help="seconds after which no case is started; 8 s later a running one is left")
     parser.add_argument("--ours", default="", help="the trainer; default: ./train_gpt2cu")
-    parser.add_argument("--dry-run", action="store_true", help="on the CPU, a tiny model")
+    parser.add_argument("--dry-run", action="store_true", help="run a tiny model on the CPU")
     options = parser.parse_args()
     global DRY, UNCOUNTED
     DRY = options.dry_run
@@ -498,7 +511,7 @@ def main():
         print("gpu_step: no GPU: not measured", file=sys.stderr)
         return gpu_report.NO_GPU
     if not os.access(options.ours, os.X_OK):
-        raise SystemExit(f"gpu_step: {options.ours} is missing: scripts/gpu_check.sh build makes it")
+        raise SystemExit(f"gpu_step: {options.ours} is missing: scripts/gpu_check.sh build builds it")
     report = gpu_report.Report(options.report)
     report.resume(options.part)
     left_out = {"step": part_step, "memory": part_memory, "larger": part_step}[options.part](report, options)

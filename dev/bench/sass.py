@@ -120,7 +120,8 @@ def count(kernel, name, call, warp=1):
     (few, _), (more, assumed), (most, _) = issued(9), issued(11), issued(13)
     difference = Counter({p: more[p] - few[p] for p in PIPES})
     if difference != Counter({p: most[p] - more[p] for p in PIPES}):
-        raise SystemExit(f"sass: {name} of {call['preset']} does not do the same for each tile; the counts cannot be told from two blocks")
+        raise SystemExit(f"sass: {name} of {call['preset']} does not do the same for each tile, "
+                         "so two blocks do not give the counts")
     scores = 2 * plan["own"] * plan["warp"]
     return {p: difference[p] * 32 * 64 / scores for p in PIPES}, assumed
 
@@ -195,7 +196,7 @@ def table(rows):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("presets", nargs="*", help="presets of attention/normalizer.h")
-    parser.add_argument("--all", action="store_true", help="one preset for each instance in bf16")
+    parser.add_argument("--all", action="store_true", help="one preset for each bf16 instance")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--head-size", type=int, default=64, choices=(48, 64, 128))
     options = parser.parse_args()
@@ -208,7 +209,8 @@ def main():
     if options.json:
         print(json.dumps({"nvcc": version, "head_size": options.head_size, "rows": rows}, indent=1))
         return
-    print(f"Instructions that a warp issues for 32x64 scores: bf16, head size {options.head_size}, sm_90, nvcc {version}. Cycles are of a model.\n")
+    print(f"Instructions that a warp issues for 32x64 scores: bf16, head size {options.head_size}, sm_90, "
+          f"nvcc {version}. Cycles come from a model.\n")
     print(table(rows))
 
 

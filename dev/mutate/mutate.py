@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""Breaks the code of attention, of the kernels and of the CUDA trainer on purpose, one small change at a time, and sees that the tests notice.
+"""Mutation tests: breaks attention, the kernels and the CUDA trainer, one small change at a time, and requires that a
+test fails each time.
 
-    dev/mutate/mutate.py             every change of mutations.txt
-    dev/mutate/mutate.py --draw 5    so many of them, drawn by the date
-    dev/mutate/mutate.py --only D    those whose line has the word in it
+    dev/mutate/mutate.py             every change in mutations.txt
+    dev/mutate/mutate.py --draw 5    five of them, drawn by the date
+    dev/mutate/mutate.py --only D    those whose line contains D
 
-Works in a copy of the tree under a temporary folder. A change that the tests do not notice is a hole in them: it is listed, and the exit
-status is 1. So is a change that does not apply any more, or does not build (that is not noticed by a test).
+It works in a copy of the tree in a temporary folder. A change that no test notices is a hole in the tests: it is
+listed, and the exit status is 1. The same goes for a change that no longer applies or does not build, because then no
+test noticed it.
 """
 import argparse
 import datetime
