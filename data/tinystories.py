@@ -24,13 +24,13 @@ def column_of(file):
 
 
 def stories(files, skip=0):
-    """All stories. The txt files divide them by <|endoftext|>; the json files call them story, the parquet files text."""
+    """All stories. Text files separate them with <|endoftext|>; JSON files call them story, Parquet files text."""
     texts = itertools.chain.from_iterable(sources.documents([f], column_of(f), vocabulary.END_OF_TEXT) for f in files)
     return itertools.islice((text.strip() for text in texts), skip, None)
 
 
 def own_tokenizer(args, files, settings):
-    """The path of the vocabulary for these settings, in data/cache, where it is trained once."""
+    """The path of the vocabulary for these settings in data/cache; trains it if it is missing."""
     digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
     path = shards.DATA / "cache" / f"tinystories-{digest}.json"
     if not path.exists():

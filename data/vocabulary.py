@@ -21,9 +21,9 @@ CONFIG = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": END_OF_TEXT
 
 
 class Tokenizer:
-    """vocab, end_of_text, encode_batch(texts) -> a list of arrays of ids, and the files to keep beside the shards.
+    """vocab, end_of_text, encode_batch(texts) -> a list of arrays of ids, and the files to store beside the shards.
 
-    Text is ordinary text throughout: "<|endoftext|>" in it is encoded as these 13 characters.
+    All text is ordinary text: "<|endoftext|>" in it is encoded as these 13 characters.
     """
 
     def __init__(self, encode_batch, vocab, end_of_text, files):
@@ -32,7 +32,7 @@ class Tokenizer:
 
 
 def gpt2_files():
-    """encoder.json and vocab.bpe in data/cache/gpt2, checked."""
+    """The paths of encoder.json and vocab.bpe in data/cache/gpt2, after checking their hashes."""
     folder = DATA / "cache" / "gpt2"
     folder.mkdir(parents=True, exist_ok=True)
     for name, sha256 in GPT2_FILES.items():
@@ -49,7 +49,7 @@ def gpt2_files():
 
 def gpt2_encoding():
     """tiktoken's GPT-2 encoding."""
-    os.environ["TIKTOKEN_CACHE_DIR"] = ""   # the files are here: no second copy under /tmp
+    os.environ["TIKTOKEN_CACHE_DIR"] = ""   # we have the files; no second copy under /tmp
     import tiktoken
     from tiktoken.load import data_gym_to_mergeable_bpe_ranks
     from tiktoken_ext.openai_public import r50k_pat_str
@@ -84,7 +84,7 @@ def load_gpt2():
 
 
 def alphabet():
-    """The byte that each printable character of ByteLevel's alphabet stands for: itself where it is printable, else from U+0100 on."""
+    """{character: byte} of ByteLevel's alphabet: printable bytes stand for themselves, the others are U+0100 and on."""
     printable = [byte for byte in range(256) if 0x21 <= byte <= 0x7E or (byte >= 0xA1 and byte != 0xAD)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
@@ -95,7 +95,7 @@ def empty(value):
 
 
 def numbered(vocab, added):
-    """Have added tokens the ids that the library gives them, whatever the file says?"""
+    """Do the added tokens have the ids that the library would assign, whatever the file says?"""
     following = len(vocab)
     for token in added:
         if token["id"] != vocab.get(token["content"], following):
@@ -105,7 +105,7 @@ def numbered(vocab, added):
 
 
 def other_kind(whole):
-    """What a tokenizer.json says that runtime/tokenizer.c does not do: a list, empty where there is nothing."""
+    """Lists the features of a tokenizer.json that runtime/tokenizer.c does not support."""
     model, words, added = whole.get("model") or {}, whole.get("pre_tokenizer") or {}, whole.get("added_tokens") or []
     rows = [(model.get("type", "BPE") == "BPE", 'model.type "BPE"'),
             (isinstance(model.get("vocab"), dict), "an object model.vocab"),
@@ -126,7 +126,7 @@ def other_kind(whole):
 
 
 def wrong_tokens(whole):
-    """What is wrong with the tokens of a tokenizer.json of that kind, for runtime/tokenizer.c: a list of one, or empty."""
+    """Lists the first reason why runtime/tokenizer.c cannot use the tokens of a supported tokenizer.json, if any."""
     byte_of, ids, names = alphabet(), {}, {}
     for name, index, special in [*((token["content"], token["id"], True) for token in whole.get("added_tokens") or []),
                                  *((name, index, False) for name, index in whole["model"]["vocab"].items())]:
@@ -161,13 +161,13 @@ def wrong_merges(merges, byte_of, ids):
 
 
 def unusable(text):
-    """Why the C programs cannot encode and decode with this tokenizer.json; [] where they can. The rule is that of runtime/tokenizer.h."""
+    """Lists why the C programs cannot use this tokenizer.json; [] if they can. Same rules as runtime/tokenizer.h."""
     whole = json.loads(text)
     return other_kind(whole) or wrong_tokens(whole)
 
 
 def load_json(path):
-    """A tokenizer.json, or a folder with one, by the `tokenizers` library."""
+    """Loads a tokenizer.json, or a folder with one, with the `tokenizers` library."""
     tokenizers = library("tokenizers", f"--tokenizer {path}")
     path = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
     if not path.exists():
@@ -187,7 +187,7 @@ def load_json(path):
               + "\n  train_gpt2 can still train on the shards. It shows samples as token ids, "
                 "and sample_gpt2 reads and writes token ids.",
               file=sys.stderr)
-    tokenizer.encode_special_tokens = True   # special tokens' names in the text are ordinary text
+    tokenizer.encode_special_tokens = True   # names of special tokens in a text are ordinary text
     tokenizer.no_truncation()
     tokenizer.no_padding()
 
@@ -206,8 +206,8 @@ def load(name):
 
 
 def train(texts, vocab, path):
-    """Trains a byte-level BPE with GPT-2's way of splitting and writes its tokenizer.json. The end-of-text token gets the last id,
-    as in GPT-2, so that it is the vocabulary's size minus 1 everywhere."""
+    """Trains a byte-level BPE that splits text as GPT-2 does, and writes its tokenizer.json. The end-of-text token
+    gets the last id, as in GPT-2, so that its id is always the vocabulary size minus 1."""
     tokenizers = library("tokenizers", "training a vocabulary")
     from tokenizers import decoders, models, pre_tokenizers, trainers
     tokenizer = tokenizers.Tokenizer(models.BPE())

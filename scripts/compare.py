@@ -33,7 +33,7 @@ GROUPS = (("Gated attention units", "gau/"), ("Softmax and its temperature", "ss
 
 
 def presets():
-    """The names in the table of `--attn help`: its indented lines from the header to the first empty one."""
+    """The names in the table that `--attn help` prints: its indented lines from the header to the first empty line."""
     table = subprocess.run([PROGRAM, "--attn", "help"], check=True, capture_output=True, text=True).stdout
     return re.findall(r"^  (\S+)", re.search(r"^  name .*\n((?:  .*\n)+)", table, re.M)[1], re.M)
 
@@ -41,19 +41,19 @@ def presets():
 # ---------------------------------------------------------------- the runs
 
 def command(name, options, more):
-    """The trainer's command line for a name; without --out, so that a moved folder stays what it is."""
+    """The trainer's command line for a name, without --out, so that a moved folder is still recognized."""
     block, attn = ("gau", name[4:]) if name.startswith("gau/") else ("", name)
     shape = options.model.split(",")
-    if block:    # one head, and widths of its own
+    if block:    # gated units have one head and widths of their own
         shape = [key for key in shape if not key.startswith(("heads=", "ffn="))] + ["block=gau"]
-    fewest = max(1, options.steps // 8)    # steps between validations: a divisor of them all, so that the last step has one
+    fewest = max(1, options.steps // 8)    # steps between validations divide --steps, so that the last step has one
     every = next(n for n in range(fewest, options.steps + 1) if options.steps % n == 0)
     return [PROGRAM, "--train-data", f"{options.data}/*_train_*.bin", "--val-data", f"{options.data}/*_val_*.bin", *RECIPE,
             "--model", ",".join(shape), "--steps", str(options.steps), "--val-every", str(every), "--attn", attn, *more]
 
 
 def ended(base, line):
-    """How the run ended that this command line made, or None where it has not run, was stopped, or failed."""
+    """The outcome of the run with this command line, or None if it has not run, was stopped, or failed."""
     try:
         outcome = json.loads(Path(f"{base}.json").read_text())
     except OSError:
@@ -62,17 +62,17 @@ def ended(base, line):
 
 
 def start(base, line):
-    """The trainer as a process that resumes what is in `base`. Its output goes on at the end of base.log."""
+    """Starts the trainer, which resumes what is in `base`. Its output is appended to base.log."""
     base.parent.mkdir(parents=True, exist_ok=True)
     Path(f"{base}.json").unlink(missing_ok=True)
     env = {"OMP_NUM_THREADS": "1"} | os.environ
     with open(f"{base}.log", "a") as log:
         return subprocess.Popen([*line, "--out", str(base), "--resume"], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env,
-                                start_new_session=True)    # Ctrl-C comes from run_all() alone: a second one would end it unsaved
+                                start_new_session=True)    # a second Ctrl-C would end it unsaved
 
 
 def run_all(todo, jobs):
-    """Runs [(base, command line)], `jobs` at a time. A stop is passed on, and each run saves itself."""
+    """Runs [(base, command line)], `jobs` at a time. A stop is passed on, and each run saves a checkpoint."""
     todo, running = list(todo), []
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -96,11 +96,11 @@ def run_all(todo, jobs):
             process.wait()
 
 
-# ---------------------------------------------------------------- what came of them
+# ---------------------------------------------------------------- results
 
 def summary(base):
-    """A run as a dict: curve [[tokens, validation loss]], final loss or None, share of rows without weight in the last step and its
-    largest in any (both per cent), and what happened, empty where all went well."""
+    """A run as a dict: curve [[tokens, validation loss]], final loss or None, share of all-zero rows in the last step
+    and the largest in any step (both in percent), and what happened, empty if all went well."""
     log = Path(f"{base}.log").read_text()
     code = json.loads(Path(f"{base}.json").read_text())["exit"]
     try:
@@ -118,7 +118,7 @@ def summary(base):
 
 
 def table(results):
-    """The markdown table of {name: summary}, which is in order of loss already."""
+    """The Markdown table of {name: summary}, which is already sorted by loss."""
     softmax = results.get("softmax", {}).get("loss")
     out = ["| | `--attn` | validation loss | minus softmax | all-zero rows | outcome |", "|--:|---|--:|--:|--:|---|"]
     for place, (name, r) in enumerate(results.items(), 1):
@@ -130,7 +130,7 @@ def table(results):
 
 
 def picture(results):
-    """A panel of validation curves a group, softmax's in each, and bars of the last losses."""
+    """A panel of validation curves for each group, each with softmax's, and a bar chart of the final losses."""
     plt = plot.pyplot()
     groups = {title: [] for title, _ in GROUPS}
     for name in results:
@@ -139,7 +139,7 @@ def picture(results):
     curves, bars = figure.subfigures(1, 2, width_ratios=(3, 2))
     panels = curves.subplots(3, 2, sharex=True, sharey=True).flat
     late = [loss for r in results.values() for _, loss in r["curve"][len(r["curve"]) // 4:]]
-    colors, color_of = plt.get_cmap("tab10").colors, {}    # a bar has its group's color, which the panel's title has too
+    colors, color_of = plt.get_cmap("tab10").colors, {}    # a bar has its group's color, and so has the panel's title
     for axes, (title, names), group_color in zip(panels, groups.items(), plt.get_cmap("Dark2").colors):
         for i, name in enumerate(names):
             color_of[name] = group_color

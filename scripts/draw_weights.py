@@ -25,7 +25,7 @@ FOLDER = Path(__file__).parents[1] / "doc/img/weights"
 N = D = 64
 SIZE, DPI = (2.2, 1.1), 100     # inches, so 220 x 110 pixels
 POSITIVE, NEGATIVE = "#2f6db3", "#d1495b"
-TOLERANCE = 1e-6                # of a kept number, relative to its row's largest
+TOLERANCE = 1e-6                # of a stored number, relative to its row's largest
 
 
 def scores():
@@ -38,7 +38,7 @@ def scores():
 
 
 def weights(name):
-    """A_j of the last row. q lies along one axis, k_j in a plane with it, at the angle that gives q · k_j."""
+    """A_j of the last row. q lies on one axis, and k_j in a plane with it, at the angle that gives q · k_j."""
     normalizer = reference.parse_normalizer(name)
     cosine = torch.from_numpy(scores()) / D**0.5
     q, k, v = torch.zeros(N, D, dtype=torch.float64), torch.zeros(N, D, dtype=torch.float64), torch.eye(N, dtype=torch.float64)
@@ -57,7 +57,7 @@ def compute():
 # ---------------------------------------------------------------- pictures
 
 def draw(axes, name, values):
-    """Bars over j up from 0 and down, in two colors; each picture has its own scale, so its text says the numbers."""
+    """Bars over j, one color above 0 and one below. Each picture has its own scale, so its text has the numbers."""
     j = np.arange(N)
     for sign, color in (values >= 0, POSITIVE), (values < 0, NEGATIVE):
         axes.bar(j[sign], values[sign], width=0.85, color=color, linewidth=0)
@@ -109,7 +109,7 @@ def write(found):
 
 
 def differences(found):
-    """What of the kept numbers and pictures is not as it would be made today."""
+    """Lists the stored numbers and pictures that differ from what would be made now."""
     try:
         with open(FOLDER / "weights.csv", newline="") as file:
             names, *rows = csv.reader(file)

@@ -23,7 +23,7 @@ shift
 [[ $processes =~ ^[1-9][0-9]{0,5}$ ]] || usage "\"$processes\": expected a number of ranks, 1 or more."
 command -v "$1" > /dev/null || usage "$1: not found or not executable. Build it with make or make train_gpt2cu."
 
-[ "$processes" -gt 1 ] || exec "$@"    # one process needs no MPI
+[ "$processes" -gt 1 ] || exec "$@"    # one rank needs no MPI
 
 read -ra mpirun <<< "${MPIRUN:-mpirun}"
 if ! command -v "${mpirun[0]}" > /dev/null; then
@@ -39,32 +39,32 @@ if [ -n "${HOSTFILE:-}" ]; then
     machines=$(grep -cvE '^[[:space:]]*(#|$)' "$HOSTFILE" || true)
     [ "$machines" -gt 0 ] || usage "HOSTFILE=$HOSTFILE: lists no machine."
     flags+=(--hostfile "$HOSTFILE" --map-by node -x PATH)
-    for name in $(compgen -e); do    # what mpirun does not hand on to other machines by itself
+    for name in $(compgen -e); do    # what mpirun does not pass on to other machines by itself
         case $name in LD_LIBRARY_PATH | NCCL_* | CUDA_*) flags+=(-x "$name") ;; esac
     done
 fi
 [ "$(id -u)" -ne 0 ] || flags+=(--allow-run-as-root)
 
-# Left alone, Open MPI binds a process with all its threads to one core, threads that wait for work spin, and so do processes that
-# wait for a message. With more of them than free cores each spin costs a time slice: three processes of two threads on two cores took
-# 40 ms for a parallel region that takes 64 us with these settings.
+# By default, Open MPI binds a rank with all its threads to one core, and threads that wait for work and ranks that
+# wait for a message spin. With more of them than free cores, each spin costs a time slice: three ranks with two
+# threads each on two cores took 40 ms for a parallel region that takes 64 us with these settings.
 here=$(((processes + machines - 1) / machines))
 cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)
 threads=${OMP_NUM_THREADS:-$((cores / here > 0 ? cores / here : 1))}
 flags+=(-x "OMP_NUM_THREADS=$threads" -x "OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}" --mca mpi_yield_when_idle 1)
 
-# Told to end, mpirun waits GRACE, sends SIGTERM, waits GRACE again and kills, asleep in between. That is no way to stop a run that
-# has to save. So it gets a session of its own, out of reach of Ctrl-C, and a stop goes to the processes as SIGUSR1, which it passes
-# on at once; SIGUSR2, which nobody catches, ends them.
+# When told to end, mpirun waits GRACE seconds, sends SIGTERM, waits GRACE again and kills, which does not leave a run
+# time to save. So mpirun gets a session of its own, out of reach of Ctrl-C, and a stop goes to the ranks as SIGUSR1,
+# which mpirun passes on at once; SIGUSR2, which nobody catches, ends them.
 flags+=(--mca odls_base_sigkill_timeout "${GRACE:-2}")
-[ -t 1 ] || flags+=(-x TERM=dumb)    # each process sees a terminal of mpirun's making
+[ -t 1 ] || flags+=(-x TERM=dumb)    # each rank sees a terminal that mpirun made
 
-# mpirun would outlive a launch.sh that is killed by SIGKILL: then it gets SIGUSR2, too.
+# mpirun would outlive a launch.sh that is killed by SIGKILL, so it gets SIGUSR2 in that case, too.
 together=()
 ! command -v setpriv > /dev/null || together=(setpriv --pdeathsig USR2)
 
-# mpirun waits for the report of a machine that has vanished until TCP gives up, about 15 minutes. So the ranks' message that one has is
-# looked for among all that mpirun passes on, and mpirun then gets a few seconds to end by itself, and so do its ssh clients.
+# When a machine vanishes, mpirun waits for its report until TCP gives up, about 15 minutes. So the output is searched
+# for the ranks' message about it, and then mpirun and its ssh clients get a few seconds to end by themselves.
 exec {errors}>&2
 watcher=
 watch_errors() {
@@ -95,7 +95,8 @@ exec {errors}>&-
 signal=USR1
 stop() { kill "-$signal" "$job" 2> /dev/null || true; }
 trap stop TERM
-# A Ctrl-C may arrive twice within moments, from the terminal and from a wrapper that passes it on: only one a second later ends the job at once.
+# Ctrl-C may arrive twice within moments, from the terminal and from a wrapper that passes it on, so only one that
+# comes a second later ends the job at once.
 interrupted=
 interrupt() {
     local now=${EPOCHREALTIME/[.,]/}
@@ -107,7 +108,7 @@ trap interrupt INT
 while :; do
     status=0
     wait "$job" 2> /dev/null || status=$?
-    kill -0 "$job" 2> /dev/null || break    # a signal ends wait, too, with the job still there
+    kill -0 "$job" 2> /dev/null || break    # a signal interrupts wait while the job still runs
 done
 if [ -n "$vanished" ]; then
     kill "$vanished" 2> /dev/null || true

@@ -23,13 +23,13 @@ SCALARS = ("loss", "val_loss", "lr", "grad_norm", "tok_per_s", "mfu")
 
 
 class Refused(Exception):
-    """A run that cannot be drawn; the text says why and what to do."""
+    """A run that cannot be plotted; the text says why and what to do."""
 
 
 # ---------------------------------------------------------------- reading
 
 def read_metrics(run):
-    """The lines of run/metrics.jsonl as dicts. A last line without its newline is still being written and is left out."""
+    """The lines of run/metrics.jsonl as dicts. A last line without a newline is still being written and is skipped."""
     path = Path(run) / "metrics.jsonl"
     try:
         text = path.read_bytes()
@@ -50,7 +50,7 @@ def read_metrics(run):
 
 
 def column(lines, key):
-    """The key's value on each line as a float; NaN where the line has none (or null, which is how JSON says NaN)."""
+    """The key's value on each line as a float; NaN if the line has none (or null, which stands for NaN in JSON)."""
     values = (line.get(key) for line in lines)
     return [math.nan if value is None else float(value) for value in values]
 
@@ -65,7 +65,7 @@ def seconds(lines):
 
 
 def names(runs):
-    """The folders' own names where these tell the runs apart, otherwise the whole paths."""
+    """The folders' names if they are distinct, otherwise the full paths."""
     short = [Path(run).resolve().name for run in runs]
     return short if len(set(short)) == len(short) else [str(run) for run in runs]
 
@@ -87,7 +87,7 @@ def triples(lines, key, path):
 
 
 def newest_checkpoint(run):
-    """The model.safetensors of the run's last checkpoint, or None. A folder named step-* is whole."""
+    """The model.safetensors of the run's newest checkpoint, or None. A folder named step-* is complete."""
     whole = [path for path in Path(run).glob("ckpt/step-*/model.safetensors") if path.parent.name[5:].isdecimal()]
     return max(whole, key=lambda path: int(path.parent.name[5:]), default=None)
 
@@ -117,12 +117,12 @@ def read_tensors(path, pattern):
 
 
 def read_tensor(path, name):
-    """One tensor, or None where the file has no such tensor."""
+    """One tensor, or None if the file does not have it."""
     return read_tensors(path, re.escape(name)).get(name)
 
 
 def read_json(path):
-    """The JSON object in a file, {} where there is none."""
+    """The JSON object in a file, or {} if there is none."""
     try:
         value = json.loads(path.read_text())
     except FileNotFoundError:
@@ -148,7 +148,7 @@ def read_switches(run, lines):
 # ---------------------------------------------------------------- the picture
 
 def smooth(values):
-    """The mean over a centered window of a fiftieth of the run, cut off at its ends. NaN is left out."""
+    """The mean over a centered window of a fiftieth of the run, truncated at its ends, without NaNs."""
     half = len(values) // 100
     total, count = [0.0], [0]
     for value in values:
@@ -162,7 +162,7 @@ def smooth(values):
 
 
 def unit(largest, units):
-    """The largest of the units, (size, name) in rising order, that `largest` reaches; the first where it reaches none."""
+    """The largest of the units, (size, name) in ascending order, that `largest` reaches, or else the first."""
     return [u for u in units if u[0] <= largest or u is units[0]][-1]
 
 
@@ -174,7 +174,7 @@ def title(name, lines):
 
 
 def draw_smooth(axes, x, y, color, label=None):
-    """The values faint, and their running mean over them; a few values alone as points."""
+    """Draws the values faintly and their running mean on top; if there are only a few, also as points."""
     axes.plot(x, y, color=color, alpha=0.25, linewidth=0.8, marker="." if len(x) < 10 else None)
     axes.plot(x, smooth(y), color=color, linewidth=1.4, label=label)
 
@@ -198,8 +198,8 @@ def draw_switches(axes, at, color, labels=True):
 
 
 def loss_limits(loaded):
-    """From just under the lowest loss to just over what is left when a twentieth of each run is past, so that the fall from
-    ln(vocabulary) in the first steps does not flatten the rest."""
+    """From just below the lowest loss to just above the largest after the first twentieth of each run, so that the
+    fall from ln(vocabulary) in the first steps does not flatten the rest."""
     late = []
     for lines in loaded:
         loss, skip = column(lines, "loss"), len(lines) // 20
@@ -210,7 +210,7 @@ def loss_limits(loaded):
 
 
 def say_what_is_cut_off(axes, loaded):
-    """A note under the top edge where losses lie above it."""
+    """Adds a note below the top edge if losses lie above it."""
     top = axes.get_ylim()[1]
     above = [value for lines in loaded for value in column(lines, "loss") if math.isfinite(value) and value > top]
     if above:
@@ -219,7 +219,7 @@ def say_what_is_cut_off(axes, loaded):
 
 
 def pyplot():
-    """matplotlib's, without a screen, in this file's style."""
+    """matplotlib.pyplot without a display, in this file's style."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -298,7 +298,8 @@ def checkpoint_scalars(path, key):
 
 
 def add_newest(series, newest):
-    """The validations' points and, where it is newer than they are, that of the newest checkpoint: after a switch it may be the only one."""
+    """The points of the validations and, if it is newer, that of the newest checkpoint: after a switch it may be the
+    only one."""
     tokens, values = series
     if newest and (not tokens or newest[0] > tokens[-1]) and (not values or len(values[0]) == len(newest[1])):
         return [*tokens, newest[0]], [*values, newest[1]]
@@ -306,7 +307,7 @@ def add_newest(series, newest):
 
 
 def read_scalars(run):
-    """{"s": (tokens, values), "b" and "sink": the same, "p": array}, of these what the run has."""
+    """{"s": (tokens, values), "b" and "sink": the same, "p": array}, as far as the run has them."""
     path, checkpoint = Path(run) / "metrics.jsonl", newest_checkpoint(run)
     lines = read_metrics(run)
     found = {name: add_newest(triples(lines, key, path), checkpoint and checkpoint_scalars(checkpoint, key))
@@ -423,8 +424,8 @@ def event(wall_time, step, scalars):
 
 
 def write_events(run, folder):
-    """Writes one event file with the run's SCALARS into the folder, in place of an earlier one. Times are counted back from
-    when metrics.jsonl was last written."""
+    """Writes one event file with the run's SCALARS into the folder, replacing an earlier one. Times are counted back
+    from the last change of metrics.jsonl."""
     lines = read_metrics(run)
     elapsed = seconds(lines)
     began = (Path(run) / "metrics.jsonl").stat().st_mtime - elapsed[-1]

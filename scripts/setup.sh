@@ -24,13 +24,13 @@ stop() { echo "setup: $*" >&2; exit 1; }
 
 header() { echo "#include <$1>" | gcc -fsyntax-only -x c - 2>/dev/null; }
 
-# clang comes without its sanitizers' libraries where recommended packages are left out.
+# Without recommended packages, clang lacks the libraries of its sanitizers.
 has_fuzzer() {
     echo 'int LLVMFuzzerTestOneInput(const char *data, unsigned long size) { return data && size > 9; }' |
         clang -fsanitize=fuzzer,address -x c -o /dev/null - 2>/dev/null
 }
 
-# One row a need: Debian's packages | how to see that they are there | what their absence turns off; nothing there: required
+# One row per need: Debian packages | how to check for them | what their absence turns off; empty: required
 needs() {
     cat <<'TABLE'
 gcc libc6-dev             | header stdio.h          |
@@ -48,7 +48,8 @@ TABLE
         cat <<'TABLE'
 clang libclang-rt-dev     | has_fuzzer              | the fuzzer's tests
 TABLE
-        # Only root may make the namespaces that this is for. Where systemd runs, an sshd would start with every boot: install it yourself.
+        # Only root may create the namespaces that this is for. With systemd, sshd would start at every boot, so
+        # install it yourself.
         if [ "$(id -u)" = 0 ] && [ ! -d /run/systemd/system ]; then
             cat <<'TABLE'
 openssh-server openssh-client | command -v sshd && command -v ssh | the tests with two machines (network namespaces, each with an sshd)
@@ -58,21 +59,21 @@ TABLE
     fi
 }
 
-# Prints the rows of needs() that are not met.
+# Prints the rows of needs() that are missing.
 missing() {
     needs | while IFS='|' read -r packages check cost; do
         eval "$check" >/dev/null 2>&1 </dev/null || echo "$packages|$cost"
     done
 }
 
-# Runs a command as root: as it is, or by sudo, which may ask for a password only where somebody can type it.
+# Runs a command as root: directly, or with sudo, which may ask for a password only if somebody can type it.
 as_root() {
     if [ "$(id -u)" = 0 ]; then "$@"; elif [ -t 0 ]; then sudo "$@"; else sudo -n "$@"; fi
 }
 
 apt_install() {
     local policy=/usr/sbin/policy-rc.d status=0
-    # Debian's way to install a server, sshd, without starting it.
+    # This is how Debian installs a server (sshd) without starting it.
     if [ -e $policy ] || ! as_root sh -c "printf '#!/bin/sh\nexit 101\n' > $policy && chmod 755 $policy"; then policy=; fi
     as_root env DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=300 -o Dpkg::Use-Pty=0 \
         install -y --no-install-recommends "$@" >/dev/null </dev/null || status=$?
@@ -88,7 +89,7 @@ debian_packages() {
     if command -v apt-get >/dev/null && { [ "$(id -u)" = 0 ] || command -v sudo >/dev/null; }; then
         say "installing Debian packages: $packages"
         as_root apt-get -qq update </dev/null || say "apt-get update failed; continuing with the existing package lists"
-        # One name that this release lacks must not keep the others out.
+        # A name that this release lacks must not prevent the others.
         apt_install $packages || for package in $packages; do apt_install "$package" || say "apt-get cannot install $package"; done
         lacking=$(missing)
     else
@@ -110,7 +111,7 @@ debian_packages() {
 
 stamp() { { .venv/bin/python -V && cat "$1"; } | sha256sum; }
 
-# The CPU build of PyTorch where pip finds one; PyPI's brings CUDA's libraries.
+# Uses PyTorch's CPU build if pip finds one; PyPI's comes with the CUDA libraries.
 torch_room() {
     local torch free
     torch=$(grep -om1 '^torch==[0-9.]*' requirements-test.txt)

@@ -15,7 +15,7 @@ stop() { echo "setup_cuda: $*" >&2; exit 1; }
 
 [ $# = 0 ] || { echo "setup_cuda: $1: this script takes no flags" >&2; exit 2; }
 
-# One row a need, as `make lacking` names it | what it is | its wheels, all of CUDA 13.0
+# One row per need, as `make lacking` names it | what it is | its wheels, all of CUDA 13.0
 wheels() {
     cat <<'TABLE'
 toolkit | nvcc and the CUDA runtime | nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-crt==13.0.88 nvidia-cuda-runtime==13.0.96 nvidia-cuda-cccl==13.0.85 nvidia-nvtx==13.0.85
@@ -24,7 +24,7 @@ nccl    | NCCL                      | nvidia-nccl-cu13==2.28.9
 TABLE
 }
 
-# pip of the environment that scripts/setup.sh made, or any.
+# Prefers pip of the environment that scripts/setup.sh created.
 find_pip() {
     local python
     for python in .venv/bin/python python3; do
@@ -33,7 +33,7 @@ find_pip() {
     stop "pip is missing: run scripts/setup.sh first, or install python3-pip"
 }
 
-# Into a folder beside .cuda first, so that what is in .cuda is always whole.
+# Downloads into a separate folder first, so that what is in .cuda is always complete.
 fetch() {
     local what=$1 packages=$2 python
     python=$(find_pip)
