@@ -81,7 +81,7 @@ BUILT_FOR := $(shell $(CC) -march=$(MARCH) -dM -E -x c /dev/null | sed -nE \
 BUILD   ?= build$(if $(filter 1,$(SAN)),/san)$(if $(filter 1,$(TSAN)),/tsan)$(if $(filter 1,$(FAULTS)),/faults)$(if $(ATTN),/$(ATTN))
 BIN     ?= $(if $(filter build,$(BUILD)),.,$(BUILD))
 PROGRAMS = train_gpt2 sample_gpt2 eval_gpt2
-LIBRARY  = $(patsubst %.c,$(BUILD)/%.o,$(wildcard model.c config.c weights.c runtime/*.c attention/*.c))
+LIBRARY  = $(patsubst %.c,$(BUILD)/%.o,$(wildcard model.c config.c weights.c run/*.c runtime/*.c attention/*.c))
 TESTS    = $(patsubst dev/tests/%.c,$(BUILD)/tests/%,$(wildcard dev/tests/test_*.c))
 
 ifneq ($(CJSON)$(XXHASH),11)
@@ -93,8 +93,6 @@ all: $(addprefix $(BIN)/,$(PROGRAMS))
 $(addprefix $(BIN)/,$(PROGRAMS) test_gpt2): $(BIN)/%: $(BUILD)/%.o $(LIBRARY)
 	@echo '  LD  $@'
 	@$(CC) $(LDFLAGS) -o $@ $^ $(LDLIBS)
-
-$(BIN)/train_gpt2: $(BUILD)/training.o
 
 # From an archive, so that a test that includes a .c file (with fault points, say) has that in place of the library's object.
 $(BUILD)/library.a: $(LIBRARY)
@@ -125,8 +123,8 @@ $(BUILD)/flags: FORCE
 
 $(BUILD)/attention/modeling.o: attention/modeling_attn_gpt.py
 $(BUILD)/runtime/cpu.o: private CFLAGS := $(filter-out -march=%,$(CFLAGS)) '-DBUILT_FOR=$(BUILT_FOR)'
-$(BUILD)/runtime/run.o: private CFLAGS += '-DCOMMIT="$(COMMIT)"'
-$(BUILD)/runtime/run.o: $(BUILD)/commit
+$(BUILD)/run/folder.o: private CFLAGS += '-DCOMMIT="$(COMMIT)"'
+$(BUILD)/run/folder.o: $(BUILD)/commit
 
 # ---- the CUDA programs: by nvcc for GPUs, in $(BUILD)/cuda, and the same source by g++ for the CPU (dev/cuda_on_cpu), in $(BUILD)/on_cpu
 GPUS       ?= 80 90
@@ -173,7 +171,6 @@ $(BUILD)/$(1)/flash.a: $(FLASH:%=$(BUILD)/$(1)/%)
 	@rm -f $$@
 	@ar rcs $$@ $$^
 endef
-$(BIN)/train_gpt2cu $(BIN)/train_gpt2cu_on_cpu: $(BUILD)/training.o
 $(eval $(call cu_rules,cuda,cu,,$$(GPU_LIBS)))
 $(eval $(call cu_rules,on_cpu,cu_on_cpu,$(BUILD)/on_cpu/emulator.a,-rdynamic -ldl))
 
@@ -267,4 +264,4 @@ clean:
 .PHONY: all clean help lacking test test_on_cpu FORCE
 .SECONDARY:
 -include $(wildcard $(foreach d,cuda on_cpu,$(addprefix $(BUILD)/$(d)/,*.d attention/*.d dev/cuda_on_cpu/*.d dev/tests/*.d)) $(BUILD)/pic/*/*.d)
--include $(LIBRARY:.o=.d) $(BUILD)/training.d $(patsubst %,$(BUILD)/%.d,$(PROGRAMS) test_gpt2) $(patsubst dev/tests/%.c,$(BUILD)/dev/tests/%.d,$(wildcard dev/tests/*.c))
+-include $(LIBRARY:.o=.d) $(patsubst %,$(BUILD)/%.d,$(PROGRAMS) test_gpt2) $(patsubst dev/tests/%.c,$(BUILD)/dev/tests/%.d,$(wildcard dev/tests/*.c))

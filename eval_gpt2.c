@@ -8,11 +8,11 @@
 #include <errno.h>
 #include <limits.h>
 
-#include "runtime/checkpoint.h"
+#include "run/checkpoint.h"
 #include "runtime/file.h"
 #include "runtime/human.h"
 #include "runtime/json.h"
-#include "runtime/run.h"
+#include "run/folder.h"
 #include "runtime/shards.h"
 #include "runtime/start.h"
 #pragma GCC diagnostic pop
@@ -379,7 +379,7 @@ static void write_json(Evaluator *e) {
     if (e->lineage) cJSON_AddItemToObject(json, "lineage", e->lineage);
     char *text = cJSON_Print(json);
     if (!text) fail(EXIT_RESOURCE, "out of memory for eval.json.");
-    if (!file_replace_text(run_path(e->o.out, "eval.json"), text, &error)) fail_with(&error);
+    if (!file_replace_text(folder_path(e->o.out, "eval.json"), text, &error)) fail_with(&error);
     cJSON_Delete(json);
     free(text);
     free(print);

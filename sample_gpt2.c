@@ -9,7 +9,7 @@
 #include <limits.h>
 #include <unistd.h>
 
-#include "runtime/checkpoint.h"
+#include "run/checkpoint.h"
 #include "runtime/file.h"
 #include "runtime/human.h"
 #include "runtime/random.h"

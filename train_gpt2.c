@@ -5,10 +5,10 @@
 //   3. Passes       forward, loss, backward
 //   4. Update       the gradient's norm and AdamW
 //   5. Decoding     one token after another with a key-value cache, for samples
-//   6. The trainer  what the run asks of it, main()
+//   6. Training     main(), which has the training loop
 //
-// Beside it: attention/ has the normalizers, model.h the tensors, weights.h their files, training.h the run around the model (flags, data,
-// steps, checkpoints), runtime/ everything that a trainer stands on. train_gpt2.cu has the same sections on GPUs.
+// attention/ has the normalizers, model.h the tensors, weights.h their files, run/ the library for the run around the model (flags, data,
+// checkpoints), runtime/ what knows neither models nor runs. train_gpt2.cu has the same sections on GPUs.
 // Shapes: B sequences, T tokens each, N = B·T rows, C channels, NH heads of size HS, F the feed-forward's width, V the vocabulary
 // (VP when padded).
 
@@ -17,29 +17,24 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 #include "attention/attention_cpu.h"
 #include "model.h"
+#include "run/profile.h"
+#include "run/run.h"
 #include "runtime/adamw.h"
+#include "runtime/clock.h"
 #include "runtime/gemm.h"
 #include "runtime/memory.h"
 #include "runtime/peak.h"
 #include "runtime/process.h"
 #include "runtime/real.h"
-#include "training.h"
 #include "weights.h"
 
 // ---------------------------------------------------------------------------------------------------------------------------
 // Where the time goes: phase() ends the phase before it and starts the next. --profile prints the sums.
 
 static double phase_seconds[PHASE_COUNT];
-
-static double now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
 
 static bool aside;           // all is PHASE_ASIDE
 
@@ -968,133 +963,163 @@ static float *decode_prompt(Decoder *d, const int32_t *prompt, size_t count, siz
 
 // ---------------------------------------------------------------------------------------------------------------------------
 #ifndef WITHOUT_MAIN
-// 6. The trainer: what the run asks of it (training.h)
+// 6. Training
 
-const char trainer_name[] = "train_gpt2";
-const char trainer_usage[] =
-    "Usage: train_gpt2 --train-data GLOB [flags]\n\nTrains a GPT on the CPU. Several processes: scripts/launch.sh N ./train_gpt2 ...";
-const bool trainer_on_gpus = false;
+static const RunProgram PROGRAM = {
+    .name = "train_gpt2",
+    .usage = "Usage: train_gpt2 --train-data GLOB [flags]\n\n"
+             "Trains a GPT on the CPU. Several processes: scripts/launch.sh N ./train_gpt2 ...",
+};
 
-static Model model;
-static Decoder decoder;
-static double loss_sum;            // of this step's micro-batches so far
-
-ModelConfig *trainer_config(void) {
-    return &model.config;
-}
-
-void trainer_start(const TrainOptions *o) {
-    (void)o;
-}
-
-MemoryPlan *trainer_plan(const TrainOptions *o, const Normalizer *const *others, size_t count, size_t B, size_t T) {
-    Model *m = &model;
-    bool bf16 = o->dtype == TRAIN_BF16;
-    m->list = tensors_of(&m->config, others, count);
-    plan_parameters(m, true, bf16);
-    plan_activations(m, B, T, bf16);
-    if (o->sample_every) plan_decoder(&decoder, m, &m->plan, 1, T < TRAINER_SAMPLE ? T : TRAINER_SAMPLE);
-    return &m->plan;
-}
-
-void trainer_print_products(const TrainOptions *o) {
+static void describe_matmuls(char *out, size_t size, bool bf16) {
     int threads = omp_get_max_threads();
-    bool bf16 = o->dtype == TRAIN_BF16;
-    printf("products  %s by %s%s, %d thread%s in %d process%s\n", bf16 ? "bfloat16" : "float32", gemm_backend(),
-           bf16 && !gemm_has_bf16() ? " (widened to float32: no bfloat16 products here)" : "", threads, threads == 1 ? "" : "s", process.size,
-           process.size == 1 ? "" : "es");
+    snprintf(out, size, "products  %s by %s%s, %d thread%s in %d process%s", bf16 ? "bfloat16" : "float32", gemm_backend(),
+             bf16 && !gemm_has_bf16() ? " (widened to float32: no bfloat16 products here)" : "", threads, threads == 1 ? "" : "s",
+             process.size, process.size == 1 ? "" : "es");
 }
 
-void trainer_print_memory(void) {}         // all of it is the host's
-void trainer_check_memory(void) {}
-
-void trainer_take(void) {
-    model_ready(&model);
-    if (decoder.m) decoder_ready(&decoder);
+static void plan_training(Model *m, Decoder *d, const Run *run) {
+    bool bf16 = run->o.dtype == TRAIN_BF16;
+    m->list = tensors_of(&m->config, run->others, run->other_count);
+    plan_parameters(m, true, bf16);
+    plan_activations(m, (size_t)run->o.batch, run->T, bf16);
+    if (run_sample_length(run)) plan_decoder(d, m, &m->plan, 1, run_sample_length(run));
 }
 
-Weights trainer_weights(void) {
-    return weights_of(&model);
+// The bf16 copy that the matmuls read, after the parameters were set.
+static void round_parameters(Model *m) {
+    if (m->params_bf16) bf16_round(m->params_bf16, m->params, m->list.floats);
 }
 
-// They are where they are; the rounded copy follows them.
-void trainer_upload(int64_t step) {
-    (void)step;
-    if (model.params_bf16) bf16_round(model.params_bf16, model.params, model.list.floats);
-}
-
-void trainer_download(void) {}
-
-void trainer_micro_batch(const Batch *batch, float scale, bool first, bool last) {
-    (void)last;
-    if (first) loss_sum = 0;
-    loss_sum += model_step(&model, batch->inputs, batch->targets, batch->mask, batch->B, batch->T, scale, first);
-}
-
-void trainer_gradients(double *loss, double *norm) {
-    phase(PHASE_REDUCE);
-    process_sum_float(model.grads, model.list.floats);
-    process_sum_double(&loss_sum, 1);
-    phase(PHASE_UPDATE);
-    *loss = loss_sum;
-    *norm = gradient_norm(&model);
-    phase(PHASE_OTHER);
-}
-
-void trainer_update(AdamW adamw) {
-    phase(PHASE_UPDATE);
-    model_update(&model, adamw);
-    phase(PHASE_OTHER);
-}
-
-double trainer_loss(const Batch *batch) {
-    uint64_t rows = model.rows, without_weight = model.rows_without_weight;
-    model_forward(&model, batch->inputs, batch->B, batch->T);
-    double loss = model_loss(&model, batch->targets, batch->mask, batch->B * batch->T, 0.0f, false);
-    model.rows = rows, model.rows_without_weight = without_weight;
-    return loss;
-}
-
-void trainer_rows(uint64_t *rows, uint64_t *without_weight) {
-    *rows = model.rows, *without_weight = model.rows_without_weight;
-    model.rows = model.rows_without_weight = 0;
-}
-
-float *trainer_next_logits(const int32_t *tokens, size_t count) {
-    if (count == 1) return decode_prompt(&decoder, tokens, 1, 0);
-    decode(&decoder, &(DecodeRow){tokens[count - 1], 0, count - 1}, 1);
-    return decode_logits(&decoder, 0, 1, 0);
-}
-
-// Processes of one machine may have more threads than it has cores.
-double trainer_peak(void) {
+// FLOP/s of all ranks. Those on one machine may have more threads than it has cores.
+static double peak_of(const Model *m) {
     int threads = omp_get_max_threads() * process.local_size, cores = omp_get_num_procs();
-    double flops = peak_flops(model.params_bf16 != NULL) * (threads > cores ? (double)cores / threads : 1.0);
+    double flops = peak_flops(m->params_bf16 != NULL) * (threads > cores ? (double)cores / threads : 1.0);
     process_sum_double(&flops, 1);
     return flops;
 }
 
-void trainer_metrics(char *out, size_t size) {
-    if (size) out[0] = 0;
+// What lies between these two belongs to no step.
+static void pause_step(Run *run) {
+    run_pause(run);
+    phase(PHASE_ASIDE);
+    aside = true;
 }
 
-void trainer_line(char *out, size_t size) {
-    if (size) out[0] = 0;
+static void unpause_step(Run *run) {
+    aside = false;
+    phase(PHASE_OTHER);
+    run_unpause(run);
 }
 
-double trainer_phase_seconds(Phase phase) {
-    return phase_seconds[phase];
+// The sum of the losses of a batch; no gradients.
+static double model_evaluate(Model *m, const Batch *batch) {
+    uint64_t rows = m->rows, all_zero = m->rows_without_weight;
+    if (batch->B == 0) return 0;
+    model_forward(m, batch->inputs, batch->B, batch->T);
+    double loss = model_loss(m, batch->targets, batch->mask, batch->B * batch->T, 0, false);
+    m->rows = rows;
+    m->rows_without_weight = all_zero;
+    return loss;
 }
 
-void trainer_aside(bool begins) {
-    aside = begins;
-    phase(begins ? PHASE_ASIDE : PHASE_OTHER);
+// False if a stop was requested meanwhile.
+static bool validate(Run *run, Model *m, double *loss) {
+    Batch batch;
+    run_validation_start(run);
+    while (run_validation_batch(run, &batch)) run_validation_add(run, model_evaluate(m, &batch));
+    return run_validation_end(run, loss);
 }
 
-void trainer_end(void) {}
+static void change_normalizer(Run *run, Model *m, Change *change) {
+    if (run->val && !validate(run, m, &change->before)) return;
+    run_change_apply(run, change);
+    round_parameters(m);
+    if (!run->val || validate(run, m, &change->after)) {
+        run_change_finish(run, change);
+    } else {
+        run_change_undo(run, change);
+        round_parameters(m);
+    }
+}
+
+static void change_normalizers(Run *run, Model *m) {
+    Change change;
+    pause_step(run);
+    while (run_change_due(run, &change)) change_normalizer(run, m, &change);
+    unpause_step(run);
+}
+
+static void draw_sample(Run *run, Decoder *d) {
+    Sample sample;
+    run_sample_start(run, &sample);
+    float *logits = decode_prompt(d, sample.ids, sample.count, 0);
+    while (run_sample_add(run, &sample, logits)) {
+        size_t last = sample.count - 1;
+        decode(d, &(DecodeRow){sample.ids[last], 0, last}, 1);
+        logits = decode_logits(d, 0, 1, 0);
+    }
+    run_sample_end(run, &sample);
+}
 
 int main(int argc, char **argv) {
-    return training_main(argc, argv);
+    static Run run;
+    static Model model;
+    static Decoder decoder;
+    const TrainOptions *o = &run.o;
+    char matmuls[256];
+    double loss, norm;
+    Batch batch;
+
+    // What is asked for, checked; memory, planned and checked. Nothing is written yet.
+    run_open(&run, &PROGRAM, &model.config, argc, argv);
+    plan_training(&model, &decoder, &run);
+    describe_matmuls(matmuls, sizeof matmuls, o->dtype == TRAIN_BF16);
+    run_plan(&run, &model.plan, matmuls, NULL, 0);
+    if (!run_take(&run)) return run_end(&run);
+
+    model_ready(&model);
+    if (run_sample_length(&run)) decoder_ready(&decoder);
+    run_load(&run, weights_of(&model));
+    round_parameters(&model);
+    run_begin(&run, peak_of(&model));
+
+    change_normalizers(&run, &model);                  // --attn differs from what --init-from brought, or --attn-switch 0:...
+    while (run_continues(&run)) {
+        if (!run.owed) {                               // otherwise the run was stopped between a step and its validation
+            for (loss = 0; run_batch(&run, &batch);)
+                loss += model_step(&model, batch.inputs, batch.targets, batch.mask, batch.B, batch.T, batch.scale, batch.first);
+            if (run.stopped) break;
+
+            phase(PHASE_REDUCE);
+            process_sum_float(model.grads, model.list.floats);
+            process_sum_double(&loss, 1);
+            phase(PHASE_UPDATE);
+            norm = gradient_norm(&model);
+            model_update(&model, run_update(&run, loss, norm));
+            phase(PHASE_OTHER);
+            run_step_done(&run, model.rows, model.rows_without_weight);
+            model.rows = model.rows_without_weight = 0;
+        }
+
+        pause_step(&run);
+        if (run_validation_due(&run) && validate(&run, &model, &loss)) run_validated(&run, loss);
+        unpause_step(&run);
+        if (run.stopped) break;
+        run_report(&run, "", "");
+
+        pause_step(&run);
+        if (run_sample_due(&run)) draw_sample(&run, &decoder);
+        if (run_finish_step(&run)) run_save(&run);
+        if (run.step <= run.first_step + 3) run.flops = peak_of(&model);     // again while the processor's clock settles
+        unpause_step(&run);
+        change_normalizers(&run, &model);
+    }
+
+    if (run_save_due_at_end(&run)) run_save(&run);
+    if (run_validation_due_at_end(&run) && validate(&run, &model, &loss)) run_validated_at_end(loss);
+    if (run_is_main() && o->profile && run.step > run.first_step) profile_print(phase_seconds, run.step - run.first_step);
+    return run_end(&run);
 }
 #endif
 #endif

@@ -6,7 +6,7 @@
 //   3. Passes       forward, loss, backward
 //   4. Update       gradients over processes, their norm, AdamW
 //   5. Decoding     not here: a sample takes the whole sequence again for each token; sample_gpt2.c decodes, on the CPU
-//   6. The trainer  what the run asks of it, main()
+//   6. Training     main(), which has the training loop
 //
 // X is the type of activations and of the weights that products read: float or bf16 (--dtype). Statistics of rows, gradients of parameters,
 // AdamW's moments and the master weights are float32 under both. Everything runs on one stream, but for the sums over processes.
@@ -34,12 +34,13 @@
 #include "kernels/rope.cuh"
 #include "kernels/swiglu.cuh"
 #include "model.h"
+#include "run/profile.h"
+#include "run/run.h"
 #include "runtime/adamw.h"
 #include "runtime/gemm.h"
 #include "runtime/human.h"
 #include "runtime/memory.h"
 #include "runtime/process.h"
-#include "training.h"
 #include "weights.h"
 
 // ---------------------------------------------------------------------------------------------------------------------------
@@ -637,49 +638,48 @@ static void round_parameters(const Model *m, int64_t step) {
 
 // ---------------------------------------------------------------------------------------------------------------------------
 #ifndef WITHOUT_MAIN
-// 6. The trainer: what the run asks of it (training.h)
+// 6. Training
 
-const char trainer_name[] = "train_gpt2cu";
-const char trainer_usage[] =
-    "Usage: train_gpt2cu --train-data GLOB [flags]\n\nTrains a GPT on GPUs, one for each process. Several: mpirun -np N ./train_gpt2cu ...";
-const bool trainer_on_gpus = true;
+static const RunProgram PROGRAM = {
+    "train_gpt2cu",
+    "Usage: train_gpt2cu --train-data GLOB [flags]\n\nTrains a GPT on GPUs, one for each process. Several: mpirun -np N ./train_gpt2cu ...",
+    true,
+};
 
-static Device device;
-
-ModelConfig *trainer_config(void) {
-    return &model.config;
-}
-
-void trainer_start(const TrainOptions *o) {
+static Device start_device(const TrainOptions *o) {
     device_start();
-    device = device_read();
     CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     collective_start(o->reduce_dtype == TRAIN_BF16);
     profiling = o->profile;
+    return device_read();
 }
 
-MemoryPlan *trainer_plan(const TrainOptions *o, const Normalizer *const *others, size_t count, size_t B, size_t T) {
-    Model *m = &model;
-    size_t floats;
-    m->list = tensors_of(&m->config, others, count);
-    m->in_bf16 = o->dtype == TRAIN_BF16, m->recompute = o->recompute, m->zero = o->zero && process.size > 1, m->deterministic = o->deterministic;
-    m->stochastic = o->stochastic_rounding, m->seed = (uint64_t)o->seed;
-    plan_model(m, others, count, &o->seq_len, B, T);
+static void describe_matmuls(char *out, size_t size, const Device *device, const TrainOptions *o) {
+    int length = snprintf(out, size, "products  %s by cuBLASLt on %d %s%s, %d processors at %.2f GHz",
+                          o->dtype == TRAIN_BF16 ? "bfloat16" : "float32", process.size, device->name, process.size == 1 ? "" : "s",
+                          device->processors, device->clock / 1e9);
+    if (process.size > 1)
+        snprintf(out + length, size - (size_t)length, "; gradients summed in %s%s", o->reduce_dtype == TRAIN_BF16 ? "bfloat16" : "float32",
+                 o->zero ? ", ZeRO-1" : "");
+}
 
-    floats = m->list.floats * sizeof(float);
-    memory_add(&m->host_plan, "parameters, for files", (void **)&m->host.params, floats);
-    memory_add(&m->host_plan, "AdamW's moments, for files", (void **)&m->host.mean, floats);
-    memory_add(&m->host_plan, "AdamW's moments, for files", (void **)&m->host.square, floats);
+static void plan_training(Model *m, const Run *run) {
+    const TrainOptions *o = &run->o;
+    m->list = tensors_of(&m->config, run->others, run->other_count);
+    m->in_bf16 = o->dtype == TRAIN_BF16;
+    m->recompute = o->recompute;
+    m->zero = o->zero && process.size > 1;
+    m->deterministic = o->deterministic;
+    m->stochastic = o->stochastic_rounding;
+    m->seed = (uint64_t)o->seed;
+    plan_model(m, run->others, run->other_count, &o->seq_len, (size_t)o->batch, run->T);
+
+    size_t bytes = m->list.floats * sizeof(float);
+    memory_add(&m->host_plan, "parameters, for files", (void **)&m->host.params, bytes);
+    memory_add(&m->host_plan, "AdamW's moments, for files", (void **)&m->host.mean, bytes);
+    memory_add(&m->host_plan, "AdamW's moments, for files", (void **)&m->host.square, bytes);
     memory_add(&m->host_plan, "scratch", (void **)&m->starts, ((size_t)m->config.vocab + 1) * sizeof(int32_t));
     memory_add(&m->host_plan, "logits of a token", (void **)&m->host_logits, padded_vocab(&m->config) * sizeof(float));
-    return &m->host_plan;
-}
-
-void trainer_print_products(const TrainOptions *o) {
-    printf("products  %s by cuBLASLt on %d %s%s, %d processors at %.2f GHz", o->dtype == TRAIN_BF16 ? "bfloat16" : "float32", process.size, device.name,
-           process.size == 1 ? "" : "s", device.processors, device.clock / 1e9);
-    if (process.size > 1) printf("; gradients summed in %s%s", o->reduce_dtype == TRAIN_BF16 ? "bfloat16" : "float32", o->zero ? ", ZeRO-1" : "");
-    printf("\n");
 }
 
 static size_t device_free(void) {
@@ -688,20 +688,15 @@ static size_t device_free(void) {
     return left;
 }
 
-void trainer_print_memory(void) {
-    memory_print(&model.plan, "memory of each GPU", device_free());
-}
-
-void trainer_check_memory(void) {
+static void check_device_memory(const Model *m, const Device *device) {
     size_t left = device_free();
-    if (model.plan.total > left)
+    if (m->plan.total > left)
         fail(EXIT_RESOURCE, "process %d: this run needs %s of a GPU's memory, and %s of %s is free.\n"
              "  A smaller --batch or --seq-len, or --recompute, needs less for activations; --zero 1 less for AdamW's moments.", process.rank,
-             human_bytes((double)model.plan.total).text, human_bytes((double)left).text, device.name);
+             human_bytes((double)m->plan.total).text, human_bytes((double)left).text, device->name);
 }
 
-void trainer_take(void) {
-    Model *m = &model;
+static Weights take_training(Model *m) {
     size_t N = m->B * m->T;
     take_model(m);
     for (auto &slot : m->slots) {
@@ -709,12 +704,20 @@ void trainer_take(void) {
         CUDA_CHECK(cudaMallocHost((void **)&slot.mask, N));
         CUDA_CHECK(cudaEventCreateWithFlags(&slot.copied, cudaEventDisableTiming));
     }
-    m->host.config = &m->config, m->host.list = &m->list, m->host.bf16 = m->in_bf16;
+    m->host.config = &m->config;
+    m->host.list = &m->list;
+    m->host.bf16 = m->in_bf16;
+    return m->host;
 }
 
-Weights trainer_weights(void) {
-    return model.host;
+// FLOP/s of all ranks.
+static double peak_of(const Model *m, const Device *device) {
+    double flops = device_peak(device, m->in_bf16);
+    process_sum_double(&flops, 1);
+    return flops;
 }
+
+// ---- parameters between host and device
 
 // Of the moments' parts: host arrays have all of them, the device those that are this process's.
 static void copy_moments(const Model *m, bool to_host) {
@@ -728,8 +731,8 @@ static void copy_moments(const Model *m, bool to_host) {
     }
 }
 
-void trainer_upload(int64_t step) {
-    Model *m = &model;
+// Parameters and moments from the host, where every rank has the same numbers, those after step `step`.
+static void upload(Model *m, int64_t step) {
     CUDA_CHECK(cudaMemcpy(m->params, m->host.params, m->list.floats * sizeof(float), cudaMemcpyHostToDevice));
     copy_moments(m, false);
     upload_segments(m);
@@ -737,21 +740,35 @@ void trainer_upload(int64_t step) {
     round_parameters(m, step);
 }
 
-void trainer_download(void) {
-    Model *m = &model;
+// Parameters and moments to the host. Collective; rank 0 has all moments then.
+static void download(Model *m) {
     size_t bytes = m->list.floats * sizeof(float);
     collective_synchronize(stream);
     CUDA_CHECK(cudaMemcpy(m->host.params, m->params, bytes, cudaMemcpyDeviceToHost));
-    if (m->zero) memset(m->host.mean, 0, bytes), memset(m->host.square, 0, bytes);
+    if (m->zero) {
+        memset(m->host.mean, 0, bytes);
+        memset(m->host.square, 0, bytes);
+    }
     copy_moments(m, true);
     if (!m->zero) return;
-    process_sum_float(m->host.mean, m->list.floats);           // each number is one process's; the others add 0
+    process_sum_float(m->host.mean, m->list.floats);           // each number is one rank's; the others add 0
     process_sum_float(m->host.square, m->list.floats);
 }
 
+// The learned scalars alone.
+static void download_scalars(Model *m) {
+    collective_synchronize(stream);
+    for (size_t i = 0; i < m->list.count; i++) {
+        const Tensor *t = &m->list.tensors[i];
+        if (t->scalar == SCALAR_NONE) continue;
+        CUDA_CHECK(cudaMemcpy(m->host.params + t->offset, m->params + t->offset, t->elements * sizeof(float), cudaMemcpyDeviceToHost));
+    }
+}
+
+// ---- a step
+
 // The batch to the device. The pinned memory of a slot is free again when its copy of two batches ago is done.
-static BatchTokens upload_batch(const Batch *batch) {
-    Model *m = &model;
+static BatchTokens upload_batch(Model *m, const Batch *batch) {
     auto *slot = &m->slots[m->slot++ % 2];
     size_t N = batch->B * batch->T;
     BatchTokens there = {m->batch, m->batch + N, m->batch + 2 * N, (const EmbeddingPiece *)(m->batch + 3 * N), {0, 0}, batch->mask ? m->mask : NULL};
@@ -769,10 +786,10 @@ static BatchTokens upload_batch(const Batch *batch) {
     return there;
 }
 
-void trainer_micro_batch(const Batch *batch, float scale, bool first, bool last) {
-    BatchTokens there = upload_batch(batch);
-    by_type([&](auto *a) { model_step(&model, a, there, batch->B, batch->T, scale, first, last); });
-    model.rows += (size_t)model.config.layers * batch->B * batch->T * (size_t)model.config.heads;
+static void micro_batch(Model *m, const Batch *batch) {
+    BatchTokens there = upload_batch(m, batch);
+    by_type([&](auto *a) { model_step(m, a, there, batch->B, batch->T, batch->scale, batch->first, batch->last); });
+    m->rows += (size_t)m->config.layers * batch->B * batch->T * (size_t)m->config.heads;
 }
 
 // One of m->sums; the host waits for the stream.
@@ -783,8 +800,8 @@ static double read_sum(const Model *m, int which) {
     return value;
 }
 
-void trainer_gradients(double *loss, double *norm) {
-    Model *m = &model;
+// The step's loss, summed over all ranks, and the norm of their summed gradients.
+static void gradients_end(Model *m, double *loss, double *norm) {
     phase(PHASE_REDUCE);
     collective_join(stream);
     phase(PHASE_UPDATE);
@@ -794,12 +811,9 @@ void trainer_gradients(double *loss, double *norm) {
     process_sum_double(loss, 1);
     if (m->zero) process_sum_double(&squares, 1);
     *norm = sqrt(squares);
-    phase(PHASE_OTHER);
 }
 
-void trainer_update(AdamW a) {
-    Model *m = &model;
-    phase(PHASE_UPDATE);
+static void model_update(Model *m, AdamW a) {
     adamw(m->params, m->in_bf16 ? m->params_bf16 : NULL, m->mean, m->square, m->grads, m->segments, m->segment_count, m->segment_blocks, a,
           m->stochastic, m->seed, stream);
     if (m->zero) {
@@ -809,9 +823,50 @@ void trainer_update(AdamW a) {
     phase(PHASE_OTHER);
 }
 
-double trainer_loss(const Batch *batch) {
-    Model *m = &model;
-    BatchTokens there = upload_batch(batch);
+// Waits until the device has finished all work of the step, the update included. Returns how many of its attention rows were all-zero.
+static uint64_t step_end(Model *m) {
+    unsigned long long all_zero;
+    collective_synchronize(stream);
+    CUDA_CHECK(cudaMemcpy(&all_zero, m->without_weight, sizeof all_zero, cudaMemcpyDeviceToHost));
+    CUDA_CHECK(cudaMemsetAsync(m->without_weight, 0, sizeof all_zero, stream));
+    return all_zero;
+}
+
+// What lies between these two belongs to no step.
+static void pause_step(Run *run) {
+    run_pause(run);
+    phase(PHASE_ASIDE);
+    aside = true;
+}
+
+static void unpause_step(Run *run) {
+    aside = false;
+    phase(PHASE_OTHER);
+    run_unpause(run);
+}
+
+// ---- what follows a step
+
+// The memory that this rank holds on its GPU; under --profile also the milliseconds by phase, of this step alone and without PHASE_ASIDE.
+static void report(Run *run, const Model *m) {
+    static double before[PHASE_COUNT];
+    char metrics[1024], line[64];
+    size_t size = sizeof metrics, at = (size_t)snprintf(metrics, size, ", \"gpu_memory_gb\": %.3f", 1e-9 * (double)m->plan.total);
+    snprintf(line, sizeof line, " | %s", human_bytes((double)m->plan.total).text);
+    if (profiling) phase_collect();
+    for (int i = 0; profiling && i < PHASE_ASIDE && at < size; i++) {          // the last phase
+        at += (size_t)snprintf(metrics + at, size - at, "%s\"%s\": %.3f", i ? ", " : ", \"ms_by_phase\": {", phase_names[i],
+                               1000 * (phase_seconds[i] - before[i]));
+        before[i] = phase_seconds[i];
+    }
+    if (profiling && at < size) snprintf(metrics + at, size - at, "}");
+    run_report(run, metrics, line);
+}
+
+// The sum of the losses of a batch; no gradients.
+static double model_evaluate(Model *m, const Batch *batch) {
+    if (batch->B == 0) return 0;
+    BatchTokens there = upload_batch(m, batch);
     CUDA_CHECK(cudaMemsetAsync(m->sums + SUM_VALIDATION, 0, sizeof(double), stream));
     by_type([&](auto *a) {
         model_forward(m, a, there.inputs, batch->B, batch->T, 1);
@@ -820,19 +875,37 @@ double trainer_loss(const Batch *batch) {
     return read_sum(m, SUM_VALIDATION);
 }
 
-void trainer_rows(uint64_t *rows, uint64_t *without_weight) {
-    Model *m = &model;
-    unsigned long long count;
-    collective_synchronize(stream);
-    CUDA_CHECK(cudaMemcpy(&count, m->without_weight, sizeof count, cudaMemcpyDeviceToHost));
-    CUDA_CHECK(cudaMemsetAsync(m->without_weight, 0, sizeof count, stream));
-    *rows = m->rows, *without_weight = count;
-    m->rows = 0;
+// False if a stop was requested meanwhile.
+static bool validate(Run *run, Model *m, double *loss) {
+    Batch batch;
+    run_validation_start(run);
+    while (run_validation_batch(run, &batch)) run_validation_add(run, model_evaluate(m, &batch));
+    return run_validation_end(run, loss);
 }
 
-// The whole sequence again for each token: on a GPU it takes no longer than one row with a cache would.
-float *trainer_next_logits(const int32_t *tokens, size_t count) {
-    Model *m = &model;
+static void change_normalizer(Run *run, Model *m, Change *change) {
+    if (run->val && !validate(run, m, &change->before)) return;
+    download(m);
+    run_change_apply(run, change);
+    upload(m, run->step);
+    if (!run->val || validate(run, m, &change->after)) {
+        run_change_finish(run, change);
+    } else {
+        run_change_undo(run, change);
+        upload(m, run->step);
+    }
+}
+
+static void change_normalizers(Run *run, Model *m) {
+    Change change;
+    pause_step(run);
+    while (run_change_due(run, &change)) change_normalizer(run, m, &change);
+    unpause_step(run);
+}
+
+// The logits (V) after the last of `count` tokens. The whole sequence is computed again for each token: on a GPU that takes no longer than one
+// row with a cache would.
+static float *logits_after(Model *m, const int32_t *tokens, size_t count) {
     size_t C = (size_t)m->config.channels, VP = padded_vocab(&m->config);
     CUDA_CHECK(cudaMemcpyAsync(m->batch, tokens, count * sizeof(int32_t), cudaMemcpyHostToDevice, stream));
     by_type([&](auto *a) {
@@ -846,46 +919,76 @@ float *trainer_next_logits(const int32_t *tokens, size_t count) {
     return m->host_logits;
 }
 
-double trainer_peak(void) {
-    double flops = device_peak(&device, model.in_bf16);
-    process_sum_double(&flops, 1);
-    return flops;
+static void draw_sample(Run *run, Model *m) {
+    Sample sample;
+    run_sample_start(run, &sample);
+    while (run_sample_add(run, &sample, logits_after(m, sample.ids, sample.count))) {}
+    run_sample_end(run, &sample);
 }
 
-// The memory that this process holds on its GPU; and under --profile the milliseconds by phase, of this step alone and without PHASE_ASIDE.
-void trainer_metrics(char *out, size_t size) {
-    static double before[PHASE_COUNT];
-    size_t at = (size_t)snprintf(out, size, ", \"gpu_memory_gb\": %.3f", 1e-9 * (double)model.plan.total);
-    if (!profiling) return;
-    phase_collect();
-    for (int i = 0; i < PHASE_ASIDE && at < size; i++) {          // the last phase
-        at += (size_t)snprintf(out + at, size - at, "%s\"%s\": %.3f", i ? ", " : ", \"ms_by_phase\": {", phase_names[i],
-                               1000 * (phase_seconds[i] - before[i]));
-        before[i] = phase_seconds[i];
-    }
-    if (at < size) snprintf(out + at, size - at, "}");
-}
-
-void trainer_line(char *out, size_t size) {
-    snprintf(out, size, " | %s", human_bytes((double)model.plan.total).text);
-}
-
-double trainer_phase_seconds(Phase phase) {
-    phase_collect();
-    return phase_seconds[phase];
-}
-
-void trainer_aside(bool begins) {
-    aside = begins;
-    phase(begins ? PHASE_ASIDE : PHASE_OTHER);
-}
-
-void trainer_end(void) {
-    if (model.params) matmul_end();
+static int end(Run *run, const Model *m) {
+    if (m->params) matmul_end();
     collective_end();
+    return run_end(run);
 }
 
 int main(int argc, char **argv) {
-    return training_main(argc, argv);
+    static Run run;
+    const TrainOptions *o = &run.o;
+    char matmuls[512];
+    double loss, norm;
+    Batch batch;
+
+    // What is asked for, checked; memory, planned and checked. Nothing is written yet.
+    run_open(&run, &PROGRAM, &model.config, argc, argv);
+    Device device = start_device(o);
+    plan_training(&model, &run);
+    describe_matmuls(matmuls, sizeof matmuls, &device, o);
+    run_plan(&run, &model.host_plan, matmuls, &model.plan, device_free());
+    check_device_memory(&model, &device);
+    if (!run_take(&run)) return end(&run, &model);
+
+    run_load(&run, take_training(&model));
+    upload(&model, run.step);
+    run_begin(&run, peak_of(&model, &device));
+
+    change_normalizers(&run, &model);                  // --attn differs from what --init-from brought, or --attn-switch 0:...
+    while (run_continues(&run)) {
+        if (!run.owed) {                               // otherwise the run was stopped between a step and its validation
+            while (run_batch(&run, &batch)) micro_batch(&model, &batch);
+            if (run.stopped) break;
+            gradients_end(&model, &loss, &norm);
+            model_update(&model, run_update(&run, loss, norm));
+            uint64_t all_zero = step_end(&model);
+            run_step_done(&run, model.rows, all_zero);
+            model.rows = 0;
+        }
+
+        pause_step(&run);
+        if (run_validation_due(&run) && validate(&run, &model, &loss)) run_validated(&run, loss);
+        if (run_reports_scalars(&run)) download_scalars(&model);
+        unpause_step(&run);
+        if (run.stopped) break;
+        report(&run, &model);
+
+        pause_step(&run);
+        if (run_sample_due(&run)) draw_sample(&run, &model);
+        if (run_finish_step(&run)) {
+            download(&model);
+            run_save(&run);
+        }
+        if (run.step <= run.first_step + 3) run.flops = peak_of(&model, &device);      // again while the clocks settle
+        unpause_step(&run);
+        change_normalizers(&run, &model);
+    }
+
+    if (run_save_due_at_end(&run)) {
+        download(&model);
+        run_save(&run);
+    }
+    if (run_validation_due_at_end(&run) && validate(&run, &model, &loss)) run_validated_at_end(loss);
+    phase_collect();
+    if (run_is_main() && o->profile && run.step > run.first_step) profile_print(phase_seconds, run.step - run.first_step);
+    return end(&run, &model);
 }
 #endif

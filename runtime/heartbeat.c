@@ -1,4 +1,5 @@
 #define _GNU_SOURCE
+#include "runtime/clock.h"
 #include "runtime/heartbeat.h"
 
 #include <arpa/inet.h>
@@ -73,12 +74,6 @@ struct Heartbeat {
     atomic_bool met;             // rank 0 has answered
     double woken;                // when the thread last looked at its socket
 };
-
-static double now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
 
 // ---- datagrams
 

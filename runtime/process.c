@@ -1,4 +1,5 @@
 #define _GNU_SOURCE
+#include "runtime/clock.h"
 #include "runtime/process.h"
 
 #include <dirent.h>
@@ -56,12 +57,6 @@ static void end_by(int number) {
     signal(number, SIG_DFL);
     pthread_sigmask(SIG_UNBLOCK, &one, NULL);
     raise(number);
-}
-
-static double now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
 // One Ctrl-C may arrive twice within moments, from the terminal and from a wrapper that passes it on: that is a single request to stop.

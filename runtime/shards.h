@@ -13,6 +13,10 @@
 
 #include "runtime/error.h"
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 typedef enum { PACK_STREAM, PACK_EXAMPLE } PackMode;    // as in "stream|example"
 
 typedef struct {
@@ -60,4 +64,7 @@ uint64_t shards_order(uint64_t position, uint64_t W, uint64_t seed, uint64_t epo
 // The sequence length of a step where --seq-len lists several: one of them, each equally likely, by (seed, step). n >= 1.
 size_t step_length(const int64_t *lengths, size_t n, uint64_t seed, uint64_t step);
 
+#ifdef __cplusplus
+}
+#endif
 #endif

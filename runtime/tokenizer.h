@@ -9,6 +9,10 @@
 
 #include "runtime/error.h"
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 typedef struct Tokenizer Tokenizer;
 
 // The files that make a folder's tokenizer complete, ended by NULL: a checkpoint copies them. The first is required; the
@@ -42,4 +46,7 @@ bool tokenizer_ids(const char *path, int *vocab, int *end_of_text);
 int tokenizer_vocab(const Tokenizer *tokenizer);          // one more than the largest id
 int tokenizer_end_of_text(const Tokenizer *tokenizer);    // the id of "<|endoftext|>", 50256 in GPT-2
 
+#ifdef __cplusplus
+}
+#endif
 #endif

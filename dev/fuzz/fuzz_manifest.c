@@ -1,10 +1,10 @@
 // A checkpoint folder whose manifest.json is hostile: it opens no file outside, and is refused or agrees.
-// Sources: runtime/error.c runtime/file.c runtime/json.c runtime/checkpoint.c
+// Sources: runtime/error.c runtime/file.c runtime/json.c run/checkpoint.c
 #include <stdlib.h>
 #include <string.h>
 
 #include "dev/fuzz/folder.h"
-#include "runtime/checkpoint.h"
+#include "run/checkpoint.h"
 #include "runtime/file.h"
 
 static void make_file(const char *folder) {

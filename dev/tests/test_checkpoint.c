@@ -10,7 +10,7 @@
 #include <sys/wait.h>
 
 #include "dev/tests/check.h"
-#include "runtime/checkpoint.h"
+#include "run/checkpoint.h"
 #include "runtime/safetensors.h"
 
 static char folder[] = "/tmp/test_checkpoint.XXXXXX", out_dir[100], source[100];

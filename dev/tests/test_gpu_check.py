@@ -791,7 +791,7 @@ def test_pytorch_that_hangs_has_failed(tmp_path, monkeypatch):
 
 
 def test_floors_name_the_trainers_phases():
-    source = (ROOT / "training.h").read_text()
+    source = (ROOT / "run/profile.h").read_text()
     phases = set(re.findall(r'X\([A-Z_]+, "([^"]+)"\)', source[source.index("#define PHASES(X)"):source.index("PHASE_COUNT")]))
     assert {*gpu_step.floors("124M", 16, 1024), *gpu_step.PRODUCTS} <= phases
 

@@ -7,7 +7,7 @@
 
 #include "dev/tests/check.h"
 #include "runtime/human.h"
-#include "runtime/metrics.h"
+#include "run/metrics.h"
 
 static char path[] = "/tmp/test_metrics.XXXXXX";
 static Error error;

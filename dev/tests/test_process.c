@@ -7,8 +7,9 @@
 #include <time.h>
 
 #include "dev/tests/check.h"
+#include "runtime/clock.h"
 #include "runtime/error.h"
-#include "runtime/metrics.h"
+#include "run/metrics.h"
 #include "runtime/process.h"
 
 static char self[4096];
@@ -184,12 +185,6 @@ static void test_signals(void) {
 }
 
 #ifdef USE_MPI
-
-static double now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
 
 static void test_sums(void) {
     check_group("sums, maxima and broadcasts of 2 and 3 processes");

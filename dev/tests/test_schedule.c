@@ -2,7 +2,7 @@
 #include <math.h>
 
 #include "dev/tests/check.h"
-#include "runtime/schedule.h"
+#include "run/schedule.h"
 
 #define IS(schedule, step, want)                                                                                                 \
     CHECK(fabs(schedule_lr(&(schedule), step) - (want)) < 1e-12, "step %d: %.12g, expected %.12g", (int)(step),                  \

@@ -1,6 +1,6 @@
 // The flags of a training run, the same for every trainer: one row a flag.
-#ifndef RUNTIME_TRAIN_OPTIONS_H
-#define RUNTIME_TRAIN_OPTIONS_H
+#ifndef RUN_TRAIN_OPTIONS_H
+#define RUN_TRAIN_OPTIONS_H
 
 #include <stdbool.h>
 #include <stddef.h>

@@ -1,5 +1,5 @@
 #define _GNU_SOURCE
-#include "checkpoint.h"
+#include "run/checkpoint.h"
 
 #include <dirent.h>
 #include <errno.h>
@@ -11,8 +11,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "file.h"
-#include "json.h"
+#include "runtime/file.h"
+#include "runtime/json.h"
 
 // Names in OUT/ckpt. A reader trusts step-* and .old-*; the other two are only ever removed.
 #define STEP  "step-"         // whole

@@ -1,4 +1,4 @@
-#include "runtime/metrics.h"
+#include "run/metrics.h"
 
 #include <cjson/cJSON.h>
 #include <errno.h>

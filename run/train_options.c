@@ -1,4 +1,4 @@
-#include "runtime/train_options.h"
+#include "run/train_options.h"
 
 #include <stdlib.h>
 #include <string.h>

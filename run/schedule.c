@@ -1,4 +1,4 @@
-#include "runtime/schedule.h"
+#include "run/schedule.h"
 
 #include <math.h>
 

@@ -10,14 +10,18 @@
 //     if (!ok) { checkpoint_abandon(&c); ... }
 //
 // One writer for a run folder; of several processes, only rank 0. Only one Checkpoint is begun at a time.
-#ifndef RUNTIME_CHECKPOINT_H
-#define RUNTIME_CHECKPOINT_H
+#ifndef RUN_CHECKPOINT_H
+#define RUN_CHECKPOINT_H
 
 #include <limits.h>
 #include <stddef.h>
 #include <stdint.h>
 
-#include "error.h"
+#include "runtime/error.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
 
 typedef struct {
     uint64_t step;
@@ -64,4 +68,7 @@ bool checkpoint_verify(const char *folder, bool manifest_optional, Error *error)
 // .trash-* first. keep = 0 keeps all. Damaged ones are left for you to look at.
 bool checkpoint_prune(const char *out_dir, int keep, uint64_t keep_also, Error *error);
 
+#ifdef __cplusplus
+}
+#endif
 #endif

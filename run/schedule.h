@@ -1,8 +1,12 @@
 // The learning rate of each step.
-#ifndef RUNTIME_SCHEDULE_H
-#define RUNTIME_SCHEDULE_H
+#ifndef RUN_SCHEDULE_H
+#define RUN_SCHEDULE_H
 
 #include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
 
 typedef enum { SCHEDULE_CONSTANT, SCHEDULE_COSINE, SCHEDULE_LINEAR, SCHEDULE_WSD } ScheduleKind; // "constant|cosine|linear|wsd"
 
@@ -23,4 +27,7 @@ typedef struct {
 // m would be reached at s = steps, one after the last step.
 double schedule_lr(const Schedule *schedule, int64_t step);
 
+#ifdef __cplusplus
+}
+#endif
 #endif

@@ -1,4 +1,4 @@
-#include "runtime/run.h"
+#include "run/folder.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -11,7 +11,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "runtime/checkpoint.h"
+#include "run/checkpoint.h"
 #include "runtime/file.h"
 #include "runtime/json.h"
 #include "runtime/process.h"
@@ -21,7 +21,7 @@
 #define COMMIT "unknown"
 #endif
 
-const char *run_path(const char *out, const char *name) {
+const char *folder_path(const char *out, const char *name) {
     static char path[PATH_MAX];
     snprintf(path, sizeof path, "%s/%s", out, name);
     return path;
@@ -29,11 +29,11 @@ const char *run_path(const char *out, const char *name) {
 
 static int lock_fd = -1;       // stays open while the process lives, and with it the lock
 
-bool run_lock(const char *out, bool make, Error *error) {
+bool folder_lock(const char *out, bool make, Error *error) {
     if (lock_fd >= 0) return true;
     if (!out[0]) return error_set(error, EXIT_USAGE, "--out is empty: expected the name of the run folder.");
     if (make && !file_make_folders(out, error)) return false;
-    const char *path = run_path(out, "lock");
+    const char *path = folder_path(out, "lock");
     int fd = open(path, O_RDWR | (make ? O_CREAT : 0) | O_CLOEXEC, 0666);
     if (fd < 0 && !make && (errno == ENOENT || errno == ENOTDIR)) return true;
     if (fd < 0)
@@ -66,19 +66,19 @@ bool run_lock(const char *out, bool make, Error *error) {
 
 static bool lock_intact(const char *out) {
     struct stat ours, there;
-    return lock_fd >= 0 && fstat(lock_fd, &ours) == 0 && stat(run_path(out, "lock"), &there) == 0 && ours.st_ino == there.st_ino
+    return lock_fd >= 0 && fstat(lock_fd, &ours) == 0 && stat(folder_path(out, "lock"), &there) == 0 && ours.st_ino == there.st_ino
         && ours.st_dev == there.st_dev;
 }
 
-bool run_intact(const char *out) {
-    return lock_intact(out) && access(run_path(out, "run.json"), F_OK) == 0;
+bool folder_intact(const char *out) {
+    return lock_intact(out) && access(folder_path(out, "run.json"), F_OK) == 0;
 }
 
-bool run_lock_again(const char *out, Error *error) {
+bool folder_lock_again(const char *out, Error *error) {
     int old = lock_fd;
     if (lock_intact(out)) return true;
     lock_fd = -1;
-    if (run_lock(out, true, error)) {
+    if (folder_lock(out, true, error)) {
         if (old >= 0) close(old);
         return true;
     }
@@ -86,16 +86,16 @@ bool run_lock_again(const char *out, Error *error) {
     return lock_intact(out);       // the folder may be back by now, and the lock in it our own
 }
 
-bool run_exists(const char *out) {
+bool folder_has_run(const char *out) {
     char path[PATH_MAX];
     uint64_t step;
     struct stat info;
-    if (stat(run_path(out, "metrics.jsonl"), &info) == 0 && info.st_size > 0) return true;
+    if (stat(folder_path(out, "metrics.jsonl"), &info) == 0 && info.st_size > 0) return true;
     return checkpoint_newest(out, path, sizeof path, &step);
 }
 
-cJSON *run_resume(const char *out, TrainOptions *options, Error *error) {
-    const char *path = run_path(out, "run.json");
+cJSON *run_json_resume(const char *out, TrainOptions *options, Error *error) {
+    const char *path = folder_path(out, "run.json");
     cJSON *json = json_read(path, error);
     if (!json) return NULL;
     cJSON *arguments = cJSON_GetObjectItemCaseSensitive(json, "arguments");
@@ -118,8 +118,8 @@ cJSON *run_resume(const char *out, TrainOptions *options, Error *error) {
     return lineage;
 }
 
-bool run_same_data(const char *out, const char *which, const char *fingerprint, Error *error) {
-    cJSON *json = json_read(run_path(out, "run.json"), error);
+bool run_json_same_data(const char *out, const char *which, const char *fingerprint, Error *error) {
+    cJSON *json = json_read(folder_path(out, "run.json"), error);
     if (!json) return false;
     const cJSON *data = cJSON_GetObjectItemCaseSensitive(json, "data");
     const cJSON *then = cJSON_GetObjectItemCaseSensitive(data, which);
@@ -141,7 +141,7 @@ static void add_data(cJSON *data, const char *which, const char *fingerprint) {
     if (fingerprint) cJSON_AddItemToObject(data, which, cJSON_Parse(fingerprint));
 }
 
-bool run_write(const char *out, const TrainOptions *options, const char *train, const char *val, const cJSON *lineage,
+bool run_json_write(const char *out, const TrainOptions *options, const char *train, const char *val, const cJSON *lineage,
                const cJSON *to_repeat, Error *error) {
     cJSON *json = cJSON_CreateObject();
     char *arguments = options_json(options->table, options->count);
@@ -156,7 +156,7 @@ bool run_write(const char *out, const TrainOptions *options, const char *train, 
     cJSON_AddItemToObject(json, "lineage", cJSON_Duplicate(lineage, true));
     if (cJSON_GetArraySize(to_repeat) > 0) cJSON_AddItemToObject(json, "to_repeat", cJSON_Duplicate(to_repeat, true));
     char *text = cJSON_Print(json);
-    bool done = text && file_replace_text(run_path(out, "run.json"), text, error);
+    bool done = text && file_replace_text(folder_path(out, "run.json"), text, error);
     if (!text) error_set(error, EXIT_RESOURCE, "out of memory for run.json.");
     free(text);
     free(arguments);
@@ -164,7 +164,7 @@ bool run_write(const char *out, const TrainOptions *options, const char *train, 
     return done;
 }
 
-void run_lineage_add(cJSON *lineage, int64_t step, const char *event, ...) {
+void lineage_add(cJSON *lineage, int64_t step, const char *event, ...) {
     cJSON *entry = cJSON_CreateObject();
     cJSON_AddNumberToObject(entry, "step", (double)step);
     cJSON_AddStringToObject(entry, "event", event);
@@ -187,7 +187,7 @@ static bool is_switch_from(const cJSON *entry, int64_t step) {
     return event && !strcmp(event, "attn-switch") && cJSON_IsNumber(when) && when->valuedouble >= (double)step;
 }
 
-cJSON *run_lineage_cut(cJSON *lineage, int64_t step, const char *made) {
+cJSON *lineage_cut(cJSON *lineage, int64_t step, const char *made) {
     cJSON *cut = cJSON_CreateArray();
     int keep = 0;
     for (int i = 0; made && i < cJSON_GetArraySize(lineage); i++) {
@@ -202,7 +202,7 @@ cJSON *run_lineage_cut(cJSON *lineage, int64_t step, const char *made) {
     return cut;
 }
 
-const char *run_lineage_attn(const cJSON *lineage) {
+const char *lineage_attn(const cJSON *lineage) {
     for (int i = cJSON_GetArraySize(lineage); i-- > 0;) {
         const char *attn = entry_text(cJSON_GetArrayItem(lineage, i), "attn");
         if (attn) return attn;

@@ -1,12 +1,16 @@
 // What a step reports: one line for the person who watches, one line of JSON in metrics.jsonl.
-#ifndef RUNTIME_METRICS_H
-#define RUNTIME_METRICS_H
+#ifndef RUN_METRICS_H
+#define RUN_METRICS_H
 
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
 
 #include "runtime/error.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
 
 typedef struct {
     int64_t step;        // steps done, this one included
@@ -49,4 +53,7 @@ void progress_show(const char *line, bool keep);
 // Ends the refreshed line, so that other output starts on a line of its own. Call it before printing anything else.
 void progress_end(void);
 
+#ifdef __cplusplus
+}
+#endif
 #endif

@@ -1,0 +1,120 @@
+#include "run/parts.h"
+
+#include <errno.h>
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "run/folder.h"
+#include "runtime/error.h"
+#include "runtime/random.h"
+#include "runtime/sampler.h"
+
+// ---- a step
+
+// "attn_scale": [[mean, least, largest] of each layer], or those of another learned scalar, onto the end of `out`.
+static size_t scalar_statistics(char *out, size_t size, size_t at, const Weights *w, Scalar scalar) {
+    bool first = true;
+    for (size_t i = 0; i < w->list->count; i++) {
+        const Tensor *t = &w->list->tensors[i];
+        if (t->scalar != scalar || !tensor_trained(t, &w->config->attn)) continue;
+        const float *x = w->params + t->offset;
+        double sum = 0, least = x[0], largest = x[0];
+        for (size_t j = 0; j < t->elements; j++) sum += x[j], least = fmin(least, x[j]), largest = fmax(largest, x[j]);
+        if (first) at += (size_t)snprintf(out + at, size - at, ", \"%s\": [", scalar_names[scalar]);
+        at += (size_t)snprintf(out + at, size - at, "%s[%.6g, %.6g, %.6g]", first ? "" : ", ", sum / (double)t->elements, least, largest);
+        first = false;
+    }
+    if (!first) at += (size_t)snprintf(out + at, size - at, "]");
+    return at;
+}
+
+static bool trains_scalars(const ModelConfig *config) {
+    const Normalizer *attn = &config->attn;
+    return normalizer_trains(attn, SCALAR_S) || normalizer_trains(attn, SCALAR_B) || normalizer_trains(attn, SCALAR_SINK);
+}
+
+bool run_reports_scalars(const Run *run) {
+    return !isnan(run->last.val_loss) && trains_scalars(run->config);
+}
+
+// The members of the metrics' line that only some runs have.
+static void more_metrics(Run *run, const char *more) {
+    size_t at = (size_t)snprintf(run->more, run->more_size, "%s", more);
+    for (Scalar scalar = SCALAR_S; scalar < SCALAR_COUNT && !isnan(run->last.val_loss); scalar++)
+        if (scalar != SCALAR_P) at = scalar_statistics(run->more, run->more_size, at, &run->weights, scalar);
+    run->last.more = run->more;
+}
+
+void run_report(Run *run, const char *more, const char *line) {
+    char text[512];
+    if (run->metrics) {
+        more_metrics(run, more);
+        metrics_write(run->metrics, &run->last);
+    }
+    if (!run_is_main()) return;
+    metrics_line(text, sizeof text, &run->last, run->o.steps, run->seconds * (double)(run->o.steps - run->step));
+    size_t length = strlen(text);
+    length += (size_t)snprintf(text + length, sizeof text - length, "%s", line);
+    double share = run->rows ? 100.0 * (double)run->all_zero / (double)run->rows : 0;
+    if (share > 0)
+        snprintf(text + length, sizeof text - length, " | %.*f %% of rows without weight", share < 0.1 ? 4 : share < 9.95 ? 1 : 0, share);
+    progress_show(text, run->step == run->o.steps || isfinite(run->last.val_loss));
+}
+
+// ---- samples
+
+static void show_text(FILE *file, const Run *run, const int32_t *ids, size_t count) {
+    for (size_t i = 0; i < count; i++) {
+        size_t length;
+        const char *bytes = run->tokenizer ? tokenizer_token(run->tokenizer, ids[i], &length) : NULL;
+        if (bytes) fwrite(bytes, 1, length, file); else fprintf(file, "%d ", ids[i]);
+    }
+}
+
+// Appends a sample to samples.txt; one that is lost is reported.
+static void keep_sample(Run *run, const int32_t *ids, size_t count) {
+    Error error;
+    if (!restore_run_folder(run, &error)) {
+        warn("%s\n  The sample of step %lld is not kept. Training continues.", error.text, (long long)run->step);
+        return;
+    }
+    FILE *file = fopen(folder_path(run->o.out, "samples.txt"), "a");
+    if (file) {
+        fprintf(file, "---- step %lld\n", (long long)run->step);
+        show_text(file, run, ids, count);
+        fprintf(file, "\n");
+    }
+    bool whole = file && fflush(file) == 0 && !ferror(file);
+    int why = errno;
+    if (file) fclose(file);
+    if (!whole)
+        warn("%s/samples.txt: the sample of step %lld cannot be written: %s. Training continues.", run->o.out, (long long)run->step,
+             strerror(why));
+}
+
+size_t run_sample_length(const Run *run) {
+    if (!run->o.sample_every) return 0;
+    return run->T < SAMPLE_TOKENS ? run->T : SAMPLE_TOKENS;
+}
+
+void run_sample_start(const Run *run, Sample *sample) {
+    *sample = (Sample){.ids = {run->config->end_of_text}, .count = 1};
+}
+
+bool run_sample_add(const Run *run, Sample *sample, float *logits) {
+    double u = random_uniform((uint64_t)run->o.seed, (uint64_t)run->step, sample->count - 1);
+    int32_t id = sample_token(logits, (size_t)run->config->vocab, 0.9, 50, 1.0, u);
+    if (id == run->config->end_of_text) return false;
+    sample->ids[sample->count++] = id;
+    return sample->count <= run_sample_length(run);
+}
+
+void run_sample_end(Run *run, const Sample *sample) {
+    progress_end();
+    printf("sample at step %lld: ", (long long)run->step);
+    show_text(stdout, run, sample->ids + 1, sample->count - 1);
+    printf("\n");
+    fflush(stdout);
+    if (run->o.out) keep_sample(run, sample->ids + 1, sample->count - 1);
+}

@@ -1,0 +1,316 @@
+#include "run/parts.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "run/checkpoint.h"
+#include "run/folder.h"
+#include "runtime/clock.h"
+#include "runtime/error.h"
+#include "runtime/human.h"
+#include "runtime/process.h"
+#include "runtime/start.h"
+
+bool run_is_main(void) {
+    return process.rank == 0;
+}
+
+// ---- the start
+
+// Lets --attn-switch and --init-from keep the tensors of every normalizer that the run will have.
+static void list_others(Run *run) {
+    run->others = malloc((run->switch_count + 1) * sizeof *run->others);
+    if (!run->others) fail(EXIT_RESOURCE, "out of memory for the changes of normalizer.");
+    for (size_t i = 0; i < run->switch_count; i++) run->others[run->other_count++] = &run->switches[i].to;
+    if (run->loaded.text[0]) run->others[run->other_count++] = &run->loaded;
+}
+
+// Before any device is in use.
+static _Noreturn void end_early(Run *run) {
+    heartbeat_stop(run->heartbeat);
+    process_end();
+    exit(EXIT_DONE);
+}
+
+static bool writes_folder(const Run *run) {
+    return run->o.out && run_is_main() && !run->o.dry_run;
+}
+
+void run_open(Run *run, const RunProgram *program, ModelConfig *config, int argc, char **argv) {
+    TrainOptions *o = &run->o;
+    Error error;
+    *run = (Run){.program = program, .config = config, .opened = now()};
+    start_program(program->name);
+    process_hold_signals(argv);
+    train_options_init(o, normalizer_flag_help, program->gpus);
+    train_options_parse(o, argc, argv, program->usage);
+    if (normalizer_help(o->attn)) exit(EXIT_DONE);
+    process_start(&argc, &argv);
+    run->heartbeat = heartbeat_start(o->rank_timeout);
+    process_agree(!writes_folder(run) || folder_lock(o->out, false, &error), &error);
+    settle(run);
+    start_threads(o->threads);
+    if (run->resumed && run->step >= o->steps && !run->owed) {
+        if (run_is_main())
+            printf("%s is already at step %lld; pass a --steps larger than %lld to continue.\n", o->out, (long long)run->step,
+                   (long long)o->steps);
+        end_early(run);
+    }
+    list_others(run);
+}
+
+bool run_take(Run *run) {
+    Error error;
+    process_barrier();                     // nobody writes anything before all have seen that it fits
+    if (run->o.dry_run) {
+        bool whole = !run_is_main() || (shards_check_all(run->train, &error) && (!run->val || shards_check_all(run->val, &error)));
+        process_agree(whole, &error);
+        if (run_is_main()) printf("dry run: all tokens are below the vocabulary; nothing was written\n");
+        return false;
+    }
+    process_agree(!writes_folder(run) || folder_lock(run->o.out, true, &error), &error);
+    memory_take(run->plan);
+    free(run->others);
+    run->others = NULL;
+    return true;
+}
+
+static bool read_weights(const Run *run, const Normalizer *saved, Error *error) {
+    return weights_load(&run->weights, run->weights_folder, saved, error)
+           && (!run->resumed || weights_load_optimizer(&run->weights, run->weights_folder, error));
+}
+
+void run_load(Run *run, Weights weights) {
+    const Normalizer attn = run->config->attn;
+    size_t bytes = weights.list->floats * sizeof(float);
+    Error error;
+    run->weights = weights;
+    if (!run->weights_folder[0]) {
+        weights_init(&run->weights, (uint64_t)run->o.seed);
+        return;
+    }
+    if (run->loaded.text[0]) run->config->attn = run->loaded;      // the change to `attn` comes once its loss is known
+    process_agree(!run_is_main() || read_weights(run, &run->config->attn, &error), &error);
+    run->config->attn = attn;
+    if (normalizer_equal(&run->loaded, &attn)) run->loaded.text[0] = 0;
+    process_broadcast(run->weights.params, bytes);
+    if (!run->resumed) return;
+    process_broadcast(run->weights.mean, bytes);
+    process_broadcast(run->weights.square, bytes);
+}
+
+void run_begin(Run *run, double flops) {
+    open_run_folder(run);
+    run->flops = flops;
+    run->first_step = run->step;
+    process_catch_signals();
+    if (run_is_main()) {
+        printf("%s %s%s after %.1f s; peak %.0f GFLOP/s\n", run->resumed ? "continues at step" : "starts at step",
+               human_grouped((uint64_t)run->step).text, run->owed ? ", whose validation is still due," : "", now() - run->opened,
+               flops / 1e9);
+        fflush(stdout);
+    }
+    run->mark = now();
+}
+
+// ---- stopping
+
+// Built with -DFAULTS, FAULT_STOP=n is a signal that arrives just before the run asks for one the n-th time.
+#ifdef FAULTS
+static bool fault_stop(void) {
+    static long asked;
+    const char *at = getenv("FAULT_STOP");
+    asked++;
+    return at && asked >= atol(at);
+}
+#else
+static bool fault_stop(void) { return false; }
+#endif
+
+// Has any rank been asked to stop? All ranks ask together.
+static bool stopping(Run *run) {
+    run->stopped = process_max_int(process_stop_requested() || fault_stop());
+    return run->stopped;
+}
+
+bool run_continues(const Run *run) {
+    return !run->stopped && (run->owed || run->step < run->o.steps);
+}
+
+// ---- data to the model
+
+// Window `g` of the data, cut to pieces of T, into rows from `row` on of the batch.
+static void load_window(Run *run, Shards *shards, uint64_t g, size_t row) {
+    Error error;
+    if (!shards_window(shards, g, run->window, run->mask ? run->window_mask : NULL, &error)) fail_with(&error);
+    memcpy(run->inputs + row * run->T, run->window, run->T * sizeof(int32_t));
+    memcpy(run->targets + row * run->T, run->window + 1, run->T * sizeof(int32_t));
+    if (run->mask) memcpy(run->mask + row * run->T, run->window_mask, run->T);
+}
+
+// What a step's loss is divided by: tokens, or, where some do not count, windows, whose masks each sum to 1.
+static double loss_count(const Run *run) {
+    return shards_masked(run->train) ? (double)(run->step_tokens / (int64_t)run->T) : (double)run->step_tokens;
+}
+
+// Micro-batch i of rank r has windows (i · ranks + r) · B and on.
+bool run_batch(Run *run, Batch *batch) {
+    size_t B = (size_t)run->o.batch;
+    int64_t i = run->micro_batch;
+    if (i == run->micro_batches) {
+        run->micro_batch = 0;
+        return false;
+    }
+    if (stopping(run)) return false;
+    if (i == 0)
+        run->step_T = step_length(run->o.seq_len.values, run->o.seq_len.count, (uint64_t)run->o.seed, (uint64_t)run->step);
+    uint64_t first = run->sequence + ((uint64_t)i * (uint64_t)process.size + (uint64_t)process.rank) * B;
+    for (size_t b = 0; b < B; b++) load_window(run, run->train, first + b, b);
+    *batch = (Batch){.inputs = run->inputs, .targets = run->targets, .mask = run->mask, .B = B * (run->T / run->step_T),
+                     .T = run->step_T, .scale = (float)(1.0 / loss_count(run)), .first = i == 0, .last = i + 1 == run->micro_batches};
+    run->micro_batch++;
+    return true;
+}
+
+// ---- a step
+
+// A loss or gradient that is not finite ends the run before it can spoil the weights.
+static void check_finite(const Run *run, double loss, double norm) {
+    if (isfinite(loss) && isfinite(norm)) return;
+    char path[PATH_MAX];
+    uint64_t step;
+    progress_end();
+    bool saved = run->o.out && checkpoint_newest(run->o.out, path, sizeof path, &step);
+    const Normalizer *attn = &run->config->attn;
+    const char *unbounded = attn->phi.kind == PHI_EXP && !norm_is_sum(attn->norm)
+        ? "\n  phi=exp without norm=l1 has no bound: exp(z) overflows from z = 88.8 on." : "";
+    fail(EXIT_DIVERGED, "step %lld: the loss is %g and the gradient's norm %g: training diverged. Nothing of this step was kept.%s\n"
+         "  Last good checkpoint: %s. A lower --lr, a longer --warmup or a smaller --grad-clip may help.", (long long)run->step + 1, loss,
+         norm, unbounded, saved ? path : "none");
+}
+
+AdamW run_update(Run *run, double loss, double norm) {
+    const TrainOptions *o = &run->o;
+    double lr = schedule_lr(&run->schedule, run->step), mean_loss = loss / loss_count(run);
+    check_finite(run, mean_loss, norm);
+    double scale = o->grad_clip > 0 && norm > 0 ? fmin(1.0, o->grad_clip / (norm + 1e-6)) : 1.0;
+    run->sequence += (uint64_t)(run->step_tokens / (int64_t)run->T);
+    run->step++;
+    run->tokens += run->step_tokens;
+    run->last = (StepMetrics){.step = run->step, .tokens = run->tokens, .loss = (float)mean_loss, .lr = (float)lr,
+                              .grad_norm = (float)norm, .val_loss = NAN};
+    return (AdamW){lr, o->beta1, o->beta2, 1e-8, o->weight_decay, scale, run->step};
+}
+
+void run_step_done(Run *run, uint64_t rows, uint64_t all_zero) {
+    double end = now(), seconds = end - run->mark, speed = (double)run->step_tokens / seconds;
+    run->mark = end;
+    run->rows = rows;
+    run->all_zero = all_zero;
+    run->seconds = run->seconds > 0 ? 0.9 * run->seconds + 0.1 * seconds : seconds;
+    run->last.ms = 1000 * seconds;
+    run->last.tok_per_s = speed;
+    run->last.mfu = speed * model_flops_per_token(run->config, run->step_T) / run->flops;
+    run->owed = true;
+}
+
+void run_pause(Run *run) {
+    run->paused = now();
+}
+
+void run_unpause(Run *run) {
+    run->mark += now() - run->paused;
+}
+
+// ---- validation
+
+static bool due(int64_t every, int64_t step) {
+    return every && step % every == 0;
+}
+
+bool run_validation_due(const Run *run) {
+    return run->val && due(run->o.val_every, run->step);
+}
+
+bool run_validation_due_at_end(const Run *run) {
+    return !run->stopped && run->val && run->o.val_every && !due(run->o.val_every, run->step);
+}
+
+void run_validation_start(Run *run) {
+    uint64_t windows = shards_windows(run->val), most = (uint64_t)run->o.val_tokens / run->T;
+    if (most < 1) most = 1;
+    run->window_count = windows < most ? windows : most;
+    run->window_first = 0;
+    run->window_loss = 0;
+}
+
+bool run_validation_batch(Run *run, Batch *batch) {
+    uint64_t ranks = (uint64_t)process.size;
+    size_t B = 0;
+    if (run->window_first > 0 && stopping(run)) return false;
+    if (run->window_first >= run->window_count) return false;
+    for (uint64_t g = run->window_first + (uint64_t)process.rank; B < (size_t)run->o.batch && g < run->window_count; g += ranks)
+        load_window(run, run->val, g, B++);
+    run->window_first += (uint64_t)run->o.batch * ranks;
+    *batch = (Batch){.inputs = run->inputs, .targets = run->targets, .mask = run->mask, .B = B, .T = run->T};
+    return true;
+}
+
+void run_validation_add(Run *run, double loss) {
+    run->window_loss += loss;
+}
+
+// The same for any number of ranks, up to the order of the sum.
+bool run_validation_end(Run *run, double *loss) {
+    if (run->stopped) return false;
+    process_sum_double(&run->window_loss, 1);
+    *loss = run->window_loss / (double)(shards_masked(run->val) ? run->window_count : run->window_count * run->T);
+    return true;
+}
+
+void run_validated(Run *run, double loss) {
+    run->last.val_loss = (float)loss;
+    run->best_now = isfinite(loss) && (run->best_step < 0 || run->last.val_loss < run->best_loss);
+    if (!run->best_now) return;
+    run->best_loss = run->last.val_loss;
+    run->best_step = run->step;
+}
+
+void run_validated_at_end(double loss) {
+    progress_end();
+    if (run_is_main() && isfinite(loss)) printf("validation loss %.4f at the end\n", loss);
+}
+
+// ---- the rest
+
+bool run_sample_due(const Run *run) {
+    return run_is_main() && run->o.sample_every && (due(run->o.sample_every, run->step) || run->step == run->o.steps);
+}
+
+bool run_finish_step(Run *run) {
+    bool best = run->best_now && run->o.keep_best;
+    if (run->saved == run->step) run->saved = -1;      // the checkpoint that this run was resumed from still owes what is now done
+    run->owed = run->best_now = false;
+    return run->o.out && (due(run->o.ckpt_every, run->step) || best || run->step == run->o.steps);
+}
+
+bool run_save_due_at_end(const Run *run) {
+    return run->o.out && run->saved != run->step;
+}
+
+int run_end(Run *run) {
+    bool complete = run->step >= run->o.steps && !run->owed;
+    bool stopped = run->stopped && !complete;
+    progress_end();
+    if (run_is_main() && stopped) {
+        printf("stopped by a signal at step %lld%s%s\n", (long long)run->step, run->owed ? ", before the end of its validation" : "",
+               run->o.out ? "; --resume continues from here" : "; nothing was kept, as there is no --out");
+        fflush(stdout);
+    }
+    if (run->metrics) metrics_close(run->metrics);
+    heartbeat_stop(run->heartbeat);
+    process_end();
+    return stopped ? EXIT_STOPPED : EXIT_DONE;
+}

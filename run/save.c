@@ -1,0 +1,138 @@
+#include "run/parts.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "attention/modeling.h"
+#include "run/checkpoint.h"
+#include "run/folder.h"
+#include "runtime/clock.h"
+#include "runtime/error.h"
+#include "runtime/file.h"
+#include "runtime/process.h"
+
+// ---- the run folder
+
+static bool write_run_json(const Run *run, Error *error) {
+    cJSON *to_repeat = cJSON_CreateArray();
+    for (const Switch *s = run->switches; s < run->switches + run->switch_count; s++)
+        if (s->repeated) lineage_add(to_repeat, s->step, "attn-switch", "attn", s->to.text, NULL);
+    bool done = run_json_write(run->o.out, &run->o, run->train_print, run->val_print, run->lineage, to_repeat, error);
+    cJSON_Delete(to_repeat);
+    return done;
+}
+
+void write_run(Run *run) {
+    Error error;
+    bool writes = run->o.out && run_is_main();
+    process_agree(!writes || write_run_json(run, &error), &error);
+}
+
+// From here on the folder is ours. An owed metrics line may be there already: a job that wrote it may have died before its next checkpoint.
+void open_run_folder(Run *run) {
+    char path[PATH_MAX];
+    Error error;
+    if (!run->o.out) return;
+    snprintf(path, sizeof path, "%s/metrics.jsonl", run->o.out);
+    process_agree(!run_is_main() || (metrics_cut(path, run->owed ? run->step - 1 : run->step, &error) && (run->metrics = metrics_open(path, &error))), &error);
+    write_run(run);
+}
+
+// Rank 0: brings back what was removed of the run folder while the run was using it, so that its checkpoints can be resumed. False while the
+// folder cannot be reached. If another run has taken it, this one ends.
+bool restore_run_folder(Run *run, Error *error) {
+    if (folder_intact(run->o.out) && metrics_intact(run->metrics)) return true;
+    progress_end();
+    if (!folder_lock_again(run->o.out, error)) {
+        if (error->code == EXIT_BUSY) fail_with(error);
+        return false;
+    }
+    if (metrics_restore(run->metrics, error) && write_run_json(run, error))
+        warn("%s, or part of it, was removed while this run was using it: run.json and metrics.jsonl have been written again.\n"
+             "  Checkpoints and samples that were removed are lost.", run->o.out);
+    else
+        warn("%s\n  Training continues; the next save tries again.", error->text);
+    return true;
+}
+
+// ---- checkpoints
+
+static void add_owed(cJSON *json, const StepMetrics *m) {
+    cJSON *owed = cJSON_AddObjectToObject(json, "owed");
+    cJSON_AddNumberToObject(owed, "loss", m->loss);
+    cJSON_AddNumberToObject(owed, "lr", m->lr);
+    cJSON_AddNumberToObject(owed, "grad_norm", m->grad_norm);
+    cJSON_AddNumberToObject(owed, "ms", m->ms);
+    cJSON_AddNumberToObject(owed, "tok_per_s", m->tok_per_s);
+    cJSON_AddNumberToObject(owed, "mfu", isfinite(m->mfu) ? m->mfu : 0);
+}
+
+static char *state_json(const Run *run) {
+    cJSON *json = cJSON_CreateObject(), *random;
+    cJSON_AddNumberToObject(json, "step", (double)run->step);
+    cJSON_AddNumberToObject(json, "tokens", (double)run->tokens);
+    cJSON_AddNumberToObject(json, "data_position", (double)run->sequence);
+    random = cJSON_AddObjectToObject(json, "random");
+    cJSON_AddStringToObject(random, "generator", "philox4x32-10, by counter");
+    cJSON_AddNumberToObject(random, "seed", (double)run->o.seed);
+    cJSON_AddNumberToObject(json, "processes", process.size);
+    cJSON_AddNumberToObject(json, "rewarm", (double)run->schedule.rewarm);
+    if (run->best_step >= 0) {
+        cJSON_AddNumberToObject(json, "best_val_loss", run->best_loss);
+        cJSON_AddNumberToObject(json, "best_step", (double)run->best_step);
+    }
+    if (run->owed) add_owed(json, &run->last);
+    char *text = cJSON_Print(json);
+    cJSON_Delete(json);
+    return text;
+}
+
+static bool copy_tokenizer(const Run *run, Checkpoint *c, Error *error) {
+    char path[PATH_MAX + 64];
+    if (!run->tokenizer_folder[0]) return true;
+    for (size_t i = 0; tokenizer_files[i]; i++) {
+        snprintf(path, sizeof path, "%s/%s", run->tokenizer_folder, tokenizer_files[i]);
+        if (access(path, R_OK) != 0) continue;
+        if (!checkpoint_copy(c, path, error)) return false;
+    }
+    return true;
+}
+
+static bool write_checkpoint(const Run *run, Error *error) {
+    Checkpoint c;
+    if (!checkpoint_begin(&c, run->o.out, (uint64_t)run->step, error)) return false;
+    char *config = model_config_json(run->config, run->weights.bf16), *state = state_json(run);
+    bool done = weights_save(&run->weights, checkpoint_path(&c, "model.safetensors"), error)
+             && weights_save_optimizer(&run->weights, checkpoint_path(&c, "optimizer.safetensors"), error)
+             && file_write_text(checkpoint_path(&c, "config.json"), config, error)
+             && file_write_text(checkpoint_path(&c, "state.json"), state, error)
+             && (model_is_plain_llama(run->config) || file_write_text(checkpoint_path(&c, MODELING_FILE), modeling_text, error))
+             && copy_tokenizer(run, &c, error)
+             && checkpoint_commit(&c, error);
+    if (!done) checkpoint_abandon(&c);
+    free(config);
+    free(state);
+    return done;
+}
+
+void run_save(Run *run) {
+    Error error;
+    bool done = true, last = run->stopped || run->step == run->o.steps;
+    if (run_is_main()) {
+        double start = now();
+        progress_end();
+        if ((done = restore_run_folder(run, &error) && write_checkpoint(run, &error))) {
+            printf("saved %s/ckpt/step-%08lld in %.1f s\n", run->o.out, (long long)run->step, now() - start);
+            uint64_t best = run->o.keep_best && run->best_step >= 0 ? (uint64_t)run->best_step : UINT64_MAX;
+            if (!checkpoint_prune(run->o.out, (int)run->o.keep, best, &error)) warn("%s", error.text);
+        } else if (!last) {
+            warn("%s\n  Training continues; earlier checkpoints are intact.", error.text);
+        }
+        fflush(stdout);
+    }
+    process_agree(done || !last, &error);
+    if (!process_max_int(!done)) run->saved = run->step;
+}

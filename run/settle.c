@@ -1,0 +1,291 @@
+#include "run/parts.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "run/checkpoint.h"
+#include "run/folder.h"
+#include "runtime/error.h"
+#include "runtime/json.h"
+#include "runtime/process.h"
+
+// ---- the run folder: where the run stands
+
+// The numbers of a step whose validation, metrics line and sample are still to come.
+static void read_owed(Run *run, const cJSON *owed, const char *path) {
+    const struct { const char *name; double *value; float *single; } numbers[] = {
+        {"loss", NULL, &run->last.loss}, {"lr", NULL, &run->last.lr}, {"grad_norm", NULL, &run->last.grad_norm},
+        {"ms", &run->last.ms, NULL}, {"tok_per_s", &run->last.tok_per_s, NULL}, {"mfu", &run->last.mfu, NULL},
+    };
+    if (!owed) return;
+    run->last = (StepMetrics){.step = run->step, .tokens = run->tokens, .val_loss = NAN};
+    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) {
+        const cJSON *item = cJSON_GetObjectItemCaseSensitive(owed, numbers[i].name);
+        if (!cJSON_IsNumber(item)) fail(EXIT_INPUT, "%s: \"owed\": expected a number \"%s\".", path, numbers[i].name);
+        if (numbers[i].single) *numbers[i].single = (float)item->valuedouble;
+        else *numbers[i].value = item->valuedouble;
+    }
+    run->owed = true;
+    run->seconds = run->last.ms / 1000;
+}
+
+// state.json: where the run stood.
+static void read_state(Run *run, const char *folder) {
+    char path[PATH_MAX + 16];
+    Error error;
+    snprintf(path, sizeof path, "%s/state.json", folder);
+    cJSON *json = json_read(path, &error);
+    if (!json) fail_with(&error);
+    uint64_t step, tokens, sequence, rewarm;
+    const cJSON *best = cJSON_GetObjectItemCaseSensitive(json, "best_val_loss");
+    uint64_t best_step;
+    if (!json_u64(cJSON_GetObjectItemCaseSensitive(json, "step"), &step) ||
+        !json_u64(cJSON_GetObjectItemCaseSensitive(json, "tokens"), &tokens) ||
+        !json_u64(cJSON_GetObjectItemCaseSensitive(json, "data_position"), &sequence) ||
+        !json_u64(cJSON_GetObjectItemCaseSensitive(json, "rewarm"), &rewarm))
+        fail(EXIT_INPUT, "%s: expected the whole numbers \"step\", \"tokens\", \"data_position\" and \"rewarm\".", path);
+    run->step = (int64_t)step, run->tokens = (int64_t)tokens, run->sequence = sequence;
+    run->schedule.rewarm = (int64_t)rewarm;
+    if (cJSON_IsNumber(best) && json_u64(cJSON_GetObjectItemCaseSensitive(json, "best_step"), &best_step))
+        run->best_loss = best->valuedouble, run->best_step = (int64_t)best_step;
+    read_owed(run, cJSON_GetObjectItemCaseSensitive(json, "owed"), path);
+    cJSON_Delete(json);
+}
+
+// A stop in the change at the start leaves a checkpoint from before that change, known by its normalizer.
+static void settle_lineage(Run *run) {
+    ModelConfig *config = run->config;
+    char message[1024];
+    repeat_switches(run, run->lineage, run->schedule.rewarm == run->step ? config->attn.text : NULL);
+    const char *attn = lineage_attn(run->lineage);
+    if (run->step > 0 || !run->o.init_from || !attn || !strcmp(attn, config->attn.text)) return;
+    run->loaded = config->attn;
+    if (!normalizer_parse(&config->attn, attn, message, sizeof message)) fail(EXIT_INPUT, "%s/run.json: lineage: %s.", run->o.out, message);
+}
+
+// A run that ended before its first checkpoint: its arguments hold, and it starts again from the beginning.
+static void settle_started_over(Run *run) {
+    TrainOptions *o = &run->o;
+    Error error;
+    if (checkpoint_any(o->out))
+        fail(EXIT_INPUT, "%s/ckpt: none of the checkpoints is whole; see the warnings above. Nothing was changed.\n"
+             "  Bring back a whole one, or start anew in another --out.", o->out);
+    if (!folder_has_run(o->out)) return;
+    cJSON *lineage = run_json_resume(o->out, o, &error);
+    if (!lineage) fail_with(&error);
+    const char *attn = cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(cJSON_GetArrayItem(lineage, 0), "attn"));
+    if (attn) o->attn = strdup(attn);
+    repeat_switches(run, lineage, NULL);
+    cJSON_Delete(lineage);
+    run->started_over = true;
+    if (run_is_main()) printf("%s: no checkpoint yet; the run starts over\n", o->out);
+}
+
+// --resume: the run's arguments, shape and position, and the folder of its newest checkpoint. False where there is none.
+static bool settle_resumed(Run *run, char *folder, size_t size) {
+    TrainOptions *o = &run->o;
+    Error error;
+    uint64_t step;
+    if (!o->out) fail(EXIT_USAGE, "--resume needs --out, the folder of the run to continue.");
+    if (!checkpoint_newest(o->out, folder, size, &step)) {
+        folder[0] = 0;
+        settle_started_over(run);
+        return false;
+    }
+    run->lineage = run_json_resume(o->out, o, &error);
+    if (!run->lineage || !checkpoint_verify(folder, false, &error)
+        || !model_config_read(run->config, folder, NULL, &error))
+        fail_with(&error);
+    read_state(run, folder);
+    if (run->step != (int64_t)step) fail(EXIT_INPUT, "%s/state.json: says step %lld.", folder, (long long)run->step);
+    settle_lineage(run);
+    return true;
+}
+
+// ---- the model's shape and tokenizer
+
+static bool folder_has_tokenizer(const char *folder) {
+    char path[PATH_MAX];
+    snprintf(path, sizeof path, "%s/%s", folder, tokenizer_files[0]);
+    return access(path, R_OK) == 0;
+}
+
+// The tokenizer lies beside the shards, or in the folder `weights`, where there is one. Without one that can be used
+// here, samples are shown as ids; its files go into the checkpoints all the same.
+static void open_tokenizer(Run *run, const char *weights) {
+    char beside[PATH_MAX];
+    Error error;
+    if (run->tokenizer_folder[0] || !run->o.train_data) return;
+    if (!shards_first_path(run->o.train_data, beside, sizeof beside)) return;      // opening the shards says what is wrong
+    char *slash = strrchr(beside, '/');
+    if (slash) *slash = 0; else strcpy(beside, ".");
+    const char *folder = folder_has_tokenizer(beside) ? beside : weights;
+    if (!folder[0] || !folder_has_tokenizer(folder)) return;
+    snprintf(run->tokenizer_folder, sizeof run->tokenizer_folder, "%s", folder);
+    if ((run->tokenizer = tokenizer_open(folder, &error))) {
+        run->tokenizer_vocab = tokenizer_vocab(run->tokenizer);
+        run->end_of_text = tokenizer_end_of_text(run->tokenizer);
+        return;
+    }
+    if (error.code != EXIT_INPUT || !tokenizer_ids(folder, &run->tokenizer_vocab, &run->end_of_text)) fail_with(&error);
+    if (run->tokenizer_vocab > MAX_VOCAB) run->tokenizer_vocab = 0;               // then it is not that of the shards
+    warn("%s\n  Training is the same without it; samples are shown as token ids.", error.text);
+}
+
+// --init-from: the shape of the weights there, which --model may repeat but not contradict.
+static void settle_loaded(Run *run) {
+    const TrainOptions *o = &run->o;
+    ModelConfig *config = run->config, asked;
+    Error error;
+    char shape[256];
+    if (!model_config_read(config, o->init_from, o->ignore_config_key, &error)
+        || !checkpoint_verify(o->init_from, true, &error)
+        || !weights_check(config, o->init_from, &error))
+        fail_with(&error);
+    run->loaded = config->attn;
+    run->vocab_from = " (the loaded model's)";
+    if (train_options_given(o, "rope-theta")) config->rope_theta = o->rope_theta;
+    if (!train_options_given(o, "model")) return;
+    if (!model_parse(&asked, o->model, &error)) fail_with(&error);
+    if (!model_gives_vocab(o->model)) asked.vocab = config->vocab;
+    if (!model_same_shape(&asked, config))
+        fail(EXIT_USAGE, "--model %s is not the shape of %s: %s.\n  Leave --model out to take that.", o->model, o->init_from,
+             model_text(config, shape, sizeof shape));
+}
+
+// T, the longest of --seq-len
+static void find_longest(Run *run) {
+    const IntList *lengths = &run->o.seq_len;
+    run->T = 0;
+    for (size_t i = 0; i < lengths->count; i++)
+        if ((size_t)lengths->values[i] > run->T) run->T = (size_t)lengths->values[i];
+}
+
+// The vocabulary of a new model: what --model says; else the tokenizer's beside the data; else the default.
+static void settle_vocabulary(Run *run) {
+    run->vocab_from = " (as --model says)";
+    if (model_gives_vocab(run->o.model)) return;
+    open_tokenizer(run, "");
+    run->vocab_from = run->tokenizer_vocab ? " (the tokenizer's)" : " (the default without a tokenizer)";
+    if (run->tokenizer_vocab >= 2 && run->tokenizer_vocab <= MAX_VOCAB) run->config->vocab = run->tokenizer_vocab;
+    run->config->end_of_text = default_end_of_text(run->config->vocab);
+}
+
+// The model's shape, from the run that is resumed, from --init-from, or from --model; `folder` gets where its weights lie, or "".
+static void settle_model(Run *run, char *folder, size_t size) {
+    TrainOptions *o = &run->o;
+    ModelConfig *config = run->config;
+    Error error;
+    char message[1024];
+    folder[0] = 0;
+    run->resumed = o->resume && settle_resumed(run, folder, size);
+    find_longest(run);
+    if (run->resumed) return;
+    if (!o->resume && o->out && folder_has_run(o->out))
+        fail(EXIT_USAGE, "--out %s: there is a run already. Continue it with --resume, or give another folder.", o->out);
+    if (o->init_from) {
+        settle_loaded(run);
+        snprintf(folder, size, "%s", o->init_from);
+    } else {
+        if (!model_parse(config, o->model, &error)) fail_with(&error);
+        settle_vocabulary(run);
+        config->rope_theta = o->rope_theta;
+        config->seq_len = (int)run->T;
+    }
+    if ((!o->init_from || train_options_given(o, "attn") || run->started_over) && !normalizer_parse(&config->attn, o->attn, message, sizeof message))
+        fail(EXIT_USAGE, "--attn %s: %s.", o->attn, message);
+    if (o->norm_length) config->seq_len = (int)o->norm_length;
+    if (o->norm_length && run->loaded.text[0] && normalizer_has(&run->loaded, SCALAR_P))
+        fail(EXIT_USAGE, "--norm-length %lld: %s has learned p_n for its own length; leave the flag out.", (long long)o->norm_length, o->init_from);
+    run->lineage = cJSON_CreateArray();
+    lineage_add(run->lineage, 0, o->init_from ? "init-from" : "start", "attn", config->attn.text, o->init_from ? "from" : NULL,
+                    o->init_from, NULL);
+}
+
+// ---- batches and data
+
+// Sequence lengths, and how a step's tokens divide among lengths, processes and micro-batches.
+static void settle_batches(Run *run) {
+    TrainOptions *o = &run->o;
+    int64_t T = (int64_t)run->T;
+    for (size_t i = 0; i < o->seq_len.count; i++)
+        if (T % o->seq_len.values[i])
+            fail(EXIT_USAGE, "--seq-len: %lld does not divide the longest, %lld.", (long long)o->seq_len.values[i], (long long)T);
+    if (o->batch * T > INT32_MAX)
+        fail(EXIT_USAGE, "--batch %lld x --seq-len %lld: at most 2^31 - 1 tokens at a time. Accumulate by --total-batch-tokens.",
+             (long long)o->batch, (long long)T);
+    int64_t together = o->batch * T * process.size;
+    if (!o->total_batch_tokens) o->total_batch_tokens = together;
+    if (o->total_batch_tokens % together) {
+        int64_t nearest = (o->total_batch_tokens + together / 2) / together * together;
+        fail(EXIT_USAGE, "--total-batch-tokens %lld is no multiple of batch x T x processes = %lld x %lld x %d = %lld.\n  Nearest: %lld.",
+             (long long)o->total_batch_tokens, (long long)o->batch, (long long)T, process.size, (long long)together,
+             (long long)(nearest ? nearest : together));
+    }
+    run->step_tokens = o->total_batch_tokens;
+    run->micro_batches = o->total_batch_tokens / together;
+}
+
+static Shards *open_shards(Run *run, const char *glob, bool shuffle, uint64_t min_windows, char **print) {
+    ShardsConfig config = {.T = run->T, .vocab = run->config->vocab, .end_of_text = run->config->end_of_text,
+                           .seed = (uint64_t)run->o.seed, .shuffle = shuffle, .pack = (PackMode)run->o.pack, .min_windows = min_windows};
+    Error error;
+    Shards *shards = shards_open(glob, config, &error);
+    if (!shards) fail_with(&error);
+    *print = shards_fingerprint(shards, &error);
+    if (!*print) fail_with(&error);
+    return shards;
+}
+
+// The tokenizer's ids must be ids of the model.
+static void settle_tokenizer(Run *run, const char *weights) {
+    const ModelConfig *config = run->config;
+    open_tokenizer(run, weights);
+    if (run->tokenizer_vocab > config->vocab && weights[0])
+        fail(EXIT_INPUT, "%s: its tokenizer has %d tokens, but the model in %s has a vocabulary of %d, which cannot grow.\n"
+             "  Encode the text with the model's own tokenizer: data/text.py --tokenizer FOLDER, or another script in data/.",
+             run->tokenizer_folder, run->tokenizer_vocab, weights, config->vocab);
+    if (run->tokenizer_vocab > config->vocab)
+        fail(EXIT_INPUT, "%s: its tokenizer has %d tokens, but the model has a vocabulary of %d.\n"
+             "  Leave vocab= out of --model, or give it vocab=%d or more.", run->tokenizer_folder, run->tokenizer_vocab,
+             config->vocab, run->tokenizer_vocab);
+    if (run->tokenizer_vocab && run->end_of_text >= 0) run->config->end_of_text = run->end_of_text;
+}
+
+// What a normalizer asks of the lengths.
+static void check_normalizer(const Run *run, const Normalizer *attn, const char *flag) {
+    char message[1024];
+    int L = run->config->seq_len;
+    if (!normalizer_fits(attn, L, message, sizeof message)) fail(EXIT_USAGE, "%s %s.", flag, message);
+    if (normalizer_has(attn, SCALAR_P) && run->T > (size_t)L)
+        fail(EXIT_USAGE, "%s %s: p_n is learned for n up to L = %d, and --seq-len asks for %zu.", flag, attn->text, L, run->T);
+}
+
+// Everything that the flags, the run folder and the data say, checked; nothing written yet.
+void settle(Run *run) {
+    char *weights = run->weights_folder;
+    size_t size = sizeof run->weights_folder;
+    TrainOptions *o = &run->o;
+    Error error;
+    run->best_step = run->saved = -1;
+    settle_model(run, weights, size);
+    if (process_max_int(run->resumed) != run->resumed)
+        fail(EXIT_PEER, "process %d sees no run in %s, but another one does. All machines need the same --out folder.", process.rank, o->out);
+    if (run->resumed) run->saved = run->step;
+    settle_switches(run);
+    check_normalizer(run, &run->config->attn, "--attn");
+    for (size_t i = 0; i < run->switch_count; i++) check_normalizer(run, &run->switches[i].to, "--attn-switch");
+    settle_batches(run);
+    if (!o->train_data) fail(EXIT_USAGE, "--train-data is missing: the shards to train on. data/shakespeare.py makes some.");
+    settle_tokenizer(run, weights);
+    run->train = open_shards(run, o->train_data, o->shuffle, (uint64_t)(run->step_tokens / (int64_t)run->T), &run->train_print);
+    if (o->val_data) run->val = open_shards(run, o->val_data, false, 1, &run->val_print);
+    if ((run->resumed || run->started_over) && (!run_json_same_data(o->out, "train", run->train_print, &error) ||
+                         !run_json_same_data(o->out, "val", run->val_print, &error)))
+        fail_with(&error);
+    run->schedule = (Schedule){.kind = (ScheduleKind)o->schedule, .lr = o->lr, .min_lr_frac = o->min_lr_frac, .warmup = o->warmup,
+                               .steps = o->steps, .rewarm = run->schedule.rewarm};
+}

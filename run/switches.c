@@ -1,0 +1,174 @@
+#include "run/parts.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "run/folder.h"
+#include "runtime/error.h"
+#include "runtime/json.h"
+#include "runtime/process.h"
+
+#define STEPS_MAX 1000000000000LL      // as --steps has it
+
+// ---- which changes there will be
+
+// --attn-switch: STEP:NAME. False where the flag is absent.
+static bool parse_switch(const char *text, Switch *out) {
+    char message[1024];
+    if (!text) return false;
+    size_t digits = strspn(text, "0123456789");
+    int64_t step = digits && digits <= 13 ? strtoll(text, NULL, 10) : -1;
+    if (text[digits] != ':' || step < 0 || step > STEPS_MAX)
+        fail(EXIT_USAGE, "--attn-switch %s: expected STEP:NAME with a step from 0 to %lld, for example 5000:ssmax.", text, STEPS_MAX);
+    *out = (Switch){.step = step};
+    if (!normalizer_parse(&out->to, text + digits + 1, message, sizeof message)) fail(EXIT_USAGE, "--attn-switch %s: %s.", text, message);
+    return true;
+}
+
+static void insert_switch(Run *run, Switch added) {
+    size_t at = run->switch_count++;
+    run->switches = realloc(run->switches, run->switch_count * sizeof *run->switches);
+    if (!run->switches) fail(EXIT_RESOURCE, "out of memory for the changes of normalizer.");
+    for (; at > 0 && run->switches[at - 1].step > added.step; at--) run->switches[at] = run->switches[at - 1];
+    run->switches[at] = added;
+}
+
+static bool same_switch(const Switch *a, const Switch *b) {
+    return a->step == b->step && normalizer_equal(&a->to, &b->to);
+}
+
+// A switch of a lineage. False where the entry is something else.
+static bool read_switch(const cJSON *entry, const char *out, Switch *to) {
+    const char *event = cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(entry, "event"));
+    const char *attn = cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(entry, "attn"));
+    uint64_t step;
+    char message[1024];
+    if (!event || strcmp(event, "attn-switch")) return false;
+    if (!attn || !json_u64(cJSON_GetObjectItemCaseSensitive(entry, "step"), &step) || step > (uint64_t)STEPS_MAX)
+        fail(EXIT_INPUT, "%s/run.json: an attn-switch in its lineage has no \"step\" and \"attn\".", out);
+    *to = (Switch){.step = (int64_t)step, .repeated = true};
+    if (!normalizer_parse(&to->to, attn, message, sizeof message))
+        fail(EXIT_INPUT, "%s/run.json: the attn-switch at step %lld: %s.", out, (long long)step, message);
+    return true;
+}
+
+// Has the run, as it stands, made this switch?
+static bool switch_made(const Run *run, const Switch *asked) {
+    const cJSON *entry;
+    Switch made;
+    cJSON_ArrayForEach(entry, run->lineage) {
+        if (read_switch(entry, run->o.out, &made) && same_switch(&made, asked)) return true;
+    }
+    return false;
+}
+
+static void warn_of_same_normalizer(const Run *run, const Switch *asked) {
+    const Normalizer *before = run->switch_count ? &run->switches[run->switch_count - 1].to : &run->config->attn;
+    if (!normalizer_equal(before, &asked->to)) return;
+    warn("--attn-switch %s: %s is already the normalizer at that step; only the learning rate's warmup runs again.", run->o.attn_switch,
+         before->text);
+}
+
+// The changes of normalizer to come: those that the run made beyond its checkpoint, which it repeats, and --attn-switch. Where the flag is
+// none of these, the run takes another course from that step on.
+void settle_switches(Run *run) {
+    Switch asked;
+    if (!parse_switch(run->o.attn_switch, &asked)) return;
+    bool given = train_options_given(&run->o, "attn-switch");
+    if (run->resumed && asked.step <= run->step && switch_made(run, &asked)) return;
+    if (asked.step < run->step) {
+        if (!given) return;                       // the run's own flag, which a later one has overtaken
+        fail(EXIT_USAGE, "--attn-switch %s: the run is already at step %lld; give that step or a later one.", run->o.attn_switch,
+             (long long)run->step);
+    }
+    for (size_t i = 0; i < run->switch_count; i++)
+        if (same_switch(&run->switches[i], &asked)) return;
+    for (; run->switch_count > 0 && run->switches[run->switch_count - 1].step >= asked.step; run->switch_count--) {
+        const Switch *other = &run->switches[run->switch_count - 1];
+        warn("--attn-switch %s: the change to %s at step %lld, which this run made before, is not repeated.", run->o.attn_switch, other->to.text,
+             (long long)other->step);
+    }
+    warn_of_same_normalizer(run, &asked);
+    insert_switch(run, asked);
+}
+
+// Divides a lineage where the run stands: what lies beyond is to be repeated. `made` as lineage_cut() has it.
+void repeat_switches(Run *run, cJSON *lineage, const char *made) {
+    const cJSON *entry;
+    Switch repeated;
+    cJSON *beyond = lineage_cut(lineage, run->step, made);
+    cJSON_ArrayForEach(entry, beyond) {
+        if (read_switch(entry, run->o.out, &repeated)) insert_switch(run, repeated);
+    }
+    cJSON_Delete(beyond);
+}
+
+// ---- making them
+
+// Names the learned scalars that `to` brings and `from` did not leave.
+static void show_new_scalars(const ModelConfig *config, const Normalizer *from, const Normalizer *to) {
+    const char *where = config->block == BLOCK_GAU ? "gau" : "self_attn";
+    for (Scalar scalar = SCALAR_S; scalar < SCALAR_COUNT; scalar++) {
+        if (!normalizer_has(to, scalar) || normalizer_keeps(from, to, scalar)) continue;
+        double start = normalizer_start(to, scalar, config->seq_len);
+        if (scalar == SCALAR_P)
+            printf("new parameters: model.%s, %d of %.4f\n", scalar_names[scalar], config->seq_len, start);
+        else
+            printf("new parameters: model.layers.0..%d.%s.%s, %.4f%s\n", config->layers - 1, where, scalar_names[scalar], start,
+                   normalizer_trains(to, scalar) ? "" : ", not trained");
+    }
+}
+
+bool run_change_due(Run *run, Change *change) {
+    const Normalizer now = run->config->attn;
+    bool at_start = run->loaded.text[0] != 0;
+    bool at_step = run->switch_count && run->switches[0].step <= run->step && run->step < run->o.steps;
+    if (run->stopped || run->owed || !(at_start || at_step)) return false;
+    *change = (Change){.at_start = at_start, .from = at_start ? run->loaded : now, .to = at_start ? now : run->switches[0].to,
+                       .before = NAN, .after = NAN};
+    run->config->attn = change->from;
+    return true;
+}
+
+void run_change_apply(Run *run, Change *change) {
+    change->kept = malloc(weights_scalar_floats(run->weights.list) * sizeof *change->kept + 1);
+    if (!change->kept) fail(EXIT_RESOURCE, "out of memory for a change of normalizer.");
+    weights_keep_scalars(&run->weights, change->kept, false);
+    run->config->attn = change->to;
+    weights_start_scalars(&run->weights, &change->from);
+}
+
+void run_change_undo(Run *run, Change *change) {
+    weights_keep_scalars(&run->weights, change->kept, true);
+    run->config->attn = change->from;
+    free(change->kept);
+}
+
+static void loss_text(char text[32], double loss) {
+    snprintf(text, 32, isfinite(loss) ? "%.6f" : "not measured", loss);
+}
+
+void run_change_finish(Run *run, Change *change) {
+    char before[32], after[32];
+    const Normalizer *from = &change->from, *to = &change->to;
+    loss_text(before, change->before);
+    loss_text(after, change->after);
+    lineage_add(run->lineage, run->step, change->at_start ? "attn-at-start" : "attn-switch", "from", from->text, "attn", to->text, "val_loss_before", before, "val_loss_after",
+                after, NULL);
+    if (run_is_main()) {
+        progress_end();
+        show_new_scalars(run->config, from, to);
+        printf("step %lld: --attn %s becomes %s; validation loss %s before, %s after\n", (long long)run->step, from->text, to->text,
+               before, after);
+    }
+    free(change->kept);
+    if (change->at_start) {
+        run->loaded.text[0] = 0;
+    } else {
+        memmove(run->switches, run->switches + 1, --run->switch_count * sizeof *run->switches);
+        run->schedule.rewarm = run->step;                  // the learning rate's warmup runs again
+    }
+    write_run(run);
+}
