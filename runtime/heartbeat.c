@@ -1,5 +1,4 @@
 #define _GNU_SOURCE
-#include "runtime/clock.h"
 #include "runtime/heartbeat.h"
 
 #include <arpa/inet.h>
@@ -24,6 +23,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "runtime/clock.h"
 #include "runtime/error.h"
 #include "runtime/process.h"
 

@@ -1,5 +1,4 @@
 #define _GNU_SOURCE
-#include "runtime/clock.h"
 #include "runtime/process.h"
 
 #include <dirent.h>
@@ -12,6 +11,8 @@
 #include <sys/auxv.h>
 #include <time.h>
 #include <unistd.h>
+
+#include "runtime/clock.h"
 
 #ifdef USE_MPI
 #include <mpi.h>

@@ -7,9 +7,9 @@
 #include <time.h>
 
 #include "dev/tests/check.h"
+#include "run/metrics.h"
 #include "runtime/clock.h"
 #include "runtime/error.h"
-#include "run/metrics.h"
 #include "runtime/process.h"
 
 static char self[4096];
