@@ -81,7 +81,7 @@ BUILT_FOR := $(shell $(CC) -march=$(MARCH) -dM -E -x c /dev/null | sed -nE \
 BUILD   ?= build$(if $(filter 1,$(SAN)),/san)$(if $(filter 1,$(TSAN)),/tsan)$(if $(filter 1,$(FAULTS)),/faults)$(if $(ATTN),/$(ATTN))
 BIN     ?= $(if $(filter build,$(BUILD)),.,$(BUILD))
 PROGRAMS = train_gpt2 sample_gpt2 eval_gpt2
-LIBRARY  = $(patsubst %.c,$(BUILD)/%.o,$(wildcard model.c config.c weights.c run/*.c runtime/*.c attention/*.c))
+LIBRARY  = $(patsubst %.c,$(BUILD)/%.o,$(wildcard model/*.c run/*.c runtime/*.c attention/*.c))
 TESTS    = $(patsubst dev/tests/%.c,$(BUILD)/tests/%,$(wildcard dev/tests/test_*.c))
 
 ifneq ($(CJSON)$(XXHASH),11)

@@ -7,7 +7,7 @@
 //   5. Decoding     one token after another with a key-value cache, for samples
 //   6. Training     main(), which has the training loop
 //
-// attention/ has the normalizers, model.h the tensors, weights.h their files, run/ the library for the run around the model (flags, data,
+// attention/ has the normalizers, model/ the tensors and their files, run/ the library for the run around the model (flags, data,
 // checkpoints), runtime/ what knows neither models nor runs. train_gpt2.cu has the same sections on GPUs.
 // Shapes: B sequences, T tokens each, N = B·T rows, C channels, NH heads of size HS, F the feed-forward's width, V the vocabulary
 // (VP when padded).
@@ -19,7 +19,7 @@
 #include <string.h>
 
 #include "attention/attention_cpu.h"
-#include "model.h"
+#include "model/model.h"
 #include "run/profile.h"
 #include "run/run.h"
 #include "runtime/adamw.h"
@@ -29,7 +29,7 @@
 #include "runtime/peak.h"
 #include "runtime/process.h"
 #include "runtime/real.h"
-#include "weights.h"
+#include "model/weights.h"
 
 // ---------------------------------------------------------------------------------------------------------------------------
 // Where the time goes: phase() ends the phase before it and starts the next. --profile prints the sums.

@@ -33,7 +33,7 @@
 #include "kernels/rmsnorm.cuh"
 #include "kernels/rope.cuh"
 #include "kernels/swiglu.cuh"
-#include "model.h"
+#include "model/model.h"
 #include "run/profile.h"
 #include "run/run.h"
 #include "runtime/adamw.h"
@@ -41,7 +41,7 @@
 #include "runtime/human.h"
 #include "runtime/memory.h"
 #include "runtime/process.h"
-#include "weights.h"
+#include "model/weights.h"
 
 // ---------------------------------------------------------------------------------------------------------------------------
 // Where the time goes, under --profile: phase() ends the phase before it and starts the next, by events on the stream and as ranges

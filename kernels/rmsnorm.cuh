@@ -18,7 +18,7 @@
 
 #include "kernels/vector.cuh"
 
-#define RMSNORM_EPS 1e-5f      // as model.h has it: a compiler that sees both says so if they differ
+#define RMSNORM_EPS 1e-5f      // as model/model.h has it: a compiler that sees both says so if they differ
 
 enum {
     RMSNORM_WARPS = 8,                         // of a block, fewer where the channels are many

@@ -22,7 +22,7 @@
 #include <cjson/cJSON.h>
 #include <limits.h>
 
-#include "model.h"
+#include "model/model.h"
 #include "run/metrics.h"
 #include "run/schedule.h"
 #include "run/train_options.h"
@@ -31,7 +31,7 @@
 #include "runtime/memory.h"
 #include "runtime/shards.h"
 #include "runtime/tokenizer.h"
-#include "weights.h"
+#include "model/weights.h"
 
 #ifdef __cplusplus
 extern "C" {

@@ -10,7 +10,7 @@
 #include <string.h>
 
 #include "dev/reference/hash.h"
-#include "model.h"
+#include "model/model.h"
 #include "runtime/adamw.h"
 #include "runtime/error.h"
 #include "runtime/safetensors.h"

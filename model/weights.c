@@ -1,4 +1,4 @@
-#include "weights.h"
+#include "model/weights.h"
 
 #include <limits.h>
 #include <stdio.h>

@@ -6,7 +6,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "model.h"
+#include "model/model.h"
 #include "runtime/json.h"
 
 #define COUNT(a) (sizeof(a) / sizeof((a)[0]))

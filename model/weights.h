@@ -2,7 +2,7 @@
 #ifndef WEIGHTS_H
 #define WEIGHTS_H
 
-#include "model.h"
+#include "model/model.h"
 
 #ifdef __cplusplus
 extern "C" {
