@@ -16,12 +16,12 @@ typedef struct {
     double min_lr_frac;     // where the decay ends, as a fraction of lr
     int64_t warmup;         // steps
     int64_t steps;          // of the whole run
-    int64_t rewarm;         // the step at which the warm-up runs again (a switched normalizer); 0: it does not
+    int64_t rewarm;         // the step at which the warmup runs again (a switched normalizer); 0: it does not
 } Schedule;
 
 // lr(s) = lr * ramp(s) * shape(s), s from 0
 //   ramp   min(1, (s + 1) / warmup); from step `rewarm` on min(1, (s - rewarm + 1) / warmup)
-//   shape  1 in the warm-up, then with p = (s - warmup) / (steps - warmup) and m = min_lr_frac
+//   shape  1 in the warmup, then with p = (s - warmup) / (steps - warmup) and m = min_lr_frac
 //          constant 1;  cosine m + (1 - m) (1 + cos(pi p)) / 2;  linear 1 - (1 - m) p;
 //          wsd 1 until the last fifth of the steps, then linear from 1 to m
 // m would be reached at s = steps, one after the last step.

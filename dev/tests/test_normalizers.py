@@ -310,7 +310,7 @@ def test_the_log_and_the_lineage_tell(changed, case):
         assert ("not trained" in named) == (after == "ssmax-fixed")
         assert f"--attn {before} becomes {after}; validation loss" in text
     rates = [lr for lr, in metrics(switched, ["lr"])]
-    assert rates == pytest.approx([0.005, 0.01, 0.01, 5e-31, 1e-30], rel=1e-6, abs=0), "the warm-up runs again"
+    assert rates == pytest.approx([0.005, 0.01, 0.01, 5e-31, 1e-30], rel=1e-6, abs=0), "the warmup runs again"
     one, two = lineage(switched), lineage(new)
     assert [(entry["step"], entry["event"], entry["attn"]) for entry in one] == [(0, "start", before), (3, "attn-switch", after)]
     assert [(entry["step"], entry["event"], entry["attn"]) for entry in two] == [(0, "init-from", after), (0, "attn-at-start", after)]

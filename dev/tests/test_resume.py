@@ -238,7 +238,7 @@ def test_attn_switch(data, tmp_path, dtype):
     for out in (whole, parts, later):
         assert lineage(out) == [(0, "start", None, "softmax"), (6, "attn-switch", "softmax", "ssmax")]
     assert normalizer(whole, 6) == "softmax" and normalizer(whole, 8) == "ssmax"
-    # Moments stay: with beta2 so near 1 the mean of the squares only grows. The warm-up runs again.
+    # Moments stay: with beta2 so near 1 the mean of the squares only grows. The warmup runs again.
     before, after = (read_moments(whole, step) for step in (6, 8))
     for name, square in before.items():
         assert (after[name] >= 0.99999 * square).all(), name

@@ -1,4 +1,4 @@
-// schedule: each kind's formula at its corners, the warm-up and its second run.
+// schedule: each kind's formula at its corners, the warmup and its second run.
 #include <math.h>
 
 #include "dev/tests/check.h"
@@ -10,7 +10,7 @@
 
 int main(void) {
     Schedule s = {SCHEDULE_CONSTANT, 6e-4, 0.1, 100, 1100, 0};
-    check_group("warm-up and constant");
+    check_group("warmup and constant");
     IS(s, 0, 6e-6);
     IS(s, 49, 3e-4);
     IS(s, 99, 6e-4);
@@ -47,7 +47,7 @@ int main(void) {
     s.warmup = 0;
     IS(s, 2, 1);
 
-    check_group("a second warm-up");
+    check_group("a second warmup");
     s = (Schedule){SCHEDULE_LINEAR, 1, 0, 10, 110, 60};
     IS(s, 59, 0.51);
     IS(s, 60, 0.1 * 0.5);
@@ -55,7 +55,7 @@ int main(void) {
     IS(s, 69, 0.41);
     IS(s, 70, 0.4);
 
-    check_group("a warm-up longer than the run");
+    check_group("a warmup longer than the run");
     s = (Schedule){SCHEDULE_COSINE, 1, 0, 1000, 10, 0};
     IS(s, 9, 0.01);
     return check_verdict();

@@ -1,5 +1,5 @@
 """The program's own steps against the reference in float64: ten steps from the same first weights, with accumulation, clipping, decay,
-warm-up and a cosine schedule; and bfloat16 steps against float32 ones."""
+warmup and a cosine schedule; and bfloat16 steps against float32 ones."""
 import math
 import sys
 
