@@ -127,7 +127,7 @@ timed_out() { [ "$1" = 124 ] || { [ "$1" = 137 ] && [ "$2" -ge "$3" ]; }; }
 conclude_timed() {
     local status=$2
     if timed_out "$2" "$3" "$4"; then
-        status="no end within $5 s"
+        status="timed out after $5 s"
         if [ "$4" -lt "$5" ]; then
             leave "$1" "stopped after $4 s, at the end of this call's time"
             rm -f "$6"

@@ -427,7 +427,7 @@ class Timed:
 
 
 class Watch:
-    """A case that has no end within LIMIT seconds: the way that it hangs in is recorded as failed, and this process
+    """A case that does not end within LIMIT seconds: the way that it hangs in is recorded as failed, and this process
     ends, since a call into the driver cannot be broken off. The next call goes on with the rest."""
 
     def __init__(self, report, part, name, T):
@@ -437,7 +437,7 @@ class Watch:
         self.timer.daemon = True
 
     def give_up(self):
-        text = f"no end within {self.seconds:g} s"
+        text = f"timed out after {self.seconds:g} s"
         keep(self.report, self.part, self.name, self.T, {self.way: {"failed": text}})
         print(f"attention_gpu: {self.name} T={self.T} {self.way}: {text}", flush=True)
         os._exit(gpu_report.FAILED if self.way == "ours" else gpu_report.UNFINISHED)
@@ -551,7 +551,7 @@ def workers(T):
 
 def warm(options, cases, budget):
     """Compiles the cases in processes of their own, several at a time, into the compiler's cache on disk. Returns those
-    that ended in time, and those that had no end within LIMIT seconds."""
+    that ended in time, and those that did not end within LIMIT seconds."""
     def one(case):
         name, T, way = case
         seconds = min(LIMIT, budget.left())
@@ -564,7 +564,7 @@ def warm(options, cases, budget):
             print(f"compiled {name} T={T} {way}: {'done' if result.returncode == 0 else result.stderr.strip().splitlines()[-1:]}", flush=True)
             return case
         except subprocess.TimeoutExpired:
-            print(f"compiled {name} T={T} {way}: no end within {seconds:.0f} s", flush=True)
+            print(f"compiled {name} T={T} {way}: timed out after {seconds:.0f} s", flush=True)
             if seconds == LIMIT:
                 endless.add(case)
             return None

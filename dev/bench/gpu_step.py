@@ -171,7 +171,7 @@ def run_within(what, end, words, **more):
         for text in filter(None, (error.stdout, error.stderr)):
             print((text.decode(errors="replace") if isinstance(text, bytes) else text)[-2000:], file=sys.stderr)
         if seconds == limit:
-            return None, {"failed": f"no end within {limit:g} s"}
+            return None, {"failed": f"timed out after {limit:g} s"}
         return None, {"left": f"stopped after {seconds:.0f} s, at the end of this call's time"}
 
 

@@ -259,7 +259,7 @@ def test_a_kernel_that_hangs_fails_the_probe(tmp_path):
     machine.edit("scripts/gpu_check.sh", "SMOKE_LIMIT=30 ASK_LIMIT=10", "SMOKE_LIMIT=1 ASK_LIMIT=1")
     machine.nvcc("exec sleep 100")
     said = machine.call("probe", code=1, timeout=30)
-    assert "a kernel for sm_90: FAILED (no end within 1 s)" in said
+    assert "a kernel for sm_90: FAILED (timed out after 1 s)" in said
 
 
 def test_one_gpu_is_too_few_for_several(tmp_path):
@@ -713,7 +713,7 @@ def test_attention_that_hangs_has_failed(tmp_path, monkeypatch, way, code):
         watch.way = way
         watch.timer.join(10)
     assert ended == [code]
-    assert [(r["way"], r["failed"]) for r in parts_of(tmp_path)["others"]["records"]] == [(way, "no end within 0.1 s")]
+    assert [(r["way"], r["failed"]) for r in parts_of(tmp_path)["others"]["records"]] == [(way, "timed out after 0.1 s")]
 
 
 # ---- counts of instructions
@@ -775,7 +775,7 @@ def test_a_step_that_hangs_has_failed(tmp_path, monkeypatch):
         code = gpu_step.main()
         return code, [r.get("failed") for r in parts_of(folder)["step"]["records"] if r["variant"] == "ours"]
 
-    assert call(tmp_path / "a") == (gpu_report.FAILED, ["no end within 0.2 s", "B = 16 failed"])
+    assert call(tmp_path / "a") == (gpu_report.FAILED, ["timed out after 0.2 s", "B = 16 failed"])
     monkeypatch.setattr(gpu_step, "LIMIT", {"ours": 10})
     assert call(tmp_path / "b", "--budget", "-8") == (gpu_report.UNFINISHED, [])
 
@@ -787,7 +787,7 @@ def test_pytorch_that_hangs_has_failed(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_step, "DRY", False)
     monkeypatch.setattr(gpu_step, "LIMIT", {"autocast": 0.2})
     monkeypatch.setattr(sys, "executable", str(slow))
-    assert gpu_step.run_torch(end=time.monotonic() + 60, variant="autocast") == {"failed": "no end within 0.2 s"}
+    assert gpu_step.run_torch(end=time.monotonic() + 60, variant="autocast") == {"failed": "timed out after 0.2 s"}
 
 
 def test_floors_name_the_trainers_phases():
