@@ -134,16 +134,12 @@ static void settle_lengths(Evaluator *e) {
 
 // ---- memory and weights
 
-// Activations for one layer alone: nothing goes back through them, so that all layers share them.
 static void take_memory(Evaluator *e) {
     Model *m = &e->model;
     size_t B = e->longest < ROWS ? ROWS / e->longest : 1, N = B * e->longest;
-    int layers = m->config.layers;
     m->list = tensors_of(&m->config, (const Normalizer *[]){&e->given}, 1);
     plan_parameters(m, false, false);
-    m->config.layers = 1;
-    plan_activations(m, B, e->longest, false);
-    m->config.layers = layers;
+    plan_activations(m, 1, B, e->longest, false);          // there is no backward pass: all layers share the activations of one
     memory_add(&m->plan, "a batch", (void **)&e->window, (e->longest + 1) * sizeof(int32_t));
     memory_add(&m->plan, "a batch", (void **)&e->inputs, N * sizeof(int32_t));
     memory_add(&m->plan, "a batch", (void **)&e->targets, N * sizeof(int32_t));
@@ -171,7 +167,7 @@ static void fit_pn(Evaluator *e) {
     }
     double a1 = xx > 0 ? xy / xx : 0, a2 = y - a1 * x, r2 = xx > 0 && yy > 0 ? xy * xy / (xx * yy) : NAN;
     for (size_t n = 1; n <= e->longest; n++) e->fit[n - 1] = (float)(a1 * log((double)n) + a2);
-    m->list.p = (size_t)(e->fit - m->params);              // of one block of memory, so that an offset reaches it
+    m->p_n = e->fit;
     printf("p_n = %.6g ln(n) + %.6g for all n, fitted to n = 1..%d, R^2 = ", a1, a2, L);
     printf(isnan(r2) ? "undefined: p_n is constant\n" : "%.6f\n", r2);
     e->pn_fit = cJSON_CreateObject();
@@ -192,21 +188,6 @@ static void load_windows(Evaluator *e, const Length *at, uint64_t first, size_t 
     }
 }
 
-// model_forward(), each layer in the place of the first.
-static void forward(Model *m, const int32_t *tokens, size_t B, size_t T) {
-    size_t N = B * T, C = (size_t)m->config.channels;
-    TensorList list = m->list;
-    embedding_forward(m->x, m->params + list.embedding, tokens, N, C);
-    for (size_t l = 0; l < (size_t)m->config.layers; l++) {
-        m->list.layers = list.layers + l;
-        if (m->config.block == BLOCK_GAU) unit_forward(m, 0, B, T);
-        else layer_forward(m, 0, B, T);
-        memcpy(m->x, m->x + N * C, FLOATS(N * C));
-    }
-    m->list = list;
-    rmsnorm_forward(m->h, m->x, m->params + list.norm, N, C);
-}
-
 // The losses at each position, summed over a length's windows, into e->sums and e->counts.
 static void measure(Evaluator *e, const Length *at) {
     Model *m = &e->model;
@@ -218,7 +199,7 @@ static void measure(Evaluator *e, const Length *at) {
     for (uint64_t first = 0; first < at->windows; first += most) {
         size_t B = at->windows - first < most ? (size_t)(at->windows - first) : most;
         load_windows(e, at, first, B);
-        forward(m, e->inputs, B, T);
+        model_forward(m, e->inputs, B, T);
         model_loss(m, e->targets, e->mask, B * T, 0, false);
         for (size_t n = 0; n < B * T; n++) {
             e->sums[n % T] += m->losses[n];

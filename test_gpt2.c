@@ -16,7 +16,7 @@ static Model subject;
 static void subject_start(const ModelConfig *config, const TensorList *list, size_t B, size_t T) {
     subject = (Model){.config = *config, .list = *list};
     plan_parameters(&subject, true, false);
-    plan_activations(&subject, B, T, false);
+    plan_activations(&subject, (size_t)subject.config.layers, B, T, false);
     memory_take(&subject.plan);
     model_ready(&subject);
 }

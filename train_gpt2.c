@@ -387,15 +387,18 @@ typedef struct {
     real *params, *grads, *mean, *square;       // list.floats each; the last three are NULL for a model that only generates
     uint16_t *params_bf16;                       // a rounded copy for the products, with --dtype bf16
 
+    const real *p_n;                             // (at least T) replaces the learned p_n of the normalizer; NULL: it does not
+
     size_t B, T;                                 // what the activations have room for: B·T rows, sequences of at most T
+    size_t kept;                                 // layers whose activations are kept: all for a backward pass, otherwise 1 suffices
     // E is the width of all heads' values: C, or a gated unit's F; K that of their q and k: C, or a unit's GAU_HEAD.
-    real *x;             // (layers + 1, N, C)   the residual stream, before each layer and at the end
-    real *q, *k, *v;     // (layers, N, K or E)  by head, after RoPE
-    real *stats;         // (layers, N·NH, ROW_STATS) of the rows of attention
-    real *att;           // (layers, N, E)       attention's output
-    real *x_mid;         // (layers, N, C)       the residual stream between attention and feed-forward
-    real *gate_up;       // (layers, N, 2F)
-    real *uvz;           // (layers, N, 2F + K)  of gated units, which have neither x_mid nor gate_up
+    real *x;             // (kept + 1, N, C)     the residual stream, before each layer and at the end
+    real *q, *k, *v;     // (kept, N, K or E)    by head, after RoPE
+    real *stats;         // (kept, N·NH, ROW_STATS) of the rows of attention
+    real *att;           // (kept, N, E)         attention's output
+    real *x_mid;         // (kept, N, C)         the residual stream between attention and feed-forward
+    real *gate_up;       // (kept, N, 2F)
+    real *uvz;           // (kept, N, 2F + K)    of gated units, which have neither x_mid nor gate_up
 
     real *h;            // (N, C)               a normalized input
     real *qkv;          // (N, 3C)              and its gradient; of gated units that of uvz
@@ -434,7 +437,7 @@ static AttentionScalarGrads scalars_in(const Model *m, real *array, size_t layer
 
 static AttentionScalars scalars_of(const Model *m, size_t layer) {
     AttentionScalarGrads there = scalars_in(m, m->params, layer, normalizer_has);
-    return (AttentionScalars){there.s, there.b, there.p, there.sink};
+    return (AttentionScalars){there.s, there.b, there.p && m->p_n ? m->p_n : there.p, there.sink};
 }
 
 static GauGains gains_in(const Model *m, real *array, size_t layer) {
@@ -475,11 +478,12 @@ static void plan_parameters(Model *m, bool train, bool bf16) {
     memory_add(&m->plan, "scratch", (void **)&m->sums, norm_chunks(&m->list) * sizeof(double));
 }
 
-static void plan_activations(Model *m, size_t B, size_t T, bool bf16) {
+static void plan_activations(Model *m, size_t kept_layers, size_t B, size_t T, bool bf16) {
     const ModelConfig *c = &m->config;
     bool gau = c->block == BLOCK_GAU;
-    size_t N = B * T, C = (size_t)c->channels, F = (size_t)c->ffn, VP = padded_vocab(c), L = (size_t)c->layers, NH = (size_t)c->heads;
+    size_t N = B * T, C = (size_t)c->channels, F = (size_t)c->ffn, VP = padded_vocab(c), L = kept_layers, NH = (size_t)c->heads;
     size_t HS = head_size(c), K = NH * HS, E = NH * value_size(c), W = gau ? 2 * F + K : 3 * C, loss_rows = N < LOSS_ROWS ? N : LOSS_ROWS;
+    m->kept = kept_layers;
     m->B = B;
     m->T = T;
     const char *kept = "activations kept for the backward pass", *scratch = "scratch";
@@ -528,123 +532,147 @@ static void model_ready(Model *m) {
 // ---------------------------------------------------------------------------------------------------------------------------
 // 3. Passes
 
+// The residual stream (N,C) before layer l.
+static real *residual(const Model *m, size_t l, size_t N) {
+    return m->x + (l % (m->kept + 1)) * N * (size_t)m->config.channels;
+}
+
+// The activations of layer l for N rows.
+typedef struct {
+    real *x, *x_mid, *x_next, *q, *k, *v, *stats, *att, *gate_up, *uvz;
+} Layer;
+
+static Layer layer_of(const Model *m, size_t l, size_t N) {
+    const ModelConfig *c = &m->config;
+    size_t C = (size_t)c->channels, F = (size_t)c->ffn, NH = (size_t)c->heads, K = NH * head_size(c), E = NH * value_size(c);
+    size_t rows = (l % m->kept) * N;
+    Layer of = {.x = residual(m, l, N), .x_next = residual(m, l + 1, N), .q = m->q + rows * K, .k = m->k + rows * K,
+                .v = m->v + rows * E, .stats = m->stats + rows * NH * ROW_STATS, .att = m->att + rows * E};
+    if (c->block == BLOCK_GAU) {
+        of.uvz = m->uvz + rows * (2 * F + K);
+    } else {
+        of.x_mid = m->x_mid + rows * C;
+        of.gate_up = m->gate_up + rows * 2 * F;
+    }
+    return of;
+}
+
 // The part of attention itself, the same in both blocks: q, k, v of the layer are there.
 static void attention_layer_forward(Model *m, size_t l, size_t B, size_t T) {
     AttentionShape shape = attention_shape(&m->config, B, T);
-    size_t rows = B * T * shape.NH, qk = l * rows * shape.HS, v = l * rows * shape.VS;
+    Layer of = layer_of(m, l, B * T);
     phase(PHASE_ATTENTION);
-    m->rows_without_weight += attention_forward(m->att + v, m->stats + l * rows * ROW_STATS, m->q + qk, m->k + qk, m->v + v, scalars_of(m, l),
-                                                shape, m->attention);
-    m->rows += rows;
+    m->rows_without_weight += attention_forward(of.att, of.stats, of.q, of.k, of.v, scalars_of(m, l), shape, m->attention);
+    m->rows += B * T * shape.NH;
 }
 
 // From m->datt to m->dq, m->dk, m->dv and the gradients of the learned scalars.
 static void attention_layer_backward(Model *m, size_t l, size_t B, size_t T) {
     AttentionShape shape = attention_shape(&m->config, B, T);
-    size_t rows = B * T * shape.NH, qk = l * rows * shape.HS, v = l * rows * shape.VS;
+    Layer of = layer_of(m, l, B * T);
     phase(PHASE_ATTENTION);
-    attention_backward(m->dq, m->dk, m->dv, scalars_in(m, m->grads, l, normalizer_trains), m->datt, m->att + v, m->stats + l * rows * ROW_STATS,
-                       m->q + qk, m->k + qk, m->v + v, scalars_of(m, l), shape, m->attention);
+    attention_backward(m->dq, m->dk, m->dv, scalars_in(m, m->grads, l, normalizer_trains), m->datt, of.att, of.stats, of.q, of.k, of.v,
+                       scalars_of(m, l), shape, m->attention);
 }
 
 static void layer_forward(Model *m, size_t l, size_t B, size_t T) {
     const ModelConfig *c = &m->config;
     const LayerOffsets *at = &m->list.layers[l];
-    size_t N = B * T, C = (size_t)c->channels, F = (size_t)c->ffn, NH = (size_t)c->heads, HS = head_size(c), here = l * N * C;
-    real *x = m->x + here, *x_mid = m->x_mid + here, *x_next = x + N * C, *gate_up = m->gate_up + l * N * 2 * F;
+    size_t N = B * T, C = (size_t)c->channels, F = (size_t)c->ffn, NH = (size_t)c->heads, HS = head_size(c);
+    Layer of = layer_of(m, l, N);
     phase(PHASE_NORM);
-    rmsnorm_forward(m->h, x, m->params + at->norm1, N, C);
+    rmsnorm_forward(m->h, of.x, m->params + at->norm1, N, C);
     phase(PHASE_PROJECTIONS);
     matmul_forward(m->qkv, m->h, weight(m, at->q), N, C, 3 * C, false);
     phase(PHASE_ROPE);
-    rope_forward(m->q + here, m->k + here, m->v + here, m->qkv, m->cosines, m->sines, B, T, NH, HS);
+    rope_forward(of.q, of.k, of.v, m->qkv, m->cosines, m->sines, B, T, NH, HS);
     attention_layer_forward(m, l, B, T);
     phase(PHASE_PROJECTIONS);
-    memcpy(x_mid, x, FLOATS(N * C));
-    matmul_forward(x_mid, m->att + here, weight(m, at->o), N, C, C, true);
+    memcpy(of.x_mid, of.x, FLOATS(N * C));
+    matmul_forward(of.x_mid, of.att, weight(m, at->o), N, C, C, true);
 
     phase(PHASE_NORM);
-    rmsnorm_forward(m->h, x_mid, m->params + at->norm2, N, C);
+    rmsnorm_forward(m->h, of.x_mid, m->params + at->norm2, N, C);
     phase(PHASE_FEED_FORWARD);
-    matmul_forward(gate_up, m->h, weight(m, at->gate), N, C, 2 * F, false);
+    matmul_forward(of.gate_up, m->h, weight(m, at->gate), N, C, 2 * F, false);
     phase(PHASE_SWIGLU);
-    swiglu_forward(m->act, gate_up, N, F);
+    swiglu_forward(m->act, of.gate_up, N, F);
     phase(PHASE_FEED_FORWARD);
-    memcpy(x_next, x_mid, FLOATS(N * C));
-    matmul_forward(x_next, m->act, weight(m, at->down), N, F, C, true);
+    memcpy(of.x_next, of.x_mid, FLOATS(N * C));
+    matmul_forward(of.x_next, m->act, weight(m, at->down), N, F, C, true);
 }
 
 // m->dx (N,C), the gradient by the residual stream, goes from after the layer to before it.
 static void layer_backward(Model *m, size_t l, size_t B, size_t T, bool add) {
     const ModelConfig *c = &m->config;
     const LayerOffsets *at = &m->list.layers[l];
-    size_t N = B * T, C = (size_t)c->channels, F = (size_t)c->ffn, NH = (size_t)c->heads, HS = head_size(c), here = l * N * C;
-    const real *x = m->x + here, *x_mid = m->x_mid + here, *gate_up = m->gate_up + l * N * 2 * F;
+    size_t N = B * T, C = (size_t)c->channels, F = (size_t)c->ffn, NH = (size_t)c->heads, HS = head_size(c);
+    Layer of = layer_of(m, l, N);
     real *grads = m->grads;
     phase(PHASE_SWIGLU);
-    swiglu_forward(m->act, gate_up, N, F);
+    swiglu_forward(m->act, of.gate_up, N, F);
     phase(PHASE_FEED_FORWARD);
     matmul_backward(m->dact, grads + at->down, m->dx, m->act, weight(m, at->down), N, F, C, add);
     phase(PHASE_SWIGLU);
-    swiglu_backward(m->dgate_up, m->dact, gate_up, N, F);
+    swiglu_backward(m->dgate_up, m->dact, of.gate_up, N, F);
     phase(PHASE_NORM);
-    rmsnorm_forward(m->h, x_mid, m->params + at->norm2, N, C);
+    rmsnorm_forward(m->h, of.x_mid, m->params + at->norm2, N, C);
     phase(PHASE_FEED_FORWARD);
     matmul_backward(m->dh, grads + at->gate, m->dgate_up, m->h, weight(m, at->gate), N, C, 2 * F, add);
     phase(PHASE_NORM);
-    rmsnorm_backward(m->dx, grads + at->norm2, m->dh, x_mid, m->params + at->norm2, m->rms, N, C);
+    rmsnorm_backward(m->dx, grads + at->norm2, m->dh, of.x_mid, m->params + at->norm2, m->rms, N, C);
 
     phase(PHASE_PROJECTIONS);
-    matmul_backward(m->datt, grads + at->o, m->dx, m->att + here, weight(m, at->o), N, C, C, add);
+    matmul_backward(m->datt, grads + at->o, m->dx, of.att, weight(m, at->o), N, C, C, add);
     attention_layer_backward(m, l, B, T);
     phase(PHASE_ROPE);
     rope_backward(m->qkv, m->dq, m->dk, m->dv, m->cosines, m->sines, B, T, NH, HS);
     phase(PHASE_NORM);
-    rmsnorm_forward(m->h, x, m->params + at->norm1, N, C);
+    rmsnorm_forward(m->h, of.x, m->params + at->norm1, N, C);
     phase(PHASE_PROJECTIONS);
     matmul_backward(m->dh, grads + at->q, m->qkv, m->h, weight(m, at->q), N, C, 3 * C, add);
     phase(PHASE_NORM);
-    rmsnorm_backward(m->dx, grads + at->norm1, m->dh, x, m->params + at->norm1, m->rms, N, C);
+    rmsnorm_backward(m->dx, grads + at->norm1, m->dh, of.x, m->params + at->norm1, m->rms, N, C);
 }
 
 static void unit_forward(Model *m, size_t l, size_t B, size_t T) {
     const LayerOffsets *at = &m->list.layers[l];
-    size_t N = B * T, C = (size_t)m->config.channels, E = (size_t)m->config.ffn, W = 2 * E + GAU_HEAD, qk = l * N * GAU_HEAD;
-    real *x = m->x + l * N * C, *x_next = x + N * C, *uvz = m->uvz + l * N * W;
+    size_t N = B * T, C = (size_t)m->config.channels, E = (size_t)m->config.ffn, W = 2 * E + GAU_HEAD;
+    Layer of = layer_of(m, l, N);
     phase(PHASE_NORM);
-    rmsnorm_forward(m->h, x, m->params + at->norm1, N, C);
+    rmsnorm_forward(m->h, of.x, m->params + at->norm1, N, C);
     phase(PHASE_PROJECTIONS);
-    matmul_forward(uvz, m->h, weight(m, at->u), N, C, W, false);
+    matmul_forward(of.uvz, m->h, weight(m, at->u), N, C, W, false);
     phase(PHASE_ROPE);
-    gau_forward(m->q + qk, m->k + qk, m->v + l * N * E, uvz, gains_in(m, m->params, l), m->cosines, m->sines, B, T, E, GAU_HEAD);
+    gau_forward(of.q, of.k, of.v, of.uvz, gains_in(m, m->params, l), m->cosines, m->sines, B, T, E, GAU_HEAD);
     attention_layer_forward(m, l, B, T);
     phase(PHASE_GATE);
-    gau_gate_forward(m->act, uvz, m->att + l * N * E, N, E, W);
+    gau_gate_forward(m->act, of.uvz, of.att, N, E, W);
     phase(PHASE_PROJECTIONS);
-    memcpy(x_next, x, FLOATS(N * C));
-    matmul_forward(x_next, m->act, weight(m, at->o), N, E, C, true);
+    memcpy(of.x_next, of.x, FLOATS(N * C));
+    matmul_forward(of.x_next, m->act, weight(m, at->o), N, E, C, true);
 }
 
 static void unit_backward(Model *m, size_t l, size_t B, size_t T, bool add) {
     const LayerOffsets *at = &m->list.layers[l];
     size_t N = B * T, C = (size_t)m->config.channels, E = (size_t)m->config.ffn, W = 2 * E + GAU_HEAD;
-    const real *x = m->x + l * N * C, *uvz = m->uvz + l * N * W, *att = m->att + l * N * E;
+    Layer of = layer_of(m, l, N);
     real *grads = m->grads, *duvz = m->qkv;
     phase(PHASE_GATE);
-    gau_gate_forward(m->act, uvz, att, N, E, W);
+    gau_gate_forward(m->act, of.uvz, of.att, N, E, W);
     phase(PHASE_PROJECTIONS);
     matmul_backward(m->dact, grads + at->o, m->dx, m->act, weight(m, at->o), N, E, C, add);
     phase(PHASE_GATE);
-    gau_gate_backward(m->datt, duvz, m->dact, uvz, att, N, E, W);
+    gau_gate_backward(m->datt, duvz, m->dact, of.uvz, of.att, N, E, W);
     attention_layer_backward(m, l, B, T);
     phase(PHASE_ROPE);
-    gau_backward(duvz, gains_in(m, grads, l), m->dq, m->dk, m->dv, uvz, gains_in(m, m->params, l), m->cosines, m->sines, B, T, E, GAU_HEAD);
+    gau_backward(duvz, gains_in(m, grads, l), m->dq, m->dk, m->dv, of.uvz, gains_in(m, m->params, l), m->cosines, m->sines, B, T, E, GAU_HEAD);
     phase(PHASE_NORM);
-    rmsnorm_forward(m->h, x, m->params + at->norm1, N, C);
+    rmsnorm_forward(m->h, of.x, m->params + at->norm1, N, C);
     phase(PHASE_PROJECTIONS);
     matmul_backward(m->dh, grads + at->u, duvz, m->h, weight(m, at->u), N, C, W, add);
     phase(PHASE_NORM);
-    rmsnorm_backward(m->dx, grads + at->norm1, m->dh, x, m->params + at->norm1, m->rms, N, C);
+    rmsnorm_backward(m->dx, grads + at->norm1, m->dh, of.x, m->params + at->norm1, m->rms, N, C);
 }
 
 // Fills the activations, down to the normalized output h (N,C) of the last layer.
@@ -657,7 +685,7 @@ static void model_forward(Model *m, const int32_t *tokens, size_t B, size_t T) {
         else layer_forward(m, l, B, T);
     }
     phase(PHASE_NORM);
-    rmsnorm_forward(m->h, m->x + layers * N * C, m->params + m->list.norm, N, C);
+    rmsnorm_forward(m->h, residual(m, layers, N), m->params + m->list.norm, N, C);
     phase(PHASE_OTHER);
 }
 
@@ -687,7 +715,7 @@ static void model_backward(Model *m, const int32_t *tokens, size_t B, size_t T, 
     size_t N = B * T, C = (size_t)m->config.channels, layers = (size_t)m->config.layers;
     phase(PHASE_NORM);
     memset(m->dx, 0, FLOATS(N * C));
-    rmsnorm_backward(m->dx, m->grads + m->list.norm, m->dh, m->x + layers * N * C, m->params + m->list.norm, m->rms, N, C);
+    rmsnorm_backward(m->dx, m->grads + m->list.norm, m->dh, residual(m, layers, N), m->params + m->list.norm, m->rms, N, C);
     for (size_t l = layers; l-- > 0;) {
         if (m->config.block == BLOCK_GAU) unit_backward(m, l, B, T, add);
         else layer_backward(m, l, B, T, add);
@@ -982,7 +1010,7 @@ static void plan_training(Model *m, Decoder *d, const Run *run) {
     bool bf16 = run->o.dtype == TRAIN_BF16;
     m->list = tensors_of(&m->config, run->others, run->other_count);
     plan_parameters(m, true, bf16);
-    plan_activations(m, (size_t)run->o.batch, run->T, bf16);
+    plan_activations(m, (size_t)m->config.layers, (size_t)run->o.batch, run->T, bf16);
     if (run_sample_length(run)) plan_decoder(d, m, &m->plan, 1, run_sample_length(run));
 }
 

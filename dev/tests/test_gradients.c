@@ -247,7 +247,7 @@ static void test_model(const char *text, const char *shape) {
     m->config.attn = parse(text);
     m->list = tensors_of(&m->config, NULL, 0);
     plan_parameters(m, true, false);
-    plan_activations(m, B, T, false);
+    plan_activations(m, (size_t)m->config.layers, B, T, false);
     memory_take(&m->plan);
     model_ready(m);
     for (size_t i = 0; i < m->list.count; i++) {
