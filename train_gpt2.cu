@@ -158,7 +158,8 @@ struct Model {
         cudaEvent_t copied;
     } slots[2];
     int32_t *starts;             // (V + 1) scratch of embedding_plan()
-    float *host_logits;          // (VP)
+    float *host_logits;          // (VP) of a sample
+    uint16_t *host_logits_bf16;  // (VP) as they come from the device under --dtype bf16
     size_t slot;
 };
 
@@ -680,6 +681,8 @@ static void plan_training(Model *m, const Run *run) {
     memory_add(&m->host_plan, "AdamW's moments, for files", (void **)&m->host.square, bytes);
     memory_add(&m->host_plan, "scratch", (void **)&m->starts, ((size_t)m->config.vocab + 1) * sizeof(int32_t));
     memory_add(&m->host_plan, "logits of a token", (void **)&m->host_logits, padded_vocab(&m->config) * sizeof(float));
+    if (m->in_bf16)
+        memory_add(&m->host_plan, "logits of a token", (void **)&m->host_logits_bf16, padded_vocab(&m->config) * sizeof(uint16_t));
 }
 
 static size_t device_free(void) {
@@ -907,15 +910,16 @@ static void change_normalizers(Run *run, Model *m) {
 // row with a cache would.
 static float *logits_after(Model *m, const int32_t *tokens, size_t count) {
     size_t C = (size_t)m->config.channels, VP = padded_vocab(&m->config);
+    void *host = m->in_bf16 ? (void *)m->host_logits_bf16 : m->host_logits;
     CUDA_CHECK(cudaMemcpyAsync(m->batch, tokens, count * sizeof(int32_t), cudaMemcpyHostToDevice, stream));
     by_type([&](auto *a) {
         auto *last = a->h + (count - 1) * C;
         model_forward(m, a, m->batch, 1, count, 1);
         matmul_forward(a->logits, last, weight_for(m, last, m->list.head), (decltype(last))NULL, 1, C, VP, stream);
-        CUDA_CHECK(cudaMemcpyAsync(m->host_logits, a->logits, VP * sizeof *a->logits, cudaMemcpyDeviceToHost, stream));
+        CUDA_CHECK(cudaMemcpyAsync(host, a->logits, VP * sizeof *a->logits, cudaMemcpyDeviceToHost, stream));
     });
     CUDA_CHECK(cudaStreamSynchronize(stream));
-    for (size_t v = VP; m->in_bf16 && v-- > 0;) m->host_logits[v] = bf16_to_float(((const uint16_t *)m->host_logits)[v]);
+    for (size_t v = 0; m->in_bf16 && v < VP; v++) m->host_logits[v] = bf16_to_float(m->host_logits_bf16[v]);
     return m->host_logits;
 }
 

@@ -34,8 +34,13 @@ static _Noreturn void end_early(Run *run) {
     exit(EXIT_DONE);
 }
 
-static bool writes_folder(const Run *run) {
-    return run->o.out && run_is_main() && !run->o.dry_run;
+// make: create the folder and its lock file if they are missing; see folder_lock().
+static bool lock_folder(const Run *run, bool make, Error *error) {
+    return !run->o.out || run->o.dry_run || folder_lock(run->o.out, make, error);
+}
+
+static bool data_whole(const Run *run, Error *error) {
+    return shards_check_all(run->train, error) && (!run->val || shards_check_all(run->val, error));
 }
 
 void run_open(Run *run, const RunProgram *program, ModelConfig *config, int argc, char **argv) {
@@ -49,7 +54,7 @@ void run_open(Run *run, const RunProgram *program, ModelConfig *config, int argc
     if (normalizer_help(o->attn)) exit(EXIT_DONE);
     process_start(&argc, &argv);
     run->heartbeat = heartbeat_start(o->rank_timeout);
-    process_agree(!writes_folder(run) || folder_lock(o->out, false, &error), &error);
+    rank0_try(lock_folder(run, false, &error), &error);
     settle(run);
     start_threads(o->threads);
     if (run->resumed && run->step >= o->steps && !run->owed) {
@@ -65,12 +70,11 @@ bool run_take(Run *run) {
     Error error;
     process_barrier();                     // nobody writes anything before all have seen that it fits
     if (run->o.dry_run) {
-        bool whole = !run_is_main() || (shards_check_all(run->train, &error) && (!run->val || shards_check_all(run->val, &error)));
-        process_agree(whole, &error);
+        rank0_try(data_whole(run, &error), &error);
         if (run_is_main()) printf("dry run: all tokens are below the vocabulary; nothing was written\n");
         return false;
     }
-    process_agree(!writes_folder(run) || folder_lock(run->o.out, true, &error), &error);
+    rank0_try(lock_folder(run, true, &error), &error);
     memory_take(run->plan);
     free(run->others);
     run->others = NULL;
@@ -92,7 +96,7 @@ void run_load(Run *run, Weights weights) {
         return;
     }
     if (run->loaded.text[0]) run->config->attn = run->loaded;      // the change to `attn` comes once its loss is known
-    process_agree(!run_is_main() || read_weights(run, &run->config->attn, &error), &error);
+    rank0_try(read_weights(run, &run->config->attn, &error), &error);
     run->config->attn = attn;
     if (normalizer_equal(&run->loaded, &attn)) run->loaded.text[0] = 0;
     process_broadcast(run->weights.params, bytes);

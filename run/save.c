@@ -27,17 +27,21 @@ static bool write_run_json(const Run *run, Error *error) {
 
 void write_run(Run *run) {
     Error error;
-    bool writes = run->o.out && run_is_main();
-    process_agree(!writes || write_run_json(run, &error), &error);
+    rank0_try(!run->o.out || write_run_json(run, &error), &error);
 }
 
-// From here on the folder is ours. An owed metrics line may be there already: a job that wrote it may have died before its next checkpoint.
+// An owed metrics line may be there already: a job that wrote it may have died before its next checkpoint.
+static bool open_metrics(Run *run, const char *path, Error *error) {
+    int64_t last = run->owed ? run->step - 1 : run->step;
+    return metrics_cut(path, last, error) && (run->metrics = metrics_open(path, error));
+}
+
 void open_run_folder(Run *run) {
     char path[PATH_MAX];
     Error error;
     if (!run->o.out) return;
     snprintf(path, sizeof path, "%s/metrics.jsonl", run->o.out);
-    process_agree(!run_is_main() || (metrics_cut(path, run->owed ? run->step - 1 : run->step, &error) && (run->metrics = metrics_open(path, &error))), &error);
+    rank0_try(open_metrics(run, path, &error), &error);
     write_run(run);
 }
 

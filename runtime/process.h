@@ -42,6 +42,9 @@ void process_barrier(void);
 // end with its error, said once.
 void process_agree(bool done, const Error *error);
 
+// Evaluates `call` on rank 0 alone. Where it is false, all ranks end with its error.
+#define rank0_try(call, error) process_agree(process.rank != 0 || (call), (error))
+
 // SIGTERM, SIGINT, SIGUSR1 and SIGHUP are blocked in every thread, and one thread waits for them, so that no handler ever runs on a
 // thread that computes: with a large k, oneDNN's generated code points the stack register at its workspace on the heap, and the kernel
 // would write the handler's frame below it, over the heap.
