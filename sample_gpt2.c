@@ -1,8 +1,8 @@
-// Writes text from a checkpoint: prompt in, continuation out as it comes. The layers and the key-value cache are the trainer's,
-// train_gpt2.c section 5; here are prompts, texts in the making, and what goes to stdout.
+// Writes text from a checkpoint: prompt in, continuation out as it comes. The layers and the key-value cache are the
+// trainer's, train_gpt2.c section 5; here are prompts, texts in the making, and what goes to stdout.
 #define WITHOUT_MAIN
 #pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wunused-function"      // of the trainer's layers only some serve here
+#pragma GCC diagnostic ignored "-Wunused-function"    // of the trainer's layers only some serve here
 #include "train_gpt2.c"
 
 #include <errno.h>
@@ -25,7 +25,7 @@ typedef struct {
 } SampleOptions;
 
 typedef struct {
-    const char *text;          // as it was given
+    const char *text;    // as it was given
     size_t length;
     int32_t *ids;
     size_t count;
@@ -34,27 +34,27 @@ typedef struct {
 // One text in the making: sample number `sample` of a prompt, in a sequence of the decoder's cache.
 typedef struct {
     size_t prompt, sample;
-    int32_t *ids;              // drawn so far; its room is max_new_tokens
+    int32_t *ids;    // drawn so far; its room is max_new_tokens
     size_t count;
     bool done;
 } Text;
 
 // Bytes of UTF-8 on their way to stdout: a character goes out when it is whole.
 typedef struct {
-    unsigned char bytes[4], low, high;       // low..high: what the next byte may be
+    unsigned char bytes[4], low, high;    // low..high: what the next byte may be
     size_t have, need;
 } Utf8;
 
 typedef struct {
     SampleOptions o;
     Model model;
-    Normalizer saved;          // the checkpoint's own
+    Normalizer saved;    // the checkpoint's own
     Decoder decoder;
-    Tokenizer *tokenizer;      // NULL: prompts and texts are token ids
+    Tokenizer *tokenizer;    // NULL: prompts and texts are token ids
     Prompt *prompts;
     size_t prompt_count;
-    Text texts[FEW_ROWS];      // those being written at a time
-    int32_t *drawn;            // (FEW_ROWS, max_new_tokens)
+    Text texts[FEW_ROWS];    // those being written at a time
+    int32_t *drawn;          // (FEW_ROWS, max_new_tokens)
     Utf8 utf8;
     size_t current, shown;     // the text that stdout stands in, and how many of its ids are there
     bool begun;                // is its prompt there?
@@ -70,24 +70,37 @@ static bool has_file(const char *folder, const char *name) {
 }
 
 static void parse_flags(SampleOptions *o, int argc, char **argv) {
-    *o = (SampleOptions){.max_new_tokens = 256, .temperature = 0.9, .top_k = 50, .top_p = 1, .seed = 1337, .num_samples = 1};
+    *o = (SampleOptions){
+        .max_new_tokens = 256, .temperature = 0.9, .top_k = 50, .top_p = 1, .seed = 1337, .num_samples = 1};
     Option table[] = {
-        {"model", OPT_TEXT, &o->model, .arg = "DIR", .group = "Model", .help = "a checkpoint's folder, or a run's: then its newest checkpoint"},
-        {"attn", OPT_TEXT, &o->attn, .arg = "NAME", .group = "Model", .help = "another attention normalizer than the checkpoint's; `--attn help` lists them"},
-        {"ignore-config-key", OPT_TEXT, &o->ignore_config_key, .arg = "NAME[,...]", .group = "Model", .help = "keys of config.json that are not known here and change nothing"},
-        {"prompt", OPT_TEXT, &o->prompt, .arg = "TEXT", .group = "Text", .help = "how the text begins; -: read it from stdin; none: end-of-text. Without a tokenizer, token ids: 1,2,3"},
-        {"prompt-file", OPT_TEXT, &o->prompt_file, .arg = "F", .group = "Text", .help = "a file of prompts, one a line; blank lines are left out"},
-        {"max-new-tokens", OPT_INT, &o->max_new_tokens, 1, MAX_SEQ_LEN, .arg = "N", .group = "Text", .help = "most tokens after a prompt; end-of-text ends a text before"},
+        {"model", OPT_TEXT, &o->model, .arg = "DIR", .group = "Model",
+         .help = "a checkpoint's folder, or a run's: then its newest checkpoint"},
+        {"attn", OPT_TEXT, &o->attn, .arg = "NAME", .group = "Model",
+         .help = "another attention normalizer than the checkpoint's; `--attn help` lists them"},
+        {"ignore-config-key", OPT_TEXT, &o->ignore_config_key, .arg = "NAME[,...]", .group = "Model",
+         .help = "keys of config.json that are not known here and change nothing"},
+        {"prompt", OPT_TEXT, &o->prompt, .arg = "TEXT", .group = "Text",
+         .help =
+             "how the text begins; -: read it from stdin; none: end-of-text. Without a tokenizer, token ids: 1,2,3"},
+        {"prompt-file", OPT_TEXT, &o->prompt_file, .arg = "F", .group = "Text",
+         .help = "a file of prompts, one a line; blank lines are left out"},
+        {"max-new-tokens", OPT_INT, &o->max_new_tokens, 1, MAX_SEQ_LEN, .arg = "N", .group = "Text",
+         .help = "most tokens after a prompt; end-of-text ends a text before"},
         {"num-samples", OPT_INT, &o->num_samples, 1, 1e6, .arg = "N", .group = "Text", .help = "texts for each prompt"},
-        {"temperature", OPT_FLOAT, &o->temperature, 0, 100, .arg = "X", .group = "Drawing", .help = "divides the logits; 0: always the likeliest token"},
-        {"top-k", OPT_INT, &o->top_k, 0, MAX_VOCAB, .arg = "N", .group = "Drawing", .help = "draw among the N likeliest tokens; 0: all"},
-        {"top-p", OPT_FLOAT, &o->top_p, 0, 1, .arg = "X", .group = "Drawing", .help = "and among the fewest that have this much of their probability; 1: all"},
-        {"seed", OPT_INT, &o->seed, 0, 9007199254740992.0, .arg = "N", .group = "Drawing", .help = "the same seed draws the same texts"},
+        {"temperature", OPT_FLOAT, &o->temperature, 0, 100, .arg = "X", .group = "Drawing",
+         .help = "divides the logits; 0: always the likeliest token"},
+        {"top-k", OPT_INT, &o->top_k, 0, MAX_VOCAB, .arg = "N", .group = "Drawing",
+         .help = "draw among the N likeliest tokens; 0: all"},
+        {"top-p", OPT_FLOAT, &o->top_p, 0, 1, .arg = "X", .group = "Drawing",
+         .help = "and among the fewest that have this much of their probability; 1: all"},
+        {"seed", OPT_INT, &o->seed, 0, 9007199254740992.0, .arg = "N", .group = "Drawing",
+         .help = "the same seed draws the same texts"},
         {"threads", OPT_INT, &o->threads, 0, MAX_THREADS, .arg = "N", .group = "Machine", .help = THREADS_HELP},
     };
-    options_parse(table, sizeof table / sizeof *table, argc, argv,
-                  "Usage: sample_gpt2 --model DIR [flags]\n\nWrites each prompt and its continuation to stdout, the speed to stderr. Several texts have a line\n"
-                  "\"---- prompt P, sample S\" above each.");
+    options_parse(
+        table, sizeof table / sizeof *table, argc, argv,
+        "Usage: sample_gpt2 --model DIR [flags]\n\nWrites each prompt and its continuation to stdout, the speed to stderr. Several texts have a line\n"
+        "\"---- prompt P, sample S\" above each.");
     if (o->attn && normalizer_help(o->attn)) exit(EXIT_DONE);
     if (!o->model) fail(EXIT_USAGE, "--model is missing: the folder of a checkpoint or of a run.");
     if (o->prompt && o->prompt_file) fail(EXIT_USAGE, "--prompt and --prompt-file: give one of them.");
@@ -97,7 +110,9 @@ static void find_checkpoint(const char *given, char *folder, size_t size) {
     uint64_t step;
     snprintf(folder, size, "%s", given);
     if (has_file(given, "config.json") || checkpoint_newest(given, folder, size, &step)) return;
-    fail(EXIT_INPUT, "--model %s: expected a checkpoint's folder (with config.json) or a run's (with ckpt/step-*), found neither.", given);
+    fail(EXIT_INPUT,
+         "--model %s: expected a checkpoint's folder (with config.json) or a run's (with ckpt/step-*), found neither.",
+         given);
 }
 
 // The model's shape, its normalizer, and the tokenizer, which is the same in all checkpoints of a run.
@@ -107,7 +122,8 @@ static bool read_config(Sampler *s, const char *folder, Error *error) {
     if (!model_config_read(config, folder, s->o.ignore_config_key, error)) return false;
     s->saved = config->attn;
     if (s->o.attn) {
-        if (!normalizer_parse(&config->attn, s->o.attn, message, sizeof message)) fail(EXIT_USAGE, "--attn %s: %s.", s->o.attn, message);
+        if (!normalizer_parse(&config->attn, s->o.attn, message, sizeof message))
+            fail(EXIT_USAGE, "--attn %s: %s.", s->o.attn, message);
         fprintf(stderr, "sample_gpt2: --attn %s; the checkpoint was trained with %s", s->o.attn, s->saved.text);
         if (normalizer_has(&config->attn, SCALAR_S) && !normalizer_keeps(&s->saved, &config->attn, SCALAR_S))
             fprintf(stderr, ": s = %.4f in all heads", normalizer_start(&config->attn, SCALAR_S, config->seq_len));
@@ -115,7 +131,8 @@ static bool read_config(Sampler *s, const char *folder, Error *error) {
     }
     bool has_tokenizer = has_file(folder, tokenizer_files[0]);
     int vocab, end_of_text;
-    if (checkpoint_vanished(folder)) return error_set(error, EXIT_INPUT, "%s: it was removed while it was read.", folder);
+    if (checkpoint_vanished(folder))
+        return error_set(error, EXIT_INPUT, "%s: it was removed while it was read.", folder);
     if (!has_tokenizer) return true;
     if (!s->tokenizer && !(s->tokenizer = tokenizer_open(folder, error))) {
         if (error->code != EXIT_INPUT || !tokenizer_ids(folder, &vocab, &end_of_text)) return false;
@@ -153,16 +170,16 @@ static void add_prompt(Sampler *s, const char *text, size_t length, const char *
     if (!s->prompts || !ids) fail(EXIT_RESOURCE, "%s: out of memory for the prompts.", where);
     Prompt *p = &s->prompts[s->prompt_count++];
     *p = (Prompt){text, length, ids, 0};
-    if (s->tokenizer)
-        p->count = tokenizer_encode(s->tokenizer, text, length, ids, 3 * length);
+    if (s->tokenizer) p->count = tokenizer_encode(s->tokenizer, text, length, ids, 3 * length);
     else if (!read_ids(p, s->model.config.vocab))
-        fail(code, "%s: expected token ids below %d with commas between, such as 1,2,3, found \"%.*s\".\n"
-             "  The model's folder has no tokenizer.json that this program can read text with.", where, s->model.config.vocab,
-             (int)(length < 40 ? length : 40), text);
+        fail(code,
+             "%s: expected token ids below %d with commas between, such as 1,2,3, found \"%.*s\".\n"
+             "  The model's folder has no tokenizer.json that this program can read text with.",
+             where, s->model.config.vocab, (int)(length < 40 ? length : 40), text);
     if (!p->count) p->ids[p->count++] = s->model.config.end_of_text;
     if (p->count + (size_t)s->o.max_new_tokens > MAX_SEQ_LEN)
-        fail(code, "%s: %zu tokens and --max-new-tokens %lld are more than %d together.", where, p->count, (long long)s->o.max_new_tokens,
-             MAX_SEQ_LEN);
+        fail(code, "%s: %zu tokens and --max-new-tokens %lld are more than %d together.", where, p->count,
+             (long long)s->o.max_new_tokens, MAX_SEQ_LEN);
 }
 
 static void read_prompt_file(Sampler *s) {
@@ -202,12 +219,9 @@ static void read_stdin(Sampler *s) {
 
 static void read_prompts(Sampler *s) {
     const char *prompt = s->o.prompt ? s->o.prompt : "";
-    if (s->o.prompt_file)
-        read_prompt_file(s);
-    else if (!strcmp(prompt, "-"))
-        read_stdin(s);
-    else
-        add_prompt(s, prompt, strlen(prompt), "--prompt", EXIT_USAGE);
+    if (s->o.prompt_file) read_prompt_file(s);
+    else if (!strcmp(prompt, "-")) read_stdin(s);
+    else add_prompt(s, prompt, strlen(prompt), "--prompt", EXIT_USAGE);
 }
 
 // ---- memory and weights
@@ -218,20 +232,23 @@ static size_t text_count(const Sampler *s) {
 
 static bool load(Sampler *s, const char *folder, Error *error) {
     Model *m = &s->model;
-    size_t sequences = text_count(s) < FEW_ROWS ? text_count(s) : FEW_ROWS, longest = 0, new_tokens = (size_t)s->o.max_new_tokens;
+    size_t sequences = text_count(s) < FEW_ROWS ? text_count(s) : FEW_ROWS, longest = 0,
+           new_tokens = (size_t)s->o.max_new_tokens;
     for (size_t i = 0; i < s->prompt_count; i++)
         if (s->prompts[i].count > longest) longest = s->prompts[i].count;
     if (normalizer_has(&m->config.attn, SCALAR_P) && longest + new_tokens - 1 > (size_t)m->config.seq_len)
-        fail(EXIT_USAGE, "a prompt of %zu tokens and --max-new-tokens %zu under %s: p_n is learned for n up to %d.", longest, new_tokens,
-             m->config.attn.text, m->config.seq_len);
+        fail(EXIT_USAGE, "a prompt of %zu tokens and --max-new-tokens %zu under %s: p_n is learned for n up to %d.",
+             longest, new_tokens, m->config.attn.text, m->config.seq_len);
     m->list = tensors_of(&m->config, NULL, 0);
     plan_parameters(m, false, false);
     plan_decoder(&s->decoder, m, &m->plan, sequences, longest + new_tokens);
     memory_add(&m->plan, "texts", (void **)&s->drawn, sequences * new_tokens * sizeof(int32_t));
     if ((double)m->plan.total > (double)memory_available())
-        fail(EXIT_RESOURCE, "this needs %s of memory, and %s is free: %zu text%s at a time, of up to %zu tokens.\n"
-             "  A smaller --max-new-tokens needs less.", human_bytes((double)m->plan.total).text,
-             human_bytes((double)memory_available()).text, sequences, sequences == 1 ? "" : "s", longest + new_tokens);
+        fail(EXIT_RESOURCE,
+             "this needs %s of memory, and %s is free: %zu text%s at a time, of up to %zu tokens.\n"
+             "  A smaller --max-new-tokens needs less.",
+             human_bytes((double)m->plan.total).text, human_bytes((double)memory_available()).text, sequences,
+             sequences == 1 ? "" : "s", longest + new_tokens);
     memory_take(&m->plan);
     Weights weights = weights_of(m);
     if (!weights_load(&weights, folder, &s->saved, error)) return false;
@@ -266,9 +283,15 @@ static void utf8_end(Utf8 *u) {
 static void utf8_put(Utf8 *u, unsigned char c) {
     if (u->have && (c < u->low || c > u->high)) utf8_end(u);
     bool first = !u->have;
-    if (first) u->need = c < 0x80 ? 1 : c >= 0xC2 && c <= 0xDF ? 2 : c >= 0xE0 && c <= 0xEF ? 3 : c >= 0xF0 && c <= 0xF4 ? 4 : 0;
-    u->low = first && c == 0xE0 ? 0xA0 : first && c == 0xF0 ? 0x90 : 0x80;        // no overlong forms,
-    u->high = first && c == 0xED ? 0x9F : first && c == 0xF4 ? 0x8F : 0xBF;       // no surrogates, nothing above U+10FFFF
+    if (first)
+        u->need = c < 0x80                 ? 1
+                  : c >= 0xC2 && c <= 0xDF ? 2
+                  : c >= 0xE0 && c <= 0xEF ? 3
+                  : c >= 0xF0 && c <= 0xF4 ? 4
+                                           : 0;
+    u->low = first && c == 0xE0 ? 0xA0 : first && c == 0xF0 ? 0x90 : 0x80;    // no overlong forms,
+    // No surrogates, nothing above U+10FFFF.
+    u->high = first && c == 0xED ? 0x9F : first && c == 0xF4 ? 0x8F : 0xBF;
     u->bytes[u->have++] = c;
     if (!u->need) utf8_end(u);
     if (u->have == u->need) fwrite(u->bytes, 1, u->have, stdout), u->have = 0;
@@ -288,7 +311,8 @@ static void put_prompt(Sampler *s, const Text *t) {
     for (size_t i = 0; !s->tokenizer && i < p->count; i++) printf("%s%d", i ? "," : "", p->ids[i]);
 }
 
-// Shows what is new of the first `count` texts: the one at s->current grows as it comes, those behind it wait until it is done.
+// Shows what is new of the first `count` texts: the one at s->current grows as it comes, those behind it wait until it
+// is done.
 static void show(Sampler *s, size_t count) {
     for (; s->current < count; s->current++) {
         const Text *t = &s->texts[s->current];
@@ -340,7 +364,9 @@ static bool advance(Sampler *s, size_t count) {
 static void write_texts(Sampler *s, size_t first, size_t count) {
     size_t samples = (size_t)s->o.num_samples;
     for (size_t i = 0; i < count; i++)
-        s->texts[i] = (Text){.prompt = (first + i) / samples, .sample = (first + i) % samples, .ids = s->drawn + i * (size_t)s->o.max_new_tokens};
+        s->texts[i] = (Text){.prompt = (first + i) / samples,
+                             .sample = (first + i) % samples,
+                             .ids = s->drawn + i * (size_t)s->o.max_new_tokens};
     s->current = 0;
     for (size_t i = 0; i < count; i++) {
         const Prompt *p = &s->prompts[s->texts[i].prompt];
@@ -364,11 +390,13 @@ int main(int argc, char **argv) {
     double start = now();
     for (size_t first = 0; first < text_count(&s); first += FEW_ROWS)
         write_texts(&s, first, text_count(&s) - first < FEW_ROWS ? text_count(&s) - first : FEW_ROWS);
-    if (fflush(stdout) != 0 || ferror(stdout)) fail(EXIT_RESOURCE, "stdout: the text could not be written: %s.", strerror(errno));
+    if (fflush(stdout) != 0 || ferror(stdout))
+        fail(EXIT_RESOURCE, "stdout: the text could not be written: %s.", strerror(errno));
     if (s.longest > (size_t)s.model.config.seq_len)
-        warn("a text of %zu tokens goes beyond the %d that the model was trained with.", s.longest, s.model.config.seq_len);
+        warn("a text of %zu tokens goes beyond the %d that the model was trained with.", s.longest,
+             s.model.config.seq_len);
     double seconds = now() - start;
-    fprintf(stderr, "sample_gpt2: %s token%s in %.2f s, %.1f tokens/s\n", human_grouped(s.tokens).text, s.tokens == 1 ? "" : "s", seconds,
-            (double)s.tokens / seconds);
+    fprintf(stderr, "sample_gpt2: %s token%s in %.2f s, %.1f tokens/s\n", human_grouped(s.tokens).text,
+            s.tokens == 1 ? "" : "s", seconds, (double)s.tokens / seconds);
     return EXIT_DONE;
 }

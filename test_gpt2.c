@@ -1,5 +1,6 @@
-// Every number of the CPU trainer against the float64 reference (dev/reference/README.md has the cases and how they are stored). The
-// exit status is the verdict. dev/tests/test_gradients.c has finite differences, of the same code in double.
+// Every number of the CPU trainer against the float64 reference (dev/reference/README.md has the cases and how they are
+// stored). The exit status is the verdict. dev/tests/test_gradients.c has finite differences, of the same code in
+// double.
 //
 //   ./test_gpt2 [WORD]     only the cases whose name has WORD in it
 #define WITHOUT_MAIN
@@ -8,7 +9,7 @@
 
 #include "dev/reference/cases.h"
 
-// ---------------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------------
 // The trainer under test
 
 static Model subject;
@@ -55,7 +56,7 @@ static void subject_end(void) {
     memory_release(&subject.plan);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------------
 // Each layer alone
 
 static void test_rmsnorm(void) {
@@ -77,15 +78,17 @@ static void test_rmsnorm(void) {
 static void test_rope(void) {
     size_t B = size_of("B"), T = size_of("T"), NH = size_of("heads"), HS = size_of("head_size"), C = NH * HS, N = B * T;
     int before = failed;
-    float *x = input("x", N * C, 1), *dout = input("dout", N * C, 1), *qkv = floats(N * 3 * C), *dqkv = floats(N * 3 * C);
-    float *q = floats(N * C), *k = floats(N * C), *v = floats(N * C), *cosines = floats(T * HS / 2), *sines = floats(T * HS / 2);
+    float *x = input("x", N * C, 1), *dout = input("dout", N * C, 1), *qkv = floats(N * 3 * C),
+          *dqkv = floats(N * 3 * C);
+    float *q = floats(N * C), *k = floats(N * C), *v = floats(N * C), *cosines = floats(T * HS / 2),
+          *sines = floats(T * HS / 2);
     float *out = floats(N * C), *dq = floats(N * C);
     rope_table(cosines, sines, T, HS, 10000);
     for (size_t n = 0; n < N; n++)
         for (size_t part = 0; part < 3; part++) memcpy(qkv + n * 3 * C + part * C, x + n * C, FLOATS(C));
     rope_forward(q, k, v, qkv, cosines, sines, B, T, NH, HS);
     check("k is rotated as q is", memcmp(q, k, FLOATS(N * C)) ? 1 : 0, 0);
-    for (size_t i = 0; i < N * C; i++) {               // (B,T,NH,HS) from (B,NH,T,HS)
+    for (size_t i = 0; i < N * C; i++) {    // (B,T,NH,HS) from (B,NH,T,HS)
         size_t d = i % HS, h = i / HS % NH, t = i / C % T, b = i / C / T, from = ((b * NH + h) * T + t) * HS + d;
         out[i] = q[from];
         dq[from] = dout[i];
@@ -102,7 +105,8 @@ static void test_rope(void) {
     worst = largest(worst, compare("dx", dx, N * C, 0, 1e-6));
     worst = largest(worst, compare("dx", dk, N * C, 0, 1e-6));
     case_done(before, worst);
-    free(x), free(dout), free(qkv), free(dqkv), free(q), free(k), free(v), free(cosines), free(sines), free(out), free(dq), free(dx), free(dk);
+    free(x), free(dout), free(qkv), free(dqkv), free(q), free(k), free(v), free(cosines), free(sines), free(out),
+        free(dq), free(dx), free(dk);
 }
 
 static void test_swiglu(void) {
@@ -123,7 +127,8 @@ static void test_swiglu(void) {
 static void test_matmul(void) {
     size_t N = size_of("N"), C = size_of("C"), OC = size_of("OC");
     int before = failed;
-    float *x = input("x", N * C, 1), *w = input("weight", OC * C, (float)(2 / sqrt((double)C))), *dout = input("dout", N * OC, 1);
+    float *x = input("x", N * C, 1), *w = input("weight", OC * C, (float)(2 / sqrt((double)C))),
+          *dout = input("dout", N * OC, 1);
     float *out = floats(N * OC), *dx = floats(N * C), *dw = floats(OC * C);
     matmul_forward(out, x, (Operand){.f32 = w}, N, C, OC, false);
     matmul_backward(dx, dw, dout, x, (Operand){.f32 = w}, N, C, OC, false);
@@ -161,7 +166,8 @@ static void test_crossentropy(void) {
     int before = failed;
     int32_t *targets = malloc(N * sizeof *targets);
     uint8_t *mask = calloc(N, 1);
-    float *logits = input("logits", N * V, (float)atof(text_of("scale"))), *kept = floats(N * V), *losses = floats(N), expected;
+    float *logits = input("logits", N * V, (float)atof(text_of("scale"))), *kept = floats(N * V), *losses = floats(N),
+          expected;
     memcpy(kept, logits, FLOATS(N * V));
     for (size_t n = 0; n < N; n++) targets[n] = fixture_token(n, (int)V);
     read_answer("loss", &expected, 1);
@@ -199,7 +205,8 @@ static float *by_head(const float *x, size_t B, size_t T, size_t NH, size_t HS, 
     return out;
 }
 
-static double compare_by_head(const char *name, const float *x, size_t B, size_t T, size_t NH, size_t HS, double floor, double bound) {
+static double compare_by_head(const char *name, const float *x, size_t B, size_t T, size_t NH, size_t HS, double floor,
+                              double bound) {
     float *y = by_head(x, B, T, NH, HS, true);
     double error = compare(name, y, B * T * NH * HS, floor, bound);
     free(y);
@@ -214,21 +221,30 @@ typedef struct {
 } TestScalars;
 
 static TestScalars test_scalars(const Normalizer *normalizer, size_t NH, size_t L) {
-    TestScalars x = {floats(NH), floats(NH), floats(L), floats(NH), floats(NH), floats(NH), floats(L), floats(NH), {0}, {0}};
-    const struct { Scalar scalar; const char *name; float *values, *grads; size_t n; } KINDS[] = {
-        {SCALAR_S, "attn_scale", x.s, x.ds, NH}, {SCALAR_B, "attn_bias", x.b, x.db, NH}, {SCALAR_P, "attn_pn", x.p, x.dp, L},
-        {SCALAR_SINK, "attn_sink", x.sink, x.dsink, NH}};
+    TestScalars x = {floats(NH), floats(NH), floats(L),  floats(NH), floats(NH),
+                     floats(NH), floats(L),  floats(NH), {0},        {0}};
+    const struct {
+        Scalar scalar;
+        const char *name;
+        float *values, *grads;
+        size_t n;
+    } KINDS[] = {{SCALAR_S, "attn_scale", x.s, x.ds, NH},
+                 {SCALAR_B, "attn_bias", x.b, x.db, NH},
+                 {SCALAR_P, "attn_pn", x.p, x.dp, L},
+                 {SCALAR_SINK, "attn_sink", x.sink, x.dsink, NH}};
     for (int i = 0; i < 4; i++) {
         float mean, scale;
         fixture_weight_rule(KINDS[i].name, KINDS[i].n, &mean, &scale);
-        if (!normalizer_trains(normalizer, KINDS[i].scalar)) mean = (float)normalizer_start(normalizer, KINDS[i].scalar, (int)L), scale = 0.0f;
+        if (!normalizer_trains(normalizer, KINDS[i].scalar))
+            mean = (float)normalizer_start(normalizer, KINDS[i].scalar, (int)L), scale = 0.0f;
         fixture_fill(KINDS[i].values, KINDS[i].n, KINDS[i].name, 0, mean, scale);
     }
 #define IF(query, scalar, x) query(normalizer, scalar) ? x : NULL
-    x.values = (AttentionScalars){IF(normalizer_has, SCALAR_S, x.s), IF(normalizer_has, SCALAR_B, x.b), IF(normalizer_has, SCALAR_P, x.p),
-                                  IF(normalizer_has, SCALAR_SINK, x.sink)};
-    x.grads = (AttentionScalarGrads){IF(normalizer_trains, SCALAR_S, x.ds), IF(normalizer_trains, SCALAR_B, x.db),
-                                     IF(normalizer_trains, SCALAR_P, x.dp), IF(normalizer_trains, SCALAR_SINK, x.dsink)};
+    x.values = (AttentionScalars){IF(normalizer_has, SCALAR_S, x.s), IF(normalizer_has, SCALAR_B, x.b),
+                                  IF(normalizer_has, SCALAR_P, x.p), IF(normalizer_has, SCALAR_SINK, x.sink)};
+    x.grads =
+        (AttentionScalarGrads){IF(normalizer_trains, SCALAR_S, x.ds), IF(normalizer_trains, SCALAR_B, x.db),
+                               IF(normalizer_trains, SCALAR_P, x.dp), IF(normalizer_trains, SCALAR_SINK, x.dsink)};
 #undef IF
     return x;
 }
@@ -238,11 +254,13 @@ static void free_scalars(TestScalars x) {
 }
 
 static void test_attention(void) {
-    size_t B = size_of("B"), T = size_of("T"), NH = size_of("heads"), HS = size_of("head_size"), L = size_of("L"), n = B * T * NH * HS;
+    size_t B = size_of("B"), T = size_of("T"), NH = size_of("heads"), HS = size_of("head_size"), L = size_of("L"),
+           n = B * T * NH * HS;
     int before = failed;
     char message[1024];
     Normalizer normalizer;
-    if (!normalizer_parse(&normalizer, text_of("attn"), message, sizeof message)) fail(EXIT_INPUT, "%s: %s", case_name, message);
+    if (!normalizer_parse(&normalizer, text_of("attn"), message, sizeof message))
+        fail(EXIT_INPUT, "%s: %s", case_name, message);
     AttentionShape shape = {&normalizer, B, T, NH, HS, HS, (int)L};
     TestScalars scalars = test_scalars(&normalizer, NH, L);
     float *x[3], *head[3], *d[3], *out = floats(n), *dout = input("dout", n, 1);
@@ -253,10 +271,12 @@ static void test_attention(void) {
         d[i] = floats(n);
     }
     attention_forward(out, stats, head[0], head[1], head[2], scalars.values, shape, scratch);
-    attention_backward(d[0], d[1], d[2], scalars.grads, dout, out, stats, head[0], head[1], head[2], scalars.values, shape, scratch);
+    attention_backward(d[0], d[1], d[2], scalars.grads, dout, out, stats, head[0], head[1], head[2], scalars.values,
+                       shape, scratch);
     double norm = 0, worst = compare("out", out, n, 0, 1e-5);
     for (size_t i = 0; i < n; i++) norm += (double)d[2][i] * d[2][i];
-    double floor = (T == 1 ? 5e-2 : 1e-2) * sqrt(norm);          // at T = 1 under l1, dq and dk are 0: what is left is rounding
+    // At T = 1 under l1, dq and dk are 0: what is left is rounding.
+    double floor = (T == 1 ? 5e-2 : 1e-2) * sqrt(norm);
     worst = largest(worst, compare_by_head("dq", d[0], B, T, NH, HS, floor, 1e-4));
     worst = largest(worst, compare_by_head("dk", d[1], B, T, NH, HS, floor, 1e-4));
     worst = largest(worst, compare_by_head("dv", d[2], B, T, NH, HS, floor, 1e-4));
@@ -264,13 +284,16 @@ static void test_attention(void) {
     if (scalars.grads.b) worst = largest(worst, compare("dattn_bias", scalars.db, NH, floor, 1e-4));
     if (scalars.grads.p) worst = largest(worst, compare("dattn_pn", scalars.dp, L, floor, 1e-4));
     if (scalars.grads.sink) worst = largest(worst, compare("dattn_sink", scalars.dsink, NH, floor, 1e-4));
-    // One query at a time, as in generation, gives the same rows; but for -logT, T and T2, where T is the length so far.
-    bool by_length = normalizer.offset.kind == OFFSET_LOG_T || normalizer.norm.kind == NORM_T || normalizer.norm.kind == NORM_T2;
+    // One query at a time, as in generation, gives the same rows; but for -logT, T and T2, where T is the length so
+    // far.
+    bool by_length =
+        normalizer.offset.kind == OFFSET_LOG_T || normalizer.norm.kind == NORM_T || normalizer.norm.kind == NORM_T2;
     float *row = floats(HS), *scores = floats(T);
     double difference = 0, size = 0;
     for (size_t i = 0; i < B * NH * T && !by_length; i++) {
         size_t t = i % T, h = i / T % NH, b = i / T / NH, at = (i - t) * HS;
-        attention_row(row, head[0] + i * HS, head[1] + at, HS, head[2] + at, HS, t + 1, h, scalars.values, shape, scores);
+        attention_row(row, head[0] + i * HS, head[1] + at, HS, head[2] + at, HS, t + 1, h, scalars.values, shape,
+                      scores);
         for (size_t c = 0; c < HS; c++) {
             double o = out[((b * T + t) * NH + h) * HS + c];
             difference += (row[c] - o) * (row[c] - o), size += o * o;
@@ -290,7 +313,8 @@ static void test_adamw(void) {
     double decay = atof(text_of("weight_decay"));
     for (size_t s = 0; s < steps; s++) {
         fixture_fill(grad, N, "grad", s * N, 0.0f, 1.0f);
-        adamw(param, mean, square, NULL, grad, N, (AdamW){atof(text_of("lr")), 0.9, 0.95, 1e-8, decay, 1.0, (int64_t)s + 1}, true);
+        adamw(param, mean, square, NULL, grad, N,
+              (AdamW){atof(text_of("lr")), 0.9, 0.95, 1e-8, decay, 1.0, (int64_t)s + 1}, true);
     }
     double worst = compare("param", param, N, 0, 1e-6);
     worst = largest(worst, compare("exp_avg", mean, N, 0, 1e-6));
@@ -299,11 +323,11 @@ static void test_adamw(void) {
     free(param), free(mean), free(square), free(grad);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------------
 // Without the reference
 
-// Products of bfloat16 inputs, in all transposes, against plain loops over the rounded numbers; and oneDNN's primitives in float32,
-// which is how that code is tried on processors without bfloat16.
+// Products of bfloat16 inputs, in all transposes, against plain loops over the rounded numbers; and oneDNN's primitives
+// in float32, which is how that code is tried on processors without bfloat16.
 static void test_bf16_products(void) {
     enum { M = 37, N = 65, K = 129 };
     static float a[M * K], b[K * N], c[M * N], expected[M * N];
@@ -331,15 +355,16 @@ static void test_bf16_products(void) {
                 c[i * N + j] = add ? 1.0f : NAN;
             }
         if (primitive) {
-            if (!gemm_by_primitive(PRODUCT_F32, ta ? 'T' : 'N', tb ? 'T' : 'N', M, N, K, a, ta ? M : K, b, tb ? K : N, add, c, N)) {
+            if (!gemm_by_primitive(PRODUCT_F32, ta ? 'T' : 'N', tb ? 'T' : 'N', M, N, K, a, ta ? M : K, b, tb ? K : N,
+                                   add, c, N)) {
 #ifdef USE_ONEDNN
                 check("a primitive that oneDNN refuses", INFINITY, 1e-6);
 #endif
                 continue;
             }
         } else {
-            gemm_bf16(ta ? 'T' : 'N', tb ? 'T' : 'N', M, N, K, (Operand){.f32 = a}, ta ? M : K, (Operand){.bf16 = rounded_b}, tb ? K : N,
-                      add, c, N);
+            gemm_bf16(ta ? 'T' : 'N', tb ? 'T' : 'N', M, N, K, (Operand){.f32 = a}, ta ? M : K,
+                      (Operand){.bf16 = rounded_b}, tb ? K : N, add, c, N);
         }
         for (int i = 0; i < M * N; i++) {
             difference += ((double)c[i] - expected[i]) * ((double)c[i] - expected[i]);
@@ -359,7 +384,8 @@ static void test_colliding_rows(void) {
     case_name = "a product of rows 4 KiB apart";
     float *a = input("a", M * K, 1), *b = input("b", K * N, 1), *c = floats(M * N);
     double difference = 0, norm = 0;
-    for (int add = 0; add < 2; add++) gemm('N', 'N', M, N, K, a, K, b, N, (float)add, c, N);       // the product, twice
+    // The product, twice.
+    for (int add = 0; add < 2; add++) gemm('N', 'N', M, N, K, a, K, b, N, (float)add, c, N);
     for (int i = 0; i < M; i++) {
         for (int j = 0; j < N; j += 7) {
             double sum = 0;
@@ -394,12 +420,18 @@ static void test_nan(void) {
     case_done(before, 0);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------------
 
 int main(int argc, char **argv) {
-    static const CaseKind KINDS[] = {
-        {"model", test_model}, {"rmsnorm", test_rmsnorm}, {"rope", test_rope}, {"swiglu", test_swiglu}, {"matmul", test_matmul},
-        {"embedding", test_embedding}, {"crossentropy", test_crossentropy}, {"attention", test_attention}, {"adamw", test_adamw}};
+    static const CaseKind KINDS[] = {{"model", test_model},
+                                     {"rmsnorm", test_rmsnorm},
+                                     {"rope", test_rope},
+                                     {"swiglu", test_swiglu},
+                                     {"matmul", test_matmul},
+                                     {"embedding", test_embedding},
+                                     {"crossentropy", test_crossentropy},
+                                     {"attention", test_attention},
+                                     {"adamw", test_adamw}};
     const char *word = argc > 1 ? argv[1] : "";
     program_name = "test_gpt2";
     run_cases(KINDS, sizeof KINDS / sizeof *KINDS, word, false);

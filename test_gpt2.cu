@@ -1,6 +1,7 @@
-// Every number of the CUDA trainer against the float64 reference, in float32: whole models (each layer, ten steps of AdamW) and attention,
-// with the cases and bounds of test_gpt2.c; and in bfloat16 the models' losses and attention beside float32. The
-// other kernels alone: dev/tests/test_kernels.cu. On a GPU, or on a CPU as test_gpt2cu_on_cpu. The exit status is the verdict.
+// Every number of the CUDA trainer against the float64 reference, in float32: whole models (each layer, ten steps of
+// AdamW) and attention, with the cases and bounds of test_gpt2.c; and in bfloat16 the models' losses and attention
+// beside float32. The other kernels alone: dev/tests/test_kernels.cu. On a GPU, or on a CPU as test_gpt2cu_on_cpu. The
+// exit status is the verdict.
 //
 //   ./test_gpt2cu [WORD]     only the cases whose name has WORD in it
 #define WITHOUT_MAIN
@@ -13,7 +14,7 @@
 #include <string>
 #include <vector>
 
-// ---------------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------------
 // The trainer under test
 
 static float *host_params, *host_grads;
@@ -21,7 +22,8 @@ static float *host_params, *host_grads;
 static void subject_start(const ModelConfig *config, const TensorList *list, size_t B, size_t T) {
     bool in_bf16 = model.in_bf16, recompute = model.recompute;
     model = Model();
-    model.config = *config, model.list = *list, model.in_bf16 = in_bf16, model.recompute = recompute, model.deterministic = true;
+    model.config = *config, model.list = *list, model.in_bf16 = in_bf16, model.recompute = recompute,
+    model.deterministic = true;
     IntList lengths = {{(int64_t)T}, 1};
     plan_model(&model, NULL, 0, &lengths, B, T);
     take_model(&model);
@@ -45,12 +47,16 @@ static double from_device(const double *there) {
 
 // The batch as the trainer has it on the device; the copies are done when this returns.
 static BatchTokens subject_batch(const int32_t *inputs, const int32_t *targets, size_t N) {
-    int32_t *ints = (int32_t *)malloc(batch_ints(N) * sizeof *ints), *starts = (int32_t *)malloc(((size_t)model.config.vocab + 1) * sizeof *starts);
-    BatchTokens there = {model.batch, model.batch + N, model.batch + 2 * N, (const EmbeddingPiece *)(model.batch + 3 * N), {0, 0}, NULL};
+    int32_t *ints = (int32_t *)malloc(batch_ints(N) * sizeof *ints),
+            *starts = (int32_t *)malloc(((size_t)model.config.vocab + 1) * sizeof *starts);
+    BatchTokens there = {
+        model.batch, model.batch + N, model.batch + 2 * N, (const EmbeddingPiece *)(model.batch + 3 * N), {0, 0}, NULL};
     memcpy(ints, inputs, N * sizeof *ints);
     memcpy(ints + N, targets, N * sizeof *ints);
-    there.plan = embedding_plan(ints + 2 * N, (EmbeddingPiece *)(ints + 3 * N), inputs, N, starts, (size_t)model.config.vocab);
-    CUDA_CHECK(cudaMemcpy(model.batch, ints, (3 * N + 4 * (there.plan.pieces + there.plan.sums)) * sizeof *ints, cudaMemcpyHostToDevice));
+    there.plan =
+        embedding_plan(ints + 2 * N, (EmbeddingPiece *)(ints + 3 * N), inputs, N, starts, (size_t)model.config.vocab);
+    CUDA_CHECK(cudaMemcpy(model.batch, ints, (3 * N + 4 * (there.plan.pieces + there.plan.sums)) * sizeof *ints,
+                          cudaMemcpyHostToDevice));
     CUDA_CHECK(cudaDeviceSynchronize());
     free(ints), free(starts);
     return there;
@@ -64,14 +70,14 @@ static double subject_step(const int32_t *inputs, const int32_t *targets, size_t
 }
 
 static double subject_norm(void) {
-    gradient_squares(model.sums + SUM_SQUARES, model.sums + SUM_PARTIALS, model.grads, model.segments, model.segment_count, model.segment_blocks,
-                     stream);
+    gradient_squares(model.sums + SUM_SQUARES, model.sums + SUM_PARTIALS, model.grads, model.segments,
+                     model.segment_count, model.segment_blocks, stream);
     return sqrt(from_device(model.sums + SUM_SQUARES));
 }
 
 static void subject_update(AdamW a) {
-    adamw(model.params, model.in_bf16 ? model.params_bf16 : NULL, model.mean, model.square, model.grads, model.segments, model.segment_count,
-          model.segment_blocks, a, false, 0, stream);
+    adamw(model.params, model.in_bf16 ? model.params_bf16 : NULL, model.mean, model.square, model.grads, model.segments,
+          model.segment_count, model.segment_blocks, a, false, 0, stream);
 }
 
 static const float *to_host(float *host, const float *there) {
@@ -89,15 +95,17 @@ static const float *subject_grads(void) {
 }
 
 static void subject_logits(float *logits, const int32_t *inputs, size_t B, size_t T) {
-    size_t N = B * T, C = (size_t)model.config.channels, V = (size_t)model.config.vocab, VP = padded_vocab(&model.config);
+    size_t N = B * T, C = (size_t)model.config.channels, V = (size_t)model.config.vocab,
+           VP = padded_vocab(&model.config);
     Activations<float> *a = &activations<float>;
     subject_batch(inputs, inputs, N);
     model_forward(&model, a, model.batch, B, T, 1);
     for (size_t from = 0; from < N; from += LOSS_ROWS) {
         size_t rows = N - from < LOSS_ROWS ? N - from : LOSS_ROWS;
-        matmul_forward(a->logits, a->h + from * C, weight<float>(&model, model.list.head), (const float *)NULL, rows, C, VP, stream);
-        CUDA_CHECK(cudaMemcpy2DAsync(logits + from * V, V * sizeof(float), a->logits, VP * sizeof(float), V * sizeof(float), rows,
-                                     cudaMemcpyDeviceToHost, stream));
+        matmul_forward(a->logits, a->h + from * C, weight<float>(&model, model.list.head), (const float *)NULL, rows, C,
+                       VP, stream);
+        CUDA_CHECK(cudaMemcpy2DAsync(logits + from * V, V * sizeof(float), a->logits, VP * sizeof(float),
+                                     V * sizeof(float), rows, cudaMemcpyDeviceToHost, stream));
         CUDA_CHECK(cudaStreamSynchronize(stream));
     }
 }
@@ -108,7 +116,7 @@ static void subject_end(void) {
     free(host_params), free(host_grads);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------------
 // Attention alone, with q, k and v in one array as the projection leaves them
 
 typedef std::vector<float> Floats;
@@ -133,7 +141,8 @@ static void from_device_array(Floats &host, X *there) {
     for (size_t i = 0; i < host.size(); i++) host[i] = (float)numbers[i];
 }
 
-// A case's numbers. The learned scalars by Scalar: empty where the normalizer has none, their gradients where it trains none.
+// A case's numbers. The learned scalars by Scalar: empty where the normalizer has none, their gradients where it trains
+// none.
 struct AttentionCase {
     Normalizer normalizer;
     size_t B, T, NH, HS;
@@ -149,10 +158,24 @@ static Floats filled(const char *name, size_t n, float mean, float scale) {
 
 static AttentionCase attention_case(void) {
     static const char *const PARTS[] = {"q", "k", "v"};
-    AttentionCase a = {{}, size_of("B"), size_of("T"), size_of("heads"), size_of("head_size"), (int)size_of("L"), {}, {}, {}, {}, {}, {}, {}, {}};
+    AttentionCase a = {{},
+                       size_of("B"),
+                       size_of("T"),
+                       size_of("heads"),
+                       size_of("head_size"),
+                       (int)size_of("L"),
+                       {},
+                       {},
+                       {},
+                       {},
+                       {},
+                       {},
+                       {},
+                       {}};
     size_t C = a.NH * a.HS, N = a.B * a.T;
     char message[1024];
-    if (!normalizer_parse(&a.normalizer, text_of("attn"), message, sizeof message)) fail(EXIT_INPUT, "%s: %s", case_name, message);
+    if (!normalizer_parse(&a.normalizer, text_of("attn"), message, sizeof message))
+        fail(EXIT_INPUT, "%s: %s", case_name, message);
     a.qkv.resize(3 * N * C);
     for (size_t i = 0; i < 3; i++) {
         Floats x = filled(PARTS[i], N * C, 0, i < 2 ? (float)atof(text_of("scale")) : 2.0f);
@@ -172,7 +195,8 @@ static AttentionCase attention_case(void) {
     return a;
 }
 
-// Forward and backward on the device, in X. RoPE is by no angle: what is left of it is the division by norms, as the trainer has it.
+// Forward and backward on the device, in X. RoPE is by no angle: what is left of it is the division by norms, as the
+// trainer has it.
 template <class X>
 static void attention_run(AttentionCase &a) {
     size_t C = a.NH * a.HS, N = a.B * a.T, angles = a.T * a.HS / 2;
@@ -181,20 +205,24 @@ static void attention_run(AttentionCase &a) {
     Floats dqkv(3 * N * C);
     a.out.resize(N * C);
     X *qkv = on_device<X>(a.qkv), *grads = on_device<X>(dqkv), *out = on_device<X>(a.out), *dout = on_device<X>(a.dout);
-    float *stats = on_device(Floats(flash_stats(shape, sizeof(X)))), *norms = on_device(Floats(2 * N * a.NH)), *counts = on_device(Floats(2));
-    float *cosines = on_device(Floats(angles, 1)), *sines = on_device(Floats(angles)), *scalars[SCALAR_COUNT] = {}, *scalar_grads[SCALAR_COUNT] = {};
+    float *stats = on_device(Floats(flash_stats(shape, sizeof(X)))), *norms = on_device(Floats(2 * N * a.NH)),
+          *counts = on_device(Floats(2));
+    float *cosines = on_device(Floats(angles, 1)), *sines = on_device(Floats(angles)), *scalars[SCALAR_COUNT] = {},
+          *scalar_grads[SCALAR_COUNT] = {};
     for (int i = SCALAR_NONE + 1; i < SCALAR_COUNT; i++) {
         scalars[i] = a.scalars[i].empty() ? NULL : on_device(a.scalars[i]);
         scalar_grads[i] = a.scalar_grads[i].empty() ? NULL : on_device(a.scalar_grads[i], true);
     }
     FlashScalars values = {scalars[SCALAR_S], scalars[SCALAR_B], scalars[SCALAR_P], scalars[SCALAR_SINK]};
-    FlashScalarGrads into = {scalar_grads[SCALAR_S], scalar_grads[SCALAR_B], scalar_grads[SCALAR_P], scalar_grads[SCALAR_SINK]};
+    FlashScalarGrads into = {scalar_grads[SCALAR_S], scalar_grads[SCALAR_B], scalar_grads[SCALAR_P],
+                             scalar_grads[SCALAR_SINK]};
     void *scratch;
     CUDA_CHECK(cudaMalloc(&scratch, flash_scratch(shape)));
     CUDA_CHECK(cudaDeviceSynchronize());
     rope_forward(qkv, norms, cosines, sines, l2, a.B, a.T, a.NH, a.HS, stream);
     flash_forward(out, stats, (unsigned long long *)counts, qkv, qkv + C, qkv + 2 * C, values, shape, scratch, stream);
-    flash_backward(grads, grads + C, grads + 2 * C, into, dout, out, stats, qkv, qkv + C, qkv + 2 * C, values, shape, scratch, stream);
+    flash_backward(grads, grads + C, grads + 2 * C, into, dout, out, stats, qkv, qkv + C, qkv + 2 * C, values, shape,
+                   scratch, stream);
     rope_backward(grads, qkv, norms, cosines, sines, l2, a.B, a.T, a.NH, a.HS, stream);
 
     from_device_array(a.out, out);
@@ -217,7 +245,8 @@ static double length(const Floats &x) {
     return distance(x.data(), Floats(x.size()).data(), x.size());
 }
 
-// Under l1 with few keys, dq and dk are differences of nearly equal numbers, of which the kernels make one from the output.
+// Under l1 with few keys, dq and dk are differences of nearly equal numbers, of which the kernels make one from the
+// output.
 static double gradient_floor(const AttentionCase &a) {
     return (a.T == 1 ? 1e-1 : a.T < 5 ? 3e-2 : 1e-2) * length(a.dv);
 }
@@ -232,7 +261,9 @@ static void test_attention(void) {
     worst = largest(worst, compare("dv", a.dv.data(), a.dv.size(), floor, 1e-4));
     for (int i = SCALAR_NONE + 1; i < SCALAR_COUNT; i++) {
         const Floats &x = a.scalar_grads[i];
-        if (!x.empty()) worst = largest(worst, compare((std::string("d") + scalar_names[i]).c_str(), x.data(), x.size(), floor, 1e-4));
+        if (!x.empty())
+            worst =
+                largest(worst, compare((std::string("d") + scalar_names[i]).c_str(), x.data(), x.size(), floor, 1e-4));
     }
     case_done(before, worst);
 }
@@ -245,9 +276,9 @@ static double beside(const char *what, const Floats &x, const Floats &expected, 
     return error;
 }
 
-// The kernels in bfloat16 beside those in float32 on the same numbers, all of which are bfloat16's. A power of P magnifies rounding as much,
-// and under qk=l2 rows of length 1 are rounded once more, which takes some scores to the other side of a phi's corner.
-// (Beside plain PyTorch in bfloat16: dev/tests/test_flash.py.)
+// The kernels in bfloat16 beside those in float32 on the same numbers, all of which are bfloat16's. A power of P
+// magnifies rounding as much, and under qk=l2 rows of length 1 are rounded once more, which takes some scores to the
+// other side of a phi's corner. (Beside plain PyTorch in bfloat16: dev/tests/test_flash.py.)
 static void test_attention_in_bf16(void) {
     static char name[256];
     int before = failed;
@@ -259,9 +290,12 @@ static void test_attention_in_bf16(void) {
     case_name = name;
     attention_run<float>(expected);
     attention_run<bf16>(a);
-    double power = a.normalizer.post.kind == POST_REWEIGHT ? a.normalizer.post.value : 1, bound = 1e-2 * fmax(1, power / 25);
-    double steep = fmax(a.normalizer.qk.kind == QK_L2 ? 1e-1 : 1e-2, 1e-2 * power / 2.5), floor = gradient_floor(expected);
-    // D = dO · O comes from an output rounded to bf16. Few keys leave differences d - D about as small as that rounding.
+    double power = a.normalizer.post.kind == POST_REWEIGHT ? a.normalizer.post.value : 1,
+           bound = 1e-2 * fmax(1, power / 25);
+    double steep = fmax(a.normalizer.qk.kind == QK_L2 ? 1e-1 : 1e-2, 1e-2 * power / 2.5),
+           floor = gradient_floor(expected);
+    // D = dO · O comes from an output rounded to bf16. Few keys leave differences d - D about as small as that
+    // rounding.
     if (a.normalizer.post.kind == POST_REWEIGHT && a.T < 5) steep = fmax(steep, 3e-2);
     double worst = beside("out", a.out, expected.out, 0, bound);
     worst = largest(worst, beside("dq", a.dq, expected.dq, floor, steep));
@@ -272,7 +306,7 @@ static void test_attention_in_bf16(void) {
     case_done(before, worst);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------------
 // Beyond the cases
 
 // The losses and norms of ten steps in bfloat16, or under --recompute, against those of the reference.
@@ -290,7 +324,8 @@ static void test_steps(void) {
     c.B = size_of("B"), c.T = size_of("T");
     if (!model_parse(&c.config, text_of("model"), &error)) fail_with(&error);
     c.config.seq_len = (int)size_of("L");
-    if (!normalizer_parse(&c.config.attn, text_of("attn"), message, sizeof message)) fail(EXIT_INPUT, "%s: %s", case_name, message);
+    if (!normalizer_parse(&c.config.attn, text_of("attn"), message, sizeof message))
+        fail(EXIT_INPUT, "%s: %s", case_name, message);
     read_answer("losses", losses, 64);
     read_answer("grad_norms", norms, 64);
     snprintf(name, sizeof name, "%s, %s", case_name, model.in_bf16 ? "bfloat16" : "recomputed");
@@ -300,16 +335,18 @@ static void test_steps(void) {
     fill_weights(&c);
     size_t N = c.B * c.T;
     double lr = atof(text_of("lr")), clip = atof(text_of("clip")), decay = atof(text_of("weight_decay"));
-    bool steep = c.config.attn.post.kind == POST_REWEIGHT;       // a power of 15 magnifies rounding as much
+    bool steep = c.config.attn.post.kind == POST_REWEIGHT;    // a power of 15 magnifies rounding as much
     double loss_bound = model.in_bf16 ? 1e-2 : 1e-5;
-    if (model.in_bf16 && steps > 4) steps = 4;                   // further on, rounding has made another run of it
+    if (model.in_bf16 && steps > 4) steps = 4;    // further on, rounding has made another run of it
     for (size_t s = 0; s < steps; s++) {
         int32_t *batch = take_batch(&c, s);
-        double loss = subject_step(batch, batch + N, c.B, c.T, 1.0f / (float)N, true) / (double)N, size = subject_norm();
+        double loss = subject_step(batch, batch + N, c.B, c.T, 1.0f / (float)N, true) / (double)N,
+               size = subject_norm();
         worst = largest(worst, relative(loss, losses[s]));
         check("a training loss", relative(loss, losses[s]), loss_bound);
         check("a gradient norm", relative(size, norms[s]), model.in_bf16 ? (s || steep ? 0.3 : 8e-2) : 1e-4);
-        subject_update({lr * fmin(1.0, (double)(s + 1) / 2), 0.9, 0.95, 1e-8, decay, fmin(1.0, clip / (size + 1e-6)), (int64_t)s + 1});
+        subject_update({lr * fmin(1.0, (double)(s + 1) / 2), 0.9, 0.95, 1e-8, decay, fmin(1.0, clip / (size + 1e-6)),
+                        (int64_t)s + 1});
         free(batch);
     }
     case_done(before, worst);
@@ -318,7 +355,8 @@ static void test_steps(void) {
 }
 
 int main(int argc, char **argv) {
-    static const CaseKind KINDS[] = {{"model", test_model}, {"attention", test_attention}}, STEPS[] = {{"model", test_steps}};
+    static const CaseKind KINDS[] = {{"model", test_model}, {"attention", test_attention}},
+                          STEPS[] = {{"model", test_steps}};
     static const CaseKind IN_BF16[] = {{"model", test_steps}, {"attention", test_attention_in_bf16}};
     const char *word = argc > 1 ? argv[1] : "";
     program_name = "test_gpt2cu";

@@ -7,10 +7,10 @@
 //   5. Decoding     one token after another with a key-value cache, for samples
 //   6. Training     main(), which has the training loop
 //
-// attention/ has the normalizers, model/ the tensors and their files, run/ the library for the run around the model (flags, data,
-// checkpoints), runtime/ what knows neither models nor runs. train_gpt2.cu has the same sections on GPUs.
-// Shapes: B sequences, T tokens each, N = B·T rows, C channels, NH heads of size HS, F the feed-forward's width, V the vocabulary
-// (VP when padded).
+// attention/ has the normalizers, model/ the tensors and their files, run/ the library for the run around the model
+// (flags, data, checkpoints), runtime/ what knows neither models nor runs. train_gpt2.cu has the same sections on GPUs.
+// Shapes: B sequences, T tokens each, N = B·T rows, C channels, NH heads of size HS, F the feed-forward's width, V the
+// vocabulary (VP when padded).
 
 #include <math.h>
 #include <omp.h>
@@ -31,12 +31,12 @@
 #include "runtime/real.h"
 #include "model/weights.h"
 
-// ---------------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------------
 // Where the time goes: phase() ends the phase before it and starts the next. --profile prints the sums.
 
 static double phase_seconds[PHASE_COUNT];
 
-static bool aside;           // all is PHASE_ASIDE
+static bool aside;    // all is PHASE_ASIDE
 
 static void phase(Phase next) {
     static Phase current = PHASE_OTHER;
@@ -48,7 +48,7 @@ static void phase(Phase next) {
     current = next;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------------
 // 1. Layers
 
 // out[n,c] = weight[tokens[n],c]
@@ -60,8 +60,8 @@ static void embedding_forward(real *out, const real *weight, const int32_t *toke
 
 // dweight[tokens[n],c] += dout[n,c]
 //   dweight (V,C) added to   dout (N,C)
-// A token may occur several times: each thread has some of the channels and goes through all rows in order, so that the sums
-// are the same for any number of threads.
+// A token may occur several times: each thread has some of the channels and goes through all rows in order, so that the
+// sums are the same for any number of threads.
 static void embedding_backward(real *dweight, const real *dout, const int32_t *tokens, size_t N, size_t C) {
     enum { PART = 64 };
     #pragma omp parallel for schedule(static)
@@ -123,16 +123,14 @@ static void rmsnorm_backward(real *dinp, real *dweight, const real *dout, const 
 //   out (N,OC) written or added to   inp (N,C)   weight (OC,C); its bfloat16 copy is used where there is one
 static void matmul_forward(real *out, const real *inp, Operand weight, size_t N, size_t C, size_t OC, bool add) {
     real beta = add ? 1 : 0;
-    if (weight.bf16)
-        gemm_bf16('N', 'T', N, OC, C, (Operand){.f32 = inp}, C, weight, C, beta, out, OC);
-    else
-        gemm('N', 'T', N, OC, C, inp, C, weight.f32, C, beta, out, OC);
+    if (weight.bf16) gemm_bf16('N', 'T', N, OC, C, (Operand){.f32 = inp}, C, weight, C, beta, out, OC);
+    else gemm('N', 'T', N, OC, C, inp, C, weight.f32, C, beta, out, OC);
 }
 
 // dinp[n,c] = sum_o dout[n,o] weight[o,c],   dweight[o,c] = sum_n dout[n,o] inp[n,c] (+ dweight[o,c] when add)
 //   dinp (N,C) written   dweight (OC,C) written or added to   dout (N,OC)   inp (N,C)
-static void matmul_backward(real *dinp, real *dweight, const real *dout, const real *inp, Operand weight, size_t N, size_t C,
-                            size_t OC, bool add) {
+static void matmul_backward(real *dinp, real *dweight, const real *dout, const real *inp, Operand weight, size_t N,
+                            size_t C, size_t OC, bool add) {
     real beta = add ? 1 : 0;
     if (weight.bf16) {
         gemm_bf16('N', 'N', N, C, OC, (Operand){.f32 = dout}, OC, weight, C, 0, dinp, C);
@@ -178,8 +176,8 @@ static void rotate_back(real *dx, const real *dout, const real *cosines, const r
 
 // q, k rotated by their positions and v as it is, each head's rows brought together
 //   q, k, v (B,NH,T,HS) written   qkv (B,T,3,NH,HS)   cosines, sines (T,HS/2)
-static void rope_forward(real *q, real *k, real *v, const real *qkv, const real *cosines, const real *sines, size_t B, size_t T,
-                         size_t NH, size_t HS) {
+static void rope_forward(real *q, real *k, real *v, const real *qkv, const real *cosines, const real *sines, size_t B,
+                         size_t T, size_t NH, size_t HS) {
     size_t C = NH * HS;
     #pragma omp parallel for collapse(2) schedule(static)
     for (size_t b = 0; b < B; b++) {
@@ -196,8 +194,8 @@ static void rope_forward(real *q, real *k, real *v, const real *qkv, const real 
 }
 
 //   dqkv (B,T,3,NH,HS) written   dq, dk, dv (B,NH,T,HS)
-static void rope_backward(real *dqkv, const real *dq, const real *dk, const real *dv, const real *cosines, const real *sines,
-                          size_t B, size_t T, size_t NH, size_t HS) {
+static void rope_backward(real *dqkv, const real *dq, const real *dk, const real *dv, const real *cosines,
+                          const real *sines, size_t B, size_t T, size_t NH, size_t HS) {
     size_t C = NH * HS;
     #pragma omp parallel for collapse(2) schedule(static)
     for (size_t b = 0; b < B; b++) {
@@ -256,11 +254,12 @@ static inline void silu_both(real x, real *value, real *slope) {
 }
 
 //   q, k (B,T,HS), v (B,T,E) written   uvz (B,T,2E+HS)   cosines, sines (T,HS/2)
-static void gau_forward(real *q, real *k, real *v, const real *uvz, GauGains gains, const real *cosines, const real *sines, size_t B, size_t T,
-                        size_t E, size_t HS) {
+static void gau_forward(real *q, real *k, real *v, const real *uvz, GauGains gains, const real *cosines,
+                        const real *sines, size_t B, size_t T, size_t E, size_t HS) {
     #pragma omp parallel for schedule(static)
     for (size_t n = 0; n < B * T; n++) {
-        const real *v_in = uvz + n * (2 * E + HS) + E, *z = v_in + E, *cos_t = cosines + n % T * (HS / 2), *sin_t = sines + n % T * (HS / 2);
+        const real *v_in = uvz + n * (2 * E + HS) + E, *z = v_in + E, *cos_t = cosines + n % T * (HS / 2),
+                   *sin_t = sines + n % T * (HS / 2);
         real *q_n = q + n * HS, *k_n = k + n * HS;
         #pragma omp simd
         for (size_t e = 0; e < E; e++) v[n * E + e] = v_in[e] * real_sigmoid(v_in[e]);
@@ -276,13 +275,15 @@ static void gau_forward(real *q, real *k, real *v, const real *uvz, GauGains gai
 }
 
 //   duvz (B,T,2E+HS) written but for u's part   grads added to   dq, dk (B,T,HS): rotated back in place   dv (B,T,E)
-static void gau_backward(real *duvz, GauGains grads, real *dq, real *dk, const real *dv, const real *uvz, GauGains gains, const real *cosines,
-                         const real *sines, size_t B, size_t T, size_t E, size_t HS) {
+static void gau_backward(real *duvz, GauGains grads, real *dq, real *dk, const real *dv, const real *uvz,
+                         GauGains gains, const real *cosines, const real *sines, size_t B, size_t T, size_t E,
+                         size_t HS) {
     enum { PART = 16 };
     #pragma omp parallel for schedule(static)
     for (size_t n = 0; n < B * T; n++) {
         size_t at = n * (2 * E + HS) + E;
-        const real *v_in = uvz + at, *z = v_in + E, *cos_t = cosines + n % T * (HS / 2), *sin_t = sines + n % T * (HS / 2);
+        const real *v_in = uvz + at, *z = v_in + E, *cos_t = cosines + n % T * (HS / 2),
+                   *sin_t = sines + n % T * (HS / 2);
         real *dv_in = duvz + at, *dz = dv_in + E, *dq_n = dq + n * HS, *dk_n = dk + n * HS;
         rotate_back(dq_n, dq_n, cos_t, sin_t, HS);
         rotate_back(dk_n, dk_n, cos_t, sin_t, HS);
@@ -300,7 +301,7 @@ static void gau_backward(real *duvz, GauGains grads, real *dq, real *dk, const r
         }
     }
     #pragma omp parallel for schedule(static)
-    for (size_t from = 0; from < HS; from += PART) {             // each thread some of the channels, through all rows in order
+    for (size_t from = 0; from < HS; from += PART) {    // each thread some of the channels, through all rows in order
         for (size_t n = 0; n < B * T; n++) {
             const real *z = uvz + n * (2 * E + HS) + 2 * E, *dq_n = dq + n * HS, *dk_n = dk + n * HS;
             #pragma omp simd
@@ -327,7 +328,8 @@ static void gau_gate_forward(real *out, const real *uvz, const real *att, size_t
 }
 
 //   datt (N,E) written   duvz (N,W): u's part written   dout (N,E)
-static void gau_gate_backward(real *datt, real *duvz, const real *dout, const real *uvz, const real *att, size_t N, size_t E, size_t W) {
+static void gau_gate_backward(real *datt, real *duvz, const real *dout, const real *uvz, const real *att, size_t N,
+                              size_t E, size_t W) {
     #pragma omp parallel for schedule(static)
     for (size_t n = 0; n < N; n++) {
         const real *u = uvz + n * W;
@@ -342,10 +344,12 @@ static void gau_gate_backward(real *datt, real *duvz, const real *dout, const re
     }
 }
 
-// loss[n] = logsumexp(logits[n]) − logits[n,targets[n]];  with `scale` not 0 the logits become their gradient, scale (softmax − onehot)
-//   losses (N) written   logits (N,VP) in, gradient out, 0 past V   targets (N)   mask (N) or NULL: rows with 0 do not count
-static void crossentropy(real *losses, real *logits, const int32_t *targets, const uint8_t *mask, size_t N, size_t V, size_t VP,
-                         real scale) {
+// loss[n] = logsumexp(logits[n]) − logits[n,targets[n]];  with `scale` not 0 the logits become their gradient, scale
+// (softmax − onehot)
+//   losses (N) written   logits (N,VP) in, gradient out, 0 past V   targets (N)   mask (N) or NULL: rows with 0 do not
+//                        count
+static void crossentropy(real *losses, real *logits, const int32_t *targets, const uint8_t *mask, size_t N, size_t V,
+                         size_t VP, real scale) {
     #pragma omp parallel for schedule(static)
     for (size_t n = 0; n < N; n++) {
         real *row = logits + n * VP, largest = -INFINITY, sum = 0;
@@ -376,44 +380,48 @@ static void crossentropy(real *losses, real *logits, const int32_t *targets, con
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------------
 // 2. Model
 
-enum { LOSS_ROWS = 512 };          // rows whose logits stand in memory at a time, 103 MB of GPT-2's
+enum { LOSS_ROWS = 512 };    // rows whose logits stand in memory at a time, 103 MB of GPT-2's
 
 typedef struct {
     ModelConfig config;
     TensorList list;
-    real *params, *grads, *mean, *square;       // list.floats each; the last three are NULL for a model that only generates
-    uint16_t *params_bf16;                       // a rounded copy for the products, with --dtype bf16
+    // list.floats each; the last three are NULL for a model that only generates.
+    real *params, *grads, *mean, *square;
+    uint16_t *params_bf16;    // a rounded copy for the products, with --dtype bf16
 
-    const real *p_n;                             // (at least T) replaces the learned p_n of the normalizer; NULL: it does not
+    // (at least T) replaces the learned p_n of the normalizer; NULL: it does not.
+    const real *p_n;
 
-    size_t B, T;                                 // what the activations have room for: B·T rows, sequences of at most T
-    size_t kept;                                 // layers whose activations are kept: all for a backward pass, otherwise 1 suffices
+    // What the activations have room for: B·T rows, sequences of at most T.
+    size_t B, T;
+    // Layers whose activations are kept: all for a backward pass, otherwise 1 suffices.
+    size_t kept;
     // E is the width of all heads' values: C, or a gated unit's F; K that of their q and k: C, or a unit's GAU_HEAD.
-    real *x;             // (kept + 1, N, C)     the residual stream, before each layer and at the end
-    real *q, *k, *v;     // (kept, N, K or E)    by head, after RoPE
-    real *stats;         // (kept, N·NH, ROW_STATS) of the rows of attention
-    real *att;           // (kept, N, E)         attention's output
-    real *x_mid;         // (kept, N, C)         the residual stream between attention and feed-forward
-    real *gate_up;       // (kept, N, 2F)
-    real *uvz;           // (kept, N, 2F + K)    of gated units, which have neither x_mid nor gate_up
+    real *x;            // (kept + 1, N, C)     the residual stream, before each layer and at the end
+    real *q, *k, *v;    // (kept, N, K or E)    by head, after RoPE
+    real *stats;        // (kept, N·NH, ROW_STATS) of the rows of attention
+    real *att;          // (kept, N, E)         attention's output
+    real *x_mid;        // (kept, N, C)         the residual stream between attention and feed-forward
+    real *gate_up;      // (kept, N, 2F)
+    real *uvz;          // (kept, N, 2F + K)    of gated units, which have neither x_mid nor gate_up
 
-    real *h;            // (N, C)               a normalized input
-    real *qkv;          // (N, 3C)              and its gradient; of gated units that of uvz
-    real *act;          // (N, F)
-    real *logits;       // (LOSS_ROWS, VP)
-    real *losses;       // (N)
-    real *dx, *dh, *datt, *dact, *dgate_up;     // gradients of x, h, att, act, gate_up
+    real *h;                                   // (N, C)               a normalized input
+    real *qkv;                                 // (N, 3C)              and its gradient; of gated units that of uvz
+    real *act;                                 // (N, F)
+    real *logits;                              // (LOSS_ROWS, VP)
+    real *losses;                              // (N)
+    real *dx, *dh, *datt, *dact, *dgate_up;    // gradients of x, h, att, act, gate_up
     real *dq, *dk, *dv;
-    real *rms;          // (N)
-    real *attention;    // scratch of attention_cpu.c
-    void *products;      // scratch of gemm_bf16
-    real *cosines, *sines;                      // (T, HS/2)
-    double *sums;        // partial sums of the gradient's norm
+    real *rms;                // (N)
+    real *attention;          // scratch of attention_cpu.c
+    void *products;           // scratch of gemm_bf16
+    real *cosines, *sines;    // (T, HS/2)
+    double *sums;             // partial sums of the gradient's norm
 
-    uint64_t rows_without_weight, rows;          // of attention, since someone set them to 0
+    uint64_t rows_without_weight, rows;    // of attention, since someone set them to 0
     MemoryPlan plan;
 } Model;
 
@@ -427,12 +435,15 @@ static Operand weight(const Model *m, size_t offset) {
     return (Operand){.f32 = m->params + offset, .bf16 = m->params_bf16 ? m->params_bf16 + offset : NULL};
 }
 
-// The learned scalars of a layer, in the parameters or in an array like theirs; NULL for those that the normalizer lacks.
-static AttentionScalarGrads scalars_in(const Model *m, real *array, size_t layer, bool (*wanted)(const Normalizer *, Scalar)) {
+// The learned scalars of a layer, in the parameters or in an array like theirs; NULL for those that the normalizer
+// lacks.
+static AttentionScalarGrads scalars_in(const Model *m, real *array, size_t layer,
+                                       bool (*wanted)(const Normalizer *, Scalar)) {
     const LayerOffsets *at = &m->list.layers[layer];
     const Normalizer *attn = &m->config.attn;
-    return (AttentionScalarGrads){wanted(attn, SCALAR_S) ? array + at->s : NULL, wanted(attn, SCALAR_B) ? array + at->b : NULL,
-                                  wanted(attn, SCALAR_P) ? array + m->list.p : NULL, wanted(attn, SCALAR_SINK) ? array + at->sink : NULL};
+    return (AttentionScalarGrads){
+        wanted(attn, SCALAR_S) ? array + at->s : NULL, wanted(attn, SCALAR_B) ? array + at->b : NULL,
+        wanted(attn, SCALAR_P) ? array + m->list.p : NULL, wanted(attn, SCALAR_SINK) ? array + at->sink : NULL};
 }
 
 static AttentionScalars scalars_of(const Model *m, size_t layer) {
@@ -457,7 +468,8 @@ static size_t norm_chunks(const TensorList *list) {
 
 #define FLOATS(n) ((size_t)(n) * sizeof(real))
 
-// The widest inputs of a row to a product: of the first operand (a gradient or an activation), of the second in dweight.
+// The widest inputs of a row to a product: of the first operand (a gradient or an activation), of the second in
+// dweight.
 static size_t widest_first(const ModelConfig *c) {
     size_t C = (size_t)c->channels, F = (size_t)c->ffn, joined = c->block == BLOCK_GAU ? 2 * F + GAU_HEAD : 3 * C;
     return joined > 2 * F ? joined : 2 * F;
@@ -481,8 +493,10 @@ static void plan_parameters(Model *m, bool train, bool bf16) {
 static void plan_activations(Model *m, size_t kept_layers, size_t B, size_t T, bool bf16) {
     const ModelConfig *c = &m->config;
     bool gau = c->block == BLOCK_GAU;
-    size_t N = B * T, C = (size_t)c->channels, F = (size_t)c->ffn, VP = padded_vocab(c), L = kept_layers, NH = (size_t)c->heads;
-    size_t HS = head_size(c), K = NH * HS, E = NH * value_size(c), W = gau ? 2 * F + K : 3 * C, loss_rows = N < LOSS_ROWS ? N : LOSS_ROWS;
+    size_t N = B * T, C = (size_t)c->channels, F = (size_t)c->ffn, VP = padded_vocab(c), L = kept_layers,
+           NH = (size_t)c->heads;
+    size_t HS = head_size(c), K = NH * HS, E = NH * value_size(c), W = gau ? 2 * F + K : 3 * C,
+           loss_rows = N < LOSS_ROWS ? N : LOSS_ROWS;
     m->kept = kept_layers;
     m->B = B;
     m->T = T;
@@ -513,11 +527,14 @@ static void plan_activations(Model *m, size_t kept_layers, size_t B, size_t T, b
     memory_add(&m->plan, scratch, (void **)&m->dk, FLOATS(N * K));
     memory_add(&m->plan, scratch, (void **)&m->dv, FLOATS(N * E));
     memory_add(&m->plan, scratch, (void **)&m->rms, FLOATS(N));
-    memory_add(&m->plan, scratch, (void **)&m->attention, FLOATS(attention_scratch(attention_shape(c, B, T), omp_get_max_threads())));
+    memory_add(&m->plan, scratch, (void **)&m->attention,
+               FLOATS(attention_scratch(attention_shape(c, B, T), omp_get_max_threads())));
     memory_add(&m->plan, scratch, (void **)&m->cosines, FLOATS(T * HS / 2));
     memory_add(&m->plan, scratch, (void **)&m->sines, FLOATS(T * HS / 2));
     size_t largest_a = N * widest_first(c) > loss_rows * VP ? N * widest_first(c) : loss_rows * VP;
-    if (bf16) memory_add(&m->plan, "scratch of bfloat16 products", &m->products, gemm_bf16_scratch(largest_a, N * widest_second(c)));
+    if (bf16)
+        memory_add(&m->plan, "scratch of bfloat16 products", &m->products,
+                   gemm_bf16_scratch(largest_a, N * widest_second(c)));
 }
 
 // After memory_take().
@@ -529,7 +546,7 @@ static void model_ready(Model *m) {
     rope_table(m->cosines, m->sines, m->T, head_size(c), c->rope_theta);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------------
 // 3. Passes
 
 // The residual stream (N,C) before layer l.
@@ -544,10 +561,16 @@ typedef struct {
 
 static Layer layer_of(const Model *m, size_t l, size_t N) {
     const ModelConfig *c = &m->config;
-    size_t C = (size_t)c->channels, F = (size_t)c->ffn, NH = (size_t)c->heads, K = NH * head_size(c), E = NH * value_size(c);
+    size_t C = (size_t)c->channels, F = (size_t)c->ffn, NH = (size_t)c->heads, K = NH * head_size(c),
+           E = NH * value_size(c);
     size_t rows = (l % m->kept) * N;
-    Layer of = {.x = residual(m, l, N), .x_next = residual(m, l + 1, N), .q = m->q + rows * K, .k = m->k + rows * K,
-                .v = m->v + rows * E, .stats = m->stats + rows * NH * ROW_STATS, .att = m->att + rows * E};
+    Layer of = {.x = residual(m, l, N),
+                .x_next = residual(m, l + 1, N),
+                .q = m->q + rows * K,
+                .k = m->k + rows * K,
+                .v = m->v + rows * E,
+                .stats = m->stats + rows * NH * ROW_STATS,
+                .att = m->att + rows * E};
     if (c->block == BLOCK_GAU) {
         of.uvz = m->uvz + rows * (2 * F + K);
     } else {
@@ -562,7 +585,8 @@ static void attention_layer_forward(Model *m, size_t l, size_t B, size_t T) {
     AttentionShape shape = attention_shape(&m->config, B, T);
     Layer of = layer_of(m, l, B * T);
     phase(PHASE_ATTENTION);
-    m->rows_without_weight += attention_forward(of.att, of.stats, of.q, of.k, of.v, scalars_of(m, l), shape, m->attention);
+    m->rows_without_weight +=
+        attention_forward(of.att, of.stats, of.q, of.k, of.v, scalars_of(m, l), shape, m->attention);
     m->rows += B * T * shape.NH;
 }
 
@@ -571,8 +595,8 @@ static void attention_layer_backward(Model *m, size_t l, size_t B, size_t T) {
     AttentionShape shape = attention_shape(&m->config, B, T);
     Layer of = layer_of(m, l, B * T);
     phase(PHASE_ATTENTION);
-    attention_backward(m->dq, m->dk, m->dv, scalars_in(m, m->grads, l, normalizer_trains), m->datt, of.att, of.stats, of.q, of.k, of.v,
-                       scalars_of(m, l), shape, m->attention);
+    attention_backward(m->dq, m->dk, m->dv, scalars_in(m, m->grads, l, normalizer_trains), m->datt, of.att, of.stats,
+                       of.q, of.k, of.v, scalars_of(m, l), shape, m->attention);
 }
 
 static void layer_forward(Model *m, size_t l, size_t B, size_t T) {
@@ -666,7 +690,8 @@ static void unit_backward(Model *m, size_t l, size_t B, size_t T, bool add) {
     gau_gate_backward(m->datt, duvz, m->dact, of.uvz, of.att, N, E, W);
     attention_layer_backward(m, l, B, T);
     phase(PHASE_ROPE);
-    gau_backward(duvz, gains_in(m, grads, l), m->dq, m->dk, m->dv, of.uvz, gains_in(m, m->params, l), m->cosines, m->sines, B, T, E, GAU_HEAD);
+    gau_backward(duvz, gains_in(m, grads, l), m->dq, m->dk, m->dv, of.uvz, gains_in(m, m->params, l), m->cosines,
+                 m->sines, B, T, E, GAU_HEAD);
     phase(PHASE_NORM);
     rmsnorm_forward(m->h, of.x, m->params + at->norm1, N, C);
     phase(PHASE_PROJECTIONS);
@@ -689,8 +714,9 @@ static void model_forward(Model *m, const int32_t *tokens, size_t B, size_t T) {
     phase(PHASE_OTHER);
 }
 
-// The sum of the losses of N rows, in parts of LOSS_ROWS, so that their memory does not grow with N. With `scale` not 0 also the gradients of the
-// sum times scale: m->dh (N,C) written, the output projection's gradient written, or added to when `add`.
+// The sum of the losses of N rows, in parts of LOSS_ROWS, so that their memory does not grow with N. With `scale` not 0
+// also the gradients of the sum times scale: m->dh (N,C) written, the output projection's gradient written, or added to
+// when `add`.
 static double model_loss(Model *m, const int32_t *targets, const uint8_t *mask, size_t N, real scale, bool add) {
     size_t C = (size_t)m->config.channels, V = (size_t)m->config.vocab, VP = padded_vocab(&m->config);
     Operand head = weight(m, m->list.head);
@@ -702,20 +728,23 @@ static double model_loss(Model *m, const int32_t *targets, const uint8_t *mask, 
         matmul_forward(m->logits, h, head, rows, C, VP, false);
         crossentropy(m->losses + from, m->logits, targets + from, mask ? mask + from : NULL, rows, V, VP, scale);
         if (scale != 0)
-            matmul_backward(m->dh + from * C, m->grads + m->list.head, m->logits, h, head, rows, C, VP, add || from > 0);
+            matmul_backward(m->dh + from * C, m->grads + m->list.head, m->logits, h, head, rows, C, VP,
+                            add || from > 0);
     }
     for (size_t n = 0; n < N; n++) sum += m->losses[n];
     phase(PHASE_OTHER);
     return sum;
 }
 
-// The gradients of all parameters but the output projection, from m->dh and the activations; matrices written, or added to when `add`,
-// all others added to. What the forward pass did not keep (normalized inputs, swiglu's output) is computed again.
+// The gradients of all parameters but the output projection, from m->dh and the activations; matrices written, or added
+// to when `add`, all others added to. What the forward pass did not keep (normalized inputs, swiglu's output) is
+// computed again.
 static void model_backward(Model *m, const int32_t *tokens, size_t B, size_t T, bool add) {
     size_t N = B * T, C = (size_t)m->config.channels, layers = (size_t)m->config.layers;
     phase(PHASE_NORM);
     memset(m->dx, 0, FLOATS(N * C));
-    rmsnorm_backward(m->dx, m->grads + m->list.norm, m->dh, residual(m, layers, N), m->params + m->list.norm, m->rms, N, C);
+    rmsnorm_backward(m->dx, m->grads + m->list.norm, m->dh, residual(m, layers, N), m->params + m->list.norm, m->rms, N,
+                     C);
     for (size_t l = layers; l-- > 0;) {
         if (m->config.block == BLOCK_GAU) unit_backward(m, l, B, T, add);
         else layer_backward(m, l, B, T, add);
@@ -734,9 +763,10 @@ static void model_zero_gradients(Model *m) {
     }
 }
 
-// One micro-batch: the sum of its losses; gradients of that sum times `scale` added to m->grads (`first`: the step's first).
-static double model_step(Model *m, const int32_t *inputs, const int32_t *targets, const uint8_t *mask, size_t B, size_t T, real scale,
-                         bool first) {
+// One micro-batch: the sum of its losses; gradients of that sum times `scale` added to m->grads (`first`: the step's
+// first).
+static double model_step(Model *m, const int32_t *inputs, const int32_t *targets, const uint8_t *mask, size_t B,
+                         size_t T, real scale, bool first) {
     if (first) model_zero_gradients(m);
     model_forward(m, inputs, B, T);
     double sum = model_loss(m, targets, mask, B * T, scale, !first);
@@ -744,7 +774,7 @@ static double model_step(Model *m, const int32_t *inputs, const int32_t *targets
     return sum;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------------
 // 4. Update
 
 // The Euclidean norm of all gradients, summed in double in pieces of a fixed size, so that threads do not change it.
@@ -771,16 +801,18 @@ static double gradient_norm(const Model *m) {
     return sqrt(sum);
 }
 
-// m = b1 m + (1 − b1) g,  v = b2 v + (1 − b2) g²,  p −= lr (m/(1 − b1^t) / (sqrt(v/(1 − b2^t)) + eps) + wd p),  g = gradient · grad_scale
+// m = b1 m + (1 − b1) g,  v = b2 v + (1 − b2) g²,  p −= lr (m/(1 − b1^t) / (sqrt(v/(1 − b2^t)) + eps) + wd p),  g =
+//                         gradient · grad_scale
 //   param, mean, square (n) updated   grad (n)   rounded (n) written, or NULL
 // Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019).
-static void adamw(real *param, real *mean, real *square, uint16_t *rounded, const real *grad, size_t n, AdamW a, bool decay) {
+static void adamw(real *param, real *mean, real *square, uint16_t *rounded, const real *grad, size_t n, AdamW a,
+                  bool decay) {
     real b1 = (real)a.beta1, b2 = (real)a.beta2, scale = (real)a.grad_scale, eps = (real)a.eps;
     real one_b1 = (real)(1 - a.beta1), one_b2 = (real)(1 - a.beta2);
     real rate = (real)(a.lr / (1 - pow(a.beta1, (double)a.step)));
     real square_scale = (real)(1 / (1 - pow(a.beta2, (double)a.step)));
     real keep = decay ? (real)(1 - a.lr * a.weight_decay) : 1;
-    enum { PIECE = 4096 };                     // rounded while it is still in the cache
+    enum { PIECE = 4096 };    // rounded while it is still in the cache
     #pragma omp parallel for schedule(static) if (n > 2 * PIECE)
     for (size_t from = 0; from < n; from += PIECE) {
         size_t to = from + PIECE < n ? from + PIECE : n;
@@ -808,12 +840,14 @@ static void model_update(Model *m, AdamW a) {
     }
 }
 
-#ifndef LAYERS_ONLY              // as dev/tests/test_gradients.c has them, in double
-// ---------------------------------------------------------------------------------------------------------------------------
+#ifndef LAYERS_ONLY    // as dev/tests/test_gradients.c has them, in double
+// ---------------------------------------------------------------------------------------------------------------------
 // 5. Decoding
 
-enum { PREFILL_ROWS = 64,          // prompt tokens that go through the layers together
-       FEW_ROWS = 8 };             // rows up to which a product is matmul_few()
+enum {
+    PREFILL_ROWS = 64,    // prompt tokens that go through the layers together
+    FEW_ROWS = 8
+};    // rows up to which a product is matmul_few()
 
 typedef struct {
     Model *m;
@@ -830,7 +864,8 @@ static void plan_decoder(Decoder *d, Model *m, MemoryPlan *plan, size_t sequence
     const ModelConfig *c = &m->config;
     bool gau = c->block == BLOCK_GAU;
     size_t C = (size_t)c->channels, F = (size_t)c->ffn, rows = sequences > PREFILL_ROWS ? sequences : PREFILL_ROWS;
-    size_t K = (size_t)c->heads * head_size(c), E = (size_t)c->heads * value_size(c), cached = (size_t)c->layers * sequences * length;
+    size_t K = (size_t)c->heads * head_size(c), E = (size_t)c->heads * value_size(c),
+           cached = (size_t)c->layers * sequences * length;
     const char *kind = "key-value cache and decoding";
     *d = (Decoder){.m = m, .sequences = sequences, .length = length, .rows = rows};
     memory_add(plan, kind, (void **)&d->k, FLOATS(cached * K));
@@ -852,8 +887,8 @@ static void decoder_ready(Decoder *d) {
     rope_table(d->cosines, d->sines, d->length, head_size(&d->m->config), d->m->config.rope_theta);
 }
 
-// One row of a decoding call: a token, its sequence, its position. Rows of a sequence stand in order, and their positions follow
-// what the cache holds already.
+// One row of a decoding call: a token, its sequence, its position. Rows of a sequence stand in order, and their
+// positions follow what the cache holds already.
 typedef struct {
     int32_t token;
     size_t sequence, position;
@@ -866,7 +901,8 @@ static void decode_qkv(Decoder *d, const DecodeRow *row, size_t r, size_t layer,
     const float *cosines = d->cosines + row->position * (HS / 2), *sines = d->sines + row->position * (HS / 2);
     float *q = d->q + r * NH * HS;
     if (c->block == BLOCK_GAU) {
-        gau_forward(q, k, v, d->qkv + r * (2 * E + HS), gains_in(d->m, d->m->params, layer), cosines, sines, 1, 1, E, HS);
+        gau_forward(q, k, v, d->qkv + r * (2 * E + HS), gains_in(d->m, d->m->params, layer), cosines, sines, 1, 1, E,
+                    HS);
         return;
     }
     const float *qkv = d->qkv + r * 3 * C;
@@ -877,7 +913,8 @@ static void decode_qkv(Decoder *d, const DecodeRow *row, size_t r, size_t layer,
     memcpy(v, qkv + 2 * C, FLOATS(C));
 }
 
-// Attention of one layer for all rows: their keys and values join the cache first, so that a row sees those before it in the same call.
+// Attention of one layer for all rows: their keys and values join the cache first, so that a row sees those before it
+// in the same call.
 static void decode_attention(Decoder *d, const DecodeRow *rows, size_t count, size_t layer) {
     const ModelConfig *c = &d->m->config;
     AttentionShape shape = attention_shape(c, 1, d->length);
@@ -894,21 +931,24 @@ static void decode_attention(Decoder *d, const DecodeRow *rows, size_t count, si
         for (size_t r = 0; r < count; r++) {
             for (size_t h = 0; h < NH; h++) {
                 size_t cache = (layer * d->sequences + rows[r].sequence) * d->length;
-                attention_row(d->att + r * E + h * VS, d->q + r * K + h * HS, d->k + cache * K + h * HS, K, d->v + cache * E + h * VS, E,
-                              rows[r].position + 1, h, scalars, shape, d->scores + (size_t)omp_get_thread_num() * d->length);
+                attention_row(d->att + r * E + h * VS, d->q + r * K + h * HS, d->k + cache * K + h * HS, K,
+                              d->v + cache * E + h * VS, E, rows[r].position + 1, h, scalars, shape,
+                              d->scores + (size_t)omp_get_thread_num() * d->length);
             }
         }
     }
 }
 
-// matmul_forward for a few rows, whose elements are each a sum of their own: a sequence's numbers never depend on how many others are
-// decoded beside it, as they do in a library's tiles. The weights, whose reading takes the time here, are read once for all rows.
+// matmul_forward for a few rows, whose elements are each a sum of their own: a sequence's numbers never depend on how
+// many others are decoded beside it, as they do in a library's tiles. The weights, whose reading takes the time here,
+// are read once for all rows.
 static void matmul_few(float *out, const float *inp, const float *weight, size_t N, size_t C, size_t OC, bool add) {
     #pragma omp parallel for schedule(static)
     for (size_t o = 0; o < OC; o++) {
         const float *w = weight + o * C;
-        for (size_t r = 0; r < N; r += 4) {                    // four hide each other's latency; a row may stand in for missing ones
-            const float *a = inp + r * C, *b = r + 1 < N ? a + C : a, *c = r + 2 < N ? b + C : b, *d = r + 3 < N ? c + C : c;
+        for (size_t r = 0; r < N; r += 4) {    // four hide each other's latency; a row may stand in for missing ones
+            const float *a = inp + r * C, *b = r + 1 < N ? a + C : a, *c = r + 2 < N ? b + C : b,
+                        *d = r + 3 < N ? c + C : c;
             float sum[4], sum_a = 0.0f, sum_b = 0.0f, sum_c = 0.0f, sum_d = 0.0f;
             #pragma omp simd reduction(+ : sum_a, sum_b, sum_c, sum_d)
             for (size_t i = 0; i < C; i++) {
@@ -918,16 +958,15 @@ static void matmul_few(float *out, const float *inp, const float *weight, size_t
                 sum_d += d[i] * w[i];
             }
             sum[0] = sum_a, sum[1] = sum_b, sum[2] = sum_c, sum[3] = sum_d;
-            for (size_t i = r; i < N && i < r + 4; i++) out[i * OC + o] = add ? out[i * OC + o] + sum[i - r] : sum[i - r];
+            for (size_t i = r; i < N && i < r + 4; i++)
+                out[i * OC + o] = add ? out[i * OC + o] + sum[i - r] : sum[i - r];
         }
     }
 }
 
 static void decode_product(float *out, const float *inp, Operand weight, size_t N, size_t C, size_t OC, bool add) {
-    if (N <= FEW_ROWS && !weight.bf16)
-        matmul_few(out, inp, weight.f32, N, C, OC, add);
-    else
-        matmul_forward(out, inp, weight, N, C, OC, add);
+    if (N <= FEW_ROWS && !weight.bf16) matmul_few(out, inp, weight.f32, N, C, OC, add);
+    else matmul_forward(out, inp, weight, N, C, OC, add);
 }
 
 static void decode_layer(Decoder *d, const DecodeRow *rows, size_t count, size_t l) {
@@ -967,7 +1006,8 @@ static void decode(Decoder *d, const DecodeRow *rows, size_t count) {
     }
 }
 
-// The logits (count,V) after `count` rows of the last decode(), `row` and on, into the places of as many sequences, `sequence` and on.
+// The logits (count,V) after `count` rows of the last decode(), `row` and on, into the places of as many sequences,
+// `sequence` and on.
 static float *decode_logits(Decoder *d, size_t row, size_t count, size_t sequence) {
     Model *m = d->m;
     size_t C = (size_t)m->config.channels, V = (size_t)m->config.vocab;
@@ -989,7 +1029,7 @@ static float *decode_prompt(Decoder *d, const int32_t *prompt, size_t count, siz
     return decode_logits(d, here - 1, 1, sequence);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------------
 #ifndef WITHOUT_MAIN
 // 6. Training
 
@@ -1001,9 +1041,9 @@ static const RunProgram PROGRAM = {
 
 static void describe_matmuls(char *out, size_t size, bool bf16) {
     int threads = omp_get_max_threads();
-    snprintf(out, size, "products  %s by %s%s, %d thread%s in %d process%s", bf16 ? "bfloat16" : "float32", gemm_backend(),
-             bf16 && !gemm_has_bf16() ? " (widened to float32: no bfloat16 products here)" : "", threads, threads == 1 ? "" : "s",
-             process.size, process.size == 1 ? "" : "es");
+    snprintf(out, size, "products  %s by %s%s, %d thread%s in %d process%s", bf16 ? "bfloat16" : "float32",
+             gemm_backend(), bf16 && !gemm_has_bf16() ? " (widened to float32: no bfloat16 products here)" : "",
+             threads, threads == 1 ? "" : "s", process.size, process.size == 1 ? "" : "es");
 }
 
 static void plan_training(Model *m, Decoder *d, const Run *run) {
@@ -1112,11 +1152,13 @@ int main(int argc, char **argv) {
     round_parameters(&model);
     run_begin(&run, peak_of(&model));
 
-    change_normalizers(&run, &model);                  // --attn differs from what --init-from brought, or --attn-switch 0:...
+    // --attn differs from what --init-from brought, or --attn-switch 0:...
+    change_normalizers(&run, &model);
     while (run_continues(&run)) {
-        if (!run.owed) {                               // otherwise the run was stopped between a step and its validation
+        if (!run.owed) {    // otherwise the run was stopped between a step and its validation
             for (loss = 0; run_batch(&run, &batch);)
-                loss += model_step(&model, batch.inputs, batch.targets, batch.mask, batch.B, batch.T, batch.scale, batch.first);
+                loss += model_step(&model, batch.inputs, batch.targets, batch.mask, batch.B, batch.T, batch.scale,
+                                   batch.first);
             if (run.stopped) break;
 
             phase(PHASE_REDUCE);
@@ -1139,14 +1181,16 @@ int main(int argc, char **argv) {
         pause_step(&run);
         if (run_sample_due(&run)) draw_sample(&run, &decoder);
         if (run_finish_step(&run)) run_save(&run);
-        if (run.step <= run.first_step + 3) run.flops = peak_of(&model);     // again while the processor's clock settles
+        // Again while the processor's clock settles.
+        if (run.step <= run.first_step + 3) run.flops = peak_of(&model);
         unpause_step(&run);
         change_normalizers(&run, &model);
     }
 
     if (run_save_due_at_end(&run)) run_save(&run);
     if (run_validation_due_at_end(&run) && validate(&run, &model, &loss)) run_validated_at_end(loss);
-    if (run_is_main() && o->profile && run.step > run.first_step) profile_print(phase_seconds, run.step - run.first_step);
+    if (run_is_main() && o->profile && run.step > run.first_step)
+        profile_print(phase_seconds, run.step - run.first_step);
     return run_end(&run);
 }
 #endif

@@ -1,5 +1,6 @@
-// Trains a Llama-style GPT on one or many GPUs, with an attention whose normalizer is a flag. The same job as train_gpt2.c, section for
-// section, by the same numbers; what a section says there about the network is not said again here.
+// Trains a Llama-style GPT on one or many GPUs, with an attention whose normalizer is a flag. The same job as
+// train_gpt2.c, section for section, by the same numbers; what a section says there about the network is not said again
+// here.
 //
 //   1. Layers       not here: a kernel file each in kernels/, and attention/flash.h
 //   2. Model        the parameters, the activations, and the device memory for both
@@ -8,10 +9,11 @@
 //   5. Decoding     not here: a sample takes the whole sequence again for each token; sample_gpt2.c decodes, on the CPU
 //   6. Training     main(), which has the training loop
 //
-// X is the type of activations and of the weights that products read: float or bf16 (--dtype). Statistics of rows, gradients of parameters,
-// AdamW's moments and the master weights are float32 under both. Everything runs on one stream, but for the sums over processes.
-// Shapes: B sequences, T tokens each, N = B·T rows, C channels, NH heads of size HS, F the feed-forward's width, V the vocabulary
-// (VP when padded).
+// X is the type of activations and of the weights that products read: float or bf16 (--dtype). Statistics of rows,
+// gradients of parameters, AdamW's moments and the master weights are float32 under both. Everything runs on one
+// stream, but for the sums over processes.
+// Shapes: B sequences, T tokens each, N = B·T rows, C channels, NH heads of size HS, F the feed-forward's width, V the
+// vocabulary (VP when padded).
 
 #include "kernels/gpu.cuh"
 
@@ -43,14 +45,16 @@
 #include "runtime/process.h"
 #include "model/weights.h"
 
-// ---------------------------------------------------------------------------------------------------------------------------
-// Where the time goes, under --profile: phase() ends the phase before it and starts the next, by events on the stream and as ranges
-// that NVIDIA's profilers show.
+// ---------------------------------------------------------------------------------------------------------------------
+// Where the time goes, under --profile: phase() ends the phase before it and starts the next, by events on the stream
+// and as ranges that NVIDIA's profilers show.
 
 #if __has_include(<nvtx3/nvToolsExt.h>)
 #include <nvtx3/nvToolsExt.h>
 #else
-static void nvtxRangePushA(const char *name) { (void)name; }
+static void nvtxRangePushA(const char *name) {
+    (void)name;
+}
 static void nvtxRangePop(void) {}
 #endif
 
@@ -62,7 +66,7 @@ static bool profiling;
 enum { MARKS = 4096 };
 static struct {
     cudaEvent_t event;
-    Phase phase;                   // what starts there
+    Phase phase;    // what starts there
 } marks[MARKS];
 static int mark_count;
 
@@ -81,7 +85,7 @@ static void phase_collect(void) {
     mark_count = 1;
 }
 
-static bool aside;                 // all is PHASE_ASIDE
+static bool aside;    // all is PHASE_ASIDE
 
 static void phase(Phase next) {
     if (!profiling || (aside && next != PHASE_ASIDE)) return;
@@ -94,32 +98,36 @@ static void phase(Phase next) {
     CUDA_CHECK(cudaEventRecord(mark->event, stream));
 }
 
-// ---------------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------------
 // 2. Model
 
-#ifndef LOSS_ROWS                         // a test has fewer
+#ifndef LOSS_ROWS    // a test has fewer
 #define LOSS_ROWS ((size_t)8192)          // rows whose logits stand in memory at a time, 0.8 GB of GPT-2's in bf16
 #endif
 
-// Under --recompute the inputs of products that can be had again from what is kept (h1, h2, act) have room for one layer, not for all.
+// Under --recompute the inputs of products that can be had again from what is kept (h1, h2, act) have room for one
+// layer, not for all.
 template <class X>
 struct Activations {
-    X *x;                // (layers + 1, N, C)        the residual stream, before each layer and at the end
-    X *qkv;              // (layers, N, 3, NH, HS)    of Llama layers, q and k after RoPE
-    X *uvz;              // (layers, N, 2F + K)       of gated units, and their q, k (layers, N, K) and v (layers, N, F)
+    X *x;      // (layers + 1, N, C)        the residual stream, before each layer and at the end
+    X *qkv;    // (layers, N, 3, NH, HS)    of Llama layers, q and k after RoPE
+    // (layers, N, 2F + K)       of gated units, and their q, k (layers, N, K) and v (layers, N, F)
+    X *uvz;
     X *q, *k, *v;
-    X *att;              // (layers, N, E)            attention's output
-    X *x_mid;            // (layers, N, C)            the residual stream between attention and feed-forward
-    X *gate_up;          // (layers, N, 2F)
-    X *h1, *h2, *act;    // (layers or 1, N, C or F)  inputs of products: normalized, normalized, swiglu's or the gate's output
-    X *h;                // (N, C)                    the normalized output
-    X *logits;           // (LOSS_ROWS, VP)
-    X *dx, *dh, *datt, *dact, *dgate_up;              // gradients of x, h, att, act, gate_up
-    X *dqkv;                                          // of qkv, or uvz
-    X *dq, *dk, *dv;                                  // of gated units
+    X *att;        // (layers, N, E)            attention's output
+    X *x_mid;      // (layers, N, C)            the residual stream between attention and feed-forward
+    X *gate_up;    // (layers, N, 2F)
+    // (layers or 1, N, C or F)  inputs of products: normalized, normalized, swiglu's or the gate's output.
+    X *h1, *h2, *act;
+    X *h;                                   // (N, C)                    the normalized output
+    X *logits;                              // (LOSS_ROWS, VP)
+    X *dx, *dh, *datt, *dact, *dgate_up;    // gradients of x, h, att, act, gate_up
+    X *dqkv;                                // of qkv, or uvz
+    X *dq, *dk, *dv;                        // of gated units
 };
 
-enum { SUM_STEP, SUM_VALIDATION, SUM_SQUARES, SUM_PARTIALS };      // losses of this step so far, a validation's losses, squared gradients
+// Losses of this step so far, a validation's losses, squared gradients.
+enum { SUM_STEP, SUM_VALIDATION, SUM_SQUARES, SUM_PARTIALS };
 
 struct Model {
     ModelConfig config;
@@ -127,44 +135,45 @@ struct Model {
     bool in_bf16, recompute, zero, deterministic, stochastic;
     uint64_t seed;
 
-    float *params, *grads;       // (list.floats); params are the masters
-    bf16 *params_bf16;           // a rounded copy for the products, with --dtype bf16
-    float *mean, *square;        // AdamW's moments: list.floats, or with --zero 1 this process's share
-    AdamSegment *segments;       // what this process updates: its trained tensors, or its share of them
+    float *params, *grads;    // (list.floats); params are the masters
+    bf16 *params_bf16;        // a rounded copy for the products, with --dtype bf16
+    float *mean, *square;     // AdamW's moments: list.floats, or with --zero 1 this process's share
+    AdamSegment *segments;    // what this process updates: its trained tensors, or its share of them
     size_t segment_count, segment_blocks, state_floats;
 
     size_t B, T, layer_stats;
-    float *stats;                // (layers, layer_stats) of the rows of attention
-    float *inverse_norms;        // (layers, N, 2, NH)    1/|q| and 1/|k|, where the normalizer divides by them
-    float *r1, *r2, *r;          // (layers, N), (layers, N), (N)   of rmsnorm
-    float *losses;               // (N)
-    float *cosines, *sines;      // (T, HS/2)
-    float *partials;             // sums over rows on their way to a gradient
-    double *sums;                // of SUM_STEP ..., then partial sums of squares
-    unsigned long long *without_weight;      // rows of attention without weight: in steps, in validations
-    void *scratch, *products;    // of attention, of cuBLASLt
-    void *wire;                  // of sums over processes
-    int32_t *batch;              // inputs, targets, and the rows of each token in order: BatchTokens
+    float *stats;              // (layers, layer_stats) of the rows of attention
+    float *inverse_norms;      // (layers, N, 2, NH)    1/|q| and 1/|k|, where the normalizer divides by them
+    float *r1, *r2, *r;        // (layers, N), (layers, N), (N)   of rmsnorm
+    float *losses;             // (N)
+    float *cosines, *sines;    // (T, HS/2)
+    float *partials;           // sums over rows on their way to a gradient
+    double *sums;              // of SUM_STEP ..., then partial sums of squares
+    unsigned long long *without_weight;    // rows of attention without weight: in steps, in validations
+    void *scratch, *products;              // of attention, of cuBLASLt
+    void *wire;                            // of sums over processes
+    int32_t *batch;                        // inputs, targets, and the rows of each token in order: BatchTokens
     uint8_t *mask;
 
-    uint64_t rows;               // of attention, since someone set them to 0
-    MemoryPlan plan;             // of the device
+    uint64_t rows;      // of attention, since someone set them to 0
+    MemoryPlan plan;    // of the device
 
-    Weights host;                // copies of params and moments for files
+    Weights host;    // copies of params and moments for files
     MemoryPlan host_plan;
-    struct {                     // batches on their way to the device: one is filled while the other is copied
+    struct {    // batches on their way to the device: one is filled while the other is copied
         int32_t *ints;
         uint8_t *mask;
         cudaEvent_t copied;
     } slots[2];
-    int32_t *starts;             // (V + 1) scratch of embedding_plan()
-    float *host_logits;          // (VP) of a sample
-    uint16_t *host_logits_bf16;  // (VP) as they come from the device under --dtype bf16
+    int32_t *starts;               // (V + 1) scratch of embedding_plan()
+    float *host_logits;            // (VP) of a sample
+    uint16_t *host_logits_bf16;    // (VP) as they come from the device under --dtype bf16
     size_t slot;
 };
 
 static Model model;
-template <class X> static Activations<X> activations;
+template <class X>
+static Activations<X> activations;
 
 // f(activations of the run's type)
 template <class F>
@@ -172,9 +181,16 @@ static auto by_type(F f) {
     return model.in_bf16 ? f(&activations<bf16>) : f(&activations<float>);
 }
 
-template <class X> static const X *weight(const Model *m, size_t offset);
-template <> const float *weight<float>(const Model *m, size_t offset) { return m->params + offset; }
-template <> const bf16 *weight<bf16>(const Model *m, size_t offset) { return m->params_bf16 + offset; }
+template <class X>
+static const X *weight(const Model *m, size_t offset);
+template <>
+const float *weight<float>(const Model *m, size_t offset) {
+    return m->params + offset;
+}
+template <>
+const bf16 *weight<bf16>(const Model *m, size_t offset) {
+    return m->params_bf16 + offset;
+}
 
 template <class X>
 static const X *weight_for(const Model *m, const X *input, size_t offset) {
@@ -182,7 +198,8 @@ static const X *weight_for(const Model *m, const X *input, size_t offset) {
     return weight<X>(m, offset);
 }
 
-static FlashScalarGrads scalars_in(const Model *m, float *array, size_t layer, bool (*wanted)(const Normalizer *, Scalar)) {
+static FlashScalarGrads scalars_in(const Model *m, float *array, size_t layer,
+                                   bool (*wanted)(const Normalizer *, Scalar)) {
     const LayerOffsets *at = &m->list.layers[layer];
     const Normalizer *attn = &m->config.attn;
     return {wanted(attn, SCALAR_S) ? array + at->s : NULL, wanted(attn, SCALAR_B) ? array + at->b : NULL,
@@ -216,7 +233,7 @@ struct BatchTokens {
     const int32_t *inputs, *targets, *order;
     const EmbeddingPiece *pieces;
     EmbeddingPlan plan;
-    const uint8_t *mask;         // NULL: all targets count
+    const uint8_t *mask;    // NULL: all targets count
 };
 
 static_assert(sizeof(EmbeddingPiece) == 4 * sizeof(int32_t), "pieces lie among the batch's int32");
@@ -225,7 +242,8 @@ static size_t batch_ints(size_t N) {
     return 3 * N + 4 * embedding_pieces(N);
 }
 
-// The parameters in buckets, which go over the processes one by one: 0 is what comes before the layers, then the layers, then the rest.
+// The parameters in buckets, which go over the processes one by one: 0 is what comes before the layers, then the
+// layers, then the rest.
 typedef struct {
     size_t from, floats;
 } Bucket;
@@ -260,12 +278,14 @@ static void plan_parameters(Model *m) {
     memory_add(&m->plan, "AdamW's moments", (void **)&m->mean, m->state_floats * sizeof(float));
     memory_add(&m->plan, "AdamW's moments", (void **)&m->square, m->state_floats * sizeof(float));
     memory_add(&m->plan, "scratch", (void **)&m->segments, m->list.count * sizeof(AdamSegment));
-    memory_add(&m->plan, "scratch", (void **)&m->sums, (SUM_PARTIALS + floats / SEGMENT_PART + m->list.count) * sizeof(double));
+    memory_add(&m->plan, "scratch", (void **)&m->sums,
+               (SUM_PARTIALS + floats / SEGMENT_PART + m->list.count) * sizeof(double));
 }
 
-// What attention needs: under the normalizer and at the length that ask for the most, of the model's own normalizer and `others`, and of `lengths`,
-// which divide T. Ends the program where it has no kernel for one of these shapes.
-static void plan_attention(Model *m, const Normalizer *const *others, size_t count, const IntList *lengths, size_t B, size_t T) {
+// What attention needs: under the normalizer and at the length that ask for the most, of the model's own normalizer and
+// `others`, and of `lengths`, which divide T. Ends the program where it has no kernel for one of these shapes.
+static void plan_attention(Model *m, const Normalizer *const *others, size_t count, const IntList *lengths, size_t B,
+                           size_t T) {
     size_t scratch = 0, element = m->in_bf16 ? sizeof(bf16) : sizeof(float);
     m->layer_stats = 0;
     for (size_t i = 0; i < (count + 1) * lengths->count; i++) {
@@ -276,7 +296,8 @@ static void plan_attention(Model *m, const Normalizer *const *others, size_t cou
         if (flash_stats(shape, element) > m->layer_stats) m->layer_stats = flash_stats(shape, element);
         if (flash_scratch(shape) > scratch) scratch = flash_scratch(shape);
     }
-    memory_add(&m->plan, "statistics kept for the backward pass", (void **)&m->stats, (size_t)m->config.layers * m->layer_stats * sizeof(float));
+    memory_add(&m->plan, "statistics kept for the backward pass", (void **)&m->stats,
+               (size_t)m->config.layers * m->layer_stats * sizeof(float));
     memory_add(&m->plan, "scratch", &m->scratch, scratch);
 }
 
@@ -284,7 +305,8 @@ static void plan_attention(Model *m, const Normalizer *const *others, size_t cou
 static void plan_floats(Model *m, size_t B, size_t T) {
     const ModelConfig *c = &m->config;
     size_t N = B * T, C = (size_t)c->channels, L = (size_t)c->layers, NH = (size_t)c->heads, HS = head_size(c);
-    size_t rows = rmsnorm_partials(N, C), gains = is_gau(m) ? gau_partials(N, HS) : 0, tokens = embedding_partials(N) * C;
+    size_t rows = rmsnorm_partials(N, C), gains = is_gau(m) ? gau_partials(N, HS) : 0,
+           tokens = embedding_partials(N) * C;
     size_t partials = rows > gains ? rows : gains;
     const char *kept = "statistics kept for the backward pass", *scratch = "scratch";
     memory_add(&m->plan, kept, (void **)&m->inverse_norms, L * N * 2 * NH * sizeof(float));
@@ -303,12 +325,16 @@ static void plan_floats(Model *m, size_t B, size_t T) {
 template <class X>
 static void plan_activations(Model *m, Activations<X> *a, size_t B, size_t T) {
     const ModelConfig *c = &m->config;
-    size_t N = B * T, C = (size_t)c->channels, F = (size_t)c->ffn, VP = padded_vocab(c), L = (size_t)c->layers, NH = (size_t)c->heads;
-    size_t K = NH * head_size(c), E = NH * value_size(c), kept_layers = m->recompute ? 1 : L, loss_rows = N < LOSS_ROWS ? N : LOSS_ROWS;
-    auto add = [m](const char *kind, X **where, size_t elements) { memory_add(&m->plan, kind, (void **)where, elements * sizeof(X)); };
+    size_t N = B * T, C = (size_t)c->channels, F = (size_t)c->ffn, VP = padded_vocab(c), L = (size_t)c->layers,
+           NH = (size_t)c->heads;
+    size_t K = NH * head_size(c), E = NH * value_size(c), kept_layers = m->recompute ? 1 : L,
+           loss_rows = N < LOSS_ROWS ? N : LOSS_ROWS;
+    auto add = [m](const char *kind, X **where, size_t elements) {
+        memory_add(&m->plan, kind, (void **)where, elements * sizeof(X));
+    };
     const char *kept = "activations kept for the backward pass", *scratch = "scratch";
     const char *inputs = m->recompute ? scratch : "inputs of products (no --recompute)";
-    rmsnorm_warps<X>(C);                   // ends the program where there is no kernel for so many channels
+    rmsnorm_warps<X>(C);    // ends the program where there is no kernel for so many channels
     add(kept, &a->x, (L + 1) * N * C);
     add(kept, &a->att, L * N * E);
     add(inputs, &a->h1, kept_layers * N * C);
@@ -356,7 +382,8 @@ static void rope_table(float *cosines, float *sines, size_t T, size_t HS, double
 }
 
 // Everything on the device, for B sequences of T tokens at a time, or as many tokens in sequences of one of `lengths`.
-static void plan_model(Model *m, const Normalizer *const *others, size_t count, const IntList *lengths, size_t B, size_t T) {
+static void plan_model(Model *m, const Normalizer *const *others, size_t count, const IntList *lengths, size_t B,
+                       size_t T) {
     m->B = B, m->T = T;
     plan_attention(m, others, count, lengths, B, T);
     plan_parameters(m);
@@ -380,10 +407,10 @@ static void take_model(Model *m) {
     rope_table(m->cosines, m->sines, m->T, head_size(&m->config), m->config.rope_theta);
     matmul_start(m->products, MATMUL_WORKSPACE, !m->deterministic);
     collective_use(m->wire);
-    CUDA_CHECK(cudaDeviceSynchronize());           // these were not on our stream
+    CUDA_CHECK(cudaDeviceSynchronize());    // these were not on our stream
 }
 
-// ---------------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------------
 // 3. Passes
 // `counter`: which of the two counts of rows without weight, 0 of steps, 1 of validations.
 
@@ -397,13 +424,28 @@ struct Layer {
 template <class X>
 static Layer<X> layer_of(const Model *m, const Activations<X> *a, size_t l, size_t N) {
     const ModelConfig *c = &m->config;
-    size_t C = (size_t)c->channels, F = (size_t)c->ffn, NH = (size_t)c->heads, K = NH * head_size(c), E = NH * value_size(c);
-    size_t again = m->recompute ? 0 : l;           // of what is there for one layer alone
-    auto in = [N](X *first, size_t layer, size_t width) { return first ? first + layer * N * width : NULL; };      // the other block's are NULL
-    return {in(a->x, l, C), in(a->x, l + 1, C), in(a->h1, again, C), in(a->att, l, E), in(a->act, again, F),
-            in(a->qkv, l, 3 * C), in(a->x_mid, l, C), in(a->h2, again, C), in(a->gate_up, l, 2 * F),
-            in(a->uvz, l, 2 * F + K), in(a->q, l, K), in(a->k, l, K), in(a->v, l, F),
-            m->stats + l * m->layer_stats, m->inverse_norms + l * N * 2 * NH, m->r1 + l * N, m->r2 + l * N};
+    size_t C = (size_t)c->channels, F = (size_t)c->ffn, NH = (size_t)c->heads, K = NH * head_size(c),
+           E = NH * value_size(c);
+    size_t again = m->recompute ? 0 : l;    // of what is there for one layer alone
+    // The other block's are NULL.
+    auto in = [N](X *first, size_t layer, size_t width) { return first ? first + layer * N * width : NULL; };
+    return {in(a->x, l, C),
+            in(a->x, l + 1, C),
+            in(a->h1, again, C),
+            in(a->att, l, E),
+            in(a->act, again, F),
+            in(a->qkv, l, 3 * C),
+            in(a->x_mid, l, C),
+            in(a->h2, again, C),
+            in(a->gate_up, l, 2 * F),
+            in(a->uvz, l, 2 * F + K),
+            in(a->q, l, K),
+            in(a->k, l, K),
+            in(a->v, l, F),
+            m->stats + l * m->layer_stats,
+            m->inverse_norms + l * N * 2 * NH,
+            m->r1 + l * N,
+            m->r2 + l * N};
 }
 
 static bool divides_by_norms(const Model *m) {
@@ -424,8 +466,8 @@ static void layer_forward(Model *m, Activations<X> *a, size_t l, size_t B, size_
     phase(PHASE_ROPE);
     rope_forward(of.qkv, of.inverse_norms, m->cosines, m->sines, divides_by_norms(m), B, T, NH, shape.HS, stream);
     phase(PHASE_ATTENTION);
-    flash_forward(of.att, of.stats, m->without_weight + counter, of.qkv, of.qkv + C, of.qkv + 2 * C, scalars_of(m, l), shape,
-                  m->scratch, stream);
+    flash_forward(of.att, of.stats, m->without_weight + counter, of.qkv, of.qkv + C, of.qkv + 2 * C, scalars_of(m, l),
+                  shape, m->scratch, stream);
     phase(PHASE_PROJECTIONS);
     matmul_forward(of.x_mid, of.att, weight<X>(m, at->o), of.x, N, C, C, stream);
 
@@ -459,7 +501,8 @@ static void layer_backward(Model *m, Activations<X> *a, size_t l, size_t B, size
     phase(PHASE_FEED_FORWARD);
     matmul_backward(a->dh, grads + at->gate, a->dgate_up, of.h2, weight<X>(m, at->gate), N, C, 2 * F, add, stream);
     phase(PHASE_NORM);
-    rmsnorm_backward(a->dx, grads + at->norm2, m->partials, a->dh, of.x_mid, m->params + at->norm2, of.r2, N, C, stream);
+    rmsnorm_backward(a->dx, grads + at->norm2, m->partials, a->dh, of.x_mid, m->params + at->norm2, of.r2, N, C,
+                     stream);
 
     phase(PHASE_PROJECTIONS);
     matmul_backward(a->datt, grads + at->o, a->dx, of.att, weight<X>(m, at->o), N, C, C, add, stream);
@@ -467,7 +510,8 @@ static void layer_backward(Model *m, Activations<X> *a, size_t l, size_t B, size
     flash_backward(a->dqkv, a->dqkv + C, a->dqkv + 2 * C, scalars_in(m, grads, l, normalizer_trains), a->datt, of.att,
                    of.stats, of.qkv, of.qkv + C, of.qkv + 2 * C, scalars_of(m, l), shape, m->scratch, stream);
     phase(PHASE_ROPE);
-    rope_backward(a->dqkv, of.qkv, of.inverse_norms, m->cosines, m->sines, divides_by_norms(m), B, T, NH, shape.HS, stream);
+    rope_backward(a->dqkv, of.qkv, of.inverse_norms, m->cosines, m->sines, divides_by_norms(m), B, T, NH, shape.HS,
+                  stream);
     phase(PHASE_NORM);
     if (m->recompute) rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, stream);
     phase(PHASE_PROJECTIONS);
@@ -486,10 +530,11 @@ static void unit_forward(Model *m, Activations<X> *a, size_t l, size_t B, size_t
     phase(PHASE_PROJECTIONS);
     matmul_forward(of.uvz, of.h1, weight<X>(m, at->u), (const X *)NULL, N, C, W, stream);
     phase(PHASE_ROPE);
-    gau_forward(of.q, of.k, of.v, of.inverse_norms, of.uvz, gains_in(m, m->params, l), m->cosines, m->sines, divides_by_norms(m), B, T, E, K, stream);
+    gau_forward(of.q, of.k, of.v, of.inverse_norms, of.uvz, gains_in(m, m->params, l), m->cosines, m->sines,
+                divides_by_norms(m), B, T, E, K, stream);
     phase(PHASE_ATTENTION);
-    flash_forward(of.att, of.stats, m->without_weight + counter, of.q, of.k, of.v, scalars_of(m, l), flash_shape(m, B, T), m->scratch,
-                  stream);
+    flash_forward(of.att, of.stats, m->without_weight + counter, of.q, of.k, of.v, scalars_of(m, l),
+                  flash_shape(m, B, T), m->scratch, stream);
     phase(PHASE_GATE);
     gau_gate_forward(of.act, of.uvz, of.att, N, E, W, stream);
     phase(PHASE_PROJECTIONS);
@@ -509,8 +554,8 @@ static void unit_backward(Model *m, Activations<X> *a, size_t l, size_t B, size_
     phase(PHASE_GATE);
     gau_gate_backward(a->datt, a->dqkv, a->dact, of.uvz, of.att, N, E, W, stream);
     phase(PHASE_ATTENTION);
-    flash_backward(a->dq, a->dk, a->dv, scalars_in(m, grads, l, normalizer_trains), a->datt, of.att, of.stats, of.q, of.k, of.v,
-                   scalars_of(m, l), flash_shape(m, B, T), m->scratch, stream);
+    flash_backward(a->dq, a->dk, a->dv, scalars_in(m, grads, l, normalizer_trains), a->datt, of.att, of.stats, of.q,
+                   of.k, of.v, scalars_of(m, l), flash_shape(m, B, T), m->scratch, stream);
     phase(PHASE_ROPE);
     gau_backward(a->dqkv, gains_in(m, grads, l), m->partials, a->dq, a->dk, a->dv, of.uvz, of.q, of.k, of.inverse_norms,
                  gains_in(m, m->params, l), m->cosines, m->sines, divides_by_norms(m), B, T, E, K, stream);
@@ -536,10 +581,11 @@ static void model_forward(Model *m, Activations<X> *a, const int32_t *tokens, si
     phase(PHASE_OTHER);
 }
 
-// *sum (on the device) gets the losses of N rows added. With `scale` not 0 also the gradients of their sum times scale: a->dh (N,C)
-// written, the output projection's gradient written, or added to when `add`.
+// *sum (on the device) gets the losses of N rows added. With `scale` not 0 also the gradients of their sum times scale:
+// a->dh (N,C) written, the output projection's gradient written, or added to when `add`.
 template <class X>
-static void model_loss(Model *m, Activations<X> *a, double *sum, const int32_t *targets, const uint8_t *mask, size_t N, float scale, bool add) {
+static void model_loss(Model *m, Activations<X> *a, double *sum, const int32_t *targets, const uint8_t *mask, size_t N,
+                       float scale, bool add) {
     size_t C = (size_t)m->config.channels, V = (size_t)m->config.vocab, VP = padded_vocab(&m->config);
     const X *head = weight<X>(m, m->list.head);
     phase(PHASE_CLASSIFIER);
@@ -549,7 +595,8 @@ static void model_loss(Model *m, Activations<X> *a, double *sum, const int32_t *
         matmul_forward(a->logits, h, head, (const X *)NULL, rows, C, VP, stream);
         classifier(m->losses + from, a->logits, targets + from, mask ? mask + from : NULL, rows, V, VP, scale, stream);
         if (scale != 0)
-            matmul_backward(a->dh + from * C, m->grads + m->list.head, a->logits, h, head, rows, C, VP, add || from > 0, stream);
+            matmul_backward(a->dh + from * C, m->grads + m->list.head, a->logits, h, head, rows, C, VP, add || from > 0,
+                            stream);
     }
     losses_sum(sum, m->losses, N, stream);
     phase(PHASE_OTHER);
@@ -562,14 +609,17 @@ static void reduce_bucket(const Model *m, size_t i) {
     else collective_all_reduce(m->grads + bucket.from, bucket.floats, stream);
 }
 
-// The gradients of all parameters, from a->dh and the activations; matrices written, or added to when `add`, all others added to.
-// `last`: each layer's gradients start on their way to the other processes while the next layer's are computed.
+// The gradients of all parameters, from a->dh and the activations; matrices written, or added to when `add`, all others
+// added to. `last`: each layer's gradients start on their way to the other processes while the next layer's are
+// computed.
 template <class X>
-static void model_backward(Model *m, Activations<X> *a, const BatchTokens &tokens, size_t B, size_t T, bool add, bool last) {
+static void model_backward(Model *m, Activations<X> *a, const BatchTokens &tokens, size_t B, size_t T, bool add,
+                           bool last) {
     size_t N = B * T, C = (size_t)m->config.channels, layers = (size_t)m->config.layers;
     phase(PHASE_NORM);
     CUDA_CHECK(cudaMemsetAsync(a->dx, 0, N * C * sizeof(X), stream));
-    rmsnorm_backward(a->dx, m->grads + m->list.norm, m->partials, a->dh, a->x + layers * N * C, m->params + m->list.norm, m->r, N, C, stream);
+    rmsnorm_backward(a->dx, m->grads + m->list.norm, m->partials, a->dh, a->x + layers * N * C,
+                     m->params + m->list.norm, m->r, N, C, stream);
     if (last) reduce_bucket(m, layers + 1);
     for (size_t l = layers; l-- > 0;) {
         if (is_gau(m)) unit_backward(m, a, l, B, T, add);
@@ -577,14 +627,17 @@ static void model_backward(Model *m, Activations<X> *a, const BatchTokens &token
         if (last) reduce_bucket(m, l + 1);
     }
     phase(PHASE_EMBEDDING);
-    embedding_backward(m->grads + m->list.embedding, m->partials, a->dx, tokens.order, tokens.pieces, tokens.plan, C, stream);
+    embedding_backward(m->grads + m->list.embedding, m->partials, a->dx, tokens.order, tokens.pieces, tokens.plan, C,
+                       stream);
     if (last) reduce_bucket(m, 0);
     phase(PHASE_OTHER);
 }
 
-// One micro-batch: the sum of its losses is added on the device; gradients of that sum times `scale` are added to m->grads.
+// One micro-batch: the sum of its losses is added on the device; gradients of that sum times `scale` are added to
+// m->grads.
 template <class X>
-static void model_step(Model *m, Activations<X> *a, const BatchTokens &batch, size_t B, size_t T, float scale, bool first, bool last) {
+static void model_step(Model *m, Activations<X> *a, const BatchTokens &batch, size_t B, size_t T, float scale,
+                       bool first, bool last) {
     if (first) {
         CUDA_CHECK(cudaMemsetAsync(m->grads, 0, m->list.floats * sizeof(float), stream));
         CUDA_CHECK(cudaMemsetAsync(m->sums + SUM_STEP, 0, sizeof(double), stream));
@@ -594,10 +647,11 @@ static void model_step(Model *m, Activations<X> *a, const BatchTokens &batch, si
     model_backward(m, a, batch, B, T, !first, last);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------------
 // 4. Update
 
-// The table of what this process updates: each trained tensor's part of each bucket's part. `table` has room for list.count rows.
+// The table of what this process updates: each trained tensor's part of each bucket's part. `table` has room for
+// list.count rows.
 static void find_segments(const Model *m, AdamSegment *table, size_t *count, size_t *state_floats) {
     size_t state = 0;
     *count = 0;
@@ -607,7 +661,8 @@ static void find_segments(const Model *m, AdamSegment *table, size_t *count, siz
             const Tensor *t = &m->list.tensors[tensor];
             size_t from = t->offset > part.from ? t->offset : part.from, to = t->offset + t->elements;
             if (to > part.from + part.floats) to = part.from + part.floats;
-            if (from < to && tensor_trained(t, &m->config.attn)) table[(*count)++] = {from, to, state + from - part.from, t->decay, 0};
+            if (from < to && tensor_trained(t, &m->config.attn))
+                table[(*count)++] = {from, to, state + from - part.from, t->decay, 0};
         }
         state += part.floats;
     }
@@ -637,7 +692,7 @@ static void round_parameters(const Model *m, int64_t step) {
     if (m->in_bf16) parameters_round(m->params_bf16, m->params, m->list.floats, m->stochastic, m->seed, step, stream);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------------
 #ifndef WITHOUT_MAIN
 // 6. Training
 
@@ -657,11 +712,11 @@ static Device start_device(const TrainOptions *o) {
 
 static void describe_matmuls(char *out, size_t size, const Device *device, const TrainOptions *o) {
     int length = snprintf(out, size, "products  %s by cuBLASLt on %d %s%s, %d processors at %.2f GHz",
-                          o->dtype == TRAIN_BF16 ? "bfloat16" : "float32", process.size, device->name, process.size == 1 ? "" : "s",
-                          device->processors, device->clock / 1e9);
+                          o->dtype == TRAIN_BF16 ? "bfloat16" : "float32", process.size, device->name,
+                          process.size == 1 ? "" : "s", device->processors, device->clock / 1e9);
     if (process.size > 1)
-        snprintf(out + length, size - (size_t)length, "; gradients summed in %s%s", o->reduce_dtype == TRAIN_BF16 ? "bfloat16" : "float32",
-                 o->zero ? ", ZeRO-1" : "");
+        snprintf(out + length, size - (size_t)length, "; gradients summed in %s%s",
+                 o->reduce_dtype == TRAIN_BF16 ? "bfloat16" : "float32", o->zero ? ", ZeRO-1" : "");
 }
 
 static void plan_training(Model *m, const Run *run) {
@@ -682,7 +737,8 @@ static void plan_training(Model *m, const Run *run) {
     memory_add(&m->host_plan, "scratch", (void **)&m->starts, ((size_t)m->config.vocab + 1) * sizeof(int32_t));
     memory_add(&m->host_plan, "logits of a token", (void **)&m->host_logits, padded_vocab(&m->config) * sizeof(float));
     if (m->in_bf16)
-        memory_add(&m->host_plan, "logits of a token", (void **)&m->host_logits_bf16, padded_vocab(&m->config) * sizeof(uint16_t));
+        memory_add(&m->host_plan, "logits of a token", (void **)&m->host_logits_bf16,
+                   padded_vocab(&m->config) * sizeof(uint16_t));
 }
 
 static size_t device_free(void) {
@@ -694,9 +750,11 @@ static size_t device_free(void) {
 static void check_device_memory(const Model *m, const Device *device) {
     size_t left = device_free();
     if (m->plan.total > left)
-        fail(EXIT_RESOURCE, "process %d: this run needs %s of a GPU's memory, and %s of %s is free.\n"
-             "  A smaller --batch or --seq-len, or --recompute, needs less for activations; --zero 1 less for AdamW's moments.", process.rank,
-             human_bytes((double)m->plan.total).text, human_bytes((double)left).text, device->name);
+        fail(
+            EXIT_RESOURCE,
+            "process %d: this run needs %s of a GPU's memory, and %s of %s is free.\n"
+            "  A smaller --batch or --seq-len, or --recompute, needs less for activations; --zero 1 less for AdamW's moments.",
+            process.rank, human_bytes((double)m->plan.total).text, human_bytes((double)left).text, device->name);
 }
 
 static Weights take_training(Model *m) {
@@ -727,9 +785,11 @@ static void copy_moments(const Model *m, bool to_host) {
     size_t state = 0;
     for (size_t i = 0; i < bucket_count(m); i++) {
         Bucket part = bucket_part(m, bucket_at(m, i));
-        float *pairs[2][2] = {{m->host.mean + part.from, m->mean + state}, {m->host.square + part.from, m->square + state}};
+        float *pairs[2][2] = {{m->host.mean + part.from, m->mean + state},
+                              {m->host.square + part.from, m->square + state}};
         for (auto &pair : pairs)
-            CUDA_CHECK(cudaMemcpy(pair[to_host ? 0 : 1], pair[to_host ? 1 : 0], part.floats * sizeof(float), cudaMemcpyDefault));
+            CUDA_CHECK(cudaMemcpy(pair[to_host ? 0 : 1], pair[to_host ? 1 : 0], part.floats * sizeof(float),
+                                  cudaMemcpyDefault));
         state += part.floats;
     }
 }
@@ -739,7 +799,7 @@ static void upload(Model *m, int64_t step) {
     CUDA_CHECK(cudaMemcpy(m->params, m->host.params, m->list.floats * sizeof(float), cudaMemcpyHostToDevice));
     copy_moments(m, false);
     upload_segments(m);
-    CUDA_CHECK(cudaDeviceSynchronize());           // the copies are not on our stream
+    CUDA_CHECK(cudaDeviceSynchronize());    // the copies are not on our stream
     round_parameters(m, step);
 }
 
@@ -754,7 +814,7 @@ static void download(Model *m) {
     }
     copy_moments(m, true);
     if (!m->zero) return;
-    process_sum_float(m->host.mean, m->list.floats);           // each number is one rank's; the others add 0
+    process_sum_float(m->host.mean, m->list.floats);    // each number is one rank's; the others add 0
     process_sum_float(m->host.square, m->list.floats);
 }
 
@@ -764,7 +824,8 @@ static void download_scalars(Model *m) {
     for (size_t i = 0; i < m->list.count; i++) {
         const Tensor *t = &m->list.tensors[i];
         if (t->scalar == SCALAR_NONE) continue;
-        CUDA_CHECK(cudaMemcpy(m->host.params + t->offset, m->params + t->offset, t->elements * sizeof(float), cudaMemcpyDeviceToHost));
+        CUDA_CHECK(cudaMemcpy(m->host.params + t->offset, m->params + t->offset, t->elements * sizeof(float),
+                              cudaMemcpyDeviceToHost));
     }
 }
 
@@ -774,11 +835,14 @@ static void download_scalars(Model *m) {
 static BatchTokens upload_batch(Model *m, const Batch *batch) {
     auto *slot = &m->slots[m->slot++ % 2];
     size_t N = batch->B * batch->T;
-    BatchTokens there = {m->batch, m->batch + N, m->batch + 2 * N, (const EmbeddingPiece *)(m->batch + 3 * N), {0, 0}, batch->mask ? m->mask : NULL};
+    BatchTokens there = {m->batch,         m->batch + N,
+                         m->batch + 2 * N, (const EmbeddingPiece *)(m->batch + 3 * N),
+                         {0, 0},           batch->mask ? m->mask : NULL};
     CUDA_CHECK(cudaEventSynchronize(slot->copied));
     memcpy(slot->ints, batch->inputs, N * sizeof(int32_t));
     memcpy(slot->ints + N, batch->targets, N * sizeof(int32_t));
-    there.plan = embedding_plan(slot->ints + 2 * N, (EmbeddingPiece *)(slot->ints + 3 * N), batch->inputs, N, m->starts, (size_t)m->config.vocab);
+    there.plan = embedding_plan(slot->ints + 2 * N, (EmbeddingPiece *)(slot->ints + 3 * N), batch->inputs, N, m->starts,
+                                (size_t)m->config.vocab);
     size_t ints = 3 * N + 4 * (there.plan.pieces + there.plan.sums);
     CUDA_CHECK(cudaMemcpyAsync(m->batch, slot->ints, ints * sizeof(int32_t), cudaMemcpyHostToDevice, stream));
     if (batch->mask) {
@@ -798,7 +862,8 @@ static void micro_batch(Model *m, const Batch *batch) {
 // One of m->sums; the host waits for the stream.
 static double read_sum(const Model *m, int which) {
     double value;
-    collective_synchronize(stream);                // a copy would wait, too, but without an eye on the other processes
+    // A copy would wait, too, but without an eye on the other processes.
+    collective_synchronize(stream);
     CUDA_CHECK(cudaMemcpy(&value, m->sums + which, sizeof value, cudaMemcpyDeviceToHost));
     return value;
 }
@@ -808,7 +873,8 @@ static void gradients_end(Model *m, double *loss, double *norm) {
     phase(PHASE_REDUCE);
     collective_join(stream);
     phase(PHASE_UPDATE);
-    gradient_squares(m->sums + SUM_SQUARES, m->sums + SUM_PARTIALS, m->grads, m->segments, m->segment_count, m->segment_blocks, stream);
+    gradient_squares(m->sums + SUM_SQUARES, m->sums + SUM_PARTIALS, m->grads, m->segments, m->segment_count,
+                     m->segment_blocks, stream);
     double squares = read_sum(m, SUM_SQUARES);
     *loss = read_sum(m, SUM_STEP);
     process_sum_double(loss, 1);
@@ -817,8 +883,8 @@ static void gradients_end(Model *m, double *loss, double *norm) {
 }
 
 static void model_update(Model *m, AdamW a) {
-    adamw(m->params, m->in_bf16 ? m->params_bf16 : NULL, m->mean, m->square, m->grads, m->segments, m->segment_count, m->segment_blocks, a,
-          m->stochastic, m->seed, stream);
+    adamw(m->params, m->in_bf16 ? m->params_bf16 : NULL, m->mean, m->square, m->grads, m->segments, m->segment_count,
+          m->segment_blocks, a, m->stochastic, m->seed, stream);
     if (m->zero) {
         gather_parameters(m);
         round_parameters(m, a.step);
@@ -826,7 +892,8 @@ static void model_update(Model *m, AdamW a) {
     phase(PHASE_OTHER);
 }
 
-// Waits until the device has finished all work of the step, the update included. Returns how many of its attention rows were all-zero.
+// Waits until the device has finished all work of the step, the update included. Returns how many of its attention rows
+// were all-zero.
 static uint64_t step_end(Model *m) {
     unsigned long long all_zero;
     collective_synchronize(stream);
@@ -850,16 +917,18 @@ static void unpause_step(Run *run) {
 
 // ---- what follows a step
 
-// The memory that this rank holds on its GPU; under --profile also the milliseconds by phase, of this step alone and without PHASE_ASIDE.
+// The memory that this rank holds on its GPU; under --profile also the milliseconds by phase, of this step alone and
+// without PHASE_ASIDE.
 static void report(Run *run, const Model *m) {
     static double before[PHASE_COUNT];
     char metrics[1024], line[64];
-    size_t size = sizeof metrics, at = (size_t)snprintf(metrics, size, ", \"gpu_memory_gb\": %.3f", 1e-9 * (double)m->plan.total);
+    size_t size = sizeof metrics,
+           at = (size_t)snprintf(metrics, size, ", \"gpu_memory_gb\": %.3f", 1e-9 * (double)m->plan.total);
     snprintf(line, sizeof line, " | %s", human_bytes((double)m->plan.total).text);
     if (profiling) phase_collect();
-    for (int i = 0; profiling && i < PHASE_ASIDE && at < size; i++) {          // the last phase
-        at += (size_t)snprintf(metrics + at, size - at, "%s\"%s\": %.3f", i ? ", " : ", \"ms_by_phase\": {", phase_names[i],
-                               1000 * (phase_seconds[i] - before[i]));
+    for (int i = 0; profiling && i < PHASE_ASIDE && at < size; i++) {    // the last phase
+        at += (size_t)snprintf(metrics + at, size - at, "%s\"%s\": %.3f", i ? ", " : ", \"ms_by_phase\": {",
+                               phase_names[i], 1000 * (phase_seconds[i] - before[i]));
         before[i] = phase_seconds[i];
     }
     if (profiling && at < size) snprintf(metrics + at, size - at, "}");
@@ -906,8 +975,8 @@ static void change_normalizers(Run *run, Model *m) {
     unpause_step(run);
 }
 
-// The logits (V) after the last of `count` tokens. The whole sequence is computed again for each token: on a GPU that takes no longer than one
-// row with a cache would.
+// The logits (V) after the last of `count` tokens. The whole sequence is computed again for each token: on a GPU that
+// takes no longer than one row with a cache would.
 static float *logits_after(Model *m, const int32_t *tokens, size_t count) {
     size_t C = (size_t)m->config.channels, VP = padded_vocab(&m->config);
     void *host = m->in_bf16 ? (void *)m->host_logits_bf16 : m->host_logits;
@@ -956,9 +1025,10 @@ int main(int argc, char **argv) {
     upload(&model, run.step);
     run_begin(&run, peak_of(&model, &device));
 
-    change_normalizers(&run, &model);                  // --attn differs from what --init-from brought, or --attn-switch 0:...
+    // --attn differs from what --init-from brought, or --attn-switch 0:...
+    change_normalizers(&run, &model);
     while (run_continues(&run)) {
-        if (!run.owed) {                               // otherwise the run was stopped between a step and its validation
+        if (!run.owed) {    // otherwise the run was stopped between a step and its validation
             while (run_batch(&run, &batch)) micro_batch(&model, &batch);
             if (run.stopped) break;
             gradients_end(&model, &loss, &norm);
@@ -981,7 +1051,8 @@ int main(int argc, char **argv) {
             download(&model);
             run_save(&run);
         }
-        if (run.step <= run.first_step + 3) run.flops = peak_of(&model, &device);      // again while the clocks settle
+        // Again while the clocks settle.
+        if (run.step <= run.first_step + 3) run.flops = peak_of(&model, &device);
         unpause_step(&run);
         change_normalizers(&run, &model);
     }
@@ -992,7 +1063,8 @@ int main(int argc, char **argv) {
     }
     if (run_validation_due_at_end(&run) && validate(&run, &model, &loss)) run_validated_at_end(loss);
     phase_collect();
-    if (run_is_main() && o->profile && run.step > run.first_step) profile_print(phase_seconds, run.step - run.first_step);
+    if (run_is_main() && o->profile && run.step > run.first_step)
+        profile_print(phase_seconds, run.step - run.first_step);
     return end(&run, &model);
 }
 #endif

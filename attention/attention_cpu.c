@@ -1,6 +1,7 @@
-// Attention for the whole family in blocks of rows, by the formulas of attention/normalizer.h: rows (scores to weights and back), then heads.
-// Limits: any T, any head size; float, or double with REAL=double. Tested by test_gpt2.c (the reference), dev/tests/test_gradients.c
-// (finite differences) and dev/tests/test_attention.c (what must hold for any numbers).
+// Attention for the whole family in blocks of rows, by the formulas of attention/normalizer.h: rows (scores to weights
+// and back), then heads.
+// Limits: any T, any head size; float, or double with REAL=double. Tested by test_gpt2.c (the reference),
+// dev/tests/test_gradients.c (finite differences) and dev/tests/test_attention.c (what must hold for any numbers).
 #include "attention/attention_cpu.h"
 
 #include <omp.h>
@@ -8,45 +9,55 @@
 
 #include "runtime/gemm.h"
 
-enum { BLOCK = 64 };   // rows of queries at a time: each needs its scores for all visible keys, BLOCK · T numbers a thread
+// Rows of queries at a time: each needs its scores for all visible keys, BLOCK · T numbers a thread.
+enum { BLOCK = 64 };
 
 static size_t block_rows(size_t T) {
     return T < BLOCK ? T : BLOCK;
 }
 
-// Numbers from one row of scores to the next: an odd number of cache lines, so that a column's entries spread over the cache. With a
-// power of two they collide, and the products that read the scores by columns take twice as long.
+// Numbers from one row of scores to the next: an odd number of cache lines, so that a column's entries spread over the
+// cache. With a power of two they collide, and the products that read the scores by columns take twice as long.
 static size_t row_step(size_t T) {
     return ((T + 15) / 16 | 1) * 16;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------------
-// Rows: scores to weights, and back. phi is a constant where the loops are, so that each has one of its own without branches.
+// ---------------------------------------------------------------------------------------------------------------------
+// Rows: scores to weights, and back. phi is a constant where the loops are, so that each has one of its own without
+// branches.
 
 typedef struct {
     RowPlace at;
-    real c, o;                 // z = c s + o
-    real anchor, rest, shift;  // phi is taken at c (s - anchor) + rest, which is z - shift
-    real one;                  // exp(-shift) for expm1
-    real inverse;              // 1/Z
-    real D;                    // of the backward pass: sum_j A dA as norm saw them
-    real top, post_inverse;    // of reweight, the largest A n - 1, and of it and recenter-l1, 1 over the sum that post divides by
+    real c, o;                   // z = c s + o
+    real anchor, rest, shift;    // phi is taken at c (s - anchor) + rest, which is z - shift
+    real one;                    // exp(-shift) for expm1
+    real inverse;                // 1/Z
+    real D;                      // of the backward pass: sum_j A dA as norm saw them
+    real top;                    // of reweight: the largest A n - 1
+    real post_inverse;           // of reweight and recenter-l1: 1 over the sum that post divides by
 } Row;
 
 static Row row_at(const AttentionShape *shape, AttentionScalars scalars, size_t h, size_t n, size_t T) {
-    Row row = {.at = {.n = (int)n, .T = (int)T, .L = shape->L, .d = (int)shape->HS, .s = scalars.s ? scalars.s[h] : 1,
-                      .b = scalars.b ? scalars.b[h] : 0, .p = scalars.p ? scalars.p[n - 1] : 1, .sink = scalars.sink ? scalars.sink[h] : 0}};
+    Row row = {.at = {.n = (int)n,
+                      .T = (int)T,
+                      .L = shape->L,
+                      .d = (int)shape->HS,
+                      .s = scalars.s ? scalars.s[h] : 1,
+                      .b = scalars.b ? scalars.b[h] : 0,
+                      .p = scalars.p ? scalars.p[n - 1] : 1,
+                      .sink = scalars.sink ? scalars.sink[h] : 0}};
     row.c = row_scale(shape->normalizer->scale, row.at);
     row.o = row_offset(shape->normalizer->offset, row.at);
     return row;
 }
 
-// Where exp is divided by its sum, it is taken relative to the row's largest z, that of the score `anchor`: by the difference of the scores,
-// so that nothing overflows or rounds to more than 0.
+// Where exp is divided by its sum, it is taken relative to the row's largest z, that of the score `anchor`: by the
+// difference of the scores, so that nothing overflows or rounds to more than 0.
 static void row_anchor(const Normalizer *normalizer, Row *row, real anchor) {
     int phi = NORMALIZER_PHI(normalizer);
     bool relative = subtracts_maximum(phi, normalizer->norm);
-    real z = relative ? row->c * anchor + row->o : 0, least = relative ? least_maximum(phi, normalizer->norm, row->at) : 0;
+    real z = relative ? row->c * anchor + row->o : 0,
+         least = relative ? least_maximum(phi, normalizer->norm, row->at) : 0;
     row->anchor = relative ? anchor : 0;
     row->shift = z < least ? least : z;
     row->rest = relative ? z - row->shift : row->o;
@@ -129,7 +140,8 @@ static real reweight_from(const Row *row) {
     return row->at.n > POST_FROM ? 1 : 0;
 }
 
-// f in, r^P out, r = max(A n - 1, 0) over its largest in the row, so that no power overflows; returns the sum. Fills row->top.
+// f in, r^P out, r = max(A n - 1, 0) over its largest in the row, so that no power overflows; returns the sum. Fills
+// row->top.
 static real reweight(real *restrict f, Row *row, real P) {
     int n = row->at.n;
     real factor = row->inverse * (real)n, from = reweight_from(row), top = 0, sum = 0;
@@ -158,12 +170,8 @@ static real row_forward(const Normalizer *normalizer, real *s, Row *row, bool *w
     bool early = row->at.n <= POST_FROM;
     row->top = row->post_inverse = 0;
     switch (NORMALIZER_POST(normalizer)) {
-    case POST_NEGATE:
-        factor = -factor;
-        break;
-    case POST_RECTIFY:
-        left = rectify(s, row);
-        break;
+    case POST_NEGATE: factor = -factor; break;
+    case POST_RECTIFY: left = rectify(s, row); break;
     case POST_RECENTER:
         if (!early) recenter(s, row), factor = 1;
         break;
@@ -180,7 +188,8 @@ static real row_forward(const Normalizer *normalizer, real *s, Row *row, bool *w
 }
 
 // s (n): scores in, A out.  dA (n): in, dS out.  D = sum_j A dA; `sign` -1 negates A.  Returns g = sum_j dz s.
-NORMALIZER_INLINE real row_backward_plain(int phi, real *restrict s, real *restrict dA, const Row *row, real D, real sign) {
+NORMALIZER_INLINE real row_backward_plain(int phi, real *restrict s, real *restrict dA, const Row *row, real D,
+                                          real sign) {
     int n = row->at.n;
     real c = row->c, anchor = row->anchor, rest = row->rest, one = row->one, inverse = row->inverse, sum = 0;
     #pragma omp simd reduction(+ : sum)
@@ -204,7 +213,8 @@ static real backward_plain(const Normalizer *normalizer, real *s, real *dA, cons
 }
 
 // f and slope (n) from the scores s (n).
-NORMALIZER_INLINE void row_slopes(int phi, real *restrict f, real *restrict slope, const real *restrict s, const Row *row) {
+NORMALIZER_INLINE void row_slopes(int phi, real *restrict f, real *restrict slope, const real *restrict s,
+                                  const Row *row) {
     real c = row->c, anchor = row->anchor, rest = row->rest, one = row->one;
     #pragma omp simd
     for (int j = 0; j < row->at.n; j++) phi_both(phi, c * (s[j] - anchor) + rest, one, &f[j], &slope[j]);
@@ -225,7 +235,8 @@ static void rectify_backward(real *restrict a, real *restrict d, const Row *row)
     }
 }
 
-// The gradient by A from that by the recentered weights: d in and out (n). l1: they were divided by the sum of their absolute values.
+// The gradient by A from that by the recentered weights: d in and out (n). l1: they were divided by the sum of their
+// absolute values.
 //   a = A - mean(A),  out a/S:  da = (d - sign(a) D)/S,  dA = da - mean(da).  a (n): f in, the weights out.
 static void recenter_backward(real *restrict a, real *restrict d, const Row *row, real D, bool l1) {
     int n = row->at.n;
@@ -246,8 +257,8 @@ static void recenter_backward(real *restrict a, real *restrict d, const Row *row
     for (int j = 0; j < n; j++) d[j] -= sum;
 }
 
-// The gradient by A from that by the reweighted weights W = r^P/sum, r = u/top, u = max(A n - 1, 0): dA = n P W/u (d - D).
-// a (n): f in, W out; d in and out (n). The derivative of the power is taken as P W/r, which needs no second power.
+// The gradient by A from that by the reweighted weights W = r^P/sum, r = u/top, u = max(A n - 1, 0): dA = n P W/u (d -
+// D). a (n): f in, W out; d in and out (n). The derivative of the power is taken as P W/r, which needs no second power.
 static void reweight_backward(real *restrict a, real *restrict d, const Row *row, real D, real P) {
     int n = row->at.n;
     real factor = row->inverse * (real)n, from = reweight_from(row), by = inverse_or_zero(row->top);
@@ -263,8 +274,8 @@ static void reweight_backward(real *restrict a, real *restrict d, const Row *row
 }
 
 // As row_backward_plain, for the posts that change a row as a whole. f, slope (n) scratch.
-static real row_backward_post(const Normalizer *normalizer, real *restrict s, real *restrict dA, Row *row, real D, real *restrict f,
-                              real *restrict slope) {
+static real row_backward_post(const Normalizer *normalizer, real *restrict s, real *restrict dA, Row *row, real D,
+                              real *restrict f, real *restrict slope) {
     int n = row->at.n, post = NORMALIZER_POST(normalizer);
     bool is_signed = phi_signed(NORMALIZER_PHI(normalizer)), is_sum = norm_is_sum(normalizer->norm);
     real *restrict a = slope + row_step((size_t)n), inverse = row->inverse, c = row->c, sum = 0, D_norm = 0;
@@ -290,7 +301,7 @@ static real row_backward_post(const Normalizer *normalizer, real *restrict s, re
     return sum;
 }
 
-enum { ROW_BUFFERS = 3 };      // of row_backward_post
+enum { ROW_BUFFERS = 3 };    // of row_backward_post
 
 static real row_backward(const Normalizer *normalizer, real *s, real *dA, Row *row, real D, real *buffers) {
     int post = NORMALIZER_POST(normalizer);
@@ -301,14 +312,14 @@ static real row_backward(const Normalizer *normalizer, real *s, real *dA, Row *r
     return backward_plain(normalizer, s, dA, row, row->D, post == POST_NEGATE ? -1 : 1);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------------
 // qk=l2: x (n,HS) over the rows' Euclidean norms; a row of zeros stays one.
 
 static real inverse_norm(const real *x, size_t HS) {
     real sum = 0;
     #pragma omp simd reduction(+ : sum)
     for (size_t i = 0; i < HS; i++) sum += x[i] * x[i];
-    return sum < REAL_MIN ? 0 : 1 / real_sqrt(sum);            // its square, too, must stay a number
+    return sum < REAL_MIN ? 0 : 1 / real_sqrt(sum);    // its square, too, must stay a number
 }
 
 static const real *unit_rows(real *out, const real *x, size_t n, size_t HS) {
@@ -333,22 +344,23 @@ static void unit_rows_backward(real *dx, const real *x, size_t n, size_t HS) {
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------------
-// Heads. Where there are enough of them each is one thread's work. Otherwise (few sequences of the one-headed gated unit) the threads
-// share the products and the rows of each.
+// ---------------------------------------------------------------------------------------------------------------------
+// Heads. Where there are enough of them each is one thread's work. Otherwise (few sequences of the one-headed gated
+// unit) the threads share the products and the rows of each.
 
 static bool heads_in_parallel(AttentionShape shape) {
     return shape.B * shape.NH >= (size_t)omp_get_max_threads();
 }
 
-// A thread's part: two blocks of scores (A and dA), a block of dout, under qk=l2 a block of q and all of k by their norms, the buffers of its
-// rows.
+// A thread's part: two blocks of scores (A and dA), a block of dout, under qk=l2 a block of q and all of k by their
+// norms, the buffers of its rows.
 typedef struct {
     real *scores, *dscores, *dout, *q, *k, *buffers;
 } Part;
 
 static size_t thread_scratch(AttentionShape shape) {
-    return block_rows(shape.T) * (2 * row_step(shape.T) + shape.VS + shape.HS) + shape.T * shape.HS + ROW_BUFFERS * row_step(shape.T);
+    return block_rows(shape.T) * (2 * row_step(shape.T) + shape.VS + shape.HS) + shape.T * shape.HS +
+           ROW_BUFFERS * row_step(shape.T);
 }
 
 static Part part_of(AttentionShape shape, real *scratch, int thread) {
@@ -363,14 +375,14 @@ static Part part_of(AttentionShape shape, real *scratch, int thread) {
 }
 
 // What a row leaves for the gradients of the learned scalars.
-enum { ROW_GRADS = 2 };        // g = sum_j dz s, and the row's part of dsink
+enum { ROW_GRADS = 2 };    // g = sum_j dz s, and the row's part of dsink
 
 size_t attention_scratch(AttentionShape shape, int threads) {
     return (size_t)threads * thread_scratch(shape) + shape.B * shape.NH * shape.T * ROW_GRADS;
 }
 
-static uint64_t head_forward(real *out, real *stats, const real *q, const real *k, const real *v, AttentionScalars scalars, size_t h,
-                             AttentionShape shape, Part part, bool share) {
+static uint64_t head_forward(real *out, real *stats, const real *q, const real *k, const real *v,
+                             AttentionScalars scalars, size_t h, AttentionShape shape, Part part, bool share) {
     size_t T = shape.T, HS = shape.HS, VS = shape.VS, step = shape.NH * VS, ld = row_step(T);
     uint64_t without_weight = 0;
     bool unit = shape.normalizer->qk.kind == QK_L2;
@@ -399,23 +411,25 @@ static uint64_t head_forward(real *out, real *stats, const real *q, const real *
     return without_weight;
 }
 
-uint64_t attention_forward(real *out, real *stats, const real *q, const real *k, const real *v, AttentionScalars scalars,
-                           AttentionShape shape, real *scratch) {
+uint64_t attention_forward(real *out, real *stats, const real *q, const real *k, const real *v,
+                           AttentionScalars scalars, AttentionShape shape, real *scratch) {
     size_t B = shape.B, T = shape.T, NH = shape.NH, HS = shape.HS, VS = shape.VS;
     bool each = heads_in_parallel(shape);
     uint64_t without_weight = 0;
     #pragma omp parallel for schedule(static) reduction(+ : without_weight) if (each)
     for (size_t i = 0; i < B * NH; i++) {
         size_t b = i / NH, h = i % NH;
-        without_weight += head_forward(out + (b * T * NH + h) * VS, stats + i * T * ROW_STATS, q + i * T * HS, k + i * T * HS, v + i * T * VS,
-                                       scalars, h, shape, part_of(shape, scratch, omp_get_thread_num()), !each);
+        without_weight +=
+            head_forward(out + (b * T * NH + h) * VS, stats + i * T * ROW_STATS, q + i * T * HS, k + i * T * HS,
+                         v + i * T * VS, scalars, h, shape, part_of(shape, scratch, omp_get_thread_num()), !each);
     }
     return without_weight;
 }
 
 // g (T,ROW_GRADS) written.
-static void head_backward(real *dq, real *dk, real *dv, real *g, const real *dout, const real *out, const real *stats, const real *q,
-                          const real *k, const real *v, AttentionScalars scalars, size_t h, AttentionShape shape, real *scratch, bool share) {
+static void head_backward(real *dq, real *dk, real *dv, real *g, const real *dout, const real *out, const real *stats,
+                          const real *q, const real *k, const real *v, AttentionScalars scalars, size_t h,
+                          AttentionShape shape, real *scratch, bool share) {
     size_t T = shape.T, HS = shape.HS, VS = shape.VS, step = shape.NH * VS, ld = row_step(T);
     int thread = omp_get_thread_num();
     Part part = part_of(shape, scratch, thread);
@@ -439,7 +453,8 @@ static void head_backward(real *dq, real *dk, real *dv, real *g, const real *dou
             for (size_t c = 0; c < VS; c++) D += part.dout[r * VS + c] * out[(from + r) * step + c];
             real *buffers = part_of(shape, scratch, share ? omp_get_thread_num() : thread).buffers;
             g[ROW_GRADS * (from + r)] = row_backward(shape.normalizer, scores, dscores, &row, D, buffers);
-            g[ROW_GRADS * (from + r) + 1] = -row.D * row.inverse * norm_extra(shape.normalizer->norm, row.at, row.shift);
+            g[ROW_GRADS * (from + r) + 1] =
+                -row.D * row.inverse * norm_extra(shape.normalizer->norm, row.at, row.shift);
             memset(scores + row.at.n, 0, (keys - (size_t)row.at.n) * sizeof *scores);
             memset(dscores + row.at.n, 0, (keys - (size_t)row.at.n) * sizeof *scores);
         }
@@ -452,13 +467,16 @@ static void head_backward(real *dq, real *dk, real *dv, real *g, const real *dou
     if (unit) unit_rows_backward(dq, q, T, HS), unit_rows_backward(dk, k_in, T, HS);
 }
 
-// ds[h] += sum over the batch and the rows of dc/ds g, and so for b; dp[n-1] += sum over the batch and the heads. g (B,NH,T,ROW_GRADS).
-static void scalars_backward(AttentionScalarGrads grads, const real *g, AttentionScalars scalars, AttentionShape shape) {
+// ds[h] += sum over the batch and the rows of dc/ds g, and so for b; dp[n-1] += sum over the batch and the heads. g
+// (B,NH,T,ROW_GRADS).
+static void scalars_backward(AttentionScalarGrads grads, const real *g, AttentionScalars scalars,
+                             AttentionShape shape) {
     for (size_t i = 0; i < shape.B * shape.NH; i++) {
         size_t h = i % shape.NH;
         double ds = 0, db = 0, dsink = 0;
         for (size_t t = 0; t < shape.T; t++) {
-            ScaleSlopes slopes = row_scale_slopes(shape.normalizer->scale, row_at(&shape, scalars, h, t + 1, shape.T).at);
+            ScaleSlopes slopes =
+                row_scale_slopes(shape.normalizer->scale, row_at(&shape, scalars, h, t + 1, shape.T).at);
             const real *g_t = g + (i * shape.T + t) * ROW_GRADS;
             ds += slopes.s * g_t[0];
             db += slopes.b * g_t[0];
@@ -471,22 +489,23 @@ static void scalars_backward(AttentionScalarGrads grads, const real *g, Attentio
     }
 }
 
-void attention_backward(real *dq, real *dk, real *dv, AttentionScalarGrads grads, const real *dout, const real *out, const real *stats,
-                        const real *q, const real *k, const real *v, AttentionScalars scalars, AttentionShape shape, real *scratch) {
+void attention_backward(real *dq, real *dk, real *dv, AttentionScalarGrads grads, const real *dout, const real *out,
+                        const real *stats, const real *q, const real *k, const real *v, AttentionScalars scalars,
+                        AttentionShape shape, real *scratch) {
     size_t B = shape.B, T = shape.T, NH = shape.NH, HS = shape.HS, VS = shape.VS;
     bool each = heads_in_parallel(shape);
     real *g = scratch + (size_t)omp_get_max_threads() * thread_scratch(shape);
     #pragma omp parallel for schedule(static) if (each)
     for (size_t i = 0; i < B * NH; i++) {
         size_t b = i / NH, h = i % NH, qk = i * T * HS, row = (b * T * NH + h) * VS;
-        head_backward(dq + qk, dk + qk, dv + i * T * VS, g + i * T * ROW_GRADS, dout + row, out + row, stats + i * T * ROW_STATS, q + qk, k + qk,
-                      v + i * T * VS, scalars, h, shape, scratch, !each);
+        head_backward(dq + qk, dk + qk, dv + i * T * VS, g + i * T * ROW_GRADS, dout + row, out + row,
+                      stats + i * T * ROW_STATS, q + qk, k + qk, v + i * T * VS, scalars, h, shape, scratch, !each);
     }
     if (grads.s || grads.b || grads.p || grads.sink) scalars_backward(grads, g, scalars, shape);
 }
 
-bool attention_row(real *out, const real *q, const real *k, size_t k_step, const real *v, size_t v_step, size_t n, size_t h,
-                   AttentionScalars scalars, AttentionShape shape, real *scratch) {
+bool attention_row(real *out, const real *q, const real *k, size_t k_step, const real *v, size_t v_step, size_t n,
+                   size_t h, AttentionScalars scalars, AttentionShape shape, real *scratch) {
     size_t HS = shape.HS, VS = shape.VS;
     bool unit = shape.normalizer->qk.kind == QK_L2, weight;
     real q_inverse = unit ? inverse_norm(q, HS) : 1;

@@ -13,8 +13,8 @@ static size_t rows_of(FlashShape shape) {
     return shape.B * shape.NH * shape.T;
 }
 
-// D = dO · O, by an O rounded to bf16, is off by 2^-9. Where sgn(f) D is taken from every d, with a phi of both signs, these errors add up over
-// the row's keys to more than all other rounding.
+// D = dO · O, by an O rounded to bf16, is off by 2^-9. Where sgn(f) D is taken from every d, with a phi of both signs,
+// these errors add up over the row's keys to more than all other rounding.
 static bool keeps_rest(FlashShape shape, size_t element) {
     return element == 2 && phi_signed(NORMALIZER_PHI(shape.normalizer)) &&
            (norm_is_sum(shape.normalizer->norm) || NORMALIZER_POST(shape.normalizer) == POST_RECENTER_L1);
@@ -25,7 +25,8 @@ size_t flash_stats(FlashShape shape, size_t element) {
     return keeps_rest(shape, element) ? stats + rows_of(shape) * shape.VS * element / sizeof(float) : stats;
 }
 
-// ---- scratch: FlashRow and g of each row; prefix sums and their segments, for the posts that recenter; partial sums of the scalars' gradients
+// ---- scratch: FlashRow and g of each row; prefix sums and their segments, for the posts that recenter; partial sums
+// of the scalars' gradients
 
 static bool recenters(FlashShape shape) {
     int post = NORMALIZER_POST(shape.normalizer);
@@ -58,23 +59,26 @@ static unsigned p_pieces(FlashShape shape) {
 
 // Those of s, b and sink are added before those of p are made, in the same place.
 static size_t partials_bytes(FlashShape shape) {
-    size_t scalars = SCALARS * shape.NH * scalar_pieces(shape), p = normalizer_has(shape.normalizer, SCALAR_P) ? shape.T * p_pieces(shape) : 0;
+    size_t scalars = SCALARS * shape.NH * scalar_pieces(shape),
+           p = normalizer_has(shape.normalizer, SCALAR_P) ? shape.T * p_pieces(shape) : 0;
     return rounded_up(std::max(scalars, p) * sizeof(double));
 }
 
 size_t flash_scratch(FlashShape shape) {
-    return rounded_up(rows_of(shape) * sizeof(FlashRow)) + rounded_up(rows_of(shape) * sizeof(float)) + prefix_bytes(shape) + segments_bytes(shape) +
-           partials_bytes(shape);
+    return rounded_up(rows_of(shape) * sizeof(FlashRow)) + rounded_up(rows_of(shape) * sizeof(float)) +
+           prefix_bytes(shape) + segments_bytes(shape) + partials_bytes(shape);
 }
 
 template <class X>
-static FlashCall<X> call_of(FlashShape shape, FlashScalars scalars, const X *q, const X *k, const X *v, float *stats, void *scratch) {
+static FlashCall<X> call_of(FlashShape shape, FlashScalars scalars, const X *q, const X *k, const X *v, float *stats,
+                            void *scratch) {
     const Normalizer *a = shape.normalizer;
     FlashCall<X> call = {};
     call.q = q, call.k = k, call.v = v, call.scalars = scalars;
     call.scale = a->scale, call.offset = a->offset, call.norm = a->norm;
     call.phi = NORMALIZER_PHI(a), call.post = NORMALIZER_POST(a), call.power = (float)a->post.value;
-    call.B = (int)shape.B, call.T = (int)shape.T, call.NH = (int)shape.NH, call.HS = (int)shape.HS, call.VS = (int)shape.VS, call.L = shape.L;
+    call.B = (int)shape.B, call.T = (int)shape.T, call.NH = (int)shape.NH, call.HS = (int)shape.HS,
+    call.VS = (int)shape.VS, call.L = shape.L;
     call.q_row = shape.q_row, call.k_row = shape.k_row, call.v_row = shape.v_row, call.out_row = shape.out_row;
     call.stats = stats;
     call.rest = keeps_rest(shape, sizeof(X)) ? (X *)(stats + rows_of(shape) * FLASH_STATS) : NULL;
@@ -89,21 +93,26 @@ static void prefix_sums(const FlashCall<X> &call, FlashShape shape, cudaStream_t
     if (!call.prefix) return;
     float *prefix = (float *)call.prefix, *segments = (float *)((char *)prefix + prefix_bytes(shape));
     dim3 grid((call.T - 1) / SEGMENT + 1, call.B * call.NH, (call.VS - 1) / 128 + 1);
-    launch(flash_segments_kernel<X>, grid, dim3(128), 0, stream, segments, call.v, call.v_row, call.T, call.NH, call.VS);
-    launch(flash_prefix_kernel<X>, grid, dim3(128), 0, stream, prefix, segments, call.v, call.v_row, call.T, call.NH, call.VS);
+    launch(flash_segments_kernel<X>, grid, dim3(128), 0, stream, segments, call.v, call.v_row, call.T, call.NH,
+           call.VS);
+    launch(flash_prefix_kernel<X>, grid, dim3(128), 0, stream, prefix, segments, call.v, call.v_row, call.T, call.NH,
+           call.VS);
 }
 
 template <class X>
-static void scalar_gradients(FlashScalarGrads grads, const FlashCall<X> &call, FlashShape shape, float in_unit, void *scratch, cudaStream_t stream) {
+static void scalar_gradients(FlashScalarGrads grads, const FlashCall<X> &call, FlashShape shape, float in_unit,
+                             void *scratch, cudaStream_t stream) {
     double *partials = (double *)((char *)scratch + flash_scratch(shape) - partials_bytes(shape));
     unsigned pieces = scalar_pieces(shape), blocks = (call.T - 1) / P_THREADS + 1;
     if (grads.s || grads.b || grads.sink) {
-        launch(flash_scalars_kernel<X>, dim3(pieces, call.NH), dim3(SCALAR_THREADS), 0, stream, partials, call, in_unit, grads.sink != NULL);
+        launch(flash_scalars_kernel<X>, dim3(pieces, call.NH), dim3(SCALAR_THREADS), 0, stream, partials, call, in_unit,
+               grads.sink != NULL);
         launch(flash_scalars_add_kernel<32>, dim3(call.NH), dim3(32), 0, stream, grads, partials, (int)pieces);
     }
     if (grads.p) {
         launch(flash_p_kernel<X>, dim3(blocks, p_pieces(shape)), dim3(P_THREADS), 0, stream, partials, call);
-        launch(flash_p_add_kernel<P_THREADS>, dim3(blocks), dim3(P_THREADS), 0, stream, grads.p, partials, (int)p_pieces(shape), call.T);
+        launch(flash_p_add_kernel<P_THREADS>, dim3(blocks), dim3(P_THREADS), 0, stream, grads.p, partials,
+               (int)p_pieces(shape), call.T);
     }
 }
 
@@ -112,13 +121,15 @@ static void scalar_gradients(FlashScalarGrads grads, const FlashCall<X> &call, F
 template <class X>
 struct Pass {
     void (*forward)(const FlashCall<X> &, cudaStream_t), (*backward)(const FlashCall<X> &, cudaStream_t);
-    size_t (*shared)(size_t HS);         // bytes that a block asks for at most
+    size_t (*shared)(size_t HS);    // bytes that a block asks for at most
     float in_unit;
 };
 
 template <class X, int PHI, int POST>
 static size_t shared_of(size_t HS) {
-    return HS <= 48 ? most_shared<X, 48, PHI, POST> : HS <= 64 ? most_shared<X, 64, PHI, POST> : most_shared<X, 128, PHI, POST>;
+    return HS <= 48   ? most_shared<X, 48, PHI, POST>
+           : HS <= 64 ? most_shared<X, 64, PHI, POST>
+                      : most_shared<X, 128, PHI, POST>;
 }
 
 template <class X, int instance>
@@ -126,7 +137,8 @@ static void pass_if(Pass<X> *pass, int wanted) {
     constexpr FlashInstance it = flash_instances[instance];
     if constexpr (flash_is_built(instance) && it.element == sizeof(X))
         if (instance == wanted)
-            *pass = {flash_instance_forward<instance>, flash_instance_backward<instance>, shared_of<X, it.phi, it.post>, unit<X, it.phi>};
+            *pass = {flash_instance_forward<instance>, flash_instance_backward<instance>, shared_of<X, it.phi, it.post>,
+                     unit<X, it.phi>};
 }
 
 template <class X, int... all>
@@ -145,36 +157,48 @@ static Pass<X> pass_of(const Normalizer *a) {
 
 // By the GPU that this process has: 8.0 has 163 KB a block, 8.6 and 8.9 have 99, 9.0 has 227.
 static void check_shared(FlashShape shape, size_t element) {
-    size_t HS = shape.HS, needed = element == sizeof(bf16) ? pass_of<bf16>(shape.normalizer).shared(HS) : pass_of<float>(shape.normalizer).shared(HS);
+    size_t HS = shape.HS, needed = element == sizeof(bf16) ? pass_of<bf16>(shape.normalizer).shared(HS)
+                                                           : pass_of<float>(shape.normalizer).shared(HS);
     int device, most;
     CUDA_CHECK(cudaGetDevice(&device));
     CUDA_CHECK(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
     if (needed > (size_t)most)
-        fail(EXIT_USAGE, "attention: a head size of %zu needs %zu KB of shared memory a block, and this GPU has %zu.\n  Heads of at most 64 need less (channels"
-             " over heads, see --model); those of gated units have 128.", HS, needed / 1024, (size_t)most / 1024);
+        fail(
+            EXIT_USAGE,
+            "attention: a head size of %zu needs %zu KB of shared memory a block, and this GPU has %zu.\n  Heads of at most 64 need less (channels"
+            " over heads, see --model); those of gated units have 128.",
+            HS, needed / 1024, (size_t)most / 1024);
 }
 
 void flash_check(FlashShape shape, size_t element) {
     size_t HS = shape.HS, VS = shape.VS, pack = 16 / element;
     if (HS < 8 || HS > 128 || HS % 8)
-        fail(EXIT_USAGE, "attention: no kernel for a head size of %zu; it is a multiple of 8, at most 128 (channels over heads, see --model).", HS);
+        fail(
+            EXIT_USAGE,
+            "attention: no kernel for a head size of %zu; it is a multiple of 8, at most 128 (channels over heads, see --model).",
+            HS);
     if (VS != HS && !(HS == 128 && VS % 8 == 0 && VS > 0))
-        fail(EXIT_USAGE, "attention: no kernel for values of size %zu with a head size of %zu; they are of the same size, or, in a gated unit (twice its channels), a"
-             " multiple of 8.", VS, HS);
+        fail(
+            EXIT_USAGE,
+            "attention: no kernel for values of size %zu with a head size of %zu; they are of the same size, or, in a gated unit (twice its channels), a"
+            " multiple of 8.",
+            VS, HS);
     if (shape.T < 1 || shape.T > 1 << 24 || shape.B < 1 || shape.NH < 1 || shape.B * shape.NH > 65535)
-        fail(EXIT_USAGE, "attention: %zu sequences of %zu tokens with %zu heads; expected 1 to 16,777,216 tokens, and at most 65,535 heads in all.", shape.B,
-             shape.T, shape.NH);
+        fail(
+            EXIT_USAGE,
+            "attention: %zu sequences of %zu tokens with %zu heads; expected 1 to 16,777,216 tokens, and at most 65,535 heads in all.",
+            shape.B, shape.T, shape.NH);
     if (shape.q_row % pack || shape.k_row % pack || shape.v_row % pack || shape.out_row % pack)
-        fail(EXIT_USAGE, "attention: rows of %zu, %zu, %zu and %zu elements; expected multiples of %zu (16 bytes).", shape.q_row, shape.k_row, shape.v_row,
-             shape.out_row, pack);
+        fail(EXIT_USAGE, "attention: rows of %zu, %zu, %zu and %zu elements; expected multiples of %zu (16 bytes).",
+             shape.q_row, shape.k_row, shape.v_row, shape.out_row, pack);
     check_shared(shape, element);
 }
 
 // ---- the passes
 
 template <class X>
-void flash_forward(X *out, float *stats, unsigned long long *rows_without_weight, const X *q, const X *k, const X *v, FlashScalars scalars,
-                   FlashShape shape, void *scratch, cudaStream_t stream) {
+void flash_forward(X *out, float *stats, unsigned long long *rows_without_weight, const X *q, const X *k, const X *v,
+                   FlashScalars scalars, FlashShape shape, void *scratch, cudaStream_t stream) {
     flash_check(shape, sizeof(X));
     FlashCall<X> call = call_of(shape, scalars, q, k, v, stats, scratch);
     call.out = out, call.rows_without_weight = rows_without_weight;
@@ -183,8 +207,9 @@ void flash_forward(X *out, float *stats, unsigned long long *rows_without_weight
 }
 
 template <class X>
-void flash_backward(X *dq, X *dk, X *dv, FlashScalarGrads grads, const X *dout, const X *out, const float *stats, const X *q, const X *k,
-                    const X *v, FlashScalars scalars, FlashShape shape, void *scratch, cudaStream_t stream) {
+void flash_backward(X *dq, X *dk, X *dv, FlashScalarGrads grads, const X *dout, const X *out, const float *stats,
+                    const X *q, const X *k, const X *v, FlashScalars scalars, FlashShape shape, void *scratch,
+                    cudaStream_t stream) {
     flash_check(shape, sizeof(X));
     FlashCall<X> call = call_of(shape, scalars, q, k, v, const_cast<float *>(stats), scratch);
     call.out = const_cast<X *>(out), call.dout = dout;
@@ -192,7 +217,8 @@ void flash_backward(X *dq, X *dk, X *dv, FlashScalarGrads grads, const X *dout, 
     if (!grads.s && !grads.b && !grads.p) call.g = NULL;
     prefix_sums(call, shape, stream);
     Pass<X> pass = pass_of<X>(shape.normalizer);
-    launch(flash_rows_kernel<X>, dim3((rows_of(shape) * ROW_LANES - 1) / 256 + 1), dim3(256), 0, stream, call, pass.in_unit);
+    launch(flash_rows_kernel<X>, dim3((rows_of(shape) * ROW_LANES - 1) / 256 + 1), dim3(256), 0, stream, call,
+           pass.in_unit);
     pass.backward(call, stream);
     scalar_gradients(grads, call, shape, pass.in_unit, scratch, stream);
 }

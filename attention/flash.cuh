@@ -1,42 +1,49 @@
-// Fused attention for the whole family of attention/normalizer.h: the kernels. A block of threads owns some rows of queries (in the
-// kernel of dk and dv: of keys) and goes over the other side tile by tile; scores live in registers alone.
+// Fused attention for the whole family of attention/normalizer.h: the kernels. A block of threads owns some rows of
+// queries (in the kernel of dk and dv: of keys) and goes over the other side tile by tile; scores live in registers
+// alone.
 //
-//   forward     O = A V by row blocks: S = Q Kᵀ, weights up to what is known of the row so far, O += W V; what is only known at the row's
-//               end (1/Z, a mean) is applied then. Two sweeps over the keys for recenter-l1 and reweight, whose weights need Z first.
-//   backward    a kernel of rows (D and the like), one of dq by row blocks, one of dk and dv by key blocks; the scores are computed
-//               again in both. Seven products of T×T×HS where one kernel could do with five, by adding to dq from many blocks: in an
-//               order that varies, or with a wait of each for the one before. These two have one order and need neither. For reweight
-//               over a sum dq takes an eighth, in place of a sweep over the keys before it (see below).
+//   forward     O = A V by row blocks: S = Q Kᵀ, weights up to what is known of the row so far, O += W V; what is only
+//               known at the row's end (1/Z, a mean) is applied then. Two sweeps over the keys for recenter-l1 and
+//               reweight, whose weights need Z first.
+//   backward    a kernel of rows (D and the like), one of dq by row blocks, one of dk and dv by key blocks; the scores
+//               are computed again in both. Seven products of T×T×HS where one kernel could do with five, by adding to
+//               dq from many blocks: in an order that varies, or with a wait of each for the one before. These two have
+//               one order and need neither. For reweight over a sum dq takes an eighth, in place of a sweep over the
+//               keys before it (see below).
 //
-// Products are mma.m16n8k16 of bf16 with sums in float32. A float is a sum of three bf16, x = x0 + x1 + x2 to 2^-24, and a product of
-// floats the six products of parts i and j with i + j < 3: float32's exactness at a sixth of the speed, with the same kernels.
+// Products are mma.m16n8k16 of bf16 with sums in float32. A float is a sum of three bf16, x = x0 + x1 + x2 to 2^-24,
+// and a product of floats the six products of parts i and j with i + j < 3: float32's exactness at a sixth of the
+// speed, with the same kernels.
 //
 // A row's numbers: z = scale s + bias, f = phi(z), in the forward pass
 //   exp, expm1 over their sum    bias = o - the largest z so far (what is summed is multiplied by exp(new - old bias))
 //   else                         bias = o
 //   plain                        out = (f · V)/Z, negated or of max(f, 0) where post says so
-//   recenter                     out = (f · V)/Z - mean sum_{j <= i} v_j, mean = sum f/(Z n), the sums of v by two small kernels before
+//   recenter                     out = (f · V)/Z - mean sum_{j <= i} v_j, mean = sum f/(Z n), the sums of v by two
+//                                small kernels before
 //   recenter-l1                  w = f factor - mean, factor = 1/Z, out = (w · V)/sum |w|
-//   reweight                     r = (A n - 1)/top within [0, 1], top the largest A n - 1: r = 1 + (f - mean) factor, mean the largest f,
-//                                factor = n/(Z top); w = r^P, out = (w · V)/sum w. At most 1, so that no power overflows, and exact
-//                                near 1, where a power magnifies errors
+//   reweight                     r = (A n - 1)/top within [0, 1], top the largest A n - 1: r = 1 + (f - mean) factor,
+//                                mean the largest f, factor = n/(Z top); w = r^P, out = (w · V)/sum w. At most 1, so
+//                                that no power overflows, and exact near 1, where a power magnifies errors
 // and in the backward pass, with d_ij = dO_i · v_j, W_ij the weight that v_j had, sgn the sign
-//   plain                        W = factor f,           df = factor (d - sgn(f) D),            D = dO_i · O_i, 0 where Z is fixed
-//   recenter                     W = factor f - mean,    df = factor (d - less - sgn(f) D),     less = dO_i · sum_{j <= i} v_j / n
-//   recenter-l1                  W = factor f - mean,    df = factor (d - less - sgn(W) D),     less = (that sum - D sum_j sgn(W))/n
-//                                (factor and mean over sum |w| now; D's part by Z is 0, as the scale of f leaves W)
-//   reweight                     W = r^P inverse_sum,    df = K t - sgn(f) less,    t = r^(P-1) (d - D),    K = factor P inverse_sum,
-//                                less = K/n sum_j t (1 - r) for n > 3 where Z is a sum, else 0: of the sum of K t f/Z over the row, as
-//                                f = mean + (r - 1)/factor, mean factor - 1 = factor Z/n (0 for n <= 3), and sum_j t r = 0 by D's definition.
-//                                (With t in place of t (1 - r) it cancels badly.) less is known when the row has been seen; so that one sweep does,
-//                                dq_i = K c sum_j t phi'(z) k_j - less c sum_j sgn(f) phi'(z) k_j, and so for g_i
+//   plain        W = factor f,           df = factor (d - sgn(f) D),            D = dO_i · O_i, 0 where Z is fixed
+//   recenter     W = factor f - mean,    df = factor (d - less - sgn(f) D),     less = dO_i · sum_{j <= i} v_j / n
+//   recenter-l1  W = factor f - mean,    df = factor (d - less - sgn(W) D),
+//                less = (dO_i · sum_{j <= i} v_j - D sum_j sgn(W))/n
+//                (factor and mean over sum |w| now; D's part by Z is 0, as the scale of f leaves W)
+//   reweight     W = r^P inverse_sum,    df = K t - sgn(f) less,    t = r^(P-1) (d - D),    K = factor P inverse_sum,
+//                less = K/n sum_j t (1 - r) for n > 3 where Z is a sum, else 0: of the sum of K t f/Z over the row, as
+//                f = mean + (r - 1)/factor, mean factor - 1 = factor Z/n (0 for n <= 3), and sum_j t r = 0 by D's
+//                definition. (With t in place of t (1 - r) it cancels badly.) less is known when the row has been seen;
+//                so that one sweep does, dq_i = K c sum_j t phi'(z) k_j - less c sum_j sgn(f) phi'(z) k_j, and so for
+//                g_i
 //   dz = df phi'(z),  dq_i = c sum_j dz k_j,  dk_j = sum_i c dz q_i,  dv_j = sum_i W dO_i,  g_i = sum_j dz s
 //
-// The gated unit's wide v (VS > 128) goes by columns, HS at a time: the forward pass and dv as if they were heads; d_ij for dq and dk is
-// summed over the columns' tiles (WIDE).
+// The gated unit's wide v (VS > 128) goes by columns, HS at a time: the forward pass and dv as if they were heads; d_ij
+// for dq and dk is summed over the columns' tiles (WIDE).
 //
-// HS in the kernels is the size that they are built for, 48, 64 or 128; a smaller head (call.HS) is filled up with zeros, which a product does not
-// see.
+// HS in the kernels is the size that they are built for, 48, 64 or 128; a smaller head (call.HS) is filled up with
+// zeros, which a product does not see.
 //
 // Limits: FlashShape. Tested by dev/tests/test_flash.py.
 #ifndef ATTENTION_FLASH_CUH
@@ -51,38 +58,57 @@
 #include <algorithm>
 #include <type_traits>
 
-// ---------------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------------
 // Sizes
 
-// A block's own rows are 16·TILES a warp; the other side comes in tiles of STREAM rows, of which CHUNK at a time have scores in registers.
+// A block's own rows are 16·TILES a warp; the other side comes in tiles of STREAM rows, of which CHUNK at a time have
+// scores in registers.
 // KEEP: the own factors of the products stay in registers.
 template <int TILES_, int STREAM_, int CHUNK_, bool KEEP_>
 struct FlashPlan {
-    enum { WARPS = 4, THREADS = 32 * WARPS, TILES = TILES_, OWN = 16 * TILES * WARPS, STREAM = STREAM_, CHUNK = CHUNK_, NT = CHUNK / 8, KEEP = KEEP_ };
+    enum {
+        WARPS = 4,
+        THREADS = 32 * WARPS,
+        TILES = TILES_,
+        OWN = 16 * TILES * WARPS,
+        STREAM = STREAM_,
+        CHUNK = CHUNK_,
+        NT = CHUNK / 8,
+        KEEP = KEEP_
+    };
 };
 
-// Own rows of two tiles halve what each product reads from shared memory; a phi asked for at run time leaves no registers for them.
+// Own rows of two tiles halve what each product reads from shared memory; a phi asked for at run time leaves no
+// registers for them.
 template <class X, int PHI>
 constexpr int own_tiles = is_bf16<X> && PHI >= 0 ? 2 : 1;
 
-// The larger a chunk, the more products are under way at once, and with a maximum that moves the fewer times what was summed is rescaled: as
-// large as the registers allow.
+// The larger a chunk, the more products are under way at once, and with a maximum that moves the fewer times what was
+// summed is rescaled: as large as the registers allow.
 template <int HS, int PHI, int POST>
-constexpr int forward_chunk = PHI < 0 || ((POST == FLASH_REWEIGHT || PHI == PHI_MISH) && HS > 64) ? 16 : POST == FLASH_REWEIGHT ? 32 : (PHI == PHI_EXP && HS <= 64 ? 64 : 32) / (POST == FLASH_PLAIN ? 1 : 2);
+constexpr int forward_chunk =
+    PHI < 0 || ((POST == FLASH_REWEIGHT || PHI == PHI_MISH) && HS > 64) ? 16
+    : POST == FLASH_REWEIGHT ? 32
+                             : (PHI == PHI_EXP && HS <= 64 ? 64 : 32) / (POST == FLASH_PLAIN ? 1 : 2);
 
-// Chunks whose scores are all visible have code of their own, without masks. With 128 columns there are too few registers
-// for both.
+// Chunks whose scores are all visible have code of their own, without masks. With 128 columns there are too few
+// registers for both.
 template <int HS>
 constexpr bool splits_chunks = HS <= 64;
 
+// Do the own factors of the forward pass's matmuls stay in registers?
+template <class X, int HS, int POST>
+constexpr bool forward_keeps = is_bf16<X> && HS <= 64 && (POST < FLASH_RECENTER_L1);
+
 template <class X, int HS, int PHI, int POST>
-struct ForwardPlan : FlashPlan<own_tiles<X, PHI>, is_bf16<X> ? 64 : 32, forward_chunk<HS, PHI, POST>, is_bf16<X> && HS <= 64 && POST < FLASH_RECENTER_L1> {};
+struct ForwardPlan
+    : FlashPlan<own_tiles<X, PHI>, is_bf16<X> ? 64 : 32, forward_chunk<HS, PHI, POST>, forward_keeps<X, HS, POST>> {};
 
 template <int POST>
 constexpr bool may_reweight = POST == FLASH_REWEIGHT || POST == FLASH_TWO_SWEEPS;
 
-// Has dq a second sum under reweight, of what `less` multiplies? Two sums of 128 columns in float32 are more than there are registers: there a sweep
-// of its own gives `less` first.
+// Has dq a second sum under reweight, of what `less` multiplies? Two sums of 128 columns in float32 are more than there
+// are registers: there a sweep of its own gives `less` first.
 template <class X, int HS, int POST>
 constexpr bool splits_dq = may_reweight<POST> && (is_bf16<X> || HS <= 64);
 
@@ -94,29 +120,41 @@ template <class X, int HS, int POST, bool WIDE>
 constexpr int rows_chunk = WIDE && !less_first<X, HS, POST> ? 32 : 16;
 
 template <class X, int HS, int PHI, int POST, bool WIDE>
-struct RowsPlan : FlashPlan<HS <= 64 ? own_tiles<X, PHI> : 1, WIDE ? rows_chunk<X, HS, POST, WIDE> : is_bf16<X> ? 64 : 32, rows_chunk<X, HS, POST, WIDE>,
-                            is_bf16<X> && HS <= 64 && !may_reweight<POST>> {};
+struct RowsPlan : FlashPlan<HS <= 64 ? own_tiles<X, PHI> : 1,
+                            WIDE         ? rows_chunk<X, HS, POST, WIDE>
+                            : is_bf16<X> ? 64
+                                         : 32,
+                            rows_chunk<X, HS, POST, WIDE>, is_bf16<X> && HS <= 64 && !may_reweight<POST>> {};
 
 // Two sums stay in registers here: mish, whose formulas are the longest, leaves no room for two tiles.
 template <class X, int HS, int PHI, bool WIDE>
-struct KeysPlan : FlashPlan<HS <= 64 && PHI != PHI_MISH ? own_tiles<X, PHI> : 1, is_bf16<X> && !WIDE ? 64 : 32, WIDE ? 32 : 16, false> {};
+struct KeysPlan : FlashPlan<HS <= 64 && PHI != PHI_MISH ? own_tiles<X, PHI> : 1, is_bf16<X> && !WIDE ? 64 : 32,
+                            WIDE ? 32 : 16, false> {};
 
-// From one row of a shared tile to the next: 8 elements of padding make it an odd number of 16 bytes in bf16, so that the 8 rows that
-// ldmatrix reads together lie in different banks; of floats, 8 banks on.
+// From one row of a shared tile to the next: 8 elements of padding make it an odd number of 16 bytes in bf16, so that
+// the 8 rows that ldmatrix reads together lie in different banks; of floats, 8 banks on.
 template <int C>
 constexpr int tile_step = C + 8;
 
-// ---------------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------------
 // Tiles and fragments
 
-// Which pieces of 16 bytes of a tile (R,C) a thread copies: COPIES of them, the first at (row, column), each ROW_STEP rows
-// and COLUMN_STEP columns from the one before. Eight lanes' copies together touch every bank once: they take 8 neighbors
-// of a row, or, where a row is not made of such (HS 48), a column of 8 rows, of floats 4 rows of 2.
+// Which pieces of 16 bytes of a tile (R,C) a thread copies: COPIES of them, the first at (row, column), each ROW_STEP
+// rows and COLUMN_STEP columns from the one before. Eight lanes' copies together touch every bank once: they take 8
+// neighbors of a row, or, where a row is not made of such (HS 48), a column of 8 rows, of floats 4 rows of 2.
 template <int R, int C, int THREADS, class X>
 struct TileCopies {
-    enum { PACK = 16 / sizeof(X), A_ROW = C / PACK, COPIES = R * A_ROW / THREADS, BY_ROWS = A_ROW % 8 == 0,
-           ACROSS = BY_ROWS ? 8 : sizeof(X) / 2, DOWN = 8 / ACROSS, GROUPS = A_ROW / ACROSS, ROW_STEP = BY_ROWS ? THREADS / 8 / GROUPS : 0,
-           COLUMN_STEP = BY_ROWS ? 0 : THREADS / ACROSS / R * ACROSS * PACK };
+    enum {
+        PACK = 16 / sizeof(X),
+        A_ROW = C / PACK,
+        COPIES = R * A_ROW / THREADS,
+        BY_ROWS = A_ROW % 8 == 0,
+        ACROSS = BY_ROWS ? 8 : sizeof(X) / 2,
+        DOWN = 8 / ACROSS,
+        GROUPS = A_ROW / ACROSS,
+        ROW_STEP = BY_ROWS ? THREADS / 8 / GROUPS : 0,
+        COLUMN_STEP = BY_ROWS ? 0 : THREADS / ACROSS / R * ACROSS * PACK
+    };
     static_assert(R * A_ROW % THREADS == 0, "each thread copies as much");
     static_assert(BY_ROWS ? THREADS / 8 % GROUPS == 0 : THREADS / ACROSS % R == 0, "steps go by rows or by columns");
     int row, column;
@@ -177,8 +215,9 @@ DEVICE void fragment_set(Fragment<X, N> &a, int i, float x, float y) {
 }
 
 // d (16,8) += a (16,16) · b (16,8), the smallest products first.
-// Tensor cores round each sum toward zero, and a long row of such roundings adds up. So that float32 stays as exact as it should be, their
-// sums are short: the products of parts start from zero, and an addition that rounds to nearest brings them to d.
+// Tensor cores round each sum toward zero, and a long row of such roundings adds up. So that float32 stays as exact as
+// it should be, their sums are short: the products of parts start from zero, and an addition that rounds to nearest
+// brings them to d.
 template <class X>
 DEVICE void fragment_multiply(float (&d)[4], const Fragment<X, 4> &a, const Fragment<X, 2> &b) {
     if constexpr (is_bf16<X>) {
@@ -291,7 +330,8 @@ DEVICE void product_by_rows(float (&s)[TILES][NT][4], const Own<X, HS, TILES, KE
             Fragment<X, 2> b[2];
             load_right<tile_step<HS>>(b, tile + pair * 16 * tile_step<HS> + k * 16);
             UNROLL
-            for (int m = 0; m < TILES; m++) fragment_multiply<X>(s[m][2 * pair], a[m], b[0]), fragment_multiply<X>(s[m][2 * pair + 1], a[m], b[1]);
+            for (int m = 0; m < TILES; m++)
+                fragment_multiply<X>(s[m][2 * pair], a[m], b[0]), fragment_multiply<X>(s[m][2 * pair + 1], a[m], b[1]);
         }
     }
 }
@@ -305,14 +345,17 @@ DEVICE void product_by_columns(float (&sum)[TILES][HS / 8][4], const float (&w)[
         UNROLL
         for (int m = 0; m < TILES; m++) {
             UNROLL
-            for (int i = 0; i < 4; i++) fragment_set(a[m], i, w[m][2 * k + i / 2][i % 2 * 2], w[m][2 * k + i / 2][i % 2 * 2 + 1]);
+            for (int i = 0; i < 4; i++)
+                fragment_set(a[m], i, w[m][2 * k + i / 2][i % 2 * 2], w[m][2 * k + i / 2][i % 2 * 2 + 1]);
         }
         UNROLL
         for (int pair = 0; pair < HS / 16; pair++) {
             Fragment<X, 2> b[2];
             load_right_transposed<tile_step<HS>>(b, tile + k * 16 * tile_step<HS> + pair * 16);
             UNROLL
-            for (int m = 0; m < TILES; m++) fragment_multiply<X>(sum[m][2 * pair], a[m], b[0]), fragment_multiply<X>(sum[m][2 * pair + 1], a[m], b[1]);
+            for (int m = 0; m < TILES; m++)
+                fragment_multiply<X>(sum[m][2 * pair], a[m], b[0]),
+                    fragment_multiply<X>(sum[m][2 * pair + 1], a[m], b[1]);
         }
     }
 }
@@ -351,11 +394,11 @@ DEVICE void round_to(float (&x)[N]) {
     }
 }
 
-// Rows of `sum`, each times its factor, to `to`, the address of the warp's first row and column; the first `rows` rows and `columns`.
-// `rest`, if not NULL, in rows of rest_row, gets what rounding to X took away.
+// Rows of `sum`, each times its factor, to `to`, the address of the warp's first row and column; the first `rows` rows
+// and `columns`. `rest`, if not NULL, in rows of rest_row, gets what rounding to X took away.
 template <class X, int TILES, int CT>
-DEVICE void store_rows(X *to, size_t row, const float (&sum)[TILES][CT][4], const float (&factor)[2 * TILES], int rows, int columns, X *rest = NULL,
-                       size_t rest_row = 0) {
+DEVICE void store_rows(X *to, size_t row, const float (&sum)[TILES][CT][4], const float (&factor)[2 * TILES], int rows,
+                       int columns, X *rest = NULL, size_t rest_row = 0) {
     int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     UNROLL
     for (int r = 0; r < 2 * TILES; r++) {
@@ -366,7 +409,8 @@ DEVICE void store_rows(X *to, size_t row, const float (&sum)[TILES][CT][4], cons
             if (8 * c >= columns) continue;
             float y = x[0] * factor[r], z = x[1] * factor[r];
             store_pair(to + (8 * r + g) * row + 8 * c + 2 * t, y, z);
-            if (rest) store_pair(rest + (8 * r + g) * rest_row + 8 * c + 2 * t, y - rounded_to<X>(y), z - rounded_to<X>(z));
+            if (rest)
+                store_pair(rest + (8 * r + g) * rest_row + 8 * c + 2 * t, y - rounded_to<X>(y), z - rounded_to<X>(z));
         }
     }
 }
@@ -382,11 +426,12 @@ DEVICE float row_max(float x) {
     return fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, 2));
 }
 
-// ---------------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------------
 // Rows: phi, powers, places
 
 // z (N) in, phi(z) out, and its slope. The switch, where there is one, stands outside the loop.
-//   BY_COLUMN: element e is of row e % 2 of the two that a lane has of an mma's columns; else of row e / 2 of those that it owns.
+//   BY_COLUMN: element e is of row e % 2 of the two that a lane has of an mma's columns; else of row e / 2 of those
+//   that it owns.
 //   VALUE: see phi_at.
 template <class X, int PHI, bool BY_COLUMN, bool VALUE = true, int N, class Row>
 DEVICE void phi_values(int phi, float (&z)[N], float (&slope)[N], const Row *row) {
@@ -396,7 +441,9 @@ DEVICE void phi_values(int phi, float (&z)[N], float (&slope)[N], const Row *row
         for (int e = 0; e < N; e++) phi_at<X, PHI, kind_, VALUE>(z[e], row[BY_COLUMN ? e % 2 : e / 2].one, &z[e], &slope[e]); \
     }
 #define CASE(kind_, ...) case kind_: VALUES(kind_) break;
-    if (PHI >= 0) VALUES(PHI) else switch (phi) { PHI_VALUES(CASE) }
+    if (PHI >= 0) VALUES(PHI) else switch (phi) {
+            PHI_VALUES(CASE)
+        }
 #undef CASE
 #undef VALUES
 }
@@ -415,7 +462,8 @@ DEVICE float whole_power(float x) {
     }
 }
 
-// w (N), each in [0, 1], to the power P: a whole number by multiplications.   KNOWN: P, or 0 where it is not known when the kernel is built
+// w (N), each in [0, 1], to the power P: a whole number by multiplications.   KNOWN: P, or 0 where it is not known when
+// the kernel is built
 template <class X, int KNOWN, int N>
 DEVICE void power(float (&w)[N], float P) {
     int whole = (int)P;
@@ -436,7 +484,8 @@ DEVICE void power(float (&w)[N], float P) {
         }
     } else {
         UNROLL
-        for (int e = 0; e < N; e++) w[e] = w[e] > 0 ? (is_bf16<X> ? exp2_fast(P * log2_fast(w[e])) : powf(w[e], P)) : w[e];
+        for (int e = 0; e < N; e++)
+            w[e] = w[e] > 0 ? (is_bf16<X> ? exp2_fast(P * log2_fast(w[e])) : powf(w[e], P)) : w[e];
     }
 }
 
@@ -453,7 +502,8 @@ template <class X>
 DEVICE RowPlace place_of(const FlashCall<X> &call, int h, int row) {
     int n = row < call.T ? row + 1 : call.T;
     FlashScalars x = call.scalars;
-    return {n, call.T, call.L, call.HS, x.s ? x.s[h] : 1, x.b ? x.b[h] : 0, x.p ? x.p[n - 1] : 1, x.sink ? x.sink[h] : 0};
+    return {
+        n, call.T, call.L, call.HS, x.s ? x.s[h] : 1, x.b ? x.b[h] : 0, x.p ? x.p[n - 1] : 1, x.sink ? x.sink[h] : 0};
 }
 
 // What z is taken relative to, from the bias: the row's largest z under exp and expm1 over their sum.
@@ -470,7 +520,8 @@ DEVICE bool is_reweight(const FlashCall<X> &call) {
 template <int PHI>
 constexpr bool rectifies = flash_rectifies(PHI);
 
-// Element e = 4 m + i of the warp's first own row and the chunk's first other row on: visible when its key is not behind its query.
+// Element e = 4 m + i of the warp's first own row and the chunk's first other row on: visible when its key is not
+// behind its query.
 template <bool BY_COLUMN>
 DEVICE bool is_visible(int own, int other, int e) {
     int lane = threadIdx.x % 32;
@@ -478,10 +529,11 @@ DEVICE bool is_visible(int own, int other, int e) {
     return BY_COLUMN ? own <= other : other <= own;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------------
 // Forward
 
-// x times the sign of `of`. Under bf16 that is one instruction, which takes the sign of a zero, too: any slope from -1 to 1 is one of |f| at 0.
+// x times the sign of `of`. Under bf16 that is one instruction, which takes the sign of a zero, too: any slope from -1
+// to 1 is one of |f| at 0.
 template <class X>
 DEVICE float signed_as(float x, float of) {
     if (is_bf16<X>) return __uint_as_float(__float_as_uint(x) ^ (__float_as_uint(of) & 0x80000000u));
@@ -490,8 +542,9 @@ DEVICE float signed_as(float x, float of) {
 
 struct ForwardRow {
     float scale, bias, offset, one;
-    float sum, sum_signed, largest;           // of |f|, of f; the largest f (in the first sweep, where that is by_z: z)
-    float factor, mean, left, signs;          // of the second sweep: w from f, the sum of |w|, of their signs
+    // Of |f|, of f; the largest f (in the first sweep, where that is by_z: z)
+    float sum, sum_signed, largest;
+    float factor, mean, left, signs;    // of the second sweep: w from f, the sum of |w|, of their signs
 };
 
 // Scores that are not visible take no part in the largest.
@@ -507,7 +560,8 @@ DEVICE void forward_hide(float (&s)[TILES][NT][4], int own, int other) {
 
 // The row's bias is brought to the largest z so far, and with it all that was summed.
 template <class X, int HS, int PHI, int TILES, int NT>
-DEVICE void forward_shift(ForwardRow (&row)[2 * TILES], float (&sum)[TILES][HS / 8][4], const float (&s)[TILES][NT][4], bool sums) {
+DEVICE void forward_shift(ForwardRow (&row)[2 * TILES], float (&sum)[TILES][HS / 8][4], const float (&s)[TILES][NT][4],
+                          bool sums) {
     UNROLL
     for (int r = 0; r < 2 * TILES; r++) {
         float top = -INFINITY;
@@ -522,15 +576,16 @@ DEVICE void forward_shift(ForwardRow (&row)[2 * TILES], float (&sum)[TILES][HS /
     }
 }
 
-// Is f rounded to X before it is summed? What is multiplied by v is. Summed as it is multiplied, a row's weights have the
-// sum 1 that they should, and in a row of one key the output is v: otherwise d - D is not 0 there, and over a small Z
-// that is a large error. Not so for exp, whose slope is as small as f, and whose f in a row of one key is 1.
+// Is f rounded to X before it is summed? What is multiplied by v is. Summed as it is multiplied, a row's weights have
+// the sum 1 that they should, and in a row of one key the output is v: otherwise d - D is not 0 there, and over a small
+// Z that is a large error. Not so for exp, whose slope is as small as f, and whose f in a row of one key is 1.
 template <int PHI, int POST>
 constexpr bool rounds_values = PHI != PHI_EXP && POST < FLASH_RECENTER_L1;
 
 // s: scores in, f out, 0 where not visible.
 template <class X, int PHI, int POST, int TILES, int NT>
-DEVICE void forward_values(int phi, float (&s)[TILES][NT][4], const ForwardRow (&row)[2 * TILES], bool masked, int own, int other) {
+DEVICE void forward_values(int phi, float (&s)[TILES][NT][4], const ForwardRow (&row)[2 * TILES], bool masked, int own,
+                           int other) {
     UNROLL
     for (int nt = 0; nt < NT; nt++) {
         float z[4 * TILES], slope[4 * TILES];
@@ -569,13 +624,13 @@ DEVICE float log1p_fast(float x) {
     return x < 0x1p-9f ? x - 0.5f * x * x : 0.6931471805599453f * log2_fast(1 + x);
 }
 
-// The first sweep of softplus, max(z, 0) + ln(1 + exp(-|z|)), from scores: the sum of f, in the unit of z, with one logarithm for a row's part of
-// the chunk, and the largest z, which has the largest f.
+// The first sweep of softplus, max(z, 0) + ln(1 + exp(-|z|)), from scores: the sum of f, in the unit of z, with one
+// logarithm for a row's part of the chunk, and the largest z, which has the largest f.
 template <class X, int PHI, bool MASKED, int TILES, int NT>
 DEVICE void forward_sums_by_z(ForwardRow (&row)[2 * TILES], const float (&s)[TILES][NT][4], int own, int other) {
     UNROLL
     for (int r = 0; r < 2 * TILES; r++) {
-        float product = 0;                    // of 1 + exp(-|z|), less 1, so that a small exp counts
+        float product = 0;    // of 1 + exp(-|z|), less 1, so that a small exp counts
         UNROLL
         for (int i = 0; i < 2 * NT; i++) {
             const int nt = i / 2, e = r % 2 * 2 + i % 2;
@@ -590,13 +645,14 @@ DEVICE void forward_sums_by_z(ForwardRow (&row)[2 * TILES], const float (&s)[TIL
     }
 }
 
-// Its end: the sum and the largest f. That takes the logarithm of the sum, not phi_at's polynomial: in a row of equal weights the largest must
-// be their mean but for rounding (reweight_numbers).
+// Its end: the sum and the largest f. That takes the logarithm of the sum, not phi_at's polynomial: in a row of equal
+// weights the largest must be their mean but for rounding (reweight_numbers).
 template <class X, int PHI>
 DEVICE void forward_total_by_z(ForwardRow &row) {
     const float z = row.largest;
     row.sum *= 1 / unit<X, PHI>;
-    row.largest = fmaxf(z, 0) * (1 / unit<X, PHI>) + log1p_fast(exp_of<X, PHI>(-fabsf(z)));
+    float per_unit = 1 / unit<X, PHI>;
+    row.largest = fmaxf(z, 0) * per_unit + log1p_fast(exp_of<X, PHI>(-fabsf(z)));
 }
 
 // What the row's four lanes have summed, together.
@@ -615,8 +671,9 @@ DEVICE void forward_rectify(float (&f)[TILES][NT][4]) {
     }
 }
 
-// From 1/Z and the largest f, what makes r of f in reweight: r = 1 + (f - mean) factor, mean the largest f. In bf16, where f is not exact enough for
-// the difference to matter, r = f factor + mean, mean = 1 - (the largest f) factor. An all-zero row gets r = 0.
+// From 1/Z and the largest f, what makes r of f in reweight: r = 1 + (f - mean) factor, mean the largest f. In bf16,
+// where f is not exact enough for the difference to matter, r = f factor + mean, mean = 1 - (the largest f) factor. An
+// all-zero row gets r = 0.
 template <class X>
 DEVICE void reweight_numbers(float *factor, float *mean, float inverse, float largest, int n) {
     float from = n > POST_FROM ? 1 : 0, top = largest * (inverse * (float)n) - from;
@@ -645,7 +702,8 @@ DEVICE float reweight_base(float f, const Row &row) {
 
 // f in, w out, and their sums.
 template <class X, int KNOWN, int TILES, int NT>
-DEVICE void forward_weights(float (&f)[TILES][NT][4], ForwardRow (&row)[2 * TILES], bool reweight, float P, bool masked, int own, int other) {
+DEVICE void forward_weights(float (&f)[TILES][NT][4], ForwardRow (&row)[2 * TILES], bool reweight, float P, bool masked,
+                            int own, int other) {
     UNROLL
     for (int nt = 0; nt < NT; nt++) {
         float w[4 * TILES];
@@ -670,12 +728,14 @@ DEVICE void forward_weights(float (&f)[TILES][NT][4], ForwardRow (&row)[2 * TILE
     }
 }
 
-// The row's end: returns what multiplies its sum and writes its statistics, of which the backward pass makes a FlashRow:
+// The row's end: returns what multiplies its sum and writes its statistics, of which the backward pass makes a
+// FlashRow:
 //   bias, factor, mean, the sum of the signs (recenter-l1); or bias, 1/Z, the largest f, 1/sum w (reweight)
 template <class X, int PHI, int POST>
 DEVICE float forward_end(float4 *stats, ForwardRow &row, const FlashCall<X> &call, RowPlace at, bool *weight) {
     bool late = at.n > POST_FROM;
-    float inverse = row_inverse(call.norm, at, row.sum, row_shift(call, at, row.bias / unit<X, PHI>)), left = row.sum, by = inverse;
+    float inverse = row_inverse(call.norm, at, row.sum, row_shift(call, at, row.bias / unit<X, PHI>)), left = row.sum,
+          by = inverse;
     *stats = make_float4(row.bias, inverse, 0, 0);
     if (POST == FLASH_PLAIN) {
         if (call.post == POST_NEGATE) stats->y = by = -inverse;
@@ -695,10 +755,11 @@ DEVICE float forward_end(float4 *stats, ForwardRow &row, const FlashCall<X> &cal
     return by;
 }
 
-// sum = sum · by - mean · prefix, and by = 1. prefix: the address of the warp's first row and column, rows `step` apart.
+// sum = sum · by - mean · prefix, and by = 1. prefix: the address of the warp's first row and column, rows `step`
+// apart.
 template <int HS, int TILES>
-DEVICE void forward_recenter(float (&sum)[TILES][HS / 8][4], const ForwardRow (&row)[2 * TILES], float (&by)[2 * TILES], const float *prefix,
-                             size_t step, int rows, int columns) {
+DEVICE void forward_recenter(float (&sum)[TILES][HS / 8][4], const ForwardRow (&row)[2 * TILES], float (&by)[2 * TILES],
+                             const float *prefix, size_t step, int rows, int columns) {
     int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     UNROLL
     for (int r = 0; r < 2 * TILES; r++) {
@@ -714,8 +775,8 @@ DEVICE void forward_recenter(float (&sum)[TILES][HS / 8][4], const ForwardRow (&
     }
 }
 
-// Computes the warp's rows, one a lane, and hands them to the lanes that own them. Under `relative` a row whose scale is
-// negative gets it negated, and its query is to be negated too, so that the largest score has the largest z.
+// Computes the warp's rows, one a lane, and hands them to the lanes that own them. Under `relative` a row whose scale
+// is negative gets it negated, and its query is to be negated too, so that the largest score has the largest z.
 template <class X, int HS, int PHI, int TILES>
 DEVICE void forward_begin(ForwardRow (&row)[2 * TILES], bool *negative, const FlashCall<X> &call, int h, int own_row,
                           bool relative) {
@@ -727,8 +788,17 @@ DEVICE void forward_begin(ForwardRow (&row)[2 * TILES], bool *negative, const Fl
     UNROLL
     for (int r = 0; r < 2 * TILES; r++) {
         int from = 8 * r + lane / 4;
-        row[r] = {__shfl_sync(0xFFFFFFFFu, scale, from), __shfl_sync(0xFFFFFFFFu, bias, from) * unit<X, PHI>,
-                  __shfl_sync(0xFFFFFFFFu, offset, from) * unit<X, PHI>, 1, 0, 0, 0, 0, 0, 0, 0};
+        row[r] = {__shfl_sync(0xFFFFFFFFu, scale, from),
+                  __shfl_sync(0xFFFFFFFFu, bias, from) * unit<X, PHI>,
+                  __shfl_sync(0xFFFFFFFFu, offset, from) * unit<X, PHI>,
+                  1,
+                  0,
+                  0,
+                  0,
+                  0,
+                  0,
+                  0,
+                  0};
     }
 }
 
@@ -746,15 +816,16 @@ DEVICE void negate_rows(X *rows, bool negative) {
 
 // What a sweep over the keys does with the chunks that it comes to.
 struct ForwardSweep {
-    bool first, adds;                         // is there another behind it? does it add to the output?
-    bool relative, is_signed, reweight;       // of the normalizer
+    bool first, adds;                      // is there another behind it? does it add to the output?
+    bool relative, is_signed, reweight;    // of the normalizer
 };
 
 // A chunk of keys, the first of them `key`, which are rows of the tiles k and v, for the warp's rows from `own_row` on.
 // MASKED: not all of these see all of those.
 template <class X, int HS, int PHI, int POST, bool MASKED, int TILES, bool KEEP>
-DEVICE void forward_keys(float (&sum)[TILES][HS / 8][4], ForwardRow (&row)[2 * TILES], const Own<X, HS, TILES, KEEP> &own,
-                         const X *k, const X *v, int own_row, int key, const ForwardSweep &sweep, const FlashCall<X> &call) {
+DEVICE void forward_keys(float (&sum)[TILES][HS / 8][4], ForwardRow (&row)[2 * TILES],
+                         const Own<X, HS, TILES, KEEP> &own, const X *k, const X *v, int own_row, int key,
+                         const ForwardSweep &sweep, const FlashCall<X> &call) {
     enum { NT = ForwardPlan<X, HS, PHI, POST>::NT };
     const int phi = PHI >= 0 ? PHI : call.phi;
     float s[TILES][NT][4];
@@ -773,7 +844,9 @@ DEVICE void forward_keys(float (&sum)[TILES][HS / 8][4], ForwardRow (&row)[2 * T
     if (POST == FLASH_PLAIN && rectifies<PHI> && sweep.is_signed && call.post == POST_RECTIFY) forward_rectify(s);
     if (!sweep.adds) return;
     if (POST >= FLASH_RECENTER_L1)
-        with_power<POST>(call.power, [&](auto P) { forward_weights<X, P.value>(s, row, sweep.reweight, call.power, MASKED, own_row, key); });
+        with_power<POST>(call.power, [&](auto P) {
+            forward_weights<X, P.value>(s, row, sweep.reweight, call.power, MASKED, own_row, key);
+        });
     product_by_columns<X, HS>(sum, s, v);
 }
 
@@ -781,16 +854,27 @@ DEVICE void forward_keys(float (&sum)[TILES][HS / 8][4], ForwardRow (&row)[2 * T
 template <class X, int HS, int PHI, int POST>
 KERNEL void flash_forward_kernel(const FlashCall<X> call) {
     typedef ForwardPlan<X, HS, PHI, POST> P;
-    enum { TILES = P::TILES, OWN = P::OWN, KEYS = P::STREAM, CHUNK = P::CHUNK, STEP = tile_step<HS>, THREADS = P::THREADS };
+    enum {
+        TILES = P::TILES,
+        OWN = P::OWN,
+        KEYS = P::STREAM,
+        CHUNK = P::CHUNK,
+        STEP = tile_step<HS>,
+        THREADS = P::THREADS
+    };
     DYNAMIC_SHARED(X, shared);
     X *q_tile = shared, *k_tiles = q_tile + OWN * STEP, *v_tiles = k_tiles + 2 * KEYS * STEP;
-    int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, T = call.T, b = blockIdx.y / call.NH, h = blockIdx.y % call.NH;
-    int row0 = (gridDim.x - 1 - blockIdx.x) * OWN, warp_row = row0 + warp * 16 * TILES;            // the longest rows first
+    int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, T = call.T, b = blockIdx.y / call.NH,
+        h = blockIdx.y % call.NH;
+    // The longest rows first.
+    int row0 = (gridDim.x - 1 - blockIdx.x) * OWN, warp_row = row0 + warp * 16 * TILES;
     int column0 = blockIdx.z * HS, columns = call.VS - column0;
-    const X *q = call.q + (size_t)b * T * call.q_row + h * call.HS, *k = call.k + (size_t)b * T * call.k_row + h * call.HS;
+    const X *q = call.q + (size_t)b * T * call.q_row + h * call.HS,
+            *k = call.k + (size_t)b * T * call.k_row + h * call.HS;
     const X *v = call.v + (size_t)b * T * call.v_row + (size_t)h * call.VS + column0;
     const int phi = PHI >= 0 ? PHI : call.phi;
-    const bool relative = subtracts_maximum(phi, call.norm), is_signed = phi_signed(phi), reweight = is_reweight<X, POST>(call);
+    const bool relative = subtracts_maximum(phi, call.norm), is_signed = phi_signed(phi),
+               reweight = is_reweight<X, POST>(call);
 
     ForwardRow row[2 * TILES];
     bool negative;
@@ -799,13 +883,16 @@ KERNEL void flash_forward_kernel(const FlashCall<X> call) {
     float sum[TILES][HS / 8][4];
     set_zero(sum);
 
-    int last = row0 + OWN < T ? row0 + OWN : T, tiles = (last - 1) / KEYS + 1, steps = POST >= FLASH_RECENTER_L1 ? 2 * tiles : tiles;
+    int last = row0 + OWN < T ? row0 + OWN : T, tiles = (last - 1) / KEYS + 1,
+        steps = POST >= FLASH_RECENTER_L1 ? 2 * tiles : tiles;
     auto key_of = [&](int step) { return (POST >= FLASH_RECENTER_L1 && step >= tiles ? step - tiles : step) * KEYS; };
     auto load = [&](int step) {
         int key0 = key_of(step);
-        tile_load<KEYS, HS, THREADS>(k_tiles + step % 2 * KEYS * STEP, k + key0 * call.k_row, call.k_row, T - key0, call.HS);
+        tile_load<KEYS, HS, THREADS>(k_tiles + step % 2 * KEYS * STEP, k + key0 * call.k_row, call.k_row, T - key0,
+                                     call.HS);
         if (step >= steps - tiles)
-            tile_load<KEYS, HS, THREADS>(v_tiles + step % 2 * KEYS * STEP, v + key0 * call.v_row, call.v_row, T - key0, columns);
+            tile_load<KEYS, HS, THREADS>(v_tiles + step % 2 * KEYS * STEP, v + key0 * call.v_row, call.v_row, T - key0,
+                                         columns);
         copy_async_commit();
     };
     tile_load<OWN, HS, THREADS>(q_tile, q + row0 * call.q_row, call.q_row, T - row0, call.HS);
@@ -828,8 +915,7 @@ KERNEL void flash_forward_kernel(const FlashCall<X> call) {
             const X *k_rows = k_tile + c * STEP, *v_rows = v_tile + c * STEP;
             if (masked || !splits_chunks<HS>)
                 forward_keys<X, HS, PHI, POST, true>(sum, row, own, k_rows, v_rows, warp_row, key0 + c, sweep, call);
-            else
-                forward_keys<X, HS, PHI, POST, false>(sum, row, own, k_rows, v_rows, warp_row, key0 + c, sweep, call);
+            else forward_keys<X, HS, PHI, POST, false>(sum, row, own, k_rows, v_rows, warp_row, key0 + c, sweep, call);
         }
         if (POST >= FLASH_RECENTER_L1 && step == tiles - 1) {
             UNROLL
@@ -865,16 +951,18 @@ KERNEL void flash_forward_kernel(const FlashCall<X> call) {
         if (POST == FLASH_RECENTER) row[r].mean = __shfl_sync(0xFFFFFFFFu, end.mean, 4 * g + r);
     }
     if (POST == FLASH_RECENTER)
-        forward_recenter<HS>(sum, row, by, call.prefix + ((size_t)blockIdx.y * T + warp_row) * call.VS + column0, call.VS, T - warp_row, columns);
+        forward_recenter<HS>(sum, row, by, call.prefix + ((size_t)blockIdx.y * T + warp_row) * call.VS + column0,
+                             call.VS, T - warp_row, columns);
     X *out = call.out + ((size_t)b * T + warp_row) * call.out_row + (size_t)h * call.VS + column0;
     X *rest = call.rest ? call.rest + ((size_t)blockIdx.y * T + warp_row) * call.VS + column0 : NULL;
     store_rows(out, call.out_row, sum, by, T - warp_row, columns, rest, call.VS);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------------
 // Backward: of elements
 
-// Is 0 <= phi' <= phi? (The FFMA that this allows overflows where |dO · O| scale/Z does: with every z of a row below -80.)
+// Is 0 <= phi' <= phi? (The FFMA that this allows overflows where |dO · O| scale/Z does: with every z of a row below
+// -80.)
 template <int PHI>
 constexpr bool slope_within_value = PHI == PHI_EXP || PHI == PHI_SIGMOID || PHI == PHI_SOFTPLUS;
 
@@ -888,15 +976,16 @@ DEVICE void reweight_powers(float (&r)[N], float (&q)[N], const float (&f)[N], c
     for (int e = 0; KNOWN == 0 && e < N; e++) q[e] = r[e] > 0 ? q[e] : 0;
 }
 
-// From the scores s (N) and d = dO · v in place: d becomes df (plain, BY_COLUMN, and reweight: times the row's scale); f, its slope and the weights w are
-// written. row: see phi_values.
+// From the scores s (N) and d = dO · v in place: d becomes df (plain, BY_COLUMN, and reweight: times the row's scale);
+// f, its slope and the weights w are written. row: see phi_values.
 template <class X, int PHI, int POST, bool BY_COLUMN, int KNOWN = 0, int N>
-DEVICE void backward_values(float (&d)[N], float (&f)[N], float (&slope)[N], float (&w)[N], const float (&s)[N], const FlashRow *row,
-                            const FlashCall<X> &call) {
+DEVICE void backward_values(float (&d)[N], float (&f)[N], float (&slope)[N], float (&w)[N], const float (&s)[N],
+                            const FlashRow *row, const FlashCall<X> &call) {
     const int phi = PHI >= 0 ? PHI : call.phi;
     const bool is_signed = phi_signed(phi);
     UNROLL
-    for (int e = 0; e < N; e++) f[e] = s[e] * row[BY_COLUMN ? e % 2 : e / 2].scale + row[BY_COLUMN ? e % 2 : e / 2].bias;
+    for (int e = 0; e < N; e++)
+        f[e] = s[e] * row[BY_COLUMN ? e % 2 : e / 2].scale + row[BY_COLUMN ? e % 2 : e / 2].bias;
     phi_values<X, PHI, BY_COLUMN, BY_COLUMN || POST >= FLASH_RECENTER_L1>(phi, f, slope, row);
     if (is_reweight<X, POST>(call)) {
         float r[N], q[N];
@@ -906,14 +995,15 @@ DEVICE void backward_values(float (&d)[N], float (&f)[N], float (&slope)[N], flo
             const FlashRow &at = row[BY_COLUMN ? e % 2 : e / 2];
             const float scale = at.scale * (1 / unit<X, PHI>), by_r = q[e] * at.inverse_sum, less = at.less * scale;
             w[e] = by_r * r[e];
-            d[e] = at.factor * call.power * scale * (by_r * (d[e] - at.D)) - (is_signed ? signed_as<X>(less, f[e]) : less);
+            d[e] =
+                at.factor * call.power * scale * (by_r * (d[e] - at.D)) - (is_signed ? signed_as<X>(less, f[e]) : less);
         }
         return;
     }
     const bool rectify = POST == FLASH_PLAIN && rectifies<PHI> && is_signed && call.post == POST_RECTIFY;
     UNROLL
     for (int e = 0; e < N; e++) w[e] = f[e];
-    if (BY_COLUMN && rounds_values<PHI, POST>) round_to<X>(w);          // the weights are wanted there alone
+    if (BY_COLUMN && rounds_values<PHI, POST>) round_to<X>(w);    // the weights are wanted there alone
     UNROLL
     for (int e = 0; e < N; e++) {
         const FlashRow &at = row[BY_COLUMN ? e % 2 : e / 2];
@@ -932,13 +1022,14 @@ DEVICE void backward_values(float (&d)[N], float (&f)[N], float (&slope)[N], flo
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------------
 // Backward: dq, by row blocks
 
-// Of reweight: d becomes t phi'(z), along sgn(f) phi'(z), and t (1 - r) is added to less_sum; see the header. hidden: not visible
+// Of reweight: d becomes t phi'(z), along sgn(f) phi'(z), and t (1 - r) is added to less_sum; see the header. hidden:
+// not visible
 template <class X, int PHI, int KNOWN, int N>
-DEVICE void dq_reweight(float (&d)[N], float (&along)[N], float *less_sum, const float (&s)[N], const bool (&hidden)[N], const FlashRow *row,
-                        const FlashCall<X> &call) {
+DEVICE void dq_reweight(float (&d)[N], float (&along)[N], float *less_sum, const float (&s)[N], const bool (&hidden)[N],
+                        const FlashRow *row, const FlashCall<X> &call) {
     const int phi = PHI >= 0 ? PHI : call.phi;
     const bool is_signed = phi_signed(phi);
     float f[N], r[N], q[N];
@@ -956,12 +1047,14 @@ DEVICE void dq_reweight(float (&d)[N], float (&along)[N], float *less_sum, const
     }
 }
 
-// d += dO · v over all columns of a wide v: `own` rows and the other side's, tile by tile. All threads of the block call it.
+// d += dO · v over all columns of a wide v: `own` rows and the other side's, tile by tile. All threads of the block
+// call it.
 template <class X, int HS, int OWN, int STREAM, int THREADS, int TILES, int NT>
-DEVICE void product_wide(float (&d)[TILES][NT][4], const Own<X, HS, TILES, false> &own, X *own_tile, X *tile, const X *own_from, size_t own_row,
-                         int own_rows, const X *from, size_t row, int rows, int columns) {
+DEVICE void product_wide(float (&d)[TILES][NT][4], const Own<X, HS, TILES, false> &own, X *own_tile, X *tile,
+                         const X *own_from, size_t own_row, int own_rows, const X *from, size_t row, int rows,
+                         int columns) {
     for (int c = 0; c < columns; c += HS) {
-        __syncthreads();                  // nobody needs the columns before these any more
+        __syncthreads();    // nobody needs the columns before these any more
         tile_load<OWN, HS, THREADS>(own_tile, own_from + c, own_row, own_rows, columns - c);
         tile_load<STREAM, HS, THREADS>(tile, from + c, row, rows, columns - c);
         copy_async_commit();
@@ -983,13 +1076,14 @@ DEVICE float reweight_less(float less_sum, const FlashRow &row, const FlashCall<
     return norm_is_sum(call.norm) && n > POST_FROM ? less : 0;
 }
 
-// A chunk of keys, as in forward_keys. d: dO · v where WIDE, else room for it. less_dq: the second sum, see splits_dq. first: of two sweeps, which
-// only adds to less_sum.
-template <class X, int HS, int PHI, int POST, bool WIDE, bool MASKED, int TILES, int SPLIT, int NT, bool KEEP, bool KEEP_DOUT>
-DEVICE void dq_keys(float (&dq)[TILES][HS / 8][4], float (&less_dq)[SPLIT][HS / 8][4], float (&d)[TILES][NT][4], float (&g_sum)[2 * TILES],
-                    float (&less_sum)[2 * TILES], const FlashRow (&row)[2 * TILES], const Own<X, HS, TILES, KEEP> &own_q,
-                    const Own<X, HS, TILES, KEEP_DOUT> &own_dout, const X *k, const X *v, int own_row, int key, bool first,
-                    const FlashCall<X> &call) {
+// A chunk of keys, as in forward_keys. d: dO · v where WIDE, else room for it. less_dq: the second sum, see splits_dq.
+// first: of two sweeps, which only adds to less_sum.
+template <class X, int HS, int PHI, int POST, bool WIDE, bool MASKED, int TILES, int SPLIT, int NT, bool KEEP,
+          bool KEEP_DOUT>
+DEVICE void dq_keys(float (&dq)[TILES][HS / 8][4], float (&less_dq)[SPLIT][HS / 8][4], float (&d)[TILES][NT][4],
+                    float (&g_sum)[2 * TILES], float (&less_sum)[2 * TILES], const FlashRow (&row)[2 * TILES],
+                    const Own<X, HS, TILES, KEEP> &own_q, const Own<X, HS, TILES, KEEP_DOUT> &own_dout, const X *k,
+                    const X *v, int own_row, int key, bool first, const FlashCall<X> &call) {
     float s[TILES][NT][4], along[may_reweight<POST> ? TILES : 1][NT][4];
     set_zero(s);
     product_by_rows(s, own_q, k);
@@ -998,16 +1092,21 @@ DEVICE void dq_keys(float (&dq)[TILES][HS / 8][4], float (&less_dq)[SPLIT][HS / 
         product_by_rows(d, own_dout, v);
     }
     const bool reweight = is_reweight<X, POST>(call);
-    auto is_hidden = [&](int m, int nt, int e) { return MASKED && !is_visible<false>(own_row + 16 * m, key + 8 * nt, e); };
+    auto is_hidden = [&](int m, int nt, int e) {
+        return MASKED && !is_visible<false>(own_row + 16 * m, key + 8 * nt, e);
+    };
     if constexpr (may_reweight<POST>) {
-        if (reweight) with_power<POST>(call.power, [&](auto P) {
-            UNROLL
-            for (int i = 0; i < TILES * NT; i++) {
-                const int m = i / NT, nt = i % NT;
-                const bool hidden[4] = {is_hidden(m, nt, 0), is_hidden(m, nt, 1), is_hidden(m, nt, 2), is_hidden(m, nt, 3)};
-                dq_reweight<X, PHI, P.value>(d[m][nt], along[m][nt], less_sum + 2 * m, s[m][nt], hidden, row + 2 * m, call);
-            }
-        });
+        if (reweight)
+            with_power<POST>(call.power, [&](auto P) {
+                UNROLL
+                for (int i = 0; i < TILES * NT; i++) {
+                    const int m = i / NT, nt = i % NT;
+                    const bool hidden[4] = {is_hidden(m, nt, 0), is_hidden(m, nt, 1), is_hidden(m, nt, 2),
+                                            is_hidden(m, nt, 3)};
+                    dq_reweight<X, PHI, P.value>(d[m][nt], along[m][nt], less_sum + 2 * m, s[m][nt], hidden,
+                                                 row + 2 * m, call);
+                }
+            });
     }
     if constexpr (less_first<X, HS, POST>) {
         if (reweight && first) return;
@@ -1055,23 +1154,37 @@ template <class X, int CT>
 DEVICE float dot_q(const float (&dq)[CT][4], int half, const X *q) {
     float sum = 0;
     UNROLL
-    for (int c = 0; c < CT; c++) sum += dq[c][2 * half] * to_float(q[8 * c]) + dq[c][2 * half + 1] * to_float(q[8 * c + 1]);
+    for (int c = 0; c < CT; c++)
+        sum += dq[c][2 * half] * to_float(q[8 * c]) + dq[c][2 * half + 1] * to_float(q[8 * c + 1]);
     return sum;
 }
 
 template <class X, int HS, int PHI, int POST, bool WIDE>
 KERNEL void flash_dq_kernel(const FlashCall<X> call) {
     typedef RowsPlan<X, HS, PHI, POST, WIDE> P;
-    enum { TILES = P::TILES, OWN = P::OWN, KEYS = P::STREAM, CHUNK = P::CHUNK, NT = P::NT, STEP = tile_step<HS>, THREADS = P::THREADS };
+    enum {
+        TILES = P::TILES,
+        OWN = P::OWN,
+        KEYS = P::STREAM,
+        CHUNK = P::CHUNK,
+        NT = P::NT,
+        STEP = tile_step<HS>,
+        THREADS = P::THREADS
+    };
     DYNAMIC_SHARED(X, shared);
-    X *q_tile = shared, *dout_tile = q_tile + OWN * STEP, *k_tiles = dout_tile + OWN * STEP, *v_tiles = k_tiles + 2 * KEYS * STEP;
-    int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, T = call.T, b = blockIdx.y / call.NH, h = blockIdx.y % call.NH;
-    int row0 = (gridDim.x - 1 - blockIdx.x) * OWN, warp_row = row0 + warp * 16 * TILES;            // the longest rows first
-    const X *q = call.q + (size_t)b * T * call.q_row + h * call.HS, *k = call.k + (size_t)b * T * call.k_row + h * call.HS;
+    X *q_tile = shared, *dout_tile = q_tile + OWN * STEP, *k_tiles = dout_tile + OWN * STEP,
+      *v_tiles = k_tiles + 2 * KEYS * STEP;
+    int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, T = call.T, b = blockIdx.y / call.NH,
+        h = blockIdx.y % call.NH;
+    // The longest rows first.
+    int row0 = (gridDim.x - 1 - blockIdx.x) * OWN, warp_row = row0 + warp * 16 * TILES;
+    const X *q = call.q + (size_t)b * T * call.q_row + h * call.HS,
+            *k = call.k + (size_t)b * T * call.k_row + h * call.HS;
     const X *v = call.v + (size_t)b * T * call.v_row + (size_t)h * call.VS;
     const X *dout = call.dout + ((size_t)b * T + row0) * call.out_row + (size_t)h * call.VS;
     FlashRow *rows = call.rows + (size_t)blockIdx.y * T;
-    const bool reweight = is_reweight<X, POST>(call), two_sweeps = less_first<X, HS, POST> && reweight && norm_is_sum(call.norm);
+    const bool reweight = is_reweight<X, POST>(call),
+               two_sweeps = less_first<X, HS, POST> && reweight && norm_is_sum(call.norm);
 
     FlashRow row[2 * TILES];
     float g_sum[2 * TILES], less_sum[2 * TILES];
@@ -1090,14 +1203,18 @@ KERNEL void flash_dq_kernel(const FlashCall<X> call) {
     auto key_of = [&](int step) { return (two_sweeps && step >= tiles ? step - tiles : step) * KEYS; };
     auto load = [&](int step) {
         int key0 = key_of(step);
-        tile_load<KEYS, HS, THREADS>(k_tiles + step % 2 * KEYS * STEP, k + key0 * call.k_row, call.k_row, T - key0, call.HS);
-        if (!WIDE) tile_load<KEYS, HS, THREADS>(v_tiles + step % 2 * KEYS * STEP, v + key0 * call.v_row, call.v_row, T - key0, call.VS);
+        tile_load<KEYS, HS, THREADS>(k_tiles + step % 2 * KEYS * STEP, k + key0 * call.k_row, call.k_row, T - key0,
+                                     call.HS);
+        if (!WIDE)
+            tile_load<KEYS, HS, THREADS>(v_tiles + step % 2 * KEYS * STEP, v + key0 * call.v_row, call.v_row, T - key0,
+                                         call.VS);
         copy_async_commit();
     };
     tile_load<OWN, HS, THREADS>(q_tile, q + row0 * call.q_row, call.q_row, T - row0, call.HS);
     if (!WIDE) tile_load<OWN, HS, THREADS>(dout_tile, dout, call.out_row, T - row0, call.VS);
     load(0);
-    Own<X, HS, TILES, P::KEEP> own_q = {q_tile + warp * 16 * TILES * STEP, {}}, own_dout = {dout_tile + warp * 16 * TILES * STEP, {}};
+    Own<X, HS, TILES, P::KEEP> own_q = {q_tile + warp * 16 * TILES * STEP, {}},
+                               own_dout = {dout_tile + warp * 16 * TILES * STEP, {}};
 
     for (int step = 0; step < steps; step++) {
         tile_wait();
@@ -1112,19 +1229,19 @@ KERNEL void flash_dq_kernel(const FlashCall<X> call) {
         float d[TILES][NT][4];
         if constexpr (WIDE) {
             set_zero(d);
-            product_wide<X, HS, OWN, KEYS, THREADS>(d, own_dout, dout_tile, v_tiles, dout, call.out_row, T - row0, v + key0 * call.v_row, call.v_row,
-                                                    T - key0, call.VS);
+            product_wide<X, HS, OWN, KEYS, THREADS>(d, own_dout, dout_tile, v_tiles, dout, call.out_row, T - row0,
+                                                    v + key0 * call.v_row, call.v_row, T - key0, call.VS);
         }
         UNROLL_NOT
         for (int c = 0; c < KEYS && c < visible; c += CHUNK) {
             const bool masked = key0 + c + CHUNK - 1 > warp_row;
             const X *k_rows = k_tile + c * STEP, *v_rows = v_tile + c * STEP;
             if (masked)
-                dq_keys<X, HS, PHI, POST, WIDE, true>(dq, less_dq, d, g_sum, less_sum, row, own_q, own_dout, k_rows, v_rows, warp_row,
-                                                      key0 + c, first, call);
+                dq_keys<X, HS, PHI, POST, WIDE, true>(dq, less_dq, d, g_sum, less_sum, row, own_q, own_dout, k_rows,
+                                                      v_rows, warp_row, key0 + c, first, call);
             else
-                dq_keys<X, HS, PHI, POST, WIDE, false>(dq, less_dq, d, g_sum, less_sum, row, own_q, own_dout, k_rows, v_rows, warp_row,
-                                                       key0 + c, first, call);
+                dq_keys<X, HS, PHI, POST, WIDE, false>(dq, less_dq, d, g_sum, less_sum, row, own_q, own_dout, k_rows,
+                                                       v_rows, warp_row, key0 + c, first, call);
         }
         if (two_sweeps && step == tiles - 1) {
             UNROLL
@@ -1143,31 +1260,34 @@ KERNEL void flash_dq_kernel(const FlashCall<X> call) {
         by[r] = row[r].scale * (1 / unit<X, PHI>);
         if constexpr (splits_dq<X, HS, POST>) {
             if (reweight) {
-                FlashRow end = i < T ? rows[i] : FlashRow();           // again, for the registers
+                FlashRow end = i < T ? rows[i] : FlashRow();    // again, for the registers
                 float less = reweight_less(less_sum[r], end, call, i < T ? i + 1 : T);
                 dq_combine(dq[r / 2], less_dq[r / 2], r % 2, reweight_factor(end, call), less);
                 __syncwarp();
                 if (i < T && threadIdx.x % 4 == 0) rows[i].less = less;
             }
         }
-        if (reweight && call.g) g_sum[r] = dot_q(dq[r / 2], r % 2, own_q.tile + (8 * r + g) * STEP + threadIdx.x % 4 * 2);
+        if (reweight && call.g)
+            g_sum[r] = dot_q(dq[r / 2], r % 2, own_q.tile + (8 * r + g) * STEP + threadIdx.x % 4 * 2);
         float of_row = row_sum(g_sum[r]);
         if (call.g && i < T && threadIdx.x % 4 == 0) call.g[(size_t)blockIdx.y * T + i] = of_row;
     }
-    store_rows(call.dq + ((size_t)b * T + warp_row) * call.q_row + h * call.HS, call.q_row, dq, by, T - warp_row, call.HS);
+    store_rows(call.dq + ((size_t)b * T + warp_row) * call.q_row + h * call.HS, call.q_row, dq, by, T - warp_row,
+               call.HS);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------------
 // Backward: dk and dv, by key blocks
 
-enum KeysMode { KEYS_BOTH, KEYS_DK_WIDE, KEYS_DV };       // dk and dv; dk alone, of a wide v; HS columns of dv alone
+enum KeysMode { KEYS_BOTH, KEYS_DK_WIDE, KEYS_DV };    // dk and dv; dk alone, of a wide v; HS columns of dv alone
 
-// A chunk of queries, the first of them `query`, which are rows of the tiles q, dout and row_tile, for the warp's keys from
+// A chunk of queries, the first of them `query`, which are rows of the tiles q, dout and row_tile, for the warp's keys
+// from
 // `own_key` on. MASKED: not all of those see all of these.   d: see dq_keys
 template <class X, int HS, int PHI, int POST, int MODE, bool MASKED, int TILES, int NT, int ROWS, bool KEEP>
 DEVICE void dkv_rows(float (&dk)[TILES][HS / 8][4], float (&dv)[TILES][HS / 8][4], float (&d)[TILES][NT][4],
-                     const Own<X, HS, TILES, KEEP> &own_k, const Own<X, HS, TILES, KEEP> &own_v, const X *q, const X *dout,
-                     const float4 *row_tile, int own_key, int query, const FlashCall<X> &call) {
+                     const Own<X, HS, TILES, KEEP> &own_k, const Own<X, HS, TILES, KEEP> &own_v, const X *q,
+                     const X *dout, const float4 *row_tile, int own_key, int query, const FlashCall<X> &call) {
     float s[TILES][NT][4];
     set_zero(s);
     product_by_rows(s, own_k, q);
@@ -1205,34 +1325,53 @@ DEVICE void dkv_rows(float (&dk)[TILES][HS / 8][4], float (&dv)[TILES][HS / 8][4
 template <class X, int HS, int PHI, int POST, int MODE>
 KERNEL void flash_dkv_kernel(const FlashCall<X> call) {
     typedef KeysPlan<X, HS, PHI, MODE == KEYS_DK_WIDE> P;
-    enum { TILES = P::TILES, OWN = P::OWN, ROWS = P::STREAM, CHUNK = P::CHUNK, NT = P::NT, STEP = tile_step<HS>, THREADS = P::THREADS,
-           DK = MODE != KEYS_DV, DV = MODE != KEYS_DK_WIDE, WIDE = MODE == KEYS_DK_WIDE };
+    enum {
+        TILES = P::TILES,
+        OWN = P::OWN,
+        ROWS = P::STREAM,
+        CHUNK = P::CHUNK,
+        NT = P::NT,
+        STEP = tile_step<HS>,
+        THREADS = P::THREADS,
+        DK = MODE != KEYS_DV,
+        DV = MODE != KEYS_DK_WIDE,
+        WIDE = MODE == KEYS_DK_WIDE
+    };
     DYNAMIC_SHARED(X, shared);
-    X *k_tile = shared, *v_tile = k_tile + OWN * STEP, *q_tiles = v_tile + OWN * STEP, *dout_tiles = q_tiles + 2 * ROWS * STEP;
-    float4 *row_tiles = (float4 *)(dout_tiles + 2 * ROWS * STEP);                     // (2,2,ROWS): halves of FlashRow
+    X *k_tile = shared, *v_tile = k_tile + OWN * STEP, *q_tiles = v_tile + OWN * STEP,
+      *dout_tiles = q_tiles + 2 * ROWS * STEP;
+    // (2,2,ROWS): halves of FlashRow.
+    float4 *row_tiles = (float4 *)(dout_tiles + 2 * ROWS * STEP);
     int warp = threadIdx.x / 32, T = call.T, b = blockIdx.y / call.NH, h = blockIdx.y % call.NH;
-    int key0 = blockIdx.x * OWN, warp_key = key0 + warp * 16 * TILES, column0 = blockIdx.z * HS, columns = call.VS - column0;
-    const X *q = call.q + (size_t)b * T * call.q_row + h * call.HS, *k = call.k + ((size_t)b * T + key0) * call.k_row + h * call.HS;
+    int key0 = blockIdx.x * OWN, warp_key = key0 + warp * 16 * TILES, column0 = blockIdx.z * HS,
+        columns = call.VS - column0;
+    const X *q = call.q + (size_t)b * T * call.q_row + h * call.HS,
+            *k = call.k + ((size_t)b * T + key0) * call.k_row + h * call.HS;
     const X *v = call.v + ((size_t)b * T + key0) * call.v_row + (size_t)h * call.VS + column0;
     const X *dout = call.dout + (size_t)b * T * call.out_row + (size_t)h * call.VS + column0;
 
     const int first = key0 / ROWS * ROWS;
     auto load = [&](int row0) {
         int stage = row0 / ROWS % 2;
-        tile_load<ROWS, HS, THREADS>(q_tiles + stage * ROWS * STEP, q + row0 * call.q_row, call.q_row, T - row0, call.HS);
-        if (!WIDE) tile_load<ROWS, HS, THREADS>(dout_tiles + stage * ROWS * STEP, dout + row0 * call.out_row, call.out_row, T - row0, columns);
+        tile_load<ROWS, HS, THREADS>(q_tiles + stage * ROWS * STEP, q + row0 * call.q_row, call.q_row, T - row0,
+                                     call.HS);
+        if (!WIDE)
+            tile_load<ROWS, HS, THREADS>(dout_tiles + stage * ROWS * STEP, dout + row0 * call.out_row, call.out_row,
+                                         T - row0, columns);
         if (int i = anew(threadIdx.x); i < 2 * ROWS) {
             static_assert(2 * ROWS <= THREADS, "each thread copies half a row at most");
             const float4 *rows = (const float4 *)(call.rows + (size_t)anew(blockIdx.y) * T);
             bool valid = row0 + i % ROWS < T;
-            copy_async_16(row_tiles + stage * 2 * ROWS + i, rows + (valid ? 2 * (row0 + i % ROWS) + i / ROWS : 0), valid);
+            copy_async_16(row_tiles + stage * 2 * ROWS + i, rows + (valid ? 2 * (row0 + i % ROWS) + i / ROWS : 0),
+                          valid);
         }
         copy_async_commit();
     };
     tile_load<OWN, HS, THREADS>(k_tile, k, call.k_row, T - key0, call.HS);
     if (MODE == KEYS_BOTH) tile_load<OWN, HS, THREADS>(v_tile, v, call.v_row, T - key0, columns);
     load(first);
-    Own<X, HS, TILES, P::KEEP> own_k = {k_tile + warp * 16 * TILES * STEP, {}}, own_v = {v_tile + warp * 16 * TILES * STEP, {}};
+    Own<X, HS, TILES, P::KEEP> own_k = {k_tile + warp * 16 * TILES * STEP, {}},
+                               own_v = {v_tile + warp * 16 * TILES * STEP, {}};
     float dk[TILES][HS / 8][4], dv[TILES][HS / 8][4];
     set_zero(dk);
     set_zero(dv);
@@ -1250,8 +1389,8 @@ KERNEL void flash_dkv_kernel(const FlashCall<X> call) {
         float d[TILES][NT][4];
         if constexpr (WIDE) {
             set_zero(d);
-            product_wide<X, HS, OWN, ROWS, THREADS>(d, own_v, v_tile, dout_tiles, v, call.v_row, T - key0, dout + row0 * call.out_row, call.out_row,
-                                                    T - row0, call.VS);
+            product_wide<X, HS, OWN, ROWS, THREADS>(d, own_v, v_tile, dout_tiles, v, call.v_row, T - key0,
+                                                    dout + row0 * call.out_row, call.out_row, T - row0, call.VS);
         }
         UNROLL_NOT
         for (int c = 0; c < ROWS && row0 + c < T; c += CHUNK) {
@@ -1259,11 +1398,11 @@ KERNEL void flash_dkv_kernel(const FlashCall<X> call) {
             const bool masked = row0 + c < warp_key + 16 * TILES - 1;
             const X *q_rows = q_tile + c * STEP, *dout_rows = dout_tile + c * STEP;
             if (masked)
-                dkv_rows<X, HS, PHI, POST, MODE, true, TILES, NT, ROWS>(dk, dv, d, own_k, own_v, q_rows, dout_rows, row_tile + c,
-                                                                        warp_key, row0 + c, call);
+                dkv_rows<X, HS, PHI, POST, MODE, true, TILES, NT, ROWS>(dk, dv, d, own_k, own_v, q_rows, dout_rows,
+                                                                        row_tile + c, warp_key, row0 + c, call);
             else
-                dkv_rows<X, HS, PHI, POST, MODE, false, TILES, NT, ROWS>(dk, dv, d, own_k, own_v, q_rows, dout_rows, row_tile + c,
-                                                                         warp_key, row0 + c, call);
+                dkv_rows<X, HS, PHI, POST, MODE, false, TILES, NT, ROWS>(dk, dv, d, own_k, own_v, q_rows, dout_rows,
+                                                                         row_tile + c, warp_key, row0 + c, call);
         }
     }
 
@@ -1271,33 +1410,40 @@ KERNEL void flash_dkv_kernel(const FlashCall<X> call) {
     UNROLL
     for (int r = 0; r < 2 * TILES; r++) by[r] = 1;
     // Computed anew, these take no registers from the loop.
-    b = anew(blockIdx.y) / call.NH, h = anew(blockIdx.y) % call.NH, warp_key = key0 + anew(threadIdx.x) / 32 * 16 * TILES;
+    b = anew(blockIdx.y) / call.NH, h = anew(blockIdx.y) % call.NH,
+    warp_key = key0 + anew(threadIdx.x) / 32 * 16 * TILES;
     size_t at = (size_t)b * T + warp_key;
     if (DK) store_rows(call.dk + at * call.k_row + h * call.HS, call.k_row, dk, by, T - warp_key, call.HS);
-    if (DV) store_rows(call.dv + at * call.v_row + (size_t)h * call.VS + column0, call.v_row, dv, by, T - warp_key, columns);
+    if (DV)
+        store_rows(call.dv + at * call.v_row + (size_t)h * call.VS + column0, call.v_row, dv, by, T - warp_key,
+                   columns);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------------
 // Before and after
 
-enum { SEGMENT = 64 };      // positions whose sum of v is taken alone first
+enum { SEGMENT = 64 };    // positions whose sum of v is taken alone first
 
-// registers: at most 48 (flash_segments_kernel, flash_prefix_kernel, flash_rows_kernel, flash_scalars_kernel, flash_p_kernel)
+// registers: at most 48 (flash_segments_kernel, flash_prefix_kernel, flash_rows_kernel)
+// registers: at most 48 (flash_scalars_kernel, flash_p_kernel)
 // registers: at most 32 (flash_scalars_add_kernel, flash_p_add_kernel)
 // segments (B NH, T/SEGMENT, VS): sums of v over SEGMENT positions. A thread a column.
 template <class X>
 KERNEL void flash_segments_kernel(float *segments, const X *v, size_t v_row, int T, int NH, int VS) {
-    int c = blockIdx.z * blockDim.x + threadIdx.x, b = blockIdx.y / NH, h = blockIdx.y % NH, from = blockIdx.x * SEGMENT;
+    int c = blockIdx.z * blockDim.x + threadIdx.x, b = blockIdx.y / NH, h = blockIdx.y % NH,
+        from = blockIdx.x * SEGMENT;
     if (c >= VS) return;
     float sum = 0;
-    for (int t = from; t < from + SEGMENT && t < T; t++) sum += to_float(v[((size_t)b * T + t) * v_row + (size_t)h * VS + c]);
+    for (int t = from; t < from + SEGMENT && t < T; t++)
+        sum += to_float(v[((size_t)b * T + t) * v_row + (size_t)h * VS + c]);
     segments[((size_t)blockIdx.y * gridDim.x + blockIdx.x) * VS + c] = sum;
 }
 
 // prefix (B NH, T, VS): sum_{j <= t} v_j
 template <class X>
 KERNEL void flash_prefix_kernel(float *prefix, const float *segments, const X *v, size_t v_row, int T, int NH, int VS) {
-    int c = blockIdx.z * blockDim.x + threadIdx.x, b = blockIdx.y / NH, h = blockIdx.y % NH, from = blockIdx.x * SEGMENT;
+    int c = blockIdx.z * blockDim.x + threadIdx.x, b = blockIdx.y / NH, h = blockIdx.y % NH,
+        from = blockIdx.x * SEGMENT;
     if (c >= VS) return;
     float sum = 0;
     for (unsigned i = 0; i < blockIdx.x; i++) sum += segments[((size_t)blockIdx.y * gridDim.x + i) * VS + c];
@@ -1307,7 +1453,8 @@ KERNEL void flash_prefix_kernel(float *prefix, const float *segments, const X *v
     }
 }
 
-// What the backward pass needs of row n: from its statistics (forward_end), D = dO · O and, for the posts that recenter,
+// What the backward pass needs of row n: from its statistics (forward_end), D = dO · O and, for the posts that
+// recenter,
 // along = dO · sum_{j <= i} v_j.   in_unit: the unit of z in the instance.
 template <class X>
 DEVICE FlashRow backward_row(const FlashCall<X> &call, RowPlace at, float4 stats, float D, float along, float in_unit) {
@@ -1321,18 +1468,18 @@ DEVICE FlashRow backward_row(const FlashCall<X> &call, RowPlace at, float4 stats
     if (call.post == POST_RECENTER_L1 && late) row.D = D, row.less = (along - D * stats.w) / n;
     if (call.post == POST_REWEIGHT) {
         reweight_numbers<X>(&row.factor, &row.mean, stats.y, stats.z, at.n);
-        row.D = D, row.inverse_sum = stats.w;        // and less, by flash_dq_kernel
+        row.D = D, row.inverse_sum = stats.w;    // and less, by flash_dq_kernel
     }
     return row;
 }
 
-enum { ROW_LANES = 8 };     // lanes for each row of flash_rows_kernel
+enum { ROW_LANES = 8 };    // lanes for each row of flash_rows_kernel
 
 template <class X>
 KERNEL void flash_rows_kernel(const FlashCall<X> call, float in_unit) {
     size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) / ROW_LANES, rows = (size_t)call.B * call.NH * call.T;
     bool there = i < rows;
-    if (!there) i = rows - 1;             // for the shuffles
+    if (!there) i = rows - 1;    // for the shuffles
     int lane = threadIdx.x % ROW_LANES, t = i % call.T, h = i / call.T % call.NH;
     size_t at = (i / call.T / call.NH * call.T + t) * call.out_row + (size_t)h * call.VS;
     float D = 0, along = 0;
@@ -1356,18 +1503,21 @@ KERNEL void flash_rows_kernel(const FlashCall<X> call, float in_unit) {
         along += __shfl_xor_sync(0xFFFFFFFFu, along, step);
     }
     if (there && lane == 0)
-        call.rows[i] = backward_row(call, place_of(call, h, t), *(const float4 *)(call.stats + i * FLASH_STATS), D, along, in_unit);
+        call.rows[i] = backward_row(call, place_of(call, h, t), *(const float4 *)(call.stats + i * FLASH_STATS), D,
+                                    along, in_unit);
 }
 
-// The gradients of scalars have two stages: blocks leave partial sums of so many rows or heads, and a second kernel adds these in order. How many
-// there are depends on the shape alone, so that the same run has the same bits on every GPU.
+// The gradients of scalars have two stages: blocks leave partial sums of so many rows or heads, and a second kernel
+// adds these in order. How many there are depends on the shape alone, so that the same run has the same bits on every
+// GPU.
 enum { SCALAR_THREADS = 256, SCALAR_ROWS = 1024, SCALARS = 3, P_THREADS = 128, P_HEADS = 16 };
 
-// partials (SCALARS,NH,gridDim.x): of the batch's rows from blockIdx.x SCALAR_ROWS on, the sums of dc/ds g, of dc/db g, and of
-// -D exp(sink - shift)/Z, D as norm saw it, 0 where that is not wanted
+// partials (SCALARS,NH,gridDim.x): of the batch's rows from blockIdx.x SCALAR_ROWS on, the sums of dc/ds g, of dc/db g,
+// and of -D exp(sink - shift)/Z, D as norm saw it, 0 where that is not wanted
 template <class X>
 KERNEL void flash_scalars_kernel(double *partials, const FlashCall<X> call, float in_unit, bool sink) {
-    int h = blockIdx.y, first = blockIdx.x * SCALAR_ROWS, rows = call.B * call.T, last = first + SCALAR_ROWS < rows ? first + SCALAR_ROWS : rows;
+    int h = blockIdx.y, first = blockIdx.x * SCALAR_ROWS, rows = call.B * call.T,
+        last = first + SCALAR_ROWS < rows ? first + SCALAR_ROWS : rows;
     double ds = 0, db = 0, dsink = 0;
     for (int i = first + threadIdx.x; i < last; i += SCALAR_THREADS) {
         int t = i % call.T;
@@ -1378,7 +1528,9 @@ KERNEL void flash_scalars_kernel(double *partials, const FlashCall<X> call, floa
         ds += slopes.s * g, db += slopes.b * g;
         if (!sink) continue;
         FlashRow row = call.rows[at];
-        float D = call.post == POST_REWEIGHT ? row.less : call.post == POST_RECENTER_L1 && t >= POST_FROM ? 0 : row.D * row.factor;
+        float D = call.post == POST_REWEIGHT                        ? row.less
+                  : call.post == POST_RECENTER_L1 && t >= POST_FROM ? 0
+                                                                    : row.D * row.factor;
         dsink -= D * norm_extra(call.norm, place, row_shift(call, place, row.bias / in_unit));
     }
     double sums[SCALARS] = {ds, db, dsink};
@@ -1423,7 +1575,7 @@ KERNEL void flash_p_add_kernel(float *dp, const double *partials, int pieces, in
     dp[t] += (float)sum;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------------
 // Launches
 
 // Bytes of shared memory that a block asks for.
@@ -1439,11 +1591,13 @@ template <class X, int HS, int PHI, int POST, bool WIDE>
 constexpr size_t dq_shared = flash_shared<RowsPlan<X, HS, PHI, POST, WIDE>, HS, X>(2, 4);
 
 template <class X, int HS, int PHI, bool WIDE>
-constexpr size_t dkv_shared = flash_shared<KeysPlan<X, HS, PHI, WIDE>, HS, X>(2, 4) + 2 * KeysPlan<X, HS, PHI, WIDE>::STREAM * sizeof(FlashRow);
+constexpr size_t dkv_shared =
+    flash_shared<KeysPlan<X, HS, PHI, WIDE>, HS, X>(2, 4) + 2 * KeysPlan<X, HS, PHI, WIDE>::STREAM * sizeof(FlashRow);
 
 // The most that one of these kernels asks for; those for wide values take smaller tiles.
 template <class X, int HS, int PHI, int POST>
-constexpr size_t most_shared = std::max({forward_shared<X, HS, PHI, POST>, dq_shared<X, HS, PHI, POST, false>, dkv_shared<X, HS, PHI, false>});
+constexpr size_t most_shared =
+    std::max({forward_shared<X, HS, PHI, POST>, dq_shared<X, HS, PHI, POST, false>, dkv_shared<X, HS, PHI, false>});
 
 template <class P, class X>
 dim3 flash_grid(const FlashCall<X> &call, int columns) {
@@ -1467,12 +1621,14 @@ void flash_dkv_launch(const FlashCall<X> &call, int columns, cudaStream_t stream
 template <class X, int HS, int PHI, int POST, bool WIDE>
 void flash_dq_launch(const FlashCall<X> &call, cudaStream_t stream) {
     typedef RowsPlan<X, HS, PHI, POST, WIDE> P;
-    launch(flash_dq_kernel<X, HS, PHI, POST, WIDE>, flash_grid<P>(call, 1), dim3(P::THREADS), dq_shared<X, HS, PHI, POST, WIDE>, stream, call);
+    launch(flash_dq_kernel<X, HS, PHI, POST, WIDE>, flash_grid<P>(call, 1), dim3(P::THREADS),
+           dq_shared<X, HS, PHI, POST, WIDE>, stream, call);
 }
 
 template <class X, int HS, int PHI, int POST>
 void flash_backward_launch(const FlashCall<X> &call, cudaStream_t stream) {
-    constexpr bool together = HS < 128 || is_bf16<X>;       // dk and dv, by one kernel: of 128 columns in float32 there are too few registers
+    // Dk and dv, by one kernel: of 128 columns in float32 there are too few registers.
+    constexpr bool together = HS < 128 || is_bf16<X>;
     if (call.VS <= HS) flash_dq_launch<X, HS, PHI, POST, false>(call, stream);
     if constexpr (HS == 128) {
         if (call.VS > HS) flash_dq_launch<X, HS, PHI, POST, true>(call, stream);

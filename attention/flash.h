@@ -1,5 +1,5 @@
-// Attention on GPUs for the whole family, forward and backward, fused: nothing of size T×T is ever stored. C++; the kernels are in
-// flash.cuh, built once for each row of flash_instances.h (flash_instance.cu), and chosen in flash.cu.
+// Attention on GPUs for the whole family, forward and backward, fused: nothing of size T×T is ever stored. C++; the
+// kernels are in flash.cuh, built once for each row of flash_instances.h (flash_instance.cu), and chosen in flash.cu.
 //   X is bf16 (products of bf16, sums in float32) or float (products as exact as float32's, see flash.cuh).
 #ifndef ATTENTION_FLASH_H
 #define ATTENTION_FLASH_H
@@ -10,57 +10,64 @@
 
 #include "attention/normalizer.h"
 
-// Head h of position t of sequence b is at p + (b·T + t)·row + h·HS (h·VS for v and out), in elements: q, k and v may stand in one
-// (B,T,3,NH,HS) array, with rows of 3·NH·HS. Rows and pointers are multiples of 16 bytes.
-//   HS is a multiple of 8, at most 128 (48, 64 and 128 lose nothing), and VS = HS; or, for the gated unit, HS is 128 and VS any multiple of 8.
+// Head h of position t of sequence b is at p + (b·T + t)·row + h·HS (h·VS for v and out), in elements: q, k and v may
+// stand in one (B,T,3,NH,HS) array, with rows of 3·NH·HS. Rows and pointers are multiples of 16 bytes.
+//   HS is a multiple of 8, at most 128 (48, 64 and 128 lose nothing), and VS = HS; or, for the gated unit, HS is 128
+//   and VS any multiple of 8.
 struct FlashShape {
     const Normalizer *normalizer;
-    size_t B, T, NH, HS, VS;            // sequences, their length, heads, size of a head's q and k, of its v
-    int L;                              // the training length
+    size_t B, T, NH, HS, VS;    // sequences, their length, heads, size of a head's q and k, of its v
+    int L;                      // the training length
     size_t q_row, k_row, v_row, out_row;
 };
 
 // The learned scalars of a layer on the device; NULL where the normalizer has none.
 struct FlashScalars {
-    const float *s, *b, *p, *sink;      // (NH), (NH), (L), (NH)
+    const float *s, *b, *p, *sink;    // (NH), (NH), (L), (NH)
 };
 
 struct FlashScalarGrads {
-    float *s, *b, *p, *sink;            // NULL: not wanted
+    float *s, *b, *p, *sink;    // NULL: not wanted
 };
 
-enum { FLASH_STATS = 4 };               // floats that the forward pass keeps of a row, at least
+enum { FLASH_STATS = 4 };    // floats that the forward pass keeps of a row, at least
 
 // Ends the program, by name, with what there is, when no kernel takes this shape with elements of `element` bytes.
 void flash_check(FlashShape shape, size_t element);
 
-// Floats that a forward pass with elements of `element` bytes keeps for its backward pass: FLASH_STATS a row, and, where the gradient needs
-// them, what rounding took from the output.
+// Floats that a forward pass with elements of `element` bytes keeps for its backward pass: FLASH_STATS a row, and,
+// where the gradient needs them, what rounding took from the output.
 size_t flash_stats(FlashShape shape, size_t element);
 
 // Bytes of scratch on the device that a forward or a backward pass needs.
 size_t flash_scratch(FlashShape shape);
 
-// out[b,t,h] = sum_{j <= t} A_tj v_j, A by the normalizer from s_tj = q_t · k_j (attention/normalizer.h; qk=l2 is done before)
+// out[b,t,h] = sum_{j <= t} A_tj v_j, A by the normalizer from s_tj = q_t · k_j (attention/normalizer.h; qk=l2 is done
+// before)
 //   out (B,T,NH,VS) by out_row, written   stats (flash_stats) written, for flash_backward
 //   rows_without_weight: a counter on the device, added to; such a row's output is 0
 template <class X>
-void flash_forward(X *out, float *stats, unsigned long long *rows_without_weight, const X *q, const X *k, const X *v, FlashScalars scalars,
-                   FlashShape shape, void *scratch, cudaStream_t stream);
+void flash_forward(X *out, float *stats, unsigned long long *rows_without_weight, const X *q, const X *k, const X *v,
+                   FlashScalars scalars, FlashShape shape, void *scratch, cudaStream_t stream);
 
 // The gradients, from what flash_forward saw and wrote; the scores are computed again. Deterministic.
 //   dq, dk, dv by q_row, k_row, v_row, written   grads added to   dout, out by out_row
 template <class X>
-void flash_backward(X *dq, X *dk, X *dv, FlashScalarGrads grads, const X *dout, const X *out, const float *stats, const X *q, const X *k,
-                    const X *v, FlashScalars scalars, FlashShape shape, void *scratch, cudaStream_t stream);
+void flash_backward(X *dq, X *dk, X *dv, FlashScalarGrads grads, const X *dout, const X *out, const float *stats,
+                    const X *q, const X *k, const X *v, FlashScalars scalars, FlashShape shape, void *scratch,
+                    cudaStream_t stream);
 
 // ---- between flash.cu and the instances
 
 // What the kernels know of a row when they go back (flash.cuh has the formulas).
 struct alignas(16) FlashRow {
     float scale, bias, factor, D;
-    union { float mean, by_d; };             // by_d and by_D are those of plain posts: factor scale, and that times D
-    union { float less, by_D; };             // (without the scale in the kernel of dq)
+    union {
+        float mean, by_d;
+    };    // by_d and by_D are those of plain posts: factor scale, and that times D
+    union {
+        float less, by_D;
+    };    // (without the scale in the kernel of dq)
     float inverse_sum, one;
 };
 
@@ -68,33 +75,33 @@ template <class X>
 struct FlashCall {
     const X *q, *k, *v, *dout;
     X *out, *dq, *dk, *dv;
-    float *stats;                        // (B,NH,T,FLASH_STATS)
-    X *rest;                             // (B,NH,T,VS): what rounding took from out; NULL: not wanted
+    float *stats;    // (B,NH,T,FLASH_STATS)
+    X *rest;         // (B,NH,T,VS): what rounding took from out; NULL: not wanted
     unsigned long long *rows_without_weight;
-    const float *prefix;                 // (B,NH,T,VS): sum_{j <= t} v_j, for recenter and recenter-l1
-    FlashRow *rows;                      // (B,NH,T)
-    float *g;                            // (B,NH,T): sum_j dz_tj s_tj; NULL: not wanted
+    const float *prefix;    // (B,NH,T,VS): sum_{j <= t} v_j, for recenter and recenter-l1
+    FlashRow *rows;         // (B,NH,T)
+    float *g;               // (B,NH,T): sum_j dz_tj s_tj; NULL: not wanted
     FlashScalars scalars;
     Stage scale, offset, norm;
     int phi, post;
-    float power;                         // of reweight
+    float power;    // of reweight
     int B, T, NH, HS, VS, L;
     size_t q_row, k_row, v_row, out_row;
 };
 
 // The posts by what they ask of the kernels.
 enum FlashPost {
-    FLASH_PLAIN,                         // none, negate, rectify: one sweep
-    FLASH_RECENTER,                      // one sweep, and sums of v
-    FLASH_RECENTER_L1,                   // two sweeps over the keys
-    FLASH_REWEIGHT,                      // two sweeps
-    FLASH_TWO_SWEEPS                     // either of the last two, asked at run time
+    FLASH_PLAIN,          // none, negate, rectify: one sweep
+    FLASH_RECENTER,       // one sweep, and sums of v
+    FLASH_RECENTER_L1,    // two sweeps over the keys
+    FLASH_REWEIGHT,       // two sweeps
+    FLASH_TWO_SWEEPS      // either of the last two, asked at run time
 };
 
-enum { FLASH_ANY_PHI = -1 };             // asked at run time
+enum { FLASH_ANY_PHI = -1 };    // asked at run time
 
 struct FlashInstance {
-    size_t element;                      // bytes
+    size_t element;    // bytes
     int phi, post;
 };
 
@@ -112,8 +119,8 @@ inline constexpr FlashInstance flash_instances[] = {
 };
 #undef FLASH_INSTANCE
 
-// post=rectify costs a phi of both signs some instructions for each score, whether it is asked for or not. Only expm1's instance (softpick) has
-// them, and those that ask for phi at run time.
+// post=rectify costs a phi of both signs some instructions for each score, whether it is asked for or not. Only expm1's
+// instance (softpick) has them, and those that ask for phi at run time.
 constexpr bool flash_rectifies(int phi) {
     return phi == PHI_EXPM1 || phi == FLASH_ANY_PHI;
 }
@@ -129,7 +136,8 @@ constexpr bool flash_post_fits(int have, int post) {
 constexpr int flash_find(size_t element, int phi, int post) {
     for (int i = 0; i < FLASH_INSTANCE_COUNT; i++) {
         FlashInstance have = flash_instances[i];
-        bool phi_fits = have.phi == FLASH_ANY_PHI || (have.phi == phi && (post != POST_RECTIFY || flash_rectifies(phi)));
+        bool phi_fits =
+            have.phi == FLASH_ANY_PHI || (have.phi == phi && (post != POST_RECTIFY || flash_rectifies(phi)));
         if (have.element == element && phi_fits && flash_post_fits(have.post, post)) return i;
     }
     return -1;

@@ -1,5 +1,5 @@
-// One row of flash_instances.h: the kernels for a type, a phi and a class of posts. -DINSTANCE=FLASH_name says which; without it, in a build for one
-// normalizer (make ATTN=NAME), those that it needs, in bf16 and float.
+// One row of flash_instances.h: the kernels for a type, a phi and a class of posts. -DINSTANCE=FLASH_name says which;
+// without it, in a build for one normalizer (make ATTN=NAME), those that it needs, in bf16 and float.
 #include "kernels/gpu.cuh"
 
 #include "attention/flash.cuh"
@@ -7,22 +7,28 @@
 
 template <int instance, int HS>
 static void forward_of(const FlashCall<FlashX<instance>> &call, cudaStream_t stream) {
-    flash_forward_launch<FlashX<instance>, HS, flash_instances[instance].phi, flash_instances[instance].post>(call, stream);
+    flash_forward_launch<FlashX<instance>, HS, flash_instances[instance].phi, flash_instances[instance].post>(call,
+                                                                                                              stream);
 }
 
 template <int instance, int HS>
 static void backward_of(const FlashCall<FlashX<instance>> &call, cudaStream_t stream) {
-    flash_backward_launch<FlashX<instance>, HS, flash_instances[instance].phi, flash_instances[instance].post>(call, stream);
+    flash_backward_launch<FlashX<instance>, HS, flash_instances[instance].phi, flash_instances[instance].post>(call,
+                                                                                                               stream);
 }
 
 template <int instance>
 void flash_instance_forward(const FlashCall<FlashX<instance>> &call, cudaStream_t stream) {
-    call.HS <= 48 ? forward_of<instance, 48>(call, stream) : call.HS <= 64 ? forward_of<instance, 64>(call, stream) : forward_of<instance, 128>(call, stream);
+    call.HS <= 48   ? forward_of<instance, 48>(call, stream)
+    : call.HS <= 64 ? forward_of<instance, 64>(call, stream)
+                    : forward_of<instance, 128>(call, stream);
 }
 
 template <int instance>
 void flash_instance_backward(const FlashCall<FlashX<instance>> &call, cudaStream_t stream) {
-    call.HS <= 48 ? backward_of<instance, 48>(call, stream) : call.HS <= 64 ? backward_of<instance, 64>(call, stream) : backward_of<instance, 128>(call, stream);
+    call.HS <= 48   ? backward_of<instance, 48>(call, stream)
+    : call.HS <= 64 ? backward_of<instance, 64>(call, stream)
+                    : backward_of<instance, 128>(call, stream);
 }
 
 #define INSTANTIATE(instance)                                                                                          \

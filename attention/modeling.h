@@ -1,4 +1,5 @@
-// The Python modeling file that goes into a checkpoint whose normalizer transformers does not know (attention/modeling_attn_gpt.py).
+// The Python modeling file that goes into a checkpoint whose normalizer transformers does not know
+// (attention/modeling_attn_gpt.py).
 #ifndef ATTENTION_MODELING_H
 #define ATTENTION_MODELING_H
 

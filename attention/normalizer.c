@@ -1,4 +1,5 @@
-// Reads --attn, refuses what has no meaning, tells what there is: all from the one table of normalizer.h. Tested by dev/tests/test_normalizer.c.
+// Reads --attn, refuses what has no meaning, tells what there is: all from the one table of normalizer.h. Tested by
+// dev/tests/test_normalizer.c.
 #include "normalizer.h"
 
 #include <errno.h>
@@ -25,7 +26,8 @@ typedef struct {
 static const Preset PRESETS[] = {NORMALIZERS(PRESET)};
 
 #define NAME(name, ...) " " #name
-const char normalizer_flag_help[] = "attention normalizer, NAME or NAME+stage=value+..., explained by `--attn help`:" NORMALIZERS(NAME);
+const char normalizer_flag_help[] =
+    "attention normalizer, NAME or NAME+stage=value+..., explained by `--attn help`:" NORMALIZERS(NAME);
 #undef NAME
 
 typedef struct {
@@ -44,12 +46,12 @@ static const struct {
     const Value *values;
     size_t count, offset;
 } STAGES[STAGE_COUNT] = {
-    {QK,     COUNT(QK),     offsetof(Normalizer, qk)},
-    {SCALE,  COUNT(SCALE),  offsetof(Normalizer, scale)},
+    {QK, COUNT(QK), offsetof(Normalizer, qk)},
+    {SCALE, COUNT(SCALE), offsetof(Normalizer, scale)},
     {OFFSET, COUNT(OFFSET), offsetof(Normalizer, offset)},
-    {PHI,    COUNT(PHI),    offsetof(Normalizer, phi)},
-    {NORM,   COUNT(NORM),   offsetof(Normalizer, norm)},
-    {POST,   COUNT(POST),   offsetof(Normalizer, post)},
+    {PHI, COUNT(PHI), offsetof(Normalizer, phi)},
+    {NORM, COUNT(NORM), offsetof(Normalizer, norm)},
+    {POST, COUNT(POST), offsetof(Normalizer, post)},
 };
 
 static Stage *stage_of(Normalizer *normalizer, size_t i) {
@@ -71,7 +73,8 @@ static bool same_stages(const Normalizer *a, const Normalizer *b) {
     return true;
 }
 
-// A decimal number that leaves float32 room, 0 or from 1e-30 to 1e30 by its size, and nothing else: neither "inf" nor "0x10" nor a space before it.
+// A decimal number that leaves float32 room, 0 or from 1e-30 to 1e30 by its size, and nothing else: neither "inf" nor
+// "0x10" nor a space before it.
 static bool read_number(const char *text, double *out) {
     char *end;
     if (!text[strspn(text, "+-")] || text[strspn(text, "+-.0123456789eE")]) return false;
@@ -89,7 +92,7 @@ static const char *write_number(double x, char *out, size_t size) {
     return out;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------------
 // The learned scalars
 
 const char *const scalar_names[SCALAR_COUNT] = {NULL, "attn_scale", "attn_bias", "attn_pn", "attn_sink"};
@@ -109,7 +112,8 @@ bool normalizer_trains(const Normalizer *normalizer, Scalar scalar) {
     return normalizer_has(normalizer, scalar) && !(scalar == SCALAR_S && normalizer->fixed);
 }
 
-// b and sink start at 0, p at 1. s: 1/mean(ln n over n = 1..L), so that the mean temperature is softmax's ([SSMax], models (e) and (f)); 1 beside p_n.
+// b and sink start at 0, p at 1. s: 1/mean(ln n over n = 1..L), so that the mean temperature is softmax's ([SSMax],
+// models (e) and (f)); 1 beside p_n.
 double normalizer_start(const Normalizer *normalizer, Scalar scalar, int L) {
     if (scalar != SCALAR_S) return scalar == SCALAR_P ? 1 : 0;
     if (!isnan(normalizer->s_start)) return normalizer->s_start;
@@ -125,7 +129,7 @@ bool normalizer_keeps(const Normalizer *from, const Normalizer *to, Scalar scala
     return scalar != SCALAR_S || (same_s && (!to->fixed || from->s_start == to->s_start || isnan(to->s_start)));
 }
 
-// ---------------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------------
 // Reading
 
 // "Nearest: name. " of the preset that was probably meant, or "".
@@ -162,21 +166,25 @@ static bool set_stage(Normalizer *normalizer, size_t i, const char *text, char *
     for (size_t j = 0; j < STAGES[i].count; j++) {
         const Value *v = &STAGES[i].values[j];
         size_t length = strlen(v->name);
-        if (!v->takes[0] || strncmp(v->name, text, length) != 0 || text[length] != v->takes[0] || !text[length + 1]) continue;
-        snprintf(message, size, "no such value for %s: '%s'. After '%s%c' comes a number%s, up to 1e30 and not below 1e-30", stage_names[i], text, v->name,
-                 v->takes[0], v->takes[0] == '+' ? " without a sign" : "");
+        if (!v->takes[0] || strncmp(v->name, text, length) != 0 || text[length] != v->takes[0] || !text[length + 1])
+            continue;
+        snprintf(message, size,
+                 "no such value for %s: '%s'. After '%s%c' comes a number%s, up to 1e30 and not below 1e-30",
+                 stage_names[i], text, v->name, v->takes[0], v->takes[0] == '+' ? " without a sign" : "");
         return false;
     }
     int at = snprintf(message, size, "no such value for %s: '%s'. There is:", stage_names[i], text);
     for (size_t j = 0; j < STAGES[i].count && at > 0 && (size_t)at < size; j++) {
         const Value *v = &STAGES[i].values[j];
         bool optional = v->takes[0] == '+';
-        at += snprintf(message + at, size - (size_t)at, "%s %s%s%s%s", j ? "," : "", v->name, optional ? "[" : "", v->takes, optional ? "]" : "");
+        at += snprintf(message + at, size - (size_t)at, "%s %s%s%s%s", j ? "," : "", v->name, optional ? "[" : "",
+                       v->takes, optional ? "]" : "");
     }
     return false;
 }
 
-// Is this the start of an override, "stage=", "s=" or "fixed"? Then the stage's number, STAGE_COUNT for s, STAGE_COUNT + 1 for fixed; else -1.
+// Is this the start of an override, "stage=", "s=" or "fixed"? Then the stage's number, STAGE_COUNT for s, STAGE_COUNT
+// + 1 for fixed; else -1.
 static int override_kind(const char *text) {
     if (!strncmp(text, "s=", 2)) return STAGE_COUNT;
     if (!strncmp(text, "fixed", 5) && (!text[5] || text[5] == '+')) return STAGE_COUNT + 1;
@@ -209,11 +217,14 @@ static const char *meaningless(const Normalizer *n) {
     if (n->scale.kind == SCALE_LOG && !(n->scale.value > 0)) return "the base of scale=log must be above 0";
     if (n->scale.kind == SCALE_LOG && logf((float)n->scale.value) == 0) return "scale=log:1 divides by ln 1 = 0";
     if (n->scale.kind == SCALE_FLOORLOG && !(n->scale.value > 0)) return "the F of scale=floorlog must be above 0";
-    if (n->norm.kind == NORM_L1_SINK && n->phi.kind != PHI_EXP) return "norm=l1+sink is a logit beside exp's: it needs phi=exp";
-    if (n->norm.kind == NORM_L1 && !(n->norm.value >= 0)) return "the C of norm=l1+C must not be negative: Z could be 0 or change its sign";
+    if (n->norm.kind == NORM_L1_SINK && n->phi.kind != PHI_EXP)
+        return "norm=l1+sink is a logit beside exp's: it needs phi=exp";
+    if (n->norm.kind == NORM_L1 && !(n->norm.value >= 0))
+        return "the C of norm=l1+C must not be negative: Z could be 0 or change its sign";
     if (n->norm.kind == NORM_CONST && !(n->norm.value > 0)) return "norm=const:X divides by X, which must be above 0";
     if (n->post.kind == POST_REWEIGHT && !(n->post.value > 0)) return "the power of post=reweight must be above 0";
-    if (n->post.kind == POST_REWEIGHT && n->post.value > 1e6) return "the power of post=reweight is at most 1e6: float32 has no slope beyond";
+    if (n->post.kind == POST_REWEIGHT && n->post.value > 1e6)
+        return "the power of post=reweight is at most 1e6: float32 has no slope beyond";
     if (!normalizer_has(n, SCALAR_S) && (n->fixed || !isnan(n->s_start)))
         return "there is no s to start or to fix: that needs scale=logn, logn-bias or pn";
     return NULL;
@@ -250,12 +261,13 @@ bool normalizer_parse(Normalizer *out, const char *text, char *message, size_t s
         if (!strcmp(PRESETS[i].name, words)) preset = &PRESETS[i];
     if (!preset) {
         const char *plus = strchr(words, '+');
-        if (!words[0])
-            snprintf(message, size, "no such normalizer: none is named. `--attn help` lists all of them");
+        if (!words[0]) snprintf(message, size, "no such normalizer: none is named. `--attn help` lists all of them");
         else if (plus)
-            snprintf(message, size, "'%s' is no override. There is: qk=, scale=, offset=, phi=, norm=, post=, s= and fixed", plus + 1);
+            snprintf(message, size,
+                     "'%s' is no override. There is: qk=, scale=, offset=, phi=, norm=, post=, s= and fixed", plus + 1);
         else
-            snprintf(message, size, "no such normalizer. %s`--attn help` lists all of them", nearest_preset(words, near, sizeof near));
+            snprintf(message, size, "no such normalizer. %s`--attn help` lists all of them",
+                     nearest_preset(words, near, sizeof near));
         return false;
     }
     *out = preset->normalizer;
@@ -269,7 +281,7 @@ bool normalizer_parse(Normalizer *out, const char *text, char *message, size_t s
     return check(out, message, size);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------------
 // Telling
 
 const char *normalizer_stage_text(const Normalizer *normalizer, size_t i, char *out, size_t size) {
@@ -278,8 +290,7 @@ const char *normalizer_stage_text(const Normalizer *normalizer, size_t i, char *
     const Value *v = &STAGES[i].values[stage.kind];
     if (v->takes[0] == ':' || (v->takes[0] && stage.value != 0))
         snprintf(out, size, "%s%c%s", v->name, v->takes[0], write_number(stage.value, number, sizeof number));
-    else
-        snprintf(out, size, "%s", v->name);
+    else snprintf(out, size, "%s", v->name);
     return out;
 }
 
@@ -302,8 +313,10 @@ static bool write_by_preset(const Normalizer *normalizer, const Preset *preset, 
     size_t at = (size_t)snprintf(out, size, "%s", preset->name);
     for (size_t i = 0; i < STAGE_COUNT && at < size; i++)
         if (!same_stage(base, normalizer, i))
-            at += (size_t)snprintf(out + at, size - at, "+%s=%s", stage_names[i], normalizer_stage_text(normalizer, i, text, sizeof text));
-    if (start_differs && at < size) at += (size_t)snprintf(out + at, size - at, "+s=%s", write_number(normalizer->s_start, text, sizeof text));
+            at += (size_t)snprintf(out + at, size - at, "+%s=%s", stage_names[i],
+                                   normalizer_stage_text(normalizer, i, text, sizeof text));
+    if (start_differs && at < size)
+        at += (size_t)snprintf(out + at, size - at, "+s=%s", write_number(normalizer->s_start, text, sizeof text));
     if (normalizer->fixed && !base->fixed && at < size) at += (size_t)snprintf(out + at, size - at, "+fixed");
     return at < size;
 }
@@ -312,7 +325,8 @@ const char *normalizer_shortest(const Normalizer *normalizer, char *out, size_t 
     char text[512];
     snprintf(out, size, "%s", normalizer->text);
     for (size_t i = 0; i < COUNT(PRESETS); i++)
-        if (write_by_preset(normalizer, &PRESETS[i], text, sizeof text) && strlen(text) < strlen(out)) snprintf(out, size, "%s", text);
+        if (write_by_preset(normalizer, &PRESETS[i], text, sizeof text) && strlen(text) < strlen(out))
+            snprintf(out, size, "%s", text);
     return out;
 }
 
@@ -325,15 +339,17 @@ static void print_row(const char *name, const Normalizer *normalizer, const char
         normalizer_stage_text(normalizer, i, text, sizeof text);
         int length = snprintf(shown, sizeof shown, "%s", text);
         if (i == SCALE_STAGE && normalizer->fixed)
-            snprintf(shown + length, sizeof shown - (size_t)length, ", s = %s fixed", write_number(normalizer->s_start, text, sizeof text));
+            snprintf(shown + length, sizeof shown - (size_t)length, ", s = %s fixed",
+                     write_number(normalizer->s_start, text, sizeof text));
         printf("%-*s ", WIDTH[i], shown);
     }
     printf("%s\n", source);
 }
 
 static void print_table(void) {
-    printf("--attn NAME, or NAME+stage=value+...; --attn help:NAME+... explains one\n\n  %-21s %-4s %-17s %-6s %-8s %-11s %-11s %s\n", "name",
-           "qk", "scale", "offset", "phi", "norm", "post", "source");
+    printf(
+        "--attn NAME, or NAME+stage=value+...; --attn help:NAME+... explains one\n\n  %-21s %-4s %-17s %-6s %-8s %-11s %-11s %s\n",
+        "name", "qk", "scale", "offset", "phi", "norm", "post", "source");
     for (size_t i = 0; i < COUNT(PRESETS); i++) {
 #ifdef ATTN_ONLY
         if (strcmp(PRESETS[i].name, ATTN_ONLY) != 0) continue;
@@ -345,12 +361,15 @@ static void print_table(void) {
         for (size_t j = 0; j < STAGES[i].count; j++) {
             const Value *v = &STAGES[i].values[j];
             char text[64];
-            snprintf(text, sizeof text, v->takes[0] == '+' ? "%s=%s[%s]" : "%s=%s%s", stage_names[i], v->name, v->takes);
+            snprintf(text, sizeof text, v->takes[0] == '+' ? "%s=%s[%s]" : "%s=%s%s", stage_names[i], v->name,
+                     v->takes);
             printf("  %-21s %s\n", text, v->formula);
         }
-    printf("  %-21s %s\n  %-21s %s\n", "s=X", "where s starts (else at 1/mean(ln n over n = 1..L); at 1 with pn)", "fixed", "s is not trained");
+    printf("  %-21s %s\n  %-21s %s\n", "s=X", "where s starts (else at 1/mean(ln n over n = 1..L); at 1 with pn)",
+           "fixed", "s is not trained");
     printf("\nA text's shortest equal name, by example:\n");
-    static const char *const EXAMPLES[] = {"softmax+norm=l1+1", "softmax+qk=l2+scale=logd-logn+phi=softplus", "relu2-n+norm=l1"};
+    static const char *const EXAMPLES[] = {"softmax+norm=l1+1", "softmax+qk=l2+scale=logd-logn+phi=softplus",
+                                           "relu2-n+norm=l1"};
     for (size_t i = 0; i < COUNT(EXAMPLES); i++) {
         Normalizer example;
         char message[1024], name[NORMALIZER_TEXT];
@@ -362,21 +381,24 @@ static void print_table(void) {
 static void print_one(const char *text) {
     Normalizer normalizer;
     char message[1024], name[NORMALIZER_TEXT], value[64], label[80];
-    if (!normalizer_parse(&normalizer, text, message, sizeof message)) fail(EXIT_USAGE, "--attn help:%s: %s.", text, message);
+    if (!normalizer_parse(&normalizer, text, message, sizeof message))
+        fail(EXIT_USAGE, "--attn help:%s: %s.", text, message);
     printf("%s\n", text);
     for (size_t i = 0; i < STAGE_COUNT; i++) {
-        snprintf(label, sizeof label, "%s=%s", stage_names[i], normalizer_stage_text(&normalizer, i, value, sizeof value));
+        snprintf(label, sizeof label, "%s=%s", stage_names[i],
+                 normalizer_stage_text(&normalizer, i, value, sizeof value));
         printf("  %-21s %s\n", label, STAGES[i].values[stage_at(&normalizer, i).kind].formula);
     }
     if (normalizer_has(&normalizer, SCALAR_S) && !isnan(normalizer.s_start))
-        printf("  s=%-19s %s\n", write_number(normalizer.s_start, value, sizeof value), normalizer.fixed ? "fixed" : "where s starts");
-    else if (normalizer.fixed)
-        printf("  fixed                 s stays at its start\n");
+        printf("  s=%-19s %s\n", write_number(normalizer.s_start, value, sizeof value),
+               normalizer.fixed ? "fixed" : "where s starts");
+    else if (normalizer.fixed) printf("  fixed                 s stays at its start\n");
     printf("shortest equal name: %s\n", normalizer_shortest(&normalizer, name, sizeof name));
 }
 
 bool normalizer_help(const char *text) {
     if (strncmp(text, "help", 4) != 0 || (text[4] && text[4] != ':')) return false;
-    if (text[4]) print_one(text + 5); else print_table();
+    if (text[4]) print_one(text + 5);
+    else print_table();
     return true;
 }

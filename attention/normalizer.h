@@ -1,7 +1,8 @@
-// The family of attention normalizers: one table, read by the parser, the help, config.json, the CPU code, the CUDA kernels and the tests.
+// The family of attention normalizers: one table, read by the parser, the help, config.json, the CPU code, the CUDA
+// kernels and the tests.
 //
-// For the query at position i, n = i + 1 keys are visible; s_ij = q_i · k_j after RoPE; d is the head size, L the training length, T the
-// length of the sample at hand.
+// For the query at position i, n = i + 1 keys are visible; s_ij = q_i · k_j after RoPE; d is the head size, L the
+// training length, T the length of the sample at hand.
 //   qk                what happens to q and k first
 //   z_ij = c_i s_ij + o_i      scale (c) and offset (o)
 //   f_ij = phi(z_ij)           phi; masked entries are 0 after it, not before
@@ -9,8 +10,8 @@
 //   post              a change of the row A_i
 // The output is sum_j A_ij v_j. A row whose Z (or sum in post) is 0 gives output 0 and gradient 0, and is counted.
 //
-// To add a normalizer, add a row to NORMALIZERS; to add a value to a stage, add a row to that stage's list and its formula below
-// (doc/normalizers.md walks through both).
+// To add a normalizer, add a row to NORMALIZERS; to add a value to a stage, add a row to that stage's list and its
+// formula below (doc/normalizers.md walks through both).
 #ifndef ATTENTION_NORMALIZER_H
 #define ATTENTION_NORMALIZER_H
 
@@ -87,7 +88,8 @@ typedef enum { NORM_VALUES(NORMALIZER_KIND) } NormKind;
 typedef enum { POST_VALUES(NORMALIZER_KIND) } PostKind;
 #undef NORMALIZER_KIND
 
-// ---- the presets. A stage that takes a number has it in brackets; s is learned from its usual START, or FIXED at a number.
+// ---- the presets. A stage that takes a number has it in brackets; s is learned from its usual START, or FIXED at a
+// number.
 #define SCALE_LOG(base)   SCALE_LOG, base
 #define SCALE_FLOORLOG(F) SCALE_FLOORLOG, F
 #define NORM_L1_PLUS(C)   NORM_L1, C
@@ -136,19 +138,21 @@ enum { NORMALIZER_TEXT = 160 };
 
 typedef struct {
     int kind;
-    double value;                 // what was given after the colon or plus
+    double value;    // what was given after the colon or plus
 } Stage;
 
 typedef struct {
-    char text[NORMALIZER_TEXT];   // as it was given to --attn
+    char text[NORMALIZER_TEXT];    // as it was given to --attn
     Stage qk, scale, offset, phi, norm, post;
-    bool fixed;                   // s is not trained
-    double s_start;               // from s=X; NAN for the usual start
+    bool fixed;        // s is not trained
+    double s_start;    // from s=X; NAN for the usual start
 } Normalizer;
 
-// What `make ATTN=NAME` fixes at compile time: with it these are constants, and what they do not reach is left out of the program.
+// What `make ATTN=NAME` fixes at compile time: with it these are constants, and what they do not reach is left out of
+// the program.
 #ifdef ATTN_ONLY
-#define NORMALIZER_PICK_PHI(name, qk, scale, s, offset, phi, norm, post, source) !__builtin_strcmp(#name, ATTN_ONLY) ? PHI_##phi :
+#define NORMALIZER_PICK_PHI(name, qk, scale, s, offset, phi, norm, post, source) \
+    !__builtin_strcmp(#name, ATTN_ONLY) ? PHI_##phi :
 #define NORMALIZER_FIRST_(kind, ...) kind
 #define NORMALIZER_FIRST(...) NORMALIZER_FIRST_(__VA_ARGS__, )
 #define NORMALIZER_PICK_POST(name, qk, scale, s, offset, phi, norm, post, source) \
@@ -165,21 +169,21 @@ typedef struct {
 // What a row's scale, offset and norm depend on beside its scores.
 typedef struct {
     int n, T, L, d;
-    real s, b, p, sink;           // the learned scalars; p is p_n
+    real s, b, p, sink;    // the learned scalars; p is p_n
 } RowPlace;
 
 NORMALIZER_INLINE real row_scale(Stage scale, RowPlace at) {
     real rsqrt_d = 1 / real_sqrt((real)at.d), ln_n = real_log((real)at.n);
     switch (scale.kind) {
-    case SCALE_LOGN:      return at.s * ln_n * rsqrt_d;
+    case SCALE_LOGN: return at.s * ln_n * rsqrt_d;
     case SCALE_LOGN_BIAS: return (at.s * ln_n + at.b) * rsqrt_d;
-    case SCALE_PN:        return (at.s * at.p + at.b) * rsqrt_d;
-    case SCALE_LOG:       return ln_n / real_log((real)scale.value) * rsqrt_d;
-    case SCALE_LOG_L:     return ln_n / real_log((real)at.L) * rsqrt_d;
-    case SCALE_FLOORLOG:  return (1 + (real)0.1 * real_log(1 + real_floor((real)at.n / (real)scale.value))) * rsqrt_d;
+    case SCALE_PN: return (at.s * at.p + at.b) * rsqrt_d;
+    case SCALE_LOG: return ln_n / real_log((real)scale.value) * rsqrt_d;
+    case SCALE_LOG_L: return ln_n / real_log((real)at.L) * rsqrt_d;
+    case SCALE_FLOORLOG: return (1 + (real)0.1 * real_log(1 + real_floor((real)at.n / (real)scale.value))) * rsqrt_d;
     case SCALE_LOGD_LOGN: return real_log((real)at.d) * ln_n;
-    case SCALE_CONST:     return (real)scale.value;
-    default:              return rsqrt_d;
+    case SCALE_CONST: return (real)scale.value;
+    default: return rsqrt_d;
     }
 }
 
@@ -202,12 +206,12 @@ NORMALIZER_INLINE real row_offset(Stage offset, RowPlace at) {
     case OFFSET_LOG_L: return -real_log((real)at.L);
     case OFFSET_LOG_T: return -real_log((real)at.T);
     case OFFSET_LOG_N: return -real_log((real)at.n);
-    default:           return 0;
+    default: return 0;
     }
 }
 
-// f = phi(z) and phi'(z). A NaN in z is one in f: the comparisons are written so that it passes. Where exp is taken relative to a shift, z is
-// what is left of it, and `one` is exp(-shift), the 1 of expm1.
+// f = phi(z) and phi'(z). A NaN in z is one in f: the comparisons are written so that it passes. Where exp is taken
+// relative to a shift, z is what is left of it, and `one` is exp(-shift), the 1 of expm1.
 NORMALIZER_INLINE void phi_both(int phi, real z, real one, real *f, real *slope) {
     real positive = z < 0 ? 0 : z;
     switch (phi) {
@@ -236,28 +240,26 @@ NORMALIZER_INLINE void phi_both(int phi, real z, real one, real *f, real *slope)
     case PHI_GELU: {
         real gauss = real_exp(z * z * (real)-0.5), cdf = real_normal_cdf(z, gauss);
         *f = z * cdf;
-        *slope = cdf + z * gauss * (real)0.39894228040143267794;        // 1/sqrt(2 pi)
+        *slope = cdf + z * gauss * (real)0.39894228040143267794;    // 1/sqrt(2 pi)
         return;
     }
     case PHI_SIGMOID:
         *f = real_sigmoid(z);
         *slope = *f * (1 - *f);
         return;
-    case PHI_SOFTPLUS: {                                                // max(z, 0) + ln(1 + exp(-|z|)), which never overflows
+    case PHI_SOFTPLUS: {    // max(z, 0) + ln(1 + exp(-|z|)), which never overflows
         real e = real_exp(z < 0 ? z : -z);
         *f = positive + real_log1p01(e);
         *slope = (z < 0 ? e : 1) / (1 + e);
         return;
     }
-    case PHI_MISH: {                                                    // tanh(ln(1 + e)) = w/(w + 2), w = e (e + 2)
+    case PHI_MISH: {    // tanh(ln(1 + e)) = w/(w + 2), w = e (e + 2)
         real e = real_exp(z > 20 ? 20 : z), w = e * (e + 2), rest = 2 / (w + 2), t = w / (w + 2);
         *f = z * t;
-        *slope = t + z * (rest * (1 + t)) * (e / (1 + e));              // 1 - t^2 = rest (1 + t)
+        *slope = t + z * (rest * (1 + t)) * (e / (1 + e));    // 1 - t^2 = rest (1 + t)
         return;
     }
-    default:
-        *f = real_exp(z);
-        *slope = *f;
+    default: *f = real_exp(z); *slope = *f;
     }
 }
 
@@ -297,13 +299,13 @@ NORMALIZER_INLINE real row_inverse(Stage norm, RowPlace at, real sum, real shift
     real n = (real)at.n, T = (real)at.T, Z = 1;
     switch (norm.kind) {
     case NORM_L1_SINK:
-    case NORM_L1:          Z = sum + norm_extra(norm, at, shift); break;
-    case NORM_N:           Z = n; break;
-    case NORM_N2:          Z = n * n; break;
-    case NORM_L:           Z = (real)at.L; break;
-    case NORM_T:           Z = T; break;
-    case NORM_T2:          Z = T * T; break;
-    case NORM_CONST:       Z = (real)norm.value; break;
+    case NORM_L1: Z = sum + norm_extra(norm, at, shift); break;
+    case NORM_N: Z = n; break;
+    case NORM_N2: Z = n * n; break;
+    case NORM_L: Z = (real)at.L; break;
+    case NORM_T: Z = T; break;
+    case NORM_T2: Z = T * T; break;
+    case NORM_CONST: Z = (real)norm.value; break;
     case NORM_SQRT_HALF_N: Z = real_sqrt(n / 2); break;
     }
     return inverse_or_zero(Z);
@@ -316,7 +318,8 @@ enum { POST_FROM = 3 };
 
 // The scalars that a normalizer may have: s, b and sink for each layer and head, p for each n up to L.
 typedef enum { SCALAR_NONE, SCALAR_S, SCALAR_B, SCALAR_P, SCALAR_SINK, SCALAR_COUNT } Scalar;
-extern const char *const scalar_names[SCALAR_COUNT];     // attn_scale, attn_bias, attn_pn, attn_sink, as checkpoints call them; [0] is NULL
+// attn_scale, attn_bias, attn_pn, attn_sink, as checkpoints call them; [0] is NULL.
+extern const char *const scalar_names[SCALAR_COUNT];
 
 // Has it such scalars, are they trained, and where do they start, for training length L?
 bool normalizer_has(const Normalizer *normalizer, Scalar scalar);
@@ -333,7 +336,7 @@ bool normalizer_parse(Normalizer *out, const char *text, char *message, size_t s
 bool normalizer_fits(const Normalizer *normalizer, int L, char *message, size_t size);
 
 enum { STAGE_COUNT = 6 };
-extern const char *const stage_names[STAGE_COUNT];       // qk, scale, offset, phi, norm, post
+extern const char *const stage_names[STAGE_COUNT];    // qk, scale, offset, phi, norm, post
 
 // Stage i's value as it is written in --attn and config.json, for example "l1+1".
 const char *normalizer_stage_text(const Normalizer *normalizer, size_t i, char *out, size_t size);
@@ -347,7 +350,8 @@ bool normalizer_equal(const Normalizer *a, const Normalizer *b);
 // What --help says of --attn, with all names.
 extern const char normalizer_flag_help[];
 
-// --attn help, or help:NAME: the whole table, or one normalizer with its stages and its shortest name. False when `text` is neither.
+// --attn help, or help:NAME: the whole table, or one normalizer with its stages and its shortest name. False when
+// `text` is neither.
 // A NAME that there is not ends the program.
 bool normalizer_help(const char *text);
 

@@ -85,7 +85,8 @@ DEVICE float gelu_slope_over_tail(float a) {
 }
 
 // f = phi(z) and its slope by the natural z. z is in units of 1/unit<X, PHI>, relative to a shift where exp is taken
-// so, and `one` is exp(-shift), the 1 of expm1. Without VALUE the slope alone is wanted; f may be anything of that sign.
+// so, and `one` is exp(-shift), the 1 of expm1. Without VALUE the slope alone is wanted; f may be anything of that
+// sign.
 template <class X, int PHI, int KIND, bool VALUE = true>
 DEVICE void phi_at(float z, float one, float *f, float *slope) {
     if (!is_bf16<X>) {
@@ -95,24 +96,25 @@ DEVICE void phi_at(float z, float one, float *f, float *slope) {
     } else if (KIND == PHI_EXPM1) {
         *slope = exp_of<X, PHI>(z);
         *f = *slope - one;
-    } else if (KIND == PHI_SIGMOID) {                   // 1/(1 + e) or e/(1 + e), and e/(1 + e)²
+    } else if (KIND == PHI_SIGMOID) {    // 1/(1 + e) or e/(1 + e), and e/(1 + e)²
         float e = exp_of<X, PHI>(-fabsf(z)), p = sigmoid_of_exp(e), q = e * p;
         *f = z < 0 ? q : p;
         *slope = p * q;
     } else if (KIND == PHI_SOFTPLUS) {
         float e = exp_of<X, PHI>(-fabsf(z)), p = sigmoid_of_exp(e);
-        *f = fmaxf(z, 0) * (1 / unit<X, PHI>) + log1p_of_exp(e);
+        float per_unit = 1 / unit<X, PHI>;
+        *f = fmaxf(z, 0) * per_unit + log1p_of_exp(e);
         *slope = z < 0 ? e * p : p;
-    } else if (KIND == PHI_GELU) {                      // max(z, 0) - |z| tail; the slopes of z and -z have the sum 1
+    } else if (KIND == PHI_GELU) {    // max(z, 0) - |z| tail; the slopes of z and -z have the sum 1
         float a = fabsf(z), tail = normal_tail(a);
         *f = VALUE ? fmaxf(z, 0) - a * tail : z;
         float below = VALUE ? tail * gelu_slope_over_tail(a) : (a - GELU_ZERO) * gelu_slope_over_distance(a);
         *slope = z < 0 ? -below : 1 + below;
-    } else if (KIND == PHI_MISH) {                      // z tanh(ln(1 + e)) = z w/(1 + w), w = e + e²/2
+    } else if (KIND == PHI_MISH) {    // z tanh(ln(1 + e)) = z w/(1 + w), w = e + e²/2
         float e = exp_of<X, PHI>(fminf(z, 40)), w = (0.5f * e + 1) * e;
         float r = reciprocal_by_polynomial(w + 1), by = r * z;
         *f = VALUE ? w * by : z;
-        *slope = ((e * e + e) * by + w) * r;            // the slope of tanh(ln(1 + e)) is (e + e²)/(1 + w)²
+        *slope = ((e * e + e) * by + w) * r;    // the slope of tanh(ln(1 + e)) is (e + e²)/(1 + w)²
     } else {
         phi_both(KIND, z, one, f, slope);
     }

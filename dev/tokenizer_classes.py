@@ -9,8 +9,9 @@ drops the others), because those of Python's unicodedata follow another version 
 import tiktoken
 
 HEAD = """\
-// Letters, numbers and spaces as tiktoken's patterns know them (\\p{L}, \\p{N}, \\s): ranges of code points in rising order.
-// Made by dev/tokenizer_classes.py from tiktoken: do not edit. What is in no range is of class OTHER.
+// Letters, numbers and spaces as tiktoken's patterns know them (\\p{L}, \\p{N}, \\s): ranges of code points in rising
+// order. Made by dev/tokenizer_classes.py from tiktoken: do not edit. What is in no range is of class OTHER.
+// clang-format off
 typedef enum { OTHER, LETTER, NUMBER, SPACE } CharClass;
 
 static const struct {

@@ -3,18 +3,20 @@
 //   g = gradient · grad_scale;   m = b1 m + (1 − b1) g,  v = b2 v + (1 − b2) g²
 //   p −= lr (m/(1 − b1^t) / (sqrt(v/(1 − b2^t)) + eps) + wd p)
 //
-// params, grads: the flat arrays, float (params are the master weights under bf16). mean, square: float, where a range's part starts at its
-// `state`: equal to its `from` where all moments are here, or packed for the ranges that this process owns (ZeRO-1). rounded: a bf16 copy
-// of params, or NULL; rounded to nearest, or stochastically: up with the probability of what is cut off, so that the mean is right. The 16
-// random bits of element i of params are half-word i mod 8 of Philox4x32-10 (as runtime/random.c has it) of (seed, step, i div 8): they
-// depend on nothing else, neither on the grid nor on which process owns the element.
+// params, grads: the flat arrays, float (params are the master weights under bf16). mean, square: float, where a
+// range's part starts at its `state`: equal to its `from` where all moments are here, or packed for the ranges that
+// this process owns (ZeRO-1). rounded: a bf16 copy of params, or NULL; rounded to nearest, or stochastically: up with
+// the probability of what is cut off, so that the mean is right. The 16 random bits of element i of params are
+// half-word i mod 8 of Philox4x32-10 (as runtime/random.c has it) of (seed, step, i div 8): they depend on nothing
+// else, neither on the grid nor on which process owns the element.
 // Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019). Test: dev/tests/test_kernels.cu adamw.
 //
-// A block has at most SEGMENT_PART elements of one range, found by bisection in the table (7 steps for 124M's 110 ranges). Ranges whose
-// `from` and `state` are multiples of 8 go by 16 bytes, as all of tensors_of()'s do; others one by one.
+// A block has at most SEGMENT_PART elements of one range, found by bisection in the table (7 steps for 124M's 110
+// ranges). Ranges whose `from` and `state` are multiples of 8 go by 16 bytes, as all of tensors_of()'s do; others one
+// by one.
 //
-// Bytes for 124M parameters: params, mean, square read and written, grads read, the bf16 copy written: 30 bytes each, 3.71 GB, 1.11 ms at
-// 3.35 TB/s.
+// Bytes for 124M parameters: params, mean, square read and written, grads read, the bf16 copy written: 30 bytes each,
+// 3.71 GB, 1.11 ms at 3.35 TB/s.
 #ifndef KERNELS_ADAMW_CUH
 #define KERNELS_ADAMW_CUH
 
@@ -27,10 +29,10 @@ enum { SEGMENT_PART = 4096, SEGMENT_THREADS = 256, ADAMW_WIDTH = 8 };
 
 // Elements from, ..., to − 1 of the flat arrays. block: segments_ready()'s.
 typedef struct {
-    size_t from, to;           // of params and grads
-    size_t state;              // of mean and square: where the element `from` is
+    size_t from, to;    // of params and grads
+    size_t state;       // of mean and square: where the element `from` is
     bool decay;
-    unsigned block;            // the first that works on it
+    unsigned block;    // the first that works on it
 } AdamSegment;
 
 // Fills in `block`; returns how many blocks there are. Then upload the table.
@@ -71,7 +73,8 @@ typedef struct {
 } Random;
 
 DEVICE Random philox(uint64_t seed, uint64_t stream, uint64_t counter) {
-    uint32_t c0 = (uint32_t)counter, c1 = (uint32_t)(counter >> 32), c2 = (uint32_t)stream, c3 = (uint32_t)(stream >> 32);
+    uint32_t c0 = (uint32_t)counter, c1 = (uint32_t)(counter >> 32), c2 = (uint32_t)stream,
+             c3 = (uint32_t)(stream >> 32);
     uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
     for (int round = 0; round < 10; round++) {
         uint64_t p = (uint64_t)c0 * 0xD2511F53u, q = (uint64_t)c2 * 0xCD9E8D57u;
@@ -87,8 +90,8 @@ DEVICE uint32_t random_bits(const Random *r, int i) {
     return r->words[i / 2] >> i % 2 * 16 & 0xFFFF;
 }
 
-// x's neighbor among the bf16 away from 0 with the probability of the 16 bits that are cut off, else the one towards 0; as a float. An
-// infinity or NaN stays.
+// x's neighbor among the bf16 away from 0 with the probability of the 16 bits that are cut off, else the one towards 0;
+// as a float. An infinity or NaN stays.
 DEVICE float round_stochastically(float x, uint32_t bits) {
     uint32_t word = __float_as_uint(x);
     if ((word & 0x7F800000u) == 0x7F800000u) return x;
@@ -119,15 +122,16 @@ template <int W, bool STOCHASTIC>
 DEVICE void store_rounded(bf16 *rounded, float x[W], size_t i, uint64_t seed, uint64_t step) {
     if (STOCHASTIC) {
         Random r = philox(seed, step, i / ADAMW_WIDTH);
-        for (int j = 0; j < W; j++) x[j] = round_stochastically(x[j], random_bits(&r, W == 1 ? (int)(i % ADAMW_WIDTH) : j));
+        for (int j = 0; j < W; j++)
+            x[j] = round_stochastically(x[j], random_bits(&r, W == 1 ? (int)(i % ADAMW_WIDTH) : j));
     }
     store_vector<W>(rounded + i, x);
 }
 
 // W elements: i of the flat arrays on, s of the moments on.
 template <int W, bool STOCHASTIC>
-DEVICE void adamw_update(float *params, bf16 *rounded, float *mean, float *square, const float *grads, size_t i, size_t s, AdamRates a,
-                         float scale, float keep) {
+DEVICE void adamw_update(float *params, bf16 *rounded, float *mean, float *square, const float *grads, size_t i,
+                         size_t s, AdamRates a, float scale, float keep) {
     float p[W], m[W], v[W], g[W];
     load_vector_in_place<W>(p, params + i);
     load_vector_in_place<W>(m, mean + s);
@@ -147,8 +151,8 @@ DEVICE void adamw_update(float *params, bf16 *rounded, float *mean, float *squar
 
 // registers: at most 64 (adamw_kernel)
 template <bool STOCHASTIC>
-KERNEL void adamw_kernel(float *params, bf16 *rounded, float *mean, float *square, const float *grads, const AdamSegment *segments,
-                         size_t count, AdamRates a) {
+KERNEL void adamw_kernel(float *params, bf16 *rounded, float *mean, float *square, const float *grads,
+                         const AdamSegment *segments, size_t count, AdamRates a) {
     SegmentPart part = segment_part(segments, count);
     float scale = a.grad_scale, keep = part.decay ? a.keep : 1.0f;
     bool vectors = part.from % ADAMW_WIDTH == 0 && part.state % ADAMW_WIDTH == 0;
@@ -163,7 +167,8 @@ KERNEL void adamw_kernel(float *params, bf16 *rounded, float *mean, float *squar
     }
 }
 
-// The bf16 copy of n parameters, as the update of this step left it: before the first step, after loading, and of what other processes updated.
+// The bf16 copy of n parameters, as the update of this step left it: before the first step, after loading, and of what
+// other processes updated.
 // registers: at most 40 (round_kernel)
 template <bool STOCHASTIC>
 KERNEL void round_kernel(bf16 *rounded, const float *params, size_t n, uint64_t seed, uint64_t step) {
@@ -182,20 +187,22 @@ KERNEL void round_kernel(bf16 *rounded, const float *params, size_t n, uint64_t 
 
 // ---- launchers
 
-//   params, mean, square updated   rounded written, or NULL   segments (count) on the device, after segments_ready(), which gave `blocks`
-static inline void adamw(float *params, bf16 *rounded, float *mean, float *square, const float *grads, const AdamSegment *segments,
-                         size_t count, size_t blocks, AdamW a, bool stochastic, uint64_t seed, cudaStream_t stream) {
+//   params, mean, square updated   rounded written, or NULL   segments (count) on the device, after segments_ready(),
+//                                  which gave `blocks`
+static inline void adamw(float *params, bf16 *rounded, float *mean, float *square, const float *grads,
+                         const AdamSegment *segments, size_t count, size_t blocks, AdamW a, bool stochastic,
+                         uint64_t seed, cudaStream_t stream) {
     if (blocks == 0) return;
-    launch(stochastic ? adamw_kernel<true> : adamw_kernel<false>, dim3((unsigned)blocks), dim3(SEGMENT_THREADS), 0, stream, params,
-           rounded, mean, square, grads, segments, count, adam_rates(a, seed));
+    launch(stochastic ? adamw_kernel<true> : adamw_kernel<false>, dim3((unsigned)blocks), dim3(SEGMENT_THREADS), 0,
+           stream, params, rounded, mean, square, grads, segments, count, adam_rates(a, seed));
 }
 
 //   rounded (n) written   params (n)   step: that of the last update
-static inline void parameters_round(bf16 *rounded, const float *params, size_t n, bool stochastic, uint64_t seed, int64_t step,
-                                    cudaStream_t stream) {
+static inline void parameters_round(bf16 *rounded, const float *params, size_t n, bool stochastic, uint64_t seed,
+                                    int64_t step, cudaStream_t stream) {
     size_t part = (size_t)SEGMENT_THREADS * ADAMW_WIDTH;
     if (n == 0) return;
-    launch(stochastic ? round_kernel<true> : round_kernel<false>, row_grid((n + part - 1) / part, dim3(1, 1)), dim3(SEGMENT_THREADS), 0,
-           stream, rounded, params, n, seed, (uint64_t)step);
+    launch(stochastic ? round_kernel<true> : round_kernel<false>, row_grid((n + part - 1) / part, dim3(1, 1)),
+           dim3(SEGMENT_THREADS), 0, stream, rounded, params, n, seed, (uint64_t)step);
 }
 #endif

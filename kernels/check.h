@@ -1,4 +1,5 @@
-// Every call of CUDA and its libraries is checked: the program ends with EXIT_PEER, the rank, the call and where it stands.
+// Every call of CUDA and its libraries is checked: the program ends with EXIT_PEER, the rank, the call and where it
+// stands.
 #ifndef KERNELS_CHECK_H
 #define KERNELS_CHECK_H
 
@@ -11,15 +12,17 @@
 
 static inline void cuda_check(cudaError_t error, const char *call, const char *file, int line) {
     if (error == cudaSuccess) return;
-    fail(error == cudaErrorMemoryAllocation ? EXIT_RESOURCE : EXIT_PEER, "process %d: %s:%d: %s failed: %s (%s).", process.rank, file, line, call,
-         cudaGetErrorString(error), cudaGetErrorName(error));
+    fail(error == cudaErrorMemoryAllocation ? EXIT_RESOURCE : EXIT_PEER, "process %d: %s:%d: %s failed: %s (%s).",
+         process.rank, file, line, call, cudaGetErrorString(error), cudaGetErrorName(error));
 }
 
 static inline void launch_check(cudaError_t error, const void *kernel, dim3 grid, dim3 block, size_t shared_bytes) {
     const char *name = "a kernel";
     if (error == cudaSuccess) return;
     cudaFuncGetName(&name, kernel);
-    fail(EXIT_PEER, "process %d: the launch of %s, grid (%u,%u,%u), block (%u,%u,%u), %zu bytes of shared memory, failed: %s.", process.rank, name,
-         grid.x, grid.y, grid.z, block.x, block.y, block.z, shared_bytes, cudaGetErrorString(error));
+    fail(EXIT_PEER,
+         "process %d: the launch of %s, grid (%u,%u,%u), block (%u,%u,%u), %zu bytes of shared memory, failed: %s.",
+         process.rank, name, grid.x, grid.y, grid.z, block.x, block.y, block.z, shared_bytes,
+         cudaGetErrorString(error));
 }
 #endif

@@ -3,18 +3,20 @@
 //   losses[n] = ln sum_{v<V} exp(logits[n,v]) − logits[n,targets[n]]
 //   with `scale` not 0 logits[n,v] becomes scale (softmax(logits[n])_v − [v = targets[n]])
 //
-// Shapes: logits (rows,VP) X, of which the first V columns count and the others get gradient 0; losses (rows) float; targets (rows), each
-// below V; mask (rows) or NULL: a row with 0 has loss 0 and gradient 0. X = float or bf16; sums are float, a gradient is rounded once. VP a
-// multiple of 8, as the padded vocabulary is (128). A logit that is NaN or infinite makes the row's loss NaN or infinite.
+// Shapes: logits (rows,VP) X, of which the first V columns count and the others get gradient 0; losses (rows) float;
+// targets (rows), each below V; mask (rows) or NULL: a row with 0 has loss 0 and gradient 0. X = float or bf16; sums
+// are float, a gradient is rounded once. VP a multiple of 8, as the padded vocabulary is (128). A logit that is NaN or
+// infinite makes the row's loss NaN or infinite.
 // Source for the running maximum: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018). Test:
 // dev/tests/test_kernels.cu classifier.
 //
-// A block has a row and reads it twice: once for maximum and sum together, each thread rescaling its sum when its maximum grows, and once,
-// backwards, to write; so the row's end, read last, is found in L1 and most of the rest in L2 (a row of GPT-2's vocabulary is 100 KB in
-// bf16; 4 rows on each of 132 SMs are 53 MB, an H100's L2 has 50). Nothing of size rows·VP is ever stored in float.
+// A block has a row and reads it twice: once for maximum and sum together, each thread rescaling its sum when its
+// maximum grows, and once, backwards, to write; so the row's end, read last, is found in L1 and most of the rest in L2
+// (a row of GPT-2's vocabulary is 100 KB in bf16; 4 rows on each of 132 SMs are 53 MB, an H100's L2 has 50). Nothing of
+// size rows·VP is ever stored in float.
 //
-// Bytes at 16,384 rows of 50,304 in bf16: from DRAM at least 1.65 GB read and 1.65 GB written, 0.98 ms at 3.35 TB/s; were the second reading from
-// DRAM too, 1.48 ms.
+// Bytes at 16,384 rows of 50,304 in bf16: from DRAM at least 1.65 GB read and 1.65 GB written, 0.98 ms at 3.35 TB/s;
+// were the second reading from DRAM too, 1.48 ms.
 #ifndef KERNELS_CLASSIFIER_CUH
 #define KERNELS_CLASSIFIER_CUH
 
@@ -59,7 +61,8 @@ DEVICE void load_logits(float x[W], const X *row, int v, int V) {
 
 // registers: at most 32 (classifier_kernel, losses_sum_kernel)
 template <class X, int W>
-KERNEL void classifier_kernel(float *losses, X *logits, const int32_t *targets, const uint8_t *mask, int V, int VP, float scale) {
+KERNEL void classifier_kernel(float *losses, X *logits, const int32_t *targets, const uint8_t *mask, int V, int VP,
+                              float scale) {
     size_t n = blockIdx.x;
     int step = blockDim.x * W, first = threadIdx.x * W, target = targets[n];
     X *row = logits + n * VP;
@@ -69,7 +72,8 @@ KERNEL void classifier_kernel(float *losses, X *logits, const int32_t *targets, 
         if (threadIdx.x == 0) losses[n] = 0;
         return;
     }
-    float target_logit = to_float(row[target]);               // before anyone writes: running_block() has the barriers
+    // Before anyone writes: running_block() has the barriers.
+    float target_logit = to_float(row[target]);
     RunningSum s = {-INFINITY, 0};
     for (int v = first; v < V; v += step) {
         float x[W];
@@ -100,15 +104,16 @@ KERNEL void losses_sum_kernel(double *sum, const float *losses, size_t N) {
 
 // ---- launchers
 
-//   losses (rows) written   logits (rows,VP) in; gradient out when scale is not 0   targets (rows)   mask (rows) or NULL
+//   losses (rows) written   logits (rows,VP) in; gradient out when scale is not 0   targets (rows)   mask (rows) or
+//                           NULL
 template <class X>
-void classifier(float *losses, X *logits, const int32_t *targets, const uint8_t *mask, size_t rows, size_t V, size_t VP, float scale,
-                cudaStream_t stream) {
+void classifier(float *losses, X *logits, const int32_t *targets, const uint8_t *mask, size_t rows, size_t V, size_t VP,
+                float scale, cudaStream_t stream) {
     if (!fits<X>(VP) || V > VP || VP > 1 << 30)
-        fail(EXIT_USAGE, "rows of %zu logits for a vocabulary of %zu: expected at least as many, and a multiple of %d.", VP, V,
-             (int)Pack<X>::size);
-    launch(classifier_kernel<X, Pack<X>::size>, row_grid(rows, dim3(1, 1)), dim3(CLASSIFIER_THREADS), 0, stream, losses, logits, targets,
-           mask, (int)V, (int)VP, scale);
+        fail(EXIT_USAGE, "rows of %zu logits for a vocabulary of %zu: expected at least as many, and a multiple of %d.",
+             VP, V, (int)Pack<X>::size);
+    launch(classifier_kernel<X, Pack<X>::size>, row_grid(rows, dim3(1, 1)), dim3(CLASSIFIER_THREADS), 0, stream, losses,
+           logits, targets, mask, (int)V, (int)VP, scale);
 }
 
 //   sum (1) double, added to   losses (N)

@@ -1,13 +1,14 @@
-// Sums and copies over the GPUs of a data-parallel run, by NCCL, on a stream of their own beside what is computed. One process, or a
-// build without NCCL (make NCCL=0): nothing here does anything.
+// Sums and copies over the GPUs of a data-parallel run, by NCCL, on a stream of their own beside what is computed. One
+// process, or a build without NCCL (make NCCL=0): nothing here does anything.
 //
-// An array of n floats is divided into slices, one a process, for ZeRO-1: each process sums, and updates, its own. Slices are of equal length,
-// a multiple of 64; what is left at the end of the array (all of it, where it is short) is in the last process's slice.
+// An array of n floats is divided into slices, one a process, for ZeRO-1: each process sums, and updates, its own.
+// Slices are of equal length, a multiple of 64; what is left at the end of the array (all of it, where it is short) is
+// in the last process's slice.
 //
-// A process that waits here watches the others: one that died on the same machine ends the run within two seconds, one elsewhere when NCCL
-// notices its connection, both with a message; a launcher that kills all when one fails may be faster still. A process or machine that
-// falls silent without dying is the heartbeat's business (runtime/heartbeat.h). COLLECTIVE_PATIENCE is for processes that are alive and
-// never reach the same sum.
+// A process that waits here watches the others: one that died on the same machine ends the run within two seconds, one
+// elsewhere when NCCL notices its connection, both with a message; a launcher that kills all when one fails may be
+// faster still. A process or machine that falls silent without dying is the heartbeat's business (runtime/heartbeat.h).
+// COLLECTIVE_PATIENCE is for processes that are alive and never reach the same sum.
 // Tests: dev/tests/test_collective.cu.
 #ifndef KERNELS_COLLECTIVE_H
 #define KERNELS_COLLECTIVE_H
@@ -33,7 +34,7 @@ static inline void collective_slice(size_t n, size_t *from, size_t *to) {
 #include <nccl.h>
 
 typedef struct {
-    int pid;                    // 0: not on this machine, or out of sight
+    int pid;    // 0: not on this machine, or out of sight
     unsigned long long started;
 } CollectivePeer;
 
@@ -42,9 +43,9 @@ struct Collective {
     cudaStream_t stream;
     cudaEvent_t ready, done;    // the last array given; the last result
     bool in_bf16;
-    bf16 *wire;                 // a copy of the gradients on their way
+    bf16 *wire;    // a copy of the gradients on their way
     CollectivePeer *peers;
-    double since;               // when waiting for the others began; 0: this process is not
+    double since;    // when waiting for the others began; 0: this process is not
 };
 
 inline Collective collective;
@@ -53,7 +54,8 @@ inline Collective collective;
 
 static inline void nccl_check(ncclResult_t result, const char *call, const char *file, int line) {
     if (result == ncclSuccess) return;
-    fail(EXIT_PEER, "process %d: %s:%d: %s failed: %s. %s", process.rank, file, line, call, ncclGetErrorString(result), ncclGetLastError(collective.comm));
+    fail(EXIT_PEER, "process %d: %s:%d: %s failed: %s. %s", process.rank, file, line, call, ncclGetErrorString(result),
+         ncclGetLastError(collective.comm));
 }
 
 // ---- who is there, and still alive
@@ -67,8 +69,10 @@ static inline unsigned long long collective_started(int pid) {
     if (!file) return 0;
     text[fread(text, 1, sizeof text - 1, file)] = 0;
     fclose(file);
-    char *after = strrchr(text, ')');      // the name before it may have anything in it
-    if (!after || sscanf(after + 1, " %c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %*d %*d %llu", &state, &started) != 2) return 0;
+    char *after = strrchr(text, ')');    // the name before it may have anything in it
+    if (!after || sscanf(after + 1, " %c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %*d %*d %llu",
+                         &state, &started) != 2)
+        return 0;
     return state == 'Z' || state == 'X' ? 0 : started;
 }
 
@@ -105,11 +109,12 @@ static inline void collective_meet(void) {
 }
 
 static inline void collective_fail(const char *what) {
-    ncclCommAbort(collective.comm);        // else its kernel would wait on
-    fail(EXIT_PEER, "process %d: %s\n  See its message above, if there is one, then go on with --resume.", process.rank, what);
+    ncclCommAbort(collective.comm);    // else its kernel would wait on
+    fail(EXIT_PEER, "process %d: %s\n  See its message above, if there is one, then go on with --resume.", process.rank,
+         what);
 }
 
-enum { COLLECTIVE_PATIENCE = 600 };        // seconds for which this process waits for others that seem to be there
+enum { COLLECTIVE_PATIENCE = 600 };    // seconds for which this process waits for others that seem to be there
 
 // Ends with EXIT_PEER where another process has died, or NCCL says that the connection has.
 static inline void collective_watch(double now) {
@@ -126,7 +131,8 @@ static inline void collective_watch(double now) {
         snprintf(text, sizeof text, "NCCL lost another process: %s.", ncclGetErrorString(error));
         collective_fail(text);
     }
-    if (cudaEventQuery(collective.ready) != cudaSuccess || cudaEventQuery(collective.done) == cudaSuccess) collective.since = now;
+    if (cudaEventQuery(collective.ready) != cudaSuccess || cudaEventQuery(collective.done) == cudaSuccess)
+        collective.since = now;
     if (now - collective.since > COLLECTIVE_PATIENCE) {
         snprintf(text, sizeof text, "the other processes have not come to the same sum for %d s.", COLLECTIVE_PATIENCE);
         collective_fail(text);
@@ -135,7 +141,8 @@ static inline void collective_watch(double now) {
 
 // ---- start and end
 
-// After process_start() and the choice of a device, by all processes. `in_bf16`: gradients travel, and are added up, as bf16.
+// After process_start() and the choice of a device, by all processes. `in_bf16`: gradients travel, and are added up, as
+// bf16.
 static inline void collective_start(bool in_bf16) {
     ncclUniqueId id;
     int least, greatest;
@@ -152,7 +159,8 @@ static inline void collective_start(bool in_bf16) {
     collective_meet();
 }
 
-// Bytes of device memory that the sums of arrays of up to n floats need, and the memory for them, aligned to 16, before the first sum.
+// Bytes of device memory that the sums of arrays of up to n floats need, and the memory for them, aligned to 16, before
+// the first sum.
 static inline size_t collective_scratch(size_t n) {
     return collective.in_bf16 ? n * sizeof(bf16) : 0;
 }
@@ -171,7 +179,8 @@ static inline void collective_end(void) {
     collective = Collective();
 }
 
-// ---- gradients as bf16 and back: 6 bytes moved each way for each float, one a thread, since an array may start anywhere
+// ---- gradients as bf16 and back: 6 bytes moved each way for each float, one a thread, since an array may start
+// anywhere
 // registers: at most 32 (collective_round_kernel, collective_widen_kernel)
 
 static KERNEL void collective_round_kernel(bf16 *wire, const float *x, size_t n) {
@@ -206,7 +215,8 @@ static inline void collective_all_reduce(float *x, size_t n, cudaStream_t stream
     collective_begin(stream);
     if (collective.in_bf16) {
         launch(collective_round_kernel, collective_grid(n), dim3(256), 0, collective.stream, collective.wire, x, n);
-        NCCL_CHECK(ncclAllReduce(collective.wire, collective.wire, n, ncclBfloat16, ncclSum, collective.comm, collective.stream));
+        NCCL_CHECK(ncclAllReduce(collective.wire, collective.wire, n, ncclBfloat16, ncclSum, collective.comm,
+                                 collective.stream));
         launch(collective_widen_kernel, collective_grid(n), dim3(256), 0, collective.stream, x, collective.wire, n);
     } else {
         NCCL_CHECK(ncclAllReduce(x, x, n, ncclFloat32, ncclSum, collective.comm, collective.stream));
@@ -223,13 +233,18 @@ static inline void collective_reduce_scatter(float *x, size_t n, cudaStream_t st
     ncclDataType_t type = collective.in_bf16 ? ncclBfloat16 : ncclFloat32;
     size_t element = collective.in_bf16 ? sizeof(bf16) : sizeof(float);
     char *all = collective.in_bf16 ? (char *)collective.wire : (char *)x, *rest = all + (n - left) * element;
-    if (collective.in_bf16) launch(collective_round_kernel, collective_grid(n), dim3(256), 0, collective.stream, collective.wire, x, n);
+    if (collective.in_bf16)
+        launch(collective_round_kernel, collective_grid(n), dim3(256), 0, collective.stream, collective.wire, x, n);
     NCCL_CHECK(ncclGroupStart());
-    if (each) NCCL_CHECK(ncclReduceScatter(all, all + from * element, each, type, ncclSum, collective.comm, collective.stream));
-    if (left) NCCL_CHECK(ncclReduce(rest, rest, left, type, ncclSum, process.size - 1, collective.comm, collective.stream));
+    if (each)
+        NCCL_CHECK(
+            ncclReduceScatter(all, all + from * element, each, type, ncclSum, collective.comm, collective.stream));
+    if (left)
+        NCCL_CHECK(ncclReduce(rest, rest, left, type, ncclSum, process.size - 1, collective.comm, collective.stream));
     NCCL_CHECK(ncclGroupEnd());
     if (collective.in_bf16 && to > from)
-        launch(collective_widen_kernel, collective_grid(to - from), dim3(256), 0, collective.stream, x + from, collective.wire + from, to - from);
+        launch(collective_widen_kernel, collective_grid(to - from), dim3(256), 0, collective.stream, x + from,
+               collective.wire + from, to - from);
     collective_finish();
 }
 
@@ -241,7 +256,9 @@ static inline void collective_all_gather(float *x, size_t n, cudaStream_t stream
     collective_begin(stream);
     NCCL_CHECK(ncclGroupStart());
     if (each) NCCL_CHECK(ncclAllGather(x + from, x, each, ncclFloat32, collective.comm, collective.stream));
-    if (left) NCCL_CHECK(ncclBroadcast(x + n - left, x + n - left, left, ncclFloat32, process.size - 1, collective.comm, collective.stream));
+    if (left)
+        NCCL_CHECK(ncclBroadcast(x + n - left, x + n - left, left, ncclFloat32, process.size - 1, collective.comm,
+                                 collective.stream));
     NCCL_CHECK(ncclGroupEnd());
     collective_finish();
 }
@@ -257,8 +274,8 @@ static inline double collective_now(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-// The host waits until `stream` has done everything, and watches the other processes meanwhile. (A copy to memory that is not pinned waits,
-// too, but watches nobody: call this before it.)
+// The host waits until `stream` has done everything, and watches the other processes meanwhile. (A copy to memory that
+// is not pinned waits, too, but watches nobody: call this before it.)
 static inline void collective_synchronize(cudaStream_t stream) {
     if (process.size == 1) {
         CUDA_CHECK(cudaStreamSynchronize(stream));
@@ -280,18 +297,24 @@ static inline void collective_synchronize(cudaStream_t stream) {
 
 static inline void collective_start(bool) {
     if (process.size > 1)
-        fail(EXIT_USAGE, "there are %d processes, but this program was built without NCCL.\n"
-             "  scripts/setup_cuda.sh brings it; then run make again, or start one process.", process.size);
+        fail(EXIT_USAGE,
+             "there are %d processes, but this program was built without NCCL.\n"
+             "  scripts/setup_cuda.sh brings it; then run make again, or start one process.",
+             process.size);
 }
 
-static inline size_t collective_scratch(size_t) { return 0; }
+static inline size_t collective_scratch(size_t) {
+    return 0;
+}
 static inline void collective_use(void *) {}
 static inline void collective_end(void) {}
 static inline void collective_all_reduce(float *, size_t, cudaStream_t) {}
 static inline void collective_reduce_scatter(float *, size_t, cudaStream_t) {}
 static inline void collective_all_gather(float *, size_t, cudaStream_t) {}
 static inline void collective_join(cudaStream_t) {}
-static inline void collective_synchronize(cudaStream_t stream) { CUDA_CHECK(cudaStreamSynchronize(stream)); }
+static inline void collective_synchronize(cudaStream_t stream) {
+    CUDA_CHECK(cudaStreamSynchronize(stream));
+}
 
 #endif
 #endif

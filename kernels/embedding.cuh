@@ -2,16 +2,17 @@
 //
 //   out[n,c] = weight[tokens[n],c];   dweight[tokens[n],c] += sum of dout[n,c], rows of one token in their order
 //
-// Shapes: out, dout (N,C) X, weight (V,C) X, dweight (V,C) float, tokens (N). X = float or bf16; sums are float. N below 2^31, any C.
+// Shapes: out, dout (N,C) X, weight (V,C) X, dweight (V,C) float, tokens (N). X = float or bf16; sums are float. N
+// below 2^31, any C.
 // Test: dev/tests/test_kernels.cu embedding.
 //
-// The backward pass follows a plan that the host makes from the tokens (embedding_plan(), a stable counting sort) and uploads with them:
-// pieces of at most EMBEDDING_PIECE rows of one token. A token of one piece gets its sum at once. One of several, such as the end-of-text
-// token with which short examples are filled up, leaves each piece's sum in `partials`, and a second launch adds them in order; so it is
-// shared by as many blocks as it has pieces.
+// The backward pass follows a plan that the host makes from the tokens (embedding_plan(), a stable counting sort) and
+// uploads with them: pieces of at most EMBEDDING_PIECE rows of one token. A token of one piece gets its sum at once.
+// One of several, such as the end-of-text token with which short examples are filled up, leaves each piece's sum in
+// `partials`, and a second launch adds them in order; so it is shared by as many blocks as it has pieces.
 //
-// Bytes at N = 16,384, C = 768 in bf16: forward 2·N·C·2 = 50.3 MB, 15 µs at 3.35 TB/s. Backward N·C·2 = 25 MB of dout and 8 bytes for each
-// channel of each distinct token's dweight, 4,000 of them in a batch of English: 25 MB; 15 µs.
+// Bytes at N = 16,384, C = 768 in bf16: forward 2·N·C·2 = 50.3 MB, 15 µs at 3.35 TB/s. Backward N·C·2 = 25 MB of dout
+// and 8 bytes for each channel of each distinct token's dweight, 4,000 of them in a batch of English: 25 MB; 15 µs.
 #ifndef KERNELS_EMBEDDING_CUH
 #define KERNELS_EMBEDDING_CUH
 
@@ -21,8 +22,8 @@
 
 enum { EMBEDDING_PIECE = 64 };
 
-// `count` rows of one token: order[from], ... of dout; in the second stage rows `from`, ... of partials. The sum goes to row `slot` of
-// partials, or, with -1, is added to dweight.
+// `count` rows of one token: order[from], ... of dout; in the second stage rows `from`, ... of partials. The sum goes
+// to row `slot` of partials, or, with -1, is added to dweight.
 typedef struct {
     int32_t token, from, count, slot;
 } EmbeddingPiece;
@@ -47,8 +48,8 @@ KERNEL void embedding_forward_kernel(X *out, const X *weight, const int32_t *tok
 
 // `order` NULL: the rows themselves.
 template <class X, int W>
-KERNEL void embedding_backward_kernel(float *dweight, float *partials, const X *rows, const int32_t *order, const EmbeddingPiece *pieces,
-                                      size_t count, size_t C) {
+KERNEL void embedding_backward_kernel(float *dweight, float *partials, const X *rows, const int32_t *order,
+                                      const EmbeddingPiece *pieces, size_t count, size_t C) {
     size_t p = row_of_thread();
     if (p >= count) return;
     EmbeddingPiece piece = pieces[p];
@@ -84,28 +85,31 @@ static inline size_t embedding_partials(size_t N) {
 }
 
 // The pieces of one token, whose rows are order[from], ...
-static inline void embedding_plan_token(EmbeddingPlan *plan, EmbeddingPiece *pieces, EmbeddingPiece *sum, int32_t token, int32_t from,
-                                        int32_t rows, int32_t *slots) {
+static inline void embedding_plan_token(EmbeddingPlan *plan, EmbeddingPiece *pieces, EmbeddingPiece *sum, int32_t token,
+                                        int32_t from, int32_t rows, int32_t *slots) {
     *sum = (EmbeddingPiece){token, *slots, 0, -1};
     for (int32_t at = 0; at < rows; at += EMBEDDING_PIECE) {
         int32_t count = rows - at < EMBEDDING_PIECE ? rows - at : (int32_t)EMBEDDING_PIECE;
-        pieces[plan->pieces++] = (EmbeddingPiece){token, from + at, count, rows > EMBEDDING_PIECE ? *slots + sum->count++ : -1};
+        pieces[plan->pieces++] =
+            (EmbeddingPiece){token, from + at, count, rows > EMBEDDING_PIECE ? *slots + sum->count++ : -1};
     }
     *slots += sum->count;
 }
 
 //   order (N), pieces (embedding_pieces(N)) written   tokens (N), each below V   starts (V + 1) scratch
 // Host arrays, all of them.
-static inline EmbeddingPlan embedding_plan(int32_t *order, EmbeddingPiece *pieces, const int32_t *tokens, size_t N, int32_t *starts,
-                                           size_t V) {
+static inline EmbeddingPlan embedding_plan(int32_t *order, EmbeddingPiece *pieces, const int32_t *tokens, size_t N,
+                                           int32_t *starts, size_t V) {
     EmbeddingPlan plan = {0, 0};
     int32_t slots = 0;
     if (N > INT32_MAX) fail(EXIT_USAGE, "%zu rows: the embedding's gradient on a GPU takes fewer than 2^31.", N);
     memset(starts, 0, (V + 1) * sizeof *starts);
     for (size_t n = 0; n < N; n++) starts[tokens[n] + 1]++;
     for (size_t v = 0; v < V; v++) starts[v + 1] += starts[v];
-    for (size_t n = 0; n < N; n++) order[starts[tokens[n]]++] = (int32_t)n;               // now starts[v] is where v + 1's rows start
-    EmbeddingPiece *sums = pieces + embedding_pieces(N), sum;                             // from the back, then moved to behind the pieces
+    // Now starts[v] is where v + 1's rows start.
+    for (size_t n = 0; n < N; n++) order[starts[tokens[n]]++] = (int32_t)n;
+    // From the back, then moved to behind the pieces.
+    EmbeddingPiece *sums = pieces + embedding_pieces(N), sum;
     for (size_t v = 0, from = 0; v < V; from = (size_t)starts[v++]) {
         if ((size_t)starts[v] == from) continue;
         embedding_plan_token(&plan, pieces, &sum, (int32_t)v, (int32_t)from, starts[v] - (int32_t)from, &slots);
@@ -122,24 +126,25 @@ template <class X>
 void embedding_forward(X *out, const X *weight, const int32_t *tokens, size_t N, size_t C, cudaStream_t stream) {
     bool vectors = fits<X>(C);
     dim3 block = row_block(vectors ? C / Pack<X>::size : C);
-    launch(vectors ? embedding_forward_kernel<X, Pack<X>::size> : embedding_forward_kernel<X, 1>, row_grid(N, block), block, 0, stream,
-           out, weight, tokens, N, C);
+    launch(vectors ? embedding_forward_kernel<X, Pack<X>::size> : embedding_forward_kernel<X, 1>, row_grid(N, block),
+           block, 0, stream, out, weight, tokens, N, C);
 }
 
 template <class X>
-void embedding_stage(float *dweight, float *partials, const X *rows, const int32_t *order, const EmbeddingPiece *pieces, size_t count,
-                     size_t C, cudaStream_t stream) {
+void embedding_stage(float *dweight, float *partials, const X *rows, const int32_t *order, const EmbeddingPiece *pieces,
+                     size_t count, size_t C, cudaStream_t stream) {
     bool vectors = fits<X>(C);
     dim3 block = row_block(vectors ? C / Pack<X>::size : C);
     if (count == 0) return;
-    launch(vectors ? embedding_backward_kernel<X, Pack<X>::size> : embedding_backward_kernel<X, 1>, row_grid(count, block), block, 0,
-           stream, dweight, partials, rows, order, pieces, count, C);
+    launch(vectors ? embedding_backward_kernel<X, Pack<X>::size> : embedding_backward_kernel<X, 1>,
+           row_grid(count, block), block, 0, stream, dweight, partials, rows, order, pieces, count, C);
 }
 
-//   dweight (V,C) added to   partials (embedding_partials(N), C) scratch   dout (N,C)   order, pieces: the plan's, on the device
+//   dweight (V,C) added to   partials (embedding_partials(N), C) scratch   dout (N,C)   order, pieces: the plan's, on
+//                            the device
 template <class X>
-void embedding_backward(float *dweight, float *partials, const X *dout, const int32_t *order, const EmbeddingPiece *pieces,
-                        EmbeddingPlan plan, size_t C, cudaStream_t stream) {
+void embedding_backward(float *dweight, float *partials, const X *dout, const int32_t *order,
+                        const EmbeddingPiece *pieces, EmbeddingPlan plan, size_t C, cudaStream_t stream) {
     embedding_stage(dweight, partials, dout, order, pieces, plan.pieces, C, stream);
     embedding_stage(dweight, NULL, (const float *)partials, NULL, pieces + plan.pieces, plan.sums, C, stream);
 }

@@ -1,21 +1,26 @@
-// The gated attention unit: from the joined projection uvz = h·[Wu Wv Wz]ᵀ to attention's q, k, v, the gate behind it, and both backwards.
+// The gated attention unit: from the joined projection uvz = h·[Wu Wv Wz]ᵀ to attention's q, k, v, the gate behind it,
+// and both backwards.
 //
-//   forward    v = silu(v_in);   q = rope(silu(z) · q_gain + q_offset), k the same by its own gains; under qk=l2 each over its Euclidean norm
-//   backward   dv_in = dv silu'(v_in);   with dq, dk before the rotation (and the norm): dz = (dq q_gain + dk k_gain) silu'(z),
+//   forward    v = silu(v_in);   q = rope(silu(z) · q_gain + q_offset), k the same by its own gains; under qk=l2 each
+//              over its Euclidean norm
+//   backward   dv_in = dv silu'(v_in);   with dq, dk before the rotation (and the norm): dz = (dq q_gain + dk k_gain)
+//              silu'(z),
 //              dq_gain = sum_n dq silu(z), dq_offset = sum_n dq, k's the same
 //   gate       out = silu(u) · att, and its backward: swiglu.cuh's kernels
 //
-// Shapes: uvz and duvz (B,T,2E+HS): u, v_in (E each), z (HS); q, k (B,T,HS), v (B,T,E); gains and offsets (HS), float; inverse_norms (B,T,2);
-// cosines, sines (T,HS/2). X = float or bf16; computed in float, rounded once. HS even and at most GAU_WIDEST (a unit's is 128); any E.
-// Source: Su, kexue.fm 9019, after Hua et al., "Transformer Quality in Linear Time" (2022). Test: dev/tests/test_kernels.cu gau.
+// Shapes: uvz and duvz (B,T,2E+HS): u, v_in (E each), z (HS); q, k (B,T,HS), v (B,T,E); gains and offsets (HS), float;
+// inverse_norms (B,T,2); cosines, sines (T,HS/2). X = float or bf16; computed in float, rounded once. HS even and at
+// most GAU_WIDEST (a unit's is 128); any E.
+// Source: Su, kexue.fm 9019, after Hua et al., "Transformer Quality in Linear Time" (2022). Test:
+// dev/tests/test_kernels.cu gau.
 //
-// z is a twenty-fifth of a row. A warp has a row of it, a lane up to GAU_PAIRS pairs of the rotation, one element at a time. For the gains'
-// gradients a lane sums its columns over its rows in registers; the block sums its warps and leaves a row of partial sums, columns_add()
-// adds the blocks' rows.
+// z is a twenty-fifth of a row. A warp has a row of it, a lane up to GAU_PAIRS pairs of the rotation, one element at a
+// time. For the gains' gradients a lane sums its columns over its rows in registers; the block sums its warps and
+// leaves a row of partial sums, columns_add() adds the blocks' rows.
 //
-// Bytes at N = 16,384, E = 1,536, HS = 128 in bf16: forward v_in, v, z, q, k: N·(2·1536 + 3·128)·2 = 113 MB, 34 µs at 3.35 TB/s; backward
-// v_in, dv, dv_in, z, dz, dq, dk (q, k with l2): N·(3·1536 + 4·128)·2 = 168 MB, 50 µs; gate 3·N·E·2 = 151 MB, 45 µs, its backward 252 MB,
-// 75 µs.
+// Bytes at N = 16,384, E = 1,536, HS = 128 in bf16: forward v_in, v, z, q, k: N·(2·1536 + 3·128)·2 = 113 MB, 34 µs at
+// 3.35 TB/s; backward v_in, dv, dv_in, z, dz, dq, dk (q, k with l2): N·(3·1536 + 4·128)·2 = 168 MB, 50 µs; gate 3·N·E·2
+// = 151 MB, 45 µs, its backward 252 MB, 75 µs.
 #ifndef KERNELS_GAU_CUH
 #define KERNELS_GAU_CUH
 
@@ -28,11 +33,11 @@ typedef struct {
 } GauGains;
 
 enum {
-    GAU_PAIRS = 2,                             // pairs of the rotation in a lane
-    GAU_OWN = 2 * GAU_PAIRS,                   // columns in a lane: the pairs' first halves, then the second
+    GAU_PAIRS = 2,              // pairs of the rotation in a lane
+    GAU_OWN = 2 * GAU_PAIRS,    // columns in a lane: the pairs' first halves, then the second
     GAU_WIDEST = 32 * GAU_OWN,
     GAU_WARPS = 8,
-    GAU_BLOCKS = 264                           // of the sums over rows: 2 for each of an H100's 132 SMs
+    GAU_BLOCKS = 264    // of the sums over rows: 2 for each of an H100's 132 SMs
 };
 
 // ---- a warp's row of HS columns
@@ -107,8 +112,8 @@ DEVICE float gau_head(X *out, const float silu_z[GAU_OWN], const float *gain, co
 }
 
 template <class X>
-KERNEL void gau_qk_kernel(X *q, X *k, float *inverse_norms, const X *z, size_t row, GauGains gains, const float *cosines,
-                          const float *sines, bool l2, size_t N, size_t T, size_t HS) {
+KERNEL void gau_qk_kernel(X *q, X *k, float *inverse_norms, const X *z, size_t row, GauGains gains,
+                          const float *cosines, const float *sines, bool l2, size_t N, size_t T, size_t HS) {
     size_t n = (size_t)blockIdx.x * GAU_WARPS + threadIdx.x / 32, half = HS / 2, at = n % T * half;
     if (n >= N) return;
     float x[GAU_OWN];
@@ -142,8 +147,8 @@ KERNEL void gau_values_backward_kernel(X *dv_in, const X *dv, const X *v_in, siz
 
 // The gradient of a row of q or k before norm and rotation, from d, that of attention's input u.
 template <class X>
-DEVICE void gau_head_backward(float dx[GAU_OWN], const X *d, const X *u, float inverse, const float *cosines, const float *sines, bool l2,
-                              size_t half) {
+DEVICE void gau_head_backward(float dx[GAU_OWN], const X *d, const X *u, float inverse, const float *cosines,
+                              const float *sines, bool l2, size_t half) {
     gau_load(dx, d, half);
     if (l2) {
         float x[GAU_OWN];
@@ -156,8 +161,8 @@ DEVICE void gau_head_backward(float dx[GAU_OWN], const X *d, const X *u, float i
 
 // sums[0..3]: the lane's columns of the gradients of q_gain, q_offset, k_gain, k_offset, added to.
 template <class X>
-DEVICE void gau_row_backward(X *dz, float sums[4][GAU_OWN], const float dq[GAU_OWN], const float dk[GAU_OWN], const X *z, GauGains gains,
-                             size_t half) {
+DEVICE void gau_row_backward(X *dz, float sums[4][GAU_OWN], const float dq[GAU_OWN], const float dk[GAU_OWN],
+                             const X *z, GauGains gains, size_t half) {
     float x[GAU_OWN], q_gain[GAU_OWN], k_gain[GAU_OWN];
     gau_load(x, z, half);
     gau_load(q_gain, gains.q_gain, half);
@@ -176,9 +181,9 @@ DEVICE void gau_row_backward(X *dz, float sums[4][GAU_OWN], const float dq[GAU_O
 
 // partials (gridDim.x, 4, HS) written
 template <class X>
-KERNEL void gau_qk_backward_kernel(X *dz, float *partials, const X *dq, const X *dk, const X *z, size_t row, const X *q, const X *k,
-                                   const float *inverse_norms, GauGains gains, const float *cosines, const float *sines, bool l2, size_t N,
-                                   size_t T, size_t HS) {
+KERNEL void gau_qk_backward_kernel(X *dz, float *partials, const X *dq, const X *dk, const X *z, size_t row, const X *q,
+                                   const X *k, const float *inverse_norms, GauGains gains, const float *cosines,
+                                   const float *sines, bool l2, size_t N, size_t T, size_t HS) {
     SHARED_ARRAY(float, of_warps, GAU_WARPS * 4 * GAU_WIDEST);
     size_t half = HS / 2, warp = threadIdx.x / 32;
     float sums[4][GAU_OWN] = {};
@@ -207,16 +212,16 @@ static inline void gau_check(size_t HS) {
 
 //   q, k (B,T,HS), v (B,T,E) written   inverse_norms (B,T,2) written if l2, else not used   uvz (B,T,2E+HS)
 template <class X>
-void gau_forward(X *q, X *k, X *v, float *inverse_norms, const X *uvz, GauGains gains, const float *cosines, const float *sines, bool l2,
-                 size_t B, size_t T, size_t E, size_t HS, cudaStream_t stream) {
+void gau_forward(X *q, X *k, X *v, float *inverse_norms, const X *uvz, GauGains gains, const float *cosines,
+                 const float *sines, bool l2, size_t B, size_t T, size_t E, size_t HS, cudaStream_t stream) {
     size_t N = B * T, row = 2 * E + HS;
     bool vectors = fits<X>(E) && fits<X>(row);
     dim3 block = row_block(vectors ? E / Pack<X>::size : E);
     gau_check(HS);
-    launch(vectors ? gau_values_kernel<X, Pack<X>::size> : gau_values_kernel<X, 1>, row_grid(N, block), block, 0, stream, v, uvz + E, row,
-           N, E);
-    launch(gau_qk_kernel<X>, row_grid(N, dim3(32, GAU_WARPS)), dim3(32 * GAU_WARPS), 0, stream, q, k, inverse_norms, uvz + 2 * E, row,
-           gains, cosines, sines, l2, N, T, HS);
+    launch(vectors ? gau_values_kernel<X, Pack<X>::size> : gau_values_kernel<X, 1>, row_grid(N, block), block, 0,
+           stream, v, uvz + E, row, N, E);
+    launch(gau_qk_kernel<X>, row_grid(N, dim3(32, GAU_WARPS)), dim3(32 * GAU_WARPS), 0, stream, q, k, inverse_norms,
+           uvz + 2 * E, row, gains, cosines, sines, l2, N, T, HS);
 }
 
 static inline size_t gau_blocks(size_t N) {
@@ -228,20 +233,21 @@ static inline size_t gau_partials(size_t N, size_t HS) {
     return gau_blocks(N) * 4 * HS;
 }
 
-//   duvz (B,T,2E+HS) written but for u's part   grads (HS each) added to   partials scratch   dq, dk (B,T,HS), dv (B,T,E)
+//   duvz (B,T,2E+HS) written but for u's part   grads (HS each) added to   partials scratch   dq, dk (B,T,HS), dv
+//   (B,T,E)
 //   q, k, inverse_norms as gau_forward() left them; not used but with l2
 template <class X>
-void gau_backward(X *duvz, GauGains grads, float *partials, const X *dq, const X *dk, const X *dv, const X *uvz, const X *q, const X *k,
-                  const float *inverse_norms, GauGains gains, const float *cosines, const float *sines, bool l2, size_t B, size_t T,
-                  size_t E, size_t HS, cudaStream_t stream) {
+void gau_backward(X *duvz, GauGains grads, float *partials, const X *dq, const X *dk, const X *dv, const X *uvz,
+                  const X *q, const X *k, const float *inverse_norms, GauGains gains, const float *cosines,
+                  const float *sines, bool l2, size_t B, size_t T, size_t E, size_t HS, cudaStream_t stream) {
     size_t N = B * T, row = 2 * E + HS, blocks = gau_blocks(N);
     bool vectors = fits<X>(E) && fits<X>(row);
     dim3 block = row_block(vectors ? E / Pack<X>::size : E);
     gau_check(HS);
-    launch(vectors ? gau_values_backward_kernel<X, Pack<X>::size> : gau_values_backward_kernel<X, 1>, row_grid(N, block), block, 0, stream,
-           duvz + E, dv, uvz + E, row, N, E);
-    launch(gau_qk_backward_kernel<X>, dim3((unsigned)blocks), dim3(32 * GAU_WARPS), 0, stream, duvz + 2 * E, partials, dq, dk, uvz + 2 * E,
-           row, q, k, inverse_norms, gains, cosines, sines, l2, N, T, HS);
+    launch(vectors ? gau_values_backward_kernel<X, Pack<X>::size> : gau_values_backward_kernel<X, 1>,
+           row_grid(N, block), block, 0, stream, duvz + E, dv, uvz + E, row, N, E);
+    launch(gau_qk_backward_kernel<X>, dim3((unsigned)blocks), dim3(32 * GAU_WARPS), 0, stream, duvz + 2 * E, partials,
+           dq, dk, uvz + 2 * E, row, q, k, inverse_norms, gains, cosines, sines, l2, N, T, HS);
     float *const sums[] = {grads.q_gain, grads.q_offset, grads.k_gain, grads.k_offset};
     for (size_t i = 0; i < 4; i++) columns_add(sums[i], partials + i * HS, blocks, 4 * HS, HS, stream);
 }
@@ -254,7 +260,8 @@ void gau_gate_forward(X *out, const X *uvz, const X *att, size_t N, size_t E, si
 
 //   datt (N,E) written   duvz (N,width): u's part written   dout (N,E)
 template <class X>
-void gau_gate_backward(X *datt, X *duvz, const X *dout, const X *uvz, const X *att, size_t N, size_t E, size_t width, cudaStream_t stream) {
+void gau_gate_backward(X *datt, X *duvz, const X *dout, const X *uvz, const X *att, size_t N, size_t E, size_t width,
+                       cudaStream_t stream) {
     gate_backward(duvz, datt, dout, uvz, width, att, E, N, E, stream);
 }
 #endif

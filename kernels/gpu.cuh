@@ -1,20 +1,21 @@
 // What the kernels are written in: CUDA C++, and the few instructions that have no name in it, each with one here.
 //
-// The file has two halves. nvcc takes the one below, which is PTX. A C++ compiler for the CPU takes dev/cuda_on_cpu/gpu_on_cpu.h, which
-// gives the same names the same meaning, so that the kernels' own source runs, and is tested, where there is no GPU. No other file asks
-// which of the two it is.
+// The file has two halves. nvcc takes the one below, which is PTX. A C++ compiler for the CPU takes
+// dev/cuda_on_cpu/gpu_on_cpu.h, which gives the same names the same meaning, so that the kernels' own source runs, and
+// is tested, where there is no GPU. No other file asks which of the two it is.
 //
 //   KERNEL, DEVICE                 before a kernel, before a device function
 //   UNROLL, UNROLL_NOT             before a loop
 //   SHARED_ARRAY(T, name, N)       an array of the block's in shared memory (never `__shared__`), uninitialised
 //   DYNAMIC_SHARED(T, name)        T *name, the block's dynamic shared memory, aligned to 128 bytes
 //   launch(kernel, grid, block, shared_bytes, stream, arguments...)
-//   threadIdx, blockIdx, blockDim, gridDim, __syncthreads, __syncwarp, __shfl_*_sync, __ballot_sync, __any_sync, __all_sync   as in CUDA
+//   threadIdx, blockIdx, blockDim, gridDim, __syncthreads, __syncwarp, __shfl_*_sync, __ballot_sync, __any_sync,
+//   __all_sync   as in CUDA
 //   atomicAdd of int, unsigned, unsigned long long, float      as in CUDA; of floats only where the order may vary
 //   ldmatrix_*, mma_*, copy_async_*, load_*, store_*, exp2_fast, log2_fast, max_nan      below
 //
-// Not to be used, as the CPU has no meaning for it: spinning on another block, warp-synchronous code without the _sync functions, and a
-// lane's registers read by another but by a shuffle.
+// Not to be used, as the CPU has no meaning for it: spinning on another block, warp-synchronous code without the _sync
+// functions, and a lane's registers read by another but by a shuffle.
 #ifndef KERNELS_GPU_CUH
 #define KERNELS_GPU_CUH
 
@@ -55,7 +56,8 @@ void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_
             typename AsIs<Parameters>::type... arguments) {
     cudaError_t error = cudaSuccess;
     if (shared_bytes > 48 * 1024)
-        error = cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared_bytes);
+        error =
+            cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared_bytes);
     cudaLaunchConfig_t config = {};
     config.gridDim = grid;
     config.blockDim = block;
@@ -65,10 +67,11 @@ void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_
     launch_check(error, (const void *)kernel, grid, block, shared_bytes);
 }
 
-// ---- matrices of 8×8 16-bit elements from shared memory to the lanes, and their product (PTX ISA, ldmatrix and mma.m16n8k16)
-// Lane l of the warp gives the address of row l % 8 of matrix l / 8, 16 bytes, aligned to 16; lanes past the last matrix are ignored.
-// r[i] of lane l has elements 2 (l % 4) and 2 (l % 4) + 1 of row l / 4 of matrix i, the first in the low half; `transposed`: of the
-// matrix's transpose.
+// ---- matrices of 8×8 16-bit elements from shared memory to the lanes, and their product (PTX ISA, ldmatrix and
+// mma.m16n8k16)
+// Lane l of the warp gives the address of row l % 8 of matrix l / 8, 16 bytes, aligned to 16; lanes past the last
+// matrix are ignored. r[i] of lane l has elements 2 (l % 4) and 2 (l % 4) + 1 of row l / 4 of matrix i, the first in
+// the low half; `transposed`: of the matrix's transpose.
 
 DEVICE uint32_t shared_address(const void *p) {
     return (uint32_t)__cvta_generic_to_shared(p);
@@ -76,12 +79,16 @@ DEVICE uint32_t shared_address(const void *p) {
 
 DEVICE void ldmatrix_x4(uint32_t r[4], const void *row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(shared_address(row))
+                 : "memory");
 }
 
 DEVICE void ldmatrix_x4_transposed(uint32_t r[4], const void *row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(shared_address(row))
+                 : "memory");
 }
 
 // d (16,8) += a (16,16) · b (16,8), a and b bf16, d float. With g = l / 4, t = l % 4 lane l has
@@ -89,16 +96,19 @@ DEVICE void ldmatrix_x4_transposed(uint32_t r[4], const void *row) {
 //   b[0] (2t and 2t+1, g)   b[1] (2t+8, g)                                           pairs along k
 //   d[0] (g, 2t)   d[1] (g, 2t+1)   d[2] (g+8, 2t)   d[3] (g+8, 2t+1)
 DEVICE void mma_m16n8k16(float d[4], const uint32_t a[4], const uint32_t b[2]) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
 // ---- asynchronous copies of 16 bytes from global to shared memory, both aligned to 16
-// Where not `valid` the 16 bytes become 0 and global memory is not touched (the address must still be one of an allocation).
+// Where not `valid` the 16 bytes become 0 and global memory is not touched (the address must still be one of an
+// allocation).
 DEVICE void copy_async_16(void *shared, const void *global, bool valid) {
     int bytes = valid ? 16 : 0;
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(bytes) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(bytes)
+                 : "memory");
 }
 
 DEVICE void copy_async_16(void *shared, const void *global) {
@@ -110,18 +120,19 @@ DEVICE void copy_async_commit() {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// Waits until at most `groups` of the thread's newest groups are under way. Other threads see the copies after a barrier.
+// Waits until at most `groups` of the thread's newest groups are under way. Other threads see the copies after a
+// barrier.
 template <int groups>
 DEVICE void copy_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(groups) : "memory");
 }
 
 // ---- 16 bytes at a time from and to global memory, aligned to 16
-DEVICE uint4 load_16(const void *p) {               // read-only while the kernel runs
+DEVICE uint4 load_16(const void *p) {    // read-only while the kernel runs
     return __ldg((const uint4 *)p);
 }
 
-DEVICE uint4 load_16_streaming(const void *p) {     // read once
+DEVICE uint4 load_16_streaming(const void *p) {    // read once
     return __ldcs((const uint4 *)p);
 }
 
@@ -135,7 +146,8 @@ DEVICE int anew(int x) {
     return x;
 }
 
-// ---- special functions, fast: 2^x within 2 ulp (0 for results below 2^-126), log2 within 1e-7 absolute near 1, 1 ulp elsewhere
+// ---- special functions, fast: 2^x within 2 ulp (0 for results below 2^-126), log2 within 1e-7 absolute near 1, 1 ulp
+// elsewhere
 DEVICE float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -148,7 +160,7 @@ DEVICE float log2_fast(float x) {
     return y;
 }
 
-DEVICE float reciprocal_fast(float x) {             // 1 ulp
+DEVICE float reciprocal_fast(float x) {    // 1 ulp
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
@@ -164,8 +176,8 @@ DEVICE float max_nan(float x, float y) {
 
 // ---- the same in both halves
 
-// The low half first. One instruction: by halves, what unpacks them again would be made of two single conversions, which are as slow as
-// special functions.
+// The low half first. One instruction: by halves, what unpacks them again would be made of two single conversions,
+// which are as slow as special functions.
 DEVICE uint32_t pack_bf16(float low, float high) {
     __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
     uint32_t bits;
@@ -206,7 +218,8 @@ struct Pack {
 };
 
 DEVICE void unpack_16(Pack<float> &p, uint4 v) {
-    p.x[0] = __uint_as_float(v.x), p.x[1] = __uint_as_float(v.y), p.x[2] = __uint_as_float(v.z), p.x[3] = __uint_as_float(v.w);
+    p.x[0] = __uint_as_float(v.x), p.x[1] = __uint_as_float(v.y), p.x[2] = __uint_as_float(v.z),
+    p.x[3] = __uint_as_float(v.w);
 }
 
 DEVICE void unpack_16(Pack<bf16> &p, uint4 v) {
@@ -215,11 +228,13 @@ DEVICE void unpack_16(Pack<bf16> &p, uint4 v) {
 }
 
 DEVICE uint4 pack_16(const Pack<float> &p) {
-    return make_uint4(__float_as_uint(p.x[0]), __float_as_uint(p.x[1]), __float_as_uint(p.x[2]), __float_as_uint(p.x[3]));
+    return make_uint4(__float_as_uint(p.x[0]), __float_as_uint(p.x[1]), __float_as_uint(p.x[2]),
+                      __float_as_uint(p.x[3]));
 }
 
 DEVICE uint4 pack_16(const Pack<bf16> &p) {
-    return make_uint4(pack_bf16(p.x[0], p.x[1]), pack_bf16(p.x[2], p.x[3]), pack_bf16(p.x[4], p.x[5]), pack_bf16(p.x[6], p.x[7]));
+    return make_uint4(pack_bf16(p.x[0], p.x[1]), pack_bf16(p.x[2], p.x[3]), pack_bf16(p.x[4], p.x[5]),
+                      pack_bf16(p.x[6], p.x[7]));
 }
 
 // Over the 32 lanes, in a fixed order; every lane gets the result.
@@ -238,7 +253,7 @@ DEVICE float block_sum(float x) {
     SHARED_ARRAY(float, sums, 32);
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
     x = warp_sum(x);
-    __syncthreads();                       // `sums` may still be read by the call before this one
+    __syncthreads();    // `sums` may still be read by the call before this one
     if (lane == 0) sums[warp] = x;
     __syncthreads();
     return warp_sum(lane < warps ? sums[lane] : 0.0f);

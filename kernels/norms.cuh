@@ -2,13 +2,13 @@
 //
 //   sum of squares over the table's ranges (adamw.cuh), in double
 //
-// Shapes: grads the flat array, float; partials double, one for each block of segments_ready(). The order of the sum depends on the table
-// alone: each run, on any GPU, gives the same bits. Several processes sum their gradients before this, or under ZeRO their sums of squares
-// after it.
+// Shapes: grads the flat array, float; partials double, one for each block of segments_ready(). The order of the sum
+// depends on the table alone: each run, on any GPU, gives the same bits. Several processes sum their gradients before
+// this, or under ZeRO their sums of squares after it.
 // Test: dev/tests/test_kernels.cu norms.
 //
-// A square is exact in double (24 + 24 bits), and a sum of 124M of them is right to about 1e-13; one in float would lose small gradients
-// beside large ones.
+// A square is exact in double (24 + 24 bits), and a sum of 124M of them is right to about 1e-13; one in float would
+// lose small gradients beside large ones.
 //
 // Bytes for 124M parameters: 4 each, 494 MB, 0.15 ms at 3.35 TB/s; 124M multiply-adds in double are 8 µs of an H100's.
 #ifndef KERNELS_NORMS_CUH
@@ -48,10 +48,11 @@ KERNEL void sum_kernel(double *out, const double *partials, size_t n) {
 // ---- launchers
 
 //   out (1) written: the sum of squares   partials (blocks) scratch   segments, blocks: adamw()'s
-static inline void gradient_squares(double *out, double *partials, const float *grads, const AdamSegment *segments, size_t count,
-                                    size_t blocks, cudaStream_t stream) {
-    if (blocks) launch(squares_kernel<SEGMENT_THREADS>, dim3((unsigned)blocks), dim3(SEGMENT_THREADS), 0, stream, partials, grads,
-                       segments, count);
+static inline void gradient_squares(double *out, double *partials, const float *grads, const AdamSegment *segments,
+                                    size_t count, size_t blocks, cudaStream_t stream) {
+    if (blocks)
+        launch(squares_kernel<SEGMENT_THREADS>, dim3((unsigned)blocks), dim3(SEGMENT_THREADS), 0, stream, partials,
+               grads, segments, count);
     launch(sum_kernel<NORM_THREADS>, dim3(1), dim3(NORM_THREADS), 0, stream, out, partials, blocks);
 }
 #endif

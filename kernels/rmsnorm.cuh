@@ -1,18 +1,20 @@
 // RMSNorm, forward and backward.
 //
 //   out[n,c]   = inp[n,c] · r_n · weight[c],   r_n = 1/sqrt(mean_c inp[n,c]² + 1e-5)
-//   dinp[n,c] += r_n (weight[c] dout[n,c] − inp[n,c] r_n² mean_c(dout weight inp)),   dweight[c] += sum_n dout[n,c] inp[n,c] r_n
+//   dinp[n,c] += r_n (weight[c] dout[n,c] − inp[n,c] r_n² mean_c(dout weight inp)),   dweight[c] += sum_n dout[n,c]
+//   inp[n,c] r_n
 //
-// Shapes: inp, out and their gradients (N,C), weight and dweight (C), r (N). X = float or bf16; r, weight, dweight and every sum are float,
-// and a result is rounded once. C up to RMSNORM_MAX_CHANNELS, any N.
+// Shapes: inp, out and their gradients (N,C), weight and dweight (C), r (N). X = float or bf16; r, weight, dweight and
+// every sum are float, and a result is rounded once. C up to RMSNORM_MAX_CHANNELS, any N.
 // Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019). Test: dev/tests/test_kernels.cu rmsnorm.
 //
-// A warp has a row. It reads the row twice, the second time from L1: a row of the 124M model is 1.5 KB. For dweight each warp sums its own
-// rows in shared memory, at addresses of its own, then the block sums its warps and leaves one row of partial sums; columns_add() adds the
-// blocks' rows. The number of blocks depends on N and C alone, so that every GPU gives the same bits.
+// A warp has a row. It reads the row twice, the second time from L1: a row of the 124M model is 1.5 KB. For dweight
+// each warp sums its own rows in shared memory, at addresses of its own, then the block sums its warps and leaves one
+// row of partial sums; columns_add() adds the blocks' rows. The number of blocks depends on N and C alone, so that
+// every GPU gives the same bits.
 //
-// Bytes at N = 16,384, C = 768 in bf16: forward 2·N·C·2 + 4·N = 50.4 MB, 15 µs at 3.35 TB/s; backward (dout, inp, dinp twice) 4·N·C·2 =
-// 100.7 MB, and the partial sums, 528·C·4 = 1.6 MB, written and read: 31 µs.
+// Bytes at N = 16,384, C = 768 in bf16: forward 2·N·C·2 + 4·N = 50.4 MB, 15 µs at 3.35 TB/s; backward (dout, inp, dinp
+// twice) 4·N·C·2 = 100.7 MB, and the partial sums, 528·C·4 = 1.6 MB, written and read: 31 µs.
 #ifndef KERNELS_RMSNORM_CUH
 #define KERNELS_RMSNORM_CUH
 
@@ -21,10 +23,10 @@
 #define RMSNORM_EPS 1e-5f      // as model/model.h has it: a compiler that sees both says so if they differ
 
 enum {
-    RMSNORM_WARPS = 8,                         // of a block, fewer where the channels are many
-    RMSNORM_BLOCKS = 528,                      // of the backward pass: 4 for each of an H100's 132 SMs
-    RMSNORM_SHARED = 96 * 1024,                // bytes that every GPU from sm_80 on gives to a block
-    RMSNORM_MAX_CHANNELS = 24 * 1024           // one warp's sums in RMSNORM_SHARED
+    RMSNORM_WARPS = 8,                  // of a block, fewer where the channels are many
+    RMSNORM_BLOCKS = 528,               // of the backward pass: 4 for each of an H100's 132 SMs
+    RMSNORM_SHARED = 96 * 1024,         // bytes that every GPU from sm_80 on gives to a block
+    RMSNORM_MAX_CHANNELS = 24 * 1024    // one warp's sums in RMSNORM_SHARED
 };
 
 // ---- forward
@@ -69,10 +71,11 @@ DEVICE float rmsnorm_mean(const X *dy, const X *x, const float *weight, size_t f
     return warp_sum(sum) / (float)C;
 }
 
-// dx of a warp's row, and its part of dweight added to `sums`: of the lane's element i in round k at (k·W + i)·32 + lane, so that the
-// lanes' addresses lie side by side.
+// dx of a warp's row, and its part of dweight added to `sums`: of the lane's element i in round k at (k·W + i)·32 +
+// lane, so that the lanes' addresses lie side by side.
 template <class X, int W>
-DEVICE void rmsnorm_row(X *dx, float *sums, const X *dy, const X *x, const float *weight, float r_n, float mean, size_t C) {
+DEVICE void rmsnorm_row(X *dx, float *sums, const X *dy, const X *x, const float *weight, float r_n, float mean,
+                        size_t C) {
     float k = r_n * r_n * mean;
     float *sum = sums + threadIdx.x % 32;
     for (size_t c = threadIdx.x % 32 * W; c < C; c += 32 * W, sum += 32 * W) {
@@ -90,9 +93,9 @@ DEVICE void rmsnorm_row(X *dx, float *sums, const X *dy, const X *x, const float
 }
 
 template <class X, int W>
-KERNEL void rmsnorm_backward_kernel(X *dinp, float *partials, const X *dout, const X *inp, const float *weight, const float *r, size_t N,
-                                    size_t C) {
-    DYNAMIC_SHARED(float, sums);                                     // (warps, room)
+KERNEL void rmsnorm_backward_kernel(X *dinp, float *partials, const X *dout, const X *inp, const float *weight,
+                                    const float *r, size_t N, size_t C) {
+    DYNAMIC_SHARED(float, sums);    // (warps, room)
     size_t room = (C + 32 * W - 1) / (32 * W) * (32 * W), warps = blockDim.x / 32, warp = threadIdx.x / 32;
     for (size_t i = threadIdx.x; i < warps * room; i += blockDim.x) sums[i] = 0;
     __syncthreads();
@@ -115,7 +118,8 @@ KERNEL void rmsnorm_backward_kernel(X *dinp, float *partials, const X *dout, con
 template <class X>
 void rmsnorm_forward(X *out, float *r, const X *inp, const float *weight, size_t N, size_t C, cudaStream_t stream) {
     auto kernel = fits<X>(C) ? rmsnorm_forward_kernel<X, Pack<X>::size> : rmsnorm_forward_kernel<X, 1>;
-    launch(kernel, row_grid(N, dim3(32, RMSNORM_WARPS)), dim3(32 * RMSNORM_WARPS), 0, stream, out, r, inp, weight, N, C);
+    launch(kernel, row_grid(N, dim3(32, RMSNORM_WARPS)), dim3(32 * RMSNORM_WARPS), 0, stream, out, r, inp, weight, N,
+           C);
 }
 
 // Of the backward pass: the bytes of a warp's sums, and the warps of a block.
@@ -137,14 +141,15 @@ static inline size_t rmsnorm_partials(size_t N, size_t C) {
     return smaller(N, RMSNORM_BLOCKS) * C;
 }
 
-//   dinp (N,C) added to   dweight (C) added to   partials scratch   dout, inp (N,C)   weight (C)   r (N) as the forward pass left it
+//   dinp (N,C) added to   dweight (C) added to   partials scratch   dout, inp (N,C)   weight (C)   r (N) as the forward
+//                         pass left it
 template <class X>
-void rmsnorm_backward(X *dinp, float *dweight, float *partials, const X *dout, const X *inp, const float *weight, const float *r, size_t N,
-                      size_t C, cudaStream_t stream) {
+void rmsnorm_backward(X *dinp, float *dweight, float *partials, const X *dout, const X *inp, const float *weight,
+                      const float *r, size_t N, size_t C, cudaStream_t stream) {
     size_t warps = rmsnorm_warps<X>(C), blocks = smaller((N + warps - 1) / warps, RMSNORM_BLOCKS);
     auto kernel = fits<X>(C) ? rmsnorm_backward_kernel<X, Pack<X>::size> : rmsnorm_backward_kernel<X, 1>;
-    launch(kernel, dim3((unsigned)blocks), dim3((unsigned)(32 * warps)), warps * rmsnorm_room<X>(C), stream, dinp, partials, dout, inp,
-           weight, r, N, C);
+    launch(kernel, dim3((unsigned)blocks), dim3((unsigned)(32 * warps)), warps * rmsnorm_room<X>(C), stream, dinp,
+           partials, dout, inp, weight, r, N, C);
     columns_add(dweight, partials, blocks, C, C, stream);
 }
 #endif

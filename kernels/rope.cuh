@@ -1,19 +1,22 @@
 // Rotary positions in place on q and k inside their projection, and, under qk=l2, their Euclidean norms divided out.
 //
-//   forward    y[i] = a cos − b sin,  y[i + HS/2] = b cos + a sin     of each pair a = x[i], b = x[i + HS/2] (half-split), the angle
+//   forward    y[i] = a cos − b sin,  y[i + HS/2] = b cos + a sin     of each pair a = x[i], b = x[i + HS/2]
+//              (half-split), the angle
 //              t · theta^(−2i/HS); with l2 u = y/|y|, and 1/|y| kept; 0 for a row of zeros, whose u is 0
-//   backward   with l2 dy = (du − u (u · du))/|y|, else dy = du;   da = dy[i] cos + dy[i + HS/2] sin,  db = dy[i + HS/2] cos − dy[i] sin
+//   backward   with l2 dy = (du − u (u · du))/|y|, else dy = du;   da = dy[i] cos + dy[i + HS/2] sin,  db = dy[i +
+//              HS/2] cos − dy[i] sin
 //
-// Shapes: qkv and dqkv (B,T,3,NH,HS), of which q's and k's thirds change; cosines, sines (T,HS/2); inverse_norms (B,T,2,NH), q's and then
-// k's. HS even. X = float or bf16; all else is float, and an element is rounded once each way.
-// Sources: Su et al., "RoFormer" (2021); Hugging Face's Llama for the order of the pairs. Test: dev/tests/test_kernels.cu rope.
+// Shapes: qkv and dqkv (B,T,3,NH,HS), of which q's and k's thirds change; cosines, sines (T,HS/2); inverse_norms
+// (B,T,2,NH), q's and then k's. HS even. X = float or bf16; all else is float, and an element is rounded once each way.
+// Sources: Su et al., "RoFormer" (2021); Hugging Face's Llama for the order of the pairs. Test:
+// dev/tests/test_kernels.cu rope.
 //
-// A block has one row of qkv. A head's pairs are shared by `group` lanes, a power of two of at most 32, so that a head's sum is a few
-// shuffles and needs no barrier; at HS = 64 in bf16 a group is 4 lanes with 16 bytes of each half. The heads of a row share its cosines and
-// sines through L1.
+// A block has one row of qkv. A head's pairs are shared by `group` lanes, a power of two of at most 32, so that a
+// head's sum is a few shuffles and needs no barrier; at HS = 64 in bf16 a group is 4 lanes with 16 bytes of each half.
+// The heads of a row share its cosines and sines through L1.
 //
-// Bytes at N = 16,384, 12 heads of 64 in bf16: q and k read and written, 2·2·N·768·2 = 100.7 MB, 30 µs at 3.35 TB/s, each way; with l2 the
-// backward pass reads qkv's q and k too, 151 MB, 45 µs.
+// Bytes at N = 16,384, 12 heads of 64 in bf16: q and k read and written, 2·2·N·768·2 = 100.7 MB, 30 µs at 3.35 TB/s,
+// each way; with l2 the backward pass reads qkv's q and k too, 151 MB, 45 µs.
 #ifndef KERNELS_ROPE_CUH
 #define KERNELS_ROPE_CUH
 
@@ -49,7 +52,8 @@ DEVICE float rope_squares(const X *x, size_t first, size_t step, size_t half) {
 }
 
 template <class X, int W>
-DEVICE void rope_rotate(X *x, float factor, const float *cosines, const float *sines, size_t first, size_t step, size_t half) {
+DEVICE void rope_rotate(X *x, float factor, const float *cosines, const float *sines, size_t first, size_t step,
+                        size_t half) {
     for (size_t i = first; i < half; i += step) {
         float a[W], b[W], c[W], s[W];
         load_vector_in_place<W>(a, x + i);
@@ -66,10 +70,12 @@ DEVICE void rope_rotate(X *x, float factor, const float *cosines, const float *s
 }
 
 template <class X, int W, bool L2>
-KERNEL void rope_forward_kernel(X *qkv, float *inverse_norms, const float *cosines, const float *sines, size_t T, size_t NH, size_t HS,
-                                int group) {
-    size_t n = blockIdx.x, t = n % T, half = HS / 2, heads = blockDim.x / group, first = threadIdx.x % group * W, step = (size_t)group * W;
-    for (size_t from = 0; from < 2 * NH; from += heads) {           // all threads go round together: group_sum() wants whole warps
+KERNEL void rope_forward_kernel(X *qkv, float *inverse_norms, const float *cosines, const float *sines, size_t T,
+                                size_t NH, size_t HS, int group) {
+    size_t n = blockIdx.x, t = n % T, half = HS / 2, heads = blockDim.x / group, first = threadIdx.x % group * W,
+           step = (size_t)group * W;
+    for (size_t from = 0; from < 2 * NH;
+         from += heads) {    // all threads go round together: group_sum() wants whole warps
         size_t head = from + threadIdx.x / group;
         bool there = head < 2 * NH;
         X *x = qkv + n * 3 * NH * HS + (there ? head : 0) * HS;
@@ -101,8 +107,8 @@ DEVICE float rope_dot(const X *u, const X *du, size_t first, size_t step, size_t
 }
 
 template <class X, int W, bool L2>
-DEVICE void rope_rotate_back(X *du, const X *u, float dot, float inverse, const float *cosines, const float *sines, size_t first,
-                             size_t step, size_t half) {
+DEVICE void rope_rotate_back(X *du, const X *u, float dot, float inverse, const float *cosines, const float *sines,
+                             size_t first, size_t step, size_t half) {
     for (size_t i = first; i < half; i += step) {
         float a[W], b[W], c[W], s[W];
         load_vector_in_place<W>(a, du + i);
@@ -125,9 +131,10 @@ DEVICE void rope_rotate_back(X *du, const X *u, float dot, float inverse, const 
 }
 
 template <class X, int W, bool L2>
-KERNEL void rope_backward_kernel(X *dqkv, const X *qkv, const float *inverse_norms, const float *cosines, const float *sines, size_t T,
-                                 size_t NH, size_t HS, int group) {
-    size_t n = blockIdx.x, t = n % T, half = HS / 2, heads = blockDim.x / group, first = threadIdx.x % group * W, step = (size_t)group * W;
+KERNEL void rope_backward_kernel(X *dqkv, const X *qkv, const float *inverse_norms, const float *cosines,
+                                 const float *sines, size_t T, size_t NH, size_t HS, int group) {
+    size_t n = blockIdx.x, t = n % T, half = HS / 2, heads = blockDim.x / group, first = threadIdx.x % group * W,
+           step = (size_t)group * W;
     for (size_t from = 0; from < 2 * NH; from += heads) {
         size_t head = from + threadIdx.x / group;
         bool there = head < 2 * NH;
@@ -137,7 +144,9 @@ KERNEL void rope_backward_kernel(X *dqkv, const X *qkv, const float *inverse_nor
             dot = group_sum(there ? rope_dot<X, W>(qkv + at, dqkv + at, first, step, half) : 0.0f, group);
             inverse = there ? inverse_norms[n * 2 * NH + head] : 0.0f;
         }
-        if (there) rope_rotate_back<X, W, L2>(dqkv + at, qkv + at, dot, inverse, cosines + t * half, sines + t * half, first, step, half);
+        if (there)
+            rope_rotate_back<X, W, L2>(dqkv + at, qkv + at, dot, inverse, cosines + t * half, sines + t * half, first,
+                                       step, half);
     }
 }
 
@@ -145,7 +154,7 @@ KERNEL void rope_backward_kernel(X *dqkv, const X *qkv, const float *inverse_nor
 
 typedef struct {
     dim3 grid, block;
-    int group;                 // lanes of a head
+    int group;    // lanes of a head
 } RopeGrid;
 
 static inline RopeGrid rope_grid(size_t N, size_t NH, size_t HS, size_t width) {
@@ -158,8 +167,8 @@ static inline RopeGrid rope_grid(size_t N, size_t NH, size_t HS, size_t width) {
 
 //   qkv (B,T,3,NH,HS) in place   inverse_norms (B,T,2,NH) written if l2, else not used   cosines, sines (T,HS/2)
 template <class X>
-void rope_forward(X *qkv, float *inverse_norms, const float *cosines, const float *sines, bool l2, size_t B, size_t T, size_t NH, size_t HS,
-                  cudaStream_t stream) {
+void rope_forward(X *qkv, float *inverse_norms, const float *cosines, const float *sines, bool l2, size_t B, size_t T,
+                  size_t NH, size_t HS, cudaStream_t stream) {
     enum { W = Pack<X>::size };
     bool vectors = fits<X>(HS / 2);
     RopeGrid g = rope_grid(B * T, NH, HS, vectors ? (size_t)W : 1);
@@ -170,8 +179,8 @@ void rope_forward(X *qkv, float *inverse_norms, const float *cosines, const floa
 
 //   dqkv (B,T,3,NH,HS) in place   qkv, inverse_norms as rope_forward() left them; not used but with l2
 template <class X>
-void rope_backward(X *dqkv, const X *qkv, const float *inverse_norms, const float *cosines, const float *sines, bool l2, size_t B,
-                   size_t T, size_t NH, size_t HS, cudaStream_t stream) {
+void rope_backward(X *dqkv, const X *qkv, const float *inverse_norms, const float *cosines, const float *sines, bool l2,
+                   size_t B, size_t T, size_t NH, size_t HS, cudaStream_t stream) {
     enum { W = Pack<X>::size };
     bool vectors = fits<X>(HS / 2);
     RopeGrid g = rope_grid(B * T, NH, HS, vectors ? (size_t)W : 1);

@@ -3,14 +3,15 @@
 //   forward    out = silu(gate) · up,  silu(x) = x sigmoid(x)
 //   backward   dgate = dout · up · sigmoid(gate) (1 + gate (1 − sigmoid(gate))),   dup = dout · silu(gate)
 //
-// Shapes: out, dout (N,F); gate, up, dgate and dup are F columns of arrays with N rows of any width. X = float or bf16, computed in float,
-// rounded once; any F.
+// Shapes: out, dout (N,F); gate, up, dgate and dup are F columns of arrays with N rows of any width. X = float or bf16,
+// computed in float, rounded once; any F.
 // Source: Shazeer, "GLU Variants Improve Transformer" (2020). Test: dev/tests/test_kernels.cu swiglu.
 //
-// A thread has 16 bytes of each array. The sigmoid is one ex2 and one rcp, 2 special functions an element: at 16 a clock and SM (2 to 3
-// elements a clock is what memory brings) they stay below the memory's time.
+// A thread has 16 bytes of each array. The sigmoid is one ex2 and one rcp, 2 special functions an element: at 16 a
+// clock and SM (2 to 3 elements a clock is what memory brings) they stay below the memory's time.
 //
-// Bytes at N = 16,384, F = 2,048 in bf16: forward 3·N·F·2 = 201 MB, 60 µs at 3.35 TB/s; backward 5·N·F·2 = 336 MB, 100 µs.
+// Bytes at N = 16,384, F = 2,048 in bf16: forward 3·N·F·2 = 201 MB, 60 µs at 3.35 TB/s; backward 5·N·F·2 = 336 MB, 100
+// µs.
 #ifndef KERNELS_SWIGLU_CUH
 #define KERNELS_SWIGLU_CUH
 
@@ -18,7 +19,8 @@
 
 // registers: at most 32 (gate_forward_kernel, gate_backward_kernel)
 template <class X, int W>
-KERNEL void gate_forward_kernel(X *out, const X *gate, size_t gate_row, const X *up, size_t up_row, size_t N, size_t F) {
+KERNEL void gate_forward_kernel(X *out, const X *gate, size_t gate_row, const X *up, size_t up_row, size_t N,
+                                size_t F) {
     size_t n = row_of_thread();
     if (n >= N) return;
     for (size_t f = threadIdx.x * W; f < F; f += blockDim.x * W) {
@@ -31,8 +33,8 @@ KERNEL void gate_forward_kernel(X *out, const X *gate, size_t gate_row, const X 
 }
 
 template <class X, int W>
-KERNEL void gate_backward_kernel(X *dgate, X *dup, const X *dout, const X *gate, size_t gate_row, const X *up, size_t up_row, size_t N,
-                                 size_t F) {
+KERNEL void gate_backward_kernel(X *dgate, X *dup, const X *dout, const X *gate, size_t gate_row, const X *up,
+                                 size_t up_row, size_t N, size_t F) {
     size_t n = row_of_thread();
     if (n >= N) return;
     for (size_t f = threadIdx.x * W; f < F; f += blockDim.x * W) {
@@ -55,21 +57,22 @@ KERNEL void gate_backward_kernel(X *dgate, X *dup, const X *dout, const X *gate,
 
 //   out (N,F) written   gate, up: F columns from there on, rows gate_row and up_row apart
 template <class X>
-void gate_forward(X *out, const X *gate, size_t gate_row, const X *up, size_t up_row, size_t N, size_t F, cudaStream_t stream) {
+void gate_forward(X *out, const X *gate, size_t gate_row, const X *up, size_t up_row, size_t N, size_t F,
+                  cudaStream_t stream) {
     bool vectors = fits<X>(F) && fits<X>(gate_row) && fits<X>(up_row);
     dim3 block = row_block(vectors ? F / Pack<X>::size : F);
-    launch(vectors ? gate_forward_kernel<X, Pack<X>::size> : gate_forward_kernel<X, 1>, row_grid(N, block), block, 0, stream, out, gate,
-           gate_row, up, up_row, N, F);
+    launch(vectors ? gate_forward_kernel<X, Pack<X>::size> : gate_forward_kernel<X, 1>, row_grid(N, block), block, 0,
+           stream, out, gate, gate_row, up, up_row, N, F);
 }
 
 //   dgate, dup written, rows as gate's and up's   dout (N,F)
 template <class X>
-void gate_backward(X *dgate, X *dup, const X *dout, const X *gate, size_t gate_row, const X *up, size_t up_row, size_t N, size_t F,
-                   cudaStream_t stream) {
+void gate_backward(X *dgate, X *dup, const X *dout, const X *gate, size_t gate_row, const X *up, size_t up_row,
+                   size_t N, size_t F, cudaStream_t stream) {
     bool vectors = fits<X>(F) && fits<X>(gate_row) && fits<X>(up_row);
     dim3 block = row_block(vectors ? F / Pack<X>::size : F);
-    launch(vectors ? gate_backward_kernel<X, Pack<X>::size> : gate_backward_kernel<X, 1>, row_grid(N, block), block, 0, stream, dgate, dup,
-           dout, gate, gate_row, up, up_row, N, F);
+    launch(vectors ? gate_backward_kernel<X, Pack<X>::size> : gate_backward_kernel<X, 1>, row_grid(N, block), block, 0,
+           stream, dgate, dup, dout, gate, gate_row, up, up_row, N, F);
 }
 
 //   out (N,F) written   gate_up (N,2F): gate, then up

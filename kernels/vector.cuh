@@ -1,8 +1,9 @@
-// What the kernels on rows share: loads and stores of W elements at a time as floats, shapes of grids, and sums over blocks.
+// What the kernels on rows share: loads and stores of W elements at a time as floats, shapes of grids, and sums over
+// blocks.
 //
-// W is Pack<X>::size, 16 bytes, where every row starts at a multiple of 16 bytes, else 1: a shape whose rows don't divide is slower, not
-// wrong. A kernel is templated on W and its launcher chooses (`fits`). Arrays start at a multiple of 16 bytes. Checked by
-// dev/tests/test_kernels.cu, by way of the kernels.
+// W is Pack<X>::size, 16 bytes, where every row starts at a multiple of 16 bytes, else 1: a shape whose rows don't
+// divide is slower, not wrong. A kernel is templated on W and its launcher chooses (`fits`). Arrays start at a multiple
+// of 16 bytes. Checked by dev/tests/test_kernels.cu, by way of the kernels.
 #ifndef KERNELS_VECTOR_CUH
 #define KERNELS_VECTOR_CUH
 
@@ -98,7 +99,8 @@ static inline size_t smaller(size_t a, size_t b) {
 
 // ---- grids
 
-// For kernels with no sum over a row: 256 threads, as many of them side by side on a row (x) as it has vectors, the others on other rows (y).
+// For kernels with no sum over a row: 256 threads, as many of them side by side on a row (x) as it has vectors, the
+// others on other rows (y).
 static inline dim3 row_block(size_t vectors) {
     unsigned x = 1;
     while (x < vectors && x < 256) x *= 2;
@@ -137,7 +139,7 @@ DEVICE void silu_both(float x, float *value, float *slope) {
 template <int THREADS>
 DEVICE double block_sum_double(double x) {
     SHARED_ARRAY(double, sums, THREADS);
-    __syncthreads();                       // `sums` may still be read by the call before this one
+    __syncthreads();    // `sums` may still be read by the call before this one
     sums[threadIdx.x] = x;
     for (unsigned half = THREADS / 2; half > 0; half /= 2) {
         __syncthreads();
@@ -168,7 +170,7 @@ KERNEL void columns_add_kernel(X *out, const X *partials, size_t R, size_t row, 
 }
 
 static inline void columns_add(float *out, const float *partials, size_t R, size_t row, size_t C, cudaStream_t stream) {
-    launch(columns_add_kernel<float>, dim3((unsigned)((C + COLUMNS - 1) / COLUMNS)), dim3(COLUMNS, COLUMN_THREADS), 0, stream, out,
-           partials, R, row, C);
+    launch(columns_add_kernel<float>, dim3((unsigned)((C + COLUMNS - 1) / COLUMNS)), dim3(COLUMNS, COLUMN_THREADS), 0,
+           stream, out, partials, R, row, C);
 }
 #endif

@@ -11,7 +11,7 @@
 
 #define COUNT(a) (sizeof(a) / sizeof((a)[0]))
 
-// --------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------------
 // Writing
 
 bool model_is_plain_llama(const ModelConfig *config) {
@@ -70,13 +70,14 @@ char *model_config_json(const ModelConfig *config, bool bf16) {
     return text;
 }
 
-// --------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------------
 // Reading. What is not known to be harmless may change what the model computes, so everything in the file must be
 // accounted for.
 
-// Keys that do not change the loss of this model, whatever their value: ids that only generation uses, how the file came
-// about, how the weights were first drawn, dropout (there is none at evaluation, and none in this trainer), how other
-// programs compute or generate.
+// Keys that do not change the loss of this model, whatever their value: ids that only generation uses, how the file
+// came about, how the weights were first drawn, dropout (there is none at evaluation, and none in this trainer), how
+// other programs compute or generate.
+// clang-format off
 static const char *const HARMLESS[] = {
     "architectures", "torch_dtype", "dtype", "transformers_version", "_name_or_path", "tokenizer_class",
     "_attn_implementation", "_attn_implementation_autoset", "use_cache", "pretraining_tp", "torchscript",
@@ -87,6 +88,7 @@ static const char *const HARMLESS[] = {
     "repetition_penalty", "length_penalty",
     "is_llama_config", "transformers.js_config",       // of SmolLM2
 };
+// clang-format on
 
 // Whole numbers. `fallback`: where the key is missing or null; REQUIRED: it must be there.
 enum { REQUIRED = -1 };
@@ -96,29 +98,33 @@ static const struct {
     int min, max, fallback;
     const char *why;
 } SIZES[] = {
+    // clang-format off
     {"vocab_size",              offsetof(ModelConfig, vocab),    2, MAX_VOCAB, REQUIRED, ", as tokens have 16 bits here"},
     {"hidden_size",             offsetof(ModelConfig, channels), 2, 65536,     REQUIRED, ""},
     {"intermediate_size",       offsetof(ModelConfig, ffn),      1, 262144,    REQUIRED, ""},
     {"num_hidden_layers",       offsetof(ModelConfig, layers),   1, 2048,      REQUIRED, ""},
     {"num_attention_heads",     offsetof(ModelConfig, heads),    1, 1024,      REQUIRED, ""},
     {"max_position_embeddings", offsetof(ModelConfig, seq_len),  1, INT_MAX,   1024,     ""},
+    // clang-format on
 };
 
 // The other keys that are understood. Each has its function below.
+// clang-format off
 static const char *const UNDERSTOOD[] = {
     "model_type", "num_key_value_heads", "head_dim", "hidden_act", "attention_bias", "mlp_bias", "rms_norm_eps",
     "rope_theta", "rope_parameters", "rope_scaling", "tie_word_embeddings", "eos_token_id", "layer_types",
     "quantization_config", "attention_normalizer",
 };
+// clang-format on
 
 typedef struct {
     const cJSON *json;
-    const char *ignored;       // names with commas between, or NULL
+    const char *ignored;    // names with commas between, or NULL
     ModelConfig *config;
-    bool foreign;              // another family: of its keys only those that Llamas have too are looked at
+    bool foreign;    // another family: of its keys only those that Llamas have too are looked at
     Reasons reasons;
-    int ignorable;             // how many of them are keys that are not known
-    char names[320];           // of these, with commas between
+    int ignorable;      // how many of them are keys that are not known
+    char names[320];    // of these, with commas between
 } Reader;
 
 static const cJSON *get(const Reader *r, const char *key) {
@@ -216,8 +222,7 @@ static void read_sizes(Reader *r) {
         *size = 0;
         if (get(r, SIZES[i].key))
             read_int(r, r->json, "", SIZES[i].key, SIZES[i].min, SIZES[i].max, SIZES[i].why, size);
-        else if (SIZES[i].fallback != REQUIRED)
-            *size = SIZES[i].fallback;
+        else if (SIZES[i].fallback != REQUIRED) *size = SIZES[i].fallback;
         else if (!r->foreign)
             reasons_add(&r->reasons, "\"%s\" is missing; expected a whole number from %d to %d", SIZES[i].key,
                         SIZES[i].min, SIZES[i].max);
@@ -232,8 +237,7 @@ static void read_end_of_text(Reader *r) {
     if (!c->vocab) return;
     c->end_of_text = default_end_of_text(c->vocab);
     if (!item) return;
-    if (json_u64(cJSON_IsArray(item) ? item->child : item, &id) && id < (uint64_t)c->vocab)
-        c->end_of_text = (int)id;
+    if (json_u64(cJSON_IsArray(item) ? item->child : item, &id) && id < (uint64_t)c->vocab) c->end_of_text = (int)id;
     else
         reasons_add(&r->reasons, "\"eos_token_id\" is %s; expected an id from 0 to %d", value_of(item).text,
                     c->vocab - 1);
@@ -265,8 +269,10 @@ static void read_heads(Reader *r) {
     bool grouped = get(r, "num_key_value_heads") &&
                    read_int(r, r->json, "", "num_key_value_heads", 1, INT_MAX, "", &kv) && kv != c->heads;
     if (grouped)
-        reasons_add(&r->reasons, "\"num_key_value_heads\" is %d: a grouped-query model, whose %d heads share "
-                    "%d key-value heads; expected %d", kv, c->heads, kv, c->heads);
+        reasons_add(&r->reasons,
+                    "\"num_key_value_heads\" is %d: a grouped-query model, whose %d heads share "
+                    "%d key-value heads; expected %d",
+                    kv, c->heads, kv, c->heads);
     if (!model_shape_fits(c, message, sizeof message)) {
         reasons_add(&r->reasons, "%s", message);
         return;
@@ -312,7 +318,7 @@ static void read_adapter(Reader *r, const char *folder) {
     snprintf(path, sizeof path, "%s/adapter_config.json", folder);
     if (access(path, F_OK) == 0)
         reasons_add(&r->reasons, "adapter_config.json is beside it: an adapter changes the weights; merge it into the "
-                    "model first (merge_and_unload() in peft) and load the result");
+                                 "model first (merge_and_unload() in peft) and load the result");
 }
 
 // rope_parameters, or rope_scaling as it was called before transformers 5: "default" is RoPE without scaling.
@@ -362,8 +368,7 @@ static void read_stages(Reader *r, const cJSON *attn, const char *name) {
         normalizer_stage_text(normalizer, i, text, sizeof text);
         if (stage && (!cJSON_IsString(stage) || strcmp(stage->valuestring, text) != 0))
             reasons_add(&r->reasons, "attention_normalizer \"%s\" means %s=%s, but the file says %s=%s", name,
-                        stage_names[i], text, stage_names[i],
-                        cJSON_IsString(stage) ? stage->valuestring : "(no text)");
+                        stage_names[i], text, stage_names[i], cJSON_IsString(stage) ? stage->valuestring : "(no text)");
     }
     if (cJSON_IsTrue(cJSON_GetObjectItemCaseSensitive(attn, "fixed")) != normalizer->fixed)
         reasons_add(&r->reasons, "attention_normalizer \"%s\" %s, but the file says otherwise in \"fixed\"", name,
@@ -386,14 +391,13 @@ static void read_normalizer(Reader *r) {
     }
     if (normalizer_parse(&r->config->attn, name->valuestring, message, sizeof message))
         read_stages(r, attn, name->valuestring);
-    else
-        reasons_add(&r->reasons, "attention_normalizer \"%s\": %s", name->valuestring, message);
+    else reasons_add(&r->reasons, "attention_normalizer \"%s\": %s", name->valuestring, message);
     if (cJSON_GetObjectItemCaseSensitive(attn, "seq_len"))
         read_int(r, attn, "attention_normalizer.", "seq_len", 1, MAX_SEQ_LEN, "", &r->config->seq_len);
     static const char *const keys[] = {"name", "seq_len", "fixed", "block"};
-    cJSON_ArrayForEach(item, attn)
-        if (!is_listed(item->string, keys, COUNT(keys)) && !is_listed(item->string, stage_names, STAGE_COUNT))
-            read_unknown(r, "attention_normalizer.", item);
+    cJSON_ArrayForEach(item, attn) if (!is_listed(item->string, keys, COUNT(keys)) &&
+                                       !is_listed(item->string, stage_names, STAGE_COUNT))
+        read_unknown(r, "attention_normalizer.", item);
 }
 
 static void read_rest(Reader *r) {
@@ -414,8 +418,7 @@ static bool refuse(const Reader *r, const char *path, Error *error) {
     if (r->ignorable == r->reasons.count)
         snprintf(remedy, sizeof remedy, "If the model computes the same without %s, --ignore-config-key %s loads it.",
                  r->ignorable == 1 ? "it" : "them", whole ? r->names : "NAME,NAME,...");
-    else
-        snprintf(remedy, sizeof remedy, "Only plain Llama models are supported; see doc/checkpoints.md.");
+    else snprintf(remedy, sizeof remedy, "Only plain Llama models are supported; see doc/checkpoints.md.");
     return error_set(error, EXIT_INPUT, "%s: this model cannot be loaded:%s\n  %s", path,
                      reasons_text(&r->reasons).text, remedy);
 }

@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-// ---------------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------------
 // Shape
 
 static const struct {
@@ -13,22 +13,26 @@ static const struct {
     int layers, heads, channels, ffn, vocab;
     bool tied;
 } PRESETS[] = {
+    // clang-format off
     {"15M",   6,  6, 288,  768, 32000, true},
     {"124M", 12, 12, 768, 2048, 50257, true},
     {"162M", 12, 12, 768, 2048, 50257, false},
+    // clang-format on
 };
 
 static const struct {
     const char *name;
     size_t offset;
     int min, max;
-    bool in_llama, in_gau;     // must it be given for a model of that block?
+    bool in_llama, in_gau;    // must it be given for a model of that block?
 } KEYS[] = {
+    // clang-format off
     {"layers",   offsetof(ModelConfig, layers),   1, 1024,      true,  true},
     {"heads",    offsetof(ModelConfig, heads),    1, 1024,      true,  false},
     {"channels", offsetof(ModelConfig, channels), 2, 65536,     true,  true},
     {"ffn",      offsetof(ModelConfig, ffn),      1, 262144,    true,  false},
     {"vocab",    offsetof(ModelConfig, vocab),    2, MAX_VOCAB, false, false},
+    // clang-format on
 };
 
 #define COUNT(a) (sizeof(a) / sizeof((a)[0]))
@@ -57,22 +61,27 @@ static bool parse_key(ModelConfig *config, bool *given, char *word, Error *error
     for (size_t i = 0; i < COUNT(KEYS); i++) {
         if (strcmp(word, KEYS[i].name) != 0) continue;
         if (!whole || value < KEYS[i].min || value > KEYS[i].max)
-            return error_set(error, EXIT_USAGE, "--model: %s is a whole number from %d to %d, not '%s'.", word, KEYS[i].min, KEYS[i].max,
-                             equals ? equals : "");
+            return error_set(error, EXIT_USAGE, "--model: %s is a whole number from %d to %d, not '%s'.", word,
+                             KEYS[i].min, KEYS[i].max, equals ? equals : "");
         *(int *)((char *)config + KEYS[i].offset) = (int)value;
         given[i] = true;
         return true;
     }
-    return error_set(error, EXIT_USAGE, "--model: no model or key '%s'. Models: 15M, 124M, 162M. Keys: layers=, heads=, channels=, ffn=, "
-                     "vocab=, tied=0|1, block=llama|gau.", word);
+    return error_set(error, EXIT_USAGE,
+                     "--model: no model or key '%s'. Models: 15M, 124M, 162M. Keys: layers=, heads=, channels=, ffn=, "
+                     "vocab=, tied=0|1, block=llama|gau.",
+                     word);
 }
 
 // Two units of one head stand for a layer.
 static bool make_gau(ModelConfig *config, const bool *given, Error *error) {
     for (size_t i = 0; i < COUNT(KEYS); i++)
         if (given[i] && (!strcmp(KEYS[i].name, "heads") || !strcmp(KEYS[i].name, "ffn")))
-            return error_set(error, EXIT_USAGE, "--model: %s= has no place beside block=gau, whose units have one head and values of width "
-                             "2 x channels.", KEYS[i].name);
+            return error_set(
+                error, EXIT_USAGE,
+                "--model: %s= has no place beside block=gau, whose units have one head and values of width "
+                "2 x channels.",
+                KEYS[i].name);
     config->layers *= 2;
     config->heads = 1;
     config->ffn = 2 * config->channels;
@@ -88,28 +97,28 @@ size_t value_size(const ModelConfig *config) {
 }
 
 bool model_same_shape(const ModelConfig *a, const ModelConfig *b) {
-    return a->block == b->block && a->layers == b->layers && a->heads == b->heads && a->channels == b->channels && a->ffn == b->ffn &&
-           a->vocab == b->vocab && a->tied == b->tied;
+    return a->block == b->block && a->layers == b->layers && a->heads == b->heads && a->channels == b->channels &&
+           a->ffn == b->ffn && a->vocab == b->vocab && a->tied == b->tied;
 }
 
 const char *model_text(const ModelConfig *c, char *out, size_t size) {
     if (c->block == BLOCK_GAU)
-        snprintf(out, size, "layers=%d,block=gau,channels=%d,tied=%d,vocab=%d", c->layers / 2, c->channels, c->tied, c->vocab);
+        snprintf(out, size, "layers=%d,block=gau,channels=%d,tied=%d,vocab=%d", c->layers / 2, c->channels, c->tied,
+                 c->vocab);
     else
-        snprintf(out, size, "layers=%d,heads=%d,channels=%d,ffn=%d,tied=%d,vocab=%d", c->layers, c->heads, c->channels, c->ffn, c->tied, c->vocab);
+        snprintf(out, size, "layers=%d,heads=%d,channels=%d,ffn=%d,tied=%d,vocab=%d", c->layers, c->heads, c->channels,
+                 c->ffn, c->tied, c->vocab);
     return out;
 }
 
 bool model_shape_fits(const ModelConfig *config, char *message, size_t size) {
     if (config->block == BLOCK_GAU) return true;
     int channels = config->channels, heads = config->heads;
-    if (channels % heads)
-        snprintf(message, size, "%d channels do not divide among %d heads", channels, heads);
+    if (channels % heads) snprintf(message, size, "%d channels do not divide among %d heads", channels, heads);
     else if (channels / heads % 2)
         snprintf(message, size, "the head size is %d channels / %d heads = %d; RoPE needs an even one", channels, heads,
                  channels / heads);
-    else
-        return true;
+    else return true;
     return false;
 }
 
@@ -120,7 +129,8 @@ bool model_gives_vocab(const char *text) {
 bool model_parse(ModelConfig *config, const char *text, Error *error) {
     char words[512], message[256];
     bool given[COUNT(KEYS)] = {false}, preset = false;
-    if (strlen(text) >= sizeof words) return error_set(error, EXIT_USAGE, "--model: longer than %zu characters.", sizeof words - 1);
+    if (strlen(text) >= sizeof words)
+        return error_set(error, EXIT_USAGE, "--model: longer than %zu characters.", sizeof words - 1);
     strcpy(words, text);
     config->block = BLOCK_LLAMA;
     config->vocab = 50257;
@@ -131,7 +141,8 @@ bool model_parse(ModelConfig *config, const char *text, Error *error) {
         bool found = false;
         for (size_t i = 0; word == words && i < COUNT(PRESETS); i++) {
             if (strcmp(word, PRESETS[i].name) != 0) continue;
-            config->layers = PRESETS[i].layers, config->heads = PRESETS[i].heads, config->channels = PRESETS[i].channels;
+            config->layers = PRESETS[i].layers, config->heads = PRESETS[i].heads,
+            config->channels = PRESETS[i].channels;
             config->ffn = PRESETS[i].ffn, config->vocab = PRESETS[i].vocab, config->tied = PRESETS[i].tied;
             preset = found = true;
         }
@@ -146,7 +157,7 @@ bool model_parse(ModelConfig *config, const char *text, Error *error) {
     return model_shape_fits(config, message, sizeof message) || error_set(error, EXIT_USAGE, "--model: %s.", message);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------------
 // Tensors
 
 typedef enum { NONE, CHANNELS, FFN, VOCAB, HEADS, QK_WIDTH, LENGTH } Dimension;
@@ -159,30 +170,32 @@ typedef struct {
     Start start;
     bool joined;
     Scalar scalar;
-    size_t field;              // where its offset goes
+    size_t field;    // where its offset goes
 } Row;
 
 #define IN_LAYER(field) offsetof(LayerOffsets, field)
 #define IN_LIST(field) offsetof(TensorList, field)
 
 static const Row FIRST_ROWS[] = {
-    {"model.embed_tokens.weight",       VOCAB,    CHANNELS, START_NORMAL,   false, SCALAR_NONE, IN_LIST(embedding)},
-    {"model.attn_pn",                   LENGTH,   NONE,     START_SCALAR,   false, SCALAR_P,    IN_LIST(p)},
+    {"model.embed_tokens.weight", VOCAB, CHANNELS, START_NORMAL, false, SCALAR_NONE, IN_LIST(embedding)},
+    {"model.attn_pn", LENGTH, NONE, START_SCALAR, false, SCALAR_P, IN_LIST(p)},
 };
-static const Row LLAMA_ROWS[] = {                                    // after "model.layers.N."
-    {"input_layernorm.weight",          CHANNELS, NONE,     START_ONE,      false, SCALAR_NONE, IN_LAYER(norm1)},
-    {"self_attn.q_proj.weight",         CHANNELS, CHANNELS, START_NORMAL,   false, SCALAR_NONE, IN_LAYER(q)},
-    {"self_attn.k_proj.weight",         CHANNELS, CHANNELS, START_NORMAL,   true,  SCALAR_NONE, IN_LAYER(k)},
-    {"self_attn.v_proj.weight",         CHANNELS, CHANNELS, START_NORMAL,   true,  SCALAR_NONE, IN_LAYER(v)},
-    {"self_attn.attn_scale",            HEADS,    NONE,     START_SCALAR,   false, SCALAR_S,    IN_LAYER(s)},
-    {"self_attn.attn_bias",             HEADS,    NONE,     START_SCALAR,   false, SCALAR_B,    IN_LAYER(b)},
-    {"self_attn.attn_sink",             HEADS,    NONE,     START_SCALAR,   false, SCALAR_SINK, IN_LAYER(sink)},
-    {"self_attn.o_proj.weight",         CHANNELS, CHANNELS, START_RESIDUAL, false, SCALAR_NONE, IN_LAYER(o)},
-    {"post_attention_layernorm.weight", CHANNELS, NONE,     START_ONE,      false, SCALAR_NONE, IN_LAYER(norm2)},
-    {"mlp.gate_proj.weight",            FFN,      CHANNELS, START_NORMAL,   false, SCALAR_NONE, IN_LAYER(gate)},
-    {"mlp.up_proj.weight",              FFN,      CHANNELS, START_NORMAL,   true,  SCALAR_NONE, IN_LAYER(up)},
-    {"mlp.down_proj.weight",            CHANNELS, FFN,      START_RESIDUAL, false, SCALAR_NONE, IN_LAYER(down)},
+static const Row LLAMA_ROWS[] = {
+    // after "model.layers.N."
+    {"input_layernorm.weight", CHANNELS, NONE, START_ONE, false, SCALAR_NONE, IN_LAYER(norm1)},
+    {"self_attn.q_proj.weight", CHANNELS, CHANNELS, START_NORMAL, false, SCALAR_NONE, IN_LAYER(q)},
+    {"self_attn.k_proj.weight", CHANNELS, CHANNELS, START_NORMAL, true, SCALAR_NONE, IN_LAYER(k)},
+    {"self_attn.v_proj.weight", CHANNELS, CHANNELS, START_NORMAL, true, SCALAR_NONE, IN_LAYER(v)},
+    {"self_attn.attn_scale", HEADS, NONE, START_SCALAR, false, SCALAR_S, IN_LAYER(s)},
+    {"self_attn.attn_bias", HEADS, NONE, START_SCALAR, false, SCALAR_B, IN_LAYER(b)},
+    {"self_attn.attn_sink", HEADS, NONE, START_SCALAR, false, SCALAR_SINK, IN_LAYER(sink)},
+    {"self_attn.o_proj.weight", CHANNELS, CHANNELS, START_RESIDUAL, false, SCALAR_NONE, IN_LAYER(o)},
+    {"post_attention_layernorm.weight", CHANNELS, NONE, START_ONE, false, SCALAR_NONE, IN_LAYER(norm2)},
+    {"mlp.gate_proj.weight", FFN, CHANNELS, START_NORMAL, false, SCALAR_NONE, IN_LAYER(gate)},
+    {"mlp.up_proj.weight", FFN, CHANNELS, START_NORMAL, true, SCALAR_NONE, IN_LAYER(up)},
+    {"mlp.down_proj.weight", CHANNELS, FFN, START_RESIDUAL, false, SCALAR_NONE, IN_LAYER(down)},
 };
+// clang-format off
 static const Row GAU_ROWS[] = {
     {"input_layernorm.weight",          CHANNELS, NONE,     START_ONE,      false, SCALAR_NONE, IN_LAYER(norm1)},
     {"gau.u_proj.weight",               FFN,      CHANNELS, START_NORMAL,   false, SCALAR_NONE, IN_LAYER(u)},
@@ -197,20 +210,21 @@ static const Row GAU_ROWS[] = {
     {"gau.attn_sink",                   HEADS,    NONE,     START_SCALAR,   false, SCALAR_SINK, IN_LAYER(sink)},
     {"gau.o_proj.weight",               CHANNELS, FFN,      START_RESIDUAL, false, SCALAR_NONE, IN_LAYER(o)},
 };
+// clang-format on
 static const Row LAST_ROWS[] = {
-    {"model.norm.weight",               CHANNELS, NONE,     START_ONE,      false, SCALAR_NONE, IN_LIST(norm)},
-    {"lm_head.weight",                  VOCAB,    CHANNELS, START_NORMAL,   false, SCALAR_NONE, IN_LIST(head)},
+    {"model.norm.weight", CHANNELS, NONE, START_ONE, false, SCALAR_NONE, IN_LIST(norm)},
+    {"lm_head.weight", VOCAB, CHANNELS, START_NORMAL, false, SCALAR_NONE, IN_LIST(head)},
 };
 
 static size_t dimension(const ModelConfig *config, Dimension d) {
     switch (d) {
     case CHANNELS: return (size_t)config->channels;
-    case FFN:      return (size_t)config->ffn;
-    case VOCAB:    return (size_t)config->vocab;
-    case HEADS:    return (size_t)config->heads;
+    case FFN: return (size_t)config->ffn;
+    case VOCAB: return (size_t)config->vocab;
+    case HEADS: return (size_t)config->heads;
     case QK_WIDTH: return GAU_HEAD;
-    case LENGTH:   return (size_t)config->seq_len;
-    case NONE:     break;
+    case LENGTH: return (size_t)config->seq_len;
+    case NONE: break;
     }
     return 1;
 }
@@ -219,22 +233,26 @@ size_t padded_vocab(const ModelConfig *config) {
     return ((size_t)config->vocab + 127) / 128 * 128;
 }
 
-// Where a tensor's numbers start: their mean and their deviation. Each layer writes to the residual stream twice, a gated unit once.
+// Where a tensor's numbers start: their mean and their deviation. Each layer writes to the residual stream twice, a
+// gated unit once.
 static void set_start(Tensor *t, const ModelConfig *config, Start start) {
     int writes = config->block == BLOCK_GAU ? config->layers : 2 * config->layers;
-    t->mean = start == START_ONE ? 1.0f : start == START_SCALAR ? (float)normalizer_start(&config->attn, t->scalar, config->seq_len) : 0.0f;
+    t->mean = start == START_ONE      ? 1.0f
+              : start == START_SCALAR ? (float)normalizer_start(&config->attn, t->scalar, config->seq_len)
+                                      : 0.0f;
     t->std = start == START_NORMAL ? 0.02f : start == START_RESIDUAL ? 0.02f / sqrtf((float)writes) : 0.0f;
 }
 
 static void add(TensorList *list, const ModelConfig *config, const Row *row, const char *prefix, void *offsets) {
     Tensor *t = &list->tensors[list->count++];
-    *t = (Tensor){.ndim = row->cols == NONE ? 1 : 2, .shape = {dimension(config, row->rows), dimension(config, row->cols)},
+    *t = (Tensor){.ndim = row->cols == NONE ? 1 : 2,
+                  .shape = {dimension(config, row->rows), dimension(config, row->cols)},
                   .scalar = row->scalar};
     snprintf(t->name, sizeof t->name, "%s%s", prefix, row->name);
     t->elements = t->shape[0] * t->shape[1];
     t->decay = t->ndim == 2;
     set_start(t, config, row->start);
-    if (!row->joined) list->floats = (list->floats + 15) / 16 * 16;      // 64 bytes
+    if (!row->joined) list->floats = (list->floats + 15) / 16 * 16;    // 64 bytes
     t->offset = list->floats;
     *(size_t *)((char *)offsets + row->field) = t->offset;
     list->floats += (row->rows == VOCAB ? padded_vocab(config) : t->shape[0]) * t->shape[1];
@@ -259,7 +277,8 @@ TensorList tensors_of(const ModelConfig *config, const Normalizer *const *others
         char prefix[64];
         snprintf(prefix, sizeof prefix, "model.layers.%zu.", l);
         for (size_t i = 0; i < rows; i++)
-            if (row_exists(&layer_rows[i], config, others, count)) add(&list, config, &layer_rows[i], prefix, &list.layers[l]);
+            if (row_exists(&layer_rows[i], config, others, count))
+                add(&list, config, &layer_rows[i], prefix, &list.layers[l]);
     }
     for (size_t i = 0; i < COUNT(LAST_ROWS); i++)
         if (LAST_ROWS[i].field != IN_LIST(head) || !config->tied) add(&list, config, &LAST_ROWS[i], "", &list);

@@ -16,26 +16,28 @@ extern "C" {
 
 #define RMSNORM_EPS 1e-5f
 
-enum { MAX_SEQ_LEN = 1 << 20, MAX_VOCAB = 65536 };   // a token is 16 bits in a shard
+enum { MAX_SEQ_LEN = 1 << 20, MAX_VOCAB = 65536 };    // a token is 16 bits in a shard
 
-// What a layer is: rmsnorm, attention with RoPE, rmsnorm, SwiGLU; or rmsnorm and a gated attention unit, two of which stand for the other.
+// What a layer is: rmsnorm, attention with RoPE, rmsnorm, SwiGLU; or rmsnorm and a gated attention unit, two of which
+// stand for the other.
 typedef enum { BLOCK_LLAMA, BLOCK_GAU } Block;
 
-enum { GAU_HEAD = 128 };       // the width of a unit's q and k
+enum { GAU_HEAD = 128 };    // the width of a unit's q and k
 
-// A decoder: embedding, layers, rmsnorm, output projection. Under BLOCK_GAU `layers` counts units, heads is 1 and ffn 2·channels, the
-// width of a unit's values.
+// A decoder: embedding, layers, rmsnorm, output projection. Under BLOCK_GAU `layers` counts units, heads is 1 and ffn
+// 2·channels, the width of a unit's values.
 typedef struct {
     Block block;
     int layers, heads, channels, ffn, vocab;
-    bool tied;                 // the output projection is the embedding
+    bool tied;    // the output projection is the embedding
     double rope_theta;
-    int seq_len;               // L, the length that it was trained with
-    int end_of_text;           // the token between documents
+    int seq_len;        // L, the length that it was trained with
+    int end_of_text;    // the token between documents
     Normalizer attn;
 } ModelConfig;
 
-// Reads --model: a preset, or key=value,... (layers, heads, channels, ffn, tied, vocab, block), or a preset and then keys.
+// Reads --model: a preset, or key=value,... (layers, heads, channels, ffn, tied, vocab, block), or a preset and then
+// keys.
 // Sets shape, rope_theta and end_of_text; leaves seq_len and attn. False with EXIT_USAGE and what there is.
 bool model_parse(ModelConfig *config, const char *text, Error *error);
 
@@ -60,33 +62,34 @@ size_t value_size(const ModelConfig *config);
 
 // One tensor of the model; the list is the only place that knows them.
 typedef struct {
-    char name[96];             // in checkpoints: Hugging Face's Llama names
+    char name[96];    // in checkpoints: Hugging Face's Llama names
     int ndim;
     size_t shape[2], elements;
-    size_t offset;             // of its first float in an array of all parameters (or gradients, or moments)
-    float mean, std;           // how it starts
-    bool decay;                // weight decay: rank 2 alone
-    Scalar scalar;             // which of the normalizer's, which it may have, train, or lack
+    size_t offset;      // of its first float in an array of all parameters (or gradients, or moments)
+    float mean, std;    // how it starts
+    bool decay;         // weight decay: rank 2 alone
+    Scalar scalar;      // which of the normalizer's, which it may have, train, or lack
 } Tensor;
 
 typedef struct {
-    size_t norm1, o, s, b, sink;                 // of both blocks
-    size_t q, k, v, norm2, gate, up, down;       // q, k, v and gate, up follow each other without a gap
+    size_t norm1, o, s, b, sink;                               // of both blocks
+    size_t q, k, v, norm2, gate, up, down;                     // q, k, v and gate, up follow each other without a gap
     size_t u, gau_v, z, q_gain, k_gain, q_offset, k_offset;    // so do u, v, z
 } LayerOffsets;
 
 typedef struct {
     Tensor *tensors;
-    size_t count, floats;      // floats: the length of an array of all of them, gaps for alignment included
-    size_t embedding, norm, head, p;   // head is the embedding's offset when tied
+    size_t count, floats;               // floats: the length of an array of all of them, gaps for alignment included
+    size_t embedding, norm, head, p;    // head is the embedding's offset when tied
     LayerOffsets *layers;
 } TensorList;
 
-// The vocabulary as it lies in memory: the next multiple of 128 (50,257 is 50,304). The rows past it are 0 and stay so; they are in no
-// file, and their logits take part in nothing.
+// The vocabulary as it lies in memory: the next multiple of 128 (50,257 is 50,304). The rows past it are 0 and stay so;
+// they are in no file, and their logits take part in nothing.
 size_t padded_vocab(const ModelConfig *config);
 
-// The tensors of a model. Among them are the learned scalars of its normalizer, and of `others`, those before or after a change.
+// The tensors of a model. Among them are the learned scalars of its normalizer, and of `others`, those before or after
+// a change.
 TensorList tensors_of(const ModelConfig *config, const Normalizer *const *others, size_t count);
 void tensors_free(TensorList *list);
 
@@ -98,8 +101,8 @@ bool tensor_trained(const Tensor *tensor, const Normalizer *attn);
 uint64_t model_parameters(const ModelConfig *config);
 uint64_t model_product_parameters(const ModelConfig *config);
 
-// Floating-point operations a token, forward and backward: 6·P + 12·layers·channels·T, P without an untied embedding (the second term is
-// 6·layers·(head size + value size)·T under BLOCK_GAU).
+// Floating-point operations a token, forward and backward: 6·P + 12·layers·channels·T, P without an untied embedding
+// (the second term is 6·layers·(head size + value size)·T under BLOCK_GAU).
 double model_flops_per_token(const ModelConfig *config, size_t T);
 
 // config.json: LlamaConfig's keys and attention_normalizer. The caller frees the text.

@@ -19,10 +19,13 @@ void weights_init(const Weights *w, uint64_t seed) {
 void weights_start_scalars(const Weights *w, const Normalizer *from) {
     for (size_t i = 0; i < w->list->count; i++) {
         const Tensor *t = &w->list->tensors[i];
-        if (!t->scalar || !tensor_exists(t, &w->config->attn) || normalizer_keeps(from, &w->config->attn, t->scalar)) continue;
+        if (!t->scalar || !tensor_exists(t, &w->config->attn) || normalizer_keeps(from, &w->config->attn, t->scalar))
+            continue;
         float start = (float)normalizer_start(&w->config->attn, t->scalar, w->config->seq_len);
         for (size_t j = 0; j < t->elements; j++) w->params[t->offset + j] = start;
-        if (w->mean) memset(w->mean + t->offset, 0, t->elements * sizeof(float)), memset(w->square + t->offset, 0, t->elements * sizeof(float));
+        if (w->mean)
+            memset(w->mean + t->offset, 0, t->elements * sizeof(float)),
+                memset(w->square + t->offset, 0, t->elements * sizeof(float));
     }
 }
 
@@ -62,11 +65,13 @@ static bool check_tied(const Safetensors *file, const TensorInfo *head, Reasons 
     bool same = false;
     if (embedding && !safetensors_same(head, embedding, &same, error)) return false;
     if (!same)
-        reasons_add(reasons, "tensor lm_head.weight is not model.embed_tokens.weight, though \"tie_word_embeddings\" is true");
+        reasons_add(reasons,
+                    "tensor lm_head.weight is not model.embed_tokens.weight, though \"tie_word_embeddings\" is true");
     return true;
 }
 
-static bool check_tensors(const TensorList *list, bool tied, const Safetensors *file, const char *folder, Error *error) {
+static bool check_tensors(const TensorList *list, bool tied, const Safetensors *file, const char *folder,
+                          Error *error) {
     Reasons reasons = {0};
     for (size_t i = 0; i < list->count; i++) {
         const Tensor *t = &list->tensors[i];
@@ -77,14 +82,15 @@ static bool check_tensors(const TensorList *list, bool tied, const Safetensors *
         const TensorInfo *info = safetensors_at(file, i);
         if (is_expected(list, info->name)) continue;
         if (!tied || strcmp(info->name, "lm_head.weight") != 0)
-            reasons_add(&reasons, "tensor %.200s would be left over: config.json describes a model without it", info->name);
-        else if (!check_tied(file, info, &reasons, error))
-            return false;
+            reasons_add(&reasons, "tensor %.200s would be left over: config.json describes a model without it",
+                        info->name);
+        else if (!check_tied(file, info, &reasons, error)) return false;
     }
     if (!reasons.count) return true;
-    return error_set(error, EXIT_INPUT, "%s: the tensors are not those of the model that its config.json describes:%s\n"
-                     "  Take a whole copy of the model, correct config.json, or convert what has another dtype.", folder,
-                     reasons_text(&reasons).text);
+    return error_set(error, EXIT_INPUT,
+                     "%s: the tensors are not those of the model that its config.json describes:%s\n"
+                     "  Take a whole copy of the model, correct config.json, or convert what has another dtype.",
+                     folder, reasons_text(&reasons).text);
 }
 
 // weights_check(); the open file is the caller's then.
@@ -136,8 +142,9 @@ bool weights_load_optimizer(const Weights *w, const char *folder, Error *error) 
     for (size_t i = 0; done && i < w->list->count; i++) {
         const Tensor *t = &w->list->tensors[i];
         if (!tensor_exists(t, &w->config->attn)) continue;
-        done = read_optimizer_row(file, t, "exp_avg", w->mean, error) && read_optimizer_row(file, t, "exp_avg_sq", w->square, error)
-            && (!w->bf16 || read_optimizer_row(file, t, "master", w->params, error));
+        done = read_optimizer_row(file, t, "exp_avg", w->mean, error) &&
+               read_optimizer_row(file, t, "exp_avg_sq", w->square, error) &&
+               (!w->bf16 || read_optimizer_row(file, t, "master", w->params, error));
     }
     safetensors_close(file);
     return done;
@@ -150,8 +157,8 @@ bool weights_save(const Weights *w, const char *path, Error *error) {
     for (size_t i = 0; i < w->list->count; i++) {
         const Tensor *t = &w->list->tensors[i];
         if (!tensor_exists(t, &w->config->attn)) continue;
-        rows[count++] = (TensorRow){t->name, w->bf16 ? DTYPE_BF16 : DTYPE_F32, t->ndim, {t->shape[0], t->shape[1]},
-                                    w->params + t->offset};
+        rows[count++] = (TensorRow){
+            t->name, w->bf16 ? DTYPE_BF16 : DTYPE_F32, t->ndim, {t->shape[0], t->shape[1]}, w->params + t->offset};
     }
     bool done = safetensors_write(path, rows, count, (const char *const[]){"format", "pt", NULL}, error);
     free(rows);
@@ -159,8 +166,10 @@ bool weights_save(const Weights *w, const char *path, Error *error) {
 }
 
 bool weights_save_optimizer(const Weights *w, const char *path, Error *error) {
-    const struct { const char *suffix; const float *data; } parts[] = {
-        {"exp_avg", w->mean}, {"exp_avg_sq", w->square}, {"master", w->params}};
+    const struct {
+        const char *suffix;
+        const float *data;
+    } parts[] = {{"exp_avg", w->mean}, {"exp_avg_sq", w->square}, {"master", w->params}};
     size_t part_count = w->bf16 ? 3 : 2, count = 0;
     TensorRow *rows = malloc(w->list->count * part_count * sizeof *rows);
     char (*names)[128] = malloc(w->list->count * part_count * sizeof *names);
@@ -169,7 +178,8 @@ bool weights_save_optimizer(const Weights *w, const char *path, Error *error) {
         const Tensor *t = &w->list->tensors[i];
         for (size_t p = 0; p < part_count && tensor_exists(t, &w->config->attn); p++, count++) {
             snprintf(names[count], sizeof names[count], "%s.%s", t->name, parts[p].suffix);
-            rows[count] = (TensorRow){names[count], DTYPE_F32, t->ndim, {t->shape[0], t->shape[1]}, parts[p].data + t->offset};
+            rows[count] =
+                (TensorRow){names[count], DTYPE_F32, t->ndim, {t->shape[0], t->shape[1]}, parts[p].data + t->offset};
         }
     }
     done = done ? safetensors_write(path, rows, count, (const char *const[]){"format", "pt", NULL}, error)

@@ -11,20 +11,21 @@ extern "C" {
 typedef struct {
     const ModelConfig *config;
     const TensorList *list;
-    float *params;             // list->floats of them
-    float *mean, *square;      // AdamW's moments, likewise; NULL for a model that only generates
-    bool bf16;                 // model.safetensors has bfloat16, and the parameters are masters in optimizer.safetensors
+    float *params;           // list->floats of them
+    float *mean, *square;    // AdamW's moments, likewise; NULL for a model that only generates
+    // model.safetensors has bfloat16, and the parameters are masters in optimizer.safetensors.
+    bool bf16;
 } Weights;
 
-// The first weights: each tensor's mean and deviation by the list, its numbers by the seed and its place among those that have random
-// ones: so that all normalizers start from the same weights, with or without scalars of their own.
+// The first weights: each tensor's mean and deviation by the list, its numbers by the seed and its place among those
+// that have random ones: so that all normalizers start from the same weights, with or without scalars of their own.
 void weights_init(const Weights *weights, uint64_t seed);
 
 // Each learned scalar that a model under `from` does not bring along starts at its first value.
 void weights_start_scalars(const Weights *weights, const Normalizer *from);
 
-// Copies all learned scalars and their moments to `kept` (weights_scalar_floats() of them), or back where `restore`: what it takes to undo
-// weights_start_scalars().
+// Copies all learned scalars and their moments to `kept` (weights_scalar_floats() of them), or back where `restore`:
+// what it takes to undo weights_start_scalars().
 size_t weights_scalar_floats(const TensorList *list);
 void weights_keep_scalars(const Weights *weights, float *kept, bool restore);
 

@@ -35,7 +35,8 @@ static char *join(char *out, const char *folder, const char *format, ...) {
         added = vsnprintf(out + length, PATH_MAX - length, format, args);
         va_end(args);
     }
-    if (added < 0 || length + (size_t)added >= PATH_MAX) fail(EXIT_USAGE, "%.200s...: this folder's path is too long.", folder);
+    if (added < 0 || length + (size_t)added >= PATH_MAX)
+        fail(EXIT_USAGE, "%.200s...: this folder's path is too long.", folder);
     return out;
 }
 
@@ -43,7 +44,8 @@ static char *join_step(char *out, const char *root, const char *prefix, uint64_t
     return join(out, root, "%s%08" PRIu64, prefix, step);
 }
 
-// ---- hashes of what is written ---------------------------------------------------------------------------------------------
+// ---- hashes of what is written
+// ---------------------------------------------------------------------------------------------
 
 typedef struct {
     char name[NAME_MAX + 1];
@@ -68,7 +70,8 @@ static Record *record_find(const char *name) {
 static void record_written(const char *path, uint64_t size, XXH128_hash_t hash) {
     size_t length = strlen(written.folder);
     const char *name = path + length + 1;
-    if (strncmp(path, written.folder, length) || path[length] != '/' || strchr(name, '/') || strlen(name) > NAME_MAX) return;
+    if (strncmp(path, written.folder, length) || path[length] != '/' || strchr(name, '/') || strlen(name) > NAME_MAX)
+        return;
     Record *record = record_find(name);
     if (!record) {
         written.records = realloc(written.records, (written.count + 1) * sizeof *written.records);
@@ -86,14 +89,17 @@ static void records_end(void) {
     memset(&written, 0, sizeof written);
 }
 
-typedef struct { char text[33]; } HashText;
+typedef struct {
+    char text[33];
+} HashText;
 static HashText hash_text(XXH128_hash_t hash) {
     HashText out;
     snprintf(out.text, sizeof out.text, "%016" PRIx64 "%016" PRIx64, (uint64_t)hash.high64, (uint64_t)hash.low64);
     return out;
 }
 
-// ---- the manifest ----------------------------------------------------------------------------------------------------------
+// ---- the manifest
+// ----------------------------------------------------------------------------------------------------------
 
 // {"files": {"model.safetensors": {"size": 12, "xxh3_128": "32 hexadecimal digits, as xxhsum -H2 prints them"}, ...}}
 
@@ -103,24 +109,28 @@ static bool check_entry(const char *folder, const char *manifest, const cJSON *e
     uint64_t size, found_size;
     XXH128_hash_t found;
     const char *hash = cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(entry, "xxh3_128"));
-    if (!json_u64(cJSON_GetObjectItemCaseSensitive(entry, "size"), &size) || !hash || strchr(entry->string, '/')
-        || strlen(entry->string) > NAME_MAX) {
-        return error_set(error, EXIT_INPUT, "%s: expected a plain file name with \"size\" and \"xxh3_128\", found something else "
-                         "at \"%.100s\".\n  " DAMAGED, manifest, entry->string);
+    if (!json_u64(cJSON_GetObjectItemCaseSensitive(entry, "size"), &size) || !hash || strchr(entry->string, '/') ||
+        strlen(entry->string) > NAME_MAX) {
+        return error_set(error, EXIT_INPUT,
+                         "%s: expected a plain file name with \"size\" and \"xxh3_128\", found something else "
+                         "at \"%.100s\".\n  " DAMAGED,
+                         manifest, entry->string);
     }
     join(path, folder, "%s", entry->string);
     if (stat(path, &info) != 0) {
-        return error_set(error, EXIT_INPUT, "%s: expected this file, which manifest.json lists, found none.\n  " DAMAGED, path);
+        return error_set(error, EXIT_INPUT,
+                         "%s: expected this file, which manifest.json lists, found none.\n  " DAMAGED, path);
     }
     if ((uint64_t)info.st_size != size) {
-        return error_set(error, EXIT_INPUT, "%s: expected %" PRIu64 " bytes (manifest.json), found %" PRIu64 ".\n  " DAMAGED, path,
-                         size, (uint64_t)info.st_size);
+        return error_set(error, EXIT_INPUT,
+                         "%s: expected %" PRIu64 " bytes (manifest.json), found %" PRIu64 ".\n  " DAMAGED, path, size,
+                         (uint64_t)info.st_size);
     }
     if (!hashes) return true;
     if (!file_hash(path, &found_size, &found, error)) return false;
     if (!strcmp(hash_text(found).text, hash)) return true;
-    return error_set(error, EXIT_INPUT, "%s: expected XXH3-128 %.32s (manifest.json), found %s.\n  " DAMAGED, path, hash,
-                     hash_text(found).text);
+    return error_set(error, EXIT_INPUT, "%s: expected XXH3-128 %.32s (manifest.json), found %s.\n  " DAMAGED, path,
+                     hash, hash_text(found).text);
 }
 
 static bool check_manifest(const char *folder, bool hashes, Error *error) {
@@ -129,8 +139,8 @@ static bool check_manifest(const char *folder, bool hashes, Error *error) {
     cJSON *manifest = json_read(join(path, folder, "manifest.json"), error);
     if (!manifest) return false;
     const cJSON *files = cJSON_GetObjectItemCaseSensitive(manifest, "files");
-    bool ok = cJSON_IsObject(files)
-        || error_set(error, EXIT_INPUT, "%s: expected an object \"files\", found none.\n  " DAMAGED, path);
+    bool ok = cJSON_IsObject(files) ||
+              error_set(error, EXIT_INPUT, "%s: expected an object \"files\", found none.\n  " DAMAGED, path);
     if (ok) {
         cJSON_ArrayForEach(entry, files) {
             if (!(ok = check_entry(folder, path, entry, hashes, error))) break;
@@ -147,23 +157,26 @@ bool checkpoint_verify(const char *folder, bool manifest_optional, Error *error)
     return check_manifest(folder, true, error);
 }
 
-// Adds a file of the folder to the manifest; one that did not come through file_close() is read for its hash, and synced.
+// Adds a file of the folder to the manifest; one that did not come through file_close() is read for its hash, and
+// synced.
 static bool add_entry(cJSON *files, const char *folder, const char *name, Error *error) {
     char path[PATH_MAX];
     struct stat info;
     Record read = {.size = 0}, *record = record_find(name);
     join(path, folder, "%s", name);
     if (lstat(path, &info) != 0 || !S_ISREG(info.st_mode)) {
-        return error_set(error, EXIT_RESOURCE, "%s: expected only plain files in a checkpoint, found something else.\n"
-                         "  Leave this folder to the program that writes it.", path);
+        return error_set(error, EXIT_RESOURCE,
+                         "%s: expected only plain files in a checkpoint, found something else.\n"
+                         "  Leave this folder to the program that writes it.",
+                         path);
     }
     if (!record || record->size != (uint64_t)info.st_size) {
         record = &read;
         if (!file_hash(path, &read.size, &read.hash, error) || !file_sync(path, error)) return false;
     }
     cJSON *entry = cJSON_AddObjectToObject(files, name);
-    if (!entry || !cJSON_AddNumberToObject(entry, "size", (double)record->size)
-        || !cJSON_AddStringToObject(entry, "xxh3_128", hash_text(record->hash).text)) {
+    if (!entry || !cJSON_AddNumberToObject(entry, "size", (double)record->size) ||
+        !cJSON_AddStringToObject(entry, "xxh3_128", hash_text(record->hash).text)) {
         fail(EXIT_RESOURCE, "%s: out of memory for the manifest.", path);
     }
     return true;
@@ -202,11 +215,12 @@ static bool write_manifest(const char *folder, Error *error) {
     return ok;
 }
 
-// ---- what lies in OUT/ckpt -------------------------------------------------------------------------------------------------
+// ---- what lies in OUT/ckpt
+// -------------------------------------------------------------------------------------------------
 
 typedef struct {
     uint64_t step;
-    const char *prefix;   // STEP, TMP, OLD or TRASH
+    const char *prefix;    // STEP, TMP, OLD or TRASH
 } Entry;
 
 static bool parse_entry(const char *name, Entry *entry) {
@@ -236,7 +250,8 @@ static Entry *list_entries(const char *root, size_t *count) {
     *count = 0;
     if (!folder && (errno == ENOENT || errno == ENOTDIR)) return NULL;
     if (!folder)
-        fail(EXIT_INPUT, "%s: listing the folder failed: %s.\n  %s", root, strerror(errno), file_remedy(errno, "Check its permissions."));
+        fail(EXIT_INPUT, "%s: listing the folder failed: %s.\n  %s", root, strerror(errno),
+             file_remedy(errno, "Check its permissions."));
     for (struct dirent *item; (item = readdir(folder));) {
         if (!parse_entry(item->d_name, &entry)) continue;
         entries = realloc(entries, (*count + 1) * sizeof *entries);
@@ -270,7 +285,8 @@ bool checkpoint_vanished(const char *folder) {
     return access(folder, F_OK) != 0 && errno == ENOENT;
 }
 
-// checkpoint_newest() by one listing. `stale`: one of the folders in it is there no longer, so that there may be newer ones.
+// checkpoint_newest() by one listing. `stale`: one of the folders in it is there no longer, so that there may be newer
+// ones.
 static bool newest_listed(const char *out_dir, char *path, size_t size, uint64_t *step, bool *stale) {
     char root[PATH_MAX], folder[PATH_MAX];
     size_t count;
@@ -314,7 +330,8 @@ bool checkpoint_any(const char *out_dir) {
     return any;
 }
 
-// ---- saving ----------------------------------------------------------------------------------------------------------------
+// ---- saving
+// ----------------------------------------------------------------------------------------------------------------
 
 bool checkpoint_begin(Checkpoint *c, const char *out_dir, uint64_t step, Error *error) {
     c->step = step;
@@ -349,7 +366,7 @@ static bool take_name(const char *folder, const char *root, uint64_t step, Error
         if (access(final, F_OK) != 0) file_rename(old, final, &ignored);
         return false;
     }
-    file_remove_tree(old, &ignored);   // where this fails, the next checkpoint_begin() tries again and says so
+    file_remove_tree(old, &ignored);    // where this fails, the next checkpoint_begin() tries again and says so
     return true;
 }
 
@@ -369,7 +386,8 @@ void checkpoint_abandon(Checkpoint *c) {
     records_end();
 }
 
-// ---- pruning ---------------------------------------------------------------------------------------------------------------
+// ---- pruning
+// ---------------------------------------------------------------------------------------------------------------
 
 static bool delete_step(const char *root, uint64_t step, Error *error) {
     char path[PATH_MAX], trash[PATH_MAX];

@@ -27,7 +27,7 @@ const char *folder_path(const char *out, const char *name) {
     return path;
 }
 
-static int lock_fd = -1;       // stays open while the process lives, and with it the lock
+static int lock_fd = -1;    // stays open while the process lives, and with it the lock
 
 bool folder_lock(const char *out, bool make, Error *error) {
     if (lock_fd >= 0) return true;
@@ -41,7 +41,8 @@ bool folder_lock(const char *out, bool make, Error *error) {
                          file_remedy(errno, "Give another --out, or the right to write there."));
     bool locked = flock(fd, LOCK_EX | LOCK_NB) == 0;
     if (!locked && errno != EWOULDBLOCK) {
-        error_set(error, EXIT_RESOURCE, "%s: cannot be locked: %s.\n  Give an --out on a file system with locks.", path, strerror(errno));
+        error_set(error, EXIT_RESOURCE, "%s: cannot be locked: %s.\n  Give an --out on a file system with locks.", path,
+                  strerror(errno));
         close(fd);
         return false;
     }
@@ -50,8 +51,10 @@ bool folder_lock(const char *out, bool make, Error *error) {
         ssize_t n = read(fd, holder, sizeof holder - 1);
         holder[n > 0 ? strcspn(holder, "\n") : 0] = 0;
         close(fd);
-        return error_set(error, EXIT_BUSY, "%s: another job (process %s) is using this run folder.\n"
-                         "  Wait until it ends, or give another --out.", out, holder[0] ? holder : "unknown");
+        return error_set(error, EXIT_BUSY,
+                         "%s: another job (process %s) is using this run folder.\n"
+                         "  Wait until it ends, or give another --out.",
+                         out, holder[0] ? holder : "unknown");
     }
     char text[32];
     int length = snprintf(text, sizeof text, "%ld\n", (long)getpid());
@@ -66,8 +69,8 @@ bool folder_lock(const char *out, bool make, Error *error) {
 
 static bool lock_intact(const char *out) {
     struct stat ours, there;
-    return lock_fd >= 0 && fstat(lock_fd, &ours) == 0 && stat(folder_path(out, "lock"), &there) == 0 && ours.st_ino == there.st_ino
-        && ours.st_dev == there.st_dev;
+    return lock_fd >= 0 && fstat(lock_fd, &ours) == 0 && stat(folder_path(out, "lock"), &there) == 0 &&
+           ours.st_ino == there.st_ino && ours.st_dev == there.st_dev;
 }
 
 bool folder_intact(const char *out) {
@@ -83,7 +86,7 @@ bool folder_lock_again(const char *out, Error *error) {
         return true;
     }
     lock_fd = old;
-    return lock_intact(out);       // the folder may be back by now, and the lock in it our own
+    return lock_intact(out);    // the folder may be back by now, and the lock in it our own
 }
 
 bool folder_has_run(const char *out) {
@@ -102,8 +105,10 @@ cJSON *run_json_resume(const char *out, TrainOptions *options, Error *error) {
     cJSON *lineage = cJSON_DetachItemFromObjectCaseSensitive(json, "lineage");
     char *text = cJSON_IsObject(arguments) ? cJSON_PrintUnformatted(arguments) : NULL;
     if (!text || !cJSON_IsArray(lineage)) {
-        error_set(error, EXIT_INPUT, "%s: has no \"arguments\" and \"lineage\". Without them the run cannot be continued by --resume;\n"
-                  "  --init-from %s/ckpt/step-... starts a new run from its weights.", path, out);
+        error_set(error, EXIT_INPUT,
+                  "%s: has no \"arguments\" and \"lineage\". Without them the run cannot be continued by --resume;\n"
+                  "  --init-from %s/ckpt/step-... starts a new run from its weights.",
+                  path, out);
         cJSON_Delete(lineage);
         lineage = NULL;
     } else if (!options_resume(options->table, options->count, text, error)) {
@@ -127,9 +132,10 @@ bool run_json_same_data(const char *out, const char *which, const char *fingerpr
     bool same = (!then || cJSON_IsNull(then)) ? !now : cJSON_Compare(then, now, true);
     if (!same) {
         char *was = then ? cJSON_PrintUnformatted(then) : NULL;
-        error_set(error, EXIT_USAGE, "--resume: the %s data is not what the run began with.\n  Then %s\n  now  %s\n"
-                  "  Bring back the same shards, or start a new run from the weights with --init-from.", which,
-                  was ? was : "(none)", fingerprint ? fingerprint : "(none)");
+        error_set(error, EXIT_USAGE,
+                  "--resume: the %s data is not what the run began with.\n  Then %s\n  now  %s\n"
+                  "  Bring back the same shards, or start a new run from the weights with --init-from.",
+                  which, was ? was : "(none)", fingerprint ? fingerprint : "(none)");
         free(was);
     }
     cJSON_Delete(now);
@@ -141,8 +147,8 @@ static void add_data(cJSON *data, const char *which, const char *fingerprint) {
     if (fingerprint) cJSON_AddItemToObject(data, which, cJSON_Parse(fingerprint));
 }
 
-bool run_json_write(const char *out, const TrainOptions *options, const char *train, const char *val, const cJSON *lineage,
-               const cJSON *to_repeat, Error *error) {
+bool run_json_write(const char *out, const TrainOptions *options, const char *train, const char *val,
+                    const cJSON *lineage, const cJSON *to_repeat, Error *error) {
     cJSON *json = cJSON_CreateObject();
     char *arguments = options_json(options->table, options->count);
     cJSON_AddItemToObject(json, "arguments", cJSON_Parse(arguments));
@@ -193,10 +199,12 @@ cJSON *lineage_cut(cJSON *lineage, int64_t step, const char *made) {
     for (int i = 0; made && i < cJSON_GetArraySize(lineage); i++) {
         const cJSON *entry = cJSON_GetArrayItem(lineage, i);
         const char *attn = entry_text(entry, "attn");
-        if (is_switch_from(entry, step) && !is_switch_from(entry, step + 1) && attn && !strcmp(attn, made)) keep = i + 1;
+        if (is_switch_from(entry, step) && !is_switch_from(entry, step + 1) && attn && !strcmp(attn, made))
+            keep = i + 1;
     }
     for (int i = keep; i < cJSON_GetArraySize(lineage);) {
-        if (is_switch_from(cJSON_GetArrayItem(lineage, i), step)) cJSON_AddItemToArray(cut, cJSON_DetachItemFromArray(lineage, i));
+        if (is_switch_from(cJSON_GetArrayItem(lineage, i), step))
+            cJSON_AddItemToArray(cut, cJSON_DetachItemFromArray(lineage, i));
         else i++;
     }
     return cut;

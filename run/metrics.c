@@ -17,9 +17,9 @@
 
 struct Metrics {
     int fd;
-    off_t size;        // of the whole lines in the file
+    off_t size;    // of the whole lines in the file
     bool warned;
-    char *line;        // room for a line
+    char *line;    // room for a line
     size_t room;
     char path[];
 };
@@ -69,7 +69,9 @@ static char *metrics_room(Metrics *metrics, size_t size) {
     if (size <= metrics->room) return metrics->line;
     char *line = realloc(metrics->line, size);
     if (line) metrics->line = line, metrics->room = size;
-    else if (!metrics->warned) metrics->warned = true, warn("%s: out of memory for a line. Training continues; this line is missing.", metrics->path);
+    else if (!metrics->warned)
+        metrics->warned = true,
+        warn("%s: out of memory for a line. Training continues; this line is missing.", metrics->path);
     return line;
 }
 
@@ -108,10 +110,11 @@ void metrics_write(Metrics *metrics, const StepMetrics *m) {
         return;
     }
     int why = errno;
-    bool removed = written == 0 || ftruncate(metrics->fd, metrics->size) == 0;    // half a line would spoil the next one
+    // Half a line would spoil the next one.
+    bool removed = written == 0 || ftruncate(metrics->fd, metrics->size) == 0;
     if (!metrics->warned)
-        warn("%s: step %lld can't be written: %s. Training continues; %s.", metrics->path, (long long)m->step, strerror(why),
-             removed ? "this line is missing" : "this line is cut short");
+        warn("%s: step %lld can't be written: %s. Training continues; %s.", metrics->path, (long long)m->step,
+             strerror(why), removed ? "this line is missing" : "this line is cut short");
     metrics->warned = true;
 }
 
@@ -136,14 +139,16 @@ static bool copy_start(int to, int from, off_t bytes) {
 
 bool metrics_intact(const Metrics *metrics) {
     struct stat ours, there;
-    return fstat(metrics->fd, &ours) == 0 && stat(metrics->path, &there) == 0 && ours.st_ino == there.st_ino && ours.st_dev == there.st_dev;
+    return fstat(metrics->fd, &ours) == 0 && stat(metrics->path, &there) == 0 && ours.st_ino == there.st_ino &&
+           ours.st_dev == there.st_dev;
 }
 
 bool metrics_restore(Metrics *metrics, Error *error) {
     if (metrics_intact(metrics)) return true;
     int fd = open(metrics->path, O_RDWR | O_CREAT | O_TRUNC | O_APPEND | O_CLOEXEC, 0666);
     if (fd < 0 || !copy_start(fd, metrics->fd, metrics->size)) {
-        error_set(error, EXIT_RESOURCE, "%s: was removed, and cannot be written again: %s.", metrics->path, strerror(errno));
+        error_set(error, EXIT_RESOURCE, "%s: was removed, and cannot be written again: %s.", metrics->path,
+                  strerror(errno));
         if (fd >= 0) close(fd);
         return false;
     }
@@ -156,7 +161,8 @@ bool metrics_restore(Metrics *metrics, Error *error) {
 static int64_t step_of(const char *line, size_t length) {
     cJSON *object = cJSON_ParseWithLength(line, length);
     const cJSON *step = cJSON_GetObjectItemCaseSensitive(object, "step");
-    int64_t value = cJSON_IsNumber(step) && step->valuedouble >= 0 && step->valuedouble < 9e15 ? (int64_t)step->valuedouble : -1;
+    int64_t value =
+        cJSON_IsNumber(step) && step->valuedouble >= 0 && step->valuedouble < 9e15 ? (int64_t)step->valuedouble : -1;
     cJSON_Delete(object);
     return value;
 }
@@ -190,9 +196,10 @@ void metrics_line(char *out, size_t size, const StepMetrics *m, int64_t steps, d
     else snprintf(time, sizeof time, "%.*f s", m->ms < 99950 ? 2 : 0, m->ms / 1000);
     if (!isnan(m->val_loss)) snprintf(validation, sizeof validation, " | val %.4f", m->val_loss);
     if (seconds_left >= 0) snprintf(left, sizeof left, " | %s left", human_duration(seconds_left).text);
-    snprintf(out, size, "step %*lld/%lld | loss %.4f%s | lr %.1e | norm %.2f | %s, %s tok/s, %.0f %% of peak | %s tokens%s",
-             width < 5 ? 5 : width, (long long)m->step, (long long)steps, m->loss, validation, m->lr, m->grad_norm, time,
-             human_count(m->tok_per_s).text, 100 * m->mfu, human_count((double)m->tokens).text, left);
+    snprintf(out, size,
+             "step %*lld/%lld | loss %.4f%s | lr %.1e | norm %.2f | %s, %s tok/s, %.0f %% of peak | %s tokens%s",
+             width < 5 ? 5 : width, (long long)m->step, (long long)steps, m->loss, validation, m->lr, m->grad_norm,
+             time, human_count(m->tok_per_s).text, 100 * m->mfu, human_count((double)m->tokens).text, left);
 }
 
 static bool line_pending;

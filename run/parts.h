@@ -19,8 +19,8 @@ void open_run_folder(Run *run);
 // run.json. Ends the program if it cannot be written.
 void write_run(Run *run);
 
-// On rank 0: brings back what was removed of the run folder while the run was using it, so that its checkpoints can be resumed. False while
-// the folder cannot be reached. Ends the program if another run has taken the folder.
+// On rank 0: brings back what was removed of the run folder while the run was using it, so that its checkpoints can be
+// resumed. False while the folder cannot be reached. Ends the program if another run has taken the folder.
 bool restore_run_folder(Run *run, Error *error);
 
 #endif

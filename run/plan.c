@@ -35,12 +35,14 @@ static void warn_of_long_warmup(const Run *run) {
     const TrainOptions *o = &run->o;
     if (o->steps > 0 && o->warmup >= o->steps)
         warn("--warmup %lld is not shorter than --steps %lld: the learning rate rises through the whole run%s.\n"
-             "  A twentieth of the steps is a common choice: --warmup %lld.", (long long)o->warmup, (long long)o->steps,
-             o->schedule == SCHEDULE_CONSTANT ? "" : " and never decays", (long long)(o->steps >= 20 ? o->steps / 20 : 1));
+             "  A twentieth of the steps is a common choice: --warmup %lld.",
+             (long long)o->warmup, (long long)o->steps, o->schedule == SCHEDULE_CONSTANT ? "" : " and never decays",
+             (long long)(o->steps >= 20 ? o->steps / 20 : 1));
     for (const Switch *s = run->switches; s < run->switches + run->switch_count; s++) {
         if (o->warmup >= o->steps || s->step >= o->steps || s->step + o->warmup < o->steps) continue;
-        warn("after the change to %s at step %lld the warmup of %lld steps runs again, and --steps %lld ends the run before it is over.",
-             s->to.text, (long long)s->step, (long long)o->warmup, (long long)o->steps);
+        warn(
+            "after the change to %s at step %lld the warmup of %lld steps runs again, and --steps %lld ends the run before it is over.",
+            s->to.text, (long long)s->step, (long long)o->warmup, (long long)o->steps);
     }
 }
 
@@ -49,30 +51,35 @@ static void print_model(const Run *run) {
     char shortest[NORMALIZER_TEXT];
     normalizer_shortest(&c->attn, shortest, sizeof shortest);
     bool longer = strcmp(c->attn.text, shortest) != 0;
-    printf("model     %s parameters (%s), ", human_grouped(model_parameters(c)).text, human_count((double)model_parameters(c)).text);
+    printf("model     %s parameters (%s), ", human_grouped(model_parameters(c)).text,
+           human_count((double)model_parameters(c)).text);
     if (c->block == BLOCK_GAU)
         printf("%d gated attention units of %d and %d, %d channels", c->layers, GAU_HEAD, c->ffn, c->channels);
     else
-        printf("%d layers, %d heads of %zu, %d channels, ffn %d", c->layers, c->heads, head_size(c), c->channels, c->ffn);
+        printf("%d layers, %d heads of %zu, %d channels, ffn %d", c->layers, c->heads, head_size(c), c->channels,
+               c->ffn);
     printf(", vocabulary %s%s, %s\n", human_grouped((uint64_t)c->vocab).text, run->vocab_from ? run->vocab_from : "",
            c->tied ? "tied" : "untied");
     printf("attention %s%s%s, L = %d\n", c->attn.text, longer ? ", which is " : "", longer ? shortest : "", c->seq_len);
     for (const Switch *s = run->switches; s < run->switches + run->switch_count; s++)
-        printf("switch    to %s at step %lld%s%s\n", s->to.text, (long long)s->step, s->repeated ? ", repeated from run.json" : "",
+        printf("switch    to %s at step %lld%s%s\n", s->to.text, (long long)s->step,
+               s->repeated ? ", repeated from run.json" : "",
                s->step >= run->o.steps ? "; --steps ends before it" : "");
 }
 
 static void print_work(const Run *run) {
     const TrainOptions *o = &run->o;
     int64_t windows_per_step = run->step_tokens / (int64_t)run->T;
-    printf("data      %s tokens in %zu shard%s, %s windows of %zu, %.1f steps an epoch", human_grouped(shards_tokens(run->train)).text,
-           shards_count(run->train), shards_count(run->train) == 1 ? "" : "s", human_grouped(shards_windows(run->train)).text, run->T,
+    printf("data      %s tokens in %zu shard%s, %s windows of %zu, %.1f steps an epoch",
+           human_grouped(shards_tokens(run->train)).text, shards_count(run->train),
+           shards_count(run->train) == 1 ? "" : "s", human_grouped(shards_windows(run->train)).text, run->T,
            (double)shards_windows(run->train) / (double)windows_per_step);
     if (run->val) printf("; validation %s tokens", human_grouped(shards_tokens(run->val)).text);
     printf("\nstep      %s tokens: %lld process%s x %lld micro-batch%s of %lld x %zu\n",
            human_grouped((uint64_t)run->step_tokens).text, (long long)process.size, process.size == 1 ? "" : "es",
            (long long)run->micro_batches, run->micro_batches == 1 ? "" : "es", (long long)o->batch, run->T);
-    printf("run       %lld steps, %s tokens%s%s\n", (long long)o->steps, human_count((double)o->steps * (double)run->step_tokens).text,
+    printf("run       %lld steps, %s tokens%s%s\n", (long long)o->steps,
+           human_count((double)o->steps * (double)run->step_tokens).text,
            o->out ? ", into " : ", nothing is kept (no --out)", o->out ? o->out : "");
 }
 
@@ -81,11 +88,12 @@ static void print_disk(const Run *run) {
     uint64_t free_bytes;
     Error error;
     if (!o->out || !file_free_space(o->out, &free_bytes, &error)) return;
-    double bytes = checkpoint_bytes(run->config, o->dtype == TRAIN_BF16), kept = bytes * (double)(o->keep ? o->keep + 1 : 1);
+    double bytes = checkpoint_bytes(run->config, o->dtype == TRAIN_BF16),
+           kept = bytes * (double)(o->keep ? o->keep + 1 : 1);
     printf("disk      %s a checkpoint, %s free\n", human_bytes(bytes).text, human_bytes((double)free_bytes).text);
     if (kept > (double)free_bytes)
-        warn("%s: %s free, but the checkpoints that --keep %lld leaves need up to %s.", o->out, human_bytes((double)free_bytes).text,
-             (long long)o->keep, human_bytes(kept).text);
+        warn("%s: %s free, but the checkpoints that --keep %lld leaves need up to %s.", o->out,
+             human_bytes((double)free_bytes).text, (long long)o->keep, human_bytes(kept).text);
 }
 
 void run_plan(Run *run, MemoryPlan *plan, const char *matmuls, const MemoryPlan *device, uint64_t device_free) {

@@ -13,5 +13,6 @@ void profile_print(const double seconds[PHASE_COUNT], int64_t steps) {
     for (int i = 0; i < PHASE_COUNT; i++) sum += seconds[i];
     printf("\n%-36s %10s %8s\n", "where the time went", "ms a step", "share");
     for (int i = 0; i < PHASE_COUNT; i++)
-        if (seconds[i] > 0) printf("%-36s %10.2f %7.1f%%\n", phase_names[i], 1000 * seconds[i] / (double)steps, 100 * seconds[i] / sum);
+        if (seconds[i] > 0)
+            printf("%-36s %10.2f %7.1f%%\n", phase_names[i], 1000 * seconds[i] / (double)steps, 100 * seconds[i] / sum);
 }

@@ -22,7 +22,8 @@ static size_t scalar_statistics(char *out, size_t size, size_t at, const Weights
         double sum = 0, least = x[0], largest = x[0];
         for (size_t j = 0; j < t->elements; j++) sum += x[j], least = fmin(least, x[j]), largest = fmax(largest, x[j]);
         if (first) at += (size_t)snprintf(out + at, size - at, ", \"%s\": [", scalar_names[scalar]);
-        at += (size_t)snprintf(out + at, size - at, "%s[%.6g, %.6g, %.6g]", first ? "" : ", ", sum / (double)t->elements, least, largest);
+        at += (size_t)snprintf(out + at, size - at, "%s[%.6g, %.6g, %.6g]", first ? "" : ", ",
+                               sum / (double)t->elements, least, largest);
         first = false;
     }
     if (!first) at += (size_t)snprintf(out + at, size - at, "]");
@@ -31,7 +32,8 @@ static size_t scalar_statistics(char *out, size_t size, size_t at, const Weights
 
 static bool trains_scalars(const ModelConfig *config) {
     const Normalizer *attn = &config->attn;
-    return normalizer_trains(attn, SCALAR_S) || normalizer_trains(attn, SCALAR_B) || normalizer_trains(attn, SCALAR_SINK);
+    return normalizer_trains(attn, SCALAR_S) || normalizer_trains(attn, SCALAR_B) ||
+           normalizer_trains(attn, SCALAR_SINK);
 }
 
 bool run_reports_scalars(const Run *run) {
@@ -58,7 +60,11 @@ void run_report(Run *run, const char *more, const char *line) {
     length += (size_t)snprintf(text + length, sizeof text - length, "%s", line);
     double share = run->rows ? 100.0 * (double)run->all_zero / (double)run->rows : 0;
     if (share > 0)
-        snprintf(text + length, sizeof text - length, " | %.*f %% of rows without weight", share < 0.1 ? 4 : share < 9.95 ? 1 : 0, share);
+        snprintf(text + length, sizeof text - length, " | %.*f %% of rows without weight",
+                 share < 0.1    ? 4
+                 : share < 9.95 ? 1
+                                : 0,
+                 share);
     progress_show(text, run->step == run->o.steps || isfinite(run->last.val_loss));
 }
 
@@ -68,7 +74,8 @@ static void show_text(FILE *file, const Run *run, const int32_t *ids, size_t cou
     for (size_t i = 0; i < count; i++) {
         size_t length;
         const char *bytes = run->tokenizer ? tokenizer_token(run->tokenizer, ids[i], &length) : NULL;
-        if (bytes) fwrite(bytes, 1, length, file); else fprintf(file, "%d ", ids[i]);
+        if (bytes) fwrite(bytes, 1, length, file);
+        else fprintf(file, "%d ", ids[i]);
     }
 }
 
@@ -89,8 +96,8 @@ static void keep_sample(Run *run, const int32_t *ids, size_t count) {
     int why = errno;
     if (file) fclose(file);
     if (!whole)
-        warn("%s/samples.txt: the sample of step %lld cannot be written: %s. Training continues.", run->o.out, (long long)run->step,
-             strerror(why));
+        warn("%s/samples.txt: the sample of step %lld cannot be written: %s. Training continues.", run->o.out,
+             (long long)run->step, strerror(why));
 }
 
 size_t run_sample_length(const Run *run) {

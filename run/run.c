@@ -59,8 +59,8 @@ void run_open(Run *run, const RunProgram *program, ModelConfig *config, int argc
     start_threads(o->threads);
     if (run->resumed && run->step >= o->steps && !run->owed) {
         if (run_is_main())
-            printf("%s is already at step %lld; pass a --steps larger than %lld to continue.\n", o->out, (long long)run->step,
-                   (long long)o->steps);
+            printf("%s is already at step %lld; pass a --steps larger than %lld to continue.\n", o->out,
+                   (long long)run->step, (long long)o->steps);
         end_early(run);
     }
     list_others(run);
@@ -68,7 +68,7 @@ void run_open(Run *run, const RunProgram *program, ModelConfig *config, int argc
 
 bool run_take(Run *run) {
     Error error;
-    process_barrier();                     // nobody writes anything before all have seen that it fits
+    process_barrier();    // nobody writes anything before all have seen that it fits
     if (run->o.dry_run) {
         rank0_try(data_whole(run, &error), &error);
         if (run_is_main()) printf("dry run: all tokens are below the vocabulary; nothing was written\n");
@@ -82,8 +82,8 @@ bool run_take(Run *run) {
 }
 
 static bool read_weights(const Run *run, const Normalizer *saved, Error *error) {
-    return weights_load(&run->weights, run->weights_folder, saved, error)
-           && (!run->resumed || weights_load_optimizer(&run->weights, run->weights_folder, error));
+    return weights_load(&run->weights, run->weights_folder, saved, error) &&
+           (!run->resumed || weights_load_optimizer(&run->weights, run->weights_folder, error));
 }
 
 void run_load(Run *run, Weights weights) {
@@ -95,7 +95,8 @@ void run_load(Run *run, Weights weights) {
         weights_init(&run->weights, (uint64_t)run->o.seed);
         return;
     }
-    if (run->loaded.text[0]) run->config->attn = run->loaded;      // the change to `attn` comes once its loss is known
+    // The change to `attn` comes once its loss is known.
+    if (run->loaded.text[0]) run->config->attn = run->loaded;
     rank0_try(read_weights(run, &run->config->attn, &error), &error);
     run->config->attn = attn;
     if (normalizer_equal(&run->loaded, &attn)) run->loaded.text[0] = 0;
@@ -112,8 +113,8 @@ void run_begin(Run *run, double flops) {
     process_catch_signals();
     if (run_is_main()) {
         printf("%s %s%s after %.1f s; peak %.0f GFLOP/s\n", run->resumed ? "continues at step" : "starts at step",
-               human_grouped((uint64_t)run->step).text, run->owed ? ", whose validation is still due," : "", now() - run->opened,
-               flops / 1e9);
+               human_grouped((uint64_t)run->step).text, run->owed ? ", whose validation is still due," : "",
+               now() - run->opened, flops / 1e9);
         fflush(stdout);
     }
     run->mark = now();
@@ -130,7 +131,9 @@ static bool fault_stop(void) {
     return at && asked >= atol(at);
 }
 #else
-static bool fault_stop(void) { return false; }
+static bool fault_stop(void) {
+    return false;
+}
 #endif
 
 // Has any rank been asked to stop? All ranks ask together.
@@ -169,11 +172,18 @@ bool run_batch(Run *run, Batch *batch) {
     }
     if (stopping(run)) return false;
     if (i == 0)
-        run->step_T = step_length(run->o.seq_len.values, run->o.seq_len.count, (uint64_t)run->o.seed, (uint64_t)run->step);
+        run->step_T =
+            step_length(run->o.seq_len.values, run->o.seq_len.count, (uint64_t)run->o.seed, (uint64_t)run->step);
     uint64_t first = run->sequence + ((uint64_t)i * (uint64_t)process.size + (uint64_t)process.rank) * B;
     for (size_t b = 0; b < B; b++) load_window(run, run->train, first + b, b);
-    *batch = (Batch){.inputs = run->inputs, .targets = run->targets, .mask = run->mask, .B = B * (run->T / run->step_T),
-                     .T = run->step_T, .scale = (float)(1.0 / loss_count(run)), .first = i == 0, .last = i + 1 == run->micro_batches};
+    *batch = (Batch){.inputs = run->inputs,
+                     .targets = run->targets,
+                     .mask = run->mask,
+                     .B = B * (run->T / run->step_T),
+                     .T = run->step_T,
+                     .scale = (float)(1.0 / loss_count(run)),
+                     .first = i == 0,
+                     .last = i + 1 == run->micro_batches};
     run->micro_batch++;
     return true;
 }
@@ -189,10 +199,12 @@ static void check_finite(const Run *run, double loss, double norm) {
     bool saved = run->o.out && checkpoint_newest(run->o.out, path, sizeof path, &step);
     const Normalizer *attn = &run->config->attn;
     const char *unbounded = attn->phi.kind == PHI_EXP && !norm_is_sum(attn->norm)
-        ? "\n  phi=exp without norm=l1 has no bound: exp(z) overflows from z = 88.8 on." : "";
-    fail(EXIT_DIVERGED, "step %lld: the loss is %g and the gradient's norm %g: training diverged. Nothing of this step was kept.%s\n"
-         "  Last good checkpoint: %s. A lower --lr, a longer --warmup or a smaller --grad-clip may help.", (long long)run->step + 1, loss,
-         norm, unbounded, saved ? path : "none");
+                                ? "\n  phi=exp without norm=l1 has no bound: exp(z) overflows from z = 88.8 on."
+                                : "";
+    fail(EXIT_DIVERGED,
+         "step %lld: the loss is %g and the gradient's norm %g: training diverged. Nothing of this step was kept.%s\n"
+         "  Last good checkpoint: %s. A lower --lr, a longer --warmup or a smaller --grad-clip may help.",
+         (long long)run->step + 1, loss, norm, unbounded, saved ? path : "none");
 }
 
 AdamW run_update(Run *run, double loss, double norm) {
@@ -203,8 +215,12 @@ AdamW run_update(Run *run, double loss, double norm) {
     run->sequence += (uint64_t)(run->step_tokens / (int64_t)run->T);
     run->step++;
     run->tokens += run->step_tokens;
-    run->last = (StepMetrics){.step = run->step, .tokens = run->tokens, .loss = (float)mean_loss, .lr = (float)lr,
-                              .grad_norm = (float)norm, .val_loss = NAN};
+    run->last = (StepMetrics){.step = run->step,
+                              .tokens = run->tokens,
+                              .loss = (float)mean_loss,
+                              .lr = (float)lr,
+                              .grad_norm = (float)norm,
+                              .val_loss = NAN};
     return (AdamW){lr, o->beta1, o->beta2, 1e-8, o->weight_decay, scale, run->step};
 }
 
@@ -255,7 +271,8 @@ bool run_validation_batch(Run *run, Batch *batch) {
     size_t B = 0;
     if (run->window_first > 0 && stopping(run)) return false;
     if (run->window_first >= run->window_count) return false;
-    for (uint64_t g = run->window_first + (uint64_t)process.rank; B < (size_t)run->o.batch && g < run->window_count; g += ranks)
+    for (uint64_t g = run->window_first + (uint64_t)process.rank; B < (size_t)run->o.batch && g < run->window_count;
+         g += ranks)
         load_window(run, run->val, g, B++);
     run->window_first += (uint64_t)run->o.batch * ranks;
     *batch = (Batch){.inputs = run->inputs, .targets = run->targets, .mask = run->mask, .B = B, .T = run->T};
@@ -295,7 +312,8 @@ bool run_sample_due(const Run *run) {
 
 bool run_finish_step(Run *run) {
     bool best = run->best_now && run->o.keep_best;
-    if (run->saved == run->step) run->saved = -1;      // the checkpoint that this run was resumed from still owes what is now done
+    // The checkpoint that this run was resumed from still owes what is now done.
+    if (run->saved == run->step) run->saved = -1;
     run->owed = run->best_now = false;
     return run->o.out && (due(run->o.ckpt_every, run->step) || best || run->step == run->o.steps);
 }
@@ -309,7 +327,8 @@ int run_end(Run *run) {
     bool stopped = run->stopped && !complete;
     progress_end();
     if (run_is_main() && stopped) {
-        printf("stopped by a signal at step %lld%s%s\n", (long long)run->step, run->owed ? ", before the end of its validation" : "",
+        printf("stopped by a signal at step %lld%s%s\n", (long long)run->step,
+               run->owed ? ", before the end of its validation" : "",
                run->o.out ? "; --resume continues from here" : "; nothing was kept, as there is no --out");
         fflush(stdout);
     }

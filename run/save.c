@@ -45,8 +45,8 @@ void open_run_folder(Run *run) {
     write_run(run);
 }
 
-// Rank 0: brings back what was removed of the run folder while the run was using it, so that its checkpoints can be resumed. False while the
-// folder cannot be reached. If another run has taken it, this one ends.
+// Rank 0: brings back what was removed of the run folder while the run was using it, so that its checkpoints can be
+// resumed. False while the folder cannot be reached. If another run has taken it, this one ends.
 bool restore_run_folder(Run *run, Error *error) {
     if (folder_intact(run->o.out) && metrics_intact(run->metrics)) return true;
     progress_end();
@@ -55,10 +55,11 @@ bool restore_run_folder(Run *run, Error *error) {
         return false;
     }
     if (metrics_restore(run->metrics, error) && write_run_json(run, error))
-        warn("%s, or part of it, was removed while this run was using it: run.json and metrics.jsonl have been written again.\n"
-             "  Checkpoints and samples that were removed are lost.", run->o.out);
-    else
-        warn("%s\n  Training continues; the next save tries again.", error->text);
+        warn(
+            "%s, or part of it, was removed while this run was using it: run.json and metrics.jsonl have been written again.\n"
+            "  Checkpoints and samples that were removed are lost.",
+            run->o.out);
+    else warn("%s\n  Training continues; the next save tries again.", error->text);
     return true;
 }
 
@@ -109,13 +110,13 @@ static bool write_checkpoint(const Run *run, Error *error) {
     Checkpoint c;
     if (!checkpoint_begin(&c, run->o.out, (uint64_t)run->step, error)) return false;
     char *config = model_config_json(run->config, run->weights.bf16), *state = state_json(run);
-    bool done = weights_save(&run->weights, checkpoint_path(&c, "model.safetensors"), error)
-             && weights_save_optimizer(&run->weights, checkpoint_path(&c, "optimizer.safetensors"), error)
-             && file_write_text(checkpoint_path(&c, "config.json"), config, error)
-             && file_write_text(checkpoint_path(&c, "state.json"), state, error)
-             && (model_is_plain_llama(run->config) || file_write_text(checkpoint_path(&c, MODELING_FILE), modeling_text, error))
-             && copy_tokenizer(run, &c, error)
-             && checkpoint_commit(&c, error);
+    bool done = weights_save(&run->weights, checkpoint_path(&c, "model.safetensors"), error) &&
+                weights_save_optimizer(&run->weights, checkpoint_path(&c, "optimizer.safetensors"), error) &&
+                file_write_text(checkpoint_path(&c, "config.json"), config, error) &&
+                file_write_text(checkpoint_path(&c, "state.json"), state, error) &&
+                (model_is_plain_llama(run->config) ||
+                 file_write_text(checkpoint_path(&c, MODELING_FILE), modeling_text, error)) &&
+                copy_tokenizer(run, &c, error) && checkpoint_commit(&c, error);
     if (!done) checkpoint_abandon(&c);
     free(config);
     free(state);

@@ -8,15 +8,16 @@
 extern "C" {
 #endif
 
-typedef enum { SCHEDULE_CONSTANT, SCHEDULE_COSINE, SCHEDULE_LINEAR, SCHEDULE_WSD } ScheduleKind; // "constant|cosine|linear|wsd"
+// "constant|cosine|linear|wsd".
+typedef enum { SCHEDULE_CONSTANT, SCHEDULE_COSINE, SCHEDULE_LINEAR, SCHEDULE_WSD } ScheduleKind;
 
 typedef struct {
     ScheduleKind kind;
-    double lr;              // the highest
-    double min_lr_frac;     // where the decay ends, as a fraction of lr
-    int64_t warmup;         // steps
-    int64_t steps;          // of the whole run
-    int64_t rewarm;         // the step at which the warmup runs again (a switched normalizer); 0: it does not
+    double lr;             // the highest
+    double min_lr_frac;    // where the decay ends, as a fraction of lr
+    int64_t warmup;        // steps
+    int64_t steps;         // of the whole run
+    int64_t rewarm;        // the step at which the warmup runs again (a switched normalizer); 0: it does not
 } Schedule;
 
 // lr(s) = lr * ramp(s) * shape(s), s from 0

@@ -16,9 +16,14 @@
 
 // The numbers of a step whose validation, metrics line and sample are still to come.
 static void read_owed(Run *run, const cJSON *owed, const char *path) {
-    const struct { const char *name; double *value; float *single; } numbers[] = {
-        {"loss", NULL, &run->last.loss}, {"lr", NULL, &run->last.lr}, {"grad_norm", NULL, &run->last.grad_norm},
-        {"ms", &run->last.ms, NULL}, {"tok_per_s", &run->last.tok_per_s, NULL}, {"mfu", &run->last.mfu, NULL},
+    const struct {
+        const char *name;
+        double *value;
+        float *single;
+    } numbers[] = {
+        {"loss", NULL, &run->last.loss},           {"lr", NULL, &run->last.lr},
+        {"grad_norm", NULL, &run->last.grad_norm}, {"ms", &run->last.ms, NULL},
+        {"tok_per_s", &run->last.tok_per_s, NULL}, {"mfu", &run->last.mfu, NULL},
     };
     if (!owed) return;
     run->last = (StepMetrics){.step = run->step, .tokens = run->tokens, .val_loss = NAN};
@@ -46,7 +51,8 @@ static void read_state(Run *run, const char *folder) {
         !json_u64(cJSON_GetObjectItemCaseSensitive(json, "tokens"), &tokens) ||
         !json_u64(cJSON_GetObjectItemCaseSensitive(json, "data_position"), &sequence) ||
         !json_u64(cJSON_GetObjectItemCaseSensitive(json, "rewarm"), &rewarm))
-        fail(EXIT_INPUT, "%s: expected the whole numbers \"step\", \"tokens\", \"data_position\" and \"rewarm\".", path);
+        fail(EXIT_INPUT, "%s: expected the whole numbers \"step\", \"tokens\", \"data_position\" and \"rewarm\".",
+             path);
     run->step = (int64_t)step, run->tokens = (int64_t)tokens, run->sequence = sequence;
     run->schedule.rewarm = (int64_t)rewarm;
     if (cJSON_IsNumber(best) && json_u64(cJSON_GetObjectItemCaseSensitive(json, "best_step"), &best_step))
@@ -63,7 +69,8 @@ static void settle_lineage(Run *run) {
     const char *attn = lineage_attn(run->lineage);
     if (run->step > 0 || !run->o.init_from || !attn || !strcmp(attn, config->attn.text)) return;
     run->loaded = config->attn;
-    if (!normalizer_parse(&config->attn, attn, message, sizeof message)) fail(EXIT_INPUT, "%s/run.json: lineage: %s.", run->o.out, message);
+    if (!normalizer_parse(&config->attn, attn, message, sizeof message))
+        fail(EXIT_INPUT, "%s/run.json: lineage: %s.", run->o.out, message);
 }
 
 // A run that ended before its first checkpoint: its arguments hold, and it starts again from the beginning.
@@ -71,8 +78,10 @@ static void settle_started_over(Run *run) {
     TrainOptions *o = &run->o;
     Error error;
     if (checkpoint_any(o->out))
-        fail(EXIT_INPUT, "%s/ckpt: none of the checkpoints is whole; see the warnings above. Nothing was changed.\n"
-             "  Bring back a whole one, or start anew in another --out.", o->out);
+        fail(EXIT_INPUT,
+             "%s/ckpt: none of the checkpoints is whole; see the warnings above. Nothing was changed.\n"
+             "  Bring back a whole one, or start anew in another --out.",
+             o->out);
     if (!folder_has_run(o->out)) return;
     cJSON *lineage = run_json_resume(o->out, o, &error);
     if (!lineage) fail_with(&error);
@@ -84,7 +93,8 @@ static void settle_started_over(Run *run) {
     if (run_is_main()) printf("%s: no checkpoint yet; the run starts over\n", o->out);
 }
 
-// --resume: the run's arguments, shape and position, and the folder of its newest checkpoint. False where there is none.
+// --resume: the run's arguments, shape and position, and the folder of its newest checkpoint. False where there is
+// none.
 static bool settle_resumed(Run *run, char *folder, size_t size) {
     TrainOptions *o = &run->o;
     Error error;
@@ -96,8 +106,8 @@ static bool settle_resumed(Run *run, char *folder, size_t size) {
         return false;
     }
     run->lineage = run_json_resume(o->out, o, &error);
-    if (!run->lineage || !checkpoint_verify(folder, false, &error)
-        || !model_config_read(run->config, folder, NULL, &error))
+    if (!run->lineage || !checkpoint_verify(folder, false, &error) ||
+        !model_config_read(run->config, folder, NULL, &error))
         fail_with(&error);
     read_state(run, folder);
     if (run->step != (int64_t)step) fail(EXIT_INPUT, "%s/state.json: says step %lld.", folder, (long long)run->step);
@@ -119,9 +129,11 @@ static void open_tokenizer(Run *run, const char *weights) {
     char beside[PATH_MAX];
     Error error;
     if (run->tokenizer_folder[0] || !run->o.train_data) return;
-    if (!shards_first_path(run->o.train_data, beside, sizeof beside)) return;      // opening the shards says what is wrong
+    // Opening the shards says what is wrong.
+    if (!shards_first_path(run->o.train_data, beside, sizeof beside)) return;
     char *slash = strrchr(beside, '/');
-    if (slash) *slash = 0; else strcpy(beside, ".");
+    if (slash) *slash = 0;
+    else strcpy(beside, ".");
     const char *folder = folder_has_tokenizer(beside) ? beside : weights;
     if (!folder[0] || !folder_has_tokenizer(folder)) return;
     snprintf(run->tokenizer_folder, sizeof run->tokenizer_folder, "%s", folder);
@@ -131,7 +143,7 @@ static void open_tokenizer(Run *run, const char *weights) {
         return;
     }
     if (error.code != EXIT_INPUT || !tokenizer_ids(folder, &run->tokenizer_vocab, &run->end_of_text)) fail_with(&error);
-    if (run->tokenizer_vocab > MAX_VOCAB) run->tokenizer_vocab = 0;               // then it is not that of the shards
+    if (run->tokenizer_vocab > MAX_VOCAB) run->tokenizer_vocab = 0;    // then it is not that of the shards
     warn("%s\n  Training is the same without it; samples are shown as token ids.", error.text);
 }
 
@@ -141,9 +153,8 @@ static void settle_loaded(Run *run) {
     ModelConfig *config = run->config, asked;
     Error error;
     char shape[256];
-    if (!model_config_read(config, o->init_from, o->ignore_config_key, &error)
-        || !checkpoint_verify(o->init_from, true, &error)
-        || !weights_check(config, o->init_from, &error))
+    if (!model_config_read(config, o->init_from, o->ignore_config_key, &error) ||
+        !checkpoint_verify(o->init_from, true, &error) || !weights_check(config, o->init_from, &error))
         fail_with(&error);
     run->loaded = config->attn;
     run->vocab_from = " (the loaded model's)";
@@ -152,8 +163,8 @@ static void settle_loaded(Run *run) {
     if (!model_parse(&asked, o->model, &error)) fail_with(&error);
     if (!model_gives_vocab(o->model)) asked.vocab = config->vocab;
     if (!model_same_shape(&asked, config))
-        fail(EXIT_USAGE, "--model %s is not the shape of %s: %s.\n  Leave --model out to take that.", o->model, o->init_from,
-             model_text(config, shape, sizeof shape));
+        fail(EXIT_USAGE, "--model %s is not the shape of %s: %s.\n  Leave --model out to take that.", o->model,
+             o->init_from, model_text(config, shape, sizeof shape));
 }
 
 // T, the longest of --seq-len
@@ -174,7 +185,8 @@ static void settle_vocabulary(Run *run) {
     run->config->end_of_text = default_end_of_text(run->config->vocab);
 }
 
-// The model's shape, from the run that is resumed, from --init-from, or from --model; `folder` gets where its weights lie, or "".
+// The model's shape, from the run that is resumed, from --init-from, or from --model; `folder` gets where its weights
+// lie, or "".
 static void settle_model(Run *run, char *folder, size_t size) {
     TrainOptions *o = &run->o;
     ModelConfig *config = run->config;
@@ -185,7 +197,8 @@ static void settle_model(Run *run, char *folder, size_t size) {
     find_longest(run);
     if (run->resumed) return;
     if (!o->resume && o->out && folder_has_run(o->out))
-        fail(EXIT_USAGE, "--out %s: there is a run already. Continue it with --resume, or give another folder.", o->out);
+        fail(EXIT_USAGE, "--out %s: there is a run already. Continue it with --resume, or give another folder.",
+             o->out);
     if (o->init_from) {
         settle_loaded(run);
         snprintf(folder, size, "%s", o->init_from);
@@ -195,14 +208,16 @@ static void settle_model(Run *run, char *folder, size_t size) {
         config->rope_theta = o->rope_theta;
         config->seq_len = (int)run->T;
     }
-    if ((!o->init_from || train_options_given(o, "attn") || run->started_over) && !normalizer_parse(&config->attn, o->attn, message, sizeof message))
+    if ((!o->init_from || train_options_given(o, "attn") || run->started_over) &&
+        !normalizer_parse(&config->attn, o->attn, message, sizeof message))
         fail(EXIT_USAGE, "--attn %s: %s.", o->attn, message);
     if (o->norm_length) config->seq_len = (int)o->norm_length;
     if (o->norm_length && run->loaded.text[0] && normalizer_has(&run->loaded, SCALAR_P))
-        fail(EXIT_USAGE, "--norm-length %lld: %s has learned p_n for its own length; leave the flag out.", (long long)o->norm_length, o->init_from);
+        fail(EXIT_USAGE, "--norm-length %lld: %s has learned p_n for its own length; leave the flag out.",
+             (long long)o->norm_length, o->init_from);
     run->lineage = cJSON_CreateArray();
-    lineage_add(run->lineage, 0, o->init_from ? "init-from" : "start", "attn", config->attn.text, o->init_from ? "from" : NULL,
-                    o->init_from, NULL);
+    lineage_add(run->lineage, 0, o->init_from ? "init-from" : "start", "attn", config->attn.text,
+                o->init_from ? "from" : NULL, o->init_from, NULL);
 }
 
 // ---- batches and data
@@ -213,25 +228,34 @@ static void settle_batches(Run *run) {
     int64_t T = (int64_t)run->T;
     for (size_t i = 0; i < o->seq_len.count; i++)
         if (T % o->seq_len.values[i])
-            fail(EXIT_USAGE, "--seq-len: %lld does not divide the longest, %lld.", (long long)o->seq_len.values[i], (long long)T);
+            fail(EXIT_USAGE, "--seq-len: %lld does not divide the longest, %lld.", (long long)o->seq_len.values[i],
+                 (long long)T);
     if (o->batch * T > INT32_MAX)
-        fail(EXIT_USAGE, "--batch %lld x --seq-len %lld: at most 2^31 - 1 tokens at a time. Accumulate by --total-batch-tokens.",
+        fail(EXIT_USAGE,
+             "--batch %lld x --seq-len %lld: at most 2^31 - 1 tokens at a time. Accumulate by --total-batch-tokens.",
              (long long)o->batch, (long long)T);
     int64_t together = o->batch * T * process.size;
     if (!o->total_batch_tokens) o->total_batch_tokens = together;
     if (o->total_batch_tokens % together) {
         int64_t nearest = (o->total_batch_tokens + together / 2) / together * together;
-        fail(EXIT_USAGE, "--total-batch-tokens %lld is no multiple of batch x T x processes = %lld x %lld x %d = %lld.\n  Nearest: %lld.",
-             (long long)o->total_batch_tokens, (long long)o->batch, (long long)T, process.size, (long long)together,
-             (long long)(nearest ? nearest : together));
+        fail(
+            EXIT_USAGE,
+            "--total-batch-tokens %lld is no multiple of batch x T x processes = %lld x %lld x %d = %lld.\n  Nearest: %lld.",
+            (long long)o->total_batch_tokens, (long long)o->batch, (long long)T, process.size, (long long)together,
+            (long long)(nearest ? nearest : together));
     }
     run->step_tokens = o->total_batch_tokens;
     run->micro_batches = o->total_batch_tokens / together;
 }
 
 static Shards *open_shards(Run *run, const char *glob, bool shuffle, uint64_t min_windows, char **print) {
-    ShardsConfig config = {.T = run->T, .vocab = run->config->vocab, .end_of_text = run->config->end_of_text,
-                           .seed = (uint64_t)run->o.seed, .shuffle = shuffle, .pack = (PackMode)run->o.pack, .min_windows = min_windows};
+    ShardsConfig config = {.T = run->T,
+                           .vocab = run->config->vocab,
+                           .end_of_text = run->config->end_of_text,
+                           .seed = (uint64_t)run->o.seed,
+                           .shuffle = shuffle,
+                           .pack = (PackMode)run->o.pack,
+                           .min_windows = min_windows};
     Error error;
     Shards *shards = shards_open(glob, config, &error);
     if (!shards) fail_with(&error);
@@ -245,13 +269,16 @@ static void settle_tokenizer(Run *run, const char *weights) {
     const ModelConfig *config = run->config;
     open_tokenizer(run, weights);
     if (run->tokenizer_vocab > config->vocab && weights[0])
-        fail(EXIT_INPUT, "%s: its tokenizer has %d tokens, but the model in %s has a vocabulary of %d, which cannot grow.\n"
-             "  Encode the text with the model's own tokenizer: data/text.py --tokenizer FOLDER, or another script in data/.",
-             run->tokenizer_folder, run->tokenizer_vocab, weights, config->vocab);
+        fail(
+            EXIT_INPUT,
+            "%s: its tokenizer has %d tokens, but the model in %s has a vocabulary of %d, which cannot grow.\n"
+            "  Encode the text with the model's own tokenizer: data/text.py --tokenizer FOLDER, or another script in data/.",
+            run->tokenizer_folder, run->tokenizer_vocab, weights, config->vocab);
     if (run->tokenizer_vocab > config->vocab)
-        fail(EXIT_INPUT, "%s: its tokenizer has %d tokens, but the model has a vocabulary of %d.\n"
-             "  Leave vocab= out of --model, or give it vocab=%d or more.", run->tokenizer_folder, run->tokenizer_vocab,
-             config->vocab, run->tokenizer_vocab);
+        fail(EXIT_INPUT,
+             "%s: its tokenizer has %d tokens, but the model has a vocabulary of %d.\n"
+             "  Leave vocab= out of --model, or give it vocab=%d or more.",
+             run->tokenizer_folder, run->tokenizer_vocab, config->vocab, run->tokenizer_vocab);
     if (run->tokenizer_vocab && run->end_of_text >= 0) run->config->end_of_text = run->end_of_text;
 }
 
@@ -261,7 +288,8 @@ static void check_normalizer(const Run *run, const Normalizer *attn, const char 
     int L = run->config->seq_len;
     if (!normalizer_fits(attn, L, message, sizeof message)) fail(EXIT_USAGE, "%s %s.", flag, message);
     if (normalizer_has(attn, SCALAR_P) && run->T > (size_t)L)
-        fail(EXIT_USAGE, "%s %s: p_n is learned for n up to L = %d, and --seq-len asks for %zu.", flag, attn->text, L, run->T);
+        fail(EXIT_USAGE, "%s %s: p_n is learned for n up to L = %d, and --seq-len asks for %zu.", flag, attn->text, L,
+             run->T);
 }
 
 // Everything that the flags, the run folder and the data say, checked; nothing written yet.
@@ -273,19 +301,26 @@ void settle(Run *run) {
     run->best_step = run->saved = -1;
     settle_model(run, weights, size);
     if (process_max_int(run->resumed) != run->resumed)
-        fail(EXIT_PEER, "process %d sees no run in %s, but another one does. All machines need the same --out folder.", process.rank, o->out);
+        fail(EXIT_PEER, "process %d sees no run in %s, but another one does. All machines need the same --out folder.",
+             process.rank, o->out);
     if (run->resumed) run->saved = run->step;
     settle_switches(run);
     check_normalizer(run, &run->config->attn, "--attn");
     for (size_t i = 0; i < run->switch_count; i++) check_normalizer(run, &run->switches[i].to, "--attn-switch");
     settle_batches(run);
-    if (!o->train_data) fail(EXIT_USAGE, "--train-data is missing: the shards to train on. data/shakespeare.py makes some.");
+    if (!o->train_data)
+        fail(EXIT_USAGE, "--train-data is missing: the shards to train on. data/shakespeare.py makes some.");
     settle_tokenizer(run, weights);
-    run->train = open_shards(run, o->train_data, o->shuffle, (uint64_t)(run->step_tokens / (int64_t)run->T), &run->train_print);
+    run->train =
+        open_shards(run, o->train_data, o->shuffle, (uint64_t)(run->step_tokens / (int64_t)run->T), &run->train_print);
     if (o->val_data) run->val = open_shards(run, o->val_data, false, 1, &run->val_print);
     if ((run->resumed || run->started_over) && (!run_json_same_data(o->out, "train", run->train_print, &error) ||
-                         !run_json_same_data(o->out, "val", run->val_print, &error)))
+                                                !run_json_same_data(o->out, "val", run->val_print, &error)))
         fail_with(&error);
-    run->schedule = (Schedule){.kind = (ScheduleKind)o->schedule, .lr = o->lr, .min_lr_frac = o->min_lr_frac, .warmup = o->warmup,
-                               .steps = o->steps, .rewarm = run->schedule.rewarm};
+    run->schedule = (Schedule){.kind = (ScheduleKind)o->schedule,
+                               .lr = o->lr,
+                               .min_lr_frac = o->min_lr_frac,
+                               .warmup = o->warmup,
+                               .steps = o->steps,
+                               .rewarm = run->schedule.rewarm};
 }

@@ -21,9 +21,11 @@ static bool parse_switch(const char *text, Switch *out) {
     size_t digits = strspn(text, "0123456789");
     int64_t step = digits && digits <= 13 ? strtoll(text, NULL, 10) : -1;
     if (text[digits] != ':' || step < 0 || step > STEPS_MAX)
-        fail(EXIT_USAGE, "--attn-switch %s: expected STEP:NAME with a step from 0 to %lld, for example 5000:ssmax.", text, STEPS_MAX);
+        fail(EXIT_USAGE, "--attn-switch %s: expected STEP:NAME with a step from 0 to %lld, for example 5000:ssmax.",
+             text, STEPS_MAX);
     *out = (Switch){.step = step};
-    if (!normalizer_parse(&out->to, text + digits + 1, message, sizeof message)) fail(EXIT_USAGE, "--attn-switch %s: %s.", text, message);
+    if (!normalizer_parse(&out->to, text + digits + 1, message, sizeof message))
+        fail(EXIT_USAGE, "--attn-switch %s: %s.", text, message);
     return true;
 }
 
@@ -67,28 +69,28 @@ static bool switch_made(const Run *run, const Switch *asked) {
 static void warn_of_same_normalizer(const Run *run, const Switch *asked) {
     const Normalizer *before = run->switch_count ? &run->switches[run->switch_count - 1].to : &run->config->attn;
     if (!normalizer_equal(before, &asked->to)) return;
-    warn("--attn-switch %s: %s is already the normalizer at that step; only the learning rate's warmup runs again.", run->o.attn_switch,
-         before->text);
+    warn("--attn-switch %s: %s is already the normalizer at that step; only the learning rate's warmup runs again.",
+         run->o.attn_switch, before->text);
 }
 
-// The changes of normalizer to come: those that the run made beyond its checkpoint, which it repeats, and --attn-switch. Where the flag is
-// none of these, the run takes another course from that step on.
+// The changes of normalizer to come: those that the run made beyond its checkpoint, which it repeats, and
+// --attn-switch. Where the flag is none of these, the run takes another course from that step on.
 void settle_switches(Run *run) {
     Switch asked;
     if (!parse_switch(run->o.attn_switch, &asked)) return;
     bool given = train_options_given(&run->o, "attn-switch");
     if (run->resumed && asked.step <= run->step && switch_made(run, &asked)) return;
     if (asked.step < run->step) {
-        if (!given) return;                       // the run's own flag, which a later one has overtaken
-        fail(EXIT_USAGE, "--attn-switch %s: the run is already at step %lld; give that step or a later one.", run->o.attn_switch,
-             (long long)run->step);
+        if (!given) return;    // the run's own flag, which a later one has overtaken
+        fail(EXIT_USAGE, "--attn-switch %s: the run is already at step %lld; give that step or a later one.",
+             run->o.attn_switch, (long long)run->step);
     }
     for (size_t i = 0; i < run->switch_count; i++)
         if (same_switch(&run->switches[i], &asked)) return;
     for (; run->switch_count > 0 && run->switches[run->switch_count - 1].step >= asked.step; run->switch_count--) {
         const Switch *other = &run->switches[run->switch_count - 1];
-        warn("--attn-switch %s: the change to %s at step %lld, which this run made before, is not repeated.", run->o.attn_switch, other->to.text,
-             (long long)other->step);
+        warn("--attn-switch %s: the change to %s at step %lld, which this run made before, is not repeated.",
+             run->o.attn_switch, other->to.text, (long long)other->step);
     }
     warn_of_same_normalizer(run, &asked);
     insert_switch(run, asked);
@@ -116,8 +118,8 @@ static void show_new_scalars(const ModelConfig *config, const Normalizer *from, 
         if (scalar == SCALAR_P)
             printf("new parameters: model.%s, %d of %.4f\n", scalar_names[scalar], config->seq_len, start);
         else
-            printf("new parameters: model.layers.0..%d.%s.%s, %.4f%s\n", config->layers - 1, where, scalar_names[scalar], start,
-                   normalizer_trains(to, scalar) ? "" : ", not trained");
+            printf("new parameters: model.layers.0..%d.%s.%s, %.4f%s\n", config->layers - 1, where,
+                   scalar_names[scalar], start, normalizer_trains(to, scalar) ? "" : ", not trained");
     }
 }
 
@@ -126,8 +128,11 @@ bool run_change_due(Run *run, Change *change) {
     bool at_start = run->loaded.text[0] != 0;
     bool at_step = run->switch_count && run->switches[0].step <= run->step && run->step < run->o.steps;
     if (run->stopped || run->owed || !(at_start || at_step)) return false;
-    *change = (Change){.at_start = at_start, .from = at_start ? run->loaded : now, .to = at_start ? now : run->switches[0].to,
-                       .before = NAN, .after = NAN};
+    *change = (Change){.at_start = at_start,
+                       .from = at_start ? run->loaded : now,
+                       .to = at_start ? now : run->switches[0].to,
+                       .before = NAN,
+                       .after = NAN};
     run->config->attn = change->from;
     return true;
 }
@@ -155,20 +160,20 @@ void run_change_finish(Run *run, Change *change) {
     const Normalizer *from = &change->from, *to = &change->to;
     loss_text(before, change->before);
     loss_text(after, change->after);
-    lineage_add(run->lineage, run->step, change->at_start ? "attn-at-start" : "attn-switch", "from", from->text, "attn", to->text, "val_loss_before", before, "val_loss_after",
-                after, NULL);
+    lineage_add(run->lineage, run->step, change->at_start ? "attn-at-start" : "attn-switch", "from", from->text, "attn",
+                to->text, "val_loss_before", before, "val_loss_after", after, NULL);
     if (run_is_main()) {
         progress_end();
         show_new_scalars(run->config, from, to);
-        printf("step %lld: --attn %s becomes %s; validation loss %s before, %s after\n", (long long)run->step, from->text, to->text,
-               before, after);
+        printf("step %lld: --attn %s becomes %s; validation loss %s before, %s after\n", (long long)run->step,
+               from->text, to->text, before, after);
     }
     free(change->kept);
     if (change->at_start) {
         run->loaded.text[0] = 0;
     } else {
         memmove(run->switches, run->switches + 1, --run->switch_count * sizeof *run->switches);
-        run->schedule.rewarm = run->step;                  // the learning rate's warmup runs again
+        run->schedule.rewarm = run->step;    // the learning rate's warmup runs again
     }
     write_run(run);
 }

@@ -6,17 +6,35 @@
 #include "runtime/error.h"
 #include "runtime/start.h"
 
-#ifndef ATTN_ONLY            // of make ATTN=NAME
+#ifndef ATTN_ONLY    // of make ATTN=NAME
 #define ATTN_ONLY "softmax"
 #endif
 
 void train_options_init(TrainOptions *o, const char *attn_help, bool gpus) {
     *o = (TrainOptions){
-        .model = "124M", .attn = ATTN_ONLY, .batch = 4, .seq_len = {.values = {1024}, .count = 1}, .steps = 1000, .lr = 6e-4,
-        .warmup = 1000, .min_lr_frac = 0.1, .weight_decay = 0.1, .beta1 = 0.9, .beta2 = 0.95, .grad_clip = 1.0, .rope_theta = 10000,
-        .seed = 1337, .shuffle = true, .val_every = 250, .val_tokens = 1 << 20, .ckpt_every = 1000, .keep = 2, .rank_timeout = 60,
+        .model = "124M",
+        .attn = ATTN_ONLY,
+        .batch = 4,
+        .seq_len = {.values = {1024}, .count = 1},
+        .steps = 1000,
+        .lr = 6e-4,
+        .warmup = 1000,
+        .min_lr_frac = 0.1,
+        .weight_decay = 0.1,
+        .beta1 = 0.9,
+        .beta2 = 0.95,
+        .grad_clip = 1.0,
+        .rope_theta = 10000,
+        .seed = 1337,
+        .shuffle = true,
+        .val_every = 250,
+        .val_tokens = 1 << 20,
+        .ckpt_every = 1000,
+        .keep = 2,
+        .rank_timeout = 60,
         .deterministic = true,
     };
+    // clang-format off
     const Option table[] = {
         {"train-data",  OPT_TEXT, &o->train_data, .arg = "GLOB", .group = "Data", .help = "training shards, for example 'data/shakespeare/*_train_*.bin'"},
         {"val-data",    OPT_TEXT, &o->val_data, .arg = "GLOB", .group = "Data", .help = "validation shards; none: no validation"},
@@ -66,8 +84,9 @@ void train_options_init(TrainOptions *o, const char *attn_help, bool gpus) {
         {"deterministic", OPT_SWITCH, &o->deterministic, .group = "GPUs", .help = "bitwise reproducible; 0: pick the fastest matmul algorithm by measurement", .on_resume = true},
         {"stochastic-rounding", OPT_SWITCH, &o->stochastic_rounding, .group = "GPUs", .help = "round the weights' bf16 copy stochastically", .on_resume = true},
     };
+    // clang-format on
     o->count = o->count_on_gpus = sizeof table / sizeof *table;
-    while (!gpus && strcmp(table[o->count - 1].group, "GPUs") == 0) o->count--;        // the last group
+    while (!gpus && strcmp(table[o->count - 1].group, "GPUs") == 0) o->count--;    // the last group
     o->table = malloc(sizeof table);
     if (!o->table) fail(EXIT_RESOURCE, "out of memory for the flags.");
     memcpy(o->table, table, sizeof table);
@@ -78,8 +97,10 @@ void train_options_parse(TrainOptions *o, int argc, char **argv, const char *usa
         for (size_t row = o->count; row < o->count_on_gpus; row++) {
             const char *name = o->table[row].name, *word = argv[i];
             size_t length = strlen(name);
-            if (strncmp(word, "--", 2) == 0 && strncmp(word + 2, name, length) == 0 && (word[2 + length] == 0 || word[2 + length] == '='))
-                usage_fail("--%s is a flag of train_gpt2cu, the trainer on GPUs; %s has no such flag.", name, program_name);
+            if (strncmp(word, "--", 2) == 0 && strncmp(word + 2, name, length) == 0 &&
+                (word[2 + length] == 0 || word[2 + length] == '='))
+                usage_fail("--%s is a flag of train_gpt2cu, the trainer on GPUs; %s has no such flag.", name,
+                           program_name);
         }
     options_parse(o->table, o->count, argc, argv, usage);
 }

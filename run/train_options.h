@@ -16,19 +16,21 @@ typedef enum { TRAIN_FP32, TRAIN_BF16 } TrainType;
 
 typedef struct {
     const char *train_data, *val_data, *model, *attn, *attn_switch, *init_from, *ignore_config_key, *out;
-    int64_t norm_length, batch, total_batch_tokens, steps, warmup, seed, val_every, val_tokens, sample_every, ckpt_every, keep, threads, rank_timeout;
+    int64_t norm_length, batch, total_batch_tokens, steps, warmup, seed, val_every, val_tokens, sample_every,
+        ckpt_every, keep, threads, rank_timeout;
     IntList seq_len;
     double lr, min_lr_frac, weight_decay, beta1, beta2, grad_clip, rope_theta;
     int schedule, pack, dtype;
     bool shuffle, resume, keep_best, profile, dry_run;
-    int64_t zero;                                      // this and what follows: of trainers on GPUs
+    int64_t zero;    // this and what follows: of trainers on GPUs
     int reduce_dtype;
     bool recompute, deterministic, stochastic_rounding;
     Option *table;
-    size_t count, count_on_gpus;                       // rows of the table; those of a trainer on GPUs
+    size_t count, count_on_gpus;    // rows of the table; those of a trainer on GPUs
 } TrainOptions;
 
-// The defaults, which --help prints, and the table over them. attn_help: what --help says of --attn; gpus: with the flags of GPUs.
+// The defaults, which --help prints, and the table over them. attn_help: what --help says of --attn; gpus: with the
+// flags of GPUs.
 void train_options_init(TrainOptions *options, const char *attn_help, bool gpus);
 
 // options_parse(), which for a trainer without the flags of GPUs says whose they are.

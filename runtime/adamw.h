@@ -7,8 +7,8 @@
 
 typedef struct {
     double lr, beta1, beta2, eps, weight_decay;
-    double grad_scale;                   // the gradient is taken times this: clipping
-    int64_t step;                        // from 1
+    double grad_scale;    // the gradient is taken times this: clipping
+    int64_t step;         // from 1
 } AdamW;
 
 #endif

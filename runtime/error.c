@@ -61,10 +61,8 @@ void reasons_add(Reasons *reasons, const char *format, ...) {
     vsnprintf(line + start, sizeof line - start, format, args);
     va_end(args);
     reasons->count++;
-    if (reasons->left_out || used + strlen(line) >= sizeof reasons->text)
-        reasons->left_out++;
-    else
-        strcpy(reasons->text + used, line);
+    if (reasons->left_out || used + strlen(line) >= sizeof reasons->text) reasons->left_out++;
+    else strcpy(reasons->text + used, line);
 }
 
 ReasonsText reasons_text(const Reasons *reasons) {

@@ -15,13 +15,14 @@
 
 void (*file_written)(const char *path, uint64_t size, XXH128_hash_t hash) = NULL;
 
-// ---- fault points ----------------------------------------------------------------------------------------------------------
+// ---- fault points
+// ----------------------------------------------------------------------------------------------------------
 
 #ifdef FAULTS
 static struct {
     bool ready, half;
     long at, count;
-    int error;   // 0: end the process
+    int error;    // 0: end the process
 } fault;
 
 static void fault_report(void) {
@@ -39,13 +40,14 @@ static void fault_setup(void) {
     if (getenv("FAULT_COUNT")) atexit(fault_report);
 }
 
-// True where this act is to fail, with errno set; at a kill it does not return. `data` is what a write was about to write.
+// True where this act is to fail, with errno set; at a kill it does not return. `data` is what a write was about to
+// write.
 static bool fault_hit(int fd, const void *data, size_t size) {
     if (!fault.ready) fault_setup();
     if (++fault.count != fault.at) return false;
     if (!fault.error) {
         if (fault.half && size > 1 && write(fd, data, size / 2) < 0) _exit(138);
-        _exit(137);   // what a shell calls a process that kill -9 has ended
+        _exit(137);    // what a shell calls a process that kill -9 has ended
     }
     errno = fault.error;
     return true;
@@ -79,7 +81,8 @@ static int act_remove(const char *path) {
     return remove(path);
 }
 
-// ---- errors ----------------------------------------------------------------------------------------------------------------
+// ---- errors
+// ----------------------------------------------------------------------------------------------------------------
 
 const char *file_remedy(int number, const char *otherwise) {
     switch (number) {
@@ -91,18 +94,24 @@ const char *file_remedy(int number, const char *otherwise) {
 
 static const char *write_remedy(int number) {
     switch (number) {
-    case EFBIG: return "Raise the limit on the size of a file (`ulimit -f unlimited`), or choose a folder on a disk that takes larger ones.";
-    case ENOSPC: case EDQUOT: return "Make room on that disk, or choose a folder on another one.";
-    case EACCES: case EPERM: case EROFS: return "Choose a folder that you may write to, or change its permissions.";
+    case EFBIG:
+        return "Raise the limit on the size of a file (`ulimit -f unlimited`), or choose a folder on a disk that takes larger ones.";
+    case ENOSPC:
+    case EDQUOT: return "Make room on that disk, or choose a folder on another one.";
+    case EACCES:
+    case EPERM:
+    case EROFS: return "Choose a folder that you may write to, or change its permissions.";
     case EIO: return "The disk failed: see the system's log, and choose a folder on another one.";
-    case ENOTDIR: case EISDIR: return "A file stands where a folder is needed, or the other way round: choose another path.";
+    case ENOTDIR:
+    case EISDIR: return "A file stands where a folder is needed, or the other way round: choose another path.";
     default: return file_remedy(number, "Choose another folder, or repair this one.");
     }
 }
 
 static bool write_error(Error *error, const char *path, const char *act) {
     int number = errno;
-    return error_set(error, EXIT_RESOURCE, "%s: %s failed: %s.\n  %s", path, act, strerror(number), write_remedy(number));
+    return error_set(error, EXIT_RESOURCE, "%s: %s failed: %s.\n  %s", path, act, strerror(number),
+                     write_remedy(number));
 }
 
 static bool read_error(Error *error, const char *path, const char *act) {
@@ -112,21 +121,23 @@ static bool read_error(Error *error, const char *path, const char *act) {
                                    : file_remedy(number, "Check the path and its permissions."));
 }
 
-// ---- writing ---------------------------------------------------------------------------------------------------------------
+// ---- writing
+// ---------------------------------------------------------------------------------------------------------------
 
-enum { FLUSH_BYTES = 16 << 20 };   // so much is handed to the disk at a time
+enum { FLUSH_BYTES = 16 << 20 };    // so much is handed to the disk at a time
 
 struct File {
     int fd;
-    uint64_t size;       // bytes written
-    uint64_t flushed;    // of them, handed to the disk
-    XXH3_state_t *hash;  // NULL when nobody asks for it
+    uint64_t size;         // bytes written
+    uint64_t flushed;      // of them, handed to the disk
+    XXH3_state_t *hash;    // NULL when nobody asks for it
     char path[PATH_MAX];
 };
 
 File *file_create(const char *path, Error *error) {
     if (strlen(path) >= PATH_MAX) {
-        error_set(error, EXIT_RESOURCE, "%.200s...: the path is over %d bytes long.\n  Choose another.", path, PATH_MAX - 1);
+        error_set(error, EXIT_RESOURCE, "%.200s...: the path is over %d bytes long.\n  Choose another.", path,
+                  PATH_MAX - 1);
         return NULL;
     }
     int fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
@@ -235,7 +246,7 @@ static ssize_t read_full(int fd, void *out, size_t size, uint64_t offset) {
     return (ssize_t)done;
 }
 
-enum { PIECE = 1 << 20 };   // a file is read through a buffer of so many bytes
+enum { PIECE = 1 << 20 };    // a file is read through a buffer of so many bytes
 
 // O_NONBLOCK: opening a FIFO would wait for a writer. It does not matter for files.
 static int open_to_read(const char *path) {
@@ -278,7 +289,8 @@ bool file_copy(const char *to, const char *from, Error *error) {
     return file_close(file, error);
 }
 
-// ---- folders ---------------------------------------------------------------------------------------------------------------
+// ---- folders
+// ---------------------------------------------------------------------------------------------------------------
 
 bool file_sync(const char *path, Error *error) {
     int fd = open(path, O_RDONLY | O_CLOEXEC);
@@ -352,20 +364,23 @@ bool file_free_space(const char *path, uint64_t *bytes, Error *error) {
             return read_error(error, path, "asking for free disk space");
         }
         if (!slash) strcpy(part, ".");
-        else slash[slash == part] = '\0';   // "/a" becomes "/"
+        else slash[slash == part] = '\0';    // "/a" becomes "/"
     }
     *bytes = (uint64_t)info.f_bavail * info.f_frsize;
     return true;
 }
 
-// ---- reading ---------------------------------------------------------------------------------------------------------------
+// ---- reading
+// ---------------------------------------------------------------------------------------------------------------
 
 bool file_read_at(int fd, const char *path, void *out, size_t size, uint64_t offset, Error *error) {
     ssize_t got = read_full(fd, out, size, offset);
     if (got == (ssize_t)size) return true;
     if (got < 0) return read_error(error, path, "reading it");
-    return error_set(error, EXIT_INPUT, "%s: expected %zu bytes at offset %" PRIu64 ", found %zd.\n"
-                     "  It was cut short: copy it or make it again.", path, size, offset, got);
+    return error_set(error, EXIT_INPUT,
+                     "%s: expected %zu bytes at offset %" PRIu64 ", found %zd.\n"
+                     "  It was cut short: copy it or make it again.",
+                     path, size, offset, got);
 }
 
 // The size of an open regular file.
@@ -384,8 +399,9 @@ static char *read_open(int fd, const char *path, size_t limit, size_t *size, Err
     uint64_t bytes = 0;
     if (!regular_size(fd, path, &bytes, error)) return NULL;
     if (bytes > limit) {
-        error_set(error, EXIT_INPUT, "%s: expected at most %zu bytes, found %" PRIu64 ".\n  This is not the file it should be.",
-                  path, limit, bytes);
+        error_set(error, EXIT_INPUT,
+                  "%s: expected at most %zu bytes, found %" PRIu64 ".\n  This is not the file it should be.", path,
+                  limit, bytes);
         return NULL;
     }
     char *text = malloc(bytes + 1);

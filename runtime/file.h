@@ -1,7 +1,7 @@
 // Files that survive a crash: every write, fsync, rename and removal of this project goes through here.
 //
-// Errors: EXIT_RESOURCE where something cannot be written (disk full, no permission), EXIT_INPUT where something cannot be
-// read. Built with -DFAULTS, each write, fsync, rename, mkdir and removal is a numbered fault point:
+// Errors: EXIT_RESOURCE where something cannot be written (disk full, no permission), EXIT_INPUT where something cannot
+// be read. Built with -DFAULTS, each write, fsync, rename, mkdir and removal is a numbered fault point:
 //   FAULT_AT=n        the n-th point (from 1) of the process fails,
 //   FAULT_KIND=kill   by ending the process at once, before the act (the default); half: a write is done by half first;
 //   FAULT_KIND=enospc or eio: the act fails with that errno, and the process goes on;
@@ -68,7 +68,8 @@ bool file_free_space(const char *path, uint64_t *bytes, Error *error);
 
 // ---- reading
 
-// The whole file, with a 0 byte after its end (not counted in `size`, which may be NULL). Over `limit` bytes is an error.
+// The whole file, with a 0 byte after its end (not counted in `size`, which may be NULL). Over `limit` bytes is an
+// error.
 // Free with free(). NULL on error.
 char *file_read(const char *path, size_t limit, size_t *size, Error *error);
 

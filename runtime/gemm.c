@@ -19,7 +19,7 @@
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
 
-// ---------------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------------
 // One thread's product, for the builds without oneDNN (which has its own threads).
 
 #if defined(THROUGH_CBLAS)
@@ -27,19 +27,20 @@
 // A BLAS with threads of its own would start them inside ours: it is told to keep to one, where it can be told.
 extern void openblas_set_num_threads(int) __attribute__((weak));
 
-static void gemm_one_thread(char ta, char tb, size_t m, size_t n, size_t k, const float *A, size_t lda, const float *B, size_t ldb,
-                            float beta, float *C, size_t ldc) {
-    cblas_sgemm(CblasRowMajor, ta == 'T' ? CblasTrans : CblasNoTrans, tb == 'T' ? CblasTrans : CblasNoTrans, (int)m, (int)n, (int)k,
-                1.0f, A, (int)lda, B, (int)ldb, beta, C, (int)ldc);
+static void gemm_one_thread(char ta, char tb, size_t m, size_t n, size_t k, const float *A, size_t lda, const float *B,
+                            size_t ldb, float beta, float *C, size_t ldc) {
+    cblas_sgemm(CblasRowMajor, ta == 'T' ? CblasTrans : CblasNoTrans, tb == 'T' ? CblasTrans : CblasNoTrans, (int)m,
+                (int)n, (int)k, 1.0f, A, (int)lda, B, (int)ldb, beta, C, (int)ldc);
 }
 
 #elif !defined(USE_ONEDNN)
 
-// Own loops: a tile of 4 rows by 32 columns in registers, over slices of k whose strip of B is packed so that it is read in order.
+// Own loops: a tile of 4 rows by 32 columns in registers, over slices of k whose strip of B is packed so that it is
+// read in order.
 enum { TILE_M = 4, TILE_N = 32, SLICE_K = 256 };
 
-static void tile(size_t rows, size_t cols, size_t depth, const float *A, size_t row_step, size_t depth_step, const float *packed,
-                 float *C, size_t ldc) {
+static void tile(size_t rows, size_t cols, size_t depth, const float *A, size_t row_step, size_t depth_step,
+                 const float *packed, float *C, size_t ldc) {
     float sum[TILE_M][TILE_N] = {{0}};
     const float *a[TILE_M];
     for (size_t i = 0; i < TILE_M; i++) a[i] = A + MIN(i, rows - 1) * row_step;
@@ -54,8 +55,8 @@ static void tile(size_t rows, size_t cols, size_t depth, const float *A, size_t 
         for (size_t j = 0; j < cols; j++) C[i * ldc + j] += sum[i][j];
 }
 
-static void gemm_one_thread(char ta, char tb, size_t m, size_t n, size_t k, const float *A, size_t lda, const float *B, size_t ldb,
-                            float beta, float *C, size_t ldc) {
+static void gemm_one_thread(char ta, char tb, size_t m, size_t n, size_t k, const float *A, size_t lda, const float *B,
+                            size_t ldb, float beta, float *C, size_t ldc) {
     float packed[SLICE_K * TILE_N];
     if (beta == 0.0f)
         for (size_t i = 0; i < m; i++) memset(C + i * ldc, 0, n * sizeof *C);
@@ -66,7 +67,9 @@ static void gemm_one_thread(char ta, char tb, size_t m, size_t n, size_t k, cons
             size_t cols = MIN(TILE_N, n - j);
             for (size_t q = 0; q < depth; q++)
                 for (size_t c = 0; c < TILE_N; c++)
-                    packed[q * TILE_N + c] = c >= cols ? 0.0f : tb == 'T' ? B[(j + c) * ldb + p + q] : B[(p + q) * ldb + j + c];
+                    packed[q * TILE_N + c] = c >= cols   ? 0.0f
+                                             : tb == 'T' ? B[(j + c) * ldb + p + q]
+                                                         : B[(p + q) * ldb + j + c];
             for (size_t i = 0; i < m; i += TILE_M)
                 tile(MIN(TILE_M, m - i), cols, depth, A + i * row_step + p * depth_step, row_step, depth_step, packed,
                      C + i * ldc + j, ldc);
@@ -76,43 +79,45 @@ static void gemm_one_thread(char ta, char tb, size_t m, size_t n, size_t k, cons
 
 #endif
 
-// ---------------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------------
 // float32
 
 #ifdef USE_ONEDNN
 
-static void gemm_onednn(char ta, char tb, size_t m, size_t n, size_t k, const float *A, size_t lda, const float *B, size_t ldb,
-                        float beta, float *C, size_t ldc) {
+static void gemm_onednn(char ta, char tb, size_t m, size_t n, size_t k, const float *A, size_t lda, const float *B,
+                        size_t ldb, float beta, float *C, size_t ldc) {
     dnnl_status_t status = dnnl_sgemm(ta, tb, (dnnl_dim_t)m, (dnnl_dim_t)n, (dnnl_dim_t)k, 1.0f, A, (dnnl_dim_t)lda, B,
                                       (dnnl_dim_t)ldb, beta, C, (dnnl_dim_t)ldc);
     if (status != dnnl_success)
-        fail(EXIT_RESOURCE, "oneDNN refused a product of %zu x %zu x %zu (status %d). Build with ONEDNN=0 to do without it.", m, n, k,
+        fail(EXIT_RESOURCE,
+             "oneDNN refused a product of %zu x %zu x %zu (status %d). Build with ONEDNN=0 to do without it.", m, n, k,
              (int)status);
 }
 
-// With few rows oneDNN reads B in place, and rows of B a multiple of 4 KiB apart fall on the same lines of the cache: it took twice as
-// long (256 x 2048 x 768, Zen 3). So B goes first into a buffer whose rows are a line further apart, some of its rows at a time.
+// With few rows oneDNN reads B in place, and rows of B a multiple of 4 KiB apart fall on the same lines of the cache:
+// it took twice as long (256 x 2048 x 768, Zen 3). So B goes first into a buffer whose rows are a line further apart,
+// some of its rows at a time.
 enum { FEW_ROWS = 256, COLLIDING = 1024, BUFFER = 2 << 20 };
 
-static void gemm_spread(char ta, size_t m, size_t n, size_t k, const float *A, size_t lda, const float *B, size_t ldb, float beta,
-                        float *C, size_t ldc) {
+static void gemm_spread(char ta, size_t m, size_t n, size_t k, const float *A, size_t lda, const float *B, size_t ldb,
+                        float beta, float *C, size_t ldc) {
     static float buffer[BUFFER] __attribute__((aligned(64)));
     size_t spread = n + 16, part = BUFFER / spread;
     for (size_t from = 0; from < k; from += part) {
         size_t here = MIN(part, k - from);
         #pragma omp parallel for schedule(static)
         for (size_t p = 0; p < here; p++) memcpy(buffer + p * spread, B + (from + p) * ldb, n * sizeof *B);
-        gemm_onednn(ta, 'N', m, n, here, A + from * (ta == 'T' ? lda : 1), lda, buffer, spread, from ? 1.0f : beta, C, ldc);
+        gemm_onednn(ta, 'N', m, n, here, A + from * (ta == 'T' ? lda : 1), lda, buffer, spread, from ? 1.0f : beta, C,
+                    ldc);
     }
 }
 
 void gemm(char ta, char tb, size_t m, size_t n, size_t k, const float *A, size_t lda, const float *B, size_t ldb,
           float beta, float *C, size_t ldc) {
-    bool spread = tb == 'N' && ldb % COLLIDING == 0 && n % COLLIDING == 0 && m >= 16 && m <= FEW_ROWS && k >= 64 && n + 16 <= BUFFER;
-    if (spread && !omp_in_parallel())
-        gemm_spread(ta, m, n, k, A, lda, B, ldb, beta, C, ldc);
-    else
-        gemm_onednn(ta, tb, m, n, k, A, lda, B, ldb, beta, C, ldc);
+    bool spread = tb == 'N' && ldb % COLLIDING == 0 && n % COLLIDING == 0 && m >= 16 && m <= FEW_ROWS && k >= 64 &&
+                  n + 16 <= BUFFER;
+    if (spread && !omp_in_parallel()) gemm_spread(ta, m, n, k, A, lda, B, ldb, beta, C, ldc);
+    else gemm_onednn(ta, tb, m, n, k, A, lda, B, ldb, beta, C, ldc);
 }
 
 #else
@@ -139,9 +144,9 @@ void gemm(char ta, char tb, size_t m, size_t n, size_t k, const float *A, size_t
     for (size_t from = 0; from < side; from += part) {
         size_t here = MIN(part, side - from);
         if (by_row)
-            gemm_one_thread(ta, tb, here, n, k, A + from * (ta == 'T' ? 1 : lda), lda, B, ldb, beta, C + from * ldc, ldc);
-        else
-            gemm_one_thread(ta, tb, m, here, k, A, lda, B + from * (tb == 'T' ? ldb : 1), ldb, beta, C + from, ldc);
+            gemm_one_thread(ta, tb, here, n, k, A + from * (ta == 'T' ? 1 : lda), lda, B, ldb, beta, C + from * ldc,
+                            ldc);
+        else gemm_one_thread(ta, tb, m, here, k, A, lda, B + from * (tb == 'T' ? ldb : 1), ldb, beta, C + from, ldc);
     }
 }
 
@@ -159,8 +164,9 @@ const char *gemm_backend(void) {
 #endif
 }
 
-// ---------------------------------------------------------------------------------------------------------------------------
-// oneDNN's primitives, made once for each shape: the way to its bfloat16 products. Versions 2 and 3 differ in how one is described.
+// ---------------------------------------------------------------------------------------------------------------------
+// oneDNN's primitives, made once for each shape: the way to its bfloat16 products. Versions 2 and 3 differ in how one
+// is described.
 
 #ifdef USE_ONEDNN
 
@@ -182,14 +188,16 @@ static dnnl_stream_t stream;
 #if DNNL_VERSION_MAJOR >= 3
 typedef dnnl_memory_desc_t Description;
 #define DESCRIPTION(d) (d)
-static bool describe(Description *d, size_t rows, size_t cols, dnnl_data_type_t type, size_t row_step, size_t col_step) {
+static bool describe(Description *d, size_t rows, size_t cols, dnnl_data_type_t type, size_t row_step,
+                     size_t col_step) {
     dnnl_dims_t dims = {(dnnl_dim_t)rows, (dnnl_dim_t)cols}, steps = {(dnnl_dim_t)row_step, (dnnl_dim_t)col_step};
     return dnnl_memory_desc_create_with_strides(d, 2, dims, type, steps) == dnnl_success;
 }
 #else
 typedef dnnl_memory_desc_t Description;
 #define DESCRIPTION(d) (&(d))
-static bool describe(Description *d, size_t rows, size_t cols, dnnl_data_type_t type, size_t row_step, size_t col_step) {
+static bool describe(Description *d, size_t rows, size_t cols, dnnl_data_type_t type, size_t row_step,
+                     size_t col_step) {
     dnnl_dims_t dims = {(dnnl_dim_t)rows, (dnnl_dim_t)cols}, steps = {(dnnl_dim_t)row_step, (dnnl_dim_t)col_step};
     return dnnl_memory_desc_init_by_strides(d, 2, dims, type, steps) == dnnl_success;
 }
@@ -208,7 +216,8 @@ static bool product_make(Product *p) {
     dnnl_primitive_attr_t attributes;
     dnnl_post_ops_t post;
     dnnl_primitive_desc_t description = NULL;
-    if (dnnl_primitive_attr_create(&attributes) != dnnl_success || dnnl_post_ops_create(&post) != dnnl_success) return false;
+    if (dnnl_primitive_attr_create(&attributes) != dnnl_success || dnnl_post_ops_create(&post) != dnnl_success)
+        return false;
 #if DNNL_VERSION_MAJOR >= 3
     if (p->add) dnnl_post_ops_append_sum(post, 1.0f, 0, dnnl_data_type_undef);
     dnnl_primitive_attr_set_post_ops(attributes, post);
@@ -238,8 +247,9 @@ static bool product_make(Product *p) {
 static Product *product_find(const Product *wanted) {
     for (size_t i = 0; i < product_count; i++) {
         Product *p = &products[i];
-        if (p->type == wanted->type && p->ta == wanted->ta && p->tb == wanted->tb && p->m == wanted->m && p->n == wanted->n &&
-            p->k == wanted->k && p->lda == wanted->lda && p->ldb == wanted->ldb && p->ldc == wanted->ldc && p->add == wanted->add)
+        if (p->type == wanted->type && p->ta == wanted->ta && p->tb == wanted->tb && p->m == wanted->m &&
+            p->n == wanted->n && p->k == wanted->k && p->lda == wanted->lda && p->ldb == wanted->ldb &&
+            p->ldc == wanted->ldc && p->add == wanted->add)
             return p;
     }
     if (product_count == MAX_PRODUCTS) return NULL;
@@ -249,30 +259,34 @@ static Product *product_find(const Product *wanted) {
 
 bool gemm_by_primitive(ProductType type, char ta, char tb, size_t m, size_t n, size_t k, const void *A, size_t lda,
                        const void *B, size_t ldb, float beta, float *C, size_t ldc) {
-    Product wanted = {.type = type, .ta = ta, .tb = tb, .m = m, .n = n, .k = k, .lda = lda, .ldb = ldb, .ldc = ldc, .add = beta != 0};
+    Product wanted = {
+        .type = type, .ta = ta, .tb = tb, .m = m, .n = n, .k = k, .lda = lda, .ldb = ldb, .ldc = ldc, .add = beta != 0};
     Product *p = product_find(&wanted);
     if (!p) return false;
     dnnl_memory_set_data_handle(p->a, (void *)A);
     dnnl_memory_set_data_handle(p->b, (void *)B);
     dnnl_memory_set_data_handle(p->c, C);
     dnnl_exec_arg_t args[] = {{DNNL_ARG_SRC, p->a}, {DNNL_ARG_WEIGHTS, p->b}, {DNNL_ARG_DST, p->c}};
-    return dnnl_primitive_execute(p->primitive, stream, 3, args) == dnnl_success && dnnl_stream_wait(stream) == dnnl_success;
+    return dnnl_primitive_execute(p->primitive, stream, 3, args) == dnnl_success &&
+           dnnl_stream_wait(stream) == dnnl_success;
 }
 
 #else
 
 bool gemm_by_primitive(ProductType type, char ta, char tb, size_t m, size_t n, size_t k, const void *A, size_t lda,
                        const void *B, size_t ldb, float beta, float *C, size_t ldc) {
-    (void)type, (void)ta, (void)tb, (void)m, (void)n, (void)k, (void)A, (void)lda, (void)B, (void)ldb, (void)beta, (void)C, (void)ldc;
+    (void)type, (void)ta, (void)tb, (void)m, (void)n, (void)k, (void)A, (void)lda, (void)B, (void)ldb, (void)beta,
+        (void)C, (void)ldc;
     return false;
 }
 
 #endif
 
-// ---------------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------------
 // bfloat16
 
-// Tried once, on numbers whose product is known, so that a library that takes the type but is wrong about it is not used.
+// Tried once, on numbers whose product is known, so that a library that takes the type but is wrong about it is not
+// used.
 bool gemm_has_bf16(void) {
     static int known = -1;
     if (known < 0) {
@@ -280,7 +294,8 @@ bool gemm_has_bf16(void) {
         uint16_t a[SIDE * SIDE], b[SIDE * SIDE];
         float c[SIDE * SIDE];
         bool right = true;
-        for (int i = 0; i < SIDE * SIDE; i++) a[i] = bf16_from_float((float)(i % 7 - 3)), b[i] = bf16_from_float((float)(i % 5 - 2));
+        for (int i = 0; i < SIDE * SIDE; i++)
+            a[i] = bf16_from_float((float)(i % 7 - 3)), b[i] = bf16_from_float((float)(i % 5 - 2));
         right = gemm_by_primitive(PRODUCT_BF16, 'N', 'T', SIDE, SIDE, SIDE, a, SIDE, b, SIDE, 0.0f, c, SIDE);
         for (int i = 0; right && i < SIDE; i++) {
             for (int j = 0; j < SIDE; j++) {
@@ -299,7 +314,7 @@ void bf16_round(uint16_t *out, const float *in, size_t n) {
     for (size_t i = 0; i < n; i++) out[i] = bf16_from_float(in[i]);
 }
 
-enum { CHUNK = 4 << 20 };              // elements of B that are widened at a time where bfloat16 is not native
+enum { CHUNK = 4 << 20 };    // elements of B that are widened at a time where bfloat16 is not native
 static uint16_t *scratch_a, *scratch_b;
 
 size_t gemm_bf16_scratch(size_t largest_a, size_t largest_b) {
@@ -332,19 +347,20 @@ static Operand operand_at(Operand x, size_t offset) {
     return x.bf16 ? (Operand){.bf16 = x.bf16 + offset} : (Operand){.f32 = x.f32 + offset};
 }
 
-static void gemm_bf16_widened(char ta, char tb, size_t m, size_t n, size_t k, Operand A, size_t lda, Operand B, size_t ldb,
-                              float beta, float *C, size_t ldc) {
+static void gemm_bf16_widened(char ta, char tb, size_t m, size_t n, size_t k, Operand A, size_t lda, Operand B,
+                              size_t ldb, float beta, float *C, size_t ldc) {
     float *a = (float *)scratch_a, *b = (float *)scratch_b;
-    size_t a_rows = ta == 'T' ? k : m, a_cols = ta == 'T' ? m : k, b_rows = tb == 'T' ? n : k, b_cols = tb == 'T' ? k : n;
+    size_t a_rows = ta == 'T' ? k : m, a_cols = ta == 'T' ? m : k, b_rows = tb == 'T' ? n : k,
+           b_cols = tb == 'T' ? k : n;
     round_to_float(a, A, a_rows, a_cols, lda);
     size_t part = MAX(CHUNK / b_cols, 1);
     for (size_t from = 0; from < b_rows; from += part) {
         size_t here = MIN(part, b_rows - from);
         round_to_float(b, operand_at(B, from * ldb), here, b_cols, ldb);
-        if (tb == 'T')
-            gemm(ta, 'T', m, here, k, a, a_cols, b, b_cols, beta, C + from, ldc);
+        if (tb == 'T') gemm(ta, 'T', m, here, k, a, a_cols, b, b_cols, beta, C + from, ldc);
         else
-            gemm(ta, 'N', m, n, here, a + from * (ta == 'T' ? a_cols : 1), a_cols, b, b_cols, from ? 1.0f : beta, C, ldc);
+            gemm(ta, 'N', m, n, here, a + from * (ta == 'T' ? a_cols : 1), a_cols, b, b_cols, from ? 1.0f : beta, C,
+                 ldc);
     }
 }
 
@@ -360,8 +376,8 @@ static const uint16_t *rounded(Operand in, uint16_t *scratch, size_t rows, size_
     return scratch;
 }
 
-void gemm_bf16(char ta, char tb, size_t m, size_t n, size_t k, Operand A, size_t lda, Operand B, size_t ldb,
-               float beta, float *C, size_t ldc) {
+void gemm_bf16(char ta, char tb, size_t m, size_t n, size_t k, Operand A, size_t lda, Operand B, size_t ldb, float beta,
+               float *C, size_t ldc) {
     if (!gemm_has_bf16()) {
         gemm_bf16_widened(ta, tb, m, n, k, A, lda, B, ldb, beta, C, ldc);
         return;

@@ -28,19 +28,19 @@
 #include "runtime/process.h"
 
 enum {
-    ADDRESSES = 32,           // of rank 0, at most
-    HOST = 65,                // bytes of a host's name
-    NAMED = 8,                // dead ranks that a message names
-    MEETING_SECONDS = 10,     // for each rank to reach rank 0
-    DAEMON_SECONDS = 10,      // for mpirun and its daemons to end by themselves before they are killed
-    STACK_BYTES = 8 << 20     // thread-local variables of libraries are part of it
+    ADDRESSES = 32,          // of rank 0, at most
+    HOST = 65,               // bytes of a host's name
+    NAMED = 8,               // dead ranks that a message names
+    MEETING_SECONDS = 10,    // for each rank to reach rank 0
+    DAEMON_SECONDS = 10,     // for mpirun and its daemons to end by themselves before they are killed
+    STACK_BYTES = 8 << 20    // thread-local variables of libraries are part of it
 };
 
 // Where rank 0 is, as it tells all others by MPI. A machine may have several networks, so all addresses are tried.
 typedef struct {
-    uint64_t job;             // drawn by rank 0; tells our datagrams from those of other jobs
-    uint16_t port;            // in network byte order, like the addresses
-    int32_t count;            // of addresses; 0: rank 0 has no socket
+    uint64_t job;     // drawn by rank 0; tells our datagrams from those of other jobs
+    uint16_t port;    // in network byte order, like the addresses
+    int32_t count;    // of addresses; 0: rank 0 has no socket
     uint32_t addresses[ADDRESSES];
     char host[HOST];
 } Center;
@@ -50,29 +50,29 @@ typedef enum { ALIVE = 1, DEAD } Kind;
 // A rank sends ALIVE with the name of its host to rank 0, which echoes it. The text of DEAD names those who are.
 typedef struct {
     uint64_t job;
-    int32_t kind, rank;       // of the sender
-    int32_t address;          // which of rank 0's addresses an ALIVE was sent to
+    int32_t kind, rank;    // of the sender
+    int32_t address;       // which of rank 0's addresses an ALIVE was sent to
     char text[1024];
 } Datagram;
 
 typedef struct {
     struct sockaddr_in at;
-    double heard;             // when its last datagram came
+    double heard;    // when its last datagram came
     char host[HOST];
 } Peer;
 
 struct Heartbeat {
     double timeout, interval;    // seconds
     Center center;
-    int socket, stop[2];         // writing to stop[1] ends the thread
+    int socket, stop[2];    // writing to stop[1] ends the thread
     pid_t parent;
-    int daemon;                  // a pidfd of the parent where that is mpirun or its daemon; -1: it is neither
+    int daemon;    // a pidfd of the parent where that is mpirun or its daemon; -1: it is neither
     pthread_t thread;
-    char host[HOST];             // of this rank
-    Peer *peers;                 // by rank; a rank other than 0 only has an entry for 0
-    int address;                 // of rank 0 that answered last, -1 before any has
-    atomic_bool met;             // rank 0 has answered
-    double woken;                // when the thread last looked at its socket
+    char host[HOST];    // of this rank
+    Peer *peers;        // by rank; a rank other than 0 only has an entry for 0
+    int address;        // of rank 0 that answered last, -1 before any has
+    atomic_bool met;    // rank 0 has answered
+    double woken;       // when the thread last looked at its socket
 };
 
 // ---- datagrams
@@ -159,15 +159,18 @@ static bool claim_machine(const Heartbeat *h, int *claim) {
     return *claim < 0 || bind(*claim, (struct sockaddr *)&name, sizeof name) == 0;
 }
 
-// Uses write(), because a stuck main thread may hold the lock of stderr, and waits a second at most for whoever reads it.
+// Uses write(), because a stuck main thread may hold the lock of stderr, and waits a second at most for whoever reads
+// it.
 static void say_dead(const Heartbeat *h, const char *who) {
     char text[2048];
-    int length = snprintf(text, sizeof text,
-                          "%s: no heartbeat from %s for %.0f s.\n"
-                          "  Its machine or the network is down, or the process is stopped. All other ranks end now.\n"
-                          "  If the run has saved checkpoints, the last one is intact: continue with --resume, and with\n"
-                          "  a HOSTFILE without the machine if it stays away.\n"
-                          "  A longer --rank-timeout waits longer, 0 forever.\n", program_name, who, h->timeout);
+    int length =
+        snprintf(text, sizeof text,
+                 "%s: no heartbeat from %s for %.0f s.\n"
+                 "  Its machine or the network is down, or the process is stopped. All other ranks end now.\n"
+                 "  If the run has saved checkpoints, the last one is intact: continue with --resume, and with\n"
+                 "  a HOSTFILE without the machine if it stays away.\n"
+                 "  A longer --rank-timeout waits longer, 0 forever.\n",
+                 program_name, who, h->timeout);
     struct pollfd room = {.fd = STDERR_FILENO, .events = POLLOUT};
     if (poll(&room, 1, 1000) == 1 && write(STDERR_FILENO, text, (size_t)length) < 0) return;
 }
@@ -299,8 +302,8 @@ static bool open_sockets(Heartbeat *h) {
     socklen_t length = sizeof any;
     if (pipe2(h->stop, O_CLOEXEC) != 0) return false;
     h->socket = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
-    return h->socket >= 0 && bind(h->socket, (struct sockaddr *)&any, sizeof any) == 0
-        && getsockname(h->socket, (struct sockaddr *)&any, &length) == 0 && (h->center.port = any.sin_port);
+    return h->socket >= 0 && bind(h->socket, (struct sockaddr *)&any, sizeof any) == 0 &&
+           getsockname(h->socket, (struct sockaddr *)&any, &length) == 0 && (h->center.port = any.sin_port);
 }
 
 // The thread inherits what is blocked, so that no signal is ever delivered to it.
@@ -364,8 +367,8 @@ Heartbeat *heartbeat_start(int64_t timeout) {
     int64_t apart = process_max_int(started && (process.rank == 0 || h->met) ? -1 : process.rank);
     if (apart < 0) return h;
     warn("rank %d %s, so a machine that vanishes will not be noticed.\n"
-         "  Let UDP through between the machines (rank 0 is on %s), or silence this with --rank-timeout 0.", (int)apart,
-         apart == 0 ? "cannot start its heartbeat thread" : "cannot reach rank 0 by UDP", h->center.host);
+         "  Let UDP through between the machines (rank 0 is on %s), or silence this with --rank-timeout 0.",
+         (int)apart, apart == 0 ? "cannot start its heartbeat thread" : "cannot reach rank 0 by UDP", h->center.host);
     if (started) end_thread(h);
     release(h);
     return NULL;
@@ -373,7 +376,7 @@ Heartbeat *heartbeat_start(int64_t timeout) {
 
 void heartbeat_stop(Heartbeat *heartbeat) {
     if (!heartbeat) return;
-    process_barrier();        // past this, a silent rank is one that has finished
+    process_barrier();    // past this, a silent rank is one that has finished
     end_thread(heartbeat);
     release(heartbeat);
 }

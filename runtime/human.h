@@ -8,7 +8,9 @@
 extern "C" {
 #endif
 
-typedef struct { char text[32]; } Human;
+typedef struct {
+    char text[32];
+} Human;
 
 Human human_count(double n);             // "853", "123 k", "12.3 M", "1.23 B": three digits
 Human human_bytes(double bytes);         // "512 bytes", "1.50 MB", "2.00 GB": powers of 1000

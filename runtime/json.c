@@ -6,13 +6,15 @@
 
 #include "file.h"
 
-enum { JSON_DEPTH = 32, JSON_COMMAS = 10000000, JSON_BYTES = 64 << 20 };   // cJSON takes 64 bytes and more for each value
+// cJSON takes 64 bytes and more for each value.
+enum { JSON_DEPTH = 32, JSON_COMMAS = 10000000, JSON_BYTES = 64 << 20 };
 
-// ---- what cJSON lets pass, looked for in one pass before it ----------------------------------------------------------------
+// ---- what cJSON lets pass, looked for in one pass before it
+// ----------------------------------------------------------------
 
 typedef struct {
     const unsigned char *at, *end;
-    const char *wrong;   // what was found at `at`
+    const char *wrong;    // what was found at `at`
 } Scan;
 
 static bool wrong(Scan *scan, const char *what) {
@@ -28,7 +30,8 @@ static bool scan_utf8(Scan *scan) {
     for (size_t i = 1; i < length; i++) {
         if ((p[i] & 0xC0) != 0x80) return wrong(scan, "a byte that is not UTF-8");
     }
-    bool overlong = (p[0] == 0xE0 && p[1] < 0xA0) || (p[0] == 0xF0 && p[1] < 0x90), surrogate = p[0] == 0xED && p[1] > 0x9F;
+    bool overlong = (p[0] == 0xE0 && p[1] < 0xA0) || (p[0] == 0xF0 && p[1] < 0x90),
+         surrogate = p[0] == 0xED && p[1] > 0x9F;
     if (overlong || surrogate || (p[0] == 0xF4 && p[1] > 0x8F)) return wrong(scan, "a byte that is not UTF-8");
     scan->at += length;
     return true;
@@ -95,7 +98,8 @@ static bool scan_text(Scan *scan) {
     return depth <= 0 || wrong(scan, "the end of the text");
 }
 
-// ---- names given twice -----------------------------------------------------------------------------------------------------
+// ---- names given twice
+// -----------------------------------------------------------------------------------------------------
 
 static int compare_names(const void *a, const void *b) {
     return strcmp(*(const char *const *)a, *(const char *const *)b);
@@ -122,13 +126,17 @@ static const char *repeated_name(const cJSON *item) {
     return found;
 }
 
-// ---- parsing ---------------------------------------------------------------------------------------------------------------
+// ---- parsing
+// ---------------------------------------------------------------------------------------------------------------
 
-static cJSON *malformed(const char *text, const char *at, const char *path, uint64_t offset, const char *found, Error *error) {
+static cJSON *malformed(const char *text, const char *at, const char *path, uint64_t offset, const char *found,
+                        Error *error) {
     size_t line = 1;
     for (const char *p = text; p < at; p++) line += *p == '\n';
-    error_set(error, EXIT_INPUT, "%s: expected JSON, found %s at offset %" PRIu64 " (line %zu of it).\n"
-              "  The file is damaged: take another copy, or make it again.", path, found, offset + (uint64_t)(at - text), line);
+    error_set(error, EXIT_INPUT,
+              "%s: expected JSON, found %s at offset %" PRIu64 " (line %zu of it).\n"
+              "  The file is damaged: take another copy, or make it again.",
+              path, found, offset + (uint64_t)(at - text), line);
     return NULL;
 }
 
@@ -145,8 +153,10 @@ cJSON *json_parse(const char *text, size_t size, const char *path, uint64_t offs
     }
     const char *name = repeated_name(item);
     if (name) {
-        error_set(error, EXIT_INPUT, "%s: the name \"%.200s\" stands twice in one JSON object (of the text at offset %" PRIu64
-                  ").\n  The file is damaged: take another copy, or make it again.", path, name, offset);
+        error_set(error, EXIT_INPUT,
+                  "%s: the name \"%.200s\" stands twice in one JSON object (of the text at offset %" PRIu64
+                  ").\n  The file is damaged: take another copy, or make it again.",
+                  path, name, offset);
         cJSON_Delete(item);
         return NULL;
     }

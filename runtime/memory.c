@@ -16,7 +16,8 @@ static size_t rounded(size_t bytes) {
 }
 
 void memory_add(MemoryPlan *plan, const char *kind, void **where, size_t bytes) {
-    if (plan->count == MEMORY_ROWS) fail(EXIT_RESOURCE, "memory plan: more than %d pieces; raise MEMORY_ROWS.", MEMORY_ROWS);
+    if (plan->count == MEMORY_ROWS)
+        fail(EXIT_RESOURCE, "memory plan: more than %d pieces; raise MEMORY_ROWS.", MEMORY_ROWS);
     plan->rows[plan->count].kind = kind;
     plan->rows[plan->count].where = where;
     plan->rows[plan->count++].bytes = bytes;
@@ -35,7 +36,8 @@ void memory_print(const MemoryPlan *plan, const char *title, uint64_t free_bytes
         }
         if (first && bytes) printf("  %-38s %12s\n", plan->rows[i].kind, human_bytes((double)bytes).text);
     }
-    printf("  %-38s %12s of %s free\n", "in all", human_bytes((double)plan->total).text, human_bytes((double)free_bytes).text);
+    printf("  %-38s %12s of %s free\n", "in all", human_bytes((double)plan->total).text,
+           human_bytes((double)free_bytes).text);
 }
 
 static uint64_t number_in(const char *path, const char *key, uint64_t fallback) {
@@ -56,13 +58,13 @@ static uint64_t number_in(const char *path, const char *key, uint64_t fallback) 
 
 // Where a version of Linux's control groups keeps what, below /sys/fs/cgroup/.
 typedef struct {
-    const char *controller;                  // in /proc/self/cgroup: "" is version 2's only hierarchy
-    const char *folder, *limit, *used;       // the names of the files
-    const char *cache, *shared;              // lines of memory.stat: file pages, and those of tmpfs among them
+    const char *controller;               // in /proc/self/cgroup: "" is version 2's only hierarchy
+    const char *folder, *limit, *used;    // the names of the files
+    const char *cache, *shared;           // lines of memory.stat: file pages, and those of tmpfs among them
 } GroupVersion;
 
 static const GroupVersion group_versions[] = {
-    {"",       "",        "memory.max",            "memory.current",        "file ",        "shmem "},
+    {"", "", "memory.max", "memory.current", "file ", "shmem "},
     {"memory", "/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache ", "total_shmem "},
 };
 
@@ -71,19 +73,19 @@ static uint64_t group_leaves(const char *root, const GroupVersion *version, cons
     char folder[PATH_MAX], path[2 * PATH_MAX];
     snprintf(folder, sizeof folder, "%s/sys/fs/cgroup%s%s", root, version->folder, group);
     snprintf(path, sizeof path, "%s/%s", folder, version->limit);
-    uint64_t limit = number_in(path, "", UINT64_MAX);          // "max" is no number: no limit
+    uint64_t limit = number_in(path, "", UINT64_MAX);    // "max" is no number: no limit
     if (limit == UINT64_MAX) return limit;
     snprintf(path, sizeof path, "%s/%s", folder, version->used);
     uint64_t used = number_in(path, "", 0);
     snprintf(path, sizeof path, "%s/memory.stat", folder);
     uint64_t cache = number_in(path, version->cache, 0), shared = number_in(path, version->shared, 0);
-    uint64_t given_back = cache > shared ? cache - shared : 0; // under pressure
+    uint64_t given_back = cache > shared ? cache - shared : 0;    // under pressure
     used = used > given_back ? used - given_back : 0;
     return limit > used ? limit - used : 0;
 }
 
-// What this group and all above it leave. Cuts the path up. In a container the path may be the host's, which is not to be seen
-// there; the container's own group is then what looks like the topmost.
+// What this group and all above it leave. Cuts the path up. In a container the path may be the host's, which is not to
+// be seen there; the container's own group is then what looks like the topmost.
 static uint64_t groups_leave(const char *root, const GroupVersion *version, char *group) {
     uint64_t least = UINT64_MAX;
     if (!strcmp(group, "/")) group[0] = 0;
@@ -113,7 +115,7 @@ uint64_t memory_available_under(const char *root) {
     uint64_t least = number_in(path, "MemAvailable:", UINT64_MAX / 1024) * 1024;
     snprintf(path, sizeof path, "%s/proc/self/cgroup", root);
     FILE *file = fopen(path, "r");
-    while (file && fgets(line, sizeof line, file)) {           // "4:memory:/a/b" of version 1, "0::/a/b" of version 2
+    while (file && fgets(line, sizeof line, file)) {    // "4:memory:/a/b" of version 1, "0::/a/b" of version 2
         char *rest = line, *number = strsep(&rest, ":"), *controllers = strsep(&rest, ":");
         if (!number || !controllers || !rest) continue;
         rest[strcspn(rest, "\n")] = 0;
@@ -134,10 +136,11 @@ uint64_t memory_available(void) {
 void memory_check(const MemoryPlan *plan, int processes) {
     uint64_t available = memory_available();
     if ((double)plan->total * processes > (double)available)
-        fail(EXIT_RESOURCE, "this run needs %s of memory%s, and %s is free.\n"
+        fail(EXIT_RESOURCE,
+             "this run needs %s of memory%s, and %s is free.\n"
              "  A smaller --batch or --seq-len needs less for activations, a smaller --model less for everything.",
-             human_bytes((double)plan->total * processes).text, processes > 1 ? " for its processes on this machine" : "",
-             human_bytes((double)available).text);
+             human_bytes((double)plan->total * processes).text,
+             processes > 1 ? " for its processes on this machine" : "", human_bytes((double)available).text);
 }
 
 void memory_take(MemoryPlan *plan) {
@@ -145,7 +148,7 @@ void memory_take(MemoryPlan *plan) {
     if (plan->block == MAP_FAILED)
         fail(EXIT_RESOURCE, "the system refuses %s of memory. A smaller --batch, --seq-len or --model needs less.",
              human_bytes((double)plan->total).text);
-    madvise(plan->block, plan->total, MADV_HUGEPAGE);      // large pages where there are some; no matter if not
+    madvise(plan->block, plan->total, MADV_HUGEPAGE);    // large pages where there are some; no matter if not
     size_t at = 0;
     for (size_t i = 0; i < plan->count; i++) {
         *plan->rows[i].where = (char *)plan->block + at;

@@ -1,4 +1,5 @@
-// Memory, planned, printed, checked against what is free, and taken once. A plan may also be of a device's, which its program takes itself.
+// Memory, planned, printed, checked against what is free, and taken once. A plan may also be of a device's, which its
+// program takes itself.
 //
 //     MemoryPlan plan = {0};
 //     memory_add(&plan, "gradients", (void **)&model->grads, floats * sizeof(float));
@@ -18,7 +19,7 @@ enum { MEMORY_ROWS = 64 };
 
 typedef struct {
     struct {
-        const char *kind;      // rows of one kind are printed as one
+        const char *kind;    // rows of one kind are printed as one
         void **where;
         size_t bytes;
     } rows[MEMORY_ROWS];

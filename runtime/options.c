@@ -12,8 +12,8 @@
 #include "runtime/process.h"
 #include "runtime/version.h"
 
-// cJSON writes 15 digits, so that is what a flag's number has: a resumed run reads from run.json the very value that the run
-// began with.
+// cJSON writes 15 digits, so that is what a flag's number has: a resumed run reads from run.json the very value that
+// the run began with.
 #define DIGITS 15
 #define INT_LIMIT 1e15
 #define HELP_COLUMN 34
@@ -30,7 +30,9 @@ typedef union {
 
 // ---- one value: from text, to text
 
-static bool has_bounds(const Option *o) { return o->min != 0 || o->max != 0; }
+static bool has_bounds(const Option *o) {
+    return o->min != 0 || o->max != 0;
+}
 
 // What a value of this flag must be, for messages.
 static void expected(const Option *o, char *out, size_t size) {
@@ -50,7 +52,7 @@ static bool read_number(const char *text, size_t length, double *number) {
     for (size_t i = 0; i < length; i++) {
         bool digits_beside =
             i > 0 && i + 1 < length && isdigit((unsigned char)text[i - 1]) && isdigit((unsigned char)text[i + 1]);
-        if (text[i] == '_' && digits_beside) continue;                   // 1_000_000
+        if (text[i] == '_' && digits_beside) continue;                                    // 1_000_000
         if (!strchr("0123456789+-.eE", text[i]) || n + 1 == sizeof copy) return false;    // no hex, inf or nan
         copy[n++] = text[i];
     }
@@ -59,7 +61,9 @@ static bool read_number(const char *text, size_t length, double *number) {
     return n > 0 && *end == 0 && isfinite(*number);
 }
 
-static bool in_range(const Option *o, double x) { return !has_bounds(o) || (x >= o->min && x <= o->max); }
+static bool in_range(const Option *o, double x) {
+    return !has_bounds(o) || (x >= o->min && x <= o->max);
+}
 
 static bool read_integer(const Option *o, const char *text, size_t length, int64_t *integer) {
     double x;
@@ -179,7 +183,7 @@ static bool same_letter(char a, char b) {
 }
 
 size_t edit_distance(const char *a, size_t na, const char *b, size_t nb) {
-    size_t rows[3][64];      // of the prefixes of a that have i - 2, i - 1 and i letters
+    size_t rows[3][64];    // of the prefixes of a that have i - 2, i - 1 and i letters
     if (na > 63 || nb > 63) return 64;
     for (size_t i = 0; i <= na; i++) {
         size_t *row = rows[i % 3], *before = rows[(i + 2) % 3], *two_before = rows[(i + 1) % 3];
@@ -209,7 +213,8 @@ static size_t unlikeness(const char *a, size_t na, const char *b, size_t nb) {
 }
 
 // " Nearest: --name." of the flag that was probably meant, or "".
-static const char *nearest_flag(const Option *table, size_t count, const char *name, size_t length, char *out, size_t size) {
+static const char *nearest_flag(const Option *table, size_t count, const char *name, size_t length, char *out,
+                                size_t size) {
     size_t best = SIZE_MAX;
     out[0] = 0;
     for (size_t i = 0; i < count; i++) {
@@ -248,7 +253,11 @@ static _Noreturn void wrong_value(const Option *o, const char *text) {
 static const char *arg_name(const Option *o) {
     if (o->type == OPT_SWITCH) return "0|1";
     if (o->type == OPT_CHOICE) return o->choices;
-    return o->arg ? o->arg : o->type == OPT_TEXT ? "TEXT" : o->type == OPT_FLOAT ? "X" : o->type == OPT_INT ? "N" : "N[,N...]";
+    return o->arg                 ? o->arg
+           : o->type == OPT_TEXT  ? "TEXT"
+           : o->type == OPT_FLOAT ? "X"
+           : o->type == OPT_INT   ? "N"
+                                  : "N[,N...]";
 }
 
 // Prints the text from the help column on, broken between words.
@@ -337,8 +346,9 @@ void options_parse(Option *table, size_t count, int argc, char **argv, const cha
         if (!text && next) text = next, i++;
         else if (!text && o->type == OPT_SWITCH) text = "1";
         if (!text)
-            usage_fail("--%s: its value is missing%s%s. Write --%s %s.", o->name, i + 1 < argc ? ", the next word is " : "",
-                       i + 1 < argc ? argv[i + 1] : "", o->name, arg_name(o));
+            usage_fail("--%s: its value is missing%s%s. Write --%s %s.", o->name,
+                       i + 1 < argc ? ", the next word is " : "", i + 1 < argc ? argv[i + 1] : "", o->name,
+                       arg_name(o));
         Value v;
         if (!value_read(o, text, &v)) wrong_value(o, text);
         value_set(o, v);
@@ -365,7 +375,8 @@ static cJSON *value_json(const Option *o, Value v) {
 
 char *options_json(const Option *table, size_t count) {
     cJSON *object = cJSON_CreateObject();
-    for (size_t i = 0; i < count; i++) cJSON_AddItemToObject(object, table[i].name, value_json(&table[i], value_get(&table[i])));
+    for (size_t i = 0; i < count; i++)
+        cJSON_AddItemToObject(object, table[i].name, value_json(&table[i], value_get(&table[i])));
     char *text = cJSON_Print(object);
     cJSON_Delete(object);
     if (!text) fail(EXIT_RESOURCE, "out of memory while writing the flags as JSON");
@@ -376,7 +387,8 @@ char *options_json(const Option *table, size_t count) {
 static bool value_from_json(const Option *o, const cJSON *item, Value *v) {
     char text[512] = "";
     if (o->type == OPT_TEXT && cJSON_IsNull(item)) return *v = (Value){.text = NULL}, true;
-    if (o->type == OPT_TEXT || o->type == OPT_CHOICE) return cJSON_IsString(item) && value_read(o, item->valuestring, v);
+    if (o->type == OPT_TEXT || o->type == OPT_CHOICE)
+        return cJSON_IsString(item) && value_read(o, item->valuestring, v);
     if (o->type == OPT_SWITCH) return *v = (Value){.on = cJSON_IsTrue(item)}, cJSON_IsBool(item);
     if (o->type != OPT_INT_LIST) {
         number_text(item->valuedouble, text, sizeof text);
@@ -408,13 +420,14 @@ static bool check_row(const Option *o, const cJSON *item, Value *v, Error *error
     if (!value_from_json(o, item, v)) {
         expected(o, was, sizeof was);
         return error_set(error, EXIT_INPUT,
-                         "the run's saved arguments (run.json): %s: expected %s. The file was edited or damaged.", o->name,
-                         o->type == OPT_TEXT ? "a string" : was);
+                         "the run's saved arguments (run.json): %s: expected %s. The file was edited or damaged.",
+                         o->name, o->type == OPT_TEXT ? "a string" : was);
     }
     if (!o->given || o->on_resume || same_value(o, *v, value_get(o))) return true;
     value_text(o, *v, was, sizeof was);
     value_text(o, value_get(o), now, sizeof now);
-    return error_set(error, EXIT_USAGE, "--resume: --%s is %s here, but the run began with %s, and it may not change.\n"
+    return error_set(error, EXIT_USAGE,
+                     "--resume: --%s is %s here, but the run began with %s, and it may not change.\n"
                      "  Leave --%s out, or start a new run in another --out (--init-from takes the weights along).%s%s",
                      o->name, now, was, o->name, o->resume_hint ? "\n  " : "", o->resume_hint ? o->resume_hint : "");
 }
@@ -423,7 +436,8 @@ bool options_resume(Option *table, size_t count, const char *json, Error *error)
     cJSON *object = cJSON_Parse(json);
     Value *values = calloc(count, sizeof *values);
     if (!values) fail(EXIT_RESOURCE, "out of memory for %zu flags", count);
-    bool ok = cJSON_IsObject(object) || error_set(error, EXIT_INPUT, "the run's saved arguments (run.json) are no JSON object");
+    bool ok = cJSON_IsObject(object) ||
+              error_set(error, EXIT_INPUT, "the run's saved arguments (run.json) are no JSON object");
     for (size_t i = 0; ok && i < count; i++) {
         const cJSON *item = cJSON_GetObjectItemCaseSensitive(object, table[i].name);
         if (item) ok = check_row(&table[i], item, &values[i], error);

@@ -10,7 +10,8 @@
 #else
 #define VECTOR_BYTES 16
 #endif
-#define CHAINS 12    // sums that don't wait for each other: they cover the latency of two FMA units and fit 16 registers
+// Sums that don't wait for each other: they cover the latency of two FMA units and fit 16 registers.
+#define CHAINS 12
 
 typedef float Vector __attribute__((vector_size(VECTOR_BYTES)));
 
@@ -33,7 +34,8 @@ static double thread_seconds(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-// Operations a second of all threads at once, each by its own CPU time, so that other programs on the machine don't count.
+// Operations a second of all threads at once, each by its own CPU time, so that other programs on the machine don't
+// count.
 // Threads beyond the number of processors add nothing.
 static double measure(int rounds) {
     double rate = 0.0, operations = 2.0 * CHAINS * (VECTOR_BYTES / sizeof(float)) * rounds;

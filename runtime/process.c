@@ -22,7 +22,8 @@ Process process = {0, 1, 0, 1};
 
 // ---- what the launcher says
 
-// A number from the first of these variables that is set, or the fallback. Open MPI, MPICH and Intel MPI, Slurm's PMI and PMIx.
+// A number from the first of these variables that is set, or the fallback. Open MPI, MPICH and Intel MPI, Slurm's PMI
+// and PMIx.
 static int from_environment(const char *const names[], int fallback) {
     for (; *names; names++) {
         const char *text = getenv(*names);
@@ -46,8 +47,8 @@ static int launched_size(void) {
 static const int stop_signals[] = {SIGTERM, SIGINT, SIGUSR1, SIGHUP};
 enum { STOP_SIGNALS = sizeof stop_signals / sizeof *stop_signals };
 
-static sigset_t held;                            // stop_signals, once process_hold_signals() has run
-static sigset_t ignored;                         // those of them that were ignored at the start
+static sigset_t held;       // stop_signals, once process_hold_signals() has run
+static sigset_t ignored;    // those of them that were ignored at the start
 static atomic_bool holding, catching, stop_requested;
 
 // Ends the process as the signal does by default.
@@ -60,10 +61,11 @@ static void end_by(int number) {
     raise(number);
 }
 
-// One Ctrl-C may arrive twice within moments, from the terminal and from a wrapper that passes it on: that is a single request to stop.
+// One Ctrl-C may arrive twice within moments, from the terminal and from a wrapper that passes it on: that is a single
+// request to stop.
 static void *wait_for_signals(void *unused) {
-    const double moment = 1;       // seconds
-    double first = INFINITY;       // when the first request came
+    const double moment = 1;    // seconds
+    double first = INFINITY;    // when the first request came
     (void)unused;
     for (;;) {
         int number;
@@ -104,33 +106,39 @@ void process_hold_signals(char **argv) {
     for (int i = 0; i < STOP_SIGNALS; i++) sigaddset(&held, stop_signals[i]);
     pthread_sigmask(SIG_BLOCK, &held, &before);
     for (int i = 0; i < STOP_SIGNALS; i++) blocked_before = blocked_before && sigismember(&before, stop_signals[i]);
-    // A new program inherits what is blocked. (AT_BASE is 0 where the dynamic linker was started by name; /proc/self/exe is the linker then.)
+    // A new program inherits what is blocked. (AT_BASE is 0 where the dynamic linker was started by name;
+    // /proc/self/exe is the linker then.)
     if (argv && !blocked_before && has_threads() && getauxval(AT_BASE)) execv("/proc/self/exe", argv);
     note_ignored();
     pthread_attr_init(&detached);
     pthread_attr_setdetachstate(&detached, PTHREAD_CREATE_DETACHED);
     int status = pthread_create(&thread, &detached, wait_for_signals, NULL);
     if (status != 0)
-        fail(EXIT_RESOURCE, "the thread that waits for signals cannot be started: %s.\n"
-             "  Raise the limit on processes (ulimit -u), or that of the container.", strerror(status));
+        fail(EXIT_RESOURCE,
+             "the thread that waits for signals cannot be started: %s.\n"
+             "  Raise the limit on processes (ulimit -u), or that of the container.",
+             strerror(status));
     pthread_attr_destroy(&detached);
 }
 
 void process_catch_signals(void) {
     process_hold_signals(NULL);
-    signal(SIGPIPE, SIG_IGN);          // training continues when whoever reads the output leaves
+    signal(SIGPIPE, SIG_IGN);    // training continues when whoever reads the output leaves
     catching = true;
 }
 
-bool process_stop_requested(void) { return stop_requested; }
+bool process_stop_requested(void) {
+    return stop_requested;
+}
 
 #ifdef USE_MPI
 
 // ---- several processes
 
-// What is wrong with a flag, a file or the run folder, all processes find at the same time. So one that fails waits a second for the others
-// to fail, too: then the first that has a message prints it, and all end by themselves. Open MPI, told to abort, takes twice the grace
-// period to do so, and with MPI_Abort from several at once its own messages get lost.
+// What is wrong with a flag, a file or the run folder, all processes find at the same time. So one that fails waits a
+// second for the others to fail, too: then the first that has a message prints it, and all end by themselves. Open MPI,
+// told to abort, takes twice the grace period to do so, and with MPI_Abort from several at once its own messages get
+// lost.
 static MPI_Comm ending;
 static bool all_end;
 
@@ -159,7 +167,8 @@ static void check(int status, const char *what) {
     char text[MPI_MAX_ERROR_STRING] = "";
     int length;
     MPI_Error_string(status, text, &length);
-    fail(EXIT_PEER, "process %d of %d: %s failed: %s.\n"
+    fail(EXIT_PEER,
+         "process %d of %d: %s failed: %s.\n"
          "  Another process has died or can't be reached; see its message above, then go on with --resume.",
          process.rank, process.size, what, text);
 }
@@ -181,7 +190,8 @@ void process_start(int *argc, char ***argv) {
     fail_speaker = speaker;
     warn_off = process.rank > 0;
     MPI_Comm local;
-    check(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, process.rank, MPI_INFO_NULL, &local), "MPI_Comm_split_type");
+    check(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, process.rank, MPI_INFO_NULL, &local),
+          "MPI_Comm_split_type");
     MPI_Comm_rank(local, &process.local_rank);
     MPI_Comm_size(local, &process.local_size);
     MPI_Comm_free(&local);
@@ -196,18 +206,22 @@ void process_end(void) {
 // A count of MPI is an int, and its buffers stay small this way.
 #define CHUNK ((size_t)1 << 24)
 
-static int chunk(size_t n, size_t at) { return (int)(n - at < CHUNK ? n - at : CHUNK); }
+static int chunk(size_t n, size_t at) {
+    return (int)(n - at < CHUNK ? n - at : CHUNK);
+}
 
 static void all_reduce(void *values, int n, MPI_Datatype type, MPI_Op op) {
     check(MPI_Allreduce(MPI_IN_PLACE, values, n, type, op, MPI_COMM_WORLD), "MPI_Allreduce");
 }
 
 void process_sum_float(float *values, size_t n) {
-    for (size_t at = 0; process.size > 1 && at < n; at += CHUNK) all_reduce(values + at, chunk(n, at), MPI_FLOAT, MPI_SUM);
+    for (size_t at = 0; process.size > 1 && at < n; at += CHUNK)
+        all_reduce(values + at, chunk(n, at), MPI_FLOAT, MPI_SUM);
 }
 
 void process_sum_double(double *values, size_t n) {
-    for (size_t at = 0; process.size > 1 && at < n; at += CHUNK) all_reduce(values + at, chunk(n, at), MPI_DOUBLE, MPI_SUM);
+    for (size_t at = 0; process.size > 1 && at < n; at += CHUNK)
+        all_reduce(values + at, chunk(n, at), MPI_DOUBLE, MPI_SUM);
 }
 
 int64_t process_max_int(int64_t value) {
@@ -232,15 +246,25 @@ void process_start(int *argc, char ***argv) {
     (void)argc, (void)argv;
     int size = launched_size();
     if (size > 1)
-        fail(EXIT_USAGE, "a launcher started %d processes, but this program was built without MPI.\n"
-             "  Install libopenmpi-dev and run make again, or start one process.", size);
+        fail(EXIT_USAGE,
+             "a launcher started %d processes, but this program was built without MPI.\n"
+             "  Install libopenmpi-dev and run make again, or start one process.",
+             size);
 }
 
 void process_end(void) {}
-void process_sum_float(float *values, size_t n) { (void)values, (void)n; }
-void process_sum_double(double *values, size_t n) { (void)values, (void)n; }
-int64_t process_max_int(int64_t value) { return value; }
-void process_broadcast(void *data, size_t bytes) { (void)data, (void)bytes; }
+void process_sum_float(float *values, size_t n) {
+    (void)values, (void)n;
+}
+void process_sum_double(double *values, size_t n) {
+    (void)values, (void)n;
+}
+int64_t process_max_int(int64_t value) {
+    return value;
+}
+void process_broadcast(void *data, size_t bytes) {
+    (void)data, (void)bytes;
+}
 void process_barrier(void) {}
 
 #endif

@@ -17,7 +17,8 @@
     } while (0)
 
 uint64_t random_u64(uint64_t seed, uint64_t stream, uint64_t counter) {
-    uint32_t c0 = (uint32_t)counter, c1 = (uint32_t)(counter >> 32), c2 = (uint32_t)stream, c3 = (uint32_t)(stream >> 32);
+    uint32_t c0 = (uint32_t)counter, c1 = (uint32_t)(counter >> 32), c2 = (uint32_t)stream,
+             c3 = (uint32_t)(stream >> 32);
     uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
     for (int round = 0; round < 10; round++) PHILOX_ROUND(c0, c1, c2, c3, k0, k1);
     return (uint64_t)c1 << 32 | c0;
@@ -46,8 +47,8 @@ static inline float minus_two_log(uint32_t bits) {
     return -2.0f * (log_m + 0.69314718f * (float)e);
 }
 
-// cos and sin of the angle 2 pi bits / 2^32 (plus a fixed eighth of a turn). The top two bits are the quadrant, the rest an angle
-// in [-pi/4, pi/4), where Taylor's polynomials are right to 4e-8 (cos) and 2e-9 (sin).
+// cos and sin of the angle 2 pi bits / 2^32 (plus a fixed eighth of a turn). The top two bits are the quadrant, the
+// rest an angle in [-pi/4, pi/4), where Taylor's polynomials are right to 4e-8 (cos) and 2e-9 (sin).
 static inline void turn(uint32_t bits, float *cosine, float *sine) {
     uint32_t quadrant = bits >> 30, c, s;
     float x = (float)((int32_t)(bits & 0x3fffffffu) - 0x20000000) * (1.57079633f * 0x1p-30f), z = x * x;

@@ -1,4 +1,5 @@
-// Random numbers by counter: a value depends on (seed, stream, index) alone, never on threads, order or what was drawn before.
+// Random numbers by counter: a value depends on (seed, stream, index) alone, never on threads, order or what was drawn
+// before.
 // Philox4x32-10: Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3" (2011).
 #ifndef RUNTIME_RANDOM_H
 #define RUNTIME_RANDOM_H

@@ -1,5 +1,5 @@
-// The number type of the layers and of attention, and its elementary functions: float, with the vector functions of vecmath.h; double,
-// with libm's, in the build that checks gradients by finite differences (-DREAL=double).
+// The number type of the layers and of attention, and its elementary functions: float, with the vector functions of
+// vecmath.h; double, with libm's, in the build that checks gradients by finite differences (-DREAL=double).
 #ifndef RUNTIME_REAL_H
 #define RUNTIME_REAL_H
 
@@ -13,7 +13,7 @@
 #endif
 typedef REAL real;
 
-#ifdef __cplusplus                      // CUDA, or its source on a CPU (kernels/gpu.cuh)
+#ifdef __cplusplus    // CUDA, or its source on a CPU (kernels/gpu.cuh)
 #define real_exp expf
 #define real_log1p01 log1pf
 #define real_log logf

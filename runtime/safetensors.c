@@ -16,7 +16,8 @@
 #include "json.h"
 #include "vecmath.h"
 
-_Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "safetensors are little-endian, and so are this project's machines");
+_Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__,
+               "safetensors are little-endian, and so are this project's machines");
 
 enum { HEADER_BYTES = 100000000, PIECE = 1 << 20 };
 
@@ -26,14 +27,19 @@ static const struct {
     const char *name;
     size_t size;
 } dtypes[DTYPE_COUNT] = {
-    [DTYPE_F64] = {"F64", 8}, [DTYPE_F32] = {"F32", 4}, [DTYPE_F16] = {"F16", 2}, [DTYPE_BF16] = {"BF16", 2},
-    [DTYPE_I64] = {"I64", 8}, [DTYPE_I32] = {"I32", 4}, [DTYPE_I16] = {"I16", 2}, [DTYPE_I8] = {"I8", 1},
-    [DTYPE_U64] = {"U64", 8}, [DTYPE_U32] = {"U32", 4}, [DTYPE_U16] = {"U16", 2}, [DTYPE_U8] = {"U8", 1},
+    [DTYPE_F64] = {"F64", 8},   [DTYPE_F32] = {"F32", 4},         [DTYPE_F16] = {"F16", 2},
+    [DTYPE_BF16] = {"BF16", 2}, [DTYPE_I64] = {"I64", 8},         [DTYPE_I32] = {"I32", 4},
+    [DTYPE_I16] = {"I16", 2},   [DTYPE_I8] = {"I8", 1},           [DTYPE_U64] = {"U64", 8},
+    [DTYPE_U32] = {"U32", 4},   [DTYPE_U16] = {"U16", 2},         [DTYPE_U8] = {"U8", 1},
     [DTYPE_BOOL] = {"BOOL", 1}, [DTYPE_F8_E4M3] = {"F8_E4M3", 1}, [DTYPE_F8_E5M2] = {"F8_E5M2", 1},
 };
 
-const char *dtype_name(DType dtype) { return dtypes[dtype].name; }
-size_t dtype_size(DType dtype) { return dtypes[dtype].size; }
+const char *dtype_name(DType dtype) {
+    return dtypes[dtype].name;
+}
+size_t dtype_size(DType dtype) {
+    return dtypes[dtype].size;
+}
 
 static void *allocate(size_t bytes) {
     void *memory = malloc(bytes ? bytes : 1);
@@ -42,7 +48,9 @@ static void *allocate(size_t bytes) {
 }
 
 // "[12, 64]"
-typedef struct { char text[200]; } ShapeText;
+typedef struct {
+    char text[200];
+} ShapeText;
 static ShapeText shape_text(int ndim, const size_t *shape) {
     ShapeText out = {"["};
     size_t used = 1;
@@ -53,7 +61,8 @@ static ShapeText shape_text(int ndim, const size_t *shape) {
     return out;
 }
 
-// ---- writing ---------------------------------------------------------------------------------------------------------------
+// ---- writing
+// ---------------------------------------------------------------------------------------------------------------
 
 static size_t row_elements(const TensorRow *row) {
     size_t elements = 1;
@@ -86,7 +95,8 @@ static void print_row(FILE *out, const TensorRow *row, uint64_t offset) {
     print_string(out, row->name);
     fprintf(out, ":{\"dtype\":\"%s\",\"shape\":[", dtype_name(row->dtype));
     for (int i = 0; i < row->ndim; i++) fprintf(out, i ? ",%zu" : "%zu", row->shape[i]);
-    fprintf(out, "],\"data_offsets\":[%" PRIu64 ",%" PRIu64 "]}", offset, offset + row_elements(row) * dtype_size(row->dtype));
+    fprintf(out, "],\"data_offsets\":[%" PRIu64 ",%" PRIu64 "]}", offset,
+            offset + row_elements(row) * dtype_size(row->dtype));
 }
 
 // The order of the data: all F32 rows, then all BF16 rows.
@@ -140,12 +150,13 @@ static bool write_rows(File *file, const TensorRow *rows, size_t count, Error *e
     return ok;
 }
 
-bool safetensors_write(const char *path, const TensorRow *rows, size_t count, const char *const *metadata, Error *error) {
+bool safetensors_write(const char *path, const TensorRow *rows, size_t count, const char *const *metadata,
+                       Error *error) {
     size_t size;
     for (size_t i = 0; i < count; i++) {
         if (rows[i].dtype != DTYPE_F32 && rows[i].dtype != DTYPE_BF16) {
-            return error_set(error, EXIT_USAGE, "%s: tensor %s: expected F32 or BF16 to write, found %s.", path, rows[i].name,
-                             dtype_name(rows[i].dtype));
+            return error_set(error, EXIT_USAGE, "%s: tensor %s: expected F32 or BF16 to write, found %s.", path,
+                             rows[i].name, dtype_name(rows[i].dtype));
         }
     }
     File *file = file_create(path, error);
@@ -162,7 +173,8 @@ bool safetensors_write(const char *path, const TensorRow *rows, size_t count, co
     return false;
 }
 
-// ---- reading headers -------------------------------------------------------------------------------------------------------
+// ---- reading headers
+// -------------------------------------------------------------------------------------------------------
 
 typedef struct {
     char *path;
@@ -170,7 +182,7 @@ typedef struct {
 } Part;
 
 struct Safetensors {
-    char *path;           // as given to safetensors_open
+    char *path;    // as given to safetensors_open
     Part *parts;
     size_t part_count;
     TensorInfo *infos;    // in the order of their names
@@ -183,7 +195,8 @@ static char *copy_string(const char *text) {
 }
 
 static bool damaged(Error *error, const char *path, const char *name, const char *expected, const char *found) {
-    return error_set(error, EXIT_INPUT, "%s: tensor %.300s: expected %s, found %s.\n  " DAMAGED, path, name, expected, found);
+    return error_set(error, EXIT_INPUT, "%s: tensor %.300s: expected %s, found %s.\n  " DAMAGED, path, name, expected,
+                     found);
 }
 
 static bool parse_dtype(TensorInfo *info, const cJSON *item, Error *error) {
@@ -195,8 +208,10 @@ static bool parse_dtype(TensorInfo *info, const cJSON *item, Error *error) {
     }
     char found[80];
     snprintf(found, sizeof found, name ? "\"%.60s\"" : "none", name);
-    return error_set(error, EXIT_INPUT, "%s: tensor %.300s: expected a \"dtype\" such as \"F32\" or \"BF16\", found %s.\n"
-                     "  Convert the file to one of these.", info->path, info->name, found);
+    return error_set(error, EXIT_INPUT,
+                     "%s: tensor %.300s: expected a \"dtype\" such as \"F32\" or \"BF16\", found %s.\n"
+                     "  Convert the file to one of these.",
+                     info->path, info->name, found);
 }
 
 // Fills in ndim, shape and elements; the size in bytes is checked for overflow too.
@@ -206,7 +221,8 @@ static bool parse_shape(TensorInfo *info, const cJSON *item, uint64_t *bytes, Er
     if (!cJSON_IsArray(shape)) return damaged(error, info->path, info->name, "a \"shape\" that is a list", "none");
     cJSON_ArrayForEach(dim, shape) {
         if (info->ndim == TENSOR_DIMS) return damaged(error, info->path, info->name, "at most 8 dimensions", "more");
-        if (!json_u64(dim, &value)) return damaged(error, info->path, info->name, "whole numbers in \"shape\"", "something else");
+        if (!json_u64(dim, &value))
+            return damaged(error, info->path, info->name, "whole numbers in \"shape\"", "something else");
         info->shape[info->ndim++] = value;
         if (__builtin_mul_overflow(elements, value, &elements)) {
             return damaged(error, info->path, info->name, "fewer than 2^64 elements", "a shape with more");
@@ -224,8 +240,8 @@ static bool parse_offsets(TensorInfo *info, const cJSON *item, uint64_t bytes, u
     const cJSON *offsets = cJSON_GetObjectItemCaseSensitive(item, "data_offsets");
     uint64_t begin, end;
     char expected[200], found[200];
-    if (!cJSON_IsArray(offsets) || cJSON_GetArraySize(offsets) != 2 || !json_u64(offsets->child, &begin)
-        || !json_u64(offsets->child->next, &end)) {
+    if (!cJSON_IsArray(offsets) || cJSON_GetArraySize(offsets) != 2 || !json_u64(offsets->child, &begin) ||
+        !json_u64(offsets->child->next, &end)) {
         return damaged(error, info->path, info->name, "\"data_offsets\": [begin, end]", "something else");
     }
     snprintf(found, sizeof found, "data_offsets [%" PRIu64 ", %" PRIu64 "]", begin, end);
@@ -246,8 +262,8 @@ static bool check_metadata(const char *path, const cJSON *metadata, Error *error
     const cJSON *child = NULL;
     bool ok = cJSON_IsObject(metadata);
     if (ok) cJSON_ArrayForEach(child, metadata) ok = ok && cJSON_IsString(child);
-    return ok || error_set(error, EXIT_INPUT, "%s: expected only strings in \"__metadata__\", found something else.\n  " DAMAGED,
-                           path);
+    return ok || error_set(error, EXIT_INPUT,
+                           "%s: expected only strings in \"__metadata__\", found something else.\n  " DAMAGED, path);
 }
 
 static uint64_t info_bytes(const TensorInfo *info) {
@@ -257,14 +273,15 @@ static uint64_t info_bytes(const TensorInfo *info) {
 static int compare_offsets(const void *a, const void *b) {
     const TensorInfo *x = a, *y = b;
     if (x->offset != y->offset) return x->offset < y->offset ? -1 : 1;
-    return (info_bytes(x) > info_bytes(y)) - (info_bytes(x) < info_bytes(y));   // empty tensors first
+    return (info_bytes(x) > info_bytes(y)) - (info_bytes(x) < info_bytes(y));    // empty tensors first
 }
 
 static int compare_names(const void *a, const void *b) {
     return strcmp(((const TensorInfo *)a)->name, ((const TensorInfo *)b)->name);
 }
 
-// The tensors cover the data one after the other, without overlap or hole; afterwards offsets count from the file's start.
+// The tensors cover the data one after the other, without overlap or hole; afterwards offsets count from the file's
+// start.
 static bool check_cover(TensorInfo *infos, size_t count, const char *path, uint64_t data_start, uint64_t data_size,
                         Error *error) {
     uint64_t at = 0;
@@ -273,15 +290,18 @@ static bool check_cover(TensorInfo *infos, size_t count, const char *path, uint6
     for (size_t i = 0; i < count; i++) {
         if (infos[i].offset != at) {
             snprintf(expected, sizeof expected, "its data at offset %" PRIu64 ", after the tensor before it", at);
-            snprintf(found, sizeof found, "%" PRIu64 " (%s)", infos[i].offset, infos[i].offset < at ? "an overlap" : "a hole");
+            snprintf(found, sizeof found, "%" PRIu64 " (%s)", infos[i].offset,
+                     infos[i].offset < at ? "an overlap" : "a hole");
             return damaged(error, path, infos[i].name, expected, found);
         }
         at += info_bytes(&infos[i]);
         infos[i].offset += data_start;
     }
     if (at == data_size) return true;
-    return error_set(error, EXIT_INPUT, "%s: expected %" PRIu64 " bytes after the header (its tensors end there), found %" PRIu64
-                     ".\n  " DAMAGED, path, at, data_size);
+    return error_set(error, EXIT_INPUT,
+                     "%s: expected %" PRIu64 " bytes after the header (its tensors end there), found %" PRIu64
+                     ".\n  " DAMAGED,
+                     path, at, data_size);
 }
 
 // Adds the tensors of a parsed header.
@@ -300,8 +320,8 @@ static bool add_tensors(Safetensors *s, const Part *part, const cJSON *header, u
         TensorInfo *info = &s->infos[s->count++];
         uint64_t bytes = 0;
         *info = (TensorInfo){.name = copy_string(item->string), .path = part->path, .fd = part->fd};
-        if (!parse_dtype(info, item, error) || !parse_shape(info, item, &bytes, error)
-            || !parse_offsets(info, item, bytes, data_size, error)) {
+        if (!parse_dtype(info, item, error) || !parse_shape(info, item, &bytes, error) ||
+            !parse_offsets(info, item, bytes, data_size, error)) {
             return false;
         }
     }
@@ -312,25 +332,31 @@ static bool read_header(Safetensors *s, const Part *part, Error *error) {
     struct stat info;
     uint64_t length;
     if (fstat(part->fd, &info) != 0 || !S_ISREG(info.st_mode)) {
-        return error_set(error, EXIT_INPUT, "%s: expected a file, found a folder or device.\n  Check the path.", part->path);
+        return error_set(error, EXIT_INPUT, "%s: expected a file, found a folder or device.\n  Check the path.",
+                         part->path);
     }
     uint64_t size = (uint64_t)info.st_size;
     if (size < 8) {
-        return error_set(error, EXIT_INPUT, "%s: expected at least 8 bytes, found %" PRIu64 ".\n  " DAMAGED, part->path, size);
+        return error_set(error, EXIT_INPUT, "%s: expected at least 8 bytes, found %" PRIu64 ".\n  " DAMAGED, part->path,
+                         size);
     }
     if (!file_read_at(part->fd, part->path, &length, 8, 0, error)) return false;
     if (length > HEADER_BYTES || length > size - 8) {
-        return error_set(error, EXIT_INPUT, "%s: offset 0: expected a header length of at most %" PRIu64 " bytes, found %" PRIu64
-                         ".\n  %s", part->path, size - 8 < HEADER_BYTES ? size - 8 : HEADER_BYTES, length,
-                         length > HEADER_BYTES ? "This is not a safetensors file, or its first bytes are damaged." : DAMAGED);
+        return error_set(
+            error, EXIT_INPUT,
+            "%s: offset 0: expected a header length of at most %" PRIu64 " bytes, found %" PRIu64 ".\n  %s", part->path,
+            size - 8 < HEADER_BYTES ? size - 8 : HEADER_BYTES, length,
+            length > HEADER_BYTES ? "This is not a safetensors file, or its first bytes are damaged." : DAMAGED);
     }
     char *text = allocate(length + 1);
     text[length] = '\0';
     cJSON *header = NULL;
-    if (file_read_at(part->fd, part->path, text, length, 8, error)) header = json_parse(text, length, part->path, 8, error);
+    if (file_read_at(part->fd, part->path, text, length, 8, error))
+        header = json_parse(text, length, part->path, 8, error);
     bool ok = header != NULL;
     if (ok && (text[0] != '{' || !cJSON_IsObject(header))) {
-        ok = error_set(error, EXIT_INPUT, "%s: offset 8: expected a header that starts with {, found something else.\n  " DAMAGED,
+        ok = error_set(error, EXIT_INPUT,
+                       "%s: offset 8: expected a header that starts with {, found something else.\n  " DAMAGED,
                        part->path);
     }
     ok = ok && add_tensors(s, part, header, 8 + length, size - 8 - length, error);
@@ -339,10 +365,11 @@ static bool read_header(Safetensors *s, const Part *part, Error *error) {
     return ok;
 }
 
-// ---- files and folders -----------------------------------------------------------------------------------------------------
+// ---- files and folders
+// -----------------------------------------------------------------------------------------------------
 
 static bool add_part(Safetensors *s, const char *path, Error *error) {
-    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);      // opening a FIFO would wait for a writer
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);    // opening a FIFO would wait for a writer
     if (fd < 0) {
         return error_set(error, EXIT_INPUT, "%s: opening it failed: %s.\n  %s", path, strerror(errno),
                          file_remedy(errno, "Check the path; of a sharded model every file is needed."));
@@ -359,8 +386,10 @@ static bool sort_names(Safetensors *s, Error *error) {
     for (size_t i = 1; i < s->count; i++) {
         const TensorInfo *a = &s->infos[i - 1], *b = &s->infos[i];
         if (strcmp(a->name, b->name)) continue;
-        return error_set(error, EXIT_INPUT, "%s: tensor %.300s is also in %s.\n"
-                         "  Files of two models are mixed: take a whole copy of one.", b->path, b->name, a->path);
+        return error_set(error, EXIT_INPUT,
+                         "%s: tensor %.300s is also in %s.\n"
+                         "  Files of two models are mixed: take a whole copy of one.",
+                         b->path, b->name, a->path);
     }
     return true;
 }
@@ -379,8 +408,9 @@ static bool add_parts_of_map(Safetensors *s, const char *folder, const char *ind
     cJSON_ArrayForEach(item, map) {
         const char *file = cJSON_GetStringValue(item);
         if (!file || !*file || *file == '.' || strchr(file, '/')) {
-            ok = error_set(error, EXIT_INPUT, "%s: tensor %.300s: expected the name of a file beside it, found %.300s.\n  " DAMAGED,
-                           index, item->string, file ? file : "something else");
+            ok = error_set(error, EXIT_INPUT,
+                           "%s: tensor %.300s: expected the name of a file beside it, found %.300s.\n  " DAMAGED, index,
+                           item->string, file ? file : "something else");
             break;
         }
         files[count++] = file;
@@ -404,24 +434,28 @@ static bool check_map(const Safetensors *s, const char *index, const cJSON *map,
     cJSON_ArrayForEach(item, map) {
         const TensorInfo *info = safetensors_find(s, item->string);
         if (!info || strcmp(strrchr(info->path, '/') + 1, item->valuestring)) {
-            return error_set(error, EXIT_INPUT, "%s: expected tensor %.300s in %.300s, found it %s.\n"
-                             "  Files of two models are mixed, or one is damaged: take a whole copy.", index, item->string,
-                             item->valuestring, info ? info->path : "nowhere");
+            return error_set(error, EXIT_INPUT,
+                             "%s: expected tensor %.300s in %.300s, found it %s.\n"
+                             "  Files of two models are mixed, or one is damaged: take a whole copy.",
+                             index, item->string, item->valuestring, info ? info->path : "nowhere");
         }
         count++;
     }
     if (count == s->count) return true;
-    return error_set(error, EXIT_INPUT, "%s: expected the %zu tensors that it lists, found %zu in its files.\n"
-                     "  Files of two models are mixed: take a whole copy.", index, count, s->count);
+    return error_set(error, EXIT_INPUT,
+                     "%s: expected the %zu tensors that it lists, found %zu in its files.\n"
+                     "  Files of two models are mixed: take a whole copy.",
+                     index, count, s->count);
 }
 
 static bool open_index(Safetensors *s, const char *folder, const char *index, Error *error) {
     cJSON *json = json_read(index, error);
     if (!json) return false;
     const cJSON *map = cJSON_GetObjectItemCaseSensitive(json, "weight_map");
-    bool ok = cJSON_IsObject(map)
-        || error_set(error, EXIT_INPUT, "%s: expected an object \"weight_map\", found none.\n  " DAMAGED, index);
-    ok = ok && add_parts_of_map(s, folder, index, map, error) && sort_names(s, error) && check_map(s, index, map, error);
+    bool ok = cJSON_IsObject(map) ||
+              error_set(error, EXIT_INPUT, "%s: expected an object \"weight_map\", found none.\n  " DAMAGED, index);
+    ok =
+        ok && add_parts_of_map(s, folder, index, map, error) && sort_names(s, error) && check_map(s, index, map, error);
     cJSON_Delete(json);
     return ok;
 }
@@ -430,14 +464,16 @@ static bool open_path(Safetensors *s, const char *path, Error *error) {
     struct stat info;
     char file[PATH_MAX], index[PATH_MAX];
     if (stat(path, &info) != 0 || !S_ISDIR(info.st_mode)) return add_part(s, path, error) && sort_names(s, error);
-    if (snprintf(file, sizeof file, "%s/model.safetensors", path) >= (int)sizeof file
-        || snprintf(index, sizeof index, "%s/model.safetensors.index.json", path) >= (int)sizeof index) {
+    if (snprintf(file, sizeof file, "%s/model.safetensors", path) >= (int)sizeof file ||
+        snprintf(index, sizeof index, "%s/model.safetensors.index.json", path) >= (int)sizeof index) {
         return error_set(error, EXIT_INPUT, "%.300s...: the path is too long.", path);
     }
     if (access(file, F_OK) == 0) return add_part(s, file, error) && sort_names(s, error);
     if (access(index, F_OK) == 0) return open_index(s, path, index, error);
-    return error_set(error, EXIT_INPUT, "%s: expected model.safetensors or model.safetensors.index.json in this folder, "
-                     "found neither.\n  Give the folder of one checkpoint, such as OUT/ckpt/step-00001000.", path);
+    return error_set(error, EXIT_INPUT,
+                     "%s: expected model.safetensors or model.safetensors.index.json in this folder, "
+                     "found neither.\n  Give the folder of one checkpoint, such as OUT/ckpt/step-00001000.",
+                     path);
 }
 
 Safetensors *safetensors_open(const char *path, Error *error) {
@@ -461,21 +497,26 @@ void safetensors_close(Safetensors *s) {
     free(s);
 }
 
-size_t safetensors_count(const Safetensors *s) { return s->count; }
-const TensorInfo *safetensors_at(const Safetensors *s, size_t index) { return &s->infos[index]; }
+size_t safetensors_count(const Safetensors *s) {
+    return s->count;
+}
+const TensorInfo *safetensors_at(const Safetensors *s, size_t index) {
+    return &s->infos[index];
+}
 
 const TensorInfo *safetensors_find(const Safetensors *s, const char *name) {
     return s->count ? bsearch(&(TensorInfo){.name = name}, s->infos, s->count, sizeof *s->infos, compare_names) : NULL;
 }
 
-// ---- reading data ----------------------------------------------------------------------------------------------------------
+// ---- reading data
+// ----------------------------------------------------------------------------------------------------------
 
 static uint32_t float_bits_from_f16(uint16_t h) {
     uint32_t sign = (uint32_t)(h & 0x8000) << 16, magnitude = (uint32_t)(h & 0x7FFF) << 13, bits;
     float scaled;
-    if (magnitude >= 0x0F800000) return sign | magnitude | 0x7F800000;   // infinity or NaN
+    if (magnitude >= 0x0F800000) return sign | magnitude | 0x7F800000;    // infinity or NaN
     memcpy(&scaled, &magnitude, 4);
-    scaled *= 0x1p112f;   // the exponent's bias goes from 15 to 127; subnormal numbers come out right
+    scaled *= 0x1p112f;    // the exponent's bias goes from 15 to 127; subnormal numbers come out right
     memcpy(&bits, &scaled, 4);
     return sign | bits;
 }
@@ -484,24 +525,29 @@ static void floats_from(float *out, const void *raw, size_t count, DType dtype) 
     const uint16_t *half = raw;
     const double *wide = raw;
     if (dtype == DTYPE_F32) memcpy(out, raw, count * 4);
-    else if (dtype == DTYPE_F64) for (size_t i = 0; i < count; i++) out[i] = (float)wide[i];
-    else for (size_t i = 0; i < count; i++) {
-        uint32_t bits = dtype == DTYPE_BF16 ? (uint32_t)half[i] << 16 : float_bits_from_f16(half[i]);
-        memcpy(&out[i], &bits, 4);
-    }
+    else if (dtype == DTYPE_F64)
+        for (size_t i = 0; i < count; i++) out[i] = (float)wide[i];
+    else
+        for (size_t i = 0; i < count; i++) {
+            uint32_t bits = dtype == DTYPE_BF16 ? (uint32_t)half[i] << 16 : float_bits_from_f16(half[i]);
+            memcpy(&out[i], &bits, 4);
+        }
 }
 
 static void doubles_from(double *out, const void *raw, size_t count, DType dtype) {
     const int64_t *i64 = raw;
     const int32_t *i32 = raw;
     if (dtype == DTYPE_F64) memcpy(out, raw, count * 8);
-    else if (dtype == DTYPE_I64) for (size_t i = 0; i < count; i++) out[i] = (double)i64[i];
-    else if (dtype == DTYPE_I32) for (size_t i = 0; i < count; i++) out[i] = i32[i];
-    else for (size_t i = 0; i < count; i++) {
-        float value;
-        floats_from(&value, (const char *)raw + i * dtype_size(dtype), 1, dtype);
-        out[i] = value;
-    }
+    else if (dtype == DTYPE_I64)
+        for (size_t i = 0; i < count; i++) out[i] = (double)i64[i];
+    else if (dtype == DTYPE_I32)
+        for (size_t i = 0; i < count; i++) out[i] = i32[i];
+    else
+        for (size_t i = 0; i < count; i++) {
+            float value;
+            floats_from(&value, (const char *)raw + i * dtype_size(dtype), 1, dtype);
+            out[i] = value;
+        }
 }
 
 // The index of the first infinity or NaN, or count. The first loop has no branch, so that it is vectorized.
@@ -528,19 +574,22 @@ static size_t first_nonfinite_f64(const double *values, size_t count) {
 
 // What is wrong with a tensor (NULL: there is none) of which this name, shape and a dtype up to `last` are expected; ""
 // for nothing.
-typedef struct { char text[800]; const char *remedy; } Problem;
+typedef struct {
+    char text[800];
+    const char *remedy;
+} Problem;
 static Problem problem_of(const Safetensors *s, const TensorInfo *info, const char *name, int ndim, const size_t *shape,
                           DType last) {
     Problem p = {"", NULL};
     if (!info) {
         p.remedy = "The model here is of another kind, or has fewer layers: check its config.json.";
-        snprintf(p.text, sizeof p.text, "expected a tensor %.300s %s, found none of that name among %zu (the first is %.200s)",
-                 name, shape_text(ndim, shape).text, s->count, s->count ? s->infos[0].name : "none");
+        snprintf(p.text, sizeof p.text,
+                 "expected a tensor %.300s %s, found none of that name among %zu (the first is %.200s)", name,
+                 shape_text(ndim, shape).text, s->count, s->count ? s->infos[0].name : "none");
     } else if (info->ndim != ndim || (ndim && memcmp(info->shape, shape, (size_t)ndim * sizeof *shape))) {
         p.remedy = "The model here has other sizes than the one asked for: check its config.json.";
         snprintf(p.text, sizeof p.text, "tensor %.300s: expected the shape %s, found %s", name,
-                 shape_text(ndim, shape).text,
-                 shape_text(info->ndim, info->shape).text);
+                 shape_text(ndim, shape).text, shape_text(info->ndim, info->shape).text);
     } else if (info->dtype > last) {
         p.remedy = "Convert the model to one of these.";
         snprintf(p.text, sizeof p.text, "tensor %.300s: expected F32, BF16, F16%s, found %s", name,
@@ -568,8 +617,8 @@ bool safetensors_fits(const Safetensors *s, const char *name, int ndim, const si
 }
 
 bool safetensors_same(const TensorInfo *a, const TensorInfo *b, bool *same, Error *error) {
-    *same = a->dtype == b->dtype && a->ndim == b->ndim &&
-            !memcmp(a->shape, b->shape, (size_t)a->ndim * sizeof *a->shape);
+    *same =
+        a->dtype == b->dtype && a->ndim == b->ndim && !memcmp(a->shape, b->shape, (size_t)a->ndim * sizeof *a->shape);
     char *left = allocate(2 * (size_t)PIECE), *right = left + PIECE;
     bool ok = true;
     for (uint64_t at = 0, bytes = info_bytes(a); at < bytes && ok && *same; at += PIECE) {
@@ -583,9 +632,11 @@ bool safetensors_same(const TensorInfo *a, const TensorInfo *b, bool *same, Erro
 }
 
 static bool nonfinite(const TensorInfo *info, size_t index, double value, Error *error) {
-    return error_set(error, EXIT_INPUT, "%s: tensor %s: expected finite values, found %g in element %zu of %zu (offset %" PRIu64
-                     ").\n  The run that wrote this had diverged, or the file is damaged: take an earlier checkpoint.", info->path,
-                     info->name, value, index, info->elements, info->offset + index * dtype_size(info->dtype));
+    return error_set(error, EXIT_INPUT,
+                     "%s: tensor %s: expected finite values, found %g in element %zu of %zu (offset %" PRIu64
+                     ").\n  The run that wrote this had diverged, or the file is damaged: take an earlier checkpoint.",
+                     info->path, info->name, value, index, info->elements,
+                     info->offset + index * dtype_size(info->dtype));
 }
 
 bool safetensors_read(const Safetensors *s, const char *name, int ndim, const size_t *shape, float *out, Error *error) {
@@ -596,7 +647,8 @@ bool safetensors_read(const Safetensors *s, const char *name, int ndim, const si
     bool ok = true;
     for (size_t at = 0; at < info->elements && ok; at += PIECE) {
         size_t n = info->elements - at < PIECE ? info->elements - at : PIECE;
-        ok = file_read_at(info->fd, info->path, buffer ? buffer : out + at, n * width, info->offset + at * width, error);
+        ok =
+            file_read_at(info->fd, info->path, buffer ? buffer : out + at, n * width, info->offset + at * width, error);
         if (!ok) break;
         if (buffer) floats_from(out + at, buffer, n, info->dtype);
         size_t bad = first_nonfinite(out + at, n);
@@ -606,7 +658,8 @@ bool safetensors_read(const Safetensors *s, const char *name, int ndim, const si
     return ok;
 }
 
-bool safetensors_read_f64(const Safetensors *s, const char *name, int ndim, const size_t *shape, double *out, Error *error) {
+bool safetensors_read_f64(const Safetensors *s, const char *name, int ndim, const size_t *shape, double *out,
+                          Error *error) {
     const TensorInfo *info = find_fitting(s, name, ndim, shape, DTYPE_I32, error);
     if (!info) return false;
     size_t width = dtype_size(info->dtype);

@@ -20,18 +20,18 @@ _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "shards are little-end
 enum {
     TOKENS_MAGIC = 20240520,
     MASK_MAGIC = 20240521,
-    WIDE_MAGIC = 20240801,       // llm.c's shards of 32-bit tokens
+    WIDE_MAGIC = 20240801,    // llm.c's shards of 32-bit tokens
     HEADER_BYTES = 256 * 4,
-    EDGE_BYTES = 4096,           // of each end of a file, in the fingerprint
-    CHUNK = 1 << 16,             // tokens read at once
-    OPEN_FILES = 64              // a data set may have more shards than a process may hold open
+    EDGE_BYTES = 4096,    // of each end of a file, in the fingerprint
+    CHUNK = 1 << 16,      // tokens read at once
+    OPEN_FILES = 64       // a data set may have more shards than a process may hold open
 };
 
 typedef enum { TOKENS, MASK } Kind;
 
 typedef struct {
-    char *path[2];           // by Kind; the mask's is NULL where there is none
-    uint64_t first, count;   // tokens: before it in the stream, and in it
+    char *path[2];            // by Kind; the mask's is NULL where there is none
+    uint64_t first, count;    // tokens: before it in the stream, and in it
 } Shard;
 
 typedef struct {
@@ -44,13 +44,20 @@ struct Shards {
     size_t count;
     uint64_t tokens, windows;
     bool has_masks;
-    Document *documents;                    // of PACK_EXAMPLE
-    struct { uint64_t id; int fd; } open[OPEN_FILES];    // id: 2 * shard + kind + 1, 0 for none
+    Document *documents;    // of PACK_EXAMPLE
+    struct {
+        uint64_t id;
+        int fd;
+    } open[OPEN_FILES];    // id: 2 * shard + kind + 1, 0 for none
     uint16_t chunk[CHUNK];
 };
 
-static size_t item_bytes(Kind kind) { return kind == TOKENS ? 2 : 1; }
-static uint64_t file_bytes(Kind kind, uint64_t count) { return HEADER_BYTES + count * item_bytes(kind); }
+static size_t item_bytes(Kind kind) {
+    return kind == TOKENS ? 2 : 1;
+}
+static uint64_t file_bytes(Kind kind, uint64_t count) {
+    return HEADER_BYTES + count * item_bytes(kind);
+}
 
 // ---- which files
 
@@ -76,12 +83,14 @@ static bool add_glob(Shards *s, const char *pattern, Error *error) {
     glob_t found;
     int status = glob(pattern, GLOB_TILDE, NULL, &found);
     if (status == GLOB_NOMATCH)
-        return error_set(error, EXIT_INPUT,
-                         "%s: no file matches.\n"
-                         "  Expected shards such as fineweb_train_000001.bin; the scripts in data/ make them. Was the * quoted?",
-                         pattern);
-    if (status != 0) return error_set(error, EXIT_INPUT, "%s: the folder can't be read: %s.\n  %s", pattern, strerror(errno),
-                                           file_remedy(errno, "Check the path and its permissions."));
+        return error_set(
+            error, EXIT_INPUT,
+            "%s: no file matches.\n"
+            "  Expected shards such as fineweb_train_000001.bin; the scripts in data/ make them. Was the * quoted?",
+            pattern);
+    if (status != 0)
+        return error_set(error, EXIT_INPUT, "%s: the folder can't be read: %s.\n  %s", pattern, strerror(errno),
+                         file_remedy(errno, "Check the path and its permissions."));
     bool ok = true;
     for (size_t i = 0; ok && i < found.gl_pathc; i++)
         if (!ends_with(found.gl_pathv[i], ".mask")) ok = add_path(s, found.gl_pathv[i], error);
@@ -127,27 +136,30 @@ static bool find_files(Shards *s, const char *globs, Error *error) {
 static bool check_magic(const char *path, Kind kind, int32_t magic, Error *error) {
     int32_t want = kind == TOKENS ? TOKENS_MAGIC : MASK_MAGIC;
     if (magic == want) return true;
-    const char *what = magic == MASK_MAGIC   ? "It is a mask: name the shard beside it."
-                       : magic == WIDE_MAGIC ? "It holds 32-bit tokens of another tokenizer; shards here hold 16-bit ones."
-                                             : "It is no shard. The scripts in data/ make them.";
+    const char *what = magic == MASK_MAGIC ? "It is a mask: name the shard beside it."
+                       : magic == WIDE_MAGIC
+                           ? "It holds 32-bit tokens of another tokenizer; shards here hold 16-bit ones."
+                           : "It is no shard. The scripts in data/ make them.";
     return error_set(error, EXIT_INPUT, "%s: at offset 0: expected the number %d of a %s, found %d.\n  %s", path, want,
                      kind == TOKENS ? "shard" : "mask", magic, what);
 }
 
 static bool check_size(const char *path, Kind kind, int32_t count, uint64_t bytes, Error *error) {
     if (count < 0)
-        return error_set(error, EXIT_INPUT, "%s: at offset 8: the header's count is %d. The file is damaged; make it again.",
-                         path, count);
+        return error_set(error, EXIT_INPUT,
+                         "%s: at offset 8: the header's count is %d. The file is damaged; make it again.", path, count);
     uint64_t want = file_bytes(kind, (uint64_t)count);
     if (bytes == want) return true;
-    return error_set(error, EXIT_INPUT, "%s: the header promises %s tokens (%s bytes), the file has %s bytes.\n  %s", path,
-                     human_grouped((uint64_t)count).text, human_grouped(want).text, human_grouped(bytes).text,
-                     bytes < want
-                         ? "It was cut short. Make it again with the script in data/ that made it, or leave it out."
-                         : "It has more than it says. Make it again with the script in data/ that made it, or leave it out.");
+    return error_set(
+        error, EXIT_INPUT, "%s: the header promises %s tokens (%s bytes), the file has %s bytes.\n  %s", path,
+        human_grouped((uint64_t)count).text, human_grouped(want).text, human_grouped(bytes).text,
+        bytes < want
+            ? "It was cut short. Make it again with the script in data/ that made it, or leave it out."
+            : "It has more than it says. Make it again with the script in data/ that made it, or leave it out.");
 }
 
-// Opens the file and checks that it is a plain one. -1 with the error. O_NONBLOCK: opening a FIFO would wait for a writer.
+// Opens the file and checks that it is a plain one. -1 with the error. O_NONBLOCK: opening a FIFO would wait for a
+// writer.
 static int open_plain(const char *path, uint64_t *bytes, Error *error) {
     int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     struct stat st;
@@ -172,10 +184,11 @@ static bool read_bytes(int fd, const char *path, void *out, size_t n, uint64_t o
         ssize_t got = pread(fd, (char *)out + done, n - done, (off_t)(offset + done));
         if (got < 0 && errno == EINTR) continue;
         if (got < 0)
-            return error_set(error, EXIT_INPUT, "%s: at offset %s: can't be read: %s", path, human_grouped(offset + done).text,
-                             strerror(errno));
+            return error_set(error, EXIT_INPUT, "%s: at offset %s: can't be read: %s", path,
+                             human_grouped(offset + done).text, strerror(errno));
         if (got == 0)
-            return error_set(error, EXIT_INPUT, "%s: the file ends at offset %s, where %s more bytes were when it was opened.\n"
+            return error_set(error, EXIT_INPUT,
+                             "%s: the file ends at offset %s, where %s more bytes were when it was opened.\n"
                              "  It was cut short while in use. Put it back as it was, then go on with --resume.",
                              path, human_grouped(offset + done).text, human_grouped(n - done).text);
         done += (size_t)got;
@@ -194,7 +207,8 @@ static int descriptor(Shards *s, size_t i, Kind kind, Error *error) {
     int fd = open_plain(path, &bytes, error);
     if (fd < 0) return -1;
     if (bytes != want) {
-        error_set(error, EXIT_INPUT, "%s: had %s bytes when it was first opened, and has %s now.\n"
+        error_set(error, EXIT_INPUT,
+                  "%s: had %s bytes when it was first opened, and has %s now.\n"
                   "  It was changed while in use. Put it back as it was, then go on with --resume.",
                   path, human_grouped(want).text, human_grouped(bytes).text);
         close(fd);
@@ -216,8 +230,10 @@ static bool check_header(const char *path, Kind kind, uint64_t *count, Error *er
                                                  path, human_grouped(bytes).text);
     ok = ok && read_bytes(fd, path, header, sizeof header, 0, error) && check_magic(path, kind, header[0], error);
     if (ok && header[1] != 1)
-        ok = error_set(error, EXIT_INPUT, "%s: at offset 4: expected version 1, found %d.\n"
-                       "  It was made by another program or a newer one; make it again with data/.", path, header[1]);
+        ok = error_set(error, EXIT_INPUT,
+                       "%s: at offset 4: expected version 1, found %d.\n"
+                       "  It was made by another program or a newer one; make it again with data/.",
+                       path, header[1]);
     ok = ok && check_size(path, kind, header[2], bytes, error);
     close(fd);
     *count = ok ? (uint64_t)header[2] : 0;
@@ -233,8 +249,9 @@ static bool check_mask(Shard *shard, Error *error) {
     if (access(path, F_OK) != 0) return true;
     if (!check_header(path, MASK, &count, error)) return false;
     if (count != shard->count)
-        return error_set(error, EXIT_INPUT, "%s: at offset 8: a mask of %s tokens, but its shard has %s.\n  Make both again.",
-                         path, human_grouped(count).text, human_grouped(shard->count).text);
+        return error_set(error, EXIT_INPUT,
+                         "%s: at offset 8: a mask of %s tokens, but its shard has %s.\n  Make both again.", path,
+                         human_grouped(count).text, human_grouped(shard->count).text);
     shard->path[MASK] = strdup(path);
     return shard->path[MASK] || error_set(error, EXIT_RESOURCE, "out of memory for the list of shards");
 }
@@ -246,7 +263,8 @@ static bool check_headers(Shards *s, Error *error) {
         if (!check_header(shard->path[TOKENS], TOKENS, &shard->count, error) || !check_mask(shard, error)) return false;
         s->tokens += shard->count;
         if (i > 0 && !shard->path[MASK] != !s->shards[0].path[MASK])
-            return error_set(error, EXIT_INPUT, "%s has a mask beside it, %s has none.\n  Give every shard a mask, or none.",
+            return error_set(error, EXIT_INPUT,
+                             "%s has a mask beside it, %s has none.\n  Give every shard a mask, or none.",
                              (shard->path[MASK] ? shard : s->shards)->path[TOKENS],
                              (shard->path[MASK] ? s->shards : shard)->path[TOKENS]);
     }
@@ -274,7 +292,8 @@ static bool bad_item(const Shards *s, const Shard *shard, Kind kind, size_t n, u
     while (i < n && (kind == TOKENS ? s->chunk[i] < s->config.vocab : mask[i] <= 1)) i++;
     uint64_t offset = file_bytes(kind, at + i);
     if (kind == MASK)
-        return error_set(error, EXIT_INPUT, "%s: at offset %s: expected 0 or 1, found %d.\n  The mask is damaged; make it again.",
+        return error_set(error, EXIT_INPUT,
+                         "%s: at offset %s: expected 0 or 1, found %d.\n  The mask is damaged; make it again.",
                          shard->path[MASK], human_grouped(offset).text, mask[i]);
     return error_set(
         error, EXIT_INPUT,
@@ -291,8 +310,10 @@ static bool read_chunk(Shards *s, size_t i, Kind kind, uint64_t at, size_t n, Er
         return false;
     const uint8_t *mask = (const uint8_t *)s->chunk;
     int largest = 0, limit = kind == TOKENS ? s->config.vocab - 1 : 1;
-    if (kind == TOKENS) for (size_t k = 0; k < n; k++) largest = s->chunk[k] > largest ? s->chunk[k] : largest;
-    else for (size_t k = 0; k < n; k++) largest = mask[k] > largest ? mask[k] : largest;
+    if (kind == TOKENS)
+        for (size_t k = 0; k < n; k++) largest = s->chunk[k] > largest ? s->chunk[k] : largest;
+    else
+        for (size_t k = 0; k < n; k++) largest = mask[k] > largest ? mask[k] : largest;
     return largest <= limit || bad_item(s, &s->shards[i], kind, n, at, error);
 }
 
@@ -318,15 +339,16 @@ static bool add_document(Shards *s, uint64_t first, uint64_t end, Error *error) 
     if ((s->windows & (s->windows - 1)) == 0) {
         Document *more = realloc(s->documents, (s->windows ? 2 * s->windows : 1) * sizeof *more);
         if (!more)
-            return error_set(error, EXIT_RESOURCE, "out of memory for the index of %s documents", human_grouped(s->windows).text);
+            return error_set(error, EXIT_RESOURCE, "out of memory for the index of %s documents",
+                             human_grouped(s->windows).text);
         s->documents = more;
     }
     s->documents[s->windows++] = (Document){first, end - first};
     return true;
 }
 
-// Finds every document from its end-of-text to the next one. What stands before the first end-of-text is a document's tail, left
-// out.
+// Finds every document from its end-of-text to the next one. What stands before the first end-of-text is a document's
+// tail, left out.
 static bool index_documents(Shards *s, Error *error) {
     uint64_t start = UINT64_MAX;
     for (size_t i = 0; i < s->count; i++)
@@ -358,8 +380,8 @@ static bool open_all(Shards *s, const char *globs, Error *error) {
     return error_set(error, EXIT_INPUT,
                      "%s: too little data: %zu file%s with %s tokens, which are %s %s; %s are needed.\n"
                      "  Add data, or make --seq-len, --batch or --total-batch-tokens smaller.",
-                     globs, s->count, s->count == 1 ? "" : "s", human_grouped(s->tokens).text, human_grouped(s->windows).text,
-                     size, human_grouped(need).text);
+                     globs, s->count, s->count == 1 ? "" : "s", human_grouped(s->tokens).text,
+                     human_grouped(s->windows).text, size, human_grouped(need).text);
 }
 
 Shards *shards_open(const char *globs, ShardsConfig config, Error *error) {
@@ -390,10 +412,18 @@ void shards_close(Shards *s) {
     free(s);
 }
 
-uint64_t shards_tokens(const Shards *s) { return s->tokens; }
-uint64_t shards_windows(const Shards *s) { return s->windows; }
-size_t shards_count(const Shards *s) { return s->count; }
-bool shards_masked(const Shards *s) { return s->has_masks || s->config.pack == PACK_EXAMPLE; }
+uint64_t shards_tokens(const Shards *s) {
+    return s->tokens;
+}
+uint64_t shards_windows(const Shards *s) {
+    return s->windows;
+}
+size_t shards_count(const Shards *s) {
+    return s->count;
+}
+bool shards_masked(const Shards *s) {
+    return s->has_masks || s->config.pack == PACK_EXAMPLE;
+}
 
 bool shards_window(Shards *s, uint64_t g, int32_t *tokens, uint8_t *mask, Error *error) {
     size_t T = s->config.T, length = T + 1;
@@ -443,8 +473,8 @@ char *shards_fingerprint(Shards *s, Error *error) {
     for (size_t i = 0; ok && i < s->count; i++)
         ok = hash_file(s, i, TOKENS, state, error) && (!s->has_masks || hash_file(s, i, MASK, state, error));
     if (ok)
-        snprintf(text, 160, "{\"files\": %zu, \"tokens\": %llu, \"xxh3\": \"%016llx\"}", s->count, (unsigned long long)s->tokens,
-                 (unsigned long long)XXH3_64bits_digest(state));
+        snprintf(text, 160, "{\"files\": %zu, \"tokens\": %llu, \"xxh3\": \"%016llx\"}", s->count,
+                 (unsigned long long)s->tokens, (unsigned long long)XXH3_64bits_digest(state));
     XXH3_freeState(state);
     if (!ok) free(text), text = NULL;
     return text;
@@ -463,9 +493,10 @@ static uint64_t mix(uint64_t x) {
     return x ^ x >> 31;
 }
 
-// A Feistel network over the smallest power of two that holds W: each round changes one half by a function of the other, so that
-// it can be undone, whatever the function. Where it leads out of 0..W-1 it is applied again until it is back (cycle walking): a
-// bijection still, as the path from an inside number to the next inside number can be walked backwards too.
+// A Feistel network over the smallest power of two that holds W: each round changes one half by a function of the
+// other, so that it can be undone, whatever the function. Where it leads out of 0..W-1 it is applied again until it is
+// back (cycle walking): a bijection still, as the path from an inside number to the next inside number can be walked
+// backwards too.
 uint64_t shards_order(uint64_t position, uint64_t W, uint64_t seed, uint64_t epoch) {
     uint64_t keys[ORDER_ROUNDS];
     int bits = 0;

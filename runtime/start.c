@@ -34,8 +34,10 @@ static void check_stack_limit(void) {
     rlim_t found = limit.rlim_cur;
     limit.rlim_cur = limit.rlim_max < STACK_USUAL ? limit.rlim_max : STACK_USUAL;
     if (limit.rlim_cur < STACK_NEEDED || setrlimit(RLIMIT_STACK, &limit) != 0) {
-        error_set(&error, EXIT_RESOURCE, "stacks are limited to %zu KiB (ulimit -s), and this program needs at least %zu KiB.\n"
-                  "  Raise the limit: ulimit -s 8192", (size_t)found >> 10, STACK_NEEDED >> 10);
+        error_set(&error, EXIT_RESOURCE,
+                  "stacks are limited to %zu KiB (ulimit -s), and this program needs at least %zu KiB.\n"
+                  "  Raise the limit: ulimit -s 8192",
+                  (size_t)found >> 10, STACK_NEEDED >> 10);
         if (process_launched_rank() > 0) error.text[0] = 0;
         fail_with(&error);
     }
@@ -45,7 +47,8 @@ static void check_stack_limit(void) {
     pthread_attr_destroy(&others);
 }
 
-// The bytes that "16k", "2 M" or "512" (KiB) stand for in the environment of OpenMP; -1 where it is no size, which libgomp says itself.
+// The bytes that "16k", "2 M" or "512" (KiB) stand for in the environment of OpenMP; -1 where it is no size, which
+// libgomp says itself.
 static double stack_size(const char *text) {
     static const char units[] = "BKMG";
     char *end;
@@ -62,7 +65,8 @@ static void check_stack_size(const char *variable) {
     const char *text = getenv(variable);
     double size = text ? stack_size(text) : -1;
     if (size >= 0 && size < (double)STACK_NEEDED)
-        usage_fail("%s=%s: threads need stacks of at least %zuK. Unset it, or set it to 2M.", variable, text, STACK_NEEDED >> 10);
+        usage_fail("%s=%s: threads need stacks of at least %zuK. Unset it, or set it to 2M.", variable, text,
+                   STACK_NEEDED >> 10);
 }
 
 void start_program(const char *name) {
@@ -77,5 +81,6 @@ void start_program(const char *name) {
 void start_threads(int64_t threads) {
     if (threads) omp_set_num_threads((int)threads);
     if (omp_get_max_threads() > MAX_THREADS)
-        usage_fail("OMP_NUM_THREADS asks for %d threads, and %d are the most. --threads N overrides it.", omp_get_max_threads(), MAX_THREADS);
+        usage_fail("OMP_NUM_THREADS asks for %d threads, and %d are the most. --threads N overrides it.",
+                   omp_get_max_threads(), MAX_THREADS);
 }

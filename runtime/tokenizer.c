@@ -1,7 +1,7 @@
 // Byte-level BPE. Text is cut into words by GPT-2's pattern, written out as code in word_end():
 //     '(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
-// and each word, at first one symbol a byte, is merged pair by pair: always the pair with the lowest rank, the leftmost among
-// equals. A heap finds it, so that a word of n bytes takes O(n log n), be it a megabyte long.
+// and each word, at first one symbol a byte, is merged pair by pair: always the pair with the lowest rank, the leftmost
+// among equals. A heap finds it, so that a word of n bytes takes O(n log n), be it a megabyte long.
 #include "runtime/tokenizer.h"
 
 #include <stdio.h>
@@ -21,7 +21,7 @@
 const char *const tokenizer_files[] = {"tokenizer.json", "tokenizer_config.json", NULL};
 
 typedef struct {
-    const char *bytes;   // NULL where no token has this id
+    const char *bytes;    // NULL where no token has this id
     size_t length;
 } Token;
 
@@ -31,15 +31,15 @@ typedef struct {
 
 struct Tokenizer {
     char *path;
-    char *bytes;          // all tokens' bytes, one after another
+    char *bytes;    // all tokens' bytes, one after another
     size_t bytes_used;
-    Token *tokens;        // by id
+    Token *tokens;    // by id
     int vocab, end_of_text;
     int32_t byte_id[256];
-    Merge *merges;        // by rank
+    Merge *merges;    // by rank
     size_t merges_count;
-    uint32_t *pairs;      // hash table over (left, right): rank + 1, or 0
-    uint32_t *names;      // hash table over tokens' bytes: id + 1, or 0; only while opening
+    uint32_t *pairs;    // hash table over (left, right): rank + 1, or 0
+    uint32_t *names;    // hash table over tokens' bytes: id + 1, or 0; only while opening
     size_t pairs_mask, names_mask;
 };
 
@@ -61,7 +61,7 @@ static uint32_t *pair_slot(const Tokenizer *t, int32_t left, int32_t right) {
 }
 
 static uint32_t *name_slot(const Tokenizer *t, const char *bytes, size_t length) {
-    uint64_t hash = 0xcbf29ce484222325u;   // FNV-1a
+    uint64_t hash = 0xcbf29ce484222325u;    // FNV-1a
     for (size_t i = 0; i < length; i++) { hash = (hash ^ (uint8_t)bytes[i]) * 0x100000001b3u; }
     for (size_t i = (hash ^ hash >> 32) & t->names_mask;; i = (i + 1) & t->names_mask) {
         const Token *token = t->names[i] ? &t->tokens[t->names[i] - 1] : NULL;
@@ -71,8 +71,8 @@ static uint32_t *name_slot(const Tokenizer *t, const char *bytes, size_t length)
 
 // ---- characters
 
-// The code point at s (n >= 1 bytes left) and its width; U+FFFD and the width of the longest broken beginning where UTF-8 is
-// broken (Unicode's table 3-7, which Python's decoder follows too).
+// The code point at s (n >= 1 bytes left) and its width; U+FFFD and the width of the longest broken beginning where
+// UTF-8 is broken (Unicode's table 3-7, which Python's decoder follows too).
 static uint32_t char_at(const uint8_t *s, size_t n, size_t *width) {
     *width = 1;
     if (s[0] < 0x80) { return s[0]; }
@@ -81,10 +81,10 @@ static uint32_t char_at(const uint8_t *s, size_t n, size_t *width) {
     uint32_t code = s[0] & (0x7F >> want);
     for (; *width < want; ++*width) {
         uint8_t low = 0x80, high = 0xBF;
-        if (*width == 1 && s[0] == 0xE0) { low = 0xA0; }    // overlong
-        if (*width == 1 && s[0] == 0xED) { high = 0x9F; }   // surrogates
-        if (*width == 1 && s[0] == 0xF0) { low = 0x90; }    // overlong
-        if (*width == 1 && s[0] == 0xF4) { high = 0x8F; }   // past U+10FFFF
+        if (*width == 1 && s[0] == 0xE0) { low = 0xA0; }     // overlong
+        if (*width == 1 && s[0] == 0xED) { high = 0x9F; }    // surrogates
+        if (*width == 1 && s[0] == 0xF0) { low = 0x90; }     // overlong
+        if (*width == 1 && s[0] == 0xF4) { high = 0x8F; }    // past U+10FFFF
         if (*width == n || s[*width] < low || s[*width] > high) { return REPLACEMENT; }
         code = code << 6 | (s[*width] & 0x3F);
     }
@@ -97,10 +97,14 @@ static CharClass class_of(uint32_t code) {
         if (code - '0' < 10) { return NUMBER; }
         return code == ' ' || code - '\t' < 5 ? SPACE : OTHER;
     }
-    size_t low = 0, high = sizeof(char_ranges) / sizeof(*char_ranges);   // the first range that ends at or after code
+    size_t low = 0, high = sizeof(char_ranges) / sizeof(*char_ranges);    // the first range that ends at or after code
     while (low < high) {
         size_t middle = (low + high) / 2;
-        if (char_ranges[middle].last < code) { low = middle + 1; } else { high = middle; }
+        if (char_ranges[middle].last < code) {
+            low = middle + 1;
+        } else {
+            high = middle;
+        }
     }
     bool inside = low < sizeof(char_ranges) / sizeof(*char_ranges) && char_ranges[low].first <= code;
     return inside ? char_ranges[low].class : OTHER;
@@ -127,21 +131,21 @@ static size_t contraction_length(const uint8_t *s, size_t n) {
 static size_t word_end(const uint8_t *s, size_t n, size_t at) {
     size_t short_form = contraction_length(s + at, n - at);
     if (short_form) { return at + short_form; }
-    size_t width, last = at, start = at + (s[at] == ' ');   // one space may belong to the word after it
+    size_t width, last = at, start = at + (s[at] == ' ');    // one space may belong to the word after it
     if (start < n) {
         CharClass class = class_of(char_at(s + start, n - start, &width));
         if (class != SPACE) { return run_end(s, n, start, class, &last); }
     }
     size_t end = run_end(s, n, at, SPACE, &last);
-    return end == n || last == at ? end : last;             // a run of spaces leaves its last to the word after it
+    return end == n || last == at ? end : last;    // a run of spaces leaves its last to the word after it
 }
 
 // ---- merging one word
 
 typedef struct {
-    int32_t *symbol;       // by position; -1 where the symbol was merged into the one before it
-    size_t *next, *prev;   // positions of the neighbors; `count` stands for none
-    uint64_t *heap;        // of keys, smallest first; one whose pair is no longer there is passed over
+    int32_t *symbol;        // by position; -1 where the symbol was merged into the one before it
+    size_t *next, *prev;    // positions of the neighbors; `count` stands for none
+    uint64_t *heap;         // of keys, smallest first; one whose pair is no longer there is passed over
     size_t count, capacity, heap_count;
 } Word;
 
@@ -160,7 +164,7 @@ static void word_reserve(Word *w, size_t capacity) {
     w->symbol = malloc(capacity * sizeof(*w->symbol));
     w->next = malloc(capacity * sizeof(*w->next));
     w->prev = malloc(capacity * sizeof(*w->prev));
-    w->heap = malloc(2 * capacity * sizeof(*w->heap));   // a pair for each symbol; a merge takes one, adds two
+    w->heap = malloc(2 * capacity * sizeof(*w->heap));    // a pair for each symbol; a merge takes one, adds two
     if (!w->symbol || !w->next || !w->prev || !w->heap) {
         fail(EXIT_RESOURCE, "no memory to encode a word of %zu bytes.", capacity);
     }
@@ -246,8 +250,12 @@ const char *tokenizer_token(const Tokenizer *t, int32_t id, size_t *length) {
     return known ? t->tokens[id].bytes : NULL;
 }
 
-int tokenizer_vocab(const Tokenizer *t) { return t->vocab; }
-int tokenizer_end_of_text(const Tokenizer *t) { return t->end_of_text; }
+int tokenizer_vocab(const Tokenizer *t) {
+    return t->vocab;
+}
+int tokenizer_end_of_text(const Tokenizer *t) {
+    return t->end_of_text;
+}
 
 // ---- opening
 
@@ -259,7 +267,9 @@ static bool no_memory(const Tokenizer *t, Error *error) {
     return error_set(error, EXIT_RESOURCE, "%s: no memory to read the tokenizer.", t->path);
 }
 
-static const cJSON *get(const cJSON *object, const char *key) { return cJSON_GetObjectItemCaseSensitive(object, key); }
+static const cJSON *get(const cJSON *object, const char *key) {
+    return cJSON_GetObjectItemCaseSensitive(object, key);
+}
 
 static bool is_empty(const cJSON *item) {
     return !item || cJSON_IsNull(item) || cJSON_IsFalse(item) || (cJSON_IsString(item) && !item->valuestring[0]);
@@ -286,7 +296,7 @@ static bool numbered(const cJSON *vocab, const cJSON *added) {
     if (!cJSON_IsObject(vocab)) { return true; }
     cJSON_ArrayForEach(token, added) {
         const cJSON *id = get(token, "id"), *content = get(token, "content");
-        if (!cJSON_IsNumber(id) || !cJSON_IsString(content)) { continue; }       // make_room() says what is wrong
+        if (!cJSON_IsNumber(id) || !cJSON_IsString(content)) { continue; }    // make_room() says what is wrong
         const cJSON *known = get(vocab, content->valuestring);
         if (id->valueint != (known ? known->valueint : next)) { return false; }
         if (id->valueint >= next && id->valueint < ID_LIMIT) { next = id->valueint + 1; }
@@ -334,8 +344,10 @@ static void byte_alphabet(int16_t byte_of[0x180]) {
     }
 }
 
-// Writes the bytes that a name in that alphabet, `length` bytes of UTF-8, stands for; false when it has another character.
-static bool bytes_of_name(const int16_t byte_of[0x180], const char *name, size_t length, char *out, size_t *out_length) {
+// Writes the bytes that a name in that alphabet, `length` bytes of UTF-8, stands for; false when it has another
+// character.
+static bool bytes_of_name(const int16_t byte_of[0x180], const char *name, size_t length, char *out,
+                          size_t *out_length) {
     *out_length = 0;
     for (size_t at = 0, width; at < length; at += width) {
         uint32_t code = char_at((const uint8_t *)name + at, length - at, &width);
@@ -362,7 +374,9 @@ static bool make_room(Tokenizer *t, const cJSON *vocab, const cJSON *added, Erro
     }
     cJSON_ArrayForEach(item, added) {
         const cJSON *id = get(item, "id"), *content = get(item, "content");
-        if (!is_id(id) || !cJSON_IsString(content)) { return bad(t, error, "expected id and content in added_tokens", ""); }
+        if (!is_id(id) || !cJSON_IsString(content)) {
+            return bad(t, error, "expected id and content in added_tokens", "");
+        }
         if (id->valueint >= t->vocab) { t->vocab = id->valueint + 1; }
         bytes += strlen(content->valuestring);
         entries++;
@@ -385,9 +399,10 @@ static bool add_token(Tokenizer *t, int id, size_t length, const char *name, Err
     return true;
 }
 
-static bool read_tokens(Tokenizer *t, const cJSON *vocab, const cJSON *added, const int16_t byte_of[0x180], Error *error) {
+static bool read_tokens(Tokenizer *t, const cJSON *vocab, const cJSON *added, const int16_t byte_of[0x180],
+                        Error *error) {
     const cJSON *item;
-    cJSON_ArrayForEach(item, added) {   // these are plain text
+    cJSON_ArrayForEach(item, added) {    // these are plain text
         const char *content = get(item, "content")->valuestring;
         memcpy(t->bytes + t->bytes_used, content, strlen(content));
         if (!add_token(t, get(item, "id")->valueint, strlen(content), content, error)) { return false; }
@@ -425,7 +440,9 @@ static bool read_merge(const Tokenizer *t, const cJSON *item, const int16_t byte
     }
     if (!left || left_length > NAME_LIMIT || strlen(right) > NAME_LIMIT) { return false; }
     if (!bytes_of_name(byte_of, left, left_length, room, &lengths[0]) ||
-        !bytes_of_name(byte_of, right, strlen(right), room + lengths[0], &lengths[1])) { return false; }
+        !bytes_of_name(byte_of, right, strlen(right), room + lengths[0], &lengths[1])) {
+        return false;
+    }
     merge->left = (int32_t)*name_slot(t, room, lengths[0]) - 1;
     merge->right = (int32_t)*name_slot(t, room + lengths[0], lengths[1]) - 1;
     merge->result = (int32_t)*name_slot(t, room, lengths[0] + lengths[1]) - 1;
@@ -447,7 +464,9 @@ static bool read_merges(Tokenizer *t, const cJSON *merges, const int16_t byte_of
     const cJSON *item;
     cJSON_ArrayForEach(item, merges) {
         Merge *merge = &t->merges[t->merges_count];
-        if (!read_merge(t, item, byte_of, merge)) { return bad_row(t, error, "expected two tokens whose joint is a token"); }
+        if (!read_merge(t, item, byte_of, merge)) {
+            return bad_row(t, error, "expected two tokens whose joint is a token");
+        }
         uint32_t *slot = pair_slot(t, merge->left, merge->right);
         if (*slot) { return bad_row(t, error, "a pair that came before"); }
         *slot = (uint32_t)++t->merges_count;
@@ -493,9 +512,11 @@ bool tokenizer_ids(const char *path, int *vocab, int *end_of_text) {
     char *file = file_in(path);
     cJSON *root = file ? json_read(file, &error) : NULL;
     const cJSON *ids = get(get(root, "model"), "vocab"), *item;
-    *vocab = cJSON_IsArray(ids) ? cJSON_GetArraySize(ids) : 0;     // Unigram's: an id is a place in the list
+    *vocab = cJSON_IsArray(ids) ? cJSON_GetArraySize(ids) : 0;    // Unigram's: an id is a place in the list
     *end_of_text = -1;
-    cJSON_ArrayForEach(item, ids) { count_id(item, item->string, vocab, end_of_text); }
+    cJSON_ArrayForEach(item, ids) {
+        count_id(item, item->string, vocab, end_of_text);
+    }
     cJSON_ArrayForEach(item, get(root, "added_tokens")) {
         count_id(get(item, "id"), cJSON_GetStringValue(get(item, "content")), vocab, end_of_text);
     }

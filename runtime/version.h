@@ -1,5 +1,5 @@
-// The version of attn.c. It is kept only here; --version, --help and run.json print it. CHANGELOG.md and CITATION.cff name the
-// latest release, and dev/tests/test_readme.py checks that all of them agree.
+// The version of attn.c. It is kept only here; --version, --help and run.json print it. CHANGELOG.md and CITATION.cff
+// name the latest release, and dev/tests/test_readme.py checks that all of them agree.
 #ifndef RUNTIME_VERSION_H
 #define RUNTIME_VERSION_H
 

@@ -44,19 +44,25 @@ int main(int argc, char **argv) {
     program_name = "attention_cpu";
     if (argc != 7) fail(EXIT_USAGE, "expected NAME T B NH HS SECONDS.");
     if (!normalizer_parse(&normalizer, argv[1], message, sizeof message)) fail(EXIT_USAGE, "%s: %s.", argv[1], message);
-    size_t T = strtoul(argv[2], NULL, 10), B = strtoul(argv[3], NULL, 10), NH = strtoul(argv[4], NULL, 10), HS = strtoul(argv[5], NULL, 10);
+    size_t T = strtoul(argv[2], NULL, 10), B = strtoul(argv[3], NULL, 10), NH = strtoul(argv[4], NULL, 10),
+           HS = strtoul(argv[5], NULL, 10);
     double seconds = atof(argv[6]), start = now();
     AttentionShape shape = {&normalizer, B, T, NH, HS, HS, (int)T};
     size_t rows = B * NH * T, n = rows * HS, runs = 0, least = seconds > 0 ? 3 : 1;
-    float *q = normals(n, 0), *k = normals(n, 1), *v = normals(n, 2), *dout = normals(n, 3), *s = normals(NH, 4), *b = normals(NH, 5), *p = normals(T, 6);
-    float *out = normals(n, 7), *dq = normals(n, 8), *dk = normals(n, 9), *dv = normals(n, 10), *stats = normals(rows * ROW_STATS, 11);
-    float *scratch = aligned_alloc(64, (attention_scratch(shape, omp_get_max_threads()) * sizeof *scratch + 63) / 64 * 64);
+    float *q = normals(n, 0), *k = normals(n, 1), *v = normals(n, 2), *dout = normals(n, 3), *s = normals(NH, 4),
+          *b = normals(NH, 5), *p = normals(T, 6);
+    float *out = normals(n, 7), *dq = normals(n, 8), *dk = normals(n, 9), *dv = normals(n, 10),
+          *stats = normals(rows * ROW_STATS, 11);
+    float *scratch =
+        aligned_alloc(64, (attention_scratch(shape, omp_get_max_threads()) * sizeof *scratch + 63) / 64 * 64);
     for (size_t h = 0; h < NH; h++) s[h] = 0.168f, b[h] = 0;
     for (size_t t = 0; t < T; t++) p[t] = 1;
-    AttentionScalars scalars = {normalizer_has(&normalizer, SCALAR_S) ? s : NULL, normalizer_has(&normalizer, SCALAR_B) ? b : NULL,
-                                normalizer_has(&normalizer, SCALAR_P) ? p : NULL, normalizer_has(&normalizer, SCALAR_SINK) ? b : NULL};
+    AttentionScalars scalars = {
+        normalizer_has(&normalizer, SCALAR_S) ? s : NULL, normalizer_has(&normalizer, SCALAR_B) ? b : NULL,
+        normalizer_has(&normalizer, SCALAR_P) ? p : NULL, normalizer_has(&normalizer, SCALAR_SINK) ? b : NULL};
     float *ds = normals(NH, 12), *db = normals(NH, 13), *dp = normals(T, 14);
-    AttentionScalarGrads grads = {scalars.s ? ds : NULL, scalars.b ? db : NULL, scalars.p ? dp : NULL, scalars.sink ? db : NULL};
+    AttentionScalarGrads grads = {scalars.s ? ds : NULL, scalars.b ? db : NULL, scalars.p ? dp : NULL,
+                                  scalars.sink ? db : NULL};
     if (!scratch) fail(EXIT_RESOURCE, "out of memory.");
     for (start = now(); runs < MOST && (runs < least || now() - start < seconds); runs++) {
         double from = now();

@@ -1,5 +1,6 @@
-// Prints what dev/bench/sass.py needs to know of attention/flash.cuh, as JSON: for each preset of attention/normalizer.h the instance that
-// runs it, the bytes of its FlashCall<bf16>, as flash.cu would fill it, and the rows that a warp and a block own and a tile has.
+// Prints what dev/bench/sass.py needs to know of attention/flash.cuh, as JSON: for each preset of
+// attention/normalizer.h the instance that runs it, the bytes of its FlashCall<bf16>, as flash.cu would fill it, and
+// the rows that a warp and a block own and a tile has.
 //   flash_calls B T NH HS
 #include "kernels/gpu.cuh"
 
@@ -32,9 +33,12 @@ static FlashCall<bf16> call_of(const Preset &preset, int B, int T, int NH, int H
     call.stats = call.g = (float *)there;
     call.rows_without_weight = (unsigned long long *)there;
     call.prefix = preset.post.kind == POST_RECENTER || preset.post.kind == POST_RECENTER_L1 ? (float *)there : NULL;
-    call.rest = phi_signed(preset.phi.kind) && (norm_is_sum(preset.norm) || preset.post.kind == POST_RECENTER_L1) ? there : NULL;
+    call.rest = phi_signed(preset.phi.kind) && (norm_is_sum(preset.norm) || preset.post.kind == POST_RECENTER_L1)
+                    ? there
+                    : NULL;
     call.rows = (FlashRow *)there;
-    if (preset.scale.kind != SCALE_LOGN && preset.scale.kind != SCALE_LOGN_BIAS && preset.scale.kind != SCALE_PN) call.g = NULL;
+    if (preset.scale.kind != SCALE_LOGN && preset.scale.kind != SCALE_LOGN_BIAS && preset.scale.kind != SCALE_PN)
+        call.g = NULL;
     call.scale = preset.scale, call.offset = preset.offset, call.norm = preset.norm;
     call.phi = preset.phi.kind, call.post = preset.post.kind, call.power = (float)preset.post.value;
     call.B = B, call.T = T, call.NH = NH, call.HS = call.VS = HS, call.L = T;
@@ -44,7 +48,8 @@ static FlashCall<bf16> call_of(const Preset &preset, int B, int T, int NH, int H
 
 template <class P>
 static void print_plan(const char *kernel, const char *end) {
-    printf("\"%s\": {\"own\": %d, \"stream\": %d, \"warp\": %d}%s", kernel, (int)P::OWN, (int)P::STREAM, 16 * P::TILES, end);
+    printf("\"%s\": {\"own\": %d, \"stream\": %d, \"warp\": %d}%s", kernel, (int)P::OWN, (int)P::STREAM, 16 * P::TILES,
+           end);
 }
 
 template <int instance, int HS>
@@ -67,12 +72,14 @@ int main(int, char **argument) {
     for (const Preset &preset : presets) {
         FlashCall<bf16> call = call_of(preset, B, T, NH, HS);
         int instance = flash_find(sizeof(bf16), preset.phi.kind, preset.post.kind);
-        printf("%s{\"preset\": \"%s\", \"instance\": \"%s\", \"phi\": %d, \"post\": %d, \"call\": \"", separator, preset.name, names[instance],
-               flash_instances[instance].phi, flash_instances[instance].post);
+        printf("%s{\"preset\": \"%s\", \"instance\": \"%s\", \"phi\": %d, \"post\": %d, \"call\": \"", separator,
+               preset.name, names[instance], flash_instances[instance].phi, flash_instances[instance].post);
         for (size_t i = 0; i < sizeof call; i++) printf("%02x", ((const unsigned char *)&call)[i]);
         printf("\", ");
         auto all = std::make_integer_sequence<int, FLASH_INSTANCE_COUNT>();
-        HS <= 48 ? print_plans<48>(instance, all) : HS <= 64 ? print_plans<64>(instance, all) : print_plans<128>(instance, all);
+        HS <= 48   ? print_plans<48>(instance, all)
+        : HS <= 64 ? print_plans<64>(instance, all)
+                   : print_plans<128>(instance, all);
         printf("}");
         separator = ",\n";
     }

@@ -1,10 +1,11 @@
-// The blocks of a kernel: threads as fibers, barriers, the lanes' common operations, shared memory, asynchronous copies.
+// The blocks of a kernel: threads as fibers, barriers, the lanes' common operations, shared memory, asynchronous
+// copies.
 //
-// A block belongs to one thread of the CPU, its Worker; its threads are fibers that take turns, a turn ending only where the thread has to
-// wait for others. Blocks are spread over the workers.
+// A block belongs to one thread of the CPU, its Worker; its threads are fibers that take turns, a turn ending only
+// where the thread has to wait for others. Blocks are spread over the workers.
 //
-// This file is never compiled with -fsanitize=thread: what the emulator itself does between the fibers is not to count as their
-// synchronisation. What does count is said by hand, where __tsan_acquire and __tsan_release are called.
+// This file is never compiled with -fsanitize=thread: what the emulator itself does between the fibers is not to count
+// as their synchronisation. What does count is said by hand, where __tsan_acquire and __tsan_release are called.
 #include "engine.h"
 
 #include <float.h>
@@ -30,9 +31,11 @@ const Position &position_of_this_thread() {
     return *position;
 }
 
-// ---- the switch from one fiber to another: the registers that a call preserves go to the old stack and come from the new one
-// It ends in `ret`, not in a jump: fibers of a kernel mostly stop at the same place, so that the processor's own list of return addresses,
-// left by one of them, is right for the next (a jump made a shuffle cost 70 ns a lane instead of 35).
+// ---- the switch from one fiber to another: the registers that a call preserves go to the old stack and come from the
+// new one
+// It ends in `ret`, not in a jump: fibers of a kernel mostly stop at the same place, so that the processor's own list
+// of return addresses, left by one of them, is right for the next (a jump made a shuffle cost 70 ns a lane instead of
+// 35).
 extern "C" void cuda_on_cpu_switch(void **save_stack, void *stack);
 extern "C" void cuda_on_cpu_start();
 asm(R"(
@@ -65,21 +68,47 @@ cuda_on_cpu_start:
 // ---- who waits for what
 
 enum Kind {
-    NOTHING, EXITED, BARRIER, BARRIER_OR, BARRIER_AND, BARRIER_COUNT, SYNCWARP, SHFL, SHFL_UP, SHFL_DOWN, SHFL_XOR, BALLOT_SYNC, ANY_SYNC,
-    ALL_SYNC, MATCH_ANY, MATCH_ALL, REDUCE_ADD, REDUCE_MIN, REDUCE_MAX, REDUCE_AND, REDUCE_OR, REDUCE_XOR, LDMATRIX_X2, LDMATRIX_X4,
-    LDMATRIX_X2_TRANSPOSED, LDMATRIX_X4_TRANSPOSED, MMA
+    NOTHING,
+    EXITED,
+    BARRIER,
+    BARRIER_OR,
+    BARRIER_AND,
+    BARRIER_COUNT,
+    SYNCWARP,
+    SHFL,
+    SHFL_UP,
+    SHFL_DOWN,
+    SHFL_XOR,
+    BALLOT_SYNC,
+    ANY_SYNC,
+    ALL_SYNC,
+    MATCH_ANY,
+    MATCH_ALL,
+    REDUCE_ADD,
+    REDUCE_MIN,
+    REDUCE_MAX,
+    REDUCE_AND,
+    REDUCE_OR,
+    REDUCE_XOR,
+    LDMATRIX_X2,
+    LDMATRIX_X4,
+    LDMATRIX_X2_TRANSPOSED,
+    LDMATRIX_X4_TRANSPOSED,
+    MMA
 };
+// clang-format off
 static const char *const kind_names[] = {
     "", "", "__syncthreads", "__syncthreads_or", "__syncthreads_and", "__syncthreads_count", "__syncwarp", "__shfl_sync", "__shfl_up_sync",
     "__shfl_down_sync", "__shfl_xor_sync", "__ballot_sync", "__any_sync", "__all_sync", "__match_any_sync", "__match_all_sync",
     "__reduce_add_sync", "__reduce_min_sync", "__reduce_max_sync", "__reduce_and_sync", "__reduce_or_sync", "__reduce_xor_sync",
     "ldmatrix_x2", "ldmatrix_x4", "ldmatrix_x2_transposed", "ldmatrix_x4_transposed", "mma_m16n8k16"
 };
+// clang-format on
 static const unsigned ALL_LANES = 0xFFFFFFFFu;
 
 struct Wait {
     Kind kind;
-    unsigned mask;      // of the lanes, in a warp's operation
+    unsigned mask;    // of the lanes, in a warp's operation
     Site site;
 };
 
@@ -89,51 +118,52 @@ struct PendingCopy {
     void *shared;
     const void *global;
     bool valid;
-    unsigned group;                     // how many commits were before it
+    unsigned group;    // how many commits were before it
 };
 
 struct Warp;
 
 struct Fiber {
-    Position position;                  // first, so that `position` leads to the fiber
-    void *stack;                        // where it stopped
+    Position position;    // first, so that `position` leads to the fiber
+    void *stack;          // where it stopped
     Warp *warp;
-    unsigned number, lane;              // of the thread in its block, and in its warp
-    Wait wait;                          // its last one
-    unsigned commits, copies;           // of cp.async: commits so far, copies so far
-    unsigned oldest, newest;            // those of pending[i % PENDING_COPIES], oldest <= i < newest, have not taken place yet
+    unsigned number, lane;       // of the thread in its block, and in its warp
+    Wait wait;                   // its last one
+    unsigned commits, copies;    // of cp.async: commits so far, copies so far
+    // Those of pending[i % PENDING_COPIES], oldest <= i < newest, have not taken place yet.
+    unsigned oldest, newest;
     PendingCopy *pending;
-    void *context, *copier;             // the race check's, of the thread and of its asynchronous copies
-    void *fake_stack;                   // AddressSanitizer's
+    void *context, *copier;    // the race check's, of the thread and of its asynchronous copies
+    void *fake_stack;          // AddressSanitizer's
 };
 
 // The lanes' n-th copies, taken for one instruction of the warp's, to count its bank conflicts.
 enum { COPIES_OF_WARP = 128 };
 
 struct CopyOfWarp {
-    unsigned number, lanes;             // n + 1; who has issued it
+    unsigned number, lanes;    // n + 1; who has issued it
     Site site;
     const void *to[32];
 };
 
 struct Warp {
-    unsigned waiting, absent;           // lanes that wait in an operation of the warp; that have exited or never were
-    Wait first;                         // what the first of those who wait has come for
-    bool same;                          // all who wait have come for that
-    uint64_t value[32], result[32];     // of a shuffle, vote, ...
+    unsigned waiting, absent;          // lanes that wait in an operation of the warp; that have exited or never were
+    Wait first;                        // what the first of those who wait has come for
+    bool same;                         // all who wait have come for that
+    uint64_t value[32], result[32];    // of a shuffle, vote, ...
     int argument[32];
-    const void *row[32];                // of ldmatrix
+    const void *row[32];    // of ldmatrix
     uint32_t a[4][32], b[2][32], r[4][32];
     float top[32][2], bottom[32][2];    // mma's d[0], d[1] and d[2], d[3]: as floats, rows 0-7 and 8-15 of 8 columns
     unsigned phase[32];                 // how often the mask whose lowest lane this is has been met
     CopyOfWarp copies[COPIES_OF_WARP];
 };
 
-// Addresses that stand, in the race check, for what threads tell each other. A meeting has two, used in turn: who is quick must not reach
-// the slow one, who has yet to leave the last meeting, with what he brings to the next.
+// Addresses that stand, in the race check, for what threads tell each other. A meeting has two, used in turn: who is
+// quick must not reach the slow one, who has yet to leave the last meeting, with what he brings to the next.
 enum { COPY_GROUPS = 16 };
 struct Meetings {
-    char barrier[2], warps[WARPS][32][2];           // a warp's by the lowest lane of the mask
+    char barrier[2], warps[WARPS][32][2];    // a warp's by the lowest lane of the mask
     char issued[BLOCK_THREADS], copied[BLOCK_THREADS][COPY_GROUPS];
 };
 
@@ -154,13 +184,14 @@ struct Worker {
     Settings settings;
     Fiber fibers[BLOCK_THREADS];
     Warp warps[WARPS];
-    bool watched;                       // by the race check. If not, all of the block counts as the emulator's own work, which is unseen
-    void *home;                         // the stack that run_block was called on
+    // By the race check. If not, all of the block counts as the emulator's own work, which is unseen.
+    bool watched;
+    void *home;    // the stack that run_block was called on
     void *home_context, *home_fake_stack;
     const void *home_bottom;
     size_t home_bytes;
 
-    int arrived;                        // at the barrier
+    int arrived;    // at the barrier
     Wait barrier;
     int predicates, result;
     unsigned barrier_phase;
@@ -172,13 +203,17 @@ struct Worker {
     Meetings *meetings;
     char *statics, *statics_end, *dynamic, *dynamic_end;
     size_t statics_used, statics_asked;
-    ArrayInBlock arrays[ARRAYS_IN_BLOCK];               // of this block, in the order of their first use
+    ArrayInBlock arrays[ARRAYS_IN_BLOCK];    // of this block, in the order of their first use
     int array_count;
-    char *array_memory[SHARED_ARRAYS];                  // by the array's number; NULL: not used yet in this block
+    char *array_memory[SHARED_ARRAYS];    // by the array's number; NULL: not used yet in this block
 
     PendingCopy pending[BLOCK_THREADS][PENDING_COPIES];
     Counts counts;
-    struct { Site site; uint64_t conflicts; } sites[SITES];        // a hash table; full: the rest are counted without their place
+    // A hash table; full: the rest are counted without their place.
+    struct {
+        Site site;
+        uint64_t conflicts;
+    } sites[SITES];
 };
 static __thread Worker *worker CUDA_ON_CPU_TLS;
 
@@ -212,9 +247,11 @@ void die(const char *format, ...) {
     fprintf(stderr, "\n");
     if (worker && worker->launch && position) {
         const Worker &w = *worker;
-        fprintf(stderr, "  in %s, launched at %s:%d, block (%u,%u,%u) of (%u,%u,%u), thread %d of %d; order %s, seed %llu\n",
-                kernel_name(w.launch->kernel).c_str(), w.launch->site.file, w.launch->site.line, w.block.x, w.block.y, w.block.z, w.launch->grid.x,
-                w.launch->grid.y, w.launch->grid.z, w.current, w.threads, order_names[w.settings.order], (unsigned long long)w.settings.seed);
+        fprintf(stderr,
+                "  in %s, launched at %s:%d, block (%u,%u,%u) of (%u,%u,%u), thread %d of %d; order %s, seed %llu\n",
+                kernel_name(w.launch->kernel).c_str(), w.launch->site.file, w.launch->site.line, w.block.x, w.block.y,
+                w.block.z, w.launch->grid.x, w.launch->grid.y, w.launch->grid.z, w.current, w.threads,
+                order_names[w.settings.order], (unsigned long long)w.settings.seed);
     }
     abort();
 }
@@ -236,11 +273,13 @@ static std::string describe(const Worker &w, int number) {
     const Wait &wait = w.fibers[number].wait;
     if (wait.kind == EXITED) return "exited";
     if (wait.kind == NOTHING || (w.ready[number / 64] >> number % 64 & 1)) return "can go on";
-    if (wait.kind < SYNCWARP) return print("wait in %s at %s:%d", kind_names[wait.kind], wait.site.file, wait.site.line);
+    if (wait.kind < SYNCWARP)
+        return print("wait in %s at %s:%d", kind_names[wait.kind], wait.site.file, wait.site.line);
     return print("wait in %s(mask %08x) at %s:%d", kind_names[wait.kind], wait.mask, wait.site.file, wait.site.line);
 }
 
-// "24 threads wait in __shfl_xor_sync(mask ffffffff) at f.cu:4: 40-63; 40 threads wait in __syncthreads at f.cu:6: 0-39"
+// "24 threads wait in __shfl_xor_sync(mask ffffffff) at f.cu:4: 40-63; 40 threads wait in __syncthreads at f.cu:6:
+// 0-39"
 static std::string who_waits_where(int from, int to) {
     std::vector<std::pair<std::string, std::vector<int>>> places;
     for (int i = from; i < to; i++) {
@@ -251,8 +290,8 @@ static std::string who_waits_where(int from, int to) {
     }
     std::string text;
     for (const auto &p : places)
-        text += print("%s%zu thread%s %s: %s", text.empty() ? "" : "; ", p.second.size(), p.second.size() > 1 ? "s" : "", p.first.c_str(),
-                      ranges(p.second).c_str());
+        text += print("%s%zu thread%s %s: %s", text.empty() ? "" : "; ", p.second.size(),
+                      p.second.size() > 1 ? "s" : "", p.first.c_str(), ranges(p.second).c_str());
     return text;
 }
 
@@ -272,7 +311,7 @@ static void set_all_ready(Worker &w) {
     for (int i = 0; i < w.threads; i += 64) w.ready[i / 64] = w.threads - i >= 64 ? ~0ull : ~(~0ull << (w.threads - i));
 }
 
-static int first_ready_from(const Worker &w, int start) {           // by rising number, round the end; -1: none
+static int first_ready_from(const Worker &w, int start) {    // by rising number, round the end; -1: none
     int words = (w.threads + 63) / 64, word = start / 64;
     uint64_t bits = w.ready[word] & ~0ull << start % 64;
     for (int i = 0; i <= words; i++) {
@@ -283,7 +322,7 @@ static int first_ready_from(const Worker &w, int start) {           // by rising
     return -1;
 }
 
-static int last_ready_to(const Worker &w, int start) {              // by falling number
+static int last_ready_to(const Worker &w, int start) {    // by falling number
     int words = (w.threads + 63) / 64, word = start / 64;
     uint64_t bits = w.ready[word] & ~0ull >> (63 - start % 64);
     for (int i = 0; i <= words; i++) {
@@ -304,18 +343,20 @@ static int next_thread(Worker &w) {
     }
     int warp = w.current / 32;
     unsigned lanes = (unsigned)(w.ready[warp / 2] >> warp % 2 * 32);
-    return lanes ? warp * 32 + __builtin_ctz(lanes) : first_ready_from(w, (int)(next_random(w.random) % (unsigned)w.threads));
+    return lanes ? warp * 32 + __builtin_ctz(lanes)
+                 : first_ready_from(w, (int)(next_random(w.random) % (unsigned)w.threads));
 }
 
 // ---- fibers
 
-static void switch_stack(Worker &w, void **save, void *stack, void **fake_stack, const void *bottom, size_t bytes, void *context) {
+static void switch_stack(Worker &w, void **save, void *stack, void **fake_stack, const void *bottom, size_t bytes,
+                         void *context) {
     if (__sanitizer_start_switch_fiber) __sanitizer_start_switch_fiber(fake_stack, bottom, bytes);
     if (w.watched) __tsan_switch_to_fiber(context, 1);
     cuda_on_cpu_switch(save, stack);
 }
 
-static char *stack_of(const Worker &w, int number) {                // its lower end
+static char *stack_of(const Worker &w, int number) {    // its lower end
     return w.stacks + (size_t)number * w.stack_step + (w.stack_step - w.stack_bytes);
 }
 
@@ -334,7 +375,8 @@ static void go_home(Worker &w, Fiber &from) {
 }
 
 static void deadlock() {
-    die("DEADLOCK in block (%u,%u,%u): %s", worker->block.x, worker->block.y, worker->block.z, who_waits_where(0, worker->threads).c_str());
+    die("DEADLOCK in block (%u,%u,%u): %s", worker->block.x, worker->block.y, worker->block.z,
+        who_waits_where(0, worker->threads).c_str());
 }
 
 // Lets others run until this thread is ready and has its turn.
@@ -353,7 +395,8 @@ static void thread_exits() {
     me.warp->absent |= 1u << me.lane;
     for (unsigned lanes = me.warp->waiting; lanes; lanes &= lanes - 1)
         if ((&me)[(int)__builtin_ctz(lanes) - (int)me.lane].wait.mask >> me.lane & 1)
-            die("EXITED LANE: thread %u has exited, and lanes of its warp wait for it: %s", me.number, who_waits_in_warp().c_str());
+            die("EXITED LANE: thread %u has exited, and lanes of its warp wait for it: %s", me.number,
+                who_waits_in_warp().c_str());
     if (w.watched) __tsan_release((void *)w.launch);
     if (--w.alive == 0) go_home(w, me);
     int next = next_thread(w);
@@ -370,13 +413,14 @@ static void fiber_main() {
         const void *bottom;
         size_t bytes;
         __sanitizer_finish_switch_fiber(NULL, &bottom, &bytes);
-        if (!w.home_bottom) w.home_bottom = bottom, w.home_bytes = bytes;       // the first fiber comes from home
+        if (!w.home_bottom) w.home_bottom = bottom, w.home_bytes = bytes;    // the first fiber comes from home
     }
     w.launch->call();
     thread_exits();
 }
 
-// Tops of stacks that are whole pages apart would share the same few sets of the cache, so each starts a little lower than the one before.
+// Tops of stacks that are whole pages apart would share the same few sets of the cache, so each starts a little lower
+// than the one before.
 static void prepare_fiber(Worker &w, int number) {
     Fiber &f = w.fibers[number];
     dim3 n = w.launch->block;
@@ -392,17 +436,18 @@ static void prepare_fiber(Worker &w, int number) {
     f.pending = w.pending[number];
     f.copier = NULL;
     f.fake_stack = NULL;
-    *--top = NULL;                              // the end of a backtrace
-    *--top = NULL;                              // keeps the stack aligned to 16 bytes at the call
+    *--top = NULL;    // the end of a backtrace
+    *--top = NULL;    // keeps the stack aligned to 16 bytes at the call
     *--top = (void *)cuda_on_cpu_start;
-    *--top = NULL;                              // rbp
-    *--top = (void *)fiber_main;                // rbx
+    *--top = NULL;                  // rbp
+    *--top = (void *)fiber_main;    // rbx
     for (int i = 0; i < 4; i++) *--top = NULL;
     f.stack = top;
     f.context = w.watched ? __tsan_create_fiber(0) : NULL;
 }
 
-// ---- memory of a worker: stacks, each with pages before it that must not be touched, and shared memory between such pages
+// ---- memory of a worker: stacks, each with pages before it that must not be touched, and shared memory between such
+// pages
 
 static char *map_memory(size_t bytes, int protection) {
     void *p = mmap(NULL, bytes, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -415,7 +460,8 @@ static const size_t PAGE = 4096, STACK_GUARD = 64 * 1024, STATICS_ROOM = 128 * 1
 static void use_signal_stack();
 
 static Worker *new_worker() {
-    Worker *w = (Worker *)map_memory(sizeof(Worker), PROT_READ | PROT_WRITE);      // zeros; most of it is never touched
+    // zeros; most of it is never touched.
+    Worker *w = (Worker *)map_memory(sizeof(Worker), PROT_READ | PROT_WRITE);
     w->stack_bytes = (settings().stack + PAGE - 1) / PAGE * PAGE;
     w->stack_step = w->stack_bytes + STACK_GUARD;
     w->stacks = map_memory(w->stack_step * BLOCK_THREADS, PROT_NONE);
@@ -429,10 +475,13 @@ static Worker *new_worker() {
     return w;
 }
 
-// For the race check memory that another block had before is to be new memory. It is slow in proportion to the bytes, so only to what was used.
+// For the race check memory that another block had before is to be new memory. It is slow in proportion to the bytes,
+// so only to what was used.
 static void renew(char *p, size_t bytes) {
     bytes = (bytes + PAGE - 1) / PAGE * PAGE;
-    if (bytes && mmap(p, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) == MAP_FAILED) die("mmap failed");
+    if (bytes && mmap(p, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1,
+                      0) == MAP_FAILED)
+        die("mmap failed");
 }
 
 static void renew_stack(const Worker &w, int number) {
@@ -455,7 +504,8 @@ static void renew_memory(Worker &w) {
 }
 
 static void prepare_memory(Worker &w) {
-    for (; w.stacks_ready < w.threads; w.stacks_ready++) mprotect(stack_of(w, w.stacks_ready), w.stack_bytes, PROT_READ | PROT_WRITE);
+    for (; w.stacks_ready < w.threads; w.stacks_ready++)
+        mprotect(stack_of(w, w.stacks_ready), w.stack_bytes, PROT_READ | PROT_WRITE);
     w.dynamic = w.dynamic_end - (w.launch->shared_bytes + 127) / 128 * 128;
     if (w.settings.poison) fill(w.dynamic, w.launch->shared_bytes, POISON);
     fill(w.dynamic + w.launch->shared_bytes, (size_t)(w.dynamic_end - w.dynamic) - w.launch->shared_bytes, FENCE);
@@ -481,7 +531,7 @@ bool is_filled(const void *p, size_t bytes, Pattern pattern) {
     return true;
 }
 
-static const size_t BETWEEN_ARRAYS = 64;        // bytes at least, behind each array, that nobody may change
+static const size_t BETWEEN_ARRAYS = 64;    // bytes at least, behind each array, that nobody may change
 
 void *shared_array(SharedArray &array, size_t bytes) {
     static std::atomic<int> numbers;
@@ -493,16 +543,17 @@ void *shared_array(SharedArray &array, size_t bytes) {
         if (!array.number) __atomic_store_n(&array.number, ++numbers, __ATOMIC_RELEASE);
         number = array.number;
     }
-    if (number >= SHARED_ARRAYS || w.array_count == ARRAYS_IN_BLOCK) die("too many shared arrays at %s:%d", array.site.file, array.site.line);
+    if (number >= SHARED_ARRAYS || w.array_count == ARRAYS_IN_BLOCK)
+        die("too many shared arrays at %s:%d", array.site.file, array.site.line);
     char *&memory = w.array_memory[number];
     if (memory) return memory;
     w.statics_asked += (bytes + 15) / 16 * 16;
     if (w.statics_asked > STATIC_SHARED)
-        die("OVER LIMIT: the block's shared arrays take %zu bytes with %s at %s:%d, and may take %d", w.statics_asked, array.name, array.site.file,
-            array.site.line, STATIC_SHARED);
+        die("OVER LIMIT: the block's shared arrays take %zu bytes with %s at %s:%d, and may take %d", w.statics_asked,
+            array.name, array.site.file, array.site.line, STATIC_SHARED);
     if (w.statics_asked + w.launch->shared_bytes > w.settings.shared)
-        die("OVER LIMIT: %zu bytes of shared arrays (%s at %s:%d) and %zu of dynamic shared memory, and a block has %zu", w.statics_asked, array.name,
-            array.site.file, array.site.line, w.launch->shared_bytes, w.settings.shared);
+        die("OVER LIMIT: %zu bytes of shared arrays (%s at %s:%d) and %zu of dynamic shared memory, and a block has %zu",
+            w.statics_asked, array.name, array.site.file, array.site.line, w.launch->shared_bytes, w.settings.shared);
     memory = w.statics + w.statics_used;
     size_t room = (bytes + BETWEEN_ARRAYS + 127) / 128 * 128;
     w.statics_used += room;
@@ -525,8 +576,8 @@ static bool is_shared(const Worker &w, const void *p, size_t bytes) {
 }
 
 static std::string describe_shared(const Worker &w, const void *p) {
-    return print("%p; dynamic shared memory is %p-%p, %zu bytes", p, (void *)w.dynamic, (void *)(w.dynamic + w.launch->shared_bytes),
-                 w.launch->shared_bytes);
+    return print("%p; dynamic shared memory is %p-%p, %zu bytes", p, (void *)w.dynamic,
+                 (void *)(w.dynamic + w.launch->shared_bytes), w.launch->shared_bytes);
 }
 
 static void check_shared_arrays(Worker &w) {
@@ -538,7 +589,8 @@ static void check_shared_arrays(Worker &w) {
                 a.array->name, a.array->site.file, a.array->site.line, a.bytes, w.block.x, w.block.y, w.block.z,
                 kernel_name(w.launch->kernel).c_str());
     }
-    if (!is_filled(w.dynamic + w.launch->shared_bytes, (size_t)(w.dynamic_end - w.dynamic) - w.launch->shared_bytes, FENCE))
+    if (!is_filled(w.dynamic + w.launch->shared_bytes, (size_t)(w.dynamic_end - w.dynamic) - w.launch->shared_bytes,
+                   FENCE))
         die("OUT OF BOUNDS: something was written behind the end of the dynamic shared memory, %zu bytes, in block (%u,%u,%u) of %s",
             w.launch->shared_bytes, w.block.x, w.block.y, w.block.z, kernel_name(w.launch->kernel).c_str());
 }
@@ -551,7 +603,7 @@ void misaligned(const char *what, const void *p, Site site) {
 
 static struct sigaction handlers_before[2];
 
-static void use_signal_stack() {                    // a thread whose stack has overflowed needs another to report it
+static void use_signal_stack() {    // a thread whose stack has overflowed needs another to report it
     stack_t stack = {};
     stack.ss_size = 64 * 1024;
     stack.ss_sp = map_memory(stack.ss_size, PROT_READ | PROT_WRITE);
@@ -566,15 +618,17 @@ static void crashed(int signal, siginfo_t *info, void *context) {
         if (p >= w.stacks && p < w.stacks + w.stack_step * BLOCK_THREADS)
             die("STACK OVERFLOW: the thread needs more than %zu bytes of stack (CUDA_ON_CPU_STACK)", w.stack_bytes);
         if (p >= w.dynamic_end && p < w.dynamic_end + PAGE)
-            die("OUT OF BOUNDS: byte %td behind the end of the %zu of dynamic shared memory", p - (w.dynamic + w.launch->shared_bytes),
-                w.launch->shared_bytes);
-        if (p >= w.statics - PAGE && p < w.dynamic_end) die("OUT OF BOUNDS: an address near the block's shared memory, but outside");
-        die("OUT OF BOUNDS: the kernel touches %p, %s", (const void *)p, memory.empty() ? "which is no memory at all" : memory.c_str());
+            die("OUT OF BOUNDS: byte %td behind the end of the %zu of dynamic shared memory",
+                p - (w.dynamic + w.launch->shared_bytes), w.launch->shared_bytes);
+        if (p >= w.statics - PAGE && p < w.dynamic_end)
+            die("OUT OF BOUNDS: an address near the block's shared memory, but outside");
+        die("OUT OF BOUNDS: the kernel touches %p, %s", (const void *)p,
+            memory.empty() ? "which is no memory at all" : memory.c_str());
     }
     if (!memory.empty()) die("HOST ACCESS: the host touches %s", memory.c_str());
     struct sigaction *before = &handlers_before[signal == SIGBUS];
     if (before->sa_flags & SA_SIGINFO) before->sa_sigaction(signal, info, context);
-    else sigaction(signal, before, NULL);           // and the same happens again
+    else sigaction(signal, before, NULL);    // and the same happens again
 }
 
 void report_crashes() {
@@ -620,7 +674,8 @@ static const int LANES = 32;
 static bool same_meeting(Fiber &me) {
     Fiber *lane0 = &me - me.lane;
     for (unsigned lanes = me.wait.mask; lanes; lanes &= lanes - 1)
-        if (lane0[__builtin_ctz(lanes)].wait.mask != me.wait.mask) return false;        // that lane has others to meet before
+        // That lane has others to meet before.
+        if (lane0[__builtin_ctz(lanes)].wait.mask != me.wait.mask) return false;
     for (unsigned lanes = me.wait.mask; lanes; lanes &= lanes - 1) {
         const Wait &other = lane0[__builtin_ctz(lanes)].wait;
         if (other.kind != me.wait.kind || (other.kind != SYNCWARP && !same_site(other.site, me.wait.site)))
@@ -635,12 +690,15 @@ static inline __attribute__((always_inline)) bool last_to_arrive(Fiber &me, Kind
     me.wait = {kind, mask, site};
     set_waiting(*worker, me.number);
     if (!(mask >> me.lane & 1))
-        die("WRONG MASK: lane %u calls %s at %s:%d with the mask %08x, in which it is not", me.lane, kind_names[kind], site.file, site.line, mask);
+        die("WRONG MASK: lane %u calls %s at %s:%d with the mask %08x, in which it is not", me.lane, kind_names[kind],
+            site.file, site.line, mask);
     if (mask & warp.absent)
-        die("EXITED LANE: %s at %s:%d, called by thread %u, has lanes %08x in its mask that have exited or never were", kind_names[kind], site.file,
-            site.line, me.number, mask & warp.absent);
+        die("EXITED LANE: %s at %s:%d, called by thread %u, has lanes %08x in its mask that have exited or never were",
+            kind_names[kind], site.file, site.line, me.number, mask & warp.absent);
     if (!warp.waiting) warp.first = me.wait, warp.same = true;
-    else warp.same &= warp.first.kind == kind && warp.first.mask == mask && warp.first.site.line == site.line && warp.first.site.file == site.file;
+    else
+        warp.same &= warp.first.kind == kind && warp.first.mask == mask && warp.first.site.line == site.line &&
+                     warp.first.site.file == site.file;
     warp.waiting |= 1u << me.lane;
     return (warp.waiting & mask) == mask && (warp.same || same_meeting(me));
 }
@@ -671,7 +729,8 @@ unsigned vote(Vote kind, unsigned mask, bool predicate, Site site) {
     warp.value[me.lane] = predicate;
     if (last_to_arrive(me, (Kind)(BALLOT_SYNC + kind), mask, site)) {
         unsigned ballot = 0;
-        for (unsigned lanes = mask; lanes; lanes &= lanes - 1) ballot |= (unsigned)warp.value[__builtin_ctz(lanes)] << __builtin_ctz(lanes);
+        for (unsigned lanes = mask; lanes; lanes &= lanes - 1)
+            ballot |= (unsigned)warp.value[__builtin_ctz(lanes)] << __builtin_ctz(lanes);
         unsigned result = kind == BALLOT ? ballot : kind == ANY ? ballot != 0 : ballot == mask;
         for (unsigned lanes = mask; lanes; lanes &= lanes - 1) warp.result[__builtin_ctz(lanes)] = result;
         warp_goes_on(me, mask);
@@ -680,8 +739,9 @@ unsigned vote(Vote kind, unsigned mask, bool predicate, Site site) {
     return (unsigned)warp.result[me.lane];
 }
 
-// Which lane's value a shuffle brings (CUDA C++ Programming Guide, warp shuffle functions; PTX ISA, shfl.sync): the warp is cut into
-// pieces of `width` lanes, and where the source lies behind the piece's end (before its start for UP) a lane keeps its own value.
+// Which lane's value a shuffle brings (CUDA C++ Programming Guide, warp shuffle functions; PTX ISA, shfl.sync): the
+// warp is cut into pieces of `width` lanes, and where the source lies behind the piece's end (before its start for UP)
+// a lane keeps its own value.
 static int shuffle_source(Shuffle kind, int lane, int argument, int width) {
     int start = lane & ~(width - 1), end = start + width, source;
     switch (kind) {
@@ -696,15 +756,16 @@ uint64_t shuffle(Shuffle kind, unsigned mask, uint64_t value, int argument, int 
     Fiber &me = self();
     Warp &warp = *me.warp;
     if (width < 1 || width > LANES || (width & (width - 1)))
-        die("WRONG WIDTH: a shuffle at %s:%d has the width %d, which is no power of two up to 32", site.file, site.line, width);
+        die("WRONG WIDTH: a shuffle at %s:%d has the width %d, which is no power of two up to 32", site.file, site.line,
+            width);
     warp.value[me.lane] = value;
     warp.argument[me.lane] = shuffle_source(kind, (int)me.lane, argument, width);
     if (last_to_arrive(me, (Kind)(SHFL + kind), mask, site)) {
         for (unsigned lanes = mask; lanes; lanes &= lanes - 1) {
             int to = __builtin_ctz(lanes), from = warp.argument[to];
             if (!(mask >> from & 1))
-                die("WRONG MASK: lane %d reads from lane %d by %s at %s:%d, whose mask %08x lacks it", to, from, kind_names[SHFL + kind], site.file,
-                    site.line, mask);
+                die("WRONG MASK: lane %d reads from lane %d by %s at %s:%d, whose mask %08x lacks it", to, from,
+                    kind_names[SHFL + kind], site.file, site.line, mask);
             warp.result[to] = warp.value[from];
         }
         warp_goes_on(me, mask);
@@ -749,7 +810,8 @@ int64_t reduce(Reduction kind, unsigned mask, int64_t value, Site site) {
     warp.value[me.lane] = (uint64_t)value;
     if (last_to_arrive(me, (Kind)(REDUCE_ADD + kind), mask, site)) {
         int64_t result = (int64_t)warp.value[__builtin_ctz(mask)];
-        for (unsigned lanes = mask & (mask - 1); lanes; lanes &= lanes - 1) result = reduce_two(kind, result, (int64_t)warp.value[__builtin_ctz(lanes)]);
+        for (unsigned lanes = mask & (mask - 1); lanes; lanes &= lanes - 1)
+            result = reduce_two(kind, result, (int64_t)warp.value[__builtin_ctz(lanes)]);
         for (unsigned lanes = mask; lanes; lanes &= lanes - 1) warp.result[__builtin_ctz(lanes)] = (uint64_t)result;
         warp_goes_on(me, mask);
     }
@@ -764,7 +826,8 @@ void fence() {
 
 // ---- matrices
 
-// The passes that up to 8 accesses of 16 bytes need beyond one: each group of 4 banks gives or takes 16 bytes in a pass.
+// The passes that up to 8 accesses of 16 bytes need beyond one: each group of 4 banks gives or takes 16 bytes in a
+// pass.
 static int conflicts_of(const void *const *rows, unsigned present) {
     int used[8] = {0}, most = 1;
     for (int i = 0; i < 8; i++) {
@@ -790,12 +853,13 @@ void ldmatrix(uint32_t *r, int matrices, bool transposed, const void *row, Site 
     Worker &w = *worker;
     Fiber &me = self();
     Warp &warp = *me.warp;
-    Kind kind = matrices == 2 ? (transposed ? LDMATRIX_X2_TRANSPOSED : LDMATRIX_X2) : (transposed ? LDMATRIX_X4_TRANSPOSED : LDMATRIX_X4);
+    Kind kind = matrices == 2 ? (transposed ? LDMATRIX_X2_TRANSPOSED : LDMATRIX_X2)
+                              : (transposed ? LDMATRIX_X4_TRANSPOSED : LDMATRIX_X4);
     if ((int)me.lane < matrices * 8) {
         if ((uintptr_t)row % 16 != 0) misaligned(kind_names[kind], row, site);
         if (!is_shared(w, row, 16))
-            die("OUT OF BOUNDS: %s at %s:%d, lane %u, reads 16 bytes that are not the block's shared memory: %s", kind_names[kind], site.file, site.line,
-                me.lane, describe_shared(w, row).c_str());
+            die("OUT OF BOUNDS: %s at %s:%d, lane %u, reads 16 bytes that are not the block's shared memory: %s",
+                kind_names[kind], site.file, site.line, me.lane, describe_shared(w, row).c_str());
         if (w.watched) __tsan_read16((void *)row);
     }
     warp.row[me.lane] = row;
@@ -808,7 +872,8 @@ void ldmatrix(uint32_t *r, int matrices, bool transposed, const void *row, Site 
             for (int j = 0; j < 8; j++) memcpy(matrix[j], rows[j], 16);
             for (int l = 0; l < LANES; l++) {
                 int g = l / 4, t = l % 4;
-                uint16_t low = transposed ? matrix[2 * t][g] : matrix[g][2 * t], high = transposed ? matrix[2 * t + 1][g] : matrix[g][2 * t + 1];
+                uint16_t low = transposed ? matrix[2 * t][g] : matrix[g][2 * t],
+                         high = transposed ? matrix[2 * t + 1][g] : matrix[g][2 * t + 1];
                 warp.r[i][l] = (uint32_t)high << 16 | low;
             }
         }
@@ -824,7 +889,8 @@ void ldmatrix(uint32_t *r, int matrices, bool transposed, const void *row, Site 
 typedef float Eight __attribute__((vector_size(32)));
 
 static void bf16_to_float(float *to, const uint32_t *from, int pairs) {
-    for (int i = 0; i < pairs; i++) to[2 * i] = bits<float>(from[i] << 16), to[2 * i + 1] = bits<float>(from[i] & 0xFFFF0000u);
+    for (int i = 0; i < pairs; i++)
+        to[2 * i] = bits<float>(from[i] << 16), to[2 * i + 1] = bits<float>(from[i] & 0xFFFF0000u);
 }
 
 // Products of two bf16 are exact in float; each sum is rounded to nearest, by rising k.
@@ -857,19 +923,20 @@ static void powers_of_2(EightDoubles &powers, const EightInts &e) {
 }
 
 static float round_toward_zero(double x) {
-    const double subnormals = 0x1p149;          // the smallest is 1 over this
+    const double subnormals = 0x1p149;    // the smallest is 1 over this
     if (fabs(x) < FLT_MIN) return (float)(trunc(x * subnormals) / subnormals);
     return (float)bits<double>(bits<uint64_t>(x) & ~(uint64_t)0 << 29);
 }
 
 // sum += x scale, without its fraction
 static void add_cut_off(EightDoubles &sum, const EightDoubles &x, const EightDoubles &scale) {
-    EightInts whole = __builtin_convertvector(x * scale, EightInts);        // at most 4 2^25
+    EightInts whole = __builtin_convertvector(x * scale, EightInts);    // at most 4 2^25
     sum += __builtin_convertvector(whole, EightDoubles);
 }
 
-// The 16 products and the number that they are added to are aligned to the largest of their exponents. A product's exponent is the sum of its
-// factors', even where the product of the significands is 2 or more. Whatever is less than 2^-25 of that power of two is cut off from each.
+// The 16 products and the number that they are added to are aligned to the largest of their exponents. A product's
+// exponent is the sum of its factors', even where the product of the significands is 2 or more. Whatever is less than
+// 2^-25 of that power of two is cut off from each.
 // Their sum is exact, and is rounded toward zero to a float.
 static void add_products_hopper(float *row, const float a[16], const Eight b[16], const EightInts exponents_of_b[16]) {
     EightInts largest;
@@ -878,7 +945,7 @@ static void add_products_hopper(float *row, const float a[16], const Eight b[16]
         EightInts of_product = exponent_of(a[k]) + exponents_of_b[k];
         largest = of_product > largest ? of_product : largest;
     }
-    largest = largest > NO_EXPONENT / 2 ? largest : largest - largest;      // 0 where there is nothing but zeros
+    largest = largest > NO_EXPONENT / 2 ? largest : largest - largest;    // 0 where there is nothing but zeros
     EightDoubles scale, unit, sum = {0};
     powers_of_2(scale, HOPPER_FRACTION_BITS - largest);
     powers_of_2(unit, largest - HOPPER_FRACTION_BITS);
@@ -896,10 +963,10 @@ static bool all_finite(const float *x, int count) {
     return finite;
 }
 
-// The fragments lie in the lanes so that a[i][4 g .. 4 g + 3] are 8 neighbors of row g (or g + 8) of a, and b[i][4 g .. 4 g + 3] 8 of
-// column g of b.
+// The fragments lie in the lanes so that a[i][4 g .. 4 g + 3] are 8 neighbors of row g (or g + 8) of a, and b[i][4 g ..
+// 4 g + 3] 8 of column g of b.
 static void multiply(Warp &warp, MmaSums sums) {
-    float a[2][8][16], columns[2][8][8];        // a by halves of its rows; columns[k / 8][n][k % 8]
+    float a[2][8][16], columns[2][8][8];    // a by halves of its rows; columns[k / 8][n][k % 8]
     Eight b[16];
     for (int g = 0; g < 8; g++)
         for (int half = 0; half < 2; half++) {
@@ -925,7 +992,8 @@ void mma(float *d, const uint32_t *a, const uint32_t *b, Site site) {
     Fiber &me = self();
     Warp &warp = *me.warp;
     for (int i = 0; i < 4; i++) warp.a[i][me.lane] = a[i];
-    for (int i = 0; i < 2; i++) warp.b[i][me.lane] = b[i], warp.top[me.lane][i] = d[i], warp.bottom[me.lane][i] = d[i + 2];
+    for (int i = 0; i < 2; i++)
+        warp.b[i][me.lane] = b[i], warp.top[me.lane][i] = d[i], warp.bottom[me.lane][i] = d[i + 2];
     if (last_to_arrive(me, MMA, ALL_LANES, site)) {
         multiply(warp, worker->settings.mma);
         worker->counts.mmas++;
@@ -942,8 +1010,8 @@ static void copy_now(const PendingCopy &c) {
     else memset(c.shared, 0, 16);
 }
 
-// In the race check the copies of a thread are the doing of another, who knows what the thread knew at the issue; the thread knows of
-// them after the wait for their group.
+// In the race check the copies of a thread are the doing of another, who knows what the thread knew at the issue; the
+// thread knows of them after the wait for their group.
 static void copier_copies(Fiber &me, const PendingCopy &c) {
     char *issued = &worker->meetings->issued[me.number];
     if (!me.copier) me.copier = __tsan_create_fiber(0);
@@ -986,8 +1054,8 @@ void copy_async(void *shared, const void *global, bool valid, Site site) {
     if ((uintptr_t)shared % 16 != 0) misaligned("copy_async_16, to shared memory,", shared, site);
     if ((uintptr_t)global % 16 != 0) misaligned("copy_async_16, from global memory,", global, site);
     if (!is_shared(w, shared, 16))
-        die("OUT OF BOUNDS: copy_async_16 at %s:%d writes 16 bytes that are not the block's shared memory: %s", site.file, site.line,
-            describe_shared(w, shared).c_str());
+        die("OUT OF BOUNDS: copy_async_16 at %s:%d writes 16 bytes that are not the block's shared memory: %s",
+            site.file, site.line, describe_shared(w, shared).c_str());
     w.counts.copies++;
     note_copy(w, me, shared, site);
     if (w.watched) copier_copies(me, c);
@@ -996,7 +1064,8 @@ void copy_async(void *shared, const void *global, bool valid, Site site) {
         return;
     }
     if (me.newest - me.oldest == PENDING_COPIES)
-        die("copy_async_16 at %s:%d: thread %u has %d copies under way, more than there is room for", site.file, site.line, me.number, PENDING_COPIES);
+        die("copy_async_16 at %s:%d: thread %u has %d copies under way, more than there is room for", site.file,
+            site.line, me.number, PENDING_COPIES);
     me.pending[me.newest++ % PENDING_COPIES] = c;
 }
 
@@ -1013,14 +1082,16 @@ void copy_wait(unsigned groups) {
         if (c.group + groups >= me.commits) break;
         copy_now(c);
     }
-    if (me.copier && me.commits > groups) __tsan_acquire(&worker->meetings->copied[me.number][(me.commits - groups - 1) % COPY_GROUPS]);
+    if (me.copier && me.commits > groups)
+        __tsan_acquire(&worker->meetings->copied[me.number][(me.commits - groups - 1) % COPY_GROUPS]);
 }
 
 // ---- blocks and grids
 
 static void run_block(Worker &w, uint64_t number, bool watched) {
     dim3 grid = w.launch->grid;
-    w.block = make_uint3((unsigned)(number % grid.x), (unsigned)(number / grid.x % grid.y), (unsigned)(number / grid.x / grid.y));
+    w.block = make_uint3((unsigned)(number % grid.x), (unsigned)(number / grid.x % grid.y),
+                         (unsigned)(number / grid.x / grid.y));
     w.random = w.settings.seed * 0x9E3779B97F4A7C15u + number;
     w.alive = w.threads;
     w.arrived = 0;
@@ -1056,7 +1127,7 @@ static void run_block(Worker &w, uint64_t number, bool watched) {
 
 struct Job {
     const Parameters *launch;
-    uint64_t blocks, factor, shift;     // the i-th block to start is (i · factor + shift) % blocks
+    uint64_t blocks, factor, shift;    // the i-th block to start is (i · factor + shift) % blocks
     std::atomic<uint64_t> next;
 };
 
@@ -1121,14 +1192,14 @@ struct Pool {
         wake.notify_all();
         run_blocks(work);
         std::unique_lock<std::mutex> hold(lock);
-        running -= wanted;          // those who have not woken up are not needed any more
+        running -= wanted;    // those who have not woken up are not needed any more
         wanted = 0;
         done.wait(hold, [&] { return running == 0; });
     }
 };
 
 void run_grid(const Parameters &launch) {
-    static Pool *pool = new Pool;       // for ever: its threads may outlive main()
+    static Pool *pool = new Pool;    // for ever: its threads may outlive main()
     Job job;
     job.launch = &launch;
     job.blocks = (uint64_t)launch.grid.x * launch.grid.y * launch.grid.z;
@@ -1137,7 +1208,8 @@ void run_grid(const Parameters &launch) {
     if (settings().order == RANDOM || settings().order == GREEDY) {
         static const uint64_t primes[] = {1000003, 1000033, 1000037, 1000039};
         uint64_t random = settings().seed;
-        do job.factor = primes[next_random(random) % 4]; while (job.blocks % job.factor == 0);
+        do job.factor = primes[next_random(random) % 4];
+        while (job.blocks % job.factor == 0);
         job.shift = next_random(random) % job.blocks;
     }
     job.next = 0;
@@ -1165,11 +1237,16 @@ void counts_reset() {
 void counts_print(FILE *file) {
     std::lock_guard<Lock> hold(counts_lock);
     const Counts &c = all_counts;
-    fprintf(file, "cuda_on_cpu: %llu launches, %llu blocks, %llu barriers, %llu operations of warps, %llu mma; ldmatrix %llu, bank conflicts %llu; "
-            "cp.async %llu, bank conflicts %llu\n", (unsigned long long)c.launches, (unsigned long long)c.blocks, (unsigned long long)c.barriers,
-            (unsigned long long)c.collectives, (unsigned long long)c.mmas, (unsigned long long)c.ldmatrix, (unsigned long long)c.ldmatrix_conflicts,
-            (unsigned long long)c.copies, (unsigned long long)c.copy_conflicts);
-    for (const auto &l : all_conflicts) fprintf(file, "  %s:%d: %llu bank conflicts\n", l.first.first.c_str(), l.first.second, (unsigned long long)l.second);
+    fprintf(
+        file,
+        "cuda_on_cpu: %llu launches, %llu blocks, %llu barriers, %llu operations of warps, %llu mma; ldmatrix %llu, bank conflicts %llu; "
+        "cp.async %llu, bank conflicts %llu\n",
+        (unsigned long long)c.launches, (unsigned long long)c.blocks, (unsigned long long)c.barriers,
+        (unsigned long long)c.collectives, (unsigned long long)c.mmas, (unsigned long long)c.ldmatrix,
+        (unsigned long long)c.ldmatrix_conflicts, (unsigned long long)c.copies, (unsigned long long)c.copy_conflicts);
+    for (const auto &l : all_conflicts)
+        fprintf(file, "  %s:%d: %llu bank conflicts\n", l.first.first.c_str(), l.first.second,
+                (unsigned long long)l.second);
 }
 
 }

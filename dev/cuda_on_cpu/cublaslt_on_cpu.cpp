@@ -1,10 +1,12 @@
-// cuBLASLt on the CPU: the functions of cublasLt.h for D = alpha · op(A) · op(B) + beta · C (+ bias), in float32 and bfloat16 with sums in
-// float32, in any storage order, in batches. What a call would be refused for by the library it is refused for here, with the same status
-// and a line on stderr that says why. A product is work in its stream like a kernel, and its matrices must be device memory then.
+// cuBLASLt on the CPU: the functions of cublasLt.h for D = alpha · op(A) · op(B) + beta · C (+ bias), in float32 and
+// bfloat16 with sums in float32, in any storage order, in batches. What a call would be refused for by the library it
+// is refused for here, with the same status and a line on stderr that says why. A product is work in its stream like a
+// kernel, and its matrices must be device memory then.
 //
-// The heuristic offers three algorithms, where they fit: one that adds two halves of the sum through the workspace, one that needs
-// all matrices aligned to 16 bytes, one for any. So a caller meets workspaces, alignments, and sums in different orders. An algorithm is
-// refused for matrices that are aligned to less than the preference promised (on a GPU it might read wrongly, or not at all).
+// The heuristic offers three algorithms, where they fit: one that adds two halves of the sum through the workspace, one
+// that needs all matrices aligned to 16 bytes, one for any. So a caller meets workspaces, alignments, and sums in
+// different orders. An algorithm is refused for matrices that are aligned to less than the preference promised (on a
+// GPU it might read wrongly, or not at all).
 #include <cublasLt.h>
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
@@ -28,14 +30,24 @@ struct Layout {
     int32_t batches;
     int64_t batch_stride;
 
-    bool by_columns() const { return order == CUBLASLT_ORDER_COL; }
-    uint64_t lines() const { return by_columns() ? cols : rows; }           // of `length()` elements, `ld` apart
-    uint64_t length() const { return by_columns() ? rows : cols; }
-    size_t element() const { return type == CUDA_R_32F ? 4 : 2; }
-    size_t bytes() const {                                                   // from the first element to the last
+    bool by_columns() const {
+        return order == CUBLASLT_ORDER_COL;
+    }
+    uint64_t lines() const {
+        return by_columns() ? cols : rows;
+    }    // of `length()` elements, `ld` apart
+    uint64_t length() const {
+        return by_columns() ? rows : cols;
+    }
+    size_t element() const {
+        return type == CUDA_R_32F ? 4 : 2;
+    }
+    size_t bytes() const {    // from the first element to the last
         return ((batches - 1) * (size_t)batch_stride + (lines() - 1) * (size_t)ld + length()) * element();
     }
-    size_t at(size_t row, size_t col) const { return by_columns() ? row + col * (size_t)ld : row * (size_t)ld + col; }
+    size_t at(size_t row, size_t col) const {
+        return by_columns() ? row + col * (size_t)ld : row * (size_t)ld + col;
+    }
 };
 
 struct Operation {
@@ -48,14 +60,14 @@ struct Operation {
 struct Preference {
     uint64_t workspace;
     uint32_t reductions;
-    uint32_t alignment[4];      // of A, B, C, D
+    uint32_t alignment[4];    // of A, B, C, D
 };
 
 enum Kind : uint64_t { NO_ALGORITHM, HALVES, ALIGNED, ANY };
 
-struct Algorithm {              // what a cublasLtMatmulAlgo_t holds
+struct Algorithm {    // what a cublasLtMatmulAlgo_t holds
     uint64_t kind, workspace;
-    uint32_t alignment[4];      // of A, B, C, D that the heuristic was promised
+    uint32_t alignment[4];    // of A, B, C, D that the heuristic was promised
 };
 
 bool refuse(const char *format, ...) __attribute__((format(printf, 1, 2)));
@@ -78,55 +90,64 @@ struct Place {
 
 Place place(Layout *x, cublasLtMatrixLayoutAttribute_t attribute) {
     switch (attribute) {
-        case CUBLASLT_MATRIX_LAYOUT_TYPE: return {&x->type, sizeof x->type};
-        case CUBLASLT_MATRIX_LAYOUT_ORDER: return {&x->order, sizeof x->order};
-        case CUBLASLT_MATRIX_LAYOUT_ROWS: return {&x->rows, sizeof x->rows};
-        case CUBLASLT_MATRIX_LAYOUT_COLS: return {&x->cols, sizeof x->cols};
-        case CUBLASLT_MATRIX_LAYOUT_LD: return {&x->ld, sizeof x->ld};
-        case CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT: return {&x->batches, sizeof x->batches};
-        case CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET: return {&x->batch_stride, sizeof x->batch_stride};
-        default: return {NULL, 0};
+    case CUBLASLT_MATRIX_LAYOUT_TYPE: return {&x->type, sizeof x->type};
+    case CUBLASLT_MATRIX_LAYOUT_ORDER: return {&x->order, sizeof x->order};
+    case CUBLASLT_MATRIX_LAYOUT_ROWS: return {&x->rows, sizeof x->rows};
+    case CUBLASLT_MATRIX_LAYOUT_COLS: return {&x->cols, sizeof x->cols};
+    case CUBLASLT_MATRIX_LAYOUT_LD: return {&x->ld, sizeof x->ld};
+    case CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT: return {&x->batches, sizeof x->batches};
+    case CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET: return {&x->batch_stride, sizeof x->batch_stride};
+    default: return {NULL, 0};
     }
 }
 
 Place place(Operation *x, cublasLtMatmulDescAttributes_t attribute) {
     switch (attribute) {
-        case CUBLASLT_MATMUL_DESC_COMPUTE_TYPE: return {&x->compute, sizeof x->compute};
-        case CUBLASLT_MATMUL_DESC_SCALE_TYPE: return {&x->scale, sizeof x->scale};
-        case CUBLASLT_MATMUL_DESC_POINTER_MODE: return {&x->pointer_mode, sizeof x->pointer_mode};
-        case CUBLASLT_MATMUL_DESC_TRANSA: return {&x->transa, sizeof x->transa};
-        case CUBLASLT_MATMUL_DESC_TRANSB: return {&x->transb, sizeof x->transb};
-        case CUBLASLT_MATMUL_DESC_EPILOGUE: return {&x->epilogue, sizeof x->epilogue};
-        case CUBLASLT_MATMUL_DESC_BIAS_POINTER: return {&x->bias, sizeof x->bias};
-        case CUBLASLT_MATMUL_DESC_BIAS_BATCH_STRIDE: return {&x->bias_batch_stride, sizeof x->bias_batch_stride};
-        default: return {NULL, 0};
+    case CUBLASLT_MATMUL_DESC_COMPUTE_TYPE: return {&x->compute, sizeof x->compute};
+    case CUBLASLT_MATMUL_DESC_SCALE_TYPE: return {&x->scale, sizeof x->scale};
+    case CUBLASLT_MATMUL_DESC_POINTER_MODE: return {&x->pointer_mode, sizeof x->pointer_mode};
+    case CUBLASLT_MATMUL_DESC_TRANSA: return {&x->transa, sizeof x->transa};
+    case CUBLASLT_MATMUL_DESC_TRANSB: return {&x->transb, sizeof x->transb};
+    case CUBLASLT_MATMUL_DESC_EPILOGUE: return {&x->epilogue, sizeof x->epilogue};
+    case CUBLASLT_MATMUL_DESC_BIAS_POINTER: return {&x->bias, sizeof x->bias};
+    case CUBLASLT_MATMUL_DESC_BIAS_BATCH_STRIDE: return {&x->bias_batch_stride, sizeof x->bias_batch_stride};
+    default: return {NULL, 0};
     }
 }
 
 Place place(Preference *x, cublasLtMatmulPreferenceAttributes_t attribute) {
     switch (attribute) {
-        case CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES: return {&x->workspace, sizeof x->workspace};
-        case CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK: return {&x->reductions, sizeof x->reductions};
-        case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES: return {&x->alignment[0], sizeof x->alignment[0]};
-        case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES: return {&x->alignment[1], sizeof x->alignment[1]};
-        case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES: return {&x->alignment[2], sizeof x->alignment[2]};
-        case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES: return {&x->alignment[3], sizeof x->alignment[3]};
-        default: return {NULL, 0};
+    case CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES: return {&x->workspace, sizeof x->workspace};
+    case CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK: return {&x->reductions, sizeof x->reductions};
+    case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES: return {&x->alignment[0], sizeof x->alignment[0]};
+    case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES: return {&x->alignment[1], sizeof x->alignment[1]};
+    case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES: return {&x->alignment[2], sizeof x->alignment[2]};
+    case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES: return {&x->alignment[3], sizeof x->alignment[3]};
+    default: return {NULL, 0};
     }
 }
 
 cublasStatus_t set(Place place, const void *from, size_t bytes, const char *what, int attribute) {
     if (!place.p || !from || bytes != place.bytes) {
-        refuse("%s attribute %d: %s", what, attribute, !place.p ? "not known here" : !from ? "no value" : "a value of another size is expected");
+        refuse("%s attribute %d: %s", what, attribute,
+               !place.p ? "not known here"
+               : !from  ? "no value"
+                        : "a value of another size is expected");
         return CUBLAS_STATUS_INVALID_VALUE;
     }
     memcpy(place.p, from, bytes);
     return CUBLAS_STATUS_SUCCESS;
 }
 
-Layout *layout(cublasLtMatrixLayout_t x) { return reinterpret_cast<Layout *>(x); }
-Operation *operation(cublasLtMatmulDesc_t x) { return reinterpret_cast<Operation *>(x); }
-Preference *preference(cublasLtMatmulPreference_t x) { return reinterpret_cast<Preference *>(x); }
+Layout *layout(cublasLtMatrixLayout_t x) {
+    return reinterpret_cast<Layout *>(x);
+}
+Operation *operation(cublasLtMatmulDesc_t x) {
+    return reinterpret_cast<Operation *>(x);
+}
+Preference *preference(cublasLtMatmulPreference_t x) {
+    return reinterpret_cast<Preference *>(x);
+}
 
 // ---- what the library refuses
 
@@ -137,19 +158,22 @@ struct Problem {
 };
 
 bool layout_fits(const char *name, const Layout &x, uint64_t rows, uint64_t cols, int batches) {
-    if (x.order != CUBLASLT_ORDER_COL && x.order != CUBLASLT_ORDER_ROW) return refuse("%s: order %d is not known here", name, x.order);
+    if (x.order != CUBLASLT_ORDER_COL && x.order != CUBLASLT_ORDER_ROW)
+        return refuse("%s: order %d is not known here", name, x.order);
     if (x.rows != rows || x.cols != cols)
-        return refuse("%s is (%zu,%zu), the others ask for (%zu,%zu)", name, (size_t)x.rows, (size_t)x.cols, (size_t)rows, (size_t)cols);
+        return refuse("%s is (%zu,%zu), the others ask for (%zu,%zu)", name, (size_t)x.rows, (size_t)x.cols,
+                      (size_t)rows, (size_t)cols);
     if (x.rows < 1 || x.cols < 1 || x.rows > INT32_MAX || x.cols > INT32_MAX)
         return refuse("%s: (%zu,%zu): sizes are from 1 to 2^31 - 1", name, (size_t)x.rows, (size_t)x.cols);
-    if (x.ld < (int64_t)x.length()) return refuse("%s: leading dimension %lld, below %zu", name, (long long)x.ld, (size_t)x.length());
+    if (x.ld < (int64_t)x.length())
+        return refuse("%s: leading dimension %lld, below %zu", name, (long long)x.ld, (size_t)x.length());
     if (x.batches != batches) return refuse("%s: %d matrices, D has %d", name, x.batches, batches);
     return true;
 }
 
 // Fills the problem; false where sizes or values contradict each other.
-bool problem_is_valid(Problem *p, cublasLtMatmulDesc_t op, cublasLtMatrixLayout_t a, cublasLtMatrixLayout_t b, cublasLtMatrixLayout_t c,
-                      cublasLtMatrixLayout_t d) {
+bool problem_is_valid(Problem *p, cublasLtMatmulDesc_t op, cublasLtMatrixLayout_t a, cublasLtMatrixLayout_t b,
+                      cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t d) {
     if (!op || !a || !b || !c || !d) return refuse("a descriptor is NULL");
     *p = {*operation(op), *layout(a), *layout(b), *layout(c), *layout(d), 0, 0, 0};
     bool ta = p->op.transa != CUBLAS_OP_N, tb = p->op.transb != CUBLAS_OP_N;
@@ -163,12 +187,15 @@ bool problem_is_valid(Problem *p, cublasLtMatmulDesc_t op, cublasLtMatrixLayout_
 // The types that the library multiplies, as far as they are known here.
 bool problem_is_supported(const Problem &p) {
     bool floats = p.a.type == CUDA_R_32F && p.b.type == CUDA_R_32F && p.c.type == CUDA_R_32F;
-    bool halves = p.a.type == CUDA_R_16BF && p.b.type == CUDA_R_16BF && (p.c.type == CUDA_R_16BF || p.c.type == CUDA_R_32F);
+    bool halves =
+        p.a.type == CUDA_R_16BF && p.b.type == CUDA_R_16BF && (p.c.type == CUDA_R_16BF || p.c.type == CUDA_R_32F);
     if (p.op.compute != CUBLAS_COMPUTE_32F || p.op.scale != CUDA_R_32F)
         return refuse("compute type %d with scale type %d is not known here", p.op.compute, p.op.scale);
     if (p.c.type != p.d.type || !(floats || halves))
-        return refuse("types A %u, B %u, C %u, D %u are no combination that is known", p.a.type, p.b.type, p.c.type, p.d.type);
-    if (p.op.pointer_mode != CUBLASLT_POINTER_MODE_HOST) return refuse("only host pointers to alpha and beta are known here");
+        return refuse("types A %u, B %u, C %u, D %u are no combination that is known", p.a.type, p.b.type, p.c.type,
+                      p.d.type);
+    if (p.op.pointer_mode != CUBLASLT_POINTER_MODE_HOST)
+        return refuse("only host pointers to alpha and beta are known here");
     if (p.op.epilogue != CUBLASLT_EPILOGUE_DEFAULT && p.op.epilogue != CUBLASLT_EPILOGUE_BIAS)
         return refuse("epilogue %u is not known here", p.op.epilogue);
     return true;
@@ -189,7 +216,8 @@ bool fits_aligned(const Problem &p, const uint32_t alignment[4]) {
 std::vector<Algorithm> algorithms(const Problem &p, const Preference &preference) {
     std::vector<Algorithm> list;
     uint64_t partial = p.m * p.n * sizeof(float) * p.d.batches;
-    if (p.k >= 32 && partial <= preference.workspace && (preference.reductions & CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE))
+    if (p.k >= 32 && partial <= preference.workspace &&
+        (preference.reductions & CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE))
         list.push_back({HALVES, partial, {}});
     if (fits_aligned(p, preference.alignment)) list.push_back({ALIGNED, 0, {}});
     list.push_back({ANY, 0, {}});
@@ -208,21 +236,26 @@ uint32_t alignment_of(const void *p) {
 
 enum { ROWS = 16, COLS = 6, TILE_M = 8 * ROWS, TILE_N = 16 * COLS, TILE_K = 256 };
 
-float as_float(float x) { return x; }
-float as_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+float as_float(float x) {
+    return x;
+}
+float as_float(__nv_bfloat16 x) {
+    return __bfloat162float(x);
+}
 
 float element(const void *p, uint32_t type, size_t i) {
     return type == CUDA_R_32F ? as_float(((const float *)p)[i]) : as_float(((const __nv_bfloat16 *)p)[i]);
 }
 
-// packed[(line / group) · depth · group + k · group + line % group] = element `line` of op(x) across, k along the sum; 0 past the last line.
-// op(x) has lines x depth, its element (line, k) at line · line_step + k · k_step.
+// packed[(line / group) · depth · group + k · group + line % group] = element `line` of op(x) across, k along the sum;
+// 0 past the last line. op(x) has lines x depth, its element (line, k) at line · line_step + k · k_step.
 template <size_t group, class X>
 void pack(float *packed, const X *x, size_t line_step, size_t k_step, size_t lines, size_t depth) {
     for (size_t first = 0; first < lines; first += group, packed += depth * group) {
         size_t there = std::min(group, lines - first);
         for (size_t k = 0; k < depth; k++)
-            for (size_t i = 0; i < group; i++) packed[k * group + i] = i < there ? as_float(x[(first + i) * line_step + k * k_step]) : 0.0f;
+            for (size_t i = 0; i < group; i++)
+                packed[k * group + i] = i < there ? as_float(x[(first + i) * line_step + k * k_step]) : 0.0f;
     }
 }
 
@@ -232,7 +265,8 @@ void pack(float *packed, const void *p, uint32_t type, size_t line_step, size_t 
     else pack<group>(packed, (const __nv_bfloat16 *)p, line_step, k_step, lines, depth);
 }
 
-// sums[j][i] += sum_k a[k][i] · b[k][j], for ROWS x COLS elements of a tile; sums has TILE_M from one column to the next.
+// sums[j][i] += sum_k a[k][i] · b[k][j], for ROWS x COLS elements of a tile; sums has TILE_M from one column to the
+// next.
 void multiply(float *sums, const float *a, const float *b, size_t depth) {
     float s[COLS][ROWS];
     for (int j = 0; j < COLS; j++) memcpy(s[j], sums + j * TILE_M, sizeof s[j]);
@@ -254,8 +288,8 @@ const char *offset(const void *p, const Layout &x, size_t i) {
 }
 
 // sums (TILE_M to a column) += the terms from k_from to k_to of the tile at (row, col)
-void add_products(float *sums, const Problem &p, const void *a, const void *b, size_t row, size_t col, size_t rows, size_t cols, size_t k_from,
-                  size_t k_to) {
+void add_products(float *sums, const Problem &p, const void *a, const void *b, size_t row, size_t col, size_t rows,
+                  size_t cols, size_t k_from, size_t k_to) {
     bool ta = p.op.transa != CUBLAS_OP_N, tb = p.op.transb != CUBLAS_OP_N;
     size_t a_row = ta ? p.a.at(0, 1) : p.a.at(1, 0), a_k = ta ? p.a.at(1, 0) : p.a.at(0, 1);
     size_t b_col = tb ? p.b.at(1, 0) : p.b.at(0, 1), b_k = tb ? p.b.at(0, 1) : p.b.at(1, 0);
@@ -265,17 +299,20 @@ void add_products(float *sums, const Problem &p, const void *a, const void *b, s
         pack<ROWS>(packed_a, offset(a, p.a, row * a_row + k * a_k), p.a.type, a_row, a_k, rows, depth);
         pack<COLS>(packed_b, offset(b, p.b, col * b_col + k * b_k), p.b.type, b_col, b_k, cols, depth);
         for (size_t j = 0; j < cols; j += COLS)
-            for (size_t i = 0; i < rows; i += ROWS) multiply(sums + j * TILE_M + i, packed_a + i * depth, packed_b + j * depth, depth);
+            for (size_t i = 0; i < rows; i += ROWS)
+                multiply(sums + j * TILE_M + i, packed_a + i * depth, packed_b + j * depth, depth);
     }
 }
 
 // One tile of D of one matrix of the batch: alpha · sums + beta · C + bias, C not read where beta is 0.
-void write_tile(const Problem &p, const Matrices &x, const float *sums, size_t batch, size_t row, size_t col, size_t rows, size_t cols) {
+void write_tile(const Problem &p, const Matrices &x, const float *sums, size_t batch, size_t row, size_t col,
+                size_t rows, size_t cols) {
     for (size_t j = 0; j < cols; j++)
         for (size_t i = 0; i < rows; i++) {
             float y = x.alpha * sums[j * TILE_M + i];
             if (x.beta != 0) y += x.beta * element(x.c, p.c.type, batch * p.c.batch_stride + p.c.at(row + i, col + j));
-            if (p.op.epilogue == CUBLASLT_EPILOGUE_BIAS) y += element(p.op.bias, p.d.type, batch * p.op.bias_batch_stride + row + i);
+            if (p.op.epilogue == CUBLASLT_EPILOGUE_BIAS)
+                y += element(p.op.bias, p.d.type, batch * p.op.bias_batch_stride + row + i);
             size_t at = batch * p.d.batch_stride + p.d.at(row + i, col + j);
             if (p.d.type == CUDA_R_32F) ((float *)x.d)[at] = y;
             else ((__nv_bfloat16 *)x.d)[at] = __float2bfloat16_rn(y);
@@ -291,7 +328,8 @@ void make_tile(const Problem &p, const Matrices &x, Kind kind, size_t batch, siz
     add_products(sums, p, a, b, row, col, rows, cols, half, p.k);
     if (kind == HALVES) {
         float *partial = (float *)x.workspace + batch * p.m * p.n;
-        for (size_t j = 0; j < cols; j++) memcpy(partial + (col + j) * p.m + row, sums + j * TILE_M, rows * sizeof *sums);
+        for (size_t j = 0; j < cols; j++)
+            memcpy(partial + (col + j) * p.m + row, sums + j * TILE_M, rows * sizeof *sums);
         memset(sums, 0, sizeof sums);
         add_products(sums, p, a, b, row, col, rows, cols, 0, half);
         for (size_t j = 0; j < cols; j++)
@@ -301,14 +339,16 @@ void make_tile(const Problem &p, const Matrices &x, Kind kind, size_t batch, siz
 }
 
 void expect_device(const char *name, const void *p, size_t bytes) {
-    if (!cuda_on_cpu::is_device(p, bytes)) cuda_on_cpu::die("cublasLtMatmul: %s: not all of the %zu bytes at %p are device memory", name, bytes, p);
+    if (!cuda_on_cpu::is_device(p, bytes))
+        cuda_on_cpu::die("cublasLtMatmul: %s: not all of the %zu bytes at %p are device memory", name, bytes, p);
 }
 
 // Says what of the matrices is touched, line by line: what lies between the lines may be another's.
 template <class Touch, class P>
 void touch(Touch touches, P p, const Layout &x) {
     for (int i = 0; i < x.batches; i++)
-        touches((P)offset(p, x, (size_t)i * (size_t)x.batch_stride), x.length() * x.element(), x.lines(), (size_t)x.ld * x.element());
+        touches((P)offset(p, x, (size_t)i * (size_t)x.batch_stride), x.length() * x.element(), x.lines(),
+                (size_t)x.ld * x.element());
 }
 
 void product(const Problem &p, const Matrices &x, Algorithm algorithm) {
@@ -327,7 +367,8 @@ void product(const Problem &p, const Matrices &x, Algorithm algorithm) {
     size_t down = (p.m + TILE_M - 1) / TILE_M, across = (p.n + TILE_N - 1) / TILE_N;
 #pragma omp parallel for schedule(dynamic) if (p.m * p.n * p.k > 1 << 18)
     for (size_t tile = 0; tile < down * across * p.d.batches; tile++)
-        make_tile(p, x, (Kind)algorithm.kind, tile / (down * across), tile % down * TILE_M, tile / down % across * TILE_N);
+        make_tile(p, x, (Kind)algorithm.kind, tile / (down * across), tile % down * TILE_M,
+                  tile / down % across * TILE_N);
 }
 
 }
@@ -345,29 +386,32 @@ cublasStatus_t cublasLtDestroy(cublasLtHandle_t handle) {
     return CUBLAS_STATUS_SUCCESS;
 }
 
-size_t cublasLtGetVersion(void) { return CUBLAS_VERSION; }
+size_t cublasLtGetVersion(void) {
+    return CUBLAS_VERSION;
+}
 
 const char *cublasLtGetStatusName(cublasStatus_t status) {
     switch (status) {
-        case CUBLAS_STATUS_SUCCESS: return "CUBLAS_STATUS_SUCCESS";
-        case CUBLAS_STATUS_NOT_INITIALIZED: return "CUBLAS_STATUS_NOT_INITIALIZED";
-        case CUBLAS_STATUS_INVALID_VALUE: return "CUBLAS_STATUS_INVALID_VALUE";
-        case CUBLAS_STATUS_NOT_SUPPORTED: return "CUBLAS_STATUS_NOT_SUPPORTED";
-        default: return "CUBLAS_STATUS of another kind";
+    case CUBLAS_STATUS_SUCCESS: return "CUBLAS_STATUS_SUCCESS";
+    case CUBLAS_STATUS_NOT_INITIALIZED: return "CUBLAS_STATUS_NOT_INITIALIZED";
+    case CUBLAS_STATUS_INVALID_VALUE: return "CUBLAS_STATUS_INVALID_VALUE";
+    case CUBLAS_STATUS_NOT_SUPPORTED: return "CUBLAS_STATUS_NOT_SUPPORTED";
+    default: return "CUBLAS_STATUS of another kind";
     }
 }
 
 const char *cublasLtGetStatusString(cublasStatus_t status) {
     switch (status) {
-        case CUBLAS_STATUS_SUCCESS: return "success";
-        case CUBLAS_STATUS_NOT_INITIALIZED: return "the library was not initialized";
-        case CUBLAS_STATUS_INVALID_VALUE: return "a value is invalid or contradicts another";
-        case CUBLAS_STATUS_NOT_SUPPORTED: return "the operation is not supported";
-        default: return "another error";
+    case CUBLAS_STATUS_SUCCESS: return "success";
+    case CUBLAS_STATUS_NOT_INITIALIZED: return "the library was not initialized";
+    case CUBLAS_STATUS_INVALID_VALUE: return "a value is invalid or contradicts another";
+    case CUBLAS_STATUS_NOT_SUPPORTED: return "the operation is not supported";
+    default: return "another error";
     }
 }
 
-cublasStatus_t cublasLtMatrixLayoutCreate(cublasLtMatrixLayout_t *x, cudaDataType type, uint64_t rows, uint64_t cols, int64_t ld) {
+cublasStatus_t cublasLtMatrixLayoutCreate(cublasLtMatrixLayout_t *x, cudaDataType type, uint64_t rows, uint64_t cols,
+                                          int64_t ld) {
     *x = reinterpret_cast<cublasLtMatrixLayout_t>(new Layout{(uint32_t)type, CUBLASLT_ORDER_COL, rows, cols, ld, 1, 0});
     return CUBLAS_STATUS_SUCCESS;
 }
@@ -377,13 +421,14 @@ cublasStatus_t cublasLtMatrixLayoutDestroy(cublasLtMatrixLayout_t x) {
     return CUBLAS_STATUS_SUCCESS;
 }
 
-cublasStatus_t cublasLtMatrixLayoutSetAttribute(cublasLtMatrixLayout_t x, cublasLtMatrixLayoutAttribute_t attribute, const void *from, size_t bytes) {
+cublasStatus_t cublasLtMatrixLayoutSetAttribute(cublasLtMatrixLayout_t x, cublasLtMatrixLayoutAttribute_t attribute,
+                                                const void *from, size_t bytes) {
     return set(place(layout(x), attribute), from, bytes, "matrix layout", attribute);
 }
 
 cublasStatus_t cublasLtMatmulDescCreate(cublasLtMatmulDesc_t *x, cublasComputeType_t compute, cudaDataType_t scale) {
-    *x = reinterpret_cast<cublasLtMatmulDesc_t>(
-        new Operation{compute, scale, CUBLASLT_POINTER_MODE_HOST, CUBLAS_OP_N, CUBLAS_OP_N, CUBLASLT_EPILOGUE_DEFAULT, NULL, 0});
+    *x = reinterpret_cast<cublasLtMatmulDesc_t>(new Operation{compute, scale, CUBLASLT_POINTER_MODE_HOST, CUBLAS_OP_N,
+                                                              CUBLAS_OP_N, CUBLASLT_EPILOGUE_DEFAULT, NULL, 0});
     return CUBLAS_STATUS_SUCCESS;
 }
 
@@ -392,12 +437,14 @@ cublasStatus_t cublasLtMatmulDescDestroy(cublasLtMatmulDesc_t x) {
     return CUBLAS_STATUS_SUCCESS;
 }
 
-cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t x, cublasLtMatmulDescAttributes_t attribute, const void *from, size_t bytes) {
+cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t x, cublasLtMatmulDescAttributes_t attribute,
+                                              const void *from, size_t bytes) {
     return set(place(operation(x), attribute), from, bytes, "matmul", attribute);
 }
 
 cublasStatus_t cublasLtMatmulPreferenceCreate(cublasLtMatmulPreference_t *x) {
-    *x = reinterpret_cast<cublasLtMatmulPreference_t>(new Preference{0, CUBLASLT_REDUCTION_SCHEME_MASK, {256, 256, 256, 256}});
+    *x = reinterpret_cast<cublasLtMatmulPreference_t>(
+        new Preference{0, CUBLASLT_REDUCTION_SCHEME_MASK, {256, 256, 256, 256}});
     return CUBLAS_STATUS_SUCCESS;
 }
 
@@ -406,17 +453,21 @@ cublasStatus_t cublasLtMatmulPreferenceDestroy(cublasLtMatmulPreference_t x) {
     return CUBLAS_STATUS_SUCCESS;
 }
 
-cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t x, cublasLtMatmulPreferenceAttributes_t attribute, const void *from,
+cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t x,
+                                                    cublasLtMatmulPreferenceAttributes_t attribute, const void *from,
                                                     size_t bytes) {
     return set(place(preference(x), attribute), from, bytes, "preference", attribute);
 }
 
-cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtMatmulDesc_t op, cublasLtMatrixLayout_t a, cublasLtMatrixLayout_t b,
-                                              cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t d, cublasLtMatmulPreference_t wishes, int count,
+cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtMatmulDesc_t op,
+                                              cublasLtMatrixLayout_t a, cublasLtMatrixLayout_t b,
+                                              cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t d,
+                                              cublasLtMatmulPreference_t wishes, int count,
                                               cublasLtMatmulHeuristicResult_t results[], int *found) {
     Problem p;
     if (!handle) return CUBLAS_STATUS_NOT_INITIALIZED;
-    if (!wishes || count < 1 || !results || !found || !problem_is_valid(&p, op, a, b, c, d)) return CUBLAS_STATUS_INVALID_VALUE;
+    if (!wishes || count < 1 || !results || !found || !problem_is_valid(&p, op, a, b, c, d))
+        return CUBLAS_STATUS_INVALID_VALUE;
     *found = 0;
     if (!problem_is_supported(p)) return CUBLAS_STATUS_NOT_SUPPORTED;
     for (Algorithm algorithm : algorithms(p, *preference(wishes))) {
@@ -431,10 +482,11 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtM
     return CUBLAS_STATUS_SUCCESS;
 }
 
-cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t op, const void *alpha, const void *a, cublasLtMatrixLayout_t a_layout,
-                              const void *b, cublasLtMatrixLayout_t b_layout, const void *beta, const void *c, cublasLtMatrixLayout_t c_layout, void *d,
-                              cublasLtMatrixLayout_t d_layout, const cublasLtMatmulAlgo_t *chosen, void *workspace, size_t workspace_bytes,
-                              cudaStream_t stream) {
+cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t op, const void *alpha, const void *a,
+                              cublasLtMatrixLayout_t a_layout, const void *b, cublasLtMatrixLayout_t b_layout,
+                              const void *beta, const void *c, cublasLtMatrixLayout_t c_layout, void *d,
+                              cublasLtMatrixLayout_t d_layout, const cublasLtMatmulAlgo_t *chosen, void *workspace,
+                              size_t workspace_bytes, cudaStream_t stream) {
     Problem p;
     if (!handle) return CUBLAS_STATUS_NOT_INITIALIZED;
     if (!problem_is_valid(&p, op, a_layout, b_layout, c_layout, d_layout)) return CUBLAS_STATUS_INVALID_VALUE;
@@ -455,23 +507,25 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t op, 
     Algorithm algorithm = {ANY, 0, {1, 1, 1, 1}};
     if (chosen) memcpy(&algorithm, chosen, sizeof algorithm);
     uint64_t partial = p.m * p.n * sizeof(float) * p.d.batches;
-    if (algorithm.kind < HALVES || algorithm.kind > ANY || (algorithm.kind == HALVES && algorithm.workspace != partial)) {
+    if (algorithm.kind < HALVES || algorithm.kind > ANY ||
+        (algorithm.kind == HALVES && algorithm.workspace != partial)) {
         refuse("cublasLtMatmul: the algorithm is none, or one for other sizes");
         return CUBLAS_STATUS_INVALID_VALUE;
     }
-    if (algorithm.workspace > workspace_bytes || (algorithm.workspace && (!workspace || alignment_of(workspace) < 256))) {
-        refuse("cublasLtMatmul: the algorithm needs %zu bytes of workspace aligned to 256, there are %zu at %p", (size_t)algorithm.workspace,
-               workspace_bytes, workspace);
+    if (algorithm.workspace > workspace_bytes ||
+        (algorithm.workspace && (!workspace || alignment_of(workspace) < 256))) {
+        refuse("cublasLtMatmul: the algorithm needs %zu bytes of workspace aligned to 256, there are %zu at %p",
+               (size_t)algorithm.workspace, workspace_bytes, workspace);
         return CUBLAS_STATUS_INVALID_VALUE;
     }
     for (int i = 0; i < 4; i++)
         if (algorithm.alignment[i] < 1 || alignment[i] % algorithm.alignment[i]) {
-            refuse("cublasLtMatmul: %c is aligned to %u bytes, and the algorithm was chosen for %u", "ABCD"[i], alignment[i], algorithm.alignment[i]);
+            refuse("cublasLtMatmul: %c is aligned to %u bytes, and the algorithm was chosen for %u", "ABCD"[i],
+                   alignment[i], algorithm.alignment[i]);
             return CUBLAS_STATUS_INVALID_VALUE;
         }
     Matrices x = {a, b, c, d, workspace, *(const float *)alpha, *(const float *)beta};
     cuda_on_cpu::enqueue(stream, [=] { product(p, x, algorithm); });
     return CUBLAS_STATUS_SUCCESS;
 }
-
 }

@@ -13,13 +13,20 @@ namespace cuda_on_cpu {
 
 // As the GPUs of compute capability 9.0 have it.
 enum {
-    BLOCK_THREADS = 1024, WARPS = BLOCK_THREADS / 32, STATIC_SHARED = 48 * 1024, BLOCK_SHARED = 227 * 1024, RESERVED_SHARED = 1024,
-    PROCESSORS = 132, PROCESSOR_SHARED = 228 * 1024, PROCESSOR_THREADS = 2048, PROCESSOR_BLOCKS = 32
+    BLOCK_THREADS = 1024,
+    WARPS = BLOCK_THREADS / 32,
+    STATIC_SHARED = 48 * 1024,
+    BLOCK_SHARED = 227 * 1024,
+    RESERVED_SHARED = 1024,
+    PROCESSORS = 132,
+    PROCESSOR_SHARED = 228 * 1024,
+    PROCESSOR_THREADS = 2048,
+    PROCESSOR_BLOCKS = 32
 };
 
-// What memory is filled with, in 16 bits. POISON, for what has no value yet, is a NaN as bf16 and float16, and so are two of them as a float
-// and four as a double; as an integer it is far out of most arrays. FENCE, for what lies behind an end, is a signalling NaN as bf16 and
-// float, so that one who adds to it leaves a trace.
+// What memory is filled with, in 16 bits. POISON, for what has no value yet, is a NaN as bf16 and float16, and so are
+// two of them as a float and four as a double; as an integer it is far out of most arrays. FENCE, for what lies behind
+// an end, is a signalling NaN as bf16 and float, so that one who adds to it leaves a trace.
 enum Pattern { POISON = 0x7FF7, FENCE = 0x7FB7 };
 void fill(void *p, size_t bytes, Pattern pattern);
 bool is_filled(const void *p, size_t bytes, Pattern pattern);
@@ -35,17 +42,18 @@ struct Lock {
     }
 };
 
-static inline uint64_t next_random(uint64_t &state) {       // splitmix64
+static inline uint64_t next_random(uint64_t &state) {    // splitmix64
     uint64_t z = state += 0x9E3779B97F4A7C15u;
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
     z = (z ^ z >> 27) * 0x94D049BB133111EBu;
     return z ^ z >> 31;
 }
 
-void report_crashes();                              // a bad address ends the program with a message of whose it is
-void run_grid(const Parameters &parameters);        // returns when all blocks have run
+void report_crashes();                          // a bad address ends the program with a message of whose it is
+void run_grid(const Parameters &parameters);    // returns when all blocks have run
 std::string kernel_name(const void *kernel);
-std::string describe_address(const void *p);        // "8 bytes behind the end of the 400 of cudaMalloc number 3"; "": of none
+// "8 bytes behind the end of the 400 of cudaMalloc number 3"; "": of none.
+std::string describe_address(const void *p);
 
 // ThreadSanitizer's functions, there if the program is built with it.
 extern "C" {
@@ -70,8 +78,8 @@ static inline bool race_check() {
     return __tsan_create_fiber != NULL;
 }
 
-// While one lives, the race check passes over what the thread (or fiber) does: the emulator's own work, whose calls of memcpy, malloc and so
-// on ThreadSanitizer would see although the emulator is not compiled with it.
+// While one lives, the race check passes over what the thread (or fiber) does: the emulator's own work, whose calls of
+// memcpy, malloc and so on ThreadSanitizer would see although the emulator is not compiled with it.
 struct Unseen {
     Unseen() {
         if (race_check()) __tsan_ignore_thread_begin();

@@ -1,5 +1,6 @@
-// CUDA C++ for a C++ compiler of the CPU: what kernels are written in, run by fibers (README.md). Included after cuda_runtime.h and
-// cuda_bf16.h, before kernels. All errors end the program with a message that names the kernel, the block, the threads and the lines.
+// CUDA C++ for a C++ compiler of the CPU: what kernels are written in, run by fibers (README.md). Included after
+// cuda_runtime.h and cuda_bf16.h, before kernels. All errors end the program with a message that names the kernel, the
+// block, the threads and the lines.
 #ifndef GPU_ON_CPU_H
 #define GPU_ON_CPU_H
 
@@ -21,23 +22,23 @@ namespace cuda_on_cpu {
 
 // ---- what the runtime (blocks.cpp) gives
 
-struct Site {       // of a call in the source
+struct Site {    // of a call in the source
     const char *file;
     int line;
 };
 #define CUDA_ON_CPU_SITE const char *file = __builtin_FILE(), int line = __builtin_LINE()
 
-struct Position {   // of a thread: its indices, and the sizes of the launch
+struct Position {    // of a thread: its indices, and the sizes of the launch
     uint3 thread, block;
     dim3 block_size, grid;
 };
 const Position &position_of_this_thread();
 // In a shared library a thread's variable would take a function call, but for this.
 #define CUDA_ON_CPU_TLS __attribute__((tls_model("initial-exec")))
-extern __thread const Position *position CUDA_ON_CPU_TLS;      // of the thread that runs now
+extern __thread const Position *position CUDA_ON_CPU_TLS;    // of the thread that runs now
 
-struct Parameters {                             // of a launch
-    std::function<void()> call;                 // the kernel with its arguments
+struct Parameters {                // of a launch
+    std::function<void()> call;    // the kernel with its arguments
     const void *kernel;
     dim3 grid, block;
     size_t shared_bytes;
@@ -48,7 +49,7 @@ void enqueue_launch(cudaStream_t stream, const Parameters &parameters, const std
 struct SharedArray {
     const char *name;
     Site site;
-    int number;                                 // given at the first use; 0 before
+    int number;    // given at the first use; 0 before
 };
 void *shared_array(SharedArray &array, size_t bytes);
 void *dynamic_shared();
@@ -91,15 +92,15 @@ struct Grid {
     Grid(dim3 size, CUDA_ON_CPU_SITE) : size(size), site{file, line} {}
     template <class I, class = typename std::enable_if<std::is_integral<I>::value>::type>
     Grid(I x, CUDA_ON_CPU_SITE) : size((unsigned)x), site{file, line} {}
-    Grid(size_t x, size_t y, size_t z = 1, CUDA_ON_CPU_SITE) : size((unsigned)x, (unsigned)y, (unsigned)z), site{file, line} {}
+    Grid(size_t x, size_t y, size_t z = 1, CUDA_ON_CPU_SITE)
+        : size((unsigned)x, (unsigned)y, (unsigned)z), site{file, line} {}
 };
 
 template <class T>
 inline void gather_pointer(std::vector<const void *> &pointers, const T &argument) {
     if constexpr (std::is_pointer<T>::value && !std::is_function<typename std::remove_pointer<T>::type>::value)
         pointers.push_back((const void *)argument);
-    else
-        (void)pointers, (void)argument;
+    else (void)pointers, (void)argument;
 }
 
 }
@@ -118,7 +119,9 @@ void launch(void (*kernel)(Parameters...), cuda_on_cpu::Grid grid, dim3 block, s
             typename cuda_on_cpu::Same<Parameters>::type... arguments) {
     std::vector<const void *> pointers;
     (cuda_on_cpu::gather_pointer(pointers, arguments), ...);
-    cuda_on_cpu::enqueue_launch(stream, {[=] { kernel(arguments...); }, (const void *)kernel, grid.size, block, shared_bytes, grid.site}, pointers);
+    cuda_on_cpu::enqueue_launch(
+        stream, {[=] { kernel(arguments...); }, (const void *)kernel, grid.size, block, shared_bytes, grid.site},
+        pointers);
 }
 
 #ifdef __SANITIZE_THREAD__
@@ -162,7 +165,8 @@ static inline int __all_sync(unsigned mask, int predicate, CUDA_ON_CPU_SITE) {
 namespace cuda_on_cpu {
 template <class T>
 inline T shuffle_value(Shuffle kind, unsigned mask, T value, int argument, int width, Site site) {
-    static_assert(std::is_trivially_copyable<T>::value && sizeof(T) <= 8 && !std::is_pointer<T>::value, "no type that CUDA can shuffle");
+    static_assert(std::is_trivially_copyable<T>::value && sizeof(T) <= 8 && !std::is_pointer<T>::value,
+                  "no type that CUDA can shuffle");
     uint64_t word = 0;
     memcpy(&word, &value, sizeof value);
     word = shuffle(kind, mask, word, argument, width, site);
@@ -219,10 +223,17 @@ CUDA_ON_CPU_REDUCE(__reduce_xor_sync, unsigned, BITWISE_XOR)
 #undef CUDA_ON_CPU_REDUCE
 
 // ---- memory
-// The fences order nothing here: the blocks' accesses are as the CPU makes them. (The race check takes one for an acquire and a release.)
-static inline void __threadfence() { cuda_on_cpu::fence(); }
-static inline void __threadfence_block() { cuda_on_cpu::fence(); }
-static inline void __threadfence_system() { cuda_on_cpu::fence(); }
+// The fences order nothing here: the blocks' accesses are as the CPU makes them. (The race check takes one for an
+// acquire and a release.)
+static inline void __threadfence() {
+    cuda_on_cpu::fence();
+}
+static inline void __threadfence_block() {
+    cuda_on_cpu::fence();
+}
+static inline void __threadfence_system() {
+    cuda_on_cpu::fence();
+}
 
 namespace cuda_on_cpu {
 template <class T>
@@ -237,15 +248,25 @@ inline void store(T *p, T x, Site site) {
 }
 }
 template <class T>
-inline T __ldg(const T *p, CUDA_ON_CPU_SITE) { return cuda_on_cpu::load(p, {file, line}); }
+inline T __ldg(const T *p, CUDA_ON_CPU_SITE) {
+    return cuda_on_cpu::load(p, {file, line});
+}
 template <class T>
-inline T __ldcs(const T *p, CUDA_ON_CPU_SITE) { return cuda_on_cpu::load(p, {file, line}); }
+inline T __ldcs(const T *p, CUDA_ON_CPU_SITE) {
+    return cuda_on_cpu::load(p, {file, line});
+}
 template <class T>
-inline T __ldcg(const T *p, CUDA_ON_CPU_SITE) { return cuda_on_cpu::load(p, {file, line}); }
+inline T __ldcg(const T *p, CUDA_ON_CPU_SITE) {
+    return cuda_on_cpu::load(p, {file, line});
+}
 template <class T>
-inline void __stcs(T *p, typename cuda_on_cpu::Same<T>::type x, CUDA_ON_CPU_SITE) { cuda_on_cpu::store(p, x, {file, line}); }
+inline void __stcs(T *p, typename cuda_on_cpu::Same<T>::type x, CUDA_ON_CPU_SITE) {
+    cuda_on_cpu::store(p, x, {file, line});
+}
 template <class T>
-inline void __stcg(T *p, typename cuda_on_cpu::Same<T>::type x, CUDA_ON_CPU_SITE) { cuda_on_cpu::store(p, x, {file, line}); }
+inline void __stcg(T *p, typename cuda_on_cpu::Same<T>::type x, CUDA_ON_CPU_SITE) {
+    cuda_on_cpu::store(p, x, {file, line});
+}
 
 // Atomics are relaxed, as CUDA's are.
 namespace cuda_on_cpu {
@@ -254,7 +275,8 @@ inline T atomic_change(T *p, Change change) {
     typedef typename std::conditional<sizeof(T) == 4, uint32_t, uint64_t>::type Word;
     static_assert(sizeof(T) == sizeof(Word), "CUDA has this atomic for 4 and 8 bytes");
     Word *word = reinterpret_cast<Word *>(p), old = __atomic_load_n(word, __ATOMIC_RELAXED);
-    while (!__atomic_compare_exchange_n(word, &old, bits<Word>(change(bits<T>(old))), true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
+    while (!__atomic_compare_exchange_n(word, &old, bits<Word>(change(bits<T>(old))), true, __ATOMIC_RELAXED,
+                                        __ATOMIC_RELAXED)) {}
     return bits<T>(old);
 }
 }
@@ -264,11 +286,14 @@ inline T atomic_change(T *p, Change change) {
         static_assert(condition, #name ": CUDA has none of this type");                         \
         return cuda_on_cpu::atomic_change(p, [=](T old) -> T { (void)old; return result; });    \
     }
-CUDA_ON_CPU_ATOMIC(atomicAdd, (std::is_arithmetic<T>::value && !std::is_same<T, long>::value && !std::is_same<T, long long>::value), old + x)
+CUDA_ON_CPU_ATOMIC(atomicAdd,
+                   (std::is_arithmetic<T>::value && !std::is_same<T, long>::value &&
+                    !std::is_same<T, long long>::value),
+                   old + x)
 CUDA_ON_CPU_ATOMIC(atomicSub, (std::is_same<T, int>::value || std::is_same<T, unsigned>::value), old - x)
 CUDA_ON_CPU_ATOMIC(atomicMin, std::is_integral<T>::value, x < old ? x : old)
 CUDA_ON_CPU_ATOMIC(atomicMax, std::is_integral<T>::value, x > old ? x : old)
-CUDA_ON_CPU_ATOMIC(atomicAnd, std::is_integral<T>::value, old & x)
+CUDA_ON_CPU_ATOMIC(atomicAnd, std::is_integral<T>::value, old &x)
 CUDA_ON_CPU_ATOMIC(atomicOr, std::is_integral<T>::value, old | x)
 CUDA_ON_CPU_ATOMIC(atomicXor, std::is_integral<T>::value, old ^ x)
 CUDA_ON_CPU_ATOMIC(atomicExch, (std::is_arithmetic<T>::value && !std::is_same<T, double>::value), x)
@@ -281,7 +306,8 @@ inline T atomicCAS(T *p, typename cuda_on_cpu::Same<T>::type compare, typename c
     return cuda_on_cpu::atomic_change(p, [=](T old) -> T { return old == compare ? x : old; });
 }
 
-// ---- the instructions that have no name in CUDA C++: ldmatrix, mma.m16n8k16, cp.async, and loads and stores of 16 bytes
+// ---- the instructions that have no name in CUDA C++: ldmatrix, mma.m16n8k16, cp.async, and loads and stores of 16
+// bytes
 // The lanes' elements are as the PTX ISA has them.
 
 DEVICE void ldmatrix_x4(uint32_t r[4], const void *row, CUDA_ON_CPU_SITE) {
@@ -336,34 +362,89 @@ DEVICE void store_16_streaming(void *p, uint4 x, CUDA_ON_CPU_SITE) {
 DEVICE float flush_subnormal(float x) {
     return fabsf(x) < 1.17549435e-38f ? copysignf(0.0f, x) : x;
 }
-DEVICE float exp2_fast(float x) { return flush_subnormal(exp2f(flush_subnormal(x))); }
-DEVICE float log2_fast(float x) { return log2f(flush_subnormal(x)); }
-DEVICE float reciprocal_fast(float x) { return flush_subnormal(1.0f / flush_subnormal(x)); }
-DEVICE float max_nan(float x, float y) { return isnan(x) || isnan(y) ? NAN : fmaxf(x, y); }
+DEVICE float exp2_fast(float x) {
+    return flush_subnormal(exp2f(flush_subnormal(x)));
+}
+DEVICE float log2_fast(float x) {
+    return log2f(flush_subnormal(x));
+}
+DEVICE float reciprocal_fast(float x) {
+    return flush_subnormal(1.0f / flush_subnormal(x));
+}
+DEVICE float max_nan(float x, float y) {
+    return isnan(x) || isnan(y) ? NAN : fmaxf(x, y);
+}
 
-DEVICE unsigned __float_as_uint(float x) { return cuda_on_cpu::bits<unsigned>(x); }
-DEVICE int __float_as_int(float x) { return cuda_on_cpu::bits<int>(x); }
-DEVICE float __uint_as_float(unsigned x) { return cuda_on_cpu::bits<float>(x); }
-DEVICE float __int_as_float(int x) { return cuda_on_cpu::bits<float>(x); }
-DEVICE long long __double_as_longlong(double x) { return cuda_on_cpu::bits<long long>(x); }
-DEVICE double __longlong_as_double(long long x) { return cuda_on_cpu::bits<double>(x); }
+DEVICE unsigned __float_as_uint(float x) {
+    return cuda_on_cpu::bits<unsigned>(x);
+}
+DEVICE int __float_as_int(float x) {
+    return cuda_on_cpu::bits<int>(x);
+}
+DEVICE float __uint_as_float(unsigned x) {
+    return cuda_on_cpu::bits<float>(x);
+}
+DEVICE float __int_as_float(int x) {
+    return cuda_on_cpu::bits<float>(x);
+}
+DEVICE long long __double_as_longlong(double x) {
+    return cuda_on_cpu::bits<long long>(x);
+}
+DEVICE double __longlong_as_double(long long x) {
+    return cuda_on_cpu::bits<double>(x);
+}
 
-DEVICE float rsqrtf(float x) { return 1.0f / sqrtf(x); }
-DEVICE double rsqrt(double x) { return 1.0 / sqrt(x); }
-DEVICE float normcdff(float x) { return 0.5f * erfcf(-x * 0.707106781186547524f); }
-DEVICE double normcdf(double x) { return 0.5 * erfc(-x * 0.707106781186547524); }
-DEVICE float sinpif(float x) { return (float)sin(3.14159265358979323846 * x); }
-DEVICE float cospif(float x) { return (float)cos(3.14159265358979323846 * x); }
-DEVICE float __saturatef(float x) { return x > 0.0f ? fminf(x, 1.0f) : 0.0f; }
-DEVICE float __fdividef(float x, float y) { return x / y; }
-DEVICE float __fadd_rn(float x, float y) { volatile float sum = x + y; return sum; }
-DEVICE float __fsub_rn(float x, float y) { volatile float difference = x - y; return difference; }
-DEVICE float __fmul_rn(float x, float y) { volatile float product = x * y; return product; }
-DEVICE float __fdiv_rn(float x, float y) { return x / y; }
-DEVICE float __fmaf_rn(float x, float y, float z) { return fmaf(x, y, z); }
-DEVICE float __frcp_rn(float x) { return 1.0f / x; }
-DEVICE float __fsqrt_rn(float x) { return sqrtf(x); }
-DEVICE float __frsqrt_rn(float x) { return (float)(1.0 / sqrt((double)x)); }
+DEVICE float rsqrtf(float x) {
+    return 1.0f / sqrtf(x);
+}
+DEVICE double rsqrt(double x) {
+    return 1.0 / sqrt(x);
+}
+DEVICE float normcdff(float x) {
+    return 0.5f * erfcf(-x * 0.707106781186547524f);
+}
+DEVICE double normcdf(double x) {
+    return 0.5 * erfc(-x * 0.707106781186547524);
+}
+DEVICE float sinpif(float x) {
+    return (float)sin(3.14159265358979323846 * x);
+}
+DEVICE float cospif(float x) {
+    return (float)cos(3.14159265358979323846 * x);
+}
+DEVICE float __saturatef(float x) {
+    return x > 0.0f ? fminf(x, 1.0f) : 0.0f;
+}
+DEVICE float __fdividef(float x, float y) {
+    return x / y;
+}
+DEVICE float __fadd_rn(float x, float y) {
+    volatile float sum = x + y;
+    return sum;
+}
+DEVICE float __fsub_rn(float x, float y) {
+    volatile float difference = x - y;
+    return difference;
+}
+DEVICE float __fmul_rn(float x, float y) {
+    volatile float product = x * y;
+    return product;
+}
+DEVICE float __fdiv_rn(float x, float y) {
+    return x / y;
+}
+DEVICE float __fmaf_rn(float x, float y, float z) {
+    return fmaf(x, y, z);
+}
+DEVICE float __frcp_rn(float x) {
+    return 1.0f / x;
+}
+DEVICE float __fsqrt_rn(float x) {
+    return sqrtf(x);
+}
+DEVICE float __frsqrt_rn(float x) {
+    return (float)(1.0 / sqrt((double)x));
+}
 #define __expf(x) expf(x)           // macros, since glibc declares functions of these names
 #define __exp10f(x) exp10f(x)
 #define __logf(x) logf(x)
@@ -376,28 +457,60 @@ DEVICE float __frsqrt_rn(float x) { return (float)(1.0 / sqrt((double)x)); }
 #define __sincosf(x, s, c) sincosf(x, s, c)
 
 // Conversions outside the range end at its edge, NaN gives 0, as on the GPU.
-DEVICE int __float2int_rn(float x) { return isnan(x) ? 0 : (int)fmin(fmax(rint(x), -2147483648.0), 2147483647.0); }
-DEVICE int __float2int_rz(float x) { return isnan(x) ? 0 : (int)fmin(fmax(trunc(x), -2147483648.0), 2147483647.0); }
-DEVICE int __float2int_rd(float x) { return isnan(x) ? 0 : (int)fmin(fmax(floor(x), -2147483648.0), 2147483647.0); }
-DEVICE int __float2int_ru(float x) { return isnan(x) ? 0 : (int)fmin(fmax(ceil(x), -2147483648.0), 2147483647.0); }
-DEVICE unsigned __float2uint_rn(float x) { return isnan(x) ? 0 : (unsigned)fmin(fmax(rint(x), 0.0), 4294967295.0); }
-DEVICE unsigned __float2uint_rz(float x) { return isnan(x) ? 0 : (unsigned)fmin(fmax(trunc(x), 0.0), 4294967295.0); }
-DEVICE float __int2float_rn(int x) { return (float)x; }
-DEVICE float __uint2float_rn(unsigned x) { return (float)x; }
+DEVICE int __float2int_rn(float x) {
+    return isnan(x) ? 0 : (int)fmin(fmax(rint(x), -2147483648.0), 2147483647.0);
+}
+DEVICE int __float2int_rz(float x) {
+    return isnan(x) ? 0 : (int)fmin(fmax(trunc(x), -2147483648.0), 2147483647.0);
+}
+DEVICE int __float2int_rd(float x) {
+    return isnan(x) ? 0 : (int)fmin(fmax(floor(x), -2147483648.0), 2147483647.0);
+}
+DEVICE int __float2int_ru(float x) {
+    return isnan(x) ? 0 : (int)fmin(fmax(ceil(x), -2147483648.0), 2147483647.0);
+}
+DEVICE unsigned __float2uint_rn(float x) {
+    return isnan(x) ? 0 : (unsigned)fmin(fmax(rint(x), 0.0), 4294967295.0);
+}
+DEVICE unsigned __float2uint_rz(float x) {
+    return isnan(x) ? 0 : (unsigned)fmin(fmax(trunc(x), 0.0), 4294967295.0);
+}
+DEVICE float __int2float_rn(int x) {
+    return (float)x;
+}
+DEVICE float __uint2float_rn(unsigned x) {
+    return (float)x;
+}
 
-DEVICE int __popc(unsigned x) { return __builtin_popcount(x); }
-DEVICE int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
-DEVICE int __ffs(int x) { return __builtin_ffs(x); }
-DEVICE int __ffsll(long long x) { return __builtin_ffsll(x); }
-DEVICE int __clz(int x) { return x ? __builtin_clz((unsigned)x) : 32; }
-DEVICE int __clzll(long long x) { return x ? __builtin_clzll((unsigned long long)x) : 64; }
+DEVICE int __popc(unsigned x) {
+    return __builtin_popcount(x);
+}
+DEVICE int __popcll(unsigned long long x) {
+    return __builtin_popcountll(x);
+}
+DEVICE int __ffs(int x) {
+    return __builtin_ffs(x);
+}
+DEVICE int __ffsll(long long x) {
+    return __builtin_ffsll(x);
+}
+DEVICE int __clz(int x) {
+    return x ? __builtin_clz((unsigned)x) : 32;
+}
+DEVICE int __clzll(long long x) {
+    return x ? __builtin_clzll((unsigned long long)x) : 64;
+}
 DEVICE unsigned __brev(unsigned x) {
     unsigned reversed = 0;
     for (int i = 0; i < 32; i++) reversed |= (x >> i & 1u) << (31 - i);
     return reversed;
 }
-DEVICE int __mulhi(int x, int y) { return (int)((int64_t)x * y >> 32); }
-DEVICE unsigned __umulhi(unsigned x, unsigned y) { return (unsigned)((uint64_t)x * y >> 32); }
+DEVICE int __mulhi(int x, int y) {
+    return (int)((int64_t)x * y >> 32);
+}
+DEVICE unsigned __umulhi(unsigned x, unsigned y) {
+    return (unsigned)((uint64_t)x * y >> 32);
+}
 DEVICE unsigned long long __umul64hi(unsigned long long x, unsigned long long y) {
     return (unsigned long long)((unsigned __int128)x * y >> 64);
 }
@@ -424,10 +537,20 @@ CUDA_ON_CPU_MIN_MAX(unsigned long)
 CUDA_ON_CPU_MIN_MAX(long long)
 CUDA_ON_CPU_MIN_MAX(unsigned long long)
 #undef CUDA_ON_CPU_MIN_MAX
-DEVICE float min(float x, float y) { return fminf(x, y); }
-DEVICE float max(float x, float y) { return fmaxf(x, y); }
-DEVICE double min(double x, double y) { return fmin(x, y); }
-DEVICE double max(double x, double y) { return fmax(x, y); }
+DEVICE float min(float x, float y) {
+    return fminf(x, y);
+}
+DEVICE float max(float x, float y) {
+    return fmaxf(x, y);
+}
+DEVICE double min(double x, double y) {
+    return fmin(x, y);
+}
+DEVICE double max(double x, double y) {
+    return fmax(x, y);
+}
 
-[[noreturn]] DEVICE void __trap() { cuda_on_cpu::die("__trap()"); }
+[[noreturn]] DEVICE void __trap() {
+    cuda_on_cpu::die("__trap()");
+}
 #endif

@@ -1,9 +1,10 @@
-// NCCL on the CPU, over MPI: the ranks are the processes of MPI_COMM_WORLD, and all of them take part. Without MPI (no -DUSE_MPI) there
-// is one rank.
+// NCCL on the CPU, over MPI: the ranks are the processes of MPI_COMM_WORLD, and all of them take part. Without MPI (no
+// -DUSE_MPI) there is one rank.
 //
-// A collective is work in its stream; the stream goes on when all ranks have come to it. Sums are made in the order of the ranks, in
-// bfloat16 rounded after each addition as along a ring, so they are the same each time, and a reduce-scatter with an all-gather gives
-// the bits of an all-reduce. The ranks' calls are compared: where they differ (which would hang a GPU, or mix data up) the program ends and says how.
+// A collective is work in its stream; the stream goes on when all ranks have come to it. Sums are made in the order of
+// the ranks, in bfloat16 rounded after each addition as along a ring, so they are the same each time, and a
+// reduce-scatter with an all-gather gives the bits of an all-reduce. The ranks' calls are compared: where they differ
+// (which would hang a GPU, or mix data up) the program ends and says how.
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 #include <nccl.h>
@@ -27,7 +28,7 @@ using cuda_on_cpu::die;
 
 struct ncclComm {
     int rank, ranks;
-    ncclResult_t error;         // of something that was under way
+    ncclResult_t error;    // of something that was under way
     bool aborted;
 #ifdef USE_MPI
     MPI_Comm mpi;
@@ -39,7 +40,7 @@ namespace {
 enum Kind { ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, REDUCE };
 const char *const KINDS[] = {"ncclAllReduce", "ncclReduceScatter", "ncclAllGather", "ncclBroadcast", "ncclReduce"};
 
-struct Call {                   // what must be the same on all ranks
+struct Call {    // what must be the same on all ranks
     int64_t kind, count, type, op, root;
 };
 
@@ -51,28 +52,41 @@ struct Collective {
     cudaStream_t stream;
     enum { NEW, COMPARING, MOVING } state = NEW;
     std::vector<Call> calls;
-    std::vector<char> gathered;     // what each rank sent to this one, one after the other
+    std::vector<char> gathered;    // what each rank sent to this one, one after the other
 #ifdef USE_MPI
     MPI_Request request = MPI_REQUEST_NULL;
 #endif
 
-    size_t element() const { return call.type == ncclFloat32 ? 4 : call.type == ncclBfloat16 ? 2 : call.type == ncclFloat64 ? 8 : 1; }
-    size_t bytes() const { return (size_t)call.count * element(); }
-    size_t send_bytes() const { return call.kind == REDUCE_SCATTER ? bytes() * comm->ranks : bytes(); }
-    size_t receive_bytes() const { return call.kind == ALL_GATHER ? bytes() * comm->ranks : bytes(); }
-    bool receives() const { return call.kind != REDUCE || comm->rank == call.root; }
-    bool sends() const { return call.kind != BROADCAST || comm->rank == call.root; }
+    size_t element() const {
+        return call.type == ncclFloat32 ? 4 : call.type == ncclBfloat16 ? 2 : call.type == ncclFloat64 ? 8 : 1;
+    }
+    size_t bytes() const {
+        return (size_t)call.count * element();
+    }
+    size_t send_bytes() const {
+        return call.kind == REDUCE_SCATTER ? bytes() * comm->ranks : bytes();
+    }
+    size_t receive_bytes() const {
+        return call.kind == ALL_GATHER ? bytes() * comm->ranks : bytes();
+    }
+    bool receives() const {
+        return call.kind != REDUCE || comm->rank == call.root;
+    }
+    bool sends() const {
+        return call.kind != BROADCAST || comm->rank == call.root;
+    }
 };
 
 std::string describe(const Call &c) {
     char text[200];
-    snprintf(text, sizeof text, "%s of %lld elements of type %lld, operation %lld, root %lld", KINDS[c.kind], (long long)c.count, (long long)c.type,
-             (long long)c.op, (long long)c.root);
+    snprintf(text, sizeof text, "%s of %lld elements of type %lld, operation %lld, root %lld", KINDS[c.kind],
+             (long long)c.count, (long long)c.type, (long long)c.op, (long long)c.root);
     return text;
 }
 
 void expect_device(const Collective &c) {
-    if (c.sends() && !cuda_on_cpu::is_device(c.send, c.send_bytes())) die("NCCL: %s: what is sent is no device memory", describe(c.call).c_str());
+    if (c.sends() && !cuda_on_cpu::is_device(c.send, c.send_bytes()))
+        die("NCCL: %s: what is sent is no device memory", describe(c.call).c_str());
     if (c.receives() && !cuda_on_cpu::is_device(c.receive, c.receive_bytes()))
         die("NCCL: %s: what is received into is no device memory", describe(c.call).c_str());
 }
@@ -83,12 +97,19 @@ void expect_device(const Collective &c) {
 void compare_calls(const Collective &c) {
     for (int r = 0; r < c.comm->ranks; r++)
         if (memcmp(&c.calls[r], &c.call, sizeof c.call) != 0)
-            die("NCCL: rank %d calls %s, rank %d %s", c.comm->rank, describe(c.call).c_str(), r, describe(c.calls[r]).c_str());
+            die("NCCL: rank %d calls %s, rank %d %s", c.comm->rank, describe(c.call).c_str(), r,
+                describe(c.calls[r]).c_str());
 }
 
-float plus(float a, float b) { return a + b; }
-double plus(double a, double b) { return a + b; }
-__nv_bfloat16 plus(__nv_bfloat16 a, __nv_bfloat16 b) { return __float2bfloat16_rn(__bfloat162float(a) + __bfloat162float(b)); }
+float plus(float a, float b) {
+    return a + b;
+}
+double plus(double a, double b) {
+    return a + b;
+}
+__nv_bfloat16 plus(__nv_bfloat16 a, __nv_bfloat16 b) {
+    return __float2bfloat16_rn(__bfloat162float(a) + __bfloat162float(b));
+}
 
 template <class X>
 void add_ranks(Collective &c) {
@@ -124,9 +145,12 @@ int move(Collective &c) {
     c.gathered.resize(bytes * c.comm->ranks);
     if (bytes > INT32_MAX) die("NCCL: %s: more than 2 GB at a time", describe(c.call).c_str());
     if (c.call.kind == REDUCE_SCATTER)
-        return MPI_Ialltoall(c.send, (int)bytes, MPI_BYTE, c.gathered.data(), (int)bytes, MPI_BYTE, c.comm->mpi, &c.request);
-    if (!c.sends()) c.send = c.gathered.data();        // a broadcast's other ranks send something, too, which nobody looks at
-    return MPI_Iallgather(c.send, (int)bytes, MPI_BYTE, c.gathered.data(), (int)bytes, MPI_BYTE, c.comm->mpi, &c.request);
+        return MPI_Ialltoall(c.send, (int)bytes, MPI_BYTE, c.gathered.data(), (int)bytes, MPI_BYTE, c.comm->mpi,
+                             &c.request);
+    // A broadcast's other ranks send something, too, which nobody looks at.
+    if (!c.sends()) c.send = c.gathered.data();
+    return MPI_Iallgather(c.send, (int)bytes, MPI_BYTE, c.gathered.data(), (int)bytes, MPI_BYTE, c.comm->mpi,
+                          &c.request);
 }
 
 bool advance(Collective &c) {
@@ -134,7 +158,9 @@ bool advance(Collective &c) {
     if (c.state == Collective::NEW) {
         expect_device(c);
         c.calls.resize(c.comm->ranks);
-        if (failed(c, MPI_Iallgather(&c.call, sizeof c.call, MPI_BYTE, c.calls.data(), sizeof c.call, MPI_BYTE, c.comm->mpi, &c.request))) return true;
+        if (failed(c, MPI_Iallgather(&c.call, sizeof c.call, MPI_BYTE, c.calls.data(), sizeof c.call, MPI_BYTE,
+                                     c.comm->mpi, &c.request)))
+            return true;
         c.state = Collective::COMPARING;
     }
     int done;
@@ -167,10 +193,17 @@ ncclResult_t connect(ncclComm_t comm, const ncclUniqueId &id) {
     return all ? ncclSuccess : ncclInvalidArgument;
 }
 
-void disconnect(ncclComm_t comm) { MPI_Comm_free(&comm->mpi); }
+void disconnect(ncclComm_t comm) {
+    MPI_Comm_free(&comm->mpi);
+}
 #else
-bool advance(Collective &c) { (void)c; return true; }
-ncclResult_t connect(ncclComm_t, const ncclUniqueId &) { return ncclInvalidArgument; }
+bool advance(Collective &c) {
+    (void)c;
+    return true;
+}
+ncclResult_t connect(ncclComm_t, const ncclUniqueId &) {
+    return ncclInvalidArgument;
+}
 void disconnect(ncclComm_t) {}
 #endif
 
@@ -192,9 +225,12 @@ void start(const std::shared_ptr<Collective> &c) {
 int groups;
 std::vector<std::shared_ptr<Collective>> waiting;
 
-bool overlap(const char *a, size_t a_bytes, const char *b, size_t b_bytes) { return a < b + b_bytes && b < a + a_bytes; }
+bool overlap(const char *a, size_t a_bytes, const char *b, size_t b_bytes) {
+    return a < b + b_bytes && b < a + a_bytes;
+}
 
-// In place means: a reduce-scatter's result in this rank's slice of what it sends, an all-gather's input in this rank's slice of its result.
+// In place means: a reduce-scatter's result in this rank's slice of what it sends, an all-gather's input in this rank's
+// slice of its result.
 bool in_place_or_apart(const Collective &c) {
     const char *send = (const char *)c.send, *receive = (const char *)c.receive;
     if (!c.sends() || !c.receives() || !overlap(send, c.send_bytes(), receive, c.receive_bytes())) return true;
@@ -203,17 +239,20 @@ bool in_place_or_apart(const Collective &c) {
     return send == receive;
 }
 
-ncclResult_t add(Kind kind, const void *send, void *receive, size_t count, ncclDataType_t type, ncclRedOp_t op, int root, ncclComm_t comm,
-                 cudaStream_t stream) {
+ncclResult_t add(Kind kind, const void *send, void *receive, size_t count, ncclDataType_t type, ncclRedOp_t op,
+                 int root, ncclComm_t comm, cudaStream_t stream) {
     if (!comm || comm->aborted) return ncclInvalidArgument;
     if (comm->error != ncclSuccess) return comm->error;
     auto c = std::make_shared<Collective>();
     c->call = {kind, (int64_t)count, type, op, root};
     c->send = send, c->receive = receive, c->comm = comm, c->stream = stream;
     bool sums = kind == ALL_REDUCE || kind == REDUCE_SCATTER || kind == REDUCE;
-    if (op != ncclSum || (type != ncclFloat32 && type != ncclFloat64 && type != ncclBfloat16 && (sums || (type != ncclInt8 && type != ncclUint8))))
+    if (op != ncclSum || (type != ncclFloat32 && type != ncclFloat64 && type != ncclBfloat16 &&
+                          (sums || (type != ncclInt8 && type != ncclUint8))))
         return ncclInvalidArgument;
-    if (root < 0 || root >= comm->ranks || (c->sends() && !send) || (c->receives() && !receive) || !in_place_or_apart(*c)) return ncclInvalidArgument;
+    if (root < 0 || root >= comm->ranks || (c->sends() && !send) || (c->receives() && !receive) ||
+        !in_place_or_apart(*c))
+        return ncclInvalidArgument;
     if (count == 0) return ncclSuccess;
     if (groups) waiting.push_back(c);
     else start(c);
@@ -231,17 +270,19 @@ ncclResult_t ncclGetVersion(int *version) {
 
 const char *ncclGetErrorString(ncclResult_t result) {
     switch (result) {
-        case ncclSuccess: return "no error";
-        case ncclSystemError: return "a call of the system failed";
-        case ncclInvalidArgument: return "invalid argument";
-        case ncclInvalidUsage: return "invalid usage";
-        case ncclRemoteError: return "another rank failed or can't be reached";
-        case ncclInProgress: return "in progress";
-        default: return "another error";
+    case ncclSuccess: return "no error";
+    case ncclSystemError: return "a call of the system failed";
+    case ncclInvalidArgument: return "invalid argument";
+    case ncclInvalidUsage: return "invalid usage";
+    case ncclRemoteError: return "another rank failed or can't be reached";
+    case ncclInProgress: return "in progress";
+    default: return "another error";
     }
 }
 
-const char *ncclGetLastError(ncclComm_t) { return ""; }
+const char *ncclGetLastError(ncclComm_t) {
+    return "";
+}
 
 ncclResult_t ncclGetUniqueId(ncclUniqueId *id) {
     FILE *random = fopen("/dev/urandom", "rb");
@@ -298,26 +339,28 @@ ncclResult_t ncclGroupEnd() {
     return ncclSuccess;
 }
 
-ncclResult_t ncclAllReduce(const void *send, void *receive, size_t count, ncclDataType_t type, ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream) {
+ncclResult_t ncclAllReduce(const void *send, void *receive, size_t count, ncclDataType_t type, ncclRedOp_t op,
+                           ncclComm_t comm, cudaStream_t stream) {
     return add(ALL_REDUCE, send, receive, count, type, op, 0, comm, stream);
 }
 
-ncclResult_t ncclReduceScatter(const void *send, void *receive, size_t count, ncclDataType_t type, ncclRedOp_t op, ncclComm_t comm,
-                               cudaStream_t stream) {
+ncclResult_t ncclReduceScatter(const void *send, void *receive, size_t count, ncclDataType_t type, ncclRedOp_t op,
+                               ncclComm_t comm, cudaStream_t stream) {
     return add(REDUCE_SCATTER, send, receive, count, type, op, 0, comm, stream);
 }
 
-ncclResult_t ncclAllGather(const void *send, void *receive, size_t count, ncclDataType_t type, ncclComm_t comm, cudaStream_t stream) {
+ncclResult_t ncclAllGather(const void *send, void *receive, size_t count, ncclDataType_t type, ncclComm_t comm,
+                           cudaStream_t stream) {
     return add(ALL_GATHER, send, receive, count, type, ncclSum, 0, comm, stream);
 }
 
-ncclResult_t ncclBroadcast(const void *send, void *receive, size_t count, ncclDataType_t type, int root, ncclComm_t comm, cudaStream_t stream) {
+ncclResult_t ncclBroadcast(const void *send, void *receive, size_t count, ncclDataType_t type, int root,
+                           ncclComm_t comm, cudaStream_t stream) {
     return add(BROADCAST, send, receive, count, type, ncclSum, root, comm, stream);
 }
 
-ncclResult_t ncclReduce(const void *send, void *receive, size_t count, ncclDataType_t type, ncclRedOp_t op, int root, ncclComm_t comm,
-                        cudaStream_t stream) {
+ncclResult_t ncclReduce(const void *send, void *receive, size_t count, ncclDataType_t type, ncclRedOp_t op, int root,
+                        ncclComm_t comm, cudaStream_t stream) {
     return add(REDUCE, send, receive, count, type, op, root, comm, stream);
 }
-
 }

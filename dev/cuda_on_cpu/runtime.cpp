@@ -1,6 +1,7 @@
 // The CUDA runtime's functions: settings, memory, streams and events, the device.
 //
-// As blocks.cpp, this is never compiled with -fsanitize=thread; locks that the race check must not see as synchronisation are Locks.
+// As blocks.cpp, this is never compiled with -fsanitize=thread; locks that the race check must not see as
+// synchronisation are Locks.
 #include "engine.h"
 
 #include <cxxabi.h>
@@ -39,7 +40,8 @@ static const char *setting(const char *name) {
 static void refuse_unknown() {
     for (char **at = environ; *at; at++) {
         std::string name(*at, strcspn(*at, "="));
-        if (name.compare(0, 12, "CUDA_ON_CPU_") == 0 && std::find(known().begin(), known().end(), name) == known().end())
+        if (name.compare(0, 12, "CUDA_ON_CPU_") == 0 &&
+            std::find(known().begin(), known().end(), name) == known().end())
             die("%s: there is no such setting; README.md has those that there are", name.c_str());
     }
 }
@@ -85,7 +87,8 @@ static Settings from_environment() {
     s.stack = number("CUDA_ON_CPU_STACK", 256 * 1024);
     s.memory = number("CUDA_ON_CPU_MEMORY", (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE));
     s.shared = number("CUDA_ON_CPU_SHARED", BLOCK_SHARED);
-    if (s.shared < STATIC_SHARED || s.shared > BLOCK_SHARED) die("CUDA_ON_CPU_SHARED=%zu is not from %d to %d", s.shared, STATIC_SHARED, BLOCK_SHARED);
+    if (s.shared < STATIC_SHARED || s.shared > BLOCK_SHARED)
+        die("CUDA_ON_CPU_SHARED=%zu is not from %d to %d", s.shared, STATIC_SHARED, BLOCK_SHARED);
     s.devices = (int)number("CUDA_ON_CPU_DEVICES", 8);
     s.watched = number("CUDA_ON_CPU_WATCHED", UINT64_MAX);
     s.report = number("CUDA_ON_CPU_REPORT", 0) != 0;
@@ -101,7 +104,9 @@ Settings &cuda_on_cpu::settings() {
 __attribute__((constructor)) static void before_main() {
     settings();
     report_crashes();
-    atexit([] { if (settings().report) counts_print(stderr); });
+    atexit([] {
+        if (settings().report) counts_print(stderr);
+    });
 }
 
 // ---- errors
@@ -159,8 +164,9 @@ extern "C" cudaError_t cudaGetLastError() {
 }
 
 // ---- memory
-// Every allocation has pages of its own, with one before it and one behind it that nobody may touch. It starts at a multiple of 256, as
-// cudaMalloc's do, so up to 255 bytes remain before the page's end: they are looked at when the memory is freed.
+// Every allocation has pages of its own, with one before it and one behind it that nobody may touch. It starts at a
+// multiple of 256, as cudaMalloc's do, so up to 255 bytes remain before the page's end: they are looked at when the
+// memory is freed.
 
 enum Place { DEVICE_MEMORY, PINNED, REGISTERED };
 
@@ -197,7 +203,8 @@ static std::map<char *, Allocation>::iterator allocation_of(const void *p) {
 static bool within(const void *p, size_t bytes, bool device_only) {
     std::lock_guard<Lock> hold(memory_lock);
     auto it = allocation_of(p);
-    return it != allocations.end() && (char *)p + bytes <= it->first + it->second.bytes && (!device_only || it->second.place == DEVICE_MEMORY);
+    return it != allocations.end() && (char *)p + bytes <= it->first + it->second.bytes &&
+           (!device_only || it->second.place == DEVICE_MEMORY);
 }
 
 bool cuda_on_cpu::is_device(const void *p, size_t bytes) {
@@ -210,9 +217,15 @@ std::string cuda_on_cpu::describe_address(const void *p) {
         const Allocation &a = entry.second;
         const char *start = entry.first, *end = start + a.bytes, *at = (const char *)p;
         if (at < a.mapping || at >= a.mapping + a.mapping_bytes) continue;
-        if (at < start) snprintf(text, sizeof text, "%td bytes before the %zu of %s number %d", start - at, a.bytes, allocator(a), a.number);
-        else if (at >= end) snprintf(text, sizeof text, "%td bytes behind the end of the %zu of %s number %d", at - end, a.bytes, allocator(a), a.number);
-        else snprintf(text, sizeof text, "byte %td of the %zu of %s number %d", at - start, a.bytes, allocator(a), a.number);
+        if (at < start)
+            snprintf(text, sizeof text, "%td bytes before the %zu of %s number %d", start - at, a.bytes, allocator(a),
+                     a.number);
+        else if (at >= end)
+            snprintf(text, sizeof text, "%td bytes behind the end of the %zu of %s number %d", at - end, a.bytes,
+                     allocator(a), a.number);
+        else
+            snprintf(text, sizeof text, "byte %td of the %zu of %s number %d", at - start, a.bytes, allocator(a),
+                     a.number);
     }
     return text;
 }
@@ -222,7 +235,8 @@ static cudaError_t allocate(void **p, size_t bytes, Place place) {
     std::lock_guard<Lock> hold(memory_lock);
     *p = NULL;
     if (bytes == 0) return cudaSuccess;
-    if (room < bytes || (place == DEVICE_MEMORY && (bytes > settings().memory || device_bytes + bytes > settings().memory)))
+    if (room < bytes ||
+        (place == DEVICE_MEMORY && (bytes > settings().memory || device_bytes + bytes > settings().memory)))
         return result(cudaErrorMemoryAllocation);
     char *mapping = (char *)mmap(NULL, pages + 2 * PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (mapping == MAP_FAILED) return result(cudaErrorMemoryAllocation);
@@ -241,12 +255,14 @@ static cudaError_t release(void *p, Place place) {
     std::lock_guard<Lock> hold(memory_lock);
     auto it = allocations.find((char *)p);
     if (!p) return cudaSuccess;
-    if (it == allocations.end() || it->second.place != place) return refuse(cudaErrorInvalidValue, "an address is freed that was not allocated so");
+    if (it == allocations.end() || it->second.place != place)
+        return refuse(cudaErrorInvalidValue, "an address is freed that was not allocated so");
     Allocation a = it->second;
     if (place != REGISTERED) {
         mprotect(a.mapping + PAGE, a.mapping_bytes - 2 * PAGE, PROT_READ | PROT_WRITE);
         if (!is_filled(it->first + a.bytes, round_up(a.bytes, ALIGNMENT) - a.bytes, FENCE))
-            die("OUT OF BOUNDS: something was written behind the end of the %zu bytes of %s number %d", a.bytes, allocator(a), a.number);
+            die("OUT OF BOUNDS: something was written behind the end of the %zu bytes of %s number %d", a.bytes,
+                allocator(a), a.number);
         munmap(a.mapping, a.mapping_bytes);
     }
     if (place == DEVICE_MEMORY) device_bytes -= a.bytes;
@@ -259,45 +275,47 @@ static void show_device_memory(bool show) {
     std::lock_guard<Lock> hold(memory_lock);
     for (const auto &entry : allocations)
         if (entry.second.place == DEVICE_MEMORY)
-            mprotect(entry.second.mapping + PAGE, entry.second.mapping_bytes - 2 * PAGE, show ? PROT_READ | PROT_WRITE : PROT_NONE);
+            mprotect(entry.second.mapping + PAGE, entry.second.mapping_bytes - 2 * PAGE,
+                     show ? PROT_READ | PROT_WRITE : PROT_NONE);
 }
 
 // ---- streams and events
-// A stream is a queue. Unless settings().streams is AT_ONCE, what is in it takes place only when the host waits for something: then streams
-// that can go on are taken at random, until what the host waits for has come. So whatever a program does not wait for may well be late.
+// A stream is a queue. Unless settings().streams is AT_ONCE, what is in it takes place only when the host waits for
+// something: then streams that can go on are taken at random, until what the host waits for has come. So whatever a
+// program does not wait for may well be late.
 //
-// For the race check a stream is a thread of its own: it knows what the host knew when it gave it the work, and the host and other streams
-// know of its work after waiting for it.
+// For the race check a stream is a thread of its own: it knows what the host knew when it gave it the work, and the
+// host and other streams know of its work after waiting for it.
 
-struct Record {             // one recording of an event
+struct Record {    // one recording of an event
     bool done = false;
     double time = 0;
 };
 
 struct Operation {
-    uint64_t number;                    // in the order of the calls, over all streams
-    std::function<bool()> work;         // true: it is done; false: it has to be called again
-    std::shared_ptr<Record> after;      // cudaStreamWaitEvent's; or NULL
-    bool host_function;                 // of the program's: the race check sees all that it does
+    uint64_t number;                  // in the order of the calls, over all streams
+    std::function<bool()> work;       // true: it is done; false: it has to be called again
+    std::shared_ptr<Record> after;    // cudaStreamWaitEvent's; or NULL
+    bool host_function;               // of the program's: the race check sees all that it does
 };
 
 struct CUstream_st {
-    bool blocking;                      // waits for the legacy default stream, which waits for it
+    bool blocking;    // waits for the legacy default stream, which waits for it
     int priority;
     std::deque<std::unique_ptr<Operation>> queue;
-    void *context;                      // the race check's
-    char done;                          // its address stands for what has been done
+    void *context;    // the race check's
+    char done;        // its address stands for what has been done
 };
 
 struct CUevent_st {
-    std::shared_ptr<Record> latest;     // NULL: never recorded
+    std::shared_ptr<Record> latest;    // NULL: never recorded
     bool timing;
 };
 
 static std::recursive_mutex stream_lock;
 static uint64_t operations, random_state;
 static CUstream_st *default_stream, *favorite;
-static std::vector<CUstream_st *> streams;      // all, the default first
+static std::vector<CUstream_st *> streams;    // all, the default first
 
 static uint64_t toss() {
     static bool started;
@@ -343,12 +361,13 @@ static bool run_next(CUstream_st *s) {
     s->queue.pop_front();
     void *host = race_check() ? __tsan_get_current_fiber() : NULL;
     if (race_check()) {
-        if (next->host_function) __tsan_release(next.get());        // it runs on the host's stack, which it may touch
+        if (next->host_function) __tsan_release(next.get());    // it runs on the host's stack, which it may touch
         __tsan_switch_to_fiber(s->context, 1);
         __tsan_acquire(next.get());
         if (next->after) __tsan_acquire(next->after.get());
         for (CUstream_st *other : streams)
-            if (s == default_stream ? other->blocking : s->blocking && other == default_stream) __tsan_acquire(&other->done);
+            if (s == default_stream ? other->blocking : s->blocking && other == default_stream)
+                __tsan_acquire(&other->done);
     }
     bool unseen = race_check() && !next->host_function;
     if (unseen) __tsan_ignore_thread_begin();
@@ -367,12 +386,14 @@ static bool run_next(CUstream_st *s) {
     return finished;
 }
 
-// Goes on with any stream that can; false if none can. It mostly stays with the stream it was at, so that one comes far ahead of another.
+// Goes on with any stream that can; false if none can. It mostly stays with the stream it was at, so that one comes far
+// ahead of another.
 static bool run_any() {
     std::vector<CUstream_st *> able;
     std::copy_if(streams.begin(), streams.end(), std::back_inserter(able), can_go_on);
     if (able.empty()) return false;
-    if (toss() % 4 == 0 || std::find(able.begin(), able.end(), favorite) == able.end()) favorite = able[toss() % able.size()];
+    if (toss() % 4 == 0 || std::find(able.begin(), able.end(), favorite) == able.end())
+        favorite = able[toss() % able.size()];
     if (!run_next(favorite)) usleep(50);
     return true;
 }
@@ -452,48 +473,59 @@ static void check_launch(const Parameters &p, const std::vector<const void *> &p
     dim3 g = p.grid, b = p.block;
     std::string where = kernel_name(p.kernel) + ", launched at " + p.site.file + ":" + std::to_string(p.site.line);
     if (b.x == 0 || b.y == 0 || b.z == 0 || b.x > 1024 || b.y > 1024 || b.z > 64 || b.x * b.y * b.z > BLOCK_THREADS)
-        die("OVER LIMIT: %s: a block of (%u,%u,%u), and the limit is 1024 threads, in each direction 1 to 1024, 1024, 64", where.c_str(), b.x, b.y, b.z);
+        die("OVER LIMIT: %s: a block of (%u,%u,%u), and the limit is 1024 threads, in each direction 1 to 1024, 1024, 64",
+            where.c_str(), b.x, b.y, b.z);
     if (g.x == 0 || g.y == 0 || g.z == 0 || g.x > 2147483647u || g.y > 65535 || g.z > 65535)
-        die("OVER LIMIT: %s: a grid of (%u,%u,%u), and the limits are 1 to 2147483647, 65535, 65535", where.c_str(), g.x, g.y, g.z);
+        die("OVER LIMIT: %s: a grid of (%u,%u,%u), and the limits are 1 to 2147483647, 65535, 65535", where.c_str(),
+            g.x, g.y, g.z);
     if (p.shared_bytes > settings().shared)
-        die("OVER LIMIT: %s: %zu bytes of dynamic shared memory, and a block has %zu", where.c_str(), p.shared_bytes, settings().shared);
+        die("OVER LIMIT: %s: %zu bytes of dynamic shared memory, and a block has %zu", where.c_str(), p.shared_bytes,
+            settings().shared);
     for (size_t i = 0; i < pointers.size(); i++)
         if (pointers[i] && !is_device(pointers[i], 0))
-            die("HOST POINTER: %s: its pointer argument number %zu, %p, is neither device memory nor pinned", where.c_str(), i + 1, pointers[i]);
+            die("HOST POINTER: %s: its pointer argument number %zu, %p, is neither device memory nor pinned",
+                where.c_str(), i + 1, pointers[i]);
 }
 
-void cuda_on_cpu::enqueue_launch(cudaStream_t stream, const Parameters &parameters, const std::vector<const void *> &pointers) {
+void cuda_on_cpu::enqueue_launch(cudaStream_t stream, const Parameters &parameters,
+                                 const std::vector<const void *> &pointers) {
     std::lock_guard<std::recursive_mutex> hold(stream_lock);
     CUstream_st *s = stream_of(stream);
     check_launch(parameters, pointers);
-    if (!s) die("%s is launched at %s:%d in a stream that does not exist", kernel_name(parameters.kernel).c_str(), parameters.site.file, parameters.site.line);
+    if (!s)
+        die("%s is launched at %s:%d in a stream that does not exist", kernel_name(parameters.kernel).c_str(),
+            parameters.site.file, parameters.site.line);
     add_operation(s, [parameters] { run_grid(parameters); });
 }
 
-// A copy in a stream, as the runtime makes it ("API synchronization behavior" in its reference): memory that is not pinned is read before
-// the call returns, and written before it returns; else only the stream waits, and with `wait` the host as well, unless both are on the device.
-static cudaError_t copy(const char *name, void *to, const void *from, size_t row, size_t to_step, size_t from_step, size_t rows, cudaMemcpyKind kind,
-                        cudaStream_t stream, bool wait) {
+// A copy in a stream, as the runtime makes it ("API synchronization behavior" in its reference): memory that is not
+// pinned is read before the call returns, and written before it returns; else only the stream waits, and with `wait`
+// the host as well, unless both are on the device.
+static cudaError_t copy(const char *name, void *to, const void *from, size_t row, size_t to_step, size_t from_step,
+                        size_t rows, cudaMemcpyKind kind, cudaStream_t stream, bool wait) {
     WITH_STREAM(s, stream);
     if (row == 0 || rows == 0) return cudaSuccess;
     size_t to_bytes = (rows - 1) * to_step + row, from_bytes = (rows - 1) * from_step + row;
     bool to_device = within(to, to_bytes, true), from_device = within(from, from_bytes, true);
     bool to_pinned = within(to, to_bytes, false), from_pinned = within(from, from_bytes, false);
     if (kind == cudaMemcpyDefault)
-        kind = to_device ? (from_device ? cudaMemcpyDeviceToDevice : cudaMemcpyHostToDevice) : (from_device ? cudaMemcpyDeviceToHost : cudaMemcpyHostToHost);
+        kind = to_device ? (from_device ? cudaMemcpyDeviceToDevice : cudaMemcpyHostToDevice)
+                         : (from_device ? cudaMemcpyDeviceToHost : cudaMemcpyHostToHost);
     if ((kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice) != to_device)
-        return refuse(cudaErrorInvalidValue, std::string(name) + ": " + std::to_string(to_bytes) + " bytes at its destination are " +
-                      (to_device ? "device" : "no device") + " memory");
+        return refuse(cudaErrorInvalidValue, std::string(name) + ": " + std::to_string(to_bytes) +
+                                                 " bytes at its destination are " +
+                                                 (to_device ? "device" : "no device") + " memory");
     if ((kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice) != from_device)
-        return refuse(cudaErrorInvalidValue, std::string(name) + ": " + std::to_string(from_bytes) + " bytes at its source are " +
-                      (from_device ? "device" : "no device") + " memory");
+        return refuse(cudaErrorInvalidValue, std::string(name) + ": " + std::to_string(from_bytes) +
+                                                 " bytes at its source are " + (from_device ? "device" : "no device") +
+                                                 " memory");
     std::shared_ptr<std::vector<char>> staged;
     if (!from_pinned && to_device) {
         staged = std::make_shared<std::vector<char>>((const char *)from, (const char *)from + from_bytes);
         from = staged->data();
     }
     add_operation(s, [=] {
-        (void)staged;       // lives until the copy is made
+        (void)staged;    // lives until the copy is made
         reads(from, row, rows, from_step);
         writes(to, row, rows, to_step);
         for (size_t i = 0; i < rows; i++) memmove((char *)to + i * to_step, (const char *)from + i * from_step, row);
@@ -507,13 +539,16 @@ static cudaError_t copy(const char *name, void *to, const void *from, size_t row
 static std::string symbol_at(const char *file, size_t bytes, uintptr_t address) {
     const Elf64_Ehdr *header = (const Elf64_Ehdr *)file;
     const Elf64_Shdr *sections = (const Elf64_Shdr *)(file + header->e_shoff);
-    if (bytes < sizeof *header || memcmp(file, ELFMAG, SELFMAG) != 0 || header->e_shoff + header->e_shnum * sizeof *sections > bytes) return "";
+    if (bytes < sizeof *header || memcmp(file, ELFMAG, SELFMAG) != 0 ||
+        header->e_shoff + header->e_shnum * sizeof *sections > bytes)
+        return "";
     for (int i = 0; i < header->e_shnum; i++) {
         if (sections[i].sh_type != SHT_SYMTAB) continue;
         const Elf64_Sym *symbols = (const Elf64_Sym *)(file + sections[i].sh_offset);
         const char *names = file + sections[sections[i].sh_link].sh_offset;
         for (size_t j = 0; j < sections[i].sh_size / sizeof *symbols; j++)
-            if (symbols[j].st_value == address && ELF64_ST_TYPE(symbols[j].st_info) == STT_FUNC) return names + symbols[j].st_name;
+            if (symbols[j].st_value == address && ELF64_ST_TYPE(symbols[j].st_info) == STT_FUNC)
+                return names + symbols[j].st_name;
     }
     return "";
 }
@@ -549,7 +584,7 @@ static double now() {
 // ---- the functions of the API
 extern "C" {
 
-extern const int warpSize = 32;     // device_launch_parameters.h declares it
+extern const int warpSize = 32;    // device_launch_parameters.h declares it
 
 cudaError_t cudaMalloc(void **p, size_t bytes) {
     return allocate(p, bytes, DEVICE_MEMORY);
@@ -582,7 +617,8 @@ cudaError_t cudaFreeHost(void *p) {
 
 cudaError_t cudaFreeAsync(void *p, cudaStream_t stream) {
     WITH_STREAM(s, stream);
-    if (!p || !within(p, 0, true)) return p ? refuse(cudaErrorInvalidValue, "cudaFreeAsync: no device memory") : cudaSuccess;
+    if (!p || !within(p, 0, true))
+        return p ? refuse(cudaErrorInvalidValue, "cudaFreeAsync: no device memory") : cudaSuccess;
     add_operation(s, [=] { release(p, DEVICE_MEMORY); });
     return cudaSuccess;
 }
@@ -624,19 +660,21 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpy
     return copy(__func__, to, from, bytes, 0, 0, 1, kind, stream, false);
 }
 
-cudaError_t cudaMemcpy2D(void *to, size_t to_step, const void *from, size_t from_step, size_t width, size_t height, cudaMemcpyKind kind) {
+cudaError_t cudaMemcpy2D(void *to, size_t to_step, const void *from, size_t from_step, size_t width, size_t height,
+                         cudaMemcpyKind kind) {
     return copy(__func__, to, from, width, to_step, from_step, height, kind, NULL, true);
 }
 
-cudaError_t cudaMemcpy2DAsync(void *to, size_t to_step, const void *from, size_t from_step, size_t width, size_t height, cudaMemcpyKind kind,
-                              cudaStream_t stream) {
+cudaError_t cudaMemcpy2DAsync(void *to, size_t to_step, const void *from, size_t from_step, size_t width, size_t height,
+                              cudaMemcpyKind kind, cudaStream_t stream) {
     return copy(__func__, to, from, width, to_step, from_step, height, kind, stream, false);
 }
 
 cudaError_t cudaMemsetAsync(void *p, int value, size_t bytes, cudaStream_t stream) {
     WITH_STREAM(s, stream);
     if (bytes == 0) return cudaSuccess;
-    if (!is_device(p, bytes)) return refuse(cudaErrorInvalidValue, "cudaMemset: " + std::to_string(bytes) + " bytes are no device memory");
+    if (!is_device(p, bytes))
+        return refuse(cudaErrorInvalidValue, "cudaMemset: " + std::to_string(bytes) + " bytes are no device memory");
     add_operation(s, [=] {
         writes(p, bytes);
         memset(p, value, bytes);
@@ -860,12 +898,14 @@ cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int dev
     case cudaDevAttrComputeCapabilityMajor: *value = p.major; break;
     case cudaDevAttrComputeCapabilityMinor: *value = p.minor; break;
     case cudaDevAttrL2CacheSize: *value = p.l2CacheSize; break;
-    case cudaDevAttrClockRate: *value = 1980000; break;                         // kHz
-    case cudaDevAttrMemoryClockRate: *value = 2619000; break;                   // kHz
-    case cudaDevAttrGlobalMemoryBusWidth: *value = p.memoryBusWidth; break;     // bits
+    case cudaDevAttrClockRate: *value = 1980000; break;                        // kHz
+    case cudaDevAttrMemoryClockRate: *value = 2619000; break;                  // kHz
+    case cudaDevAttrGlobalMemoryBusWidth: *value = p.memoryBusWidth; break;    // bits
     case cudaDevAttrPciBusId: *value = p.pciBusID; break;
     case cudaDevAttrMemoryPoolsSupported: *value = 1; break;
-    default: return refuse(cudaErrorNotSupported, "cudaDeviceGetAttribute: attribute " + std::to_string(attribute) + " is not known here");
+    default:
+        return refuse(cudaErrorNotSupported,
+                      "cudaDeviceGetAttribute: attribute " + std::to_string(attribute) + " is not known here");
     }
     return cudaSuccess;
 }
@@ -878,7 +918,8 @@ cudaError_t cudaDeviceGetPCIBusId(char *text, int bytes, int device) {
 // ---- kernels. launch() itself asks for shared memory above 48 KB; registers are not known here.
 
 cudaError_t cudaFuncSetAttribute(const void *, cudaFuncAttribute attribute, int value) {
-    if (attribute == cudaFuncAttributeMaxDynamicSharedMemorySize && (value < 0 || (size_t)value > settings().shared)) return result(cudaErrorInvalidValue);
+    if (attribute == cudaFuncAttributeMaxDynamicSharedMemorySize && (value < 0 || (size_t)value > settings().shared))
+        return result(cudaErrorInvalidValue);
     return cudaSuccess;
 }
 
@@ -899,13 +940,15 @@ cudaError_t cudaFuncGetName(const char **name, const void *kernel) {
 
 // By threads, blocks and shared memory alone.
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const void *, int threads, size_t shared_bytes) {
-    if (threads < 1 || threads > BLOCK_THREADS || shared_bytes > settings().shared) return result(cudaErrorInvalidValue);
-    *blocks = (int)std::min<size_t>({PROCESSOR_BLOCKS, PROCESSOR_THREADS / round_up((size_t)threads, 32), PROCESSOR_SHARED / (shared_bytes + RESERVED_SHARED)});
+    if (threads < 1 || threads > BLOCK_THREADS || shared_bytes > settings().shared)
+        return result(cudaErrorInvalidValue);
+    *blocks = (int)std::min<size_t>({PROCESSOR_BLOCKS, PROCESSOR_THREADS / round_up((size_t)threads, 32),
+                                     PROCESSOR_SHARED / (shared_bytes + RESERVED_SHARED)});
     return cudaSuccess;
 }
 
-cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, const void *kernel, int threads, size_t shared_bytes, unsigned) {
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, const void *kernel, int threads,
+                                                                   size_t shared_bytes, unsigned) {
     return cudaOccupancyMaxActiveBlocksPerMultiprocessor(blocks, kernel, threads, shared_bytes);
 }
-
 }

@@ -1,9 +1,10 @@
-// The emulator's own test: what its functions compute, against plain loops, and defects planted in kernels, each with a sound twin.
+// The emulator's own test: what its functions compute, against plain loops, and defects planted in kernels, each with a
+// sound twin.
 //     test_cuda_on_cpu numbers             every function's numbers
 //     test_cuda_on_cpu NAME 0|1            the kernel NAME as it should be (0), with its defect (1)
 //     test_cuda_on_cpu help                the names
-// The exit status is 0 where the results are right, 1 where they are wrong; a defect may also end in a message and abort(). Which
-// settings find which defect is in test_cuda_on_cpu.py.
+// The exit status is 0 where the results are right, 1 where they are wrong; a defect may also end in a message and
+// abort(). Which settings find which defect is in test_cuda_on_cpu.py.
 #include "gpu_on_cpu.h"
 
 #include <stdio.h>
@@ -25,13 +26,19 @@ static int failures;
 #define CUDA(call) CHECK((call) == cudaSuccess, "%s failed", #call)
 
 template <class T>
-struct Device {         // n elements on the device, of a's values or none
+struct Device {    // n elements on the device, of a's values or none
     T *p = NULL;
     size_t n;
-    explicit Device(size_t n) : n(n) { CUDA(cudaMalloc((void **)&p, n * sizeof(T))); }
-    explicit Device(const std::vector<T> &a) : Device(a.size()) { CUDA(cudaMemcpy(p, a.data(), n * sizeof(T), cudaMemcpyHostToDevice)); }
+    explicit Device(size_t n) : n(n) {
+        CUDA(cudaMalloc((void **)&p, n * sizeof(T)));
+    }
+    explicit Device(const std::vector<T> &a) : Device(a.size()) {
+        CUDA(cudaMemcpy(p, a.data(), n * sizeof(T), cudaMemcpyHostToDevice));
+    }
     Device(const Device &) = delete;
-    ~Device() { CUDA(cudaFree(p)); }
+    ~Device() {
+        CUDA(cudaFree(p));
+    }
     std::vector<T> host() const {
         std::vector<T> a(n);
         CUDA(cudaMemcpy(a.data(), p, n * sizeof(T), cudaMemcpyDeviceToHost));
@@ -68,14 +75,15 @@ KERNEL void lane_functions(LaneResults *out) {
     r.xor8 = __shfl_xor_sync(ALL, value, 9, 8);
     r.wide = __shfl_sync(ALL, value + 0.5, 31 - lane);
     r.ballot = __ballot_sync(ALL, lane % 3 == 0);
-    r.any = (unsigned)__any_sync(ALL, lane == 17), r.none = (unsigned)__any_sync(ALL, 0), r.all = (unsigned)__all_sync(ALL, lane < 32);
+    r.any = (unsigned)__any_sync(ALL, lane == 17), r.none = (unsigned)__any_sync(ALL, 0),
+    r.all = (unsigned)__all_sync(ALL, lane < 32);
     r.match_any = __match_any_sync(ALL, lane % 4);
     r.match_all = __match_all_sync(ALL, 5, &r.same);
     r.sum = __reduce_add_sync(ALL, (unsigned)lane);
     r.least = __reduce_min_sync(ALL, (unsigned)lane + 4), r.most = __reduce_max_sync(ALL, (unsigned)lane);
     r.negative_least = __reduce_min_sync(ALL, lane - 20);
     unsigned half = lane < 16 ? 0xFFFFu : 0xFFFF0000u;
-    if (lane < 16) r.half_warp = __shfl_xor_sync(half, (float)lane, 1);     // the halves meet apart
+    if (lane < 16) r.half_warp = __shfl_xor_sync(half, (float)lane, 1);    // the halves meet apart
     else r.half_warp = __shfl_xor_sync(half, 100.0f + (float)lane, 2);
     __syncwarp();
     out[threadIdx.x] = r;
@@ -106,8 +114,10 @@ static void test_lanes() {
 }
 
 KERNEL void block_functions(int *out, dim3 *sizes) {
-    int i = (int)(threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)), n = (int)(blockDim.x * blockDim.y * blockDim.z);
-    int or_ = __syncthreads_or(i == 5), none = __syncthreads_or(0), and_ = __syncthreads_and(i < n), not_all = __syncthreads_and(i != 3);
+    int i = (int)(threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)),
+        n = (int)(blockDim.x * blockDim.y * blockDim.z);
+    int or_ = __syncthreads_or(i == 5), none = __syncthreads_or(0), and_ = __syncthreads_and(i < n),
+        not_all = __syncthreads_and(i != 3);
     int count = __syncthreads_count(i % 2);
     int block = (int)(blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z));
     out[block * n + i] = or_ + 10 * none + 100 * and_ + 1000 * not_all + 10000 * count;
@@ -123,7 +133,8 @@ static void test_blocks() {
     for (dim3 d : sizes.host()) CHECK(d.x == 5 && d.y == 2 && d.z == 3, "sizes");
 }
 
-// out (16,8) = a (16,16) · b (16,8) + 3, all fragments by ldmatrix; b lies as it is (k, n), then as its transpose (n, k)
+// out (16,8) = a (16,16) · b (16,8) + 3, all fragments by ldmatrix; b lies as it is (k, n), then as its transpose (n,
+// k)
 KERNEL void product(float *out, float *out2, uint32_t *half, const bf16 *a, const bf16 *b, const bf16 *b_transposed) {
     DYNAMIC_SHARED(bf16, tiles);
     bf16 *ta = tiles, *tb = tiles + 256, *tt = tiles + 384;
@@ -164,14 +175,16 @@ static void test_product() {
     for (int i = 0; i < 16; i++)
         for (int j = 0; j < 8; j++) {
             float sum = 3;
-            for (int k = 0; k < 16; k++) sum += __bfloat162float(a[i * 16 + k]) * __bfloat162float(b[k * 8 + j]);    // exact: few bits
+            // exact: few bits.
+            for (int k = 0; k < 16; k++) sum += __bfloat162float(a[i * 16 + k]) * __bfloat162float(b[k * 8 + j]);
             CHECK(r[i * 8 + j] == sum, "(%d,%d): %g, not %g", i, j, r[i * 8 + j], sum);
             CHECK(r2[i * 8 + j] == sum, "(%d,%d): %g, not %g", i, j, r2[i * 8 + j], sum);
         }
     for (int l = 0; l < 32; l++)
-        for (int m = 0; m < 4; m++) {       // of matrix m, at rows m % 2 and columns m / 2 of the 2×2 matrices that are a
+        for (int m = 0; m < 4; m++) {    // of matrix m, at rows m % 2 and columns m / 2 of the 2×2 matrices that are a
             int row = m % 2 * 8 + 2 * (l % 4), column = m / 2 * 8 + l / 4;
-            uint32_t low = __bfloat16_as_ushort(a[row * 16 + column]), high = __bfloat16_as_ushort(a[(row + 1) * 16 + column]);
+            uint32_t low = __bfloat16_as_ushort(a[row * 16 + column]),
+                     high = __bfloat16_as_ushort(a[(row + 1) * 16 + column]);
             CHECK(h[4 * l + m] == (high << 16 | low), "lane %d, matrix %d", l, m);
         }
 }
@@ -189,16 +202,18 @@ KERNEL void dot_product(float *out, const bf16 *x, const bf16 *y, float c) {
 
 // By hand, for each way of adding. The products are x_k y_k; x and y go on with zeros.
 static void test_sums() {
-    const float large = 67108864, inf = INFINITY;      // 2^26
+    const float large = 67108864, inf = INFINITY;    // 2^26
     const struct {
         const char *what;
         float c, nearest, hopper;
         std::vector<float> x, y;
     } cases[] = {
-        {"2^-24 is kept beside 1, sixteen times", 1, 1, 1 + 0x1p-20f, std::vector<float>(16, 0x1p-12f), std::vector<float>(16, 0x1p-12f)},
+        {"2^-24 is kept beside 1, sixteen times", 1, 1, 1 + 0x1p-20f, std::vector<float>(16, 0x1p-12f),
+         std::vector<float>(16, 0x1p-12f)},
         {"2^-25 is", 1, 1, 1 + 0x1p-21f, std::vector<float>(16, 0x1p-12f), std::vector<float>(16, 0x1p-13f)},
         {"2^-26 is cut off", 1, 1, 1, std::vector<float>(16, 0x1p-13f), std::vector<float>(16, 0x1p-13f)},
-        {"of 1.5 2^-25 a third is", 1, 1, 1 + 0x1p-21f, std::vector<float>(16, 0x1.8p-12f), std::vector<float>(16, 0x1p-13f)},
+        {"of 1.5 2^-25 a third is", 1, 1, 1 + 0x1p-21f, std::vector<float>(16, 0x1.8p-12f),
+         std::vector<float>(16, 0x1p-13f)},
         {"and below 0", -1, -1, -1 - 0x1p-21f, std::vector<float>(16, -0x1.8p-12f), std::vector<float>(16, 0x1p-13f)},
         {"the sum is rounded toward zero", 1, 1 + 0x1p-22f, 1 + 0x1p-23f, {0x1.8p-12f}, {0x1p-11f}},
         {"from below, too", -1, -1 - 0x1p-22f, -1 - 0x1p-23f, {-0x1.8p-12f}, {0x1p-11f}},
@@ -224,13 +239,15 @@ static void test_sums() {
             float right = sums == cuda_on_cpu::SUMS_HOPPER ? x.hopper : x.nearest;
             cuda_on_cpu::settings().mma = sums;
             launch(dot_product, 1, 32, 0, NULL, out.p, da.p, db.p, x.c);
-            for (float y : out.host()) CHECK(y == right, "%s, %s: %a, not %a", x.what, sums == cuda_on_cpu::SUMS_HOPPER ? "hopper" : "nearest", y, right);
+            for (float y : out.host())
+                CHECK(y == right, "%s, %s: %a, not %a", x.what, sums == cuda_on_cpu::SUMS_HOPPER ? "hopper" : "nearest",
+                      y, right);
         }
         cuda_on_cpu::settings().mma = before;
     }
 }
 
-KERNEL void copies(float *out, const float *in, int n) {        // three groups under way; beyond n zeros
+KERNEL void copies(float *out, const float *in, int n) {    // three groups under way; beyond n zeros
     DYNAMIC_SHARED(float, tile);
     int i = 4 * (int)threadIdx.x, step = 4 * (int)blockDim.x;
     for (int k = 0; k < 3; k++) {
@@ -242,8 +259,9 @@ KERNEL void copies(float *out, const float *in, int n) {        // three groups 
         if (k == 0) copy_async_wait<2>();
         if (k == 1) copy_async_wait<1>();
         if (k == 2) copy_async_wait<0>();
-        float4 x = *(float4 *)(tile + i + k * step);            // its own copies need no barrier
-        store_16(out + i + k * step, make_uint4(__float_as_uint(x.x), __float_as_uint(x.y), __float_as_uint(x.z), __float_as_uint(x.w)));
+        float4 x = *(float4 *)(tile + i + k * step);    // its own copies need no barrier
+        store_16(out + i + k * step,
+                 make_uint4(__float_as_uint(x.x), __float_as_uint(x.y), __float_as_uint(x.z), __float_as_uint(x.w)));
     }
 }
 
@@ -257,8 +275,10 @@ static void test_copies() {
 KERNEL void atomics(int *i, unsigned *u, unsigned long long *w, float *f, double *d) {
     int t = (int)(blockIdx.x * blockDim.x + threadIdx.x);
     atomicAdd(i, t), atomicAdd(u, 2u), atomicAdd(w, 3ull), atomicAdd(f, 0.5f), atomicAdd(d, 0.25);
-    atomicMax(i + 1, t), atomicMin(i + 2, -t), atomicSub(i + 3, 1), atomicOr(u + 1, 1u << t % 32), atomicAnd(u + 2, ~(1u << t % 32));
-    atomicXor(u + 3, 1u << t % 32), atomicInc(u + 4, 9u), atomicDec(u + 5, 9u), atomicCAS(i + 4, t, t + 1), atomicExch(i + 5, 77);
+    atomicMax(i + 1, t), atomicMin(i + 2, -t), atomicSub(i + 3, 1), atomicOr(u + 1, 1u << t % 32),
+        atomicAnd(u + 2, ~(1u << t % 32));
+    atomicXor(u + 3, 1u << t % 32), atomicInc(u + 4, 9u), atomicDec(u + 5, 9u), atomicCAS(i + 4, t, t + 1),
+        atomicExch(i + 5, 77);
 }
 
 static void test_atomics() {
@@ -272,22 +292,35 @@ static void test_atomics() {
     std::vector<unsigned> ru = u.host();
     CHECK(ri[0] == 128 * 127 / 2 && ri[1] == 127 && ri[2] == -127 && ri[3] == -128 && ri[5] == 77, "ints");
     CHECK(ri[4] >= 1 && ri[4] <= 128, "compare and swap: %d", ri[4]);
-    CHECK(ru[0] == 256 && ru[1] == ALL && ru[2] == 0 && ru[3] == 0 && ru[4] == 8 && ru[5] == 2, "unsigneds %u %u", ru[4], ru[5]);
+    CHECK(ru[0] == 256 && ru[1] == ALL && ru[2] == 0 && ru[3] == 0 && ru[4] == 8 && ru[5] == 2, "unsigneds %u %u",
+          ru[4], ru[5]);
     CHECK(w.host()[0] == 384 && f.host()[0] == 64.0f && d.host()[0] == 32.0, "others");
 }
 
 static void test_arithmetic() {
-    CHECK(__popc(0xF0F0u) == 8 && __popcll(~0ull) == 64 && __ffs(8) == 4 && __ffs(0) == 0 && __clz(1) == 31 && __clz(0) == 32, "bits");
+    CHECK(__popc(0xF0F0u) == 8 && __popcll(~0ull) == 64 && __ffs(8) == 4 && __ffs(0) == 0 && __clz(1) == 31 &&
+              __clz(0) == 32,
+          "bits");
     CHECK(__brev(1u) == 0x80000000u && __umulhi(0x80000000u, 6u) == 3 && __mulhi(-2, 5) == -1, "bits");
     CHECK(__umul64hi(1ull << 63, 6) == 3 && __byte_perm(0x33221100u, 0x77665544u, 0x7041u) == 0x77004411u, "bits %x",
           __byte_perm(0x33221100u, 0x77665544u, 0x7041u));
     CHECK(__funnelshift_l(0x80000001u, 0x2u, 1) == 5 && __funnelshift_r(0x80000001u, 0x3u, 1) == 0xC0000000u, "bits");
-    CHECK(__float_as_uint(1.0f) == 0x3F800000u && __uint_as_float(0x40000000u) == 2.0f && __int_as_float(__float_as_int(-3.5f)) == -3.5f, "bits");
-    CHECK(exp2_fast(3.0f) == 8.0f && exp2_fast(-130.0f) == 0.0f && log2_fast(8.0f) == 3.0f && isinf(log2_fast(1e-39f)), "exp2, log2");
-    CHECK(reciprocal_fast(4.0f) == 0.25f && reciprocal_fast(3e38f) == 0.0f && rsqrtf(4.0f) == 0.5f && __saturatef(NAN) == 0.0f, "reciprocals");
-    CHECK(fabsf(normcdff(1.0f) - 0.841344746f) < 1e-6f && fabsf(sinpif(0.5f) - 1.0f) < 1e-6f && __fdividef(3.0f, 2.0f) == 1.5f, "others");
-    CHECK(__float2int_rn(2.5f) == 2 && __float2int_rz(-2.7f) == -2 && __float2int_rd(-2.2f) == -3 && __float2int_ru(2.2f) == 3, "rounding");
-    CHECK(__float2int_rn(1e20f) == 2147483647 && __float2int_rn(NAN) == 0 && __float2uint_rn(-5.0f) == 0, "conversions");
+    CHECK(__float_as_uint(1.0f) == 0x3F800000u && __uint_as_float(0x40000000u) == 2.0f &&
+              __int_as_float(__float_as_int(-3.5f)) == -3.5f,
+          "bits");
+    CHECK(exp2_fast(3.0f) == 8.0f && exp2_fast(-130.0f) == 0.0f && log2_fast(8.0f) == 3.0f && isinf(log2_fast(1e-39f)),
+          "exp2, log2");
+    CHECK(reciprocal_fast(4.0f) == 0.25f && reciprocal_fast(3e38f) == 0.0f && rsqrtf(4.0f) == 0.5f &&
+              __saturatef(NAN) == 0.0f,
+          "reciprocals");
+    CHECK(fabsf(normcdff(1.0f) - 0.841344746f) < 1e-6f && fabsf(sinpif(0.5f) - 1.0f) < 1e-6f &&
+              __fdividef(3.0f, 2.0f) == 1.5f,
+          "others");
+    CHECK(__float2int_rn(2.5f) == 2 && __float2int_rz(-2.7f) == -2 && __float2int_rd(-2.2f) == -3 &&
+              __float2int_ru(2.2f) == 3,
+          "rounding");
+    CHECK(__float2int_rn(1e20f) == 2147483647 && __float2int_rn(NAN) == 0 && __float2uint_rn(-5.0f) == 0,
+          "conversions");
     CHECK(min(3, -2) == -2 && max(3u, 7u) == 7u && max(1.0f, 2.0f) == 2.0f && fmaxf(NAN, 1.0f) == 1.0f, "min and max");
     CHECK(isnan(max_nan(NAN, 1.0f)) && isnan(max_nan(1.0f, NAN)) && max_nan(-2.0f, 1.0f) == 1.0f, "max_nan");
 }
@@ -309,8 +342,8 @@ static void test_runtime() {
     CUDA(cudaMallocHost((void **)&pinned, 400));
     CUDA(cudaEventRecord(from, a));
     launch(add_one, 2, 64, 0, a, x.p, 100);
-    launch(add_one, 2, 64, 0, NULL, x.p, 100);                        // the default stream waits for a
-    launch(add_one, 2, 64, 0, a, x.p, 100);                           // and a for it
+    launch(add_one, 2, 64, 0, NULL, x.p, 100);    // the default stream waits for a
+    launch(add_one, 2, 64, 0, a, x.p, 100);       // and a for it
     CUDA(cudaEventRecord(to, a));
     CUDA(cudaStreamWaitEvent(b, to, 0));
     CUDA(cudaMemcpyAsync(y.p, x.p, 400, cudaMemcpyDeviceToDevice, b));
@@ -377,7 +410,8 @@ KERNEL void reverse_kernel(float *out, const float *in, bool defect) {
 }
 
 static void check_reversed(const std::vector<float> &r) {
-    for (size_t i = 0; i < r.size(); i++) CHECK(r[i] == (float)((i / 256 * 256 + 255 - i % 256) % 1021), "%zu: %g", i, r[i]);
+    for (size_t i = 0; i < r.size(); i++)
+        CHECK(r[i] == (float)((i / 256 * 256 + 255 - i % 256) % 1021), "%zu: %g", i, r[i]);
 }
 
 static void missing_barrier(bool defect) {
@@ -386,14 +420,15 @@ static void missing_barrier(bool defect) {
     check_reversed(out.host());
 }
 
-// The tile is used again and again: without the barrier after its use a quick warp overwrites what a slow one has yet to read.
+// The tile is used again and again: without the barrier after its use a quick warp overwrites what a slow one has yet
+// to read.
 KERNEL void reverse_in_one_block(float *out, const float *in, int tiles, bool defect) {
     SHARED_ARRAY(float, tile, 256);
     for (int i = 0; i < tiles; i++) {
         tile[threadIdx.x] = in[256 * i + threadIdx.x];
         __syncthreads();
         float x = tile[255 - threadIdx.x];
-        x += __shfl_xor_sync(ALL, x, 0);            // something to wait for between the barriers
+        x += __shfl_xor_sync(ALL, x, 0);    // something to wait for between the barriers
         out[256 * i + threadIdx.x] = x / 2 + (tile[255 - threadIdx.x] - x / 2);
         if (!defect) __syncthreads();
     }
@@ -405,7 +440,7 @@ static void missing_barrier_after_use(bool defect) {
     check_reversed(out.host());
 }
 
-KERNEL void neighbor_kernel(float *out, const float *in, bool defect) {     // within a warp: __syncwarp is enough
+KERNEL void neighbor_kernel(float *out, const float *in, bool defect) {    // within a warp: __syncwarp is enough
     SHARED_ARRAY(float, tile, 64);
     tile[threadIdx.x] = in[threadIdx.x];
     if (!defect) __syncwarp();
@@ -428,7 +463,7 @@ KERNEL void reverse_by_copies(float *out, const float *in, int tiles, int defect
     copy_async_16(tile + 4 * i, in + 4 * i, true);
     copy_async_commit();
     for (int k = 0; k < tiles; k++) {
-        if (defect != NO_BARRIER_BEFORE_REUSE) __syncthreads();         // all have read the tile that is filled next
+        if (defect != NO_BARRIER_BEFORE_REUSE) __syncthreads();    // all have read the tile that is filled next
         if (k + 1 < tiles) copy_async_16(tile + (k + 1) % 2 * 256 + 4 * i, in + 256 * (k + 1) + 4 * i, true);
         if (defect != NO_COMMIT) copy_async_commit();
         if (defect == ONE_GROUP_LEFT) copy_async_wait<2>();
@@ -443,11 +478,21 @@ static void copy_defect(int defect) {
     launch(reverse_by_copies, 1, 64, 2 * 256 * 4, NULL, out.p, in.p, 8, defect);
     check_reversed(out.host());
 }
-static void missing_copy_wait(bool defect) { copy_defect(defect ? NO_WAIT : SOUND); }
-static void missing_barrier_after_copy(bool defect) { copy_defect(defect ? NO_BARRIER : SOUND); }
-static void missing_copy_commit(bool defect) { copy_defect(defect ? NO_COMMIT : SOUND); }
-static void wait_for_too_few_groups(bool defect) { copy_defect(defect ? ONE_GROUP_LEFT : SOUND); }
-static void copy_into_tile_in_use(bool defect) { copy_defect(defect ? NO_BARRIER_BEFORE_REUSE : SOUND); }
+static void missing_copy_wait(bool defect) {
+    copy_defect(defect ? NO_WAIT : SOUND);
+}
+static void missing_barrier_after_copy(bool defect) {
+    copy_defect(defect ? NO_BARRIER : SOUND);
+}
+static void missing_copy_commit(bool defect) {
+    copy_defect(defect ? NO_COMMIT : SOUND);
+}
+static void wait_for_too_few_groups(bool defect) {
+    copy_defect(defect ? ONE_GROUP_LEFT : SOUND);
+}
+static void copy_into_tile_in_use(bool defect) {
+    copy_defect(defect ? NO_BARRIER_BEFORE_REUSE : SOUND);
+}
 
 static void missing_stream_wait(bool defect) {
     cudaStream_t a, b;
@@ -528,16 +573,30 @@ static void warp_defect(int defect) {
     std::vector<int> r = out.host();
     for (int i = 0; i < 64; i++) CHECK(r[i] == (i ^ 1), "%d: %d", i, r[i]);
 }
-static void diverged_shuffle(bool defect) { warp_defect(defect ? DIVERGED : NONE); }
-static void shuffles_at_two_places(bool defect) { warp_defect(defect ? TWO_PLACES : NONE); }
-static void shuffle_meets_vote(bool defect) { warp_defect(defect ? TWO_KINDS : NONE); }
-static void exited_lane(bool defect) { warp_defect(defect ? EXITED : NONE); }
-static void lane_not_in_mask(bool defect) { warp_defect(defect ? NOT_IN_MASK : NONE); }
-static void shuffle_from_outside_mask(bool defect) { warp_defect(defect ? FROM_OUTSIDE : NONE); }
-static void partial_warp(bool defect) { warp_defect(defect ? PARTIAL_WARP : NONE); }
+static void diverged_shuffle(bool defect) {
+    warp_defect(defect ? DIVERGED : NONE);
+}
+static void shuffles_at_two_places(bool defect) {
+    warp_defect(defect ? TWO_PLACES : NONE);
+}
+static void shuffle_meets_vote(bool defect) {
+    warp_defect(defect ? TWO_KINDS : NONE);
+}
+static void exited_lane(bool defect) {
+    warp_defect(defect ? EXITED : NONE);
+}
+static void lane_not_in_mask(bool defect) {
+    warp_defect(defect ? NOT_IN_MASK : NONE);
+}
+static void shuffle_from_outside_mask(bool defect) {
+    warp_defect(defect ? FROM_OUTSIDE : NONE);
+}
+static void partial_warp(bool defect) {
+    warp_defect(defect ? PARTIAL_WARP : NONE);
+}
 
 KERNEL void barrier_kernel(int *out, int defect) {
-    if (defect == 1 && threadIdx.x < 40) __syncthreads();                   // for some of the block only
+    if (defect == 1 && threadIdx.x < 40) __syncthreads();    // for some of the block only
     if (defect == 2) {
         if (threadIdx.x < 32) __syncthreads();
         else __syncthreads();
@@ -551,11 +610,18 @@ static void barrier_defect(int defect) {
     launch(barrier_kernel, 1, 64, 0, NULL, out.p, defect);
     for (int x : out.host()) CHECK(x == 1, "%d", x);
 }
-static void barrier_in_branch(bool defect) { barrier_defect(defect ? 1 : 0); }
-static void barriers_at_two_places(bool defect) { barrier_defect(defect ? 2 : 0); }
-static void barrier_after_exit(bool defect) { barrier_defect(defect ? 3 : 0); }
+static void barrier_in_branch(bool defect) {
+    barrier_defect(defect ? 1 : 0);
+}
+static void barriers_at_two_places(bool defect) {
+    barrier_defect(defect ? 2 : 0);
+}
+static void barrier_after_exit(bool defect) {
+    barrier_defect(defect ? 3 : 0);
+}
 
-KERNEL void deadlock_kernel(int *out, bool defect) {        // warp 1's lanes 8-31 wait for its others, who wait for them at the barrier
+KERNEL void
+deadlock_kernel(int *out, bool defect) {    // warp 1's lanes 8-31 wait for its others, who wait for them at the barrier
     if (!defect || threadIdx.x >= 40) out[threadIdx.x] = __shfl_xor_sync(ALL, 1, 1);
     __syncthreads();
     if (defect && threadIdx.x < 40) out[threadIdx.x] = __shfl_xor_sync(ALL, 1, 1);
@@ -571,11 +637,11 @@ KERNEL void dynamic_kernel(float *out, int n) {
     for (int i = (int)threadIdx.x; i < n; i += 32) tile[i] = 1.0f;
     out[threadIdx.x] = tile[threadIdx.x];
 }
-static void write_behind_dynamic_shared(bool defect) {              // 4 KB: the next byte is on a page that is not there
+static void write_behind_dynamic_shared(bool defect) {    // 4 KB: the next byte is on a page that is not there
     Device<float> out(32);
     launch(dynamic_kernel, 1, 32, 4096, NULL, out.p, defect ? 1025 : 1024);
 }
-static void write_closely_behind_dynamic_shared(bool defect) {      // within the 128 bytes that it is rounded to
+static void write_closely_behind_dynamic_shared(bool defect) {    // within the 128 bytes that it is rounded to
     Device<float> out(32);
     launch(dynamic_kernel, 1, 32, 160, NULL, out.p, defect ? 41 : 40);
 }
@@ -615,7 +681,7 @@ static void uninitialised_device_memory(bool defect) {
 }
 
 static void read_behind_device_memory(bool defect) {
-    Device<float> x(64);                                    // 256 bytes: the next one is on a page that is not there
+    Device<float> x(64);    // 256 bytes: the next one is on a page that is not there
     CUDA(cudaMemset(x.p, 0, 256));
     launch(add_one, 3, 32, 0, NULL, x.p, defect ? 65 : 64);
     CUDA(cudaDeviceSynchronize());
@@ -626,7 +692,7 @@ static void write_closely_behind_device_memory(bool defect) {
     launch(add_one, 2, 32, 0, NULL, x.p, defect ? 51 : 50);
 }
 
-KERNEL void flag_kernel(int *flag, bool defect) {           // all write the same: right on most days
+KERNEL void flag_kernel(int *flag, bool defect) {    // all write the same: right on most days
     if (defect || threadIdx.x % 256 == 0) *flag = 1;
 }
 static void race_between_warps(bool defect) {
@@ -635,7 +701,7 @@ static void race_between_warps(bool defect) {
     CHECK(flag.host()[0] == 1, "flag");
 }
 
-KERNEL void total_kernel(float *total, const float *in, bool defect) {      // whole numbers: the order does not matter
+KERNEL void total_kernel(float *total, const float *in, bool defect) {    // whole numbers: the order does not matter
     float x = in[blockIdx.x * 32 + threadIdx.x];
     for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(ALL, x, step);
     if (threadIdx.x == 0) {
@@ -669,7 +735,7 @@ static void missing_fence(bool defect) {
     CHECK(out.host()[0] == 28.0f, "%g", out.host()[0]);
 }
 
-static void unordered_kernels(bool defect) {                // two streams on the same data
+static void unordered_kernels(bool defect) {    // two streams on the same data
     cudaStream_t a, b;
     CUDA(cudaStreamCreateWithFlags(&a, cudaStreamNonBlocking));
     CUDA(cudaStreamCreateWithFlags(&b, cudaStreamNonBlocking));
@@ -683,7 +749,7 @@ static void unordered_kernels(bool defect) {                // two streams on th
     CUDA(cudaStreamDestroy(b));
 }
 
-static void unordered_library(bool defect) {                // a library's work in one stream, on what a kernel in another makes
+static void unordered_library(bool defect) {    // a library's work in one stream, on what a kernel in another makes
     cudaStream_t a, b;
     cudaEvent_t made;
     CUDA(cudaStreamCreateWithFlags(&a, cudaStreamNonBlocking));
@@ -705,7 +771,7 @@ static void unordered_library(bool defect) {                // a library's work 
     CUDA(cudaStreamDestroy(b));
 }
 
-KERNEL void matrix_kernel(uint32_t *out, int row_elements, int shift) {         // 16 rows of 64 elements
+KERNEL void matrix_kernel(uint32_t *out, int row_elements, int shift) {    // 16 rows of 64 elements
     DYNAMIC_SHARED(bf16, tile);
     int l = (int)threadIdx.x;
     for (int i = l; i < 16 * row_elements; i += 32) tile[i] = __float2bfloat16((float)i);
@@ -722,7 +788,7 @@ static void ldmatrix_behind_shared(bool defect) {
     Device<uint32_t> out(128);
     launch(matrix_kernel, 1, 32, 16 * 72 * 2, NULL, out.p, 72, defect ? 64 : 0);
 }
-static void bank_conflicts(bool defect) {                           // rows of 128 bytes all begin in the same bank; of 144 in different ones
+static void bank_conflicts(bool defect) {    // rows of 128 bytes all begin in the same bank; of 144 in different ones
     Device<uint32_t> out(128);
     cuda_on_cpu::counts_reset();
     launch(matrix_kernel, 1, 32, 16 * 72 * 2, NULL, out.p, defect ? 64 : 72, 0);
@@ -732,7 +798,7 @@ static void bank_conflicts(bool defect) {                           // rows of 1
     CHECK(c.ldmatrix_conflicts == 0, "%llu bank conflicts of ldmatrix", (unsigned long long)c.ldmatrix_conflicts);
 }
 
-KERNEL void copy_rows(const float *in, int row_bytes) {             // lane l copies the first 16 bytes of row l
+KERNEL void copy_rows(const float *in, int row_bytes) {    // lane l copies the first 16 bytes of row l
     DYNAMIC_SHARED(char, tile);
     copy_async_16(tile + (int)threadIdx.x * row_bytes, in, true);
     copy_async_commit();
@@ -744,7 +810,8 @@ static void bank_conflicts_of_copies(bool defect) {
     launch(copy_rows, 1, 32, 32 * 144, NULL, in.p, defect ? 128 : 144);
     CUDA(cudaDeviceSynchronize());
     cuda_on_cpu::Counts c = cuda_on_cpu::counts();
-    CHECK(c.copies == 32 && c.copy_conflicts == 0, "%llu bank conflicts of copies", (unsigned long long)c.copy_conflicts);
+    CHECK(c.copies == 32 && c.copy_conflicts == 0, "%llu bank conflicts of copies",
+          (unsigned long long)c.copy_conflicts);
 }
 
 KERNEL void address_kernel(float *out, const float *in, int defect) {
@@ -758,17 +825,35 @@ static void address_defect(int defect) {
     Device<float> in(count_up(32)), out(32);
     launch(address_kernel, 1, 1, 4096, NULL, out.p, in.p, defect);
 }
-static void copy_to_misaligned(bool defect) { address_defect(defect ? 1 : 0); }
-static void copy_from_misaligned(bool defect) { address_defect(defect ? 2 : 0); }
-static void misaligned_load(bool defect) { address_defect(defect ? 3 : 0); }
-static void misaligned_store(bool defect) { address_defect(defect ? 4 : 0); }
-static void copy_behind_shared(bool defect) { address_defect(defect ? 5 : 0); }
+static void copy_to_misaligned(bool defect) {
+    address_defect(defect ? 1 : 0);
+}
+static void copy_from_misaligned(bool defect) {
+    address_defect(defect ? 2 : 0);
+}
+static void misaligned_load(bool defect) {
+    address_defect(defect ? 3 : 0);
+}
+static void misaligned_store(bool defect) {
+    address_defect(defect ? 4 : 0);
+}
+static void copy_behind_shared(bool defect) {
+    address_defect(defect ? 5 : 0);
+}
 
 KERNEL void empty_kernel() {}
-static void block_too_large(bool defect) { launch(empty_kernel, 1, defect ? 1025 : 1024, 0, NULL); }
-static void empty_grid(bool defect) { launch(empty_kernel, defect ? 0 : 1, 32, 0, NULL); }
-static void grid_too_large(bool defect) { launch(empty_kernel, dim3(1, defect ? 65536 : 1), 32, 0, NULL); }
-static void too_much_shared(bool defect) { launch(empty_kernel, 1, 32, 227 * 1024 + (defect ? 1 : 0), NULL); }
+static void block_too_large(bool defect) {
+    launch(empty_kernel, 1, defect ? 1025 : 1024, 0, NULL);
+}
+static void empty_grid(bool defect) {
+    launch(empty_kernel, defect ? 0 : 1, 32, 0, NULL);
+}
+static void grid_too_large(bool defect) {
+    launch(empty_kernel, dim3(1, defect ? 65536 : 1), 32, 0, NULL);
+}
+static void too_much_shared(bool defect) {
+    launch(empty_kernel, 1, 32, 227 * 1024 + (defect ? 1 : 0), NULL);
+}
 
 KERNEL void large_array_kernel(bool both) {
     SHARED_ARRAY(float, first, 12 * 1024);
@@ -778,7 +863,9 @@ KERNEL void large_array_kernel(bool both) {
         second[0] = 0;
     }
 }
-static void arrays_too_large(bool defect) { launch(large_array_kernel, 1, 1, 0, NULL, defect); }
+static void arrays_too_large(bool defect) {
+    launch(large_array_kernel, 1, 1, 0, NULL, defect);
+}
 
 static void host_pointer(bool defect) {
     Device<float> x(std::vector<float>(32, 0.0f));
@@ -795,7 +882,9 @@ static float deep(float x, int n) {
     room[n % 1024] = x;
     return n ? deep(x, n - 1) + room[n % 1024] : x;
 }
-KERNEL void stack_kernel(float *out, int n) { *out = deep(1.0f, n); }
+KERNEL void stack_kernel(float *out, int n) {
+    *out = deep(1.0f, n);
+}
 static void stack_overflow(bool defect) {
     Device<float> out(1);
     launch(stack_kernel, 1, 1, 0, NULL, out.p, defect ? 10000 : 3);
@@ -812,7 +901,9 @@ static void write_behind_local_array(bool defect) {
     launch(local_kernel, 1, 32, 0, NULL, out.p, defect ? 9 : 8);
 }
 
-KERNEL void shift_kernel(int *out, int shift) { *out = 1 << shift; }
+KERNEL void shift_kernel(int *out, int shift) {
+    *out = 1 << shift;
+}
 static void shift_too_far(bool defect) {
     Device<int> out(1);
     launch(shift_kernel, 1, 1, 0, NULL, out.p, defect ? 32 : 30);

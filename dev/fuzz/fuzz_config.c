@@ -1,12 +1,15 @@
 // A hostile config.json: it is refused by name, or what was read is a model that writes the same config.json again.
-// Sources: runtime/error.c runtime/file.c runtime/json.c runtime/options.c runtime/process.c attention/normalizer.c model/model.c model/config.c
+// Sources: runtime/error.c runtime/file.c runtime/json.c runtime/options.c runtime/process.c attention/normalizer.c
+// model/model.c model/config.c
 #include <stdlib.h>
 #include <string.h>
 
 #include "dev/fuzz/folder.h"
 #include "model/model.h"
 
-static void make_nothing(const char *folder) { (void)folder; }
+static void make_nothing(const char *folder) {
+    (void)folder;
+}
 
 int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
     Error error = {0};

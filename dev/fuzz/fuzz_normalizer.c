@@ -26,7 +26,7 @@ static void check_message(const char *text, size_t room) {
 int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
     Normalizer normalizer;
     char message[1024] = "", stage[64], shortest[NORMALIZER_TEXT], written[1024] = "softmax";
-    char *text = malloc(size + 1);                     // of its own size, so that a read past its end shows
+    char *text = malloc(size + 1);    // of its own size, so that a read past its end shows
     memcpy(text, bytes, size);
     text[size] = 0;
     if (!normalizer_parse(&normalizer, text, message, sizeof message)) {
@@ -37,7 +37,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
     }
     if (strcmp(normalizer.text, text)) abort();
     for (size_t i = 0; i < STAGE_COUNT; i++)
-        sprintf(written + strlen(written), "+%s=%s", stage_names[i], normalizer_stage_text(&normalizer, i, stage, sizeof stage));
+        sprintf(written + strlen(written), "+%s=%s", stage_names[i],
+                normalizer_stage_text(&normalizer, i, stage, sizeof stage));
     if (!isnan(normalizer.s_start)) sprintf(written + strlen(written), "+s=%.17g", normalizer.s_start);
     if (normalizer.fixed) strcat(written, "+fixed");
     if (strlen(written) < NORMALIZER_TEXT) parse_again(&normalizer, written);

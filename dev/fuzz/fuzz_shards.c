@@ -1,5 +1,5 @@
-// A hostile shard, and mask where the input is 'm', the shard's size in 16 bits, shard, mask: refused by name, or every window
-// reads, with ids and mask values in their ranges.
+// A hostile shard, and mask where the input is 'm', the shard's size in 16 bits, shard, mask: refused by name, or every
+// window reads, with ids and mask values in their ranges.
 // Sources: runtime/error.c runtime/file.c runtime/human.c runtime/random.c runtime/shards.c
 #include <stdlib.h>
 #include <string.h>
@@ -9,19 +9,24 @@
 
 enum { LENGTH = 8 };
 
-static void make_nothing(const char *folder) { (void)folder; }
+static void make_nothing(const char *folder) {
+    (void)folder;
+}
 
 static void read_all(const char *glob, PackMode pack) {
     Error error = {0};
     int32_t tokens[LENGTH + 1];
     uint8_t mask[LENGTH];
-    ShardsConfig config = {.T = LENGTH, .vocab = 50257, .end_of_text = 50256, .seed = 1, .shuffle = true, .pack = pack, .min_windows = 1};
+    ShardsConfig config = {
+        .T = LENGTH, .vocab = 50257, .end_of_text = 50256, .seed = 1, .shuffle = true, .pack = pack, .min_windows = 1};
     Shards *shards = shards_open(glob, config, &error);
     if (!shards && (error.code != EXIT_INPUT || !strstr(error.text, fuzz_path))) abort();
     for (uint64_t g = 0; shards && g < shards_windows(shards); g++) {
         if (!shards_window(shards, g, tokens, mask, &error)) break;
-        for (int t = 0; t <= LENGTH; t++) if (tokens[t] < 0 || tokens[t] >= 50257) abort();
-        for (int t = 0; t < LENGTH; t++) if (mask[t] > 1) abort();
+        for (int t = 0; t <= LENGTH; t++)
+            if (tokens[t] < 0 || tokens[t] >= 50257) abort();
+        for (int t = 0; t < LENGTH; t++)
+            if (mask[t] > 1) abort();
     }
     if (shards) shards_check_all(shards, &error);
     shards_close(shards);

@@ -6,7 +6,9 @@
 #include "dev/fuzz/folder.h"
 #include "runtime/tokenizer.h"
 
-static void make_nothing(const char *folder) { (void)folder; }
+static void make_nothing(const char *folder) {
+    (void)folder;
+}
 
 int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
     static const char text[] = "the the  then it's 1234 \xC3\xA9\xF0\x9F\x98\x80\n\t<|endoftext|>";

@@ -14,6 +14,7 @@ import argparse
 import datetime
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -82,13 +83,19 @@ def few_instances(tree):
     path.write_text("\n".join(rows) + "\n")
 
 
+def places(text, old):
+    """Where `old` is in a source text, however either breaks its lines."""
+    return list(re.finditer(r"\s*".join(map(re.escape, "".join(old.split()))), text))
+
+
 def try_mutation(tree, file, old, new):
     path = tree / file
     text = path.read_text()
-    if text.count(old) != 1:
-        return f"occurs {text.count(old)} times in {file}, expected once"
+    found = places(text, old)
+    if len(found) != 1:
+        return f"occurs {len(found)} times in {file}, expected once"
     try:
-        path.write_text(text.replace(old, new))
+        path.write_text(text[:found[0].start()] + new + text[found[0].end():])
         return verdict_of(tree, tests_of(file))
     finally:
         path.write_text(text)

@@ -1,5 +1,7 @@
-// What test_gpt2.c and test_gpt2.cu share: the cases of fixtures/cases.txt, comparing with their answers, and the cases of whole models.
-// C and C++ both include it. The trainer to be tested stands behind the functions subject_*, which the file that includes this defines.
+// What test_gpt2.c and test_gpt2.cu share: the cases of fixtures/cases.txt, comparing with their answers, and the cases
+// of whole models.
+// C and C++ both include it. The trainer to be tested stands behind the functions subject_*, which the file that
+// includes this defines.
 #ifndef REFERENCE_CASES_H
 #define REFERENCE_CASES_H
 
@@ -26,7 +28,7 @@ static char case_line[1024];
 
 // Says what failed; a passing check says nothing, a passing case one line.
 static bool check(const char *what, double error, double bound) {
-    if (error <= bound) return true;                  // false for a NaN
+    if (error <= bound) return true;    // false for a NaN
     printf("  FAILED %s: %s: error %.3g, at most %.3g allowed\n", case_name, what, error, bound);
     failed++;
     return false;
@@ -36,7 +38,7 @@ static void case_done(int failed_before, double worst) {
     if (failed == failed_before) passed++, printf("ok %-44s worst error %.2g\n", case_name, worst);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------------
 // Cases
 
 // The value of a key on the case's line, in one of a few static buffers.
@@ -65,7 +67,8 @@ static size_t read_answer(const char *name, float *out, size_t room) {
     snprintf(full, sizeof full, "%s/%s", case_name, name);
     const TensorInfo *info = safetensors_find(answers, full);
     if (!info) fail(EXIT_INPUT, FIXTURES ": there is no %s.", full);
-    if (info->elements > room) fail(EXIT_INPUT, FIXTURES ": %s has %zu numbers, at most %zu expected.", full, info->elements, room);
+    if (info->elements > room)
+        fail(EXIT_INPUT, FIXTURES ": %s has %zu numbers, at most %zu expected.", full, info->elements, room);
     if (!safetensors_read(answers, full, info->ndim, info->shape, out, &error)) fail_with(&error);
     return info->elements;
 }
@@ -75,7 +78,8 @@ static double compare(const char *name, const float *x, size_t n, double floor, 
     float stored[FIXTURE_FULL];
     size_t count = read_answer(name, stored, FIXTURE_FULL);
     size_t expected = n <= FIXTURE_FULL ? n : (size_t)FIXTURE_DIGEST;
-    if (count != expected) fail(EXIT_INPUT, FIXTURES ": %s/%s has %zu numbers, expected %zu.", case_name, name, count, expected);
+    if (count != expected)
+        fail(EXIT_INPUT, FIXTURES ": %s/%s has %zu numbers, expected %zu.", case_name, name, count, expected);
     double error = fixture_error(stored, x, n, floor);
     check(name, error, bound);
     return error;
@@ -98,18 +102,20 @@ static double largest(double a, double b) {
     return b > a || !(b == b) ? b : a;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------------
 // The whole model
 
-// The trainer to be tested: a model of this shape, for B sequences of T tokens at a time, its parameters from the host, and passes over it.
+// The trainer to be tested: a model of this shape, for B sequences of T tokens at a time, its parameters from the host,
+// and passes over it.
 static void subject_start(const ModelConfig *config, const TensorList *list, size_t B, size_t T);
 static void subject_set(const float *params);
-static double subject_step(const int32_t *inputs, const int32_t *targets, size_t B, size_t T, float scale, bool first);   // sum of losses
+// Sum of losses.
+static double subject_step(const int32_t *inputs, const int32_t *targets, size_t B, size_t T, float scale, bool first);
 static double subject_norm(void);
 static void subject_update(AdamW adamw);
-static const float *subject_params(void);                // after what was done last
+static const float *subject_params(void);    // after what was done last
 static const float *subject_grads(void);
-static void subject_logits(float *logits, const int32_t *inputs, size_t B, size_t T);      // (B·T,V)
+static void subject_logits(float *logits, const int32_t *inputs, size_t B, size_t T);    // (B·T,V)
 static void subject_end(void);
 
 typedef struct {
@@ -124,7 +130,7 @@ static void fill_weights(const ModelCase *c) {
         const Tensor *t = &c->list.tensors[i];
         float mean, scale;
         fixture_weight_rule(t->name, t->shape[t->ndim - 1], &mean, &scale);
-        if (!tensor_trained(t, &c->config.attn)) mean = t->mean, scale = 0.0f;       // s that is fixed
+        if (!tensor_trained(t, &c->config.attn)) mean = t->mean, scale = 0.0f;    // s that is fixed
         fixture_fill(params + t->offset, t->elements, t->name, 0, mean, scale);
     }
     subject_set(params);
@@ -197,11 +203,13 @@ static double check_training(const ModelCase *c, size_t steps) {
     memcpy(start, subject_params(), c->list.floats * sizeof(float));
     for (size_t s = 0; s < steps; s++) {
         int32_t *batch = take_batch(c, s);
-        double loss = subject_step(batch, batch + N, c->B, c->T, 1.0f / (float)N, true) / (double)N, norm = subject_norm();
+        double loss = subject_step(batch, batch + N, c->B, c->T, 1.0f / (float)N, true) / (double)N,
+               norm = subject_norm();
         worst = largest(worst, relative(loss, losses[s]));
         check("a training loss", relative(loss, losses[s]), 1e-5);
         check("a gradient norm", relative(norm, norms[s]), 1e-4);
-        AdamW adamw = {lr * fmin(1.0, (double)(s + 1) / 2), 0.9, 0.95, 1e-8, decay, fmin(1.0, clip / (norm + 1e-6)), (int64_t)s + 1};
+        AdamW adamw = {lr * fmin(1.0, (double)(s + 1) / 2), 0.9,           0.95, 1e-8, decay,
+                       fmin(1.0, clip / (norm + 1e-6)),     (int64_t)s + 1};
         subject_update(adamw);
         free(batch);
     }
@@ -234,7 +242,8 @@ static void test_model(void) {
     c.B = size_of("B"), c.T = size_of("T");
     if (!model_parse(&c.config, text_of("model"), &error)) fail_with(&error);
     c.config.seq_len = (int)size_of("L");
-    if (!normalizer_parse(&c.config.attn, text_of("attn"), message, sizeof message)) fail(EXIT_INPUT, "%s: %s", case_name, message);
+    if (!normalizer_parse(&c.config.attn, text_of("attn"), message, sizeof message))
+        fail(EXIT_INPUT, "%s: %s", case_name, message);
     c.list = tensors_of(&c.config, NULL, 0);
     subject_start(&c.config, &c.list, c.B, c.T);
     fill_weights(&c);
@@ -247,7 +256,8 @@ static void test_model(void) {
     double loss = subject_step(batch, batch + N, c.B, c.T, 1.0f / (float)N, true) / (double)N;
     worst = largest(worst, relative(loss, losses[0]));
     check("loss", relative(loss, losses[0]), 1e-5);
-    double floor = (c.T == 1 ? 1e-2 : 1e-3) * subject_norm();      // at T = 1 under l1, q and k have no gradient: what is left is rounding
+    // At T = 1 under l1, q and k have no gradient: what is left is rounding.
+    double floor = (c.T == 1 ? 1e-2 : 1e-3) * subject_norm();
     worst = largest(worst, compare_tensors(&c, "grad", subject_grads(), floor, 1e-4));
     if (c.B == 2) check_accumulation(&c, batch, loss);
     if (steps) worst = largest(worst, check_training(&c, steps));
@@ -257,7 +267,7 @@ static void test_model(void) {
     tensors_free(&c.list);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------------
 // All cases
 
 typedef struct {
@@ -265,7 +275,8 @@ typedef struct {
     void (*run)(void);
 } CaseKind;
 
-// Runs the cases whose line has `word` in it, by their kind; those of other kinds are passed over when `some`, and are an error otherwise.
+// Runs the cases whose line has `word` in it, by their kind; those of other kinds are passed over when `some`, and are
+// an error otherwise.
 static void run_cases(const CaseKind *kinds, size_t count, const char *word, bool some) {
     static char name[128];
     Error error;

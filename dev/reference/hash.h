@@ -1,6 +1,6 @@
-// The numbers that the reference and the C tests both make, so that no fixture has to store an input, and the short form
-// (a digest) in which a fixture keeps a large tensor. fixtures.py has the same formulas in Python; test_reference.py compares
-// the two. README.md says why.
+// The numbers that the reference and the C tests both make, so that no fixture has to store an input, and the short
+// form (a digest) in which a fixture keeps a large tensor. fixtures.py has the same formulas in Python;
+// test_reference.py compares the two. README.md says why.
 #ifndef REFERENCE_HASH_H
 #define REFERENCE_HASH_H
 
@@ -10,7 +10,7 @@
 #include <string.h>
 
 enum {
-    FIXTURE_FULL = 100,          // a tensor with no more elements than this is stored whole
+    FIXTURE_FULL = 100,    // a tensor with no more elements than this is stored whole
     FIXTURE_PROJECTIONS = 16,
     FIXTURE_SAMPLES = 8,
     FIXTURE_DIGEST = 1 + FIXTURE_PROJECTIONS + FIXTURE_SAMPLES
@@ -43,16 +43,18 @@ static inline double fixture_uniform(uint64_t stream, uint64_t i) {
 // out[j] = mean + scale * uniform(name, first + j), j < n, in double and then rounded to float.
 static inline void fixture_fill(float *out, size_t n, const char *name, size_t first, float mean, float scale) {
     uint64_t stream = fixture_stream(name);
-    for (size_t j = 0; j < n; j++)
-        out[j] = (float)((double)mean + (double)scale * fixture_uniform(stream, first + j));
+    for (size_t j = 0; j < n; j++) out[j] = (float)((double)mean + (double)scale * fixture_uniform(stream, first + j));
 }
 
-// The mean and the scale of a parameter, by the first row whose words its name has; any other is a matrix, 0 +- 2/sqrt(columns).
+// The mean and the scale of a parameter, by the first row whose words its name has; any other is a matrix, 0 +-
+// 2/sqrt(columns).
 static inline void fixture_weight_rule(const char *name, size_t columns, float *mean, float *scale) {
-    static const struct { const char *words; float mean, scale; } RULES[] = {
-        {"norm.weight", 1.0f, 0.3f}, {"_gain",     0.0f, 1.5f}, {"_offset", 0.0f, 0.6f},
-        {"attn_scale",  0.3f, 0.1f}, {"attn_bias", 0.0f, 0.2f}, {"attn_pn", 1.0f, 0.3f},
-        {"attn_sink",   0.0f, 0.5f}};
+    static const struct {
+        const char *words;
+        float mean, scale;
+    } RULES[] = {{"norm.weight", 1.0f, 0.3f}, {"_gain", 0.0f, 1.5f},     {"_offset", 0.0f, 0.6f},
+                 {"attn_scale", 0.3f, 0.1f},  {"attn_bias", 0.0f, 0.2f}, {"attn_pn", 1.0f, 0.3f},
+                 {"attn_sink", 0.0f, 0.5f}};
     *mean = 0.0f, *scale = (float)(2.0 / sqrt((double)columns));
     for (size_t i = 0; i < sizeof RULES / sizeof *RULES; i++)
         if (strstr(name, RULES[i].words)) {
@@ -86,8 +88,8 @@ static inline void fixture_digest(double out[FIXTURE_DIGEST], const float *x, si
     for (int j = 0; j < FIXTURE_SAMPLES; j++) sample[j] = x[fixture_index("sample", j, n)];
 }
 
-// How far x (n elements) is from the stored form (n numbers where n <= FIXTURE_FULL, a digest otherwise), relative to the
-// stored norm or to floor, where that is larger (a gradient that is 0 has no relative error):
+// How far x (n elements) is from the stored form (n numbers where n <= FIXTURE_FULL, a digest otherwise), relative to
+// the stored norm or to floor, where that is larger (a gradient that is 0 has no relative error):
 //   whole:   |x - stored| / norm
 //   digest:  the largest of | |x| - norm |, the root mean square of the projections' differences (which estimates
 //            |x - stored|), and the largest difference of a sample; over norm.
@@ -104,11 +106,9 @@ static inline double fixture_error(const float *stored, const float *x, size_t n
     } else {
         fixture_digest(digest, x, n);
         norm = stored[0];
-        for (int k = 1; k <= FIXTURE_PROJECTIONS; k++)
-            square += (digest[k] - stored[k]) * (digest[k] - stored[k]);
+        for (int k = 1; k <= FIXTURE_PROJECTIONS; k++) square += (digest[k] - stored[k]) * (digest[k] - stored[k]);
         error = fmax(fabs(digest[0] - norm), sqrt(square / FIXTURE_PROJECTIONS));
-        for (int j = 1 + FIXTURE_PROJECTIONS; j < FIXTURE_DIGEST; j++)
-            error = fmax(error, fabs(digest[j] - stored[j]));
+        for (int j = 1 + FIXTURE_PROJECTIONS; j < FIXTURE_DIGEST; j++) error = fmax(error, fabs(digest[j] - stored[j]));
         if (isnan(digest[0])) error = NAN;
     }
     if (error == 0) return 0;

@@ -1,4 +1,5 @@
-// What the C tests share: CHECK, a line for each group of checks, the verdict, and a way to watch code that ends the process.
+// What the C tests share: CHECK, a line for each group of checks, the verdict, and a way to watch code that ends the
+// process.
 #ifndef DEV_TESTS_CHECK_H
 #define DEV_TESTS_CHECK_H
 
@@ -44,8 +45,9 @@ static inline void check_leave(int status, void *unused) {
     _exit(status);
 }
 
-// Runs body(data) in a process of its own, with its stdout and stderr in `output`. Returns its exit code, or -signal. The child leaves before
-// any exit handler of the parent runs: a driver's handler would tear down what belongs to the parent.
+// Runs body(data) in a process of its own, with its stdout and stderr in `output`. Returns its exit code, or -signal.
+// The child leaves before any exit handler of the parent runs: a driver's handler would tear down what belongs to the
+// parent.
 static inline int check_fork(void (*body)(void *), void *data, char *output, size_t size) {
     int ends[2], status;
     fflush(stdout);
@@ -54,7 +56,7 @@ static inline int check_fork(void (*body)(void *), void *data, char *output, siz
     if (child == 0) {
         dup2(ends[1], 1), dup2(ends[1], 2);
         close(ends[0]), close(ends[1]);
-        if (on_exit(check_leave, NULL) != 0) abort();        // handlers run in reverse order: this one first
+        if (on_exit(check_leave, NULL) != 0) abort();    // handlers run in reverse order: this one first
         body(data);
         exit(0);
     }

@@ -1,5 +1,5 @@
-// What dev/tests/test_flash.py calls: attention forward and backward on arrays of the host's, by the kernels of attention/flash.h. Part of
-// flash.so alone.
+// What dev/tests/test_flash.py calls: attention forward and backward on arrays of the host's, by the kernels of
+// attention/flash.h. Part of flash.so alone.
 #include "kernels/gpu.cuh"
 
 #include "attention/flash.h"
@@ -14,15 +14,15 @@ extern "C" {
 typedef struct {
     size_t B, T, NH, HS, VS;
     int L;
-    size_t q_row, k_row, v_row, out_row;      // elements; q, k, v each (B·T·row)
+    size_t q_row, k_row, v_row, out_row;    // elements; q, k, v each (B·T·row)
 } FlashTestShape;
 
 typedef struct {
-    const void *q, *k, *v, *dout;             // of X
-    const float *s, *b, *p, *sink;            // NULL where the normalizer has none
-    void *out, *dq, *dk, *dv;                 // of X
-    float *stats, *ds, *db, *dp, *dsink;      // added to
-    unsigned long long rows_without_weight;   // added to
+    const void *q, *k, *v, *dout;              // of X
+    const float *s, *b, *p, *sink;             // NULL where the normalizer has none
+    void *out, *dq, *dk, *dv;                  // of X
+    float *stats, *ds, *db, *dp, *dsink;       // added to
+    unsigned long long rows_without_weight;    // added to
 } FlashTestArrays;
 }
 
@@ -59,21 +59,27 @@ void run(const Normalizer *normalizer, const FlashTestShape &x, FlashTestArrays 
     FlashShape shape = {normalizer, x.B, x.T, x.NH, x.HS, x.VS, x.L, x.q_row, x.k_row, x.v_row, x.out_row};
     size_t rows = x.B * x.T, stats_size = rows * x.NH * FLASH_STATS, kept = flash_stats(shape, sizeof(X));
     const X *q = device.copy((const X *)a->q, rows * x.q_row), *k = device.copy((const X *)a->k, rows * x.k_row);
-    const X *v = device.copy((const X *)a->v, rows * x.v_row), *dout = device.copy((const X *)a->dout, rows * x.out_row);
-    FlashScalars scalars = {device.copy(a->s, x.NH), device.copy(a->b, x.NH), device.copy(a->p, x.L), device.copy(a->sink, x.NH)};
-    FlashScalarGrads grads = {device.copy(a->ds, x.NH), device.copy(a->db, x.NH), device.copy(a->dp, x.L), device.copy(a->dsink, x.NH)};
+    const X *v = device.copy((const X *)a->v, rows * x.v_row),
+            *dout = device.copy((const X *)a->dout, rows * x.out_row);
+    FlashScalars scalars = {device.copy(a->s, x.NH), device.copy(a->b, x.NH), device.copy(a->p, x.L),
+                            device.copy(a->sink, x.NH)};
+    FlashScalarGrads grads = {device.copy(a->ds, x.NH), device.copy(a->db, x.NH), device.copy(a->dp, x.L),
+                              device.copy(a->dsink, x.NH)};
     // What the kernels leave alone between the heads' columns is given back as it came.
     X *out = device.copy((X *)a->out, rows * x.out_row), *dq = device.copy((X *)a->dq, rows * x.q_row);
     X *dk = device.copy((X *)a->dk, rows * x.k_row), *dv = device.copy((X *)a->dv, rows * x.v_row);
     unsigned long long *counter = device.copy(&a->rows_without_weight, 1);
     float *stats = (float *)device.take(kept * sizeof(float));
     flash_forward(out, stats, counter, q, k, v, scalars, shape, device.take(flash_scratch(shape)), 0);
-    if (dout) flash_backward(dq, dk, dv, grads, dout, out, stats, q, k, v, scalars, shape, device.take(flash_scratch(shape)), 0);
+    if (dout)
+        flash_backward(dq, dk, dv, grads, dout, out, stats, q, k, v, scalars, shape, device.take(flash_scratch(shape)),
+                       0);
     CUDA_CHECK(cudaDeviceSynchronize());
     fetch((X *)a->out, out, rows * x.out_row);
     fetch((X *)a->dq, dq, rows * x.q_row), fetch((X *)a->dk, dk, rows * x.k_row), fetch((X *)a->dv, dv, rows * x.v_row);
     fetch(a->stats, stats, stats_size);
-    fetch(a->ds, grads.s, x.NH), fetch(a->db, grads.b, x.NH), fetch(a->dp, grads.p, x.L), fetch(a->dsink, grads.sink, x.NH);
+    fetch(a->ds, grads.s, x.NH), fetch(a->db, grads.b, x.NH), fetch(a->dp, grads.p, x.L),
+        fetch(a->dsink, grads.sink, x.NH);
     fetch(&a->rows_without_weight, counter, 1);
 }
 }
@@ -87,8 +93,10 @@ extern "C" void flash_test(const char *attn, bool is_bf16, const FlashTestShape 
     else run<float>(&normalizer, *shape, arrays);
 }
 
-// The same on arrays that lie on the device already, for dev/bench/attention_gpu.py: on a stream, nothing is allocated or waited for.
-//   backward: the gradients alone, from the out and stats of a forward pass   rows_without_weight: a counter on the device
+// The same on arrays that lie on the device already, for dev/bench/attention_gpu.py: on a stream, nothing is allocated
+// or waited for.
+//   backward: the gradients alone, from the out and stats of a forward pass   rows_without_weight: a counter on the
+//   device
 static Normalizer normalizer_of(const char *attn) {
     Normalizer normalizer;
     char message[2048];
@@ -111,13 +119,15 @@ extern "C" size_t flash_on_device_stats(const char *attn, const FlashTestShape *
     return flash_stats(shape_of(&normalizer, shape), sizeof(bf16));
 }
 
-extern "C" void flash_on_device(const char *attn, const FlashTestShape *shape, const FlashTestArrays *a, unsigned long long *rows_without_weight,
-                                void *scratch, bool backward, cudaStream_t stream) {
+extern "C" void flash_on_device(const char *attn, const FlashTestShape *shape, const FlashTestArrays *a,
+                                unsigned long long *rows_without_weight, void *scratch, bool backward,
+                                cudaStream_t stream) {
     Normalizer normalizer = normalizer_of(attn);
     const bf16 *q = (const bf16 *)a->q, *k = (const bf16 *)a->k, *v = (const bf16 *)a->v;
     FlashScalars scalars = {a->s, a->b, a->p, a->sink};
     FlashShape x = shape_of(&normalizer, shape);
-    if (!backward) return flash_forward((bf16 *)a->out, a->stats, rows_without_weight, q, k, v, scalars, x, scratch, stream);
-    flash_backward((bf16 *)a->dq, (bf16 *)a->dk, (bf16 *)a->dv, {a->ds, a->db, a->dp, a->dsink}, (const bf16 *)a->dout, (const bf16 *)a->out, a->stats, q, k, v,
-                   scalars, x, scratch, stream);
+    if (!backward)
+        return flash_forward((bf16 *)a->out, a->stats, rows_without_weight, q, k, v, scalars, x, scratch, stream);
+    flash_backward((bf16 *)a->dq, (bf16 *)a->dk, (bf16 *)a->dv, {a->ds, a->db, a->dp, a->dsink}, (const bf16 *)a->dout,
+                   (const bf16 *)a->out, a->stats, q, k, v, scalars, x, scratch, stream);
 }

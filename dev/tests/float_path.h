@@ -13,9 +13,9 @@ typedef struct {
     const Normalizer *normalizer;
     size_t B, T, NH, HS, VS;
     int L;
-    const double *q, *k, *v, *dout;           // as for attention_forward and attention_backward
-    const double *s, *b, *p, *sink;           // (NH), (NH), (L), (NH)
-    double *out, *dq, *dk, *dv;               // written
+    const double *q, *k, *v, *dout;    // as for attention_forward and attention_backward
+    const double *s, *b, *p, *sink;    // (NH), (NH), (L), (NH)
+    double *out, *dq, *dk, *dv;        // written
 } FloatAttention;
 
 void attention_in_float(const FloatAttention *c);

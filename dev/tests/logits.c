@@ -1,18 +1,19 @@
-// logits FOLDER IDS: the logits of a checkpoint's model after each of the token ids "1,2,3", a line a position, to be compared with
-// other programs'. Before that it compares the trainer's own ways to them: the whole pass, and the key-value cache in several splits;
-// and sequences decoded side by side with each one alone, bit for bit. Exit status 1 where they differ.
+// logits FOLDER IDS: the logits of a checkpoint's model after each of the token ids "1,2,3", a line a position, to be
+// compared with other programs'. Before that it compares the trainer's own ways to them: the whole pass, and the
+// key-value cache in several splits; and sequences decoded side by side with each one alone, bit for bit. Exit status 1
+// where they differ.
 #define WITHOUT_MAIN
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-function"
 #include "train_gpt2.c"
 #pragma GCC diagnostic pop
 
-enum { BESIDE = 5, MAX_IDS = 4096 };         // sequences side by side; ids read
+enum { BESIDE = 5, MAX_IDS = 4096 };    // sequences side by side; ids read
 #define TOLERANCE 1e-5
 
 static Model model;
 static Decoder decoder;
-static float *full, *cached;                 // (T,V) by the whole pass; (V) after the last token, alone
+static float *full, *cached;    // (T,V) by the whole pass; (V) after the last token, alone
 
 static size_t read_ids(int32_t *ids, const char *text, int vocab) {
     size_t count = 0;
@@ -59,8 +60,10 @@ static bool check_cache(const int32_t *ids, size_t T, size_t split) {
     for (size_t t = split - 1;; t++) {
         double apart = difference(logits, full + t * V, V);
         if (!(apart <= TOLERANCE)) {
-            fprintf(stderr, "position %zu, a prompt of %zu tokens: the cache's logits differ from the whole pass's by %g of the largest\n",
-                    t, split, apart);
+            fprintf(
+                stderr,
+                "position %zu, a prompt of %zu tokens: the cache's logits differ from the whole pass's by %g of the largest\n",
+                t, split, apart);
             return false;
         }
         if (t + 1 == T) break;
@@ -90,11 +93,13 @@ int main(int argc, char **argv) {
     program_name = "logits";
     if (argc != 3) fail(EXIT_USAGE, "logits FOLDER IDS");
     if (!model_config_read(&model.config, argv[1], NULL, &error)) fail_with(&error);
-    size_t T = read_ids(ids, argv[2], model.config.vocab), V = (size_t)model.config.vocab, C = (size_t)model.config.channels;
+    size_t T = read_ids(ids, argv[2], model.config.vocab), V = (size_t)model.config.vocab,
+           C = (size_t)model.config.channels;
     load(argv[1], T);
     model_forward(&model, ids, 1, T);
     matmul_forward(full, model.h, weight(&model, model.list.head), T, C, V, false);
-    bool right = check_cache(ids, T, T) && check_cache(ids, T, (T + 1) / 2) && check_cache(ids, T, 1) && check_beside(ids, T);
+    bool right =
+        check_cache(ids, T, T) && check_cache(ids, T, (T + 1) / 2) && check_cache(ids, T, 1) && check_beside(ids, T);
     for (size_t t = 0; t < T; t++)
         for (size_t v = 0; v < V; v++) printf("%.9g%c", full[t * V + v], v + 1 == V ? '\n' : ' ');
     return !right;

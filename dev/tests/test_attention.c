@@ -1,5 +1,6 @@
-// Properties of attention on the CPU that hold whatever a reference says: sums of rows, identities of the papers, causality, rows by
-// hand, extremes, rows without weight, memory. The weights are read out by v = identity: out[t, j] = A_tj.
+// Properties of attention on the CPU that hold whatever a reference says: sums of rows, identities of the papers,
+// causality, rows by hand, extremes, rows without weight, memory. The weights are read out by v = identity: out[t, j] =
+// A_tj.
 #include "attention/attention_cpu.h"
 
 #include <math.h>
@@ -38,8 +39,11 @@ typedef struct {
     AttentionScalars scalars;
     AttentionScalarGrads scalar_grads;
     float *q, *k, *v, *out, *stats, *scratch, *dout, *dq, *dk, *dv, *s, *b, *p, *sink;
-    size_t keys, values;                // numbers in q, in v
-    struct { float *at; size_t n; } arrays[ARRAYS];
+    size_t keys, values;    // numbers in q, in v
+    struct {
+        float *at;
+        size_t n;
+    } arrays[ARRAYS];
     size_t count;
 } Case;
 
@@ -61,17 +65,18 @@ static float *input(Case *c, const char *name, size_t n, float mean, float scale
 static Case case_new(const char *text, size_t B, size_t NH, size_t HS, size_t VS, size_t T, float size) {
     Case c = {.normalizer = parse(text), .shape = {.B = B, .T = T, .NH = NH, .HS = HS, .VS = VS, .L = (int)T + 3}};
     c.keys = B * NH * T * HS, c.values = B * NH * T * VS;
-    c.shape.normalizer = &c.normalizer;                 // set again by whoever copies the case
+    c.shape.normalizer = &c.normalizer;    // set again by whoever copies the case
     c.q = input(&c, "q", c.keys, 0, size), c.k = input(&c, "k", c.keys, 0, size);
     c.v = input(&c, "v", c.values, 0, 1), c.dout = input(&c, "dout", c.values, 0, 1);
     c.out = floats(&c, c.values), c.stats = floats(&c, B * NH * T * ROW_STATS);
     c.scratch = floats(&c, attention_scratch(c.shape, omp_get_max_threads()));
     c.dq = floats(&c, c.keys), c.dk = floats(&c, c.keys), c.dv = floats(&c, c.values);
     c.s = input(&c, "attn_scale", NH, 0.6f, 0.1f), c.b = input(&c, "attn_bias", NH, 0.1f, 0.2f),
-        c.p = input(&c, "attn_pn", T + 3, 1, 0.3f), c.sink = input(&c, "attn_sink", NH, 0.5f, 0.5f);
+    c.p = input(&c, "attn_pn", T + 3, 1, 0.3f), c.sink = input(&c, "attn_sink", NH, 0.5f, 0.5f);
     bool s = normalizer_has(&c.normalizer, SCALAR_S), b = normalizer_has(&c.normalizer, SCALAR_B),
-        p = normalizer_has(&c.normalizer, SCALAR_P), sink = normalizer_has(&c.normalizer, SCALAR_SINK);
-    c.scalars = (AttentionScalars){.s = s ? c.s : NULL, .b = b ? c.b : NULL, .p = p ? c.p : NULL, .sink = sink ? c.sink : NULL};
+         p = normalizer_has(&c.normalizer, SCALAR_P), sink = normalizer_has(&c.normalizer, SCALAR_SINK);
+    c.scalars =
+        (AttentionScalars){.s = s ? c.s : NULL, .b = b ? c.b : NULL, .p = p ? c.p : NULL, .sink = sink ? c.sink : NULL};
     c.scalar_grads.s = s ? floats(&c, NH) : NULL;
     c.scalar_grads.b = b ? floats(&c, NH) : NULL;
     c.scalar_grads.p = p ? floats(&c, T + 3) : NULL;
@@ -98,16 +103,16 @@ static uint64_t forward(Case *c) {
 
 static void backward(Case *c) {
     c->shape.normalizer = &c->normalizer;
-    attention_backward(c->dq, c->dk, c->dv, c->scalar_grads, c->dout, c->out, c->stats, c->q, c->k, c->v, c->scalars, c->shape,
-                       c->scratch);
+    attention_backward(c->dq, c->dk, c->dv, c->scalar_grads, c->dout, c->out, c->stats, c->q, c->k, c->v, c->scalars,
+                       c->shape, c->scratch);
 }
 
 // Row n (keys 1..n) of head h of the first sample, out of the case's q, k and v.
 static bool row(Case *c, float *out, size_t h, size_t n) {
     size_t T = c->shape.T, HS = c->shape.HS, VS = c->shape.VS;
     c->shape.normalizer = &c->normalizer;
-    return attention_row(out, c->q + (h * T + n - 1) * HS, c->k + h * T * HS, HS, c->v + h * T * VS, VS, n, h, c->scalars, c->shape,
-                         c->scratch);
+    return attention_row(out, c->q + (h * T + n - 1) * HS, c->k + h * T * HS, HS, c->v + h * T * VS, VS, n, h,
+                         c->scalars, c->shape, c->scratch);
 }
 
 // Frees it; what was written past an array's end shows here.
@@ -166,8 +171,10 @@ static void check_row_sums(const char *text) {
     for (size_t t = 0; t < T; t++) {
         const float *A = c.out + t * T;
         double total = absolute_sum(A, T), off = fabs(total - 1);
-        bool left = t < POST_FROM && (post == POST_RECENTER || post == POST_RECENTER_L1);      // such a row is as norm made it
-        bool kept = left ? c.normalizer.norm.kind == NORM_L1 : post != POST_RECENTER;          // recenter alone does not keep the sum
+        // Such a row is as norm made it.
+        bool left = t < POST_FROM && (post == POST_RECENTER || post == POST_RECENTER_L1);
+        // Recenter alone does not keep the sum.
+        bool kept = left ? c.normalizer.norm.kind == NORM_L1 : post != POST_RECENTER;
         if (total == 0) zero++;
         else if (kept && !(off <= worst)) worst = off;
         bool centered = (post == POST_RECENTER || post == POST_RECENTER_L1) && t >= POST_FROM;
@@ -182,17 +189,20 @@ static void check_row_sums(const char *text) {
 }
 
 static void test_row_sums(void) {
+    // clang-format off
     static const char *const MORE[] = {
         "softmax+qk=l2", "softmax+scale=const:-3", "softmax+offset=-logT", "gelu-l1+post=recenter-l1", "identity-l1+post=negate",
         "mish-l1+post=reweight:2", "identity-l1+post=recenter-l1", "sigmoid+post=reweight:3", "softmax1+post=reweight:15",
         "relu-L+post=recenter-l1", "ssmax-pn+phi=softplus", "exp+post=reweight:1", "lssar+post=reweight:0.5",
         "softmax+post=reweight:100", "relu2-l1+scale=logd-logn", "identity+post=recenter-l1",
     };
+    // clang-format on
     check_group("rows of every l1 norm, recenter-l1 and reweight sum to 1 in absolute value; recentered rows sum to 0");
     for (size_t i = 0; i < COUNT(PRESETS); i++) {
         Normalizer n = parse(PRESETS[i]);
         int post = n.post.kind;
-        bool keeps = post == POST_NONE || post == POST_NEGATE || post == POST_RECENTER || post == POST_RECENTER_L1 || post == POST_REWEIGHT;
+        bool keeps = post == POST_NONE || post == POST_NEGATE || post == POST_RECENTER || post == POST_RECENTER_L1 ||
+                     post == POST_REWEIGHT;
         if (n.norm.kind == NORM_L1 && n.norm.value == 0 && keeps) check_row_sums(PRESETS[i]);
     }
     for (size_t i = 0; i < COUNT(MORE); i++) check_row_sums(MORE[i]);
@@ -216,12 +226,12 @@ static void test_softmax1(void) {
     enum { T = 100, HS = 8 };
     check_group("softmax1: rows sum to Z/(Z + 1); softmax+norm=l1+1 is softmax1 to the bit; C = 2.5, e^sink likewise");
     Case a = case_weights("softmax1", HS, T, 3), b = case_weights("softmax+norm=l1+1", HS, T, 3),
-        c = case_weights("softmax+norm=l1+2.5", HS, T, 3), d = case_weights("softmax-sink", HS, T, 3);
+         c = case_weights("softmax+norm=l1+2.5", HS, T, 3), d = case_weights("softmax-sink", HS, T, 3);
     forward(&a), forward(&b), forward(&c), forward(&d);
     backward(&a), backward(&b);
     CHECK(!memcmp(a.out, b.out, a.values * sizeof *a.out), "out differs");
-    CHECK(!memcmp(a.dq, b.dq, a.keys * sizeof *a.dq) && !memcmp(a.dk, b.dk, a.keys * sizeof *a.dk)
-          && !memcmp(a.dv, b.dv, a.values * sizeof *a.dv),
+    CHECK(!memcmp(a.dq, b.dq, a.keys * sizeof *a.dq) && !memcmp(a.dk, b.dk, a.keys * sizeof *a.dk) &&
+              !memcmp(a.dv, b.dv, a.values * sizeof *a.dv),
           "gradients differ");
     for (size_t t = 0; t < T; t++) {
         double Z = 0;
@@ -230,19 +240,26 @@ static void test_softmax1(void) {
             for (size_t i = 0; i < HS; i++) score += (double)a.q[t * HS + i] * a.k[j * HS + i];
             Z += exp(score / sqrt(HS));
         }
-        CHECK(fabs(sum(a.out + t * T, T) / (Z / (Z + 1)) - 1) < 2e-6, "row %zu sums to %.8f, not %.8f", t + 1, sum(a.out + t * T, T),
-              Z / (Z + 1));
-        CHECK(fabs(sum(c.out + t * T, T) / (Z / (Z + 2.5)) - 1) < 2e-6, "C = 2.5: row %zu sums to %.8f", t + 1, sum(c.out + t * T, T));
+        CHECK(fabs(sum(a.out + t * T, T) / (Z / (Z + 1)) - 1) < 2e-6, "row %zu sums to %.8f, not %.8f", t + 1,
+              sum(a.out + t * T, T), Z / (Z + 1));
+        CHECK(fabs(sum(c.out + t * T, T) / (Z / (Z + 2.5)) - 1) < 2e-6, "C = 2.5: row %zu sums to %.8f", t + 1,
+              sum(c.out + t * T, T));
         double with_sink = Z + exp(d.sink[0]);
-        CHECK(fabs(sum(d.out + t * T, T) / (Z / with_sink) - 1) < 2e-6, "sink: row %zu sums to %.8f", t + 1, sum(d.out + t * T, T));
+        CHECK(fabs(sum(d.out + t * T, T) / (Z / with_sink) - 1) < 2e-6, "sink: row %zu sums to %.8f", t + 1,
+              sum(d.out + t * T, T));
     }
     case_free(&a), case_free(&b), case_free(&c), case_free(&d);
 }
 
 // The gradient is linear in A: of -A it is the negative, of rows scaled by one number that multiple, to the bit.
 static void test_multiples(void) {
-    static const struct { const char *text, *of; float times; } ROWS[] = {
-        {"softmax-negated", "softmax", -1}, {"relu2-512+norm=const:128", "relu2-512", 4}, {"identity+norm=const:0.5", "identity", 2},
+    static const struct {
+        const char *text, *of;
+        float times;
+    } ROWS[] = {
+        {"softmax-negated", "softmax", -1},
+        {"relu2-512+norm=const:128", "relu2-512", 4},
+        {"identity+norm=const:0.5", "identity", 2},
     };
     check_group("negate and Z = const multiply outputs and gradients");
     for (size_t i = 0; i < COUNT(ROWS); i++) {
@@ -250,18 +267,21 @@ static void test_multiples(void) {
         forward(&a), forward(&b), backward(&a), backward(&b);
         for (size_t j = 0; j < b.keys; j++) b.dq[j] *= ROWS[i].times, b.dk[j] *= ROWS[i].times;
         for (size_t j = 0; j < b.values; j++) b.out[j] *= ROWS[i].times, b.dv[j] *= ROWS[i].times;
-        CHECK(distance(a.out, b.out, b.values) == 0 && distance(a.dv, b.dv, b.values) == 0, "%s: out, dv", ROWS[i].text);
+        CHECK(distance(a.out, b.out, b.values) == 0 && distance(a.dv, b.dv, b.values) == 0, "%s: out, dv",
+              ROWS[i].text);
         CHECK(distance(a.dq, b.dq, b.keys) == 0 && distance(a.dk, b.dk, b.keys) == 0, "%s: dq, dk", ROWS[i].text);
         case_free(&a), case_free(&b);
     }
 }
 
-// The weight of the last of n scores z: head size 1, q = 1, so that a score is its k; v is 1 at the last and 0 elsewhere.
+// The weight of the last of n scores z: head size 1, q = 1, so that a score is its k; v is 1 at the last and 0
+// elsewhere.
 static double last_weight(const char *text, const float *z, size_t n, float s) {
     Normalizer normalizer = parse(text);
     float one = 1, out, *v = calloc(n, sizeof *v), *scratch = calloc(n, sizeof *scratch);
     v[n - 1] = 1;
-    attention_row(&out, &one, z, 1, v, 1, n, 0, (AttentionScalars){.s = normalizer_has(&normalizer, SCALAR_S) ? &s : NULL},
+    attention_row(&out, &one, z, 1, v, 1, n, 0,
+                  (AttentionScalars){.s = normalizer_has(&normalizer, SCALAR_S) ? &s : NULL},
                   (AttentionShape){&normalizer, 1, n, 1, 1, 1, (int)n}, scratch);
     free(v), free(scratch);
     return out;
@@ -282,22 +302,24 @@ static void check_bounds(float width, float lead, float s) {
         for (size_t j = 0; j + 1 < n; j++) second = fmax(second, z[j]), min = fmin(min, z[j]);
         double a = last_weight("softmax", z, n, 0), b = last_weight("ssmax", z, n, s), m = (double)n - 1;
         double most = 1 / (m * exp(min - max) + 1), low = 1 / (m * pow((double)n, s * (second - max)) + 1),
-            high = 1 / (m * pow((double)n, s * (min - max)) + 1);
+               high = 1 / (m * pow((double)n, s * (min - max)) + 1);
         CHECK(a <= most * (1 + 1e-5), "eq. 6, n = %zu: %.8g above %.8g", n, a, most);
         CHECK(b >= low * (1 - 1e-5), "eq. 9, n = %zu: %.8g below %.8g", n, b, low);
         CHECK(b <= high * (1 + 1e-5), "eq. 8, n = %zu: %.8g above %.8g", n, b, high);
         softmax[0] = softmax[1], softmax[1] = a, ssmax[0] = ssmax[1], ssmax[1] = b;
     }
-    CHECK(softmax[1] < 0.01 && softmax[1] < 0.6 * softmax[0], "softmax's largest weight is %.3g, %.3g at half of n", softmax[1],
-          softmax[0]);
+    CHECK(softmax[1] < 0.01 && softmax[1] < 0.6 * softmax[0], "softmax's largest weight is %.3g, %.3g at half of n",
+          softmax[1], softmax[0]);
     bool to_1 = lead > 1 / s, to_0 = width + lead < 1 / s;
-    CHECK(!to_1 || (ssmax[1] > 0.95 && ssmax[1] > ssmax[0]), "lead %g above 1/s = %g: %.3g, then %.3g", lead, 1 / s, ssmax[0], ssmax[1]);
-    CHECK(!to_0 || (ssmax[1] < 0.05 && ssmax[1] < ssmax[0]), "span %g below 1/s = %g: %.3g, then %.3g", width + lead, 1 / s, ssmax[0],
-          ssmax[1]);
+    CHECK(!to_1 || (ssmax[1] > 0.95 && ssmax[1] > ssmax[0]), "lead %g above 1/s = %g: %.3g, then %.3g", lead, 1 / s,
+          ssmax[0], ssmax[1]);
+    CHECK(!to_0 || (ssmax[1] < 0.05 && ssmax[1] < ssmax[0]), "span %g below 1/s = %g: %.3g, then %.3g", width + lead,
+          1 / s, ssmax[0], ssmax[1]);
     free(z);
 }
 
-// Figure 1: n scores of -2, the last +3, s = 0.43. Softmax's largest weight is 1/((n - 1) e^-5 + 1), SSMax's 1/((n - 1) n^(-0.43·5) + 1).
+// Figure 1: n scores of -2, the last +3, s = 0.43. Softmax's largest weight is 1/((n - 1) e^-5 + 1), SSMax's 1/((n - 1)
+// n^(-0.43·5) + 1).
 static void check_figure_1(void) {
     enum { N = 100000 };
     float *z = calloc(N, sizeof *z);
@@ -306,7 +328,7 @@ static void check_figure_1(void) {
         z[n - 1] = 3;
         double a = last_weight("softmax", z, n, 0), b = last_weight("ssmax", z, n, 0.43f), m = (double)n - 1;
         double softmax = 1 / (m * exp(-5) + 1), ssmax = 1 / (m * pow((double)n, -0.43 * 5) + 1);
-        double bound = n > 1000 ? 2e-3 : 5e-5;                // where one float sums them all
+        double bound = n > 1000 ? 2e-3 : 5e-5;    // where one float sums them all
         CHECK(fabs(a / softmax - 1) < bound, "Figure 1, softmax at n = %zu: %.8g, not %.8g", n, a, softmax);
         CHECK(fabs(b / ssmax - 1) < bound, "Figure 1, SSMax at n = %zu: %.8g, not %.8g", n, b, ssmax);
         CHECK(b > 0.93, "Figure 1: SSMax fades to %.3g at n = %zu", b, n);
@@ -317,21 +339,25 @@ static void check_figure_1(void) {
 
 static void test_ssmax(void) {
     check_group("[SSMax] eq. 6, 8 and 9, and Figure 1");
-    check_bounds(2, 1.5f, 1);             // eq. 9's limit: 1.5 > 1/1
-    check_bounds(0.5f, 0.2f, 0.5f);       // eq. 8's: 0.7 < 1/0.5
-    check_bounds(4, 0.1f, 0.43f);         // neither
+    check_bounds(2, 1.5f, 1);          // eq. 9's limit: 1.5 > 1/1
+    check_bounds(0.5f, 0.2f, 0.5f);    // eq. 8's: 0.7 < 1/0.5
+    check_bounds(4, 0.1f, 0.43f);      // neither
     check_figure_1();
 }
 
-// ---- rows by hand: head size 1 and q = 1, so that softmax's A is p where k = ln p; the row's last weights are read one by one
+// ---- rows by hand: head size 1 and q = 1, so that softmax's A is p where k = ln p; the row's last weights are read
+// one by one
 
-static void check_row(const char *text, const float *q, const float *k, size_t HS, size_t n, const double *expected, double bound) {
+static void check_row(const char *text, const float *q, const float *k, size_t HS, size_t n, const double *expected,
+                      double bound) {
     Normalizer normalizer = parse(text);
     float out[8], v[8 * 8] = {0}, scratch[8];
     for (size_t j = 0; j < n; j++) v[j * n + j] = 1;
-    attention_row(out, q, k, HS, v, n, n, 0, (AttentionScalars){0}, (AttentionShape){&normalizer, 1, n, 1, HS, n, (int)n}, scratch);
+    attention_row(out, q, k, HS, v, n, n, 0, (AttentionScalars){0},
+                  (AttentionShape){&normalizer, 1, n, 1, HS, n, (int)n}, scratch);
     for (size_t j = 0; j < n; j++)
-        CHECK(fabs(out[j] - expected[j]) < bound, "%s, n = %zu: A[%zu] is %.8f, not %.8f", text, n, j, out[j], expected[j]);
+        CHECK(fabs(out[j] - expected[j]) < bound, "%s, n = %zu: A[%zu] is %.8f, not %.8f", text, n, j, out[j],
+              expected[j]);
 }
 
 static void check_probabilities(const char *text, size_t n, const double *p, const double *expected) {
@@ -350,20 +376,26 @@ static void test_by_hand(void) {
     check_probabilities("softmax-recentered-l1", 4, p, (double[]){-0.375, -0.125, 0.125, 0.375});
     check_probabilities("softmax+post=reweight:1", 4, p, (double[]){0, 0, 0.25, 0.75});
     check_probabilities("softmax+post=reweight:2", 4, p, (double[]){0, 0, 0.1, 0.9});
-    check_probabilities("softmax1+post=reweight:1", 4, p, (double[]){0, 0, 0, 0});          // Z = 1 + 1: A n - 1 = (-.8, -.6, -.4, -.2)
+    // Z = 1 + 1: A n - 1 = (-.8, -.6, -.4, -.2)
+    check_probabilities("softmax1+post=reweight:1", 4, p, (double[]){0, 0, 0, 0});
     check_probabilities("softmax1", 4, p, (double[]){0.05, 0.1, 0.15, 0.2});
     check_probabilities("exp", 4, p, p);
     check_probabilities("exp+norm=n2", 4, p, (double[]){0.1 / 16, 0.2 / 16, 0.3 / 16, 0.4 / 16});
-    check_probabilities("exp+norm=sqrt-half-n", 4, p, (double[]){0.1 / sqrt(2), 0.2 / sqrt(2), 0.3 / sqrt(2), 0.4 / sqrt(2)});
-    check_probabilities("sigmoid+offset=none", 4, p, (double[]){0.1 / 1.1, 0.2 / 1.2, 0.3 / 1.3, 0.4 / 1.4});       // e^z/(1 + e^z)
-    check_probabilities("sigmoid-logn", 4, p, (double[]){0.1 / 4.1, 0.2 / 4.2, 0.3 / 4.3, 0.4 / 4.4});              // e^z = p/n
+    check_probabilities("exp+norm=sqrt-half-n", 4, p,
+                        (double[]){0.1 / sqrt(2), 0.2 / sqrt(2), 0.3 / sqrt(2), 0.4 / sqrt(2)});
+    // e^z/(1 + e^z)
+    check_probabilities("sigmoid+offset=none", 4, p, (double[]){0.1 / 1.1, 0.2 / 1.2, 0.3 / 1.3, 0.4 / 1.4});
+    // e^z = p/n.
+    check_probabilities("sigmoid-logn", 4, p, (double[]){0.1 / 4.1, 0.2 / 4.2, 0.3 / 4.3, 0.4 / 4.4});
     // expm1 of ln .5, 0, ln 2, ln 3: -.5, 0, 1, 2, absolute sum 3.5
-    const double e[] = {0.5, 1, 2, 3}, c = 1 + 0.1 * log(3), powers = pow(0.1, c) + pow(0.2, c) + pow(0.3, c) + pow(0.4, c);
+    const double e[] = {0.5, 1, 2, 3}, c = 1 + 0.1 * log(3),
+                 powers = pow(0.1, c) + pow(0.2, c) + pow(0.3, c) + pow(0.4, c);
     check_probabilities("softpick", 4, e, (double[]){0, 0, 1 / 3.5, 2 / 3.5});
     check_probabilities("softpick+post=none", 4, e, (double[]){-0.5 / 3.5, 0, 1 / 3.5, 2 / 3.5});
     check_probabilities("softpick+norm=l1+2", 4, e, (double[]){0, 0, 1 / 5.5, 2 / 5.5});
-    check_probabilities("softmax+scale=floorlog:2", 4, p,                                       // 1 + floor(4/2) = 3; of 5: 1 + 0
-                        (double[]){pow(0.1, c) / powers, pow(0.2, c) / powers, pow(0.3, c) / powers, pow(0.4, c) / powers});
+    check_probabilities(
+        "softmax+scale=floorlog:2", 4, p,    // 1 + floor(4/2) = 3; of 5: 1 + 0
+        (double[]){pow(0.1, c) / powers, pow(0.2, c) / powers, pow(0.3, c) / powers, pow(0.4, c) / powers});
     check_probabilities("softmax+scale=floorlog:5", 4, p, p);
     // The first three rows: recenter leaves them, reweight uses 0 in place of the 1.
     const double p3[] = {0.2, 0.3, 0.5}, p2[] = {0.25, 0.75}, p1[] = {1};
@@ -371,7 +403,8 @@ static void test_by_hand(void) {
     check_probabilities("softmax-recentered", 2, p2, p2), check_probabilities("softmax-recentered-l1", 2, p2, p2);
     check_probabilities("softmax-recentered", 3, p3, p3), check_probabilities("softmax-recentered-l1", 3, p3, p3);
     check_probabilities("softmax+post=reweight:2", 1, p1, p1);
-    check_probabilities("softmax+post=reweight:2", 2, p2, (double[]){0.1, 0.9});                        // .0625, .5625
+    // .0625, .5625.
+    check_probabilities("softmax+post=reweight:2", 2, p2, (double[]){0.1, 0.9});
     check_probabilities("softmax+post=reweight:2", 3, p3, (double[]){0.04 / 0.38, 0.09 / 0.38, 0.25 / 0.38});
     // [LSSA] at n = 4, d = 4: z = ln 4 ln 4 cos, with cosines .96, 1, 0, -1, whatever the lengths.
     //   f = ln(1 + e^z) = (1.991664, 2.058388, .693147, .136576), sum 4.879775
@@ -379,11 +412,13 @@ static void test_by_hand(void) {
     const float q[] = {2, 0, 0, 0}, k[] = {24, 7, 0, 0, 5, 0, 0, 0, 0, 0, 3, 0, -1, 0, 0, 0};
     check_row("lssa", q, k, 4, 4, (double[]){0.40814674, 0.42182024, 0.14204492, 0.0279881}, 1e-6);
     check_row("lssar", q, k, 4, 4, (double[]){0.22376097, 0.77623903, 0, 0}, 5e-6);
-    check_row("lssar+post=reweight:1", q, k, 4, 4, (double[]){0.4792805, 0.5207195, 0, 0}, 1e-6);     // .632587/(.632587 + .687281)
+    // .632587/(.632587 + .687281)
+    check_row("lssar+post=reweight:1", q, k, 4, 4, (double[]){0.4792805, 0.5207195, 0, 0}, 1e-6);
 }
 
 // ---- what does not depend on what
 
+// clang-format off
 static const char *const AWKWARD[] = {
     "softmax+norm=l1+0.5+post=negate", "sigmoid-logn-l1+post=reweight:15", "lssar+post=reweight:100", "gelu-l1+post=recenter-l1",
     "mish-l1+norm=l1+2+post=recenter", "softmax+qk=l2+scale=const:-7", "softplus-l1+scale=log:L+norm=n2",
@@ -391,6 +426,7 @@ static const char *const AWKWARD[] = {
     "softmax+phi=softplus+norm=none+post=recenter", "relu2-T+offset=-logT+phi=sigmoid",
     "ssmax-bias+norm=l1+sink+post=recenter-l1", "softpick+norm=l1+0.5", "lssa+scale=floorlog:8+phi=expm1",
 };
+// clang-format on
 
 static void each_normalizer(void (*check)(const char *text)) {
     for (size_t i = 0; i < COUNT(PRESETS); i++) check(PRESETS[i]);
@@ -407,7 +443,8 @@ static void check_causality(const char *text) {
     float *before = malloc(c.values * sizeof *before);
     memcpy(before, c.out, c.values * sizeof *before);
     for (size_t h = 0, j = 100; h < NH; h++)
-        for (size_t i = 0; i < HS; i++) c.q[(h * T + j) * HS + i] += 1, c.k[(h * T + j) * HS + i] *= -2, c.v[(h * T + j) * HS + i] += 3;
+        for (size_t i = 0; i < HS; i++)
+            c.q[(h * T + j) * HS + i] += 1, c.k[(h * T + j) * HS + i] *= -2, c.v[(h * T + j) * HS + i] += 3;
     forward(&c);
     CHECK(!memcmp(before, c.out, 100 * NH * HS * sizeof *before), "%s: a row before the change moved", text);
     CHECK(distance(before + 100 * NH * HS, c.out + 100 * NH * HS, NH * HS) > 1e-3, "%s: the changed row stayed", text);
@@ -415,8 +452,8 @@ static void check_causality(const char *text) {
     case_free(&c);
 }
 
-// Masked entries are 0 after phi: what stands in later keys, a huge number or a NaN, is not seen. Later values are huge, not NaN: within
-// a block of rows they are multiplied by weights of 0.
+// Masked entries are 0 after phi: what stands in later keys, a huge number or a NaN, is not seen. Later values are
+// huge, not NaN: within a block of rows they are multiplied by weights of 0.
 static void check_masked(const char *text) {
     enum { HS = 8, T = 90, SEEN = 70 };
     Normalizer n = parse(text);
@@ -426,8 +463,8 @@ static void check_masked(const char *text) {
     float *before = malloc(c.values * sizeof *before);
     memcpy(before, c.out, c.values * sizeof *before);
     for (int kind = 0; kind < 3; kind++) {
-        for (size_t i = SEEN * HS; i < T * HS; i++) c.k[i] = kind == 0 ? 1e30f : kind == 1 ? -1e30f : NAN,
-            c.v[i] = kind == 0 ? 1e30f : -1e30f;
+        for (size_t i = SEEN * HS; i < T * HS; i++)
+            c.k[i] = kind == 0 ? 1e30f : kind == 1 ? -1e30f : NAN, c.v[i] = kind == 0 ? 1e30f : -1e30f;
         forward(&c);
         CHECK(!memcmp(before, c.out, SEEN * HS * sizeof *before), "%s: later keys and values show (%d)", text, kind);
     }
@@ -448,7 +485,8 @@ static void check_alone(const char *text) {
             bool weight = row(&c, out, h, ROWS[i]);
             const float *expected = c.out + ((ROWS[i] - 1) * NH + h) * T;
             double apart = distance(out, expected, T);
-            CHECK(apart < 1e-6 * P, "%s: row %zu alone is %.3g off", text, ROWS[i], apart);     // a power P makes P times of an error
+            // A power P makes P times of an error.
+            CHECK(apart < 1e-6 * P, "%s: row %zu alone is %.3g off", text, ROWS[i], apart);
             CHECK(weight == (not_zero(expected, T) > 0), "%s: row %zu has weight: %d", text, ROWS[i], weight);
         }
     case_free(&c);
@@ -479,7 +517,8 @@ static void check_finite(const char *text, float largest) {
             }
     for (size_t i = 0; i < c.keys; i++) c.q[i] *= (float)sqrt(largest / most), c.k[i] *= (float)sqrt(largest / most);
     forward(&c), backward(&c);
-    CHECK(not_finite(c.out, c.values) == 0, "%s at %g: %zu of %zu outputs", text, largest, not_finite(c.out, c.values), c.values);
+    CHECK(not_finite(c.out, c.values) == 0, "%s at %g: %zu of %zu outputs", text, largest, not_finite(c.out, c.values),
+          c.values);
     size_t bad = not_finite(c.dq, c.keys) + not_finite(c.dk, c.keys) + not_finite(c.dv, c.values);
     CHECK(bad == 0, "%s at %g: %zu of %zu gradients", text, largest, bad, 2 * c.keys + c.values);
     if (c.scalar_grads.s) CHECK(not_finite(c.scalar_grads.s, NH) == 0, "%s at %g: ds", text, largest);
@@ -496,13 +535,14 @@ static void check_finite(const char *text, float largest) {
 
 static void check_extremes(const char *text) {
     Normalizer n = parse(text);
-    if (n.phi.kind == PHI_EXP && !norm_is_sum(n.norm)) return;           // no bound
+    if (n.phi.kind == PHI_EXP && !norm_is_sum(n.norm)) return;    // no bound
     check_finite(text, 1e4f);
-    for (int i = -18; i >= -42; i -= 6) check_finite(text, (float)pow(10, i));       // sums that are no normal number
-    if (n.phi.kind != PHI_RELU2) check_finite(text, 1e30f);              // whose square is no float
+    for (int i = -18; i >= -42; i -= 6) check_finite(text, (float)pow(10, i));    // sums that are no normal number
+    if (n.phi.kind != PHI_RELU2) check_finite(text, 1e30f);                       // whose square is no float
 }
 
-// exp without a sum has no bound: from z = 88.8 on it is infinite, and a row that has such a z is not finite; every other one is right.
+// exp without a sum has no bound: from z = 88.8 on it is infinite, and a row that has such a z is not finite; every
+// other one is right.
 static void test_exp(void) {
     enum { HS = 4, T = 100 };
     Case c = case_weights("exp", HS, T, 12);
@@ -516,7 +556,8 @@ static void test_exp(void) {
             largest = fmax(largest, z[j]);
         }
         if (largest > 89) overflows++, hidden += not_finite(c.out + t * T, T) == 0;
-        for (size_t j = 0; largest < 88 && j <= t; j++) wrong += !(fabs(c.out[t * T + j] / exp(z[j]) - 1) < 1e-4) && z[j] > -80;
+        for (size_t j = 0; largest < 88 && j <= t; j++)
+            wrong += !(fabs(c.out[t * T + j] / exp(z[j]) - 1) < 1e-4) && z[j] > -80;
     }
     CHECK(overflows > 5 && overflows < T - 5, "%zu rows overflow", overflows);
     CHECK(hidden == 0, "%zu rows overflow and are finite", hidden);
@@ -532,7 +573,8 @@ static void check_power(const char *base, double P) {
     Case c = case_new(text, 1, 1, HS, VS, T, 2);
     forward(&c), backward(&c);
     CHECK(not_finite(c.out, c.values) == 0, "%s at T = %d: outputs", text, T);
-    CHECK(not_finite(c.dq, c.keys) + not_finite(c.dk, c.keys) + not_finite(c.dv, c.values) == 0, "%s at T = %d: gradients", text, T);
+    CHECK(not_finite(c.dq, c.keys) + not_finite(c.dk, c.keys) + not_finite(c.dv, c.values) == 0,
+          "%s at T = %d: gradients", text, T);
     case_free(&c);
     c = case_new(text, 1, 1, HS, 1, LONG, 2);
     for (size_t i = 0; i < c.values; i++) c.v[i] = 1;
@@ -541,8 +583,9 @@ static void check_power(const char *base, double P) {
         CHECK(row(&c, &out, 0, ROWS[i]), "%s: row %zu has no weight", text, ROWS[i]);
         CHECK(fabs(out - 1) < 2e-5, "%s: row %zu sums to %.8g", text, ROWS[i], out);
     }
-    for (size_t i = 0; i < LONG; i++) c.k[i * HS] = i == 77 ? 1e3f : 0, c.q[i * HS] = 10,
-        c.v[i] = i == 77;      // one key has it all: A n = n
+    for (size_t i = 0; i < LONG; i++)
+        c.k[i * HS] = i == 77 ? 1e3f : 0, c.q[i * HS] = 10,
+                c.v[i] = i == 77;    // one key has it all: A n = n
     float out;
     row(&c, &out, 0, LONG);
     CHECK(isfinite(out) && out > 0, "%s: one key of %d has %.8g", text, LONG, out);
@@ -586,16 +629,18 @@ static void check_no_weight(const char *text, float q, float k, size_t with_weig
     size_t bad = not_finite(c.dq, c.keys) + not_finite(c.dk, c.keys) + not_finite(c.dv, c.values);
     CHECK(bad == 0, "%s, q = %g: %zu gradients are not finite", text, q, bad);
     if (no_gradient && with_weight == 0)
-        CHECK(not_zero(c.dq, c.keys) + not_zero(c.dk, c.keys) + not_zero(c.dv, c.values) == 0, "%s, q = %g: gradients are not 0", text,
-              q);
+        CHECK(not_zero(c.dq, c.keys) + not_zero(c.dk, c.keys) + not_zero(c.dv, c.values) == 0,
+              "%s, q = %g: gradients are not 0", text, q);
     for (size_t h = 0; no_gradient && h < B * NH; h++)
-        CHECK(not_zero(c.dq + (h * T + with_weight) * HS, (T - with_weight) * HS) == 0, "%s, q = %g: dq of rows without weight", text, q);
+        CHECK(not_zero(c.dq + (h * T + with_weight) * HS, (T - with_weight) * HS) == 0,
+              "%s, q = %g: dq of rows without weight", text, q);
     float out[HS];
     CHECK(row(&c, out, 1, T) == false && not_zero(out, HS) == 0, "%s, q = %g: the last row alone", text, q);
     case_free(&c);
 }
 
-// Rows of equal weights lie on reweight's kink: they have no weight, whatever rounding says, but for n up to 3. What is 0 is counted.
+// Rows of equal weights lie on reweight's kink: they have no weight, whatever rounding says, but for n up to 3. What is
+// 0 is counted.
 static void check_uniform(const char *text) {
     enum { T = 150, HS = 4 };
     Case c = case_new(text, 1, 1, HS, HS, T, 1);
@@ -605,26 +650,30 @@ static void check_uniform(const char *text) {
     for (size_t t = 0; t < T; t++) zero += not_zero(c.out + t * HS, HS) == 0;
     if (c.normalizer.post.kind == POST_REWEIGHT && c.normalizer.norm.kind == NORM_L1 && c.normalizer.norm.value == 0)
         CHECK(zero >= T - POST_FROM, "%s, q = 0: %d rows of %d are 0", text, (int)zero, T);
-    if (c.normalizer.post.kind != POST_RECENTER)                              // which divides by nothing
+    if (c.normalizer.post.kind != POST_RECENTER)    // which divides by nothing
         CHECK(zero == counted, "%s, q = 0: %d rows are 0, %d were counted", text, (int)zero, (int)counted);
-    CHECK(not_finite(c.out, c.values) + not_finite(c.dq, c.keys) + not_finite(c.dk, c.keys) + not_finite(c.dv, c.values) == 0,
+    CHECK(not_finite(c.out, c.values) + not_finite(c.dq, c.keys) + not_finite(c.dk, c.keys) +
+                  not_finite(c.dv, c.values) ==
+              0,
           "%s, q = 0", text);
     case_free(&c);
 }
 
 static void test_no_weight(void) {
-    static const char *const RECTIFIED[] = {"relu-l1", "relu2-l1", "relu6-l1", "relu-L", "relu-sqrt", "relu2-n", "relu2-T",
-                                            "relu2-L", "relu2-512", "softpick"};
+    static const char *const RECTIFIED[] = {"relu-l1", "relu2-l1", "relu6-l1", "relu-L",    "relu-sqrt",
+                                            "relu2-n", "relu2-T",  "relu2-L",  "relu2-512", "softpick"};
     check_group("rows without weight: 0, no gradient, counted once");
     for (size_t i = 0; i < COUNT(RECTIFIED); i++)
         check_no_weight(RECTIFIED[i], 1, -1, 0, true), check_no_weight(RECTIFIED[i], 0, 1, 0, true);
-    check_no_weight("identity-l1", 0, 1, 0, true), check_no_weight("gelu-l1", 0, 1, 0, true), check_no_weight("mish-l1", 0, 1, 0, true);
-    check_no_weight("identity", 0, 1, 0, false);                              // phi' is 1 at 0, and Z is 1
+    check_no_weight("identity-l1", 0, 1, 0, true), check_no_weight("gelu-l1", 0, 1, 0, true),
+        check_no_weight("mish-l1", 0, 1, 0, true);
+    check_no_weight("identity", 0, 1, 0, false);    // phi' is 1 at 0, and Z is 1
     check_no_weight("relu-l1+norm=l1+2", 1, -1, 0, true), check_no_weight("relu-l1+qk=l2", 0, 0, 0, true);
-    check_no_weight("relu-l1+post=recenter-l1", 1, -1, 0, true), check_no_weight("relu2-l1+post=reweight:3", 1, -1, 0, true);
+    check_no_weight("relu-l1+post=recenter-l1", 1, -1, 0, true),
+        check_no_weight("relu2-l1+post=reweight:3", 1, -1, 0, true);
     check_no_weight("sigmoid+post=reweight:2", 3, -3, 3,
-                    true);               // A = sigmoid(-18)/L: all below 1/n; for n <= 3 compared with 0
-    check_no_weight("softmax1+post=reweight:15", 0, 1, 3, true);              // A = 1/(n + 1)
+                    true);    // A = sigmoid(-18)/L: all below 1/n; for n <= 3 compared with 0
+    check_no_weight("softmax1+post=reweight:15", 0, 1, 3, true);    // A = 1/(n + 1)
     for (size_t i = 0; i < COUNT(PRESETS); i++) {
         char text[96];
         check_uniform(PRESETS[i]);
@@ -635,7 +684,8 @@ static void test_no_weight(void) {
 
 // ---- threads
 
-// The same bits again with as many threads, and nearly the same with one. One head: the threads share its rows; four: each has its own.
+// The same bits again with as many threads, and nearly the same with one. One head: the threads share its rows; four:
+// each has its own.
 static void check_threads_of(const char *text, size_t NH, size_t T) {
     enum { HS = 8, RUNS = 3 };
     Case c[RUNS];
@@ -648,7 +698,8 @@ static void check_threads_of(const char *text, size_t NH, size_t T) {
         float *x = c[0].arrays[i].at;
         if (x == c[0].scratch) continue;
         size_t n = c[0].arrays[i].n;
-        CHECK(!memcmp(x, c[1].arrays[i].at, n * sizeof *x), "%s, %zu heads: array %zu differs when repeated", text, NH, i);
+        CHECK(!memcmp(x, c[1].arrays[i].at, n * sizeof *x), "%s, %zu heads: array %zu differs when repeated", text, NH,
+              i);
         double apart = distance(c[2].arrays[i].at, x, n);
         CHECK(apart < 1e-6, "%s, %zu heads: array %zu is %.3g off with one thread", text, NH, i, apart);
     }
@@ -662,7 +713,8 @@ static void check_threads(const char *text) {
 
 int main(void) {
     program_name = "test_attention";
-    omp_set_num_threads(1);                  // the arrays are small, and two threads that wait for each other on a busy machine are slow
+    // The arrays are small, and two threads that wait for each other on a busy machine are slow.
+    omp_set_num_threads(1);
     test_row_sums();
     test_log_scale();
     test_softmax1();
@@ -676,6 +728,7 @@ int main(void) {
     test_no_weight();
     check_group("one thread and two");
     each_normalizer(check_threads);
-    check_threads_of("lssar", 1, 1500), check_threads_of("softmax-recentered-l1", 1, 1500);     // long enough for threads to meet
+    // Long enough for threads to meet.
+    check_threads_of("lssar", 1, 1500), check_threads_of("softmax-recentered-l1", 1, 1500);
     return check_verdict();
 }

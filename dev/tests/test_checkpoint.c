@@ -15,7 +15,8 @@
 
 static char folder[] = "/tmp/test_checkpoint.XXXXXX", out_dir[100], source[100];
 
-// ---- a small run -----------------------------------------------------------------------------------------------------------
+// ---- a small run
+// -----------------------------------------------------------------------------------------------------------
 
 enum { VALUES = 1000 };
 
@@ -26,16 +27,16 @@ static bool save(uint64_t step, float value, Error *error) {
     for (int i = 0; i < VALUES; i++) values[i] = value;
     TensorRow rows[] = {{"a", DTYPE_F32, 1, {VALUES}, values}, {"b", DTYPE_BF16, 1, {VALUES}, values}};
     snprintf(text, sizeof text, "{\"value\": %g}", value);
-    bool ok = checkpoint_begin(&c, out_dir, step, error)
-        && safetensors_write(checkpoint_path(&c, "model.safetensors"), rows, 2, NULL, error)
-        && file_write_text(checkpoint_path(&c, "state.json"), text, error)
-        && checkpoint_copy(&c, source, error)
-        && checkpoint_commit(&c, error);
+    bool ok = checkpoint_begin(&c, out_dir, step, error) &&
+              safetensors_write(checkpoint_path(&c, "model.safetensors"), rows, 2, NULL, error) &&
+              file_write_text(checkpoint_path(&c, "state.json"), text, error) && checkpoint_copy(&c, source, error) &&
+              checkpoint_commit(&c, error);
     if (!ok) checkpoint_abandon(&c);
     return ok;
 }
 
-// The value in the newest checkpoint, all of it checked, and its step; -1 where something is wrong, 0 where there is none.
+// The value in the newest checkpoint, all of it checked, and its step; -1 where something is wrong, 0 where there is
+// none.
 static float newest(uint64_t *step) {
     char path[PATH_MAX];
     float values[VALUES];
@@ -75,7 +76,8 @@ static void start_over(void) {
     if (!file_remove_tree(out_dir, &error)) fail_with(&error);
 }
 
-// ---- faults ----------------------------------------------------------------------------------------------------------------
+// ---- faults
+// ----------------------------------------------------------------------------------------------------------------
 
 static void fault_set(long at, bool half, int number) {
     fault.ready = true;
@@ -85,7 +87,9 @@ static void fault_set(long at, bool half, int number) {
     fault.error = number;
 }
 
-static void fault_clear(void) { fault_set(0, false, 0); }
+static void fault_clear(void) {
+    fault_set(0, false, 0);
+}
 
 // Runs job() in a process that is killed at its n-th fault point. False when it came to its end before that.
 static bool killed(bool (*job)(Error *), long n, bool half) {
@@ -105,16 +109,22 @@ static bool killed(bool (*job)(Error *), long n, bool half) {
     return false;
 }
 
-static bool save_10(Error *error) { return save(10, 2, error); }
-static bool save_20(Error *error) { return save(20, 2, error); }
-static bool prune_to_one(Error *error) { return checkpoint_prune(out_dir, 1, 10, error); }
+static bool save_10(Error *error) {
+    return save(10, 2, error);
+}
+static bool save_20(Error *error) {
+    return save(20, 2, error);
+}
+static bool prune_to_one(Error *error) {
+    return checkpoint_prune(out_dir, 1, 10, error);
+}
 
-// Step 10 (value 1) is there, or nothing; the job saves value 2. After a kill anywhere: value 1 or value 2, whole; and the
-// next save succeeds and leaves nothing behind.
+// Step 10 (value 1) is there, or nothing; the job saves value 2. After a kill anywhere: value 1 or value 2, whole; and
+// the next save succeeds and leaves nothing behind.
 //
-// `points` pins the number of acts, because a kill does not show a lost fsync (the system keeps what was written; a power
-// cut would not): a save makes its folder and syncs the parent (2), writes and syncs model.safetensors (3 + 1), state.json,
-// the tokenizer and manifest.json (2 each), syncs the folder (1), renames it and syncs OUT/ckpt (2).
+// `points` pins the number of acts, because a kill does not show a lost fsync (the system keeps what was written; a
+// power cut would not): a save makes its folder and syncs the parent (2), writes and syncs model.safetensors (3 + 1),
+// state.json, the tokenizer and manifest.json (2 each), syncs the folder (1), renames it and syncs OUT/ckpt (2).
 static void test_kill(const char *what, bool (*job)(Error *), uint64_t job_step, bool before, long points) {
     long n = 1, kept = 0, taken = 0;
     Error error = {0};
@@ -131,14 +141,16 @@ static void test_kill(const char *what, bool (*job)(Error *), uint64_t job_step,
             CHECK(old || new, "%s: killed at point %ld: value %g of step %d", what, n, value, (int)step);
             kept += old;
             taken += new;
-            CHECK(save(30, 3, &error) && newest(&step) == 3 && step == 30, "%s: point %ld: the next save: %s", what, n, error.text);
+            CHECK(save(30, 3, &error) && newest(&step) == 3 && step == 30, "%s: point %ld: the next save: %s", what, n,
+                  error.text);
             CHECK(count_entries(false) == 0, "%s: point %ld: %d leftovers", what, n, count_entries(false));
             CHECK(!before || there(10), "%s: point %ld: step 10 is not whole after the next save", what, n);
         }
     }
     CHECK(n - 1 == points, "%s: %ld acts, expected %ld", what, n - 1, points);
     CHECK(kept > 10 && taken > 0, "%s: %ld kills left the old one, %ld the new one", what, kept, taken);
-    printf("       %ld points, whole or half writes: %ld kills left the old one, %ld the new one\n", n - 1, kept, taken);
+    printf("       %ld points, whole or half writes: %ld kills left the old one, %ld the new one\n", n - 1, kept,
+           taken);
 }
 
 static void test_kill_prune(void) {
@@ -154,7 +166,8 @@ static void test_kill_prune(void) {
         CHECK(newest(&step) == 4 && step == 40, "prune killed at point %ld: step %d", n, (int)step);
         CHECK(there(10), "prune killed at point %ld: the best one is gone", n);
         CHECK(save(50, 5, &error) && checkpoint_prune(out_dir, 1, 10, &error), "%s", error.text);
-        CHECK(there(50) && there(10) && count_entries(true) == 2 && count_entries(false) == 0, "prune after point %ld", n);
+        CHECK(there(50) && there(10) && count_entries(true) == 2 && count_entries(false) == 0, "prune after point %ld",
+              n);
     }
     CHECK(n > 10, "prune has only %ld points", n - 1);
     CHECK(there(40) && there(10) && count_entries(true) == 2, "prune");
@@ -182,15 +195,17 @@ static void test_errno(const char *what, int number, const char *remedy) {
                 CHECK(value == 2 && step == job_step, "%s at point %ld: reported as done, value %g", what, n, value);
             } else {
                 refused++;
-                CHECK(error.code == EXIT_RESOURCE && strstr(error.text, out_dir) && strstr(error.text, strerror(number))
-                      && strstr(error.text, remedy), "%s at point %ld: %d %s", what, n, error.code, error.text);
+                CHECK(error.code == EXIT_RESOURCE && strstr(error.text, out_dir) &&
+                          strstr(error.text, strerror(number)) && strstr(error.text, remedy),
+                      "%s at point %ld: %d %s", what, n, error.code, error.text);
                 CHECK(value == 1 || value == 2, "%s at point %ld: value %g", what, n, value);
                 CHECK(there(10), "%s at point %ld: step 10 has lost its name", what, n);
                 char tmp[PATH_MAX];
                 snprintf(tmp, sizeof tmp, "%s/ckpt/.tmp-step-%08d", out_dir, (int)job_step);
                 CHECK(access(tmp, F_OK) != 0, "%s at point %ld: the temporary folder is still there", what, n);
             }
-            CHECK(save(30, 3, &error) && newest(&step) == 3 && count_entries(false) == 0, "%s at point %ld: the next save", what, n);
+            CHECK(save(30, 3, &error) && newest(&step) == 3 && count_entries(false) == 0,
+                  "%s at point %ld: the next save", what, n);
         }
     }
     CHECK(refused > 20, "%s: only %ld saves were refused", what, refused);
@@ -212,7 +227,8 @@ static void test_kill_replace(void) {
         }
         waitpid(child, &status, 0);
         char *text = file_read(path, 100, NULL, &error);
-        CHECK(text && (!strcmp(text, "the old text") || !strcmp(text, "new")), "killed at point %ld: %s", n, text ? text : error.text);
+        CHECK(text && (!strcmp(text, "the old text") || !strcmp(text, "new")), "killed at point %ld: %s", n,
+              text ? text : error.text);
         bool done = WEXITSTATUS(status) == 0;
         if (done) CHECK(n == 5 && text && !strcmp(text, "new"), "points %ld", n - 1);
         free(text);
@@ -231,9 +247,12 @@ static void test_kill_replace(void) {
 // FAULT_AT, FAULT_KIND and FAULT_COUNT, as another program's test sets them.
 static void test_environment(void) {
     check_group("FAULT_AT, FAULT_KIND, FAULT_COUNT");
-    static const struct { const char *at, *kind; int status; } cases[] = {
-        {"5", "kill", 137}, {"5", NULL, 137}, {"5", "half", 137}, {"5", "enospc", EXIT_RESOURCE}, {"5", "eio", EXIT_RESOURCE},
-        {"99", "kill", 0}, {"5", "else", EXIT_USAGE},
+    static const struct {
+        const char *at, *kind;
+        int status;
+    } cases[] = {
+        {"5", "kill", 137},          {"5", NULL, 137},  {"5", "half", 137},        {"5", "enospc", EXIT_RESOURCE},
+        {"5", "eio", EXIT_RESOURCE}, {"99", "kill", 0}, {"5", "else", EXIT_USAGE},
     };
     char path[PATH_MAX];
     Error error = {0};
@@ -260,7 +279,8 @@ static void test_environment(void) {
     }
 }
 
-// ---- without faults --------------------------------------------------------------------------------------------------------
+// ---- without faults
+// --------------------------------------------------------------------------------------------------------
 
 static void put(const char *step, const char *name, const char *text, const char *mode, long at) {
     char path[PATH_MAX];
@@ -276,7 +296,8 @@ static bool verify_names(const char *step, const char *part) {
     char path[PATH_MAX];
     Error error = {0};
     snprintf(path, sizeof path, "%s/ckpt/%s", out_dir, step);
-    bool ok = !checkpoint_verify(path, false, &error) && error.code == EXIT_INPUT && strstr(error.text, path) && strstr(error.text, part);
+    bool ok = !checkpoint_verify(path, false, &error) && error.code == EXIT_INPUT && strstr(error.text, path) &&
+              strstr(error.text, part);
     if (!ok) printf("  expected \"%s\", found %s\n", part, error.text);
     return ok;
 }
@@ -299,8 +320,10 @@ static void test_damage(void) {
     snprintf(path, sizeof path, "%s/ckpt/step-00000040/manifest.json", out_dir);
     unlink(path);
     snprintf(path, sizeof path, "%s/ckpt/step-00000040", out_dir);
-    CHECK(!checkpoint_verify(path, false, &error) && checkpoint_verify(path, true, &error), "a folder without a manifest");
-    CHECK(!checkpoint_verify("/nonexistent", true, &error) && strstr(error.text, "/nonexistent"), "no folder: %s", error.text);
+    CHECK(!checkpoint_verify(path, false, &error) && checkpoint_verify(path, true, &error),
+          "a folder without a manifest");
+    CHECK(!checkpoint_verify("/nonexistent", true, &error) && strstr(error.text, "/nonexistent"), "no folder: %s",
+          error.text);
     snprintf(path, sizeof path, "%s/ckpt/step-00000030/state.json", out_dir);
     unlink(path);
     CHECK(verify_names("step-00000030", "state.json: expected this file"), "a missing file");
@@ -327,8 +350,10 @@ static void test_prune(void) {
     start_over();
     for (int i = 1; i <= 5; i++) CHECK(save(10 * (uint64_t)i, (float)i, &error), "%s", error.text);
     CHECK(checkpoint_prune(out_dir, 0, UINT64_MAX, &error) && count_entries(true) == 5, "keep 0");
-    CHECK(checkpoint_prune(out_dir, 2, 20, &error) && count_entries(true) == 3 && there(50) && there(40) && there(20), "keep 2 and 20");
-    CHECK(checkpoint_prune(out_dir, 2, 50, &error) && count_entries(true) == 2 && there(50) && there(40), "keep 2 and 50");
+    CHECK(checkpoint_prune(out_dir, 2, 20, &error) && count_entries(true) == 3 && there(50) && there(40) && there(20),
+          "keep 2 and 20");
+    CHECK(checkpoint_prune(out_dir, 2, 50, &error) && count_entries(true) == 2 && there(50) && there(40),
+          "keep 2 and 50");
     CHECK(checkpoint_prune(out_dir, 7, UINT64_MAX, &error) && count_entries(true) == 2, "keep 7");
     CHECK(count_entries(false) == 0, "leftovers");
     CHECK(save(123456789012, 6, &error), "%s", error.text);
@@ -336,7 +361,8 @@ static void test_prune(void) {
     CHECK(newest(&step) == 6 && step == 123456789012, "a step of 12 digits");
 }
 
-// Files that did not come through file_close() are in the manifest too; one that was written twice is there as it is now.
+// Files that did not come through file_close() are in the manifest too; one that was written twice is there as it is
+// now.
 static void test_manifest(void) {
     check_group("the manifest");
     Checkpoint c;
@@ -356,12 +382,14 @@ static void test_manifest(void) {
     fputs(" and by another way", file);
     fclose(file);
     CHECK(checkpoint_copy(&c, source, &error) && checkpoint_commit(&c, &error), "%s", error.text);
-    checkpoint_abandon(&c);   // does nothing after a commit
-    CHECK(checkpoint_newest(out_dir, path, sizeof path, &step) && step == 7 && checkpoint_verify(path, false, &error), "%s", error.text);
+    checkpoint_abandon(&c);    // does nothing after a commit
+    CHECK(checkpoint_newest(out_dir, path, sizeof path, &step) && step == 7 && checkpoint_verify(path, false, &error),
+          "%s", error.text);
     strcat(path, "/manifest.json");
     char *text = file_read(path, 10000, NULL, &error);
-    CHECK(text && strstr(text, "other.txt") && strstr(text, "source.txt") && strstr(text, "twice") && strstr(text, "\"empty\"")
-          && !strstr(text, "manifest"), "%s", text ? text : error.text);
+    CHECK(text && strstr(text, "other.txt") && strstr(text, "source.txt") && strstr(text, "twice") &&
+              strstr(text, "\"empty\"") && !strstr(text, "manifest"),
+          "%s", text ? text : error.text);
     // XXH3-128 of nothing, from the algorithm's own test vectors.
     CHECK(text && strstr(text, "99aa06d3014798d86001c324468d497f"), "the hash of an empty file: %s", text);
     free(text);
@@ -377,13 +405,17 @@ static void test_files(void) {
     uint64_t bytes = 0;
     Error error = {0};
     snprintf(path, sizeof path, "%s/a/b/c", folder);
-    CHECK(file_make_folders(path, &error) && file_make_folders(path, &error) && access(path, F_OK) == 0, "%s", error.text);
+    CHECK(file_make_folders(path, &error) && file_make_folders(path, &error) && access(path, F_OK) == 0, "%s",
+          error.text);
     CHECK(file_free_space(path, &bytes, &error) && bytes > 0, "%s", error.text);
     strcat(path, "/not/there/yet");
-    CHECK(file_free_space(path, &bytes, &error) && bytes > 0 && file_free_space("not/there/yet", &bytes, &error), "%s", error.text);
+    CHECK(file_free_space(path, &bytes, &error) && bytes > 0 && file_free_space("not/there/yet", &bytes, &error), "%s",
+          error.text);
     snprintf(path, sizeof path, "%s/x", source);
-    CHECK(!file_make_folders(path, &error) && error.code == EXIT_RESOURCE && strstr(error.text, source), "%s", error.text);
-    CHECK(!file_read(source, 3, NULL, &error) && error.code == EXIT_INPUT && strstr(error.text, "at most 3"), "%s", error.text);
+    CHECK(!file_make_folders(path, &error) && error.code == EXIT_RESOURCE && strstr(error.text, source), "%s",
+          error.text);
+    CHECK(!file_read(source, 3, NULL, &error) && error.code == EXIT_INPUT && strstr(error.text, "at most 3"), "%s",
+          error.text);
     CHECK(!file_read(folder, 3, NULL, &error) && strstr(error.text, "a folder"), "%s", error.text);
     // A link is removed, what it points to is not.
     snprintf(path, sizeof path, "%s/a/link", folder);
@@ -395,7 +427,7 @@ static void test_files(void) {
 
 int main(void) {
     Error error;
-    setvbuf(stdout, NULL, _IOLBF, 0);   // a child must not inherit unprinted lines
+    setvbuf(stdout, NULL, _IOLBF, 0);    // a child must not inherit unprinted lines
     if (!mkdtemp(folder)) fail(EXIT_RESOURCE, "%s: mkdtemp failed.", folder);
     snprintf(out_dir, sizeof out_dir, "%s/runs/one", folder);
     snprintf(source, sizeof source, "%s/source.txt", folder);
@@ -405,8 +437,10 @@ int main(void) {
     test_manifest();
     test_prune();
     test_kill("a save, killed at each point", save_20, 20, true, 15);
-    test_kill("the first save, killed", save_10, 10, false, 15 + 4);         // two more folders made, each synced into its parent
-    test_kill("a save of the same step, killed", save_10, 10, true, 15 + 7);   // the old one set aside (2), its 4 files and itself removed
+    // Two more folders made, each synced into its parent.
+    test_kill("the first save, killed", save_10, 10, false, 15 + 4);
+    // The old one set aside (2), its 4 files and itself removed.
+    test_kill("a save of the same step, killed", save_10, 10, true, 15 + 7);
     test_kill_prune();
     test_kill_replace();
     test_errno("ENOSPC at each point of a save", ENOSPC, "Make room");

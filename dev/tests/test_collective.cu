@@ -1,5 +1,6 @@
-// collective: kernels/collective.h on one, two and four processes, started by scripts/launch.sh from the folder of the Makefile: sums, slices and
-// what a process that dies does to the others. Each worker is this same program with a word after it.
+// collective: kernels/collective.h on one, two and four processes, started by scripts/launch.sh from the folder of the
+// Makefile: sums, slices and what a process that dies does to the others. Each worker is this same program with a word
+// after it.
 #include "kernels/collective.h"
 
 #include <math.h>
@@ -19,7 +20,8 @@ static const size_t lengths[] = {1, 5, 64, 127, 256, 1000, 4096, 70000};
 static cudaStream_t stream;
 
 static void expect(bool condition, const char *what, size_t n) {
-    if (!condition) fail(EXIT_DIVERGED, "process %d of %d: %s is wrong, %zu floats", process.rank, process.size, what, n);
+    if (!condition)
+        fail(EXIT_DIVERGED, "process %d of %d: %s is wrong, %zu floats", process.rank, process.size, what, n);
 }
 
 // What process r starts with.
@@ -29,7 +31,8 @@ static vector<float> start_values(size_t n, int r) {
     return x;
 }
 
-// A device array that is filled, used and read on `stream` alone, as the trainer does: only the calls under test order it with the others.
+// A device array that is filled, used and read on `stream` alone, as the trainer does: only the calls under test order
+// it with the others.
 struct Array {
     float *device;
     size_t n;
@@ -37,7 +40,9 @@ struct Array {
         CUDA_CHECK(cudaMalloc(&device, n * sizeof(float)));
         CUDA_CHECK(cudaMemcpyAsync(device, x.data(), n * sizeof(float), cudaMemcpyHostToDevice, stream));
     }
-    ~Array() { CUDA_CHECK(cudaFree(device)); }
+    ~Array() {
+        CUDA_CHECK(cudaFree(device));
+    }
     Array(const Array &) = delete;
     vector<float> read(void) const {
         vector<float> x(n);
@@ -96,15 +101,20 @@ static void check_sums(size_t n, bool in_bf16) {
     collective_all_gather(sliced.device, n, stream);
     vector<float> gathered = sliced.read();
     expect_same(gathered, "what was gathered on every process");
-    expect(memcmp(gathered.data() + from, slice.data() + from, (to - from) * sizeof(float)) == 0, "this process's slice of what was gathered", n);
+    expect(memcmp(gathered.data() + from, slice.data() + from, (to - from) * sizeof(float)) == 0,
+           "this process's slice of what was gathered", n);
     expect(sum_error(gathered, 0, n, in_bf16) <= 1, "the sum, gathered", n);
-    if (getenv("SAME_BITS")) expect(memcmp(gathered.data(), sum.data(), n * sizeof(float)) == 0, "a bit of the sum, gathered, against that of all at once", n);
+    if (getenv("SAME_BITS"))
+        expect(memcmp(gathered.data(), sum.data(), n * sizeof(float)) == 0,
+               "a bit of the sum, gathered, against that of all at once", n);
 
-    collective_all_reduce(two.device, n, stream);          // several under way, the second of what the first gives
+    collective_all_reduce(two.device, n, stream);    // several under way, the second of what the first gives
     collective_all_reduce(two.device, n, stream);
     vector<float> twice = two.read();
     bool right = true;
-    for (size_t i = 0; i < n; i++) right = right && fabs(twice[i] - process.size * sum[i]) <= (in_bf16 ? 0.03 : 2e-6) * (fabs(sum[i]) * process.size + 1e-30);
+    for (size_t i = 0; i < n; i++)
+        right = right && fabs(twice[i] - process.size * sum[i]) <=
+                             (in_bf16 ? 0.03 : 2e-6) * (fabs(sum[i]) * process.size + 1e-30);
     expect(right, "the sum of sums", n);
 }
 
@@ -174,7 +184,9 @@ static int work(const char *what, int argc, char **argv) {
 
 // ---- the checks
 
-typedef struct { const char *processes, *what; } Job;
+typedef struct {
+    const char *processes, *what;
+} Job;
 
 static void start_job(void *data) {
     const Job *job = (const Job *)data;
@@ -220,7 +232,8 @@ static void test_death(void) {
     int code = check_fork(start_job, &job, output, sizeof output);
     double seconds = collective_now() - start;
     unsetenv("GRACE");
-    CHECK(code != 0 && seconds < 30 && !strstr(output, "came through"), "code %d after %.1f s: %s", code, seconds, output);
+    CHECK(code != 0 && seconds < 30 && !strstr(output, "came through"), "code %d after %.1f s: %s", code, seconds,
+          output);
     CHECK(strstr(output, "process 1 (pid") && strstr(output, "has died"), "nothing says which: %s", output);
 }
 
@@ -234,7 +247,8 @@ static void test_difference(void) {
     char output[8192];
     Job job = {"2", "differ"};
     int code = check_fork(start_job, &job, output, sizeof output);
-    CHECK(code != 0 && strstr(output, "ncclAllReduce of 999 elements") && !strstr(output, "came through"), "code %d: %s", code, output);
+    CHECK(code != 0 && strstr(output, "ncclAllReduce of 999 elements") && !strstr(output, "came through"),
+          "code %d: %s", code, output);
 }
 #endif
 

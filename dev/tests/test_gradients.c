@@ -1,7 +1,8 @@
-// Finite differences in double of the trainer's own code (the layers, attention and passes of train_gpt2.c built with REAL=double): every
-// normalizer with both blocks, and each layer alone. No reference takes part: what no table of answers could hide shows here.
-// What double cannot show is where the float32 functions of runtime/vecmath.h go wrong, outside of their ranges: every phi, and attention under
-// every normalizer, is compared with the float32 code (float_path.c).
+// Finite differences in double of the trainer's own code (the layers, attention and passes of train_gpt2.c built with
+// REAL=double): every normalizer with both blocks, and each layer alone. No reference takes part: what no table of
+// answers could hide shows here.
+// What double cannot show is where the float32 functions of runtime/vecmath.h go wrong, outside of their ranges: every
+// phi, and attention under every normalizer, is compared with the float32 code (float_path.c).
 //
 //   build/tests/test_gradients [WORD]     only the cases whose name has WORD in it
 #define REAL double
@@ -26,7 +27,8 @@
 
 // ---- what runtime/gemm.c is for float
 
-void gemm(char ta, char tb, size_t m, size_t n, size_t k, const real *A, size_t lda, const real *B, size_t ldb, real beta, real *C, size_t ldc) {
+void gemm(char ta, char tb, size_t m, size_t n, size_t k, const real *A, size_t lda, const real *B, size_t ldb,
+          real beta, real *C, size_t ldc) {
     for (size_t i = 0; i < m; i++) {
         real *row = C + i * ldc;
         for (size_t j = 0; j < n; j++) row[j] = beta != 0 ? row[j] : 0;
@@ -37,8 +39,10 @@ void gemm(char ta, char tb, size_t m, size_t n, size_t k, const real *A, size_t 
     }
 }
 
-void gemm_bf16(char ta, char tb, size_t m, size_t n, size_t k, Operand A, size_t lda, Operand B, size_t ldb, real beta, real *C, size_t ldc) {
-    (void)ta, (void)tb, (void)m, (void)n, (void)k, (void)A, (void)lda, (void)B, (void)ldb, (void)beta, (void)C, (void)ldc;
+void gemm_bf16(char ta, char tb, size_t m, size_t n, size_t k, Operand A, size_t lda, Operand B, size_t ldb, real beta,
+               real *C, size_t ldc) {
+    (void)ta, (void)tb, (void)m, (void)n, (void)k, (void)A, (void)lda, (void)B, (void)ldb, (void)beta, (void)C,
+        (void)ldc;
     fail(EXIT_USAGE, "no bfloat16 here.");
 }
 
@@ -71,11 +75,12 @@ static real dot(const real *a, const real *b, size_t n) {
 }
 
 static const char *case_name;
-static double worst;       // relative error
+static double worst;    // relative error
 
-// The slope of `value` along the unit vector r (n) must be `expected`, to 1e-6 of `size`. By a five-point rule; where a step of one size
-// crosses a kink (relu at 0) a smaller one may not, while a wrong gradient fails with all.
-static double slope_error(real *x, const real *r, size_t n, double expected, double size, double (*value)(void *), void *context) {
+// The slope of `value` along the unit vector r (n) must be `expected`, to 1e-6 of `size`. By a five-point rule; where a
+// step of one size crosses a kink (relu at 0) a smaller one may not, while a wrong gradient fails with all.
+static double slope_error(real *x, const real *r, size_t n, double expected, double size, double (*value)(void *),
+                          void *context) {
     static const double STEPS[] = {1, -1, 2, -2}, SIZES[] = {1e-4, 1e-5, 2e-6, 4e-7};
     double error = INFINITY;
     real *start = reals(n);
@@ -94,9 +99,10 @@ static double slope_error(real *x, const real *r, size_t n, double expected, dou
     return error;
 }
 
-// x's gradient dx (n) against slopes along dx itself, and along a random direction, in which what is missing from dx shows. A gradient
-// that is all but 0 is measured by `least`.
-static void check_gradient(const char *what, real *x, const real *dx, size_t n, double least, double (*value)(void *), void *context) {
+// x's gradient dx (n) against slopes along dx itself, and along a random direction, in which what is missing from dx
+// shows. A gradient that is all but 0 is measured by `least`.
+static void check_gradient(const char *what, real *x, const real *dx, size_t n, double least, double (*value)(void *),
+                           void *context) {
     double norm = sqrt(dot(dx, dx, n)), size = norm > least ? norm : least;
     real *r = input("direction", n, 0, 1);
     for (int random = 0; random < 2; random++) {
@@ -105,7 +111,8 @@ static void check_gradient(const char *what, real *x, const real *dx, size_t n, 
         for (size_t i = 0; i < n; i++) r[i] = random ? r[i] / length : dx[i] / length;
         double error = slope_error(x, r, n, dot(r, dx, n), size, value, context);
         if (!(error <= worst)) worst = error;
-        CHECK(error < 1e-6, "%s: %s: off by %.3g of %.3g%s", case_name, what, error, size, random ? ", along a random direction" : "");
+        CHECK(error < 1e-6, "%s: %s: off by %.3g of %.3g%s", case_name, what, error, size,
+              random ? ", along a random direction" : "");
         if (!random) free(r), r = input("direction", n, 0, 1);
     }
     free(r);
@@ -119,15 +126,18 @@ static void check_slope(const char *what, real *x, const real *dx, size_t n, dou
 // ---- the family
 
 #define NAME(name, ...) #name,
+// clang-format off
 static const char *const NAMES[] = {
     NORMALIZERS(NAME)
-    // Awkward ones: two overrides, powers that are large, small or no whole number, negative scales, posts on signed phis, lengths T and L.
+    // Awkward ones: two overrides, powers that are large, small or no whole number, negative scales, posts on signed
+    // phis, lengths T and L.
     "softmax+norm=l1+0.5+post=negate", "softmax+post=reweight:3", "sigmoid-logn-l1+post=reweight:15", "lssar+post=reweight:100",
     "lssar+post=reweight:0.5", "softmax+qk=l2+scale=const:-7", "gelu-l1+post=recenter-l1", "mish-l1+norm=l1+2+post=recenter",
     "relu6-l1+scale=const:1+norm=T2+offset=-logT", "identity-l1+post=recenter-l1", "softplus-l1+scale=log:L+norm=n2", "ssmax-pn+phi=softplus+s=0.5+fixed",
     "relu2-l1+qk=l2+scale=logd-logn+post=reweight:2.5", "ssmax-bias+norm=l1+1+post=reweight:2",
     "softmax-sink+post=recenter-l1", "softmax-floorlog+scale=floorlog:4+norm=l1+sink", "softpick+norm=n+post=recenter",
 };
+// clang-format on
 #undef NAME
 
 static Normalizer parse(const char *text) {
@@ -151,13 +161,13 @@ static double attention_value(void *context) {
     return dot(c->out, c->dout, c->shape.B * c->shape.T * c->shape.NH * c->shape.VS);
 }
 
-// Every phi and its slope in float32 against double, over all z that a score can be made into and more, close to 0 and far from it. 1e-5 of |f| +
-// |phi'|: the rounding of z² in exp(-z²/2) makes 5e-6, at z = -12.
+// Every phi and its slope in float32 against double, over all z that a score can be made into and more, close to 0 and
+// far from it. 1e-5 of |f| + |phi'|: the rounding of z² in exp(-z²/2) makes 5e-6, at z = -12.
 static void test_phi(int phi, const char *name) {
     enum { FINE = 12800, POINTS = FINE + 400 };
     static double z[POINTS], f[POINTS], slope[POINTS];
-    for (int i = 0; i < FINE; i++) z[i] = (i - FINE / 2) / 64.0;                        // -100 to 100
-    for (int i = 0; i < 400; i++) z[FINE + i] = (i % 2 ? 1 : -1) * exp2(-i / 10.0);     // down to 2^-40
+    for (int i = 0; i < FINE; i++) z[i] = (i - FINE / 2) / 64.0;                       // -100 to 100
+    for (int i = 0; i < 400; i++) z[FINE + i] = (i % 2 ? 1 : -1) * exp2(-i / 10.0);    // down to 2^-40
     for (double one = 1; one > 0.1; one /= 3) {
         double far = 0, at = 0;
         phi_in_float(phi, z, one, f, slope, POINTS);
@@ -165,17 +175,24 @@ static void test_phi(int phi, const char *name) {
             double value, derivative;
             phi_both(phi, (float)z[i], (float)one, &value, &derivative);
             if (value > FLT_MAX) continue;
-            double allowed = 1e-5 * (fabs(value) + fabs(derivative)) + 200 * (double)FLT_MIN;     // exp is 0 below FLT_MIN
+            // Exp is 0 below FLT_MIN.
+            double allowed = 1e-5 * (fabs(value) + fabs(derivative)) + 200 * (double)FLT_MIN;
             double off = fmax(fabs(f[i] - value), fabs(slope[i] - derivative)) / allowed;
             if (!(off <= far)) far = off, at = z[i];
         }
-        CHECK(far <= 1, "phi=%s in float32: at z = %g off by %.3g of what is allowed. Does a function of runtime/real.h leave its range?", name, at, far);
+        CHECK(
+            far <= 1,
+            "phi=%s in float32: at z = %g off by %.3g of what is allowed. Does a function of runtime/real.h leave its range?",
+            name, at, far);
     }
 }
 
-// reweight magnifies rounding: by its power, and where A n is next to 1 by its slope, which is infinite there for a power below 1.
+// reweight magnifies rounding: by its power, and where A n is next to 1 by its slope, which is infinite there for a
+// power below 1.
 static double float_tolerance(const char *text) {
-    return strstr(text, "reweight:0.5") || strstr(text, "reweight:100") ? 1e-2 : strstr(text, "lssar") || strstr(text, "reweight") ? 1e-3 : 1e-4;
+    return strstr(text, "reweight:0.5") || strstr(text, "reweight:100") ? 1e-2
+           : strstr(text, "lssar") || strstr(text, "reweight")          ? 1e-3
+                                                                        : 1e-4;
 }
 
 // By norm, as in test_gpt2: 1e-4 of it, or of 1e-2 of dv's.
@@ -183,7 +200,8 @@ static void compare_with_float(const char *what, const real *in_float, const rea
     double off = 0;
     for (size_t i = 0; i < n; i++) off += (in_float[i] - x[i]) * (in_float[i] - x[i]);
     double norm = fmax(sqrt(dot(x, x, n)), least);
-    CHECK(sqrt(off) <= float_tolerance(case_name) * norm, "%s: %s in float32 is off by %.3g of its norm", case_name, what, sqrt(off) / norm);
+    CHECK(sqrt(off) <= float_tolerance(case_name) * norm, "%s: %s in float32 is off by %.3g of its norm", case_name,
+          what, sqrt(off) / norm);
 }
 
 static void test_attention(const char *text, size_t B, size_t NH, size_t HS, size_t VS, size_t T) {
@@ -194,17 +212,24 @@ static void test_attention(const char *text, size_t B, size_t NH, size_t HS, siz
     c.q = input("q", rows * HS, 0, 2), c.k = input("k", rows * HS, 0, 2), c.v = input("v", rows * VS, 0, 1);
     c.dout = input("dout", rows * VS, 0, 1), c.out = reals(rows * VS), c.stats = reals(rows * ROW_STATS);
     c.scratch = reals(attention_scratch(c.shape, omp_get_max_threads()));
-    real *s = input("attn_scale", NH, 0.6, 0.1), *b = input("attn_bias", NH, 0.1, 0.2), *p = input("attn_pn", (size_t)L, 1, 0.3);
+    real *s = input("attn_scale", NH, 0.6, 0.1), *b = input("attn_bias", NH, 0.1, 0.2),
+         *p = input("attn_pn", (size_t)L, 1, 0.3);
     real *sink = input("attn_sink", NH, 0.5, 0.5), *dsink = reals(NH);
-    real *ds = reals(NH), *db = reals(NH), *dp = reals((size_t)L), *dq = reals(rows * HS), *dk = reals(rows * HS), *dv = reals(rows * VS);
-    bool has_s = normalizer_has(&normalizer, SCALAR_S), has_b = normalizer_has(&normalizer, SCALAR_B), has_p = normalizer_has(&normalizer, SCALAR_P);
+    real *ds = reals(NH), *db = reals(NH), *dp = reals((size_t)L), *dq = reals(rows * HS), *dk = reals(rows * HS),
+         *dv = reals(rows * VS);
+    bool has_s = normalizer_has(&normalizer, SCALAR_S), has_b = normalizer_has(&normalizer, SCALAR_B),
+         has_p = normalizer_has(&normalizer, SCALAR_P);
     bool has_sink = normalizer_has(&normalizer, SCALAR_SINK);
     c.scalars = (AttentionScalars){has_s ? s : NULL, has_b ? b : NULL, has_p ? p : NULL, has_sink ? sink : NULL};
     attention_value(&c);
-    attention_backward(dq, dk, dv, (AttentionScalarGrads){has_s ? ds : NULL, has_b ? db : NULL, has_p ? dp : NULL, has_sink ? dsink : NULL},
-                       c.dout, c.out, c.stats, c.q, c.k, c.v, c.scalars, c.shape, c.scratch);
-    real *out = reals(rows * VS), *dq_float = reals(rows * HS), *dk_float = reals(rows * HS), *dv_float = reals(rows * VS);
-    attention_in_float(&(FloatAttention){&normalizer, B, T, NH, HS, VS, L, c.q, c.k, c.v, c.dout, s, b, p, sink, out, dq_float, dk_float, dv_float});
+    attention_backward(
+        dq, dk, dv,
+        (AttentionScalarGrads){has_s ? ds : NULL, has_b ? db : NULL, has_p ? dp : NULL, has_sink ? dsink : NULL},
+        c.dout, c.out, c.stats, c.q, c.k, c.v, c.scalars, c.shape, c.scratch);
+    real *out = reals(rows * VS), *dq_float = reals(rows * HS), *dk_float = reals(rows * HS),
+         *dv_float = reals(rows * VS);
+    attention_in_float(&(FloatAttention){&normalizer, B, T, NH, HS, VS, L, c.q, c.k, c.v, c.dout, s, b, p, sink, out,
+                                         dq_float, dk_float, dv_float});
     double least = 1e-2 * sqrt(dot(dv, dv, rows * VS));
     compare_with_float("out", out, c.out, rows * VS, 0);
     compare_with_float("dq", dq_float, dq, rows * HS, least);
@@ -258,7 +283,8 @@ static void test_model(const char *text, const char *shape) {
         for (size_t j = 0; j < t->elements; j++)
             m->params[t->offset + j] = mean + (double)scale * fixture_uniform(fixture_stream(t->name), j);
     }
-    for (int i = 0; i < B * T; i++) c.inputs[i] = fixture_token((uint64_t)i, V), c.targets[i] = fixture_token((uint64_t)i + 1, V);
+    for (int i = 0; i < B * T; i++)
+        c.inputs[i] = fixture_token((uint64_t)i, V), c.targets[i] = fixture_token((uint64_t)i + 1, V);
     model_step(m, c.inputs, c.targets, NULL, B, T, 1, true);
     double whole = gradient_norm(m);
     for (size_t i = 0; i < m->list.count; i++) {
@@ -288,16 +314,30 @@ static double layer_value(void *forward) {
     return dot(l.out, l.dout, l.outputs);
 }
 
-static void by_rmsnorm(void) { rmsnorm_forward(l.out, l.x, l.w, N, C); }
-static void by_matmul(void) { matmul_forward(l.out, l.x, (Operand){.f32 = l.w}, N, C, OC, false); }
-static void by_embedding(void) { embedding_forward(l.out, l.w, l.tokens, N, C); }
-static void by_rope(void) { rope_forward(l.out, l.out + N * C, l.out + 2 * N * C, l.x, l.cosines, l.sines, B, T, NH, HS); }
-static void by_swiglu(void) { swiglu_forward(l.out, l.x, N, C); }
-static void by_crossentropy(void) { crossentropy(l.out, l.x, l.tokens, NULL, N, V, V, 0); }
+static void by_rmsnorm(void) {
+    rmsnorm_forward(l.out, l.x, l.w, N, C);
+}
+static void by_matmul(void) {
+    matmul_forward(l.out, l.x, (Operand){.f32 = l.w}, N, C, OC, false);
+}
+static void by_embedding(void) {
+    embedding_forward(l.out, l.w, l.tokens, N, C);
+}
+static void by_rope(void) {
+    rope_forward(l.out, l.out + N * C, l.out + 2 * N * C, l.x, l.cosines, l.sines, B, T, NH, HS);
+}
+static void by_swiglu(void) {
+    swiglu_forward(l.out, l.x, N, C);
+}
+static void by_crossentropy(void) {
+    crossentropy(l.out, l.x, l.tokens, NULL, N, V, V, 0);
+}
 static void by_gau(void) {
     gau_forward(l.out, l.out + N * GS, l.out + 2 * N * GS, l.x, l.gains, l.cosines, l.sines, B, T, E, GS);
 }
-static void by_gate(void) { gau_gate_forward(l.out, l.x, l.w, N, E, GW); }
+static void by_gate(void) {
+    gau_gate_forward(l.out, l.x, l.w, N, E, GW);
+}
 
 static void test_layer(const char *what, real *x, const real *dx, size_t n, void (*forward)(void), size_t outputs) {
     l.outputs = outputs;
@@ -306,8 +346,10 @@ static void test_layer(const char *what, real *x, const real *dx, size_t n, void
 
 static void test_layers(void) {
     size_t room = N * 4 * GW;
-    real *dx = reals(room), *dw = reals(room), *r = reals(N), *gains = input("gains", 4 * GS, 1, 0.3), *dgains = reals(4 * GS);
-    l.x = input("x", room, 0, 1), l.w = input("w", room, 0.2, 1), l.out = reals(room), l.dout = input("dout", room, 0, 1);
+    real *dx = reals(room), *dw = reals(room), *r = reals(N), *gains = input("gains", 4 * GS, 1, 0.3),
+         *dgains = reals(4 * GS);
+    l.x = input("x", room, 0, 1), l.w = input("w", room, 0.2, 1), l.out = reals(room),
+    l.dout = input("dout", room, 0, 1);
     l.cosines = reals(T * GS / 2), l.sines = reals(T * GS / 2);
     l.gains = (GauGains){gains, gains + GS, gains + 2 * GS, gains + 3 * GS};
     for (int n = 0; n < N; n++) l.tokens[n] = fixture_token((uint64_t)n, V);
@@ -336,8 +378,8 @@ static void test_layers(void) {
     real *dq = input("dout", N * GS, 0, 1), *dk = input("dk", N * GS, 0, 1);
     memcpy(l.dout, dq, N * GS * sizeof *dq), memcpy(l.dout + N * GS, dk, N * GS * sizeof *dk);
     memset(dx, 0, room * sizeof *dx);
-    gau_backward(dx, (GauGains){dgains, dgains + GS, dgains + 2 * GS, dgains + 3 * GS}, dq, dk, l.dout + 2 * N * GS, l.x, l.gains, l.cosines,
-                 l.sines, B, T, E, GS);
+    gau_backward(dx, (GauGains){dgains, dgains + GS, dgains + 2 * GS, dgains + 3 * GS}, dq, dk, l.dout + 2 * N * GS,
+                 l.x, l.gains, l.cosines, l.sines, B, T, E, GS);
     test_layer("gau, uvz", l.x, dx, N * GW, by_gau, N * (2 * GS + E));
     test_layer("gau, gains and offsets", gains, dgains, 4 * GS, by_gau, N * (2 * GS + E));
     memset(dx, 0, room * sizeof *dx);
@@ -365,8 +407,10 @@ int main(int argc, char **argv) {
         if (!strstr(case_name, word)) continue;
         check_group(case_name);
         omp_set_num_threads(2);
-        test_attention(NAMES[i], 1, 1, 8, 20, 70);              // more than a block of rows, values wider than keys, threads that share
-        omp_set_num_threads(1);                                 // small work, for which threads would cost more than they save
+        // More than a block of rows, values wider than keys, threads that share.
+        test_attention(NAMES[i], 1, 1, 8, 20, 70);
+        // Small work, for which threads would cost more than they save.
+        omp_set_num_threads(1);
         test_attention(NAMES[i], 2, 2, 6, 6, 9);
         test_model(NAMES[i], "layers=2,heads=2,channels=32,ffn=48,vocab=61,tied=0");
         test_model(NAMES[i], "layers=1,block=gau,channels=24,vocab=61,tied=1");

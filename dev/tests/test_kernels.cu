@@ -1,14 +1,15 @@
-// Every kernel of kernels/ but the matrix products, forward and backward, against loops in float64 that stand here; and every name of
-// kernels/gpu.cuh against plain loops, so that on a GPU it shows that the PTX does what the emulation does. Built for a GPU, or for the CPU
-// (dev/cuda_on_cpu); the exit status is the verdict.
+// Every kernel of kernels/ but the matrix products, forward and backward, against loops in float64 that stand here; and
+// every name of kernels/gpu.cuh against plain loops, so that on a GPU it shows that the PTX does what the emulation
+// does. Built for a GPU, or for the CPU (dev/cuda_on_cpu); the exit status is the verdict.
 //
 //   test_kernels [WORD]     only the cases whose name has WORD in it
 //
-// Bounds. The inputs are rounded to X first, and the loops take the rounded ones. A result may then differ from theirs by one rounding to
-// X, half a unit in its last place (at most 2^-8 of a bf16, 2^-24 of a float), and by what sums and functions in float make, `bound` times
-// the largest magnitude of the array: 2e-6 forward, 1e-5 backward where no other is named. A line's worst error is of that second kind.
-// Outputs start as NaNs where they are to be written, and as numbers where they are to be added to; around each array lie bytes that must
-// stay; every case runs twice and must give the same bits.
+// Bounds. The inputs are rounded to X first, and the loops take the rounded ones. A result may then differ from theirs
+// by one rounding to X, half a unit in its last place (at most 2^-8 of a bf16, 2^-24 of a float), and by what sums and
+// functions in float make, `bound` times the largest magnitude of the array: 2e-6 forward, 1e-5 backward where no other
+// is named. A line's worst error is of that second kind.
+// Outputs start as NaNs where they are to be written, and as numbers where they are to be added to; around each array
+// lie bytes that must stay; every case runs twice and must give the same bits.
 #include "kernels/gpu.cuh"
 
 #include <stdarg.h>
@@ -59,7 +60,7 @@ static void case_ends(void) {
 
 static void check(const char *what, double error, double bound) {
     if (!(error <= worst)) worst = error;
-    if (error <= bound) return;                       // false for a NaN
+    if (error <= bound) return;    // false for a NaN
     printf("  FAILED %s: %s: error %.3g, at most %.3g allowed\n", case_name, what, error, bound);
     failed++;
 }
@@ -90,7 +91,7 @@ static void array_take(Array *a, size_t bytes) {
     CUDA_CHECK(cudaMemset(p, GUARD_BYTE, bytes + 2 * GUARD));
     a->whole = (unsigned char *)p;
     a->bytes = bytes;
-    a->start.assign(bytes, 0xFF);                     // a NaN in every type
+    a->start.assign(bytes, 0xFF);    // a NaN in every type
 }
 
 static void array_reset(Array *a) {
@@ -102,7 +103,8 @@ static void array_fetch(Array *a) {
     CUDA_CHECK(cudaMemcpy(guarded.data(), a->whole, guarded.size(), cudaMemcpyDeviceToHost));
     a->now.assign(guarded.begin() + GUARD, guarded.end() - GUARD);
     bool whole = true;
-    for (size_t i = 0; i < GUARD; i++) whole = whole && guarded[i] == GUARD_BYTE && guarded[GUARD + a->bytes + i] == GUARD_BYTE;
+    for (size_t i = 0; i < GUARD; i++)
+        whole = whole && guarded[i] == GUARD_BYTE && guarded[GUARD + a->bytes + i] == GUARD_BYTE;
     check_true("written outside of an array", whole);
 }
 
@@ -119,7 +121,9 @@ struct Tensor : Array {
         array_take(this, n * sizeof(X));
         array_reset(this);
     }
-    X *device() const { return (X *)(whole + GUARD); }
+    X *device() const {
+        return (X *)(whole + GUARD);
+    }
     X at(size_t i) const {
         X x;
         memcpy(&x, now.data() + i * sizeof x, sizeof x);
@@ -127,12 +131,24 @@ struct Tensor : Array {
     }
 };
 
-static double value_of(float x) { return x; }
-static double value_of(double x) { return x; }
-static double value_of(bf16 x) { return __bfloat162float(x); }
-static void set_value(float *to, double x) { *to = (float)x; }
-static void set_value(double *to, double x) { *to = x; }
-static void set_value(bf16 *to, double x) { *to = __float2bfloat16_rn((float)x); }
+static double value_of(float x) {
+    return x;
+}
+static double value_of(double x) {
+    return x;
+}
+static double value_of(bf16 x) {
+    return __bfloat162float(x);
+}
+static void set_value(float *to, double x) {
+    *to = (float)x;
+}
+static void set_value(double *to, double x) {
+    *to = x;
+}
+static void set_value(bf16 *to, double x) {
+    *to = __float2bfloat16_rn((float)x);
+}
 
 // The tensor starts with these; returns them as rounded.
 template <class X>
@@ -176,7 +192,8 @@ static void run_twice(const std::vector<Array *> &arrays, const std::function<vo
         run();
         CUDA_CHECK(cudaDeviceSynchronize());
         for (Array *a : arrays) array_fetch(a);
-        for (size_t i = 0; i < arrays.size() && time == 1; i++) check_true("two runs differ", arrays[i]->now == first[i]);
+        for (size_t i = 0; i < arrays.size() && time == 1; i++)
+            check_true("two runs differ", arrays[i]->now == first[i]);
         for (Array *a : arrays) first.push_back(a->now);
     }
 }
@@ -215,7 +232,7 @@ static const char *type_name(void) {
     return sizeof(X) == 2 ? "bf16" : "float";
 }
 
-// ---------------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------------
 // RMSNorm
 
 template <class X>
@@ -223,8 +240,8 @@ static void test_rmsnorm(size_t N, size_t C) {
     if (!case_begins("rmsnorm %s N=%zu C=%zu", type_name<X>(), N, C)) return;
     Tensor<X> out(N * C), inp(N * C), dout(N * C), dinp(N * C);
     Tensor<float> r(N), weight(C), dweight(C), partials(rmsnorm_partials(N, C)), r_in(N);
-    Numbers x = fill(inp, "x", 0.1, 2), w = fill(weight, "w", 1, 0.5), dy = fill(dout, "dy", 0, 1), dx = fill(dinp, "dx", 0, 1),
-        dw = fill(dweight, "dw", 0, 1);
+    Numbers x = fill(inp, "x", 0.1, 2), w = fill(weight, "w", 1, 0.5), dy = fill(dout, "dy", 0, 1),
+            dx = fill(dinp, "dx", 0, 1), dw = fill(dweight, "dw", 0, 1);
     Numbers y(N * C), inverse(N);
     for (size_t n = 0; n < N; n++) {
         double squares = 0, dot = 0;
@@ -239,10 +256,11 @@ static void test_rmsnorm(size_t N, size_t C) {
         for (size_t c = 0; c < C; c++) dx[n * C + c] += inverse[n] * (w[c] * dy[n * C + c] - x[n * C + c] * k);
     }
     fill(r_in, inverse);
-    run_twice({&out, &r}, [&] { rmsnorm_forward(out.device(), r.device(), inp.device(), weight.device(), N, C, stream); });
+    run_twice({&out, &r},
+              [&] { rmsnorm_forward(out.device(), r.device(), inp.device(), weight.device(), N, C, stream); });
     run_twice({&dinp, &dweight, &partials}, [&] {
-        rmsnorm_backward(dinp.device(), dweight.device(), partials.device(), dout.device(), inp.device(), weight.device(), r_in.device(),
-                         N, C, stream);
+        rmsnorm_backward(dinp.device(), dweight.device(), partials.device(), dout.device(), inp.device(),
+                         weight.device(), r_in.device(), N, C, stream);
     });
     compare("out", out, y, FORWARD);
     compare("r", r, inverse, FORWARD);
@@ -253,11 +271,12 @@ static void test_rmsnorm(size_t N, size_t C) {
 
 template <class X>
 static void test_rmsnorms(void) {
-    static const size_t SHAPES[][2] = {{1, 48}, {33, 96}, {33, 768}, {3, 97}, {1, 1}, {2, 24576}, {4300, 16}, {5, 4104}};
+    static const size_t SHAPES[][2] = {{1, 48}, {33, 96},   {33, 768},  {3, 97},
+                                       {1, 1},  {2, 24576}, {4300, 16}, {5, 4104}};
     for (const size_t *s : SHAPES) test_rmsnorm<X>(s[0], s[1]);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------------
 // RoPE
 
 static void make_angles(Numbers &cosines, Numbers &sines, size_t T, size_t half) {
@@ -299,7 +318,7 @@ static void test_rope(size_t B, size_t T, size_t NH, size_t HS, bool l2) {
     Tensor<X> qkv(N * 3 * C), u(N * 3 * C), dqkv(N * 3 * C);
     Tensor<float> inverses(N * 2 * NH), inverses_in(N * 2 * NH), cosines(T * half), sines(T * half);
     Numbers cos_t, sin_t, x = numbers("qkv", N * 3 * C, 0, 1.5), inverse(N * 2 * NH);
-    for (size_t i = 0; i < HS; i++) x[i] = 0;                          // a head of zeros
+    for (size_t i = 0; i < HS; i++) x[i] = 0;    // a head of zeros
     x = fill(qkv, x);
     make_angles(cos_t, sin_t, T, half);
     cos_t = fill(cosines, cos_t), sin_t = fill(sines, sin_t);
@@ -318,10 +337,12 @@ static void test_rope(size_t B, size_t T, size_t NH, size_t HS, bool l2) {
             rotate(head, &cos_t[n % T * half], &sin_t[n % T * half], -1, half);
         }
     run_twice({&qkv, &inverses}, [&] {
-        rope_forward(qkv.device(), l2 ? inverses.device() : NULL, cosines.device(), sines.device(), l2, B, T, NH, HS, stream);
+        rope_forward(qkv.device(), l2 ? inverses.device() : NULL, cosines.device(), sines.device(), l2, B, T, NH, HS,
+                     stream);
     });
     run_twice({&dqkv}, [&] {
-        rope_backward(dqkv.device(), u.device(), l2 ? inverses_in.device() : NULL, cosines.device(), sines.device(), l2, B, T, NH, HS, stream);
+        rope_backward(dqkv.device(), u.device(), l2 ? inverses_in.device() : NULL, cosines.device(), sines.device(), l2,
+                      B, T, NH, HS, stream);
     });
     compare("qkv", qkv, x, FORWARD);
     if (l2) compare("inverse_norms", inverses, inverse, FORWARD);
@@ -334,13 +355,13 @@ static void test_rope(size_t B, size_t T, size_t NH, size_t HS, bool l2) {
 
 template <class X>
 static void test_ropes(void) {
-    static const size_t SHAPES[][4] = {{1, 1, 1, 48}, {2, 33, 3, 48}, {1, 5, 12, 64}, {2, 17, 1, 128}, {2, 3, 2, 6}, {1, 2, 1, 530},
-                                       {1, 2, 100, 64}, {1, 2, 3, 16}};
+    static const size_t SHAPES[][4] = {{1, 1, 1, 48}, {2, 33, 3, 48}, {1, 5, 12, 64},  {2, 17, 1, 128},
+                                       {2, 3, 2, 6},  {1, 2, 1, 530}, {1, 2, 100, 64}, {1, 2, 3, 16}};
     for (const size_t *s : SHAPES)
         for (int l2 = 0; l2 < 2; l2++) test_rope<X>(s[0], s[1], s[2], s[3], l2);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------------
 // Gates and the gated unit
 
 static double silu_of(double x) {
@@ -385,17 +406,22 @@ struct Gains {
         Tensor<float> *all[] = {&q_gain, &q_offset, &k_gain, &k_offset};
         for (int i = 0; i < 4; i++) values[i] = fill(*all[i], (std::string(name) + (char)('0' + i)).c_str(), 0.2, 1.5);
     }
-    GauGains device() const { return (GauGains){q_gain.device(), q_offset.device(), k_gain.device(), k_offset.device()}; }
+    GauGains device() const {
+        return (GauGains){q_gain.device(), q_offset.device(), k_gain.device(), k_offset.device()};
+    }
 };
 
 template <class X>
 static void test_gau(size_t B, size_t T, size_t E, size_t HS, bool l2) {
     if (!case_begins("gau %s B=%zu T=%zu E=%zu HS=%zu%s", type_name<X>(), B, T, E, HS, l2 ? " l2" : "")) return;
     size_t N = B * T, W = 2 * E + HS, half = HS / 2;
-    Tensor<X> uvz(N * W), q(N * HS), k(N * HS), v(N * E), q_in(N * HS), k_in(N * HS), dq(N * HS), dk(N * HS), dv(N * E), duvz(N * W);
-    Tensor<float> inverses(2 * N), inverses_in(2 * N), cosines(T * half), sines(T * half), partials(gau_partials(N, HS));
+    Tensor<X> uvz(N * W), q(N * HS), k(N * HS), v(N * E), q_in(N * HS), k_in(N * HS), dq(N * HS), dk(N * HS), dv(N * E),
+        duvz(N * W);
+    Tensor<float> inverses(2 * N), inverses_in(2 * N), cosines(T * half), sines(T * half),
+        partials(gau_partials(N, HS));
     Gains gains(HS, "gain"), grads(HS, "grad");
-    Numbers cos_t, sin_t, x = fill(uvz, "uvz", 0, 3), inverse(2 * N), qk[2] = {Numbers(N * HS), Numbers(N * HS)}, values(N * E);
+    Numbers cos_t, sin_t, x = fill(uvz, "uvz", 0, 3), inverse(2 * N), qk[2] = {Numbers(N * HS), Numbers(N * HS)},
+                          values(N * E);
     make_angles(cos_t, sin_t, T, half);
     cos_t = fill(cosines, cos_t), sin_t = fill(sines, sin_t);
     for (size_t n = 0; n < N; n++) {
@@ -403,7 +429,8 @@ static void test_gau(size_t B, size_t T, size_t E, size_t HS, bool l2) {
         for (size_t e = 0; e < E; e++) values[n * E + e] = silu_of(x[n * W + E + e]);
         for (int i = 0; i < 2; i++) {
             double *row = &qk[i][n * HS];
-            for (size_t c = 0; c < HS; c++) row[c] = silu_of(z[c]) * gains.values[2 * i][c] + gains.values[2 * i + 1][c];
+            for (size_t c = 0; c < HS; c++)
+                row[c] = silu_of(z[c]) * gains.values[2 * i][c] + gains.values[2 * i + 1][c];
             rotate(row, &cos_t[n % T * half], &sin_t[n % T * half], 1, half);
             if (l2) inverse[2 * n + i] = divide_by_norm(row, HS);
         }
@@ -427,13 +454,13 @@ static void test_gau(size_t B, size_t T, size_t E, size_t HS, bool l2) {
         }
     }
     run_twice({&q, &k, &v, &inverses}, [&] {
-        gau_forward(q.device(), k.device(), v.device(), l2 ? inverses.device() : NULL, uvz.device(), gains.device(), cosines.device(),
-                    sines.device(), l2, B, T, E, HS, stream);
+        gau_forward(q.device(), k.device(), v.device(), l2 ? inverses.device() : NULL, uvz.device(), gains.device(),
+                    cosines.device(), sines.device(), l2, B, T, E, HS, stream);
     });
     run_twice({&duvz, &grads.q_gain, &grads.q_offset, &grads.k_gain, &grads.k_offset, &partials}, [&] {
-        gau_backward(duvz.device(), grads.device(), partials.device(), dq.device(), dk.device(), dv.device(), uvz.device(), q_in.device(),
-                     k_in.device(), l2 ? inverses_in.device() : NULL, gains.device(), cosines.device(), sines.device(), l2, B, T, E, HS,
-                     stream);
+        gau_backward(duvz.device(), grads.device(), partials.device(), dq.device(), dk.device(), dv.device(),
+                     uvz.device(), q_in.device(), k_in.device(), l2 ? inverses_in.device() : NULL, gains.device(),
+                     cosines.device(), sines.device(), l2, B, T, E, HS, stream);
     });
     compare("q", q, qk[0], FORWARD);
     compare("k", k, qk[1], FORWARD);
@@ -441,7 +468,7 @@ static void test_gau(size_t B, size_t T, size_t E, size_t HS, bool l2) {
     if (l2) compare("inverse_norms", inverses, inverse, FORWARD);
     auto is_u = [&](size_t i) { return i % W < E; };
     compare_untouched("u's gradient has changed", duvz, is_u);
-    Tensor<X> written(N * (W - E));                                  // duvz without u's part, which is no number
+    Tensor<X> written(N * (W - E));    // duvz without u's part, which is no number
     Numbers expected;
     written.now.clear();
     for (size_t i = 0; i < N * W; i++) {
@@ -461,8 +488,8 @@ template <class X>
 static void test_gate(size_t N, size_t E, size_t W) {
     if (!case_begins("gau gate %s N=%zu E=%zu W=%zu", type_name<X>(), N, E, W)) return;
     Tensor<X> out(N * E), uvz(N * W), att(N * E), datt(N * E), duvz(N * W), dout(N * E);
-    Numbers x = fill(uvz, "uvz", 0, 3), a = fill(att, "att", 0, 1), dy = fill(dout, "dy", 0, 1), start = fill(duvz, "duvz", 0, 1),
-        y(N * E), da(N * E), dx = start;
+    Numbers x = fill(uvz, "uvz", 0, 3), a = fill(att, "att", 0, 1), dy = fill(dout, "dy", 0, 1),
+            start = fill(duvz, "duvz", 0, 1), y(N * E), da(N * E), dx = start;
     for (size_t n = 0; n < N; n++)
         for (size_t e = 0; e < E; e++) {
             double u = x[n * W + e];
@@ -471,8 +498,9 @@ static void test_gate(size_t N, size_t E, size_t W) {
             dx[n * W + e] = dy[n * E + e] * a[n * E + e] * silu_slope(u);
         }
     run_twice({&out}, [&] { gau_gate_forward(out.device(), uvz.device(), att.device(), N, E, W, stream); });
-    run_twice({&datt, &duvz},
-              [&] { gau_gate_backward(datt.device(), duvz.device(), dout.device(), uvz.device(), att.device(), N, E, W, stream); });
+    run_twice({&datt, &duvz}, [&] {
+        gau_gate_backward(datt.device(), duvz.device(), dout.device(), uvz.device(), att.device(), N, E, W, stream);
+    });
     compare("out", out, y, FORWARD);
     compare("datt", datt, da, BACKWARD);
     compare("duvz", duvz, dx, BACKWARD);
@@ -482,15 +510,15 @@ static void test_gate(size_t N, size_t E, size_t W) {
 
 template <class X>
 static void test_gaus(void) {
-    static const size_t SHAPES[][4] = {{1, 1, 96, 128}, {2, 33, 192, 128}, {1, 5, 7, 6}, {2, 3, 96, 48}, {2, 1100, 8, 128},
-                                       {1, 3, 1536, 128}, {1, 4, 1, 2}};
+    static const size_t SHAPES[][4] = {{1, 1, 96, 128},   {2, 33, 192, 128}, {1, 5, 7, 6}, {2, 3, 96, 48},
+                                       {2, 1100, 8, 128}, {1, 3, 1536, 128}, {1, 4, 1, 2}};
     for (const size_t *s : SHAPES)
         for (int l2 = 0; l2 < 2; l2++) test_gau<X>(s[0], s[1], s[2], s[3], l2);
     static const size_t GATES[][3] = {{1, 96, 320}, {33, 96, 320}, {5, 1536, 3200}, {3, 7, 20}};
     for (const size_t *g : GATES) test_gate<X>(g[0], g[1], g[2]);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------------
 // Embedding
 
 // `hot` of 100 rows have token 3.
@@ -529,7 +557,8 @@ static void test_embedding(size_t N, size_t C, size_t V, unsigned hot) {
     Tensor<float> dweight(V * C), partials(embedding_partials(N) * C);
     check_plan(pieces, plan, N, V);
     upload(tokens_in, tokens), upload(order_in, order), upload(pieces_in, pieces);
-    Numbers w = fill(weight, "weight", 0, 1), dy = fill(dout, "dy", 0.2, 1), dw = fill(dweight, "dweight", 0, 1), y(N * C);
+    Numbers w = fill(weight, "weight", 0, 1), dy = fill(dout, "dy", 0.2, 1), dw = fill(dweight, "dweight", 0, 1),
+            y(N * C);
     for (size_t n = 0; n < N; n++)
         for (size_t c = 0; c < C; c++) {
             y[n * C + c] = w[(size_t)tokens[n] * C + c];
@@ -537,7 +566,8 @@ static void test_embedding(size_t N, size_t C, size_t V, unsigned hot) {
         }
     run_twice({&out}, [&] { embedding_forward(out.device(), weight.device(), tokens_in.device(), N, C, stream); });
     run_twice({&dweight, &partials}, [&] {
-        embedding_backward(dweight.device(), partials.device(), dout.device(), order_in.device(), pieces_in.device(), plan, C, stream);
+        embedding_backward(dweight.device(), partials.device(), dout.device(), order_in.device(), pieces_in.device(),
+                           plan, C, stream);
     });
     compare("out", out, y, 0);
     compare("dweight", dweight, dw, 2e-6);
@@ -549,7 +579,8 @@ static void test_embedding(size_t N, size_t C, size_t V, unsigned hot) {
     case_ends();
 }
 
-// The rows of a token are taken in their order: with 2^24, 1, 1, ... every 1 is lost, in any other order of the first not.
+// The rows of a token are taken in their order: with 2^24, 1, 1, ... every 1 is lost, in any other order of the first
+// not.
 static void test_embedding_order(void) {
     if (!case_begins("embedding order")) return;
     enum { N = 40, C = 4, V = 5 };
@@ -563,7 +594,8 @@ static void test_embedding_order(void) {
     for (size_t c = 0; c < C; c++) dy[c] = 0x1p24;
     upload(order_in, order), upload(pieces_in, pieces), fill(dout, dy), fill(dweight, Numbers(V * C, 0.0));
     run_twice({&dweight}, [&] {
-        embedding_backward(dweight.device(), partials.device(), dout.device(), order_in.device(), pieces_in.device(), plan, C, stream);
+        embedding_backward(dweight.device(), partials.device(), dout.device(), order_in.device(), pieces_in.device(),
+                           plan, C, stream);
     });
     for (size_t c = 0; c < C; c++) check_true("not in their order", value_of(dweight.at(2 * C + c)) == 0x1p24);
     case_ends();
@@ -571,18 +603,18 @@ static void test_embedding_order(void) {
 
 template <class X>
 static void test_embeddings(void) {
-    static const size_t SHAPES[][4] = {{1, 96, 97, 0}, {33, 48, 97, 10}, {700, 48, 97, 60}, {65, 97, 2, 100}, {64, 8, 97, 100},
-                                       {5, 768, 97, 0}, {3, 16, 50257, 0}, {300, 16, 1, 0}};
+    static const size_t SHAPES[][4] = {{1, 96, 97, 0},   {33, 48, 97, 10}, {700, 48, 97, 60}, {65, 97, 2, 100},
+                                       {64, 8, 97, 100}, {5, 768, 97, 0},  {3, 16, 50257, 0}, {300, 16, 1, 0}};
     for (const size_t *s : SHAPES) test_embedding<X>(s[0], s[1], s[2], (unsigned)s[3]);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------------
 // Classifier
 
 template <class X>
 static void test_classifier(size_t rows, size_t V, double scale_of_logits, bool masked, float scale) {
-    if (!case_begins("classifier %s rows=%zu V=%zu +-%g%s%s", type_name<X>(), rows, V, scale_of_logits, masked ? " masked" : "",
-                     scale == 0 ? " loss alone" : ""))
+    if (!case_begins("classifier %s rows=%zu V=%zu +-%g%s%s", type_name<X>(), rows, V, scale_of_logits,
+                     masked ? " masked" : "", scale == 0 ? " loss alone" : ""))
         return;
     size_t VP = (V + 127) / 128 * 128;
     Numbers x = numbers("logits", rows * VP, 0, scale_of_logits), gradient(rows * VP, 0.0), loss(rows, 0.0);
@@ -591,7 +623,7 @@ static void test_classifier(size_t rows, size_t V, double scale_of_logits, bool 
     for (size_t n = 0; n < rows; n++) {
         targets[n] = n == 0 ? (int32_t)V - 1 : (int32_t)(fixture_hash(7, n) % V);
         if (masked) mask[n] = n % 3 != 0;
-        for (size_t v = V; v < VP; v++) x[n * VP + v] = n % 2 ? NAN : 1e30;                 // takes no part
+        for (size_t v = V; v < VP; v++) x[n * VP + v] = n % 2 ? NAN : 1e30;    // takes no part
     }
     Tensor<X> logits(rows * VP);
     Tensor<float> losses(rows);
@@ -604,10 +636,12 @@ static void test_classifier(size_t rows, size_t V, double scale_of_logits, bool 
         for (size_t v = 0; v < V; v++) largest = fmax(largest, x[n * VP + v]);
         for (size_t v = 0; v < V; v++) sum += exp(x[n * VP + v] - largest);
         loss[n] = log(sum) + largest - x[n * VP + (size_t)targets[n]];
-        for (size_t v = 0; v < V; v++) gradient[n * VP + v] = scale * (exp(x[n * VP + v] - largest) / sum - (v == (size_t)targets[n]));
+        for (size_t v = 0; v < V; v++)
+            gradient[n * VP + v] = scale * (exp(x[n * VP + v] - largest) / sum - (v == (size_t)targets[n]));
     }
     run_twice({&logits, &losses}, [&] {
-        classifier(losses.device(), logits.device(), targets_in.device(), masked ? mask_in.device() : NULL, rows, V, VP, scale, stream);
+        classifier(losses.device(), logits.device(), targets_in.device(), masked ? mask_in.device() : NULL, rows, V, VP,
+                   scale, stream);
     });
     compare("losses", losses, loss, FORWARD);
     if (scale != 0) compare("gradient", logits, gradient, BACKWARD);
@@ -644,13 +678,14 @@ static void test_classifiers(void) {
     test_classifier<X>(2, 32000, 1, false, 1e-4f);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------------
 // AdamW and the norm
 
 // Philox4x32-10, as the paper has it.
 static void philox_words(uint32_t c[4], uint64_t seed, uint64_t stream_of, uint64_t counter) {
     uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
-    c[0] = (uint32_t)counter, c[1] = (uint32_t)(counter >> 32), c[2] = (uint32_t)stream_of, c[3] = (uint32_t)(stream_of >> 32);
+    c[0] = (uint32_t)counter, c[1] = (uint32_t)(counter >> 32), c[2] = (uint32_t)stream_of,
+    c[3] = (uint32_t)(stream_of >> 32);
     for (int round = 0; round < 10; round++) {
         uint64_t p = 0xD2511F53ull * c[0], q = 0xCD9E8D57ull * c[2];
         uint32_t next[4] = {(uint32_t)(q >> 32) ^ c[1] ^ k0, (uint32_t)q, (uint32_t)(p >> 32) ^ c[3] ^ k1, (uint32_t)p};
@@ -681,10 +716,11 @@ static uint16_t rounded_bits(float x, size_t i, bool stochastic, uint64_t seed, 
 
 enum { FLAT = 22000, SEED = 123456789 };
 
-// Ranges of a flat array of FLAT: long, short, empty; with moments that are packed, as a process of several has them, or not; at multiples
-// of 8 or anywhere.
+// Ranges of a flat array of FLAT: long, short, empty; with moments that are packed, as a process of several has them,
+// or not; at multiples of 8 or anywhere.
 static std::vector<AdamSegment> make_segments(bool packed, bool odd) {
-    static const size_t RANGES[][2] = {{16, 9016}, {9032, 9040}, {9100, 9100}, {9104, 13200}, {13216, 13217}, {14000, 21987}};
+    static const size_t RANGES[][2] = {{16, 9016},    {9032, 9040},   {9100, 9100},
+                                       {9104, 13200}, {13216, 13217}, {14000, 21987}};
     std::vector<AdamSegment> segments;
     size_t state = 0;
     for (size_t i = 0; i < sizeof RANGES / sizeof *RANGES; i++) {
@@ -695,13 +731,15 @@ static std::vector<AdamSegment> make_segments(bool packed, bool odd) {
     return segments;
 }
 
-static void expect_adamw(Numbers &p, Numbers &m, Numbers &v, const Numbers &g, const std::vector<AdamSegment> &segments, AdamW a) {
+static void expect_adamw(Numbers &p, Numbers &m, Numbers &v, const Numbers &g, const std::vector<AdamSegment> &segments,
+                         AdamW a) {
     for (const AdamSegment &s : segments)
         for (size_t i = s.from, j = s.state; i < s.to; i++, j++) {
             double x = g[i] * a.grad_scale;
             m[j] = a.beta1 * m[j] + (1 - a.beta1) * x;
             v[j] = a.beta2 * v[j] + (1 - a.beta2) * x * x;
-            double step = m[j] / (1 - pow(a.beta1, (double)a.step)) / (sqrt(v[j] / (1 - pow(a.beta2, (double)a.step))) + a.eps);
+            double step =
+                m[j] / (1 - pow(a.beta1, (double)a.step)) / (sqrt(v[j] / (1 - pow(a.beta2, (double)a.step))) + a.eps);
             p[i] -= a.lr * (step + (s.decay ? a.weight_decay * p[i] : 0));
         }
 }
@@ -710,7 +748,8 @@ enum Copy { NO_COPY, NEAREST, STOCHASTIC };
 
 static void test_adamw(bool packed, bool odd, Copy copy, bool scaled, int64_t step) {
     static const char *const COPIES[] = {"", " bf16", " bf16 stochastic"};
-    if (!case_begins("adamw%s%s%s%s step=%d", packed ? " packed" : "", odd ? " odd" : "", COPIES[copy], scaled ? " scaled" : "", (int)step))
+    if (!case_begins("adamw%s%s%s%s step=%d", packed ? " packed" : "", odd ? " odd" : "", COPIES[copy],
+                     scaled ? " scaled" : "", (int)step))
         return;
     AdamW a = {1e-2, 0.9, 0.95, 1e-8, 0.1, scaled ? 0.5 : 1.0, step};
     std::vector<AdamSegment> segments = make_segments(packed, odd);
@@ -719,11 +758,12 @@ static void test_adamw(bool packed, bool odd, Copy copy, bool scaled, int64_t st
     Tensor<float> params(FLAT), mean(FLAT), square(FLAT), grads(FLAT);
     Tensor<bf16> rounded(FLAT);
     upload(table, segments);
-    Numbers p = fill(params, "p", 0, 1), m = fill(mean, "m", 0, 0.1), v = fill(square, "v", 0.2, 0.2), g = fill(grads, "g", 0, 1);
+    Numbers p = fill(params, "p", 0, 1), m = fill(mean, "m", 0, 0.1), v = fill(square, "v", 0.2, 0.2),
+            g = fill(grads, "g", 0, 1);
     expect_adamw(p, m, v, g, segments, a);
     run_twice({&params, &mean, &square, &rounded}, [&] {
-        adamw(params.device(), copy == NO_COPY ? NULL : rounded.device(), mean.device(), square.device(), grads.device(), table.device(),
-              segments.size(), blocks, a, copy == STOCHASTIC, SEED, stream);
+        adamw(params.device(), copy == NO_COPY ? NULL : rounded.device(), mean.device(), square.device(),
+              grads.device(), table.device(), segments.size(), blocks, a, copy == STOCHASTIC, SEED, stream);
     });
     compare("params", params, p, 1e-6);
     compare("mean", mean, m, 1e-6);
@@ -742,15 +782,16 @@ static void test_adamw(bool packed, bool odd, Copy copy, bool scaled, int64_t st
         drift += (value_of(rounded.at(i)) - value_of(params.at(i))) / FLAT;
     }
     check("elements of the copy that are wrong", (double)wrong, 0);
-    check_true("the copy's errors have a mean", fabs(drift) < 5e-5);       // of 1e-3 each
+    check_true("the copy's errors have a mean", fabs(drift) < 5e-5);    // of 1e-3 each
     case_ends();
 }
 
 static void test_adamw_random(void) {
     uint32_t words[4];
     if (!case_begins("adamw philox")) return;
-    philox_words(words, 0, 0, 0);                                          // the published test vector
-    check_true("Philox of zeros", words[0] == 0x6627e8d5 && words[1] == 0xe169c58d && words[2] == 0xbc57ac4c && words[3] == 0x9b00dbd8);
+    philox_words(words, 0, 0, 0);    // the published test vector
+    check_true("Philox of zeros",
+               words[0] == 0x6627e8d5 && words[1] == 0xe169c58d && words[2] == 0xbc57ac4c && words[3] == 0x9b00dbd8);
     philox_words(words, SEED, 7, 99);
     check_true("as runtime/random.c", random_u64(SEED, 7, 99) == ((uint64_t)words[1] << 32 | words[0]));
     case_ends();
@@ -792,8 +833,10 @@ static void test_norm(bool odd) {
     upload(table, segments);
     for (const AdamSegment &s : segments)
         for (size_t i = s.from; i < s.to; i++) sum[0] += g[i] * g[i];
-    run_twice({&partials, &squares},
-              [&] { gradient_squares(squares.device(), partials.device(), grads.device(), table.device(), segments.size(), blocks, stream); });
+    run_twice({&partials, &squares}, [&] {
+        gradient_squares(squares.device(), partials.device(), grads.device(), table.device(), segments.size(), blocks,
+                         stream);
+    });
     compare("sum of squares", squares, sum, 1e-13);
     case_ends();
 }
@@ -809,12 +852,13 @@ static void test_norms(void) {
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------------
 // The names of kernels/gpu.cuh, a warp each (block sums: a block)
 
-enum { STRIDE = 24 };      // elements from one row in shared memory to the next: 48 bytes, a multiple of 16
+enum { STRIDE = 24 };    // elements from one row in shared memory to the next: 48 bytes, a multiple of 16
 
-// Rows `rows[lane]` of a shared array of (40, STRIDE) that counts up; the lanes' registers of the two kinds, 4 + 4 of them.
+// Rows `rows[lane]` of a shared array of (40, STRIDE) that counts up; the lanes' registers of the two kinds, 4 + 4 of
+// them.
 template <class T>
 KERNEL void ldmatrix_test_kernel(uint32_t *out, const T *rows) {
     SHARED_ARRAY(uint4, memory, 40 * STRIDE / 8);
@@ -835,7 +879,9 @@ static void test_ldmatrix(void) {
     std::vector<int32_t> rows(32);
     for (int l = 0; l < 32; l++) rows[l] = (l * 11 + 3) % 40;
     upload(rows_in, rows);
-    run_twice({&out}, [&] { launch(ldmatrix_test_kernel<int32_t>, dim3(1), dim3(32), 0, stream, out.device(), rows_in.device()); });
+    run_twice({&out}, [&] {
+        launch(ldmatrix_test_kernel<int32_t>, dim3(1), dim3(32), 0, stream, out.device(), rows_in.device());
+    });
     size_t wrong = 0;
     for (int l = 0; l < 32; l++)
         for (int r = 0; r < 8; r++) {
@@ -844,7 +890,8 @@ static void test_ldmatrix(void) {
             uint32_t word = 0;
             for (int half = 0; half < 2; half++) {
                 int i = l / 4, j = 2 * (l % 4) + half;
-                uint32_t element = (uint32_t)(transposed ? rows[8 * matrix + j] * STRIDE + i : rows[8 * matrix + i] * STRIDE + j);
+                uint32_t element =
+                    (uint32_t)(transposed ? rows[8 * matrix + j] * STRIDE + i : rows[8 * matrix + i] * STRIDE + j);
                 word |= element << 16 * half;
             }
             wrong += out.at((size_t)(l * 8 + r)) != word;
@@ -863,7 +910,8 @@ KERNEL void mma_test_kernel(T *d, const bf16 *a, const bf16 *b) {
         int row = g + i % 2 * 8, column = 2 * t + i / 2 * 8;
         fa[i] = pack_bf16(to_float(a[row * 16 + column]), to_float(a[row * 16 + column + 1]));
     }
-    for (int i = 0; i < 2; i++) fb[i] = pack_bf16(to_float(b[(2 * t + 8 * i) * 8 + g]), to_float(b[(2 * t + 8 * i + 1) * 8 + g]));
+    for (int i = 0; i < 2; i++)
+        fb[i] = pack_bf16(to_float(b[(2 * t + 8 * i) * 8 + g]), to_float(b[(2 * t + 8 * i + 1) * 8 + g]));
     for (int i = 0; i < 4; i++) fd[i] = d[(g + i / 2 * 8) * 8 + 2 * t + i % 2];
     mma_m16n8k16(fd, fa, fb);
     for (int i = 0; i < 4; i++) d[(g + i / 2 * 8) * 8 + 2 * t + i % 2] = fd[i];
@@ -881,13 +929,15 @@ static void test_mma(bool whole) {
     for (int i = 0; i < 16; i++)
         for (int j = 0; j < 8; j++)
             for (int k = 0; k < 16; k++) z[(size_t)(i * 8 + j)] += x[(size_t)(i * 16 + k)] * y[(size_t)(k * 8 + j)];
-    run_twice({&d}, [&] { launch(mma_test_kernel<float>, dim3(1), dim3(32), 0, stream, d.device(), a.device(), b.device()); });
+    run_twice({&d}, [&] {
+        launch(mma_test_kernel<float>, dim3(1), dim3(32), 0, stream, d.device(), a.device(), b.device());
+    });
     compare("d", d, z, whole ? 0 : 2e-6);
     case_ends();
 }
 
-// Two groups of copies, the second waited for later; odd lanes' are not valid, but in the third array, which is of the second group. out (3,32): what
-// lies there after each wait.
+// Two groups of copies, the second waited for later; odd lanes' are not valid, but in the third array, which is of the
+// second group. out (3,32): what lies there after each wait.
 template <class T>
 KERNEL void copy_async_test_kernel(T *out, const T *in) {
     SHARED_ARRAY(T, first, 32);
@@ -914,7 +964,8 @@ static void test_copy_async(void) {
     std::vector<uint4> x(32);
     for (unsigned i = 0; i < 32; i++) x[i] = make_uint4(4 * i + 1, 4 * i + 2, 4 * i + 3, 4 * i + 4);
     upload(in, x);
-    run_twice({&out}, [&] { launch(copy_async_test_kernel<uint4>, dim3(1), dim3(32), 0, stream, out.device(), in.device()); });
+    run_twice({&out},
+              [&] { launch(copy_async_test_kernel<uint4>, dim3(1), dim3(32), 0, stream, out.device(), in.device()); });
     size_t wrong = 0;
     for (unsigned i = 0; i < 96; i++) {
         unsigned from = i % 32 ^ 2;
@@ -939,8 +990,10 @@ static void test_copies(void) {
     std::vector<uint4> x(32);
     for (unsigned i = 0; i < 32; i++) x[i] = make_uint4(i, 100 + i, 200 + i, ~i);
     upload(in, x);
-    run_twice({&out}, [&] { launch(copies_test_kernel<uint4>, dim3(1), dim3(32), 0, stream, out.device(), in.device()); });
-    check_true("not what was loaded", !memcmp(out.now.data(), x.data(), 512) && !memcmp(out.now.data() + 512, x.data(), 512));
+    run_twice({&out},
+              [&] { launch(copies_test_kernel<uint4>, dim3(1), dim3(32), 0, stream, out.device(), in.device()); });
+    check_true("not what was loaded",
+               !memcmp(out.now.data(), x.data(), 512) && !memcmp(out.now.data() + 512, x.data(), 512));
     case_ends();
 }
 
@@ -965,8 +1018,8 @@ static void test_functions(void) {
     Tensor<float> in(x.size()), exp2s(x.size()), logs(x.size()), reciprocals(x.size()), rectified(x.size());
     x = fill(in, x);
     run_twice({&exp2s, &logs, &reciprocals, &rectified}, [&] {
-        launch(functions_test_kernel<float>, dim3(1), dim3(32), 0, stream, exp2s.device(), logs.device(), reciprocals.device(),
-               rectified.device(), in.device(), x.size());
+        launch(functions_test_kernel<float>, dim3(1), dim3(32), 0, stream, exp2s.device(), logs.device(),
+               reciprocals.device(), rectified.device(), in.device(), x.size());
     });
     double error[3] = {};
     bool special = true, larger = true;
@@ -983,7 +1036,8 @@ static void test_functions(void) {
         else if (x[i] == 0) special = special && isinf(l) && l < 0 && isinf(r);
         else if (isinf(x[i])) special = special && isinf(l) && l > 0 && r == 0;
         else if (x[i] > 0) error[1] = fmax(error[1], fabs(l - l_true) / (x[i] > 0.5 && x[i] < 2 ? 1 : fabs(l_true)));
-        if (isfinite(x[i]) && fabs(x[i]) > 0x1p-125 && fabs(x[i]) < 0x1p125) error[2] = fmax(error[2], fabs(r - r_true) * fabs(x[i]));
+        if (isfinite(x[i]) && fabs(x[i]) > 0x1p-125 && fabs(x[i]) < 0x1p125)
+            error[2] = fmax(error[2], fabs(r - r_true) * fabs(x[i]));
     }
     check("exp2_fast", error[0], 0x1p-22);
     check("log2_fast", error[1], 0x1p-22);
@@ -995,7 +1049,8 @@ static void test_functions(void) {
 
 // pairs (n): two floats packed; halves (n, 2): unpacked again; set (n): set_float() of the first
 template <class T>
-KERNEL void pack_test_kernel(uint32_t *pairs, T *halves, bf16 *set, T *packs, const T *in, const uint4 *sixteen, size_t n) {
+KERNEL void pack_test_kernel(uint32_t *pairs, T *halves, bf16 *set, T *packs, const T *in, const uint4 *sixteen,
+                             size_t n) {
     for (size_t i = threadIdx.x; i < n; i += blockDim.x) {
         uint32_t pair = pack_bf16(in[i], in[(i + 1) % n]);
         pairs[i] = pair;
@@ -1011,7 +1066,7 @@ KERNEL void pack_test_kernel(uint32_t *pairs, T *halves, bf16 *set, T *packs, co
     for (int i = 0; i < 4; i++) packs[8 + i] = four.x[i];
     uint4 again[2] = {pack_16(eight), pack_16(four)};
     unpack_16(four, again[0]);
-    for (int i = 0; i < 4; i++) packs[12 + i] = four.x[i];             // the bits of the eight
+    for (int i = 0; i < 4; i++) packs[12 + i] = four.x[i];    // the bits of the eight
     unpack_16(four, again[1]);
     for (int i = 0; i < 4; i++) packs[16 + i] = four.x[i];
 }
@@ -1026,7 +1081,8 @@ static uint32_t nearest_bits(float x) {
 static void test_pack(void) {
     if (!case_begins("wrappers pack, unpack, set_float")) return;
     Numbers x = numbers("x", 200, 0, 10);
-    const double SPECIAL[] = {0.0, -0.0, 1.00390625, 1.01171875, -1.00390625, 3.4e38, -3.39e38, INFINITY, -INFINITY, 1e-40, NAN};
+    const double SPECIAL[] = {0.0,      -0.0,     1.00390625, 1.01171875, -1.00390625, 3.4e38,
+                              -3.39e38, INFINITY, -INFINITY,  1e-40,      NAN};
     x.insert(x.end(), std::begin(SPECIAL), std::end(SPECIAL));
     size_t n = x.size();
     Tensor<float> in(n), halves(2 * n), packs(20);
@@ -1040,8 +1096,8 @@ static void test_pack(void) {
     memcpy(&bits[0], eight, 16), memcpy(&bits[1], values, 16);
     x = fill(in, x), upload(sixteen, bits);
     run_twice({&pairs, &halves, &set, &packs}, [&] {
-        launch(pack_test_kernel<float>, dim3(1), dim3(32), 0, stream, pairs.device(), halves.device(), set.device(), packs.device(),
-               in.device(), sixteen.device(), n);
+        launch(pack_test_kernel<float>, dim3(1), dim3(32), 0, stream, pairs.device(), halves.device(), set.device(),
+               packs.device(), in.device(), sixteen.device(), n);
     });
     size_t wrong = 0;
     for (size_t i = 0; i < n; i++) {
@@ -1072,16 +1128,19 @@ static void test_sums(size_t threads) {
     if (!case_begins("wrappers sums over %zu threads", threads)) return;
     Tensor<float> in(threads), results(threads * 5);
     Numbers x = numbers("x", threads, -100, 50);
-    for (double &v : x) v = rint(v);                                   // exact sums, all negative: a maximum that starts at 0 shows
+    // Exact sums, all negative: a maximum that starts at 0 shows.
+    for (double &v : x) v = rint(v);
     x = fill(in, x);
     dim3 block((unsigned)threads);
-    run_twice({&results}, [&] { launch(sums_test_kernel<float>, dim3(1), block, 0, stream, results.device(), in.device()); });
+    run_twice({&results},
+              [&] { launch(sums_test_kernel<float>, dim3(1), block, 0, stream, results.device(), in.device()); });
     Numbers expected(threads * 5);
     double sum = 0, largest = -INFINITY;
     for (double v : x) sum += v, largest = fmax(largest, v);
     for (size_t i = 0; i < threads; i++) {
         double of_warp = 0, largest_of_warp = -INFINITY;
-        for (size_t j = i / 32 * 32; j < i / 32 * 32 + 32; j++) of_warp += x[j], largest_of_warp = fmax(largest_of_warp, x[j]);
+        for (size_t j = i / 32 * 32; j < i / 32 * 32 + 32; j++)
+            of_warp += x[j], largest_of_warp = fmax(largest_of_warp, x[j]);
         double all[] = {of_warp, largest_of_warp, sum, largest, -sum};
         memcpy(&expected[i * 5], all, sizeof all);
     }
@@ -1100,7 +1159,7 @@ static void test_wrappers(void) {
     for (size_t threads : {32, 96, 1024}) test_sums(threads);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------------
 // What is refused: before any work, with EXIT_USAGE and the number that is wrong
 
 static void test_refusals(void) {
@@ -1108,6 +1167,7 @@ static void test_refusals(void) {
         const char *what, *says;
         void (*call)(void *);
     } CASES[] = {
+        // clang-format off
         {"an odd head size", "head size of 5",
          [](void *) { rope_forward<float>(NULL, NULL, NULL, NULL, false, 1, 1, 1, 5, stream); }},
         {"too many channels", "24580 channels",
@@ -1116,6 +1176,7 @@ static void test_refusals(void) {
          [](void *) { gau_forward<bf16>(NULL, NULL, NULL, NULL, NULL, GauGains(), NULL, NULL, false, 1, 1, 8, 130, stream); }},
         {"a vocabulary without padding", "97 logits",
          [](void *) { classifier<bf16>(NULL, NULL, NULL, NULL, 1, 97, 97, 1.0f, stream); }},
+        // clang-format on
     };
     for (const auto &c : CASES) {
         char output[1024];
@@ -1127,14 +1188,15 @@ static void test_refusals(void) {
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------------
 // The peaks of GPUs: the vendor's figures, within 1 %, from what CUDA says of the device
 
 static void test_peaks(void) {
     static const struct {
         Device device;
-        double bf16, fp32;             // TFLOP/s, dense
+        double bf16, fp32;    // TFLOP/s, dense
     } CASES[] = {
+        // clang-format off
         {{"NVIDIA A100-SXM4-80GB", 8, 0, 108, 1.410e9}, 312, 19.5},
         {{"NVIDIA A40", 8, 6, 84, 1.740e9}, 149.7, 37.4},
         {{"NVIDIA A10", 8, 6, 72, 1.695e9}, 125, 31.2},
@@ -1147,6 +1209,7 @@ static void test_peaks(void) {
         {{"NVIDIA H100 PCIe", 9, 0, 114, 1.755e9}, 756, 51.2},
         {{"NVIDIA H200", 9, 0, 132, 1.980e9}, 989, 67},
         {{"a GPU of later years", 99, 0, 100, 2.000e9}, 204.8, 51.2},      // not in the table: 1024 and 256 a clock
+        // clang-format on
     };
     for (const auto &c : CASES) {
         if (!case_begins("peak of %s", c.device.name)) continue;
@@ -1156,7 +1219,7 @@ static void test_peaks(void) {
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------------
 // phi of attention, at every bf16 z
 
 // z by its bits; f and slope as phi_at gives them together, alone: the slope without the value
@@ -1171,7 +1234,7 @@ KERNEL void phi_test_kernel(float *f, float *slope, float *alone) {
 
 struct PhiTruth {
     double f, slope;
-    double f_scale, slope_scale;      // what an error is relative to
+    double f_scale, slope_scale;    // what an error is relative to
 };
 
 static PhiTruth phi_truth(int kind, double z) {
@@ -1208,7 +1271,8 @@ static double phi_at_infinity(int kind, double z) {
     return z > 0 || kind == PHI_IDENTITY ? z : kind == PHI_EXPM1 ? -1 : 0;
 }
 
-// In units of ln 2 what is past it is infinite. The slope of mish is that at 20 (in bf16 40) and past it, times z, too, though next to 0.
+// In units of ln 2 what is past it is infinite. The slope of mish is that at 20 (in bf16 40) and past it, times z, too,
+// though next to 0.
 template <class X>
 static double largest_z(int kind) {
     return kind != PHI_MISH ? 2e38 : is_bf16<X> ? 1e30 : 1e9;
@@ -1225,7 +1289,9 @@ template <class X, int PHI, int KIND>
 static void test_phi(const char *name) {
     if (!case_begins("phi %s %s%s", type_name<X>(), name, PHI < 0 ? " at run time" : "")) return;
     Tensor<float> f(1 << 16), slope(1 << 16), alone(1 << 16);
-    run_twice({&f, &slope, &alone}, [&] { launch(phi_test_kernel<X, PHI, KIND>, dim3(8), dim3(64), 0, stream, f.device(), slope.device(), alone.device()); });
+    run_twice({&f, &slope, &alone}, [&] {
+        launch(phi_test_kernel<X, PHI, KIND>, dim3(8), dim3(64), 0, stream, f.device(), slope.device(), alone.device());
+    });
     double bound = phi_bound<X>(KIND), error[3] = {};
     for (uint32_t i = 0; i < 1 << 16; i++) {
         float z;
@@ -1236,7 +1302,8 @@ static void test_phi(const char *name) {
         if (isinf(z)) check_true("infinity", got[0] == phi_at_infinity(KIND, z) || isnan(phi_at_infinity(KIND, z)));
         if (!(fabs(z) <= largest_z<X>(KIND))) continue;
         PhiTruth truth = phi_truth(KIND, z);
-        double rest = (is_bf16<X> ? 0 : 0x1p-23) + (1 + fmin(fabs(z), 200)) * FLT_MIN;      // exp(z) may be flushed to 0
+        // exp(z) may be flushed to 0.
+        double rest = (is_bf16<X> ? 0 : 0x1p-23) + (1 + fmin(fabs(z), 200)) * FLT_MIN;
         // Of gelu far below 0 the size alone is right: phi(-9) = -1e-18, its slope at -7 is -6e-11.
         double far_f = KIND == PHI_GELU && z < -9 ? 1e-18 : 0, far_slope = KIND == PHI_GELU && z < -7 ? 1e-12 : 0;
         check_phi("phi", got[0], truth.f, bound * truth.f_scale + rest + far_f, &error[0]);
@@ -1250,12 +1317,16 @@ static void test_phi(const char *name) {
 }
 
 static void test_phis(void) {
-#define TEST(kind, name, ...) test_phi<bf16, kind, kind>(name), test_phi<bf16, -1, kind>(name), test_phi<float, -1, kind>(name), arrays_free();
+#define TEST(kind, name, ...) \
+    test_phi<bf16, kind, kind>(name); \
+    test_phi<bf16, -1, kind>(name); \
+    test_phi<float, -1, kind>(name); \
+    arrays_free();
     PHI_VALUES(TEST)
 #undef TEST
 }
 
-// ---------------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------------
 
 template <class X>
 static void test_layers(void) {

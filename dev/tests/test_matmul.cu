@@ -1,9 +1,11 @@
-// matmul: kernels/matmul.cuh against loops in double, in float and bf16, and what cuBLASLt (or its stand-in on the CPU) refuses.
+// matmul: kernels/matmul.cuh against loops in double, in float and bf16, and what cuBLASLt (or its stand-in on the CPU)
+// refuses.
 //
 //   test_matmul [GROUP]     one group of GROUPS, at the end of this file
 //
-// On a GPU, groups of calls that the trainer never makes only inform: LIBRARY_CHECK prints a note where the library's answer differs from the
-// stand-in's, and what may end the process (odd sizes in bf16) runs only by name. On the CPU everything is required.
+// On a GPU, groups of calls that the trainer never makes only inform: LIBRARY_CHECK prints a note where the library's
+// answer differs from the stand-in's, and what may end the process (odd sizes in bf16) runs only by name. On the CPU
+// everything is required.
 #include "kernels/matmul.cuh"
 
 #include <math.h>
@@ -29,20 +31,28 @@ enum { ON_GPU = 0 };
 static cudaStream_t stream;
 static uint64_t seed = 1;
 
-static float any(void) {                // in [-1, 1)
+static float any(void) {    // in [-1, 1)
     seed = seed * 6364136223846793005u + 1442695040888963407u;
     return (float)(int32_t)(seed >> 32) / 2147483648.0f;
 }
 
-static float number(float x) { return x; }
-static float number(bf16 x) { return __bfloat162float(x); }
+static float number(float x) {
+    return x;
+}
+static float number(bf16 x) {
+    return __bfloat162float(x);
+}
 
 template <class X>
 static X as(float x);
 template <>
-float as<float>(float x) { return x; }
+float as<float>(float x) {
+    return x;
+}
 template <>
-bf16 as<bf16>(float x) { return __float2bfloat16_rn(x); }
+bf16 as<bf16>(float x) {
+    return __float2bfloat16_rn(x);
+}
 
 // n numbers of the host and a copy on the device, `gap` elements after the allocation's start; past the end are guards.
 template <class X>
@@ -58,13 +68,17 @@ struct Array {
         vector<X> guards(GUARDS, as<X>(12345.0f));
         CUDA_CHECK(cudaMemcpy(device + n, guards.data(), GUARDS * sizeof(X), cudaMemcpyHostToDevice));
     }
-    ~Array() { CUDA_CHECK(cudaFree(base)); }
+    ~Array() {
+        CUDA_CHECK(cudaFree(base));
+    }
     Array(const Array &) = delete;
     void fill(float x) {
         for (X &y : host) y = as<X>(x);
         upload();
     }
-    void upload(void) { CUDA_CHECK(cudaMemcpy(device, host.data(), host.size() * sizeof(X), cudaMemcpyHostToDevice)); }
+    void upload(void) {
+        CUDA_CHECK(cudaMemcpy(device, host.data(), host.size() * sizeof(X), cudaMemcpyHostToDevice));
+    }
     vector<X> download(void) {
         vector<X> got(host.size());
         X guards[GUARDS];
@@ -76,10 +90,11 @@ struct Array {
     }
 };
 
-// Checks got[i,j] = sum_k a(i,k) b(k,j) + c(i,j), with c NULL for none. Float sums may err by 1e-6 of the terms' absolute values, an output
-// in bf16 by half a unit in its last place more.
+// Checks got[i,j] = sum_k a(i,k) b(k,j) + c(i,j), with c NULL for none. Float sums may err by 1e-6 of the terms'
+// absolute values, an output in bf16 by half a unit in its last place more.
 template <class X, class Y, class A, class B>
-static void compare(const char *what, const vector<Y> &got, size_t rows, size_t cols, size_t terms, A a, B b, const vector<Y> *c) {
+static void compare(const char *what, const vector<Y> &got, size_t rows, size_t cols, size_t terms, A a, B b,
+                    const vector<Y> *c) {
     double worst = 0;
     for (size_t i = 0; i < rows; i++)
         for (size_t j = 0; j < cols; j++) {
@@ -95,7 +110,8 @@ static void compare(const char *what, const vector<Y> &got, size_t rows, size_t 
 // All products of a layer, `gap` and more elements off alignment.
 template <class X>
 static void test_layer(size_t N, size_t C, size_t OC, size_t gap) {
-    Array<X> inp(N * C, gap), weight(OC * C, 2 * gap), dout(N * OC, 4 * gap), add(N * OC, 8 * gap), out(N * OC, 3 * gap), dinp(N * C, 6 * gap);
+    Array<X> inp(N * C, gap), weight(OC * C, 2 * gap), dout(N * OC, 4 * gap), add(N * OC, 8 * gap),
+        out(N * OC, 3 * gap), dinp(N * C, 6 * gap);
     Array<float> dweight(OC * C, gap);
     auto x = [&](size_t n, size_t c) { return (double)number(inp.host[n * C + c]); };
     auto w = [&](size_t o, size_t c) { return (double)number(weight.host[o * C + c]); };
@@ -109,7 +125,8 @@ static void test_layer(size_t N, size_t C, size_t OC, size_t gap) {
     out.fill(NAN);
     matmul_forward(out.device, inp.device, weight.device, add.device, N, C, OC, stream);
     compare<X>("out, a residual added", out.download(), N, OC, C, x, w_transposed, &add.host);
-    CHECK(memcmp(add.download().data(), add.host.data(), N * OC * sizeof(X)) == 0, "the residual itself was written to");
+    CHECK(memcmp(add.download().data(), add.host.data(), N * OC * sizeof(X)) == 0,
+          "the residual itself was written to");
     matmul_forward(add.device, inp.device, weight.device, add.device, N, C, OC, stream);
     compare<X>("out, in place", add.download(), N, OC, C, x, w_transposed, &add.host);
 
@@ -149,7 +166,8 @@ static void test_layers(void *) {
     test_even_layers<bf16>();
 }
 
-// Rows and arrays at any multiple of 2 bytes, also with float32 results, for which the library need not have an algorithm.
+// Rows and arrays at any multiple of 2 bytes, also with float32 results, for which the library need not have an
+// algorithm.
 static void test_unaligned(void *) {
     check_group("layers in bf16, odd sizes and addresses");
     test_odd_layers<bf16>();
@@ -188,10 +206,13 @@ static void test_measured(void *workspace) {
     test_layer<float>(33, 48, 96, 0);
     test_layer<bf16>(33, 48, 96, 0);
     for (int i = 0; i < matmul.count; i++) CHECK(matmul.plans[i].measured, "plan %d was not measured", i);
-    Array<float> dweight(24 * 16), dout(8 * 24), inp(8 * 16);       // a shape that is met adding to a gradient first
-    matmul_backward((float *)NULL, dweight.device, dout.device, inp.device, (const float *)NULL, 8, 16, 24, true, stream);
-    compare<float>("dweight, added to", dweight.download(), 24, 16, 8, [&](size_t o, size_t n) { return (double)dout.host[n * 24 + o]; },
-                   [&](size_t n, size_t c) { return (double)inp.host[n * 16 + c]; }, &dweight.host);
+    Array<float> dweight(24 * 16), dout(8 * 24), inp(8 * 16);    // a shape that is met adding to a gradient first
+    matmul_backward((float *)NULL, dweight.device, dout.device, inp.device, (const float *)NULL, 8, 16, 24, true,
+                    stream);
+    compare<float>(
+        "dweight, added to", dweight.download(), 24, 16, 8,
+        [&](size_t o, size_t n) { return (double)dout.host[n * 24 + o]; },
+        [&](size_t n, size_t c) { return (double)inp.host[n * 16 + c]; }, &dweight.host);
 }
 
 static void test_workspace(void *workspace) {
@@ -219,7 +240,7 @@ static void test_repeated(void *workspace) {
 
 // ---- the library: storage orders, batches, bias, and what it refuses
 
-struct Raw {                            // D (m,n) = A (m,k) · B (k,n), columns first, no gaps; each field may be changed
+struct Raw {    // D (m,n) = A (m,k) · B (k,n), columns first, no gaps; each field may be changed
     int64_t lda, ldb, ldc, ldd;
     cudaDataType a, b, c, d, scale;
     cublasComputeType_t compute;
@@ -227,9 +248,11 @@ struct Raw {                            // D (m,n) = A (m,k) · B (k,n), columns
     bool no_workspace, no_handle, no_alpha, no_d;
 };
 enum { M = 40, N = 24, K = 64 };
-static const Raw plain = {M, K, M, M, CUDA_R_32F, CUDA_R_32F, CUDA_R_32F, CUDA_R_32F, CUDA_R_32F, CUBLAS_COMPUTE_32F, K, false, false, false, false};
+static const Raw plain = {M,          K,          M,          M,          CUDA_R_32F,
+                          CUDA_R_32F, CUDA_R_32F, CUDA_R_32F, CUDA_R_32F, CUBLAS_COMPUTE_32F,
+                          K,          false,      false,      false,      false};
 
-static size_t last_workspace;           // what the algorithm of the last run() asked for
+static size_t last_workspace;    // what the algorithm of the last run() asked for
 
 static cublasStatus_t run(const Raw &raw, void *workspace) {
     static Array<float> a(M * K), b(K * N), d(M * N);
@@ -246,13 +269,16 @@ static cublasStatus_t run(const Raw &raw, void *workspace) {
     CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&lc, raw.c, M, N, raw.ldc));
     CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&ld, raw.d, M, N, raw.ldd));
     CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(&wishes));
-    CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(wishes, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &most, sizeof most));
-    cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(matmul.handle, product, la, lb, lc, ld, wishes, 1, &found, &count);
+    CUBLAS_CHECK(
+        cublasLtMatmulPreferenceSetAttribute(wishes, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &most, sizeof most));
+    cublasStatus_t status =
+        cublasLtMatmulAlgoGetHeuristic(matmul.handle, product, la, lb, lc, ld, wishes, 1, &found, &count);
     last_workspace = found.workspaceSize;
     if (status == CUBLAS_STATUS_SUCCESS && count == 0) status = CUBLAS_STATUS_NOT_SUPPORTED;
     if (status == CUBLAS_STATUS_SUCCESS)
-        status = cublasLtMatmul(raw.no_handle ? NULL : matmul.handle, product, raw.no_alpha ? NULL : &one, a.device, la, b.device, lb, &one, d.device, lc,
-                                raw.no_d ? NULL : d.device, ld, &found.algo, workspace, raw.no_workspace ? 0 : most, stream);
+        status = cublasLtMatmul(raw.no_handle ? NULL : matmul.handle, product, raw.no_alpha ? NULL : &one, a.device, la,
+                                b.device, lb, &one, d.device, lc, raw.no_d ? NULL : d.device, ld, &found.algo,
+                                workspace, raw.no_workspace ? 0 : most, stream);
     CUBLAS_CHECK(cublasLtMatmulPreferenceDestroy(wishes));
     CUBLAS_CHECK(cublasLtMatrixLayoutDestroy(la));
     CUBLAS_CHECK(cublasLtMatrixLayoutDestroy(lb));
@@ -273,15 +299,19 @@ static void test_refused(void *workspace) {
     LIBRARY_CHECK(with([](Raw &r) { r.lda = M - 1; }) == CUBLAS_STATUS_INVALID_VALUE, "lda below the rows");
     LIBRARY_CHECK(with([](Raw &r) { r.ldb = K - 1; }) == CUBLAS_STATUS_INVALID_VALUE, "ldb below the rows");
     LIBRARY_CHECK(with([](Raw &r) { r.ldd = M - 8; }) == CUBLAS_STATUS_INVALID_VALUE, "ldd below the rows");
-    LIBRARY_CHECK(with([](Raw &r) { r.b_rows = K - 8; }) == CUBLAS_STATUS_INVALID_VALUE, "B has fewer rows than A columns");
-    LIBRARY_CHECK(with([](Raw &r) { r.ldc = M + 8; }) == CUBLAS_STATUS_INVALID_VALUE, "C is D with another leading dimension");
+    LIBRARY_CHECK(with([](Raw &r) { r.b_rows = K - 8; }) == CUBLAS_STATUS_INVALID_VALUE,
+                  "B has fewer rows than A columns");
+    LIBRARY_CHECK(with([](Raw &r) { r.ldc = M + 8; }) == CUBLAS_STATUS_INVALID_VALUE,
+                  "C is D with another leading dimension");
     LIBRARY_CHECK(with([](Raw &r) { r.a = CUDA_R_16BF; }) != CUBLAS_STATUS_SUCCESS, "A bf16, B float");
     LIBRARY_CHECK(with([](Raw &r) { r.c = CUDA_R_16BF; }) != CUBLAS_STATUS_SUCCESS, "C bf16, D float");
-    LIBRARY_CHECK(with([](Raw &r) { r.scale = CUDA_R_16BF; }) != CUBLAS_STATUS_SUCCESS, "a scale type that does not go with the sums");
+    LIBRARY_CHECK(with([](Raw &r) { r.scale = CUDA_R_16BF; }) != CUBLAS_STATUS_SUCCESS,
+                  "a scale type that does not go with the sums");
     LIBRARY_CHECK(with([](Raw &r) { r.no_handle = true; }) != CUBLAS_STATUS_SUCCESS, "no handle");
     LIBRARY_CHECK(with([](Raw &r) { r.no_alpha = true; }) == CUBLAS_STATUS_INVALID_VALUE, "no alpha");
     cublasStatus_t without = with([](Raw &r) { r.no_workspace = true; });
-    LIBRARY_CHECK(without == (last_workspace > 0 ? CUBLAS_STATUS_INVALID_VALUE : CUBLAS_STATUS_SUCCESS), "less workspace than the algorithm needs");
+    LIBRARY_CHECK(without == (last_workspace > 0 ? CUBLAS_STATUS_INVALID_VALUE : CUBLAS_STATUS_SUCCESS),
+                  "less workspace than the algorithm needs");
     LIBRARY_CHECK(with([](Raw &r) { r.no_d = true; }) == CUBLAS_STATUS_INVALID_VALUE, "no D");
     CUDA_CHECK(cudaStreamSynchronize(stream));
 }
@@ -302,18 +332,25 @@ static void test_orders(void *) {
     CUBLAS_CHECK(cublasLtMatmulDescCreate(&product, CUBLAS_COMPUTE_32F, CUDA_R_32F));
     CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(product, CUBLASLT_MATMUL_DESC_TRANSA, &transposed, sizeof transposed));
     CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(product, CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue, sizeof epilogue));
-    CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(product, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias.device, sizeof bias.device));
+    CUBLAS_CHECK(
+        cublasLtMatmulDescSetAttribute(product, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias.device, sizeof bias.device));
     CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&la, CUDA_R_16BF, k, m, lda));
     CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&lb, CUDA_R_16BF, k, n, ldb));
     CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&ld, CUDA_R_16BF, m, n, ldd));
     cublasLtMatrixLayout_t layouts[3] = {la, lb, ld};
     for (int i = 0; i < 3; i++) {
-        CUBLAS_CHECK(cublasLtMatrixLayoutSetAttribute(layouts[i], CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &count, sizeof count));
-        CUBLAS_CHECK(cublasLtMatrixLayoutSetAttribute(layouts[i], CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &strides[i], sizeof strides[i]));
-        if (i > 0) CUBLAS_CHECK(cublasLtMatrixLayoutSetAttribute(layouts[i], CUBLASLT_MATRIX_LAYOUT_ORDER, &rows_first, sizeof rows_first));
+        CUBLAS_CHECK(
+            cublasLtMatrixLayoutSetAttribute(layouts[i], CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &count, sizeof count));
+        CUBLAS_CHECK(cublasLtMatrixLayoutSetAttribute(layouts[i], CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET,
+                                                      &strides[i], sizeof strides[i]));
+        if (i > 0)
+            CUBLAS_CHECK(cublasLtMatrixLayoutSetAttribute(layouts[i], CUBLASLT_MATRIX_LAYOUT_ORDER, &rows_first,
+                                                          sizeof rows_first));
     }
-    cublasStatus_t status = cublasLtMatmul(matmul.handle, product, &alpha, a.device, la, b.device, lb, &beta, NULL, ld, d.device, ld, NULL, NULL, 0, stream);
-    LIBRARY_CHECK(status == CUBLAS_STATUS_SUCCESS, "row order with a bias and batches: %s", cublasLtGetStatusName(status));
+    cublasStatus_t status = cublasLtMatmul(matmul.handle, product, &alpha, a.device, la, b.device, lb, &beta, NULL, ld,
+                                           d.device, ld, NULL, NULL, 0, stream);
+    LIBRARY_CHECK(status == CUBLAS_STATUS_SUCCESS, "row order with a bias and batches: %s",
+                  cublasLtGetStatusName(status));
     vector<bf16> got = d.download();
     for (size_t batch = 0; batch < batches && status == CUBLAS_STATUS_SUCCESS; batch++) {
         vector<bf16> part(m * n), added(m * n);
@@ -322,8 +359,10 @@ static void test_orders(void *) {
                 part[i * n + j] = got[batch * m * ldd + i * ldd + j];
                 added[i * n + j] = bias.host[i];
             }
-        compare<bf16>("a batch", part, m, n, k, [&](size_t i, size_t t) { return 2.0 * number(a.host[batch * lda * m + i * lda + t]); },
-                      [&](size_t t, size_t j) { return (double)number(b.host[batch * k * ldb + t * ldb + j]); }, &added);
+        compare<bf16>(
+            "a batch", part, m, n, k,
+            [&](size_t i, size_t t) { return 2.0 * number(a.host[batch * lda * m + i * lda + t]); },
+            [&](size_t t, size_t j) { return (double)number(b.host[batch * k * ldb + t * ldb + j]); }, &added);
     }
     CHECK(isnan(number(got[n])), "the gap after a row was written to");
     CUBLAS_CHECK(cublasLtMatmulDescDestroy(product));
@@ -336,9 +375,11 @@ static const struct {
     void (*test)(void *workspace);
     bool by_name;
 } GROUPS[] = {
+    // clang-format off
     {"layers",    test_layers,    false},  {"unaligned", test_unaligned, ON_GPU}, {"plans",    test_plans,    false},
     {"shapes",    test_many,      false},  {"measured",  test_measured,  false},  {"workspace", test_workspace, false},
     {"repeated",  test_repeated,  false},  {"refused",   test_refused,   false},  {"orders",   test_orders,   false},
+    // clang-format on
 };
 
 int main(int argc, char **argv) {

@@ -1,5 +1,5 @@
-// metrics: numbers as people write them, the step line, metrics.jsonl with half lines and full disks, the cut on --resume, the
-// terminal.
+// metrics: numbers as people write them, the step line, metrics.jsonl with half lines and full disks, the cut on
+// --resume, the terminal.
 #include <math.h>
 #include <pty.h>
 #include <signal.h>
@@ -26,7 +26,9 @@ static void put(const char *text) {
     fclose(file);
 }
 
-static void same(const char *found, const char *want) { CHECK(!strcmp(found, want), "\"%s\", expected \"%s\"", found, want); }
+static void same(const char *found, const char *want) {
+    CHECK(!strcmp(found, want), "\"%s\", expected \"%s\"", found, want);
+}
 
 static void test_human(void) {
     check_group("numbers as people write them");
@@ -100,7 +102,8 @@ static void test_file(void) {
         "{\"step\": 2, \"tokens\": 2048, \"loss\": 6.03119993, \"lr\": 0.000590000011, \"grad_norm\": 0.839999974, \"ms\": 1160, \"tok_per_s\": 221, \"mfu\": 0.73, "
         "\"val_loss\": 0.333333343}\n");
     int wrong = 0;
-    for (uint32_t bits = 0x3f000000; bits < 0x40000000; bits += 9973) { // floats between 0.5 and 2 come back with the same bits
+    for (uint32_t bits = 0x3f000000; bits < 0x40000000;
+         bits += 9973) {    // floats between 0.5 and 2 come back with the same bits
         char text[32];
         float x, y;
         memcpy(&x, &bits, 4);
@@ -169,8 +172,8 @@ static void test_full_disk(void) {
     CHECK(check_fork(write_limited, NULL, output, sizeof output) == 0 && strstr(output, "this line is missing"),
           "a file of at most 300 bytes: %s", output);
     const char *text = contents(), *second = strstr(text, "{\"step\": 2");
-    CHECK(second && !strstr(text, "\"step\": 3") && strlen(text) < 300 && text[strlen(text) - 1] == '\n', "whole lines only: %s",
-          text);
+    CHECK(second && !strstr(text, "\"step\": 3") && strlen(text) < 300 && text[strlen(text) - 1] == '\n',
+          "whole lines only: %s", text);
 }
 
 static void show(void *unused) {
@@ -196,7 +199,8 @@ static void test_terminal(void) {
         exit(0);
     }
     size_t n = 0;
-    for (ssize_t got; n < sizeof output - 1 && (got = read(fd, output + n, sizeof output - 1 - n)) > 0;) n += (size_t)got;
+    for (ssize_t got; n < sizeof output - 1 && (got = read(fd, output + n, sizeof output - 1 - n)) > 0;)
+        n += (size_t)got;
     output[n] = 0;
     waitpid(child, NULL, 0);
     close(fd);

@@ -1,4 +1,5 @@
-// The parser of --attn and the table behind it, against the table of attention/README.md ("Presets"), written out here, and random texts.
+// The parser of --attn and the table behind it, against the table of attention/README.md ("Presets"), written out here,
+// and random texts.
 #include "attention/normalizer.h"
 
 #include <math.h>
@@ -37,6 +38,7 @@ static bool same(const Normalizer *a, const Normalizer *b) {
 static const struct {
     const char *name, *stages[STAGE_COUNT];
 } TABLE[] = {
+    // clang-format off
     // name                     qk      scale        offset   phi         norm           post
     {"softmax",               {"none", "rsqrt-d",   "none",  "exp",      "l1",          "none"}},
     {"ssmax",                 {"none", "logn",      "none",  "exp",      "l1",          "none"}},
@@ -72,6 +74,7 @@ static const struct {
     {"softmax-sink",          {"none", "rsqrt-d",   "none",  "exp",      "l1+sink",     "none"}},
     {"softmax-floorlog",      {"none", "floorlog:8192", "none", "exp",   "l1",          "none"}},
     {"softpick",              {"none", "rsqrt-d",   "none",  "expm1",    "l1",          "rectify"}},
+    // clang-format on
 };
 static const char *const STAGE_NAMES[STAGE_COUNT] = {"qk", "scale", "offset", "phi", "norm", "post"};
 
@@ -82,16 +85,17 @@ static const char *const NAMES[] = {NORMALIZERS(NAME)};
 static void test_presets(void) {
     check_group("the presets are those of attention/README.md, stage for stage");
     CHECK(COUNT(NAMES) == COUNT(TABLE), "%zu presets, not %zu", COUNT(NAMES), COUNT(TABLE));
-    for (size_t i = 0; i < STAGE_COUNT; i++) CHECK(!strcmp(stage_names[i], STAGE_NAMES[i]), "stage %zu is %s", i, stage_names[i]);
+    for (size_t i = 0; i < STAGE_COUNT; i++)
+        CHECK(!strcmp(stage_names[i], STAGE_NAMES[i]), "stage %zu is %s", i, stage_names[i]);
     for (size_t i = 0; i < COUNT(TABLE); i++) {
         Normalizer n = parse(TABLE[i].name);
         CHECK(!strcmp(n.text, TABLE[i].name), "%s keeps the text '%s'", TABLE[i].name, n.text);
         for (size_t j = 0; j < STAGE_COUNT; j++)
-            CHECK(!strcmp(stage(&n, j), TABLE[i].stages[j]), "%s: %s=%s, not %s", TABLE[i].name, STAGE_NAMES[j], stage(&n, j),
-                  TABLE[i].stages[j]);
+            CHECK(!strcmp(stage(&n, j), TABLE[i].stages[j]), "%s: %s=%s, not %s", TABLE[i].name, STAGE_NAMES[j],
+                  stage(&n, j), TABLE[i].stages[j]);
         bool fixed = !strcmp(TABLE[i].name, "ssmax-fixed");
-        CHECK(n.fixed == fixed && (fixed ? n.s_start == 1 : isnan(n.s_start)), "%s: fixed %d, s from %g", TABLE[i].name, n.fixed,
-              n.s_start);
+        CHECK(n.fixed == fixed && (fixed ? n.s_start == 1 : isnan(n.s_start)), "%s: fixed %d, s from %g", TABLE[i].name,
+              n.fixed, n.s_start);
     }
 }
 
@@ -111,6 +115,7 @@ static void check_override(const char *text, const char *base, size_t changed, c
 enum { QK_STAGE, SCALE_STAGE, OFFSET_STAGE, PHI_STAGE, NORM_STAGE, POST_STAGE };
 
 static void test_overrides(void) {
+    // clang-format off
     static const struct { const char *text, *base; size_t changed; const char *value; } ONE[] = {
         {"softmax+post=reweight:3", "softmax", POST_STAGE, "reweight:3"},
         {"sigmoid-logn-l1+post=reweight:15", "sigmoid-logn-l1", POST_STAGE, "reweight:15"},
@@ -129,15 +134,18 @@ static void test_overrides(void) {
         {"softmax+post=negate+post=recenter", "softmax", POST_STAGE, "recenter"},
         {"lssar+post=reweight:3+post=none", "lssar", POST_STAGE, "none"},
     };
+    // clang-format on
     check_group("an override changes its stage and no other; the last of two counts");
     for (size_t i = 0; i < COUNT(ONE); i++) check_override(ONE[i].text, ONE[i].base, ONE[i].changed, ONE[i].value);
     Normalizer two = parse("softmax+norm=l1+0.5+post=negate");
-    CHECK(two.norm.kind == NORM_L1 && two.norm.value == 0.5 && two.post.kind == POST_NEGATE, "norm=%s post=%s", stage(&two, 4),
-          stage(&two, 5));
-    Normalizer s = parse("ssmax+s=0.5+s=2"), fixed = parse("ssmax+fixed"), both = parse("ssmax-pn+fixed+s=-1e-3+norm=l1+2");
+    CHECK(two.norm.kind == NORM_L1 && two.norm.value == 0.5 && two.post.kind == POST_NEGATE, "norm=%s post=%s",
+          stage(&two, 4), stage(&two, 5));
+    Normalizer s = parse("ssmax+s=0.5+s=2"), fixed = parse("ssmax+fixed"),
+               both = parse("ssmax-pn+fixed+s=-1e-3+norm=l1+2");
     CHECK(s.s_start == 2 && !s.fixed, "s=0.5+s=2 starts at %g", s.s_start);
     CHECK(fixed.fixed && isnan(fixed.s_start), "fixed %d at %g", fixed.fixed, fixed.s_start);
-    CHECK(both.fixed && both.s_start == -1e-3 && both.norm.value == 2, "fixed %d at %g, C %g", both.fixed, both.s_start, both.norm.value);
+    CHECK(both.fixed && both.s_start == -1e-3 && both.norm.value == 2, "fixed %d at %g, C %g", both.fixed, both.s_start,
+          both.norm.value);
     Normalizer freed = parse("ssmax-fixed+s=3");
     CHECK(freed.fixed && freed.s_start == 3, "ssmax-fixed+s=3: fixed %d at %g", freed.fixed, freed.s_start);
     Normalizer written = parse("softmax+qk=l2+scale=logd-logn+phi=softplus"), lssa = parse("lssa");
@@ -146,6 +154,7 @@ static void test_overrides(void) {
 
 // ---- what is refused, with what the message has to say
 
+// clang-format off
 static const struct { const char *text, *says; } REFUSED[] = {
     {"", "no such normalizer"}, {"softmx", "Nearest: softmax."}, {"ssmx", "Nearest: ssmax."}, {"lssarr", "Nearest: lssar."},
     {"SOFTMAX", "no such normalizer"}, {" softmax", "Nearest: softmax."}, {"softmax ", "Nearest: softmax."},
@@ -192,10 +201,13 @@ static const struct { const char *text, *says; } REFUSED[] = {
     {"ssmax+s=1e999", "s=1e999"},
     {"ssmax+s=1.5.5", "s=1.5.5"},
 };
+// clang-format on
 
 // A refused text whose message fits no buffer as small as this: it is cut, and ends.
 static void test_small_message(const char *text) {
-    struct { char message[16], after[16]; } small;
+    struct {
+        char message[16], after[16];
+    } small;
     memset(&small, '#', sizeof small);
     Normalizer n;
     CHECK(!normalizer_parse(&n, text, small.message, sizeof small.message), "'%s' is taken", text);
@@ -211,7 +223,8 @@ static void test_refused(void) {
         memset(message, 0, sizeof message);
         bool taken = normalizer_parse(&n, REFUSED[i].text, message, sizeof message);
         CHECK(!taken, "'%s' is taken", REFUSED[i].text);
-        CHECK(taken || strstr(message, REFUSED[i].says), "'%s': '%s' does not say '%s'", REFUSED[i].text, message, REFUSED[i].says);
+        CHECK(taken || strstr(message, REFUSED[i].says), "'%s': '%s' does not say '%s'", REFUSED[i].text, message,
+              REFUSED[i].says);
         test_small_message(REFUSED[i].text);
     }
 
@@ -222,8 +235,8 @@ static void test_refused(void) {
         longest[length] = 0;
         bool taken = normalizer_parse(&n, longest, message, sizeof message), fits = length < NORMALIZER_TEXT;
         CHECK(taken == fits, "%zu characters are %s", length, taken ? "taken" : message);
-        CHECK(fits ? n.norm.value == 1 : strstr(message, "longer than 159") != NULL, "%zu characters: C = %g, '%s'", length,
-              n.norm.value, message);
+        CHECK(fits ? n.norm.value == 1 : strstr(message, "longer than 159") != NULL, "%zu characters: C = %g, '%s'",
+              length, n.norm.value, message);
     }
     n = parse("softmax+scale=log:L");
     CHECK(!normalizer_fits(&n, 1, message, sizeof message) && strstr(message, "ln L"), "log:L fits L = 1");
@@ -235,6 +248,7 @@ static void test_refused(void) {
 // ---- stage texts, shortest texts
 
 static void test_numbers(void) {
+    // clang-format off
     static const struct { const char *given, *text; } NUMBERS[] = {
         {"3.0", "3"}, {"0.10", "0.1"}, {"+2", "2"}, {"1e2", "100"}, {"100", "100"}, {"20", "20"}, {"1024", "1024"}, {"500000", "500000"},
         {"1.50e0", "1.5"},
@@ -242,6 +256,7 @@ static void test_numbers(void) {
         {"0.30000000000000004", "0.30000000000000004"},
         {"1e-7", "1e-07"}, {"12345678", "12345678"},
     };
+    // clang-format on
     check_group("a number is written with the fewest digits that give it back");
     for (size_t i = 0; i < COUNT(NUMBERS); i++) {
         char text[128], expected[64];
@@ -254,6 +269,7 @@ static void test_numbers(void) {
 }
 
 static void test_shortest(void) {
+    // clang-format off
     static const struct { const char *given, *shortest; } SHORTEST[] = {
         {"softmax+norm=l1+1", "softmax1"}, {"softmax+qk=l2+scale=logd-logn+phi=softplus", "lssa"}, {"relu2-n+norm=l1", "relu2-l1"},
         {"softmax+qk=l2+scale=logd-logn+phi=softplus+post=reweight:15", "lssar"}, {"ssmax+s=1+fixed", "ssmax-fixed"}, {"ssmax", "ssmax"},
@@ -267,6 +283,7 @@ static void test_shortest(void) {
         {"softmax+norm=l1+sink", "softmax-sink"}, {"softmax-floorlog+scale=rsqrt-d", "softmax"},
         {"softmax+phi=expm1+post=rectify", "softpick"},
     };
+    // clang-format on
     check_group("the shortest equal text");
     for (size_t i = 0; i < COUNT(SHORTEST); i++) {
         char out[NORMALIZER_TEXT];
@@ -284,8 +301,9 @@ static size_t draw(size_t n) {
     return (size_t)(fixture_hash(fixture_stream("draws"), draws++) % n);
 }
 
-static const char *const NUMBERS[] = {"0.5", "1.0", "2", "15", "3.25", "1e-3", "0.1", "7e5", "512", "64", "100", "0.30000000000000004",
-                                      "999999.5"};
+static const char *const NUMBERS[] = {
+    "0.5", "1.0", "2", "15", "3.25", "1e-3", "0.1", "7e5", "512", "64", "100", "0.30000000000000004", "999999.5"};
+// clang-format off
 static const char *const VALUES[STAGE_COUNT][11] = {
     {"none", "l2"}, {"rsqrt-d", "logn", "logn-bias", "pn", "log:#", "log:L", "floorlog:#", "logd-logn", "const:#", "const:-#"},
     {"none", "-logL", "-logT", "-logn"},
@@ -293,6 +311,7 @@ static const char *const VALUES[STAGE_COUNT][11] = {
     {"l1", "l1+#", "l1+sink", "n", "n2", "L", "T", "T2", "const:#", "sqrt-half-n", "none"},
     {"none", "negate", "rectify", "recenter", "recenter-l1", "reweight:#"},
 };
+// clang-format on
 
 // Appends to `text`; '#' in the format becomes one of NUMBERS.
 static void append(char *text, const char *value) {
@@ -331,7 +350,8 @@ static void check_round_trip(const Normalizer *n) {
     Normalizer short_one = parse(shortest);
     CHECK(same(n, &short_one) && normalizer_equal(n, &short_one), "%s is not %s", n->text, shortest);
     char twice[NORMALIZER_TEXT];
-    CHECK(strlen(normalizer_shortest(&short_one, twice, sizeof twice)) == strlen(shortest), "%s could be %s", shortest, twice);
+    CHECK(strlen(normalizer_shortest(&short_one, twice, sizeof twice)) == strlen(shortest), "%s could be %s", shortest,
+          twice);
 }
 
 static void test_random(void) {
@@ -347,7 +367,8 @@ static void test_random(void) {
             taken++;
             check_round_trip(&n);
         } else {
-            CHECK(strstr(message, "no s") || strstr(message, "ln 1") || strstr(message, "needs phi=exp"), "'%s' is refused: %s", text, message);
+            CHECK(strstr(message, "no s") || strstr(message, "ln 1") || strstr(message, "needs phi=exp"),
+                  "'%s' is refused: %s", text, message);
         }
     }
     CHECK(taken > TEXTS / 3, "only %zu of %d were taken", taken, TEXTS);
@@ -359,39 +380,51 @@ static const Scalar SCALARS[] = {SCALAR_S, SCALAR_B, SCALAR_P, SCALAR_SINK};
 static const char *const SCALAR_NAMES[COUNT(SCALARS)] = {"s", "b", "p", "sink"};
 
 static void test_scalars(void) {
-    static const struct { const char *text; bool has[4], trains[4]; } ROWS[] = {     // s, b, p, sink
-        {"softmax", {0, 0, 0, 0}, {0, 0, 0, 0}}, {"ssmax", {1, 0, 0, 0}, {1, 0, 0, 0}}, {"ssmax-fixed", {1, 0, 0, 0}, {0, 0, 0, 0}},
+    static const struct {
+        const char *text;
+        bool has[4], trains[4];
+    } ROWS[] = {
+        // s, b, p, sink
+        {"softmax", {0, 0, 0, 0}, {0, 0, 0, 0}},
+        {"ssmax", {1, 0, 0, 0}, {1, 0, 0, 0}},
+        {"ssmax-fixed", {1, 0, 0, 0}, {0, 0, 0, 0}},
         {"ssmax-bias", {1, 1, 0, 0}, {1, 1, 0, 0}},
         {"ssmax-pn", {1, 1, 1, 0}, {1, 1, 1, 0}},
-        {"ssmax-pn+fixed", {1, 1, 1, 0}, {0, 1, 1, 0}}, {"ssmax-bias+s=2+fixed", {1, 1, 0, 0}, {0, 1, 0, 0}},
-        {"softmax-log512", {0, 0, 0, 0}, {0, 0, 0, 0}}, {"lssar", {0, 0, 0, 0}, {0, 0, 0, 0}},
+        {"ssmax-pn+fixed", {1, 1, 1, 0}, {0, 1, 1, 0}},
+        {"ssmax-bias+s=2+fixed", {1, 1, 0, 0}, {0, 1, 0, 0}},
+        {"softmax-log512", {0, 0, 0, 0}, {0, 0, 0, 0}},
+        {"lssar", {0, 0, 0, 0}, {0, 0, 0, 0}},
         {"softmax+scale=const:2", {0, 0, 0, 0}, {0, 0, 0, 0}},
         {"relu2-l1+scale=logn", {1, 0, 0, 0}, {1, 0, 0, 0}},
-        {"softmax-sink", {0, 0, 0, 1}, {0, 0, 0, 1}}, {"ssmax+fixed+norm=l1+sink", {1, 0, 0, 1}, {0, 0, 0, 1}},
-        {"softmax-floorlog", {0, 0, 0, 0}, {0, 0, 0, 0}}, {"softpick", {0, 0, 0, 0}, {0, 0, 0, 0}},
+        {"softmax-sink", {0, 0, 0, 1}, {0, 0, 0, 1}},
+        {"ssmax+fixed+norm=l1+sink", {1, 0, 0, 1}, {0, 0, 0, 1}},
+        {"softmax-floorlog", {0, 0, 0, 0}, {0, 0, 0, 0}},
+        {"softpick", {0, 0, 0, 0}, {0, 0, 0, 0}},
     };
     check_group("the learned scalars: which there are, which are trained, where they start");
     for (size_t i = 0; i < COUNT(ROWS); i++) {
         Normalizer n = parse(ROWS[i].text);
         for (size_t j = 0; j < COUNT(SCALARS); j++) {
             CHECK(normalizer_has(&n, SCALARS[j]) == ROWS[i].has[j], "%s has %s", ROWS[i].text, SCALAR_NAMES[j]);
-            CHECK(normalizer_trains(&n, SCALARS[j]) == ROWS[i].trains[j], "%s trains %s", ROWS[i].text, SCALAR_NAMES[j]);
+            CHECK(normalizer_trains(&n, SCALARS[j]) == ROWS[i].trains[j], "%s trains %s", ROWS[i].text,
+                  SCALAR_NAMES[j]);
         }
         CHECK(!normalizer_has(&n, SCALAR_NONE), "%s has a scalar of no kind", ROWS[i].text);
     }
     Normalizer ssmax = parse("ssmax"), bias = parse("ssmax-bias"), pn = parse("ssmax-pn"), fixed = parse("ssmax-fixed"),
-        given = parse("ssmax-pn+s=0.25");
+               given = parse("ssmax-pn+s=0.25");
     double mean = 0;
     for (int n = 1; n <= 1024; n++) mean += log(n) / 1024;
     CHECK(fabs(normalizer_start(&ssmax, SCALAR_S, 1024) - 1 / mean) < 1e-12, "s starts at %.17g",
           normalizer_start(&ssmax, SCALAR_S, 1024));
     CHECK(fabs(normalizer_start(&ssmax, SCALAR_S, 1024) - 0.168) < 5e-4, "s starts at %.17g, [SSMax] has 0.168",
           normalizer_start(&ssmax, SCALAR_S, 1024));
-    CHECK(normalizer_start(&bias, SCALAR_S, 8) == 8 / (log(2) + log(3) + log(4) + log(5) + log(6) + log(7) + log(8)), "L = 8: %.17g",
-          normalizer_start(&bias, SCALAR_S, 8));
+    CHECK(normalizer_start(&bias, SCALAR_S, 8) == 8 / (log(2) + log(3) + log(4) + log(5) + log(6) + log(7) + log(8)),
+          "L = 8: %.17g", normalizer_start(&bias, SCALAR_S, 8));
     CHECK(isfinite(normalizer_start(&ssmax, SCALAR_S, 1)), "L = 1: %g", normalizer_start(&ssmax, SCALAR_S, 1));
     CHECK(normalizer_start(&pn, SCALAR_S, 1024) == 1 && normalizer_start(&fixed, SCALAR_S, 1024) == 1, "pn and fixed");
-    CHECK(normalizer_start(&given, SCALAR_S, 1024) == 0.25, "s=0.25 starts at %g", normalizer_start(&given, SCALAR_S, 1024));
+    CHECK(normalizer_start(&given, SCALAR_S, 1024) == 0.25, "s=0.25 starts at %g",
+          normalizer_start(&given, SCALAR_S, 1024));
     CHECK(normalizer_start(&bias, SCALAR_B, 1024) == 0 && normalizer_start(&pn, SCALAR_B, 7) == 0, "b");
     CHECK(normalizer_start(&pn, SCALAR_P, 1024) == 1, "p");
     Normalizer sink = parse("ssmax+s=0.25+norm=l1+sink");
@@ -399,27 +432,41 @@ static void test_scalars(void) {
 }
 
 static void test_changes(void) {
-    static const struct { const char *from, *to; int keeps[4]; } ROWS[] = {     // s, b, p, sink; -1: the new one has none
-        {"softmax", "ssmax", {0, -1, -1, -1}}, {"ssmax", "ssmax-bias", {1, 0, -1, -1}}, {"ssmax-bias", "ssmax", {1, -1, -1, -1}},
+    static const struct {
+        const char *from, *to;
+        int keeps[4];
+    } ROWS[] = {
+        // s, b, p, sink; -1: the new one has none
+        {"softmax", "ssmax", {0, -1, -1, -1}},
+        {"ssmax", "ssmax-bias", {1, 0, -1, -1}},
+        {"ssmax-bias", "ssmax", {1, -1, -1, -1}},
         {"ssmax", "ssmax-pn", {0, 0, 0, -1}},
-        {"ssmax-bias", "ssmax-pn", {0, 1, 0, -1}}, {"ssmax-pn", "ssmax", {0, -1, -1, -1}}, {"ssmax-pn", "ssmax-bias", {0, 1, -1, -1}},
+        {"ssmax-bias", "ssmax-pn", {0, 1, 0, -1}},
+        {"ssmax-pn", "ssmax", {0, -1, -1, -1}},
+        {"ssmax-pn", "ssmax-bias", {0, 1, -1, -1}},
         {"ssmax", "ssmax-fixed", {0, -1, -1, -1}},
-        {"ssmax-fixed", "ssmax", {1, -1, -1, -1}}, {"ssmax-pn", "ssmax-pn+post=negate", {1, 1, 1, -1}},
+        {"ssmax-fixed", "ssmax", {1, -1, -1, -1}},
+        {"ssmax-pn", "ssmax-pn+post=negate", {1, 1, 1, -1}},
         {"ssmax", "ssmax+post=reweight:3", {1, -1, -1, -1}},
-        {"ssmax-fixed", "ssmax-fixed+post=negate", {1, -1, -1, -1}}, {"ssmax-fixed", "ssmax-fixed+s=2", {0, -1, -1, -1}},
+        {"ssmax-fixed", "ssmax-fixed+post=negate", {1, -1, -1, -1}},
+        {"ssmax-fixed", "ssmax-fixed+s=2", {0, -1, -1, -1}},
         {"lssa", "ssmax-pn", {0, 0, 0, -1}},
-        {"softmax", "softmax-sink", {-1, -1, -1, 0}}, {"softmax-sink", "ssmax+norm=l1+sink", {0, -1, -1, 1}},
-        {"softmax-sink", "softmax", {-1, -1, -1, -1}}, {"ssmax-bias+norm=l1+sink", "ssmax-pn+norm=l1+sink+post=rectify", {0, 1, 0, 1}},
+        {"softmax", "softmax-sink", {-1, -1, -1, 0}},
+        {"softmax-sink", "ssmax+norm=l1+sink", {0, -1, -1, 1}},
+        {"softmax-sink", "softmax", {-1, -1, -1, -1}},
+        {"ssmax-bias+norm=l1+sink", "ssmax-pn+norm=l1+sink+post=rectify", {0, 1, 0, 1}},
     };
     check_group("what a change of normalizer keeps; which are equal");
     for (size_t i = 0; i < COUNT(ROWS); i++) {
         Normalizer from = parse(ROWS[i].from), to = parse(ROWS[i].to);
         for (size_t j = 0; j < COUNT(SCALARS); j++) {
             if (ROWS[i].keeps[j] < 0) CHECK(!normalizer_has(&to, SCALARS[j]), "%s has %s", ROWS[i].to, SCALAR_NAMES[j]);
-            else CHECK(normalizer_keeps(&from, &to, SCALARS[j]) == ROWS[i].keeps[j], "%s to %s: %s", ROWS[i].from, ROWS[i].to,
-                       SCALAR_NAMES[j]);
+            else
+                CHECK(normalizer_keeps(&from, &to, SCALARS[j]) == ROWS[i].keeps[j], "%s to %s: %s", ROWS[i].from,
+                      ROWS[i].to, SCALAR_NAMES[j]);
         }
     }
+    // clang-format off
     static const struct { const char *a, *b; bool equal; } EQUAL[] = {
         {"softmax", "softmax", true}, {"softmax1", "softmax+norm=l1+1", true}, {"softmax", "softmax1", false},
         {"ssmax", "ssmax-fixed", false},
@@ -429,10 +476,11 @@ static void test_changes(void) {
         {"softmax+scale=log:64", "softmax+scale=log:L", false},
         {"ssmax+fixed", "ssmax+s=2.8853900817779268+fixed", false},      // equal for L = 2 alone
     };
+    // clang-format on
     for (size_t i = 0; i < COUNT(EQUAL); i++) {
         Normalizer a = parse(EQUAL[i].a), b = parse(EQUAL[i].b);
-        CHECK(normalizer_equal(&a, &b) == EQUAL[i].equal && normalizer_equal(&b, &a) == EQUAL[i].equal, "%s and %s", EQUAL[i].a,
-              EQUAL[i].b);
+        CHECK(normalizer_equal(&a, &b) == EQUAL[i].equal && normalizer_equal(&b, &a) == EQUAL[i].equal, "%s and %s",
+              EQUAL[i].a, EQUAL[i].b);
     }
 }
 
@@ -453,11 +501,13 @@ static void test_help(void) {
     }
     CHECK(strstr(output, "softmax+norm=l1+1 is softmax1") != NULL, "no shortest name");
     CHECK(check_fork(help, "help:softmax+norm=l1+1+post=reweight:3", output, sizeof output) == 0, "help:NAME");
-    CHECK(strstr(output, "norm=l1+1") && strstr(output, "post=reweight:3") && strstr(output,
-                                                                                     "shortest equal name: softmax1+post=reweight:3"),
-                                                                                         "%s", output);
-    CHECK(check_fork(help, "help:ssmx", output, sizeof output) == EXIT_USAGE && strstr(output, "Nearest: ssmax"), "%s", output);
-    CHECK(check_fork(help, "helper", output, sizeof output) == 9 && check_fork(help, "softmax", output, sizeof output) == 9,
+    CHECK(strstr(output, "norm=l1+1") && strstr(output, "post=reweight:3") &&
+              strstr(output, "shortest equal name: softmax1+post=reweight:3"),
+          "%s", output);
+    CHECK(check_fork(help, "help:ssmx", output, sizeof output) == EXIT_USAGE && strstr(output, "Nearest: ssmax"), "%s",
+          output);
+    CHECK(check_fork(help, "helper", output, sizeof output) == 9 &&
+              check_fork(help, "softmax", output, sizeof output) == 9,
           "what is no help");
 }
 

@@ -29,7 +29,8 @@ static Option table[] = {
 #define ROWS (sizeof table / sizeof *table)
 
 static void defaults(void) {
-    v.batch = 4, v.seed = 42, v.lr = 6e-4, v.data = NULL, v.out = "log", v.resume = false, v.shuffle = true, v.dtype = 0;
+    v.batch = 4, v.seed = 42, v.lr = 6e-4, v.data = NULL, v.out = "log", v.resume = false, v.shuffle = true,
+    v.dtype = 0;
     v.lengths = (IntList){{1024}, 1};
     for (size_t i = 0; i < ROWS; i++) table[i].given = false;
 }
@@ -67,8 +68,8 @@ static void test_values(void) {
 static void refused(const char *words, const char *part) {
     char output[4096];
     int code = check_fork(parse, (void *)words, output, sizeof output);
-    CHECK(code == EXIT_USAGE && strstr(output, part), "%s: expected code 2 and \"%s\", found %d and: %s", words, part, code,
-          output);
+    CHECK(code == EXIT_USAGE && strstr(output, part), "%s: expected code 2 and \"%s\", found %d and: %s", words, part,
+          code, output);
 }
 
 static void test_refusals(void) {
@@ -80,12 +81,14 @@ static void test_refusals(void) {
     refused("--btach 1", "Nearest: --batch.");
     refused("--config x", "--config: no such flag. `--help` lists all of them.");
     refused("--dtype int8", "--dtype int8: expected one of fp32|bf16.\n");
-    refused("--batch=4 --zzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzz 1", "no such flag");
+    refused("--batch=4 --zzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzz 1",
+            "no such flag");
     refused("-batch 4", "-batch: flags begin with two dashes. Nearest: --batch.");
     refused("batch 4", "belongs to no flag");
     refused("--batch 4 5", "\"5\": a word that belongs to no flag, after 4");
     refused("--batch", "--batch: its value is missing. Write --batch N.");
-    refused("--train-data --lr 1", "--train-data: its value is missing, the next word is --lr. Write --train-data GLOB.");
+    refused("--train-data --lr 1",
+            "--train-data: its value is missing, the next word is --lr. Write --train-data GLOB.");
     refused("--batch 0", "expected a whole number from 1 to 4096, found \"0\"");
     refused("--batch 4097", "from 1 to 4096");
     refused("--batch 1.5", "whole number");
@@ -112,7 +115,8 @@ static void test_help(void) {
     check_group("--help");
     char output[8192];
     CHECK(check_fork(parse, "--nonsense --help", output, sizeof output) == 0, "exit code");
-    CHECK(strstr(output, "Usage: test [flags]") && strstr(output, "\nTraining\n  --batch N"), "usage and groups: %s", output);
+    CHECK(strstr(output, "Usage: test [flags]") && strstr(output, "\nTraining\n  --batch N"), "usage and groups: %s",
+          output);
     CHECK(strstr(output, "(default 0.0006)") && strstr(output, "(no default)") && strstr(output, "--dtype fp32|bf16"),
           "defaults: %s", output);
 }
@@ -123,7 +127,8 @@ static void test_version(void) {
     CHECK(check_fork(parse, "--nonsense --version", output, sizeof output) == 0, "exit code");
     CHECK(strcmp(output, "attn.c " ATTN_C_VERSION " (test_options)\n") == 0, "%s", output);
     CHECK(check_fork(parse, "--help --version", output, sizeof output) == 0, "exit code");
-    CHECK(strstr(output, "attn.c " ATTN_C_VERSION " (test_options)\n\nUsage: ") == output, "the help begins with it: %s", output);
+    CHECK(strstr(output, "attn.c " ATTN_C_VERSION " (test_options)\n\nUsage: ") == output,
+          "the help begins with it: %s", output);
 }
 
 static void test_resume(void) {
@@ -134,8 +139,8 @@ static void test_resume(void) {
     parse("--resume --batch 2");
     CHECK(options_resume(table, ROWS, json, &error), "%s", error.text);
     CHECK(v.batch == 2 && v.resume, "what is given and may change stays");
-    CHECK(v.lr == 0.1 && !strcmp(v.data, "it\"s") && v.dtype == 1 && v.lengths.count == 2 && v.lengths.values[1] == 128 &&
-              !v.shuffle && v.seed == 999999999999999,
+    CHECK(v.lr == 0.1 && !strcmp(v.data, "it\"s") && v.dtype == 1 && v.lengths.count == 2 &&
+              v.lengths.values[1] == 128 && !v.shuffle && v.seed == 999999999999999,
           "what is not given is the run's: %s", json);
     parse("--resume --seed 999999999999999 --dtype bf16 --seq-len 64,128 --train-data it\"s");
     CHECK(options_resume(table, ROWS, json, &error), "the same values given again: %s", error.text);
@@ -146,7 +151,8 @@ static void test_resume(void) {
                                   {"--train-data x", "--train-data is x here"}};
     for (size_t i = 0; i < sizeof differing / sizeof *differing; i++) {
         parse((void *)differing[i][0]);
-        CHECK(!options_resume(table, ROWS, json, &error) && error.code == EXIT_USAGE && strstr(error.text, differing[i][1]),
+        CHECK(!options_resume(table, ROWS, json, &error) && error.code == EXIT_USAGE &&
+                  strstr(error.text, differing[i][1]),
               "%s: %s", differing[i][0], error.text);
         CHECK(v.batch == 4, "a refused resume changes nothing");
     }

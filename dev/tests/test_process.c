@@ -1,6 +1,6 @@
-// process: sums, broadcasts and stops of several processes, started by scripts/launch.sh from the folder of the Makefile; what
-// happens when one of them fails or is killed. Without MPI only what one process does. Each worker is this same program with a
-// word after it.
+// process: sums, broadcasts and stops of several processes, started by scripts/launch.sh from the folder of the
+// Makefile; what happens when one of them fails or is killed. Without MPI only what one process does. Each worker is
+// this same program with a word after it.
 #include <errno.h>
 #include <math.h>
 #include <signal.h>
@@ -47,7 +47,8 @@ static void work_sums(void) {
            "the sum of doubles");
     expect_same(d, sizeof d, "the sum of doubles on every process");
     expect(process_max_int(-5 - process.rank) == -5, "the maximum");
-    expect(process_max_int((int64_t)1 << 40 << process.rank) == (int64_t)1 << 40 << (process.size - 1), "a maximum of 64 bits");
+    expect(process_max_int((int64_t)1 << 40 << process.rank) == (int64_t)1 << 40 << (process.size - 1),
+           "a maximum of 64 bits");
     process_broadcast(NULL, 0);
     expect(process.rank == process_launched_rank(), "the rank from the environment");
     expect(process.local_size == process.size && process.local_rank == process.rank, "the place on this machine");
@@ -108,7 +109,9 @@ static int work(const char *what, int argc, char **argv) {
 
 // ---- the checks
 
-typedef struct { const char *processes, *what; } Job;
+typedef struct {
+    const char *processes, *what;
+} Job;
 
 static void launch(void *data) {
     const Job *job = data;
@@ -131,8 +134,11 @@ static void test_one(void) {
     unsetenv("MPIRUN");
 }
 
-// What a process of its own does with signals: some ignored from the start, some sent before process_catch_signals(), some after.
-typedef struct { int ignored, before, after[2], apart; } Signals;      // apart: milliseconds
+// What a process of its own does with signals: some ignored from the start, some sent before process_catch_signals(),
+// some after.
+typedef struct {
+    int ignored, before, after[2], apart;
+} Signals;    // apart: milliseconds
 
 static void settle(void) {
     sigset_t pending;
@@ -161,6 +167,7 @@ static void send_signals(void *data) {
 
 static void test_signals(void) {
     check_group("signals of one process");
+    // clang-format off
     const struct { Signals signals; int code; const char *says, *what; } cases[] = {
         {{0, 0, {0, 0}, 0}, 0, "0", "no signal"},
         {{0, 0, {SIGINT, 0}, 0}, 0, "1", "one SIGINT"},
@@ -177,10 +184,12 @@ static void test_signals(void) {
         {{SIGINT, SIGINT, {0, 0}, 0}, 0, "0", "SIGINT, ignored at the start, before they are caught"},
         {{SIGINT, 0, {SIGINT, 0}, 0}, 0, "1", "SIGINT, ignored at the start, as in a shell's background job"},
     };
+    // clang-format on
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         char output[256];
         int code = check_fork(send_signals, (void *)&cases[i].signals, output, sizeof output);
-        CHECK(code == cases[i].code && !strcmp(output, cases[i].says), "%s: code %d, \"%s\"", cases[i].what, code, output);
+        CHECK(code == cases[i].code && !strcmp(output, cases[i].says), "%s: code %d, \"%s\"", cases[i].what, code,
+              output);
     }
 }
 
@@ -192,7 +201,8 @@ static void test_sums(void) {
     const char *counts[] = {"2", "3"};
     for (int i = 0; i < 2; i++) {
         int code = check_fork(launch, &(Job){counts[i], "sums"}, output, sizeof output);
-        CHECK(code == 0 && output[0] == counts[i][0] && strstr(output, "processes, OMP_NUM_THREADS") && !strstr(output, "unset"),
+        CHECK(code == 0 && output[0] == counts[i][0] && strstr(output, "processes, OMP_NUM_THREADS") &&
+                  !strstr(output, "unset"),
               "code %d: %s", code, output);
     }
 }
@@ -204,13 +214,16 @@ static void test_death(void) {
         double start = now();
         int code = check_fork(launch, &(Job){"3", kill ? "die" : "fail"}, output, sizeof output);
         double seconds = now() - start;
-        CHECK(code != 0 && seconds < 30 && !strstr(output, "came through"), "code %d after %.1f s: %s", code, seconds, output);
-        CHECK(strstr(output, kill ? "signal 9" : "test_process: rank 1 ran out of something"), "the reason: %s", output);
+        CHECK(code != 0 && seconds < 30 && !strstr(output, "came through"), "code %d after %.1f s: %s", code, seconds,
+              output);
+        CHECK(strstr(output, kill ? "signal 9" : "test_process: rank 1 ran out of something"), "the reason: %s",
+              output);
         CHECK(kill || code == EXIT_RESOURCE, "code %d, expected that of the process that failed", code);
     }
 }
 
-// Starts two processes, sends the signals, the first number being the milliseconds between them, and hands on the output and the exit status.
+// Starts two processes, sends the signals, the first number being the milliseconds between them, and hands on the
+// output and the exit status.
 static void stop_from_outside(void *data) {
     int *signals = data, ends[2], status;
     char line[64];
@@ -244,8 +257,8 @@ static void test_stop(void) {
     }
     double start = now();
     int code = check_fork(stop_from_outside, (int[]){1500, SIGINT, SIGINT, 0}, output, sizeof output);
-    CHECK(code != 0 && code != EXIT_STOPPED && !strstr(output, "saved") && now() - start < 20, "a second SIGINT, code %d: %s",
-          code, output);
+    CHECK(code != 0 && code != EXIT_STOPPED && !strstr(output, "saved") && now() - start < 20,
+          "a second SIGINT, code %d: %s", code, output);
 }
 
 static void test_terminal(void) {

@@ -9,7 +9,8 @@ static void test_bits(void) {
     check_group("Philox4x32-10 against the published vectors");
     // From the Random123 distribution's kat_vectors: counter and key all 0; all ones; the digits of pi.
     CHECK(random_u64(0, 0, 0) == 0xe169c58d6627e8d5u, "%016llx", (unsigned long long)random_u64(0, 0, 0));
-    CHECK(random_u64(~0ull, ~0ull, ~0ull) == 0x41c83b0e408f276du, "%016llx", (unsigned long long)random_u64(~0ull, ~0ull, ~0ull));
+    CHECK(random_u64(~0ull, ~0ull, ~0ull) == 0x41c83b0e408f276du, "%016llx",
+          (unsigned long long)random_u64(~0ull, ~0ull, ~0ull));
     CHECK(random_u64(0x299f31d0a4093822u, 0x0370734413198a2eu, 0x85a308d3243f6a88u) == 0x94fdccebd16cfe09u, "%016llx",
           (unsigned long long)random_u64(0x299f31d0a4093822u, 0x0370734413198a2eu, 0x85a308d3243f6a88u));
 }
@@ -24,8 +25,8 @@ static void test_uniform(void) {
         low = fmin(low, u), high = fmax(high, u);
     }
     CHECK(low >= 0 && high < 1 && low < 1e-5 && high > 1 - 1e-5, "%g to %g", low, high);
-    CHECK(fabs(sum / n - 0.5) < 5 * 0.2887 / 1000 && fabs(squares / n - 1.0 / 3) < 5 * 0.2981 / 1000, "moments %g %g", sum / n,
-          squares / n);
+    CHECK(fabs(sum / n - 0.5) < 5 * 0.2887 / 1000 && fabs(squares / n - 1.0 / 3) < 5 * 0.2981 / 1000, "moments %g %g",
+          sum / n, squares / n);
 }
 
 static int by_value(const void *a, const void *b) {
@@ -46,16 +47,18 @@ static void test_normal(void) {
         m1 += a, m2 += a * a, m3 += a * a * a, m4 += a * a * a * a;
         beyond3 += fabs(a) > 3, beyond4 += fabs(a) > 4;
         if (i >= 16)
-            lane += a * x[i - 16], neighbor += a * x[i - 1], pair += (a * a - 1) * ((double)x[i - 16] * x[i - 16] - 1) / 2;
+            lane += a * x[i - 16], neighbor += a * x[i - 1],
+                pair += (a * a - 1) * ((double)x[i - 16] * x[i - 16] - 1) / 2;
     }
     double root = sqrt((double)n);
     CHECK(fabs(m1 / n) < 5 / root && fabs(m2 / n - 1) < 5 * sqrt(2) / root, "mean %g, variance %g", m1 / n, m2 / n);
-    CHECK(fabs(m3 / n) < 5 * sqrt(15) / root && fabs(m4 / n - 3) < 5 * sqrt(96) / root, "third %g, fourth %g", m3 / n, m4 / n);
-    CHECK(fabs(neighbor / n) < 5 / root && fabs(lane / n) < 5 / root && fabs(pair / n) < 5 / root, "correlations %g %g %g",
-          neighbor / n, lane / n, pair / n);
+    CHECK(fabs(m3 / n) < 5 * sqrt(15) / root && fabs(m4 / n - 3) < 5 * sqrt(96) / root, "third %g, fourth %g", m3 / n,
+          m4 / n);
+    CHECK(fabs(neighbor / n) < 5 / root && fabs(lane / n) < 5 / root && fabs(pair / n) < 5 / root,
+          "correlations %g %g %g", neighbor / n, lane / n, pair / n);
     double p3 = erfc(3 / sqrt(2)), p4 = erfc(4 / sqrt(2));
-    CHECK(fabs(beyond3 - p3 * n) < 5 * sqrt(p3 * n) && fabs(beyond4 - p4 * n) < 5 * sqrt(p4 * n), "beyond 3: %zu, beyond 4: %zu",
-          beyond3, beyond4);
+    CHECK(fabs(beyond3 - p3 * n) < 5 * sqrt(p3 * n) && fabs(beyond4 - p4 * n) < 5 * sqrt(p4 * n),
+          "beyond 3: %zu, beyond 4: %zu", beyond3, beyond4);
     qsort(x, n, sizeof *x, by_value);
     double ks = 0;
     for (size_t i = 0; i < n; i++) ks = fmax(ks, fabs(0.5 * erfc(-x[i] / sqrt(2)) - (i + 0.5) / n));

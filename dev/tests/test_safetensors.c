@@ -20,7 +20,8 @@ static const char *in_folder(const char *name) {
 }
 
 // A file with this header text and `data_size` bytes of data (zeros where data is NULL).
-static const char *make_file(const char *name, const char *header, size_t header_size, const void *data, size_t data_size) {
+static const char *make_file(const char *name, const char *header, size_t header_size, const void *data,
+                             size_t data_size) {
     const char *path = in_folder(name);
     FILE *out = fopen(path, "wb");
     fwrite(&(uint64_t){header_size}, 8, 1, out);
@@ -34,7 +35,8 @@ static const char *make_file(const char *name, const char *header, size_t header
 static bool refused(const char *path, const char *part) {
     Error error = {0};
     Safetensors *s = safetensors_open(path, &error);
-    bool ok = !s && error.code == EXIT_INPUT && strstr(error.text, part) && strstr(error.text, folder) && strstr(error.text, "\n  ");
+    bool ok = !s && error.code == EXIT_INPUT && strstr(error.text, part) && strstr(error.text, folder) &&
+              strstr(error.text, "\n  ");
     if (!ok) printf("  expected a message with \"%s\", found %d %s\n", part, error.code, s ? "no error" : error.text);
     safetensors_close(s);
     return ok;
@@ -55,7 +57,7 @@ static float nearest_bf16(float x) {
 
 static void test_round_trip(void) {
     check_group("round trip of float32 and bf16");
-    enum { N = 3000017 };   // over two of the reader's pieces, and odd
+    enum { N = 3000017 };    // over two of the reader's pieces, and odd
     float *values = malloc(N * sizeof *values), *read = malloc(N * sizeof *read), one = 0.25f, got = 0;
     Error error = {0};
     uint64_t random = 1;
@@ -64,13 +66,15 @@ static void test_round_trip(void) {
         do {
             random = random * 6364136223846793005u + 1442695040888963407u;
             bits = (uint32_t)(random >> 32);
-            if (i % 3 == 0) bits = (bits & 0xFFFF0000) | 0x8000;   // ties
+            if (i % 3 == 0) bits = (bits & 0xFFFF0000) | 0x8000;    // ties
         } while ((bits & 0x7F800000) == 0x7F800000 || (bits & 0x7FFF0000) == 0x7F7F0000);
         memcpy(&values[i], &bits, 4);
     }
     TensorRow rows[] = {
-        {"half", DTYPE_BF16, 1, {N}, values},      {"full", DTYPE_F32, 2, {1, N}, values},
-        {"scalar", DTYPE_F32, 0, {0}, &one},       {"empty", DTYPE_BF16, 2, {0, 7}, values},
+        {"half", DTYPE_BF16, 1, {N}, values},
+        {"full", DTYPE_F32, 2, {1, N}, values},
+        {"scalar", DTYPE_F32, 0, {0}, &one},
+        {"empty", DTYPE_BF16, 2, {0, 7}, values},
         {"quote\"\\ \t\xC3\xA9", DTYPE_F32, 4, {1, 1, 1, 1}, &one},
     };
     const char *path = in_folder("round.safetensors"), *metadata[] = {"format", "pt", "note", "a \"b\"\n", NULL};
@@ -78,7 +82,8 @@ static void test_round_trip(void) {
     Safetensors *s = safetensors_open(path, &error);
     CHECK(s, "%s", error.text);
     CHECK(safetensors_count(s) == 5, "%zu tensors", safetensors_count(s));
-    CHECK(!strcmp(safetensors_at(s, 0)->name, "empty") && !strcmp(safetensors_at(s, 4)->name, "scalar"), "order of the names");
+    CHECK(!strcmp(safetensors_at(s, 0)->name, "empty") && !strcmp(safetensors_at(s, 4)->name, "scalar"),
+          "order of the names");
     for (size_t i = 0; i < 5; i++) {
         const TensorInfo *info = safetensors_at(s, i);
         CHECK(info->offset % dtype_size(info->dtype) == 0, "%s lies at %zu", info->name, (size_t)info->offset);
@@ -92,7 +97,8 @@ static void test_round_trip(void) {
     CHECK(safetensors_read(s, "scalar", 0, NULL, &got, &error) && got == one, "scalar %g", got);
     CHECK(safetensors_read(s, "empty", 2, (size_t[]){0, 7}, &got, &error), "%s", error.text);
     got = 0;
-    CHECK(safetensors_read(s, rows[4].name, 4, rows[4].shape, &got, &error) && got == one, "escaped name: %s", error.text);
+    CHECK(safetensors_read(s, rows[4].name, 4, rows[4].shape, &got, &error) && got == one, "escaped name: %s",
+          error.text);
     safetensors_close(s);
     free(values);
     free(read);
@@ -127,7 +133,11 @@ static void test_half_floats(void) {
 
 static void test_wide(void) {
     check_group("float64 and integers");
-    struct { double f64[2]; int64_t i64[2]; int32_t i32[2]; } data = {{0.1, -1e300}, {-5, 1ll << 52}, {-7, 50256}};
+    struct {
+        double f64[2];
+        int64_t i64[2];
+        int32_t i32[2];
+    } data = {{0.1, -1e300}, {-5, 1ll << 52}, {-7, 50256}};
     const char *header = "{\"f\":{\"dtype\":\"F64\",\"shape\":[2],\"data_offsets\":[0,16]},"
                          "\"l\":{\"dtype\":\"I64\",\"shape\":[2],\"data_offsets\":[16,32]},"
                          "\"i\":{\"dtype\":\"I32\",\"shape\":[2],\"data_offsets\":[32,40]}}   ";
@@ -137,35 +147,45 @@ static void test_wide(void) {
     Error error = {0};
     Safetensors *s = safetensors_open(make_file("wide", header, strlen(header), &data, sizeof data), &error);
     CHECK(s && safetensors_read_f64(s, "f", 1, &two, out, &error) && !memcmp(out, data.f64, 16), "F64: %s", error.text);
-    CHECK(s && safetensors_read_f64(s, "l", 1, &two, out, &error) && out[0] == -5 && out[1] == 4503599627370496.0, "I64");
+    CHECK(s && safetensors_read_f64(s, "l", 1, &two, out, &error) && out[0] == -5 && out[1] == 4503599627370496.0,
+          "I64");
     CHECK(s && safetensors_read_f64(s, "i", 1, &two, out, &error) && out[0] == -7 && out[1] == 50256, "I32");
-    CHECK(!safetensors_read(s, "f", 1, &two, narrow, &error) && strstr(error.text, "element 1 of 2"), "1e300 as float32: %s", error.text);
-    CHECK(!safetensors_read(s, "l", 1, &two, narrow, &error) && strstr(error.text, "found I64"), "I64 as float32: %s", error.text);
+    CHECK(!safetensors_read(s, "f", 1, &two, narrow, &error) && strstr(error.text, "element 1 of 2"),
+          "1e300 as float32: %s", error.text);
+    CHECK(!safetensors_read(s, "l", 1, &two, narrow, &error) && strstr(error.text, "found I64"), "I64 as float32: %s",
+          error.text);
     safetensors_close(s);
 }
 
 static void test_wrong_requests(void) {
     check_group("wrong requests, and values that are not finite");
     float values[6] = {1, 2, 3, 4, NAN, 6}, out[6];
-    TensorRow rows[] = {{"a", DTYPE_F32, 2, {2, 2}, values}, {"b", DTYPE_F32, 1, {6}, values}, {"c", DTYPE_BF16, 1, {6}, values}};
+    TensorRow rows[] = {
+        {"a", DTYPE_F32, 2, {2, 2}, values}, {"b", DTYPE_F32, 1, {6}, values}, {"c", DTYPE_BF16, 1, {6}, values}};
     Error error = {0};
     const char *path = in_folder("requests");
     CHECK(safetensors_write(path, rows, 3, NULL, &error), "%s", error.text);
     Safetensors *s = safetensors_open(path, &error);
-    CHECK(!safetensors_read(s, "z", 1, (size_t[]){4}, out, &error) && error.code == EXIT_INPUT && strstr(error.text, path)
-          && strstr(error.text, "expected a tensor z [4]"), "missing: %s", error.text);
-    CHECK(!safetensors_read(s, "a", 2, (size_t[]){2, 3}, out, &error) && strstr(error.text, path)
-          && strstr(error.text, "tensor a: expected the shape [2, 3], found [2, 2]"), "shape: %s", error.text);
-    CHECK(!safetensors_read(s, "a", 1, (size_t[]){4}, out, &error) && strstr(error.text, "expected the shape [4], found [2, 2]"),
+    CHECK(!safetensors_read(s, "z", 1, (size_t[]){4}, out, &error) && error.code == EXIT_INPUT &&
+              strstr(error.text, path) && strstr(error.text, "expected a tensor z [4]"),
+          "missing: %s", error.text);
+    CHECK(!safetensors_read(s, "a", 2, (size_t[]){2, 3}, out, &error) && strstr(error.text, path) &&
+              strstr(error.text, "tensor a: expected the shape [2, 3], found [2, 2]"),
+          "shape: %s", error.text);
+    CHECK(!safetensors_read(s, "a", 1, (size_t[]){4}, out, &error) &&
+              strstr(error.text, "expected the shape [4], found [2, 2]"),
           "rank: %s", error.text);
-    CHECK(!safetensors_read(s, "b", 1, (size_t[]){6}, out, &error) && strstr(error.text, "tensor b") && strstr(error.text, "element 4 of 6"),
+    CHECK(!safetensors_read(s, "b", 1, (size_t[]){6}, out, &error) && strstr(error.text, "tensor b") &&
+              strstr(error.text, "element 4 of 6"),
           "NaN in float32: %s", error.text);
-    CHECK(!safetensors_read(s, "c", 1, (size_t[]){6}, out, &error) && strstr(error.text, "element 4 of 6"), "NaN in bf16: %s", error.text);
+    CHECK(!safetensors_read(s, "c", 1, (size_t[]){6}, out, &error) && strstr(error.text, "element 4 of 6"),
+          "NaN in bf16: %s", error.text);
     safetensors_close(s);
     values[4] = -INFINITY;
     CHECK(safetensors_write(path, rows, 3, NULL, &error), "%s", error.text);
     s = safetensors_open(path, &error);
-    CHECK(!safetensors_read(s, "b", 1, (size_t[]){6}, out, &error) && strstr(error.text, "-inf"), "infinity: %s", error.text);
+    CHECK(!safetensors_read(s, "b", 1, (size_t[]){6}, out, &error) && strstr(error.text, "-inf"), "infinity: %s",
+          error.text);
     safetensors_close(s);
     CHECK(refused(in_folder("nothing"), "No such file"), "no such file");
     CHECK(refused(folder, "found neither"), "a folder without a model");
@@ -175,6 +195,7 @@ static void test_wrong_requests(void) {
 
 static void test_broken_headers(void) {
     check_group("broken headers");
+    // clang-format off
     static const struct { const char *header, *part; size_t data; } cases[] = {
         {"{" T("a", "F32", "[2]", "[0,8]") "," T("b", "F32", "[2]", "[4,12]") "}", "an overlap", 12},
         {"{" T("a", "F32", "[2]", "[0,8]") "," T("b", "F32", "[2]", "[0,8]") "}", "an overlap", 8},
@@ -219,6 +240,7 @@ static void test_broken_headers(void) {
         {"7", "starts with {", 0},
         {"", "the end of the text", 0},
     };
+    // clang-format on
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         const char *path = make_file("broken", cases[i].header, strlen(cases[i].header), NULL, cases[i].data);
         CHECK(refused(path, cases[i].part), "%s", cases[i].header);
@@ -264,7 +286,8 @@ static void test_broken_lengths(void) {
 // A tensor that begins past 4 GiB, in a sparse file.
 static void test_large(void) {
     check_group("a tensor past 4 GiB");
-    const char *header = "{" T("big", "U8", "[5368709120]", "[0,5368709120]") "," T("far", "F32", "[2]", "[5368709120,5368709128]") "}";
+    const char *header =
+        "{" T("big", "U8", "[5368709120]", "[0,5368709120]") "," T("far", "F32", "[2]", "[5368709120,5368709128]") "}";
     const char *path = make_file("large", header, strlen(header), NULL, 0);
     off_t at = 8 + (off_t)strlen(header) + 5368709120;
     FILE *out = fopen(path, "r+b");
@@ -278,7 +301,8 @@ static void test_large(void) {
     CHECK(s && safetensors_read(s, "far", 1, &two, read, &error) && !memcmp(values, read, 8), "%s", error.text);
     if (s) CHECK(safetensors_find(s, "far")->offset == (uint64_t)at, "offset");
     // Cut short after it was opened: the read itself notices.
-    CHECK(truncate(path, at + 5) == 0 && !safetensors_read(s, "far", 1, &two, read, &error) && strstr(error.text, "cut short"),
+    CHECK(truncate(path, at + 5) == 0 && !safetensors_read(s, "far", 1, &two, read, &error) &&
+              strstr(error.text, "cut short"),
           "%s", error.text);
     safetensors_close(s);
     unlink(path);
@@ -289,14 +313,22 @@ static void test_sharded(void) {
     float a[4] = {1, 2, 3, 4}, b[2] = {5, 6}, out[4];
     TensorRow row_a = {"a", DTYPE_F32, 1, {4}, a}, row_b = {"b", DTYPE_BF16, 1, {2}, b};
     Error error = {0};
-    const char *index = in_folder("model.safetensors.index.json"), *first = in_folder("m-1.safetensors"), *second = in_folder("m-2.safetensors");
-    CHECK(safetensors_write(first, &row_a, 1, NULL, &error) && safetensors_write(second, &row_b, 1, NULL, &error), "%s", error.text);
-    file_write_text(index, "{\"metadata\":{\"total_size\":20},\"weight_map\":{\"b\":\"m-2.safetensors\",\"a\":\"m-1.safetensors\"}}", &error);
+    const char *index = in_folder("model.safetensors.index.json"), *first = in_folder("m-1.safetensors"),
+               *second = in_folder("m-2.safetensors");
+    CHECK(safetensors_write(first, &row_a, 1, NULL, &error) && safetensors_write(second, &row_b, 1, NULL, &error), "%s",
+          error.text);
+    file_write_text(
+        index,
+        "{\"metadata\":{\"total_size\":20},\"weight_map\":{\"b\":\"m-2.safetensors\",\"a\":\"m-1.safetensors\"}}",
+        &error);
     Safetensors *s = safetensors_open(folder, &error);
     CHECK(s, "%s", error.text);
-    CHECK(s && safetensors_read(s, "a", 1, (size_t[]){4}, out, &error) && !memcmp(out, a, sizeof a), "a: %s", error.text);
-    CHECK(s && safetensors_read(s, "b", 1, (size_t[]){2}, out, &error) && !memcmp(out, b, sizeof b), "b: %s", error.text);
+    CHECK(s && safetensors_read(s, "a", 1, (size_t[]){4}, out, &error) && !memcmp(out, a, sizeof a), "a: %s",
+          error.text);
+    CHECK(s && safetensors_read(s, "b", 1, (size_t[]){2}, out, &error) && !memcmp(out, b, sizeof b), "b: %s",
+          error.text);
     safetensors_close(s);
+    // clang-format off
     static const char *const wrong[][2] = {
         {"{\"weight_map\":{\"b\":\"m-1.safetensors\",\"a\":\"m-2.safetensors\"}}", "expected tensor b in m-1.safetensors"},
         {"{\"weight_map\":{\"a\":\"m-1.safetensors\",\"c\":\"m-2.safetensors\"}}", "found it nowhere"},
@@ -307,6 +339,7 @@ static void test_sharded(void) {
         {"{\"weight_map\":[]}", "weight_map"},
         {"{", "the end of the text"},
     };
+    // clang-format on
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
         file_write_text(index, wrong[i][0], &error);
         CHECK(refused(folder, wrong[i][1]), "%s", wrong[i][0]);
@@ -331,10 +364,12 @@ static void test_write_failures(void) {
     Error error = {0};
     float value = 1;
     TensorRow row = {"a", DTYPE_F32, 0, {0}, &value};
-    CHECK(!safetensors_write(in_folder("none/x"), &row, 1, NULL, &error) && error.code == EXIT_RESOURCE && strstr(error.text, "none/x"),
+    CHECK(!safetensors_write(in_folder("none/x"), &row, 1, NULL, &error) && error.code == EXIT_RESOURCE &&
+              strstr(error.text, "none/x"),
           "no such folder: %s", error.text);
     row.dtype = DTYPE_F16;
-    CHECK(!safetensors_write(in_folder("x"), &row, 1, NULL, &error) && strstr(error.text, "F32 or BF16"), "F16: %s", error.text);
+    CHECK(!safetensors_write(in_folder("x"), &row, 1, NULL, &error) && strstr(error.text, "F32 or BF16"), "F16: %s",
+          error.text);
     CHECK(access(in_folder("x"), F_OK) != 0, "a refused file was made");
 }
 

@@ -1,4 +1,5 @@
-// shards: windows across shards, the order of data, masks, documents, files over 2 GiB, and every way a file can be wrong.
+// shards: windows across shards, the order of data, masks, documents, files over 2 GiB, and every way a file can be
+// wrong.
 #include <math.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -48,7 +49,8 @@ static uint16_t stream[N];
 static uint8_t stream_mask[N];
 
 static void make_stream(void) {
-    for (int i = 0; i < N; i++) stream[i] = (uint16_t)(i * 2654435761u >> 16) % 50257, stream_mask[i] = (i * 40503u >> 7) & 1;
+    for (int i = 0; i < N; i++)
+        stream[i] = (uint16_t)(i * 2654435761u >> 16) % 50257, stream_mask[i] = (i * 40503u >> 7) & 1;
     write_shard("s_train_000001.bin", stream, 1000);
     write_shard("s_train_000002.bin", stream, 0);
     write_shard("s_train_000003.bin", stream + 1000, 777);
@@ -150,7 +152,8 @@ static void test_order_uniform(void) {
         else others++;
     }
     CHECK(others == 0, "%d lengths that are not in the list", others);
-    for (int i = 0; i < 3; i++) CHECK(abs(counts[i] - 10000) < 420, "length %d: %d of 30000", (int)lengths[i], counts[i]);
+    for (int i = 0; i < 3; i++)
+        CHECK(abs(counts[i] - 10000) < 420, "length %d: %d of 30000", (int)lengths[i], counts[i]);
     CHECK(step_length(lengths, 1, 42, 5) == 64, "one length");
 }
 
@@ -187,8 +190,8 @@ static void test_masks(void) {
     CHECK(!shards_open(at("s_train_*"), config(300, false), &error) &&
               strstr(error.text, "a mask of 776 tokens, but its shard has 777"),
           "%s", error.text);
-    CHECK(!shards_open(at("s_train_000003.mask"), config(300, false), &error) && strstr(error.text, "It is a mask"), "%s",
-          error.text);
+    CHECK(!shards_open(at("s_train_000003.mask"), config(300, false), &error) && strstr(error.text, "It is a mask"),
+          "%s", error.text);
     for (int i = 1; i <= 3; i++) {
         char name[64];
         snprintf(name, sizeof name, "s_train_00000%d.mask", i);
@@ -199,7 +202,8 @@ static void test_masks(void) {
 static void test_documents(void) {
     check_group("one document a row");
     enum { EOT = 50256 };
-    uint16_t a[] = {7, 8, EOT, 1, 2, 3, EOT, EOT, 4}, b[] = {5, 6, 9, 10, EOT, 11};    // the third document lies across both
+    // The third document lies across both.
+    uint16_t a[] = {7, 8, EOT, 1, 2, 3, EOT, EOT, 4}, b[] = {5, 6, 9, 10, EOT, 11};
     write_shard("d_train_1.bin", a, 9);
     write_shard("d_train_2.bin", b, 6);
     ShardsConfig c = config(4, false);
@@ -213,7 +217,8 @@ static void test_documents(void) {
         uint8_t mask[4];
         CHECK(shards_window(s, g, tokens, mask, &error), "%s", error.text);
         CHECK(!memcmp(tokens, want[g % 3], sizeof tokens) && !memcmp(mask, counts[g % 3], 4), "document %d", (int)g);
-        CHECK(shards_window(s, g, tokens, NULL, &error) && !memcmp(tokens, want[g % 3], sizeof tokens), "without a mask");
+        CHECK(shards_window(s, g, tokens, NULL, &error) && !memcmp(tokens, want[g % 3], sizeof tokens),
+              "without a mask");
     }
     shards_close(s);
     uint8_t ma[] = {1, 1, 0, 0, 1, 0, 0, 0, 1}, mb[] = {0, 1, 1, 1, 0, 1};
@@ -229,14 +234,14 @@ static void test_documents(void) {
     shards_close(s);
     uint16_t none[] = {1, 2, 3, 4, 5, 6, EOT};
     c.vocab = 50300;
-    CHECK(!shards_open(write_shard("e.bin", none, 7), c, &error) && strstr(error.text, "too little data"), "no document: %s",
-          error.text);
+    CHECK(!shards_open(write_shard("e.bin", none, 7), c, &error) && strstr(error.text, "too little data"),
+          "no document: %s", error.text);
 }
 
 // ---- large files, many files
 
-// A sparse shard of 1.2e9 tokens and one: the window that starts right at byte 2^31 of the file, the one across it and the last
-// one.
+// A sparse shard of 1.2e9 tokens and one: the window that starts right at byte 2^31 of the file, the one across it and
+// the last one.
 static void test_large(void) {
     check_group("a shard over 2 GiB");
     const uint64_t count = 1200000001, edge = (((uint64_t)1 << 31) - 1024) / 2;
@@ -258,8 +263,8 @@ static void test_large(void) {
     CHECK(s && shards_window(s, w, tokens, NULL, &error) && tokens[t] == 11 && tokens[t + 1 > 16 ? 16 : t + 1] == 22,
           "below 2^31");
     w = edge / 16, t = edge % 16;
-    CHECK(s && shards_window(s, w, tokens, NULL, &error) && tokens[t] == 33 && tokens[t + 1] == 44, "at 2^31: %d %d", tokens[t],
-          tokens[t + 1]);
+    CHECK(s && shards_window(s, w, tokens, NULL, &error) && tokens[t] == 33 && tokens[t + 1] == 44, "at 2^31: %d %d",
+          tokens[t], tokens[t + 1]);
     w = (count - 1) / 16 - 1;
     CHECK(s && shards_window(s, w, tokens, NULL, &error) && tokens[(count - 1 - w * 16)] == 55, "the end");
     shards_close(s);
@@ -316,7 +321,8 @@ static void test_refusals(void) {
     refused(at("nothing.bin"), c, "no file matches");
     refused("", c, "no shard is named");
     refused(folder, c, "expected a shard, found a folder");
-    refused(write_raw("r1.bin", 20240520, 1, 500, 500), c, "r1.bin: expected a header of 1,024 bytes, the whole file has 500");
+    refused(write_raw("r1.bin", 20240520, 1, 500, 500), c,
+            "r1.bin: expected a header of 1,024 bytes, the whole file has 500");
     refused(write_raw("r2.bin", 0x1234, 1, 500, 2024), c,
             "r2.bin: at offset 0: expected the number 20240520 of a shard, found 4660");
     refused(write_raw("r3.bin", 20240801, 1, 500, 2024), c, "32-bit tokens");
@@ -343,9 +349,10 @@ static void test_bad_ids(void) {
     Shards *s = shards_open(path, config(1000, false), &error);
     int32_t window[1001];
     CHECK(s && shards_window(s, 0, window, NULL, &error), "%s", error.text);
-    CHECK(s && !shards_window(s, 150, window, NULL, &error) && error.code == EXIT_INPUT &&
-              strstr(error.text, "ids.bin: at offset 301,024: token id 50257, expected ids below the vocabulary's 50257"),
-          "%s", error.text);
+    CHECK(
+        s && !shards_window(s, 150, window, NULL, &error) && error.code == EXIT_INPUT &&
+            strstr(error.text, "ids.bin: at offset 301,024: token id 50257, expected ids below the vocabulary's 50257"),
+        "%s", error.text);
     memset(&error, 0, sizeof error);
     CHECK(!shards_check_all(s, &error) && strstr(error.text, "at offset 301,024"), "%s", error.text);
     shards_close(s);
@@ -364,9 +371,10 @@ static void test_cut_in_use(void) {
     CHECK(s && shards_window(s, 16, window, NULL, &error), "%s", error.text);
     CHECK(truncate(path, 1024 + 2 * 1650) == 0, "truncate");
     CHECK(shards_window(s, 15, window, NULL, &error), "%s", error.text);
-    CHECK(!shards_window(s, 16, window, NULL, &error) && error.code == EXIT_INPUT &&
-              strstr(error.text, "cut.bin: the file ends at offset 4,324, where 102 more bytes were when it was opened"),
-          "%s", error.text);
+    CHECK(
+        !shards_window(s, 16, window, NULL, &error) && error.code == EXIT_INPUT &&
+            strstr(error.text, "cut.bin: the file ends at offset 4,324, where 102 more bytes were when it was opened"),
+        "%s", error.text);
     shards_close(s);
     s = shards_open(write_shard("cut.bin", stream, N), config(100, false), &error);
     unlink(path);
@@ -393,7 +401,8 @@ static void test_fingerprint(void) {
     mkdir(other, 0777);
     char *a = fingerprint(write_shard("f_train_1.bin", stream, N)),
          *b = fingerprint(write_shard("other/f_train_1.bin", stream, N));
-    CHECK(!strcmp(a, b) && strstr(a, "{\"files\": 1, \"tokens\": 1777, \"xxh3\": \""), "in another folder: %s %s", a, b);
+    CHECK(!strcmp(a, b) && strstr(a, "{\"files\": 1, \"tokens\": 1777, \"xxh3\": \""), "in another folder: %s %s", a,
+          b);
     stream[3]++;
     char *c = fingerprint(write_shard("other/f_train_1.bin", stream, N));
     stream[3]--;

@@ -7,8 +7,17 @@ static char path[] = "/tmp/test_tokenizer_XXXXXX";
 
 // ---- a tokenizer.json: the 256 bytes are ids 0 to 255, then the joints of the merges, then end-of-text
 
-static const char *const default_merges = "\"a a\",\"aa aa\",\"b c\",\"a b\",\"\xC4\xA0 a\",\"' s\",\"\xC4\xA0 \xC4\xA0\"";
-static const char *const default_joints[] = {"aa", "aaaa", "bc", "ab", "\xC4\xA0" "a", "'s", "\xC4\xA0\xC4\xA0", NULL};
+static const char *const default_merges =
+    "\"a a\",\"aa aa\",\"b c\",\"a b\",\"\xC4\xA0 a\",\"' s\",\"\xC4\xA0 \xC4\xA0\"";
+static const char *const default_joints[] = {"aa",
+                                             "aaaa",
+                                             "bc",
+                                             "ab",
+                                             "\xC4\xA0"
+                                             "a",
+                                             "'s",
+                                             "\xC4\xA0\xC4\xA0",
+                                             NULL};
 
 // Appends byte b's character in the alphabet of tokenizer.json, escaped.
 static int byte_name(char *out, int b) {
@@ -26,7 +35,8 @@ static void write_text(const char *text, size_t length) {
 static char json[1 << 16];
 
 static void make_json(const char *merges, const char *end_of_text, int skip_byte) {
-    char *at = json + sprintf(json, "{\"added_tokens\":[{\"id\":263,\"content\":\"%s\"}],\"normalizer\":null,", end_of_text);
+    char *at =
+        json + sprintf(json, "{\"added_tokens\":[{\"id\":263,\"content\":\"%s\"}],\"normalizer\":null,", end_of_text);
     at += sprintf(at, "\"pre_tokenizer\":{\"type\":\"ByteLevel\",\"add_prefix_space\":false,\"use_regex\":true},");
     at += sprintf(at, "\"model\":{\"type\":\"BPE\",\"vocab\":{");
     for (int b = 0; b < 256; b++) {
@@ -34,7 +44,9 @@ static void make_json(const char *merges, const char *end_of_text, int skip_byte
         at += b == skip_byte ? sprintf(at, "zzz") : byte_name(at, b);
         at += sprintf(at, "\":%d,", b);
     }
-    for (int i = 0; default_joints[i]; i++) { at += sprintf(at, "%s\"%s\":%d", i ? "," : "", default_joints[i], 256 + i); }
+    for (int i = 0; default_joints[i]; i++) {
+        at += sprintf(at, "%s\"%s\":%d", i ? "," : "", default_joints[i], 256 + i);
+    }
     sprintf(at, "},\"merges\":[%s]}}", merges);
 }
 
@@ -43,7 +55,8 @@ static void make_json(const char *merges, const char *end_of_text, int skip_byte
 static void encodes(const Tokenizer *t, const char *text, size_t length, const int32_t *expected, size_t count) {
     int32_t ids[256];
     size_t found = tokenizer_encode(t, text, length, ids, 256);
-    CHECK(found == count && memcmp(ids, expected, count * sizeof(*ids)) == 0, "\"%s\": %zu ids, expected %zu", text, found, count);
+    CHECK(found == count && memcmp(ids, expected, count * sizeof(*ids)) == 0, "\"%s\": %zu ids, expected %zu", text,
+          found, count);
 }
 
 #define ENCODES(t, text, ...) encodes(t, text, sizeof(text) - 1, (const int32_t[]){__VA_ARGS__}, \
@@ -58,31 +71,36 @@ static void test_encode(void) {
     CHECK(t, "%s", error.text);
     if (!t) { return; }
     CHECK(tokenizer_vocab(t) == 264 && tokenizer_end_of_text(t) == 263, "vocabulary and end of text");
-    ENCODES(t, "aaaaa", 257, 'a');                          // leftmost pairs first
-    ENCODES(t, "abc", 'a', 258);                            // "b c" ranks before "a b"
+    ENCODES(t, "aaaaa", 257, 'a');    // leftmost pairs first
+    ENCODES(t, "abc", 'a', 258);      // "b c" ranks before "a b"
     ENCODES(t, "ab", 259);
-    ENCODES(t, "  a", ' ', 260);                            // the last space goes with the word
-    ENCODES(t, "a's", 'a', 261);                            // a contraction is a word
-    ENCODES(t, "a 's", 'a', ' ', '\'', 's');                // after a space it is not
-    ENCODES(t, "a   ", 'a', 262, ' ');                      // at the end a run of spaces stays whole
+    ENCODES(t, "  a", ' ', 260);                // the last space goes with the word
+    ENCODES(t, "a's", 'a', 261);                // a contraction is a word
+    ENCODES(t, "a 's", 'a', ' ', '\'', 's');    // after a space it is not
+    ENCODES(t, "a   ", 'a', 262, ' ');          // at the end a run of spaces stays whole
     ENCODES(t, "a\n\na", 'a', '\n', '\n', 'a');
     ENCODES(t, "a1a", 'a', '1', 'a');
     ENCODES(t, "<|endoftext|>", '<', '|', 'e', 'n', 'd', 'o', 'f', 't', 'e', 'x', 't', '|', '>');
     ENCODES(t, "\xC3\xA9", 0xC3, 0xA9);
-    ENCODES(t, "\xC3", 0xEF, 0xBF, 0xBD);                                       // cut short: one U+FFFD
-    ENCODES(t, "\xE2\x82" "a", 0xEF, 0xBF, 0xBD, 'a');                          // a broken beginning is one
-    ENCODES(t, "\xED\xA0\x80", 0xEF, 0xBF, 0xBD, 0xEF, 0xBF, 0xBD, 0xEF, 0xBF, 0xBD);   // a surrogate is three
-    ENCODES(t, "\xC0\x80", 0xEF, 0xBF, 0xBD, 0xEF, 0xBF, 0xBD);                 // overlong
-    ENCODES(t, "\xE0\x9F", 0xEF, 0xBF, 0xBD, 0xEF, 0xBF, 0xBD);                 // overlong too
+    ENCODES(t, "\xC3", 0xEF, 0xBF, 0xBD);    // cut short: one U+FFFD
+    ENCODES(t,
+            "\xE2\x82"
+            "a",
+            0xEF, 0xBF, 0xBD, 'a');                                                      // a broken beginning is one
+    ENCODES(t, "\xED\xA0\x80", 0xEF, 0xBF, 0xBD, 0xEF, 0xBF, 0xBD, 0xEF, 0xBF, 0xBD);    // a surrogate is three
+    ENCODES(t, "\xC0\x80", 0xEF, 0xBF, 0xBD, 0xEF, 0xBF, 0xBD);                          // overlong
+    ENCODES(t, "\xE0\x9F", 0xEF, 0xBF, 0xBD, 0xEF, 0xBF, 0xBD);                          // overlong too
     ENCODES(t, "\xF4\x90\x80\x80", 0xEF, 0xBF, 0xBD, 0xEF, 0xBF, 0xBD, 0xEF, 0xBF, 0xBD, 0xEF, 0xBF, 0xBD);
     ENCODES(t, "a\0a", 'a', 0, 'a');
     CHECK(tokenizer_encode(t, "", 0, NULL, 0) == 0, "no text, no ids");
     int32_t two[3] = {-1, -1, -1};
-    CHECK(tokenizer_encode(t, "b b b", 5, two, 2) == 5 && two[1] == ' ' && two[2] == -1, "nothing is written past the capacity");
+    CHECK(tokenizer_encode(t, "b b b", 5, two, 2) == 5 && two[1] == ' ' && two[2] == -1,
+          "nothing is written past the capacity");
     size_t length;
     const char *bytes = tokenizer_token(t, 260, &length);
     CHECK(length == 2 && memcmp(bytes, " a", 2) == 0, "a token's bytes");
-    CHECK(!tokenizer_token(t, -1, &length) && !tokenizer_token(t, 264, &length) && length == 0, "ids that are no token");
+    CHECK(!tokenizer_token(t, -1, &length) && !tokenizer_token(t, 264, &length) && length == 0,
+          "ids that are no token");
     tokenizer_close(t);
 }
 
@@ -189,7 +207,8 @@ static void test_damage(void) {
         Error error;
         Tokenizer *t = tokenizer_open(path, &error);
         int32_t ids[64];
-        all = all && (t ? tokenizer_encode(t, "aaaa abc's \xC3\xA9 \xFF", 15, ids, 64) <= 45 : error.code == EXIT_INPUT);
+        all =
+            all && (t ? tokenizer_encode(t, "aaaa abc's \xC3\xA9 \xFF", 15, ids, 64) <= 45 : error.code == EXIT_INPUT);
         tokenizer_close(t);
     }
     CHECK(all, "a damaged file was neither refused nor opened rightly");

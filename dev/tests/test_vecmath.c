@@ -1,4 +1,5 @@
-// vecmath: the vector functions over the floats of their ranges, against libm in double; their limits; NaN of every kind.
+// vecmath: the vector functions over the floats of their ranges, against libm in double; their limits; NaN of every
+// kind.
 // Each is called in a loop under `omp simd`, so that what is checked is the code that a loop gets.
 #include <math.h>
 
@@ -32,12 +33,24 @@ static void cdf_loop(float *restrict y, const float *restrict x, float p) {
     for (int i = 0; i < CHUNK; i++) y[i] = vec_normal_cdf(x[i], gauss[i]);
 }
 
-static double exp_exact(double x, double p) { return (void)p, exp(x); }
-static double sigmoid_exact(double x, double p) { return (void)p, 1 / (1 + exp(-x)); }
-static double log_exact(double x, double p) { return (void)p, log(x); }
-static double log1p_exact(double x, double p) { return (void)p, log1p(x); }
-static double pow_exact(double x, double p) { return pow(x, p); }
-static double cdf_exact(double z, double p) { return (void)p, erfc(-z / sqrt(2)) / 2; }
+static double exp_exact(double x, double p) {
+    return (void)p, exp(x);
+}
+static double sigmoid_exact(double x, double p) {
+    return (void)p, 1 / (1 + exp(-x));
+}
+static double log_exact(double x, double p) {
+    return (void)p, log(x);
+}
+static double log1p_exact(double x, double p) {
+    return (void)p, log1p(x);
+}
+static double pow_exact(double x, double p) {
+    return pow(x, p);
+}
+static double cdf_exact(double z, double p) {
+    return (void)p, erfc(-z / sqrt(2)) / 2;
+}
 
 static float one(Loop f, float x, float p) {
     float in[CHUNK], out[CHUNK];
@@ -46,8 +59,9 @@ static float one(Loop f, float x, float p) {
     return out[CHUNK - 1];
 }
 
-// The largest relative error over every stride-th float between from and to (of one sign, |from| < |to|), where the exact result is
-// above `least`; infinite where the function gives a NaN. Where the exact result is 0, so must be the function's.
+// The largest relative error over every stride-th float between from and to (of one sign, |from| < |to|), where the
+// exact result is above `least`; infinite where the function gives a NaN. Where the exact result is 0, so must be the
+// function's.
 static double worst(Loop f, Exact exact, float p, float from, float to, uint32_t stride, double least) {
     float x[CHUNK], y[CHUNK];
     double largest = 0;
@@ -78,7 +92,8 @@ static double worst(Loop f, Exact exact, float p, float from, float to, uint32_t
 
 // Quiet and signalling, both signs, payloads with all and with single bits: exponents are taken apart as integers.
 static void check_nan(Loop f, const char *name) {
-    const uint32_t nans[] = {0x7FC00000u, 0xFFC00000u, 0x7FFFFFFFu, 0xFFFFFFFFu, 0x7F800001u, 0xFF800001u, 0x7FC00100u, 0xFFAAAAABu};
+    const uint32_t nans[] = {0x7FC00000u, 0xFFC00000u, 0x7FFFFFFFu, 0xFFFFFFFFu,
+                             0x7F800001u, 0xFF800001u, 0x7FC00100u, 0xFFAAAAABu};
     for (size_t i = 0; i < sizeof nans / sizeof *nans; i++) {
         float y = one(f, vec_from_bits(nans[i]), 15.0f);
         CHECK(isnan(y), "%s(NaN %08x) is %g", name, nans[i], (double)y);
@@ -122,14 +137,16 @@ static void test_exp(void) {
 static void test_log(void) {
     check_group("log");
     WITHIN(1.2e-7, log_loop, log_exact, 0, FLT_MIN, FLT_MAX, 251, 0);
-    WITHIN(1.2e-7, log_loop, log_exact, 0, 0.5f, 2.0f, 13, 0);          // where f² · Q(f) weighs most, and about the zero
+    // Where f² · Q(f) weighs most, and about the zero.
+    WITHIN(1.2e-7, log_loop, log_exact, 0, 0.5f, 2.0f, 13, 0);
     WITHIN(1.2e-7, log_loop, log_exact, 0, 0.9999f, 1.0001f, 1, 0);
     EQUAL(log_loop, 1.0f, 0, 0.0f);
     EQUAL(log_loop, 0.0f, 0, -INFINITY);
     EQUAL(log_loop, -0.0f, 0, -INFINITY);
     EQUAL(log_loop, FLT_MIN / 2, 0, -INFINITY);
     EQUAL(log_loop, INFINITY, 0, INFINITY);
-    CHECK(isnan(one(log_loop, -FLT_MIN, 0)) && isnan(one(log_loop, -1.0f, 0)) && isnan(one(log_loop, -INFINITY, 0)), "log below 0");
+    CHECK(isnan(one(log_loop, -FLT_MIN, 0)) && isnan(one(log_loop, -1.0f, 0)) && isnan(one(log_loop, -INFINITY, 0)),
+          "log below 0");
     CHECK(rises(log_loop, 0, 0.0f, 4.0f, 1 << 18), "log falls");
     check_nan(log_loop, "log");
 }
@@ -164,7 +181,7 @@ static void test_pow01(void) {
         EQUAL(pow01_loop, 1.0f, p, 1.0f);
         CHECK(rises(pow01_loop, p, 0.0f, 1.0f, 1 << 14), "x^%g falls", (double)p);
     }
-    EQUAL(pow01_loop, 0.4f, 100, 0.0f);            // 1.6e-40
+    EQUAL(pow01_loop, 0.4f, 100, 0.0f);    // 1.6e-40
     EQUAL(pow01_loop, FLT_MIN, 200, 0.0f);
     EQUAL(pow01_loop, 0.5f, 1e30f, 0.0f);
     EQUAL(pow01_loop, 1.0f, 1e30f, 1.0f);
@@ -176,7 +193,7 @@ static void test_normal_cdf(void) {
     WITHIN(5e-7, cdf_loop, cdf_exact, 0, 0.0f, 12.0f, 251, 0);
     WITHIN(5e-7, cdf_loop, cdf_exact, 0, -0.0f, -12.0f, 251, 0);
     WITHIN(5e-7, cdf_loop, cdf_exact, 0, -0.25f, -12.0f, 11, 0);
-    WITHIN(5e-6, cdf_gauss_loop, cdf_exact, 0, -0.0f, -12.0f, 251, 0);   // 6e-8 · z²/2 more
+    WITHIN(5e-6, cdf_gauss_loop, cdf_exact, 0, -0.0f, -12.0f, 251, 0);    // 6e-8 · z²/2 more
     EQUAL(cdf_gauss_loop, 0.0f, 0, 0.5f);
     EQUAL(cdf_gauss_loop, -13.5f, 0, 0.0f);
     EQUAL(cdf_gauss_loop, -1e30f, 0, 0.0f);
