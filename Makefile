@@ -263,5 +263,5 @@ clean:
 
 .PHONY: all clean help lacking test test_on_cpu FORCE
 .SECONDARY:
--include $(wildcard $(foreach d,cuda on_cpu,$(addprefix $(BUILD)/$(d)/,*.d attention/*.d dev/cuda_on_cpu/*.d dev/tests/*.d)) $(BUILD)/pic/*/*.d)
+-include $(wildcard $(foreach d,cuda on_cpu,$(addprefix $(BUILD)/$(d)/,*.d attention/*.d cuda/*.d dev/cuda_on_cpu/*.d dev/tests/*.d)) $(BUILD)/pic/*/*.d)
 -include $(LIBRARY:.o=.d) $(patsubst %,$(BUILD)/%.d,$(PROGRAMS) test_gpt2) $(patsubst dev/tests/%.c,$(BUILD)/dev/tests/%.d,$(wildcard dev/tests/*.c))

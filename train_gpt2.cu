@@ -2,7 +2,7 @@
 // train_gpt2.c, section for section, by the same numbers; what a section says there about the network is not said again
 // here.
 //
-//   1. Layers       not here: a kernel file each in kernels/, and attention/flash.h
+//   1. Layers       not here: a kernel file each in cuda/, and attention/flash.h
 //   2. Model        the parameters, the activations, and the device memory for both
 //   3. Passes       forward, loss, backward
 //   4. Update       gradients over processes, their norm, AdamW
@@ -15,7 +15,7 @@
 // Shapes: B sequences, T tokens each, N = B·T rows, C channels, NH heads of size HS, F the feed-forward's width, V the
 // vocabulary (VP when padded).
 
-#include "kernels/gpu.cuh"
+#include "cuda/gpu.cuh"
 
 #include <math.h>
 #include <stdio.h>
@@ -23,18 +23,18 @@
 #include <string.h>
 
 #include "attention/flash.h"
-#include "kernels/adamw.cuh"
-#include "kernels/check.h"
-#include "kernels/classifier.cuh"
-#include "kernels/collective.h"
-#include "kernels/device.cuh"
-#include "kernels/embedding.cuh"
-#include "kernels/gau.cuh"
-#include "kernels/matmul.cuh"
-#include "kernels/norms.cuh"
-#include "kernels/rmsnorm.cuh"
-#include "kernels/rope.cuh"
-#include "kernels/swiglu.cuh"
+#include "cuda/adamw.cuh"
+#include "cuda/check.h"
+#include "cuda/classifier.cuh"
+#include "cuda/collective.h"
+#include "cuda/device.cuh"
+#include "cuda/embedding.cuh"
+#include "cuda/gau.cuh"
+#include "cuda/matmul.cuh"
+#include "cuda/norms.cuh"
+#include "cuda/rmsnorm.cuh"
+#include "cuda/rope.cuh"
+#include "cuda/swiglu.cuh"
 #include "model/model.h"
 #include "run/profile.h"
 #include "run/run.h"

@@ -1,8 +1,8 @@
 // The host's side of flash.h: what is refused, the scratch, which instance, the kernels that all instances share.
-#include "kernels/gpu.cuh"
+#include "cuda/gpu.cuh"
 
 #include "attention/flash.cuh"
-#include "kernels/check.h"
+#include "cuda/check.h"
 #include "runtime/error.h"
 
 #include <utility>

@@ -49,8 +49,8 @@
 #ifndef ATTENTION_FLASH_CUH
 #define ATTENTION_FLASH_CUH
 
-#include "kernels/gpu.cuh"
-#include "kernels/vector.cuh"
+#include "cuda/gpu.cuh"
+#include "cuda/vector.cuh"
 
 #include "attention/flash.h"
 #include "attention/phi.cuh"

@@ -1,6 +1,6 @@
 // One row of flash_instances.h: the kernels for a type, a phi and a class of posts. -DINSTANCE=FLASH_name says which;
 // without it, in a build for one normalizer (make ATTN=NAME), those that it needs, in bf16 and float.
-#include "kernels/gpu.cuh"
+#include "cuda/gpu.cuh"
 
 #include "attention/flash.cuh"
 #include "runtime/error.h"

@@ -16,7 +16,7 @@
 #ifndef ATTENTION_PHI_CUH
 #define ATTENTION_PHI_CUH
 
-#include "kernels/gpu.cuh"
+#include "cuda/gpu.cuh"
 
 #include "attention/normalizer.h"
 

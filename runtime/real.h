@@ -13,7 +13,7 @@
 #endif
 typedef REAL real;
 
-#ifdef __cplusplus    // CUDA, or its source on a CPU (kernels/gpu.cuh)
+#ifdef __cplusplus    // CUDA, or its source on a CPU (cuda/gpu.cuh)
 #define real_exp expf
 #define real_log1p01 log1pf
 #define real_log logf

@@ -11,7 +11,7 @@
 #   pack          on a machine with a network: collects in DEPS what the GPU machine may lack
 #   probe         what this machine has and lacks: GPU, driver, nvcc, libraries, Python packages, profilers. 10 s
 #   build         builds the programs for this GPU in PROGRAMS, and rebuilds them when sources have changed
-#   tests         compares the wrappers of kernels/gpu.cuh, every kernel, cuBLASLt, the model, and attention under
+#   tests         compares the wrappers of cuda/gpu.cuh, every kernel, cuBLASLt, the model, and attention under
 #                 every normalizer with their references
 #   determinism   checks that two runs and a resumed one agree to the last bit
 #   train         compares training losses in float32 and in bf16 with the CPU's

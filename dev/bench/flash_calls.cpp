@@ -2,7 +2,7 @@
 // attention/normalizer.h the instance that runs it, the bytes of its FlashCall<bf16>, as flash.cu would fill it, and
 // the rows that a warp and a block own and a tile has.
 //   flash_calls B T NH HS
-#include "kernels/gpu.cuh"
+#include "cuda/gpu.cuh"
 
 #include "attention/flash.cuh"
 

@@ -42,7 +42,7 @@ PYTORCH = ("sdpa", "sdpa-flash", "sdpa-cudnn", "flex", "compile")
 
 
 # What a part's results depend on besides the programs.
-PROGRAM_SOURCES = ("Makefile", "*.c", "*.h", "*.cu", "attention/**/*", "kernels/**/*", "model/**/*", "run/**/*",
+PROGRAM_SOURCES = ("Makefile", "*.c", "*.h", "*.cu", "attention/**/*", "cuda/**/*", "model/**/*", "run/**/*",
                    "runtime/**/*")
 FLASH_SO = "dev/tests/flash_so.cu"
 TIMES_ATTENTION = ("dev/bench/attention_gpu.py", "dev/reference/model.py", FLASH_SO)

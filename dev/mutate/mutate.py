@@ -32,7 +32,7 @@ FLASH_TESTS = [("build/on_cpu/flash.so", [*PYTEST, "dev/tests/test_flash.py", "-
 KERNEL_TESTS = [("build/on_cpu/tests/test_kernels", ["build/on_cpu/tests/test_kernels"])]
 PHI_TESTS = [("build/on_cpu/tests/test_kernels", ["build/on_cpu/tests/test_kernels", "phi"])]
 # What stands on the kernels: the trainer, its products, its sums over processes.
-TRAINER = ("train_gpt2.cu", "kernels/collective.h", "kernels/matmul.cuh")
+TRAINER = ("train_gpt2.cu", "cuda/collective.h", "cuda/matmul.cuh")
 TRAINER_TESTS = [("test_gpt2cu_on_cpu", ["./test_gpt2cu_on_cpu", "softmax_tied_v97_T33"]), ("test_gpt2cu_on_cpu", ["./test_gpt2cu_on_cpu", "softmax_gau_T33"]),
                  ("train_gpt2cu_on_cpu", [*PYTEST, "dev/tests/test_cuda.py", "-k", "late or masks or rows_without or switch_in or several_processes or"
                                           " same_number or recomputing or resume"])]
@@ -57,7 +57,7 @@ def build(tree, target):
 def tests_of(file):
     if file == "attention/phi.cuh":
         return PHI_TESTS
-    return TRAINER_TESTS if file in TRAINER else FLASH_TESTS if file.startswith("attention/flash") else KERNEL_TESTS if file.startswith("kernels/") else TESTS
+    return TRAINER_TESTS if file in TRAINER else FLASH_TESTS if file.startswith("attention/flash") else KERNEL_TESTS if file.startswith("cuda/") else TESTS
 
 
 def verdict_of(tree, tests):

@@ -1,9 +1,9 @@
 // What dev/tests/test_flash.py calls: attention forward and backward on arrays of the host's, by the kernels of
 // attention/flash.h. Part of flash.so alone.
-#include "kernels/gpu.cuh"
+#include "cuda/gpu.cuh"
 
 #include "attention/flash.h"
-#include "kernels/check.h"
+#include "cuda/check.h"
 #include "runtime/error.h"
 
 #include <string.h>

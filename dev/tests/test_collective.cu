@@ -1,7 +1,7 @@
-// collective: kernels/collective.h on one, two and four processes, started by scripts/launch.sh from the folder of the
+// collective: cuda/collective.h on one, two and four processes, started by scripts/launch.sh from the folder of the
 // Makefile: sums, slices and what a process that dies does to the others. Each worker is this same program with a word
 // after it.
-#include "kernels/collective.h"
+#include "cuda/collective.h"
 
 #include <math.h>
 #include <signal.h>

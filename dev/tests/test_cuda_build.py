@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 ALL = os.environ.get("CUDA_BUILD") == "all"
-SOURCES = [path for folder in ("kernels", "attention") for path in sorted((ROOT / folder).iterdir()) if path.suffix in (".cuh", ".cu", ".h")]
+SOURCES = [path for folder in ("cuda", "attention") for path in sorted((ROOT / folder).iterdir()) if path.suffix in (".cuh", ".cu", ".h")]
 
 
 def make(*arguments):

@@ -522,7 +522,7 @@ def prerequisites():
 
 def test_the_version_covers_every_source():
     wanted, covered = prerequisites(), set(gpu_report.sources("build"))
-    assert {"attention", "kernels"} <= {path.parent.name for path in wanted} and len(wanted) > 30
+    assert {"attention", "cuda"} <= {path.parent.name for path in wanted} and len(wanted) > 30
     assert {str(path.relative_to(ROOT)) for path in wanted - covered} == set()
     flash_so = ROOT / "dev/tests/flash_so.cu"
     users = ("attention", "others", "counters", "tests", "sanitizer")

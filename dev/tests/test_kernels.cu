@@ -1,5 +1,5 @@
-// Every kernel of kernels/ but the matrix products, forward and backward, against loops in float64 that stand here; and
-// every name of kernels/gpu.cuh against plain loops, so that on a GPU it shows that the PTX does what the emulation
+// Every kernel of cuda/ but the matrix products, forward and backward, against loops in float64 that stand here; and
+// every name of cuda/gpu.cuh against plain loops, so that on a GPU it shows that the PTX does what the emulation
 // does. Built for a GPU, or for the CPU (dev/cuda_on_cpu); the exit status is the verdict.
 //
 //   test_kernels [WORD]     only the cases whose name has WORD in it
@@ -10,7 +10,7 @@
 // is named. A line's worst error is of that second kind.
 // Outputs start as NaNs where they are to be written, and as numbers where they are to be added to; around each array
 // lie bytes that must stay; every case runs twice and must give the same bits.
-#include "kernels/gpu.cuh"
+#include "cuda/gpu.cuh"
 
 #include <stdarg.h>
 
@@ -21,16 +21,16 @@
 #include "attention/phi.cuh"
 #include "dev/reference/hash.h"
 #include "dev/tests/check.h"
-#include "kernels/adamw.cuh"
-#include "kernels/check.h"
-#include "kernels/classifier.cuh"
-#include "kernels/device.cuh"
-#include "kernels/embedding.cuh"
-#include "kernels/gau.cuh"
-#include "kernels/norms.cuh"
-#include "kernels/rmsnorm.cuh"
-#include "kernels/rope.cuh"
-#include "kernels/swiglu.cuh"
+#include "cuda/adamw.cuh"
+#include "cuda/check.h"
+#include "cuda/classifier.cuh"
+#include "cuda/device.cuh"
+#include "cuda/embedding.cuh"
+#include "cuda/gau.cuh"
+#include "cuda/norms.cuh"
+#include "cuda/rmsnorm.cuh"
+#include "cuda/rope.cuh"
+#include "cuda/swiglu.cuh"
 #include "runtime/random.h"
 
 typedef std::vector<double> Numbers;
@@ -853,7 +853,7 @@ static void test_norms(void) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The names of kernels/gpu.cuh, a warp each (block sums: a block)
+// The names of cuda/gpu.cuh, a warp each (block sums: a block)
 
 enum { STRIDE = 24 };    // elements from one row in shared memory to the next: 48 bytes, a multiple of 16
 

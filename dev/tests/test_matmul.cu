@@ -1,4 +1,4 @@
-// matmul: kernels/matmul.cuh against loops in double, in float and bf16, and what cuBLASLt (or its stand-in on the CPU)
+// matmul: cuda/matmul.cuh against loops in double, in float and bf16, and what cuBLASLt (or its stand-in on the CPU)
 // refuses.
 //
 //   test_matmul [GROUP]     one group of GROUPS, at the end of this file
@@ -6,7 +6,7 @@
 // On a GPU, groups of calls that the trainer never makes only inform: LIBRARY_CHECK prints a note where the library's
 // answer differs from the stand-in's, and what may end the process (odd sizes in bf16) runs only by name. On the CPU
 // everything is required.
-#include "kernels/matmul.cuh"
+#include "cuda/matmul.cuh"
 
 #include <math.h>
 

@@ -16,8 +16,8 @@
 //
 // Not to be used, as the CPU has no meaning for it: spinning on another block, warp-synchronous code without the _sync
 // functions, and a lane's registers read by another but by a shuffle.
-#ifndef KERNELS_GPU_CUH
-#define KERNELS_GPU_CUH
+#ifndef CUDA_GPU_CUH
+#define CUDA_GPU_CUH
 
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
@@ -32,7 +32,7 @@ typedef __nv_bfloat16 bf16;
 #define UNROLL
 #define UNROLL_NOT
 #else
-#include "kernels/check.h"
+#include "cuda/check.h"
 
 #define KERNEL __global__
 #define DEVICE static __device__ __forceinline__

@@ -17,10 +17,10 @@
 //
 // Bytes at 16,384 rows of 50,304 in bf16: from DRAM at least 1.65 GB read and 1.65 GB written, 0.98 ms at 3.35 TB/s;
 // were the second reading from DRAM too, 1.48 ms.
-#ifndef KERNELS_CLASSIFIER_CUH
-#define KERNELS_CLASSIFIER_CUH
+#ifndef CUDA_CLASSIFIER_CUH
+#define CUDA_CLASSIFIER_CUH
 
-#include "kernels/vector.cuh"
+#include "cuda/vector.cuh"
 
 enum { CLASSIFIER_THREADS = 512 };
 

@@ -13,12 +13,12 @@
 //
 // Bytes at N = 16,384, C = 768 in bf16: forward 2·N·C·2 = 50.3 MB, 15 µs at 3.35 TB/s. Backward N·C·2 = 25 MB of dout
 // and 8 bytes for each channel of each distinct token's dweight, 4,000 of them in a batch of English: 25 MB; 15 µs.
-#ifndef KERNELS_EMBEDDING_CUH
-#define KERNELS_EMBEDDING_CUH
+#ifndef CUDA_EMBEDDING_CUH
+#define CUDA_EMBEDDING_CUH
 
 #include <string.h>
 
-#include "kernels/vector.cuh"
+#include "cuda/vector.cuh"
 
 enum { EMBEDDING_PIECE = 64 };
 

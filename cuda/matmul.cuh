@@ -13,14 +13,14 @@
 //
 // Limits: each size below 2^31; any alignment, though the tensor cores want pointers and rows at multiples of 16 bytes.
 // Tests: dev/tests/test_matmul.cu.
-#ifndef KERNELS_MATMUL_CUH
-#define KERNELS_MATMUL_CUH
+#ifndef CUDA_MATMUL_CUH
+#define CUDA_MATMUL_CUH
 
-#include "kernels/gpu.cuh"
+#include "cuda/gpu.cuh"
 
 #include <cublasLt.h>
 
-#include "kernels/check.h"
+#include "cuda/check.h"
 
 #define CUBLAS_CHECK(call) cublas_check((call), #call, __FILE__, __LINE__)
 

@@ -4,10 +4,10 @@
 // W is Pack<X>::size, 16 bytes, where every row starts at a multiple of 16 bytes, else 1: a shape whose rows don't
 // divide is slower, not wrong. A kernel is templated on W and its launcher chooses (`fits`). Arrays start at a multiple
 // of 16 bytes. Checked by dev/tests/test_kernels.cu, by way of the kernels.
-#ifndef KERNELS_VECTOR_CUH
-#define KERNELS_VECTOR_CUH
+#ifndef CUDA_VECTOR_CUH
+#define CUDA_VECTOR_CUH
 
-#include "kernels/gpu.cuh"
+#include "cuda/gpu.cuh"
 
 #include "runtime/error.h"
 

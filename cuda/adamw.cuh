@@ -17,12 +17,12 @@
 //
 // Bytes for 124M parameters: params, mean, square read and written, grads read, the bf16 copy written: 30 bytes each,
 // 3.71 GB, 1.11 ms at 3.35 TB/s.
-#ifndef KERNELS_ADAMW_CUH
-#define KERNELS_ADAMW_CUH
+#ifndef CUDA_ADAMW_CUH
+#define CUDA_ADAMW_CUH
 
 #include <math.h>
 
-#include "kernels/vector.cuh"
+#include "cuda/vector.cuh"
 #include "runtime/adamw.h"
 
 enum { SEGMENT_PART = 4096, SEGMENT_THREADS = 256, ADAMW_WIDTH = 8 };

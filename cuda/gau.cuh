@@ -21,11 +21,11 @@
 // Bytes at N = 16,384, E = 1,536, HS = 128 in bf16: forward v_in, v, z, q, k: N·(2·1536 + 3·128)·2 = 113 MB, 34 µs at
 // 3.35 TB/s; backward v_in, dv, dv_in, z, dz, dq, dk (q, k with l2): N·(3·1536 + 4·128)·2 = 168 MB, 50 µs; gate 3·N·E·2
 // = 151 MB, 45 µs, its backward 252 MB, 75 µs.
-#ifndef KERNELS_GAU_CUH
-#define KERNELS_GAU_CUH
+#ifndef CUDA_GAU_CUH
+#define CUDA_GAU_CUH
 
-#include "kernels/rope.cuh"
-#include "kernels/swiglu.cuh"
+#include "cuda/rope.cuh"
+#include "cuda/swiglu.cuh"
 
 // The learned gain and offset of q and k, each (HS) on the device; or their gradients.
 typedef struct {

@@ -1,11 +1,11 @@
 // The GPU of a process: which one it takes, what it is called, what it can do at most.
-#ifndef KERNELS_DEVICE_CUH
-#define KERNELS_DEVICE_CUH
+#ifndef CUDA_DEVICE_CUH
+#define CUDA_DEVICE_CUH
 
 #include <stdio.h>
 #include <string.h>
 
-#include "kernels/check.h"
+#include "cuda/check.h"
 
 // Process r of a machine takes device r. Ends with EXIT_PEER where there are not enough of them, or none.
 static inline void device_start(void) {

@@ -1,7 +1,7 @@
 // Every call of CUDA and its libraries is checked: the program ends with EXIT_PEER, the rank, the call and where it
 // stands.
-#ifndef KERNELS_CHECK_H
-#define KERNELS_CHECK_H
+#ifndef CUDA_CHECK_H
+#define CUDA_CHECK_H
 
 #include <cuda_runtime.h>
 

@@ -17,12 +17,12 @@
 //
 // Bytes at N = 16,384, 12 heads of 64 in bf16: q and k read and written, 2·2·N·768·2 = 100.7 MB, 30 µs at 3.35 TB/s,
 // each way; with l2 the backward pass reads qkv's q and k too, 151 MB, 45 µs.
-#ifndef KERNELS_ROPE_CUH
-#define KERNELS_ROPE_CUH
+#ifndef CUDA_ROPE_CUH
+#define CUDA_ROPE_CUH
 
 #include <float.h>
 
-#include "kernels/vector.cuh"
+#include "cuda/vector.cuh"
 
 // Over `group` neighboring lanes, a power of two; each of them gets the sum.
 DEVICE float group_sum(float x, int group) {
@@ -74,8 +74,8 @@ KERNEL void rope_forward_kernel(X *qkv, float *inverse_norms, const float *cosin
                                 size_t NH, size_t HS, int group) {
     size_t n = blockIdx.x, t = n % T, half = HS / 2, heads = blockDim.x / group, first = threadIdx.x % group * W,
            step = (size_t)group * W;
-    for (size_t from = 0; from < 2 * NH;
-         from += heads) {    // all threads go round together: group_sum() wants whole warps
+    // All threads go round together: group_sum() wants whole warps.
+    for (size_t from = 0; from < 2 * NH; from += heads) {
         size_t head = from + threadIdx.x / group;
         bool there = head < 2 * NH;
         X *x = qkv + n * 3 * NH * HS + (there ? head : 0) * HS;

@@ -11,10 +11,10 @@
 // lose small gradients beside large ones.
 //
 // Bytes for 124M parameters: 4 each, 494 MB, 0.15 ms at 3.35 TB/s; 124M multiply-adds in double are 8 µs of an H100's.
-#ifndef KERNELS_NORMS_CUH
-#define KERNELS_NORMS_CUH
+#ifndef CUDA_NORMS_CUH
+#define CUDA_NORMS_CUH
 
-#include "kernels/adamw.cuh"
+#include "cuda/adamw.cuh"
 
 enum { NORM_THREADS = 1024 };
 

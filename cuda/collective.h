@@ -10,17 +10,17 @@
 // faster still. A process or machine that falls silent without dying is the heartbeat's business (runtime/heartbeat.h).
 // COLLECTIVE_PATIENCE is for processes that are alive and never reach the same sum.
 // Tests: dev/tests/test_collective.cu.
-#ifndef KERNELS_COLLECTIVE_H
-#define KERNELS_COLLECTIVE_H
+#ifndef CUDA_COLLECTIVE_H
+#define CUDA_COLLECTIVE_H
 
-#include "kernels/gpu.cuh"
+#include "cuda/gpu.cuh"
 
 #include <stdio.h>
 #include <string.h>
 #include <time.h>
 #include <unistd.h>
 
-#include "kernels/check.h"
+#include "cuda/check.h"
 #include "runtime/process.h"
 
 // This process's slice of n floats: from `from` up to `to`.

@@ -15,10 +15,10 @@
 //
 // Bytes at N = 16,384, C = 768 in bf16: forward 2·N·C·2 + 4·N = 50.4 MB, 15 µs at 3.35 TB/s; backward (dout, inp, dinp
 // twice) 4·N·C·2 = 100.7 MB, and the partial sums, 528·C·4 = 1.6 MB, written and read: 31 µs.
-#ifndef KERNELS_RMSNORM_CUH
-#define KERNELS_RMSNORM_CUH
+#ifndef CUDA_RMSNORM_CUH
+#define CUDA_RMSNORM_CUH
 
-#include "kernels/vector.cuh"
+#include "cuda/vector.cuh"
 
 #define RMSNORM_EPS 1e-5f      // as model/model.h has it: a compiler that sees both says so if they differ
 

@@ -12,10 +12,10 @@
 //
 // Bytes at N = 16,384, F = 2,048 in bf16: forward 3·N·F·2 = 201 MB, 60 µs at 3.35 TB/s; backward 5·N·F·2 = 336 MB, 100
 // µs.
-#ifndef KERNELS_SWIGLU_CUH
-#define KERNELS_SWIGLU_CUH
+#ifndef CUDA_SWIGLU_CUH
+#define CUDA_SWIGLU_CUH
 
-#include "kernels/vector.cuh"
+#include "cuda/vector.cuh"
 
 // registers: at most 32 (gate_forward_kernel, gate_backward_kernel)
 template <class X, int W>
