@@ -65,8 +65,8 @@ static void test_rmsnorm(void) {
     float *x = input("x", N * C, 2), *w = floats(C), *dout = input("dout", N * C, 1);
     float *out = floats(N * C), *dx = floats(N * C), *dw = floats(C), *r = floats(N);
     fixture_fill(w, C, "weight", 0, 1.0f, 0.3f);
-    rmsnorm_forward(out, x, w, N, C);
-    rmsnorm_backward(dx, dw, dout, x, w, r, N, C);
+    rmsnorm_forward(out, x, w, N, C, 1e-5f);
+    rmsnorm_backward(dx, dw, dout, x, w, r, N, C, 1e-5f);
     double worst = compare("out", out, N * C, 0, 1e-5);
     worst = largest(worst, compare("dx", dx, N * C, 0, 1e-5));
     worst = largest(worst, compare("dweight", dw, C, 0, 1e-5));
@@ -406,7 +406,7 @@ static void test_nan(void) {
     int32_t target = 2;
     crossentropy(&loss, logits, &target, NULL, 1, 8, 8, 0.0f);
     check("loss", !isnan(loss), 0);
-    rmsnorm_forward(out, x, w, 1, 4);
+    rmsnorm_forward(out, x, w, 1, 4, 1e-5f);
     check("rmsnorm", !isnan(out[0]), 0);
     for (size_t i = 0; i < 2; i++) {
         Normalizer normalizer;

@@ -75,19 +75,19 @@ static void embedding_backward(real *dweight, const real *dout, const int32_t *t
     }
 }
 
-static real rms_inverse(const real *x, size_t C) {
+static real rms_inverse(const real *x, size_t C, real eps) {
     real sum = 0;
     #pragma omp simd reduction(+ : sum)
     for (size_t c = 0; c < C; c++) sum += x[c] * x[c];
-    return 1 / real_sqrt(sum / (real)C + RMSNORM_EPS);
+    return 1 / real_sqrt(sum / (real)C + eps);
 }
 
 // out[n,c] = inp[n,c] · r_n · weight[c],  r_n = 1/sqrt(mean_c inp[n,c]² + eps)
 //   out (N,C) written   inp (N,C)   weight (C)
-static void rmsnorm_forward(real *out, const real *inp, const real *weight, size_t N, size_t C) {
+static void rmsnorm_forward(real *out, const real *inp, const real *weight, size_t N, size_t C, real eps) {
     #pragma omp parallel for schedule(static)
     for (size_t n = 0; n < N; n++) {
-        real r = rms_inverse(inp + n * C, C);
+        real r = rms_inverse(inp + n * C, C, eps);
         #pragma omp simd
         for (size_t c = 0; c < C; c++) out[n * C + c] = inp[n * C + c] * r * weight[c];
     }
@@ -96,13 +96,13 @@ static void rmsnorm_forward(real *out, const real *inp, const real *weight, size
 // dinp[n,c] += r_n (w[c] dout[n,c] − inp[n,c] r_n² mean_c(dout w inp)),   dweight[c] += sum_n dout[n,c] inp[n,c] r_n
 //   dinp (N,C) added to   dweight (C) added to   dout, inp (N,C)   weight (C)   r (N) scratch
 static void rmsnorm_backward(real *dinp, real *dweight, const real *dout, const real *inp, const real *weight, real *r,
-                             size_t N, size_t C) {
+                             size_t N, size_t C, real eps) {
     enum { PART = 64 };
     #pragma omp parallel for schedule(static)
     for (size_t n = 0; n < N; n++) {
         const real *x = inp + n * C, *dy = dout + n * C;
         real *dx = dinp + n * C, dot = 0;
-        r[n] = rms_inverse(x, C);
+        r[n] = rms_inverse(x, C, eps);
         #pragma omp simd reduction(+ : dot)
         for (size_t c = 0; c < C; c++) dot += dy[c] * weight[c] * x[c];
         real r_n = r[n], k = r_n * r_n * dot / (real)C;
@@ -431,6 +431,10 @@ static Weights weights_of(const Model *m) {
 }
 #endif
 
+static real norm_eps(const Model *m) {
+    return (real)m->config.norm_eps;
+}
+
 static Operand weight(const Model *m, size_t offset) {
     return (Operand){.f32 = m->params + offset, .bf16 = m->params_bf16 ? m->params_bf16 + offset : NULL};
 }
@@ -479,8 +483,15 @@ static size_t widest_second(const ModelConfig *c) {
     return (size_t)(c->channels > c->ffn ? c->channels : c->ffn);
 }
 
+static void refuse_grouped(const ModelConfig *c) {
+    bool own_size = c->block == BLOCK_LLAMA && c->heads * c->head_dim != c->channels;
+    if (c->kv_heads != c->heads || own_size || c->qk_norm)
+        fail(EXIT_USAGE, "kv_heads, head_dim and qk_norm are not implemented in the trainers yet.");
+}
+
 static void plan_parameters(Model *m, bool train, bool bf16) {
     size_t floats = m->list.floats;
+    refuse_grouped(&m->config);
     memory_add(&m->plan, "parameters", (void **)&m->params, FLOATS(floats));
     if (bf16) memory_add(&m->plan, "parameters in bfloat16", (void **)&m->params_bf16, floats * sizeof(uint16_t));
     if (!train) return;
@@ -605,7 +616,7 @@ static void layer_forward(Model *m, size_t l, size_t B, size_t T) {
     size_t N = B * T, C = (size_t)c->channels, F = (size_t)c->ffn, NH = (size_t)c->heads, HS = head_size(c);
     Layer of = layer_of(m, l, N);
     phase(PHASE_NORM);
-    rmsnorm_forward(m->h, of.x, m->params + at->norm1, N, C);
+    rmsnorm_forward(m->h, of.x, m->params + at->norm1, N, C, norm_eps(m));
     phase(PHASE_PROJECTIONS);
     matmul_forward(m->qkv, m->h, weight(m, at->q), N, C, 3 * C, false);
     phase(PHASE_ROPE);
@@ -616,7 +627,7 @@ static void layer_forward(Model *m, size_t l, size_t B, size_t T) {
     matmul_forward(of.x_mid, of.att, weight(m, at->o), N, C, C, true);
 
     phase(PHASE_NORM);
-    rmsnorm_forward(m->h, of.x_mid, m->params + at->norm2, N, C);
+    rmsnorm_forward(m->h, of.x_mid, m->params + at->norm2, N, C, norm_eps(m));
     phase(PHASE_FEED_FORWARD);
     matmul_forward(of.gate_up, m->h, weight(m, at->gate), N, C, 2 * F, false);
     phase(PHASE_SWIGLU);
@@ -640,11 +651,11 @@ static void layer_backward(Model *m, size_t l, size_t B, size_t T, bool add) {
     phase(PHASE_SWIGLU);
     swiglu_backward(m->dgate_up, m->dact, of.gate_up, N, F);
     phase(PHASE_NORM);
-    rmsnorm_forward(m->h, of.x_mid, m->params + at->norm2, N, C);
+    rmsnorm_forward(m->h, of.x_mid, m->params + at->norm2, N, C, norm_eps(m));
     phase(PHASE_FEED_FORWARD);
     matmul_backward(m->dh, grads + at->gate, m->dgate_up, m->h, weight(m, at->gate), N, C, 2 * F, add);
     phase(PHASE_NORM);
-    rmsnorm_backward(m->dx, grads + at->norm2, m->dh, of.x_mid, m->params + at->norm2, m->rms, N, C);
+    rmsnorm_backward(m->dx, grads + at->norm2, m->dh, of.x_mid, m->params + at->norm2, m->rms, N, C, norm_eps(m));
 
     phase(PHASE_PROJECTIONS);
     matmul_backward(m->datt, grads + at->o, m->dx, of.att, weight(m, at->o), N, C, C, add);
@@ -652,11 +663,11 @@ static void layer_backward(Model *m, size_t l, size_t B, size_t T, bool add) {
     phase(PHASE_ROPE);
     rope_backward(m->qkv, m->dq, m->dk, m->dv, m->cosines, m->sines, B, T, NH, HS);
     phase(PHASE_NORM);
-    rmsnorm_forward(m->h, of.x, m->params + at->norm1, N, C);
+    rmsnorm_forward(m->h, of.x, m->params + at->norm1, N, C, norm_eps(m));
     phase(PHASE_PROJECTIONS);
     matmul_backward(m->dh, grads + at->q, m->qkv, m->h, weight(m, at->q), N, C, 3 * C, add);
     phase(PHASE_NORM);
-    rmsnorm_backward(m->dx, grads + at->norm1, m->dh, of.x, m->params + at->norm1, m->rms, N, C);
+    rmsnorm_backward(m->dx, grads + at->norm1, m->dh, of.x, m->params + at->norm1, m->rms, N, C, norm_eps(m));
 }
 
 static void unit_forward(Model *m, size_t l, size_t B, size_t T) {
@@ -664,7 +675,7 @@ static void unit_forward(Model *m, size_t l, size_t B, size_t T) {
     size_t N = B * T, C = (size_t)m->config.channels, E = (size_t)m->config.ffn, W = 2 * E + GAU_HEAD;
     Layer of = layer_of(m, l, N);
     phase(PHASE_NORM);
-    rmsnorm_forward(m->h, of.x, m->params + at->norm1, N, C);
+    rmsnorm_forward(m->h, of.x, m->params + at->norm1, N, C, norm_eps(m));
     phase(PHASE_PROJECTIONS);
     matmul_forward(of.uvz, m->h, weight(m, at->u), N, C, W, false);
     phase(PHASE_ROPE);
@@ -693,11 +704,11 @@ static void unit_backward(Model *m, size_t l, size_t B, size_t T, bool add) {
     gau_backward(duvz, gains_in(m, grads, l), m->dq, m->dk, m->dv, of.uvz, gains_in(m, m->params, l), m->cosines,
                  m->sines, B, T, E, GAU_HEAD);
     phase(PHASE_NORM);
-    rmsnorm_forward(m->h, of.x, m->params + at->norm1, N, C);
+    rmsnorm_forward(m->h, of.x, m->params + at->norm1, N, C, norm_eps(m));
     phase(PHASE_PROJECTIONS);
     matmul_backward(m->dh, grads + at->u, duvz, m->h, weight(m, at->u), N, C, W, add);
     phase(PHASE_NORM);
-    rmsnorm_backward(m->dx, grads + at->norm1, m->dh, of.x, m->params + at->norm1, m->rms, N, C);
+    rmsnorm_backward(m->dx, grads + at->norm1, m->dh, of.x, m->params + at->norm1, m->rms, N, C, norm_eps(m));
 }
 
 // Fills the activations, down to the normalized output h (N,C) of the last layer.
@@ -710,7 +721,7 @@ static void model_forward(Model *m, const int32_t *tokens, size_t B, size_t T) {
         else layer_forward(m, l, B, T);
     }
     phase(PHASE_NORM);
-    rmsnorm_forward(m->h, residual(m, layers, N), m->params + m->list.norm, N, C);
+    rmsnorm_forward(m->h, residual(m, layers, N), m->params + m->list.norm, N, C, norm_eps(m));
     phase(PHASE_OTHER);
 }
 
@@ -744,7 +755,7 @@ static void model_backward(Model *m, const int32_t *tokens, size_t B, size_t T, 
     phase(PHASE_NORM);
     memset(m->dx, 0, FLOATS(N * C));
     rmsnorm_backward(m->dx, m->grads + m->list.norm, m->dh, residual(m, layers, N), m->params + m->list.norm, m->rms, N,
-                     C);
+                     C, norm_eps(m));
     for (size_t l = layers; l-- > 0;) {
         if (m->config.block == BLOCK_GAU) unit_backward(m, l, B, T, add);
         else layer_backward(m, l, B, T, add);
@@ -973,11 +984,11 @@ static void decode_layer(Decoder *d, const DecodeRow *rows, size_t count, size_t
     Model *m = d->m;
     const LayerOffsets *at = &m->list.layers[l];
     size_t C = (size_t)m->config.channels, F = (size_t)m->config.ffn;
-    rmsnorm_forward(d->h, d->x, m->params + at->norm1, count, C);
+    rmsnorm_forward(d->h, d->x, m->params + at->norm1, count, C, norm_eps(m));
     decode_product(d->qkv, d->h, weight(m, at->q), count, C, 3 * C, false);
     decode_attention(d, rows, count, l);
     decode_product(d->x, d->att, weight(m, at->o), count, C, C, true);
-    rmsnorm_forward(d->h, d->x, m->params + at->norm2, count, C);
+    rmsnorm_forward(d->h, d->x, m->params + at->norm2, count, C, norm_eps(m));
     decode_product(d->gate_up, d->h, weight(m, at->gate), count, C, 2 * F, false);
     swiglu_forward(d->act, d->gate_up, count, F);
     decode_product(d->x, d->act, weight(m, at->down), count, F, C, true);
@@ -987,7 +998,7 @@ static void decode_unit(Decoder *d, const DecodeRow *rows, size_t count, size_t 
     Model *m = d->m;
     const LayerOffsets *at = &m->list.layers[l];
     size_t C = (size_t)m->config.channels, E = (size_t)m->config.ffn, W = 2 * E + GAU_HEAD;
-    rmsnorm_forward(d->h, d->x, m->params + at->norm1, count, C);
+    rmsnorm_forward(d->h, d->x, m->params + at->norm1, count, C, norm_eps(m));
     decode_product(d->qkv, d->h, weight(m, at->u), count, C, W, false);
     decode_attention(d, rows, count, l);
     gau_gate_forward(d->act, d->qkv, d->att, count, E, W);
@@ -1012,7 +1023,7 @@ static float *decode_logits(Decoder *d, size_t row, size_t count, size_t sequenc
     Model *m = d->m;
     size_t C = (size_t)m->config.channels, V = (size_t)m->config.vocab;
     float *logits = d->logits + sequence * V;
-    rmsnorm_forward(d->h, d->x + row * C, m->params + m->list.norm, count, C);
+    rmsnorm_forward(d->h, d->x + row * C, m->params + m->list.norm, count, C, norm_eps(m));
     decode_product(logits, d->h, weight(m, m->list.head), count, C, V, false);
     return logits;
 }

@@ -216,6 +216,10 @@ static GauGains gains_in(const Model *m, float *array, size_t layer) {
     return {array + at->q_gain, array + at->q_offset, array + at->k_gain, array + at->k_offset};
 }
 
+static float norm_eps(const Model *m) {
+    return (float)m->config.norm_eps;
+}
+
 static bool is_gau(const Model *m) {
     return m->config.block == BLOCK_GAU;
 }
@@ -268,8 +272,15 @@ static Bucket bucket_part(const Model *m, Bucket bucket) {
     return {bucket.from + from, to - from};
 }
 
+static void refuse_grouped(const ModelConfig *c) {
+    bool own_size = c->block == BLOCK_LLAMA && c->heads * c->head_dim != c->channels;
+    if (c->kv_heads != c->heads || own_size || c->qk_norm)
+        fail(EXIT_USAGE, "kv_heads, head_dim and qk_norm are not implemented in the trainers yet.");
+}
+
 static void plan_parameters(Model *m) {
     size_t floats = m->list.floats;
+    refuse_grouped(&m->config);
     m->state_floats = 0;
     for (size_t i = 0; i < bucket_count(m); i++) m->state_floats += bucket_part(m, bucket_at(m, i)).floats;
     memory_add(&m->plan, "parameters", (void **)&m->params, floats * sizeof(float));
@@ -460,7 +471,7 @@ static void layer_forward(Model *m, Activations<X> *a, size_t l, size_t B, size_
     size_t N = B * T, C = (size_t)c->channels, F = (size_t)c->ffn, NH = shape.NH;
     Layer<X> of = layer_of(m, a, l, N);
     phase(PHASE_NORM);
-    rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, stream);
+    rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, norm_eps(m), stream);
     phase(PHASE_PROJECTIONS);
     matmul_forward(of.qkv, of.h1, weight<X>(m, at->q), (const X *)NULL, N, C, 3 * C, stream);
     phase(PHASE_ROPE);
@@ -472,7 +483,7 @@ static void layer_forward(Model *m, Activations<X> *a, size_t l, size_t B, size_
     matmul_forward(of.x_mid, of.att, weight<X>(m, at->o), of.x, N, C, C, stream);
 
     phase(PHASE_NORM);
-    rmsnorm_forward(of.h2, of.r2, of.x_mid, m->params + at->norm2, N, C, stream);
+    rmsnorm_forward(of.h2, of.r2, of.x_mid, m->params + at->norm2, N, C, norm_eps(m), stream);
     phase(PHASE_FEED_FORWARD);
     matmul_forward(of.gate_up, of.h2, weight<X>(m, at->gate), (const X *)NULL, N, C, 2 * F, stream);
     phase(PHASE_SWIGLU);
@@ -497,7 +508,7 @@ static void layer_backward(Model *m, Activations<X> *a, size_t l, size_t B, size
     phase(PHASE_SWIGLU);
     swiglu_backward(a->dgate_up, a->dact, of.gate_up, N, F, stream);
     phase(PHASE_NORM);
-    if (m->recompute) rmsnorm_forward(of.h2, of.r2, of.x_mid, m->params + at->norm2, N, C, stream);
+    if (m->recompute) rmsnorm_forward(of.h2, of.r2, of.x_mid, m->params + at->norm2, N, C, norm_eps(m), stream);
     phase(PHASE_FEED_FORWARD);
     matmul_backward(a->dh, grads + at->gate, a->dgate_up, of.h2, weight<X>(m, at->gate), N, C, 2 * F, add, stream);
     phase(PHASE_NORM);
@@ -513,7 +524,7 @@ static void layer_backward(Model *m, Activations<X> *a, size_t l, size_t B, size
     rope_backward(a->dqkv, of.qkv, of.inverse_norms, m->cosines, m->sines, divides_by_norms(m), B, T, NH, shape.HS,
                   stream);
     phase(PHASE_NORM);
-    if (m->recompute) rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, stream);
+    if (m->recompute) rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, norm_eps(m), stream);
     phase(PHASE_PROJECTIONS);
     matmul_backward(a->dh, grads + at->q, a->dqkv, of.h1, weight<X>(m, at->q), N, C, 3 * C, add, stream);
     phase(PHASE_NORM);
@@ -526,7 +537,7 @@ static void unit_forward(Model *m, Activations<X> *a, size_t l, size_t B, size_t
     size_t N = B * T, C = (size_t)m->config.channels, E = (size_t)m->config.ffn, K = GAU_HEAD, W = 2 * E + K;
     Layer<X> of = layer_of(m, a, l, N);
     phase(PHASE_NORM);
-    rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, stream);
+    rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, norm_eps(m), stream);
     phase(PHASE_PROJECTIONS);
     matmul_forward(of.uvz, of.h1, weight<X>(m, at->u), (const X *)NULL, N, C, W, stream);
     phase(PHASE_ROPE);
@@ -560,7 +571,7 @@ static void unit_backward(Model *m, Activations<X> *a, size_t l, size_t B, size_
     gau_backward(a->dqkv, gains_in(m, grads, l), m->partials, a->dq, a->dk, a->dv, of.uvz, of.q, of.k, of.inverse_norms,
                  gains_in(m, m->params, l), m->cosines, m->sines, divides_by_norms(m), B, T, E, K, stream);
     phase(PHASE_NORM);
-    if (m->recompute) rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, stream);
+    if (m->recompute) rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, norm_eps(m), stream);
     phase(PHASE_PROJECTIONS);
     matmul_backward(a->dh, grads + at->u, a->dqkv, of.h1, weight<X>(m, at->u), N, C, W, add, stream);
     phase(PHASE_NORM);
@@ -577,7 +588,7 @@ static void model_forward(Model *m, Activations<X> *a, const int32_t *tokens, si
         else layer_forward(m, a, l, B, T, counter);
     }
     phase(PHASE_NORM);
-    rmsnorm_forward(a->h, m->r, a->x + layers * N * C, m->params + m->list.norm, N, C, stream);
+    rmsnorm_forward(a->h, m->r, a->x + layers * N * C, m->params + m->list.norm, N, C, norm_eps(m), stream);
     phase(PHASE_OTHER);
 }
 

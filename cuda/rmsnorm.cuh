@@ -1,6 +1,6 @@
 // RMSNorm, forward and backward.
 //
-//   out[n,c]   = inp[n,c] · r_n · weight[c],   r_n = 1/sqrt(mean_c inp[n,c]² + 1e-5)
+//   out[n,c]   = inp[n,c] · r_n · weight[c],   r_n = 1/sqrt(mean_c inp[n,c]² + eps)
 //   dinp[n,c] += r_n (weight[c] dout[n,c] − inp[n,c] r_n² mean_c(dout weight inp)),   dweight[c] += sum_n dout[n,c]
 //   inp[n,c] r_n
 //
@@ -20,8 +20,6 @@
 
 #include "cuda/vector.cuh"
 
-#define RMSNORM_EPS 1e-5f      // as model/model.h has it: a compiler that sees both says so if they differ
-
 enum {
     RMSNORM_WARPS = 8,                  // of a block, fewer where the channels are many
     RMSNORM_BLOCKS = 528,               // of the backward pass: 4 for each of an H100's 132 SMs
@@ -33,7 +31,7 @@ enum {
 // registers: at most 40 (rmsnorm_forward_kernel)
 
 template <class X, int W>
-KERNEL void rmsnorm_forward_kernel(X *out, float *r, const X *inp, const float *weight, size_t N, size_t C) {
+KERNEL void rmsnorm_forward_kernel(X *out, float *r, const X *inp, const float *weight, size_t N, size_t C, float eps) {
     size_t n = (size_t)blockIdx.x * RMSNORM_WARPS + threadIdx.x / 32, first = threadIdx.x % 32 * W;
     if (n >= N) return;
     const X *x = inp + n * C;
@@ -43,7 +41,7 @@ KERNEL void rmsnorm_forward_kernel(X *out, float *r, const X *inp, const float *
         load_vector<W>(v, x + c);
         for (int i = 0; i < W; i++) sum += v[i] * v[i];
     }
-    float r_n = 1.0f / sqrtf(warp_sum(sum) / (float)C + RMSNORM_EPS);
+    float r_n = 1.0f / sqrtf(warp_sum(sum) / (float)C + eps);
     for (size_t c = first; c < C; c += 32 * W) {
         float v[W], w[W];
         load_vector<W>(v, x + c);
@@ -116,10 +114,11 @@ KERNEL void rmsnorm_backward_kernel(X *dinp, float *partials, const X *dout, con
 
 //   out (N,C) written   r (N) written   inp (N,C)   weight (C)
 template <class X>
-void rmsnorm_forward(X *out, float *r, const X *inp, const float *weight, size_t N, size_t C, cudaStream_t stream) {
+void rmsnorm_forward(X *out, float *r, const X *inp, const float *weight, size_t N, size_t C, float eps,
+                     cudaStream_t stream) {
     auto kernel = fits<X>(C) ? rmsnorm_forward_kernel<X, Pack<X>::size> : rmsnorm_forward_kernel<X, 1>;
-    launch(kernel, row_grid(N, dim3(32, RMSNORM_WARPS)), dim3(32 * RMSNORM_WARPS), 0, stream, out, r, inp, weight, N,
-           C);
+    launch(kernel, row_grid(N, dim3(32, RMSNORM_WARPS)), dim3(32 * RMSNORM_WARPS), 0, stream, out, r, inp, weight, N, C,
+           eps);
 }
 
 // Of the backward pass: the bytes of a warp's sums, and the warps of a block.

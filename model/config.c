@@ -37,11 +37,11 @@ char *model_config_json(const ModelConfig *config, bool bf16) {
     cJSON_AddNumberToObject(json, "intermediate_size", config->ffn);
     cJSON_AddNumberToObject(json, "num_hidden_layers", config->layers);
     cJSON_AddNumberToObject(json, "num_attention_heads", config->heads);
-    cJSON_AddNumberToObject(json, "num_key_value_heads", config->heads);
+    cJSON_AddNumberToObject(json, "num_key_value_heads", config->kv_heads);
     cJSON_AddNumberToObject(json, "head_dim", (double)head_size(config));
     cJSON_AddNumberToObject(json, "max_position_embeddings", config->seq_len);
     cJSON_AddStringToObject(json, "hidden_act", "silu");
-    cJSON_AddNumberToObject(json, "rms_norm_eps", 1e-5);
+    cJSON_AddNumberToObject(json, "rms_norm_eps", config->norm_eps);
     cJSON_AddNumberToObject(json, "rope_theta", config->rope_theta);
     rope = cJSON_AddObjectToObject(json, "rope_parameters");
     cJSON_AddStringToObject(rope, "rope_type", "default");
@@ -260,31 +260,46 @@ static void read_block(Reader *r) {
                     2 * c->channels, c->ffn);
 }
 
-// Heads: as many for keys and values as for queries, and all of hidden_size/num_attention_heads.
+// num_key_value_heads and head_dim, which are 0 or missing where they have their defaults.
 static void read_heads(Reader *r) {
     ModelConfig *c = r->config;
     char message[256];
-    int kv, size;
     if (!c->heads || !c->channels) return;
-    bool grouped = get(r, "num_key_value_heads") &&
-                   read_int(r, r->json, "", "num_key_value_heads", 1, INT_MAX, "", &kv) && kv != c->heads;
-    if (grouped)
-        reasons_add(&r->reasons,
-                    "\"num_key_value_heads\" is %d: a grouped-query model, whose %d heads share "
-                    "%d key-value heads; expected %d",
-                    kv, c->heads, kv, c->heads);
-    if (!model_shape_fits(c, message, sizeof message)) {
+    if (get(r, "num_key_value_heads")) read_int(r, r->json, "", "num_key_value_heads", 1, 1024, "", &c->kv_heads);
+    if (get(r, "head_dim")) read_int(r, r->json, "", "head_dim", 1, 65536, "", &c->head_dim);
+    if (c->block == BLOCK_GAU && c->kv_heads > 1)
+        reasons_add(&r->reasons, "\"num_key_value_heads\" is %d; expected 1, as a gated attention unit has",
+                    c->kv_heads);
+    if (c->block == BLOCK_GAU && c->head_dim && c->head_dim != GAU_HEAD)
+        reasons_add(&r->reasons, "\"head_dim\" is %d; expected %d, as a gated attention unit has", c->head_dim,
+                    GAU_HEAD);
+    if (c->block == BLOCK_GAU) c->head_dim = GAU_HEAD;
+    if (!model_shape_complete(c, message, sizeof message)) {
         reasons_add(&r->reasons, "%s", message);
         return;
     }
-    int expected = (int)head_size(c);
-    if (get(r, "head_dim") && read_int(r, r->json, "", "head_dim", 1, INT_MAX, "", &size) && size != expected)
-        reasons_add(&r->reasons, "\"head_dim\" is %d; expected %s = %d", size,
-                    c->block == BLOCK_GAU ? "a gated unit's" : "hidden_size/num_attention_heads", expected);
+    // Until the trainers compute them:
+    if (c->kv_heads != c->heads)
+        reasons_add(&r->reasons,
+                    "\"num_key_value_heads\" is %d: a grouped-query model, whose %d heads share %d key-value heads",
+                    c->kv_heads, c->heads, c->kv_heads);
+    if (c->block == BLOCK_LLAMA && c->head_dim * c->heads != c->channels)
+        reasons_add(&r->reasons, "\"head_dim\" is %d; expected hidden_size/num_attention_heads = %d", c->head_dim,
+                    c->channels / c->heads);
+}
+
+static void read_norm_eps(Reader *r) {
+    const cJSON *eps = get(r, "rms_norm_eps");
+    double value = cJSON_IsNumber(eps) ? eps->valuedouble : NAN;
+    if (!eps && r->foreign) return;
+    if (!(value >= MIN_NORM_EPS && value <= MAX_NORM_EPS))
+        reasons_add(&r->reasons, "\"rms_norm_eps\" is %s; expected a number from %g to %g", value_of(eps).text,
+                    MIN_NORM_EPS, MAX_NORM_EPS);
+    r->config->norm_eps = value;
 }
 
 static void read_layers(Reader *r) {
-    const cJSON *act = get(r, "hidden_act"), *eps = get(r, "rms_norm_eps"), *types = get(r, "layer_types"), *type;
+    const cJSON *act = get(r, "hidden_act"), *types = get(r, "layer_types"), *type;
     static const char *const biases[] = {"attention_bias", "mlp_bias"};
     if (act && !(cJSON_IsString(act) && (!strcmp(act->valuestring, "silu") || !strcmp(act->valuestring, "swish"))))
         reasons_add(&r->reasons, "\"hidden_act\" is %s; expected \"silu\"", value_of(act).text);
@@ -292,9 +307,6 @@ static void read_layers(Reader *r) {
         if (get(r, biases[i]) && !cJSON_IsFalse(get(r, biases[i])))
             reasons_add(&r->reasons, "\"%s\" is %s; expected a model without biases", biases[i],
                         value_of(get(r, biases[i])).text);
-    if ((eps || !r->foreign) && !(cJSON_IsNumber(eps) && fabs(eps->valuedouble - 1e-5) <= 1e-9))
-        reasons_add(&r->reasons, "\"rms_norm_eps\" is %s; expected 1e-5, which is what this model computes with",
-                    value_of(eps).text);
     bool full = !types || cJSON_IsArray(types);
     cJSON_ArrayForEach(type, types) full = full && cJSON_IsString(type) && !strcmp(type->valuestring, "full_attention");
     if (!full)
@@ -457,6 +469,7 @@ bool model_config_read(ModelConfig *config, const char *folder, const char *igno
         read_end_of_text(&r);
         read_block(&r);
         read_heads(&r);
+        read_norm_eps(&r);
         read_layers(&r);
         read_files(&r);
         read_adapter(&r, folder);

@@ -32,6 +32,8 @@ static const struct {
     {"channels", offsetof(ModelConfig, channels), 2, 65536,     true,  true},
     {"ffn",      offsetof(ModelConfig, ffn),      1, 262144,    true,  false},
     {"vocab",    offsetof(ModelConfig, vocab),    2, MAX_VOCAB, false, false},
+    {"kv_heads", offsetof(ModelConfig, kv_heads), 1, 1024,      false, false},
+    {"head_dim", offsetof(ModelConfig, head_dim), 2, 65536,     false, false},
     // clang-format on
 };
 
@@ -41,17 +43,31 @@ int default_end_of_text(int vocab) {
     return vocab > 50256 ? 50256 : vocab - 1;
 }
 
+static bool parse_switch(bool *out, const char *name, const char *value, Error *error) {
+    if (strcmp(value, "0") != 0 && strcmp(value, "1") != 0)
+        return error_set(error, EXIT_USAGE, "--model: %s is 0 or 1, not '%s'.", name, value);
+    *out = value[0] == '1';
+    return true;
+}
+
+static bool parse_norm_eps(double *out, const char *value, Error *error) {
+    char *end;
+    double eps = strtod(value, &end);
+    if (end == value || *end || !(eps >= MIN_NORM_EPS && eps <= MAX_NORM_EPS))
+        return error_set(error, EXIT_USAGE, "--model: norm_eps is a number from %g to %g, not '%s'.", MIN_NORM_EPS,
+                         MAX_NORM_EPS, value);
+    *out = eps;
+    return true;
+}
+
 static bool parse_key(ModelConfig *config, bool *given, char *word, Error *error) {
     char *equals = strchr(word, '='), *end = NULL;
     if (equals) *equals++ = 0;
     long value = equals && *equals ? strtol(equals, &end, 10) : 0;
     bool whole = end && *end == 0;
-    if (!strcmp(word, "tied")) {
-        if (!whole || (value != 0 && value != 1))
-            return error_set(error, EXIT_USAGE, "--model: tied is 0 or 1, not '%s'.", equals ? equals : "");
-        config->tied = value;
-        return true;
-    }
+    if (!strcmp(word, "tied")) return parse_switch(&config->tied, word, equals ? equals : "", error);
+    if (!strcmp(word, "qk_norm")) return parse_switch(&config->qk_norm, word, equals ? equals : "", error);
+    if (!strcmp(word, "norm_eps")) return parse_norm_eps(&config->norm_eps, equals ? equals : "", error);
     if (!strcmp(word, "block")) {
         if (!equals || (strcmp(equals, "llama") != 0 && strcmp(equals, "gau") != 0))
             return error_set(error, EXIT_USAGE, "--model: block is llama or gau, not '%s'.", equals ? equals : "");
@@ -68,56 +84,95 @@ static bool parse_key(ModelConfig *config, bool *given, char *word, Error *error
         return true;
     }
     return error_set(error, EXIT_USAGE,
-                     "--model: no model or key '%s'. Models: 15M, 124M, 162M. Keys: layers=, heads=, channels=, ffn=, "
-                     "vocab=, tied=0|1, block=llama|gau.",
+                     "--model: no model or key '%s'. Models: 15M, 124M, 162M. Keys: layers=, heads=, kv_heads=, "
+                     "head_dim=, channels=, ffn=, vocab=, tied=0|1, qk_norm=0|1, norm_eps=, block=llama|gau.",
                      word);
 }
 
 // Two units of one head stand for a layer.
 static bool make_gau(ModelConfig *config, const bool *given, Error *error) {
+    static const char *const refused[] = {"heads", "kv_heads", "head_dim", "ffn"};
+    const char *name = config->qk_norm ? "qk_norm" : NULL;
     for (size_t i = 0; i < COUNT(KEYS); i++)
-        if (given[i] && (!strcmp(KEYS[i].name, "heads") || !strcmp(KEYS[i].name, "ffn")))
-            return error_set(
-                error, EXIT_USAGE,
-                "--model: %s= has no place beside block=gau, whose units have one head and values of width "
-                "2 x channels.",
-                KEYS[i].name);
+        for (size_t j = 0; j < COUNT(refused); j++)
+            if (given[i] && !strcmp(KEYS[i].name, refused[j])) name = refused[j];
+    if (name)
+        return error_set(error, EXIT_USAGE,
+                         "--model: %s= has no place beside block=gau, whose units have one head with q and k of width "
+                         "%d and values of width 2 x channels.",
+                         name, GAU_HEAD);
     config->layers *= 2;
-    config->heads = 1;
+    config->heads = config->kv_heads = 1;
+    config->head_dim = GAU_HEAD;
     config->ffn = 2 * config->channels;
     return true;
 }
 
 size_t head_size(const ModelConfig *config) {
-    return config->block == BLOCK_GAU ? GAU_HEAD : (size_t)(config->channels / config->heads);
+    return (size_t)config->head_dim;
 }
 
 size_t value_size(const ModelConfig *config) {
-    return config->block == BLOCK_GAU ? (size_t)config->ffn : (size_t)(config->channels / config->heads);
+    return (size_t)(config->block == BLOCK_GAU ? config->ffn : config->head_dim);
+}
+
+size_t query_width(const ModelConfig *config) {
+    return (size_t)config->heads * head_size(config);
+}
+
+size_t key_width(const ModelConfig *config) {
+    return (size_t)config->kv_heads * head_size(config);
+}
+
+size_t value_width(const ModelConfig *config) {
+    return (size_t)config->kv_heads * value_size(config);
+}
+
+size_t output_width(const ModelConfig *config) {
+    return (size_t)config->heads * value_size(config);
+}
+
+size_t joined_width(const ModelConfig *config) {
+    if (config->block == BLOCK_GAU) return 2 * (size_t)config->ffn + GAU_HEAD;
+    return query_width(config) + key_width(config) + value_width(config);
 }
 
 bool model_same_shape(const ModelConfig *a, const ModelConfig *b) {
-    return a->block == b->block && a->layers == b->layers && a->heads == b->heads && a->channels == b->channels &&
-           a->ffn == b->ffn && a->vocab == b->vocab && a->tied == b->tied;
+    return a->block == b->block && a->layers == b->layers && a->heads == b->heads && a->kv_heads == b->kv_heads &&
+           a->head_dim == b->head_dim && a->channels == b->channels && a->ffn == b->ffn && a->vocab == b->vocab &&
+           a->tied == b->tied && a->qk_norm == b->qk_norm && (float)a->norm_eps == (float)b->norm_eps;
 }
 
+// Keys that have their default value are left out.
 const char *model_text(const ModelConfig *c, char *out, size_t size) {
+    char heads[80] = "", head_dim[32] = "", norm_eps[48] = "";
+    if (c->kv_heads != c->heads) snprintf(heads, sizeof heads, ",kv_heads=%d", c->kv_heads);
+    if (c->head_dim * c->heads != c->channels) snprintf(head_dim, sizeof head_dim, ",head_dim=%d", c->head_dim);
+    if (c->norm_eps != DEFAULT_NORM_EPS) snprintf(norm_eps, sizeof norm_eps, ",norm_eps=%.15g", c->norm_eps);
     if (c->block == BLOCK_GAU)
-        snprintf(out, size, "layers=%d,block=gau,channels=%d,tied=%d,vocab=%d", c->layers / 2, c->channels, c->tied,
-                 c->vocab);
+        snprintf(out, size, "layers=%d,block=gau,channels=%d,tied=%d,vocab=%d%s", c->layers / 2, c->channels, c->tied,
+                 c->vocab, norm_eps);
     else
-        snprintf(out, size, "layers=%d,heads=%d,channels=%d,ffn=%d,tied=%d,vocab=%d", c->layers, c->heads, c->channels,
-                 c->ffn, c->tied, c->vocab);
+        snprintf(out, size, "layers=%d,heads=%d%s%s,channels=%d,ffn=%d,tied=%d,vocab=%d%s%s", c->layers, c->heads,
+                 heads, head_dim, c->channels, c->ffn, c->tied, c->vocab, norm_eps, c->qk_norm ? ",qk_norm=1" : "");
     return out;
 }
 
-bool model_shape_fits(const ModelConfig *config, char *message, size_t size) {
-    if (config->block == BLOCK_GAU) return true;
+bool model_shape_complete(ModelConfig *config, char *message, size_t size) {
     int channels = config->channels, heads = config->heads;
-    if (channels % heads) snprintf(message, size, "%d channels do not divide among %d heads", channels, heads);
-    else if (channels / heads % 2)
+    bool by_channels = !config->head_dim;
+    if (!config->kv_heads) config->kv_heads = heads;
+    if (by_channels) config->head_dim = channels / heads;
+    if (config->block == BLOCK_GAU) return true;
+    if (by_channels && channels % heads)
+        snprintf(message, size, "%d channels do not divide among %d heads", channels, heads);
+    else if (by_channels && config->head_dim % 2)
         snprintf(message, size, "the head size is %d channels / %d heads = %d; RoPE needs an even one", channels, heads,
-                 channels / heads);
+                 config->head_dim);
+    else if (config->head_dim % 2)
+        snprintf(message, size, "the head size is %d; RoPE needs an even one", config->head_dim);
+    else if (heads % config->kv_heads)
+        snprintf(message, size, "%d heads do not divide among %d key-value heads", heads, config->kv_heads);
     else return true;
     return false;
 }
@@ -133,8 +188,11 @@ bool model_parse(ModelConfig *config, const char *text, Error *error) {
         return error_set(error, EXIT_USAGE, "--model: longer than %zu characters.", sizeof words - 1);
     strcpy(words, text);
     config->block = BLOCK_LLAMA;
+    config->kv_heads = config->head_dim = 0;    // their defaults follow from heads and channels
     config->vocab = 50257;
     config->tied = true;
+    config->qk_norm = false;
+    config->norm_eps = DEFAULT_NORM_EPS;
     config->rope_theta = 10000;
     char *rest = words;
     for (char *word = strsep(&rest, ","); word; word = strsep(&rest, ",")) {
@@ -154,13 +212,14 @@ bool model_parse(ModelConfig *config, const char *text, Error *error) {
     }
     if (config->block == BLOCK_GAU && !make_gau(config, given, error)) return false;
     config->end_of_text = default_end_of_text(config->vocab);
-    return model_shape_fits(config, message, sizeof message) || error_set(error, EXIT_USAGE, "--model: %s.", message);
+    return model_shape_complete(config, message, sizeof message) ||
+           error_set(error, EXIT_USAGE, "--model: %s.", message);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Tensors
 
-typedef enum { NONE, CHANNELS, FFN, VOCAB, HEADS, QK_WIDTH, LENGTH } Dimension;
+typedef enum { NONE, CHANNELS, FFN, VOCAB, HEADS, HEAD_DIM, Q_WIDTH, KV_WIDTH, LENGTH } Dimension;
 typedef enum { START_ZERO, START_ONE, START_NORMAL, START_RESIDUAL, START_SCALAR } Start;
 
 // One row a tensor. `joined`: follows the one before without a gap, so that one product serves both.
@@ -183,13 +242,13 @@ static const Row FIRST_ROWS[] = {
 static const Row LLAMA_ROWS[] = {
     // after "model.layers.N."
     {"input_layernorm.weight", CHANNELS, NONE, START_ONE, false, SCALAR_NONE, IN_LAYER(norm1)},
-    {"self_attn.q_proj.weight", CHANNELS, CHANNELS, START_NORMAL, false, SCALAR_NONE, IN_LAYER(q)},
-    {"self_attn.k_proj.weight", CHANNELS, CHANNELS, START_NORMAL, true, SCALAR_NONE, IN_LAYER(k)},
-    {"self_attn.v_proj.weight", CHANNELS, CHANNELS, START_NORMAL, true, SCALAR_NONE, IN_LAYER(v)},
+    {"self_attn.q_proj.weight", Q_WIDTH, CHANNELS, START_NORMAL, false, SCALAR_NONE, IN_LAYER(q)},
+    {"self_attn.k_proj.weight", KV_WIDTH, CHANNELS, START_NORMAL, true, SCALAR_NONE, IN_LAYER(k)},
+    {"self_attn.v_proj.weight", KV_WIDTH, CHANNELS, START_NORMAL, true, SCALAR_NONE, IN_LAYER(v)},
     {"self_attn.attn_scale", HEADS, NONE, START_SCALAR, false, SCALAR_S, IN_LAYER(s)},
     {"self_attn.attn_bias", HEADS, NONE, START_SCALAR, false, SCALAR_B, IN_LAYER(b)},
     {"self_attn.attn_sink", HEADS, NONE, START_SCALAR, false, SCALAR_SINK, IN_LAYER(sink)},
-    {"self_attn.o_proj.weight", CHANNELS, CHANNELS, START_RESIDUAL, false, SCALAR_NONE, IN_LAYER(o)},
+    {"self_attn.o_proj.weight", CHANNELS, Q_WIDTH, START_RESIDUAL, false, SCALAR_NONE, IN_LAYER(o)},
     {"post_attention_layernorm.weight", CHANNELS, NONE, START_ONE, false, SCALAR_NONE, IN_LAYER(norm2)},
     {"mlp.gate_proj.weight", FFN, CHANNELS, START_NORMAL, false, SCALAR_NONE, IN_LAYER(gate)},
     {"mlp.up_proj.weight", FFN, CHANNELS, START_NORMAL, true, SCALAR_NONE, IN_LAYER(up)},
@@ -200,11 +259,11 @@ static const Row GAU_ROWS[] = {
     {"input_layernorm.weight",          CHANNELS, NONE,     START_ONE,      false, SCALAR_NONE, IN_LAYER(norm1)},
     {"gau.u_proj.weight",               FFN,      CHANNELS, START_NORMAL,   false, SCALAR_NONE, IN_LAYER(u)},
     {"gau.v_proj.weight",               FFN,      CHANNELS, START_NORMAL,   true,  SCALAR_NONE, IN_LAYER(gau_v)},
-    {"gau.z_proj.weight",               QK_WIDTH, CHANNELS, START_NORMAL,   true,  SCALAR_NONE, IN_LAYER(z)},
-    {"gau.q_gain",                      QK_WIDTH, NONE,     START_ONE,      false, SCALAR_NONE, IN_LAYER(q_gain)},
-    {"gau.q_offset",                    QK_WIDTH, NONE,     START_ZERO,     false, SCALAR_NONE, IN_LAYER(q_offset)},
-    {"gau.k_gain",                      QK_WIDTH, NONE,     START_ONE,      false, SCALAR_NONE, IN_LAYER(k_gain)},
-    {"gau.k_offset",                    QK_WIDTH, NONE,     START_ZERO,     false, SCALAR_NONE, IN_LAYER(k_offset)},
+    {"gau.z_proj.weight",               HEAD_DIM, CHANNELS, START_NORMAL,   true,  SCALAR_NONE, IN_LAYER(z)},
+    {"gau.q_gain",                      HEAD_DIM, NONE,     START_ONE,      false, SCALAR_NONE, IN_LAYER(q_gain)},
+    {"gau.q_offset",                    HEAD_DIM, NONE,     START_ZERO,     false, SCALAR_NONE, IN_LAYER(q_offset)},
+    {"gau.k_gain",                      HEAD_DIM, NONE,     START_ONE,      false, SCALAR_NONE, IN_LAYER(k_gain)},
+    {"gau.k_offset",                    HEAD_DIM, NONE,     START_ZERO,     false, SCALAR_NONE, IN_LAYER(k_offset)},
     {"gau.attn_scale",                  HEADS,    NONE,     START_SCALAR,   false, SCALAR_S,    IN_LAYER(s)},
     {"gau.attn_bias",                   HEADS,    NONE,     START_SCALAR,   false, SCALAR_B,    IN_LAYER(b)},
     {"gau.attn_sink",                   HEADS,    NONE,     START_SCALAR,   false, SCALAR_SINK, IN_LAYER(sink)},
@@ -222,7 +281,9 @@ static size_t dimension(const ModelConfig *config, Dimension d) {
     case FFN: return (size_t)config->ffn;
     case VOCAB: return (size_t)config->vocab;
     case HEADS: return (size_t)config->heads;
-    case QK_WIDTH: return GAU_HEAD;
+    case HEAD_DIM: return head_size(config);
+    case Q_WIDTH: return query_width(config);
+    case KV_WIDTH: return key_width(config);
     case LENGTH: return (size_t)config->seq_len;
     case NONE: break;
     }
@@ -314,6 +375,6 @@ uint64_t model_product_parameters(const ModelConfig *config) {
 }
 
 double model_flops_per_token(const ModelConfig *config, size_t T) {
-    double width = (double)config->heads * (double)(head_size(config) + value_size(config));
+    double width = (double)(query_width(config) + output_width(config));
     return 6.0 * (double)model_product_parameters(config) + 6.0 * config->layers * width * (double)T;
 }

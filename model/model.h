@@ -14,7 +14,9 @@
 extern "C" {
 #endif
 
-#define RMSNORM_EPS 1e-5f
+#define DEFAULT_NORM_EPS 1e-5
+#define MIN_NORM_EPS 1e-12
+#define MAX_NORM_EPS 0.1
 
 enum { MAX_SEQ_LEN = 1 << 20, MAX_VOCAB = 65536 };    // a token is 16 bits in a shard
 
@@ -24,21 +26,25 @@ typedef enum { BLOCK_LLAMA, BLOCK_GAU } Block;
 
 enum { GAU_HEAD = 128 };    // the width of a unit's q and k
 
-// A decoder: embedding, layers, rmsnorm, output projection. Under BLOCK_GAU `layers` counts units, heads is 1 and ffn
-// 2·channels, the width of a unit's values.
+// A decoder: embedding, layers, rmsnorm, output projection. Under BLOCK_GAU `layers` counts units, heads and kv_heads
+// are 1, head_dim is GAU_HEAD, and ffn is 2·channels, the width of a unit's values.
 typedef struct {
     Block block;
     int layers, heads, channels, ffn, vocab;
-    bool tied;    // the output projection is the embedding
+    int kv_heads;       // key-value heads, each shared by heads/kv_heads query heads that follow each other
+    int head_dim;       // the size of a head's q, k and v; channels/heads unless it is given
+    bool qk_norm;       // an RMSNorm with a gain over each head's q and k, before RoPE (as in Qwen3)
+    bool tied;          // the output projection is the embedding
+    double norm_eps;    // of every RMSNorm: x / sqrt(mean(x²) + norm_eps)
     double rope_theta;
     int seq_len;        // L, the length that it was trained with
     int end_of_text;    // the token between documents
     Normalizer attn;
 } ModelConfig;
 
-// Reads --model: a preset, or key=value,... (layers, heads, channels, ffn, tied, vocab, block), or a preset and then
-// keys.
-// Sets shape, rope_theta and end_of_text; leaves seq_len and attn. False with EXIT_USAGE and what there is.
+// Reads --model: a preset, or key=value,... (layers, heads, channels, ffn, kv_heads, head_dim, norm_eps, qk_norm, tied,
+// vocab, block), or a preset and then keys. Sets shape, rope_theta and end_of_text; leaves seq_len and attn. False with
+// EXIT_USAGE and a message that lists the models and keys.
 bool model_parse(ModelConfig *config, const char *text, Error *error);
 
 // Does the text of --model have the key vocab? Without it the vocabulary is a default, which the data may replace.
@@ -47,18 +53,28 @@ bool model_gives_vocab(const char *text);
 // GPT-2's, or the last token, where data/vocabulary.py puts it.
 int default_end_of_text(int vocab);
 
-// Do the channels divide among the heads, into even sizes? False with a message that says what does not fit.
-bool model_shape_fits(const ModelConfig *config, char *message, size_t size);
+// Sets kv_heads and head_dim to their defaults where they are 0. False with a message if the sizes do not fit each other:
+// the head size must be even for RoPE, and the heads must divide among the key-value heads.
+bool model_shape_complete(ModelConfig *config, char *message, size_t size);
 
 // The shape as --model would name it by keys.
 const char *model_text(const ModelConfig *config, char *out, size_t size);
 
-// Of the same shape?
+// Of the same shape, norm_eps included?
 bool model_same_shape(const ModelConfig *a, const ModelConfig *b);
 
 // The sizes of a head's q and k, and of its v.
 size_t head_size(const ModelConfig *config);
 size_t value_size(const ModelConfig *config);
+
+// The widths of all heads together, in numbers per token.
+size_t query_width(const ModelConfig *config);     // q: heads · head_size
+size_t key_width(const ModelConfig *config);       // k: kv_heads · head_size
+size_t value_width(const ModelConfig *config);     // v: kv_heads · value_size
+size_t output_width(const ModelConfig *config);    // attention's output, which o_proj reads: heads · value_size
+
+// The width of what one matmul computes from a layer's normalized input: q, k and v, or a gated unit's u, v and z.
+size_t joined_width(const ModelConfig *config);
 
 // One tensor of the model; the list is the only place that knows them.
 typedef struct {

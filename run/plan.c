@@ -46,6 +46,12 @@ static void warn_of_long_warmup(const Run *run) {
     }
 }
 
+static void print_llama(const ModelConfig *c) {
+    printf("%d layers, %d heads of %zu", c->layers, c->heads, head_size(c));
+    if (c->kv_heads != c->heads) printf(" with %d key-value head%s", c->kv_heads, c->kv_heads == 1 ? "" : "s");
+    printf(", %d channels, ffn %d%s", c->channels, c->ffn, c->qk_norm ? ", QK norms" : "");
+}
+
 static void print_model(const Run *run) {
     const ModelConfig *c = run->config;
     char shortest[NORMALIZER_TEXT];
@@ -55,9 +61,8 @@ static void print_model(const Run *run) {
            human_count((double)model_parameters(c)).text);
     if (c->block == BLOCK_GAU)
         printf("%d gated attention units of %d and %d, %d channels", c->layers, GAU_HEAD, c->ffn, c->channels);
-    else
-        printf("%d layers, %d heads of %zu, %d channels, ffn %d", c->layers, c->heads, head_size(c), c->channels,
-               c->ffn);
+    else print_llama(c);
+    if (c->norm_eps != DEFAULT_NORM_EPS) printf(", norm_eps %.15g", c->norm_eps);
     printf(", vocabulary %s%s, %s\n", human_grouped((uint64_t)c->vocab).text, run->vocab_from ? run->vocab_from : "",
            c->tied ? "tied" : "untied");
     printf("attention %s%s%s, L = %d\n", c->attn.text, longer ? ", which is " : "", longer ? shortest : "", c->seq_len);

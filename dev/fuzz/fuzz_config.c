@@ -20,7 +20,9 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
         if (error.code != EXIT_INPUT || !strstr(error.text, folder)) abort();
         return 0;
     }
-    if (config.channels % config.heads || config.end_of_text >= config.vocab || model_parameters(&config) == 0) abort();
+    if (config.heads % config.kv_heads || config.head_dim % 2 || !(config.norm_eps > 0) ||
+        config.end_of_text >= config.vocab || model_parameters(&config) == 0)
+        abort();
     char *text = model_config_json(&config, false);
     fuzz_file("config.json", (const uint8_t *)text, strlen(text));
     if (!model_config_read(&again, folder, NULL, &error)) abort();

@@ -315,7 +315,7 @@ static double layer_value(void *forward) {
 }
 
 static void by_rmsnorm(void) {
-    rmsnorm_forward(l.out, l.x, l.w, N, C);
+    rmsnorm_forward(l.out, l.x, l.w, N, C, 1e-5);
 }
 static void by_matmul(void) {
     matmul_forward(l.out, l.x, (Operand){.f32 = l.w}, N, C, OC, false);
@@ -354,7 +354,7 @@ static void test_layers(void) {
     l.gains = (GauGains){gains, gains + GS, gains + 2 * GS, gains + 3 * GS};
     for (int n = 0; n < N; n++) l.tokens[n] = fixture_token((uint64_t)n, V);
 
-    rmsnorm_backward(dx, dw, l.dout, l.x, l.w, r, N, C);
+    rmsnorm_backward(dx, dw, l.dout, l.x, l.w, r, N, C, 1e-5);
     test_layer("rmsnorm, x", l.x, dx, N * C, by_rmsnorm, N * C);
     test_layer("rmsnorm, weight", l.w, dw, C, by_rmsnorm, N * C);
     matmul_backward(dx, dw, l.dout, l.x, (Operand){.f32 = l.w}, N, C, OC, false);

@@ -240,11 +240,18 @@ def validation_loss(model, data):
         return torch.nn.functional.cross_entropy(model(windows[0]).logits.double().transpose(1, 2), windows[1]).item()
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shard_size", ["10GB", "20KB"])
-def test_a_llama_trains_on(tied, dtype, shard_size, data, tmp_path):
-    llama = make_llama(tie_word_embeddings=tied).to(dtype)
+TRAINED = {
+    "untied": dict(tie_word_embeddings=False),
+    "tied": dict(tie_word_embeddings=True),
+    "eps": dict(rms_norm_eps=0.01),
+}
+
+
+@pytest.mark.parametrize("name, dtype, shard_size", [
+    *((name, dtype, size) for name in ("untied", "tied") for dtype in (torch.float32, torch.bfloat16) for size in ("10GB", "20KB")),
+    *((name, torch.float32, "10GB") for name in TRAINED if name not in ("untied", "tied"))])
+def test_a_llama_trains_on(name, dtype, shard_size, data, tmp_path):
+    llama = make_llama(**TRAINED[name]).to(dtype)
     llama.save_pretrained(tmp_path / "llama", max_shard_size=shard_size)
     assert (tmp_path / "llama/model.safetensors.index.json").exists() == (shard_size == "20KB")
     # A step at learning rate 0 leaves the weights, so that its validation is that of the first weights.
@@ -255,12 +262,14 @@ def test_a_llama_trains_on(tied, dtype, shard_size, data, tmp_path):
     train(data, tmp_path / "on", *flags, steps=15)
     assert losses(tmp_path / "on")[-3:].mean() < losses(tmp_path / "on")[0] - 0.3
     saved = LlamaForCausalLM.from_pretrained(checkpoint(tmp_path / "on", 15), dtype=torch.float32)
+    for key in ("num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings"):
+        assert getattr(saved.config, key) == getattr(llama.config, key), key
     assert abs(validation_loss(saved, data) - metrics(tmp_path / "on", ["val_loss"])[-1][0]) < 1e-4
 
 
 REFUSED = {
     "grouped-query": (dict(num_key_value_heads=2), "grouped-query"),
-    "eps": (dict(rms_norm_eps=1e-6), "rms_norm_eps"),
+    "eps": (dict(rms_norm_eps=0.5), "rms_norm_eps"),
     "biases": (dict(attention_bias=True), "biases"),
     "activation": (dict(hidden_act="gelu"), "hidden_act"),
     "rope": (dict(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}), "rope_type"),

@@ -236,8 +236,8 @@ static const char *type_name(void) {
 // RMSNorm
 
 template <class X>
-static void test_rmsnorm(size_t N, size_t C) {
-    if (!case_begins("rmsnorm %s N=%zu C=%zu", type_name<X>(), N, C)) return;
+static void test_rmsnorm(size_t N, size_t C, float eps) {
+    if (!case_begins("rmsnorm %s N=%zu C=%zu eps=%g", type_name<X>(), N, C, eps)) return;
     Tensor<X> out(N * C), inp(N * C), dout(N * C), dinp(N * C);
     Tensor<float> r(N), weight(C), dweight(C), partials(rmsnorm_partials(N, C)), r_in(N);
     Numbers x = fill(inp, "x", 0.1, 2), w = fill(weight, "w", 1, 0.5), dy = fill(dout, "dy", 0, 1),
@@ -246,7 +246,7 @@ static void test_rmsnorm(size_t N, size_t C) {
     for (size_t n = 0; n < N; n++) {
         double squares = 0, dot = 0;
         for (size_t c = 0; c < C; c++) squares += x[n * C + c] * x[n * C + c];
-        inverse[n] = 1 / sqrt(squares / (double)C + 1e-5);
+        inverse[n] = 1 / sqrt(squares / (double)C + (double)eps);
         for (size_t c = 0; c < C; c++) {
             y[n * C + c] = x[n * C + c] * inverse[n] * w[c];
             dot += dy[n * C + c] * w[c] * x[n * C + c];
@@ -257,7 +257,7 @@ static void test_rmsnorm(size_t N, size_t C) {
     }
     fill(r_in, inverse);
     run_twice({&out, &r},
-              [&] { rmsnorm_forward(out.device(), r.device(), inp.device(), weight.device(), N, C, stream); });
+              [&] { rmsnorm_forward(out.device(), r.device(), inp.device(), weight.device(), N, C, eps, stream); });
     run_twice({&dinp, &dweight, &partials}, [&] {
         rmsnorm_backward(dinp.device(), dweight.device(), partials.device(), dout.device(), inp.device(),
                          weight.device(), r_in.device(), N, C, stream);
@@ -273,7 +273,8 @@ template <class X>
 static void test_rmsnorms(void) {
     static const size_t SHAPES[][2] = {{1, 48}, {33, 96},   {33, 768},  {3, 97},
                                        {1, 1},  {2, 24576}, {4300, 16}, {5, 4104}};
-    for (const size_t *s : SHAPES) test_rmsnorm<X>(s[0], s[1]);
+    for (const size_t *s : SHAPES) test_rmsnorm<X>(s[0], s[1], 1e-5f);
+    test_rmsnorm<X>(33, 96, 0.1f);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
