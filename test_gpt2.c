@@ -61,12 +61,13 @@ static void subject_end(void) {
 
 static void test_rmsnorm(void) {
     size_t N = size_of("N"), C = size_of("C");
+    float eps = has_key("eps") ? (float)atof(text_of("eps")) : 1e-5f;
     int before = failed;
     float *x = input("x", N * C, 2), *w = floats(C), *dout = input("dout", N * C, 1);
     float *out = floats(N * C), *dx = floats(N * C), *dw = floats(C), *r = floats(N);
     fixture_fill(w, C, "weight", 0, 1.0f, 0.3f);
-    rmsnorm_forward(out, x, w, N, C, 1e-5f);
-    rmsnorm_backward(dx, dw, dout, x, w, r, N, C, 1e-5f);
+    rmsnorm_forward(out, x, w, N, C, eps);
+    rmsnorm_backward(dx, dw, dout, x, w, r, N, C, eps);
     double worst = compare("out", out, N * C, 0, 1e-5);
     worst = largest(worst, compare("dx", dx, N * C, 0, 1e-5));
     worst = largest(worst, compare("dweight", dw, C, 0, 1e-5));

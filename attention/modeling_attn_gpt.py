@@ -32,8 +32,13 @@ STAGES = ("qk", "scale", "offset", "phi", "norm", "post")
 
 
 class AttnGPTConfig(LlamaConfig):
-    """LlamaConfig's keys, and attention_normalizer: name, seq_len, the five stages' six keys, fixed and block where they apply."""
+    """LlamaConfig's keys, grouped-query attention among them; attention_normalizer: name, seq_len, the five stages' six keys, fixed and
+    block where they apply; and qk_norm: true for an RMSNorm over each head's q and k, before RoPE."""
     model_type = "attn_gpt"
+    qk_norm: bool = False
+
+    def validate(self):
+        """Not LlamaConfig's, which wants the heads to divide hidden_size even where head_dim is given. See check_config()."""
 
 
 # ---- The normalizer. n (B, 1, T, 1): keys that a query sees; z, f, A (B, heads, T, keys)
@@ -153,8 +158,10 @@ def posted(A, visible, spec, n):
 
 
 def attention(q, k, v, visible, normalizer, s, b, sink, p):
-    """q (B, heads, T, d), k, v (B, heads, keys, d) after RoPE; visible (B, 1, T, keys). Statistics are float32 at least."""
+    """q (B, heads, T, d), k, v (B, key-value heads, keys, d) after RoPE; visible (B, 1, T, keys). Statistics are float32 at least.
+    Heads that follow each other share a key-value head."""
     wide = torch.promote_types(q.dtype, torch.float32)
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     q, k = q.to(wide), k.to(wide)
     d, L = q.shape[-1], normalizer["seq_len"]
     n = visible.sum(-1, keepdim=True).clamp(min=1).to(wide)     # 1 for a query that is padding
@@ -171,9 +178,9 @@ def attention(q, k, v, visible, normalizer, s, b, sink, p):
 # ---- The layers
 
 class RMSNorm(nn.Module):
-    def __init__(self, config):
+    def __init__(self, config, size=None):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(config.hidden_size))
+        self.weight = nn.Parameter(torch.ones(size or config.hidden_size))
         self.eps = config.rms_norm_eps
 
     def forward(self, x):
@@ -230,13 +237,16 @@ class Normalized(nn.Module):
 class Attention(Normalized):
     def __init__(self, config, layer):
         super().__init__(config, layer)
-        C, self.heads = config.hidden_size, config.num_attention_heads
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(C, C, bias=False) for _ in range(3))
-        self.o_proj = Output(C, C, bias=False)
+        C, self.head_dim = config.hidden_size, config.head_dim
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(C, n * self.head_dim, bias=False) for n in (heads, kv_heads, kv_heads))
+        self.o_proj = Output(heads * self.head_dim, C, bias=False)
+        self.q_norm, self.k_norm = (RMSNorm(config, self.head_dim) if config.qk_norm else nn.Identity() for _ in "qk")
 
     def forward(self, x, *where):
         B, T, _ = x.shape
-        q, k, v = (f(x).view(B, T, self.heads, -1).transpose(1, 2) for f in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (f(x).view(B, T, -1, self.head_dim) for f in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (y.transpose(1, 2) for y in (self.q_norm(q), self.k_norm(k), v))
         return self.o_proj(self.attend(q, k, v, *where).transpose(1, 2).reshape(B, T, -1))
 
 
@@ -316,7 +326,8 @@ def check_config(config):
     block = normalizer.get("block")
     if block not in (None, "gau"):
         raise ValueError(f"config.json: attention_normalizer: unknown block {block!r}")
-    unit = {"num_attention_heads": 1, "head_dim": 128, "intermediate_size": 2 * config.hidden_size}
+    unit = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 128, "intermediate_size": 2 * config.hidden_size,
+            "qk_norm": False}
     wrong = [f"{key} is {getattr(config, key)}, not {value}" for key, value in unit.items() if getattr(config, key) != value]
     if block and wrong:
         raise ValueError(f"config.json: in a gated attention unit (block gau) {', '.join(wrong)}")

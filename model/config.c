@@ -11,26 +11,42 @@
 
 #define COUNT(a) (sizeof(a) / sizeof((a)[0]))
 
+// The families of models that we write and read, by transformers' names.
+typedef struct {
+    const char *model_type, *class_name;
+} Family;
+
+enum { LLAMA, QWEN3, OUR_OWN };
+
+static const Family FAMILIES[] = {
+    [LLAMA] = {"llama", "LlamaForCausalLM"},
+    [QWEN3] = {"qwen3", "Qwen3ForCausalLM"},
+    [OUR_OWN] = {"attn_gpt", "AttnGPTForCausalLM"},
+};
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Writing
 
-bool model_is_plain_llama(const ModelConfig *config) {
+bool model_is_plain(const ModelConfig *config) {
     Normalizer softmax;
     char message[256];
-    return config->block == BLOCK_LLAMA && normalizer_parse(&softmax, "softmax", message, sizeof message) &&
+    // transformers loads no Llama whose heads do not divide the channels, whatever its head_dim is.
+    bool fits = config->qk_norm || config->channels % config->heads == 0;
+    return config->block == BLOCK_LLAMA && fits && normalizer_parse(&softmax, "softmax", message, sizeof message) &&
            normalizer_equal(&config->attn, &softmax);
 }
 
 char *model_config_json(const ModelConfig *config, bool bf16) {
     cJSON *json = cJSON_CreateObject(), *rope, *attn;
-    bool plain = model_is_plain_llama(config);
-    const char *class = plain ? "LlamaForCausalLM" : "AttnGPTForCausalLM";
-    cJSON_AddItemToObject(json, "architectures", cJSON_CreateStringArray(&class, 1));
-    cJSON_AddStringToObject(json, "model_type", plain ? "llama" : "attn_gpt");
+    bool plain = model_is_plain(config);
+    const Family *family = &FAMILIES[!plain ? OUR_OWN : config->qk_norm ? QWEN3 : LLAMA];
+    cJSON_AddItemToObject(json, "architectures", cJSON_CreateStringArray(&family->class_name, 1));
+    cJSON_AddStringToObject(json, "model_type", family->model_type);
     if (!plain) {
         cJSON *map = cJSON_AddObjectToObject(json, "auto_map");
         cJSON_AddStringToObject(map, "AutoConfig", "modeling_attn_gpt.AttnGPTConfig");
         cJSON_AddStringToObject(map, "AutoModelForCausalLM", "modeling_attn_gpt.AttnGPTForCausalLM");
+        if (config->qk_norm) cJSON_AddBoolToObject(json, "qk_norm", true);    // a Qwen3 always has QK norms
     }
     cJSON_AddNumberToObject(json, "vocab_size", config->vocab);
     cJSON_AddNumberToObject(json, "hidden_size", config->channels);
@@ -207,10 +223,11 @@ static bool has_type(const Reader *r, const char *name) {
 
 static void read_type(Reader *r) {
     const cJSON *type = get(r, "model_type");
-    if (has_type(r, "llama") || has_type(r, "attn_gpt")) return;
+    for (size_t i = 0; i < COUNT(FAMILIES); i++)
+        if (has_type(r, FAMILIES[i].model_type)) return;
     bool gpt2 = has_type(r, "gpt2");
     r->foreign = type != NULL;
-    reasons_add(&r->reasons, "\"model_type\" is %s; expected \"llama\" (or \"attn_gpt\", attn.c's own)%s",
+    reasons_add(&r->reasons, "\"model_type\" is %s; expected \"llama\" or \"qwen3\" (or \"attn_gpt\", attn.c's own)%s",
                 value_of(type).text,
                 gpt2 ? ": a GPT-2 is not a Llama, it has learned positions, LayerNorm, GELU and biases" : "");
 }
@@ -260,13 +277,15 @@ static void read_block(Reader *r) {
                     2 * c->channels, c->ffn);
 }
 
-// num_key_value_heads and head_dim, which are 0 or missing where they have their defaults.
+// num_key_value_heads and head_dim. A Llama may lack them; Qwen3Config has defaults of its own, so a Qwen3 must not.
 static void read_heads(Reader *r) {
     ModelConfig *c = r->config;
     char message[256];
+    bool qwen3 = has_type(r, FAMILIES[QWEN3].model_type);
     if (!c->heads || !c->channels) return;
-    if (get(r, "num_key_value_heads")) read_int(r, r->json, "", "num_key_value_heads", 1, 1024, "", &c->kv_heads);
-    if (get(r, "head_dim")) read_int(r, r->json, "", "head_dim", 1, 65536, "", &c->head_dim);
+    if (get(r, "num_key_value_heads") || qwen3)
+        read_int(r, r->json, "", "num_key_value_heads", 1, 1024, "", &c->kv_heads);
+    if (get(r, "head_dim") || qwen3) read_int(r, r->json, "", "head_dim", 1, 65536, "", &c->head_dim);
     if (c->block == BLOCK_GAU && c->kv_heads > 1)
         reasons_add(&r->reasons, "\"num_key_value_heads\" is %d; expected 1, as a gated attention unit has",
                     c->kv_heads);
@@ -286,6 +305,18 @@ static void read_heads(Reader *r) {
     if (c->block == BLOCK_LLAMA && c->head_dim * c->heads != c->channels)
         reasons_add(&r->reasons, "\"head_dim\" is %d; expected hidden_size/num_attention_heads = %d", c->head_dim,
                     c->channels / c->heads);
+}
+
+// Every Qwen3 has QK norms; our own type says in "qk_norm" whether it has them.
+static void read_qk_norm(Reader *r) {
+    const cJSON *key = has_type(r, FAMILIES[OUR_OWN].model_type) ? get(r, "qk_norm") : NULL;
+    r->config->qk_norm = has_type(r, FAMILIES[QWEN3].model_type) || cJSON_IsTrue(key);
+    if (key && !cJSON_IsBool(key))
+        reasons_add(&r->reasons, "\"qk_norm\" is %s; expected true or false", value_of(key).text);
+    if (r->config->qk_norm && r->config->block == BLOCK_GAU)
+        reasons_add(&r->reasons, "\"qk_norm\" is true, but a gated attention unit has no QK norms");
+    // Until the trainers compute them:
+    if (r->config->qk_norm) reasons_add(&r->reasons, "\"model_type\" is \"qwen3\": QK norms are not implemented yet");
 }
 
 static void read_norm_eps(Reader *r) {
@@ -391,7 +422,7 @@ static void read_normalizer(Reader *r) {
     const cJSON *attn = get(r, "attention_normalizer"), *name = cJSON_GetObjectItemCaseSensitive(attn, "name"), *item;
     char message[1024];
     if (!attn) {
-        if (has_type(r, "attn_gpt"))
+        if (has_type(r, FAMILIES[OUR_OWN].model_type))
             reasons_add(&r->reasons, "\"attention_normalizer\" is missing, which \"model_type\" \"attn_gpt\" needs");
         else if (!normalizer_parse(&r->config->attn, "softmax", message, sizeof message))
             reasons_add(&r->reasons, "no attention_normalizer, which means softmax: %s", message);
@@ -419,7 +450,10 @@ static void read_rest(Reader *r) {
                      is_listed(item->string, HARMLESS, COUNT(HARMLESS));
         for (size_t i = 0; i < COUNT(SIZES); i++) known = known || !strcmp(item->string, SIZES[i].key);
         // Code beside the weights, which may compute anything; ours is what this program computes.
-        known = known || (!strcmp(item->string, "auto_map") && has_type(r, "attn_gpt"));
+        bool ours = has_type(r, FAMILIES[OUR_OWN].model_type), qwen3 = has_type(r, FAMILIES[QWEN3].model_type);
+        known = known || (ours && (!strcmp(item->string, "auto_map") || !strcmp(item->string, "qk_norm")));
+        // Says which layers have a window if use_sliding_window is true, which is not known.
+        known = known || (qwen3 && !strcmp(item->string, "max_window_layers"));
         if (!known) read_unknown(r, "", item);
     }
 }
@@ -430,7 +464,7 @@ static bool refuse(const Reader *r, const char *path, Error *error) {
     if (r->ignorable == r->reasons.count)
         snprintf(remedy, sizeof remedy, "If the model computes the same without %s, --ignore-config-key %s loads it.",
                  r->ignorable == 1 ? "it" : "them", whole ? r->names : "NAME,NAME,...");
-    else snprintf(remedy, sizeof remedy, "Only plain Llama models are supported; see doc/checkpoints.md.");
+    else snprintf(remedy, sizeof remedy, "Only plain Llama and Qwen3 models are supported; see doc/checkpoints.md.");
     return error_set(error, EXIT_INPUT, "%s: this model cannot be loaded:%s\n  %s", path,
                      reasons_text(&r->reasons).text, remedy);
 }
@@ -469,6 +503,7 @@ bool model_config_read(ModelConfig *config, const char *folder, const char *igno
         read_end_of_text(&r);
         read_block(&r);
         read_heads(&r);
+        read_qk_norm(&r);
         read_norm_eps(&r);
         read_layers(&r);
         read_files(&r);

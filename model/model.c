@@ -219,7 +219,7 @@ bool model_parse(ModelConfig *config, const char *text, Error *error) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Tensors
 
-typedef enum { NONE, CHANNELS, FFN, VOCAB, HEADS, HEAD_DIM, Q_WIDTH, KV_WIDTH, LENGTH } Dimension;
+typedef enum { NONE, CHANNELS, FFN, VOCAB, HEADS, HEAD_DIM, QK_GAIN, Q_WIDTH, KV_WIDTH, LENGTH } Dimension;
 typedef enum { START_ZERO, START_ONE, START_NORMAL, START_RESIDUAL, START_SCALAR } Start;
 
 // One row a tensor. `joined`: follows the one before without a gap, so that one product serves both.
@@ -245,6 +245,8 @@ static const Row LLAMA_ROWS[] = {
     {"self_attn.q_proj.weight", Q_WIDTH, CHANNELS, START_NORMAL, false, SCALAR_NONE, IN_LAYER(q)},
     {"self_attn.k_proj.weight", KV_WIDTH, CHANNELS, START_NORMAL, true, SCALAR_NONE, IN_LAYER(k)},
     {"self_attn.v_proj.weight", KV_WIDTH, CHANNELS, START_NORMAL, true, SCALAR_NONE, IN_LAYER(v)},
+    {"self_attn.q_norm.weight", QK_GAIN, NONE, START_ONE, false, SCALAR_NONE, IN_LAYER(q_norm)},
+    {"self_attn.k_norm.weight", QK_GAIN, NONE, START_ONE, false, SCALAR_NONE, IN_LAYER(k_norm)},
     {"self_attn.attn_scale", HEADS, NONE, START_SCALAR, false, SCALAR_S, IN_LAYER(s)},
     {"self_attn.attn_bias", HEADS, NONE, START_SCALAR, false, SCALAR_B, IN_LAYER(b)},
     {"self_attn.attn_sink", HEADS, NONE, START_SCALAR, false, SCALAR_SINK, IN_LAYER(sink)},
@@ -282,6 +284,7 @@ static size_t dimension(const ModelConfig *config, Dimension d) {
     case VOCAB: return (size_t)config->vocab;
     case HEADS: return (size_t)config->heads;
     case HEAD_DIM: return head_size(config);
+    case QK_GAIN: return config->qk_norm ? head_size(config) : 0;    // 0: there is no such tensor
     case Q_WIDTH: return query_width(config);
     case KV_WIDTH: return key_width(config);
     case LENGTH: return (size_t)config->seq_len;
@@ -319,8 +322,9 @@ static void add(TensorList *list, const ModelConfig *config, const Row *row, con
     list->floats += (row->rows == VOCAB ? padded_vocab(config) : t->shape[0]) * t->shape[1];
 }
 
-// Does any of the normalizers have the row's scalars (or is the row none)?
+// Is the tensor part of the model, under one of the normalizers if it is a learned scalar?
 static bool row_exists(const Row *row, const ModelConfig *config, const Normalizer *const *others, size_t count) {
+    if (dimension(config, row->rows) == 0) return false;
     bool there = !row->scalar || normalizer_has(&config->attn, row->scalar);
     for (size_t i = 0; i < count && !there; i++) there = normalizer_has(others[i], row->scalar);
     return there;

@@ -90,6 +90,7 @@ typedef struct {
 typedef struct {
     size_t norm1, o, s, b, sink;                               // of both blocks
     size_t q, k, v, norm2, gate, up, down;                     // q, k, v and gate, up follow each other without a gap
+    size_t q_norm, k_norm;                                     // with qk_norm
     size_t u, gau_v, z, q_gain, k_gain, q_offset, k_offset;    // so do u, v, z
 } LayerOffsets;
 
@@ -121,17 +122,18 @@ uint64_t model_product_parameters(const ModelConfig *config);
 // (the second term is 6·layers·(head size + value size)·T under BLOCK_GAU).
 double model_flops_per_token(const ModelConfig *config, size_t T);
 
-// config.json: LlamaConfig's keys and attention_normalizer. The caller frees the text.
+// config.json: LlamaConfig's keys (Qwen3Config's with QK norms) and attention_normalizer. The caller frees the text.
 char *model_config_json(const ModelConfig *config, bool bf16);
 
-// The inverse, for our own checkpoints and for Llamas from elsewhere that compute what this model computes. All else is
+// The inverse, for our own checkpoints and for Llamas and Qwen3s from elsewhere that compute what this model computes. All else is
 // rejected with every reason at once: an unknown model_type, a value that is not computed here, and each key that is
 // neither understood nor known to be harmless, unless its value is null, false or empty, or `ignored` (of --ignore-
 // config-key: names with commas between, or NULL) has it. Warns about names in `ignored` that are not in the file.
 bool model_config_read(ModelConfig *config, const char *folder, const char *ignored, Error *error);
 
-// Plain softmax is written as a Llama, which transformers loads as it is; the others come with a modeling file.
-bool model_is_plain_llama(const ModelConfig *config);
+// Is it written as a Llama, or as a Qwen3 with QK norms, which transformers loads as it is? That is plain softmax; the
+// others come with a modeling file.
+bool model_is_plain(const ModelConfig *config);
 
 #ifdef __cplusplus
 }

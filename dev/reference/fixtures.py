@@ -44,7 +44,7 @@ NO_MODEL = ("lssar+post=reweight:100",      # in float32 a gradient through two 
             "softmax-floorlog+scale=floorlog:4")    # differs from softmax in attention alone
 # Where a high power or a row with a small sum lets rounding grow from step to step: smaller steps than 0.001.
 LR = {("gau", "relu-l1"): 0.0003, ("gau", "relu6-l1"): 0.0003, ("gau", "relu2-l1+qk=l2+scale=logd-logn+post=reweight:2"): 0.0003,
-      ("gau", "lssar"): 0.0001, ("gau", "sigmoid-logn-l1+post=reweight:15"): 0.0001}
+      ("h4_kv2", "lssar"): 0.0001, ("gau", "lssar"): 0.0001, ("gau", "sigmoid-logn-l1+post=reweight:15"): 0.0001}
 # A gradient that is 0 but for rounding (p_1's under exp and l1) or passes close to it: clipped so far, it is small beside AdamW's eps.
 SMALL_CLIP = {"ssmax-pn": 0.01, "softmax": 0.05, "softmax-negated": 0.05, "softmax+post=reweight:3": 0.05}
 ATTENTION_SHAPES = (*((2, 2, 48, T) for T in (1, 2, 3, 4, 33, 64, 257)), *((1, 2, d, T) for d in (64, 128) for T in (64, 257)))
@@ -52,6 +52,19 @@ ATTENTION_SHAPES = (*((2, 2, 48, T) for T in (1, 2, 3, 4, 33, 64, 257)), *((1, 2
 # relu6's 6, to both of sigmoid's ends; and where a row of few keys may have a small sum, and rounding is large beside it.
 QK_SCALE = {"ssmax-fixed": 1, "ssmax-pn": 4, "ssmax-pn+phi=softplus+norm=n+s=0.5+fixed": 4, "sigmoid": 3, "sigmoid-logn": 3,
             "relu6-l1": 4, "relu-l1": 4, "relu2-l1": 3, "mish-l1": 2.5, "identity-l1": 3, "identity-l1+post=recenter-l1": 3}
+# Grouped-query attention: fewer key-value heads than heads; alone and in models, whose heads may have a size of their own.
+GROUPED = ("softmax", "ssmax", "lssar", "softmax-recentered", "sigmoid", "softmax-sink")
+GROUPED_SHAPES = ((2, 4, 2, 48, 1), (2, 4, 2, 48, 33), (2, 4, 2, 48, 64), (1, 3, 1, 64, 33), (1, 8, 2, 128, 65))    # B, heads, kv_heads, head_size, T
+# Models: shape, a clip between the gradient norms, (normalizer, T).
+HEAD_MODELS = {
+    "h4_kv2": ("layers=2,heads=4,kv_heads=2,channels=64,ffn=112,vocab=97,tied=1", 5,
+               (("softmax", 1), ("softmax", 33), ("softmax", 64), ("lssar", 33), ("softmax-sink", 33))),
+    "h3_kv1_d24_eps": ("layers=2,heads=3,kv_heads=1,head_dim=24,channels=64,ffn=112,norm_eps=0.05,vocab=97,tied=0", 4.8,
+                       (("softmax", 33), ("ssmax", 33))),
+    "h2_kv2_d48": ("layers=1,heads=2,head_dim=48,channels=32,ffn=88,vocab=97,tied=1", 3, (("softmax", 33),)),
+    "qk_norm": ("layers=2,heads=2,channels=64,ffn=112,qk_norm=1,vocab=97,tied=1", 4, (("softmax", 1), ("softmax", 33), ("relu2-n", 33))),
+    "qk_norm_h4_kv2": ("layers=2,heads=4,kv_heads=2,head_dim=24,channels=64,ffn=112,norm_eps=0.05,qk_norm=1,vocab=97,tied=0", 4.8,
+                       (("ssmax", 33),))}
 # A high power makes almost every row of two to four keys one-hot, with no gradient but rounding: of many a few are not.
 HIGH_POWERS = ("lssar", "lssar+post=reweight:100", "sigmoid-logn-l1+post=reweight:15")
 
@@ -140,8 +153,13 @@ def cases():
                 lr, clip_here = LR.get((block, attn), 0.001), SMALL_CLIP.get(attn, clip)
                 yield case(f"{attn}_{block}_T33", "model", model=model, attn=attn, L=64, B=2, T=33, steps=10, lr=lr, clip=clip_here,
                            weight_decay=0.1)
+    for name, (model, clip, pairs) in HEAD_MODELS.items():
+        for attn, T in pairs:
+            steps = dict(steps=10, lr=LR.get((name, attn), 0.001), clip=clip, weight_decay=0.1) if T > 1 else dict(steps=0)
+            yield case(f"{attn}_{name}_T{T}", "model", model=model, attn=attn, L=64, B=2, T=T, **steps)
     for N, C in (1, 8), (5, 96), (33, 48):
         yield case(f"rmsnorm_N{N}_C{C}", "rmsnorm", N=N, C=C)
+    yield case("rmsnorm_N5_C96_eps", "rmsnorm", N=5, C=96, eps=0.05)
     for B, T, heads, head_size in (1, 1, 1, 48), (2, 33, 2, 48), (1, 64, 3, 64):
         yield case(f"rope_T{T}_d{head_size}", "rope", B=B, T=T, heads=heads, head_size=head_size)
     for N in 1, 88, 4097:
@@ -158,6 +176,10 @@ def cases():
             B = 16 if attn in HIGH_POWERS and 1 < T <= 4 else B
             yield case(f"attention_{attn}_T{T}_d{head_size}", "attention", attn=attn, scale=QK_SCALE.get(attn, 2), L=L, B=B, T=T,
                        heads=heads, head_size=head_size)
+    for attn in GROUPED:
+        for B, heads, kv_heads, head_size, T in GROUPED_SHAPES:
+            yield case(f"attention_{attn}_T{T}_d{head_size}_h{heads}_kv{kv_heads}", "attention", attn=attn, scale=QK_SCALE.get(attn, 2), L=64,
+                       B=B, T=T, heads=heads, kv_heads=kv_heads, head_size=head_size)
     for N, weight_decay in (1, 0), (1000, 0.1):
         yield case(f"adamw_N{N}", "adamw", N=N, steps=5, lr=0.01, weight_decay=weight_decay)
 
@@ -171,8 +193,8 @@ def cases_text():
 
 def model_config(case):
     shape = dict(pair.split("=") for pair in case["model"].split(","))
-    block, tied = shape.pop("block", "llama"), shape.pop("tied") == "1"
-    return reference.Config(**{key: int(value) for key, value in shape.items()}, block=block, tied=tied, attn=case["attn"],
+    block, tied, eps = shape.pop("block", "llama"), shape.pop("tied") == "1", float(shape.pop("norm_eps", 1e-5))
+    return reference.Config(**{key: int(value) for key, value in shape.items()}, block=block, tied=tied, norm_eps=eps, attn=case["attn"],
                             L=int(case["L"]))
 
 
@@ -218,8 +240,8 @@ def backward(function, inputs, shape, dtype=torch.float64):
     return {"out": stored(out), **{"d" + name: stored(g) for name, g in zip(inputs, grads)}}
 
 
-def run_rmsnorm(N, C):
-    return backward(reference.rmsnorm, {"x": values("x", (N, C), scale=2), "weight": values("weight", (C,), 1.0, 0.3)}, (N, C))
+def run_rmsnorm(N, C, eps=1e-5):
+    return backward(lambda x, weight: reference.rmsnorm(x, weight, eps), {"x": values("x", (N, C), scale=2), "weight": values("weight", (C,), 1.0, 0.3)}, (N, C))
 
 
 def run_rope(B, T, heads, head_size):
@@ -246,9 +268,9 @@ def run_crossentropy(N, vocab, scale):
     return {"loss": stored(loss), "dlogits": stored(torch.autograd.grad(loss, logits)[0])}
 
 
-def run_attention(attn, scale, L, B, T, heads, head_size, dtype=torch.float64):
-    normalizer, shape = reference.parse_normalizer(attn), (B, T, heads, head_size)
-    inputs = {"q": values("q", shape, scale=scale), "k": values("k", shape, scale=scale), "v": values("v", shape, scale=2)}
+def run_attention(attn, scale, L, B, T, heads, head_size, kv_heads=None, dtype=torch.float64):
+    normalizer, shape, kv_shape = reference.parse_normalizer(attn), (B, T, heads, head_size), (B, T, kv_heads or heads, head_size)
+    inputs = {"q": values("q", shape, scale=scale), "k": values("k", kv_shape, scale=scale), "v": values("v", kv_shape, scale=2)}
     inputs.update({name: parameter(name, size) for name, size in reference.scalar_shapes(normalizer, heads).items()})
     if normalizer.scale == "pn":
         inputs["attn_pn"] = parameter("attn_pn", (L,))

@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-EPS = 1e-5          # RMSNorm's
 THETA = 10000.0     # RoPE's
 
 
@@ -219,8 +218,10 @@ def posted(A, visible, spec, n):
 
 
 def attention(q, k, v, normalizer, L, scalars):
-    """q, k (B, NH, T, HS) after RoPE; v and the output (B, NH, T, any width). scalars: see attention_scalars."""
+    """q (B, NH, T, HS) and k (B, NKV, T, HS) after RoPE, v (B, NKV, T, any width); returns (B, NH, T, any width). Each NH/NKV query
+    heads that follow each other share a key-value head. scalars: see attention_scalars."""
     T, d = q.shape[-2:]
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     n = torch.arange(1, T + 1, dtype=q.dtype)[:, None]
     visible = torch.ones(T, T, dtype=torch.bool).tril()
     if normalizer.qk == "l2":
@@ -232,8 +233,8 @@ def attention(q, k, v, normalizer, L, scalars):
 
 # ---- The layers
 
-def rmsnorm(x, weight):
-    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + EPS) * weight
+def rmsnorm(x, weight, eps=1e-5):
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
 
 
 def rope(x):
@@ -275,6 +276,18 @@ class Config:
     attn: str = "softmax"
     L: int = 1024
     block: str = "llama"    # or "gau"
+    kv_heads: int = 0       # 0: as many as heads
+    head_dim: int = 0       # 0: channels/heads
+    norm_eps: float = 1e-5  # of every RMSNorm
+    qk_norm: int = 0        # 1: an RMSNorm over each head's q and k, before RoPE
+
+    @property
+    def query_width(self):
+        return self.heads * self.head_dim if self.head_dim else self.channels
+
+    @property
+    def key_width(self):
+        return self.query_width // self.heads * (self.kv_heads or self.heads)
 
     @property
     def normalizer(self):
@@ -298,9 +311,12 @@ def scalar_shapes(normalizer, heads):
 
 
 def llama_shapes(config):
-    C, F = config.channels, config.ffn
+    C, F, Q, K = config.channels, config.ffn, config.query_width, config.key_width
+    gains = ("q_norm", "k_norm") if config.qk_norm else ()
     return {"input_layernorm.weight": (C,),
-            **{f"self_attn.{name}_proj.weight": (C, C) for name in "qkvo"},
+            "self_attn.q_proj.weight": (Q, C), "self_attn.k_proj.weight": (K, C), "self_attn.v_proj.weight": (K, C),
+            "self_attn.o_proj.weight": (C, Q),
+            **{f"self_attn.{name}.weight": (Q // config.heads,) for name in gains},
             **{f"self_attn.{name}": shape for name, shape in scalar_shapes(config.normalizer, config.heads).items()},
             "post_attention_layernorm.weight": (C,),
             "mlp.gate_proj.weight": (F, C), "mlp.up_proj.weight": (F, C), "mlp.down_proj.weight": (C, F)}
@@ -354,13 +370,15 @@ def llama_layer(x, parameters, layer, config):
     """x + Wo attention(h), and to that + Wdown (silu(Wgate h) * (Wup h)), each time with h = rmsnorm(x)."""
     B, T, C = x.shape
     weight = lambda name: parameters[layer + name + ".weight"]
-    split = lambda x: x.view(B, T, config.heads, -1).transpose(1, 2)
-    h = rmsnorm(x, weight("input_layernorm"))
+    split = lambda x: x.view(B, T, -1, config.query_width // config.heads).transpose(1, 2)
+    h = rmsnorm(x, weight("input_layernorm"), config.norm_eps)
     q, k, v = (split(h @ weight(f"self_attn.{name}_proj").T) for name in "qkv")
+    if config.qk_norm:
+        q, k = (rmsnorm(x, weight(f"self_attn.{name}_norm"), config.norm_eps) for x, name in ((q, "q"), (k, "k")))
     scalars = attention_scalars(parameters, layer + "self_attn.", config)
     mixed = attention(rope(q), rope(k), v, config.normalizer, config.L, scalars)
-    x = x + mixed.transpose(1, 2).reshape(B, T, C) @ weight("self_attn.o_proj").T
-    h = rmsnorm(x, weight("post_attention_layernorm"))
+    x = x + mixed.transpose(1, 2).reshape(B, T, -1) @ weight("self_attn.o_proj").T
+    h = rmsnorm(x, weight("post_attention_layernorm"), config.norm_eps)
     return x + swiglu(h @ weight("mlp.gate_proj").T, h @ weight("mlp.up_proj").T) @ weight("mlp.down_proj").T
 
 
@@ -368,7 +386,7 @@ def gau_layer(x, parameters, layer, config):
     """x + Wo (U * A V) with h = rmsnorm(x), U, V, Z = silu(Wu h), silu(Wv h), silu(Wz h); q and k are Z with a gain and an offset
     for each of its 128 elements, and RoPE ([GAU])."""
     of_unit = lambda name: parameters[f"{layer}gau.{name}"]
-    h = rmsnorm(x, parameters[layer + "input_layernorm.weight"])
+    h = rmsnorm(x, parameters[layer + "input_layernorm.weight"], config.norm_eps)
     U, V, Z = (silu(h @ of_unit(f"{name}_proj.weight").T) for name in "uvz")
     q, k = (rope(Z * of_unit(f"{name}_gain") + of_unit(f"{name}_offset")) for name in "qk")
     scalars = attention_scalars(parameters, layer + "gau.", config)
@@ -382,7 +400,7 @@ def forward(parameters, tokens, config):
     x = embedding[tokens]
     for i in range(config.units):
         x = (gau_layer if config.block == "gau" else llama_layer)(x, parameters, f"model.layers.{i}.", config)
-    x = rmsnorm(x, parameters["model.norm.weight"])
+    x = rmsnorm(x, parameters["model.norm.weight"], config.norm_eps)
     return x @ (embedding if config.tied else parameters["lm_head.weight"]).T
 
 

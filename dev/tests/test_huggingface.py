@@ -297,15 +297,18 @@ def modeling():
     return module
 
 
-def pair(modeling, name, L, block="llama", tied=True):
-    """The modeling file's model in float64 with random weights, and the reference's logits of the same weights."""
+def pair(modeling, name, L, block="llama", tied=True, **change):
+    """The modeling file's model in float64 with random weights, and the reference's logits of the same weights. `change`: of the
+    reference's shape."""
     normalizer = reference.parse_normalizer(name)
     gau = block == "gau"
-    shape = reference.Config(layers=1 if gau else 2, heads=1 if gau else 2, channels=16, ffn=24, tied=tied, vocab=31, attn=name, L=L, block=block)
+    shape = reference.Config(**dict(layers=1 if gau else 2, heads=1 if gau else 2, channels=16, ffn=24, tied=tied, vocab=31, attn=name, L=L,
+                                    block=block) | change)
     said = {f.name: getattr(normalizer, f.name) for f in fields(normalizer) if f.name not in ("s", "fixed")}
     config = modeling.AttnGPTConfig(
         vocab_size=31, hidden_size=16, intermediate_size=32 if gau else 24, num_hidden_layers=2, num_attention_heads=shape.heads,
-        head_dim=128 if gau else 8, rms_norm_eps=1e-5, tie_word_embeddings=tied, bos_token_id=0, eos_token_id=0,
+        num_key_value_heads=shape.kv_heads or shape.heads, qk_norm=bool(shape.qk_norm),
+        head_dim=128 if gau else shape.query_width // shape.heads, rms_norm_eps=shape.norm_eps, tie_word_embeddings=tied, bos_token_id=0, eos_token_id=0,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         attention_normalizer=said | {"name": name, "seq_len": L, "fixed": normalizer.fixed} | ({"block": "gau"} if gau else {}))
     torch.manual_seed(0)
@@ -321,10 +324,20 @@ def pair(modeling, name, L, block="llama", tied=True):
     return model, lambda ids: reference.forward(parameters, ids, shape)
 
 
-@pytest.mark.parametrize("name", NORMALIZERS)
-@pytest.mark.parametrize("block", BLOCKS)
-def test_the_formulas_are_the_reference(modeling, block, name):
-    model, logits_of = pair(modeling, name, L=24, block=block)
+HEADS = {
+    "grouped": dict(heads=4, kv_heads=2),
+    "multi-query, head size, eps": dict(heads=3, kv_heads=1, head_dim=6, norm_eps=0.05),
+    "QK norms": dict(qk_norm=1),
+    "all": dict(heads=4, kv_heads=2, head_dim=6, norm_eps=0.05, qk_norm=1),
+}
+
+
+@pytest.mark.parametrize("name, block, heads", [
+    *((name, block, None) for block in BLOCKS for name in NORMALIZERS),
+    *((name, "llama", heads) for heads in HEADS for name in ("softmax", "ssmax-pn", "lssar", "softmax-sink", "softmax-recentered"))])
+def test_the_formulas_are_the_reference(modeling, block, name, heads, tmp_path):
+    model, logits_of = pair(modeling, name, L=24, block=block, **HEADS.get(heads, {}))
+    model.config.save_pretrained(tmp_path)
     ids = torch.randint(31, (2, 20), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         whole = model(ids).logits

@@ -48,20 +48,25 @@ def scalars_of(name, heads, L, seed=7):
 # ---- The whole model against transformers
 
 def float64_llama(monkeypatch, config):
-    """transformers' Llama. Its RMSNorm, softmax and RoPE go through float32 whatever the weights are: lift them to float64."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    """transformers' Llama, or its Qwen3 where there are QK norms. Its RMSNorm, softmax and RoPE go through float32 whatever the weights
+    are: lift them to float64."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
     from transformers.models.llama import modeling_llama
+    from transformers.models.qwen3 import modeling_qwen3
 
+    config_class, model_class = (Qwen3Config, Qwen3ForCausalLM) if config.qk_norm else (LlamaConfig, LlamaForCausalLM)
     lifted = types.ModuleType("torch")
     lifted.__dict__.update(torch.__dict__, float32=torch.float64)
     monkeypatch.setattr(modeling_llama, "torch", lifted)
-    llama = LlamaForCausalLM(LlamaConfig(
+    monkeypatch.setattr(modeling_qwen3, "torch", lifted)
+    llama = model_class(config_class(
         vocab_size=config.vocab, hidden_size=config.channels, intermediate_size=config.ffn, num_hidden_layers=config.layers,
-        num_attention_heads=config.heads, rms_norm_eps=1e-5, tie_word_embeddings=config.tied, max_position_embeddings=64,
+        num_attention_heads=config.heads, num_key_value_heads=config.kv_heads or config.heads, head_dim=config.query_width // config.heads,
+        rms_norm_eps=config.norm_eps, tie_word_embeddings=config.tied, max_position_embeddings=64,
         attn_implementation="eager")).double().eval()
 
     def rotary(x, position_ids):
-        d = config.channels // config.heads
+        d = config.query_width // config.heads
         frequency = 10000.0 ** (-torch.arange(0, d, 2, dtype=torch.float64) / d)
         angle = position_ids[..., None].double() * torch.cat([frequency, frequency])
         return angle.cos(), angle.sin()
@@ -72,9 +77,11 @@ def float64_llama(monkeypatch, config):
     return llama
 
 
+@pytest.mark.parametrize("change", [{}, dict(heads=4, kv_heads=2), dict(heads=4, kv_heads=1, head_dim=6, norm_eps=0.05), dict(qk_norm=1),
+                                    dict(heads=4, kv_heads=2, head_dim=6, qk_norm=1, norm_eps=0.05)], ids=str)
 @pytest.mark.parametrize("tied", [True, False])
-def test_softmax_equals_transformers(monkeypatch, tied):
-    config = reference.Config(**SMALL, tied=tied)
+def test_softmax_equals_transformers(monkeypatch, tied, change):
+    config = reference.Config(**SMALL | change, tied=tied)
     llama = float64_llama(monkeypatch, config)
     weights = {name: fixtures.parameter(name, shape) for name, shape in reference.parameter_shapes(config).items()}
     missing, unexpected = llama.load_state_dict(weights, strict=False)
@@ -541,7 +548,7 @@ def test_float32_attention_can_meet_the_bounds(attn):
 
 
 def test_kept_fixtures_are_small_and_awkward_enough():
-    assert sum(path.stat().st_size for path in fixtures.FOLDER.iterdir()) < 2_000_000
+    assert sum(path.stat().st_size for path in fixtures.FOLDER.iterdir()) < 2_200_000
     kept = fixtures.load_file(fixtures.FOLDER / "models.safetensors")
     for tensors in kept, fixtures.load_file(fixtures.FOLDER / "layers.safetensors"):
         assert all(np.isfinite(x).all() for x in tensors.values())
