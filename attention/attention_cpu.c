@@ -313,175 +313,210 @@ static real row_backward(const Normalizer *normalizer, real *s, real *dA, Row *r
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// qk=l2: x (n,HS) over the rows' Euclidean norms; a row of zeros stays one.
+// Heads. Query heads that share keys and values are a group, one thread's work where there are enough groups. Otherwise
+// (few sequences of the one-headed gated unit, say) the threads share the matmuls and the rows of each head.
 
-static real inverse_norm(const real *x, size_t HS) {
-    real sum = 0;
-    #pragma omp simd reduction(+ : sum)
-    for (size_t i = 0; i < HS; i++) sum += x[i] * x[i];
-    return sum < REAL_MIN ? 0 : 1 / real_sqrt(sum);    // its square, too, must stay a number
+static bool groups_in_parallel(AttentionShape shape) {
+    return shape.B * shape.NKV >= (size_t)omp_get_max_threads();
 }
 
-static const real *unit_rows(real *out, const real *x, size_t n, size_t HS) {
-    for (size_t t = 0; t < n; t++) {
-        real inverse = inverse_norm(x + t * HS, HS);
-        #pragma omp simd
-        for (size_t i = 0; i < HS; i++) out[t * HS + i] = x[t * HS + i] * inverse;
-    }
-    return out;
-}
-
-// dx = (du - u (u · du))/|x|, u = x/|x|: du in and out.
-static void unit_rows_backward(real *dx, const real *x, size_t n, size_t HS) {
-    for (size_t t = 0; t < n; t++) {
-        real *d = dx + t * HS, inverse = inverse_norm(x + t * HS, HS), dot = 0;
-        const real *row = x + t * HS;
-        #pragma omp simd reduction(+ : dot)
-        for (size_t i = 0; i < HS; i++) dot += row[i] * d[i];
-        dot *= inverse * inverse;
-        #pragma omp simd
-        for (size_t i = 0; i < HS; i++) d[i] = (d[i] - row[i] * dot) * inverse;
-    }
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Heads. Where there are enough of them each is one thread's work. Otherwise (few sequences of the one-headed gated
-// unit) the threads share the products and the rows of each.
-
-static bool heads_in_parallel(AttentionShape shape) {
-    return shape.B * shape.NH >= (size_t)omp_get_max_threads();
-}
-
-// A thread's part: two blocks of scores (A and dA), a block of dout, under qk=l2 a block of q and all of k by their
-// norms, the buffers of its rows.
+// A thread's part of the scratch: two blocks of scores (A and dA) and the buffers of its rows.
 typedef struct {
-    real *scores, *dscores, *dout, *q, *k, *buffers;
+    real *scores, *dscores, *buffers;
 } Part;
 
 static size_t thread_scratch(AttentionShape shape) {
-    return block_rows(shape.T) * (2 * row_step(shape.T) + shape.VS + shape.HS) + shape.T * shape.HS +
-           ROW_BUFFERS * row_step(shape.T);
+    return (2 * block_rows(shape.T) + ROW_BUFFERS) * row_step(shape.T);
 }
 
 static Part part_of(AttentionShape shape, real *scratch, int thread) {
-    size_t rows = block_rows(shape.T), step = row_step(shape.T);
+    size_t block = block_rows(shape.T) * row_step(shape.T);
     Part p = {.scores = scratch + (size_t)thread * thread_scratch(shape)};
-    p.dscores = p.scores + rows * step;
-    p.dout = p.dscores + rows * step;
-    p.q = p.dout + rows * shape.VS;
-    p.k = p.q + rows * shape.HS;
-    p.buffers = p.k + shape.T * shape.HS;
+    p.dscores = p.scores + block;
+    p.buffers = p.dscores + block;
     return p;
 }
 
-// What a row leaves for the gradients of the learned scalars.
-enum { ROW_GRADS = 2 };    // g = sum_j dz s, and the row's part of dsink
+// What a row leaves for the gradients of the learned scalars: g = sum_j dz s, and the row's part of dsink.
+enum { ROW_GRADS = 2 };
 
 size_t attention_scratch(AttentionShape shape, int threads) {
     return (size_t)threads * thread_scratch(shape) + shape.B * shape.NH * shape.T * ROW_GRADS;
 }
 
-static uint64_t head_forward(real *out, real *stats, const real *q, const real *k, const real *v,
-                             AttentionScalars scalars, size_t h, AttentionShape shape, Part part, bool share) {
+// A query head of a sequence: where its position 0 lies in each array. Rows are as far apart as in the whole.
+typedef struct {
+    size_t h;
+    const real *q, *k, *v;
+    const int32_t *first;    // (T) or NULL
+    size_t rows, out;        // of (B,NH,T), of (B,T,NH,VS)
+} Head;
+
+static Head head_of(AttentionShape shape, const AttentionInput *in, size_t b, size_t h) {
+    size_t kv = h / (shape.NH / shape.NKV), t = b * shape.T;
+    return (Head){.h = h,
+                  .q = in->q.p + t * in->q.row + h * in->q.head,
+                  .k = in->k.p + t * in->k.row + kv * in->k.head,
+                  .v = in->v.p + t * in->v.row + kv * in->v.head,
+                  .first = in->first ? in->first + t : NULL,
+                  .rows = (b * shape.NH + h) * shape.T,
+                  .out = (t * shape.NH + h) * shape.VS};
+}
+
+static size_t first_key(const Head *head, size_t t) {
+    return head->first ? (size_t)head->first[t] : 0;
+}
+
+// The rows `from` and on of a head, whose scores are for the keys `low` and on.
+typedef struct {
+    size_t from, rows, low, keys;
+} Block;
+
+static Block block_at(const Head *head, size_t from, size_t T) {
+    size_t rows = T - from < BLOCK ? T - from : BLOCK, low = first_key(head, from);
+    return (Block){from, rows, low, from + rows - low};
+}
+
+// A row of a block's scores has `hidden` keys before the n that are visible, and others after them.
+static Row block_row(AttentionShape shape, AttentionScalars scalars, const Head *head, Block block, size_t r,
+                     size_t *hidden) {
+    size_t t = block.from + r, first = first_key(head, t);
+    *hidden = first - block.low;
+    return row_at(&shape, scalars, head->h, t + 1 - first, shape.T);
+}
+
+static void hide(real *scores, const Row *row, size_t hidden, size_t keys) {
+    size_t end = hidden + (size_t)row->at.n;
+    memset(scores, 0, hidden * sizeof *scores);
+    memset(scores + end, 0, (keys - end) * sizeof *scores);
+}
+
+static uint64_t head_forward(real *out, real *stats, Head head, const AttentionInput *in, AttentionScalars scalars,
+                             AttentionShape shape, Part part, bool share) {
     size_t T = shape.T, HS = shape.HS, VS = shape.VS, step = shape.NH * VS, ld = row_step(T);
-    uint64_t without_weight = 0;
-    bool unit = shape.normalizer->qk.kind == QK_L2;
-    if (unit) k = unit_rows(part.k, k, T, HS);
+    uint64_t all_zero = 0;
+    out += head.out;
+    stats += head.rows * ROW_STATS;
     for (size_t from = 0; from < T; from += BLOCK) {
-        size_t rows = T - from < BLOCK ? T - from : BLOCK, keys = from + rows;
+        Block at = block_at(&head, from, T);
         real factor[BLOCK];
-        const real *q_rows = unit ? unit_rows(part.q, q + from * HS, rows, HS) : q + from * HS;
-        gemm('N', 'T', rows, keys, HS, q_rows, HS, k, HS, 0, part.scores, ld);
-        #pragma omp parallel for schedule(static) reduction(+ : without_weight) if (share)
-        for (size_t r = 0; r < rows; r++) {
+        gemm('N', 'T', at.rows, at.keys, HS, head.q + from * in->q.row, in->q.row, head.k + at.low * in->k.row,
+             in->k.row, 0, part.scores, ld);
+        #pragma omp parallel for schedule(static) reduction(+ : all_zero) if (share)
+        for (size_t r = 0; r < at.rows; r++) {
             bool weight;
-            Row row = row_at(&shape, scalars, h, from + r + 1, T);
+            size_t hidden;
+            Row row = block_row(shape, scalars, &head, at, r, &hidden);
             real *scores = part.scores + r * ld;
-            factor[r] = row_forward(shape.normalizer, scores, &row, &weight);
-            memset(scores + row.at.n, 0, (keys - (size_t)row.at.n) * sizeof *scores);
+            factor[r] = row_forward(shape.normalizer, scores + hidden, &row, &weight);
+            hide(scores, &row, hidden, at.keys);
             row_keep(&row, stats + ROW_STATS * (from + r));
-            without_weight += !weight;
+            all_zero += !weight;
         }
-        gemm('N', 'N', rows, VS, keys, part.scores, ld, v, VS, 0, out + from * step, step);
-        for (size_t r = 0; r < rows; r++) {
+        gemm('N', 'N', at.rows, VS, at.keys, part.scores, ld, head.v + at.low * in->v.row, in->v.row, 0,
+             out + from * step, step);
+        for (size_t r = 0; r < at.rows; r++) {
             #pragma omp simd
             for (size_t c = 0; c < VS; c++) out[(from + r) * step + c] *= factor[r];
         }
     }
-    return without_weight;
+    return all_zero;
 }
 
-uint64_t attention_forward(real *out, real *stats, const real *q, const real *k, const real *v,
-                           AttentionScalars scalars, AttentionShape shape, real *scratch) {
-    size_t B = shape.B, T = shape.T, NH = shape.NH, HS = shape.HS, VS = shape.VS;
-    bool each = heads_in_parallel(shape);
-    uint64_t without_weight = 0;
-    #pragma omp parallel for schedule(static) reduction(+ : without_weight) if (each)
-    for (size_t i = 0; i < B * NH; i++) {
-        size_t b = i / NH, h = i % NH;
-        without_weight +=
-            head_forward(out + (b * T * NH + h) * VS, stats + i * T * ROW_STATS, q + i * T * HS, k + i * T * HS,
-                         v + i * T * VS, scalars, h, shape, part_of(shape, scratch, omp_get_thread_num()), !each);
+uint64_t attention_forward(real *out, real *stats, AttentionInput in, AttentionScalars scalars, AttentionShape shape,
+                           real *scratch) {
+    size_t group = shape.NH / shape.NKV;
+    bool each = groups_in_parallel(shape);
+    uint64_t all_zero = 0;
+    #pragma omp parallel for schedule(static) reduction(+ : all_zero) if (each)
+    for (size_t i = 0; i < shape.B * shape.NH; i += group) {
+        Part part = part_of(shape, scratch, omp_get_thread_num());
+        for (size_t j = i; j < i + group; j++)
+            all_zero += head_forward(out, stats, head_of(shape, &in, j / shape.NH, j % shape.NH), &in, scalars, shape,
+                                     part, !each);
     }
-    return without_weight;
+    return all_zero;
 }
 
-// g (T,ROW_GRADS) written.
-static void head_backward(real *dq, real *dk, real *dv, real *g, const real *dout, const real *out, const real *stats,
-                          const real *q, const real *k, const real *v, AttentionScalars scalars, size_t h,
-                          AttentionShape shape, real *scratch, bool share) {
+// What head_backward reads besides the input, and where it writes.
+typedef struct {
+    const AttentionInput *in;
+    const real *dout, *out, *stats;
+    AttentionInputGrads d;
+    real *g;    // (B,NH,T,ROW_GRADS) written
+    real *scratch;
+} Backward;
+
+// From a block's scores and dA (part.scores, part.dscores) to the weights and the gradient by the scores.
+static void block_backward(const Backward *pass, const Head *head, Block at, AttentionScalars scalars,
+                           AttentionShape shape, Part part, bool share) {
+    size_t VS = shape.VS, step = shape.NH * VS, ld = row_step(shape.T);
+    const real *out = pass->out + head->out + at.from * step, *dout = pass->dout + head->out + at.from * step;
+    const real *stats = pass->stats + (head->rows + at.from) * ROW_STATS;
+    real *g = pass->g + (head->rows + at.from) * ROW_GRADS;
+    #pragma omp parallel for schedule(static) if (share)
+    for (size_t r = 0; r < at.rows; r++) {
+        size_t hidden;
+        Row row = block_row(shape, scalars, head, at, r, &hidden);
+        real D = 0, *scores = part.scores + r * ld, *dscores = part.dscores + r * ld;
+        row_recall(shape.normalizer, &row, stats + ROW_STATS * r);
+        #pragma omp simd reduction(+ : D)
+        for (size_t c = 0; c < VS; c++) D += dout[r * step + c] * out[r * step + c];
+        real *buffers = share ? part_of(shape, pass->scratch, omp_get_thread_num()).buffers : part.buffers;
+        g[ROW_GRADS * r] = row_backward(shape.normalizer, scores + hidden, dscores + hidden, &row, D, buffers);
+        g[ROW_GRADS * r + 1] = -row.D * row.inverse * norm_extra(shape.normalizer->norm, row.at, row.shift);
+        hide(scores, &row, hidden, at.keys);
+        hide(dscores, &row, hidden, at.keys);
+    }
+}
+
+// `add`: dk and dv have the sums of the group's heads before this one.
+static void head_backward(const Backward *pass, size_t b, size_t h, AttentionScalars scalars, AttentionShape shape,
+                          bool share, bool add) {
     size_t T = shape.T, HS = shape.HS, VS = shape.VS, step = shape.NH * VS, ld = row_step(T);
-    int thread = omp_get_thread_num();
-    Part part = part_of(shape, scratch, thread);
-    const real *k_in = k;
-    bool unit = shape.normalizer->qk.kind == QK_L2;
-    if (unit) k = unit_rows(part.k, k, T, HS);
-    // The last block reaches all keys, so the blocks go backwards: the first product writes dk and dv, the others add.
+    size_t kv = h / (shape.NH / shape.NKV);
+    const AttentionInput *in = pass->in;
+    AttentionInputGrads d = pass->d;
+    Head head = head_of(shape, in, b, h);
+    Part part = part_of(shape, pass->scratch, omp_get_thread_num());
+    real *dq = d.q.p + b * T * d.q.row + h * d.q.head, *dk = d.k.p + b * T * d.k.row + kv * d.k.head,
+         *dv = d.v.p + b * T * d.v.row + kv * d.v.head;
+    // Without `first` the last block reaches all keys, so that going backward its matmuls write dk and dv.
+    for (size_t t = 0; head.first && !add && t < T; t++) {
+        memset(dk + t * d.k.row, 0, HS * sizeof *dk);
+        memset(dv + t * d.v.row, 0, VS * sizeof *dv);
+    }
     size_t last = (T - 1) / BLOCK * BLOCK;
     for (size_t from = last;; from -= BLOCK) {
-        size_t rows = T - from < BLOCK ? T - from : BLOCK, keys = from + rows;
-        for (size_t r = 0; r < rows; r++) memcpy(part.dout + r * VS, dout + (from + r) * step, VS * sizeof *dout);
-        const real *q_rows = unit ? unit_rows(part.q, q + from * HS, rows, HS) : q + from * HS;
-        gemm('N', 'T', rows, keys, HS, q_rows, HS, k, HS, 0, part.scores, ld);
-        gemm('N', 'T', rows, keys, VS, part.dout, VS, v, VS, 0, part.dscores, ld);
-        #pragma omp parallel for schedule(static) if (share)
-        for (size_t r = 0; r < rows; r++) {
-            Row row = row_at(&shape, scalars, h, from + r + 1, T);
-            real D = 0, *scores = part.scores + r * ld, *dscores = part.dscores + r * ld;
-            row_recall(shape.normalizer, &row, stats + ROW_STATS * (from + r));
-            #pragma omp simd reduction(+ : D)
-            for (size_t c = 0; c < VS; c++) D += part.dout[r * VS + c] * out[(from + r) * step + c];
-            real *buffers = part_of(shape, scratch, share ? omp_get_thread_num() : thread).buffers;
-            g[ROW_GRADS * (from + r)] = row_backward(shape.normalizer, scores, dscores, &row, D, buffers);
-            g[ROW_GRADS * (from + r) + 1] =
-                -row.D * row.inverse * norm_extra(shape.normalizer->norm, row.at, row.shift);
-            memset(scores + row.at.n, 0, (keys - (size_t)row.at.n) * sizeof *scores);
-            memset(dscores + row.at.n, 0, (keys - (size_t)row.at.n) * sizeof *scores);
-        }
-        real beta = from == last ? 0 : 1;
-        gemm('T', 'N', keys, VS, rows, part.scores, ld, part.dout, VS, beta, dv, VS);
-        gemm('T', 'N', keys, HS, rows, part.dscores, ld, q_rows, HS, beta, dk, HS);
-        gemm('N', 'N', rows, HS, keys, part.dscores, ld, k, HS, 0, dq + from * HS, HS);
+        Block at = block_at(&head, from, T);
+        const real *q = head.q + from * in->q.row, *k = head.k + at.low * in->k.row;
+        const real *dout = pass->dout + head.out + from * step;
+        gemm('N', 'T', at.rows, at.keys, HS, q, in->q.row, k, in->k.row, 0, part.scores, ld);
+        gemm('N', 'T', at.rows, at.keys, VS, dout, step, head.v + at.low * in->v.row, in->v.row, 0, part.dscores, ld);
+        block_backward(pass, &head, at, scalars, shape, part, share);
+        real beta = from == last && !head.first && !add ? 0 : 1;
+        gemm('T', 'N', at.keys, VS, at.rows, part.scores, ld, dout, step, beta, dv + at.low * d.v.row, d.v.row);
+        gemm('T', 'N', at.keys, HS, at.rows, part.dscores, ld, q, in->q.row, beta, dk + at.low * d.k.row, d.k.row);
+        gemm('N', 'N', at.rows, HS, at.keys, part.dscores, ld, k, in->k.row, 0, dq + from * d.q.row, d.q.row);
         if (from == 0) break;
     }
-    if (unit) unit_rows_backward(dq, q, T, HS), unit_rows_backward(dk, k_in, T, HS);
 }
 
-// ds[h] += sum over the batch and the rows of dc/ds g, and so for b; dp[n-1] += sum over the batch and the heads. g
-// (B,NH,T,ROW_GRADS).
-static void scalars_backward(AttentionScalarGrads grads, const real *g, AttentionScalars scalars,
+// ds[h] += sum over the batch and the rows of dc/ds g, and so for b; dp[n-1] += sum over the batch and the heads.
+// g (B,NH,T,ROW_GRADS), first (B,T) or NULL.
+static void scalars_backward(AttentionScalarGrads grads, const real *g, const int32_t *first, AttentionScalars scalars,
                              AttentionShape shape) {
     for (size_t i = 0; i < shape.B * shape.NH; i++) {
-        size_t h = i % shape.NH;
+        size_t h = i % shape.NH, b = i / shape.NH;
         double ds = 0, db = 0, dsink = 0;
         for (size_t t = 0; t < shape.T; t++) {
-            ScaleSlopes slopes =
-                row_scale_slopes(shape.normalizer->scale, row_at(&shape, scalars, h, t + 1, shape.T).at);
+            size_t n = t + 1 - (first ? (size_t)first[b * shape.T + t] : 0);
+            ScaleSlopes slopes = row_scale_slopes(shape.normalizer->scale, row_at(&shape, scalars, h, n, shape.T).at);
             const real *g_t = g + (i * shape.T + t) * ROW_GRADS;
             ds += slopes.s * g_t[0];
             db += slopes.b * g_t[0];
             dsink += g_t[1];
-            if (grads.p) grads.p[t] += slopes.p * g_t[0];
+            if (grads.p) grads.p[n - 1] += slopes.p * g_t[0];
         }
         if (grads.s) grads.s[h] += (real)ds;
         if (grads.b) grads.b[h] += (real)db;
@@ -489,39 +524,36 @@ static void scalars_backward(AttentionScalarGrads grads, const real *g, Attentio
     }
 }
 
-void attention_backward(real *dq, real *dk, real *dv, AttentionScalarGrads grads, const real *dout, const real *out,
-                        const real *stats, const real *q, const real *k, const real *v, AttentionScalars scalars,
-                        AttentionShape shape, real *scratch) {
-    size_t B = shape.B, T = shape.T, NH = shape.NH, HS = shape.HS, VS = shape.VS;
-    bool each = heads_in_parallel(shape);
-    real *g = scratch + (size_t)omp_get_max_threads() * thread_scratch(shape);
+void attention_backward(AttentionInputGrads d, AttentionScalarGrads grads, const real *dout, const real *out,
+                        const real *stats, AttentionInput in, AttentionScalars scalars, AttentionShape shape,
+                        real *scratch) {
+    size_t group = shape.NH / shape.NKV;
+    bool each = groups_in_parallel(shape);
+    Backward pass = {.in = &in, .dout = dout, .out = out, .stats = stats, .d = d, .scratch = scratch};
+    pass.g = scratch + (size_t)omp_get_max_threads() * thread_scratch(shape);
     #pragma omp parallel for schedule(static) if (each)
-    for (size_t i = 0; i < B * NH; i++) {
-        size_t b = i / NH, h = i % NH, qk = i * T * HS, row = (b * T * NH + h) * VS;
-        head_backward(dq + qk, dk + qk, dv + i * T * VS, g + i * T * ROW_GRADS, dout + row, out + row,
-                      stats + i * T * ROW_STATS, q + qk, k + qk, v + i * T * VS, scalars, h, shape, scratch, !each);
-    }
-    if (grads.s || grads.b || grads.p || grads.sink) scalars_backward(grads, g, scalars, shape);
+    for (size_t i = 0; i < shape.B * shape.NH; i += group)
+        for (size_t j = i; j < i + group; j++)
+            head_backward(&pass, j / shape.NH, j % shape.NH, scalars, shape, !each, j > i);
+    if (grads.s || grads.b || grads.p || grads.sink) scalars_backward(grads, pass.g, in.first, scalars, shape);
 }
 
-bool attention_row(real *out, const real *q, const real *k, size_t k_step, const real *v, size_t v_step, size_t n,
-                   size_t h, AttentionScalars scalars, AttentionShape shape, real *scratch) {
-    size_t HS = shape.HS, VS = shape.VS;
-    bool unit = shape.normalizer->qk.kind == QK_L2, weight;
-    real q_inverse = unit ? inverse_norm(q, HS) : 1;
+bool attention_row(real *out, const real *q, ConstView k, ConstView v, size_t n, size_t h, AttentionScalars scalars,
+                   AttentionShape shape, real *scratch) {
+    bool weight;
     for (size_t j = 0; j < n; j++) {
         real sum = 0;
         #pragma omp simd reduction(+ : sum)
-        for (size_t c = 0; c < HS; c++) sum += q[c] * k[j * k_step + c];
-        scratch[j] = unit ? sum * q_inverse * inverse_norm(k + j * k_step, HS) : sum;
+        for (size_t c = 0; c < shape.HS; c++) sum += q[c] * k.p[j * k.row + c];
+        scratch[j] = sum;
     }
     Row row = row_at(&shape, scalars, h, n, n);
     real factor = row_forward(shape.normalizer, scratch, &row, &weight);
-    memset(out, 0, VS * sizeof *out);
+    memset(out, 0, shape.VS * sizeof *out);
     for (size_t j = 0; j < n; j++) {
         real a = scratch[j] * factor;
         #pragma omp simd
-        for (size_t c = 0; c < VS; c++) out[c] += a * v[j * v_step + c];
+        for (size_t c = 0; c < shape.VS; c++) out[c] += a * v.p[j * v.row + c];
     }
     return weight;
 }
