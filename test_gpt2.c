@@ -75,39 +75,30 @@ static void test_rmsnorm(void) {
     free(x), free(w), free(dout), free(out), free(dx), free(dw), free(r);
 }
 
-// The trainer's rope takes q, k and v from one row: x goes in as q and as k, and must come out alike.
+// The trainer's rope rotates q and k inside their projection: x goes in as q, k and v, and q and k must come out alike.
 static void test_rope(void) {
     size_t B = size_of("B"), T = size_of("T"), NH = size_of("heads"), HS = size_of("head_size"), C = NH * HS, N = B * T;
     int before = failed;
     float *x = input("x", N * C, 1), *dout = input("dout", N * C, 1), *qkv = floats(N * 3 * C),
           *dqkv = floats(N * 3 * C);
-    float *q = floats(N * C), *k = floats(N * C), *v = floats(N * C), *cosines = floats(T * HS / 2),
-          *sines = floats(T * HS / 2);
-    float *out = floats(N * C), *dq = floats(N * C);
-    rope_table(cosines, sines, T, HS, 10000);
-    for (size_t n = 0; n < N; n++)
-        for (size_t part = 0; part < 3; part++) memcpy(qkv + n * 3 * C + part * C, x + n * C, FLOATS(C));
-    rope_forward(q, k, v, qkv, cosines, sines, B, T, NH, HS);
-    check("k is rotated as q is", memcmp(q, k, FLOATS(N * C)) ? 1 : 0, 0);
-    for (size_t i = 0; i < N * C; i++) {    // (B,T,NH,HS) from (B,NH,T,HS)
-        size_t d = i % HS, h = i / HS % NH, t = i / C % T, b = i / C / T, from = ((b * NH + h) * T + t) * HS + d;
-        out[i] = q[from];
-        dq[from] = dout[i];
-        if (v[from] != x[i]) check("v is not rotated", 1, 0);
+    Rope rope = {B, T, NH, NH, HS, floats(T * HS / 2), floats(T * HS / 2), false};
+    rope_table((float *)rope.cosines, (float *)rope.sines, T, HS, 10000);
+    for (size_t i = 0; i < 3 * N; i++) {
+        memcpy(qkv + i * C, x + i / 3 * C, FLOATS(C));
+        memcpy(dqkv + i * C, dout + i / 3 * C, FLOATS(C));
     }
-    rope_backward(dqkv, dq, dq, dq, cosines, sines, B, T, NH, HS);
-    float *dx = floats(N * C), *dk = floats(N * C);
-    for (size_t i = 0; i < N * C; i++) {
-        dx[i] = dqkv[i / C * 3 * C + i % C];
-        dk[i] = dqkv[i / C * 3 * C + C + i % C];
-        if (dqkv[i / C * 3 * C + 2 * C + i % C] != dout[i]) check("dv is not rotated", 1, 0);
+    rope_forward(qkv, NULL, rope);
+    rope_backward(dqkv, qkv, NULL, rope);
+    double worst = 0;
+    float *part = floats(N * C);
+    for (size_t which = 0; which < 6; which++) {
+        const float *from = (which < 3 ? qkv : dqkv) + which % 3 * C;
+        for (size_t n = 0; n < N; n++) memcpy(part + n * C, from + n * 3 * C, FLOATS(C));
+        if (which % 3 < 2) worst = largest(worst, compare(which < 3 ? "out" : "dx", part, N * C, 0, 1e-6));
+        else check("v is not rotated", memcmp(part, which < 3 ? x : dout, FLOATS(N * C)) ? 1 : 0, 0);
     }
-    double worst = compare("out", out, N * C, 0, 1e-6);
-    worst = largest(worst, compare("dx", dx, N * C, 0, 1e-6));
-    worst = largest(worst, compare("dx", dk, N * C, 0, 1e-6));
     case_done(before, worst);
-    free(x), free(dout), free(qkv), free(dqkv), free(q), free(k), free(v), free(cosines), free(sines), free(out),
-        free(dq), free(dx), free(dk);
+    free(x), free(dout), free(qkv), free(dqkv), free(part), free((float *)rope.cosines), free((float *)rope.sines);
 }
 
 static void test_swiglu(void) {
@@ -194,24 +185,12 @@ static void test_crossentropy(void) {
     free(targets), free(mask), free(logits), free(kept), free(losses);
 }
 
-// (B,NH,T,HS) from (B,T,NH,HS), or back.
-static float *by_head(const float *x, size_t B, size_t T, size_t NH, size_t HS, bool back) {
-    float *out = floats(B * T * NH * HS);
-    for (size_t b = 0; b < B; b++)
-        for (size_t t = 0; t < T; t++)
-            for (size_t h = 0; h < NH; h++) {
-                size_t token = ((b * T + t) * NH + h) * HS, head = ((b * NH + h) * T + t) * HS;
-                memcpy(out + (back ? token : head), x + (back ? head : token), FLOATS(HS));
-            }
-    return out;
-}
-
-static double compare_by_head(const char *name, const float *x, size_t B, size_t T, size_t NH, size_t HS, double floor,
-                              double bound) {
-    float *y = by_head(x, B, T, NH, HS, true);
-    double error = compare(name, y, B * T * NH * HS, floor, bound);
-    free(y);
-    return error;
+// The rows of x (n,HS) over their Euclidean norms, as the trainer leaves q and k to attention under qk=l2.
+static void l2_rows(float *x, float *inverse, size_t n, size_t HS) {
+    for (size_t i = 0; i < n; i++) {
+        inverse[i] = l2_inverse(x + i * HS, HS);
+        for (size_t c = 0; c < HS; c++) x[i * HS + c] *= inverse[i];
+    }
 }
 
 // The learned scalars that the fixtures use, as the normalizer has them.
@@ -262,25 +241,31 @@ static void test_attention(void) {
     Normalizer normalizer;
     if (!normalizer_parse(&normalizer, text_of("attn"), message, sizeof message))
         fail(EXIT_INPUT, "%s: %s", case_name, message);
-    AttentionShape shape = {&normalizer, B, T, NH, HS, HS, (int)L};
+    AttentionShape shape = {&normalizer, B, T, NH, NH, HS, HS, (int)L};
     TestScalars scalars = test_scalars(&normalizer, NH, L);
-    float *x[3], *head[3], *d[3], *out = floats(n), *dout = input("dout", n, 1);
+    float *x[3], *d[3], *inverse[3], *out = floats(n), *dout = input("dout", n, 1);
     float *stats = floats(B * NH * T * ROW_STATS), *scratch = floats(attention_scratch(shape, omp_get_max_threads()));
     for (int i = 0; i < 3; i++) {
         x[i] = input((const char *[]){"q", "k", "v"}[i], n, i < 2 ? (float)atof(text_of("scale")) : 2);
-        head[i] = by_head(x[i], B, T, NH, HS, false);
-        d[i] = floats(n);
+        d[i] = floats(n), inverse[i] = floats(B * T * NH);
+        if (i < 2 && normalizer.qk.kind == QK_L2) l2_rows(x[i], inverse[i], B * T * NH, HS);
     }
-    attention_forward(out, stats, head[0], head[1], head[2], scalars.values, shape, scratch);
-    attention_backward(d[0], d[1], d[2], scalars.grads, dout, out, stats, head[0], head[1], head[2], scalars.values,
-                       shape, scratch);
+    size_t C = NH * HS;
+    AttentionInput in = {{x[0], C, HS}, {x[1], C, HS}, {x[2], C, HS}, NULL};
+    AttentionInputGrads grads = {{d[0], C, HS}, {d[1], C, HS}, {d[2], C, HS}};
+    attention_forward(out, stats, in, scalars.values, shape, scratch);
+    attention_backward(grads, scalars.grads, dout, out, stats, in, scalars.values, shape, scratch);
+    for (size_t i = 0; i < 2 * B * T * NH && normalizer.qk.kind == QK_L2; i++) {
+        size_t which = i % 2, r = i / 2;
+        l2_backward(d[which] + r * HS, x[which] + r * HS, inverse[which][r], HS);
+    }
     double norm = 0, worst = compare("out", out, n, 0, 1e-5);
     for (size_t i = 0; i < n; i++) norm += (double)d[2][i] * d[2][i];
     // At T = 1 under l1, dq and dk are 0: what is left is rounding.
     double floor = (T == 1 ? 5e-2 : 1e-2) * sqrt(norm);
-    worst = largest(worst, compare_by_head("dq", d[0], B, T, NH, HS, floor, 1e-4));
-    worst = largest(worst, compare_by_head("dk", d[1], B, T, NH, HS, floor, 1e-4));
-    worst = largest(worst, compare_by_head("dv", d[2], B, T, NH, HS, floor, 1e-4));
+    worst = largest(worst, compare("dq", d[0], n, floor, 1e-4));
+    worst = largest(worst, compare("dk", d[1], n, floor, 1e-4));
+    worst = largest(worst, compare("dv", d[2], n, floor, 1e-4));
     if (scalars.grads.s) worst = largest(worst, compare("dattn_scale", scalars.ds, NH, floor, 1e-4));
     if (scalars.grads.b) worst = largest(worst, compare("dattn_bias", scalars.db, NH, floor, 1e-4));
     if (scalars.grads.p) worst = largest(worst, compare("dattn_pn", scalars.dp, L, floor, 1e-4));
@@ -292,17 +277,18 @@ static void test_attention(void) {
     float *row = floats(HS), *scores = floats(T);
     double difference = 0, size = 0;
     for (size_t i = 0; i < B * NH * T && !by_length; i++) {
-        size_t t = i % T, h = i / T % NH, b = i / T / NH, at = (i - t) * HS;
-        attention_row(row, head[0] + i * HS, head[1] + at, HS, head[2] + at, HS, t + 1, h, scalars.values, shape,
-                      scores);
+        size_t h = i % NH, t = i / NH % T, b = i / NH / T, start = b * T * C + h * HS;
+        shape.T = t + 1;
+        attention_row(row, x[0] + i * HS, (ConstView){x[1] + start, C, HS}, (ConstView){x[2] + start, C, HS}, t + 1, h,
+                      scalars.values, shape, scores);
         for (size_t c = 0; c < HS; c++) {
-            double o = out[((b * T + t) * NH + h) * HS + c];
+            double o = out[i * HS + c];
             difference += (row[c] - o) * (row[c] - o), size += o * o;
         }
     }
     check("row by row", size > 0 ? sqrt(difference / size) : difference, 1e-5);
     case_done(before, worst);
-    for (int i = 0; i < 3; i++) free(x[i]), free(head[i]), free(d[i]);
+    for (int i = 0; i < 3; i++) free(x[i]), free(d[i]), free(inverse[i]);
     free_scalars(scalars);
     free(out), free(dout), free(stats), free(scratch), free(row), free(scores);
 }
@@ -414,8 +400,8 @@ static void test_nan(void) {
         char message[256];
         normalizer_parse(&normalizer, i ? "relu2-n" : "softmax", message, sizeof message);
         float q[2] = {1, NAN}, k[4] = {1, 2, 3, 4}, v[4] = {1, 2, 3, 4}, scratch[2];
-        AttentionShape shape = {&normalizer, 1, 2, 1, 2, 2, 2};
-        attention_row(out, q, k, 2, v, 2, 2, 0, (AttentionScalars){0}, shape, scratch);
+        AttentionShape shape = {&normalizer, 1, 2, 1, 1, 2, 2, 2};
+        attention_row(out, q, (ConstView){k, 2, 2}, (ConstView){v, 2, 2}, 2, 0, (AttentionScalars){0}, shape, scratch);
         check(normalizer.text, !isnan(out[0]), 0);
     }
     case_done(before, 0);

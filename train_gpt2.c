@@ -174,40 +174,63 @@ static void rotate_back(real *dx, const real *dout, const real *cosines, const r
     }
 }
 
-// q, k rotated by their positions and v as it is, each head's rows brought together
-//   q, k, v (B,NH,T,HS) written   qkv (B,T,3,NH,HS)   cosines, sines (T,HS/2)
-static void rope_forward(real *q, real *k, real *v, const real *qkv, const real *cosines, const real *sines, size_t B,
-                         size_t T, size_t NH, size_t HS) {
-    size_t C = NH * HS;
-    #pragma omp parallel for collapse(2) schedule(static)
-    for (size_t b = 0; b < B; b++) {
-        for (size_t t = 0; t < T; t++) {
-            const real *row = qkv + (b * T + t) * 3 * C, *cos_t = cosines + t * (HS / 2), *sin_t = sines + t * (HS / 2);
-            for (size_t h = 0; h < NH; h++) {
-                size_t to = ((b * NH + h) * T + t) * HS;
-                rotate(q + to, row + h * HS, cos_t, sin_t, HS);
-                rotate(k + to, row + C + h * HS, cos_t, sin_t, HS);
-                memcpy(v + to, row + 2 * C + h * HS, HS * sizeof *v);
-            }
-        }
-    }
+// 1/|x|, or 0 for an x whose square is no normal number
+static real l2_inverse(const real *x, size_t HS) {
+    real sum = 0;
+    #pragma omp simd reduction(+ : sum)
+    for (size_t i = 0; i < HS; i++) sum += x[i] * x[i];
+    return sum < REAL_MIN ? 0 : 1 / real_sqrt(sum);
 }
 
-//   dqkv (B,T,3,NH,HS) written   dq, dk, dv (B,NH,T,HS)
-static void rope_backward(real *dqkv, const real *dq, const real *dk, const real *dv, const real *cosines,
-                          const real *sines, size_t B, size_t T, size_t NH, size_t HS) {
-    size_t C = NH * HS;
-    #pragma omp parallel for collapse(2) schedule(static)
-    for (size_t b = 0; b < B; b++) {
-        for (size_t t = 0; t < T; t++) {
-            real *row = dqkv + (b * T + t) * 3 * C;
-            const real *cos_t = cosines + t * (HS / 2), *sin_t = sines + t * (HS / 2);
-            for (size_t h = 0; h < NH; h++) {
-                size_t from = ((b * NH + h) * T + t) * HS;
-                rotate_back(row + h * HS, dq + from, cos_t, sin_t, HS);
-                rotate_back(row + C + h * HS, dk + from, cos_t, sin_t, HS);
-                memcpy(row + 2 * C + h * HS, dv + from, HS * sizeof *dv);
-            }
+// dx = (du − u (u · du))/|x|, u = x/|x|: du in and dx out, in place.
+static void l2_backward(real *dx, const real *u, real inverse, size_t HS) {
+    real dot = 0;
+    #pragma omp simd reduction(+ : dot)
+    for (size_t i = 0; i < HS; i++) dot += u[i] * dx[i];
+    #pragma omp simd
+    for (size_t i = 0; i < HS; i++) dx[i] = (dx[i] - u[i] * dot) * inverse;
+}
+
+// What happens to q and k before attention.
+typedef struct {
+    size_t B, T, NH, NKV, HS;
+    const real *cosines, *sines;    // (T,HS/2)
+    bool l2;                        // qk=l2: after RoPE each head's row is divided by its Euclidean norm
+} Rope;
+
+// The row of one head at position t, in place; *inverse is written with l2 alone.
+static void rope_head_forward(real *x, real *inverse, const Rope *r, size_t t) {
+    rotate(x, x, r->cosines + t * (r->HS / 2), r->sines + t * (r->HS / 2), r->HS);
+    if (!r->l2) return;
+    *inverse = l2_inverse(x, r->HS);
+    #pragma omp simd
+    for (size_t i = 0; i < r->HS; i++) x[i] *= *inverse;
+}
+
+// The gradient of that row in place. x: as the forward pass left it
+static void rope_head_backward(real *dx, const real *x, const real *inverse, const Rope *r, size_t t) {
+    if (r->l2) l2_backward(dx, x, *inverse, r->HS);
+    rotate_back(dx, dx, r->cosines + t * (r->HS / 2), r->sines + t * (r->HS / 2), r->HS);
+}
+
+// The heads of q and k in place inside their projection; those of v stay as they are.
+//   qkv (B,T,NH + 2 NKV,HS): q's heads, then k's, then v's   inverse_norms (B,T,NH + NKV) written with l2
+static void rope_forward(real *qkv, real *inverse_norms, Rope r) {
+    size_t heads = r.NH + r.NKV, row = (heads + r.NKV) * r.HS;
+    #pragma omp parallel for schedule(static)
+    for (size_t n = 0; n < r.B * r.T; n++)
+        for (size_t h = 0; h < heads; h++)
+            rope_head_forward(qkv + n * row + h * r.HS, inverse_norms + n * heads + h, &r, n % r.T);
+}
+
+//   dqkv (B,T,NH + 2 NKV,HS) in place   qkv, inverse_norms: as rope_forward() left them
+static void rope_backward(real *dqkv, const real *qkv, const real *inverse_norms, Rope r) {
+    size_t heads = r.NH + r.NKV, row = (heads + r.NKV) * r.HS;
+    #pragma omp parallel for schedule(static)
+    for (size_t n = 0; n < r.B * r.T; n++) {
+        for (size_t h = 0; h < heads; h++) {
+            size_t at = n * row + h * r.HS;
+            rope_head_backward(dqkv + at, qkv + at, inverse_norms + n * heads + h, &r, n % r.T);
         }
     }
 }
@@ -253,67 +276,77 @@ static inline void silu_both(real x, real *value, real *slope) {
     *slope = sigmoid * (1 + x * (1 - sigmoid));
 }
 
-//   q, k (B,T,HS), v (B,T,E) written   uvz (B,T,2E+HS)   cosines, sines (T,HS/2)
-static void gau_forward(real *q, real *k, real *v, const real *uvz, GauGains gains, const real *cosines,
-                        const real *sines, size_t B, size_t T, size_t E, size_t HS) {
+// What a layer makes of its normalized input before attention, or the gradients of that: `joined` is the output of one
+// matmul, qkv (B,T,NH + 2 NKV,HS) of a Llama layer or uvz (B,T,2E+HS) of a gated unit, which alone has the others:
+// q, k (B,T,HS) and v (B,T,E). inverse_norms (B,T,NH + NKV) of q and k, with l2.
+typedef struct {
+    real *joined, *q, *k, *v, *inverse_norms;
+} Projected;
+
+// q, k and v from uvz, q and k after RoPE. r.NH and r.NKV are 1.
+static void gau_forward(Projected x, GauGains gains, Rope r, size_t E) {
+    size_t HS = r.HS;
     #pragma omp parallel for schedule(static)
-    for (size_t n = 0; n < B * T; n++) {
-        const real *v_in = uvz + n * (2 * E + HS) + E, *z = v_in + E, *cos_t = cosines + n % T * (HS / 2),
-                   *sin_t = sines + n % T * (HS / 2);
-        real *q_n = q + n * HS, *k_n = k + n * HS;
+    for (size_t n = 0; n < r.B * r.T; n++) {
+        const real *v_in = x.joined + n * (2 * E + HS) + E, *z = v_in + E;
+        real *q = x.q + n * HS, *k = x.k + n * HS, *inverse = x.inverse_norms + 2 * n;
         #pragma omp simd
-        for (size_t e = 0; e < E; e++) v[n * E + e] = v_in[e] * real_sigmoid(v_in[e]);
+        for (size_t e = 0; e < E; e++) x.v[n * E + e] = v_in[e] * real_sigmoid(v_in[e]);
         #pragma omp simd
         for (size_t c = 0; c < HS; c++) {
             real silu = z[c] * real_sigmoid(z[c]);
-            q_n[c] = silu * gains.q_gain[c] + gains.q_offset[c];
-            k_n[c] = silu * gains.k_gain[c] + gains.k_offset[c];
+            q[c] = silu * gains.q_gain[c] + gains.q_offset[c];
+            k[c] = silu * gains.k_gain[c] + gains.k_offset[c];
         }
-        rotate(q_n, q_n, cos_t, sin_t, HS);
-        rotate(k_n, k_n, cos_t, sin_t, HS);
+        rope_head_forward(q, inverse, &r, n % r.T);
+        rope_head_forward(k, inverse + 1, &r, n % r.T);
     }
 }
 
-//   duvz (B,T,2E+HS) written but for u's part   grads added to   dq, dk (B,T,HS): rotated back in place   dv (B,T,E)
-static void gau_backward(real *duvz, GauGains grads, real *dq, real *dk, const real *dv, const real *uvz,
-                         GauGains gains, const real *cosines, const real *sines, size_t B, size_t T, size_t E,
-                         size_t HS) {
+// The gradients of the gains, from those of q and k before RoPE: each thread has some of the channels and goes through
+// all rows in order.
+static void gau_gains_backward(GauGains grads, Projected d, Projected x, size_t N, size_t E, size_t HS) {
     enum { PART = 16 };
     #pragma omp parallel for schedule(static)
-    for (size_t n = 0; n < B * T; n++) {
+    for (size_t from = 0; from < HS; from += PART) {
+        for (size_t n = 0; n < N; n++) {
+            const real *z = x.joined + n * (2 * E + HS) + 2 * E, *dq = d.q + n * HS, *dk = d.k + n * HS;
+            #pragma omp simd
+            for (size_t c = from; c < from + PART; c++) {
+                real silu = z[c] * real_sigmoid(z[c]);
+                grads.q_gain[c] += dq[c] * silu;
+                grads.k_gain[c] += dk[c] * silu;
+                grads.q_offset[c] += dq[c];
+                grads.k_offset[c] += dk[c];
+            }
+        }
+    }
+}
+
+// d.joined written but for u's part, from d.q, d.k (in place: gradients before RoPE afterwards) and d.v; grads added to
+static void gau_backward(Projected d, GauGains grads, Projected x, GauGains gains, Rope r, size_t E) {
+    size_t N = r.B * r.T, HS = r.HS;
+    #pragma omp parallel for schedule(static)
+    for (size_t n = 0; n < N; n++) {
         size_t at = n * (2 * E + HS) + E;
-        const real *v_in = uvz + at, *z = v_in + E, *cos_t = cosines + n % T * (HS / 2),
-                   *sin_t = sines + n % T * (HS / 2);
-        real *dv_in = duvz + at, *dz = dv_in + E, *dq_n = dq + n * HS, *dk_n = dk + n * HS;
-        rotate_back(dq_n, dq_n, cos_t, sin_t, HS);
-        rotate_back(dk_n, dk_n, cos_t, sin_t, HS);
+        const real *v_in = x.joined + at, *z = v_in + E, *inverse = x.inverse_norms + 2 * n;
+        real *dv_in = d.joined + at, *dz = dv_in + E, *dq = d.q + n * HS, *dk = d.k + n * HS;
+        rope_head_backward(dq, x.q + n * HS, inverse, &r, n % r.T);
+        rope_head_backward(dk, x.k + n * HS, inverse + 1, &r, n % r.T);
         #pragma omp simd
         for (size_t e = 0; e < E; e++) {
             real value, slope;
             silu_both(v_in[e], &value, &slope);
-            dv_in[e] = dv[n * E + e] * slope;
+            dv_in[e] = d.v[n * E + e] * slope;
         }
         #pragma omp simd
         for (size_t c = 0; c < HS; c++) {
             real value, slope;
             silu_both(z[c], &value, &slope);
-            dz[c] = (dq_n[c] * gains.q_gain[c] + dk_n[c] * gains.k_gain[c]) * slope;
+            dz[c] = (dq[c] * gains.q_gain[c] + dk[c] * gains.k_gain[c]) * slope;
         }
     }
-    #pragma omp parallel for schedule(static)
-    for (size_t from = 0; from < HS; from += PART) {    // each thread some of the channels, through all rows in order
-        for (size_t n = 0; n < B * T; n++) {
-            const real *z = uvz + n * (2 * E + HS) + 2 * E, *dq_n = dq + n * HS, *dk_n = dk + n * HS;
-            #pragma omp simd
-            for (size_t c = from; c < from + PART; c++) {
-                real silu = z[c] * real_sigmoid(z[c]);
-                grads.q_gain[c] += dq_n[c] * silu;
-                grads.k_gain[c] += dk_n[c] * silu;
-                grads.q_offset[c] += dq_n[c];
-                grads.k_offset[c] += dk_n[c];
-            }
-        }
-    }
+    gau_gains_backward(grads, d, x, N, E, HS);
 }
 
 // out[n,e] = silu(u[n,e]) · att[n,e]
@@ -399,27 +432,28 @@ typedef struct {
     size_t B, T;
     // Layers whose activations are kept: all for a backward pass, otherwise 1 suffices.
     size_t kept;
-    // E is the width of all heads' values: C, or a gated unit's F; K that of their q and k: C, or a unit's GAU_HEAD.
-    real *x;            // (kept + 1, N, C)     the residual stream, before each layer and at the end
-    real *q, *k, *v;    // (kept, N, K or E)    by head, after RoPE
-    real *stats;        // (kept, N·NH, ROW_STATS) of the rows of attention
-    real *att;          // (kept, N, E)         attention's output
-    real *x_mid;        // (kept, N, C)         the residual stream between attention and feed-forward
-    real *gate_up;      // (kept, N, 2F)
-    real *uvz;          // (kept, N, 2F + K)    of gated units, which have neither x_mid nor gate_up
+    // W is the joined width of what one matmul computes from a layer's normalized input: q, k and v, or a gated unit's
+    // u, v and z. E is the width of attention's output, K that of a gated unit's q and k.
+    real *x;                // (kept + 1, N, C)     the residual stream, before each layer and at the end
+    real *joined;           // (kept, N, W)         qkv, q and k after RoPE; or uvz
+    real *q, *k, *v;        // (kept, N, K or E)    of gated units, q and k after RoPE
+    real *inverse_norms;    // (kept, N, NH + NKV)  of the heads of q and k, under qk=l2
+    real *stats;            // (kept, N·NH, ROW_STATS) of the rows of attention
+    real *att;              // (kept, N, E)         attention's output
+    real *x_mid;            // (kept, N, C)         the residual stream between attention and feed-forward
+    real *gate_up;          // (kept, N, 2F)        neither of these two in gated units
 
     real *h;                                   // (N, C)               a normalized input
-    real *qkv;                                 // (N, 3C)              and its gradient; of gated units that of uvz
     real *act;                                 // (N, F)
     real *logits;                              // (LOSS_ROWS, VP)
     real *losses;                              // (N)
     real *dx, *dh, *datt, *dact, *dgate_up;    // gradients of x, h, att, act, gate_up
-    real *dq, *dk, *dv;
-    real *rms;                // (N)
-    real *attention;          // scratch of attention_cpu.c
-    void *products;           // scratch of gemm_bf16
-    real *cosines, *sines;    // (T, HS/2)
-    double *sums;             // partial sums of the gradient's norm
+    real *djoined, *dq, *dk, *dv;              // of joined, and of gated units' q, k, v
+    real *rms;                                 // (N)
+    real *attention;                           // scratch of attention_cpu.c
+    void *products;                            // scratch of gemm_bf16
+    real *cosines, *sines;                     // (T, HS/2)
+    double *sums;                              // partial sums of the gradient's norm
 
     uint64_t rows_without_weight, rows;    // of attention, since someone set them to 0
     MemoryPlan plan;
@@ -461,7 +495,8 @@ static GauGains gains_in(const Model *m, real *array, size_t layer) {
 }
 
 static AttentionShape attention_shape(const ModelConfig *c, size_t B, size_t T) {
-    return (AttentionShape){&c->attn, B, T, (size_t)c->heads, head_size(c), value_size(c), c->seq_len};
+    return (AttentionShape){&c->attn,      B,         T, (size_t)c->heads, (size_t)c->kv_heads, head_size(c),
+                            value_size(c), c->seq_len};
 }
 
 static size_t norm_chunks(const TensorList *list) {
@@ -472,26 +507,24 @@ static size_t norm_chunks(const TensorList *list) {
 
 #define FLOATS(n) ((size_t)(n) * sizeof(real))
 
-// The widest inputs of a row to a product: of the first operand (a gradient or an activation), of the second in
-// dweight.
+// The widest inputs of a row to a matmul: of the first operand (a gradient or an activation), of the second in dweight.
 static size_t widest_first(const ModelConfig *c) {
-    size_t C = (size_t)c->channels, F = (size_t)c->ffn, joined = c->block == BLOCK_GAU ? 2 * F + GAU_HEAD : 3 * C;
+    size_t F = (size_t)c->ffn, joined = joined_width(c);
     return joined > 2 * F ? joined : 2 * F;
 }
 
 static size_t widest_second(const ModelConfig *c) {
-    return (size_t)(c->channels > c->ffn ? c->channels : c->ffn);
+    size_t C = (size_t)c->channels, F = (size_t)c->ffn, E = output_width(c), widest = C > F ? C : F;
+    return widest > E ? widest : E;
 }
 
-static void refuse_grouped(const ModelConfig *c) {
-    bool own_size = c->block == BLOCK_LLAMA && c->heads * c->head_dim != c->channels;
-    if (c->kv_heads != c->heads || own_size || c->qk_norm)
-        fail(EXIT_USAGE, "kv_heads, head_dim and qk_norm are not implemented in the trainers yet.");
+static void refuse_qk_norm(const ModelConfig *c) {
+    if (c->qk_norm) fail(EXIT_USAGE, "qk_norm is not implemented in the trainers yet.");
 }
 
 static void plan_parameters(Model *m, bool train, bool bf16) {
     size_t floats = m->list.floats;
-    refuse_grouped(&m->config);
+    refuse_qk_norm(&m->config);
     memory_add(&m->plan, "parameters", (void **)&m->params, FLOATS(floats));
     if (bf16) memory_add(&m->plan, "parameters in bfloat16", (void **)&m->params_bf16, floats * sizeof(uint16_t));
     if (!train) return;
@@ -506,27 +539,31 @@ static void plan_activations(Model *m, size_t kept_layers, size_t B, size_t T, b
     bool gau = c->block == BLOCK_GAU;
     size_t N = B * T, C = (size_t)c->channels, F = (size_t)c->ffn, VP = padded_vocab(c), L = kept_layers,
            NH = (size_t)c->heads;
-    size_t HS = head_size(c), K = NH * HS, E = NH * value_size(c), W = gau ? 2 * F + K : 3 * C,
+    size_t HS = head_size(c), K = query_width(c), E = output_width(c), W = joined_width(c),
            loss_rows = N < LOSS_ROWS ? N : LOSS_ROWS;
     m->kept = kept_layers;
     m->B = B;
     m->T = T;
     const char *kept = "activations kept for the backward pass", *scratch = "scratch";
     memory_add(&m->plan, kept, (void **)&m->x, FLOATS((L + 1) * N * C));
-    memory_add(&m->plan, kept, (void **)&m->q, FLOATS(L * N * K));
-    memory_add(&m->plan, kept, (void **)&m->k, FLOATS(L * N * K));
-    memory_add(&m->plan, kept, (void **)&m->v, FLOATS(L * N * E));
+    memory_add(&m->plan, kept, (void **)&m->joined, FLOATS(L * N * W));
+    memory_add(&m->plan, kept, (void **)&m->inverse_norms, FLOATS(L * N * (NH + (size_t)c->kv_heads)));
     memory_add(&m->plan, kept, (void **)&m->stats, FLOATS(L * N * NH * ROW_STATS));
     memory_add(&m->plan, kept, (void **)&m->att, FLOATS(L * N * E));
     if (gau) {
-        memory_add(&m->plan, kept, (void **)&m->uvz, FLOATS(L * N * W));
+        memory_add(&m->plan, kept, (void **)&m->q, FLOATS(L * N * K));
+        memory_add(&m->plan, kept, (void **)&m->k, FLOATS(L * N * K));
+        memory_add(&m->plan, kept, (void **)&m->v, FLOATS(L * N * E));
+        memory_add(&m->plan, scratch, (void **)&m->dq, FLOATS(N * K));
+        memory_add(&m->plan, scratch, (void **)&m->dk, FLOATS(N * K));
+        memory_add(&m->plan, scratch, (void **)&m->dv, FLOATS(N * E));
     } else {
         memory_add(&m->plan, kept, (void **)&m->x_mid, FLOATS(L * N * C));
         memory_add(&m->plan, kept, (void **)&m->gate_up, FLOATS(L * N * 2 * F));
         memory_add(&m->plan, scratch, (void **)&m->dgate_up, FLOATS(N * 2 * F));
     }
     memory_add(&m->plan, scratch, (void **)&m->h, FLOATS(N * C));
-    memory_add(&m->plan, scratch, (void **)&m->qkv, FLOATS(N * W));
+    memory_add(&m->plan, scratch, (void **)&m->djoined, FLOATS(N * W));
     memory_add(&m->plan, scratch, (void **)&m->act, FLOATS(N * F));
     memory_add(&m->plan, "logits of some rows", (void **)&m->logits, FLOATS(loss_rows * VP));
     memory_add(&m->plan, scratch, (void **)&m->losses, FLOATS(N));
@@ -534,9 +571,6 @@ static void plan_activations(Model *m, size_t kept_layers, size_t B, size_t T, b
     memory_add(&m->plan, scratch, (void **)&m->dh, FLOATS(N * C));
     memory_add(&m->plan, scratch, (void **)&m->datt, FLOATS(N * E));
     memory_add(&m->plan, scratch, (void **)&m->dact, FLOATS(N * F));
-    memory_add(&m->plan, scratch, (void **)&m->dq, FLOATS(N * K));
-    memory_add(&m->plan, scratch, (void **)&m->dk, FLOATS(N * K));
-    memory_add(&m->plan, scratch, (void **)&m->dv, FLOATS(N * E));
     memory_add(&m->plan, scratch, (void **)&m->rms, FLOATS(N));
     memory_add(&m->plan, scratch, (void **)&m->attention,
                FLOATS(attention_scratch(attention_shape(c, B, T), omp_get_max_threads())));
@@ -567,28 +601,48 @@ static real *residual(const Model *m, size_t l, size_t N) {
 
 // The activations of layer l for N rows.
 typedef struct {
-    real *x, *x_mid, *x_next, *q, *k, *v, *stats, *att, *gate_up, *uvz;
+    real *x, *x_mid, *x_next, *stats, *att, *gate_up;
+    Projected projected;
 } Layer;
 
 static Layer layer_of(const Model *m, size_t l, size_t N) {
     const ModelConfig *c = &m->config;
-    size_t C = (size_t)c->channels, F = (size_t)c->ffn, NH = (size_t)c->heads, K = NH * head_size(c),
-           E = NH * value_size(c);
+    size_t C = (size_t)c->channels, F = (size_t)c->ffn, NH = (size_t)c->heads, NKV = (size_t)c->kv_heads;
     size_t rows = (l % m->kept) * N;
     Layer of = {.x = residual(m, l, N),
                 .x_next = residual(m, l + 1, N),
-                .q = m->q + rows * K,
-                .k = m->k + rows * K,
-                .v = m->v + rows * E,
+                .projected = {.joined = m->joined + rows * joined_width(c),
+                              .inverse_norms = m->inverse_norms + rows * (NH + NKV)},
                 .stats = m->stats + rows * NH * ROW_STATS,
-                .att = m->att + rows * E};
+                .att = m->att + rows * output_width(c)};
     if (c->block == BLOCK_GAU) {
-        of.uvz = m->uvz + rows * (2 * F + K);
+        of.projected.q = m->q + rows * query_width(c);
+        of.projected.k = m->k + rows * query_width(c);
+        of.projected.v = m->v + rows * output_width(c);
     } else {
         of.x_mid = m->x_mid + rows * C;
         of.gate_up = m->gate_up + rows * 2 * F;
     }
     return of;
+}
+
+static Rope rope_of(const Model *m, size_t B, size_t T) {
+    const ModelConfig *c = &m->config;
+    return (Rope){B,          T,        (size_t)c->heads,        (size_t)c->kv_heads, head_size(c),
+                  m->cosines, m->sines, c->attn.qk.kind == QK_L2};
+}
+
+// q, k and v as attention reads them, and their gradients as it writes them.
+static AttentionInputGrads attention_views(const ModelConfig *c, Projected of) {
+    size_t W = joined_width(c), HS = head_size(c), K = query_width(c);
+    if (c->block == BLOCK_GAU) return (AttentionInputGrads){{of.q, K, 0}, {of.k, K, 0}, {of.v, output_width(c), 0}};
+    return (AttentionInputGrads){{of.joined, W, HS}, {of.joined + K, W, HS}, {of.joined + K + key_width(c), W, HS}};
+}
+
+static AttentionInput attention_input(const Model *m, Projected of) {
+    AttentionInputGrads at = attention_views(&m->config, of);
+    return (AttentionInput){
+        {at.q.p, at.q.row, at.q.head}, {at.k.p, at.k.row, at.k.head}, {at.v.p, at.v.row, at.v.head}, NULL};
 }
 
 // The part of attention itself, the same in both blocks: q, k, v of the layer are there.
@@ -597,34 +651,35 @@ static void attention_layer_forward(Model *m, size_t l, size_t B, size_t T) {
     Layer of = layer_of(m, l, B * T);
     phase(PHASE_ATTENTION);
     m->rows_without_weight +=
-        attention_forward(of.att, of.stats, of.q, of.k, of.v, scalars_of(m, l), shape, m->attention);
+        attention_forward(of.att, of.stats, attention_input(m, of.projected), scalars_of(m, l), shape, m->attention);
     m->rows += B * T * shape.NH;
 }
 
-// From m->datt to m->dq, m->dk, m->dv and the gradients of the learned scalars.
+// From m->datt to the gradients of q, k and v (in m->djoined, or in m->dq, m->dk, m->dv) and of the learned scalars.
 static void attention_layer_backward(Model *m, size_t l, size_t B, size_t T) {
     AttentionShape shape = attention_shape(&m->config, B, T);
     Layer of = layer_of(m, l, B * T);
+    AttentionInputGrads d = attention_views(&m->config, (Projected){m->djoined, m->dq, m->dk, m->dv, NULL});
     phase(PHASE_ATTENTION);
-    attention_backward(m->dq, m->dk, m->dv, scalars_in(m, m->grads, l, normalizer_trains), m->datt, of.att, of.stats,
-                       of.q, of.k, of.v, scalars_of(m, l), shape, m->attention);
+    attention_backward(d, scalars_in(m, m->grads, l, normalizer_trains), m->datt, of.att, of.stats,
+                       attention_input(m, of.projected), scalars_of(m, l), shape, m->attention);
 }
 
 static void layer_forward(Model *m, size_t l, size_t B, size_t T) {
     const ModelConfig *c = &m->config;
     const LayerOffsets *at = &m->list.layers[l];
-    size_t N = B * T, C = (size_t)c->channels, F = (size_t)c->ffn, NH = (size_t)c->heads, HS = head_size(c);
+    size_t N = B * T, C = (size_t)c->channels, F = (size_t)c->ffn, W = joined_width(c), E = output_width(c);
     Layer of = layer_of(m, l, N);
     phase(PHASE_NORM);
     rmsnorm_forward(m->h, of.x, m->params + at->norm1, N, C, norm_eps(m));
     phase(PHASE_PROJECTIONS);
-    matmul_forward(m->qkv, m->h, weight(m, at->q), N, C, 3 * C, false);
+    matmul_forward(of.projected.joined, m->h, weight(m, at->q), N, C, W, false);
     phase(PHASE_ROPE);
-    rope_forward(of.q, of.k, of.v, m->qkv, m->cosines, m->sines, B, T, NH, HS);
+    rope_forward(of.projected.joined, of.projected.inverse_norms, rope_of(m, B, T));
     attention_layer_forward(m, l, B, T);
     phase(PHASE_PROJECTIONS);
     memcpy(of.x_mid, of.x, FLOATS(N * C));
-    matmul_forward(of.x_mid, of.att, weight(m, at->o), N, C, C, true);
+    matmul_forward(of.x_mid, of.att, weight(m, at->o), N, E, C, true);
 
     phase(PHASE_NORM);
     rmsnorm_forward(m->h, of.x_mid, m->params + at->norm2, N, C, norm_eps(m));
@@ -641,7 +696,7 @@ static void layer_forward(Model *m, size_t l, size_t B, size_t T) {
 static void layer_backward(Model *m, size_t l, size_t B, size_t T, bool add) {
     const ModelConfig *c = &m->config;
     const LayerOffsets *at = &m->list.layers[l];
-    size_t N = B * T, C = (size_t)c->channels, F = (size_t)c->ffn, NH = (size_t)c->heads, HS = head_size(c);
+    size_t N = B * T, C = (size_t)c->channels, F = (size_t)c->ffn, W = joined_width(c), E = output_width(c);
     Layer of = layer_of(m, l, N);
     real *grads = m->grads;
     phase(PHASE_SWIGLU);
@@ -658,31 +713,31 @@ static void layer_backward(Model *m, size_t l, size_t B, size_t T, bool add) {
     rmsnorm_backward(m->dx, grads + at->norm2, m->dh, of.x_mid, m->params + at->norm2, m->rms, N, C, norm_eps(m));
 
     phase(PHASE_PROJECTIONS);
-    matmul_backward(m->datt, grads + at->o, m->dx, of.att, weight(m, at->o), N, C, C, add);
+    matmul_backward(m->datt, grads + at->o, m->dx, of.att, weight(m, at->o), N, E, C, add);
     attention_layer_backward(m, l, B, T);
     phase(PHASE_ROPE);
-    rope_backward(m->qkv, m->dq, m->dk, m->dv, m->cosines, m->sines, B, T, NH, HS);
+    rope_backward(m->djoined, of.projected.joined, of.projected.inverse_norms, rope_of(m, B, T));
     phase(PHASE_NORM);
     rmsnorm_forward(m->h, of.x, m->params + at->norm1, N, C, norm_eps(m));
     phase(PHASE_PROJECTIONS);
-    matmul_backward(m->dh, grads + at->q, m->qkv, m->h, weight(m, at->q), N, C, 3 * C, add);
+    matmul_backward(m->dh, grads + at->q, m->djoined, m->h, weight(m, at->q), N, C, W, add);
     phase(PHASE_NORM);
     rmsnorm_backward(m->dx, grads + at->norm1, m->dh, of.x, m->params + at->norm1, m->rms, N, C, norm_eps(m));
 }
 
 static void unit_forward(Model *m, size_t l, size_t B, size_t T) {
     const LayerOffsets *at = &m->list.layers[l];
-    size_t N = B * T, C = (size_t)m->config.channels, E = (size_t)m->config.ffn, W = 2 * E + GAU_HEAD;
+    size_t N = B * T, C = (size_t)m->config.channels, E = (size_t)m->config.ffn, W = joined_width(&m->config);
     Layer of = layer_of(m, l, N);
     phase(PHASE_NORM);
     rmsnorm_forward(m->h, of.x, m->params + at->norm1, N, C, norm_eps(m));
     phase(PHASE_PROJECTIONS);
-    matmul_forward(of.uvz, m->h, weight(m, at->u), N, C, W, false);
+    matmul_forward(of.projected.joined, m->h, weight(m, at->u), N, C, W, false);
     phase(PHASE_ROPE);
-    gau_forward(of.q, of.k, of.v, of.uvz, gains_in(m, m->params, l), m->cosines, m->sines, B, T, E, GAU_HEAD);
+    gau_forward(of.projected, gains_in(m, m->params, l), rope_of(m, B, T), E);
     attention_layer_forward(m, l, B, T);
     phase(PHASE_GATE);
-    gau_gate_forward(m->act, of.uvz, of.att, N, E, W);
+    gau_gate_forward(m->act, of.projected.joined, of.att, N, E, W);
     phase(PHASE_PROJECTIONS);
     memcpy(of.x_next, of.x, FLOATS(N * C));
     matmul_forward(of.x_next, m->act, weight(m, at->o), N, E, C, true);
@@ -690,23 +745,23 @@ static void unit_forward(Model *m, size_t l, size_t B, size_t T) {
 
 static void unit_backward(Model *m, size_t l, size_t B, size_t T, bool add) {
     const LayerOffsets *at = &m->list.layers[l];
-    size_t N = B * T, C = (size_t)m->config.channels, E = (size_t)m->config.ffn, W = 2 * E + GAU_HEAD;
+    size_t N = B * T, C = (size_t)m->config.channels, E = (size_t)m->config.ffn, W = joined_width(&m->config);
     Layer of = layer_of(m, l, N);
-    real *grads = m->grads, *duvz = m->qkv;
+    real *grads = m->grads;
+    Projected d = {m->djoined, m->dq, m->dk, m->dv, NULL};
     phase(PHASE_GATE);
-    gau_gate_forward(m->act, of.uvz, of.att, N, E, W);
+    gau_gate_forward(m->act, of.projected.joined, of.att, N, E, W);
     phase(PHASE_PROJECTIONS);
     matmul_backward(m->dact, grads + at->o, m->dx, m->act, weight(m, at->o), N, E, C, add);
     phase(PHASE_GATE);
-    gau_gate_backward(m->datt, duvz, m->dact, of.uvz, of.att, N, E, W);
+    gau_gate_backward(m->datt, d.joined, m->dact, of.projected.joined, of.att, N, E, W);
     attention_layer_backward(m, l, B, T);
     phase(PHASE_ROPE);
-    gau_backward(duvz, gains_in(m, grads, l), m->dq, m->dk, m->dv, of.uvz, gains_in(m, m->params, l), m->cosines,
-                 m->sines, B, T, E, GAU_HEAD);
+    gau_backward(d, gains_in(m, grads, l), of.projected, gains_in(m, m->params, l), rope_of(m, B, T), E);
     phase(PHASE_NORM);
     rmsnorm_forward(m->h, of.x, m->params + at->norm1, N, C, norm_eps(m));
     phase(PHASE_PROJECTIONS);
-    matmul_backward(m->dh, grads + at->u, duvz, m->h, weight(m, at->u), N, C, W, add);
+    matmul_backward(m->dh, grads + at->u, d.joined, m->h, weight(m, at->u), N, C, W, add);
     phase(PHASE_NORM);
     rmsnorm_backward(m->dx, grads + at->norm1, m->dh, of.x, m->params + at->norm1, m->rms, N, C, norm_eps(m));
 }
@@ -862,30 +917,30 @@ enum {
 
 typedef struct {
     Model *m;
-    size_t sequences, length, rows;              // sequences at once, their longest length, rows a call
-    float *k, *v;                                // (layers, sequences, length, K or E)
-    float *x, *h, *qkv, *att, *gate_up, *act;    // (rows, ...); of gated units qkv is uvz
-    float *q;                                    // (rows, K)
-    float *logits;                               // (sequences, V)
-    float *scores;                               // (threads, length)
-    float *cosines, *sines;                      // (length, HS/2)
+    size_t sequences, length, rows;        // sequences at once, their longest length, rows a call
+    float *k, *v;                          // (layers, sequences, length, key or value width)
+    float *x, *h, *att, *gate_up, *act;    // (rows, ...)
+    float *joined, *q, *inverse_norms;     // (rows, ...), see Projected
+    float *logits;                         // (sequences, V)
+    float *scores;                         // (threads, length)
+    float *cosines, *sines;                // (length, HS/2)
 } Decoder;
 
 static void plan_decoder(Decoder *d, Model *m, MemoryPlan *plan, size_t sequences, size_t length) {
     const ModelConfig *c = &m->config;
     bool gau = c->block == BLOCK_GAU;
     size_t C = (size_t)c->channels, F = (size_t)c->ffn, rows = sequences > PREFILL_ROWS ? sequences : PREFILL_ROWS;
-    size_t K = (size_t)c->heads * head_size(c), E = (size_t)c->heads * value_size(c),
-           cached = (size_t)c->layers * sequences * length;
+    size_t cached = (size_t)c->layers * sequences * length, heads = (size_t)(c->heads + c->kv_heads);
     const char *kind = "key-value cache and decoding";
     *d = (Decoder){.m = m, .sequences = sequences, .length = length, .rows = rows};
-    memory_add(plan, kind, (void **)&d->k, FLOATS(cached * K));
-    memory_add(plan, kind, (void **)&d->v, FLOATS(cached * E));
+    memory_add(plan, kind, (void **)&d->k, FLOATS(cached * key_width(c)));
+    memory_add(plan, kind, (void **)&d->v, FLOATS(cached * value_width(c)));
     memory_add(plan, kind, (void **)&d->x, FLOATS(rows * C));
     memory_add(plan, kind, (void **)&d->h, FLOATS(rows * C));
-    memory_add(plan, kind, (void **)&d->q, FLOATS(rows * K));
-    memory_add(plan, kind, (void **)&d->qkv, FLOATS(rows * (gau ? 2 * F + K : 3 * C)));
-    memory_add(plan, kind, (void **)&d->att, FLOATS(rows * E));
+    memory_add(plan, kind, (void **)&d->joined, FLOATS(rows * joined_width(c)));
+    memory_add(plan, kind, (void **)&d->inverse_norms, FLOATS(rows * heads));
+    if (gau) memory_add(plan, kind, (void **)&d->q, FLOATS(rows * query_width(c)));
+    memory_add(plan, kind, (void **)&d->att, FLOATS(rows * output_width(c)));
     if (!gau) memory_add(plan, kind, (void **)&d->gate_up, FLOATS(rows * 2 * F));
     memory_add(plan, kind, (void **)&d->act, FLOATS(rows * F));
     memory_add(plan, kind, (void **)&d->logits, FLOATS(sequences * (size_t)c->vocab));
@@ -905,48 +960,58 @@ typedef struct {
     size_t sequence, position;
 } DecodeRow;
 
-// q of a row, and its k and v into the cache (K and E numbers), from the products of a Llama layer or of a gated unit.
-static void decode_qkv(Decoder *d, const DecodeRow *row, size_t r, size_t layer, float *k, float *v) {
+// From a row's projection: q stays where it is (or in d->q, of a gated unit), k and v (key and value width) join the cache.
+static void decode_keys(Decoder *d, const DecodeRow *row, size_t r, size_t layer, float *k, float *v) {
     const ModelConfig *c = &d->m->config;
-    size_t C = (size_t)c->channels, E = (size_t)c->ffn, NH = (size_t)c->heads, HS = head_size(c);
-    const float *cosines = d->cosines + row->position * (HS / 2), *sines = d->sines + row->position * (HS / 2);
-    float *q = d->q + r * NH * HS;
+    size_t HS = head_size(c), K = query_width(c), angles = row->position * (HS / 2);
+    Rope rope = {1,
+                 1,
+                 (size_t)c->heads,
+                 (size_t)c->kv_heads,
+                 HS,
+                 d->cosines + angles,
+                 d->sines + angles,
+                 c->attn.qk.kind == QK_L2};
+    Projected x = {.joined = d->joined + r * joined_width(c), .k = k, .v = v};
+    x.inverse_norms = d->inverse_norms + r * (rope.NH + rope.NKV);
     if (c->block == BLOCK_GAU) {
-        gau_forward(q, k, v, d->qkv + r * (2 * E + HS), gains_in(d->m, d->m->params, layer), cosines, sines, 1, 1, E,
-                    HS);
+        x.q = d->q + r * K;
+        gau_forward(x, gains_in(d->m, d->m->params, layer), rope, (size_t)c->ffn);
         return;
     }
-    const float *qkv = d->qkv + r * 3 * C;
-    for (size_t h = 0; h < NH; h++) {
-        rotate(q + h * HS, qkv + h * HS, cosines, sines, HS);
-        rotate(k + h * HS, qkv + C + h * HS, cosines, sines, HS);
-    }
-    memcpy(v, qkv + 2 * C, FLOATS(C));
+    rope_forward(x.joined, x.inverse_norms, rope);
+    memcpy(k, x.joined + K, FLOATS(key_width(c)));
+    memcpy(v, x.joined + K + key_width(c), FLOATS(value_width(c)));
+}
+
+// Head h of row r over the cached keys of its sequence.
+static void decode_head(Decoder *d, const DecodeRow *row, size_t r, size_t h, size_t layer) {
+    const ModelConfig *c = &d->m->config;
+    AttentionShape shape = attention_shape(c, 1, row->position + 1);
+    size_t kv = h / (shape.NH / shape.NKV), KV = key_width(c), VV = value_width(c);
+    size_t cache = (layer * d->sequences + row->sequence) * d->length;
+    const float *q = c->block == BLOCK_GAU ? d->q + r * query_width(c) : d->joined + r * joined_width(c);
+    ConstView k = {d->k + cache * KV + kv * shape.HS, KV, shape.HS},
+              v = {d->v + cache * VV + kv * shape.VS, VV, shape.VS};
+    attention_row(d->att + r * output_width(c) + h * shape.VS, q + h * shape.HS, k, v, row->position + 1, h,
+                  scalars_of(d->m, layer), shape, d->scores + (size_t)omp_get_thread_num() * d->length);
 }
 
 // Attention of one layer for all rows: their keys and values join the cache first, so that a row sees those before it
 // in the same call.
 static void decode_attention(Decoder *d, const DecodeRow *rows, size_t count, size_t layer) {
     const ModelConfig *c = &d->m->config;
-    AttentionShape shape = attention_shape(c, 1, d->length);
-    AttentionScalars scalars = scalars_of(d->m, layer);
-    size_t NH = shape.NH, HS = shape.HS, VS = shape.VS, K = NH * HS, E = NH * VS;
+    size_t NH = (size_t)c->heads;
     #pragma omp parallel
     {
         #pragma omp for schedule(static)
         for (size_t r = 0; r < count; r++) {
             size_t at = (layer * d->sequences + rows[r].sequence) * d->length + rows[r].position;
-            decode_qkv(d, &rows[r], r, layer, d->k + at * K, d->v + at * E);
+            decode_keys(d, &rows[r], r, layer, d->k + at * key_width(c), d->v + at * value_width(c));
         }
         #pragma omp for collapse(2) schedule(dynamic)
-        for (size_t r = 0; r < count; r++) {
-            for (size_t h = 0; h < NH; h++) {
-                size_t cache = (layer * d->sequences + rows[r].sequence) * d->length;
-                attention_row(d->att + r * E + h * VS, d->q + r * K + h * HS, d->k + cache * K + h * HS, K,
-                              d->v + cache * E + h * VS, E, rows[r].position + 1, h, scalars, shape,
-                              d->scores + (size_t)omp_get_thread_num() * d->length);
-            }
-        }
+        for (size_t r = 0; r < count; r++)
+            for (size_t h = 0; h < NH; h++) decode_head(d, &rows[r], r, h, layer);
     }
 }
 
@@ -985,9 +1050,9 @@ static void decode_layer(Decoder *d, const DecodeRow *rows, size_t count, size_t
     const LayerOffsets *at = &m->list.layers[l];
     size_t C = (size_t)m->config.channels, F = (size_t)m->config.ffn;
     rmsnorm_forward(d->h, d->x, m->params + at->norm1, count, C, norm_eps(m));
-    decode_product(d->qkv, d->h, weight(m, at->q), count, C, 3 * C, false);
+    decode_product(d->joined, d->h, weight(m, at->q), count, C, joined_width(&m->config), false);
     decode_attention(d, rows, count, l);
-    decode_product(d->x, d->att, weight(m, at->o), count, C, C, true);
+    decode_product(d->x, d->att, weight(m, at->o), count, output_width(&m->config), C, true);
     rmsnorm_forward(d->h, d->x, m->params + at->norm2, count, C, norm_eps(m));
     decode_product(d->gate_up, d->h, weight(m, at->gate), count, C, 2 * F, false);
     swiglu_forward(d->act, d->gate_up, count, F);
@@ -997,11 +1062,11 @@ static void decode_layer(Decoder *d, const DecodeRow *rows, size_t count, size_t
 static void decode_unit(Decoder *d, const DecodeRow *rows, size_t count, size_t l) {
     Model *m = d->m;
     const LayerOffsets *at = &m->list.layers[l];
-    size_t C = (size_t)m->config.channels, E = (size_t)m->config.ffn, W = 2 * E + GAU_HEAD;
+    size_t C = (size_t)m->config.channels, E = (size_t)m->config.ffn, W = joined_width(&m->config);
     rmsnorm_forward(d->h, d->x, m->params + at->norm1, count, C, norm_eps(m));
-    decode_product(d->qkv, d->h, weight(m, at->u), count, C, W, false);
+    decode_product(d->joined, d->h, weight(m, at->u), count, C, W, false);
     decode_attention(d, rows, count, l);
-    gau_gate_forward(d->act, d->qkv, d->att, count, E, W);
+    gau_gate_forward(d->act, d->joined, d->att, count, E, W);
     decode_product(d->x, d->act, weight(m, at->o), count, E, C, true);
 }
 

@@ -370,15 +370,15 @@ static size_t first_key(const Head *head, size_t t) {
 // The rows `from` and on of a head, whose scores are for the keys `low` and on.
 typedef struct {
     size_t from, rows, low, keys;
-} Block;
+} RowBlock;
 
-static Block block_at(const Head *head, size_t from, size_t T) {
+static RowBlock block_at(const Head *head, size_t from, size_t T) {
     size_t rows = T - from < BLOCK ? T - from : BLOCK, low = first_key(head, from);
-    return (Block){from, rows, low, from + rows - low};
+    return (RowBlock){from, rows, low, from + rows - low};
 }
 
 // A row of a block's scores has `hidden` keys before the n that are visible, and others after them.
-static Row block_row(AttentionShape shape, AttentionScalars scalars, const Head *head, Block block, size_t r,
+static Row block_row(AttentionShape shape, AttentionScalars scalars, const Head *head, RowBlock block, size_t r,
                      size_t *hidden) {
     size_t t = block.from + r, first = first_key(head, t);
     *hidden = first - block.low;
@@ -398,7 +398,7 @@ static uint64_t head_forward(real *out, real *stats, Head head, const AttentionI
     out += head.out;
     stats += head.rows * ROW_STATS;
     for (size_t from = 0; from < T; from += BLOCK) {
-        Block at = block_at(&head, from, T);
+        RowBlock at = block_at(&head, from, T);
         real factor[BLOCK];
         gemm('N', 'T', at.rows, at.keys, HS, head.q + from * in->q.row, in->q.row, head.k + at.low * in->k.row,
              in->k.row, 0, part.scores, ld);
@@ -448,7 +448,7 @@ typedef struct {
 } Backward;
 
 // From a block's scores and dA (part.scores, part.dscores) to the weights and the gradient by the scores.
-static void block_backward(const Backward *pass, const Head *head, Block at, AttentionScalars scalars,
+static void block_backward(const Backward *pass, const Head *head, RowBlock at, AttentionScalars scalars,
                            AttentionShape shape, Part part, bool share) {
     size_t VS = shape.VS, step = shape.NH * VS, ld = row_step(shape.T);
     const real *out = pass->out + head->out + at.from * step, *dout = pass->dout + head->out + at.from * step;
@@ -488,7 +488,7 @@ static void head_backward(const Backward *pass, size_t b, size_t h, AttentionSca
     }
     size_t last = (T - 1) / BLOCK * BLOCK;
     for (size_t from = last;; from -= BLOCK) {
-        Block at = block_at(&head, from, T);
+        RowBlock at = block_at(&head, from, T);
         const real *q = head.q + from * in->q.row, *k = head.k + at.low * in->k.row;
         const real *dout = pass->dout + head.out + from * step;
         gemm('N', 'T', at.rows, at.keys, HS, q, in->q.row, k, in->k.row, 0, part.scores, ld);
@@ -547,7 +547,7 @@ bool attention_row(real *out, const real *q, ConstView k, ConstView v, size_t n,
         for (size_t c = 0; c < shape.HS; c++) sum += q[c] * k.p[j * k.row + c];
         scratch[j] = sum;
     }
-    Row row = row_at(&shape, scalars, h, n, n);
+    Row row = row_at(&shape, scalars, h, n, shape.T);
     real factor = row_forward(shape.normalizer, scratch, &row, &weight);
     memset(out, 0, shape.VS * sizeof *out);
     for (size_t j = 0; j < n; j++) {

@@ -71,6 +71,7 @@ void attention_backward(AttentionInputGrads d, AttentionScalarGrads grads, const
 
 // One query of head h over its n visible keys, for generation.
 //   out (VS) written   q (HS)   k, v: p is the first visible key's row of the head that h reads   scratch (n)
+//   shape.T: the length of the sample so far
 // Returns whether the row is not all-zero.
 bool attention_row(real *out, const real *q, ConstView k, ConstView v, size_t n, size_t h, AttentionScalars scalars,
                    AttentionShape shape, real *scratch);

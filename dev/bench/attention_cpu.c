@@ -47,12 +47,10 @@ int main(int argc, char **argv) {
     size_t T = strtoul(argv[2], NULL, 10), B = strtoul(argv[3], NULL, 10), NH = strtoul(argv[4], NULL, 10),
            HS = strtoul(argv[5], NULL, 10);
     double seconds = atof(argv[6]), start = now();
-    AttentionShape shape = {&normalizer, B, T, NH, HS, HS, (int)T};
+    AttentionShape shape = {&normalizer, B, T, NH, NH, HS, HS, (int)T};
     size_t rows = B * NH * T, n = rows * HS, runs = 0, least = seconds > 0 ? 3 : 1;
-    float *q = normals(n, 0), *k = normals(n, 1), *v = normals(n, 2), *dout = normals(n, 3), *s = normals(NH, 4),
-          *b = normals(NH, 5), *p = normals(T, 6);
-    float *out = normals(n, 7), *dq = normals(n, 8), *dk = normals(n, 9), *dv = normals(n, 10),
-          *stats = normals(rows * ROW_STATS, 11);
+    float *dout = normals(n, 3), *s = normals(NH, 4), *b = normals(NH, 5), *p = normals(T, 6);
+    float *out = normals(n, 7), *stats = normals(rows * ROW_STATS, 11);
     float *scratch =
         aligned_alloc(64, (attention_scratch(shape, omp_get_max_threads()) * sizeof *scratch + 63) / 64 * 64);
     for (size_t h = 0; h < NH; h++) s[h] = 0.168f, b[h] = 0;
@@ -63,12 +61,17 @@ int main(int argc, char **argv) {
     float *ds = normals(NH, 12), *db = normals(NH, 13), *dp = normals(T, 14);
     AttentionScalarGrads grads = {scalars.s ? ds : NULL, scalars.b ? db : NULL, scalars.p ? dp : NULL,
                                   scalars.sink ? db : NULL};
+    // As in the trainer, q, k and v lie in one array and their gradients in another.
+    size_t row = 3 * NH * HS;
+    float *qkv = normals(3 * n, 0), *dqkv = normals(3 * n, 8);
+    AttentionInput in = {{qkv, row, HS}, {qkv + NH * HS, row, HS}, {qkv + 2 * NH * HS, row, HS}, NULL};
+    AttentionInputGrads d = {{dqkv, row, HS}, {dqkv + NH * HS, row, HS}, {dqkv + 2 * NH * HS, row, HS}};
     if (!scratch) fail(EXIT_RESOURCE, "out of memory.");
     for (start = now(); runs < MOST && (runs < least || now() - start < seconds); runs++) {
         double from = now();
-        attention_forward(out, stats, q, k, v, scalars, shape, scratch);
+        attention_forward(out, stats, in, scalars, shape, scratch);
         double between = now();
-        attention_backward(dq, dk, dv, grads, dout, out, stats, q, k, v, scalars, shape, scratch);
+        attention_backward(d, grads, dout, out, stats, in, scalars, shape, scratch);
         forward[runs] = 1000 * (between - from), backward[runs] = 1000 * (now() - between);
     }
     struct rusage usage;

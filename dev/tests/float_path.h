@@ -3,6 +3,7 @@
 #define DEV_TESTS_FLOAT_PATH_H
 
 #include <stddef.h>
+#include <stdint.h>
 
 #include "attention/normalizer.h"
 
@@ -11,9 +12,11 @@ void phi_in_float(int phi, const double *z, double one, double *f, double *slope
 
 typedef struct {
     const Normalizer *normalizer;
-    size_t B, T, NH, HS, VS;
+    size_t B, T, NH, NKV, HS, VS;
     int L;
-    const double *q, *k, *v, *dout;    // as for attention_forward and attention_backward
+    const int32_t *first;
+    // q (B,T,NH,HS), k (B,T,NKV,HS), v (B,T,NKV,VS), dout (B,T,NH,VS)
+    const double *q, *k, *v, *dout;
     const double *s, *b, *p, *sink;    // (NH), (NH), (L), (NH)
     double *out, *dq, *dk, *dv;        // written
 } FloatAttention;

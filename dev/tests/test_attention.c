@@ -63,7 +63,8 @@ static float *input(Case *c, const char *name, size_t n, float mean, float scale
 
 // q and k uniform in (-size, size), v and dout in (-1, 1).
 static Case case_new(const char *text, size_t B, size_t NH, size_t HS, size_t VS, size_t T, float size) {
-    Case c = {.normalizer = parse(text), .shape = {.B = B, .T = T, .NH = NH, .HS = HS, .VS = VS, .L = (int)T + 3}};
+    Case c = {.normalizer = parse(text),
+              .shape = {.B = B, .T = T, .NH = NH, .NKV = NH, .HS = HS, .VS = VS, .L = (int)T + 3}};
     c.keys = B * NH * T * HS, c.values = B * NH * T * VS;
     c.shape.normalizer = &c.normalizer;    // set again by whoever copies the case
     c.q = input(&c, "q", c.keys, 0, size), c.k = input(&c, "k", c.keys, 0, size);
@@ -96,23 +97,42 @@ static Case case_weights(const char *text, size_t HS, size_t T, float size) {
     return case_heads(text, 1, HS, T, size);
 }
 
+// Of one sample (NH,T,width), so that h T + t is a row; of several (B,T,NH,width).
+static View view(const Case *c, float *p, size_t width) {
+    size_t NH = c->shape.NH, T = c->shape.T;
+    return c->shape.B == 1 ? (View){p, width, T * width} : (View){p, NH * width, width};
+}
+
+static ConstView const_view(const Case *c, float *p, size_t width) {
+    View x = view(c, p, width);
+    return (ConstView){x.p, x.row, x.head};
+}
+
+static AttentionInput inputs(const Case *c) {
+    size_t HS = c->shape.HS, VS = c->shape.VS;
+    return (AttentionInput){const_view(c, c->q, HS), const_view(c, c->k, HS), const_view(c, c->v, VS), NULL};
+}
+
 static uint64_t forward(Case *c) {
     c->shape.normalizer = &c->normalizer;
-    return attention_forward(c->out, c->stats, c->q, c->k, c->v, c->scalars, c->shape, c->scratch);
+    return attention_forward(c->out, c->stats, inputs(c), c->scalars, c->shape, c->scratch);
 }
 
 static void backward(Case *c) {
     c->shape.normalizer = &c->normalizer;
-    attention_backward(c->dq, c->dk, c->dv, c->scalar_grads, c->dout, c->out, c->stats, c->q, c->k, c->v, c->scalars,
-                       c->shape, c->scratch);
+    size_t HS = c->shape.HS, VS = c->shape.VS;
+    AttentionInputGrads d = {view(c, c->dq, HS), view(c, c->dk, HS), view(c, c->dv, VS)};
+    attention_backward(d, c->scalar_grads, c->dout, c->out, c->stats, inputs(c), c->scalars, c->shape, c->scratch);
 }
 
 // Row n (keys 1..n) of head h of the first sample, out of the case's q, k and v.
 static bool row(Case *c, float *out, size_t h, size_t n) {
     size_t T = c->shape.T, HS = c->shape.HS, VS = c->shape.VS;
     c->shape.normalizer = &c->normalizer;
-    return attention_row(out, c->q + (h * T + n - 1) * HS, c->k + h * T * HS, HS, c->v + h * T * VS, VS, n, h,
-                         c->scalars, c->shape, c->scratch);
+    AttentionShape shape = c->shape;
+    shape.T = n;
+    return attention_row(out, c->q + (h * T + n - 1) * HS, (ConstView){c->k + h * T * HS, HS, 0},
+                         (ConstView){c->v + h * T * VS, VS, 0}, n, h, c->scalars, shape, c->scratch);
 }
 
 // Frees it; what was written past an array's end shows here.
@@ -280,9 +300,9 @@ static double last_weight(const char *text, const float *z, size_t n, float s) {
     Normalizer normalizer = parse(text);
     float one = 1, out, *v = calloc(n, sizeof *v), *scratch = calloc(n, sizeof *scratch);
     v[n - 1] = 1;
-    attention_row(&out, &one, z, 1, v, 1, n, 0,
+    attention_row(&out, &one, (ConstView){z, 1, 1}, (ConstView){v, 1, 1}, n, 0,
                   (AttentionScalars){.s = normalizer_has(&normalizer, SCALAR_S) ? &s : NULL},
-                  (AttentionShape){&normalizer, 1, n, 1, 1, 1, (int)n}, scratch);
+                  (AttentionShape){&normalizer, 1, n, 1, 1, 1, 1, (int)n}, scratch);
     free(v), free(scratch);
     return out;
 }
@@ -348,13 +368,23 @@ static void test_ssmax(void) {
 // ---- rows by hand: head size 1 and q = 1, so that softmax's A is p where k = ln p; the row's last weights are read
 // one by one
 
+// qk=l2 is done before attention.
+static void unit_row(float *out, const float *x, size_t HS, bool l2) {
+    double sum = 0;
+    for (size_t i = 0; i < HS; i++) sum += (double)x[i] * x[i];
+    for (size_t i = 0; i < HS; i++) out[i] = (float)(l2 ? x[i] / sqrt(sum) : x[i]);
+}
+
 static void check_row(const char *text, const float *q, const float *k, size_t HS, size_t n, const double *expected,
                       double bound) {
     Normalizer normalizer = parse(text);
-    float out[8], v[8 * 8] = {0}, scratch[8];
+    float out[8], v[8 * 8] = {0}, scratch[8], unit_q[8], unit_k[8 * 8];
+    bool l2 = normalizer.qk.kind == QK_L2;
     for (size_t j = 0; j < n; j++) v[j * n + j] = 1;
-    attention_row(out, q, k, HS, v, n, n, 0, (AttentionScalars){0},
-                  (AttentionShape){&normalizer, 1, n, 1, HS, n, (int)n}, scratch);
+    unit_row(unit_q, q, HS, l2);
+    for (size_t j = 0; j < n; j++) unit_row(unit_k + j * HS, k + j * HS, HS, l2);
+    attention_row(out, unit_q, (ConstView){unit_k, HS, HS}, (ConstView){v, n, n}, n, 0, (AttentionScalars){0},
+                  (AttentionShape){&normalizer, 1, n, 1, 1, HS, n, (int)n}, scratch);
     for (size_t j = 0; j < n; j++)
         CHECK(fabs(out[j] - expected[j]) < bound, "%s, n = %zu: A[%zu] is %.8f, not %.8f", text, n, j, out[j],
               expected[j]);
@@ -492,11 +522,96 @@ static void check_alone(const char *text) {
     case_free(&c);
 }
 
+// Query heads that share a key-value head: as if each had a copy of it, and its gradients are the sum of the copies'.
+static void check_groups_of(const char *text, size_t NKV) {
+    enum { NH = 6, HS = 8, T = 70, HEAD = T * HS };
+    Case each = case_new(text, 1, NH, HS, HS, T, 2), shared = case_new(text, 1, NH, HS, HS, T, 2);
+    shared.shape.NKV = NKV;
+    for (size_t h = 0; h < NH; h++) {
+        memcpy(each.k + h * HEAD, shared.k + h / (NH / NKV) * HEAD, HEAD * sizeof *each.k);
+        memcpy(each.v + h * HEAD, shared.v + h / (NH / NKV) * HEAD, HEAD * sizeof *each.v);
+    }
+    uint64_t zero = forward(&each), zero_shared = forward(&shared);
+    backward(&each), backward(&shared);
+    CHECK(zero == zero_shared && !memcmp(each.out, shared.out, each.values * sizeof(float)),
+          "%s: %zu key-value heads for %d: another output", text, NKV, NH);
+    CHECK(!memcmp(each.dq, shared.dq, each.keys * sizeof(float)), "%s: %zu key-value heads: another dq", text, NKV);
+    double most = 1e-30, off = 0;
+    for (size_t i = 0; i < NKV * HEAD; i++) {
+        double dk = 0, dv = 0;
+        for (size_t j = 0; j < NH / NKV; j++) {
+            size_t at = (i / HEAD * (NH / NKV) + j) * HEAD + i % HEAD;
+            dk += each.dk[at], dv += each.dv[at];
+        }
+        off = fmax(off, fmax(fabs(dk - shared.dk[i]), fabs(dv - shared.dv[i])));
+        most = fmax(most, fmax(fabs(dk), fabs(dv)));
+    }
+    CHECK(off <= 1e-5 * most, "%s: %zu key-value heads: dk and dv off by %.3g of %.3g", text, NKV, off, most);
+    CHECK(not_zero(shared.dk + NKV * HEAD, (NH - NKV) * HEAD) == 0, "%s: dk of heads that are not there", text);
+    case_free(&each), case_free(&shared);
+}
+
+static void check_grouped(const char *text) {
+    check_groups_of(text, 3);
+    check_groups_of(text, 1);
+}
+
+static double difference(const float *a, const float *b, size_t n) {
+    double off = 0, size = 1e-30;
+    for (size_t i = 0; i < n; i++) off += ((double)a[i] - b[i]) * ((double)a[i] - b[i]), size += (double)b[i] * b[i];
+    return sqrt(off / size);
+}
+
+// Documents side by side, none of which sees another: each has the numbers that it has alone.
+static void check_documents(const char *text) {
+    enum { NH = 2, HS = 8, T = 150, W = NH * HS };
+    static const size_t STARTS[] = {0, 1, 5, 69, 70, T};
+    Case all = case_new(text, 1, NH, HS, HS, T, 2), one = case_new(text, 1, NH, HS, HS, T, 2);
+    if (reads_length(&all.normalizer)) {
+        case_free(&all), case_free(&one);
+        return;
+    }
+    int32_t first[T];
+    for (size_t i = 0, d = 0; i < T; i++) d += i == STARTS[d + 1], first[i] = (int32_t)STARTS[d];
+    AttentionInput in = {{all.q, W, HS}, {all.k, W, HS}, {all.v, W, HS}, first};
+    AttentionInputGrads d = {{all.dq, W, HS}, {all.dk, W, HS}, {all.dv, W, HS}};
+    all.shape.normalizer = &all.normalizer, one.shape.normalizer = &one.normalizer;
+    attention_forward(all.out, all.stats, in, all.scalars, all.shape, all.scratch);
+    attention_backward(d, all.scalar_grads, all.dout, all.out, all.stats, in, all.scalars, all.shape, all.scratch);
+    for (size_t i = 0; i + 1 < COUNT(STARTS); i++) {
+        size_t from = STARTS[i] * W, n = STARTS[i + 1] * W - from;
+        AttentionInput part = {{one.q + from, W, HS}, {one.k + from, W, HS}, {one.v + from, W, HS}, NULL};
+        AttentionInputGrads dpart = {{one.dq + from, W, HS}, {one.dk + from, W, HS}, {one.dv + from, W, HS}};
+        one.shape.T = n / W;
+        attention_forward(one.out + from, one.stats, part, one.scalars, one.shape, one.scratch);
+        attention_backward(dpart, one.scalar_grads, one.dout + from, one.out + from, one.stats, part, one.scalars,
+                           one.shape, one.scratch);
+        CHECK(difference(all.out + from, one.out + from, n) < 1e-5, "%s: out of document %zu", text, i);
+    }
+    double bound = strstr(text, "reweight:100") ? 1e-3 : 2e-5;
+    CHECK(difference(all.dq, one.dq, all.keys) < bound, "%s: dq off by %.3g", text,
+          difference(all.dq, one.dq, all.keys));
+    CHECK(difference(all.dk, one.dk, all.keys) < bound, "%s: dk off by %.3g", text,
+          difference(all.dk, one.dk, all.keys));
+    CHECK(difference(all.dv, one.dv, all.keys) < bound, "%s: dv off by %.3g", text,
+          difference(all.dv, one.dv, all.keys));
+    float *const scalars[] = {all.scalar_grads.s, one.scalar_grads.s, all.scalar_grads.b,    one.scalar_grads.b,
+                              all.scalar_grads.p, one.scalar_grads.p, all.scalar_grads.sink, one.scalar_grads.sink};
+    for (size_t i = 0; i < COUNT(scalars); i += 2)
+        if (scalars[i])
+            CHECK(difference(scalars[i], scalars[i + 1], i == 4 ? T + 3 : NH) < 1e-4, "%s: scalar %zu", text, i / 2);
+    case_free(&all), case_free(&one);
+}
+
 static void test_independence(void) {
     check_group("causality: a change of position j moves no row before it");
     each_normalizer(check_causality);
     check_group("masked entries do not leak");
     each_normalizer(check_masked);
+    check_group("query heads that share keys and values");
+    each_normalizer(check_grouped);
+    check_group("documents side by side are as alone");
+    each_normalizer(check_documents);
     check_group("attention_row is the full pass's row");
     each_normalizer(check_alone);
 }
@@ -605,7 +720,7 @@ static void test_extremes(void) {
 // Room for T = 2^20 is at most 64 times that for 2^14, and that is far from T·T.
 static void check_memory(const char *text) {
     Normalizer n = parse(text);
-    AttentionShape shape = {.normalizer = &n, .B = 2, .T = 1 << 14, .NH = 3, .HS = 64, .VS = 64, .L = 1024};
+    AttentionShape shape = {.normalizer = &n, .B = 2, .T = 1 << 14, .NH = 3, .NKV = 3, .HS = 64, .VS = 64, .L = 1024};
     size_t small = attention_scratch(shape, 4);
     shape.T = 1 << 20;
     size_t large = attention_scratch(shape, 4);
@@ -631,8 +746,8 @@ static void check_no_weight(const char *text, float q, float k, size_t with_weig
     if (no_gradient && with_weight == 0)
         CHECK(not_zero(c.dq, c.keys) + not_zero(c.dk, c.keys) + not_zero(c.dv, c.values) == 0,
               "%s, q = %g: gradients are not 0", text, q);
-    for (size_t h = 0; no_gradient && h < B * NH; h++)
-        CHECK(not_zero(c.dq + (h * T + with_weight) * HS, (T - with_weight) * HS) == 0,
+    for (size_t b = 0; no_gradient && b < B; b++)
+        CHECK(not_zero(c.dq + (b * T + with_weight) * NH * HS, (T - with_weight) * NH * HS) == 0,
               "%s, q = %g: dq of rows without weight", text, q);
     float out[HS];
     CHECK(row(&c, out, 1, T) == false && not_zero(out, HS) == 0, "%s, q = %g: the last row alone", text, q);

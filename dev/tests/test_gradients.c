@@ -152,12 +152,13 @@ static Normalizer parse(const char *text) {
 typedef struct {
     AttentionShape shape;
     AttentionScalars scalars;
-    real *q, *k, *v, *out, *stats, *dout, *scratch;
+    AttentionInput in;
+    real *out, *stats, *dout, *scratch;
 } AttentionCase;
 
 static double attention_value(void *context) {
     AttentionCase *c = context;
-    attention_forward(c->out, c->stats, c->q, c->k, c->v, c->scalars, c->shape, c->scratch);
+    attention_forward(c->out, c->stats, c->in, c->scalars, c->shape, c->scratch);
     return dot(c->out, c->dout, c->shape.B * c->shape.T * c->shape.NH * c->shape.VS);
 }
 
@@ -204,46 +205,64 @@ static void compare_with_float(const char *what, const real *in_float, const rea
           what, sqrt(off) / norm);
 }
 
-static void test_attention(const char *text, size_t B, size_t NH, size_t HS, size_t VS, size_t T) {
+typedef struct {
+    size_t B, NH, NKV, HS, VS, T;
+    bool documents;    // rows see the keys of their own document alone
+} Sizes;
+
+// Documents of random lengths, some of a single token.
+static int32_t *first_keys(Sizes z) {
+    int32_t *first = calloc(z.B * z.T, sizeof *first);
+    if (!first) fail(EXIT_RESOURCE, "out of memory.");
+    for (size_t i = 0; i < z.B * z.T; i++) {
+        size_t t = i % z.T;
+        first[i] = t == 0 ? 0 : fixture_token(i, 5) == 0 ? (int32_t)t : first[i - 1];
+    }
+    return first;
+}
+
+static void test_attention(const char *text, Sizes z) {
     Normalizer normalizer = parse(text);
-    int L = (int)T + 3;
-    size_t rows = B * NH * T;
-    AttentionCase c = {.shape = {&normalizer, B, T, NH, HS, VS, L}};
-    c.q = input("q", rows * HS, 0, 2), c.k = input("k", rows * HS, 0, 2), c.v = input("v", rows * VS, 0, 1);
-    c.dout = input("dout", rows * VS, 0, 1), c.out = reals(rows * VS), c.stats = reals(rows * ROW_STATS);
+    int L = (int)z.T + 3;
+    size_t B = z.B, NH = z.NH, NKV = z.NKV, HS = z.HS, VS = z.VS, T = z.T;
+    size_t rows = B * NH * T, queries = rows * HS, keys = B * T * NKV * HS, values = B * T * NKV * VS, n = rows * VS;
+    int32_t *first = z.documents ? first_keys(z) : NULL;
+    real *q = input("q", queries, 0, 2), *k = input("k", keys, 0, 2), *v = input("v", values, 0, 1);
+    AttentionCase c = {.shape = {&normalizer, B, T, NH, NKV, HS, VS, L},
+                       .in = {{q, NH * HS, HS}, {k, NKV * HS, HS}, {v, NKV * VS, VS}, first}};
+    c.dout = input("dout", n, 0, 1), c.out = reals(n), c.stats = reals(rows * ROW_STATS);
     c.scratch = reals(attention_scratch(c.shape, omp_get_max_threads()));
     real *s = input("attn_scale", NH, 0.6, 0.1), *b = input("attn_bias", NH, 0.1, 0.2),
          *p = input("attn_pn", (size_t)L, 1, 0.3);
     real *sink = input("attn_sink", NH, 0.5, 0.5), *dsink = reals(NH);
-    real *ds = reals(NH), *db = reals(NH), *dp = reals((size_t)L), *dq = reals(rows * HS), *dk = reals(rows * HS),
-         *dv = reals(rows * VS);
+    real *ds = reals(NH), *db = reals(NH), *dp = reals((size_t)L), *dq = reals(queries), *dk = reals(keys),
+         *dv = reals(values);
     bool has_s = normalizer_has(&normalizer, SCALAR_S), has_b = normalizer_has(&normalizer, SCALAR_B),
          has_p = normalizer_has(&normalizer, SCALAR_P);
     bool has_sink = normalizer_has(&normalizer, SCALAR_SINK);
     c.scalars = (AttentionScalars){has_s ? s : NULL, has_b ? b : NULL, has_p ? p : NULL, has_sink ? sink : NULL};
     attention_value(&c);
     attention_backward(
-        dq, dk, dv,
+        (AttentionInputGrads){{dq, NH * HS, HS}, {dk, NKV * HS, HS}, {dv, NKV * VS, VS}},
         (AttentionScalarGrads){has_s ? ds : NULL, has_b ? db : NULL, has_p ? dp : NULL, has_sink ? dsink : NULL},
-        c.dout, c.out, c.stats, c.q, c.k, c.v, c.scalars, c.shape, c.scratch);
-    real *out = reals(rows * VS), *dq_float = reals(rows * HS), *dk_float = reals(rows * HS),
-         *dv_float = reals(rows * VS);
-    attention_in_float(&(FloatAttention){&normalizer, B, T, NH, HS, VS, L, c.q, c.k, c.v, c.dout, s, b, p, sink, out,
-                                         dq_float, dk_float, dv_float});
-    double least = 1e-2 * sqrt(dot(dv, dv, rows * VS));
-    compare_with_float("out", out, c.out, rows * VS, 0);
-    compare_with_float("dq", dq_float, dq, rows * HS, least);
-    compare_with_float("dk", dk_float, dk, rows * HS, least);
-    compare_with_float("dv", dv_float, dv, rows * VS, 0);
+        c.dout, c.out, c.stats, c.in, c.scalars, c.shape, c.scratch);
+    real *out = reals(n), *dq_float = reals(queries), *dk_float = reals(keys), *dv_float = reals(values);
+    attention_in_float(&(FloatAttention){&normalizer, B,      T, NH, NKV, HS,   VS,  L,        first,    q,       k,
+                                         v,           c.dout, s, b,  p,   sink, out, dq_float, dk_float, dv_float});
+    double least = 1e-2 * sqrt(dot(dv, dv, values));
+    compare_with_float("out", out, c.out, n, 0);
+    compare_with_float("dq", dq_float, dq, queries, least);
+    compare_with_float("dk", dk_float, dk, keys, least);
+    compare_with_float("dv", dv_float, dv, values, 0);
     free(out), free(dq_float), free(dk_float), free(dv_float);
-    check_slope("q", c.q, dq, rows * HS, attention_value, &c);
-    check_slope("k", c.k, dk, rows * HS, attention_value, &c);
-    check_slope("v", c.v, dv, rows * VS, attention_value, &c);
+    check_slope("q", q, dq, queries, attention_value, &c);
+    check_slope("k", k, dk, keys, attention_value, &c);
+    check_slope("v", v, dv, values, attention_value, &c);
     if (has_s) check_slope("s", s, ds, NH, attention_value, &c);
     if (has_b) check_slope("b", b, db, NH, attention_value, &c);
     if (has_sink) check_slope("sink", sink, dsink, NH, attention_value, &c);
     if (has_p) check_slope("p_n", p, dp, (size_t)L, attention_value, &c);
-    free(c.q), free(c.k), free(c.v), free(c.dout), free(c.out), free(c.stats), free(c.scratch);
+    free(q), free(k), free(v), free(first), free(c.dout), free(c.out), free(c.stats), free(c.scratch);
     free(s), free(b), free(p), free(sink), free(dsink), free(ds), free(db), free(dp), free(dq), free(dk), free(dv);
 }
 
@@ -299,10 +318,25 @@ static void test_model(const char *text, const char *shape) {
 
 // ---- each layer alone, for the value sum(dout · out)
 
-enum { B = 2, T = 5, NH = 2, HS = 6, C = NH * HS, N = B * T, OC = 7, V = 11, E = 9, GS = 16, GW = 2 * E + GS };
+enum {
+    B = 2,
+    T = 5,
+    NH = 4,
+    NKV = 2,
+    HS = 6,
+    C = 12,
+    W = (NH + 2 * NKV) * HS,
+    N = B * T,
+    OC = 7,
+    V = 11,
+    E = 9,
+    GS = 16,
+    GW = 2 * E + GS
+};
 
 static struct {
-    real *x, *w, *out, *dout, *cosines, *sines;
+    real *x, *w, *out, *dout, *cosines, *sines, *inverse_norms;
+    Rope rope;
     GauGains gains;
     int32_t tokens[N];
     size_t outputs;
@@ -324,7 +358,8 @@ static void by_embedding(void) {
     embedding_forward(l.out, l.w, l.tokens, N, C);
 }
 static void by_rope(void) {
-    rope_forward(l.out, l.out + N * C, l.out + 2 * N * C, l.x, l.cosines, l.sines, B, T, NH, HS);
+    memcpy(l.out, l.x, N * W * sizeof *l.out);
+    rope_forward(l.out, l.inverse_norms, l.rope);
 }
 static void by_swiglu(void) {
     swiglu_forward(l.out, l.x, N, C);
@@ -332,8 +367,11 @@ static void by_swiglu(void) {
 static void by_crossentropy(void) {
     crossentropy(l.out, l.x, l.tokens, NULL, N, V, V, 0);
 }
+static Projected gau_arrays(real *uvz, real *qkv) {
+    return (Projected){uvz, qkv, qkv + N * GS, qkv + 2 * N * GS, l.inverse_norms};
+}
 static void by_gau(void) {
-    gau_forward(l.out, l.out + N * GS, l.out + 2 * N * GS, l.x, l.gains, l.cosines, l.sines, B, T, E, GS);
+    gau_forward(gau_arrays(l.x, l.out), l.gains, l.rope, E);
 }
 static void by_gate(void) {
     gau_gate_forward(l.out, l.x, l.w, N, E, GW);
@@ -344,13 +382,36 @@ static void test_layer(const char *what, real *x, const real *dx, size_t n, void
     check_slope(what, x, dx, n, layer_value, (void *)forward);
 }
 
+// dx from dout, through RoPE in place.
+static void test_rope(real *dx, bool l2) {
+    l.rope = (Rope){B, T, NH, NKV, HS, l.cosines, l.sines, l2};
+    rope_table(l.cosines, l.sines, T, HS, 10000);
+    by_rope();
+    memcpy(dx, l.dout, N * W * sizeof *dx);
+    rope_backward(dx, l.out, l.inverse_norms, l.rope);
+    test_layer(l2 ? "rope and l2" : "rope", l.x, dx, N * W, by_rope, N * W);
+}
+
+static void test_gau(real *dx, real *gains, bool l2) {
+    real *dgains = reals(4 * GS), *d = reals(N * (2 * GS + E));
+    l.rope = (Rope){B, T, 1, 1, GS, l.cosines, l.sines, l2};
+    rope_table(l.cosines, l.sines, T, GS, 10000);
+    by_gau();
+    memcpy(d, l.dout, N * (2 * GS + E) * sizeof *d);
+    memset(dx, 0, N * 4 * GW * sizeof *dx);
+    gau_backward(gau_arrays(dx, d), (GauGains){dgains, dgains + GS, dgains + 2 * GS, dgains + 3 * GS},
+                 gau_arrays(l.x, l.out), l.gains, l.rope, E);
+    test_layer("gau, uvz", l.x, dx, N * GW, by_gau, N * (2 * GS + E));
+    test_layer("gau, gains and offsets", gains, dgains, 4 * GS, by_gau, N * (2 * GS + E));
+    free(dgains), free(d);
+}
+
 static void test_layers(void) {
     size_t room = N * 4 * GW;
-    real *dx = reals(room), *dw = reals(room), *r = reals(N), *gains = input("gains", 4 * GS, 1, 0.3),
-         *dgains = reals(4 * GS);
+    real *dx = reals(room), *dw = reals(room), *r = reals(N), *gains = input("gains", 4 * GS, 1, 0.3);
     l.x = input("x", room, 0, 1), l.w = input("w", room, 0.2, 1), l.out = reals(room),
     l.dout = input("dout", room, 0, 1);
-    l.cosines = reals(T * GS / 2), l.sines = reals(T * GS / 2);
+    l.cosines = reals(T * GS / 2), l.sines = reals(T * GS / 2), l.inverse_norms = reals(N * (NH + NKV));
     l.gains = (GauGains){gains, gains + GS, gains + 2 * GS, gains + 3 * GS};
     for (int n = 0; n < N; n++) l.tokens[n] = fixture_token((uint64_t)n, V);
 
@@ -363,9 +424,8 @@ static void test_layers(void) {
     memset(dw, 0, room * sizeof *dw);
     embedding_backward(dw, l.dout, l.tokens, N, C);
     test_layer("embedding", l.w, dw, V * C, by_embedding, N * C);
-    rope_table(l.cosines, l.sines, T, HS, 10000);
-    rope_backward(dx, l.dout, l.dout + N * C, l.dout + 2 * N * C, l.cosines, l.sines, B, T, NH, HS);
-    test_layer("rope", l.x, dx, N * 3 * C, by_rope, N * 3 * C);
+    test_rope(dx, false);
+    test_rope(dx, true);
     swiglu_backward(dx, l.dout, l.x, N, C);
     test_layer("swiglu", l.x, dx, N * 2 * C, by_swiglu, N * C);
     real *losses = reals(N);
@@ -374,20 +434,16 @@ static void test_layers(void) {
     crossentropy(losses, dx, l.tokens, NULL, N, V, V, 1);
     test_layer("crossentropy", l.x, dx, N * V, by_crossentropy, N);
 
-    rope_table(l.cosines, l.sines, T, GS, 10000);
-    real *dq = input("dout", N * GS, 0, 1), *dk = input("dk", N * GS, 0, 1);
-    memcpy(l.dout, dq, N * GS * sizeof *dq), memcpy(l.dout + N * GS, dk, N * GS * sizeof *dk);
-    memset(dx, 0, room * sizeof *dx);
-    gau_backward(dx, (GauGains){dgains, dgains + GS, dgains + 2 * GS, dgains + 3 * GS}, dq, dk, l.dout + 2 * N * GS,
-                 l.x, l.gains, l.cosines, l.sines, B, T, E, GS);
-    test_layer("gau, uvz", l.x, dx, N * GW, by_gau, N * (2 * GS + E));
-    test_layer("gau, gains and offsets", gains, dgains, 4 * GS, by_gau, N * (2 * GS + E));
+    free(l.dout);
+    l.dout = input("dout", room, 0, 1);
+    test_gau(dx, gains, false);
+    test_gau(dx, gains, true);
     memset(dx, 0, room * sizeof *dx);
     gau_gate_backward(dw, dx, l.dout, l.x, l.w, N, E, GW);
     test_layer("gate, u", l.x, dx, N * GW, by_gate, N * E);
     test_layer("gate, attention", l.w, dw, N * E, by_gate, N * E);
-    free(dx), free(dw), free(r), free(gains), free(dgains), free(losses), free(dq), free(dk);
-    free(l.x), free(l.w), free(l.out), free(l.dout), free(l.cosines), free(l.sines);
+    free(dx), free(dw), free(r), free(gains), free(losses);
+    free(l.x), free(l.w), free(l.out), free(l.dout), free(l.cosines), free(l.sines), free(l.inverse_norms);
 }
 
 int main(int argc, char **argv) {
@@ -408,11 +464,14 @@ int main(int argc, char **argv) {
         check_group(case_name);
         omp_set_num_threads(2);
         // More than a block of rows, values wider than keys, threads that share.
-        test_attention(NAMES[i], 1, 1, 8, 20, 70);
+        test_attention(NAMES[i], (Sizes){.B = 1, .NH = 1, .NKV = 1, .HS = 8, .VS = 20, .T = 70});
+        test_attention(NAMES[i], (Sizes){.B = 1, .NH = 2, .NKV = 1, .HS = 8, .VS = 8, .T = 70, .documents = true});
         // Small work, for which threads would cost more than they save.
         omp_set_num_threads(1);
-        test_attention(NAMES[i], 2, 2, 6, 6, 9);
+        test_attention(NAMES[i], (Sizes){.B = 2, .NH = 2, .NKV = 2, .HS = 6, .VS = 6, .T = 9});
+        test_attention(NAMES[i], (Sizes){.B = 2, .NH = 6, .NKV = 2, .HS = 4, .VS = 4, .T = 9});
         test_model(NAMES[i], "layers=2,heads=2,channels=32,ffn=48,vocab=61,tied=0");
+        test_model(NAMES[i], "layers=1,heads=4,kv_heads=2,head_dim=6,channels=16,ffn=20,vocab=61,tied=1");
         test_model(NAMES[i], "layers=1,block=gau,channels=24,vocab=61,tied=1");
     }
     printf("worst relative error %.2g\n", worst);
