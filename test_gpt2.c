@@ -234,38 +234,36 @@ static void free_scalars(TestScalars x) {
 }
 
 static void test_attention(void) {
-    size_t B = size_of("B"), T = size_of("T"), NH = size_of("heads"), HS = size_of("head_size"), L = size_of("L"),
-           n = B * T * NH * HS;
+    size_t B = size_of("B"), T = size_of("T"), NH = size_of("heads"), HS = size_of("head_size"), L = size_of("L");
+    size_t NKV = has_key("kv_heads") ? size_of("kv_heads") : NH, C = NH * HS, K = NKV * HS, n = B * T * C;
+    size_t sizes[3] = {n, B * T * K, B * T * K};
     int before = failed;
     char message[1024];
     Normalizer normalizer;
     if (!normalizer_parse(&normalizer, text_of("attn"), message, sizeof message))
         fail(EXIT_INPUT, "%s: %s", case_name, message);
-    AttentionShape shape = {&normalizer, B, T, NH, NH, HS, HS, (int)L};
+    AttentionShape shape = {&normalizer, B, T, NH, NKV, HS, HS, (int)L};
     TestScalars scalars = test_scalars(&normalizer, NH, L);
     float *x[3], *d[3], *inverse[3], *out = floats(n), *dout = input("dout", n, 1);
     float *stats = floats(B * NH * T * ROW_STATS), *scratch = floats(attention_scratch(shape, omp_get_max_threads()));
     for (int i = 0; i < 3; i++) {
-        x[i] = input((const char *[]){"q", "k", "v"}[i], n, i < 2 ? (float)atof(text_of("scale")) : 2);
-        d[i] = floats(n), inverse[i] = floats(B * T * NH);
-        if (i < 2 && normalizer.qk.kind == QK_L2) l2_rows(x[i], inverse[i], B * T * NH, HS);
+        x[i] = input((const char *[]){"q", "k", "v"}[i], sizes[i], i < 2 ? (float)atof(text_of("scale")) : 2);
+        d[i] = floats(sizes[i]), inverse[i] = floats(sizes[i] / HS);
+        if (i < 2 && normalizer.qk.kind == QK_L2) l2_rows(x[i], inverse[i], sizes[i] / HS, HS);
     }
-    size_t C = NH * HS;
-    AttentionInput in = {{x[0], C, HS}, {x[1], C, HS}, {x[2], C, HS}, NULL};
-    AttentionInputGrads grads = {{d[0], C, HS}, {d[1], C, HS}, {d[2], C, HS}};
+    AttentionInput in = {{x[0], C, HS}, {x[1], K, HS}, {x[2], K, HS}, NULL};
+    AttentionInputGrads grads = {{d[0], C, HS}, {d[1], K, HS}, {d[2], K, HS}};
     attention_forward(out, stats, in, scalars.values, shape, scratch);
     attention_backward(grads, scalars.grads, dout, out, stats, in, scalars.values, shape, scratch);
-    for (size_t i = 0; i < 2 * B * T * NH && normalizer.qk.kind == QK_L2; i++) {
-        size_t which = i % 2, r = i / 2;
-        l2_backward(d[which] + r * HS, x[which] + r * HS, inverse[which][r], HS);
-    }
+    for (size_t i = 0; i < 2 && normalizer.qk.kind == QK_L2; i++)
+        for (size_t r = 0; r < sizes[i] / HS; r++) l2_backward(d[i] + r * HS, x[i] + r * HS, inverse[i][r], HS);
     double norm = 0, worst = compare("out", out, n, 0, 1e-5);
-    for (size_t i = 0; i < n; i++) norm += (double)d[2][i] * d[2][i];
+    for (size_t i = 0; i < sizes[2]; i++) norm += (double)d[2][i] * d[2][i];
     // At T = 1 under l1, dq and dk are 0: what is left is rounding.
     double floor = (T == 1 ? 5e-2 : 1e-2) * sqrt(norm);
     worst = largest(worst, compare("dq", d[0], n, floor, 1e-4));
-    worst = largest(worst, compare("dk", d[1], n, floor, 1e-4));
-    worst = largest(worst, compare("dv", d[2], n, floor, 1e-4));
+    worst = largest(worst, compare("dk", d[1], sizes[1], floor, 1e-4));
+    worst = largest(worst, compare("dv", d[2], sizes[2], floor, 1e-4));
     if (scalars.grads.s) worst = largest(worst, compare("dattn_scale", scalars.ds, NH, floor, 1e-4));
     if (scalars.grads.b) worst = largest(worst, compare("dattn_bias", scalars.db, NH, floor, 1e-4));
     if (scalars.grads.p) worst = largest(worst, compare("dattn_pn", scalars.dp, L, floor, 1e-4));
@@ -277,9 +275,9 @@ static void test_attention(void) {
     float *row = floats(HS), *scores = floats(T);
     double difference = 0, size = 0;
     for (size_t i = 0; i < B * NH * T && !by_length; i++) {
-        size_t h = i % NH, t = i / NH % T, b = i / NH / T, start = b * T * C + h * HS;
+        size_t h = i % NH, t = i / NH % T, b = i / NH / T, start = b * T * K + h / (NH / NKV) * HS;
         shape.T = t + 1;
-        attention_row(row, x[0] + i * HS, (ConstView){x[1] + start, C, HS}, (ConstView){x[2] + start, C, HS}, t + 1, h,
+        attention_row(row, x[0] + i * HS, (ConstView){x[1] + start, K, HS}, (ConstView){x[2] + start, K, HS}, t + 1, h,
                       scalars.values, shape, scores);
         for (size_t c = 0; c < HS; c++) {
             double o = out[i * HS + c];

@@ -8,6 +8,7 @@
 #define LOSS_ROWS ((size_t)40)      // so that most cases take several turns, the last with fewer rows
 #include "train_gpt2.cu"
 
+#define WITHOUT_GROUPS    // fewer key-value heads, sizes of heads of their own
 #include "dev/reference/cases.h"
 
 #include <algorithm>

@@ -960,7 +960,7 @@ typedef struct {
     size_t sequence, position;
 } DecodeRow;
 
-// From a row's projection: q stays where it is (or in d->q, of a gated unit), k and v (key and value width) join the cache.
+// From a row's projection: q stays where it is (a gated unit's: in d->q), k and v (key and value width) join the cache.
 static void decode_keys(Decoder *d, const DecodeRow *row, size_t r, size_t layer, float *k, float *v) {
     const ModelConfig *c = &d->m->config;
     size_t HS = head_size(c), K = query_width(c), angles = row->position * (HS / 2);

@@ -53,7 +53,7 @@ bool model_gives_vocab(const char *text);
 // GPT-2's, or the last token, where data/vocabulary.py puts it.
 int default_end_of_text(int vocab);
 
-// Sets kv_heads and head_dim to their defaults where they are 0. False with a message if the sizes do not fit each other:
+// Sets kv_heads and head_dim to their defaults where they are 0. False with a message if sizes do not fit each other:
 // the head size must be even for RoPE, and the heads must divide among the key-value heads.
 bool model_shape_complete(ModelConfig *config, char *message, size_t size);
 
@@ -125,10 +125,11 @@ double model_flops_per_token(const ModelConfig *config, size_t T);
 // config.json: LlamaConfig's keys (Qwen3Config's with QK norms) and attention_normalizer. The caller frees the text.
 char *model_config_json(const ModelConfig *config, bool bf16);
 
-// The inverse, for our own checkpoints and for Llamas and Qwen3s from elsewhere that compute what this model computes. All else is
-// rejected with every reason at once: an unknown model_type, a value that is not computed here, and each key that is
-// neither understood nor known to be harmless, unless its value is null, false or empty, or `ignored` (of --ignore-
-// config-key: names with commas between, or NULL) has it. Warns about names in `ignored` that are not in the file.
+// The inverse, for our own checkpoints and for Llamas and Qwen3s from elsewhere that compute what this model computes.
+// All else is rejected with every reason at once: an unknown model_type, a value that is not computed here, and each
+// key that is neither understood nor known to be harmless, unless its value is null, false or empty, or `ignored` (of
+// --ignore-config-key: names with commas between, or NULL) has it. Warns about names in `ignored` that are not in the
+// file.
 bool model_config_read(ModelConfig *config, const char *folder, const char *ignored, Error *error);
 
 // Is it written as a Llama, or as a Qwen3 with QK norms, which transformers loads as it is? That is plain softmax; the
