@@ -23,9 +23,9 @@ void weights_start_scalars(const Weights *w, const Normalizer *from) {
             continue;
         float start = (float)normalizer_start(&w->config->attn, t->scalar, w->config->seq_len);
         for (size_t j = 0; j < t->elements; j++) w->params[t->offset + j] = start;
-        if (w->mean)
-            memset(w->mean + t->offset, 0, t->elements * sizeof(float)),
-                memset(w->square + t->offset, 0, t->elements * sizeof(float));
+        if (!w->mean) continue;
+        memset(w->mean + t->offset, 0, t->elements * sizeof(float));
+        memset(w->square + t->offset, 0, t->elements * sizeof(float));
     }
 }
 
@@ -47,7 +47,7 @@ void weights_keep_scalars(const Weights *w, float *kept, bool restore) {
     }
 }
 
-// Older files have RoPE's frequencies too, which rope_theta says.
+// Older files also contain RoPE's frequencies, which follow from rope_theta.
 static bool is_buffer(const char *name) {
     const char *end = strstr(name, ".rotary_emb.inv_freq");
     return end && !strcmp(end, ".rotary_emb.inv_freq");
@@ -59,14 +59,15 @@ static bool is_expected(const TensorList *list, const char *name) {
     return is_buffer(name);
 }
 
-// A file may have the output projection of a tied model, too, but no other one than the embedding.
+// The file of a tied model may also contain the output projection, if it equals the embedding.
 static bool check_tied(const Safetensors *file, const TensorInfo *head, Reasons *reasons, Error *error) {
     const TensorInfo *embedding = safetensors_find(file, "model.embed_tokens.weight");
     bool same = false;
     if (embedding && !safetensors_same(head, embedding, &same, error)) return false;
     if (!same)
-        reasons_add(reasons,
-                    "tensor lm_head.weight is not model.embed_tokens.weight, though \"tie_word_embeddings\" is true");
+        reasons_add(
+            reasons,
+            "tensor lm_head.weight differs from model.embed_tokens.weight, but \"tie_word_embeddings\" is true");
     return true;
 }
 
@@ -82,18 +83,17 @@ static bool check_tensors(const TensorList *list, bool tied, const Safetensors *
         const TensorInfo *info = safetensors_at(file, i);
         if (is_expected(list, info->name)) continue;
         if (!tied || strcmp(info->name, "lm_head.weight") != 0)
-            reasons_add(&reasons, "tensor %.200s would be left over: config.json describes a model without it",
-                        info->name);
+            reasons_add(&reasons, "tensor %.200s is not part of the model that config.json describes", info->name);
         else if (!check_tied(file, info, &reasons, error)) return false;
     }
     if (!reasons.count) return true;
     return error_set(error, EXIT_INPUT,
-                     "%s: the tensors are not those of the model that its config.json describes:%s\n"
-                     "  Take a whole copy of the model, correct config.json, or convert what has another dtype.",
+                     "%s: the tensors do not match the model that config.json describes:%s\n"
+                     "  Get a complete copy of the model, correct config.json, or convert tensors of another dtype.",
                      folder, reasons_text(&reasons).text);
 }
 
-// weights_check(); the open file is the caller's then.
+// Does the work of weights_check() and returns the open file, which the caller owns.
 static Safetensors *open_checked(const ModelConfig *config, const char *folder, Error *error) {
     Safetensors *file = safetensors_open(folder, error);
     if (!file) return NULL;

@@ -14,15 +14,15 @@
 #include "runtime/file.h"
 #include "runtime/json.h"
 
-// Names in OUT/ckpt. A reader trusts step-* and .old-*; the other two are only ever removed.
-#define STEP  "step-"         // whole
+// The folders in OUT/ckpt. Readers only accept step-* and .old-*; the other two are only ever removed.
+#define STEP  "step-"         // complete
 #define TMP   ".tmp-step-"    // being written
-#define OLD   ".old-step-"    // whole; set aside while a new folder of the same step takes its name
+#define OLD   ".old-step-"    // complete; set aside while a new folder of the same step takes its name
 #define TRASH ".trash-step-"  // being deleted
 
-#define DAMAGED "The checkpoint is damaged: delete this folder to go on from the one before it."
+#define DAMAGED "The checkpoint is damaged. Delete this folder to continue from the previous checkpoint."
 
-// Writes folder + "/" + the formatted name into out (PATH_MAX bytes), and returns out.
+// Writes folder + "/" + the formatted name into `out` (PATH_MAX bytes) and returns `out`.
 static char *join(char *out, const char *folder, const char *format, ...) __attribute__((format(printf, 3, 4)));
 static char *join(char *out, const char *folder, const char *format, ...) {
     va_list args;
@@ -44,8 +44,7 @@ static char *join_step(char *out, const char *root, const char *prefix, uint64_t
     return join(out, root, "%s%08" PRIu64, prefix, step);
 }
 
-// ---- hashes of what is written
-// ---------------------------------------------------------------------------------------------
+// ---- hashes of the files that have been written
 
 typedef struct {
     char name[NAME_MAX + 1];
@@ -53,7 +52,7 @@ typedef struct {
     XXH128_hash_t hash;
 } Record;
 
-// The files that have been written into the folder of the checkpoint that is begun.
+// The files that have been written into the folder of the open checkpoint.
 static struct {
     const char *folder;
     Record *records;
@@ -99,9 +98,8 @@ static HashText hash_text(XXH128_hash_t hash) {
 }
 
 // ---- the manifest
-// ----------------------------------------------------------------------------------------------------------
 
-// {"files": {"model.safetensors": {"size": 12, "xxh3_128": "32 hexadecimal digits, as xxhsum -H2 prints them"}, ...}}
+// {"files": {"model.safetensors": {"size": 12, "xxh3_128": "32 hexadecimal digits, as printed by xxhsum -H2"}, ...}}
 
 static bool check_entry(const char *folder, const char *manifest, const cJSON *entry, bool hashes, Error *error) {
     char path[PATH_MAX];
@@ -111,15 +109,16 @@ static bool check_entry(const char *folder, const char *manifest, const cJSON *e
     const char *hash = cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(entry, "xxh3_128"));
     if (!json_u64(cJSON_GetObjectItemCaseSensitive(entry, "size"), &size) || !hash || strchr(entry->string, '/') ||
         strlen(entry->string) > NAME_MAX) {
-        return error_set(error, EXIT_INPUT,
-                         "%s: expected a plain file name with \"size\" and \"xxh3_128\", found something else "
-                         "at \"%.100s\".\n  " DAMAGED,
-                         manifest, entry->string);
+        return error_set(
+            error, EXIT_INPUT,
+            "%s: expected a file name without a folder, with \"size\" and \"xxh3_128\", found something else "
+            "at \"%.100s\".\n  " DAMAGED,
+            manifest, entry->string);
     }
     join(path, folder, "%s", entry->string);
     if (stat(path, &info) != 0) {
-        return error_set(error, EXIT_INPUT,
-                         "%s: expected this file, which manifest.json lists, found none.\n  " DAMAGED, path);
+        return error_set(error, EXIT_INPUT, "%s: this file is missing, although manifest.json lists it.\n  " DAMAGED,
+                         path);
     }
     if ((uint64_t)info.st_size != size) {
         return error_set(error, EXIT_INPUT,
@@ -157,7 +156,7 @@ bool checkpoint_verify(const char *folder, bool manifest_optional, Error *error)
     return check_manifest(folder, true, error);
 }
 
-// Adds a file of the folder to the manifest; one that did not come through file_close() is read for its hash, and
+// Adds a file of the folder to the manifest. A file that was not written through file_close() is read to hash it, and
 // synced.
 static bool add_entry(cJSON *files, const char *folder, const char *name, Error *error) {
     char path[PATH_MAX];
@@ -166,8 +165,8 @@ static bool add_entry(cJSON *files, const char *folder, const char *name, Error 
     join(path, folder, "%s", name);
     if (lstat(path, &info) != 0 || !S_ISREG(info.st_mode)) {
         return error_set(error, EXIT_RESOURCE,
-                         "%s: expected only plain files in a checkpoint, found something else.\n"
-                         "  Leave this folder to the program that writes it.",
+                         "%s: expected only regular files in a checkpoint, found something else.\n"
+                         "  Do not change this folder while it is being written.",
                          path);
     }
     if (!record || record->size != (uint64_t)info.st_size) {
@@ -187,7 +186,7 @@ static bool add_entries(cJSON *files, const char *folder, Error *error) {
     int count = scandir(folder, &names, NULL, alphasort);
     if (count < 0) {
         return error_set(error, EXIT_RESOURCE, "%s: listing the folder failed: %s.\n  %s", folder, strerror(errno),
-                         file_remedy(errno, "Did someone remove it?"));
+                         file_remedy(errno, "Was it removed?"));
     }
     bool ok = true;
     for (int i = 0; i < count; i++) {
@@ -215,8 +214,7 @@ static bool write_manifest(const char *folder, Error *error) {
     return ok;
 }
 
-// ---- what lies in OUT/ckpt
-// -------------------------------------------------------------------------------------------------
+// ---- the contents of OUT/ckpt
 
 typedef struct {
     uint64_t step;
@@ -236,14 +234,14 @@ static bool parse_entry(const char *name, Entry *entry) {
     return false;
 }
 
-// The newest first; of one step, step-* before .old-step-*.
+// Newest first; for one step, step-* before .old-step-*.
 static int compare_entries(const void *a, const void *b) {
     const Entry *x = a, *y = b;
     if (x->step != y->step) return x->step > y->step ? -1 : 1;
     return strcmp(y->prefix, x->prefix);
 }
 
-// The folders of ours, newest first; free with free(). No folder at all is the same as an empty one.
+// Lists our folders, newest first. The caller frees the list. A missing folder counts as empty.
 static Entry *list_entries(const char *root, size_t *count) {
     Entry *entries = NULL, entry;
     DIR *folder = opendir(root);
@@ -263,8 +261,8 @@ static Entry *list_entries(const char *root, size_t *count) {
     return entries;
 }
 
-// Removes what a killed save or prune has left, and gives a folder that was set aside its name back where the new one
-// did not come to take it.
+// Removes the leftovers of killed saves and prunes. If a folder was set aside and the new one never took its name, it
+// gets its name back.
 static bool clear_leftovers(const char *root, Error *error) {
     char path[PATH_MAX], final[PATH_MAX];
     size_t count;
@@ -285,8 +283,8 @@ bool checkpoint_vanished(const char *folder) {
     return access(folder, F_OK) != 0 && errno == ENOENT;
 }
 
-// checkpoint_newest() by one listing. `stale`: one of the folders in it is there no longer, so that there may be newer
-// ones.
+// Does the work of checkpoint_newest() on one listing. *stale is set if a listed folder no longer exists, because there
+// may then be newer ones.
 static bool newest_listed(const char *out_dir, char *path, size_t size, uint64_t *step, bool *stale) {
     char root[PATH_MAX], folder[PATH_MAX];
     size_t count;
@@ -306,7 +304,7 @@ static bool newest_listed(const char *out_dir, char *path, size_t size, uint64_t
         } else if (checkpoint_vanished(folder)) {
             *stale = true;
         } else if (named) {
-            warn("%s\n  Passing over %s.", error.text, folder);
+            warn("%s\n  Skipping %s.", error.text, folder);
         }
     }
     free(entries);
@@ -331,7 +329,6 @@ bool checkpoint_any(const char *out_dir) {
 }
 
 // ---- saving
-// ----------------------------------------------------------------------------------------------------------------
 
 bool checkpoint_begin(Checkpoint *c, const char *out_dir, uint64_t step, Error *error) {
     c->step = step;
@@ -355,7 +352,8 @@ bool checkpoint_copy(Checkpoint *c, const char *from, Error *error) {
     return file_copy(checkpoint_path(c, slash ? slash + 1 : from), from, error);
 }
 
-// Gives the folder its name, over one that has it already. Between the two renames .old-step-* is the whole one.
+// Gives the folder its final name, replacing a folder that has it. Between the two renames, .old-step-* is the complete
+// one.
 static bool take_name(const char *folder, const char *root, uint64_t step, Error *error) {
     char final[PATH_MAX], old[PATH_MAX];
     Error ignored;
@@ -366,7 +364,7 @@ static bool take_name(const char *folder, const char *root, uint64_t step, Error
         if (access(final, F_OK) != 0) file_rename(old, final, &ignored);
         return false;
     }
-    file_remove_tree(old, &ignored);    // where this fails, the next checkpoint_begin() tries again and says so
+    file_remove_tree(old, &ignored);    // if this fails, the next checkpoint_begin() tries again and reports it
     return true;
 }
 
@@ -387,7 +385,6 @@ void checkpoint_abandon(Checkpoint *c) {
 }
 
 // ---- pruning
-// ---------------------------------------------------------------------------------------------------------------
 
 static bool delete_step(const char *root, uint64_t step, Error *error) {
     char path[PATH_MAX], trash[PATH_MAX];

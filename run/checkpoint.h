@@ -1,5 +1,6 @@
-// Checkpoint folders OUT/ckpt/step-00001000: written under a temporary name, synced, and renamed, so that a folder
-// named step-* is always whole. A kill at any point of a save leaves the one before, or the new one, whole.
+// Checkpoint folders OUT/ckpt/step-00001000. They are written under a temporary name, synced and renamed, so that a
+// folder named step-* is always complete. If the process is killed at any point of a save, either the previous or the
+// new checkpoint is complete.
 //
 //     Checkpoint c;
 //     if (!checkpoint_begin(&c, out, step, &error)) ...
@@ -9,7 +10,7 @@
 //       && checkpoint_commit(&c, &error);
 //     if (!ok) { checkpoint_abandon(&c); ... }
 //
-// One writer for a run folder; of several processes, only rank 0. Only one Checkpoint is begun at a time.
+// A run folder has a single writer: rank 0. Only one Checkpoint may be open at a time.
 #ifndef RUN_CHECKPOINT_H
 #define RUN_CHECKPOINT_H
 
@@ -26,48 +27,47 @@ extern "C" {
 typedef struct {
     uint64_t step;
     char root[PATH_MAX];      // OUT/ckpt
-    char folder[PATH_MAX];    // OUT/ckpt/.tmp-step-00001000; empty when nothing is begun
-    char path[PATH_MAX];      // what checkpoint_path() returned last
+    char folder[PATH_MAX];    // OUT/ckpt/.tmp-step-00001000; empty if no checkpoint is open
+    char path[PATH_MAX];      // the last result of checkpoint_path()
 } Checkpoint;
 
-// Makes OUT/ckpt/.tmp-step-%08d, after clearing away what killed saves have left.
+// Creates OUT/ckpt/.tmp-step-%08d after removing the leftovers of killed saves.
 bool checkpoint_begin(Checkpoint *c, const char *out_dir, uint64_t step, Error *error);
 
-// The path of a file of this name in the temporary folder; good until the next call.
+// Returns the path of this file in the temporary folder. It is valid until the next call.
 const char *checkpoint_path(Checkpoint *c, const char *file_name);
 
-// Copies a file into the temporary folder, under its own name.
+// Copies a file into the temporary folder under its own name.
 bool checkpoint_copy(Checkpoint *c, const char *from, Error *error);
 
-// Writes manifest.json (size and XXH3-128 of every other file), syncs, renames to step-%08d and syncs OUT/ckpt. A
-// folder of that step which is there already is replaced. Where this fails, checkpoint_abandon() cleans up.
+// Writes manifest.json (size and XXH3-128 of every other file), syncs, renames the folder to step-%08d, and syncs
+// OUT/ckpt. Replaces an existing folder of that step. If this fails, call checkpoint_abandon() to clean up.
 bool checkpoint_commit(Checkpoint *c, Error *error);
 
-// Removes the temporary folder and nothing else. Does nothing after a commit.
+// Removes the temporary folder. Does nothing after a commit.
 void checkpoint_abandon(Checkpoint *c);
 
-// How often to look for a run's newest checkpoint again: beside a run that saves and prunes, what was found may be gone
-// before it is read.
+// How often to search again for the newest checkpoint of a run that is still saving and pruning: the one that was found
+// may be deleted before it is read.
 enum { CHECKPOINT_ATTEMPTS = 100 };
 
-// After an error in reading a checkpoint: is its folder gone? Then look for the newest again. (Pruning renames a folder
-// before it removes any file from it.)
+// After an error while reading a checkpoint: has its folder been deleted? If so, search for the newest one again.
+// (Pruning renames a folder before it removes any file in it.)
 bool checkpoint_vanished(const char *folder);
 
-// The newest checkpoint of a run whose manifest is there and whose files have the sizes in it. False where there is
-// none.
-// Warns about each damaged one that it passes over. The hashes are checkpoint_verify's to check.
+// Finds the newest checkpoint of a run that has a manifest and whose files have the sizes in it. Warns about each
+// damaged one that it skips. Returns false if there is none. Use checkpoint_verify() to check the hashes.
 bool checkpoint_newest(const char *out_dir, char *path, size_t size, uint64_t *step);
 
-// Is there any folder named step-*, whole or damaged?
+// Is there any folder named step-*, complete or damaged?
 bool checkpoint_any(const char *out_dir);
 
-// Checks every file of manifest.json by size and hash. A folder without a manifest (one from Hugging Face) is an error
+// Checks every file in manifest.json by size and hash. A folder without a manifest (from Hugging Face, say) is an error
 // unless `manifest_optional`.
 bool checkpoint_verify(const char *folder, bool manifest_optional, Error *error);
 
-// Deletes all whole checkpoints but the newest `keep` and the one of step `keep_also` (UINT64_MAX: none), each renamed
-// to .trash-* first. keep = 0 keeps all. Damaged ones are left for you to look at.
+// Deletes all complete checkpoints except the newest `keep` and the one of step `keep_also` (UINT64_MAX: none). Each is
+// first renamed to .trash-*. keep = 0 keeps all. Damaged checkpoints are kept for inspection.
 bool checkpoint_prune(const char *out_dir, int keep, uint64_t keep_also, Error *error);
 
 #ifdef __cplusplus

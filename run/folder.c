@@ -27,7 +27,7 @@ const char *folder_path(const char *out, const char *name) {
     return path;
 }
 
-static int lock_fd = -1;    // stays open while the process lives, and with it the lock
+static int lock_fd = -1;    // stays open, and so holds the lock, until the process ends
 
 bool folder_lock(const char *out, bool make, Error *error) {
     if (lock_fd >= 0) return true;
@@ -37,11 +37,11 @@ bool folder_lock(const char *out, bool make, Error *error) {
     int fd = open(path, O_RDWR | (make ? O_CREAT : 0) | O_CLOEXEC, 0666);
     if (fd < 0 && !make && (errno == ENOENT || errno == ENOTDIR)) return true;
     if (fd < 0)
-        return error_set(error, EXIT_RESOURCE, "%s: cannot be written: %s.\n  %s", path, strerror(errno),
-                         file_remedy(errno, "Give another --out, or the right to write there."));
+        return error_set(error, EXIT_RESOURCE, "%s: cannot write it: %s.\n  %s", path, strerror(errno),
+                         file_remedy(errno, "Choose another --out, or get write permission for this one."));
     bool locked = flock(fd, LOCK_EX | LOCK_NB) == 0;
     if (!locked && errno != EWOULDBLOCK) {
-        error_set(error, EXIT_RESOURCE, "%s: cannot be locked: %s.\n  Give an --out on a file system with locks.", path,
+        error_set(error, EXIT_RESOURCE, "%s: cannot lock it: %s.\n  Choose an --out on a file system with locks.", path,
                   strerror(errno));
         close(fd);
         return false;
@@ -53,13 +53,13 @@ bool folder_lock(const char *out, bool make, Error *error) {
         close(fd);
         return error_set(error, EXIT_BUSY,
                          "%s: another job (process %s) is using this run folder.\n"
-                         "  Wait until it ends, or give another --out.",
+                         "  Wait until it ends, or choose another --out.",
                          out, holder[0] ? holder : "unknown");
     }
     char text[32];
     int length = snprintf(text, sizeof text, "%ld\n", (long)getpid());
     if (ftruncate(fd, 0) != 0 || write(fd, text, (size_t)length) != length) {
-        error_set(error, EXIT_RESOURCE, "%s: cannot be written: %s.", path, strerror(errno));
+        error_set(error, EXIT_RESOURCE, "%s: cannot write it: %s.", path, strerror(errno));
         close(fd);
         return false;
     }
@@ -86,7 +86,7 @@ bool folder_lock_again(const char *out, Error *error) {
         return true;
     }
     lock_fd = old;
-    return lock_intact(out);    // the folder may be back by now, and the lock in it our own
+    return lock_intact(out);    // the folder may have reappeared with our own lock in it
 }
 
 bool folder_has_run(const char *out) {
@@ -106,8 +106,8 @@ cJSON *run_json_resume(const char *out, TrainOptions *options, Error *error) {
     char *text = cJSON_IsObject(arguments) ? cJSON_PrintUnformatted(arguments) : NULL;
     if (!text || !cJSON_IsArray(lineage)) {
         error_set(error, EXIT_INPUT,
-                  "%s: has no \"arguments\" and \"lineage\". Without them the run cannot be continued by --resume;\n"
-                  "  --init-from %s/ckpt/step-... starts a new run from its weights.",
+                  "%s: expected \"arguments\" and \"lineage\", without which --resume is not possible.\n"
+                  "  Use --init-from %s/ckpt/step-... to start a new run from its weights.",
                   path, out);
         cJSON_Delete(lineage);
         lineage = NULL;
@@ -133,8 +133,8 @@ bool run_json_same_data(const char *out, const char *which, const char *fingerpr
     if (!same) {
         char *was = then ? cJSON_PrintUnformatted(then) : NULL;
         error_set(error, EXIT_USAGE,
-                  "--resume: the %s data is not what the run began with.\n  Then %s\n  now  %s\n"
-                  "  Bring back the same shards, or start a new run from the weights with --init-from.",
+                  "--resume: the %s data differs from the run's.\n  run's data: %s\n  data given: %s\n"
+                  "  Restore the original shards, or start a new run from the weights with --init-from.",
                   which, was ? was : "(none)", fingerprint ? fingerprint : "(none)");
         free(was);
     }
@@ -186,7 +186,7 @@ static const char *entry_text(const cJSON *entry, const char *key) {
     return cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(entry, key));
 }
 
-// Is this entry a change of normalizer at `step` or later?
+// Is this entry a switch of normalizer at `step` or later?
 static bool is_switch_from(const cJSON *entry, int64_t step) {
     const char *event = entry_text(entry, "event");
     const cJSON *when = cJSON_GetObjectItemCaseSensitive(entry, "step");

@@ -1,4 +1,4 @@
-// The run folder: OUT/run.json, metrics.jsonl, samples.txt, ckpt/. One job at a time works in it.
+// The run folder: OUT/run.json, metrics.jsonl, samples.txt, ckpt/. Only one job at a time may use it.
 #ifndef RUN_FOLDER_H
 #define RUN_FOLDER_H
 
@@ -9,51 +9,50 @@
 #include "runtime/error.h"
 #include "run/train_options.h"
 
-// Locks OUT/lock until the process ends, however it ends; called again, it does nothing. With `make` it makes folder
-// and file where there are none; otherwise a folder without the file, which no run has used yet, is left as it is: so
-// that nothing is written before all is checked.
-// EXIT_BUSY where another job holds it, EXIT_RESOURCE where the folder cannot be written to.
+// Locks OUT/lock until the process ends in any way. Further calls do nothing. With `make`, creates the folder and the
+// lock file if they are missing. Without it, a folder without a lock file, which no run has used yet, is left unlocked,
+// so that nothing is written before everything is checked. Fails with EXIT_BUSY if another job holds the lock, and with
+// EXIT_RESOURCE if the folder is not writable.
 bool folder_lock(const char *out, bool make, Error *error);
 
-// Does OUT still have the lock that folder_lock() took, and run.json? False once someone has removed or replaced the
-// folder under a running job.
+// Does OUT still contain run.json and the lock that folder_lock() took? False once someone has removed or replaced the
+// folder during the run.
 bool folder_intact(const char *out);
 
-// Takes the lock again in a folder that was removed: EXIT_BUSY where another job has made a run of its own there by
-// now. Where this fails, the old lock is kept, so that nothing is wrong once a folder that was only out of reach is
-// back.
+// Takes the lock again after the folder was removed. Fails with EXIT_BUSY if another job has started a run there. On
+// failure, the old lock is kept in case the folder was only temporarily unreachable.
 bool folder_lock_again(const char *out, Error *error);
 
-// Is there a run in the folder already: a checkpoint, or a line of metrics?
+// Does the folder already contain a run, that is, a checkpoint or a line of metrics?
 bool folder_has_run(const char *out);
 
-// run.json of the run that --resume continues: takes its arguments for all flags that were not given, and refuses those
-// that were given and may not change (EXIT_USAGE). Returns its lineage (the caller owns it), followed by the changes to
-// repeat; NULL with the error filled in.
+// Reads run.json for --resume: uses its arguments for all flags that were not given, and rejects given flags that a
+// resumed run cannot change (EXIT_USAGE). Returns the run's lineage followed by the switches to repeat; the caller owns
+// it. Returns NULL with *error set on failure.
 cJSON *run_json_resume(const char *out, TrainOptions *options, Error *error);
 
-// Compares a data fingerprint with that of the run ("train" or "val"); other data is refused (EXIT_USAGE).
+// Compares the fingerprint of the "train" or "val" data with the run's. Different data is an error (EXIT_USAGE).
 bool run_json_same_data(const char *out, const char *which, const char *fingerprint, Error *error);
 
-// Writes run.json in one step: arguments, version and commit, data fingerprints (JSON text, NULL for none), lineage,
-// and those changes of normalizer that the run made beyond the checkpoint that it continues from and still has to
-// repeat (both arrays are copied).
+// Writes run.json atomically: arguments, version, commit, data fingerprints (JSON text, or NULL), lineage, and the
+// normalizer switches that the run made after the checkpoint from which it resumed and still has to repeat (both arrays
+// are copied).
 bool run_json_write(const char *out, const TrainOptions *options, const char *train, const char *val,
                     const cJSON *lineage, const cJSON *to_repeat, Error *error);
 
-// Adds to a lineage: {"step": N, "event": "start|init-from|attn-at-start|attn-switch", ...details as key, value, ...,
-// NULL}.
+// Appends {"step": N, "event": "start|init-from|attn-at-start|attn-switch", ...} to a lineage. The details are key,
+// value, ..., NULL.
 void lineage_add(cJSON *lineage, int64_t step, const char *event, ...);
 
-// Moves what a run did beyond the checkpoint of this step, its later changes of normalizer, from the lineage to an
-// array of their own, which the caller owns. A checkpoint is usually saved before the change at its own step; `made`:
-// the normalizer of one saved after it, otherwise NULL.
+// Removes normalizer switches after the checkpoint of this step from the lineage and returns them in an array that the
+// caller owns. A checkpoint is usually saved before the switch at its own step. If it was saved after it, `made` is its
+// normalizer, otherwise NULL.
 cJSON *lineage_cut(cJSON *lineage, int64_t step, const char *made);
 
-// The normalizer after all of a lineage's changes, NULL where none is named.
+// Returns the normalizer after all switches of a lineage, or NULL if it names none.
 const char *lineage_attn(const cJSON *lineage);
 
-// Joins OUT and a name in a static buffer, good until the next call.
+// Returns OUT/name in a static buffer that the next call overwrites.
 const char *folder_path(const char *out, const char *name);
 
 #endif

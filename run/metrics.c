@@ -13,20 +13,20 @@
 #include "runtime/file.h"
 #include "runtime/human.h"
 
-#define SIZE_LIMIT ((size_t)4 << 30)    // of metrics.jsonl: some 25 million steps
+#define SIZE_LIMIT ((size_t)4 << 30)    // the largest metrics.jsonl: about 25 million steps
 
 struct Metrics {
     int fd;
-    off_t size;    // of the whole lines in the file
+    off_t size;    // of the complete lines in the file
     bool warned;
-    char *line;    // room for a line
+    char *line;    // buffer for a line
     size_t room;
     char path[];
 };
 
 // ---- metrics.jsonl
 
-// The size of the file up to the end of its last whole line, or -1.
+// Returns the size of the file up to the end of its last complete line, or -1 on error.
 static off_t whole_lines(int fd) {
     char block[4096];
     struct stat st;
@@ -44,38 +44,45 @@ static off_t whole_lines(int fd) {
 
 Metrics *metrics_open(const char *path, Error *error) {
     Metrics *m = calloc(1, sizeof *m + strlen(path) + 1);
-    if (!m) return error_set(error, EXIT_RESOURCE, "out of memory for %s", path), NULL;
+    if (!m) {
+        error_set(error, EXIT_RESOURCE, "out of memory for %s", path);
+        return NULL;
+    }
     strcpy(m->path, path);
     m->fd = open(path, O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
     m->size = m->fd < 0 ? -1 : whole_lines(m->fd);
     struct stat st;
     if (m->size >= 0 && fstat(m->fd, &st) == 0 && (st.st_size <= m->size || ftruncate(m->fd, m->size) == 0)) return m;
-    error_set(error, EXIT_RESOURCE, "%s: can't be opened for writing: %s.\n  %s", path, strerror(errno),
-              file_remedy(errno, "Give another --out, or the right to write there."));
+    error_set(error, EXIT_RESOURCE, "%s: cannot open it for writing: %s.\n  %s", path, strerror(errno),
+              file_remedy(errno, "Choose another --out, or get write permission for this one."));
     if (m->fd >= 0) close(m->fd);
     free(m);
     return NULL;
 }
 
-// Appends ", "name": value" with the given digits, null where JSON has no such number.
+// Appends ", "name": value" with this number of digits, or null if the value is not finite.
 static void add_number(char *line, size_t size, const char *name, int digits, double value) {
     size_t n = strlen(line);
     if (isfinite(value)) snprintf(line + n, size - n, ", \"%s\": %.*g", name, digits, value);
     else snprintf(line + n, size - n, ", \"%s\": null", name);
 }
 
-// Room for a line of this size; NULL, and a warning once, where there is no memory for it.
+// Returns a buffer for a line of this size. If memory runs out, warns once and returns NULL.
 static char *metrics_room(Metrics *metrics, size_t size) {
     if (size <= metrics->room) return metrics->line;
     char *line = realloc(metrics->line, size);
-    if (line) metrics->line = line, metrics->room = size;
-    else if (!metrics->warned)
-        metrics->warned = true,
+    if (line) {
+        metrics->line = line;
+        metrics->room = size;
+    } else if (!metrics->warned) {
+        metrics->warned = true;
         warn("%s: out of memory for a line. Training continues; this line is missing.", metrics->path);
+    }
     return line;
 }
 
-// The bytes that were written; where they are fewer, errno says why: a short write is followed by one that fails.
+// Returns the number of bytes written. If it is less than `size`, errno says why: after a short write, the next one
+// fails.
 static size_t write_all(int fd, const char *data, size_t size) {
     size_t done = 0;
     while (done < size) {
@@ -102,7 +109,10 @@ void metrics_write(Metrics *metrics, const StepMetrics *m) {
     add_number(line, NUMBERS, "mfu", 4, m->mfu);
     if (!isnan(m->val_loss)) add_number(line, NUMBERS, "val_loss", 9, m->val_loss);
     size_t n = strlen(line);
-    if (more) memcpy(line + n, m->more, more), n += more;
+    if (more) {
+        memcpy(line + n, m->more, more);
+        n += more;
+    }
     memcpy(line + n, "}\n", 2);
     size_t written = write_all(metrics->fd, line, n + 2);
     if (written == n + 2) {
@@ -110,11 +120,11 @@ void metrics_write(Metrics *metrics, const StepMetrics *m) {
         return;
     }
     int why = errno;
-    // Half a line would spoil the next one.
+    // Remove the incomplete line, which would corrupt the next one.
     bool removed = written == 0 || ftruncate(metrics->fd, metrics->size) == 0;
     if (!metrics->warned)
-        warn("%s: step %lld can't be written: %s. Training continues; %s.", metrics->path, (long long)m->step,
-             strerror(why), removed ? "this line is missing" : "this line is cut short");
+        warn("%s: cannot write step %lld: %s. Training continues; %s.", metrics->path, (long long)m->step,
+             strerror(why), removed ? "this line is missing" : "this line is incomplete");
     metrics->warned = true;
 }
 
@@ -157,7 +167,7 @@ bool metrics_restore(Metrics *metrics, Error *error) {
     return true;
 }
 
-// The step of a line that is whole JSON, or -1.
+// Returns the step of a line, or -1 if the line is not complete JSON.
 static int64_t step_of(const char *line, size_t length) {
     cJSON *object = cJSON_ParseWithLength(line, length);
     const cJSON *step = cJSON_GetObjectItemCaseSensitive(object, "step");
@@ -187,7 +197,7 @@ bool metrics_cut(const char *path, int64_t last, Error *error) {
     return ok;
 }
 
-// ---- the line that a person sees
+// ---- the terminal's line
 
 void metrics_line(char *out, size_t size, const StepMetrics *m, int64_t steps, double seconds_left) {
     char time[32], validation[32] = "", left[64] = "";

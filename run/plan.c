@@ -9,39 +9,39 @@
 #include "runtime/human.h"
 #include "runtime/process.h"
 
-// The run's own memory.
+// Plans the memory that the run itself needs.
 static void plan_memory(Run *run) {
     MemoryPlan *plan = run->plan;
     size_t N = (size_t)run->o.batch * run->T;
     bool masked = shards_masked(run->train) || (run->val && shards_masked(run->val));
     run->more_size = 1024 + 3 * (64 + 64 * (size_t)run->config->layers);
     memory_add(plan, "scratch", (void **)&run->more, run->more_size);
-    memory_add(plan, "a batch", (void **)&run->window, (run->T + 1) * sizeof(int32_t));
-    memory_add(plan, "a batch", (void **)&run->inputs, N * sizeof(int32_t));
-    memory_add(plan, "a batch", (void **)&run->targets, N * sizeof(int32_t));
+    memory_add(plan, "batch", (void **)&run->window, (run->T + 1) * sizeof(int32_t));
+    memory_add(plan, "batch", (void **)&run->inputs, N * sizeof(int32_t));
+    memory_add(plan, "batch", (void **)&run->targets, N * sizeof(int32_t));
     if (masked) {
-        memory_add(plan, "a batch", (void **)&run->window_mask, run->T);
-        memory_add(plan, "a batch", (void **)&run->mask, N);
+        memory_add(plan, "batch", (void **)&run->window_mask, run->T);
+        memory_add(plan, "batch", (void **)&run->mask, N);
     }
 }
 
-// Weights, two moments, and under bfloat16 the masters.
+// A checkpoint's size: weights, two moments, and with bf16 the float32 master weights.
 static double checkpoint_bytes(const ModelConfig *config, bool bf16) {
     return (double)model_parameters(config) * (bf16 ? 2 + 12 : 4 + 8);
 }
 
-// A learning rate that rises to the end of the run is hardly ever meant.
+// A warmup that lasts until the end of the run is almost always a mistake.
 static void warn_of_long_warmup(const Run *run) {
     const TrainOptions *o = &run->o;
     if (o->steps > 0 && o->warmup >= o->steps)
-        warn("--warmup %lld is not shorter than --steps %lld: the learning rate rises through the whole run%s.\n"
-             "  A twentieth of the steps is a common choice: --warmup %lld.",
+        warn("--warmup %lld is not shorter than --steps %lld: the learning rate rises during the whole run%s.\n"
+             "  A common choice is a twentieth of the steps: --warmup %lld.",
              (long long)o->warmup, (long long)o->steps, o->schedule == SCHEDULE_CONSTANT ? "" : " and never decays",
              (long long)(o->steps >= 20 ? o->steps / 20 : 1));
     for (const Switch *s = run->switches; s < run->switches + run->switch_count; s++) {
         if (o->warmup >= o->steps || s->step >= o->steps || s->step + o->warmup < o->steps) continue;
         warn(
-            "after the change to %s at step %lld the warmup of %lld steps runs again, and --steps %lld ends the run before it is over.",
+            "after the switch to %s at step %lld, the learning-rate warmup of %lld steps restarts, but --steps %lld ends the run before it is over.",
             s->to.text, (long long)s->step, (long long)o->warmup, (long long)o->steps);
     }
 }
@@ -60,32 +60,33 @@ static void print_model(const Run *run) {
     printf("model     %s parameters (%s), ", human_grouped(model_parameters(c)).text,
            human_count((double)model_parameters(c)).text);
     if (c->block == BLOCK_GAU)
-        printf("%d gated attention units of %d and %d, %d channels", c->layers, GAU_HEAD, c->ffn, c->channels);
+        printf("%d gated attention units (head %d, width %d), %d channels", c->layers, GAU_HEAD, c->ffn, c->channels);
     else print_llama(c);
     if (c->norm_eps != DEFAULT_NORM_EPS) printf(", norm_eps %.15g", c->norm_eps);
     printf(", vocabulary %s%s, %s\n", human_grouped((uint64_t)c->vocab).text, run->vocab_from ? run->vocab_from : "",
            c->tied ? "tied" : "untied");
-    printf("attention %s%s%s, L = %d\n", c->attn.text, longer ? ", which is " : "", longer ? shortest : "", c->seq_len);
+    printf("attention %s%s%s, L = %d\n", c->attn.text, longer ? ", the same as " : "", longer ? shortest : "",
+           c->seq_len);
     for (const Switch *s = run->switches; s < run->switches + run->switch_count; s++)
         printf("switch    to %s at step %lld%s%s\n", s->to.text, (long long)s->step,
                s->repeated ? ", repeated from run.json" : "",
-               s->step >= run->o.steps ? "; --steps ends before it" : "");
+               s->step >= run->o.steps ? "; after the last of --steps" : "");
 }
 
 static void print_work(const Run *run) {
     const TrainOptions *o = &run->o;
     int64_t windows_per_step = run->step_tokens / (int64_t)run->T;
-    printf("data      %s tokens in %zu shard%s, %s windows of %zu, %.1f steps an epoch",
+    printf("data      %s tokens in %zu shard%s, %s windows of %zu, %.1f steps per epoch",
            human_grouped(shards_tokens(run->train)).text, shards_count(run->train),
            shards_count(run->train) == 1 ? "" : "s", human_grouped(shards_windows(run->train)).text, run->T,
            (double)shards_windows(run->train) / (double)windows_per_step);
     if (run->val) printf("; validation %s tokens", human_grouped(shards_tokens(run->val)).text);
-    printf("\nstep      %s tokens: %lld process%s x %lld micro-batch%s of %lld x %zu\n",
-           human_grouped((uint64_t)run->step_tokens).text, (long long)process.size, process.size == 1 ? "" : "es",
+    printf("\nstep      %s tokens: %lld rank%s x %lld micro-batch%s of %lld x %zu\n",
+           human_grouped((uint64_t)run->step_tokens).text, (long long)process.size, process.size == 1 ? "" : "s",
            (long long)run->micro_batches, run->micro_batches == 1 ? "" : "es", (long long)o->batch, run->T);
     printf("run       %lld steps, %s tokens%s%s\n", (long long)o->steps,
            human_count((double)o->steps * (double)run->step_tokens).text,
-           o->out ? ", into " : ", nothing is kept (no --out)", o->out ? o->out : "");
+           o->out ? ", into " : ", nothing is saved (no --out)", o->out ? o->out : "");
 }
 
 static void print_disk(const Run *run) {
@@ -95,9 +96,9 @@ static void print_disk(const Run *run) {
     if (!o->out || !file_free_space(o->out, &free_bytes, &error)) return;
     double bytes = checkpoint_bytes(run->config, o->dtype == TRAIN_BF16),
            kept = bytes * (double)(o->keep ? o->keep + 1 : 1);
-    printf("disk      %s a checkpoint, %s free\n", human_bytes(bytes).text, human_bytes((double)free_bytes).text);
+    printf("disk      %s per checkpoint, %s free\n", human_bytes(bytes).text, human_bytes((double)free_bytes).text);
     if (kept > (double)free_bytes)
-        warn("%s: %s free, but the checkpoints that --keep %lld leaves need up to %s.", o->out,
+        warn("%s: %s free, but the checkpoints kept by --keep %lld need up to %s.", o->out,
              human_bytes((double)free_bytes).text, (long long)o->keep, human_bytes(kept).text);
 }
 
@@ -108,8 +109,8 @@ void run_plan(Run *run, MemoryPlan *plan, const char *matmuls, const MemoryPlan 
         print_model(run);
         printf("%s\n", matmuls);
         print_work(run);
-        memory_print(plan, device ? "memory of the host" : "memory", memory_available());
-        if (device) memory_print(device, "memory of each GPU", device_free);
+        memory_print(plan, device ? "host memory" : "memory", memory_available());
+        if (device) memory_print(device, "device memory per GPU", device_free);
         print_disk(run);
         fflush(stdout);
         warn_of_long_warmup(run);

@@ -11,7 +11,7 @@ void profile_print(const double seconds[PHASE_COUNT], int64_t steps) {
     double sum = 0;
     progress_end();
     for (int i = 0; i < PHASE_COUNT; i++) sum += seconds[i];
-    printf("\n%-36s %10s %8s\n", "where the time went", "ms a step", "share");
+    printf("\n%-36s %10s %8s\n", "phase", "ms/step", "share");
     for (int i = 0; i < PHASE_COUNT; i++)
         if (seconds[i] > 0)
             printf("%-36s %10.2f %7.1f%%\n", phase_names[i], 1000 * seconds[i] / (double)steps, 100 * seconds[i] / sum);

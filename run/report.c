@@ -12,7 +12,7 @@
 
 // ---- a step
 
-// "attn_scale": [[mean, least, largest] of each layer], or those of another learned scalar, onto the end of `out`.
+// Appends "attn_scale": [[mean, least, largest] per layer], or the same for another learned scalar.
 static size_t scalar_statistics(char *out, size_t size, size_t at, const Weights *w, Scalar scalar) {
     bool first = true;
     for (size_t i = 0; i < w->list->count; i++) {
@@ -20,7 +20,11 @@ static size_t scalar_statistics(char *out, size_t size, size_t at, const Weights
         if (t->scalar != scalar || !tensor_trained(t, &w->config->attn)) continue;
         const float *x = w->params + t->offset;
         double sum = 0, least = x[0], largest = x[0];
-        for (size_t j = 0; j < t->elements; j++) sum += x[j], least = fmin(least, x[j]), largest = fmax(largest, x[j]);
+        for (size_t j = 0; j < t->elements; j++) {
+            sum += x[j];
+            least = fmin(least, x[j]);
+            largest = fmax(largest, x[j]);
+        }
         if (first) at += (size_t)snprintf(out + at, size - at, ", \"%s\": [", scalar_names[scalar]);
         at += (size_t)snprintf(out + at, size - at, "%s[%.6g, %.6g, %.6g]", first ? "" : ", ",
                                sum / (double)t->elements, least, largest);
@@ -40,7 +44,7 @@ bool run_reports_scalars(const Run *run) {
     return !isnan(run->last.val_loss) && trains_scalars(run->config);
 }
 
-// The members of the metrics' line that only some runs have.
+// Fills in the members of the metrics line that only some runs have.
 static void more_metrics(Run *run, const char *more) {
     size_t at = (size_t)snprintf(run->more, run->more_size, "%s", more);
     for (Scalar scalar = SCALAR_S; scalar < SCALAR_COUNT && !isnan(run->last.val_loss); scalar++)
@@ -59,12 +63,10 @@ void run_report(Run *run, const char *more, const char *line) {
     size_t length = strlen(text);
     length += (size_t)snprintf(text + length, sizeof text - length, "%s", line);
     double share = run->rows ? 100.0 * (double)run->all_zero / (double)run->rows : 0;
-    if (share > 0)
-        snprintf(text + length, sizeof text - length, " | %.*f %% of rows without weight",
-                 share < 0.1    ? 4
-                 : share < 9.95 ? 1
-                                : 0,
-                 share);
+    int digits = 0;
+    if (share < 9.95) digits = 1;
+    if (share < 0.1) digits = 4;
+    if (share > 0) snprintf(text + length, sizeof text - length, " | %.*f %% all-zero rows", digits, share);
     progress_show(text, run->step == run->o.steps || isfinite(run->last.val_loss));
 }
 
@@ -79,11 +81,11 @@ static void show_text(FILE *file, const Run *run, const int32_t *ids, size_t cou
     }
 }
 
-// Appends a sample to samples.txt; one that is lost is reported.
+// Appends a sample to samples.txt. Warns on failure.
 static void keep_sample(Run *run, const int32_t *ids, size_t count) {
     Error error;
     if (!restore_run_folder(run, &error)) {
-        warn("%s\n  The sample of step %lld is not kept. Training continues.", error.text, (long long)run->step);
+        warn("%s\n  The sample of step %lld is lost. Training continues.", error.text, (long long)run->step);
         return;
     }
     FILE *file = fopen(folder_path(run->o.out, "samples.txt"), "a");
@@ -96,7 +98,7 @@ static void keep_sample(Run *run, const int32_t *ids, size_t count) {
     int why = errno;
     if (file) fclose(file);
     if (!whole)
-        warn("%s/samples.txt: the sample of step %lld cannot be written: %s. Training continues.", run->o.out,
+        warn("%s/samples.txt: cannot write the sample of step %lld: %s. Training continues.", run->o.out,
              (long long)run->step, strerror(why));
 }
 

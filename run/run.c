@@ -19,7 +19,7 @@ bool run_is_main(void) {
 
 // ---- the start
 
-// Lets --attn-switch and --init-from keep the tensors of every normalizer that the run will have.
+// Lists the other normalizers that the run will use, for --attn-switch and --init-from, so that their tensors exist.
 static void list_others(Run *run) {
     run->others = malloc((run->switch_count + 1) * sizeof *run->others);
     if (!run->others) fail(EXIT_RESOURCE, "out of memory for the changes of normalizer.");
@@ -27,14 +27,14 @@ static void list_others(Run *run) {
     if (run->loaded.text[0]) run->others[run->other_count++] = &run->loaded;
 }
 
-// Before any device is in use.
+// Ends the program before any device is in use.
 static _Noreturn void end_early(Run *run) {
     heartbeat_stop(run->heartbeat);
     process_end();
     exit(EXIT_DONE);
 }
 
-// make: create the folder and its lock file if they are missing; see folder_lock().
+// `make`: create the folder and its lock file if they are missing; see folder_lock().
 static bool lock_folder(const Run *run, bool make, Error *error) {
     return !run->o.out || run->o.dry_run || folder_lock(run->o.out, make, error);
 }
@@ -68,7 +68,7 @@ void run_open(Run *run, const RunProgram *program, ModelConfig *config, int argc
 
 bool run_take(Run *run) {
     Error error;
-    process_barrier();    // nobody writes anything before all have seen that it fits
+    process_barrier();    // no rank writes anything before all have checked that it fits
     if (run->o.dry_run) {
         rank0_try(data_whole(run, &error), &error);
         if (run_is_main()) printf("dry run: all tokens are below the vocabulary; nothing was written\n");
@@ -95,7 +95,7 @@ void run_load(Run *run, Weights weights) {
         weights_init(&run->weights, (uint64_t)run->o.seed);
         return;
     }
-    // The change to `attn` comes once its loss is known.
+    // The switch to `attn` happens once the loss has been measured with the loaded normalizer.
     if (run->loaded.text[0]) run->config->attn = run->loaded;
     rank0_try(read_weights(run, &run->config->attn, &error), &error);
     run->config->attn = attn;
@@ -112,7 +112,7 @@ void run_begin(Run *run, double flops) {
     run->first_step = run->step;
     process_catch_signals();
     if (run_is_main()) {
-        printf("%s %s%s after %.1f s; peak %.0f GFLOP/s\n", run->resumed ? "continues at step" : "starts at step",
+        printf("%s %s%s after %.1f s; peak %.0f GFLOP/s\n", run->resumed ? "resumes at step" : "starts at step",
                human_grouped((uint64_t)run->step).text, run->owed ? ", whose validation is still due," : "",
                now() - run->opened, flops / 1e9);
         fflush(stdout);
@@ -122,7 +122,7 @@ void run_begin(Run *run, double flops) {
 
 // ---- stopping
 
-// Built with -DFAULTS, FAULT_STOP=n is a signal that arrives just before the run asks for one the n-th time.
+// With -DFAULTS, FAULT_STOP=n simulates a signal that arrives just before the n-th time that the run checks for one.
 #ifdef FAULTS
 static bool fault_stop(void) {
     static long asked;
@@ -136,7 +136,7 @@ static bool fault_stop(void) {
 }
 #endif
 
-// Has any rank been asked to stop? All ranks ask together.
+// Has any rank been asked to stop? Collective.
 static bool stopping(Run *run) {
     run->stopped = process_max_int(process_stop_requested() || fault_stop());
     return run->stopped;
@@ -146,9 +146,9 @@ bool run_continues(const Run *run) {
     return !run->stopped && (run->owed || run->step < run->o.steps);
 }
 
-// ---- data to the model
+// ---- batches
 
-// Window `g` of the data, cut to pieces of T, into rows from `row` on of the batch.
+// Loads window `g` of the data into row `row` of the batch.
 static void load_window(Run *run, Shards *shards, uint64_t g, size_t row) {
     Error error;
     if (!shards_window(shards, g, run->window, run->mask ? run->window_mask : NULL, &error)) fail_with(&error);
@@ -157,12 +157,13 @@ static void load_window(Run *run, Shards *shards, uint64_t g, size_t row) {
     if (run->mask) memcpy(run->mask + row * run->T, run->window_mask, run->T);
 }
 
-// What a step's loss is divided by: tokens, or, where some do not count, windows, whose masks each sum to 1.
+// The number by which a step's loss is divided: tokens, or with masks windows, because each window's mask weights sum
+// to 1.
 static double loss_count(const Run *run) {
     return shards_masked(run->train) ? (double)(run->step_tokens / (int64_t)run->T) : (double)run->step_tokens;
 }
 
-// Micro-batch i of rank r has windows (i · ranks + r) · B and on.
+// Micro-batch i of rank r starts at window (i · ranks + r) · B.
 bool run_batch(Run *run, Batch *batch) {
     size_t B = (size_t)run->o.batch;
     int64_t i = run->micro_batch;
@@ -190,7 +191,7 @@ bool run_batch(Run *run, Batch *batch) {
 
 // ---- a step
 
-// A loss or gradient that is not finite ends the run before it can spoil the weights.
+// A non-finite loss or gradient ends the run before it corrupts the weights.
 static void check_finite(const Run *run, double loss, double norm) {
     if (isfinite(loss) && isfinite(norm)) return;
     char path[PATH_MAX];
@@ -199,10 +200,10 @@ static void check_finite(const Run *run, double loss, double norm) {
     bool saved = run->o.out && checkpoint_newest(run->o.out, path, sizeof path, &step);
     const Normalizer *attn = &run->config->attn;
     const char *unbounded = attn->phi.kind == PHI_EXP && !norm_is_sum(attn->norm)
-                                ? "\n  phi=exp without norm=l1 has no bound: exp(z) overflows from z = 88.8 on."
+                                ? "\n  phi=exp without norm=l1 is unbounded: exp(z) overflows from z = 88.8 on."
                                 : "";
     fail(EXIT_DIVERGED,
-         "step %lld: the loss is %g and the gradient's norm %g: training diverged. Nothing of this step was kept.%s\n"
+         "step %lld: the loss is %g and the gradient norm %g: training diverged. This step was discarded.%s\n"
          "  Last good checkpoint: %s. A lower --lr, a longer --warmup or a smaller --grad-clip may help.",
          (long long)run->step + 1, loss, norm, unbounded, saved ? path : "none");
 }
@@ -283,7 +284,7 @@ void run_validation_add(Run *run, double loss) {
     run->window_loss += loss;
 }
 
-// The same for any number of ranks, up to the order of the sum.
+// Every number of ranks gives the same result, up to the order of the sum.
 bool run_validation_end(Run *run, double *loss) {
     if (run->stopped) return false;
     process_sum_double(&run->window_loss, 1);
@@ -301,10 +302,10 @@ void run_validated(Run *run, double loss) {
 
 void run_validated_at_end(double loss) {
     progress_end();
-    if (run_is_main() && isfinite(loss)) printf("validation loss %.4f at the end\n", loss);
+    if (run_is_main() && isfinite(loss)) printf("final validation loss %.4f\n", loss);
 }
 
-// ---- the rest
+// ---- samples, checkpoints, the end
 
 bool run_sample_due(const Run *run) {
     return run_is_main() && run->o.sample_every && (due(run->o.sample_every, run->step) || run->step == run->o.steps);
@@ -312,7 +313,7 @@ bool run_sample_due(const Run *run) {
 
 bool run_finish_step(Run *run) {
     bool best = run->best_now && run->o.keep_best;
-    // The checkpoint that this run was resumed from still owes what is now done.
+    // What the checkpoint that this run resumed from still owed has now been done, so it is out of date.
     if (run->saved == run->step) run->saved = -1;
     run->owed = run->best_now = false;
     return run->o.out && (due(run->o.ckpt_every, run->step) || best || run->step == run->o.steps);
@@ -328,8 +329,8 @@ int run_end(Run *run) {
     progress_end();
     if (run_is_main() && stopped) {
         printf("stopped by a signal at step %lld%s%s\n", (long long)run->step,
-               run->owed ? ", before the end of its validation" : "",
-               run->o.out ? "; --resume continues from here" : "; nothing was kept, as there is no --out");
+               run->owed ? ", before its validation was complete" : "",
+               run->o.out ? "; resume with --resume" : "; nothing was saved, because there is no --out");
         fflush(stdout);
     }
     if (run->metrics) metrics_close(run->metrics);

@@ -30,7 +30,7 @@ void write_run(Run *run) {
     rank0_try(!run->o.out || write_run_json(run, &error), &error);
 }
 
-// An owed metrics line may be there already: a job that wrote it may have died before its next checkpoint.
+// The metrics line that is owed may already exist: the job that wrote it may have died before its next checkpoint.
 static bool open_metrics(Run *run, const char *path, Error *error) {
     int64_t last = run->owed ? run->step - 1 : run->step;
     return metrics_cut(path, last, error) && (run->metrics = metrics_open(path, error));
@@ -45,8 +45,6 @@ void open_run_folder(Run *run) {
     write_run(run);
 }
 
-// Rank 0: brings back what was removed of the run folder while the run was using it, so that its checkpoints can be
-// resumed. False while the folder cannot be reached. If another run has taken it, this one ends.
 bool restore_run_folder(Run *run, Error *error) {
     if (folder_intact(run->o.out) && metrics_intact(run->metrics)) return true;
     progress_end();
@@ -55,11 +53,10 @@ bool restore_run_folder(Run *run, Error *error) {
         return false;
     }
     if (metrics_restore(run->metrics, error) && write_run_json(run, error))
-        warn(
-            "%s, or part of it, was removed while this run was using it: run.json and metrics.jsonl have been written again.\n"
-            "  Checkpoints and samples that were removed are lost.",
-            run->o.out);
-    else warn("%s\n  Training continues; the next save tries again.", error->text);
+        warn("%s, or part of it, was removed during this run: run.json and metrics.jsonl have been restored.\n"
+             "  Checkpoints and samples that were removed are lost.",
+             run->o.out);
+    else warn("%s\n  Training continues; the next save will try again.", error->text);
     return true;
 }
 
@@ -129,7 +126,8 @@ void run_save(Run *run) {
     if (run_is_main()) {
         double start = now();
         progress_end();
-        if ((done = restore_run_folder(run, &error) && write_checkpoint(run, &error))) {
+        done = restore_run_folder(run, &error) && write_checkpoint(run, &error);
+        if (done) {
             printf("saved %s/ckpt/step-%08lld in %.1f s\n", run->o.out, (long long)run->step, now() - start);
             uint64_t best = run->o.keep_best && run->best_step >= 0 ? (uint64_t)run->best_step : UINT64_MAX;
             if (!checkpoint_prune(run->o.out, (int)run->o.keep, best, &error)) warn("%s", error.text);

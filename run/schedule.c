@@ -7,7 +7,7 @@ static double ramp(const Schedule *s, int64_t step) {
     return step - start + 1 < s->warmup ? (double)(step - start + 1) / (double)s->warmup : 1.0;
 }
 
-// How far from `begin` to the end of the run, 0 to 1.
+// The position of `step` between `begin` and `end`, as a fraction from 0 to 1.
 static double progress(int64_t step, int64_t begin, int64_t end) {
     if (step <= begin || end <= begin) return 0.0;
     return step >= end ? 1.0 : (double)(step - begin) / (double)(end - begin);

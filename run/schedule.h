@@ -8,24 +8,24 @@
 extern "C" {
 #endif
 
-// "constant|cosine|linear|wsd".
+// In the order of "constant|cosine|linear|wsd".
 typedef enum { SCHEDULE_CONSTANT, SCHEDULE_COSINE, SCHEDULE_LINEAR, SCHEDULE_WSD } ScheduleKind;
 
 typedef struct {
     ScheduleKind kind;
-    double lr;             // the highest
-    double min_lr_frac;    // where the decay ends, as a fraction of lr
-    int64_t warmup;        // steps
+    double lr;             // the peak
+    double min_lr_frac;    // the final learning rate as a fraction of lr
+    int64_t warmup;        // learning-rate warmup steps
     int64_t steps;         // of the whole run
-    int64_t rewarm;        // the step at which the warmup runs again (a switched normalizer); 0: it does not
+    int64_t rewarm;        // the step at which the warmup restarts (a switch of normalizer); 0 if it does not
 } Schedule;
 
-// lr(s) = lr * ramp(s) * shape(s), s from 0
+// lr(s) = lr * ramp(s) * shape(s), where s counts from 0
 //   ramp   min(1, (s + 1) / warmup); from step `rewarm` on min(1, (s - rewarm + 1) / warmup)
-//   shape  1 in the warmup, then with p = (s - warmup) / (steps - warmup) and m = min_lr_frac
+//   shape  1 during the warmup, then with p = (s - warmup) / (steps - warmup) and m = min_lr_frac
 //          constant 1;  cosine m + (1 - m) (1 + cos(pi p)) / 2;  linear 1 - (1 - m) p;
 //          wsd 1 until the last fifth of the steps, then linear from 1 to m
-// m would be reached at s = steps, one after the last step.
+// The shape would reach m at s = steps, one step after the last.
 double schedule_lr(const Schedule *schedule, int64_t step);
 
 #ifdef __cplusplus

@@ -12,9 +12,9 @@
 #include "runtime/json.h"
 #include "runtime/process.h"
 
-// ---- the run folder: where the run stands
+// ---- the state of a resumed run
 
-// The numbers of a step whose validation, metrics line and sample are still to come.
+// Reads the metrics of a step whose validation, metrics line and sample are still to come.
 static void read_owed(Run *run, const cJSON *owed, const char *path) {
     const struct {
         const char *name;
@@ -37,7 +37,7 @@ static void read_owed(Run *run, const cJSON *owed, const char *path) {
     run->seconds = run->last.ms / 1000;
 }
 
-// state.json: where the run stood.
+// Reads state.json.
 static void read_state(Run *run, const char *folder) {
     char path[PATH_MAX + 16];
     Error error;
@@ -51,17 +51,20 @@ static void read_state(Run *run, const char *folder) {
         !json_u64(cJSON_GetObjectItemCaseSensitive(json, "tokens"), &tokens) ||
         !json_u64(cJSON_GetObjectItemCaseSensitive(json, "data_position"), &sequence) ||
         !json_u64(cJSON_GetObjectItemCaseSensitive(json, "rewarm"), &rewarm))
-        fail(EXIT_INPUT, "%s: expected the whole numbers \"step\", \"tokens\", \"data_position\" and \"rewarm\".",
-             path);
-    run->step = (int64_t)step, run->tokens = (int64_t)tokens, run->sequence = sequence;
+        fail(EXIT_INPUT, "%s: expected whole numbers \"step\", \"tokens\", \"data_position\" and \"rewarm\".", path);
+    run->step = (int64_t)step;
+    run->tokens = (int64_t)tokens;
+    run->sequence = sequence;
     run->schedule.rewarm = (int64_t)rewarm;
-    if (cJSON_IsNumber(best) && json_u64(cJSON_GetObjectItemCaseSensitive(json, "best_step"), &best_step))
-        run->best_loss = best->valuedouble, run->best_step = (int64_t)best_step;
+    if (cJSON_IsNumber(best) && json_u64(cJSON_GetObjectItemCaseSensitive(json, "best_step"), &best_step)) {
+        run->best_loss = best->valuedouble;
+        run->best_step = (int64_t)best_step;
+    }
     read_owed(run, cJSON_GetObjectItemCaseSensitive(json, "owed"), path);
     cJSON_Delete(json);
 }
 
-// A stop in the change at the start leaves a checkpoint from before that change, known by its normalizer.
+// If a stop interrupted the switch at the start, the checkpoint is from before that switch and has the old normalizer.
 static void settle_lineage(Run *run) {
     ModelConfig *config = run->config;
     char message[1024];
@@ -73,14 +76,14 @@ static void settle_lineage(Run *run) {
         fail(EXIT_INPUT, "%s/run.json: lineage: %s.", run->o.out, message);
 }
 
-// A run that ended before its first checkpoint: its arguments hold, and it starts again from the beginning.
+// Handles a run that ended before its first checkpoint: it keeps its arguments and starts from the beginning.
 static void settle_started_over(Run *run) {
     TrainOptions *o = &run->o;
     Error error;
     if (checkpoint_any(o->out))
         fail(EXIT_INPUT,
-             "%s/ckpt: none of the checkpoints is whole; see the warnings above. Nothing was changed.\n"
-             "  Bring back a whole one, or start anew in another --out.",
+             "%s/ckpt: every checkpoint is damaged; see the warnings above. Nothing was changed.\n"
+             "  Restore an intact checkpoint, or start a new run in another --out.",
              o->out);
     if (!folder_has_run(o->out)) return;
     cJSON *lineage = run_json_resume(o->out, o, &error);
@@ -93,13 +96,13 @@ static void settle_started_over(Run *run) {
     if (run_is_main()) printf("%s: no checkpoint yet; the run starts over\n", o->out);
 }
 
-// --resume: the run's arguments, shape and position, and the folder of its newest checkpoint. False where there is
-// none.
+// For --resume: takes over the run's arguments, shape and state, and finds its newest checkpoint. Returns false if it
+// has none.
 static bool settle_resumed(Run *run, char *folder, size_t size) {
     TrainOptions *o = &run->o;
     Error error;
     uint64_t step;
-    if (!o->out) fail(EXIT_USAGE, "--resume needs --out, the folder of the run to continue.");
+    if (!o->out) fail(EXIT_USAGE, "--resume needs --out, the folder of the run to resume.");
     if (!checkpoint_newest(o->out, folder, size, &step)) {
         folder[0] = 0;
         settle_started_over(run);
@@ -110,7 +113,9 @@ static bool settle_resumed(Run *run, char *folder, size_t size) {
         !model_config_read(run->config, folder, NULL, &error))
         fail_with(&error);
     read_state(run, folder);
-    if (run->step != (int64_t)step) fail(EXIT_INPUT, "%s/state.json: says step %lld.", folder, (long long)run->step);
+    if (run->step != (int64_t)step)
+        fail(EXIT_INPUT, "%s/state.json: expected step %lld, found %lld. The checkpoint is damaged.", folder,
+             (long long)step, (long long)run->step);
     settle_lineage(run);
     return true;
 }
@@ -123,13 +128,13 @@ static bool folder_has_tokenizer(const char *folder) {
     return access(path, R_OK) == 0;
 }
 
-// The tokenizer lies beside the shards, or in the folder `weights`, where there is one. Without one that can be used
-// here, samples are shown as ids; its files go into the checkpoints all the same.
+// Opens the tokenizer next to the shards, or in the folder `weights`. If it is missing or unsupported, samples are
+// printed as ids. Checkpoints copy its files in any case.
 static void open_tokenizer(Run *run, const char *weights) {
     char beside[PATH_MAX];
     Error error;
     if (run->tokenizer_folder[0] || !run->o.train_data) return;
-    // Opening the shards says what is wrong.
+    // If this fails, opening the shards reports why.
     if (!shards_first_path(run->o.train_data, beside, sizeof beside)) return;
     char *slash = strrchr(beside, '/');
     if (slash) *slash = 0;
@@ -143,11 +148,11 @@ static void open_tokenizer(Run *run, const char *weights) {
         return;
     }
     if (error.code != EXIT_INPUT || !tokenizer_ids(folder, &run->tokenizer_vocab, &run->end_of_text)) fail_with(&error);
-    if (run->tokenizer_vocab > MAX_VOCAB) run->tokenizer_vocab = 0;    // then it is not that of the shards
-    warn("%s\n  Training is the same without it; samples are shown as token ids.", error.text);
+    if (run->tokenizer_vocab > MAX_VOCAB) run->tokenizer_vocab = 0;    // it cannot be the shards' tokenizer
+    warn("%s\n  This does not affect training, but samples are printed as token ids.", error.text);
 }
 
-// --init-from: the shape of the weights there, which --model may repeat but not contradict.
+// For --init-from: takes the shape of those weights, which --model may repeat but not contradict.
 static void settle_loaded(Run *run) {
     const TrainOptions *o = &run->o;
     ModelConfig *config = run->config, asked;
@@ -157,17 +162,17 @@ static void settle_loaded(Run *run) {
         !checkpoint_verify(o->init_from, true, &error) || !weights_check(config, o->init_from, &error))
         fail_with(&error);
     run->loaded = config->attn;
-    run->vocab_from = " (the loaded model's)";
+    run->vocab_from = " (from the loaded model)";
     if (train_options_given(o, "rope-theta")) config->rope_theta = o->rope_theta;
     if (!train_options_given(o, "model")) return;
     if (!model_parse(&asked, o->model, &error)) fail_with(&error);
     if (!model_gives_vocab(o->model)) asked.vocab = config->vocab;
     if (!model_same_shape(&asked, config))
-        fail(EXIT_USAGE, "--model %s is not the shape of %s: %s.\n  Leave --model out to take that.", o->model,
-             o->init_from, model_text(config, shape, sizeof shape));
+        fail(EXIT_USAGE, "--model %s does not match %s: %s.\n  Omit --model to use that shape.", o->model, o->init_from,
+             model_text(config, shape, sizeof shape));
 }
 
-// T, the longest of --seq-len
+// Sets T to the longest --seq-len.
 static void find_longest(Run *run) {
     const IntList *lengths = &run->o.seq_len;
     run->T = 0;
@@ -175,18 +180,18 @@ static void find_longest(Run *run) {
         if ((size_t)lengths->values[i] > run->T) run->T = (size_t)lengths->values[i];
 }
 
-// The vocabulary of a new model: what --model says; else the tokenizer's beside the data; else the default.
+// Sets the vocabulary size of a new model: from --model, else from the tokenizer next to the data, else the default.
 static void settle_vocabulary(Run *run) {
-    run->vocab_from = " (as --model says)";
+    run->vocab_from = " (from --model)";
     if (model_gives_vocab(run->o.model)) return;
     open_tokenizer(run, "");
-    run->vocab_from = run->tokenizer_vocab ? " (the tokenizer's)" : " (the default without a tokenizer)";
+    run->vocab_from = run->tokenizer_vocab ? " (from the tokenizer)" : " (default; no tokenizer found)";
     if (run->tokenizer_vocab >= 2 && run->tokenizer_vocab <= MAX_VOCAB) run->config->vocab = run->tokenizer_vocab;
     run->config->end_of_text = default_end_of_text(run->config->vocab);
 }
 
-// The model's shape, from the run that is resumed, from --init-from, or from --model; `folder` gets where its weights
-// lie, or "".
+// Determines the model's shape from the resumed run, --init-from or --model. `folder` is set to the folder of its
+// weights, or "".
 static void settle_model(Run *run, char *folder, size_t size) {
     TrainOptions *o = &run->o;
     ModelConfig *config = run->config;
@@ -197,7 +202,8 @@ static void settle_model(Run *run, char *folder, size_t size) {
     find_longest(run);
     if (run->resumed) return;
     if (!o->resume && o->out && folder_has_run(o->out))
-        fail(EXIT_USAGE, "--out %s: there is a run already. Continue it with --resume, or give another folder.",
+        fail(EXIT_USAGE,
+             "--out %s: this folder already contains a run. Resume it with --resume, or choose another folder.",
              o->out);
     if (o->init_from) {
         settle_loaded(run);
@@ -213,7 +219,7 @@ static void settle_model(Run *run, char *folder, size_t size) {
         fail(EXIT_USAGE, "--attn %s: %s.", o->attn, message);
     if (o->norm_length) config->seq_len = (int)o->norm_length;
     if (o->norm_length && run->loaded.text[0] && normalizer_has(&run->loaded, SCALAR_P))
-        fail(EXIT_USAGE, "--norm-length %lld: %s has learned p_n for its own length; leave the flag out.",
+        fail(EXIT_USAGE, "--norm-length %lld: the p_n of %s were learned for its own length. Omit this flag.",
              (long long)o->norm_length, o->init_from);
     run->lineage = cJSON_CreateArray();
     lineage_add(run->lineage, 0, o->init_from ? "init-from" : "start", "attn", config->attn.text,
@@ -222,17 +228,17 @@ static void settle_model(Run *run, char *folder, size_t size) {
 
 // ---- batches and data
 
-// Sequence lengths, and how a step's tokens divide among lengths, processes and micro-batches.
+// Checks the sequence lengths, and divides a step's tokens among ranks and micro-batches.
 static void settle_batches(Run *run) {
     TrainOptions *o = &run->o;
     int64_t T = (int64_t)run->T;
     for (size_t i = 0; i < o->seq_len.count; i++)
         if (T % o->seq_len.values[i])
-            fail(EXIT_USAGE, "--seq-len: %lld does not divide the longest, %lld.", (long long)o->seq_len.values[i],
-                 (long long)T);
+            fail(EXIT_USAGE, "--seq-len: %lld does not divide the longest length, %lld.",
+                 (long long)o->seq_len.values[i], (long long)T);
     if (o->batch * T > INT32_MAX)
         fail(EXIT_USAGE,
-             "--batch %lld x --seq-len %lld: at most 2^31 - 1 tokens at a time. Accumulate by --total-batch-tokens.",
+             "--batch %lld x --seq-len %lld exceeds 2^31 - 1 tokens. Use gradient accumulation: --total-batch-tokens.",
              (long long)o->batch, (long long)T);
     int64_t together = o->batch * T * process.size;
     if (!o->total_batch_tokens) o->total_batch_tokens = together;
@@ -240,7 +246,7 @@ static void settle_batches(Run *run) {
         int64_t nearest = (o->total_batch_tokens + together / 2) / together * together;
         fail(
             EXIT_USAGE,
-            "--total-batch-tokens %lld is no multiple of batch x T x processes = %lld x %lld x %d = %lld.\n  Nearest: %lld.",
+            "--total-batch-tokens %lld is not a multiple of batch x T x ranks = %lld x %lld x %d = %lld.\n  Nearest: %lld.",
             (long long)o->total_batch_tokens, (long long)o->batch, (long long)T, process.size, (long long)together,
             (long long)(nearest ? nearest : together));
     }
@@ -264,35 +270,34 @@ static Shards *open_shards(Run *run, const char *glob, bool shuffle, uint64_t mi
     return shards;
 }
 
-// The tokenizer's ids must be ids of the model.
+// Checks that the tokenizer's ids fit into the model's vocabulary.
 static void settle_tokenizer(Run *run, const char *weights) {
     const ModelConfig *config = run->config;
     open_tokenizer(run, weights);
     if (run->tokenizer_vocab > config->vocab && weights[0])
         fail(
             EXIT_INPUT,
-            "%s: its tokenizer has %d tokens, but the model in %s has a vocabulary of %d, which cannot grow.\n"
+            "%s: its tokenizer has %d tokens, but the vocabulary of the model in %s has %d and cannot grow.\n"
             "  Encode the text with the model's own tokenizer: data/text.py --tokenizer FOLDER, or another script in data/.",
             run->tokenizer_folder, run->tokenizer_vocab, weights, config->vocab);
     if (run->tokenizer_vocab > config->vocab)
         fail(EXIT_INPUT,
-             "%s: its tokenizer has %d tokens, but the model has a vocabulary of %d.\n"
-             "  Leave vocab= out of --model, or give it vocab=%d or more.",
+             "%s: its tokenizer has %d tokens, but the model's vocabulary has %d.\n"
+             "  Omit vocab= from --model, or set vocab=%d or more.",
              run->tokenizer_folder, run->tokenizer_vocab, config->vocab, run->tokenizer_vocab);
     if (run->tokenizer_vocab && run->end_of_text >= 0) run->config->end_of_text = run->end_of_text;
 }
 
-// What a normalizer asks of the lengths.
+// Checks the constraints that a normalizer places on sequence lengths.
 static void check_normalizer(const Run *run, const Normalizer *attn, const char *flag) {
     char message[1024];
     int L = run->config->seq_len;
     if (!normalizer_fits(attn, L, message, sizeof message)) fail(EXIT_USAGE, "%s %s.", flag, message);
     if (normalizer_has(attn, SCALAR_P) && run->T > (size_t)L)
-        fail(EXIT_USAGE, "%s %s: p_n is learned for n up to L = %d, and --seq-len asks for %zu.", flag, attn->text, L,
+        fail(EXIT_USAGE, "%s %s: p_n is learned for n up to L = %d, but --seq-len is %zu.", flag, attn->text, L,
              run->T);
 }
 
-// Everything that the flags, the run folder and the data say, checked; nothing written yet.
 void settle(Run *run) {
     char *weights = run->weights_folder;
     size_t size = sizeof run->weights_folder;
@@ -301,7 +306,7 @@ void settle(Run *run) {
     run->best_step = run->saved = -1;
     settle_model(run, weights, size);
     if (process_max_int(run->resumed) != run->resumed)
-        fail(EXIT_PEER, "process %d sees no run in %s, but another one does. All machines need the same --out folder.",
+        fail(EXIT_PEER, "rank %d finds no run in %s, but another rank does. All machines need the same --out folder.",
              process.rank, o->out);
     if (run->resumed) run->saved = run->step;
     settle_switches(run);
@@ -309,7 +314,7 @@ void settle(Run *run) {
     for (size_t i = 0; i < run->switch_count; i++) check_normalizer(run, &run->switches[i].to, "--attn-switch");
     settle_batches(run);
     if (!o->train_data)
-        fail(EXIT_USAGE, "--train-data is missing: the shards to train on. data/shakespeare.py makes some.");
+        fail(EXIT_USAGE, "--train-data is missing: which shards to train on. data/shakespeare.py creates some.");
     settle_tokenizer(run, weights);
     run->train =
         open_shards(run, o->train_data, o->shuffle, (uint64_t)(run->step_tokens / (int64_t)run->T), &run->train_print);

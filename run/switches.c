@@ -10,19 +10,19 @@
 #include "runtime/json.h"
 #include "runtime/process.h"
 
-#define STEPS_MAX 1000000000000LL      // as --steps has it
+#define STEPS_MAX 1000000000000LL      // the upper bound of --steps
 
-// ---- which changes there will be
+// ---- planning
 
-// --attn-switch: STEP:NAME. False where the flag is absent.
+// Parses --attn-switch STEP:NAME. Returns false without the flag.
 static bool parse_switch(const char *text, Switch *out) {
     char message[1024];
     if (!text) return false;
     size_t digits = strspn(text, "0123456789");
     int64_t step = digits && digits <= 13 ? strtoll(text, NULL, 10) : -1;
     if (text[digits] != ':' || step < 0 || step > STEPS_MAX)
-        fail(EXIT_USAGE, "--attn-switch %s: expected STEP:NAME with a step from 0 to %lld, for example 5000:ssmax.",
-             text, STEPS_MAX);
+        fail(EXIT_USAGE, "--attn-switch %s: expected STEP:NAME with a step from 0 to %lld, such as 5000:ssmax.", text,
+             STEPS_MAX);
     *out = (Switch){.step = step};
     if (!normalizer_parse(&out->to, text + digits + 1, message, sizeof message))
         fail(EXIT_USAGE, "--attn-switch %s: %s.", text, message);
@@ -32,7 +32,7 @@ static bool parse_switch(const char *text, Switch *out) {
 static void insert_switch(Run *run, Switch added) {
     size_t at = run->switch_count++;
     run->switches = realloc(run->switches, run->switch_count * sizeof *run->switches);
-    if (!run->switches) fail(EXIT_RESOURCE, "out of memory for the changes of normalizer.");
+    if (!run->switches) fail(EXIT_RESOURCE, "out of memory for the switches of normalizer.");
     for (; at > 0 && run->switches[at - 1].step > added.step; at--) run->switches[at] = run->switches[at - 1];
     run->switches[at] = added;
 }
@@ -41,7 +41,7 @@ static bool same_switch(const Switch *a, const Switch *b) {
     return a->step == b->step && normalizer_equal(&a->to, &b->to);
 }
 
-// A switch of a lineage. False where the entry is something else.
+// Reads a switch from a lineage entry. Returns false if the entry is something else.
 static bool read_switch(const cJSON *entry, const char *out, Switch *to) {
     const char *event = cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(entry, "event"));
     const char *attn = cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(entry, "attn"));
@@ -49,14 +49,14 @@ static bool read_switch(const cJSON *entry, const char *out, Switch *to) {
     char message[1024];
     if (!event || strcmp(event, "attn-switch")) return false;
     if (!attn || !json_u64(cJSON_GetObjectItemCaseSensitive(entry, "step"), &step) || step > (uint64_t)STEPS_MAX)
-        fail(EXIT_INPUT, "%s/run.json: an attn-switch in its lineage has no \"step\" and \"attn\".", out);
+        fail(EXIT_INPUT, "%s/run.json: expected \"step\" and \"attn\" in each attn-switch of its lineage.", out);
     *to = (Switch){.step = (int64_t)step, .repeated = true};
     if (!normalizer_parse(&to->to, attn, message, sizeof message))
         fail(EXIT_INPUT, "%s/run.json: the attn-switch at step %lld: %s.", out, (long long)step, message);
     return true;
 }
 
-// Has the run, as it stands, made this switch?
+// Has the run already made this switch?
 static bool switch_made(const Run *run, const Switch *asked) {
     const cJSON *entry;
     Switch made;
@@ -69,34 +69,33 @@ static bool switch_made(const Run *run, const Switch *asked) {
 static void warn_of_same_normalizer(const Run *run, const Switch *asked) {
     const Normalizer *before = run->switch_count ? &run->switches[run->switch_count - 1].to : &run->config->attn;
     if (!normalizer_equal(before, &asked->to)) return;
-    warn("--attn-switch %s: %s is already the normalizer at that step; only the learning rate's warmup runs again.",
+    warn("--attn-switch %s: %s is already the normalizer at that step; only the learning-rate warmup restarts.",
          run->o.attn_switch, before->text);
 }
 
-// The changes of normalizer to come: those that the run made beyond its checkpoint, which it repeats, and
-// --attn-switch. Where the flag is none of these, the run takes another course from that step on.
+// Plans the switches to come: those that the run made after its checkpoint and now repeats, and --attn-switch. If the
+// flag is not one of those, it replaces them from its step on.
 void settle_switches(Run *run) {
     Switch asked;
     if (!parse_switch(run->o.attn_switch, &asked)) return;
     bool given = train_options_given(&run->o, "attn-switch");
     if (run->resumed && asked.step <= run->step && switch_made(run, &asked)) return;
     if (asked.step < run->step) {
-        if (!given) return;    // the run's own flag, which a later one has overtaken
-        fail(EXIT_USAGE, "--attn-switch %s: the run is already at step %lld; give that step or a later one.",
+        if (!given) return;    // the run's own earlier flag, followed by a later switch
+        fail(EXIT_USAGE, "--attn-switch %s: the run is already at step %lld; choose that step or a later one.",
              run->o.attn_switch, (long long)run->step);
     }
     for (size_t i = 0; i < run->switch_count; i++)
         if (same_switch(&run->switches[i], &asked)) return;
     for (; run->switch_count > 0 && run->switches[run->switch_count - 1].step >= asked.step; run->switch_count--) {
         const Switch *other = &run->switches[run->switch_count - 1];
-        warn("--attn-switch %s: the change to %s at step %lld, which this run made before, is not repeated.",
-             run->o.attn_switch, other->to.text, (long long)other->step);
+        warn("--attn-switch %s: the earlier switch to %s at step %lld will not be repeated.", run->o.attn_switch,
+             other->to.text, (long long)other->step);
     }
     warn_of_same_normalizer(run, &asked);
     insert_switch(run, asked);
 }
 
-// Divides a lineage where the run stands: what lies beyond is to be repeated. `made` as lineage_cut() has it.
 void repeat_switches(Run *run, cJSON *lineage, const char *made) {
     const cJSON *entry;
     Switch repeated;
@@ -107,9 +106,9 @@ void repeat_switches(Run *run, cJSON *lineage, const char *made) {
     cJSON_Delete(beyond);
 }
 
-// ---- making them
+// ---- switching
 
-// Names the learned scalars that `to` brings and `from` did not leave.
+// Lists the learned scalars that `to` adds to those of `from`.
 static void show_new_scalars(const ModelConfig *config, const Normalizer *from, const Normalizer *to) {
     const char *where = config->block == BLOCK_GAU ? "gau" : "self_attn";
     for (Scalar scalar = SCALAR_S; scalar < SCALAR_COUNT; scalar++) {
@@ -139,7 +138,7 @@ bool run_change_due(Run *run, Change *change) {
 
 void run_change_apply(Run *run, Change *change) {
     change->kept = malloc(weights_scalar_floats(run->weights.list) * sizeof *change->kept + 1);
-    if (!change->kept) fail(EXIT_RESOURCE, "out of memory for a change of normalizer.");
+    if (!change->kept) fail(EXIT_RESOURCE, "out of memory for a switch of normalizer.");
     weights_keep_scalars(&run->weights, change->kept, false);
     run->config->attn = change->to;
     weights_start_scalars(&run->weights, &change->from);
@@ -165,7 +164,7 @@ void run_change_finish(Run *run, Change *change) {
     if (run_is_main()) {
         progress_end();
         show_new_scalars(run->config, from, to);
-        printf("step %lld: --attn %s becomes %s; validation loss %s before, %s after\n", (long long)run->step,
+        printf("step %lld: switched --attn %s to %s; validation loss %s before, %s after\n", (long long)run->step,
                from->text, to->text, before, after);
     }
     free(change->kept);
@@ -173,7 +172,7 @@ void run_change_finish(Run *run, Change *change) {
         run->loaded.text[0] = 0;
     } else {
         memmove(run->switches, run->switches + 1, --run->switch_count * sizeof *run->switches);
-        run->schedule.rewarm = run->step;    // the learning rate's warmup runs again
+        run->schedule.rewarm = run->step;    // the learning-rate warmup restarts
     }
     write_run(run);
 }

@@ -6,7 +6,7 @@
 #include "runtime/error.h"
 #include "runtime/start.h"
 
-#ifndef ATTN_ONLY    // of make ATTN=NAME
+#ifndef ATTN_ONLY    // set by make ATTN=NAME
 #define ATTN_ONLY "softmax"
 #endif
 
@@ -99,8 +99,7 @@ void train_options_parse(TrainOptions *o, int argc, char **argv, const char *usa
             size_t length = strlen(name);
             if (strncmp(word, "--", 2) == 0 && strncmp(word + 2, name, length) == 0 &&
                 (word[2 + length] == 0 || word[2 + length] == '='))
-                usage_fail("--%s is a flag of train_gpt2cu, the trainer on GPUs; %s has no such flag.", name,
-                           program_name);
+                usage_fail("--%s is only supported by train_gpt2cu, the GPU trainer, not by %s.", name, program_name);
         }
     options_parse(o->table, o->count, argc, argv, usage);
 }

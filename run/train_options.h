@@ -1,4 +1,4 @@
-// The flags of a training run, the same for every trainer: one row a flag.
+// The flags of a training run, one row per flag, shared by all trainers.
 #ifndef RUN_TRAIN_OPTIONS_H
 #define RUN_TRAIN_OPTIONS_H
 
@@ -22,18 +22,18 @@ typedef struct {
     double lr, min_lr_frac, weight_decay, beta1, beta2, grad_clip, rope_theta;
     int schedule, pack, dtype;
     bool shuffle, resume, keep_best, profile, dry_run;
-    int64_t zero;    // this and what follows: of trainers on GPUs
+    int64_t zero;    // this and the following flags are for GPU trainers
     int reduce_dtype;
     bool recompute, deterministic, stochastic_rounding;
     Option *table;
-    size_t count, count_on_gpus;    // rows of the table; those of a trainer on GPUs
+    size_t count, count_on_gpus;    // rows of this trainer's table, and of a GPU trainer's
 } TrainOptions;
 
-// The defaults, which --help prints, and the table over them. attn_help: what --help says of --attn; gpus: with the
-// flags of GPUs.
+// Sets the defaults, which --help prints, and builds the table. attn_help: the help text of --attn; gpus: whether to
+// include the flags for GPUs.
 void train_options_init(TrainOptions *options, const char *attn_help, bool gpus);
 
-// options_parse(), which for a trainer without the flags of GPUs says whose they are.
+// Calls options_parse(). A CPU trainer rejects the flags for GPUs with a message that names the GPU trainer.
 void train_options_parse(TrainOptions *options, int argc, char **argv, const char *usage);
 
 // Was this flag on the command line?

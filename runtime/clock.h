@@ -4,7 +4,7 @@
 
 #include <time.h>
 
-// Seconds from an arbitrary start; never steps back.
+// Monotonic time in seconds since an arbitrary start.
 static inline double now(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);

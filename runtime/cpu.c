@@ -1,4 +1,4 @@
-// What has to happen before main(). Built without -march, so that it runs on any processor.
+// Runs before main(). This file is compiled without -march, so it runs on any processor.
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/auxv.h>
@@ -6,8 +6,8 @@
 
 #include "runtime/error.h"
 
-// A processor that lacks what the other files were built for gets a message here, instead of an illegal instruction
-// there. The Makefile passes BUILT_FOR, the list of X("extension") that MARCH stands for.
+// Without this check, a processor that lacks an instruction-set extension would die of an illegal instruction somewhere
+// in the other files. The Makefile passes BUILT_FOR, the extensions that MARCH implies, as X("avx2") X("fma") ...
 static void check_processor(void) {
 #if defined(__x86_64__) && defined(BUILT_FOR)
     const char *lacking = NULL;
@@ -16,22 +16,24 @@ static void check_processor(void) {
     BUILT_FOR
 #undef X
     if (!lacking) return;
-    fprintf(stderr,
-            "This program was built for a processor with %s, which this one lacks.\n"
-            "  Build it here with `make clean all`, or for mixed machines with `make clean all MARCH=x86-64-v3`.\n",
-            lacking);
+    fprintf(
+        stderr,
+        "This program was built for a processor with %s, which this processor lacks.\n"
+        "  Rebuild it here with `make clean all`, or with `make clean all MARCH=x86-64-v3` for a mix of machines.\n",
+        lacking);
     _exit(EXIT_PEER);
 #endif
 }
 
-// libgomp's threads spin for about 6 ms before they sleep. Where another program has taken one of the cores, those that
-// wait for the thread on it then keep that program from the cores that they do not need: a step took 4 times as long,
-// not 1.5. A shorter spin (0.2 ms) costs nothing where nobody else is there. libgomp reads the environment before any
-// code of ours and has no call for it, so the program starts itself again, once, unless the environment says how to
-// wait. (AT_BASE is 0 when the dynamic linker itself was started by name; then /proc/self/exe would be the linker.)
+// By default, libgomp's threads spin for about 6 ms before they sleep. When another program occupies one core, the
+// threads that wait for that core's thread keep spinning on the other cores, and the other program cannot use them
+// either: a step took 4 times as long instead of 1.5 times. A shorter spin (0.2 ms) costs nothing on an idle machine.
+// libgomp reads the environment before any of our code runs and offers no call for this, so the program re-executes
+// itself once, unless the environment already sets a wait policy. (AT_BASE is 0 when the dynamic linker was started by
+// name; /proc/self/exe would then be the linker.)
 static void shorten_spin(char **argv) {
     if (getenv("OMP_WAIT_POLICY") || getenv("GOMP_SPINCOUNT") || !getauxval(AT_BASE)) return;
-    // Where this fails, all goes on as it was.
+    // If this fails, the program continues with the longer spin.
     if (setenv("GOMP_SPINCOUNT", "10000", 1) == 0) execv("/proc/self/exe", argv);
 }
 

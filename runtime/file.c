@@ -16,7 +16,6 @@
 void (*file_written)(const char *path, uint64_t size, XXH128_hash_t hash) = NULL;
 
 // ---- fault points
-// ----------------------------------------------------------------------------------------------------------
 
 #ifdef FAULTS
 static struct {
@@ -40,14 +39,14 @@ static void fault_setup(void) {
     if (getenv("FAULT_COUNT")) atexit(fault_report);
 }
 
-// True where this act is to fail, with errno set; at a kill it does not return. `data` is what a write was about to
-// write.
+// Returns true, with errno set, if this operation should fail; does not return if the process should die. `data` is
+// what a write was about to write.
 static bool fault_hit(int fd, const void *data, size_t size) {
     if (!fault.ready) fault_setup();
     if (++fault.count != fault.at) return false;
     if (!fault.error) {
         if (fault.half && size > 1 && write(fd, data, size / 2) < 0) _exit(138);
-        _exit(137);    // what a shell calls a process that kill -9 has ended
+        _exit(137);    // the status that a shell reports for a process that SIGKILL ended
     }
     errno = fault.error;
     return true;
@@ -82,12 +81,11 @@ static int act_remove(const char *path) {
 }
 
 // ---- errors
-// ----------------------------------------------------------------------------------------------------------------
 
 const char *file_remedy(int number, const char *otherwise) {
     switch (number) {
-    case EMFILE: return "This process has too many files open: raise its limit, for example with `ulimit -n 4096`.";
-    case ENFILE: return "The system has too many files open: end other programs, or raise fs.file-max.";
+    case EMFILE: return "This process has too many open files. Raise its limit, for example with `ulimit -n 4096`.";
+    case ENFILE: return "The system has too many open files. End other programs, or raise fs.file-max.";
     default: return otherwise;
     }
 }
@@ -95,15 +93,15 @@ const char *file_remedy(int number, const char *otherwise) {
 static const char *write_remedy(int number) {
     switch (number) {
     case EFBIG:
-        return "Raise the limit on the size of a file (`ulimit -f unlimited`), or choose a folder on a disk that takes larger ones.";
+        return "Raise the limit on file sizes (`ulimit -f unlimited`), or choose a folder on a disk that allows larger files.";
     case ENOSPC:
-    case EDQUOT: return "Make room on that disk, or choose a folder on another one.";
+    case EDQUOT: return "Free some space on that disk, or choose a folder on another disk.";
     case EACCES:
     case EPERM:
-    case EROFS: return "Choose a folder that you may write to, or change its permissions.";
-    case EIO: return "The disk failed: see the system's log, and choose a folder on another one.";
+    case EROFS: return "Choose a folder that you can write to, or change its permissions.";
+    case EIO: return "The disk failed. See the system log, and choose a folder on another disk.";
     case ENOTDIR:
-    case EISDIR: return "A file stands where a folder is needed, or the other way round: choose another path.";
+    case EISDIR: return "A file is where a folder should be, or the other way around. Choose another path.";
     default: return file_remedy(number, "Choose another folder, or repair this one.");
     }
 }
@@ -117,26 +115,25 @@ static bool write_error(Error *error, const char *path, const char *act) {
 static bool read_error(Error *error, const char *path, const char *act) {
     int number = errno;
     return error_set(error, EXIT_INPUT, "%s: %s failed: %s.\n  %s", path, act, strerror(number),
-                     number == EIO ? "The disk failed: see the system's log, and take another copy of the file."
+                     number == EIO ? "The disk failed. See the system log, and use another copy of the file."
                                    : file_remedy(number, "Check the path and its permissions."));
 }
 
 // ---- writing
-// ---------------------------------------------------------------------------------------------------------------
 
-enum { FLUSH_BYTES = 16 << 20 };    // so much is handed to the disk at a time
+enum { FLUSH_BYTES = 16 << 20 };    // write-back to disk starts in steps of this size
 
 struct File {
     int fd;
     uint64_t size;         // bytes written
-    uint64_t flushed;      // of them, handed to the disk
-    XXH3_state_t *hash;    // NULL when nobody asks for it
+    uint64_t flushed;      // bytes whose write-back to disk has started
+    XXH3_state_t *hash;    // NULL if no hash is requested
     char path[PATH_MAX];
 };
 
 File *file_create(const char *path, Error *error) {
     if (strlen(path) >= PATH_MAX) {
-        error_set(error, EXIT_RESOURCE, "%.200s...: the path is over %d bytes long.\n  Choose another.", path,
+        error_set(error, EXIT_RESOURCE, "%.200s...: the path is longer than %d bytes.\n  Choose a shorter one.", path,
                   PATH_MAX - 1);
         return NULL;
     }
@@ -162,7 +159,7 @@ static void file_free(File *file) {
     free(file);
 }
 
-// Starts the disk on what has been written, without waiting: the last fsync would otherwise do all of it.
+// Starts write-back of the new pages without waiting for it. Otherwise the final fsync would have to write everything.
 static void file_flush_early(File *file) {
     if (file->size - file->flushed < FLUSH_BYTES) return;
     sync_file_range(file->fd, (off_t)file->flushed, (off_t)(file->size - file->flushed), SYNC_FILE_RANGE_WRITE);
@@ -204,7 +201,7 @@ void file_discard(File *file) {
     file_free(file);
 }
 
-// Writes all, or leaves no file.
+// Writes the whole file, or leaves none.
 static bool write_whole(const char *path, const void *data, size_t size, Error *error) {
     File *file = file_create(path, error);
     if (!file) return false;
@@ -233,7 +230,7 @@ bool file_replace_text(const char *path, const char *text, Error *error) {
     return false;
 }
 
-// Reads up to `size` bytes, fewer only at the end of the file. -1 on error.
+// Reads `size` bytes, or fewer at the end of the file. Returns -1 on error.
 static ssize_t read_full(int fd, void *out, size_t size, uint64_t offset) {
     size_t done = 0;
     while (done < size) {
@@ -246,14 +243,14 @@ static ssize_t read_full(int fd, void *out, size_t size, uint64_t offset) {
     return (ssize_t)done;
 }
 
-enum { PIECE = 1 << 20 };    // a file is read through a buffer of so many bytes
+enum { PIECE = 1 << 20 };    // files are read in pieces of this many bytes
 
-// O_NONBLOCK: opening a FIFO would wait for a writer. It does not matter for files.
+// O_NONBLOCK keeps open() from waiting for a writer if the path is a FIFO. It has no effect on regular files.
 static int open_to_read(const char *path) {
     return open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
 }
 
-// Calls `take` with one piece of the file after the other. Ends where take() fails.
+// Calls `take` with consecutive pieces of the file until it fails.
 static bool read_pieces(const char *path, bool (*take)(void *context, const void *data, size_t size, Error *error),
                         void *context, Error *error) {
     int fd = open_to_read(path);
@@ -290,12 +287,11 @@ bool file_copy(const char *to, const char *from, Error *error) {
 }
 
 // ---- folders
-// ---------------------------------------------------------------------------------------------------------------
 
 bool file_sync(const char *path, Error *error) {
     int fd = open(path, O_RDONLY | O_CLOEXEC);
     if (fd < 0) return write_error(error, path, "opening it for fsync");
-    // Some network file systems have no fsync for folders and say EINVAL.
+    // Some network file systems do not support fsync on folders and return EINVAL.
     bool ok = act_fsync(fd) == 0 || errno == EINVAL || write_error(error, path, "fsync");
     close(fd);
     return ok;
@@ -317,7 +313,7 @@ static bool make_folder(const char *path, Error *error) {
     int number = errno;
     if (number == EEXIST && stat(path, &info) == 0 && S_ISDIR(info.st_mode)) return true;
     errno = number == EEXIST ? ENOTDIR : number;
-    return write_error(error, path, "making the folder");
+    return write_error(error, path, "creating the folder");
 }
 
 bool file_make_folders(const char *path, Error *error) {
@@ -325,7 +321,7 @@ bool file_make_folders(const char *path, Error *error) {
     struct stat info;
     if (strlen(path) >= sizeof part) {
         errno = ENAMETOOLONG;
-        return write_error(error, path, "making the folder");
+        return write_error(error, path, "creating the folder");
     }
     if (stat(path, &info) == 0 && S_ISDIR(info.st_mode)) return true;
     strcpy(part, path);
@@ -361,7 +357,7 @@ bool file_free_space(const char *path, uint64_t *bytes, Error *error) {
     while (statvfs(part, &info) != 0) {
         char *slash = strrchr(part, '/');
         if ((errno != ENOENT && errno != ENOTDIR) || !strcmp(part, "/") || !strcmp(part, ".")) {
-            return read_error(error, path, "asking for free disk space");
+            return read_error(error, path, "reading its free space");
         }
         if (!slash) strcpy(part, ".");
         else slash[slash == part] = '\0';    // "/a" becomes "/"
@@ -371,7 +367,6 @@ bool file_free_space(const char *path, uint64_t *bytes, Error *error) {
 }
 
 // ---- reading
-// ---------------------------------------------------------------------------------------------------------------
 
 bool file_read_at(int fd, const char *path, void *out, size_t size, uint64_t offset, Error *error) {
     ssize_t got = read_full(fd, out, size, offset);
@@ -379,7 +374,7 @@ bool file_read_at(int fd, const char *path, void *out, size_t size, uint64_t off
     if (got < 0) return read_error(error, path, "reading it");
     return error_set(error, EXIT_INPUT,
                      "%s: expected %zu bytes at offset %" PRIu64 ", found %zd.\n"
-                     "  It was cut short: copy it or make it again.",
+                     "  The file is truncated. Copy it or create it again.",
                      path, size, offset, got);
 }
 
@@ -388,7 +383,7 @@ static bool regular_size(int fd, const char *path, uint64_t *size, Error *error)
     struct stat info;
     if (fstat(fd, &info) != 0) return read_error(error, path, "reading its size");
     if (!S_ISREG(info.st_mode)) {
-        return error_set(error, EXIT_INPUT, "%s: expected a file, found %s.\n  Check the path.", path,
+        return error_set(error, EXIT_INPUT, "%s: expected a regular file, found %s.\n  Check the path.", path,
                          S_ISDIR(info.st_mode) ? "a folder" : "a device or pipe");
     }
     *size = (uint64_t)info.st_size;
@@ -400,7 +395,7 @@ static char *read_open(int fd, const char *path, size_t limit, size_t *size, Err
     if (!regular_size(fd, path, &bytes, error)) return NULL;
     if (bytes > limit) {
         error_set(error, EXIT_INPUT,
-                  "%s: expected at most %zu bytes, found %" PRIu64 ".\n  This is not the file it should be.", path,
+                  "%s: expected at most %zu bytes, found %" PRIu64 ".\n  This does not look like the right file.", path,
                   limit, bytes);
         return NULL;
     }

@@ -28,26 +28,27 @@
 #include "runtime/process.h"
 
 enum {
-    ADDRESSES = 32,          // of rank 0, at most
-    HOST = 65,               // bytes of a host's name
-    NAMED = 8,               // dead ranks that a message names
-    MEETING_SECONDS = 10,    // for each rank to reach rank 0
-    DAEMON_SECONDS = 10,     // for mpirun and its daemons to end by themselves before they are killed
-    STACK_BYTES = 8 << 20    // thread-local variables of libraries are part of it
+    ADDRESSES = 32,          // the most addresses of rank 0 that are tried
+    HOST = 65,               // bytes of a host name
+    NAMED = 8,               // the most dead ranks that a message names
+    MEETING_SECONDS = 10,    // how long each rank tries to reach rank 0 at the start
+    DAEMON_SECONDS = 10,     // how long mpirun and its daemons have to exit before they are killed
+    STACK_BYTES = 8 << 20    // the stack also holds the libraries' thread-local variables
 };
 
-// Where rank 0 is, as it tells all others by MPI. A machine may have several networks, so all addresses are tried.
+// Where to reach rank 0, as it tells all others through MPI. A machine may have several networks, so all addresses are
+// tried.
 typedef struct {
-    uint64_t job;     // drawn by rank 0; tells our datagrams from those of other jobs
+    uint64_t job;     // random, drawn by rank 0; tells our datagrams from those of other jobs
     uint16_t port;    // in network byte order, like the addresses
-    int32_t count;    // of addresses; 0: rank 0 has no socket
+    int32_t count;    // number of addresses; 0 if rank 0 has no socket
     uint32_t addresses[ADDRESSES];
     char host[HOST];
 } Center;
 
 typedef enum { ALIVE = 1, DEAD } Kind;
 
-// A rank sends ALIVE with the name of its host to rank 0, which echoes it. The text of DEAD names those who are.
+// Each rank sends ALIVE with its host name to rank 0, which echoes it. The text of DEAD names the dead ranks.
 typedef struct {
     uint64_t job;
     int32_t kind, rank;    // of the sender
@@ -57,7 +58,7 @@ typedef struct {
 
 typedef struct {
     struct sockaddr_in at;
-    double heard;    // when its last datagram came
+    double heard;    // when its last datagram arrived
     char host[HOST];
 } Peer;
 
@@ -66,13 +67,13 @@ struct Heartbeat {
     Center center;
     int socket, stop[2];    // writing to stop[1] ends the thread
     pid_t parent;
-    int daemon;    // a pidfd of the parent where that is mpirun or its daemon; -1: it is neither
+    int daemon;    // a pidfd of the parent if it is mpirun or its daemon, otherwise -1
     pthread_t thread;
     char host[HOST];    // of this rank
-    Peer *peers;        // by rank; a rank other than 0 only has an entry for 0
-    int address;        // of rank 0 that answered last, -1 before any has
+    Peer *peers;        // by rank; ranks other than 0 only use the entry of rank 0
+    int address;        // the index of the address of rank 0 that answered last; -1 if none has
     atomic_bool met;    // rank 0 has answered
-    double woken;       // when the thread last looked at its socket
+    double woken;       // when the thread last checked its socket
 };
 
 // ---- datagrams
@@ -81,7 +82,7 @@ static void send_to(const Heartbeat *h, const struct sockaddr_in *to, Kind kind,
     Datagram datagram = {.job = h->center.job, .kind = (int32_t)kind, .rank = process.rank, .address = address};
     snprintf(datagram.text, sizeof datagram.text, "%s", text);
     size_t size = offsetof(Datagram, text) + strlen(datagram.text) + 1;
-    // A datagram that cannot be sent is no different from one that gets lost.
+    // A datagram that cannot be sent is no different from one that is lost.
     sendto(h->socket, &datagram, size, MSG_NOSIGNAL | MSG_DONTWAIT, (const struct sockaddr *)to, sizeof *to);
 }
 
@@ -91,7 +92,7 @@ static void send_to_center(const Heartbeat *h, Kind kind, int address, const cha
     send_to(h, &to, kind, address, text);
 }
 
-// Says that this rank is alive, to every address of rank 0 until one answers, and again when it no longer does.
+// Sends ALIVE to every address of rank 0 until one answers, then only to that one, until it stops answering.
 static void send_heartbeat(const Heartbeat *h, double t) {
     if (process.rank == 0) return;
     bool answered = h->address >= 0 && t - h->peers[0].heard < 3 * h->interval;
@@ -115,7 +116,7 @@ static bool launcher_name(pid_t pid) {
     return false;
 }
 
-// A pidfd of the daemon that started this rank; -1 where something else did.
+// Returns a pidfd of the daemon that started this rank, or -1 if something else started it.
 static int open_daemon(pid_t parent) {
 #ifdef SYS_pidfd_open
     if (launcher_name(parent)) return (int)syscall(SYS_pidfd_open, parent, 0);
@@ -123,7 +124,7 @@ static int open_daemon(pid_t parent) {
     return -1;
 }
 
-// Kills the daemon's children (ssh clients and what is left of the ranks), then the daemon. Safe after a fork().
+// Kills the daemon's children (ssh clients and any remaining ranks), then the daemon. Safe to call after a fork().
 static void kill_daemon(const Heartbeat *h) {
     char path[64], children[4096];
     snprintf(path, sizeof path, "/proc/%d/task/%d/children", (int)h->parent, (int)h->parent);
@@ -137,10 +138,10 @@ static void kill_daemon(const Heartbeat *h) {
 #endif
 }
 
-// mpirun and its daemons wait for each other's reports even when the machine between them is gone: about 15 minutes,
-// until TCP gives up. A child that outlives this process kills the daemon unless it ends by itself. `claim` stays open
-// in the child; everything else is closed, because mpirun also waits until nobody holds its pipes. This is clone(), not
-// fork(), whose handlers may need a lock that a stuck thread holds.
+// mpirun and its daemons wait for each other's reports even if the machine in between is gone, for about 15 minutes,
+// until TCP gives up. Therefore a child process outlives this one and kills the daemon unless it exits on its own. The
+// child keeps `claim` open and closes everything else, because mpirun also waits until its pipes are closed. It is
+// created with clone() rather than fork(), whose handlers may need a lock that a stuck thread holds.
 static void outlive_daemon(const Heartbeat *h, int claim) {
     if (h->daemon < 0 || syscall(SYS_clone, SIGCHLD, NULL, NULL, NULL, NULL) != 0) return;
     setsid();
@@ -151,7 +152,7 @@ static void outlive_daemon(const Heartbeat *h, int claim) {
     _exit(0);
 }
 
-// True for the first rank of a machine that calls this: only one process can bind to a name.
+// Returns true for the first rank on each machine that calls this: only one process can bind to the name.
 static bool claim_machine(const Heartbeat *h, int *claim) {
     struct sockaddr_un name = {.sun_family = AF_UNIX};
     snprintf(name.sun_path + 1, sizeof name.sun_path - 1, "attn.c-heartbeat-%016" PRIx64, h->center.job);
@@ -159,30 +160,30 @@ static bool claim_machine(const Heartbeat *h, int *claim) {
     return *claim < 0 || bind(*claim, (struct sockaddr *)&name, sizeof name) == 0;
 }
 
-// Uses write(), because a stuck main thread may hold the lock of stderr, and waits a second at most for whoever reads
-// it.
+// Uses write(), because a stuck main thread may hold the lock of stderr, and waits at most one second for a blocked
+// reader.
 static void say_dead(const Heartbeat *h, const char *who) {
     char text[2048];
     int length =
         snprintf(text, sizeof text,
                  "%s: no heartbeat from %s for %.0f s.\n"
-                 "  Its machine or the network is down, or the process is stopped. All other ranks end now.\n"
-                 "  If the run has saved checkpoints, the last one is intact: continue with --resume, and with\n"
-                 "  a HOSTFILE without the machine if it stays away.\n"
-                 "  A longer --rank-timeout waits longer, 0 forever.\n",
+                 "  Its machine or the network is down, or the process is suspended. All other ranks exit now.\n"
+                 "  Saved checkpoints are intact: resume with --resume, with a HOSTFILE that omits the machine\n"
+                 "  if it is still down.\n"
+                 "  To wait longer, set a longer --rank-timeout; 0 waits forever.\n",
                  program_name, who, h->timeout);
     struct pollfd room = {.fd = STDERR_FILENO, .events = POLLOUT};
     if (poll(&room, 1, 1000) == 1 && write(STDERR_FILENO, text, (size_t)length) < 0) return;
 }
 
-// Rank 0 tells all others. They tell rank 0, which may only have been stopped and then has to end, too.
+// Rank 0 tells all others. The others tell rank 0, which may only have been suspended and must exit as well.
 static void tell_dead(const Heartbeat *h, const char *who) {
     if (process.rank != 0) send_to_center(h, DEAD, h->address, who);
     for (int r = 1; process.rank == 0 && r < process.size; r++) send_to(h, &h->peers[r].at, DEAD, 0, who);
 }
 
 // Ends this process. The main thread may be stuck inside MPI, NCCL or a file system, so nothing here waits for it.
-// `told`: another rank has noticed, and printed the message.
+// `told` is true if another rank noticed first and has printed the message.
 static _Noreturn void end_dead(const Heartbeat *h, const char *who, bool told) {
     int claim;
     bool first = claim_machine(h, &claim);
@@ -209,7 +210,8 @@ static void name_silent(const Heartbeat *h, double before, char *out, size_t siz
     if (count > NAMED) snprintf(out + length, size - length, " and %zu more", count - NAMED);
 }
 
-// The ranks of a machine fall silent within an interval or two: those that are nearly overdue are named with the first.
+// The ranks of one machine fall silent within an interval or two of each other, so nearly overdue ranks are named along
+// with the first.
 static void check_silence(const Heartbeat *h, double t) {
     double oldest = t;
     char who[900] = "";
@@ -219,7 +221,8 @@ static void check_silence(const Heartbeat *h, double t) {
     end_dead(h, who, false);
 }
 
-// A process that was itself stopped (a suspended job, a paused virtual machine) has heard nobody, dead or alive.
+// After this process itself was suspended (a stopped job, a paused virtual machine), silence says nothing about the
+// other ranks.
 static void forgive_own_pause(Heartbeat *h, double t) {
     double pause = t - h->woken;
     h->woken = t;
@@ -281,7 +284,7 @@ static void *beat(void *data) {
 
 // ---- start and stop
 
-// The IPv4 addresses of this machine, with the loopback's last: it only serves ranks on the same machine.
+// Finds the IPv4 addresses of this machine. The loopback address comes last: it only serves ranks on the same machine.
 static int find_addresses(uint32_t *addresses) {
     struct ifaddrs *all = NULL;
     int count = 0;
@@ -306,7 +309,7 @@ static bool open_sockets(Heartbeat *h) {
            getsockname(h->socket, (struct sockaddr *)&any, &length) == 0 && (h->center.port = any.sin_port);
 }
 
-// The thread inherits what is blocked, so that no signal is ever delivered to it.
+// The new thread inherits the signal mask, so no signal is ever delivered to it.
 static bool start_thread(Heartbeat *h) {
     sigset_t all, before;
     pthread_attr_t attributes;
@@ -337,7 +340,7 @@ static void release(Heartbeat *h) {
     free(h);
 }
 
-// Fills what rank 0 tells the others.
+// Fills in what rank 0 broadcasts to the others.
 static void prepare_center(Heartbeat *h, bool ready) {
     Center *center = &h->center;
     if (getrandom(&center->job, sizeof center->job, GRND_NONBLOCK) != sizeof center->job)
@@ -366,8 +369,8 @@ Heartbeat *heartbeat_start(int64_t timeout) {
     if (started) wait_until_met(h);
     int64_t apart = process_max_int(started && (process.rank == 0 || h->met) ? -1 : process.rank);
     if (apart < 0) return h;
-    warn("rank %d %s, so a machine that vanishes will not be noticed.\n"
-         "  Let UDP through between the machines (rank 0 is on %s), or silence this with --rank-timeout 0.",
+    warn("rank %d %s, so a machine that goes down will not be noticed.\n"
+         "  Allow UDP between the machines (rank 0 is on %s), or silence this warning with --rank-timeout 0.",
          (int)apart, apart == 0 ? "cannot start its heartbeat thread" : "cannot reach rank 0 by UDP", h->center.host);
     if (started) end_thread(h);
     release(h);
@@ -376,7 +379,7 @@ Heartbeat *heartbeat_start(int64_t timeout) {
 
 void heartbeat_stop(Heartbeat *heartbeat) {
     if (!heartbeat) return;
-    process_barrier();    // past this, a silent rank is one that has finished
+    process_barrier();    // after this, a silent rank has finished
     end_thread(heartbeat);
     release(heartbeat);
 }

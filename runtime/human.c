@@ -4,12 +4,17 @@
 #include <stdio.h>
 #include <string.h>
 
-// Three digits and the unit of the thousand that the number falls into. 999.6 rounds up into the next unit.
+// Three significant digits and a unit; 999.6 rounds up to 1.00 of the next unit.
 static Human scaled(double n, const char *const units[], int count) {
     Human h;
     int unit = 0;
-    while (fabs(n) >= 999.5 && unit < count - 1) n /= 1000, unit++;
-    int decimals = unit == 0 || fabs(n) >= 99.95 ? 0 : fabs(n) >= 9.995 ? 1 : 2;
+    while (fabs(n) >= 999.5 && unit < count - 1) {
+        n /= 1000;
+        unit++;
+    }
+    int decimals = 2;
+    if (fabs(n) >= 9.995) decimals = 1;
+    if (fabs(n) >= 99.95 || unit == 0) decimals = 0;
     snprintf(h.text, sizeof h.text, "%.*f%s%s", decimals, n, units[unit][0] ? " " : "", units[unit]);
     return h;
 }

@@ -1,4 +1,4 @@
-// Numbers as people write them. Use: printf("%s", human_count(n).text).
+// Human-readable numbers. Use: printf("%s", human_count(n).text).
 #ifndef RUNTIME_HUMAN_H
 #define RUNTIME_HUMAN_H
 

@@ -6,11 +6,10 @@
 
 #include "file.h"
 
-// cJSON takes 64 bytes and more for each value.
+// cJSON needs at least 64 bytes per value.
 enum { JSON_DEPTH = 32, JSON_COMMAS = 10000000, JSON_BYTES = 64 << 20 };
 
-// ---- what cJSON lets pass, looked for in one pass before it
-// ----------------------------------------------------------------
+// ---- a scan for everything that cJSON would accept
 
 typedef struct {
     const unsigned char *at, *end;
@@ -22,10 +21,12 @@ static bool wrong(Scan *scan, const char *what) {
     return false;
 }
 
-// One character outside ASCII: two to four bytes, no overlong form, no surrogate, at most U+10FFFF.
+// Scans one non-ASCII character: two to four bytes, no overlong form, no surrogate, at most U+10FFFF.
 static bool scan_utf8(Scan *scan) {
     const unsigned char *p = scan->at;
-    size_t left = (size_t)(scan->end - p), length = p[0] >= 0xF0 ? 4 : p[0] >= 0xE0 ? 3 : 2;
+    size_t left = (size_t)(scan->end - p), length = 2;
+    if (p[0] >= 0xE0) length = 3;
+    if (p[0] >= 0xF0) length = 4;
     if (p[0] < 0xC2 || p[0] > 0xF4 || left < length) return wrong(scan, "a byte that is not UTF-8");
     for (size_t i = 1; i < length; i++) {
         if ((p[i] & 0xC0) != 0x80) return wrong(scan, "a byte that is not UTF-8");
@@ -98,14 +99,13 @@ static bool scan_text(Scan *scan) {
     return depth <= 0 || wrong(scan, "the end of the text");
 }
 
-// ---- names given twice
-// -----------------------------------------------------------------------------------------------------
+// ---- duplicate names
 
 static int compare_names(const void *a, const void *b) {
     return strcmp(*(const char *const *)a, *(const char *const *)b);
 }
 
-// The first name that an object within the item has twice, or NULL.
+// Returns the first duplicate name in the item or any object inside it, or NULL.
 static const char *repeated_name(const cJSON *item) {
     const char *found = NULL;
     const cJSON *child;
@@ -127,15 +127,14 @@ static const char *repeated_name(const cJSON *item) {
 }
 
 // ---- parsing
-// ---------------------------------------------------------------------------------------------------------------
 
 static cJSON *malformed(const char *text, const char *at, const char *path, uint64_t offset, const char *found,
                         Error *error) {
     size_t line = 1;
     for (const char *p = text; p < at; p++) line += *p == '\n';
     error_set(error, EXIT_INPUT,
-              "%s: expected JSON, found %s at offset %" PRIu64 " (line %zu of it).\n"
-              "  The file is damaged: take another copy, or make it again.",
+              "%s: expected JSON, found %s at offset %" PRIu64 " (line %zu).\n"
+              "  The file is damaged. Get another copy, or create it again.",
               path, found, offset + (uint64_t)(at - text), line);
     return NULL;
 }
@@ -149,13 +148,13 @@ cJSON *json_parse(const char *text, size_t size, const char *path, uint64_t offs
     while (end < text + size && strchr(" \t\r\n", *end)) end++;
     if (end < text + size) {
         cJSON_Delete(item);
-        return malformed(text, end, path, offset, "more after the end of it", error);
+        return malformed(text, end, path, offset, "more text after its end", error);
     }
     const char *name = repeated_name(item);
     if (name) {
         error_set(error, EXIT_INPUT,
-                  "%s: the name \"%.200s\" stands twice in one JSON object (of the text at offset %" PRIu64
-                  ").\n  The file is damaged: take another copy, or make it again.",
+                  "%s: the name \"%.200s\" occurs twice in the same JSON object (in the text at offset %" PRIu64
+                  ").\n  The file is damaged. Get another copy, or create it again.",
                   path, name, offset);
         cJSON_Delete(item);
         return NULL;

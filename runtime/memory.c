@@ -17,7 +17,7 @@ static size_t rounded(size_t bytes) {
 
 void memory_add(MemoryPlan *plan, const char *kind, void **where, size_t bytes) {
     if (plan->count == MEMORY_ROWS)
-        fail(EXIT_RESOURCE, "memory plan: more than %d pieces; raise MEMORY_ROWS.", MEMORY_ROWS);
+        fail(EXIT_RESOURCE, "memory plan: more than %d buffers; raise MEMORY_ROWS.", MEMORY_ROWS);
     plan->rows[plan->count].kind = kind;
     plan->rows[plan->count].where = where;
     plan->rows[plan->count++].bytes = bytes;
@@ -36,10 +36,11 @@ void memory_print(const MemoryPlan *plan, const char *title, uint64_t free_bytes
         }
         if (first && bytes) printf("  %-38s %12s\n", plan->rows[i].kind, human_bytes((double)bytes).text);
     }
-    printf("  %-38s %12s of %s free\n", "in all", human_bytes((double)plan->total).text,
+    printf("  %-38s %12s of %s free\n", "total", human_bytes((double)plan->total).text,
            human_bytes((double)free_bytes).text);
 }
 
+// Returns the number that follows `key` at the start of a line, or the fallback.
 static uint64_t number_in(const char *path, const char *key, uint64_t fallback) {
     FILE *file = fopen(path, "r");
     char line[256];
@@ -56,11 +57,11 @@ static uint64_t number_in(const char *path, const char *key, uint64_t fallback) 
     return value;
 }
 
-// Where a version of Linux's control groups keeps what, below /sys/fs/cgroup/.
+// Where each version of Linux control groups keeps its files, relative to /sys/fs/cgroup/.
 typedef struct {
-    const char *controller;               // in /proc/self/cgroup: "" is version 2's only hierarchy
-    const char *folder, *limit, *used;    // the names of the files
-    const char *cache, *shared;           // lines of memory.stat: file pages, and those of tmpfs among them
+    const char *controller;               // in /proc/self/cgroup: "" for the single hierarchy of version 2
+    const char *folder, *limit, *used;    // file names
+    const char *cache, *shared;           // lines of memory.stat: file pages, and the tmpfs pages among them
 } GroupVersion;
 
 static const GroupVersion group_versions[] = {
@@ -68,24 +69,24 @@ static const GroupVersion group_versions[] = {
     {"memory", "/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache ", "total_shmem "},
 };
 
-// What the control group of this path leaves, UINT64_MAX for no limit.
+// The bytes that this control group leaves; UINT64_MAX without a limit.
 static uint64_t group_leaves(const char *root, const GroupVersion *version, const char *group) {
     char folder[PATH_MAX], path[2 * PATH_MAX];
     snprintf(folder, sizeof folder, "%s/sys/fs/cgroup%s%s", root, version->folder, group);
     snprintf(path, sizeof path, "%s/%s", folder, version->limit);
-    uint64_t limit = number_in(path, "", UINT64_MAX);    // "max" is no number: no limit
+    uint64_t limit = number_in(path, "", UINT64_MAX);    // "max" is not a number and means no limit
     if (limit == UINT64_MAX) return limit;
     snprintf(path, sizeof path, "%s/%s", folder, version->used);
     uint64_t used = number_in(path, "", 0);
     snprintf(path, sizeof path, "%s/memory.stat", folder);
     uint64_t cache = number_in(path, version->cache, 0), shared = number_in(path, version->shared, 0);
-    uint64_t given_back = cache > shared ? cache - shared : 0;    // under pressure
-    used = used > given_back ? used - given_back : 0;
+    uint64_t reclaimable = cache > shared ? cache - shared : 0;
+    used = used > reclaimable ? used - reclaimable : 0;
     return limit > used ? limit - used : 0;
 }
 
-// What this group and all above it leave. Cuts the path up. In a container the path may be the host's, which is not to
-// be seen there; the container's own group is then what looks like the topmost.
+// The least that this group and its ancestors leave. Truncates `group` in place. In a container, the path may be the
+// host's, which is not visible there; the container's own group then appears as the root.
 static uint64_t groups_leave(const char *root, const GroupVersion *version, char *group) {
     uint64_t least = UINT64_MAX;
     if (!strcmp(group, "/")) group[0] = 0;
@@ -98,7 +99,7 @@ static uint64_t groups_leave(const char *root, const GroupVersion *version, char
     }
 }
 
-// Is the name among those with commas between them? An empty name stands for an empty list.
+// Is `name` in the comma-separated list? An empty name matches an empty list.
 static bool listed(const char *list, const char *name) {
     size_t length = strlen(name);
     for (const char *at = list;; at++) {
@@ -115,7 +116,7 @@ uint64_t memory_available_under(const char *root) {
     uint64_t least = number_in(path, "MemAvailable:", UINT64_MAX / 1024) * 1024;
     snprintf(path, sizeof path, "%s/proc/self/cgroup", root);
     FILE *file = fopen(path, "r");
-    while (file && fgets(line, sizeof line, file)) {    // "4:memory:/a/b" of version 1, "0::/a/b" of version 2
+    while (file && fgets(line, sizeof line, file)) {    // "4:memory:/a/b" in version 1, "0::/a/b" in version 2
         char *rest = line, *number = strsep(&rest, ":"), *controllers = strsep(&rest, ":");
         if (!number || !controllers || !rest) continue;
         rest[strcspn(rest, "\n")] = 0;
@@ -137,18 +138,18 @@ void memory_check(const MemoryPlan *plan, int processes) {
     uint64_t available = memory_available();
     if ((double)plan->total * processes > (double)available)
         fail(EXIT_RESOURCE,
-             "this run needs %s of memory%s, and %s is free.\n"
-             "  A smaller --batch or --seq-len needs less for activations, a smaller --model less for everything.",
-             human_bytes((double)plan->total * processes).text,
-             processes > 1 ? " for its processes on this machine" : "", human_bytes((double)available).text);
+             "this run needs %s of memory%s, but only %s is available.\n"
+             "  Reduce --batch or --seq-len (fewer activations), or choose a smaller --model.",
+             human_bytes((double)plan->total * processes).text, processes > 1 ? " for its ranks on this machine" : "",
+             human_bytes((double)available).text);
 }
 
 void memory_take(MemoryPlan *plan) {
     plan->block = mmap(NULL, plan->total, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (plan->block == MAP_FAILED)
-        fail(EXIT_RESOURCE, "the system refuses %s of memory. A smaller --batch, --seq-len or --model needs less.",
+        fail(EXIT_RESOURCE, "cannot allocate %s of memory. Reduce --batch or --seq-len, or choose a smaller --model.",
              human_bytes((double)plan->total).text);
-    madvise(plan->block, plan->total, MADV_HUGEPAGE);    // large pages where there are some; no matter if not
+    madvise(plan->block, plan->total, MADV_HUGEPAGE);    // only an optimization, so failure does not matter
     size_t at = 0;
     for (size_t i = 0; i < plan->count; i++) {
         *plan->rows[i].where = (char *)plan->block + at;

@@ -1,5 +1,5 @@
-// Memory, planned, printed, checked against what is free, and taken once. A plan may also be of a device's, which its
-// program takes itself.
+// Memory is planned, printed, checked against what is available, and allocated once. A plan can also describe device
+// memory, which the program then allocates itself.
 //
 //     MemoryPlan plan = {0};
 //     memory_add(&plan, "gradients", (void **)&model->grads, floats * sizeof(float));
@@ -19,7 +19,7 @@ enum { MEMORY_ROWS = 64 };
 
 typedef struct {
     struct {
-        const char *kind;    // rows of one kind are printed as one
+        const char *kind;    // rows of the same kind are printed as one line
         void **where;
         size_t bytes;
     } rows[MEMORY_ROWS];
@@ -27,23 +27,24 @@ typedef struct {
     void *block;
 } MemoryPlan;
 
-// Adds a piece, which *where points to after memory_take(): zeroed, aligned to 256 bytes.
+// Plans a buffer. After memory_take(), *where points to it: zeroed, aligned to 256 bytes.
 void memory_add(MemoryPlan *plan, const char *kind, void **where, size_t bytes);
 
-// A title, one line a kind, and the sum beside what is free.
+// Prints the title, one line per kind, and the total next to the free memory.
 void memory_print(const MemoryPlan *plan, const char *title, uint64_t free_bytes);
 
-// Ends with EXIT_RESOURCE when `processes` of this size, together on this machine, do not fit into what is free.
+// Fails with EXIT_RESOURCE unless `processes` plans of this size fit into this machine's available memory together.
 void memory_check(const MemoryPlan *plan, int processes);
 
-// One mapping for all pieces. Ends with EXIT_RESOURCE where the system refuses it.
+// Allocates all buffers in a single mapping. Fails with EXIT_RESOURCE if the system refuses it.
 void memory_take(MemoryPlan *plan);
 void memory_release(MemoryPlan *plan);
 
-// Bytes that this process can still take: what the machine has available, or less where a control group says so.
+// Returns the bytes that this process can still allocate: the machine's available memory, or less if a control group
+// limits it.
 uint64_t memory_available(void);
 
-// The same, with this folder in front of /proc and /sys: for tests.
+// The same, with `root` prepended to /proc and /sys, for tests.
 uint64_t memory_available_under(const char *root);
 
 #ifdef __cplusplus

@@ -12,8 +12,8 @@
 #include "runtime/process.h"
 #include "runtime/version.h"
 
-// cJSON writes 15 digits, so that is what a flag's number has: a resumed run reads from run.json the very value that
-// the run began with.
+// cJSON writes 15 digits. Flags are rounded to as many, so a resumed run reads from run.json exactly the value that the
+// run started with.
 #define DIGITS 15
 #define INT_LIMIT 1e15
 #define HELP_COLUMN 34
@@ -28,17 +28,20 @@ typedef union {
     IntList list;
 } Value;
 
-// ---- one value: from text, to text
+// ---- converting values from and to text
 
 static bool has_bounds(const Option *o) {
     return o->min != 0 || o->max != 0;
 }
 
-// What a value of this flag must be, for messages.
+static const char *kind_name(const Option *o) {
+    if (o->type == OPT_FLOAT) return "a number";
+    return o->type == OPT_INT ? "a whole number" : "comma-separated whole numbers";
+}
+
+// Writes what a value of this flag must be, for messages.
 static void expected(const Option *o, char *out, size_t size) {
-    const char *kind = o->type == OPT_FLOAT ? "a number"
-                       : o->type == OPT_INT ? "a whole number"
-                                            : "whole numbers with commas between";
+    const char *kind = kind_name(o);
     if (o->type == OPT_SWITCH) snprintf(out, size, "0 or 1");
     else if (o->type == OPT_CHOICE) snprintf(out, size, "one of %s", o->choices);
     else if (!has_bounds(o)) snprintf(out, size, "%s", kind);
@@ -136,7 +139,7 @@ static void value_set(const Option *o, Value v) {
     }
 }
 
-// The shortest digits that read back as the same number.
+// Writes the fewest digits that read back as the same number.
 static void number_text(double x, char *out, size_t size) {
     for (int digits = 6; digits <= 17; digits++) {
         snprintf(out, size, "%.*g", digits, x);
@@ -165,9 +168,9 @@ static void value_text(const Option *o, Value v, char *out, size_t size) {
     }
 }
 
-// ---- wrong usage
+// ---- usage errors
 
-// Under a launcher every process has the same wrong flag, and the first one says so.
+// Every rank of a launched run has the same invalid flag, so only rank 0 reports it.
 void usage_fail(const char *format, ...) {
     Error error = {.code = EXIT_USAGE};
     va_list args;
@@ -183,7 +186,7 @@ static bool same_letter(char a, char b) {
 }
 
 size_t edit_distance(const char *a, size_t na, const char *b, size_t nb) {
-    size_t rows[3][64];    // of the prefixes of a that have i - 2, i - 1 and i letters
+    size_t rows[3][64];    // for the prefixes of a with i - 2, i - 1 and i letters
     if (na > 63 || nb > 63) return 64;
     for (size_t i = 0; i <= na; i++) {
         size_t *row = rows[i % 3], *before = rows[(i + 2) % 3], *two_before = rows[(i + 1) % 3];
@@ -206,13 +209,13 @@ bool edit_is_slip(size_t distance, size_t na, size_t nb) {
     return distance <= 1 || distance <= longer / 3;
 }
 
-// The distance, but 0 where one word is how the other begins (--train for --train-data).
+// The distance, but 0 if one word is a prefix of the other (--train for --train-data).
 static size_t unlikeness(const char *a, size_t na, const char *b, size_t nb) {
     size_t shorter = na < nb ? na : nb;
     return shorter >= 3 && strncasecmp(a, b, shorter) == 0 ? 0 : edit_distance(a, na, b, nb);
 }
 
-// " Nearest: --name." of the flag that was probably meant, or "".
+// Writes " Did you mean --name?" for the flag that was probably meant, or "".
 static const char *nearest_flag(const Option *table, size_t count, const char *name, size_t length, char *out,
                                 size_t size) {
     size_t best = SIZE_MAX;
@@ -221,12 +224,12 @@ static const char *nearest_flag(const Option *table, size_t count, const char *n
         size_t other = strlen(table[i].name), d = unlikeness(name, length, table[i].name, other);
         if (d >= best || !edit_is_slip(d, length, other)) continue;
         best = d;
-        snprintf(out, size, " Nearest: --%s.", table[i].name);
+        snprintf(out, size, " Did you mean --%s?", table[i].name);
     }
     return out;
 }
 
-// " Nearest: name." of the choice that was probably meant, or "".
+// Writes " Did you mean name?" for the choice that was probably meant, or "".
 static const char *nearest_choice(const Option *o, const char *text, char *out, size_t size) {
     size_t best = SIZE_MAX, given = strlen(text);
     out[0] = 0;
@@ -234,7 +237,7 @@ static const char *nearest_choice(const Option *o, const char *text, char *out, 
         size_t length = strcspn(p, "|"), d = unlikeness(text, given, p, length);
         if (d < best && edit_is_slip(d, given, length)) {
             best = d;
-            snprintf(out, size, " Nearest: %.*s.", (int)length, p);
+            snprintf(out, size, " Did you mean %.*s?", (int)length, p);
         }
         p += length;
         if (*p == 0) return out;
@@ -253,14 +256,13 @@ static _Noreturn void wrong_value(const Option *o, const char *text) {
 static const char *arg_name(const Option *o) {
     if (o->type == OPT_SWITCH) return "0|1";
     if (o->type == OPT_CHOICE) return o->choices;
-    return o->arg                 ? o->arg
-           : o->type == OPT_TEXT  ? "TEXT"
-           : o->type == OPT_FLOAT ? "X"
-           : o->type == OPT_INT   ? "N"
-                                  : "N[,N...]";
+    if (o->arg) return o->arg;
+    if (o->type == OPT_TEXT) return "TEXT";
+    if (o->type == OPT_FLOAT) return "X";
+    return o->type == OPT_INT ? "N" : "N[,N...]";
 }
 
-// Prints the text from the help column on, broken between words.
+// Prints the text in the help column, wrapped between words. `column` is the current position on the line.
 static void print_wrapped(const char *text, int column) {
     while (*text) {
         int room = HELP_WIDTH - HELP_COLUMN, length = (int)strlen(text);
@@ -280,9 +282,13 @@ static void print_help(const Option *o) {
     char value[512], text[1024];
     value_text(o, value_get(o), value, sizeof value);
     int column = printf("  --%s %s", o->name, arg_name(o));
-    if (column >= HELP_COLUMN) column = (printf("\n"), 0);
-    const char *unset = o->type == OPT_TEXT && !*(const char *const *)o->value ? "no default" : NULL;
-    snprintf(text, sizeof text, "%s (%s%s)", o->help ? o->help : "", unset ? "" : "default ", unset ? unset : value);
+    if (column >= HELP_COLUMN) {
+        printf("\n");
+        column = 0;
+    }
+    bool unset = o->type == OPT_TEXT && !*(const char *const *)o->value;
+    if (unset) snprintf(value, sizeof value, "no default");
+    snprintf(text, sizeof text, "%s (%s%s)", o->help ? o->help : "", unset ? "" : "default ", value);
     print_wrapped(text, column);
 }
 
@@ -299,7 +305,7 @@ static _Noreturn void help(const Option *table, size_t count, const char *usage)
         if (i == 0 || strcmp(group, table[i - 1].group ? table[i - 1].group : "Flags") != 0) printf("\n%s\n", group);
         print_help(&table[i]);
     }
-    printf("\n--flag value or --flag=value; a switch alone means 1; a flag given twice: the last counts.\n");
+    printf("\nWrite --flag value or --flag=value. A bare switch means 1. If a flag is repeated, the last one wins.\n");
     exit(EXIT_DONE);
 }
 
@@ -316,7 +322,7 @@ static Option *flag_find(Option *table, size_t count, const char *word, size_t l
     snprintf(name, sizeof name, "%.*s", (int)length, word + 2);
     Option *o = length < sizeof name ? options_find(table, count, name) : NULL;
     if (!o)
-        usage_fail("--%.*s: no such flag.%s `--help` lists all of them.", (int)length, word + 2,
+        usage_fail("--%.*s: unknown flag.%s Run `--help` for the full list.", (int)length, word + 2,
                    nearest_flag(table, count, word + 2, length, near, sizeof near));
     return o;
 }
@@ -324,11 +330,11 @@ static Option *flag_find(Option *table, size_t count, const char *word, size_t l
 static _Noreturn void stray_word(const Option *table, size_t count, const char *word, const char *before) {
     char near[96];
     if (word[0] == '-' && word[1] && word[1] != '-')
-        usage_fail("%s: flags begin with two dashes.%s `--help` lists all of them.", word,
+        usage_fail("%s: flags start with two dashes.%s Run `--help` for the full list.", word,
                    nearest_flag(table, count, word + 1, strcspn(word + 1, "="), near, sizeof near));
-    usage_fail("\"%s\": a word that belongs to no flag%s%s.\n"
-               "  Each value follows its flag (--flag value); a value with spaces or a * needs quotes.",
-               word, before ? ", after " : "", before ? before : "");
+    usage_fail("\"%s\": this word does not belong to a flag%s%s.\n"
+               "  Write --flag value, and quote values that contain spaces or *.",
+               word, before ? "; it follows " : "", before ? before : "");
 }
 
 void options_parse(Option *table, size_t count, int argc, char **argv, const char *usage) {
@@ -343,11 +349,15 @@ void options_parse(Option *table, size_t count, int argc, char **argv, const cha
         Option *o = flag_find(table, count, word, length);
         const char *text = word[2 + length] ? word + 3 + length : NULL;
         const char *next = i + 1 < argc && strncmp(argv[i + 1], "--", 2) != 0 ? argv[i + 1] : NULL;
-        if (!text && next) text = next, i++;
-        else if (!text && o->type == OPT_SWITCH) text = "1";
+        if (!text && next) {
+            text = next;
+            i++;
+        } else if (!text && o->type == OPT_SWITCH) {
+            text = "1";
+        }
         if (!text)
             usage_fail("--%s: its value is missing%s%s. Write --%s %s.", o->name,
-                       i + 1 < argc ? ", the next word is " : "", i + 1 < argc ? argv[i + 1] : "", o->name,
+                       i + 1 < argc ? "; the next word is " : "", i + 1 < argc ? argv[i + 1] : "", o->name,
                        arg_name(o));
         Value v;
         if (!value_read(o, text, &v)) wrong_value(o, text);
@@ -383,13 +393,19 @@ char *options_json(const Option *table, size_t count) {
     return text;
 }
 
-// The inverse of value_json(), with the flag's own checks, by way of the text that the command line would hold.
+// The inverse of value_json(). Applies the flag's own checks by way of the text that the command line would contain.
 static bool value_from_json(const Option *o, const cJSON *item, Value *v) {
     char text[512] = "";
-    if (o->type == OPT_TEXT && cJSON_IsNull(item)) return *v = (Value){.text = NULL}, true;
+    if (o->type == OPT_TEXT && cJSON_IsNull(item)) {
+        v->text = NULL;
+        return true;
+    }
     if (o->type == OPT_TEXT || o->type == OPT_CHOICE)
         return cJSON_IsString(item) && value_read(o, item->valuestring, v);
-    if (o->type == OPT_SWITCH) return *v = (Value){.on = cJSON_IsTrue(item)}, cJSON_IsBool(item);
+    if (o->type == OPT_SWITCH) {
+        v->on = cJSON_IsTrue(item);
+        return cJSON_IsBool(item);
+    }
     if (o->type != OPT_INT_LIST) {
         number_text(item->valuedouble, text, sizeof text);
         return cJSON_IsNumber(item) && value_read(o, text, v);
@@ -420,15 +436,15 @@ static bool check_row(const Option *o, const cJSON *item, Value *v, Error *error
     if (!value_from_json(o, item, v)) {
         expected(o, was, sizeof was);
         return error_set(error, EXIT_INPUT,
-                         "the run's saved arguments (run.json): %s: expected %s. The file was edited or damaged.",
-                         o->name, o->type == OPT_TEXT ? "a string" : was);
+                         "run.json: the saved flag %s: expected %s. The file was edited or is damaged.", o->name,
+                         o->type == OPT_TEXT ? "a string" : was);
     }
     if (!o->given || o->on_resume || same_value(o, *v, value_get(o))) return true;
     value_text(o, *v, was, sizeof was);
     value_text(o, value_get(o), now, sizeof now);
     return error_set(error, EXIT_USAGE,
-                     "--resume: --%s is %s here, but the run began with %s, and it may not change.\n"
-                     "  Leave --%s out, or start a new run in another --out (--init-from takes the weights along).%s%s",
+                     "--resume: --%s is %s, but the run started with %s, and a resumed run cannot change it.\n"
+                     "  Omit --%s, or start a new run in another --out (--init-from reuses the weights).%s%s",
                      o->name, now, was, o->name, o->resume_hint ? "\n  " : "", o->resume_hint ? o->resume_hint : "");
 }
 
@@ -436,8 +452,7 @@ bool options_resume(Option *table, size_t count, const char *json, Error *error)
     cJSON *object = cJSON_Parse(json);
     Value *values = calloc(count, sizeof *values);
     if (!values) fail(EXIT_RESOURCE, "out of memory for %zu flags", count);
-    bool ok = cJSON_IsObject(object) ||
-              error_set(error, EXIT_INPUT, "the run's saved arguments (run.json) are no JSON object");
+    bool ok = cJSON_IsObject(object) || error_set(error, EXIT_INPUT, "run.json: the saved flags are not a JSON object");
     for (size_t i = 0; ok && i < count; i++) {
         const cJSON *item = cJSON_GetObjectItemCaseSensitive(object, table[i].name);
         if (item) ok = check_row(&table[i], item, &values[i], error);

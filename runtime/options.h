@@ -1,9 +1,8 @@
-// The flags of a program: one row of a table is one flag, and the parser, --help and run.json read that row.
+// Command-line flags. Each flag is one row of a table, which the parser, --help and run.json all read.
 //
-//   static int64_t batch = 4;                      // the default is what the variable holds before options_parse()
+//   static int64_t batch = 4;                      // the default is the variable's value before options_parse()
 //   static Option table[] = {
-//       {"batch", OPT_INT, &batch, 1, 65536, .arg = "N", .group = "Training", .help = "sequences a process and
-//       micro-step"},
+//       {"batch", OPT_INT, &batch, 1, 65536, .arg = "N", .group = "Training", .help = "sequences per micro-batch"},
 //   };
 #ifndef RUNTIME_OPTIONS_H
 #define RUNTIME_OPTIONS_H
@@ -22,57 +21,57 @@ typedef struct {
 } IntList;
 
 typedef enum {
-    OPT_INT,        // value is int64_t *: a whole number up to 1e15; 1e6 and 1_000_000 are read too; min..max
-    OPT_FLOAT,      // value is double *: finite, kept to 15 digits, min..max
-    OPT_TEXT,       // value is const char **: anything; NULL means none
-    OPT_SWITCH,     // value is bool *: 0 or 1; bare means 1
-    OPT_CHOICE,     // value is int *: the index in `choices` of the name given, so that an enum in the same order fits
-    OPT_INT_LIST    // value is IntList *: whole numbers with commas between; each within min..max
+    OPT_INT,        // value is int64_t *: an integer of at most 1e15 within min..max; 1e6 and 1_000_000 are valid, too
+    OPT_FLOAT,      // value is double *: finite, rounded to 15 digits, within min..max
+    OPT_TEXT,       // value is const char **: any text; NULL means none
+    OPT_SWITCH,     // value is bool *: 0 or 1; the bare flag means 1
+    OPT_CHOICE,     // value is int *: the index of the given name in `choices`, to match an enum in the same order
+    OPT_INT_LIST    // value is IntList *: comma-separated integers, each within min..max
 } OptionType;
 
 typedef struct {
     const char *name;    // without the dashes
     OptionType type;
-    void *value;                // holds the default before parsing; its C type goes by `type`
-    double min, max;            // of numbers, both included; both 0: no bounds
+    void *value;                // holds the default before parsing; `type` determines its C type
+    double min, max;            // bounds of numbers, inclusive; both 0 means unbounded
     const char *choices;        // OPT_CHOICE: "fp32|bf16"
-    const char *arg;            // what --help calls the value: N, X, GLOB, DIR
-    const char *group;          // the heading in --help; rows of a group stand together
-    const char *help;           // one line, with the unit and what 0 means
-    bool on_resume;             // may differ from the run that --resume continues
-    const char *resume_hint;    // otherwise: how else to get there, a sentence for the message
-    bool given;                 // set by the parser: the flag stood on the command line
-    char *owned;                // set by options_resume(): the memory of an OPT_TEXT's value
+    const char *arg;            // how --help names the value: N, X, GLOB, DIR
+    const char *group;          // the heading in --help; rows of a group are consecutive
+    const char *help;           // one line that states the unit and the meaning of 0
+    bool on_resume;             // --resume may change this flag
+    const char *resume_hint;    // if not: a sentence for the message that says what to do instead
+    bool given;                 // set by the parser if the flag is on the command line
+    char *owned;                // set by options_resume(): owns the memory of an OPT_TEXT value
 } Option;
 
-// Reads `--flag value` and `--flag=value` into the table's variables; given twice, the last counts. --help prints the
-// version, `usage` and the groups with the defaults, --version the version alone; both exit with 0. Anything wrong
-// (unknown flag or value, missing value, out of range, NaN, a word that belongs to no flag) ends with EXIT_USAGE and
-// the nearest valid name where one is near. Call it before process_start(), so that a wrong flag never starts MPI;
-// under a launcher only one process prints.
+// Parses `--flag value` and `--flag=value` into the table's variables; if a flag is repeated, the last one wins. --help
+// prints the version, `usage` and all flags with their defaults; --version prints the version. Both exit with 0. Any
+// error (unknown flag, missing or invalid value, out of range, NaN, stray word) exits with EXIT_USAGE and suggests the
+// nearest valid name if there is one. Call it before process_start(), so that an invalid flag never starts MPI; under a
+// launcher, only rank 0 prints.
 void options_parse(Option *table, size_t count, int argc, char **argv, const char *usage);
 
-// For what else a program finds wrong in its flags: ends with EXIT_USAGE; under a launcher only one process prints.
+// Reports any other error in the flags: exits with EXIT_USAGE; under a launcher, only rank 0 prints.
 void usage_fail(const char *format, ...) __attribute__((noreturn, format(printf, 1, 2)));
 
-// The row of that name, or NULL.
+// Returns the row with that name, or NULL.
 Option *options_find(Option *table, size_t count, const char *name);
 
-// {"train-data": "...", "batch": 4, "seq-len": [64, 128], "dtype": "fp32", ...} with the values as they are now,
-// defaults filled in by the program included. The caller frees it.
+// Returns the current values as JSON, including defaults that the program has filled in: {"train-data": "...", "batch":
+// 4, "seq-len": [64, 128], "dtype": "fp32", ...}. The caller frees it.
 char *options_json(const Option *table, size_t count);
 
-// For --resume: `json` is what options_json() gave when the run began. A row that was not given takes the run's value.
-// A row that was given with another value, and is not `on_resume`, is an error (EXIT_USAGE) naming the flag, the run's
-// value and the given one; then nothing is changed. Rows that the run does not know keep what they have.
+// For --resume. `json` is the output of options_json() when the run started. Flags that are not on the command line
+// take the run's values. A given flag whose value differs from the run's, and that is not `on_resume`, is an error
+// (EXIT_USAGE) that states both values; nothing is changed then. Flags that the run does not know keep their values.
 bool options_resume(Option *table, size_t count, const char *json, Error *error);
 
-// How many letters to insert, delete, replace or swap with their neighbor to turn a (na letters) into b (nb), upper
-// case as lower (the "optimal string alignment" distance); 64 where one of them has more than 63 letters. For the
-// nearest name in a message.
+// The optimal string alignment distance: the number of insertions, deletions, replacements and swaps of adjacent
+// letters that turn a (na letters) into b (nb letters), ignoring case. Returns 64 if either has more than 63 letters.
+// Used to suggest names in messages.
 size_t edit_distance(const char *a, size_t na, const char *b, size_t nb);
 
-// Could one be a slip for the other at this distance? At most a third of the longer one's letters, but always one.
+// Could one be a typo of the other at this distance? It may be a third of the longer one's letters, and always 1.
 bool edit_is_slip(size_t distance, size_t na, size_t nb);
 
 #endif

@@ -10,12 +10,12 @@
 #else
 #define VECTOR_BYTES 16
 #endif
-// Sums that don't wait for each other: they cover the latency of two FMA units and fit 16 registers.
+// Independent sums: enough to hide the latency of two FMA units, and few enough for 16 registers.
 #define CHAINS 12
 
 typedef float Vector __attribute__((vector_size(VECTOR_BYTES)));
 
-// CHAINS sums in registers, each x = x * scale + add, and their total so that nothing is optimized away.
+// Runs x = x * scale + add on CHAINS registers and returns their total, so that nothing is optimized away.
 static float run_fma(int rounds) {
     Vector x[CHAINS], zero = {0}, scale = zero + 0.999f, add = zero + 0.001f, total = zero;
     for (int c = 0; c < CHAINS; c++) x[c] = zero + (float)(c + 2);
@@ -34,9 +34,8 @@ static double thread_seconds(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-// Operations a second of all threads at once, each by its own CPU time, so that other programs on the machine don't
-// count.
-// Threads beyond the number of processors add nothing.
+// FLOP/s of all threads together. Each thread uses its own CPU time, so that other programs on the machine do not
+// count. Threads beyond the number of processors add nothing.
 static double measure(int rounds) {
     double rate = 0.0, operations = 2.0 * CHAINS * (VECTOR_BYTES / sizeof(float)) * rounds;
     int threads = omp_get_max_threads(), processors = omp_get_num_procs();

@@ -1,14 +1,14 @@
-// The machine's peak, against which mfu is measured.
+// The machine's peak throughput, the denominator of MFU.
 #ifndef RUNTIME_PEAK_H
 #define RUNTIME_PEAK_H
 
 #include <stdbool.h>
 
-// Floating-point operations a second that all OpenMP threads of this process reach together in float32 fused
-// multiply-adds held in registers: the best of several short runs, about 50 ms in all, and of the calls before. (A
-// moment in which a virtual machine's processors share a core finds half of it: so it is called more than once, with
-// other work in between.) With bf16, what the widest instruction does a cycle against a float32 FMA: twice that with
-// AVX512-BF16, 16 times with AMX-BF16, else the same. Processes on one machine have a peak each: add them up.
+// Returns the float32 FLOP/s that all OpenMP threads of this process reach together with fused multiply-adds on
+// registers: the best of several short runs, about 50 ms in total, including those of earlier calls. Call it more than
+// once, with other work in between: while a virtual machine's processors share a core, a measurement finds only half
+// the peak. With bf16, the float32 result is multiplied by the ratio of the widest instructions' FLOPs per cycle: 2
+// with AVX512-BF16, 16 with AMX-BF16, otherwise 1. The ranks on one machine each have their own peak; add them up.
 double peak_flops(bool bf16);
 
 #endif

@@ -20,10 +20,10 @@
 
 Process process = {0, 1, 0, 1};
 
-// ---- what the launcher says
+// ---- the launcher's environment
 
-// A number from the first of these variables that is set, or the fallback. Open MPI, MPICH and Intel MPI, Slurm's PMI
-// and PMIx.
+// Returns the number in the first of these variables that is set, or the fallback. The names cover Open MPI, MPICH and
+// Intel MPI, Slurm's PMI, and PMIx.
 static int from_environment(const char *const names[], int fallback) {
     for (; *names; names++) {
         const char *text = getenv(*names);
@@ -48,10 +48,10 @@ static const int stop_signals[] = {SIGTERM, SIGINT, SIGUSR1, SIGHUP};
 enum { STOP_SIGNALS = sizeof stop_signals / sizeof *stop_signals };
 
 static sigset_t held;       // stop_signals, once process_hold_signals() has run
-static sigset_t ignored;    // those of them that were ignored at the start
+static sigset_t ignored;    // those of them that were ignored at startup
 static atomic_bool holding, catching, stop_requested;
 
-// Ends the process as the signal does by default.
+// Ends the process with the signal's default action.
 static void end_by(int number) {
     sigset_t one;
     sigemptyset(&one);
@@ -61,11 +61,11 @@ static void end_by(int number) {
     raise(number);
 }
 
-// One Ctrl-C may arrive twice within moments, from the terminal and from a wrapper that passes it on: that is a single
-// request to stop.
+// A single Ctrl-C may arrive twice in quick succession, from the terminal and from a wrapper that forwards it. It
+// counts as one request to stop.
 static void *wait_for_signals(void *unused) {
     const double moment = 1;    // seconds
-    double first = INFINITY;    // when the first request came
+    double first = INFINITY;    // time of the first request
     (void)unused;
     for (;;) {
         int number;
@@ -78,7 +78,7 @@ static void *wait_for_signals(void *unused) {
     return NULL;
 }
 
-// Did a library start threads before main()? OpenBLAS does.
+// Has a library started threads before main()? OpenBLAS does.
 static bool has_threads(void) {
     DIR *tasks = opendir("/proc/self/task");
     int count = 0;
@@ -106,8 +106,8 @@ void process_hold_signals(char **argv) {
     for (int i = 0; i < STOP_SIGNALS; i++) sigaddset(&held, stop_signals[i]);
     pthread_sigmask(SIG_BLOCK, &held, &before);
     for (int i = 0; i < STOP_SIGNALS; i++) blocked_before = blocked_before && sigismember(&before, stop_signals[i]);
-    // A new program inherits what is blocked. (AT_BASE is 0 where the dynamic linker was started by name;
-    // /proc/self/exe is the linker then.)
+    // The new program inherits the signal mask. (AT_BASE is 0 if the dynamic linker was started by name; /proc/self/exe
+    // would then be the linker.)
     if (argv && !blocked_before && has_threads() && getauxval(AT_BASE)) execv("/proc/self/exe", argv);
     note_ignored();
     pthread_attr_init(&detached);
@@ -115,15 +115,15 @@ void process_hold_signals(char **argv) {
     int status = pthread_create(&thread, &detached, wait_for_signals, NULL);
     if (status != 0)
         fail(EXIT_RESOURCE,
-             "the thread that waits for signals cannot be started: %s.\n"
-             "  Raise the limit on processes (ulimit -u), or that of the container.",
+             "cannot start the thread that waits for signals: %s.\n"
+             "  Raise the limit on processes (ulimit -u), or the container's limit.",
              strerror(status));
     pthread_attr_destroy(&detached);
 }
 
 void process_catch_signals(void) {
     process_hold_signals(NULL);
-    signal(SIGPIPE, SIG_IGN);    // training continues when whoever reads the output leaves
+    signal(SIGPIPE, SIG_IGN);    // training continues if the reader of its output exits
     catching = true;
 }
 
@@ -133,17 +133,17 @@ bool process_stop_requested(void) {
 
 #ifdef USE_MPI
 
-// ---- several processes
+// ---- several ranks
 
-// What is wrong with a flag, a file or the run folder, all processes find at the same time. So one that fails waits a
-// second for the others to fail, too: then the first that has a message prints it, and all end by themselves. Open MPI,
-// told to abort, takes twice the grace period to do so, and with MPI_Abort from several at once its own messages get
-// lost.
+// If a flag, a file or the run folder is invalid, all ranks discover it at the same time. Therefore a rank that fails
+// waits up to one second for the others to fail as well. If they do, the lowest rank with a message prints it and every
+// rank exits on its own. MPI_Abort is the fallback: Open MPI takes twice its grace period for it, and loses its own
+// messages when several ranks call it at once.
 static MPI_Comm ending;
 static bool all_end;
 
 static bool speaker(bool says) {
-    static int mine, first;    // MPI may still use them after the second
+    static int mine, first;    // MPI may still access them after the wait
     MPI_Request request;
     int done = 0;
     mine = says ? process.rank : process.size;
@@ -156,7 +156,7 @@ static bool speaker(bool says) {
     return all_end ? first == process.rank : says;
 }
 
-// MPI_Abort has mpirun end the others. The exit code goes along, and mpirun reports it as its own.
+// MPI_Abort makes mpirun end the other ranks and exit with this code.
 static void end_all(int code) {
     if (!all_end) MPI_Abort(MPI_COMM_WORLD, code);
     MPI_Finalize();
@@ -168,8 +168,8 @@ static void check(int status, const char *what) {
     int length;
     MPI_Error_string(status, text, &length);
     fail(EXIT_PEER,
-         "process %d of %d: %s failed: %s.\n"
-         "  Another process has died or can't be reached; see its message above, then go on with --resume.",
+         "rank %d of %d: %s failed: %s.\n"
+         "  Another rank has died or is unreachable. See its message above, then resume with --resume.",
          process.rank, process.size, what, text);
 }
 
@@ -182,8 +182,8 @@ void process_start(int *argc, char ***argv) {
     MPI_Comm_size(MPI_COMM_WORLD, &process.size);
     if (process.size != launched_size())
         fail(EXIT_PEER,
-             "the launcher started %d processes, but MPI connects %d of them.\n"
-             "  The launcher must be of the same MPI as the program: use scripts/launch.sh, or srun --mpi=pmix.",
+             "the launcher started %d processes, but MPI connects only %d of them.\n"
+             "  The launcher and the program must use the same MPI. Use scripts/launch.sh, or srun --mpi=pmix.",
              launched_size(), process.size);
     fail_hook = end_all;
     check(MPI_Comm_dup(MPI_COMM_WORLD, &ending), "MPI_Comm_dup");
@@ -203,7 +203,7 @@ void process_end(void) {
     fail_speaker = NULL;
 }
 
-// A count of MPI is an int, and its buffers stay small this way.
+// MPI counts are ints. Working in chunks also keeps MPI's buffers small.
 #define CHUNK ((size_t)1 << 24)
 
 static int chunk(size_t n, size_t at) {
@@ -248,7 +248,7 @@ void process_start(int *argc, char ***argv) {
     if (size > 1)
         fail(EXIT_USAGE,
              "a launcher started %d processes, but this program was built without MPI.\n"
-             "  Install libopenmpi-dev and run make again, or start one process.",
+             "  Install libopenmpi-dev and rebuild with make, or start a single process.",
              size);
 }
 

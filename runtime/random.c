@@ -3,7 +3,7 @@
 #include <math.h>
 #include <string.h>
 
-// One round of Philox4x32 on a counter of four words, and the step of its key.
+// One round of Philox4x32: replaces the counter (c0, c1, c2, c3) and advances the key (k0, k1).
 #define PHILOX_ROUND(c0, c1, c2, c3, k0, k1)                                        \
     do {                                                                            \
         uint64_t p = (uint64_t)(c0) * 0xD2511F53u, q = (uint64_t)(c2) * 0xCD9E8D57u; \
@@ -28,13 +28,13 @@ double random_uniform(uint64_t seed, uint64_t stream, uint64_t counter) {
     return (double)(random_u64(seed, stream, counter) >> 11) * 0x1p-53;
 }
 
-// ---- normals: 64 at a time from 16 counters, each loop over the 16 fit for SIMD
+// ---- normals: blocks of 64 from 16 counters, so that each loop over the 16 vectorizes
 
 #define LANES 16
 #define BLOCK (4 * LANES)
 
-// -2 ln u for u = (bits / 2 + 0.5) 2^-31, rounded to float32. u = m 2^e with m in [0.707, 1.414), and
-// ln m = 2 atanh((m - 1) / (m + 1)) by its series, which is right to 3e-9 there.
+// -2 ln u for u = (bits / 2 + 0.5) 2^-31, in float32. u = m 2^e with m in [0.707, 1.414), and ln m = 2 atanh((m - 1) /
+// (m + 1)), whose series is accurate to 3e-9 in this range.
 static inline float minus_two_log(uint32_t bits) {
     float u = ((float)(int32_t)(bits >> 1) + 0.5f) * 0x1p-31f, m;
     uint32_t w;
@@ -47,8 +47,8 @@ static inline float minus_two_log(uint32_t bits) {
     return -2.0f * (log_m + 0.69314718f * (float)e);
 }
 
-// cos and sin of the angle 2 pi bits / 2^32 (plus a fixed eighth of a turn). The top two bits are the quadrant, the
-// rest an angle in [-pi/4, pi/4), where Taylor's polynomials are right to 4e-8 (cos) and 2e-9 (sin).
+// cos and sin of the angle 2 pi bits / 2^32 (plus a constant eighth of a turn). The top two bits are the quadrant, the
+// rest an angle in [-pi/4, pi/4), where the Taylor polynomials are accurate to 4e-8 (cos) and 2e-9 (sin).
 static inline void turn(uint32_t bits, float *cosine, float *sine) {
     uint32_t quadrant = bits >> 30, c, s;
     float x = (float)((int32_t)(bits & 0x3fffffffu) - 0x20000000) * (1.57079633f * 0x1p-30f), z = x * x;
@@ -63,7 +63,7 @@ static inline void turn(uint32_t bits, float *cosine, float *sine) {
     memcpy(sine, &s, 4);
 }
 
-// Normals 64 block .. 64 block + 63 of the stream: each counter gives four, LANES apart.
+// Normals 64 block .. 64 block + 63 of the stream. Each counter produces four of them, LANES apart.
 static void normal_block(float out[BLOCK], float mean, float std, uint64_t seed, uint64_t stream, uint64_t block) {
 #pragma omp simd
     for (int i = 0; i < LANES; i++) {
@@ -85,7 +85,7 @@ void random_normal_fill(float *out, size_t n, float mean, float std, uint64_t se
 #pragma omp parallel for schedule(static)
     for (size_t block = 0; block < whole; block++) normal_block(out + block * BLOCK, mean, std, seed, stream, block);
     if (n % BLOCK == 0) return;
-    float last[BLOCK];    // by the same code, so that the last values are the same bits as in a longer tensor
+    float last[BLOCK];    // computed by the same code, so that the last values do not depend on the tensor's size
     normal_block(last, mean, std, seed, stream, whole);
     memcpy(out + whole * BLOCK, last, n % BLOCK * sizeof *out);
 }

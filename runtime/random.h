@@ -1,5 +1,5 @@
-// Random numbers by counter: a value depends on (seed, stream, index) alone, never on threads, order or what was drawn
-// before.
+// Counter-based random numbers: a value depends only on (seed, stream, index), never on threads, order or earlier
+// draws.
 // Philox4x32-10: Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3" (2011).
 #ifndef RUNTIME_RANDOM_H
 #define RUNTIME_RANDOM_H
@@ -11,10 +11,10 @@
 extern "C" {
 #endif
 
-// 64 random bits.
+// Returns 64 random bits.
 uint64_t random_u64(uint64_t seed, uint64_t stream, uint64_t counter);
 
-// Uniform on [0, 1), a multiple of 2^-53.
+// Returns a uniform number in [0, 1), a multiple of 2^-53.
 double random_uniform(uint64_t seed, uint64_t stream, uint64_t counter);
 
 // out[i] = mean + std * (the i-th standard normal of the stream)

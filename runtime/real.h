@@ -1,5 +1,5 @@
-// The number type of the layers and of attention, and its elementary functions: float, with the vector functions of
-// vecmath.h; double, with libm's, in the build that checks gradients by finite differences (-DREAL=double).
+// The number type of the layers and of attention, and its elementary functions: float with the vector functions of
+// vecmath.h, or double with libm in the build that checks gradients by finite differences (-DREAL=double).
 #ifndef RUNTIME_REAL_H
 #define RUNTIME_REAL_H
 
@@ -13,7 +13,7 @@
 #endif
 typedef REAL real;
 
-#ifdef __cplusplus    // CUDA, or its source on a CPU (cuda/gpu.cuh)
+#ifdef __cplusplus    // CUDA, or CUDA source compiled for the CPU (cuda/gpu.cuh)
 #define real_exp expf
 #define real_log1p01 log1pf
 #define real_log logf
@@ -29,11 +29,11 @@ typedef REAL real;
 #define REAL_MIN     BY_TYPE(0, FLT_MIN, DBL_MIN)                  // the smallest normal number
 #define REAL_EPSILON BY_TYPE(0, FLT_EPSILON, DBL_EPSILON)
 #define real_exp(x)    BY_TYPE(x, vec_exp, exp)(x)
-#define real_log1p01(x) BY_TYPE(x, vec_log1p01, log1p)(x)           // x in [0, 1] alone
+#define real_log1p01(x) BY_TYPE(x, vec_log1p01, log1p)(x)           // only for x in [0, 1]
 #define real_log(x)    BY_TYPE(x, vec_log, log)(x)
 #define real_sqrt(x)   BY_TYPE(x, sqrtf, sqrt)(x)
 #define real_floor(x)  BY_TYPE(x, floorf, floor)(x)
-#define real_pow01(x, p) BY_TYPE(x, vec_pow01, pow)(x, p)           // x in [0, 1] alone
+#define real_pow01(x, p) BY_TYPE(x, vec_pow01, pow)(x, p)           // only for x in [0, 1]
 #define real_sigmoid(x) BY_TYPE(x, vec_sigmoid, double_sigmoid)(x)
 #define real_normal_cdf(z, gauss) BY_TYPE(z, vec_normal_cdf, double_normal_cdf)(z, gauss)
 

@@ -17,11 +17,11 @@
 #include "vecmath.h"
 
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__,
-               "safetensors are little-endian, and so are this project's machines");
+               "safetensors files are little-endian, and this code reads them without conversion");
 
 enum { HEADER_BYTES = 100000000, PIECE = 1 << 20 };
 
-#define DAMAGED "The file is damaged or was not written to its end: take another copy, or make it again."
+#define DAMAGED "The file is damaged or incomplete. Get another copy, or create it again."
 
 static const struct {
     const char *name;
@@ -43,11 +43,11 @@ size_t dtype_size(DType dtype) {
 
 static void *allocate(size_t bytes) {
     void *memory = malloc(bytes ? bytes : 1);
-    if (!memory) fail(EXIT_RESOURCE, "Out of memory for %zu bytes of a safetensors file's header or buffer.", bytes);
+    if (!memory) fail(EXIT_RESOURCE, "out of memory for %zu bytes of a safetensors file's header or buffer.", bytes);
     return memory;
 }
 
-// "[12, 64]"
+// A shape as text, such as "[12, 64]".
 typedef struct {
     char text[200];
 } ShapeText;
@@ -62,7 +62,6 @@ static ShapeText shape_text(int ndim, const size_t *shape) {
 }
 
 // ---- writing
-// ---------------------------------------------------------------------------------------------------------------
 
 static size_t row_elements(const TensorRow *row) {
     size_t elements = 1;
@@ -99,16 +98,16 @@ static void print_row(FILE *out, const TensorRow *row, uint64_t offset) {
             offset + row_elements(row) * dtype_size(row->dtype));
 }
 
-// The order of the data: all F32 rows, then all BF16 rows.
+// The data's order in the file: all F32 tensors, then all BF16 tensors.
 static const DType written_dtypes[] = {DTYPE_F32, DTYPE_BF16};
 
-// The 8 bytes of length and the header, padded with spaces to a multiple of 8. Free with free().
+// Returns the 8 bytes of length and the header, padded with spaces to a multiple of 8. The caller frees it.
 static char *make_header(const TensorRow *rows, size_t count, const char *const *metadata, size_t *size) {
     char *text = NULL;
     uint64_t offset = 0;
     bool first = !metadata;
     FILE *out = open_memstream(&text, size);
-    if (!out) fail(EXIT_RESOURCE, "Out of memory for a safetensors header.");
+    if (!out) fail(EXIT_RESOURCE, "out of memory for a safetensors header.");
     fprintf(out, "%8s{", "");
     if (metadata) print_metadata(out, metadata);
     for (size_t d = 0; d < 2; d++) {
@@ -122,7 +121,7 @@ static char *make_header(const TensorRow *rows, size_t count, const char *const 
     }
     fputc('}', out);
     while (ftell(out) % 8) fputc(' ', out);
-    if (fclose(out) != 0) fail(EXIT_RESOURCE, "Out of memory for a safetensors header.");
+    if (fclose(out) != 0) fail(EXIT_RESOURCE, "out of memory for a safetensors header.");
     memcpy(text, &(uint64_t){*size - 8}, 8);
     return text;
 }
@@ -155,7 +154,7 @@ bool safetensors_write(const char *path, const TensorRow *rows, size_t count, co
     size_t size;
     for (size_t i = 0; i < count; i++) {
         if (rows[i].dtype != DTYPE_F32 && rows[i].dtype != DTYPE_BF16) {
-            return error_set(error, EXIT_USAGE, "%s: tensor %s: expected F32 or BF16 to write, found %s.", path,
+            return error_set(error, EXIT_USAGE, "%s: tensor %s: can only write F32 or BF16, found %s.", path,
                              rows[i].name, dtype_name(rows[i].dtype));
         }
     }
@@ -174,7 +173,6 @@ bool safetensors_write(const char *path, const TensorRow *rows, size_t count, co
 }
 
 // ---- reading headers
-// -------------------------------------------------------------------------------------------------------
 
 typedef struct {
     char *path;
@@ -185,7 +183,7 @@ struct Safetensors {
     char *path;    // as given to safetensors_open
     Part *parts;
     size_t part_count;
-    TensorInfo *infos;    // in the order of their names
+    TensorInfo *infos;    // sorted by name
     size_t count;
 };
 
@@ -210,11 +208,11 @@ static bool parse_dtype(TensorInfo *info, const cJSON *item, Error *error) {
     snprintf(found, sizeof found, name ? "\"%.60s\"" : "none", name);
     return error_set(error, EXIT_INPUT,
                      "%s: tensor %.300s: expected a \"dtype\" such as \"F32\" or \"BF16\", found %s.\n"
-                     "  Convert the file to one of these.",
+                     "  Convert the tensor to a supported dtype.",
                      info->path, info->name, found);
 }
 
-// Fills in ndim, shape and elements; the size in bytes is checked for overflow too.
+// Fills in ndim, shape and elements. Checks the size in bytes for overflow, too.
 static bool parse_shape(TensorInfo *info, const cJSON *item, uint64_t *bytes, Error *error) {
     const cJSON *shape = cJSON_GetObjectItemCaseSensitive(item, "shape"), *dim;
     uint64_t value, elements = 1;
@@ -235,7 +233,7 @@ static bool parse_shape(TensorInfo *info, const cJSON *item, uint64_t *bytes, Er
     return true;
 }
 
-// Fills in the offset, from the start of the data for now.
+// Fills in the offset, relative to the start of the data for now.
 static bool parse_offsets(TensorInfo *info, const cJSON *item, uint64_t bytes, uint64_t data_size, Error *error) {
     const cJSON *offsets = cJSON_GetObjectItemCaseSensitive(item, "data_offsets");
     uint64_t begin, end;
@@ -280,8 +278,8 @@ static int compare_names(const void *a, const void *b) {
     return strcmp(((const TensorInfo *)a)->name, ((const TensorInfo *)b)->name);
 }
 
-// The tensors cover the data one after the other, without overlap or hole; afterwards offsets count from the file's
-// start.
+// Checks that the tensors cover the data without overlaps or holes, and makes their offsets relative to the start of
+// the file.
 static bool check_cover(TensorInfo *infos, size_t count, const char *path, uint64_t data_start, uint64_t data_size,
                         Error *error) {
     uint64_t at = 0;
@@ -289,7 +287,8 @@ static bool check_cover(TensorInfo *infos, size_t count, const char *path, uint6
     if (count) qsort(infos, count, sizeof *infos, compare_offsets);
     for (size_t i = 0; i < count; i++) {
         if (infos[i].offset != at) {
-            snprintf(expected, sizeof expected, "its data at offset %" PRIu64 ", after the tensor before it", at);
+            snprintf(expected, sizeof expected, "its data to start at offset %" PRIu64 ", after the previous tensor",
+                     at);
             snprintf(found, sizeof found, "%" PRIu64 " (%s)", infos[i].offset,
                      infos[i].offset < at ? "an overlap" : "a hole");
             return damaged(error, path, infos[i].name, expected, found);
@@ -299,7 +298,7 @@ static bool check_cover(TensorInfo *infos, size_t count, const char *path, uint6
     }
     if (at == data_size) return true;
     return error_set(error, EXIT_INPUT,
-                     "%s: expected %" PRIu64 " bytes after the header (its tensors end there), found %" PRIu64
+                     "%s: expected %" PRIu64 " bytes after the header, where its tensors end, found %" PRIu64
                      ".\n  " DAMAGED,
                      path, at, data_size);
 }
@@ -366,13 +365,12 @@ static bool read_header(Safetensors *s, const Part *part, Error *error) {
 }
 
 // ---- files and folders
-// -----------------------------------------------------------------------------------------------------
 
 static bool add_part(Safetensors *s, const char *path, Error *error) {
-    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);    // opening a FIFO would wait for a writer
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);    // without O_NONBLOCK, opening a FIFO waits for a writer
     if (fd < 0) {
         return error_set(error, EXIT_INPUT, "%s: opening it failed: %s.\n  %s", path, strerror(errno),
-                         file_remedy(errno, "Check the path; of a sharded model every file is needed."));
+                         file_remedy(errno, "Check the path. A model in several files needs all of them."));
     }
     s->parts = realloc(s->parts, (s->part_count + 1) * sizeof *s->parts);
     if (!s->parts) fail(EXIT_RESOURCE, "%s: out of memory.", path);
@@ -388,7 +386,7 @@ static bool sort_names(Safetensors *s, Error *error) {
         if (strcmp(a->name, b->name)) continue;
         return error_set(error, EXIT_INPUT,
                          "%s: tensor %.300s is also in %s.\n"
-                         "  Files of two models are mixed: take a whole copy of one.",
+                         "  The files of two models are mixed. Get a complete copy of one of them.",
                          b->path, b->name, a->path);
     }
     return true;
@@ -398,7 +396,7 @@ static int compare_strings(const void *a, const void *b) {
     return strcmp(*(const char *const *)a, *(const char *const *)b);
 }
 
-// Adds each file that the weight map names, once.
+// Adds each file in the weight map once.
 static bool add_parts_of_map(Safetensors *s, const char *folder, const char *index, const cJSON *map, Error *error) {
     size_t count = 0;
     const cJSON *item;
@@ -408,9 +406,10 @@ static bool add_parts_of_map(Safetensors *s, const char *folder, const char *ind
     cJSON_ArrayForEach(item, map) {
         const char *file = cJSON_GetStringValue(item);
         if (!file || !*file || *file == '.' || strchr(file, '/')) {
-            ok = error_set(error, EXIT_INPUT,
-                           "%s: tensor %.300s: expected the name of a file beside it, found %.300s.\n  " DAMAGED, index,
-                           item->string, file ? file : "something else");
+            ok = error_set(
+                error, EXIT_INPUT,
+                "%s: tensor %.300s: expected the name of a file in the same folder, found %.300s.\n  " DAMAGED, index,
+                item->string, file ? file : "something else");
             break;
         }
         files[count++] = file;
@@ -419,7 +418,7 @@ static bool add_parts_of_map(Safetensors *s, const char *folder, const char *ind
     for (size_t i = 0; i < count && ok; i++) {
         if (i && !strcmp(files[i], files[i - 1])) continue;
         if (snprintf(path, sizeof path, "%s/%s", folder, files[i]) >= (int)sizeof path) {
-            ok = error_set(error, EXIT_INPUT, "%s: the name of a file in it is too long.\n  " DAMAGED, index);
+            ok = error_set(error, EXIT_INPUT, "%s: it lists a file whose name is too long.\n  " DAMAGED, index);
         }
         ok = ok && add_part(s, path, error);
     }
@@ -427,7 +426,7 @@ static bool add_parts_of_map(Safetensors *s, const char *folder, const char *ind
     return ok;
 }
 
-// Each tensor of the map lies in the file that the map says, and the files have no others.
+// Checks that each tensor is in the file that the map gives, and that the files contain no others.
 static bool check_map(const Safetensors *s, const char *index, const cJSON *map, Error *error) {
     const cJSON *item;
     size_t count = 0;
@@ -436,15 +435,15 @@ static bool check_map(const Safetensors *s, const char *index, const cJSON *map,
         if (!info || strcmp(strrchr(info->path, '/') + 1, item->valuestring)) {
             return error_set(error, EXIT_INPUT,
                              "%s: expected tensor %.300s in %.300s, found it %s.\n"
-                             "  Files of two models are mixed, or one is damaged: take a whole copy.",
+                             "  The files of two models are mixed, or one is damaged. Get a complete copy.",
                              index, item->string, item->valuestring, info ? info->path : "nowhere");
         }
         count++;
     }
     if (count == s->count) return true;
     return error_set(error, EXIT_INPUT,
-                     "%s: expected the %zu tensors that it lists, found %zu in its files.\n"
-                     "  Files of two models are mixed: take a whole copy.",
+                     "%s: it lists %zu tensors, but its files contain %zu.\n"
+                     "  The files of two models are mixed. Get a complete copy.",
                      index, count, s->count);
 }
 
@@ -509,14 +508,13 @@ const TensorInfo *safetensors_find(const Safetensors *s, const char *name) {
 }
 
 // ---- reading data
-// ----------------------------------------------------------------------------------------------------------
 
 static uint32_t float_bits_from_f16(uint16_t h) {
     uint32_t sign = (uint32_t)(h & 0x8000) << 16, magnitude = (uint32_t)(h & 0x7FFF) << 13, bits;
     float scaled;
     if (magnitude >= 0x0F800000) return sign | magnitude | 0x7F800000;    // infinity or NaN
     memcpy(&scaled, &magnitude, 4);
-    scaled *= 0x1p112f;    // the exponent's bias goes from 15 to 127; subnormal numbers come out right
+    scaled *= 0x1p112f;    // changes the exponent's bias from 15 to 127; correct for subnormal numbers, too
     memcpy(&bits, &scaled, 4);
     return sign | bits;
 }
@@ -550,7 +548,7 @@ static void doubles_from(double *out, const void *raw, size_t count, DType dtype
         }
 }
 
-// The index of the first infinity or NaN, or count. The first loop has no branch, so that it is vectorized.
+// Returns the index of the first infinity or NaN, or count. The first loop has no branches, so it vectorizes.
 static size_t first_nonfinite(const float *values, size_t count) {
     uint32_t found = 0;
     for (size_t i = 0; i < count; i++) {
@@ -572,8 +570,8 @@ static size_t first_nonfinite_f64(const double *values, size_t count) {
     return count;
 }
 
-// What is wrong with a tensor (NULL: there is none) of which this name, shape and a dtype up to `last` are expected; ""
-// for nothing.
+// What is wrong with a tensor (`info` is NULL if there is none) that should have this name, this shape and a dtype up
+// to `last`. The text is "" if it is fine.
 typedef struct {
     char text[800];
     const char *remedy;
@@ -582,16 +580,16 @@ static Problem problem_of(const Safetensors *s, const TensorInfo *info, const ch
                           DType last) {
     Problem p = {"", NULL};
     if (!info) {
-        p.remedy = "The model here is of another kind, or has fewer layers: check its config.json.";
+        p.remedy = "The model is of another kind or has fewer layers. Check its config.json.";
         snprintf(p.text, sizeof p.text,
                  "expected a tensor %.300s %s, found none of that name among %zu (the first is %.200s)", name,
                  shape_text(ndim, shape).text, s->count, s->count ? s->infos[0].name : "none");
     } else if (info->ndim != ndim || (ndim && memcmp(info->shape, shape, (size_t)ndim * sizeof *shape))) {
-        p.remedy = "The model here has other sizes than the one asked for: check its config.json.";
+        p.remedy = "The model has other dimensions than expected. Check its config.json.";
         snprintf(p.text, sizeof p.text, "tensor %.300s: expected the shape %s, found %s", name,
                  shape_text(ndim, shape).text, shape_text(info->ndim, info->shape).text);
     } else if (info->dtype > last) {
-        p.remedy = "Convert the model to one of these.";
+        p.remedy = "Convert the model to one of these dtypes.";
         snprintf(p.text, sizeof p.text, "tensor %.300s: expected F32, BF16, F16%s, found %s", name,
                  last == DTYPE_I32 ? ", F64, I64 or I32" : " or F64", dtype_name(info->dtype));
     }
@@ -611,8 +609,12 @@ bool safetensors_fits(const Safetensors *s, const char *name, int ndim, const si
     const TensorInfo *info = safetensors_find(s, name);
     Problem p = problem_of(s, info, name, ndim, shape, DTYPE_BF16);
     if (!p.text[0]) return true;
-    const char *slash = info ? strrchr(info->path, '/') : NULL;
-    reasons_add(reasons, "%.100s%s%s", info ? slash ? slash + 1 : info->path : "", info ? ": " : "", p.text);
+    char file[120] = "";
+    if (info) {
+        const char *slash = strrchr(info->path, '/');
+        snprintf(file, sizeof file, "%.100s: ", slash ? slash + 1 : info->path);
+    }
+    reasons_add(reasons, "%s%s", file, p.text);
     return false;
 }
 
@@ -634,7 +636,7 @@ bool safetensors_same(const TensorInfo *a, const TensorInfo *b, bool *same, Erro
 static bool nonfinite(const TensorInfo *info, size_t index, double value, Error *error) {
     return error_set(error, EXIT_INPUT,
                      "%s: tensor %s: expected finite values, found %g in element %zu of %zu (offset %" PRIu64
-                     ").\n  The run that wrote this had diverged, or the file is damaged: take an earlier checkpoint.",
+                     ").\n  The run that wrote it had diverged, or the file is damaged. Use an earlier checkpoint.",
                      info->path, info->name, value, index, info->elements,
                      info->offset + index * dtype_size(info->dtype));
 }

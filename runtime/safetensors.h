@@ -1,8 +1,8 @@
-// safetensors files: 8 bytes of header length (little-endian), a JSON header, the tensors' data.
+// safetensors files: 8 bytes that hold the header's length (little-endian), a JSON header, and the tensors' data.
 //
-// The reader treats a file as hostile and holds it to the format's rules: a header of at most 100,000,000 bytes that
-// lies in the file, strict JSON, known dtypes, ranges that agree with dtype and shape and cover the data with no
-// overlap and no hole, no name twice. Offsets are 64 bits wide. Errors are EXIT_INPUT when reading, EXIT_RESOURCE when
+// The reader treats every file as hostile and enforces the format's rules: a header of at most 100,000,000 bytes that
+// lies within the file, strict JSON, known dtypes, unique names, and data ranges that match dtype and shape and cover
+// the data without overlaps or holes. Offsets have 64 bits. Errors are EXIT_INPUT when reading and EXIT_RESOURCE when
 // writing.
 // Source: https://github.com/huggingface/safetensors, "Format".
 #ifndef RUNTIME_SAFETENSORS_H
@@ -36,25 +36,25 @@ typedef enum {
     DTYPE_COUNT
 } DType;
 
-// The format's name ("BF16") and the bytes of one element.
+// The dtype's name in the file ("BF16"), and the bytes per element.
 const char *dtype_name(DType dtype);
 size_t dtype_size(DType dtype);
 
-enum { TENSOR_DIMS = 8 };    // most dimensions of a tensor in a file
+enum { TENSOR_DIMS = 8 };    // the most dimensions that a tensor in a file may have
 
 // ---- writing
 
 typedef struct {
     const char *name;
-    DType dtype;    // in the file: DTYPE_F32, or DTYPE_BF16, to which `data` is rounded (nearest, ties to even)
-    int ndim;       // 0 (one number) to 4
+    DType dtype;    // in the file: DTYPE_F32, or DTYPE_BF16, to which `data` is rounded (to nearest, ties to even)
+    int ndim;       // 0 (a scalar) to 4
     size_t shape[4];
     const float *data;    // row-major
 } TensorRow;
 
-// Writes and syncs the file, in pieces: no second copy of the model. Wider dtypes come first, as the format's own
-// library orders them, so that each tensor is aligned. `metadata` is key, value, ..., NULL, or NULL for none. A file
-// that could not be finished is removed.
+// Writes and syncs the file piece by piece, without a second copy of the model. F32 tensors come first, so that every
+// tensor is aligned; the format's own library uses the same order. `metadata` is key, value, ..., NULL, or NULL for
+// none. A file that could not be completed is removed.
 bool safetensors_write(const char *path, const TensorRow *rows, size_t count, const char *const *metadata,
                        Error *error);
 
@@ -69,33 +69,33 @@ typedef struct {
     size_t shape[TENSOR_DIMS];
     size_t elements;
     uint64_t offset;     // of the first byte, from the start of its file
-    const char *path;    // of its file
+    const char *path;    // its file
     int fd;
 } TensorInfo;
 
-// Opens a file; or a folder with model.safetensors, or with model.safetensors.index.json and the files that it names.
-// Reads and checks all headers, no data. NULL on error.
+// Opens a file, or a folder that contains model.safetensors, or model.safetensors.index.json and the files it lists.
+// Reads and checks all headers, but no data. Returns NULL on error.
 Safetensors *safetensors_open(const char *path, Error *error);
-void safetensors_close(Safetensors *tensors);    // NULL is fine
+void safetensors_close(Safetensors *tensors);    // NULL is allowed
 
 size_t safetensors_count(const Safetensors *tensors);
-// In the order of the names' bytes.
+// The tensor at this index. Tensors are sorted by name, bytewise.
 const TensorInfo *safetensors_at(const Safetensors *tensors, size_t index);
-const TensorInfo *safetensors_find(const Safetensors *tensors, const char *name);    // NULL where there is none
+const TensorInfo *safetensors_find(const Safetensors *tensors, const char *name);    // NULL if there is none
 
-// Reads a tensor of exactly this shape, F32, BF16, F16 or F64, as float32. A missing name, another shape or dtype, or a
-// value that is not finite is an error (for a value, with its index and offset).
+// Reads a tensor of exactly this shape as float32. Its dtype may be F32, BF16, F16 or F64. A missing name, another
+// shape or dtype, or a non-finite value (reported with its index and offset) is an error.
 bool safetensors_read(const Safetensors *tensors, const char *name, int ndim, const size_t *shape, float *out,
                       Error *error);
 
-// Would safetensors_read() take a tensor of this name and shape, but for its values? Otherwise adds the reason.
+// Would safetensors_read() accept the tensor of this name and shape, ignoring its values? If not, adds the reason.
 bool safetensors_fits(const Safetensors *tensors, const char *name, int ndim, const size_t *shape, Reasons *reasons);
 
-// Have the two tensors the same dtype, shape and bytes? False with *error set where they cannot be read; *same is the
-// answer.
+// Sets *same to whether two tensors have the same dtype, shape and bytes. Returns false with *error set if they cannot
+// be read.
 bool safetensors_same(const TensorInfo *a, const TensorInfo *b, bool *same, Error *error);
 
-// The same as float64, for fixtures: also I64 and I32.
+// Like safetensors_read(), but as float64; also reads I64 and I32. For fixtures.
 bool safetensors_read_f64(const Safetensors *tensors, const char *name, int ndim, const size_t *shape, double *out,
                           Error *error);
 

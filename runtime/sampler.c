@@ -11,12 +11,12 @@ typedef struct {
     int32_t id;
 } Candidate;
 
-// The likelier first; of equals the lower id, so that the order is the same everywhere.
+// Orders candidates by probability, ties by id, so that the order is the same everywhere.
 static bool before(Candidate a, Candidate b) {
     return a.p != b.p ? a.p > b.p : a.id < b.id;
 }
 
-// Restores the order of a heap (the first stands before its children 2i + 1 and 2i + 2) below `at`.
+// Restores the heap order (each element comes before its children 2i + 1 and 2i + 2) below index `at`.
 static void sift(Candidate *heap, size_t count, size_t at) {
     Candidate moved = heap[at];
     for (size_t child = 2 * at + 1; child < count; child = 2 * at + 1) {
@@ -28,7 +28,7 @@ static void sift(Candidate *heap, size_t count, size_t at) {
     heap[at] = moved;
 }
 
-// Takes the first out of a heap of `count` and puts it behind the others.
+// Moves the first element of a heap of `count` to its end and restores the order of the rest.
 static Candidate pop(Candidate *heap, size_t count) {
     Candidate first = heap[0];
     heap[0] = heap[count - 1];
@@ -58,17 +58,23 @@ int32_t sample_token(float *logits, size_t V, double temperature, size_t top_k, 
     if (room < V) {
         free(candidates);
         candidates = malloc(V * sizeof *candidates);
-        if (!candidates) fail(EXIT_RESOURCE, "out of memory for the candidates of a sample.");
+        if (!candidates) fail(EXIT_RESOURCE, "out of memory for the %zu candidates of a sample.", V);
         room = V;
     }
     for (size_t v = 0; v < V; v++) candidates[v] = (Candidate){logits[v], (int32_t)v};
-    // By a heap, as only some are wanted: the i-th likeliest ends up in candidates[V - 1 - i].
+    // Only some are needed in order, so use a heap: the i-th most likely ends up in candidates[V - 1 - i].
     for (size_t i = V / 2; i-- > 0;) sift(candidates, V, i);
     size_t most = top_k && top_k < V ? top_k : V, sorted = 0, count = 0;
     double all = most < V ? 0 : sum, kept = 0;
-    while (most < V && sorted < most) all += pop(candidates, V - sorted).p, sorted++;
+    while (most < V && sorted < most) {
+        all += pop(candidates, V - sorted).p;
+        sorted++;
+    }
     for (; count == 0 || (count < most && kept < top_p * all); count++) {
-        if (count == sorted) pop(candidates, V - sorted), sorted++;
+        if (count == sorted) {
+            pop(candidates, V - sorted);
+            sorted++;
+        }
         kept += candidates[V - 1 - count].p;
     }
     double at = u * kept;

@@ -15,23 +15,23 @@
 #include "runtime/human.h"
 #include "runtime/random.h"
 
-_Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "shards are little-endian, and read as they are");
+_Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "shards are little-endian and read without conversion");
 
 enum {
     TOKENS_MAGIC = 20240520,
     MASK_MAGIC = 20240521,
     WIDE_MAGIC = 20240801,    // llm.c's shards of 32-bit tokens
     HEADER_BYTES = 256 * 4,
-    EDGE_BYTES = 4096,    // of each end of a file, in the fingerprint
-    CHUNK = 1 << 16,      // tokens read at once
-    OPEN_FILES = 64       // a data set may have more shards than a process may hold open
+    EDGE_BYTES = 4096,    // bytes at each end of a file that the fingerprint covers
+    CHUNK = 1 << 16,      // tokens per read
+    OPEN_FILES = 64       // a dataset may have more shards than a process can keep open
 };
 
 typedef enum { TOKENS, MASK } Kind;
 
 typedef struct {
-    char *path[2];            // by Kind; the mask's is NULL where there is none
-    uint64_t first, count;    // tokens: before it in the stream, and in it
+    char *path[2];            // by Kind; the mask's path is NULL if there is none
+    uint64_t first, count;    // tokens before this shard in the stream, and tokens in it
 } Shard;
 
 typedef struct {
@@ -44,11 +44,11 @@ struct Shards {
     size_t count;
     uint64_t tokens, windows;
     bool has_masks;
-    Document *documents;    // of PACK_EXAMPLE
+    Document *documents;    // with PACK_EXAMPLE
     struct {
         uint64_t id;
         int fd;
-    } open[OPEN_FILES];    // id: 2 * shard + kind + 1, 0 for none
+    } open[OPEN_FILES];    // id is 2 * shard + kind + 1, or 0 if the slot is free
     uint16_t chunk[CHUNK];
 };
 
@@ -59,7 +59,7 @@ static uint64_t file_bytes(Kind kind, uint64_t count) {
     return HEADER_BYTES + count * item_bytes(kind);
 }
 
-// ---- which files
+// ---- finding the files
 
 static bool ends_with(const char *text, const char *end) {
     size_t n = strlen(text), m = strlen(end);
@@ -78,7 +78,7 @@ static bool add_path(Shards *s, const char *path, Error *error) {
            error_set(error, EXIT_RESOURCE, "out of memory for the list of %zu shards", s->count);
 }
 
-// Adds what one pattern matches, masks left aside.
+// Adds the files that a pattern matches, except masks.
 static bool add_glob(Shards *s, const char *pattern, Error *error) {
     glob_t found;
     int status = glob(pattern, GLOB_TILDE, NULL, &found);
@@ -86,10 +86,10 @@ static bool add_glob(Shards *s, const char *pattern, Error *error) {
         return error_set(
             error, EXIT_INPUT,
             "%s: no file matches.\n"
-            "  Expected shards such as fineweb_train_000001.bin; the scripts in data/ make them. Was the * quoted?",
+            "  Expected shards such as fineweb_train_000001.bin, made by the scripts in data/. Is the * quoted?",
             pattern);
     if (status != 0)
-        return error_set(error, EXIT_INPUT, "%s: the folder can't be read: %s.\n  %s", pattern, strerror(errno),
+        return error_set(error, EXIT_INPUT, "%s: cannot read the folder: %s.\n  %s", pattern, strerror(errno),
                          file_remedy(errno, "Check the path and its permissions."));
     bool ok = true;
     for (size_t i = 0; ok && i < found.gl_pathc; i++)
@@ -102,7 +102,6 @@ static int by_path(const void *a, const void *b) {
     return strcmp(((const Shard *)a)->path[TOKENS], ((const Shard *)b)->path[TOKENS]);
 }
 
-// Fills the list of shards, sorted, each once. A name with a space in it is tried as it is first.
 static bool matches(const char *pattern) {
     glob_t found;
     bool any = glob(pattern, 0, NULL, &found) == 0;
@@ -110,17 +109,21 @@ static bool matches(const char *pattern) {
     return any;
 }
 
-// A glob that has a space in it and matches as it stands is one; otherwise spaces and commas stand between several.
+// Finds the shards, sorted and without duplicates. `globs` is tried first as a path, then as one pattern that contains
+// spaces, and finally as a list separated by spaces or commas.
 static bool find_files(Shards *s, const char *globs, Error *error) {
     if (access(globs, F_OK) == 0) return add_path(s, globs, error);
     bool one = matches(globs);
     char *list = strdup(globs), *rest = list;
     bool ok = list || error_set(error, EXIT_RESOURCE, "out of memory for the list of shards");
-    if (ok && one) ok = add_glob(s, globs, error), rest = list + strlen(list);
+    if (ok && one) {
+        ok = add_glob(s, globs, error);
+        rest = list + strlen(list);
+    }
     for (char *word; ok && (word = strtok_r(rest, ", ", &rest));) ok = add_glob(s, word, error);
     free(list);
     if (!ok) return false;
-    if (s->count == 0) return error_set(error, EXIT_INPUT, "\"%s\": no shard is named here", globs);
+    if (s->count == 0) return error_set(error, EXIT_INPUT, "\"%s\": expected the path or pattern of a shard", globs);
     qsort(s->shards, s->count, sizeof *s->shards, by_path);
     size_t kept = 1;
     for (size_t i = 1; i < s->count; i++) {
@@ -136,40 +139,38 @@ static bool find_files(Shards *s, const char *globs, Error *error) {
 static bool check_magic(const char *path, Kind kind, int32_t magic, Error *error) {
     int32_t want = kind == TOKENS ? TOKENS_MAGIC : MASK_MAGIC;
     if (magic == want) return true;
-    const char *what = magic == MASK_MAGIC ? "It is a mask: name the shard beside it."
-                       : magic == WIDE_MAGIC
-                           ? "It holds 32-bit tokens of another tokenizer; shards here hold 16-bit ones."
-                           : "It is no shard. The scripts in data/ make them.";
-    return error_set(error, EXIT_INPUT, "%s: at offset 0: expected the number %d of a %s, found %d.\n  %s", path, want,
-                     kind == TOKENS ? "shard" : "mask", magic, what);
+    const char *remedy = "It is not a shard. The scripts in data/ make shards.";
+    if (magic == MASK_MAGIC) remedy = "It is a mask. Give the shard next to it instead.";
+    if (magic == WIDE_MAGIC) remedy = "It holds 32-bit tokens of another tokenizer; only 16-bit tokens are supported.";
+    return error_set(error, EXIT_INPUT, "%s: at offset 0: expected magic number %d of a %s, found %d.\n  %s", path,
+                     want, kind == TOKENS ? "shard" : "mask", magic, remedy);
 }
 
 static bool check_size(const char *path, Kind kind, int32_t count, uint64_t bytes, Error *error) {
     if (count < 0)
         return error_set(error, EXIT_INPUT,
-                         "%s: at offset 8: the header's count is %d. The file is damaged; make it again.", path, count);
+                         "%s: at offset 8: the header's token count is %d. The file is damaged; recreate it.", path,
+                         count);
     uint64_t want = file_bytes(kind, (uint64_t)count);
     if (bytes == want) return true;
-    return error_set(
-        error, EXIT_INPUT, "%s: the header promises %s tokens (%s bytes), the file has %s bytes.\n  %s", path,
-        human_grouped((uint64_t)count).text, human_grouped(want).text, human_grouped(bytes).text,
-        bytes < want
-            ? "It was cut short. Make it again with the script in data/ that made it, or leave it out."
-            : "It has more than it says. Make it again with the script in data/ that made it, or leave it out.");
+    return error_set(error, EXIT_INPUT,
+                     "%s: the header promises %s tokens (%s bytes), but the file has %s bytes.\n"
+                     "  %s Recreate it with its script in data/, or exclude it.",
+                     path, human_grouped((uint64_t)count).text, human_grouped(want).text, human_grouped(bytes).text,
+                     bytes < want ? "It was probably truncated." : "It contains extra data.");
 }
 
-// Opens the file and checks that it is a plain one. -1 with the error. O_NONBLOCK: opening a FIFO would wait for a
-// writer.
+// Opens a regular file. Returns -1 with *error set otherwise. O_NONBLOCK keeps open() from waiting for a FIFO's writer.
 static int open_plain(const char *path, uint64_t *bytes, Error *error) {
     int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     struct stat st;
     if (fd < 0 || fstat(fd, &st) != 0) {
-        error_set(error, EXIT_INPUT, "%s: can't be opened: %s.\n  %s", path, strerror(errno),
+        error_set(error, EXIT_INPUT, "%s: cannot open it: %s.\n  %s", path, strerror(errno),
                   file_remedy(errno, "Check the path and its permissions."));
     } else if (!S_ISREG(st.st_mode)) {
         error_set(error, EXIT_INPUT, "%s: expected a shard, found %s.%s", path,
                   S_ISDIR(st.st_mode) ? "a folder" : "a device or pipe",
-                  S_ISDIR(st.st_mode) ? "\n  Name its files, such as \"FOLDER/*_train_*.bin\"." : "");
+                  S_ISDIR(st.st_mode) ? "\n  Give the files in it, such as \"FOLDER/*_train_*.bin\"." : "");
     } else {
         *bytes = (uint64_t)st.st_size;
         return fd;
@@ -184,19 +185,20 @@ static bool read_bytes(int fd, const char *path, void *out, size_t n, uint64_t o
         ssize_t got = pread(fd, (char *)out + done, n - done, (off_t)(offset + done));
         if (got < 0 && errno == EINTR) continue;
         if (got < 0)
-            return error_set(error, EXIT_INPUT, "%s: at offset %s: can't be read: %s", path,
+            return error_set(error, EXIT_INPUT, "%s: at offset %s: cannot read it: %s", path,
                              human_grouped(offset + done).text, strerror(errno));
         if (got == 0)
             return error_set(error, EXIT_INPUT,
-                             "%s: the file ends at offset %s, where %s more bytes were when it was opened.\n"
-                             "  It was cut short while in use. Put it back as it was, then go on with --resume.",
+                             "%s: the file now ends at offset %s, but had %s more bytes when it was opened.\n"
+                             "  It was truncated while in use. Restore it, then resume with --resume.",
                              path, human_grouped(offset + done).text, human_grouped(n - done).text);
         done += (size_t)got;
     }
     return true;
 }
 
-// The descriptor of shard i's tokens or mask, opened again where too many others were in between. -1 with the error.
+// Returns the descriptor of shard i's tokens or mask, reopening it if its slot was reused. Returns -1 with *error set
+// on failure.
 static int descriptor(Shards *s, size_t i, Kind kind, Error *error) {
     uint64_t id = 2 * i + kind + 1, bytes, want = file_bytes(kind, s->shards[i].count);
     size_t slot = id % OPEN_FILES;
@@ -208,8 +210,8 @@ static int descriptor(Shards *s, size_t i, Kind kind, Error *error) {
     if (fd < 0) return -1;
     if (bytes != want) {
         error_set(error, EXIT_INPUT,
-                  "%s: had %s bytes when it was first opened, and has %s now.\n"
-                  "  It was changed while in use. Put it back as it was, then go on with --resume.",
+                  "%s: had %s bytes when it was first opened, but now has %s.\n"
+                  "  It was changed while in use. Restore it, then resume with --resume.",
                   path, human_grouped(want).text, human_grouped(bytes).text);
         close(fd);
         return -1;
@@ -218,21 +220,22 @@ static int descriptor(Shards *s, size_t i, Kind kind, Error *error) {
     return s->open[slot].fd = fd;
 }
 
-// Reads and checks a header. The count of tokens is written.
+// Reads and checks a header. *count is set to its token count.
 static bool check_header(const char *path, Kind kind, uint64_t *count, Error *error) {
     int32_t header[3];
     uint64_t bytes;
     int fd = open_plain(path, &bytes, error);
     if (fd < 0) return false;
-    bool ok = bytes >= HEADER_BYTES || error_set(error, EXIT_INPUT,
-                                                 "%s: expected a header of 1,024 bytes, the whole file has %s.\n"
-                                                 "  It was cut short, or is no shard.",
-                                                 path, human_grouped(bytes).text);
+    bool ok =
+        bytes >= HEADER_BYTES || error_set(error, EXIT_INPUT,
+                                           "%s: expected a header of 1,024 bytes, but the whole file has only %s.\n"
+                                           "  It is truncated, or is not a shard.",
+                                           path, human_grouped(bytes).text);
     ok = ok && read_bytes(fd, path, header, sizeof header, 0, error) && check_magic(path, kind, header[0], error);
     if (ok && header[1] != 1)
         ok = error_set(error, EXIT_INPUT,
                        "%s: at offset 4: expected version 1, found %d.\n"
-                       "  It was made by another program or a newer one; make it again with data/.",
+                       "  It was made by another program or a newer version. Recreate it with the scripts in data/.",
                        path, header[1]);
     ok = ok && check_size(path, kind, header[2], bytes, error);
     close(fd);
@@ -240,7 +243,7 @@ static bool check_header(const char *path, Kind kind, uint64_t *count, Error *er
     return ok;
 }
 
-// Finds and checks the mask beside a shard, where there is one.
+// Finds and checks the shard's mask, if there is one.
 static bool check_mask(Shard *shard, Error *error) {
     char path[PATH_MAX];
     uint64_t count;
@@ -250,7 +253,7 @@ static bool check_mask(Shard *shard, Error *error) {
     if (!check_header(path, MASK, &count, error)) return false;
     if (count != shard->count)
         return error_set(error, EXIT_INPUT,
-                         "%s: at offset 8: a mask of %s tokens, but its shard has %s.\n  Make both again.", path,
+                         "%s: at offset 8: the mask has %s tokens, but its shard has %s.\n  Recreate both.", path,
                          human_grouped(count).text, human_grouped(shard->count).text);
     shard->path[MASK] = strdup(path);
     return shard->path[MASK] || error_set(error, EXIT_RESOURCE, "out of memory for the list of shards");
@@ -264,7 +267,7 @@ static bool check_headers(Shards *s, Error *error) {
         s->tokens += shard->count;
         if (i > 0 && !shard->path[MASK] != !s->shards[0].path[MASK])
             return error_set(error, EXIT_INPUT,
-                             "%s has a mask beside it, %s has none.\n  Give every shard a mask, or none.",
+                             "%s has a mask next to it, but %s has none.\n  Give every shard a mask, or none.",
                              (shard->path[MASK] ? shard : s->shards)->path[TOKENS],
                              (shard->path[MASK] ? s->shards : shard)->path[TOKENS]);
     }
@@ -274,7 +277,7 @@ static bool check_headers(Shards *s, Error *error) {
 
 // ---- the stream
 
-// The shard that holds token `at` of the stream.
+// Returns the shard that contains token `at` of the stream.
 static size_t shard_of(const Shards *s, uint64_t at) {
     size_t low = 0, high = s->count;    // shards[low].first <= at < shards[high].first
     while (high - low > 1) {
@@ -285,7 +288,7 @@ static size_t shard_of(const Shards *s, uint64_t at) {
     return low;
 }
 
-// Names the first item of a chunk that is too large. `at` is the chunk's place in the shard.
+// Reports the first invalid item of a chunk. `at` is the chunk's position in the shard.
 static bool bad_item(const Shards *s, const Shard *shard, Kind kind, size_t n, uint64_t at, Error *error) {
     const uint8_t *mask = (const uint8_t *)s->chunk;
     size_t i = 0;
@@ -293,17 +296,17 @@ static bool bad_item(const Shards *s, const Shard *shard, Kind kind, size_t n, u
     uint64_t offset = file_bytes(kind, at + i);
     if (kind == MASK)
         return error_set(error, EXIT_INPUT,
-                         "%s: at offset %s: expected 0 or 1, found %d.\n  The mask is damaged; make it again.",
+                         "%s: at offset %s: expected 0 or 1, found %d.\n  The mask is damaged. Recreate it.",
                          shard->path[MASK], human_grouped(offset).text, mask[i]);
     return error_set(
         error, EXIT_INPUT,
-        "%s: at offset %s: token id %d, expected ids below the vocabulary's %d.\n"
-        "  The shard was made with another tokenizer than the model's, or is damaged. Make it again with the model's;\n"
-        "  a new model (no --init-from, no --resume) can have a larger vocabulary, by vocab=N in --model.",
+        "%s: at offset %s: found token id %d, expected ids below the vocabulary size, %d.\n"
+        "  The shard is damaged, or was made with a tokenizer other than the model's. Recreate it with the model's\n"
+        "  tokenizer. A new model (no --init-from, no --resume) can have a larger vocabulary: --model vocab=N.",
         shard->path[TOKENS], human_grouped(offset).text, s->chunk[i], s->config.vocab);
 }
 
-// Reads n <= CHUNK items of one shard into s->chunk and checks them.
+// Reads and checks n <= CHUNK items of one shard into s->chunk.
 static bool read_chunk(Shards *s, size_t i, Kind kind, uint64_t at, size_t n, Error *error) {
     int fd = descriptor(s, i, kind, error);
     if (fd < 0 || !read_bytes(fd, s->shards[i].path[kind], s->chunk, n * item_bytes(kind), file_bytes(kind, at), error))
@@ -317,7 +320,7 @@ static bool read_chunk(Shards *s, size_t i, Kind kind, uint64_t at, size_t n, Er
     return largest <= limit || bad_item(s, &s->shards[i], kind, n, at, error);
 }
 
-// Tokens (int32) or mask bytes `first` .. `first + n - 1` of the stream. `out` may be NULL: they are only checked.
+// Reads tokens (as int32) or mask bytes `first` .. `first + n - 1` of the stream. If `out` is NULL, only checks them.
 static bool read_stream(Shards *s, Kind kind, uint64_t first, size_t n, void *out, Error *error) {
     for (size_t done = 0; done < n;) {
         size_t i = shard_of(s, first + done), part = n - done < CHUNK ? n - done : CHUNK;
@@ -335,7 +338,7 @@ static bool read_stream(Shards *s, Kind kind, uint64_t first, size_t n, void *ou
 // ---- documents, for PACK_EXAMPLE
 
 static bool add_document(Shards *s, uint64_t first, uint64_t end, Error *error) {
-    if (end - first < 2) return true;    // an end-of-text alone predicts nothing
+    if (end - first < 2) return true;    // a lone end-of-text predicts nothing
     if ((s->windows & (s->windows - 1)) == 0) {
         Document *more = realloc(s->documents, (s->windows ? 2 * s->windows : 1) * sizeof *more);
         if (!more)
@@ -347,8 +350,8 @@ static bool add_document(Shards *s, uint64_t first, uint64_t end, Error *error) 
     return true;
 }
 
-// Finds every document from its end-of-text to the next one. What stands before the first end-of-text is a document's
-// tail, left out.
+// Finds all documents; each runs from one end-of-text to the next. Tokens before the first end-of-text are the rest of
+// an unknown document and are skipped.
 static bool index_documents(Shards *s, Error *error) {
     uint64_t start = UINT64_MAX;
     for (size_t i = 0; i < s->count; i++)
@@ -365,7 +368,7 @@ static bool index_documents(Shards *s, Error *error) {
     return start == UINT64_MAX || add_document(s, start, s->tokens, error);
 }
 
-// ---- the public part
+// ---- the public functions
 
 static bool open_all(Shards *s, const char *globs, Error *error) {
     const ShardsConfig *c = &s->config;
@@ -376,17 +379,20 @@ static bool open_all(Shards *s, const char *globs, Error *error) {
     if (s->windows >= need) return true;
     char size[64];
     snprintf(size, sizeof size,
-             c->pack == PACK_STREAM ? "windows of %zu + 1 tokens" : "documents, each a window of %zu + 1 tokens", c->T);
+             c->pack == PACK_STREAM ? "windows of %zu + 1 tokens" : "documents (windows of %zu + 1 tokens)", c->T);
     return error_set(error, EXIT_INPUT,
-                     "%s: too little data: %zu file%s with %s tokens, which are %s %s; %s are needed.\n"
-                     "  Add data, or make --seq-len, --batch or --total-batch-tokens smaller.",
+                     "%s: too little data: %zu file%s, %s tokens, %s %s; at least %s are needed.\n"
+                     "  Add data, or reduce --seq-len, --batch or --total-batch-tokens.",
                      globs, s->count, s->count == 1 ? "" : "s", human_grouped(s->tokens).text,
                      human_grouped(s->windows).text, size, human_grouped(need).text);
 }
 
 Shards *shards_open(const char *globs, ShardsConfig config, Error *error) {
     Shards *s = calloc(1, sizeof *s);
-    if (!s) return error_set(error, EXIT_RESOURCE, "out of memory for the shards of %s", globs), NULL;
+    if (!s) {
+        error_set(error, EXIT_RESOURCE, "out of memory for the shards of %s", globs);
+        return NULL;
+    }
     s->config = config;
     if (open_all(s, globs, error)) return s;
     shards_close(s);
@@ -406,7 +412,10 @@ void shards_close(Shards *s) {
     if (!s) return;
     for (size_t i = 0; i < OPEN_FILES; i++)
         if (s->open[i].id) close(s->open[i].fd);
-    for (size_t i = 0; i < s->count; i++) free(s->shards[i].path[TOKENS]), free(s->shards[i].path[MASK]);
+    for (size_t i = 0; i < s->count; i++) {
+        free(s->shards[i].path[TOKENS]);
+        free(s->shards[i].path[MASK]);
+    }
     free(s->shards);
     free(s->documents);
     free(s);
@@ -476,8 +485,9 @@ char *shards_fingerprint(Shards *s, Error *error) {
         snprintf(text, 160, "{\"files\": %zu, \"tokens\": %llu, \"xxh3\": \"%016llx\"}", s->count,
                  (unsigned long long)s->tokens, (unsigned long long)XXH3_64bits_digest(state));
     XXH3_freeState(state);
-    if (!ok) free(text), text = NULL;
-    return text;
+    if (ok) return text;
+    free(text);
+    return NULL;
 }
 
 // ---- the order
@@ -493,10 +503,10 @@ static uint64_t mix(uint64_t x) {
     return x ^ x >> 31;
 }
 
-// A Feistel network over the smallest power of two that holds W: each round changes one half by a function of the
-// other, so that it can be undone, whatever the function. Where it leads out of 0..W-1 it is applied again until it is
-// back (cycle walking): a bijection still, as the path from an inside number to the next inside number can be walked
-// backwards too.
+// A Feistel network on the smallest power of two that is at least W. Each round changes one half by a function of the
+// other half, so it can be inverted whatever that function is. If the result is outside 0..W-1, the network is applied
+// again until it is inside (cycle walking). This is still a bijection, because the path from one inside number to the
+// next can be walked backwards.
 uint64_t shards_order(uint64_t position, uint64_t W, uint64_t seed, uint64_t epoch) {
     uint64_t keys[ORDER_ROUNDS];
     int bits = 0;

@@ -14,7 +14,7 @@
 #include "runtime/options.h"
 #include "runtime/process.h"
 
-// The tests run with 128 KiB (oneDNN 2.6, OpenBLAS 0.3.21, own loops); 64 KiB end in SIGSEGV.
+// The tests pass with 128 KiB (oneDNN 2.6, OpenBLAS 0.3.21, built-in loops); 64 KiB end in SIGSEGV.
 #define STACK_NEEDED ((size_t)512 << 10)
 #define STACK_USUAL ((size_t)8 << 20)
 
@@ -25,7 +25,8 @@ static void open_standard_descriptors(void) {
     if (fd > STDERR_FILENO) close(fd);
 }
 
-// The first thread's stack grows up to the limit, and other threads get as much unless OMP_STACKSIZE says otherwise.
+// The main thread's stack grows up to the limit. Other threads get stacks of that size unless OMP_STACKSIZE overrides
+// it.
 static void check_stack_limit(void) {
     struct rlimit limit;
     pthread_attr_t others;
@@ -35,7 +36,7 @@ static void check_stack_limit(void) {
     limit.rlim_cur = limit.rlim_max < STACK_USUAL ? limit.rlim_max : STACK_USUAL;
     if (limit.rlim_cur < STACK_NEEDED || setrlimit(RLIMIT_STACK, &limit) != 0) {
         error_set(&error, EXIT_RESOURCE,
-                  "stacks are limited to %zu KiB (ulimit -s), and this program needs at least %zu KiB.\n"
+                  "the stack limit is %zu KiB (ulimit -s), but this program needs at least %zu KiB.\n"
                   "  Raise the limit: ulimit -s 8192",
                   (size_t)found >> 10, STACK_NEEDED >> 10);
         if (process_launched_rank() > 0) error.text[0] = 0;
@@ -47,8 +48,8 @@ static void check_stack_limit(void) {
     pthread_attr_destroy(&others);
 }
 
-// The bytes that "16k", "2 M" or "512" (KiB) stand for in the environment of OpenMP; -1 where it is no size, which
-// libgomp says itself.
+// Parses an OpenMP stack size such as "16k", "2 M" or "512" (KiB) into bytes. Returns -1 if it is malformed; libgomp
+// reports that itself.
 static double stack_size(const char *text) {
     static const char units[] = "BKMG";
     char *end;
@@ -81,6 +82,6 @@ void start_program(const char *name) {
 void start_threads(int64_t threads) {
     if (threads) omp_set_num_threads((int)threads);
     if (omp_get_max_threads() > MAX_THREADS)
-        usage_fail("OMP_NUM_THREADS asks for %d threads, and %d are the most. --threads N overrides it.",
+        usage_fail("OMP_NUM_THREADS asks for %d threads, but at most %d are supported. Override it with --threads N.",
                    omp_get_max_threads(), MAX_THREADS);
 }

@@ -1,4 +1,4 @@
-// What every program does before anything else, and how many threads it computes with.
+// Program startup: what every program does first, and the number of compute threads.
 #ifndef RUNTIME_START_H
 #define RUNTIME_START_H
 
@@ -9,16 +9,16 @@ extern "C" {
 #endif
 
 enum { MAX_THREADS = 1024 };
-#define THREADS_HELP "CPU threads; 0: OMP_NUM_THREADS, or one for each core"
+#define THREADS_HELP "CPU threads; 0 means OMP_NUM_THREADS, or one per core"
 
-// First in main(): sets program_name; opens /dev/null where standard input, output or error is closed, as the log would
-// otherwise land in whatever file takes its number; makes a file that outgrows `ulimit -f` fail with EFBIG in place of
-// ending the process by SIGXFSZ; and raises a stack limit that is too small. Ends with EXIT_RESOURCE or EXIT_USAGE
-// where stacks stay too small, which would otherwise end in SIGSEGV.
+// Call this first in main(). It sets program_name; opens /dev/null in place of a closed standard input, output or
+// error, because the log would otherwise go to whatever file gets that descriptor; makes writing beyond `ulimit -f`
+// fail with EFBIG instead of ending the process with SIGXFSZ; and raises a stack limit that is too small. If stacks
+// remain too small, which would end in SIGSEGV, it exits with EXIT_RESOURCE or EXIT_USAGE.
 void start_program(const char *name);
 
-// After the flags, before the first parallel region: the threads of --threads, or where it is 0 those of
-// OMP_NUM_THREADS, or one for each core. Ends with EXIT_USAGE beyond MAX_THREADS.
+// Call this after parsing the flags and before the first parallel region. Sets the number of threads to `threads` or,
+// if it is 0, to OMP_NUM_THREADS or one per core. Exits with EXIT_USAGE above MAX_THREADS.
 void start_threads(int64_t threads);
 
 #ifdef __cplusplus

@@ -1,7 +1,8 @@
-// Byte-level BPE. Text is cut into words by GPT-2's pattern, written out as code in word_end():
+// Byte-level BPE. word_end() splits text into words by GPT-2's pattern,
 //     '(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
-// and each word, at first one symbol a byte, is merged pair by pair: always the pair with the lowest rank, the leftmost
-// among equals. A heap finds it, so that a word of n bytes takes O(n log n), be it a megabyte long.
+// written out as code. Each word starts as one symbol per byte. Then the adjacent pair with the lowest rank is merged
+// (the leftmost if there are several) until no pair can be merged. A heap finds these pairs, so even a word of a
+// megabyte takes O(n log n).
 #include "runtime/tokenizer.h"
 
 #include <stdio.h>
@@ -13,15 +14,15 @@
 #include "runtime/tokenizer_classes.h"
 
 #define ID_LIMIT (1 << 24)
-#define RANK_SHIFT 40   // a heap key is rank << 40 | position, so that equal ranks go from left to right
+#define RANK_SHIFT 40   // a heap key is rank << 40 | position, so that equal ranks are merged from left to right
 #define REPLACEMENT 0xFFFD
-#define NAME_LIMIT 1024   // bytes of a name in a merge; GPT-2's longest has 256
+#define NAME_LIMIT 1024   // the most bytes of a token's name in a merge; GPT-2's longest has 256
 #define END_OF_TEXT "<|endoftext|>"
 
 const char *const tokenizer_files[] = {"tokenizer.json", "tokenizer_config.json", NULL};
 
 typedef struct {
-    const char *bytes;    // NULL where no token has this id
+    const char *bytes;    // NULL if no token has this id
     size_t length;
 } Token;
 
@@ -31,15 +32,15 @@ typedef struct {
 
 struct Tokenizer {
     char *path;
-    char *bytes;    // all tokens' bytes, one after another
+    char *bytes;    // the bytes of all tokens, concatenated
     size_t bytes_used;
     Token *tokens;    // by id
     int vocab, end_of_text;
     int32_t byte_id[256];
     Merge *merges;    // by rank
     size_t merges_count;
-    uint32_t *pairs;    // hash table over (left, right): rank + 1, or 0
-    uint32_t *names;    // hash table over tokens' bytes: id + 1, or 0; only while opening
+    uint32_t *pairs;    // hash table of (left, right): rank + 1, or 0
+    uint32_t *names;    // hash table of token bytes: id + 1, or 0; only exists while opening
     size_t pairs_mask, names_mask;
 };
 
@@ -71,20 +72,22 @@ static uint32_t *name_slot(const Tokenizer *t, const char *bytes, size_t length)
 
 // ---- characters
 
-// The code point at s (n >= 1 bytes left) and its width; U+FFFD and the width of the longest broken beginning where
-// UTF-8 is broken (Unicode's table 3-7, which Python's decoder follows too).
+// Returns the code point at s (n >= 1 bytes left) and sets *width. Where UTF-8 is invalid, returns U+FFFD and the width
+// of the longest invalid prefix (Unicode's table 3-7, like Python's decoder).
 static uint32_t char_at(const uint8_t *s, size_t n, size_t *width) {
     *width = 1;
     if (s[0] < 0x80) { return s[0]; }
     if (s[0] < 0xC2 || s[0] > 0xF4) { return REPLACEMENT; }
-    size_t want = s[0] < 0xE0 ? 2 : s[0] < 0xF0 ? 3 : 4;
+    size_t want = 2;
+    if (s[0] >= 0xE0) { want = 3; }
+    if (s[0] >= 0xF0) { want = 4; }
     uint32_t code = s[0] & (0x7F >> want);
     for (; *width < want; ++*width) {
         uint8_t low = 0x80, high = 0xBF;
         if (*width == 1 && s[0] == 0xE0) { low = 0xA0; }     // overlong
         if (*width == 1 && s[0] == 0xED) { high = 0x9F; }    // surrogates
         if (*width == 1 && s[0] == 0xF0) { low = 0x90; }     // overlong
-        if (*width == 1 && s[0] == 0xF4) { high = 0x8F; }    // past U+10FFFF
+        if (*width == 1 && s[0] == 0xF4) { high = 0x8F; }    // beyond U+10FFFF
         if (*width == n || s[*width] < low || s[*width] > high) { return REPLACEMENT; }
         code = code << 6 | (s[*width] & 0x3F);
     }
@@ -97,7 +100,8 @@ static CharClass class_of(uint32_t code) {
         if (code - '0' < 10) { return NUMBER; }
         return code == ' ' || code - '\t' < 5 ? SPACE : OTHER;
     }
-    size_t low = 0, high = sizeof(char_ranges) / sizeof(*char_ranges);    // the first range that ends at or after code
+    size_t low = 0,
+           high = sizeof(char_ranges) / sizeof(*char_ranges);    // finds the first range that ends at or after code
     while (low < high) {
         size_t middle = (low + high) / 2;
         if (char_ranges[middle].last < code) {
@@ -110,7 +114,8 @@ static CharClass class_of(uint32_t code) {
     return inside ? char_ranges[low].class : OTHER;
 }
 
-// Where the run of characters of one class that begins at `at` ends; *last is where its last character begins.
+// Returns the end of the run of characters of one class that starts at `at`. Sets *last to the start of its last
+// character.
 static size_t run_end(const uint8_t *s, size_t n, size_t at, CharClass class, size_t *last) {
     while (at < n) {
         size_t width;
@@ -127,25 +132,25 @@ static size_t contraction_length(const uint8_t *s, size_t n) {
     return n > 2 && (!memcmp(s + 1, "ll", 2) || !memcmp(s + 1, "ve", 2) || !memcmp(s + 1, "re", 2)) ? 3 : 0;
 }
 
-// Where the word that begins at `at` ends.
+// Returns the end of the word that starts at `at`.
 static size_t word_end(const uint8_t *s, size_t n, size_t at) {
     size_t short_form = contraction_length(s + at, n - at);
     if (short_form) { return at + short_form; }
-    size_t width, last = at, start = at + (s[at] == ' ');    // one space may belong to the word after it
+    size_t width, last = at, start = at + (s[at] == ' ');    // a leading space may belong to the word
     if (start < n) {
         CharClass class = class_of(char_at(s + start, n - start, &width));
         if (class != SPACE) { return run_end(s, n, start, class, &last); }
     }
     size_t end = run_end(s, n, at, SPACE, &last);
-    return end == n || last == at ? end : last;    // a run of spaces leaves its last to the word after it
+    return end == n || last == at ? end : last;    // the last space of a run belongs to the next word
 }
 
 // ---- merging one word
 
 typedef struct {
-    int32_t *symbol;        // by position; -1 where the symbol was merged into the one before it
-    size_t *next, *prev;    // positions of the neighbors; `count` stands for none
-    uint64_t *heap;         // of keys, smallest first; one whose pair is no longer there is passed over
+    int32_t *symbol;        // by position; -1 if it was merged into a symbol to its left
+    size_t *next, *prev;    // positions of the neighbors; `count` means none
+    uint64_t *heap;         // a min-heap of keys; stale ones, whose pair no longer exists, are skipped
     size_t count, capacity, heap_count;
 } Word;
 
@@ -164,9 +169,9 @@ static void word_reserve(Word *w, size_t capacity) {
     w->symbol = malloc(capacity * sizeof(*w->symbol));
     w->next = malloc(capacity * sizeof(*w->next));
     w->prev = malloc(capacity * sizeof(*w->prev));
-    w->heap = malloc(2 * capacity * sizeof(*w->heap));    // a pair for each symbol; a merge takes one, adds two
+    w->heap = malloc(2 * capacity * sizeof(*w->heap));    // one pair per symbol; a merge removes one and adds two
     if (!w->symbol || !w->next || !w->prev || !w->heap) {
-        fail(EXIT_RESOURCE, "no memory to encode a word of %zu bytes.", capacity);
+        fail(EXIT_RESOURCE, "out of memory to encode a word of %zu bytes.", capacity);
     }
 }
 
@@ -217,7 +222,7 @@ static void merge_word(const Tokenizer *t, Word *w) {
     }
 }
 
-// One symbol a byte, U+FFFD's three bytes for broken UTF-8.
+// Fills in one symbol per byte, and the three bytes of U+FFFD for invalid UTF-8.
 static void word_fill(const Tokenizer *t, Word *w, const uint8_t *s, size_t length) {
     word_reserve(w, 3 * length);
     w->count = 0;
@@ -264,7 +269,7 @@ static bool bad(const Tokenizer *t, Error *error, const char *what, const char *
 }
 
 static bool no_memory(const Tokenizer *t, Error *error) {
-    return error_set(error, EXIT_RESOURCE, "%s: no memory to read the tokenizer.", t->path);
+    return error_set(error, EXIT_RESOURCE, "%s: out of memory to read the tokenizer.", t->path);
 }
 
 static const cJSON *get(const cJSON *object, const char *key) {
@@ -279,7 +284,8 @@ static bool is_text(const cJSON *item, const char *text) {
     return cJSON_IsString(item) && strcmp(item->valuestring, text) == 0;
 }
 
-// Are added tokens looked for in text? Special ones are not here, nor in data/vocabulary.py: all text is ordinary text.
+// Are all added tokens special? Like data/vocabulary.py, we never search for special tokens in text; others would have
+// to be found.
 static bool only_special(const cJSON *added) {
     const cJSON *token;
     cJSON_ArrayForEach(token, added) {
@@ -288,15 +294,15 @@ static bool only_special(const cJSON *added) {
     return true;
 }
 
-// Have added tokens the ids that the `tokenizers` library gives them, whatever the file says? Those of model.vocab
-// where they are in it, and else the next from its size on.
+// Do added tokens have the ids that the `tokenizers` library gives them, whatever the file says? It reuses the ids of
+// those in model.vocab and numbers the others from its size on.
 static bool numbered(const cJSON *vocab, const cJSON *added) {
     const cJSON *token;
     int next = cJSON_GetArraySize(vocab);
     if (!cJSON_IsObject(vocab)) { return true; }
     cJSON_ArrayForEach(token, added) {
         const cJSON *id = get(token, "id"), *content = get(token, "content");
-        if (!cJSON_IsNumber(id) || !cJSON_IsString(content)) { continue; }    // make_room() says what is wrong
+        if (!cJSON_IsNumber(id) || !cJSON_IsString(content)) { continue; }    // make_room() reports this
         const cJSON *known = get(vocab, content->valuestring);
         if (id->valueint != (known ? known->valueint : next)) { return false; }
         if (id->valueint >= next && id->valueint < ID_LIMIT) { next = id->valueint + 1; }
@@ -304,7 +310,7 @@ static bool numbered(const cJSON *vocab, const cJSON *added) {
     return true;
 }
 
-// Rejects every setting that would give other ids than the code above, all of them at once.
+// Rejects every setting that would produce other ids than the code above, and lists all of them at once.
 static bool check_kind(const Tokenizer *t, const cJSON *root, Error *error) {
     const cJSON *model = get(root, "model"), *words = get(root, "pre_tokenizer");
     const struct {
@@ -325,17 +331,18 @@ static bool check_kind(const Tokenizer *t, const cJSON *root, Error *error) {
         {!cJSON_IsFalse(get(words, "use_regex")), "pre_tokenizer.use_regex true"},
         {only_special(get(root, "added_tokens")), "only special tokens in added_tokens"},
         {numbered(get(model, "vocab"), get(root, "added_tokens")),
-         "ids from the size of model.vocab on in added_tokens"},
+         "ids in added_tokens that continue those of model.vocab"},
     };
     Reasons reasons = {0};
     for (size_t i = 0; i < sizeof(rows) / sizeof(*rows); i++) {
         if (!rows[i].right) { reasons_add(&reasons, "expected %s", rows[i].expected); }
     }
-    return !reasons.count || error_set(error, EXIT_INPUT, "%s: not a tokenizer of GPT-2's kind (byte-level BPE):%s",
+    return !reasons.count || error_set(error, EXIT_INPUT, "%s: not a tokenizer like GPT-2's (byte-level BPE):%s",
                                        t->path, reasons_text(&reasons).text);
 }
 
-// vocab.json writes each byte as a printable character: itself where it is one, otherwise the next from U+0100 on.
+// vocab.json writes each byte as a printable character: the byte itself if it is printable, otherwise the next free
+// character from U+0100 on.
 static void byte_alphabet(int16_t byte_of[0x180]) {
     memset(byte_of, -1, 0x180 * sizeof(*byte_of));
     for (int byte = 0, next = 0x100; byte < 256; byte++) {
@@ -344,8 +351,8 @@ static void byte_alphabet(int16_t byte_of[0x180]) {
     }
 }
 
-// Writes the bytes that a name in that alphabet, `length` bytes of UTF-8, stands for; false when it has another
-// character.
+// Writes the bytes that a name in this alphabet (`length` bytes of UTF-8) stands for. Returns false if the name
+// contains another character.
 static bool bytes_of_name(const int16_t byte_of[0x180], const char *name, size_t length, char *out,
                           size_t *out_length) {
     *out_length = 0;
@@ -362,7 +369,7 @@ static bool is_id(const cJSON *item) {
            item->valuedouble == (int)item->valuedouble;
 }
 
-// Checks all ids and takes room for the tokens. A token's bytes are never more than its name's.
+// Checks all ids and allocates memory for the tokens. A token never has more bytes than its name.
 static bool make_room(Tokenizer *t, const cJSON *vocab, const cJSON *added, Error *error) {
     const cJSON *item;
     size_t entries = 0, bytes = 0;
@@ -387,7 +394,7 @@ static bool make_room(Tokenizer *t, const cJSON *vocab, const cJSON *added, Erro
     return t->tokens && t->bytes && t->names ? true : no_memory(t, error);
 }
 
-// Gives the bytes at the end of t->bytes to an id. A name may come twice (in vocab and in added_tokens), with one id.
+// Assigns the bytes at the end of t->bytes to an id. A name may occur twice (in vocab and in added_tokens) with one id.
 static bool add_token(Tokenizer *t, int id, size_t length, const char *name, Error *error) {
     uint32_t *slot = name_slot(t, t->bytes + t->bytes_used, length);
     if (*slot == (uint32_t)id + 1) { return true; }
@@ -402,7 +409,7 @@ static bool add_token(Tokenizer *t, int id, size_t length, const char *name, Err
 static bool read_tokens(Tokenizer *t, const cJSON *vocab, const cJSON *added, const int16_t byte_of[0x180],
                         Error *error) {
     const cJSON *item;
-    cJSON_ArrayForEach(item, added) {    // these are plain text
+    cJSON_ArrayForEach(item, added) {    // their names are plain text
         const char *content = get(item, "content")->valuestring;
         memcpy(t->bytes + t->bytes_used, content, strlen(content));
         if (!add_token(t, get(item, "id")->valueint, strlen(content), content, error)) { return false; }
@@ -410,7 +417,7 @@ static bool read_tokens(Tokenizer *t, const cJSON *vocab, const cJSON *added, co
     cJSON_ArrayForEach(item, vocab) {
         size_t length;
         bool plain = bytes_of_name(byte_of, item->string, strlen(item->string), t->bytes + t->bytes_used, &length);
-        if (!plain) { return bad(t, error, "a character that stands for no byte in the token ", item->string); }
+        if (!plain) { return bad(t, error, "a character that does not represent a byte in the token ", item->string); }
         if (!add_token(t, item->valueint, length, item->string, error)) { return false; }
     }
     for (int byte = 0; byte < 256; byte++) {
@@ -425,7 +432,7 @@ static bool read_tokens(Tokenizer *t, const cJSON *vocab, const cJSON *added, co
     return found ? true : bad(t, error, "no token " END_OF_TEXT, "");
 }
 
-// One merge, "left right" or ["left", "right"], into *merge.
+// Parses one merge, "left right" or ["left", "right"].
 static bool read_merge(const Tokenizer *t, const cJSON *item, const int16_t byte_of[0x180], Merge *merge) {
     const char *left = NULL, *right = NULL;
     char room[2 * NAME_LIMIT];
@@ -465,10 +472,10 @@ static bool read_merges(Tokenizer *t, const cJSON *merges, const int16_t byte_of
     cJSON_ArrayForEach(item, merges) {
         Merge *merge = &t->merges[t->merges_count];
         if (!read_merge(t, item, byte_of, merge)) {
-            return bad_row(t, error, "expected two tokens whose joint is a token");
+            return bad_row(t, error, "expected two tokens whose concatenation is a token");
         }
         uint32_t *slot = pair_slot(t, merge->left, merge->right);
-        if (*slot) { return bad_row(t, error, "a pair that came before"); }
+        if (*slot) { return bad_row(t, error, "a duplicate pair"); }
         *slot = (uint32_t)++t->merges_count;
     }
     return true;
@@ -512,7 +519,7 @@ bool tokenizer_ids(const char *path, int *vocab, int *end_of_text) {
     char *file = file_in(path);
     cJSON *root = file ? json_read(file, &error) : NULL;
     const cJSON *ids = get(get(root, "model"), "vocab"), *item;
-    *vocab = cJSON_IsArray(ids) ? cJSON_GetArraySize(ids) : 0;    // Unigram's: an id is a place in the list
+    *vocab = cJSON_IsArray(ids) ? cJSON_GetArraySize(ids) : 0;    // Unigram has a list, whose indices are the ids
     *end_of_text = -1;
     cJSON_ArrayForEach(item, ids) {
         count_id(item, item->string, vocab, end_of_text);
@@ -528,7 +535,7 @@ bool tokenizer_ids(const char *path, int *vocab, int *end_of_text) {
 Tokenizer *tokenizer_open(const char *path, Error *error) {
     Tokenizer *t = calloc(1, sizeof(*t));
     if (!t || !(t->path = file_in(path))) {
-        error_set(error, EXIT_RESOURCE, "%s: no memory to read the tokenizer.", path);
+        error_set(error, EXIT_RESOURCE, "%s: out of memory to read the tokenizer.", path);
     } else if (open_file(t, error)) {
         return t;
     }

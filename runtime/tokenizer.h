@@ -1,7 +1,7 @@
-// Text to token ids and back, for byte-level BPE with GPT-2's way of splitting text into words: GPT-2's own 50,257
-// tokens and what data/tinystories.py trains. Reads the `tokenizer.json` (Hugging Face's format) that lies beside the
-// shards and in each checkpoint folder. Ids are those of tiktoken's encode_ordinary (GPT-2) and of the `tokenizers`
-// library.
+// Converts between text and token ids. Supports byte-level BPE with GPT-2's splitting of text into words: GPT-2's own
+// 50,257 tokens, and the vocabularies that data/tinystories.py trains. Reads the tokenizer.json (Hugging Face's format)
+// next to the shards and in each checkpoint folder. Produces the same ids as tiktoken's encode_ordinary (GPT-2) and the
+// `tokenizers` library.
 #ifndef RUNTIME_TOKENIZER_H
 #define RUNTIME_TOKENIZER_H
 
@@ -16,37 +16,36 @@ extern "C" {
 
 typedef struct Tokenizer Tokenizer;
 
-// The files that make a folder's tokenizer complete, ended by NULL: a checkpoint copies them. The first is required;
-// the others are for transformers' AutoTokenizer.
+// The files of a complete tokenizer, terminated by NULL; checkpoints copy them. The first is required, the others are
+// for transformers' AutoTokenizer.
 extern const char *const tokenizer_files[];
 
-// Opens `path`, a tokenizer.json or a folder with one. NULL and *error set when it is missing, not JSON, contradicts
-// itself, or asks for what this file does not do. The rule, which unusable() in data/vocabulary.py has too
-// (dev/tests/test_vocabulary.py compares them):
-//   - model: BPE; no prefix or suffix of words, no dropout, byte_fallback or ignore_merges
-//   - normalizer: none; pre_tokenizer: ByteLevel alone, with its regular expression and no space added in front
-//   - tokens: one for each byte, their names in ByteLevel's alphabet; <|endoftext|>; no added tokens but special
-//     ones, numbered after the others
-//   - merges: each pair once, of two tokens whose joint is a token
+// Opens `path`, a tokenizer.json or a folder that contains one. Returns NULL with *error set if it is missing, not
+// JSON, inconsistent, or unsupported. Supported is (unusable() in data/vocabulary.py implements the same rules;
+// dev/tests/test_vocabulary.py compares the two):
+//   - model: BPE without continuing_subword_prefix, end_of_word_suffix, dropout, byte_fallback or ignore_merges
+//   - normalizer: none; pre_tokenizer: only ByteLevel, with its regular expression and without add_prefix_space
+//   - tokens: one for each byte, named in ByteLevel's alphabet; <|endoftext|>; only special added tokens, numbered
+//     after the others
+//   - merges: distinct pairs of tokens whose concatenation is a token
 Tokenizer *tokenizer_open(const char *path, Error *error);
-void tokenizer_close(Tokenizer *tokenizer);    // NULL is fine
+void tokenizer_close(Tokenizer *tokenizer);    // NULL is allowed
 
-// Encodes length bytes of text; all of it is ordinary text, "<|endoftext|>" too. Broken UTF-8 counts as U+FFFD, as
-// Python's errors="replace" does. Returns how many ids the text has, and writes the first `capacity` of them (ids may
-// be NULL with 0).
-// A capacity of `length` is enough for valid UTF-8, 3 * length for any bytes. Threads may share a tokenizer.
+// Encodes `length` bytes of text. All of it is ordinary text, including "<|endoftext|>". Invalid UTF-8 becomes U+FFFD,
+// as with Python's errors="replace". Returns the number of ids and writes the first `capacity` of them (ids may be NULL
+// if it is 0). A capacity of `length` is enough for valid UTF-8, 3 * length for any bytes. Thread-safe.
 size_t tokenizer_encode(const Tokenizer *tokenizer, const char *text, size_t length, int32_t *ids, size_t capacity);
 
-// The bytes of one token, *length of them (no final 0 is promised), for text that is written out as it comes: a
-// character of several bytes may be spread over several tokens. NULL and 0 for an id that has no token. Text is decoded
-// by joining these.
+// Returns the bytes of one token, not null-terminated, and sets *length. Text is the concatenation of its tokens'
+// bytes; a character of several bytes may be spread over several tokens, which matters when text is printed token by
+// token. Returns NULL and a length of 0 for an id without a token.
 const char *tokenizer_token(const Tokenizer *tokenizer, int32_t id, size_t *length);
 
-// Of any tokenizer.json, also one that tokenizer_open() rejects: one more than the largest id, and the id of
-// "<|endoftext|>" or -1. False where it has no ids.
+// For any tokenizer.json, including those that tokenizer_open() rejects: sets *vocab to the largest id plus one and
+// *end_of_text to the id of "<|endoftext|>", or -1. Returns false if it has no ids.
 bool tokenizer_ids(const char *path, int *vocab, int *end_of_text);
 
-int tokenizer_vocab(const Tokenizer *tokenizer);          // one more than the largest id
+int tokenizer_vocab(const Tokenizer *tokenizer);          // the largest id plus one
 int tokenizer_end_of_text(const Tokenizer *tokenizer);    // the id of "<|endoftext|>", 50256 in GPT-2
 
 #ifdef __cplusplus

@@ -108,7 +108,7 @@ def summary(base):
     except plot.Refused:
         lines = []
     curve = [[line["tokens"], line["val_loss"]] for line in lines if line.get("val_loss") is not None]
-    empty = {int(step): float(share) for step, share in re.findall(r"^step +(\d+)/.*\| (\S+) % of rows without weight", log, re.M)}
+    empty = {int(step): float(share) for step, share in re.findall(r"^step +(\d+)/.*\| (\S+) % all-zero rows", log, re.M)}
     said = (re.findall(r"^train_gpt2: (.*)", log, re.M) or [""])[-1]
     at = re.match(r"step (\d+)", said)
     happened = "" if not code else f"exit {code}" + (f" at step {at[1]}" if at else f": {said}")

@@ -398,17 +398,17 @@ def floors(model, B, T):
     return {
         "embedding": (6 * N * C + 8 * min(N, V) * C, 0),                      # rows in and out; gradient in, rows of float32 read and written
         "rmsnorm": ((2 * L + 1) * 12 * N * C, 0),                             # x in, h out; dh, x, dx in, dx out
-        "q, k, v and o products": (0, 6 * L * N * 4 * C * C),
+        "q, k, v and o matmuls": (0, 6 * L * N * 4 * C * C),
         "rope": (L * 16 * N * C, 0),                                          # q and k in and out, and their gradients
         "attention": (0, 7 * L * N * (T + 1) * C),
-        "feed-forward products": (0, 6 * L * N * 3 * C * F),
+        "feed-forward matmuls": (0, 6 * L * N * 3 * C * F),
         "swiglu": (L * 16 * N * F, 0),                                        # gate, up in, act out; dact, gate, up in, dgate, dup out
-        "output product and loss": (4 * N * V, 6 * N * C * V),                # logits in, their gradients out
-        "norm and AdamW": (34 * P, 0),                                        # gradients twice; weights, moments in and out; the bf16 copy out
+        "logits and loss": (4 * N * V, 6 * N * C * V),                        # logits in, their gradients out
+        "gradient norm and AdamW": (34 * P, 0),                               # gradients twice; weights, moments in and out; the bf16 copy out
     }
 
 
-PRODUCTS = ("q, k, v and o products", "feed-forward products", "output product and loss")
+PRODUCTS = ("q, k, v and o matmuls", "feed-forward matmuls", "logits and loss")
 
 
 def phases(report, options):

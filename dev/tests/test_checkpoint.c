@@ -326,7 +326,7 @@ static void test_damage(void) {
           error.text);
     snprintf(path, sizeof path, "%s/ckpt/step-00000030/state.json", out_dir);
     unlink(path);
-    CHECK(verify_names("step-00000030", "state.json: expected this file"), "a missing file");
+    CHECK(verify_names("step-00000030", "state.json: this file is missing"), "a missing file");
     put("step-00000020", "manifest.json", "{\"files\": ", "w", 0);
     CHECK(verify_names("step-00000020", "manifest.json: expected JSON"), "half a manifest");
     CHECK(newest(&step) == 1 && step == 10, "four damaged ones are passed over: step %d", (int)step);
@@ -334,11 +334,11 @@ static void test_damage(void) {
     snprintf(path, sizeof path, "%s/warnings", folder);
     char *text = file_read(path, 100000, NULL, &error);
     int warnings = 0;
-    for (const char *p = text; p && (p = strstr(p, "Passing over")); p++) warnings++;
+    for (const char *p = text; p && (p = strstr(p, "Skipping")); p++) warnings++;
     CHECK(warnings == 5, "expected 1 + 4 warnings, found %s", text);
     free(text);
     put("step-00000020", "manifest.json", "{\"files\": {\"../x\": {\"size\": 1, \"xxh3_128\": \"0\"}}}", "w", 0);
-    CHECK(verify_names("step-00000020", "plain file name"), "a path in the manifest");
+    CHECK(verify_names("step-00000020", "a file name without a folder"), "a path in the manifest");
     put("step-00000020", "manifest.json", "{\"files\": []}", "w", 0);
     CHECK(verify_names("step-00000020", "an object \"files\""), "a list of files");
     CHECK(checkpoint_prune(out_dir, 1, UINT64_MAX, &error) && there(10), "the only whole one was pruned");
@@ -394,7 +394,7 @@ static void test_manifest(void) {
     CHECK(text && strstr(text, "99aa06d3014798d86001c324468d497f"), "the hash of an empty file: %s", text);
     free(text);
     CHECK(checkpoint_begin(&c, out_dir, 8, &error) && mkdir(checkpoint_path(&c, "sub"), 0777) == 0, "%s", error.text);
-    CHECK(!checkpoint_commit(&c, &error) && strstr(error.text, "only plain files"), "%s", error.text);
+    CHECK(!checkpoint_commit(&c, &error) && strstr(error.text, "only regular files"), "%s", error.text);
     checkpoint_abandon(&c);
     CHECK(count_entries(true) == 1 && count_entries(false) == 0, "abandoned");
 }
@@ -443,7 +443,7 @@ int main(void) {
     test_kill("a save of the same step, killed", save_10, 10, true, 15 + 7);
     test_kill_prune();
     test_kill_replace();
-    test_errno("ENOSPC at each point of a save", ENOSPC, "Make room");
+    test_errno("ENOSPC at each point of a save", ENOSPC, "Free some space");
     test_errno("EIO at each point of a save", EIO, "The disk failed");
     test_environment();
     test_damage();

@@ -88,7 +88,7 @@ def test_what_ended_stays_and_more_steps_go_on(data, tmp_path):
     run(data, tmp_path, *attn)
     assert before == ((tmp_path / "comparison.md").read_text(), [(tmp_path / f"{name}.log").read_text() for name in attn[1:]])
     run(data, tmp_path, *attn, steps=6)
-    assert "continues at step 4" in (tmp_path / "softmax.log").read_text() and len(metrics(tmp_path / "softmax")) == 6
+    assert "resumes at step 4" in (tmp_path / "softmax.log").read_text() and len(metrics(tmp_path / "softmax")) == 6
 
 
 def test_a_refused_run_is_named_and_the_others_go_on(data, tmp_path):
@@ -113,6 +113,6 @@ def test_stopped_and_continued(data, tmp_path):
     assert 0 < len(metrics(stopped / "softmax")) < steps
     run(data, stopped, *flags, steps=steps)
     run(data, whole, *flags, steps=steps)
-    assert "continues at step" in (stopped / "softmax.log").read_text()
+    assert "resumes at step" in (stopped / "softmax.log").read_text()
     for name in "softmax", "ssmax":
         assert_same_run(stopped / name, whole / name, steps)

@@ -58,18 +58,18 @@ def tree(folder):
 
 
 @pytest.mark.parametrize("flags, parts", [
-    (["--stpes", 3], ["--stpes", "no such flag", "Nearest: --steps", "--help"]),
-    (["--train", "x"], ["--train", "Nearest: --train-data"]),
-    (["--zero", 1], ["--zero is a flag of train_gpt2cu", "train_gpt2 has no such flag"]),
+    (["--stpes", 3], ["--stpes", "unknown flag", "Did you mean --steps?", "--help"]),
+    (["--train", "x"], ["--train", "Did you mean --train-data?"]),
+    (["--zero", 1], ["--zero is only supported by train_gpt2cu", "not by train_gpt2"]),
     (["--reduce-dtype=bf16"], ["--reduce-dtype is a flag of train_gpt2cu"]),
-    (["--zeros", 1], ["--zeros: no such flag. `--help`"]),
+    (["--zeros", 1], ["--zeros: unknown flag. Run `--help`"]),
     (["-steps", 3], ["two dashes", "--steps"]),
-    (["stray"], ["stray", "belongs to no flag"]),
-    (["--schedule", "cosin"], ["--schedule cosin", "constant|cosine|linear|wsd", "Nearest: cosine"]),
+    (["stray"], ["stray", "does not belong to a flag"]),
+    (["--schedule", "cosin"], ["--schedule cosin", "constant|cosine|linear|wsd", "Did you mean cosine?"]),
     (["--dtype", "fp16"], ["--dtype fp16: expected one of fp32|bf16.\n"]),
     (["--attn", "ssmx"], ["--attn ssmx", "Nearest: ssmax. "]),
     (["--attn", "flashattention"], ["--attn flashattention: no such normalizer. `--attn help`"]),
-    (["--config", "x"], ["--config: no such flag. `--help`"]),
+    (["--config", "x"], ["--config: unknown flag. Run `--help`"]),
     (["--attn", "softmax+post=revert"], ["post", "'revert'", "none"]),
     (["--attn-switch", "ssmax"], ["--attn-switch ssmax", "STEP:NAME"]),
     (["--attn-switch", "3:ssmx"], ["--attn-switch 3:ssmx", "ssmax"]),
@@ -141,11 +141,11 @@ def shard_with(folder, **how):
 
 
 @pytest.mark.parametrize("how, parts", [
-    (dict(magic=20240801), ["offset 0", "expected the number 20240520", "found 20240801", "32-bit"]),
+    (dict(magic=20240801), ["offset 0", "expected magic number 20240520", "found 20240801", "32-bit"]),
     (dict(magic=7), ["offset 0", "20240520", "found 7", "data/"]),
-    (dict(version=2), ["offset 4", "expected version 1", "found 2", "again"]),
-    (dict(count=1001), ["1,001 tokens (3,026 bytes)", "3,024 bytes", "cut short", "again"]),
-    (dict(count=999), ["999 tokens (3,022 bytes)", "3,024 bytes", "more than it says"]),
+    (dict(version=2), ["offset 4", "expected version 1", "found 2", "Recreate"]),
+    (dict(count=1001), ["1,001 tokens (3,026 bytes)", "3,024 bytes", "truncated", "Recreate"]),
+    (dict(count=999), ["999 tokens (3,022 bytes)", "3,024 bytes", "extra data"]),
     (dict(count=-5), ["offset 8", "-5"]),
     (dict(ids=tokens(8)), ["too little data", "8 tokens", "0 windows of 8 + 1", "4 are needed", "--batch"]),
     (dict(ids=tokens(32)), ["too little data", "3 windows of 8 + 1", "4 are needed"]),
@@ -161,7 +161,7 @@ def test_broken_shard(tmp_path, how, parts):
 def test_truncated_shard(tmp_path):
     path = shard_with(tmp_path)
     os.truncate(path, 1500)
-    says(run_data(tmp_path), path, "1,000 tokens (3,024 bytes)", "1,500 bytes", "cut short")
+    says(run_data(tmp_path), path, "1,000 tokens (3,024 bytes)", "1,500 bytes", "truncated")
     os.truncate(path, 100)
     says(run_data(tmp_path), path, "1,024 bytes", "100")
 
@@ -170,7 +170,7 @@ def test_id_over_vocabulary(tmp_path):
     ids = tokens(1000)
     ids[20] = VOCAB
     path = shard_with(tmp_path, ids=ids)
-    parts = [path, "offset 1,064", f"token id {VOCAB}", f"vocabulary's {VOCAB}", "vocab="]
+    parts = [path, "offset 1,064", f"token id {VOCAB}", f"vocabulary size, {VOCAB}", "vocab="]
     says(run_data(tmp_path, "--shuffle", 0), *parts)
     says(run_data(tmp_path, "--dry-run"), *parts)
     ids[20], ids[-1] = 1, 50000      # training for two steps would not get there
@@ -182,13 +182,13 @@ def test_id_over_vocabulary(tmp_path):
 def test_broken_validation_data(tmp_path):
     shard_with(tmp_path)
     path = write_shard(tmp_path / "d_val_000000.bin", tokens(100), count=200)
-    says(run_data(tmp_path, "--val-data", path), path, "200 tokens", "cut short")
+    says(run_data(tmp_path, "--val-data", path), path, "200 tokens", "truncated")
 
 
 @pytest.mark.parametrize("bits, how, parts", [
     ([1] * 999, {}, ["offset 8", "999", "1,000", "both"]),
     ([1] * 999 + [2], {}, ["offset 2,023", "expected 0 or 1", "found 2"]),
-    ([1] * 1000, dict(count=2000), ["2,000", "cut short"]),
+    ([1] * 1000, dict(count=2000), ["2,000", "truncated"]),
 ])
 def test_broken_mask(tmp_path, bits, how, parts):
     shard_with(tmp_path)
@@ -356,14 +356,14 @@ def test_wrong_hash(data, run):
     says(resume(data, run, code=INPUT), *parts)
     says(init_from(data, checkpoint(run, 4)), *parts)
     shutil.rmtree(checkpoint(run, 4))      # what the message advises
-    says(resume(data, run), "continues at step 2")
+    says(resume(data, run), "resumes at step 2")
 
 
 def test_damaged_checkpoint_is_passed_over(data, run):
     os.truncate(checkpoint(run, 4) / "optimizer.safetensors", 1000)
     text = resume(data, run)
-    says(text, "warning", checkpoint(run, 4) / "optimizer.safetensors", "found 1000", "Passing over", "continues at step 2")
-    assert text.count("Passing over") == 1
+    says(text, "warning", checkpoint(run, 4) / "optimizer.safetensors", "found 1000", "Skipping", "resumes at step 2")
+    assert text.count("Skipping") == 1
 
 
 def test_no_whole_checkpoint_is_no_fresh_start(data, run):
@@ -371,7 +371,7 @@ def test_no_whole_checkpoint_is_no_fresh_start(data, run):
     for step in steps(run):
         (checkpoint(run, step) / "manifest.json").unlink()
     before = metrics(run)
-    says(resume(data, run, code=INPUT), f"{run}/ckpt", "none of the checkpoints is whole", "another --out")
+    says(resume(data, run, code=INPUT), f"{run}/ckpt", "every checkpoint is damaged", "another --out")
     assert metrics(run) == before
 
 
@@ -379,7 +379,7 @@ def test_no_whole_checkpoint_is_no_fresh_start(data, run):
 def test_malformed_manifest(data, run, text):
     path = checkpoint(run, 4) / "manifest.json"
     path.write_text(text)
-    says(resume(data, run), "warning", path, "Passing over", "continues at step 2")
+    says(resume(data, run), "warning", path, "Skipping", "resumes at step 2")
 
 
 def unlist(folder, name):
@@ -428,7 +428,7 @@ def test_malformed_run_json(data, run, change, parts):
 
 def test_run_without_resume(data, run):
     before = tree(run / "ckpt")
-    says(train(data, "--out", run, code=USAGE), run, "there is a run already", "--resume")
+    says(train(data, "--out", run, code=USAGE), run, "already contains a run", "--resume")
     assert tree(run / "ckpt") == before
 
 
@@ -439,7 +439,7 @@ def test_run_without_resume(data, run):
 ], ids=lambda flags: flags[0])
 def test_resume_contradicts(data, run, flags):
     before = tree(run / "ckpt"), (run / "metrics.jsonl").read_bytes()
-    says(resume(data, run, *flags, code=USAGE), f"{flags[0]} is {flags[1]}", "the run began with", "may not change", "--out")
+    says(resume(data, run, *flags, code=USAGE), f"{flags[0]} is {flags[1]}", "the run started with", "cannot change", "--out")
     assert before == (tree(run / "ckpt"), (run / "metrics.jsonl").read_bytes())
 
 
@@ -465,7 +465,7 @@ def test_resume_with_other_data(data, run, tmp_path):
 
 
 def test_moved_run_folder(data, run, tmp_path):
-    says(resume(data, shutil.move(run, tmp_path / "moved")), "continues at step 4")
+    says(resume(data, shutil.move(run, tmp_path / "moved")), "resumes at step 4")
 
 
 def test_two_jobs(data, tmp_path):
@@ -485,14 +485,14 @@ def test_two_jobs(data, tmp_path):
 def test_dry_run_writes_nothing(data, run, tmp_path):
     before = tree(tmp_path)
     text = train(data, "--dry-run", "--out", tmp_path / "new/out", "--val-data", data / "d_val_000000.bin", "--sample-every", 5)
-    says(text, "parameters", "memory", "in all", "free", "tokens", "steps an epoch", "a checkpoint", "nothing was written")
+    says(text, "parameters", "memory", "total", "free", "tokens", "steps per epoch", "per checkpoint", "nothing was written")
     says(resume(data, run, "--dry-run"), "nothing was written")
     assert tree(tmp_path) == before
 
 
 def test_no_such_folder(data, tmp_path):
     (tmp_path / "file").write_text("")
-    says(train(data, "--steps", 1, "--out", tmp_path / "file/out", code=RESOURCE), tmp_path / "file", "folder", "choose another")
+    says(train(data, "--steps", 1, "--out", tmp_path / "file/out", code=RESOURCE), tmp_path / "file", "folder", "Choose another")
 
 
 @pytest.fixture
@@ -515,7 +515,7 @@ def test_no_permission(open_folder):
          "Permission denied") if how else None
     os.chmod(open_folder, 0o555)
     says(train(open_folder / "data", "--steps", 1, "--out", open_folder / "new", code=RESOURCE, program=open_folder / "train_gpt2", **how),
-         open_folder / "new", "Permission denied", "Choose a folder that you may write to")
+         open_folder / "new", "Permission denied", "Choose a folder that you can write to")
     os.chmod(open_folder, 0o755)
 
 
@@ -534,10 +534,10 @@ def much_data(tmp_path_factory):
 def test_more_than_free(much_data, tmp_path):
     out = tmp_path / "out"
     text = train(much_data, "--batch", 65536, "--seq-len", 1024, "--model", MODEL.replace("layers=1", "layers=99"), "--out", out, code=RESOURCE)
-    says(text, "this run needs", "of memory", "is free", "--batch")
+    says(text, "this run needs", "of memory", "is available", "--batch")
     assert not out.exists()
     text = train(much_data, "--model", "layers=1024,heads=64,channels=65536,ffn=262144", code=RESOURCE)
-    says(text, "this run needs", "is free", "--model")
+    says(text, "this run needs", "is available", "--model")
 
 
 @pytest.fixture
@@ -567,8 +567,8 @@ def test_more_than_the_control_group_has(data, small_group):
     flags = ["--model", "layers=4,heads=4,channels=512,ffn=1376,vocab=32000", "--dry-run"]
     train(data, *flags)
     text = train(data, *flags, code=RESOURCE, preexec_fn=enter)
-    says(text, "this run needs", "of memory", "is free", "--model")
-    assert int(re.search(r"and (\d+)[.\d]* MB is free", text)[1]) <= 200, text
+    says(text, "this run needs", "of memory", "is available", "--model")
+    assert int(re.search(r"but only (\d+)[.\d]* MB is available", text)[1]) <= 200, text
     train(data, "--steps", 1, preexec_fn=enter)
 
 
@@ -576,7 +576,7 @@ def test_more_than_the_control_group_has(data, small_group):
 def test_more_than_ulimit(much_data):
     """2.5 GB of activations where the process may map 2 GiB."""
     limit = lambda: resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
-    says(train(much_data, "--batch", 1500, "--seq-len", 1024, code=RESOURCE, preexec_fn=limit), "refuses", "of memory", "--batch")
+    says(train(much_data, "--batch", 1500, "--seq-len", 1024, code=RESOURCE, preexec_fn=limit), "cannot allocate", "of memory", "--batch")
     train(much_data, "--batch", 15, "--seq-len", 1024, "--steps", 1, preexec_fn=limit)
 
 
@@ -589,12 +589,12 @@ def test_full_disk(data, tmp_path):
     try:
         flags = ["--model", MODEL.replace("channels=16", "channels=32"), "--steps", 8, "--ckpt-every", 2, "--keep", 0, "--out", disk / "out"]
         text = train(data, *flags, code=RESOURCE)
-        says(text, "No space left on device", "writing", "at offset", "Make room", "Training continues; earlier checkpoints are intact", "step     8/8")
+        says(text, "No space left on device", "writing", "at offset", "Free some space", "Training continues; earlier checkpoints are intact", "step     8/8")
         whole = steps(disk / "out")
         assert whole and whole[-1] < 8 and not list((disk / "out/ckpt").glob(".tmp*"))
         init_from(data, checkpoint(disk / "out", whole[-1]), code=0)
         shutil.rmtree(checkpoint(disk / "out", whole[0]))      # room
-        says(train(data, *flags, "--keep", 1, "--ckpt-every", 0, "--resume"), f"continues at step {whole[-1]}")
+        says(train(data, *flags, "--keep", 1, "--ckpt-every", 0, "--resume"), f"resumes at step {whole[-1]}")
         assert steps(disk / "out") == [8]
     finally:
         subprocess.run(["umount", disk], check=True)
@@ -617,12 +617,12 @@ def test_full_disk_by_fault(data, tmp_path, faults):
     both = count_points(data, tmp_path / "two", faults, *flags)
     for n in (points // 3, points - 3):
         text = train(data, *flags, "--out", tmp_path / f"{n}", program=faults, env={"FAULT_AT": str(n), "FAULT_KIND": "enospc"})
-        says(text, "No space left on device", "Training continues; earlier checkpoints are intact", "Make room")
+        says(text, "No space left on device", "Training continues; earlier checkpoints are intact", "Free some space")
         assert 2 in steps(tmp_path / f"{n}")
     out = tmp_path / "last"
     text = train(data, *flags, "--keep", 0, "--out", out, program=faults, env={"FAULT_AT": str((points + both) // 2), "FAULT_KIND": "enospc"},
                  code=RESOURCE)
-    says(text, "No space left on device", "Make room")
+    says(text, "No space left on device", "Free some space")
     assert steps(out) == [1]
     init_from(data, checkpoint(out, 1), code=0)
 
@@ -663,16 +663,16 @@ def test_signal(data, tmp_path, number, processes):
     done = len(metrics(out))
     assert steps(out) == [done]
     says(text, f"stopped by a signal at step {done}", "--resume")
-    says(train(data, *flags, "--steps", done + 1, "--resume", processes=processes), f"continues at step {done:,}")
+    says(train(data, *flags, "--steps", done + 1, "--resume", processes=processes), f"resumes at step {done:,}")
 
 
 # ---- several processes: one message, soon, and the exit code
 
 
 @pytest.mark.parametrize("flags, code, message", [
-    (["--stpes", 3], USAGE, "no such flag"),
+    (["--stpes", 3], USAGE, "unknown flag"),
     (["--train-data", "/elsewhere/*.bin"], INPUT, "no file matches"),
-    (["--total-batch-tokens", 40], USAGE, "is no multiple"),
+    (["--total-batch-tokens", 40], USAGE, "is not a multiple"),
     (["--dry-run", "--seq-len", 16, "--batch", 300], INPUT, "too little data"),
 ])
 def test_one_message(data, flags, code, message):

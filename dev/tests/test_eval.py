@@ -345,7 +345,7 @@ def test_rows_without_weight_are_told(softmax, data, tmp_path):
     output, result = evaluate(softmax["llama"][0], data, tmp_path, *flags, f"0,{2 * L}")
     shares = [row["rows_without_weight"] for row in result["results"]]
     assert shares[:2] == [0, 0] and 0 < shares[3] < shares[2] < 1
-    assert all(f"{100 * share:.2g} % of rows without weight" in output for share in shares[2:])
+    assert all(f"{100 * share:.2g} % all-zero rows" in output for share in shares[2:])
     assert evaluate(softmax["llama"][0], data, tmp_path, *flags, 2 * L)[1]["results"][1]["rows_without_weight"] == shares[3]
 
 
@@ -386,7 +386,7 @@ WRONG = {
     "no shards": (["--data", "{run}/none*.bin"], 3, ["no file matches"]),
     "too little data": (["--seq-lens", "8,1000"], 3, ["too little data", "1,000 tokens"]),
     "id over vocabulary": (["--data", "{run}/ids.bin"], 3, ["ids.bin", f"token id {VOCAB}", "offset 1,064"]),
-    "cut shard": (["--data", "{run}/cut.bin"], 3, ["cut.bin", "cut short"]),
+    "cut shard": (["--data", "{run}/cut.bin"], 3, ["cut.bin", "truncated"]),
     "no memory": (["--model", "{huge}"], 4, ["memory", "--seq-lens"]),
 }
 

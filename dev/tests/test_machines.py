@@ -110,9 +110,9 @@ def test_a_rank_that_falls_silent_ends_the_others(data, tmp_path, victim):
         text = job.end(PEER)
     said = re.findall(r"train_gpt2: no heartbeat from (rank \d) on (\S+) for 2 s", text)
     assert said == [(f"rank {victim}", os.uname().nodename)], text[-3000:]
-    assert "If the run has saved checkpoints, the last one is intact: continue with --resume" in text and "--rank-timeout" in text
+    assert "Saved checkpoints are intact: resume with --resume" in text and "--rank-timeout" in text
     newest = steps(job.out)[-1]
-    assert f"continues at step {newest}" in train(data, "--steps", newest + 1, "--resume", "--out", job.out, "--batch", 8)
+    assert f"resumes at step {newest}" in train(data, "--steps", newest + 1, "--resume", "--out", job.out, "--batch", 8)
 
 
 def test_a_silent_rank_of_the_cuda_trainer(data, tmp_path):
@@ -160,7 +160,7 @@ def test_kill_9_of_launch_sh_ends_the_ranks(data, tmp_path):
         job.process.kill()
         wait_for(lambda: not any(map(alive, job.all)), "the end of mpirun and its ranks", 30)
     newest = steps(job.out)[-1]
-    assert f"continues at step {newest}" in train(data, "--steps", newest + 1, "--resume", "--out", job.out, "--batch", 8)
+    assert f"resumes at step {newest}" in train(data, "--steps", newest + 1, "--resume", "--out", job.out, "--batch", 8)
 
 
 # ---- two machines, and one to start from
@@ -265,7 +265,7 @@ def test_a_machine_that_vanishes(data, nodes, tmp_path, launcher, victim):
     wait_for_empty(nodes)                  # on the machine that is cut off, too
     newest = steps(out)[-1]
     assert checkpoint(out, newest).is_dir()
-    assert f"continues at step {newest}" in train(data, "--steps", newest + 5, "--resume", "--out", out, "--batch", 8)
+    assert f"resumes at step {newest}" in train(data, "--steps", newest + 5, "--resume", "--out", out, "--batch", 8)
 
 
 def test_the_processes_of_one_machine_are_killed(data, nodes, tmp_path):
@@ -278,4 +278,4 @@ def test_the_processes_of_one_machine_are_killed(data, nodes, tmp_path):
     assert job.returncode not in (0, STOPPED)
     wait_for_empty(nodes)
     newest = steps(out)[-1]
-    assert f"continues at step {newest}" in train(data, "--steps", newest + 5, "--resume", "--out", out, "--batch", 8)
+    assert f"resumes at step {newest}" in train(data, "--steps", newest + 5, "--resume", "--out", out, "--batch", 8)

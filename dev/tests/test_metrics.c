@@ -166,7 +166,7 @@ static void test_full_disk(void) {
     check_group("a full disk");
     char output[4096];
     CHECK(check_fork(write_full, NULL, output, sizeof output) == 0, "exit code");
-    const char *first = strstr(output, "warning: /dev/full: step 1 can't be written: No space left on device.");
+    const char *first = strstr(output, "warning: /dev/full: cannot write step 1: No space left on device.");
     CHECK(first && !strstr(first + 10, "warning") && strstr(output, "on it goes"), "one warning: %s", output);
     put("");
     CHECK(check_fork(write_limited, NULL, output, sizeof output) == 0 && strstr(output, "this line is missing"),

@@ -74,21 +74,21 @@ static void refused(const char *words, const char *part) {
 
 static void test_refusals(void) {
     check_group("wrong flags and values");
-    refused("--bach 4", "--bach: no such flag. Nearest: --batch.");
-    refused("--train_data x", "Nearest: --train-data.");
-    refused("--train x", "Nearest: --train-data.");
-    refused("--LR 1", "Nearest: --lr.");
-    refused("--btach 1", "Nearest: --batch.");
-    refused("--config x", "--config: no such flag. `--help` lists all of them.");
+    refused("--bach 4", "--bach: unknown flag. Did you mean --batch?");
+    refused("--train_data x", "Did you mean --train-data?");
+    refused("--train x", "Did you mean --train-data?");
+    refused("--LR 1", "Did you mean --lr?");
+    refused("--btach 1", "Did you mean --batch?");
+    refused("--config x", "--config: unknown flag. Run `--help` for the full list.");
     refused("--dtype int8", "--dtype int8: expected one of fp32|bf16.\n");
     refused("--batch=4 --zzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzz 1",
-            "no such flag");
-    refused("-batch 4", "-batch: flags begin with two dashes. Nearest: --batch.");
-    refused("batch 4", "belongs to no flag");
-    refused("--batch 4 5", "\"5\": a word that belongs to no flag, after 4");
+            "unknown flag");
+    refused("-batch 4", "-batch: flags start with two dashes. Did you mean --batch?");
+    refused("batch 4", "does not belong to a flag");
+    refused("--batch 4 5", "\"5\": this word does not belong to a flag; it follows 4");
     refused("--batch", "--batch: its value is missing. Write --batch N.");
     refused("--train-data --lr 1",
-            "--train-data: its value is missing, the next word is --lr. Write --train-data GLOB.");
+            "--train-data: its value is missing; the next word is --lr. Write --train-data GLOB.");
     refused("--batch 0", "expected a whole number from 1 to 4096, found \"0\"");
     refused("--batch 4097", "from 1 to 4096");
     refused("--batch 1.5", "whole number");
@@ -102,13 +102,13 @@ static void test_refusals(void) {
     refused("--lr inf", "found \"inf\"");
     refused("--lr 1e999", "found \"1e999\"");
     refused("--lr -1e-4", "of at least 0");
-    refused("--dtype bf61", "expected one of fp32|bf16. Nearest: bf16.");
-    refused("--dtype BF16", "Nearest: bf16.");
+    refused("--dtype bf61", "expected one of fp32|bf16. Did you mean bf16?");
+    refused("--dtype BF16", "Did you mean bf16?");
     refused("--shuffle yes", "expected 0 or 1, found \"yes\"");
-    refused("--seq-len 64,", "whole numbers with commas between from 1 to 65536");
+    refused("--seq-len 64,", "comma-separated whole numbers from 1 to 65536");
     refused("--seq-len 64,0", "found \"64,0\"");
     refused("--seq-len 1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17", "whole numbers");
-    refused("--", "belongs to no flag");
+    refused("--", "does not belong to a flag");
 }
 
 static void test_help(void) {
@@ -144,11 +144,11 @@ static void test_resume(void) {
           "what is not given is the run's: %s", json);
     parse("--resume --seed 999999999999999 --dtype bf16 --seq-len 64,128 --train-data it\"s");
     CHECK(options_resume(table, ROWS, json, &error), "the same values given again: %s", error.text);
-    const char *differing[][2] = {{"--seed 7", "--seed is 7 here, but the run began with 999999999999999"},
-                                  {"--dtype fp32", "--dtype is fp32 here, but the run began with bf16"},
-                                  {"--shuffle", "--shuffle is 1 here, but the run began with 0"},
-                                  {"--seq-len 64", "--seq-len is 64 here, but the run began with 64,128"},
-                                  {"--train-data x", "--train-data is x here"}};
+    const char *differing[][2] = {{"--seed 7", "--seed is 7, but the run started with 999999999999999"},
+                                  {"--dtype fp32", "--dtype is fp32, but the run started with bf16"},
+                                  {"--shuffle", "--shuffle is 1, but the run started with 0"},
+                                  {"--seq-len 64", "--seq-len is 64, but the run started with 64,128"},
+                                  {"--train-data x", "--train-data is x, but the run"}};
     for (size_t i = 0; i < sizeof differing / sizeof *differing; i++) {
         parse((void *)differing[i][0]);
         CHECK(!options_resume(table, ROWS, json, &error) && error.code == EXIT_USAGE &&

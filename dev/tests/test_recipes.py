@@ -118,7 +118,7 @@ def test_plan_of_a_gpu(data, script):
     for flags, batch, promised in ([], 64, number(r"Memory (\d+) GB", text)), (["--batch", 16], 16, number(r"(\d+) GB with --batch 16", text)):
         plan = run(script, *flags, "--dry-run", CUDA_ON_CPU_MEMORY=int((promised + 1) * 1e9), **gpu)
         check_plan(script, plan, 1, batch)
-        says(plan, "memory of each GPU", "memory of the host")
+        says(plan, "device memory per GPU", "host memory")
         says(run(script, *flags, "--dry-run", code=RESOURCE, CUDA_ON_CPU_MEMORY=int((promised - 1) * 1e9), **gpu), "of a GPU's memory", "--recompute")
 
 
@@ -128,7 +128,7 @@ def test_run(data, tmp_path, script, schedule, warmup, least):
     out = tmp_path / "out"
     small = dict(DATA=data, OUT=out)
     says(run(script, *SMALL, "--steps", 2, **small), "starts at step 0", "sample at step 2")
-    says(run(script, *SMALL, "--steps", 4, **small), "continues at step 2")
+    says(run(script, *SMALL, "--steps", 4, **small), "resumes at step 2")
     assert [step for step, in metrics(out, ["step"])] == [1, 2, 3, 4]
     arguments = json.loads((out / "run.json").read_text())["arguments"]
     expected = {"dtype": "bf16", "lr": 6e-4, "warmup": warmup, "schedule": schedule, "min-lr-frac": least, "weight-decay": 0.1, "beta1": 0.9,
@@ -140,7 +140,7 @@ def test_run(data, tmp_path, script, schedule, warmup, least):
 def test_processes(data, tmp_path):
     """GPUS is the number of processes."""
     plan = run("run_162M_slimpajama_ssmax.sh", *SMALL, "--dry-run", DATA=data, OUT=tmp_path / "out", GPUS=2)
-    says(plan, "16 tokens: 2 processes x 1 micro-batch of 1 x 8")
+    says(plan, "16 tokens: 2 ranks x 1 micro-batch of 1 x 8")
 
 
 def test_no_program(data):
@@ -193,7 +193,7 @@ def test_switch(softmax):
     says(plan, "attention softmax, L = 8", "switch    to ssmax at step 4\n", "nothing was written")
     assert (softmax / "run.json").read_bytes() == before
     text = run("switch_to_ssmax.sh", "--steps", 6, OUT=softmax)
-    says(text, "continues at step 4", "attn_scale, 0.", "step 4: --attn softmax becomes ssmax; validation loss")
+    says(text, "resumes at step 4", "attn_scale, 0.", "step 4: --attn softmax becomes ssmax; validation loss")
     assert attention(softmax, 6) == "ssmax" and lineage(softmax) == [(0, "softmax"), (4, "ssmax")]
     rates = [lr for lr, in metrics(softmax, ["lr"])]
     assert rates[4:6] == rates[:2]                              # it warms up again
@@ -202,8 +202,8 @@ def test_switch(softmax):
 def test_switch_once(softmax):
     run("switch_to_ssmax.sh", "--steps", 6, OUT=softmax)
     text = run("switch_to_ssmax.sh", "--steps", 8, OUT=softmax)
-    says(text, "continues at step 6")
-    assert "becomes" not in text and lineage(softmax) == [(0, "softmax"), (4, "ssmax")]
+    says(text, "resumes at step 6")
+    assert "switched" not in text and lineage(softmax) == [(0, "softmax"), (4, "ssmax")]
 
 
 def test_switch_later(softmax):
@@ -307,4 +307,4 @@ def test_hostfile_for_real(data, tmp_path):
     """mpirun itself, on the one machine that is here."""
     hosts = hostfile(tmp_path, "localhost slots=2\n")
     plan = run([SCRIPTS / "run_multi_node_mpi.sh", SCRIPTS / "run_124M_fineweb.sh"], *SMALL, "--dry-run", HOSTFILE=hosts, DATA=data)
-    says(plan, "16 tokens: 2 processes x 1 micro-batch of 1 x 8", "nothing was written")
+    says(plan, "16 tokens: 2 ranks x 1 micro-batch of 1 x 8", "nothing was written")

@@ -222,7 +222,7 @@ static void test_broken_headers(void) {
         {"{\"a\":{\"shape\":[2],\"data_offsets\":[0,8]}}", "found none", 8},
         {"{\"a\":{\"dtype\":7,\"shape\":[2],\"data_offsets\":[0,8]}}", "found none", 8},
         {"{\"a\":7}", "found none", 0},
-        {"{" T("a", "F32", "[2]", "[0,8]") "," T("a", "F32", "[2]", "[8,16]") "}", "stands twice", 16},
+        {"{" T("a", "F32", "[2]", "[0,8]") "," T("a", "F32", "[2]", "[8,16]") "}", "occurs twice", 16},
         {"{\"__metadata__\":{\"a\":1}}", "only strings", 0},
         {"{\"__metadata__\":7}", "only strings", 0},
         {"{" T("a\\u0000b", "F32", "[2]", "[0,8]") "}", "a NUL", 8},
@@ -232,7 +232,7 @@ static void test_broken_headers(void) {
         {"{" T("a\xC0\xAF", "F32", "[2]", "[0,8]") "}", "not UTF-8", 8},
         {"{" T("a", "F32", "[02]", "[0,8]") "}", "malformed number", 8},
         {"{" T("a", "F32", "[2]", "[0,8]"), "the end of the text", 8},
-        {"{" T("a", "F32", "[2]", "[0,8]") "}}", "more after the end", 8},
+        {"{" T("a", "F32", "[2]", "[0,8]") "}}", "more text after its end", 8},
         {"{" T("a", "F32", "[2]", "[0,8]") ",}", "found something else", 8},
         {"{\"a", "in a string", 8},
         {"[]", "starts with {", 0},
@@ -302,7 +302,7 @@ static void test_large(void) {
     if (s) CHECK(safetensors_find(s, "far")->offset == (uint64_t)at, "offset");
     // Cut short after it was opened: the read itself notices.
     CHECK(truncate(path, at + 5) == 0 && !safetensors_read(s, "far", 1, &two, read, &error) &&
-              strstr(error.text, "cut short"),
+              strstr(error.text, "truncated"),
           "%s", error.text);
     safetensors_close(s);
     unlink(path);
@@ -332,10 +332,10 @@ static void test_sharded(void) {
     static const char *const wrong[][2] = {
         {"{\"weight_map\":{\"b\":\"m-1.safetensors\",\"a\":\"m-2.safetensors\"}}", "expected tensor b in m-1.safetensors"},
         {"{\"weight_map\":{\"a\":\"m-1.safetensors\",\"c\":\"m-2.safetensors\"}}", "found it nowhere"},
-        {"{\"weight_map\":{\"a\":\"m-1.safetensors\",\"b\":\"m-3.safetensors\"}}", "every file is needed"},
-        {"{\"weight_map\":{\"a\":\"m-1.safetensors\",\"b\":\"../m-2.safetensors\"}}", "a file beside it"},
-        {"{\"weight_map\":{\"a\":\"m-1.safetensors\",\"b\":\"/etc/passwd\"}}", "a file beside it"},
-        {"{\"weight_map\":{\"a\":7}}", "a file beside it"},
+        {"{\"weight_map\":{\"a\":\"m-1.safetensors\",\"b\":\"m-3.safetensors\"}}", "needs all of them"},
+        {"{\"weight_map\":{\"a\":\"m-1.safetensors\",\"b\":\"../m-2.safetensors\"}}", "a file in the same folder"},
+        {"{\"weight_map\":{\"a\":\"m-1.safetensors\",\"b\":\"/etc/passwd\"}}", "a file in the same folder"},
+        {"{\"weight_map\":{\"a\":7}}", "a file in the same folder"},
         {"{\"weight_map\":[]}", "weight_map"},
         {"{", "the end of the text"},
     };
@@ -353,7 +353,7 @@ static void test_sharded(void) {
     CHECK(s, "two tensors in one file: %s", error.text);
     safetensors_close(s);
     file_write_text(index, "{\"weight_map\":{\"a\":\"m-1.safetensors\"}}", &error);
-    CHECK(refused(folder, "the 1 tensors that it lists, found 2"), "a tensor that is not in the map");
+    CHECK(refused(folder, "it lists 1 tensors, but its files contain 2"), "a tensor that is not in the map");
     file_write_text(index, "{\"weight_map\":{\"a\":\"m-2.safetensors\",\"b\":\"m-1.safetensors\"}}", &error);
     CHECK(refused(folder, "is also in"), "one tensor in two files");
     unlink(index);

@@ -188,7 +188,7 @@ static void test_masks(void) {
     shards_close(s);
     write_mask("s_train_000003.mask", bad, 776);
     CHECK(!shards_open(at("s_train_*"), config(300, false), &error) &&
-              strstr(error.text, "a mask of 776 tokens, but its shard has 777"),
+              strstr(error.text, "the mask has 776 tokens, but its shard has 777"),
           "%s", error.text);
     CHECK(!shards_open(at("s_train_000003.mask"), config(300, false), &error) && strstr(error.text, "It is a mask"),
           "%s", error.text);
@@ -319,25 +319,25 @@ static void test_refusals(void) {
     ShardsConfig c = config(16, true);
     refused(at("nothing_*.bin"), c, "no file matches");
     refused(at("nothing.bin"), c, "no file matches");
-    refused("", c, "no shard is named");
+    refused("", c, "expected the path or pattern of a shard");
     refused(folder, c, "expected a shard, found a folder");
     refused(write_raw("r1.bin", 20240520, 1, 500, 500), c,
-            "r1.bin: expected a header of 1,024 bytes, the whole file has 500");
+            "r1.bin: expected a header of 1,024 bytes, but the whole file has only 500");
     refused(write_raw("r2.bin", 0x1234, 1, 500, 2024), c,
-            "r2.bin: at offset 0: expected the number 20240520 of a shard, found 4660");
+            "r2.bin: at offset 0: expected magic number 20240520 of a shard, found 4660");
     refused(write_raw("r3.bin", 20240801, 1, 500, 2024), c, "32-bit tokens");
     refused(write_raw("r4.bin", 20240520, 2, 500, 2024), c, "r4.bin: at offset 4: expected version 1, found 2");
-    refused(write_raw("r5.bin", 20240520, 1, -500, 2024), c, "r5.bin: at offset 8: the header's count is -500");
+    refused(write_raw("r5.bin", 20240520, 1, -500, 2024), c, "r5.bin: at offset 8: the header's token count is -500");
     refused(
         write_raw("r6.bin", 20240520, 1, 100000000, 150000000), c,
-        "r6.bin: the header promises 100,000,000 tokens (200,001,024 bytes), the file has 150,000,000 bytes.\n  It was cut short");
-    refused(write_raw("r7.bin", 20240520, 1, 500, 2025), c, "It has more than it says");
+        "r6.bin: the header promises 100,000,000 tokens (200,001,024 bytes), but the file has 150,000,000 bytes.\n  It was probably truncated");
+    refused(write_raw("r7.bin", 20240520, 1, 500, 2025), c, "It contains extra data");
     refused(write_raw("r8.bin", 20240520, 1, 16, 1056), c,
-            "too little data: 1 file with 16 tokens, which are 0 windows of 16 + 1 tokens; 1 are needed");
+            "too little data: 1 file, 16 tokens, 0 windows of 16 + 1 tokens; at least 1 are needed");
     refused(write_raw("r9.bin", 20240520, 1, 0, 1024), c, "too little data");
     c.min_windows = 8;
-    refused(write_raw("r10.bin", 20240520, 1, 128, 1280), c, "7 windows of 16 + 1 tokens; 8 are needed");
-    refused(at("r2.bin"), c, "\n  It is no shard");
+    refused(write_raw("r10.bin", 20240520, 1, 128, 1280), c, "7 windows of 16 + 1 tokens; at least 8 are needed");
+    refused(at("r2.bin"), c, "\n  It is not a shard");
     unlink(at("r6.bin"));
 }
 
@@ -349,10 +349,10 @@ static void test_bad_ids(void) {
     Shards *s = shards_open(path, config(1000, false), &error);
     int32_t window[1001];
     CHECK(s && shards_window(s, 0, window, NULL, &error), "%s", error.text);
-    CHECK(
-        s && !shards_window(s, 150, window, NULL, &error) && error.code == EXIT_INPUT &&
-            strstr(error.text, "ids.bin: at offset 301,024: token id 50257, expected ids below the vocabulary's 50257"),
-        "%s", error.text);
+    CHECK(s && !shards_window(s, 150, window, NULL, &error) && error.code == EXIT_INPUT &&
+              strstr(error.text,
+                     "ids.bin: at offset 301,024: found token id 50257, expected ids below the vocabulary size, 50257"),
+          "%s", error.text);
     memset(&error, 0, sizeof error);
     CHECK(!shards_check_all(s, &error) && strstr(error.text, "at offset 301,024"), "%s", error.text);
     shards_close(s);
@@ -373,15 +373,15 @@ static void test_cut_in_use(void) {
     CHECK(shards_window(s, 15, window, NULL, &error), "%s", error.text);
     CHECK(
         !shards_window(s, 16, window, NULL, &error) && error.code == EXIT_INPUT &&
-            strstr(error.text, "cut.bin: the file ends at offset 4,324, where 102 more bytes were when it was opened"),
+            strstr(error.text, "cut.bin: the file now ends at offset 4,324, but had 102 more bytes when it was opened"),
         "%s", error.text);
     shards_close(s);
     s = shards_open(write_shard("cut.bin", stream, N), config(100, false), &error);
     unlink(path);
-    CHECK(s && !shards_window(s, 1, window, NULL, &error) && strstr(error.text, "can't be opened"), "%s", error.text);
+    CHECK(s && !shards_window(s, 1, window, NULL, &error) && strstr(error.text, "cannot open it"), "%s", error.text);
     write_shard("cut.bin", stream, N - 1);
     CHECK(s && !shards_window(s, 1, window, NULL, &error) &&
-              strstr(error.text, "had 4,578 bytes when it was first opened, and has 4,576 now"),
+              strstr(error.text, "had 4,578 bytes when it was first opened, but now has 4,576"),
           "%s", error.text);
     shards_close(s);
 }

@@ -95,7 +95,7 @@ def test_a_stop_anywhere(data, weights, faults, tmp_path, case):
         if result.returncode == 0:
             return False
         assert result.returncode == 75, result.stdout + result.stderr
-        assert "--resume continues from here" in result.stdout
+        assert "resume with --resume" in result.stdout
         train(data, *flags, **how)
         assert_same(whole, out)
         return True
@@ -154,8 +154,8 @@ def test_stopped_in_the_last_validation(data, faults, tmp_path):
     words = [*report(data), "--steps", 4]
     train(data, *words, "--out", whole)
     text = train(data, *words, "--out", out, program=faults, env={"FAULT_STOP": "8"}, code=75)
-    assert "stopped by a signal at step 4, before the end of its validation" in text
-    assert "continues at step 4, whose validation is still due" in train(data, *words, "--out", out, "--resume")
+    assert "stopped by a signal at step 4, before its validation was complete" in text
+    assert "resumes at step 4, whose validation is still due" in train(data, *words, "--out", out, "--resume")
     assert_same(whole, out, 4)
     assert "already at step 4" in train(data, *words, "--out", out, "--resume")
 
@@ -173,7 +173,7 @@ def test_the_same_command_again(data, tmp_path):
     assert_same_run(whole, out, 12)
     assert switches(out) == [(5, "softmax", "ssmax")]
     text = train(data, "--attn-switch", "5:sigmoid", "--steps", 14, "--out", out, "--resume", code=2)
-    assert "the run is already at step 12; give that step or a later one" in text
+    assert "the run is already at step 12; choose that step or a later one" in text
 
 
 def two_switches(data, out):
@@ -217,7 +217,7 @@ def test_another_course(data, tmp_path):
     flags = two_switches(data, out)
     go_back(out, 2)
     text = train(data, *flags, "--attn-switch", "5:sigmoid", "--out", out, "--resume", "--steps", 9)
-    assert "the change to softmax1 at step 7, which this run made before, is not repeated" in text
+    assert "the earlier switch to softmax1 at step 7 will not be repeated" in text
     assert "the change to ssmax at step 3, which" not in text
     assert switches(out) == [(3, "softmax", "ssmax"), (5, "ssmax", "sigmoid")]
 
@@ -264,7 +264,7 @@ def test_a_warmup_that_never_ends(data):
     assert "warning" not in train(data, *plan, "--warmup", 999, model=False)
     late = ["--attn-switch", "600:ssmax", "--warmup"]
     text = train(data, *plan, *late, 400, model=False)
-    assert "after the change to ssmax at step 600 the warmup of 400 steps runs again, and --steps 1000 ends the run before it is over" in text
+    assert "after the switch to ssmax at step 600, the learning-rate warmup of 400 steps restarts, but --steps 1000 ends the run before it is over" in text
     assert "warning" not in train(data, *plan, *late, 399, model=False)
 
 
@@ -300,7 +300,7 @@ def test_removed_in_mid_run(data, tmp_path, removed):
     assert "is using this run folder" in train(data, *flags, "--steps", 5, "--out", out, "--resume", code=7)
     process.send_signal(signal.SIGTERM)
     errors = process.communicate(timeout=60)[1]
-    assert process.returncode == 75 and "while this run was using it" in errors, errors
+    assert process.returncode == 75 and "was removed during this run" in errors, errors
     total = last_step(out) + 3
     train(data, *flags, "--steps", total, "--out", out, "--resume")
     train(data, *flags, "--steps", total, "--out", whole)
@@ -330,7 +330,7 @@ def test_out_of_reach_in_mid_run(data, tmp_path, how):
             gone.rename(away)
             gone.touch() if how == "folder" else gone.symlink_to("/dev/full")
         wait_for(process, lambda: log.read_text().count("Training continues; earlier checkpoints are intact") >= 3)
-        wait_for(process, lambda: "is not kept. Training continues." in log.read_text())
+        wait_for(process, lambda: "is lost. Training continues." in log.read_text())
         with paused(process):
             gone.unlink()
             away.rename(gone)
@@ -341,7 +341,7 @@ def test_out_of_reach_in_mid_run(data, tmp_path, how):
     finally:
         process.kill()
         process.wait()
-    assert "have been written again" not in log.read_text()
+    assert "have been restored" not in log.read_text()
     total = last_step(out) + 3
     train(data, *flags, "--steps", total, "--out", out, "--resume")
     train(data, *flags, "--steps", total, "--out", whole)
@@ -391,8 +391,8 @@ def test_lost_samples_are_reported(data, tmp_path):
     out = tmp_path / "out"
     (out / "samples.txt").mkdir(parents=True)
     text = train(data, "--steps", 4, "--sample-every", 2, "--out", out)
-    assert re.search(r"warning: .*samples.txt: the sample of step 2 cannot be written: Is a directory", text)
-    assert text.count("samples.txt: the sample of") == 2
+    assert re.search(r"warning: .*samples.txt: cannot write the sample of step 2: Is a directory", text)
+    assert text.count("samples.txt: cannot write the sample of") == 2
     if Path("/dev/full").exists():
         (out / "samples.txt").rmdir()
         os.symlink("/dev/full", out / "samples.txt")

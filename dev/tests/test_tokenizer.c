@@ -157,7 +157,7 @@ static void test_refuse(void) {
         {"\"bc\":258", "\"bc\":2.5", "whole number"},
         {"\"bc\":258", "\"bc\":null", "whole number"},
         {"\"bc\":258", "\"bc\":257", "another token"},
-        {"\"bc\":258", "\"bc \":258", "stands for no byte"},
+        {"\"bc\":258", "\"bc \":258", "does not represent a byte"},
         {"\"bc\":258", "\"bd\":258", "row 2"},
         {"\"id\":263,", "", "added_tokens"},
         {"<|endoftext|>", "<|end|>", "<|endoftext|>"},

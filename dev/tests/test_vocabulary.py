@@ -159,7 +159,7 @@ def test_shards_of_any_tokenizer_train(name, tmp_path):
     size = vocabulary.load_json(data).vocab
     assert ("cannot use this tokenizer" in said) == (not usable) and ("token ids" in said) == (not usable)
     printed = train(data, "--model", SHAPE, *FLAGS, "--sample-every", 1, "--out", tmp_path / "out", model=False)
-    assert printed.count("warning") == (not usable) and f"vocabulary {size} (the tokenizer's), tied" in printed
+    assert printed.count("warning") == (not usable) and f"vocabulary {size} (from the tokenizer), tied" in printed
     sample = (tmp_path / "out/samples.txt").read_text(errors="replace").splitlines()[1]
     assert usable or all(word.isdigit() for word in sample.split()), sample
     folder = checkpoint(tmp_path / "out", 2)
@@ -193,11 +193,11 @@ def data(tmp_path_factory):
 
 
 @pytest.mark.parametrize("model, vocab, why", [
-    (SHAPE, VOCAB, "the tokenizer's"),
-    ("15M,layers=1,ffn=24", VOCAB, "the tokenizer's"),
-    ("layers=1,block=gau,channels=16", VOCAB, "the tokenizer's"),
-    (f"{SHAPE},vocab=400", 400, "as --model says"),
-    (f"vocab=400,{SHAPE}", 400, "as --model says"),
+    (SHAPE, VOCAB, "from the tokenizer"),
+    ("15M,layers=1,ffn=24", VOCAB, "from the tokenizer"),
+    ("layers=1,block=gau,channels=16", VOCAB, "from the tokenizer"),
+    (f"{SHAPE},vocab=400", 400, "from --model"),
+    (f"vocab=400,{SHAPE}", 400, "from --model"),
 ])
 def test_a_new_models_vocabulary(model, vocab, why, data, tmp_path):
     printed = train(data, "--model", model, *FLAGS, "--steps", 0, "--out", tmp_path / "out", model=False)
@@ -211,7 +211,7 @@ def test_a_new_models_vocabulary(model, vocab, why, data, tmp_path):
 def test_the_default_without_a_tokenizer(tmp_path):
     make_data(tmp_path)
     printed = train(tmp_path, "--model", SHAPE, *FLAGS, "--dry-run", model=False)
-    assert "vocabulary 50,257 (the default without a tokenizer)" in printed
+    assert "vocabulary 50,257 (default; no tokenizer found)" in printed
 
 
 def test_gpt2s_tokenizer_gives_the_default(tmp_path):
@@ -219,20 +219,20 @@ def test_gpt2s_tokenizer_gives_the_default(tmp_path):
     (tmp_path / "tokenizer.json").write_bytes(vocabulary.load_gpt2().files["tokenizer.json"])
     write_shard(tmp_path / "d_train_000001.bin", np.arange(1000) % 50257)
     printed = train(tmp_path, "--model", "124M", "--seq-len", 8, "--batch", 1, "--dry-run", model=False)
-    assert "vocabulary 50,257 (the tokenizer's)" in printed and "123,551,232 parameters" in printed
+    assert "vocabulary 50,257 (from the tokenizer)" in printed and "123,551,232 parameters" in printed
 
 
 def test_a_vocabulary_that_is_too_small(data, tmp_path):
     """The advice fits the case: --model's own can be larger, that of weights cannot."""
     message = train(data, "--model", f"{SHAPE},vocab=200", *FLAGS, "--out", tmp_path / "out", model=False, code=3)
-    assert f"has {VOCAB} tokens" in message and f"Leave vocab= out of --model, or give it vocab={VOCAB}" in message
+    assert f"has {VOCAB} tokens" in message and f"Omit vocab= from --model, or set vocab={VOCAB}" in message
     small = tmp_path / "small"
     small.mkdir()
     make_data(small)
     train(small, "--steps", 1, "--out", tmp_path / "first")
     folder = checkpoint(tmp_path / "first", 1)
     message = train(data, "--init-from", folder, *FLAGS, "--out", tmp_path / "out", model=False, code=3)
-    assert f"the model in {folder} has a vocabulary of 97" in message and "Encode the text with the model's own tokenizer" in message
+    assert f"the vocabulary of the model in {folder} has 97" in message and "Encode the text with the model's own tokenizer" in message
     assert "vocab=" not in message and not (tmp_path / "out").exists()
 
 
