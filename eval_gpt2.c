@@ -1,9 +1,9 @@
-// The loss of a checkpoint at lengths of one's choice, by position too, under its own attention normalizer and just
-// after a change to another. The layers are the trainer's, train_gpt2.c section 1 to 3; here are lengths, RoPE beyond
-// the training length, p_n, and eval.json.
+// Evaluates a checkpoint: its loss at any sequence lengths, also by position, under its own normalizer and immediately
+// after a switch to another one. The model is the trainer's (train_gpt2.c). This file adds the lengths, RoPE beyond the
+// training length, p_n, and eval.json.
 #define WITHOUT_MAIN
 #pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wunused-function"    // of the trainer's layers only some serve here
+#pragma GCC diagnostic ignored "-Wunused-function"    // only some of the trainer's functions are used here
 #include "train_gpt2.c"
 
 #include <errno.h>
@@ -19,12 +19,12 @@
 #pragma GCC diagnostic pop
 
 typedef enum { TASK_LOSS, TASK_POSITIONS } Task;
-typedef enum { PN_AS_LEARNT, PN_LOG } PnExtrapolation;
+typedef enum { PN_AS_LEARNED, PN_LOG } PnExtrapolation;
 typedef enum { ROPE_AS_TRAINED, ROPE_NTK } RopeScaling;
 
 enum {
-    ROWS = 1024,    // tokens that go through the layers together, at least: short sequences side by side
-    // Ranges of positions in the table, each but the first as long as all before it.
+    ROWS = 1024,    // the fewest tokens per forward pass: short sequences are batched
+    // Ranges of positions in the table. Each, except the first, is as long as all ranges before it.
     PARTS = 9
 };
 
@@ -36,8 +36,8 @@ typedef struct {
     int rope_scaling, pn_extrapolate, task;
 } EvalOptions;
 
-// One of --seq-lens. Its losses are nats a token that counts: under the checkpoint's normalizer, and under the given
-// one.
+// One of --seq-lens. The losses are in nats per token that counts, under the checkpoint's normalizer [0] and the given
+// one [1].
 typedef struct {
     size_t T;
     Shards *shards;
@@ -50,59 +50,59 @@ typedef struct {
     char *arguments;          // all flags as JSON
     char folder[PATH_MAX];    // of the checkpoint
     Model model;
-    Normalizer own, given;    // the checkpoint's, and --attn's: the same without one
-    bool changes;             // do they differ?
+    Normalizer own, given;    // the checkpoint's normalizer, and that of --attn (the same without the flag)
+    bool switches;            // do they differ?
     Length lengths[OPTION_LIST_MAX];
-    size_t count, longest, first_part;    // of the lengths; the longest; the end of the first range of positions
+    size_t count, longest, first_part;    // number of lengths; the longest; the end of the first range of positions
     int32_t *window, *inputs, *targets;
-    uint8_t *mask;       // NULL where everything counts
-    double *sums;        // (longest) losses at each position
-    uint64_t *counts;    // (longest) targets there that count
-    float *fit;          // (longest) of p_n
-    uint64_t tokens;     // evaluated in all
+    uint8_t *mask;       // NULL if every token counts
+    double *sums;        // (longest) the summed losses at each position
+    uint64_t *counts;    // (longest) the number of targets at each position that count
+    float *fit;          // (longest) the fitted p_n
+    uint64_t tokens;     // evaluated so far
     cJSON *results, *lineage, *pn_fit;
 } Evaluator;
 
-// ---- what is to be done
+// ---- flags, model and lengths
 
 static void parse_flags(Evaluator *e, int argc, char **argv) {
     EvalOptions *o = &e->o;
     *o = (EvalOptions){.max_tokens = 1 << 20, .seed = 1337, .seq_lens = {.values = {0}, .count = 1}};
     Option table[] = {
         {"model", OPT_TEXT, &o->model, .arg = "DIR", .group = "Model",
-         .help = "a checkpoint's folder, a run's (then its newest checkpoint), or a Hugging Face Llama's"},
+         .help = "folder of a checkpoint, of a run (uses its newest checkpoint), or of a Hugging Face Llama model"},
         {"attn", OPT_TEXT, &o->attn, .arg = "NAME", .group = "Model",
-         .help = "evaluate under another attention normalizer too, with no training; `--attn help` lists them"},
+         .help = "also evaluate under another normalizer, without training; `--attn help` lists them"},
         {"ignore-config-key", OPT_TEXT, &o->ignore_config_key, .arg = "NAME[,...]", .group = "Model",
-         .help = "keys of config.json that are not known here and change nothing"},
+         .help = "unknown keys in config.json to ignore"},
         {"pn-extrapolate", OPT_CHOICE, &o->pn_extrapolate, .choices = "none|log", .group = "Model",
-         .help = "log: in place of the learned p_n, for all n, the fit p_n = a1 ln(n) + a2"},
+         .help = "log: replace the learned p_n, for all n, by the fit p_n = a1 ln(n) + a2"},
         {"rope-theta", OPT_FLOAT, &o->rope_theta, 0, 1e12, .arg = "X", .group = "Model",
          .help = "base of RoPE's wavelengths; 0: the checkpoint's"},
         {"rope-scaling", OPT_CHOICE, &o->rope_scaling, .choices = "none|ntk", .group = "Model",
-         .help = "ntk: beyond the training length L, theta (T/L)^(d/(d-2))"},
+         .help = "ntk: for lengths T above the training length L, theta (T/L)^(d/(d-2))"},
         {"data", OPT_TEXT, &o->data, .arg = "GLOB", .group = "Data",
          .help = "shards to evaluate on, for example 'data/shakespeare/*_val_*.bin'"},
         {"seq-lens", OPT_INT_LIST, &o->seq_lens, 0, MAX_SEQ_LEN, .arg = "T[,T...]", .group = "Data",
-         .help = "tokens a sequence, each length in turn; 0: the checkpoint's L"},
+         .help = "tokens per sequence; each length is evaluated in turn; 0: the checkpoint's L"},
         {"max-tokens", OPT_INT, &o->max_tokens, 1, 1e12, .arg = "N", .group = "Data",
-         .help = "tokens for each length, at most, in whole sequences, at least one"},
+         .help = "most tokens per length; uses whole sequences, at least one"},
         {"task", OPT_CHOICE, &o->task, .choices = "loss|positions", .group = "Evaluation",
-         .help = "the mean loss; or by position too"},
+         .help = "loss: the mean loss; positions: also the loss by position"},
         {"seed", OPT_INT, &o->seed, 0, 9007199254740992.0, .arg = "N", .group = "Evaluation",
-         .help = "kept in eval.json; these tasks draw nothing at random"},
+         .help = "only recorded in eval.json; these tasks use no random numbers"},
         {"out", OPT_TEXT, &o->out, .arg = "DIR", .group = "Evaluation",
-         .help = "folder for eval.json; none: printed only"},
+         .help = "folder for eval.json; none: only print the results"},
         {"threads", OPT_INT, &o->threads, 0, MAX_THREADS, .arg = "N", .group = "Machine", .help = THREADS_HELP},
     };
     options_parse(
         table, sizeof table / sizeof *table, argc, argv,
-        "Usage: eval_gpt2 --model DIR --data GLOB [flags]\n\nThe loss of a checkpoint at several lengths, under its own normalizer and just after a change to another.");
+        "Usage: eval_gpt2 --model DIR --data GLOB [flags]\n\nEvaluates a checkpoint's loss at several lengths, under its own normalizer and right after a switch to another.");
     if (o->attn && normalizer_help(o->attn)) exit(EXIT_DONE);
-    if (!o->model) fail(EXIT_USAGE, "--model is missing: the folder of a checkpoint or of a run.");
+    if (!o->model) fail(EXIT_USAGE, "--model is missing: the folder of a checkpoint or a run.");
     if (!o->data) fail(EXIT_USAGE, "--data is missing: the shards to evaluate on.");
     if (o->rope_theta != 0 && !(o->rope_theta > 1))
-        fail(EXIT_USAGE, "--rope-theta %g: expected a number above 1, or 0 for the checkpoint's.", o->rope_theta);
+        fail(EXIT_USAGE, "--rope-theta %g: expected a number above 1, or 0 for the checkpoint's own.", o->rope_theta);
     e->arguments = options_json(table, sizeof table / sizeof *table);
 }
 
@@ -117,20 +117,32 @@ static bool settle_model(Evaluator *e, Error *error) {
     e->own = e->given = config->attn;
     if (e->o.attn && !normalizer_parse(&e->given, e->o.attn, message, sizeof message))
         fail(EXIT_USAGE, "--attn %s: %s.", e->o.attn, message);
-    e->changes = !normalizer_equal(&e->own, &e->given);
+    e->switches = !normalizer_equal(&e->own, &e->given);
     if (!normalizer_fits(&e->given, config->seq_len, message, sizeof message)) fail(EXIT_USAGE, "--attn %s.", message);
     return true;
 }
 
-// theta at length T: so that at T > L RoPE's longest wavelength grows by T/L, and its shortest hardly.
+// Returns theta for length T. For T > L, RoPE's longest wavelength grows by T/L while its shortest hardly changes.
 // Source: "NTK-aware scaled RoPE" (bloc97, 2023).
 static double scaled_theta(const Evaluator *e, size_t T) {
     const ModelConfig *config = &e->model.config;
     double theta = e->o.rope_theta != 0 ? e->o.rope_theta : config->rope_theta, d = (double)head_size(config),
            L = config->seq_len;
     if (e->o.rope_scaling != ROPE_NTK || (double)T <= L) return theta;
-    if (!(d > 2)) fail(EXIT_USAGE, "--rope-scaling ntk: theta (T/L)^(d/(d-2)) has no meaning for heads of size 2.");
+    if (!(d > 2)) fail(EXIT_USAGE, "--rope-scaling ntk: theta (T/L)^(d/(d-2)) is undefined for heads of size 2.");
     return theta * pow((double)T / L, d / (d - 2));
+}
+
+static void check_pn_length(const Evaluator *e) {
+    int L = e->model.config.seq_len;
+    const Normalizer *with_p = NULL;
+    if (normalizer_has(&e->given, SCALAR_P)) with_p = &e->given;
+    if (normalizer_has(&e->own, SCALAR_P)) with_p = &e->own;
+    if (!with_p || e->longest <= (size_t)L || e->o.pn_extrapolate != PN_AS_LEARNED) return;
+    fail(EXIT_USAGE,
+         "%s has p_n for n up to L = %d, but --seq-lens asks for %zu.\n"
+         "  Use --pn-extrapolate log to extrapolate it by a fit, a1 ln(n) + a2.",
+         with_p->text, L, e->longest);
 }
 
 static void settle_lengths(Evaluator *e) {
@@ -140,8 +152,8 @@ static void settle_lengths(Evaluator *e) {
     for (size_t i = 0; i < e->count; i++) {
         size_t T = e->o.seq_lens.values[i] ? (size_t)e->o.seq_lens.values[i] : (size_t)config->seq_len;
         if (T > MAX_SEQ_LEN)
-            fail(EXIT_USAGE, "%s was trained for %zu tokens, and %d are the most here: give --seq-lens.", e->folder, T,
-                 MAX_SEQ_LEN);
+            fail(EXIT_USAGE, "%s was trained for %zu tokens, but at most %d are supported. Set --seq-lens.", e->folder,
+                 T, MAX_SEQ_LEN);
         Shards *shards = shards_open(
             e->o.data, (ShardsConfig){.T = T, .vocab = config->vocab, .end_of_text = config->end_of_text}, &error);
         if (!shards) fail_with(&error);
@@ -152,14 +164,7 @@ static void settle_lengths(Evaluator *e) {
         if (T > e->longest) e->longest = T;
     }
     for (e->first_part = 1; e->first_part << (PARTS - 1) < e->longest;) e->first_part *= 2;
-    const Normalizer *with_p = normalizer_has(&e->own, SCALAR_P)     ? &e->own
-                               : normalizer_has(&e->given, SCALAR_P) ? &e->given
-                                                                     : NULL;
-    if (with_p && e->longest > (size_t)config->seq_len && e->o.pn_extrapolate == PN_AS_LEARNT)
-        fail(
-            EXIT_USAGE,
-            "%s has p_n for n up to L = %d, and --seq-lens asks for %zu.\n  --pn-extrapolate log fits a1 ln(n) + a2 to them.",
-            with_p->text, config->seq_len, e->longest);
+    check_pn_length(e);
 }
 
 // ---- memory and weights
@@ -169,40 +174,47 @@ static void take_memory(Evaluator *e) {
     size_t B = e->longest < ROWS ? ROWS / e->longest : 1, N = B * e->longest;
     m->list = tensors_of(&m->config, (const Normalizer *[]){&e->given}, 1);
     plan_parameters(m, false, false);
-    // There is no backward pass: all layers share the activations of one.
+    // Without a backward pass, all layers share one layer's activations.
     plan_activations(m, 1, B, e->longest, false);
-    memory_add(&m->plan, "a batch", (void **)&e->window, (e->longest + 1) * sizeof(int32_t));
-    memory_add(&m->plan, "a batch", (void **)&e->inputs, N * sizeof(int32_t));
-    memory_add(&m->plan, "a batch", (void **)&e->targets, N * sizeof(int32_t));
-    if (shards_masked(e->lengths[0].shards)) memory_add(&m->plan, "a batch", (void **)&e->mask, N);
+    memory_add(&m->plan, "batch", (void **)&e->window, (e->longest + 1) * sizeof(int32_t));
+    memory_add(&m->plan, "batch", (void **)&e->inputs, N * sizeof(int32_t));
+    memory_add(&m->plan, "batch", (void **)&e->targets, N * sizeof(int32_t));
+    if (shards_masked(e->lengths[0].shards)) memory_add(&m->plan, "batch", (void **)&e->mask, N);
     memory_add(&m->plan, "losses by position", (void **)&e->sums, e->longest * sizeof(double));
     memory_add(&m->plan, "losses by position", (void **)&e->counts, e->longest * sizeof(uint64_t));
     memory_add(&m->plan, "p_n", (void **)&e->fit, FLOATS(e->longest));
     if ((double)m->plan.total > (double)memory_available())
-        fail(EXIT_RESOURCE,
-             "this needs %s of memory, and %s is free: %zu tokens at a time.\n  Smaller --seq-lens need less.",
-             human_bytes((double)m->plan.total).text, human_bytes((double)memory_available()).text, N);
+        fail(
+            EXIT_RESOURCE,
+            "%zu tokens at a time need %s of memory, but only %s is available.\n  Use smaller --seq-lens.", N,
+             human_bytes((double)m->plan.total).text, human_bytes((double)memory_available()).text);
     memory_take(&m->plan);
 }
 
-// p_n = a1 ln n + a2 by least squares over the learned n = 1..L, and from here on the fit in place of p_n for all n
+// Fits p_n = a1 ln n + a2 to the learned p_n for n = 1..L by least squares, and replaces p_n by the fit for all n
 // ([SSMax] Figure 2).
 static void fit_pn(Evaluator *e) {
     Model *m = &e->model;
     int L = m->config.seq_len;
     const float *p = m->params + m->list.p;
     double x = 0, y = 0, xx = 0, xy = 0, yy = 0;
-    for (int n = 1; n <= L; n++) x += log(n), y += (double)p[n - 1];
-    x /= L, y /= L;
+    for (int n = 1; n <= L; n++) {
+        x += log(n);
+        y += (double)p[n - 1];
+    }
+    x /= L;
+    y /= L;
     for (int n = 1; n <= L; n++) {
         double dx = log(n) - x, dy = (double)p[n - 1] - y;
-        xx += dx * dx, xy += dx * dy, yy += dy * dy;
+        xx += dx * dx;
+        xy += dx * dy;
+        yy += dy * dy;
     }
     double a1 = xx > 0 ? xy / xx : 0, a2 = y - a1 * x, r2 = xx > 0 && yy > 0 ? xy * xy / (xx * yy) : NAN;
     for (size_t n = 1; n <= e->longest; n++) e->fit[n - 1] = (float)(a1 * log((double)n) + a2);
     m->p_n = e->fit;
     printf("p_n = %.6g ln(n) + %.6g for all n, fitted to n = 1..%d, R^2 = ", a1, a2, L);
-    printf(isnan(r2) ? "undefined: p_n is constant\n" : "%.6f\n", r2);
+    printf(isnan(r2) ? "undefined (p_n is constant)\n" : "%.6f\n", r2);
     e->pn_fit = cJSON_CreateObject();
     cJSON_AddNumberToObject(e->pn_fit, "a1", a1);
     cJSON_AddNumberToObject(e->pn_fit, "a2", a2);
@@ -222,7 +234,7 @@ static void load_windows(Evaluator *e, const Length *at, uint64_t first, size_t 
     }
 }
 
-// The losses at each position, summed over a length's windows, into e->sums and e->counts.
+// Sums the losses at each position over a length's windows, into e->sums and e->counts.
 static void measure(Evaluator *e, const Length *at) {
     Model *m = &e->model;
     size_t T = at->T, most = m->B * m->T / T;
@@ -243,21 +255,24 @@ static void measure(Evaluator *e, const Length *at) {
     e->tokens += at->windows * T;
 }
 
-// The mean loss over the positions from <= t < to; NAN where none counts.
+// Returns the mean loss over the positions from <= t < to, or NAN if no target there counts.
 static double mean_loss(const Evaluator *e, size_t from, size_t to, uint64_t *count) {
     double sum = 0;
     *count = 0;
-    for (size_t t = from; t < to; t++) sum += e->sums[t], *count += e->counts[t];
+    for (size_t t = from; t < to; t++) {
+        sum += e->sums[t];
+        *count += e->counts[t];
+    }
     return *count && isfinite(sum) ? sum / (double)*count : NAN;
 }
 
-// What measure() found, as a row of the table and an object of eval.json.
+// Prints the results of measure() as a row of the table and adds them to eval.json.
 static void report(Evaluator *e, Length *at, bool after) {
     const Model *m = &e->model;
     uint64_t count, in_part;
     double loss = at->loss[after] = mean_loss(e, 0, at->T, &count),
-           idle = (double)m->rows_without_weight / (double)m->rows;
-    double a_sequence = loss * (double)count / (double)at->windows;
+           all_zero = (double)m->rows_without_weight / (double)m->rows;
+    double per_sequence = loss * (double)count / (double)at->windows;
     for (size_t p = 0, from = 0; p < PARTS && from < at->T; p++) {
         size_t end = e->first_part << p, to = end < at->T ? end : at->T;
         at->part[p] = mean_loss(e, from, to, &in_part);
@@ -266,8 +281,8 @@ static void report(Evaluator *e, Length *at, bool after) {
     printf("%8zu %12s %10s %15s %9.4f %11.6g", at->T, human_grouped(at->windows).text, human_count(at->rope_theta).text,
            human_grouped(count).text, loss, exp(loss));
     if (after) printf(" %+9.4f", loss - at->loss[0]);
-    if (e->mask) printf(" %13.4f", a_sequence);
-    if (idle > 0) printf("   %.2g %% of rows without weight", 100 * idle);
+    if (e->mask) printf(" %13.4f", per_sequence);
+    if (all_zero > 0) printf("   %.2g %% all-zero rows", 100 * all_zero);
     printf("\n");
     fflush(stdout);
 
@@ -279,8 +294,8 @@ static void report(Evaluator *e, Length *at, bool after) {
     cJSON_AddNumberToObject(row, "tokens", (double)count);
     cJSON_AddNumberToObject(row, "loss", loss);
     cJSON_AddNumberToObject(row, "perplexity", exp(loss));
-    if (e->mask) cJSON_AddNumberToObject(row, "loss_per_sequence", a_sequence);
-    cJSON_AddNumberToObject(row, "rows_without_weight", idle);
+    if (e->mask) cJSON_AddNumberToObject(row, "loss_per_sequence", per_sequence);
+    cJSON_AddNumberToObject(row, "rows_without_weight", all_zero);
     if (e->o.task == TASK_POSITIONS) {
         positions = cJSON_AddArrayToObject(row, "loss_by_position");
         for (size_t t = 0; t < at->T; t++)
@@ -289,9 +304,9 @@ static void report(Evaluator *e, Length *at, bool after) {
     cJSON_AddItemToArray(e->results, row);
 }
 
-// ---- all lengths, under one normalizer and the other
+// ---- all lengths, under each normalizer
 
-// Ranges of positions downwards, lengths across.
+// Prints a table with a row for each range of positions and a column for each length.
 static void print_positions(const Evaluator *e) {
     printf("\nloss by position\n%17s", "");
     for (size_t i = 0; i < e->count; i++) printf(" %9zu", e->lengths[i].T);
@@ -311,10 +326,10 @@ static void print_positions(const Evaluator *e) {
 
 static void evaluate(Evaluator *e, bool after) {
     const Normalizer *attn = &e->model.config.attn;
-    printf("\nunder %s%s\n", attn->text, after ? ", with no training" : ", the checkpoint's own");
+    printf("\nunder %s%s\n", attn->text, after ? ", without training" : ", the checkpoint's own");
     if (normalizer_has(attn, SCALAR_P) && e->o.pn_extrapolate == PN_LOG && !e->pn_fit) fit_pn(e);
     printf("%8s %12s %10s %15s %9s %11s%s%s\n", "length", "sequences", "theta", "tokens", "loss", "perplexity",
-           after ? "    change" : "", e->mask ? "    a sequence" : "");
+           after ? "    change" : "", e->mask ? "  per sequence" : "");
     for (size_t i = 0; i < e->count; i++) {
         measure(e, &e->lengths[i]);
         report(e, &e->lengths[i], after);
@@ -322,7 +337,7 @@ static void evaluate(Evaluator *e, bool after) {
     if (e->o.task == TASK_POSITIONS) print_positions(e);
 }
 
-// The scalars that the given normalizer brings start; the rest of the model stays.
+// Switches to the given normalizer and initializes its new learned scalars. The rest of the model stays unchanged.
 static void start_given(Evaluator *e, cJSON *started) {
     e->model.config.attn = e->given;
     Weights weights = weights_of(&e->model);
@@ -336,7 +351,7 @@ static void start_given(Evaluator *e, cJSON *started) {
     if (cJSON_GetArraySize(started)) printf("\n");
 }
 
-static void change_normalizer(Evaluator *e) {
+static void switch_normalizer(Evaluator *e) {
     cJSON *entry = cJSON_CreateObject(), *lengths, *losses[2];
     cJSON_AddItemToArray(e->lineage = cJSON_CreateArray(), entry);
     cJSON_AddStringToObject(entry, "event", "attn-at-evaluation");
@@ -354,8 +369,8 @@ static void change_normalizer(Evaluator *e) {
     }
 }
 
-// A new s starts so that the mean of s·ln(n) over the row lengths n = 1..L is 1, softmax's temperature. Shorter samples
-// see less of it: flatter attention, and a loss that says little about the normalizer.
+// A new s is initialized so that the mean of s·ln(n) over n = 1..L is 1, softmax's temperature. Over shorter sequences,
+// the mean is lower, so attention is flatter, and the loss says little about the normalizer itself.
 static void note_temperature(const Evaluator *e) {
     const Normalizer *to = &e->given;
     int L = e->model.config.seq_len;
@@ -368,7 +383,7 @@ static void note_temperature(const Evaluator *e) {
     double start = normalizer_start(to, SCALAR_S, L), here = normalizer_start(to, SCALAR_S, (int)T);
     if (!(start / here < 0.9)) return;
     printf(
-        "note      s starts at %.4f for L = %d; at T = %zu its mean temperature is %.2f of softmax's, which costs loss by itself:\n"
+        "note      s starts at %.4f for L = %d, but at T = %zu its mean temperature is only %.2f of softmax's, which by itself increases the loss:\n"
         "          use --attn %s+s=%.4f to start at softmax's temperature at this length\n",
         start, L, T, start / here, to->text, here);
 }
@@ -380,10 +395,10 @@ static void print_start(const Evaluator *e) {
     printf("data      %s tokens in %zu shard%s\n", human_grouped(shards_tokens(e->lengths[0].shards)).text,
            shards_count(e->lengths[0].shards), shards_count(e->lengths[0].shards) == 1 ? "" : "s");
     if (e->longest > (size_t)c->seq_len)
-        printf("note      up to %.3g L; L stays %d in the normalizer, and RoPE's theta %s\n",
+        printf("note      lengths of up to %.3g L; L stays %d in the normalizer, and RoPE's theta %s\n",
                (double)e->longest / c->seq_len, c->seq_len,
-               e->o.rope_scaling == ROPE_NTK ? "grows with the length" : "stays");
-    if (e->changes) note_temperature(e);
+               e->o.rope_scaling == ROPE_NTK ? "grows with the length" : "stays unchanged");
+    if (e->switches) note_temperature(e);
     fflush(stdout);
 }
 
@@ -407,7 +422,7 @@ static void write_json(Evaluator *e) {
     free(print);
 }
 
-// Finds and loads the checkpoint; another one where that of a run is pruned meanwhile.
+// Finds and loads the checkpoint. If it is deleted meanwhile, because its run is pruning, tries again with a newer one.
 static void open_checkpoint(Evaluator *e) {
     Error error;
     for (int attempt = 1;; attempt++) {
@@ -435,10 +450,10 @@ int main(int argc, char **argv) {
     print_start(&e);
     double start = now();
     evaluate(&e, false);
-    if (e.changes) change_normalizer(&e);
+    if (e.switches) switch_normalizer(&e);
     if (e.o.out) write_json(&e);
     if (fflush(stdout) != 0 || ferror(stdout))
-        fail(EXIT_RESOURCE, "stdout: the figures could not be written: %s.", strerror(errno));
+        fail(EXIT_RESOURCE, "stdout: cannot write the results: %s.", strerror(errno));
     double seconds = now() - start;
     fprintf(stderr, "eval_gpt2: %s tokens in %.2f s, %.1f tokens/s\n", human_grouped(e.tokens).text, seconds,
             (double)e.tokens / seconds);
