@@ -184,9 +184,8 @@ static void take_memory(Evaluator *e) {
     memory_add(&m->plan, "losses by position", (void **)&e->counts, e->longest * sizeof(uint64_t));
     memory_add(&m->plan, "p_n", (void **)&e->fit, FLOATS(e->longest));
     if ((double)m->plan.total > (double)memory_available())
-        fail(
-            EXIT_RESOURCE,
-            "%zu tokens at a time need %s of memory, but only %s is available.\n  Use smaller --seq-lens.", N,
+        fail(EXIT_RESOURCE,
+             "%zu tokens at a time need %s of memory, but only %s is available.\n  Use smaller --seq-lens.", N,
              human_bytes((double)m->plan.total).text, human_bytes((double)memory_available()).text);
     memory_take(&m->plan);
 }

@@ -121,7 +121,7 @@ def other_kind(whole):
             (words.get("use_regex") is not False, "pre_tokenizer.use_regex true"),
             (not any(token.get("special") is False for token in added), "only special tokens in added_tokens"),
             (not isinstance(model.get("vocab"), dict) or numbered(model["vocab"], added),
-             "ids from the size of model.vocab on in added_tokens")]
+             "ids in added_tokens that continue those of model.vocab")]
     return [f"expected {expected}" for right, expected in rows if not right]
 
 
@@ -131,7 +131,7 @@ def wrong_tokens(whole):
     for name, index, special in [*((token["content"], token["id"], True) for token in whole.get("added_tokens") or []),
                                  *((name, index, False) for name, index in whole["model"]["vocab"].items())]:
         if not special and any(character not in byte_of for character in name):
-            return [f"a character that stands for no byte in the token {name}"]
+            return [f"a character that does not represent a byte in the token {name}"]
         text = name.encode() if special else bytes(byte_of[character] for character in name)
         if ids.get(text, index) != index:
             return [f"two ids for the token {name}"]
@@ -153,9 +153,9 @@ def wrong_merges(merges, byte_of, ids):
         plain = len(pair) == 2 and all(character in byte_of for name in pair for character in name)
         left, right = (bytes(byte_of[character] for character in name) for name in pair) if plain else (b"", b"")
         if not plain or any(len(name.encode()) > 1024 for name in pair) or not {left, right, left + right} <= ids.keys():
-            return [f"expected two tokens whose joint is a token, in row {row} of model.merges"]
+            return [f"expected two tokens whose concatenation is a token, in row {row} of model.merges"]
         if pair in seen:
-            return [f"a pair that came before, in row {row} of model.merges"]
+            return [f"a duplicate pair, in row {row} of model.merges"]
         seen.add(pair)
     return []
 

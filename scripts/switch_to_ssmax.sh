@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Continues a softmax run from its newest checkpoint with scalable softmax instead ([SSMax] model (f)): weights,
-# moments, step and data position stay, each head gets its s, and the learning-rate warmup runs again.
+# moments, step and data position stay, each head gets its s, and the learning-rate warmup restarts.
 #
 #   OUT=out/softmax scripts/switch_to_ssmax.sh [flags]                switches at the step of the newest checkpoint
 #   OUT=out/softmax STEP=175000 scripts/switch_to_ssmax.sh [flags]    continues with softmax until that step

@@ -122,7 +122,7 @@ def test_switch_in_mid_run(cuda, data, tmp_path):
     flags = [*SMALL, "--val-data", data / "d_val_000000.bin", "--val-tokens", 200, "--val-every", 3]
     train(data, *flags, "--steps", 6, "--attn-switch", "3:ssmax", "--out", a)
     said = train(data, *flags, "--steps", 6, "--attn-switch", "3:ssmax", "--out", b, program=cuda)
-    assert re.search(r"step 3: --attn softmax becomes ssmax; validation loss \d\.\d+ before, \d\.\d+ after", said)
+    assert re.search(r"step 3: switched --attn softmax to ssmax; validation loss \d\.\d+ before, \d\.\d+ after", said)
     np.testing.assert_allclose(losses(b), losses(a), atol=1e-4, rtol=0)
     train(data, *flags, "--steps", 3, "--out", c, program=cuda)
     train(data, *flags, "--steps", 6, "--attn-switch", "3:ssmax", "--resume", "--out", c, program=cuda)

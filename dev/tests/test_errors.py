@@ -61,7 +61,7 @@ def tree(folder):
     (["--stpes", 3], ["--stpes", "unknown flag", "Did you mean --steps?", "--help"]),
     (["--train", "x"], ["--train", "Did you mean --train-data?"]),
     (["--zero", 1], ["--zero is only supported by train_gpt2cu", "not by train_gpt2"]),
-    (["--reduce-dtype=bf16"], ["--reduce-dtype is a flag of train_gpt2cu"]),
+    (["--reduce-dtype=bf16"], ["--reduce-dtype is only supported by train_gpt2cu"]),
     (["--zeros", 1], ["--zeros: unknown flag. Run `--help`"]),
     (["-steps", 3], ["two dashes", "--steps"]),
     (["stray"], ["stray", "does not belong to a flag"]),
@@ -352,7 +352,7 @@ def test_wrong_hash(data, run):
     raw = bytearray(path.read_bytes())
     raw[-1] ^= 1
     path.write_bytes(raw)
-    parts = [path, "expected XXH3-128", "manifest.json", "found", "damaged", "delete this folder"]
+    parts = [path, "expected XXH3-128", "manifest.json", "found", "damaged", "Delete this folder"]
     says(resume(data, run, code=INPUT), *parts)
     says(init_from(data, checkpoint(run, 4)), *parts)
     shutil.rmtree(checkpoint(run, 4))      # what the message advises
@@ -393,7 +393,7 @@ def unlist(folder, name):
     (lambda state: "{", ["expected JSON", "offset 1"]),
     (lambda state: json.dumps({**state, "step": "4"}), ["step", "whole numbers"]),
     (lambda state: json.dumps({**state, "data_position": -1}), ["data_position", "whole numbers"]),
-    (lambda state: json.dumps({**state, "step": 3}), ["step 3"]),
+    (lambda state: json.dumps({**state, "step": 3}), ["expected step 4, found 3"]),
 ])
 def test_malformed_state(data, run, change, parts):
     path = checkpoint(run, 4) / "state.json"
@@ -461,7 +461,7 @@ def test_resume_with_other_data(data, run, tmp_path):
     arguments = json.loads((run / "run.json").read_text())
     arguments["arguments"]["train-data"] = f"{moved}/*_train_*.bin"
     (run / "run.json").write_text(json.dumps(arguments))
-    says(resume(moved, run, code=USAGE), "train data is not what the run began with", "Then", "now", "--init-from")
+    says(resume(moved, run, code=USAGE), "train data differs from the run's", "run's data", "data given", "--init-from")
 
 
 def test_moved_run_folder(data, run, tmp_path):

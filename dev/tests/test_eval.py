@@ -117,7 +117,7 @@ def test_masked_tokens_do_not_count(checkpoints, data, tmp_path):
     output, result = evaluate(tmp_path / "run", folder, tmp_path, "--task", "positions", "--seq-lens", f"{L},{2 * L}")
     row = result["results"][0]
     assert abs(row["loss_per_sequence"] - metrics(tmp_path / "run", ["val_loss"])[-1][0]) < 1e-5
-    assert row["tokens"] == bits[1:1 + 124 * L].sum() and "a sequence" in output
+    assert row["tokens"] == bits[1:1 + 124 * L].sum() and "per sequence" in output
     assert row["loss"] * row["tokens"] == pytest.approx(row["loss_per_sequence"] * row["sequences"])
     assert row["loss_by_position"][-1] is None and None not in row["loss_by_position"][:-1]
 

@@ -172,7 +172,7 @@ def test_overrides_train(data):
     printed = each(lambda text: train(data, "--model", MODELS["llama"], "--attn", text, "--steps", 3), texts)
     for text, output in zip(texts, printed):
         assert f"attention {text}" in output and "step     3/3" in output.replace("\r", "\n"), output
-    assert "softmax+norm=l1+1, which is softmax1, L = 8" in train(data, "--attn", "softmax+norm=l1+1", "--dry-run")
+    assert "softmax+norm=l1+1, the same as softmax1, L = 8" in train(data, "--attn", "softmax+norm=l1+1", "--dry-run")
 
 
 # ---------------------------------------------------------------- config.json

@@ -81,7 +81,7 @@ def check_plan(script, plan, processes, batch):
     assert number(r"\nrun       ([\d,]+) steps", plan) == steps
     assert number(r"\nstep      ([\d,]+) tokens", plan) == step_tokens
     micro = step_tokens / (processes * batch * 1024)
-    says(plan, f"{processes} process{'es' * (processes > 1)} x {micro:.0f} micro-batch{'es' * (micro > 1)} of {batch} x 1024\n")
+    says(plan, f"{processes} rank{'s' * (processes > 1)} x {micro:.0f} micro-batch{'es' * (micro > 1)} of {batch} x 1024\n")
 
 
 @pytest.mark.parametrize("script", RECIPES)
@@ -193,7 +193,7 @@ def test_switch(softmax):
     says(plan, "attention softmax, L = 8", "switch    to ssmax at step 4\n", "nothing was written")
     assert (softmax / "run.json").read_bytes() == before
     text = run("switch_to_ssmax.sh", "--steps", 6, OUT=softmax)
-    says(text, "resumes at step 4", "attn_scale, 0.", "step 4: --attn softmax becomes ssmax; validation loss")
+    says(text, "resumes at step 4", "attn_scale, 0.", "step 4: switched --attn softmax to ssmax; validation loss")
     assert attention(softmax, 6) == "ssmax" and lineage(softmax) == [(0, "softmax"), (4, "ssmax")]
     rates = [lr for lr, in metrics(softmax, ["lr"])]
     assert rates[4:6] == rates[:2]                              # it warms up again

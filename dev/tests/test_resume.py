@@ -233,7 +233,7 @@ def test_attn_switch(data, tmp_path, dtype):
     assert_same_run(whole, parts, 12)
     train(data, *flags, "--steps", 6, "--out", later)
     text = train(data, *flags, *switch, "--steps", 12, "--out", later, "--resume")
-    assert "softmax becomes ssmax" in text and "validation loss" in text and "attn_scale" in text
+    assert "softmax to ssmax" in text and "validation loss" in text and "attn_scale" in text
     assert_same_run(whole, later, 12)
     for out in (whole, parts, later):
         assert lineage(out) == [(0, "start", None, "softmax"), (6, "attn-switch", "softmax", "ssmax")]

@@ -210,7 +210,7 @@ WRONG = {
     "too long": (["--model", "{ids}", "--prompt", "1", "--max-new-tokens", "1048576"], 2, ["1048576"]),
     "no such folder": (["--model", "{ids}/nowhere"], 3, ["nowhere", "config.json", "ckpt"]),
     "no prompt file": (["--model", "{ids}", "--prompt-file", "{ids}/nowhere"], 3, ["nowhere"]),
-    "empty prompt file": (["--model", "{ids}", "--prompt-file", "{ids}/blank"], 3, ["blank", "one a line"]),
+    "empty prompt file": (["--model", "{ids}", "--prompt-file", "{ids}/blank"], 3, ["blank", "one prompt per line"]),
     "bad line": (["--model", "{ids}", "--prompt-file", "{ids}/bad"], 3, ["bad: line 2", "1,x"]),
     "broken weights": (["--model", "{ids}/broken"], 3, ["model.safetensors"]),
     "tokenizer over vocabulary": (["--model", "{ids}/other"], 3, ["tokenizer", "200"]),

@@ -223,8 +223,8 @@ def test_another_course(data, tmp_path):
 
 
 def test_a_switch_to_the_same_normalizer(data, tmp_path):
-    """It is said that only the warmup runs again; the command can be restarted at any step all the same."""
-    said = "--attn-switch 4:ssmax: ssmax is already the normalizer at that step; only the learning rate's warmup runs again"
+    """It is said that only the warmup restarts; the command can be restarted at any step all the same."""
+    said = "--attn-switch 4:ssmax: ssmax is already the normalizer at that step; only the learning-rate warmup restarts"
     flags = ["--attn", "ssmax", "--attn-switch", "4:ssmax", "--out", tmp_path, "--resume", "--steps"]
     assert said in train(data, *flags, 2)
     assert said in train(data, *flags, 5)
@@ -251,7 +251,7 @@ def test_wrong_steps_of_a_switch(data, text):
 def test_attn_on_resume_points_to_attn_switch(data, tmp_path):
     train(data, "--steps", 1, "--out", tmp_path)
     text = train(data, "--steps", 2, "--out", tmp_path, "--resume", "--attn", "ssmax", code=2)
-    assert "--attn is ssmax here, but the run began with softmax" in text and "use --attn-switch STEP:NAME." in text
+    assert "--attn is ssmax, but the run started with softmax" in text and "use --attn-switch STEP:NAME." in text
     assert "--attn-switch" not in train(data, "--steps", 2, "--out", tmp_path, "--resume", "--seed", 2, code=2)
 
 
@@ -260,7 +260,7 @@ def test_a_warmup_that_never_ends(data):
     plan = ["--dry-run", "--model", "layers=1,heads=2,channels=16,ffn=24,vocab=97", "--seq-len", 8]
     text = train(data, *plan, model=False)
     assert "warning: --warmup 1000 is not shorter than --steps 1000" in text and "--warmup 50." in text and "never decays" not in text
-    assert "rises through the whole run and never decays" in train(data, *plan, "--schedule", "cosine", model=False)
+    assert "rises during the whole run and never decays" in train(data, *plan, "--schedule", "cosine", model=False)
     assert "warning" not in train(data, *plan, "--warmup", 999, model=False)
     late = ["--attn-switch", "600:ssmax", "--warmup"]
     text = train(data, *plan, *late, 400, model=False)
@@ -361,7 +361,7 @@ def test_a_stop_after_a_failed_save(data, faults, tmp_path, processes):
     assert text.count(f"{out}/ckpt: ") == 3 and "stopped by a signal" not in text, text
     (out / "ckpt").unlink()
     text = train(data, *flags, "--out", out, "--resume", code=75, **how)
-    assert "the run starts over" in text and steps(out) == [1, 2] and "stopped by a signal at step 2; --resume" in text, text
+    assert "the run starts over" in text and steps(out) == [1, 2] and "stopped by a signal at step 2; resume with --resume" in text, text
     train(data, *flags, "--out", out, "--resume", processes=processes)
     train(data, *flags, "--out", whole, processes=processes)
     assert_same_run(whole, out, 4)
@@ -397,4 +397,4 @@ def test_lost_samples_are_reported(data, tmp_path):
         (out / "samples.txt").rmdir()
         os.symlink("/dev/full", out / "samples.txt")
         text = train(data, "--steps", 6, "--sample-every", 2, "--out", out, "--resume")
-        assert "the sample of step 6 cannot be written: No space left on device" in text
+        assert "cannot write the sample of step 6: No space left on device" in text
