@@ -367,7 +367,7 @@ def test_full_disks_are_told(checkpoints, data, tmp_path):
 
 
 WRONG = {
-    "unknown flag": (["--seq-len", "8"], 2, ["Nearest: --seq-lens"]),
+    "unknown flag": (["--seq-len", "8"], 2, ["Did you mean --seq-lens?"]),
     "a later task": (["--task", "needle"], 2, ["--task needle", "loss|positions"]),
     "unknown normalizer": (["--attn", "ssmx"], 2, ["--attn ssmx", "Nearest: ssmax"]),
     "unknown stage": (["--attn", "softmax+post=reweigh"], 2, ["reweight:P"]),
@@ -460,7 +460,7 @@ def test_a_note_on_lengths_below_l(checkpoints, data, tmp_path):
         return output.split("under softmax")[0].partition("note      s starts")[2]
 
     text = note("--attn", "ssmax-bias", "--seq-lens", "8,4")
-    assert f"at {ENTROPY:.4f} for L = 8; at T = 4 its mean temperature is {ratio:.2f} of softmax's" in text and f"use --attn ssmax-bias+s={start:.4f} to start at softmax's" in text
+    assert f"at {ENTROPY:.4f} for L = 8, but at T = 4 its mean temperature is only {ratio:.2f} of softmax's" in text and f"use --attn ssmax-bias+s={start:.4f} to start at softmax's" in text
     assert not any(note(*flags) for flags in (["--attn", "ssmax-bias", "--seq-lens", "8"], ["--attn", "ssmax-bias", "--seq-lens", "16"],
                                               ["--attn", f"ssmax+s={start:.4f}", "--seq-lens", "4"], ["--attn", "ssmax-pn", "--seq-lens", "4"],
                                               ["--attn", "softmax1", "--seq-lens", "4"], ["--seq-lens", "4"]))
