@@ -293,18 +293,7 @@ static void read_heads(Reader *r) {
         reasons_add(&r->reasons, "\"head_dim\" is %d; expected %d, as a gated attention unit has", c->head_dim,
                     GAU_HEAD);
     if (c->block == BLOCK_GAU) c->head_dim = GAU_HEAD;
-    if (!model_shape_complete(c, message, sizeof message)) {
-        reasons_add(&r->reasons, "%s", message);
-        return;
-    }
-    // Until the trainers compute them:
-    if (c->kv_heads != c->heads)
-        reasons_add(&r->reasons,
-                    "\"num_key_value_heads\" is %d: a grouped-query model, whose %d heads share %d key-value heads",
-                    c->kv_heads, c->heads, c->kv_heads);
-    if (c->block == BLOCK_LLAMA && c->head_dim * c->heads != c->channels)
-        reasons_add(&r->reasons, "\"head_dim\" is %d; expected hidden_size/num_attention_heads = %d", c->head_dim,
-                    c->channels / c->heads);
+    if (!model_shape_complete(c, message, sizeof message)) reasons_add(&r->reasons, "%s", message);
 }
 
 // Every Qwen3 has QK norms; our own type says in "qk_norm" whether it has them.

@@ -316,9 +316,12 @@ def test_malformed_config(data, model, text):
 
 
 @pytest.mark.parametrize("key, value, parts", [
-    ("num_key_value_heads", 1, ["grouped-query", "2 heads", "1 key-value"]),
+    ("num_key_value_heads", 1, ["k_proj", "[8, 16]", "[16, 16]"]),
+    ("num_key_value_heads", 3, ["2 heads", "3 key-value heads"]),
+    ("num_key_value_heads", 0, ["num_key_value_heads", "1 to 1024"]),
+    ("head_dim", 4, ["q_proj", "o_proj", "[8, 16]", "[16, 8]"]),
     ("hidden_size", None, ["hidden_size", "whole number"]),
-    ("hidden_size", 15, ["head_dim", "7"]),
+    ("hidden_size", 15, ["[97, 15]", "[97, 16]"]),
     ("head_dim", 5, ["head size is 5", "even"]),
     ("rms_norm_eps", 0.2, ["rms_norm_eps", "0.2", "0.1"]),
     ("rms_norm_eps", "1e-5", ["rms_norm_eps", "number"]),

@@ -38,6 +38,9 @@ CHECKPOINTS = {
     "gau-softmax": ["--model", GAU],
     "gau-ssmax-bias-untied-bf16": ["--attn", "ssmax-bias", "--model", f"{GAU},tied=0", "--dtype", "bf16"],
     "gau-relu2-n": ["--attn", "relu2-n", "--model", GAU],
+    "multi-query-softmax": ["--model", f"{SHAPE},kv_heads=1"],
+    "grouped-softmax-head-size-eps": ["--model", f"{SHAPE},heads=4,kv_heads=2,head_dim=12,norm_eps=0.01"],
+    "grouped-ssmax-bias-head-size": ["--attn", "ssmax-bias", "--model", f"{SHAPE},heads=3,kv_heads=1,head_dim=12,tied=0"],
 }
 
 
@@ -244,6 +247,8 @@ TRAINED = {
     "untied": dict(tie_word_embeddings=False),
     "tied": dict(tie_word_embeddings=True),
     "eps": dict(rms_norm_eps=0.01),
+    "grouped-query": dict(num_key_value_heads=2, tie_word_embeddings=True),
+    "multi-query, head size": dict(num_key_value_heads=1, head_dim=16),
 }
 
 
@@ -268,12 +273,11 @@ def test_a_llama_trains_on(name, dtype, shard_size, data, tmp_path):
 
 
 REFUSED = {
-    "grouped-query": (dict(num_key_value_heads=2), "grouped-query"),
     "eps": (dict(rms_norm_eps=0.5), "rms_norm_eps"),
     "biases": (dict(attention_bias=True), "biases"),
     "activation": (dict(hidden_act="gelu"), "hidden_act"),
     "rope": (dict(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}), "rope_type"),
-    "head size": (dict(head_dim=16), "head_dim"),
+    "key-value heads": (dict(num_key_value_heads=3), "key-value heads"),
 }
 
 
