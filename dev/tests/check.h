@@ -9,34 +9,44 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-static int checks_passed, checks_failed, group_failed;
+// A case is what check_case() begins, or a whole group that has none; it fails with any of its checks. A case without
+// a check is not counted.
+static int cases_passed, cases_failed, case_checks, case_failures, group_failures;
 static const char *group_name;
 
 #define CHECK(condition, ...)                                      \
     do {                                                           \
-        if (condition) {                                           \
-            checks_passed++;                                       \
-        } else {                                                   \
-            checks_failed++, group_failed++;                       \
+        case_checks++;                                             \
+        if (!(condition)) {                                        \
+            case_failures++;                                       \
+            group_failures++;                                      \
             printf("FAILED %s:%d: ", __FILE__, __LINE__);          \
             printf(__VA_ARGS__);                                   \
             printf("\n");                                          \
         }                                                          \
     } while (0)
 
+// Ends the case before it and begins one.
+static inline void check_case(void) {
+    if (case_failures) cases_failed++;
+    else if (case_checks) cases_passed++;
+    case_checks = case_failures = 0;
+}
+
 // Ends the group before it and begins one.
 static inline void check_group(const char *name) {
-    if (group_name) printf("%-6s %s\n", group_failed ? "FAILED" : "ok", group_name);
+    check_case();
+    if (group_name) printf("%-6s %s\n", group_failures ? "FAILED" : "ok", group_name);
     group_name = name;
-    group_failed = 0;
+    group_failures = 0;
     fflush(stdout);
 }
 
-// The last line, and the exit status of main().
+// The last line, and the exit status of main(): 0 if some case passed and none failed.
 static inline int check_verdict(void) {
     check_group(NULL);
-    printf("%d passed, %d failed\n", checks_passed, checks_failed);
-    return checks_failed > 0;
+    printf("%d passed, %d failed\n", cases_passed, cases_failed);
+    return cases_failed > 0 || cases_passed == 0;
 }
 
 static inline void check_leave(int status, void *unused) {

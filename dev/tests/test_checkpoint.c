@@ -131,6 +131,7 @@ static void test_kill(const char *what, bool (*job)(Error *), uint64_t job_step,
     check_group(what);
     for (int half = 0; half < 2; half++) {
         for (n = 1;; n++) {
+            check_case();
             uint64_t step = 0;
             start_over();
             fault_clear();
@@ -158,6 +159,7 @@ static void test_kill_prune(void) {
     long n;
     Error error = {0};
     for (n = 1;; n++) {
+        check_case();
         uint64_t step = 0;
         start_over();
         fault_clear();
@@ -181,6 +183,7 @@ static void test_errno(const char *what, int number, const char *remedy) {
     check_group(what);
     for (int over = 0; over < 2; over++) {
         for (n = 1;; n++) {
+            check_case();
             uint64_t step = 0, job_step = over ? 10 : 20;
             start_over();
             fault_clear();
@@ -217,6 +220,7 @@ static void test_kill_replace(void) {
     Error error = {0};
     snprintf(path, sizeof path, "%s/run.json", folder);
     for (long n = 1;; n++) {
+        check_case();
         fault_clear();
         CHECK(file_replace_text(path, "the old text", &error), "%s", error.text);
         pid_t child = fork();

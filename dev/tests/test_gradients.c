@@ -165,6 +165,7 @@ static double attention_value(void *context) {
 // Every phi and its slope in float32 against double, over all z that a score can be made into and more, close to 0 and
 // far from it. 1e-5 of |f| + |phi'|: the rounding of z² in exp(-z²/2) makes 5e-6, at z = -12.
 static void test_phi(int phi, const char *name) {
+    check_case();
     enum { FINE = 12800, POINTS = FINE + 400 };
     static double z[POINTS], f[POINTS], slope[POINTS];
     for (int i = 0; i < FINE; i++) z[i] = (i - FINE / 2) / 64.0;                       // -100 to 100
@@ -222,6 +223,7 @@ static int32_t *first_keys(Sizes z) {
 }
 
 static void test_attention(const char *text, Sizes z) {
+    check_case();
     Normalizer normalizer = parse(text);
     int L = (int)z.T + 3;
     size_t B = z.B, NH = z.NH, NKV = z.NKV, HS = z.HS, VS = z.VS, T = z.T;
@@ -281,6 +283,7 @@ static double model_value(void *context) {
 }
 
 static void test_model(const char *text, const char *shape) {
+    check_case();
     enum { B = 2, T = 9, V = 61 };
     static ModelCase c;
     Error error;
@@ -378,6 +381,7 @@ static void by_gate(void) {
 }
 
 static void test_layer(const char *what, real *x, const real *dx, size_t n, void (*forward)(void), size_t outputs) {
+    check_case();
     l.outputs = outputs;
     check_slope(what, x, dx, n, layer_value, (void *)forward);
 }

@@ -19,7 +19,7 @@ using std::vector;
 #ifdef __CUDACC__
 #define LIBRARY_CHECK(condition, ...)                              \
     do {                                                           \
-        if (condition) checks_passed++;                            \
+        if (condition) case_checks++;                              \
         else printf("note: "), printf(__VA_ARGS__), printf("\n");  \
     } while (0)
 enum { ON_GPU = 1 };
@@ -110,6 +110,7 @@ static void compare(const char *what, const vector<Y> &got, size_t rows, size_t 
 // All products of a layer, `gap` and more elements off alignment.
 template <class X>
 static void test_layer(size_t N, size_t C, size_t OC, size_t gap) {
+    check_case();
     Array<X> inp(N * C, gap), weight(OC * C, 2 * gap), dout(N * OC, 4 * gap), add(N * OC, 8 * gap),
         out(N * OC, 3 * gap), dinp(N * C, 6 * gap);
     Array<float> dweight(OC * C, gap);

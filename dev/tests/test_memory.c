@@ -28,6 +28,7 @@ static void start(const char *groups) {
 }
 
 static void expect(uint64_t bytes, const char *what) {
+    check_case();
     uint64_t found = memory_available_under(root);
     CHECK(found == bytes, "%s: expected %llu bytes, found %llu", what, (unsigned long long)bytes,
           (unsigned long long)found);

@@ -88,6 +88,7 @@ static void test_presets(void) {
     for (size_t i = 0; i < STAGE_COUNT; i++)
         CHECK(!strcmp(stage_names[i], STAGE_NAMES[i]), "stage %zu is %s", i, stage_names[i]);
     for (size_t i = 0; i < COUNT(TABLE); i++) {
+        check_case();
         Normalizer n = parse(TABLE[i].name);
         CHECK(!strcmp(n.text, TABLE[i].name), "%s keeps the text '%s'", TABLE[i].name, n.text);
         for (size_t j = 0; j < STAGE_COUNT; j++)
@@ -103,6 +104,7 @@ static void test_presets(void) {
 
 // The stages of `text` are those of `base` but for one.
 static void check_override(const char *text, const char *base, size_t changed, const char *value) {
+    check_case();
     Normalizer n = parse(text), b = parse(base);
     CHECK(!strcmp(n.text, text), "'%s' keeps '%s'", text, n.text);
     for (size_t i = 0; i < STAGE_COUNT; i++) {
@@ -220,6 +222,7 @@ static void test_refused(void) {
     Normalizer n;
     check_group("what is refused, and what the message says");
     for (size_t i = 0; i < COUNT(REFUSED); i++) {
+        check_case();
         memset(message, 0, sizeof message);
         bool taken = normalizer_parse(&n, REFUSED[i].text, message, sizeof message);
         CHECK(!taken, "'%s' is taken", REFUSED[i].text);
@@ -259,6 +262,7 @@ static void test_numbers(void) {
     // clang-format on
     check_group("a number is written with the fewest digits that give it back");
     for (size_t i = 0; i < COUNT(NUMBERS); i++) {
+        check_case();
         char text[128], expected[64];
         snprintf(text, sizeof text, "softmax+norm=const:%s", NUMBERS[i].given);
         snprintf(expected, sizeof expected, "const:%s", NUMBERS[i].text);
@@ -286,6 +290,7 @@ static void test_shortest(void) {
     // clang-format on
     check_group("the shortest equal text");
     for (size_t i = 0; i < COUNT(SHORTEST); i++) {
+        check_case();
         char out[NORMALIZER_TEXT];
         Normalizer n = parse(SHORTEST[i].given);
         normalizer_shortest(&n, out, sizeof out);
@@ -403,6 +408,7 @@ static void test_scalars(void) {
     };
     check_group("the learned scalars: which there are, which are trained, where they start");
     for (size_t i = 0; i < COUNT(ROWS); i++) {
+        check_case();
         Normalizer n = parse(ROWS[i].text);
         for (size_t j = 0; j < COUNT(SCALARS); j++) {
             CHECK(normalizer_has(&n, SCALARS[j]) == ROWS[i].has[j], "%s has %s", ROWS[i].text, SCALAR_NAMES[j]);
@@ -458,6 +464,7 @@ static void test_changes(void) {
     };
     check_group("what a change of normalizer keeps; which are equal");
     for (size_t i = 0; i < COUNT(ROWS); i++) {
+        check_case();
         Normalizer from = parse(ROWS[i].from), to = parse(ROWS[i].to);
         for (size_t j = 0; j < COUNT(SCALARS); j++) {
             if (ROWS[i].keeps[j] < 0) CHECK(!normalizer_has(&to, SCALARS[j]), "%s has %s", ROWS[i].to, SCALAR_NAMES[j]);
@@ -478,6 +485,7 @@ static void test_changes(void) {
     };
     // clang-format on
     for (size_t i = 0; i < COUNT(EQUAL); i++) {
+        check_case();
         Normalizer a = parse(EQUAL[i].a), b = parse(EQUAL[i].b);
         CHECK(normalizer_equal(&a, &b) == EQUAL[i].equal && normalizer_equal(&b, &a) == EQUAL[i].equal, "%s and %s",
               EQUAL[i].a, EQUAL[i].b);
@@ -495,6 +503,7 @@ static void test_help(void) {
     check_group("--attn help");
     CHECK(check_fork(help, "help", output, sizeof output) == 0, "help");
     for (size_t i = 0; i < COUNT(TABLE); i++) {
+        check_case();
         char row[32];
         snprintf(row, sizeof row, "\n  %s ", TABLE[i].name);
         CHECK(strstr(output, row) != NULL, "no row for %s", TABLE[i].name);

@@ -66,6 +66,7 @@ static void test_values(void) {
 }
 
 static void refused(const char *words, const char *part) {
+    check_case();
     char output[4096];
     int code = check_fork(parse, (void *)words, output, sizeof output);
     CHECK(code == EXIT_USAGE && strstr(output, part), "%s: expected code 2 and \"%s\", found %d and: %s", words, part,
@@ -150,6 +151,7 @@ static void test_resume(void) {
                                   {"--seq-len 64", "--seq-len is 64, but the run started with 64,128"},
                                   {"--train-data x", "--train-data is x, but the run"}};
     for (size_t i = 0; i < sizeof differing / sizeof *differing; i++) {
+        check_case();
         parse((void *)differing[i][0]);
         CHECK(!options_resume(table, ROWS, json, &error) && error.code == EXIT_USAGE &&
                   strstr(error.text, differing[i][1]),

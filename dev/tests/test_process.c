@@ -186,6 +186,7 @@ static void test_signals(void) {
     };
     // clang-format on
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        check_case();
         char output[256];
         int code = check_fork(send_signals, (void *)&cases[i].signals, output, sizeof output);
         CHECK(code == cases[i].code && !strcmp(output, cases[i].says), "%s: code %d, \"%s\"", cases[i].what, code,
@@ -252,6 +253,7 @@ static void test_stop(void) {
     char output[8192];
     int signals[][4] = {{500, SIGTERM, 0}, {500, SIGINT, 0}, {500, SIGTERM, SIGTERM, 0}, {50, SIGINT, SIGINT, 0}};
     for (int i = 0; i < 4; i++) {
+        check_case();
         int code = check_fork(stop_from_outside, signals[i], output, sizeof output);
         CHECK(code == EXIT_STOPPED && strstr(output, "saved"), "signals %d, code %d: %s", i, code, output);
     }

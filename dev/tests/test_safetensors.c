@@ -242,6 +242,7 @@ static void test_broken_headers(void) {
     };
     // clang-format on
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        check_case();
         const char *path = make_file("broken", cases[i].header, strlen(cases[i].header), NULL, cases[i].data);
         CHECK(refused(path, cases[i].part), "%s", cases[i].header);
     }
@@ -341,6 +342,7 @@ static void test_sharded(void) {
     };
     // clang-format on
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+        check_case();
         file_write_text(index, wrong[i][0], &error);
         CHECK(refused(folder, wrong[i][1]), "%s", wrong[i][0]);
     }

@@ -60,6 +60,7 @@ static void make_stream(void) {
 static void test_windows(void) {
     check_group("windows across shards, in sequence and shuffled");
     for (int T = 1; T <= 889; T += T < 4 ? 1 : 59) {
+        check_case();
         int32_t tokens[1000];
         for (int shuffle = 0; shuffle < 2; shuffle++) {
             Shards *s = shards_open(at("s_train_*.bin"), config((size_t)T, shuffle), &error);
@@ -299,6 +300,7 @@ static void test_many(void) {
 // ---- what is wrong
 
 static void refused(const char *globs, ShardsConfig c, const char *part) {
+    check_case();
     memset(&error, 0, sizeof error);
     Shards *s = shards_open(globs, c, &error);
     CHECK(!s && error.code == EXIT_INPUT && strstr(error.text, part), "%s: expected \"%s\", found %d: %s", globs, part,

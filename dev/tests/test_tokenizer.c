@@ -53,6 +53,7 @@ static void make_json(const char *merges, const char *end_of_text, int skip_byte
 // ---- encoding
 
 static void encodes(const Tokenizer *t, const char *text, size_t length, const int32_t *expected, size_t count) {
+    check_case();
     int32_t ids[256];
     size_t found = tokenizer_encode(t, text, length, ids, 256);
     CHECK(found == count && memcmp(ids, expected, count * sizeof(*ids)) == 0, "\"%s\": %zu ids, expected %zu", text,
@@ -125,6 +126,7 @@ static void test_long_words(void) {
 // ---- refusing
 
 static void refused(const char *what, const char *expected) {
+    check_case();
     Error error = {0};
     Tokenizer *t = tokenizer_open(path, &error);
     if (t) { tokenizer_close(t); }
