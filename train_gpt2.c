@@ -141,6 +141,70 @@ static void matmul_backward(real *dinp, real *dweight, const real *dout, const r
     }
 }
 
+// QK norms: an RMSNorm with a gain over each head's q and k, before RoPE.
+typedef struct {
+    size_t N, NH, NKV, HS;
+    real eps;
+    const real *q_gain, *k_gain;    // (HS)
+} QkNorm;
+
+// y[c] = x[c] · r · gain[c],  r = 1/sqrt(mean_c x[c]² + eps), of each head of q and k, in place inside their projection
+//   qkv (N,NH + 2 NKV,HS): q's heads, then k's, then v's
+//   inputs (N,NH + NKV,HS), inverse (N,NH + NKV): x and r written, for the backward pass; both NULL: there is none
+static void qk_norm_forward(real *qkv, real *inputs, real *inverse, QkNorm q) {
+    size_t HS = q.HS, heads = q.NH + q.NKV, row = (heads + q.NKV) * HS;
+    #pragma omp parallel for schedule(static)
+    for (size_t n = 0; n < q.N; n++) {
+        if (inputs) memcpy(inputs + n * heads * HS, qkv + n * row, heads * HS * sizeof *qkv);
+        for (size_t h = 0; h < heads; h++) {
+            real *x = qkv + n * row + h * HS, r = rms_inverse(x, HS, q.eps);
+            const real *gain = h < q.NH ? q.q_gain : q.k_gain;
+            if (inverse) inverse[n * heads + h] = r;
+            #pragma omp simd
+            for (size_t c = 0; c < HS; c++) x[c] = x[c] * r * gain[c];
+        }
+    }
+}
+
+// dgain[c] += sum over rows and heads of dy[c] x[c] r: each thread has some of the channels and goes through all rows in
+// order.
+static void qk_norm_gains_backward(real *dq_gain, real *dk_gain, const real *dqkv, const real *inputs,
+                                   const real *inverse, QkNorm q) {
+    enum { PART = 16 };
+    size_t HS = q.HS, heads = q.NH + q.NKV, row = (heads + q.NKV) * HS;
+    #pragma omp parallel for schedule(static)
+    for (size_t from = 0; from < HS; from += PART) {
+        size_t to = from + PART < HS ? from + PART : HS;
+        for (size_t i = 0; i < q.N * heads; i++) {
+            size_t n = i / heads, h = i % heads;
+            const real *x = inputs + i * HS, *dy = dqkv + n * row + h * HS;
+            real *dgain = h < q.NH ? dq_gain : dk_gain;
+            #pragma omp simd
+            for (size_t c = from; c < to; c++) dgain[c] += dy[c] * x[c] * inverse[i];
+        }
+    }
+}
+
+// dx[c] = r (gain[c] dy[c] − x[c] r² mean_c(dy gain x))
+//   dqkv (N,NH + 2 NKV,HS): dy of q's and k's heads in, dx out   dq_gain, dk_gain (HS) added to
+//   inputs, inverse: as qk_norm_forward() left them
+static void qk_norm_backward(real *dqkv, real *dq_gain, real *dk_gain, const real *inputs, const real *inverse,
+                             QkNorm q) {
+    size_t HS = q.HS, heads = q.NH + q.NKV, row = (heads + q.NKV) * HS;
+    qk_norm_gains_backward(dq_gain, dk_gain, dqkv, inputs, inverse, q);
+    #pragma omp parallel for schedule(static)
+    for (size_t i = 0; i < q.N * heads; i++) {
+        size_t n = i / heads, h = i % heads;
+        const real *x = inputs + i * HS, *gain = h < q.NH ? q.q_gain : q.k_gain;
+        real *dx = dqkv + n * row + h * HS, r = inverse[i], dot = 0;
+        #pragma omp simd reduction(+ : dot)
+        for (size_t c = 0; c < HS; c++) dot += dx[c] * gain[c] * x[c];
+        real k = r * r * dot / (real)HS;
+        #pragma omp simd
+        for (size_t c = 0; c < HS; c++) dx[c] = r * (gain[c] * dx[c] - x[c] * k);
+    }
+}
+
 // cos and sin (T,HS/2) of t · theta^(−2i/HS)
 static void rope_table(real *cosines, real *sines, size_t T, size_t HS, double theta) {
     #pragma omp parallel for schedule(static)
@@ -438,6 +502,8 @@ typedef struct {
     real *joined;           // (kept, N, W)         qkv, q and k after RoPE; or uvz
     real *q, *k, *v;        // (kept, N, K or E)    of gated units, q and k after RoPE
     real *inverse_norms;    // (kept, N, NH + NKV)  of the heads of q and k, under qk=l2
+    real *qk_inputs;        // (kept, N, NH + NKV, HS)  q and k before their QK norms, which only some models have
+    real *qk_inverse;       // (kept, N, NH + NKV)  1/RMS of each of these heads
     real *stats;            // (kept, N·NH, ROW_STATS) of the rows of attention
     real *att;              // (kept, N, E)         attention's output
     real *x_mid;            // (kept, N, C)         the residual stream between attention and feed-forward
@@ -518,13 +584,8 @@ static size_t widest_second(const ModelConfig *c) {
     return widest > E ? widest : E;
 }
 
-static void refuse_qk_norm(const ModelConfig *c) {
-    if (c->qk_norm) fail(EXIT_USAGE, "qk_norm is not implemented in the trainers yet.");
-}
-
 static void plan_parameters(Model *m, bool train, bool bf16) {
     size_t floats = m->list.floats;
-    refuse_qk_norm(&m->config);
     memory_add(&m->plan, "parameters", (void **)&m->params, FLOATS(floats));
     if (bf16) memory_add(&m->plan, "parameters in bfloat16", (void **)&m->params_bf16, floats * sizeof(uint16_t));
     if (!train) return;
@@ -548,6 +609,10 @@ static void plan_activations(Model *m, size_t kept_layers, size_t B, size_t T, b
     memory_add(&m->plan, kept, (void **)&m->x, FLOATS((L + 1) * N * C));
     memory_add(&m->plan, kept, (void **)&m->joined, FLOATS(L * N * W));
     memory_add(&m->plan, kept, (void **)&m->inverse_norms, FLOATS(L * N * (NH + (size_t)c->kv_heads)));
+    if (c->qk_norm) {
+        memory_add(&m->plan, kept, (void **)&m->qk_inputs, FLOATS(L * N * (K + key_width(c))));
+        memory_add(&m->plan, kept, (void **)&m->qk_inverse, FLOATS(L * N * (NH + (size_t)c->kv_heads)));
+    }
     memory_add(&m->plan, kept, (void **)&m->stats, FLOATS(L * N * NH * ROW_STATS));
     memory_add(&m->plan, kept, (void **)&m->att, FLOATS(L * N * E));
     if (gau) {
@@ -601,7 +666,7 @@ static real *residual(const Model *m, size_t l, size_t N) {
 
 // The activations of layer l for N rows.
 typedef struct {
-    real *x, *x_mid, *x_next, *stats, *att, *gate_up;
+    real *x, *x_mid, *x_next, *qk_inputs, *qk_inverse, *stats, *att, *gate_up;
     Projected projected;
 } Layer;
 
@@ -623,7 +688,18 @@ static Layer layer_of(const Model *m, size_t l, size_t N) {
         of.x_mid = m->x_mid + rows * C;
         of.gate_up = m->gate_up + rows * 2 * F;
     }
+    if (c->qk_norm) {
+        of.qk_inputs = m->qk_inputs + rows * (query_width(c) + key_width(c));
+        of.qk_inverse = m->qk_inverse + rows * (NH + NKV);
+    }
     return of;
+}
+
+static QkNorm qk_norm_of(const Model *m, size_t layer, size_t N) {
+    const ModelConfig *c = &m->config;
+    const LayerOffsets *at = &m->list.layers[layer];
+    return (QkNorm){N,           (size_t)c->heads,       (size_t)c->kv_heads,   head_size(c),
+                    norm_eps(m), m->params + at->q_norm, m->params + at->k_norm};
 }
 
 static Rope rope_of(const Model *m, size_t B, size_t T) {
@@ -674,6 +750,8 @@ static void layer_forward(Model *m, size_t l, size_t B, size_t T) {
     rmsnorm_forward(m->h, of.x, m->params + at->norm1, N, C, norm_eps(m));
     phase(PHASE_PROJECTIONS);
     matmul_forward(of.projected.joined, m->h, weight(m, at->q), N, C, W, false);
+    phase(PHASE_NORM);
+    if (c->qk_norm) qk_norm_forward(of.projected.joined, of.qk_inputs, of.qk_inverse, qk_norm_of(m, l, N));
     phase(PHASE_ROPE);
     rope_forward(of.projected.joined, of.projected.inverse_norms, rope_of(m, B, T));
     attention_layer_forward(m, l, B, T);
@@ -718,6 +796,9 @@ static void layer_backward(Model *m, size_t l, size_t B, size_t T, bool add) {
     phase(PHASE_ROPE);
     rope_backward(m->djoined, of.projected.joined, of.projected.inverse_norms, rope_of(m, B, T));
     phase(PHASE_NORM);
+    if (c->qk_norm)
+        qk_norm_backward(m->djoined, grads + at->q_norm, grads + at->k_norm, of.qk_inputs, of.qk_inverse,
+                         qk_norm_of(m, l, N));
     rmsnorm_forward(m->h, of.x, m->params + at->norm1, N, C, norm_eps(m));
     phase(PHASE_PROJECTIONS);
     matmul_backward(m->dh, grads + at->q, m->djoined, m->h, weight(m, at->q), N, C, W, add);
@@ -979,6 +1060,7 @@ static void decode_keys(Decoder *d, const DecodeRow *row, size_t r, size_t layer
         gau_forward(x, gains_in(d->m, d->m->params, layer), rope, (size_t)c->ffn);
         return;
     }
+    if (c->qk_norm) qk_norm_forward(x.joined, NULL, NULL, qk_norm_of(d->m, layer, 1));
     rope_forward(x.joined, x.inverse_norms, rope);
     memcpy(k, x.joined + K, FLOATS(key_width(c)));
     memcpy(v, x.joined + K + key_width(c), FLOATS(value_width(c)));

@@ -304,8 +304,6 @@ static void read_qk_norm(Reader *r) {
         reasons_add(&r->reasons, "\"qk_norm\" is %s; expected true or false", value_of(key).text);
     if (r->config->qk_norm && r->config->block == BLOCK_GAU)
         reasons_add(&r->reasons, "\"qk_norm\" is true, but a gated attention unit has no QK norms");
-    // Until the trainers compute them:
-    if (r->config->qk_norm) reasons_add(&r->reasons, "\"model_type\" is \"qwen3\": QK norms are not implemented yet");
 }
 
 static void read_norm_eps(Reader *r) {

@@ -340,6 +340,7 @@ enum {
 static struct {
     real *x, *w, *out, *dout, *cosines, *sines, *inverse_norms;
     Rope rope;
+    QkNorm qk_norm;
     GauGains gains;
     int32_t tokens[N];
     size_t outputs;
@@ -396,6 +397,23 @@ static void test_rope(real *dx, bool l2) {
     test_layer(l2 ? "rope and l2" : "rope", l.x, dx, N * W, by_rope, N * W);
 }
 
+static void by_qk_norm(void) {
+    memcpy(l.out, l.x, N * W * sizeof *l.out);
+    qk_norm_forward(l.out, NULL, NULL, l.qk_norm);
+}
+
+static void test_qk_norm(real *dx, real *gains) {
+    real *dgains = reals(2 * HS), *inputs = reals(N * (NH + NKV) * HS);
+    l.qk_norm = (QkNorm){N, NH, NKV, HS, 0.05, gains, gains + HS};
+    memcpy(l.out, l.x, N * W * sizeof *l.out);
+    memcpy(dx, l.dout, N * W * sizeof *dx);
+    qk_norm_forward(l.out, inputs, l.inverse_norms, l.qk_norm);
+    qk_norm_backward(dx, dgains, dgains + HS, inputs, l.inverse_norms, l.qk_norm);
+    test_layer("QK norms", l.x, dx, N * W, by_qk_norm, N * W);
+    test_layer("QK norms, gains", gains, dgains, 2 * HS, by_qk_norm, N * W);
+    free(dgains), free(inputs);
+}
+
 static void test_gau(real *dx, real *gains, bool l2) {
     real *dgains = reals(4 * GS), *d = reals(N * (2 * GS + E));
     l.rope = (Rope){B, T, 1, 1, GS, l.cosines, l.sines, l2};
@@ -428,6 +446,7 @@ static void test_layers(void) {
     memset(dw, 0, room * sizeof *dw);
     embedding_backward(dw, l.dout, l.tokens, N, C);
     test_layer("embedding", l.w, dw, V * C, by_embedding, N * C);
+    test_qk_norm(dx, gains);
     test_rope(dx, false);
     test_rope(dx, true);
     swiglu_backward(dx, l.dout, l.x, N, C);
@@ -475,7 +494,7 @@ int main(int argc, char **argv) {
         test_attention(NAMES[i], (Sizes){.B = 2, .NH = 2, .NKV = 2, .HS = 6, .VS = 6, .T = 9});
         test_attention(NAMES[i], (Sizes){.B = 2, .NH = 6, .NKV = 2, .HS = 4, .VS = 4, .T = 9});
         test_model(NAMES[i], "layers=2,heads=2,channels=32,ffn=48,vocab=61,tied=0");
-        test_model(NAMES[i], "layers=1,heads=4,kv_heads=2,head_dim=6,channels=16,ffn=20,vocab=61,tied=1");
+        test_model(NAMES[i], "layers=1,heads=4,kv_heads=2,head_dim=6,channels=16,ffn=20,vocab=61,tied=1,qk_norm=1");
         test_model(NAMES[i], "layers=1,block=gau,channels=24,vocab=61,tied=1");
     }
     printf("worst relative error %.2g\n", worst);

@@ -17,6 +17,7 @@ from trainer import checkpoint, losses, metrics
 
 sys.path.insert(0, str(ROOT / "dev" / "reference"))
 import model as reference
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 torch.set_num_threads(1)
@@ -40,6 +41,9 @@ CHECKPOINTS = {
     "gau-relu2-n": ["--attn", "relu2-n", "--model", GAU],
     "multi-query-softmax": ["--model", f"{SHAPE},kv_heads=1"],
     "grouped-softmax-head-size-eps": ["--model", f"{SHAPE},heads=4,kv_heads=2,head_dim=12,norm_eps=0.01"],
+    "qk-norm-softmax": ["--model", f"{SHAPE},qk_norm=1"],
+    "qk-norm-grouped-softmax-bf16": ["--model", f"{SHAPE},heads=3,kv_heads=1,head_dim=12,norm_eps=0.01,qk_norm=1,tied=0", "--dtype", "bf16"],
+    "qk-norm-lssar": ["--attn", "lssar", "--model", f"{SHAPE},kv_heads=2,qk_norm=1"],
     "grouped-ssmax-bias-head-size": ["--attn", "ssmax-bias", "--model", f"{SHAPE},heads=3,kv_heads=1,head_dim=12,tied=0"],
 }
 
@@ -56,10 +60,13 @@ def folder(request, data, tmp_path_factory):
     return train(data, tmp_path_factory.mktemp("run") / "out", *CHECKPOINTS[request.param], steps=40)[0]
 
 
+PLAIN = ("llama", "qwen3")      # what transformers loads by itself
+
+
 def load(folder):
     """In float32; plain softmax without trusting any code."""
     config = json.loads((folder / "config.json").read_text())
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=config["model_type"] != "llama").eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=config["model_type"] not in PLAIN).eval()
 
 
 def random_ids(length):
@@ -94,11 +101,14 @@ def test_generate_and_sample_are_the_same(folder):
 
 
 def test_the_type_is_told(folder):
-    """Only plain softmax in a Llama's block is a Llama; loaded without trust, the others are refused rather than computed as softmax."""
+    """Only plain softmax in a Llama's block is a Llama, or a Qwen3 with QK norms; loaded without trust, the others are refused rather than
+    computed as softmax."""
     config = json.loads((folder / "config.json").read_text())
     normalizer = config["attention_normalizer"]
-    assert (config["model_type"] == "llama") == (normalizer["name"] == "softmax" and "block" not in normalizer)
-    if config["model_type"] != "llama":
+    plain = normalizer["name"] == "softmax" and "block" not in normalizer
+    norms = any(key.endswith("q_norm.weight") for key in load_file(folder / "model.safetensors"))
+    assert config["model_type"] == ("attn_gpt" if not plain else "qwen3" if norms else "llama")
+    if not plain:
         with pytest.raises(ValueError, match="trust_remote_code"):
             AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
 
