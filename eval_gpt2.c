@@ -195,7 +195,7 @@ static void take_memory(Evaluator *e) {
 static void fit_pn(Evaluator *e) {
     Model *m = &e->model;
     int L = m->config.seq_len;
-    const float *p = m->params + m->list.p;
+    const float *p = m->params + m->list.scalar[SCALAR_P];
     double x = 0, y = 0, xx = 0, xy = 0, yy = 0;
     for (int n = 1; n <= L; n++) {
         x += log(n);
@@ -341,7 +341,7 @@ static void start_given(Evaluator *e, cJSON *started) {
     e->model.config.attn = e->given;
     Weights weights = weights_of(&e->model);
     weights_start_scalars(&weights, &e->own);
-    for (Scalar scalar = SCALAR_S; scalar < SCALAR_COUNT; scalar++) {
+    for (Scalar scalar = 0; scalar < SCALAR_COUNT; scalar++) {
         if (!normalizer_has(&e->given, scalar) || normalizer_keeps(&e->own, &e->given, scalar)) continue;
         double start = normalizer_start(&e->given, scalar, e->model.config.seq_len);
         printf("%s%s starts at %.6g", cJSON_GetArraySize(started) ? ", " : "\n", scalar_names[scalar], start);

@@ -193,44 +193,26 @@ static void l2_rows(float *x, float *inverse, size_t n, size_t HS) {
     }
 }
 
-// The learned scalars that the fixtures use, as the normalizer has them.
-typedef struct {
-    float *s, *b, *p, *sink, *ds, *db, *dp, *dsink;
-    AttentionScalars values;
-    AttentionScalarGrads grads;
-} TestScalars;
-
-static TestScalars test_scalars(const Normalizer *normalizer, size_t NH, size_t L) {
-    TestScalars x = {floats(NH), floats(NH), floats(L),  floats(NH), floats(NH),
-                     floats(NH), floats(L),  floats(NH), {0},        {0}};
-    const struct {
-        Scalar scalar;
-        const char *name;
-        float *values, *grads;
-        size_t n;
-    } KINDS[] = {{SCALAR_S, "attn_scale", x.s, x.ds, NH},
-                 {SCALAR_B, "attn_bias", x.b, x.db, NH},
-                 {SCALAR_P, "attn_pn", x.p, x.dp, L},
-                 {SCALAR_SINK, "attn_sink", x.sink, x.dsink, NH}};
-    for (int i = 0; i < 4; i++) {
-        float mean, scale;
-        fixture_weight_rule(KINDS[i].name, KINDS[i].n, &mean, &scale);
-        if (!normalizer_trains(normalizer, KINDS[i].scalar))
-            mean = (float)normalizer_start(normalizer, KINDS[i].scalar, (int)L), scale = 0.0f;
-        fixture_fill(KINDS[i].values, KINDS[i].n, KINDS[i].name, 0, mean, scale);
+// The learned scalars that the normalizer has, as the fixtures have them, and room for the gradients of those that it
+// trains.
+static Scalars test_scalars(ScalarGrads *grads, const Normalizer *normalizer, size_t NH, size_t L) {
+    Scalars scalars = {{NULL}};
+    *grads = (ScalarGrads){{NULL}};
+    for (Scalar x = 0; x < SCALAR_COUNT; x++) {
+        size_t n = scalar_size(x, NH, L);
+        float mean, scale, *values;
+        if (!normalizer_has(normalizer, x)) continue;
+        fixture_weight_rule(scalar_names[x], n, &mean, &scale);
+        if (normalizer_trains(normalizer, x)) grads->of[x] = floats(n);
+        else mean = (float)normalizer_start(normalizer, x, (int)L), scale = 0.0f;
+        scalars.of[x] = values = floats(n);
+        fixture_fill(values, n, scalar_names[x], 0, mean, scale);
     }
-#define IF(query, scalar, x) query(normalizer, scalar) ? x : NULL
-    x.values = (AttentionScalars){IF(normalizer_has, SCALAR_S, x.s), IF(normalizer_has, SCALAR_B, x.b),
-                                  IF(normalizer_has, SCALAR_P, x.p), IF(normalizer_has, SCALAR_SINK, x.sink)};
-    x.grads =
-        (AttentionScalarGrads){IF(normalizer_trains, SCALAR_S, x.ds), IF(normalizer_trains, SCALAR_B, x.db),
-                               IF(normalizer_trains, SCALAR_P, x.dp), IF(normalizer_trains, SCALAR_SINK, x.dsink)};
-#undef IF
-    return x;
+    return scalars;
 }
 
-static void free_scalars(TestScalars x) {
-    free(x.s), free(x.b), free(x.p), free(x.sink), free(x.ds), free(x.db), free(x.dp), free(x.dsink);
+static void free_scalars(Scalars scalars, ScalarGrads grads) {
+    for (int x = 0; x < SCALAR_COUNT; x++) free((void *)scalars.of[x]), free(grads.of[x]);
 }
 
 static void test_attention(void) {
@@ -243,7 +225,8 @@ static void test_attention(void) {
     if (!normalizer_parse(&normalizer, text_of("attn"), message, sizeof message))
         fail(EXIT_INPUT, "%s: %s", case_name, message);
     AttentionShape shape = {&normalizer, B, T, NH, NKV, HS, HS, (int)L};
-    TestScalars scalars = test_scalars(&normalizer, NH, L);
+    ScalarGrads scalar_grads;
+    Scalars scalars = test_scalars(&scalar_grads, &normalizer, NH, L);
     float *x[3], *d[3], *inverse[3], *out = floats(n), *dout = input("dout", n, 1);
     float *stats = floats(B * NH * T * ROW_STATS), *scratch = floats(attention_scratch(shape, omp_get_max_threads()));
     for (int i = 0; i < 3; i++) {
@@ -253,8 +236,8 @@ static void test_attention(void) {
     }
     AttentionInput in = {{x[0], C, HS}, {x[1], K, HS}, {x[2], K, HS}, NULL};
     AttentionInputGrads grads = {{d[0], C, HS}, {d[1], K, HS}, {d[2], K, HS}};
-    attention_forward(out, stats, in, scalars.values, shape, scratch);
-    attention_backward(grads, scalars.grads, dout, out, stats, in, scalars.values, shape, scratch);
+    attention_forward(out, stats, in, scalars, shape, scratch);
+    attention_backward(grads, scalar_grads, dout, out, stats, in, scalars, shape, scratch);
     for (size_t i = 0; i < 2 && normalizer.qk.kind == QK_L2; i++)
         for (size_t r = 0; r < sizes[i] / HS; r++) l2_backward(d[i] + r * HS, x[i] + r * HS, inverse[i][r], HS);
     double norm = 0, worst = compare("out", out, n, 0, 1e-5);
@@ -264,10 +247,12 @@ static void test_attention(void) {
     worst = largest(worst, compare("dq", d[0], n, floor, 1e-4));
     worst = largest(worst, compare("dk", d[1], sizes[1], floor, 1e-4));
     worst = largest(worst, compare("dv", d[2], sizes[2], floor, 1e-4));
-    if (scalars.grads.s) worst = largest(worst, compare("dattn_scale", scalars.ds, NH, floor, 1e-4));
-    if (scalars.grads.b) worst = largest(worst, compare("dattn_bias", scalars.db, NH, floor, 1e-4));
-    if (scalars.grads.p) worst = largest(worst, compare("dattn_pn", scalars.dp, L, floor, 1e-4));
-    if (scalars.grads.sink) worst = largest(worst, compare("dattn_sink", scalars.dsink, NH, floor, 1e-4));
+    for (int i = 0; i < SCALAR_COUNT; i++) {
+        char name[32];
+        snprintf(name, sizeof name, "d%s", scalar_names[i]);
+        if (scalar_grads.of[i])
+            worst = largest(worst, compare(name, scalar_grads.of[i], scalar_size(i, NH, L), floor, 1e-4));
+    }
     // One query at a time, as in generation, gives the same rows; but for -logT, T and T2, where T is the length so
     // far.
     bool by_length =
@@ -278,7 +263,7 @@ static void test_attention(void) {
         size_t h = i % NH, t = i / NH % T, b = i / NH / T, start = b * T * K + h / (NH / NKV) * HS;
         shape.T = t + 1;
         attention_row(row, x[0] + i * HS, (ConstView){x[1] + start, K, HS}, (ConstView){x[2] + start, K, HS}, t + 1, h,
-                      scalars.values, shape, scores);
+                      scalars, shape, scores);
         for (size_t c = 0; c < HS; c++) {
             double o = out[i * HS + c];
             difference += (row[c] - o) * (row[c] - o), size += o * o;
@@ -287,7 +272,7 @@ static void test_attention(void) {
     check("row by row", size > 0 ? sqrt(difference / size) : difference, 1e-5);
     case_done(before, worst);
     for (int i = 0; i < 3; i++) free(x[i]), free(d[i]), free(inverse[i]);
-    free_scalars(scalars);
+    free_scalars(scalars, scalar_grads);
     free(out), free(dout), free(stats), free(scratch), free(row), free(scores);
 }
 
@@ -399,7 +384,7 @@ static void test_nan(void) {
         normalizer_parse(&normalizer, i ? "relu2-n" : "softmax", message, sizeof message);
         float q[2] = {1, NAN}, k[4] = {1, 2, 3, 4}, v[4] = {1, 2, 3, 4}, scratch[2];
         AttentionShape shape = {&normalizer, 1, 2, 1, 1, 2, 2, 2};
-        attention_row(out, q, (ConstView){k, 2, 2}, (ConstView){v, 2, 2}, 2, 0, (AttentionScalars){0}, shape, scratch);
+        attention_row(out, q, (ConstView){k, 2, 2}, (ConstView){v, 2, 2}, 2, 0, (Scalars){{NULL}}, shape, scratch);
         check(normalizer.text, !isnan(out[0]), 0);
     }
     case_done(before, 0);

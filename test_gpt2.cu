@@ -183,9 +183,9 @@ static AttentionCase attention_case(void) {
         for (size_t t = 0; t < N; t++) std::copy_n(&x[t * C], C, &a.qkv[(3 * t + i) * C]);
     }
     a.dout = filled("dout", N * C, 0, 1);
-    for (int i = SCALAR_NONE + 1; i < SCALAR_COUNT; i++) {
+    for (int i = 0; i < SCALAR_COUNT; i++) {
         Scalar scalar = (Scalar)i;
-        size_t n = scalar == SCALAR_P ? (size_t)a.L : a.NH;
+        size_t n = scalar_size(scalar, a.NH, (size_t)a.L);
         float mean, scale;
         if (!normalizer_has(&a.normalizer, scalar)) continue;
         fixture_weight_rule(scalar_names[i], n, &mean, &scale);
@@ -208,22 +208,20 @@ static void attention_run(AttentionCase &a) {
     X *qkv = on_device<X>(a.qkv), *grads = on_device<X>(dqkv), *out = on_device<X>(a.out), *dout = on_device<X>(a.dout);
     float *stats = on_device(Floats(flash_stats(shape, sizeof(X)))), *norms = on_device(Floats(2 * N * a.NH)),
           *counts = on_device(Floats(2));
-    float *cosines = on_device(Floats(angles, 1)), *sines = on_device(Floats(angles)), *scalars[SCALAR_COUNT] = {},
-          *scalar_grads[SCALAR_COUNT] = {};
-    for (int i = SCALAR_NONE + 1; i < SCALAR_COUNT; i++) {
-        scalars[i] = a.scalars[i].empty() ? NULL : on_device(a.scalars[i]);
-        scalar_grads[i] = a.scalar_grads[i].empty() ? NULL : on_device(a.scalar_grads[i], true);
+    float *cosines = on_device(Floats(angles, 1)), *sines = on_device(Floats(angles));
+    Scalars scalars = {};
+    ScalarGrads scalar_grads = {};
+    for (int i = 0; i < SCALAR_COUNT; i++) {
+        scalars.of[i] = a.scalars[i].empty() ? NULL : on_device(a.scalars[i]);
+        scalar_grads.of[i] = a.scalar_grads[i].empty() ? NULL : on_device(a.scalar_grads[i], true);
     }
-    FlashScalars values = {scalars[SCALAR_S], scalars[SCALAR_B], scalars[SCALAR_P], scalars[SCALAR_SINK]};
-    FlashScalarGrads into = {scalar_grads[SCALAR_S], scalar_grads[SCALAR_B], scalar_grads[SCALAR_P],
-                             scalar_grads[SCALAR_SINK]};
     void *scratch;
     CUDA_CHECK(cudaMalloc(&scratch, flash_scratch(shape)));
     CUDA_CHECK(cudaDeviceSynchronize());
     rope_forward(qkv, norms, cosines, sines, l2, a.B, a.T, a.NH, a.HS, stream);
-    flash_forward(out, stats, (unsigned long long *)counts, qkv, qkv + C, qkv + 2 * C, values, shape, scratch, stream);
-    flash_backward(grads, grads + C, grads + 2 * C, into, dout, out, stats, qkv, qkv + C, qkv + 2 * C, values, shape,
-                   scratch, stream);
+    flash_forward(out, stats, (unsigned long long *)counts, qkv, qkv + C, qkv + 2 * C, scalars, shape, scratch, stream);
+    flash_backward(grads, grads + C, grads + 2 * C, scalar_grads, dout, out, stats, qkv, qkv + C, qkv + 2 * C, scalars,
+                   shape, scratch, stream);
     rope_backward(grads, qkv, norms, cosines, sines, l2, a.B, a.T, a.NH, a.HS, stream);
 
     from_device_array(a.out, out);
@@ -233,9 +231,9 @@ static void attention_run(AttentionCase &a) {
         parts[i]->resize(N * C);
         for (size_t t = 0; t < N; t++) std::copy_n(&dqkv[(3 * t + i) * C], C, &(*parts[i])[t * C]);
     }
-    for (int i = SCALAR_NONE + 1; i < SCALAR_COUNT; i++) {
-        if (scalar_grads[i]) from_device_array(a.scalar_grads[i], scalar_grads[i]);
-        if (scalars[i]) CUDA_CHECK(cudaFree(scalars[i]));
+    for (int i = 0; i < SCALAR_COUNT; i++) {
+        if (scalar_grads.of[i]) from_device_array(a.scalar_grads[i], scalar_grads.of[i]);
+        if (scalars.of[i]) CUDA_CHECK(cudaFree((void *)scalars.of[i]));
     }
     for (X *x : {qkv, dout}) CUDA_CHECK(cudaFree(x));
     for (float *x : {stats, norms, counts, cosines, sines}) CUDA_CHECK(cudaFree(x));
@@ -260,7 +258,7 @@ static void test_attention(void) {
     worst = largest(worst, compare("dq", a.dq.data(), a.dq.size(), floor, 1e-4));
     worst = largest(worst, compare("dk", a.dk.data(), a.dk.size(), floor, 1e-4));
     worst = largest(worst, compare("dv", a.dv.data(), a.dv.size(), floor, 1e-4));
-    for (int i = SCALAR_NONE + 1; i < SCALAR_COUNT; i++) {
+    for (int i = 0; i < SCALAR_COUNT; i++) {
         const Floats &x = a.scalar_grads[i];
         if (!x.empty())
             worst =
@@ -302,7 +300,7 @@ static void test_attention_in_bf16(void) {
     worst = largest(worst, beside("dq", a.dq, expected.dq, floor, steep));
     worst = largest(worst, beside("dk", a.dk, expected.dk, floor, steep));
     worst = largest(worst, beside("dv", a.dv, expected.dv, floor, bound));
-    for (int i = SCALAR_NONE + 1; i < SCALAR_COUNT; i++)
+    for (int i = 0; i < SCALAR_COUNT; i++)
         worst = largest(worst, beside(scalar_names[i], a.scalar_grads[i], expected.scalar_grads[i], floor, 3e-2));
     case_done(before, worst);
 }

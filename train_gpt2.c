@@ -539,20 +539,11 @@ static Operand weight(const Model *m, size_t offset) {
     return (Operand){.f32 = m->params + offset, .bf16 = m->params_bf16 ? m->params_bf16 + offset : NULL};
 }
 
-// The learned scalars of a layer, in the parameters or in an array like theirs; NULL for those that the normalizer
-// lacks.
-static AttentionScalarGrads scalars_in(const Model *m, real *array, size_t layer,
-                                       bool (*wanted)(const Normalizer *, Scalar)) {
-    const LayerOffsets *at = &m->list.layers[layer];
-    const Normalizer *attn = &m->config.attn;
-    return (AttentionScalarGrads){
-        wanted(attn, SCALAR_S) ? array + at->s : NULL, wanted(attn, SCALAR_B) ? array + at->b : NULL,
-        wanted(attn, SCALAR_P) ? array + m->list.p : NULL, wanted(attn, SCALAR_SINK) ? array + at->sink : NULL};
-}
-
-static AttentionScalars scalars_of(const Model *m, size_t layer) {
-    AttentionScalarGrads there = scalars_in(m, m->params, layer, normalizer_has);
-    return (AttentionScalars){there.s, there.b, there.p && m->p_n ? m->p_n : there.p, there.sink};
+// The learned scalars of a layer, with m->p_n in place of the learned p_n.
+static Scalars layer_scalars(const Model *m, size_t layer) {
+    Scalars scalars = scalars_of(&m->list, m->params, layer, &m->config.attn);
+    if (scalars.of[SCALAR_P] && m->p_n) scalars.of[SCALAR_P] = m->p_n;
+    return scalars;
 }
 
 static GauGains gains_in(const Model *m, real *array, size_t layer) {
@@ -727,7 +718,7 @@ static void attention_layer_forward(Model *m, size_t l, size_t B, size_t T) {
     Layer of = layer_of(m, l, B * T);
     phase(PHASE_ATTENTION);
     m->rows_without_weight +=
-        attention_forward(of.att, of.stats, attention_input(m, of.projected), scalars_of(m, l), shape, m->attention);
+        attention_forward(of.att, of.stats, attention_input(m, of.projected), layer_scalars(m, l), shape, m->attention);
     m->rows += B * T * shape.NH;
 }
 
@@ -737,8 +728,9 @@ static void attention_layer_backward(Model *m, size_t l, size_t B, size_t T) {
     Layer of = layer_of(m, l, B * T);
     AttentionInputGrads d = attention_views(&m->config, (Projected){m->djoined, m->dq, m->dk, m->dv, NULL});
     phase(PHASE_ATTENTION);
-    attention_backward(d, scalars_in(m, m->grads, l, normalizer_trains), m->datt, of.att, of.stats,
-                       attention_input(m, of.projected), scalars_of(m, l), shape, m->attention);
+    ScalarGrads grads = scalar_grads_of(&m->list, m->grads, l, &m->config.attn);
+    attention_backward(d, grads, m->datt, of.att, of.stats, attention_input(m, of.projected), layer_scalars(m, l),
+                       shape, m->attention);
 }
 
 static void layer_forward(Model *m, size_t l, size_t B, size_t T) {
@@ -1076,7 +1068,7 @@ static void decode_head(Decoder *d, const DecodeRow *row, size_t r, size_t h, si
     ConstView k = {d->k + cache * KV + kv * shape.HS, KV, shape.HS},
               v = {d->v + cache * VV + kv * shape.VS, VV, shape.VS};
     attention_row(d->att + r * output_width(c) + h * shape.VS, q + h * shape.HS, k, v, row->position + 1, h,
-                  scalars_of(d->m, layer), shape, d->scores + (size_t)omp_get_thread_num() * d->length);
+                  layer_scalars(d->m, layer), shape, d->scores + (size_t)omp_get_thread_num() * d->length);
 }
 
 // Attention of one layer for all rows: their keys and values join the cache first, so that a row sees those before it

@@ -198,17 +198,12 @@ static const X *weight_for(const Model *m, const X *input, size_t offset) {
     return weight<X>(m, offset);
 }
 
-static FlashScalarGrads scalars_in(const Model *m, float *array, size_t layer,
-                                   bool (*wanted)(const Normalizer *, Scalar)) {
-    const LayerOffsets *at = &m->list.layers[layer];
-    const Normalizer *attn = &m->config.attn;
-    return {wanted(attn, SCALAR_S) ? array + at->s : NULL, wanted(attn, SCALAR_B) ? array + at->b : NULL,
-            wanted(attn, SCALAR_P) ? array + m->list.p : NULL, wanted(attn, SCALAR_SINK) ? array + at->sink : NULL};
+static Scalars layer_scalars(const Model *m, size_t layer) {
+    return scalars_of(&m->list, m->params, layer, &m->config.attn);
 }
 
-static FlashScalars scalars_of(const Model *m, size_t layer) {
-    FlashScalarGrads there = scalars_in(m, m->params, layer, normalizer_has);
-    return {there.s, there.b, there.p, there.sink};
+static ScalarGrads layer_scalar_grads(const Model *m, float *grads, size_t layer) {
+    return scalar_grads_of(&m->list, grads, layer, &m->config.attn);
 }
 
 static GauGains gains_in(const Model *m, float *array, size_t layer) {
@@ -477,8 +472,8 @@ static void layer_forward(Model *m, Activations<X> *a, size_t l, size_t B, size_
     phase(PHASE_ROPE);
     rope_forward(of.qkv, of.inverse_norms, m->cosines, m->sines, divides_by_norms(m), B, T, NH, shape.HS, stream);
     phase(PHASE_ATTENTION);
-    flash_forward(of.att, of.stats, m->without_weight + counter, of.qkv, of.qkv + C, of.qkv + 2 * C, scalars_of(m, l),
-                  shape, m->scratch, stream);
+    flash_forward(of.att, of.stats, m->without_weight + counter, of.qkv, of.qkv + C, of.qkv + 2 * C,
+                  layer_scalars(m, l), shape, m->scratch, stream);
     phase(PHASE_PROJECTIONS);
     matmul_forward(of.x_mid, of.att, weight<X>(m, at->o), of.x, N, C, C, stream);
 
@@ -518,8 +513,8 @@ static void layer_backward(Model *m, Activations<X> *a, size_t l, size_t B, size
     phase(PHASE_PROJECTIONS);
     matmul_backward(a->datt, grads + at->o, a->dx, of.att, weight<X>(m, at->o), N, C, C, add, stream);
     phase(PHASE_ATTENTION);
-    flash_backward(a->dqkv, a->dqkv + C, a->dqkv + 2 * C, scalars_in(m, grads, l, normalizer_trains), a->datt, of.att,
-                   of.stats, of.qkv, of.qkv + C, of.qkv + 2 * C, scalars_of(m, l), shape, m->scratch, stream);
+    flash_backward(a->dqkv, a->dqkv + C, a->dqkv + 2 * C, layer_scalar_grads(m, grads, l), a->datt, of.att, of.stats,
+                   of.qkv, of.qkv + C, of.qkv + 2 * C, layer_scalars(m, l), shape, m->scratch, stream);
     phase(PHASE_ROPE);
     rope_backward(a->dqkv, of.qkv, of.inverse_norms, m->cosines, m->sines, divides_by_norms(m), B, T, NH, shape.HS,
                   stream);
@@ -544,7 +539,7 @@ static void unit_forward(Model *m, Activations<X> *a, size_t l, size_t B, size_t
     gau_forward(of.q, of.k, of.v, of.inverse_norms, of.uvz, gains_in(m, m->params, l), m->cosines, m->sines,
                 divides_by_norms(m), B, T, E, K, stream);
     phase(PHASE_ATTENTION);
-    flash_forward(of.att, of.stats, m->without_weight + counter, of.q, of.k, of.v, scalars_of(m, l),
+    flash_forward(of.att, of.stats, m->without_weight + counter, of.q, of.k, of.v, layer_scalars(m, l),
                   flash_shape(m, B, T), m->scratch, stream);
     phase(PHASE_GATE);
     gau_gate_forward(of.act, of.uvz, of.att, N, E, W, stream);
@@ -565,8 +560,8 @@ static void unit_backward(Model *m, Activations<X> *a, size_t l, size_t B, size_
     phase(PHASE_GATE);
     gau_gate_backward(a->datt, a->dqkv, a->dact, of.uvz, of.att, N, E, W, stream);
     phase(PHASE_ATTENTION);
-    flash_backward(a->dq, a->dk, a->dv, scalars_in(m, grads, l, normalizer_trains), a->datt, of.att, of.stats, of.q,
-                   of.k, of.v, scalars_of(m, l), flash_shape(m, B, T), m->scratch, stream);
+    flash_backward(a->dq, a->dk, a->dv, layer_scalar_grads(m, grads, l), a->datt, of.att, of.stats, of.q, of.k, of.v,
+                   layer_scalars(m, l), flash_shape(m, B, T), m->scratch, stream);
     phase(PHASE_ROPE);
     gau_backward(a->dqkv, gains_in(m, grads, l), m->partials, a->dq, a->dk, a->dv, of.uvz, of.q, of.k, of.inverse_norms,
                  gains_in(m, m->params, l), m->cosines, m->sines, divides_by_norms(m), B, T, E, K, stream);

@@ -37,15 +37,8 @@ typedef struct {
     real post_inverse;           // of reweight and recenter-l1: 1 over the sum that post divides by
 } Row;
 
-static Row row_at(const AttentionShape *shape, AttentionScalars scalars, size_t h, size_t n, size_t T) {
-    Row row = {.at = {.n = (int)n,
-                      .T = (int)T,
-                      .L = shape->L,
-                      .d = (int)shape->HS,
-                      .s = scalars.s ? scalars.s[h] : 1,
-                      .b = scalars.b ? scalars.b[h] : 0,
-                      .p = scalars.p ? scalars.p[n - 1] : 1,
-                      .sink = scalars.sink ? scalars.sink[h] : 0}};
+static Row row_at(const AttentionShape *shape, Scalars scalars, size_t h, size_t n, size_t T) {
+    Row row = {.at = row_place(scalars, h, (int)n, (int)T, shape->L, (int)shape->HS)};
     row.c = row_scale(shape->normalizer->scale, row.at);
     row.o = row_offset(shape->normalizer->offset, row.at);
     return row;
@@ -337,8 +330,9 @@ static Part part_of(AttentionShape shape, real *scratch, int thread) {
     return p;
 }
 
-// What a row leaves for the gradients of the learned scalars: g = sum_j dz s, and the row's part of dsink.
-enum { ROW_GRADS = 2 };
+// What a row leaves for the gradients of the learned scalars: the derivative of the loss by its c, which is g = sum_j
+// dz s, and by the ln of norm_extra.
+enum { ROW_GRADS = SCALAR_STAGES };
 
 size_t attention_scratch(AttentionShape shape, int threads) {
     return (size_t)threads * thread_scratch(shape) + shape.B * shape.NH * shape.T * ROW_GRADS;
@@ -378,7 +372,7 @@ static RowBlock block_at(const Head *head, size_t from, size_t T) {
 }
 
 // A row of a block's scores has `hidden` keys before the n that are visible, and others after them.
-static Row block_row(AttentionShape shape, AttentionScalars scalars, const Head *head, RowBlock block, size_t r,
+static Row block_row(AttentionShape shape, Scalars scalars, const Head *head, RowBlock block, size_t r,
                      size_t *hidden) {
     size_t t = block.from + r, first = first_key(head, t);
     *hidden = first - block.low;
@@ -391,7 +385,7 @@ static void hide(real *scores, const Row *row, size_t hidden, size_t keys) {
     memset(scores + end, 0, (keys - end) * sizeof *scores);
 }
 
-static uint64_t head_forward(real *out, real *stats, Head head, const AttentionInput *in, AttentionScalars scalars,
+static uint64_t head_forward(real *out, real *stats, Head head, const AttentionInput *in, Scalars scalars,
                              AttentionShape shape, Part part, bool share) {
     size_t T = shape.T, HS = shape.HS, VS = shape.VS, step = shape.NH * VS, ld = row_step(T);
     uint64_t all_zero = 0;
@@ -423,7 +417,7 @@ static uint64_t head_forward(real *out, real *stats, Head head, const AttentionI
     return all_zero;
 }
 
-uint64_t attention_forward(real *out, real *stats, AttentionInput in, AttentionScalars scalars, AttentionShape shape,
+uint64_t attention_forward(real *out, real *stats, AttentionInput in, Scalars scalars, AttentionShape shape,
                            real *scratch) {
     size_t group = shape.NH / shape.NKV;
     bool each = groups_in_parallel(shape);
@@ -448,8 +442,8 @@ typedef struct {
 } Backward;
 
 // From a block's scores and dA (part.scores, part.dscores) to the weights and the gradient by the scores.
-static void block_backward(const Backward *pass, const Head *head, RowBlock at, AttentionScalars scalars,
-                           AttentionShape shape, Part part, bool share) {
+static void block_backward(const Backward *pass, const Head *head, RowBlock at, Scalars scalars, AttentionShape shape,
+                           Part part, bool share) {
     size_t VS = shape.VS, step = shape.NH * VS, ld = row_step(shape.T);
     const real *out = pass->out + head->out + at.from * step, *dout = pass->dout + head->out + at.from * step;
     const real *stats = pass->stats + (head->rows + at.from) * ROW_STATS;
@@ -463,16 +457,17 @@ static void block_backward(const Backward *pass, const Head *head, RowBlock at, 
         #pragma omp simd reduction(+ : D)
         for (size_t c = 0; c < VS; c++) D += dout[r * step + c] * out[r * step + c];
         real *buffers = share ? part_of(shape, pass->scratch, omp_get_thread_num()).buffers : part.buffers;
-        g[ROW_GRADS * r] = row_backward(shape.normalizer, scores + hidden, dscores + hidden, &row, D, buffers);
-        g[ROW_GRADS * r + 1] = -row.D * row.inverse * norm_extra(shape.normalizer->norm, row.at, row.shift);
+        real *g_row = g + ROW_GRADS * r;
+        g_row[IN_SCALE] = row_backward(shape.normalizer, scores + hidden, dscores + hidden, &row, D, buffers);
+        g_row[IN_NORM] = -row.D * row.inverse * norm_extra(shape.normalizer->norm, row.at, row.shift);
         hide(scores, &row, hidden, at.keys);
         hide(dscores, &row, hidden, at.keys);
     }
 }
 
 // `add`: dk and dv have the sums of the group's heads before this one.
-static void head_backward(const Backward *pass, size_t b, size_t h, AttentionScalars scalars, AttentionShape shape,
-                          bool share, bool add) {
+static void head_backward(const Backward *pass, size_t b, size_t h, Scalars scalars, AttentionShape shape, bool share,
+                          bool add) {
     size_t T = shape.T, HS = shape.HS, VS = shape.VS, step = shape.NH * VS, ld = row_step(T);
     size_t kv = h / (shape.NH / shape.NKV);
     const AttentionInput *in = pass->in;
@@ -502,31 +497,37 @@ static void head_backward(const Backward *pass, size_t b, size_t h, AttentionSca
     }
 }
 
-// ds[h] += sum over the batch and the rows of dc/ds g, and so for b; dp[n-1] += sum over the batch and the heads.
-// g (B,NH,T,ROW_GRADS), first (B,T) or NULL.
-static void scalars_backward(AttentionScalarGrads grads, const real *g, const int32_t *first, AttentionScalars scalars,
+// For a scalar x of each head: dx[h] += sum over the batch and the rows of row_slope times what the row left in g; for
+// one of each position: dx[n-1] += sum over the batch and the heads. g (B,NH,T,ROW_GRADS), first (B,T) or NULL.
+static void scalars_backward(ScalarGrads grads, const real *g, const int32_t *first, Scalars scalars,
                              AttentionShape shape) {
     for (size_t i = 0; i < shape.B * shape.NH; i++) {
         size_t h = i % shape.NH, b = i / shape.NH;
-        double ds = 0, db = 0, dsink = 0;
+        double sums[SCALAR_COUNT] = {0};
         for (size_t t = 0; t < shape.T; t++) {
             size_t n = t + 1 - (first ? (size_t)first[b * shape.T + t] : 0);
-            ScaleSlopes slopes = row_scale_slopes(shape.normalizer->scale, row_at(&shape, scalars, h, n, shape.T).at);
-            const real *g_t = g + (i * shape.T + t) * ROW_GRADS;
-            ds += slopes.s * g_t[0];
-            db += slopes.b * g_t[0];
-            dsink += g_t[1];
-            if (grads.p) grads.p[n - 1] += slopes.p * g_t[0];
+            RowPlace at = row_place(scalars, h, (int)n, (int)shape.T, shape.L, (int)shape.HS);
+            const real *g_row = g + (i * shape.T + t) * ROW_GRADS;
+            for (int x = 0; x < SCALAR_COUNT; x++) {
+                if (!grads.of[x]) continue;
+                real of_row = row_slope(x, shape.normalizer->scale, at) * g_row[scalar_stage(x)];
+                if (scalar_width(x) == PER_HEAD) sums[x] += of_row;
+                else grads.of[x][n - 1] += of_row;
+            }
         }
-        if (grads.s) grads.s[h] += (real)ds;
-        if (grads.b) grads.b[h] += (real)db;
-        if (grads.sink) grads.sink[h] += (real)dsink;
+        for (int x = 0; x < SCALAR_COUNT; x++)
+            if (grads.of[x] && scalar_width(x) == PER_HEAD) grads.of[x][h] += (real)sums[x];
     }
 }
 
-void attention_backward(AttentionInputGrads d, AttentionScalarGrads grads, const real *dout, const real *out,
-                        const real *stats, AttentionInput in, AttentionScalars scalars, AttentionShape shape,
-                        real *scratch) {
+static bool any_wanted(ScalarGrads grads) {
+    bool any = false;
+    for (int x = 0; x < SCALAR_COUNT; x++) any |= grads.of[x] != NULL;
+    return any;
+}
+
+void attention_backward(AttentionInputGrads d, ScalarGrads grads, const real *dout, const real *out, const real *stats,
+                        AttentionInput in, Scalars scalars, AttentionShape shape, real *scratch) {
     size_t group = shape.NH / shape.NKV;
     bool each = groups_in_parallel(shape);
     Backward pass = {.in = &in, .dout = dout, .out = out, .stats = stats, .d = d, .scratch = scratch};
@@ -535,10 +536,10 @@ void attention_backward(AttentionInputGrads d, AttentionScalarGrads grads, const
     for (size_t i = 0; i < shape.B * shape.NH; i += group)
         for (size_t j = i; j < i + group; j++)
             head_backward(&pass, j / shape.NH, j % shape.NH, scalars, shape, !each, j > i);
-    if (grads.s || grads.b || grads.p || grads.sink) scalars_backward(grads, pass.g, in.first, scalars, shape);
+    if (any_wanted(grads)) scalars_backward(grads, pass.g, in.first, scalars, shape);
 }
 
-bool attention_row(real *out, const real *q, ConstView k, ConstView v, size_t n, size_t h, AttentionScalars scalars,
+bool attention_row(real *out, const real *q, ConstView k, ConstView v, size_t n, size_t h, Scalars scalars,
                    AttentionShape shape, real *scratch) {
     bool weight;
     for (size_t j = 0; j < n; j++) {

@@ -38,15 +38,6 @@ typedef struct {
     View q, k, v;
 } AttentionInputGrads;
 
-// The learned scalars of a layer; NULL where the normalizer has none.
-typedef struct {
-    const real *s, *b, *p, *sink;    // (NH), (NH), (L), (NH)
-} AttentionScalars;
-
-typedef struct {
-    real *s, *b, *p, *sink;    // NULL: not wanted
-} AttentionScalarGrads;
-
 enum { ROW_STATS = 4 };    // numbers that the forward pass keeps of a row
 
 // Numbers of scratch that forward and backward need for this shape with this many threads, under any normalizer.
@@ -55,7 +46,7 @@ size_t attention_scratch(AttentionShape shape, int threads);
 // out[b,t,h] = sum_{first <= j <= t} A_tj v_j, A by the normalizer from s_tj = q_t · k_j; qk=l2 is done before.
 //   out (B,T,NH,VS) written      stats (B,NH,T,ROW_STATS) written
 // Returns the number of all-zero rows (all f 0, or a sum in post 0), whose output is 0. Source: attention/normalizer.h.
-uint64_t attention_forward(real *out, real *stats, AttentionInput in, AttentionScalars scalars, AttentionShape shape,
+uint64_t attention_forward(real *out, real *stats, AttentionInput in, Scalars scalars, AttentionShape shape,
                            real *scratch);
 
 // The gradients, from what attention_forward saw and wrote; the scores are computed again.
@@ -63,17 +54,16 @@ uint64_t attention_forward(real *out, real *stats, AttentionInput in, AttentionS
 // With D_t = dout_t · out_t and dA_tj = dout_t · v_j, after post's own derivative:
 //   df = (dA - sign(f) D)/Z (D is 0 for a norm that does not depend on the scores),  dz = df phi'(z)
 //   dq_t = c_t sum_j dz_tj k_j,  and dk_j and dv_j summed over the rows and over the heads that share them
-//   with g_t = sum_j dz_tj s_tj:  ds = sum_t dc_t/ds g_t, and so for b and p;  dsink = -sum_t D_t exp(sink)/Z_t
+//   with g_t = sum_j dz_tj s_tj:  dx = sum_t dc_t/dx g_t for a scalar x of the scale;  dsink = -sum_t D_t exp(sink)/Z_t
 // Deterministic: sums over rows, over the heads of a group and over the batch are taken in order.
-void attention_backward(AttentionInputGrads d, AttentionScalarGrads grads, const real *dout, const real *out,
-                        const real *stats, AttentionInput in, AttentionScalars scalars, AttentionShape shape,
-                        real *scratch);
+void attention_backward(AttentionInputGrads d, ScalarGrads grads, const real *dout, const real *out, const real *stats,
+                        AttentionInput in, Scalars scalars, AttentionShape shape, real *scratch);
 
 // One query of head h over its n visible keys, for generation.
 //   out (VS) written   q (HS)   k, v: p is the first visible key's row of the head that h reads   scratch (n)
 //   shape.T: the length of the sample so far
 // Returns whether the row is not all-zero.
-bool attention_row(real *out, const real *q, ConstView k, ConstView v, size_t n, size_t h, AttentionScalars scalars,
+bool attention_row(real *out, const real *q, ConstView k, ConstView v, size_t n, size_t h, Scalars scalars,
                    AttentionShape shape, real *scratch);
 
 #endif

@@ -53,15 +53,17 @@ static unsigned scalar_pieces(FlashShape shape) {
     return (unsigned)((shape.B * shape.T - 1) / SCALAR_ROWS + 1);
 }
 
-static unsigned p_pieces(FlashShape shape) {
-    return (unsigned)((shape.B * shape.NH - 1) / P_HEADS + 1);
+static unsigned position_pieces(FlashShape shape) {
+    return (unsigned)((shape.B * shape.NH - 1) / POSITION_HEADS + 1);
 }
 
-// Those of s, b and sink are added before those of p are made, in the same place.
+// Those of heads are added up before those of positions are made, in the same place.
 static size_t partials_bytes(FlashShape shape) {
-    size_t scalars = SCALARS * shape.NH * scalar_pieces(shape),
-           p = normalizer_has(shape.normalizer, SCALAR_P) ? shape.T * p_pieces(shape) : 0;
-    return rounded_up(std::max(scalars, p) * sizeof(double));
+    size_t most = SCALAR_COUNT * shape.NH * scalar_pieces(shape);
+    for (int x = 0; x < SCALAR_COUNT; x++)
+        if (scalar_width(x) == PER_POSITION && normalizer_has(shape.normalizer, (Scalar)x))
+            most = std::max(most, shape.T * position_pieces(shape));
+    return rounded_up(most * sizeof(double));
 }
 
 size_t flash_scratch(FlashShape shape) {
@@ -70,7 +72,7 @@ size_t flash_scratch(FlashShape shape) {
 }
 
 template <class X>
-static FlashCall<X> call_of(FlashShape shape, FlashScalars scalars, const X *q, const X *k, const X *v, float *stats,
+static FlashCall<X> call_of(FlashShape shape, Scalars scalars, const X *q, const X *k, const X *v, float *stats,
                             void *scratch) {
     const Normalizer *a = shape.normalizer;
     FlashCall<X> call = {};
@@ -99,20 +101,35 @@ static void prefix_sums(const FlashCall<X> &call, FlashShape shape, cudaStream_t
            call.VS);
 }
 
+// Is the gradient of any scalar wanted that acts in this stage, or has this width?
+static bool any_acts(ScalarGrads grads, ScalarStage stage) {
+    bool any = false;
+    for (int x = 0; x < SCALAR_COUNT; x++) any |= grads.of[x] && scalar_stage(x) == stage;
+    return any;
+}
+
+static bool any_has(ScalarGrads grads, ScalarWidth width) {
+    bool any = false;
+    for (int x = 0; x < SCALAR_COUNT; x++) any |= grads.of[x] && scalar_width(x) == width;
+    return any;
+}
+
 template <class X>
-static void scalar_gradients(FlashScalarGrads grads, const FlashCall<X> &call, FlashShape shape, float in_unit,
+static void scalar_gradients(ScalarGrads grads, const FlashCall<X> &call, FlashShape shape, float in_unit,
                              void *scratch, cudaStream_t stream) {
     double *partials = (double *)((char *)scratch + flash_scratch(shape) - partials_bytes(shape));
-    unsigned pieces = scalar_pieces(shape), blocks = (call.T - 1) / P_THREADS + 1;
-    if (grads.s || grads.b || grads.sink) {
-        launch(flash_scalars_kernel<X>, dim3(pieces, call.NH), dim3(SCALAR_THREADS), 0, stream, partials, call, in_unit,
-               grads.sink != NULL);
+    unsigned pieces = scalar_pieces(shape), blocks = (call.T - 1) / POSITION_THREADS + 1;
+    if (any_has(grads, PER_HEAD)) {
+        launch(flash_scalars_kernel<X>, dim3(pieces, call.NH), dim3(SCALAR_THREADS), 0, stream, partials, grads, call,
+               in_unit);
         launch(flash_scalars_add_kernel<32>, dim3(call.NH), dim3(32), 0, stream, grads, partials, (int)pieces);
     }
-    if (grads.p) {
-        launch(flash_p_kernel<X>, dim3(blocks, p_pieces(shape)), dim3(P_THREADS), 0, stream, partials, call);
-        launch(flash_p_add_kernel<P_THREADS>, dim3(blocks), dim3(P_THREADS), 0, stream, grads.p, partials,
-               (int)p_pieces(shape), call.T);
+    for (int x = 0; x < SCALAR_COUNT; x++) {
+        if (!grads.of[x] || scalar_width(x) != PER_POSITION) continue;
+        launch(flash_positions_kernel<X>, dim3(blocks, position_pieces(shape)), dim3(POSITION_THREADS), 0, stream,
+               partials, x, call, in_unit);
+        launch(flash_positions_add_kernel<POSITION_THREADS>, dim3(blocks), dim3(POSITION_THREADS), 0, stream,
+               grads.of[x], partials, (int)position_pieces(shape), call.T);
     }
 }
 
@@ -198,7 +215,7 @@ void flash_check(FlashShape shape, size_t element) {
 
 template <class X>
 void flash_forward(X *out, float *stats, unsigned long long *rows_without_weight, const X *q, const X *k, const X *v,
-                   FlashScalars scalars, FlashShape shape, void *scratch, cudaStream_t stream) {
+                   Scalars scalars, FlashShape shape, void *scratch, cudaStream_t stream) {
     flash_check(shape, sizeof(X));
     FlashCall<X> call = call_of(shape, scalars, q, k, v, stats, scratch);
     call.out = out, call.rows_without_weight = rows_without_weight;
@@ -207,14 +224,13 @@ void flash_forward(X *out, float *stats, unsigned long long *rows_without_weight
 }
 
 template <class X>
-void flash_backward(X *dq, X *dk, X *dv, FlashScalarGrads grads, const X *dout, const X *out, const float *stats,
-                    const X *q, const X *k, const X *v, FlashScalars scalars, FlashShape shape, void *scratch,
-                    cudaStream_t stream) {
+void flash_backward(X *dq, X *dk, X *dv, ScalarGrads grads, const X *dout, const X *out, const float *stats, const X *q,
+                    const X *k, const X *v, Scalars scalars, FlashShape shape, void *scratch, cudaStream_t stream) {
     flash_check(shape, sizeof(X));
     FlashCall<X> call = call_of(shape, scalars, q, k, v, const_cast<float *>(stats), scratch);
     call.out = const_cast<X *>(out), call.dout = dout;
     call.dq = dq, call.dk = dk, call.dv = dv;
-    if (!grads.s && !grads.b && !grads.p) call.g = NULL;
+    if (!any_acts(grads, IN_SCALE)) call.g = NULL;
     prefix_sums(call, shape, stream);
     Pass<X> pass = pass_of<X>(shape.normalizer);
     launch(flash_rows_kernel<X>, dim3((rows_of(shape) * ROW_LANES - 1) / 256 + 1), dim3(256), 0, stream, call,
@@ -224,8 +240,8 @@ void flash_backward(X *dq, X *dk, X *dv, FlashScalarGrads grads, const X *dout, 
 }
 
 #define INSTANTIATE(X)                                                                                                                        \
-    template void flash_forward(X *, float *, unsigned long long *, const X *, const X *, const X *, FlashScalars, FlashShape, void *, cudaStream_t); \
-    template void flash_backward(X *, X *, X *, FlashScalarGrads, const X *, const X *, const float *, const X *, const X *, const X *, FlashScalars, \
+    template void flash_forward(X *, float *, unsigned long long *, const X *, const X *, const X *, Scalars, FlashShape, void *, cudaStream_t); \
+    template void flash_backward(X *, X *, X *, ScalarGrads, const X *, const X *, const float *, const X *, const X *, const X *, Scalars, \
                                  FlashShape, void *, cudaStream_t);
 INSTANTIATE(bf16)
 INSTANTIATE(float)

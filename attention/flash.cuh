@@ -501,9 +501,7 @@ DEVICE void with_power(float P, Function function) {
 template <class X>
 DEVICE RowPlace place_of(const FlashCall<X> &call, int h, int row) {
     int n = row < call.T ? row + 1 : call.T;
-    FlashScalars x = call.scalars;
-    return {
-        n, call.T, call.L, call.HS, x.s ? x.s[h] : 1, x.b ? x.b[h] : 0, x.p ? x.p[n - 1] : 1, x.sink ? x.sink[h] : 0};
+    return row_place(call.scalars, h, n, call.T, call.L, call.HS);
 }
 
 // What z is taken relative to, from the bias: the row's largest z under exp and expm1 over their sum.
@@ -1425,8 +1423,8 @@ KERNEL void flash_dkv_kernel(const FlashCall<X> call) {
 enum { SEGMENT = 64 };    // positions whose sum of v is taken alone first
 
 // registers: at most 48 (flash_segments_kernel, flash_prefix_kernel, flash_rows_kernel)
-// registers: at most 48 (flash_scalars_kernel, flash_p_kernel)
-// registers: at most 32 (flash_scalars_add_kernel, flash_p_add_kernel)
+// registers: at most 48 (flash_scalars_kernel, flash_positions_kernel)
+// registers: at most 32 (flash_scalars_add_kernel, flash_positions_add_kernel)
 // segments (B NH, T/SEGMENT, VS): sums of v over SEGMENT positions. A thread a column.
 template <class X>
 KERNEL void flash_segments_kernel(float *segments, const X *v, size_t v_row, int T, int NH, int VS) {
@@ -1510,69 +1508,81 @@ KERNEL void flash_rows_kernel(const FlashCall<X> call, float in_unit) {
 // The gradients of scalars have two stages: blocks leave partial sums of so many rows or heads, and a second kernel
 // adds these in order. How many there are depends on the shape alone, so that the same run has the same bits on every
 // GPU.
-enum { SCALAR_THREADS = 256, SCALAR_ROWS = 1024, SCALARS = 3, P_THREADS = 128, P_HEADS = 16 };
+enum { SCALAR_THREADS = 256, SCALAR_ROWS = 1024, POSITION_THREADS = 128, POSITION_HEADS = 16 };
 
-// partials (SCALARS,NH,gridDim.x): of the batch's rows from blockIdx.x SCALAR_ROWS on, the sums of dc/ds g, of dc/db g,
-// and of -D exp(sink - shift)/Z, D as norm saw it, 0 where that is not wanted
+// What row t of head h leaves for the gradients of the scalars that act in `stage`: the derivative of the loss by its c,
+// which is g, or by the ln of norm_extra, which is -D norm_extra/Z, D as norm saw it.   i: the row of call.rows
 template <class X>
-KERNEL void flash_scalars_kernel(double *partials, const FlashCall<X> call, float in_unit, bool sink) {
+DEVICE float row_grad(const FlashCall<X> &call, int stage, RowPlace at, size_t i, float in_unit) {
+    if (stage == IN_SCALE) return call.g[i];
+    FlashRow row = call.rows[i];
+    float D = call.post == POST_REWEIGHT                          ? row.less
+              : call.post == POST_RECENTER_L1 && at.n > POST_FROM ? 0
+                                                                  : row.D * row.factor;
+    return -D * norm_extra(call.norm, at, row_shift(call, at, row.bias / in_unit));
+}
+
+// partials (SCALAR_COUNT,NH,gridDim.x): for each wanted scalar of a head, the sum over the batch's rows from blockIdx.x
+// SCALAR_ROWS on of row_slope row_grad
+template <class X>
+KERNEL void flash_scalars_kernel(double *partials, ScalarGrads wanted, const FlashCall<X> call, float in_unit) {
     int h = blockIdx.y, first = blockIdx.x * SCALAR_ROWS, rows = call.B * call.T,
         last = first + SCALAR_ROWS < rows ? first + SCALAR_ROWS : rows;
-    double ds = 0, db = 0, dsink = 0;
+    double sums[SCALAR_COUNT] = {};
     for (int i = first + threadIdx.x; i < last; i += SCALAR_THREADS) {
         int t = i % call.T;
         size_t at = ((size_t)(i / call.T) * call.NH + h) * call.T + t;
         RowPlace place = place_of(call, h, t);
-        ScaleSlopes slopes = row_scale_slopes(call.scale, place);
-        float g = call.g ? call.g[at] : 0;
-        ds += slopes.s * g, db += slopes.b * g;
-        if (!sink) continue;
-        FlashRow row = call.rows[at];
-        float D = call.post == POST_REWEIGHT                        ? row.less
-                  : call.post == POST_RECENTER_L1 && t >= POST_FROM ? 0
-                                                                    : row.D * row.factor;
-        dsink -= D * norm_extra(call.norm, place, row_shift(call, place, row.bias / in_unit));
+        UNROLL
+        for (int x = 0; x < SCALAR_COUNT; x++)
+            if (wanted.of[x] && scalar_width(x) == PER_HEAD)
+                sums[x] += row_slope(x, call.scale, place) * row_grad(call, scalar_stage(x), place, at, in_unit);
     }
-    double sums[SCALARS] = {ds, db, dsink};
-    for (int i = 0; i < SCALARS; i++) {
-        double sum = block_sum_double<SCALAR_THREADS>(sums[i]);
-        if (threadIdx.x == 0) partials[((size_t)i * gridDim.y + h) * gridDim.x + blockIdx.x] = sum;
+    UNROLL
+    for (int x = 0; x < SCALAR_COUNT; x++) {
+        if (!wanted.of[x] || scalar_width(x) != PER_HEAD) continue;
+        double sum = block_sum_double<SCALAR_THREADS>(sums[x]);
+        if (threadIdx.x == 0) partials[((size_t)x * gridDim.y + h) * gridDim.x + blockIdx.x] = sum;
     }
 }
 
-// ds[h], db[h] and dsink[h] += their partial sums (SCALARS,NH,pieces). A block a head.
+// grads.of[x][h] += the partial sums (SCALAR_COUNT,NH,pieces) of each scalar x of a head. A block a head.
 template <int THREADS>
-KERNEL void flash_scalars_add_kernel(FlashScalarGrads grads, const double *partials, int pieces) {
-    float *const to[SCALARS] = {grads.s, grads.b, grads.sink};
-    for (int i = 0; i < SCALARS; i++) {
-        if (!to[i]) continue;
-        const double *from = partials + ((size_t)i * gridDim.x + blockIdx.x) * pieces;
+KERNEL void flash_scalars_add_kernel(ScalarGrads grads, const double *partials, int pieces) {
+    UNROLL
+    for (int x = 0; x < SCALAR_COUNT; x++) {
+        if (!grads.of[x] || scalar_width(x) != PER_HEAD) continue;
+        const double *from = partials + ((size_t)x * gridDim.x + blockIdx.x) * pieces;
         double sum = 0;
         for (int j = threadIdx.x; j < pieces; j += THREADS) sum += from[j];
         sum = block_sum_double<THREADS>(sum);
-        if (threadIdx.x == 0) to[i][blockIdx.x] += (float)sum;
+        if (threadIdx.x == 0) grads.of[x][blockIdx.x] += (float)sum;
     }
 }
 
-// partials (gridDim.y,T): the sum of dc/dp g over P_HEADS of the batch's heads. A thread a position.
+// partials (gridDim.y,T): of a scalar of each position, the sum over POSITION_HEADS of the batch's heads of row_slope
+// row_grad. A thread a position.
 template <class X>
-KERNEL void flash_p_kernel(double *partials, const FlashCall<X> call) {
-    int t = blockIdx.x * P_THREADS + threadIdx.x, first = blockIdx.y * P_HEADS, heads = call.B * call.NH;
+KERNEL void flash_positions_kernel(double *partials, int scalar, const FlashCall<X> call, float in_unit) {
+    int t = blockIdx.x * POSITION_THREADS + threadIdx.x, first = blockIdx.y * POSITION_HEADS, heads = call.B * call.NH;
     if (t >= call.T) return;
     double sum = 0;
-    for (int i = first; i < first + P_HEADS && i < heads; i++)
-        sum += row_scale_slopes(call.scale, place_of(call, i % call.NH, t)).p * call.g[(size_t)i * call.T + t];
+    for (int i = first; i < first + POSITION_HEADS && i < heads; i++) {
+        RowPlace place = place_of(call, i % call.NH, t);
+        float grad = row_grad(call, scalar_stage(scalar), place, (size_t)i * call.T + t, in_unit);
+        sum += row_slope(scalar, call.scale, place) * grad;
+    }
     partials[(size_t)blockIdx.y * call.T + t] = sum;
 }
 
-// dp[t] += its partial sums (pieces,T)
+// grads[t] += its partial sums (pieces,T)
 template <int THREADS>
-KERNEL void flash_p_add_kernel(float *dp, const double *partials, int pieces, int T) {
+KERNEL void flash_positions_add_kernel(float *grads, const double *partials, int pieces, int T) {
     int t = blockIdx.x * THREADS + threadIdx.x;
     if (t >= T) return;
     double sum = 0;
     for (int i = 0; i < pieces; i++) sum += partials[(size_t)i * T + t];
-    dp[t] += (float)sum;
+    grads[t] += (float)sum;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -21,15 +21,6 @@ struct FlashShape {
     size_t q_row, k_row, v_row, out_row;
 };
 
-// The learned scalars of a layer on the device; NULL where the normalizer has none.
-struct FlashScalars {
-    const float *s, *b, *p, *sink;    // (NH), (NH), (L), (NH)
-};
-
-struct FlashScalarGrads {
-    float *s, *b, *p, *sink;    // NULL: not wanted
-};
-
 enum { FLASH_STATS = 4 };    // floats that the forward pass keeps of a row, at least
 
 // Ends the program, by name, with what there is, when no kernel takes this shape with elements of `element` bytes.
@@ -48,14 +39,13 @@ size_t flash_scratch(FlashShape shape);
 //   rows_without_weight: a counter on the device, added to; such a row's output is 0
 template <class X>
 void flash_forward(X *out, float *stats, unsigned long long *rows_without_weight, const X *q, const X *k, const X *v,
-                   FlashScalars scalars, FlashShape shape, void *scratch, cudaStream_t stream);
+                   Scalars scalars, FlashShape shape, void *scratch, cudaStream_t stream);
 
 // The gradients, from what flash_forward saw and wrote; the scores are computed again. Deterministic.
 //   dq, dk, dv by q_row, k_row, v_row, written   grads added to   dout, out by out_row
 template <class X>
-void flash_backward(X *dq, X *dk, X *dv, FlashScalarGrads grads, const X *dout, const X *out, const float *stats,
-                    const X *q, const X *k, const X *v, FlashScalars scalars, FlashShape shape, void *scratch,
-                    cudaStream_t stream);
+void flash_backward(X *dq, X *dk, X *dv, ScalarGrads grads, const X *dout, const X *out, const float *stats, const X *q,
+                    const X *k, const X *v, Scalars scalars, FlashShape shape, void *scratch, cudaStream_t stream);
 
 // ---- between flash.cu and the instances
 
@@ -81,7 +71,7 @@ struct FlashCall {
     const float *prefix;    // (B,NH,T,VS): sum_{j <= t} v_j, for recenter and recenter-l1
     FlashRow *rows;         // (B,NH,T)
     float *g;               // (B,NH,T): sum_j dz_tj s_tj; NULL: not wanted
-    FlashScalars scalars;
+    Scalars scalars;
     Stage scale, offset, norm;
     int phi, post;
     float power;    // of reweight

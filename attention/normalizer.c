@@ -95,31 +95,46 @@ static const char *write_number(double x, char *out, size_t size) {
 // ---------------------------------------------------------------------------------------------------------------------
 // The learned scalars
 
-const char *const scalar_names[SCALAR_COUNT] = {NULL, "attn_scale", "attn_bias", "attn_pn", "attn_sink"};
+#define SCALAR_NAME(kind_, name, ...) name,
+const char *const scalar_names[SCALAR_COUNT] = {SCALARS(SCALAR_NAME)};
+#define SCALAR_REACH(kind_, name, width, reach, ...) reach,
+const ScalarReach scalar_reach[SCALAR_COUNT] = {SCALARS(SCALAR_REACH)};
 
-bool normalizer_has(const Normalizer *normalizer, Scalar scalar) {
-    int scale = normalizer->scale.kind;
-    switch (scalar) {
-    case SCALAR_S: return scale == SCALE_LOGN || scale == SCALE_LOGN_BIAS || scale == SCALE_PN;
-    case SCALAR_B: return scale == SCALE_LOGN_BIAS || scale == SCALE_PN;
-    case SCALAR_P: return scale == SCALE_PN;
-    case SCALAR_SINK: return normalizer->norm.kind == NORM_L1_SINK;
-    default: return false;
+static int kind_in(const Normalizer *a, ScalarStage stage) {
+    switch (stage) {
+    case IN_SCALE: return a->scale.kind;
+    case IN_NORM: return a->norm.kind;
+    case SCALAR_STAGES: break;
     }
+    return -1;
 }
 
-bool normalizer_trains(const Normalizer *normalizer, Scalar scalar) {
-    return normalizer_has(normalizer, scalar) && !(scalar == SCALAR_S && normalizer->fixed);
+bool normalizer_has(const Normalizer *a, Scalar scalar) {
+    int kind = kind_in(a, scalar_stage(scalar));
+#define SCALAR_EXISTS(kind_, name, width, reach, start, trained, stage, exists) case kind_: return exists;
+    switch ((int)scalar) { SCALARS(SCALAR_EXISTS) }
+    return false;
 }
 
-// b and sink start at 0, p at 1. s: 1/mean(ln n over n = 1..L), so that the mean temperature is softmax's ([SSMax],
-// models (e) and (f)); 1 beside p_n.
-double normalizer_start(const Normalizer *normalizer, Scalar scalar, int L) {
-    if (scalar != SCALAR_S) return scalar == SCALAR_P ? 1 : 0;
-    if (!isnan(normalizer->s_start)) return normalizer->s_start;
-    double sum = normalizer->scale.kind == SCALE_PN ? L : 0;
-    for (int n = 1; n <= L && normalizer->scale.kind != SCALE_PN; n++) sum += log(n);
+bool normalizer_trains(const Normalizer *a, Scalar scalar) {
+    if (!normalizer_has(a, scalar)) return false;
+#define SCALAR_TRAINED(kind_, name, width, reach, start, trained, ...) case kind_: return trained;
+    switch ((int)scalar) { SCALARS(SCALAR_TRAINED) }
+    return false;
+}
+
+// 1/mean(ln n over n = 1..L), so that the mean temperature is softmax's ([SSMax], models (e) and (f)); 1 beside p_n.
+static double start_of_s(const Normalizer *a, int L) {
+    if (!isnan(a->s_start)) return a->s_start;
+    double sum = a->scale.kind == SCALE_PN ? L : 0;
+    for (int n = 1; n <= L && a->scale.kind != SCALE_PN; n++) sum += log(n);
     return sum > 0 ? L / sum : 1;
+}
+
+double normalizer_start(const Normalizer *a, Scalar scalar, int L) {
+#define SCALAR_START(kind_, name, width, reach, start, ...) case kind_: return start;
+    switch ((int)scalar) { SCALARS(SCALAR_START) }
+    return 0;
 }
 
 // s beside p_n means something else than s beside ln n, and a fixed one is what the new normalizer says.

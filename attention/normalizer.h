@@ -164,20 +164,84 @@ typedef struct {
 #define NORMALIZER_POST(normalizer) ((normalizer)->post.kind)
 #endif
 
+// ---- the learned scalars. Whatever stores, trains, shows or tests them loops over these rows.
+//   name         in checkpoints, after "model.layers.N.self_attn." (".gau.") or "model."
+//   width        PER_HEAD: one for each head; PER_POSITION: one for each n up to L
+//   for          EACH_LAYER has its own, or the WHOLE_MODEL has one set
+//   start        under the normalizer a with training length L
+//   trained      under a; a scalar that is not stays at its start
+//   acts in      a stage of the normalizer; it exists when that stage is of such a kind. row_slope() has its derivative
+// clang-format off
+#define SCALARS(X) \
+    /* kind        name          width         for          start             trained    acts in   exists when */ \
+    X(SCALAR_S,    "attn_scale", PER_HEAD,     EACH_LAYER,  start_of_s(a, L), !a->fixed, IN_SCALE, \
+      kind == SCALE_LOGN || kind == SCALE_LOGN_BIAS || kind == SCALE_PN) \
+    X(SCALAR_B,    "attn_bias",  PER_HEAD,     EACH_LAYER,  0,                true,      IN_SCALE, \
+      kind == SCALE_LOGN_BIAS || kind == SCALE_PN) \
+    X(SCALAR_P,    "attn_pn",    PER_POSITION, WHOLE_MODEL, 1,                true,      IN_SCALE, kind == SCALE_PN) \
+    X(SCALAR_SINK, "attn_sink",  PER_HEAD,     EACH_LAYER,  0,                true,      IN_NORM,  kind == NORM_L1_SINK)
+// clang-format on
+
+#define SCALAR_KIND(kind_, ...) kind_,
+typedef enum { SCALAR_NONE = -1, SCALARS(SCALAR_KIND) SCALAR_COUNT } Scalar;
+#undef SCALAR_KIND
+typedef enum { PER_HEAD, PER_POSITION } ScalarWidth;
+typedef enum { EACH_LAYER, WHOLE_MODEL } ScalarReach;
+typedef enum { IN_SCALE, IN_NORM, SCALAR_STAGES } ScalarStage;
+
+// The columns as functions, which loops over constants turn into constants.
+#define SCALAR_WIDTH(kind_, name, width, ...) case kind_: return width;
+NORMALIZER_INLINE ScalarWidth scalar_width(int scalar) {
+    switch (scalar) { SCALARS(SCALAR_WIDTH) }
+    return PER_HEAD;
+}
+#undef SCALAR_WIDTH
+
+#define SCALAR_STAGE(kind_, name, width, reach, start, trained, stage, exists) case kind_: return stage;
+NORMALIZER_INLINE ScalarStage scalar_stage(int scalar) {
+    switch (scalar) { SCALARS(SCALAR_STAGE) }
+    return SCALAR_STAGES;
+}
+#undef SCALAR_STAGE
+
+NORMALIZER_INLINE size_t scalar_size(int scalar, size_t NH, size_t L) {
+    return scalar_width(scalar) == PER_HEAD ? NH : L;
+}
+
+// The scalars of a layer, and where their gradients are added, in the memory of whoever computes; NULL where the
+// normalizer has none, or the gradient is not wanted. (NH) or (L) by scalar_size().
+typedef struct {
+    const real *of[SCALAR_COUNT];
+} Scalars;
+
+typedef struct {
+    real *of[SCALAR_COUNT];
+} ScalarGrads;
+
 // ---- the formulas
 
 // What a row's scale, offset and norm depend on beside its scores.
 typedef struct {
     int n, T, L, d;
-    real s, b, p, sink;    // the learned scalars; p is p_n
+    real scalar[SCALAR_COUNT];    // the learned scalars of its head, or of n; 0 where there are none
 } RowPlace;
+
+NORMALIZER_INLINE RowPlace row_place(Scalars scalars, size_t h, int n, int T, int L, int d) {
+    RowPlace at = {n, T, L, d, {0}};
+#define SCALAR_PLACE(kind_, name, width, ...) \
+    if (scalars.of[kind_]) at.scalar[kind_] = scalars.of[kind_][width == PER_HEAD ? h : (size_t)(n - 1)];
+    SCALARS(SCALAR_PLACE)
+#undef SCALAR_PLACE
+    return at;
+}
 
 NORMALIZER_INLINE real row_scale(Stage scale, RowPlace at) {
     real rsqrt_d = 1 / real_sqrt((real)at.d), ln_n = real_log((real)at.n);
+    real s = at.scalar[SCALAR_S], b = at.scalar[SCALAR_B], p_n = at.scalar[SCALAR_P];
     switch (scale.kind) {
-    case SCALE_LOGN: return at.s * ln_n * rsqrt_d;
-    case SCALE_LOGN_BIAS: return (at.s * ln_n + at.b) * rsqrt_d;
-    case SCALE_PN: return (at.s * at.p + at.b) * rsqrt_d;
+    case SCALE_LOGN: return s * ln_n * rsqrt_d;
+    case SCALE_LOGN_BIAS: return (s * ln_n + b) * rsqrt_d;
+    case SCALE_PN: return (s * p_n + b) * rsqrt_d;
     case SCALE_LOG: return ln_n / real_log((real)scale.value) * rsqrt_d;
     case SCALE_LOG_L: return ln_n / real_log((real)at.L) * rsqrt_d;
     case SCALE_FLOORLOG: return (1 + (real)0.1 * real_log(1 + real_floor((real)at.n / (real)scale.value))) * rsqrt_d;
@@ -187,18 +251,16 @@ NORMALIZER_INLINE real row_scale(Stage scale, RowPlace at) {
     }
 }
 
-// The derivatives of c by the learned scalars.
-typedef struct {
-    real s, b, p;
-} ScaleSlopes;
-
-NORMALIZER_INLINE ScaleSlopes row_scale_slopes(Stage scale, RowPlace at) {
-    real rsqrt_d = 1 / real_sqrt((real)at.d), ln_n = real_log((real)at.n);
-    ScaleSlopes slopes = {0, 0, 0};
-    if (scale.kind == SCALE_LOGN || scale.kind == SCALE_LOGN_BIAS) slopes.s = ln_n * rsqrt_d;
-    if (scale.kind == SCALE_PN) slopes.s = at.p * rsqrt_d, slopes.p = at.s * rsqrt_d;
-    if (scale.kind == SCALE_PN || scale.kind == SCALE_LOGN_BIAS) slopes.b = rsqrt_d;
-    return slopes;
+// The derivative, by a scalar that exists, of what it acts in: of c, or of ln of the part of Z that no key has
+// (norm_extra).
+NORMALIZER_INLINE real row_slope(int scalar, Stage scale, RowPlace at) {
+    real rsqrt_d = 1 / real_sqrt((real)at.d);
+    switch (scalar) {
+    case SCALAR_S: return (scale.kind == SCALE_PN ? at.scalar[SCALAR_P] : real_log((real)at.n)) * rsqrt_d;
+    case SCALAR_B: return rsqrt_d;
+    case SCALAR_P: return at.scalar[SCALAR_S] * rsqrt_d;
+    default: return 1;
+    }
 }
 
 NORMALIZER_INLINE real row_offset(Stage offset, RowPlace at) {
@@ -280,12 +342,12 @@ NORMALIZER_INLINE bool subtracts_maximum(int phi, Stage norm) {
 
 // What takes part in that maximum beside the scores: 0 where C > 0, as C is C e^0, and for the 1 of expm1; the sink.
 NORMALIZER_INLINE real least_maximum(int phi, Stage norm, RowPlace at) {
-    return norm.kind == NORM_L1_SINK ? at.sink : norm.value > 0 || phi == PHI_EXPM1 ? 0 : -INFINITY;
+    return norm.kind == NORM_L1_SINK ? at.scalar[SCALAR_SINK] : norm.value > 0 || phi == PHI_EXPM1 ? 0 : -INFINITY;
 }
 
 // The part of Z that no key has, for exp taken relative to `shift`.
 NORMALIZER_INLINE real norm_extra(Stage norm, RowPlace at, real shift) {
-    if (norm.kind == NORM_L1_SINK) return real_exp(at.sink - shift);
+    if (norm.kind == NORM_L1_SINK) return real_exp(at.scalar[SCALAR_SINK] - shift);
     return norm.value > 0 ? (real)norm.value * real_exp(-shift) : 0;
 }
 
@@ -316,10 +378,9 @@ enum { POST_FROM = 3 };
 
 // ---- attention/normalizer.c
 
-// The scalars that a normalizer may have: s, b and sink for each layer and head, p for each n up to L.
-typedef enum { SCALAR_NONE, SCALAR_S, SCALAR_B, SCALAR_P, SCALAR_SINK, SCALAR_COUNT } Scalar;
-// attn_scale, attn_bias, attn_pn, attn_sink, as checkpoints call them; [0] is NULL.
+// Columns of SCALARS by row: the name, and which part of the model has a set.
 extern const char *const scalar_names[SCALAR_COUNT];
+extern const ScalarReach scalar_reach[SCALAR_COUNT];
 
 // Has it such scalars, are they trained, and where do they start, for training length L?
 bool normalizer_has(const Normalizer *normalizer, Scalar scalar);

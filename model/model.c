@@ -222,60 +222,56 @@ bool model_parse(ModelConfig *config, const char *text, Error *error) {
 typedef enum { NONE, CHANNELS, FFN, VOCAB, HEADS, HEAD_DIM, QK_GAIN, Q_WIDTH, KV_WIDTH, LENGTH } Dimension;
 typedef enum { START_ZERO, START_ONE, START_NORMAL, START_RESIDUAL, START_SCALAR } Start;
 
-// One row a tensor. `joined`: follows the one before without a gap, so that one product serves both.
+// One row a tensor. `joined`: follows the one before without a gap, so that one product serves both. START_SCALAR: the
+// rows of SCALARS for this part of the model go here, each by its own row, under names that start with this one.
 typedef struct {
     const char *name;
     Dimension rows, cols;
     Start start;
     bool joined;
-    Scalar scalar;
-    size_t field;    // where its offset goes
+    size_t field;    // where its offset goes; with START_SCALAR, that of the first scalar
 } Row;
 
 #define IN_LAYER(field) offsetof(LayerOffsets, field)
 #define IN_LIST(field) offsetof(TensorList, field)
 
-static const Row FIRST_ROWS[] = {
-    {"model.embed_tokens.weight", VOCAB, CHANNELS, START_NORMAL, false, SCALAR_NONE, IN_LIST(embedding)},
-    {"model.attn_pn", LENGTH, NONE, START_SCALAR, false, SCALAR_P, IN_LIST(p)},
-};
-static const Row LLAMA_ROWS[] = {
-    // after "model.layers.N."
-    {"input_layernorm.weight", CHANNELS, NONE, START_ONE, false, SCALAR_NONE, IN_LAYER(norm1)},
-    {"self_attn.q_proj.weight", Q_WIDTH, CHANNELS, START_NORMAL, false, SCALAR_NONE, IN_LAYER(q)},
-    {"self_attn.k_proj.weight", KV_WIDTH, CHANNELS, START_NORMAL, true, SCALAR_NONE, IN_LAYER(k)},
-    {"self_attn.v_proj.weight", KV_WIDTH, CHANNELS, START_NORMAL, true, SCALAR_NONE, IN_LAYER(v)},
-    {"self_attn.q_norm.weight", QK_GAIN, NONE, START_ONE, false, SCALAR_NONE, IN_LAYER(q_norm)},
-    {"self_attn.k_norm.weight", QK_GAIN, NONE, START_ONE, false, SCALAR_NONE, IN_LAYER(k_norm)},
-    {"self_attn.attn_scale", HEADS, NONE, START_SCALAR, false, SCALAR_S, IN_LAYER(s)},
-    {"self_attn.attn_bias", HEADS, NONE, START_SCALAR, false, SCALAR_B, IN_LAYER(b)},
-    {"self_attn.attn_sink", HEADS, NONE, START_SCALAR, false, SCALAR_SINK, IN_LAYER(sink)},
-    {"self_attn.o_proj.weight", CHANNELS, Q_WIDTH, START_RESIDUAL, false, SCALAR_NONE, IN_LAYER(o)},
-    {"post_attention_layernorm.weight", CHANNELS, NONE, START_ONE, false, SCALAR_NONE, IN_LAYER(norm2)},
-    {"mlp.gate_proj.weight", FFN, CHANNELS, START_NORMAL, false, SCALAR_NONE, IN_LAYER(gate)},
-    {"mlp.up_proj.weight", FFN, CHANNELS, START_NORMAL, true, SCALAR_NONE, IN_LAYER(up)},
-    {"mlp.down_proj.weight", CHANNELS, FFN, START_RESIDUAL, false, SCALAR_NONE, IN_LAYER(down)},
-};
 // clang-format off
+static const Row FIRST_ROWS[] = {
+    {"model.embed_tokens.weight",       VOCAB,    CHANNELS, START_NORMAL,   false, IN_LIST(embedding)},
+    {"model.",                          NONE,     NONE,     START_SCALAR,   false, IN_LIST(scalar)},
+};
+// After "model.layers.N."
+static const Row LLAMA_ROWS[] = {
+    {"input_layernorm.weight",          CHANNELS, NONE,     START_ONE,      false, IN_LAYER(norm1)},
+    {"self_attn.q_proj.weight",         Q_WIDTH,  CHANNELS, START_NORMAL,   false, IN_LAYER(q)},
+    {"self_attn.k_proj.weight",         KV_WIDTH, CHANNELS, START_NORMAL,   true,  IN_LAYER(k)},
+    {"self_attn.v_proj.weight",         KV_WIDTH, CHANNELS, START_NORMAL,   true,  IN_LAYER(v)},
+    {"self_attn.q_norm.weight",         QK_GAIN,  NONE,     START_ONE,      false, IN_LAYER(q_norm)},
+    {"self_attn.k_norm.weight",         QK_GAIN,  NONE,     START_ONE,      false, IN_LAYER(k_norm)},
+    {"self_attn.",                      NONE,     NONE,     START_SCALAR,   false, IN_LAYER(scalar)},
+    {"self_attn.o_proj.weight",         CHANNELS, Q_WIDTH,  START_RESIDUAL, false, IN_LAYER(o)},
+    {"post_attention_layernorm.weight", CHANNELS, NONE,     START_ONE,      false, IN_LAYER(norm2)},
+    {"mlp.gate_proj.weight",            FFN,      CHANNELS, START_NORMAL,   false, IN_LAYER(gate)},
+    {"mlp.up_proj.weight",              FFN,      CHANNELS, START_NORMAL,   true,  IN_LAYER(up)},
+    {"mlp.down_proj.weight",            CHANNELS, FFN,      START_RESIDUAL, false, IN_LAYER(down)},
+};
 static const Row GAU_ROWS[] = {
-    {"input_layernorm.weight",          CHANNELS, NONE,     START_ONE,      false, SCALAR_NONE, IN_LAYER(norm1)},
-    {"gau.u_proj.weight",               FFN,      CHANNELS, START_NORMAL,   false, SCALAR_NONE, IN_LAYER(u)},
-    {"gau.v_proj.weight",               FFN,      CHANNELS, START_NORMAL,   true,  SCALAR_NONE, IN_LAYER(gau_v)},
-    {"gau.z_proj.weight",               HEAD_DIM, CHANNELS, START_NORMAL,   true,  SCALAR_NONE, IN_LAYER(z)},
-    {"gau.q_gain",                      HEAD_DIM, NONE,     START_ONE,      false, SCALAR_NONE, IN_LAYER(q_gain)},
-    {"gau.q_offset",                    HEAD_DIM, NONE,     START_ZERO,     false, SCALAR_NONE, IN_LAYER(q_offset)},
-    {"gau.k_gain",                      HEAD_DIM, NONE,     START_ONE,      false, SCALAR_NONE, IN_LAYER(k_gain)},
-    {"gau.k_offset",                    HEAD_DIM, NONE,     START_ZERO,     false, SCALAR_NONE, IN_LAYER(k_offset)},
-    {"gau.attn_scale",                  HEADS,    NONE,     START_SCALAR,   false, SCALAR_S,    IN_LAYER(s)},
-    {"gau.attn_bias",                   HEADS,    NONE,     START_SCALAR,   false, SCALAR_B,    IN_LAYER(b)},
-    {"gau.attn_sink",                   HEADS,    NONE,     START_SCALAR,   false, SCALAR_SINK, IN_LAYER(sink)},
-    {"gau.o_proj.weight",               CHANNELS, FFN,      START_RESIDUAL, false, SCALAR_NONE, IN_LAYER(o)},
+    {"input_layernorm.weight",          CHANNELS, NONE,     START_ONE,      false, IN_LAYER(norm1)},
+    {"gau.u_proj.weight",               FFN,      CHANNELS, START_NORMAL,   false, IN_LAYER(u)},
+    {"gau.v_proj.weight",               FFN,      CHANNELS, START_NORMAL,   true,  IN_LAYER(gau_v)},
+    {"gau.z_proj.weight",               HEAD_DIM, CHANNELS, START_NORMAL,   true,  IN_LAYER(z)},
+    {"gau.q_gain",                      HEAD_DIM, NONE,     START_ONE,      false, IN_LAYER(q_gain)},
+    {"gau.q_offset",                    HEAD_DIM, NONE,     START_ZERO,     false, IN_LAYER(q_offset)},
+    {"gau.k_gain",                      HEAD_DIM, NONE,     START_ONE,      false, IN_LAYER(k_gain)},
+    {"gau.k_offset",                    HEAD_DIM, NONE,     START_ZERO,     false, IN_LAYER(k_offset)},
+    {"gau.",                            NONE,     NONE,     START_SCALAR,   false, IN_LAYER(scalar)},
+    {"gau.o_proj.weight",               CHANNELS, FFN,      START_RESIDUAL, false, IN_LAYER(o)},
+};
+static const Row LAST_ROWS[] = {
+    {"model.norm.weight",               CHANNELS, NONE,     START_ONE,      false, IN_LIST(norm)},
+    {"lm_head.weight",                  VOCAB,    CHANNELS, START_NORMAL,   false, IN_LIST(head)},
 };
 // clang-format on
-static const Row LAST_ROWS[] = {
-    {"model.norm.weight", CHANNELS, NONE, START_ONE, false, SCALAR_NONE, IN_LIST(norm)},
-    {"lm_head.weight", VOCAB, CHANNELS, START_NORMAL, false, SCALAR_NONE, IN_LIST(head)},
-};
 
 static size_t dimension(const ModelConfig *config, Dimension d) {
     switch (d) {
@@ -307,46 +303,66 @@ static void set_start(Tensor *t, const ModelConfig *config, Start start) {
     t->std = start == START_NORMAL ? 0.02f : start == START_RESIDUAL ? 0.02f / sqrtf((float)writes) : 0.0f;
 }
 
-static void add(TensorList *list, const ModelConfig *config, const Row *row, const char *prefix, void *offsets) {
+// What a list is made of: the normalizers whose scalars it has are the config's and `others`.
+typedef struct {
+    TensorList *list;
+    const ModelConfig *config;
+    const Normalizer *const *others;
+    size_t count;
+} Listing;
+
+static void add(const Listing *to, const Row *row, Scalar scalar, const char *prefix, void *offsets) {
+    TensorList *list = to->list;
     Tensor *t = &list->tensors[list->count++];
     *t = (Tensor){.ndim = row->cols == NONE ? 1 : 2,
-                  .shape = {dimension(config, row->rows), dimension(config, row->cols)},
-                  .scalar = row->scalar};
-    snprintf(t->name, sizeof t->name, "%s%s", prefix, row->name);
+                  .shape = {dimension(to->config, row->rows), dimension(to->config, row->cols)},
+                  .scalar = scalar};
+    snprintf(t->name, sizeof t->name, "%s%s%s", prefix, row->name, scalar == SCALAR_NONE ? "" : scalar_names[scalar]);
     t->elements = t->shape[0] * t->shape[1];
     t->decay = t->ndim == 2;
-    set_start(t, config, row->start);
+    set_start(t, to->config, row->start);
     if (!row->joined) list->floats = (list->floats + 15) / 16 * 16;    // 64 bytes
     t->offset = list->floats;
     *(size_t *)((char *)offsets + row->field) = t->offset;
-    list->floats += (row->rows == VOCAB ? padded_vocab(config) : t->shape[0]) * t->shape[1];
+    list->floats += (row->rows == VOCAB ? padded_vocab(to->config) : t->shape[0]) * t->shape[1];
 }
 
-// Is the tensor part of the model, under one of the normalizers if it is a learned scalar?
-static bool row_exists(const Row *row, const ModelConfig *config, const Normalizer *const *others, size_t count) {
-    if (dimension(config, row->rows) == 0) return false;
-    bool there = !row->scalar || normalizer_has(&config->attn, row->scalar);
-    for (size_t i = 0; i < count && !there; i++) there = normalizer_has(others[i], row->scalar);
-    return there;
+static bool any_has(const Listing *to, Scalar scalar) {
+    bool any = normalizer_has(&to->config->attn, scalar);
+    for (size_t i = 0; i < to->count; i++) any |= normalizer_has(to->others[i], scalar);
+    return any;
+}
+
+static void add_rows(const Listing *to, const Row *rows, size_t count, ScalarReach reach, const char *prefix,
+                     void *offsets) {
+    for (size_t i = 0; i < count; i++) {
+        bool there = rows[i].start != START_SCALAR && dimension(to->config, rows[i].rows) > 0;
+        if (there) add(to, &rows[i], SCALAR_NONE, prefix, offsets);
+        for (Scalar x = 0; rows[i].start == START_SCALAR && x < SCALAR_COUNT; x++) {
+            Row row = rows[i];
+            row.rows = scalar_width(x) == PER_HEAD ? HEADS : LENGTH;
+            row.field += (size_t)x * sizeof(size_t);
+            if (scalar_reach[x] == reach && any_has(to, x)) add(to, &row, x, prefix, offsets);
+        }
+    }
 }
 
 TensorList tensors_of(const ModelConfig *config, const Normalizer *const *others, size_t count) {
     size_t layers = (size_t)config->layers, rows = config->block == BLOCK_GAU ? COUNT(GAU_ROWS) : COUNT(LLAMA_ROWS);
     const Row *layer_rows = config->block == BLOCK_GAU ? GAU_ROWS : LLAMA_ROWS;
     TensorList list = {.layers = calloc(layers, sizeof *list.layers)};
-    list.tensors = calloc(COUNT(FIRST_ROWS) + layers * rows + COUNT(LAST_ROWS), sizeof *list.tensors);
+    Listing to = {&list, config, others, count};
+    size_t most = COUNT(FIRST_ROWS) + layers * rows + COUNT(LAST_ROWS) + (layers + 1) * SCALAR_COUNT;
+    list.tensors = calloc(most, sizeof *list.tensors);
     if (!list.layers || !list.tensors) fail(EXIT_RESOURCE, "out of memory for the list of tensors.");
-    for (size_t i = 0; i < COUNT(FIRST_ROWS); i++)
-        if (row_exists(&FIRST_ROWS[i], config, others, count)) add(&list, config, &FIRST_ROWS[i], "", &list);
+    add_rows(&to, FIRST_ROWS, COUNT(FIRST_ROWS), WHOLE_MODEL, "", &list);
     for (size_t l = 0; l < layers; l++) {
         char prefix[64];
         snprintf(prefix, sizeof prefix, "model.layers.%zu.", l);
-        for (size_t i = 0; i < rows; i++)
-            if (row_exists(&layer_rows[i], config, others, count))
-                add(&list, config, &layer_rows[i], prefix, &list.layers[l]);
+        memcpy(list.layers[l].scalar, list.scalar, sizeof list.scalar);
+        add_rows(&to, layer_rows, rows, EACH_LAYER, prefix, &list.layers[l]);
     }
-    for (size_t i = 0; i < COUNT(LAST_ROWS); i++)
-        if (LAST_ROWS[i].field != IN_LIST(head) || !config->tied) add(&list, config, &LAST_ROWS[i], "", &list);
+    add_rows(&to, LAST_ROWS, config->tied ? COUNT(LAST_ROWS) - 1 : COUNT(LAST_ROWS), WHOLE_MODEL, "", &list);
     if (config->tied) list.head = list.embedding;
     return list;
 }
@@ -358,11 +374,11 @@ void tensors_free(TensorList *list) {
 }
 
 bool tensor_exists(const Tensor *tensor, const Normalizer *attn) {
-    return !tensor->scalar || normalizer_has(attn, tensor->scalar);
+    return tensor->scalar == SCALAR_NONE || normalizer_has(attn, tensor->scalar);
 }
 
 bool tensor_trained(const Tensor *tensor, const Normalizer *attn) {
-    return !tensor->scalar || normalizer_trains(attn, tensor->scalar);
+    return tensor->scalar == SCALAR_NONE || normalizer_trains(attn, tensor->scalar);
 }
 
 uint64_t model_parameters(const ModelConfig *config) {

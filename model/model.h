@@ -84,11 +84,11 @@ typedef struct {
     size_t offset;      // of its first float in an array of all parameters (or gradients, or moments)
     float mean, std;    // how it starts
     bool decay;         // weight decay: rank 2 alone
-    Scalar scalar;      // which of the normalizer's, which it may have, train, or lack
+    Scalar scalar;      // which of the normalizer's, which it may have, train, or lack; SCALAR_NONE for all else
 } Tensor;
 
 typedef struct {
-    size_t norm1, o, s, b, sink;                               // of both blocks
+    size_t norm1, o, scalar[SCALAR_COUNT];                     // of both blocks; the same in all layers for WHOLE_MODEL
     size_t q, k, v, norm2, gate, up, down;                     // q, k, v and gate, up follow each other without a gap
     size_t q_norm, k_norm;                                     // with qk_norm
     size_t u, gau_v, z, q_gain, k_gain, q_offset, k_offset;    // so do u, v, z
@@ -96,8 +96,9 @@ typedef struct {
 
 typedef struct {
     Tensor *tensors;
-    size_t count, floats;               // floats: the length of an array of all of them, gaps for alignment included
-    size_t embedding, norm, head, p;    // head is the embedding's offset when tied
+    size_t count, floats;            // floats: the length of an array of all of them, gaps for alignment included
+    size_t embedding, norm, head;    // head is the embedding's offset when tied
+    size_t scalar[SCALAR_COUNT];     // those that are one set for the whole model
     LayerOffsets *layers;
 } TensorList;
 
@@ -109,6 +110,22 @@ size_t padded_vocab(const ModelConfig *config);
 // a change.
 TensorList tensors_of(const ModelConfig *config, const Normalizer *const *others, size_t count);
 void tensors_free(TensorList *list);
+
+// The learned scalars of a layer that attn has, in the parameters, and the gradients of those that it trains. Inline, as
+// `real` is what the caller says (runtime/real.h).
+static inline Scalars scalars_of(const TensorList *list, const real *params, size_t layer, const Normalizer *attn) {
+    Scalars scalars = {{NULL}};
+    for (int x = 0; x < SCALAR_COUNT; x++)
+        if (normalizer_has(attn, (Scalar)x)) scalars.of[x] = params + list->layers[layer].scalar[x];
+    return scalars;
+}
+
+static inline ScalarGrads scalar_grads_of(const TensorList *list, real *grads, size_t layer, const Normalizer *attn) {
+    ScalarGrads of = {{NULL}};
+    for (int x = 0; x < SCALAR_COUNT; x++)
+        if (normalizer_trains(attn, (Scalar)x)) of.of[x] = grads + list->layers[layer].scalar[x];
+    return of;
+}
 
 // Is the tensor part of the model under this normalizer, and is it trained?
 bool tensor_exists(const Tensor *tensor, const Normalizer *attn);

@@ -19,7 +19,8 @@ void weights_init(const Weights *w, uint64_t seed) {
 void weights_start_scalars(const Weights *w, const Normalizer *from) {
     for (size_t i = 0; i < w->list->count; i++) {
         const Tensor *t = &w->list->tensors[i];
-        if (!t->scalar || !tensor_exists(t, &w->config->attn) || normalizer_keeps(from, &w->config->attn, t->scalar))
+        if (t->scalar == SCALAR_NONE || !tensor_exists(t, &w->config->attn) ||
+            normalizer_keeps(from, &w->config->attn, t->scalar))
             continue;
         float start = (float)normalizer_start(&w->config->attn, t->scalar, w->config->seq_len);
         for (size_t j = 0; j < t->elements; j++) w->params[t->offset + j] = start;
@@ -32,7 +33,7 @@ void weights_start_scalars(const Weights *w, const Normalizer *from) {
 size_t weights_scalar_floats(const TensorList *list) {
     size_t floats = 0;
     for (size_t i = 0; i < list->count; i++)
-        if (list->tensors[i].scalar) floats += 3 * list->tensors[i].elements;
+        if (list->tensors[i].scalar != SCALAR_NONE) floats += 3 * list->tensors[i].elements;
     return floats;
 }
 
@@ -40,7 +41,7 @@ void weights_keep_scalars(const Weights *w, float *kept, bool restore) {
     float *arrays[] = {w->params, w->mean, w->square};
     for (size_t i = 0; i < w->list->count; i++) {
         const Tensor *t = &w->list->tensors[i];
-        for (size_t a = 0; t->scalar && a < 3; a++, kept += t->elements) {
+        for (size_t a = 0; t->scalar != SCALAR_NONE && a < 3; a++, kept += t->elements) {
             float *values = arrays[a] + t->offset;
             memcpy(restore ? values : kept, restore ? kept : values, t->elements * sizeof(float));
         }

@@ -34,21 +34,23 @@ static size_t scalar_statistics(char *out, size_t size, size_t at, const Weights
     return at;
 }
 
-static bool trains_scalars(const ModelConfig *config) {
-    const Normalizer *attn = &config->attn;
-    return normalizer_trains(attn, SCALAR_S) || normalizer_trains(attn, SCALAR_B) ||
-           normalizer_trains(attn, SCALAR_SINK);
+static bool trains_scalars_of_heads(const ModelConfig *config) {
+    bool any = false;
+    for (Scalar scalar = 0; scalar < SCALAR_COUNT; scalar++)
+        any |= scalar_width(scalar) == PER_HEAD && normalizer_trains(&config->attn, scalar);
+    return any;
 }
 
 bool run_reports_scalars(const Run *run) {
-    return !isnan(run->last.val_loss) && trains_scalars(run->config);
+    return !isnan(run->last.val_loss) && trains_scalars_of_heads(run->config);
 }
 
 // Fills in the members of the metrics line that only some runs have.
 static void more_metrics(Run *run, const char *more) {
     size_t at = (size_t)snprintf(run->more, run->more_size, "%s", more);
-    for (Scalar scalar = SCALAR_S; scalar < SCALAR_COUNT && !isnan(run->last.val_loss); scalar++)
-        if (scalar != SCALAR_P) at = scalar_statistics(run->more, run->more_size, at, &run->weights, scalar);
+    for (Scalar scalar = 0; scalar < SCALAR_COUNT && !isnan(run->last.val_loss); scalar++)
+        if (scalar_width(scalar) == PER_HEAD)
+            at = scalar_statistics(run->more, run->more_size, at, &run->weights, scalar);
     run->last.more = run->more;
 }
 

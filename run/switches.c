@@ -111,10 +111,10 @@ void repeat_switches(Run *run, cJSON *lineage, const char *made) {
 // Lists the learned scalars that `to` adds to those of `from`.
 static void show_new_scalars(const ModelConfig *config, const Normalizer *from, const Normalizer *to) {
     const char *where = config->block == BLOCK_GAU ? "gau" : "self_attn";
-    for (Scalar scalar = SCALAR_S; scalar < SCALAR_COUNT; scalar++) {
+    for (Scalar scalar = 0; scalar < SCALAR_COUNT; scalar++) {
         if (!normalizer_has(to, scalar) || normalizer_keeps(from, to, scalar)) continue;
         double start = normalizer_start(to, scalar, config->seq_len);
-        if (scalar == SCALAR_P)
+        if (scalar_reach[scalar] == WHOLE_MODEL)
             printf("new parameters: model.%s, %d of %.4f\n", scalar_names[scalar], config->seq_len, start);
         else
             printf("new parameters: model.layers.0..%d.%s.%s, %.4f%s\n", config->layers - 1, where,

@@ -49,18 +49,20 @@ int main(int argc, char **argv) {
     double seconds = atof(argv[6]), start = now();
     AttentionShape shape = {&normalizer, B, T, NH, NH, HS, HS, (int)T};
     size_t rows = B * NH * T, n = rows * HS, runs = 0, least = seconds > 0 ? 3 : 1;
-    float *dout = normals(n, 3), *s = normals(NH, 4), *b = normals(NH, 5), *p = normals(T, 6);
+    float *dout = normals(n, 3);
     float *out = normals(n, 7), *stats = normals(rows * ROW_STATS, 11);
     float *scratch =
         aligned_alloc(64, (attention_scratch(shape, omp_get_max_threads()) * sizeof *scratch + 63) / 64 * 64);
-    for (size_t h = 0; h < NH; h++) s[h] = 0.168f, b[h] = 0;
-    for (size_t t = 0; t < T; t++) p[t] = 1;
-    AttentionScalars scalars = {
-        normalizer_has(&normalizer, SCALAR_S) ? s : NULL, normalizer_has(&normalizer, SCALAR_B) ? b : NULL,
-        normalizer_has(&normalizer, SCALAR_P) ? p : NULL, normalizer_has(&normalizer, SCALAR_SINK) ? b : NULL};
-    float *ds = normals(NH, 12), *db = normals(NH, 13), *dp = normals(T, 14);
-    AttentionScalarGrads grads = {scalars.s ? ds : NULL, scalars.b ? db : NULL, scalars.p ? dp : NULL,
-                                  scalars.sink ? db : NULL};
+    Scalars scalars = {{NULL}};
+    ScalarGrads grads = {{NULL}};
+    for (Scalar x = 0; x < SCALAR_COUNT; x++) {
+        size_t size = scalar_size(x, NH, T);
+        if (!normalizer_has(&normalizer, x)) continue;
+        float *values = normals(size, 4);
+        for (size_t i = 0; i < size; i++) values[i] = (float)normalizer_start(&normalizer, x, (int)T);
+        scalars.of[x] = values;
+        grads.of[x] = normals(size, 12);
+    }
     // As in the trainer, q, k and v lie in one array and their gradients in another.
     size_t row = 3 * NH * HS;
     float *qkv = normals(3 * n, 0), *dqkv = normals(3 * n, 8);

@@ -18,10 +18,11 @@ typedef struct {
 } FlashTestShape;
 
 typedef struct {
-    const void *q, *k, *v, *dout;              // of X
-    const float *s, *b, *p, *sink;             // NULL where the normalizer has none
-    void *out, *dq, *dk, *dv;                  // of X
-    float *stats, *ds, *db, *dp, *dsink;       // added to
+    const void *q, *k, *v, *dout;    // of X
+    Scalars scalars;
+    void *out, *dq, *dk, *dv;    // of X
+    float *stats;
+    ScalarGrads grads;                         // added to
     unsigned long long rows_without_weight;    // added to
 } FlashTestArrays;
 }
@@ -61,10 +62,12 @@ void run(const Normalizer *normalizer, const FlashTestShape &x, FlashTestArrays 
     const X *q = device.copy((const X *)a->q, rows * x.q_row), *k = device.copy((const X *)a->k, rows * x.k_row);
     const X *v = device.copy((const X *)a->v, rows * x.v_row),
             *dout = device.copy((const X *)a->dout, rows * x.out_row);
-    FlashScalars scalars = {device.copy(a->s, x.NH), device.copy(a->b, x.NH), device.copy(a->p, x.L),
-                            device.copy(a->sink, x.NH)};
-    FlashScalarGrads grads = {device.copy(a->ds, x.NH), device.copy(a->db, x.NH), device.copy(a->dp, x.L),
-                              device.copy(a->dsink, x.NH)};
+    Scalars scalars;
+    ScalarGrads grads;
+    for (int i = 0; i < SCALAR_COUNT; i++) {
+        scalars.of[i] = device.copy(a->scalars.of[i], scalar_size(i, x.NH, x.L));
+        grads.of[i] = device.copy(a->grads.of[i], scalar_size(i, x.NH, x.L));
+    }
     // What the kernels leave alone between the heads' columns is given back as it came.
     X *out = device.copy((X *)a->out, rows * x.out_row), *dq = device.copy((X *)a->dq, rows * x.q_row);
     X *dk = device.copy((X *)a->dk, rows * x.k_row), *dv = device.copy((X *)a->dv, rows * x.v_row);
@@ -78,8 +81,7 @@ void run(const Normalizer *normalizer, const FlashTestShape &x, FlashTestArrays 
     fetch((X *)a->out, out, rows * x.out_row);
     fetch((X *)a->dq, dq, rows * x.q_row), fetch((X *)a->dk, dk, rows * x.k_row), fetch((X *)a->dv, dv, rows * x.v_row);
     fetch(a->stats, stats, stats_size);
-    fetch(a->ds, grads.s, x.NH), fetch(a->db, grads.b, x.NH), fetch(a->dp, grads.p, x.L),
-        fetch(a->dsink, grads.sink, x.NH);
+    for (int i = 0; i < SCALAR_COUNT; i++) fetch(a->grads.of[i], grads.of[i], scalar_size(i, x.NH, x.L));
     fetch(&a->rows_without_weight, counter, 1);
 }
 }
@@ -124,10 +126,9 @@ extern "C" void flash_on_device(const char *attn, const FlashTestShape *shape, c
                                 cudaStream_t stream) {
     Normalizer normalizer = normalizer_of(attn);
     const bf16 *q = (const bf16 *)a->q, *k = (const bf16 *)a->k, *v = (const bf16 *)a->v;
-    FlashScalars scalars = {a->s, a->b, a->p, a->sink};
     FlashShape x = shape_of(&normalizer, shape);
     if (!backward)
-        return flash_forward((bf16 *)a->out, a->stats, rows_without_weight, q, k, v, scalars, x, scratch, stream);
-    flash_backward((bf16 *)a->dq, (bf16 *)a->dk, (bf16 *)a->dv, {a->ds, a->db, a->dp, a->dsink}, (const bf16 *)a->dout,
-                   (const bf16 *)a->out, a->stats, q, k, v, scalars, x, scratch, stream);
+        return flash_forward((bf16 *)a->out, a->stats, rows_without_weight, q, k, v, a->scalars, x, scratch, stream);
+    flash_backward((bf16 *)a->dq, (bf16 *)a->dk, (bf16 *)a->dv, a->grads, (const bf16 *)a->dout, (const bf16 *)a->out,
+                   a->stats, q, k, v, a->scalars, x, scratch, stream);
 }

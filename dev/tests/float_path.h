@@ -17,8 +17,8 @@ typedef struct {
     const int32_t *first;
     // q (B,T,NH,HS), k (B,T,NKV,HS), v (B,T,NKV,VS), dout (B,T,NH,VS)
     const double *q, *k, *v, *dout;
-    const double *s, *b, *p, *sink;    // (NH), (NH), (L), (NH)
-    double *out, *dq, *dk, *dv;        // written
+    const double *scalars[SCALAR_COUNT];    // as Scalars
+    double *out, *dq, *dk, *dv;             // written
 } FloatAttention;
 
 void attention_in_float(const FloatAttention *c);

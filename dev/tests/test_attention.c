@@ -30,15 +30,15 @@ static bool reads_length(const Normalizer *n) {
 
 // ---- a case: inputs, outputs and gradients of one shape, each with a guard behind it
 
-enum { GUARD = 64, ARRAYS = 18 };
+enum { GUARD = 64, ARRAYS = 10 + 2 * SCALAR_COUNT };
 static const float GUARD_VALUE = -12345.5f;
 
 typedef struct {
     Normalizer normalizer;
     AttentionShape shape;
-    AttentionScalars scalars;
-    AttentionScalarGrads scalar_grads;
-    float *q, *k, *v, *out, *stats, *scratch, *dout, *dq, *dk, *dv, *s, *b, *p, *sink;
+    Scalars scalars;
+    ScalarGrads scalar_grads;
+    float *q, *k, *v, *out, *stats, *scratch, *dout, *dq, *dk, *dv;
     size_t keys, values;    // numbers in q, in v
     struct {
         float *at;
@@ -72,16 +72,14 @@ static Case case_new(const char *text, size_t B, size_t NH, size_t HS, size_t VS
     c.out = floats(&c, c.values), c.stats = floats(&c, B * NH * T * ROW_STATS);
     c.scratch = floats(&c, attention_scratch(c.shape, omp_get_max_threads()));
     c.dq = floats(&c, c.keys), c.dk = floats(&c, c.keys), c.dv = floats(&c, c.values);
-    c.s = input(&c, "attn_scale", NH, 0.6f, 0.1f), c.b = input(&c, "attn_bias", NH, 0.1f, 0.2f),
-    c.p = input(&c, "attn_pn", T + 3, 1, 0.3f), c.sink = input(&c, "attn_sink", NH, 0.5f, 0.5f);
-    bool s = normalizer_has(&c.normalizer, SCALAR_S), b = normalizer_has(&c.normalizer, SCALAR_B),
-         p = normalizer_has(&c.normalizer, SCALAR_P), sink = normalizer_has(&c.normalizer, SCALAR_SINK);
-    c.scalars =
-        (AttentionScalars){.s = s ? c.s : NULL, .b = b ? c.b : NULL, .p = p ? c.p : NULL, .sink = sink ? c.sink : NULL};
-    c.scalar_grads.s = s ? floats(&c, NH) : NULL;
-    c.scalar_grads.b = b ? floats(&c, NH) : NULL;
-    c.scalar_grads.p = p ? floats(&c, T + 3) : NULL;
-    c.scalar_grads.sink = sink ? floats(&c, NH) : NULL;
+    for (Scalar x = 0; x < SCALAR_COUNT; x++) {
+        size_t n = scalar_size(x, NH, T + 3);
+        float mean, scale;
+        if (!normalizer_has(&c.normalizer, x)) continue;
+        fixture_weight_rule(scalar_names[x], n, &mean, &scale);
+        c.scalars.of[x] = input(&c, scalar_names[x], n, 2 * mean + 0.1f, scale);
+        c.scalar_grads.of[x] = floats(&c, n);
+    }
     return c;
 }
 
@@ -265,7 +263,7 @@ static void test_softmax1(void) {
               sum(a.out + t * T, T), Z / (Z + 1));
         CHECK(fabs(sum(c.out + t * T, T) / (Z / (Z + 2.5)) - 1) < 2e-6, "C = 2.5: row %zu sums to %.8f", t + 1,
               sum(c.out + t * T, T));
-        double with_sink = Z + exp(d.sink[0]);
+        double with_sink = Z + exp(d.scalars.of[SCALAR_SINK][0]);
         CHECK(fabs(sum(d.out + t * T, T) / (Z / with_sink) - 1) < 2e-6, "sink: row %zu sums to %.8f", t + 1,
               sum(d.out + t * T, T));
     }
@@ -302,7 +300,7 @@ static double last_weight(const char *text, const float *z, size_t n, float s) {
     float one = 1, out, *v = calloc(n, sizeof *v), *scratch = calloc(n, sizeof *scratch);
     v[n - 1] = 1;
     attention_row(&out, &one, (ConstView){z, 1, 1}, (ConstView){v, 1, 1}, n, 0,
-                  (AttentionScalars){.s = normalizer_has(&normalizer, SCALAR_S) ? &s : NULL},
+                  (Scalars){.of[SCALAR_S] = normalizer_has(&normalizer, SCALAR_S) ? &s : NULL},
                   (AttentionShape){&normalizer, 1, n, 1, 1, 1, 1, (int)n}, scratch);
     free(v), free(scratch);
     return out;
@@ -387,7 +385,7 @@ static void check_row(const char *text, const float *q, const float *k, size_t H
     for (size_t j = 0; j < n; j++) v[j * n + j] = 1;
     unit_row(unit_q, q, HS, l2);
     for (size_t j = 0; j < n; j++) unit_row(unit_k + j * HS, k + j * HS, HS, l2);
-    attention_row(out, unit_q, (ConstView){unit_k, HS, HS}, (ConstView){v, n, n}, n, 0, (AttentionScalars){0},
+    attention_row(out, unit_q, (ConstView){unit_k, HS, HS}, (ConstView){v, n, n}, n, 0, (Scalars){{NULL}},
                   (AttentionShape){&normalizer, 1, n, 1, 1, HS, n, (int)n}, scratch);
     for (size_t j = 0; j < n; j++)
         CHECK(fabs(out[j] - expected[j]) < bound, "%s, n = %zu: A[%zu] is %.8f, not %.8f", text, n, j, out[j],
@@ -599,11 +597,10 @@ static void check_documents(const char *text) {
           difference(all.dk, one.dk, all.keys));
     CHECK(difference(all.dv, one.dv, all.keys) < bound, "%s: dv off by %.3g", text,
           difference(all.dv, one.dv, all.keys));
-    float *const scalars[] = {all.scalar_grads.s, one.scalar_grads.s, all.scalar_grads.b,    one.scalar_grads.b,
-                              all.scalar_grads.p, one.scalar_grads.p, all.scalar_grads.sink, one.scalar_grads.sink};
-    for (size_t i = 0; i < COUNT(scalars); i += 2)
-        if (scalars[i])
-            CHECK(difference(scalars[i], scalars[i + 1], i == 4 ? T + 3 : NH) < 1e-4, "%s: scalar %zu", text, i / 2);
+    for (int x = 0; x < SCALAR_COUNT; x++)
+        if (all.scalar_grads.of[x])
+            CHECK(difference(all.scalar_grads.of[x], one.scalar_grads.of[x], scalar_size(x, NH, T + 3)) < 1e-4,
+                  "%s: d%s", text, scalar_names[x]);
     case_free(&all), case_free(&one);
 }
 
@@ -640,10 +637,10 @@ static void check_finite(const char *text, float largest) {
           c.values);
     size_t bad = not_finite(c.dq, c.keys) + not_finite(c.dk, c.keys) + not_finite(c.dv, c.values);
     CHECK(bad == 0, "%s at %g: %zu of %zu gradients", text, largest, bad, 2 * c.keys + c.values);
-    if (c.scalar_grads.s) CHECK(not_finite(c.scalar_grads.s, NH) == 0, "%s at %g: ds", text, largest);
-    if (c.scalar_grads.b) CHECK(not_finite(c.scalar_grads.b, NH) == 0, "%s at %g: db", text, largest);
-    if (c.scalar_grads.p) CHECK(not_finite(c.scalar_grads.p, T) == 0, "%s at %g: dp", text, largest);
-    if (c.scalar_grads.sink) CHECK(not_finite(c.scalar_grads.sink, NH) == 0, "%s at %g: dsink", text, largest);
+    for (int x = 0; x < SCALAR_COUNT; x++)
+        if (c.scalar_grads.of[x])
+            CHECK(not_finite(c.scalar_grads.of[x], scalar_size(x, NH, T)) == 0, "%s at %g: d%s", text, largest,
+                  scalar_names[x]);
     for (size_t n = 1; n <= T; n += 23) {
         float out[HS];
         row(&c, out, 0, n);

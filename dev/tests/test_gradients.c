@@ -151,7 +151,7 @@ static Normalizer parse(const char *text) {
 
 typedef struct {
     AttentionShape shape;
-    AttentionScalars scalars;
+    Scalars scalars;
     AttentionInput in;
     real *out, *stats, *dout, *scratch;
 } AttentionCase;
@@ -234,23 +234,24 @@ static void test_attention(const char *text, Sizes z) {
                        .in = {{q, NH * HS, HS}, {k, NKV * HS, HS}, {v, NKV * VS, VS}, first}};
     c.dout = input("dout", n, 0, 1), c.out = reals(n), c.stats = reals(rows * ROW_STATS);
     c.scratch = reals(attention_scratch(c.shape, omp_get_max_threads()));
-    real *s = input("attn_scale", NH, 0.6, 0.1), *b = input("attn_bias", NH, 0.1, 0.2),
-         *p = input("attn_pn", (size_t)L, 1, 0.3);
-    real *sink = input("attn_sink", NH, 0.5, 0.5), *dsink = reals(NH);
-    real *ds = reals(NH), *db = reals(NH), *dp = reals((size_t)L), *dq = reals(queries), *dk = reals(keys),
-         *dv = reals(values);
-    bool has_s = normalizer_has(&normalizer, SCALAR_S), has_b = normalizer_has(&normalizer, SCALAR_B),
-         has_p = normalizer_has(&normalizer, SCALAR_P);
-    bool has_sink = normalizer_has(&normalizer, SCALAR_SINK);
-    c.scalars = (AttentionScalars){has_s ? s : NULL, has_b ? b : NULL, has_p ? p : NULL, has_sink ? sink : NULL};
+    real *dq = reals(queries), *dk = reals(keys), *dv = reals(values), *scalars[SCALAR_COUNT] = {NULL};
+    ScalarGrads grads = {{NULL}};
+    for (Scalar x = 0; x < SCALAR_COUNT; x++) {
+        size_t size = scalar_size(x, NH, (size_t)L);
+        float mean, scale;
+        if (!normalizer_has(&normalizer, x)) continue;
+        fixture_weight_rule(scalar_names[x], size, &mean, &scale);
+        c.scalars.of[x] = scalars[x] = input(scalar_names[x], size, 2 * mean + 0.1, scale);
+        grads.of[x] = reals(size);
+    }
     attention_value(&c);
-    attention_backward(
-        (AttentionInputGrads){{dq, NH * HS, HS}, {dk, NKV * HS, HS}, {dv, NKV * VS, VS}},
-        (AttentionScalarGrads){has_s ? ds : NULL, has_b ? db : NULL, has_p ? dp : NULL, has_sink ? dsink : NULL},
-        c.dout, c.out, c.stats, c.in, c.scalars, c.shape, c.scratch);
+    AttentionInputGrads d = {{dq, NH * HS, HS}, {dk, NKV * HS, HS}, {dv, NKV * VS, VS}};
+    attention_backward(d, grads, c.dout, c.out, c.stats, c.in, c.scalars, c.shape, c.scratch);
     real *out = reals(n), *dq_float = reals(queries), *dk_float = reals(keys), *dv_float = reals(values);
-    attention_in_float(&(FloatAttention){&normalizer, B,      T, NH, NKV, HS,   VS,  L,        first,    q,       k,
-                                         v,           c.dout, s, b,  p,   sink, out, dq_float, dk_float, dv_float});
+    FloatAttention in_float = {&normalizer, B, T, NH,     NKV,    HS,  VS,       L,        first,
+                               q,           k, v, c.dout, {NULL}, out, dq_float, dk_float, dv_float};
+    memcpy(in_float.scalars, scalars, sizeof scalars);
+    attention_in_float(&in_float);
     double least = 1e-2 * sqrt(dot(dv, dv, values));
     compare_with_float("out", out, c.out, n, 0);
     compare_with_float("dq", dq_float, dq, queries, least);
@@ -260,12 +261,12 @@ static void test_attention(const char *text, Sizes z) {
     check_slope("q", q, dq, queries, attention_value, &c);
     check_slope("k", k, dk, keys, attention_value, &c);
     check_slope("v", v, dv, values, attention_value, &c);
-    if (has_s) check_slope("s", s, ds, NH, attention_value, &c);
-    if (has_b) check_slope("b", b, db, NH, attention_value, &c);
-    if (has_sink) check_slope("sink", sink, dsink, NH, attention_value, &c);
-    if (has_p) check_slope("p_n", p, dp, (size_t)L, attention_value, &c);
+    for (int x = 0; x < SCALAR_COUNT; x++)
+        if (scalars[x])
+            check_slope(scalar_names[x], scalars[x], grads.of[x], scalar_size(x, NH, (size_t)L), attention_value, &c);
+    for (int x = 0; x < SCALAR_COUNT; x++) free(scalars[x]), free(grads.of[x]);
     free(q), free(k), free(v), free(first), free(c.dout), free(c.out), free(c.stats), free(c.scratch);
-    free(s), free(b), free(p), free(sink), free(dsink), free(ds), free(db), free(dp), free(dq), free(dk), free(dv);
+    free(dq), free(dk), free(dv);
 }
 
 // ---- the whole model

@@ -381,13 +381,10 @@ static void test_random(void) {
 
 // ---- the learned scalars
 
-static const Scalar SCALARS[] = {SCALAR_S, SCALAR_B, SCALAR_P, SCALAR_SINK};
-static const char *const SCALAR_NAMES[COUNT(SCALARS)] = {"s", "b", "p", "sink"};
-
 static void test_scalars(void) {
     static const struct {
         const char *text;
-        bool has[4], trains[4];
+        bool has[SCALAR_COUNT], trains[SCALAR_COUNT];
     } ROWS[] = {
         // s, b, p, sink
         {"softmax", {0, 0, 0, 0}, {0, 0, 0, 0}},
@@ -410,10 +407,9 @@ static void test_scalars(void) {
     for (size_t i = 0; i < COUNT(ROWS); i++) {
         check_case();
         Normalizer n = parse(ROWS[i].text);
-        for (size_t j = 0; j < COUNT(SCALARS); j++) {
-            CHECK(normalizer_has(&n, SCALARS[j]) == ROWS[i].has[j], "%s has %s", ROWS[i].text, SCALAR_NAMES[j]);
-            CHECK(normalizer_trains(&n, SCALARS[j]) == ROWS[i].trains[j], "%s trains %s", ROWS[i].text,
-                  SCALAR_NAMES[j]);
+        for (Scalar j = 0; j < SCALAR_COUNT; j++) {
+            CHECK(normalizer_has(&n, j) == ROWS[i].has[j], "%s has %s", ROWS[i].text, scalar_names[j]);
+            CHECK(normalizer_trains(&n, j) == ROWS[i].trains[j], "%s trains %s", ROWS[i].text, scalar_names[j]);
         }
         CHECK(!normalizer_has(&n, SCALAR_NONE), "%s has a scalar of no kind", ROWS[i].text);
     }
@@ -440,7 +436,7 @@ static void test_scalars(void) {
 static void test_changes(void) {
     static const struct {
         const char *from, *to;
-        int keeps[4];
+        int keeps[SCALAR_COUNT];
     } ROWS[] = {
         // s, b, p, sink; -1: the new one has none
         {"softmax", "ssmax", {0, -1, -1, -1}},
@@ -466,11 +462,11 @@ static void test_changes(void) {
     for (size_t i = 0; i < COUNT(ROWS); i++) {
         check_case();
         Normalizer from = parse(ROWS[i].from), to = parse(ROWS[i].to);
-        for (size_t j = 0; j < COUNT(SCALARS); j++) {
-            if (ROWS[i].keeps[j] < 0) CHECK(!normalizer_has(&to, SCALARS[j]), "%s has %s", ROWS[i].to, SCALAR_NAMES[j]);
+        for (Scalar j = 0; j < SCALAR_COUNT; j++) {
+            if (ROWS[i].keeps[j] < 0) CHECK(!normalizer_has(&to, j), "%s has %s", ROWS[i].to, scalar_names[j]);
             else
-                CHECK(normalizer_keeps(&from, &to, SCALARS[j]) == ROWS[i].keeps[j], "%s to %s: %s", ROWS[i].from,
-                      ROWS[i].to, SCALAR_NAMES[j]);
+                CHECK(normalizer_keeps(&from, &to, j) == ROWS[i].keeps[j], "%s to %s: %s", ROWS[i].from, ROWS[i].to,
+                      scalar_names[j]);
         }
     }
     // clang-format off
