@@ -458,7 +458,7 @@ ensure_built() {
 
 # ---------------------------------------------------------------- tests
 
-KERNELS="wrappers phi rmsnorm rope swiglu gau embedding classifier adamw norms refused peak"
+KERNELS="wrappers phi rmsnorm rope qk_norm swiglu gau embedding classifier adamw norms refused peak"
 PRODUCTS="layers plans shapes measured workspace repeated"
 MODELS="tied_v97 tied_v50257 _llama_ _gau_ _d48 _d64 _d128"
 

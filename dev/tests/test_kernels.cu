@@ -29,6 +29,7 @@
 #include "cuda/gau.cuh"
 #include "cuda/norms.cuh"
 #include "cuda/rmsnorm.cuh"
+#include "cuda/qk_norm.cuh"
 #include "cuda/rope.cuh"
 #include "cuda/swiglu.cuh"
 #include "runtime/random.h"
@@ -360,6 +361,68 @@ static void test_ropes(void) {
                                        {2, 3, 2, 6},  {1, 2, 1, 530}, {1, 2, 100, 64}, {1, 2, 3, 16}};
     for (const size_t *s : SHAPES)
         for (int l2 = 0; l2 < 2; l2++) test_rope<X>(s[0], s[1], s[2], s[3], l2);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// QK norms
+
+// dx of one head in place of dy, and its part of dgain.
+static void qk_norm_head_backward(double *d, double *dgain, const double *x, const double *gain, double r, size_t HS) {
+    double dot = 0;
+    for (size_t c = 0; c < HS; c++) {
+        dot += d[c] * gain[c] * x[c];
+        dgain[c] += d[c] * x[c] * r;
+    }
+    for (size_t c = 0; c < HS; c++) d[c] = r * (gain[c] * d[c] - x[c] * r * r * dot / (double)HS);
+}
+
+template <class X>
+static void test_qk_norm(size_t N, size_t NH, size_t NKV, size_t HS, float eps) {
+    if (!case_begins("qk_norm %s N=%zu NH=%zu NKV=%zu HS=%zu eps=%g", type_name<X>(), N, NH, NKV, HS, eps)) return;
+    size_t heads = NH + NKV, row = (heads + NKV) * HS;
+    Tensor<X> qkv(N * row), inputs(N * heads * HS), inputs_in(N * heads * HS), dqkv(N * row);
+    Tensor<float> inverse(N * heads), inverse_in(N * heads), q_gain(HS), k_gain(HS), dq_gain(HS), dk_gain(HS),
+        partials(qk_norm_partials(HS));
+    Numbers y = fill(qkv, "qkv", 0.1, 1.5), gains[] = {fill(q_gain, "q_gain", 1, 0.5), fill(k_gain, "k_gain", 1, 0.5)};
+    Numbers dx = fill(dqkv, "dqkv", 0, 1), dgains[] = {fill(dq_gain, "dq_gain", 0, 1), fill(dk_gain, "dk_gain", 0, 1)};
+    Numbers x(N * heads * HS), r(N * heads);
+    for (size_t i = 0; i < N * heads; i++) {
+        size_t at = i / heads * row + i % heads * HS, which = i % heads < NH ? 0 : 1;
+        double squares = 0;
+        for (size_t c = 0; c < HS; c++) squares += y[at + c] * y[at + c];
+        r[i] = 1 / sqrt(squares / (double)HS + (double)eps);
+        for (size_t c = 0; c < HS; c++) {
+            x[i * HS + c] = y[at + c];
+            y[at + c] *= r[i] * gains[which][c];
+        }
+        qk_norm_head_backward(&dx[at], &dgains[which][0], &x[i * HS], &gains[which][0], r[i], HS);
+    }
+    fill(inputs_in, x), fill(inverse_in, r);
+    QkNorm q = {N, NH, NKV, HS, eps, q_gain.device(), k_gain.device()};
+    run_twice({&qkv, &inputs, &inverse},
+              [&] { qk_norm_forward(qkv.device(), inputs.device(), inverse.device(), q, stream); });
+    run_twice({&dqkv, &dq_gain, &dk_gain, &partials}, [&] {
+        qk_norm_backward(dqkv.device(), dq_gain.device(), dk_gain.device(), partials.device(), inputs_in.device(),
+                         inverse_in.device(), q, stream);
+    });
+    compare("qkv", qkv, y, FORWARD);
+    compare("inputs", inputs, x, 0);
+    compare("inverse", inverse, r, FORWARD);
+    compare("dqkv", dqkv, dx, BACKWARD);
+    compare("dq_gain", dq_gain, dgains[0], BACKWARD);
+    compare("dk_gain", dk_gain, dgains[1], BACKWARD);
+    auto is_v = [&](size_t i) { return i % row >= heads * HS; };
+    compare_untouched("v has changed", qkv, is_v);
+    compare_untouched("dv has changed", dqkv, is_v);
+    case_ends();
+}
+
+template <class X>
+static void test_qk_norms(void) {
+    static const size_t SHAPES[][4] = {{1, 1, 1, 48},  {33, 4, 2, 48}, {5, 12, 12, 64}, {17, 3, 1, 128}, {3, 8, 2, 6},
+                                       {2, 2, 1, 256}, {2, 1, 1, 250}, {9, 3, 3, 16},   {1500, 8, 4, 64}};
+    for (const size_t *s : SHAPES) test_qk_norm<X>(s[0], s[1], s[2], s[3], 1e-5f);
+    test_qk_norm<X>(33, 4, 2, 24, 0.1f);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1173,6 +1236,8 @@ static void test_refusals(void) {
          [](void *) { rope_forward<float>(NULL, NULL, NULL, NULL, false, 1, 1, 1, 5, stream); }},
         {"too many channels", "24580 channels",
          [](void *) { rmsnorm_backward<float>(NULL, NULL, NULL, NULL, NULL, NULL, NULL, 1, 24580, stream); }},
+        {"a head too wide for QK norms", "head size of 258",
+         [](void *) { qk_norm_forward<float>(NULL, NULL, NULL, QkNorm{1, 1, 1, 258, 1e-5f, NULL, NULL}, stream); }},
         {"a gated unit too wide", "width 130",
          [](void *) { gau_forward<bf16>(NULL, NULL, NULL, NULL, NULL, GauGains(), NULL, NULL, false, 1, 1, 8, 130, stream); }},
         {"a vocabulary without padding", "97 logits",
@@ -1333,6 +1398,7 @@ template <class X>
 static void test_layers(void) {
     test_rmsnorms<X>(), arrays_free();
     test_ropes<X>(), arrays_free();
+    test_qk_norms<X>(), arrays_free();
     test_swiglus<X>(), arrays_free();
     test_gaus<X>(), arrays_free();
     test_embeddings<X>(), arrays_free();

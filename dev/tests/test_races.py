@@ -17,7 +17,7 @@ ALL = os.environ.get("RACES") == "all"
 # ThreadSanitizer wants memory where it knows it; a container may not allow to ask for that, and then it is mostly there all the same.
 FIXED = ["setarch", "-R"] if shutil.which("setarch") and subprocess.run(["setarch", "-R", "true"], capture_output=True).returncode == 0 else []
 
-KERNELS = [""] if ALL else ["rmsnorm bf16 N=33 C=768", "rope bf16", "swiglu bf16", "embedding bf16", "classifier bf16", "adamw bf16", "adamw odd",
+KERNELS = [""] if ALL else ["rmsnorm bf16 N=33 C=768", "rope bf16", "qk_norm bf16 N=33", "swiglu bf16", "embedding bf16", "classifier bf16", "adamw bf16", "adamw odd",
                             "norms", "gau bf16 B=2 T=3 E=96 HS=48 l2"]
 # One of each instance (attention/flash_instances.h), and of each learned scalar.
 ATTENTION = ["attention"] if ALL else [f"attention_{name}_T33_d48" for name in (
