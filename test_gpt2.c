@@ -122,14 +122,14 @@ static void test_matmul(void) {
     float *x = input("x", N * C, 1), *w = input("weight", OC * C, (float)(2 / sqrt((double)C))),
           *dout = input("dout", N * OC, 1);
     float *out = floats(N * OC), *dx = floats(N * C), *dw = floats(OC * C);
-    matmul_forward(out, x, (Operand){.f32 = w}, N, C, OC, false);
-    matmul_backward(dx, dw, dout, x, (Operand){.f32 = w}, N, C, OC, false);
+    matmul_forward(out, x, (WeightMatrix){.f32 = w}, N, C, OC, false);
+    matmul_backward(dx, dw, dout, x, (WeightMatrix){.f32 = w}, N, C, OC, false);
     double worst = compare("out", out, N * OC, 0, 1e-6);
     worst = largest(worst, compare("dx", dx, N * C, 0, 1e-6));
     worst = largest(worst, compare("dweight", dw, OC * C, 0, 1e-6));
     // Added to what is there, twice the product comes out.
-    matmul_forward(out, x, (Operand){.f32 = w}, N, C, OC, true);
-    matmul_backward(dx, dw, dout, x, (Operand){.f32 = w}, N, C, OC, true);
+    matmul_forward(out, x, (WeightMatrix){.f32 = w}, N, C, OC, true);
+    matmul_backward(dx, dw, dout, x, (WeightMatrix){.f32 = w}, N, C, OC, true);
     for (size_t i = 0; i < N * OC; i++) out[i] /= 2;
     for (size_t i = 0; i < OC * C; i++) dw[i] /= 2;
     worst = largest(worst, compare("out", out, N * OC, 0, 1e-6));
@@ -306,8 +306,8 @@ static void test_bf16_products(void) {
     case_name = gemm_has_bf16() ? "bfloat16 products, native" : "bfloat16 products, widened";
     fixture_fill(a, M * K, "a", 0, 0.0f, 1.0f);
     fixture_fill(b, K * N, "b", 0, 0.0f, 1.0f);
-    void *scratch = malloc(gemm_bf16_scratch(M * K, K * N));
-    gemm_bf16_use(scratch, M * K, K * N);
+    void *memory = malloc(gemm_bf16_bytes(M * K, K * N));
+    GemmScratch scratch = gemm_bf16_scratch(memory, M * K);
     uint16_t *rounded_b = malloc(K * N * sizeof *rounded_b);
     bf16_round(rounded_b, b, K * N);
     for (int kind = 0; kind < 16; kind++) {
@@ -325,16 +325,18 @@ static void test_bf16_products(void) {
                 c[i * N + j] = add ? 1.0f : NAN;
             }
         if (primitive) {
-            if (!gemm_by_primitive(PRODUCT_F32, ta ? 'T' : 'N', tb ? 'T' : 'N', M, N, K, a, ta ? M : K, b, tb ? K : N,
-                                   add, c, N)) {
+            Matrix A = {.f32 = a, .ld = ta ? M : K, .transposed = ta},
+                   B = {.f32 = b, .ld = tb ? K : N, .transposed = tb};
+            if (!gemm_by_primitive(GEMM_F32, M, N, K, A, B, add, c, N)) {
 #ifdef USE_ONEDNN
                 check("a primitive that oneDNN refuses", INFINITY, 1e-6);
 #endif
                 continue;
             }
         } else {
-            gemm_bf16(ta ? 'T' : 'N', tb ? 'T' : 'N', M, N, K, (Operand){.f32 = a}, ta ? M : K,
-                      (Operand){.bf16 = rounded_b}, tb ? K : N, add, c, N);
+            Matrix A = {.f32 = a, .ld = ta ? M : K, .transposed = ta};
+            Matrix B = {.bf16 = rounded_b, .ld = tb ? K : N, .transposed = tb};
+            gemm_bf16(&scratch, M, N, K, A, B, add, c, N);
         }
         for (int i = 0; i < M * N; i++) {
             difference += ((double)c[i] - expected[i]) * ((double)c[i] - expected[i]);
@@ -344,7 +346,8 @@ static void test_bf16_products(void) {
         check(primitive ? "a primitive in float32" : "a product", sqrt(difference / norm), 1e-6);
     }
     case_done(before, worst);
-    free(scratch), free(rounded_b);
+    free(memory);
+    free(rounded_b);
 }
 
 // A product whose second input has rows 4 KiB apart, which takes a way of its own, in several parts of its depth.
@@ -355,7 +358,7 @@ static void test_colliding_rows(void) {
     float *a = input("a", M * K, 1), *b = input("b", K * N, 1), *c = floats(M * N);
     double difference = 0, norm = 0;
     // The product, twice.
-    for (int add = 0; add < 2; add++) gemm('N', 'N', M, N, K, a, K, b, N, (float)add, c, N);
+    for (int add = 0; add < 2; add++) gemm(M, N, K, as_stored(a, K), as_stored(b, N), (float)add, c, N);
     for (int i = 0; i < M; i++) {
         for (int j = 0; j < N; j += 7) {
             double sum = 0;

@@ -119,25 +119,34 @@ static void rmsnorm_backward(real *dinp, real *dweight, const real *dout, const 
     }
 }
 
+// A weight matrix (OC,C).
+typedef struct {
+    const real *f32;
+    const uint16_t *bf16;    // NULL in float32: the copy that matmuls use
+    const GemmScratch *scratch;
+} WeightMatrix;
+
 // out[n,o] = sum_c inp[n,c] weight[o,c] (+ out[n,o] when add)
 //   out (N,OC) written or added to   inp (N,C)   weight (OC,C); its bfloat16 copy is used where there is one
-static void matmul_forward(real *out, const real *inp, Operand weight, size_t N, size_t C, size_t OC, bool add) {
+static void matmul_forward(real *out, const real *inp, WeightMatrix weight, size_t N, size_t C, size_t OC, bool add) {
     real beta = add ? 1 : 0;
-    if (weight.bf16) gemm_bf16('N', 'T', N, OC, C, (Operand){.f32 = inp}, C, weight, C, beta, out, OC);
-    else gemm('N', 'T', N, OC, C, inp, C, weight.f32, C, beta, out, OC);
+    Matrix w = {weight.f32, weight.bf16, .ld = C, .transposed = true};
+    if (weight.bf16) gemm_bf16(weight.scratch, N, OC, C, as_stored(inp, C), w, beta, out, OC);
+    else gemm(N, OC, C, as_stored(inp, C), w, beta, out, OC);
 }
 
 // dinp[n,c] = sum_o dout[n,o] weight[o,c],   dweight[o,c] = sum_n dout[n,o] inp[n,c] (+ dweight[o,c] when add)
 //   dinp (N,C) written   dweight (OC,C) written or added to   dout (N,OC)   inp (N,C)
-static void matmul_backward(real *dinp, real *dweight, const real *dout, const real *inp, Operand weight, size_t N,
+static void matmul_backward(real *dinp, real *dweight, const real *dout, const real *inp, WeightMatrix weight, size_t N,
                             size_t C, size_t OC, bool add) {
     real beta = add ? 1 : 0;
+    Matrix w = {weight.f32, weight.bf16, .ld = C};
     if (weight.bf16) {
-        gemm_bf16('N', 'N', N, C, OC, (Operand){.f32 = dout}, OC, weight, C, 0, dinp, C);
-        gemm_bf16('T', 'N', OC, C, N, (Operand){.f32 = dout}, OC, (Operand){.f32 = inp}, C, beta, dweight, C);
+        gemm_bf16(weight.scratch, N, C, OC, as_stored(dout, OC), w, 0, dinp, C);
+        gemm_bf16(weight.scratch, OC, C, N, transposed(dout, OC), as_stored(inp, C), beta, dweight, C);
     } else {
-        gemm('N', 'N', N, C, OC, dout, OC, weight.f32, C, 0, dinp, C);
-        gemm('T', 'N', OC, C, N, dout, OC, inp, C, beta, dweight, C);
+        gemm(N, C, OC, as_stored(dout, OC), w, 0, dinp, C);
+        gemm(OC, C, N, transposed(dout, OC), as_stored(inp, C), beta, dweight, C);
     }
 }
 
@@ -517,10 +526,11 @@ typedef struct {
     real *djoined, *dq, *dk, *dv;              // of joined, and of gated units' q, k, v
     real *rms;                                 // (N)
     real *attention;                           // scratch of attention_cpu.c
-    void *products;                            // scratch of gemm_bf16
+    void *gemm_memory;                         // of gemm_scratch
     real *cosines, *sines;                     // (T, HS/2)
     double *sums;                              // partial sums of the gradient's norm
 
+    GemmScratch gemm_scratch;
     uint64_t rows_without_weight, rows;    // of attention, since someone set them to 0
     MemoryPlan plan;
 } Model;
@@ -535,8 +545,8 @@ static real norm_eps(const Model *m) {
     return (real)m->config.norm_eps;
 }
 
-static Operand weight(const Model *m, size_t offset) {
-    return (Operand){.f32 = m->params + offset, .bf16 = m->params_bf16 ? m->params_bf16 + offset : NULL};
+static WeightMatrix weight(const Model *m, size_t offset) {
+    return (WeightMatrix){m->params + offset, m->params_bf16 ? m->params_bf16 + offset : NULL, &m->gemm_scratch};
 }
 
 // The learned scalars of a layer, with m->p_n in place of the learned p_n.
@@ -634,8 +644,8 @@ static void plan_activations(Model *m, size_t kept_layers, size_t B, size_t T, b
     memory_add(&m->plan, scratch, (void **)&m->sines, FLOATS(T * HS / 2));
     size_t largest_a = N * widest_first(c) > loss_rows * VP ? N * widest_first(c) : loss_rows * VP;
     if (bf16)
-        memory_add(&m->plan, "scratch of bfloat16 products", &m->products,
-                   gemm_bf16_scratch(largest_a, N * widest_second(c)));
+        memory_add(&m->plan, "scratch of bfloat16 products", &m->gemm_memory,
+                   gemm_bf16_bytes(largest_a, N * widest_second(c)));
 }
 
 // After memory_take().
@@ -643,7 +653,7 @@ static void model_ready(Model *m) {
     const ModelConfig *c = &m->config;
     size_t N = m->B * m->T, logits = (N < LOSS_ROWS ? N : LOSS_ROWS) * padded_vocab(c);
     size_t largest_a = N * widest_first(c) > logits ? N * widest_first(c) : logits;
-    if (m->products) gemm_bf16_use(m->products, largest_a, N * widest_second(c));
+    if (m->gemm_memory) m->gemm_scratch = gemm_bf16_scratch(m->gemm_memory, largest_a);
     rope_table(m->cosines, m->sines, m->T, head_size(c), c->rope_theta);
 }
 
@@ -858,7 +868,7 @@ static void model_forward(Model *m, const int32_t *tokens, size_t B, size_t T) {
 // when `add`.
 static double model_loss(Model *m, const int32_t *targets, const uint8_t *mask, size_t N, real scale, bool add) {
     size_t C = (size_t)m->config.channels, V = (size_t)m->config.vocab, VP = padded_vocab(&m->config);
-    Operand head = weight(m, m->list.head);
+    WeightMatrix head = weight(m, m->list.head);
     double sum = 0;
     phase(PHASE_CLASSIFIER);
     for (size_t from = 0; from < N; from += LOSS_ROWS) {
@@ -1114,7 +1124,7 @@ static void matmul_few(float *out, const float *inp, const float *weight, size_t
     }
 }
 
-static void decode_product(float *out, const float *inp, Operand weight, size_t N, size_t C, size_t OC, bool add) {
+static void decode_product(float *out, const float *inp, WeightMatrix weight, size_t N, size_t C, size_t OC, bool add) {
     if (N <= FEW_ROWS && !weight.bf16) matmul_few(out, inp, weight.f32, N, C, OC, add);
     else matmul_forward(out, inp, weight, N, C, OC, add);
 }

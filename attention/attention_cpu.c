@@ -394,8 +394,8 @@ static uint64_t head_forward(real *out, real *stats, Head head, const AttentionI
     for (size_t from = 0; from < T; from += BLOCK) {
         RowBlock at = block_at(&head, from, T);
         real factor[BLOCK];
-        gemm('N', 'T', at.rows, at.keys, HS, head.q + from * in->q.row, in->q.row, head.k + at.low * in->k.row,
-             in->k.row, 0, part.scores, ld);
+        gemm(at.rows, at.keys, HS, as_stored(head.q + from * in->q.row, in->q.row),
+             transposed(head.k + at.low * in->k.row, in->k.row), 0, part.scores, ld);
         #pragma omp parallel for schedule(static) reduction(+ : all_zero) if (share)
         for (size_t r = 0; r < at.rows; r++) {
             bool weight;
@@ -407,7 +407,7 @@ static uint64_t head_forward(real *out, real *stats, Head head, const AttentionI
             row_keep(&row, stats + ROW_STATS * (from + r));
             all_zero += !weight;
         }
-        gemm('N', 'N', at.rows, VS, at.keys, part.scores, ld, head.v + at.low * in->v.row, in->v.row, 0,
+        gemm(at.rows, VS, at.keys, as_stored(part.scores, ld), as_stored(head.v + at.low * in->v.row, in->v.row), 0,
              out + from * step, step);
         for (size_t r = 0; r < at.rows; r++) {
             #pragma omp simd
@@ -486,13 +486,17 @@ static void head_backward(const Backward *pass, size_t b, size_t h, Scalars scal
         RowBlock at = block_at(&head, from, T);
         const real *q = head.q + from * in->q.row, *k = head.k + at.low * in->k.row;
         const real *dout = pass->dout + head.out + from * step;
-        gemm('N', 'T', at.rows, at.keys, HS, q, in->q.row, k, in->k.row, 0, part.scores, ld);
-        gemm('N', 'T', at.rows, at.keys, VS, dout, step, head.v + at.low * in->v.row, in->v.row, 0, part.dscores, ld);
+        gemm(at.rows, at.keys, HS, as_stored(q, in->q.row), transposed(k, in->k.row), 0, part.scores, ld);
+        gemm(at.rows, at.keys, VS, as_stored(dout, step), transposed(head.v + at.low * in->v.row, in->v.row), 0,
+             part.dscores, ld);
         block_backward(pass, &head, at, scalars, shape, part, share);
         real beta = from == last && !head.first && !add ? 0 : 1;
-        gemm('T', 'N', at.keys, VS, at.rows, part.scores, ld, dout, step, beta, dv + at.low * d.v.row, d.v.row);
-        gemm('T', 'N', at.keys, HS, at.rows, part.dscores, ld, q, in->q.row, beta, dk + at.low * d.k.row, d.k.row);
-        gemm('N', 'N', at.rows, HS, at.keys, part.dscores, ld, k, in->k.row, 0, dq + from * d.q.row, d.q.row);
+        gemm(at.keys, VS, at.rows, transposed(part.scores, ld), as_stored(dout, step), beta, dv + at.low * d.v.row,
+             d.v.row);
+        gemm(at.keys, HS, at.rows, transposed(part.dscores, ld), as_stored(q, in->q.row), beta, dk + at.low * d.k.row,
+             d.k.row);
+        gemm(at.rows, HS, at.keys, as_stored(part.dscores, ld), as_stored(k, in->k.row), 0, dq + from * d.q.row,
+             d.q.row);
         if (from == 0) break;
     }
 }

@@ -13,37 +13,46 @@
 #endif
 #if defined(USE_CBLAS) && !defined(USE_ONEDNN)
 #include <cblas.h>
-#define THROUGH_CBLAS
+#define USES_CBLAS
 #endif
 
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
 
-// ---------------------------------------------------------------------------------------------------------------------
-// One thread's product, for the builds without oneDNN (which has its own threads).
+// The element at a row and column of the matrix after transposition, and the matrix from that element on.
+static const float *at(Matrix x, size_t row, size_t col) {
+    return x.f32 + (x.transposed ? col * x.ld + row : row * x.ld + col);
+}
 
-#if defined(THROUGH_CBLAS)
+static Matrix from(Matrix x, size_t row, size_t col) {
+    x.f32 = at(x, row, col);
+    return x;
+}
 
-// A BLAS with threads of its own would start them inside ours: it is told to keep to one, where it can be told.
+// ---- a matmul by a single thread, for builds without oneDNN (which has its own threads)
+
+#if defined(USES_CBLAS)
+
+// A BLAS with its own threads would start them inside ours, so it is told to use one, if it has a function for that.
 extern void openblas_set_num_threads(int) __attribute__((weak));
 
-static void gemm_one_thread(char ta, char tb, size_t m, size_t n, size_t k, const float *A, size_t lda, const float *B,
-                            size_t ldb, float beta, float *C, size_t ldc) {
-    cblas_sgemm(CblasRowMajor, ta == 'T' ? CblasTrans : CblasNoTrans, tb == 'T' ? CblasTrans : CblasNoTrans, (int)m,
-                (int)n, (int)k, 1.0f, A, (int)lda, B, (int)ldb, beta, C, (int)ldc);
+static void gemm_one_thread(size_t m, size_t n, size_t k, Matrix A, Matrix B, float beta, float *C, size_t ldc) {
+    cblas_sgemm(CblasRowMajor, A.transposed ? CblasTrans : CblasNoTrans, B.transposed ? CblasTrans : CblasNoTrans,
+                (int)m, (int)n, (int)k, 1.0f, A.f32, (int)A.ld, B.f32, (int)B.ld, beta, C, (int)ldc);
 }
 
 #elif !defined(USE_ONEDNN)
 
-// Own loops: a tile of 4 rows by 32 columns in registers, over slices of k whose strip of B is packed so that it is
-// read in order.
+// Computes tiles of 4 rows by 32 columns in registers, over slices of k. For each slice, a strip of B is packed so that it
+// is read sequentially.
 enum { TILE_M = 4, TILE_N = 32, SLICE_K = 256 };
 
-static void tile(size_t rows, size_t cols, size_t depth, const float *A, size_t row_step, size_t depth_step,
-                 const float *packed, float *C, size_t ldc) {
+// C (rows,cols) += A (rows,depth) · packed (depth,TILE_N)
+static void tile(size_t rows, size_t cols, size_t depth, Matrix A, const float *packed, float *C, size_t ldc) {
     float sum[TILE_M][TILE_N] = {{0}};
     const float *a[TILE_M];
-    for (size_t i = 0; i < TILE_M; i++) a[i] = A + MIN(i, rows - 1) * row_step;
+    size_t depth_step = A.transposed ? A.ld : 1;
+    for (size_t i = 0; i < TILE_M; i++) a[i] = at(A, MIN(i, rows - 1), 0);
     for (size_t p = 0; p < depth; p++) {
         for (size_t i = 0; i < TILE_M; i++) {
             float x = a[i][p * depth_step];
@@ -55,79 +64,73 @@ static void tile(size_t rows, size_t cols, size_t depth, const float *A, size_t 
         for (size_t j = 0; j < cols; j++) C[i * ldc + j] += sum[i][j];
 }
 
-static void gemm_one_thread(char ta, char tb, size_t m, size_t n, size_t k, const float *A, size_t lda, const float *B,
-                            size_t ldb, float beta, float *C, size_t ldc) {
+// packed (depth,TILE_N) = B (depth,cols), padded with zeros
+static void pack(float *packed, Matrix B, size_t depth, size_t cols) {
+    for (size_t q = 0; q < depth; q++)
+        for (size_t c = 0; c < TILE_N; c++) packed[q * TILE_N + c] = c < cols ? *at(B, q, c) : 0.0f;
+}
+
+static void gemm_one_thread(size_t m, size_t n, size_t k, Matrix A, Matrix B, float beta, float *C, size_t ldc) {
     float packed[SLICE_K * TILE_N];
     if (beta == 0.0f)
         for (size_t i = 0; i < m; i++) memset(C + i * ldc, 0, n * sizeof *C);
-    size_t row_step = ta == 'T' ? 1 : lda, depth_step = ta == 'T' ? lda : 1;
     for (size_t p = 0; p < k; p += SLICE_K) {
         size_t depth = MIN(SLICE_K, k - p);
         for (size_t j = 0; j < n; j += TILE_N) {
             size_t cols = MIN(TILE_N, n - j);
-            for (size_t q = 0; q < depth; q++)
-                for (size_t c = 0; c < TILE_N; c++)
-                    packed[q * TILE_N + c] = c >= cols   ? 0.0f
-                                             : tb == 'T' ? B[(j + c) * ldb + p + q]
-                                                         : B[(p + q) * ldb + j + c];
+            pack(packed, from(B, p, j), depth, cols);
             for (size_t i = 0; i < m; i += TILE_M)
-                tile(MIN(TILE_M, m - i), cols, depth, A + i * row_step + p * depth_step, row_step, depth_step, packed,
-                     C + i * ldc + j, ldc);
+                tile(MIN(TILE_M, m - i), cols, depth, from(A, i, p), packed, C + i * ldc + j, ldc);
         }
     }
 }
 
 #endif
 
-// ---------------------------------------------------------------------------------------------------------------------
-// float32
+// ---- float32
 
 #ifdef USE_ONEDNN
 
-static void gemm_onednn(char ta, char tb, size_t m, size_t n, size_t k, const float *A, size_t lda, const float *B,
-                        size_t ldb, float beta, float *C, size_t ldc) {
-    dnnl_status_t status = dnnl_sgemm(ta, tb, (dnnl_dim_t)m, (dnnl_dim_t)n, (dnnl_dim_t)k, 1.0f, A, (dnnl_dim_t)lda, B,
-                                      (dnnl_dim_t)ldb, beta, C, (dnnl_dim_t)ldc);
+static void gemm_onednn(size_t m, size_t n, size_t k, Matrix A, Matrix B, float beta, float *C, size_t ldc) {
+    dnnl_status_t status =
+        dnnl_sgemm(A.transposed ? 'T' : 'N', B.transposed ? 'T' : 'N', (dnnl_dim_t)m, (dnnl_dim_t)n, (dnnl_dim_t)k,
+                   1.0f, A.f32, (dnnl_dim_t)A.ld, B.f32, (dnnl_dim_t)B.ld, beta, C, (dnnl_dim_t)ldc);
     if (status != dnnl_success)
         fail(EXIT_RESOURCE,
-             "oneDNN refused a product of %zu x %zu x %zu (status %d). Build with ONEDNN=0 to do without it.", m, n, k,
+             "oneDNN failed on a matmul of %zu x %zu x %zu (status %d). Build with ONEDNN=0 to avoid oneDNN.", m, n, k,
              (int)status);
 }
 
-// With few rows oneDNN reads B in place, and rows of B a multiple of 4 KiB apart fall on the same lines of the cache:
-// it took twice as long (256 x 2048 x 768, Zen 3). So B goes first into a buffer whose rows are a line further apart,
-// some of its rows at a time.
+// If A has few rows, oneDNN reads B in place. Rows of B that are a multiple of 4 KiB apart then compete for the same cache
+// lines, which took twice as long (256 x 2048 x 768, Zen 3). So B is first copied, some rows at a time, to a buffer whose
+// rows are one cache line further apart.
 enum { FEW_ROWS = 256, COLLIDING = 1024, BUFFER = 2 << 20 };
 
-static void gemm_spread(char ta, size_t m, size_t n, size_t k, const float *A, size_t lda, const float *B, size_t ldb,
-                        float beta, float *C, size_t ldc) {
+static void gemm_spread(size_t m, size_t n, size_t k, Matrix A, Matrix B, float beta, float *C, size_t ldc) {
     static float buffer[BUFFER] __attribute__((aligned(64)));
     size_t spread = n + 16, part = BUFFER / spread;
-    for (size_t from = 0; from < k; from += part) {
-        size_t here = MIN(part, k - from);
+    for (size_t first = 0; first < k; first += part) {
+        size_t here = MIN(part, k - first);
         #pragma omp parallel for schedule(static)
-        for (size_t p = 0; p < here; p++) memcpy(buffer + p * spread, B + (from + p) * ldb, n * sizeof *B);
-        gemm_onednn(ta, 'N', m, n, here, A + from * (ta == 'T' ? lda : 1), lda, buffer, spread, from ? 1.0f : beta, C,
-                    ldc);
+        for (size_t p = 0; p < here; p++) memcpy(buffer + p * spread, B.f32 + (first + p) * B.ld, n * sizeof *B.f32);
+        gemm_onednn(m, n, here, from(A, 0, first), as_stored(buffer, spread), first ? 1.0f : beta, C, ldc);
     }
 }
 
-void gemm(char ta, char tb, size_t m, size_t n, size_t k, const float *A, size_t lda, const float *B, size_t ldb,
-          float beta, float *C, size_t ldc) {
-    bool spread = tb == 'N' && ldb % COLLIDING == 0 && n % COLLIDING == 0 && m >= 16 && m <= FEW_ROWS && k >= 64 &&
-                  n + 16 <= BUFFER;
-    if (spread && !omp_in_parallel()) gemm_spread(ta, m, n, k, A, lda, B, ldb, beta, C, ldc);
-    else gemm_onednn(ta, tb, m, n, k, A, lda, B, ldb, beta, C, ldc);
+void gemm(size_t m, size_t n, size_t k, Matrix A, Matrix B, float beta, float *C, size_t ldc) {
+    bool collides = !B.transposed && B.ld % COLLIDING == 0 && n % COLLIDING == 0 && m >= 16 && m <= FEW_ROWS &&
+                    k >= 64 && n + 16 <= BUFFER;
+    if (collides && !omp_in_parallel()) gemm_spread(m, n, k, A, B, beta, C, ldc);
+    else gemm_onednn(m, n, k, A, B, beta, C, ldc);
 }
 
 #else
 
-// The longer side of C is divided among the threads, in multiples of 32, so that each has a product of its own.
-void gemm(char ta, char tb, size_t m, size_t n, size_t k, const float *A, size_t lda, const float *B, size_t ldb,
-          float beta, float *C, size_t ldc) {
+// Divides the longer side of C among the threads, in multiples of 32.
+void gemm(size_t m, size_t n, size_t k, Matrix A, Matrix B, float beta, float *C, size_t ldc) {
     size_t threads = omp_in_parallel() ? 1 : (size_t)omp_get_max_threads();
     if (2.0 * m * n * k < 1e5) threads = 1;
-#ifdef THROUGH_CBLAS
+#ifdef USES_CBLAS
     static bool told;
     if (!told && !omp_in_parallel()) {
         if (openblas_set_num_threads) openblas_set_num_threads(1);
@@ -135,18 +138,16 @@ void gemm(char ta, char tb, size_t m, size_t n, size_t k, const float *A, size_t
     }
 #endif
     if (threads == 1) {
-        gemm_one_thread(ta, tb, m, n, k, A, lda, B, ldb, beta, C, ldc);
+        gemm_one_thread(m, n, k, A, B, beta, C, ldc);
         return;
     }
     bool by_row = m >= n;
     size_t side = by_row ? m : n, part = ((side + threads - 1) / threads + 31) / 32 * 32;
     #pragma omp parallel for schedule(static, 1)
-    for (size_t from = 0; from < side; from += part) {
-        size_t here = MIN(part, side - from);
-        if (by_row)
-            gemm_one_thread(ta, tb, here, n, k, A + from * (ta == 'T' ? 1 : lda), lda, B, ldb, beta, C + from * ldc,
-                            ldc);
-        else gemm_one_thread(ta, tb, m, here, k, A, lda, B + from * (tb == 'T' ? ldb : 1), ldb, beta, C + from, ldc);
+    for (size_t first = 0; first < side; first += part) {
+        size_t here = MIN(part, side - first);
+        if (by_row) gemm_one_thread(here, n, k, from(A, first, 0), B, beta, C + first * ldc, ldc);
+        else gemm_one_thread(m, here, k, A, from(B, 0, first), beta, C + first, ldc);
     }
 }
 
@@ -157,31 +158,29 @@ const char *gemm_backend(void) {
     static char name[32];
     snprintf(name, sizeof name, "oneDNN %d.%d", dnnl_version()->major, dnnl_version()->minor);
     return name;
-#elif defined(THROUGH_CBLAS)
+#elif defined(USES_CBLAS)
     return "CBLAS";
 #else
-    return "own loops";
+    return "built-in loops";
 #endif
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// oneDNN's primitives, made once for each shape: the way to its bfloat16 products. Versions 2 and 3 differ in how one
-// is described.
+// ---- oneDNN's primitives, which bfloat16 matmuls need. They are created once per shape and kept. Versions 2 and 3
+// differ in how a primitive is described.
 
 #ifdef USE_ONEDNN
 
 typedef struct {
-    ProductType type;
-    char ta, tb;
+    GemmType type;
     size_t m, n, k, lda, ldb, ldc;
-    bool add;
+    bool ta, tb, add;
     dnnl_primitive_t primitive;
     dnnl_memory_t a, b, c;
-} Product;
+} Primitive;
 
-enum { MAX_PRODUCTS = 128 };
-static Product products[MAX_PRODUCTS];
-static size_t product_count;
+enum { MAX_PRIMITIVES = 128 };
+static Primitive primitives[MAX_PRIMITIVES];
+static size_t primitive_count;
 static dnnl_engine_t engine;
 static dnnl_stream_t stream;
 
@@ -203,14 +202,14 @@ static bool describe(Description *d, size_t rows, size_t cols, dnnl_data_type_t 
 }
 #endif
 
-static bool product_make(Product *p) {
-    dnnl_data_type_t type = p->type == PRODUCT_BF16 ? dnnl_bf16 : dnnl_f32;
+static bool create(Primitive *p) {
+    dnnl_data_type_t type = p->type == GEMM_BF16 ? dnnl_bf16 : dnnl_f32;
     Description a, b, c;
     if (!engine && (dnnl_engine_create(&engine, dnnl_cpu, 0) != dnnl_success ||
                     dnnl_stream_create(&stream, engine, dnnl_stream_default_flags) != dnnl_success))
         return false;
-    if (!describe(&a, p->m, p->k, type, p->ta == 'T' ? 1 : p->lda, p->ta == 'T' ? p->lda : 1)) return false;
-    if (!describe(&b, p->k, p->n, type, p->tb == 'T' ? 1 : p->ldb, p->tb == 'T' ? p->ldb : 1)) return false;
+    if (!describe(&a, p->m, p->k, type, p->ta ? 1 : p->lda, p->ta ? p->lda : 1)) return false;
+    if (!describe(&b, p->k, p->n, type, p->tb ? 1 : p->ldb, p->tb ? p->ldb : 1)) return false;
     if (!describe(&c, p->m, p->n, dnnl_f32, p->ldc, 1)) return false;
 
     dnnl_primitive_attr_t attributes;
@@ -221,18 +220,18 @@ static bool product_make(Product *p) {
 #if DNNL_VERSION_MAJOR >= 3
     if (p->add) dnnl_post_ops_append_sum(post, 1.0f, 0, dnnl_data_type_undef);
     dnnl_primitive_attr_set_post_ops(attributes, post);
-    bool made = dnnl_matmul_primitive_desc_create(&description, engine, a, b, NULL, c, attributes) == dnnl_success;
+    bool created = dnnl_matmul_primitive_desc_create(&description, engine, a, b, NULL, c, attributes) == dnnl_success;
 #else
     if (p->add) dnnl_post_ops_append_sum(post, 1.0f);
     dnnl_primitive_attr_set_post_ops(attributes, post);
     dnnl_matmul_desc_t matmul;
-    bool made = dnnl_matmul_desc_init(&matmul, &a, &b, NULL, &c) == dnnl_success &&
-                dnnl_primitive_desc_create(&description, &matmul, attributes, engine, NULL) == dnnl_success;
+    bool created = dnnl_matmul_desc_init(&matmul, &a, &b, NULL, &c) == dnnl_success &&
+                   dnnl_primitive_desc_create(&description, &matmul, attributes, engine, NULL) == dnnl_success;
 #endif
-    made = made && dnnl_primitive_create(&p->primitive, description) == dnnl_success &&
-           dnnl_memory_create(&p->a, DESCRIPTION(a), engine, DNNL_MEMORY_NONE) == dnnl_success &&
-           dnnl_memory_create(&p->b, DESCRIPTION(b), engine, DNNL_MEMORY_NONE) == dnnl_success &&
-           dnnl_memory_create(&p->c, DESCRIPTION(c), engine, DNNL_MEMORY_NONE) == dnnl_success;
+    created = created && dnnl_primitive_create(&p->primitive, description) == dnnl_success &&
+              dnnl_memory_create(&p->a, DESCRIPTION(a), engine, DNNL_MEMORY_NONE) == dnnl_success &&
+              dnnl_memory_create(&p->b, DESCRIPTION(b), engine, DNNL_MEMORY_NONE) == dnnl_success &&
+              dnnl_memory_create(&p->c, DESCRIPTION(c), engine, DNNL_MEMORY_NONE) == dnnl_success;
     if (description) dnnl_primitive_desc_destroy(description);
     dnnl_post_ops_destroy(post);
     dnnl_primitive_attr_destroy(attributes);
@@ -241,30 +240,39 @@ static bool product_make(Product *p) {
     dnnl_memory_desc_destroy(b);
     dnnl_memory_desc_destroy(c);
 #endif
-    return made;
+    return created;
 }
 
-static Product *product_find(const Product *wanted) {
-    for (size_t i = 0; i < product_count; i++) {
-        Product *p = &products[i];
+// Returns the primitive for this shape, or NULL if oneDNN has none or there are too many.
+static Primitive *find(const Primitive *wanted) {
+    for (size_t i = 0; i < primitive_count; i++) {
+        Primitive *p = &primitives[i];
         if (p->type == wanted->type && p->ta == wanted->ta && p->tb == wanted->tb && p->m == wanted->m &&
             p->n == wanted->n && p->k == wanted->k && p->lda == wanted->lda && p->ldb == wanted->ldb &&
             p->ldc == wanted->ldc && p->add == wanted->add)
             return p;
     }
-    if (product_count == MAX_PRODUCTS) return NULL;
-    products[product_count] = *wanted;
-    return product_make(&products[product_count]) ? &products[product_count++] : NULL;
+    if (primitive_count == MAX_PRIMITIVES) return NULL;
+    primitives[primitive_count] = *wanted;
+    return create(&primitives[primitive_count]) ? &primitives[primitive_count++] : NULL;
 }
 
-bool gemm_by_primitive(ProductType type, char ta, char tb, size_t m, size_t n, size_t k, const void *A, size_t lda,
-                       const void *B, size_t ldb, float beta, float *C, size_t ldc) {
-    Product wanted = {
-        .type = type, .ta = ta, .tb = tb, .m = m, .n = n, .k = k, .lda = lda, .ldb = ldb, .ldc = ldc, .add = beta != 0};
-    Product *p = product_find(&wanted);
+bool gemm_by_primitive(GemmType type, size_t m, size_t n, size_t k, Matrix A, Matrix B, float beta, float *C,
+                       size_t ldc) {
+    Primitive wanted = {.type = type,
+                        .m = m,
+                        .n = n,
+                        .k = k,
+                        .lda = A.ld,
+                        .ldb = B.ld,
+                        .ldc = ldc,
+                        .ta = A.transposed,
+                        .tb = B.transposed,
+                        .add = beta != 0};
+    Primitive *p = find(&wanted);
     if (!p) return false;
-    dnnl_memory_set_data_handle(p->a, (void *)A);
-    dnnl_memory_set_data_handle(p->b, (void *)B);
+    dnnl_memory_set_data_handle(p->a, type == GEMM_BF16 ? (void *)A.bf16 : (void *)A.f32);
+    dnnl_memory_set_data_handle(p->b, type == GEMM_BF16 ? (void *)B.bf16 : (void *)B.f32);
     dnnl_memory_set_data_handle(p->c, C);
     dnnl_exec_arg_t args[] = {{DNNL_ARG_SRC, p->a}, {DNNL_ARG_WEIGHTS, p->b}, {DNNL_ARG_DST, p->c}};
     return dnnl_primitive_execute(p->primitive, stream, 3, args) == dnnl_success &&
@@ -273,39 +281,40 @@ bool gemm_by_primitive(ProductType type, char ta, char tb, size_t m, size_t n, s
 
 #else
 
-bool gemm_by_primitive(ProductType type, char ta, char tb, size_t m, size_t n, size_t k, const void *A, size_t lda,
-                       const void *B, size_t ldb, float beta, float *C, size_t ldc) {
-    (void)type, (void)ta, (void)tb, (void)m, (void)n, (void)k, (void)A, (void)lda, (void)B, (void)ldb, (void)beta,
-        (void)C, (void)ldc;
+bool gemm_by_primitive(GemmType type, size_t m, size_t n, size_t k, Matrix A, Matrix B, float beta, float *C,
+                       size_t ldc) {
+    (void)type, (void)m, (void)n, (void)k, (void)A, (void)B, (void)beta, (void)C, (void)ldc;
     return false;
 }
 
 #endif
 
-// ---------------------------------------------------------------------------------------------------------------------
-// bfloat16
+// ---- bfloat16
 
-// Tried once, on numbers whose product is known, so that a library that takes the type but is wrong about it is not
-// used.
+// Computes a matmul whose result is known, so that a library that accepts bfloat16 but computes it wrongly is not used.
+static bool bf16_works(void) {
+    enum { SIDE = 32 };
+    uint16_t a[SIDE * SIDE], b[SIDE * SIDE];
+    float c[SIDE * SIDE];
+    for (int i = 0; i < SIDE * SIDE; i++) {
+        a[i] = bf16_from_float((float)(i % 7 - 3));
+        b[i] = bf16_from_float((float)(i % 5 - 2));
+    }
+    Matrix A = {.bf16 = a, .ld = SIDE}, B = {.bf16 = b, .ld = SIDE, .transposed = true};
+    if (!gemm_by_primitive(GEMM_BF16, SIDE, SIDE, SIDE, A, B, 0.0f, c, SIDE)) return false;
+    for (int i = 0; i < SIDE; i++) {
+        for (int j = 0; j < SIDE; j++) {
+            float sum = 0.0f;
+            for (int p = 0; p < SIDE; p++) sum += bf16_to_float(a[i * SIDE + p]) * bf16_to_float(b[j * SIDE + p]);
+            if (c[i * SIDE + j] != sum) return false;
+        }
+    }
+    return true;
+}
+
 bool gemm_has_bf16(void) {
     static int known = -1;
-    if (known < 0) {
-        enum { SIDE = 32 };
-        uint16_t a[SIDE * SIDE], b[SIDE * SIDE];
-        float c[SIDE * SIDE];
-        bool right = true;
-        for (int i = 0; i < SIDE * SIDE; i++)
-            a[i] = bf16_from_float((float)(i % 7 - 3)), b[i] = bf16_from_float((float)(i % 5 - 2));
-        right = gemm_by_primitive(PRODUCT_BF16, 'N', 'T', SIDE, SIDE, SIDE, a, SIDE, b, SIDE, 0.0f, c, SIDE);
-        for (int i = 0; right && i < SIDE; i++) {
-            for (int j = 0; j < SIDE; j++) {
-                float sum = 0.0f;
-                for (int p = 0; p < SIDE; p++) sum += bf16_to_float(a[i * SIDE + p]) * bf16_to_float(b[j * SIDE + p]);
-                if (c[i * SIDE + j] != sum) right = false;
-            }
-        }
-        known = right;
-    }
+    if (known < 0) known = bf16_works();
     return known;
 }
 
@@ -314,76 +323,80 @@ void bf16_round(uint16_t *out, const float *in, size_t n) {
     for (size_t i = 0; i < n; i++) out[i] = bf16_from_float(in[i]);
 }
 
-enum { CHUNK = 4 << 20 };    // elements of B that are widened at a time where bfloat16 is not native
-static uint16_t *scratch_a, *scratch_b;
+enum { CHUNK = 4 << 20 };    // elements of B that are widened at a time if bfloat16 is not native
 
-size_t gemm_bf16_scratch(size_t largest_a, size_t largest_b) {
-    largest_a = (largest_a + 63) / 64 * 64;
-    return gemm_has_bf16() ? (largest_a + largest_b) * sizeof(uint16_t) : (largest_a + CHUNK) * sizeof(float);
+static size_t padded(size_t elements) {
+    return (elements + 63) / 64 * 64;
 }
 
-void gemm_bf16_use(void *scratch, size_t largest_a, size_t largest_b) {
-    (void)largest_b;
-    largest_a = (largest_a + 63) / 64 * 64;
-    scratch_a = scratch;
-    scratch_b = scratch_a + largest_a * (gemm_has_bf16() ? 1 : 2);
+size_t gemm_bf16_bytes(size_t largest_a, size_t largest_b) {
+    return gemm_has_bf16() ? (padded(largest_a) + largest_b) * sizeof(uint16_t)
+                           : (padded(largest_a) + CHUNK) * sizeof(float);
 }
 
-// out (rows,cols) packed, in float32 = the operand's numbers, rounded to bfloat16
-static void round_to_float(float *out, Operand in, size_t rows, size_t cols, size_t ld) {
+GemmScratch gemm_bf16_scratch(void *memory, size_t largest_a) {
+    size_t element = gemm_has_bf16() ? sizeof(uint16_t) : sizeof(float);
+    return (GemmScratch){memory, (char *)memory + padded(largest_a) * element};
+}
+
+// out (rows,cols), packed = the stored matrix, rounded to bfloat16, in float32
+static void round_to_float(float *out, Matrix x, size_t rows, size_t cols) {
     #pragma omp parallel for schedule(static)
     for (size_t r = 0; r < rows; r++) {
-        if (in.bf16) {
+        if (x.bf16) {
             #pragma omp simd
-            for (size_t c = 0; c < cols; c++) out[r * cols + c] = bf16_to_float(in.bf16[r * ld + c]);
+            for (size_t c = 0; c < cols; c++) out[r * cols + c] = bf16_to_float(x.bf16[r * x.ld + c]);
         } else {
             #pragma omp simd
-            for (size_t c = 0; c < cols; c++) out[r * cols + c] = bf16_to_float(bf16_from_float(in.f32[r * ld + c]));
+            for (size_t c = 0; c < cols; c++) out[r * cols + c] = bf16_to_float(bf16_from_float(x.f32[r * x.ld + c]));
         }
     }
 }
 
-static Operand operand_at(Operand x, size_t offset) {
-    return x.bf16 ? (Operand){.bf16 = x.bf16 + offset} : (Operand){.f32 = x.f32 + offset};
+// The stored matrix without its first rows.
+static Matrix skip_rows(Matrix x, size_t rows) {
+    if (x.bf16) x.bf16 += rows * x.ld;
+    else x.f32 += rows * x.ld;
+    return x;
 }
 
-static void gemm_bf16_widened(char ta, char tb, size_t m, size_t n, size_t k, Operand A, size_t lda, Operand B,
-                              size_t ldb, float beta, float *C, size_t ldc) {
-    float *a = (float *)scratch_a, *b = (float *)scratch_b;
-    size_t a_rows = ta == 'T' ? k : m, a_cols = ta == 'T' ? m : k, b_rows = tb == 'T' ? n : k,
-           b_cols = tb == 'T' ? k : n;
-    round_to_float(a, A, a_rows, a_cols, lda);
+// gemm_bf16() where bfloat16 is not native: in float32, with B widened in parts.
+static void gemm_bf16_widened(const GemmScratch *scratch, size_t m, size_t n, size_t k, Matrix A, Matrix B, float beta,
+                              float *C, size_t ldc) {
+    float *a = scratch->a, *b = scratch->b;
+    size_t a_rows = A.transposed ? k : m, a_cols = A.transposed ? m : k;
+    size_t b_rows = B.transposed ? n : k, b_cols = B.transposed ? k : n;
+    round_to_float(a, A, a_rows, a_cols);
+    Matrix wide_a = {.f32 = a, .ld = a_cols, .transposed = A.transposed};
+    Matrix wide_b = {.f32 = b, .ld = b_cols, .transposed = B.transposed};
     size_t part = MAX(CHUNK / b_cols, 1);
-    for (size_t from = 0; from < b_rows; from += part) {
-        size_t here = MIN(part, b_rows - from);
-        round_to_float(b, operand_at(B, from * ldb), here, b_cols, ldb);
-        if (tb == 'T') gemm(ta, 'T', m, here, k, a, a_cols, b, b_cols, beta, C + from, ldc);
-        else
-            gemm(ta, 'N', m, n, here, a + from * (ta == 'T' ? a_cols : 1), a_cols, b, b_cols, from ? 1.0f : beta, C,
-                 ldc);
+    for (size_t first = 0; first < b_rows; first += part) {
+        size_t here = MIN(part, b_rows - first);
+        round_to_float(b, skip_rows(B, first), here, b_cols);
+        if (B.transposed) gemm(m, here, k, wide_a, wide_b, beta, C + first, ldc);
+        else gemm(m, n, here, from(wide_a, 0, first), wide_b, first ? 1.0f : beta, C, ldc);
     }
 }
 
-// Rounds an operand into scratch, packed, unless it is bfloat16 already.
-static const uint16_t *rounded(Operand in, uint16_t *scratch, size_t rows, size_t cols, size_t *ld) {
-    if (in.bf16) return in.bf16;
+// Rounds a stored matrix (rows,cols) into scratch, packed, unless it is bfloat16 already.
+static Matrix rounded(Matrix x, uint16_t *scratch, size_t rows, size_t cols) {
+    if (x.bf16) return x;
     #pragma omp parallel for schedule(static)
     for (size_t r = 0; r < rows; r++) {
         #pragma omp simd
-        for (size_t c = 0; c < cols; c++) scratch[r * cols + c] = bf16_from_float(in.f32[r * *ld + c]);
+        for (size_t c = 0; c < cols; c++) scratch[r * cols + c] = bf16_from_float(x.f32[r * x.ld + c]);
     }
-    *ld = cols;
-    return scratch;
+    return (Matrix){.bf16 = scratch, .ld = cols, .transposed = x.transposed};
 }
 
-void gemm_bf16(char ta, char tb, size_t m, size_t n, size_t k, Operand A, size_t lda, Operand B, size_t ldb, float beta,
-               float *C, size_t ldc) {
+void gemm_bf16(const GemmScratch *scratch, size_t m, size_t n, size_t k, Matrix A, Matrix B, float beta, float *C,
+               size_t ldc) {
     if (!gemm_has_bf16()) {
-        gemm_bf16_widened(ta, tb, m, n, k, A, lda, B, ldb, beta, C, ldc);
+        gemm_bf16_widened(scratch, m, n, k, A, B, beta, C, ldc);
         return;
     }
-    const uint16_t *a = rounded(A, scratch_a, ta == 'T' ? k : m, ta == 'T' ? m : k, &lda);
-    const uint16_t *b = rounded(B, scratch_b, tb == 'T' ? n : k, tb == 'T' ? k : n, &ldb);
-    if (!gemm_by_primitive(PRODUCT_BF16, ta, tb, m, n, k, a, lda, b, ldb, beta, C, ldc))
-        fail(EXIT_RESOURCE, "oneDNN refused a bfloat16 product of %zu x %zu x %zu. Use --dtype fp32.", m, n, k);
+    A = rounded(A, scratch->a, A.transposed ? k : m, A.transposed ? m : k);
+    B = rounded(B, scratch->b, B.transposed ? n : k, B.transposed ? k : n);
+    if (!gemm_by_primitive(GEMM_BF16, m, n, k, A, B, beta, C, ldc))
+        fail(EXIT_RESOURCE, "oneDNN failed on a bfloat16 matmul of %zu x %zu x %zu. Use --dtype fp32.", m, n, k);
 }

@@ -1,4 +1,4 @@
-// The matrix products of the CPU programs: one function over oneDNN, a CBLAS, or own loops, whichever the build found.
+// Matmuls on the CPU, by oneDNN, a CBLAS, or built-in loops, depending on what the build found.
 #ifndef RUNTIME_GEMM_H
 #define RUNTIME_GEMM_H
 
@@ -12,41 +12,57 @@
 extern "C" {
 #endif
 
-typedef enum { PRODUCT_F32, PRODUCT_BF16 } ProductType;
+typedef enum { GEMM_F32, GEMM_BF16 } GemmType;
 
-// C (m,n) = op(A) (m,k) · op(B) (k,n) + beta · C, all row-major; ta, tb: 'N' as stored, 'T' transposed.
-//   lda, ldb, ldc   elements from one stored row to the next;  beta is 0 (C written) or 1 (added to)
-// Outside a parallel region it uses all threads, inside one only the caller's.
-void gemm(char ta, char tb, size_t m, size_t n, size_t k, const real *A, size_t lda, const real *B, size_t ldb,
-          real beta, real *C, size_t ldc);
-
-// One input of gemm_bf16: numbers that are bfloat16 already, or float32 that it rounds first (to nearest, ties to
-// even).
+// An input of a matmul, stored row by row.
 typedef struct {
-    const real *f32;    // used when bf16 is NULL
-    const uint16_t *bf16;
-} Operand;
+    const real *f32;         // used if bf16 is NULL
+    const uint16_t *bf16;    // only for gemm_bf16()
+    size_t ld;               // elements from one stored row to the next
+    bool transposed;         // the matmul uses the transpose of what is stored
+} Matrix;
 
-// The same product of bfloat16 inputs with float32 sums and output. Called outside parallel regions.
-// Where neither the processor nor the library multiplies bfloat16, the rounded inputs are multiplied in float32: same
-// numbers, no gain.
-void gemm_bf16(char ta, char tb, size_t m, size_t n, size_t k, Operand A, size_t lda, Operand B, size_t ldb, real beta,
-               real *C, size_t ldc);
+static inline Matrix as_stored(const real *x, size_t ld) {
+    Matrix matrix = {x, NULL, ld, false};
+    return matrix;
+}
 
-// Bytes of scratch that gemm_bf16 needs for inputs of at most these many elements; and the memory for them, taken by
-// the caller once.
-size_t gemm_bf16_scratch(size_t largest_a, size_t largest_b);
-void gemm_bf16_use(void *scratch, size_t largest_a, size_t largest_b);
+static inline Matrix transposed(const real *x, size_t ld) {
+    Matrix matrix = {x, NULL, ld, true};
+    return matrix;
+}
 
-bool gemm_has_bf16(void);          // is bfloat16 multiplied natively?
-const char *gemm_backend(void);    // "oneDNN 2.6", "CBLAS", "own loops"
+// C (m,n) = A (m,k) · B (k,n) + beta · C, where A and B are meant after transposition
+//   C   row-major, ldc elements from one row to the next; written if beta is 0, added to if beta is 1
+// Uses all threads, or inside a parallel region only the calling thread.
+void gemm(size_t m, size_t n, size_t k, Matrix A, Matrix B, real beta, real *C, size_t ldc);
 
-void bf16_round(uint16_t *out, const float *in, size_t n);    // all threads
+// Memory for the inputs that gemm_bf16() rounds.
+typedef struct {
+    void *a, *b;
+} GemmScratch;
 
-// The three kinds of product by oneDNN's primitives in the given type; false where it has none. Only the tests ask for
-// float32 here: it tries the code that bfloat16 takes on processors that lack it.
-bool gemm_by_primitive(ProductType type, char ta, char tb, size_t m, size_t n, size_t k, const void *A, size_t lda,
-                       const void *B, size_t ldb, float beta, float *C, size_t ldc);
+// The bytes of memory that gemm_bf16() needs for inputs of at most these numbers of elements, and the scratch made of it.
+size_t gemm_bf16_bytes(size_t largest_a, size_t largest_b);
+GemmScratch gemm_bf16_scratch(void *memory, size_t largest_a);
+
+// The same with bfloat16 inputs and float32 sums and output. float32 inputs are first rounded, to nearest, ties to even.
+// Call it outside parallel regions. If the processor or the library does not support bfloat16 matmuls, the rounded inputs
+// are multiplied in float32, which gives the same numbers but no speedup. Ends with EXIT_RESOURCE if oneDNN fails.
+void gemm_bf16(const GemmScratch *scratch, size_t m, size_t n, size_t k, Matrix A, Matrix B, real beta, real *C,
+               size_t ldc);
+
+bool gemm_has_bf16(void);          // are there native bfloat16 matmuls?
+const char *gemm_backend(void);    // "oneDNN 2.6", "CBLAS" or "built-in loops"
+
+// out (n) = in (n) rounded to bfloat16, by all threads
+void bf16_round(uint16_t *out, const float *in, size_t n);
+
+// gemm() by a oneDNN primitive, on inputs of the given type: `f32` or `bf16` of both matrices must be set accordingly.
+// Returns false if there is no such primitive. gemm_bf16() uses it; the tests also call it with float32, to exercise that
+// code on processors without bfloat16.
+bool gemm_by_primitive(GemmType type, size_t m, size_t n, size_t k, Matrix A, Matrix B, float beta, float *C,
+                       size_t ldc);
 
 #ifdef __cplusplus
 }

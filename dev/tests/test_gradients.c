@@ -14,7 +14,7 @@
 #define gemm gemm_in_double
 #define gemm_bf16 gemm_bf16_in_double
 #define gemm_bf16_scratch gemm_bf16_scratch_in_double
-#define gemm_bf16_use gemm_bf16_use_in_double
+#define gemm_bf16_bytes gemm_bf16_bytes_in_double
 #define LAYERS_ONLY
 #define WITHOUT_MAIN
 #pragma GCC diagnostic ignored "-Wunused-function"
@@ -27,31 +27,32 @@
 
 // ---- what runtime/gemm.c is for float
 
-void gemm(char ta, char tb, size_t m, size_t n, size_t k, const real *A, size_t lda, const real *B, size_t ldb,
-          real beta, real *C, size_t ldc) {
+void gemm(size_t m, size_t n, size_t k, Matrix A, Matrix B, real beta, real *C, size_t ldc) {
     for (size_t i = 0; i < m; i++) {
         real *row = C + i * ldc;
         for (size_t j = 0; j < n; j++) row[j] = beta != 0 ? row[j] : 0;
-        for (size_t j = 0; tb == 'T' && j < n; j++)
-            for (size_t p = 0; p < k; p++) row[j] += A[ta == 'T' ? p * lda + i : i * lda + p] * B[j * ldb + p];
-        for (size_t p = 0; tb != 'T' && p < k; p++)
-            for (size_t j = 0; j < n; j++) row[j] += A[ta == 'T' ? p * lda + i : i * lda + p] * B[p * ldb + j];
+        for (size_t j = 0; B.transposed && j < n; j++)
+            for (size_t p = 0; p < k; p++)
+                row[j] += A.f32[A.transposed ? p * A.ld + i : i * A.ld + p] * B.f32[j * B.ld + p];
+        for (size_t p = 0; !B.transposed && p < k; p++)
+            for (size_t j = 0; j < n; j++)
+                row[j] += A.f32[A.transposed ? p * A.ld + i : i * A.ld + p] * B.f32[p * B.ld + j];
     }
 }
 
-void gemm_bf16(char ta, char tb, size_t m, size_t n, size_t k, Operand A, size_t lda, Operand B, size_t ldb, real beta,
-               real *C, size_t ldc) {
-    (void)ta, (void)tb, (void)m, (void)n, (void)k, (void)A, (void)lda, (void)B, (void)ldb, (void)beta, (void)C,
-        (void)ldc;
+void gemm_bf16(const GemmScratch *scratch, size_t m, size_t n, size_t k, Matrix A, Matrix B, real beta, real *C,
+               size_t ldc) {
+    (void)scratch, (void)m, (void)n, (void)k, (void)A, (void)B, (void)beta, (void)C, (void)ldc;
     fail(EXIT_USAGE, "no bfloat16 here.");
 }
 
-size_t gemm_bf16_scratch(size_t largest_a, size_t largest_b) {
+size_t gemm_bf16_bytes(size_t largest_a, size_t largest_b) {
     return largest_a + largest_b;
 }
 
-void gemm_bf16_use(void *scratch, size_t largest_a, size_t largest_b) {
-    (void)scratch, (void)largest_a, (void)largest_b;
+GemmScratch gemm_bf16_scratch(void *memory, size_t largest_a) {
+    (void)largest_a;
+    return (GemmScratch){memory, memory};
 }
 
 // ---- numbers
@@ -357,7 +358,7 @@ static void by_rmsnorm(void) {
     rmsnorm_forward(l.out, l.x, l.w, N, C, 1e-5);
 }
 static void by_matmul(void) {
-    matmul_forward(l.out, l.x, (Operand){.f32 = l.w}, N, C, OC, false);
+    matmul_forward(l.out, l.x, (WeightMatrix){.f32 = l.w}, N, C, OC, false);
 }
 static void by_embedding(void) {
     embedding_forward(l.out, l.w, l.tokens, N, C);
@@ -441,7 +442,7 @@ static void test_layers(void) {
     rmsnorm_backward(dx, dw, l.dout, l.x, l.w, r, N, C, 1e-5);
     test_layer("rmsnorm, x", l.x, dx, N * C, by_rmsnorm, N * C);
     test_layer("rmsnorm, weight", l.w, dw, C, by_rmsnorm, N * C);
-    matmul_backward(dx, dw, l.dout, l.x, (Operand){.f32 = l.w}, N, C, OC, false);
+    matmul_backward(dx, dw, l.dout, l.x, (WeightMatrix){.f32 = l.w}, N, C, OC, false);
     test_layer("matmul, x", l.x, dx, N * C, by_matmul, N * OC);
     test_layer("matmul, weight", l.w, dw, OC * C, by_matmul, N * OC);
     memset(dw, 0, room * sizeof *dw);

@@ -26,7 +26,7 @@ FLAGS = ["--model", "layers=4,heads=4,channels=128,ffn=352,tied=1", "--batch", 8
 STOPPED = 75
 PHASES = ["training", "validation", "saving", "sampling"]
 BACKENDS = {"onednn": None, "blas": ["ONEDNN=0"], "loops": ["ONEDNN=0", "BLAS=0"]}      # the flags of make
-SAYS = {"onednn": "oneDNN", "blas": "CBLAS", "loops": "own loops"}
+SAYS = {"onednn": "oneDNN", "blas": "CBLAS", "loops": "built-in loops"}
 LAST = 4                       # steps of the runs that nobody stops; a stop comes in step 2
 CHOSEN = {"onednn-1t-1r-training-0", "onednn-1t-1r-training-1", "onednn-1t-1r-saving-0", "onednn-1t-1r-sampling-0", "onednn-2t-2r-training-0",
           "onednn-2t-2r-validation-0"}
