@@ -133,6 +133,7 @@ CU_PROGRAMS = train_gpt2 test_gpt2
 INSTANCES  := $(shell sed -n 's/^FLASH_INSTANCE.\([a-z0-9_]*\),.*/\1/p' attention/flash_instances.h 2>/dev/null)
 FLASH       = $(patsubst %.cu,%.o,$(filter-out attention/flash_instance.cu,$(wildcard attention/*.cu))) \
               $(if $(ONLY),attention/flash_instance.o,$(INSTANCES:%=attention/flash_instance_%.o))
+CUDA_SOURCES = $(wildcard cuda/*.cu)
 EMULATOR    = $(patsubst %.cpp,$(BUILD)/on_cpu/%.o,$(filter-out $(if $(NCCL:0=),,%/nccl_on_cpu.cpp),$(wildcard dev/cuda_on_cpu/*.cpp)))
 
 comma      := ,
@@ -153,11 +154,11 @@ compile_cpu = $(CXX) $(CXXFLAGS) $(if $(RACES),-fsanitize=thread) -x c++ -c -o $
 
 # cu_rules(cuda or on_cpu, how the programs' names end, prerequisites, libraries)
 define cu_rules
-$(CU_PROGRAMS:%=$(BIN)/%$(2)): $(BIN)/%$(2): $(BUILD)/$(1)/%.o $(BUILD)/$(1)/flash.a $(BUILD)/library.a $(3)
+$(CU_PROGRAMS:%=$(BIN)/%$(2)): $(BIN)/%$(2): $(BUILD)/$(1)/%.o $(BUILD)/$(1)/flash.a $(BUILD)/$(1)/cuda.a $(BUILD)/library.a $(3)
 	@echo '  LD  $$@'
 	@$(CXX) $(LDFLAGS) -o $$@ $$(filter %.o,$$^) $$(filter %.a,$$^) $(4) $(LDLIBS)
 
-$(BUILD)/$(1)/tests/%: $(BUILD)/$(1)/dev/tests/%.o $(BUILD)/library.a $(3)
+$(BUILD)/$(1)/tests/%: $(BUILD)/$(1)/dev/tests/%.o $(BUILD)/$(1)/cuda.a $(BUILD)/library.a $(3)
 	@mkdir -p $$(@D)
 	@echo '  LD  $$@'
 	@$(CXX) $(LDFLAGS) -o $$@ $$(filter %.o,$$^) $$(filter %.a,$$^) $(4) $(LDLIBS)
@@ -167,6 +168,8 @@ $(BUILD)/$(1)/flash.so: $(BUILD)/$(1)/dev/tests/flash_so.o $(FLASH:%=$(BUILD)/$(
 	@$(CXX) $(LDFLAGS) -shared -o $$@ $$^ $(4) $(LDLIBS)
 
 $(BUILD)/$(1)/flash.a: $(FLASH:%=$(BUILD)/$(1)/%)
+$(BUILD)/$(1)/cuda.a: $(CUDA_SOURCES:%.cu=$(BUILD)/$(1)/%.o)
+$(BUILD)/$(1)/flash.a $(BUILD)/$(1)/cuda.a:
 	@mkdir -p $$(@D)
 	@rm -f $$@
 	@ar rcs $$@ $$^

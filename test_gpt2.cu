@@ -103,8 +103,8 @@ static void subject_logits(float *logits, const int32_t *inputs, size_t B, size_
     model_forward(&model, a, model.batch, B, T, 1);
     for (size_t from = 0; from < N; from += LOSS_ROWS) {
         size_t rows = N - from < LOSS_ROWS ? N - from : LOSS_ROWS;
-        matmul_forward(a->logits, a->h + from * C, weight<float>(&model, model.list.head), (const float *)NULL, rows, C,
-                       VP, stream);
+        matmul_forward(&model.matmul, a->logits, a->h + from * C, weight<float>(&model, model.list.head),
+                       (const float *)NULL, rows, C, VP, stream);
         CUDA_CHECK(cudaMemcpy2DAsync(logits + from * V, V * sizeof(float), a->logits, VP * sizeof(float),
                                      V * sizeof(float), rows, cudaMemcpyDeviceToHost, stream));
         CUDA_CHECK(cudaStreamSynchronize(stream));
@@ -112,7 +112,7 @@ static void subject_logits(float *logits, const int32_t *inputs, size_t B, size_
 }
 
 static void subject_end(void) {
-    matmul_end();
+    matmul_end(&model.matmul);
     for (size_t i = 0; i < model.plan.count; i++) CUDA_CHECK(cudaFree(*model.plan.rows[i].where));
     free(host_params), free(host_grads);
 }

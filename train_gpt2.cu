@@ -27,10 +27,10 @@
 #include "cuda/check.h"
 #include "cuda/classifier.cuh"
 #include "cuda/collective.h"
-#include "cuda/device.cuh"
+#include "cuda/device.h"
 #include "cuda/embedding.cuh"
 #include "cuda/gau.cuh"
-#include "cuda/matmul.cuh"
+#include "cuda/matmul.h"
 #include "cuda/norms.cuh"
 #include "cuda/rmsnorm.cuh"
 #include "cuda/rope.cuh"
@@ -160,7 +160,9 @@ struct Model {
 
     Weights host;    // copies of params and moments for files
     MemoryPlan host_plan;
-    struct {    // batches on their way to the device: one is filled while the other is copied
+    Matmul matmul;
+    Collective *collective;    // NULL with a single rank
+    struct {                   // batches on their way to the device: one is filled while the other is copied
         int32_t *ints;
         uint8_t *mask;
         cudaEvent_t copied;
@@ -399,7 +401,7 @@ static void plan_model(Model *m, const Normalizer *const *others, size_t count, 
     size_t largest = 0;
     for (size_t i = 0; i < bucket_count(m); i++)
         if (bucket_at(m, i).floats > largest) largest = bucket_at(m, i).floats;
-    memory_add(&m->plan, "gradients on their way", &m->wire, collective_scratch(largest));
+    memory_add(&m->plan, "gradients on their way", &m->wire, collective_scratch(m->collective, largest));
 }
 
 // Each piece by itself, so that one that is written past its end is found (compute-sanitizer, dev/cuda_on_cpu).
@@ -411,8 +413,8 @@ static void take_model(Model *m) {
         CUDA_CHECK(cudaMemset(*m->plan.rows[i].where, 0, bytes));
     }
     rope_table(m->cosines, m->sines, m->T, head_size(&m->config), m->config.rope_theta);
-    matmul_start(m->products, MATMUL_WORKSPACE, !m->deterministic);
-    collective_use(m->wire);
+    matmul_start(&m->matmul, m->products, MATMUL_WORKSPACE, !m->deterministic);
+    collective_use(m->collective, m->wire);
     CUDA_CHECK(cudaDeviceSynchronize());    // these were not on our stream
 }
 
@@ -468,23 +470,23 @@ static void layer_forward(Model *m, Activations<X> *a, size_t l, size_t B, size_
     phase(PHASE_NORM);
     rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, norm_eps(m), stream);
     phase(PHASE_PROJECTIONS);
-    matmul_forward(of.qkv, of.h1, weight<X>(m, at->q), (const X *)NULL, N, C, 3 * C, stream);
+    matmul_forward(&m->matmul, of.qkv, of.h1, weight<X>(m, at->q), (const X *)NULL, N, C, 3 * C, stream);
     phase(PHASE_ROPE);
     rope_forward(of.qkv, of.inverse_norms, m->cosines, m->sines, divides_by_norms(m), B, T, NH, shape.HS, stream);
     phase(PHASE_ATTENTION);
     flash_forward(of.att, of.stats, m->without_weight + counter, of.qkv, of.qkv + C, of.qkv + 2 * C,
                   layer_scalars(m, l), shape, m->scratch, stream);
     phase(PHASE_PROJECTIONS);
-    matmul_forward(of.x_mid, of.att, weight<X>(m, at->o), of.x, N, C, C, stream);
+    matmul_forward(&m->matmul, of.x_mid, of.att, weight<X>(m, at->o), of.x, N, C, C, stream);
 
     phase(PHASE_NORM);
     rmsnorm_forward(of.h2, of.r2, of.x_mid, m->params + at->norm2, N, C, norm_eps(m), stream);
     phase(PHASE_FEED_FORWARD);
-    matmul_forward(of.gate_up, of.h2, weight<X>(m, at->gate), (const X *)NULL, N, C, 2 * F, stream);
+    matmul_forward(&m->matmul, of.gate_up, of.h2, weight<X>(m, at->gate), (const X *)NULL, N, C, 2 * F, stream);
     phase(PHASE_SWIGLU);
     swiglu_forward(of.act, of.gate_up, N, F, stream);
     phase(PHASE_FEED_FORWARD);
-    matmul_forward(of.x_next, of.act, weight<X>(m, at->down), of.x_mid, N, F, C, stream);
+    matmul_forward(&m->matmul, of.x_next, of.act, weight<X>(m, at->down), of.x_mid, N, F, C, stream);
 }
 
 // a->dx (N,C), the gradient by the residual stream, goes from after the layer to before it.
@@ -499,19 +501,20 @@ static void layer_backward(Model *m, Activations<X> *a, size_t l, size_t B, size
     phase(PHASE_SWIGLU);
     if (m->recompute) swiglu_forward(of.act, of.gate_up, N, F, stream);
     phase(PHASE_FEED_FORWARD);
-    matmul_backward(a->dact, grads + at->down, a->dx, of.act, weight<X>(m, at->down), N, F, C, add, stream);
+    matmul_backward(&m->matmul, a->dact, grads + at->down, a->dx, of.act, weight<X>(m, at->down), N, F, C, add, stream);
     phase(PHASE_SWIGLU);
     swiglu_backward(a->dgate_up, a->dact, of.gate_up, N, F, stream);
     phase(PHASE_NORM);
     if (m->recompute) rmsnorm_forward(of.h2, of.r2, of.x_mid, m->params + at->norm2, N, C, norm_eps(m), stream);
     phase(PHASE_FEED_FORWARD);
-    matmul_backward(a->dh, grads + at->gate, a->dgate_up, of.h2, weight<X>(m, at->gate), N, C, 2 * F, add, stream);
+    matmul_backward(&m->matmul, a->dh, grads + at->gate, a->dgate_up, of.h2, weight<X>(m, at->gate), N, C, 2 * F, add,
+                    stream);
     phase(PHASE_NORM);
     rmsnorm_backward(a->dx, grads + at->norm2, m->partials, a->dh, of.x_mid, m->params + at->norm2, of.r2, N, C,
                      stream);
 
     phase(PHASE_PROJECTIONS);
-    matmul_backward(a->datt, grads + at->o, a->dx, of.att, weight<X>(m, at->o), N, C, C, add, stream);
+    matmul_backward(&m->matmul, a->datt, grads + at->o, a->dx, of.att, weight<X>(m, at->o), N, C, C, add, stream);
     phase(PHASE_ATTENTION);
     flash_backward(a->dqkv, a->dqkv + C, a->dqkv + 2 * C, layer_scalar_grads(m, grads, l), a->datt, of.att, of.stats,
                    of.qkv, of.qkv + C, of.qkv + 2 * C, layer_scalars(m, l), shape, m->scratch, stream);
@@ -521,7 +524,7 @@ static void layer_backward(Model *m, Activations<X> *a, size_t l, size_t B, size
     phase(PHASE_NORM);
     if (m->recompute) rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, norm_eps(m), stream);
     phase(PHASE_PROJECTIONS);
-    matmul_backward(a->dh, grads + at->q, a->dqkv, of.h1, weight<X>(m, at->q), N, C, 3 * C, add, stream);
+    matmul_backward(&m->matmul, a->dh, grads + at->q, a->dqkv, of.h1, weight<X>(m, at->q), N, C, 3 * C, add, stream);
     phase(PHASE_NORM);
     rmsnorm_backward(a->dx, grads + at->norm1, m->partials, a->dh, of.x, m->params + at->norm1, of.r1, N, C, stream);
 }
@@ -534,7 +537,7 @@ static void unit_forward(Model *m, Activations<X> *a, size_t l, size_t B, size_t
     phase(PHASE_NORM);
     rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, norm_eps(m), stream);
     phase(PHASE_PROJECTIONS);
-    matmul_forward(of.uvz, of.h1, weight<X>(m, at->u), (const X *)NULL, N, C, W, stream);
+    matmul_forward(&m->matmul, of.uvz, of.h1, weight<X>(m, at->u), (const X *)NULL, N, C, W, stream);
     phase(PHASE_ROPE);
     gau_forward(of.q, of.k, of.v, of.inverse_norms, of.uvz, gains_in(m, m->params, l), m->cosines, m->sines,
                 divides_by_norms(m), B, T, E, K, stream);
@@ -544,7 +547,7 @@ static void unit_forward(Model *m, Activations<X> *a, size_t l, size_t B, size_t
     phase(PHASE_GATE);
     gau_gate_forward(of.act, of.uvz, of.att, N, E, W, stream);
     phase(PHASE_PROJECTIONS);
-    matmul_forward(of.x_next, of.act, weight<X>(m, at->o), of.x, N, E, C, stream);
+    matmul_forward(&m->matmul, of.x_next, of.act, weight<X>(m, at->o), of.x, N, E, C, stream);
 }
 
 template <class X>
@@ -556,7 +559,7 @@ static void unit_backward(Model *m, Activations<X> *a, size_t l, size_t B, size_
     phase(PHASE_GATE);
     if (m->recompute) gau_gate_forward(of.act, of.uvz, of.att, N, E, W, stream);
     phase(PHASE_PROJECTIONS);
-    matmul_backward(a->dact, grads + at->o, a->dx, of.act, weight<X>(m, at->o), N, E, C, add, stream);
+    matmul_backward(&m->matmul, a->dact, grads + at->o, a->dx, of.act, weight<X>(m, at->o), N, E, C, add, stream);
     phase(PHASE_GATE);
     gau_gate_backward(a->datt, a->dqkv, a->dact, of.uvz, of.att, N, E, W, stream);
     phase(PHASE_ATTENTION);
@@ -568,7 +571,7 @@ static void unit_backward(Model *m, Activations<X> *a, size_t l, size_t B, size_
     phase(PHASE_NORM);
     if (m->recompute) rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, norm_eps(m), stream);
     phase(PHASE_PROJECTIONS);
-    matmul_backward(a->dh, grads + at->u, a->dqkv, of.h1, weight<X>(m, at->u), N, C, W, add, stream);
+    matmul_backward(&m->matmul, a->dh, grads + at->u, a->dqkv, of.h1, weight<X>(m, at->u), N, C, W, add, stream);
     phase(PHASE_NORM);
     rmsnorm_backward(a->dx, grads + at->norm1, m->partials, a->dh, of.x, m->params + at->norm1, of.r1, N, C, stream);
 }
@@ -598,11 +601,11 @@ static void model_loss(Model *m, Activations<X> *a, double *sum, const int32_t *
     for (size_t from = 0; from < N; from += LOSS_ROWS) {
         size_t rows = N - from < LOSS_ROWS ? N - from : LOSS_ROWS;
         const X *h = a->h + from * C;
-        matmul_forward(a->logits, h, head, (const X *)NULL, rows, C, VP, stream);
+        matmul_forward(&m->matmul, a->logits, h, head, (const X *)NULL, rows, C, VP, stream);
         classifier(m->losses + from, a->logits, targets + from, mask ? mask + from : NULL, rows, V, VP, scale, stream);
         if (scale != 0)
-            matmul_backward(a->dh + from * C, m->grads + m->list.head, a->logits, h, head, rows, C, VP, add || from > 0,
-                            stream);
+            matmul_backward(&m->matmul, a->dh + from * C, m->grads + m->list.head, a->logits, h, head, rows, C, VP,
+                            add || from > 0, stream);
     }
     losses_sum(sum, m->losses, N, stream);
     phase(PHASE_OTHER);
@@ -611,8 +614,8 @@ static void model_loss(Model *m, Activations<X> *a, double *sum, const int32_t *
 // A bucket's sum over the processes begins, beside what is computed next.
 static void reduce_bucket(const Model *m, size_t i) {
     Bucket bucket = bucket_at(m, i);
-    if (m->zero) collective_reduce_scatter(m->grads + bucket.from, bucket.floats, stream);
-    else collective_all_reduce(m->grads + bucket.from, bucket.floats, stream);
+    if (m->zero) collective_reduce_scatter(m->collective, m->grads + bucket.from, bucket.floats, stream);
+    else collective_all_reduce(m->collective, m->grads + bucket.from, bucket.floats, stream);
 }
 
 // The gradients of all parameters, from a->dh and the activations; matrices written, or added to when `add`, all others
@@ -688,9 +691,9 @@ static void upload_segments(Model *m) {
 static void gather_parameters(const Model *m) {
     for (size_t i = 0; i < bucket_count(m); i++) {
         Bucket bucket = bucket_at(m, i);
-        collective_all_gather(m->params + bucket.from, bucket.floats, stream);
+        collective_all_gather(m->collective, m->params + bucket.from, bucket.floats, stream);
     }
-    collective_join(stream);
+    collective_join(m->collective, stream);
 }
 
 // The copy that the products read, when the masters changed by other means than this process's adamw().
@@ -708,10 +711,10 @@ static const RunProgram PROGRAM = {
     true,
 };
 
-static Device start_device(const TrainOptions *o) {
+static Device start_device(Model *m, const TrainOptions *o) {
     device_start();
     CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-    collective_start(o->reduce_dtype == TRAIN_BF16);
+    m->collective = collective_start(o->reduce_dtype == TRAIN_BF16);
     profiling = o->profile;
     return device_read();
 }
@@ -812,7 +815,7 @@ static void upload(Model *m, int64_t step) {
 // Parameters and moments to the host. Collective; rank 0 has all moments then.
 static void download(Model *m) {
     size_t bytes = m->list.floats * sizeof(float);
-    collective_synchronize(stream);
+    collective_synchronize(m->collective, stream);
     CUDA_CHECK(cudaMemcpy(m->host.params, m->params, bytes, cudaMemcpyDeviceToHost));
     if (m->zero) {
         memset(m->host.mean, 0, bytes);
@@ -826,7 +829,7 @@ static void download(Model *m) {
 
 // The learned scalars alone.
 static void download_scalars(Model *m) {
-    collective_synchronize(stream);
+    collective_synchronize(m->collective, stream);
     for (size_t i = 0; i < m->list.count; i++) {
         const Tensor *t = &m->list.tensors[i];
         if (t->scalar == SCALAR_NONE) continue;
@@ -869,7 +872,7 @@ static void micro_batch(Model *m, const Batch *batch) {
 static double read_sum(const Model *m, int which) {
     double value;
     // A copy would wait, too, but without an eye on the other processes.
-    collective_synchronize(stream);
+    collective_synchronize(m->collective, stream);
     CUDA_CHECK(cudaMemcpy(&value, m->sums + which, sizeof value, cudaMemcpyDeviceToHost));
     return value;
 }
@@ -877,7 +880,7 @@ static double read_sum(const Model *m, int which) {
 // The step's loss, summed over all ranks, and the norm of their summed gradients.
 static void gradients_end(Model *m, double *loss, double *norm) {
     phase(PHASE_REDUCE);
-    collective_join(stream);
+    collective_join(m->collective, stream);
     phase(PHASE_UPDATE);
     gradient_squares(m->sums + SUM_SQUARES, m->sums + SUM_PARTIALS, m->grads, m->segments, m->segment_count,
                      m->segment_blocks, stream);
@@ -902,7 +905,7 @@ static void model_update(Model *m, AdamW a) {
 // were all-zero.
 static uint64_t step_end(Model *m) {
     unsigned long long all_zero;
-    collective_synchronize(stream);
+    collective_synchronize(m->collective, stream);
     CUDA_CHECK(cudaMemcpy(&all_zero, m->without_weight, sizeof all_zero, cudaMemcpyDeviceToHost));
     CUDA_CHECK(cudaMemsetAsync(m->without_weight, 0, sizeof all_zero, stream));
     return all_zero;
@@ -990,7 +993,8 @@ static float *logits_after(Model *m, const int32_t *tokens, size_t count) {
     by_type([&](auto *a) {
         auto *last = a->h + (count - 1) * C;
         model_forward(m, a, m->batch, 1, count, 1);
-        matmul_forward(a->logits, last, weight_for(m, last, m->list.head), (decltype(last))NULL, 1, C, VP, stream);
+        matmul_forward(&m->matmul, a->logits, last, weight_for(m, last, m->list.head), (decltype(last))NULL, 1, C, VP,
+                       stream);
         CUDA_CHECK(cudaMemcpyAsync(host, a->logits, VP * sizeof *a->logits, cudaMemcpyDeviceToHost, stream));
     });
     CUDA_CHECK(cudaStreamSynchronize(stream));
@@ -1005,9 +1009,9 @@ static void draw_sample(Run *run, Model *m) {
     run_sample_end(run, &sample);
 }
 
-static int end(Run *run, const Model *m) {
-    if (m->params) matmul_end();
-    collective_end();
+static int end(Run *run, Model *m) {
+    if (m->params) matmul_end(&m->matmul);
+    collective_end(m->collective);
     return run_end(run);
 }
 
@@ -1020,7 +1024,7 @@ int main(int argc, char **argv) {
 
     // What is asked for, checked; memory, planned and checked. Nothing is written yet.
     run_open(&run, &PROGRAM, &model.config, argc, argv);
-    Device device = start_device(o);
+    Device device = start_device(&model, o);
     plan_training(&model, &run);
     describe_matmuls(matmuls, sizeof matmuls, &device, o);
     run_plan(&run, &model.host_plan, matmuls, &model.plan, device_free());

@@ -1,22 +1,22 @@
-// AdamW on all tensors in one launch, over a table of ranges of the flat array of parameters.
+// AdamW for all tensors in one launch, driven by a table of ranges of the flat parameter array.
 //
 //   g = gradient · grad_scale;   m = b1 m + (1 − b1) g,  v = b2 v + (1 − b2) g²
 //   p −= lr (m/(1 − b1^t) / (sqrt(v/(1 − b2^t)) + eps) + wd p)
 //
-// params, grads: the flat arrays, float (params are the master weights under bf16). mean, square: float, where a
-// range's part starts at its `state`: equal to its `from` where all moments are here, or packed for the ranges that
-// this process owns (ZeRO-1). rounded: a bf16 copy of params, or NULL; rounded to nearest, or stochastically: up with
-// the probability of what is cut off, so that the mean is right. The 16 random bits of element i of params are
-// half-word i mod 8 of Philox4x32-10 (as runtime/random.c has it) of (seed, step, i div 8): they depend on nothing
-// else, neither on the grid nor on which process owns the element.
+// params, grads: flat float arrays (with bf16, params are the master weights). mean, square: float; each range's
+// moments start at its `state`, which equals its `from` if this rank has all moments, or is packed for the ranges that
+// this rank owns (ZeRO-1). rounded: a bf16 copy of params, or NULL. It is rounded to nearest or stochastically: up with
+// a probability equal to the fraction that is cut off, so that the expected value is exact. The 16 random bits of
+// element i of params are half-word i mod 8 of Philox4x32-10 (as in runtime/random.c) at (seed, step, i div 8), so they
+// depend neither on the grid nor on which rank owns the element.
 // Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019). Test: dev/tests/test_kernels.cu adamw.
 //
-// A block has at most SEGMENT_PART elements of one range, found by bisection in the table (7 steps for 124M's 110
-// ranges). Ranges whose `from` and `state` are multiples of 8 go by 16 bytes, as all of tensors_of()'s do; others one
-// by one.
+// Each block handles at most SEGMENT_PART elements of one range, which it finds by bisection in the table (7 steps for
+// the 110 ranges of 124M). Ranges whose `from` and `state` are multiples of 8, as all of tensors_of()'s are, use
+// 16-byte accesses; others go element by element.
 //
-// Bytes for 124M parameters: params, mean, square read and written, grads read, the bf16 copy written: 30 bytes each,
-// 3.71 GB, 1.11 ms at 3.35 TB/s.
+// Memory traffic for 124M parameters: params, mean and square are read and written, grads read, and the bf16 copy
+// written: 30 bytes per parameter, 3.71 GB, 1.11 ms at 3.35 TB/s.
 #ifndef CUDA_ADAMW_CUH
 #define CUDA_ADAMW_CUH
 
@@ -27,32 +27,33 @@
 
 enum { SEGMENT_PART = 4096, SEGMENT_THREADS = 256, ADAMW_WIDTH = 8 };
 
-// Elements from, ..., to − 1 of the flat arrays. block: segments_ready()'s.
+// A range of elements, from <= i < to, of the flat arrays. segments_ready() sets `block`.
 typedef struct {
     size_t from, to;    // of params and grads
-    size_t state;       // of mean and square: where the element `from` is
+    size_t state;       // the position of element `from` in mean and square
     bool decay;
-    unsigned block;    // the first that works on it
+    unsigned block;    // the first block of this range
 } AdamSegment;
 
-// Fills in `block`; returns how many blocks there are. Then upload the table.
+// Fills in `block` of each range and returns the total number of blocks. Upload the table afterwards.
 static inline size_t segments_ready(AdamSegment *segments, size_t count) {
     size_t blocks = 0;
     for (size_t i = 0; i < count; i++) {
         segments[i].block = (unsigned)blocks;
         blocks += (segments[i].to - segments[i].from + SEGMENT_PART - 1) / SEGMENT_PART;
-        if (blocks > 0x7FFFFFFF) fail(EXIT_USAGE, "more parameters than a grid has blocks.");
+        if (blocks > 0x7FFFFFFF)
+            fail(EXIT_USAGE, "too many parameters: the update needs more blocks than a grid can have.");
     }
     return blocks;
 }
 
-// What a block works on.
+// The elements that one block updates.
 typedef struct {
     size_t from, to, state;
     bool decay;
 } SegmentPart;
 
-// The last range whose first block is not past this one.
+// Finds the last range whose first block is not after this one.
 DEVICE SegmentPart segment_part(const AdamSegment *segments, size_t count) {
     size_t low = 0, high = count;
     while (high - low > 1) {
@@ -85,13 +86,13 @@ DEVICE Random philox(uint64_t seed, uint64_t stream, uint64_t counter) {
     return (Random){{c0, c1, c2, c3}};
 }
 
-// The 16 bits of element i
+// The 16 random bits of element i
 DEVICE uint32_t random_bits(const Random *r, int i) {
-    return r->words[i / 2] >> i % 2 * 16 & 0xFFFF;
+    return (r->words[i / 2] >> (i % 2 * 16)) & 0xFFFF;
 }
 
-// x's neighbor among the bf16 away from 0 with the probability of the 16 bits that are cut off, else the one towards 0;
-// as a float. An infinity or NaN stays.
+// Rounds x to one of its two bf16 neighbors, returned as a float: away from 0 with a probability equal to the fraction
+// that the lower 16 bits represent, else toward 0. Infinities and NaNs are unchanged.
 DEVICE float round_stochastically(float x, uint32_t bits) {
     uint32_t word = __float_as_uint(x);
     if ((word & 0x7F800000u) == 0x7F800000u) return x;
@@ -100,7 +101,7 @@ DEVICE float round_stochastically(float x, uint32_t bits) {
 
 // ---- the update
 
-// AdamW's numbers for a step, in float as the CPU trainer has them.
+// AdamW's coefficients for a step, in float like the CPU trainer's.
 typedef struct {
     float b1, one_b1, b2, one_b2, rate, square_scale, eps, keep, grad_scale;
     uint64_t seed, step;
@@ -108,16 +109,21 @@ typedef struct {
 
 static inline AdamRates adam_rates(AdamW a, uint64_t seed) {
     AdamRates r;
-    r.b1 = (float)a.beta1, r.one_b1 = (float)(1 - a.beta1);
-    r.b2 = (float)a.beta2, r.one_b2 = (float)(1 - a.beta2);
+    r.b1 = (float)a.beta1;
+    r.one_b1 = (float)(1 - a.beta1);
+    r.b2 = (float)a.beta2;
+    r.one_b2 = (float)(1 - a.beta2);
     r.rate = (float)(a.lr / (1 - pow(a.beta1, (double)a.step)));
     r.square_scale = (float)(1 / (1 - pow(a.beta2, (double)a.step)));
-    r.eps = (float)a.eps, r.keep = (float)(1 - a.lr * a.weight_decay), r.grad_scale = (float)a.grad_scale;
-    r.seed = seed, r.step = (uint64_t)a.step;
+    r.eps = (float)a.eps;
+    r.keep = (float)(1 - a.lr * a.weight_decay);
+    r.grad_scale = (float)a.grad_scale;
+    r.seed = seed;
+    r.step = (uint64_t)a.step;
     return r;
 }
 
-// W elements of the bf16 copy, i on. x may change.
+// Writes W elements of the bf16 copy, starting at element i. Overwrites x.
 template <int W, bool STOCHASTIC>
 DEVICE void store_rounded(bf16 *rounded, float x[W], size_t i, uint64_t seed, uint64_t step) {
     if (STOCHASTIC) {
@@ -128,7 +134,7 @@ DEVICE void store_rounded(bf16 *rounded, float x[W], size_t i, uint64_t seed, ui
     store_vector<W>(rounded + i, x);
 }
 
-// W elements: i of the flat arrays on, s of the moments on.
+// Updates W elements, starting at element i of the flat arrays and element s of the moments.
 template <int W, bool STOCHASTIC>
 DEVICE void adamw_update(float *params, bf16 *rounded, float *mean, float *square, const float *grads, size_t i,
                          size_t s, AdamRates a, float scale, float keep) {
@@ -167,8 +173,8 @@ KERNEL void adamw_kernel(float *params, bf16 *rounded, float *mean, float *squar
     }
 }
 
-// The bf16 copy of n parameters, as the update of this step left it: before the first step, after loading, and of what
-// other processes updated.
+// Recreates the bf16 copy of n parameters exactly as the update of this step left it: before the first step, after
+// loading, and for parameters that other ranks updated.
 // registers: at most 40 (round_kernel)
 template <bool STOCHASTIC>
 KERNEL void round_kernel(bf16 *rounded, const float *params, size_t n, uint64_t seed, uint64_t step) {
@@ -188,7 +194,7 @@ KERNEL void round_kernel(bf16 *rounded, const float *params, size_t n, uint64_t 
 // ---- launchers
 
 //   params, mean, square updated   rounded written, or NULL   segments (count) on the device, after segments_ready(),
-//                                  which gave `blocks`
+//   which returned `blocks`
 static inline void adamw(float *params, bf16 *rounded, float *mean, float *square, const float *grads,
                          const AdamSegment *segments, size_t count, size_t blocks, AdamW a, bool stochastic,
                          uint64_t seed, cudaStream_t stream) {

@@ -1,5 +1,5 @@
-// Every call of CUDA and its libraries is checked: the program ends with EXIT_PEER, the rank, the call and where it
-// stands.
+// Error checks for all calls of CUDA and its libraries. On failure, the program ends with EXIT_PEER (EXIT_RESOURCE if
+// device memory runs out) and a message with the rank, the call, and its place in the source.
 #ifndef CUDA_CHECK_H
 #define CUDA_CHECK_H
 
@@ -12,7 +12,7 @@
 
 static inline void cuda_check(cudaError_t error, const char *call, const char *file, int line) {
     if (error == cudaSuccess) return;
-    fail(error == cudaErrorMemoryAllocation ? EXIT_RESOURCE : EXIT_PEER, "process %d: %s:%d: %s failed: %s (%s).",
+    fail(error == cudaErrorMemoryAllocation ? EXIT_RESOURCE : EXIT_PEER, "rank %d: %s:%d: %s failed: %s (%s).",
          process.rank, file, line, call, cudaGetErrorString(error), cudaGetErrorName(error));
 }
 
@@ -21,7 +21,7 @@ static inline void launch_check(cudaError_t error, const void *kernel, dim3 grid
     if (error == cudaSuccess) return;
     cudaFuncGetName(&name, kernel);
     fail(EXIT_PEER,
-         "process %d: the launch of %s, grid (%u,%u,%u), block (%u,%u,%u), %zu bytes of shared memory, failed: %s.",
+         "rank %d: launching %s with grid (%u,%u,%u), block (%u,%u,%u) and %zu bytes of shared memory failed: %s.",
          process.rank, name, grid.x, grid.y, grid.z, block.x, block.y, block.z, shared_bytes,
          cudaGetErrorString(error));
 }

@@ -1,22 +1,22 @@
-// The loss, and its gradient in place of the logits.
+// The cross-entropy loss, and its gradient, which replaces the logits in place.
 //
 //   losses[n] = ln sum_{v<V} exp(logits[n,v]) − logits[n,targets[n]]
-//   with `scale` not 0 logits[n,v] becomes scale (softmax(logits[n])_v − [v = targets[n]])
+//   if scale is not 0: logits[n,v] becomes scale (softmax(logits[n])_v − [v = targets[n]])
 //
 // Shapes: logits (rows,VP) X, of which the first V columns count and the others get gradient 0; losses (rows) float;
-// targets (rows), each below V; mask (rows) or NULL: a row with 0 has loss 0 and gradient 0. X = float or bf16; sums
-// are float, a gradient is rounded once. VP a multiple of 8, as the padded vocabulary is (128). A logit that is NaN or
-// infinite makes the row's loss NaN or infinite.
-// Source for the running maximum: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018). Test:
+// targets (rows), each below V; mask (rows) or NULL: a row whose mask is 0 has loss 0 and gradient 0. X = float or
+// bf16; sums are float, and each gradient is rounded once. VP must be a multiple of 8; the padded vocabulary is a
+// multiple of 128. If a logit is NaN or infinite, the row's loss is NaN or infinite.
+// Source of the running maximum: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018). Test:
 // dev/tests/test_kernels.cu classifier.
 //
-// A block has a row and reads it twice: once for maximum and sum together, each thread rescaling its sum when its
-// maximum grows, and once, backwards, to write; so the row's end, read last, is found in L1 and most of the rest in L2
-// (a row of GPT-2's vocabulary is 100 KB in bf16; 4 rows on each of 132 SMs are 53 MB, an H100's L2 has 50). Nothing of
-// size rows·VP is ever stored in float.
+// Each block reads its row twice: first forward, for maximum and sum in a single pass (each thread rescales its sum
+// when its maximum grows), then backward, to write the gradient. So the end of the row, which was read last, is still
+// in L1, and most of the rest in L2: a row of GPT-2's vocabulary is 100 KB in bf16, 4 rows on each of 132 SMs are 53
+// MB, and an H100's L2 has 50 MB. Nothing of size rows·VP is ever stored in float.
 //
-// Bytes at 16,384 rows of 50,304 in bf16: from DRAM at least 1.65 GB read and 1.65 GB written, 0.98 ms at 3.35 TB/s;
-// were the second reading from DRAM too, 1.48 ms.
+// Memory traffic for 16,384 rows of 50,304 in bf16: at least 1.65 GB read from and 1.65 GB written to DRAM, 0.98 ms at
+// 3.35 TB/s. If the second reading came from DRAM, too, it would be 1.48 ms.
 #ifndef CUDA_CLASSIFIER_CUH
 #define CUDA_CLASSIFIER_CUH
 
@@ -33,7 +33,7 @@ DEVICE float exp_fast(float x) {
     return exp2_fast(1.44269504f * x);
 }
 
-// W logits joined to a running sum
+// Adds W logits to a running sum.
 template <int W>
 DEVICE void running_add(RunningSum *s, const float x[W]) {
     float largest = s->largest;
@@ -43,7 +43,8 @@ DEVICE void running_add(RunningSum *s, const float x[W]) {
     s->largest = largest;
 }
 
-// The row's, in every thread, from those of the threads; a thread without logits has (−inf, 0).
+// Combines the threads' running sums to that of the row, and returns it in every thread. A thread without logits passes
+// (−inf, 0).
 DEVICE RunningSum running_block(RunningSum s) {
     RunningSum all;
     all.largest = block_max(s.largest);
@@ -51,7 +52,7 @@ DEVICE RunningSum running_block(RunningSum s) {
     return all;
 }
 
-// The W logits from column v on; what is past V counts as −inf.
+// Loads the W logits from column v on. Columns from V on count as −inf.
 template <int W, class X>
 DEVICE void load_logits(float x[W], const X *row, int v, int V) {
     load_vector_in_place<W>(x, row + v);
@@ -72,7 +73,7 @@ KERNEL void classifier_kernel(float *losses, X *logits, const int32_t *targets, 
         if (threadIdx.x == 0) losses[n] = 0;
         return;
     }
-    // Before anyone writes: running_block() has the barriers.
+    // Every thread reads this before any thread overwrites it: running_block() contains the barriers.
     float target_logit = to_float(row[target]);
     RunningSum s = {-INFINITY, 0};
     for (int v = first; v < V; v += step) {
@@ -93,7 +94,7 @@ KERNEL void classifier_kernel(float *losses, X *logits, const int32_t *targets, 
     }
 }
 
-// One block; thread t has losses t, t + THREADS, ...
+// One block; thread t adds losses t, t + THREADS, ...
 template <int THREADS>
 KERNEL void losses_sum_kernel(double *sum, const float *losses, size_t N) {
     double x = 0;
@@ -104,8 +105,8 @@ KERNEL void losses_sum_kernel(double *sum, const float *losses, size_t N) {
 
 // ---- launchers
 
-//   losses (rows) written   logits (rows,VP) in; gradient out when scale is not 0   targets (rows)   mask (rows) or
-//                           NULL
+//   losses (rows) written   logits (rows,VP) read; replaced by their gradient if scale is not 0   targets (rows)   mask
+//   (rows) or NULL
 template <class X>
 void classifier(float *losses, X *logits, const int32_t *targets, const uint8_t *mask, size_t rows, size_t V, size_t VP,
                 float scale, cudaStream_t stream) {

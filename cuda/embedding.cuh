@@ -1,18 +1,19 @@
-// The token embedding, and its gradient in a fixed order.
+// The token embedding, and its gradient, which is summed in a fixed order.
 //
-//   out[n,c] = weight[tokens[n],c];   dweight[tokens[n],c] += sum of dout[n,c], rows of one token in their order
+//   out[n,c] = weight[tokens[n],c];   dweight[tokens[n],c] += sum of dout[n,c] over the rows n of that token, in order
 //
 // Shapes: out, dout (N,C) X, weight (V,C) X, dweight (V,C) float, tokens (N). X = float or bf16; sums are float. N
 // below 2^31, any C.
 // Test: dev/tests/test_kernels.cu embedding.
 //
 // The backward pass follows a plan that the host makes from the tokens (embedding_plan(), a stable counting sort) and
-// uploads with them: pieces of at most EMBEDDING_PIECE rows of one token. A token of one piece gets its sum at once.
-// One of several, such as the end-of-text token with which short examples are filled up, leaves each piece's sum in
-// `partials`, and a second launch adds them in order; so it is shared by as many blocks as it has pieces.
+// uploads with them. It consists of pieces, each of at most EMBEDDING_PIECE rows of one token. If a token has a single
+// piece, its sum is added to dweight at once. If it has several, as the end-of-text token that pads short examples
+// does, each piece writes its sum to `partials`, and a second launch adds these in order. So as many blocks share a
+// frequent token as it has pieces.
 //
-// Bytes at N = 16,384, C = 768 in bf16: forward 2·N·C·2 = 50.3 MB, 15 µs at 3.35 TB/s. Backward N·C·2 = 25 MB of dout
-// and 8 bytes for each channel of each distinct token's dweight, 4,000 of them in a batch of English: 25 MB; 15 µs.
+// Memory traffic for N = 16,384, C = 768 in bf16: forward 2·N·C·2 = 50.3 MB, 15 µs at 3.35 TB/s. Backward N·C·2 = 25 MB
+// of dout, and 8 bytes per channel of dweight for each distinct token, about 4,000 in a batch of English: 25 MB; 15 µs.
 #ifndef CUDA_EMBEDDING_CUH
 #define CUDA_EMBEDDING_CUH
 
@@ -22,8 +23,8 @@
 
 enum { EMBEDDING_PIECE = 64 };
 
-// `count` rows of one token: order[from], ... of dout; in the second stage rows `from`, ... of partials. The sum goes
-// to row `slot` of partials, or, with -1, is added to dweight.
+// `count` rows of one token: order[from], ... of dout, or in the second stage rows `from`, ... of partials. The sum is
+// written to row `slot` of partials or, if that is -1, added to dweight.
 typedef struct {
     int32_t token, from, count, slot;
 } EmbeddingPiece;
@@ -46,7 +47,7 @@ KERNEL void embedding_forward_kernel(X *out, const X *weight, const int32_t *tok
 // ---- backward
 // registers: at most 48 (embedding_backward_kernel)
 
-// `order` NULL: the rows themselves.
+// order: NULL means that the pieces refer to `rows` directly.
 template <class X, int W>
 KERNEL void embedding_backward_kernel(float *dweight, float *partials, const X *rows, const int32_t *order,
                                       const EmbeddingPiece *pieces, size_t count, size_t C) {
@@ -70,12 +71,12 @@ KERNEL void embedding_backward_kernel(float *dweight, float *partials, const X *
 
 // ---- the plan, on the host
 
-// The first stage's pieces, then the second's.
+// The number of pieces in the first stage, and of sums in the second.
 typedef struct {
     size_t pieces, sums;
 } EmbeddingPlan;
 
-// Room for a plan of N rows: its pieces, and the rows of partials.
+// The room that a plan of N rows needs: for its pieces, and for the rows of partials.
 static inline size_t embedding_pieces(size_t N) {
     return N + N / EMBEDDING_PIECE;
 }
@@ -84,7 +85,7 @@ static inline size_t embedding_partials(size_t N) {
     return 2 * (N / EMBEDDING_PIECE);
 }
 
-// The pieces of one token, whose rows are order[from], ...
+// Adds the pieces of one token, whose rows are order[from], ...
 static inline void embedding_plan_token(EmbeddingPlan *plan, EmbeddingPiece *pieces, EmbeddingPiece *sum, int32_t token,
                                         int32_t from, int32_t rows, int32_t *slots) {
     *sum = (EmbeddingPiece){token, *slots, 0, -1};
@@ -97,18 +98,18 @@ static inline void embedding_plan_token(EmbeddingPlan *plan, EmbeddingPiece *pie
 }
 
 //   order (N), pieces (embedding_pieces(N)) written   tokens (N), each below V   starts (V + 1) scratch
-// Host arrays, all of them.
+// All arrays are on the host.
 static inline EmbeddingPlan embedding_plan(int32_t *order, EmbeddingPiece *pieces, const int32_t *tokens, size_t N,
                                            int32_t *starts, size_t V) {
     EmbeddingPlan plan = {0, 0};
     int32_t slots = 0;
-    if (N > INT32_MAX) fail(EXIT_USAGE, "%zu rows: the embedding's gradient on a GPU takes fewer than 2^31.", N);
+    if (N > INT32_MAX) fail(EXIT_USAGE, "%zu tokens: the embedding's gradient on a GPU supports fewer than 2^31.", N);
     memset(starts, 0, (V + 1) * sizeof *starts);
     for (size_t n = 0; n < N; n++) starts[tokens[n] + 1]++;
     for (size_t v = 0; v < V; v++) starts[v + 1] += starts[v];
-    // Now starts[v] is where v + 1's rows start.
+    // From here on, starts[v] is the start of token v + 1's rows.
     for (size_t n = 0; n < N; n++) order[starts[tokens[n]]++] = (int32_t)n;
-    // From the back, then moved to behind the pieces.
+    // The second stage's sums are collected from the end of the array, then moved to follow the pieces.
     EmbeddingPiece *sums = pieces + embedding_pieces(N), sum;
     for (size_t v = 0, from = 0; v < V; from = (size_t)starts[v++]) {
         if ((size_t)starts[v] == from) continue;
@@ -141,7 +142,7 @@ void embedding_stage(float *dweight, float *partials, const X *rows, const int32
 }
 
 //   dweight (V,C) added to   partials (embedding_partials(N), C) scratch   dout (N,C)   order, pieces: the plan's, on
-//                            the device
+//   the device
 template <class X>
 void embedding_backward(float *dweight, float *partials, const X *dout, const int32_t *order,
                         const EmbeddingPiece *pieces, EmbeddingPlan plan, size_t C, cudaStream_t stream) {

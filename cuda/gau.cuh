@@ -1,48 +1,47 @@
-// The gated attention unit: from the joined projection uvz = h·[Wu Wv Wz]ᵀ to attention's q, k, v, the gate behind it,
-// and both backwards.
+// The gated attention unit: from the joint projection uvz = h·[Wu Wv Wz]ᵀ to attention's q, k and v, the gate after
+// attention, and the backward passes of both.
 //
-//   forward    v = silu(v_in);   q = rope(silu(z) · q_gain + q_offset), k the same by its own gains; under qk=l2 each
-//              over its Euclidean norm
-//   backward   dv_in = dv silu'(v_in);   with dq, dk before the rotation (and the norm): dz = (dq q_gain + dk k_gain)
-//              silu'(z),
-//              dq_gain = sum_n dq silu(z), dq_offset = sum_n dq, k's the same
-//   gate       out = silu(u) · att, and its backward: swiglu.cuh's kernels
+//   forward    v = silu(v_in);   q = rope(silu(z) · q_gain + q_offset), and k likewise with its own gains; with qk=l2,
+//   each is divided by its Euclidean norm
+//   backward   dv_in = dv silu'(v_in);   with dq, dk taken before the rotation (and the norm): dz = (dq q_gain + dk
+//   k_gain) silu'(z), dq_gain = sum_n dq silu(z), dq_offset = sum_n dq, and likewise for k
+//   gate       out = silu(u) · att; forward and backward use swiglu.cuh's kernels
 //
 // Shapes: uvz and duvz (B,T,2E+HS): u, v_in (E each), z (HS); q, k (B,T,HS), v (B,T,E); gains and offsets (HS), float;
-// inverse_norms (B,T,2); cosines, sines (T,HS/2). X = float or bf16; computed in float, rounded once. HS even and at
-// most GAU_WIDEST (a unit's is 128); any E.
+// inverse_norms (B,T,2); cosines, sines (T,HS/2). X = float or bf16; computed in float, rounded once. HS must be even
+// and at most GAU_WIDEST (a unit's is 128); any E.
 // Source: Su, kexue.fm 9019, after Hua et al., "Transformer Quality in Linear Time" (2022). Test:
 // dev/tests/test_kernels.cu gau.
 //
-// z is a twenty-fifth of a row. A warp has a row of it, a lane up to GAU_PAIRS pairs of the rotation, one element at a
-// time. For the gains' gradients a lane sums its columns over its rows in registers; the block sums its warps and
-// leaves a row of partial sums, columns_add() adds the blocks' rows.
+// z is only a twenty-fifth of a row. Each warp processes one row of z, and each lane up to GAU_PAIRS pairs of the
+// rotation, one element at a time. For the gains' gradients, each lane sums its columns over its rows in registers. The
+// block then sums its warps and writes one row of partial sums, and columns_add() adds the blocks' rows.
 //
-// Bytes at N = 16,384, E = 1,536, HS = 128 in bf16: forward v_in, v, z, q, k: N·(2·1536 + 3·128)·2 = 113 MB, 34 µs at
-// 3.35 TB/s; backward v_in, dv, dv_in, z, dz, dq, dk (q, k with l2): N·(3·1536 + 4·128)·2 = 168 MB, 50 µs; gate 3·N·E·2
-// = 151 MB, 45 µs, its backward 252 MB, 75 µs.
+// Memory traffic for N = 16,384, E = 1,536, HS = 128 in bf16: forward v_in, v, z, q, k: N·(2·1536 + 3·128)·2 = 113 MB,
+// 34 µs at 3.35 TB/s; backward v_in, dv, dv_in, z, dz, dq, dk (and with l2 q, k): N·(3·1536 + 4·128)·2 = 168 MB, 50 µs;
+// gate 3·N·E·2 = 151 MB, 45 µs, its backward pass 252 MB, 75 µs.
 #ifndef CUDA_GAU_CUH
 #define CUDA_GAU_CUH
 
 #include "cuda/rope.cuh"
 #include "cuda/swiglu.cuh"
 
-// The learned gain and offset of q and k, each (HS) on the device; or their gradients.
+// The learned gains and offsets of q and k, each (HS) on the device; or their gradients.
 typedef struct {
     float *q_gain, *q_offset, *k_gain, *k_offset;
 } GauGains;
 
 enum {
-    GAU_PAIRS = 2,              // pairs of the rotation in a lane
-    GAU_OWN = 2 * GAU_PAIRS,    // columns in a lane: the pairs' first halves, then the second
+    GAU_PAIRS = 2,              // pairs of the rotation per lane
+    GAU_OWN = 2 * GAU_PAIRS,    // columns per lane: the first halves of its pairs, then the second halves
     GAU_WIDEST = 32 * GAU_OWN,
     GAU_WARPS = 8,
-    GAU_BLOCKS = 264    // of the sums over rows: 2 for each of an H100's 132 SMs
+    GAU_BLOCKS = 264    // for sums over rows: 2 per SM of an H100 (132 SMs)
 };
 
-// ---- a warp's row of HS columns
+// ---- a row of HS columns in the registers of a warp
 
-// The column of a lane's element e, and whether there is one.
+// The column of a lane's element e; gau_there() says whether it exists.
 DEVICE size_t gau_column(int e, size_t half) {
     return (e < GAU_PAIRS ? 0 : half) + threadIdx.x % 32 + 32 * (e % GAU_PAIRS);
 }
@@ -68,7 +67,7 @@ DEVICE float gau_dot(const float a[GAU_OWN], const float b[GAU_OWN]) {
     return warp_sum(sum);
 }
 
-// Rotates by the position's angles, or back with `sign` −1.
+// Rotates by the position's angles, or back if `sign` is −1.
 DEVICE void gau_rotate(float x[GAU_OWN], const float *cosines, const float *sines, float sign, size_t half) {
     for (int p = 0; p < GAU_PAIRS; p++) {
         bool there = gau_there(p, half);
@@ -94,7 +93,7 @@ KERNEL void gau_values_kernel(X *v, const X *v_in, size_t row, size_t N, size_t 
     }
 }
 
-// q or k of a row from silu(z): rotated, and with l2 over its norm, whose inverse is returned.
+// Computes a row of q or k from silu(z) and rotates it. With l2, divides it by its norm and returns the norm's inverse.
 template <class X>
 DEVICE float gau_head(X *out, const float silu_z[GAU_OWN], const float *gain, const float *offset, const float *cosines,
                       const float *sines, bool l2, size_t half) {
@@ -121,7 +120,10 @@ KERNEL void gau_qk_kernel(X *q, X *k, float *inverse_norms, const X *z, size_t r
     for (int e = 0; e < GAU_OWN; e++) x[e] = silu(x[e]);
     float q_inverse = gau_head(q + n * HS, x, gains.q_gain, gains.q_offset, cosines + at, sines + at, l2, half);
     float k_inverse = gau_head(k + n * HS, x, gains.k_gain, gains.k_offset, cosines + at, sines + at, l2, half);
-    if (l2 && threadIdx.x % 32 == 0) inverse_norms[2 * n] = q_inverse, inverse_norms[2 * n + 1] = k_inverse;
+    if (l2 && threadIdx.x % 32 == 0) {
+        inverse_norms[2 * n] = q_inverse;
+        inverse_norms[2 * n + 1] = k_inverse;
+    }
 }
 
 // ---- backward
@@ -145,7 +147,7 @@ KERNEL void gau_values_backward_kernel(X *dv_in, const X *dv, const X *v_in, siz
     }
 }
 
-// The gradient of a row of q or k before norm and rotation, from d, that of attention's input u.
+// Computes the gradient of a row of q or k before norm and rotation from d, the gradient of attention's input u.
 template <class X>
 DEVICE void gau_head_backward(float dx[GAU_OWN], const X *d, const X *u, float inverse, const float *cosines,
                               const float *sines, bool l2, size_t half) {
@@ -159,7 +161,7 @@ DEVICE void gau_head_backward(float dx[GAU_OWN], const X *d, const X *u, float i
     gau_rotate(dx, cosines, sines, -1, half);
 }
 
-// sums[0..3]: the lane's columns of the gradients of q_gain, q_offset, k_gain, k_offset, added to.
+// sums[0..3] added to: the lane's columns of the gradients of q_gain, q_offset, k_gain and k_offset
 template <class X>
 DEVICE void gau_row_backward(X *dz, float sums[4][GAU_OWN], const float dq[GAU_OWN], const float dk[GAU_OWN],
                              const X *z, GauGains gains, size_t half) {
@@ -207,10 +209,11 @@ KERNEL void gau_qk_backward_kernel(X *dz, float *partials, const X *dq, const X 
 
 static inline void gau_check(size_t HS) {
     if (HS % 2 || HS > GAU_WIDEST)
-        fail(EXIT_USAGE, "a gated unit's q and k of width %zu: expected an even number up to %d.", HS, (int)GAU_WIDEST);
+        fail(EXIT_USAGE, "a gated unit with q and k of width %zu: expected an even width of at most %d.", HS,
+             (int)GAU_WIDEST);
 }
 
-//   q, k (B,T,HS), v (B,T,E) written   inverse_norms (B,T,2) written if l2, else not used   uvz (B,T,2E+HS)
+//   q, k (B,T,HS), v (B,T,E) written   inverse_norms (B,T,2) written if l2, otherwise unused   uvz (B,T,2E+HS)
 template <class X>
 void gau_forward(X *q, X *k, X *v, float *inverse_norms, const X *uvz, GauGains gains, const float *cosines,
                  const float *sines, bool l2, size_t B, size_t T, size_t E, size_t HS, cudaStream_t stream) {
@@ -228,14 +231,14 @@ static inline size_t gau_blocks(size_t N) {
     return smaller((N + GAU_WARPS - 1) / GAU_WARPS, GAU_BLOCKS);
 }
 
-// Floats of scratch of the backward pass.
+// The number of floats of scratch that the backward pass needs.
 static inline size_t gau_partials(size_t N, size_t HS) {
     return gau_blocks(N) * 4 * HS;
 }
 
-//   duvz (B,T,2E+HS) written but for u's part   grads (HS each) added to   partials scratch   dq, dk (B,T,HS), dv
+//   duvz (B,T,2E+HS) written, except u's part   grads (HS each) added to   partials scratch   dq, dk (B,T,HS), dv
 //   (B,T,E)
-//   q, k, inverse_norms as gau_forward() left them; not used but with l2
+//   q, k, inverse_norms from gau_forward(), only used if l2
 template <class X>
 void gau_backward(X *duvz, GauGains grads, float *partials, const X *dq, const X *dk, const X *dv, const X *uvz,
                   const X *q, const X *k, const float *inverse_norms, GauGains gains, const float *cosines,
@@ -252,13 +255,13 @@ void gau_backward(X *duvz, GauGains grads, float *partials, const X *dq, const X
     for (size_t i = 0; i < 4; i++) columns_add(sums[i], partials + i * HS, blocks, 4 * HS, HS, stream);
 }
 
-//   out (N,E) written   uvz (N,width), its first E columns u   att (N,E)
+//   out (N,E) written   uvz (N,width), whose first E columns are u   att (N,E)
 template <class X>
 void gau_gate_forward(X *out, const X *uvz, const X *att, size_t N, size_t E, size_t width, cudaStream_t stream) {
     gate_forward(out, uvz, width, att, E, N, E, stream);
 }
 
-//   datt (N,E) written   duvz (N,width): u's part written   dout (N,E)
+//   datt (N,E) written   duvz (N,width): only u's part written   dout (N,E)
 template <class X>
 void gau_gate_backward(X *datt, X *duvz, const X *dout, const X *uvz, const X *att, size_t N, size_t E, size_t width,
                        cudaStream_t stream) {

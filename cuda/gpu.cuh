@@ -1,21 +1,21 @@
-// What the kernels are written in: CUDA C++, and the few instructions that have no name in it, each with one here.
+// The language of the kernels: CUDA C++, plus a named function for each instruction that has no name in CUDA C++.
 //
-// The file has two halves. nvcc takes the one below, which is PTX. A C++ compiler for the CPU takes
-// dev/cuda_on_cpu/gpu_on_cpu.h, which gives the same names the same meaning, so that the kernels' own source runs, and
-// is tested, where there is no GPU. No other file asks which of the two it is.
+// This file has two halves. nvcc uses the one below, which is written in PTX. A C++ compiler for the CPU uses
+// dev/cuda_on_cpu/gpu_on_cpu.h, which defines the same names with the same meaning, so that the kernels' own source can
+// be run and tested without a GPU. No other file distinguishes the two.
 //
 //   KERNEL, DEVICE                 before a kernel, before a device function
 //   UNROLL, UNROLL_NOT             before a loop
-//   SHARED_ARRAY(T, name, N)       an array of the block's in shared memory (never `__shared__`), uninitialised
+//   SHARED_ARRAY(T, name, N)       an uninitialized array in the block's shared memory (never use `__shared__`)
 //   DYNAMIC_SHARED(T, name)        T *name, the block's dynamic shared memory, aligned to 128 bytes
 //   launch(kernel, grid, block, shared_bytes, stream, arguments...)
 //   threadIdx, blockIdx, blockDim, gridDim, __syncthreads, __syncwarp, __shfl_*_sync, __ballot_sync, __any_sync,
 //   __all_sync   as in CUDA
-//   atomicAdd of int, unsigned, unsigned long long, float      as in CUDA; of floats only where the order may vary
+//   atomicAdd of int, unsigned, unsigned long long, float      as in CUDA; of floats only if the order may vary
 //   ldmatrix_*, mma_*, copy_async_*, load_*, store_*, exp2_fast, log2_fast, max_nan      below
 //
-// Not to be used, as the CPU has no meaning for it: spinning on another block, warp-synchronous code without the _sync
-// functions, and a lane's registers read by another but by a shuffle.
+// Not supported, because it has no meaning on the CPU: spinning on another block, warp-synchronous code without the
+// _sync functions, and reading another lane's registers other than by a shuffle.
 #ifndef CUDA_GPU_CUH
 #define CUDA_GPU_CUH
 
@@ -50,7 +50,7 @@ struct AsIs {
     typedef T type;
 };
 
-// The launch itself is checked (its sizes, the shared memory); what happens inside shows at the next synchronisation.
+// Checks the launch itself (grid sizes, shared memory). Errors inside the kernel appear at the next synchronization.
 template <class... Parameters>
 void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
             typename AsIs<Parameters>::type... arguments) {
@@ -67,11 +67,11 @@ void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_
     launch_check(error, (const void *)kernel, grid, block, shared_bytes);
 }
 
-// ---- matrices of 8×8 16-bit elements from shared memory to the lanes, and their product (PTX ISA, ldmatrix and
+// ---- 8×8 matrices of 16-bit elements from shared memory to registers, and their product (PTX ISA: ldmatrix,
 // mma.m16n8k16)
-// Lane l of the warp gives the address of row l % 8 of matrix l / 8, 16 bytes, aligned to 16; lanes past the last
-// matrix are ignored. r[i] of lane l has elements 2 (l % 4) and 2 (l % 4) + 1 of row l / 4 of matrix i, the first in
-// the low half; `transposed`: of the matrix's transpose.
+// Lane l of the warp passes the address of row l % 8 of matrix l / 8: 16 bytes, aligned to 16. Lanes beyond the last
+// matrix are ignored. r[i] of lane l receives elements 2 (l % 4) and 2 (l % 4) + 1 of row l / 4 of matrix i, the first
+// one in the low half; with `transposed`, of the transposed matrix.
 
 DEVICE uint32_t shared_address(const void *p) {
     return (uint32_t)__cvta_generic_to_shared(p);
@@ -91,7 +91,7 @@ DEVICE void ldmatrix_x4_transposed(uint32_t r[4], const void *row) {
                  : "memory");
 }
 
-// d (16,8) += a (16,16) · b (16,8), a and b bf16, d float. With g = l / 4, t = l % 4 lane l has
+// d (16,8) += a (16,16) · b (16,8), a and b bf16, d float. With g = l / 4 and t = l % 4, lane l holds
 //   a[0] (g, 2t and 2t+1)   a[1] (g+8, 2t)   a[2] (g, 2t+8)   a[3] (g+8, 2t+8)       pairs along k
 //   b[0] (2t and 2t+1, g)   b[1] (2t+8, g)                                           pairs along k
 //   d[0] (g, 2t)   d[1] (g, 2t+1)   d[2] (g+8, 2t)   d[3] (g+8, 2t+1)
@@ -103,7 +103,7 @@ DEVICE void mma_m16n8k16(float d[4], const uint32_t a[4], const uint32_t b[2]) {
 }
 
 // ---- asynchronous copies of 16 bytes from global to shared memory, both aligned to 16
-// Where not `valid` the 16 bytes become 0 and global memory is not touched (the address must still be one of an
+// If `valid` is false, the 16 bytes are set to 0, and global memory is not read (but the address must lie within an
 // allocation).
 DEVICE void copy_async_16(void *shared, const void *global, bool valid) {
     int bytes = valid ? 16 : 0;
@@ -115,19 +115,19 @@ DEVICE void copy_async_16(void *shared, const void *global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
 }
 
-// Ends a group of this thread's copies.
+// Closes the group of this thread's copies so far.
 DEVICE void copy_async_commit() {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// Waits until at most `groups` of the thread's newest groups are under way. Other threads see the copies after a
+// Waits until at most `groups` of this thread's latest groups are still in flight. Other threads see the copies after a
 // barrier.
 template <int groups>
 DEVICE void copy_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(groups) : "memory");
 }
 
-// ---- 16 bytes at a time from and to global memory, aligned to 16
+// ---- loads and stores of 16 bytes in global memory, aligned to 16
 DEVICE uint4 load_16(const void *p) {    // read-only while the kernel runs
     return __ldg((const uint4 *)p);
 }
@@ -140,14 +140,15 @@ DEVICE void store_16(void *p, uint4 x) {
     *(uint4 *)p = x;
 }
 
-// ---- x; but what is computed from it is computed right there, and occupies no registers in loops before or around it
+// ---- returns x, but hides its value from the compiler: whatever depends on it is computed here and occupies no
+// registers in surrounding or earlier loops
 DEVICE int anew(int x) {
     asm volatile("" : "+r"(x));
     return x;
 }
 
-// ---- special functions, fast: 2^x within 2 ulp (0 for results below 2^-126), log2 within 1e-7 absolute near 1, 1 ulp
-// elsewhere
+// ---- fast special functions: 2^x within 2 ulp (0 for results below 2^-126), log2 within 1e-7 absolute near 1 and 1
+// ulp elsewhere
 DEVICE float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -166,7 +167,7 @@ DEVICE float reciprocal_fast(float x) {    // 1 ulp
     return y;
 }
 
-// The larger one; NaN where either is, which fmaxf would drop.
+// The larger of the two; NaN if either is NaN (fmaxf would drop it).
 DEVICE float max_nan(float x, float y) {
     float larger;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(x), "f"(y));
@@ -174,10 +175,10 @@ DEVICE float max_nan(float x, float y) {
 }
 #endif
 
-// ---- the same in both halves
+// ---- common to both halves
 
-// The low half first. One instruction: by halves, what unpacks them again would be made of two single conversions,
-// which are as slow as special functions.
+// Packs two floats as bf16, `low` in the low half, with one instruction. If the halves were converted separately, the
+// compiler would use two single conversions wherever they are unpacked again, each as slow as a special function.
 DEVICE uint32_t pack_bf16(float low, float high) {
     __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
     uint32_t bits;
@@ -201,7 +202,7 @@ DEVICE float to_float(bf16 x) {
     return __bfloat162float(x);
 }
 
-// to = x, rounded to the nearest
+// to = x, rounded to nearest
 DEVICE void set_float(float &to, float x) {
     to = x;
 }
@@ -210,7 +211,7 @@ DEVICE void set_float(bf16 &to, float x) {
     to = __float2bfloat16_rn(x);
 }
 
-// 16 bytes of X as floats: 4 of float, 8 of bf16.
+// 16 bytes of X as floats: 4 if X is float, 8 if X is bf16.
 template <class X>
 struct Pack {
     enum { size = 16 / sizeof(X) };
@@ -218,13 +219,21 @@ struct Pack {
 };
 
 DEVICE void unpack_16(Pack<float> &p, uint4 v) {
-    p.x[0] = __uint_as_float(v.x), p.x[1] = __uint_as_float(v.y), p.x[2] = __uint_as_float(v.z),
+    p.x[0] = __uint_as_float(v.x);
+    p.x[1] = __uint_as_float(v.y);
+    p.x[2] = __uint_as_float(v.z);
     p.x[3] = __uint_as_float(v.w);
 }
 
 DEVICE void unpack_16(Pack<bf16> &p, uint4 v) {
-    p.x[0] = unpack_low(v.x), p.x[1] = unpack_high(v.x), p.x[2] = unpack_low(v.y), p.x[3] = unpack_high(v.y);
-    p.x[4] = unpack_low(v.z), p.x[5] = unpack_high(v.z), p.x[6] = unpack_low(v.w), p.x[7] = unpack_high(v.w);
+    p.x[0] = unpack_low(v.x);
+    p.x[1] = unpack_high(v.x);
+    p.x[2] = unpack_low(v.y);
+    p.x[3] = unpack_high(v.y);
+    p.x[4] = unpack_low(v.z);
+    p.x[5] = unpack_high(v.z);
+    p.x[6] = unpack_low(v.w);
+    p.x[7] = unpack_high(v.w);
 }
 
 DEVICE uint4 pack_16(const Pack<float> &p) {
@@ -237,7 +246,7 @@ DEVICE uint4 pack_16(const Pack<bf16> &p) {
                       pack_bf16(p.x[6], p.x[7]));
 }
 
-// Over the 32 lanes, in a fixed order; every lane gets the result.
+// Reductions over the 32 lanes in a fixed order. Every lane gets the result.
 DEVICE float warp_sum(float x) {
     for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(0xFFFFFFFFu, x, step);
     return x;
@@ -248,12 +257,13 @@ DEVICE float warp_max(float x) {
     return x;
 }
 
-// Over a block of at most 1024 threads, blockDim.x a multiple of 32; every thread gets the result. All threads call it.
+// Reductions over a block of at most 1024 threads; blockDim.x must be a multiple of 32. All threads must call them, and
+// every thread gets the result.
 DEVICE float block_sum(float x) {
     SHARED_ARRAY(float, sums, 32);
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
     x = warp_sum(x);
-    __syncthreads();    // `sums` may still be read by the call before this one
+    __syncthreads();    // the previous call may still be reading `sums`
     if (lane == 0) sums[warp] = x;
     __syncthreads();
     return warp_sum(lane < warps ? sums[lane] : 0.0f);

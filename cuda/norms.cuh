@@ -1,16 +1,17 @@
-// The gradient's norm, squared.
+// The squared norm of the gradient.
 //
-//   sum of squares over the table's ranges (adamw.cuh), in double
+//   the sum of squares over the table's ranges (adamw.cuh), in double
 //
-// Shapes: grads the flat array, float; partials double, one for each block of segments_ready(). The order of the sum
-// depends on the table alone: each run, on any GPU, gives the same bits. Several processes sum their gradients before
-// this, or under ZeRO their sums of squares after it.
+// Shapes: grads the flat array, float; partials double, one per block of segments_ready(). The order of the sum depends
+// only on the table, so every run on any GPU produces the same bits. With several ranks, the gradients are reduced
+// before this or, with ZeRO, their sums of squares after it.
 // Test: dev/tests/test_kernels.cu norms.
 //
-// A square is exact in double (24 + 24 bits), and a sum of 124M of them is right to about 1e-13; one in float would
-// lose small gradients beside large ones.
+// A square is exact in double (24 + 24 bits), and the sum of 124M squares is accurate to about 1e-13. A float sum would
+// lose small gradients next to large ones.
 //
-// Bytes for 124M parameters: 4 each, 494 MB, 0.15 ms at 3.35 TB/s; 124M multiply-adds in double are 8 µs of an H100's.
+// Memory traffic for 124M parameters: 4 bytes each, 494 MB, 0.15 ms at 3.35 TB/s. The 124M multiply-adds in double take
+// 8 µs on an H100.
 #ifndef CUDA_NORMS_CUH
 #define CUDA_NORMS_CUH
 
@@ -47,7 +48,7 @@ KERNEL void sum_kernel(double *out, const double *partials, size_t n) {
 
 // ---- launchers
 
-//   out (1) written: the sum of squares   partials (blocks) scratch   segments, blocks: adamw()'s
+//   out (1) written: the sum of squares   partials (blocks) scratch   segments, blocks: as for adamw()
 static inline void gradient_squares(double *out, double *partials, const float *grads, const AdamSegment *segments,
                                     size_t count, size_t blocks, cudaStream_t stream) {
     if (blocks)

@@ -1,30 +1,30 @@
 // RMSNorm, forward and backward.
 //
 //   out[n,c]   = inp[n,c] · r_n · weight[c],   r_n = 1/sqrt(mean_c inp[n,c]² + eps)
-//   dinp[n,c] += r_n (weight[c] dout[n,c] − inp[n,c] r_n² mean_c(dout weight inp)),   dweight[c] += sum_n dout[n,c]
-//   inp[n,c] r_n
+//   dinp[n,c] += r_n (weight[c] dout[n,c] − inp[n,c] r_n² mean_c(dout weight inp))
+//   dweight[c] += sum_n dout[n,c] inp[n,c] r_n
 //
 // Shapes: inp, out and their gradients (N,C), weight and dweight (C), r (N). X = float or bf16; r, weight, dweight and
-// every sum are float, and a result is rounded once. C up to RMSNORM_MAX_CHANNELS, any N.
+// all sums are float, and each result is rounded once. C up to RMSNORM_MAX_CHANNELS, any N.
 // Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019). Test: dev/tests/test_kernels.cu rmsnorm.
 //
-// A warp has a row. It reads the row twice, the second time from L1: a row of the 124M model is 1.5 KB. For dweight
-// each warp sums its own rows in shared memory, at addresses of its own, then the block sums its warps and leaves one
-// row of partial sums; columns_add() adds the blocks' rows. The number of blocks depends on N and C alone, so that
-// every GPU gives the same bits.
+// Each warp processes a row. It reads the row twice, the second time from L1: a row of the 124M model is 1.5 KB. For
+// dweight, each warp sums its own rows in its part of shared memory. The block then sums its warps and writes one row
+// of partial sums, and columns_add() adds the blocks' rows. The number of blocks depends only on N and C, so every GPU
+// produces the same bits.
 //
-// Bytes at N = 16,384, C = 768 in bf16: forward 2·N·C·2 + 4·N = 50.4 MB, 15 µs at 3.35 TB/s; backward (dout, inp, dinp
-// twice) 4·N·C·2 = 100.7 MB, and the partial sums, 528·C·4 = 1.6 MB, written and read: 31 µs.
+// Memory traffic for N = 16,384, C = 768 in bf16: forward 2·N·C·2 + 4·N = 50.4 MB, 15 µs at 3.35 TB/s; backward (dout,
+// inp, dinp twice) 4·N·C·2 = 100.7 MB, plus the partial sums, 528·C·4 = 1.6 MB, written and read: 31 µs.
 #ifndef CUDA_RMSNORM_CUH
 #define CUDA_RMSNORM_CUH
 
 #include "cuda/vector.cuh"
 
 enum {
-    RMSNORM_WARPS = 8,                  // of a block, fewer where the channels are many
-    RMSNORM_BLOCKS = 528,               // of the backward pass: 4 for each of an H100's 132 SMs
-    RMSNORM_SHARED = 96 * 1024,         // bytes that every GPU from sm_80 on gives to a block
-    RMSNORM_MAX_CHANNELS = 24 * 1024    // one warp's sums in RMSNORM_SHARED
+    RMSNORM_WARPS = 8,                  // warps per block; fewer if there are many channels
+    RMSNORM_BLOCKS = 528,               // of the backward pass: 4 per SM of an H100 (132 SMs)
+    RMSNORM_SHARED = 96 * 1024,         // bytes of shared memory that every GPU from sm_80 on can give to a block
+    RMSNORM_MAX_CHANNELS = 24 * 1024    // with more, a warp's sums would not fit into RMSNORM_SHARED
 };
 
 // ---- forward
@@ -69,8 +69,8 @@ DEVICE float rmsnorm_mean(const X *dy, const X *x, const float *weight, size_t f
     return warp_sum(sum) / (float)C;
 }
 
-// dx of a warp's row, and its part of dweight added to `sums`: of the lane's element i in round k at (k·W + i)·32 +
-// lane, so that the lanes' addresses lie side by side.
+// Computes dx of a warp's row, and adds its part of dweight to `sums`. The lane's element i of round k is at (k·W +
+// i)·32 + lane, so that neighboring lanes have neighboring addresses.
 template <class X, int W>
 DEVICE void rmsnorm_row(X *dx, float *sums, const X *dy, const X *x, const float *weight, float r_n, float mean,
                         size_t C) {
@@ -121,7 +121,7 @@ void rmsnorm_forward(X *out, float *r, const X *inp, const float *weight, size_t
            eps);
 }
 
-// Of the backward pass: the bytes of a warp's sums, and the warps of a block.
+// The bytes of one warp's sums in the backward pass, and the number of warps per block.
 template <class X>
 size_t rmsnorm_room(size_t C) {
     size_t round = 32 * (fits<X>(C) ? Pack<X>::size : 1);
@@ -135,13 +135,13 @@ size_t rmsnorm_warps(size_t C) {
     return warps;
 }
 
-// Floats of scratch of the backward pass, enough for float and bf16.
+// The number of floats of scratch that the backward pass needs, for float or bf16.
 static inline size_t rmsnorm_partials(size_t N, size_t C) {
     return smaller(N, RMSNORM_BLOCKS) * C;
 }
 
-//   dinp (N,C) added to   dweight (C) added to   partials scratch   dout, inp (N,C)   weight (C)   r (N) as the forward
-//                         pass left it
+//   dinp (N,C) added to   dweight (C) added to   partials scratch   dout, inp (N,C)   weight (C)   r (N) from the
+//   forward pass
 template <class X>
 void rmsnorm_backward(X *dinp, float *dweight, float *partials, const X *dout, const X *inp, const float *weight,
                       const float *r, size_t N, size_t C, cudaStream_t stream) {

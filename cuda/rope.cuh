@@ -1,22 +1,23 @@
-// Rotary positions in place on q and k inside their projection, and, under qk=l2, their Euclidean norms divided out.
+// RoPE, in place on q and k inside their projection, and, with qk=l2, division by their Euclidean norms.
 //
-//   forward    y[i] = a cos − b sin,  y[i + HS/2] = b cos + a sin     of each pair a = x[i], b = x[i + HS/2]
-//              (half-split), the angle
-//              t · theta^(−2i/HS); with l2 u = y/|y|, and 1/|y| kept; 0 for a row of zeros, whose u is 0
-//   backward   with l2 dy = (du − u (u · du))/|y|, else dy = du;   da = dy[i] cos + dy[i + HS/2] sin,  db = dy[i +
-//              HS/2] cos − dy[i] sin
+//   forward    y[i] = a cos − b sin,  y[i + HS/2] = b cos + a sin   for each pair a = x[i], b = x[i + HS/2]
+//   (half-split) and the angle t · theta^(−2i/HS); with l2, u = y/|y|, and 1/|y| is stored (0 for an all-zero row,
+//   whose u is 0)
+//   backward   with l2, dy = (du − u (u · du))/|y|, otherwise dy = du;   da = dy[i] cos + dy[i + HS/2] sin,  db = dy[i
+//   + HS/2] cos − dy[i] sin
 //
-// Shapes: qkv and dqkv (B,T,3,NH,HS), of which q's and k's thirds change; cosines, sines (T,HS/2); inverse_norms
-// (B,T,2,NH), q's and then k's. HS even. X = float or bf16; all else is float, and an element is rounded once each way.
+// Shapes: qkv and dqkv (B,T,3,NH,HS), of which the thirds of q and k change; cosines, sines (T,HS/2); inverse_norms
+// (B,T,2,NH), first q's, then k's. HS even. X = float or bf16; everything else is float, and an element is rounded once
+// in each direction.
 // Sources: Su et al., "RoFormer" (2021); Hugging Face's Llama for the order of the pairs. Test:
 // dev/tests/test_kernels.cu rope.
 //
-// A block has one row of qkv. A head's pairs are shared by `group` lanes, a power of two of at most 32, so that a
-// head's sum is a few shuffles and needs no barrier; at HS = 64 in bf16 a group is 4 lanes with 16 bytes of each half.
-// The heads of a row share its cosines and sines through L1.
+// Each block processes one row of qkv. The pairs of a head are divided among `group` lanes, a power of two of at most
+// 32, so a head's sum takes a few shuffles and no barrier. With HS = 64 in bf16, a group has 4 lanes, each with 16
+// bytes of both halves. The heads of a row share its cosines and sines through L1.
 //
-// Bytes at N = 16,384, 12 heads of 64 in bf16: q and k read and written, 2·2·N·768·2 = 100.7 MB, 30 µs at 3.35 TB/s,
-// each way; with l2 the backward pass reads qkv's q and k too, 151 MB, 45 µs.
+// Memory traffic for N = 16,384, 12 heads of 64 in bf16: q and k are read and written, 2·2·N·768·2 = 100.7 MB, 30 µs at
+// 3.35 TB/s, in each direction. With l2, the backward pass also reads q and k of qkv: 151 MB, 45 µs.
 #ifndef CUDA_ROPE_CUH
 #define CUDA_ROPE_CUH
 
@@ -24,13 +25,13 @@
 
 #include "cuda/vector.cuh"
 
-// Over `group` neighboring lanes, a power of two; each of them gets the sum.
+// Sum over `group` neighboring lanes, a power of two. Each of them gets the result.
 DEVICE float group_sum(float x, int group) {
     for (int step = group / 2; step > 0; step /= 2) x += __shfl_xor_sync(0xFFFFFFFFu, x, step);
     return x;
 }
 
-// 1/sqrt(sum of squares), or 0 where that is no normal number
+// 1/sqrt(squares), or 0 if `squares` is not a normal number
 DEVICE float inverse_norm(float squares) {
     return squares < FLT_MIN ? 0.0f : 1.0f / sqrtf(squares);
 }
@@ -38,7 +39,7 @@ DEVICE float inverse_norm(float squares) {
 // ---- forward
 // registers: at most 48 (rope_forward_kernel)
 
-// The pairs of a head that are this lane's: i, i + step, ...
+// The sum of squares of this lane's pairs of a head: i, i + step, ...
 template <class X, int W>
 DEVICE float rope_squares(const X *x, size_t first, size_t step, size_t half) {
     float sum = 0;
@@ -62,7 +63,8 @@ DEVICE void rope_rotate(X *x, float factor, const float *cosines, const float *s
         load_vector<W>(s, sines + i);
         for (int j = 0; j < W; j++) {
             float y = a[j] * c[j] - b[j] * s[j], z = b[j] * c[j] + a[j] * s[j];
-            a[j] = y * factor, b[j] = z * factor;
+            a[j] = y * factor;
+            b[j] = z * factor;
         }
         store_vector<W>(x + i, a);
         store_vector<W>(x + half + i, b);
@@ -74,7 +76,7 @@ KERNEL void rope_forward_kernel(X *qkv, float *inverse_norms, const float *cosin
                                 size_t NH, size_t HS, int group) {
     size_t n = blockIdx.x, t = n % T, half = HS / 2, heads = blockDim.x / group, first = threadIdx.x % group * W,
            step = (size_t)group * W;
-    // All threads go round together: group_sum() wants whole warps.
+    // All threads run the same iterations, because group_sum() needs whole warps.
     for (size_t from = 0; from < 2 * NH; from += heads) {
         size_t head = from + threadIdx.x / group;
         bool there = head < 2 * NH;
@@ -91,7 +93,7 @@ KERNEL void rope_forward_kernel(X *qkv, float *inverse_norms, const float *cosin
 // ---- backward
 // registers: at most 56 (rope_backward_kernel)
 
-// The lane's part of u · du
+// This lane's part of u · du
 template <class X, int W>
 DEVICE float rope_dot(const X *u, const X *du, size_t first, size_t step, size_t half) {
     float sum = 0;
@@ -117,13 +119,17 @@ DEVICE void rope_rotate_back(X *du, const X *u, float dot, float inverse, const 
             float y[W], z[W];
             load_vector<W>(y, u + i);
             load_vector<W>(z, u + half + i);
-            for (int j = 0; j < W; j++) a[j] = (a[j] - y[j] * dot) * inverse, b[j] = (b[j] - z[j] * dot) * inverse;
+            for (int j = 0; j < W; j++) {
+                a[j] = (a[j] - y[j] * dot) * inverse;
+                b[j] = (b[j] - z[j] * dot) * inverse;
+            }
         }
         load_vector<W>(c, cosines + i);
         load_vector<W>(s, sines + i);
         for (int j = 0; j < W; j++) {
             float y = a[j] * c[j] + b[j] * s[j], z = b[j] * c[j] - a[j] * s[j];
-            a[j] = y, b[j] = z;
+            a[j] = y;
+            b[j] = z;
         }
         store_vector<W>(du + i, a);
         store_vector<W>(du + half + i, b);
@@ -154,18 +160,19 @@ KERNEL void rope_backward_kernel(X *dqkv, const X *qkv, const float *inverse_nor
 
 typedef struct {
     dim3 grid, block;
-    int group;    // lanes of a head
+    int group;    // lanes per head
 } RopeGrid;
 
 static inline RopeGrid rope_grid(size_t N, size_t NH, size_t HS, size_t width) {
     size_t group = 1, threads;
-    if (HS % 2) fail(EXIT_USAGE, "a head size of %zu: RoPE needs an even one.", HS);
+    if (HS % 2) fail(EXIT_USAGE, "a head size of %zu: RoPE needs an even head size.", HS);
     while (group < HS / 2 / width && group < 32) group *= 2;
     threads = (2 * NH * group + 31) / 32 * 32;
     return (RopeGrid){row_grid(N, dim3(1, 1)), dim3((unsigned)smaller(threads, 512)), (int)group};
 }
 
-//   qkv (B,T,3,NH,HS) in place   inverse_norms (B,T,2,NH) written if l2, else not used   cosines, sines (T,HS/2)
+//   qkv (B,T,3,NH,HS) updated in place   inverse_norms (B,T,2,NH) written if l2, otherwise unused   cosines, sines
+//   (T,HS/2)
 template <class X>
 void rope_forward(X *qkv, float *inverse_norms, const float *cosines, const float *sines, bool l2, size_t B, size_t T,
                   size_t NH, size_t HS, cudaStream_t stream) {
@@ -177,7 +184,7 @@ void rope_forward(X *qkv, float *inverse_norms, const float *cosines, const floa
     launch(kernel, g.grid, g.block, 0, stream, qkv, inverse_norms, cosines, sines, T, NH, HS, g.group);
 }
 
-//   dqkv (B,T,3,NH,HS) in place   qkv, inverse_norms as rope_forward() left them; not used but with l2
+//   dqkv (B,T,3,NH,HS) updated in place   qkv, inverse_norms from rope_forward(), only used if l2
 template <class X>
 void rope_backward(X *dqkv, const X *qkv, const float *inverse_norms, const float *cosines, const float *sines, bool l2,
                    size_t B, size_t T, size_t NH, size_t HS, cudaStream_t stream) {

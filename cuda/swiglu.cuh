@@ -1,17 +1,19 @@
-// Gates: SwiGLU of the feed-forward layer; the gated unit's output gate (gau.cuh) is the same kernels on other arrays.
+// Gates: SwiGLU in the feed-forward layer, and the output gate of gated attention units (gau.cuh), which uses the same
+// kernels on other arrays.
 //
 //   forward    out = silu(gate) · up,  silu(x) = x sigmoid(x)
 //   backward   dgate = dout · up · sigmoid(gate) (1 + gate (1 − sigmoid(gate))),   dup = dout · silu(gate)
 //
-// Shapes: out, dout (N,F); gate, up, dgate and dup are F columns of arrays with N rows of any width. X = float or bf16,
-// computed in float, rounded once; any F.
+// Shapes: out, dout (N,F); gate, up, dgate and dup are F columns of arrays of N rows, which may be wider. X = float or
+// bf16, computed in float, rounded once; any F.
 // Source: Shazeer, "GLU Variants Improve Transformer" (2020). Test: dev/tests/test_kernels.cu swiglu.
 //
-// A thread has 16 bytes of each array. The sigmoid is one ex2 and one rcp, 2 special functions an element: at 16 a
-// clock and SM (2 to 3 elements a clock is what memory brings) they stay below the memory's time.
+// Each thread processes 16 bytes of each array at a time. The sigmoid takes one ex2 and one rcp, so 2 special functions
+// per element. An SM computes 16 per clock, while memory delivers only 2 to 3 elements per clock and SM, so they do not
+// limit the speed.
 //
-// Bytes at N = 16,384, F = 2,048 in bf16: forward 3·N·F·2 = 201 MB, 60 µs at 3.35 TB/s; backward 5·N·F·2 = 336 MB, 100
-// µs.
+// Memory traffic for N = 16,384, F = 2,048 in bf16: forward 3·N·F·2 = 201 MB, 60 µs at 3.35 TB/s; backward 5·N·F·2 =
+// 336 MB, 100 µs.
 #ifndef CUDA_SWIGLU_CUH
 #define CUDA_SWIGLU_CUH
 
@@ -55,7 +57,7 @@ KERNEL void gate_backward_kernel(X *dgate, X *dup, const X *dout, const X *gate,
 
 // ---- launchers
 
-//   out (N,F) written   gate, up: F columns from there on, rows gate_row and up_row apart
+//   out (N,F) written   gate, up: the first of F columns, in rows that are gate_row and up_row apart
 template <class X>
 void gate_forward(X *out, const X *gate, size_t gate_row, const X *up, size_t up_row, size_t N, size_t F,
                   cudaStream_t stream) {
@@ -65,7 +67,7 @@ void gate_forward(X *out, const X *gate, size_t gate_row, const X *up, size_t up
            stream, out, gate, gate_row, up, up_row, N, F);
 }
 
-//   dgate, dup written, rows as gate's and up's   dout (N,F)
+//   dgate, dup written, laid out like gate and up   dout (N,F)
 template <class X>
 void gate_backward(X *dgate, X *dup, const X *dout, const X *gate, size_t gate_row, const X *up, size_t up_row,
                    size_t N, size_t F, cudaStream_t stream) {

@@ -1,9 +1,9 @@
-// What the kernels on rows share: loads and stores of W elements at a time as floats, shapes of grids, and sums over
+// Common parts of the row-wise kernels: loads and stores of W elements at a time as floats, grid shapes, and sums over
 // blocks.
 //
-// W is Pack<X>::size, 16 bytes, where every row starts at a multiple of 16 bytes, else 1: a shape whose rows don't
-// divide is slower, not wrong. A kernel is templated on W and its launcher chooses (`fits`). Arrays start at a multiple
-// of 16 bytes. Checked by dev/tests/test_kernels.cu, by way of the kernels.
+// W is Pack<X>::size (16 bytes) if every row starts at a multiple of 16 bytes, otherwise 1: shapes whose rows are not
+// multiples of 16 bytes are slower, not wrong. Kernels are templates on W, and their launchers choose it with fits().
+// Arrays must start at a multiple of 16 bytes. Tested through the kernels by dev/tests/test_kernels.cu.
 #ifndef CUDA_VECTOR_CUH
 #define CUDA_VECTOR_CUH
 
@@ -11,9 +11,9 @@
 
 #include "runtime/error.h"
 
-// ---- W elements as floats; X = float: W is 1 or a multiple of 4; X = bf16: 1 or 8
+// ---- W elements as floats; W is 1 or, for X = float, a multiple of 4, for X = bf16, 8
 
-// Memory that no one writes while the kernel runs.
+// For memory that is not written while the kernel runs.
 template <int W>
 DEVICE void load_vector(float x[W], const float *p) {
     if constexpr (W == 1) {
@@ -38,7 +38,7 @@ DEVICE void load_vector(float x[W], const bf16 *p) {
     }
 }
 
-// Memory that this thread may write afterwards, or that is read for the last time.
+// For memory that this thread may write afterwards, or that is read for the last time.
 template <int W>
 DEVICE void load_vector_in_place(float x[W], const float *p) {
     if constexpr (W == 1) {
@@ -87,7 +87,7 @@ DEVICE void store_vector(bf16 *p, const float x[W]) {
     }
 }
 
-// May rows of these lengths and distances be read in vectors?
+// Can rows of this length, or with this distance, be read in vectors?
 template <class X>
 bool fits(size_t elements) {
     return elements % Pack<X>::size == 0;
@@ -99,8 +99,8 @@ static inline size_t smaller(size_t a, size_t b) {
 
 // ---- grids
 
-// For kernels with no sum over a row: 256 threads, as many of them side by side on a row (x) as it has vectors, the
-// others on other rows (y).
+// For kernels without a sum over rows: 256 threads, as many of them along a row (x) as it has vectors, the others on
+// further rows (y).
 static inline dim3 row_block(size_t vectors) {
     unsigned x = 1;
     while (x < vectors && x < 256) x *= 2;
@@ -109,16 +109,16 @@ static inline dim3 row_block(size_t vectors) {
 
 static inline dim3 row_grid(size_t N, dim3 block) {
     size_t blocks = (N + block.y - 1) / block.y;
-    if (blocks > 0x7FFFFFFF) fail(EXIT_USAGE, "%zu rows are more than a grid has blocks.", N);
+    if (blocks > 0x7FFFFFFF) fail(EXIT_USAGE, "%zu rows need more blocks than a grid can have.", N);
     return dim3((unsigned)blocks);
 }
 
-// The row of a thread under row_grid().
+// The row of a thread in a row_grid() of row_block()s.
 DEVICE size_t row_of_thread() {
     return (size_t)blockIdx.x * blockDim.y + threadIdx.y;
 }
 
-// ---- x sigmoid(x), its slope, and the function itself: 1e-6 relative for |x| up to 20
+// ---- sigmoid(x), silu(x) = x sigmoid(x) and its derivative: relative error 1e-6 for |x| up to 20
 DEVICE float sigmoid(float x) {
     return reciprocal_fast(1.0f + exp2_fast(-1.44269504f * x));
 }
@@ -135,11 +135,11 @@ DEVICE void silu_both(float x, float *value, float *slope) {
 
 // ---- sums over a block, and over blocks
 
-// Over a block of THREADS, a power of two; every thread gets the sum.
+// Sum over a block of THREADS threads, a power of two. Every thread gets the result.
 template <int THREADS>
 DEVICE double block_sum_double(double x) {
     SHARED_ARRAY(double, sums, THREADS);
-    __syncthreads();    // `sums` may still be read by the call before this one
+    __syncthreads();    // the previous call may still be reading `sums`
     sums[threadIdx.x] = x;
     for (unsigned half = THREADS / 2; half > 0; half /= 2) {
         __syncthreads();
@@ -149,9 +149,9 @@ DEVICE double block_sum_double(double x) {
     return sums[0];
 }
 
-// out[c] += sum_r partials[r,c], in an order that the sizes alone decide
+// out[c] += sum_r partials[r,c], in an order that depends only on the sizes
 //   out (C) added to   partials (R, row): its first C columns
-// The second stage of sums over all rows of a batch, whose first stage leaves one row a block.
+// This is the second stage of sums over all rows of a batch, whose first stage writes one row per block.
 enum { COLUMNS = 32, COLUMN_THREADS = 32 };
 
 // registers: at most 32 (columns_add_kernel)

@@ -8,7 +8,10 @@
 
 #include <vector>
 
+#include "cuda/check.h"
 #include "dev/tests/check.h"
+#include "runtime/clock.h"
+#include "runtime/process.h"
 
 using std::vector;
 
@@ -18,6 +21,7 @@ static const size_t lengths[] = {1, 5, 64, 127, 256, 1000, 4096, 70000};
 // ---- the workers
 
 static cudaStream_t stream;
+static Collective *collective;    // NULL with a single rank
 
 static void expect(bool condition, const char *what, size_t n) {
     if (!condition)
@@ -46,8 +50,8 @@ struct Array {
     Array(const Array &) = delete;
     vector<float> read(void) const {
         vector<float> x(n);
-        collective_join(stream);
-        collective_synchronize(stream);
+        collective_join(collective, stream);
+        collective_synchronize(collective, stream);
         CUDA_CHECK(cudaMemcpy(x.data(), device, n * sizeof(float), cudaMemcpyDeviceToHost));
         return x;
     }
@@ -90,15 +94,15 @@ static void check_sums(size_t n, bool in_bf16) {
     size_t from, to;
     vector<float> mine = start_values(n, process.rank);
     Array whole(mine), sliced(mine), two(mine);
-    collective_all_reduce(whole.device, n, stream);
-    collective_reduce_scatter(sliced.device, n, stream);
+    collective_all_reduce(collective, whole.device, n, stream);
+    collective_reduce_scatter(collective, sliced.device, n, stream);
     collective_slice(n, &from, &to);
     vector<float> sum = whole.read(), slice = sliced.read();
     expect(sum_error(sum, 0, n, in_bf16) <= 1, "the sum", n);
     expect_same(sum, "the sum on every process");
     expect(sum_error(slice, from, to, in_bf16) <= 1, "the sum of a slice", n);
 
-    collective_all_gather(sliced.device, n, stream);
+    collective_all_gather(collective, sliced.device, n, stream);
     vector<float> gathered = sliced.read();
     expect_same(gathered, "what was gathered on every process");
     expect(memcmp(gathered.data() + from, slice.data() + from, (to - from) * sizeof(float)) == 0,
@@ -108,8 +112,9 @@ static void check_sums(size_t n, bool in_bf16) {
         expect(memcmp(gathered.data(), sum.data(), n * sizeof(float)) == 0,
                "a bit of the sum, gathered, against that of all at once", n);
 
-    collective_all_reduce(two.device, n, stream);    // several under way, the second of what the first gives
-    collective_all_reduce(two.device, n, stream);
+    collective_all_reduce(collective, two.device, n,
+                          stream);    // several under way, the second of what the first gives
+    collective_all_reduce(collective, two.device, n, stream);
     vector<float> twice = two.read();
     bool right = true;
     for (size_t i = 0; i < n; i++)
@@ -125,8 +130,8 @@ static void check_order(void) {
     vector<float> ones(n, 1.0f);
     for (int i = 0; i < 3; i++) {
         CUDA_CHECK(cudaMemcpyAsync(x.device, ones.data(), n * sizeof(float), cudaMemcpyHostToDevice, stream));
-        collective_all_reduce(x.device, n, stream);
-        collective_join(stream);
+        collective_all_reduce(collective, x.device, n, stream);
+        collective_join(collective, stream);
         CUDA_CHECK(cudaMemcpyAsync(copy.device, x.device, n * sizeof(float), cudaMemcpyDeviceToDevice, stream));
         CUDA_CHECK(cudaMemsetAsync(x.device, 0xFF, n * sizeof(float), stream));
         vector<float> got = copy.read();
@@ -137,9 +142,9 @@ static void check_order(void) {
 static void work_sums(bool in_bf16) {
     void *wire = NULL;
     size_t longest = lengths[sizeof lengths / sizeof *lengths - 1];
-    if (collective_scratch(longest)) CUDA_CHECK(cudaMalloc(&wire, collective_scratch(longest)));
-    expect((collective_scratch(longest) > 0) == (in_bf16 && process.size > 1), "the scratch", longest);
-    collective_use(wire);
+    if (collective_scratch(collective, longest)) CUDA_CHECK(cudaMalloc(&wire, collective_scratch(collective, longest)));
+    expect((collective_scratch(collective, longest) > 0) == (in_bf16 && process.size > 1), "the scratch", longest);
+    collective_use(collective, wire);
     for (size_t n : lengths) {
         check_slices(n);
         check_sums(n, in_bf16 && process.size > 1);
@@ -152,10 +157,10 @@ static void work_sums(bool in_bf16) {
 
 static void work_die(void) {
     Array x(vector<float>(1000, 1.0f));
-    collective_all_reduce(x.device, x.n, stream);
+    collective_all_reduce(collective, x.device, x.n, stream);
     x.read();
     if (process.rank == 1) raise(SIGKILL);
-    collective_all_reduce(x.device, x.n, stream);
+    collective_all_reduce(collective, x.device, x.n, stream);
     x.read();
     printf("process %d came through\n", process.rank);
 }
@@ -163,7 +168,7 @@ static void work_die(void) {
 // Process 1 calls for fewer floats than the others.
 static void work_differ(void) {
     Array x(vector<float>(1000, 1.0f));
-    collective_all_reduce(x.device, process.rank == 1 ? 999 : 1000, stream);
+    collective_all_reduce(collective, x.device, process.rank == 1 ? 999 : 1000, stream);
     x.read();
     printf("process %d came through\n", process.rank);
 }
@@ -172,11 +177,11 @@ static int work(const char *what, int argc, char **argv) {
     process_start(&argc, &argv);
     CUDA_CHECK(cudaSetDevice(process.local_rank));
     CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-    collective_start(!strcmp(what, "bf16"));
+    collective = collective_start(!strcmp(what, "bf16"));
     if (!strcmp(what, "die")) work_die();
     else if (!strcmp(what, "differ")) work_differ();
     else work_sums(!strcmp(what, "bf16"));
-    collective_end();
+    collective_end(collective);
     CUDA_CHECK(cudaStreamDestroy(stream));
     process_end();
     return 0;
@@ -228,13 +233,13 @@ static void test_death(void) {
     char output[8192];
     Job job = {"3", "die"};
     setenv("GRACE", "4", 1);
-    double start = collective_now();
+    double start = now();
     int code = check_fork(start_job, &job, output, sizeof output);
-    double seconds = collective_now() - start;
+    double seconds = now() - start;
     unsetenv("GRACE");
     CHECK(code != 0 && seconds < 30 && !strstr(output, "came through"), "code %d after %.1f s: %s", code, seconds,
           output);
-    CHECK(strstr(output, "process 1 (pid") && strstr(output, "has died"), "nothing says which: %s", output);
+    CHECK(strstr(output, "rank 1 (pid") && strstr(output, "has died"), "nothing says which: %s", output);
 }
 
 static bool on_a_cpu(void) {

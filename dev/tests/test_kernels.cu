@@ -24,7 +24,7 @@
 #include "cuda/adamw.cuh"
 #include "cuda/check.h"
 #include "cuda/classifier.cuh"
-#include "cuda/device.cuh"
+#include "cuda/device.h"
 #include "cuda/embedding.cuh"
 #include "cuda/gau.cuh"
 #include "cuda/norms.cuh"

@@ -1,4 +1,4 @@
-// matmul: cuda/matmul.cuh against loops in double, in float and bf16, and what cuBLASLt (or its stand-in on the CPU)
+// matmul: cuda/matmul.h against loops in double, in float and bf16, and what cuBLASLt (or its stand-in on the CPU)
 // refuses.
 //
 //   test_matmul [GROUP]     one group of GROUPS, at the end of this file
@@ -6,7 +6,8 @@
 // On a GPU, groups of calls that the trainer never makes only inform: LIBRARY_CHECK prints a note where the library's
 // answer differs from the stand-in's, and what may end the process (odd sizes in bf16) runs only by name. On the CPU
 // everything is required.
-#include "cuda/matmul.cuh"
+#include "cuda/gpu.cuh"
+#include "cuda/matmul.h"
 
 #include <math.h>
 
@@ -29,6 +30,7 @@ enum { ON_GPU = 0 };
 #endif
 
 static cudaStream_t stream;
+static Matmul matmul;
 static uint64_t seed = 1;
 
 static float any(void) {    // in [-1, 1)
@@ -121,25 +123,27 @@ static void test_layer(size_t N, size_t C, size_t OC, size_t gap) {
     auto g_transposed = [&](size_t o, size_t n) { return g(n, o); };
 
     out.fill(NAN);
-    matmul_forward(out.device, inp.device, weight.device, (const X *)NULL, N, C, OC, stream);
+    matmul_forward(&matmul, out.device, inp.device, weight.device, (const X *)NULL, N, C, OC, stream);
     compare<X>("out", out.download(), N, OC, C, x, w_transposed, (vector<X> *)NULL);
     out.fill(NAN);
-    matmul_forward(out.device, inp.device, weight.device, add.device, N, C, OC, stream);
+    matmul_forward(&matmul, out.device, inp.device, weight.device, add.device, N, C, OC, stream);
     compare<X>("out, a residual added", out.download(), N, OC, C, x, w_transposed, &add.host);
     CHECK(memcmp(add.download().data(), add.host.data(), N * OC * sizeof(X)) == 0,
           "the residual itself was written to");
-    matmul_forward(add.device, inp.device, weight.device, add.device, N, C, OC, stream);
+    matmul_forward(&matmul, add.device, inp.device, weight.device, add.device, N, C, OC, stream);
     compare<X>("out, in place", add.download(), N, OC, C, x, w_transposed, &add.host);
 
     dinp.fill(NAN), dweight.fill(NAN);
-    matmul_backward(dinp.device, dweight.device, dout.device, inp.device, weight.device, N, C, OC, false, stream);
+    matmul_backward(&matmul, dinp.device, dweight.device, dout.device, inp.device, weight.device, N, C, OC, false,
+                    stream);
     compare<X>("dinp", dinp.download(), N, C, OC, g, w, (vector<X> *)NULL);
     compare<X>("dweight", dweight.download(), OC, C, N, g_transposed, x, (vector<float> *)NULL);
     dweight.fill(0.75f), dinp.fill(NAN);
-    matmul_backward((X *)NULL, dweight.device, dout.device, inp.device, weight.device, N, C, OC, true, stream);
+    matmul_backward(&matmul, (X *)NULL, dweight.device, dout.device, inp.device, weight.device, N, C, OC, true, stream);
     compare<X>("dweight, added to", dweight.download(), OC, C, N, g_transposed, x, &dweight.host);
     CHECK(isnan(number(dinp.download()[0])), "dinp was written, and was not asked for");
-    matmul_backward(dinp.device, (float *)NULL, dout.device, inp.device, weight.device, N, C, OC, true, stream);
+    matmul_backward(&matmul, dinp.device, (float *)NULL, dout.device, inp.device, weight.device, N, C, OC, true,
+                    stream);
     compare<X>("dinp alone", dinp.download(), N, C, OC, g, w, (vector<X> *)NULL);
 }
 
@@ -175,8 +179,8 @@ static void test_unaligned(void *) {
 }
 
 static void restart(void *workspace, size_t bytes, bool measure) {
-    matmul_end();
-    matmul_start(workspace, bytes, measure);
+    matmul_end(&matmul);
+    matmul_start(&matmul, workspace, bytes, measure);
 }
 
 // A layer has three kinds of products (with a residual or without is one kind); met again, it makes no more plans.
@@ -208,8 +212,8 @@ static void test_measured(void *workspace) {
     test_layer<bf16>(33, 48, 96, 0);
     for (int i = 0; i < matmul.count; i++) CHECK(matmul.plans[i].measured, "plan %d was not measured", i);
     Array<float> dweight(24 * 16), dout(8 * 24), inp(8 * 16);    // a shape that is met adding to a gradient first
-    matmul_backward((float *)NULL, dweight.device, dout.device, inp.device, (const float *)NULL, 8, 16, 24, true,
-                    stream);
+    matmul_backward(&matmul, (float *)NULL, dweight.device, dout.device, inp.device, (const float *)NULL, 8, 16, 24,
+                    true, stream);
     compare<float>(
         "dweight, added to", dweight.download(), 24, 16, 8,
         [&](size_t o, size_t n) { return (double)dout.host[n * 24 + o]; },
@@ -230,11 +234,11 @@ static void test_repeated(void *workspace) {
     check_group("the same bits each time");
     restart(workspace, MATMUL_WORKSPACE, false);
     Array<bf16> inp(65 * 96), weight(200 * 96), out(65 * 200);
-    matmul_forward(out.device, inp.device, weight.device, (const bf16 *)NULL, 65, 96, 200, stream);
+    matmul_forward(&matmul, out.device, inp.device, weight.device, (const bf16 *)NULL, 65, 96, 200, stream);
     vector<bf16> first = out.download();
     for (int i = 0; i < 3; i++) {
         out.fill(NAN);
-        matmul_forward(out.device, inp.device, weight.device, (const bf16 *)NULL, 65, 96, 200, stream);
+        matmul_forward(&matmul, out.device, inp.device, weight.device, (const bf16 *)NULL, 65, 96, 200, stream);
         CHECK(memcmp(out.download().data(), first.data(), first.size() * sizeof(bf16)) == 0, "time %d differs", i + 2);
     }
 }
@@ -389,7 +393,7 @@ int main(int argc, char **argv) {
     program_name = "test_matmul";
     CUDA_CHECK(cudaStreamCreate(&stream));
     CUDA_CHECK(cudaMalloc(&workspace, MATMUL_WORKSPACE));
-    matmul_start(workspace, MATMUL_WORKSPACE, false);
+    matmul_start(&matmul, workspace, MATMUL_WORKSPACE, false);
     for (const auto &group : GROUPS) {
         if (argc > 1 ? strcmp(group.name, argv[1]) != 0 : group.by_name) continue;
         restart(workspace, MATMUL_WORKSPACE, false);
@@ -397,7 +401,7 @@ int main(int argc, char **argv) {
         ran++;
     }
     if (ran == 0) fail(EXIT_USAGE, "%s: no such group of tests", argv[1]);
-    matmul_end();
+    matmul_end(&matmul);
     CUDA_CHECK(cudaFree(workspace));
     CUDA_CHECK(cudaStreamDestroy(stream));
     return check_verdict();
