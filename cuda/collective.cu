@@ -66,7 +66,8 @@ static unsigned long long started(int pid) {
     return state == 'Z' || state == 'X' ? 0 : ticks;
 }
 
-// Returns a number that identifies the machine and its PID namespace: processes with the same number can see each other.
+// Returns a number that identifies the machine and its PID namespace: processes with the same number can see each
+// other.
 static double place(void) {
     char text[256] = "", space[128] = "";
     uint64_t hash = 14695981039346656037u;    // FNV-1a
@@ -106,8 +107,8 @@ static void end_run(Collective *c, const char *what) {
          process.rank, what);
 }
 
-// Ends the program with EXIT_PEER if another rank has died, NCCL reports a lost connection, or the others have not reached
-// this operation for too long.
+// Ends the program with EXIT_PEER if another rank has died, NCCL reports a lost connection, or the others have not
+// reached this operation for too long.
 static void watch(Collective *c, double t) {
     char text[256];
     ncclResult_t error = ncclSuccess;
@@ -168,8 +169,8 @@ void collective_use(Collective *c, void *scratch) {
     if (c) c->wire = (bf16 *)scratch;
 }
 
-// ---- gradients to bf16 and back: 6 bytes of memory traffic per float in each direction, one float per thread because an
-// array may start anywhere
+// ---- gradients to bf16 and back: 6 bytes of memory traffic per float in each direction, one float per thread because
+// an array may start anywhere
 // registers: at most 32 (collective_round_kernel, collective_widen_kernel)
 
 static KERNEL void collective_round_kernel(bf16 *wire, const float *x, size_t n) {

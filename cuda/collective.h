@@ -6,11 +6,11 @@
 // All slices have the same length, a multiple of 64, except that the last rank's slice also has the remainder of the
 // array (all of it if the array is short).
 //
-// While a rank waits here, it watches the others. If a rank on the same machine dies, the run ends within two seconds; if
-// one on another machine dies, it ends once NCCL notices the lost connection. Both end with a message, unless a launcher
-// that kills all ranks when one fails is faster. Ranks and machines that fall silent without dying are the business of
-// runtime/heartbeat.h. Ranks that are alive but never reach the same operation time out after COLLECTIVE_PATIENCE.
-// Tests: dev/tests/test_collective.cu.
+// While a rank waits here, it watches the others. If a rank on the same machine dies, the run ends within two seconds;
+// if one on another machine dies, it ends once NCCL notices the lost connection. Both end with a message, unless a
+// launcher that kills all ranks when one fails is faster. Ranks and machines that fall silent without dying are the
+// business of runtime/heartbeat.h. Ranks that are alive but never reach the same operation time out after
+// COLLECTIVE_PATIENCE. Tests: dev/tests/test_collective.cu.
 #ifndef CUDA_COLLECTIVE_H
 #define CUDA_COLLECTIVE_H
 
@@ -19,8 +19,8 @@
 
 typedef struct Collective Collective;
 
-// Collective; call it after process_start() and after selecting a device. Returns NULL with a single rank. With `in_bf16`,
-// gradients are transferred and summed as bf16. Ends with EXIT_USAGE if there are several ranks but no NCCL.
+// Collective; call it after process_start() and after selecting a device. Returns NULL with a single rank. With
+// `in_bf16`, gradients are transferred and summed as bf16. Ends with EXIT_USAGE if there are several ranks but no NCCL.
 Collective *collective_start(bool in_bf16);
 void collective_end(Collective *collective);
 
@@ -46,8 +46,8 @@ void collective_all_gather(Collective *collective, float *x, size_t n, cudaStrea
 // Makes later work in `stream` wait for all results.
 void collective_join(Collective *collective, cudaStream_t stream);
 
-// Waits on the host until `stream` is done, and watches the other ranks meanwhile. Call it before any copy to memory that
-// is not pinned, which would wait without watching them.
+// Waits on the host until `stream` is done, and watches the other ranks meanwhile. Call it before any copy to memory
+// that is not pinned, which would wait without watching them.
 void collective_synchronize(Collective *collective, cudaStream_t stream);
 
 #endif

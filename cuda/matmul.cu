@@ -57,8 +57,8 @@ static void set_preference(cublasLtMatmulPreference_t preference, cublasLtMatmul
     CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof value));
 }
 
-// Restricts the heuristic to algorithms that the workspace and the matrices' alignment allow, and that split sums only if
-// the parts remain floats (rather than the output's type, which may be bf16).
+// Restricts the heuristic to algorithms that the workspace and the matrices' alignment allow, and that split sums only
+// if the parts remain floats (rather than the output's type, which may be bf16).
 static cublasLtMatmulPreference_t make_preference(const Matmul *mm, const MatmulShape &shape) {
     cublasLtMatmulPreference_t preference;
     const uint32_t *alignment = shape.alignment;

@@ -8,8 +8,8 @@
 // that nothing is lost over many micro-batches. All sums have a fixed order: split-k is only allowed if the parts are
 // added as floats in the workspace. For the same library version, GPU and shape, the bits are always the same.
 //
-// Speed: 2·N·C·OC FLOPs each. The algorithm for a shape is the heuristic's first choice or, if matmul_start() was told to
-// measure, the fastest of its first few. In that case the next run may choose another algorithm, which rounds
+// Speed: 2·N·C·OC FLOPs each. The algorithm for a shape is the heuristic's first choice or, if matmul_start() was told
+// to measure, the fastest of its first few. In that case the next run may choose another algorithm, which rounds
 // differently.
 //
 // Limits: each size must be below 2^31. Any alignment works, but tensor cores need pointers and rows at multiples of 16
@@ -37,7 +37,8 @@ static inline void cublas_check(cublasStatus_t status, const char *call, const c
 enum { MATMUL_CANDIDATES = 8, MATMUL_SHAPES = 256 };
 #define MATMUL_WORKSPACE ((size_t)32 << 20)    // bytes; the library's own default on Hopper
 
-// D (m,n) = op(A) (m,k) · op(B) (k,n) + beta · C, all row-major without gaps between rows. Algorithms are chosen by shape.
+// D (m,n) = op(A) (m,k) · op(B) (k,n) + beta · C, all row-major without gaps between rows. Algorithms are chosen by
+// shape.
 struct MatmulShape {
     size_t m, n, k;
     bool ta, tb;                    // A, B are stored transposed: as (k,m), (n,k)
@@ -69,8 +70,8 @@ struct Matmul {
 void matmul_start(Matmul *mm, void *workspace, size_t bytes, bool measure);
 void matmul_end(Matmul *mm);
 
-// Computes D for this shape, without its alignments, which are determined here. C may be D, or NULL to add nothing. Ends
-// with EXIT_PEER if cuBLASLt has no algorithm for the shape.
+// Computes D for this shape, without its alignments, which are determined here. C may be D, or NULL to add nothing.
+// Ends with EXIT_PEER if cuBLASLt has no algorithm for the shape.
 void matmul_run(Matmul *mm, MatmulShape shape, void *D, const void *A, const void *B, const void *C,
                 cudaStream_t stream);
 

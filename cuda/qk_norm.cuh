@@ -14,8 +14,8 @@
 // in registers; the block then sums its groups in shared memory and leaves one row of partial sums for columns_add().
 // The number of blocks depends on the shape alone, so that every GPU gives the same bits.
 //
-// Bytes at N = 16,384, 12 + 12 heads of 64 in bf16: forward, q and k read, written and kept, 3·2·N·768·2 = 151 MB, 45 µs
-// at 3.35 TB/s; backward, dq, dk and the kept q and k read, dq and dk written, 151 MB.
+// Bytes at N = 16,384, 12 + 12 heads of 64 in bf16: forward, q and k read, written and kept, 3·2·N·768·2 = 151 MB, 45
+// µs at 3.35 TB/s; backward, dq, dk and the kept q and k read, dq and dk written, 151 MB.
 #ifndef CUDA_QK_NORM_CUH
 #define CUDA_QK_NORM_CUH
 

@@ -43,8 +43,8 @@ static void gemm_one_thread(size_t m, size_t n, size_t k, Matrix A, Matrix B, fl
 
 #elif !defined(USE_ONEDNN)
 
-// Computes tiles of 4 rows by 32 columns in registers, over slices of k. For each slice, a strip of B is packed so that it
-// is read sequentially.
+// Computes tiles of 4 rows by 32 columns in registers, over slices of k. For each slice, a strip of B is packed so that
+// it is read sequentially.
 enum { TILE_M = 4, TILE_N = 32, SLICE_K = 256 };
 
 // C (rows,cols) += A (rows,depth) · packed (depth,TILE_N)
@@ -101,9 +101,9 @@ static void gemm_onednn(size_t m, size_t n, size_t k, Matrix A, Matrix B, float 
              (int)status);
 }
 
-// If A has few rows, oneDNN reads B in place. Rows of B that are a multiple of 4 KiB apart then compete for the same cache
-// lines, which took twice as long (256 x 2048 x 768, Zen 3). So B is first copied, some rows at a time, to a buffer whose
-// rows are one cache line further apart.
+// If A has few rows, oneDNN reads B in place. Rows of B that are a multiple of 4 KiB apart then compete for the same
+// cache lines, which took twice as long (256 x 2048 x 768, Zen 3). So B is first copied, some rows at a time, to a
+// buffer whose rows are one cache line further apart.
 enum { FEW_ROWS = 256, COLLIDING = 1024, BUFFER = 2 << 20 };
 
 static void gemm_spread(size_t m, size_t n, size_t k, Matrix A, Matrix B, float beta, float *C, size_t ldc) {

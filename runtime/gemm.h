@@ -42,13 +42,15 @@ typedef struct {
     void *a, *b;
 } GemmScratch;
 
-// The bytes of memory that gemm_bf16() needs for inputs of at most these numbers of elements, and the scratch made of it.
+// The bytes of memory that gemm_bf16() needs for inputs of at most these numbers of elements, and the scratch made of
+// it.
 size_t gemm_bf16_bytes(size_t largest_a, size_t largest_b);
 GemmScratch gemm_bf16_scratch(void *memory, size_t largest_a);
 
-// The same with bfloat16 inputs and float32 sums and output. float32 inputs are first rounded, to nearest, ties to even.
-// Call it outside parallel regions. If the processor or the library does not support bfloat16 matmuls, the rounded inputs
-// are multiplied in float32, which gives the same numbers but no speedup. Ends with EXIT_RESOURCE if oneDNN fails.
+// The same with bfloat16 inputs and float32 sums and output. float32 inputs are first rounded, to nearest, ties to
+// even. Call it outside parallel regions. If the processor or the library does not support bfloat16 matmuls, the
+// rounded inputs are multiplied in float32, which gives the same numbers but no speedup. Ends with EXIT_RESOURCE if
+// oneDNN fails.
 void gemm_bf16(const GemmScratch *scratch, size_t m, size_t n, size_t k, Matrix A, Matrix B, real beta, real *C,
                size_t ldc);
 
@@ -59,8 +61,8 @@ const char *gemm_backend(void);    // "oneDNN 2.6", "CBLAS" or "built-in loops"
 void bf16_round(uint16_t *out, const float *in, size_t n);
 
 // gemm() by a oneDNN primitive, on inputs of the given type: `f32` or `bf16` of both matrices must be set accordingly.
-// Returns false if there is no such primitive. gemm_bf16() uses it; the tests also call it with float32, to exercise that
-// code on processors without bfloat16.
+// Returns false if there is no such primitive. gemm_bf16() uses it; the tests also call it with float32, to exercise
+// that code on processors without bfloat16.
 bool gemm_by_primitive(GemmType type, size_t m, size_t n, size_t k, Matrix A, Matrix B, float beta, float *C,
                        size_t ldc);
 
