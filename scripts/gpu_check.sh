@@ -460,7 +460,7 @@ ensure_built() {
 
 KERNELS="wrappers phi rmsnorm rope qk_norm swiglu gau embedding classifier adamw norms refused peak"
 PRODUCTS="layers plans shapes measured workspace repeated"
-MODELS="tied_v97 tied_v50257 _llama_ _gau_ _d48 _d64 _d128"
+MODELS="tied_v97 tied_v50257 _llama_ _gau_ _h4_kv2_T _kv1_d24 _qk_norm_T _d48 _d64 _d128"
 
 # Every group is a process of its own, so that a kernel that crashes ends its group alone.
 part_tests() {

@@ -55,6 +55,9 @@ def config_seeds():
         yield json.dumps({**llama, "attention_normalizer": normalizer}).encode()
     yield json.dumps(llama).encode()
     yield json.dumps(grouped).encode()
+    yield json.dumps({**grouped, "head_dim": 48, "rms_norm_eps": 1e-3}).encode()
+    yield json.dumps({**grouped, "model_type": "qwen3", "max_window_layers": 4, "use_sliding_window": False}).encode()
+    yield json.dumps({**grouped, "model_type": "attn_gpt", "qk_norm": True, "attention_normalizer": {"name": "ssmax", "seq_len": 64}}).encode()
 
 
 def normalizer_seeds():
