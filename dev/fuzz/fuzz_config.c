@@ -1,6 +1,6 @@
 // A hostile config.json: it is refused by name, or what was read is a model that writes the same config.json again.
 // Sources: runtime/error.c runtime/file.c runtime/json.c runtime/options.c runtime/process.c attention/normalizer.c
-// model/model.c model/config.c
+// Sources: model/model.c model/config.c
 #include <stdlib.h>
 #include <string.h>
 
