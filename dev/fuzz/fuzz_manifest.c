@@ -11,7 +11,7 @@ static void make_file(const char *folder) {
     char path[200];
     Error error;
     snprintf(path, sizeof path, "%s/a", folder);
-    if (!file_write_text(path, "x", &error)) abort();
+    if (!file_write_text(path, "x", NULL, &error)) abort();
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
