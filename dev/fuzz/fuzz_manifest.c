@@ -1,4 +1,5 @@
-// A checkpoint folder whose manifest.json is hostile: it opens no file outside, and is refused or agrees.
+// A checkpoint folder with a hostile manifest.json: no file outside the folder is opened, and the manifest is rejected
+// or correct.
 // Sources: runtime/error.c runtime/file.c runtime/json.c run/checkpoint.c
 #include <stdlib.h>
 #include <string.h>
