@@ -45,8 +45,8 @@ typedef struct {
 const FileRecord *file_log_find(const FileLog *log, const char *name);    // NULL if there is none
 void file_log_free(FileLog *log);
 
-// Creates the file, or truncates an existing one. If `log` is not NULL, the data is hashed, and file_close() records the
-// file there. Returns NULL on error.
+// Creates the file, or truncates an existing one. If `log` is not NULL, the data is hashed, and file_close() records
+// the file there. Returns NULL on error.
 File *file_create(const char *path, FileLog *log, Error *error);
 
 // Appends `size` bytes.

@@ -321,8 +321,8 @@ static void test_sharded(void) {
           "%s", error.text);
     file_write_text(
         index,
-        "{\"metadata\":{\"total_size\":20},\"weight_map\":{\"b\":\"m-2.safetensors\",\"a\":\"m-1.safetensors\"}}",
-        NULL, &error);
+        "{\"metadata\":{\"total_size\":20},\"weight_map\":{\"b\":\"m-2.safetensors\",\"a\":\"m-1.safetensors\"}}", NULL,
+        &error);
     Safetensors *s = safetensors_open(folder, &error);
     CHECK(s, "%s", error.text);
     CHECK(s && safetensors_read(s, "a", 1, (size_t[]){4}, out, &error) && !memcmp(out, a, sizeof a), "a: %s",
