@@ -222,7 +222,7 @@ $(BUILD)/cuda/flags: FORCE
 $(BUILD)/on_cpu/flags: FORCE
 	@$(if $(and $(CUDA),$(CUBLAS)),,$(cuda_missing))
 	$(call record,$(CXX) $(CXXFLAGS) $(RACES))
-cuda_missing = echo 'make: the CUDA Toolkit or cuBLASLt is missing (see make help); install them with scripts/setup_cuda.sh' >&2; exit 1
+cuda_missing = echo 'make: the CUDA Toolkit or cuBLASLt is not here (make help); scripts/setup_cuda.sh brings them' >&2; exit 1
 
 test_on_cpu: $(patsubst dev/tests/%.cu,$(BUILD)/on_cpu/tests/%,$(wildcard dev/tests/test_*.cu))
 	@status=0; for t in $^; do echo "== $$t"; $$t || status=1; done; exit $$status
@@ -243,14 +243,14 @@ help:
 	@echo 'make test_on_cpu    the tests of the kernels, on the CPU; TSAN=1: watched for races, in build/tsan'
 	@echo
 	@echo 'found on this machine'
-	@$(call found,$(ONEDNN),oneDNN (libdnnl-dev),matmuls by oneDNN in float32 and bfloat16,$(if $(filter 1,$(BLAS)),matmuls by a CBLAS; bfloat16 widened to float32,matmuls by built-in loops; slower))
-	@$(call found,$(BLAS),CBLAS (libopenblas-dev),used without oneDNN,built-in loops without oneDNN)
-	@$(call found,$(MPI),MPI (libopenmpi-dev openmpi-bin),several ranks with scripts/launch.sh,one rank)
+	@$(call found,$(ONEDNN),oneDNN (libdnnl-dev),products by oneDNN in float32 and bfloat16,$(if $(filter 1,$(BLAS)),products by a CBLAS; bfloat16 widened to float32,products by own loops; slower))
+	@$(call found,$(BLAS),CBLAS (libopenblas-dev),used where oneDNN is not there,products by own loops where oneDNN is not there)
+	@$(call found,$(MPI),MPI (libopenmpi-dev openmpi-bin),several processes by scripts/launch.sh,one process)
 	@$(call found,$(CJSON),cJSON (libcjson-dev),required,the build needs it)
 	@$(call found,$(XXHASH),xxHash (libxxhash-dev),required,the build needs it)
-	@$(call found,$(if $(CUDA),1),CUDA Toolkit,$(CUDA),no CUDA programs on GPU or CPU; scripts/setup_cuda.sh installs one)
-	@$(call found,$(if $(CUBLAS),1),cuBLASLt,$(CUBLAS),no CUDA programs on GPU or CPU; scripts/setup_cuda.sh installs it)
-	@$(call found,$(if $(USE_NCCL),1),NCCL$(if $(filter 1,$(MPI)),, (needs MPI)),$(NCCL),one GPU; scripts/setup_cuda.sh installs it)
+	@$(call found,$(if $(CUDA),1),CUDA Toolkit,$(CUDA),no CUDA programs on GPU or CPU; scripts/setup_cuda.sh brings one)
+	@$(call found,$(if $(CUBLAS),1),cuBLASLt,$(CUBLAS),no CUDA programs on GPU or CPU; scripts/setup_cuda.sh brings it)
+	@$(call found,$(if $(USE_NCCL),1),NCCL$(if $(filter 1,$(MPI)),, (needs MPI)),$(NCCL),one GPU; scripts/setup_cuda.sh brings it)
 found = printf '  %-3s %-32s %s\n' '$(if $(filter 1,$(1)),yes,no)' '$(2)' '$(if $(filter 1,$(1)),$(3),$(4))'
 
 $(BUILD)/commit: FORCE

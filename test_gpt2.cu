@@ -8,7 +8,7 @@
 #define LOSS_ROWS ((size_t)40)      // so that most cases take several turns, the last with fewer rows
 #include "train_gpt2.cu"
 
-#define WITHOUT_GROUPS    // fewer key-value heads, sizes of heads of their own
+#define WITHOUT_QK_NORM
 #include "dev/reference/cases.h"
 
 #include <algorithm>
@@ -146,7 +146,7 @@ static void from_device_array(Floats &host, X *there) {
 // none.
 struct AttentionCase {
     Normalizer normalizer;
-    size_t B, T, NH, HS;
+    size_t B, T, NH, NKV, HS;
     int L;
     Floats qkv, dout, scalars[SCALAR_COUNT], out, dq, dk, dv, scalar_grads[SCALAR_COUNT];
 };
@@ -163,6 +163,7 @@ static AttentionCase attention_case(void) {
                        size_of("B"),
                        size_of("T"),
                        size_of("heads"),
+                       size_of(has_key("kv_heads") ? "kv_heads" : "heads"),
                        size_of("head_size"),
                        (int)size_of("L"),
                        {},
@@ -173,14 +174,16 @@ static AttentionCase attention_case(void) {
                        {},
                        {},
                        {}};
-    size_t C = a.NH * a.HS, N = a.B * a.T;
+    size_t C = a.NH * a.HS, K = a.NKV * a.HS, W = C + 2 * K, N = a.B * a.T;
     char message[1024];
     if (!normalizer_parse(&a.normalizer, text_of("attn"), message, sizeof message))
         fail(EXIT_INPUT, "%s: %s", case_name, message);
-    a.qkv.resize(3 * N * C);
-    for (size_t i = 0; i < 3; i++) {
-        Floats x = filled(PARTS[i], N * C, 0, i < 2 ? (float)atof(text_of("scale")) : 2.0f);
-        for (size_t t = 0; t < N; t++) std::copy_n(&x[t * C], C, &a.qkv[(3 * t + i) * C]);
+    a.qkv.resize(N * W);
+    for (size_t i = 0, at = 0; i < 3; i++) {
+        size_t width = i ? K : C;
+        Floats x = filled(PARTS[i], N * width, 0, i < 2 ? (float)atof(text_of("scale")) : 2.0f);
+        for (size_t t = 0; t < N; t++) std::copy_n(&x[t * width], width, &a.qkv[t * W + at]);
+        at += width;
     }
     a.dout = filled("dout", N * C, 0, 1);
     for (int i = 0; i < SCALAR_COUNT; i++) {
@@ -200,13 +203,13 @@ static AttentionCase attention_case(void) {
 // trainer has it.
 template <class X>
 static void attention_run(AttentionCase &a) {
-    size_t C = a.NH * a.HS, N = a.B * a.T, angles = a.T * a.HS / 2;
+    size_t C = a.NH * a.HS, K = a.NKV * a.HS, W = C + 2 * K, N = a.B * a.T, angles = a.T * a.HS / 2;
     bool l2 = a.normalizer.qk.kind == QK_L2;
-    FlashShape shape = {&a.normalizer, a.B, a.T, a.NH, a.HS, a.HS, a.L, 3 * C, 3 * C, 3 * C, C};
-    Floats dqkv(3 * N * C);
+    FlashShape shape = {&a.normalizer, a.B, a.T, a.NH, a.NKV, a.HS, a.HS, a.L};
+    Floats dqkv(N * W);
     a.out.resize(N * C);
     X *qkv = on_device<X>(a.qkv), *grads = on_device<X>(dqkv), *out = on_device<X>(a.out), *dout = on_device<X>(a.dout);
-    float *stats = on_device(Floats(flash_stats(shape, sizeof(X)))), *norms = on_device(Floats(2 * N * a.NH)),
+    float *stats = on_device(Floats(flash_stats(shape, sizeof(X)))), *norms = on_device(Floats(N * (a.NH + a.NKV))),
           *counts = on_device(Floats(2));
     float *cosines = on_device(Floats(angles, 1)), *sines = on_device(Floats(angles));
     Scalars scalars = {};
@@ -218,18 +221,22 @@ static void attention_run(AttentionCase &a) {
     void *scratch;
     CUDA_CHECK(cudaMalloc(&scratch, flash_scratch(shape)));
     CUDA_CHECK(cudaDeviceSynchronize());
-    rope_forward(qkv, norms, cosines, sines, l2, a.B, a.T, a.NH, a.HS, stream);
-    flash_forward(out, stats, (unsigned long long *)counts, qkv, qkv + C, qkv + 2 * C, scalars, shape, scratch, stream);
-    flash_backward(grads, grads + C, grads + 2 * C, scalar_grads, dout, out, stats, qkv, qkv + C, qkv + 2 * C, scalars,
-                   shape, scratch, stream);
-    rope_backward(grads, qkv, norms, cosines, sines, l2, a.B, a.T, a.NH, a.HS, stream);
+    Rope rope = {a.B, a.T, a.NH, a.NKV, a.HS, cosines, sines, l2};
+    FlashInput<X> in = {{qkv, W, a.HS}, {qkv + C, W, a.HS}, {qkv + C + K, W, a.HS}, NULL};
+    rope_forward(qkv, norms, rope, stream);
+    flash_forward<X>({out, C, a.HS}, stats, (unsigned long long *)counts, in, scalars, shape, scratch, stream);
+    flash_backward<X>({{grads, W, a.HS}, {grads + C, W, a.HS}, {grads + C + K, W, a.HS}}, scalar_grads, dout,
+                      {out, C, a.HS}, stats, in, scalars, shape, scratch, stream);
+    rope_backward(grads, qkv, norms, rope, stream);
 
     from_device_array(a.out, out);
     from_device_array(dqkv, grads);
     Floats *parts[] = {&a.dq, &a.dk, &a.dv};
-    for (size_t i = 0; i < 3; i++) {
-        parts[i]->resize(N * C);
-        for (size_t t = 0; t < N; t++) std::copy_n(&dqkv[(3 * t + i) * C], C, &(*parts[i])[t * C]);
+    for (size_t i = 0, at = 0; i < 3; i++) {
+        size_t width = i ? K : C;
+        parts[i]->resize(N * width);
+        for (size_t t = 0; t < N; t++) std::copy_n(&dqkv[t * W + at], width, &(*parts[i])[t * width]);
+        at += width;
     }
     for (int i = 0; i < SCALAR_COUNT; i++) {
         if (scalar_grads.of[i]) from_device_array(a.scalar_grads[i], scalar_grads.of[i]);

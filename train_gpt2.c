@@ -20,6 +20,7 @@
 
 #include "attention/attention_cpu.h"
 #include "model/model.h"
+#include "model/rope.h"
 #include "run/profile.h"
 #include "run/run.h"
 #include "runtime/adamw.h"
@@ -175,8 +176,8 @@ static void qk_norm_forward(real *qkv, real *inputs, real *inverse, QkNorm q) {
     }
 }
 
-// dgain[c] += sum over rows and heads of dy[c] x[c] r: each thread has some of the channels and goes through all rows in
-// order.
+// dgain[c] += sum over rows and heads of dy[c] x[c] r: each thread has some of the channels and goes through all rows
+// in order.
 static void qk_norm_gains_backward(real *dq_gain, real *dk_gain, const real *dqkv, const real *inputs,
                                    const real *inverse, QkNorm q) {
     enum { PART = 16 };
@@ -211,18 +212,6 @@ static void qk_norm_backward(real *dqkv, real *dq_gain, real *dk_gain, const rea
         real k = r * r * dot / (real)HS;
         #pragma omp simd
         for (size_t c = 0; c < HS; c++) dx[c] = r * (gain[c] * dx[c] - x[c] * k);
-    }
-}
-
-// cos and sin (T,HS/2) of t · theta^(−2i/HS)
-static void rope_table(real *cosines, real *sines, size_t T, size_t HS, double theta) {
-    #pragma omp parallel for schedule(static)
-    for (size_t t = 0; t < T; t++) {
-        for (size_t i = 0; i < HS / 2; i++) {
-            double angle = (double)t * pow(theta, -2.0 * (double)i / (double)HS);
-            cosines[t * (HS / 2) + i] = (real)cos(angle);
-            sines[t * (HS / 2) + i] = (real)sin(angle);
-        }
     }
 }
 

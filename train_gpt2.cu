@@ -36,6 +36,7 @@
 #include "cuda/rope.cuh"
 #include "cuda/swiglu.cuh"
 #include "model/model.h"
+#include "model/rope.h"
 #include "run/profile.h"
 #include "run/run.h"
 #include "runtime/adamw.h"
@@ -109,21 +110,18 @@ static void phase(Phase next) {
 // layer, not for all.
 template <class X>
 struct Activations {
-    X *x;      // (layers + 1, N, C)        the residual stream, before each layer and at the end
-    X *qkv;    // (layers, N, 3, NH, HS)    of Llama layers, q and k after RoPE
-    // (layers, N, 2F + K)       of gated units, and their q, k (layers, N, K) and v (layers, N, F)
-    X *uvz;
-    X *q, *k, *v;
-    X *att;        // (layers, N, E)            attention's output
-    X *x_mid;      // (layers, N, C)            the residual stream between attention and feed-forward
-    X *gate_up;    // (layers, N, 2F)
+    X *x;            // (layers + 1, N, C)        the residual stream, before each layer and at the end
+    X *joined;       // (layers, N, W)            qkv of Llama layers, q and k after RoPE; uvz of gated units
+    X *q, *k, *v;    // (layers, N, K or E)       of gated units
+    X *att;          // (layers, N, E)            attention's output
+    X *x_mid;        // (layers, N, C)            the residual stream between attention and feed-forward
+    X *gate_up;      // (layers, N, 2F)
     // (layers or 1, N, C or F)  inputs of products: normalized, normalized, swiglu's or the gate's output.
     X *h1, *h2, *act;
     X *h;                                   // (N, C)                    the normalized output
     X *logits;                              // (LOSS_ROWS, VP)
     X *dx, *dh, *datt, *dact, *dgate_up;    // gradients of x, h, att, act, gate_up
-    X *dqkv;                                // of qkv, or uvz
-    X *dq, *dk, *dv;                        // of gated units
+    X *djoined, *dq, *dk, *dv;              // of joined, and of gated units' q, k, v
 };
 
 // Losses of this step so far, a validation's losses, squared gradients.
@@ -143,7 +141,7 @@ struct Model {
 
     size_t B, T, layer_stats;
     float *stats;              // (layers, layer_stats) of the rows of attention
-    float *inverse_norms;      // (layers, N, 2, NH)    1/|q| and 1/|k|, where the normalizer divides by them
+    float *inverse_norms;      // (layers, N, NH + NKV) 1/|q| and 1/|k|, where the normalizer divides by them
     float *r1, *r2, *r;        // (layers, N), (layers, N), (N)   of rmsnorm
     float *losses;             // (N)
     float *cosines, *sines;    // (T, HS/2)
@@ -223,9 +221,7 @@ static bool is_gau(const Model *m) {
 
 static FlashShape flash_shape(const Model *m, size_t B, size_t T) {
     const ModelConfig *c = &m->config;
-    size_t HS = head_size(c), VS = value_size(c), NH = (size_t)c->heads, joined = 3 * (size_t)c->channels;
-    bool gau = is_gau(m);
-    return {&c->attn, B, T, NH, HS, VS, c->seq_len, gau ? HS : joined, gau ? HS : joined, gau ? VS : joined, NH * VS};
+    return {&c->attn, B, T, (size_t)c->heads, (size_t)c->kv_heads, head_size(c), value_size(c), c->seq_len};
 }
 
 // A batch on the device: one array of int32, so that it takes one copy, and the mask.
@@ -269,15 +265,13 @@ static Bucket bucket_part(const Model *m, Bucket bucket) {
     return {bucket.from + from, to - from};
 }
 
-static void refuse_grouped(const ModelConfig *c) {
-    bool own_size = c->block == BLOCK_LLAMA && c->heads * c->head_dim != c->channels;
-    if (c->kv_heads != c->heads || own_size || c->qk_norm)
-        fail(EXIT_USAGE, "kv_heads, head_dim and qk_norm are not implemented in the trainers yet.");
+static void refuse_qk_norm(const ModelConfig *c) {
+    if (c->qk_norm) fail(EXIT_USAGE, "qk_norm is not implemented in the trainers yet.");
 }
 
 static void plan_parameters(Model *m) {
     size_t floats = m->list.floats;
-    refuse_grouped(&m->config);
+    refuse_qk_norm(&m->config);
     m->state_floats = 0;
     for (size_t i = 0; i < bucket_count(m); i++) m->state_floats += bucket_part(m, bucket_at(m, i)).floats;
     memory_add(&m->plan, "parameters", (void **)&m->params, floats * sizeof(float));
@@ -317,7 +311,7 @@ static void plan_floats(Model *m, size_t B, size_t T) {
            tokens = embedding_partials(N) * C;
     size_t partials = rows > gains ? rows : gains;
     const char *kept = "statistics kept for the backward pass", *scratch = "scratch";
-    memory_add(&m->plan, kept, (void **)&m->inverse_norms, L * N * 2 * NH * sizeof(float));
+    memory_add(&m->plan, kept, (void **)&m->inverse_norms, L * N * (NH + (size_t)c->kv_heads) * sizeof(float));
     memory_add(&m->plan, kept, (void **)&m->r1, L * N * sizeof(float));
     memory_add(&m->plan, kept, (void **)&m->r2, L * N * sizeof(float));
     memory_add(&m->plan, scratch, (void **)&m->r, N * sizeof(float));
@@ -333,9 +327,8 @@ static void plan_floats(Model *m, size_t B, size_t T) {
 template <class X>
 static void plan_activations(Model *m, Activations<X> *a, size_t B, size_t T) {
     const ModelConfig *c = &m->config;
-    size_t N = B * T, C = (size_t)c->channels, F = (size_t)c->ffn, VP = padded_vocab(c), L = (size_t)c->layers,
-           NH = (size_t)c->heads;
-    size_t K = NH * head_size(c), E = NH * value_size(c), kept_layers = m->recompute ? 1 : L,
+    size_t N = B * T, C = (size_t)c->channels, F = (size_t)c->ffn, VP = padded_vocab(c), L = (size_t)c->layers;
+    size_t K = query_width(c), E = output_width(c), W = joined_width(c), kept_layers = m->recompute ? 1 : L,
            loss_rows = N < LOSS_ROWS ? N : LOSS_ROWS;
     auto add = [m](const char *kind, X **where, size_t elements) {
         memory_add(&m->plan, kind, (void **)where, elements * sizeof(X));
@@ -344,24 +337,22 @@ static void plan_activations(Model *m, Activations<X> *a, size_t B, size_t T) {
     const char *inputs = m->recompute ? scratch : "inputs of products (no --recompute)";
     rmsnorm_warps<X>(C);    // ends the program where there is no kernel for so many channels
     add(kept, &a->x, (L + 1) * N * C);
+    add(kept, &a->joined, L * N * W);
     add(kept, &a->att, L * N * E);
+    add(scratch, &a->djoined, N * W);
     add(inputs, &a->h1, kept_layers * N * C);
     add(inputs, &a->act, kept_layers * N * F);
     if (is_gau(m)) {
-        add(kept, &a->uvz, L * N * (2 * F + K));
         add(kept, &a->q, L * N * K);
         add(kept, &a->k, L * N * K);
         add(kept, &a->v, L * N * F);
-        add(scratch, &a->dqkv, N * (2 * F + K));
         add(scratch, &a->dq, N * K);
         add(scratch, &a->dk, N * K);
         add(scratch, &a->dv, N * F);
     } else {
-        add(kept, &a->qkv, L * N * 3 * C);
         add(kept, &a->x_mid, L * N * C);
         add(kept, &a->gate_up, L * N * 2 * F);
         add(inputs, &a->h2, kept_layers * N * C);
-        add(scratch, &a->dqkv, N * 3 * C);
         add(scratch, &a->dgate_up, N * 2 * F);
     }
     add("logits of some rows", &a->logits, loss_rows * VP);
@@ -372,20 +363,13 @@ static void plan_activations(Model *m, Activations<X> *a, size_t B, size_t T) {
     add(scratch, &a->dact, N * F);
 }
 
-// cos and sin (T,HS/2) of t · theta^(−2i/HS), to the device
-static void rope_table(float *cosines, float *sines, size_t T, size_t HS, double theta) {
-    size_t half = HS / 2;
-    float *table = (float *)malloc(2 * T * half * sizeof *table);
+static void upload_rope_table(Model *m) {
+    size_t HS = head_size(&m->config), n = m->T * HS / 2;
+    float *table = (float *)malloc(2 * n * sizeof *table);
     if (!table) fail(EXIT_RESOURCE, "out of memory for RoPE's table.");
-    for (size_t t = 0; t < T; t++) {
-        for (size_t i = 0; i < half; i++) {
-            double angle = (double)t * pow(theta, -2.0 * (double)i / (double)HS);
-            table[t * half + i] = (float)cos(angle);
-            table[(T + t) * half + i] = (float)sin(angle);
-        }
-    }
-    CUDA_CHECK(cudaMemcpy(cosines, table, T * half * sizeof *table, cudaMemcpyHostToDevice));
-    CUDA_CHECK(cudaMemcpy(sines, table + T * half, T * half * sizeof *table, cudaMemcpyHostToDevice));
+    rope_table(table, table + n, m->T, HS, m->config.rope_theta);
+    CUDA_CHECK(cudaMemcpy(m->cosines, table, n * sizeof *table, cudaMemcpyHostToDevice));
+    CUDA_CHECK(cudaMemcpy(m->sines, table + n, n * sizeof *table, cudaMemcpyHostToDevice));
     free(table);
 }
 
@@ -412,7 +396,7 @@ static void take_model(Model *m) {
         CUDA_CHECK(cudaMalloc(m->plan.rows[i].where, bytes));
         CUDA_CHECK(cudaMemset(*m->plan.rows[i].where, 0, bytes));
     }
-    rope_table(m->cosines, m->sines, m->T, head_size(&m->config), m->config.rope_theta);
+    upload_rope_table(m);
     matmul_start(&m->matmul, m->products, MATMUL_WORKSPACE, !m->deterministic);
     collective_use(m->collective, m->wire);
     CUDA_CHECK(cudaDeviceSynchronize());    // these were not on our stream
@@ -425,59 +409,89 @@ static void take_model(Model *m) {
 // What is kept of one layer, or of one unit; x_next is the next one's x.
 template <class X>
 struct Layer {
-    X *x, *x_next, *h1, *att, *act, *qkv, *x_mid, *h2, *gate_up, *uvz, *q, *k, *v;
-    float *stats, *inverse_norms, *r1, *r2;
+    X *x, *x_next, *h1, *att, *act, *x_mid, *h2, *gate_up;
+    Projected<X> projected;
+    float *stats, *r1, *r2;
 };
 
 template <class X>
 static Layer<X> layer_of(const Model *m, const Activations<X> *a, size_t l, size_t N) {
     const ModelConfig *c = &m->config;
-    size_t C = (size_t)c->channels, F = (size_t)c->ffn, NH = (size_t)c->heads, K = NH * head_size(c),
-           E = NH * value_size(c);
+    size_t C = (size_t)c->channels, F = (size_t)c->ffn, K = query_width(c), E = output_width(c),
+           heads = (size_t)(c->heads + c->kv_heads);
     size_t again = m->recompute ? 0 : l;    // of what is there for one layer alone
     // The other block's are NULL.
     auto in = [N](X *first, size_t layer, size_t width) { return first ? first + layer * N * width : NULL; };
-    return {in(a->x, l, C),
-            in(a->x, l + 1, C),
-            in(a->h1, again, C),
-            in(a->att, l, E),
-            in(a->act, again, F),
-            in(a->qkv, l, 3 * C),
-            in(a->x_mid, l, C),
-            in(a->h2, again, C),
-            in(a->gate_up, l, 2 * F),
-            in(a->uvz, l, 2 * F + K),
-            in(a->q, l, K),
-            in(a->k, l, K),
-            in(a->v, l, F),
-            m->stats + l * m->layer_stats,
-            m->inverse_norms + l * N * 2 * NH,
-            m->r1 + l * N,
-            m->r2 + l * N};
+    Layer<X> of;
+    of.x = in(a->x, l, C);
+    of.x_next = in(a->x, l + 1, C);
+    of.h1 = in(a->h1, again, C);
+    of.att = in(a->att, l, E);
+    of.act = in(a->act, again, F);
+    of.x_mid = in(a->x_mid, l, C);
+    of.h2 = in(a->h2, again, C);
+    of.gate_up = in(a->gate_up, l, 2 * F);
+    of.projected = {in(a->joined, l, joined_width(c)), in(a->q, l, K), in(a->k, l, K), in(a->v, l, E),
+                    m->inverse_norms + l * N * heads};
+    of.stats = m->stats + l * m->layer_stats;
+    of.r1 = m->r1 + l * N;
+    of.r2 = m->r2 + l * N;
+    return of;
 }
 
-static bool divides_by_norms(const Model *m) {
-    return m->config.attn.qk.kind == QK_L2;
+static Rope rope_of(const Model *m, size_t B, size_t T) {
+    const ModelConfig *c = &m->config;
+    return {B, T, (size_t)c->heads, (size_t)c->kv_heads, head_size(c), m->cosines, m->sines, c->attn.qk.kind == QK_L2};
+}
+
+// q, k and v as attention reads them, and their gradients as it writes them.
+template <class X>
+static FlashInputGrads<X> attention_views(const ModelConfig *c, Projected<X> of) {
+    size_t W = joined_width(c), HS = head_size(c), K = query_width(c);
+    if (c->block == BLOCK_GAU) return {{of.q, K, HS}, {of.k, K, HS}, {of.v, output_width(c), value_size(c)}};
+    return {{of.joined, W, HS}, {of.joined + K, W, HS}, {of.joined + K + key_width(c), W, HS}};
+}
+
+template <class X>
+static FlashInput<X> attention_input(const Model *m, Projected<X> of) {
+    FlashInputGrads<X> at = attention_views(&m->config, of);
+    return {{at.q.p, at.q.row, at.q.head}, {at.k.p, at.k.row, at.k.head}, {at.v.p, at.v.row, at.v.head}, NULL};
+}
+
+// The part of attention itself, the same in both blocks: q, k, v of the layer are there.
+template <class X>
+static void attention_layer_forward(Model *m, const Layer<X> &of, size_t l, size_t B, size_t T, int counter) {
+    FlashShape shape = flash_shape(m, B, T);
+    phase(PHASE_ATTENTION);
+    flash_forward<X>({of.att, output_width(&m->config), shape.VS}, of.stats, m->without_weight + counter,
+                     attention_input(m, of.projected), layer_scalars(m, l), shape, m->scratch, stream);
+}
+
+// From a->datt to the gradients of q, k and v (in a->djoined, or in a->dq, a->dk, a->dv) and of the learned scalars.
+template <class X>
+static void attention_layer_backward(Model *m, Activations<X> *a, const Layer<X> &of, size_t l, size_t B, size_t T) {
+    FlashShape shape = flash_shape(m, B, T);
+    phase(PHASE_ATTENTION);
+    flash_backward<X>(attention_views<X>(&m->config, {a->djoined, a->dq, a->dk, a->dv, NULL}),
+                      layer_scalar_grads(m, m->grads, l), a->datt, {of.att, output_width(&m->config), shape.VS},
+                      of.stats, attention_input(m, of.projected), layer_scalars(m, l), shape, m->scratch, stream);
 }
 
 template <class X>
 static void layer_forward(Model *m, Activations<X> *a, size_t l, size_t B, size_t T, int counter) {
     const ModelConfig *c = &m->config;
     const LayerOffsets *at = &m->list.layers[l];
-    FlashShape shape = flash_shape(m, B, T);
-    size_t N = B * T, C = (size_t)c->channels, F = (size_t)c->ffn, NH = shape.NH;
+    size_t N = B * T, C = (size_t)c->channels, F = (size_t)c->ffn, W = joined_width(c), E = output_width(c);
     Layer<X> of = layer_of(m, a, l, N);
     phase(PHASE_NORM);
     rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, norm_eps(m), stream);
     phase(PHASE_PROJECTIONS);
-    matmul_forward(&m->matmul, of.qkv, of.h1, weight<X>(m, at->q), (const X *)NULL, N, C, 3 * C, stream);
+    matmul_forward(&m->matmul, of.projected.joined, of.h1, weight<X>(m, at->q), (const X *)NULL, N, C, W, stream);
     phase(PHASE_ROPE);
-    rope_forward(of.qkv, of.inverse_norms, m->cosines, m->sines, divides_by_norms(m), B, T, NH, shape.HS, stream);
-    phase(PHASE_ATTENTION);
-    flash_forward(of.att, of.stats, m->without_weight + counter, of.qkv, of.qkv + C, of.qkv + 2 * C,
-                  layer_scalars(m, l), shape, m->scratch, stream);
+    rope_forward(of.projected.joined, of.projected.inverse_norms, rope_of(m, B, T), stream);
+    attention_layer_forward(m, of, l, B, T, counter);
     phase(PHASE_PROJECTIONS);
-    matmul_forward(&m->matmul, of.x_mid, of.att, weight<X>(m, at->o), of.x, N, C, C, stream);
+    matmul_forward(&m->matmul, of.x_mid, of.att, weight<X>(m, at->o), of.x, N, E, C, stream);
 
     phase(PHASE_NORM);
     rmsnorm_forward(of.h2, of.r2, of.x_mid, m->params + at->norm2, N, C, norm_eps(m), stream);
@@ -494,8 +508,7 @@ template <class X>
 static void layer_backward(Model *m, Activations<X> *a, size_t l, size_t B, size_t T, bool add) {
     const ModelConfig *c = &m->config;
     const LayerOffsets *at = &m->list.layers[l];
-    FlashShape shape = flash_shape(m, B, T);
-    size_t N = B * T, C = (size_t)c->channels, F = (size_t)c->ffn, NH = shape.NH;
+    size_t N = B * T, C = (size_t)c->channels, F = (size_t)c->ffn, W = joined_width(c), E = output_width(c);
     Layer<X> of = layer_of(m, a, l, N);
     float *grads = m->grads;
     phase(PHASE_SWIGLU);
@@ -514,17 +527,14 @@ static void layer_backward(Model *m, Activations<X> *a, size_t l, size_t B, size
                      stream);
 
     phase(PHASE_PROJECTIONS);
-    matmul_backward(&m->matmul, a->datt, grads + at->o, a->dx, of.att, weight<X>(m, at->o), N, C, C, add, stream);
-    phase(PHASE_ATTENTION);
-    flash_backward(a->dqkv, a->dqkv + C, a->dqkv + 2 * C, layer_scalar_grads(m, grads, l), a->datt, of.att, of.stats,
-                   of.qkv, of.qkv + C, of.qkv + 2 * C, layer_scalars(m, l), shape, m->scratch, stream);
+    matmul_backward(&m->matmul, a->datt, grads + at->o, a->dx, of.att, weight<X>(m, at->o), N, E, C, add, stream);
+    attention_layer_backward(m, a, of, l, B, T);
     phase(PHASE_ROPE);
-    rope_backward(a->dqkv, of.qkv, of.inverse_norms, m->cosines, m->sines, divides_by_norms(m), B, T, NH, shape.HS,
-                  stream);
+    rope_backward(a->djoined, of.projected.joined, of.projected.inverse_norms, rope_of(m, B, T), stream);
     phase(PHASE_NORM);
     if (m->recompute) rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, norm_eps(m), stream);
     phase(PHASE_PROJECTIONS);
-    matmul_backward(&m->matmul, a->dh, grads + at->q, a->dqkv, of.h1, weight<X>(m, at->q), N, C, 3 * C, add, stream);
+    matmul_backward(&m->matmul, a->dh, grads + at->q, a->djoined, of.h1, weight<X>(m, at->q), N, C, W, add, stream);
     phase(PHASE_NORM);
     rmsnorm_backward(a->dx, grads + at->norm1, m->partials, a->dh, of.x, m->params + at->norm1, of.r1, N, C, stream);
 }
@@ -532,20 +542,17 @@ static void layer_backward(Model *m, Activations<X> *a, size_t l, size_t B, size
 template <class X>
 static void unit_forward(Model *m, Activations<X> *a, size_t l, size_t B, size_t T, int counter) {
     const LayerOffsets *at = &m->list.layers[l];
-    size_t N = B * T, C = (size_t)m->config.channels, E = (size_t)m->config.ffn, K = GAU_HEAD, W = 2 * E + K;
+    size_t N = B * T, C = (size_t)m->config.channels, E = (size_t)m->config.ffn, W = joined_width(&m->config);
     Layer<X> of = layer_of(m, a, l, N);
     phase(PHASE_NORM);
     rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, norm_eps(m), stream);
     phase(PHASE_PROJECTIONS);
-    matmul_forward(&m->matmul, of.uvz, of.h1, weight<X>(m, at->u), (const X *)NULL, N, C, W, stream);
+    matmul_forward(&m->matmul, of.projected.joined, of.h1, weight<X>(m, at->u), (const X *)NULL, N, C, W, stream);
     phase(PHASE_ROPE);
-    gau_forward(of.q, of.k, of.v, of.inverse_norms, of.uvz, gains_in(m, m->params, l), m->cosines, m->sines,
-                divides_by_norms(m), B, T, E, K, stream);
-    phase(PHASE_ATTENTION);
-    flash_forward(of.att, of.stats, m->without_weight + counter, of.q, of.k, of.v, layer_scalars(m, l),
-                  flash_shape(m, B, T), m->scratch, stream);
+    gau_forward(of.projected, gains_in(m, m->params, l), rope_of(m, B, T), E, stream);
+    attention_layer_forward(m, of, l, B, T, counter);
     phase(PHASE_GATE);
-    gau_gate_forward(of.act, of.uvz, of.att, N, E, W, stream);
+    gau_gate_forward(of.act, of.projected.joined, of.att, N, E, W, stream);
     phase(PHASE_PROJECTIONS);
     matmul_forward(&m->matmul, of.x_next, of.act, weight<X>(m, at->o), of.x, N, E, C, stream);
 }
@@ -553,25 +560,23 @@ static void unit_forward(Model *m, Activations<X> *a, size_t l, size_t B, size_t
 template <class X>
 static void unit_backward(Model *m, Activations<X> *a, size_t l, size_t B, size_t T, bool add) {
     const LayerOffsets *at = &m->list.layers[l];
-    size_t N = B * T, C = (size_t)m->config.channels, E = (size_t)m->config.ffn, K = GAU_HEAD, W = 2 * E + K;
+    size_t N = B * T, C = (size_t)m->config.channels, E = (size_t)m->config.ffn, W = joined_width(&m->config);
     Layer<X> of = layer_of(m, a, l, N);
     float *grads = m->grads;
     phase(PHASE_GATE);
-    if (m->recompute) gau_gate_forward(of.act, of.uvz, of.att, N, E, W, stream);
+    if (m->recompute) gau_gate_forward(of.act, of.projected.joined, of.att, N, E, W, stream);
     phase(PHASE_PROJECTIONS);
     matmul_backward(&m->matmul, a->dact, grads + at->o, a->dx, of.act, weight<X>(m, at->o), N, E, C, add, stream);
     phase(PHASE_GATE);
-    gau_gate_backward(a->datt, a->dqkv, a->dact, of.uvz, of.att, N, E, W, stream);
-    phase(PHASE_ATTENTION);
-    flash_backward(a->dq, a->dk, a->dv, layer_scalar_grads(m, grads, l), a->datt, of.att, of.stats, of.q, of.k, of.v,
-                   layer_scalars(m, l), flash_shape(m, B, T), m->scratch, stream);
+    gau_gate_backward(a->datt, a->djoined, a->dact, of.projected.joined, of.att, N, E, W, stream);
+    attention_layer_backward(m, a, of, l, B, T);
     phase(PHASE_ROPE);
-    gau_backward(a->dqkv, gains_in(m, grads, l), m->partials, a->dq, a->dk, a->dv, of.uvz, of.q, of.k, of.inverse_norms,
-                 gains_in(m, m->params, l), m->cosines, m->sines, divides_by_norms(m), B, T, E, K, stream);
+    gau_backward<X>({a->djoined, a->dq, a->dk, a->dv, NULL}, gains_in(m, grads, l), m->partials, of.projected,
+                    gains_in(m, m->params, l), rope_of(m, B, T), E, stream);
     phase(PHASE_NORM);
     if (m->recompute) rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, norm_eps(m), stream);
     phase(PHASE_PROJECTIONS);
-    matmul_backward(&m->matmul, a->dh, grads + at->u, a->dqkv, of.h1, weight<X>(m, at->u), N, C, W, add, stream);
+    matmul_backward(&m->matmul, a->dh, grads + at->u, a->djoined, of.h1, weight<X>(m, at->u), N, C, W, add, stream);
     phase(PHASE_NORM);
     rmsnorm_backward(a->dx, grads + at->norm1, m->partials, a->dh, of.x, m->params + at->norm1, of.r1, N, C, stream);
 }

@@ -38,11 +38,11 @@ static size_t rounded_up(size_t bytes) {
 }
 
 static size_t segments_of(FlashShape shape) {
-    return shape.B * shape.NH * ((shape.T - 1) / SEGMENT + 1);
+    return shape.B * shape.NKV * ((shape.T - 1) / SEGMENT + 1);
 }
 
 static size_t prefix_bytes(FlashShape shape) {
-    return recenters(shape) ? rounded_up(rows_of(shape) * shape.VS * sizeof(float)) : 0;
+    return recenters(shape) ? rounded_up(shape.B * shape.NKV * shape.T * shape.VS * sizeof(float)) : 0;
 }
 
 static size_t segments_bytes(FlashShape shape) {
@@ -72,16 +72,14 @@ size_t flash_scratch(FlashShape shape) {
 }
 
 template <class X>
-static FlashCall<X> call_of(FlashShape shape, Scalars scalars, const X *q, const X *k, const X *v, float *stats,
-                            void *scratch) {
+static FlashCall<X> call_of(FlashShape shape, Scalars scalars, FlashInput<X> in, float *stats, void *scratch) {
     const Normalizer *a = shape.normalizer;
     FlashCall<X> call = {};
-    call.q = q, call.k = k, call.v = v, call.scalars = scalars;
+    call.q = in.q, call.k = in.k, call.v = in.v, call.first = in.first, call.scalars = scalars;
     call.scale = a->scale, call.offset = a->offset, call.norm = a->norm;
     call.phi = NORMALIZER_PHI(a), call.post = NORMALIZER_POST(a), call.power = (float)a->post.value;
-    call.B = (int)shape.B, call.T = (int)shape.T, call.NH = (int)shape.NH, call.HS = (int)shape.HS,
-    call.VS = (int)shape.VS, call.L = shape.L;
-    call.q_row = shape.q_row, call.k_row = shape.k_row, call.v_row = shape.v_row, call.out_row = shape.out_row;
+    call.B = (int)shape.B, call.T = (int)shape.T, call.NH = (int)shape.NH, call.NKV = (int)shape.NKV,
+    call.HS = (int)shape.HS, call.VS = (int)shape.VS, call.L = shape.L;
     call.stats = stats;
     call.rest = keeps_rest(shape, sizeof(X)) ? (X *)(stats + rows_of(shape) * FLASH_STATS) : NULL;
     call.rows = (FlashRow *)scratch;
@@ -94,11 +92,9 @@ template <class X>
 static void prefix_sums(const FlashCall<X> &call, FlashShape shape, cudaStream_t stream) {
     if (!call.prefix) return;
     float *prefix = (float *)call.prefix, *segments = (float *)((char *)prefix + prefix_bytes(shape));
-    dim3 grid((call.T - 1) / SEGMENT + 1, call.B * call.NH, (call.VS - 1) / 128 + 1);
-    launch(flash_segments_kernel<X>, grid, dim3(128), 0, stream, segments, call.v, call.v_row, call.T, call.NH,
-           call.VS);
-    launch(flash_prefix_kernel<X>, grid, dim3(128), 0, stream, prefix, segments, call.v, call.v_row, call.T, call.NH,
-           call.VS);
+    dim3 grid((call.T - 1) / SEGMENT + 1, call.B * call.NKV, (call.VS - 1) / 128 + 1);
+    launch(flash_segments_kernel<X>, grid, dim3(128), 0, stream, segments, call);
+    launch(flash_prefix_kernel<X>, grid, dim3(128), 0, stream, prefix, segments, call);
 }
 
 // Is the gradient of any scalar wanted that acts in this stage, or has this width?
@@ -188,7 +184,7 @@ static void check_shared(FlashShape shape, size_t element) {
 }
 
 void flash_check(FlashShape shape, size_t element) {
-    size_t HS = shape.HS, VS = shape.VS, pack = 16 / element;
+    size_t HS = shape.HS, VS = shape.VS;
     if (HS < 8 || HS > 128 || HS % 8)
         fail(
             EXIT_USAGE,
@@ -205,31 +201,43 @@ void flash_check(FlashShape shape, size_t element) {
             EXIT_USAGE,
             "attention: %zu sequences of %zu tokens with %zu heads; expected 1 to 16,777,216 tokens, and at most 65,535 heads in all.",
             shape.B, shape.T, shape.NH);
-    if (shape.q_row % pack || shape.k_row % pack || shape.v_row % pack || shape.out_row % pack)
-        fail(EXIT_USAGE, "attention: rows of %zu, %zu, %zu and %zu elements; expected multiples of %zu (16 bytes).",
-             shape.q_row, shape.k_row, shape.v_row, shape.out_row, pack);
+    if (shape.NKV < 1 || shape.NH % shape.NKV)
+        fail(EXIT_USAGE, "attention: %zu heads do not divide among %zu key-value heads (see --model).", shape.NH,
+             shape.NKV);
     check_shared(shape, element);
 }
 
 // ---- the passes
 
+// Kernels copy 16 bytes at a time.
 template <class X>
-void flash_forward(X *out, float *stats, unsigned long long *rows_without_weight, const X *q, const X *k, const X *v,
+static void check_view(const char *name, FlashView<X> view) {
+    size_t pack = 16 / sizeof(X);
+    if ((uintptr_t)view.p % 16 || view.row % pack || view.head % pack)
+        fail(EXIT_USAGE,
+             "attention: %s at %p with rows of %zu and heads of %zu elements; expected multiples of %zu (16 bytes).",
+             name, (const void *)view.p, view.row, view.head, pack);
+}
+
+template <class X>
+void flash_forward(FlashView<X> out, float *stats, unsigned long long *rows_without_weight, FlashInput<X> in,
                    Scalars scalars, FlashShape shape, void *scratch, cudaStream_t stream) {
     flash_check(shape, sizeof(X));
-    FlashCall<X> call = call_of(shape, scalars, q, k, v, stats, scratch);
+    check_view("q", in.q), check_view("k", in.k), check_view("v", in.v), check_view("out", out);
+    FlashCall<X> call = call_of(shape, scalars, in, stats, scratch);
     call.out = out, call.rows_without_weight = rows_without_weight;
     if (call.post == POST_RECENTER) prefix_sums(call, shape, stream);
     pass_of<X>(shape.normalizer).forward(call, stream);
 }
 
 template <class X>
-void flash_backward(X *dq, X *dk, X *dv, ScalarGrads grads, const X *dout, const X *out, const float *stats, const X *q,
-                    const X *k, const X *v, Scalars scalars, FlashShape shape, void *scratch, cudaStream_t stream) {
+void flash_backward(FlashInputGrads<X> d, ScalarGrads grads, const X *dout, FlashView<const X> out, const float *stats,
+                    FlashInput<X> in, Scalars scalars, FlashShape shape, void *scratch, cudaStream_t stream) {
     flash_check(shape, sizeof(X));
-    FlashCall<X> call = call_of(shape, scalars, q, k, v, const_cast<float *>(stats), scratch);
-    call.out = const_cast<X *>(out), call.dout = dout;
-    call.dq = dq, call.dk = dk, call.dv = dv;
+    check_view("dq", d.q), check_view("dk", d.k), check_view("dv", d.v), check_view("out", out);
+    FlashCall<X> call = call_of(shape, scalars, in, const_cast<float *>(stats), scratch);
+    call.out = {const_cast<X *>(out.p), out.row, out.head}, call.dout = {dout, out.row, out.head};
+    call.dq = d.q, call.dk = d.k, call.dv = d.v;
     if (!any_acts(grads, IN_SCALE)) call.g = NULL;
     prefix_sums(call, shape, stream);
     Pass<X> pass = pass_of<X>(shape.normalizer);
@@ -239,9 +247,10 @@ void flash_backward(X *dq, X *dk, X *dv, ScalarGrads grads, const X *dout, const
     scalar_gradients(grads, call, shape, pass.in_unit, scratch, stream);
 }
 
-#define INSTANTIATE(X)                                                                                                                        \
-    template void flash_forward(X *, float *, unsigned long long *, const X *, const X *, const X *, Scalars, FlashShape, void *, cudaStream_t); \
-    template void flash_backward(X *, X *, X *, ScalarGrads, const X *, const X *, const float *, const X *, const X *, const X *, Scalars, \
-                                 FlashShape, void *, cudaStream_t);
+#define INSTANTIATE(X)                                                                                               \
+    template void flash_forward(FlashView<X>, float *, unsigned long long *, FlashInput<X>, Scalars, FlashShape, \
+                                void *, cudaStream_t);                                                                \
+    template void flash_backward(FlashInputGrads<X>, ScalarGrads, const X *, FlashView<const X>, const float *,  \
+                                 FlashInput<X>, Scalars, FlashShape, void *, cudaStream_t);
 INSTANTIATE(bf16)
 INSTANTIATE(float)

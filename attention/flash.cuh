@@ -497,11 +497,28 @@ DEVICE void with_power(float P, Function function) {
     else function(std::integral_constant<int, 0>());
 }
 
-// Row `row` of head h. Rows past T, whose results nobody sees, are like the last.
+// The first key that a row of sequence b sees. Rows past T, whose results nobody sees, are like the last.
 template <class X>
-DEVICE RowPlace place_of(const FlashCall<X> &call, int h, int row) {
-    int n = row < call.T ? row + 1 : call.T;
+DEVICE int first_key(const FlashCall<X> &call, int b, int row) {
+    return call.first ? call.first[(size_t)b * call.T + (row < call.T ? row : call.T - 1)] : 0;
+}
+
+// Row `row` of head h of sequence b
+template <class X>
+DEVICE RowPlace place_of(const FlashCall<X> &call, int b, int h, int row) {
+    int n = (row < call.T ? row + 1 : call.T) - first_key(call, b, row);
     return row_place(call.scalars, h, n, call.T, call.L, call.HS);
+}
+
+// Where head h of sequence b begins: its position 0.
+template <class X>
+DEVICE X *head_at(const FlashCall<X> &call, FlashView<X> view, int b, int h) {
+    return view.p + (size_t)b * call.T * view.row + h * view.head;
+}
+
+template <class X>
+DEVICE const X *head_at(const FlashCall<X> &call, FlashView<const X> view, int b, int h) {
+    return view.p + (size_t)b * call.T * view.row + h * view.head;
 }
 
 // What z is taken relative to, from the bias: the row's largest z under exp and expm1 over their sum.
@@ -519,12 +536,26 @@ template <int PHI>
 constexpr bool rectifies = flash_rectifies(PHI);
 
 // Element e = 4 m + i of the warp's first own row and the chunk's first other row on: visible when its key is not
-// behind its query.
+// behind its query, nor before the first key that the query sees.
 template <bool BY_COLUMN>
-DEVICE bool is_visible(int own, int other, int e) {
+DEVICE bool is_visible(int own, int other, int e, int first) {
     int lane = threadIdx.x % 32;
     own += e / 4 * 16 + e % 4 / 2 * 8 + lane / 4, other += lane % 4 * 2 + e % 2;
-    return BY_COLUMN ? own <= other : other <= own;
+    return BY_COLUMN ? own <= other && own >= first : other <= own && other >= first;
+}
+
+// Is the key before the first one that the row sees? Then it is for all rows after it, too.
+template <class X>
+DEVICE bool before_first(const FlashCall<X> &call, int b, int key, int row) {
+    return call.first && key < first_key(call, b, row);
+}
+
+// The first keys of the rows that a lane owns, in a kernel whose blocks are B·NH.
+template <int ROWS, class X>
+DEVICE void first_keys(int (&first)[ROWS], const FlashCall<X> &call, int own_row) {
+    UNROLL
+    for (int r = 0; r < ROWS; r++)
+        first[r] = call.first ? first_key(call, blockIdx.y / call.NH, own_row + 8 * r + threadIdx.x % 32 / 4) : 0;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -547,12 +578,12 @@ struct ForwardRow {
 
 // Scores that are not visible take no part in the largest.
 template <int TILES, int NT>
-DEVICE void forward_hide(float (&s)[TILES][NT][4], int own, int other) {
+DEVICE void forward_hide(float (&s)[TILES][NT][4], int own, int other, const int (&first)[2 * TILES]) {
     UNROLL
     for (int nt = 0; nt < NT; nt++) {
         UNROLL
         for (int e = 0; e < 4 * TILES; e++)
-            if (!is_visible<false>(own, other + 8 * nt, e)) s[e / 4][nt][e % 4] = -INFINITY;
+            if (!is_visible<false>(own, other + 8 * nt, e, first[e / 2])) s[e / 4][nt][e % 4] = -INFINITY;
     }
 }
 
@@ -583,7 +614,7 @@ constexpr bool rounds_values = PHI != PHI_EXP && POST < FLASH_RECENTER_L1;
 // s: scores in, f out, 0 where not visible.
 template <class X, int PHI, int POST, int TILES, int NT>
 DEVICE void forward_values(int phi, float (&s)[TILES][NT][4], const ForwardRow (&row)[2 * TILES], bool masked, int own,
-                           int other) {
+                           int other, const int (&first)[2 * TILES]) {
     UNROLL
     for (int nt = 0; nt < NT; nt++) {
         float z[4 * TILES], slope[4 * TILES];
@@ -593,7 +624,7 @@ DEVICE void forward_values(int phi, float (&s)[TILES][NT][4], const ForwardRow (
         if (rounds_values<PHI, POST>) round_to<X>(z);
         UNROLL
         for (int e = 0; e < 4 * TILES; e++) {
-            s[e / 4][nt][e % 4] = masked && !is_visible<false>(own, other + 8 * nt, e) ? 0 : z[e];
+            s[e / 4][nt][e % 4] = masked && !is_visible<false>(own, other + 8 * nt, e, first[e / 2]) ? 0 : z[e];
         }
     }
 }
@@ -625,7 +656,8 @@ DEVICE float log1p_fast(float x) {
 // The first sweep of softplus, max(z, 0) + ln(1 + exp(-|z|)), from scores: the sum of f, in the unit of z, with one
 // logarithm for a row's part of the chunk, and the largest z, which has the largest f.
 template <class X, int PHI, bool MASKED, int TILES, int NT>
-DEVICE void forward_sums_by_z(ForwardRow (&row)[2 * TILES], const float (&s)[TILES][NT][4], int own, int other) {
+DEVICE void forward_sums_by_z(ForwardRow (&row)[2 * TILES], const float (&s)[TILES][NT][4], int own, int other,
+                              const int (&first)[2 * TILES]) {
     UNROLL
     for (int r = 0; r < 2 * TILES; r++) {
         float product = 0;    // of 1 + exp(-|z|), less 1, so that a small exp counts
@@ -633,7 +665,7 @@ DEVICE void forward_sums_by_z(ForwardRow (&row)[2 * TILES], const float (&s)[TIL
         for (int i = 0; i < 2 * NT; i++) {
             const int nt = i / 2, e = r % 2 * 2 + i % 2;
             float z = s[r / 2][nt][e] * row[r].scale + row[r].bias;
-            if (MASKED && !is_visible<false>(own, other + 8 * nt, 4 * (r / 2) + e)) z = -INFINITY;
+            if (MASKED && !is_visible<false>(own, other + 8 * nt, 4 * (r / 2) + e, first[r])) z = -INFINITY;
             float x = exp_of<X, PHI>(-fabsf(z));
             row[r].largest = fmaxf(row[r].largest, z);
             row[r].sum += fmaxf(z, 0);
@@ -701,7 +733,7 @@ DEVICE float reweight_base(float f, const Row &row) {
 // f in, w out, and their sums.
 template <class X, int KNOWN, int TILES, int NT>
 DEVICE void forward_weights(float (&f)[TILES][NT][4], ForwardRow (&row)[2 * TILES], bool reweight, float P, bool masked,
-                            int own, int other) {
+                            int own, int other, const int (&first)[2 * TILES]) {
     UNROLL
     for (int nt = 0; nt < NT; nt++) {
         float w[4 * TILES];
@@ -718,7 +750,7 @@ DEVICE void forward_weights(float (&f)[TILES][NT][4], ForwardRow (&row)[2 * TILE
         round_to<X>(w);
         UNROLL
         for (int e = 0; e < 4 * TILES; e++) {
-            w[e] = masked && !is_visible<false>(own, other + 8 * nt, e) ? 0 : w[e];
+            w[e] = masked && !is_visible<false>(own, other + 8 * nt, e, first[e / 2]) ? 0 : w[e];
             row[e / 2].left += fabsf(w[e]);
             if (!reweight) row[e / 2].signs += w[e] < 0 ? -1 : w[e] > 0 ? 1 : 0;
             f[e / 4][nt][e % 4] = w[e];
@@ -776,13 +808,15 @@ DEVICE void forward_recenter(float (&sum)[TILES][HS / 8][4], const ForwardRow (&
 // Computes the warp's rows, one a lane, and hands them to the lanes that own them. Under `relative` a row whose scale
 // is negative gets it negated, and its query is to be negated too, so that the largest score has the largest z.
 template <class X, int HS, int PHI, int TILES>
-DEVICE void forward_begin(ForwardRow (&row)[2 * TILES], bool *negative, const FlashCall<X> &call, int h, int own_row,
-                          bool relative) {
+DEVICE void forward_begin(ForwardRow (&row)[2 * TILES], bool *negative, const FlashCall<X> &call, int b, int h,
+                          int own_row, bool relative) {
     const int phi = PHI >= 0 ? PHI : call.phi, lane = threadIdx.x % 32;
-    RowPlace at = place_of(call, h, own_row + lane % (16 * TILES));
+    RowPlace at = place_of(call, b, h, own_row + lane % (16 * TILES));
     float scale = row_scale(call.scale, at) * unit<X, PHI>, offset = row_offset(call.offset, at), bias = offset;
     *negative = relative && scale < 0;
     if (relative) scale = fabsf(scale), bias = offset - least_maximum(phi, call.norm, at);
+    // A row's first chunks may hide all their keys from it: then the bias stays, and must not be infinite.
+    if (relative && call.first) bias = fminf(bias, 1e30f);
     UNROLL
     for (int r = 0; r < 2 * TILES; r++) {
         int from = 8 * r + lane / 4;
@@ -827,23 +861,25 @@ DEVICE void forward_keys(float (&sum)[TILES][HS / 8][4], ForwardRow (&row)[2 * T
     enum { NT = ForwardPlan<X, HS, PHI, POST>::NT };
     const int phi = PHI >= 0 ? PHI : call.phi;
     float s[TILES][NT][4];
+    int first[2 * TILES] = {};
+    if (MASKED) first_keys(first, call, own_row);
     set_zero(s);
     product_by_rows(s, own, k);
     if constexpr (by_z<X, PHI, POST>) {
-        if (sweep.first) return forward_sums_by_z<X, PHI, MASKED>(row, s, own_row, key);
+        if (sweep.first) return forward_sums_by_z<X, PHI, MASKED>(row, s, own_row, key, first);
     }
     if (sweep.relative && (sweep.first || POST < FLASH_RECENTER_L1)) {
-        if (MASKED) forward_hide(s, own_row, key);
+        if (MASKED) forward_hide(s, own_row, key, first);
         forward_shift<X, HS, PHI>(row, sum, s, sweep.adds);
     }
-    forward_values<X, PHI, POST>(phi, s, row, MASKED, own_row, key);
+    forward_values<X, PHI, POST>(phi, s, row, MASKED, own_row, key, first);
     constexpr bool both = POST != FLASH_PLAIN || rectifies<PHI>;
     if (sweep.first || POST < FLASH_RECENTER_L1) forward_sums<both>(row, s, sweep.is_signed, sweep.reweight);
     if (POST == FLASH_PLAIN && rectifies<PHI> && sweep.is_signed && call.post == POST_RECTIFY) forward_rectify(s);
     if (!sweep.adds) return;
     if (POST >= FLASH_RECENTER_L1)
         with_power<POST>(call.power, [&](auto P) {
-            forward_weights<X, P.value>(s, row, sweep.reweight, call.power, MASKED, own_row, key);
+            forward_weights<X, P.value>(s, row, sweep.reweight, call.power, MASKED, own_row, key, first);
         });
     product_by_columns<X, HS>(sum, s, v);
 }
@@ -863,37 +899,38 @@ KERNEL void flash_forward_kernel(const FlashCall<X> call) {
     DYNAMIC_SHARED(X, shared);
     X *q_tile = shared, *k_tiles = q_tile + OWN * STEP, *v_tiles = k_tiles + 2 * KEYS * STEP;
     int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, T = call.T, b = blockIdx.y / call.NH,
-        h = blockIdx.y % call.NH;
+        h = blockIdx.y % call.NH, kv = h / (call.NH / call.NKV);
     // The longest rows first.
     int row0 = (gridDim.x - 1 - blockIdx.x) * OWN, warp_row = row0 + warp * 16 * TILES;
     int column0 = blockIdx.z * HS, columns = call.VS - column0;
-    const X *q = call.q + (size_t)b * T * call.q_row + h * call.HS,
-            *k = call.k + (size_t)b * T * call.k_row + h * call.HS;
-    const X *v = call.v + (size_t)b * T * call.v_row + (size_t)h * call.VS + column0;
+    const X *q = head_at(call, call.q, b, h), *k = head_at(call, call.k, b, kv);
+    const X *v = head_at(call, call.v, b, kv) + column0;
     const int phi = PHI >= 0 ? PHI : call.phi;
     const bool relative = subtracts_maximum(phi, call.norm), is_signed = phi_signed(phi),
                reweight = is_reweight<X, POST>(call);
 
     ForwardRow row[2 * TILES];
     bool negative;
-    forward_begin<X, HS, PHI, TILES>(row, &negative, call, h, warp_row, relative);
+    forward_begin<X, HS, PHI, TILES>(row, &negative, call, b, h, warp_row, relative);
     for (int r = 0; by_z<X, PHI, POST> && r < 2 * TILES; r++) row[r].largest = -INFINITY;
     float sum[TILES][HS / 8][4];
     set_zero(sum);
 
-    int last = row0 + OWN < T ? row0 + OWN : T, tiles = (last - 1) / KEYS + 1,
-        steps = POST >= FLASH_RECENTER_L1 ? 2 * tiles : tiles;
-    auto key_of = [&](int step) { return (POST >= FLASH_RECENTER_L1 && step >= tiles ? step - tiles : step) * KEYS; };
+    int last = row0 + OWN < T ? row0 + OWN : T, low = first_key(call, b, row0) / KEYS,
+        tiles = (last - 1) / KEYS + 1 - low, steps = POST >= FLASH_RECENTER_L1 ? 2 * tiles : tiles;
+    auto key_of = [&](int step) {
+        return ((POST >= FLASH_RECENTER_L1 && step >= tiles ? step - tiles : step) + low) * KEYS;
+    };
     auto load = [&](int step) {
         int key0 = key_of(step);
-        tile_load<KEYS, HS, THREADS>(k_tiles + step % 2 * KEYS * STEP, k + key0 * call.k_row, call.k_row, T - key0,
+        tile_load<KEYS, HS, THREADS>(k_tiles + step % 2 * KEYS * STEP, k + key0 * call.k.row, call.k.row, T - key0,
                                      call.HS);
         if (step >= steps - tiles)
-            tile_load<KEYS, HS, THREADS>(v_tiles + step % 2 * KEYS * STEP, v + key0 * call.v_row, call.v_row, T - key0,
+            tile_load<KEYS, HS, THREADS>(v_tiles + step % 2 * KEYS * STEP, v + key0 * call.v.row, call.v.row, T - key0,
                                          columns);
         copy_async_commit();
     };
-    tile_load<OWN, HS, THREADS>(q_tile, q + row0 * call.q_row, call.q_row, T - row0, call.HS);
+    tile_load<OWN, HS, THREADS>(q_tile, q + row0 * call.q.row, call.q.row, T - row0, call.HS);
     load(0);
     Own<X, HS, TILES, P::KEEP> own = {q_tile + warp * 16 * TILES * STEP, {}};
 
@@ -909,7 +946,9 @@ KERNEL void flash_forward_kernel(const FlashCall<X> call) {
         const int key0 = key_of(step), visible = warp_row + 16 * TILES - key0;
         UNROLL_NOT
         for (int c = 0; c < KEYS && c < visible; c += CHUNK) {
-            const bool masked = warp_row < key0 + c + CHUNK - 1;
+            if (before_first(call, b, key0 + c + CHUNK - 1, warp_row)) continue;
+            const bool masked =
+                warp_row < key0 + c + CHUNK - 1 || before_first(call, b, key0 + c, warp_row + 16 * TILES - 1);
             const X *k_rows = k_tile + c * STEP, *v_rows = v_tile + c * STEP;
             if (masked || !splits_chunks<HS>)
                 forward_keys<X, HS, PHI, POST, true>(sum, row, own, k_rows, v_rows, warp_row, key0 + c, sweep, call);
@@ -920,7 +959,7 @@ KERNEL void flash_forward_kernel(const FlashCall<X> call) {
             for (int r = 0; r < 2 * TILES; r++) {
                 forward_total(row[r], is_signed);
                 if constexpr (by_z<X, PHI, POST>) forward_total_by_z<X, PHI>(row[r]);
-                forward_between<X, PHI>(row[r], call, place_of(call, h, warp_row + 8 * r + g), reweight);
+                forward_between<X, PHI>(row[r], call, place_of(call, b, h, warp_row + 8 * r + g), reweight);
             }
         }
     }
@@ -938,7 +977,7 @@ KERNEL void flash_forward_kernel(const FlashCall<X> call) {
         if (mine == r) end = row[r];
     bool weight;
     float4 stats;
-    float factor = forward_end<X, PHI, POST>(&stats, end, call, place_of(call, h, i), &weight), by[2 * TILES];
+    float factor = forward_end<X, PHI, POST>(&stats, end, call, place_of(call, b, h, i), &weight), by[2 * TILES];
     if (i < T && blockIdx.z == 0 && threadIdx.x % 4 < 2 * TILES) {
         *(float4 *)(call.stats + ((size_t)blockIdx.y * T + i) * FLASH_STATS) = stats;
         if (!weight) atomicAdd(call.rows_without_weight, 1ull);
@@ -949,11 +988,12 @@ KERNEL void flash_forward_kernel(const FlashCall<X> call) {
         if (POST == FLASH_RECENTER) row[r].mean = __shfl_sync(0xFFFFFFFFu, end.mean, 4 * g + r);
     }
     if (POST == FLASH_RECENTER)
-        forward_recenter<HS>(sum, row, by, call.prefix + ((size_t)blockIdx.y * T + warp_row) * call.VS + column0,
-                             call.VS, T - warp_row, columns);
-    X *out = call.out + ((size_t)b * T + warp_row) * call.out_row + (size_t)h * call.VS + column0;
+        forward_recenter<HS>(sum, row, by,
+                             call.prefix + (((size_t)b * call.NKV + kv) * T + warp_row) * call.VS + column0, call.VS,
+                             T - warp_row, columns);
+    X *out = head_at(call, call.out, b, h) + warp_row * call.out.row + column0;
     X *rest = call.rest ? call.rest + ((size_t)blockIdx.y * T + warp_row) * call.VS + column0 : NULL;
-    store_rows(out, call.out_row, sum, by, T - warp_row, columns, rest, call.VS);
+    store_rows(out, call.out.row, sum, by, T - warp_row, columns, rest, call.VS);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1083,6 +1123,8 @@ DEVICE void dq_keys(float (&dq)[TILES][HS / 8][4], float (&less_dq)[SPLIT][HS / 
                     const Own<X, HS, TILES, KEEP> &own_q, const Own<X, HS, TILES, KEEP_DOUT> &own_dout, const X *k,
                     const X *v, int own_row, int key, bool first, const FlashCall<X> &call) {
     float s[TILES][NT][4], along[may_reweight<POST> ? TILES : 1][NT][4];
+    int from[2 * TILES] = {};
+    if (MASKED) first_keys(from, call, own_row);
     set_zero(s);
     product_by_rows(s, own_q, k);
     if (!WIDE) {
@@ -1091,7 +1133,7 @@ DEVICE void dq_keys(float (&dq)[TILES][HS / 8][4], float (&less_dq)[SPLIT][HS / 
     }
     const bool reweight = is_reweight<X, POST>(call);
     auto is_hidden = [&](int m, int nt, int e) {
-        return MASKED && !is_visible<false>(own_row + 16 * m, key + 8 * nt, e);
+        return MASKED && !is_visible<false>(own_row + 16 * m, key + 8 * nt, e, from[2 * m + e / 2]);
     };
     if constexpr (may_reweight<POST>) {
         if (reweight)
@@ -1173,13 +1215,11 @@ KERNEL void flash_dq_kernel(const FlashCall<X> call) {
     X *q_tile = shared, *dout_tile = q_tile + OWN * STEP, *k_tiles = dout_tile + OWN * STEP,
       *v_tiles = k_tiles + 2 * KEYS * STEP;
     int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, T = call.T, b = blockIdx.y / call.NH,
-        h = blockIdx.y % call.NH;
+        h = blockIdx.y % call.NH, kv = h / (call.NH / call.NKV);
     // The longest rows first.
     int row0 = (gridDim.x - 1 - blockIdx.x) * OWN, warp_row = row0 + warp * 16 * TILES;
-    const X *q = call.q + (size_t)b * T * call.q_row + h * call.HS,
-            *k = call.k + (size_t)b * T * call.k_row + h * call.HS;
-    const X *v = call.v + (size_t)b * T * call.v_row + (size_t)h * call.VS;
-    const X *dout = call.dout + ((size_t)b * T + row0) * call.out_row + (size_t)h * call.VS;
+    const X *q = head_at(call, call.q, b, h), *k = head_at(call, call.k, b, kv), *v = head_at(call, call.v, b, kv);
+    const X *dout = head_at(call, call.dout, b, h) + row0 * call.dout.row;
     FlashRow *rows = call.rows + (size_t)blockIdx.y * T;
     const bool reweight = is_reweight<X, POST>(call),
                two_sweeps = less_first<X, HS, POST> && reweight && norm_is_sum(call.norm);
@@ -1197,19 +1237,20 @@ KERNEL void flash_dq_kernel(const FlashCall<X> call) {
     set_zero(dq);
     set_zero(less_dq);
 
-    int last = row0 + OWN < T ? row0 + OWN : T, tiles = (last - 1) / KEYS + 1, steps = two_sweeps ? 2 * tiles : tiles;
-    auto key_of = [&](int step) { return (two_sweeps && step >= tiles ? step - tiles : step) * KEYS; };
+    int last = row0 + OWN < T ? row0 + OWN : T, low = first_key(call, b, row0) / KEYS,
+        tiles = (last - 1) / KEYS + 1 - low, steps = two_sweeps ? 2 * tiles : tiles;
+    auto key_of = [&](int step) { return ((two_sweeps && step >= tiles ? step - tiles : step) + low) * KEYS; };
     auto load = [&](int step) {
         int key0 = key_of(step);
-        tile_load<KEYS, HS, THREADS>(k_tiles + step % 2 * KEYS * STEP, k + key0 * call.k_row, call.k_row, T - key0,
+        tile_load<KEYS, HS, THREADS>(k_tiles + step % 2 * KEYS * STEP, k + key0 * call.k.row, call.k.row, T - key0,
                                      call.HS);
         if (!WIDE)
-            tile_load<KEYS, HS, THREADS>(v_tiles + step % 2 * KEYS * STEP, v + key0 * call.v_row, call.v_row, T - key0,
+            tile_load<KEYS, HS, THREADS>(v_tiles + step % 2 * KEYS * STEP, v + key0 * call.v.row, call.v.row, T - key0,
                                          call.VS);
         copy_async_commit();
     };
-    tile_load<OWN, HS, THREADS>(q_tile, q + row0 * call.q_row, call.q_row, T - row0, call.HS);
-    if (!WIDE) tile_load<OWN, HS, THREADS>(dout_tile, dout, call.out_row, T - row0, call.VS);
+    tile_load<OWN, HS, THREADS>(q_tile, q + row0 * call.q.row, call.q.row, T - row0, call.HS);
+    if (!WIDE) tile_load<OWN, HS, THREADS>(dout_tile, dout, call.dout.row, T - row0, call.VS);
     load(0);
     Own<X, HS, TILES, P::KEEP> own_q = {q_tile + warp * 16 * TILES * STEP, {}},
                                own_dout = {dout_tile + warp * 16 * TILES * STEP, {}};
@@ -1227,12 +1268,14 @@ KERNEL void flash_dq_kernel(const FlashCall<X> call) {
         float d[TILES][NT][4];
         if constexpr (WIDE) {
             set_zero(d);
-            product_wide<X, HS, OWN, KEYS, THREADS>(d, own_dout, dout_tile, v_tiles, dout, call.out_row, T - row0,
-                                                    v + key0 * call.v_row, call.v_row, T - key0, call.VS);
+            product_wide<X, HS, OWN, KEYS, THREADS>(d, own_dout, dout_tile, v_tiles, dout, call.dout.row, T - row0,
+                                                    v + key0 * call.v.row, call.v.row, T - key0, call.VS);
         }
         UNROLL_NOT
         for (int c = 0; c < KEYS && c < visible; c += CHUNK) {
-            const bool masked = key0 + c + CHUNK - 1 > warp_row;
+            if (before_first(call, b, key0 + c + CHUNK - 1, warp_row)) continue;
+            const bool masked =
+                key0 + c + CHUNK - 1 > warp_row || before_first(call, b, key0 + c, warp_row + 16 * TILES - 1);
             const X *k_rows = k_tile + c * STEP, *v_rows = v_tile + c * STEP;
             if (masked)
                 dq_keys<X, HS, PHI, POST, WIDE, true>(dq, less_dq, d, g_sum, less_sum, row, own_q, own_dout, k_rows,
@@ -1245,7 +1288,7 @@ KERNEL void flash_dq_kernel(const FlashCall<X> call) {
             UNROLL
             for (int r = 0; r < 2 * TILES; r++) {
                 int i = warp_row + 8 * r + g;
-                row[r].less = reweight_less(less_sum[r], row[r], call, i < T ? i + 1 : T);
+                row[r].less = reweight_less(less_sum[r], row[r], call, place_of(call, b, h, i).n);
                 if (i < T && threadIdx.x % 4 == 0) rows[i].less = row[r].less;
             }
         }
@@ -1259,7 +1302,7 @@ KERNEL void flash_dq_kernel(const FlashCall<X> call) {
         if constexpr (splits_dq<X, HS, POST>) {
             if (reweight) {
                 FlashRow end = i < T ? rows[i] : FlashRow();    // again, for the registers
-                float less = reweight_less(less_sum[r], end, call, i < T ? i + 1 : T);
+                float less = reweight_less(less_sum[r], end, call, place_of(call, b, h, i).n);
                 dq_combine(dq[r / 2], less_dq[r / 2], r % 2, reweight_factor(end, call), less);
                 __syncwarp();
                 if (i < T && threadIdx.x % 4 == 0) rows[i].less = less;
@@ -1270,8 +1313,7 @@ KERNEL void flash_dq_kernel(const FlashCall<X> call) {
         float of_row = row_sum(g_sum[r]);
         if (call.g && i < T && threadIdx.x % 4 == 0) call.g[(size_t)blockIdx.y * T + i] = of_row;
     }
-    store_rows(call.dq + ((size_t)b * T + warp_row) * call.q_row + h * call.HS, call.q_row, dq, by, T - warp_row,
-               call.HS);
+    store_rows(head_at(call, call.dq, b, h) + warp_row * call.dq.row, call.dq.row, dq, by, T - warp_row, call.HS);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1295,11 +1337,13 @@ DEVICE void dkv_rows(float (&dk)[TILES][HS / 8][4], float (&dv)[TILES][HS / 8][4
         UNROLL
         for (int nt = 0; nt < NT; nt++) {
             FlashRow row[2];
+            int first[2] = {0, 0};
             UNROLL
             for (int i = 0; i < 2; i++) {
                 int at = 8 * nt + threadIdx.x % 4 * 2 + i;
                 float4 x = row_tile[at], y = row_tile[ROWS + at];
                 row[i] = {x.x, x.y, x.z, x.w, {y.x}, {y.y}, y.z, y.w};
+                if (MASKED && call.first) first[i] = first_key(call, blockIdx.y / call.NKV, query + at);
             }
             UNROLL
             for (int m = 0; m < TILES; m++) {
@@ -1307,7 +1351,7 @@ DEVICE void dkv_rows(float (&dk)[TILES][HS / 8][4], float (&dv)[TILES][HS / 8][4
                 backward_values<X, PHI, POST, true, P.value>(d[m][nt], f, slope, w, s[m][nt], row, call);
                 UNROLL
                 for (int e = 0; e < 4; e++) {
-                    bool hidden = MASKED && !is_visible<true>(own_key + 16 * m, query + 8 * nt, e);
+                    bool hidden = MASKED && !is_visible<true>(own_key + 16 * m, query + 8 * nt, e, first[e % 2]);
                     float dz = d[m][nt][e] * slope[e];
                     if (POST != FLASH_PLAIN && !is_reweight<X, POST>(call)) dz *= row[e % 2].scale * (1 / unit<X, PHI>);
                     s[m][nt][e] = hidden ? 0 : w[e];
@@ -1340,67 +1384,76 @@ KERNEL void flash_dkv_kernel(const FlashCall<X> call) {
       *dout_tiles = q_tiles + 2 * ROWS * STEP;
     // (2,2,ROWS): halves of FlashRow.
     float4 *row_tiles = (float4 *)(dout_tiles + 2 * ROWS * STEP);
-    int warp = threadIdx.x / 32, T = call.T, b = blockIdx.y / call.NH, h = blockIdx.y % call.NH;
+    int warp = threadIdx.x / 32, T = call.T, b = blockIdx.y / call.NKV, kv = blockIdx.y % call.NKV;
     int key0 = blockIdx.x * OWN, warp_key = key0 + warp * 16 * TILES, column0 = blockIdx.z * HS,
         columns = call.VS - column0;
-    const X *q = call.q + (size_t)b * T * call.q_row + h * call.HS,
-            *k = call.k + ((size_t)b * T + key0) * call.k_row + h * call.HS;
-    const X *v = call.v + ((size_t)b * T + key0) * call.v_row + (size_t)h * call.VS + column0;
-    const X *dout = call.dout + (size_t)b * T * call.out_row + (size_t)h * call.VS + column0;
+    const X *k = head_at(call, call.k, b, kv) + key0 * call.k.row;
+    const X *v = head_at(call, call.v, b, kv) + key0 * call.v.row + column0;
+    const int first = key0 / ROWS * ROWS, group = call.NH / call.NKV;
+    int end = T;    // Rows that begin behind these keys see none of them, nor do those after them.
+    if (call.first)
+        for (end = first; end < T && !before_first(call, b, key0 + OWN - 1, end); end += ROWS) {}
 
-    const int first = key0 / ROWS * ROWS;
-    auto load = [&](int row0) {
-        int stage = row0 / ROWS % 2;
-        tile_load<ROWS, HS, THREADS>(q_tiles + stage * ROWS * STEP, q + row0 * call.q_row, call.q_row, T - row0,
-                                     call.HS);
-        if (!WIDE)
-            tile_load<ROWS, HS, THREADS>(dout_tiles + stage * ROWS * STEP, dout + row0 * call.out_row, call.out_row,
-                                         T - row0, columns);
-        if (int i = anew(threadIdx.x); i < 2 * ROWS) {
-            static_assert(2 * ROWS <= THREADS, "each thread copies half a row at most");
-            const float4 *rows = (const float4 *)(call.rows + (size_t)anew(blockIdx.y) * T);
-            bool valid = row0 + i % ROWS < T;
-            copy_async_16(row_tiles + stage * 2 * ROWS + i, rows + (valid ? 2 * (row0 + i % ROWS) + i / ROWS : 0),
-                          valid);
-        }
-        copy_async_commit();
-    };
-    tile_load<OWN, HS, THREADS>(k_tile, k, call.k_row, T - key0, call.HS);
-    if (MODE == KEYS_BOTH) tile_load<OWN, HS, THREADS>(v_tile, v, call.v_row, T - key0, columns);
-    load(first);
+    tile_load<OWN, HS, THREADS>(k_tile, k, call.k.row, T - key0, call.HS);
+    if (MODE == KEYS_BOTH) tile_load<OWN, HS, THREADS>(v_tile, v, call.v.row, T - key0, columns);
     Own<X, HS, TILES, P::KEEP> own_k = {k_tile + warp * 16 * TILES * STEP, {}},
                                own_v = {v_tile + warp * 16 * TILES * STEP, {}};
     float dk[TILES][HS / 8][4], dv[TILES][HS / 8][4];
     set_zero(dk);
     set_zero(dv);
 
-    for (int row0 = first; row0 < T; row0 += ROWS) {
-        tile_wait();
-        if (row0 + ROWS < T) load(row0 + ROWS);
-        if (row0 == first) {
-            own_keep(own_k);
-            if (MODE == KEYS_BOTH) own_keep(own_v);
-        }
-        const int stage = row0 / ROWS % 2;
-        const X *q_tile = q_tiles + stage * ROWS * STEP, *dout_tile = dout_tiles + stage * ROWS * STEP;
-        const float4 *row_tile = row_tiles + stage * 2 * ROWS;
-        float d[TILES][NT][4];
-        if constexpr (WIDE) {
-            set_zero(d);
-            product_wide<X, HS, OWN, ROWS, THREADS>(d, own_v, v_tile, dout_tiles, v, call.v_row, T - key0,
-                                                    dout + row0 * call.out_row, call.out_row, T - row0, call.VS);
-        }
-        UNROLL_NOT
-        for (int c = 0; c < ROWS && row0 + c < T; c += CHUNK) {
-            if (row0 + c + CHUNK <= warp_key) continue;
-            const bool masked = row0 + c < warp_key + 16 * TILES - 1;
-            const X *q_rows = q_tile + c * STEP, *dout_rows = dout_tile + c * STEP;
-            if (masked)
-                dkv_rows<X, HS, PHI, POST, MODE, true, TILES, NT, ROWS>(dk, dv, d, own_k, own_v, q_rows, dout_rows,
-                                                                        row_tile + c, warp_key, row0 + c, call);
-            else
-                dkv_rows<X, HS, PHI, POST, MODE, false, TILES, NT, ROWS>(dk, dv, d, own_k, own_v, q_rows, dout_rows,
-                                                                         row_tile + c, warp_key, row0 + c, call);
+    UNROLL_NOT
+    for (int member = 0; member < group; member++) {    // the query heads that share these keys
+        const int h = kv * group + member;
+        const X *q = head_at(call, call.q, b, h), *dout = head_at(call, call.dout, b, h) + column0;
+        auto load = [&](int row0) {
+            int stage = row0 / ROWS % 2;
+            tile_load<ROWS, HS, THREADS>(q_tiles + stage * ROWS * STEP, q + row0 * call.q.row, call.q.row, T - row0,
+                                         call.HS);
+            if (!WIDE)
+                tile_load<ROWS, HS, THREADS>(dout_tiles + stage * ROWS * STEP, dout + row0 * call.dout.row,
+                                             call.dout.row, T - row0, columns);
+            if (int i = anew(threadIdx.x); i < 2 * ROWS) {
+                static_assert(2 * ROWS <= THREADS, "each thread copies half a row at most");
+                const float4 *rows = (const float4 *)(call.rows + ((size_t)anew(blockIdx.y) * group + member) * T);
+                bool valid = row0 + i % ROWS < T;
+                copy_async_16(row_tiles + stage * 2 * ROWS + i, rows + (valid ? 2 * (row0 + i % ROWS) + i / ROWS : 0),
+                              valid);
+            }
+            copy_async_commit();
+        };
+        if (member > 0) __syncthreads();    // nobody needs the tiles of the head before any more
+        load(first);
+        for (int row0 = first; row0 < end; row0 += ROWS) {
+            tile_wait();
+            if (row0 + ROWS < end) load(row0 + ROWS);
+            if (row0 == first && member == 0) {
+                own_keep(own_k);
+                if (MODE == KEYS_BOTH) own_keep(own_v);
+            }
+            const int stage = row0 / ROWS % 2;
+            const X *q_tile = q_tiles + stage * ROWS * STEP, *dout_tile = dout_tiles + stage * ROWS * STEP;
+            const float4 *row_tile = row_tiles + stage * 2 * ROWS;
+            float d[TILES][NT][4];
+            if constexpr (WIDE) {
+                set_zero(d);
+                product_wide<X, HS, OWN, ROWS, THREADS>(d, own_v, v_tile, dout_tiles, v, call.v.row, T - key0,
+                                                        dout + row0 * call.dout.row, call.dout.row, T - row0, call.VS);
+            }
+            UNROLL_NOT
+            for (int c = 0; c < ROWS && row0 + c < T; c += CHUNK) {
+                if (row0 + c + CHUNK <= warp_key || before_first(call, b, warp_key + 16 * TILES - 1, row0 + c))
+                    continue;
+                const bool masked =
+                    row0 + c < warp_key + 16 * TILES - 1 || before_first(call, b, warp_key, row0 + c + CHUNK - 1);
+                const X *q_rows = q_tile + c * STEP, *dout_rows = dout_tile + c * STEP;
+                if (masked)
+                    dkv_rows<X, HS, PHI, POST, MODE, true, TILES, NT, ROWS>(dk, dv, d, own_k, own_v, q_rows, dout_rows,
+                                                                            row_tile + c, warp_key, row0 + c, call);
+                else
+                    dkv_rows<X, HS, PHI, POST, MODE, false, TILES, NT, ROWS>(dk, dv, d, own_k, own_v, q_rows, dout_rows,
+                                                                             row_tile + c, warp_key, row0 + c, call);
+            }
         }
     }
 
@@ -1408,12 +1461,12 @@ KERNEL void flash_dkv_kernel(const FlashCall<X> call) {
     UNROLL
     for (int r = 0; r < 2 * TILES; r++) by[r] = 1;
     // Computed anew, these take no registers from the loop.
-    b = anew(blockIdx.y) / call.NH, h = anew(blockIdx.y) % call.NH,
+    b = anew(blockIdx.y) / call.NKV, kv = anew(blockIdx.y) % call.NKV;
     warp_key = key0 + anew(threadIdx.x) / 32 * 16 * TILES;
-    size_t at = (size_t)b * T + warp_key;
-    if (DK) store_rows(call.dk + at * call.k_row + h * call.HS, call.k_row, dk, by, T - warp_key, call.HS);
+    if (DK)
+        store_rows(head_at(call, call.dk, b, kv) + warp_key * call.dk.row, call.dk.row, dk, by, T - warp_key, call.HS);
     if (DV)
-        store_rows(call.dv + at * call.v_row + (size_t)h * call.VS + column0, call.v_row, dv, by, T - warp_key,
+        store_rows(head_at(call, call.dv, b, kv) + warp_key * call.dv.row + column0, call.dv.row, dv, by, T - warp_key,
                    columns);
 }
 
@@ -1425,29 +1478,38 @@ enum { SEGMENT = 64 };    // positions whose sum of v is taken alone first
 // registers: at most 48 (flash_segments_kernel, flash_prefix_kernel, flash_rows_kernel)
 // registers: at most 48 (flash_scalars_kernel, flash_positions_kernel)
 // registers: at most 32 (flash_scalars_add_kernel, flash_positions_add_kernel)
-// segments (B NH, T/SEGMENT, VS): sums of v over SEGMENT positions. A thread a column.
+// segments (B NKV, T/SEGMENT, VS): sums of v over SEGMENT positions. A thread a column.
 template <class X>
-KERNEL void flash_segments_kernel(float *segments, const X *v, size_t v_row, int T, int NH, int VS) {
-    int c = blockIdx.z * blockDim.x + threadIdx.x, b = blockIdx.y / NH, h = blockIdx.y % NH,
-        from = blockIdx.x * SEGMENT;
-    if (c >= VS) return;
+KERNEL void flash_segments_kernel(float *segments, const FlashCall<X> call) {
+    int c = blockIdx.z * blockDim.x + threadIdx.x, from = blockIdx.x * SEGMENT;
+    if (c >= call.VS) return;
+    const X *v = head_at(call, call.v, blockIdx.y / call.NKV, blockIdx.y % call.NKV) + c;
     float sum = 0;
-    for (int t = from; t < from + SEGMENT && t < T; t++)
-        sum += to_float(v[((size_t)b * T + t) * v_row + (size_t)h * VS + c]);
-    segments[((size_t)blockIdx.y * gridDim.x + blockIdx.x) * VS + c] = sum;
+    for (int t = from; t < from + SEGMENT && t < call.T; t++) sum += to_float(v[t * call.v.row]);
+    segments[((size_t)blockIdx.y * gridDim.x + blockIdx.x) * call.VS + c] = sum;
 }
 
-// prefix (B NH, T, VS): sum_{j <= t} v_j
+// prefix (B NKV, T, VS): the sum of v_j over the j that row t sees
 template <class X>
-KERNEL void flash_prefix_kernel(float *prefix, const float *segments, const X *v, size_t v_row, int T, int NH, int VS) {
-    int c = blockIdx.z * blockDim.x + threadIdx.x, b = blockIdx.y / NH, h = blockIdx.y % NH,
-        from = blockIdx.x * SEGMENT;
-    if (c >= VS) return;
+KERNEL void flash_prefix_kernel(float *prefix, const float *segments, const FlashCall<X> call) {
+    int c = blockIdx.z * blockDim.x + threadIdx.x, b = blockIdx.y / call.NKV, from = blockIdx.x * SEGMENT;
+    if (c >= call.VS) return;
+    const X *v = head_at(call, call.v, b, blockIdx.y % call.NKV) + c;
     float sum = 0;
-    for (unsigned i = 0; i < blockIdx.x; i++) sum += segments[((size_t)blockIdx.y * gridDim.x + i) * VS + c];
-    for (int t = from; t < from + SEGMENT && t < T; t++) {
-        sum += to_float(v[((size_t)b * T + t) * v_row + (size_t)h * VS + c]);
-        prefix[((size_t)blockIdx.y * T + t) * VS + c] = sum;
+    // What the row before this segment sees: the rest of a segment, and whole ones.
+    int seen = from ? first_key(call, b, from - 1) : 0, at = seen;
+    for (; at % SEGMENT && at < from; at++) sum += to_float(v[at * call.v.row]);
+    for (int i = at / SEGMENT; i < (int)blockIdx.x; i++)
+        sum += segments[((size_t)blockIdx.y * gridDim.x + i) * call.VS + c];
+    for (int t = from; t < from + SEGMENT && t < call.T; t++) {
+        int first = first_key(call, b, t);
+        if (first != seen) {
+            sum = 0;
+            for (int j = first; j < t; j++) sum += to_float(v[j * call.v.row]);
+            seen = first;
+        }
+        sum += to_float(v[t * call.v.row]);
+        prefix[((size_t)blockIdx.y * call.T + t) * call.VS + c] = sum;
     }
 }
 
@@ -1478,13 +1540,15 @@ KERNEL void flash_rows_kernel(const FlashCall<X> call, float in_unit) {
     size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) / ROW_LANES, rows = (size_t)call.B * call.NH * call.T;
     bool there = i < rows;
     if (!there) i = rows - 1;    // for the shuffles
-    int lane = threadIdx.x % ROW_LANES, t = i % call.T, h = i / call.T % call.NH;
-    size_t at = (i / call.T / call.NH * call.T + t) * call.out_row + (size_t)h * call.VS;
+    int lane = threadIdx.x % ROW_LANES, t = i % call.T, h = i / call.T % call.NH, b = i / call.T / call.NH;
+    const X *dout_row = head_at(call, call.dout, b, h) + t * call.dout.row;
+    const X *out_row = head_at(call, call.out, b, h) + t * call.out.row;
+    size_t prefix = (((size_t)b * call.NKV + h / (call.NH / call.NKV)) * call.T + t) * call.VS;
     float D = 0, along = 0;
     for (int c = lane * Pack<X>::size; c < call.VS; c += ROW_LANES * Pack<X>::size) {
         Pack<X> dout, out;
-        unpack_16(dout, load_16(call.dout + at + c));
-        unpack_16(out, load_16(call.out + at + c));
+        unpack_16(dout, load_16(dout_row + c));
+        unpack_16(out, load_16(out_row + c));
         UNROLL
         for (int e = 0; e < Pack<X>::size; e++) D += dout.x[e] * out.x[e];
         if (call.rest) {
@@ -1494,14 +1558,14 @@ KERNEL void flash_rows_kernel(const FlashCall<X> call, float in_unit) {
         }
         if (!call.prefix) continue;
         UNROLL
-        for (int e = 0; e < Pack<X>::size; e++) along += dout.x[e] * call.prefix[i * call.VS + c + e];
+        for (int e = 0; e < Pack<X>::size; e++) along += dout.x[e] * call.prefix[prefix + c + e];
     }
     for (int step = ROW_LANES / 2; step > 0; step /= 2) {
         D += __shfl_xor_sync(0xFFFFFFFFu, D, step);
         along += __shfl_xor_sync(0xFFFFFFFFu, along, step);
     }
     if (there && lane == 0)
-        call.rows[i] = backward_row(call, place_of(call, h, t), *(const float4 *)(call.stats + i * FLASH_STATS), D,
+        call.rows[i] = backward_row(call, place_of(call, b, h, t), *(const float4 *)(call.stats + i * FLASH_STATS), D,
                                     along, in_unit);
 }
 
@@ -1510,7 +1574,8 @@ KERNEL void flash_rows_kernel(const FlashCall<X> call, float in_unit) {
 // GPU.
 enum { SCALAR_THREADS = 256, SCALAR_ROWS = 1024, POSITION_THREADS = 128, POSITION_HEADS = 16 };
 
-// What row t of head h leaves for the gradients of the scalars that act in `stage`: the derivative of the loss by its c,
+// What row t of head h leaves for the gradients of the scalars that act in `stage`: the derivative of the loss by its
+// c,
 // which is g, or by the ln of norm_extra, which is -D norm_extra/Z, D as norm saw it.   i: the row of call.rows
 template <class X>
 DEVICE float row_grad(const FlashCall<X> &call, int stage, RowPlace at, size_t i, float in_unit) {
@@ -1532,7 +1597,7 @@ KERNEL void flash_scalars_kernel(double *partials, ScalarGrads wanted, const Fla
     for (int i = first + threadIdx.x; i < last; i += SCALAR_THREADS) {
         int t = i % call.T;
         size_t at = ((size_t)(i / call.T) * call.NH + h) * call.T + t;
-        RowPlace place = place_of(call, h, t);
+        RowPlace place = place_of(call, i / call.T, h, t);
         UNROLL
         for (int x = 0; x < SCALAR_COUNT; x++)
             if (wanted.of[x] && scalar_width(x) == PER_HEAD)
@@ -1561,18 +1626,23 @@ KERNEL void flash_scalars_add_kernel(ScalarGrads grads, const double *partials, 
 }
 
 // partials (gridDim.y,T): of a scalar of each position, the sum over POSITION_HEADS of the batch's heads of row_slope
-// row_grad. A thread a position.
+// row_grad, of the rows with n keys. A thread an n.
 template <class X>
 KERNEL void flash_positions_kernel(double *partials, int scalar, const FlashCall<X> call, float in_unit) {
-    int t = blockIdx.x * POSITION_THREADS + threadIdx.x, first = blockIdx.y * POSITION_HEADS, heads = call.B * call.NH;
-    if (t >= call.T) return;
+    int n = blockIdx.x * POSITION_THREADS + threadIdx.x + 1, from = blockIdx.y * POSITION_HEADS,
+        heads = call.B * call.NH;
+    if (n > call.T) return;
     double sum = 0;
-    for (int i = first; i < first + POSITION_HEADS && i < heads; i++) {
-        RowPlace place = place_of(call, i % call.NH, t);
-        float grad = row_grad(call, scalar_stage(scalar), place, (size_t)i * call.T + t, in_unit);
-        sum += row_slope(scalar, call.scale, place) * grad;
+    for (int i = from; i < from + POSITION_HEADS && i < heads; i++) {
+        // Without `first` that is row n - 1 alone.
+        for (int t = n - 1; t < (call.first ? call.T : n); t++) {
+            if (t + 1 - first_key(call, i / call.NH, t) != n) continue;
+            RowPlace place = place_of(call, i / call.NH, i % call.NH, t);
+            float grad = row_grad(call, scalar_stage(scalar), place, (size_t)i * call.T + t, in_unit);
+            sum += row_slope(scalar, call.scale, place) * grad;
+        }
     }
-    partials[(size_t)blockIdx.y * call.T + t] = sum;
+    partials[(size_t)blockIdx.y * call.T + n - 1] = sum;
 }
 
 // grads[t] += its partial sums (pieces,T)
@@ -1610,28 +1680,28 @@ constexpr size_t most_shared =
     std::max({forward_shared<X, HS, PHI, POST>, dq_shared<X, HS, PHI, POST, false>, dkv_shared<X, HS, PHI, false>});
 
 template <class P, class X>
-dim3 flash_grid(const FlashCall<X> &call, int columns) {
-    return dim3((call.T - 1) / P::OWN + 1, call.B * call.NH, columns);
+dim3 flash_grid(const FlashCall<X> &call, int heads, int columns) {
+    return dim3((call.T - 1) / P::OWN + 1, call.B * heads, columns);
 }
 
 template <class X, int HS, int PHI, int POST>
 void flash_forward_launch(const FlashCall<X> &call, cudaStream_t stream) {
     typedef ForwardPlan<X, HS, PHI, POST> P;
-    launch(flash_forward_kernel<X, HS, PHI, POST>, flash_grid<P>(call, (call.VS - 1) / HS + 1), dim3(P::THREADS),
-           forward_shared<X, HS, PHI, POST>, stream, call);
+    launch(flash_forward_kernel<X, HS, PHI, POST>, flash_grid<P>(call, call.NH, (call.VS - 1) / HS + 1),
+           dim3(P::THREADS), forward_shared<X, HS, PHI, POST>, stream, call);
 }
 
 template <class X, int HS, int PHI, int POST, int MODE>
 void flash_dkv_launch(const FlashCall<X> &call, int columns, cudaStream_t stream) {
     typedef KeysPlan<X, HS, PHI, MODE == KEYS_DK_WIDE> P;
-    launch(flash_dkv_kernel<X, HS, PHI, POST, MODE>, flash_grid<P>(call, columns), dim3(P::THREADS),
+    launch(flash_dkv_kernel<X, HS, PHI, POST, MODE>, flash_grid<P>(call, call.NKV, columns), dim3(P::THREADS),
            dkv_shared<X, HS, PHI, MODE == KEYS_DK_WIDE>, stream, call);
 }
 
 template <class X, int HS, int PHI, int POST, bool WIDE>
 void flash_dq_launch(const FlashCall<X> &call, cudaStream_t stream) {
     typedef RowsPlan<X, HS, PHI, POST, WIDE> P;
-    launch(flash_dq_kernel<X, HS, PHI, POST, WIDE>, flash_grid<P>(call, 1), dim3(P::THREADS),
+    launch(flash_dq_kernel<X, HS, PHI, POST, WIDE>, flash_grid<P>(call, call.NH, 1), dim3(P::THREADS),
            dq_shared<X, HS, PHI, POST, WIDE>, stream, call);
 }
 

@@ -7,18 +7,40 @@
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 #include <stddef.h>
+#include <stdint.h>
 
 #include "attention/normalizer.h"
 
-// Head h of position t of sequence b is at p + (b·T + t)·row + h·HS (h·VS for v and out), in elements: q, k and v may
-// stand in one (B,T,3,NH,HS) array, with rows of 3·NH·HS. Rows and pointers are multiples of 16 bytes.
+// NH query heads share NKV heads of keys and values: query head h reads key-value head h / (NH/NKV).
 //   HS is a multiple of 8, at most 128 (48, 64 and 128 lose nothing), and VS = HS; or, for the gated unit, HS is 128
 //   and VS any multiple of 8.
 struct FlashShape {
     const Normalizer *normalizer;
-    size_t B, T, NH, HS, VS;    // sequences, their length, heads, size of a head's q and k, of its v
-    int L;                      // the training length
-    size_t q_row, k_row, v_row, out_row;
+    size_t B, T, NH, NKV, HS, VS;    // sequences, their length, heads, size of a head's q and k, of its v
+    int L;                           // the training length
+};
+
+// The heads of q, k, v or out wherever they lie: position t of sequence b and head h is at p + (b·T + t)·row + h·head,
+// in elements. q, k and v may stand in one (B,T,NH + 2 NKV,HS) array. Pointers, rows and heads are multiples of 16
+// bytes.
+template <class X>
+struct FlashView {
+    X *p;
+    size_t row, head;
+};
+
+// What attention reads: q (B,T,NH,HS), k (B,T,NKV,HS), v (B,T,NKV,VS), after RoPE, qk=l2 and whatever else comes first.
+// first (B,T): the first key that each position sees, at most its own and not falling along a sequence; NULL: all see
+// the sequence from its start on. n, the number of visible keys, counts from there.
+template <class X>
+struct FlashInput {
+    FlashView<const X> q, k, v;
+    const int32_t *first;
+};
+
+template <class X>
+struct FlashInputGrads {
+    FlashView<X> q, k, v;
 };
 
 enum { FLASH_STATS = 4 };    // floats that the forward pass keeps of a row, at least
@@ -33,19 +55,19 @@ size_t flash_stats(FlashShape shape, size_t element);
 // Bytes of scratch on the device that a forward or a backward pass needs.
 size_t flash_scratch(FlashShape shape);
 
-// out[b,t,h] = sum_{j <= t} A_tj v_j, A by the normalizer from s_tj = q_t · k_j (attention/normalizer.h; qk=l2 is done
-// before)
-//   out (B,T,NH,VS) by out_row, written   stats (flash_stats) written, for flash_backward
+// out[b,t,h] = sum_{first <= j <= t} A_tj v_j, A by the normalizer from s_tj = q_t · k_j (attention/normalizer.h)
+//   out (B,T,NH,VS) written   stats (flash_stats) written, for flash_backward
 //   rows_without_weight: a counter on the device, added to; such a row's output is 0
 template <class X>
-void flash_forward(X *out, float *stats, unsigned long long *rows_without_weight, const X *q, const X *k, const X *v,
+void flash_forward(FlashView<X> out, float *stats, unsigned long long *rows_without_weight, FlashInput<X> in,
                    Scalars scalars, FlashShape shape, void *scratch, cudaStream_t stream);
 
-// The gradients, from what flash_forward saw and wrote; the scores are computed again. Deterministic.
-//   dq, dk, dv by q_row, k_row, v_row, written   grads added to   dout, out by out_row
+// The gradients, from what flash_forward saw and wrote; the scores are computed again. Deterministic: dk and dv are
+// summed over the heads that share them in order.
+//   d written   grads added to   dout, out (B,T,NH,VS), which lie alike
 template <class X>
-void flash_backward(X *dq, X *dk, X *dv, ScalarGrads grads, const X *dout, const X *out, const float *stats, const X *q,
-                    const X *k, const X *v, Scalars scalars, FlashShape shape, void *scratch, cudaStream_t stream);
+void flash_backward(FlashInputGrads<X> d, ScalarGrads grads, const X *dout, FlashView<const X> out, const float *stats,
+                    FlashInput<X> in, Scalars scalars, FlashShape shape, void *scratch, cudaStream_t stream);
 
 // ---- between flash.cu and the instances
 
@@ -63,20 +85,20 @@ struct alignas(16) FlashRow {
 
 template <class X>
 struct FlashCall {
-    const X *q, *k, *v, *dout;
-    X *out, *dq, *dk, *dv;
-    float *stats;    // (B,NH,T,FLASH_STATS)
-    X *rest;         // (B,NH,T,VS): what rounding took from out; NULL: not wanted
+    FlashView<const X> q, k, v, dout;
+    FlashView<X> out, dq, dk, dv;
+    const int32_t *first;    // (B,T) or NULL
+    float *stats;            // (B,NH,T,FLASH_STATS)
+    X *rest;                 // (B,NH,T,VS): what rounding took from out; NULL: not wanted
     unsigned long long *rows_without_weight;
-    const float *prefix;    // (B,NH,T,VS): sum_{j <= t} v_j, for recenter and recenter-l1
+    const float *prefix;    // (B,NKV,T,VS): the sum of v_j over the visible j, for recenter and recenter-l1
     FlashRow *rows;         // (B,NH,T)
     float *g;               // (B,NH,T): sum_j dz_tj s_tj; NULL: not wanted
     Scalars scalars;
     Stage scale, offset, norm;
     int phi, post;
     float power;    // of reweight
-    int B, T, NH, HS, VS, L;
-    size_t q_row, k_row, v_row, out_row;
+    int B, T, NH, NKV, HS, VS, L;
 };
 
 // The posts by what they ask of the kernels.

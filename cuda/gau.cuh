@@ -31,6 +31,15 @@ typedef struct {
     float *q_gain, *q_offset, *k_gain, *k_offset;
 } GauGains;
 
+// What a layer makes of its normalized input before attention, or the gradients of that: `joined` is the output of one
+// matmul, qkv (B,T,NH + 2 NKV,HS) of a Llama layer or uvz (B,T,2E+HS) of a gated unit, which alone has the others:
+// q, k (B,T,HS) and v (B,T,E). inverse_norms (B,T,NH + NKV) of q and k, with l2.
+template <class X>
+struct Projected {
+    X *joined, *q, *k, *v;
+    float *inverse_norms;
+};
+
 enum {
     GAU_PAIRS = 2,              // pairs of the rotation per lane
     GAU_OWN = 2 * GAU_PAIRS,    // columns per lane: the first halves of its pairs, then the second halves
@@ -111,16 +120,15 @@ DEVICE float gau_head(X *out, const float silu_z[GAU_OWN], const float *gain, co
 }
 
 template <class X>
-KERNEL void gau_qk_kernel(X *q, X *k, float *inverse_norms, const X *z, size_t row, GauGains gains,
-                          const float *cosines, const float *sines, bool l2, size_t N, size_t T, size_t HS) {
-    size_t n = (size_t)blockIdx.x * GAU_WARPS + threadIdx.x / 32, half = HS / 2, at = n % T * half;
-    if (n >= N) return;
+KERNEL void gau_qk_kernel(X *q, X *k, float *inverse_norms, const X *z, size_t row, GauGains gains, Rope r) {
+    size_t n = (size_t)blockIdx.x * GAU_WARPS + threadIdx.x / 32, HS = r.HS, half = HS / 2, at = n % r.T * half;
+    if (n >= r.B * r.T) return;
     float x[GAU_OWN];
     gau_load(x, z + n * row, half);
     for (int e = 0; e < GAU_OWN; e++) x[e] = silu(x[e]);
-    float q_inverse = gau_head(q + n * HS, x, gains.q_gain, gains.q_offset, cosines + at, sines + at, l2, half);
-    float k_inverse = gau_head(k + n * HS, x, gains.k_gain, gains.k_offset, cosines + at, sines + at, l2, half);
-    if (l2 && threadIdx.x % 32 == 0) {
+    float q_inverse = gau_head(q + n * HS, x, gains.q_gain, gains.q_offset, r.cosines + at, r.sines + at, r.l2, half);
+    float k_inverse = gau_head(k + n * HS, x, gains.k_gain, gains.k_offset, r.cosines + at, r.sines + at, r.l2, half);
+    if (r.l2 && threadIdx.x % 32 == 0) {
         inverse_norms[2 * n] = q_inverse;
         inverse_norms[2 * n + 1] = k_inverse;
     }
@@ -184,16 +192,16 @@ DEVICE void gau_row_backward(X *dz, float sums[4][GAU_OWN], const float dq[GAU_O
 // partials (gridDim.x, 4, HS) written
 template <class X>
 KERNEL void gau_qk_backward_kernel(X *dz, float *partials, const X *dq, const X *dk, const X *z, size_t row, const X *q,
-                                   const X *k, const float *inverse_norms, GauGains gains, const float *cosines,
-                                   const float *sines, bool l2, size_t N, size_t T, size_t HS) {
+                                   const X *k, const float *inverse_norms, GauGains gains, Rope r) {
     SHARED_ARRAY(float, of_warps, GAU_WARPS * 4 * GAU_WIDEST);
-    size_t half = HS / 2, warp = threadIdx.x / 32;
+    size_t HS = r.HS, half = HS / 2, warp = threadIdx.x / 32;
     float sums[4][GAU_OWN] = {};
-    for (size_t n = (size_t)blockIdx.x * GAU_WARPS + warp; n < N; n += gridDim.x * GAU_WARPS) {
-        const float *cos_t = cosines + n % T * half, *sin_t = sines + n % T * half;
+    for (size_t n = (size_t)blockIdx.x * GAU_WARPS + warp; n < r.B * r.T; n += gridDim.x * GAU_WARPS) {
+        const float *cos_t = r.cosines + n % r.T * half, *sin_t = r.sines + n % r.T * half;
         float dq_n[GAU_OWN], dk_n[GAU_OWN];
-        gau_head_backward(dq_n, dq + n * HS, q + n * HS, l2 ? inverse_norms[2 * n] : 1.0f, cos_t, sin_t, l2, half);
-        gau_head_backward(dk_n, dk + n * HS, k + n * HS, l2 ? inverse_norms[2 * n + 1] : 1.0f, cos_t, sin_t, l2, half);
+        gau_head_backward(dq_n, dq + n * HS, q + n * HS, r.l2 ? inverse_norms[2 * n] : 1.0f, cos_t, sin_t, r.l2, half);
+        gau_head_backward(dk_n, dk + n * HS, k + n * HS, r.l2 ? inverse_norms[2 * n + 1] : 1.0f, cos_t, sin_t, r.l2,
+                          half);
         gau_row_backward(dz + n * row, sums, dq_n, dk_n, z + n * row, gains, half);
     }
     for (int i = 0; i < 4; i++) gau_store(of_warps + (warp * 4 + i) * HS, sums[i], half);
@@ -213,18 +221,17 @@ static inline void gau_check(size_t HS) {
              (int)GAU_WIDEST);
 }
 
-//   q, k (B,T,HS), v (B,T,E) written   inverse_norms (B,T,2) written if l2, otherwise unused   uvz (B,T,2E+HS)
+// q, k, v and, if r.l2, inverse_norms written, from joined. r.NH and r.NKV are 1.
 template <class X>
-void gau_forward(X *q, X *k, X *v, float *inverse_norms, const X *uvz, GauGains gains, const float *cosines,
-                 const float *sines, bool l2, size_t B, size_t T, size_t E, size_t HS, cudaStream_t stream) {
-    size_t N = B * T, row = 2 * E + HS;
+void gau_forward(Projected<X> x, GauGains gains, Rope r, size_t E, cudaStream_t stream) {
+    size_t N = r.B * r.T, row = 2 * E + r.HS;
     bool vectors = fits<X>(E) && fits<X>(row);
     dim3 block = row_block(vectors ? E / Pack<X>::size : E);
-    gau_check(HS);
+    gau_check(r.HS);
     launch(vectors ? gau_values_kernel<X, Pack<X>::size> : gau_values_kernel<X, 1>, row_grid(N, block), block, 0,
-           stream, v, uvz + E, row, N, E);
-    launch(gau_qk_kernel<X>, row_grid(N, dim3(32, GAU_WARPS)), dim3(32 * GAU_WARPS), 0, stream, q, k, inverse_norms,
-           uvz + 2 * E, row, gains, cosines, sines, l2, N, T, HS);
+           stream, x.v, x.joined + E, row, N, E);
+    launch(gau_qk_kernel<X>, row_grid(N, dim3(32, GAU_WARPS)), dim3(32 * GAU_WARPS), 0, stream, x.q, x.k,
+           x.inverse_norms, x.joined + 2 * E, row, gains, r);
 }
 
 static inline size_t gau_blocks(size_t N) {
@@ -236,21 +243,19 @@ static inline size_t gau_partials(size_t N, size_t HS) {
     return gau_blocks(N) * 4 * HS;
 }
 
-//   duvz (B,T,2E+HS) written, except u's part   grads (HS each) added to   partials scratch   dq, dk (B,T,HS), dv
-//   (B,T,E)
-//   q, k, inverse_norms from gau_forward(), only used if l2
+// d.joined written, except u's part, from d.q, d.k and d.v   grads (HS each) added to   partials scratch
+//   x: as gau_forward() left it
 template <class X>
-void gau_backward(X *duvz, GauGains grads, float *partials, const X *dq, const X *dk, const X *dv, const X *uvz,
-                  const X *q, const X *k, const float *inverse_norms, GauGains gains, const float *cosines,
-                  const float *sines, bool l2, size_t B, size_t T, size_t E, size_t HS, cudaStream_t stream) {
-    size_t N = B * T, row = 2 * E + HS, blocks = gau_blocks(N);
+void gau_backward(Projected<X> d, GauGains grads, float *partials, Projected<X> x, GauGains gains, Rope r, size_t E,
+                  cudaStream_t stream) {
+    size_t N = r.B * r.T, HS = r.HS, row = 2 * E + HS, blocks = gau_blocks(N);
     bool vectors = fits<X>(E) && fits<X>(row);
     dim3 block = row_block(vectors ? E / Pack<X>::size : E);
     gau_check(HS);
     launch(vectors ? gau_values_backward_kernel<X, Pack<X>::size> : gau_values_backward_kernel<X, 1>,
-           row_grid(N, block), block, 0, stream, duvz + E, dv, uvz + E, row, N, E);
-    launch(gau_qk_backward_kernel<X>, dim3((unsigned)blocks), dim3(32 * GAU_WARPS), 0, stream, duvz + 2 * E, partials,
-           dq, dk, uvz + 2 * E, row, q, k, inverse_norms, gains, cosines, sines, l2, N, T, HS);
+           row_grid(N, block), block, 0, stream, d.joined + E, d.v, x.joined + E, row, N, E);
+    launch(gau_qk_backward_kernel<X>, dim3((unsigned)blocks), dim3(32 * GAU_WARPS), 0, stream, d.joined + 2 * E,
+           partials, d.q, d.k, x.joined + 2 * E, row, x.q, x.k, x.inverse_norms, gains, r);
     float *const sums[] = {grads.q_gain, grads.q_offset, grads.k_gain, grads.k_offset};
     for (size_t i = 0; i < 4; i++) columns_add(sums[i], partials + i * HS, blocks, 4 * HS, HS, stream);
 }

@@ -6,9 +6,9 @@
 //   backward   with l2, dy = (du − u (u · du))/|y|, otherwise dy = du;   da = dy[i] cos + dy[i + HS/2] sin,  db = dy[i
 //   + HS/2] cos − dy[i] sin
 //
-// Shapes: qkv and dqkv (B,T,3,NH,HS), of which the thirds of q and k change; cosines, sines (T,HS/2); inverse_norms
-// (B,T,2,NH), first q's, then k's. HS even. X = float or bf16; everything else is float, and an element is rounded once
-// in each direction.
+// Shapes: qkv and dqkv (B,T,NH + 2 NKV,HS): the heads of q and k, which change, then those of v; cosines, sines
+// (T,HS/2); inverse_norms (B,T,NH + NKV). HS even. X = float or bf16; all else is float, and an element is rounded once
+// each way.
 // Sources: Su et al., "RoFormer" (2021); Hugging Face's Llama for the order of the pairs. Test:
 // dev/tests/test_kernels.cu rope.
 //
@@ -24,6 +24,13 @@
 #include <float.h>
 
 #include "cuda/vector.cuh"
+
+// What happens to q and k before attention.
+struct Rope {
+    size_t B, T, NH, NKV, HS;
+    const float *cosines, *sines;    // (T,HS/2)
+    bool l2;                         // qk=l2: after RoPE each head's row is divided by its Euclidean norm
+};
 
 // Sum over `group` neighboring lanes, a power of two. Each of them gets the result.
 DEVICE float group_sum(float x, int group) {
@@ -72,21 +79,20 @@ DEVICE void rope_rotate(X *x, float factor, const float *cosines, const float *s
 }
 
 template <class X, int W, bool L2>
-KERNEL void rope_forward_kernel(X *qkv, float *inverse_norms, const float *cosines, const float *sines, size_t T,
-                                size_t NH, size_t HS, int group) {
-    size_t n = blockIdx.x, t = n % T, half = HS / 2, heads = blockDim.x / group, first = threadIdx.x % group * W,
-           step = (size_t)group * W;
+KERNEL void rope_forward_kernel(X *qkv, float *inverse_norms, Rope r, int group) {
+    size_t n = blockIdx.x, half = r.HS / 2, angles = n % r.T * half, rotated = r.NH + r.NKV, heads = blockDim.x / group,
+           first = threadIdx.x % group * W, step = (size_t)group * W;
     // All threads run the same iterations, because group_sum() needs whole warps.
-    for (size_t from = 0; from < 2 * NH; from += heads) {
+    for (size_t from = 0; from < rotated; from += heads) {
         size_t head = from + threadIdx.x / group;
-        bool there = head < 2 * NH;
-        X *x = qkv + n * 3 * NH * HS + (there ? head : 0) * HS;
+        bool there = head < rotated;
+        X *x = qkv + (n * (rotated + r.NKV) + (there ? head : 0)) * r.HS;
         float factor = 1;
         if (L2) {
             factor = inverse_norm(group_sum(there ? rope_squares<X, W>(x, first, step, half) : 0.0f, group));
-            if (there && first == 0) inverse_norms[n * 2 * NH + head] = factor;
+            if (there && first == 0) inverse_norms[n * rotated + head] = factor;
         }
-        if (there) rope_rotate<X, W>(x, factor, cosines + t * half, sines + t * half, first, step, half);
+        if (there) rope_rotate<X, W>(x, factor, r.cosines + angles, r.sines + angles, first, step, half);
     }
 }
 
@@ -137,21 +143,20 @@ DEVICE void rope_rotate_back(X *du, const X *u, float dot, float inverse, const 
 }
 
 template <class X, int W, bool L2>
-KERNEL void rope_backward_kernel(X *dqkv, const X *qkv, const float *inverse_norms, const float *cosines,
-                                 const float *sines, size_t T, size_t NH, size_t HS, int group) {
-    size_t n = blockIdx.x, t = n % T, half = HS / 2, heads = blockDim.x / group, first = threadIdx.x % group * W,
-           step = (size_t)group * W;
-    for (size_t from = 0; from < 2 * NH; from += heads) {
+KERNEL void rope_backward_kernel(X *dqkv, const X *qkv, const float *inverse_norms, Rope r, int group) {
+    size_t n = blockIdx.x, half = r.HS / 2, angles = n % r.T * half, rotated = r.NH + r.NKV, heads = blockDim.x / group,
+           first = threadIdx.x % group * W, step = (size_t)group * W;
+    for (size_t from = 0; from < rotated; from += heads) {
         size_t head = from + threadIdx.x / group;
-        bool there = head < 2 * NH;
-        size_t at = n * 3 * NH * HS + (there ? head : 0) * HS;
+        bool there = head < rotated;
+        size_t at = (n * (rotated + r.NKV) + (there ? head : 0)) * r.HS;
         float dot = 0, inverse = 1;
         if (L2) {
             dot = group_sum(there ? rope_dot<X, W>(qkv + at, dqkv + at, first, step, half) : 0.0f, group);
-            inverse = there ? inverse_norms[n * 2 * NH + head] : 0.0f;
+            inverse = there ? inverse_norms[n * rotated + head] : 0.0f;
         }
         if (there)
-            rope_rotate_back<X, W, L2>(dqkv + at, qkv + at, dot, inverse, cosines + t * half, sines + t * half, first,
+            rope_rotate_back<X, W, L2>(dqkv + at, qkv + at, dot, inverse, r.cosines + angles, r.sines + angles, first,
                                        step, half);
     }
 }
@@ -163,36 +168,33 @@ typedef struct {
     int group;    // lanes per head
 } RopeGrid;
 
-static inline RopeGrid rope_grid(size_t N, size_t NH, size_t HS, size_t width) {
+static inline RopeGrid rope_grid(Rope r, size_t width) {
     size_t group = 1, threads;
-    if (HS % 2) fail(EXIT_USAGE, "a head size of %zu: RoPE needs an even head size.", HS);
-    while (group < HS / 2 / width && group < 32) group *= 2;
-    threads = (2 * NH * group + 31) / 32 * 32;
-    return (RopeGrid){row_grid(N, dim3(1, 1)), dim3((unsigned)smaller(threads, 512)), (int)group};
+    if (r.HS % 2) fail(EXIT_USAGE, "a head size of %zu: RoPE needs an even head size.", r.HS);
+    while (group < r.HS / 2 / width && group < 32) group *= 2;
+    threads = ((r.NH + r.NKV) * group + 31) / 32 * 32;
+    return (RopeGrid){row_grid(r.B * r.T, dim3(1, 1)), dim3((unsigned)smaller(threads, 512)), (int)group};
 }
 
-//   qkv (B,T,3,NH,HS) updated in place   inverse_norms (B,T,2,NH) written if l2, otherwise unused   cosines, sines
-//   (T,HS/2)
+//   qkv (B,T,NH + 2 NKV,HS) updated in place   inverse_norms (B,T,NH + NKV) written if r.l2, otherwise unused
 template <class X>
-void rope_forward(X *qkv, float *inverse_norms, const float *cosines, const float *sines, bool l2, size_t B, size_t T,
-                  size_t NH, size_t HS, cudaStream_t stream) {
+void rope_forward(X *qkv, float *inverse_norms, Rope r, cudaStream_t stream) {
     enum { W = Pack<X>::size };
-    bool vectors = fits<X>(HS / 2);
-    RopeGrid g = rope_grid(B * T, NH, HS, vectors ? (size_t)W : 1);
-    auto kernel = vectors ? (l2 ? rope_forward_kernel<X, W, true> : rope_forward_kernel<X, W, false>)
-                          : (l2 ? rope_forward_kernel<X, 1, true> : rope_forward_kernel<X, 1, false>);
-    launch(kernel, g.grid, g.block, 0, stream, qkv, inverse_norms, cosines, sines, T, NH, HS, g.group);
+    bool vectors = fits<X>(r.HS / 2);
+    RopeGrid g = rope_grid(r, vectors ? (size_t)W : 1);
+    auto kernel = vectors ? (r.l2 ? rope_forward_kernel<X, W, true> : rope_forward_kernel<X, W, false>)
+                          : (r.l2 ? rope_forward_kernel<X, 1, true> : rope_forward_kernel<X, 1, false>);
+    launch(kernel, g.grid, g.block, 0, stream, qkv, inverse_norms, r, g.group);
 }
 
-//   dqkv (B,T,3,NH,HS) updated in place   qkv, inverse_norms from rope_forward(), only used if l2
+//   dqkv (B,T,NH + 2 NKV,HS) updated in place   qkv, inverse_norms from rope_forward(), only used if r.l2
 template <class X>
-void rope_backward(X *dqkv, const X *qkv, const float *inverse_norms, const float *cosines, const float *sines, bool l2,
-                   size_t B, size_t T, size_t NH, size_t HS, cudaStream_t stream) {
+void rope_backward(X *dqkv, const X *qkv, const float *inverse_norms, Rope r, cudaStream_t stream) {
     enum { W = Pack<X>::size };
-    bool vectors = fits<X>(HS / 2);
-    RopeGrid g = rope_grid(B * T, NH, HS, vectors ? (size_t)W : 1);
-    auto kernel = vectors ? (l2 ? rope_backward_kernel<X, W, true> : rope_backward_kernel<X, W, false>)
-                          : (l2 ? rope_backward_kernel<X, 1, true> : rope_backward_kernel<X, 1, false>);
-    launch(kernel, g.grid, g.block, 0, stream, dqkv, qkv, inverse_norms, cosines, sines, T, NH, HS, g.group);
+    bool vectors = fits<X>(r.HS / 2);
+    RopeGrid g = rope_grid(r, vectors ? (size_t)W : 1);
+    auto kernel = vectors ? (r.l2 ? rope_backward_kernel<X, W, true> : rope_backward_kernel<X, W, false>)
+                          : (r.l2 ? rope_backward_kernel<X, 1, true> : rope_backward_kernel<X, 1, false>);
+    launch(kernel, g.grid, g.block, 0, stream, dqkv, qkv, inverse_norms, r, g.group);
 }
 #endif

@@ -111,8 +111,8 @@ size_t padded_vocab(const ModelConfig *config);
 TensorList tensors_of(const ModelConfig *config, const Normalizer *const *others, size_t count);
 void tensors_free(TensorList *list);
 
-// The learned scalars of a layer that attn has, in the parameters, and the gradients of those that it trains. Inline, as
-// `real` is what the caller says (runtime/real.h).
+// The learned scalars of a layer that attn has, in the parameters, and the gradients of those that it trains. Inline,
+// as `real` is what the caller says (runtime/real.h).
 static inline Scalars scalars_of(const TensorList *list, const real *params, size_t layer, const Normalizer *attn) {
     Scalars scalars = {{NULL}};
     for (int x = 0; x < SCALAR_COUNT; x++)

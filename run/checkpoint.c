@@ -44,6 +44,50 @@ static char *join_step(char *out, const char *root, const char *prefix, uint64_t
     return join(out, root, "%s%08" PRIu64, prefix, step);
 }
 
+// ---- hashes of the files that have been written
+
+typedef struct {
+    char name[NAME_MAX + 1];
+    uint64_t size;
+    XXH128_hash_t hash;
+} Record;
+
+// The files that have been written into the folder of the open checkpoint.
+static struct {
+    const char *folder;
+    Record *records;
+    size_t count;
+} written;
+
+static Record *record_find(const char *name) {
+    for (size_t i = 0; i < written.count; i++) {
+        if (!strcmp(written.records[i].name, name)) return &written.records[i];
+    }
+    return NULL;
+}
+
+static void record_written(const char *path, uint64_t size, XXH128_hash_t hash) {
+    size_t length = strlen(written.folder);
+    const char *name = path + length + 1;
+    if (strncmp(path, written.folder, length) || path[length] != '/' || strchr(name, '/') || strlen(name) > NAME_MAX)
+        return;
+    Record *record = record_find(name);
+    if (!record) {
+        written.records = realloc(written.records, (written.count + 1) * sizeof *written.records);
+        if (!written.records) fail(EXIT_RESOURCE, "%s: out of memory.", path);
+        record = &written.records[written.count++];
+        strcpy(record->name, name);
+    }
+    record->size = size;
+    record->hash = hash;
+}
+
+static void records_end(void) {
+    file_written = NULL;
+    free(written.records);
+    memset(&written, 0, sizeof written);
+}
+
 typedef struct {
     char text[33];
 } HashText;
@@ -52,6 +96,8 @@ static HashText hash_text(XXH128_hash_t hash) {
     snprintf(out.text, sizeof out.text, "%016" PRIx64 "%016" PRIx64, (uint64_t)hash.high64, (uint64_t)hash.low64);
     return out;
 }
+
+// ---- the manifest
 
 // {"files": {"model.safetensors": {"size": 12, "xxh3_128": "32 hexadecimal digits, as printed by xxhsum -H2"}, ...}}
 
@@ -112,12 +158,11 @@ bool checkpoint_verify(const char *folder, bool manifest_optional, Error *error)
 
 // Adds a file of the folder to the manifest. A file that was not written through file_close() is read to hash it, and
 // synced.
-static bool add_entry(cJSON *files, const Checkpoint *c, const char *name, Error *error) {
+static bool add_entry(cJSON *files, const char *folder, const char *name, Error *error) {
     char path[PATH_MAX];
     struct stat info;
-    FileRecord read = {.size = 0};
-    const FileRecord *record = file_log_find(&c->log, name);
-    join(path, c->folder, "%s", name);
+    Record read = {.size = 0}, *record = record_find(name);
+    join(path, folder, "%s", name);
     if (lstat(path, &info) != 0 || !S_ISREG(info.st_mode)) {
         return error_set(error, EXIT_RESOURCE,
                          "%s: expected only regular files in a checkpoint, found something else.\n"
@@ -136,33 +181,33 @@ static bool add_entry(cJSON *files, const Checkpoint *c, const char *name, Error
     return true;
 }
 
-static bool add_entries(cJSON *files, const Checkpoint *c, Error *error) {
+static bool add_entries(cJSON *files, const char *folder, Error *error) {
     struct dirent **names;
-    int count = scandir(c->folder, &names, NULL, alphasort);
+    int count = scandir(folder, &names, NULL, alphasort);
     if (count < 0) {
-        return error_set(error, EXIT_RESOURCE, "%s: listing the folder failed: %s.\n  %s", c->folder, strerror(errno),
+        return error_set(error, EXIT_RESOURCE, "%s: listing the folder failed: %s.\n  %s", folder, strerror(errno),
                          file_remedy(errno, "Was it removed?"));
     }
     bool ok = true;
     for (int i = 0; i < count; i++) {
         const char *name = names[i]->d_name;
         bool ours = strcmp(name, ".") && strcmp(name, "..") && strcmp(name, "manifest.json");
-        if (ok && ours) ok = add_entry(files, c, name, error);
+        if (ok && ours) ok = add_entry(files, folder, name, error);
         free(names[i]);
     }
     free(names);
     return ok;
 }
 
-static bool write_manifest(const Checkpoint *c, Error *error) {
+static bool write_manifest(const char *folder, Error *error) {
     char path[PATH_MAX];
     cJSON *manifest = cJSON_CreateObject(), *files = cJSON_AddObjectToObject(manifest, "files");
-    if (!files) fail(EXIT_RESOURCE, "%s: out of memory for the manifest.", c->folder);
-    bool ok = add_entries(files, c, error);
+    if (!files) fail(EXIT_RESOURCE, "%s: out of memory for the manifest.", folder);
+    bool ok = add_entries(files, folder, error);
     if (ok) {
         char *text = cJSON_Print(manifest);
-        if (!text) fail(EXIT_RESOURCE, "%s: out of memory for the manifest.", c->folder);
-        ok = file_write_text(join(path, c->folder, "manifest.json"), text, NULL, error);
+        if (!text) fail(EXIT_RESOURCE, "%s: out of memory for the manifest.", folder);
+        ok = file_write_text(join(path, folder, "manifest.json"), text, error);
         free(text);
     }
     cJSON_Delete(manifest);
@@ -288,10 +333,11 @@ bool checkpoint_any(const char *out_dir) {
 bool checkpoint_begin(Checkpoint *c, const char *out_dir, uint64_t step, Error *error) {
     c->step = step;
     c->folder[0] = '\0';
-    c->log = (FileLog){0};
     join(c->root, out_dir, "ckpt");
     if (!file_make_folders(c->root, error) || !clear_leftovers(c->root, error)) return false;
     join_step(c->folder, c->root, TMP, step);
+    written.folder = c->folder;
+    file_written = record_written;
     if (file_make_folders(c->folder, error)) return true;
     checkpoint_abandon(c);
     return false;
@@ -303,7 +349,7 @@ const char *checkpoint_path(Checkpoint *c, const char *file_name) {
 
 bool checkpoint_copy(Checkpoint *c, const char *from, Error *error) {
     const char *slash = strrchr(from, '/');
-    return file_copy(checkpoint_path(c, slash ? slash + 1 : from), from, &c->log, error);
+    return file_copy(checkpoint_path(c, slash ? slash + 1 : from), from, error);
 }
 
 // Gives the folder its final name, replacing a folder that has it. Between the two renames, .old-step-* is the complete
@@ -323,10 +369,10 @@ static bool take_name(const char *folder, const char *root, uint64_t step, Error
 }
 
 bool checkpoint_commit(Checkpoint *c, Error *error) {
-    if (!write_manifest(c, error) || !file_sync(c->folder, error)) return false;
+    if (!write_manifest(c->folder, error) || !file_sync(c->folder, error)) return false;
     if (!take_name(c->folder, c->root, c->step, error)) return false;
     c->folder[0] = '\0';
-    file_log_free(&c->log);
+    records_end();
     return true;
 }
 
@@ -335,7 +381,7 @@ void checkpoint_abandon(Checkpoint *c) {
     if (!c->folder[0]) return;
     if (!file_remove_tree(c->folder, &error)) warn("%s", error.text);
     c->folder[0] = '\0';
-    file_log_free(&c->log);
+    records_end();
 }
 
 // ---- pruning

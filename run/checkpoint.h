@@ -4,13 +4,13 @@
 //
 //     Checkpoint c;
 //     if (!checkpoint_begin(&c, out, step, &error)) ...
-//     ok = safetensors_write(checkpoint_path(&c, "model.safetensors"), ..., &c.log, &error)
-//       && file_write_text(checkpoint_path(&c, "config.json"), text, &c.log, &error)
+//     ok = safetensors_write(checkpoint_path(&c, "model.safetensors"), ..., &error)
+//       && file_write_text(checkpoint_path(&c, "config.json"), text, &error)
 //       && checkpoint_copy(&c, "data/tokenizer.json", &error)
 //       && checkpoint_commit(&c, &error);
 //     if (!ok) { checkpoint_abandon(&c); ... }
 //
-// A run folder has a single writer: rank 0.
+// A run folder has a single writer: rank 0. Only one Checkpoint may be open at a time.
 #ifndef RUN_CHECKPOINT_H
 #define RUN_CHECKPOINT_H
 
@@ -19,7 +19,6 @@
 #include <stdint.h>
 
 #include "runtime/error.h"
-#include "runtime/file.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -29,7 +28,6 @@ typedef struct {
     uint64_t step;
     char root[PATH_MAX];      // OUT/ckpt
     char folder[PATH_MAX];    // OUT/ckpt/.tmp-step-00001000; empty if no checkpoint is open
-    FileLog log;              // the files that have been written into it
     char path[PATH_MAX];      // the last result of checkpoint_path()
 } Checkpoint;
 

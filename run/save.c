@@ -107,13 +107,13 @@ static bool write_checkpoint(const Run *run, Error *error) {
     Checkpoint c;
     if (!checkpoint_begin(&c, run->o.out, (uint64_t)run->step, error)) return false;
     char *config = model_config_json(run->config, run->weights.bf16), *state = state_json(run);
-    bool done = weights_save(&run->weights, checkpoint_path(&c, "model.safetensors"), &c.log, error) &&
-                weights_save_optimizer(&run->weights, checkpoint_path(&c, "optimizer.safetensors"), &c.log, error) &&
-                file_write_text(checkpoint_path(&c, "config.json"), config, &c.log, error) &&
-                file_write_text(checkpoint_path(&c, "state.json"), state, &c.log, error) &&
-                (model_is_plain(run->config) ||
-                 file_write_text(checkpoint_path(&c, MODELING_FILE), modeling_text, &c.log, error)) &&
-                copy_tokenizer(run, &c, error) && checkpoint_commit(&c, error);
+    bool done =
+        weights_save(&run->weights, checkpoint_path(&c, "model.safetensors"), error) &&
+        weights_save_optimizer(&run->weights, checkpoint_path(&c, "optimizer.safetensors"), error) &&
+        file_write_text(checkpoint_path(&c, "config.json"), config, error) &&
+        file_write_text(checkpoint_path(&c, "state.json"), state, error) &&
+        (model_is_plain(run->config) || file_write_text(checkpoint_path(&c, MODELING_FILE), modeling_text, error)) &&
+        copy_tokenizer(run, &c, error) && checkpoint_commit(&c, error);
     if (!done) checkpoint_abandon(&c);
     free(config);
     free(state);

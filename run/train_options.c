@@ -10,8 +10,8 @@
 #define ATTN_ONLY "softmax"
 #endif
 
-static TrainOptions defaults(void) {
-    return (TrainOptions){
+void train_options_init(TrainOptions *o, const char *attn_help, bool gpus) {
+    *o = (TrainOptions){
         .model = "124M",
         .attn = ATTN_ONLY,
         .batch = 4,
@@ -34,10 +34,6 @@ static TrainOptions defaults(void) {
         .rank_timeout = 60,
         .deterministic = true,
     };
-}
-
-void train_options_init(TrainOptions *o, const char *attn_help, bool gpus) {
-    *o = defaults();
     // clang-format off
     const Option table[] = {
         {"train-data",  OPT_TEXT, &o->train_data, .arg = "GLOB", .group = "Data", .help = "training shards, for example 'data/shakespeare/*_train_*.bin'"},
@@ -90,7 +86,7 @@ void train_options_init(TrainOptions *o, const char *attn_help, bool gpus) {
     };
     // clang-format on
     o->count = o->count_on_gpus = sizeof table / sizeof *table;
-    while (!gpus && strcmp(table[o->count - 1].group, "GPUs") == 0) o->count--;    // it is the last group
+    while (!gpus && strcmp(table[o->count - 1].group, "GPUs") == 0) o->count--;    // the last group
     o->table = malloc(sizeof table);
     if (!o->table) fail(EXIT_RESOURCE, "out of memory for the flags.");
     memcpy(o->table, table, sizeof table);

@@ -13,6 +13,8 @@
 #include <sys/statvfs.h>
 #include <unistd.h>
 
+void (*file_written)(const char *path, uint64_t size, XXH128_hash_t hash) = NULL;
+
 // ---- fault points
 
 #ifdef FAULTS
@@ -117,54 +119,19 @@ static bool read_error(Error *error, const char *path, const char *act) {
                                    : file_remedy(number, "Check the path and its permissions."));
 }
 
+// ---- writing
+
 enum { FLUSH_BYTES = 16 << 20 };    // write-back to disk starts in steps of this size
 
 struct File {
     int fd;
     uint64_t size;         // bytes written
     uint64_t flushed;      // bytes whose write-back to disk has started
-    FileLog *log;          // NULL if the file is not recorded
-    XXH3_state_t *hash;    // NULL without a log
+    XXH3_state_t *hash;    // NULL if no hash is requested
     char path[PATH_MAX];
 };
 
-// ---- the log of written files
-
-static FileRecord *find_record(const FileLog *log, const char *name) {
-    for (size_t i = 0; i < log->count; i++)
-        if (!strcmp(log->records[i].name, name)) return &log->records[i];
-    return NULL;
-}
-
-const FileRecord *file_log_find(const FileLog *log, const char *name) {
-    return find_record(log, name);
-}
-
-// Records a file, or replaces its record if it has been written before.
-static void record(const File *file) {
-    const char *slash = strrchr(file->path, '/'), *name = slash ? slash + 1 : file->path;
-    FileLog *log = file->log;
-    FileRecord *found = find_record(log, name);
-    if (!found) {
-        log->records = realloc(log->records, (log->count + 1) * sizeof *log->records);
-        if (!log->records) fail(EXIT_RESOURCE, "%s: out of memory.", file->path);
-        found = &log->records[log->count++];
-        found->name = strdup(name);
-        if (!found->name) fail(EXIT_RESOURCE, "%s: out of memory.", file->path);
-    }
-    found->size = file->size;
-    found->hash = XXH3_128bits_digest(file->hash);
-}
-
-void file_log_free(FileLog *log) {
-    for (size_t i = 0; i < log->count; i++) free(log->records[i].name);
-    free(log->records);
-    *log = (FileLog){0};
-}
-
-// ---- writing
-
-File *file_create(const char *path, FileLog *log, Error *error) {
+File *file_create(const char *path, Error *error) {
     if (strlen(path) >= PATH_MAX) {
         error_set(error, EXIT_RESOURCE, "%.200s...: the path is longer than %d bytes.\n  Choose a shorter one.", path,
                   PATH_MAX - 1);
@@ -179,8 +146,7 @@ File *file_create(const char *path, FileLog *log, Error *error) {
     if (!file) fail(EXIT_RESOURCE, "%s: out of memory.", path);
     file->fd = fd;
     strcpy(file->path, path);
-    file->log = log;
-    if (log) {
+    if (file_written) {
         file->hash = XXH3_createState();
         if (!file->hash) fail(EXIT_RESOURCE, "%s: out of memory.", path);
         XXH3_128bits_reset(file->hash);
@@ -224,7 +190,7 @@ bool file_write(File *file, const void *data, size_t size, Error *error) {
 bool file_close(File *file, Error *error) {
     bool ok = act_fsync(file->fd) == 0 || write_error(error, file->path, "fsync");
     if (close(file->fd) != 0 && ok) ok = write_error(error, file->path, "close");
-    if (ok && file->log) record(file);
+    if (ok && file->hash && file_written) file_written(file->path, file->size, XXH3_128bits_digest(file->hash));
     file_free(file);
     return ok;
 }
@@ -236,8 +202,8 @@ void file_discard(File *file) {
 }
 
 // Writes the whole file, or leaves none.
-static bool write_whole(const char *path, const void *data, size_t size, FileLog *log, Error *error) {
-    File *file = file_create(path, log, error);
+static bool write_whole(const char *path, const void *data, size_t size, Error *error) {
+    File *file = file_create(path, error);
     if (!file) return false;
     if (!file_write(file, data, size, error)) {
         file_discard(file);
@@ -248,8 +214,8 @@ static bool write_whole(const char *path, const void *data, size_t size, FileLog
     return false;
 }
 
-bool file_write_text(const char *path, const char *text, FileLog *log, Error *error) {
-    return write_whole(path, text, strlen(text), log, error);
+bool file_write_text(const char *path, const char *text, Error *error) {
+    return write_whole(path, text, strlen(text), error);
 }
 
 bool file_replace_text(const char *path, const char *text, Error *error) {
@@ -258,7 +224,7 @@ bool file_replace_text(const char *path, const char *text, Error *error) {
         errno = ENAMETOOLONG;
         return write_error(error, path, "naming its temporary file");
     }
-    if (!write_whole(temporary, text, strlen(text), NULL, error)) return false;
+    if (!write_whole(temporary, text, strlen(text), error)) return false;
     if (file_rename(temporary, path, error)) return true;
     unlink(temporary);
     return false;
@@ -310,8 +276,8 @@ static bool take_write(void *context, const void *data, size_t size, Error *erro
     return file_write(context, data, size, error);
 }
 
-bool file_copy(const char *to, const char *from, FileLog *log, Error *error) {
-    File *file = file_create(to, log, error);
+bool file_copy(const char *to, const char *from, Error *error) {
+    File *file = file_create(to, error);
     if (!file) return false;
     if (!read_pieces(from, take_write, file, error)) {
         file_discard(file);

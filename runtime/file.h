@@ -14,11 +14,7 @@
 #include <stdint.h>
 #include <xxhash.h>
 
-#include "runtime/error.h"
-
-#ifdef __cplusplus
-extern "C" {
-#endif
+#include "error.h"
 
 // The remedy for an errno of open() that the path did not cause (too many open files); `otherwise` for any other errno.
 const char *file_remedy(int number, const char *otherwise);
@@ -29,25 +25,8 @@ const char *file_remedy(int number, const char *otherwise);
 // do.
 typedef struct File File;
 
-// The sizes and hashes of files that have been written, so that a manifest needs no second pass over them. Start with
-// {0}; free with file_log_free().
-typedef struct {
-    char *name;    // without its folder
-    uint64_t size;
-    XXH128_hash_t hash;
-} FileRecord;
-
-typedef struct {
-    FileRecord *records;
-    size_t count;
-} FileLog;
-
-const FileRecord *file_log_find(const FileLog *log, const char *name);    // NULL if there is none
-void file_log_free(FileLog *log);
-
-// Creates the file, or truncates an existing one. If `log` is not NULL, the data is hashed, and file_close() records
-// the file there. Returns NULL on error.
-File *file_create(const char *path, FileLog *log, Error *error);
+// Creates the file, or truncates an existing one. Returns NULL on error.
+File *file_create(const char *path, Error *error);
 
 // Appends `size` bytes.
 bool file_write(File *file, const void *data, size_t size, Error *error);
@@ -59,14 +38,18 @@ bool file_close(File *file, Error *error);
 void file_discard(File *file);
 
 // Writes the text as the whole file and syncs it. Not atomic: use it in a folder that is renamed once it is complete.
-bool file_write_text(const char *path, const char *text, FileLog *log, Error *error);
+bool file_write_text(const char *path, const char *text, Error *error);
 
 // Replaces the file atomically: writes PATH.tmp, fsync, rename, fsync of the folder. Readers see the old or the new
 // text.
 bool file_replace_text(const char *path, const char *text, Error *error);
 
 // Copies a file of any size and syncs the copy.
-bool file_copy(const char *to, const char *from, FileLog *log, Error *error);
+bool file_copy(const char *to, const char *from, Error *error);
+
+// If set, file_close() calls this after each success with the size and XXH3-128 of the file, so that a manifest needs
+// no second pass over it. While it is NULL, nothing is hashed.
+extern void (*file_written)(const char *path, uint64_t size, XXH128_hash_t hash);
 
 // ---- folders
 
@@ -98,7 +81,4 @@ bool file_hash(const char *path, uint64_t *size, XXH128_hash_t *hash, Error *err
 // Reads exactly `size` bytes at `offset`. If the file is too short, the error names the offset.
 bool file_read_at(int fd, const char *path, void *out, size_t size, uint64_t offset, Error *error);
 
-#ifdef __cplusplus
-}
-#endif
 #endif

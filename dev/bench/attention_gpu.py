@@ -98,8 +98,8 @@ class Case:
 
 class Shape(ctypes.Structure):
     """FlashTestShape of dev/tests/flash_so.cu."""
-    _fields_ = [*((name, ctypes.c_size_t) for name in ("B", "T", "NH", "HS", "VS")), ("L", ctypes.c_int),
-                *((name, ctypes.c_size_t) for name in ("q_row", "k_row", "v_row", "out_row"))]
+    _fields_ = [*((name, ctypes.c_size_t) for name in ("B", "T", "NH", "NKV", "HS", "VS")), ("L", ctypes.c_int),
+                *((name, ctypes.c_size_t) for name in ("q_row", "k_row", "v_row", "out_row")), ("first", ctypes.c_void_p)]
 
 
 class Arrays(ctypes.Structure):
@@ -149,7 +149,7 @@ class Ours:
     def __init__(self, case, flash):
         self.case, self.flash = case, flash
         B, T, NH, HS = case.shape
-        self.shape = Shape(B, T, NH, HS, HS, T, 3 * NH * HS, 3 * NH * HS, 3 * NH * HS, NH * HS)
+        self.shape = Shape(B, T, NH, NH, HS, HS, T, 3 * NH * HS, 3 * NH * HS, 3 * NH * HS, NH * HS)
         self.scratch = flash.tensor((flash.scratch(case.name, self.shape),), torch.uint8)
         self.rows = flash.tensor((1,), torch.int64)
         self.scalars = {key: flash.copy(x) for key, x in case.scalars.items()}

@@ -28,8 +28,10 @@ static const char *const names[] = {
 static FlashCall<bf16> call_of(const Preset &preset, int B, int T, int NH, int HS) {
     bf16 *there = (bf16 *)0x100000000;
     FlashCall<bf16> call = {};
-    call.q = call.k = call.v = call.dout = there;
-    call.out = call.dq = call.dk = call.dv = there;
+    size_t row = 3 * (size_t)NH * HS, out_row = (size_t)NH * HS;
+    call.q = call.k = call.v = {there, row, (size_t)HS};
+    call.dq = call.dk = call.dv = {there, row, (size_t)HS};
+    call.out = {there, out_row, (size_t)HS}, call.dout = {there, out_row, (size_t)HS};
     call.stats = call.g = (float *)there;
     call.rows_without_weight = (unsigned long long *)there;
     call.prefix = preset.post.kind == POST_RECENTER || preset.post.kind == POST_RECENTER_L1 ? (float *)there : NULL;
@@ -41,8 +43,7 @@ static FlashCall<bf16> call_of(const Preset &preset, int B, int T, int NH, int H
         call.g = NULL;
     call.scale = preset.scale, call.offset = preset.offset, call.norm = preset.norm;
     call.phi = preset.phi.kind, call.post = preset.post.kind, call.power = (float)preset.post.value;
-    call.B = B, call.T = T, call.NH = NH, call.HS = call.VS = HS, call.L = T;
-    call.q_row = call.k_row = call.v_row = 3 * (size_t)NH * HS, call.out_row = (size_t)NH * HS;
+    call.B = B, call.T = T, call.NH = call.NKV = NH, call.HS = call.VS = HS, call.L = T;
     return call;
 }
 

@@ -35,8 +35,8 @@ TILE = 32 * 64
 
 class Shape(ctypes.Structure):
     """FlashTestShape of dev/tests/flash_so.cu."""
-    _fields_ = [*((name, ctypes.c_size_t) for name in ("B", "T", "NH", "HS", "VS")), ("L", ctypes.c_int),
-                *((name, ctypes.c_size_t) for name in ("q_row", "k_row", "v_row", "out_row"))]
+    _fields_ = [*((name, ctypes.c_size_t) for name in ("B", "T", "NH", "NKV", "HS", "VS")), ("L", ctypes.c_int),
+                *((name, ctypes.c_size_t) for name in ("q_row", "k_row", "v_row", "out_row")), ("first", ctypes.c_void_p)]
 
 
 class Arrays(ctypes.Structure):
@@ -57,7 +57,7 @@ def loaded(x, dtype):
 def run(library, dtype, attn, T, HS, VS, B=1, NH=2):
     """{name: array} of what a forward and backward pass writes."""
     random = numpy.random.default_rng(0)
-    shape, arrays, held = Shape(B, T, NH, HS, VS, T, NH * HS, NH * HS, NH * VS, NH * VS), Arrays(), {}
+    shape, arrays, held = Shape(B, T, NH, NH, HS, VS, T, NH * HS, NH * HS, NH * VS, NH * VS), Arrays(), {}
     q, k, v, dout = (random.standard_normal((B, T, NH, size), dtype=numpy.float32) for size in (HS, HS, VS, VS))
     if attn.startswith("lssa"):
         q, k = (x / numpy.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))

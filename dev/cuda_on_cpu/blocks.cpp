@@ -1,10 +1,11 @@
-// The blocks of a kernel: threads as fibers, barriers, warp operations, shared memory, asynchronous copies.
+// The blocks of a kernel: threads as fibers, barriers, the lanes' common operations, shared memory, asynchronous
+// copies.
 //
-// A block runs on one CPU thread, its Worker. The block's threads are fibers that take turns; a turn ends only where a
-// thread has to wait for others. Blocks are spread over the workers.
+// A block belongs to one thread of the CPU, its Worker; its threads are fibers that take turns, a turn ending only
+// where the thread has to wait for others. Blocks are spread over the workers.
 //
-// This file is never compiled with -fsanitize=thread, because the emulator's own work between the fibers must not count
-// as synchronization. What does count is declared by calls of __tsan_acquire and __tsan_release.
+// This file is never compiled with -fsanitize=thread: what the emulator itself does between the fibers is not to count
+// as their synchronisation. What does count is said by hand, where __tsan_acquire and __tsan_release are called.
 #include "engine.h"
 
 #include <float.h>
@@ -30,11 +31,11 @@ const Position &position_of_this_thread() {
     return *position;
 }
 
-// ---- switching between fibers: the registers that a call preserves are pushed to the old stack and popped from the
+// ---- the switch from one fiber to another: the registers that a call preserves go to the old stack and come from the
 // new one
-// The switch ends in `ret`, not in a jump. Most fibers of a kernel stop at the same place, so the processor's stack of
-// predicted return addresses, left by one of them, is correct for the next one. (With a jump, a shuffle cost 70 ns per
-// lane instead of 35.)
+// It ends in `ret`, not in a jump: fibers of a kernel mostly stop at the same place, so that the processor's own list
+// of return addresses, left by one of them, is right for the next (a jump made a shuffle cost 70 ns a lane instead of
+// 35).
 extern "C" void cuda_on_cpu_switch(void **save_stack, void *stack);
 extern "C" void cuda_on_cpu_start();
 asm(R"(
@@ -64,7 +65,7 @@ cuda_on_cpu_start:
 .size cuda_on_cpu_start, .-cuda_on_cpu_start
 )");
 
-// ---- what threads wait for
+// ---- who waits for what
 
 enum Kind {
     NOTHING,
@@ -107,7 +108,7 @@ static const unsigned ALL_LANES = 0xFFFFFFFFu;
 
 struct Wait {
     Kind kind;
-    unsigned mask;    // the lanes, in a warp operation
+    unsigned mask;    // of the lanes, in a warp's operation
     Site site;
 };
 
@@ -117,7 +118,7 @@ struct PendingCopy {
     void *shared;
     const void *global;
     bool valid;
-    unsigned group;    // the number of commits before it
+    unsigned group;    // how many commits were before it
 };
 
 struct Warp;
@@ -126,43 +127,43 @@ struct Fiber {
     Position position;    // first, so that `position` leads to the fiber
     void *stack;          // where it stopped
     Warp *warp;
-    unsigned number, lane;       // of the thread in its block and in its warp
+    unsigned number, lane;       // of the thread in its block, and in its warp
     Wait wait;                   // its last one
     unsigned commits, copies;    // of cp.async: commits so far, copies so far
-    // The copies pending[i % PENDING_COPIES] with oldest <= i < newest have not taken place yet.
+    // Those of pending[i % PENDING_COPIES], oldest <= i < newest, have not taken place yet.
     unsigned oldest, newest;
     PendingCopy *pending;
-    void *context, *copier;    // for the race check: the thread, and its asynchronous copies
-    void *fake_stack;          // for AddressSanitizer
+    void *context, *copier;    // the race check's, of the thread and of its asynchronous copies
+    void *fake_stack;          // AddressSanitizer's
 };
 
-// The lanes' n-th copies, treated as one instruction of the warp in order to count its bank conflicts.
+// The lanes' n-th copies, taken for one instruction of the warp's, to count its bank conflicts.
 enum { COPIES_OF_WARP = 128 };
 
 struct CopyOfWarp {
-    unsigned number, lanes;    // n + 1; the lanes that have issued it
+    unsigned number, lanes;    // n + 1; who has issued it
     Site site;
     const void *to[32];
 };
 
 struct Warp {
-    unsigned waiting, absent;          // lanes that wait in a warp operation; lanes that have exited or never existed
-    Wait first;                        // what the first waiting lane waits for
-    bool same;                         // all waiting lanes wait for that
+    unsigned waiting, absent;          // lanes that wait in an operation of the warp; that have exited or never were
+    Wait first;                        // what the first of those who wait has come for
+    bool same;                         // all who wait have come for that
     uint64_t value[32], result[32];    // of a shuffle, vote, ...
     int argument[32];
     const void *row[32];    // of ldmatrix
     uint32_t a[4][32], b[2][32], r[4][32];
     float top[32][2], bottom[32][2];    // mma's d[0], d[1] and d[2], d[3]: as floats, rows 0-7 and 8-15 of 8 columns
-    unsigned phase[32];                 // how many operations of the mask with this lowest lane there have been
+    unsigned phase[32];                 // how often the mask whose lowest lane this is has been met
     CopyOfWarp copies[COPIES_OF_WARP];
 };
 
-// Addresses that represent, in the race check, what threads tell each other. Each operation has two, used in turn, so
-// that a fast thread that enters the next operation is not mixed up with a slow one that has yet to leave the last.
+// Addresses that stand, in the race check, for what threads tell each other. A meeting has two, used in turn: who is
+// quick must not reach the slow one, who has yet to leave the last meeting, with what he brings to the next.
 enum { COPY_GROUPS = 16 };
 struct Meetings {
-    char barrier[2], warps[WARPS][32][2];    // for a warp, by the lowest lane of the mask
+    char barrier[2], warps[WARPS][32][2];    // a warp's by the lowest lane of the mask
     char issued[BLOCK_THREADS], copied[BLOCK_THREADS][COPY_GROUPS];
 };
 
@@ -183,7 +184,7 @@ struct Worker {
     Settings settings;
     Fiber fibers[BLOCK_THREADS];
     Warp warps[WARPS];
-    // By the race check. If false, the whole block counts as the emulator's own work, which is invisible to it.
+    // By the race check. If not, all of the block counts as the emulator's own work, which is unseen.
     bool watched;
     void *home;    // the stack that run_block was called on
     void *home_context, *home_fake_stack;
@@ -202,13 +203,13 @@ struct Worker {
     Meetings *meetings;
     char *statics, *statics_end, *dynamic, *dynamic_end;
     size_t statics_used, statics_asked;
-    ArrayInBlock arrays[ARRAYS_IN_BLOCK];    // this block's arrays, in the order of their first use
+    ArrayInBlock arrays[ARRAYS_IN_BLOCK];    // of this block, in the order of their first use
     int array_count;
-    char *array_memory[SHARED_ARRAYS];    // by the array's number; NULL if it has not been used in this block
+    char *array_memory[SHARED_ARRAYS];    // by the array's number; NULL: not used yet in this block
 
     PendingCopy pending[BLOCK_THREADS][PENDING_COPIES];
     Counts counts;
-    // A hash table. When it is full, further ones are counted without their place.
+    // A hash table; full: the rest are counted without their place.
     struct {
         Site site;
         uint64_t conflicts;
@@ -277,8 +278,8 @@ static std::string describe(const Worker &w, int number) {
     return print("wait in %s(mask %08x) at %s:%d", kind_names[wait.kind], wait.mask, wait.site.file, wait.site.line);
 }
 
-// Returns text such as "24 threads wait in __shfl_xor_sync(mask ffffffff) at f.cu:4: 40-63; 40 threads wait in
-// __syncthreads at f.cu:6: 0-39".
+// "24 threads wait in __shfl_xor_sync(mask ffffffff) at f.cu:4: 40-63; 40 threads wait in __syncthreads at f.cu:6:
+// 0-39"
 static std::string who_waits_where(int from, int to) {
     std::vector<std::pair<std::string, std::vector<int>>> places;
     for (int i = from; i < to; i++) {
@@ -299,7 +300,7 @@ static std::string who_waits_in_warp() {
     return who_waits_where(first, std::min(first + 32, worker->threads));
 }
 
-// ---- which thread runs next
+// ---- the order of turns
 
 static void set_waiting(Worker &w, unsigned number) {
     w.ready[number / 64] &= ~(1ull << number % 64);
@@ -310,8 +311,7 @@ static void set_all_ready(Worker &w) {
     for (int i = 0; i < w.threads; i += 64) w.ready[i / 64] = w.threads - i >= 64 ? ~0ull : ~(~0ull << (w.threads - i));
 }
 
-static int first_ready_from(const Worker &w,
-                            int start) {    // in increasing order, wrapping around; -1 if there is none
+static int first_ready_from(const Worker &w, int start) {    // by rising number, round the end; -1: none
     int words = (w.threads + 63) / 64, word = start / 64;
     uint64_t bits = w.ready[word] & ~0ull << start % 64;
     for (int i = 0; i <= words; i++) {
@@ -322,7 +322,7 @@ static int first_ready_from(const Worker &w,
     return -1;
 }
 
-static int last_ready_to(const Worker &w, int start) {    // in decreasing order
+static int last_ready_to(const Worker &w, int start) {    // by falling number
     int words = (w.threads + 63) / 64, word = start / 64;
     uint64_t bits = w.ready[word] & ~0ull >> (63 - start % 64);
     for (int i = 0; i <= words; i++) {
@@ -379,7 +379,7 @@ static void deadlock() {
         who_waits_where(0, worker->threads).c_str());
 }
 
-// Lets others run until this thread is ready and it is its turn.
+// Lets others run until this thread is ready and has its turn.
 static void take_turns() {
     Worker &w = *worker;
     int next = next_thread(w);
@@ -419,8 +419,8 @@ static void fiber_main() {
     thread_exits();
 }
 
-// Stacks whose tops are whole pages apart would compete for the same few cache sets, so each one starts a little lower
-// than the previous one.
+// Tops of stacks that are whole pages apart would share the same few sets of the cache, so each starts a little lower
+// than the one before.
 static void prepare_fiber(Worker &w, int number) {
     Fiber &f = w.fibers[number];
     dim3 n = w.launch->block;
@@ -446,7 +446,8 @@ static void prepare_fiber(Worker &w, int number) {
     f.context = w.watched ? __tsan_create_fiber(0) : NULL;
 }
 
-// ---- a worker's memory: stacks, each preceded by inaccessible pages, and shared memory between such pages
+// ---- memory of a worker: stacks, each with pages before it that must not be touched, and shared memory between such
+// pages
 
 static char *map_memory(size_t bytes, int protection) {
     void *p = mmap(NULL, bytes, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -459,7 +460,7 @@ static const size_t PAGE = 4096, STACK_GUARD = 64 * 1024, STATICS_ROOM = 128 * 1
 static void use_signal_stack();
 
 static Worker *new_worker() {
-    // Zeros; most of it is never touched.
+    // zeros; most of it is never touched.
     Worker *w = (Worker *)map_memory(sizeof(Worker), PROT_READ | PROT_WRITE);
     w->stack_bytes = (settings().stack + PAGE - 1) / PAGE * PAGE;
     w->stack_step = w->stack_bytes + STACK_GUARD;
@@ -474,8 +475,8 @@ static Worker *new_worker() {
     return w;
 }
 
-// Tells the race check that memory which another block has used is new. This takes time proportional to the bytes, so
-// it is only done for what was used.
+// For the race check memory that another block had before is to be new memory. It is slow in proportion to the bytes,
+// so only to what was used.
 static void renew(char *p, size_t bytes) {
     bytes = (bytes + PAGE - 1) / PAGE * PAGE;
     if (bytes && mmap(p, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1,
@@ -493,7 +494,7 @@ static void renew_stack(const Worker &w, int number) {
     renew(stack + first * PAGE, (pages - first) * PAGE);
 }
 
-// Runs after the block, when the size of the memory that it used is known.
+// After the block, so that the size of what it used is known.
 static void renew_memory(Worker &w) {
     for (int i = 0; i < w.threads; i++) renew_stack(w, i);
     renew((char *)w.meetings, sizeof(Meetings));
@@ -513,7 +514,7 @@ static void prepare_memory(Worker &w) {
     w.statics_used = w.statics_asked = 0;
 }
 
-// Plain stores, because the race check would see a call of memcpy.
+// Plain stores, as the race check would see a call of memcpy.
 void fill(void *p, size_t bytes, Pattern pattern) {
     typedef uint64_t __attribute__((may_alias, aligned(1))) Word;
     unsigned char *to = (unsigned char *)p;
@@ -530,7 +531,7 @@ bool is_filled(const void *p, size_t bytes, Pattern pattern) {
     return true;
 }
 
-static const size_t BETWEEN_ARRAYS = 64;    // the fewest bytes after each array that must not change
+static const size_t BETWEEN_ARRAYS = 64;    // bytes at least, behind each array, that nobody may change
 
 void *shared_array(SharedArray &array, size_t bytes) {
     static std::atomic<int> numbers;
@@ -584,13 +585,13 @@ static void check_shared_arrays(Worker &w) {
         const ArrayInBlock &a = w.arrays[i];
         const char *end = a.memory + a.bytes, *room_end = a.memory + (a.bytes + BETWEEN_ARRAYS + 127) / 128 * 128;
         if (!is_filled(end, (size_t)(room_end - end), FENCE))
-            die("OUT OF BOUNDS: something was written beyond the end of the shared array %s (%s:%d), %zu bytes, in block (%u,%u,%u) of %s",
+            die("OUT OF BOUNDS: something was written behind the end of the shared array %s (%s:%d), %zu bytes, in block (%u,%u,%u) of %s",
                 a.array->name, a.array->site.file, a.array->site.line, a.bytes, w.block.x, w.block.y, w.block.z,
                 kernel_name(w.launch->kernel).c_str());
     }
     if (!is_filled(w.dynamic + w.launch->shared_bytes, (size_t)(w.dynamic_end - w.dynamic) - w.launch->shared_bytes,
                    FENCE))
-        die("OUT OF BOUNDS: something was written beyond the end of the dynamic shared memory, %zu bytes, in block (%u,%u,%u) of %s",
+        die("OUT OF BOUNDS: something was written behind the end of the dynamic shared memory, %zu bytes, in block (%u,%u,%u) of %s",
             w.launch->shared_bytes, w.block.x, w.block.y, w.block.z, kernel_name(w.launch->kernel).c_str());
 }
 
@@ -598,11 +599,11 @@ void misaligned(const char *what, const void *p, Site site) {
     die("MISALIGNED: %s at %s:%d takes an address that is no multiple of its size, %p", what, site.file, site.line, p);
 }
 
-// ---- invalid addresses
+// ---- a bad address
 
 static struct sigaction handlers_before[2];
 
-static void use_signal_stack() {    // a thread whose stack has overflowed needs another one to report it
+static void use_signal_stack() {    // a thread whose stack has overflowed needs another to report it
     stack_t stack = {};
     stack.ss_size = 64 * 1024;
     stack.ss_sp = map_memory(stack.ss_size, PROT_READ | PROT_WRITE);
@@ -617,7 +618,7 @@ static void crashed(int signal, siginfo_t *info, void *context) {
         if (p >= w.stacks && p < w.stacks + w.stack_step * BLOCK_THREADS)
             die("STACK OVERFLOW: the thread needs more than %zu bytes of stack (CUDA_ON_CPU_STACK)", w.stack_bytes);
         if (p >= w.dynamic_end && p < w.dynamic_end + PAGE)
-            die("OUT OF BOUNDS: byte %td beyond the end of the %zu of dynamic shared memory",
+            die("OUT OF BOUNDS: byte %td behind the end of the %zu of dynamic shared memory",
                 p - (w.dynamic + w.launch->shared_bytes), w.launch->shared_bytes);
         if (p >= w.statics - PAGE && p < w.dynamic_end)
             die("OUT OF BOUNDS: an address near the block's shared memory, but outside");
@@ -627,7 +628,7 @@ static void crashed(int signal, siginfo_t *info, void *context) {
     if (!memory.empty()) die("HOST ACCESS: the host touches %s", memory.c_str());
     struct sigaction *before = &handlers_before[signal == SIGBUS];
     if (before->sa_flags & SA_SIGINFO) before->sa_sigaction(signal, info, context);
-    else sigaction(signal, before, NULL);    // and the same signal is raised again
+    else sigaction(signal, before, NULL);    // and the same happens again
 }
 
 void report_crashes() {
@@ -639,7 +640,7 @@ void report_crashes() {
     sigaction(SIGBUS, &action, &handlers_before[1]);
 }
 
-// ---- __syncthreads
+// ---- barriers of the block
 
 int barrier(BlockVote vote, int predicate, Site site) {
     Worker &w = *worker;
@@ -664,16 +665,16 @@ int barrier(BlockVote vote, int predicate, Site site) {
     return w.result;
 }
 
-// ---- warp operations
-// Each lane stores its operands and waits. The last one to arrive computes the results for all.
+// ---- operations of a warp
+// Each lane says what it wants and waits; the last one to come works it out for all.
 
 static const int LANES = 32;
 
-// Do all lanes of the mask, all of which wait, wait for the same operation? Ends the program if they never will.
+// Whether the mask's lanes, all of which wait, wait for the same; ends the program where they never will.
 static bool same_meeting(Fiber &me) {
     Fiber *lane0 = &me - me.lane;
     for (unsigned lanes = me.wait.mask; lanes; lanes &= lanes - 1)
-        // That lane has to take part in another operation first.
+        // That lane has others to meet before.
         if (lane0[__builtin_ctz(lanes)].wait.mask != me.wait.mask) return false;
     for (unsigned lanes = me.wait.mask; lanes; lanes &= lanes - 1) {
         const Wait &other = lane0[__builtin_ctz(lanes)].wait;
@@ -683,7 +684,7 @@ static bool same_meeting(Fiber &me) {
     return true;
 }
 
-// Returns true for the last lane of the mask, which must compute the results and then call warp_goes_on(me, mask).
+// True for the last of the mask's lanes: it has to work out the results and then call warp_goes_on(me, mask).
 static inline __attribute__((always_inline)) bool last_to_arrive(Fiber &me, Kind kind, unsigned mask, Site site) {
     Warp &warp = *me.warp;
     me.wait = {kind, mask, site};
@@ -738,9 +739,9 @@ unsigned vote(Vote kind, unsigned mask, bool predicate, Site site) {
     return (unsigned)warp.result[me.lane];
 }
 
-// Returns the lane whose value a shuffle delivers (CUDA C++ Programming Guide, warp shuffle functions; PTX ISA,
-// shfl.sync). The warp is divided into segments of `width` lanes; if the source lies after the segment's end (for UP,
-// before its start), a lane keeps its own value.
+// Which lane's value a shuffle brings (CUDA C++ Programming Guide, warp shuffle functions; PTX ISA, shfl.sync): the
+// warp is cut into pieces of `width` lanes, and where the source lies behind the piece's end (before its start for UP)
+// a lane keeps its own value.
 static int shuffle_source(Shuffle kind, int lane, int argument, int width) {
     int start = lane & ~(width - 1), end = start + width, source;
     switch (kind) {
@@ -825,8 +826,8 @@ void fence() {
 
 // ---- matrices
 
-// Returns the passes beyond the first that up to 8 accesses of 16 bytes need. In each pass, every group of 4 banks
-// transfers 16 bytes.
+// The passes that up to 8 accesses of 16 bytes need beyond one: each group of 4 banks gives or takes 16 bytes in a
+// pass.
 static int conflicts_of(const void *const *rows, unsigned present) {
     int used[8] = {0}, most = 1;
     for (int i = 0; i < 8; i++) {
@@ -892,7 +893,7 @@ static void bf16_to_float(float *to, const uint32_t *from, int pairs) {
         to[2 * i] = bits<float>(from[i] << 16), to[2 * i + 1] = bits<float>(from[i] & 0xFFFF0000u);
 }
 
-// Products of two bf16 are exact in float. Each sum is rounded to nearest, in increasing order of k.
+// Products of two bf16 are exact in float; each sum is rounded to nearest, by rising k.
 static void add_products_nearest(float *row, const float a[16], const Eight b[16]) {
     Eight d;
     memcpy(&d, row, sizeof d);
@@ -906,7 +907,7 @@ typedef int64_t EightLongs __attribute__((vector_size(64)));
 
 static const int HOPPER_FRACTION_BITS = 25, NO_EXPONENT = -2000;
 
-// A subnormal number has the exponent of the smallest normal number; zero has none.
+// A subnormal number has the exponent of the smallest normal one, zero has none.
 static int exponent_of(float x) {
     int field = (int)(bits<uint32_t>(x) >> 23 & 0xFF);
     return x == 0 ? NO_EXPONENT : std::max(field, 1) - 127;
@@ -922,20 +923,21 @@ static void powers_of_2(EightDoubles &powers, const EightInts &e) {
 }
 
 static float round_toward_zero(double x) {
-    const double subnormals = 0x1p149;    // the reciprocal of the smallest
+    const double subnormals = 0x1p149;    // the smallest is 1 over this
     if (fabs(x) < FLT_MIN) return (float)(trunc(x * subnormals) / subnormals);
     return (float)bits<double>(bits<uint64_t>(x) & ~(uint64_t)0 << 29);
 }
 
-// sum += x scale, truncated to an integer
+// sum += x scale, without its fraction
 static void add_cut_off(EightDoubles &sum, const EightDoubles &x, const EightDoubles &scale) {
     EightInts whole = __builtin_convertvector(x * scale, EightInts);    // at most 4 2^25
     sum += __builtin_convertvector(whole, EightDoubles);
 }
 
-// The 16 products and the number to which they are added are aligned to the largest of their exponents. A product's
-// exponent is the sum of its factors' exponents, even if the product of the significands is 2 or more. Whatever is
-// below 2^-25 of that power of two is cut off from each term. Their sum is exact, and is then truncated to a float.
+// The 16 products and the number that they are added to are aligned to the largest of their exponents. A product's
+// exponent is the sum of its factors', even where the product of the significands is 2 or more. Whatever is less than
+// 2^-25 of that power of two is cut off from each.
+// Their sum is exact, and is rounded toward zero to a float.
 static void add_products_hopper(float *row, const float a[16], const Eight b[16], const EightInts exponents_of_b[16]) {
     EightInts largest;
     exponents_of(largest, row);
@@ -943,7 +945,7 @@ static void add_products_hopper(float *row, const float a[16], const Eight b[16]
         EightInts of_product = exponent_of(a[k]) + exponents_of_b[k];
         largest = of_product > largest ? of_product : largest;
     }
-    largest = largest > NO_EXPONENT / 2 ? largest : largest - largest;    // 0 if all terms are zero
+    largest = largest > NO_EXPONENT / 2 ? largest : largest - largest;    // 0 where there is nothing but zeros
     EightDoubles scale, unit, sum = {0};
     powers_of_2(scale, HOPPER_FRACTION_BITS - largest);
     powers_of_2(unit, largest - HOPPER_FRACTION_BITS);
@@ -961,8 +963,8 @@ static bool all_finite(const float *x, int count) {
     return finite;
 }
 
-// The lanes hold the fragments: a[i][4 g .. 4 g + 3] are 8 neighbors in row g (or g + 8) of a, and b[i][4 g .. 4 g + 3]
-// are 8 neighbors in column g of b.
+// The fragments lie in the lanes so that a[i][4 g .. 4 g + 3] are 8 neighbors of row g (or g + 8) of a, and b[i][4 g ..
+// 4 g + 3] 8 of column g of b.
 static void multiply(Warp &warp, MmaSums sums) {
     float a[2][8][16], columns[2][8][8];    // a by halves of its rows; columns[k / 8][n][k % 8]
     Eight b[16];
@@ -974,7 +976,7 @@ static void multiply(Warp &warp, MmaSums sums) {
         }
     for (int k = 0; k < 16; k++)
         for (int n = 0; n < 8; n++) b[k][n] = columns[k / 8][n][k % 8];
-    // Infinities and NaNs have no exponent to align to. Any order of summation propagates them.
+    // Infinities and NaNs have no exponent to align to; any order of sums shows them.
     const bool hopper = sums == SUMS_HOPPER && all_finite(a[0][0], 256) && all_finite(columns[0][0], 128);
     EightInts exponents_of_b[16];
     for (int k = 0; hopper && k < 16; k++) exponents_of(exponents_of_b[k], (const float *)&b[k]);
@@ -1008,8 +1010,8 @@ static void copy_now(const PendingCopy &c) {
     else memset(c.shared, 0, 16);
 }
 
-// In the race check, a thread's copies are made by another thread, which knows what the first one knew when it issued
-// them. The first one knows of them after waiting for their group.
+// In the race check the copies of a thread are the doing of another, who knows what the thread knew at the issue; the
+// thread knows of them after the wait for their group.
 static void copier_copies(Fiber &me, const PendingCopy &c) {
     char *issued = &worker->meetings->issued[me.number];
     if (!me.copier) me.copier = __tsan_create_fiber(0);
@@ -1035,7 +1037,7 @@ static void count_copy(Worker &w, CopyOfWarp &c) {
     c.lanes = 0;
 }
 
-// If the lanes do not make the same copies one after another, from the same lines, the count is wrong.
+// Lanes that do not make the same copies one after the other, from the same lines, are not counted right.
 static void note_copy(Worker &w, Fiber &me, const void *shared, Site site) {
     CopyOfWarp &c = me.warp->copies[me.copies % COPIES_OF_WARP];
     if (c.lanes && (c.number != me.copies + 1 || !same_site(c.site, site))) count_copy(w, c);
@@ -1158,7 +1160,7 @@ static void run_blocks(Job &job) {
     add_counts(w);
 }
 
-// CPU threads in addition to the one that launches. They wait for work until the program ends.
+// The CPU's threads beside the one that launches. They wait for work until the program ends.
 struct Pool {
     std::mutex lock;
     std::condition_variable wake, done;
@@ -1190,14 +1192,14 @@ struct Pool {
         wake.notify_all();
         run_blocks(work);
         std::unique_lock<std::mutex> hold(lock);
-        running -= wanted;    // those that have not woken up are no longer needed
+        running -= wanted;    // those who have not woken up are not needed any more
         wanted = 0;
         done.wait(hold, [&] { return running == 0; });
     }
 };
 
 void run_grid(const Parameters &launch) {
-    static Pool *pool = new Pool;    // never deleted: its threads may outlive main()
+    static Pool *pool = new Pool;    // for ever: its threads may outlive main()
     Job job;
     job.launch = &launch;
     job.blocks = (uint64_t)launch.grid.x * launch.grid.y * launch.grid.z;

@@ -1,12 +1,12 @@
 // cuBLASLt on the CPU: the functions of cublasLt.h for D = alpha · op(A) · op(B) + beta · C (+ bias), in float32 and
-// bfloat16 with float32 sums, in any storage order, in batches. A call that the library would reject is rejected here
-// with the same status, and a line on stderr gives the reason. A matmul is work in its stream, like a kernel, and its
-// matrices must then be in device memory.
+// bfloat16 with sums in float32, in any storage order, in batches. What a call would be refused for by the library it
+// is refused for here, with the same status and a line on stderr that says why. A product is work in its stream like a
+// kernel, and its matrices must be device memory then.
 //
-// The heuristic offers up to three algorithms: one that adds two halves of the sum through the workspace, one that
-// needs all matrices aligned to 16 bytes, and one for all cases. So a caller encounters workspaces, alignments, and
-// different orders of summation. An algorithm is rejected for matrices whose alignment is less than the preference
-// promised (on a GPU, it might read wrong data, or fail).
+// The heuristic offers three algorithms, where they fit: one that adds two halves of the sum through the workspace, one
+// that needs all matrices aligned to 16 bytes, one for any. So a caller meets workspaces, alignments, and sums in
+// different orders. An algorithm is refused for matrices that are aligned to less than the preference promised (on a
+// GPU it might read wrongly, or not at all).
 #include <cublasLt.h>
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
@@ -35,7 +35,7 @@ struct Layout {
     }
     uint64_t lines() const {
         return by_columns() ? cols : rows;
-    }    // of `length()` elements each, `ld` apart
+    }    // of `length()` elements, `ld` apart
     uint64_t length() const {
         return by_columns() ? rows : cols;
     }
@@ -67,7 +67,7 @@ enum Kind : uint64_t { NO_ALGORITHM, HALVES, ALIGNED, ANY };
 
 struct Algorithm {    // what a cublasLtMatmulAlgo_t holds
     uint64_t kind, workspace;
-    uint32_t alignment[4];    // of A, B, C and D, as promised to the heuristic
+    uint32_t alignment[4];    // of A, B, C, D that the heuristic was promised
 };
 
 bool refuse(const char *format, ...) __attribute__((format(printf, 1, 2)));
@@ -81,7 +81,7 @@ bool refuse(const char *format, ...) {
     return false;
 }
 
-// ---- attributes: where a structure holds each, and how many bytes it has
+// ---- attributes: where a structure keeps each, and how many bytes it has
 
 struct Place {
     void *p;
@@ -149,7 +149,7 @@ Preference *preference(cublasLtMatmulPreference_t x) {
     return reinterpret_cast<Preference *>(x);
 }
 
-// ---- what the library rejects
+// ---- what the library refuses
 
 struct Problem {
     Operation op;
@@ -171,7 +171,7 @@ bool layout_fits(const char *name, const Layout &x, uint64_t rows, uint64_t cols
     return true;
 }
 
-// Fills in the problem. Returns false if sizes or values are inconsistent.
+// Fills the problem; false where sizes or values contradict each other.
 bool problem_is_valid(Problem *p, cublasLtMatmulDesc_t op, cublasLtMatrixLayout_t a, cublasLtMatrixLayout_t b,
                       cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t d) {
     if (!op || !a || !b || !c || !d) return refuse("a descriptor is NULL");
@@ -184,7 +184,7 @@ bool problem_is_valid(Problem *p, cublasLtMatmulDesc_t op, cublasLtMatrixLayout_
            layout_fits("B", p->b, tb ? p->n : p->k, tb ? p->k : p->n, batches);
 }
 
-// The combinations of types that the library supports, as far as this emulator knows them.
+// The types that the library multiplies, as far as they are known here.
 bool problem_is_supported(const Problem &p) {
     bool floats = p.a.type == CUDA_R_32F && p.b.type == CUDA_R_32F && p.c.type == CUDA_R_32F;
     bool halves =
@@ -225,14 +225,14 @@ std::vector<Algorithm> algorithms(const Problem &p, const Preference &preference
     return list;
 }
 
-// Returns the largest power of two, up to 256, that divides an address.
+// The largest power of two, up to 256, that divides an address.
 uint32_t alignment_of(const void *p) {
     uint32_t alignment = 256;
     while ((uintptr_t)p % alignment) alignment /= 2;
     return alignment;
 }
 
-// ---- the matmul, tile by tile of D: parts of both factors are packed as floats, then multiplied
+// ---- the product, tile by tile of D: both factors' parts are packed as floats, then multiplied
 
 enum { ROWS = 16, COLS = 6, TILE_M = 8 * ROWS, TILE_N = 16 * COLS, TILE_K = 256 };
 
@@ -247,8 +247,8 @@ float element(const void *p, uint32_t type, size_t i) {
     return type == CUDA_R_32F ? as_float(((const float *)p)[i]) : as_float(((const __nv_bfloat16 *)p)[i]);
 }
 
-// packed[(line / group) · depth · group + k · group + line % group] = op(x)'s element (line, k), or 0 beyond the last
-// line. op(x) has lines x depth; its element (line, k) is at line · line_step + k · k_step.
+// packed[(line / group) · depth · group + k · group + line % group] = element `line` of op(x) across, k along the sum;
+// 0 past the last line. op(x) has lines x depth, its element (line, k) at line · line_step + k · k_step.
 template <size_t group, class X>
 void pack(float *packed, const X *x, size_t line_step, size_t k_step, size_t lines, size_t depth) {
     for (size_t first = 0; first < lines; first += group, packed += depth * group) {
@@ -265,7 +265,8 @@ void pack(float *packed, const void *p, uint32_t type, size_t line_step, size_t 
     else pack<group>(packed, (const __nv_bfloat16 *)p, line_step, k_step, lines, depth);
 }
 
-// sums[j][i] += sum_k a[k][i] · b[k][j] for ROWS x COLS elements of a tile. The columns of sums are TILE_M apart.
+// sums[j][i] += sum_k a[k][i] · b[k][j], for ROWS x COLS elements of a tile; sums has TILE_M from one column to the
+// next.
 void multiply(float *sums, const float *a, const float *b, size_t depth) {
     float s[COLS][ROWS];
     for (int j = 0; j < COLS; j++) memcpy(s[j], sums + j * TILE_M, sizeof s[j]);
@@ -286,7 +287,7 @@ const char *offset(const void *p, const Layout &x, size_t i) {
     return (const char *)p + i * x.element();
 }
 
-// sums (columns TILE_M apart) += the terms k_from <= k < k_to of the tile at (row, col)
+// sums (TILE_M to a column) += the terms from k_from to k_to of the tile at (row, col)
 void add_products(float *sums, const Problem &p, const void *a, const void *b, size_t row, size_t col, size_t rows,
                   size_t cols, size_t k_from, size_t k_to) {
     bool ta = p.op.transa != CUBLAS_OP_N, tb = p.op.transb != CUBLAS_OP_N;
@@ -303,7 +304,7 @@ void add_products(float *sums, const Problem &p, const void *a, const void *b, s
     }
 }
 
-// Computes one tile of D for one matrix of the batch: alpha · sums + beta · C + bias. C is not read if beta is 0.
+// One tile of D of one matrix of the batch: alpha · sums + beta · C + bias, C not read where beta is 0.
 void write_tile(const Problem &p, const Matrices &x, const float *sums, size_t batch, size_t row, size_t col,
                 size_t rows, size_t cols) {
     for (size_t j = 0; j < cols; j++)
@@ -342,7 +343,7 @@ void expect_device(const char *name, const void *p, size_t bytes) {
         cuda_on_cpu::die("cublasLtMatmul: %s: not all of the %zu bytes at %p are device memory", name, bytes, p);
 }
 
-// Declares the accesses to the matrices line by line: what lies between the lines may belong to something else.
+// Says what of the matrices is touched, line by line: what lies between the lines may be another's.
 template <class Touch, class P>
 void touch(Touch touches, P p, const Layout &x) {
     for (int i = 0; i < x.batches; i++)

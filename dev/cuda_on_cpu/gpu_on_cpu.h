@@ -1,6 +1,6 @@
-// CUDA C++ for a C++ compiler of the CPU: the language of kernels, which fibers execute (README.md). Include it after
+// CUDA C++ for a C++ compiler of the CPU: what kernels are written in, run by fibers (README.md). Included after
 // cuda_runtime.h and cuda_bf16.h, before kernels. All errors end the program with a message that names the kernel, the
-// block, the threads and the source lines.
+// block, the threads and the lines.
 #ifndef GPU_ON_CPU_H
 #define GPU_ON_CPU_H
 
@@ -20,22 +20,22 @@
 
 namespace cuda_on_cpu {
 
-// ---- provided by the runtime (blocks.cpp)
+// ---- what the runtime (blocks.cpp) gives
 
-struct Site {    // where a call is in the source
+struct Site {    // of a call in the source
     const char *file;
     int line;
 };
 #define CUDA_ON_CPU_SITE const char *file = __builtin_FILE(), int line = __builtin_LINE()
 
-struct Position {    // of a thread: its indices and the sizes of the launch
+struct Position {    // of a thread: its indices, and the sizes of the launch
     uint3 thread, block;
     dim3 block_size, grid;
 };
 const Position &position_of_this_thread();
-// Without this, a thread-local variable in a shared library would need a function call.
+// In a shared library a thread's variable would take a function call, but for this.
 #define CUDA_ON_CPU_TLS __attribute__((tls_model("initial-exec")))
-extern __thread const Position *position CUDA_ON_CPU_TLS;    // of the thread that is running
+extern __thread const Position *position CUDA_ON_CPU_TLS;    // of the thread that runs now
 
 struct Parameters {                // of a launch
     std::function<void()> call;    // the kernel with its arguments
@@ -49,7 +49,7 @@ void enqueue_launch(cudaStream_t stream, const Parameters &parameters, const std
 struct SharedArray {
     const char *name;
     Site site;
-    int number;    // assigned at the first use; 0 before
+    int number;    // given at the first use; 0 before
 };
 void *shared_array(SharedArray &array, size_t bytes);
 void *dynamic_shared();
@@ -85,7 +85,7 @@ inline To bits(From from) {
     return to;
 }
 
-// A grid that knows its place in the source, so that launch() knows the line without being a macro.
+// A grid that knows where it was written down, so that launch() has the line without being a macro.
 struct Grid {
     dim3 size;
     Site site;
@@ -223,8 +223,8 @@ CUDA_ON_CPU_REDUCE(__reduce_xor_sync, unsigned, BITWISE_XOR)
 #undef CUDA_ON_CPU_REDUCE
 
 // ---- memory
-// Fences have no effect here: the CPU performs the blocks' accesses in order. (In the race check, a fence is an acquire
-// and a release.)
+// The fences order nothing here: the blocks' accesses are as the CPU makes them. (The race check takes one for an
+// acquire and a release.)
 static inline void __threadfence() {
     cuda_on_cpu::fence();
 }
@@ -307,7 +307,8 @@ inline T atomicCAS(T *p, typename cuda_on_cpu::Same<T>::type compare, typename c
 }
 
 // ---- the instructions that have no name in CUDA C++: ldmatrix, mma.m16n8k16, cp.async, and loads and stores of 16
-// bytes. The lanes hold the elements that the PTX ISA specifies.
+// bytes
+// The lanes' elements are as the PTX ISA has them.
 
 DEVICE void ldmatrix_x4(uint32_t r[4], const void *row, CUDA_ON_CPU_SITE) {
     cuda_on_cpu::ldmatrix(r, 4, false, row, {file, line});
@@ -357,7 +358,7 @@ DEVICE void store_16_streaming(void *p, uint4 x, CUDA_ON_CPU_SITE) {
 
 // ---- arithmetic that the host lacks
 
-// .ftz: subnormal numbers count as 0 of the same sign.
+// .ftz: a subnormal counts as 0, with its sign.
 DEVICE float flush_subnormal(float x) {
     return fabsf(x) < 1.17549435e-38f ? copysignf(0.0f, x) : x;
 }
@@ -444,7 +445,7 @@ DEVICE float __fsqrt_rn(float x) {
 DEVICE float __frsqrt_rn(float x) {
     return (float)(1.0 / sqrt((double)x));
 }
-#define __expf(x) expf(x)           // macros, because glibc declares functions with these names
+#define __expf(x) expf(x)           // macros, since glibc declares functions of these names
 #define __exp10f(x) exp10f(x)
 #define __logf(x) logf(x)
 #define __log2f(x) log2f(x)
@@ -455,7 +456,7 @@ DEVICE float __frsqrt_rn(float x) {
 #define __tanf(x) tanf(x)
 #define __sincosf(x, s, c) sincosf(x, s, c)
 
-// Conversions saturate, and NaN gives 0, as on the GPU.
+// Conversions outside the range end at its edge, NaN gives 0, as on the GPU.
 DEVICE int __float2int_rn(float x) {
     return isnan(x) ? 0 : (int)fmin(fmax(rint(x), -2147483648.0), 2147483647.0);
 }

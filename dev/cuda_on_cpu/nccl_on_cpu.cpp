@@ -1,10 +1,10 @@
 // NCCL on the CPU, over MPI: the ranks are the processes of MPI_COMM_WORLD, and all of them take part. Without MPI (no
-// -DUSE_MPI), there is one rank.
+// -DUSE_MPI) there is one rank.
 //
-// A collective operation is work in its stream, which continues when all ranks have reached it. Sums are made in the
-// order of the ranks, in bfloat16 rounded after each addition as along a ring, so they are always the same, and a
-// reduce-scatter followed by an all-gather gives the bits of an all-reduce. The ranks' calls are compared. If they
-// differ (which would hang a GPU, or mix up data), the program ends and says how.
+// A collective is work in its stream; the stream goes on when all ranks have come to it. Sums are made in the order of
+// the ranks, in bfloat16 rounded after each addition as along a ring, so they are the same each time, and a
+// reduce-scatter with an all-gather gives the bits of an all-reduce. The ranks' calls are compared: where they differ
+// (which would hang a GPU, or mix data up) the program ends and says how.
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 #include <nccl.h>
@@ -28,7 +28,7 @@ using cuda_on_cpu::die;
 
 struct ncclComm {
     int rank, ranks;
-    ncclResult_t error;    // of an operation in progress
+    ncclResult_t error;    // of something that was under way
     bool aborted;
 #ifdef USE_MPI
     MPI_Comm mpi;
@@ -40,7 +40,7 @@ namespace {
 enum Kind { ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, REDUCE };
 const char *const KINDS[] = {"ncclAllReduce", "ncclReduceScatter", "ncclAllGather", "ncclBroadcast", "ncclReduce"};
 
-struct Call {    // what must agree on all ranks
+struct Call {    // what must be the same on all ranks
     int64_t kind, count, type, op, root;
 };
 
@@ -52,7 +52,7 @@ struct Collective {
     cudaStream_t stream;
     enum { NEW, COMPARING, MOVING } state = NEW;
     std::vector<Call> calls;
-    std::vector<char> gathered;    // what each rank sent to this one, in order
+    std::vector<char> gathered;    // what each rank sent to this one, one after the other
 #ifdef USE_MPI
     MPI_Request request = MPI_REQUEST_NULL;
 #endif
@@ -91,8 +91,7 @@ void expect_device(const Collective &c) {
         die("NCCL: %s: what is received into is no device memory", describe(c.call).c_str());
 }
 
-// ---- in progress: each call of advance() does what is possible without waiting, and returns whether everything is
-// done
+// ---- on the way: each call of advance() does what can be done without waiting, and says whether all is done
 
 #ifdef USE_MPI
 void compare_calls(const Collective &c) {
@@ -121,7 +120,7 @@ void add_ranks(Collective &c) {
     }
 }
 
-// Stores what has arrived in its destination.
+// What has arrived goes where it belongs.
 void finish(Collective &c) {
     if (c.call.kind == ALL_REDUCE || c.call.kind == REDUCE_SCATTER || c.call.kind == REDUCE) {
         if (c.call.type == ncclFloat32) add_ranks<float>(c);
@@ -140,7 +139,7 @@ bool failed(Collective &c, int status) {
     return true;
 }
 
-// Every rank receives everything that is sent, except in a reduce-scatter, where it receives its slice.
+// Every rank gets everything that is sent, but for a reduce-scatter, where it gets its slice.
 int move(Collective &c) {
     size_t bytes = c.bytes();
     c.gathered.resize(bytes * c.comm->ranks);
@@ -148,7 +147,7 @@ int move(Collective &c) {
     if (c.call.kind == REDUCE_SCATTER)
         return MPI_Ialltoall(c.send, (int)bytes, MPI_BYTE, c.gathered.data(), (int)bytes, MPI_BYTE, c.comm->mpi,
                              &c.request);
-    // In a broadcast, the other ranks send something, too, which is ignored.
+    // A broadcast's other ranks send something, too, which nobody looks at.
     if (!c.sends()) c.send = c.gathered.data();
     return MPI_Iallgather(c.send, (int)bytes, MPI_BYTE, c.gathered.data(), (int)bytes, MPI_BYTE, c.comm->mpi,
                           &c.request);
@@ -221,7 +220,7 @@ void start(const std::shared_ptr<Collective> &c) {
     });
 }
 
-// ---- groups: their calls start at the end of the group
+// ---- groups: their calls begin at the group's end
 
 int groups;
 std::vector<std::shared_ptr<Collective>> waiting;
@@ -230,7 +229,7 @@ bool overlap(const char *a, size_t a_bytes, const char *b, size_t b_bytes) {
     return a < b + b_bytes && b < a + a_bytes;
 }
 
-// In place means: a reduce-scatter's result is this rank's slice of what it sends; an all-gather's input is this rank's
+// In place means: a reduce-scatter's result in this rank's slice of what it sends, an all-gather's input in this rank's
 // slice of its result.
 bool in_place_or_apart(const Collective &c) {
     const char *send = (const char *)c.send, *receive = (const char *)c.receive;
@@ -306,8 +305,7 @@ ncclResult_t ncclCommDestroy(ncclComm_t comm) {
     return ncclSuccess;
 }
 
-// Abandons the operations in progress. The communicator itself exists until the end, because streams may still query
-// it.
+// What is under way is given up; the communicator itself stays until the end, as the streams may still ask for it.
 ncclResult_t ncclCommAbort(ncclComm_t comm) {
     comm->aborted = true;
     return ncclSuccess;

@@ -1,7 +1,7 @@
-// The functions of the CUDA runtime: settings, memory, streams and events, the device.
+// The CUDA runtime's functions: settings, memory, streams and events, the device.
 //
-// Like blocks.cpp, this file is never compiled with -fsanitize=thread. Locks that the race check must not take for
-// synchronization are of type Lock.
+// As blocks.cpp, this is never compiled with -fsanitize=thread; locks that the race check must not see as
+// synchronisation are Locks.
 #include "engine.h"
 
 #include <cxxabi.h>
@@ -25,7 +25,7 @@ using namespace cuda_on_cpu;
 
 // ---- settings
 
-// The names of the settings that were read. CUDA_ON_CPU_LONG belongs to the emulator's own test.
+// The names that were asked for. CUDA_ON_CPU_LONG is of the emulation's own test.
 static std::vector<std::string> &known() {
     static std::vector<std::string> names = {"CUDA_ON_CPU_LONG"};
     return names;
@@ -36,7 +36,7 @@ static const char *setting(const char *name) {
     return getenv(name);
 }
 
-// A misspelled name would be a setting without effect.
+// A name with a slip in it would be a setting that has no effect.
 static void refuse_unknown() {
     for (char **at = environ; *at; at++) {
         std::string name(*at, strcspn(*at, "="));
@@ -66,7 +66,7 @@ static uint64_t number(const char *name, uint64_t otherwise) {
     return value;
 }
 
-// Returns OMP_NUM_THREADS, with which launchers divide a machine among processes, or the number of processors.
+// OMP_NUM_THREADS, by which launchers divide a machine among processes, or the processors that there are.
 static uint64_t processors() {
     cpu_set_t set;
     const char *threads = getenv("OMP_NUM_THREADS");
@@ -118,7 +118,7 @@ static cudaError_t result(cudaError_t error) {
     return error;
 }
 
-// Prints the reason, which CUDA itself does not reveal.
+// The reason, which CUDA would keep to itself.
 static cudaError_t refuse(cudaError_t error, const std::string &reason) {
     fprintf(stderr, "cuda_on_cpu: %s\n", reason.c_str());
     return result(error);
@@ -164,8 +164,8 @@ extern "C" cudaError_t cudaGetLastError() {
 }
 
 // ---- memory
-// Every allocation has pages of its own, with an inaccessible page before and after them. It starts at a multiple of
-// 256, like cudaMalloc's, so up to 255 bytes remain between its end and the end of the page. These are checked when the
+// Every allocation has pages of its own, with one before it and one behind it that nobody may touch. It starts at a
+// multiple of 256, as cudaMalloc's do, so up to 255 bytes remain before the page's end: they are looked at when the
 // memory is freed.
 
 enum Place { DEVICE_MEMORY, PINNED, REGISTERED };
@@ -192,7 +192,7 @@ static const char *allocator(const Allocation &a) {
     return a.place == DEVICE_MEMORY ? "cudaMalloc" : a.place == PINNED ? "cudaMallocHost" : "cudaHostRegister";
 }
 
-// Returns the allocation that p points into (or to the end of). Call it under the lock.
+// The allocation that p points into (or to the end of), under the lock.
 static std::map<char *, Allocation>::iterator allocation_of(const void *p) {
     auto after = allocations.upper_bound((char *)p);
     if (after == allocations.begin()) return allocations.end();
@@ -221,7 +221,7 @@ std::string cuda_on_cpu::describe_address(const void *p) {
             snprintf(text, sizeof text, "%td bytes before the %zu of %s number %d", start - at, a.bytes, allocator(a),
                      a.number);
         else if (at >= end)
-            snprintf(text, sizeof text, "%td bytes beyond the end of the %zu of %s number %d", at - end, a.bytes,
+            snprintf(text, sizeof text, "%td bytes behind the end of the %zu of %s number %d", at - end, a.bytes,
                      allocator(a), a.number);
         else
             snprintf(text, sizeof text, "byte %td of the %zu of %s number %d", at - start, a.bytes, allocator(a),
@@ -261,7 +261,7 @@ static cudaError_t release(void *p, Place place) {
     if (place != REGISTERED) {
         mprotect(a.mapping + PAGE, a.mapping_bytes - 2 * PAGE, PROT_READ | PROT_WRITE);
         if (!is_filled(it->first + a.bytes, round_up(a.bytes, ALIGNMENT) - a.bytes, FENCE))
-            die("OUT OF BOUNDS: something was written beyond the end of the %zu bytes of %s number %d", a.bytes,
+            die("OUT OF BOUNDS: something was written behind the end of the %zu bytes of %s number %d", a.bytes,
                 allocator(a), a.number);
         munmap(a.mapping, a.mapping_bytes);
     }
@@ -270,7 +270,7 @@ static cudaError_t release(void *p, Place place) {
     return cudaSuccess;
 }
 
-// With settings().hide, only kernels and copies can access device memory.
+// Device memory is there for kernels and copies alone, where settings().hide says so.
 static void show_device_memory(bool show) {
     std::lock_guard<Lock> hold(memory_lock);
     for (const auto &entry : allocations)
@@ -280,12 +280,12 @@ static void show_device_memory(bool show) {
 }
 
 // ---- streams and events
-// A stream is a queue. Unless settings().streams is AT_ONCE, its work is only done when the host waits for something:
-// then random streams that can continue do so until what the host waits for is done. So any work that a program does
-// not wait for may be late.
+// A stream is a queue. Unless settings().streams is AT_ONCE, what is in it takes place only when the host waits for
+// something: then streams that can go on are taken at random, until what the host waits for has come. So whatever a
+// program does not wait for may well be late.
 //
-// In the race check, each stream is a thread of its own. It knows what the host knew when it enqueued the work, and the
-// host and other streams know of its work once they have waited for it.
+// For the race check a stream is a thread of its own: it knows what the host knew when it gave it the work, and the
+// host and other streams know of its work after waiting for it.
 
 struct Record {    // one recording of an event
     bool done = false;
@@ -294,28 +294,28 @@ struct Record {    // one recording of an event
 
 struct Operation {
     uint64_t number;                  // in the order of the calls, over all streams
-    std::function<bool()> work;       // returns true when it is done, false if it must be called again
-    std::shared_ptr<Record> after;    // from cudaStreamWaitEvent, or NULL
-    bool host_function;               // it is the program's own, and the race check sees everything that it does
+    std::function<bool()> work;       // true: it is done; false: it has to be called again
+    std::shared_ptr<Record> after;    // cudaStreamWaitEvent's; or NULL
+    bool host_function;               // of the program's: the race check sees all that it does
 };
 
 struct CUstream_st {
-    bool blocking;    // synchronizes with the legacy default stream
+    bool blocking;    // waits for the legacy default stream, which waits for it
     int priority;
     std::deque<std::unique_ptr<Operation>> queue;
-    void *context;    // for the race check
-    char done;        // its address represents the work that is done
+    void *context;    // the race check's
+    char done;        // its address stands for what has been done
 };
 
 struct CUevent_st {
-    std::shared_ptr<Record> latest;    // NULL if it was never recorded
+    std::shared_ptr<Record> latest;    // NULL: never recorded
     bool timing;
 };
 
 static std::recursive_mutex stream_lock;
 static uint64_t operations, random_state;
 static CUstream_st *default_stream, *favorite;
-static std::vector<CUstream_st *> streams;    // all streams; the default stream comes first
+static std::vector<CUstream_st *> streams;    // all, the default first
 
 static uint64_t toss() {
     static bool started;
@@ -333,7 +333,7 @@ static CUstream_st *new_stream(bool blocking, int priority) {
     return s;
 }
 
-// Returns NULL if the handle is not a stream. Call it under the lock.
+// NULL for a handle of no stream. Under the lock.
 static CUstream_st *stream_of(cudaStream_t handle) {
     static CUstream_st *per_thread;
     if (!default_stream) default_stream = new_stream(true, 0);
@@ -353,7 +353,7 @@ static bool can_go_on(const CUstream_st *s) {
     return !s->blocking || default_stream->queue.empty() || default_stream->queue.front()->number > next.number;
 }
 
-// Returns whether the next operation is done. One that waits for another process remains in the queue.
+// Whether the next operation has been done: one that waits for another process stays where it is.
 static bool run_next(CUstream_st *s) {
     static int depth;
     bool finished = true;
@@ -361,7 +361,7 @@ static bool run_next(CUstream_st *s) {
     s->queue.pop_front();
     void *host = race_check() ? __tsan_get_current_fiber() : NULL;
     if (race_check()) {
-        if (next->host_function) __tsan_release(next.get());    // it runs on the host's stack, which it may access
+        if (next->host_function) __tsan_release(next.get());    // it runs on the host's stack, which it may touch
         __tsan_switch_to_fiber(s->context, 1);
         __tsan_acquire(next.get());
         if (next->after) __tsan_acquire(next->after.get());
@@ -386,8 +386,8 @@ static bool run_next(CUstream_st *s) {
     return finished;
 }
 
-// Continues with any stream that can; returns false if none can. It usually stays with the last stream, so that one
-// gets far ahead of the others.
+// Goes on with any stream that can; false if none can. It mostly stays with the stream it was at, so that one comes far
+// ahead of another.
 static bool run_any() {
     std::vector<CUstream_st *> able;
     std::copy_if(streams.begin(), streams.end(), std::back_inserter(able), can_go_on);
@@ -404,7 +404,7 @@ static void run_until(Done done) {
         if (!run_any()) die("DEADLOCK: the host waits for a stream, and no stream can go on");
 }
 
-// Does everything that is possible without waiting for another process.
+// All that can be done without waiting for another process.
 static void run_all() {
     for (bool more = true; more;) {
         more = false;
@@ -454,7 +454,7 @@ void cuda_on_cpu::enqueue_until(cudaStream_t stream, std::function<bool()> attem
     add_attempt(s, std::move(attempt), nullptr, false);
 }
 
-// The stream's work is invisible to the race check as a whole (run_next), except for these.
+// The stream's work is unseen as a whole (run_next), but for these.
 static void touches(void (*seen)(void *, unsigned long), const void *p, size_t bytes, size_t rows, size_t step) {
     __tsan_ignore_thread_end();
     for (size_t i = 0; i < rows; i++) seen((char *)p + i * step, bytes);
@@ -498,9 +498,9 @@ void cuda_on_cpu::enqueue_launch(cudaStream_t stream, const Parameters &paramete
     add_operation(s, [parameters] { run_grid(parameters); });
 }
 
-// A copy in a stream, as the runtime performs it ("API synchronization behavior" in its reference): memory that is not
-// pinned is read, or written, before the call returns. Otherwise only the stream waits and, with `wait`, also the host,
-// unless both sides are on the device.
+// A copy in a stream, as the runtime makes it ("API synchronization behavior" in its reference): memory that is not
+// pinned is read before the call returns, and written before it returns; else only the stream waits, and with `wait`
+// the host as well, unless both are on the device.
 static cudaError_t copy(const char *name, void *to, const void *from, size_t row, size_t to_step, size_t from_step,
                         size_t rows, cudaMemcpyKind kind, cudaStream_t stream, bool wait) {
     WITH_STREAM(s, stream);
@@ -525,7 +525,7 @@ static cudaError_t copy(const char *name, void *to, const void *from, size_t row
         from = staged->data();
     }
     add_operation(s, [=] {
-        (void)staged;    // exists until the copy is done
+        (void)staged;    // lives until the copy is made
         reads(from, row, rows, from_step);
         writes(to, row, rows, to_step);
         for (size_t i = 0; i < rows; i++) memmove((char *)to + i * to_step, (const char *)from + i * from_step, row);
@@ -534,7 +534,7 @@ static cudaError_t copy(const char *name, void *to, const void *from, size_t row
     return cudaSuccess;
 }
 
-// ---- kernel names, from the symbol table of their file (static functions are in no other table)
+// ---- kernels' names, from the symbol table of the file that they are in (a static function is in no other table)
 
 static std::string symbol_at(const char *file, size_t bytes, uintptr_t address) {
     const Elf64_Ehdr *header = (const Elf64_Ehdr *)file;
@@ -602,7 +602,7 @@ cudaError_t cudaHostAlloc(void **p, size_t bytes, unsigned) {
     return allocate(p, bytes, PINNED);
 }
 
-// Frees wait for all work in progress.
+// Frees wait for all that is under way.
 cudaError_t cudaFree(void *p) {
     std::lock_guard<std::recursive_mutex> hold(stream_lock);
     if (p) wait_for_all();
@@ -713,8 +713,7 @@ cudaError_t cudaStreamGetFlags(cudaStream_t stream, unsigned *flags) {
     return cudaSuccess;
 }
 
-// The stream's remaining work is done first. (In the race check, the host does not learn of it, because it has not
-// waited.)
+// What the stream still has to do is done before (the host is not told so, in the race check: it has not waited).
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
     WITH_STREAM(s, stream);
     if (s == default_stream) return result(cudaErrorInvalidResourceHandle);
@@ -731,7 +730,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
     return cudaSuccess;
 }
 
-// Queries make some progress, so that a loop of queries ends.
+// The queries let something go on, so that a loop of them ends.
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
     WITH_STREAM(s, stream);
     if (!s->queue.empty()) {
@@ -816,7 +815,7 @@ cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t from, cudaEvent_t to) {
     return cudaSuccess;
 }
 
-// ---- the device: the properties of an H100 that programs may ask for
+// ---- the device: as much of an H100 as a program may ask for
 
 cudaError_t cudaGetDeviceCount(int *count) {
     *count = settings().devices;
@@ -916,7 +915,7 @@ cudaError_t cudaDeviceGetPCIBusId(char *text, int bytes, int device) {
     return cudaSuccess;
 }
 
-// ---- kernels. launch() itself requests more than 48 KB of shared memory. Registers are unknown here.
+// ---- kernels. launch() itself asks for shared memory above 48 KB; registers are not known here.
 
 cudaError_t cudaFuncSetAttribute(const void *, cudaFuncAttribute attribute, int value) {
     if (attribute == cudaFuncAttributeMaxDynamicSharedMemorySize && (value < 0 || (size_t)value > settings().shared))
@@ -939,7 +938,7 @@ cudaError_t cudaFuncGetName(const char **name, const void *kernel) {
     return cudaSuccess;
 }
 
-// Limited only by threads, blocks and shared memory.
+// By threads, blocks and shared memory alone.
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const void *, int threads, size_t shared_bytes) {
     if (threads < 1 || threads > BLOCK_THREADS || shared_bytes > settings().shared)
         return result(cudaErrorInvalidValue);

@@ -1,4 +1,4 @@
-// An in-memory folder, for targets that read one.
+// A folder in memory for the targets that read one.
 #ifndef FUZZ_FOLDER_H
 #define FUZZ_FOLDER_H
 
@@ -16,7 +16,7 @@ static void fuzz_remove(void) {
     if (system(command) != 0) fprintf(stderr, "%s could not be removed\n", fuzz_path);
 }
 
-// Returns this process's folder. The first call creates it and fills it with `make`; it is removed at exit.
+// The folder of this process, made and filled by `make` at the first call, removed at exit.
 static const char *fuzz_folder(void (*make)(const char *folder)) {
     static int made;
     if (made++) return fuzz_path;
@@ -26,7 +26,7 @@ static const char *fuzz_folder(void (*make)(const char *folder)) {
     return fuzz_path;
 }
 
-// Writes exactly these bytes to a file of the folder.
+// Makes this file of the folder hold exactly these bytes.
 static void fuzz_file(const char *name, const uint8_t *bytes, size_t size) {
     char path[200];
     snprintf(path, sizeof path, "%s/%s", fuzz_path, name);

@@ -1,5 +1,4 @@
-// A checkpoint folder with a hostile manifest.json: no file outside the folder is opened, and the manifest is rejected
-// or correct.
+// A checkpoint folder whose manifest.json is hostile: it opens no file outside, and is refused or agrees.
 // Sources: runtime/error.c runtime/file.c runtime/json.c run/checkpoint.c
 #include <stdlib.h>
 #include <string.h>
@@ -12,7 +11,7 @@ static void make_file(const char *folder) {
     char path[200];
     Error error;
     snprintf(path, sizeof path, "%s/a", folder);
-    if (!file_write_text(path, "x", NULL, &error)) abort();
+    if (!file_write_text(path, "x", &error)) abort();
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {

@@ -1,4 +1,4 @@
-// The safetensors reader on hostile bytes: it rejects them, or the tensors that it lists cover the file's data without
+// The safetensors reader on hostile bytes: it refuses them, or the tensors that it lists cover the file's data without
 // overlap and can be read.
 // Sources: runtime/error.c runtime/file.c runtime/json.c runtime/safetensors.c
 #define _GNU_SOURCE
@@ -11,9 +11,8 @@
 
 #include "runtime/safetensors.h"
 
-// Creates the file in memory. After an 'r', the bytes are used as they are. After anything else, they are a header up
-// to the first NUL, and then data; the header's length is inserted in front, because mutations would rarely keep it
-// correct.
+// The file in memory: the bytes after an 'r' as they are; after anything else a header up to the first NUL, whose
+// length is put before it (a mutation would seldom keep the length right), and data.
 static size_t fill(int fd, const uint8_t *bytes, size_t size) {
     if (ftruncate(fd, 0) != 0) abort();
     if (bytes[0] == 'r') return (size_t)pwrite(fd, bytes + 1, size - 1, 0);
@@ -31,7 +30,7 @@ static size_t tensor_bytes(const TensorInfo *info) {
     for (int i = 0; i < info->ndim; i++) {
         if (__builtin_mul_overflow(bytes, info->shape[i], &bytes)) abort();
     }
-    // The last one, because dimensions may contain a 0.
+    // last: there may be a 0 among the dimensions.
     if (__builtin_mul_overflow(bytes, dtype_size(info->dtype), &bytes)) abort();
     return bytes;
 }
@@ -56,7 +55,7 @@ static void read_tensor(const Safetensors *s, const TensorInfo *info) {
     Error error;
     if (info->elements * dtype_size(info->dtype) != tensor_bytes(info)) abort();
     if (safetensors_find(s, info->name) != info) abort();
-    float *out = malloc(info->elements * sizeof *out + 1);    // a sanitizer detects one element too many
+    float *out = malloc(info->elements * sizeof *out + 1);    // a sanitizer sees one element too many
     double *wide = malloc(info->elements * sizeof *wide + 1);
     if (!out || !wide) abort();
     safetensors_read(s, info->name, info->ndim, info->shape, out, &error);

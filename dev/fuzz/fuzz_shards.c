@@ -1,5 +1,5 @@
-// A hostile shard, also with a mask ('m', the shard's size in 16 bits, shard, mask): it is rejected with a message that
-// names it, or every window can be read, and ids and mask values are within their ranges.
+// A hostile shard, and mask where the input is 'm', the shard's size in 16 bits, shard, mask: refused by name, or every
+// window reads, with ids and mask values in their ranges.
 // Sources: runtime/error.c runtime/file.c runtime/human.c runtime/random.c runtime/shards.c
 #include <stdlib.h>
 #include <string.h>

@@ -1,5 +1,4 @@
-// A hostile tokenizer.json: it is rejected with a message that names it, or a text that it encodes decodes to the same
-// bytes.
+// A hostile tokenizer.json: refused by name, or a text that it encodes decodes to the same bytes.
 // Sources: runtime/error.c runtime/file.c runtime/json.c runtime/tokenizer.c
 #include <stdlib.h>
 #include <string.h>

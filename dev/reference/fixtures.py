@@ -44,7 +44,7 @@ NO_MODEL = ("lssar+post=reweight:100",      # in float32 a gradient through two 
             "softmax-floorlog+scale=floorlog:4")    # differs from softmax in attention alone
 # Where a high power or a row with a small sum lets rounding grow from step to step: smaller steps than 0.001.
 LR = {("gau", "relu-l1"): 0.0003, ("gau", "relu6-l1"): 0.0003, ("gau", "relu2-l1+qk=l2+scale=logd-logn+post=reweight:2"): 0.0003,
-      ("h4_kv2", "lssar"): 0.0001, ("gau", "lssar"): 0.0001, ("gau", "sigmoid-logn-l1+post=reweight:15"): 0.0001}
+      ("h4_kv2", "lssa"): 0.0001, ("gau", "lssar"): 0.0001, ("gau", "sigmoid-logn-l1+post=reweight:15"): 0.0001}
 # A gradient that is 0 but for rounding (p_1's under exp and l1) or passes close to it: clipped so far, it is small beside AdamW's eps.
 SMALL_CLIP = {"ssmax-pn": 0.01, "softmax": 0.05, "softmax-negated": 0.05, "softmax+post=reweight:3": 0.05}
 ATTENTION_SHAPES = (*((2, 2, 48, T) for T in (1, 2, 3, 4, 33, 64, 257)), *((1, 2, d, T) for d in (64, 128) for T in (64, 257)))
@@ -58,7 +58,7 @@ GROUPED_SHAPES = ((2, 4, 2, 48, 1), (2, 4, 2, 48, 33), (2, 4, 2, 48, 64), (1, 3,
 # Models: shape, a clip between the gradient norms, (normalizer, T).
 HEAD_MODELS = {
     "h4_kv2": ("layers=2,heads=4,kv_heads=2,channels=64,ffn=112,vocab=97,tied=1", 5,
-               (("softmax", 1), ("softmax", 33), ("softmax", 64), ("lssar", 33), ("softmax-sink", 33))),
+               (("softmax", 1), ("softmax", 33), ("softmax", 64), ("lssa", 33), ("softmax-sink", 33))),
     "h3_kv1_d24_eps": ("layers=2,heads=3,kv_heads=1,head_dim=24,channels=64,ffn=112,norm_eps=0.05,vocab=97,tied=0", 4.8,
                        (("softmax", 33), ("ssmax", 33))),
     "h2_kv2_d48": ("layers=1,heads=2,head_dim=48,channels=32,ffn=88,vocab=97,tied=1", 3, (("softmax", 33),)),

@@ -156,9 +156,9 @@ def scale_of_row(spec, n, d, L, scalars):
     if kind == "logn-bias":
         return (s * ln + b) * rsqrt_d
     if kind == "pn":
-        if len(n) > L:
-            raise ValueError(f"pn has {L} values, the sequence has {len(n)}")
-        return (s * scalars["p"][:len(n), None] + b) * rsqrt_d
+        if n.shape[-2] > L:
+            raise ValueError(f"pn has {L} values, the sequence has {n.shape[-2]}")
+        return (s * scalars["p"][(n - 1).long()] + b) * rsqrt_d
     if kind == "log":
         return ln / math.log(L if value == "L" else float(value)) * rsqrt_d
     if kind == "floorlog":
@@ -169,12 +169,12 @@ def scale_of_row(spec, n, d, L, scalars):
 
 
 def offset_of_row(spec, n, L):
-    return {"none": 0.0, "-logL": -math.log(L), "-logT": -math.log(len(n)), "-logn": -torch.log(n)}[spec]
+    return {"none": 0.0, "-logL": -math.log(L), "-logT": -math.log(n.shape[-2]), "-logn": -torch.log(n)}[spec]
 
 
 def fixed_norm(spec, n, L):
     kind, _, value = spec.partition(":")
-    T = len(n)
+    T = n.shape[-2]
     return {"n": n, "n2": n**2, "L": L, "T": T, "T2": T**2, "sqrt-half-n": torch.sqrt(n / 2), "none": 1.0,
             "const": float(value or 1)}[kind]
 
@@ -217,13 +217,17 @@ def posted(A, visible, spec, n):
     return torch.where(n > 3, centered, A)
 
 
-def attention(q, k, v, normalizer, L, scalars):
+def attention(q, k, v, normalizer, L, scalars, first=None):
     """q (B, NH, T, HS) and k (B, NKV, T, HS) after RoPE, v (B, NKV, T, any width); returns (B, NH, T, any width). Each NH/NKV query
-    heads that follow each other share a key-value head. scalars: see attention_scalars."""
+    heads that follow each other share a key-value head. scalars: see attention_scalars. first (B, T): the first key that each row sees,
+from which its n counts; None: all see the sequence from its start on."""
     T, d = q.shape[-2:]
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    n = torch.arange(1, T + 1, dtype=q.dtype)[:, None]
+    n = torch.arange(1, T + 1, dtype=q.dtype)[:, None]                  # (T, 1)
     visible = torch.ones(T, T, dtype=torch.bool).tril()
+    if first is not None:
+        n = n - first[:, None, :, None].to(q.dtype)                     # (B, 1, T, 1)
+        visible = visible & (torch.arange(T) >= first[:, None, :, None])
     if normalizer.qk == "l2":
         q, k = (over(x, torch.linalg.vector_norm(x, dim=-1, keepdim=True)) for x in (q, k))
     z = scale_of_row(normalizer.scale, n, d, L, scalars) * (q @ k.transpose(-1, -2)) + offset_of_row(normalizer.offset, n, L)

@@ -12,9 +12,10 @@
 
 extern "C" {
 typedef struct {
-    size_t B, T, NH, HS, VS;
+    size_t B, T, NH, NKV, HS, VS;
     int L;
     size_t q_row, k_row, v_row, out_row;    // elements; q, k, v each (B·T·row)
+    const int32_t *first;                   // (B,T) or NULL
 } FlashTestShape;
 
 typedef struct {
@@ -54,10 +55,24 @@ void fetch(T *to, const T *from, size_t n) {
     if (to) CUDA_CHECK(cudaMemcpy(to, from, n * sizeof(T), cudaMemcpyDeviceToHost));
 }
 
+FlashShape shape_of(const Normalizer *normalizer, const FlashTestShape *x) {
+    return {normalizer, x->B, x->T, x->NH, x->NKV, x->HS, x->VS, x->L};
+}
+
+template <class X>
+FlashInput<X> input_of(const FlashTestShape *x, const X *q, const X *k, const X *v) {
+    return {{q, x->q_row, x->HS}, {k, x->k_row, x->HS}, {v, x->v_row, x->VS}, x->first};
+}
+
+template <class X>
+FlashInputGrads<X> grads_of(const FlashTestShape *x, X *dq, X *dk, X *dv) {
+    return {{dq, x->q_row, x->HS}, {dk, x->k_row, x->HS}, {dv, x->v_row, x->VS}};
+}
+
 template <class X>
 void run(const Normalizer *normalizer, const FlashTestShape &x, FlashTestArrays *a) {
     Device device;
-    FlashShape shape = {normalizer, x.B, x.T, x.NH, x.HS, x.VS, x.L, x.q_row, x.k_row, x.v_row, x.out_row};
+    FlashShape shape = shape_of(normalizer, &x);
     size_t rows = x.B * x.T, stats_size = rows * x.NH * FLASH_STATS, kept = flash_stats(shape, sizeof(X));
     const X *q = device.copy((const X *)a->q, rows * x.q_row), *k = device.copy((const X *)a->k, rows * x.k_row);
     const X *v = device.copy((const X *)a->v, rows * x.v_row),
@@ -73,10 +88,13 @@ void run(const Normalizer *normalizer, const FlashTestShape &x, FlashTestArrays 
     X *dk = device.copy((X *)a->dk, rows * x.k_row), *dv = device.copy((X *)a->dv, rows * x.v_row);
     unsigned long long *counter = device.copy(&a->rows_without_weight, 1);
     float *stats = (float *)device.take(kept * sizeof(float));
-    flash_forward(out, stats, counter, q, k, v, scalars, shape, device.take(flash_scratch(shape)), 0);
+    FlashTestShape there = x;
+    there.first = device.copy(x.first, rows);
+    FlashInput<X> in = input_of(&there, q, k, v);
+    flash_forward<X>({out, x.out_row, x.VS}, stats, counter, in, scalars, shape, device.take(flash_scratch(shape)), 0);
     if (dout)
-        flash_backward(dq, dk, dv, grads, dout, out, stats, q, k, v, scalars, shape, device.take(flash_scratch(shape)),
-                       0);
+        flash_backward<X>(grads_of(&x, dq, dk, dv), grads, dout, {out, x.out_row, x.VS}, stats, in, scalars, shape,
+                          device.take(flash_scratch(shape)), 0);
     CUDA_CHECK(cudaDeviceSynchronize());
     fetch((X *)a->out, out, rows * x.out_row);
     fetch((X *)a->dq, dq, rows * x.q_row), fetch((X *)a->dk, dk, rows * x.k_row), fetch((X *)a->dv, dv, rows * x.v_row);
@@ -107,10 +125,6 @@ static Normalizer normalizer_of(const char *attn) {
     return normalizer;
 }
 
-static FlashShape shape_of(const Normalizer *normalizer, const FlashTestShape *x) {
-    return {normalizer, x->B, x->T, x->NH, x->HS, x->VS, x->L, x->q_row, x->k_row, x->v_row, x->out_row};
-}
-
 extern "C" size_t flash_on_device_scratch(const char *attn, const FlashTestShape *shape) {
     Normalizer normalizer = normalizer_of(attn);
     return flash_scratch(shape_of(&normalizer, shape));
@@ -127,8 +141,9 @@ extern "C" void flash_on_device(const char *attn, const FlashTestShape *shape, c
     Normalizer normalizer = normalizer_of(attn);
     const bf16 *q = (const bf16 *)a->q, *k = (const bf16 *)a->k, *v = (const bf16 *)a->v;
     FlashShape x = shape_of(&normalizer, shape);
-    if (!backward)
-        return flash_forward((bf16 *)a->out, a->stats, rows_without_weight, q, k, v, a->scalars, x, scratch, stream);
-    flash_backward((bf16 *)a->dq, (bf16 *)a->dk, (bf16 *)a->dv, a->grads, (const bf16 *)a->dout, (const bf16 *)a->out,
-                   a->stats, q, k, v, a->scalars, x, scratch, stream);
+    FlashInput<bf16> in = input_of(shape, q, k, v);
+    FlashView<bf16> out = {(bf16 *)a->out, shape->out_row, x.VS};
+    if (!backward) return flash_forward<bf16>(out, a->stats, rows_without_weight, in, a->scalars, x, scratch, stream);
+    flash_backward<bf16>(grads_of(shape, (bf16 *)a->dq, (bf16 *)a->dk, (bf16 *)a->dv), a->grads, (const bf16 *)a->dout,
+                         {out.p, out.row, out.head}, a->stats, in, a->scalars, x, scratch, stream);
 }

@@ -28,9 +28,9 @@ static bool save(uint64_t step, float value, Error *error) {
     TensorRow rows[] = {{"a", DTYPE_F32, 1, {VALUES}, values}, {"b", DTYPE_BF16, 1, {VALUES}, values}};
     snprintf(text, sizeof text, "{\"value\": %g}", value);
     bool ok = checkpoint_begin(&c, out_dir, step, error) &&
-              safetensors_write(checkpoint_path(&c, "model.safetensors"), rows, 2, NULL, &c.log, error) &&
-              file_write_text(checkpoint_path(&c, "state.json"), text, &c.log, error) &&
-              checkpoint_copy(&c, source, error) && checkpoint_commit(&c, error);
+              safetensors_write(checkpoint_path(&c, "model.safetensors"), rows, 2, NULL, error) &&
+              file_write_text(checkpoint_path(&c, "state.json"), text, error) && checkpoint_copy(&c, source, error) &&
+              checkpoint_commit(&c, error);
     if (!ok) checkpoint_abandon(&c);
     return ok;
 }
@@ -378,10 +378,10 @@ static void test_manifest(void) {
     FILE *file = fopen(checkpoint_path(&c, "other.txt"), "w");
     fputs("by another way", file);
     fclose(file);
-    CHECK(file_write_text(checkpoint_path(&c, "twice"), "first", &c.log, &error), "%s", error.text);
-    CHECK(file_write_text(checkpoint_path(&c, "twice"), "second", &c.log, &error), "%s", error.text);
-    CHECK(file_write_text(checkpoint_path(&c, "empty"), "", &c.log, &error), "%s", error.text);
-    CHECK(file_write_text(checkpoint_path(&c, "longer"), "by file_write_text", &c.log, &error), "%s", error.text);
+    CHECK(file_write_text(checkpoint_path(&c, "twice"), "first", &error), "%s", error.text);
+    CHECK(file_write_text(checkpoint_path(&c, "twice"), "second", &error), "%s", error.text);
+    CHECK(file_write_text(checkpoint_path(&c, "empty"), "", &error), "%s", error.text);
+    CHECK(file_write_text(checkpoint_path(&c, "longer"), "by file_write_text", &error), "%s", error.text);
     file = fopen(checkpoint_path(&c, "longer"), "a");
     fputs(" and by another way", file);
     fclose(file);
@@ -436,7 +436,7 @@ int main(void) {
     snprintf(out_dir, sizeof out_dir, "%s/runs/one", folder);
     snprintf(source, sizeof source, "%s/source.txt", folder);
     fault_clear();
-    if (!file_write_text(source, "a tokenizer", NULL, &error)) fail_with(&error);
+    if (!file_write_text(source, "a tokenizer", &error)) fail_with(&error);
     test_files();
     test_manifest();
     test_prune();

@@ -34,8 +34,8 @@ ON_GPU = torch.cuda.is_available() or (shutil.which("nvidia-smi") is not None an
 # ---- The library
 
 class Shape(ctypes.Structure):
-    _fields_ = [*((name, ctypes.c_size_t) for name in ("B", "T", "NH", "HS", "VS")), ("L", ctypes.c_int),
-                *((name, ctypes.c_size_t) for name in ("q_row", "k_row", "v_row", "out_row"))]
+    _fields_ = [*((name, ctypes.c_size_t) for name in ("B", "T", "NH", "NKV", "HS", "VS")), ("L", ctypes.c_int),
+                *((name, ctypes.c_size_t) for name in ("q_row", "k_row", "v_row", "out_row")), ("first", ctypes.c_void_p)]
 
 
 class Arrays(ctypes.Structure):
@@ -89,14 +89,32 @@ class Case:
     B: int = 2
     NH: int = 2
     gap: int = 0            # elements between rows that belong to nobody
+    NKV: int = 0            # key-value heads; 0: NH
+    documents: bool = False     # rows see the keys of their own document alone
 
     def __str__(self):
         name = f"{self.attn}-{'bf16' if self.dtype == torch.bfloat16 else 'float'}-T{self.T}-d{self.HS}"
-        return name + (f"-v{self.VS}" if self.VS else "") + (f"-B{self.B}x{self.NH}" if (self.B, self.NH) != (2, 2) else "") + ("-gap" if self.gap else "")
+        return name + (f"-v{self.VS}" if self.VS else "") + (f"-B{self.B}x{self.NH}" if (self.B, self.NH) != (2, 2) else "") + ("-gap" if self.gap else "") + (
+            f"-kv{self.NKV}" if self.NKV else "") + ("-documents" if self.documents else "")
 
     @property
     def values(self):
         return self.VS or self.HS
+
+    @property
+    def kv_heads(self):
+        return self.NKV or self.NH
+
+    @property
+    def first(self):
+        """(B,T): documents of many lengths, from 1 to more than a tile of keys, not the same in each sequence; None: one document."""
+        if not self.documents:
+            return None
+        starts = torch.zeros(self.B, self.T, dtype=torch.bool)
+        for b in range(self.B):
+            starts[b, [t for t in (0, 1, 4 + b, 20, 21, 37 + 3 * b, 64, 66, 140 - b) if t < self.T]] = True
+        positions = torch.arange(self.T).expand(self.B, -1)
+        return torch.where(starts, positions, 0).cummax(1).values.int()
 
     @property
     def normalizer(self):
@@ -115,11 +133,12 @@ def inputs(case):
     """q, k, v (B,T,NH,size) and scalars, rounded to what the kernels get; under qk=l2 q and k are of length 1 already."""
     shape = (case.B, case.T, case.NH, case.HS)
     scale = fixtures.QK_SCALE.get(case.attn, 2) * (48 / case.HS) ** 0.5
-    q, k = (fixtures.values(name, shape, scale=scale) for name in "qk")
+    keys = (case.B, case.T, case.kv_heads, case.HS)
+    q, k = fixtures.values("q", shape, scale=scale), fixtures.values("k", keys, scale=scale)
     if case.normalizer.qk == "l2":
         q, k = unit(q), unit(k)
-    x = {"q": q, "k": k, "v": fixtures.values("v", (*shape[:3], case.values), scale=2)}
-    x["dout"] = fixtures.values("dout", x["v"].shape)
+    x = {"q": q, "k": k, "v": fixtures.values("v", (*keys[:3], case.values), scale=2)}
+    x["dout"] = fixtures.values("dout", (*shape[:3], case.values))
     x = {name: value.to(case.dtype).double() for name, value in x.items()}
     normalizer, scalars = case.normalizer, {}
     if normalizer.has_s:
@@ -140,7 +159,7 @@ def by_formula(case, x, scalars, dtype):
     leaves = {name: value.to(dtype, copy=True).requires_grad_() for name, value in {**{n: x[n] for n in "qkv"}, **scalars}.items()}
     q, k, v = (leaves[name].transpose(1, 2) for name in "qkv")
     torch.set_default_dtype(dtype if dtype == torch.bfloat16 else torch.float32)       # of the formula's own numbers
-    out = reference.attention(q, k, v, normalizer, case.L, {name: leaves[name] for name in scalars}).transpose(1, 2)
+    out = reference.attention(q, k, v, normalizer, case.L, {name: leaves[name] for name in scalars}, case.first).transpose(1, 2)
     torch.set_default_dtype(torch.float32)
     grads = torch.autograd.grad(out, list(leaves.values()), x["dout"].to(dtype), allow_unused=True)
     return {"out": out.detach().double(),
@@ -157,11 +176,16 @@ def in_rows(like, row, dtype):
 def by_flash(library, case, x, scalars, finite=True):
     """What the kernels make of it. Arrays that they write start as NaN, and are to stay so where no head is. finite: there are to be
     no others."""
-    C, CV, is_bf16 = case.NH * case.HS, case.NH * case.values, case.dtype == torch.bfloat16
-    rows = {"q": 3 * C, "k": 3 * C, "v": 3 * CV} if not case.VS else {"q": C, "k": C, "v": CV}
+    C, K, CV, is_bf16 = case.NH * case.HS, case.kv_heads * case.HS, case.NH * case.values, case.dtype == torch.bfloat16
+    rows = dict.fromkeys("qkv", C + 2 * K) if not case.VS else {"q": C, "k": K, "v": case.kv_heads * case.values}
     rows = {name: row + case.gap for name, row in rows.items()}
     rows["out"] = rows["dout"] = CV + case.gap
-    arrays, shape, held, written = Arrays(), Shape(case.B, case.T, case.NH, case.HS, case.values, case.L, rows["q"], rows["k"], rows["v"], rows["out"]), [], {}
+    arrays, shape, held, written = Arrays(), Shape(case.B, case.T, case.NH, case.kv_heads, case.HS, case.values, case.L, rows["q"], rows["k"], rows["v"],
+                                              rows["out"]), [], {}
+    first = case.first
+    if first is not None:
+        held.append(first.contiguous())
+        shape.first = held[-1].data_ptr()
 
     def give(name, tensor):
         held.append(tensor)
@@ -170,7 +194,7 @@ def by_flash(library, case, x, scalars, finite=True):
         whole, view = in_rows(x[name], rows[name], case.dtype)
         view.copy_(x[name])
         give(name, whole)
-    for name, like in (("out", "v"), ("dq", "q"), ("dk", "k"), ("dv", "v")):
+    for name, like in (("out", "dout"), ("dq", "q"), ("dk", "k"), ("dv", "v")):
         whole, view = in_rows(x[like], rows[like] if name != "out" else rows["out"], case.dtype)
         written[name] = whole, view
         give(name, whole)
@@ -253,6 +277,21 @@ def quick_cases():
     yield Case("lssar", BF16, 257, 48, B=1, NH=1)
 
 
+def shared_cases():
+    """Grouped-query attention and documents for every normalizer; multi-query and others under ALL."""
+    for i, attn in enumerate(NORMALIZERS):
+        yield Case(attn, (BF16, FLOAT)[i % 2], (150, 65)[i % 2], (64, 48)[i % 2], B=2, NH=4, NKV=2, documents=True)
+        if ALL:
+            yield from (Case(attn, dtype, 80, HS, B=1, NH=NH, NKV=NKV, documents=documents) for dtype in (BF16, FLOAT) for HS in (48, 128)
+                        for NH, NKV in ((3, 1), (4, 2)) for documents in (False, True))
+            yield Case(attn, BF16, 200, 128, 192, B=2, NH=1, documents=True)
+
+
+@pytest.mark.parametrize("case", list(shared_cases()), ids=str)
+def test_shared_heads_and_documents(flash, case):
+    check(case, by_flash(flash, case, *inputs(case)))
+
+
 @pytest.mark.parametrize("case", list(every_case() if ALL else quick_cases()), ids=str)
 def test_formula(flash, case):
     check(case, by_flash(flash, case, *inputs(case)))
@@ -276,11 +315,14 @@ def same(a, b):
 
 # One of each kind of kernel: a maximum that moves, a negative scale, sums of v, two sweeps each way, a phi asked for at run time, a wide v, float; by few
 # of the instances, so that dev/mutate can build these alone.
-KINDS = [Case("softmax", BF16, 150, 64, B=1, NH=1), Case("softmax", BF16, 65, 128, 192, B=1, NH=1),
+KINDS = [Case("softmax", BF16, 150, 64, B=1, NH=4, NKV=2), Case("softmax", BF16, 150, 64, B=2, NH=1, documents=True), Case("softmax", BF16, 65, 128, 192, B=1, NH=1),
          Case("softmax-negated+qk=l2+scale=const:-7", BF16, 65, 48, B=1), Case("softmax-recentered+scale=log:512", BF16, 130, 48, B=1, NH=1),
          Case("lssar", BF16, 130, 48, B=1, NH=1), Case("softmax-recentered-l1+phi=gelu", BF16, 65, 48, B=1, NH=1),
          Case("ssmax-bias", FLOAT, 65, 48, B=1), Case("ssmax-pn", FLOAT, 33, 48, B=2), Case("softmax-sink", FLOAT, 33, 48, B=1),
-         Case("softpick", FLOAT, 33, 48, B=1, NH=1), Case("lssar", FLOAT, 33, 128, 192, B=1, NH=1), Case("lssar", FLOAT, 33, 48, B=1, NH=1)]
+         Case("softpick", FLOAT, 33, 48, B=1, NH=1), Case("lssar", FLOAT, 33, 128, 192, B=1, NH=1), Case("lssar", FLOAT, 33, 48, B=1, NH=1),
+         Case("softmax-recentered+scale=log:512", BF16, 150, 48, B=1, NH=4, NKV=2, documents=True), Case("lssar", BF16, 80, 48, NH=3, NKV=1, documents=True),
+         Case("softmax-recentered-l1+phi=gelu", BF16, 80, 48, B=1, NH=2, NKV=1, documents=True), Case("ssmax-pn", FLOAT, 70, 48, NH=2, NKV=1, documents=True),
+         Case("softmax-sink", FLOAT, 70, 48, NH=2, NKV=1, documents=True), Case("softmax", BF16, 65, 128, 192, B=1, NH=1, documents=True)]
 
 
 @pytest.mark.parametrize("case", KINDS, ids=str)
@@ -391,7 +433,7 @@ def test_rows_without_weight(flash, dtype):
 def test_refused_by_name(flash_file, HS, VS, words):
     call = f"""import ctypes
 {inspect.getsource(Shape)}
-shape, arrays = Shape(1, 4, 1, {HS}, {VS}, 64, {HS}, {HS}, {VS}, {VS}), (ctypes.c_uint64 * 18)()
+shape, arrays = Shape(1, 4, 1, 1, {HS}, {VS}, 64, {HS}, {HS}, {VS}, {VS}), (ctypes.c_uint64 * 18)()
 ctypes.CDLL({str(flash_file)!r}).flash_test(b"softmax", ctypes.c_bool(True), ctypes.byref(shape), arrays)
 """
     done = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True)

@@ -314,42 +314,39 @@ static void norm_backward(double *d, const double *u, double inverse, size_t n) 
 }
 
 template <class X>
-static void test_rope(size_t B, size_t T, size_t NH, size_t HS, bool l2) {
-    if (!case_begins("rope %s B=%zu T=%zu NH=%zu HS=%zu%s", type_name<X>(), B, T, NH, HS, l2 ? " l2" : "")) return;
-    size_t N = B * T, C = NH * HS, half = HS / 2;
-    Tensor<X> qkv(N * 3 * C), u(N * 3 * C), dqkv(N * 3 * C);
-    Tensor<float> inverses(N * 2 * NH), inverses_in(N * 2 * NH), cosines(T * half), sines(T * half);
-    Numbers cos_t, sin_t, x = numbers("qkv", N * 3 * C, 0, 1.5), inverse(N * 2 * NH);
+static void test_rope(size_t B, size_t T, size_t NH, size_t NKV, size_t HS, bool l2) {
+    if (!case_begins("rope %s B=%zu T=%zu NH=%zu NKV=%zu HS=%zu%s", type_name<X>(), B, T, NH, NKV, HS, l2 ? " l2" : ""))
+        return;
+    size_t N = B * T, heads = NH + NKV, W = (heads + NKV) * HS, half = HS / 2;
+    Tensor<X> qkv(N * W), u(N * W), dqkv(N * W);
+    Tensor<float> inverses(N * heads), inverses_in(N * heads), cosines(T * half), sines(T * half);
+    Numbers cos_t, sin_t, x = numbers("qkv", N * W, 0, 1.5), inverse(N * heads);
     for (size_t i = 0; i < HS; i++) x[i] = 0;    // a head of zeros
     x = fill(qkv, x);
     make_angles(cos_t, sin_t, T, half);
     cos_t = fill(cosines, cos_t), sin_t = fill(sines, sin_t);
     for (size_t n = 0; n < N; n++)
-        for (size_t h = 0; h < 2 * NH; h++) {
-            double *head = &x[n * 3 * C + h * HS];
+        for (size_t h = 0; h < heads; h++) {
+            double *head = &x[n * W + h * HS];
             rotate(head, &cos_t[n % T * half], &sin_t[n % T * half], 1, half);
-            if (l2) inverse[n * 2 * NH + h] = divide_by_norm(head, HS);
+            if (l2) inverse[n * heads + h] = divide_by_norm(head, HS);
         }
     Numbers rounded = fill(u, x), dx = fill(dqkv, "dqkv", 0, 1);
     inverse = fill(inverses_in, inverse);
     for (size_t n = 0; n < N; n++)
-        for (size_t h = 0; h < 2 * NH; h++) {
-            double *head = &dx[n * 3 * C + h * HS];
-            if (l2) norm_backward(head, &rounded[n * 3 * C + h * HS], inverse[n * 2 * NH + h], HS);
+        for (size_t h = 0; h < heads; h++) {
+            double *head = &dx[n * W + h * HS];
+            if (l2) norm_backward(head, &rounded[n * W + h * HS], inverse[n * heads + h], HS);
             rotate(head, &cos_t[n % T * half], &sin_t[n % T * half], -1, half);
         }
-    run_twice({&qkv, &inverses}, [&] {
-        rope_forward(qkv.device(), l2 ? inverses.device() : NULL, cosines.device(), sines.device(), l2, B, T, NH, HS,
-                     stream);
-    });
-    run_twice({&dqkv}, [&] {
-        rope_backward(dqkv.device(), u.device(), l2 ? inverses_in.device() : NULL, cosines.device(), sines.device(), l2,
-                      B, T, NH, HS, stream);
-    });
+    Rope rope = {B, T, NH, NKV, HS, cosines.device(), sines.device(), l2};
+    run_twice({&qkv, &inverses}, [&] { rope_forward(qkv.device(), l2 ? inverses.device() : NULL, rope, stream); });
+    run_twice({&dqkv},
+              [&] { rope_backward(dqkv.device(), u.device(), l2 ? inverses_in.device() : NULL, rope, stream); });
     compare("qkv", qkv, x, FORWARD);
     if (l2) compare("inverse_norms", inverses, inverse, FORWARD);
     compare("dqkv", dqkv, dx, BACKWARD);
-    auto is_v = [&](size_t i) { return i % (3 * C) >= 2 * C; };
+    auto is_v = [&](size_t i) { return i % W >= heads * HS; };
     compare_untouched("v has changed", qkv, is_v);
     compare_untouched("dv has changed", dqkv, is_v);
     case_ends();
@@ -357,10 +354,12 @@ static void test_rope(size_t B, size_t T, size_t NH, size_t HS, bool l2) {
 
 template <class X>
 static void test_ropes(void) {
-    static const size_t SHAPES[][4] = {{1, 1, 1, 48}, {2, 33, 3, 48}, {1, 5, 12, 64},  {2, 17, 1, 128},
-                                       {2, 3, 2, 6},  {1, 2, 1, 530}, {1, 2, 100, 64}, {1, 2, 3, 16}};
+    // B, T, NH, NKV, HS
+    static const size_t SHAPES[][5] = {{1, 1, 1, 1, 48},     {2, 33, 3, 3, 48}, {1, 5, 12, 12, 64}, {1, 5, 12, 3, 64},
+                                       {2, 17, 1, 1, 128},   {2, 3, 2, 2, 6},   {2, 3, 3, 1, 6},    {1, 2, 1, 1, 530},
+                                       {1, 2, 100, 100, 64}, {1, 2, 3, 3, 16}};
     for (const size_t *s : SHAPES)
-        for (int l2 = 0; l2 < 2; l2++) test_rope<X>(s[0], s[1], s[2], s[3], l2);
+        for (int l2 = 0; l2 < 2; l2++) test_rope<X>(s[0], s[1], s[2], s[3], s[4], l2);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -517,14 +516,15 @@ static void test_gau(size_t B, size_t T, size_t E, size_t HS, bool l2) {
             }
         }
     }
+    Rope rope = {B, T, 1, 1, HS, cosines.device(), sines.device(), l2};
     run_twice({&q, &k, &v, &inverses}, [&] {
-        gau_forward(q.device(), k.device(), v.device(), l2 ? inverses.device() : NULL, uvz.device(), gains.device(),
-                    cosines.device(), sines.device(), l2, B, T, E, HS, stream);
+        gau_forward<X>({uvz.device(), q.device(), k.device(), v.device(), l2 ? inverses.device() : NULL},
+                       gains.device(), rope, E, stream);
     });
     run_twice({&duvz, &grads.q_gain, &grads.q_offset, &grads.k_gain, &grads.k_offset, &partials}, [&] {
-        gau_backward(duvz.device(), grads.device(), partials.device(), dq.device(), dk.device(), dv.device(),
-                     uvz.device(), q_in.device(), k_in.device(), l2 ? inverses_in.device() : NULL, gains.device(),
-                     cosines.device(), sines.device(), l2, B, T, E, HS, stream);
+        gau_backward<X>({duvz.device(), dq.device(), dk.device(), dv.device(), NULL}, grads.device(), partials.device(),
+                        {uvz.device(), q_in.device(), k_in.device(), NULL, l2 ? inverses_in.device() : NULL},
+                        gains.device(), rope, E, stream);
     });
     compare("q", q, qk[0], FORWARD);
     compare("k", k, qk[1], FORWARD);
@@ -1233,13 +1233,13 @@ static void test_refusals(void) {
     } CASES[] = {
         // clang-format off
         {"an odd head size", "head size of 5",
-         [](void *) { rope_forward<float>(NULL, NULL, NULL, NULL, false, 1, 1, 1, 5, stream); }},
+         [](void *) { rope_forward<float>(NULL, NULL, Rope{1, 1, 1, 1, 5, NULL, NULL, false}, stream); }},
         {"too many channels", "24580 channels",
          [](void *) { rmsnorm_backward<float>(NULL, NULL, NULL, NULL, NULL, NULL, NULL, 1, 24580, stream); }},
         {"a head too wide for QK norms", "head size of 258",
          [](void *) { qk_norm_forward<float>(NULL, NULL, NULL, QkNorm{1, 1, 1, 258, 1e-5f, NULL, NULL}, stream); }},
         {"a gated unit too wide", "width 130",
-         [](void *) { gau_forward<bf16>(NULL, NULL, NULL, NULL, NULL, GauGains(), NULL, NULL, false, 1, 1, 8, 130, stream); }},
+         [](void *) { gau_forward<bf16>({}, GauGains(), Rope{1, 1, 1, 1, 130, NULL, NULL, false}, 8, stream); }},
         {"a vocabulary without padding", "97 logits",
          [](void *) { classifier<bf16>(NULL, NULL, NULL, NULL, 1, 97, 97, 1.0f, stream); }},
         // clang-format on
