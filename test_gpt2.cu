@@ -8,7 +8,6 @@
 #define LOSS_ROWS ((size_t)40)      // so that most cases take several turns, the last with fewer rows
 #include "train_gpt2.cu"
 
-#define WITHOUT_QK_NORM
 #include "dev/reference/cases.h"
 
 #include <algorithm>

@@ -33,6 +33,7 @@
 #include "cuda/matmul.h"
 #include "cuda/norms.cuh"
 #include "cuda/rmsnorm.cuh"
+#include "cuda/qk_norm.cuh"
 #include "cuda/rope.cuh"
 #include "cuda/swiglu.cuh"
 #include "model/model.h"
@@ -113,6 +114,7 @@ struct Activations {
     X *x;            // (layers + 1, N, C)        the residual stream, before each layer and at the end
     X *joined;       // (layers, N, W)            qkv of Llama layers, q and k after RoPE; uvz of gated units
     X *q, *k, *v;    // (layers, N, K or E)       of gated units
+    X *qk_inputs;    // (layers, N, NH + NKV, HS) q and k before their QK norms, which only some models have
     X *att;          // (layers, N, E)            attention's output
     X *x_mid;        // (layers, N, C)            the residual stream between attention and feed-forward
     X *gate_up;      // (layers, N, 2F)
@@ -143,6 +145,7 @@ struct Model {
     float *stats;              // (layers, layer_stats) of the rows of attention
     float *inverse_norms;      // (layers, N, NH + NKV) 1/|q| and 1/|k|, where the normalizer divides by them
     float *r1, *r2, *r;        // (layers, N), (layers, N), (N)   of rmsnorm
+    float *qk_inverse;         // (layers, N, NH + NKV) 1/RMS of the heads of q and k, with QK norms
     float *losses;             // (N)
     float *cosines, *sines;    // (T, HS/2)
     float *partials;           // sums over rows on their way to a gradient
@@ -265,13 +268,8 @@ static Bucket bucket_part(const Model *m, Bucket bucket) {
     return {bucket.from + from, to - from};
 }
 
-static void refuse_qk_norm(const ModelConfig *c) {
-    if (c->qk_norm) fail(EXIT_USAGE, "qk_norm is not implemented in the trainers yet.");
-}
-
 static void plan_parameters(Model *m) {
     size_t floats = m->list.floats;
-    refuse_qk_norm(&m->config);
     m->state_floats = 0;
     for (size_t i = 0; i < bucket_count(m); i++) m->state_floats += bucket_part(m, bucket_at(m, i)).floats;
     memory_add(&m->plan, "parameters", (void **)&m->params, floats * sizeof(float));
@@ -309,9 +307,12 @@ static void plan_floats(Model *m, size_t B, size_t T) {
     size_t N = B * T, C = (size_t)c->channels, L = (size_t)c->layers, NH = (size_t)c->heads, HS = head_size(c);
     size_t rows = rmsnorm_partials(N, C), gains = is_gau(m) ? gau_partials(N, HS) : 0,
            tokens = embedding_partials(N) * C;
-    size_t partials = rows > gains ? rows : gains;
+    size_t partials = rows > gains ? rows : gains, heads = c->qk_norm ? qk_norm_partials(HS) : 0;
+    if (heads > partials) partials = heads;
     const char *kept = "statistics kept for the backward pass", *scratch = "scratch";
     memory_add(&m->plan, kept, (void **)&m->inverse_norms, L * N * (NH + (size_t)c->kv_heads) * sizeof(float));
+    if (c->qk_norm)
+        memory_add(&m->plan, kept, (void **)&m->qk_inverse, L * N * (NH + (size_t)c->kv_heads) * sizeof(float));
     memory_add(&m->plan, kept, (void **)&m->r1, L * N * sizeof(float));
     memory_add(&m->plan, kept, (void **)&m->r2, L * N * sizeof(float));
     memory_add(&m->plan, scratch, (void **)&m->r, N * sizeof(float));
@@ -338,6 +339,10 @@ static void plan_activations(Model *m, Activations<X> *a, size_t B, size_t T) {
     rmsnorm_warps<X>(C);    // ends the program where there is no kernel for so many channels
     add(kept, &a->x, (L + 1) * N * C);
     add(kept, &a->joined, L * N * W);
+    if (c->qk_norm) {
+        qk_norm_group(head_size(c), 1);    // ends the program where there is no kernel for such heads
+        add(kept, &a->qk_inputs, L * N * (K + key_width(c)));
+    }
     add(kept, &a->att, L * N * E);
     add(scratch, &a->djoined, N * W);
     add(inputs, &a->h1, kept_layers * N * C);
@@ -411,7 +416,8 @@ template <class X>
 struct Layer {
     X *x, *x_next, *h1, *att, *act, *x_mid, *h2, *gate_up;
     Projected<X> projected;
-    float *stats, *r1, *r2;
+    X *qk_inputs;
+    float *stats, *qk_inverse, *r1, *r2;
 };
 
 template <class X>
@@ -433,10 +439,19 @@ static Layer<X> layer_of(const Model *m, const Activations<X> *a, size_t l, size
     of.gate_up = in(a->gate_up, l, 2 * F);
     of.projected = {in(a->joined, l, joined_width(c)), in(a->q, l, K), in(a->k, l, K), in(a->v, l, E),
                     m->inverse_norms + l * N * heads};
+    of.qk_inputs = in(a->qk_inputs, l, K + key_width(c));
+    of.qk_inverse = c->qk_norm ? m->qk_inverse + l * N * heads : NULL;
     of.stats = m->stats + l * m->layer_stats;
     of.r1 = m->r1 + l * N;
     of.r2 = m->r2 + l * N;
     return of;
+}
+
+static QkNorm qk_norm_of(const Model *m, size_t layer, size_t N) {
+    const ModelConfig *c = &m->config;
+    const LayerOffsets *at = &m->list.layers[layer];
+    return {N,           (size_t)c->heads,       (size_t)c->kv_heads,   head_size(c),
+            norm_eps(m), m->params + at->q_norm, m->params + at->k_norm};
 }
 
 static Rope rope_of(const Model *m, size_t B, size_t T) {
@@ -487,6 +502,8 @@ static void layer_forward(Model *m, Activations<X> *a, size_t l, size_t B, size_
     rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, norm_eps(m), stream);
     phase(PHASE_PROJECTIONS);
     matmul_forward(&m->matmul, of.projected.joined, of.h1, weight<X>(m, at->q), (const X *)NULL, N, C, W, stream);
+    phase(PHASE_NORM);
+    if (c->qk_norm) qk_norm_forward(of.projected.joined, of.qk_inputs, of.qk_inverse, qk_norm_of(m, l, N), stream);
     phase(PHASE_ROPE);
     rope_forward(of.projected.joined, of.projected.inverse_norms, rope_of(m, B, T), stream);
     attention_layer_forward(m, of, l, B, T, counter);
@@ -532,6 +549,9 @@ static void layer_backward(Model *m, Activations<X> *a, size_t l, size_t B, size
     phase(PHASE_ROPE);
     rope_backward(a->djoined, of.projected.joined, of.projected.inverse_norms, rope_of(m, B, T), stream);
     phase(PHASE_NORM);
+    if (c->qk_norm)
+        qk_norm_backward(a->djoined, grads + at->q_norm, grads + at->k_norm, m->partials, of.qk_inputs, of.qk_inverse,
+                         qk_norm_of(m, l, N), stream);
     if (m->recompute) rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, norm_eps(m), stream);
     phase(PHASE_PROJECTIONS);
     matmul_backward(&m->matmul, a->dh, grads + at->q, a->djoined, of.h1, weight<X>(m, at->q), N, C, W, add, stream);

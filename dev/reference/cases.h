@@ -293,10 +293,6 @@ static void run_cases(const CaseKind *kinds, size_t count, const char *word, boo
     if (!file) fail(EXIT_INPUT, FIXTURES "cases.txt: %s. Run this from the repository's folder.", strerror(errno));
     while (fgets(case_line, sizeof case_line, file)) {
         if (strncmp(case_line, "case=", 5) != 0 || !strstr(case_line, word)) continue;
-#ifdef WITHOUT_QK_NORM
-        // Until this trainer computes them:
-        if (strstr(case_line, "qk_norm=1")) continue;
-#endif
         snprintf(name, sizeof name, "%.*s", (int)strcspn(case_line + 5, " "), case_line + 5);
         case_name = name;
         const char *kind = text_of("kind");

@@ -31,7 +31,10 @@ def presets():
     return [row.split()[0] for row in text.split("\n\n")[1].splitlines()[1:]]
 
 
-@pytest.mark.parametrize("name, model", [(name, model) for name in presets() for model in (MODEL, GAU)], ids=lambda x: "gau" if x == GAU else "llama" if x == MODEL else x)
+QK_NORM = MODEL + ",heads=4,kv_heads=2,head_dim=16,norm_eps=0.01,qk_norm=1"
+
+
+@pytest.mark.parametrize("name, model", [*((name, model) for name in presets() for model in (MODEL, GAU)), ("ssmax", QK_NORM), ("lssa", QK_NORM)], ids=lambda x: "gau" if x == GAU else "llama" if x == MODEL else x)
 def test_ten_steps(cuda, data, tmp_path, name, model):
     """Losses within 1e-4, and the gradients' norms, which see what a loss does not yet."""
     runs = []
@@ -73,7 +76,7 @@ def test_several_lengths_and_examples(cuda, data, tmp_path, flags):
 
 
 @pytest.mark.parametrize("flags", [[], ["--dtype", "bf16"], ["--recompute"], ["--dtype", "bf16", "--stochastic-rounding"], ["--model", MODEL + ",tied=0"],
-                                   ["--seq-len", "10,20"], ["--model", GAU, "--attn", "lssar"]], ids=lambda x: " ".join(x[:2] + x[2:][-1:]) or "plain")
+                                   ["--seq-len", "10,20"], ["--model", GAU, "--attn", "lssar"], ["--model", QK_NORM, "--recompute"]], ids=lambda x: " ".join(x[:2] + x[2:][-1:]) or "plain")
 def test_resume_to_the_last_bit(cuda, data, tmp_path, flags):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     flags = [*SMALL, *flags]
