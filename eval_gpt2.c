@@ -34,6 +34,7 @@ typedef struct {
     IntList seq_lens;
     double rope_theta;
     int rope_scaling, pn_extrapolate, task;
+    bool doc_mask;
 } EvalOptions;
 
 // One of --seq-lens. The losses are in nats per token that counts, under the checkpoint's normalizer [0] and the given
@@ -83,6 +84,8 @@ static void parse_flags(Evaluator *e, int argc, char **argv) {
          .help = "ntk: for lengths T above the training length L, theta (T/L)^(d/(d-2))"},
         {"data", OPT_TEXT, &o->data, .arg = "GLOB", .group = "Data",
          .help = "shards to evaluate on, for example 'data/shakespeare/*_val_*.bin'"},
+        {"doc-mask", OPT_SWITCH, &o->doc_mask, .group = "Data",
+         .help = "attention stops at document boundaries, as in training with --doc-mask"},
         {"seq-lens", OPT_INT_LIST, &o->seq_lens, 0, MAX_SEQ_LEN, .arg = "T[,T...]", .group = "Data",
          .help = "tokens per sequence; each length is evaluated in turn; 0: the checkpoint's L"},
         {"max-tokens", OPT_INT, &o->max_tokens, 1, 1e12, .arg = "N", .group = "Data",
@@ -173,6 +176,7 @@ static void take_memory(Evaluator *e) {
     Model *m = &e->model;
     size_t B = e->longest < ROWS ? ROWS / e->longest : 1, N = B * e->longest;
     m->list = tensors_of(&m->config, (const Normalizer *[]){&e->given}, 1);
+    m->doc_mask = e->o.doc_mask;
     plan_parameters(m, false, false);
     // Without a backward pass, all layers share one layer's activations.
     plan_activations(m, 1, B, e->longest, false);

@@ -49,8 +49,11 @@ static double from_device(const double *there) {
 static BatchTokens subject_batch(const int32_t *inputs, const int32_t *targets, size_t N) {
     int32_t *ints = (int32_t *)malloc(batch_ints(N) * sizeof *ints),
             *starts = (int32_t *)malloc(((size_t)model.config.vocab + 1) * sizeof *starts);
-    BatchTokens there = {
-        model.batch, model.batch + N, model.batch + 2 * N, (const EmbeddingPiece *)(model.batch + 3 * N), {0, 0}, NULL};
+    BatchTokens there = {};
+    there.inputs = model.batch;
+    there.targets = model.batch + N;
+    there.order = model.batch + 2 * N;
+    there.pieces = (const EmbeddingPiece *)(model.batch + 3 * N);
     memcpy(ints, inputs, N * sizeof *ints);
     memcpy(ints + N, targets, N * sizeof *ints);
     there.plan =

@@ -30,6 +30,7 @@
 #include "runtime/peak.h"
 #include "runtime/process.h"
 #include "runtime/real.h"
+#include "runtime/shards.h"
 #include "model/weights.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -490,6 +491,9 @@ typedef struct {
     // (at least T) replaces the learned p_n of the normalizer; NULL: it does not.
     const real *p_n;
 
+    bool doc_mask;     // attention stops at document boundaries
+    int32_t *first;    // (B, T) with doc_mask: the first key that each position of the batch at hand sees
+
     // What the activations have room for: B·T rows, sequences of at most T.
     size_t B, T;
     // Layers whose activations are kept: all for a backward pass, otherwise 1 suffices.
@@ -622,6 +626,7 @@ static void plan_activations(Model *m, size_t kept_layers, size_t B, size_t T, b
     memory_add(&m->plan, scratch, (void **)&m->act, FLOATS(N * F));
     memory_add(&m->plan, "logits of some rows", (void **)&m->logits, FLOATS(loss_rows * VP));
     memory_add(&m->plan, scratch, (void **)&m->losses, FLOATS(N));
+    if (m->doc_mask) memory_add(&m->plan, scratch, (void **)&m->first, N * sizeof *m->first);
     memory_add(&m->plan, scratch, (void **)&m->dx, FLOATS(N * C));
     memory_add(&m->plan, scratch, (void **)&m->dh, FLOATS(N * C));
     memory_add(&m->plan, scratch, (void **)&m->datt, FLOATS(N * E));
@@ -708,7 +713,7 @@ static AttentionInputGrads attention_views(const ModelConfig *c, Projected of) {
 static AttentionInput attention_input(const Model *m, Projected of) {
     AttentionInputGrads at = attention_views(&m->config, of);
     return (AttentionInput){
-        {at.q.p, at.q.row, at.q.head}, {at.k.p, at.k.row, at.k.head}, {at.v.p, at.v.row, at.v.head}, NULL};
+        {at.q.p, at.q.row, at.q.head}, {at.k.p, at.k.row, at.k.head}, {at.v.p, at.v.row, at.v.head}, m->first};
 }
 
 // The part of attention itself, the same in both blocks: q, k, v of the layer are there.
@@ -841,6 +846,7 @@ static void unit_backward(Model *m, size_t l, size_t B, size_t T, bool add) {
 // Fills the activations, down to the normalized output h (N,C) of the last layer.
 static void model_forward(Model *m, const int32_t *tokens, size_t B, size_t T) {
     size_t N = B * T, C = (size_t)m->config.channels, layers = (size_t)m->config.layers;
+    if (m->first) document_starts(m->first, tokens, B, T, m->config.end_of_text);
     phase(PHASE_EMBEDDING);
     embedding_forward(m->x, m->params + m->list.embedding, tokens, N, C);
     for (size_t l = 0; l < layers; l++) {
@@ -995,6 +1001,7 @@ typedef struct {
     float *joined, *q, *inverse_norms;     // (rows, ...), see Projected
     float *logits;                         // (sequences, V)
     float *scores;                         // (threads, length)
+    size_t *starts, *first;                // (sequences), (rows): where the document of the newest token begins
     float *cosines, *sines;                // (length, HS/2)
 } Decoder;
 
@@ -1017,6 +1024,8 @@ static void plan_decoder(Decoder *d, Model *m, MemoryPlan *plan, size_t sequence
     memory_add(plan, kind, (void **)&d->act, FLOATS(rows * F));
     memory_add(plan, kind, (void **)&d->logits, FLOATS(sequences * (size_t)c->vocab));
     memory_add(plan, kind, (void **)&d->scores, FLOATS((size_t)omp_get_max_threads() * length));
+    memory_add(plan, kind, (void **)&d->starts, sequences * sizeof *d->starts);
+    memory_add(plan, kind, (void **)&d->first, rows * sizeof *d->first);
     memory_add(plan, kind, (void **)&d->cosines, FLOATS(length * head_size(c) / 2));
     memory_add(plan, kind, (void **)&d->sines, FLOATS(length * head_size(c) / 2));
 }
@@ -1062,12 +1071,12 @@ static void decode_head(Decoder *d, const DecodeRow *row, size_t r, size_t h, si
     const ModelConfig *c = &d->m->config;
     AttentionShape shape = attention_shape(c, 1, row->position + 1);
     size_t kv = h / (shape.NH / shape.NKV), KV = key_width(c), VV = value_width(c);
-    size_t cache = (layer * d->sequences + row->sequence) * d->length;
+    size_t cache = (layer * d->sequences + row->sequence) * d->length + d->first[r];
     const float *q = c->block == BLOCK_GAU ? d->q + r * query_width(c) : d->joined + r * joined_width(c);
     ConstView k = {d->k + cache * KV + kv * shape.HS, KV, shape.HS},
               v = {d->v + cache * VV + kv * shape.VS, VV, shape.VS};
-    attention_row(d->att + r * output_width(c) + h * shape.VS, q + h * shape.HS, k, v, row->position + 1, h,
-                  layer_scalars(d->m, layer), shape, d->scores + (size_t)omp_get_thread_num() * d->length);
+    attention_row(d->att + r * output_width(c) + h * shape.VS, q + h * shape.HS, k, v, row->position + 1 - d->first[r],
+                  h, layer_scalars(d->m, layer), shape, d->scores + (size_t)omp_get_thread_num() * d->length);
 }
 
 // Attention of one layer for all rows: their keys and values join the cache first, so that a row sees those before it
@@ -1147,6 +1156,11 @@ static void decode_unit(Decoder *d, const DecodeRow *rows, size_t count, size_t 
 static void decode(Decoder *d, const DecodeRow *rows, size_t count) {
     Model *m = d->m;
     size_t C = (size_t)m->config.channels;
+    for (size_t r = 0; r < count; r++) {
+        size_t *start = &d->starts[rows[r].sequence], t = rows[r].position;
+        if (t == 0 || (m->doc_mask && rows[r].token == m->config.end_of_text)) *start = t;
+        d->first[r] = *start;
+    }
     for (size_t r = 0; r < count; r++)
         memcpy(d->x + r * C, m->params + m->list.embedding + (size_t)rows[r].token * C, FLOATS(C));
     for (size_t l = 0; l < (size_t)m->config.layers; l++) {
@@ -1198,6 +1212,7 @@ static void describe_matmuls(char *out, size_t size, bool bf16) {
 static void plan_training(Model *m, Decoder *d, const Run *run) {
     bool bf16 = run->o.dtype == TRAIN_BF16;
     m->list = tensors_of(&m->config, run->others, run->other_count);
+    m->doc_mask = run->o.doc_mask;
     plan_parameters(m, true, bf16);
     plan_activations(m, (size_t)m->config.layers, (size_t)run->o.batch, run->T, bf16);
     if (run_sample_length(run)) plan_decoder(d, m, &m->plan, 1, run_sample_length(run));

@@ -156,8 +156,10 @@ struct Model {
     int32_t *batch;                        // inputs, targets, and the rows of each token in order: BatchTokens
     uint8_t *mask;
 
-    uint64_t rows;      // of attention, since someone set them to 0
-    MemoryPlan plan;    // of the device
+    bool doc_mask;           // attention stops at document boundaries
+    const int32_t *first;    // of the batch at hand: BatchTokens
+    uint64_t rows;           // of attention, since someone set them to 0
+    MemoryPlan plan;         // of the device
 
     Weights host;    // copies of params and moments for files
     MemoryPlan host_plan;
@@ -228,18 +230,19 @@ static FlashShape flash_shape(const Model *m, size_t B, size_t T) {
 }
 
 // A batch on the device: one array of int32, so that it takes one copy, and the mask.
-//   inputs, targets, order (N), pieces of 4 numbers: the plan of embedding_backward()
+//   inputs, targets, first, order (N), pieces of 4 numbers: the plan of embedding_backward()
 struct BatchTokens {
     const int32_t *inputs, *targets, *order;
     const EmbeddingPiece *pieces;
     EmbeddingPlan plan;
-    const uint8_t *mask;    // NULL: all targets count
+    const int32_t *first;    // (B,T) with --doc-mask: the first key that each position sees; NULL: all from 0
+    const uint8_t *mask;     // NULL: all targets count
 };
 
 static_assert(sizeof(EmbeddingPiece) == 4 * sizeof(int32_t), "pieces lie among the batch's int32");
 
 static size_t batch_ints(size_t N) {
-    return 3 * N + 4 * embedding_pieces(N);
+    return 4 * N + 4 * embedding_pieces(N);
 }
 
 // The parameters in buckets, which go over the processes one by one: 0 is what comes before the layers, then the
@@ -470,7 +473,7 @@ static FlashInputGrads<X> attention_views(const ModelConfig *c, Projected<X> of)
 template <class X>
 static FlashInput<X> attention_input(const Model *m, Projected<X> of) {
     FlashInputGrads<X> at = attention_views(&m->config, of);
-    return {{at.q.p, at.q.row, at.q.head}, {at.k.p, at.k.row, at.k.head}, {at.v.p, at.v.row, at.v.head}, NULL};
+    return {{at.q.p, at.q.row, at.q.head}, {at.k.p, at.k.row, at.k.head}, {at.v.p, at.v.row, at.v.head}, m->first};
 }
 
 // The part of attention itself, the same in both blocks: q, k, v of the layer are there.
@@ -757,6 +760,7 @@ static void plan_training(Model *m, const Run *run) {
     const TrainOptions *o = &run->o;
     m->list = tensors_of(&m->config, run->others, run->other_count);
     m->in_bf16 = o->dtype == TRAIN_BF16;
+    m->doc_mask = o->doc_mask;
     m->recompute = o->recompute;
     m->zero = o->zero && process.size > 1;
     m->deterministic = o->deterministic;
@@ -869,21 +873,27 @@ static void download_scalars(Model *m) {
 static BatchTokens upload_batch(Model *m, const Batch *batch) {
     auto *slot = &m->slots[m->slot++ % 2];
     size_t N = batch->B * batch->T;
-    BatchTokens there = {m->batch,         m->batch + N,
-                         m->batch + 2 * N, (const EmbeddingPiece *)(m->batch + 3 * N),
-                         {0, 0},           batch->mask ? m->mask : NULL};
+    BatchTokens there = {};
+    there.inputs = m->batch;
+    there.targets = m->batch + N;
+    there.first = m->doc_mask ? m->batch + 2 * N : NULL;
+    there.order = m->batch + 3 * N;
+    there.pieces = (const EmbeddingPiece *)(m->batch + 4 * N);
+    there.mask = batch->mask ? m->mask : NULL;
     CUDA_CHECK(cudaEventSynchronize(slot->copied));
     memcpy(slot->ints, batch->inputs, N * sizeof(int32_t));
     memcpy(slot->ints + N, batch->targets, N * sizeof(int32_t));
-    there.plan = embedding_plan(slot->ints + 2 * N, (EmbeddingPiece *)(slot->ints + 3 * N), batch->inputs, N, m->starts,
+    there.plan = embedding_plan(slot->ints + 3 * N, (EmbeddingPiece *)(slot->ints + 4 * N), batch->inputs, N, m->starts,
                                 (size_t)m->config.vocab);
-    size_t ints = 3 * N + 4 * (there.plan.pieces + there.plan.sums);
+    if (m->doc_mask) document_starts(slot->ints + 2 * N, batch->inputs, batch->B, batch->T, m->config.end_of_text);
+    size_t ints = 4 * N + 4 * (there.plan.pieces + there.plan.sums);
     CUDA_CHECK(cudaMemcpyAsync(m->batch, slot->ints, ints * sizeof(int32_t), cudaMemcpyHostToDevice, stream));
     if (batch->mask) {
         memcpy(slot->mask, batch->mask, N);
         CUDA_CHECK(cudaMemcpyAsync(m->mask, slot->mask, N, cudaMemcpyHostToDevice, stream));
     }
     CUDA_CHECK(cudaEventRecord(slot->copied, stream));
+    m->first = there.first;
     return there;
 }
 
@@ -1014,6 +1024,7 @@ static void change_normalizers(Run *run, Model *m) {
 static float *logits_after(Model *m, const int32_t *tokens, size_t count) {
     size_t C = (size_t)m->config.channels, VP = padded_vocab(&m->config);
     void *host = m->in_bf16 ? (void *)m->host_logits_bf16 : m->host_logits;
+    m->first = NULL;    // a sample is one document
     CUDA_CHECK(cudaMemcpyAsync(m->batch, tokens, count * sizeof(int32_t), cudaMemcpyHostToDevice, stream));
     by_type([&](auto *a) {
         auto *last = a->h + (count - 1) * C;

@@ -21,7 +21,7 @@ typedef struct {
     IntList seq_len;
     double lr, min_lr_frac, weight_decay, beta1, beta2, grad_clip, rope_theta;
     int schedule, pack, dtype;
-    bool shuffle, resume, keep_best, profile, dry_run;
+    bool shuffle, doc_mask, resume, keep_best, profile, dry_run;
     int64_t zero;    // this and the following flags are for GPU trainers
     int reduce_dtype;
     bool recompute, deterministic, stochastic_rounding;

@@ -529,3 +529,13 @@ uint64_t shards_order(uint64_t position, uint64_t W, uint64_t seed, uint64_t epo
 size_t step_length(const int64_t *lengths, size_t n, uint64_t seed, uint64_t step) {
     return (size_t)lengths[random_u64(seed, LENGTH_STREAM, step) % n];
 }
+
+void document_starts(int32_t *first, const int32_t *tokens, size_t B, size_t T, int32_t end_of_text) {
+    for (size_t b = 0; b < B; b++) {
+        int32_t start = 0;
+        for (size_t t = 0; t < T; t++) {
+            if (tokens[b * T + t] == end_of_text) start = (int32_t)t;
+            first[b * T + t] = start;
+        }
+    }
+}

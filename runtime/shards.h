@@ -65,6 +65,11 @@ char *shards_fingerprint(Shards *shards, Error *error);
 // in O(1) memory.
 uint64_t shards_order(uint64_t position, uint64_t W, uint64_t seed, uint64_t epoch);
 
+// Where the document of each token begins in its row, for attention that stops at document boundaries: at the newest
+// end-of-text token, which is the first of a document, or at 0.
+//   first (B,T) written   tokens (B,T)
+void document_starts(int32_t *first, const int32_t *tokens, size_t B, size_t T, int32_t end_of_text);
+
 // Returns the sequence length of a step if --seq-len lists several: each of the n >= 1 lengths is equally likely, and
 // the choice depends only on (seed, step).
 size_t step_length(const int64_t *lengths, size_t n, uint64_t seed, uint64_t step);

@@ -1,7 +1,7 @@
-// logits FOLDER IDS: the logits of a checkpoint's model after each of the token ids "1,2,3", a line a position, to be
+// logits FOLDER IDS [documents]: the logits of a checkpoint's model after each of the token ids "1,2,3", a line a position, to be
 // compared with other programs'. Before that it compares the trainer's own ways to them: the whole pass, and the
 // key-value cache in several splits; and sequences decoded side by side with each one alone, bit for bit. Exit status 1
-// where they differ.
+// where they differ. documents: attention stops at document boundaries.
 #define WITHOUT_MAIN
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-function"
@@ -91,7 +91,8 @@ int main(int argc, char **argv) {
     static int32_t ids[MAX_IDS];
     Error error;
     program_name = "logits";
-    if (argc != 3) fail(EXIT_USAGE, "logits FOLDER IDS");
+    model.doc_mask = argc == 4 && strcmp(argv[3], "documents") == 0;
+    if (argc != (model.doc_mask ? 4 : 3)) fail(EXIT_USAGE, "logits FOLDER IDS [documents]");
     if (!model_config_read(&model.config, argv[1], NULL, &error)) fail_with(&error);
     size_t T = read_ids(ids, argv[2], model.config.vocab), V = (size_t)model.config.vocab,
            C = (size_t)model.config.channels;

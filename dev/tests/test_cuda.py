@@ -65,8 +65,8 @@ def test_validation_samples_and_scalars(cuda, data, tmp_path):
 
 
 @pytest.mark.parametrize("flags", [["--attn", "softmax-recentered", "--seq-len", "5,80"], ["--attn", "softmax-recentered-l1", "--seq-len", "1,80"],
-                                   ["--pack", "example"], ["--attn", "gelu-l1", "--attn-switch", "2:softmax-recentered", "--seq-len", "10,20"]],
-                         ids=["recentered", "recentered-l1", "examples", "switched"])
+                                   ["--pack", "example"], ["--doc-mask", "--attn", "ssmax-bias"], ["--attn", "gelu-l1", "--attn-switch", "2:softmax-recentered", "--seq-len", "10,20"]],
+                         ids=["recentered", "recentered-l1", "examples", "documents", "switched"])
 def test_several_lengths_and_examples(cuda, data, tmp_path, flags):
     for name, program in {"cpu": None, "cuda": cuda}.items():
         train(data, *SMALL, *flags, "--steps", 5, "--out", tmp_path / name, program=program)

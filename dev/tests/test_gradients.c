@@ -284,7 +284,8 @@ static double model_value(void *context) {
     return model_loss(&c->model, c->targets, NULL, c->B * c->T, 0, false);
 }
 
-static void test_model(const char *text, const char *shape) {
+// documents: under --doc-mask, with an end-of-text token inside the rows.
+static void test_model(const char *text, const char *shape, bool documents) {
     check_case();
     enum { B = 2, T = 9, V = 61 };
     static ModelCase c;
@@ -294,6 +295,8 @@ static void test_model(const char *text, const char *shape) {
     if (!model_parse(&m->config, shape, &error)) fail_with(&error);
     m->config.seq_len = 16;
     m->config.attn = parse(text);
+    m->doc_mask = documents;
+    m->config.end_of_text = fixture_token(4, V);
     m->list = tensors_of(&m->config, NULL, 0);
     plan_parameters(m, true, false);
     plan_activations(m, (size_t)m->config.layers, B, T, false);
@@ -495,9 +498,10 @@ int main(int argc, char **argv) {
         omp_set_num_threads(1);
         test_attention(NAMES[i], (Sizes){.B = 2, .NH = 2, .NKV = 2, .HS = 6, .VS = 6, .T = 9});
         test_attention(NAMES[i], (Sizes){.B = 2, .NH = 6, .NKV = 2, .HS = 4, .VS = 4, .T = 9});
-        test_model(NAMES[i], "layers=2,heads=2,channels=32,ffn=48,vocab=61,tied=0");
-        test_model(NAMES[i], "layers=1,heads=4,kv_heads=2,head_dim=6,channels=16,ffn=20,vocab=61,tied=1,qk_norm=1");
-        test_model(NAMES[i], "layers=1,block=gau,channels=24,vocab=61,tied=1");
+        test_model(NAMES[i], "layers=2,heads=2,channels=32,ffn=48,vocab=61,tied=0", false);
+        test_model(NAMES[i], "layers=1,heads=4,kv_heads=2,head_dim=6,channels=16,ffn=20,vocab=61,tied=1,qk_norm=1",
+                   true);
+        test_model(NAMES[i], "layers=1,block=gau,channels=24,vocab=61,tied=1", false);
     }
     printf("worst relative error %.2g\n", worst);
     return check_verdict();

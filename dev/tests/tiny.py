@@ -79,9 +79,9 @@ def train(data, out, *words, steps=25, code=0):
     return checkpoint(out, steps), printed
 
 
-def logits(folder, ids):
-    """Our logits (T, V), after the trainer's whole pass and its cache agreed on them."""
-    output, _ = run(BUILD / "tests/logits", folder, ",".join(map(str, ids)))
+def logits(folder, ids, *words):
+    """Our logits (T, V), after the trainer's whole pass and its cache agreed on them. "documents": under --doc-mask."""
+    output, _ = run(BUILD / "tests/logits", folder, ",".join(map(str, ids)), *words)
     return np.array([line.split() for line in output.splitlines()], np.float64)
 
 
