@@ -30,7 +30,7 @@ typedef struct {
     RowPlace at;
     real c, o;                   // z = c s + o
     real anchor, rest, shift;    // phi is taken at c (s - anchor) + rest, which is z - shift
-    real one;                    // exp(-shift) for expm1
+    real number, by_number;      // phi's own, see phi_number(); the derivative of the loss by it
     real inverse;                // 1/Z
     real D;                      // of the backward pass: sum_j A dA as norm saw them
     real top;                    // of reweight: the largest A n - 1
@@ -54,7 +54,7 @@ static void row_anchor(const Normalizer *normalizer, Row *row, real anchor) {
     row->anchor = relative ? anchor : 0;
     row->shift = z < least ? least : z;
     row->rest = relative ? z - row->shift : row->o;
-    row->one = phi == PHI_EXPM1 ? real_exp(-row->shift) : 0;
+    row->number = phi_number(phi, row->at, row->shift);
 }
 
 static void row_keep(const Row *row, real *stats) {
@@ -79,11 +79,11 @@ static real row_top(const real *s, const Row *row) {
 
 // s (n): scores in, f out; returns sum |f|.
 NORMALIZER_INLINE real row_values(int phi, real *restrict s, const Row *row) {
-    real c = row->c, anchor = row->anchor, rest = row->rest, one = row->one, sum = 0;
+    real c = row->c, anchor = row->anchor, rest = row->rest, number = row->number, sum = 0;
     #pragma omp simd reduction(+ : sum)
     for (int j = 0; j < row->at.n; j++) {
         real f, slope;
-        phi_both(phi, c * (s[j] - anchor) + rest, one, &f, &slope);
+        phi_both(phi, c * (s[j] - anchor) + rest, number, &f, &slope);
         s[j] = f;
         sum += phi_signed(phi) && f < 0 ? -f : f;
     }
@@ -180,25 +180,29 @@ static real row_forward(const Normalizer *normalizer, real *s, Row *row, bool *w
     return factor;
 }
 
-// s (n): scores in, A out.  dA (n): in, dS out.  D = sum_j A dA; `sign` -1 negates A.  Returns g = sum_j dz s.
-NORMALIZER_INLINE real row_backward_plain(int phi, real *restrict s, real *restrict dA, const Row *row, real D,
-                                          real sign) {
+// s (n): scores in, A out.  dA (n): in, dS out.  D = sum_j A dA; `sign` -1 negates A.  Returns g = sum_j dz s. Fills
+// row->by_number = sum_j df df/dnumber.
+NORMALIZER_INLINE real row_backward_plain(int phi, real *restrict s, real *restrict dA, Row *row, real D, real sign) {
     int n = row->at.n;
-    real c = row->c, anchor = row->anchor, rest = row->rest, one = row->one, inverse = row->inverse, sum = 0;
-    #pragma omp simd reduction(+ : sum)
+    real c = row->c, anchor = row->anchor, rest = row->rest, number = row->number, inverse = row->inverse, sum = 0,
+         by_number = 0;
+    #pragma omp simd reduction(+ : sum, by_number)
     for (int j = 0; j < n; j++) {
         real f, slope;
-        phi_both(phi, c * (s[j] - anchor) + rest, one, &f, &slope);
+        real z = c * (s[j] - anchor) + rest;
+        phi_both(phi, z, number, &f, &slope);
         real signed_D = phi_signed(phi) ? (f < 0 ? -D : f > 0 ? D : 0) : D;
-        real dz = (sign * dA[j] - signed_D) * inverse * slope;
+        real df = (sign * dA[j] - signed_D) * inverse, dz = df * slope;
         sum += dz * s[j];
+        if (phi_learns(phi)) by_number += df * phi_slope_by_number(phi, z, number, f, slope);
         dA[j] = c * dz;
         s[j] = sign * f * inverse;
     }
+    row->by_number = by_number;
     return sum;
 }
 
-static real backward_plain(const Normalizer *normalizer, real *s, real *dA, const Row *row, real D, real sign) {
+static real backward_plain(const Normalizer *normalizer, real *s, real *dA, Row *row, real D, real sign) {
 #define CASE(kind_, ...) case kind_: return row_backward_plain(kind_, s, dA, row, D, sign);
     switch (NORMALIZER_PHI(normalizer)) { PHI_VALUES(CASE) }
 #undef CASE
@@ -208,9 +212,9 @@ static real backward_plain(const Normalizer *normalizer, real *s, real *dA, cons
 // f and slope (n) from the scores s (n).
 NORMALIZER_INLINE void row_slopes(int phi, real *restrict f, real *restrict slope, const real *restrict s,
                                   const Row *row) {
-    real c = row->c, anchor = row->anchor, rest = row->rest, one = row->one;
+    real c = row->c, anchor = row->anchor, rest = row->rest, number = row->number;
     #pragma omp simd
-    for (int j = 0; j < row->at.n; j++) phi_both(phi, c * (s[j] - anchor) + rest, one, &f[j], &slope[j]);
+    for (int j = 0; j < row->at.n; j++) phi_both(phi, c * (s[j] - anchor) + rest, number, &f[j], &slope[j]);
 }
 
 static void backward_slopes(const Normalizer *normalizer, real *f, real *slope, const real *s, const Row *row) {
@@ -266,6 +270,18 @@ static void reweight_backward(real *restrict a, real *restrict d, const Row *row
     }
 }
 
+// sum_j df df/dnumber: f, slope of the scores s, and dA as norm saw it.
+static real by_number(int phi, const Row *row, const real *s, const real *dA, const real *f, const real *slope,
+                      real D) {
+    real sum = 0;
+    for (int j = 0; j < row->at.n; j++) {
+        real signed_D = phi_signed(phi) ? (f[j] < 0 ? -D : f[j] > 0 ? D : 0) : D;
+        real z = row->c * (s[j] - row->anchor) + row->rest;
+        sum += (dA[j] - signed_D) * row->inverse * phi_slope_by_number(phi, z, row->number, f[j], slope[j]);
+    }
+    return sum;
+}
+
 // As row_backward_plain, for the posts that change a row as a whole. f, slope (n) scratch.
 static real row_backward_post(const Normalizer *normalizer, real *restrict s, real *restrict dA, Row *row, real D,
                               real *restrict f, real *restrict slope) {
@@ -283,6 +299,8 @@ static real row_backward_post(const Normalizer *normalizer, real *restrict s, re
         D_norm *= inverse;
     }
     row->D = D_norm;
+    int phi = NORMALIZER_PHI(normalizer);
+    row->by_number = phi_learns(phi) ? by_number(phi, row, s, dA, f, slope, D_norm) : 0;
     #pragma omp simd reduction(+ : sum)
     for (int j = 0; j < n; j++) {
         real signed_D = is_signed ? (f[j] < 0 ? -D_norm : f[j] > 0 ? D_norm : 0) : D_norm;
@@ -331,7 +349,7 @@ static Part part_of(AttentionShape shape, real *scratch, int thread) {
 }
 
 // What a row leaves for the gradients of the learned scalars: the derivative of the loss by its c, which is g = sum_j
-// dz s, and by the ln of norm_extra.
+// dz s, by phi's number, and by the ln of norm_extra.
 enum { ROW_GRADS = SCALAR_STAGES };
 
 size_t attention_scratch(AttentionShape shape, int threads) {
@@ -459,6 +477,7 @@ static void block_backward(const Backward *pass, const Head *head, RowBlock at, 
         real *buffers = share ? part_of(shape, pass->scratch, omp_get_thread_num()).buffers : part.buffers;
         real *g_row = g + ROW_GRADS * r;
         g_row[IN_SCALE] = row_backward(shape.normalizer, scores + hidden, dscores + hidden, &row, D, buffers);
+        g_row[IN_PHI] = row.by_number;
         g_row[IN_NORM] = -row.D * row.inverse * norm_extra(shape.normalizer->norm, row.at, row.shift);
         hide(scores, &row, hidden, at.keys);
         hide(dscores, &row, hidden, at.keys);

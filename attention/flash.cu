@@ -25,7 +25,7 @@ size_t flash_stats(FlashShape shape, size_t element) {
     return keeps_rest(shape, element) ? stats + rows_of(shape) * shape.VS * element / sizeof(float) : stats;
 }
 
-// ---- scratch: FlashRow and g of each row; prefix sums and their segments, for the posts that recenter; partial sums
+// ---- scratch: FlashRow, g and by_number of each row; prefix sums and their segments, for the posts that recenter; partial sums
 // of the scalars' gradients
 
 static bool recenters(FlashShape shape) {
@@ -66,8 +66,16 @@ static size_t partials_bytes(FlashShape shape) {
     return rounded_up(most * sizeof(double));
 }
 
+static size_t floats_of_rows(FlashShape shape) {
+    return rounded_up(rows_of(shape) * sizeof(float));
+}
+
+static size_t by_number_bytes(FlashShape shape) {
+    return phi_learns(NORMALIZER_PHI(shape.normalizer)) ? floats_of_rows(shape) : 0;
+}
+
 size_t flash_scratch(FlashShape shape) {
-    return rounded_up(rows_of(shape) * sizeof(FlashRow)) + rounded_up(rows_of(shape) * sizeof(float)) +
+    return rounded_up(rows_of(shape) * sizeof(FlashRow)) + floats_of_rows(shape) + by_number_bytes(shape) +
            prefix_bytes(shape) + segments_bytes(shape) + partials_bytes(shape);
 }
 
@@ -84,7 +92,8 @@ static FlashCall<X> call_of(FlashShape shape, Scalars scalars, FlashInput<X> in,
     call.rest = keeps_rest(shape, sizeof(X)) ? (X *)(stats + rows_of(shape) * FLASH_STATS) : NULL;
     call.rows = (FlashRow *)scratch;
     call.g = (float *)((char *)scratch + rounded_up(rows_of(shape) * sizeof(FlashRow)));
-    if (recenters(shape)) call.prefix = (float *)((char *)call.g + rounded_up(rows_of(shape) * sizeof(float)));
+    call.by_number = (float *)((char *)call.g + floats_of_rows(shape));
+    if (recenters(shape)) call.prefix = (float *)((char *)call.by_number + by_number_bytes(shape));
     return call;
 }
 
@@ -239,6 +248,7 @@ void flash_backward(FlashInputGrads<X> d, ScalarGrads grads, const X *dout, Flas
     call.out = {const_cast<X *>(out.p), out.row, out.head}, call.dout = {dout, out.row, out.head};
     call.dq = d.q, call.dk = d.k, call.dv = d.v;
     if (!any_acts(grads, IN_SCALE)) call.g = NULL;
+    if (!any_acts(grads, IN_PHI)) call.by_number = NULL;
     prefix_sums(call, shape, stream);
     Pass<X> pass = pass_of<X>(shape.normalizer);
     launch(flash_rows_kernel<X>, dim3((rows_of(shape) * ROW_LANES - 1) / 256 + 1), dim3(256), 0, stream, call,

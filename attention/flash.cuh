@@ -438,7 +438,7 @@ DEVICE void phi_values(int phi, float (&z)[N], float (&slope)[N], const Row *row
 #define VALUES(kind_)                                                                                       \
     {                                                                                                       \
         UNROLL                                                                                              \
-        for (int e = 0; e < N; e++) phi_at<X, PHI, kind_, VALUE>(z[e], row[BY_COLUMN ? e % 2 : e / 2].one, &z[e], &slope[e]); \
+        for (int e = 0; e < N; e++) phi_at<X, PHI, kind_, VALUE>(z[e], row[BY_COLUMN ? e % 2 : e / 2].number, &z[e], &slope[e]); \
     }
 #define CASE(kind_, ...) case kind_: VALUES(kind_) break;
     if (PHI >= 0) VALUES(PHI) else switch (phi) {
@@ -570,7 +570,7 @@ DEVICE float signed_as(float x, float of) {
 }
 
 struct ForwardRow {
-    float scale, bias, offset, one;
+    float scale, bias, offset, number;
     // Of |f|, of f; the largest f (in the first sweep, where that is by_z: z)
     float sum, sum_signed, largest;
     float factor, mean, left, signs;    // of the second sweep: w from f, the sum of |w|, of their signs
@@ -598,7 +598,7 @@ DEVICE void forward_shift(ForwardRow (&row)[2 * TILES], float (&sum)[TILES][HS /
         for (int nt = 0; nt < NT; nt++) top = fmaxf(top, fmaxf(s[r / 2][nt][r % 2 * 2], s[r / 2][nt][r % 2 * 2 + 1]));
         float bias = fminf(row[r].bias, -row[r].scale * row_max(top)), by = exp_of<X, PHI>(bias - row[r].bias);
         row[r].bias = bias;
-        row[r].one = exp_of<X, PHI>(bias - row[r].offset);
+        row[r].number = exp_of<X, PHI>(bias - row[r].offset);
         row[r].sum *= by, row[r].sum_signed *= by, row[r].largest *= by;
         UNROLL
         for (int c = 0; sums && c < HS / 8; c++) sum[r / 2][c][r % 2 * 2] *= by, sum[r / 2][c][r % 2 * 2 + 1] *= by;
@@ -817,13 +817,14 @@ DEVICE void forward_begin(ForwardRow (&row)[2 * TILES], bool *negative, const Fl
     if (relative) scale = fabsf(scale), bias = offset - least_maximum(phi, call.norm, at);
     // A row's first chunks may hide all their keys from it: then the bias stays, and must not be infinite.
     if (relative && call.first) bias = fminf(bias, 1e30f);
+    const float number = phi_learns(phi) ? phi_number(phi, at, 0) : 1;
     UNROLL
     for (int r = 0; r < 2 * TILES; r++) {
         int from = 8 * r + lane / 4;
         row[r] = {__shfl_sync(0xFFFFFFFFu, scale, from),
                   __shfl_sync(0xFFFFFFFFu, bias, from) * unit<X, PHI>,
                   __shfl_sync(0xFFFFFFFFu, offset, from) * unit<X, PHI>,
-                  1,
+                  phi_learns(phi) ? __shfl_sync(0xFFFFFFFFu, number, from) : 1,
                   0,
                   0,
                   0,
@@ -1114,14 +1115,15 @@ DEVICE float reweight_less(float less_sum, const FlashRow &row, const FlashCall<
     return norm_is_sum(call.norm) && n > POST_FROM ? less : 0;
 }
 
-// A chunk of keys, as in forward_keys. d: dO · v where WIDE, else room for it. less_dq: the second sum, see splits_dq.
+// A chunk of keys, as in forward_keys. number_sum: the rows' sums of df df/dnumber. d: dO · v where WIDE, else room for it. less_dq: the second sum, see splits_dq.
 // first: of two sweeps, which only adds to less_sum.
 template <class X, int HS, int PHI, int POST, bool WIDE, bool MASKED, int TILES, int SPLIT, int NT, bool KEEP,
           bool KEEP_DOUT>
 DEVICE void dq_keys(float (&dq)[TILES][HS / 8][4], float (&less_dq)[SPLIT][HS / 8][4], float (&d)[TILES][NT][4],
-                    float (&g_sum)[2 * TILES], float (&less_sum)[2 * TILES], const FlashRow (&row)[2 * TILES],
-                    const Own<X, HS, TILES, KEEP> &own_q, const Own<X, HS, TILES, KEEP_DOUT> &own_dout, const X *k,
-                    const X *v, int own_row, int key, bool first, const FlashCall<X> &call) {
+                    float (&g_sum)[2 * TILES], float (&number_sum)[2 * TILES], float (&less_sum)[2 * TILES],
+                    const FlashRow (&row)[2 * TILES], const Own<X, HS, TILES, KEEP> &own_q,
+                    const Own<X, HS, TILES, KEEP_DOUT> &own_dout, const X *k, const X *v, int own_row, int key,
+                    bool first, const FlashCall<X> &call) {
     float s[TILES][NT][4], along[may_reweight<POST> ? TILES : 1][NT][4];
     int from[2 * TILES] = {};
     if (MASKED) first_keys(from, call, own_row);
@@ -1132,6 +1134,7 @@ DEVICE void dq_keys(float (&dq)[TILES][HS / 8][4], float (&less_dq)[SPLIT][HS / 
         product_by_rows(d, own_dout, v);
     }
     const bool reweight = is_reweight<X, POST>(call);
+    const int phi = PHI >= 0 ? PHI : call.phi;
     auto is_hidden = [&](int m, int nt, int e) {
         return MASKED && !is_visible<false>(own_row + 16 * m, key + 8 * nt, e, from[2 * m + e / 2]);
     };
@@ -1162,6 +1165,13 @@ DEVICE void dq_keys(float (&dq)[TILES][HS / 8][4], float (&less_dq)[SPLIT][HS / 
         const int m = i / NT, nt = i % NT;
         float f[4], slope[4], w[4];
         backward_values<X, PHI, POST, false>(d[m][nt], f, slope, w, s[m][nt], row + 2 * m, call);
+        UNROLL
+        for (int e = 0; e < 4 && phi_learns(phi); e++) {
+            const FlashRow &at = row[2 * m + e / 2];
+            const float z = (s[m][nt][e] * at.scale + at.bias) * (1 / unit<X, PHI>);
+            if (!is_hidden(m, nt, e))
+                number_sum[2 * m + e / 2] += d[m][nt][e] * phi_slope_by_number(phi, z, at.number, f[e], slope[e]);
+        }
         UNROLL
         for (int e = 0; e < 4; e++) d[m][nt][e] = is_hidden(m, nt, e) ? 0 : d[m][nt][e] * slope[e];
     }
@@ -1225,12 +1235,12 @@ KERNEL void flash_dq_kernel(const FlashCall<X> call) {
                two_sweeps = less_first<X, HS, POST> && reweight && norm_is_sum(call.norm);
 
     FlashRow row[2 * TILES];
-    float g_sum[2 * TILES], less_sum[2 * TILES];
+    float g_sum[2 * TILES], number_sum[2 * TILES], less_sum[2 * TILES];
     UNROLL
     for (int r = 0; r < 2 * TILES; r++) {
         int i = warp_row + 8 * r + g;
         row[r] = i < T ? rows[i] : FlashRow();
-        g_sum[r] = less_sum[r] = 0;
+        g_sum[r] = number_sum[r] = less_sum[r] = 0;
         if (POST == FLASH_PLAIN) row[r].by_d = row[r].factor, row[r].by_D = row[r].factor * row[r].D;
     }
     float dq[TILES][HS / 8][4], less_dq[splits_dq<X, HS, POST> ? TILES : 1][HS / 8][4];
@@ -1278,11 +1288,11 @@ KERNEL void flash_dq_kernel(const FlashCall<X> call) {
                 key0 + c + CHUNK - 1 > warp_row || before_first(call, b, key0 + c, warp_row + 16 * TILES - 1);
             const X *k_rows = k_tile + c * STEP, *v_rows = v_tile + c * STEP;
             if (masked)
-                dq_keys<X, HS, PHI, POST, WIDE, true>(dq, less_dq, d, g_sum, less_sum, row, own_q, own_dout, k_rows,
-                                                      v_rows, warp_row, key0 + c, first, call);
+                dq_keys<X, HS, PHI, POST, WIDE, true>(dq, less_dq, d, g_sum, number_sum, less_sum, row, own_q, own_dout,
+                                                      k_rows, v_rows, warp_row, key0 + c, first, call);
             else
-                dq_keys<X, HS, PHI, POST, WIDE, false>(dq, less_dq, d, g_sum, less_sum, row, own_q, own_dout, k_rows,
-                                                       v_rows, warp_row, key0 + c, first, call);
+                dq_keys<X, HS, PHI, POST, WIDE, false>(dq, less_dq, d, g_sum, number_sum, less_sum, row, own_q,
+                                                       own_dout, k_rows, v_rows, warp_row, key0 + c, first, call);
         }
         if (two_sweeps && step == tiles - 1) {
             UNROLL
@@ -1312,6 +1322,9 @@ KERNEL void flash_dq_kernel(const FlashCall<X> call) {
             g_sum[r] = dot_q(dq[r / 2], r % 2, own_q.tile + (8 * r + g) * STEP + threadIdx.x % 4 * 2);
         float of_row = row_sum(g_sum[r]);
         if (call.g && i < T && threadIdx.x % 4 == 0) call.g[(size_t)blockIdx.y * T + i] = of_row;
+        if (!phi_learns(PHI >= 0 ? PHI : call.phi) || !call.by_number) continue;
+        of_row = row_sum(number_sum[r]);
+        if (i < T && threadIdx.x % 4 == 0) call.by_number[(size_t)blockIdx.y * T + i] = of_row;
     }
     store_rows(head_at(call, call.dq, b, h) + warp_row * call.dq.row, call.dq.row, dq, by, T - warp_row, call.HS);
 }
@@ -1520,7 +1533,8 @@ template <class X>
 DEVICE FlashRow backward_row(const FlashCall<X> &call, RowPlace at, float4 stats, float D, float along, float in_unit) {
     bool late = at.n > POST_FROM, is_sum = norm_is_sum(call.norm);
     float n = (float)at.n, shift = row_shift(call, at, stats.x / in_unit);
-    FlashRow row = {row_scale(call.scale, at) * in_unit, stats.x, stats.y, is_sum ? D : 0, stats.z, 0, 0, expf(-shift)};
+    FlashRow row = {row_scale(call.scale, at) * in_unit, stats.x, stats.y, is_sum ? D : 0, stats.z, 0, 0,
+                    phi_number(call.phi, at, shift)};
     if (call.post == POST_NEGATE) row.D = -row.D;
     if (call.post == POST_NONE || call.post == POST_NEGATE || call.post == POST_RECTIFY)
         row.by_d = row.factor * (row.scale / in_unit), row.by_D = row.by_d * row.D;
@@ -1574,12 +1588,13 @@ KERNEL void flash_rows_kernel(const FlashCall<X> call, float in_unit) {
 // GPU.
 enum { SCALAR_THREADS = 256, SCALAR_ROWS = 1024, POSITION_THREADS = 128, POSITION_HEADS = 16 };
 
-// What row t of head h leaves for the gradients of the scalars that act in `stage`: the derivative of the loss by its
-// c,
-// which is g, or by the ln of norm_extra, which is -D norm_extra/Z, D as norm saw it.   i: the row of call.rows
+// What row t of head h leaves for the gradients of the scalars that act in `stage`: the derivative of the loss by its c,
+// which is g, by phi's number, or by the ln of norm_extra, which is -D norm_extra/Z, D as norm saw it.   i: the row of
+// call.rows
 template <class X>
 DEVICE float row_grad(const FlashCall<X> &call, int stage, RowPlace at, size_t i, float in_unit) {
     if (stage == IN_SCALE) return call.g[i];
+    if (stage == IN_PHI) return call.by_number[i];
     FlashRow row = call.rows[i];
     float D = call.post == POST_REWEIGHT                          ? row.less
               : call.post == POST_RECENTER_L1 && at.n > POST_FROM ? 0

@@ -80,7 +80,7 @@ struct alignas(16) FlashRow {
     union {
         float less, by_D;
     };    // (without the scale in the kernel of dq)
-    float inverse_sum, one;
+    float inverse_sum, number;    // phi's, see phi_number()
 };
 
 template <class X>
@@ -94,6 +94,7 @@ struct FlashCall {
     const float *prefix;    // (B,NKV,T,VS): the sum of v_j over the visible j, for recenter and recenter-l1
     FlashRow *rows;         // (B,NH,T)
     float *g;               // (B,NH,T): sum_j dz_tj s_tj; NULL: not wanted
+    float *by_number;       // (B,NH,T): sum_j df_tj df/dnumber, where phi_learns(); NULL: not wanted
     Scalars scalars;
     Stage scale, offset, norm;
     int phi, post;

@@ -103,6 +103,7 @@ const ScalarReach scalar_reach[SCALAR_COUNT] = {SCALARS(SCALAR_REACH)};
 static int kind_in(const Normalizer *a, ScalarStage stage) {
     switch (stage) {
     case IN_SCALE: return a->scale.kind;
+    case IN_PHI: return a->phi.kind;
     case IN_NORM: return a->norm.kind;
     case SCALAR_STAGES: break;
     }
@@ -110,10 +111,7 @@ static int kind_in(const Normalizer *a, ScalarStage stage) {
 }
 
 bool normalizer_has(const Normalizer *a, Scalar scalar) {
-    int kind = kind_in(a, scalar_stage(scalar));
-#define SCALAR_EXISTS(kind_, name, width, reach, start, trained, stage, exists) case kind_: return exists;
-    switch ((int)scalar) { SCALARS(SCALAR_EXISTS) }
-    return false;
+    return scalar_exists(scalar, kind_in(a, scalar_stage(scalar)));
 }
 
 bool normalizer_trains(const Normalizer *a, Scalar scalar) {
@@ -240,6 +238,8 @@ static const char *meaningless(const Normalizer *n) {
     if (n->post.kind == POST_REWEIGHT && !(n->post.value > 0)) return "the power of post=reweight must be above 0";
     if (n->post.kind == POST_REWEIGHT && n->post.value > 1e6)
         return "the power of post=reweight is at most 1e6: float32 has no slope beyond";
+    if (n->post.kind == POST_REWEIGHT && phi_learns(n->phi.kind))
+        return "post=reweight has no gradient by the number that this phi learns";
     if (!normalizer_has(n, SCALAR_S) && (n->fixed || !isnan(n->s_start)))
         return "there is no s to start or to fix: that needs scale=logn, logn-bias or pn";
     return NULL;

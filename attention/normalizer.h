@@ -170,7 +170,8 @@ typedef struct {
 //   for          EACH_LAYER has its own, or the WHOLE_MODEL has one set
 //   start        under the normalizer a with training length L
 //   trained      under a; a scalar that is not stays at its start
-//   acts in      a stage of the normalizer; it exists when that stage is of such a kind. row_slope() has its derivative
+//   acts in      a stage of the normalizer; it exists when that stage is of such a kind. In the scale or the norm it is
+//                at.scalar[KIND] of the formulas below; a phi has at most one, as its `number`
 // clang-format off
 #define SCALARS(X) \
     /* kind        name          width         for          start             trained    acts in   exists when */ \
@@ -187,7 +188,7 @@ typedef enum { SCALAR_NONE = -1, SCALARS(SCALAR_KIND) SCALAR_COUNT } Scalar;
 #undef SCALAR_KIND
 typedef enum { PER_HEAD, PER_POSITION } ScalarWidth;
 typedef enum { EACH_LAYER, WHOLE_MODEL } ScalarReach;
-typedef enum { IN_SCALE, IN_NORM, SCALAR_STAGES } ScalarStage;
+typedef enum { IN_SCALE, IN_PHI, IN_NORM, SCALAR_STAGES } ScalarStage;
 
 // The columns as functions, which loops over constants turn into constants.
 #define SCALAR_WIDTH(kind_, name, width, ...) case kind_: return width;
@@ -203,6 +204,22 @@ NORMALIZER_INLINE ScalarStage scalar_stage(int scalar) {
     return SCALAR_STAGES;
 }
 #undef SCALAR_STAGE
+
+// Does it exist when the stage it acts in is of this kind?
+#define SCALAR_EXISTS(kind_, name, width, reach, start, trained, stage, exists) case kind_: return exists;
+NORMALIZER_INLINE bool scalar_exists(int scalar, int kind) {
+    switch (scalar) { SCALARS(SCALAR_EXISTS) }
+    return false;
+}
+#undef SCALAR_EXISTS
+
+// Does phi have a learned number?
+#define PHI_LEARNS(kind_, name, width, reach, start, trained, stage, ...) || (stage == IN_PHI && scalar_exists(kind_, phi))
+NORMALIZER_INLINE bool phi_learns(int phi) {
+    (void)phi;
+    return false SCALARS(PHI_LEARNS);
+}
+#undef PHI_LEARNS
 
 NORMALIZER_INLINE size_t scalar_size(int scalar, size_t NH, size_t L) {
     return scalar_width(scalar) == PER_HEAD ? NH : L;
@@ -251,8 +268,8 @@ NORMALIZER_INLINE real row_scale(Stage scale, RowPlace at) {
     }
 }
 
-// The derivative, by a scalar that exists, of what it acts in: of c, or of ln of the part of Z that no key has
-// (norm_extra).
+// The derivative, by a scalar that exists, of what it acts in: of c, of phi's number, or of ln of the part of Z that no
+// key has (norm_extra).
 NORMALIZER_INLINE real row_slope(int scalar, Stage scale, RowPlace at) {
     real rsqrt_d = 1 / real_sqrt((real)at.d);
     switch (scalar) {
@@ -272,14 +289,24 @@ NORMALIZER_INLINE real row_offset(Stage offset, RowPlace at) {
     }
 }
 
+// What phi takes of its row beside z: its learned number, or exp(-shift), the 1 of expm1.
+#define PHI_NUMBER(kind_, name, width, reach, start, trained, stage, ...) \
+    if (stage == IN_PHI && scalar_exists(kind_, phi)) return at.scalar[kind_];
+NORMALIZER_INLINE real phi_number(int phi, RowPlace at, real shift) {
+    (void)at;
+    SCALARS(PHI_NUMBER)
+    return phi == PHI_EXPM1 ? real_exp(-shift) : 0;
+}
+#undef PHI_NUMBER
+
 // f = phi(z) and phi'(z). A NaN in z is one in f: the comparisons are written so that it passes. Where exp is taken
-// relative to a shift, z is what is left of it, and `one` is exp(-shift), the 1 of expm1.
-NORMALIZER_INLINE void phi_both(int phi, real z, real one, real *f, real *slope) {
+// relative to a shift, z is what is left of it.
+NORMALIZER_INLINE void phi_both(int phi, real z, real number, real *f, real *slope) {
     real positive = z < 0 ? 0 : z;
     switch (phi) {
     case PHI_EXPM1:
         *slope = real_exp(z);
-        *f = *slope - one;
+        *f = *slope - number;
         return;
     case PHI_IDENTITY:
         *f = z;
@@ -322,6 +349,14 @@ NORMALIZER_INLINE void phi_both(int phi, real z, real one, real *f, real *slope)
         return;
     }
     default: *f = real_exp(z); *slope = *f;
+    }
+}
+
+// The derivative of f = phi(z) by phi's learned number, from f and phi'(z).
+NORMALIZER_INLINE real phi_slope_by_number(int phi, real z, real number, real f, real slope) {
+    (void)z, (void)number, (void)f, (void)slope;
+    switch (phi) {
+    default: return 0;
     }
 }
 

@@ -85,17 +85,17 @@ DEVICE float gelu_slope_over_tail(float a) {
 }
 
 // f = phi(z) and its slope by the natural z. z is in units of 1/unit<X, PHI>, relative to a shift where exp is taken
-// so, and `one` is exp(-shift), the 1 of expm1. Without VALUE the slope alone is wanted; f may be anything of that
-// sign.
+// so; `number` is phi_number(). Without VALUE the slope alone is wanted; f may be anything of that
+// sign, unless phi_learns().
 template <class X, int PHI, int KIND, bool VALUE = true>
-DEVICE void phi_at(float z, float one, float *f, float *slope) {
+DEVICE void phi_at(float z, float number, float *f, float *slope) {
     if (!is_bf16<X>) {
-        phi_both(KIND, z, one, f, slope);
+        phi_both(KIND, z, number, f, slope);
     } else if (KIND == PHI_EXP) {
         *f = *slope = exp_of<X, PHI>(z);
     } else if (KIND == PHI_EXPM1) {
         *slope = exp_of<X, PHI>(z);
-        *f = *slope - one;
+        *f = *slope - number;
     } else if (KIND == PHI_SIGMOID) {    // 1/(1 + e) or e/(1 + e), and e/(1 + e)²
         float e = exp_of<X, PHI>(-fabsf(z)), p = sigmoid_of_exp(e), q = e * p;
         *f = z < 0 ? q : p;
@@ -116,7 +116,7 @@ DEVICE void phi_at(float z, float one, float *f, float *slope) {
         *f = VALUE ? w * by : z;
         *slope = ((e * e + e) * by + w) * r;    // the slope of tanh(ln(1 + e)) is (e + e²)/(1 + w)²
     } else {
-        phi_both(KIND, z, one, f, slope);
+        phi_both(KIND, z, number, f, slope);
     }
 }
 #endif
