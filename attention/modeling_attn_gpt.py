@@ -47,18 +47,47 @@ def softplus(x):
     return x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))
 
 
+# By z and the learned scalars.
 PHI = {
-    "exp": torch.exp,
-    "expm1": torch.expm1,
-    "identity": lambda z: z,
-    "relu": torch.relu,
-    "relu2": lambda z: torch.relu(z) ** 2,
-    "relu6": F.relu6,
-    "gelu": lambda z: z * (1 + torch.erf(z / math.sqrt(2))) / 2,
-    "sigmoid": torch.sigmoid,
-    "softplus": softplus,
-    "mish": lambda z: z * torch.tanh(softplus(z)),
+    "exp": lambda z, _: torch.exp(z),
+    "expm1": lambda z, _: torch.expm1(z),
+    "identity": lambda z, _: z,
+    "relu": lambda z, _: torch.relu(z),
+    "relu2": lambda z, _: torch.relu(z) ** 2,
+    "relu6": lambda z, _: F.relu6(z),
+    "gelu": lambda z, _: z * (1 + torch.erf(z / math.sqrt(2))) / 2,
+    "sigmoid": lambda z, _: torch.sigmoid(z),
+    "softplus": lambda z, _: softplus(z),
+    "mish": lambda z, _: z * torch.tanh(softplus(z)),
 }
+
+
+def start_of_s(normalizer):
+    """What the name says; else 1 / mean(ln n over n = 1..L), so that the mean temperature is softmax's [SSMax]; 1 where p_n stands in
+    the place of ln n."""
+    name, L = normalizer["name"], normalizer["seq_len"]
+    said = re.findall(r"\+s=([-+.\deE]+)(?=\+[a-z]|$)", name)
+    if said:
+        return float(said[-1])
+    return 1.0 if name.startswith("ssmax-fixed") or normalizer["scale"] == "pn" or L == 1 else L / math.lgamma(L + 1)
+
+
+# The learned scalars: for each head of a layer, or for each n up to L in the whole model; which normalizers have them; their start.
+SCALARS = {
+    "attn_scale": ("head", lambda a: a["scale"] in ("logn", "logn-bias", "pn"), start_of_s),
+    "attn_bias": ("head", lambda a: a["scale"] in ("logn-bias", "pn"), lambda a: 0.0),
+    "attn_sink": ("head", lambda a: a["norm"] == "l1+sink", lambda a: 0.0),
+    "attn_pn": ("n", lambda a: a["scale"] == "pn", lambda a: 1.0),
+}
+
+
+def add_scalars(module, normalizer, width, size):
+    """Makes the scalars of that width parameters of the module; those that the normalizer lacks are None."""
+    for name, (of, there, start) in SCALARS.items():
+        if of == width:
+            trained = not (name == "attn_scale" and normalizer.get("fixed", False))
+            value = nn.Parameter(torch.full((size,), start(normalizer)), requires_grad=trained) if there(normalizer) else None
+            module.register_parameter(name, value)
 
 
 def over(x, divisor):
@@ -67,8 +96,9 @@ def over(x, divisor):
     return torch.where(dead, 0, x / torch.where(dead, 1, divisor))
 
 
-def scale_of(spec, n, d, L, s, b, p):
-    """c (B, heads or 1, T, 1). s, b (heads, 1, 1) and p (L), where the scale has them."""
+def scale_of(spec, n, d, L, scalars):
+    """c (B, heads or 1, T, 1). scalars: (heads, 1, 1), attn_pn (L), where the normalizer has them."""
+    s, b, p = (scalars.get(name) for name in ("attn_scale", "attn_bias", "attn_pn"))
     ln, root = torch.log(n), math.sqrt(d)
     kind, _, value = spec.partition(":")
     if kind == "rsqrt-d":
@@ -114,17 +144,18 @@ def fixed_norm(spec, n, L, T):
     return known[kind]
 
 
-def normalized(z, visible, phi, norm, n, L, T, sink=None):
+def normalized(z, visible, phi, norm, n, L, T, scalars):
     if phi not in PHI:
         raise ValueError(f"attention_normalizer: unknown phi {phi!r}")
     z = torch.where(visible, z, 0)
     if norm != "l1" and not norm.startswith("l1+"):
-        return torch.where(visible, PHI[phi](z), 0) / fixed_norm(norm, n, L, T)
+        return torch.where(visible, PHI[phi](z, scalars), 0) / fixed_norm(norm, n, L, T)
     C = 0.0 if norm == "l1+sink" and phi == "exp" else float(norm[3:] or 0)
     if phi not in ("exp", "expm1"):
-        f = torch.where(visible, PHI[phi](z), 0)
+        f = torch.where(visible, PHI[phi](z, scalars), 0)
         return over(f, C + f.abs().sum(-1, keepdim=True))
     # Relative to the row's largest z, which leaves A as it is; C joins as C e^0, expm1's 1 as e^0, the sink as a z.
+    sink = scalars.get("attn_sink")
     largest = z.detach().masked_fill(~visible, -math.inf).amax(-1, keepdim=True)
     if norm == "l1+sink":
         largest = torch.maximum(largest, sink.detach().to(z.dtype))
@@ -157,7 +188,7 @@ def posted(A, visible, spec, n):
     raise ValueError(f"attention_normalizer: unknown post {spec!r}")
 
 
-def attention(q, k, v, visible, normalizer, s, b, sink, p):
+def attention(q, k, v, visible, normalizer, scalars):
     """q (B, heads, T, d), k, v (B, key-value heads, keys, d) after RoPE; visible (B, 1, T, keys). Statistics are float32 at least.
     Heads that follow each other share a key-value head."""
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -170,8 +201,8 @@ def attention(q, k, v, visible, normalizer, s, b, sink, p):
         q, k = (over(x, torch.linalg.vector_norm(x, dim=-1, keepdim=True)) for x in (q, k))
     elif normalizer["qk"] != "none":
         raise ValueError(f"attention_normalizer: unknown qk {normalizer['qk']!r}")
-    z = scale_of(normalizer["scale"], n, d, L, s, b, p) * (q @ k.transpose(-1, -2)) + offset_of(normalizer["offset"], n, L, T)
-    A = normalized(z, visible, normalizer["phi"], normalizer["norm"], n, L, T, sink)
+    z = scale_of(normalizer["scale"], n, d, L, scalars) * (q @ k.transpose(-1, -2)) + offset_of(normalizer["offset"], n, L, T)
+    A = normalized(z, visible, normalizer["phi"], normalizer["norm"], n, L, T, scalars)
     return posted(A, visible, normalizer["post"], n).to(v.dtype) @ v
 
 
@@ -208,30 +239,14 @@ class Normalized(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         self.layer, self.normalizer, self.theta = layer, config.attention_normalizer, config.rope_parameters["rope_theta"]
-        scale, learned, heads = self.normalizer["scale"], not self.normalizer.get("fixed", False), config.num_attention_heads
-        self.attn_scale = self.attn_bias = self.attn_sink = None
-        if scale in ("logn", "logn-bias", "pn"):
-            self.attn_scale = nn.Parameter(torch.ones(heads), requires_grad=learned)
-        if scale in ("logn-bias", "pn"):
-            self.attn_bias = nn.Parameter(torch.zeros(heads))
-        if self.normalizer["norm"] == "l1+sink":
-            self.attn_sink = nn.Parameter(torch.zeros(heads))
+        add_scalars(self, self.normalizer, "head", config.num_attention_heads)
 
-    def s_start(self):
-        """What the name says; else 1 / mean(ln n over n = 1..L), so that the mean temperature is softmax's [SSMax]; 1 where p_n stands in
-        the place of ln n."""
-        name, L = self.normalizer["name"], self.normalizer["seq_len"]
-        said = re.findall(r"\+s=([-+.\deE]+)(?=\+[a-z]|$)", name)
-        if said:
-            return float(said[-1])
-        return 1.0 if name.startswith("ssmax-fixed") or self.normalizer["scale"] == "pn" or L == 1 else L / math.lgamma(L + 1)
-
-    def attend(self, q, k, v, positions, visible, cache, p):
+    def attend(self, q, k, v, positions, visible, cache, of_model):
         q, k = rope(q, positions, self.theta), rope(k, positions, self.theta)
         if cache is not None:
             k, v = cache.update(k, v, self.layer)
-        s, b, sink = (None if w is None else w[:, None, None] for w in (self.attn_scale, self.attn_bias, self.attn_sink))
-        return attention(q, k, v, visible, self.normalizer, s, b, sink, p)
+        of_heads = {name: w[:, None, None] for name, w in self.named_parameters(recurse=False) if name in SCALARS}
+        return attention(q, k, v, visible, self.normalizer, of_model | of_heads)
 
 
 class Attention(Normalized):
@@ -307,11 +322,12 @@ class Decoder(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(layer(config, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config)
-        self.attn_pn = nn.Parameter(torch.ones(normalizer["seq_len"])) if normalizer["scale"] == "pn" else None
+        add_scalars(self, normalizer, "n", normalizer["seq_len"])
 
     def forward(self, x, *where):
+        scalars = dict(self.named_parameters(recurse=False))
         for layer in self.layers:
-            x = layer(x, *where, self.attn_pn)
+            x = layer(x, *where, scalars)
         return self.norm(x)
 
 
@@ -353,11 +369,11 @@ class AttnGPTForCausalLM(PreTrainedModel, GenerationMixin):
             writes = self.config.num_hidden_layers * (1 if self.config.attention_normalizer.get("block") else 2)
             nn.init.normal_(module.weight, std=self.config.initializer_range / math.sqrt(writes))
         for name, parameter in module.named_parameters(recurse=False):
-            if name == "attn_scale":
-                nn.init.constant_(parameter, module.s_start())
-            elif name in ("attn_pn", "q_gain", "k_gain"):
+            if name in SCALARS:
+                nn.init.constant_(parameter, SCALARS[name][2](self.config.attention_normalizer))
+            elif name in ("q_gain", "k_gain"):
                 nn.init.ones_(parameter)
-            elif name in ("attn_bias", "attn_sink", "q_offset", "k_offset"):
+            elif name in ("q_offset", "k_offset"):
                 nn.init.zeros_(parameter)
 
     def get_input_embeddings(self):

@@ -44,8 +44,7 @@ def weights(name):
     q, k, v = torch.zeros(N, D, dtype=torch.float64), torch.zeros(N, D, dtype=torch.float64), torch.eye(N, dtype=torch.float64)
     q[:, 0] = D**0.5
     k[:, 0], k[:, 1] = D**0.5 * cosine, D**0.5 * torch.sqrt(1 - cosine**2)
-    scalars = {"s": torch.full((1,), normalizer.s_start(N), dtype=torch.float64), "b": torch.zeros(1, dtype=torch.float64),
-               "p": torch.ones(N, dtype=torch.float64), "sink": torch.zeros(1, dtype=torch.float64)}
+    scalars = reference.scalars_at_start(normalizer, 1, N)
     return reference.attention(*(x[None, None] for x in (q, k, v)), normalizer, N, scalars)[0, 0, -1].numpy()
 
 

@@ -270,6 +270,10 @@ def picture(runs):
 
 # ---------------------------------------------------------------- the normalizer's learned scalars
 
+# Those of each layer's heads: what they are called in formulas, and in metrics.jsonl and checkpoints. p_n has a panel of its own.
+OF_HEADS = {"s": "attn_scale", "b": "attn_bias", "sink": "attn_sink"}
+
+
 def fit_log(p):
     """(a1, a2, R^2) of the least-squares fit p_n = a1 ln n + a2 over n = 1..len(p), as in [SSMax] Figure 2. R^2 = 1 - (sum of squared
     residuals)/(sum of squared differences from the mean), NaN where p is constant; all NaN for a single value."""
@@ -307,11 +311,11 @@ def add_newest(series, newest):
 
 
 def read_scalars(run):
-    """{"s": (tokens, values), "b" and "sink": the same, "p": array}, as far as the run has them."""
+    """{"s": (tokens, values), and so the others of OF_HEADS, "p": array}, as far as the run has them."""
     path, checkpoint = Path(run) / "metrics.jsonl", newest_checkpoint(run)
     lines = read_metrics(run)
     found = {name: add_newest(triples(lines, key, path), checkpoint and checkpoint_scalars(checkpoint, key))
-             for name, key in (("s", "attn_scale"), ("b", "attn_bias"), ("sink", "attn_sink"))}
+             for name, key in OF_HEADS.items()}
     found = {name: (tokens, values) for name, (tokens, values) in found.items() if tokens}
     p = read_tensor(checkpoint, "model.attn_pn") if checkpoint else None
     if p is not None:
@@ -343,10 +347,10 @@ def draw_p(axes, p, fit):
 
 
 def scalars_picture(runs):
-    """A figure with a column for each run: s, b and sink by layer against tokens, p_n against n with its fit, which is printed too."""
+    """A figure with a column for each run: the scalars of the heads by layer against tokens, p_n against n with its fit, which is printed too."""
     loaded = [read_scalars(run) for run in runs]
-    rows = [name for name in ("s", "b", "sink", "p") if any(name in found for found in loaded)]
-    series = [found[name] for found in loaded for name in ("s", "b", "sink") if name in found]
+    rows = [name for name in (*OF_HEADS, "p") if any(name in found for found in loaded)]
+    series = [found[name] for found in loaded for name in OF_HEADS if name in found]
     token_size, token_name = unit(max((tokens[-1] for tokens, _ in series), default=1), TOKEN_UNITS)
     plt = pyplot()
     from matplotlib import ticker

@@ -50,12 +50,12 @@ def torch_step(name, T):
     shape = (B, HEADS, T, SIZE)
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(shape) for _ in range(4))
-    scalars = {"s": torch.full((HEADS,), 0.168), "b": torch.zeros(HEADS), "p": torch.ones(T), "sink": torch.zeros(HEADS)}
+    scalars = reference.scalars_at_start(normalizer, HEADS, T, torch.float32)
     inputs = [x.requires_grad_() for x in (q, k, v, *scalars.values())]
     if name == "softmax":
         formula = lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     else:
-        compiled = torch.compile(lambda q, k, v, s, b, p, sink: reference.attention(q, k, v, normalizer, T, {"s": s, "b": b, "p": p, "sink": sink}), dynamic=False)
+        compiled = torch.compile(lambda q, k, v, *of: reference.attention(q, k, v, normalizer, T, dict(zip(scalars, of))), dynamic=False)
         formula = lambda: compiled(*inputs)
 
     def step():

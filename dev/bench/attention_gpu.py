@@ -40,17 +40,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "dev/bench"), str(ROOT / "dev/reference")]
+sys.path[:0] = [str(ROOT / name) for name in ("dev/bench", "dev/reference", "dev/tests")]
 import gpu_report
 
 import torch
 import torch.nn.functional as F
 
 import model as reference
+from flash_types import Shape, arrays_for, scalar_names
 
 HEADS, SIZE, TOKENS, SETS, ROUNDS = 12, 64, 16384, 4, 2
 SWEEP, LENGTHS = (4096, 1024, 2048, 8192, 16384), (4096, 1024)        # what the bounds are about first
-SCALARS = ("s", "b", "p", "sink")
 # One of each kind: where time is short, these are measured, and the others are left.
 FIRST = ("softmax", "lssar", "ssmax", "softmax-recentered-l1", "gelu-l1", "sigmoid", "softpick", "softmax-sink", "softplus-l1", "relu2-n", "softmax-recentered",
          "mish-l1", "lssa", "softmax1", "ssmax-bias", "ssmax-pn", "identity-l1", "exp")
@@ -84,9 +84,8 @@ class Case:
                 joined[:, :, :2] = F.normalize(joined[:, :, :2], dim=-1)
             self.joined.append(joined.bfloat16())
             self.douts.append(torch.randn(B, T, NH, HS, device=device()).bfloat16())
-        has = {"s": self.normalizer.has_s, "b": self.normalizer.has_b, "p": self.normalizer.scale == "pn", "sink": self.normalizer.has_sink}
-        start = {"s": torch.full((NH,), 0.168), "b": torch.zeros(NH), "p": torch.ones(T), "sink": torch.zeros(NH)}
-        self.scalars = {key: start[key].to(device()) for key in SCALARS if has[key]}
+        start = reference.scalars_at_start(self.normalizer, NH, T, torch.float32)
+        self.scalars = {key: x.to(device()) for key, x in start.items()}
 
     def heads(self, i):
         """q, k, v, dout of set i, each (B,NH,T,HS)."""
@@ -95,18 +94,6 @@ class Case:
 
 
 # ---------------------------------------------------------------- ours
-
-class Shape(ctypes.Structure):
-    """FlashTestShape of dev/tests/flash_so.cu."""
-    _fields_ = [*((name, ctypes.c_size_t) for name in ("B", "T", "NH", "NKV", "HS", "VS")), ("L", ctypes.c_int),
-                *((name, ctypes.c_size_t) for name in ("q_row", "k_row", "v_row", "out_row")), ("first", ctypes.c_void_p)]
-
-
-class Arrays(ctypes.Structure):
-    """FlashTestArrays there, of device pointers."""
-    _fields_ = [*((name, ctypes.c_void_p) for name in ("q", "k", "v", "dout", "s", "b", "p", "sink", "out", "dq", "dk", "dv", "stats", "ds", "db",
-                                                       "dp", "dsink")), ("rows_without_weight", ctypes.c_ulonglong)]
-
 
 class Flash:
     """flash.so; in a dry run that of build/on_cpu, whose device memory is the emulator's own."""
@@ -163,16 +150,17 @@ class Ours:
              "stats": new((self.flash.stats(self.case.name, self.shape),), torch.float32), **{"d" + key: new(value.shape, torch.float32) for key, value in self.scalars.items()}}
         if DRY:
             x.update(joined=self.flash.copy(joined), dout=self.flash.copy(dout))
-        arrays, step = Arrays(), NH * HS * 2                        # bytes from q to k to v
+        arrays, step = arrays_for(self.flash.library), NH * HS * 2                        # bytes from q to k to v
         for i, key in enumerate("qkv"):
             setattr(arrays, key, x["joined"].data_ptr() + i * step)
             setattr(arrays, "d" + key, x["djoined"].data_ptr() + i * step)
         for key in ("dout", "out", "stats"):
             setattr(arrays, key, x[key].data_ptr())
-        trained = [key for key in self.scalars if not (key == "s" and self.case.normalizer.fixed)]
+        order = scalar_names(self.flash.library)
         for key, value in self.scalars.items():
-            setattr(arrays, key, value.data_ptr())
-            setattr(arrays, "d" + key, x["d" + key].data_ptr() if key in trained else None)
+            at = order.index(reference.SCALARS[key].tensor)
+            arrays.scalars[at] = value.data_ptr()
+            arrays.grads[at] = x["d" + key].data_ptr() if reference.trains(self.case.normalizer, key) else None
         return x, arrays
 
     def forward(self, i):
@@ -293,8 +281,8 @@ class Torch:
     def __init__(self, case, way):
         self.case, self.function = case, function_of(case, way)
         self.trains = not (DRY and way == "flex")                  # FlexAttention has no backward pass on a CPU
-        fixed = "s" if case.normalizer.fixed else None
-        self.scalars = {key: x.detach().clone().requires_grad_(self.trains and key != fixed) for key, x in case.scalars.items()}
+        self.scalars = {key: x.detach().clone().requires_grad_(self.trains and reference.trains(case.normalizer, key))
+                        for key, x in case.scalars.items()}
 
     def inputs(self, i):
         return [x.detach().requires_grad_(self.trains) for x in self.case.heads(i)[:3]]

@@ -21,28 +21,15 @@ from pathlib import Path
 import numpy
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "dev/bench"))
+sys.path[:0] = [str(ROOT / "dev/bench"), str(ROOT / "dev/tests")]
 import gpu_report
+from flash_types import Shape, arrays_for, scalars_at_start
 
-# The learned scalars of a preset; what is not named has none.
-SCALARS = {"ssmax": ("s",), "ssmax-fixed": ("s",), "ssmax-bias": ("s", "b"), "ssmax-pn": ("s", "b", "p"), "softmax-sink": ("sink",)}
 METRIC = "smsp__inst_issued.sum"
 KERNELS = ("flash_forward_kernel", "flash_dq_kernel", "flash_dkv_kernel")
 LENGTHS, HEADS, SIZE = (1024, 2048, 4096), 4, 64
 COUNTED = ("softmax", "sigmoid", "softplus-l1", "mish-l1", "gelu-l1", "relu2-n", "softpick", "softmax-recentered", "softmax-recentered-l1", "lssar")
 TILE = 32 * 64
-
-
-class Shape(ctypes.Structure):
-    """FlashTestShape of dev/tests/flash_so.cu."""
-    _fields_ = [*((name, ctypes.c_size_t) for name in ("B", "T", "NH", "NKV", "HS", "VS")), ("L", ctypes.c_int),
-                *((name, ctypes.c_size_t) for name in ("q_row", "k_row", "v_row", "out_row")), ("first", ctypes.c_void_p)]
-
-
-class Arrays(ctypes.Structure):
-    """FlashTestArrays there, of host pointers."""
-    _fields_ = [*((name, ctypes.c_void_p) for name in ("q", "k", "v", "dout", "s", "b", "p", "sink", "out", "dq", "dk", "dv", "stats", "ds", "db",
-                                                       "dp", "dsink")), ("rows_without_weight", ctypes.c_ulonglong)]
 
 
 def stored(x, dtype):
@@ -57,7 +44,7 @@ def loaded(x, dtype):
 def run(library, dtype, attn, T, HS, VS, B=1, NH=2):
     """{name: array} of what a forward and backward pass writes."""
     random = numpy.random.default_rng(0)
-    shape, arrays, held = Shape(B, T, NH, NH, HS, VS, T, NH * HS, NH * HS, NH * VS, NH * VS), Arrays(), {}
+    shape, arrays, held = Shape(B, T, NH, NH, HS, VS, T, NH * HS, NH * HS, NH * VS, NH * VS), arrays_for(library), {}
     q, k, v, dout = (random.standard_normal((B, T, NH, size), dtype=numpy.float32) for size in (HS, HS, VS, VS))
     if attn.startswith("lssa"):
         q, k = (x / numpy.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
@@ -66,14 +53,12 @@ def run(library, dtype, attn, T, HS, VS, B=1, NH=2):
     for name, like in {"out": v, "dq": q, "dk": k, "dv": v}.items():
         held[name] = numpy.zeros_like(stored(like, dtype))
     held["stats"] = numpy.zeros((B, NH, T, 4), numpy.float32)
-    start = {"s": numpy.full(NH, 0.168, numpy.float32), "b": numpy.zeros(NH, numpy.float32), "p": numpy.ones(T, numpy.float32),
-             "sink": numpy.zeros(NH, numpy.float32)}
-    for name in SCALARS.get(attn.split("+")[0], ()):
-        held[name] = start[name]
-        if attn != "ssmax-fixed":
-            held["d" + name] = numpy.zeros_like(start[name])
     for name, x in held.items():
         setattr(arrays, name, x.ctypes.data)
+    scalars = []
+    for i, (size, start, trained) in scalars_at_start(library, attn, shape).items():
+        scalars += numpy.full(size, start, numpy.float32), numpy.zeros(size, numpy.float32)
+        arrays.scalars[i], arrays.grads[i] = scalars[-2].ctypes.data, scalars[-1].ctypes.data if trained else None
     library.flash_test(attn.encode(), ctypes.c_bool(dtype == "bf16"), ctypes.byref(shape), ctypes.byref(arrays))
     return {name: loaded(held[name], dtype) for name in ("out", "dq", "dk", "dv")}
 

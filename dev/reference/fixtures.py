@@ -271,14 +271,12 @@ def run_crossentropy(N, vocab, scale):
 def run_attention(attn, scale, L, B, T, heads, head_size, kv_heads=None, dtype=torch.float64):
     normalizer, shape, kv_shape = reference.parse_normalizer(attn), (B, T, heads, head_size), (B, T, kv_heads or heads, head_size)
     inputs = {"q": values("q", shape, scale=scale), "k": values("k", kv_shape, scale=scale), "v": values("v", kv_shape, scale=2)}
-    inputs.update({name: parameter(name, size) for name, size in reference.scalar_shapes(normalizer, heads).items()})
-    if normalizer.scale == "pn":
-        inputs["attn_pn"] = parameter("attn_pn", (L,))
-    fixed = torch.full((heads,), normalizer.s_start(L), dtype=dtype) if normalizer.fixed else None
+    inputs.update({name: parameter(name, size) for name, size in reference.scalar_shapes(normalizer, heads, L).items()})
+    start = reference.scalars_at_start(normalizer, heads, L, dtype)
 
-    def attention(q, k, v, attn_scale=fixed, attn_bias=None, attn_pn=None, attn_sink=None):
+    def attention(q, k, v, **given):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        scalars = {"s": attn_scale, "b": attn_bias, "p": attn_pn, "sink": attn_sink}
+        scalars = {name: given.get(reference.SCALARS[name].tensor, x) for name, x in start.items()}
         return reference.attention(q, k, v, normalizer, L, scalars).transpose(1, 2)
     return backward(attention, inputs, shape, dtype)
 

@@ -16,6 +16,7 @@ softmax-sink is gpt-oss's, arXiv 2508.10925; softmax-floorlog Llama 4's; softpic
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -53,6 +54,34 @@ class Normalizer:
         if self.s is not None:
             return self.s
         return 1.0 if self.scale == "pn" else L / math.lgamma(L + 1)
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A learned scalar: its tensor's name, which normalizers have it, where it starts for training length L. One for each head of a
+    layer; by_position: one for each n up to L, for the whole model."""
+    tensor: str
+    of: Callable[[Normalizer], bool]
+    start: Callable[[Normalizer, int], float]
+    by_position: bool = False
+
+
+SCALARS = {
+    "s": Scalar("attn_scale", lambda a: a.has_s, lambda a, L: a.s_start(L)),
+    "b": Scalar("attn_bias", lambda a: a.has_b, lambda a, L: 0.0),
+    "sink": Scalar("attn_sink", lambda a: a.has_sink, lambda a, L: 0.0),
+    "p": Scalar("attn_pn", lambda a: a.scale == "pn", lambda a, L: 1.0, by_position=True),
+}
+
+
+def trains(normalizer, name):
+    return not (name == "s" and normalizer.fixed)
+
+
+def scalars_at_start(normalizer, heads, L, dtype=torch.float64):
+    """The scalars that a normalizer has, by their names in SCALARS."""
+    return {name: torch.full((L if scalar.by_position else heads,), scalar.start(normalizer, L), dtype=dtype)
+            for name, scalar in SCALARS.items() if scalar.of(normalizer)}
 
 
 PRESETS = {
@@ -145,7 +174,7 @@ def over(x, divisor):
 
 
 def scale_of_row(spec, n, d, L, scalars):
-    """c_i, broadcasting to (NH, T, 1). scalars: s, b (NH), p (L)."""
+    """c_i, broadcasting to (NH, T, 1). scalars: s, b (NH), p (L), by their names in SCALARS."""
     rsqrt_d, ln = 1 / math.sqrt(d), torch.log(n)
     s, b = (None if x is None else x[:, None, None] for x in (scalars.get("s"), scalars.get("b")))
     kind, _, value = spec.partition(":")
@@ -219,7 +248,7 @@ def posted(A, visible, spec, n):
 
 def attention(q, k, v, normalizer, L, scalars, first=None):
     """q (B, NH, T, HS) and k (B, NKV, T, HS) after RoPE, v (B, NKV, T, any width); returns (B, NH, T, any width). Each NH/NKV query
-    heads that follow each other share a key-value head. scalars: see attention_scalars. first (B, T): the first key that each row sees,
+    heads that follow each other share a key-value head. scalars: by their names in SCALARS. first (B, T): the first key that each row sees,
 from which its n counts; None: all see the sequence from its start on."""
     T, d = q.shape[-2:]
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
@@ -302,16 +331,11 @@ class Config:
         return 2 * self.layers if self.block == "gau" else self.layers
 
 
-def scalar_shapes(normalizer, heads):
-    """The learned scalars of a layer's attention: attn_scale (s), attn_bias (b) and attn_sink."""
-    shapes = {}
-    if normalizer.has_s and not normalizer.fixed:
-        shapes["attn_scale"] = (heads,)
-    if normalizer.has_b:
-        shapes["attn_bias"] = (heads,)
-    if normalizer.has_sink:
-        shapes["attn_sink"] = (heads,)
-    return shapes
+def scalar_shapes(normalizer, heads=None, L=None):
+    """The scalars that are trained: where `heads` is given those of a layer, where L is given those of the whole model."""
+    sizes = {scalar.tensor: L if scalar.by_position else heads for name, scalar in SCALARS.items()
+             if scalar.of(normalizer) and trains(normalizer, name)}
+    return {tensor: (size,) for tensor, size in sizes.items() if size}
 
 
 def llama_shapes(config):
@@ -341,8 +365,7 @@ def parameter_shapes(config):
     shapes = {"model.embed_tokens.weight": (config.vocab, C)}
     for i in range(config.units):
         shapes.update({f"model.layers.{i}.{name}": shape for name, shape in of_layer.items()})
-    if config.normalizer.scale == "pn":
-        shapes["model.attn_pn"] = (config.L,)
+    shapes.update({f"model.{name}": shape for name, shape in scalar_shapes(config.normalizer, L=config.L).items()})
     shapes["model.norm.weight"] = (C,)
     if not config.tied:
         shapes["lm_head.weight"] = (config.vocab, C)
@@ -356,18 +379,10 @@ def decays(name):
 
 
 def attention_scalars(parameters, prefix, config):
-    """s, b, sink (NH) and p (L) of a layer, as far as its normalizer has them."""
-    normalizer, scalars, dtype = config.normalizer, {}, parameters["model.norm.weight"].dtype
-    if normalizer.has_s:
-        scalars["s"] = (torch.full((config.heads,), normalizer.s_start(config.L), dtype=dtype) if normalizer.fixed
-                        else parameters[prefix + "attn_scale"])
-    if normalizer.has_b:
-        scalars["b"] = parameters[prefix + "attn_bias"]
-    if normalizer.has_sink:
-        scalars["sink"] = parameters[prefix + "attn_sink"]
-    if normalizer.scale == "pn":
-        scalars["p"] = parameters["model.attn_pn"]
-    return scalars
+    """The scalars of a layer that its normalizer has; those that are not trained are at their start."""
+    scalars = scalars_at_start(config.normalizer, config.heads, config.L, parameters["model.norm.weight"].dtype)
+    return {name: parameters[("model." if SCALARS[name].by_position else prefix) + SCALARS[name].tensor]
+            if trains(config.normalizer, name) else start for name, start in scalars.items()}
 
 
 def llama_layer(x, parameters, layer, config):

@@ -104,27 +104,36 @@ void run(const Normalizer *normalizer, const FlashTestShape &x, FlashTestArrays 
 }
 }
 
-extern "C" void flash_test(const char *attn, bool is_bf16, const FlashTestShape *shape, FlashTestArrays *arrays) {
+static Normalizer normalizer_of(const char *attn) {
     Normalizer normalizer;
     char message[2048];
-    program_name = "flash_test";
+    program_name = "flash.so";
     if (!normalizer_parse(&normalizer, attn, message, sizeof message)) fail(EXIT_USAGE, "%s: %s", attn, message);
+    return normalizer;
+}
+
+extern "C" void flash_test(const char *attn, bool is_bf16, const FlashTestShape *shape, FlashTestArrays *arrays) {
+    Normalizer normalizer = normalizer_of(attn);
     if (is_bf16) run<bf16>(&normalizer, *shape, arrays);
     else run<float>(&normalizer, *shape, arrays);
+}
+
+// For scalar `scalar` of SCALARS: how many numbers the normalizer has of it, 0 where it has none; where they start, and
+// whether they are trained.
+extern "C" const int flash_scalar_count = SCALAR_COUNT;
+
+extern "C" size_t flash_scalar(const char *attn, const FlashTestShape *shape, int scalar, double *start,
+                               bool *trained) {
+    Normalizer normalizer = normalizer_of(attn);
+    *start = normalizer_start(&normalizer, (Scalar)scalar, shape->L);
+    *trained = normalizer_trains(&normalizer, (Scalar)scalar);
+    return normalizer_has(&normalizer, (Scalar)scalar) ? scalar_size(scalar, shape->NH, shape->L) : 0;
 }
 
 // The same on arrays that lie on the device already, for dev/bench/attention_gpu.py: on a stream, nothing is allocated
 // or waited for.
 //   backward: the gradients alone, from the out and stats of a forward pass   rows_without_weight: a counter on the
 //   device
-static Normalizer normalizer_of(const char *attn) {
-    Normalizer normalizer;
-    char message[2048];
-    program_name = "flash_on_device";
-    if (!normalizer_parse(&normalizer, attn, message, sizeof message)) fail(EXIT_USAGE, "%s: %s", attn, message);
-    return normalizer;
-}
-
 extern "C" size_t flash_on_device_scratch(const char *attn, const FlashTestShape *shape) {
     Normalizer normalizer = normalizer_of(attn);
     return flash_scratch(shape_of(&normalizer, shape));

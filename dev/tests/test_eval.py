@@ -167,7 +167,7 @@ def near(found, expected):
 def under(tensors, config, attn):
     """The reference under another normalizer, its scalars at their starts."""
     changed = reference.replace(config, attn=attn)
-    starts = dict(attn_scale=changed.normalizer.has_s and changed.normalizer.s_start(L), attn_bias=0.0, attn_sink=0.0, attn_pn=1.0)
+    starts = {scalar.tensor: scalar.start(changed.normalizer, L) for scalar in reference.SCALARS.values()}
     new = {name: torch.full(shape, starts[name.rpartition(".")[2]]).double()
            for name, shape in reference.parameter_shapes(changed).items() if name not in tensors}
     return tensors | new, changed

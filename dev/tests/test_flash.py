@@ -9,7 +9,6 @@ float32: outputs to 1e-5, gradients to 1e-4 of their norm, head by head. bf16: a
 by PyTorch, and 1e-6 of the norm; both against float64 on the same rounded inputs."""
 
 import ctypes
-import inspect
 import os
 import shutil
 import subprocess
@@ -20,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from flash_types import Shape, arrays_for, scalar_names
 from trainer import make
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,16 +32,6 @@ ON_GPU = torch.cuda.is_available() or (shutil.which("nvidia-smi") is not None an
 
 
 # ---- The library
-
-class Shape(ctypes.Structure):
-    _fields_ = [*((name, ctypes.c_size_t) for name in ("B", "T", "NH", "NKV", "HS", "VS")), ("L", ctypes.c_int),
-                *((name, ctypes.c_size_t) for name in ("q_row", "k_row", "v_row", "out_row")), ("first", ctypes.c_void_p)]
-
-
-class Arrays(ctypes.Structure):
-    _fields_ = [*((name, ctypes.c_void_p) for name in ("q", "k", "v", "dout", "s", "b", "p", "sink", "out", "dq", "dk", "dv", "stats", "ds", "db",
-                                                       "dp", "dsink")), ("rows_without_weight", ctypes.c_ulonglong)]
-
 
 def library_file():
     if "FLASH_SO" in os.environ:
@@ -140,17 +130,9 @@ def inputs(case):
     x = {"q": q, "k": k, "v": fixtures.values("v", (*keys[:3], case.values), scale=2)}
     x["dout"] = fixtures.values("dout", (*shape[:3], case.values))
     x = {name: value.to(case.dtype).double() for name, value in x.items()}
-    normalizer, scalars = case.normalizer, {}
-    if normalizer.has_s:
-        scalars["s"] = (torch.full((case.NH,), normalizer.s_start(case.L), dtype=torch.float64) if normalizer.fixed
-                        else fixtures.parameter("attn_scale", (case.NH,)))
-    if normalizer.has_b:
-        scalars["b"] = fixtures.parameter("attn_bias", (case.NH,))
-    if normalizer.has_sink:
-        scalars["sink"] = fixtures.parameter("attn_sink", (case.NH,))
-    if normalizer.scale == "pn":
-        scalars["p"] = fixtures.parameter("attn_pn", (case.L,))
-    return x, scalars
+    scalars = reference.scalars_at_start(case.normalizer, case.NH, case.L)
+    return x, {name: fixtures.parameter(reference.SCALARS[name].tensor, value.shape) if reference.trains(case.normalizer, name) else value
+               for name, value in scalars.items()}
 
 
 def by_formula(case, x, scalars, dtype):
@@ -180,8 +162,8 @@ def by_flash(library, case, x, scalars, finite=True):
     rows = dict.fromkeys("qkv", C + 2 * K) if not case.VS else {"q": C, "k": K, "v": case.kv_heads * case.values}
     rows = {name: row + case.gap for name, row in rows.items()}
     rows["out"] = rows["dout"] = CV + case.gap
-    arrays, shape, held, written = Arrays(), Shape(case.B, case.T, case.NH, case.kv_heads, case.HS, case.values, case.L, rows["q"], rows["k"], rows["v"],
-                                              rows["out"]), [], {}
+    arrays, held, written = arrays_for(library), [], {}
+    shape = Shape(case.B, case.T, case.NH, case.kv_heads, case.HS, case.values, case.L, rows["q"], rows["k"], rows["v"], rows["out"])
     first = case.first
     if first is not None:
         held.append(first.contiguous())
@@ -200,11 +182,12 @@ def by_flash(library, case, x, scalars, finite=True):
         give(name, whole)
     stats = torch.full((case.B, case.NH, case.T, 4), float("nan"))
     give("stats", stats)
-    grads = {}
+    grads, order = {}, scalar_names(library)
     for name, value in scalars.items():
-        give(name, value.float())
+        at = order.index(reference.SCALARS[name].tensor)
         grads["d" + name] = torch.full(value.shape, 0.5)      # added to
-        give("d" + name, grads["d" + name])
+        held.append(value.float())
+        arrays.scalars[at], arrays.grads[at] = held[-1].data_ptr(), grads["d" + name].data_ptr()
     library.flash_test(case.attn.encode(), ctypes.c_bool(is_bf16), ctypes.byref(shape), ctypes.byref(arrays))
     result = {name: view.double() for name, (whole, view) in written.items()}
     for name, (whole, view) in written.items():
@@ -240,7 +223,7 @@ def check(case, got):
                 allowed = 1e-5 * norm if name == "out" else 1e-4 * max(norm, floor) + FLOAT_ROUNDING.get(case.attn, 0) * whole
             else:       # of few numbers the plain error may be small by chance: one row, or one number, a sum with one rounding to bf16 for each row
                 allowed = (3 if case.T == 1 else 2) * (by_head(plain[name])[h] - b).norm().item() + 1e-6 * max(norm, whole)
-                allowed += 2.0**-8 * norm if name in ("ds", "db", "dsink") else 0
+                allowed += 2.0**-8 * norm if name.removeprefix("d") in scalars and name != "dp" else 0
             assert error <= allowed, f"{name}, head {h}: off by {error:.3g}, allowed {allowed:.3g}, norm {norm:.3g}"
 
 
@@ -431,8 +414,9 @@ def test_rows_without_weight(flash, dtype):
 
 @pytest.mark.parametrize("HS, VS, words", ((44, 44, "head size of 44"), (136, 136, "at most 128"), (64, 128, "values of size 128"), (128, 132, "multiple of 8")))
 def test_refused_by_name(flash_file, HS, VS, words):
-    call = f"""import ctypes
-{inspect.getsource(Shape)}
+    call = f"""import ctypes, sys
+sys.path.insert(0, {str(ROOT / "dev/tests")!r})
+from flash_types import Shape
 shape, arrays = Shape(1, 4, 1, 1, {HS}, {VS}, 64, {HS}, {HS}, {VS}, {VS}), (ctypes.c_uint64 * 18)()
 ctypes.CDLL({str(flash_file)!r}).flash_test(b"softmax", ctypes.c_bool(True), ctypes.byref(shape), arrays)
 """

@@ -387,7 +387,7 @@ def test_masked_scores_may_overflow(modeling):
     n = torch.arange(1, 5.0)[:, None]
     z = torch.full((4, 4), 1e4).tril(-1) * 0 + torch.full((4, 4), 1e4).triu(1)
     z.requires_grad_()
-    A = modeling.normalized(z, torch.ones(4, 4, dtype=torch.bool).tril(), "exp", "none", n, 4, 4)
+    A = modeling.normalized(z, torch.ones(4, 4, dtype=torch.bool).tril(), "exp", "none", n, 4, 4, {})
     A.sum().backward()
     assert z.grad.isfinite().all() and A.isfinite().all()
 
@@ -395,7 +395,8 @@ def test_masked_scores_may_overflow(modeling):
 @pytest.mark.parametrize("name", ["ssmax", "ssmax-fixed", "ssmax-pn", "ssmax+s=0.3+fixed", "ssmax-fixed+s=1e+0+post=negate", "ssmax-bias+s=2+s=-.5"])
 def test_s_starts_as_the_reference(modeling, name):
     model, _ = pair(modeling, name, L=8)
-    assert math.isclose(model.model.layers[0].self_attn.s_start(), reference.parse_normalizer(name).s_start(8), rel_tol=1e-12)
+    start = modeling.start_of_s(model.config.attention_normalizer)
+    assert math.isclose(start, reference.parse_normalizer(name).s_start(8), rel_tol=1e-12)
 
 
 @pytest.mark.parametrize("key, value", [("scale", "log2"), ("phi", "exq"), ("norm", "l2"), ("post", "recentre"), ("offset", "-logM"), ("qk", "l1")])

@@ -278,7 +278,7 @@ def test_weights_and_moments_stay(changed, case):
     start, switched, new, *_ = changed[case]
     old, now = tensors(checkpoint(start, 3)), tensors(checkpoint(switched, 4))
     brought = [name for name in now if any(name.endswith(word) for word in NEW[case])]
-    first = dict(attn_bias=0, attn_sink=0, attn_pn=1, attn_scale=reference.PRESETS[case[1]].s_start(T))
+    first = {scalar.tensor: scalar.start(reference.PRESETS[case[1]], T) for scalar in reference.SCALARS.values()}
     for name, values in now.items():
         expected = np.full(values.shape, first[name.split(".")[-1]], "f4") if name in brought else old[name]
         assert np.allclose(values, expected, rtol=0, atol=1e-29), name               # a zero moves by the learning rate
@@ -362,8 +362,8 @@ def test_metrics_have_the_scalars(runs, names, block):
     for name in names:
         known, out = reference.PRESETS[name], runs[block, name]
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-        for word, there in (("attn_scale", known.has_s and not known.fixed), ("attn_bias", known.has_b),
-                            ("attn_sink", known.has_sink)):
+        of_heads = {name: scalar for name, scalar in reference.SCALARS.items() if not scalar.by_position}
+        for word, there in ((scalar.tensor, scalar.of(known) and reference.trains(known, name)) for name, scalar in of_heads.items()):
             assert [word in line for line in lines] == [there and line["step"] % 2 == 0 for line in lines], (name, word)
             for line in filter(lambda line: word in line, lines):
                 saved = tensors(checkpoint(out, line["step"]))

@@ -32,17 +32,9 @@ def attend(name, q, k, v, L=16, **scalars):
 
 
 def scalars_of(name, heads, L, seed=7):
-    """Random s, b, p and sink, as far as the normalizer has them; leaves, to take gradients of."""
-    normalizer, scalars = parse_normalizer(name), {}
-    if normalizer.has_s:
-        scalars["s"] = (0.5 + 0.1 * random(heads, seed=seed)).requires_grad_()
-    if normalizer.has_b:
-        scalars["b"] = (0.3 * random(heads, seed=seed + 1)).requires_grad_()
-    if normalizer.scale == "pn":
-        scalars["p"] = (1 + 0.3 * random(L, seed=seed + 2)).requires_grad_()
-    if normalizer.has_sink:
-        scalars["sink"] = random(heads, seed=seed + 3).requires_grad_()
-    return scalars
+    """The scalars that the normalizer has, around their start; leaves, to take gradients of."""
+    start = reference.scalars_at_start(parse_normalizer(name), heads, L)
+    return {name: (x + 0.3 * random(len(x), seed=seed + i)).requires_grad_() for i, (name, x) in enumerate(start.items())}
 
 
 # ---- The whole model against transformers
