@@ -270,8 +270,18 @@ def picture(runs):
 
 # ---------------------------------------------------------------- the normalizer's learned scalars
 
-# Those of each layer's heads: what they are called in formulas, and in metrics.jsonl and checkpoints. p_n has a panel of its own.
-OF_HEADS = {"s": "attn_scale", "b": "attn_bias", "sink": "attn_sink"}
+# Those of each layer's heads are called attn_NAME in metrics.jsonl and checkpoints, and NAME or one of these in pictures.
+SYMBOLS = {"attn_scale": "s", "attn_bias": "b"}
+
+
+def symbol(key):
+    return SYMBOLS.get(key, key.removeprefix("attn_"))
+
+
+def in_order(symbols):
+    """s and b first, p_n last."""
+    first = (*SYMBOLS.values(), "sink")
+    return sorted(symbols, key=lambda name: (name == "p", first.index(name) if name in first else len(first), name))
 
 
 def fit_log(p):
@@ -291,14 +301,16 @@ def fit_text(a1, a2, r2):
     return f"a1 = {a1:.4g}, a2 = {a2:.4g}, R^2 = {r2:.4f}"
 
 
-def checkpoint_scalars(path, key):
-    """(tokens, [(mean, least, largest) over the heads of each layer]) of a learned scalar in a checkpoint's model.safetensors; None without one."""
-    tensors = read_tensors(path, rf"model\.layers\.\d+\.(self_attn|gau)\.{key}")
+def checkpoint_scalars(path):
+    """{key: (tokens, [(mean, least, largest) over the heads of each layer])} of the learned scalars in a checkpoint's model.safetensors."""
     tokens = read_json(path.parent / "state.json").get("tokens")
     fixed = read_json(path.parent / "config.json").get("attention_normalizer", {}).get("fixed")
-    if not tensors or tokens is None or fixed:
-        return None
-    return tokens, [(float(x.mean()), float(x.min()), float(x.max())) for x in tensors.values()]
+    if tokens is None or fixed:
+        return {}
+    found = {}
+    for name, x in read_tensors(path, r"model\.layers\.\d+\.(self_attn|gau)\.attn_\w+").items():
+        found.setdefault(name.rpartition(".")[2], []).append((float(x.mean()), float(x.min()), float(x.max())))
+    return {key: (tokens, layers) for key, layers in found.items()}
 
 
 def add_newest(series, newest):
@@ -311,12 +323,12 @@ def add_newest(series, newest):
 
 
 def read_scalars(run):
-    """{"s": (tokens, values), and so the others of OF_HEADS, "p": array}, as far as the run has them."""
+    """{"s": (tokens, values), and so the other scalars of heads by symbol(), "p": array}, as far as the run has them."""
     path, checkpoint = Path(run) / "metrics.jsonl", newest_checkpoint(run)
     lines = read_metrics(run)
-    found = {name: add_newest(triples(lines, key, path), checkpoint and checkpoint_scalars(checkpoint, key))
-             for name, key in OF_HEADS.items()}
-    found = {name: (tokens, values) for name, (tokens, values) in found.items() if tokens}
+    newest = checkpoint_scalars(checkpoint) if checkpoint else {}
+    keys = {key for line in lines for key in line if key.startswith("attn_")} | newest.keys()
+    found = {symbol(key): add_newest(triples(lines, key, path), newest.get(key)) for key in keys}
     p = read_tensor(checkpoint, "model.attn_pn") if checkpoint else None
     if p is not None:
         found["p"] = p
@@ -349,8 +361,8 @@ def draw_p(axes, p, fit):
 def scalars_picture(runs):
     """A figure with a column for each run: the scalars of the heads by layer against tokens, p_n against n with its fit, which is printed too."""
     loaded = [read_scalars(run) for run in runs]
-    rows = [name for name in (*OF_HEADS, "p") if any(name in found for found in loaded)]
-    series = [found[name] for found in loaded for name in OF_HEADS if name in found]
+    rows = in_order({name for found in loaded for name in found})
+    series = [found[name] for found in loaded for name in found if name != "p"]
     token_size, token_name = unit(max((tokens[-1] for tokens, _ in series), default=1), TOKEN_UNITS)
     plt = pyplot()
     from matplotlib import ticker

@@ -1303,6 +1303,8 @@ struct PhiTruth {
     double f_scale, slope_scale;    // what an error is relative to
 };
 
+// NaN for a phi that has no formula of its own in phi.cuh: it is phi_both, which test_gradients checks.
+
 static PhiTruth phi_truth(int kind, double z) {
     double e = exp(z), sigmoid = 1 / (1 + exp(-z)), positive = z > 0 ? z : 0, f = 0, slope = 0, by = 0;
     switch (kind) {
@@ -1318,7 +1320,9 @@ static PhiTruth phi_truth(int kind, double z) {
     case PHI_MISH: {
         double softplus = positive + log1p(exp(-fabs(z)));
         by = tanh(softplus), f = z * by, slope = by + z * sigmoid / pow(cosh(fmin(softplus, 300)), 2);
+        break;
     }
+    default: f = NAN;
     }
     return {f, slope, fabs(f) + (kind == PHI_EXPM1 ? e + 1 : 0), fabs(slope) + by};
 }
@@ -1353,6 +1357,7 @@ static void check_phi(const char *what, double got, double truth, double allowed
 
 template <class X, int PHI, int KIND>
 static void test_phi(const char *name) {
+    if (isnan(phi_truth(KIND, 0.5).f)) return;
     if (!case_begins("phi %s %s%s", type_name<X>(), name, PHI < 0 ? " at run time" : "")) return;
     Tensor<float> f(1 << 16), slope(1 << 16), alone(1 << 16);
     run_twice({&f, &slope, &alone}, [&] {
