@@ -1064,11 +1064,16 @@ DEVICE void backward_values(float (&d)[N], float (&f)[N], float (&slope)[N], flo
 // ---------------------------------------------------------------------------------------------------------------------
 // Backward: dq, by row blocks
 
+// What a row sums for the gradient by phi's number: df df/dnumber; under reweight that of t and that of sgn(f), as for dq.
+struct NumberSum {
+    float t, less;
+};
+
 // Of reweight: d becomes t phi'(z), along sgn(f) phi'(z), and t (1 - r) is added to less_sum; see the header. hidden:
 // not visible
 template <class X, int PHI, int KNOWN, int N>
-DEVICE void dq_reweight(float (&d)[N], float (&along)[N], float *less_sum, const float (&s)[N], const bool (&hidden)[N],
-                        const FlashRow *row, const FlashCall<X> &call) {
+DEVICE void dq_reweight(float (&d)[N], float (&along)[N], float *less_sum, NumberSum *number_sum, const float (&s)[N],
+                        const bool (&hidden)[N], const FlashRow *row, const FlashCall<X> &call) {
     const int phi = PHI >= 0 ? PHI : call.phi;
     const bool is_signed = phi_signed(phi);
     float f[N], r[N], q[N];
@@ -1081,6 +1086,12 @@ DEVICE void dq_reweight(float (&d)[N], float (&along)[N], float *less_sum, const
         float t = hidden[e] ? 0 : q[e] * (d[e] - row[e / 2].D);
         less_sum[e / 2] += t * (1 - r[e]);
         d[e] = t * along[e];
+        if (phi_learns(phi) && !hidden[e]) {
+            float z = (s[e] * row[e / 2].scale + row[e / 2].bias) * (1 / unit<X, PHI>);
+            float by_number = phi_slope_by_number(phi, z, row[e / 2].number, f[e], along[e]);
+            number_sum[e / 2].t += t * by_number;
+            number_sum[e / 2].less += is_signed ? signed_as<X>(by_number, f[e]) : by_number;
+        }
         if (is_signed) along[e] = signed_as<X>(along[e], f[e]);
         if (hidden[e]) d[e] = along[e] = 0;
     }
@@ -1115,12 +1126,12 @@ DEVICE float reweight_less(float less_sum, const FlashRow &row, const FlashCall<
     return norm_is_sum(call.norm) && n > POST_FROM ? less : 0;
 }
 
-// A chunk of keys, as in forward_keys. number_sum: the rows' sums of df df/dnumber. d: dO · v where WIDE, else room for it. less_dq: the second sum, see splits_dq.
-// first: of two sweeps, which only adds to less_sum.
+// A chunk of keys, as in forward_keys. number_sum: the rows' sums for phi's number. d: dO · v where WIDE, else room for
+// it. less_dq: the second sum, see splits_dq. first: of two sweeps, which only adds to less_sum.
 template <class X, int HS, int PHI, int POST, bool WIDE, bool MASKED, int TILES, int SPLIT, int NT, bool KEEP,
           bool KEEP_DOUT>
 DEVICE void dq_keys(float (&dq)[TILES][HS / 8][4], float (&less_dq)[SPLIT][HS / 8][4], float (&d)[TILES][NT][4],
-                    float (&g_sum)[2 * TILES], float (&number_sum)[2 * TILES], float (&less_sum)[2 * TILES],
+                    float (&g_sum)[2 * TILES], NumberSum (&number_sum)[2 * TILES], float (&less_sum)[2 * TILES],
                     const FlashRow (&row)[2 * TILES], const Own<X, HS, TILES, KEEP> &own_q,
                     const Own<X, HS, TILES, KEEP_DOUT> &own_dout, const X *k, const X *v, int own_row, int key,
                     bool first, const FlashCall<X> &call) {
@@ -1146,8 +1157,8 @@ DEVICE void dq_keys(float (&dq)[TILES][HS / 8][4], float (&less_dq)[SPLIT][HS / 
                     const int m = i / NT, nt = i % NT;
                     const bool hidden[4] = {is_hidden(m, nt, 0), is_hidden(m, nt, 1), is_hidden(m, nt, 2),
                                             is_hidden(m, nt, 3)};
-                    dq_reweight<X, PHI, P.value>(d[m][nt], along[m][nt], less_sum + 2 * m, s[m][nt], hidden,
-                                                 row + 2 * m, call);
+                    dq_reweight<X, PHI, P.value>(d[m][nt], along[m][nt], less_sum + 2 * m, number_sum + 2 * m, s[m][nt],
+                                                 hidden, row + 2 * m, call);
                 }
             });
     }
@@ -1170,7 +1181,7 @@ DEVICE void dq_keys(float (&dq)[TILES][HS / 8][4], float (&less_dq)[SPLIT][HS / 
             const FlashRow &at = row[2 * m + e / 2];
             const float z = (s[m][nt][e] * at.scale + at.bias) * (1 / unit<X, PHI>);
             if (!is_hidden(m, nt, e))
-                number_sum[2 * m + e / 2] += d[m][nt][e] * phi_slope_by_number(phi, z, at.number, f[e], slope[e]);
+                number_sum[2 * m + e / 2].t += d[m][nt][e] * phi_slope_by_number(phi, z, at.number, f[e], slope[e]);
         }
         UNROLL
         for (int e = 0; e < 4; e++) d[m][nt][e] = is_hidden(m, nt, e) ? 0 : d[m][nt][e] * slope[e];
@@ -1235,12 +1246,13 @@ KERNEL void flash_dq_kernel(const FlashCall<X> call) {
                two_sweeps = less_first<X, HS, POST> && reweight && norm_is_sum(call.norm);
 
     FlashRow row[2 * TILES];
-    float g_sum[2 * TILES], number_sum[2 * TILES], less_sum[2 * TILES];
+    float g_sum[2 * TILES], less_sum[2 * TILES];
+    NumberSum number_sum[2 * TILES] = {};
     UNROLL
     for (int r = 0; r < 2 * TILES; r++) {
         int i = warp_row + 8 * r + g;
         row[r] = i < T ? rows[i] : FlashRow();
-        g_sum[r] = number_sum[r] = less_sum[r] = 0;
+        g_sum[r] = less_sum[r] = 0;
         if (POST == FLASH_PLAIN) row[r].by_d = row[r].factor, row[r].by_D = row[r].factor * row[r].D;
     }
     float dq[TILES][HS / 8][4], less_dq[splits_dq<X, HS, POST> ? TILES : 1][HS / 8][4];
@@ -1300,6 +1312,7 @@ KERNEL void flash_dq_kernel(const FlashCall<X> call) {
                 int i = warp_row + 8 * r + g;
                 row[r].less = reweight_less(less_sum[r], row[r], call, place_of(call, b, h, i).n);
                 if (i < T && threadIdx.x % 4 == 0) rows[i].less = row[r].less;
+                number_sum[r] = {};    // the second sweep's alone
             }
         }
     }
@@ -1309,10 +1322,11 @@ KERNEL void flash_dq_kernel(const FlashCall<X> call) {
     for (int r = 0; r < 2 * TILES; r++) {
         int i = warp_row + 8 * r + g;
         by[r] = row[r].scale * (1 / unit<X, PHI>);
+        float less = row[r].less;
         if constexpr (splits_dq<X, HS, POST>) {
             if (reweight) {
                 FlashRow end = i < T ? rows[i] : FlashRow();    // again, for the registers
-                float less = reweight_less(less_sum[r], end, call, place_of(call, b, h, i).n);
+                less = reweight_less(less_sum[r], end, call, place_of(call, b, h, i).n);
                 dq_combine(dq[r / 2], less_dq[r / 2], r % 2, reweight_factor(end, call), less);
                 __syncwarp();
                 if (i < T && threadIdx.x % 4 == 0) rows[i].less = less;
@@ -1323,7 +1337,8 @@ KERNEL void flash_dq_kernel(const FlashCall<X> call) {
         float of_row = row_sum(g_sum[r]);
         if (call.g && i < T && threadIdx.x % 4 == 0) call.g[(size_t)blockIdx.y * T + i] = of_row;
         if (!phi_learns(PHI >= 0 ? PHI : call.phi) || !call.by_number) continue;
-        of_row = row_sum(number_sum[r]);
+        of_row = row_sum(number_sum[r].t);
+        if (reweight) of_row = reweight_factor(row[r], call) * of_row - less * row_sum(number_sum[r].less);
         if (i < T && threadIdx.x % 4 == 0) call.by_number[(size_t)blockIdx.y * T + i] = of_row;
     }
     store_rows(head_at(call, call.dq, b, h) + warp_row * call.dq.row, call.dq.row, dq, by, T - warp_row, call.HS);
@@ -1489,7 +1504,8 @@ KERNEL void flash_dkv_kernel(const FlashCall<X> call) {
 enum { SEGMENT = 64 };    // positions whose sum of v is taken alone first
 
 // registers: at most 48 (flash_segments_kernel, flash_prefix_kernel, flash_rows_kernel)
-// registers: at most 48 (flash_scalars_kernel, flash_positions_kernel)
+// registers: at most 48 (flash_scalars_kernel)
+// registers: at most 56 (flash_positions_kernel)
 // registers: at most 32 (flash_scalars_add_kernel, flash_positions_add_kernel)
 // segments (B NKV, T/SEGMENT, VS): sums of v over SEGMENT positions. A thread a column.
 template <class X>

@@ -238,8 +238,6 @@ static const char *meaningless(const Normalizer *n) {
     if (n->post.kind == POST_REWEIGHT && !(n->post.value > 0)) return "the power of post=reweight must be above 0";
     if (n->post.kind == POST_REWEIGHT && n->post.value > 1e6)
         return "the power of post=reweight is at most 1e6: float32 has no slope beyond";
-    if (n->post.kind == POST_REWEIGHT && phi_learns(n->phi.kind))
-        return "post=reweight has no gradient by the number that this phi learns";
     if (!normalizer_has(n, SCALAR_S) && (n->fixed || !isnan(n->s_start)))
         return "there is no s to start or to fix: that needs scale=logn, logn-bias or pn";
     return NULL;
