@@ -528,6 +528,17 @@ typedef struct {
     MemoryPlan plan;
 } Model;
 
+// A block is a row: what it keeps besides what every block does, where attention finds q, k and v, and its passes.
+// model/model.c has its tensors, decode_block[] its decoding.
+typedef struct {
+    void (*plan)(Model *m, size_t kept_layers, size_t N);
+    AttentionInputGrads (*views)(const ModelConfig *c, Projected of);
+    void (*forward)(Model *m, size_t l, size_t B, size_t T);
+    void (*backward)(Model *m, size_t l, size_t B, size_t T, bool add);
+} BlockRow;
+
+static const BlockRow *block_of(const Model *m);
+
 #ifndef LAYERS_ONLY
 static Weights weights_of(const Model *m) {
     return (Weights){&m->config, &m->list, m->params, m->mean, m->square, m->params_bf16 != NULL};
@@ -589,9 +600,27 @@ static void plan_parameters(Model *m, bool train, bool bf16) {
     memory_add(&m->plan, "scratch", (void **)&m->sums, norm_chunks(&m->list) * sizeof(double));
 }
 
+static const char *const KEPT = "activations kept for the backward pass", *const SCRATCH = "scratch";
+
+static void layer_plan(Model *m, size_t kept_layers, size_t N) {
+    size_t C = (size_t)m->config.channels, F = (size_t)m->config.ffn, L = kept_layers;
+    memory_add(&m->plan, KEPT, (void **)&m->x_mid, FLOATS(L * N * C));
+    memory_add(&m->plan, KEPT, (void **)&m->gate_up, FLOATS(L * N * 2 * F));
+    memory_add(&m->plan, SCRATCH, (void **)&m->dgate_up, FLOATS(N * 2 * F));
+}
+
+static void unit_plan(Model *m, size_t kept_layers, size_t N) {
+    size_t K = query_width(&m->config), E = output_width(&m->config), L = kept_layers;
+    memory_add(&m->plan, KEPT, (void **)&m->q, FLOATS(L * N * K));
+    memory_add(&m->plan, KEPT, (void **)&m->k, FLOATS(L * N * K));
+    memory_add(&m->plan, KEPT, (void **)&m->v, FLOATS(L * N * E));
+    memory_add(&m->plan, SCRATCH, (void **)&m->dq, FLOATS(N * K));
+    memory_add(&m->plan, SCRATCH, (void **)&m->dk, FLOATS(N * K));
+    memory_add(&m->plan, SCRATCH, (void **)&m->dv, FLOATS(N * E));
+}
+
 static void plan_activations(Model *m, size_t kept_layers, size_t B, size_t T, bool bf16) {
     const ModelConfig *c = &m->config;
-    bool gau = c->block == BLOCK_GAU;
     size_t N = B * T, C = (size_t)c->channels, F = (size_t)c->ffn, VP = padded_vocab(c), L = kept_layers,
            NH = (size_t)c->heads;
     size_t HS = head_size(c), K = query_width(c), E = output_width(c), W = joined_width(c),
@@ -599,43 +628,31 @@ static void plan_activations(Model *m, size_t kept_layers, size_t B, size_t T, b
     m->kept = kept_layers;
     m->B = B;
     m->T = T;
-    const char *kept = "activations kept for the backward pass", *scratch = "scratch";
-    memory_add(&m->plan, kept, (void **)&m->x, FLOATS((L + 1) * N * C));
-    memory_add(&m->plan, kept, (void **)&m->joined, FLOATS(L * N * W));
-    memory_add(&m->plan, kept, (void **)&m->inverse_norms, FLOATS(L * N * (NH + (size_t)c->kv_heads)));
+    memory_add(&m->plan, KEPT, (void **)&m->x, FLOATS((L + 1) * N * C));
+    memory_add(&m->plan, KEPT, (void **)&m->joined, FLOATS(L * N * W));
+    memory_add(&m->plan, KEPT, (void **)&m->inverse_norms, FLOATS(L * N * (NH + (size_t)c->kv_heads)));
     if (c->qk_norm) {
-        memory_add(&m->plan, kept, (void **)&m->qk_inputs, FLOATS(L * N * (K + key_width(c))));
-        memory_add(&m->plan, kept, (void **)&m->qk_inverse, FLOATS(L * N * (NH + (size_t)c->kv_heads)));
+        memory_add(&m->plan, KEPT, (void **)&m->qk_inputs, FLOATS(L * N * (K + key_width(c))));
+        memory_add(&m->plan, KEPT, (void **)&m->qk_inverse, FLOATS(L * N * (NH + (size_t)c->kv_heads)));
     }
-    memory_add(&m->plan, kept, (void **)&m->stats, FLOATS(L * N * NH * ROW_STATS));
-    memory_add(&m->plan, kept, (void **)&m->att, FLOATS(L * N * E));
-    if (gau) {
-        memory_add(&m->plan, kept, (void **)&m->q, FLOATS(L * N * K));
-        memory_add(&m->plan, kept, (void **)&m->k, FLOATS(L * N * K));
-        memory_add(&m->plan, kept, (void **)&m->v, FLOATS(L * N * E));
-        memory_add(&m->plan, scratch, (void **)&m->dq, FLOATS(N * K));
-        memory_add(&m->plan, scratch, (void **)&m->dk, FLOATS(N * K));
-        memory_add(&m->plan, scratch, (void **)&m->dv, FLOATS(N * E));
-    } else {
-        memory_add(&m->plan, kept, (void **)&m->x_mid, FLOATS(L * N * C));
-        memory_add(&m->plan, kept, (void **)&m->gate_up, FLOATS(L * N * 2 * F));
-        memory_add(&m->plan, scratch, (void **)&m->dgate_up, FLOATS(N * 2 * F));
-    }
-    memory_add(&m->plan, scratch, (void **)&m->h, FLOATS(N * C));
-    memory_add(&m->plan, scratch, (void **)&m->djoined, FLOATS(N * W));
-    memory_add(&m->plan, scratch, (void **)&m->act, FLOATS(N * F));
+    memory_add(&m->plan, KEPT, (void **)&m->stats, FLOATS(L * N * NH * ROW_STATS));
+    memory_add(&m->plan, KEPT, (void **)&m->att, FLOATS(L * N * E));
+    block_of(m)->plan(m, L, N);
+    memory_add(&m->plan, SCRATCH, (void **)&m->h, FLOATS(N * C));
+    memory_add(&m->plan, SCRATCH, (void **)&m->djoined, FLOATS(N * W));
+    memory_add(&m->plan, SCRATCH, (void **)&m->act, FLOATS(N * F));
     memory_add(&m->plan, "logits of some rows", (void **)&m->logits, FLOATS(loss_rows * VP));
-    memory_add(&m->plan, scratch, (void **)&m->losses, FLOATS(N));
-    if (m->doc_mask) memory_add(&m->plan, scratch, (void **)&m->first, N * sizeof *m->first);
-    memory_add(&m->plan, scratch, (void **)&m->dx, FLOATS(N * C));
-    memory_add(&m->plan, scratch, (void **)&m->dh, FLOATS(N * C));
-    memory_add(&m->plan, scratch, (void **)&m->datt, FLOATS(N * E));
-    memory_add(&m->plan, scratch, (void **)&m->dact, FLOATS(N * F));
-    memory_add(&m->plan, scratch, (void **)&m->rms, FLOATS(N));
-    memory_add(&m->plan, scratch, (void **)&m->attention,
+    memory_add(&m->plan, SCRATCH, (void **)&m->losses, FLOATS(N));
+    if (m->doc_mask) memory_add(&m->plan, SCRATCH, (void **)&m->first, N * sizeof *m->first);
+    memory_add(&m->plan, SCRATCH, (void **)&m->dx, FLOATS(N * C));
+    memory_add(&m->plan, SCRATCH, (void **)&m->dh, FLOATS(N * C));
+    memory_add(&m->plan, SCRATCH, (void **)&m->datt, FLOATS(N * E));
+    memory_add(&m->plan, SCRATCH, (void **)&m->dact, FLOATS(N * F));
+    memory_add(&m->plan, SCRATCH, (void **)&m->rms, FLOATS(N));
+    memory_add(&m->plan, SCRATCH, (void **)&m->attention,
                FLOATS(attention_scratch(attention_shape(c, B, T), omp_get_max_threads())));
-    memory_add(&m->plan, scratch, (void **)&m->cosines, FLOATS(T * HS / 2));
-    memory_add(&m->plan, scratch, (void **)&m->sines, FLOATS(T * HS / 2));
+    memory_add(&m->plan, SCRATCH, (void **)&m->cosines, FLOATS(T * HS / 2));
+    memory_add(&m->plan, SCRATCH, (void **)&m->sines, FLOATS(T * HS / 2));
     size_t largest_a = N * widest_first(c) > loss_rows * VP ? N * widest_first(c) : loss_rows * VP;
     if (bf16)
         memory_add(&m->plan, "scratch of bfloat16 products", &m->gemm_memory,
@@ -704,14 +721,18 @@ static Rope rope_of(const Model *m, size_t B, size_t T) {
 }
 
 // q, k and v as attention reads them, and their gradients as it writes them.
-static AttentionInputGrads attention_views(const ModelConfig *c, Projected of) {
+static AttentionInputGrads layer_views(const ModelConfig *c, Projected of) {
     size_t W = joined_width(c), HS = head_size(c), K = query_width(c);
-    if (c->block == BLOCK_GAU) return (AttentionInputGrads){{of.q, K, 0}, {of.k, K, 0}, {of.v, output_width(c), 0}};
     return (AttentionInputGrads){{of.joined, W, HS}, {of.joined + K, W, HS}, {of.joined + K + key_width(c), W, HS}};
 }
 
+static AttentionInputGrads unit_views(const ModelConfig *c, Projected of) {
+    size_t K = query_width(c);
+    return (AttentionInputGrads){{of.q, K, 0}, {of.k, K, 0}, {of.v, output_width(c), 0}};
+}
+
 static AttentionInput attention_input(const Model *m, Projected of) {
-    AttentionInputGrads at = attention_views(&m->config, of);
+    AttentionInputGrads at = block_of(m)->views(&m->config, of);
     return (AttentionInput){
         {at.q.p, at.q.row, at.q.head}, {at.k.p, at.k.row, at.k.head}, {at.v.p, at.v.row, at.v.head}, m->first};
 }
@@ -730,7 +751,7 @@ static void attention_layer_forward(Model *m, size_t l, size_t B, size_t T) {
 static void attention_layer_backward(Model *m, size_t l, size_t B, size_t T) {
     AttentionShape shape = attention_shape(&m->config, B, T);
     Layer of = layer_of(m, l, B * T);
-    AttentionInputGrads d = attention_views(&m->config, (Projected){m->djoined, m->dq, m->dk, m->dv, NULL});
+    AttentionInputGrads d = block_of(m)->views(&m->config, (Projected){m->djoined, m->dq, m->dk, m->dv, NULL});
     phase(PHASE_ATTENTION);
     ScalarGrads grads = scalar_grads_of(&m->list, m->grads, l, &m->config.attn);
     attention_backward(d, grads, m->datt, of.att, of.stats, attention_input(m, of.projected), layer_scalars(m, l),
@@ -843,16 +864,21 @@ static void unit_backward(Model *m, size_t l, size_t B, size_t T, bool add) {
     rmsnorm_backward(m->dx, grads + at->norm1, m->dh, of.x, m->params + at->norm1, m->rms, N, C, norm_eps(m));
 }
 
+static const BlockRow *block_of(const Model *m) {
+    static const BlockRow BLOCKS[] = {
+        [BLOCK_LLAMA] = {layer_plan, layer_views, layer_forward, layer_backward},
+        [BLOCK_GAU] = {unit_plan, unit_views, unit_forward, unit_backward},
+    };
+    return &BLOCKS[m->config.block];
+}
+
 // Fills the activations, down to the normalized output h (N,C) of the last layer.
 static void model_forward(Model *m, const int32_t *tokens, size_t B, size_t T) {
     size_t N = B * T, C = (size_t)m->config.channels, layers = (size_t)m->config.layers;
     if (m->first) document_starts(m->first, tokens, B, T, m->config.end_of_text);
     phase(PHASE_EMBEDDING);
     embedding_forward(m->x, m->params + m->list.embedding, tokens, N, C);
-    for (size_t l = 0; l < layers; l++) {
-        if (m->config.block == BLOCK_GAU) unit_forward(m, l, B, T);
-        else layer_forward(m, l, B, T);
-    }
+    for (size_t l = 0; l < layers; l++) block_of(m)->forward(m, l, B, T);
     phase(PHASE_NORM);
     rmsnorm_forward(m->h, residual(m, layers, N), m->params + m->list.norm, N, C, norm_eps(m));
     phase(PHASE_OTHER);
@@ -889,10 +915,7 @@ static void model_backward(Model *m, const int32_t *tokens, size_t B, size_t T, 
     memset(m->dx, 0, FLOATS(N * C));
     rmsnorm_backward(m->dx, m->grads + m->list.norm, m->dh, residual(m, layers, N), m->params + m->list.norm, m->rms, N,
                      C, norm_eps(m));
-    for (size_t l = layers; l-- > 0;) {
-        if (m->config.block == BLOCK_GAU) unit_backward(m, l, B, T, add);
-        else layer_backward(m, l, B, T, add);
-    }
+    for (size_t l = layers; l-- > 0;) block_of(m)->backward(m, l, B, T, add);
     phase(PHASE_EMBEDDING);
     embedding_backward(m->grads + m->list.embedding, m->dx, tokens, N, C);
     phase(PHASE_OTHER);
@@ -980,7 +1003,8 @@ static void model_update(Model *m, AdamW a) {
         const Tensor *t = &m->list.tensors[i];
         if (!tensor_trained(t, &m->config.attn)) continue;
         adamw(m->params + t->offset, m->mean + t->offset, m->square + t->offset,
-              m->params_bf16 ? m->params_bf16 + t->offset : NULL, m->grads + t->offset, t->elements, a, t->decay);
+              m->params_bf16 ? m->params_bf16 + t->offset : NULL, m->grads + t->offset, t->elements, a,
+              t->update == UPDATE_ADAMW);
     }
 }
 
@@ -1055,7 +1079,7 @@ static void decode_keys(Decoder *d, const DecodeRow *row, size_t r, size_t layer
                  c->attn.qk.kind == QK_L2};
     Projected x = {.joined = d->joined + r * joined_width(c), .k = k, .v = v};
     x.inverse_norms = d->inverse_norms + r * (rope.NH + rope.NKV);
-    if (c->block == BLOCK_GAU) {
+    if (d->q) {    // a gated unit's
         x.q = d->q + r * K;
         gau_forward(x, gains_in(d->m, d->m->params, layer), rope, (size_t)c->ffn);
         return;
@@ -1072,7 +1096,7 @@ static void decode_head(Decoder *d, const DecodeRow *row, size_t r, size_t h, si
     AttentionShape shape = attention_shape(c, 1, row->position + 1);
     size_t kv = h / (shape.NH / shape.NKV), KV = key_width(c), VV = value_width(c);
     size_t cache = (layer * d->sequences + row->sequence) * d->length + d->first[r];
-    const float *q = c->block == BLOCK_GAU ? d->q + r * query_width(c) : d->joined + r * joined_width(c);
+    const float *q = d->q ? d->q + r * query_width(c) : d->joined + r * joined_width(c);
     ConstView k = {d->k + cache * KV + kv * shape.HS, KV, shape.HS},
               v = {d->v + cache * VV + kv * shape.VS, VV, shape.VS};
     attention_row(d->att + r * output_width(c) + h * shape.VS, q + h * shape.HS, k, v, row->position + 1 - d->first[r],
@@ -1152,6 +1176,11 @@ static void decode_unit(Decoder *d, const DecodeRow *rows, size_t count, size_t 
     decode_product(d->x, d->act, weight(m, at->o), count, E, C, true);
 }
 
+static void (*const decode_block[])(Decoder *d, const DecodeRow *rows, size_t count, size_t l) = {
+    [BLOCK_LLAMA] = decode_layer,
+    [BLOCK_GAU] = decode_unit,
+};
+
 // Runs at most d->rows rows through the layers; d->x (count,C) is the residual stream at the end.
 static void decode(Decoder *d, const DecodeRow *rows, size_t count) {
     Model *m = d->m;
@@ -1163,10 +1192,7 @@ static void decode(Decoder *d, const DecodeRow *rows, size_t count) {
     }
     for (size_t r = 0; r < count; r++)
         memcpy(d->x + r * C, m->params + m->list.embedding + (size_t)rows[r].token * C, FLOATS(C));
-    for (size_t l = 0; l < (size_t)m->config.layers; l++) {
-        if (m->config.block == BLOCK_GAU) decode_unit(d, rows, count, l);
-        else decode_layer(d, rows, count, l);
-    }
+    for (size_t l = 0; l < (size_t)m->config.layers; l++) decode_block[m->config.block](d, rows, count, l);
 }
 
 // The logits (count,V) after `count` rows of the last decode(), `row` and on, into the places of as many sequences,

@@ -220,9 +220,33 @@ static float norm_eps(const Model *m) {
     return (float)m->config.norm_eps;
 }
 
-static bool is_gau(const Model *m) {
-    return m->config.block == BLOCK_GAU;
-}
+// A block is a row: what it keeps besides what every block does, where attention finds q, k and v, and its passes.
+// model/model.c has its tensors.
+template <class X>
+struct BlockRow {
+    void (*plan)(Model *m, Activations<X> *a, size_t N, size_t input_layers);
+    FlashInputGrads<X> (*views)(const ModelConfig *c, Projected<X> of);
+    void (*forward)(Model *m, Activations<X> *a, size_t l, size_t B, size_t T, int counter);
+    void (*backward)(Model *m, Activations<X> *a, size_t l, size_t B, size_t T, bool add);
+};
+
+#define BLOCK_FUNCTIONS(name)                                                                          \
+    template <class X>                                                                                 \
+    static void name##_plan(Model *m, Activations<X> *a, size_t N, size_t input_layers);               \
+    template <class X>                                                                                 \
+    static FlashInputGrads<X> name##_views(const ModelConfig *c, Projected<X> of);                     \
+    template <class X>                                                                                 \
+    static void name##_forward(Model *m, Activations<X> *a, size_t l, size_t B, size_t T, int counter); \
+    template <class X>                                                                                 \
+    static void name##_backward(Model *m, Activations<X> *a, size_t l, size_t B, size_t T, bool add);
+BLOCK_FUNCTIONS(layer)
+BLOCK_FUNCTIONS(unit)
+
+template <class X>
+static const BlockRow<X> BLOCKS[] = {
+    {layer_plan<X>, layer_views<X>, layer_forward<X>, layer_backward<X>},    // BLOCK_LLAMA
+    {unit_plan<X>, unit_views<X>, unit_forward<X>, unit_backward<X>},        // BLOCK_GAU
+};
 
 static FlashShape flash_shape(const Model *m, size_t B, size_t T) {
     const ModelConfig *c = &m->config;
@@ -308,7 +332,7 @@ static void plan_attention(Model *m, const Normalizer *const *others, size_t cou
 static void plan_floats(Model *m, size_t B, size_t T) {
     const ModelConfig *c = &m->config;
     size_t N = B * T, C = (size_t)c->channels, L = (size_t)c->layers, NH = (size_t)c->heads, HS = head_size(c);
-    size_t rows = rmsnorm_partials(N, C), gains = is_gau(m) ? gau_partials(N, HS) : 0,
+    size_t rows = rmsnorm_partials(N, C), gains = c->block == BLOCK_GAU ? gau_partials(N, HS) : 0,
            tokens = embedding_partials(N) * C;
     size_t partials = rows > gains ? rows : gains, heads = c->qk_norm ? qk_norm_partials(HS) : 0;
     if (heads > partials) partials = heads;
@@ -328,17 +352,43 @@ static void plan_floats(Model *m, size_t B, size_t T) {
     memory_add(&m->plan, "a batch", (void **)&m->mask, N);
 }
 
+static const char *const KEPT = "activations kept for the backward pass", *const SCRATCH = "scratch",
+                         *const INPUTS = "inputs of products (no --recompute)";
+
+template <class X>
+static void add_activations(Model *m, const char *kind, X **where, size_t elements) {
+    memory_add(&m->plan, kind, (void **)where, elements * sizeof(X));
+}
+
+template <class X>
+static void layer_plan(Model *m, Activations<X> *a, size_t N, size_t input_layers) {
+    size_t C = (size_t)m->config.channels, F = (size_t)m->config.ffn, L = (size_t)m->config.layers;
+    add_activations(m, KEPT, &a->x_mid, L * N * C);
+    add_activations(m, KEPT, &a->gate_up, L * N * 2 * F);
+    add_activations(m, m->recompute ? SCRATCH : INPUTS, &a->h2, input_layers * N * C);
+    add_activations(m, SCRATCH, &a->dgate_up, N * 2 * F);
+}
+
+template <class X>
+static void unit_plan(Model *m, Activations<X> *a, size_t N, size_t input_layers) {
+    size_t K = query_width(&m->config), E = output_width(&m->config), L = (size_t)m->config.layers;
+    (void)input_layers;
+    add_activations(m, KEPT, &a->q, L * N * K);
+    add_activations(m, KEPT, &a->k, L * N * K);
+    add_activations(m, KEPT, &a->v, L * N * E);
+    add_activations(m, SCRATCH, &a->dq, N * K);
+    add_activations(m, SCRATCH, &a->dk, N * K);
+    add_activations(m, SCRATCH, &a->dv, N * E);
+}
+
 template <class X>
 static void plan_activations(Model *m, Activations<X> *a, size_t B, size_t T) {
     const ModelConfig *c = &m->config;
     size_t N = B * T, C = (size_t)c->channels, F = (size_t)c->ffn, VP = padded_vocab(c), L = (size_t)c->layers;
     size_t K = query_width(c), E = output_width(c), W = joined_width(c), kept_layers = m->recompute ? 1 : L,
            loss_rows = N < LOSS_ROWS ? N : LOSS_ROWS;
-    auto add = [m](const char *kind, X **where, size_t elements) {
-        memory_add(&m->plan, kind, (void **)where, elements * sizeof(X));
-    };
-    const char *kept = "activations kept for the backward pass", *scratch = "scratch";
-    const char *inputs = m->recompute ? scratch : "inputs of products (no --recompute)";
+    auto add = [m](const char *kind, X **where, size_t elements) { add_activations(m, kind, where, elements); };
+    const char *kept = KEPT, *scratch = SCRATCH, *inputs = m->recompute ? SCRATCH : INPUTS;
     rmsnorm_warps<X>(C);    // ends the program where there is no kernel for so many channels
     add(kept, &a->x, (L + 1) * N * C);
     add(kept, &a->joined, L * N * W);
@@ -350,19 +400,7 @@ static void plan_activations(Model *m, Activations<X> *a, size_t B, size_t T) {
     add(scratch, &a->djoined, N * W);
     add(inputs, &a->h1, kept_layers * N * C);
     add(inputs, &a->act, kept_layers * N * F);
-    if (is_gau(m)) {
-        add(kept, &a->q, L * N * K);
-        add(kept, &a->k, L * N * K);
-        add(kept, &a->v, L * N * F);
-        add(scratch, &a->dq, N * K);
-        add(scratch, &a->dk, N * K);
-        add(scratch, &a->dv, N * F);
-    } else {
-        add(kept, &a->x_mid, L * N * C);
-        add(kept, &a->gate_up, L * N * 2 * F);
-        add(inputs, &a->h2, kept_layers * N * C);
-        add(scratch, &a->dgate_up, N * 2 * F);
-    }
+    BLOCKS<X>[m->config.block].plan(m, a, N, kept_layers);
     add("logits of some rows", &a->logits, loss_rows * VP);
     add(scratch, &a->h, N * C);
     add(scratch, &a->dx, N * C);
@@ -464,15 +502,20 @@ static Rope rope_of(const Model *m, size_t B, size_t T) {
 
 // q, k and v as attention reads them, and their gradients as it writes them.
 template <class X>
-static FlashInputGrads<X> attention_views(const ModelConfig *c, Projected<X> of) {
+static FlashInputGrads<X> layer_views(const ModelConfig *c, Projected<X> of) {
     size_t W = joined_width(c), HS = head_size(c), K = query_width(c);
-    if (c->block == BLOCK_GAU) return {{of.q, K, HS}, {of.k, K, HS}, {of.v, output_width(c), value_size(c)}};
     return {{of.joined, W, HS}, {of.joined + K, W, HS}, {of.joined + K + key_width(c), W, HS}};
 }
 
 template <class X>
+static FlashInputGrads<X> unit_views(const ModelConfig *c, Projected<X> of) {
+    size_t K = query_width(c);
+    return {{of.q, K, K}, {of.k, K, K}, {of.v, output_width(c), value_size(c)}};
+}
+
+template <class X>
 static FlashInput<X> attention_input(const Model *m, Projected<X> of) {
-    FlashInputGrads<X> at = attention_views(&m->config, of);
+    FlashInputGrads<X> at = BLOCKS<X>[m->config.block].views(&m->config, of);
     return {{at.q.p, at.q.row, at.q.head}, {at.k.p, at.k.row, at.k.head}, {at.v.p, at.v.row, at.v.head}, m->first};
 }
 
@@ -490,7 +533,7 @@ template <class X>
 static void attention_layer_backward(Model *m, Activations<X> *a, const Layer<X> &of, size_t l, size_t B, size_t T) {
     FlashShape shape = flash_shape(m, B, T);
     phase(PHASE_ATTENTION);
-    flash_backward<X>(attention_views<X>(&m->config, {a->djoined, a->dq, a->dk, a->dv, NULL}),
+    flash_backward<X>(BLOCKS<X>[m->config.block].views(&m->config, {a->djoined, a->dq, a->dk, a->dv, NULL}),
                       layer_scalar_grads(m, m->grads, l), a->datt, {of.att, output_width(&m->config), shape.VS},
                       of.stats, attention_input(m, of.projected), layer_scalars(m, l), shape, m->scratch, stream);
 }
@@ -609,10 +652,7 @@ static void model_forward(Model *m, Activations<X> *a, const int32_t *tokens, si
     size_t N = B * T, C = (size_t)m->config.channels, layers = (size_t)m->config.layers;
     phase(PHASE_EMBEDDING);
     embedding_forward(a->x, weight<X>(m, m->list.embedding), tokens, N, C, stream);
-    for (size_t l = 0; l < layers; l++) {
-        if (is_gau(m)) unit_forward(m, a, l, B, T, counter);
-        else layer_forward(m, a, l, B, T, counter);
-    }
+    for (size_t l = 0; l < layers; l++) BLOCKS<X>[m->config.block].forward(m, a, l, B, T, counter);
     phase(PHASE_NORM);
     rmsnorm_forward(a->h, m->r, a->x + layers * N * C, m->params + m->list.norm, N, C, norm_eps(m), stream);
     phase(PHASE_OTHER);
@@ -659,8 +699,7 @@ static void model_backward(Model *m, Activations<X> *a, const BatchTokens &token
                      m->params + m->list.norm, m->r, N, C, stream);
     if (last) reduce_bucket(m, layers + 1);
     for (size_t l = layers; l-- > 0;) {
-        if (is_gau(m)) unit_backward(m, a, l, B, T, add);
-        else layer_backward(m, a, l, B, T, add);
+        BLOCKS<X>[m->config.block].backward(m, a, l, B, T, add);
         if (last) reduce_bucket(m, l + 1);
     }
     phase(PHASE_EMBEDDING);
@@ -699,7 +738,7 @@ static void find_segments(const Model *m, AdamSegment *table, size_t *count, siz
             size_t from = t->offset > part.from ? t->offset : part.from, to = t->offset + t->elements;
             if (to > part.from + part.floats) to = part.from + part.floats;
             if (from < to && tensor_trained(t, &m->config.attn))
-                table[(*count)++] = {from, to, state + from - part.from, t->decay, 0};
+                table[(*count)++] = {from, to, state + from - part.from, t->update == UPDATE_ADAMW, 0};
         }
         state += part.floats;
     }

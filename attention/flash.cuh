@@ -544,12 +544,6 @@ DEVICE bool is_visible(int own, int other, int e, int first) {
     return BY_COLUMN ? own <= other && own >= first : other <= own && other >= first;
 }
 
-// Is the key before the first one that the row sees? Then it is for all rows after it, too.
-template <class X>
-DEVICE bool before_first(const FlashCall<X> &call, int b, int key, int row) {
-    return call.first && key < first_key(call, b, row);
-}
-
 // The first keys of the rows that a lane owns, in a kernel whose blocks are B·NH.
 template <int ROWS, class X>
 DEVICE void first_keys(int (&first)[ROWS], const FlashCall<X> &call, int own_row) {
@@ -947,9 +941,11 @@ KERNEL void flash_forward_kernel(const FlashCall<X> call) {
         const int key0 = key_of(step), visible = warp_row + 16 * TILES - key0;
         UNROLL_NOT
         for (int c = 0; c < KEYS && c < visible; c += CHUNK) {
-            if (before_first(call, b, key0 + c + CHUNK - 1, warp_row)) continue;
-            const bool masked =
-                warp_row < key0 + c + CHUNK - 1 || before_first(call, b, key0 + c, warp_row + 16 * TILES - 1);
+            bool masked = warp_row < key0 + c + CHUNK - 1;
+            if (call.first) {
+                if (key0 + c + CHUNK <= first_key(call, b, warp_row)) continue;
+                masked = masked || key0 + c < first_key(call, b, warp_row + 16 * TILES - 1);
+            }
             const X *k_rows = k_tile + c * STEP, *v_rows = v_tile + c * STEP;
             if (masked || !splits_chunks<HS>)
                 forward_keys<X, HS, PHI, POST, true>(sum, row, own, k_rows, v_rows, warp_row, key0 + c, sweep, call);
@@ -1295,9 +1291,11 @@ KERNEL void flash_dq_kernel(const FlashCall<X> call) {
         }
         UNROLL_NOT
         for (int c = 0; c < KEYS && c < visible; c += CHUNK) {
-            if (before_first(call, b, key0 + c + CHUNK - 1, warp_row)) continue;
-            const bool masked =
-                key0 + c + CHUNK - 1 > warp_row || before_first(call, b, key0 + c, warp_row + 16 * TILES - 1);
+            bool masked = key0 + c + CHUNK - 1 > warp_row;
+            if (call.first) {
+                if (key0 + c + CHUNK <= first_key(call, b, warp_row)) continue;
+                masked = masked || key0 + c < first_key(call, b, warp_row + 16 * TILES - 1);
+            }
             const X *k_rows = k_tile + c * STEP, *v_rows = v_tile + c * STEP;
             if (masked)
                 dq_keys<X, HS, PHI, POST, WIDE, true>(dq, less_dq, d, g_sum, number_sum, less_sum, row, own_q, own_dout,
@@ -1418,9 +1416,8 @@ KERNEL void flash_dkv_kernel(const FlashCall<X> call) {
     const X *k = head_at(call, call.k, b, kv) + key0 * call.k.row;
     const X *v = head_at(call, call.v, b, kv) + key0 * call.v.row + column0;
     const int first = key0 / ROWS * ROWS, group = call.NH / call.NKV;
-    int end = T;    // Rows that begin behind these keys see none of them, nor do those after them.
-    if (call.first)
-        for (end = first; end < T && !before_first(call, b, key0 + OWN - 1, end); end += ROWS) {}
+    // Rows that begin behind these keys see none of them, nor do those after them.
+    auto sees_none = [&](int row) { return call.first && key0 + OWN <= first_key(call, b, row); };
 
     tile_load<OWN, HS, THREADS>(k_tile, k, call.k.row, T - key0, call.HS);
     if (MODE == KEYS_BOTH) tile_load<OWN, HS, THREADS>(v_tile, v, call.v.row, T - key0, columns);
@@ -1452,9 +1449,9 @@ KERNEL void flash_dkv_kernel(const FlashCall<X> call) {
         };
         if (member > 0) __syncthreads();    // nobody needs the tiles of the head before any more
         load(first);
-        for (int row0 = first; row0 < end; row0 += ROWS) {
+        for (int row0 = first; row0 < T && !sees_none(row0); row0 += ROWS) {
             tile_wait();
-            if (row0 + ROWS < end) load(row0 + ROWS);
+            if (row0 + ROWS < T && !sees_none(row0 + ROWS)) load(row0 + ROWS);
             if (row0 == first && member == 0) {
                 own_keep(own_k);
                 if (MODE == KEYS_BOTH) own_keep(own_v);
@@ -1470,10 +1467,12 @@ KERNEL void flash_dkv_kernel(const FlashCall<X> call) {
             }
             UNROLL_NOT
             for (int c = 0; c < ROWS && row0 + c < T; c += CHUNK) {
-                if (row0 + c + CHUNK <= warp_key || before_first(call, b, warp_key + 16 * TILES - 1, row0 + c))
-                    continue;
-                const bool masked =
-                    row0 + c < warp_key + 16 * TILES - 1 || before_first(call, b, warp_key, row0 + c + CHUNK - 1);
+                if (row0 + c + CHUNK <= warp_key) continue;
+                bool masked = row0 + c < warp_key + 16 * TILES - 1;
+                if (call.first) {
+                    if (warp_key + 16 * TILES <= first_key(call, b, row0 + c)) continue;
+                    masked = masked || warp_key < first_key(call, b, row0 + c + CHUNK - 1);
+                }
                 const X *q_rows = q_tile + c * STEP, *dout_rows = dout_tile + c * STEP;
                 if (masked)
                     dkv_rows<X, HS, PHI, POST, MODE, true, TILES, NT, ROWS>(dk, dv, d, own_k, own_v, q_rows, dout_rows,

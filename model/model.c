@@ -228,6 +228,7 @@ typedef struct {
     const char *name;
     Dimension rows, cols;
     Start start;
+    UpdateRule update;
     bool joined;
     size_t field;    // where its offset goes; with START_SCALAR, that of the first scalar
 } Row;
@@ -237,39 +238,39 @@ typedef struct {
 
 // clang-format off
 static const Row FIRST_ROWS[] = {
-    {"model.embed_tokens.weight",       VOCAB,    CHANNELS, START_NORMAL,   false, IN_LIST(embedding)},
-    {"model.",                          NONE,     NONE,     START_SCALAR,   false, IN_LIST(scalar)},
+    {"model.embed_tokens.weight",       VOCAB,    CHANNELS, START_NORMAL,   UPDATE_ADAMW, false, IN_LIST(embedding)},
+    {"model.",                          NONE,     NONE,     START_SCALAR,   UPDATE_ADAM,  false, IN_LIST(scalar)},
 };
 // After "model.layers.N."
 static const Row LLAMA_ROWS[] = {
-    {"input_layernorm.weight",          CHANNELS, NONE,     START_ONE,      false, IN_LAYER(norm1)},
-    {"self_attn.q_proj.weight",         Q_WIDTH,  CHANNELS, START_NORMAL,   false, IN_LAYER(q)},
-    {"self_attn.k_proj.weight",         KV_WIDTH, CHANNELS, START_NORMAL,   true,  IN_LAYER(k)},
-    {"self_attn.v_proj.weight",         KV_WIDTH, CHANNELS, START_NORMAL,   true,  IN_LAYER(v)},
-    {"self_attn.q_norm.weight",         QK_GAIN,  NONE,     START_ONE,      false, IN_LAYER(q_norm)},
-    {"self_attn.k_norm.weight",         QK_GAIN,  NONE,     START_ONE,      false, IN_LAYER(k_norm)},
-    {"self_attn.",                      NONE,     NONE,     START_SCALAR,   false, IN_LAYER(scalar)},
-    {"self_attn.o_proj.weight",         CHANNELS, Q_WIDTH,  START_RESIDUAL, false, IN_LAYER(o)},
-    {"post_attention_layernorm.weight", CHANNELS, NONE,     START_ONE,      false, IN_LAYER(norm2)},
-    {"mlp.gate_proj.weight",            FFN,      CHANNELS, START_NORMAL,   false, IN_LAYER(gate)},
-    {"mlp.up_proj.weight",              FFN,      CHANNELS, START_NORMAL,   true,  IN_LAYER(up)},
-    {"mlp.down_proj.weight",            CHANNELS, FFN,      START_RESIDUAL, false, IN_LAYER(down)},
+    {"input_layernorm.weight",          CHANNELS, NONE,     START_ONE,      UPDATE_ADAM,  false, IN_LAYER(norm1)},
+    {"self_attn.q_proj.weight",         Q_WIDTH,  CHANNELS, START_NORMAL,   UPDATE_ADAMW, false, IN_LAYER(q)},
+    {"self_attn.k_proj.weight",         KV_WIDTH, CHANNELS, START_NORMAL,   UPDATE_ADAMW, true,  IN_LAYER(k)},
+    {"self_attn.v_proj.weight",         KV_WIDTH, CHANNELS, START_NORMAL,   UPDATE_ADAMW, true,  IN_LAYER(v)},
+    {"self_attn.q_norm.weight",         QK_GAIN,  NONE,     START_ONE,      UPDATE_ADAM,  false, IN_LAYER(q_norm)},
+    {"self_attn.k_norm.weight",         QK_GAIN,  NONE,     START_ONE,      UPDATE_ADAM,  false, IN_LAYER(k_norm)},
+    {"self_attn.",                      NONE,     NONE,     START_SCALAR,   UPDATE_ADAM,  false, IN_LAYER(scalar)},
+    {"self_attn.o_proj.weight",         CHANNELS, Q_WIDTH,  START_RESIDUAL, UPDATE_ADAMW, false, IN_LAYER(o)},
+    {"post_attention_layernorm.weight", CHANNELS, NONE,     START_ONE,      UPDATE_ADAM,  false, IN_LAYER(norm2)},
+    {"mlp.gate_proj.weight",            FFN,      CHANNELS, START_NORMAL,   UPDATE_ADAMW, false, IN_LAYER(gate)},
+    {"mlp.up_proj.weight",              FFN,      CHANNELS, START_NORMAL,   UPDATE_ADAMW, true,  IN_LAYER(up)},
+    {"mlp.down_proj.weight",            CHANNELS, FFN,      START_RESIDUAL, UPDATE_ADAMW, false, IN_LAYER(down)},
 };
 static const Row GAU_ROWS[] = {
-    {"input_layernorm.weight",          CHANNELS, NONE,     START_ONE,      false, IN_LAYER(norm1)},
-    {"gau.u_proj.weight",               FFN,      CHANNELS, START_NORMAL,   false, IN_LAYER(u)},
-    {"gau.v_proj.weight",               FFN,      CHANNELS, START_NORMAL,   true,  IN_LAYER(gau_v)},
-    {"gau.z_proj.weight",               HEAD_DIM, CHANNELS, START_NORMAL,   true,  IN_LAYER(z)},
-    {"gau.q_gain",                      HEAD_DIM, NONE,     START_ONE,      false, IN_LAYER(q_gain)},
-    {"gau.q_offset",                    HEAD_DIM, NONE,     START_ZERO,     false, IN_LAYER(q_offset)},
-    {"gau.k_gain",                      HEAD_DIM, NONE,     START_ONE,      false, IN_LAYER(k_gain)},
-    {"gau.k_offset",                    HEAD_DIM, NONE,     START_ZERO,     false, IN_LAYER(k_offset)},
-    {"gau.",                            NONE,     NONE,     START_SCALAR,   false, IN_LAYER(scalar)},
-    {"gau.o_proj.weight",               CHANNELS, FFN,      START_RESIDUAL, false, IN_LAYER(o)},
+    {"input_layernorm.weight",          CHANNELS, NONE,     START_ONE,      UPDATE_ADAM,  false, IN_LAYER(norm1)},
+    {"gau.u_proj.weight",               FFN,      CHANNELS, START_NORMAL,   UPDATE_ADAMW, false, IN_LAYER(u)},
+    {"gau.v_proj.weight",               FFN,      CHANNELS, START_NORMAL,   UPDATE_ADAMW, true,  IN_LAYER(gau_v)},
+    {"gau.z_proj.weight",               HEAD_DIM, CHANNELS, START_NORMAL,   UPDATE_ADAMW, true,  IN_LAYER(z)},
+    {"gau.q_gain",                      HEAD_DIM, NONE,     START_ONE,      UPDATE_ADAM,  false, IN_LAYER(q_gain)},
+    {"gau.q_offset",                    HEAD_DIM, NONE,     START_ZERO,     UPDATE_ADAM,  false, IN_LAYER(q_offset)},
+    {"gau.k_gain",                      HEAD_DIM, NONE,     START_ONE,      UPDATE_ADAM,  false, IN_LAYER(k_gain)},
+    {"gau.k_offset",                    HEAD_DIM, NONE,     START_ZERO,     UPDATE_ADAM,  false, IN_LAYER(k_offset)},
+    {"gau.",                            NONE,     NONE,     START_SCALAR,   UPDATE_ADAM,  false, IN_LAYER(scalar)},
+    {"gau.o_proj.weight",               CHANNELS, FFN,      START_RESIDUAL, UPDATE_ADAMW, false, IN_LAYER(o)},
 };
 static const Row LAST_ROWS[] = {
-    {"model.norm.weight",               CHANNELS, NONE,     START_ONE,      false, IN_LIST(norm)},
-    {"lm_head.weight",                  VOCAB,    CHANNELS, START_NORMAL,   false, IN_LIST(head)},
+    {"model.norm.weight",               CHANNELS, NONE,     START_ONE,      UPDATE_ADAM,  false, IN_LIST(norm)},
+    {"lm_head.weight",                  VOCAB,    CHANNELS, START_NORMAL,   UPDATE_ADAMW, false, IN_LIST(head)},
 };
 // clang-format on
 
@@ -319,7 +320,7 @@ static void add(const Listing *to, const Row *row, Scalar scalar, const char *pr
                   .scalar = scalar};
     snprintf(t->name, sizeof t->name, "%s%s%s", prefix, row->name, scalar == SCALAR_NONE ? "" : scalar_names[scalar]);
     t->elements = t->shape[0] * t->shape[1];
-    t->decay = t->ndim == 2;
+    t->update = row->update;
     set_start(t, to->config, row->start);
     if (!row->joined) list->floats = (list->floats + 15) / 16 * 16;    // 64 bytes
     t->offset = list->floats;

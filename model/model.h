@@ -76,6 +76,9 @@ size_t output_width(const ModelConfig *config);    // attention's output, which 
 // The width of what one matmul computes from a layer's normalized input: q, k and v, or a gated unit's u, v and z.
 size_t joined_width(const ModelConfig *config);
 
+// How a tensor is updated: by Adam, with decoupled weight decay or without.
+typedef enum { UPDATE_ADAM, UPDATE_ADAMW } UpdateRule;
+
 // One tensor of the model; the list is the only place that knows them.
 typedef struct {
     char name[96];    // in checkpoints: Hugging Face's Llama names
@@ -83,8 +86,8 @@ typedef struct {
     size_t shape[2], elements;
     size_t offset;      // of its first float in an array of all parameters (or gradients, or moments)
     float mean, std;    // how it starts
-    bool decay;         // weight decay: rank 2 alone
-    Scalar scalar;      // which of the normalizer's, which it may have, train, or lack; SCALAR_NONE for all else
+    UpdateRule update;
+    Scalar scalar;    // which of the normalizer's, which it may have, train, or lack; SCALAR_NONE for all else
 } Tensor;
 
 typedef struct {

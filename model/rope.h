@@ -11,7 +11,9 @@
 //   cosines, sines (T,HS/2) written
 static inline void rope_table(real *cosines, real *sines, size_t T, size_t HS, double theta) {
     size_t half = HS / 2;
+#ifdef _OPENMP    // nvcc builds its host code without
     #pragma omp parallel for schedule(static)
+#endif
     for (size_t t = 0; t < T; t++) {
         for (size_t i = 0; i < half; i++) {
             double angle = (double)t * pow(theta, -2.0 * (double)i / (double)HS);
