@@ -141,6 +141,7 @@ def test_defect_is_found(programs, name):
     assert any(r.returncode != 0 and re.search(message, r.stdout + r.stderr) for r in runs), "\n".join(r.stdout + r.stderr for r in runs)
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("name", RACES)
 def test_race_is_found(programs, name):
     for settings in ("", "ORDER=reverse COPY=wait"):
@@ -148,6 +149,7 @@ def test_race_is_found(programs, name):
         assert r.returncode != 0 and re.search(RACE, r.stderr), settings + r.stdout + r.stderr
 
 
+@pytest.mark.drawn(12)
 @pytest.mark.parametrize("name", FOUND)
 def test_sound_twin_passes(programs, name):
     settings = SETTINGS if os.environ.get("CUDA_ON_CPU_LONG") else SOME

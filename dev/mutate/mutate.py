@@ -3,7 +3,7 @@
 test fails each time.
 
     dev/mutate/mutate.py             every change in mutations.txt
-    dev/mutate/mutate.py --draw 5    five of them, drawn by the date
+    dev/mutate/mutate.py --draw 5    five of them, drawn by commit
     dev/mutate/mutate.py --only D    those whose line contains D
 
 It works in a copy of the tree in a temporary folder. A change that no test notices is a hole in the tests: it is
@@ -11,9 +11,7 @@ listed, and the exit status is 1. The same goes for a change that no longer appl
 test noticed it.
 """
 import argparse
-import datetime
 import os
-import random
 import re
 import shutil
 import subprocess
@@ -21,6 +19,9 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import draw
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv/bin/python"
@@ -36,7 +37,7 @@ TRAINER = ("train_gpt2.cu", "cuda/collective.cu", "cuda/matmul.cu")
 TRAINER_TESTS = [("test_gpt2cu_on_cpu", ["./test_gpt2cu_on_cpu", "softmax_tied_v97_T33"]), ("test_gpt2cu_on_cpu", ["./test_gpt2cu_on_cpu", "softmax_gau_T33"]),
                  ("train_gpt2cu_on_cpu", [*PYTEST, "dev/tests/test_cuda.py", "-k", "late or masks or rows_without or switch_in or several_processes or"
                                           " same_number or recomputing or resume"])]
-FLASH_INSTANCES = ("exp", "exp_recenter", "softplus_reweight", "any_two_sweeps", "float", "float_two_sweeps")
+INSTANCES = "exp exp_recenter softplus_reweight any_two_sweeps float float_two_sweeps"
 
 
 def mutations():
@@ -50,7 +51,7 @@ def mutations():
 
 def build(tree, target):
     """None, or the compiler's first complaint."""
-    made = subprocess.run(["make", "-s", "-j2", "OPT=-O1", "CU_OPT=-O0", "train_gpt2", target], cwd=tree, capture_output=True, text=True)
+    made = subprocess.run(["make", "-s", "-j2", "OPT=-O1", "CU_OPT=-O0", f"INSTANCES={INSTANCES}", "train_gpt2", target], cwd=tree, capture_output=True, text=True)
     return (made.stderr.strip().splitlines() or ["make failed"])[0] if made.returncode else None
 
 
@@ -61,26 +62,20 @@ def tests_of(file):
 
 
 def verdict_of(tree, tests):
-    """The first test that fails, as "noticed by ..."; what does not build; None where all tests pass."""
-    for target, command in tests:
+    """(what came of the tests, the first test that fails or None)."""
+    for test in tests:
+        target, command = test
         complaint = build(tree, target)
         if complaint:
-            return f"does not build: {complaint}"
-        env = {**os.environ, "FLASH_SO": str(tree / "build/on_cpu/flash.so")}
+            return f"does not build: {complaint}", None
+        env = {**os.environ, "FLASH_SO": str(tree / "build/on_cpu/flash.so"), "TRAIN_GPT2CU": str(tree / "train_gpt2cu_on_cpu")}
         try:
             status = subprocess.run(command, cwd=tree, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=600, env=env).returncode
         except subprocess.TimeoutExpired:
             status = "no end"
         if status:
-            return "noticed by " + " ".join(command)
-    return None
-
-
-def few_instances(tree):
-    """Leaves those of FLASH_INSTANCES alone, for the build's sake."""
-    path = tree / "attention/flash_instances.h"
-    rows = [line for line in path.read_text().splitlines() if not line.startswith("FLASH_INSTANCE(") or line[15:].split(",")[0] in FLASH_INSTANCES]
-    path.write_text("\n".join(rows) + "\n")
+            return "noticed by " + " ".join(command), test
+    return "no test noticed", None
 
 
 def places(text, old):
@@ -93,7 +88,7 @@ def try_mutation(tree, file, old, new):
     text = path.read_text()
     found = places(text, old)
     if len(found) != 1:
-        return f"occurs {len(found)} times in {file}, expected once"
+        return f"occurs {len(found)} times in {file}, expected once", None
     try:
         path.write_text(text[:found[0].start()] + new + text[found[0].end():])
         return verdict_of(tree, tests_of(file))
@@ -108,24 +103,26 @@ def main():
     arguments = parser.parse_args()
     chosen = [m for m in mutations() if arguments.only in " ".join(m)]
     if arguments.draw:
-        chosen = random.Random(datetime.date.today().toordinal()).sample(chosen, min(arguments.draw, len(chosen)))
+        chosen = draw.sample(chosen, arguments.draw)
+        print(f"drawn by {draw.commit()}", flush=True)
     noticed = 0
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
         shutil.copytree(ROOT, tree, symlinks=True, ignore=shutil.ignore_patterns(".git", ".venv", ".cuda", "out", "build", "__pycache__", "*.bin", "*_gpt2"))
         if (ROOT / ".cuda").exists():
             (tree / ".cuda").symlink_to(ROOT / ".cuda")
-        few_instances(tree)
-        for tests in [tests for tests in (TESTS, KERNEL_TESTS, PHI_TESTS, FLASH_TESTS, TRAINER_TESTS) if any(tests_of(file) is tests for file, _, _ in chosen)]:
-            red = verdict_of(tree, tests)
-            if red:
-                sys.exit(f"before anything was changed: {red}")
+        noticed_by = []
         for file, old, new in chosen:
             start = time.time()
-            verdict = try_mutation(tree, file, old, new)
-            good = verdict is not None and verdict.startswith("noticed")
-            noticed += good
-            print(f"{'ok' if good else 'HOLE'}  {file}: {old}  ->  {new}\n      {verdict or 'no test noticed'}, {time.time() - start:.0f} s", flush=True)
+            verdict, test = try_mutation(tree, file, old, new)
+            noticed += test is not None
+            if test is not None and test not in noticed_by:
+                noticed_by.append(test)
+            print(f"{'ok' if test else 'HOLE'}  {file}: {old}  ->  {new}\n      {verdict}, {time.time() - start:.0f} s", flush=True)
+        for test in noticed_by:     # a test that fails without any change has noticed nothing
+            verdict, failing = verdict_of(tree, [test])
+            if failing or verdict != "no test noticed":
+                sys.exit(f"with nothing changed: {verdict}")
     print(f"{noticed} passed, {len(chosen) - noticed} failed")
     return noticed != len(chosen)
 

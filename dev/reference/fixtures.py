@@ -298,11 +298,13 @@ def run_layer(case, **options):
 
 
 @functools.cache
-def all_answers():
-    """The two files' tensors, by file name."""
+def all_answers(wanted=None):
+    """The two files' tensors, by file name; of the wanted cases only, where they are given."""
     torch.set_num_threads(1)    # small operations: threads would cost more than they save
     files = {"models.safetensors": {}, "layers.safetensors": {}}
     for case in cases():
+        if wanted is not None and case["case"] not in wanted:
+            continue
         is_model = case["kind"] == "model"
         answers = run_model(case) if is_model else run_layer(case)
         file = files["models.safetensors" if is_model else "layers.safetensors"]
@@ -310,11 +312,14 @@ def all_answers():
     return files
 
 
-def differences(folder):
-    """What is kept in the folder and is not what the reference says, a line each. Tensors agree to 1e-6 of their norm."""
+def differences(folder, wanted=None):
+    """What is kept in the folder and is not what the reference says, a line each. Tensors agree to 1e-6 of their norm.
+
+    With `wanted`, of those cases only; tensors of a case that does not exist are named all the same."""
+    left_out = set() if wanted is None else {case["case"] for case in cases()} - set(wanted)
     found = [] if (folder / "cases.txt").read_text() == cases_text() else ["cases.txt differs"]
-    for name, tensors in all_answers().items():
-        kept = load_file(folder / name)
+    for name, tensors in all_answers(wanted and tuple(wanted)).items():
+        kept = {key: x for key, x in load_file(folder / name).items() if key.split("/")[0] not in left_out}
         found += [f"{name}: {key} is on one side only" for key in sorted(kept.keys() ^ tensors.keys())]
         for key in kept.keys() & tensors.keys():
             if kept[key].shape != tensors[key].shape:

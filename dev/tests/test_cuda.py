@@ -34,6 +34,7 @@ def presets():
 QK_NORM = MODEL + ",heads=4,kv_heads=2,head_dim=16,norm_eps=0.01,qk_norm=1"
 
 
+@pytest.mark.drawn(16)
 @pytest.mark.parametrize("name, model", [*((name, model) for name in presets() for model in (MODEL, GAU)), ("ssmax", QK_NORM), ("lssa", QK_NORM)], ids=lambda x: "gau" if x == GAU else "llama" if x == MODEL else x)
 def test_ten_steps(cuda, data, tmp_path, name, model):
     """Losses within 1e-4, and the gradients' norms, which see what a loss does not yet."""
@@ -173,6 +174,7 @@ def test_rows_without_weight(cuda, data, tmp_path):
 # ---- several processes
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("processes, flags", [(2, []), (2, ["--zero", 1]), (4, ["--zero", 1]), (4, []), (2, ["--zero", 1, "--reduce-dtype", "bf16"]),
                                               (2, ["--zero", 1, "--dtype", "bf16"])],
                          ids=lambda x: " ".join(map(str, x)) if isinstance(x, list) else str(x))

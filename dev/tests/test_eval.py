@@ -173,6 +173,7 @@ def under(tensors, config, attn):
     return tensors | new, changed
 
 
+@pytest.mark.drawn(20)
 @pytest.mark.parametrize("block", SHAPES)
 @pytest.mark.parametrize("attn", [*reference.PRESETS, "softmax+post=reweight:3", "sigmoid-logn-l1+post=reweight:15"])
 def test_a_change_is_the_references(block, attn, softmax, data, tmp_path):
@@ -227,6 +228,7 @@ def test_ranges_of_positions(softmax, data, tmp_path):
         assert abs(float(loss) - np.mean(result["results"][0]["loss_by_position"][first - 1:last])) < 1e-4
 
 
+@pytest.mark.drawn(16)
 @pytest.mark.parametrize("block", SHAPES)
 @pytest.mark.parametrize("attn", reference.PRESETS)
 def test_untrained_it_is_finite(block, attn, checkpoints, data, tmp_path):

@@ -270,11 +270,13 @@ def shared_cases():
             yield Case(attn, BF16, 200, 128, 192, B=2, NH=1, documents=True)
 
 
+@pytest.mark.drawn(14)
 @pytest.mark.parametrize("case", list(shared_cases()), ids=str)
 def test_shared_heads_and_documents(flash, case):
     check(case, by_flash(flash, case, *inputs(case)))
 
 
+@pytest.mark.drawn(56)
 @pytest.mark.parametrize("case", list(every_case() if ALL else quick_cases()), ids=str)
 def test_formula(flash, case):
     check(case, by_flash(flash, case, *inputs(case)))

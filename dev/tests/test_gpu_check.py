@@ -669,6 +669,7 @@ def softmax_with_sum(q, k, v):
     return torch.softmax(scores, -1).to(v.dtype) @ v, torch.logsumexp(scores, -1)
 
 
+@pytest.mark.drawn(10)
 @pytest.mark.parametrize("name", reference.PRESETS)
 def test_pytorchs_ways_compute_the_normalizer(name):
     """The formula, what SDPA does, and what FlexAttention does with its output and log-sum-exp."""

@@ -183,6 +183,7 @@ def loose_cache(name):
     return whole_length(name) or reference.parse_normalizer(name).post not in ("none", "negate")
 
 
+@pytest.mark.drawn(24)
 @pytest.mark.parametrize("name", NORMALIZERS)
 @pytest.mark.parametrize("block", BLOCKS)
 def test_every_normalizer_is_ours(block, name, model_of):

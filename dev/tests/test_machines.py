@@ -253,6 +253,7 @@ def test_kill_9_of_launch_sh_ends_two_machines(data, nodes, tmp_path):
     wait_for_empty(nodes)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("launcher, victim", [(1, 2), (0, 1)], ids=["launched beside rank 0", "launched elsewhere, rank 0 gone"])
 def test_a_machine_that_vanishes(data, nodes, tmp_path, launcher, victim):
     out = tmp_path / "out"

@@ -3,6 +3,7 @@ kept fixtures against the reference."""
 
 import functools
 import math
+import os
 import subprocess
 import sys
 import types
@@ -13,7 +14,8 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "dev" / "reference"))
+sys.path[:0] = [str(ROOT / "dev" / "reference"), str(ROOT / "dev")]
+import draw
 import fixtures
 import model as reference
 from model import parse_normalizer
@@ -352,6 +354,7 @@ OVERRIDES = [*fixtures.OVERRIDES, "softmax+qk=l2", "softmax+offset=-logT", "soft
              "softmax+scale=const:0.3", "softmax+scale=log:L", "relu2-l1+post=reweight:1", "ssmax-bias+fixed", "gelu-l1+norm=l1+2"]
 
 
+@pytest.mark.drawn(16)
 @pytest.mark.parametrize("name", [*reference.PRESETS, *OVERRIDES])
 def test_finite_differences(name):
     leaves = [random(1, 2, 6, 4, seed=seed, scale=1.2).requires_grad_() for seed in (3, 4, 5)]
@@ -478,7 +481,9 @@ def test_digest_estimates_the_error():
 
 
 def test_kept_fixtures_are_what_the_reference_says():
-    assert fixtures.differences(fixtures.FOLDER) == []
+    """All of them; in CI a quarter of the cases, drawn by commit."""
+    names = [case["case"] for case in fixtures.cases()]
+    assert fixtures.differences(fixtures.FOLDER, draw.sample(names, len(names) // 4) if os.environ.get("DRAW") else None) == []
 
 
 def test_a_changed_fixture_is_named(tmp_path):
@@ -489,7 +494,7 @@ def test_a_changed_fixture_is_named(tmp_path):
     tensors["matmul_N1_C48_OC97/out"][0] = np.nan
     tensors["extra/out"] = tensors.pop("swiglu_N88/out")
     fixtures.save_file(tensors, tmp_path / "layers.safetensors")
-    found = "\n".join(fixtures.differences(tmp_path))
+    found = "\n".join(fixtures.differences(tmp_path, ["rope_T33_d48", "matmul_N1_C48_OC97", "swiglu_N88", "swiglu_N1"]))
     for name in "rope_T33_d48/dx differs", "matmul_N1_C48_OC97/out differs", "extra/out", "swiglu_N88/out":
         assert name in found
     assert found.count("\n") == 3
@@ -516,6 +521,7 @@ def stored_error(stored, other, floor):
     return worst / max(stored[0], floor)
 
 
+@pytest.mark.drawn(24)
 @pytest.mark.parametrize("case", [case for case in fixtures.cases() if "vocab=97" in case.get("model", "")],
                          ids=lambda case: case["case"])
 def test_float32_can_meet_the_bounds(case):
@@ -529,6 +535,7 @@ def test_float32_can_meet_the_bounds(case):
     assert max([stored_error(exact[key], rounded[key], 0) for key in exact if key.startswith("update/")], default=0) < 1e-3
 
 
+@pytest.mark.drawn(12)
 @pytest.mark.parametrize("attn", fixtures.NORMALIZERS)
 def test_float32_attention_can_meet_the_bounds(attn):
     for case in (case for case in fixtures.cases() if case["kind"] == "attention" and case["attn"] == attn):

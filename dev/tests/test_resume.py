@@ -137,6 +137,7 @@ def faults():
     return faults_program()
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("kind", FAULTS)
 def test_every_point_of_a_save(data, tmp_path, faults, kind):
     whole = tmp_path / "whole"

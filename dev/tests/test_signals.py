@@ -168,6 +168,7 @@ def assert_same(a, b, step):
     assert metrics(a) == metrics(b)[:step]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("stop", STOPS, ids=lambda stop: stop.name)
 def test_stop(data, whole, tmp_path, stop):
     out, expected = tmp_path / "out", whole(stop)
@@ -211,7 +212,7 @@ def test_no_thread_of_the_trainer_runs_a_handler(little, ranks):
         assert_held(TRAIN, little, ranks)
     finally:
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == STOPPED
+        finish(process, STOPPED)    # reads on: a full pipe would hold up the trainer
 
 
 def test_sampler_and_evaluator_end_by_a_signal(little, tmp_path):

@@ -75,6 +75,7 @@ CASES = {
 }
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("case", CASES)
 def test_a_stop_anywhere(data, weights, faults, tmp_path, case):
     """At each place where the run looks for a signal; each stopped run is resumed by the command that began it."""
@@ -190,6 +191,7 @@ def go_back(out, step):
             shutil.rmtree(checkpoint(out, newer))
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("back", [0, 2, 3, 5])
 @pytest.mark.parametrize("flag", [[], ["--attn-switch", "3:ssmax"], ["--attn-switch", "7:softmax1"]], ids=["no flag", "the first", "the second"])
 def test_back_to_before_two_switches(data, tmp_path, back, flag):

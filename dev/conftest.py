@@ -1,0 +1,39 @@
+"""Which cases CI runs of tests that have many.
+
+@pytest.mark.drawn(N): with DRAW=COMMIT in the environment, as scripts/test.sh sets it, only N of a test's cases run,
+drawn by that commit (dev/draw.py). Without it all of them run, and so does `scripts/test.sh --all`.
+DRAW_ONE_IN=N draws one in N of all tests.
+"""
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+import draw
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "drawn(n): CI runs n of the cases, drawn by commit")
+
+
+def pytest_report_header():
+    return f"cases drawn by {draw.commit()}" if os.environ.get("DRAW") else "all cases, none drawn"
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    if not os.environ.get("DRAW"):
+        return
+    groups = {}
+    for item in items:
+        mark = item.get_closest_marker("drawn")
+        groups.setdefault((item.function, mark.args[0]) if mark else (item, 1), []).append(item)
+    kept = [item for (_, count), cases in groups.items() for item in draw.sample(cases, count)]
+    share = int(os.environ.get("DRAW_ONE_IN", 1))
+    if share > 1:
+        kept = draw.sample(kept, len(kept) // share)
+    chosen = set(kept)
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = [item for item in items if item in chosen]

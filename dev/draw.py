@@ -1,0 +1,31 @@
+#!/usr/bin/env python3
+"""Draws cases by commit: a run on one commit draws the same cases on every machine, and the next commit draws others.
+
+    dev/draw.py N WORD...    prints N of the words
+
+DRAW=COMMIT repeats another commit's draw.
+"""
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+
+def commit():
+    """$DRAW, or the commit of this checkout, or "none" outside of git."""
+    if os.environ.get("DRAW"):
+        return os.environ["DRAW"]
+    found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
+    return found.stdout.strip() if found.returncode == 0 else "none"
+
+
+def sample(cases, count):
+    """So many of the cases, in their order; all of them where there are not more."""
+    cases = list(cases)
+    drawn = sorted(random.Random(commit()).sample(range(len(cases)), min(count, len(cases))))
+    return [cases[i] for i in drawn]
+
+
+if __name__ == "__main__":
+    print(*sample(sys.argv[2:], int(sys.argv[1])))
