@@ -128,9 +128,17 @@ $(BUILD)/run/folder.o: $(BUILD)/commit
 
 # ---- the CUDA programs: by nvcc for GPUs, in $(BUILD)/cuda, and the same source by g++ for the CPU (dev/cuda_on_cpu), in $(BUILD)/on_cpu
 GPUS       ?= 80 90
-CU_OPT     ?= -O2
+CU_OPT     ?= $(if $(filter 1,$(SAN) $(TSAN)),-O0,-O2)
 CU_PROGRAMS = train_gpt2 test_gpt2
-INSTANCES  := $(shell sed -n 's/^FLASH_INSTANCE.\([a-z0-9_]*\),.*/\1/p' attention/flash_instances.h 2>/dev/null)
+ROWS       := $(shell sed -n 's/^FLASH_INSTANCE.\([a-z0-9_]*\),.*/\1/p' attention/flash_instances.h 2>/dev/null)
+# INSTANCES="exp float": only these rows of attention's kernels, for a short build; $(BUILD)/rows then has the table.
+INSTANCES  ?= $(ROWS)
+ifneq ($(strip $(INSTANCES)),$(ROWS))
+  FEW      := -I$(BUILD)/rows
+  $(shell mkdir -p $(BUILD)/rows/attention; sed -E '/^FLASH_INSTANCE/{/^.{15}($(subst $() ,|,$(strip $(INSTANCES)))),/!d}' \
+    attention/flash_instances.h > $(BUILD)/rows.new; cmp -s $(BUILD)/rows.new $(BUILD)/rows/attention/flash_instances.h || \
+    mv $(BUILD)/rows.new $(BUILD)/rows/attention/flash_instances.h)
+endif
 FLASH       = $(patsubst %.cu,%.o,$(filter-out attention/flash_instance.cu,$(wildcard attention/*.cu))) \
               $(if $(ONLY),attention/flash_instance.o,$(INSTANCES:%=attention/flash_instance_%.o))
 CUDA_SOURCES = $(wildcard cuda/*.cu)
@@ -142,7 +150,7 @@ library_in  = $(abspath $(firstword $(wildcard $(addsuffix /$(1),$(2)/lib64 $(2)
 GPU_SHARED  = $(call library_in,libcublasLt.so*,$(CUBLAS)) $(if $(USE_NCCL),$(call library_in,libnccl.so*,$(NCCL)))
 CUDART      = $(call library_in,libcudart_static.a,$(CUDA))
 GPU_LIBS    = $(GPU_SHARED) $(patsubst %/,-Wl$(comma)-rpath$(comma)%,$(dir $(GPU_SHARED))) $(CUDART) -ldl -lrt -lpthread
-CU_FLAGS    = -std=c++17 -I. -MMD -MP $(ONLY) $(if $(USE_NCCL),-DUSE_NCCL) $(patsubst %,-isystem %/include,$(filter-out 0 /usr,$(CUBLAS) $(NCCL)))
+CU_FLAGS    = -std=c++17 $(FEW) -I. -MMD -MP $(ONLY) $(if $(USE_NCCL),-DUSE_NCCL) $(patsubst %,-isystem %/include,$(filter-out 0 /usr,$(CUBLAS) $(NCCL)))
 NVCCFLAGS   = $(CU_FLAGS) -O3 -lineinfo $(architectures) -Xcompiler -Wall,-Wextra,-fPIC $(if $(filter 1,$(WERROR)),-Werror all-warnings) $(PTXAS)
 # The race check watches the kernels, not the emulator, and knows nothing of OpenMP's threads.
 RACES       = $(filter 1,$(TSAN))
@@ -197,10 +205,11 @@ $(BUILD)/on_cpu/attention/flash_instance_%.o: attention/flash_instance.cu $(BUIL
 	@echo '  CXX $< $*'
 	@$(compile_cpu) -DINSTANCE=FLASH_$*
 
+# Never -O0, where memset() is a call: the race check would watch it, and with it the emulator.
 $(BUILD)/on_cpu/%.o: %.cpp $(BUILD)/on_cpu/flags
 	@mkdir -p $(@D)
 	@echo '  CXX $<'
-	@$(CXX) $(CXXFLAGS) $(MPI_FLAGS) -c -o $@ $<
+	@$(CXX) $(CXXFLAGS:-O0=-O2) $(MPI_FLAGS) -c -o $@ $<
 
 $(BUILD)/on_cpu/emulator.a: $(EMULATOR)
 	@rm -f $@
@@ -224,15 +233,30 @@ $(BUILD)/on_cpu/flags: FORCE
 	$(call record,$(CXX) $(CXXFLAGS) $(RACES))
 cuda_missing = echo 'make: the CUDA Toolkit or cuBLASLt is not here (make help); scripts/setup_cuda.sh brings them' >&2; exit 1
 
-test_on_cpu: $(patsubst dev/tests/%.cu,$(BUILD)/on_cpu/tests/%,$(wildcard dev/tests/test_*.cu))
-	@status=0; for t in $^; do echo "== $$t"; $$t || status=1; done; exit $$status
+# Runs a test program. `make -j2 -O -k` runs several at a time, and prints each one's output when it ends.
+run/%: %
+	@echo "== $<"
+	@$(if $(findstring /,$<),,./)$< $(WORD)
 
-test: $(TESTS) $(BIN)/test_gpt2
-	@status=0; for t in $^; do echo "== $$t"; case $$t in */*) $$t ;; *) ./$$t ;; esac || status=1; done; exit $$status
+SLOW  = $(BUILD)/tests/test_gradients $(BUILD)/tests/test_process
+QUICK = test_training test_order test_errors test_sample
+test_c: $(addprefix run/,$(SLOW) $(BIN)/test_gpt2 $(filter-out $(SLOW),$(TESTS)))
+list_tests:
+	@echo $(TESTS)
+
+test_on_cpu: $(patsubst dev/tests/%.cu,run/$(BUILD)/on_cpu/tests/%,$(wildcard dev/tests/test_*.cu))
+
+check: $(addprefix run/,$(filter-out $(SLOW),$(TESTS))) $(BIN)/test_gpt2
+	@echo "== test_gpt2 v97"
+	@$(BIN)/test_gpt2 v97 | tail -n 1
+
+test: test_c all
+	@[ ! -x .venv/bin/pytest ] || .venv/bin/pytest -q -n 2 $(QUICK:%=dev/tests/%.py)
 
 help:
 	@echo 'make [all]      train_gpt2, sample_gpt2 and eval_gpt2'
-	@echo 'make test       the C tests: test_gpt2 and $(words $(TESTS)) of runtime/; no Python'
+	@echo 'make check      the quick C tests: 10 s after a build. CONTRIBUTING.md lists the other tiers'
+	@echo 'make test       test_gpt2, $(words $(TESTS)) other C tests and, if .venv has pytest, the quick tests of the programs'
 	@echo 'make SAN=1      with AddressSanitizer and UBSan, and the ranges of runtime/vecmath.h asserted, in build/san'
 	@echo 'make ATTN=ssmax    programs that know only that attention normalizer, in build/ssmax'
 	@echo 'make MARCH=x86-64-v3    for other machines than this one (now: $(MARCH))'
@@ -264,7 +288,7 @@ lacking:
 clean:
 	rm -rf build train_gpt2 sample_gpt2 eval_gpt2 test_gpt2 $(CU_PROGRAMS:%=%cu) $(CU_PROGRAMS:%=%cu_on_cpu)
 
-.PHONY: all clean help lacking test test_on_cpu FORCE
+.PHONY: all clean help lacking check list_tests test test_c test_on_cpu FORCE
 .SECONDARY:
 -include $(wildcard $(foreach d,cuda on_cpu,$(addprefix $(BUILD)/$(d)/,*.d attention/*.d cuda/*.d dev/cuda_on_cpu/*.d dev/tests/*.d)) $(BUILD)/pic/*/*.d)
 -include $(LIBRARY:.o=.d) $(patsubst %,$(BUILD)/%.d,$(PROGRAMS) test_gpt2) $(patsubst dev/tests/%.c,$(BUILD)/dev/tests/%.d,$(wildcard dev/tests/*.c))

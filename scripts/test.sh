@@ -1,140 +1,228 @@
 #!/usr/bin/env bash
-# Sets up, builds with warnings as errors and runs every test. The last line is "N passed, N failed", all tests together;
-# the exit status is 0 when none failed and some passed.
+# Sets up, builds with warnings as errors, and tests.
+#
+#   scripts/test.sh                  what CI runs: under 10 minutes on two cores after downloads
+#   scripts/test.sh --all            all mutations, races, orders and shapes, and long fuzzing: hours
+#   scripts/test.sh [--all] GROUP... these groups of tests alone; `scripts/test.sh --groups` lists them
+#
+# Without --all, tests that have many cases run some of them, drawn by commit (dev/draw.py); DRAW=COMMIT repeats the
+# draw of another commit. The last lines name the skipped tests and give the seconds of each group; the very last is
+# "N passed, N failed". The exit status is 0 if none failed and some passed.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-export WERROR=1    # of every make, those of tests too: what is built is not built again
+export WERROR=1    # of every make, also of those that tests start, so that nothing is built twice
+PYTEST=(.venv/bin/python -m pytest -q -rs -p no:cacheprovider)
+jobs=$(nproc)
+
+# Two lanes run side by side: build and c come first, then the Python tests beside all others.
+FIRST="build format"
+LANE_1="pytest"
+LANE_2="c cuda san san_cuda races fuzz mutate variants san_pytest"
+
+all=0 wanted=
+for word; do
+    case "$word" in
+        --all) all=1 ;;
+        --groups) echo "$FIRST $LANE_2 $LANE_1"; exit ;;
+        -*) sed -n '2,10s/^# \{0,1\}//p' "$0"; exit 2 ;;
+        *) [[ " $FIRST $LANE_2 $LANE_1 " == *" $word "* ]] || { echo "test.sh: $word: no such group (--groups)" >&2; exit 2; }
+           wanted+=" $word" ;;
+    esac
+done
+if [ $all = 1 ]; then
+    unset DRAW
+    export STOPS=all FLASH_ALL=1 SASS_ALL=1 RACES=all CUDA_ON_CPU_LONG=1 MACHINES_LONG=1 FOREIGN=all CUDA_BUILD=all GPU_REHEARSAL=1
+else
+    export DRAW=${DRAW:-$(git rev-parse HEAD 2>/dev/null || echo none)}
+    echo "cases drawn by $DRAW"
+fi
+
 logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
 
-passed=0 failed=0
-add() { passed=$((passed + $1)) failed=$((failed + $2)); }
+# ---------------------------------------------------------------- counting
 
-finish() {
-    [ $((passed + failed)) -gt 0 ] || failed=1
-    echo
-    echo "$passed passed, $failed failed"
-    [ "$failed" = 0 ]
-    exit
-}
+# count GROUP PASSED FAILED SKIPPED: adds to the group's counts.
+count() { echo "$2 $3 $4" >>"$logs/$1.count"; }
 
-# Adds up the log's lines "N passed, N failed", one a test program. A command that failed without saying so counts as one.
-count_c() {
-    local status=$1 p f
-    read -r p f < <(awk '/^[0-9]+ passed, [0-9]+ failed$/ { p += $1; f += $3 } END { print p + 0, f + 0 }' "$2")
+# Runs a command whose output has lines "N passed, N failed". One that fails without saying so counts as one failed.
+c_tests() {
+    local group=$1 status=0 p f s
+    shift
+    "$@" </dev/null >"$logs/$group.out" 2>&1 || status=$?
+    cat "$logs/$group.out"
+    read -r p f s < <(awk '/^[0-9]+ passed, [0-9]+ failed$/ { p += $1; f += $3 } /^left out: / { s++ }
+                           END { print p + 0, f + 0, s + 0 }' "$logs/$group.out")
     [ "$status" = 0 ] || [ "$f" -gt 0 ] || f=1
-    add "$p" "$f"
+    count "$group" "$p" "$f" "$s"
 }
 
-# Reads pytest's report. An error outside a test (a module that cannot be imported) counts as a failed one.
-count_pytest() {
-    local status=$1 p f
-    read -r p f < <(.venv/bin/python - "$2" <<'PY'
+# Runs pytest. An error outside a test, such as a module that cannot be imported, counts as one failed.
+python_tests() {
+    local group=$1 status=0 p f s
+    shift
+    "${PYTEST[@]}" --junitxml="$logs/$group.xml" "$@" </dev/null || status=$?
+    read -r p f s < <(.venv/bin/python - "$logs/$group.xml" <<'PY'
 import sys, xml.etree.ElementTree as xml
 try:
     suites = list(xml.parse(sys.argv[1]).getroot())
 except (OSError, xml.ParseError):
     suites = []
 total, failures, errors, skipped = (sum(int(s.get(key)) for s in suites) for key in ("tests", "failures", "errors", "skipped"))
-print(max(0, total - failures - errors - skipped), failures + errors)
+print(max(0, total - failures - errors - skipped), failures + errors, skipped)
 PY
 )
     [ "$status" = 0 ] || [ "$f" -gt 0 ] || f=1
-    add "$p" "$f"
+    count "$group" "$p" "$f" "$s"
 }
 
-scripts/setup.sh --test || { add 0 1; finish; }
-scripts/setup_cuda.sh || add 0 1            # CUDA's headers, for its source to run on the CPU
+# One test that is a command: passed if it exits with 0.
+one_test() { local group=$1; shift; if "$@" </dev/null; then count "$group" 1 0 0; else count "$group" 0 1 0; fi; }
 
-echo "== make WERROR=1"
-make -j"$(nproc)" || { add 0 1; finish; }
+# Runs each of the words as a program with its arguments and goes on after a failure.
+each() { local words status=0; for words; do echo "== $words"; env $words || status=1; done; return $status; }
 
-echo "== make test"
-make -k -j"$(nproc)" test </dev/null 2>&1 | tee "$logs/c"
-count_c "${PIPESTATUS[0]}" "$logs/c"
+# ---------------------------------------------------------------- the groups
 
-# test_gpt2 on the small vocabulary, built in another way: `variant NAME make-flags...`
+group_build() {
+    local tests
+    tests=$(make -s list_tests)
+    make -j"$jobs" all $tests test_gpt2 build/tests/logits && make -j"$jobs" FAULTS=1 build/faults/train_gpt2 || return
+    [ -n "$cuda" ] || return 0
+    make -j"$jobs" train_gpt2cu_on_cpu test_gpt2cu_on_cpu build/on_cpu/flash.so build/on_cpu/tests/test_{kernels,matmul,collective}
+}
+
+group_format() {
+    one_test format .venv/bin/clang-format --dry-run -Werror $(git ls-files '*.c' '*.h' '*.cu' '*.cuh' '*.cpp')
+}
+
+group_c() { c_tests c make -s -k test_c; }
+
+# The programs with a CBLAS and with neither library: the model on the small vocabulary.
+group_variants() {
+    local name chosen="blas loops"
+    [ $all = 1 ] || chosen=$(dev/draw.py 1 $chosen)
+    for name in $chosen; do c_tests variants variant_"$name"; done
+}
 variant() {
     local build=build/$1
     shift
     echo "== test_gpt2 in $build ($*)"
-    make -j"$(nproc)" BUILD="$build" "$@" "$build/test_gpt2" </dev/null >"$logs/c" 2>&1 &&
-        "$build/test_gpt2" v97 >>"$logs/c" 2>&1 && "$build/test_gpt2" matmul >>"$logs/c" 2>&1
-    count_c $? "$logs/c"
-    grep -E "FAILED|rror|passed, " "$logs/c"
+    make -j"$jobs" BUILD="$build" "$@" "$build/test_gpt2" >/dev/null && each "$build/test_gpt2 v97" "$build/test_gpt2 matmul"
 }
-variant blas ONEDNN=0 MPI=0
-variant plain ONEDNN=0 BLAS=0 MPI=0
-variant san SAN=1
+variant_blas() { variant blas ONEDNN=0 MPI=0; }
+variant_loops() { variant plain ONEDNN=0 BLAS=0 MPI=0; }
 
-echo "== the quick C tests, and those of the kernels, in build/san (SAN=1)"
+group_san() { c_tests san sanitized; }
 sanitized() {
-    local status=0 name programs=()
-    for name in attention checkpoint metrics normalizer options random safetensors schedule shards; do programs+=("build/san/tests/test_$name"); done
-    programs+=(build/san/on_cpu/tests/test_kernels build/san/on_cpu/tests/test_matmul)
-    make -j"$(nproc)" SAN=1 "${programs[@]}" || return
-    for name in "${programs[@]}"; do
-        echo "== $name"
-        ASAN_OPTIONS=fast_unwind_on_malloc=0 LSAN_OPTIONS="suppressions=$PWD/dev/faults/lsan.supp:print_suppressions=0" "$name" || status=1
+    local tests="attention checkpoint metrics normalizer options random safetensors schedule shards" programs=(build/san/test_gpt2)
+    export ASAN_OPTIONS=fast_unwind_on_malloc=0 LSAN_OPTIONS="suppressions=$PWD/dev/faults/lsan.supp:print_suppressions=0"
+    [ $all = 0 ] || tests+=" gradients memory process tokenizer vecmath"
+    programs+=($(printf 'build/san/tests/test_%s ' $tests))
+    [ -z "$cuda" ] || programs+=(build/san/on_cpu/tests/test_kernels build/san/on_cpu/tests/test_matmul)
+    make -j"$jobs" SAN=1 INSTANCES="exp float" "${programs[@]}" && each "build/san/test_gpt2 v97" "build/san/test_gpt2 matmul" "${programs[@]:1}"
+}
+
+# The tests of the programs, in build/san.
+group_san_pytest() {
+    make -j"$jobs" SAN=1 build/san/train_gpt2 build/san/sample_gpt2
+    DRAW_ONE_IN=4 TRAIN_GPT2=build/san/train_gpt2 python_tests san_pytest dev/tests/test_{errors,order,resume,sample}.py -n 2 --dist loadfile \
+        -k "not point and not 2_gib and not by_fault and not kill_9"
+}
+
+group_san_cuda() {
+    [ -n "$cuda" ] || return 0
+    make -j"$jobs" SAN=1 INSTANCES="exp float" build/san/train_gpt2cu_on_cpu
+    TRAIN_GPT2CU=build/san/train_gpt2cu_on_cpu python_tests san_cuda dev/tests/test_cuda.py -k "late or masks or recomputing"
+}
+
+# The CUDA source, run on the CPU by dev/cuda_on_cpu: all orders of threads, blocks and streams, and both times of a cp.async.
+group_cuda() {
+    local order copy orders=() words=(tied_v97_T33 softmax_gau_T33 lssar_gau_T33 T33_d48 T64_d) tests
+    [ -n "$cuda" ] || return 0
+    tests=(build/on_cpu/tests/test_kernels build/on_cpu/tests/test_matmul "./test_gpt2cu_on_cpu ssmax_tied_v97_T33")
+    for order in forward reverse random greedy; do
+        for copy in issue wait; do orders+=("$order,$copy"); done
     done
+    if [ $all = 1 ]; then
+        words=("")
+    else
+        orders=($(dev/draw.py 2 "${orders[@]}"))
+        words=(T33_d48 T64_d $(dev/draw.py 2 $(cases _tied_v97_T33) $(cases _untied_v97_T33)) $(dev/draw.py 2 $(cases _gau_T33)))
+    fi
+    c_tests cuda each build/on_cpu/tests/test_{collective,kernels,matmul} "${words[@]/#/./test_gpt2cu_on_cpu }"
+    for order in "${orders[@]}"; do
+        c_tests cuda each "${tests[@]/#/CUDA_ON_CPU_ORDER=${order%,*} CUDA_ON_CPU_COPY=${order#*,} CUDA_ON_CPU_STREAMS=any }"
+    done
+}
+
+# The names of the reference's cases that end so.
+cases() { sed -nE "s/^case=(\w*$1) .*/\1/p" dev/reference/fixtures/cases.txt; }
+
+group_races() { [ -z "$cuda" ] || python_tests races dev/tests/test_races.py -n $((1 + all)); }
+
+group_fuzz() {
+    if command -v clang >/dev/null && ls "$(clang -print-resource-dir)"/lib/linux/libclang_rt.fuzzer-* >/dev/null 2>&1; then
+        one_test fuzz dev/fuzz/run.sh $((all ? 900 : 14))
+    else
+        echo "left out: fuzzing, because clang or its libFuzzer is missing (scripts/setup.sh --test installs it if it can)"
+        count fuzz 0 0 1
+    fi
+}
+
+group_mutate() {
+    local draw=(--draw 1)
+    [ $all = 0 ] || draw=()
+    c_tests mutate env -u WERROR dev/mutate/mutate.py "${draw[@]}"
+}
+
+group_pytest() {
+    python_tests pytest --durations=15 -n 2 --dist loadfile dev/tests dev/cuda_on_cpu --ignore dev/tests/test_races.py
+}
+
+# ---------------------------------------------------------------- the run
+
+# Runs a group, and prints its output in one piece.
+run_group() {
+    local name=$1 start=$SECONDS status=0
+    [ -z "$wanted" ] || [ "$name" = build ] || [[ "$wanted " == *" $name "* ]] || return 0
+    group_"$name" >"$logs/$name.log" 2>&1 || status=$?
+    [ $status = 0 ] || [ -e "$logs/$name.count" ] || count "$name" 0 1 0
+    echo $((SECONDS - start)) >"$logs/$name.seconds"
+    { echo "== $name"; grep -vE '^ +(CC|CXX|LD|NVCC) |^ok ' "$logs/$name.log"; } >"$logs/$name.shown"
+    flock "$logs" cat "$logs/$name.shown"
     return $status
 }
-sanitized </dev/null >"$logs/c" 2>&1
-count_c $? "$logs/c"
-grep -E "^== |FAILED|rror|passed, " "$logs/c"
 
-echo "== dev/fuzz/run.sh 30"
-if command -v clang >/dev/null && ls "$(clang -print-resource-dir)"/lib/linux/libclang_rt.fuzzer-* >/dev/null 2>&1; then
-    dev/fuzz/run.sh 30 </dev/null && add 1 0 || add 0 1
-else
-    echo "clang or its libFuzzer is missing, so nothing was fuzzed (scripts/setup.sh --test installs it if it can)"
-fi
-
-echo "== dev/mutate/mutate.py --draw 3"
-env -u WERROR dev/mutate/mutate.py --draw 3 </dev/null 2>&1 | tee "$logs/c"
-count_c "${PIPESTATUS[0]}" "$logs/c"
-
-# The CUDA programs' own source, run on the CPU by dev/cuda_on_cpu.
-echo "== the CUDA source on the CPU"
-cuda() {
-    local status=0 words order copy test
-    make -j"$(nproc)" train_gpt2cu_on_cpu test_gpt2cu_on_cpu build/on_cpu/flash.so || return
-    for words in tied_v97_T33 softmax_gau_T33 lssar_gau_T33 T33_d48 T64_d; do ./test_gpt2cu_on_cpu "$words" || status=1; done
-    make -k test_on_cpu || status=1
-    for order in forward reverse random greedy; do      # of threads, blocks and streams, and both times of a cp.async
-        for copy in issue wait; do
-            for test in "build/on_cpu/tests/test_kernels" "build/on_cpu/tests/test_matmul" "./test_gpt2cu_on_cpu ssmax_tied_v97_T33"; do
-                echo "== $order $copy $test"
-                CUDA_ON_CPU_ORDER=$order CUDA_ON_CPU_COPY=$copy CUDA_ON_CPU_STREAMS=any $test || status=1
-            done
-        done
+finish() {
+    local name passed=0 failed=0 skipped=0 p f s seconds=
+    cat "$logs"/*.log | grep -E '^SKIPPED|^left out: ' | sort -u
+    for name in $FIRST $LANE_2 $LANE_1; do
+        [ ! -e "$logs/$name.seconds" ] || seconds+=" $name $(cat "$logs/$name.seconds"),"
+        [ -e "$logs/$name.count" ] || continue
+        while read -r p f s; do passed=$((passed + p)) failed=$((failed + f)) skipped=$((skipped + s)); done <"$logs/$name.count"
+        awk -v name="$name" '{ f += $2 } END { if (f) print "FAILED: " f " in the group " name }' "$logs/$name.count"
     done
-    return $status
+    [ $((passed + failed)) -gt 0 ] || failed=1
+    echo "seconds:$seconds in all $SECONDS"
+    [ $all = 1 ] || echo "cases drawn by $DRAW"
+    echo "$skipped skipped"
+    echo "$passed passed, $failed failed"
+    [ "$failed" = 0 ]
+    exit
 }
-cuda </dev/null >"$logs/c" 2>&1
-count_c $? "$logs/c"
-grep -E "^== |FAILED|rror:|passed, " "$logs/c"
 
-echo "== the program's tests in build/san (SAN=1)"
-make -j"$(nproc)" SAN=1 build/san/train_gpt2 build/san/sample_gpt2 </dev/null &&
-    TRAIN_GPT2=build/san/train_gpt2 .venv/bin/python -m pytest -q --junitxml="$logs/pytest.xml" dev/tests/test_errors.py dev/tests/test_order.py \
-        dev/tests/test_resume.py dev/tests/test_sample.py -n 2 --dist loadfile -k "not point and not 2_gib and not by_fault and not kill_9" </dev/null
-count_pytest $? "$logs/pytest.xml"
+scripts/setup.sh --test || { count build 0 1 0; finish; }
+scripts/setup_cuda.sh || count build 0 1 0            # CUDA's headers, for its source to run on the CPU
+echo "set up in $SECONDS s"
+SECONDS=0
+cuda=$(make -s lacking | grep -qE 'toolkit|cublas' || echo 1)
 
-echo "== the CUDA trainer in build/san/softmax (SAN=1 ATTN=softmax)"
-make -j"$(nproc)" SAN=1 ATTN=softmax build/san/softmax/train_gpt2cu_on_cpu </dev/null &&
-    TRAIN_GPT2CU=build/san/softmax/train_gpt2cu_on_cpu .venv/bin/python -m pytest -q --junitxml="$logs/pytest.xml" dev/tests/test_cuda.py \
-        -n 2 -k "late or masks or recomputing" </dev/null
-count_pytest $? "$logs/pytest.xml"
-
-echo "== dev/tests/test_races.py"          # alone: its tests take long, and one process would have them all
-make -j"$(nproc)" TSAN=1 build/tsan/on_cpu/tests/test_kernels build/tsan/test_gpt2cu_on_cpu build/tsan/train_gpt2cu_on_cpu </dev/null
-.venv/bin/python -m pytest -q -n 2 --junitxml="$logs/pytest.xml" dev/tests/test_races.py </dev/null
-count_pytest $? "$logs/pytest.xml"
-
-echo "== pytest"
-make -j"$(nproc)" build/tests/logits </dev/null && make -j"$(nproc)" FAULTS=1 build/faults/train_gpt2 </dev/null
-.venv/bin/python -m pytest -q -rs --durations=10 -n 2 --dist loadfile --junitxml="$logs/pytest.xml" dev/tests dev/cuda_on_cpu \
-    --ignore dev/tests/test_races.py </dev/null
-count_pytest $? "$logs/pytest.xml"
+for name in $FIRST; do run_group "$name" || [ "$name" != build ] || finish; done
+set -m    # without job control, a shell's background job ignores Ctrl-C, and tests send that signal to programs
+{ for name in $LANE_1; do run_group "$name"; done; } &
+lane=$!
+trap 'kill -- -$lane; exit 130' INT TERM
+for name in $LANE_2; do run_group "$name"; done
+wait $lane
 finish
