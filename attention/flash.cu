@@ -25,7 +25,8 @@ size_t flash_stats(FlashShape shape, size_t element) {
     return keeps_rest(shape, element) ? stats + rows_of(shape) * shape.VS * element / sizeof(float) : stats;
 }
 
-// ---- scratch: FlashRow, g and by_number of each row; prefix sums and their segments, for the posts that recenter; partial sums
+// ---- scratch: FlashRow, g and by_number of each row; prefix sums and their segments, for the posts that recenter;
+// partial sums
 // of the scalars' gradients
 
 static bool recenters(FlashShape shape) {

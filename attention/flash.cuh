@@ -1060,7 +1060,8 @@ DEVICE void backward_values(float (&d)[N], float (&f)[N], float (&slope)[N], flo
 // ---------------------------------------------------------------------------------------------------------------------
 // Backward: dq, by row blocks
 
-// What a row sums for the gradient by phi's number: df df/dnumber; under reweight that of t and that of sgn(f), as for dq.
+// What a row sums for the gradient by phi's number: df df/dnumber; under reweight that of t and that of sgn(f), as for
+// dq.
 struct NumberSum {
     float t, less;
 };
@@ -1603,7 +1604,8 @@ KERNEL void flash_rows_kernel(const FlashCall<X> call, float in_unit) {
 // GPU.
 enum { SCALAR_THREADS = 256, SCALAR_ROWS = 1024, POSITION_THREADS = 128, POSITION_HEADS = 16 };
 
-// What row t of head h leaves for the gradients of the scalars that act in `stage`: the derivative of the loss by its c,
+// What row t of head h leaves for the gradients of the scalars that act in `stage`: the derivative of the loss by its
+// c,
 // which is g, by phi's number, or by the ln of norm_extra, which is -D norm_extra/Z, D as norm saw it.   i: the row of
 // call.rows
 template <class X>
