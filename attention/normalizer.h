@@ -214,7 +214,8 @@ NORMALIZER_INLINE bool scalar_exists(int scalar, int kind) {
 #undef SCALAR_EXISTS
 
 // Does phi have a learned number?
-#define PHI_LEARNS(kind_, name, width, reach, start, trained, stage, ...) || (stage == IN_PHI && scalar_exists(kind_, phi))
+#define PHI_LEARNS(kind_, name, width, reach, start, trained, stage, ...) \
+    || (stage == IN_PHI && scalar_exists(kind_, phi))
 NORMALIZER_INLINE bool phi_learns(int phi) {
     (void)phi;
     return false SCALARS(PHI_LEARNS);
