@@ -26,3 +26,11 @@ def test_columns():
             if len(line) > 120 and not (table or line.rstrip().endswith("\\") or '"' in line):
                 long.append(f"{path}:{number}: {len(line)} columns")
     assert not long, "\n".join(long)
+
+
+def test_mutations_apply():
+    """dev/mutate/mutations.txt quotes the sources: each text occurs once in its file."""
+    sys.path.insert(0, str(ROOT / "dev/mutate"))
+    import mutate
+    found = [(len(mutate.places((ROOT / file).read_text(), old)), file, old) for file, old, _ in mutate.mutations()]
+    assert len(found) > 150 and not [row for row in found if row[0] != 1]
