@@ -269,8 +269,8 @@ NORMALIZER_INLINE real row_scale(Stage scale, RowPlace at) {
     }
 }
 
-// The derivative, by a scalar that exists, of what it acts in: of c, of phi's number, or of ln of the part of Z that no
-// key has (norm_extra).
+// The derivative, by a scalar that exists, of what it acts in: of c, of phi's number, or of ln of the part of Z that
+// no key has (norm_extra).
 NORMALIZER_INLINE real row_slope(int scalar, Stage scale, RowPlace at) {
     real rsqrt_d = 1 / real_sqrt((real)at.d);
     switch (scalar) {
@@ -300,8 +300,8 @@ NORMALIZER_INLINE real phi_number(int phi, RowPlace at, real shift) {
 }
 #undef PHI_NUMBER
 
-// f = phi(z) and phi'(z), finite where z and a learned number are 0. A NaN in z is one in f: the comparisons are written
-// so that it passes. Where exp is taken relative to a shift, z is what is left of it.
+// f = phi(z) and phi'(z), finite where z and a learned number are 0. A NaN in z is one in f: the comparisons are
+// written so that it passes. Where exp is taken relative to a shift, z is what is left of it.
 NORMALIZER_INLINE void phi_both(int phi, real z, real number, real *f, real *slope) {
     real positive = z < 0 ? 0 : z;
     switch (phi) {
