@@ -1,4 +1,4 @@
-// Reads --attn, refuses what has no meaning, tells what there is: all from the one table of normalizer.h. Tested by
+// Parses and validates --attn and prints its help, all from the one table in normalizer.h. Tested by
 // dev/tests/test_normalizer.c.
 #include "normalizer.h"
 
@@ -19,7 +19,7 @@ typedef struct {
 } Preset;
 
 #define STAGE_(kind, value, ...) {kind, value}
-#define STAGE(...) STAGE_(__VA_ARGS__, 0, )            // the value is 0 where the table names none
+#define STAGE(...) STAGE_(__VA_ARGS__, 0, )            // the value is 0 where the table gives none
 #define PRESET(name, qk, scale, s, offset, phi, norm, post, source) \
     {#name, {#name, STAGE(QK_##qk), STAGE(SCALE_##scale), STAGE(OFFSET_##offset), STAGE(PHI_##phi), STAGE(NORM_##norm), \
              STAGE(POST_##post), S_##s}, source},
@@ -27,7 +27,7 @@ static const Preset PRESETS[] = {NORMALIZERS(PRESET)};
 
 #define NAME(name, ...) " " #name
 const char normalizer_flag_help[] =
-    "attention normalizer, NAME or NAME+stage=value+..., explained by `--attn help`:" NORMALIZERS(NAME);
+    "attention normalizer, NAME or NAME+stage=value+... (run `--attn help` for their formulas):" NORMALIZERS(NAME);
 #undef NAME
 
 typedef struct {
@@ -41,7 +41,7 @@ static const Value QK[] = {QK_VALUES(VALUE)}, SCALE[] = {SCALE_VALUES(VALUE)}, O
 
 const char *const stage_names[STAGE_COUNT] = {"qk", "scale", "offset", "phi", "norm", "post"};
 
-// One row a stage: its values, and where it lies in a Normalizer.
+// One row per stage: its values, and its field in a Normalizer.
 static const struct {
     const Value *values;
     size_t count, offset;
@@ -73,8 +73,8 @@ static bool same_stages(const Normalizer *a, const Normalizer *b) {
     return true;
 }
 
-// A decimal number that leaves float32 room, 0 or from 1e-30 to 1e30 by its size, and nothing else: neither "inf" nor
-// "0x10" nor a space before it.
+// Parses a plain decimal number that float32 can hold with room to spare: 0, or a magnitude from 1e-30 to 1e30. Rejects
+// everything else, such as "inf", "0x10" and leading spaces.
 static bool read_number(const char *text, double *out) {
     char *end;
     if (!text[strspn(text, "+-")] || text[strspn(text, "+-.0123456789eE")]) return false;
@@ -83,7 +83,7 @@ static bool read_number(const char *text, double *out) {
     return end != text && *end == 0 && errno == 0 && fabs(*out) <= 1e30 && (*out == 0 || fabs(*out) >= 1e-30);
 }
 
-// The fewest digits that give the number back.
+// Writes the fewest digits that parse back to the same number.
 static const char *write_number(double x, char *out, size_t size) {
     for (int digits = 15; digits <= 17; digits++) {
         snprintf(out, size, "%.*g", digits, x);
@@ -121,7 +121,7 @@ bool normalizer_trains(const Normalizer *a, Scalar scalar) {
     return false;
 }
 
-// 1/mean(ln n over n = 1..L), so that the mean temperature is softmax's ([SSMax], models (e) and (f)); 1 beside p_n.
+// 1/mean(ln n over n = 1..L), so that the mean temperature equals softmax's ([SSMax], models (e) and (f)); 1 with p_n.
 static double start_of_s(const Normalizer *a, int L) {
     if (!isnan(a->s_start)) return a->s_start;
     double sum = a->scale.kind == SCALE_PN ? L : 0;
@@ -135,7 +135,8 @@ double normalizer_start(const Normalizer *a, Scalar scalar, int L) {
     return 0;
 }
 
-// s beside p_n means something else than s beside ln n, and a fixed one is what the new normalizer says.
+// s times p_n and s times ln n are different quantities, so switching between them restarts s. A fixed s is whatever
+// the new normalizer says.
 bool normalizer_keeps(const Normalizer *from, const Normalizer *to, Scalar scalar) {
     if (!normalizer_has(from, scalar)) return false;
     bool same_s = (from->scale.kind == SCALE_PN) == (to->scale.kind == SCALE_PN) && (!to->fixed || from->fixed);
@@ -145,7 +146,7 @@ bool normalizer_keeps(const Normalizer *from, const Normalizer *to, Scalar scala
 // ---------------------------------------------------------------------------------------------------------------------
 // Reading
 
-// "Nearest: name. " of the preset that was probably meant, or "".
+// "Did you mean NAME? " with the preset that was probably meant, or "".
 static const char *nearest_preset(const char *name, char *out, size_t size) {
     size_t least = (size_t)-1, given = strlen(name);
     out[0] = 0;
@@ -153,12 +154,12 @@ static const char *nearest_preset(const char *name, char *out, size_t size) {
         size_t length = strlen(PRESETS[i].name), distance = edit_distance(name, given, PRESETS[i].name, length);
         if (distance >= least || !edit_is_slip(distance, given, length)) continue;
         least = distance;
-        snprintf(out, size, "Nearest: %s. ", PRESETS[i].name);
+        snprintf(out, size, "Did you mean %s? ", PRESETS[i].name);
     }
     return out;
 }
 
-// Reads a value of a stage, "l1+1" say, by its row: the name alone, or with the number that it takes.
+// Parses a value of a stage, such as "l1+1": the name alone, or with the number that it takes.
 static bool read_value(const Value *v, const char *text, double *number) {
     size_t length = strlen(v->name);
     *number = 0;
@@ -182,11 +183,11 @@ static bool set_stage(Normalizer *normalizer, size_t i, const char *text, char *
         if (!v->takes[0] || strncmp(v->name, text, length) != 0 || text[length] != v->takes[0] || !text[length + 1])
             continue;
         snprintf(message, size,
-                 "no such value for %s: '%s'. After '%s%c' comes a number%s, up to 1e30 and not below 1e-30",
+                 "unknown value for %s: '%s'. '%s%c' takes a number%s whose magnitude is 0 or between 1e-30 and 1e30",
                  stage_names[i], text, v->name, v->takes[0], v->takes[0] == '+' ? " without a sign" : "");
         return false;
     }
-    int at = snprintf(message, size, "no such value for %s: '%s'. There is:", stage_names[i], text);
+    int at = snprintf(message, size, "unknown value for %s: '%s'. Expected one of:", stage_names[i], text);
     for (size_t j = 0; j < STAGES[i].count && at > 0 && (size_t)at < size; j++) {
         const Value *v = &STAGES[i].values[j];
         bool optional = v->takes[0] == '+';
@@ -196,8 +197,8 @@ static bool set_stage(Normalizer *normalizer, size_t i, const char *text, char *
     return false;
 }
 
-// Is this the start of an override, "stage=", "s=" or "fixed"? Then the stage's number, STAGE_COUNT for s, STAGE_COUNT
-// + 1 for fixed; else -1.
+// If the text starts an override ("stage=", "s=" or "fixed"), returns the index of the stage, STAGE_COUNT for s, or
+// STAGE_COUNT + 1 for fixed; otherwise -1.
 static int override_kind(const char *text) {
     if (!strncmp(text, "s=", 2)) return STAGE_COUNT;
     if (!strncmp(text, "fixed", 5) && (!text[5] || text[5] == '+')) return STAGE_COUNT + 1;
@@ -208,7 +209,7 @@ static int override_kind(const char *text) {
     return -1;
 }
 
-// A '+' starts an override only there, so that l1+0.5 stays whole.
+// Only a '+' before an override separates, so l1+0.5 stays whole.
 static char *next_override(char *text) {
     char *plus = strchr(text, '+');
     while (plus && override_kind(plus + 1) < 0) plus = strchr(plus + 1, '+');
@@ -221,25 +222,25 @@ static bool apply_override(Normalizer *out, char *word, char *message, size_t si
     const char *value = strchr(word, '=') + 1;
     if (kind < STAGE_COUNT) return set_stage(out, (size_t)kind, value, message, size);
     if (read_number(value, &out->s_start)) return true;
-    snprintf(message, size, "s=%s is not a number up to 1e30", value);
+    snprintf(message, size, "s=%s is not a number, or its magnitude is neither 0 nor between 1e-30 and 1e30", value);
     return false;
 }
 
-// What has no meaning, with the reason; NULL when all is well.
+// The reason why this combination is invalid, or NULL if it is valid.
 static const char *meaningless(const Normalizer *n) {
     if (n->scale.kind == SCALE_LOG && !(n->scale.value > 0)) return "the base of scale=log must be above 0";
     if (n->scale.kind == SCALE_LOG && logf((float)n->scale.value) == 0) return "scale=log:1 divides by ln 1 = 0";
     if (n->scale.kind == SCALE_FLOORLOG && !(n->scale.value > 0)) return "the F of scale=floorlog must be above 0";
     if (n->norm.kind == NORM_L1_SINK && n->phi.kind != PHI_EXP)
-        return "norm=l1+sink is a logit beside exp's: it needs phi=exp";
+        return "the sink of norm=l1+sink is an extra logit under exp, so it needs phi=exp";
     if (n->norm.kind == NORM_L1 && !(n->norm.value >= 0))
-        return "the C of norm=l1+C must not be negative: Z could be 0 or change its sign";
+        return "the C of norm=l1+C must not be negative, or Z could be 0 or change its sign";
     if (n->norm.kind == NORM_CONST && !(n->norm.value > 0)) return "norm=const:X divides by X, which must be above 0";
     if (n->post.kind == POST_REWEIGHT && !(n->post.value > 0)) return "the power of post=reweight must be above 0";
     if (n->post.kind == POST_REWEIGHT && n->post.value > 1e6)
-        return "the power of post=reweight is at most 1e6: float32 has no slope beyond";
+        return "the power of post=reweight must be at most 1e6; beyond that, float32 cannot represent its slope";
     if (!normalizer_has(n, SCALAR_S) && (n->fixed || !isnan(n->s_start)))
-        return "there is no s to start or to fix: that needs scale=logn, logn-bias or pn";
+        return "this normalizer has no s to start or fix; s exists with scale=logn, logn-bias and pn";
     return NULL;
 }
 
@@ -248,7 +249,7 @@ static bool check(const Normalizer *n, char *message, size_t size) {
 #ifdef ATTN_ONLY
     for (size_t i = 0; !reason && i < COUNT(PRESETS); i++)
         if (!strcmp(PRESETS[i].name, ATTN_ONLY) && !same_stages(&PRESETS[i].normalizer, n))
-            reason = "this program was built for " ATTN_ONLY " alone; `make` without ATTN= builds one that knows all";
+            reason = "this program was built only for " ATTN_ONLY "; run `make` without ATTN= to build all normalizers";
 #endif
     if (reason) snprintf(message, size, "%s", reason);
     return !reason;
@@ -262,7 +263,7 @@ bool normalizer_fits(const Normalizer *normalizer, int L, char *message, size_t 
 
 bool normalizer_parse(Normalizer *out, const char *text, char *message, size_t size) {
     if (strlen(text) >= NORMALIZER_TEXT) {
-        snprintf(message, size, "longer than %d characters", NORMALIZER_TEXT - 1);
+        snprintf(message, size, "the text is longer than %d characters", NORMALIZER_TEXT - 1);
         return false;
     }
     char words[NORMALIZER_TEXT], near[64];
@@ -274,12 +275,13 @@ bool normalizer_parse(Normalizer *out, const char *text, char *message, size_t s
         if (!strcmp(PRESETS[i].name, words)) preset = &PRESETS[i];
     if (!preset) {
         const char *plus = strchr(words, '+');
-        if (!words[0]) snprintf(message, size, "no such normalizer: none is named. `--attn help` lists all of them");
+        if (!words[0])
+            snprintf(message, size, "unknown normalizer: the name is empty. Run `--attn help` for the full list");
         else if (plus)
             snprintf(message, size,
-                     "'%s' is no override. There is: qk=, scale=, offset=, phi=, norm=, post=, s= and fixed", plus + 1);
+                     "unknown override '%s'. Expected qk=, scale=, offset=, phi=, norm=, post=, s= or fixed", plus + 1);
         else
-            snprintf(message, size, "no such normalizer. %s`--attn help` lists all of them",
+            snprintf(message, size, "unknown normalizer. %sRun `--attn help` for the full list",
                      nearest_preset(words, near, sizeof near));
         return false;
     }
@@ -295,7 +297,7 @@ bool normalizer_parse(Normalizer *out, const char *text, char *message, size_t s
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Telling
+// Printing
 
 const char *normalizer_stage_text(const Normalizer *normalizer, size_t i, char *out, size_t size) {
     char number[32];
@@ -307,7 +309,7 @@ const char *normalizer_stage_text(const Normalizer *normalizer, size_t i, char *
     return out;
 }
 
-// Does s start at the same number, for every L?
+// Do both start s at the same number, for every L?
 static bool same_start(const Normalizer *a, const Normalizer *b) {
     return isnan(a->s_start) ? isnan(b->s_start) : a->s_start == b->s_start;
 }
@@ -316,7 +318,7 @@ bool normalizer_equal(const Normalizer *a, const Normalizer *b) {
     return same_stages(a, b) && a->fixed == b->fixed && (!a->fixed || same_start(a, b));
 }
 
-// The normalizer as a preset and overrides of it; false where the preset says something that no override takes back.
+// Writes the normalizer as a preset with overrides. Returns false if no override can undo some part of the preset.
 static bool write_by_preset(const Normalizer *normalizer, const Preset *preset, char *out, size_t size) {
     const Normalizer *base = &preset->normalizer;
     char text[64];
@@ -361,7 +363,7 @@ static void print_row(const char *name, const Normalizer *normalizer, const char
 
 static void print_table(void) {
     printf(
-        "--attn NAME, or NAME+stage=value+...; --attn help:NAME+... explains one\n\n  %-21s %-4s %-17s %-6s %-8s %-11s %-11s %s\n",
+        "--attn NAME or --attn NAME+stage=value+...; run --attn help:NAME+... to see one normalizer's formulas\n\n  %-21s %-4s %-17s %-6s %-8s %-11s %-11s %s\n",
         "name", "qk", "scale", "offset", "phi", "norm", "post", "source");
     for (size_t i = 0; i < COUNT(PRESETS); i++) {
 #ifdef ATTN_ONLY
@@ -378,9 +380,9 @@ static void print_table(void) {
                      v->takes);
             printf("  %-21s %s\n", text, v->formula);
         }
-    printf("  %-21s %s\n  %-21s %s\n", "s=X", "where s starts (else at 1/mean(ln n over n = 1..L); at 1 with pn)",
+    printf("  %-21s %s\n  %-21s %s\n", "s=X", "initial value of s (default: 1/mean(ln n over n = 1..L), or 1 with pn)",
            "fixed", "s is not trained");
-    printf("\nA text's shortest equal name, by example:\n");
+    printf("\nTexts with the same meaning get the same shortest name, for example:\n");
     static const char *const EXAMPLES[] = {"softmax+norm=l1+1", "softmax+qk=l2+scale=logd-logn+phi=softplus",
                                            "relu2-n+norm=l1"};
     for (size_t i = 0; i < COUNT(EXAMPLES); i++) {
@@ -404,8 +406,8 @@ static void print_one(const char *text) {
     }
     if (normalizer_has(&normalizer, SCALAR_S) && !isnan(normalizer.s_start))
         printf("  s=%-19s %s\n", write_number(normalizer.s_start, value, sizeof value),
-               normalizer.fixed ? "fixed" : "where s starts");
-    else if (normalizer.fixed) printf("  fixed                 s stays at its start\n");
+               normalizer.fixed ? "fixed" : "initial value of s");
+    else if (normalizer.fixed) printf("  fixed                 s keeps its initial value\n");
     printf("shortest equal name: %s\n", normalizer_shortest(&normalizer, name, sizeof name));
 }
 

@@ -1,14 +1,15 @@
-// The family of attention normalizers: one table, read by the parser, the help, config.json, the CPU code, the CUDA
+// The family of attention normalizers. One table drives the parser, the help, config.json, the CPU code, the CUDA
 // kernels and the tests.
 //
 // For the query at position i, n = i + 1 keys are visible; s_ij = q_i · k_j after RoPE; d is the head size, L the
-// training length, T the length of the sample at hand.
-//   qk                what happens to q and k first
+// training length, and T the length of the current sequence.
+//   qk                a normalization of q and k, before the scores
 //   z_ij = c_i s_ij + o_i      scale (c) and offset (o)
-//   f_ij = phi(z_ij)           phi; masked entries are 0 after it, not before
+//   f_ij = phi(z_ij)           phi; masked entries are set to 0 after phi, not before
 //   A_ij = f_ij / Z_i          norm
-//   post              a change of the row A_i
-// The output is sum_j A_ij v_j. A row whose Z (or sum in post) is 0 gives output 0 and gradient 0, and is counted.
+//   post              a transform of the row A_i
+// The output is sum_j A_ij v_j. An all-zero row (Z, or the sum in post, is 0) has output 0 and gradient 0, and is
+// counted.
 //
 // To add a normalizer, add a row to NORMALIZERS; to add a value to a stage, add a row to that stage's list and its
 // formula below (doc/normalizers.md walks through both).
@@ -30,7 +31,7 @@ extern "C" {
 #define NORMALIZER_INLINE static inline __attribute__((always_inline))
 #endif
 
-// ---- the stages: X(KIND, name, what it takes after a colon or plus, formula shown in the help)
+// ---- the stages: X(KIND, name, the argument after a colon or plus, the formula shown by --attn help)
 #define QK_VALUES(X) \
     X(QK_NONE,          "none",          "",      "q and k as they are") \
     X(QK_L2,            "l2",            "",      "q and k over their Euclidean norms, after RoPE")
@@ -88,7 +89,7 @@ typedef enum { NORM_VALUES(NORMALIZER_KIND) } NormKind;
 typedef enum { POST_VALUES(NORMALIZER_KIND) } PostKind;
 #undef NORMALIZER_KIND
 
-// ---- the presets. A stage that takes a number has it in brackets; s is learned from its usual START, or FIXED at a
+// ---- the presets. A stage that takes a number has it in parentheses. s is learned from its usual START, or FIXED at a
 // number.
 #define SCALE_LOG(base)   SCALE_LOG, base
 #define SCALE_FLOORLOG(F) SCALE_FLOORLOG, F
@@ -138,18 +139,17 @@ enum { NORMALIZER_TEXT = 160 };
 
 typedef struct {
     int kind;
-    double value;    // what was given after the colon or plus
+    double value;    // the number after the colon or plus
 } Stage;
 
 typedef struct {
-    char text[NORMALIZER_TEXT];    // as it was given to --attn
+    char text[NORMALIZER_TEXT];    // as given to --attn
     Stage qk, scale, offset, phi, norm, post;
     bool fixed;        // s is not trained
-    double s_start;    // from s=X; NAN for the usual start
+    double s_start;    // from s=X; NAN for the default
 } Normalizer;
 
-// What `make ATTN=NAME` fixes at compile time: with it these are constants, and what they do not reach is left out of
-// the program.
+// `make ATTN=NAME` makes these compile-time constants, so the compiler drops all code for other normalizers.
 #ifdef ATTN_ONLY
 #define NORMALIZER_PICK_PHI(name, qk, scale, s, offset, phi, norm, post, source) \
     !__builtin_strcmp(#name, ATTN_ONLY) ? PHI_##phi :
@@ -164,14 +164,14 @@ typedef struct {
 #define NORMALIZER_POST(normalizer) ((normalizer)->post.kind)
 #endif
 
-// ---- the learned scalars. Whatever stores, trains, shows or tests them loops over these rows.
+// ---- the learned scalars. Everything that stores, trains, shows or tests them loops over these rows.
 //   name         in checkpoints, after "model.layers.N.self_attn." (".gau.") or "model."
 //   width        PER_HEAD: one for each head; PER_POSITION: one for each n up to L
-//   for          EACH_LAYER has its own, or the WHOLE_MODEL has one set
-//   start        under the normalizer a with training length L
-//   trained      under a; a scalar that is not stays at its start
-//   acts in      a stage of the normalizer; it exists when that stage is of such a kind. In the scale or the norm it is
-//                at.scalar[KIND] of the formulas below; a phi has at most one, as its `number`
+//   for          EACH_LAYER: each layer has its own set; WHOLE_MODEL: all layers share one set
+//   start        the initial value under the normalizer a with training length L
+//   trained      whether it is trained under a; otherwise it keeps its initial value
+//   acts in      a stage of the normalizer. The scalar exists if that stage is of the given kind. In the scale and the
+//                norm, it is at.scalar[KIND] in the formulas below; a phi has at most one, its `number`
 // clang-format off
 #define SCALARS(X) \
     /* kind        name          width         for          start             trained    acts in   exists when */ \
@@ -190,7 +190,7 @@ typedef enum { PER_HEAD, PER_POSITION } ScalarWidth;
 typedef enum { EACH_LAYER, WHOLE_MODEL } ScalarReach;
 typedef enum { IN_SCALE, IN_PHI, IN_NORM, SCALAR_STAGES } ScalarStage;
 
-// The columns as functions, which loops over constants turn into constants.
+// The columns of SCALARS as functions; with constant arguments, they compile to constants.
 #define SCALAR_WIDTH(kind_, name, width, ...) case kind_: return width;
 NORMALIZER_INLINE ScalarWidth scalar_width(int scalar) {
     switch (scalar) { SCALARS(SCALAR_WIDTH) }
@@ -205,7 +205,7 @@ NORMALIZER_INLINE ScalarStage scalar_stage(int scalar) {
 }
 #undef SCALAR_STAGE
 
-// Does it exist when the stage it acts in is of this kind?
+// Does the scalar exist if the stage it acts in is of this kind?
 #define SCALAR_EXISTS(kind_, name, width, reach, start, trained, stage, exists) case kind_: return exists;
 NORMALIZER_INLINE bool scalar_exists(int scalar, int kind) {
     switch (scalar) { SCALARS(SCALAR_EXISTS) }
@@ -213,7 +213,7 @@ NORMALIZER_INLINE bool scalar_exists(int scalar, int kind) {
 }
 #undef SCALAR_EXISTS
 
-// Does phi have a learned number?
+// Does this phi have a learned number?
 #define PHI_LEARNS(kind_, name, width, reach, start, trained, stage, ...) \
     || (stage == IN_PHI && scalar_exists(kind_, phi))
 NORMALIZER_INLINE bool phi_learns(int phi) {
@@ -226,8 +226,8 @@ NORMALIZER_INLINE size_t scalar_size(int scalar, size_t NH, size_t L) {
     return scalar_width(scalar) == PER_HEAD ? NH : L;
 }
 
-// The scalars of a layer, and where their gradients are added, in the memory of whoever computes; NULL where the
-// normalizer has none, or the gradient is not wanted. (NH) or (L) by scalar_size().
+// The scalars of a layer, and where to add their gradients, on the device that computes. NULL where the normalizer does
+// not have the scalar, or its gradient is not needed. Each is (NH) or (L), see scalar_size().
 typedef struct {
     const real *of[SCALAR_COUNT];
 } Scalars;
@@ -238,10 +238,10 @@ typedef struct {
 
 // ---- the formulas
 
-// What a row's scale, offset and norm depend on beside its scores.
+// What the scale, offset and norm of a row depend on besides its scores.
 typedef struct {
     int n, T, L, d;
-    real scalar[SCALAR_COUNT];    // the learned scalars of its head, or of n; 0 where there are none
+    real scalar[SCALAR_COUNT];    // the learned scalars of the row's head, or for its n; 0 if they do not exist
 } RowPlace;
 
 NORMALIZER_INLINE RowPlace row_place(Scalars scalars, size_t h, int n, int T, int L, int d) {
@@ -269,8 +269,8 @@ NORMALIZER_INLINE real row_scale(Stage scale, RowPlace at) {
     }
 }
 
-// The derivative, by a scalar that exists, of what it acts in: of c, of phi's number, or of ln of the part of Z that
-// no key has (norm_extra).
+// The derivative, with respect to a scalar that exists, of the quantity it acts in: c, phi's number, or the ln of the
+// part of Z that comes from no key (norm_extra).
 NORMALIZER_INLINE real row_slope(int scalar, Stage scale, RowPlace at) {
     real rsqrt_d = 1 / real_sqrt((real)at.d);
     switch (scalar) {
@@ -290,7 +290,8 @@ NORMALIZER_INLINE real row_offset(Stage offset, RowPlace at) {
     }
 }
 
-// What phi takes of its row beside z: its learned number, or exp(-shift), the 1 of expm1.
+// The input to phi that is constant along a row: its learned number, or exp(-shift), which is expm1's 1 relative to the
+// shift.
 #define PHI_NUMBER(kind_, name, width, reach, start, trained, stage, ...) \
     if (stage == IN_PHI && scalar_exists(kind_, phi)) return at.scalar[kind_];
 NORMALIZER_INLINE real phi_number(int phi, RowPlace at, real shift) {
@@ -300,8 +301,8 @@ NORMALIZER_INLINE real phi_number(int phi, RowPlace at, real shift) {
 }
 #undef PHI_NUMBER
 
-// f = phi(z) and phi'(z), finite where z and a learned number are 0. A NaN in z is one in f: the comparisons are
-// written so that it passes. Where exp is taken relative to a shift, z is what is left of it.
+// f = phi(z) and phi'(z), finite if z and the learned number are 0. A NaN in z gives a NaN in f: the comparisons are
+// written so that it passes. Where exp is taken relative to a shift, z is already shifted.
 NORMALIZER_INLINE void phi_both(int phi, real z, real number, real *f, real *slope) {
     real positive = z < 0 ? 0 : z;
     switch (phi) {
@@ -353,7 +354,7 @@ NORMALIZER_INLINE void phi_both(int phi, real z, real number, real *f, real *slo
     }
 }
 
-// The derivative of f = phi(z) by phi's learned number, from f and phi'(z).
+// The derivative of f = phi(z) with respect to phi's learned number, from f and phi'(z).
 NORMALIZER_INLINE real phi_slope_by_number(int phi, real z, real number, real f, real slope) {
     (void)z, (void)number, (void)f, (void)slope;
     switch (phi) {
@@ -371,28 +372,29 @@ NORMALIZER_INLINE bool norm_is_sum(Stage norm) {
     return norm.kind == NORM_L1 || norm.kind == NORM_L1_SINK;
 }
 
-// exp is taken relative to the row's largest z when the row is divided by its sum.
+// When the row is divided by its sum, exp is taken relative to the row's largest z.
 NORMALIZER_INLINE bool subtracts_maximum(int phi, Stage norm) {
     return (phi == PHI_EXP || phi == PHI_EXPM1) && norm_is_sum(norm);
 }
 
-// What takes part in that maximum beside the scores: 0 where C > 0, as C is C e^0, and for the 1 of expm1; the sink.
+// The value that takes part in that maximum besides the scores: 0 if C > 0 (C is C e^0) and for the 1 of expm1; or the
+// sink.
 NORMALIZER_INLINE real least_maximum(int phi, Stage norm, RowPlace at) {
     return norm.kind == NORM_L1_SINK ? at.scalar[SCALAR_SINK] : norm.value > 0 || phi == PHI_EXPM1 ? 0 : -INFINITY;
 }
 
-// The part of Z that no key has, for exp taken relative to `shift`.
+// The part of Z that comes from no key, with exp taken relative to `shift`.
 NORMALIZER_INLINE real norm_extra(Stage norm, RowPlace at, real shift) {
     if (norm.kind == NORM_L1_SINK) return real_exp(at.scalar[SCALAR_SINK] - shift);
     return norm.value > 0 ? (real)norm.value * real_exp(-shift) : 0;
 }
 
-// 1/x, 0 where x is 0 or so small that 1/x overflows; NaN for NaN.
+// 1/x; 0 if x is 0 or so small that 1/x overflows; NaN for NaN.
 NORMALIZER_INLINE real inverse_or_zero(real x) {
     return x < REAL_MIN ? 0 : 1 / x;
 }
 
-// 1/Z, 0 where Z is 0; sum = sum |f|, shift what was subtracted from z.
+// 1/Z, or 0 if Z is 0. sum = sum |f|; shift is what was subtracted from z.
 NORMALIZER_INLINE real row_inverse(Stage norm, RowPlace at, real sum, real shift) {
     real n = (real)at.n, T = (real)at.T, Z = 1;
     switch (norm.kind) {
@@ -409,47 +411,46 @@ NORMALIZER_INLINE real row_inverse(Stage norm, RowPlace at, real sum, real shift
     return inverse_or_zero(Z);
 }
 
-// The rows up to this n are left alone by recenter and recenter-l1, and compared with 0 in place of 1/n by reweight.
+// For n up to this, recenter and recenter-l1 leave the row unchanged, and reweight compares A with 0 instead of 1/n.
 enum { POST_FROM = 3 };
 
 // ---- attention/normalizer.c
 
-// Columns of SCALARS by row: the name, and which part of the model has a set.
+// Columns of SCALARS by row: the name, and whether each layer or the whole model has a set.
 extern const char *const scalar_names[SCALAR_COUNT];
 extern const ScalarReach scalar_reach[SCALAR_COUNT];
 
-// Has it such scalars, are they trained, and where do they start, for training length L?
+// Does the normalizer have this scalar, does it train it, and what is its initial value for training length L?
 bool normalizer_has(const Normalizer *normalizer, Scalar scalar);
 bool normalizer_trains(const Normalizer *normalizer, Scalar scalar);
 double normalizer_start(const Normalizer *normalizer, Scalar scalar, int L);
 
-// When a model goes from one normalizer to another, does it keep such scalars as they are (or do they start)?
+// When a model switches from one normalizer to another, does it keep this scalar's values (or restart it)?
 bool normalizer_keeps(const Normalizer *from, const Normalizer *to, Scalar scalar);
 
-// Reads NAME or NAME+stage=value+...; false with a message in `message` that lists what there is.
+// Parses NAME or NAME+stage=value+.... On failure, returns false with a message that lists the valid choices.
 bool normalizer_parse(Normalizer *out, const char *text, char *message, size_t size);
 
-// What has no meaning for this training length; true when all is well.
+// Is the normalizer valid for this training length? If not, `message` says why.
 bool normalizer_fits(const Normalizer *normalizer, int L, char *message, size_t size);
 
 enum { STAGE_COUNT = 6 };
 extern const char *const stage_names[STAGE_COUNT];    // qk, scale, offset, phi, norm, post
 
-// Stage i's value as it is written in --attn and config.json, for example "l1+1".
+// The value of stage i as written in --attn and config.json, for example "l1+1".
 const char *normalizer_stage_text(const Normalizer *normalizer, size_t i, char *out, size_t size);
 
-// The shortest text that means the same.
+// The shortest text with the same meaning.
 const char *normalizer_shortest(const Normalizer *normalizer, char *out, size_t size);
 
-// Are two the same function of the scores (whatever they were called)?
+// Are two normalizers the same function of the scores, whatever their names?
 bool normalizer_equal(const Normalizer *a, const Normalizer *b);
 
-// What --help says of --attn, with all names.
+// The text of --attn in --help, with all names.
 extern const char normalizer_flag_help[];
 
-// --attn help, or help:NAME: the whole table, or one normalizer with its stages and its shortest name. False when
-// `text` is neither.
-// A NAME that there is not ends the program.
+// Prints the answer to --attn help (the whole table) or help:NAME (one normalizer's stages and shortest name). Returns
+// false if `text` is neither. An unknown NAME ends the program.
 bool normalizer_help(const char *text);
 
 #ifdef __cplusplus

@@ -93,7 +93,7 @@ def test_what_ended_stays_and_more_steps_go_on(data, tmp_path):
 
 def test_a_refused_run_is_named_and_the_others_go_on(data, tmp_path):
     text = run(data, tmp_path, "--attn", "ssmx", "softmax", code=1)
-    assert rows(tmp_path)["ssmx"][4].startswith("exit 2: --attn ssmx: no such normalizer") and "exit 2" in text
+    assert rows(tmp_path)["ssmx"][4].startswith("exit 2: --attn ssmx: unknown normalizer") and "exit 2" in text
     assert rows(tmp_path)["softmax"][1]
 
 

@@ -371,7 +371,7 @@ def test_full_disks_are_told(checkpoints, data, tmp_path):
 WRONG = {
     "unknown flag": (["--seq-len", "8"], 2, ["Did you mean --seq-lens?"]),
     "a later task": (["--task", "needle"], 2, ["--task needle", "loss|positions"]),
-    "unknown normalizer": (["--attn", "ssmx"], 2, ["--attn ssmx", "Nearest: ssmax"]),
+    "unknown normalizer": (["--attn", "ssmx"], 2, ["--attn ssmx", "Did you mean ssmax?"]),
     "unknown stage": (["--attn", "softmax+post=reweigh"], 2, ["reweight:P"]),
     "unknown extrapolation": (["--pn-extrapolate", "linear"], 2, ["none|log"]),
     "unknown scaling": (["--rope-scaling", "yarn"], 2, ["none|ntk"]),

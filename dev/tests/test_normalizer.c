@@ -158,17 +158,17 @@ static void test_overrides(void) {
 
 // clang-format off
 static const struct { const char *text, *says; } REFUSED[] = {
-    {"", "no such normalizer"}, {"softmx", "Nearest: softmax."}, {"ssmx", "Nearest: ssmax."}, {"lssarr", "Nearest: lssar."},
-    {"SOFTMAX", "no such normalizer"}, {" softmax", "Nearest: softmax."}, {"softmax ", "Nearest: softmax."},
-    {"softmax1x", "Nearest: softmax1."},
-    {"relu2_L", "Nearest: relu2-L."}, {"softmax-", "Nearest: softmax."}, {"norm=l1", "no such normalizer"}, {"s=1", "no such normalizer"},
-    {"softmax+", "'' is no override"}, {"softmax+l1", "'l1' is no override"}, {"softmax+nrm=l1", "'nrm=l1' is no override"},
-    {"softmax+Norm=l1", "'Norm=l1' is no override"}, {"softmax+norm", "'norm' is no override"},
-    {"softmax+norm:l1", "'norm:l1' is no override"},
-    {"ssmax+fixedly", "'fixedly' is no override"}, {"ssmax+fixed=1", "'fixed=1' is no override"},
-    {"softmax+ norm=l1", "' norm=l1' is no override"},
-    {"softmax+window=3", "post="}, {"softmax++norm=l1", "is no override"}, {"softmax+softmax", "'softmax' is no override"},
-    {"+norm=l1", "no such normalizer"},
+    {"", "unknown normalizer"}, {"softmx", "Did you mean softmax?"}, {"ssmx", "Did you mean ssmax?"}, {"lssarr", "Did you mean lssar?"},
+    {"SOFTMAX", "unknown normalizer"}, {" softmax", "Did you mean softmax?"}, {"softmax ", "Did you mean softmax?"},
+    {"softmax1x", "Did you mean softmax1?"},
+    {"relu2_L", "Did you mean relu2-L?"}, {"softmax-", "Did you mean softmax?"}, {"norm=l1", "unknown normalizer"}, {"s=1", "unknown normalizer"},
+    {"softmax+", "unknown override ''"}, {"softmax+l1", "unknown override 'l1'"}, {"softmax+nrm=l1", "unknown override 'nrm=l1'"},
+    {"softmax+Norm=l1", "unknown override 'Norm=l1'"}, {"softmax+norm", "unknown override 'norm'"},
+    {"softmax+norm:l1", "unknown override 'norm:l1'"},
+    {"ssmax+fixedly", "unknown override 'fixedly'"}, {"ssmax+fixed=1", "unknown override 'fixed=1'"},
+    {"softmax+ norm=l1", "unknown override ' norm=l1'"},
+    {"softmax+window=3", "post="}, {"softmax++norm=l1", "unknown override"}, {"softmax+softmax", "unknown override 'softmax'"},
+    {"+norm=l1", "unknown normalizer"},
     {"softmax+norm=l2", "norm: 'l2'"}, {"softmax+norm=l2", "n, n2, L, T, T2, const:X, sqrt-half-n, none"},
     {"softmax+norm=", "norm: ''"},
     {"softmax+norm=l1+", "'l1+'"}, {"softmax+norm=l1+-1", "'l1+-1'"}, {"softmax+norm=l1++1", "'l1++1'"}, {"softmax+norm=l1 ", "'l1 '"},
@@ -509,8 +509,8 @@ static void test_help(void) {
     CHECK(strstr(output, "norm=l1+1") && strstr(output, "post=reweight:3") &&
               strstr(output, "shortest equal name: softmax1+post=reweight:3"),
           "%s", output);
-    CHECK(check_fork(help, "help:ssmx", output, sizeof output) == EXIT_USAGE && strstr(output, "Nearest: ssmax"), "%s",
-          output);
+    CHECK(check_fork(help, "help:ssmx", output, sizeof output) == EXIT_USAGE && strstr(output, "Did you mean ssmax?"),
+          "%s", output);
     CHECK(check_fork(help, "helper", output, sizeof output) == 9 &&
               check_fork(help, "softmax", output, sizeof output) == 9,
           "what is no help");

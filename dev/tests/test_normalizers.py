@@ -199,7 +199,7 @@ CONTRADICTIONS = {
     "another stage": (dict(post="negate"), "means post=none, but the file says post=negate"),
     "a stage that is no text": (dict(norm=1), "means norm=l1, but the file says norm=(no text)"),
     "another name": (dict(name="softmax1"), "means scale=rsqrt-d, but the file says scale=logn"),
-    "an unknown name": (dict(name="ssmx"), "Nearest: ssmax"),
+    "an unknown name": (dict(name="ssmx"), "Did you mean ssmax?"),
     "no name": (dict(name=None), "has no \"name\""),
     "another block": (dict(block="mamba"), "block must be \"gau\""),
     "no length": (dict(seq_len=0), "seq_len"),
@@ -436,18 +436,18 @@ def test_make_attn(data, tmp_path):
     assert_same_run(tmp_path / "all", tmp_path / "one", 5)
     for text in ("softmax", "ssmax-bias", "ssmax+post=reweight:3"):
         refused = train(data, "--attn", text, "--steps", 1, program=program, code=2)
-        assert f"--attn {text}: this program was built for ssmax alone" in refused
+        assert f"--attn {text}: this program was built only for ssmax" in refused
     train(data, "--attn", "softmax", "--steps", 0, "--out", tmp_path / "softmax")
     alone = ["--attn", "ssmax", "--seq-len", T, "--steps", 1]
     refused = train(data, "--init-from", checkpoint(tmp_path / "softmax", 0), *alone, model=False, program=program, code=3)
-    assert "softmax" in refused and "built for ssmax alone" in refused
+    assert "softmax" in refused and "built only for ssmax" in refused
     llama = checkpoint(tmp_path / "softmax", 0) / "config.json"      # a Llama from elsewhere is softmax too, without saying so
     config = json.loads(llama.read_text())
     del config["attention_normalizer"]
     bare = bare_model(tmp_path / "softmax", tmp_path / "bare", step=0)
     (bare / "config.json").write_text(json.dumps(config))
     refused = train(data, "--init-from", bare, *alone, model=False, program=program, code=3)
-    assert "built for ssmax alone" in refused
+    assert "built only for ssmax" in refused
 
 
 def test_make_attn_of_an_unknown_name(tmp_path):

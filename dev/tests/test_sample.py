@@ -201,7 +201,7 @@ WRONG = {
     "no model": ([], 2, ["--model"]),
     "two prompts": (["--model", "{ids}", "--prompt", "1", "--prompt-file", "x"], 2, ["--prompt-file"]),
     "unknown flag": (["--model", "{ids}", "--promt", "1"], 2, ["--prompt"]),
-    "unknown normalizer": (["--model", "{ids}", "--attn", "ssmx"], 2, ["Nearest: ssmax"]),
+    "unknown normalizer": (["--model", "{ids}", "--attn", "ssmx"], 2, ["Did you mean ssmax?"]),
     "text for ids": (["--model", "{ids}", "--prompt", "the cat"], 2, ["token ids", "the cat", "tokenizer.json"]),
     "id over vocabulary": (["--model", "{ids}", "--prompt", f"1,{VOCAB}"], 2, [f"below {VOCAB}"]),
     "negative id": (["--model", "{ids}", "--prompt=-1"], 2, ["token ids"]),
