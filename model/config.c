@@ -1,4 +1,4 @@
-// config.json: what is written beside our weights, and what is read beside ours and those of Llamas from elsewhere.
+// Writes config.json next to our weights, and reads it next to ours and those of Llama models from elsewhere.
 #include <limits.h>
 #include <math.h>
 #include <stdio.h>
@@ -11,7 +11,7 @@
 
 #define COUNT(a) (sizeof(a) / sizeof((a)[0]))
 
-// The families of models that we write and read, by transformers' names.
+// The model families that we write and read, by their names in transformers.
 typedef struct {
     const char *model_type, *class_name;
 } Family;
@@ -30,7 +30,7 @@ static const Family FAMILIES[] = {
 bool model_is_plain(const ModelConfig *config) {
     Normalizer softmax;
     char message[256];
-    // transformers loads no Llama whose heads do not divide the channels, whatever its head_dim is.
+    // transformers rejects a Llama whose channels are not divisible by its heads, even if head_dim is given.
     bool fits = config->qk_norm || config->channels % config->heads == 0;
     return config->block == BLOCK_LLAMA && fits && normalizer_parse(&softmax, "softmax", message, sizeof message) &&
            normalizer_equal(&config->attn, &softmax);
@@ -46,7 +46,8 @@ char *model_config_json(const ModelConfig *config, bool bf16) {
         cJSON *map = cJSON_AddObjectToObject(json, "auto_map");
         cJSON_AddStringToObject(map, "AutoConfig", "modeling_attn_gpt.AttnGPTConfig");
         cJSON_AddStringToObject(map, "AutoModelForCausalLM", "modeling_attn_gpt.AttnGPTForCausalLM");
-        if (config->qk_norm) cJSON_AddBoolToObject(json, "qk_norm", true);    // a Qwen3 always has QK norms
+        if (config->qk_norm)
+            cJSON_AddBoolToObject(json, "qk_norm", true);    // every Qwen3 has QK norms, so its config has no such key
     }
     cJSON_AddNumberToObject(json, "vocab_size", config->vocab);
     cJSON_AddNumberToObject(json, "hidden_size", config->channels);
@@ -87,12 +88,11 @@ char *model_config_json(const ModelConfig *config, bool bf16) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Reading. What is not known to be harmless may change what the model computes, so everything in the file must be
-// accounted for.
+// Reading. Any key that is not known to be harmless may change what the model computes, so every key in the file must
+// be accounted for.
 
-// Keys that do not change the loss of this model, whatever their value: ids that only generation uses, how the file
-// came about, how the weights were first drawn, dropout (there is none at evaluation, and none in this trainer), how
-// other programs compute or generate.
+// Keys that never change this model's loss: ids that only generation uses, the file's origin, weight initialization,
+// dropout (none in evaluation, and none in this trainer), and how other programs compute or generate.
 // clang-format off
 static const char *const HARMLESS[] = {
     "architectures", "torch_dtype", "dtype", "transformers_version", "_name_or_path", "tokenizer_class",
@@ -102,11 +102,11 @@ static const char *const HARMLESS[] = {
     "bos_token_id", "pad_token_id", "initializer_range", "attention_dropout",
     "do_sample", "temperature", "top_k", "top_p", "typical_p", "max_length", "min_length", "max_new_tokens", "num_beams",
     "repetition_penalty", "length_penalty",
-    "is_llama_config", "transformers.js_config",       // of SmolLM2
+    "is_llama_config", "transformers.js_config",       // SmolLM2
 };
 // clang-format on
 
-// Whole numbers. `fallback`: where the key is missing or null; REQUIRED: it must be there.
+// Integers. `fallback` is the value if the key is missing or null; REQUIRED: the key must be there.
 enum { REQUIRED = -1 };
 static const struct {
     const char *key;
@@ -115,7 +115,7 @@ static const struct {
     const char *why;
 } SIZES[] = {
     // clang-format off
-    {"vocab_size",              offsetof(ModelConfig, vocab),    2, MAX_VOCAB, REQUIRED, ", as tokens have 16 bits here"},
+    {"vocab_size",              offsetof(ModelConfig, vocab),    2, MAX_VOCAB, REQUIRED, ", because our tokens have 16 bits"},
     {"hidden_size",             offsetof(ModelConfig, channels), 2, 65536,     REQUIRED, ""},
     {"intermediate_size",       offsetof(ModelConfig, ffn),      1, 262144,    REQUIRED, ""},
     {"num_hidden_layers",       offsetof(ModelConfig, layers),   1, 2048,      REQUIRED, ""},
@@ -124,7 +124,7 @@ static const struct {
     // clang-format on
 };
 
-// The other keys that are understood. Each has its function below.
+// The other keys that we understand. Each has its function below.
 // clang-format off
 static const char *const UNDERSTOOD[] = {
     "model_type", "num_key_value_heads", "head_dim", "hidden_act", "attention_bias", "mlp_bias", "rms_norm_eps",
@@ -135,12 +135,12 @@ static const char *const UNDERSTOOD[] = {
 
 typedef struct {
     const cJSON *json;
-    const char *ignored;    // names with commas between, or NULL
+    const char *ignored;    // comma-separated names, or NULL
     ModelConfig *config;
-    bool foreign;    // another family: of its keys only those that Llamas have too are looked at
+    bool foreign;    // not one of our families: check only the keys that a Llama has, too
     Reasons reasons;
-    int ignorable;      // how many of them are keys that are not known
-    char names[320];    // of these, with commas between
+    int ignorable;      // how many of the reasons are unknown keys
+    char names[320];    // their names, comma-separated
 } Reader;
 
 static const cJSON *get(const Reader *r, const char *key) {
@@ -152,7 +152,7 @@ typedef struct {
     char text[72];
 } Value;
 
-// The value as JSON, cut where it is long.
+// The value as JSON, truncated if long.
 static Value value_of(const cJSON *item) {
     Value value = {"missing"};
     char *text = item ? cJSON_PrintUnformatted(item) : NULL;
@@ -174,7 +174,7 @@ static bool is_listed(const char *name, const char *const *list, size_t count) {
     return false;
 }
 
-// Is the name one of those with commas between?
+// Is the name in the comma-separated list?
 static bool is_among(const char *name, const char *names) {
     size_t length = strlen(name);
     for (const char *at = names; at && length; at = strchr(at, ','), at += at != NULL) {
@@ -184,25 +184,25 @@ static bool is_among(const char *name, const char *names) {
     return false;
 }
 
-// Null, false, an empty list or an empty object
+// Is the value null, false, an empty list or an empty object?
 static bool says_nothing(const cJSON *item) {
     bool empty = (cJSON_IsArray(item) || cJSON_IsObject(item)) && !item->child;
     return cJSON_IsNull(item) || cJSON_IsFalse(item) || empty;
 }
 
-// Rejects a key that is neither understood nor harmless. `prefix`: the object that contains it.
+// Rejects a key that is neither understood nor harmless. `prefix` names the object that contains it.
 static void read_unknown(Reader *r, const char *prefix, const cJSON *item) {
     char name[256];
     snprintf(name, sizeof name, "%s%s", prefix, item->string);
     if (says_nothing(item) || is_among(name, r->ignored)) return;
-    reasons_add(&r->reasons, "%s is %s: unknown key that may change the results", quoted(name).text,
+    reasons_add(&r->reasons, "%s is %s: an unknown key, which may change the results", quoted(name).text,
                 value_of(item).text);
     size_t used = strlen(r->names);
     snprintf(r->names + used, sizeof r->names - used, "%s%s", used ? "," : "", name);
     r->ignorable++;
 }
 
-// A whole number within bounds; false, with a reason, where there is none.
+// Reads an integer within bounds. Otherwise returns false and records the reason.
 static bool read_int(Reader *r, const cJSON *object, const char *prefix, const char *key, int min, int max,
                      const char *why, int *out) {
     const cJSON *item = cJSON_GetObjectItemCaseSensitive(object, key);
@@ -229,10 +229,10 @@ static void read_type(Reader *r) {
     r->foreign = type != NULL;
     reasons_add(&r->reasons, "\"model_type\" is %s; expected \"llama\" or \"qwen3\" (or \"attn_gpt\", attn.c's own)%s",
                 value_of(type).text,
-                gpt2 ? ": a GPT-2 is not a Llama, it has learned positions, LayerNorm, GELU and biases" : "");
+                gpt2 ? "; a GPT-2 has learned positions, LayerNorm, GELU and biases, which a Llama lacks" : "");
 }
 
-// Sets the sizes; those that the file does not give rightly stay 0.
+// Reads the sizes. Missing or invalid ones stay 0.
 static void read_sizes(Reader *r) {
     for (size_t i = 0; i < COUNT(SIZES); i++) {
         int *size = (int *)((char *)r->config + SIZES[i].offset);
@@ -246,7 +246,7 @@ static void read_sizes(Reader *r) {
     }
 }
 
-// One id, or a list of them, whose first is taken.
+// A single id or a list of ids, of which the first counts.
 static void read_end_of_text(Reader *r) {
     ModelConfig *c = r->config;
     const cJSON *item = get(r, "eos_token_id");
@@ -265,19 +265,20 @@ static void read_block(Reader *r) {
     const cJSON *block = cJSON_GetObjectItemCaseSensitive(get(r, "attention_normalizer"), "block");
     if (!block) return;
     if (!cJSON_IsString(block) || strcmp(block->valuestring, "gau") != 0) {
-        reasons_add(&r->reasons, "attention_normalizer.block must be \"gau\" where there is one, but is %s",
+        reasons_add(&r->reasons, "attention_normalizer.block is %s; expected \"gau\" or no such key",
                     value_of(block).text);
         return;
     }
     c->block = BLOCK_GAU;
     if (c->heads && c->heads != 1)
-        reasons_add(&r->reasons, "a gated attention unit has num_attention_heads 1, not %d", c->heads);
+        reasons_add(&r->reasons, "num_attention_heads is %d; a gated attention unit has 1", c->heads);
     if (c->ffn && c->channels && c->ffn != 2 * c->channels)
-        reasons_add(&r->reasons, "a gated attention unit has intermediate_size 2 x hidden_size = %d, not %d",
+        reasons_add(&r->reasons,
+                    "a gated attention unit must have intermediate_size 2 x hidden_size = %d, but the file says %d",
                     2 * c->channels, c->ffn);
 }
 
-// num_key_value_heads and head_dim. A Llama may lack them; Qwen3Config has defaults of its own, so a Qwen3 must not.
+// num_key_value_heads and head_dim. A Llama may omit them. Qwen3Config has its own defaults, so a Qwen3 must not.
 static void read_heads(Reader *r) {
     ModelConfig *c = r->config;
     char message[256];
@@ -287,16 +288,14 @@ static void read_heads(Reader *r) {
         read_int(r, r->json, "", "num_key_value_heads", 1, 1024, "", &c->kv_heads);
     if (get(r, "head_dim") || qwen3) read_int(r, r->json, "", "head_dim", 1, 65536, "", &c->head_dim);
     if (c->block == BLOCK_GAU && c->kv_heads > 1)
-        reasons_add(&r->reasons, "\"num_key_value_heads\" is %d; expected 1, as a gated attention unit has",
-                    c->kv_heads);
+        reasons_add(&r->reasons, "\"num_key_value_heads\" is %d; expected 1 for a gated attention unit", c->kv_heads);
     if (c->block == BLOCK_GAU && c->head_dim && c->head_dim != GAU_HEAD)
-        reasons_add(&r->reasons, "\"head_dim\" is %d; expected %d, as a gated attention unit has", c->head_dim,
-                    GAU_HEAD);
+        reasons_add(&r->reasons, "\"head_dim\" is %d; expected %d for a gated attention unit", c->head_dim, GAU_HEAD);
     if (c->block == BLOCK_GAU) c->head_dim = GAU_HEAD;
     if (!model_shape_complete(c, message, sizeof message)) reasons_add(&r->reasons, "%s", message);
 }
 
-// Every Qwen3 has QK norms; our own type says in "qk_norm" whether it has them.
+// Every Qwen3 has QK norms; for our own model type, "qk_norm" says so.
 static void read_qk_norm(Reader *r) {
     const cJSON *key = has_type(r, FAMILIES[OUR_OWN].model_type) ? get(r, "qk_norm") : NULL;
     r->config->qk_norm = has_type(r, FAMILIES[QWEN3].model_type) || cJSON_IsTrue(key);
@@ -323,7 +322,7 @@ static void read_layers(Reader *r) {
         reasons_add(&r->reasons, "\"hidden_act\" is %s; expected \"silu\"", value_of(act).text);
     for (size_t i = 0; i < COUNT(biases); i++)
         if (get(r, biases[i]) && !cJSON_IsFalse(get(r, biases[i])))
-            reasons_add(&r->reasons, "\"%s\" is %s; expected a model without biases", biases[i],
+            reasons_add(&r->reasons, "\"%s\" is %s; models with biases are not supported", biases[i],
                         value_of(get(r, biases[i])).text);
     bool full = !types || cJSON_IsArray(types);
     cJSON_ArrayForEach(type, types) full = full && cJSON_IsString(type) && !strcmp(type->valuestring, "full_attention");
@@ -338,20 +337,20 @@ static void read_files(Reader *r) {
     if (tied && !cJSON_IsBool(tied))
         reasons_add(&r->reasons, "\"tie_word_embeddings\" is %s; expected true or false", value_of(tied).text);
     if (quantized && !says_nothing(quantized))
-        reasons_add(&r->reasons, "\"quantization_config\" is %s; expected weights that are not quantized",
+        reasons_add(&r->reasons, "\"quantization_config\" is %s; quantized weights are not supported",
                     value_of(quantized).text);
 }
 
-// Where peft is installed, transformers adds such an adapter to the weights.
+// If peft is installed, transformers applies such an adapter to the weights.
 static void read_adapter(Reader *r, const char *folder) {
     char path[PATH_MAX];
     snprintf(path, sizeof path, "%s/adapter_config.json", folder);
     if (access(path, F_OK) == 0)
-        reasons_add(&r->reasons, "adapter_config.json is beside it: an adapter changes the weights; merge it into the "
+        reasons_add(&r->reasons, "adapter_config.json exists; the adapter changes the weights, so merge it into the "
                                  "model first (merge_and_unload() in peft) and load the result");
 }
 
-// rope_parameters, or rope_scaling as it was called before transformers 5: "default" is RoPE without scaling.
+// rope_parameters, called rope_scaling before transformers 5. "default" is RoPE without scaling.
 static void read_rope_object(Reader *r, const char *name, double *theta) {
     const cJSON *rope = get(r, name), *item;
     char prefix[32];
@@ -362,8 +361,8 @@ static void read_rope_object(Reader *r, const char *name, double *theta) {
     cJSON_ArrayForEach(item, rope) {
         if (!strcmp(item->string, "rope_type") || !strcmp(item->string, "type")) {
             if (!cJSON_IsNull(item) && !(cJSON_IsString(item) && !strcmp(item->valuestring, "default")))
-                reasons_add(&r->reasons, "%s%s is %s: RoPE with scaling; expected \"default\"", prefix, item->string,
-                            value_of(item).text);
+                reasons_add(&r->reasons, "%s%s is %s; expected \"default\" (RoPE with scaling is not supported)",
+                            prefix, item->string, value_of(item).text);
         } else if (strcmp(item->string, "rope_theta") != 0) {
             read_unknown(r, prefix, item);
         } else if (cJSON_IsNumber(item)) {
@@ -389,7 +388,7 @@ static void read_rope(Reader *r) {
         reasons_add(&r->reasons, "rope_theta is %.15g; expected a number between 1 and 1e12", r->config->rope_theta);
 }
 
-// The stages say what the name means, for other readers; here they must agree with it.
+// The stages spell out the name for other readers. Here they must agree with it.
 static void read_stages(Reader *r, const cJSON *attn, const char *name) {
     const Normalizer *normalizer = &r->config->attn;
     for (size_t i = 0; i < STAGE_COUNT; i++) {
@@ -410,9 +409,9 @@ static void read_normalizer(Reader *r) {
     char message[1024];
     if (!attn) {
         if (has_type(r, FAMILIES[OUR_OWN].model_type))
-            reasons_add(&r->reasons, "\"attention_normalizer\" is missing, which \"model_type\" \"attn_gpt\" needs");
+            reasons_add(&r->reasons, "\"attention_normalizer\" is missing; \"model_type\" \"attn_gpt\" requires it");
         else if (!normalizer_parse(&r->config->attn, "softmax", message, sizeof message))
-            reasons_add(&r->reasons, "no attention_normalizer, which means softmax: %s", message);
+            reasons_add(&r->reasons, "the file has no attention_normalizer, so it means softmax: %s", message);
         return;
     }
     if (!cJSON_IsString(name)) {
@@ -436,10 +435,11 @@ static void read_rest(Reader *r) {
         bool known = is_listed(item->string, UNDERSTOOD, COUNT(UNDERSTOOD)) ||
                      is_listed(item->string, HARMLESS, COUNT(HARMLESS));
         for (size_t i = 0; i < COUNT(SIZES); i++) known = known || !strcmp(item->string, SIZES[i].key);
-        // Code beside the weights, which may compute anything; ours is what this program computes.
+        // auto_map names code next to the weights, which could compute anything. Ours computes what this program
+        // computes.
         bool ours = has_type(r, FAMILIES[OUR_OWN].model_type), qwen3 = has_type(r, FAMILIES[QWEN3].model_type);
         known = known || (ours && (!strcmp(item->string, "auto_map") || !strcmp(item->string, "qk_norm")));
-        // Says which layers have a window if use_sliding_window is true, which is not known.
+        // max_window_layers matters only with use_sliding_window true, which we reject as an unknown key.
         known = known || (qwen3 && !strcmp(item->string, "max_window_layers"));
         if (!known) read_unknown(r, "", item);
     }
@@ -449,14 +449,15 @@ static bool refuse(const Reader *r, const char *path, Error *error) {
     char remedy[640];
     bool whole = strlen(r->names) + 1 < sizeof r->names;
     if (r->ignorable == r->reasons.count)
-        snprintf(remedy, sizeof remedy, "If the model computes the same without %s, --ignore-config-key %s loads it.",
+        snprintf(remedy, sizeof remedy,
+                 "If the model computes the same without %s, load it with --ignore-config-key %s.",
                  r->ignorable == 1 ? "it" : "them", whole ? r->names : "NAME,NAME,...");
     else snprintf(remedy, sizeof remedy, "Only plain Llama and Qwen3 models are supported; see doc/checkpoints.md.");
     return error_set(error, EXIT_INPUT, "%s: this model cannot be loaded:%s\n  %s", path,
                      reasons_text(&r->reasons).text, remedy);
 }
 
-// `name`: a key, or OBJECT.KEY
+// `name` is a key, or OBJECT.KEY.
 static bool is_in_file(const cJSON *json, const char *name) {
     char outer[256];
     const char *dot = strchr(name, '.');

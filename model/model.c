@@ -45,7 +45,7 @@ int default_end_of_text(int vocab) {
 
 static bool parse_switch(bool *out, const char *name, const char *value, Error *error) {
     if (strcmp(value, "0") != 0 && strcmp(value, "1") != 0)
-        return error_set(error, EXIT_USAGE, "--model: %s is 0 or 1, not '%s'.", name, value);
+        return error_set(error, EXIT_USAGE, "--model: %s=%s: expected 0 or 1.", name, value);
     *out = value[0] == '1';
     return true;
 }
@@ -54,7 +54,7 @@ static bool parse_norm_eps(double *out, const char *value, Error *error) {
     char *end;
     double eps = strtod(value, &end);
     if (end == value || *end || !(eps >= MIN_NORM_EPS && eps <= MAX_NORM_EPS))
-        return error_set(error, EXIT_USAGE, "--model: norm_eps is a number from %g to %g, not '%s'.", MIN_NORM_EPS,
+        return error_set(error, EXIT_USAGE, "--model: norm_eps must be a number from %g to %g, not '%s'.", MIN_NORM_EPS,
                          MAX_NORM_EPS, value);
     *out = eps;
     return true;
@@ -70,26 +70,26 @@ static bool parse_key(ModelConfig *config, bool *given, char *word, Error *error
     if (!strcmp(word, "norm_eps")) return parse_norm_eps(&config->norm_eps, equals ? equals : "", error);
     if (!strcmp(word, "block")) {
         if (!equals || (strcmp(equals, "llama") != 0 && strcmp(equals, "gau") != 0))
-            return error_set(error, EXIT_USAGE, "--model: block is llama or gau, not '%s'.", equals ? equals : "");
+            return error_set(error, EXIT_USAGE, "--model: block=%s: expected llama or gau.", equals ? equals : "");
         config->block = !strcmp(equals, "gau") ? BLOCK_GAU : BLOCK_LLAMA;
         return true;
     }
     for (size_t i = 0; i < COUNT(KEYS); i++) {
         if (strcmp(word, KEYS[i].name) != 0) continue;
         if (!whole || value < KEYS[i].min || value > KEYS[i].max)
-            return error_set(error, EXIT_USAGE, "--model: %s is a whole number from %d to %d, not '%s'.", word,
+            return error_set(error, EXIT_USAGE, "--model: %s must be a whole number from %d to %d, not '%s'.", word,
                              KEYS[i].min, KEYS[i].max, equals ? equals : "");
         *(int *)((char *)config + KEYS[i].offset) = (int)value;
         given[i] = true;
         return true;
     }
     return error_set(error, EXIT_USAGE,
-                     "--model: no model or key '%s'. Models: 15M, 124M, 162M. Keys: layers=, heads=, kv_heads=, "
+                     "--model: unknown model or key '%s'. Models: 15M, 124M, 162M. Keys: layers=, heads=, kv_heads=, "
                      "head_dim=, channels=, ffn=, vocab=, tied=0|1, qk_norm=0|1, norm_eps=, block=llama|gau.",
                      word);
 }
 
-// Two units of one head stand for a layer.
+// Two units with one head each replace one layer.
 static bool make_gau(ModelConfig *config, const bool *given, Error *error) {
     static const char *const refused[] = {"heads", "kv_heads", "head_dim", "ffn"};
     const char *name = config->qk_norm ? "qk_norm" : NULL;
@@ -98,7 +98,7 @@ static bool make_gau(ModelConfig *config, const bool *given, Error *error) {
             if (given[i] && !strcmp(KEYS[i].name, refused[j])) name = refused[j];
     if (name)
         return error_set(error, EXIT_USAGE,
-                         "--model: %s= has no place beside block=gau, whose units have one head with q and k of width "
+                         "--model: %s= is invalid with block=gau, whose units have one head with q and k of width "
                          "%d and values of width 2 x channels.",
                          name, GAU_HEAD);
     config->layers *= 2;
@@ -143,7 +143,7 @@ bool model_same_shape(const ModelConfig *a, const ModelConfig *b) {
            a->tied == b->tied && a->qk_norm == b->qk_norm && (float)a->norm_eps == (float)b->norm_eps;
 }
 
-// Keys that have their default value are left out.
+// Omits keys that have their default values.
 const char *model_text(const ModelConfig *c, char *out, size_t size) {
     char heads[80] = "", head_dim[32] = "", norm_eps[48] = "";
     if (c->kv_heads != c->heads) snprintf(heads, sizeof heads, ",kv_heads=%d", c->kv_heads);
@@ -165,14 +165,14 @@ bool model_shape_complete(ModelConfig *config, char *message, size_t size) {
     if (by_channels) config->head_dim = channels / heads;
     if (config->block == BLOCK_GAU) return true;
     if (by_channels && channels % heads)
-        snprintf(message, size, "%d channels do not divide among %d heads", channels, heads);
+        snprintf(message, size, "%d channels are not divisible by %d heads", channels, heads);
     else if (by_channels && config->head_dim % 2)
-        snprintf(message, size, "the head size is %d channels / %d heads = %d; RoPE needs an even one", channels, heads,
-                 config->head_dim);
+        snprintf(message, size, "the head size is %d channels / %d heads = %d; RoPE needs an even size", channels,
+                 heads, config->head_dim);
     else if (config->head_dim % 2)
-        snprintf(message, size, "the head size is %d; RoPE needs an even one", config->head_dim);
+        snprintf(message, size, "the head size is %d; RoPE needs an even size", config->head_dim);
     else if (heads % config->kv_heads)
-        snprintf(message, size, "%d heads do not divide among %d key-value heads", heads, config->kv_heads);
+        snprintf(message, size, "%d heads are not divisible by %d key-value heads", heads, config->kv_heads);
     else return true;
     return false;
 }
@@ -208,7 +208,8 @@ bool model_parse(ModelConfig *config, const char *text, Error *error) {
     }
     for (size_t i = 0; i < COUNT(KEYS) && !preset; i++) {
         bool needed = config->block == BLOCK_GAU ? KEYS[i].in_gau : KEYS[i].in_llama;
-        if (!given[i] && needed) return error_set(error, EXIT_USAGE, "--model %s: %s= is missing.", text, KEYS[i].name);
+        if (!given[i] && needed)
+            return error_set(error, EXIT_USAGE, "--model %s: %s= is required.", text, KEYS[i].name);
     }
     if (config->block == BLOCK_GAU && !make_gau(config, given, error)) return false;
     config->end_of_text = default_end_of_text(config->vocab);
@@ -222,15 +223,16 @@ bool model_parse(ModelConfig *config, const char *text, Error *error) {
 typedef enum { NONE, CHANNELS, FFN, VOCAB, HEADS, HEAD_DIM, QK_GAIN, Q_WIDTH, KV_WIDTH, LENGTH } Dimension;
 typedef enum { START_ZERO, START_ONE, START_NORMAL, START_RESIDUAL, START_SCALAR } Start;
 
-// One row a tensor. `joined`: follows the one before without a gap, so that one product serves both. START_SCALAR: the
-// rows of SCALARS for this part of the model go here, each by its own row, under names that start with this one.
+// One row per tensor. `joined`: follows the previous tensor without a gap, so that one matmul serves both. START_SCALAR
+// stands for the rows of SCALARS for this part of the model: each with its own shape and offset, under a name that
+// starts with this one.
 typedef struct {
     const char *name;
     Dimension rows, cols;
     Start start;
     UpdateRule update;
     bool joined;
-    size_t field;    // where its offset goes; with START_SCALAR, that of the first scalar
+    size_t field;    // where its offset is stored; with START_SCALAR, where the first scalar's is
 } Row;
 
 #define IN_LAYER(field) offsetof(LayerOffsets, field)
@@ -241,7 +243,7 @@ static const Row FIRST_ROWS[] = {
     {"model.embed_tokens.weight",       VOCAB,    CHANNELS, START_NORMAL,   UPDATE_ADAMW, false, IN_LIST(embedding)},
     {"model.",                          NONE,     NONE,     START_SCALAR,   UPDATE_ADAM,  false, IN_LIST(scalar)},
 };
-// After "model.layers.N."
+// Names after "model.layers.N."
 static const Row LLAMA_ROWS[] = {
     {"input_layernorm.weight",          CHANNELS, NONE,     START_ONE,      UPDATE_ADAM,  false, IN_LAYER(norm1)},
     {"self_attn.q_proj.weight",         Q_WIDTH,  CHANNELS, START_NORMAL,   UPDATE_ADAMW, false, IN_LAYER(q)},
@@ -281,7 +283,7 @@ static size_t dimension(const ModelConfig *config, Dimension d) {
     case VOCAB: return (size_t)config->vocab;
     case HEADS: return (size_t)config->heads;
     case HEAD_DIM: return head_size(config);
-    case QK_GAIN: return config->qk_norm ? head_size(config) : 0;    // 0: there is no such tensor
+    case QK_GAIN: return config->qk_norm ? head_size(config) : 0;    // 0: the model has no such tensor
     case Q_WIDTH: return query_width(config);
     case KV_WIDTH: return key_width(config);
     case LENGTH: return (size_t)config->seq_len;
@@ -294,8 +296,8 @@ size_t padded_vocab(const ModelConfig *config) {
     return ((size_t)config->vocab + 127) / 128 * 128;
 }
 
-// Where a tensor's numbers start: their mean and their deviation. Each layer writes to the residual stream twice, a
-// gated unit once.
+// The mean and standard deviation of a tensor's initial values. Each Llama layer adds to the residual stream twice,
+// each gated unit once.
 static void set_start(Tensor *t, const ModelConfig *config, Start start) {
     int writes = config->block == BLOCK_GAU ? config->layers : 2 * config->layers;
     t->mean = start == START_ONE      ? 1.0f
@@ -304,7 +306,7 @@ static void set_start(Tensor *t, const ModelConfig *config, Start start) {
     t->std = start == START_NORMAL ? 0.02f : start == START_RESIDUAL ? 0.02f / sqrtf((float)writes) : 0.0f;
 }
 
-// What a list is made of: the normalizers whose scalars it has are the config's and `others`.
+// What goes into a list: the tensors of `config`, with the learned scalars of its normalizer and of `others`.
 typedef struct {
     TensorList *list;
     const ModelConfig *config;

@@ -1,4 +1,5 @@
-// What the model is, for every program: its shape, its tensors, its config.json. How it computes is in the trainers.
+// What the model is: its shape, its tensors and its config.json, for every program. How it computes is up to the
+// trainers.
 #ifndef MODEL_H
 #define MODEL_H
 
@@ -18,10 +19,10 @@ extern "C" {
 #define MIN_NORM_EPS 1e-12
 #define MAX_NORM_EPS 0.1
 
-enum { MAX_SEQ_LEN = 1 << 20, MAX_VOCAB = 65536 };    // a token is 16 bits in a shard
+enum { MAX_SEQ_LEN = 1 << 20, MAX_VOCAB = 65536 };    // shards store a token in 16 bits
 
-// What a layer is: rmsnorm, attention with RoPE, rmsnorm, SwiGLU; or rmsnorm and a gated attention unit, two of which
-// stand for the other.
+// A layer is either rmsnorm, attention with RoPE, rmsnorm and SwiGLU, or rmsnorm and a gated attention unit. Two gated
+// units replace one Llama layer.
 typedef enum { BLOCK_LLAMA, BLOCK_GAU } Block;
 
 enum { GAU_HEAD = 128 };    // the width of a unit's q and k
@@ -31,36 +32,36 @@ enum { GAU_HEAD = 128 };    // the width of a unit's q and k
 typedef struct {
     Block block;
     int layers, heads, channels, ffn, vocab;
-    int kv_heads;       // key-value heads, each shared by heads/kv_heads query heads that follow each other
-    int head_dim;       // the size of a head's q, k and v; channels/heads unless it is given
+    int kv_heads;       // each serves heads/kv_heads consecutive query heads
+    int head_dim;       // the size of a head's q, k and v; channels/heads by default
     bool qk_norm;       // an RMSNorm with a gain over each head's q and k, before RoPE (as in Qwen3)
-    bool tied;          // the output projection is the embedding
+    bool tied;          // the output projection shares the embedding's weights
     double norm_eps;    // of every RMSNorm: x / sqrt(mean(x²) + norm_eps)
     double rope_theta;
-    int seq_len;        // L, the length that it was trained with
+    int seq_len;        // L, the training length
     int end_of_text;    // the token between documents
     Normalizer attn;
 } ModelConfig;
 
-// Reads --model: a preset, or key=value,... (layers, heads, channels, ffn, kv_heads, head_dim, norm_eps, qk_norm, tied,
-// vocab, block), or a preset and then keys. Sets shape, rope_theta and end_of_text; leaves seq_len and attn. False with
-// EXIT_USAGE and a message that lists the models and keys.
+// Parses --model: a preset, key=value,... (layers, heads, channels, ffn, kv_heads, head_dim, norm_eps, qk_norm, tied,
+// vocab, block), or a preset followed by keys. Sets the shape, rope_theta and end_of_text, but not seq_len and attn. On
+// failure, returns false with EXIT_USAGE and a message that lists the models and keys.
 bool model_parse(ModelConfig *config, const char *text, Error *error);
 
-// Does the text of --model have the key vocab? Without it the vocabulary is a default, which the data may replace.
+// Does the text of --model set vocab? If not, the vocabulary is a default that the data may replace.
 bool model_gives_vocab(const char *text);
 
-// GPT-2's, or the last token, where data/vocabulary.py puts it.
+// GPT-2's end-of-text token, or the last token of the vocabulary, where data/vocabulary.py puts it.
 int default_end_of_text(int vocab);
 
-// Sets kv_heads and head_dim to their defaults where they are 0. False with a message if sizes do not fit each other:
-// the head size must be even for RoPE, and the heads must divide among the key-value heads.
+// Sets kv_heads and head_dim to their defaults if they are 0. Returns false with a message if the sizes are
+// inconsistent: RoPE needs an even head size, and heads must be divisible by kv_heads.
 bool model_shape_complete(ModelConfig *config, char *message, size_t size);
 
-// The shape as --model would name it by keys.
+// The shape, written as keys of --model.
 const char *model_text(const ModelConfig *config, char *out, size_t size);
 
-// Of the same shape, norm_eps included?
+// Do both have the same shape, norm_eps included?
 bool model_same_shape(const ModelConfig *a, const ModelConfig *b);
 
 // The sizes of a head's q and k, and of its v.
@@ -73,49 +74,49 @@ size_t key_width(const ModelConfig *config);       // k: kv_heads · head_size
 size_t value_width(const ModelConfig *config);     // v: kv_heads · value_size
 size_t output_width(const ModelConfig *config);    // attention's output, which o_proj reads: heads · value_size
 
-// The width of what one matmul computes from a layer's normalized input: q, k and v, or a gated unit's u, v and z.
+// The output width of the matmul on a layer's normalized input: q, k and v, or a gated unit's u, v and z.
 size_t joined_width(const ModelConfig *config);
 
-// How a tensor is updated: by Adam, with decoupled weight decay or without.
+// The update rule of a tensor: Adam, or AdamW (with decoupled weight decay).
 typedef enum { UPDATE_ADAM, UPDATE_ADAMW } UpdateRule;
 
-// One tensor of the model; the list is the only place that knows them.
+// One tensor of the model. Only the list knows which tensors exist.
 typedef struct {
-    char name[96];    // in checkpoints: Hugging Face's Llama names
+    char name[96];    // in checkpoints; follows Hugging Face's Llama
     int ndim;
     size_t shape[2], elements;
     size_t offset;      // of its first float in an array of all parameters (or gradients, or moments)
-    float mean, std;    // how it starts
+    float mean, std;    // of the initial values
     UpdateRule update;
-    Scalar scalar;    // which of the normalizer's, which it may have, train, or lack; SCALAR_NONE for all else
+    Scalar scalar;    // the learned scalar that this tensor is; SCALAR_NONE for all other tensors
 } Tensor;
 
 typedef struct {
-    size_t norm1, o, scalar[SCALAR_COUNT];                     // of both blocks; the same in all layers for WHOLE_MODEL
-    size_t q, k, v, norm2, gate, up, down;                     // q, k, v and gate, up follow each other without a gap
-    size_t q_norm, k_norm;                                     // with qk_norm
-    size_t u, gau_v, z, q_gain, k_gain, q_offset, k_offset;    // so do u, v, z
+    size_t norm1, o, scalar[SCALAR_COUNT];    // in both blocks; WHOLE_MODEL scalars have the same offset in all layers
+    size_t q, k, v, norm2, gate, up, down;    // q, k, v are contiguous, and so are gate, up
+    size_t q_norm, k_norm;                    // with qk_norm
+    size_t u, gau_v, z, q_gain, k_gain, q_offset, k_offset;    // u, v, z are contiguous
 } LayerOffsets;
 
 typedef struct {
     Tensor *tensors;
-    size_t count, floats;            // floats: the length of an array of all of them, gaps for alignment included
-    size_t embedding, norm, head;    // head is the embedding's offset when tied
-    size_t scalar[SCALAR_COUNT];     // those that are one set for the whole model
+    size_t count, floats;            // floats: the length of an array of all parameters, including alignment gaps
+    size_t embedding, norm, head;    // head equals embedding if tied
+    size_t scalar[SCALAR_COUNT];     // the sets that the whole model shares
     LayerOffsets *layers;
 } TensorList;
 
-// The vocabulary as it lies in memory: the next multiple of 128 (50,257 is 50,304). The rows past it are 0 and stay so;
-// they are in no file, and their logits take part in nothing.
+// The vocabulary size in memory, the next multiple of 128 (50,304 for 50,257). The padding rows are 0 and stay 0. They
+// are not saved, and their logits are ignored.
 size_t padded_vocab(const ModelConfig *config);
 
-// The tensors of a model. Among them are the learned scalars of its normalizer, and of `others`, those before or after
-// a change.
+// The tensors of a model, including the learned scalars of its normalizer and of `others`, the normalizers before or
+// after a switch.
 TensorList tensors_of(const ModelConfig *config, const Normalizer *const *others, size_t count);
 void tensors_free(TensorList *list);
 
-// The learned scalars of a layer that attn has, in the parameters, and the gradients of those that it trains. Inline,
-// as `real` is what the caller says (runtime/real.h).
+// The learned scalars of a layer that exist under attn (in the parameters), and the gradients of those that attn
+// trains. Inline, because the caller determines `real` (runtime/real.h).
 static inline Scalars scalars_of(const TensorList *list, const real *params, size_t layer, const Normalizer *attn) {
     Scalars scalars = {{NULL}};
     for (int x = 0; x < SCALAR_COUNT; x++)
@@ -134,26 +135,27 @@ static inline ScalarGrads scalar_grads_of(const TensorList *list, real *grads, s
 bool tensor_exists(const Tensor *tensor, const Normalizer *attn);
 bool tensor_trained(const Tensor *tensor, const Normalizer *attn);
 
-// Parameters under the model's normalizer, with or without the embedding when it is not the output projection too.
+// The number of parameters under the model's normalizer: all of them, and those that take part in matmuls (without an
+// embedding that is not also the output projection).
 uint64_t model_parameters(const ModelConfig *config);
 uint64_t model_product_parameters(const ModelConfig *config);
 
-// Floating-point operations a token, forward and backward: 6·P + 12·layers·channels·T, P without an untied embedding
-// (the second term is 6·layers·(head size + value size)·T under BLOCK_GAU).
+// Floating-point operations per token, forward and backward: 6·P + 12·layers·channels·T, where P excludes an untied
+// embedding (the second term is 6·layers·(head size + value size)·T under BLOCK_GAU).
 double model_flops_per_token(const ModelConfig *config, size_t T);
 
-// config.json: LlamaConfig's keys (Qwen3Config's with QK norms) and attention_normalizer. The caller frees the text.
+// The text of config.json: LlamaConfig's keys (Qwen3Config's with QK norms) and attention_normalizer. The caller frees
+// it.
 char *model_config_json(const ModelConfig *config, bool bf16);
 
-// The inverse, for our own checkpoints and for Llamas and Qwen3s from elsewhere that compute what this model computes.
-// All else is rejected with every reason at once: an unknown model_type, a value that is not computed here, and each
-// key that is neither understood nor known to be harmless, unless its value is null, false or empty, or `ignored` (of
-// --ignore-config-key: names with commas between, or NULL) has it. Warns about names in `ignored` that are not in the
-// file.
+// Reads config.json of our own checkpoints, and of Llama and Qwen3 models from elsewhere that compute what our model
+// computes. Rejects everything else and reports all reasons at once: an unknown model_type, an unsupported value, and
+// every key that is neither understood nor known to be harmless, unless its value is null, false or empty, or `ignored`
+// names it (--ignore-config-key: comma-separated names, or NULL). Warns about ignored names that are not in the file.
 bool model_config_read(ModelConfig *config, const char *folder, const char *ignored, Error *error);
 
-// Is it written as a Llama, or as a Qwen3 with QK norms, which transformers loads as it is? That is plain softmax; the
-// others come with a modeling file.
+// Is the model saved as a plain Llama (or a Qwen3, with QK norms), which transformers loads without extra code? True
+// for softmax; all others come with a modeling file.
 bool model_is_plain(const ModelConfig *config);
 
 #ifdef __cplusplus

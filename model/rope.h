@@ -1,4 +1,4 @@
-// The angles of rotary positions, which both trainers read from one table.
+// The rotation angles of RoPE, in one table that both trainers use.
 #ifndef MODEL_ROPE_H
 #define MODEL_ROPE_H
 
@@ -11,7 +11,7 @@
 //   cosines, sines (T,HS/2) written
 static inline void rope_table(real *cosines, real *sines, size_t T, size_t HS, double theta) {
     size_t half = HS / 2;
-#ifdef _OPENMP    // nvcc builds its host code without
+#ifdef _OPENMP    // nvcc builds its host code without OpenMP
     #pragma omp parallel for schedule(static)
 #endif
     for (size_t t = 0; t < T; t++) {

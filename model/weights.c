@@ -48,7 +48,7 @@ void weights_keep_scalars(const Weights *w, float *kept, bool restore) {
     }
 }
 
-// Older files also contain RoPE's frequencies, which follow from rope_theta.
+// Older files also contain RoPE's frequencies, which are redundant with rope_theta.
 static bool is_buffer(const char *name) {
     const char *end = strstr(name, ".rotary_emb.inv_freq");
     return end && !strcmp(end, ".rotary_emb.inv_freq");

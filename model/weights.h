@@ -12,14 +12,14 @@ typedef struct {
     const ModelConfig *config;
     const TensorList *list;
     float *params;           // list->floats parameters
-    float *mean, *square;    // AdamW's moments, same layout; NULL for a model that is not trained
+    float *mean, *square;    // AdamW's moments, with the same layout; NULL for inference
     // model.safetensors stores bfloat16, and optimizer.safetensors the parameters as float32 master weights.
     bool bf16;
 } Weights;
 
-// Initializes all parameters. Each tensor's mean and deviation are in the list. Its random numbers depend only on the
-// seed and on its position among the randomly initialized tensors, so all normalizers start from the same weights, with
-// or without learned scalars.
+// Initializes all parameters. The list has each tensor's mean and standard deviation. Its random numbers depend only on
+// the seed and on its position among the randomly initialized tensors, so all normalizers start from the same weights,
+// with or without learned scalars.
 void weights_init(const Weights *weights, uint64_t seed);
 
 // Sets each learned scalar that the model did not already have under `from` to its initial value, and its moments to 0.
@@ -30,9 +30,9 @@ void weights_start_scalars(const Weights *weights, const Normalizer *from);
 size_t weights_scalar_floats(const TensorList *list);
 void weights_keep_scalars(const Weights *weights, float *kept, bool restore);
 
-// Are the folder's tensors exactly those of a model of this shape and normalizer? Only reads headers, except to compare
-// a copy of a tied embedding. If not, returns false with all reasons: tensors that are missing, have another shape or
-// dtype, or are not part of the model.
+// Are the folder's tensors exactly those of a model with this shape and normalizer? Reads only headers, except to
+// compare a copy of a tied embedding. If not, returns false with all reasons: tensors that are missing, have another
+// shape or dtype, or are not part of the model.
 bool weights_check(const ModelConfig *config, const char *folder, Error *error);
 
 // Reads all parameters from a folder with model.safetensors after weights_check(). `saved` is the normalizer in its
