@@ -1,7 +1,8 @@
-// Attention for the whole family in blocks of rows, by the formulas of attention/normalizer.h: rows (scores to weights
-// and back), then heads.
-// Limits: any T, any head size; float, or double with REAL=double. Tested by test_gpt2.c (the reference),
-// dev/tests/test_gradients.c (finite differences) and dev/tests/test_attention.c (what must hold for any numbers).
+// Attention for the whole family in blocks of rows, with the formulas of attention/normalizer.h. First come rows (from
+// scores to weights and back), then heads.
+// Limits: any T, any head size; float, or double with REAL=double. Tested by test_gpt2.c (against the reference),
+// dev/tests/test_gradients.c (against finite differences) and dev/tests/test_attention.c (properties that hold for any
+// input).
 #include "attention/attention_cpu.h"
 
 #include <omp.h>
@@ -9,32 +10,32 @@
 
 #include "runtime/gemm.h"
 
-// Rows of queries at a time: each needs its scores for all visible keys, BLOCK · T numbers a thread.
+// Query rows per block. Each row needs its scores for all visible keys, which makes BLOCK · T numbers per thread.
 enum { BLOCK = 64 };
 
 static size_t block_rows(size_t T) {
     return T < BLOCK ? T : BLOCK;
 }
 
-// Numbers from one row of scores to the next: an odd number of cache lines, so that a column's entries spread over the
-// cache. With a power of two they collide, and the products that read the scores by columns take twice as long.
+// The stride between rows of scores: an odd number of cache lines, so that the entries of a column spread over the
+// cache. With a power of two they collide, and matmuls that read the scores by columns take twice as long.
 static size_t row_step(size_t T) {
     return ((T + 15) / 16 | 1) * 16;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Rows: scores to weights, and back. phi is a constant where the loops are, so that each has one of its own without
-// branches.
+// Rows: from scores to weights, and back. phi is a compile-time constant inside the loops, so each phi gets its own
+// loop without branches.
 
 typedef struct {
     RowPlace at;
     real c, o;                   // z = c s + o
-    real anchor, rest, shift;    // phi is taken at c (s - anchor) + rest, which is z - shift
-    real number, by_number;      // phi's own, see phi_number(); the derivative of the loss by it
+    real anchor, rest, shift;    // phi is evaluated at c (s - anchor) + rest, which equals z - shift
+    real number, by_number;      // see phi_number(); the derivative of the loss with respect to it
     real inverse;                // 1/Z
-    real D;                      // of the backward pass: sum_j A dA as norm saw them
-    real top;                    // of reweight: the largest A n - 1
-    real post_inverse;           // of reweight and recenter-l1: 1 over the sum that post divides by
+    real D;                      // backward pass: sum_j A dA, for the A and dA of norm
+    real top;                    // reweight: the largest A n - 1
+    real post_inverse;           // reweight and recenter-l1: 1 over the sum that post divides by
 } Row;
 
 static Row row_at(const AttentionShape *shape, Scalars scalars, size_t h, size_t n, size_t T) {
@@ -44,8 +45,8 @@ static Row row_at(const AttentionShape *shape, Scalars scalars, size_t h, size_t
     return row;
 }
 
-// Where exp is divided by its sum, it is taken relative to the row's largest z, that of the score `anchor`: by the
-// difference of the scores, so that nothing overflows or rounds to more than 0.
+// Where exp is divided by its sum, it is taken relative to the row's largest z, that of the score `anchor`. The scores
+// are subtracted before scaling, so that nothing overflows or rounds to an exponent above 0.
 static void row_anchor(const Normalizer *normalizer, Row *row, real anchor) {
     int phi = NORMALIZER_PHI(normalizer);
     bool relative = subtracts_maximum(phi, normalizer->norm);
@@ -66,7 +67,7 @@ static void row_recall(const Normalizer *normalizer, Row *row, const real *stats
     row->inverse = stats[1], row->top = stats[2], row->post_inverse = stats[3];
 }
 
-// The score with the row's largest z.
+// The score with the largest z of the row.
 static real row_top(const real *s, const Row *row) {
     real sign = row->c < 0 ? -1 : 1, largest = -INFINITY;
     #pragma omp simd reduction(max : largest)
@@ -77,7 +78,7 @@ static real row_top(const real *s, const Row *row) {
     return sign * largest;
 }
 
-// s (n): scores in, f out; returns sum |f|.
+// s (n): scores in, f out. Returns sum |f|.
 NORMALIZER_INLINE real row_values(int phi, real *restrict s, const Row *row) {
     real c = row->c, anchor = row->anchor, rest = row->rest, number = row->number, sum = 0;
     #pragma omp simd reduction(+ : sum)
@@ -90,7 +91,7 @@ NORMALIZER_INLINE real row_values(int phi, real *restrict s, const Row *row) {
     return sum;
 }
 
-// The same, and all of row but top and post_inverse.
+// The same; also fills all fields of row except top and post_inverse.
 static real forward_values(const Normalizer *normalizer, real *s, Row *row) {
     real sum = 0;
     row_anchor(normalizer, row, subtracts_maximum(NORMALIZER_PHI(normalizer), normalizer->norm) ? row_top(s, row) : 0);
@@ -101,7 +102,7 @@ static real forward_values(const Normalizer *normalizer, real *s, Row *row) {
     return sum;
 }
 
-// f in, its positive part out; returns the sum.
+// f in, its positive part out. Returns the sum.
 static real rectify(real *restrict f, const Row *row) {
     real sum = 0;
     #pragma omp simd reduction(+ : sum)
@@ -112,7 +113,7 @@ static real rectify(real *restrict f, const Row *row) {
     return sum;
 }
 
-// f in, A - mean(A) out; returns the sum of absolute values.
+// f in, A - mean(A) out. Returns the sum of absolute values.
 static real recenter(real *restrict f, const Row *row) {
     int n = row->at.n;
     real sum = 0, absolute = 0;
@@ -128,13 +129,13 @@ static real recenter(real *restrict f, const Row *row) {
     return absolute;
 }
 
-// What reweight subtracts from A n.
+// The value that reweight subtracts from A n.
 static real reweight_from(const Row *row) {
     return row->at.n > POST_FROM ? 1 : 0;
 }
 
-// f in, r^P out, r = max(A n - 1, 0) over its largest in the row, so that no power overflows; returns the sum. Fills
-// row->top.
+// f in, r^P out, where r = max(A n - 1, 0) over its maximum in the row, so that no power overflows. Returns the sum and
+// sets row->top.
 static real reweight(real *restrict f, Row *row, real P) {
     int n = row->at.n;
     real factor = row->inverse * (real)n, from = reweight_from(row), top = 0, sum = 0;
@@ -143,7 +144,7 @@ static real reweight(real *restrict f, Row *row, real P) {
         real u = f[j] * factor - from;
         top = u > top ? u : top;
     }
-    // In a row of equal weights A n - 1 is 0 but for rounding, which must not be mistaken for weight.
+    // In a row of equal weights, A n - 1 is 0 up to rounding, which must not be mistaken for weight.
     if (from > 0 && top < 32 * REAL_EPSILON) top = 0;
     row->top = top;
     real by = inverse_or_zero(top);
@@ -157,7 +158,7 @@ static real reweight(real *restrict f, Row *row, real P) {
     return sum;
 }
 
-// s (n): scores in, weights out up to a factor, which is returned; `weight` gets whether the row has any.
+// s (n): scores in, unscaled weights out. Returns their factor; *weight is false if the row is all-zero.
 static real row_forward(const Normalizer *normalizer, real *s, Row *row, bool *weight) {
     real sum = forward_values(normalizer, s, row), left = sum, factor = row->inverse;
     bool early = row->at.n <= POST_FROM;
@@ -180,7 +181,7 @@ static real row_forward(const Normalizer *normalizer, real *s, Row *row, bool *w
     return factor;
 }
 
-// s (n): scores in, A out.  dA (n): in, dS out.  D = sum_j A dA; `sign` -1 negates A.  Returns g = sum_j dz s. Fills
+// s (n): scores in, A out. dA (n): dA in, dS out. D = sum_j A dA; `sign` -1 negates A. Returns g = sum_j dz s and sets
 // row->by_number = sum_j df df/dnumber.
 NORMALIZER_INLINE real row_backward_plain(int phi, real *restrict s, real *restrict dA, Row *row, real D, real sign) {
     int n = row->at.n;
@@ -209,7 +210,7 @@ static real backward_plain(const Normalizer *normalizer, real *s, real *dA, Row 
     return 0;
 }
 
-// f and slope (n) from the scores s (n).
+// Computes f and its slope (n) from the scores s (n).
 NORMALIZER_INLINE void row_slopes(int phi, real *restrict f, real *restrict slope, const real *restrict s,
                                   const Row *row) {
     real c = row->c, anchor = row->anchor, rest = row->rest, number = row->number;
@@ -223,7 +224,7 @@ static void backward_slopes(const Normalizer *normalizer, real *f, real *slope, 
 #undef CASE
 }
 
-// The gradient by A from that by its positive part. a (n): f in, the weights out; d in and out (n).
+// Turns the gradient of A's positive part into that of A. a (n): f in, weights out. d (n): in place.
 static void rectify_backward(real *restrict a, real *restrict d, const Row *row) {
     #pragma omp simd
     for (int j = 0; j < row->at.n; j++) {
@@ -232,9 +233,9 @@ static void rectify_backward(real *restrict a, real *restrict d, const Row *row)
     }
 }
 
-// The gradient by A from that by the recentered weights: d in and out (n). l1: they were divided by the sum of their
-// absolute values.
-//   a = A - mean(A),  out a/S:  da = (d - sign(a) D)/S,  dA = da - mean(da).  a (n): f in, the weights out.
+// Turns the gradient of the recentered weights into that of A, in place in d (n). l1: the weights were divided by the
+// sum S of their absolute values.
+//   a = A - mean(A),  out a/S:  da = (d - sign(a) D)/S,  dA = da - mean(da).  a (n): f in, weights out
 static void recenter_backward(real *restrict a, real *restrict d, const Row *row, real D, bool l1) {
     int n = row->at.n;
     real inverse = row->inverse, factor = l1 ? row->post_inverse : 1, sum = 0, mean = 0;
@@ -254,8 +255,9 @@ static void recenter_backward(real *restrict a, real *restrict d, const Row *row
     for (int j = 0; j < n; j++) d[j] -= sum;
 }
 
-// The gradient by A from that by the reweighted weights W = r^P/sum, r = u/top, u = max(A n - 1, 0): dA = n P W/u (d -
-// D). a (n): f in, W out; d in and out (n). The derivative of the power is taken as P W/r, which needs no second power.
+// Turns the gradient of the reweighted weights W = r^P/sum, with r = u/top and u = max(A n - 1, 0), into that of A, in
+// place in d (n): dA = n P W/u (d - D). a (n): f in, W out. The power's derivative is P W/r, which needs no second
+// power.
 static void reweight_backward(real *restrict a, real *restrict d, const Row *row, real D, real P) {
     int n = row->at.n;
     real factor = row->inverse * (real)n, from = reweight_from(row), by = inverse_or_zero(row->top);
@@ -270,7 +272,7 @@ static void reweight_backward(real *restrict a, real *restrict d, const Row *row
     }
 }
 
-// sum_j df df/dnumber: f, slope of the scores s, and dA as norm saw it.
+// sum_j df df/dnumber, from f and its slope at the scores s, and dA as norm sees it.
 static real by_number(int phi, const Row *row, const real *s, const real *dA, const real *f, const real *slope,
                       real D) {
     real sum = 0;
@@ -282,7 +284,7 @@ static real by_number(int phi, const Row *row, const real *s, const real *dA, co
     return sum;
 }
 
-// As row_backward_plain, for the posts that change a row as a whole. f, slope (n) scratch.
+// Like row_backward_plain, for posts that transform the whole row. f, slope (n): scratch.
 static real row_backward_post(const Normalizer *normalizer, real *restrict s, real *restrict dA, Row *row, real D,
                               real *restrict f, real *restrict slope) {
     int n = row->at.n, post = NORMALIZER_POST(normalizer);
@@ -312,7 +314,7 @@ static real row_backward_post(const Normalizer *normalizer, real *restrict s, re
     return sum;
 }
 
-enum { ROW_BUFFERS = 3 };    // of row_backward_post
+enum { ROW_BUFFERS = 3 };    // of row_backward_post()
 
 static real row_backward(const Normalizer *normalizer, real *s, real *dA, Row *row, real D, real *buffers) {
     int post = NORMALIZER_POST(normalizer);
@@ -324,14 +326,15 @@ static real row_backward(const Normalizer *normalizer, real *s, real *dA, Row *r
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Heads. Query heads that share keys and values are a group, one thread's work where there are enough groups. Otherwise
-// (few sequences of the one-headed gated unit, say) the threads share the matmuls and the rows of each head.
+// Heads. The query heads that share keys and values are a group, which one thread processes if there are enough groups.
+// Otherwise (for example, few sequences of the gated unit with its single head), the threads share the matmuls and the
+// rows of each head.
 
 static bool groups_in_parallel(AttentionShape shape) {
     return shape.B * shape.NKV >= (size_t)omp_get_max_threads();
 }
 
-// A thread's part of the scratch: two blocks of scores (A and dA) and the buffers of its rows.
+// A thread's share of the scratch: two blocks of scores (A and dA) and its row buffers.
 typedef struct {
     real *scores, *dscores, *buffers;
 } Part;
@@ -348,20 +351,20 @@ static Part part_of(AttentionShape shape, real *scratch, int thread) {
     return p;
 }
 
-// What a row leaves for the gradients of the learned scalars: the derivative of the loss by its c, which is g = sum_j
-// dz s, by phi's number, and by the ln of norm_extra.
+// What each row saves for the gradients of the learned scalars: the derivative of the loss with respect to its c (g =
+// sum_j dz s), to phi's number, and to the ln of norm_extra.
 enum { ROW_GRADS = SCALAR_STAGES };
 
 size_t attention_scratch(AttentionShape shape, int threads) {
     return (size_t)threads * thread_scratch(shape) + shape.B * shape.NH * shape.T * ROW_GRADS;
 }
 
-// A query head of a sequence: where its position 0 lies in each array. Rows are as far apart as in the whole.
+// One query head of one sequence: where its position 0 lies in each array. Row strides are those of the whole arrays.
 typedef struct {
     size_t h;
     const real *q, *k, *v;
     const int32_t *first;    // (T) or NULL
-    size_t rows, out;        // of (B,NH,T), of (B,T,NH,VS)
+    size_t rows, out;        // offsets in (B,NH,T), in (B,T,NH,VS)
 } Head;
 
 static Head head_of(AttentionShape shape, const AttentionInput *in, size_t b, size_t h) {
@@ -379,7 +382,7 @@ static size_t first_key(const Head *head, size_t t) {
     return head->first ? (size_t)head->first[t] : 0;
 }
 
-// The rows `from` and on of a head, whose scores are for the keys `low` and on.
+// The rows of a head from `from` on; their scores cover the keys from `low` on.
 typedef struct {
     size_t from, rows, low, keys;
 } RowBlock;
@@ -389,7 +392,7 @@ static RowBlock block_at(const Head *head, size_t from, size_t T) {
     return (RowBlock){from, rows, low, from + rows - low};
 }
 
-// A row of a block's scores has `hidden` keys before the n that are visible, and others after them.
+// In a block's scores, each row has `hidden` keys before its n visible ones, and possibly others after them.
 static Row block_row(AttentionShape shape, Scalars scalars, const Head *head, RowBlock block, size_t r,
                      size_t *hidden) {
     size_t t = block.from + r, first = first_key(head, t);
@@ -450,7 +453,7 @@ uint64_t attention_forward(real *out, real *stats, AttentionInput in, Scalars sc
     return all_zero;
 }
 
-// What head_backward reads besides the input, and where it writes.
+// What head_backward() reads in addition to the input, and where it writes.
 typedef struct {
     const AttentionInput *in;
     const real *dout, *out, *stats;
@@ -459,7 +462,7 @@ typedef struct {
     real *scratch;
 } Backward;
 
-// From a block's scores and dA (part.scores, part.dscores) to the weights and the gradient by the scores.
+// Turns a block's scores and dA (part.scores, part.dscores) into weights and gradients of the scores.
 static void block_backward(const Backward *pass, const Head *head, RowBlock at, Scalars scalars, AttentionShape shape,
                            Part part, bool share) {
     size_t VS = shape.VS, step = shape.NH * VS, ld = row_step(shape.T);
@@ -484,7 +487,7 @@ static void block_backward(const Backward *pass, const Head *head, RowBlock at, 
     }
 }
 
-// `add`: dk and dv have the sums of the group's heads before this one.
+// `add`: dk and dv already contain the sums of the group's previous heads.
 static void head_backward(const Backward *pass, size_t b, size_t h, Scalars scalars, AttentionShape shape, bool share,
                           bool add) {
     size_t T = shape.T, HS = shape.HS, VS = shape.VS, step = shape.NH * VS, ld = row_step(T);
@@ -495,7 +498,8 @@ static void head_backward(const Backward *pass, size_t b, size_t h, Scalars scal
     Part part = part_of(shape, pass->scratch, omp_get_thread_num());
     real *dq = d.q.p + b * T * d.q.row + h * d.q.head, *dk = d.k.p + b * T * d.k.row + kv * d.k.head,
          *dv = d.v.p + b * T * d.v.row + kv * d.v.head;
-    // Without `first` the last block reaches all keys, so that going backward its matmuls write dk and dv.
+    // Without `first`, the last block reaches all keys. Going backward, its matmuls come first and write all of dk and
+    // dv.
     for (size_t t = 0; head.first && !add && t < T; t++) {
         memset(dk + t * d.k.row, 0, HS * sizeof *dk);
         memset(dv + t * d.v.row, 0, VS * sizeof *dv);
@@ -520,8 +524,9 @@ static void head_backward(const Backward *pass, size_t b, size_t h, Scalars scal
     }
 }
 
-// For a scalar x of each head: dx[h] += sum over the batch and the rows of row_slope times what the row left in g; for
-// one of each position: dx[n-1] += sum over the batch and the heads. g (B,NH,T,ROW_GRADS), first (B,T) or NULL.
+// For a scalar x with one value per head: dx[h] += sum over the batch and the rows of row_slope times the row's entry
+// in g. With one value per position: dx[n-1] += the sum over the batch and the heads. g (B,NH,T,ROW_GRADS), first (B,T)
+// or NULL.
 static void scalars_backward(ScalarGrads grads, const real *g, const int32_t *first, Scalars scalars,
                              AttentionShape shape) {
     for (size_t i = 0; i < shape.B * shape.NH; i++) {

@@ -1,5 +1,5 @@
-// The Python modeling file that goes into a checkpoint whose normalizer transformers does not know
-// (attention/modeling_attn_gpt.py).
+// The Python modeling file (attention/modeling_attn_gpt.py) that is saved in a checkpoint if transformers does not
+// support its normalizer.
 #ifndef ATTENTION_MODELING_H
 #define ATTENTION_MODELING_H
 

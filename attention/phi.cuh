@@ -1,18 +1,21 @@
-// phi and its slope, for the kernels of flash.cuh. Each instruction counts here: a score takes phi or its slope three
-// times (in the forward kernel, in that of dq, in that of dk and dv).
+// phi and its slope, for the kernels of flash.cuh. Every instruction counts here: phi or its slope is evaluated three
+// times per score (in the forward kernel, the dq kernel, and the dk/dv kernel).
 //
-// float32: phi_both of normalizer.h. bf16: at most one special function (ex2, 8 clocks of a warp) for each score; the
-// rest are polynomials (one clock for each FFMA), fitted minimax for the relative error of the result. `(minimax, e)`
-// names that error. dev/tests/test_kernels.cu holds phi at every bf16 z against float64. The bounds, relative to phi
-// and its slope, where bf16 rounds by 2^-9:
+// float32 uses phi_both of normalizer.h. bf16 uses at most one special function per score (ex2, 8 clocks per warp); the
+// rest are polynomials (one clock per FFMA), minimax fits of the relative error of the result, stated as `(minimax,
+// e)`. dev/tests/test_kernels.cu compares phi at every bf16 z with float64. The error bounds, relative to phi and its
+// slope (bf16 rounding is 2^-9):
 //   exp, expm1 (of e^z + 1), identity, relu, relu2, relu6    2^-17, from the rounding of z
 //   sigmoid, softplus, mish                                  2^-13
-//   gelu                                                     2^-13 for z >= -9; below, 1e-18, as |phi| itself
-//   slopes                                                   twice that, under gelu and mish of |slope| + phi(z)/z
-// Why relative, even where phi is next to 0: over a sum, scores that are all far below 0 have weights as large as any
-// others. That rules out tanh.approx, whose relative error is 2^-11. The sigmoid made of it, (1 + tanh(z/2))/2, is off
-// by 2^-12 whatever z is; at z = -7, where sigmoid with its offset -ln L starts, that is a quarter of its value.
-// A NaN in z is one in phi. Infinite z gives the limit, under gelu and mish perhaps a NaN.
+//   gelu                                                     2^-13 for z >= -9; below, 1e-18 absolute, like |phi|
+//   itself
+//   slopes                                                   twice that; for gelu and mish relative to |slope| +
+//   phi(z)/z
+// Why relative, even where phi is close to 0: if all scores of a row are far below 0, dividing by their sum makes their
+// weights as large as any others. That rules out tanh.approx, whose relative error is 2^-11: (1 + tanh(z/2))/2 is off
+// by 2^-12 absolute whatever z is, which at z = -7, where sigmoid with its offset -ln L starts, is a quarter of its
+// value.
+// A NaN in z gives a NaN in phi. An infinite z gives the limit, except that gelu and mish may give a NaN.
 #ifndef ATTENTION_PHI_CUH
 #define ATTENTION_PHI_CUH
 
@@ -23,7 +26,7 @@
 template <class X>
 constexpr bool is_bf16 = sizeof(X) == 2;
 
-// In these instances z is in units of ln 2, its 1/ln 2 in the scale and the bias, so that exp is one instruction.
+// In these instances z is in units of ln 2 (scale and bias include the factor 1/ln 2), so that exp is one instruction.
 template <class X, int PHI>
 constexpr bool by_log2 =
     is_bf16<X> && (PHI == PHI_EXP || PHI == PHI_EXPM1 || PHI == PHI_SIGMOID || PHI == PHI_SOFTPLUS);
@@ -56,22 +59,23 @@ DEVICE float log1p_of_exp(float e) {
     return e * polynomial(e, 1.0f, -0.497774482f, 0.309224755f, -0.16136305f, 0.0431062654f);
 }
 
-// 1/x for x in [1, 2^120] (minimax, 2^-14.9). As the bits of x grow like its logarithm, subtracting them makes a guess
-// within 5 %. It is off by a factor t in [0.949, 1.051], and 1/t is a polynomial.
+// 1/x for x in [1, 2^120] (minimax, 2^-14.9). The bits of x grow like its logarithm, so subtracting them from a
+// constant gives a guess within 5 %. The guess is off by a factor t in [0.949, 1.051], and a polynomial approximates
+// 1/t.
 DEVICE float reciprocal_by_polynomial(float x) {
     float guess = __uint_as_float(0x7EF311C7u - __float_as_uint(x));
     return guess * polynomial(x * guess, 3.00383329f, -3.00574946f, 1.00191617f);
 }
 
-// The normal distribution function of -a for a >= 0, 1/2 at 0: 2^P(a), as its logarithm is almost a parabola (minimax
-// on [0, 9], 2^-13.7). Past 9 it goes to 0, too.
+// The normal CDF at -a for a >= 0, which is 1/2 at 0: 2^P(a), because its logarithm is almost a parabola (minimax on
+// [0, 9], 2^-13.7). Beyond 9 it still tends to 0.
 DEVICE float normal_tail(float a) {
     return exp2_fast(polynomial(a, -1.0f, -1.15030324f, -0.460977465f, -0.0517069921f, 0.00757380063f, -0.000733945111f,
                                 4.11649053e-05f, -1.00055456e-06f));
 }
 
-// The slope of gelu at -a is tail(a) - a density(a), which is -tail(a) S(a) (minimax on [0, 7], 2^-12.9 of |S| + 0.05),
-// or, where the tail is not needed, -(a - ZERO) 2^B(a), ZERO being where it crosses 0 (minimax on [0, 8], 2^-13.1).
+// The slope of gelu at -a is tail(a) - a density(a). It equals -tail(a) S(a) (minimax on [0, 7], 2^-12.9 of |S| + 0.05)
+// or, where the tail is not needed, -(a - ZERO) 2^B(a), where ZERO is its root (minimax on [0, 8], 2^-13.1).
 constexpr float GELU_ZERO = 0.751791525f;
 
 DEVICE float gelu_slope_over_distance(float a) {
@@ -84,9 +88,9 @@ DEVICE float gelu_slope_over_tail(float a) {
                       -8.14887317e-05f);
 }
 
-// f = phi(z) and its slope by the natural z. z is in units of 1/unit<X, PHI>, relative to a shift where exp is taken
-// so; `number` is phi_number(). Without VALUE the slope alone is wanted; f may be anything of that
-// sign, unless phi_learns().
+// f = phi(z) and its slope with respect to the natural z. z is in units of 1/unit<X, PHI>, relative to a shift where
+// exp is; `number` is phi_number(). Without VALUE only the slope is needed, and f may be anything with the right sign,
+// unless phi_learns().
 template <class X, int PHI, int KIND, bool VALUE = true>
 DEVICE void phi_at(float z, float number, float *f, float *slope) {
     if (!is_bf16<X>) {
@@ -105,7 +109,7 @@ DEVICE void phi_at(float z, float number, float *f, float *slope) {
         float per_unit = 1 / unit<X, PHI>;
         *f = fmaxf(z, 0) * per_unit + log1p_of_exp(e);
         *slope = z < 0 ? e * p : p;
-    } else if (KIND == PHI_GELU) {    // max(z, 0) - |z| tail; the slopes of z and -z have the sum 1
+    } else if (KIND == PHI_GELU) {    // max(z, 0) - |z| tail; the slopes at z and -z add up to 1
         float a = fabsf(z), tail = normal_tail(a);
         *f = VALUE ? fmaxf(z, 0) - a * tail : z;
         float below = VALUE ? tail * gelu_slope_over_tail(a) : (a - GELU_ZERO) * gelu_slope_over_distance(a);

@@ -1,21 +1,21 @@
-// QK norms: an RMSNorm with a gain over each head's q and k, in place inside their projection, before RoPE.
+// QK norms: an RMSNorm with a gain over each head of q and k, in place in the joint projection, before RoPE.
 //
 //   y[c]      = x[c] · r · gain[c],   r = 1/sqrt(mean_c x[c]² + eps)
 //   dx[c]     = r (gain[c] dy[c] − x[c] r² mean_c(dy gain x)),   dgain[c] += sum over rows and heads of dy[c] x[c] r
 //
-// Shapes: qkv and dqkv (N,NH + 2 NKV,HS), the heads of q and k, which change, then those of v; inputs (N,NH + NKV,HS)
-// and inverse (N,NH + NKV), x and r kept for the backward pass; q_gain, k_gain and their gradients (HS). X = float or
-// bf16; gains, r and every sum are float, and a result is rounded once. HS up to QK_NORM_MAX_HEAD, any N.
+// Shapes: qkv and dqkv (N,NH + 2 NKV,HS), the heads of q and k, which are updated, followed by those of v; inputs (N,NH
+// + NKV,HS) and inverse (N,NH + NKV), the x and r kept for the backward pass; q_gain, k_gain and their gradients (HS).
+// X = float or bf16. Gains, r and all sums are float, and a result is rounded once. HS at most QK_NORM_MAX_HEAD, any N.
 // Source: Henry et al., "Query-Key Normalization for Transformers" (2020); with RMSNorm and gains as in Hugging Face's
 // Qwen3. Test: dev/tests/test_kernels.cu qk_norm.
 //
-// A head belongs to `group` lanes, a power of two of at most 32, as in rope.cuh. In the backward pass a lane has the
-// same at most QK_NORM_LANE elements of every head that its group takes, and sums their part of both gradients of gains
-// in registers; the block then sums its groups in shared memory and leaves one row of partial sums for columns_add().
-// The number of blocks depends on the shape alone, so that every GPU gives the same bits.
+// `group` lanes process a head, a power of two of at most 32, as in rope.cuh. In the backward pass, a lane has the same
+// elements (at most QK_NORM_LANE) of every head that its group processes, and sums their contributions to both gain
+// gradients in registers. The block then sums over its groups in shared memory and writes one row of partial sums for
+// columns_add(). The number of blocks depends only on the shape, so every GPU gives the same bits.
 //
-// Bytes at N = 16,384, 12 + 12 heads of 64 in bf16: forward, q and k read, written and kept, 3·2·N·768·2 = 151 MB, 45
-// µs at 3.35 TB/s; backward, dq, dk and the kept q and k read, dq and dk written, 151 MB.
+// Memory traffic at N = 16,384, 12 + 12 heads of 64 in bf16: forward, q and k are read, written and saved, 3·2·N·768·2
+// = 151 MB, 45 µs at 3.35 TB/s; backward, dq, dk and the saved q and k are read, and dq and dk written, 151 MB.
 #ifndef CUDA_QK_NORM_CUH
 #define CUDA_QK_NORM_CUH
 
@@ -23,8 +23,8 @@
 
 enum {
     QK_NORM_THREADS = 256,
-    QK_NORM_BLOCKS = 528,    // of the backward pass: 4 for each of an H100's 132 SMs
-    QK_NORM_LANE = 8,        // elements of a head that a lane has at most
+    QK_NORM_BLOCKS = 528,    // in the backward pass: 4 for each of an H100's 132 SMs
+    QK_NORM_LANE = 8,        // the most elements of a head per lane
     QK_NORM_MAX_HEAD = 32 * QK_NORM_LANE
 };
 
@@ -34,7 +34,7 @@ struct QkNorm {
     const float *q_gain, *k_gain;    // (HS)
 };
 
-// Where head i of the N·(NH + NKV) heads of q and k is in qkv.
+// The offset in qkv of head i of the N·(NH + NKV) heads of q and k.
 DEVICE size_t qk_head(const QkNorm &q, size_t i) {
     size_t heads = q.NH + q.NKV;
     return (i / heads * (heads + q.NKV) + i % heads) * q.HS;
@@ -59,7 +59,8 @@ KERNEL void qk_norm_forward_kernel(X *qkv, X *inputs, float *inverse, QkNorm q, 
         load_vector_in_place<W>(v, x + c);
         for (int j = 0; j < W; j++) sum += v[j] * v[j];
     }
-    float r = 1.0f / sqrtf(group_sum(sum, group) / (float)q.HS + q.eps);    // all threads: it wants whole warps
+    float r =
+        1.0f / sqrtf(group_sum(sum, group) / (float)q.HS + q.eps);    // all threads: group_sum() needs whole warps
     if (!there) return;
     const float *gain = qk_is_query(q, i) ? q.q_gain : q.k_gain;
     for (size_t c = first; c < q.HS; c += step) {
@@ -76,7 +77,7 @@ KERNEL void qk_norm_forward_kernel(X *qkv, X *inputs, float *inverse, QkNorm q, 
 // ---- backward
 // registers: at most 56 (qk_norm_backward_kernel)
 
-// The lane's part of mean_c(dy gain x), before the division by HS
+// The lane's part of mean_c(dy gain x), before the division by HS.
 template <class X, int W>
 DEVICE float qk_norm_dot(const X *dy, const X *x, const float *gain, size_t first, size_t step, size_t HS) {
     float sum = 0;
@@ -90,7 +91,7 @@ DEVICE float qk_norm_dot(const X *dy, const X *x, const float *gain, size_t firs
     return sum;
 }
 
-// dx of a head in place of dy, and dy x r added to the lane's sums.
+// Replaces dy of a head with dx, and adds dy x r to the lane's sums.
 template <class X, int W>
 DEVICE void qk_norm_head(X *dx, float sums[QK_NORM_LANE], const X *x, const float *gain, float r, float k, size_t first,
                          size_t step, size_t HS) {
@@ -111,7 +112,7 @@ DEVICE void qk_norm_head(X *dx, float sums[QK_NORM_LANE], const X *x, const floa
     }
 }
 
-// sums[c] = a lane's sums, each at its element
+// Writes the lane's sums to their elements' places in `sums`.
 template <int W>
 DEVICE void qk_norm_leave(float *sums, const float lane[QK_NORM_LANE], size_t first, size_t step, size_t HS) {
     UNROLL
@@ -128,7 +129,7 @@ KERNEL void qk_norm_backward_kernel(X *dqkv, float *partials, const X *inputs, c
            mine = threadIdx.x / group;
     size_t count = q.N * (q.NH + q.NKV);
     float of_q[QK_NORM_LANE] = {0}, of_k[QK_NORM_LANE] = {0};
-    // All threads go round together: group_sum() wants whole warps.
+    // All threads iterate together, because group_sum() needs whole warps.
     for (size_t from = blockIdx.x * groups; from < count; from += gridDim.x * groups) {
         size_t i = from + mine;
         bool there = i < count, query = there && qk_is_query(q, i);
@@ -153,22 +154,22 @@ KERNEL void qk_norm_backward_kernel(X *dqkv, float *partials, const X *inputs, c
 
 // ---- launchers
 
-// Lanes of a head, each with `width` elements at a time.
+// The number of lanes per head, where each lane processes `width` elements at a time.
 static inline size_t qk_norm_group(size_t HS, size_t width) {
     size_t group = 1;
     if (HS > QK_NORM_MAX_HEAD)
-        fail(EXIT_USAGE, "a head size of %zu: QK norms on a GPU have at most %d.", HS, (int)QK_NORM_MAX_HEAD);
+        fail(EXIT_USAGE, "head size %zu: QK norms on a GPU support at most %d.", HS, (int)QK_NORM_MAX_HEAD);
     while (group * width < HS && group < 32) group *= 2;
     return group;
 }
 
-// Blocks of the backward pass.
+// The number of blocks in the backward pass.
 static inline size_t qk_norm_blocks(const QkNorm &q, size_t group) {
     size_t groups = QK_NORM_THREADS / group;
     return smaller((q.N * (q.NH + q.NKV) + groups - 1) / groups, QK_NORM_BLOCKS);
 }
 
-// Floats of scratch of the backward pass, enough for every shape with this head size.
+// The number of scratch floats for the backward pass, enough for every shape with this head size.
 static inline size_t qk_norm_partials(size_t HS) {
     return QK_NORM_BLOCKS * 2 * HS;
 }
@@ -185,7 +186,7 @@ void qk_norm_forward(X *qkv, X *inputs, float *inverse, const QkNorm &q, cudaStr
 }
 
 //   dqkv (N,NH + 2 NKV,HS) in place   dq_gain, dk_gain (HS) added to   partials scratch
-//   inputs, inverse: as qk_norm_forward() left them
+//   inputs, inverse: as written by qk_norm_forward()
 template <class X>
 void qk_norm_backward(X *dqkv, float *dq_gain, float *dk_gain, float *partials, const X *inputs, const float *inverse,
                       const QkNorm &q, cudaStream_t stream) {
