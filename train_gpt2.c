@@ -1,16 +1,17 @@
-// Trains a Llama-style GPT on the CPU, with an attention whose normalizer is a flag. To be read from top to bottom:
+// Trains a Llama-style GPT on the CPU with a choice of attention normalizers (--attn). Reads from top to bottom:
 //
 //   1. Layers       each forward above its backward, in the order in which the network uses them
 //   2. Model        the parameters, the activations, and the memory for both
 //   3. Passes       forward, loss, backward
-//   4. Update       the gradient's norm and AdamW
-//   5. Decoding     one token after another with a key-value cache, for samples
-//   6. Training     main(), which has the training loop
+//   4. Update       the gradient norm and AdamW
+//   5. Decoding     one token at a time with a key-value cache, for samples
+//   6. Training     main(), which contains the training loop
 //
-// attention/ has the normalizers, model/ the tensors and their files, run/ the library for the run around the model
-// (flags, data, checkpoints), runtime/ what knows neither models nor runs. train_gpt2.cu has the same sections on GPUs.
-// Shapes: B sequences, T tokens each, N = B·T rows, C channels, NH heads of size HS, F the feed-forward's width, V the
-// vocabulary (VP when padded).
+// attention/ contains the normalizers, model/ the tensors and their files, run/ everything around the model in a run
+// (flags, data, checkpoints), and runtime/ utilities that know neither models nor runs. train_gpt2.cu has the same
+// sections for GPUs.
+// Shapes: B sequences of T tokens, N = B·T rows, C channels, NH heads of size HS, feed-forward width F, and a
+// vocabulary of V tokens (VP when padded).
 
 #include <math.h>
 #include <omp.h>
@@ -34,11 +35,11 @@
 #include "model/weights.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Where the time goes: phase() ends the phase before it and starts the next. --profile prints the sums.
+// Phase timers: phase() ends the current phase and starts the next. --profile prints the totals.
 
 static double phase_seconds[PHASE_COUNT];
 
-static bool aside;    // all is PHASE_ASIDE
+static bool aside;    // charge everything to PHASE_ASIDE
 
 static void phase(Phase next) {
     static Phase current = PHASE_OTHER;
@@ -62,8 +63,8 @@ static void embedding_forward(real *out, const real *weight, const int32_t *toke
 
 // dweight[tokens[n],c] += dout[n,c]
 //   dweight (V,C) added to   dout (N,C)
-// A token may occur several times: each thread has some of the channels and goes through all rows in order, so that the
-// sums are the same for any number of threads.
+// A token may occur several times. Each thread owns a range of channels and visits all rows in order, so the sums do
+// not depend on the number of threads.
 static void embedding_backward(real *dweight, const real *dout, const int32_t *tokens, size_t N, size_t C) {
     enum { PART = 64 };
     #pragma omp parallel for schedule(static)
@@ -124,12 +125,12 @@ static void rmsnorm_backward(real *dinp, real *dweight, const real *dout, const 
 // A weight matrix (OC,C).
 typedef struct {
     const real *f32;
-    const uint16_t *bf16;    // NULL in float32: the copy that matmuls use
+    const uint16_t *bf16;    // the copy that matmuls read; NULL in float32
     const GemmScratch *scratch;
 } WeightMatrix;
 
 // out[n,o] = sum_c inp[n,c] weight[o,c] (+ out[n,o] when add)
-//   out (N,OC) written or added to   inp (N,C)   weight (OC,C); its bfloat16 copy is used where there is one
+//   out (N,OC) written or added to   inp (N,C)   weight (OC,C); uses its bfloat16 copy if there is one
 static void matmul_forward(real *out, const real *inp, WeightMatrix weight, size_t N, size_t C, size_t OC, bool add) {
     real beta = add ? 1 : 0;
     Matrix w = {weight.f32, weight.bf16, .ld = C, .transposed = true};
@@ -152,16 +153,17 @@ static void matmul_backward(real *dinp, real *dweight, const real *dout, const r
     }
 }
 
-// QK norms: an RMSNorm with a gain over each head's q and k, before RoPE.
+// QK norms: an RMSNorm with a gain over each head of q and k, before RoPE.
 typedef struct {
     size_t N, NH, NKV, HS;
     real eps;
     const real *q_gain, *k_gain;    // (HS)
 } QkNorm;
 
-// y[c] = x[c] · r · gain[c],  r = 1/sqrt(mean_c x[c]² + eps), of each head of q and k, in place inside their projection
+// y[c] = x[c] · r · gain[c],  r = 1/sqrt(mean_c x[c]² + eps), for each head of q and k, in place in the joint
+// projection
 //   qkv (N,NH + 2 NKV,HS): q's heads, then k's, then v's
-//   inputs (N,NH + NKV,HS), inverse (N,NH + NKV): x and r written, for the backward pass; both NULL: there is none
+//   inputs (N,NH + NKV,HS), inverse (N,NH + NKV): x and r, written for the backward pass; both NULL without one
 static void qk_norm_forward(real *qkv, real *inputs, real *inverse, QkNorm q) {
     size_t HS = q.HS, heads = q.NH + q.NKV, row = (heads + q.NKV) * HS;
     #pragma omp parallel for schedule(static)
@@ -177,8 +179,8 @@ static void qk_norm_forward(real *qkv, real *inputs, real *inverse, QkNorm q) {
     }
 }
 
-// dgain[c] += sum over rows and heads of dy[c] x[c] r: each thread has some of the channels and goes through all rows
-// in order.
+// dgain[c] += sum over rows and heads of dy[c] x[c] r. Each thread owns a range of channels and visits all rows in
+// order.
 static void qk_norm_gains_backward(real *dq_gain, real *dk_gain, const real *dqkv, const real *inputs,
                                    const real *inverse, QkNorm q) {
     enum { PART = 16 };
@@ -197,8 +199,8 @@ static void qk_norm_gains_backward(real *dq_gain, real *dk_gain, const real *dqk
 }
 
 // dx[c] = r (gain[c] dy[c] − x[c] r² mean_c(dy gain x))
-//   dqkv (N,NH + 2 NKV,HS): dy of q's and k's heads in, dx out   dq_gain, dk_gain (HS) added to
-//   inputs, inverse: as qk_norm_forward() left them
+//   dqkv (N,NH + 2 NKV,HS): for the heads of q and k, dy on entry and dx on return
+//   dq_gain, dk_gain (HS) added to   inputs, inverse: as written by qk_norm_forward()
 static void qk_norm_backward(real *dqkv, real *dq_gain, real *dk_gain, const real *inputs, const real *inverse,
                              QkNorm q) {
     size_t HS = q.HS, heads = q.NH + q.NKV, row = (heads + q.NKV) * HS;
@@ -216,7 +218,8 @@ static void qk_norm_backward(real *dqkv, real *dq_gain, real *dk_gain, const rea
     }
 }
 
-// Rotates each pair (x[i], x[i + HS/2]) of a head by its position's angle: the half-split convention. out may be x.
+// Rotates each pair (x[i], x[i + HS/2]) of a head by the angle of its position: the half-split convention. out may
+// alias x.
 static void rotate(real *out, const real *x, const real *cosines, const real *sines, size_t HS) {
     size_t half = HS / 2;
     #pragma omp simd
@@ -237,7 +240,7 @@ static void rotate_back(real *dx, const real *dout, const real *cosines, const r
     }
 }
 
-// 1/|x|, or 0 for an x whose square is no normal number
+// 1/|x|, or 0 if |x|² is below the smallest normal number
 static real l2_inverse(const real *x, size_t HS) {
     real sum = 0;
     #pragma omp simd reduction(+ : sum)
@@ -245,7 +248,7 @@ static real l2_inverse(const real *x, size_t HS) {
     return sum < REAL_MIN ? 0 : 1 / real_sqrt(sum);
 }
 
-// dx = (du − u (u · du))/|x|, u = x/|x|: du in and dx out, in place.
+// dx = (du − u (u · du))/|x|, u = x/|x|, in place: dx holds du on entry.
 static void l2_backward(real *dx, const real *u, real inverse, size_t HS) {
     real dot = 0;
     #pragma omp simd reduction(+ : dot)
@@ -254,14 +257,14 @@ static void l2_backward(real *dx, const real *u, real inverse, size_t HS) {
     for (size_t i = 0; i < HS; i++) dx[i] = (dx[i] - u[i] * dot) * inverse;
 }
 
-// What happens to q and k before attention.
+// The stage between the projections of q and k and attention: RoPE, then optionally l2 normalization.
 typedef struct {
     size_t B, T, NH, NKV, HS;
     const real *cosines, *sines;    // (T,HS/2)
-    bool l2;                        // qk=l2: after RoPE each head's row is divided by its Euclidean norm
+    bool l2;                        // qk=l2: after RoPE, divides each head of q and k by its Euclidean norm
 } Rope;
 
-// The row of one head at position t, in place; *inverse is written with l2 alone.
+// One head at position t, in place. Writes *inverse only with l2.
 static void rope_head_forward(real *x, real *inverse, const Rope *r, size_t t) {
     rotate(x, x, r->cosines + t * (r->HS / 2), r->sines + t * (r->HS / 2), r->HS);
     if (!r->l2) return;
@@ -270,14 +273,14 @@ static void rope_head_forward(real *x, real *inverse, const Rope *r, size_t t) {
     for (size_t i = 0; i < r->HS; i++) x[i] *= *inverse;
 }
 
-// The gradient of that row in place. x: as the forward pass left it
+// Its gradient, in place. x is the output of the forward pass.
 static void rope_head_backward(real *dx, const real *x, const real *inverse, const Rope *r, size_t t) {
     if (r->l2) l2_backward(dx, x, *inverse, r->HS);
     rotate_back(dx, dx, r->cosines + t * (r->HS / 2), r->sines + t * (r->HS / 2), r->HS);
 }
 
-// The heads of q and k in place inside their projection; those of v stay as they are.
-//   qkv (B,T,NH + 2 NKV,HS): q's heads, then k's, then v's   inverse_norms (B,T,NH + NKV) written with l2
+// Applies RoPE to the heads of q and k in place in the joint projection; v is unchanged.
+//   qkv (B,T,NH + 2 NKV,HS): q's heads, then k's, then v's   inverse_norms (B,T,NH + NKV) written only with l2
 static void rope_forward(real *qkv, real *inverse_norms, Rope r) {
     size_t heads = r.NH + r.NKV, row = (heads + r.NKV) * r.HS;
     #pragma omp parallel for schedule(static)
@@ -286,7 +289,7 @@ static void rope_forward(real *qkv, real *inverse_norms, Rope r) {
             rope_head_forward(qkv + n * row + h * r.HS, inverse_norms + n * heads + h, &r, n % r.T);
 }
 
-//   dqkv (B,T,NH + 2 NKV,HS) in place   qkv, inverse_norms: as rope_forward() left them
+//   dqkv (B,T,NH + 2 NKV,HS) in place   qkv, inverse_norms: as written by rope_forward()
 static void rope_backward(real *dqkv, const real *qkv, const real *inverse_norms, Rope r) {
     size_t heads = r.NH + r.NKV, row = (heads + r.NKV) * r.HS;
     #pragma omp parallel for schedule(static)
@@ -326,7 +329,7 @@ static void swiglu_backward(real *dgate_up, const real *dout, const real *gate_u
 }
 
 // ---- the gated attention unit (uvz = rmsnorm(x)·[Wu Wv Wz]ᵀ, out = (silu(u) · attention(q, k, silu(v)))·Woᵀ)
-// E the width of u and v, HS the width of z, q and k.
+// E is the width of u and v, HS the width of z, q and k.
 
 // The learned gain and offset of q and k, each (HS): q = silu(z) · q_gain + q_offset.
 typedef struct {
@@ -339,14 +342,14 @@ static inline void silu_both(real x, real *value, real *slope) {
     *slope = sigmoid * (1 + x * (1 - sigmoid));
 }
 
-// What a layer makes of its normalized input before attention, or the gradients of that: `joined` is the output of one
-// matmul, qkv (B,T,NH + 2 NKV,HS) of a Llama layer or uvz (B,T,2E+HS) of a gated unit, which alone has the others:
-// q, k (B,T,HS) and v (B,T,E). inverse_norms (B,T,NH + NKV) of q and k, with l2.
+// What a layer computes from its normalized input before attention, or the gradients of it. `joined` is the output of
+// one matmul: qkv (B,T,NH + 2 NKV,HS) in a Llama layer, uvz (B,T,2E+HS) in a gated unit. Only gated units have q, k
+// (B,T,HS) and v (B,T,E). inverse_norms (B,T,NH + NKV) of q and k exist only with l2.
 typedef struct {
     real *joined, *q, *k, *v, *inverse_norms;
 } Projected;
 
-// q, k and v from uvz, q and k after RoPE. r.NH and r.NKV are 1.
+// Computes q, k and v from uvz, and applies RoPE to q and k. r.NH and r.NKV are 1.
 static void gau_forward(Projected x, GauGains gains, Rope r, size_t E) {
     size_t HS = r.HS;
     #pragma omp parallel for schedule(static)
@@ -366,8 +369,8 @@ static void gau_forward(Projected x, GauGains gains, Rope r, size_t E) {
     }
 }
 
-// The gradients of the gains, from those of q and k before RoPE: each thread has some of the channels and goes through
-// all rows in order.
+// The gradients of the gains, from the gradients of q and k before RoPE. Each thread owns a range of channels and
+// visits all rows in order.
 static void gau_gains_backward(GauGains grads, Projected d, Projected x, size_t N, size_t E, size_t HS) {
     enum { PART = 16 };
     #pragma omp parallel for schedule(static)
@@ -386,7 +389,8 @@ static void gau_gains_backward(GauGains grads, Projected d, Projected x, size_t 
     }
 }
 
-// d.joined written but for u's part, from d.q, d.k (in place: gradients before RoPE afterwards) and d.v; grads added to
+// Writes d.joined except its u columns, from d.q, d.k and d.v. Leaves in d.q and d.k the gradients before RoPE. Adds to
+// grads.
 static void gau_backward(Projected d, GauGains grads, Projected x, GauGains gains, Rope r, size_t E) {
     size_t N = r.B * r.T, HS = r.HS;
     #pragma omp parallel for schedule(static)
@@ -413,7 +417,7 @@ static void gau_backward(Projected d, GauGains grads, Projected x, GauGains gain
 }
 
 // out[n,e] = silu(u[n,e]) · att[n,e]
-//   out (N,E) written   uvz (N,W), its first E columns u   att (N,E)
+//   out (N,E) written   uvz (N,W), whose first E columns are u   att (N,E)
 static void gau_gate_forward(real *out, const real *uvz, const real *att, size_t N, size_t E, size_t W) {
     #pragma omp parallel for schedule(static)
     for (size_t n = 0; n < N; n++) {
@@ -423,7 +427,7 @@ static void gau_gate_forward(real *out, const real *uvz, const real *att, size_t
     }
 }
 
-//   datt (N,E) written   duvz (N,W): u's part written   dout (N,E)
+//   datt (N,E) written   duvz (N,W): only its u columns written   dout (N,E)
 static void gau_gate_backward(real *datt, real *duvz, const real *dout, const real *uvz, const real *att, size_t N,
                               size_t E, size_t W) {
     #pragma omp parallel for schedule(static)
@@ -440,10 +444,10 @@ static void gau_gate_backward(real *datt, real *duvz, const real *dout, const re
     }
 }
 
-// loss[n] = logsumexp(logits[n]) − logits[n,targets[n]];  with `scale` not 0 the logits become their gradient, scale
-// (softmax − onehot)
-//   losses (N) written   logits (N,VP) in, gradient out, 0 past V   targets (N)   mask (N) or NULL: rows with 0 do not
-//                        count
+// loss[n] = logsumexp(logits[n]) − logits[n,targets[n]]. Unless scale is 0, replaces the logits with their gradient,
+// scale · (softmax − onehot).
+//   losses (N) written   logits (N,VP) in, gradient out, 0 past V   targets (N)
+//   mask (N) or NULL: rows where it is 0 have no loss and no gradient
 static void crossentropy(real *losses, real *logits, const int32_t *targets, const uint8_t *mask, size_t N, size_t V,
                          size_t VP, real scale) {
     #pragma omp parallel for schedule(static)
@@ -479,37 +483,37 @@ static void crossentropy(real *losses, real *logits, const int32_t *targets, con
 // ---------------------------------------------------------------------------------------------------------------------
 // 2. Model
 
-enum { LOSS_ROWS = 512 };    // rows whose logits stand in memory at a time, 103 MB of GPT-2's
+enum { LOSS_ROWS = 512 };    // rows whose logits are in memory at a time: 103 MB for GPT-2's vocabulary
 
 typedef struct {
     ModelConfig config;
     TensorList list;
-    // list.floats each; the last three are NULL for a model that only generates.
+    // list.floats each. The last three are NULL for inference.
     real *params, *grads, *mean, *square;
-    uint16_t *params_bf16;    // a rounded copy for the products, with --dtype bf16
+    uint16_t *params_bf16;    // a rounded copy for the matmuls, with --dtype bf16
 
-    // (at least T) replaces the learned p_n of the normalizer; NULL: it does not.
+    // If not NULL, replaces the learned p_n of the normalizer: (T) or longer.
     const real *p_n;
 
     bool doc_mask;     // attention stops at document boundaries
-    int32_t *first;    // (B, T) with doc_mask: the first key that each position of the batch at hand sees
+    int32_t *first;    // (B, T) with doc_mask: the first key that each position of the current batch sees
 
-    // What the activations have room for: B·T rows, sequences of at most T.
+    // The capacity of the activations: B·T rows, sequences of at most T tokens.
     size_t B, T;
-    // Layers whose activations are kept: all for a backward pass, otherwise 1 suffices.
+    // The number of layers whose activations are kept: all layers for a backward pass, otherwise 1 is enough.
     size_t kept;
-    // W is the joined width of what one matmul computes from a layer's normalized input: q, k and v, or a gated unit's
-    // u, v and z. E is the width of attention's output, K that of a gated unit's q and k.
+    // One matmul computes q, k and v, or a gated unit's u, v and z, from a layer's normalized input; W is the width of
+    // its output. E is the width of attention's output, K the width of a gated unit's q and k.
     real *x;                // (kept + 1, N, C)     the residual stream, before each layer and at the end
-    real *joined;           // (kept, N, W)         qkv, q and k after RoPE; or uvz
-    real *q, *k, *v;        // (kept, N, K or E)    of gated units, q and k after RoPE
-    real *inverse_norms;    // (kept, N, NH + NKV)  of the heads of q and k, under qk=l2
-    real *qk_inputs;        // (kept, N, NH + NKV, HS)  q and k before their QK norms, which only some models have
-    real *qk_inverse;       // (kept, N, NH + NKV)  1/RMS of each of these heads
-    real *stats;            // (kept, N·NH, ROW_STATS) of the rows of attention
+    real *joined;           // (kept, N, W)         qkv with q and k after RoPE; or uvz
+    real *q, *k, *v;        // (kept, N, K or E)    only in gated units; q and k after RoPE
+    real *inverse_norms;    // (kept, N, NH + NKV)  of the heads of q and k, with qk=l2
+    real *qk_inputs;        // (kept, N, NH + NKV, HS)  q and k before their QK norms, if the model has them
+    real *qk_inverse;       // (kept, N, NH + NKV)  1/RMS of each head in qk_inputs
+    real *stats;            // (kept, N·NH, ROW_STATS) statistics of each attention row
     real *att;              // (kept, N, E)         attention's output
     real *x_mid;            // (kept, N, C)         the residual stream between attention and feed-forward
-    real *gate_up;          // (kept, N, 2F)        neither of these two in gated units
+    real *gate_up;          // (kept, N, 2F)        only in Llama layers, like x_mid
 
     real *h;                                   // (N, C)               a normalized input
     real *act;                                 // (N, F)
@@ -518,18 +522,18 @@ typedef struct {
     real *dx, *dh, *datt, *dact, *dgate_up;    // gradients of x, h, att, act, gate_up
     real *djoined, *dq, *dk, *dv;              // of joined, and of gated units' q, k, v
     real *rms;                                 // (N)
-    real *attention;                           // scratch of attention_cpu.c
-    void *gemm_memory;                         // of gemm_scratch
+    real *attention;                           // scratch for attention_cpu.c
+    void *gemm_memory;                         // backs gemm_scratch
     real *cosines, *sines;                     // (T, HS/2)
     double *sums;                              // partial sums of the gradient's norm
 
     GemmScratch gemm_scratch;
-    uint64_t rows_without_weight, rows;    // of attention, since someone set them to 0
+    uint64_t rows_without_weight, rows;    // since they were last reset: all-zero attention rows, all attention rows
     MemoryPlan plan;
 } Model;
 
-// A block is a row: what it keeps besides what every block does, where attention finds q, k and v, and its passes.
-// model/model.c has its tensors, decode_block[] its decoding.
+// One row per block: what it keeps in addition to what every block keeps, where attention finds q, k and v, and its
+// passes. Its tensors are in model/model.c, its decoding in decode_block[].
 typedef struct {
     void (*plan)(Model *m, size_t kept_layers, size_t N);
     AttentionInputGrads (*views)(const ModelConfig *c, Projected of);
@@ -553,7 +557,7 @@ static WeightMatrix weight(const Model *m, size_t offset) {
     return (WeightMatrix){m->params + offset, m->params_bf16 ? m->params_bf16 + offset : NULL, &m->gemm_scratch};
 }
 
-// The learned scalars of a layer, with m->p_n in place of the learned p_n.
+// The learned scalars of a layer; m->p_n, if set, replaces the learned p_n.
 static Scalars layer_scalars(const Model *m, size_t layer) {
     Scalars scalars = scalars_of(&m->list, m->params, layer, &m->config.attn);
     if (scalars.of[SCALAR_P] && m->p_n) scalars.of[SCALAR_P] = m->p_n;
@@ -578,7 +582,8 @@ static size_t norm_chunks(const TensorList *list) {
 
 #define FLOATS(n) ((size_t)(n) * sizeof(real))
 
-// The widest inputs of a row to a matmul: of the first operand (a gradient or an activation), of the second in dweight.
+// The widest rows that matmuls read: as the first operand (a gradient or an activation), and as the second operand in
+// dweight.
 static size_t widest_first(const ModelConfig *c) {
     size_t F = (size_t)c->ffn, joined = joined_width(c);
     return joined > 2 * F ? joined : 2 * F;
@@ -641,7 +646,7 @@ static void plan_activations(Model *m, size_t kept_layers, size_t B, size_t T, b
     memory_add(&m->plan, SCRATCH, (void **)&m->h, FLOATS(N * C));
     memory_add(&m->plan, SCRATCH, (void **)&m->djoined, FLOATS(N * W));
     memory_add(&m->plan, SCRATCH, (void **)&m->act, FLOATS(N * F));
-    memory_add(&m->plan, "logits of some rows", (void **)&m->logits, FLOATS(loss_rows * VP));
+    memory_add(&m->plan, "logits of one block of rows", (void **)&m->logits, FLOATS(loss_rows * VP));
     memory_add(&m->plan, SCRATCH, (void **)&m->losses, FLOATS(N));
     if (m->doc_mask) memory_add(&m->plan, SCRATCH, (void **)&m->first, N * sizeof *m->first);
     memory_add(&m->plan, SCRATCH, (void **)&m->dx, FLOATS(N * C));
@@ -655,11 +660,11 @@ static void plan_activations(Model *m, size_t kept_layers, size_t B, size_t T, b
     memory_add(&m->plan, SCRATCH, (void **)&m->sines, FLOATS(T * HS / 2));
     size_t largest_a = N * widest_first(c) > loss_rows * VP ? N * widest_first(c) : loss_rows * VP;
     if (bf16)
-        memory_add(&m->plan, "scratch of bfloat16 products", &m->gemm_memory,
+        memory_add(&m->plan, "bfloat16 matmul scratch", &m->gemm_memory,
                    gemm_bf16_bytes(largest_a, N * widest_second(c)));
 }
 
-// After memory_take().
+// Call after memory_take().
 static void model_ready(Model *m) {
     const ModelConfig *c = &m->config;
     size_t N = m->B * m->T, logits = (N < LOSS_ROWS ? N : LOSS_ROWS) * padded_vocab(c);
@@ -720,7 +725,7 @@ static Rope rope_of(const Model *m, size_t B, size_t T) {
                   m->cosines, m->sines, c->attn.qk.kind == QK_L2};
 }
 
-// q, k and v as attention reads them, and their gradients as it writes them.
+// q, k and v as attention reads them; with gradients, where attention writes them.
 static AttentionInputGrads layer_views(const ModelConfig *c, Projected of) {
     size_t W = joined_width(c), HS = head_size(c), K = query_width(c);
     return (AttentionInputGrads){{of.joined, W, HS}, {of.joined + K, W, HS}, {of.joined + K + key_width(c), W, HS}};
@@ -737,7 +742,7 @@ static AttentionInput attention_input(const Model *m, Projected of) {
         {at.q.p, at.q.row, at.q.head}, {at.k.p, at.k.row, at.k.head}, {at.v.p, at.v.row, at.v.head}, m->first};
 }
 
-// The part of attention itself, the same in both blocks: q, k, v of the layer are there.
+// Attention itself, which both blocks share. Expects the layer's q, k and v.
 static void attention_layer_forward(Model *m, size_t l, size_t B, size_t T) {
     AttentionShape shape = attention_shape(&m->config, B, T);
     Layer of = layer_of(m, l, B * T);
@@ -747,7 +752,8 @@ static void attention_layer_forward(Model *m, size_t l, size_t B, size_t T) {
     m->rows += B * T * shape.NH;
 }
 
-// From m->datt to the gradients of q, k and v (in m->djoined, or in m->dq, m->dk, m->dv) and of the learned scalars.
+// Computes the gradients of q, k and v (in m->djoined, or in m->dq, m->dk, m->dv) and of the learned scalars from
+// m->datt.
 static void attention_layer_backward(Model *m, size_t l, size_t B, size_t T) {
     AttentionShape shape = attention_shape(&m->config, B, T);
     Layer of = layer_of(m, l, B * T);
@@ -787,7 +793,7 @@ static void layer_forward(Model *m, size_t l, size_t B, size_t T) {
     matmul_forward(of.x_next, m->act, weight(m, at->down), N, F, C, true);
 }
 
-// m->dx (N,C), the gradient by the residual stream, goes from after the layer to before it.
+// m->dx (N,C), the gradient of the residual stream, is that after the layer on entry and that before it on return.
 static void layer_backward(Model *m, size_t l, size_t B, size_t T, bool add) {
     const ModelConfig *c = &m->config;
     const LayerOffsets *at = &m->list.layers[l];
@@ -872,7 +878,7 @@ static const BlockRow *block_of(const Model *m) {
     return &BLOCKS[m->config.block];
 }
 
-// Fills the activations, down to the normalized output h (N,C) of the last layer.
+// Fills the activations, up to and including h (N,C), the normalized output of the last layer.
 static void model_forward(Model *m, const int32_t *tokens, size_t B, size_t T) {
     size_t N = B * T, C = (size_t)m->config.channels, layers = (size_t)m->config.layers;
     if (m->first) document_starts(m->first, tokens, B, T, m->config.end_of_text);
@@ -884,9 +890,9 @@ static void model_forward(Model *m, const int32_t *tokens, size_t B, size_t T) {
     phase(PHASE_OTHER);
 }
 
-// The sum of the losses of N rows, in parts of LOSS_ROWS, so that their memory does not grow with N. With `scale` not 0
-// also the gradients of the sum times scale: m->dh (N,C) written, the output projection's gradient written, or added to
-// when `add`.
+// The sum of the losses of N rows, computed in blocks of LOSS_ROWS so that memory does not grow with N. Unless scale is
+// 0, also computes the gradients of scale times the sum: writes m->dh (N,C), and writes the output projection's
+// gradient, or adds to it if `add`.
 static double model_loss(Model *m, const int32_t *targets, const uint8_t *mask, size_t N, real scale, bool add) {
     size_t C = (size_t)m->config.channels, V = (size_t)m->config.vocab, VP = padded_vocab(&m->config);
     WeightMatrix head = weight(m, m->list.head);
@@ -906,9 +912,9 @@ static double model_loss(Model *m, const int32_t *targets, const uint8_t *mask, 
     return sum;
 }
 
-// The gradients of all parameters but the output projection, from m->dh and the activations; matrices written, or added
-// to when `add`, all others added to. What the forward pass did not keep (normalized inputs, swiglu's output) is
-// computed again.
+// Computes the gradients of all parameters except the output projection from m->dh and the activations. Writes the
+// gradients of weight matrices, or adds to them if `add`; always adds to the others. Recomputes what the forward pass
+// did not keep (normalized inputs, swiglu's output).
 static void model_backward(Model *m, const int32_t *tokens, size_t B, size_t T, bool add) {
     size_t N = B * T, C = (size_t)m->config.channels, layers = (size_t)m->config.layers;
     phase(PHASE_NORM);
@@ -921,7 +927,8 @@ static void model_backward(Model *m, const int32_t *tokens, size_t B, size_t T, 
     phase(PHASE_OTHER);
 }
 
-// Before the first micro-batch of a step: 0 in what the passes add to (the products write their first result).
+// Call before the first micro-batch of a step. Clears only the gradients that the passes add to; matmuls overwrite
+// theirs.
 static void model_zero_gradients(Model *m) {
     for (size_t i = 0; i < m->list.count; i++) {
         const Tensor *t = &m->list.tensors[i];
@@ -930,8 +937,8 @@ static void model_zero_gradients(Model *m) {
     }
 }
 
-// One micro-batch: the sum of its losses; gradients of that sum times `scale` added to m->grads (`first`: the step's
-// first).
+// Runs one micro-batch and returns the sum of its losses. Adds the gradients of scale times that sum to m->grads;
+// `first` marks the first micro-batch of a step.
 static double model_step(Model *m, const int32_t *inputs, const int32_t *targets, const uint8_t *mask, size_t B,
                          size_t T, real scale, bool first) {
     if (first) model_zero_gradients(m);
@@ -944,7 +951,8 @@ static double model_step(Model *m, const int32_t *inputs, const int32_t *targets
 // ---------------------------------------------------------------------------------------------------------------------
 // 4. Update
 
-// The Euclidean norm of all gradients, summed in double in pieces of a fixed size, so that threads do not change it.
+// The Euclidean norm of all gradients, summed in double over blocks of a fixed size so that it does not depend on the
+// number of threads.
 static double gradient_norm(const Model *m) {
     enum { PIECE = 1 << 16 };
     size_t at = 0;
@@ -968,9 +976,9 @@ static double gradient_norm(const Model *m) {
     return sqrt(sum);
 }
 
-// m = b1 m + (1 − b1) g,  v = b2 v + (1 − b2) g²,  p −= lr (m/(1 − b1^t) / (sqrt(v/(1 − b2^t)) + eps) + wd p),  g =
-//                         gradient · grad_scale
-//   param, mean, square (n) updated   grad (n)   rounded (n) written, or NULL
+// g = grad · grad_scale,  m = b1 m + (1 − b1) g,  v = b2 v + (1 − b2) g²,
+// p −= lr (m/(1 − b1^t) / (sqrt(v/(1 − b2^t)) + eps) + wd p)
+//   param, mean, square (n) updated   grad (n)   rounded (n): receives p in bf16 unless NULL
 // Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019).
 static void adamw(real *param, real *mean, real *square, uint16_t *rounded, const real *grad, size_t n, AdamW a,
                   bool decay) {
@@ -979,7 +987,7 @@ static void adamw(real *param, real *mean, real *square, uint16_t *rounded, cons
     real rate = (real)(a.lr / (1 - pow(a.beta1, (double)a.step)));
     real square_scale = (real)(1 / (1 - pow(a.beta2, (double)a.step)));
     real keep = decay ? (real)(1 - a.lr * a.weight_decay) : 1;
-    enum { PIECE = 4096 };    // rounded while it is still in the cache
+    enum { PIECE = 4096 };    // rounded while they are still in the cache
     #pragma omp parallel for schedule(static) if (n > 2 * PIECE)
     for (size_t from = 0; from < n; from += PIECE) {
         size_t to = from + PIECE < n ? from + PIECE : n;
@@ -1008,24 +1016,24 @@ static void model_update(Model *m, AdamW a) {
     }
 }
 
-#ifndef LAYERS_ONLY    // as dev/tests/test_gradients.c has them, in double
+#ifndef LAYERS_ONLY    // dev/tests/test_gradients.c compiles only the layers, in double
 // ---------------------------------------------------------------------------------------------------------------------
 // 5. Decoding
 
 enum {
-    PREFILL_ROWS = 64,    // prompt tokens that go through the layers together
+    PREFILL_ROWS = 64,    // prompt tokens that run through the layers together
     FEW_ROWS = 8
-};    // rows up to which a product is matmul_few()
+};    // the most rows for which a matmul is matmul_few()
 
 typedef struct {
     Model *m;
-    size_t sequences, length, rows;        // sequences at once, their longest length, rows a call
+    size_t sequences, length, rows;        // sequences at once, their maximum length, rows per call
     float *k, *v;                          // (layers, sequences, length, key or value width)
     float *x, *h, *att, *gate_up, *act;    // (rows, ...)
     float *joined, *q, *inverse_norms;     // (rows, ...), see Projected
     float *logits;                         // (sequences, V)
     float *scores;                         // (threads, length)
-    size_t *starts, *first;                // (sequences), (rows): where the document of the newest token begins
+    size_t *starts, *first;                // (sequences), (rows): where the newest token's document begins
     float *cosines, *sines;                // (length, HS/2)
 } Decoder;
 
@@ -1058,14 +1066,15 @@ static void decoder_ready(Decoder *d) {
     rope_table(d->cosines, d->sines, d->length, head_size(&d->m->config), d->m->config.rope_theta);
 }
 
-// One row of a decoding call: a token, its sequence, its position. Rows of a sequence stand in order, and their
-// positions follow what the cache holds already.
+// One row of a decoding call: a token, its sequence and its position. The rows of a sequence are in order and continue
+// the positions in the cache.
 typedef struct {
     int32_t token;
     size_t sequence, position;
 } DecodeRow;
 
-// From a row's projection: q stays where it is (a gated unit's: in d->q), k and v (key and value width) join the cache.
+// Appends the k and v of a row's projection to the cache (key and value width). q stays in place; a gated unit's goes
+// to d->q.
 static void decode_keys(Decoder *d, const DecodeRow *row, size_t r, size_t layer, float *k, float *v) {
     const ModelConfig *c = &d->m->config;
     size_t HS = head_size(c), K = query_width(c), angles = row->position * (HS / 2);
@@ -1079,7 +1088,7 @@ static void decode_keys(Decoder *d, const DecodeRow *row, size_t r, size_t layer
                  c->attn.qk.kind == QK_L2};
     Projected x = {.joined = d->joined + r * joined_width(c), .k = k, .v = v};
     x.inverse_norms = d->inverse_norms + r * (rope.NH + rope.NKV);
-    if (d->q) {    // a gated unit's
+    if (d->q) {    // a gated unit
         x.q = d->q + r * K;
         gau_forward(x, gains_in(d->m, d->m->params, layer), rope, (size_t)c->ffn);
         return;
@@ -1090,7 +1099,7 @@ static void decode_keys(Decoder *d, const DecodeRow *row, size_t r, size_t layer
     memcpy(v, x.joined + K + key_width(c), FLOATS(value_width(c)));
 }
 
-// Head h of row r over the cached keys of its sequence.
+// Attention of head h of row r over the cached keys of its sequence.
 static void decode_head(Decoder *d, const DecodeRow *row, size_t r, size_t h, size_t layer) {
     const ModelConfig *c = &d->m->config;
     AttentionShape shape = attention_shape(c, 1, row->position + 1);
@@ -1103,8 +1112,8 @@ static void decode_head(Decoder *d, const DecodeRow *row, size_t r, size_t h, si
                   h, layer_scalars(d->m, layer), shape, d->scores + (size_t)omp_get_thread_num() * d->length);
 }
 
-// Attention of one layer for all rows: their keys and values join the cache first, so that a row sees those before it
-// in the same call.
+// Attention of one layer for all rows. All keys and values are cached first, so that a row sees earlier rows of the
+// same call.
 static void decode_attention(Decoder *d, const DecodeRow *rows, size_t count, size_t layer) {
     const ModelConfig *c = &d->m->config;
     size_t NH = (size_t)c->heads;
@@ -1121,14 +1130,15 @@ static void decode_attention(Decoder *d, const DecodeRow *rows, size_t count, si
     }
 }
 
-// matmul_forward for a few rows, whose elements are each a sum of their own: a sequence's numbers never depend on how
-// many others are decoded beside it, as they do in a library's tiles. The weights, whose reading takes the time here,
-// are read once for all rows.
+// matmul_forward for a few rows. Each element is its own sum in a fixed order, so a sequence's numbers never depend on
+// how many others are decoded with it; a GEMM library's tiles do not guarantee that. Reads the weights, which dominate
+// the time here, once for all rows.
 static void matmul_few(float *out, const float *inp, const float *weight, size_t N, size_t C, size_t OC, bool add) {
     #pragma omp parallel for schedule(static)
     for (size_t o = 0; o < OC; o++) {
         const float *w = weight + o * C;
-        for (size_t r = 0; r < N; r += 4) {    // four hide each other's latency; a row may stand in for missing ones
+        for (size_t r = 0; r < N;
+             r += 4) {    // four rows hide each other's latency; a real row stands in for missing ones
             const float *a = inp + r * C, *b = r + 1 < N ? a + C : a, *c = r + 2 < N ? b + C : b,
                         *d = r + 3 < N ? c + C : c;
             float sum[4], sum_a = 0.0f, sum_b = 0.0f, sum_c = 0.0f, sum_d = 0.0f;
@@ -1181,7 +1191,7 @@ static void (*const decode_block[])(Decoder *d, const DecodeRow *rows, size_t co
     [BLOCK_GAU] = decode_unit,
 };
 
-// Runs at most d->rows rows through the layers; d->x (count,C) is the residual stream at the end.
+// Runs at most d->rows rows through the layers. On return d->x (count,C) is the final residual stream.
 static void decode(Decoder *d, const DecodeRow *rows, size_t count) {
     Model *m = d->m;
     size_t C = (size_t)m->config.channels;
@@ -1195,8 +1205,8 @@ static void decode(Decoder *d, const DecodeRow *rows, size_t count) {
     for (size_t l = 0; l < (size_t)m->config.layers; l++) decode_block[m->config.block](d, rows, count, l);
 }
 
-// The logits (count,V) after `count` rows of the last decode(), `row` and on, into the places of as many sequences,
-// `sequence` and on.
+// Computes the logits (count,V) of `count` rows of the last decode(), from row `row` on, and stores them for
+// consecutive sequences from `sequence` on.
 static float *decode_logits(Decoder *d, size_t row, size_t count, size_t sequence) {
     Model *m = d->m;
     size_t C = (size_t)m->config.channels, V = (size_t)m->config.vocab;
@@ -1206,7 +1216,7 @@ static float *decode_logits(Decoder *d, size_t row, size_t count, size_t sequenc
     return logits;
 }
 
-// Puts a prompt into the cache of a sequence and returns the logits after its last token. count >= 1.
+// Feeds a prompt of at least one token to a sequence and returns the logits after its last token.
 static float *decode_prompt(Decoder *d, const int32_t *prompt, size_t count, size_t sequence) {
     DecodeRow rows[PREFILL_ROWS];
     size_t from = 0, here = 0;
@@ -1225,14 +1235,14 @@ static float *decode_prompt(Decoder *d, const int32_t *prompt, size_t count, siz
 static const RunProgram PROGRAM = {
     .name = "train_gpt2",
     .usage = "Usage: train_gpt2 --train-data GLOB [flags]\n\n"
-             "Trains a GPT on the CPU. Several processes: scripts/launch.sh N ./train_gpt2 ...",
+             "Trains a GPT on the CPU. To run N ranks: scripts/launch.sh N ./train_gpt2 ...",
 };
 
 static void describe_matmuls(char *out, size_t size, bool bf16) {
     int threads = omp_get_max_threads();
-    snprintf(out, size, "products  %s by %s%s, %d thread%s in %d process%s", bf16 ? "bfloat16" : "float32",
-             gemm_backend(), bf16 && !gemm_has_bf16() ? " (widened to float32: no bfloat16 products here)" : "",
-             threads, threads == 1 ? "" : "s", process.size, process.size == 1 ? "" : "es");
+    snprintf(out, size, "matmuls   %s by %s%s, %d thread%s on %d rank%s", bf16 ? "bfloat16" : "float32", gemm_backend(),
+             bf16 && !gemm_has_bf16() ? " (widened to float32: no bfloat16 matmuls on this CPU)" : "", threads,
+             threads == 1 ? "" : "s", process.size, process.size == 1 ? "" : "s");
 }
 
 static void plan_training(Model *m, Decoder *d, const Run *run) {
@@ -1244,12 +1254,12 @@ static void plan_training(Model *m, Decoder *d, const Run *run) {
     if (run_sample_length(run)) plan_decoder(d, m, &m->plan, 1, run_sample_length(run));
 }
 
-// The bf16 copy that the matmuls read, after the parameters were set.
+// Refreshes the bf16 copy that the matmuls read. Call after setting the parameters.
 static void round_parameters(Model *m) {
     if (m->params_bf16) bf16_round(m->params_bf16, m->params, m->list.floats);
 }
 
-// FLOP/s of all ranks. Those on one machine may have more threads than it has cores.
+// The peak FLOP/s of all ranks. Ranks on one machine may together have more threads than it has cores.
 static double peak_of(const Model *m) {
     int threads = omp_get_max_threads() * process.local_size, cores = omp_get_num_procs();
     double flops = peak_flops(m->params_bf16 != NULL) * (threads > cores ? (double)cores / threads : 1.0);
@@ -1257,7 +1267,7 @@ static double peak_of(const Model *m) {
     return flops;
 }
 
-// What lies between these two belongs to no step.
+// The time between pause_step() and its counterpart belongs to no step.
 static void pause_step(Run *run) {
     run_pause(run);
     phase(PHASE_ASIDE);
@@ -1270,7 +1280,7 @@ static void unpause_step(Run *run) {
     run_unpause(run);
 }
 
-// The sum of the losses of a batch; no gradients.
+// The sum of the losses of a batch, without gradients.
 static double model_evaluate(Model *m, const Batch *batch) {
     uint64_t rows = m->rows, all_zero = m->rows_without_weight;
     if (batch->B == 0) return 0;
@@ -1281,7 +1291,7 @@ static double model_evaluate(Model *m, const Batch *batch) {
     return loss;
 }
 
-// False if a stop was requested meanwhile.
+// Returns false if a stop was requested during the validation.
 static bool validate(Run *run, Model *m, double *loss) {
     Batch batch;
     run_validation_start(run);
@@ -1329,7 +1339,7 @@ int main(int argc, char **argv) {
     double loss, norm;
     Batch batch;
 
-    // What is asked for, checked; memory, planned and checked. Nothing is written yet.
+    // Parse and check the flags, then plan and check the memory. Nothing is written yet.
     run_open(&run, &PROGRAM, &model.config, argc, argv);
     plan_training(&model, &decoder, &run);
     describe_matmuls(matmuls, sizeof matmuls, o->dtype == TRAIN_BF16);
@@ -1342,10 +1352,10 @@ int main(int argc, char **argv) {
     round_parameters(&model);
     run_begin(&run, peak_of(&model));
 
-    // --attn differs from what --init-from brought, or --attn-switch 0:...
+    // The normalizer changes: --attn differs from that of --init-from, or --attn-switch names step 0.
     change_normalizers(&run, &model);
     while (run_continues(&run)) {
-        if (!run.owed) {    // otherwise the run was stopped between a step and its validation
+        if (!run.owed) {    // otherwise the run stopped between a step and its validation
             for (loss = 0; run_batch(&run, &batch);)
                 loss += model_step(&model, batch.inputs, batch.targets, batch.mask, batch.B, batch.T, batch.scale,
                                    batch.first);
@@ -1371,7 +1381,7 @@ int main(int argc, char **argv) {
         pause_step(&run);
         if (run_sample_due(&run)) draw_sample(&run, &decoder);
         if (run_finish_step(&run)) run_save(&run);
-        // Again while the processor's clock settles.
+        // Measure the peak again while the processor's clock settles.
         if (run.step <= run.first_step + 3) run.flops = peak_of(&model);
         unpause_step(&run);
         change_normalizers(&run, &model);

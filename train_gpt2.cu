@@ -1,19 +1,18 @@
-// Trains a Llama-style GPT on one or many GPUs, with an attention whose normalizer is a flag. The same job as
-// train_gpt2.c, section for section, by the same numbers; what a section says there about the network is not said again
-// here.
+// Trains a Llama-style GPT on one or more GPUs with a choice of attention normalizers (--attn). Same structure and same
+// numbers as train_gpt2.c; comments there about the network apply here, too.
 //
-//   1. Layers       not here: a kernel file each in cuda/, and attention/flash.h
+//   1. Layers       not here: one kernel file each in cuda/, and attention/flash.h
 //   2. Model        the parameters, the activations, and the device memory for both
 //   3. Passes       forward, loss, backward
-//   4. Update       gradients over processes, their norm, AdamW
-//   5. Decoding     not here: a sample takes the whole sequence again for each token; sample_gpt2.c decodes, on the CPU
-//   6. Training     main(), which has the training loop
+//   4. Update       the gradients summed over ranks, their norm, AdamW
+//   5. Decoding     not here: a sample recomputes the whole sequence for each token; sample_gpt2.c decodes on the CPU
+//   6. Training     main(), which contains the training loop
 //
-// X is the type of activations and of the weights that products read: float or bf16 (--dtype). Statistics of rows,
-// gradients of parameters, AdamW's moments and the master weights are float32 under both. Everything runs on one
-// stream, but for the sums over processes.
-// Shapes: B sequences, T tokens each, N = B·T rows, C channels, NH heads of size HS, F the feed-forward's width, V the
-// vocabulary (VP when padded).
+// X is the type of the activations and of the weights that matmuls read: float or bf16 (--dtype). With either, row
+// statistics, parameter gradients, AdamW's moments and master weights are float32. Everything runs on one stream,
+// except the sums over ranks.
+// Shapes: B sequences of T tokens, N = B·T rows, C channels, NH heads of size HS, feed-forward width F, and a
+// vocabulary of V tokens (VP when padded).
 
 #include "cuda/gpu.cuh"
 
@@ -48,8 +47,8 @@
 #include "model/weights.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Where the time goes, under --profile: phase() ends the phase before it and starts the next, by events on the stream
-// and as ranges that NVIDIA's profilers show.
+// Phase timers for --profile: phase() ends the current phase and starts the next. Phases are timed by events on the
+// stream, and appear as ranges in NVIDIA's profilers.
 
 #if __has_include(<nvtx3/nvToolsExt.h>)
 #include <nvtx3/nvToolsExt.h>
@@ -68,11 +67,11 @@ static bool profiling;
 enum { MARKS = 4096 };
 static struct {
     cudaEvent_t event;
-    Phase phase;    // what starts there
+    Phase phase;    // the phase that starts at this mark
 } marks[MARKS];
 static int mark_count;
 
-// Adds up what lies between the marks. The last one stays, as the first of those to come.
+// Adds up the times between the marks. The last mark becomes the first of the next batch.
 static void phase_collect(void) {
     if (mark_count == 0) return;
     CUDA_CHECK(cudaEventSynchronize(marks[mark_count - 1].event));
@@ -87,7 +86,7 @@ static void phase_collect(void) {
     mark_count = 1;
 }
 
-static bool aside;    // all is PHASE_ASIDE
+static bool aside;    // charge everything to PHASE_ASIDE
 
 static void phase(Phase next) {
     if (!profiling || (aside && next != PHASE_ASIDE)) return;
@@ -103,22 +102,22 @@ static void phase(Phase next) {
 // ---------------------------------------------------------------------------------------------------------------------
 // 2. Model
 
-#ifndef LOSS_ROWS    // a test has fewer
-#define LOSS_ROWS ((size_t)8192)          // rows whose logits stand in memory at a time, 0.8 GB of GPT-2's in bf16
+#ifndef LOSS_ROWS    // a test defines fewer
+#define LOSS_ROWS ((size_t)8192)          // rows whose logits are in memory at a time: 0.8 GB for GPT-2 in bf16
 #endif
 
-// Under --recompute the inputs of products that can be had again from what is kept (h1, h2, act) have room for one
-// layer, not for all.
+// With --recompute, matmul inputs that can be recomputed from what is kept (h1, h2, act) have room for one layer
+// instead of all layers.
 template <class X>
 struct Activations {
     X *x;            // (layers + 1, N, C)        the residual stream, before each layer and at the end
-    X *joined;       // (layers, N, W)            qkv of Llama layers, q and k after RoPE; uvz of gated units
-    X *q, *k, *v;    // (layers, N, K or E)       of gated units
-    X *qk_inputs;    // (layers, N, NH + NKV, HS) q and k before their QK norms, which only some models have
+    X *joined;       // (layers, N, W)            qkv in Llama layers, with q and k after RoPE; uvz in gated units
+    X *q, *k, *v;    // (layers, N, K or E)       only in gated units
+    X *qk_inputs;    // (layers, N, NH + NKV, HS) q and k before their QK norms, if the model has them
     X *att;          // (layers, N, E)            attention's output
     X *x_mid;        // (layers, N, C)            the residual stream between attention and feed-forward
     X *gate_up;      // (layers, N, 2F)
-    // (layers or 1, N, C or F)  inputs of products: normalized, normalized, swiglu's or the gate's output.
+    // (layers or 1, N, C or F)  matmul inputs: normalized, normalized, the output of swiglu or the gate
     X *h1, *h2, *act;
     X *h;                                   // (N, C)                    the normalized output
     X *logits;                              // (LOSS_ROWS, VP)
@@ -126,7 +125,7 @@ struct Activations {
     X *djoined, *dq, *dk, *dv;              // of joined, and of gated units' q, k, v
 };
 
-// Losses of this step so far, a validation's losses, squared gradients.
+// The losses of this step so far, the losses of a validation, the squared gradients.
 enum { SUM_STEP, SUM_VALIDATION, SUM_SQUARES, SUM_PARTIALS };
 
 struct Model {
@@ -135,44 +134,44 @@ struct Model {
     bool in_bf16, recompute, zero, deterministic, stochastic;
     uint64_t seed;
 
-    float *params, *grads;    // (list.floats); params are the masters
-    bf16 *params_bf16;        // a rounded copy for the products, with --dtype bf16
-    float *mean, *square;     // AdamW's moments: list.floats, or with --zero 1 this process's share
-    AdamSegment *segments;    // what this process updates: its trained tensors, or its share of them
+    float *params, *grads;    // (list.floats); params are the master weights
+    bf16 *params_bf16;        // a rounded copy for the matmuls, with --dtype bf16
+    float *mean, *square;     // AdamW's moments: list.floats, or with --zero 1 this rank's share
+    AdamSegment *segments;    // what this rank updates: its trained tensors, or its share of them
     size_t segment_count, segment_blocks, state_floats;
 
     size_t B, T, layer_stats;
-    float *stats;              // (layers, layer_stats) of the rows of attention
-    float *inverse_norms;      // (layers, N, NH + NKV) 1/|q| and 1/|k|, where the normalizer divides by them
-    float *r1, *r2, *r;        // (layers, N), (layers, N), (N)   of rmsnorm
-    float *qk_inverse;         // (layers, N, NH + NKV) 1/RMS of the heads of q and k, with QK norms
-    float *losses;             // (N)
-    float *cosines, *sines;    // (T, HS/2)
-    float *partials;           // sums over rows on their way to a gradient
-    double *sums;              // of SUM_STEP ..., then partial sums of squares
-    unsigned long long *without_weight;    // rows of attention without weight: in steps, in validations
-    void *scratch, *products;              // of attention, of cuBLASLt
-    void *wire;                            // of sums over processes
-    int32_t *batch;                        // inputs, targets, and the rows of each token in order: BatchTokens
+    float *stats;                          // (layers, layer_stats) statistics of the attention rows
+    float *inverse_norms;                  // (layers, N, NH + NKV) 1/|q| and 1/|k|, if the normalizer divides by them
+    float *r1, *r2, *r;                    // (layers, N), (layers, N), (N)   of rmsnorm
+    float *qk_inverse;                     // (layers, N, NH + NKV) 1/RMS of each head of q and k, with QK norms
+    float *losses;                         // (N)
+    float *cosines, *sines;                // (T, HS/2)
+    float *partials;                       // partial sums over rows, for parameter gradients
+    double *sums;                          // SUM_STEP ..., then partial sums of squares
+    unsigned long long *without_weight;    // counts of all-zero attention rows: in steps, in validations
+    void *scratch, *products;              // for attention, for cuBLASLt
+    void *wire;                            // for sums over ranks
+    int32_t *batch;                        // inputs, targets, and the rows of each token in order: see BatchTokens
     uint8_t *mask;
 
     bool doc_mask;           // attention stops at document boundaries
-    const int32_t *first;    // of the batch at hand: BatchTokens
-    uint64_t rows;           // of attention, since someone set them to 0
-    MemoryPlan plan;         // of the device
+    const int32_t *first;    // of the current batch, see BatchTokens
+    uint64_t rows;           // attention rows since the count was last reset
+    MemoryPlan plan;         // of device memory
 
-    Weights host;    // copies of params and moments for files
+    Weights host;    // copies of parameters and moments, for files
     MemoryPlan host_plan;
     Matmul matmul;
     Collective *collective;    // NULL with a single rank
-    struct {                   // batches on their way to the device: one is filled while the other is copied
+    struct {                   // staging buffers for batches: one is filled while the other is copied to the device
         int32_t *ints;
         uint8_t *mask;
         cudaEvent_t copied;
     } slots[2];
-    int32_t *starts;               // (V + 1) scratch of embedding_plan()
-    float *host_logits;            // (VP) of a sample
-    uint16_t *host_logits_bf16;    // (VP) as they come from the device under --dtype bf16
+    int32_t *starts;               // (V + 1) scratch for embedding_plan()
+    float *host_logits;            // (VP) for samples
+    uint16_t *host_logits_bf16;    // (VP) as received from the device, with --dtype bf16
     size_t slot;
 };
 
@@ -180,7 +179,7 @@ static Model model;
 template <class X>
 static Activations<X> activations;
 
-// f(activations of the run's type)
+// Calls f with the activations of the run's type.
 template <class F>
 static auto by_type(F f) {
     return model.in_bf16 ? f(&activations<bf16>) : f(&activations<float>);
@@ -220,8 +219,8 @@ static float norm_eps(const Model *m) {
     return (float)m->config.norm_eps;
 }
 
-// A block is a row: what it keeps besides what every block does, where attention finds q, k and v, and its passes.
-// model/model.c has its tensors.
+// One row per block: what it keeps in addition to what every block keeps, where attention finds q, k and v, and its
+// passes. Its tensors are in model/model.c.
 template <class X>
 struct BlockRow {
     void (*plan)(Model *m, Activations<X> *a, size_t N, size_t input_layers);
@@ -253,24 +252,24 @@ static FlashShape flash_shape(const Model *m, size_t B, size_t T) {
     return {&c->attn, B, T, (size_t)c->heads, (size_t)c->kv_heads, head_size(c), value_size(c), c->seq_len};
 }
 
-// A batch on the device: one array of int32, so that it takes one copy, and the mask.
-//   inputs, targets, first, order (N), pieces of 4 numbers: the plan of embedding_backward()
+// A batch on the device: one int32 array, so that one copy suffices, and the mask.
+//   inputs, targets, first, order (N), pieces of 4 numbers: the plan for embedding_backward()
 struct BatchTokens {
     const int32_t *inputs, *targets, *order;
     const EmbeddingPiece *pieces;
     EmbeddingPlan plan;
-    const int32_t *first;    // (B,T) with --doc-mask: the first key that each position sees; NULL: all from 0
+    const int32_t *first;    // (B,T) with --doc-mask: the first key that each position sees; NULL: 0 for all
     const uint8_t *mask;     // NULL: all targets count
 };
 
-static_assert(sizeof(EmbeddingPiece) == 4 * sizeof(int32_t), "pieces lie among the batch's int32");
+static_assert(sizeof(EmbeddingPiece) == 4 * sizeof(int32_t), "pieces are stored in the batch's int32 array");
 
 static size_t batch_ints(size_t N) {
     return 4 * N + 4 * embedding_pieces(N);
 }
 
-// The parameters in buckets, which go over the processes one by one: 0 is what comes before the layers, then the
-// layers, then the rest.
+// The parameters are reduced over the ranks in buckets: bucket 0 is everything before the layers, then one bucket per
+// layer, then the rest.
 typedef struct {
     size_t from, floats;
 } Bucket;
@@ -288,7 +287,7 @@ static Bucket bucket_at(const Model *m, size_t i) {
     return {from, to - from};
 }
 
-// This process's part of a bucket: all of it, or under --zero 1 its slice.
+// This rank's part of a bucket: all of it, or its slice with --zero 1.
 static Bucket bucket_part(const Model *m, Bucket bucket) {
     size_t from = 0, to = bucket.floats;
     if (m->zero) collective_slice(bucket.floats, &from, &to);
@@ -309,8 +308,8 @@ static void plan_parameters(Model *m) {
                (SUM_PARTIALS + floats / SEGMENT_PART + m->list.count) * sizeof(double));
 }
 
-// What attention needs: under the normalizer and at the length that ask for the most, of the model's own normalizer and
-// `others`, and of `lengths`, which divide T. Ends the program where it has no kernel for one of these shapes.
+// Plans attention's memory for the most demanding combination of normalizer (the model's own and `others`) and length
+// (`lengths`, which divide T). Ends the program if there is no kernel for one of these shapes.
 static void plan_attention(Model *m, const Normalizer *const *others, size_t count, const IntList *lengths, size_t B,
                            size_t T) {
     size_t scratch = 0, element = m->in_bf16 ? sizeof(bf16) : sizeof(float);
@@ -328,7 +327,7 @@ static void plan_attention(Model *m, const Normalizer *const *others, size_t cou
     memory_add(&m->plan, "scratch", &m->scratch, scratch);
 }
 
-// Statistics and scratch in float32, whatever X is.
+// Float32 statistics and scratch, whatever X is.
 static void plan_floats(Model *m, size_t B, size_t T) {
     const ModelConfig *c = &m->config;
     size_t N = B * T, C = (size_t)c->channels, L = (size_t)c->layers, NH = (size_t)c->heads, HS = head_size(c);
@@ -353,7 +352,7 @@ static void plan_floats(Model *m, size_t B, size_t T) {
 }
 
 static const char *const KEPT = "activations kept for the backward pass", *const SCRATCH = "scratch",
-                         *const INPUTS = "inputs of products (no --recompute)";
+                         *const INPUTS = "matmul inputs (no --recompute)";
 
 template <class X>
 static void add_activations(Model *m, const char *kind, X **where, size_t elements) {
@@ -389,11 +388,11 @@ static void plan_activations(Model *m, Activations<X> *a, size_t B, size_t T) {
            loss_rows = N < LOSS_ROWS ? N : LOSS_ROWS;
     auto add = [m](const char *kind, X **where, size_t elements) { add_activations(m, kind, where, elements); };
     const char *kept = KEPT, *scratch = SCRATCH, *inputs = m->recompute ? SCRATCH : INPUTS;
-    rmsnorm_warps<X>(C);    // ends the program where there is no kernel for so many channels
+    rmsnorm_warps<X>(C);    // ends the program if there is no kernel for this number of channels
     add(kept, &a->x, (L + 1) * N * C);
     add(kept, &a->joined, L * N * W);
     if (c->qk_norm) {
-        qk_norm_group(head_size(c), 1);    // ends the program where there is no kernel for such heads
+        qk_norm_group(head_size(c), 1);    // ends the program if there is no kernel for this head size
         add(kept, &a->qk_inputs, L * N * (K + key_width(c)));
     }
     add(kept, &a->att, L * N * E);
@@ -401,7 +400,7 @@ static void plan_activations(Model *m, Activations<X> *a, size_t B, size_t T) {
     add(inputs, &a->h1, kept_layers * N * C);
     add(inputs, &a->act, kept_layers * N * F);
     BLOCKS<X>[m->config.block].plan(m, a, N, kept_layers);
-    add("logits of some rows", &a->logits, loss_rows * VP);
+    add("logits of one block of rows", &a->logits, loss_rows * VP);
     add(scratch, &a->h, N * C);
     add(scratch, &a->dx, N * C);
     add(scratch, &a->dh, N * C);
@@ -419,7 +418,7 @@ static void upload_rope_table(Model *m) {
     free(table);
 }
 
-// Everything on the device, for B sequences of T tokens at a time, or as many tokens in sequences of one of `lengths`.
+// Plans all device memory, for B sequences of T tokens at a time, or as many tokens in sequences of one of `lengths`.
 static void plan_model(Model *m, const Normalizer *const *others, size_t count, const IntList *lengths, size_t B,
                        size_t T) {
     m->B = B, m->T = T;
@@ -427,14 +426,14 @@ static void plan_model(Model *m, const Normalizer *const *others, size_t count, 
     plan_parameters(m);
     plan_floats(m, B, T);
     by_type([=](auto *a) { plan_activations(m, a, B, T); });
-    memory_add(&m->plan, "scratch of products", &m->products, MATMUL_WORKSPACE);
+    memory_add(&m->plan, "matmul scratch", &m->products, MATMUL_WORKSPACE);
     size_t largest = 0;
     for (size_t i = 0; i < bucket_count(m); i++)
         if (bucket_at(m, i).floats > largest) largest = bucket_at(m, i).floats;
-    memory_add(&m->plan, "gradients on their way", &m->wire, collective_scratch(m->collective, largest));
+    memory_add(&m->plan, "gradients in transit", &m->wire, collective_scratch(m->collective, largest));
 }
 
-// Each piece by itself, so that one that is written past its end is found (compute-sanitizer, dev/cuda_on_cpu).
+// Allocates each array separately, so that compute-sanitizer and dev/cuda_on_cpu detect accesses out of bounds.
 static void take_model(Model *m) {
     for (size_t i = 0; i < m->plan.count; i++) {
         size_t bytes = m->plan.rows[i].bytes;
@@ -445,14 +444,14 @@ static void take_model(Model *m) {
     upload_rope_table(m);
     matmul_start(&m->matmul, m->products, MATMUL_WORKSPACE, !m->deterministic);
     collective_use(m->collective, m->wire);
-    CUDA_CHECK(cudaDeviceSynchronize());    // these were not on our stream
+    CUDA_CHECK(cudaDeviceSynchronize());    // the work so far did not run on our stream
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // 3. Passes
-// `counter`: which of the two counts of rows without weight, 0 of steps, 1 of validations.
+// `counter` selects which count all-zero attention rows go to: 0 for steps, 1 for validations.
 
-// What is kept of one layer, or of one unit; x_next is the next one's x.
+// The activations of one layer or unit; x_next is the next layer's x.
 template <class X>
 struct Layer {
     X *x, *x_next, *h1, *att, *act, *x_mid, *h2, *gate_up;
@@ -466,8 +465,8 @@ static Layer<X> layer_of(const Model *m, const Activations<X> *a, size_t l, size
     const ModelConfig *c = &m->config;
     size_t C = (size_t)c->channels, F = (size_t)c->ffn, K = query_width(c), E = output_width(c),
            heads = (size_t)(c->heads + c->kv_heads);
-    size_t again = m->recompute ? 0 : l;    // of what is there for one layer alone
-    // The other block's are NULL.
+    size_t again = m->recompute ? 0 : l;    // of arrays that have room for one layer only
+    // Arrays of the other block are NULL.
     auto in = [N](X *first, size_t layer, size_t width) { return first ? first + layer * N * width : NULL; };
     Layer<X> of;
     of.x = in(a->x, l, C);
@@ -500,7 +499,7 @@ static Rope rope_of(const Model *m, size_t B, size_t T) {
     return {B, T, (size_t)c->heads, (size_t)c->kv_heads, head_size(c), m->cosines, m->sines, c->attn.qk.kind == QK_L2};
 }
 
-// q, k and v as attention reads them, and their gradients as it writes them.
+// q, k and v as attention reads them; with gradients, where attention writes them.
 template <class X>
 static FlashInputGrads<X> layer_views(const ModelConfig *c, Projected<X> of) {
     size_t W = joined_width(c), HS = head_size(c), K = query_width(c);
@@ -519,7 +518,7 @@ static FlashInput<X> attention_input(const Model *m, Projected<X> of) {
     return {{at.q.p, at.q.row, at.q.head}, {at.k.p, at.k.row, at.k.head}, {at.v.p, at.v.row, at.v.head}, m->first};
 }
 
-// The part of attention itself, the same in both blocks: q, k, v of the layer are there.
+// Attention itself, which both blocks share. Expects the layer's q, k and v.
 template <class X>
 static void attention_layer_forward(Model *m, const Layer<X> &of, size_t l, size_t B, size_t T, int counter) {
     FlashShape shape = flash_shape(m, B, T);
@@ -528,7 +527,8 @@ static void attention_layer_forward(Model *m, const Layer<X> &of, size_t l, size
                      attention_input(m, of.projected), layer_scalars(m, l), shape, m->scratch, stream);
 }
 
-// From a->datt to the gradients of q, k and v (in a->djoined, or in a->dq, a->dk, a->dv) and of the learned scalars.
+// Computes the gradients of q, k and v (in a->djoined, or in a->dq, a->dk, a->dv) and of the learned scalars from
+// a->datt.
 template <class X>
 static void attention_layer_backward(Model *m, Activations<X> *a, const Layer<X> &of, size_t l, size_t B, size_t T) {
     FlashShape shape = flash_shape(m, B, T);
@@ -566,7 +566,7 @@ static void layer_forward(Model *m, Activations<X> *a, size_t l, size_t B, size_
     matmul_forward(&m->matmul, of.x_next, of.act, weight<X>(m, at->down), of.x_mid, N, F, C, stream);
 }
 
-// a->dx (N,C), the gradient by the residual stream, goes from after the layer to before it.
+// a->dx (N,C), the gradient of the residual stream, is that after the layer on entry and that before it on return.
 template <class X>
 static void layer_backward(Model *m, Activations<X> *a, size_t l, size_t B, size_t T, bool add) {
     const ModelConfig *c = &m->config;
@@ -658,8 +658,8 @@ static void model_forward(Model *m, Activations<X> *a, const int32_t *tokens, si
     phase(PHASE_OTHER);
 }
 
-// *sum (on the device) gets the losses of N rows added. With `scale` not 0 also the gradients of their sum times scale:
-// a->dh (N,C) written, the output projection's gradient written, or added to when `add`.
+// Adds the losses of N rows to *sum (on the device). Unless scale is 0, also computes the gradients of scale times
+// their sum: writes a->dh (N,C), and writes the output projection's gradient, or adds to it if `add`.
 template <class X>
 static void model_loss(Model *m, Activations<X> *a, double *sum, const int32_t *targets, const uint8_t *mask, size_t N,
                        float scale, bool add) {
@@ -679,16 +679,16 @@ static void model_loss(Model *m, Activations<X> *a, double *sum, const int32_t *
     phase(PHASE_OTHER);
 }
 
-// A bucket's sum over the processes begins, beside what is computed next.
+// Starts the sum of a bucket over the ranks, concurrently with the computation that follows.
 static void reduce_bucket(const Model *m, size_t i) {
     Bucket bucket = bucket_at(m, i);
     if (m->zero) collective_reduce_scatter(m->collective, m->grads + bucket.from, bucket.floats, stream);
     else collective_all_reduce(m->collective, m->grads + bucket.from, bucket.floats, stream);
 }
 
-// The gradients of all parameters, from a->dh and the activations; matrices written, or added to when `add`, all others
-// added to. `last`: each layer's gradients start on their way to the other processes while the next layer's are
-// computed.
+// Computes the gradients of all parameters from a->dh and the activations. Writes the gradients of weight matrices, or
+// adds to them if `add`; always adds to the others. With `last`, each layer's gradients are sent to the other ranks
+// while the next layer's are computed.
 template <class X>
 static void model_backward(Model *m, Activations<X> *a, const BatchTokens &tokens, size_t B, size_t T, bool add,
                            bool last) {
@@ -709,7 +709,7 @@ static void model_backward(Model *m, Activations<X> *a, const BatchTokens &token
     phase(PHASE_OTHER);
 }
 
-// One micro-batch: the sum of its losses is added on the device; gradients of that sum times `scale` are added to
+// Runs one micro-batch. Adds the sum of its losses on the device, and the gradients of scale times that sum to
 // m->grads.
 template <class X>
 static void model_step(Model *m, Activations<X> *a, const BatchTokens &batch, size_t B, size_t T, float scale,
@@ -726,8 +726,8 @@ static void model_step(Model *m, Activations<X> *a, const BatchTokens &batch, si
 // ---------------------------------------------------------------------------------------------------------------------
 // 4. Update
 
-// The table of what this process updates: each trained tensor's part of each bucket's part. `table` has room for
-// list.count rows.
+// Lists what this rank updates: the overlap of each trained tensor with this rank's part of each bucket. `table` has
+// room for list.count rows.
 static void find_segments(const Model *m, AdamSegment *table, size_t *count, size_t *state_floats) {
     size_t state = 0;
     *count = 0;
@@ -754,7 +754,7 @@ static void upload_segments(Model *m) {
     free(table);
 }
 
-// The parameters that other processes updated.
+// Gathers the parameters that other ranks updated.
 static void gather_parameters(const Model *m) {
     for (size_t i = 0; i < bucket_count(m); i++) {
         Bucket bucket = bucket_at(m, i);
@@ -763,7 +763,7 @@ static void gather_parameters(const Model *m) {
     collective_join(m->collective, stream);
 }
 
-// The copy that the products read, when the masters changed by other means than this process's adamw().
+// Refreshes the copy that the matmuls read after anything but this rank's adamw() changed the master weights.
 static void round_parameters(const Model *m, int64_t step) {
     if (m->in_bf16) parameters_round(m->params_bf16, m->params, m->list.floats, m->stochastic, m->seed, step, stream);
 }
@@ -774,7 +774,7 @@ static void round_parameters(const Model *m, int64_t step) {
 
 static const RunProgram PROGRAM = {
     "train_gpt2cu",
-    "Usage: train_gpt2cu --train-data GLOB [flags]\n\nTrains a GPT on GPUs, one for each process. Several: mpirun -np N ./train_gpt2cu ...",
+    "Usage: train_gpt2cu --train-data GLOB [flags]\n\nTrains a GPT on GPUs, one per rank. To run N ranks: mpirun -np N ./train_gpt2cu ...",
     true,
 };
 
@@ -787,7 +787,7 @@ static Device start_device(Model *m, const TrainOptions *o) {
 }
 
 static void describe_matmuls(char *out, size_t size, const Device *device, const TrainOptions *o) {
-    int length = snprintf(out, size, "products  %s by cuBLASLt on %d %s%s, %d processors at %.2f GHz",
+    int length = snprintf(out, size, "matmuls   %s by cuBLASLt on %d %s%s, %d SMs at %.2f GHz",
                           o->dtype == TRAIN_BF16 ? "bfloat16" : "float32", process.size, device->name,
                           process.size == 1 ? "" : "s", device->processors, device->clock / 1e9);
     if (process.size > 1)
@@ -812,9 +812,10 @@ static void plan_training(Model *m, const Run *run) {
     memory_add(&m->host_plan, "AdamW's moments, for files", (void **)&m->host.mean, bytes);
     memory_add(&m->host_plan, "AdamW's moments, for files", (void **)&m->host.square, bytes);
     memory_add(&m->host_plan, "scratch", (void **)&m->starts, ((size_t)m->config.vocab + 1) * sizeof(int32_t));
-    memory_add(&m->host_plan, "logits of a token", (void **)&m->host_logits, padded_vocab(&m->config) * sizeof(float));
+    memory_add(&m->host_plan, "logits of one token", (void **)&m->host_logits,
+               padded_vocab(&m->config) * sizeof(float));
     if (m->in_bf16)
-        memory_add(&m->host_plan, "logits of a token", (void **)&m->host_logits_bf16,
+        memory_add(&m->host_plan, "logits of one token", (void **)&m->host_logits_bf16,
                    padded_vocab(&m->config) * sizeof(uint16_t));
 }
 
@@ -829,8 +830,8 @@ static void check_device_memory(const Model *m, const Device *device) {
     if (m->plan.total > left)
         fail(
             EXIT_RESOURCE,
-            "process %d: this run needs %s of a GPU's memory, and %s of %s is free.\n"
-            "  A smaller --batch or --seq-len, or --recompute, needs less for activations; --zero 1 less for AdamW's moments.",
+            "rank %d: this run needs %s of device memory, but only %s of %s is free.\n"
+            "  Reduce --batch or --seq-len, or use --recompute, to save memory for activations; --zero 1 saves memory for AdamW's moments.",
             process.rank, human_bytes((double)m->plan.total).text, human_bytes((double)left).text, device->name);
 }
 
@@ -848,7 +849,7 @@ static Weights take_training(Model *m) {
     return m->host;
 }
 
-// FLOP/s of all ranks.
+// The peak FLOP/s of all ranks.
 static double peak_of(const Model *m, const Device *device) {
     double flops = device_peak(device, m->in_bf16);
     process_sum_double(&flops, 1);
@@ -857,7 +858,7 @@ static double peak_of(const Model *m, const Device *device) {
 
 // ---- parameters between host and device
 
-// Of the moments' parts: host arrays have all of them, the device those that are this process's.
+// Copies this rank's share of the moments: host arrays hold all moments, device arrays only that share.
 static void copy_moments(const Model *m, bool to_host) {
     size_t state = 0;
     for (size_t i = 0; i < bucket_count(m); i++) {
@@ -871,16 +872,16 @@ static void copy_moments(const Model *m, bool to_host) {
     }
 }
 
-// Parameters and moments from the host, where every rank has the same numbers, those after step `step`.
+// Copies parameters and moments to the device. They must be identical on every rank and be those after step `step`.
 static void upload(Model *m, int64_t step) {
     CUDA_CHECK(cudaMemcpy(m->params, m->host.params, m->list.floats * sizeof(float), cudaMemcpyHostToDevice));
     copy_moments(m, false);
     upload_segments(m);
-    CUDA_CHECK(cudaDeviceSynchronize());    // the copies are not on our stream
+    CUDA_CHECK(cudaDeviceSynchronize());    // the copies do not run on our stream
     round_parameters(m, step);
 }
 
-// Parameters and moments to the host. Collective; rank 0 has all moments then.
+// Copies parameters and moments to the host. Collective: rank 0 then has all moments.
 static void download(Model *m) {
     size_t bytes = m->list.floats * sizeof(float);
     collective_synchronize(m->collective, stream);
@@ -891,11 +892,11 @@ static void download(Model *m) {
     }
     copy_moments(m, true);
     if (!m->zero) return;
-    process_sum_float(m->host.mean, m->list.floats);    // each number is one rank's; the others add 0
+    process_sum_float(m->host.mean, m->list.floats);    // each number belongs to one rank; the others add 0
     process_sum_float(m->host.square, m->list.floats);
 }
 
-// The learned scalars alone.
+// Copies only the learned scalars to the host.
 static void download_scalars(Model *m) {
     collective_synchronize(m->collective, stream);
     for (size_t i = 0; i < m->list.count; i++) {
@@ -908,7 +909,7 @@ static void download_scalars(Model *m) {
 
 // ---- a step
 
-// The batch to the device. The pinned memory of a slot is free again when its copy of two batches ago is done.
+// Copies a batch to the device. A slot's pinned memory is free again once its copy of two batches ago has finished.
 static BatchTokens upload_batch(Model *m, const Batch *batch) {
     auto *slot = &m->slots[m->slot++ % 2];
     size_t N = batch->B * batch->T;
@@ -942,16 +943,16 @@ static void micro_batch(Model *m, const Batch *batch) {
     m->rows += (size_t)m->config.layers * batch->B * batch->T * (size_t)m->config.heads;
 }
 
-// One of m->sums; the host waits for the stream.
+// Reads one of m->sums. The host waits for the stream.
 static double read_sum(const Model *m, int which) {
     double value;
-    // A copy would wait, too, but without an eye on the other processes.
+    // A copy would wait as well, but without noticing a dead rank.
     collective_synchronize(m->collective, stream);
     CUDA_CHECK(cudaMemcpy(&value, m->sums + which, sizeof value, cudaMemcpyDeviceToHost));
     return value;
 }
 
-// The step's loss, summed over all ranks, and the norm of their summed gradients.
+// Computes the step's loss, summed over all ranks, and the norm of their summed gradients.
 static void gradients_end(Model *m, double *loss, double *norm) {
     phase(PHASE_REDUCE);
     collective_join(m->collective, stream);
@@ -975,8 +976,8 @@ static void model_update(Model *m, AdamW a) {
     phase(PHASE_OTHER);
 }
 
-// Waits until the device has finished all work of the step, the update included. Returns how many of its attention rows
-// were all-zero.
+// Waits until the device has finished all work of the step, including the update. Returns the step's number of all-zero
+// attention rows.
 static uint64_t step_end(Model *m) {
     unsigned long long all_zero;
     collective_synchronize(m->collective, stream);
@@ -985,7 +986,7 @@ static uint64_t step_end(Model *m) {
     return all_zero;
 }
 
-// What lies between these two belongs to no step.
+// The time between pause_step() and its counterpart belongs to no step.
 static void pause_step(Run *run) {
     run_pause(run);
     phase(PHASE_ASIDE);
@@ -1000,8 +1001,8 @@ static void unpause_step(Run *run) {
 
 // ---- what follows a step
 
-// The memory that this rank holds on its GPU; under --profile also the milliseconds by phase, of this step alone and
-// without PHASE_ASIDE.
+// Reports the memory that this rank uses on its GPU; with --profile also this step's milliseconds by phase, without
+// PHASE_ASIDE.
 static void report(Run *run, const Model *m) {
     static double before[PHASE_COUNT];
     char metrics[1024], line[64];
@@ -1009,7 +1010,7 @@ static void report(Run *run, const Model *m) {
            at = (size_t)snprintf(metrics, size, ", \"gpu_memory_gb\": %.3f", 1e-9 * (double)m->plan.total);
     snprintf(line, sizeof line, " | %s", human_bytes((double)m->plan.total).text);
     if (profiling) phase_collect();
-    for (int i = 0; profiling && i < PHASE_ASIDE && at < size; i++) {    // the last phase
+    for (int i = 0; profiling && i < PHASE_ASIDE && at < size; i++) {    // PHASE_ASIDE is the last phase
         at += (size_t)snprintf(metrics + at, size - at, "%s\"%s\": %.3f", i ? ", " : ", \"ms_by_phase\": {",
                                phase_names[i], 1000 * (phase_seconds[i] - before[i]));
         before[i] = phase_seconds[i];
@@ -1018,7 +1019,7 @@ static void report(Run *run, const Model *m) {
     run_report(run, metrics, line);
 }
 
-// The sum of the losses of a batch; no gradients.
+// The sum of the losses of a batch, without gradients.
 static double model_evaluate(Model *m, const Batch *batch) {
     if (batch->B == 0) return 0;
     BatchTokens there = upload_batch(m, batch);
@@ -1030,7 +1031,7 @@ static double model_evaluate(Model *m, const Batch *batch) {
     return read_sum(m, SUM_VALIDATION);
 }
 
-// False if a stop was requested meanwhile.
+// Returns false if a stop was requested during the validation.
 static bool validate(Run *run, Model *m, double *loss) {
     Batch batch;
     run_validation_start(run);
@@ -1058,12 +1059,12 @@ static void change_normalizers(Run *run, Model *m) {
     unpause_step(run);
 }
 
-// The logits (V) after the last of `count` tokens. The whole sequence is computed again for each token: on a GPU that
-// takes no longer than one row with a cache would.
+// The logits (V) after the last of `count` tokens. Recomputes the whole sequence for each token; on a GPU that takes no
+// longer than a single row with a cache would.
 static float *logits_after(Model *m, const int32_t *tokens, size_t count) {
     size_t C = (size_t)m->config.channels, VP = padded_vocab(&m->config);
     void *host = m->in_bf16 ? (void *)m->host_logits_bf16 : m->host_logits;
-    m->first = NULL;    // a sample is one document
+    m->first = NULL;    // a sample is a single document
     CUDA_CHECK(cudaMemcpyAsync(m->batch, tokens, count * sizeof(int32_t), cudaMemcpyHostToDevice, stream));
     by_type([&](auto *a) {
         auto *last = a->h + (count - 1) * C;
@@ -1097,7 +1098,7 @@ int main(int argc, char **argv) {
     double loss, norm;
     Batch batch;
 
-    // What is asked for, checked; memory, planned and checked. Nothing is written yet.
+    // Parse and check the flags, then plan and check the memory. Nothing is written yet.
     run_open(&run, &PROGRAM, &model.config, argc, argv);
     Device device = start_device(&model, o);
     plan_training(&model, &run);
@@ -1110,10 +1111,10 @@ int main(int argc, char **argv) {
     upload(&model, run.step);
     run_begin(&run, peak_of(&model, &device));
 
-    // --attn differs from what --init-from brought, or --attn-switch 0:...
+    // The normalizer changes: --attn differs from that of --init-from, or --attn-switch names step 0.
     change_normalizers(&run, &model);
     while (run_continues(&run)) {
-        if (!run.owed) {    // otherwise the run was stopped between a step and its validation
+        if (!run.owed) {    // otherwise the run stopped between a step and its validation
             while (run_batch(&run, &batch)) micro_batch(&model, &batch);
             if (run.stopped) break;
             gradients_end(&model, &loss, &norm);
@@ -1136,7 +1137,7 @@ int main(int argc, char **argv) {
             download(&model);
             run_save(&run);
         }
-        // Again while the clocks settle.
+        // Measure the peak again while the GPU's clocks settle.
         if (run.step <= run.first_step + 3) run.flops = peak_of(&model, &device);
         unpause_step(&run);
         change_normalizers(&run, &model);

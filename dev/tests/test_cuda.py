@@ -294,7 +294,7 @@ def test_too_little_memory_on_one_process(cuda, data, tmp_path):
     wrapper.write_text(f'#!/bin/sh\n[ "$OMPI_COMM_WORLD_RANK" = 1 ] && export CUDA_ON_CPU_MEMORY=100000\nexec {cuda} "$@"\n')
     wrapper.chmod(0o755)
     text = train(data, *SMALL, "--steps", 1, "--batch", 1, "--out", tmp_path / "out", program=wrapper, processes=2, code=4)
-    assert "process 1" in text and "GPU's memory" in text and not (tmp_path / "out").exists()
+    assert "rank 1: this run needs" in text and "of device memory" in text and not (tmp_path / "out").exists()
 
 
 # ---- what is refused, and said

@@ -119,7 +119,7 @@ def test_plan_of_a_gpu(data, script):
         plan = run(script, *flags, "--dry-run", CUDA_ON_CPU_MEMORY=int((promised + 1) * 1e9), **gpu)
         check_plan(script, plan, 1, batch)
         says(plan, "device memory per GPU", "host memory")
-        says(run(script, *flags, "--dry-run", code=RESOURCE, CUDA_ON_CPU_MEMORY=int((promised - 1) * 1e9), **gpu), "of a GPU's memory", "--recompute")
+        says(run(script, *flags, "--dry-run", code=RESOURCE, CUDA_ON_CPU_MEMORY=int((promised - 1) * 1e9), **gpu), "of device memory", "--recompute")
 
 
 @pytest.mark.parametrize("script, schedule, warmup, least", [("run_124M_fineweb.sh", "cosine", 700, 0), ("run_162M_slimpajama_ssmax.sh", "constant", 1000, 0.1)])
