@@ -1,4 +1,4 @@
-// The host's side of flash.h: what is refused, the scratch, which instance, the kernels that all instances share.
+// The host side of flash.h: validation, scratch, selection of the instance, and the kernels that all instances share.
 #include "cuda/gpu.cuh"
 
 #include "attention/flash.cuh"
@@ -7,14 +7,14 @@
 
 #include <utility>
 
-// ---- what is kept
+// ---- what the forward pass keeps
 
 static size_t rows_of(FlashShape shape) {
     return shape.B * shape.NH * shape.T;
 }
 
-// D = dO · O, by an O rounded to bf16, is off by 2^-9. Where sgn(f) D is taken from every d, with a phi of both signs,
-// these errors add up over the row's keys to more than all other rounding.
+// D = dO · O, computed from an O in bf16, has a relative error of 2^-9. Where sgn(f) D is subtracted from every d and
+// phi is signed, these errors add up over the row's keys to more than all other rounding.
 static bool keeps_rest(FlashShape shape, size_t element) {
     return element == 2 && phi_signed(NORMALIZER_PHI(shape.normalizer)) &&
            (norm_is_sum(shape.normalizer->norm) || NORMALIZER_POST(shape.normalizer) == POST_RECENTER_L1);
@@ -26,8 +26,7 @@ size_t flash_stats(FlashShape shape, size_t element) {
 }
 
 // ---- scratch: FlashRow, g and by_number of each row; prefix sums and their segments, for the posts that recenter;
-// partial sums
-// of the scalars' gradients
+// partial sums of the scalars' gradients
 
 static bool recenters(FlashShape shape) {
     int post = NORMALIZER_POST(shape.normalizer);
@@ -58,7 +57,7 @@ static unsigned position_pieces(FlashShape shape) {
     return (unsigned)((shape.B * shape.NH - 1) / POSITION_HEADS + 1);
 }
 
-// Those of heads are added up before those of positions are made, in the same place.
+// Per-head and per-position scalars share the space: the former are added up before the latter are computed.
 static size_t partials_bytes(FlashShape shape) {
     size_t most = SCALAR_COUNT * shape.NH * scalar_pieces(shape);
     for (int x = 0; x < SCALAR_COUNT; x++)
@@ -107,7 +106,7 @@ static void prefix_sums(const FlashCall<X> &call, FlashShape shape, cudaStream_t
     launch(flash_prefix_kernel<X>, grid, dim3(128), 0, stream, prefix, segments, call);
 }
 
-// Is the gradient of any scalar wanted that acts in this stage, or has this width?
+// Is the gradient of any scalar needed that acts in this stage, or has this width?
 static bool any_acts(ScalarGrads grads, ScalarStage stage) {
     bool any = false;
     for (int x = 0; x < SCALAR_COUNT; x++) any |= grads.of[x] && scalar_stage(x) == stage;
@@ -139,12 +138,12 @@ static void scalar_gradients(ScalarGrads grads, const FlashCall<X> &call, FlashS
     }
 }
 
-// ---- which instance
+// ---- selection of the instance
 
 template <class X>
 struct Pass {
     void (*forward)(const FlashCall<X> &, cudaStream_t), (*backward)(const FlashCall<X> &, cudaStream_t);
-    size_t (*shared)(size_t HS);    // bytes that a block asks for at most
+    size_t (*shared)(size_t HS);    // the most shared memory per block, in bytes
     float in_unit;
 };
 
@@ -176,9 +175,9 @@ static Pass<X> pass_of(const Normalizer *a) {
     return pass_of<X>(a, std::make_integer_sequence<int, FLASH_INSTANCE_COUNT>());
 }
 
-// ---- what is refused
+// ---- validation
 
-// By the GPU that this process has: 8.0 has 163 KB a block, 8.6 and 8.9 have 99, 9.0 has 227.
+// The limit of this rank's GPU: 163 KB per block with compute capability 8.0, 99 KB with 8.6 and 8.9, 227 KB with 9.0.
 static void check_shared(FlashShape shape, size_t element) {
     size_t HS = shape.HS, needed = element == sizeof(bf16) ? pass_of<bf16>(shape.normalizer).shared(HS)
                                                            : pass_of<float>(shape.normalizer).shared(HS);
@@ -188,8 +187,8 @@ static void check_shared(FlashShape shape, size_t element) {
     if (needed > (size_t)most)
         fail(
             EXIT_USAGE,
-            "attention: a head size of %zu needs %zu KB of shared memory a block, and this GPU has %zu.\n  Heads of at most 64 need less (channels"
-            " over heads, see --model); those of gated units have 128.",
+            "attention: a head size of %zu needs %zu KB of shared memory per block, but this GPU has only %zu KB.\n  Heads of at most 64 need less (channels"
+            " / heads, see --model); gated units always have 128.",
             HS, needed / 1024, (size_t)most / 1024);
 }
 
@@ -198,21 +197,21 @@ void flash_check(FlashShape shape, size_t element) {
     if (HS < 8 || HS > 128 || HS % 8)
         fail(
             EXIT_USAGE,
-            "attention: no kernel for a head size of %zu; it is a multiple of 8, at most 128 (channels over heads, see --model).",
+            "attention: no kernel for a head size of %zu; expected a multiple of 8, at most 128 (channels / heads, see --model).",
             HS);
     if (VS != HS && !(HS == 128 && VS % 8 == 0 && VS > 0))
         fail(
             EXIT_USAGE,
-            "attention: no kernel for values of size %zu with a head size of %zu; they are of the same size, or, in a gated unit (twice its channels), a"
+            "attention: no kernel for values of size %zu with a head size of %zu; expected the same size or, in a gated unit (where it is 2 x channels), a"
             " multiple of 8.",
             VS, HS);
     if (shape.T < 1 || shape.T > 1 << 24 || shape.B < 1 || shape.NH < 1 || shape.B * shape.NH > 65535)
         fail(
             EXIT_USAGE,
-            "attention: %zu sequences of %zu tokens with %zu heads; expected 1 to 16,777,216 tokens, and at most 65,535 heads in all.",
+            "attention: %zu sequences of %zu tokens with %zu heads; expected 1 to 16,777,216 tokens, and at most 65,535 heads in all sequences together.",
             shape.B, shape.T, shape.NH);
     if (shape.NKV < 1 || shape.NH % shape.NKV)
-        fail(EXIT_USAGE, "attention: %zu heads do not divide among %zu key-value heads (see --model).", shape.NH,
+        fail(EXIT_USAGE, "attention: %zu heads are not divisible by %zu key-value heads (see --model).", shape.NH,
              shape.NKV);
     check_shared(shape, element);
 }
@@ -224,9 +223,10 @@ template <class X>
 static void check_view(const char *name, FlashView<X> view) {
     size_t pack = 16 / sizeof(X);
     if ((uintptr_t)view.p % 16 || view.row % pack || view.head % pack)
-        fail(EXIT_USAGE,
-             "attention: %s at %p with rows of %zu and heads of %zu elements; expected multiples of %zu (16 bytes).",
-             name, (const void *)view.p, view.row, view.head, pack);
+        fail(
+            EXIT_USAGE,
+            "attention: %s is at %p with strides of %zu (row) and %zu (head) elements; expected a 16-byte aligned address and multiples of %zu elements.",
+            name, (const void *)view.p, view.row, view.head, pack);
 }
 
 template <class X>

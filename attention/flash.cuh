@@ -1,49 +1,48 @@
-// Fused attention for the whole family of attention/normalizer.h: the kernels. A block of threads owns some rows of
-// queries (in the kernel of dk and dv: of keys) and goes over the other side tile by tile; scores live in registers
-// alone.
+// The kernels of fused attention for the whole family of attention/normalizer.h. A thread block owns some query rows
+// (in the dk/dv kernel: key rows) and loops over the other side tile by tile; scores exist only in registers.
 //
-//   forward     O = A V by row blocks: S = Q Kᵀ, weights up to what is known of the row so far, O += W V; what is only
-//               known at the row's end (1/Z, a mean) is applied then. Two sweeps over the keys for recenter-l1 and
-//               reweight, whose weights need Z first.
-//   backward    a kernel of rows (D and the like), one of dq by row blocks, one of dk and dv by key blocks; the scores
-//               are computed again in both. Seven products of T×T×HS where one kernel could do with five, by adding to
-//               dq from many blocks: in an order that varies, or with a wait of each for the one before. These two have
-//               one order and need neither. For reweight over a sum dq takes an eighth, in place of a sweep over the
-//               keys before it (see below).
+//   forward     O = A V by row blocks: S = Q Kᵀ, then O += W V with weights W as far as the row is known; what is known
+//               only at the end of the row (1/Z, a mean) is applied then. recenter-l1 and reweight need Z before their
+//               weights, so they sweep over the keys twice.
+//   backward    a kernel for the rows (D and the like), one for dq by row blocks, one for dk and dv by key blocks; the
+//               last two both recompute the scores. That takes seven matmuls of T×T×HS. A single kernel could do with
+//               five if many blocks added to dq, but either in varying order or each waiting for the one before; these
+//               two kernels are deterministic and never wait. For reweight over a sum, dq takes an eighth matmul
+//               instead of a prior sweep over the keys (see below).
 //
-// Products are mma.m16n8k16 of bf16 with sums in float32. A float is a sum of three bf16, x = x0 + x1 + x2 to 2^-24,
-// and a product of floats the six products of parts i and j with i + j < 3: float32's exactness at a sixth of the
-// speed, with the same kernels.
+// Matmuls are mma.m16n8k16 of bf16 with float32 accumulation. A float is split into three bf16, x = x0 + x1 + x2 to
+// 2^-24, and a product of floats is the six products of parts i and j with i + j < 3: the accuracy of float32 at a
+// sixth of the speed, with the same kernels.
 //
-// A row's numbers: z = scale s + bias, f = phi(z), in the forward pass
-//   exp, expm1 over their sum    bias = o - the largest z so far (what is summed is multiplied by exp(new - old bias))
+// The numbers of a row: z = scale s + bias, f = phi(z). In the forward pass:
+//   exp, expm1 over their sum    bias = o - the largest z so far (sums are rescaled by exp(new bias - old bias))
 //   else                         bias = o
-//   plain                        out = (f · V)/Z, negated or of max(f, 0) where post says so
-//   recenter                     out = (f · V)/Z - mean sum_{j <= i} v_j, mean = sum f/(Z n), the sums of v by two
-//                                small kernels before
+//   plain                        out = (f · V)/Z, then negated, or with max(f, 0) for f, as post requires
+//   recenter                     out = (f · V)/Z - mean sum_{j <= i} v_j, mean = sum f/(Z n); two small kernels compute
+//                                the sums of v beforehand
 //   recenter-l1                  w = f factor - mean, factor = 1/Z, out = (w · V)/sum |w|
-//   reweight                     r = (A n - 1)/top within [0, 1], top the largest A n - 1: r = 1 + (f - mean) factor,
-//                                mean the largest f, factor = n/(Z top); w = r^P, out = (w · V)/sum w. At most 1, so
-//                                that no power overflows, and exact near 1, where a power magnifies errors
-// and in the backward pass, with d_ij = dO_i · v_j, W_ij the weight that v_j had, sgn the sign
+//   reweight                     r = (A n - 1)/top in [0, 1], top the largest A n - 1: r = 1 + (f - mean) factor,
+//                                mean the largest f, factor = n/(Z top); w = r^P, out = (w · V)/sum w. r is at most 1,
+//                                so no power overflows, and exact near 1, where a power magnifies errors
+// In the backward pass, d_ij = dO_i · v_j, W_ij is the weight of v_j, and sgn the sign:
 //   plain        W = factor f,           df = factor (d - sgn(f) D),            D = dO_i · O_i, 0 where Z is fixed
 //   recenter     W = factor f - mean,    df = factor (d - less - sgn(f) D),     less = dO_i · sum_{j <= i} v_j / n
 //   recenter-l1  W = factor f - mean,    df = factor (d - less - sgn(W) D),
 //                less = (dO_i · sum_{j <= i} v_j - D sum_j sgn(W))/n
-//                (factor and mean over sum |w| now; D's part by Z is 0, as the scale of f leaves W)
+//                (factor and mean now refer to sum |w|; Z adds no term, because W does not depend on the scale of f)
 //   reweight     W = r^P inverse_sum,    df = K t - sgn(f) less,    t = r^(P-1) (d - D),    K = factor P inverse_sum,
-//                less = K/n sum_j t (1 - r) for n > 3 where Z is a sum, else 0: of the sum of K t f/Z over the row, as
-//                f = mean + (r - 1)/factor, mean factor - 1 = factor Z/n (0 for n <= 3), and sum_j t r = 0 by D's
-//                definition. (With t in place of t (1 - r) it cancels badly.) less is known when the row has been seen;
-//                so that one sweep does, dq_i = K c sum_j t phi'(z) k_j - less c sum_j sgn(f) phi'(z) k_j, and so for
-//                g_i
+//                less = K/n sum_j t (1 - r) for n > 3 where Z is a sum, else 0. It is the sum of K t f/Z over the row,
+//                because f = mean + (r - 1)/factor, mean factor - 1 = factor Z/n (0 for n <= 3), and sum_j t r = 0 by
+//                the definition of D. (With t instead of t (1 - r), it cancels badly.) less is known only at the end of
+//                the row. One sweep still suffices: dq_i = K c sum_j t phi'(z) k_j - less c sum_j sgn(f) phi'(z) k_j,
+//                and likewise for g_i
 //   dz = df phi'(z),  dq_i = c sum_j dz k_j,  dk_j = sum_i c dz q_i,  dv_j = sum_i W dO_i,  g_i = sum_j dz s
 //
-// The gated unit's wide v (VS > 128) goes by columns, HS at a time: the forward pass and dv as if they were heads; d_ij
-// for dq and dk is summed over the columns' tiles (WIDE).
+// The gated unit's wide v (VS > 128) is processed HS columns at a time. The forward pass and dv treat the column blocks
+// like heads; for dq and dk, d_ij is summed over the column tiles (WIDE).
 //
-// HS in the kernels is the size that they are built for, 48, 64 or 128; a smaller head (call.HS) is filled up with
-// zeros, which a product does not see.
+// HS in the kernels is the size that they are built for: 48, 64 or 128. A smaller head (call.HS) is padded with zeros,
+// which do not affect a matmul.
 //
 // Limits: FlashShape. Tested by dev/tests/test_flash.py.
 #ifndef ATTENTION_FLASH_CUH
@@ -61,9 +60,8 @@
 // ---------------------------------------------------------------------------------------------------------------------
 // Sizes
 
-// A block's own rows are 16·TILES a warp; the other side comes in tiles of STREAM rows, of which CHUNK at a time have
-// scores in registers.
-// KEEP: the own factors of the products stay in registers.
+// A block owns 16·TILES rows per warp. The other side comes in tiles of STREAM rows, CHUNK of which have their scores
+// in registers at a time. KEEP: the operands of the own rows stay in registers.
 template <int TILES_, int STREAM_, int CHUNK_, bool KEEP_>
 struct FlashPlan {
     enum {
@@ -78,25 +76,25 @@ struct FlashPlan {
     };
 };
 
-// Own rows of two tiles halve what each product reads from shared memory; a phi asked for at run time leaves no
-// registers for them.
+// Two tiles of own rows halve the shared memory reads of each matmul. A phi selected at run time leaves no registers
+// for that.
 template <class X, int PHI>
 constexpr int own_tiles = is_bf16<X> && PHI >= 0 ? 2 : 1;
 
-// The larger a chunk, the more products are under way at once, and with a maximum that moves the fewer times what was
-// summed is rescaled: as large as the registers allow.
+// A larger chunk has more matmuls in flight and, with a running maximum, rescales the sums less often. So it is as
+// large as the registers allow.
 template <int HS, int PHI, int POST>
 constexpr int forward_chunk =
     PHI < 0 || ((POST == FLASH_REWEIGHT || PHI == PHI_MISH) && HS > 64) ? 16
     : POST == FLASH_REWEIGHT ? 32
                              : (PHI == PHI_EXP && HS <= 64 ? 64 : 32) / (POST == FLASH_PLAIN ? 1 : 2);
 
-// Chunks whose scores are all visible have code of their own, without masks. With 128 columns there are too few
-// registers for both.
+// Chunks in which all scores are visible have separate code without masks. With 128 columns there are too few registers
+// for both versions.
 template <int HS>
 constexpr bool splits_chunks = HS <= 64;
 
-// Do the own factors of the forward pass's matmuls stay in registers?
+// Do the forward pass's operands of the own rows stay in registers?
 template <class X, int HS, int POST>
 constexpr bool forward_keeps = is_bf16<X> && HS <= 64 && (POST < FLASH_RECENTER_L1);
 
@@ -107,15 +105,15 @@ struct ForwardPlan
 template <int POST>
 constexpr bool may_reweight = POST == FLASH_REWEIGHT || POST == FLASH_TWO_SWEEPS;
 
-// Has dq a second sum under reweight, of what `less` multiplies? Two sums of 128 columns in float32 are more than there
-// are registers: there a sweep of its own gives `less` first.
+// With reweight, does dq have a second accumulator, which `less` multiplies at the end? Two float32 accumulators of 128
+// columns do not fit in registers; there, a separate sweep computes `less` first.
 template <class X, int HS, int POST>
 constexpr bool splits_dq = may_reweight<POST> && (is_bf16<X> || HS <= 64);
 
 template <class X, int HS, int POST>
 constexpr bool less_first = may_reweight<POST> && !splits_dq<X, HS, POST>;
 
-// A wide v's chunks are whole tiles.
+// With a wide v, a chunk is a whole tile.
 template <class X, int HS, int POST, bool WIDE>
 constexpr int rows_chunk = WIDE && !less_first<X, HS, POST> ? 32 : 16;
 
@@ -126,22 +124,22 @@ struct RowsPlan : FlashPlan<HS <= 64 ? own_tiles<X, PHI> : 1,
                                          : 32,
                             rows_chunk<X, HS, POST, WIDE>, is_bf16<X> && HS <= 64 && !may_reweight<POST>> {};
 
-// Two sums stay in registers here: mish, whose formulas are the longest, leaves no room for two tiles.
+// Two accumulators stay in registers here. mish has the longest formulas and leaves no room for two tiles.
 template <class X, int HS, int PHI, bool WIDE>
 struct KeysPlan : FlashPlan<HS <= 64 && PHI != PHI_MISH ? own_tiles<X, PHI> : 1, is_bf16<X> && !WIDE ? 64 : 32,
                             WIDE ? 32 : 16, false> {};
 
-// From one row of a shared tile to the next: 8 elements of padding make it an odd number of 16 bytes in bf16, so that
-// the 8 rows that ldmatrix reads together lie in different banks; of floats, 8 banks on.
+// The row stride of a shared tile. In bf16, 8 elements of padding make it an odd multiple of 16 bytes, so that the 8
+// rows that ldmatrix reads together are in different banks; for floats, rows are 8 banks apart.
 template <int C>
 constexpr int tile_step = C + 8;
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Tiles and fragments
 
-// Which pieces of 16 bytes of a tile (R,C) a thread copies: COPIES of them, the first at (row, column), each ROW_STEP
-// rows and COLUMN_STEP columns from the one before. Eight lanes' copies together touch every bank once: they take 8
-// neighbors of a row, or, where a row is not made of such (HS 48), a column of 8 rows, of floats 4 rows of 2.
+// Which 16-byte pieces of a tile (R,C) a thread copies: COPIES pieces, the first at (row, column), each ROW_STEP rows
+// and COLUMN_STEP columns after the previous one. The copies of eight lanes together touch every bank once: they cover
+// 8 neighbors in a row or, if rows do not consist of such groups (HS 48), a column of 8 rows; for floats, 4 rows of 2.
 template <int R, int C, int THREADS, class X>
 struct TileCopies {
     enum {
@@ -155,7 +153,7 @@ struct TileCopies {
         ROW_STEP = BY_ROWS ? THREADS / 8 / GROUPS : 0,
         COLUMN_STEP = BY_ROWS ? 0 : THREADS / ACROSS / R * ACROSS * PACK
     };
-    static_assert(R * A_ROW % THREADS == 0, "each thread copies as much");
+    static_assert(R * A_ROW % THREADS == 0, "each thread copies the same number of pieces");
     static_assert(BY_ROWS ? THREADS / 8 % GROUPS == 0 : THREADS / ACROSS % R == 0, "steps go by rows or by columns");
     int row, column;
 };
@@ -168,7 +166,8 @@ DEVICE TileCopies<R, C, THREADS, X> tile_copies() {
     return {down % R, (down / R * P::ACROSS + i % P::ACROSS) * P::PACK};
 }
 
-// tile (R,C) from rows `row` elements apart; what is past `rows` or `columns` is 0. To be committed and waited for.
+// Starts copying rows with a stride of `row` elements into tile (R,C), with 0 beyond `rows` or `columns`. The caller
+// commits and waits.
 template <int R, int C, int THREADS, class X>
 DEVICE void tile_load(X *tile, const X *from, size_t row, int rows, int columns) {
     typedef TileCopies<R, C, THREADS, X> P;
@@ -197,7 +196,8 @@ DEVICE void tile_wait() {
     __syncthreads();
 }
 
-// A lane's part of a factor of mma_m16n8k16: N registers of pairs, for each of the bf16 that an X is the sum of.
+// A lane's part of an operand of mma_m16n8k16: N registers of pairs, for each of the bf16 parts that an X is split
+// into.
 template <class X, int N>
 struct Fragment {
     enum { PARTS = is_bf16<X> ? 1 : 3 };
@@ -214,10 +214,9 @@ DEVICE void fragment_set(Fragment<X, N> &a, int i, float x, float y) {
     }
 }
 
-// d (16,8) += a (16,16) · b (16,8), the smallest products first.
-// Tensor cores round each sum toward zero, and a long row of such roundings adds up. So that float32 stays as exact as
-// it should be, their sums are short: the products of parts start from zero, and an addition that rounds to nearest
-// brings them to d.
+// d (16,8) += a (16,16) · b (16,8), the smallest partial products first. Tensor cores round each sum toward zero, and a
+// long series of such roundings adds up. To keep the accuracy of float32, the sums are kept short: the partial products
+// start from zero, and an addition that rounds to nearest adds them to d.
 template <class X>
 DEVICE void fragment_multiply(float (&d)[4], const Fragment<X, 4> &a, const Fragment<X, 2> &b) {
     if constexpr (is_bf16<X>) {
@@ -234,7 +233,7 @@ DEVICE void fragment_multiply(float (&d)[4], const Fragment<X, 4> &a, const Frag
     }
 }
 
-// The left factor (16,16) from rows of a tile.
+// The left operand (16,16), from rows of a tile.
 template <int STEP>
 DEVICE void load_left(Fragment<bf16, 4> &a, const bf16 *tile) {
     int lane = threadIdx.x % 32;
@@ -252,7 +251,7 @@ DEVICE void load_left(Fragment<float, 4> &a, const float *tile) {
     }
 }
 
-// Two right factors (16,8) side by side, whose 16 columns are rows of the tile.
+// Two adjacent right operands (16,8), whose 16 columns are rows of the tile.
 template <int STEP>
 DEVICE void load_right(Fragment<bf16, 2> (&b)[2], const bf16 *tile) {
     int lane = threadIdx.x % 32;
@@ -272,7 +271,7 @@ DEVICE void load_right(Fragment<float, 2> (&b)[2], const float *tile) {
     }
 }
 
-// The same from a tile whose rows are their rows.
+// The same from a tile whose rows are the operands' rows.
 template <int STEP>
 DEVICE void load_right_transposed(Fragment<bf16, 2> (&b)[2], const bf16 *tile) {
     int lane = threadIdx.x % 32;
@@ -292,7 +291,7 @@ DEVICE void load_right_transposed(Fragment<float, 2> (&b)[2], const float *tile)
     }
 }
 
-// A warp's own rows of a tile (16·TILES, HS) as left factors.
+// A warp's own rows of a tile (16·TILES, HS) as left operands.
 template <class X, int HS, int TILES, bool KEEP>
 struct Own {
     const X *tile;
@@ -336,7 +335,7 @@ DEVICE void product_by_rows(float (&s)[TILES][NT][4], const Own<X, HS, TILES, KE
     }
 }
 
-// sum[m][c] (16,8) += w (16 TILES, 8 NT) · a tile (8 NT, HS), w as the products above leave it
+// sum[m][c] (16,8) += w (16 TILES, 8 NT) · a tile (8 NT, HS), w in the layout that the matmul above produces
 template <class X, int HS, int TILES, int NT>
 DEVICE void product_by_columns(float (&sum)[TILES][HS / 8][4], const float (&w)[TILES][NT][4], const X *tile) {
     UNROLL
@@ -384,7 +383,7 @@ DEVICE float rounded_to(float x) {
     return to_float(y);
 }
 
-// x (N) rounded to X, two by one instruction.
+// x (N) rounded to X, two elements per instruction.
 template <class X, int N>
 DEVICE void round_to(float (&x)[N]) {
     UNROLL
@@ -394,8 +393,9 @@ DEVICE void round_to(float (&x)[N]) {
     }
 }
 
-// Rows of `sum`, each times its factor, to `to`, the address of the warp's first row and column; the first `rows` rows
-// and `columns`. `rest`, if not NULL, in rows of rest_row, gets what rounding to X took away.
+// Stores the rows of `sum`, each times its factor, to `to`, the address of the warp's first row and column; only the
+// first `rows` rows and `columns` columns. `rest`, unless NULL, receives the rounding errors, in rows with a stride of
+// rest_row.
 template <class X, int TILES, int CT>
 DEVICE void store_rows(X *to, size_t row, const float (&sum)[TILES][CT][4], const float (&factor)[2 * TILES], int rows,
                        int columns, X *rest = NULL, size_t rest_row = 0) {
@@ -415,7 +415,7 @@ DEVICE void store_rows(X *to, size_t row, const float (&sum)[TILES][CT][4], cons
     }
 }
 
-// Of a row's four lanes; every one gets the result.
+// The sum over a row's four lanes; all four get the result.
 DEVICE float row_sum(float x) {
     x += __shfl_xor_sync(0xFFFFFFFFu, x, 1);
     return x + __shfl_xor_sync(0xFFFFFFFFu, x, 2);
@@ -427,11 +427,11 @@ DEVICE float row_max(float x) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Rows: phi, powers, places
+// Rows: phi, powers, positions
 
-// z (N) in, phi(z) out, and its slope. The switch, where there is one, stands outside the loop.
-//   BY_COLUMN: element e is of row e % 2 of the two that a lane has of an mma's columns; else of row e / 2 of those
-//   that it owns.
+// z (N) in, phi(z) and its slope out. The switch over phi, if there is one, is outside the loop.
+//   BY_COLUMN: element e belongs to row e % 2 of the two that a lane has among an mma's columns; otherwise to row e / 2
+//   of those that it owns.
 //   VALUE: see phi_at.
 template <class X, int PHI, bool BY_COLUMN, bool VALUE = true, int N, class Row>
 DEVICE void phi_values(int phi, float (&z)[N], float (&slope)[N], const Row *row) {
@@ -462,8 +462,8 @@ DEVICE float whole_power(float x) {
     }
 }
 
-// w (N), each in [0, 1], to the power P: a whole number by multiplications.   KNOWN: P, or 0 where it is not known when
-// the kernel is built
+// w (N), each in [0, 1], to the power P; by multiplications if P is an integer. KNOWN: P, or 0 if it is not a
+// compile-time constant
 template <class X, int KNOWN, int N>
 DEVICE void power(float (&w)[N], float P) {
     int whole = (int)P;
@@ -489,7 +489,7 @@ DEVICE void power(float (&w)[N], float P) {
     }
 }
 
-// Calls function(P) with reweight's P as a constant where it is a common one, else with 0.
+// Calls function(P) with reweight's P as a compile-time constant if it is a common one, otherwise with 0.
 template <int POST, class Function>
 DEVICE void with_power(float P, Function function) {
     if (POST == FLASH_REWEIGHT && P == 15) function(std::integral_constant<int, 15>());
@@ -497,20 +497,20 @@ DEVICE void with_power(float P, Function function) {
     else function(std::integral_constant<int, 0>());
 }
 
-// The first key that a row of sequence b sees. Rows past T, whose results nobody sees, are like the last.
+// The first key that a row of sequence b sees. Rows past T, whose results are discarded, use the last row's.
 template <class X>
 DEVICE int first_key(const FlashCall<X> &call, int b, int row) {
     return call.first ? call.first[(size_t)b * call.T + (row < call.T ? row : call.T - 1)] : 0;
 }
 
-// Row `row` of head h of sequence b
+// Row `row` of head h of sequence b.
 template <class X>
 DEVICE RowPlace place_of(const FlashCall<X> &call, int b, int h, int row) {
     int n = (row < call.T ? row + 1 : call.T) - first_key(call, b, row);
     return row_place(call.scalars, h, n, call.T, call.L, call.HS);
 }
 
-// Where head h of sequence b begins: its position 0.
+// The offset of position 0 of head h of sequence b.
 template <class X>
 DEVICE X *head_at(const FlashCall<X> &call, FlashView<X> view, int b, int h) {
     return view.p + (size_t)b * call.T * view.row + h * view.head;
@@ -521,7 +521,7 @@ DEVICE const X *head_at(const FlashCall<X> &call, FlashView<const X> view, int b
     return view.p + (size_t)b * call.T * view.row + h * view.head;
 }
 
-// What z is taken relative to, from the bias: the row's largest z under exp and expm1 over their sum.
+// The shift that z is relative to, from the bias: the row's largest z for exp and expm1 over their sum.
 template <class X>
 DEVICE float row_shift(const FlashCall<X> &call, RowPlace at, float bias) {
     return subtracts_maximum(call.phi, call.norm) ? row_offset(call.offset, at) - bias : 0;
@@ -535,8 +535,8 @@ DEVICE bool is_reweight(const FlashCall<X> &call) {
 template <int PHI>
 constexpr bool rectifies = flash_rectifies(PHI);
 
-// Element e = 4 m + i of the warp's first own row and the chunk's first other row on: visible when its key is not
-// behind its query, nor before the first key that the query sees.
+// Is element e = 4 m + i of the tile that starts at the warp's first own row and the chunk's first other row visible?
+// That is, is its key not after its query, nor before the first key that the query sees?
 template <bool BY_COLUMN>
 DEVICE bool is_visible(int own, int other, int e, int first) {
     int lane = threadIdx.x % 32;
@@ -544,7 +544,7 @@ DEVICE bool is_visible(int own, int other, int e, int first) {
     return BY_COLUMN ? own <= other && own >= first : other <= own && other >= first;
 }
 
-// The first keys of the rows that a lane owns, in a kernel whose blocks are B·NH.
+// The first visible keys of the rows that a lane owns, in a kernel whose blockIdx.y runs over B·NH.
 template <int ROWS, class X>
 DEVICE void first_keys(int (&first)[ROWS], const FlashCall<X> &call, int own_row) {
     UNROLL
@@ -555,8 +555,8 @@ DEVICE void first_keys(int (&first)[ROWS], const FlashCall<X> &call, int own_row
 // ---------------------------------------------------------------------------------------------------------------------
 // Forward
 
-// x times the sign of `of`. Under bf16 that is one instruction, which takes the sign of a zero, too: any slope from -1
-// to 1 is one of |f| at 0.
+// x times the sign of `of`. In bf16 that is one instruction, which also takes the sign of a zero: at 0, any value from
+// -1 to 1 is a subgradient of |f|.
 template <class X>
 DEVICE float signed_as(float x, float of) {
     if (is_bf16<X>) return __uint_as_float(__float_as_uint(x) ^ (__float_as_uint(of) & 0x80000000u));
@@ -565,12 +565,12 @@ DEVICE float signed_as(float x, float of) {
 
 struct ForwardRow {
     float scale, bias, offset, number;
-    // Of |f|, of f; the largest f (in the first sweep, where that is by_z: z)
+    // Of |f|, of f; the largest f (in the first sweep, if that is by_z: the largest z).
     float sum, sum_signed, largest;
-    float factor, mean, left, signs;    // of the second sweep: w from f, the sum of |w|, of their signs
+    float factor, mean, left, signs;    // for the second sweep: maps f to w; the sum of |w|, the sum of their signs
 };
 
-// Scores that are not visible take no part in the largest.
+// Scores that are not visible do not count for the maximum.
 template <int TILES, int NT>
 DEVICE void forward_hide(float (&s)[TILES][NT][4], int own, int other, const int (&first)[2 * TILES]) {
     UNROLL
@@ -581,7 +581,7 @@ DEVICE void forward_hide(float (&s)[TILES][NT][4], int own, int other, const int
     }
 }
 
-// The row's bias is brought to the largest z so far, and with it all that was summed.
+// Updates the row's bias to the largest z so far, and rescales all its sums.
 template <class X, int HS, int PHI, int TILES, int NT>
 DEVICE void forward_shift(ForwardRow (&row)[2 * TILES], float (&sum)[TILES][HS / 8][4], const float (&s)[TILES][NT][4],
                           bool sums) {
@@ -599,9 +599,10 @@ DEVICE void forward_shift(ForwardRow (&row)[2 * TILES], float (&sum)[TILES][HS /
     }
 }
 
-// Is f rounded to X before it is summed? What is multiplied by v is. Summed as it is multiplied, a row's weights have
-// the sum 1 that they should, and in a row of one key the output is v: otherwise d - D is not 0 there, and over a small
-// Z that is a large error. Not so for exp, whose slope is as small as f, and whose f in a row of one key is 1.
+// Is f rounded to X before it is summed? The matmul with v rounds it, and summing the same rounded values makes a row's
+// weights add up to exactly 1 and, in a row with a single key, makes the output equal v. Otherwise d - D would not be 0
+// there, and dividing by a small Z would magnify the error. exp does not need it: its slope is as small as f, and f is
+// 1 in a row with one key.
 template <int PHI, int POST>
 constexpr bool rounds_values = PHI != PHI_EXP && POST < FLASH_RECENTER_L1;
 
@@ -623,7 +624,7 @@ DEVICE void forward_values(int phi, float (&s)[TILES][NT][4], const ForwardRow (
     }
 }
 
-// BOTH: the sum of f is wanted, too, where that is not the sum of |f|.
+// BOTH: the sum of f is needed, too, and differs from the sum of |f|.
 template <bool BOTH, int TILES, int NT>
 DEVICE void forward_sums(ForwardRow (&row)[2 * TILES], const float (&f)[TILES][NT][4], bool is_signed, bool largest) {
     UNROLL
@@ -642,19 +643,19 @@ DEVICE void forward_sums(ForwardRow (&row)[2 * TILES], const float (&f)[TILES][N
 template <class X, int PHI, int POST>
 constexpr bool by_z = is_bf16<X> && PHI == PHI_SOFTPLUS && POST == FLASH_REWEIGHT;
 
-// ln(1 + x) by the fast logarithm, for x >= 0; a small x is its own logarithm.
+// ln(1 + x) for x >= 0 by the fast logarithm; a small x is its own logarithm.
 DEVICE float log1p_fast(float x) {
     return x < 0x1p-9f ? x - 0.5f * x * x : 0.6931471805599453f * log2_fast(1 + x);
 }
 
-// The first sweep of softplus, max(z, 0) + ln(1 + exp(-|z|)), from scores: the sum of f, in the unit of z, with one
-// logarithm for a row's part of the chunk, and the largest z, which has the largest f.
+// The first sweep of softplus, max(z, 0) + ln(1 + exp(-|z|)), from scores. Computes the sum of f, in the unit of z,
+// with one logarithm for a row's part of the chunk, and the largest z, which belongs to the largest f.
 template <class X, int PHI, bool MASKED, int TILES, int NT>
 DEVICE void forward_sums_by_z(ForwardRow (&row)[2 * TILES], const float (&s)[TILES][NT][4], int own, int other,
                               const int (&first)[2 * TILES]) {
     UNROLL
     for (int r = 0; r < 2 * TILES; r++) {
-        float product = 0;    // of 1 + exp(-|z|), less 1, so that a small exp counts
+        float product = 0;    // of all 1 + exp(-|z|), minus 1, so that a small exp is not lost
         UNROLL
         for (int i = 0; i < 2 * NT; i++) {
             const int nt = i / 2, e = r % 2 * 2 + i % 2;
@@ -669,8 +670,8 @@ DEVICE void forward_sums_by_z(ForwardRow (&row)[2 * TILES], const float (&s)[TIL
     }
 }
 
-// Its end: the sum and the largest f. That takes the logarithm of the sum, not phi_at's polynomial: in a row of equal
-// weights the largest must be their mean but for rounding (reweight_numbers).
+// Finishes that sweep: the sum and the largest f. The largest f uses the same logarithm as the sum, not phi_at's
+// polynomial: in a row of equal weights, it must equal their mean up to rounding (reweight_numbers).
 template <class X, int PHI>
 DEVICE void forward_total_by_z(ForwardRow &row) {
     const float z = row.largest;
@@ -679,7 +680,7 @@ DEVICE void forward_total_by_z(ForwardRow &row) {
     row.largest = fmaxf(z, 0) * per_unit + log1p_fast(exp_of<X, PHI>(-fabsf(z)));
 }
 
-// What the row's four lanes have summed, together.
+// Combines the sums of the row's four lanes.
 DEVICE void forward_total(ForwardRow &row, bool is_signed) {
     row.sum = row_sum(row.sum);
     row.sum_signed = is_signed ? row_sum(row.sum_signed) : row.sum;
@@ -695,20 +696,20 @@ DEVICE void forward_rectify(float (&f)[TILES][NT][4]) {
     }
 }
 
-// From 1/Z and the largest f, what makes r of f in reweight: r = 1 + (f - mean) factor, mean the largest f. In bf16,
-// where f is not exact enough for the difference to matter, r = f factor + mean, mean = 1 - (the largest f) factor. An
-// all-zero row gets r = 0.
+// From 1/Z and the largest f, the factor and mean that turn f into r in reweight: r = 1 + (f - mean) factor, where mean
+// is the largest f. In bf16, f is not accurate enough for this form to matter, so r = f factor + mean, where mean = 1 -
+// (the largest f) factor. An all-zero row gets r = 0.
 template <class X>
 DEVICE void reweight_numbers(float *factor, float *mean, float inverse, float largest, int n) {
     float from = n > POST_FROM ? 1 : 0, top = largest * (inverse * (float)n) - from;
-    // In a row of equal weights top is 0 but for rounding, which must not be mistaken for weight.
+    // In a row of equal weights, top is 0 up to rounding, which must not be mistaken for weight.
     bool weight = !(top < (from > 0 ? 32 * FLT_EPSILON : FLT_MIN));
     *factor = weight ? inverse * (float)n / top : 1;
     if (is_bf16<X>) *mean = weight ? -from / top : -INFINITY;
     else *mean = weight ? largest : INFINITY;
 }
 
-// Between two sweeps: from Z and the largest f, what makes w of f.
+// Between two sweeps: from Z and the largest f, what turns f into w.
 template <class X, int PHI>
 DEVICE void forward_between(ForwardRow &row, const FlashCall<X> &call, RowPlace at, bool reweight) {
     float inverse = row_inverse(call.norm, at, row.sum, row_shift(call, at, row.bias / unit<X, PHI>)), n = (float)at.n;
@@ -718,13 +719,13 @@ DEVICE void forward_between(ForwardRow &row, const FlashCall<X> &call, RowPlace 
     else if (at.n > POST_FROM) row.mean = row.sum_signed * inverse / n;
 }
 
-// r; 0 for NaN, which the row's other numbers show.
+// r, or 0 for NaN; a NaN still shows in the row's other numbers.
 template <class X, class Row>
 DEVICE float reweight_base(float f, const Row &row) {
     return __saturatef(is_bf16<X> ? f * row.factor + row.mean : (f - row.mean) * row.factor + 1);
 }
 
-// f in, w out, and their sums.
+// f in, w out; also adds to their sums.
 template <class X, int KNOWN, int TILES, int NT>
 DEVICE void forward_weights(float (&f)[TILES][NT][4], ForwardRow (&row)[2 * TILES], bool reweight, float P, bool masked,
                             int own, int other, const int (&first)[2 * TILES]) {
@@ -752,7 +753,7 @@ DEVICE void forward_weights(float (&f)[TILES][NT][4], ForwardRow (&row)[2 * TILE
     }
 }
 
-// The row's end: returns what multiplies its sum and writes its statistics, of which the backward pass makes a
+// Finishes a row: returns its accumulator's factor and writes its statistics, from which the backward pass makes a
 // FlashRow:
 //   bias, factor, mean, the sum of the signs (recenter-l1); or bias, 1/Z, the largest f, 1/sum w (reweight)
 template <class X, int PHI, int POST>
@@ -779,8 +780,8 @@ DEVICE float forward_end(float4 *stats, ForwardRow &row, const FlashCall<X> &cal
     return by;
 }
 
-// sum = sum · by - mean · prefix, and by = 1. prefix: the address of the warp's first row and column, rows `step`
-// apart.
+// sum = sum · by - mean · prefix, then by = 1. prefix: the address of the warp's first row and column, in rows with a
+// stride of `step`.
 template <int HS, int TILES>
 DEVICE void forward_recenter(float (&sum)[TILES][HS / 8][4], const ForwardRow (&row)[2 * TILES], float (&by)[2 * TILES],
                              const float *prefix, size_t step, int rows, int columns) {
@@ -799,8 +800,8 @@ DEVICE void forward_recenter(float (&sum)[TILES][HS / 8][4], const ForwardRow (&
     }
 }
 
-// Computes the warp's rows, one a lane, and hands them to the lanes that own them. Under `relative` a row whose scale
-// is negative gets it negated, and its query is to be negated too, so that the largest score has the largest z.
+// Computes the warp's rows, one per lane, and hands them to the lanes that own them. With `relative`, a row whose scale
+// is negative has it negated (and the caller negates its query), so that the largest score has the largest z.
 template <class X, int HS, int PHI, int TILES>
 DEVICE void forward_begin(ForwardRow (&row)[2 * TILES], bool *negative, const FlashCall<X> &call, int b, int h,
                           int own_row, bool relative) {
@@ -809,7 +810,8 @@ DEVICE void forward_begin(ForwardRow (&row)[2 * TILES], bool *negative, const Fl
     float scale = row_scale(call.scale, at) * unit<X, PHI>, offset = row_offset(call.offset, at), bias = offset;
     *negative = relative && scale < 0;
     if (relative) scale = fabsf(scale), bias = offset - least_maximum(phi, call.norm, at);
-    // A row's first chunks may hide all their keys from it: then the bias stays, and must not be infinite.
+    // With `first`, a row's first chunks may contain no visible key. The bias then keeps its initial value, which must
+    // not be infinite.
     if (relative && call.first) bias = fminf(bias, 1e30f);
     const float number = phi_learns(phi) ? phi_number(phi, at, 0) : 1;
     UNROLL
@@ -829,7 +831,7 @@ DEVICE void forward_begin(ForwardRow (&row)[2 * TILES], bool *negative, const Fl
     }
 }
 
-// The warp's rows of a tile whose lane says so are negated.
+// Negates those of the warp's rows of a tile whose lane requests it.
 template <int HS, int TILES, class X>
 DEVICE void negate_rows(X *rows, bool negative) {
     int lane = threadIdx.x % 32;
@@ -841,14 +843,14 @@ DEVICE void negate_rows(X *rows, bool negative) {
     __syncwarp();
 }
 
-// What a sweep over the keys does with the chunks that it comes to.
+// What a sweep over the keys does with each chunk.
 struct ForwardSweep {
-    bool first, adds;                      // is there another behind it? does it add to the output?
+    bool first, adds;                      // does another sweep follow? does this one add to the output?
     bool relative, is_signed, reweight;    // of the normalizer
 };
 
-// A chunk of keys, the first of them `key`, which are rows of the tiles k and v, for the warp's rows from `own_row` on.
-// MASKED: not all of these see all of those.
+// Processes a chunk of keys (the first is `key`; they are rows of the tiles k and v) for the warp's rows from `own_row`
+// on. MASKED: not every row sees every key.
 template <class X, int HS, int PHI, int POST, bool MASKED, int TILES, bool KEEP>
 DEVICE void forward_keys(float (&sum)[TILES][HS / 8][4], ForwardRow (&row)[2 * TILES],
                          const Own<X, HS, TILES, KEEP> &own, const X *k, const X *v, int own_row, int key,
@@ -895,7 +897,7 @@ KERNEL void flash_forward_kernel(const FlashCall<X> call) {
     X *q_tile = shared, *k_tiles = q_tile + OWN * STEP, *v_tiles = k_tiles + 2 * KEYS * STEP;
     int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, T = call.T, b = blockIdx.y / call.NH,
         h = blockIdx.y % call.NH, kv = h / (call.NH / call.NKV);
-    // The longest rows first.
+    // Longest rows first.
     int row0 = (gridDim.x - 1 - blockIdx.x) * OWN, warp_row = row0 + warp * 16 * TILES;
     int column0 = blockIdx.z * HS, columns = call.VS - column0;
     const X *q = head_at(call, call.q, b, h), *k = head_at(call, call.k, b, kv);
@@ -966,7 +968,7 @@ KERNEL void flash_forward_kernel(const FlashCall<X> call) {
         if (POST < FLASH_RECENTER_L1) forward_total(row[r], is_signed);
         else row[r].left = row_sum(row[r].left), row[r].signs = row_sum(row[r].signs);
     }
-    // Of the four lanes that have the same rows each ends one.
+    // Of the four lanes that share rows, each finishes one row.
     const int mine = threadIdx.x % (2 * TILES), i = warp_row + 8 * mine + g;
     ForwardRow end = row[0];
     UNROLL
@@ -994,14 +996,14 @@ KERNEL void flash_forward_kernel(const FlashCall<X> call) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Backward: of elements
+// Backward: elementwise
 
-// Is 0 <= phi' <= phi? (The FFMA that this allows overflows where |dO · O| scale/Z does: with every z of a row below
-// -80.)
+// Is 0 <= phi' <= phi? (The FFMA that this allows overflows only where |dO · O| scale/Z does: if every z of a row is
+// below -80.)
 template <int PHI>
 constexpr bool slope_within_value = PHI == PHI_EXP || PHI == PHI_SIGMOID || PHI == PHI_SOFTPLUS;
 
-// r and q = r^(P-1) from f; q is 0 where r is.   KNOWN: P, where known, see power()
+// r and q = r^(P-1) from f; q is 0 where r is.   KNOWN: P, if known, see power()
 template <class X, int KNOWN, bool BY_COLUMN, int N>
 DEVICE void reweight_powers(float (&r)[N], float (&q)[N], const float (&f)[N], const FlashRow *row, float P) {
     UNROLL
@@ -1011,8 +1013,8 @@ DEVICE void reweight_powers(float (&r)[N], float (&q)[N], const float (&f)[N], c
     for (int e = 0; KNOWN == 0 && e < N; e++) q[e] = r[e] > 0 ? q[e] : 0;
 }
 
-// From the scores s (N) and d = dO · v in place: d becomes df (plain, BY_COLUMN, and reweight: times the row's scale);
-// f, its slope and the weights w are written. row: see phi_values.
+// From the scores s (N) and d = dO · v, in place: d becomes df (times the row's scale for reweight, and for plain posts
+// with BY_COLUMN). Also writes f, its slope and the weights w. row: see phi_values.
 template <class X, int PHI, int POST, bool BY_COLUMN, int KNOWN = 0, int N>
 DEVICE void backward_values(float (&d)[N], float (&f)[N], float (&slope)[N], float (&w)[N], const float (&s)[N],
                             const FlashRow *row, const FlashCall<X> &call) {
@@ -1038,15 +1040,15 @@ DEVICE void backward_values(float (&d)[N], float (&f)[N], float (&slope)[N], flo
     const bool rectify = POST == FLASH_PLAIN && rectifies<PHI> && is_signed && call.post == POST_RECTIFY;
     UNROLL
     for (int e = 0; e < N; e++) w[e] = f[e];
-    if (BY_COLUMN && rounds_values<PHI, POST>) round_to<X>(w);    // the weights are wanted there alone
+    if (BY_COLUMN && rounds_values<PHI, POST>) round_to<X>(w);    // only BY_COLUMN needs the weights
     UNROLL
     for (int e = 0; e < N; e++) {
         const FlashRow &at = row[BY_COLUMN ? e % 2 : e / 2];
         w[e] *= at.factor;
         if (rectify && !(f[e] > 0)) w[e] = d[e] = 0;
         if (POST == FLASH_PLAIN) {
-            // A difference that should be 0 must be, as it is divided by Z. Where the slope is as small as f, it may be
-            // rounded.
+            // A difference that should be 0 must be exactly 0, because it is divided by Z. Where the slope is as small
+            // as f, rounding is harmless.
             if (slope_within_value<PHI>) d[e] = d[e] * at.by_d - at.by_D;
             else d[e] = (d[e] - (is_signed ? signed_as<X>(at.D, f[e]) : at.D)) * at.by_d;
             continue;
@@ -1060,14 +1062,14 @@ DEVICE void backward_values(float (&d)[N], float (&f)[N], float (&slope)[N], flo
 // ---------------------------------------------------------------------------------------------------------------------
 // Backward: dq, by row blocks
 
-// What a row sums for the gradient by phi's number: df df/dnumber; under reweight that of t and that of sgn(f), as for
-// dq.
+// What a row sums for the gradient of phi's number: df df/dnumber; with reweight, the sums with t and with sgn(f), as
+// for dq.
 struct NumberSum {
     float t, less;
 };
 
-// Of reweight: d becomes t phi'(z), along sgn(f) phi'(z), and t (1 - r) is added to less_sum; see the header. hidden:
-// not visible
+// For reweight: d becomes t phi'(z), along becomes sgn(f) phi'(z), and t (1 - r) is added to less_sum; see the header.
+// hidden: not visible
 template <class X, int PHI, int KNOWN, int N>
 DEVICE void dq_reweight(float (&d)[N], float (&along)[N], float *less_sum, NumberSum *number_sum, const float (&s)[N],
                         const bool (&hidden)[N], const FlashRow *row, const FlashCall<X> &call) {
@@ -1094,8 +1096,8 @@ DEVICE void dq_reweight(float (&d)[N], float (&along)[N], float *less_sum, Numbe
     }
 }
 
-// d += dO · v over all columns of a wide v: `own` rows and the other side's, tile by tile. All threads of the block
-// call it.
+// d += dO · v over all columns of a wide v, tile by tile, for the own rows and the other side's. All threads of the
+// block must call it.
 template <class X, int HS, int OWN, int STREAM, int THREADS, int TILES, int NT>
 DEVICE void product_wide(float (&d)[TILES][NT][4], const Own<X, HS, TILES, false> &own, X *own_tile, X *tile,
                          const X *own_from, size_t own_row, int own_rows, const X *from, size_t row, int rows,
@@ -1110,21 +1112,22 @@ DEVICE void product_wide(float (&d)[TILES][NT][4], const Own<X, HS, TILES, false
     }
 }
 
-// K of a row
+// K of a row.
 template <class X>
 DEVICE float reweight_factor(const FlashRow &row, const FlashCall<X> &call) {
     return row.factor * call.power * row.inverse_sum;
 }
 
-// less of row n, from the four lanes' sums of t (1 - r)
+// less of row n, from the four lanes' sums of t (1 - r).
 template <class X>
 DEVICE float reweight_less(float less_sum, const FlashRow &row, const FlashCall<X> &call, int n) {
     float less = row_sum(less_sum) * reweight_factor(row, call) / (float)n;
     return norm_is_sum(call.norm) && n > POST_FROM ? less : 0;
 }
 
-// A chunk of keys, as in forward_keys. number_sum: the rows' sums for phi's number. d: dO · v where WIDE, else room for
-// it. less_dq: the second sum, see splits_dq. first: of two sweeps, which only adds to less_sum.
+// Processes a chunk of keys, as forward_keys does. number_sum: the rows' sums for phi's number. d: dO · v if WIDE,
+// otherwise uninitialized. less_dq: the second accumulator, see splits_dq. first: the first of two sweeps, which only
+// adds to less_sum.
 template <class X, int HS, int PHI, int POST, bool WIDE, bool MASKED, int TILES, int SPLIT, int NT, bool KEEP,
           bool KEEP_DOUT>
 DEVICE void dq_keys(float (&dq)[TILES][HS / 8][4], float (&less_dq)[SPLIT][HS / 8][4], float (&d)[TILES][NT][4],
@@ -1197,7 +1200,7 @@ DEVICE void dq_keys(float (&dq)[TILES][HS / 8][4], float (&less_dq)[SPLIT][HS / 
     }
 }
 
-// The end of a row under reweight, whose numbers in dq are a lane's at `half`: K and less are applied.
+// Finishes a row under reweight, whose part of dq in this lane is at `half`: applies K and less.
 template <int CT>
 DEVICE void dq_combine(float (&dq)[CT][4], const float (&less_dq)[CT][4], int half, float K, float less) {
     UNROLL
@@ -1207,7 +1210,7 @@ DEVICE void dq_combine(float (&dq)[CT][4], const float (&less_dq)[CT][4], int ha
     }
 }
 
-// A lane's part of g_i = sum_j dz s = q_i · sum_j dz k_j. q: its part of a row of the tile
+// A lane's part of g_i = sum_j dz s = q_i · sum_j dz k_j. q: the lane's part of the row in the tile
 template <class X, int CT>
 DEVICE float dot_q(const float (&dq)[CT][4], int half, const X *q) {
     float sum = 0;
@@ -1234,7 +1237,7 @@ KERNEL void flash_dq_kernel(const FlashCall<X> call) {
       *v_tiles = k_tiles + 2 * KEYS * STEP;
     int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, T = call.T, b = blockIdx.y / call.NH,
         h = blockIdx.y % call.NH, kv = h / (call.NH / call.NKV);
-    // The longest rows first.
+    // Longest rows first.
     int row0 = (gridDim.x - 1 - blockIdx.x) * OWN, warp_row = row0 + warp * 16 * TILES;
     const X *q = head_at(call, call.q, b, h), *k = head_at(call, call.k, b, kv), *v = head_at(call, call.v, b, kv);
     const X *dout = head_at(call, call.dout, b, h) + row0 * call.dout.row;
@@ -1311,7 +1314,7 @@ KERNEL void flash_dq_kernel(const FlashCall<X> call) {
                 int i = warp_row + 8 * r + g;
                 row[r].less = reweight_less(less_sum[r], row[r], call, place_of(call, b, h, i).n);
                 if (i < T && threadIdx.x % 4 == 0) rows[i].less = row[r].less;
-                number_sum[r] = {};    // the second sweep's alone
+                number_sum[r] = {};    // only the second sweep counts
             }
         }
     }
@@ -1324,7 +1327,7 @@ KERNEL void flash_dq_kernel(const FlashCall<X> call) {
         float less = row[r].less;
         if constexpr (splits_dq<X, HS, POST>) {
             if (reweight) {
-                FlashRow end = i < T ? rows[i] : FlashRow();    // again, for the registers
+                FlashRow end = i < T ? rows[i] : FlashRow();    // reloaded, to save registers
                 less = reweight_less(less_sum[r], end, call, place_of(call, b, h, i).n);
                 dq_combine(dq[r / 2], less_dq[r / 2], r % 2, reweight_factor(end, call), less);
                 __syncwarp();
@@ -1346,11 +1349,10 @@ KERNEL void flash_dq_kernel(const FlashCall<X> call) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Backward: dk and dv, by key blocks
 
-enum KeysMode { KEYS_BOTH, KEYS_DK_WIDE, KEYS_DV };    // dk and dv; dk alone, of a wide v; HS columns of dv alone
+enum KeysMode { KEYS_BOTH, KEYS_DK_WIDE, KEYS_DV };    // dk and dv; only dk, of a wide v; only HS columns of dv
 
-// A chunk of queries, the first of them `query`, which are rows of the tiles q, dout and row_tile, for the warp's keys
-// from
-// `own_key` on. MASKED: not all of those see all of these.   d: see dq_keys
+// Processes a chunk of queries (the first is `query`; they are rows of the tiles q, dout and row_tile) for the warp's
+// keys from `own_key` on. MASKED: not every query sees every key. d: see dq_keys
 template <class X, int HS, int PHI, int POST, int MODE, bool MASKED, int TILES, int NT, int ROWS, bool KEEP>
 DEVICE void dkv_rows(float (&dk)[TILES][HS / 8][4], float (&dv)[TILES][HS / 8][4], float (&d)[TILES][NT][4],
                      const Own<X, HS, TILES, KEEP> &own_k, const Own<X, HS, TILES, KEEP> &own_v, const X *q,
@@ -1409,7 +1411,7 @@ KERNEL void flash_dkv_kernel(const FlashCall<X> call) {
     DYNAMIC_SHARED(X, shared);
     X *k_tile = shared, *v_tile = k_tile + OWN * STEP, *q_tiles = v_tile + OWN * STEP,
       *dout_tiles = q_tiles + 2 * ROWS * STEP;
-    // (2,2,ROWS): halves of FlashRow.
+    // (2,2,ROWS): halves of FlashRow
     float4 *row_tiles = (float4 *)(dout_tiles + 2 * ROWS * STEP);
     int warp = threadIdx.x / 32, T = call.T, b = blockIdx.y / call.NKV, kv = blockIdx.y % call.NKV;
     int key0 = blockIdx.x * OWN, warp_key = key0 + warp * 16 * TILES, column0 = blockIdx.z * HS,
@@ -1417,7 +1419,7 @@ KERNEL void flash_dkv_kernel(const FlashCall<X> call) {
     const X *k = head_at(call, call.k, b, kv) + key0 * call.k.row;
     const X *v = head_at(call, call.v, b, kv) + key0 * call.v.row + column0;
     const int first = key0 / ROWS * ROWS, group = call.NH / call.NKV;
-    // Rows that begin behind these keys see none of them, nor do those after them.
+    // Rows that start after these keys see none of them, and neither do later rows.
     auto sees_none = [&](int row) { return call.first && key0 + OWN <= first_key(call, b, row); };
 
     tile_load<OWN, HS, THREADS>(k_tile, k, call.k.row, T - key0, call.HS);
@@ -1440,7 +1442,7 @@ KERNEL void flash_dkv_kernel(const FlashCall<X> call) {
                 tile_load<ROWS, HS, THREADS>(dout_tiles + stage * ROWS * STEP, dout + row0 * call.dout.row,
                                              call.dout.row, T - row0, columns);
             if (int i = anew(threadIdx.x); i < 2 * ROWS) {
-                static_assert(2 * ROWS <= THREADS, "each thread copies half a row at most");
+                static_assert(2 * ROWS <= THREADS, "each thread copies at most half a row");
                 const float4 *rows = (const float4 *)(call.rows + ((size_t)anew(blockIdx.y) * group + member) * T);
                 bool valid = row0 + i % ROWS < T;
                 copy_async_16(row_tiles + stage * 2 * ROWS + i, rows + (valid ? 2 * (row0 + i % ROWS) + i / ROWS : 0),
@@ -1448,7 +1450,7 @@ KERNEL void flash_dkv_kernel(const FlashCall<X> call) {
             }
             copy_async_commit();
         };
-        if (member > 0) __syncthreads();    // nobody needs the tiles of the head before any more
+        if (member > 0) __syncthreads();    // the previous head's tiles are free
         load(first);
         for (int row0 = first; row0 < T && !sees_none(row0); row0 += ROWS) {
             tile_wait();
@@ -1488,7 +1490,7 @@ KERNEL void flash_dkv_kernel(const FlashCall<X> call) {
     float by[2 * TILES];
     UNROLL
     for (int r = 0; r < 2 * TILES; r++) by[r] = 1;
-    // Computed anew, these take no registers from the loop.
+    // Recomputed here, so that they occupy no registers in the loop.
     b = anew(blockIdx.y) / call.NKV, kv = anew(blockIdx.y) % call.NKV;
     warp_key = key0 + anew(threadIdx.x) / 32 * 16 * TILES;
     if (DK)
@@ -1501,13 +1503,13 @@ KERNEL void flash_dkv_kernel(const FlashCall<X> call) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Before and after
 
-enum { SEGMENT = 64 };    // positions whose sum of v is taken alone first
+enum { SEGMENT = 64 };    // positions whose v are summed separately first
 
 // registers: at most 48 (flash_segments_kernel, flash_prefix_kernel, flash_rows_kernel)
 // registers: at most 48 (flash_scalars_kernel)
 // registers: at most 56 (flash_positions_kernel)
 // registers: at most 32 (flash_scalars_add_kernel, flash_positions_add_kernel)
-// segments (B NKV, T/SEGMENT, VS): sums of v over SEGMENT positions. A thread a column.
+// segments (B NKV, T/SEGMENT, VS): sums of v over SEGMENT positions. One thread per column.
 template <class X>
 KERNEL void flash_segments_kernel(float *segments, const FlashCall<X> call) {
     int c = blockIdx.z * blockDim.x + threadIdx.x, from = blockIdx.x * SEGMENT;
@@ -1518,14 +1520,14 @@ KERNEL void flash_segments_kernel(float *segments, const FlashCall<X> call) {
     segments[((size_t)blockIdx.y * gridDim.x + blockIdx.x) * call.VS + c] = sum;
 }
 
-// prefix (B NKV, T, VS): the sum of v_j over the j that row t sees
+// prefix (B NKV, T, VS): the sum of v_j over the keys j that row t sees
 template <class X>
 KERNEL void flash_prefix_kernel(float *prefix, const float *segments, const FlashCall<X> call) {
     int c = blockIdx.z * blockDim.x + threadIdx.x, b = blockIdx.y / call.NKV, from = blockIdx.x * SEGMENT;
     if (c >= call.VS) return;
     const X *v = head_at(call, call.v, b, blockIdx.y % call.NKV) + c;
     float sum = 0;
-    // What the row before this segment sees: the rest of a segment, and whole ones.
+    // What the row before this segment sees: the rest of one segment, then whole segments.
     int seen = from ? first_key(call, b, from - 1) : 0, at = seen;
     for (; at % SEGMENT && at < from; at++) sum += to_float(v[at * call.v.row]);
     for (int i = at / SEGMENT; i < (int)blockIdx.x; i++)
@@ -1542,9 +1544,8 @@ KERNEL void flash_prefix_kernel(float *prefix, const float *segments, const Flas
     }
 }
 
-// What the backward pass needs of row n: from its statistics (forward_end), D = dO · O and, for the posts that
-// recenter,
-// along = dO · sum_{j <= i} v_j.   in_unit: the unit of z in the instance.
+// What the backward pass needs to know about row n, from its statistics (forward_end), D = dO · O and, for the posts
+// that recenter, along = dO · sum_{j <= i} v_j. in_unit: the unit of z in the instance.
 template <class X>
 DEVICE FlashRow backward_row(const FlashCall<X> &call, RowPlace at, float4 stats, float D, float along, float in_unit) {
     bool late = at.n > POST_FROM, is_sum = norm_is_sum(call.norm);
@@ -1558,18 +1559,18 @@ DEVICE FlashRow backward_row(const FlashCall<X> &call, RowPlace at, float4 stats
     if (call.post == POST_RECENTER_L1 && late) row.D = D, row.less = (along - D * stats.w) / n;
     if (call.post == POST_REWEIGHT) {
         reweight_numbers<X>(&row.factor, &row.mean, stats.y, stats.z, at.n);
-        row.D = D, row.inverse_sum = stats.w;    // and less, by flash_dq_kernel
+        row.D = D, row.inverse_sum = stats.w;    // flash_dq_kernel sets less
     }
     return row;
 }
 
-enum { ROW_LANES = 8 };    // lanes for each row of flash_rows_kernel
+enum { ROW_LANES = 8 };    // lanes per row in flash_rows_kernel
 
 template <class X>
 KERNEL void flash_rows_kernel(const FlashCall<X> call, float in_unit) {
     size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) / ROW_LANES, rows = (size_t)call.B * call.NH * call.T;
     bool there = i < rows;
-    if (!there) i = rows - 1;    // for the shuffles
+    if (!there) i = rows - 1;    // stay in range; the lane still takes part in the shuffles
     int lane = threadIdx.x % ROW_LANES, t = i % call.T, h = i / call.T % call.NH, b = i / call.T / call.NH;
     const X *dout_row = head_at(call, call.dout, b, h) + t * call.dout.row;
     const X *out_row = head_at(call, call.out, b, h) + t * call.out.row;
@@ -1599,15 +1600,13 @@ KERNEL void flash_rows_kernel(const FlashCall<X> call, float in_unit) {
                                     along, in_unit);
 }
 
-// The gradients of scalars have two stages: blocks leave partial sums of so many rows or heads, and a second kernel
-// adds these in order. How many there are depends on the shape alone, so that the same run has the same bits on every
-// GPU.
+// The gradients of the scalars take two stages: each block writes partial sums over a fixed number of rows or heads,
+// and a second kernel adds these in order. Their number depends only on the shape, so every GPU gives the same bits.
 enum { SCALAR_THREADS = 256, SCALAR_ROWS = 1024, POSITION_THREADS = 128, POSITION_HEADS = 16 };
 
-// What row t of head h leaves for the gradients of the scalars that act in `stage`: the derivative of the loss by its
-// c,
-// which is g, by phi's number, or by the ln of norm_extra, which is -D norm_extra/Z, D as norm saw it.   i: the row of
-// call.rows
+// What row t of head h contributes to the gradients of the scalars that act in `stage`: the derivative of the loss with
+// respect to its c (g), to phi's number, or to the ln of norm_extra (-D norm_extra/Z, with D as norm sees it). i: the
+// index in call.rows
 template <class X>
 DEVICE float row_grad(const FlashCall<X> &call, int stage, RowPlace at, size_t i, float in_unit) {
     if (stage == IN_SCALE) return call.g[i];
@@ -1619,8 +1618,8 @@ DEVICE float row_grad(const FlashCall<X> &call, int stage, RowPlace at, size_t i
     return -D * norm_extra(call.norm, at, row_shift(call, at, row.bias / in_unit));
 }
 
-// partials (SCALAR_COUNT,NH,gridDim.x): for each wanted scalar of a head, the sum over the batch's rows from blockIdx.x
-// SCALAR_ROWS on of row_slope row_grad
+// partials (SCALAR_COUNT,NH,gridDim.x): for each per-head scalar whose gradient is needed, the sum of row_slope
+// row_grad over SCALAR_ROWS rows of the batch from row blockIdx.x SCALAR_ROWS on
 template <class X>
 KERNEL void flash_scalars_kernel(double *partials, ScalarGrads wanted, const FlashCall<X> call, float in_unit) {
     int h = blockIdx.y, first = blockIdx.x * SCALAR_ROWS, rows = call.B * call.T,
@@ -1643,7 +1642,7 @@ KERNEL void flash_scalars_kernel(double *partials, ScalarGrads wanted, const Fla
     }
 }
 
-// grads.of[x][h] += the partial sums (SCALAR_COUNT,NH,pieces) of each scalar x of a head. A block a head.
+// grads.of[x][h] += the partial sums (SCALAR_COUNT,NH,pieces) of each per-head scalar x. One block per head.
 template <int THREADS>
 KERNEL void flash_scalars_add_kernel(ScalarGrads grads, const double *partials, int pieces) {
     UNROLL
@@ -1657,8 +1656,8 @@ KERNEL void flash_scalars_add_kernel(ScalarGrads grads, const double *partials, 
     }
 }
 
-// partials (gridDim.y,T): of a scalar of each position, the sum over POSITION_HEADS of the batch's heads of row_slope
-// row_grad, of the rows with n keys. A thread an n.
+// partials (gridDim.y,T): for a per-position scalar, the sum of row_slope row_grad over POSITION_HEADS of the batch's
+// heads and over the rows with n visible keys. One thread per n.
 template <class X>
 KERNEL void flash_positions_kernel(double *partials, int scalar, const FlashCall<X> call, float in_unit) {
     int n = blockIdx.x * POSITION_THREADS + threadIdx.x + 1, from = blockIdx.y * POSITION_HEADS,
@@ -1666,7 +1665,7 @@ KERNEL void flash_positions_kernel(double *partials, int scalar, const FlashCall
     if (n > call.T) return;
     double sum = 0;
     for (int i = from; i < from + POSITION_HEADS && i < heads; i++) {
-        // Without `first` that is row n - 1 alone.
+        // Without `first`, that is only row n - 1.
         for (int t = n - 1; t < (call.first ? call.T : n); t++) {
             if (t + 1 - first_key(call, i / call.NH, t) != n) continue;
             RowPlace place = place_of(call, i / call.NH, i % call.NH, t);
@@ -1690,7 +1689,7 @@ KERNEL void flash_positions_add_kernel(float *grads, const double *partials, int
 // ---------------------------------------------------------------------------------------------------------------------
 // Launches
 
-// Bytes of shared memory that a block asks for.
+// The bytes of shared memory per block.
 template <class P, int HS, class X>
 constexpr size_t flash_shared(size_t own_tiles, size_t streamed_tiles) {
     return (own_tiles * P::OWN + streamed_tiles * P::STREAM) * tile_step<HS> * sizeof(X);
@@ -1706,7 +1705,7 @@ template <class X, int HS, int PHI, bool WIDE>
 constexpr size_t dkv_shared =
     flash_shared<KeysPlan<X, HS, PHI, WIDE>, HS, X>(2, 4) + 2 * KeysPlan<X, HS, PHI, WIDE>::STREAM * sizeof(FlashRow);
 
-// The most that one of these kernels asks for; those for wide values take smaller tiles.
+// The most that any of these kernels requests; those for a wide v use smaller tiles.
 template <class X, int HS, int PHI, int POST>
 constexpr size_t most_shared =
     std::max({forward_shared<X, HS, PHI, POST>, dq_shared<X, HS, PHI, POST, false>, dkv_shared<X, HS, PHI, false>});
@@ -1739,7 +1738,7 @@ void flash_dq_launch(const FlashCall<X> &call, cudaStream_t stream) {
 
 template <class X, int HS, int PHI, int POST>
 void flash_backward_launch(const FlashCall<X> &call, cudaStream_t stream) {
-    // Dk and dv, by one kernel: of 128 columns in float32 there are too few registers.
+    // One kernel computes dk and dv, except for 128 columns in float32, which need too many registers.
     constexpr bool together = HS < 128 || is_bf16<X>;
     if (call.VS <= HS) flash_dq_launch<X, HS, PHI, POST, false>(call, stream);
     if constexpr (HS == 128) {

@@ -1,6 +1,7 @@
-// Attention on GPUs for the whole family, forward and backward, fused: nothing of size T×T is ever stored. C++; the
-// kernels are in flash.cuh, built once for each row of flash_instances.h (flash_instance.cu), and chosen in flash.cu.
-//   X is bf16 (products of bf16, sums in float32) or float (products as exact as float32's, see flash.cuh).
+// Fused attention on GPUs for the whole family, forward and backward; never stores anything of size T×T. C++. The
+// kernels are in flash.cuh; flash_instance.cu builds them once for each row of flash_instances.h, and flash.cu selects
+// one.
+//   X is bf16 (bf16 matmuls with float32 accumulation) or float (matmuls with the accuracy of float32, see flash.cuh).
 #ifndef ATTENTION_FLASH_H
 #define ATTENTION_FLASH_H
 
@@ -11,17 +12,17 @@
 
 #include "attention/normalizer.h"
 
-// NH query heads share NKV heads of keys and values: query head h reads key-value head h / (NH/NKV).
-//   HS is a multiple of 8, at most 128 (48, 64 and 128 lose nothing), and VS = HS; or, for the gated unit, HS is 128
-//   and VS any multiple of 8.
+// NH query heads share NKV key-value heads: query head h reads key-value head h / (NH/NKV).
+//   HS is a multiple of 8 and at most 128 (48, 64 and 128 need no padding), and VS = HS; or, for the gated unit, HS is
+//   128 and VS any multiple of 8.
 struct FlashShape {
     const Normalizer *normalizer;
-    size_t B, T, NH, NKV, HS, VS;    // sequences, their length, heads, size of a head's q and k, of its v
+    size_t B, T, NH, NKV, HS, VS;    // sequences, their length, heads, head size of q and k, of v
     int L;                           // the training length
 };
 
-// The heads of q, k, v or out wherever they lie: position t of sequence b and head h is at p + (b·T + t)·row + h·head,
-// in elements. q, k and v may stand in one (B,T,NH + 2 NKV,HS) array. Pointers, rows and heads are multiples of 16
+// The heads of q, k, v or out anywhere in memory: position t of head h of sequence b is at p + (b·T + t)·row + h·head,
+// in elements. q, k and v may share one (B,T,NH + 2 NKV,HS) array. Pointers, rows and heads must be multiples of 16
 // bytes.
 template <class X>
 struct FlashView {
@@ -29,9 +30,10 @@ struct FlashView {
     size_t row, head;
 };
 
-// What attention reads: q (B,T,NH,HS), k (B,T,NKV,HS), v (B,T,NKV,VS), after RoPE, qk=l2 and whatever else comes first.
-// first (B,T): the first key that each position sees, at most its own and not falling along a sequence; NULL: all see
-// the sequence from its start on. n, the number of visible keys, counts from there.
+// The input of attention: q (B,T,NH,HS), k (B,T,NKV,HS), v (B,T,NKV,VS), after RoPE, qk=l2 and any other preprocessing.
+// first (B,T) is the first key that each position sees: at most the position itself, and nondecreasing along a
+// sequence. NULL: every position sees its sequence from the start. n, the number of visible keys, counts from the first
+// visible key.
 template <class X>
 struct FlashInput {
     FlashView<const X> q, k, v;
@@ -43,43 +45,45 @@ struct FlashInputGrads {
     FlashView<X> q, k, v;
 };
 
-enum { FLASH_STATS = 4 };    // floats that the forward pass keeps of a row, at least
+enum { FLASH_STATS = 4 };    // the least number of floats that the forward pass keeps per row
 
-// Ends the program, by name, with what there is, when no kernel takes this shape with elements of `element` bytes.
+// If no kernel supports this shape with elements of `element` bytes, ends the program with a message that says what is
+// supported.
 void flash_check(FlashShape shape, size_t element);
 
-// Floats that a forward pass with elements of `element` bytes keeps for its backward pass: FLASH_STATS a row, and,
-// where the gradient needs them, what rounding took from the output.
+// The number of floats that a forward pass with elements of `element` bytes keeps for its backward pass: FLASH_STATS
+// per row and, where the gradient needs it, the rounding error of the output.
 size_t flash_stats(FlashShape shape, size_t element);
 
-// Bytes of scratch on the device that a forward or a backward pass needs.
+// The bytes of device scratch that a forward or backward pass needs.
 size_t flash_scratch(FlashShape shape);
 
-// out[b,t,h] = sum_{first <= j <= t} A_tj v_j, A by the normalizer from s_tj = q_t · k_j (attention/normalizer.h)
+// out[b,t,h] = sum_{first <= j <= t} A_tj v_j, where the normalizer computes A from s_tj = q_t · k_j
+// (attention/normalizer.h)
 //   out (B,T,NH,VS) written   stats (flash_stats) written, for flash_backward
-//   rows_without_weight: a counter on the device, added to; such a row's output is 0
+//   rows_without_weight: a counter on the device; the number of all-zero rows, whose output is 0, is added to it
 template <class X>
 void flash_forward(FlashView<X> out, float *stats, unsigned long long *rows_without_weight, FlashInput<X> in,
                    Scalars scalars, FlashShape shape, void *scratch, cudaStream_t stream);
 
-// The gradients, from what flash_forward saw and wrote; the scores are computed again. Deterministic: dk and dv are
-// summed over the heads that share them in order.
-//   d written   grads added to   dout, out (B,T,NH,VS), which lie alike
+// The gradients, from the input and output of flash_forward. Recomputes the scores. Deterministic: dk and dv are summed
+// over the heads that share them in a fixed order.
+//   d written   grads added to   dout, out (B,T,NH,VS), both with the same layout
 template <class X>
 void flash_backward(FlashInputGrads<X> d, ScalarGrads grads, const X *dout, FlashView<const X> out, const float *stats,
                     FlashInput<X> in, Scalars scalars, FlashShape shape, void *scratch, cudaStream_t stream);
 
 // ---- between flash.cu and the instances
 
-// What the kernels know of a row when they go back (flash.cuh has the formulas).
+// What the backward kernels need to know about a row (flash.cuh has the formulas).
 struct alignas(16) FlashRow {
     float scale, bias, factor, D;
     union {
         float mean, by_d;
-    };    // by_d and by_D are those of plain posts: factor scale, and that times D
+    };    // by_d and by_D, for plain posts: factor scale, and that times D
     union {
         float less, by_D;
-    };    // (without the scale in the kernel of dq)
+    };    // (without scale in the dq kernel)
     float inverse_sum, number;    // phi's, see phi_number()
 };
 
@@ -89,29 +93,29 @@ struct FlashCall {
     FlashView<X> out, dq, dk, dv;
     const int32_t *first;    // (B,T) or NULL
     float *stats;            // (B,NH,T,FLASH_STATS)
-    X *rest;                 // (B,NH,T,VS): what rounding took from out; NULL: not wanted
+    X *rest;                 // (B,NH,T,VS): the rounding error of out, or NULL
     unsigned long long *rows_without_weight;
     const float *prefix;    // (B,NKV,T,VS): the sum of v_j over the visible j, for recenter and recenter-l1
     FlashRow *rows;         // (B,NH,T)
-    float *g;               // (B,NH,T): sum_j dz_tj s_tj; NULL: not wanted
-    float *by_number;       // (B,NH,T): sum_j df_tj df/dnumber, where phi_learns(); NULL: not wanted
+    float *g;               // (B,NH,T): sum_j dz_tj s_tj, or NULL if not needed
+    float *by_number;       // (B,NH,T): sum_j df_tj df/dnumber with phi_learns(), or NULL if not needed
     Scalars scalars;
     Stage scale, offset, norm;
     int phi, post;
-    float power;    // of reweight
+    float power;    // the exponent of reweight
     int B, T, NH, NKV, HS, VS, L;
 };
 
-// The posts by what they ask of the kernels.
+// Posts, classified by what they require of the kernels.
 enum FlashPost {
     FLASH_PLAIN,          // none, negate, rectify: one sweep
-    FLASH_RECENTER,       // one sweep, and sums of v
+    FLASH_RECENTER,       // one sweep, and prefix sums of v
     FLASH_RECENTER_L1,    // two sweeps over the keys
     FLASH_REWEIGHT,       // two sweeps
-    FLASH_TWO_SWEEPS      // either of the last two, asked at run time
+    FLASH_TWO_SWEEPS      // either of the last two, decided at run time
 };
 
-enum { FLASH_ANY_PHI = -1 };    // asked at run time
+enum { FLASH_ANY_PHI = -1 };    // phi is selected at run time
 
 struct FlashInstance {
     size_t element;    // bytes
@@ -132,8 +136,8 @@ inline constexpr FlashInstance flash_instances[] = {
 };
 #undef FLASH_INSTANCE
 
-// post=rectify costs a phi of both signs some instructions for each score, whether it is asked for or not. Only expm1's
-// instance (softpick) has them, and those that ask for phi at run time.
+// post=rectify costs a signed phi a few instructions per score, even if it is not used. Only expm1's instance
+// (softpick) supports it, and the instances that select phi at run time.
 constexpr bool flash_rectifies(int phi) {
     return phi == PHI_EXPM1 || phi == FLASH_ANY_PHI;
 }
@@ -145,7 +149,7 @@ constexpr bool flash_post_fits(int have, int post) {
                                       : have == FLASH_PLAIN;
 }
 
-// The instance for elements of `element` bytes, phi and post.
+// The instance for these elements, phi and post, or -1. First match wins.
 constexpr int flash_find(size_t element, int phi, int post) {
     for (int i = 0; i < FLASH_INSTANCE_COUNT; i++) {
         FlashInstance have = flash_instances[i];
@@ -156,7 +160,7 @@ constexpr int flash_find(size_t element, int phi, int post) {
     return -1;
 }
 
-// In a build for one normalizer (make ATTN=NAME) there are only its own instances.
+// A build for one normalizer (make ATTN=NAME) contains only its instances.
 #ifdef ATTN_ONLY
 constexpr int flash_only(size_t element) {
     return flash_find(element, NORMALIZER_PHI((Normalizer *)0), NORMALIZER_POST((Normalizer *)0));
@@ -183,7 +187,7 @@ struct FlashElement<4> {
 template <int instance>
 using FlashX = typename FlashElement<flash_instances[instance].element>::type;
 
-// In flash_instance.cu, a translation unit each.
+// Defined in flash_instance.cu, one translation unit per instance.
 template <int instance>
 void flash_instance_forward(const FlashCall<FlashX<instance>> &call, cudaStream_t stream);
 template <int instance>

@@ -1,5 +1,6 @@
-// One row of flash_instances.h: the kernels for a type, a phi and a class of posts. -DINSTANCE=FLASH_name says which;
-// without it, in a build for one normalizer (make ATTN=NAME), those that it needs, in bf16 and float.
+// One row of flash_instances.h: the kernels for a type, a phi and a class of posts. -DINSTANCE=FLASH_name selects the
+// row. Without it, in a build for one normalizer (make ATTN=NAME), this file contains the kernels for that normalizer
+// in bf16 and float.
 #include "cuda/gpu.cuh"
 
 #include "attention/flash.cuh"

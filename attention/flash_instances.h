@@ -1,10 +1,9 @@
-// The kernels of attention that there are: a name, the type of the elements, phi, and the class of post (FlashPost in
-// flash.h). Each is a translation unit, flash_instance.cu with -DINSTANCE=FLASH_name, so that they are built side by
-// side.
+// The attention kernels that exist: a name, the element type, phi, and the class of post (FlashPost in flash.h). Each
+// row is a translation unit, flash_instance.cu with -DINSTANCE=FLASH_name, so that they build in parallel.
 //
-// The first row that can do a normalizer is used. The last three of a type do all that is left: they ask for phi at run
-// time. (Each phi has a plain row in bf16; `any` is for a new one, and for post=rectify, see flash_rectifies.) Another
-// row makes a normalizer faster and the build longer.
+// First match wins. The last three rows of each type handle everything else, because they select phi at run time. (Each
+// phi has a plain row in bf16; `any` is for a new phi and for post=rectify, see flash_rectifies.) Adding a row makes a
+// normalizer faster and the build longer.
 FLASH_INSTANCE(exp, bf16, PHI_EXP, FLASH_PLAIN)
 FLASH_INSTANCE(exp_recenter, bf16, PHI_EXP, FLASH_RECENTER)
 FLASH_INSTANCE(exp_recenter_l1, bf16, PHI_EXP, FLASH_RECENTER_L1)

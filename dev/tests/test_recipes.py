@@ -162,7 +162,7 @@ def test_shared_memory_of_a_block(tmp_path, dtype, model, heads, needed):
              "--steps", 1, "--out", tmp_path / "out"]
     if needed:
         text = run(flags, code=USAGE, CUDA_ON_CPU_SHARED=99 * 1024)
-        says(text, f"a head size of {heads} needs {needed} KB of shared memory a block, and this GPU has 99.")
+        says(text, f"a head size of {heads} needs {needed} KB of shared memory per block, but this GPU has only 99 KB.")
         assert not (tmp_path / "out").exists()
     says(run(flags, CUDA_ON_CPU_SHARED=(needed or 99) * 1024), "ckpt/step-00000001")
 
