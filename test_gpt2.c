@@ -1,8 +1,8 @@
-// Every number of the CPU trainer against the float64 reference (dev/reference/README.md has the cases and how they are
-// stored). The exit status is the verdict. dev/tests/test_gradients.c has finite differences, of the same code in
-// double.
+// Compares every number of the CPU trainer with the float64 reference (dev/reference/README.md describes the cases and
+// how they are stored). The exit status is the verdict. dev/tests/test_gradients.c checks the same code, in double,
+// against finite differences.
 //
-//   ./test_gpt2 [WORD]     only the cases whose name has WORD in it
+//   ./test_gpt2 [WORD]     only the cases whose names contain WORD
 #define WITHOUT_MAIN
 #pragma GCC diagnostic ignored "-Wunused-function"
 #include "train_gpt2.c"
@@ -57,7 +57,7 @@ static void subject_end(void) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Each layer alone
+// Each layer by itself
 
 static void test_rmsnorm(void) {
     size_t N = size_of("N"), C = size_of("C");
@@ -75,7 +75,8 @@ static void test_rmsnorm(void) {
     free(x), free(w), free(dout), free(out), free(dx), free(dw), free(r);
 }
 
-// The trainer's rope rotates q and k inside their projection: x goes in as q, k and v, and q and k must come out alike.
+// The trainer's rope rotates q and k in place in the joint projection. x serves as q, k and v; q and k must come out
+// equal.
 static void test_rope(void) {
     size_t B = size_of("B"), T = size_of("T"), NH = size_of("heads"), HS = size_of("head_size"), C = NH * HS, N = B * T;
     int before = failed;
@@ -127,7 +128,7 @@ static void test_matmul(void) {
     double worst = compare("out", out, N * OC, 0, 1e-6);
     worst = largest(worst, compare("dx", dx, N * C, 0, 1e-6));
     worst = largest(worst, compare("dweight", dw, OC * C, 0, 1e-6));
-    // Added to what is there, twice the product comes out.
+    // Adding to the output gives twice the result.
     matmul_forward(out, x, (WeightMatrix){.f32 = w}, N, C, OC, true);
     matmul_backward(dx, dw, dout, x, (WeightMatrix){.f32 = w}, N, C, OC, true);
     for (size_t i = 0; i < N * OC; i++) out[i] /= 2;
@@ -170,7 +171,7 @@ static void test_crossentropy(void) {
         check("loss", relative(loss, expected), 5e-6);
     }
     double worst = compare("dlogits", logits, N * V, 0, 1e-5);
-    // Rows that the mask leaves out have no loss and no gradient; the others are as before.
+    // Rows that the mask excludes have no loss and no gradient; the others are unchanged.
     mask[0] = 1;
     float first = losses[0];
     crossentropy(losses, kept, targets, mask, N, V, V, 1.0f / (float)N);
@@ -180,12 +181,12 @@ static void test_crossentropy(void) {
         for (size_t v = 0; v < V; v++) others += fabsf(kept[n * V + v]);
     }
     check("masked rows", others, 0);
-    check("the row that counts", fabs((double)losses[0] - first) + (memcmp(kept, logits, FLOATS(V)) ? 1 : 0), 0);
+    check("the unmasked row", fabs((double)losses[0] - first) + (memcmp(kept, logits, FLOATS(V)) ? 1 : 0), 0);
     case_done(before, worst);
     free(targets), free(mask), free(logits), free(kept), free(losses);
 }
 
-// The rows of x (n,HS) over their Euclidean norms, as the trainer leaves q and k to attention under qk=l2.
+// Divides the rows of x (n,HS) by their Euclidean norms, as the trainer does for q and k with qk=l2 before attention.
 static void l2_rows(float *x, float *inverse, size_t n, size_t HS) {
     for (size_t i = 0; i < n; i++) {
         inverse[i] = l2_inverse(x + i * HS, HS);
@@ -193,8 +194,7 @@ static void l2_rows(float *x, float *inverse, size_t n, size_t HS) {
     }
 }
 
-// The learned scalars that the normalizer has, as the fixtures have them, and room for the gradients of those that it
-// trains.
+// The learned scalars of the normalizer, as in the fixtures, and space for the gradients of those that it trains.
 static Scalars test_scalars(ScalarGrads *grads, const Normalizer *normalizer, size_t NH, size_t L) {
     Scalars scalars = {{NULL}};
     *grads = (ScalarGrads){{NULL}};
@@ -242,7 +242,7 @@ static void test_attention(void) {
         for (size_t r = 0; r < sizes[i] / HS; r++) l2_backward(d[i] + r * HS, x[i] + r * HS, inverse[i][r], HS);
     double norm = 0, worst = compare("out", out, n, 0, 1e-5);
     for (size_t i = 0; i < sizes[2]; i++) norm += (double)d[2][i] * d[2][i];
-    // At T = 1 under l1, dq and dk are 0: what is left is rounding.
+    // At T = 1 under l1, dq and dk are 0 up to rounding.
     double floor = (T == 1 ? 5e-2 : 1e-2) * sqrt(norm);
     worst = largest(worst, compare("dq", d[0], n, floor, 1e-4));
     worst = largest(worst, compare("dk", d[1], sizes[1], floor, 1e-4));
@@ -253,7 +253,7 @@ static void test_attention(void) {
         if (scalar_grads.of[i])
             worst = largest(worst, compare(name, scalar_grads.of[i], scalar_size(i, NH, L), floor, 1e-4));
     }
-    // One query at a time, as in generation, gives the same rows; but for -logT, T and T2, where T is the length so
+    // One query at a time, as in generation, gives the same rows; except with -logT, T and T2, where T is the length so
     // far.
     bool by_length =
         normalizer.offset.kind == OFFSET_LOG_T || normalizer.norm.kind == NORM_T || normalizer.norm.kind == NORM_T2;
@@ -294,16 +294,16 @@ static void test_adamw(void) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Without the reference
+// Checks that need no reference
 
-// Products of bfloat16 inputs, in all transposes, against plain loops over the rounded numbers; and oneDNN's primitives
-// in float32, which is how that code is tried on processors without bfloat16.
+// Compares matmuls of bfloat16 inputs, in all transposes, with plain loops over the rounded numbers. Also runs oneDNN's
+// primitives in float32, which tests that code on processors without bfloat16.
 static void test_bf16_products(void) {
     enum { M = 37, N = 65, K = 129 };
     static float a[M * K], b[K * N], c[M * N], expected[M * N];
     int before = failed;
     double worst = 0;
-    case_name = gemm_has_bf16() ? "bfloat16 products, native" : "bfloat16 products, widened";
+    case_name = gemm_has_bf16() ? "bfloat16 matmuls, native" : "bfloat16 matmuls, widened";
     fixture_fill(a, M * K, "a", 0, 0.0f, 1.0f);
     fixture_fill(b, K * N, "b", 0, 0.0f, 1.0f);
     void *memory = malloc(gemm_bf16_bytes(M * K, K * N));
@@ -329,7 +329,7 @@ static void test_bf16_products(void) {
                    B = {.f32 = b, .ld = tb ? K : N, .transposed = tb};
             if (!gemm_by_primitive(GEMM_F32, M, N, K, A, B, add, c, N)) {
 #ifdef USE_ONEDNN
-                check("a primitive that oneDNN refuses", INFINITY, 1e-6);
+                check("a primitive that oneDNN rejects", INFINITY, 1e-6);
 #endif
                 continue;
             }
@@ -343,21 +343,22 @@ static void test_bf16_products(void) {
             norm += (double)expected[i] * expected[i];
         }
         worst = largest(worst, sqrt(difference / norm));
-        check(primitive ? "a primitive in float32" : "a product", sqrt(difference / norm), 1e-6);
+        check(primitive ? "a primitive in float32" : "a matmul", sqrt(difference / norm), 1e-6);
     }
     case_done(before, worst);
     free(memory);
     free(rounded_b);
 }
 
-// A product whose second input has rows 4 KiB apart, which takes a way of its own, in several parts of its depth.
+// A matmul whose second input has rows 4 KiB apart. It takes a separate path, which splits the depth into several
+// parts.
 static void test_colliding_rows(void) {
     enum { M = 19, N = 2048, K = 1100 };
     int before = failed;
-    case_name = "a product of rows 4 KiB apart";
+    case_name = "a matmul with rows 4 KiB apart";
     float *a = input("a", M * K, 1), *b = input("b", K * N, 1), *c = floats(M * N);
     double difference = 0, norm = 0;
-    // The product, twice.
+    // The matmul, twice.
     for (int add = 0; add < 2; add++) gemm(M, N, K, as_stored(a, K), as_stored(b, N), (float)add, c, N);
     for (int i = 0; i < M; i++) {
         for (int j = 0; j < N; j += 7) {
@@ -371,10 +372,10 @@ static void test_colliding_rows(void) {
     free(a), free(b), free(c);
 }
 
-// A NaN in one weight must reach the loss and every check.
+// A NaN in one weight must reach the loss and fail every check.
 static void test_nan(void) {
     int before = failed;
-    case_name = "a NaN is seen";
+    case_name = "a NaN is detected";
     float logits[8] = {0, 1, 2, NAN, 4, 5, 6, 7}, loss, x[4] = {1, NAN, 2, 3}, w[4] = {1, 1, 1, 1}, out[4];
     int32_t target = 2;
     crossentropy(&loss, logits, &target, NULL, 1, 8, 8, 0.0f);

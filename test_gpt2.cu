@@ -1,11 +1,11 @@
-// Every number of the CUDA trainer against the float64 reference, in float32: whole models (each layer, ten steps of
-// AdamW) and attention, with the cases and bounds of test_gpt2.c; and in bfloat16 the models' losses and attention
-// beside float32. The other kernels alone: dev/tests/test_kernels.cu. On a GPU, or on a CPU as test_gpt2cu_on_cpu. The
-// exit status is the verdict.
+// Compares every number of the CUDA trainer with the float64 reference. In float32, whole models (each layer, ten steps
+// of AdamW) and attention, with the cases and bounds of test_gpt2.c. In bfloat16, the models' losses with the
+// reference, and attention with float32. dev/tests/test_kernels.cu tests the other kernels by themselves. Runs on a
+// GPU, or on a CPU as test_gpt2cu_on_cpu. The exit status is the verdict.
 //
-//   ./test_gpt2cu [WORD]     only the cases whose name has WORD in it
+//   ./test_gpt2cu [WORD]     only the cases whose names contain WORD
 #define WITHOUT_MAIN
-#define LOSS_ROWS ((size_t)40)      // so that most cases take several turns, the last with fewer rows
+#define LOSS_ROWS ((size_t)40)      // so that most cases take several iterations, the last with fewer rows
 #include "train_gpt2.cu"
 
 #include "dev/reference/cases.h"
@@ -45,7 +45,7 @@ static double from_device(const double *there) {
     return value;
 }
 
-// The batch as the trainer has it on the device; the copies are done when this returns.
+// A batch in the form in which the trainer has it on the device; the copies have finished on return.
 static BatchTokens subject_batch(const int32_t *inputs, const int32_t *targets, size_t N) {
     int32_t *ints = (int32_t *)malloc(batch_ints(N) * sizeof *ints),
             *starts = (int32_t *)malloc(((size_t)model.config.vocab + 1) * sizeof *starts);
@@ -120,11 +120,11 @@ static void subject_end(void) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Attention alone, with q, k and v in one array as the projection leaves them
+// Attention by itself, with q, k and v in one array, as the projection leaves them
 
 typedef std::vector<float> Floats;
 
-// host, as X, or its size in zeros
+// A device array of X with the numbers of host, or with as many zeros.
 template <class X = float>
 static X *on_device(const Floats &host, bool zeros = false) {
     std::vector<X> numbers(host.size());
@@ -144,8 +144,8 @@ static void from_device_array(Floats &host, X *there) {
     for (size_t i = 0; i < host.size(); i++) host[i] = (float)numbers[i];
 }
 
-// A case's numbers. The learned scalars by Scalar: empty where the normalizer has none, their gradients where it trains
-// none.
+// The numbers of a case. The learned scalars are indexed by Scalar: empty if the normalizer does not have one, or its
+// gradient if the normalizer does not train it.
 struct AttentionCase {
     Normalizer normalizer;
     size_t B, T, NH, NKV, HS;
@@ -201,8 +201,8 @@ static AttentionCase attention_case(void) {
     return a;
 }
 
-// Forward and backward on the device, in X. RoPE is by no angle: what is left of it is the division by norms, as the
-// trainer has it.
+// Forward and backward on the device, in X. RoPE uses zero angles, which leaves only the division by norms, as in the
+// trainer.
 template <class X>
 static void attention_run(AttentionCase &a) {
     size_t C = a.NH * a.HS, K = a.NKV * a.HS, W = C + 2 * K, N = a.B * a.T, angles = a.T * a.HS / 2;
@@ -253,7 +253,7 @@ static double length(const Floats &x) {
     return distance(x.data(), Floats(x.size()).data(), x.size());
 }
 
-// Under l1 with few keys, dq and dk are differences of nearly equal numbers, of which the kernels make one from the
+// Under l1 with few keys, dq and dk are differences of nearly equal numbers, one of which the kernels compute from the
 // output.
 static double gradient_floor(const AttentionCase &a) {
     return (a.T == 1 ? 1e-1 : a.T < 5 ? 3e-2 : 1e-2) * length(a.dv);
@@ -284,9 +284,9 @@ static double beside(const char *what, const Floats &x, const Floats &expected, 
     return error;
 }
 
-// The kernels in bfloat16 beside those in float32 on the same numbers, all of which are bfloat16's. A power of P
-// magnifies rounding as much, and under qk=l2 rows of length 1 are rounded once more, which takes some scores to the
-// other side of a phi's corner. (Beside plain PyTorch in bfloat16: dev/tests/test_flash.py.)
+// Compares the kernels in bfloat16 with those in float32 on the same inputs, all of which are representable in
+// bfloat16. A power P magnifies rounding P times. With qk=l2, rows of length 1 are rounded once more, which moves some
+// scores to the other side of a phi's corner. (dev/tests/test_flash.py compares with plain PyTorch in bfloat16.)
 static void test_attention_in_bf16(void) {
     static char name[256];
     int before = failed;
@@ -302,7 +302,7 @@ static void test_attention_in_bf16(void) {
            bound = 1e-2 * fmax(1, power / 25);
     double steep = fmax(a.normalizer.qk.kind == QK_L2 ? 1e-1 : 1e-2, 1e-2 * power / 2.5),
            floor = gradient_floor(expected);
-    // D = dO · O comes from an output rounded to bf16. Few keys leave differences d - D about as small as that
+    // D = dO · O uses an output rounded to bf16. With few keys, the differences d - D are about as small as that
     // rounding.
     if (a.normalizer.post.kind == POST_REWEIGHT && a.T < 5) steep = fmax(steep, 3e-2);
     double worst = beside("out", a.out, expected.out, 0, bound);
@@ -315,9 +315,9 @@ static void test_attention_in_bf16(void) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Beyond the cases
+// Checks beyond the cases
 
-// The losses and norms of ten steps in bfloat16, or under --recompute, against those of the reference.
+// Compares the losses and norms of ten steps, in bfloat16 or with --recompute, with those of the reference.
 static void test_steps(void) {
     static char name[256];
     ModelCase c;
@@ -343,9 +343,9 @@ static void test_steps(void) {
     fill_weights(&c);
     size_t N = c.B * c.T;
     double lr = atof(text_of("lr")), clip = atof(text_of("clip")), decay = atof(text_of("weight_decay"));
-    bool steep = c.config.attn.post.kind == POST_REWEIGHT;    // a power of 15 magnifies rounding as much
+    bool steep = c.config.attn.post.kind == POST_REWEIGHT;    // a power of 15 magnifies rounding 15 times
     double loss_bound = model.in_bf16 ? 1e-2 : 1e-5;
-    if (model.in_bf16 && steps > 4) steps = 4;    // further on, rounding has made another run of it
+    if (model.in_bf16 && steps > 4) steps = 4;    // after that, rounding has made it a different run
     for (size_t s = 0; s < steps; s++) {
         int32_t *batch = take_batch(&c, s);
         double loss = subject_step(batch, batch + N, c.B, c.T, 1.0f / (float)N, true) / (double)N,

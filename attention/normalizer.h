@@ -33,13 +33,13 @@ extern "C" {
 
 // ---- the stages: X(KIND, name, the argument after a colon or plus, the formula shown by --attn help)
 #define QK_VALUES(X) \
-    X(QK_NONE,          "none",          "",      "q and k as they are") \
-    X(QK_L2,            "l2",            "",      "q and k over their Euclidean norms, after RoPE")
+    X(QK_NONE,          "none",          "",      "q and k unchanged") \
+    X(QK_L2,            "l2",            "",      "q and k divided by their Euclidean norms, after RoPE")
 #define SCALE_VALUES(X) \
     X(SCALE_RSQRT_D,    "rsqrt-d",       "",      "c = 1/sqrt(d)") \
-    X(SCALE_LOGN,       "logn",          "",      "c = s ln(n)/sqrt(d), s for each layer and head") \
-    X(SCALE_LOGN_BIAS,  "logn-bias",     "",      "c = (s ln(n) + b)/sqrt(d), s and b for each layer and head") \
-    X(SCALE_PN,         "pn",            "",      "c = (s p_n + b)/sqrt(d), p of length L for all layers and heads") \
+    X(SCALE_LOGN,       "logn",          "",      "c = s ln(n)/sqrt(d), one s per layer and head") \
+    X(SCALE_LOGN_BIAS,  "logn-bias",     "",      "c = (s ln(n) + b)/sqrt(d), one s and b per layer and head") \
+    X(SCALE_PN,         "pn",            "",      "c = (s p_n + b)/sqrt(d), one p of length L for all layers and heads") \
     X(SCALE_LOG,        "log",           ":BASE", "c = ln(n)/ln(BASE)/sqrt(d)") \
     X(SCALE_LOG_L,      "log:L",         "",      "c = ln(n)/ln(L)/sqrt(d)") \
     X(SCALE_FLOORLOG,   "floorlog",      ":F",    "c = (1 + 0.1 ln(1 + floor(n/F)))/sqrt(d)") \
@@ -62,8 +62,8 @@ extern "C" {
     X(PHI_SOFTPLUS,     "softplus",      "",      "ln(1 + exp(z))") \
     X(PHI_MISH,         "mish",          "",      "z tanh(ln(1 + exp(z)))")
 #define NORM_VALUES(X) \
-    X(NORM_L1,          "l1",            "+C",    "Z = C + sum |f| (C is 0 when not given; for exp, C is C e^0)") \
-    X(NORM_L1_SINK,     "l1+sink",       "",      "Z = exp(sink) + sum |f|, sink for each layer and head; for phi=exp") \
+    X(NORM_L1,          "l1",            "+C",    "Z = C + sum |f| (default C = 0; under exp, C means C e^0)") \
+    X(NORM_L1_SINK,     "l1+sink",       "",      "Z = exp(sink) + sum |f|, one sink per layer and head; needs phi=exp") \
     X(NORM_N,           "n",             "",      "Z = n") \
     X(NORM_N2,          "n2",            "",      "Z = n^2") \
     X(NORM_L,           "L",             "",      "Z = L") \
@@ -73,12 +73,12 @@ extern "C" {
     X(NORM_SQRT_HALF_N, "sqrt-half-n",   "",      "Z = sqrt(n/2)") \
     X(NORM_NONE,        "none",          "",      "Z = 1")
 #define POST_VALUES(X) \
-    X(POST_NONE,        "none",          "",      "A as it is") \
+    X(POST_NONE,        "none",          "",      "A unchanged") \
     X(POST_NEGATE,      "negate",        "",      "-A") \
     X(POST_RECTIFY,     "rectify",       "",      "max(A, 0)") \
-    X(POST_RECENTER,    "recenter",      "",      "A - mean over the n visible, for n > 3") \
-    X(POST_RECENTER_L1, "recenter-l1",   "",      "that, over the sum of its absolute values, for n > 3") \
-    X(POST_REWEIGHT,    "reweight",      ":P",    "w = max(A n - 1, 0)^P over sum w; 0 in place of the 1 for n <= 3")
+    X(POST_RECENTER,    "recenter",      "",      "A - the mean of A over the n visible keys, for n > 3") \
+    X(POST_RECENTER_L1, "recenter-l1",   "",      "recenter, then divide by the sum of absolute values, for n > 3") \
+    X(POST_REWEIGHT,    "reweight",      ":P",    "w / sum w, w = max(A n - 1, 0)^P (with 0 instead of 1 for n <= 3)")
 
 #define NORMALIZER_KIND(kind, name, takes, formula) kind,
 typedef enum { QK_VALUES(NORMALIZER_KIND) } QkKind;
