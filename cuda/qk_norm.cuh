@@ -158,7 +158,7 @@ KERNEL void qk_norm_backward_kernel(X *dqkv, float *partials, const X *inputs, c
 static inline size_t qk_norm_group(size_t HS, size_t width) {
     size_t group = 1;
     if (HS > QK_NORM_MAX_HEAD)
-        fail(EXIT_USAGE, "head size %zu: QK norms on a GPU support at most %d.", HS, (int)QK_NORM_MAX_HEAD);
+        fail(EXIT_USAGE, "a head size of %zu: QK norms on a GPU support at most %d.", HS, (int)QK_NORM_MAX_HEAD);
     while (group * width < HS && group < 32) group *= 2;
     return group;
 }

@@ -201,7 +201,7 @@ CONTRADICTIONS = {
     "another name": (dict(name="softmax1"), "means scale=rsqrt-d, but the file says scale=logn"),
     "an unknown name": (dict(name="ssmx"), "Did you mean ssmax?"),
     "no name": (dict(name=None), "has no \"name\""),
-    "another block": (dict(block="mamba"), "block must be \"gau\""),
+    "another block": (dict(block="mamba"), "expected \"gau\" or no such key"),
     "no length": (dict(seq_len=0), "seq_len"),
 }
 
