@@ -1137,8 +1137,8 @@ static void matmul_few(float *out, const float *inp, const float *weight, size_t
     #pragma omp parallel for schedule(static)
     for (size_t o = 0; o < OC; o++) {
         const float *w = weight + o * C;
-        for (size_t r = 0; r < N;
-             r += 4) {    // four rows hide each other's latency; a real row stands in for missing ones
+        // Four rows hide each other's latency; a real row stands in for missing ones.
+        for (size_t r = 0; r < N; r += 4) {
             const float *a = inp + r * C, *b = r + 1 < N ? a + C : a, *c = r + 2 < N ? b + C : b,
                         *d = r + 3 < N ? c + C : c;
             float sum[4], sum_a = 0.0f, sum_b = 0.0f, sum_c = 0.0f, sum_d = 0.0f;

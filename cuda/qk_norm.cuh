@@ -59,8 +59,7 @@ KERNEL void qk_norm_forward_kernel(X *qkv, X *inputs, float *inverse, QkNorm q, 
         load_vector_in_place<W>(v, x + c);
         for (int j = 0; j < W; j++) sum += v[j] * v[j];
     }
-    float r =
-        1.0f / sqrtf(group_sum(sum, group) / (float)q.HS + q.eps);    // all threads: group_sum() needs whole warps
+    float r = 1.0f / sqrtf(group_sum(sum, group) / (float)q.HS + q.eps);    // all: group_sum() needs whole warps
     if (!there) return;
     const float *gain = qk_is_query(q, i) ? q.q_gain : q.k_gain;
     for (size_t c = first; c < q.HS; c += step) {
