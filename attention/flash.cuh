@@ -536,12 +536,17 @@ template <int PHI>
 constexpr bool rectifies = flash_rectifies(PHI);
 
 // Is element e = 4 m + i of the tile that starts at the warp's first own row and the chunk's first other row visible?
-// That is, is its key not after its query, nor before the first key that the query sees?
+// That is, is its key not after its query?
 template <bool BY_COLUMN>
-DEVICE bool is_visible(int own, int other, int e, int first) {
+DEVICE bool is_visible(int own, int other, int e) {
     int lane = threadIdx.x % 32;
     own += e / 4 * 16 + e % 4 / 2 * 8 + lane / 4, other += lane % 4 * 2 + e % 2;
-    return BY_COLUMN ? own <= other && own >= first : other <= own && other >= first;
+    return BY_COLUMN ? own <= other : other <= own;
+}
+
+// Is that key before the first one that its row, which is one of the lane's own, sees?
+DEVICE bool is_before(int first, int other, int e) {
+    return other + threadIdx.x % 32 % 4 * 2 + e % 2 < first;
 }
 
 // The first visible keys of the rows that a lane owns, in a kernel whose blockIdx.y runs over B·NH.
@@ -570,14 +575,27 @@ struct ForwardRow {
     float factor, mean, left, signs;    // for the second sweep: maps f to w; the sum of |w|, the sum of their signs
 };
 
-// Scores that are not visible do not count for the maximum.
-template <int TILES, int NT>
-DEVICE void forward_hide(float (&s)[TILES][NT][4], int own, int other, const int (&first)[2 * TILES]) {
+// Elements of keys before the first one that their row sees become `x`. Only runs where call.first is.
+template <class X, int TILES, int NT>
+DEVICE void hide_before(float (&s)[TILES][NT][4], float x, const FlashCall<X> &call, int own, int other) {
+    int first[2 * TILES];
+    first_keys(first, call, own);
     UNROLL
     for (int nt = 0; nt < NT; nt++) {
         UNROLL
         for (int e = 0; e < 4 * TILES; e++)
-            if (!is_visible<false>(own, other + 8 * nt, e, first[e / 2])) s[e / 4][nt][e % 4] = -INFINITY;
+            if (is_before(first[e / 2], other + 8 * nt, e)) s[e / 4][nt][e % 4] = x;
+    }
+}
+
+// Scores that are not visible do not count for the maximum.
+template <int TILES, int NT>
+DEVICE void forward_hide(float (&s)[TILES][NT][4], int own, int other) {
+    UNROLL
+    for (int nt = 0; nt < NT; nt++) {
+        UNROLL
+        for (int e = 0; e < 4 * TILES; e++)
+            if (!is_visible<false>(own, other + 8 * nt, e)) s[e / 4][nt][e % 4] = -INFINITY;
     }
 }
 
@@ -609,7 +627,7 @@ constexpr bool rounds_values = PHI != PHI_EXP && POST < FLASH_RECENTER_L1;
 // s: scores in, f out, 0 where not visible.
 template <class X, int PHI, int POST, int TILES, int NT>
 DEVICE void forward_values(int phi, float (&s)[TILES][NT][4], const ForwardRow (&row)[2 * TILES], bool masked, int own,
-                           int other, const int (&first)[2 * TILES]) {
+                           int other) {
     UNROLL
     for (int nt = 0; nt < NT; nt++) {
         float z[4 * TILES], slope[4 * TILES];
@@ -619,7 +637,7 @@ DEVICE void forward_values(int phi, float (&s)[TILES][NT][4], const ForwardRow (
         if (rounds_values<PHI, POST>) round_to<X>(z);
         UNROLL
         for (int e = 0; e < 4 * TILES; e++) {
-            s[e / 4][nt][e % 4] = masked && !is_visible<false>(own, other + 8 * nt, e, first[e / 2]) ? 0 : z[e];
+            s[e / 4][nt][e % 4] = masked && !is_visible<false>(own, other + 8 * nt, e) ? 0 : z[e];
         }
     }
 }
@@ -660,7 +678,9 @@ DEVICE void forward_sums_by_z(ForwardRow (&row)[2 * TILES], const float (&s)[TIL
         for (int i = 0; i < 2 * NT; i++) {
             const int nt = i / 2, e = r % 2 * 2 + i % 2;
             float z = s[r / 2][nt][e] * row[r].scale + row[r].bias;
-            if (MASKED && !is_visible<false>(own, other + 8 * nt, 4 * (r / 2) + e, first[r])) z = -INFINITY;
+            if (MASKED && (!is_visible<false>(own, other + 8 * nt, 4 * (r / 2) + e) ||
+                           is_before(first[r], other + 8 * nt, 4 * (r / 2) + e)))
+                z = -INFINITY;
             float x = exp_of<X, PHI>(-fabsf(z));
             row[r].largest = fmaxf(row[r].largest, z);
             row[r].sum += fmaxf(z, 0);
@@ -745,7 +765,8 @@ DEVICE void forward_weights(float (&f)[TILES][NT][4], ForwardRow (&row)[2 * TILE
         round_to<X>(w);
         UNROLL
         for (int e = 0; e < 4 * TILES; e++) {
-            w[e] = masked && !is_visible<false>(own, other + 8 * nt, e, first[e / 2]) ? 0 : w[e];
+            bool hidden = !is_visible<false>(own, other + 8 * nt, e) || is_before(first[e / 2], other + 8 * nt, e);
+            w[e] = masked && hidden ? 0 : w[e];
             row[e / 2].left += fabsf(w[e]);
             if (!reweight) row[e / 2].signs += w[e] < 0 ? -1 : w[e] > 0 ? 1 : 0;
             f[e / 4][nt][e % 4] = w[e];
@@ -859,17 +880,19 @@ DEVICE void forward_keys(float (&sum)[TILES][HS / 8][4], ForwardRow (&row)[2 * T
     const int phi = PHI >= 0 ? PHI : call.phi;
     float s[TILES][NT][4];
     int first[2 * TILES] = {};
-    if (MASKED) first_keys(first, call, own_row);
+    if (MASKED && POST >= FLASH_RECENTER_L1) first_keys(first, call, own_row);
     set_zero(s);
     product_by_rows(s, own, k);
     if constexpr (by_z<X, PHI, POST>) {
         if (sweep.first) return forward_sums_by_z<X, PHI, MASKED>(row, s, own_row, key, first);
     }
     if (sweep.relative && (sweep.first || POST < FLASH_RECENTER_L1)) {
-        if (MASKED) forward_hide(s, own_row, key, first);
+        if (MASKED) forward_hide(s, own_row, key);
+        if (MASKED && call.first) hide_before(s, -INFINITY, call, own_row, key);
         forward_shift<X, HS, PHI>(row, sum, s, sweep.adds);
     }
-    forward_values<X, PHI, POST>(phi, s, row, MASKED, own_row, key, first);
+    forward_values<X, PHI, POST>(phi, s, row, MASKED, own_row, key);
+    if (MASKED && call.first) hide_before(s, 0, call, own_row, key);
     constexpr bool both = POST != FLASH_PLAIN || rectifies<PHI>;
     if (sweep.first || POST < FLASH_RECENTER_L1) forward_sums<both>(row, s, sweep.is_signed, sweep.reweight);
     if (POST == FLASH_PLAIN && rectifies<PHI> && sweep.is_signed && call.post == POST_RECTIFY) forward_rectify(s);
@@ -1147,7 +1170,8 @@ DEVICE void dq_keys(float (&dq)[TILES][HS / 8][4], float (&less_dq)[SPLIT][HS / 
     const bool reweight = is_reweight<X, POST>(call);
     const int phi = PHI >= 0 ? PHI : call.phi;
     auto is_hidden = [&](int m, int nt, int e) {
-        return MASKED && !is_visible<false>(own_row + 16 * m, key + 8 * nt, e, from[2 * m + e / 2]);
+        return MASKED && (!is_visible<false>(own_row + 16 * m, key + 8 * nt, e) ||
+                          is_before(from[2 * m + e / 2], key + 8 * nt, e));
     };
     if constexpr (may_reweight<POST>) {
         if (reweight)
@@ -1351,6 +1375,22 @@ KERNEL void flash_dq_kernel(const FlashCall<X> call) {
 
 enum KeysMode { KEYS_BOTH, KEYS_DK_WIDE, KEYS_DV };    // dk and dv; only dk, of a wide v; only HS columns of dv
 
+// Weights and gradients of rows whose first key is behind the lane's become 0. Only runs where call.first is.
+template <class X, int TILES, int NT>
+DEVICE void keys_hide_before(float (&w)[TILES][NT][4], float (&d)[TILES][NT][4], const FlashCall<X> &call, int own_key,
+                             int query) {
+    const int lane = threadIdx.x % 32, b = blockIdx.y / call.NKV;
+    UNROLL
+    for (int i = 0; i < 2 * NT; i++) {
+        const int nt = i / 2, first = first_key(call, b, query + 8 * nt + lane % 4 * 2 + i % 2);
+        UNROLL
+        for (int r = 0; r < 2 * TILES; r++) {
+            const int e = r % 2 * 2 + i % 2;
+            if (own_key + 8 * r + lane / 4 < first) w[r / 2][nt][e] = d[r / 2][nt][e] = 0;
+        }
+    }
+}
+
 // Processes a chunk of queries (the first is `query`; they are rows of the tiles q, dout and row_tile) for the warp's
 // keys from `own_key` on. MASKED: not every query sees every key. d: see dq_keys
 template <class X, int HS, int PHI, int POST, int MODE, bool MASKED, int TILES, int NT, int ROWS, bool KEEP>
@@ -1366,13 +1406,11 @@ DEVICE void dkv_rows(float (&dk)[TILES][HS / 8][4], float (&dv)[TILES][HS / 8][4
         UNROLL
         for (int nt = 0; nt < NT; nt++) {
             FlashRow row[2];
-            int first[2] = {0, 0};
             UNROLL
             for (int i = 0; i < 2; i++) {
                 int at = 8 * nt + threadIdx.x % 4 * 2 + i;
                 float4 x = row_tile[at], y = row_tile[ROWS + at];
                 row[i] = {x.x, x.y, x.z, x.w, {y.x}, {y.y}, y.z, y.w};
-                if (MASKED && call.first) first[i] = first_key(call, blockIdx.y / call.NKV, query + at);
             }
             UNROLL
             for (int m = 0; m < TILES; m++) {
@@ -1380,7 +1418,7 @@ DEVICE void dkv_rows(float (&dk)[TILES][HS / 8][4], float (&dv)[TILES][HS / 8][4
                 backward_values<X, PHI, POST, true, P.value>(d[m][nt], f, slope, w, s[m][nt], row, call);
                 UNROLL
                 for (int e = 0; e < 4; e++) {
-                    bool hidden = MASKED && !is_visible<true>(own_key + 16 * m, query + 8 * nt, e, first[e % 2]);
+                    bool hidden = MASKED && !is_visible<true>(own_key + 16 * m, query + 8 * nt, e);
                     float dz = d[m][nt][e] * slope[e];
                     if (POST != FLASH_PLAIN && !is_reweight<X, POST>(call)) dz *= row[e % 2].scale * (1 / unit<X, PHI>);
                     s[m][nt][e] = hidden ? 0 : w[e];
@@ -1389,6 +1427,7 @@ DEVICE void dkv_rows(float (&dk)[TILES][HS / 8][4], float (&dv)[TILES][HS / 8][4
             }
         }
     });
+    if (MASKED && call.first) keys_hide_before(s, d, call, own_key, query);
     if (MODE != KEYS_DK_WIDE) product_by_columns<X, HS>(dv, s, dout);
     if (MODE != KEYS_DV) product_by_columns<X, HS>(dk, d, q);
 }
