@@ -546,7 +546,8 @@ DEVICE bool is_visible(int own, int other, int e) {
 
 // Is that key before the first one that its row, which is one of the lane's own, sees?
 DEVICE bool is_before(int first, int other, int e) {
-    return other + threadIdx.x % 32 % 4 * 2 + e % 2 < first;
+    int lane = threadIdx.x % 32;
+    return other + lane % 4 * 2 + e % 2 < first;
 }
 
 // The first visible keys of the rows that a lane owns, in a kernel whose blockIdx.y runs over B·NH.

@@ -5,6 +5,7 @@ drawn by that commit (dev/draw.py). Without it all of them run, and so does `scr
 DRAW_ONE_IN=N draws one in N of all tests.
 """
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -12,6 +13,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 import draw
+
+
+# A shell's background job ignores SIGINT, and so would the programs that the tests start and stop.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config):

@@ -492,7 +492,7 @@ def test_the_table_compiles_as_device_code(tmp_path):
                       "__global__ void kernel(float *z, float *out, Stage scale, Stage offset, Stage norm, RowPlace at, int phi) {\n"
                       "    float slope;\n"
                       "    phi_both(phi, row_scale(scale, at) * *z + row_offset(offset, at), 1, out, &slope);\n"
-                      "    *z = *out * row_inverse(norm, at, *out, 0) + row_scale_slopes(scale, at).s;\n}\n")
+                      "    *z = *out * row_inverse(norm, at, *out, 0) + row_slope(SCALAR_S, scale, at);\n}\n")
     words = ["-D__CUDACC__", "-D__host__=", "-D__device__=", "-D__global__=", "-D__forceinline__=inline", "-Dnormcdff=erff"]
     subprocess.run(["g++", "-std=c++17", "-fsyntax-only", "-Wall", "-Werror", "-Wno-unused-function", f"-I{ROOT}", *words, "-x", "c++", source],
                    check=True)

@@ -277,6 +277,7 @@ int main(int argc, char **argv) {
     program_name = "test_process";
     if (argc == 2) return work(argv[1], argc, argv);
     if (readlink("/proc/self/exe", self, sizeof self - 1) < 0) return 1;
+    signal(SIGINT, SIG_DFL);    // a shell's background job starts with it ignored, and so would mpirun
     test_one();
     test_signals();
 #ifdef USE_MPI
