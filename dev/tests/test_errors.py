@@ -76,7 +76,7 @@ def tree(folder):
     (["--model", "125M"], ["125M", "15M", "124M", "162M", "layers="]),
     (["--model", "layers=2"], ["heads= is required"]),
     (["--model", "layers=1,heads=2,channels=16,ffn=24,vocab=70000"], ["vocab", "65536", "70000"]),
-    (["--model", "layers=1,heads=3,channels=16,ffn=24"], ["16 channels", "3 heads", "divide"]),
+    (["--model", "layers=1,heads=3,channels=16,ffn=24"], ["16 channels", "3 heads", "divisible"]),
     (["--model", "layers=1,heads=16,channels=16,ffn=24"], ["even"]),
     (["--model", "124M,kv_heads=5"], ["12 heads", "5 key-value heads"]),
     (["--model", "124M,kv_heads=24"], ["12 heads", "24 key-value heads"]),
