@@ -1137,7 +1137,7 @@ static void matmul_few(float *out, const float *inp, const float *weight, size_t
     #pragma omp parallel for schedule(static)
     for (size_t o = 0; o < OC; o++) {
         const float *w = weight + o * C;
-        // Four rows hide each other's latency; a real row stands in for missing ones.
+        // Four independent sums hide the latency of the FMA units. Past the end, a row is read again and not stored.
         for (size_t r = 0; r < N; r += 4) {
             const float *a = inp + r * C, *b = r + 1 < N ? a + C : a, *c = r + 2 < N ? b + C : b,
                         *d = r + 3 < N ? c + C : c;

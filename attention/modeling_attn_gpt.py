@@ -63,8 +63,8 @@ PHI = {
 
 
 def start_of_s(normalizer):
-    """What the name says; else 1 / mean(ln n over n = 1..L), so that the mean temperature is softmax's [SSMax]; 1 where p_n stands in
-    the place of ln n."""
+    """The start value of s: the number in the name if there is one. Otherwise 1 / mean(ln n over n = 1..L), which makes the
+    mean temperature that of softmax [SSMax], or 1 if p_n replaces ln n."""
     name, L = normalizer["name"], normalizer["seq_len"]
     said = re.findall(r"\+s=([-+.\deE]+)(?=\+[a-z]|$)", name)
     if said:

@@ -1,10 +1,10 @@
 // NCCL on the CPU, over MPI: the ranks are the processes of MPI_COMM_WORLD, and all of them take part. Without MPI (no
 // -DUSE_MPI) there is one rank.
 //
-// A collective is work in its stream; the stream goes on when all ranks have come to it. Sums are made in the order of
-// the ranks, in bfloat16 rounded after each addition as along a ring, so they are the same each time, and a
-// reduce-scatter with an all-gather gives the bits of an all-reduce. The ranks' calls are compared: where they differ
-// (which would hang a GPU, or mix data up) the program ends and says how.
+// A collective is enqueued on its stream, which waits there until all ranks have reached it. Ranks are added in order;
+// in bfloat16 each partial sum is rounded, as in a ring. Results are therefore reproducible, and a reduce-scatter
+// followed by an all-gather gives the same bits as an all-reduce. If the ranks' calls differ, which would hang a GPU or
+// corrupt data, the program ends with a message that names the difference.
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 #include <nccl.h>

@@ -1,6 +1,6 @@
-// Properties of attention on the CPU that hold whatever a reference says: sums of rows, identities of the papers,
-// causality, rows by hand, extremes, rows without weight, memory. The weights are read out by v = identity: out[t, j] =
-// A_tj.
+// Properties that attention on the CPU must have, without a reference: row sums, identities from the papers, causality,
+// rows computed by hand, extreme scores, all-zero rows, memory. With v = identity the output is the weights: out[t, j]
+// = A_tj.
 #include "attention/attention_cpu.h"
 
 #include <math.h>
@@ -484,8 +484,8 @@ static void check_causality(const char *text) {
     case_free(&c);
 }
 
-// Masked entries are 0 after phi: what stands in later keys, a huge number or a NaN, is not seen. Later values are
-// huge, not NaN: within a block of rows they are multiplied by weights of 0.
+// Masked weights are 0, so a huge number or a NaN in a later key must not change a row. Later values are huge but not
+// NaN, because within a block of rows they are multiplied by weights of 0.
 static void check_masked(const char *text) {
     enum { HS = 8, T = 90, SEEN = 70 };
     Normalizer n = parse(text);
@@ -730,7 +730,7 @@ static void check_memory(const char *text) {
     CHECK((double)small < 0.1 * (1 << 14) * (double)(1 << 14), "%s: %zu numbers at 2^14", text, small);
 }
 
-// ---- rows without weight
+// ---- all-zero rows
 
 static void check_no_weight(const char *text, float q, float k, size_t with_weight, bool no_gradient) {
     check_case();
@@ -751,7 +751,7 @@ static void check_no_weight(const char *text, float q, float k, size_t with_weig
               "%s, q = %g: gradients are not 0", text, q);
     for (size_t b = 0; no_gradient && b < B; b++)
         CHECK(not_zero(c.dq + (b * T + with_weight) * NH * HS, (T - with_weight) * NH * HS) == 0,
-              "%s, q = %g: dq of rows without weight", text, q);
+              "%s, q = %g: dq of all-zero rows is not 0", text, q);
     float out[HS];
     CHECK(row(&c, out, 1, T) == false && not_zero(out, HS) == 0, "%s, q = %g: the last row alone", text, q);
     case_free(&c);
@@ -781,7 +781,7 @@ static void check_uniform(const char *text) {
 static void test_no_weight(void) {
     static const char *const RECTIFIED[] = {"relu-l1", "relu2-l1", "relu6-l1", "relu-L",    "relu-sqrt",
                                             "relu2-n", "relu2-T",  "relu2-L",  "relu2-512", "softpick"};
-    check_group("rows without weight: 0, no gradient, counted once");
+    check_group("all-zero rows: output 0, no gradient, counted once");
     for (size_t i = 0; i < COUNT(RECTIFIED); i++)
         check_no_weight(RECTIFIED[i], 1, -1, 0, true), check_no_weight(RECTIFIED[i], 0, 1, 0, true);
     check_no_weight("identity-l1", 0, 1, 0, true), check_no_weight("gelu-l1", 0, 1, 0, true),

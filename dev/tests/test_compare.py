@@ -30,7 +30,7 @@ def run(*args, code=0, **how):
 
 
 def rows(out):
-    """The table's rows as {name: [place, loss, difference, without weight, happened]}, in their order."""
+    """The table's rows as {name: [place, loss, difference, all-zero rows, happened]}, in their order."""
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in (out / "comparison.md").read_text().splitlines()[2:]]
     return {name.strip("`"): [place, *rest] for place, name, *rest in cells}
 

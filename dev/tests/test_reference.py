@@ -207,7 +207,7 @@ L1 = [name for name in (*reference.PRESETS, "lssar+post=reweight:100", "lssar+po
 
 @pytest.mark.parametrize("name", L1)
 def test_l1_rows_sum_to_one(name):
-    """In absolute value; a row without weight sums to 0."""
+    """In absolute value; an all-zero row sums to 0."""
     q, k = (random(1, 2, 70, 8, seed=seed, scale=2) for seed in range(2))
     A = attend(name, q, k, torch.eye(70, dtype=torch.float64).expand(1, 2, 70, 70), L=70, **scalars_of(name, 2, 70))
     sums = A.abs().sum(-1)
