@@ -244,7 +244,7 @@ static void measure(Evaluator *e, const Length *at) {
     rope_table(m->cosines, m->sines, T, head_size(&m->config), at->rope_theta);
     memset(e->sums, 0, T * sizeof *e->sums);
     memset(e->counts, 0, T * sizeof *e->counts);
-    m->rows = m->rows_without_weight = 0;
+    m->rows = m->all_zero_rows = 0;
     for (uint64_t first = 0; first < at->windows; first += most) {
         size_t B = at->windows - first < most ? (size_t)(at->windows - first) : most;
         load_windows(e, at, first, B);
@@ -274,7 +274,7 @@ static void report(Evaluator *e, Length *at, bool after) {
     const Model *m = &e->model;
     uint64_t count, in_part;
     double loss = at->loss[after] = mean_loss(e, 0, at->T, &count),
-           all_zero = (double)m->rows_without_weight / (double)m->rows;
+           all_zero = (double)m->all_zero_rows / (double)m->rows;
     double per_sequence = loss * (double)count / (double)at->windows;
     for (size_t p = 0, from = 0; p < PARTS && from < at->T; p++) {
         size_t end = e->first_part << p, to = end < at->T ? end : at->T;

@@ -298,7 +298,7 @@ static void test_adamw(void) {
 
 // Compares matmuls of bfloat16 inputs, in all transposes, with plain loops over the rounded numbers. Also runs oneDNN's
 // primitives in float32, which tests that code on processors without bfloat16.
-static void test_bf16_products(void) {
+static void test_bf16_matmuls(void) {
     enum { M = 37, N = 65, K = 129 };
     static float a[M * K], b[K * N], c[M * N], expected[M * N];
     int before = failed;
@@ -410,7 +410,7 @@ int main(int argc, char **argv) {
     program_name = "test_gpt2";
     run_cases(KINDS, sizeof KINDS / sizeof *KINDS, word, false);
     if (!word[0]) {
-        test_bf16_products();
+        test_bf16_matmuls();
         test_colliding_rows();
         test_nan();
     }

@@ -528,7 +528,7 @@ typedef struct {
     double *sums;                              // partial sums of the gradient's norm
 
     GemmScratch gemm_scratch;
-    uint64_t rows_without_weight, rows;    // since they were last reset: all-zero attention rows, all attention rows
+    uint64_t all_zero_rows, rows;    // since they were last reset: all-zero attention rows, all attention rows
     MemoryPlan plan;
 } Model;
 
@@ -747,7 +747,7 @@ static void attention_layer_forward(Model *m, size_t l, size_t B, size_t T) {
     AttentionShape shape = attention_shape(&m->config, B, T);
     Layer of = layer_of(m, l, B * T);
     phase(PHASE_ATTENTION);
-    m->rows_without_weight +=
+    m->all_zero_rows +=
         attention_forward(of.att, of.stats, attention_input(m, of.projected), layer_scalars(m, l), shape, m->attention);
     m->rows += B * T * shape.NH;
 }
@@ -1156,7 +1156,7 @@ static void matmul_few(float *out, const float *inp, const float *weight, size_t
     }
 }
 
-static void decode_product(float *out, const float *inp, WeightMatrix weight, size_t N, size_t C, size_t OC, bool add) {
+static void decode_matmul(float *out, const float *inp, WeightMatrix weight, size_t N, size_t C, size_t OC, bool add) {
     if (N <= FEW_ROWS && !weight.bf16) matmul_few(out, inp, weight.f32, N, C, OC, add);
     else matmul_forward(out, inp, weight, N, C, OC, add);
 }
@@ -1166,13 +1166,13 @@ static void decode_layer(Decoder *d, const DecodeRow *rows, size_t count, size_t
     const LayerOffsets *at = &m->list.layers[l];
     size_t C = (size_t)m->config.channels, F = (size_t)m->config.ffn;
     rmsnorm_forward(d->h, d->x, m->params + at->norm1, count, C, norm_eps(m));
-    decode_product(d->joined, d->h, weight(m, at->q), count, C, joined_width(&m->config), false);
+    decode_matmul(d->joined, d->h, weight(m, at->q), count, C, joined_width(&m->config), false);
     decode_attention(d, rows, count, l);
-    decode_product(d->x, d->att, weight(m, at->o), count, output_width(&m->config), C, true);
+    decode_matmul(d->x, d->att, weight(m, at->o), count, output_width(&m->config), C, true);
     rmsnorm_forward(d->h, d->x, m->params + at->norm2, count, C, norm_eps(m));
-    decode_product(d->gate_up, d->h, weight(m, at->gate), count, C, 2 * F, false);
+    decode_matmul(d->gate_up, d->h, weight(m, at->gate), count, C, 2 * F, false);
     swiglu_forward(d->act, d->gate_up, count, F);
-    decode_product(d->x, d->act, weight(m, at->down), count, F, C, true);
+    decode_matmul(d->x, d->act, weight(m, at->down), count, F, C, true);
 }
 
 static void decode_unit(Decoder *d, const DecodeRow *rows, size_t count, size_t l) {
@@ -1180,10 +1180,10 @@ static void decode_unit(Decoder *d, const DecodeRow *rows, size_t count, size_t 
     const LayerOffsets *at = &m->list.layers[l];
     size_t C = (size_t)m->config.channels, E = (size_t)m->config.ffn, W = joined_width(&m->config);
     rmsnorm_forward(d->h, d->x, m->params + at->norm1, count, C, norm_eps(m));
-    decode_product(d->joined, d->h, weight(m, at->u), count, C, W, false);
+    decode_matmul(d->joined, d->h, weight(m, at->u), count, C, W, false);
     decode_attention(d, rows, count, l);
     gau_gate_forward(d->act, d->joined, d->att, count, E, W);
-    decode_product(d->x, d->act, weight(m, at->o), count, E, C, true);
+    decode_matmul(d->x, d->act, weight(m, at->o), count, E, C, true);
 }
 
 static void (*const decode_block[])(Decoder *d, const DecodeRow *rows, size_t count, size_t l) = {
@@ -1212,7 +1212,7 @@ static float *decode_logits(Decoder *d, size_t row, size_t count, size_t sequenc
     size_t C = (size_t)m->config.channels, V = (size_t)m->config.vocab;
     float *logits = d->logits + sequence * V;
     rmsnorm_forward(d->h, d->x + row * C, m->params + m->list.norm, count, C, norm_eps(m));
-    decode_product(logits, d->h, weight(m, m->list.head), count, C, V, false);
+    decode_matmul(logits, d->h, weight(m, m->list.head), count, C, V, false);
     return logits;
 }
 
@@ -1282,12 +1282,12 @@ static void unpause_step(Run *run) {
 
 // The sum of the losses of a batch, without gradients.
 static double model_evaluate(Model *m, const Batch *batch) {
-    uint64_t rows = m->rows, all_zero = m->rows_without_weight;
+    uint64_t rows = m->rows, all_zero = m->all_zero_rows;
     if (batch->B == 0) return 0;
     model_forward(m, batch->inputs, batch->B, batch->T);
     double loss = model_loss(m, batch->targets, batch->mask, batch->B * batch->T, 0, false);
     m->rows = rows;
-    m->rows_without_weight = all_zero;
+    m->all_zero_rows = all_zero;
     return loss;
 }
 
@@ -1368,8 +1368,8 @@ int main(int argc, char **argv) {
             norm = gradient_norm(&model);
             model_update(&model, run_update(&run, loss, norm));
             phase(PHASE_OTHER);
-            run_step_done(&run, model.rows, model.rows_without_weight);
-            model.rows = model.rows_without_weight = 0;
+            run_step_done(&run, model.rows, model.all_zero_rows);
+            model.rows = model.all_zero_rows = 0;
         }
 
         pause_step(&run);

@@ -141,18 +141,18 @@ struct Model {
     size_t segment_count, segment_blocks, state_floats;
 
     size_t B, T, layer_stats;
-    float *stats;                          // (layers, layer_stats) statistics of the attention rows
-    float *inverse_norms;                  // (layers, N, NH + NKV) 1/|q| and 1/|k|, if the normalizer divides by them
-    float *r1, *r2, *r;                    // (layers, N), (layers, N), (N)   of rmsnorm
-    float *qk_inverse;                     // (layers, N, NH + NKV) 1/RMS of each head of q and k, with QK norms
-    float *losses;                         // (N)
-    float *cosines, *sines;                // (T, HS/2)
-    float *partials;                       // partial sums over rows, for parameter gradients
-    double *sums;                          // SUM_STEP ..., then partial sums of squares
-    unsigned long long *without_weight;    // counts of all-zero attention rows: in steps, in validations
-    void *scratch, *products;              // for attention, for cuBLASLt
-    void *wire;                            // for sums over ranks
-    int32_t *batch;                        // inputs, targets, and the rows of each token in order: see BatchTokens
+    float *stats;                         // (layers, layer_stats) statistics of the attention rows
+    float *inverse_norms;                 // (layers, N, NH + NKV) 1/|q| and 1/|k|, if the normalizer divides by them
+    float *r1, *r2, *r;                   // (layers, N), (layers, N), (N)   of rmsnorm
+    float *qk_inverse;                    // (layers, N, NH + NKV) 1/RMS of each head of q and k, with QK norms
+    float *losses;                        // (N)
+    float *cosines, *sines;               // (T, HS/2)
+    float *partials;                      // partial sums over rows, for parameter gradients
+    double *sums;                         // SUM_STEP ..., then partial sums of squares
+    unsigned long long *all_zero_rows;    // counts of all-zero attention rows: in steps, in validations
+    void *scratch, *products;             // for attention, for cuBLASLt
+    void *wire;                           // for sums over ranks
+    int32_t *batch;                       // inputs, targets, and the rows of each token in order: see BatchTokens
     uint8_t *mask;
 
     bool doc_mask;           // attention stops at document boundaries
@@ -346,7 +346,7 @@ static void plan_floats(Model *m, size_t B, size_t T) {
     memory_add(&m->plan, scratch, (void **)&m->cosines, T * HS / 2 * sizeof(float));
     memory_add(&m->plan, scratch, (void **)&m->sines, T * HS / 2 * sizeof(float));
     memory_add(&m->plan, scratch, (void **)&m->partials, (partials > tokens ? partials : tokens) * sizeof(float));
-    memory_add(&m->plan, scratch, (void **)&m->without_weight, 2 * sizeof *m->without_weight);
+    memory_add(&m->plan, scratch, (void **)&m->all_zero_rows, 2 * sizeof *m->all_zero_rows);
     memory_add(&m->plan, "a batch", (void **)&m->batch, batch_ints(N) * sizeof(int32_t));
     memory_add(&m->plan, "a batch", (void **)&m->mask, N);
 }
@@ -523,7 +523,7 @@ template <class X>
 static void attention_layer_forward(Model *m, const Layer<X> &of, size_t l, size_t B, size_t T, int counter) {
     FlashShape shape = flash_shape(m, B, T);
     phase(PHASE_ATTENTION);
-    flash_forward<X>({of.att, output_width(&m->config), shape.VS}, of.stats, m->without_weight + counter,
+    flash_forward<X>({of.att, output_width(&m->config), shape.VS}, of.stats, m->all_zero_rows + counter,
                      attention_input(m, of.projected), layer_scalars(m, l), shape, m->scratch, stream);
 }
 
@@ -981,8 +981,8 @@ static void model_update(Model *m, AdamW a) {
 static uint64_t step_end(Model *m) {
     unsigned long long all_zero;
     collective_synchronize(m->collective, stream);
-    CUDA_CHECK(cudaMemcpy(&all_zero, m->without_weight, sizeof all_zero, cudaMemcpyDeviceToHost));
-    CUDA_CHECK(cudaMemsetAsync(m->without_weight, 0, sizeof all_zero, stream));
+    CUDA_CHECK(cudaMemcpy(&all_zero, m->all_zero_rows, sizeof all_zero, cudaMemcpyDeviceToHost));
+    CUDA_CHECK(cudaMemsetAsync(m->all_zero_rows, 0, sizeof all_zero, stream));
     return all_zero;
 }
 

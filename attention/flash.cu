@@ -230,12 +230,12 @@ static void check_view(const char *name, FlashView<X> view) {
 }
 
 template <class X>
-void flash_forward(FlashView<X> out, float *stats, unsigned long long *rows_without_weight, FlashInput<X> in,
-                   Scalars scalars, FlashShape shape, void *scratch, cudaStream_t stream) {
+void flash_forward(FlashView<X> out, float *stats, unsigned long long *all_zero_rows, FlashInput<X> in, Scalars scalars,
+                   FlashShape shape, void *scratch, cudaStream_t stream) {
     flash_check(shape, sizeof(X));
     check_view("q", in.q), check_view("k", in.k), check_view("v", in.v), check_view("out", out);
     FlashCall<X> call = call_of(shape, scalars, in, stats, scratch);
-    call.out = out, call.rows_without_weight = rows_without_weight;
+    call.out = out, call.all_zero_rows = all_zero_rows;
     if (call.post == POST_RECENTER) prefix_sums(call, shape, stream);
     pass_of<X>(shape.normalizer).forward(call, stream);
 }

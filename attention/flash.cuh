@@ -319,7 +319,7 @@ DEVICE void own_keep(Own<X, HS, TILES, KEEP> &own) {
 
 // s[m][nt] (16,8) += own rows · 8 NT rows of a tile
 template <class X, int HS, int TILES, bool KEEP, int NT>
-DEVICE void product_by_rows(float (&s)[TILES][NT][4], const Own<X, HS, TILES, KEEP> &own, const X *tile) {
+DEVICE void matmul_by_rows(float (&s)[TILES][NT][4], const Own<X, HS, TILES, KEEP> &own, const X *tile) {
     UNROLL
     for (int k = 0; k < HS / 16; k++) {
         Fragment<X, 4> a[TILES];
@@ -337,7 +337,7 @@ DEVICE void product_by_rows(float (&s)[TILES][NT][4], const Own<X, HS, TILES, KE
 
 // sum[m][c] (16,8) += w (16 TILES, 8 NT) · a tile (8 NT, HS), w in the layout that the matmul above produces
 template <class X, int HS, int TILES, int NT>
-DEVICE void product_by_columns(float (&sum)[TILES][HS / 8][4], const float (&w)[TILES][NT][4], const X *tile) {
+DEVICE void matmul_by_columns(float (&sum)[TILES][HS / 8][4], const float (&w)[TILES][NT][4], const X *tile) {
     UNROLL
     for (int k = 0; k < NT / 2; k++) {
         Fragment<X, 4> a[TILES];
@@ -883,7 +883,7 @@ DEVICE void forward_keys(float (&sum)[TILES][HS / 8][4], ForwardRow (&row)[2 * T
     int first[2 * TILES] = {};
     if (MASKED && POST >= FLASH_RECENTER_L1) first_keys(first, call, own_row);
     set_zero(s);
-    product_by_rows(s, own, k);
+    matmul_by_rows(s, own, k);
     if constexpr (by_z<X, PHI, POST>) {
         if (sweep.first) return forward_sums_by_z<X, PHI, MASKED>(row, s, own_row, key, first);
     }
@@ -902,7 +902,7 @@ DEVICE void forward_keys(float (&sum)[TILES][HS / 8][4], ForwardRow (&row)[2 * T
         with_power<POST>(call.power, [&](auto P) {
             forward_weights<X, P.value>(s, row, sweep.reweight, call.power, MASKED, own_row, key, first);
         });
-    product_by_columns<X, HS>(sum, s, v);
+    matmul_by_columns<X, HS>(sum, s, v);
 }
 
 // registers: at most 255 (flash_forward_kernel, flash_dq_kernel, flash_dkv_kernel)
@@ -1003,7 +1003,7 @@ KERNEL void flash_forward_kernel(const FlashCall<X> call) {
     float factor = forward_end<X, PHI, POST>(&stats, end, call, place_of(call, b, h, i), &weight), by[2 * TILES];
     if (i < T && blockIdx.z == 0 && threadIdx.x % 4 < 2 * TILES) {
         *(float4 *)(call.stats + ((size_t)blockIdx.y * T + i) * FLASH_STATS) = stats;
-        if (!weight) atomicAdd(call.rows_without_weight, 1ull);
+        if (!weight) atomicAdd(call.all_zero_rows, 1ull);
     }
     UNROLL
     for (int r = 0; r < 2 * TILES; r++) {
@@ -1123,16 +1123,16 @@ DEVICE void dq_reweight(float (&d)[N], float (&along)[N], float *less_sum, Numbe
 // d += dO · v over all columns of a wide v, tile by tile, for the own rows and the other side's. All threads of the
 // block must call it.
 template <class X, int HS, int OWN, int STREAM, int THREADS, int TILES, int NT>
-DEVICE void product_wide(float (&d)[TILES][NT][4], const Own<X, HS, TILES, false> &own, X *own_tile, X *tile,
-                         const X *own_from, size_t own_row, int own_rows, const X *from, size_t row, int rows,
-                         int columns) {
+DEVICE void matmul_wide(float (&d)[TILES][NT][4], const Own<X, HS, TILES, false> &own, X *own_tile, X *tile,
+                        const X *own_from, size_t own_row, int own_rows, const X *from, size_t row, int rows,
+                        int columns) {
     for (int c = 0; c < columns; c += HS) {
         __syncthreads();    // nobody needs the columns before these any more
         tile_load<OWN, HS, THREADS>(own_tile, own_from + c, own_row, own_rows, columns - c);
         tile_load<STREAM, HS, THREADS>(tile, from + c, row, rows, columns - c);
         copy_async_commit();
         tile_wait();
-        product_by_rows(d, own, tile);
+        matmul_by_rows(d, own, tile);
     }
 }
 
@@ -1163,10 +1163,10 @@ DEVICE void dq_keys(float (&dq)[TILES][HS / 8][4], float (&less_dq)[SPLIT][HS / 
     int from[2 * TILES] = {};
     if (MASKED) first_keys(from, call, own_row);
     set_zero(s);
-    product_by_rows(s, own_q, k);
+    matmul_by_rows(s, own_q, k);
     if (!WIDE) {
         set_zero(d);
-        product_by_rows(d, own_dout, v);
+        matmul_by_rows(d, own_dout, v);
     }
     const bool reweight = is_reweight<X, POST>(call);
     const int phi = PHI >= 0 ? PHI : call.phi;
@@ -1219,9 +1219,9 @@ DEVICE void dq_keys(float (&dq)[TILES][HS / 8][4], float (&less_dq)[SPLIT][HS / 
             for (int e = 0; e < 4; e++) g_sum[2 * m + e / 2] += d[m][nt][e] * s[m][nt][e];
         }
     }
-    product_by_columns<X, HS>(dq, d, k);
+    matmul_by_columns<X, HS>(dq, d, k);
     if constexpr (splits_dq<X, HS, POST>) {
-        if (reweight && norm_is_sum(call.norm)) product_by_columns<X, HS>(less_dq, along, k);
+        if (reweight && norm_is_sum(call.norm)) matmul_by_columns<X, HS>(less_dq, along, k);
     }
 }
 
@@ -1315,8 +1315,8 @@ KERNEL void flash_dq_kernel(const FlashCall<X> call) {
         float d[TILES][NT][4];
         if constexpr (WIDE) {
             set_zero(d);
-            product_wide<X, HS, OWN, KEYS, THREADS>(d, own_dout, dout_tile, v_tiles, dout, call.dout.row, T - row0,
-                                                    v + key0 * call.v.row, call.v.row, T - key0, call.VS);
+            matmul_wide<X, HS, OWN, KEYS, THREADS>(d, own_dout, dout_tile, v_tiles, dout, call.dout.row, T - row0,
+                                                   v + key0 * call.v.row, call.v.row, T - key0, call.VS);
         }
         UNROLL_NOT
         for (int c = 0; c < KEYS && c < visible; c += CHUNK) {
@@ -1400,9 +1400,9 @@ DEVICE void dkv_rows(float (&dk)[TILES][HS / 8][4], float (&dv)[TILES][HS / 8][4
                      const X *dout, const float4 *row_tile, int own_key, int query, const FlashCall<X> &call) {
     float s[TILES][NT][4];
     set_zero(s);
-    product_by_rows(s, own_k, q);
+    matmul_by_rows(s, own_k, q);
     if (MODE != KEYS_DK_WIDE) set_zero(d);
-    if (MODE == KEYS_BOTH) product_by_rows(d, own_v, dout);
+    if (MODE == KEYS_BOTH) matmul_by_rows(d, own_v, dout);
     with_power<POST>(call.power, [&](auto P) {
         UNROLL
         for (int nt = 0; nt < NT; nt++) {
@@ -1429,8 +1429,8 @@ DEVICE void dkv_rows(float (&dk)[TILES][HS / 8][4], float (&dv)[TILES][HS / 8][4
         }
     });
     if (MASKED && call.first) keys_hide_before(s, d, call, own_key, query);
-    if (MODE != KEYS_DK_WIDE) product_by_columns<X, HS>(dv, s, dout);
-    if (MODE != KEYS_DV) product_by_columns<X, HS>(dk, d, q);
+    if (MODE != KEYS_DK_WIDE) matmul_by_columns<X, HS>(dv, s, dout);
+    if (MODE != KEYS_DV) matmul_by_columns<X, HS>(dk, d, q);
 }
 
 template <class X, int HS, int PHI, int POST, int MODE>
@@ -1505,8 +1505,8 @@ KERNEL void flash_dkv_kernel(const FlashCall<X> call) {
             float d[TILES][NT][4];
             if constexpr (WIDE) {
                 set_zero(d);
-                product_wide<X, HS, OWN, ROWS, THREADS>(d, own_v, v_tile, dout_tiles, v, call.v.row, T - key0,
-                                                        dout + row0 * call.dout.row, call.dout.row, T - row0, call.VS);
+                matmul_wide<X, HS, OWN, ROWS, THREADS>(d, own_v, v_tile, dout_tiles, v, call.v.row, T - key0,
+                                                       dout + row0 * call.dout.row, call.dout.row, T - row0, call.VS);
             }
             UNROLL_NOT
             for (int c = 0; c < ROWS && row0 + c < T; c += CHUNK) {

@@ -61,10 +61,10 @@ size_t flash_scratch(FlashShape shape);
 // out[b,t,h] = sum_{first <= j <= t} A_tj v_j, where the normalizer computes A from s_tj = q_t · k_j
 // (attention/normalizer.h)
 //   out (B,T,NH,VS) written   stats (flash_stats) written, for flash_backward
-//   rows_without_weight: a counter on the device; the number of all-zero rows, whose output is 0, is added to it
+//   all_zero_rows: a counter on the device; the number of all-zero rows, whose output is 0, is added to it
 template <class X>
-void flash_forward(FlashView<X> out, float *stats, unsigned long long *rows_without_weight, FlashInput<X> in,
-                   Scalars scalars, FlashShape shape, void *scratch, cudaStream_t stream);
+void flash_forward(FlashView<X> out, float *stats, unsigned long long *all_zero_rows, FlashInput<X> in, Scalars scalars,
+                   FlashShape shape, void *scratch, cudaStream_t stream);
 
 // The gradients, from the input and output of flash_forward. Recomputes the scores. Deterministic: dk and dv are summed
 // over the heads that share them in a fixed order.
@@ -94,7 +94,7 @@ struct FlashCall {
     const int32_t *first;    // (B,T) or NULL
     float *stats;            // (B,NH,T,FLASH_STATS)
     X *rest;                 // (B,NH,T,VS): the rounding error of out, or NULL
-    unsigned long long *rows_without_weight;
+    unsigned long long *all_zero_rows;
     const float *prefix;    // (B,NKV,T,VS): the sum of v_j over the visible j, for recenter and recenter-l1
     FlashRow *rows;         // (B,NH,T)
     float *g;               // (B,NH,T): sum_j dz_tj s_tj, or NULL if not needed

@@ -19,7 +19,7 @@ void matmul_start(Matmul *mm, void *workspace, size_t bytes, bool measure) {
 }
 
 static void free_plan(MatmulPlan *plan) {
-    CUBLAS_CHECK(cublasLtMatmulDescDestroy(plan->product));
+    CUBLAS_CHECK(cublasLtMatmulDescDestroy(plan->matmul));
     CUBLAS_CHECK(cublasLtMatrixLayoutDestroy(plan->first));
     CUBLAS_CHECK(cublasLtMatrixLayoutDestroy(plan->second));
     CUBLAS_CHECK(cublasLtMatrixLayoutDestroy(plan->out));
@@ -41,14 +41,14 @@ static cublasLtMatrixLayout_t make_layout(cudaDataType type, size_t rows, size_t
     return layout;
 }
 
-static cublasLtMatmulDesc_t make_product(bool transpose_first, bool transpose_second) {
-    cublasLtMatmulDesc_t product;
+static cublasLtMatmulDesc_t make_matmul(bool transpose_first, bool transpose_second) {
+    cublasLtMatmulDesc_t description;
     cublasOperation_t first = transpose_first ? CUBLAS_OP_T : CUBLAS_OP_N,
                       second = transpose_second ? CUBLAS_OP_T : CUBLAS_OP_N;
-    CUBLAS_CHECK(cublasLtMatmulDescCreate(&product, CUBLAS_COMPUTE_32F, CUDA_R_32F));
-    CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(product, CUBLASLT_MATMUL_DESC_TRANSA, &first, sizeof first));
-    CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(product, CUBLASLT_MATMUL_DESC_TRANSB, &second, sizeof second));
-    return product;
+    CUBLAS_CHECK(cublasLtMatmulDescCreate(&description, CUBLAS_COMPUTE_32F, CUDA_R_32F));
+    CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(description, CUBLASLT_MATMUL_DESC_TRANSA, &first, sizeof first));
+    CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(description, CUBLASLT_MATMUL_DESC_TRANSB, &second, sizeof second));
+    return description;
 }
 
 template <class T>
@@ -94,13 +94,13 @@ static MatmulPlan *unused_plan(Matmul *mm) {
 static MatmulPlan *make_plan(Matmul *mm, const MatmulShape &s) {
     MatmulPlan *plan = unused_plan(mm);
     plan->shape = s;
-    plan->product = make_product(s.tb, s.ta);
+    plan->matmul = make_matmul(s.tb, s.ta);
     plan->first = s.tb ? make_layout(s.type, s.n, s.k) : make_layout(s.type, s.k, s.n);
     plan->second = s.ta ? make_layout(s.type, s.k, s.m) : make_layout(s.type, s.m, s.k);
     plan->out = make_layout(s.out_type, s.m, s.n);
     cublasLtMatmulPreference_t preference = make_preference(mm, s);
     cublasStatus_t status =
-        cublasLtMatmulAlgoGetHeuristic(mm->handle, plan->product, plan->first, plan->second, plan->out, plan->out,
+        cublasLtMatmulAlgoGetHeuristic(mm->handle, plan->matmul, plan->first, plan->second, plan->out, plan->out,
                                        preference, MATMUL_CANDIDATES, plan->candidates, &plan->count);
     CUBLAS_CHECK(cublasLtMatmulPreferenceDestroy(preference));
     while (plan->chosen < plan->count && plan->candidates[plan->chosen].state != CUBLAS_STATUS_SUCCESS) plan->chosen++;
@@ -126,7 +126,7 @@ struct Operands {
 static void run_candidate(const Matmul *mm, const MatmulPlan *plan, int candidate, const Operands &x,
                           cudaStream_t stream) {
     float alpha = 1;
-    CUBLAS_CHECK(cublasLtMatmul(mm->handle, plan->product, &alpha, x.B, plan->first, x.A, plan->second, &x.beta, x.C,
+    CUBLAS_CHECK(cublasLtMatmul(mm->handle, plan->matmul, &alpha, x.B, plan->first, x.A, plan->second, &x.beta, x.C,
                                 plan->out, x.D, plan->out, &plan->candidates[candidate].algo, mm->workspace,
                                 mm->workspace_bytes, stream));
 }

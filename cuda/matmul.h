@@ -49,7 +49,7 @@ struct MatmulShape {
 // The descriptors and the algorithm for one shape.
 struct MatmulPlan {
     MatmulShape shape;
-    cublasLtMatmulDesc_t product;
+    cublasLtMatmulDesc_t matmul;
     cublasLtMatrixLayout_t first, second, out;
     cublasLtMatmulHeuristicResult_t candidates[MATMUL_CANDIDATES];
     int count, chosen;

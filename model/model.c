@@ -392,12 +392,12 @@ uint64_t model_parameters(const ModelConfig *config) {
     return sum;
 }
 
-uint64_t model_product_parameters(const ModelConfig *config) {
+uint64_t model_matmul_parameters(const ModelConfig *config) {
     uint64_t embedding = (uint64_t)config->vocab * (uint64_t)config->channels;
     return model_parameters(config) - (config->tied ? 0 : embedding);
 }
 
 double model_flops_per_token(const ModelConfig *config, size_t T) {
     double width = (double)(query_width(config) + output_width(config));
-    return 6.0 * (double)model_product_parameters(config) + 6.0 * config->layers * width * (double)T;
+    return 6.0 * (double)model_matmul_parameters(config) + 6.0 * config->layers * width * (double)T;
 }

@@ -138,7 +138,7 @@ bool tensor_trained(const Tensor *tensor, const Normalizer *attn);
 // The number of parameters under the model's normalizer: all of them, and those that take part in matmuls (without an
 // embedding that is not also the output projection).
 uint64_t model_parameters(const ModelConfig *config);
-uint64_t model_product_parameters(const ModelConfig *config);
+uint64_t model_matmul_parameters(const ModelConfig *config);
 
 // Floating-point operations per token, forward and backward: 6·P + 12·layers·channels·T, where P excludes an untied
 // embedding (the second term is 6·layers·(head size + value size)·T under BLOCK_GAU).

@@ -124,9 +124,9 @@ class Flash:
         """Floats that a forward pass keeps."""
         return self.library.flash_on_device_stats(name.encode(), ctypes.byref(shape))
 
-    def run(self, name, shape, arrays, rows_without_weight, scratch, backward):
+    def run(self, name, shape, arrays, all_zero_rows, scratch, backward):
         stream = 0 if DRY else torch.cuda.current_stream().cuda_stream
-        self.library.flash_on_device(name.encode(), ctypes.byref(shape), ctypes.byref(arrays), ctypes.c_void_p(rows_without_weight.data_ptr()),
+        self.library.flash_on_device(name.encode(), ctypes.byref(shape), ctypes.byref(arrays), ctypes.c_void_p(all_zero_rows.data_ptr()),
                                      ctypes.c_void_p(scratch.data_ptr()), ctypes.c_bool(backward), ctypes.c_void_p(stream))
 
 

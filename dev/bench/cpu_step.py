@@ -126,7 +126,7 @@ def torch_steps(variant, dtype, B, T, steps, threads):
     return ms[UNCOUNTED_STEPS:]
 
 
-def product_rate(dtype, threads):
+def matmul_rate(dtype, threads):
     """The best GFLOP/s of torch.matmul over this model's products at 1,024 rows and a large square one."""
     import torch
     torch.set_num_threads(threads)
@@ -144,7 +144,7 @@ def product_rate(dtype, threads):
 
 def child(task):
     if task["what"] == "rate":
-        result = product_rate(task["dtype"], task["threads"])
+        result = matmul_rate(task["dtype"], task["threads"])
     else:
         result = torch_steps(task["what"], task["dtype"], task["B"], task["T"], task["steps"], task["threads"])
     print(json.dumps(result))

@@ -33,7 +33,7 @@ static FlashCall<bf16> call_of(const Preset &preset, int B, int T, int NH, int H
     call.dq = call.dk = call.dv = {there, row, (size_t)HS};
     call.out = {there, out_row, (size_t)HS}, call.dout = {there, out_row, (size_t)HS};
     call.stats = call.g = (float *)there;
-    call.rows_without_weight = (unsigned long long *)there;
+    call.all_zero_rows = (unsigned long long *)there;
     call.prefix = preset.post.kind == POST_RECENTER || preset.post.kind == POST_RECENTER_L1 ? (float *)there : NULL;
     call.rest = phi_signed(preset.phi.kind) && (norm_is_sum(preset.norm) || preset.post.kind == POST_RECENTER_L1)
                     ? there

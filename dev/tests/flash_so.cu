@@ -23,8 +23,8 @@ typedef struct {
     Scalars scalars;
     void *out, *dq, *dk, *dv;    // of X
     float *stats;
-    ScalarGrads grads;                         // added to
-    unsigned long long rows_without_weight;    // added to
+    ScalarGrads grads;                   // added to
+    unsigned long long all_zero_rows;    // added to
 } FlashTestArrays;
 }
 
@@ -86,7 +86,7 @@ void run(const Normalizer *normalizer, const FlashTestShape &x, FlashTestArrays 
     // What the kernels leave alone between the heads' columns is given back as it came.
     X *out = device.copy((X *)a->out, rows * x.out_row), *dq = device.copy((X *)a->dq, rows * x.q_row);
     X *dk = device.copy((X *)a->dk, rows * x.k_row), *dv = device.copy((X *)a->dv, rows * x.v_row);
-    unsigned long long *counter = device.copy(&a->rows_without_weight, 1);
+    unsigned long long *counter = device.copy(&a->all_zero_rows, 1);
     float *stats = (float *)device.take(kept * sizeof(float));
     FlashTestShape there = x;
     there.first = device.copy(x.first, rows);
@@ -100,7 +100,7 @@ void run(const Normalizer *normalizer, const FlashTestShape &x, FlashTestArrays 
     fetch((X *)a->dq, dq, rows * x.q_row), fetch((X *)a->dk, dk, rows * x.k_row), fetch((X *)a->dv, dv, rows * x.v_row);
     fetch(a->stats, stats, stats_size);
     for (int i = 0; i < SCALAR_COUNT; i++) fetch(a->grads.of[i], grads.of[i], scalar_size(i, x.NH, x.L));
-    fetch(&a->rows_without_weight, counter, 1);
+    fetch(&a->all_zero_rows, counter, 1);
 }
 }
 
@@ -132,7 +132,7 @@ extern "C" size_t flash_scalar(const char *attn, const FlashTestShape *shape, in
 
 // The same on arrays that lie on the device already, for dev/bench/attention_gpu.py: on a stream, nothing is allocated
 // or waited for.
-//   backward: the gradients alone, from the out and stats of a forward pass   rows_without_weight: a counter on the
+//   backward: the gradients alone, from the out and stats of a forward pass   all_zero_rows: a counter on the
 //   device
 extern "C" size_t flash_on_device_scratch(const char *attn, const FlashTestShape *shape) {
     Normalizer normalizer = normalizer_of(attn);
@@ -145,14 +145,13 @@ extern "C" size_t flash_on_device_stats(const char *attn, const FlashTestShape *
 }
 
 extern "C" void flash_on_device(const char *attn, const FlashTestShape *shape, const FlashTestArrays *a,
-                                unsigned long long *rows_without_weight, void *scratch, bool backward,
-                                cudaStream_t stream) {
+                                unsigned long long *all_zero_rows, void *scratch, bool backward, cudaStream_t stream) {
     Normalizer normalizer = normalizer_of(attn);
     const bf16 *q = (const bf16 *)a->q, *k = (const bf16 *)a->k, *v = (const bf16 *)a->v;
     FlashShape x = shape_of(&normalizer, shape);
     FlashInput<bf16> in = input_of(shape, q, k, v);
     FlashView<bf16> out = {(bf16 *)a->out, shape->out_row, x.VS};
-    if (!backward) return flash_forward<bf16>(out, a->stats, rows_without_weight, in, a->scalars, x, scratch, stream);
+    if (!backward) return flash_forward<bf16>(out, a->stats, all_zero_rows, in, a->scalars, x, scratch, stream);
     flash_backward<bf16>(grads_of(shape, (bf16 *)a->dq, (bf16 *)a->dk, (bf16 *)a->dv), a->grads, (const bf16 *)a->dout,
                          {out.p, out.row, out.head}, a->stats, in, a->scalars, x, scratch, stream);
 }

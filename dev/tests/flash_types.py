@@ -21,7 +21,7 @@ def arrays_for(library):
 
     class Arrays(ctypes.Structure):
         _fields_ = [*pointers("q", "k", "v", "dout"), ("scalars", ctypes.c_void_p * count), *pointers("out", "dq", "dk", "dv", "stats"),
-                    ("grads", ctypes.c_void_p * count), ("rows_without_weight", ctypes.c_ulonglong)]
+                    ("grads", ctypes.c_void_p * count), ("all_zero_rows", ctypes.c_ulonglong)]
     return Arrays()
 
 

@@ -184,7 +184,7 @@ static void check_row_sums(const char *text) {
     check_case();
     enum { T = 150 };
     Case c = case_weights(text, 8, T, 2);
-    uint64_t without_weight = forward(&c), zero = 0;
+    uint64_t all_zero_rows = forward(&c), zero = 0;
     int post = c.normalizer.post.kind;
     double worst = 0, worst_mean = 0;
     for (size_t t = 0; t < T; t++) {
@@ -202,7 +202,7 @@ static void check_row_sums(const char *text) {
     }
     CHECK(worst < 2e-6, "%s: a row's absolute sum is %.3g off 1", text, worst);
     CHECK(worst_mean < 2e-6, "%s: a recentered row sums to %.3g", text, worst_mean);
-    CHECK(zero == without_weight, "%s: %d rows are 0, %d were counted", text, (int)zero, (int)without_weight);
+    CHECK(zero == all_zero_rows, "%s: %d rows are 0, %d were counted", text, (int)zero, (int)all_zero_rows);
     CHECK(zero < T / 2, "%s: %d rows are 0", text, (int)zero);
     case_free(&c);
 }

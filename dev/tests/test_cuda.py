@@ -160,7 +160,7 @@ def test_masks(cuda, data, tmp_path):
     np.testing.assert_allclose(b, a, rtol=1e-4)
 
 
-def test_rows_without_weight(cuda, data, tmp_path):
+def test_all_zero_rows(cuda, data, tmp_path):
     """Their share of each step's rows, whatever a validation between them had."""
     said = []
     for name, program in {"cpu": None, "cuda": cuda}.items():

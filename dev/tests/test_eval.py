@@ -342,7 +342,7 @@ def test_without_out_nothing_is_written(checkpoints, data, tmp_path):
     assert result["data"]["tokens"] == 1000 and len(result["data"]["xxh3"]) == 16
 
 
-def test_rows_without_weight_are_told(softmax, data, tmp_path):
+def test_all_zero_rows_are_reported(softmax, data, tmp_path):
     flags = ["--attn", "relu-l1", "--seq-lens"]
     output, result = evaluate(softmax["llama"][0], data, tmp_path, *flags, f"0,{2 * L}")
     shares = [row["rows_without_weight"] for row in result["results"]]

@@ -197,7 +197,7 @@ def by_flash(library, case, x, scalars, finite=True):
         view.fill_(float("nan"))
         assert whole.isnan().all(), f"{name} is written where no head is"
     assert not (finite and stats.isnan().any()), "stats are not written"
-    return {**result, **{name: g.double() - 0.5 for name, g in grads.items()}, "rows": arrays.rows_without_weight, "stats": stats}
+    return {**result, **{name: g.double() - 0.5 for name, g in grads.items()}, "rows": arrays.all_zero_rows, "stats": stats}
 
 
 # ---- What is right
@@ -399,7 +399,7 @@ def test_no_bank_conflicts(flash_with):
 
 
 @pytest.mark.parametrize("dtype", (BF16, FLOAT))
-def test_rows_without_weight(flash, dtype):
+def test_all_zero_rows(flash, dtype):
     """relu over its sum where every second query has no positive score; reweight where all weights of a row are the same."""
     case = Case("relu-l1+post=recenter-l1", dtype, 33, 48)
     x, scalars = inputs(case)

@@ -471,7 +471,7 @@ def test_mixed_lengths(data, tmp_path, block, name):
     assert all((curves["8,16,32"] != curves[length]).any() for length in ("8", "16", "32"))
 
 
-def test_the_step_line_shows_rows_without_weight(data):
+def test_the_step_line_shows_all_zero_rows(data):
     def shares(*flags):
         printed = train(data, *flags, "--model", MODELS["llama"], "--steps", 3)
         return re.findall(r"\| (\S+) % all-zero rows", printed)

@@ -392,7 +392,7 @@ def test_causal(name):
 @pytest.mark.parametrize("name, k_sign", [("relu-l1", -1), ("relu2-n", -1), ("relu6-l1", -1), ("identity-l1", 0),
                                           ("softpick", -1), ("softpick", 0),
                                           ("softmax+post=reweight:15", 0), ("softmax-recentered-l1", 0)])
-def test_a_row_without_weight_gives_nothing(name, k_sign):
+def test_an_all_zero_row_has_no_output_and_no_gradient(name, k_sign):
     q = random(1, 1, 6, 4).abs().requires_grad_()
     k = (k_sign * random(1, 1, 6, 4, seed=1).abs()).requires_grad_()
     v = random(1, 1, 6, 4, seed=2).requires_grad_()
