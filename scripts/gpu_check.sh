@@ -119,7 +119,7 @@ check() {
     conclude_timed "$name" "$status" $((SECONDS - start)) "$cut" "$limit" "$text"
 }
 
-# timed_out STATUS SECONDS CUT: did `timeout`, told to stop a command after CUT seconds, do so? A program that is killed
+# timed_out STATUS SECONDS CUT: did `timeout`, asked to stop a command after CUT seconds, do so? A program that is killed
 # for want of memory has the status 137 too, but sooner.
 timed_out() { [ "$1" = 124 ] || { [ "$1" = 137 ] && [ "$2" -ge "$3" ]; }; }
 
@@ -143,8 +143,8 @@ conclude() {
     detail=$(grep -v '^[[:space:]]*$' "$4" | tail -1)
     if [ "$2" = $UNFINISHED ]; then leave "$1" "$detail"; rm -f "$4"; return 1; fi
     [ "$2" = 0 ] && verdict=ok
-    [ "$2" = $NO_GPU ] && verdict=told
-    [ "$verdict" = ok ] || [ -z "${informational:-}" ] || verdict=told
+    [ "$2" = $NO_GPU ] && verdict=info
+    [ "$verdict" = ok ] || [ -z "${informational:-}" ] || verdict=info
     report check "$part" "$1" "$verdict" "$3" "$detail"
     echo "  $1: $verdict, $3 s${detail:+: ${detail:0:140}}"
     [ "$2" = 0 ] || tail -25 "$4" | sed 's/^/    | /'
@@ -643,7 +643,7 @@ part_larger() { timing 45 triton gpu_step.py --ours "$train"; }
 
 part_counters() {
     if ! command -v ncu >/dev/null; then
-        report check "$part" counters told 0 "ncu is missing"
+        report check "$part" counters info 0 "ncu is missing"
         echo "  ncu is missing: nothing was counted"
         return
     fi

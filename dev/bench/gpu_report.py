@@ -18,7 +18,7 @@
     python3 dev/bench/gpu_report.py compare close X RUN RUN                are two runs' losses at most X apart?
 
 A section has status, date, device, version, facts (lines), checks, tables {title: {head, rows, notes}}, records (what was timed, one dict per
-case), and curves. A check's verdict is "ok", "told" (informational: it did not pass, and nothing depends on it), "left" (there was no time), or
+case), and curves. A check's verdict is "ok", "info" (informational: it did not pass, and nothing depends on it), "left" (there was no time), or
 begins with FAILED. The bounds at the top, "must" and "aim", are computed from the records; what was not timed on a GPU is "not yet measured".
 This file needs no PyTorch.
 """
@@ -135,13 +135,13 @@ class Report:
         return status if status in ("done", "failed") else "unfinished"
 
     def passed(self, name, check):
-        return self.is_current(name) and any(c["name"] == check and c["verdict"] in ("ok", "told") for c in self.part(name)["checks"])
+        return self.is_current(name) and any(c["name"] == check and c["verdict"] in ("ok", "info") for c in self.part(name)["checks"])
 
     def begin(self, name):
         """Opens a section. If it was begun for these sources on this device, what passed and what was timed stays: the part resumes."""
         before = self.parts[name] if self.is_current(name) else {}
         self.parts[name] = {"status": "unfinished", "date": datetime.date.today().isoformat(), "device": device(), "version": version(name),
-                            "seconds": before.get("seconds", 0), "facts": before.get("facts", []), "checks": [c for c in before.get("checks", []) if c["verdict"] in ("ok", "told")],
+                            "seconds": before.get("seconds", 0), "facts": before.get("facts", []), "checks": [c for c in before.get("checks", []) if c["verdict"] in ("ok", "info")],
                             "tables": before.get("tables", {}), "records": before.get("records", []),
                             **{key: before[key] for key in ("curves", "profile") if key in before}}
 
@@ -312,7 +312,7 @@ def summary(parts):
     """A line for each part: its status, its time, what failed, and what is left."""
     lines = []
     for name, part in parts.items():
-        named = {word: [c["name"] for c in part["checks"] if c["verdict"].startswith(word)] for word in ("FAILED", "left", "told")}
+        named = {word: [c["name"] for c in part["checks"] if c["verdict"].startswith(word)] for word in ("FAILED", "left", "info")}
         more = {word: f" and {len(found) - 4} more" if len(found) > 4 else "" for word, found in named.items()}
         shown = "; ".join(f"{word}: {', '.join(found[:4])}{more[word]}" for word, found in named.items() if found)
         lines.append(f"{name:12} {part.get('status', 'unfinished'):12} {part.get('seconds', 0):5.0f} s  {shown}".rstrip())

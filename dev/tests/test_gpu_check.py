@@ -157,7 +157,7 @@ def test_a_crash_ends_its_group_alone(tmp_path):
     checks = {check["name"]: check["verdict"] for check in parts_of(machine.out)["tests"]["checks"]}
     assert checks.pop("kernels: rope") == "FAILED (139)" and checks.pop("kernels: swiglu") == "FAILED (137)"
     assert checks.pop("PyTorch or pytest") == "FAILED"
-    assert checks.pop("cuBLASLt, not needed: orders") == "told"
+    assert checks.pop("cuBLASLt, not needed: orders") == "info"
     assert len(checks) > 20 and set(checks.values()) == {"ok"}
     before = machine.calls("test_kernels rmsnorm"), machine.calls("test_kernels rope")
     machine.call("tests", code=1)                        # what passed is not run again; what failed is, when its part is named
@@ -218,7 +218,7 @@ def test_without_ncu_its_part_is_named_and_no_failure(tmp_path):
     if shutil.which("ncu", path=machine.path):
         pytest.skip("ncu is among the system's programs")
     machine.call("counters", code=0)
-    assert [(check["verdict"], check["detail"]) for check in parts_of(machine.out)["counters"]["checks"]] == [("told", "ncu is missing")]
+    assert [(check["verdict"], check["detail"]) for check in parts_of(machine.out)["counters"]["checks"]] == [("info", "ncu is missing")]
 
 
 def test_what_the_build_needs_is_found_missing_first(tmp_path):
@@ -634,7 +634,7 @@ def test_records_of_other_sources_or_devices_do_not_count(tmp_path, monkeypatch)
     assert states()[1] == "new"
 
 
-@pytest.mark.parametrize("verdicts, status, code", [(["ok", "told"], "done", 0), (["ok", "left"], "unfinished", 75),
+@pytest.mark.parametrize("verdicts, status, code", [(["ok", "info"], "done", 0), (["ok", "left"], "unfinished", 75),
                                                     (["left", "FAILED (1)"], "failed", 1)])
 def test_a_parts_end(tmp_path, verdicts, status, code):
     report = gpu_report.Report(tmp_path)
@@ -647,7 +647,7 @@ def test_a_parts_end(tmp_path, verdicts, status, code):
     report.save()
     again = gpu_report.Report(tmp_path)
     again.begin("tests")
-    assert [c["verdict"] for c in again.part("tests")["checks"]] == [v for v in verdicts if v in ("ok", "told")]
+    assert [c["verdict"] for c in again.part("tests")["checks"]] == [v for v in verdicts if v in ("ok", "info")]
 
 
 def test_a_record_takes_the_place_of_the_one_before(tmp_path):
