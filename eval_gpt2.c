@@ -419,7 +419,7 @@ static void write_json(Evaluator *e) {
     if (e->lineage) cJSON_AddItemToObject(json, "lineage", e->lineage);
     char *text = cJSON_Print(json);
     if (!text) fail(EXIT_RESOURCE, "out of memory for eval.json.");
-    if (!file_replace_text(folder_path(e->o.out, "eval.json"), text, &error)) fail_with(&error);
+    if (!file_replace_text(folder_path(e->o.out, "eval.json").text, text, &error)) fail_with(&error);
     cJSON_Delete(json);
     free(text);
     free(print);

@@ -55,6 +55,7 @@ typedef struct {
     size_t prompt_count;
     Text texts[FEW_ROWS];    // the texts that are being generated together
     int32_t *sampled;        // (FEW_ROWS, max_new_tokens)
+    Candidate *candidates;
     Utf8 utf8;
     size_t current, shown;     // the text that is being printed, and how many of its ids have been
     bool begun;                // has its prompt been printed?
@@ -245,6 +246,7 @@ static bool load(Sampler *s, const char *folder, Error *error) {
     plan_parameters(m, false, false);
     plan_decoder(&s->decoder, m, &m->plan, sequences, longest + new_tokens);
     memory_add(&m->plan, "texts", (void **)&s->sampled, sequences * new_tokens * sizeof(int32_t));
+    memory_add(&m->plan, "scratch", (void **)&s->candidates, (size_t)m->config.vocab * sizeof *s->candidates);
     if ((double)m->plan.total > (double)memory_available())
         fail(EXIT_RESOURCE,
              "this needs %s of memory, but only %s is available: %zu text%s at a time, of up to %zu tokens.\n"
@@ -346,7 +348,8 @@ static void show(Sampler *s, size_t count) {
 static void sample(Sampler *s, Text *t, float *logits) {
     const SampleOptions *o = &s->o;
     double u = random_uniform((uint64_t)o->seed, t->sample, t->count);
-    int32_t token = sample_token(logits, (size_t)s->model.config.vocab, o->temperature, (size_t)o->top_k, o->top_p, u);
+    int32_t token = sample_token(logits, s->candidates, (size_t)s->model.config.vocab, o->temperature, (size_t)o->top_k,
+                                 o->top_p, u);
     s->tokens++;
     if (token == s->model.config.end_of_text) {
         t->done = true;

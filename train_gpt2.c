@@ -1259,10 +1259,11 @@ static void round_parameters(Model *m) {
     if (m->params_bf16) bf16_round(m->params_bf16, m->params, m->list.floats);
 }
 
-// The peak FLOP/s of all ranks. Ranks on one machine may together have more threads than it has cores.
-static double peak_of(const Model *m) {
+// The peak FLOP/s of all ranks. Ranks on one machine may together have more threads than it has cores. *best: see
+// peak_flops().
+static double peak_of(const Model *m, double *best) {
     int threads = omp_get_max_threads() * process.local_size, cores = omp_get_num_procs();
-    double flops = peak_flops(m->params_bf16 != NULL) * (threads > cores ? (double)cores / threads : 1.0);
+    double flops = peak_flops(best, m->params_bf16 != NULL) * (threads > cores ? (double)cores / threads : 1.0);
     process_sum_double(&flops, 1);
     return flops;
 }
@@ -1336,7 +1337,7 @@ int main(int argc, char **argv) {
     static Decoder decoder;
     const TrainOptions *o = &run.o;
     char matmuls[256];
-    double loss, norm;
+    double loss, norm, best_peak = 0;
     Batch batch;
 
     // Parse and check the flags, then plan and check the memory. Nothing is written yet.
@@ -1350,7 +1351,7 @@ int main(int argc, char **argv) {
     if (run_sample_length(&run)) decoder_ready(&decoder);
     run_load(&run, weights_of(&model));
     round_parameters(&model);
-    run_begin(&run, peak_of(&model));
+    run_begin(&run, peak_of(&model, &best_peak));
 
     // The normalizer changes: --attn differs from that of --init-from, or --attn-switch names step 0.
     change_normalizers(&run, &model);
@@ -1382,15 +1383,15 @@ int main(int argc, char **argv) {
         if (run_sample_due(&run)) draw_sample(&run, &decoder);
         if (run_finish_step(&run)) run_save(&run);
         // Measure the peak again while the processor's clock settles.
-        if (run.step <= run.first_step + 3) run.flops = peak_of(&model);
+        if (run.step <= run.first_step + 3) run.flops = peak_of(&model, &best_peak);
         unpause_step(&run);
         change_normalizers(&run, &model);
     }
 
     if (run_save_due_at_end(&run)) run_save(&run);
-    if (run_validation_due_at_end(&run) && validate(&run, &model, &loss)) run_validated_at_end(loss);
+    if (run_validation_due_at_end(&run) && validate(&run, &model, &loss)) run_validated_at_end(&run, loss);
     if (run_is_main() && o->profile && run.step > run.first_step)
-        profile_print(phase_seconds, run.step - run.first_step);
+        profile_print(&run.progress, phase_seconds, run.step - run.first_step);
     return run_end(&run);
 }
 #endif

@@ -1147,10 +1147,10 @@ int main(int argc, char **argv) {
         download(&model);
         run_save(&run);
     }
-    if (run_validation_due_at_end(&run) && validate(&run, &model, &loss)) run_validated_at_end(loss);
+    if (run_validation_due_at_end(&run) && validate(&run, &model, &loss)) run_validated_at_end(&run, loss);
     phase_collect();
     if (run_is_main() && o->profile && run.step > run.first_step)
-        profile_print(phase_seconds, run.step - run.first_step);
+        profile_print(&run.progress, phase_seconds, run.step - run.first_step);
     return end(&run, &model);
 }
 #endif

@@ -2,7 +2,6 @@
 
 #include <errno.h>
 #include <fcntl.h>
-#include <limits.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -21,19 +20,18 @@
 #define COMMIT "unknown"
 #endif
 
-const char *folder_path(const char *out, const char *name) {
-    static char path[PATH_MAX];
-    snprintf(path, sizeof path, "%s/%s", out, name);
+FolderPath folder_path(const char *out, const char *name) {
+    FolderPath path;
+    snprintf(path.text, sizeof path.text, "%s/%s", out, name);
     return path;
 }
 
-static int lock_fd = -1;    // stays open, and so holds the lock, until the process ends
-
-bool folder_lock(const char *out, bool make, Error *error) {
-    if (lock_fd >= 0) return true;
+bool folder_lock(int *lock, const char *out, bool make, Error *error) {
+    if (*lock >= 0) return true;
     if (!out[0]) return error_set(error, EXIT_USAGE, "--out is empty: expected the name of the run folder.");
     if (make && !file_make_folders(out, error)) return false;
-    const char *path = folder_path(out, "lock");
+    const FolderPath file = folder_path(out, "lock");
+    const char *path = file.text;
     int fd = open(path, O_RDWR | (make ? O_CREAT : 0) | O_CLOEXEC, 0666);
     if (fd < 0 && !make && (errno == ENOENT || errno == ENOTDIR)) return true;
     if (fd < 0)
@@ -63,43 +61,43 @@ bool folder_lock(const char *out, bool make, Error *error) {
         close(fd);
         return false;
     }
-    lock_fd = fd;
+    *lock = fd;
     return true;
 }
 
-static bool lock_intact(const char *out) {
+static bool lock_intact(int lock, const char *out) {
     struct stat ours, there;
-    return lock_fd >= 0 && fstat(lock_fd, &ours) == 0 && stat(folder_path(out, "lock"), &there) == 0 &&
+    return lock >= 0 && fstat(lock, &ours) == 0 && stat(folder_path(out, "lock").text, &there) == 0 &&
            ours.st_ino == there.st_ino && ours.st_dev == there.st_dev;
 }
 
-bool folder_intact(const char *out) {
-    return lock_intact(out) && access(folder_path(out, "run.json"), F_OK) == 0;
+bool folder_intact(int lock, const char *out) {
+    return lock_intact(lock, out) && access(folder_path(out, "run.json").text, F_OK) == 0;
 }
 
-bool folder_lock_again(const char *out, Error *error) {
-    int old = lock_fd;
-    if (lock_intact(out)) return true;
-    lock_fd = -1;
-    if (folder_lock(out, true, error)) {
+bool folder_lock_again(int *lock, const char *out, Error *error) {
+    int old = *lock;
+    if (lock_intact(old, out)) return true;
+    *lock = -1;
+    if (folder_lock(lock, out, true, error)) {
         if (old >= 0) close(old);
         return true;
     }
-    lock_fd = old;
-    return lock_intact(out);    // the folder may have reappeared with our own lock in it
+    *lock = old;
+    return lock_intact(old, out);    // the folder may have reappeared with our own lock in it
 }
 
 bool folder_has_run(const char *out) {
     char path[PATH_MAX];
     uint64_t step;
     struct stat info;
-    if (stat(folder_path(out, "metrics.jsonl"), &info) == 0 && info.st_size > 0) return true;
+    if (stat(folder_path(out, "metrics.jsonl").text, &info) == 0 && info.st_size > 0) return true;
     return checkpoint_newest(out, path, sizeof path, &step);
 }
 
 cJSON *run_json_resume(const char *out, TrainOptions *options, Error *error) {
-    const char *path = folder_path(out, "run.json");
-    cJSON *json = json_read(path, error);
+    const FolderPath path = folder_path(out, "run.json");
+    cJSON *json = json_read(path.text, error);
     if (!json) return NULL;
     cJSON *arguments = cJSON_GetObjectItemCaseSensitive(json, "arguments");
     cJSON *lineage = cJSON_DetachItemFromObjectCaseSensitive(json, "lineage");
@@ -108,7 +106,7 @@ cJSON *run_json_resume(const char *out, TrainOptions *options, Error *error) {
         error_set(error, EXIT_INPUT,
                   "%s: expected \"arguments\" and \"lineage\", without which --resume is not possible.\n"
                   "  Use --init-from %s/ckpt/step-... to start a new run from its weights.",
-                  path, out);
+                  path.text, out);
         cJSON_Delete(lineage);
         lineage = NULL;
     } else if (!options_resume(options->table, options->count, text, error)) {
@@ -124,7 +122,7 @@ cJSON *run_json_resume(const char *out, TrainOptions *options, Error *error) {
 }
 
 bool run_json_same_data(const char *out, const char *which, const char *fingerprint, Error *error) {
-    cJSON *json = json_read(folder_path(out, "run.json"), error);
+    cJSON *json = json_read(folder_path(out, "run.json").text, error);
     if (!json) return false;
     const cJSON *data = cJSON_GetObjectItemCaseSensitive(json, "data");
     const cJSON *then = cJSON_GetObjectItemCaseSensitive(data, which);
@@ -162,7 +160,7 @@ bool run_json_write(const char *out, const TrainOptions *options, const char *tr
     cJSON_AddItemToObject(json, "lineage", cJSON_Duplicate(lineage, true));
     if (cJSON_GetArraySize(to_repeat) > 0) cJSON_AddItemToObject(json, "to_repeat", cJSON_Duplicate(to_repeat, true));
     char *text = cJSON_Print(json);
-    bool done = text && file_replace_text(folder_path(out, "run.json"), text, error);
+    bool done = text && file_replace_text(folder_path(out, "run.json").text, text, error);
     if (!text) error_set(error, EXIT_RESOURCE, "out of memory for run.json.");
     free(text);
     free(arguments);

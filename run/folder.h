@@ -3,25 +3,26 @@
 #define RUN_FOLDER_H
 
 #include <cjson/cJSON.h>
+#include <limits.h>
 #include <stdbool.h>
 #include <stddef.h>
 
 #include "runtime/error.h"
 #include "run/train_options.h"
 
-// Locks OUT/lock until the process ends in any way. Further calls do nothing. With `make`, creates the folder and the
-// lock file if they are missing. Without it, a folder without a lock file, which no run has used yet, is left unlocked,
-// so that nothing is written before everything is checked. Fails with EXIT_BUSY if another job holds the lock, and with
-// EXIT_RESOURCE if the folder is not writable.
-bool folder_lock(const char *out, bool make, Error *error);
+// Locks OUT/lock until the process ends in any way. *lock is the descriptor that holds the lock, or -1 while there is
+// none; with a lock, does nothing. With `make`, creates the folder and the lock file if they are missing. Without it, a
+// folder without a lock file, which no run has used yet, is left unlocked, so that nothing is written before everything
+// is checked. Fails with EXIT_BUSY if another job holds the lock, and with EXIT_RESOURCE if the folder is not writable.
+bool folder_lock(int *lock, const char *out, bool make, Error *error);
 
 // Does OUT still contain run.json and the lock that folder_lock() took? False once someone has removed or replaced the
 // folder during the run.
-bool folder_intact(const char *out);
+bool folder_intact(int lock, const char *out);
 
 // Takes the lock again after the folder was removed. Fails with EXIT_BUSY if another job has started a run there. On
 // failure, the old lock is kept in case the folder was only temporarily unreachable.
-bool folder_lock_again(const char *out, Error *error);
+bool folder_lock_again(int *lock, const char *out, Error *error);
 
 // Does the folder already contain a run, that is, a checkpoint or a line of metrics?
 bool folder_has_run(const char *out);
@@ -52,7 +53,10 @@ cJSON *lineage_cut(cJSON *lineage, int64_t step, const char *made);
 // Returns the normalizer after all switches of a lineage, or NULL if it names none.
 const char *lineage_attn(const cJSON *lineage);
 
-// Returns OUT/name in a static buffer that the next call overwrites.
-const char *folder_path(const char *out, const char *name);
+// OUT/name
+typedef struct {
+    char text[PATH_MAX];
+} FolderPath;
+FolderPath folder_path(const char *out, const char *name);
 
 #endif

@@ -212,27 +212,25 @@ void metrics_line(char *out, size_t size, const StepMetrics *m, int64_t steps, d
              time, human_count(m->tok_per_s).text, 100 * m->mfu, human_count((double)m->tokens).text, left);
 }
 
-static bool line_pending;
-
 static bool on_terminal(void) {
     const char *term = getenv("TERM");
     return isatty(STDOUT_FILENO) && term && strcmp(term, "dumb") != 0;
 }
 
-void progress_show(const char *line, bool keep) {
+void progress_show(Progress *progress, const char *line, bool keep) {
     if (!on_terminal()) {
         printf("%s\n", line);
     } else {
         struct winsize window;
         int width = ioctl(STDOUT_FILENO, TIOCGWINSZ, &window) == 0 && window.ws_col > 1 ? window.ws_col - 1 : 79;
         printf("\r%.*s\x1b[K%s", width, line, keep ? "\n" : "");
-        line_pending = !keep;
+        progress->pending = !keep;
     }
     fflush(stdout);
 }
 
-void progress_end(void) {
-    if (line_pending) printf("\n");
-    line_pending = false;
+void progress_end(Progress *progress) {
+    if (progress->pending) printf("\n");
+    progress->pending = false;
     fflush(stdout);
 }

@@ -50,13 +50,18 @@ bool metrics_cut(const char *path, int64_t last, Error *error);
 // omitted.
 void metrics_line(char *out, size_t size, const StepMetrics *m, int64_t steps, double seconds_left);
 
+// What stdout shows; {0} at the start.
+typedef struct {
+    bool pending;    // a line that the next one replaces
+} Progress;
+
 // Prints a line to stdout. On a terminal, it replaces the previous line and is clipped to the terminal's width;
 // elsewhere, it is a plain line. `keep` preserves the line on a terminal, too (a validation, the last step).
-void progress_show(const char *line, bool keep);
+void progress_show(Progress *progress, const char *line, bool keep);
 
 // Ends the line that is being refreshed, so that other output starts on a new line. Call it before printing anything
 // else.
-void progress_end(void);
+void progress_end(Progress *progress);
 
 #ifdef __cplusplus
 }

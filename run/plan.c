@@ -19,6 +19,8 @@ static void plan_memory(Run *run) {
     memory_add(plan, "batch", (void **)&run->window, (run->T + 1) * sizeof(int32_t));
     memory_add(plan, "batch", (void **)&run->inputs, N * sizeof(int32_t));
     memory_add(plan, "batch", (void **)&run->targets, N * sizeof(int32_t));
+    if (run_sample_length(run))
+        memory_add(plan, "scratch", (void **)&run->candidates, (size_t)run->config->vocab * sizeof *run->candidates);
     if (masked) {
         memory_add(plan, "batch", (void **)&run->window_mask, run->T);
         memory_add(plan, "batch", (void **)&run->mask, N);

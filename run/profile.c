@@ -2,14 +2,12 @@
 
 #include <stdio.h>
 
-#include "run/metrics.h"
-
 #define PHASE_NAME(kind, name) name,
 const char *const phase_names[PHASE_COUNT] = {PHASES(PHASE_NAME)};
 
-void profile_print(const double seconds[PHASE_COUNT], int64_t steps) {
+void profile_print(Progress *progress, const double seconds[PHASE_COUNT], int64_t steps) {
     double sum = 0;
-    progress_end();
+    progress_end(progress);
     for (int i = 0; i < PHASE_COUNT; i++) sum += seconds[i];
     printf("\n%-36s %10s %8s\n", "phase", "ms/step", "share");
     for (int i = 0; i < PHASE_COUNT; i++)

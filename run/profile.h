@@ -4,6 +4,8 @@
 
 #include <stdint.h>
 
+#include "run/metrics.h"
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -20,7 +22,7 @@ typedef enum { PHASES(PHASE_KIND) PHASE_COUNT } Phase;
 extern const char *const phase_names[PHASE_COUNT];
 
 // Prints each phase's time per step and share of the total. `seconds` covers `steps` steps.
-void profile_print(const double seconds[PHASE_COUNT], int64_t steps);
+void profile_print(Progress *progress, const double seconds[PHASE_COUNT], int64_t steps);
 
 #ifdef __cplusplus
 }

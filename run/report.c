@@ -69,7 +69,7 @@ void run_report(Run *run, const char *more, const char *line) {
     if (share < 9.95) digits = 1;
     if (share < 0.1) digits = 4;
     if (share > 0) snprintf(text + length, sizeof text - length, " | %.*f %% all-zero rows", digits, share);
-    progress_show(text, run->step == run->o.steps || isfinite(run->last.val_loss));
+    progress_show(&run->progress, text, run->step == run->o.steps || isfinite(run->last.val_loss));
 }
 
 // ---- samples
@@ -90,7 +90,7 @@ static void keep_sample(Run *run, const int32_t *ids, size_t count) {
         warn("%s\n  The sample of step %lld is lost. Training continues.", error.text, (long long)run->step);
         return;
     }
-    FILE *file = fopen(folder_path(run->o.out, "samples.txt"), "a");
+    FILE *file = fopen(folder_path(run->o.out, "samples.txt").text, "a");
     if (file) {
         fprintf(file, "---- step %lld\n", (long long)run->step);
         show_text(file, run, ids, count);
@@ -115,14 +115,14 @@ void run_sample_start(const Run *run, Sample *sample) {
 
 bool run_sample_add(const Run *run, Sample *sample, float *logits) {
     double u = random_uniform((uint64_t)run->o.seed, (uint64_t)run->step, sample->count - 1);
-    int32_t id = sample_token(logits, (size_t)run->config->vocab, 0.9, 50, 1.0, u);
+    int32_t id = sample_token(logits, run->candidates, (size_t)run->config->vocab, 0.9, 50, 1.0, u);
     if (id == run->config->end_of_text) return false;
     sample->ids[sample->count++] = id;
     return sample->count <= run_sample_length(run);
 }
 
 void run_sample_end(Run *run, const Sample *sample) {
-    progress_end();
+    progress_end(&run->progress);
     printf("sample at step %lld: ", (long long)run->step);
     show_text(stdout, run, sample->ids + 1, sample->count - 1);
     printf("\n");

@@ -35,8 +35,8 @@ static _Noreturn void end_early(Run *run) {
 }
 
 // `make`: create the folder and its lock file if they are missing; see folder_lock().
-static bool lock_folder(const Run *run, bool make, Error *error) {
-    return !run->o.out || run->o.dry_run || folder_lock(run->o.out, make, error);
+static bool lock_folder(Run *run, bool make, Error *error) {
+    return !run->o.out || run->o.dry_run || folder_lock(&run->lock, run->o.out, make, error);
 }
 
 static bool data_whole(const Run *run, Error *error) {
@@ -46,7 +46,7 @@ static bool data_whole(const Run *run, Error *error) {
 void run_open(Run *run, const RunProgram *program, ModelConfig *config, int argc, char **argv) {
     TrainOptions *o = &run->o;
     Error error;
-    *run = (Run){.program = program, .config = config, .opened = now()};
+    *run = (Run){.program = program, .config = config, .lock = -1, .opened = now()};
     start_program(program->name);
     process_hold_signals(argv);
     train_options_init(o, normalizer_flag_help, program->gpus);
@@ -192,11 +192,11 @@ bool run_batch(Run *run, Batch *batch) {
 // ---- a step
 
 // A non-finite loss or gradient ends the run before it corrupts the weights.
-static void check_finite(const Run *run, double loss, double norm) {
+static void check_finite(Run *run, double loss, double norm) {
     if (isfinite(loss) && isfinite(norm)) return;
     char path[PATH_MAX];
     uint64_t step;
-    progress_end();
+    progress_end(&run->progress);
     bool saved = run->o.out && checkpoint_newest(run->o.out, path, sizeof path, &step);
     const Normalizer *attn = &run->config->attn;
     const char *unbounded = attn->phi.kind == PHI_EXP && !norm_is_sum(attn->norm)
@@ -300,8 +300,8 @@ void run_validated(Run *run, double loss) {
     run->best_step = run->step;
 }
 
-void run_validated_at_end(double loss) {
-    progress_end();
+void run_validated_at_end(Run *run, double loss) {
+    progress_end(&run->progress);
     if (run_is_main() && isfinite(loss)) printf("final validation loss %.4f\n", loss);
 }
 
@@ -326,7 +326,7 @@ bool run_save_due_at_end(const Run *run) {
 int run_end(Run *run) {
     bool complete = run->step >= run->o.steps && !run->owed;
     bool stopped = run->stopped && !complete;
-    progress_end();
+    progress_end(&run->progress);
     if (run_is_main() && stopped) {
         printf("stopped by a signal at step %lld%s%s\n", (long long)run->step,
                run->owed ? ", before its validation was complete" : "",

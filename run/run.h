@@ -30,6 +30,7 @@
 #include "runtime/adamw.h"
 #include "runtime/heartbeat.h"
 #include "runtime/memory.h"
+#include "runtime/sampler.h"
 #include "runtime/shards.h"
 #include "runtime/tokenizer.h"
 #include "model/weights.h"
@@ -86,7 +87,9 @@ typedef struct {
     Shards *train, *val;
     char *train_print, *val_print;    // fingerprints
     cJSON *lineage;
+    int lock;    // of the run folder; see folder_lock()
     Metrics *metrics;
+    Progress progress;
     Heartbeat *heartbeat;    // NULL if there is none
     Schedule schedule;
 
@@ -125,6 +128,7 @@ typedef struct {
     double window_loss;                     // of a validation: the sum on this rank
 
     int32_t *window, *inputs, *targets;
+    Candidate *candidates;          // of the next token of a sample
     uint8_t *window_mask, *mask;    // NULL if every token counts
     char *more;                     // members of the metrics line that only some runs have
     size_t more_size;
@@ -199,7 +203,7 @@ void run_validation_add(Run *run, double loss);     // the sum over the batch's 
 bool run_validation_end(Run *run, double *loss);    // the mean over all ranks
 void run_validated(Run *run, double loss);          // records it as the last step's validation loss
 // Only prints the loss: the metrics of a resumed run look as if it had never stopped.
-void run_validated_at_end(double loss);
+void run_validated_at_end(Run *run, double loss);
 
 // ---- switches of normalizer
 //

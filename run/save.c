@@ -46,9 +46,9 @@ void open_run_folder(Run *run) {
 }
 
 bool restore_run_folder(Run *run, Error *error) {
-    if (folder_intact(run->o.out) && metrics_intact(run->metrics)) return true;
-    progress_end();
-    if (!folder_lock_again(run->o.out, error)) {
+    if (folder_intact(run->lock, run->o.out) && metrics_intact(run->metrics)) return true;
+    progress_end(&run->progress);
+    if (!folder_lock_again(&run->lock, run->o.out, error)) {
         if (error->code == EXIT_BUSY) fail_with(error);
         return false;
     }
@@ -125,7 +125,7 @@ void run_save(Run *run) {
     bool done = true, last = run->stopped || run->step == run->o.steps;
     if (run_is_main()) {
         double start = now();
-        progress_end();
+        progress_end(&run->progress);
         done = restore_run_folder(run, &error) && write_checkpoint(run, &error);
         if (done) {
             printf("saved %s/ckpt/step-%08lld in %.1f s\n", run->o.out, (long long)run->step, now() - start);

@@ -162,7 +162,7 @@ void run_change_finish(Run *run, Change *change) {
     lineage_add(run->lineage, run->step, change->at_start ? "attn-at-start" : "attn-switch", "from", from->text, "attn",
                 to->text, "val_loss_before", before, "val_loss_after", after, NULL);
     if (run_is_main()) {
-        progress_end();
+        progress_end(&run->progress);
         show_new_scalars(run->config, from, to);
         printf("step %lld: switched --attn %s to %s; validation loss %s before, %s after\n", (long long)run->step,
                from->text, to->text, before, after);

@@ -1,15 +1,9 @@
 #include "runtime/sampler.h"
 
 #include <math.h>
-#include <stdlib.h>
+#include <stdbool.h>
 
-#include "runtime/error.h"
 #include "runtime/vecmath.h"
-
-typedef struct {
-    float p;
-    int32_t id;
-} Candidate;
 
 // Orders candidates by probability, ties by id, so that the order is the same everywhere.
 static bool before(Candidate a, Candidate b) {
@@ -36,7 +30,8 @@ static Candidate pop(Candidate *heap, size_t count) {
     return heap[count - 1] = first;
 }
 
-int32_t sample_token(float *logits, size_t V, double temperature, size_t top_k, double top_p, double u) {
+int32_t sample_token(float *logits, Candidate *candidates, size_t V, double temperature, size_t top_k, double top_p,
+                     double u) {
     size_t best = 0;
     for (size_t v = 1; v < V; v++)
         if (logits[v] > logits[best]) best = v;
@@ -52,14 +47,6 @@ int32_t sample_token(float *logits, size_t V, double temperature, size_t top_k, 
         for (size_t v = 0; v < V; v++)
             if ((at -= logits[v]) < 0) return (int32_t)v;
         return (int32_t)best;
-    }
-    static Candidate *candidates;
-    static size_t room;
-    if (room < V) {
-        free(candidates);
-        candidates = malloc(V * sizeof *candidates);
-        if (!candidates) fail(EXIT_RESOURCE, "out of memory for the %zu candidates of a sample.", V);
-        room = V;
     }
     for (size_t v = 0; v < V; v++) candidates[v] = (Candidate){logits[v], (int32_t)v};
     // Only some are needed in order, so use a heap: the i-th most likely ends up in candidates[V - 1 - i].

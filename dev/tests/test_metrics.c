@@ -178,12 +178,13 @@ static void test_full_disk(void) {
 
 static void show(void *unused) {
     (void)unused;
+    Progress progress = {0};
     setenv("TERM", "xterm", 1);
-    progress_show("0123456789012345678901234567890123456789", false);
-    progress_show("short", false);
-    progress_end();
-    progress_end();
-    progress_show("kept", true);
+    progress_show(&progress, "0123456789012345678901234567890123456789", false);
+    progress_show(&progress, "short", false);
+    progress_end(&progress);
+    progress_end(&progress);
+    progress_show(&progress, "kept", true);
 }
 
 static void test_terminal(void) {

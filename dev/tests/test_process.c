@@ -75,7 +75,8 @@ static void work_die(void) {
 
 // Says what a progress line would look like.
 static void work_show(void) {
-    progress_show(process.rank == 0 ? "line" : "", false);
+    Progress progress = {0};
+    progress_show(&progress, process.rank == 0 ? "line" : "", false);
     process_barrier();
 }
 
