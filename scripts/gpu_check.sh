@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Runs what only a GPU can show, in parts. Each part adds its section to one report; a part that ran out of time
-# resumes in the next call. doc/gpu_check.md has the commands for half an hour on a GPU, with the minutes for each.
+# Tests and times the CUDA programs on a GPU, part by part. Each part adds a section to one report; a part that ran out
+# of time resumes in the next call. doc/gpu_check.md has the commands for half an hour on a GPU, with the minutes for
+# each.
 #
 #   scripts/gpu_check.sh [PART[=SECONDS]...]
 #   scripts/gpu_check.sh --help
@@ -42,8 +43,9 @@ cd "$(dirname "$0")/.."
 ALL="probe build tests determinism train attention step memory others counters sanitizer larger"
 PARTS="pack $ALL several"
 FAILED=1 UNFINISHED=75 NO_GPU=77
-# Seconds: from SIGTERM to SIGKILL for a program whose time is up; kept back at the end of a call, for that and for the
-# report; for a small kernel to be built and run; for an answer of nvidia-smi, which hangs where the driver does.
+# In seconds. KILL_AFTER: from SIGTERM to SIGKILL for a program whose time is up. RESERVE: at the end of a call, for
+# that and for the report. SMOKE_LIMIT: to build and run a small kernel. ASK_LIMIT: for an answer from nvidia-smi, which
+# hangs if the driver does.
 KILL_AFTER=5 RESERVE=$((KILL_AFTER + 2)) SMOKE_LIMIT=30 ASK_LIMIT=10
 out=${OUT:-build/gpu_check} earlier=${REPORT:-build/gpu_check} budget=${BUDGET:-570}
 deps=$(realpath -m "${DEPS:-build/deps}")
@@ -52,7 +54,7 @@ dry=0
 [ "${DEVICE:-cuda}" = cpu ] && dry=1
 where=cuda suffix=cu
 [ $dry = 1 ] && where=on_cpu suffix=cu_on_cpu
-# A dry run takes what `make` has built, unless PROGRAMS says otherwise.
+# A dry run uses the programs that `make` has built, unless PROGRAMS names other ones.
 build=${PROGRAMS:-$([ $dry = 1 ] && echo build || echo build/gpu_programs)}
 bin=$([ "$build" = build ] && echo . || echo "$build")
 train=${TRAIN:-$bin/train_gpt2$suffix}
@@ -62,10 +64,10 @@ flash=${FLASH_LIBRARY:-$build/$where/flash.so}
 say() { echo "gpu_check: $*"; }
 stop() { echo "gpu_check: $2" >&2; exit "$1"; }
 report() { python3 dev/bench/gpu_report.py "$out" "$@"; }
-# Seconds that the part may still take.
+# The seconds left for the current part.
 left() { echo $((part_end - SECONDS)); }
 
-# The comment at the top.
+# Prints the comment at the top.
 usage() { sed -n '2,/^[^#]/ { /^#/ !d; s/^# \{0,1\}//; p; }' scripts/gpu_check.sh; }
 
 smi() { timeout -k $KILL_AFTER $ASK_LIMIT nvidia-smi "$@" 2>/dev/null; }
@@ -84,7 +86,7 @@ has_module() {
     "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)' "$1" 2>/dev/null
 }
 
-# What pack gathered comes before what the system has.
+# Prefers what pack has collected to what is installed.
 use_deps() {
     [ -d "$deps" ] || return 0
     export CPATH=$deps/include${CPATH:+:$CPATH} LIBRARY_PATH=$deps/lib${LIBRARY_PATH:+:$LIBRARY_PATH}
@@ -94,16 +96,16 @@ use_deps() {
 
 # ---------------------------------------------------------------- checks
 
-# What this script's functions need when they run as commands.
+# The variables that check() passes on to a function of this script, which it runs in a shell of its own.
 VARIABLES="data dry train deps out part python bin build suffix where flash tests gpus make_flags"
 
 # check NAME NEED LIMIT command...: runs the command (a program, or a function of this script) for at most LIMIT
-# seconds, if NEED seconds are left and the report does not say that it passed. Its verdict, time and last line go into
-# the report, its output into the log. If the command's exit code is 75, it ran out of time.
+# seconds, unless fewer than NEED seconds are left or it passed in an earlier call. Its verdict, time and last line of
+# output go into the report, its whole output into the log. Exit code 75 means that the command ran out of time.
 check() {
     local name=$1 need=$2 limit=$3 start=$SECONDS status=0 text cut
     shift 3
-    # A dry run has tiny shapes, on a machine of any speed.
+    # A dry run has tiny shapes, but the machine may be slow.
     [ $dry = 0 ] || { need=$((need / 6)); limit=3600; }
     report passed "$part" "$name" && { echo "  $name: passed in an earlier call"; return 0; }
     if [ "$(left)" -lt "$need" ]; then leave "$name" "needs $need s, but only $(left) s are left"; return 1; fi
@@ -119,11 +121,12 @@ check() {
     conclude_timed "$name" "$status" $((SECONDS - start)) "$cut" "$limit" "$text"
 }
 
-# timed_out STATUS SECONDS CUT: did `timeout`, asked to stop a command after CUT seconds, do so? A program that is killed
-# for want of memory has the status 137 too, but sooner.
+# timed_out STATUS SECONDS CUT: true if `timeout` stopped a command because its CUT seconds were over. A program that is
+# killed for lack of memory also has status 137, but ends sooner.
 timed_out() { [ "$1" = 124 ] || { [ "$1" = 137 ] && [ "$2" -ge "$3" ]; }; }
 
-# conclude_timed NAME STATUS SECONDS CUT LIMIT FILE: what was stopped before its LIMIT is left to the next call.
+# conclude_timed NAME STATUS SECONDS CUT LIMIT FILE: as conclude; a command that was stopped before its LIMIT is left
+# for the next call.
 conclude_timed() {
     local status=$2
     if timed_out "$2" "$3" "$4"; then
@@ -137,7 +140,7 @@ conclude_timed() {
     conclude "$1" "$status" "$3" "$6"
 }
 
-# conclude NAME STATUS SECONDS FILE
+# conclude NAME STATUS SECONDS FILE: records the verdict on a command whose output is in FILE.
 conclude() {
     local verdict="FAILED ($2)" detail
     detail=$(grep -v '^[[:space:]]*$' "$4" | tail -1)
@@ -152,16 +155,17 @@ conclude() {
     [ "$verdict" != "FAILED ($2)" ]
 }
 
-# leave NAME WHY: for the next call.
+# leave NAME WHY: leaves a check for the next call.
 leave() {
     report check "$part" "$1" left 0 "$2"
     echo "  $1: left for the next call: $2"
 }
 
-# Lines of the section.
+# Adds lines to the part's section of the report.
 fact() { report fact "$part" "$@"; printf '  %s\n' "$@"; }
 
-# lacks NAME WHAT-THEN: something that a part cannot do without. What cannot be checked has not passed.
+# lacks NAME CONSEQUENCE: something that the part needs is missing. That counts as a failure: a check that cannot run
+# has not passed.
 lacks() {
     report check "$part" "$1" FAILED 0 "$1 is missing: $2"
     echo "  FAILED: $1 is missing: $2"
@@ -170,7 +174,7 @@ lacks() {
 
 # ---------------------------------------------------------------- pack
 
-# Each thing by itself, so that one that cannot be had does not hide the others.
+# Packs each item separately, so that one that is unavailable does not hide the others.
 part_pack() {
     local thing not_packed=()
     mkdir -p "$deps"/{include,lib,python,cublas}
@@ -180,7 +184,7 @@ part_pack() {
     say "$deps: $(du -sh "$deps" | cut -f1). Copy it together with the sources ($(sources_size))," \
         "without build, .venv and .cuda"
     [ ${#not_packed[@]} = 0 ] ||
-        stop $FAILED "pack: could not pack ${not_packed[*]}. Lines above say why, and what the GPU machine then needs"
+        stop $FAILED "pack: could not pack ${not_packed[*]}. See above for why, and for what the GPU machine then needs"
 }
 
 lacked() { echo "gpu_check: pack: $1" >&2; return 1; }
@@ -195,7 +199,8 @@ pack_libraries() {
             { lacked "cJSON and xxHash are not installed here, and apt-get cannot download them: install $packages"; return 1; }
     fi
     for name in cjson xxhash.h; do cp -rL "$root/usr/include/$name" "$deps/include/" || return 1; done
-    # Copies in place of links, which may not travel: the linker asks for .so, the loader for .so.N.
+    # Copies the files behind symbolic links, which might get lost on the way: the linker looks for .so, the loader for
+    # .so.N.
     for name in libcjson libxxhash; do cp -L "$root"/usr/lib/*/"$name".so* "$deps/lib/" || return 1; done
     [ -z "$root" ] || rm -rf "$root"
 }
@@ -226,7 +231,8 @@ pack_cublas() {
     cp -rL "$cublas/include" "$deps/cublas/include"
 }
 
-# pytest, to run tests in several processes (xdist) that may hang (timeout) or crash. Pure Python, so for any version.
+# pytest, and its plugins for several processes (xdist), any of which may crash or hang (timeout). They are pure Python
+# and work with any version.
 pack_python() {
     local p new=$deps/python.new packages="pytest pytest-xdist pytest-timeout"
     local flags="-q --disable-pip-version-check --only-binary :all: --no-compile"
@@ -242,7 +248,7 @@ pack_python() {
     lacked "pip is missing or cannot download $packages. The GPU machine needs them to test attention"
 }
 
-# Shards to train on: DATA's, or this project's text, a byte a token.
+# Shards to train on: those in DATA, or this project's own text, one token per byte.
 pack_text() {
     local from=${DATA:-data/shakespeare}
     rm -rf "$deps/text"
@@ -252,10 +258,10 @@ pack_text() {
 
 has_shards() { [ -n "$(compgen -G "$1/*_train_*.bin")" ]; }
 
-# The CPU's losses, with the recipe that they belong to.
+# The CPU's losses, and the recipe that produced them.
 pack_curve() {
     make -j"$(nproc)" train_gpt2 >/dev/null ||
-        { lacked "train_gpt2 cannot be built here, so the GPU machine must do the CPU run, for minutes"; return 1; }
+        { lacked "train_gpt2 cannot be built here, so the GPU machine must do the CPU run (minutes)"; return 1; }
     data=$deps/text
     rm -rf "$deps/fp32_on_cpu"
     run_cpu ./train_gpt2 "$deps/fp32_on_cpu" >/dev/null || { lacked "the CPU run failed"; return 1; }
@@ -268,8 +274,8 @@ sources_size() {
 
 # ---------------------------------------------------------------- probe
 
-# found NAME VALUE WHAT-THEN [needed]: adds the value to `facts`, or without one what is lost and the remedy.
-# `needed`: for every program.
+# found NAME VALUE CONSEQUENCE [needed]: adds the value to `facts`, or if it is empty, the consequence and the remedy.
+# `needed`: every program needs it.
 found() {
     if [ -n "$2" ]; then facts+=("$1: $2")
     elif [ "${4:-}" = needed ] && [ $dry = 0 ]; then lacks "$1" "$3"
@@ -303,7 +309,7 @@ part_probe() {
     found Python "$("$python" --version 2>&1), $(command -v "$python")" "install Python 3"
     while read -r name value; do found "Python's $name" "$value" "$(without "$name")"; done < <(python_packages)
     for name in ncu compute-sanitizer; do found $name "$(command -v $name)" "$(without $name)"; done
-    found mpirun "$(command -v mpirun)" "only the part several needs it"
+    found mpirun "$(command -v mpirun)" "needed only by the part several"
     facts+=("CPU: $(nproc) cores, $(awk '/MemTotal/ { printf "%.0f GB", $2 / 1e6 }' /proc/meminfo) of memory")
     facts+=("free disk: $(free_in .) here, $(free_in /dev/shm) in /dev/shm" "text to train on: $data, $curve")
     fact "${facts[@]}"
@@ -312,7 +318,7 @@ part_probe() {
     has_gpu || end="not measured: no GPU"
 }
 
-# Lines: package, its version or nothing.
+# Prints one line per package: its name, and its version if it is installed.
 python_packages() {
     "$python" - torch triton numpy pytest pytest-xdist pytest-timeout matplotlib <<'PY'
 import sys
@@ -339,7 +345,7 @@ without() {
     esac
 }
 
-# Does a kernel that nvcc has just built run here?
+# Builds and runs a small kernel in the background; conclude_smoke records the verdict.
 smoke_test() {
     cat >"$2/smoke.cu" <<'CUDA'
 #include <stdio.h>
@@ -371,8 +377,8 @@ conclude_smoke() {
 
 # ---------------------------------------------------------------- build
 
-# Sets cublas, and the flags of make for what it does not find by itself: headers and libcudart_static.a by pack, the
-# library that PyTorch came with or that the system knows.
+# Sets `cublas`, and make's flags for what the Makefile does not find by itself: headers and libcudart_static.a from
+# pack, and the cuBLASLt library that came with PyTorch or that the system has.
 settle_tools() {
     local library lacking cudart
     make_flags=(GPUS="$gpus" BUILD="$build" BIN="$bin")
@@ -396,7 +402,7 @@ cublas_libraries() {
 
 programs() { echo "$bin/train_gpt2$suffix $bin/test_gpt2$suffix $tests/test_kernels $tests/test_matmul $flash"; }
 
-# What the programs are built from: contents, since sources that were copied here may have any time.
+# Identifies the sources of the programs by their contents, because copying may have changed their times.
 sources() {
     report version build
     echo "${make_flags[*]}"
@@ -428,7 +434,7 @@ part_build() {
     fi
     if has_same_sources && [ ! -e "$build/products" ]; then
         say "resuming an unfinished build in $build"
-        find "$build" -type f -exec touch {} +                # what is there is from these sources, whatever their times
+        find "$build" -type f -exec touch {} +                # these objects match the sources, whatever the times say
     elif [ -d "$build" ]; then
         say "$build holds programs built from other sources; rebuilding them"
         rm -rf "$build"
@@ -439,7 +445,7 @@ part_build() {
     check "make, sm_$gpus" 20 3600 make_programs
 }
 
-# For parts that need the programs: a fresh machine has none.
+# Builds the programs, which a fresh machine lacks, for a part that needs them.
 ensure_built() {
     [ $dry = 1 ] && [ "$build" = build ] && return
     [ -z "${build_failed:-}" ] || return 1
@@ -462,12 +468,12 @@ KERNELS="wrappers phi rmsnorm rope qk_norm swiglu gau embedding classifier adamw
 PRODUCTS="layers plans shapes measured workspace repeated"
 MODELS="tied_v97 tied_v50257 _llama_ _gau_ _h4_kv2_T _kv1_d24 _qk_norm_T _d48 _d64 _d128"
 
-# Every group is a process of its own, so that a kernel that crashes ends its group alone.
+# Every group runs in a process of its own, so that a kernel that crashes ends only its group.
 part_tests() {
     local group
     for group in $KERNELS; do check "kernels: $group" 10 90 "$tests/test_kernels" "$group"; done
     for group in $PRODUCTS; do check "cuBLASLt: $group" 10 60 "$tests/test_matmul" "$group"; done
-    # Sizes and calls that the trainer never makes: what the library says to them is information.
+    # Sizes and calls that the trainer never uses: the library's answers are only informational.
     for group in unaligned orders refused; do
         informational=1 check "cuBLASLt, not needed: $group" 10 60 "$tests/test_matmul" "$group"
     done
@@ -483,7 +489,7 @@ test_attention() {
     local flags=(-q -p no:cacheprovider --maxfail=15)
     has_module xdist && flags+=(-n "$((dry ? 2 : 8))" --max-worker-restart=15)
     has_module pytest_timeout && flags+=(--timeout=60 --timeout-method=thread)
-    # One CUDA context and a few threads for each process.
+    # Each process has a CUDA context of its own, so a few threads are enough.
     export OMP_NUM_THREADS=2 FLASH_ALL=$1 FLASH_SO
     FLASH_SO=$(realpath "$flash")
     "$python" -m pytest "${flags[@]}" dev/tests/test_flash.py
@@ -491,7 +497,7 @@ test_attention() {
 
 # ---------------------------------------------------------------- runs on text
 
-# The same small model everywhere: heads of 64, 2 M parameters and the embedding.
+# The same small model for all runs: heads of 64, 2 M parameters plus the embedding.
 recipe() {
     local vocab=${VOCAB:+,vocab=$VOCAB}
     if [ $dry = 1 ]; then
@@ -509,7 +515,7 @@ run() {            # program folder flags...
         --out "$folder" "$@"
 }
 
-# The CPU's run, and beside it what it belongs to.
+# Trains on the CPU, and records beside the run which recipe and text it used.
 run_cpu() { run "$1" "$2" --dtype fp32 && curve_of >"$2/recipe"; }
 curve_of() { recipe && cat "$data"/*_train_*.bin | sha256sum; }
 
@@ -563,7 +569,7 @@ part_determinism() {
 
 same_runs() {      # dtype
     local folder deterministic="--deterministic 1" status=0 name
-    # The CPU's trainer, in a dry run, always is.
+    # The CPU trainer, which a dry run uses, has no such flag and is always deterministic.
     [[ $("$train" --help) == *--deterministic* ]] || deterministic=--shuffle
     folder=$(mktemp -d)
     export STEPS=$((dry ? 4 : 30))
@@ -596,7 +602,7 @@ PY
 # scripts/launch.sh, as a program for run().
 two_ranks() { scripts/launch.sh 2 "$train" "$@"; }
 
-# The same batches, so the same losses but for the order of sums.
+# Both runs see the same batches, so their losses differ only by the order of sums.
 part_several() {
     local word zero
     if [ $dry = 0 ] && [ "$(smi -L | wc -l)" -lt 2 ]; then
@@ -623,8 +629,8 @@ two_beside_one() { # --zero's value
 
 # ---------------------------------------------------------------- timings
 
-# timing NEED MODULE program flags...: a program of dev/bench, which resumes by itself and begins no case that does not
-# fit into the time that is left.
+# timing NEED MODULE program flags...: runs a program of dev/bench, which resumes by itself and starts no case that
+# would not fit into the time left.
 timing() {
     local need=$1 module=$2 program=$3 flags=()
     shift 3
@@ -652,8 +658,8 @@ part_counters() {
 
 # ---------------------------------------------------------------- sanitizer
 
-# One of each kind of attention kernel, by the rows of attention/flash_instances.h: dtype, --attn, T, head size, size of
-# values.
+# One of each kind of attention kernel, following the rows of attention/flash_instances.h. Columns: dtype, --attn, T,
+# head size, size of the values.
 attention_kinds() {
     cat <<'TABLE'
 bf16 softmax 96 64 64
@@ -682,7 +688,7 @@ bf16 lssar 65 128 192
 TABLE
 }
 
-# Lines: a check's name | its command. The memory checker first, of everything.
+# Prints lines `NAME|COMMAND`, one per check. memcheck comes first, for all kernels.
 sanitizer_runs() {
     local tool group dtype attn T HS VS tools="memcheck racecheck synccheck"
     [ $dry = 1 ] && tools=none
@@ -697,7 +703,7 @@ sanitizer_runs() {
     done
 }
 
-# Each run is concluded as it ends, so that a call that is killed keeps what was done.
+# Records each run as soon as it ends, so that a killed call keeps what is done.
 part_sanitizer() {
     local folder name command cut i=0 limit=240 need=40 prefix
     if [ $dry = 0 ] && ! command -v compute-sanitizer >/dev/null; then
@@ -710,7 +716,7 @@ part_sanitizer() {
         conclude_ended "$folder"
         while [ "$(jobs -rp | wc -l)" -ge 8 ]; do wait_for_one "$folder"; done
         if [ "$(left)" -lt $need ]; then leave "$name" "$(left) s are left"; continue; fi
-        # Eight runs may end at once: their verdicts take some seconds too.
+        # Up to eight runs may end at once, and recording their verdicts takes a few seconds.
         cut=$(($(left) - KILL_AFTER - 5 < limit ? $(left) - KILL_AFTER - 5 : limit))
         prefix=""
         [ $dry = 1 ] || prefix="compute-sanitizer --tool ${name%%,*} --error-exitcode 9 --print-limit 20"
@@ -725,7 +731,8 @@ part_sanitizer() {
 
 wait_for_one() { wait -n; conclude_ended "$1"; }
 
-# run_aside FILE NAME CUT command...: its output into FILE; then its exit code, seconds, CUT and NAME into FILE.status.
+# run_aside FILE NAME CUT command...: writes the command's output into FILE, then its exit code, seconds, CUT and NAME
+# into FILE.status.
 run_aside() {
     local file=$1 name=$2 cut=$3 start=$SECONDS
     shift 3
@@ -785,11 +792,11 @@ shorten_log() {
     tail -c $LOG_BYTES "$out/log" >"$out/log.new" && mv "$out/log.new" "$out/log"
 }
 
-# An earlier call's report, where this call writes to another folder.
+# Copies the report of an earlier call if this call writes to another folder.
 continue_report() {
     local name
     { mkdir -p "$out" && echo >"$out/writable" && rm "$out/writable"; } 2>/dev/null ||
-        stop 2 "OUT=$out: cannot be made or written to"
+        stop 2 "OUT=$out: cannot be created or written to"
     if [ -e "$out/report.json" ] || [ ! -e "$earlier/report.json" ]; then return; fi
     for name in report.json log loss.png; do
         [ ! -e "$earlier/$name" ] || cp "$earlier/$name" "$out/"
@@ -819,7 +826,7 @@ capability=$(smi --query-gpu=compute_cap --format=csv,noheader | head -1 | tr -d
 gpus=${GPUS:-${capability:-90}}
 [ $only_pack = 1 ] || find_data
 while [ $# -gt 0 ]; do
-    # Even to say that there is no time, a part takes a second or more.
+    # A part takes a second or more even to say that there is no time.
     if [ $((budget - SECONDS)) -lt $((RESERVE + 3)) ] && [ "$1" != pack ]; then
         report postpone "${@%%=*}"
         say "no time is left for ${*%%=*}"

@@ -10,9 +10,9 @@
 #   GRACE=2              after an error: seconds until mpirun tells the other ranks to end, and then until it kills them
 #   MPIRUN=mpirun        a different mpirun, optionally followed by flags for it
 #
-# Ctrl-C or SIGTERM lets the program save a checkpoint, however long that takes; a second Ctrl-C ends it at once, and
-# so does kill -9 of launch.sh. When a machine vanishes, the remaining ranks end with exit code 6 (--rank-timeout), and
-# launch.sh does so a few seconds later.
+# Ctrl-C or SIGTERM lets the program save a checkpoint, however long that takes; a second Ctrl-C ends it at once, as
+# does kill -9 on launch.sh. When a machine vanishes, the remaining ranks end with exit code 6 (--rank-timeout), and
+# launch.sh follows a few seconds later with the same code.
 set -euo pipefail
 
 usage() { echo "launch.sh: $1" >&2; echo "  Usage: scripts/launch.sh N program flags..." >&2; exit 2; }
@@ -39,27 +39,27 @@ if [ -n "${HOSTFILE:-}" ]; then
     machines=$(grep -cvE '^[[:space:]]*(#|$)' "$HOSTFILE" || true)
     [ "$machines" -gt 0 ] || usage "HOSTFILE=$HOSTFILE: lists no machine."
     flags+=(--hostfile "$HOSTFILE" --map-by node -x PATH)
-    for name in $(compgen -e); do    # what mpirun does not pass on to other machines by itself
+    for name in $(compgen -e); do    # mpirun does not pass these on to other machines by itself
         case $name in LD_LIBRARY_PATH | NCCL_* | CUDA_*) flags+=(-x "$name") ;; esac
     done
 fi
 [ "$(id -u)" -ne 0 ] || flags+=(--allow-run-as-root)
 
 # By default, Open MPI binds a rank with all its threads to one core, and threads that wait for work and ranks that
-# wait for a message spin. With more of them than free cores, each spin costs a time slice: three ranks with two
+# wait for a message spin. With more of these than free cores, each spin costs a time slice: three ranks with two
 # threads each on two cores took 40 ms for a parallel region that takes 64 us with these settings.
 here=$(((processes + machines - 1) / machines))
 cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)
 threads=${OMP_NUM_THREADS:-$((cores / here > 0 ? cores / here : 1))}
 flags+=(-x "OMP_NUM_THREADS=$threads" -x "OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}" --mca mpi_yield_when_idle 1)
 
-# When told to end, mpirun waits GRACE seconds, sends SIGTERM, waits GRACE again and kills, which does not leave a run
-# time to save. So mpirun gets a session of its own, out of reach of Ctrl-C, and a stop goes to the ranks as SIGUSR1,
-# which mpirun passes on at once; SIGUSR2, which nobody catches, ends them.
+# When mpirun is asked to end, it waits GRACE seconds, sends SIGTERM, waits GRACE seconds again and kills the ranks,
+# which does not leave a run time to save. So mpirun gets a session of its own, out of reach of Ctrl-C, and a stop goes
+# to the ranks as SIGUSR1, which mpirun passes on at once; SIGUSR2, which nobody catches, ends them.
 flags+=(--mca odls_base_sigkill_timeout "${GRACE:-2}")
 [ -t 1 ] || flags+=(-x TERM=dumb)    # each rank sees a terminal that mpirun made
 
-# mpirun would outlive a launch.sh that is killed by SIGKILL, so it gets SIGUSR2 in that case, too.
+# mpirun would outlive a launch.sh killed by SIGKILL, so the kernel sends it SIGUSR2 in that case.
 together=()
 ! command -v setpriv > /dev/null || together=(setpriv --pdeathsig USR2)
 

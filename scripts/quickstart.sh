@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# From a fresh clone to a small GPT trained on Shakespeare: sets up, builds, prepares the text, trains for about five
-# minutes on two cores, validates, prints a sample and plots the curve.
+# From a fresh clone to a small GPT trained on Shakespeare: sets up, builds, prepares the text, trains for a few minutes
+# on two cores, validates, prints a sample and plots the loss curve.
 #
 #   scripts/quickstart.sh [--steps N]     N training steps (default: QUICKSTART_STEPS, or 500)
 #

@@ -30,7 +30,7 @@ has_fuzzer() {
         clang -fsanitize=fuzzer,address -x c -o /dev/null - 2>/dev/null
 }
 
-# One row per need: Debian packages | how to check for them | what their absence turns off; empty: required
+# One row per need: Debian packages | how to check for them | what is lost without them; empty: required
 needs() {
     cat <<'TABLE'
 gcc libc6-dev             | header stdio.h          |
@@ -48,8 +48,8 @@ TABLE
         cat <<'TABLE'
 clang libclang-rt-dev     | has_fuzzer              | the fuzzer's tests
 TABLE
-        # Only root may create the namespaces that this is for. With systemd, sshd would start at every boot, so
-        # install it yourself.
+        # These are for network namespaces, which only root may create. With systemd, sshd would start at every boot, so
+        # there you have to install it yourself.
         if [ "$(id -u)" = 0 ] && [ ! -d /run/systemd/system ]; then
             cat <<'TABLE'
 openssh-server openssh-client | command -v sshd && command -v ssh | the tests with two machines (network namespaces, each with an sshd)

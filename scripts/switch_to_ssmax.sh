@@ -20,7 +20,7 @@ newest=$(find "$out/ckpt" -maxdepth 1 -name 'step-*' 2> /dev/null | sort | tail 
 }
 
 switch=(--attn-switch "${STEP:-$((10#${newest##*/step-}))}:ssmax")
-! grep -q "\"attn-switch\":[[:space:]]*\"${STEP:-[0-9]*}:ssmax\"" "$out/run.json" || switch=()    # --resume knows it from there
+! grep -q "\"attn-switch\":[[:space:]]*\"${STEP:-[0-9]*}:ssmax\"" "$out/run.json" || switch=()    # a resume reads run.json
 read -ra launch <<< "${LAUNCH:-scripts/launch.sh ${GPUS:-8}}"    # scripts/run_multi_node.sbatch sets LAUNCH
 
 exec "${launch[@]}" "${PROGRAM:-./train_gpt2cu}" --out "$out" --resume "${switch[@]}" "$@"

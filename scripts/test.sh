@@ -5,16 +5,16 @@
 #   scripts/test.sh --all            all mutations, races, orders and shapes, and long fuzzing: hours
 #   scripts/test.sh [--all] GROUP... these groups of tests alone; `scripts/test.sh --groups` lists them
 #
-# Without --all, tests that have many cases run some of them, drawn by commit (dev/draw.py); DRAW=COMMIT repeats the
-# draw of another commit. The last lines name the skipped tests and give the seconds of each group; the very last is
-# "N passed, N failed". The exit status is 0 if none failed and some passed.
+# Without --all, the largest tests run only some of their cases, which the commit hash selects (dev/draw.py);
+# DRAW=COMMIT repeats the draw of another commit. The last lines name the skipped tests and give the seconds of each
+# group; the very last is "N passed, N failed". The exit status is 0 if none failed and some passed.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-export WERROR=1    # of every make, also of those that tests start, so that nothing is built twice
+export WERROR=1    # for every make, including those that tests start, so that nothing is built twice
 PYTEST=(.venv/bin/python -m pytest -q -rs -p no:cacheprovider)
 jobs=$(nproc)
 
-# Two lanes run side by side: build and c come first, then the Python tests beside all others.
+# After FIRST, two lanes run in parallel: the Python tests in one, all other groups in the other.
 FIRST="build format"
 LANE_1="pytest"
 LANE_2="c cuda san san_cuda races fuzz mutate variants san_pytest"
@@ -45,7 +45,8 @@ trap 'rm -rf "$logs"' EXIT
 # count GROUP PASSED FAILED SKIPPED: adds to the group's counts.
 count() { echo "$2 $3 $4" >>"$logs/$1.count"; }
 
-# Runs a command whose output has lines "N passed, N failed". One that fails without saying so counts as one failed.
+# Runs a command whose output has lines "N passed, N failed". A command that fails without such a line counts as one
+# failed test.
 c_tests() {
     local group=$1 status=0 p f s
     shift
@@ -57,7 +58,7 @@ c_tests() {
     count "$group" "$p" "$f" "$s"
 }
 
-# Runs pytest. An error outside a test, such as a module that cannot be imported, counts as one failed.
+# Runs pytest. An error outside a test, such as a module that cannot be imported, counts as one failed test.
 python_tests() {
     local group=$1 status=0 p f s
     shift
@@ -76,10 +77,10 @@ PY
     count "$group" "$p" "$f" "$s"
 }
 
-# One test that is a command: passed if it exits with 0.
+# Counts a command as one test, which passes if the exit code is 0.
 one_test() { local group=$1; shift; if "$@" </dev/null; then count "$group" 1 0 0; else count "$group" 0 1 0; fi; }
 
-# Runs each of the words as a program with its arguments and goes on after a failure.
+# Runs each argument as a command line, and continues after a failure.
 each() { local words status=0; for words; do echo "== $words"; env $words || status=1; done; return $status; }
 
 # ---------------------------------------------------------------- the groups
@@ -98,7 +99,7 @@ group_format() {
 
 group_c() { c_tests c make -s -k test_c; }
 
-# The programs with a CBLAS and with neither library: the model on the small vocabulary.
+# Builds with a CBLAS and with neither library, and tests the model on the small vocabulary.
 group_variants() {
     local name chosen="blas loops"
     [ $all = 1 ] || chosen=$(dev/draw.py 1 $chosen)
@@ -123,7 +124,7 @@ sanitized() {
     make -j"$jobs" SAN=1 INSTANCES="exp float" "${programs[@]}" && each "build/san/test_gpt2 v97" "build/san/test_gpt2 matmul" "${programs[@]:1}"
 }
 
-# The tests of the programs, in build/san.
+# The trainer's tests, with the programs in build/san.
 group_san_pytest() {
     make -j"$jobs" SAN=1 build/san/train_gpt2 build/san/sample_gpt2
     DRAW_ONE_IN=4 TRAIN_GPT2=build/san/train_gpt2 python_tests san_pytest dev/tests/test_{errors,order,resume,sample}.py -n 2 --dist loadfile \

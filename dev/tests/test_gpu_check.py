@@ -282,7 +282,7 @@ def test_seconds_are_decimal(tmp_path, word, settings):
 
 
 def test_an_out_that_cannot_be_written(tmp_path):
-    assert "cannot be made or written to" in gpu_check("step", out="/proc/nothing", code=2)
+    assert "cannot be created or written to" in gpu_check("step", out="/proc/nothing", code=2)
 
 
 @pytest.mark.parametrize("word", ["help", "--help"])
