@@ -1,4 +1,4 @@
-"""Which cases CI runs of tests that have many.
+"""Selects the cases that CI runs of tests that have many.
 
 @pytest.mark.drawn(N): with DRAW=COMMIT in the environment, as scripts/test.sh sets it, only N of a test's cases run,
 drawn by that commit (dev/draw.py). Without it all of them run, and so does `scripts/test.sh --all`.
@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import draw
 
 
-# A shell's background job ignores SIGINT, and so would the programs that the tests start and stop.
+# In a shell's background job SIGINT is ignored, and the programs that the tests start and stop would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draws cases by commit: a run on one commit draws the same cases on every machine, and the next commit draws others.
+"""Draws cases by commit: every machine draws the same cases for a commit, and the next commit draws others.
 
     dev/draw.py N WORD...    prints N of the words
 
@@ -21,7 +21,7 @@ def commit():
 
 
 def sample(cases, count):
-    """So many of the cases, in their order; all of them where there are not more."""
+    """Draws that many of the cases and keeps their order; all of them if there are no more than that."""
     cases = list(cases)
     drawn = sorted(random.Random(commit()).sample(range(len(cases)), min(count, len(cases))))
     return [cases[i] for i in drawn]

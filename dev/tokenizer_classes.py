@@ -3,8 +3,8 @@
 
     python dev/tokenizer_classes.py > runtime/tokenizer_classes.h
 
-The tables are asked from tiktoken itself (an encoding whose pattern is the class alone keeps the characters of that class and
-drops the others), because those of Python's unicodedata follow another version of Unicode.
+The classes come from tiktoken itself (an encoding whose pattern is just the class keeps the characters of that class
+and drops the others), because Python's unicodedata follows another version of Unicode.
 """
 import tiktoken
 

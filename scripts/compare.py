@@ -53,7 +53,7 @@ def command(name, options, more):
 
 
 def ended(base, line):
-    """The outcome of the run with this command line, or None if it has not run, was stopped, or failed."""
+    """The outcome of the run with this command line; None if it has not run, was stopped, or failed."""
     try:
         outcome = json.loads(Path(f"{base}.json").read_text())
     except OSError:
@@ -68,7 +68,7 @@ def start(base, line):
     env = {"OMP_NUM_THREADS": "1"} | os.environ
     with open(f"{base}.log", "a") as log:
         return subprocess.Popen([*line, "--out", str(base), "--resume"], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env,
-                                start_new_session=True)    # a second Ctrl-C would end it unsaved
+                                start_new_session=True)    # a second Ctrl-C would end it without a checkpoint
 
 
 def run_all(todo, jobs):

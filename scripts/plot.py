@@ -94,7 +94,8 @@ def newest_checkpoint(run):
 
 def read_tensors(path, pattern):
     """{name: values} of the float32 or bf16 tensors of a safetensors file whose names match, as flat float64 arrays, in order of the numbers in their
-    names. The file is an 8-byte little-endian length, a JSON header of that length, and the data, to which the header's offsets count."""
+    names. The file is an 8-byte little-endian length, a JSON header of that length, and the data. The header's offsets
+    are relative to the data."""
     import numpy as np
     found = {}
     try:
@@ -133,7 +134,8 @@ def read_json(path):
 
 
 def read_switches(run, lines):
-    """[(tokens, seconds, "softmax → ssmax")]: where the normalizer changed in mid-run, by the lineage in run.json."""
+    """[(tokens, seconds, "softmax → ssmax")]: where the normalizer changed mid-run, according to the lineage in
+    run.json."""
     switches, times = [], seconds(lines)
     lineage = read_json(Path(run) / "run.json").get("lineage", [])
     for entry in lineage if isinstance(lineage, list) else []:
@@ -210,7 +212,7 @@ def loss_limits(loaded):
 
 
 def say_what_is_cut_off(axes, loaded):
-    """Adds a note below the top edge if losses lie above it."""
+    """Adds a note below the top edge if some losses lie above it."""
     top = axes.get_ylim()[1]
     above = [value for lines in loaded for value in column(lines, "loss") if math.isfinite(value) and value > top]
     if above:
@@ -270,7 +272,8 @@ def picture(runs):
 
 # ---------------------------------------------------------------- the normalizer's learned scalars
 
-# Those of each layer's heads are called attn_NAME in metrics.jsonl and checkpoints, and NAME or one of these in pictures.
+# A scalar of the heads is called attn_NAME in metrics.jsonl and checkpoints, and NAME, or one of these symbols, in
+# pictures.
 SYMBOLS = {"attn_scale": "s", "attn_bias": "b"}
 
 
@@ -323,7 +326,7 @@ def add_newest(series, newest):
 
 
 def read_scalars(run):
-    """{"s": (tokens, values), and so the other scalars of heads by symbol(), "p": array}, as far as the run has them."""
+    """{symbol: (tokens, values)} of the heads' scalars that the run has, and {"p": array} if it has p_n."""
     path, checkpoint = Path(run) / "metrics.jsonl", newest_checkpoint(run)
     lines = read_metrics(run)
     newest = checkpoint_scalars(checkpoint) if checkpoint else {}
@@ -340,7 +343,7 @@ def read_scalars(run):
 
 
 def draw_layers(axes, tokens, values, unit_size, color_of):
-    """A layer's mean over its heads as a line, least to largest as a band."""
+    """Draws each layer's mean over its heads as a line, and the range of its heads as a band."""
     x = [value / unit_size for value in tokens]
     for layer in range(len(values[0])):
         mean, least, largest = zip(*(step[layer] for step in values))

@@ -144,7 +144,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", default="256,1024,4096")
     parser.add_argument("--torch-lengths", default="",
-                        help="lengths at which PyTorch runs, too (it compiles for each); default: all")
+                        help="lengths at which PyTorch also runs (it compiles for each); default: all")
     parser.add_argument("--attn", default="", help="comma-separated presets; default: all")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=0.5, help="seconds per measurement")

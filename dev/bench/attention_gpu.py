@@ -7,8 +7,8 @@
     python3 dev/bench/attention_gpu.py REPORT others --dry-run
         tiny shapes on the CPU, no compiler, to show that everything runs
 
-REPORT is the folder of scripts/gpu_check.sh's report. Cases that it already has are not measured again: rerun a part
-for those that it had no time for. bf16, 12 heads of 64, causal, 16,384 tokens per batch. PyTorch's methods:
+REPORT is the folder of scripts/gpu_check.sh's report. Cases that are already in it are not measured again: rerun a part
+to measure those that it had no time for. bf16, 12 heads of 64, causal, 16,384 tokens per batch. PyTorch's methods:
 
     sdpa-flash, sdpa-cudnn   scaled_dot_product_attention with that backend (softmax)
     sdpa                     the same, for what it computes once q is scaled by row, or its output is negated or
@@ -18,12 +18,12 @@ for those that it had no time for. bf16, 12 heads of 64, causal, 16,384 tokens p
     compile                  torch.compile of the formula in dev/reference/model.py, with matmuls in bf16 and rows in
                              float32, as a researcher would write it
 
-Each case has SETS sets of random inputs, more than the cache holds, that take turns. A pass over one of them is a CUDA
-graph, so that Python's time does not count. Both sides get the same warmup, events around each replay, and the median
-of a round; two rounds run in opposite orders. First the output and gradients of every method are compared with the
-float32 formula: a method whose error is more than three times that of the plain bf16 formula is "wrong" and does not
-count. Under qk=l2 all sides get q and k that already have norm 1 (in the trainer that is part of RoPE's kernel).
-Compilation is never timed.
+Each case alternates between SETS sets of random inputs, more than the cache holds. A pass over one set is a CUDA graph,
+so that Python's time does not count. Both sides get the same warmup, events around each replay, and the median of a
+round; two rounds run in opposite orders. First the output and gradients of every method are compared with the float32
+formula: a method whose error is more than three times that of the plain bf16 formula is "wrong" and does not count.
+Under qk=l2 all sides get q and k that already have norm 1 (in the trainer that is part of RoPE's kernel). Compilation
+is never timed.
 
 Exit codes: 0; 1: one of ours is wrong or failed; 75: cases are left, because time ran out; 77: no GPU.
 """
@@ -50,11 +50,11 @@ import model as reference
 from flash_types import Shape, arrays_for, scalar_names
 
 HEADS, SIZE, TOKENS, SETS, ROUNDS = 12, 64, 16384, 4, 2
-SWEEP, LENGTHS = (4096, 1024, 2048, 8192, 16384), (4096, 1024)        # what the bounds are about first
-# One of each kind: where time is short, these are measured, and the others are left.
+SWEEP, LENGTHS = (4096, 1024, 2048, 8192, 16384), (4096, 1024)        # those that the bounds are about come first
+# One of each kind: if time is short, these are measured and the others left.
 FIRST = ("softmax", "lssar", "ssmax", "softmax-recentered-l1", "gelu-l1", "sigmoid", "softpick", "softmax-sink", "softplus-l1", "relu2-n", "softmax-recentered",
          "mish-l1", "lssa", "softmax1", "ssmax-bias", "ssmax-pn", "identity-l1", "exp")
-LIMIT = 150                      # seconds after which a case has failed, and so has the compilation of one
+LIMIT = 150                      # seconds after which a case, or its compilation, has failed
 DRY = False
 
 
@@ -96,7 +96,7 @@ class Case:
 # ---------------------------------------------------------------- ours
 
 class Flash:
-    """flash.so; in a dry run that of build/on_cpu, whose device memory is the emulator's own."""
+    """Loads flash.so; a dry run uses the one in build/on_cpu, whose device memory belongs to the emulator."""
 
     def __init__(self, path):
         if not Path(path).exists():
@@ -121,7 +121,7 @@ class Flash:
         return self.library.flash_on_device_scratch(name.encode(), ctypes.byref(shape))
 
     def stats(self, name, shape):
-        """Floats that a forward pass keeps."""
+        """The number of floats that a forward pass keeps for the backward pass."""
         return self.library.flash_on_device_stats(name.encode(), ctypes.byref(shape))
 
     def run(self, name, shape, arrays, all_zero_rows, scratch, backward):
@@ -131,7 +131,7 @@ class Flash:
 
 
 class Ours:
-    """Our kernels on the sets of a case: q, k, v are read out of the joined array, as in the trainer."""
+    """Our kernels on the sets of a case. q, k and v are parts of one array, as in the trainer."""
 
     def __init__(self, case, flash):
         self.case, self.flash = case, flash
@@ -174,7 +174,7 @@ class Ours:
         return [x["out"].transpose(1, 2), *x["djoined"].permute(2, 0, 3, 1, 4)]
 
     def peak_gb(self):
-        """All that a pass needs beside q, k, v and dout."""
+        """The memory that a pass needs besides q, k, v and dout."""
         new = [x for key, x in self.sets[0][0].items() if key not in ("joined", "dout")] + [self.scratch]
         return sum(x.numel() * x.element_size() for x in new) / 1e9
 
@@ -182,13 +182,13 @@ class Ours:
 # ---------------------------------------------------------------- PyTorch
 
 def rows(case, device_):
-    """n (T,1) and what is visible (T,T)."""
+    """n (T,1), and the mask of visible keys (T,T)."""
     n = torch.arange(1, case.T + 1, dtype=torch.float32, device=device_)[:, None]
     return n, torch.ones(case.T, case.T, dtype=torch.bool, device=device_).tril()
 
 
 def formula(q, k, v, case, scalars):
-    """The reference's formula; products in the inputs' type, rows in float32."""
+    """The reference's formula, with matmuls in the inputs' type and rows in float32."""
     normalizer, (n, visible) = case.normalizer, rows(case, q.device)
     scores = (q @ k.transpose(-1, -2)).float()
     z = reference.scale_of_row(normalizer.scale, n, SIZE, case.T, scalars) * scores + reference.offset_of_row(normalizer.offset, n, case.T)
@@ -197,18 +197,20 @@ def formula(q, k, v, case, scalars):
 
 
 def is_softmax(normalizer):
-    """Is it a softmax of scaled scores, but for a constant, a sink or nothing in the place of Z, a sign, or a mean?"""
+    """True for a softmax of scaled scores, possibly with a constant or a sink added to Z, without Z, negated, or minus
+    its mean."""
     return (normalizer.phi == "exp" and normalizer.offset == "none" and normalizer.norm.startswith(("l1", "none"))
             and normalizer.post in ("none", "negate", "recenter") and (normalizer.post == "none" or normalizer.norm == "l1"))
 
 
 def needs_sum(normalizer):
-    """Does its output depend on the row's log-sum-exp?"""
+    """True if the output depends on the row's log-sum-exp."""
     return normalizer.norm != "l1"
 
 
 def by_softmax(softmax, q, k, v, case, scalars):
-    """The normalizer from softmax(q, k, v), which returns the output and, where it can, the log-sum-exp of each row."""
+    """Computes the normalizer from softmax(q, k, v), which returns the output and, if it can, each row's
+    log-sum-exp."""
     normalizer = case.normalizer
     n = torch.arange(1, case.T + 1, dtype=torch.float32, device=q.device)[:, None]
     if normalizer.scale != "rsqrt-d":
@@ -255,7 +257,7 @@ def compiled(function):
 
 
 def way_names(name):
-    """PyTorch's ways to a normalizer."""
+    """The names of PyTorch's methods that can compute a normalizer."""
     normalizer = reference.parse_normalizer(name)
     if not is_softmax(normalizer):
         return ["compile"]
@@ -264,7 +266,7 @@ def way_names(name):
 
 
 def function_of(case, way):
-    """f(q, k, v, scalars) by one of way_names(). Nothing is compiled yet."""
+    """f(q, k, v, scalars) by the method with this name from way_names(). Nothing is compiled yet."""
     if way == "compile":
         return compiled(lambda *x: formula(*x[:3], case, x[3]))
     back_ends = {"sdpa-flash": "FLASH_ATTENTION", "sdpa-cudnn": "CUDNN_ATTENTION"}
@@ -276,7 +278,7 @@ def function_of(case, way):
 
 
 class Torch:
-    """One of PyTorch's ways, ready to be run on set i of a case. The scalars that are learned get gradients, too."""
+    """One of PyTorch's methods, ready to run on set i of a case. Learned scalars also get gradients."""
 
     def __init__(self, case, way):
         self.case, self.function = case, function_of(case, way)
@@ -300,7 +302,8 @@ class Torch:
         return [out, *torch.autograd.grad(out, wanted, self.case.heads(i)[3])[:3]]
 
     def peak_gb(self):
-        """Device memory that forward and backward take beside q, k, v and dout, as PyTorch's allocator counts it."""
+        """The device memory that forward and backward take besides q, k, v and dout, according to PyTorch's
+        allocator."""
         if DRY:
             return None
         torch.cuda.synchronize()
@@ -311,15 +314,16 @@ class Torch:
         return (torch.cuda.max_memory_allocated() - before) / 1e9
 
 
-# ---------------------------------------------------------------- right?
+# ---------------------------------------------------------------- are the values right?
 
 def some(x, T):
-    """Of (B,NH,T,HS) the first sequence, and as many heads as leave room for the formula's T×T arrays in float32."""
+    """The first sequence of an array (B,NH,T,HS), and as many heads as leave room for the formula's T×T arrays in
+    float32."""
     return x[:1, :max(1, int(x.shape[1] * min(1, 4096 / T) ** 2))]
 
 
 def slice_of(case, dtype):
-    """The formula's output and gradients of q, k, v for some() of set 0, products in `dtype`."""
+    """The formula's output and gradients of q, k, v for some() of set 0, with matmuls in `dtype`."""
     q, k, v, dout = (some(x, case.T).to(dtype) for x in case.heads(0))
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
     out = formula(*inputs, case, {key: x if key == "p" else x[:q.shape[1]] for key, x in case.scalars.items()})
@@ -327,13 +331,13 @@ def slice_of(case, dtype):
 
 
 def distance(found, expected):
-    """The largest of the relative errors of output and gradients; NaN where one is none."""
+    """The largest relative error of output and gradients; NaN if one of them is NaN."""
     errors = [((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in zip(found, expected)]
     return math.nan if any(map(math.isnan, errors)) else max(errors)
 
 
 class Judge:
-    """Compares with the float32 formula; how far off the plain bf16 formula is says how far off a way may be."""
+    """Compares with the float32 formula; the error of the plain bf16 formula sets the bound."""
 
     def __init__(self, case):
         self.T, self.expected = case.T, slice_of(case, torch.float32)
@@ -343,10 +347,10 @@ class Judge:
         return distance([some(x, self.T) for x in variant.both(0)], self.expected)
 
 
-# ---------------------------------------------------------------- how long?
+# ---------------------------------------------------------------- how long does it take?
 
 def graphs(calls):
-    """Each call as a CUDA graph: a function that replays it. Where one cannot be captured, the calls themselves."""
+    """Functions that replay each call as a CUDA graph; the calls themselves if one cannot be captured."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -370,7 +374,7 @@ def graphs(calls):
 
 
 def milliseconds(calls, seconds):
-    """The median time of a call; they take turns."""
+    """The median time of a call, alternating between the calls."""
     if DRY:
         times = []
         for call in calls:
@@ -395,7 +399,7 @@ def milliseconds(calls, seconds):
 
 
 class Timed:
-    """A variant with its record: checked, measured for memory, captured; then timed round by round."""
+    """A variant and its record: checked, its memory measured, captured, then timed round by round."""
 
     def __init__(self, variant, judge, sets):
         self.record = {"forward_ms": [], "both_ms": [], "error": judge.error(variant), "allowed": judge.allowed}
@@ -415,8 +419,8 @@ class Timed:
 
 
 class Watch:
-    """A case that does not end within LIMIT seconds: the way that it hangs in is recorded as failed, and this process
-    ends, since a call into the driver cannot be broken off. The next call goes on with the rest."""
+    """Guards against a case that does not end within LIMIT seconds: the method that hangs is recorded as failed, and
+    this process ends, since a call into the driver cannot be interrupted. The next call continues with the rest."""
 
     def __init__(self, report, part, name, T):
         self.report, self.part, self.name, self.T, self.way = report, part, name, T, "ours"
@@ -439,8 +443,8 @@ class Watch:
 
 
 def measure(name, T, ways, flash, rounds, seconds, watch, beside=None):
-    """{way: record} for a normalizer at a length; ways: "ours" and those of way_names(). beside: a Timed whose time each of our rounds is
-    compared with (record["of_softmax"])."""
+    """{method: record} for a normalizer at a length; the methods are "ours" and those of way_names(). Each of our
+    rounds is compared with a round of `beside`, a Timed (record["of_softmax"])."""
     case = Case(name, T, 1 if DRY else SETS)
     sets = len(case.joined)
     judge = Judge(case)
@@ -449,7 +453,7 @@ def measure(name, T, ways, flash, rounds, seconds, watch, beside=None):
         watch.way = way
         try:
             timed[way] = Timed(Ours(case, flash) if way == "ours" else Torch(case, way), judge, sets)
-        except (RuntimeError, NotImplementedError, ValueError, ImportError) as error:          # out of memory, or not for this shape
+        except (RuntimeError, NotImplementedError, ValueError, ImportError) as error:          # out of memory, or an unsupported shape
             found[way] = {"failed": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error).strip() else ''}"}
     for round_ in range(rounds):
         for way in list(timed) if round_ % 2 == 0 else reversed(list(timed)):
@@ -488,12 +492,13 @@ class Budget:
 
 
 def has(report, part, **keys):
-    """Also what failed: a way that does not exist here is not tried in every call."""
+    """True for failed cases as well, so that a method that does not exist here is tried only once."""
     return any(all(r.get(k) == v for k, v in {**keys, "device": device()}.items()) for r in report.part(part)["records"])
 
 
 def part_attention(report, options, flash):
-    """softmax by T beside SDPA, then each normalizer of ours beside our softmax. Returns what was left."""
+    """Times softmax against SDPA at each T, then each normalizer of ours against our softmax. Returns the cases that
+    were left."""
     budget, left_out = Budget(options.budget), []
     for T in options.sweep:
         if has(report, "attention", attn="softmax", T=T, way="ours"):
@@ -528,17 +533,17 @@ def timed_softmax(T, flash):
     return Timed(Ours(case, flash), Judge(case), len(case.joined))
 
 
-A_PROCESS_GB = 20                # a compiling process at T = 4096: some T×T arrays in float32
+A_PROCESS_GB = 20                # of a compiling process at T = 4096: several T×T arrays in float32
 
 
 def workers(T):
-    """How many processes may compile at a time."""
+    """The number of processes that may compile at a time."""
     memory = torch.cuda.mem_get_info()[0] / 1e9
     return int(max(1, min((os.cpu_count() or 1) - 2, memory / (4 + A_PROCESS_GB * T / 4096))))
 
 
 def warm(options, cases, budget):
-    """Compiles the cases in processes of their own, several at a time, into the compiler's cache on disk. Returns those
+    """Compiles the cases into the compiler's cache on disk, in processes of their own, several at a time. Returns those
     that ended in time, and those that did not end within LIMIT seconds."""
     def one(case):
         name, T, way = case
@@ -570,11 +575,12 @@ def part_warm(options):
 
 
 def part_others(report, options, flash):
-    """Each normalizer beside PyTorch's ways, some at a time: their ways are compiled side by side, then timed one by one. Returns what was left."""
+    """Times each normalizer against PyTorch's methods, several normalizers at a time: their methods are compiled in
+    parallel, then timed one by one. Returns the cases that were left."""
     budget, left_out = Budget(options.budget), []
 
     def lacks(name, T):
-        """The ways of PyTorch's to measure; what failed is not tried again."""
+        """The methods of PyTorch to measure; those that failed are not tried again."""
         return [way for way in way_names(name) if not has(report, "others", attn=name, T=T, way=way)]
 
     missing = [(name, T) for T in options.lengths for name in options.attn
@@ -619,9 +625,9 @@ def ms(record, key):
 
 
 def notes_of(left_out):
-    shape = f"{HEADS} heads of {SIZE}, bf16, causal, {TOKENS:,} tokens a batch" if not DRY else f"{shape_of(0)[2]} heads of {SIZE}, a dry run on the CPU: the times mean nothing"
-    return [f"{shape}; PyTorch {torch.__version__}; medians of the rounds, which take turns",
-            *([f"not measured for want of time: {', '.join(left_out)}; run the part again"] if left_out else [])]
+    shape = f"{HEADS} heads of {SIZE}, bf16, causal, {TOKENS:,} tokens per batch" if not DRY else f"{shape_of(0)[2]} heads of {SIZE}, a dry run on the CPU: the times mean nothing"
+    return [f"{shape}; PyTorch {torch.__version__}; medians over the rounds, which alternate between the variants",
+            *([f"not measured, no time left: {', '.join(left_out)}; rerun the part"] if left_out else [])]
 
 
 def tables_attention(report, left_out):
@@ -683,7 +689,7 @@ def parse():
     parser.add_argument("--way", help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, default=0.15, help="seconds per measurement")
     parser.add_argument("--budget", type=float, default=500,
-                        help="seconds after which no case is started; run the part again for the rest")
+                        help="seconds after which no case is started; rerun the part for the rest")
     parser.add_argument("--library", help="default: scripts/gpu_check.sh's")
     parser.add_argument("--dry-run", action="store_true", help="run tiny shapes on the CPU")
     options = parser.parse_args()

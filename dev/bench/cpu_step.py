@@ -3,9 +3,10 @@
     .venv/bin/python dev/bench/cpu_step.py [--rounds 3] [--steps 4] [--cases fp32:4x64,bf16:4x256] [--json out.json]
 
 Every round runs every variant of every case once, each in a process of its own, never two at a time, and every second
-round in the opposite order, so that a machine that warms up or slows down does so for all of them. A figure is the median
-of a round's steps and then of the rounds; a ratio is the median of the rounds' own ratios. The first steps of a process
-(allocation, compilation) are not counted. Both sides train: forward, backward, gradient clipping and AdamW.
+round in the opposite order, so that a machine that speeds up or slows down affects all of them alike. A figure is the
+median over a round's steps and then over the rounds; a ratio is the median of the rounds' own ratios. The first steps
+of a process (allocation, compilation) are not counted. Both sides train: forward, backward, gradient clipping and
+AdamW.
 
     ours      ./train_gpt2 with its usual flags; a step's time is `ms` of metrics.jsonl
     eager     PyTorch, float32 or bf16 autocast, AdamW(fused=True)
@@ -35,13 +36,13 @@ PADDED_VOCAB = 50304
 LR, BETAS, EPS, WEIGHT_DECAY, CLIP, THETA = 6e-4, (0.9, 0.95), 1e-8, 0.1, 1.0, 10000.0
 CASES = "fp32:4x64,fp32:4x256,fp32:1x1024,bf16:4x256"
 VARIANTS = ("ours", "eager", "compile")
-UNCOUNTED_STEPS = 2   # compilation and allocation in the first; the second may still touch new memory
+UNCOUNTED_STEPS = 2   # the first compiles and allocates; the second may still touch new memory
 
 
 # ---------------------------------------------------------------- the same model in PyTorch (runs in a child process)
 
 def torch_model():
-    """The model's class. Its sizes are this file's but where they are given: Llama(T, tied=False, layers=2, ...)."""
+    """The model's class. Its sizes are those of this file unless given: Llama(T, tied=False, layers=2, ...)."""
     import torch
     import torch.nn as nn
     import torch.nn.functional as F
@@ -51,7 +52,7 @@ def torch_model():
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
     class Layer(nn.Module):
-        """A Llama layer; q, k, v and gate, up are one product each, which is the quicker way to write it."""
+        """A Llama layer. q, k and v come from one matmul, and so do gate and up, which is faster."""
 
         def __init__(self, heads, channels, ffn):
             super().__init__()
@@ -127,7 +128,7 @@ def torch_steps(variant, dtype, B, T, steps, threads):
 
 
 def matmul_rate(dtype, threads):
-    """The best GFLOP/s of torch.matmul over this model's products at 1,024 rows and a large square one."""
+    """The best GFLOP/s of torch.matmul, over this model's matmuls with 1,024 rows and a large square one."""
     import torch
     torch.set_num_threads(threads)
     kind = torch.bfloat16 if dtype == "bf16" else torch.float32
@@ -177,7 +178,7 @@ def write_shard(path, count, vocab=VOCAB):
 
 
 def first_step_ms(path):
-    """`ms` of the first line of metrics.jsonl, or None while there is none."""
+    """`ms` of the first line of metrics.jsonl, or None if there is no line yet."""
     try:
         with open(path) as file:
             line = file.readline()
@@ -214,13 +215,14 @@ def run_ours(dtype, B, T, options, folder):
 # ---------------------------------------------------------------- rounds and the table
 
 def flop_per_token(T):
-    """Products: 6 for each weight in one. Attention: two products of C·(T + 1)/2 multiply-adds forward, four backward."""
+    """FLOPs per token. Matmuls: 6 for each weight. Attention: two matmuls of C·(T + 1)/2 multiply-adds forward, four
+    backward."""
     weights = LAYERS * (4 * CHANNELS * CHANNELS + 3 * CHANNELS * FFN) + PADDED_VOCAB * CHANNELS
     return 6 * weights + LAYERS * 6 * CHANNELS * (T + 1)
 
 
 def measure(cases, options, folder):
-    """A list of one record a process, and the best product rate of each dtype in GFLOP/s."""
+    """Runs all rounds; returns one record per process, and the best matmul rate of each dtype in GFLOP/s."""
     records, rates = [], {}
     for number in range(options.rounds):
         for dtype in sorted({dtype for dtype, _, _ in cases}):
@@ -246,7 +248,8 @@ def cell(value, digits, suffix=""):
 
 
 def table(cases, options, records, rates):
-    """Markdown: tokens a second of every variant, ours over each of the others, the first variant's share of the floor."""
+    """A Markdown table: tokens per second of every variant, ours over each of the others, and the first variant's share
+    of the floor."""
     others = [variant for variant in options.variants if variant != "ours"]
     ours = "ours" in options.variants
 
@@ -282,7 +285,7 @@ def table(cases, options, records, rates):
 
 
 def machine():
-    """The processor's name, what of its vector units matters here, and its cores."""
+    """The processor's name, the vector extensions that matter here, and its cores."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     facts = dict(line.replace("\t", "").split(":", 1) for line in lines if ":" in line)
     flags = facts.get("flags", "").split()

@@ -1,12 +1,14 @@
-"""The kernels of attention alone, by flash.so, for the tools that watch a GPU's kernels. Needs NumPy, no PyTorch and no cuBLASLt.
+"""Runs only the kernels of attention (flash.so), for the tools that observe a GPU's kernels. Needs NumPy, but no
+PyTorch and no cuBLASLt.
 
     python3 dev/bench/gpu_kernels.py run FLASH.SO bf16|fp32 ATTN T HS VS [B NH]     one forward and backward pass; checks that its results are finite
     python3 dev/bench/gpu_kernels.py count REPORT FLASH.SO [ATTN...]                the instructions that each kernel issues, by ncu
 
-A kernel's instructions over T tokens are a·T² + b·T + c: from three lengths follows a, the main loops' part, without prologue and epilogue.
-The table gives the instructions that a warp issues for 32×64 scores, as dev/bench/sass.py counts them in the code, and its count beside it.
+A kernel issues a·T² + b·T + c instructions over T tokens. Counts at three lengths give a, the share of the main loops
+without prologue and epilogue. The table gives the instructions that a warp issues for 32×64 scores, next to the count
+of dev/bench/sass.py.
 
-Exit codes of count: 0, or 77 where ncu may not read the counters.
+Exit codes of count: 0, or 77 if ncu is not allowed to read the counters.
 """
 import csv
 import ctypes
@@ -33,7 +35,7 @@ TILE = 32 * 64
 
 
 def stored(x, dtype):
-    """float32 as the kernels' type; bf16 by cutting off the low half."""
+    """Converts float32 to the kernels' type; to bf16 by dropping the low half."""
     return x.copy() if dtype == "fp32" else (x.view(numpy.uint32) >> 16).astype(numpy.uint16)
 
 
@@ -113,7 +115,7 @@ def per_tile(by_length):
 
 
 def by_sass(attn):
-    """{kernel: instructions} of dev/bench/sass.py for a preset; {} where it cannot run (without nvdisasm, say)."""
+    """{kernel: instructions} of dev/bench/sass.py for a preset; {} if it cannot run (without nvdisasm, for example)."""
     result = subprocess.run([sys.executable, ROOT / "dev/bench/sass.py", "--json", attn], capture_output=True, text=True)
     try:
         return {f"flash_{row['kernel']}_kernel": row["issued"] for row in json.loads(result.stdout)["rows"] if row["preset"] == attn}

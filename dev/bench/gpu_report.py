@@ -1,4 +1,5 @@
-"""The report of scripts/gpu_check.sh: report.json, and report.md made from it, in one folder. A part adds its section and leaves the others alone.
+"""The report of scripts/gpu_check.sh: report.json, and report.md generated from it, in one folder. A part adds its
+section and leaves the others alone.
 
     python3 dev/bench/gpu_report.py FOLDER state PART                      prints new, unfinished, done or failed
     python3 dev/bench/gpu_report.py FOLDER begin PART                      until `end`, the part is "unfinished"
@@ -17,10 +18,10 @@
     python3 dev/bench/gpu_report.py compare same RUN RUN                   do two runs agree to the last bit?
     python3 dev/bench/gpu_report.py compare close X RUN RUN                are two runs' losses at most X apart?
 
-A section has status, date, device, version, facts (lines), checks, tables {title: {head, rows, notes}}, records (what was timed, one dict per
-case), and curves. A check's verdict is "ok", "info" (informational: it did not pass, and nothing depends on it), "left" (there was no time), or
-begins with FAILED. The bounds at the top, "must" and "aim", are computed from the records; what was not timed on a GPU is "not yet measured".
-This file needs no PyTorch.
+A section has status, date, device, version, facts (lines), checks, tables {title: {head, rows, notes}}, records (one
+dict per timed case), and curves. A check's verdict is "ok", "info" (it did not pass, but nothing depends on it), "left"
+(there was no time), or begins with FAILED. The table of bounds at the top of report.md is computed from the records;
+whatever was not timed on a GPU is "not yet measured". This file needs no PyTorch.
 """
 import datetime
 import hashlib
@@ -51,14 +52,14 @@ TESTS = ("dev/tests/*.cu", "dev/tests/*.h", "dev/tests/test_flash.py", "dev/refe
 PART_SOURCES = {"build": ("dev/tests/*.cu", "dev/tests/*.h", "dev/reference/*.h", "dev/cuda_on_cpu/*"), "tests": TESTS,
                 "sanitizer": (*TESTS, "dev/bench/gpu_kernels.py"), "counters": ("dev/bench/gpu_kernels.py", "dev/bench/sass*.py", FLASH_SO),
                 "attention": TIMES_ATTENTION, "others": TIMES_ATTENTION, "step": TIMES_STEPS, "memory": TIMES_STEPS, "larger": TIMES_STEPS}
-# The functions and lists of scripts/gpu_check.sh that say what these parts run.
+# The functions and lists of scripts/gpu_check.sh that determine what these parts run.
 PART_RECIPES = {"train": ("recipe", "run", "run_cpu", "curves_beside", "part_train"),
                 "determinism": ("recipe", "run", "same_runs", "free_run", "part_determinism"),
                 "sanitizer": ("KERNELS", "attention_kinds", "sanitizer_runs", "part_sanitizer", "run_aside")}
 
 
 def ask_gpu(query):
-    """What nvidia-smi says, or nothing: where there is no GPU, and where it does not answer."""
+    """The output of nvidia-smi, or "" if there is no GPU or it does not answer."""
     words = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
     try:
         return subprocess.run(words, capture_output=True, text=True, check=True, timeout=10).stdout
@@ -67,7 +68,8 @@ def ask_gpu(query):
 
 
 def device():
-    """The GPU's name, its driver and memory, or "CPU". GPU_CHECK_DEVICE saves asking: nvidia-smi can take a second."""
+    """The GPU's name, its driver and memory, or "CPU". If GPU_CHECK_DEVICE is set, it is used instead, because
+    nvidia-smi can take a second."""
     if os.environ.get("GPU_CHECK_DEVICE"):
         return os.environ["GPU_CHECK_DEVICE"]
     try:
@@ -85,7 +87,7 @@ def sources(part):
 
 
 def recipe(name):
-    """The text of a function or a list in scripts/gpu_check.sh; "" where it has none."""
+    """The text of a function or a list in scripts/gpu_check.sh; "" if it has none with this name."""
     script = ROOT / "scripts/gpu_check.sh"
     text = script.read_text() if script.exists() else ""
     found = re.search(rf'^{name}\(\) {{(?:[^\n]*}}$|.*?^}}$)|^{name}="[^"]*"$', text, re.M | re.S)
@@ -93,7 +95,8 @@ def recipe(name):
 
 
 def version(part):
-    """A hash of the contents of the files that a part depends on, so that a copy of the tree without its git history has a version too."""
+    """A hash of the contents of the files that a part depends on. Unlike a commit, it also exists in a copy of the tree
+    without git."""
     digest = hashlib.sha256()
     for path in sources(part):
         digest.update(f"{path.relative_to(ROOT)}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
@@ -112,11 +115,11 @@ class Report:
         try:
             parts = json.loads(self.path.read_text())["parts"]
             if not all(isinstance(section, dict) for section in parts.values()):
-                raise ValueError("a section is no object")
+                raise ValueError("a section is not an object")
             return parts
-        except (ValueError, KeyError, TypeError, AttributeError) as error:           # cut off in a copy, say
+        except (ValueError, KeyError, TypeError, AttributeError) as error:           # truncated by copying, for example
             bad = self.path.replace(f"{self.path}.bad")
-            print(f"gpu_report: {self.path} cannot be read ({error}); it is now {bad}, and the report begins anew",
+            print(f"gpu_report: {self.path} cannot be read ({error}); renamed to {bad}, and a new report begins",
                   file=sys.stderr)
             return {}
 
@@ -124,7 +127,7 @@ class Report:
         return self.parts.setdefault(name, {"facts": [], "checks": [], "tables": {}, "records": []})
 
     def is_current(self, name):
-        """Was the section written for these sources on this device?"""
+        """True if the section was written for these sources on this device."""
         section = self.parts.get(name, {})
         return (section.get("device"), section.get("version")) == (device(), version(name))
 
@@ -138,7 +141,8 @@ class Report:
         return self.is_current(name) and any(c["name"] == check and c["verdict"] in ("ok", "info") for c in self.part(name)["checks"])
 
     def begin(self, name):
-        """Opens a section. If it was begun for these sources on this device, what passed and what was timed stays: the part resumes."""
+        """Opens a section. If it was begun for these sources on this device, its passed checks and timed cases stay,
+        and the part resumes."""
         before = self.parts[name] if self.is_current(name) else {}
         self.parts[name] = {"status": "unfinished", "date": datetime.date.today().isoformat(), "device": device(), "version": version(name),
                             "seconds": before.get("seconds", 0), "facts": before.get("facts", []), "checks": [c for c in before.get("checks", []) if c["verdict"] in ("ok", "info")],
@@ -146,7 +150,7 @@ class Report:
                             **{key: before[key] for key in ("curves", "profile") if key in before}}
 
     def resume(self, name):
-        """Opens the section unless it is open: for a program that is called by hand."""
+        """Opens the section unless it is open, for a program that is run by hand."""
         if not self.is_current(name):
             self.begin(name)
 
@@ -163,7 +167,7 @@ class Report:
         self.part(name)["status"] = status or ("failed" if failed else "unfinished" if left else "done")
 
     def record(self, part, keys, **figures):
-        """A case's figures, in the place of what was there for the same keys."""
+        """Stores a case's figures, replacing those with the same keys."""
         records = self.part(part)["records"]
         records[:] = [r for r in records if any(r.get(key) != value for key, value in keys.items())]
         records.append({**keys, **figures})
@@ -202,12 +206,12 @@ def names_of(parts, part):
 
 
 def folded(parts, name):
-    """Can SDPA compute this normalizer, given a scaled q or a change of its output?"""
+    """True if SDPA can compute this normalizer once q is scaled or its output is changed."""
     return bool(timed(parts, "others", attn=name, way="sdpa"))
 
 
 def against_flash(parts):
-    """(ratio, case) for softmax from T = 2k on, forward and both, SDPA's flash over ours."""
+    """(ratio, case) for softmax at T = 2k and longer, forward alone and with backward: SDPA flash's time over ours."""
     found = []
     for ours in timed(parts, "attention", attn="softmax", way="ours"):
         flash = case_of(parts, "attention", attn="softmax", way="sdpa-flash", T=ours["T"])
@@ -217,7 +221,7 @@ def against_flash(parts):
 
 
 def against_softmax(parts, wanted):
-    """(ratio, case) of the normalizers that are wanted, over our softmax."""
+    """(ratio, case) of the given normalizers: their time over our softmax's."""
     found = []
     for ours in timed(parts, "attention", way="ours"):
         base = case_of(parts, "attention", attn="softmax", way="ours", T=ours["T"])
@@ -227,7 +231,7 @@ def against_softmax(parts, wanted):
 
 
 def against_pytorch(parts, wanted, T=4096):
-    """(ratio, case): the fastest of PyTorch's ways over ours."""
+    """(ratio, case): the time of PyTorch's fastest method over ours."""
     found = []
     for ours in timed(parts, "others", way="ours", T=T):
         ways = [r for r in timed(parts, "others", attn=ours["attn"], T=T) if r["way"] in PYTORCH]
@@ -237,7 +241,8 @@ def against_pytorch(parts, wanted, T=4096):
 
 
 def step_ratio(parts):
-    """(ratio, case): our tokens a second over the faster compiled variant's, each at B = 16 and at its largest batch."""
+    """(ratio, case): our tokens per second over the faster compiled variant's, at B = 16 and at each side's largest
+    batch."""
     found = []
     for batch in ("16", "largest"):
         ours = case_of(parts, "step", model="124M", batch=batch, variant="ours")
@@ -253,7 +258,8 @@ def step_rate(parts):
 
 
 def bounds(parts):
-    """Rows: what | must | aim | measured | case (and of how many) | verdict. The worst case counts; of the step, the better batch."""
+    """Rows: what | must | aim | measured | case (and of how many) | verdict. The worst case counts; for the step, the
+    better batch."""
     rows = []
 
     def row(what, sign, must, aim, found, pick, unit=""):
@@ -326,8 +332,9 @@ def metrics(run):
 
 
 def curves(report, part, runs, early=10, every=20):
-    """The losses of each run beside the first one's. Rounding errors grow from step to step: on the CPU, two orders of the same sums were 1e-6 apart
-    at step 50 of a small model, 1e-4 at step 100 and 0.02 at step 120; float32 and bf16 were 0.03 apart. A defect shows in the early steps."""
+    """Compares the losses of each run with the first one's. Rounding errors grow from step to step: on the CPU, two
+    orders of the same sums were 1e-6 apart at step 50 of a small model, 1e-4 at step 100 and 0.02 at step 120; float32
+    and bf16 were 0.03 apart. A defect shows in the early steps already."""
     losses = {Path(run).name: [m["loss"] for m in metrics(run)] for run in runs}
     (first, base), *others = losses.items()
     rows, good = [], all(map(math.isfinite, base))
@@ -357,7 +364,7 @@ def checkpoint_hashes(run):
 
 
 def same(a, b):
-    """Do two runs agree to the last bit, in their metrics and their newest checkpoint?"""
+    """Compares two runs to the last bit: their metrics and their newest checkpoints."""
     lines = [[[m.get(key) for key in EXACT] for m in metrics(run)] for run in (a, b)]
     differing = [one[0] for one, other in zip(*lines) if one != other]
     if len(lines[0]) != len(lines[1]) or differing:
@@ -369,7 +376,7 @@ def same(a, b):
 
 
 def close(bound, a, b):
-    """Do two runs have the same number of steps, and are their losses at most `bound` apart?"""
+    """Compares two runs: the same number of steps, and losses at most `bound` apart."""
     losses = [[m["loss"] for m in metrics(run)] for run in (a, b)]
     apart = [abs(x - y) for x, y in zip(*losses)]
     fine = len(losses[0]) == len(losses[1]) > 0 and all(x <= bound for x in apart)          # false for a NaN
@@ -394,8 +401,8 @@ def add_seconds(report, part, seconds):
 
 
 def exit_code(report, names):
-    """Of the parts with these names, of which one that the report lacks is unfinished; without names, of all that the
-    report has."""
+    """The exit code for the parts with these names (a part that the report lacks is unfinished), or for all parts in
+    the report."""
     ends = [report.parts.get(name, {}).get("status", "unfinished") for name in names or report.parts] or ["unfinished"]
     for code, found in ((FAILED, "failed"), (UNFINISHED, "unfinished"), (NO_GPU, "not measured")):
         if any(end.startswith(found) for end in ends):
@@ -413,7 +420,7 @@ def verdict_of(compare, *words):
     return 0 if fine else FAILED
 
 
-# How many words follow a verb; None: any number more.
+# How many words follow a verb: at least and at most (None: any number).
 COUNTS = {"state": (1, 1), "begin": (1, 1), "check": (5, 5), "passed": (2, 2), "fact": (1, None), "end": (1, 2),
           "postpone": (1, None), "took": (2, 2), "forget": (1, 1), "summary": (0, 0), "device": (0, 0), "status": (0, None),
           "version": (1, 1), "curves": (2, None)}
@@ -421,7 +428,7 @@ COMPARISONS = {"same": (2, 2), "close": (3, 3)}
 
 
 def usage(problem):
-    """The comment at the top, and what is wrong; exit code 2."""
+    """Prints the comment at the top and what is wrong; exit code 2."""
     print(f"{__doc__}\ngpu_report: {problem}", file=sys.stderr)
     raise SystemExit(2)
 
@@ -434,7 +441,7 @@ def number(word):
 
 
 def parse(words):
-    """(folder, verb, words), as many as the verb takes."""
+    """(folder, verb, words), with as many words as the verb takes."""
     if words[:1] in (["-h"], ["--help"]):
         print(__doc__)
         raise SystemExit(0)

@@ -9,9 +9,9 @@
     python3 dev/bench/gpu_step.py REPORT step --dry-run
         a tiny model on the CPU with ./train_gpt2, to show that everything runs
 
-REPORT is the folder of scripts/gpu_check.sh's report. Cases that it already has are not measured again: rerun a part
-for those that it had no time for. Each case is a process of its own, one at a time. Both sides do the whole step:
-forward, backward, gradient clipping, AdamW, and a new batch each time.
+REPORT is the folder of scripts/gpu_check.sh's report. Cases that are already in it are not measured again: rerun a part
+to measure those that it had no time for. Each case runs in a process of its own, one at a time. Both sides do the whole
+step: forward, backward, gradient clipping, AdamW, and a new batch each time.
 
     ours       ./train_gpt2cu --dtype bf16 with its usual flags (float32 master weights and moments)
     autocast   torch.compile, scaled_dot_product_attention, bf16 autocast over float32 weights, AdamW(fused=True): the
@@ -20,10 +20,10 @@ forward, backward, gradient clipping, AdamW, and a new batch each time.
                autocast
 
 Both sides leave out the same number of steps at the start, and both are timed with the host's clock from the end of one
-step on the device to the end of the next: ours is `ms` in metrics.jsonl. The host runs one step ahead of PyTorch's
-device, so that it never keeps the device waiting. A figure is the median. Nothing else runs meanwhile; only the part
-memory calls nvidia-smi, and its times are not measurements. A case that does not end within
-LIMIT seconds has failed; one that the end of the budget cuts off is left.
+step on the device to the end of the next: ours is `ms` in metrics.jsonl. Under PyTorch the host runs one step ahead of
+the device, so that the device never waits for it. A figure is the median. Nothing else runs at the same time, except in
+the part memory, which calls nvidia-smi and whose times are therefore not measurements. A case that does not end within
+LIMIT seconds has failed; a case that the end of the budget cuts off is left for the next call.
 
 The model is that of dev/bench/cpu_step.py, written as a skilled user would: one matmul for q, k and v, one for gate and
 up, and a vocabulary padded to 50,304.
@@ -52,7 +52,7 @@ import gpu_report
 MODELS = {"124M": {"tied": True}, "162M": {"tied": False}}
 TINY = {"tiny": {"tied": True, "layers": 1, "heads": 2, "channels": 96, "ffn": 128, "vocab": 128}}
 VARIANTS = ("ours", "autocast", "bf16")
-UNCOUNTED, MARGIN_GB = 10, 3.0           # steps; memory that CUDA, cuBLASLt and the allocator need beside the model's
+UNCOUNTED, MARGIN_GB = 10, 3.0           # steps; what CUDA, cuBLASLt and the allocator need besides the model
 TOKENS, LENGTHS = 16384, (4096, 16384, 1024, 2048, 8192)
 DRY = False
 
@@ -69,7 +69,7 @@ def sizes(model):
 # ---------------------------------------------------------------- PyTorch, in a child process
 
 def torch_steps(task):
-    """Trains; the milliseconds of each counted step, and the most memory that was taken."""
+    """Trains; returns the milliseconds of each counted step and the peak memory."""
     import torch
     on = device()
     torch.manual_seed(0)
@@ -95,7 +95,7 @@ def torch_steps(task):
         optimizer.zero_grad(set_to_none=True)
         running.append(mark())
         if i > 0:
-            ends.append(end_of(running.pop(0)))           # of the step before: one step is always waiting
+            ends.append(end_of(running.pop(0)))           # the previous step's: one step is always queued
     ends.append(end_of(running.pop(0)))
     if not torch.isfinite(loss).item():
         raise SystemExit(f"gpu_step: the loss is {loss.item()}")
@@ -105,7 +105,7 @@ def torch_steps(task):
 
 
 def end_of(event):
-    """The host's time when the device has reached the event of mark()."""
+    """The host's time at which the device reached the event of mark()."""
     if DRY:
         return event
     event.synchronize()
@@ -113,7 +113,7 @@ def end_of(event):
 
 
 def mark():
-    """A point in the device's time."""
+    """Records a point in the device's work."""
     if DRY:
         return time.perf_counter()
     import torch
@@ -123,7 +123,7 @@ def mark():
 
 
 def between(marks):
-    """Milliseconds from each mark to the next; waits for the device."""
+    """Waits for the device; returns the milliseconds from each mark to the next."""
     if DRY:
         return [1e3 * (b - a) for a, b in zip(marks, marks[1:])]
     import torch
@@ -132,7 +132,8 @@ def between(marks):
 
 
 def ceilings(task):
-    """What this device reaches: bytes a second of a large copy, read and written, and FLOP/s of a large bf16 product of random numbers."""
+    """This device's ceilings: bytes per second of a large copy (read and written), and FLOP/s of a large bf16 matmul of
+    random numbers."""
     import torch
     size, n = (1 << 20, 256) if DRY else (1 << 31, 8192)
     a, b = (torch.randn(n, n, device=device()).bfloat16() for _ in range(2))
@@ -156,13 +157,13 @@ def child(task):
         return {"failed": "out of memory"}
 
 
-# Seconds after which a case has failed. A dry run may take longer: it is on a machine of any speed.
+# Seconds after which a case has failed. A dry run has more time, because its machine may be slow.
 LIMIT = {"ours": 120, "autocast": 240, "bf16": 240, "ceilings": 120}
 
 
 def run_within(what, end, words, **more):
-    """(subprocess.run()'s result, None), or (None, the record of a case that was stopped): {"failed"} at its LIMIT,
-    {"left"} at `end`, the program's own."""
+    """Runs a command; returns (the result of subprocess.run(), None), or (None, the record of a stopped case):
+    {"failed": ...} if it reached its LIMIT, {"left": ...} if it reached `end`, the end of this program's budget."""
     limit = LIMIT[what] * (10 if DRY else 1)
     seconds = min(limit, max(0.1, end - time.monotonic()))
     try:
@@ -176,7 +177,7 @@ def run_within(what, end, words, **more):
 
 
 def run_torch(*, end, **task):
-    """child() in a process of its own; in a dry run in this one, which is quicker."""
+    """Runs child() in a process of its own, or in a dry run in this one, which is quicker."""
     if DRY:
         return child(task)
     result, endless = run_within(task["variant"], end, [sys.executable, __file__, "child", json.dumps(task)])
@@ -192,13 +193,14 @@ def run_torch(*, end, **task):
 # ---------------------------------------------------------------- ours
 
 def memory_gb(query):
-    """Of the first GPU; None where nvidia-smi does not tell."""
+    """The answer of the first GPU to a query about memory, in GB; None if nvidia-smi does not report it."""
     word = (gpu_report.ask_gpu(query).split() or [""])[0]
     return int(word) * 1.048576e-3 if word.isdecimal() else None
 
 
 class Used:
-    """The most device memory in use while this runs, in GB beyond what was in use before; None where nvidia-smi does not tell."""
+    """The peak device memory in use while this runs, in GB beyond what was in use before; None if nvidia-smi does not
+    report it."""
 
     def __init__(self):
         self.most, self.done = None, threading.Event()
@@ -227,7 +229,7 @@ class Used:
 
 
 def spec(model):
-    """--model's words for it."""
+    """The value of --model for it."""
     s = sizes(model)
     return model if model in MODELS else ",".join(f"{key}={int(value)}" for key, value in s.items())
 
@@ -239,14 +241,15 @@ def our_command(options, model, B, T, steps, data):
 
 
 def scratch_folder():
-    """A folder in memory where there is room: a run ends with a checkpoint of 2 GB."""
+    """A folder in memory if it has room for the checkpoint of 2 GB with which a run ends."""
     shared = Path("/dev/shm")
     roomy = shared.is_dir() and os.access(shared, os.W_OK) and shutil.disk_usage(shared).free > 16e9
     return tempfile.TemporaryDirectory(prefix="gpu_step_", dir=shared if roomy else None)
 
 
 def run_ours(options, model, B, T, steps, profile=False):
-    """{ms, peak_gb (the plan), mfu} of a run, in the part memory also used_gb (nvidia-smi); or with `profile` {phases: {name: ms a step}}."""
+    """{ms, peak_gb (from the plan), mfu} of a run, in the part memory also used_gb (from nvidia-smi); with `profile`,
+    {phases: {name: ms per step}}."""
     with scratch_folder() as name:
         data, out = Path(name), Path(name) / "run"
         cpu_step.write_shard(data / "random_train_000001.bin", 2 * B * T + 1, sizes(model).get("vocab", cpu_step.VOCAB))
@@ -290,22 +293,23 @@ def free_gb():
 
 
 def parameters(model):
-    """Rows of the embedding counted once where tied."""
+    """The number of parameters; a tied embedding counts once."""
     s = {"layers": cpu_step.LAYERS, "channels": cpu_step.CHANNELS, "ffn": cpu_step.FFN, "vocab": cpu_step.PADDED_VOCAB, **sizes(model)}
     C, F = s["channels"], s["ffn"]
     return s["layers"] * (4 * C * C + 3 * C * F + 2 * C) + (1 if s["tied"] else 2) * s["vocab"] * C + C
 
 
 def largest_batch(at_16, model, variant):
-    """From the memory at B = 16: what a step keeps whatever the batch is known, the rest grows with it. A multiple of 8;
-    16 where nvidia-smi does not tell how much there is."""
+    """The largest batch that should fit, a multiple of 8, extrapolated from the memory at B = 16: the part that does
+    not depend on the batch is known, and the rest is proportional to it. 16 if nvidia-smi does not report the GPU's
+    memory."""
     bytes_each = {"ours": 4 + 4 + 8 + 2, "autocast": 4 + 4 + 8, "bf16": 2 + 2 + 4}[variant]
     fixed = bytes_each * parameters(model) / 1e9
     a_sequence, memory = (at_16["peak_gb"] - fixed) / at_16["B"], free_gb()
     return 16 if a_sequence <= 0 or memory is None else max(16, int(0.97 * (memory - MARGIN_GB - fixed) / a_sequence) // 8 * 8)
 
 
-# Seconds that a case takes, which must be left for it to begin: PyTorch compiles.
+# Seconds that must be left to start a case; PyTorch's include compilation.
 NEED = {"ours": 25, "autocast": 75, "bf16": 75, "phases": 45}
 
 
@@ -324,7 +328,8 @@ def find(report, part, **keys):
 
 
 def step_case(report, options, budget, **keys):
-    """Measures a case, at a smaller batch where the largest runs out of memory. False: there is no time."""
+    """Measures a case, with a smaller batch if the largest runs out of memory. Returns False if there is no time for
+    it."""
     model, variant = keys["model"], keys["variant"]
     base = find(report, options.part, **{**keys, "batch": "16"})
     if not fits(budget, variant):
@@ -363,7 +368,8 @@ def part_step(report, options):
 
 
 def part_memory(report, options):
-    """PyTorch at T = 1024 is the part step's B = 16; ours there and everywhere also by nvidia-smi."""
+    """Measures memory. PyTorch at T = 1024 is the case B = 16 of the part step; ours is measured at every T, also by
+    nvidia-smi."""
     budget, left_out = Budget(options.budget), []
     model = options.models[0]
     for variant in ("ours", "autocast"):
@@ -388,11 +394,12 @@ def part_memory(report, options):
     return left_out
 
 
-# ---------------------------------------------------------------- where our time goes, and the least that it could take
+# ---------------------------------------------------------------- where our time goes, and its floors
 
 def floors(model, B, T):
-    """{phase of --profile: (bytes that must move, FLOPs)} of a step in bf16 with N = B·T rows: each input read once, each output written once, over
-    all kernels of the phase. Attention is counted with two products forward and five backward, over the visible half."""
+    """{phase of --profile: (bytes that must move, FLOPs)} of a step in bf16 with N = B·T rows: over all kernels of the
+    phase, each input is read once and each output written once. Attention counts two matmuls forward and five backward,
+    over the visible half."""
     s = {"layers": cpu_step.LAYERS, "channels": cpu_step.CHANNELS, "ffn": cpu_step.FFN, "vocab": cpu_step.PADDED_VOCAB, **sizes(model)}
     N, L, C, F, V, P = B * T, s["layers"], s["channels"], s["ffn"], s["vocab"], parameters(model)
     return {
@@ -412,8 +419,8 @@ PRODUCTS = ("q, k, v and o matmuls", "feed-forward matmuls", "logits and loss")
 
 
 def phases(report, options):
-    """--profile of the first model at B = 16, beside the floors by this device's own ceilings. Returns whether time
-    ran out."""
+    """Tabulates --profile of the first model at B = 16 beside the floors, from the ceilings measured on this device.
+    Returns True if time ran out."""
     model = options.models[0]
     profile = run_ours(options, model, options.batch, options.length, options.steps, profile=True)
     best = profile if "phases" not in profile else run_torch(end=options.end, variant="ceilings")
@@ -486,7 +493,7 @@ def parse():
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--steps", type=int, default=20, help="counted steps (default: %(default)s)")
     parser.add_argument("--budget", type=float, default=500,
-                        help="seconds after which no case is started; 8 s later a running one is left")
+                        help="seconds after which no case is started; one that still runs 8 s later is left")
     parser.add_argument("--ours", default="", help="the trainer; default: ./train_gpt2cu")
     parser.add_argument("--dry-run", action="store_true", help="run a tiny model on the CPU")
     options = parser.parse_args()

@@ -1,9 +1,9 @@
-"""Text to train on where no shards are at hand and nothing can be fetched: this project's own pages and sources, a byte a token.
+"""Text to train on where there are no shards and no network: this project's own pages and sources, one token per byte.
 
     python3 dev/bench/gpu_text.py FOLDER      writes FOLDER/text_train_000001.bin; needs nothing but Python
 
-Every byte is a token below 256, and 0 takes the place of the end-of-text token, so that any vocabulary that the model has will do. The losses mean
-nothing beyond their comparison between two trainers.
+Every byte is a token below 256, and 0 is the end-of-text token, so that every vocabulary is large enough. The losses
+are only good for comparing two trainers.
 """
 import struct
 import sys

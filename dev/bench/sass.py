@@ -6,19 +6,21 @@
     .venv/bin/python dev/bench/sass.py --all                     # one preset for each instance: the table of doc/kernels.md
     .venv/bin/python dev/bench/sass.py --json lssar              # for machines
 
-Builds the instance that a preset runs (attention/flash_instances.h), disassembles it and follows a warp through each kernel (sass_trace.py),
-once in a block of rows and once in the next, whose rows see some tiles more. The difference is what a warp issues for a tile all of
-whose scores are visible: its loops with their trip counts, its share of loading, no prologue. It is given for 32x64 scores, split by pipe:
+Builds the instance that a preset runs (attention/flash_instances.h), disassembles it and follows a warp through each
+kernel (sass_trace.py), once in one block of rows and once in the next, whose rows see a few more tiles. The difference
+is what a warp issues for a tile whose scores are all visible: the loops with their trip counts and the warp's share of
+loading, without prologue. It is given for 32x64 scores, split by pipe:
 
     HMMA    products                        LDSM    LDSM, LDS, STS: shared memory
     MUFU    special functions, conversions  LDGSTS  copies from global to shared memory
     FMA     FFMA, FMUL, FADD, IMAD          SHFL    shuffles
     ALU     everything else                 branch  BRA, BSSY, BAR, ...      memory   LDG, STG, constants
 
-The model: a warp's instructions take 6.4 HMMA + 8 MUFU + 0.64 rest cycles of an SM's sub-partition. 6.4 is mma.sync's rate on an H100, 8 the
-special functions' (four lanes a clock); 0.64, less than an issue slot as some of them hide behind the others, was chosen such that
-FlashAttention-2's kernel comes out at its measured 299 TFLOP/s. TFLOP/s are 4 HS a score forward and 10 HS backward, on 132 SMs at 1,755 MHz. No
-measurement stands behind these: use them to compare kernels, not to predict times.
+The model: a warp's instructions take 6.4 HMMA + 8 MUFU + 0.64 rest cycles of an SM's sub-partition. 6.4 is the rate of
+mma.sync on an H100, and 8 that of the special functions (four lanes per clock). 0.64 is less than an issue slot,
+because some instructions overlap with others; it was chosen so that FlashAttention-2's kernel gets its measured 299
+TFLOP/s. TFLOP/s count 4 HS FLOPs per score forward and 10 HS backward, on 132 SMs at 1,755 MHz. These are not
+measurements: use them to compare kernels, not to predict times.
 
 Needs nvcc and nvdisasm (requirements-test.txt). Counts change with the compiler: the caps of dev/tests/test_sass.py are for nvcc 13.0.88.
 """
@@ -46,16 +48,16 @@ B, T, NH, THREADS = 1, 4096, 12, 128
 
 
 class Missing(Exception):
-    """A tool that is not here."""
+    """A tool that is not installed."""
 
 
 def toolkit():
-    """The folder of the CUDA Toolkit that the Makefile takes."""
+    """The folder of the CUDA Toolkit that the Makefile uses."""
     nvcc = shutil.which("nvcc")
     for path in ([Path(os.path.realpath(nvcc)).parents[1]] if nvcc else []) + [Path("/usr/local/cuda"), ROOT / ".cuda/nvidia/cu13"]:
         if (path / "bin/nvcc").exists() and (path / "include/cuda_runtime.h").exists():
             return path
-    raise Missing("no nvcc here: scripts/setup_cuda.sh brings one")
+    raise Missing("nvcc is missing: scripts/setup_cuda.sh installs it")
 
 
 def nvcc_version():
@@ -70,7 +72,7 @@ def nvdisasm():
     for path in found:
         if path.exists():
             return path
-    raise Missing("no nvdisasm here: pip install -r requirements-test.txt brings one")
+    raise Missing("nvdisasm is missing: pip install -r requirements-test.txt installs it")
 
 
 def run(*command):
@@ -89,7 +91,7 @@ def disassemble(source, *flags):
 
 
 def flash_calls(HS):
-    """{preset: what dev/bench/flash_calls.cpp says of it}"""
+    """{preset: the output of dev/bench/flash_calls.cpp for it}"""
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder) / "calls"
         run(os.environ.get("CXX", "g++").split()[-1], "-std=c++17", "-O1", "-w", "-I.", "-Idev/cuda_on_cpu", "-isystem", toolkit() / "include", "-o", program,
@@ -98,22 +100,25 @@ def flash_calls(HS):
 
 
 def kernel_of(kernels, kernel, HS):
-    """The kernel for bf16 and this head size; of dq the one for v as wide as q, of dk and dv the one for both."""
+    """The kernel for bf16 and this head size; for dq the one where v is as wide as q, for dk and dv the one that
+    computes both."""
     pattern = rf"flash_{kernel}_kernelI13__nv_bfloat16Li{HS}EL" + {"forward": r"", "dq": r".*ELb0E", "dkv": r".*ELi0EE"}[kernel]
     found = [k for name, k in kernels.items() if re.search(pattern, name)]
     if len(found) != 1:
-        raise SystemExit(f"sass: {len(found)} kernels are like {pattern}; expected one of {', '.join(kernels)}")
+        raise SystemExit(f"sass: {len(found)} kernels match {pattern}; expected one of {', '.join(kernels)}")
     return found[0]
 
 
 def count(kernel, name, call, warp=1):
-    """{pipe: instructions that a warp issues for 32x64 scores}, and {address: times} of branches that were assumed."""
+    """{pipe: instructions that a warp issues for 32x64 scores}, and {address: count} of the branches whose direction
+    was assumed."""
     plan = call[name]
     blocks = T // plan["own"]
 
     def issued(rows):
-        """By the block whose rows see that many blocks of keys before the diagonal; of dk and dv, whose keys are seen by as many."""
-        x = blocks - 1 - rows                       # the longest rows come first; of keys, the earliest
+        """Traces the block whose rows see that many blocks of keys before the diagonal; for dk and dv, whose keys are
+        seen by as many blocks of rows."""
+        x = blocks - 1 - rows                       # the longest rows come first; for keys, the earliest
         trace = Trace(kernel, bytes.fromhex(call["call"]), (x, 0, 0), (blocks, B * NH, 1), THREADS, thread=32 * warp)
         return trace.issued, trace.assumed
 
@@ -142,7 +147,7 @@ def measure(call, HS):
 
 
 def add_totals(rows, softmax, HS):
-    """TFLOP/s and the ratios to softmax's kernels; a row for all three kernels together."""
+    """Adds TFLOP/s, ratios to softmax's kernels, and a row for all three kernels together."""
     def tflops(flops, time):
         return flops * 32 * 64 * HS / time * SUB_PARTITIONS * HERTZ / 1e12
 

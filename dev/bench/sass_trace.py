@@ -1,11 +1,13 @@
 """Follows one warp through a kernel's SASS and counts what it issues.
 
-nvdisasm's text is parsed into instructions, and lane 0 of the warp is followed through them from the kernel's arguments and its place in the
-grid: integers, predicates and floats made of these are computed; what comes from memory, a product or a special function is unknown. Loops
-are counted that way, not guessed. Where a branch depends on something unknown (a slow path of a division, say), the assumption is: not the way
-that calls a subroutine, and otherwise the way that falls through. `Trace.assumed` lists these branches.
+The output of nvdisasm is parsed into instructions, and lane 0 of the warp is followed through them, starting from the
+kernel's arguments and its position in the grid. Integers, predicates and floats derived from these are computed; values
+from memory, a matmul or a special function are unknown. So loops are counted, not guessed. If a branch depends on
+something unknown (the slow path of a division, for example), we assume that it does not take a path that calls a
+subroutine, and otherwise that it falls through. `Trace.assumed` lists these branches.
 
-An instruction whose predicate is false is issued all the same, and counted. Lanes are taken to agree.
+An instruction whose predicate is false is still issued, and therefore counted. All lanes are assumed to take the same
+path.
 """
 import re
 import struct
@@ -48,7 +50,8 @@ class Instruction:
 
 
 class Kernel:
-    """One kernel's instructions in order, where labels stand, and the constants that the compiler made for it."""
+    """One kernel's instructions in order, the positions of its labels, and the constants that the compiler created for
+    it."""
 
     def __init__(self, name):
         self.name, self.code, self.labels, self.constants, self.at = name, [], {}, b"", {}
@@ -97,7 +100,7 @@ def parse(text):
     return {name: k for name, k in kernels.items() if k.code}
 
 
-# ---- values: 32-bit integers, which are also the bits of floats; None is unknown
+# ---- values: 32-bit integers, which may be the bits of floats; None is unknown
 
 def signed(x):
     return x - (1 << 32) if x & 0x80000000 else x
@@ -121,7 +124,7 @@ COMPARE = {"EQ": lambda a, b: a == b, "NE": lambda a, b: a != b, "LT": lambda a,
 
 
 def combine(how, a, b):
-    """Two predicates, either of them perhaps unknown."""
+    """Combines two predicates by AND, OR or XOR; None is an unknown one."""
     if how == "OR":
         return True if a or b else None if a is None or b is None else False
     if how == "XOR":
@@ -134,7 +137,8 @@ def negate(p):
 
 
 class Trace:
-    """One warp's way. `parameters` are the bytes of the kernel's arguments, of which constant bank 0 has them from 0x210 on."""
+    """One warp's path. `parameters` are the bytes of the kernel's arguments, which constant bank 0 holds from 0x210
+    on."""
 
     PARAMETERS = 0x210          # of sm_90
 
@@ -230,11 +234,12 @@ class Trace:
             self.opcodes[i.opcode] += 1
             most -= 1
             if most < 0:
-                raise RuntimeError(f"{self.kernel.name}: no end after so many instructions, near {i.address:#x}")
+                raise RuntimeError(f"{self.kernel.name}: no end after that many instructions, near {i.address:#x}")
             at = self.step(i, at)
 
     def goes(self, i, at):
-        """Is the branch taken? An unknown condition takes the way that calls nothing, or else falls through."""
+        """True if the branch is taken. If its condition is unknown, the path that calls nothing is taken, or else it
+        falls through."""
         condition = self.predicate(i.guard) if i.guard else True
         if i.name == "BRA" and "DIV" in i.flags:
             return False                                        # lanes agree
@@ -247,7 +252,7 @@ class Trace:
         return condition
 
     def calls(self, at):
-        """Does what starts here call a subroutine before anything can branch off?"""
+        """True if the path that starts here calls a subroutine before it branches."""
         for i in self.kernel.code[at:at + 40]:
             if i.name == "CALL":
                 return True
@@ -256,7 +261,7 @@ class Trace:
         return False
 
     def step(self, i, at):
-        """Does one instruction; the index of the next, None at the end."""
+        """Executes one instruction; returns the index of the next, or None at the end."""
         if i.name == "BRA":
             return self.kernel.labels[i.targets[0]] if self.goes(i, at) else at + 1
         guard = self.predicate(i.guard) if i.guard else True
@@ -271,7 +276,7 @@ class Trace:
                 return self.kernel.labels[i.targets[0]]
             base = self.register(i.operands[0].split()[0])
             if base is None:
-                raise RuntimeError(f"{self.kernel.name}: {i.opcode} at {i.address:#x} goes by an unknown register")
+                raise RuntimeError(f"{self.kernel.name}: {i.opcode} at {i.address:#x} depends on an unknown register")
             if i.name == "BRX":
                 base = (base + int(i.operands[0].split()[1], 16) + i.address + 16) & MASK
             return self.kernel.at[base]
@@ -282,7 +287,7 @@ class Trace:
     # -- arithmetic
 
     def execute(self, i, perhaps):
-        """perhaps: it is unknown whether this happens, so its results are unknown."""
+        """perhaps: whether the instruction takes effect is unknown, and so its results are unknown."""
         method = getattr(self, "do_" + i.name, None)
         if method and not perhaps:
             method(i, i.operands, i.flags)
@@ -290,7 +295,7 @@ class Trace:
             self.forget(i)
 
     def forget(self, i):
-        """What the instruction writes is unknown."""
+        """Marks what the instruction writes as unknown."""
         def is_predicate(n):
             return n < len(i.operands) and re.fullmatch(r"U?P\w", i.operands[n])
 
@@ -331,7 +336,7 @@ class Trace:
 
     @staticmethod
     def carried(o):
-        """(destination, carries out, the operands behind)"""
+        """(destination, carries out, the remaining operands)"""
         n = 1
         while re.fullmatch(r"U?P\w", o[n]):
             n += 1
@@ -435,7 +440,7 @@ class Trace:
         known = a is not None and b is not None
         if known and "U32" not in flags:
             a, b = signed(a), signed(b)
-        if "EX" in flags:                           # of the high words; what the low ones said stands last
+        if "EX" in flags:                           # of the high words; the result for the low words comes last
             low = self.predicate(o[5])
             how = next(f for f in flags if f in COMPARE)
             if known and a == b:

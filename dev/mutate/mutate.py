@@ -25,14 +25,14 @@ import draw
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv/bin/python"
-# What make builds, and the test that it is for. The quickest first; a change counts as noticed with the first that fails.
+# What make builds, and the test that needs it. The quickest come first; the first failure ends a change's tests.
 TESTS = [("test_gpt2", ["./test_gpt2", "attention"]), *((test, [test]) for test in ("build/tests/test_attention", "build/tests/test_gradients"))]
 PYTEST = [str(PYTHON if PYTHON.exists() else sys.executable), "-m", "pytest", "-x", "-q"]
-# The GPU's kernels, on the CPU: the cases of test_flash.py that stand for all, by the instances that those need.
+# The GPU kernels on the CPU: representative cases of test_flash.py, and the instances that they need.
 FLASH_TESTS = [("build/on_cpu/flash.so", [*PYTEST, "dev/tests/test_flash.py", "-k", "kinds or (nan and float) or truncate or last_bit or future or order or conflicts or rows_without"])]
 KERNEL_TESTS = [("build/on_cpu/tests/test_kernels", ["build/on_cpu/tests/test_kernels"])]
 PHI_TESTS = [("build/on_cpu/tests/test_kernels", ["build/on_cpu/tests/test_kernels", "phi"])]
-# What stands on the kernels: the trainer, its products, its sums over processes.
+# What builds on the kernels: the trainer, its matmuls, its sums over ranks.
 TRAINER = ("train_gpt2.cu", "cuda/collective.cu", "cuda/matmul.cu")
 TRAINER_TESTS = [("test_gpt2cu_on_cpu", ["./test_gpt2cu_on_cpu", "softmax_tied_v97_T33"]), ("test_gpt2cu_on_cpu", ["./test_gpt2cu_on_cpu", "softmax_gau_T33"]),
                  ("train_gpt2cu_on_cpu", [*PYTEST, "dev/tests/test_cuda.py", "-k", "late or masks or rows_without or switch_in or several_processes or"
@@ -41,7 +41,8 @@ INSTANCES = "exp exp_recenter softplus_reweight any_two_sweeps float float_two_s
 
 
 def mutations():
-    """(file, text, text in its place) from mutations.txt: a line with the file, then the two, each indented, with a blank line behind."""
+    """(file, text, replacement) from mutations.txt: a line with the file, a line for each text, indented, and a blank
+    line."""
     for block in (Path(__file__).parent / "mutations.txt").read_text().split("\n\n"):
         lines = [line for line in block.splitlines() if line and not line.startswith("#")]
         if lines:
@@ -50,7 +51,7 @@ def mutations():
 
 
 def build(tree, target):
-    """None, or the compiler's first complaint."""
+    """Builds; returns None, or the compiler's first error."""
     made = subprocess.run(["make", "-s", "-j2", "OPT=-O1", "CU_OPT=-O0", f"INSTANCES={INSTANCES}", "train_gpt2", target], cwd=tree, capture_output=True, text=True)
     return (made.stderr.strip().splitlines() or ["make failed"])[0] if made.returncode else None
 
@@ -62,7 +63,7 @@ def tests_of(file):
 
 
 def verdict_of(tree, tests):
-    """(what came of the tests, the first test that fails or None)."""
+    """Runs the tests; returns (the outcome in words, the first test that fails or None)."""
     for test in tests:
         target, command = test
         complaint = build(tree, target)
@@ -79,7 +80,7 @@ def verdict_of(tree, tests):
 
 
 def places(text, old):
-    """Where `old` is in a source text, however either breaks its lines."""
+    """The positions of `old` in a source text, whatever line breaks either has."""
     return list(re.finditer(r"\s*".join(map(re.escape, "".join(old.split()))), text))
 
 
@@ -119,7 +120,7 @@ def main():
             if test is not None and test not in noticed_by:
                 noticed_by.append(test)
             print(f"{'ok' if test else 'HOLE'}  {file}: {old}  ->  {new}\n      {verdict}, {time.time() - start:.0f} s", flush=True)
-        for test in noticed_by:     # a test that fails without any change has noticed nothing
+        for test in noticed_by:     # a test that fails without any change detects nothing
             verdict, failing = verdict_of(tree, [test])
             if failing or verdict != "no test noticed":
                 sys.exit(f"with nothing changed: {verdict}")

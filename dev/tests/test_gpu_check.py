@@ -307,7 +307,7 @@ def test_usage_of_the_tools(tmp_path, monkeypatch, capsys, program, words):
 def test_a_report_that_was_cut_off(tmp_path, capsys):
     (tmp_path / "report.json").write_text('{"parts": {"step": {"sta')
     report = gpu_report.Report(tmp_path)
-    assert report.parts == {} and "report.json.bad, and the report begins anew" in capsys.readouterr().err
+    assert report.parts == {} and "report.json.bad, and a new report begins" in capsys.readouterr().err
     assert (tmp_path / "report.json.bad").exists() and not (tmp_path / "report.json").exists()
 
 
@@ -547,7 +547,7 @@ def test_the_version_covers_the_recipes(tmp_path, monkeypatch):
     assert changed_by("--batch 8 --seq-len 256", "--batch 4 --seq-len 256") == {"train", "determinism"}
     assert changed_by("bf16 lssar 96 64 64", "bf16 lssar 97 64 64") == {"sanitizer"}
     assert changed_by("--error-exitcode 9", "") == {"sanitizer"}
-    assert changed_by("# Runs what", "# What runs") == set()
+    assert changed_by("# Tests and times", "# Times and tests") == set()
 
 
 # ---- verdicts
