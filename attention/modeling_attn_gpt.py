@@ -1,20 +1,24 @@
-"""A Llama whose attention is normalized in another way than by softmax, or whose layers are gated attention units, for transformers:
+"""For transformers: a Llama whose attention uses a normalizer other than softmax, or whose layers are gated attention
+units.
 
     AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 
-It lies in the checkpoints that need it and stands on its own. config.json's "attention_normalizer" says which way, by five choices
-in a row. For the query at position i, n = i + 1 keys are visible; d is the head size, L the length that the model was trained with
-("seq_len"), T the length of the text so far:
+The checkpoints that need this file contain it; it depends on nothing else of the project. "attention_normalizer" in
+config.json defines the normalizer as a sequence of five choices. For the query at position i, n = i + 1 keys are
+visible; d is the head size, L the length with which the model was trained ("seq_len"), and T the length of the text so
+far:
 
     qk              none; l2: q and k over their Euclidean norms
     scale, offset   z_ij = c_i (q_i . k_j) + o_i, q and k after RoPE
-    phi             f_ij = phi(z_ij); what is not visible is 0 after phi
+    phi             f_ij = phi(z_ij); masked entries are 0 after phi
     norm            A_ij = f_ij / Z_i
     post            a change of the row A_i
 
-The output is sum_j A_ij v_j. A row whose Z, or sum in post, is 0 gives 0. Learned, for each layer and head: s (attn_scale), b
-(attn_bias), sink (attn_sink); for all: p (attn_pn). With padding, n counts the visible keys that are no padding. Plain arrays of T x T:
-to be read and to be right. With "block": "gau" each layer is a gated attention unit, in the place of attention and feed-forward.
+The output is sum_j A_ij v_j. A row whose Z, or sum in post, is 0 has output 0. Learned scalars: s (attn_scale), b
+(attn_bias) and sink (attn_sink) for each layer and head, and p (attn_pn) for the whole model. With padding, n counts
+only the visible keys that are not padding. Attention uses plain T x T arrays, because this code is meant to be readable
+and correct, not fast. With "block": "gau" each layer is a gated attention unit, which replaces attention and the
+feed-forward layer.
 
 [SSMax] Nakanishi, "Scalable-Softmax Is Superior for Attention"; [LSSA] Gao and Spratling, "Softplus Attention with Re-weighting
 Boosts Length Extrapolation in Large Language Models"; [GAU] Su, kexue.fm 9019; [Softer-Max] "Softer-Max, not Softmax"; l1+sink
@@ -32,22 +36,24 @@ STAGES = ("qk", "scale", "offset", "phi", "norm", "post")
 
 
 class AttnGPTConfig(LlamaConfig):
-    """LlamaConfig's keys, grouped-query attention among them; attention_normalizer: name, seq_len, the five stages' six keys, fixed and
-    block where they apply; and qk_norm: true for an RMSNorm over each head's q and k, before RoPE."""
+    """The keys of LlamaConfig, including those of grouped-query attention, and two more. attention_normalizer has name,
+    seq_len, the six keys of the five stages, and fixed and block where they apply; qk_norm is true for an RMSNorm over
+    each head's q and k before RoPE."""
     model_type = "attn_gpt"
     qk_norm: bool = False
 
     def validate(self):
-        """Not LlamaConfig's, which wants the heads to divide hidden_size even where head_dim is given. See check_config()."""
+        """Replaces LlamaConfig's check, which requires that heads divide hidden_size even if head_dim is given. See
+        check_config()."""
 
 
-# ---- The normalizer. n (B, 1, T, 1): keys that a query sees; z, f, A (B, heads, T, keys)
+# ---- The normalizer. n (B, 1, T, 1): the number of keys that a query sees; z, f, A (B, heads, T, keys)
 
 def softplus(x):
     return x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))
 
 
-# By z and the learned scalars.
+# Functions of z and the learned scalars.
 PHI = {
     "exp": lambda z, _: torch.exp(z),
     "expm1": lambda z, _: torch.expm1(z),
@@ -72,7 +78,8 @@ def start_of_s(normalizer):
     return 1.0 if name.startswith("ssmax-fixed") or normalizer["scale"] == "pn" or L == 1 else L / math.lgamma(L + 1)
 
 
-# The learned scalars: for each head of a layer, or for each n up to L in the whole model; which normalizers have them; their start.
+# The learned scalars: one for each head of a layer, or one for each n up to L in the whole model; which normalizers
+# have them; their start values.
 SCALARS = {
     "attn_scale": ("head", lambda a: a["scale"] in ("logn", "logn-bias", "pn"), start_of_s),
     "attn_bias": ("head", lambda a: a["scale"] in ("logn-bias", "pn"), lambda a: 0.0),
@@ -82,7 +89,7 @@ SCALARS = {
 
 
 def add_scalars(module, normalizer, width, size):
-    """Makes the scalars of that width parameters of the module; those that the normalizer lacks are None."""
+    """Registers the scalars of that width as parameters of the module; those that the normalizer lacks are None."""
     for name, (of, there, start) in SCALARS.items():
         if of == width:
             trained = not (name == "attn_scale" and normalizer.get("fixed", False))
@@ -109,7 +116,8 @@ def scale_of(spec, n, d, L, scalars):
         return (s * ln + b) / root
     if kind == "pn":
         if n.max() > L:
-            raise ValueError(f"attention_normalizer scale=pn has a factor for each of {L} lengths, the text has {int(n.max())} tokens")
+            raise ValueError(f"attention_normalizer scale=pn has a factor for each of {L} lengths, "
+                             f"but the text has {int(n.max())} tokens")
         return (s * p[n.long() - 1] + b) / root
     if kind == "log":
         return ln / math.log(L if value == "L" else float(value)) / root
@@ -154,7 +162,8 @@ def normalized(z, visible, phi, norm, n, L, T, scalars):
     if phi not in ("exp", "expm1"):
         f = torch.where(visible, PHI[phi](z, scalars), 0)
         return over(f, C + f.abs().sum(-1, keepdim=True))
-    # Relative to the row's largest z, which leaves A as it is; C joins as C e^0, expm1's 1 as e^0, the sink as a z.
+    # Computed relative to the row's largest z, which does not change A. C counts as C e^0, expm1's 1 as e^0, the sink
+    # as a z.
     sink = scalars.get("attn_sink")
     largest = z.detach().masked_fill(~visible, -math.inf).amax(-1, keepdim=True)
     if norm == "l1+sink":
@@ -177,10 +186,10 @@ def posted(A, visible, spec, n):
         return torch.relu(A)
     if kind == "reweight":      # the first three rows use 0 in place of the 1
         w = torch.relu(torch.where(visible, A * n - (n > 3).to(A.dtype), 0))
-        w = over(w, w.detach().amax(-1, keepdim=True))      # relative to the row's largest: the power stays finite
+        w = over(w, w.detach().amax(-1, keepdim=True))      # so that the power stays finite
         w = torch.where(w > 0, torch.where(w > 0, w, 1) ** float(value), 0)
         return over(w, w.sum(-1, keepdim=True))
-    if kind in ("recenter", "recenter-l1"):                 # the first three rows stay as they are
+    if kind in ("recenter", "recenter-l1"):                 # the first three rows are unchanged
         centered = torch.where(visible, A - A.sum(-1, keepdim=True) / n, 0)
         if kind == "recenter-l1":
             centered = over(centered, centered.abs().sum(-1, keepdim=True))
@@ -189,8 +198,8 @@ def posted(A, visible, spec, n):
 
 
 def attention(q, k, v, visible, normalizer, scalars):
-    """q (B, heads, T, d), k, v (B, key-value heads, keys, d) after RoPE; visible (B, 1, T, keys). Statistics are float32 at least.
-    Heads that follow each other share a key-value head."""
+    """q (B, heads, T, d), k, v (B, key-value heads, keys, d) after RoPE; visible (B, 1, T, keys). Row statistics are at
+    least float32. Consecutive heads share a key-value head."""
     wide = torch.promote_types(q.dtype, torch.float32)
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     q, k = q.to(wide), k.to(wide)
@@ -230,7 +239,7 @@ def rope(x, positions, theta):
 
 
 class Output(nn.Linear):
-    """Writes to the residual stream: a new model starts it smaller."""
+    """Writes to the residual stream, so a new model starts with smaller weights here."""
 
 
 class Normalized(nn.Module):
@@ -334,7 +343,7 @@ class Decoder(nn.Module):
 # ---- The model
 
 def check_config(config):
-    """ValueError for what would be computed as something else."""
+    """Raises ValueError for configurations that would be computed as something else."""
     normalizer = getattr(config, "attention_normalizer", None) or {}
     lacking = [key for key in ("name", "seq_len", *STAGES) if key not in normalizer]
     if lacking:
@@ -363,7 +372,7 @@ class AttnGPTForCausalLM(PreTrainedModel, GenerationMixin):
         self.post_init()
 
     def _init_weights(self, module):
-        """The start of a new model; a checkpoint's tensors stay as they are."""
+        """The initial weights of a new model; a checkpoint's tensors are not touched."""
         super()._init_weights(module)
         if isinstance(module, Output):
             writes = self.config.num_hidden_layers * (1 if self.config.attention_normalizer.get("block") else 2)
@@ -390,7 +399,8 @@ class AttnGPTForCausalLM(PreTrainedModel, GenerationMixin):
 
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None, labels=None,
                 use_cache=None, logits_to_keep=0, **kwargs):
-        """attention_mask (B, keys): 0 for padding. logits_to_keep: only those of the last tokens; 0: all."""
+        """attention_mask (B, keys): 0 for padding. logits_to_keep: computes only the logits of that many last tokens;
+        0: of all."""
         x = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         B, T, _ = x.shape
         use_cache = self.config.use_cache if use_cache is None else use_cache

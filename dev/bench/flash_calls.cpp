@@ -1,6 +1,6 @@
-// Prints what dev/bench/sass.py needs to know of attention/flash.cuh, as JSON: for each preset of
-// attention/normalizer.h the instance that runs it, the bytes of its FlashCall<bf16>, as flash.cu would fill it, and
-// the rows that a warp and a block own and a tile has.
+// Prints, as JSON, what dev/bench/sass.py needs to know about attention/flash.cuh: for each preset of
+// attention/normalizer.h, the instance that runs it, the bytes of its FlashCall<bf16> as flash.cu would fill it, and
+// the numbers of rows that a warp and a block own and that a tile has.
 //   flash_calls B T NH HS
 #include "cuda/gpu.cuh"
 
@@ -24,7 +24,7 @@ static const char *const names[] = {
 };
 #undef FLASH_INSTANCE
 
-// Addresses are made up: nothing is read through them.
+// The addresses are fake, because nothing is read through them.
 static FlashCall<bf16> call_of(const Preset &preset, int B, int T, int NH, int HS) {
     bf16 *there = (bf16 *)0x100000000;
     FlashCall<bf16> call = {};

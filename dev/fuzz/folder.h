@@ -16,7 +16,7 @@ static void fuzz_remove(void) {
     if (system(command) != 0) fprintf(stderr, "%s could not be removed\n", fuzz_path);
 }
 
-// The folder of this process, made and filled by `make` at the first call, removed at exit.
+// The folder of this process, which `make` creates and fills at the first call; removed at exit.
 static const char *fuzz_folder(void (*make)(const char *folder)) {
     static int made;
     if (made++) return fuzz_path;
@@ -26,7 +26,7 @@ static const char *fuzz_folder(void (*make)(const char *folder)) {
     return fuzz_path;
 }
 
-// Makes this file of the folder hold exactly these bytes.
+// Replaces the contents of this file in the folder.
 static void fuzz_file(const char *name, const uint8_t *bytes, size_t size) {
     char path[200];
     snprintf(path, sizeof path, "%s/%s", fuzz_path, name);

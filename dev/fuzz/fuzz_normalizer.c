@@ -1,5 +1,5 @@
-// A hostile --attn: it is refused with a message, or its stages and its shortest text mean the same again.
-// Sources: runtime/error.c runtime/options.c runtime/process.c attention/normalizer.c
+// Parses a hostile --attn: either it is rejected with a message, or parsing its stages or its shortest name gives the
+// same normalizer again. Sources: runtime/error.c runtime/options.c runtime/process.c attention/normalizer.c
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -13,7 +13,7 @@ static void parse_again(const Normalizer *expected, const char *text) {
     if (isnan(expected->s_start) ? !isnan(again.s_start) : expected->s_start != again.s_start) abort();
 }
 
-// A message ends within its buffer, however small that is, and says something.
+// A message is not empty and ends within its buffer, however small that is.
 static void check_message(const char *text, size_t room) {
     Normalizer normalizer;
     char *message = malloc(room);
@@ -26,7 +26,7 @@ static void check_message(const char *text, size_t room) {
 int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
     Normalizer normalizer;
     char message[1024] = "", stage[64], shortest[NORMALIZER_TEXT], written[1024] = "softmax";
-    char *text = malloc(size + 1);    // of its own size, so that a read past its end shows
+    char *text = malloc(size + 1);    // an allocation of the exact size, so that a read past its end is detected
     memcpy(text, bytes, size);
     text[size] = 0;
     if (!normalizer_parse(&normalizer, text, message, sizeof message)) {

@@ -1,6 +1,5 @@
-// The safetensors reader on hostile bytes: it refuses them, or the tensors that it lists cover the file's data without
-// overlap and can be read.
-// Sources: runtime/error.c runtime/file.c runtime/json.c runtime/safetensors.c
+// Feeds hostile bytes to the safetensors reader: either it rejects them, or the tensors that it lists cover the file's
+// data without overlap and can be read. Sources: runtime/error.c runtime/file.c runtime/json.c runtime/safetensors.c
 #define _GNU_SOURCE
 #include <stdint.h>
 #include <stdio.h>
@@ -11,8 +10,8 @@
 
 #include "runtime/safetensors.h"
 
-// The file in memory: the bytes after an 'r' as they are; after anything else a header up to the first NUL, whose
-// length is put before it (a mutation would seldom keep the length right), and data.
+// Builds the file in memory. After an 'r', the bytes are the file. After anything else, a header extends to the first
+// NUL and data follows; the header's length is put in front, because a mutation would seldom keep it right.
 static size_t fill(int fd, const uint8_t *bytes, size_t size) {
     if (ftruncate(fd, 0) != 0) abort();
     if (bytes[0] == 'r') return (size_t)pwrite(fd, bytes + 1, size - 1, 0);
@@ -55,7 +54,7 @@ static void read_tensor(const Safetensors *s, const TensorInfo *info) {
     Error error;
     if (info->elements * dtype_size(info->dtype) != tensor_bytes(info)) abort();
     if (safetensors_find(s, info->name) != info) abort();
-    float *out = malloc(info->elements * sizeof *out + 1);    // a sanitizer sees one element too many
+    float *out = malloc(info->elements * sizeof *out + 1);    // a sanitizer detects one element too many
     double *wide = malloc(info->elements * sizeof *wide + 1);
     if (!out || !wide) abort();
     safetensors_read(s, info->name, info->ndim, info->shape, out, &error);

@@ -1,9 +1,10 @@
 #!/bin/sh
-# dev/fuzz/run.sh SECONDS [TARGET...]   fuzzes the readers for so long in all, the time divided among the targets
+# dev/fuzz/run.sh SECONDS [TARGET...]   fuzzes the readers for SECONDS in all, divided among the targets
 #
-# Builds each dev/fuzz/fuzz_*.c (or those named) by clang with libFuzzer, AddressSanitizer and UBSan, with the files that its
-# line "// Sources:" names; makes the seeds by seeds.py; keeps what it finds in build/fuzz/corpus, from which the next run
-# goes on. The exit status is the verdict. To add a target: fuzz_NAME.c with that line, and its seeds in seeds.py.
+# Builds each dev/fuzz/fuzz_*.c (or the named ones) with clang, libFuzzer, AddressSanitizer and UBSan, together with the
+# files in its line "// Sources:". Seeds come from seeds.py. New inputs are kept in build/fuzz/corpus, where the next
+# run continues. The exit status is the verdict. To add a target, write fuzz_NAME.c with that line, and add its seeds to
+# seeds.py.
 set -eu
 [ $# -ge 1 ] && [ "$1" -gt 0 ] || { sed -n '2,6s/^# \{0,1\}//p' "$0"; exit 2; }
 seconds=$1
@@ -30,7 +31,7 @@ for target; do
     else
         status=1
         tail -n 40 $out/$target.log
-        echo "$target: FAILED. The input is the $out/$target-* named above; run it again by: $out/$target FILE"
+        echo "$target: FAILED. The input is the $out/$target-* named above; to repeat it: $out/$target FILE"
     fi
 done
 exit $status

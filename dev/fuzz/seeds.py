@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the small files that each target of dev/fuzz starts from: seeds.py FOLDER makes FOLDER/fuzz_NAME/*."""
+"""Writes the small files from which each target of dev/fuzz starts: seeds.py FOLDER creates FOLDER/fuzz_NAME/*."""
 import json
 import pathlib
 import struct

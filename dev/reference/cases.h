@@ -1,7 +1,6 @@
-// What test_gpt2.c and test_gpt2.cu share: the cases of fixtures/cases.txt, comparing with their answers, and the cases
-// of whole models.
-// C and C++ both include it. The trainer to be tested stands behind the functions subject_*, which the file that
-// includes this defines.
+// Shared by test_gpt2.c and test_gpt2.cu: reads the cases of fixtures/cases.txt, compares with their answers, and runs
+// the cases of whole models. C and C++ both include it. The trainer to be tested stands behind the functions subject_*,
+// which the file that includes this defines.
 #ifndef REFERENCE_CASES_H
 #define REFERENCE_CASES_H
 
@@ -19,14 +18,14 @@
 
 #define FIXTURES "dev/reference/fixtures/"
 #ifndef UPDATE_BOUND
-#define UPDATE_BOUND 1e-3                                // of what ten steps did to a tensor
+#define UPDATE_BOUND 1e-3                                // of a tensor's change over ten steps
 #endif
 
 static int passed, failed;
 static const char *case_name;
 static char case_line[1024];
 
-// Says what failed; a passing check says nothing, a passing case one line.
+// Prints what failed. A passing check prints nothing, a passing case one line.
 static bool check(const char *what, double error, double bound) {
     if (error <= bound) return true;    // false for a NaN
     printf("  FAILED %s: %s: error %.3g, at most %.3g allowed\n", case_name, what, error, bound);
@@ -64,7 +63,7 @@ static inline bool has_key(const char *key) {
     return strstr(case_line, pattern) != NULL;
 }
 
-// The answers of the case at hand.
+// The answers of the current case.
 static Safetensors *models, *layers, *answers;
 
 static size_t read_answer(const char *name, float *out, size_t room) {
@@ -79,7 +78,7 @@ static size_t read_answer(const char *name, float *out, size_t room) {
     return info->elements;
 }
 
-// x (n) against the answer of that name; returns the error.
+// Compares x (n) with the answer of that name; returns the error.
 static double compare(const char *name, const float *x, size_t n, double floor, double bound) {
     float stored[FIXTURE_FULL];
     size_t count = read_answer(name, stored, FIXTURE_FULL);
@@ -119,7 +118,7 @@ static void subject_set(const float *params);
 static double subject_step(const int32_t *inputs, const int32_t *targets, size_t B, size_t T, float scale, bool first);
 static double subject_norm(void);
 static void subject_update(AdamW adamw);
-static const float *subject_params(void);    // after what was done last
+static const float *subject_params(void);    // of the last pass
 static const float *subject_grads(void);
 static void subject_logits(float *logits, const int32_t *inputs, size_t B, size_t T);    // (B·T,V)
 static void subject_end(void);
@@ -163,7 +162,7 @@ static double distance(const float *x, const float *y, size_t n) {
     return sqrt(sum);
 }
 
-// For each row the logits of eight ids and logsumexp, as the answers have them.
+// For each row, the logits of eight ids and logsumexp, in the form of the answers.
 static double check_logits(const ModelCase *c, const int32_t *inputs) {
     size_t N = c->B * c->T, V = (size_t)c->config.vocab;
     float *stored = floats(N * 9), *ours = floats(N * 9), *zero = floats(N * 9), *logits = floats(N * V);
@@ -199,7 +198,7 @@ static double compare_tensors(const ModelCase *c, const char *prefix, const floa
     return worst;
 }
 
-// Ten steps of AdamW: each loss and gradient norm, and what became of the weights.
+// Ten steps of AdamW: checks each loss and gradient norm, and the change of the weights.
 static double check_training(const ModelCase *c, size_t steps) {
     size_t N = c->B * c->T;
     float losses[64], norms[64], *start = floats(c->list.floats);
@@ -226,7 +225,7 @@ static double check_training(const ModelCase *c, size_t steps) {
     return worst;
 }
 
-// Two halves of a batch, the second added to the first, are the whole.
+// The gradients of two halves of a batch, accumulated, equal those of the whole.
 static void check_accumulation(const ModelCase *c, const int32_t *inputs, double loss) {
     size_t T = c->T, N = c->B * T;
     float *whole = floats(c->list.floats);
@@ -262,7 +261,7 @@ static void test_model(void) {
     double loss = subject_step(batch, batch + N, c.B, c.T, 1.0f / (float)N, true) / (double)N;
     worst = largest(worst, relative(loss, losses[0]));
     check("loss", relative(loss, losses[0]), 1e-5);
-    // At T = 1 under l1, q and k have no gradient: what is left is rounding.
+    // At T = 1 under l1, the gradients of q and k are 0, so that only rounding is left.
     double floor = (c.T == 1 ? 1e-2 : 1e-3) * subject_norm();
     worst = largest(worst, compare_tensors(&c, "grad", subject_grads(), floor, 1e-4));
     if (c.B == 2) check_accumulation(&c, batch, loss);
@@ -281,8 +280,8 @@ typedef struct {
     void (*run)(void);
 } CaseKind;
 
-// Runs the cases whose line has `word` in it, by their kind; those of other kinds are passed over when `some`, and are
-// an error otherwise.
+// Runs the cases whose line contains `word`. A case of a kind that is not in the table is skipped if `some`, and an
+// error otherwise.
 static void run_cases(const CaseKind *kinds, size_t count, const char *word, bool some) {
     static char name[128];
     Error error;
@@ -308,7 +307,7 @@ static void run_cases(const CaseKind *kinds, size_t count, const char *word, boo
     safetensors_close(layers);
 }
 
-// The verdict: what main() returns.
+// The exit status of main().
 static int cases_end(void) {
     printf("%d passed, %d failed\n", passed, failed);
     return failed || !passed ? 1 : 0;

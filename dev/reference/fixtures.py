@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Makes the fixtures that the C tests compare with (README.md says what is in them), or checks those that are kept."""
+"""Writes the fixtures with which the C tests compare (README.md describes them), or checks the stored ones."""
 
 import argparse
 import functools
@@ -16,18 +16,18 @@ import model as reference
 
 FOLDER = Path(__file__).parent / "fixtures"
 FULL, SAMPLES, LOGITS = 100, 8, 8
-BLOCK = 1 << 16     # the elements that are projected at a time
+BLOCK = 1 << 16     # elements that are projected at a time
 LENGTHS = (1, 33, 64)
-# Within the range of each run's gradient norms, so that some steps are clipped and some are not.
+# Clips within the range of each run's gradient norms, so that some steps are clipped and some are not.
 CLIP = {("softmax", 33): 6.2, ("softmax", 64): 4.8, ("relu2-n", 33): 9.0, ("relu2-n", 64): 5.8, (50257, 33): 4.0}
-FIRST = ("softmax", "ssmax", "softmax1", "relu2-n")     # have the most model cases
+FIRST = ("softmax", "ssmax", "softmax1", "relu2-n")     # those with the most model cases
 OVERRIDES = (
     "softmax+norm=l1+0.5+post=negate",
     "softmax+post=reweight:3",
     "softmax+qk=l2+scale=const:-7",
     "sigmoid-logn-l1+post=reweight:15",
     "lssar+post=reweight:100",
-    "exp+post=reweight:0.5",            # under other bases too many scores come near A n = 1, where the slope is infinite
+    "exp+post=reweight:0.5",            # under other norms too many weights are near the infinite slope at A n = 1
     "gelu-l1+post=recenter-l1",
     "identity-l1+post=recenter-l1",
     "mish-l1+norm=l1+2+post=recenter",
@@ -36,26 +36,31 @@ OVERRIDES = (
     "softplus-l1+scale=log:L+norm=n2",
     "ssmax-pn+phi=softplus+norm=n+s=0.5+fixed",
     "softmax-floorlog+scale=floorlog:4")
-NORMALIZERS = (*(name for name in reference.PRESETS if name != "softmax-floorlog"), *OVERRIDES)     # softmax itself where n < 8192
-# A model of one layer (two gated units) for each normalizer that has none above; a clip between the usual gradient norms.
+NORMALIZERS = (*(name for name in reference.PRESETS if name != "softmax-floorlog"), *OVERRIDES)     # it equals softmax
+# A model of one layer (or two gated units) for each normalizer without a model above; the clip lies among the usual
+# gradient norms.
 BLOCKS = {"llama": ("layers=1,heads=2,channels=64,ffn=112,vocab=97,tied=1", 3.6),
           "gau": ("layers=1,block=gau,channels=32,vocab=97,tied=1", 2.1)}
-NO_MODEL = ("lssar+post=reweight:100",      # in float32 a gradient through two units is off by 1e-4, and ten steps make another model
-            "softmax-floorlog+scale=floorlog:4")    # differs from softmax in attention alone
-# Where a high power or a row with a small sum lets rounding grow from step to step: smaller steps than 0.001.
+NO_MODEL = ("lssar+post=reweight:100",      # float32 gradients through two units are off by 1e-4: the runs diverge
+            "softmax-floorlog+scale=floorlog:4")    # differs from softmax only inside attention
+# A learning rate below 0.001 where a high power, or a row with a small sum, lets rounding errors grow from step to
+# step.
 LR = {("gau", "relu-l1"): 0.0003, ("gau", "relu6-l1"): 0.0003, ("gau", "relu2-l1+qk=l2+scale=logd-logn+post=reweight:2"): 0.0003,
       ("h4_kv2", "lssa"): 0.0001, ("gau", "lssar"): 0.0001, ("gau", "sigmoid-logn-l1+post=reweight:15"): 0.0001}
-# A gradient that is 0 but for rounding (p_1's under exp and l1) or passes close to it: clipped so far, it is small beside AdamW's eps.
+# Where a gradient is nothing but rounding (p_1's under exp and l1) or comes close to that: a clip so small that the
+# gradient is small compared with AdamW's eps.
 SMALL_CLIP = {"ssmax-pn": 0.01, "softmax": 0.05, "softmax-negated": 0.05, "softmax+post=reweight:3": 0.05}
 ATTENTION_SHAPES = (*((2, 2, 48, T) for T in (1, 2, 3, 4, 33, 64, 257)), *((1, 2, d, T) for d in (64, 128) for T in (64, 257)))
-# The inputs q and k have scale 2, which makes z spread by 1.3 and reach 6 either way; but here, so that it comes to about that, to
-# relu6's 6, to both of sigmoid's ends; and where a row of few keys may have a small sum, and rounding is large beside it.
+# The scale of the inputs q and k. With 2, z has a standard deviation of about 1.3 and reaches 6 in both directions.
+# Exceptions: where another scale is needed to get there, to reach relu6's 6, or to reach both ends of sigmoid; and
+# where a row of few keys could have a sum so small that rounding dominates.
 QK_SCALE = {"ssmax-fixed": 1, "ssmax-pn": 4, "ssmax-pn+phi=softplus+norm=n+s=0.5+fixed": 4, "sigmoid": 3, "sigmoid-logn": 3,
             "relu6-l1": 4, "relu-l1": 4, "relu2-l1": 3, "mish-l1": 2.5, "identity-l1": 3, "identity-l1+post=recenter-l1": 3}
-# Grouped-query attention: fewer key-value heads than heads; alone and in models, whose heads may have a size of their own.
+# Grouped-query attention (fewer key-value heads than heads), alone and in models, some with a head size that is not
+# channels/heads.
 GROUPED = ("softmax", "ssmax", "lssar", "softmax-recentered", "sigmoid", "softmax-sink")
 GROUPED_SHAPES = ((2, 4, 2, 48, 1), (2, 4, 2, 48, 33), (2, 4, 2, 48, 64), (1, 3, 1, 64, 33), (1, 8, 2, 128, 65))    # B, heads, kv_heads, head_size, T
-# Models: shape, a clip between the gradient norms, (normalizer, T).
+# Models: shape, a clip among the gradient norms, (normalizer, T).
 HEAD_MODELS = {
     "h4_kv2": ("layers=2,heads=4,kv_heads=2,channels=64,ffn=112,vocab=97,tied=1", 5,
                (("softmax", 1), ("softmax", 33), ("softmax", 64), ("lssa", 33), ("softmax-sink", 33))),
@@ -65,7 +70,8 @@ HEAD_MODELS = {
     "qk_norm": ("layers=2,heads=2,channels=64,ffn=112,qk_norm=1,vocab=97,tied=1", 4, (("softmax", 1), ("softmax", 33), ("relu2-n", 33))),
     "qk_norm_h4_kv2": ("layers=2,heads=4,kv_heads=2,head_dim=24,channels=64,ffn=112,norm_eps=0.05,qk_norm=1,vocab=97,tied=0", 4.8,
                        (("ssmax", 33),))}
-# A high power makes almost every row of two to four keys one-hot, with no gradient but rounding: of many a few are not.
+# A high power makes almost every row of two to four keys one-hot, with nothing but rounding in its gradient; among many
+# rows a few are not.
 HIGH_POWERS = ("lssar", "lssar+post=reweight:100", "sigmoid-logn-l1+post=reweight:15")
 
 
@@ -97,7 +103,7 @@ def values(name, shape, mean=0.0, scale=1.0, first=0):
     return torch.from_numpy(out.astype(np.float32).astype(np.float64)).view(shape)
 
 
-# The mean and the scale of a parameter, by the words in its name; any other is a matrix, 0 +- 2/sqrt(columns).
+# The mean and the scale of a parameter, by a word in its name. All others are matrices: 0 and 2/sqrt(columns).
 RULES = {"norm.weight": (1.0, 0.3), "_gain": (0.0, 1.5), "_offset": (0.0, 0.6),
          "attn_scale": (0.3, 0.1), "attn_bias": (0.0, 0.2), "attn_pn": (1.0, 0.3), "attn_sink": (0.0, 0.5)}
 
@@ -126,7 +132,7 @@ def digest(x):
 
 
 def stored(x):
-    """The form in which a tensor is kept: whole or a digest, float32."""
+    """The form in which a tensor is stored: in full or as a digest, float32."""
     x = x.detach().double().numpy().ravel()
     return (x if x.size <= FULL else digest(x)).astype(np.float32)
 
@@ -205,7 +211,7 @@ def batch(case, step, vocab):
 
 
 def some_logits(logits):
-    """(B, T, V) -> (B·T, 9): eight hashed ids a position, and logsumexp."""
+    """(B, T, V) -> (B·T, 9): for each position, the logits of eight hashed ids, and logsumexp."""
     flat = logits.flatten(0, 1)
     ids = indices("logit_ids", 0, LOGITS * len(flat), flat.shape[1]).view(-1, LOGITS)
     return torch.cat([flat.gather(1, ids), torch.logsumexp(flat, -1, keepdim=True)], 1)
@@ -282,7 +288,7 @@ def run_attention(attn, scale, L, B, T, heads, head_size, kv_heads=None, dtype=t
 
 
 def run_adamw(N, steps, lr, weight_decay):
-    name = "param.weight"   # one that decays, as far as weight_decay says
+    name = "param.weight"   # a parameter that decays
     param = {name: values("param", (N,))}
     optimizer = reference.AdamW(param, weight_decay)
     for step in range(steps):
@@ -299,8 +305,8 @@ def run_layer(case, **options):
 
 @functools.cache
 def all_answers(wanted=None):
-    """The two files' tensors, by file name; of the wanted cases only, where they are given."""
-    torch.set_num_threads(1)    # small operations: threads would cost more than they save
+    """{file name: tensors} of the two files, for all cases or only for the wanted ones."""
+    torch.set_num_threads(1)    # the operations are small: threads would cost more than they save
     files = {"models.safetensors": {}, "layers.safetensors": {}}
     for case in cases():
         if wanted is not None and case["case"] not in wanted:
@@ -313,9 +319,9 @@ def all_answers(wanted=None):
 
 
 def differences(folder, wanted=None):
-    """What is kept in the folder and is not what the reference says, a line each. Tensors agree to 1e-6 of their norm.
+    """Lists, a line each, what in the folder differs from the reference. Tensors must agree to 1e-6 of their norm.
 
-    With `wanted`, of those cases only; tensors of a case that does not exist are named all the same."""
+    With `wanted`, only those cases are checked, but tensors of cases that do not exist are listed in any event."""
     left_out = set() if wanted is None else {case["case"] for case in cases()} - set(wanted)
     found = [] if (folder / "cases.txt").read_text() == cases_text() else ["cases.txt differs"]
     for name, tensors in all_answers(wanted and tuple(wanted)).items():
@@ -331,11 +337,11 @@ def differences(folder, wanted=None):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="compare the kept fixtures with fresh ones and write nothing")
+    parser.add_argument("--check", action="store_true", help="compare the stored fixtures with fresh ones")
     arguments = parser.parse_args()
     if arguments.check:
         found = differences(FOLDER)
-        print("\n".join(found) or "The kept fixtures are what the reference says.")
+        print("\n".join(found) or "The stored fixtures match the reference.")
         sys.exit(bool(found))
     FOLDER.mkdir(exist_ok=True)
     for name, tensors in all_answers().items():

@@ -1,6 +1,6 @@
-// The numbers that the reference and the C tests both make, so that no fixture has to store an input, and the short
-// form (a digest) in which a fixture keeps a large tensor. fixtures.py has the same formulas in Python;
-// test_reference.py compares the two. README.md says why.
+// The numbers that both the reference and the C tests generate, so that no fixture has to store an input, and the
+// digest in which a fixture stores a large tensor. fixtures.py has the same formulas in Python; test_reference.py
+// compares the two. README.md explains why.
 #ifndef REFERENCE_HASH_H
 #define REFERENCE_HASH_H
 
@@ -10,27 +10,28 @@
 #include <string.h>
 
 enum {
-    FIXTURE_FULL = 100,    // a tensor with no more elements than this is stored whole
+    FIXTURE_FULL = 100,    // a tensor with at most this many elements is stored in full
     FIXTURE_PROJECTIONS = 16,
     FIXTURE_SAMPLES = 8,
     FIXTURE_DIGEST = 1 + FIXTURE_PROJECTIONS + FIXTURE_SAMPLES
 };
 
-// splitmix64's finaliser.
+// splitmix64's finalizer.
 static inline uint64_t fixture_mix(uint64_t z) {
     z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
     z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
     return z ^ (z >> 31);
 }
 
-// A stream of numbers has a name ("model.norm.weight", "tokens"): 64-bit FNV-1a of its bytes, mixed.
+// The seed of a stream of numbers, from its name ("model.norm.weight", "tokens"): 64-bit FNV-1a of the name's bytes,
+// mixed.
 static inline uint64_t fixture_stream(const char *name) {
     uint64_t h = 0xcbf29ce484222325ull;
     for (; *name; name++) h = (h ^ (unsigned char)*name) * 0x100000001b3ull;
     return fixture_mix(h);
 }
 
-// Number i of a stream, 64 bits: splitmix64 with the stream as its seed.
+// Number i of a stream, 64 bits: splitmix64 with the stream's seed.
 static inline uint64_t fixture_hash(uint64_t stream, uint64_t i) {
     return fixture_mix(stream + (i + 1) * 0x9e3779b97f4a7c15ull);
 }
@@ -46,7 +47,7 @@ static inline void fixture_fill(float *out, size_t n, const char *name, size_t f
     for (size_t j = 0; j < n; j++) out[j] = (float)((double)mean + (double)scale * fixture_uniform(stream, first + j));
 }
 
-// The mean and the scale of a parameter, by the first row whose words its name has; any other is a matrix, 0 +-
+// The mean and the scale of a parameter, by the first row whose word is in its name. All others are matrices: 0 and
 // 2/sqrt(columns).
 static inline void fixture_weight_rule(const char *name, size_t columns, float *mean, float *scale) {
     static const struct {
@@ -88,12 +89,12 @@ static inline void fixture_digest(double out[FIXTURE_DIGEST], const float *x, si
     for (int j = 0; j < FIXTURE_SAMPLES; j++) sample[j] = x[fixture_index("sample", j, n)];
 }
 
-// How far x (n elements) is from the stored form (n numbers where n <= FIXTURE_FULL, a digest otherwise), relative to
-// the stored norm or to floor, where that is larger (a gradient that is 0 has no relative error):
+// The distance of x (n elements) from the stored form (n numbers if n <= FIXTURE_FULL, otherwise a digest), relative to
+// the stored norm or to floor, whichever is larger (a gradient of 0 has no relative error):
 //   whole:   |x - stored| / norm
 //   digest:  the largest of | |x| - norm |, the root mean square of the projections' differences (which estimates
 //            |x - stored|), and the largest difference of a sample; over norm.
-// 0 where nothing differs, also from zeros; infinite where x has a NaN.
+// It is 0 if nothing differs, even if both are all zeros, and infinite if x contains a NaN.
 static inline double fixture_error(const float *stored, const float *x, size_t n, double floor) {
     double square = 0, norm = 0, error, digest[FIXTURE_DIGEST];
     if (n <= FIXTURE_FULL) {

@@ -1,14 +1,14 @@
-"""The model and its attention normalizers in PyTorch, by the papers' formulas: plain T x T arrays, gradients by autograd. Use
-it in float64. It is a reference, made to be read and to be right, not to be fast.
+"""The model and its attention normalizers in PyTorch, from the papers' formulas, with plain T x T arrays and gradients
+by autograd. Use it in float64. It is a reference: it is meant to be readable and correct, not fast.
 
-A normalizer is five choices in a row. For the query at position i, n = i + 1 keys are visible; d is the head size, T the length of
-the sequence, L the length that the model was trained with:
+A normalizer is a sequence of five choices. For the query at position i, n = i + 1 keys are visible; d is the head size,
+T the length of the sequence, and L the length with which the model was trained:
   1. qk            l2: q and k over their Euclidean norms (after RoPE)
   2. scale, offset z_ij = c_i (q_i . k_j) + o_i
   3. phi           f_ij = phi(z_ij); masked entries are 0 after phi
   4. norm          A_ij = f_ij / Z_i
   5. post          a change of the row A_i
-The output is sum_j A_ij v_j; a row whose Z (or sum of weights in post) is 0 gives 0, and gradient 0.
+The output is sum_j A_ij v_j. A row whose Z (or sum of weights in post) is 0 has output 0 and gradient 0.
 
 [SSMax] Nakanishi, "Scalable-Softmax Is Superior for Attention"; [LSSA] Gao and Spratling, "Softplus Attention with Re-weighting
 Boosts Length Extrapolation in Large Language Models"; [GAU] Su, kexue.fm 9019; [Softer-Max] "Softer-Max, not Softmax";
@@ -34,7 +34,7 @@ class Normalizer:
     phi: str = "exp"
     norm: str = "l1"
     post: str = "none"
-    s: float | None = None      # another start of s than s_start's
+    s: float | None = None      # a start value of s that replaces s_start()
     fixed: bool = False         # s is not learned
 
     @property
@@ -50,7 +50,7 @@ class Normalizer:
         return self.norm == "l1+sink"
 
     def s_start(self, L):
-        """[SSMax]: the mean temperature equals Softmax's; 1 where p_n stands in the place of ln n."""
+        """The start value of s [SSMax], with which the mean temperature equals softmax's; 1 if p_n replaces ln n."""
         if self.s is not None:
             return self.s
         return 1.0 if self.scale == "pn" else L / math.lgamma(L + 1)
@@ -58,8 +58,8 @@ class Normalizer:
 
 @dataclass(frozen=True)
 class Scalar:
-    """A learned scalar: its tensor's name, which normalizers have it, where it starts for training length L. One for each head of a
-    layer; by_position: one for each n up to L, for the whole model."""
+    """A learned scalar: its tensor's name, which normalizers have it, and its start value for training length L. Each
+    head of each layer has one; with by_position, the whole model has one for each n up to L."""
     tensor: str
     of: Callable[[Normalizer], bool]
     start: Callable[[Normalizer, int], float]
@@ -117,7 +117,7 @@ PRESETS = {
 
 NUMBER = r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?"
 POSITIVE = r"(?!0*\.?0*(e|$))\+?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?"
-STAGES = {      # what each stage may say
+STAGES = {      # the values of each stage
     "qk": r"none|l2",
     "scale": rf"rsqrt-d|logn|logn-bias|pn|log:L|log:{POSITIVE}|floorlog:{POSITIVE}|logd-logn|const:{NUMBER}",
     "offset": r"none|-logL|-logT|-logn",
@@ -132,7 +132,7 @@ def parse_normalizer(text):
     """`NAME[+stage=value...][+s=X][+fixed]`. A `+` starts an override only before one of those words. ValueError otherwise."""
     name, *overrides = re.split(rf"\+(?=(?:{'|'.join(STAGES)})=|fixed(?:\+|$))", text)
     if name not in PRESETS:
-        raise ValueError(f"{text}: no normalizer {name!r}; there are {' '.join(PRESETS)}")
+        raise ValueError(f"{text}: no normalizer {name!r}; expected one of {' '.join(PRESETS)}")
     normalizer = PRESETS[name]
     for override in overrides:
         stage, _, value = override.partition("=")
@@ -143,7 +143,7 @@ def parse_normalizer(text):
         else:
             normalizer = replace(normalizer, **{stage: float(value) if stage == "s" else value})
     if normalizer.has_sink and normalizer.phi != "exp":
-        raise ValueError(f"{text}: a sink is a logit, it needs phi=exp")
+        raise ValueError(f"{text}: a sink is a logit, so it needs phi=exp")
     return normalizer
 
 
@@ -159,7 +159,7 @@ PHI = {
     "identity": lambda z: z,
     "relu": torch.relu,
     "relu2": lambda z: torch.relu(z) ** 2,
-    "relu6": lambda z: torch.clamp(torch.relu(z), max=6),       # relu: its slope at 0 is 0, clamp's is 1
+    "relu6": lambda z: torch.clamp(torch.relu(z), max=6),       # relu has slope 0 at 0, clamp has 1
     "gelu": lambda z: z * (1 + torch.erf(z / math.sqrt(2))) / 2,
     "sigmoid": torch.sigmoid,
     "softplus": softplus,
@@ -209,8 +209,8 @@ def fixed_norm(spec, n, L):
 
 
 def normalized(z, visible, spec, n, L, phi, sink):
-    """A before post: f / Z. exp under l1 goes by the row's maximum, which leaves A as it is (C counts as C e^0). sink (NH) is
-    the logit of a key that has no value."""
+    """A before post: f / Z. exp under l1 is computed relative to the row's maximum, which does not change A (C counts
+    as C e^0). sink (NH) is the logit of a key without a value."""
     if spec == "l1+sink":
         with_sink = torch.cat([z.masked_fill(~visible, -math.inf), sink[:, None, None].expand(*z.shape[:-1], 1)], -1)
         return torch.softmax(with_sink, -1)[..., :-1]
@@ -237,7 +237,7 @@ def posted(A, visible, spec, n):
         return torch.relu(A)
     if kind == "reweight":
         w = torch.relu(torch.where(visible, A * n - torch.where(n > 3, 1.0, 0.0), 0.0))
-        w = over(w, w.detach().amax(-1, keepdim=True))      # leaves w / sum w as it is, and finite
+        w = over(w, w.detach().amax(-1, keepdim=True))      # does not change w / sum w, and keeps it finite
         w = torch.where(w > 0, torch.where(w > 0, w, 1.0) ** float(value), 0.0)
         return over(w, w.sum(-1, keepdim=True))
     centered = torch.where(visible, A - A.sum(-1, keepdim=True) / n, 0.0)
@@ -247,9 +247,9 @@ def posted(A, visible, spec, n):
 
 
 def attention(q, k, v, normalizer, L, scalars, first=None):
-    """q (B, NH, T, HS) and k (B, NKV, T, HS) after RoPE, v (B, NKV, T, any width); returns (B, NH, T, any width). Each NH/NKV query
-    heads that follow each other share a key-value head. scalars: by their names in SCALARS. first (B, T): the first key that each row sees,
-from which its n counts; None: all see the sequence from its start on."""
+    """q (B, NH, T, HS) and k (B, NKV, T, HS) after RoPE, v (B, NKV, T, any width); returns (B, NH, T, any width).
+    NH/NKV consecutive query heads share a key-value head. scalars: by their names in SCALARS. first (B, T): the first
+    key that each row sees, from which its n counts; None: every row sees the sequence from its start."""
     T, d = q.shape[-2:]
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     n = torch.arange(1, T + 1, dtype=q.dtype)[:, None]                  # (T, 1)
@@ -300,7 +300,7 @@ GAU_WIDTH = 128     # of a gated unit's q and k
 
 @dataclass(frozen=True)
 class Config:
-    layers: int             # block="gau": pairs of units, each pair in the place of an attention and a feed-forward
+    layers: int             # with block="gau", pairs of units; a pair replaces attention and feed-forward
     channels: int
     tied: bool
     heads: int = 1          # a gated unit has one
@@ -332,7 +332,7 @@ class Config:
 
 
 def scalar_shapes(normalizer, heads=None, L=None):
-    """The scalars that are trained: where `heads` is given those of a layer, where L is given those of the whole model."""
+    """The shapes of the trained scalars: with `heads`, those of a layer; with L, those of the whole model."""
     sizes = {scalar.tensor: L if scalar.by_position else heads for name, scalar in SCALARS.items()
              if scalar.of(normalizer) and trains(normalizer, name)}
     return {tensor: (size,) for tensor, size in sizes.items() if size}
@@ -360,7 +360,8 @@ def gau_shapes(config):
 
 
 def parameter_shapes(config):
-    """Name -> shape, by Hugging Face's names; a normalizer adds attn_scale (s), attn_bias (b), attn_sink and attn_pn (p)."""
+    """Name -> shape, under Hugging Face's names; a normalizer may add attn_scale (s), attn_bias (b), attn_sink and
+    attn_pn (p)."""
     C, of_layer = config.channels, (gau_shapes if config.block == "gau" else llama_shapes)(config)
     shapes = {"model.embed_tokens.weight": (config.vocab, C)}
     for i in range(config.units):
@@ -373,13 +374,14 @@ def parameter_shapes(config):
 
 
 def decays(name):
-    """Weight decay is for the matrices: not for gains and offsets, and not for the normalizer's scalars whatever their shape."""
+    """True for matrices, which have weight decay. Gains, offsets and the normalizer's scalars, whatever their shape,
+    have none."""
     last = name.rpartition(".")[2]
     return not (name.endswith("norm.weight") or last.startswith("attn_") or last.endswith(("_gain", "_offset")))
 
 
 def attention_scalars(parameters, prefix, config):
-    """The scalars of a layer that its normalizer has; those that are not trained are at their start."""
+    """The scalars of a layer's normalizer; those that are not trained have their start values."""
     scalars = scalars_at_start(config.normalizer, config.heads, config.L, parameters["model.norm.weight"].dtype)
     return {name: parameters[("model." if SCALARS[name].by_position else prefix) + SCALARS[name].tensor]
             if trains(config.normalizer, name) else start for name, start in scalars.items()}
@@ -439,7 +441,8 @@ def global_norm(tensors):
 
 
 class AdamW:
-    """Loshchilov and Hutter's, eps beside the corrected root as in PyTorch. step() changes the parameters in place."""
+    """AdamW by Loshchilov and Hutter; eps is added to the bias-corrected root, as in PyTorch. step() changes the
+    parameters in place."""
 
     def __init__(self, parameters, weight_decay, beta1=0.9, beta2=0.95, eps=1e-8):
         self.parameters, self.weight_decay, self.beta1, self.beta2, self.eps = parameters, weight_decay, beta1, beta2, eps
@@ -448,7 +451,7 @@ class AdamW:
         self.steps = 0
 
     def step(self, grads, lr, clip=math.inf):
-        """Gradients times min(1, clip / (norm + 1e-6)); returns the norm before that."""
+        """Multiplies the gradients by min(1, clip / (norm + 1e-6)); returns the norm before clipping."""
         self.steps += 1
         norm = global_norm(grads.values())
         factor = min(1.0, clip / (norm + 1e-6))
