@@ -201,9 +201,9 @@ def test_pn_ends_at_its_length(block, model_of):
     """There are L numbers p_n: a text of L tokens is well, one more is an error, in one pass and with the cache."""
     model = load(model_of(block, "ssmax-pn"))
     assert model.generate(random_ids(T), max_new_tokens=1, min_new_tokens=1, do_sample=False).shape == (1, T + 1)
-    with pytest.raises(ValueError, match=f"{T} lengths, the text has {T + 1}"):
+    with pytest.raises(ValueError, match=f"{T} lengths, but the text has {T + 1}"):
         model(random_ids(T + 1))
-    with pytest.raises(ValueError, match=f"{T} lengths, the text has {T + 1}"):
+    with pytest.raises(ValueError, match=f"{T} lengths, but the text has {T + 1}"):
         model.generate(random_ids(T), max_new_tokens=2, min_new_tokens=2, do_sample=False)
 
 
