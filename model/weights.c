@@ -151,7 +151,7 @@ bool weights_load_optimizer(const Weights *w, const char *folder, Error *error) 
     return done;
 }
 
-bool weights_save(const Weights *w, const char *path, Error *error) {
+bool weights_save(const Weights *w, const char *path, FileHash *hash, Error *error) {
     TensorRow *rows = malloc(w->list->count * sizeof *rows);
     if (!rows) return error_set(error, EXIT_RESOURCE, "%s: out of memory for its list of tensors.", path);
     size_t count = 0;
@@ -161,12 +161,12 @@ bool weights_save(const Weights *w, const char *path, Error *error) {
         rows[count++] = (TensorRow){
             t->name, w->bf16 ? DTYPE_BF16 : DTYPE_F32, t->ndim, {t->shape[0], t->shape[1]}, w->params + t->offset};
     }
-    bool done = safetensors_write(path, rows, count, (const char *const[]){"format", "pt", NULL}, error);
+    bool done = safetensors_write(path, rows, count, (const char *const[]){"format", "pt", NULL}, hash, error);
     free(rows);
     return done;
 }
 
-bool weights_save_optimizer(const Weights *w, const char *path, Error *error) {
+bool weights_save_optimizer(const Weights *w, const char *path, FileHash *hash, Error *error) {
     const struct {
         const char *suffix;
         const float *data;
@@ -183,7 +183,7 @@ bool weights_save_optimizer(const Weights *w, const char *path, Error *error) {
                 (TensorRow){names[count], DTYPE_F32, t->ndim, {t->shape[0], t->shape[1]}, parts[p].data + t->offset};
         }
     }
-    done = done ? safetensors_write(path, rows, count, (const char *const[]){"format", "pt", NULL}, error)
+    done = done ? safetensors_write(path, rows, count, (const char *const[]){"format", "pt", NULL}, hash, error)
                 : error_set(error, EXIT_RESOURCE, "%s: out of memory for its list of tensors.", path);
     free(rows);
     free(names);

@@ -3,6 +3,7 @@
 #define WEIGHTS_H
 
 #include "model/model.h"
+#include "runtime/file.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -43,9 +44,9 @@ bool weights_load(const Weights *weights, const char *folder, const Normalizer *
 // Reads the moments, and with bf16 the master weights, from a folder with optimizer.safetensors.
 bool weights_load_optimizer(const Weights *weights, const char *folder, Error *error);
 
-// Write model.safetensors and optimizer.safetensors to these paths.
-bool weights_save(const Weights *weights, const char *path, Error *error);
-bool weights_save_optimizer(const Weights *weights, const char *path, Error *error);
+// Write model.safetensors and optimizer.safetensors to these paths, and return their hashes.
+bool weights_save(const Weights *weights, const char *path, FileHash *hash, Error *error);
+bool weights_save_optimizer(const Weights *weights, const char *path, FileHash *hash, Error *error);
 
 #ifdef __cplusplus
 }

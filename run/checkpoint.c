@@ -44,50 +44,6 @@ static char *join_step(char *out, const char *root, const char *prefix, uint64_t
     return join(out, root, "%s%08" PRIu64, prefix, step);
 }
 
-// ---- hashes of the files that have been written
-
-typedef struct {
-    char name[NAME_MAX + 1];
-    uint64_t size;
-    XXH128_hash_t hash;
-} Record;
-
-// The files that have been written into the folder of the open checkpoint.
-static struct {
-    const char *folder;
-    Record *records;
-    size_t count;
-} written;
-
-static Record *record_find(const char *name) {
-    for (size_t i = 0; i < written.count; i++) {
-        if (!strcmp(written.records[i].name, name)) return &written.records[i];
-    }
-    return NULL;
-}
-
-static void record_written(const char *path, uint64_t size, XXH128_hash_t hash) {
-    size_t length = strlen(written.folder);
-    const char *name = path + length + 1;
-    if (strncmp(path, written.folder, length) || path[length] != '/' || strchr(name, '/') || strlen(name) > NAME_MAX)
-        return;
-    Record *record = record_find(name);
-    if (!record) {
-        written.records = realloc(written.records, (written.count + 1) * sizeof *written.records);
-        if (!written.records) fail(EXIT_RESOURCE, "%s: out of memory.", path);
-        record = &written.records[written.count++];
-        strcpy(record->name, name);
-    }
-    record->size = size;
-    record->hash = hash;
-}
-
-static void records_end(void) {
-    file_written = NULL;
-    free(written.records);
-    memset(&written, 0, sizeof written);
-}
-
 typedef struct {
     char text[33];
 } HashText;
@@ -104,8 +60,8 @@ static HashText hash_text(XXH128_hash_t hash) {
 static bool check_entry(const char *folder, const char *manifest, const cJSON *entry, bool hashes, Error *error) {
     char path[PATH_MAX];
     struct stat info;
-    uint64_t size, found_size;
-    XXH128_hash_t found;
+    uint64_t size;
+    FileHash found;
     const char *hash = cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(entry, "xxh3_128"));
     if (!json_u64(cJSON_GetObjectItemCaseSensitive(entry, "size"), &size) || !hash || strchr(entry->string, '/') ||
         strlen(entry->string) > NAME_MAX) {
@@ -126,10 +82,10 @@ static bool check_entry(const char *folder, const char *manifest, const cJSON *e
                          (uint64_t)info.st_size);
     }
     if (!hashes) return true;
-    if (!file_hash(path, &found_size, &found, error)) return false;
-    if (!strcmp(hash_text(found).text, hash)) return true;
+    if (!file_hash(path, &found, error)) return false;
+    if (!strcmp(hash_text(found.xxh3).text, hash)) return true;
     return error_set(error, EXIT_INPUT, "%s: expected XXH3-128 %.32s (manifest.json), found %s.\n  " DAMAGED, path,
-                     hash, hash_text(found).text);
+                     hash, hash_text(found.xxh3).text);
 }
 
 static bool check_manifest(const char *folder, bool hashes, Error *error) {
@@ -156,58 +112,58 @@ bool checkpoint_verify(const char *folder, bool manifest_optional, Error *error)
     return check_manifest(folder, true, error);
 }
 
-// Adds a file of the folder to the manifest. A file that was not written through file_close() is read to hash it, and
-// synced.
-static bool add_entry(cJSON *files, const char *folder, const char *name, Error *error) {
+// Adds a file of the folder to the manifest. A file whose hash is not known, or that has changed since, is read to hash
+// it, and synced.
+static bool add_entry(const Checkpoint *c, cJSON *files, const char *name, Error *error) {
     char path[PATH_MAX];
     struct stat info;
-    Record read = {.size = 0}, *record = record_find(name);
-    join(path, folder, "%s", name);
+    FileHash hash = {.size = UINT64_MAX};
+    for (size_t i = 0; i < c->hash_count; i++)
+        if (!strcmp(c->hashes[i].name, name)) hash = c->hashes[i].hash;
+    join(path, c->folder, "%s", name);
     if (lstat(path, &info) != 0 || !S_ISREG(info.st_mode)) {
         return error_set(error, EXIT_RESOURCE,
                          "%s: expected only regular files in a checkpoint, found something else.\n"
                          "  Do not change this folder while it is being written.",
                          path);
     }
-    if (!record || record->size != (uint64_t)info.st_size) {
-        record = &read;
-        if (!file_hash(path, &read.size, &read.hash, error) || !file_sync(path, error)) return false;
-    }
+    if (hash.size != (uint64_t)info.st_size && (!file_hash(path, &hash, error) || !file_sync(path, error)))
+        return false;
     cJSON *entry = cJSON_AddObjectToObject(files, name);
-    if (!entry || !cJSON_AddNumberToObject(entry, "size", (double)record->size) ||
-        !cJSON_AddStringToObject(entry, "xxh3_128", hash_text(record->hash).text)) {
+    if (!entry || !cJSON_AddNumberToObject(entry, "size", (double)hash.size) ||
+        !cJSON_AddStringToObject(entry, "xxh3_128", hash_text(hash.xxh3).text)) {
         fail(EXIT_RESOURCE, "%s: out of memory for the manifest.", path);
     }
     return true;
 }
 
-static bool add_entries(cJSON *files, const char *folder, Error *error) {
+static bool add_entries(const Checkpoint *c, cJSON *files, Error *error) {
     struct dirent **names;
-    int count = scandir(folder, &names, NULL, alphasort);
+    int count = scandir(c->folder, &names, NULL, alphasort);
     if (count < 0) {
-        return error_set(error, EXIT_RESOURCE, "%s: listing the folder failed: %s.\n  %s", folder, strerror(errno),
+        return error_set(error, EXIT_RESOURCE, "%s: listing the folder failed: %s.\n  %s", c->folder, strerror(errno),
                          file_remedy(errno, "Was it removed?"));
     }
     bool ok = true;
     for (int i = 0; i < count; i++) {
         const char *name = names[i]->d_name;
         bool ours = strcmp(name, ".") && strcmp(name, "..") && strcmp(name, "manifest.json");
-        if (ok && ours) ok = add_entry(files, folder, name, error);
+        if (ok && ours) ok = add_entry(c, files, name, error);
         free(names[i]);
     }
     free(names);
     return ok;
 }
 
-static bool write_manifest(const char *folder, Error *error) {
+static bool write_manifest(const Checkpoint *c, Error *error) {
     char path[PATH_MAX];
     cJSON *manifest = cJSON_CreateObject(), *files = cJSON_AddObjectToObject(manifest, "files");
-    if (!files) fail(EXIT_RESOURCE, "%s: out of memory for the manifest.", folder);
-    bool ok = add_entries(files, folder, error);
+    if (!files) fail(EXIT_RESOURCE, "%s: out of memory for the manifest.", c->folder);
+    bool ok = add_entries(c, files, error);
     if (ok) {
         char *text = cJSON_Print(manifest);
-        if (!text) fail(EXIT_RESOURCE, "%s: out of memory for the manifest.", folder);
-        ok = file_write_text(join(path, folder, "manifest.json"), text, error);
+        if (!text) fail(EXIT_RESOURCE, "%s: out of memory for the manifest.", c->folder);
+        ok = file_write_text(join(path, c->folder, "manifest.json"), text, error);
         free(text);
     }
     cJSON_Delete(manifest);
@@ -333,11 +289,10 @@ bool checkpoint_any(const char *out_dir) {
 bool checkpoint_begin(Checkpoint *c, const char *out_dir, uint64_t step, Error *error) {
     c->step = step;
     c->folder[0] = '\0';
+    c->hash_count = 0;
     join(c->root, out_dir, "ckpt");
     if (!file_make_folders(c->root, error) || !clear_leftovers(c->root, error)) return false;
     join_step(c->folder, c->root, TMP, step);
-    written.folder = c->folder;
-    file_written = record_written;
     if (file_make_folders(c->folder, error)) return true;
     checkpoint_abandon(c);
     return false;
@@ -345,6 +300,13 @@ bool checkpoint_begin(Checkpoint *c, const char *out_dir, uint64_t step, Error *
 
 const char *checkpoint_path(Checkpoint *c, const char *file_name) {
     return join(c->path, c->folder, "%s", file_name);
+}
+
+FileHash *checkpoint_hash(Checkpoint *c, const char *file_name) {
+    if (c->hash_count == CHECKPOINT_HASHES) return NULL;
+    c->hashes[c->hash_count].name = file_name;
+    c->hashes[c->hash_count].hash.size = UINT64_MAX;    // unknown until the file is complete
+    return &c->hashes[c->hash_count++].hash;
 }
 
 bool checkpoint_copy(Checkpoint *c, const char *from, Error *error) {
@@ -369,10 +331,9 @@ static bool take_name(const char *folder, const char *root, uint64_t step, Error
 }
 
 bool checkpoint_commit(Checkpoint *c, Error *error) {
-    if (!write_manifest(c->folder, error) || !file_sync(c->folder, error)) return false;
+    if (!write_manifest(c, error) || !file_sync(c->folder, error)) return false;
     if (!take_name(c->folder, c->root, c->step, error)) return false;
     c->folder[0] = '\0';
-    records_end();
     return true;
 }
 
@@ -381,7 +342,6 @@ void checkpoint_abandon(Checkpoint *c) {
     if (!c->folder[0]) return;
     if (!file_remove_tree(c->folder, &error)) warn("%s", error.text);
     c->folder[0] = '\0';
-    records_end();
 }
 
 // ---- pruning

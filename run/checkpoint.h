@@ -4,13 +4,13 @@
 //
 //     Checkpoint c;
 //     if (!checkpoint_begin(&c, out, step, &error)) ...
-//     ok = safetensors_write(checkpoint_path(&c, "model.safetensors"), ..., &error)
+//     ok = weights_save(&weights, checkpoint_path(&c, MODEL), checkpoint_hash(&c, MODEL), &error)
 //       && file_write_text(checkpoint_path(&c, "config.json"), text, &error)
 //       && checkpoint_copy(&c, "data/tokenizer.json", &error)
 //       && checkpoint_commit(&c, &error);
 //     if (!ok) { checkpoint_abandon(&c); ... }
 //
-// A run folder has a single writer: rank 0. Only one Checkpoint may be open at a time.
+// A run folder has a single writer: rank 0.
 #ifndef RUN_CHECKPOINT_H
 #define RUN_CHECKPOINT_H
 
@@ -19,16 +19,24 @@
 #include <stdint.h>
 
 #include "runtime/error.h"
+#include "runtime/file.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+enum { CHECKPOINT_HASHES = 4 };
 
 typedef struct {
     uint64_t step;
     char root[PATH_MAX];      // OUT/ckpt
     char folder[PATH_MAX];    // OUT/ckpt/.tmp-step-00001000; empty if no checkpoint is open
     char path[PATH_MAX];      // the last result of checkpoint_path()
+    struct {
+        const char *name;
+        FileHash hash;
+    } hashes[CHECKPOINT_HASHES];
+    size_t hash_count;
 } Checkpoint;
 
 // Creates OUT/ckpt/.tmp-step-%08d after removing the leftovers of killed saves.
@@ -36,6 +44,11 @@ bool checkpoint_begin(Checkpoint *c, const char *out_dir, uint64_t step, Error *
 
 // Returns the path of this file in the temporary folder. It is valid until the next call.
 const char *checkpoint_path(Checkpoint *c, const char *file_name);
+
+// Returns where file_create() is to put the hash of this file, or NULL after CHECKPOINT_HASHES files.
+// checkpoint_commit() reads every other file again to hash it, which takes a while if the file is large. The name is
+// not copied.
+FileHash *checkpoint_hash(Checkpoint *c, const char *file_name);
 
 // Copies a file into the temporary folder under its own name.
 bool checkpoint_copy(Checkpoint *c, const char *from, Error *error);

@@ -108,8 +108,10 @@ static bool write_checkpoint(const Run *run, Error *error) {
     if (!checkpoint_begin(&c, run->o.out, (uint64_t)run->step, error)) return false;
     char *config = model_config_json(run->config, run->weights.bf16), *state = state_json(run);
     bool done =
-        weights_save(&run->weights, checkpoint_path(&c, "model.safetensors"), error) &&
-        weights_save_optimizer(&run->weights, checkpoint_path(&c, "optimizer.safetensors"), error) &&
+        weights_save(&run->weights, checkpoint_path(&c, "model.safetensors"), checkpoint_hash(&c, "model.safetensors"),
+                     error) &&
+        weights_save_optimizer(&run->weights, checkpoint_path(&c, "optimizer.safetensors"),
+                               checkpoint_hash(&c, "optimizer.safetensors"), error) &&
         file_write_text(checkpoint_path(&c, "config.json"), config, error) &&
         file_write_text(checkpoint_path(&c, "state.json"), state, error) &&
         (model_is_plain(run->config) || file_write_text(checkpoint_path(&c, MODELING_FILE), modeling_text, error)) &&

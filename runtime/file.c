@@ -13,8 +13,6 @@
 #include <sys/statvfs.h>
 #include <unistd.h>
 
-void (*file_written)(const char *path, uint64_t size, XXH128_hash_t hash) = NULL;
-
 // ---- fault points
 
 #ifdef FAULTS
@@ -125,13 +123,14 @@ enum { FLUSH_BYTES = 16 << 20 };    // write-back to disk starts in steps of thi
 
 struct File {
     int fd;
-    uint64_t size;         // bytes written
-    uint64_t flushed;      // bytes whose write-back to disk has started
-    XXH3_state_t *hash;    // NULL if no hash is requested
+    uint64_t size;          // bytes written
+    uint64_t flushed;       // bytes whose write-back to disk has started
+    FileHash *hash;         // where the hash is to go; NULL if none is requested
+    XXH3_state_t *state;    // of the hash so far
     char path[PATH_MAX];
 };
 
-File *file_create(const char *path, Error *error) {
+File *file_create(const char *path, FileHash *hash, Error *error) {
     if (strlen(path) >= PATH_MAX) {
         error_set(error, EXIT_RESOURCE, "%.200s...: the path is longer than %d bytes.\n  Choose a shorter one.", path,
                   PATH_MAX - 1);
@@ -146,16 +145,17 @@ File *file_create(const char *path, Error *error) {
     if (!file) fail(EXIT_RESOURCE, "%s: out of memory.", path);
     file->fd = fd;
     strcpy(file->path, path);
-    if (file_written) {
-        file->hash = XXH3_createState();
-        if (!file->hash) fail(EXIT_RESOURCE, "%s: out of memory.", path);
-        XXH3_128bits_reset(file->hash);
+    if (hash) {
+        file->hash = hash;
+        file->state = XXH3_createState();
+        if (!file->state) fail(EXIT_RESOURCE, "%s: out of memory.", path);
+        XXH3_128bits_reset(file->state);
     }
     return file;
 }
 
 static void file_free(File *file) {
-    XXH3_freeState(file->hash);
+    XXH3_freeState(file->state);
     free(file);
 }
 
@@ -178,7 +178,7 @@ bool file_write(File *file, const void *data, size_t size, Error *error) {
             snprintf(act, sizeof act, "writing %zu bytes at offset %" PRIu64, piece, file->size);
             return write_error(error, file->path, act);
         }
-        if (file->hash) XXH3_128bits_update(file->hash, at, (size_t)written);
+        if (file->hash) XXH3_128bits_update(file->state, at, (size_t)written);
         file->size += (uint64_t)written;
         at += written;
         size -= (size_t)written;
@@ -190,7 +190,7 @@ bool file_write(File *file, const void *data, size_t size, Error *error) {
 bool file_close(File *file, Error *error) {
     bool ok = act_fsync(file->fd) == 0 || write_error(error, file->path, "fsync");
     if (close(file->fd) != 0 && ok) ok = write_error(error, file->path, "close");
-    if (ok && file->hash && file_written) file_written(file->path, file->size, XXH3_128bits_digest(file->hash));
+    if (ok && file->hash) *file->hash = (FileHash){file->size, XXH3_128bits_digest(file->state)};
     file_free(file);
     return ok;
 }
@@ -203,7 +203,7 @@ void file_discard(File *file) {
 
 // Writes the whole file, or leaves none.
 static bool write_whole(const char *path, const void *data, size_t size, Error *error) {
-    File *file = file_create(path, error);
+    File *file = file_create(path, NULL, error);
     if (!file) return false;
     if (!file_write(file, data, size, error)) {
         file_discard(file);
@@ -277,7 +277,7 @@ static bool take_write(void *context, const void *data, size_t size, Error *erro
 }
 
 bool file_copy(const char *to, const char *from, Error *error) {
-    File *file = file_create(to, error);
+    File *file = file_create(to, NULL, error);
     if (!file) return false;
     if (!read_pieces(from, take_write, file, error)) {
         file_discard(file);
@@ -434,13 +434,12 @@ static bool take_hash(void *context, const void *data, size_t size, Error *error
     return true;
 }
 
-bool file_hash(const char *path, uint64_t *size, XXH128_hash_t *hash, Error *error) {
+bool file_hash(const char *path, FileHash *hash, Error *error) {
     Hashing hashing = {.state = XXH3_createState()};
     if (!hashing.state) fail(EXIT_RESOURCE, "%s: out of memory.", path);
     XXH3_128bits_reset(hashing.state);
     bool ok = read_pieces(path, take_hash, &hashing, error);
-    *size = hashing.size;
-    *hash = XXH3_128bits_digest(hashing.state);
+    *hash = (FileHash){hashing.size, XXH3_128bits_digest(hashing.state)};
     XXH3_freeState(hashing.state);
     return ok;
 }

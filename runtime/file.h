@@ -25,8 +25,14 @@ const char *file_remedy(int number, const char *otherwise);
 // do.
 typedef struct File File;
 
-// Creates the file, or truncates an existing one. Returns NULL on error.
-File *file_create(const char *path, Error *error);
+typedef struct {
+    uint64_t size;
+    XXH128_hash_t xxh3;
+} FileHash;
+
+// Creates the file, or truncates an existing one. If `hash` is not NULL, file_close() sets it, so that a manifest needs
+// no second pass over the file. Returns NULL on error.
+File *file_create(const char *path, FileHash *hash, Error *error);
 
 // Appends `size` bytes.
 bool file_write(File *file, const void *data, size_t size, Error *error);
@@ -46,10 +52,6 @@ bool file_replace_text(const char *path, const char *text, Error *error);
 
 // Copies a file of any size and syncs the copy.
 bool file_copy(const char *to, const char *from, Error *error);
-
-// If set, file_close() calls this after each success with the size and XXH3-128 of the file, so that a manifest needs
-// no second pass over it. While it is NULL, nothing is hashed.
-extern void (*file_written)(const char *path, uint64_t size, XXH128_hash_t hash);
 
 // ---- folders
 
@@ -75,8 +77,8 @@ bool file_free_space(const char *path, uint64_t *bytes, Error *error);
 // bytes is an error. The caller frees the result. Returns NULL on error.
 char *file_read(const char *path, size_t limit, size_t *size, Error *error);
 
-// Computes the XXH3-128 and the size of a file.
-bool file_hash(const char *path, uint64_t *size, XXH128_hash_t *hash, Error *error);
+// Computes the size and XXH3-128 of a file.
+bool file_hash(const char *path, FileHash *hash, Error *error);
 
 // Reads exactly `size` bytes at `offset`. If the file is too short, the error names the offset.
 bool file_read_at(int fd, const char *path, void *out, size_t size, uint64_t offset, Error *error);

@@ -150,7 +150,7 @@ static bool write_rows(File *file, const TensorRow *rows, size_t count, Error *e
 }
 
 bool safetensors_write(const char *path, const TensorRow *rows, size_t count, const char *const *metadata,
-                       Error *error) {
+                       FileHash *hash, Error *error) {
     size_t size;
     for (size_t i = 0; i < count; i++) {
         if (rows[i].dtype != DTYPE_F32 && rows[i].dtype != DTYPE_BF16) {
@@ -158,7 +158,7 @@ bool safetensors_write(const char *path, const TensorRow *rows, size_t count, co
                              rows[i].name, dtype_name(rows[i].dtype));
         }
     }
-    File *file = file_create(path, error);
+    File *file = file_create(path, hash, error);
     if (!file) return false;
     char *header = make_header(rows, count, metadata, &size);
     bool ok = file_write(file, header, size, error) && write_rows(file, rows, count, error);

@@ -12,6 +12,7 @@
 #include <stdint.h>
 
 #include "error.h"
+#include "file.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -54,9 +55,9 @@ typedef struct {
 
 // Writes and syncs the file piece by piece, without a second copy of the model. F32 tensors come first, so that every
 // tensor is aligned; the format's own library uses the same order. `metadata` is key, value, ..., NULL, or NULL for
-// none. A file that could not be completed is removed.
+// none; `hash` is the file's, or NULL if it is not needed. A file that could not be completed is removed.
 bool safetensors_write(const char *path, const TensorRow *rows, size_t count, const char *const *metadata,
-                       Error *error);
+                       FileHash *hash, Error *error);
 
 // ---- reading
 

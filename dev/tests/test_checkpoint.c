@@ -28,7 +28,8 @@ static bool save(uint64_t step, float value, Error *error) {
     TensorRow rows[] = {{"a", DTYPE_F32, 1, {VALUES}, values}, {"b", DTYPE_BF16, 1, {VALUES}, values}};
     snprintf(text, sizeof text, "{\"value\": %g}", value);
     bool ok = checkpoint_begin(&c, out_dir, step, error) &&
-              safetensors_write(checkpoint_path(&c, "model.safetensors"), rows, 2, NULL, error) &&
+              safetensors_write(checkpoint_path(&c, "model.safetensors"), rows, 2, NULL,
+                                checkpoint_hash(&c, "model.safetensors"), error) &&
               file_write_text(checkpoint_path(&c, "state.json"), text, error) && checkpoint_copy(&c, source, error) &&
               checkpoint_commit(&c, error);
     if (!ok) checkpoint_abandon(&c);
@@ -124,7 +125,8 @@ static bool prune_to_one(Error *error) {
 //
 // `points` pins the number of acts, because a kill does not show a lost fsync (the system keeps what was written; a
 // power cut would not): a save makes its folder and syncs the parent (2), writes and syncs model.safetensors (3 + 1),
-// state.json, the tokenizer and manifest.json (2 each), syncs the folder (1), renames it and syncs OUT/ckpt (2).
+// state.json, the tokenizer and manifest.json (2 each), hashes state.json and the tokenizer and syncs them again (2),
+// syncs the folder (1), renames it and syncs OUT/ckpt (2).
 static void test_kill(const char *what, bool (*job)(Error *), uint64_t job_step, bool before, long points) {
     long n = 1, kept = 0, taken = 0;
     Error error = {0};
@@ -278,7 +280,7 @@ static void test_environment(void) {
         CHECK(WEXITSTATUS(status) == cases[i].status, "FAULT_AT=%s FAULT_KIND=%s: status %d", cases[i].at,
               cases[i].kind ? cases[i].kind : "", WEXITSTATUS(status));
         char *text = file_read(path, 10000, NULL, &error);
-        if (cases[i].status == 0) CHECK(text && !strcmp(text, "fault points: 19\n"), "FAULT_COUNT: %s", text);
+        if (cases[i].status == 0) CHECK(text && !strcmp(text, "fault points: 21\n"), "FAULT_COUNT: %s", text);
         free(text);
     }
 }
@@ -365,8 +367,13 @@ static void test_prune(void) {
     CHECK(newest(&step) == 6 && step == 123456789012, "a step of 12 digits");
 }
 
-// Files that did not come through file_close() are in the manifest too; one that was written twice is there as it is
-// now.
+static bool write_hashed(Checkpoint *c, const char *name, const char *text, Error *error) {
+    File *file = file_create(checkpoint_path(c, name), checkpoint_hash(c, name), error);
+    return file && file_write(file, text, strlen(text), error) && file_close(file, error);
+}
+
+// Files without a hash of their own are in the manifest too; one that was written twice, or that has grown since it was
+// hashed, is there as it is now.
 static void test_manifest(void) {
     check_group("the manifest");
     Checkpoint c;
@@ -378,10 +385,12 @@ static void test_manifest(void) {
     FILE *file = fopen(checkpoint_path(&c, "other.txt"), "w");
     fputs("by another way", file);
     fclose(file);
-    CHECK(file_write_text(checkpoint_path(&c, "twice"), "first", &error), "%s", error.text);
-    CHECK(file_write_text(checkpoint_path(&c, "twice"), "second", &error), "%s", error.text);
-    CHECK(file_write_text(checkpoint_path(&c, "empty"), "", &error), "%s", error.text);
-    CHECK(file_write_text(checkpoint_path(&c, "longer"), "by file_write_text", &error), "%s", error.text);
+    CHECK(write_hashed(&c, "twice", "1st", &error), "%s", error.text);
+    CHECK(write_hashed(&c, "twice", "2nd", &error), "%s", error.text);
+    CHECK(write_hashed(&c, "empty", "", &error), "%s", error.text);
+    CHECK(write_hashed(&c, "longer", "hashed", &error), "%s", error.text);
+    CHECK(!checkpoint_hash(&c, "more"), "more than CHECKPOINT_HASHES files");
+    CHECK(file_write_text(checkpoint_path(&c, "more"), "read again", &error), "%s", error.text);
     file = fopen(checkpoint_path(&c, "longer"), "a");
     fputs(" and by another way", file);
     fclose(file);
@@ -440,11 +449,11 @@ int main(void) {
     test_files();
     test_manifest();
     test_prune();
-    test_kill("a save, killed at each point", save_20, 20, true, 15);
+    test_kill("a save, killed at each point", save_20, 20, true, 17);
     // Two more folders made, each synced into its parent.
-    test_kill("the first save, killed", save_10, 10, false, 15 + 4);
+    test_kill("the first save, killed", save_10, 10, false, 17 + 4);
     // The old one set aside (2), its 4 files and itself removed.
-    test_kill("a save of the same step, killed", save_10, 10, true, 15 + 7);
+    test_kill("a save of the same step, killed", save_10, 10, true, 17 + 7);
     test_kill_prune();
     test_kill_replace();
     test_errno("ENOSPC at each point of a save", ENOSPC, "Free some space");

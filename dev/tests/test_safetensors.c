@@ -78,7 +78,7 @@ static void test_round_trip(void) {
         {"quote\"\\ \t\xC3\xA9", DTYPE_F32, 4, {1, 1, 1, 1}, &one},
     };
     const char *path = in_folder("round.safetensors"), *metadata[] = {"format", "pt", "note", "a \"b\"\n", NULL};
-    CHECK(safetensors_write(path, rows, 5, metadata, &error), "%s", error.text);
+    CHECK(safetensors_write(path, rows, 5, metadata, NULL, &error), "%s", error.text);
     Safetensors *s = safetensors_open(path, &error);
     CHECK(s, "%s", error.text);
     CHECK(safetensors_count(s) == 5, "%zu tensors", safetensors_count(s));
@@ -164,7 +164,7 @@ static void test_wrong_requests(void) {
         {"a", DTYPE_F32, 2, {2, 2}, values}, {"b", DTYPE_F32, 1, {6}, values}, {"c", DTYPE_BF16, 1, {6}, values}};
     Error error = {0};
     const char *path = in_folder("requests");
-    CHECK(safetensors_write(path, rows, 3, NULL, &error), "%s", error.text);
+    CHECK(safetensors_write(path, rows, 3, NULL, NULL, &error), "%s", error.text);
     Safetensors *s = safetensors_open(path, &error);
     CHECK(!safetensors_read(s, "z", 1, (size_t[]){4}, out, &error) && error.code == EXIT_INPUT &&
               strstr(error.text, path) && strstr(error.text, "expected a tensor z [4]"),
@@ -182,7 +182,7 @@ static void test_wrong_requests(void) {
           "NaN in bf16: %s", error.text);
     safetensors_close(s);
     values[4] = -INFINITY;
-    CHECK(safetensors_write(path, rows, 3, NULL, &error), "%s", error.text);
+    CHECK(safetensors_write(path, rows, 3, NULL, NULL, &error), "%s", error.text);
     s = safetensors_open(path, &error);
     CHECK(!safetensors_read(s, "b", 1, (size_t[]){6}, out, &error) && strstr(error.text, "-inf"), "infinity: %s",
           error.text);
@@ -316,8 +316,9 @@ static void test_sharded(void) {
     Error error = {0};
     const char *index = in_folder("model.safetensors.index.json"), *first = in_folder("m-1.safetensors"),
                *second = in_folder("m-2.safetensors");
-    CHECK(safetensors_write(first, &row_a, 1, NULL, &error) && safetensors_write(second, &row_b, 1, NULL, &error), "%s",
-          error.text);
+    CHECK(safetensors_write(first, &row_a, 1, NULL, NULL, &error) &&
+              safetensors_write(second, &row_b, 1, NULL, NULL, &error),
+          "%s", error.text);
     file_write_text(
         index,
         "{\"metadata\":{\"total_size\":20},\"weight_map\":{\"b\":\"m-2.safetensors\",\"a\":\"m-1.safetensors\"}}",
@@ -349,7 +350,7 @@ static void test_sharded(void) {
     row_b.name = "a";
     row_a.name = "b";
     TensorRow both[] = {row_a, row_b};
-    CHECK(safetensors_write(first, both, 2, NULL, &error), "%s", error.text);
+    CHECK(safetensors_write(first, both, 2, NULL, NULL, &error), "%s", error.text);
     file_write_text(index, "{\"weight_map\":{\"a\":\"m-1.safetensors\",\"b\":\"m-1.safetensors\"}}", &error);
     s = safetensors_open(folder, &error);
     CHECK(s, "two tensors in one file: %s", error.text);
@@ -366,12 +367,12 @@ static void test_write_failures(void) {
     Error error = {0};
     float value = 1;
     TensorRow row = {"a", DTYPE_F32, 0, {0}, &value};
-    CHECK(!safetensors_write(in_folder("none/x"), &row, 1, NULL, &error) && error.code == EXIT_RESOURCE &&
+    CHECK(!safetensors_write(in_folder("none/x"), &row, 1, NULL, NULL, &error) && error.code == EXIT_RESOURCE &&
               strstr(error.text, "none/x"),
           "no such folder: %s", error.text);
     row.dtype = DTYPE_F16;
-    CHECK(!safetensors_write(in_folder("x"), &row, 1, NULL, &error) && strstr(error.text, "F32 or BF16"), "F16: %s",
-          error.text);
+    CHECK(!safetensors_write(in_folder("x"), &row, 1, NULL, NULL, &error) && strstr(error.text, "F32 or BF16"),
+          "F16: %s", error.text);
     CHECK(access(in_folder("x"), F_OK) != 0, "a refused file was made");
 }
 
