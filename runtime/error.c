@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+// Global, because fail() and warn() may be called anywhere. main() and process_start() set them once.
 const char *program_name = "gpt2";
 bool (*fail_speaker)(bool says) = NULL;
 void (*fail_hook)(int code) = NULL;

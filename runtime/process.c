@@ -18,6 +18,7 @@
 #include <mpi.h>
 #endif
 
+// Global like MPI_COMM_WORLD: set once, by process_start(), and read wherever ranks differ.
 Process process = {0, 1, 0, 1};
 
 // ---- the launcher's environment
@@ -47,9 +48,16 @@ static int launched_size(void) {
 static const int stop_signals[] = {SIGTERM, SIGINT, SIGUSR1, SIGHUP};
 enum { STOP_SIGNALS = sizeof stop_signals / sizeof *stop_signals };
 
-static sigset_t held;       // stop_signals, once process_hold_signals() has run
-static sigset_t ignored;    // those of them that were ignored at startup
+// Signals belong to the whole process, and the thread that waits for them outlives every caller, so what it shares with
+// the others is global: has it been started, may it ask for a stop, and has it?
 static atomic_bool holding, catching, stop_requested;
+
+static sigset_t stop_set(void) {
+    sigset_t set;
+    sigemptyset(&set);
+    for (int i = 0; i < STOP_SIGNALS; i++) sigaddset(&set, stop_signals[i]);
+    return set;
+}
 
 // Ends the process with the signal's default action.
 static void end_by(int number) {
@@ -62,15 +70,15 @@ static void end_by(int number) {
 }
 
 // A single Ctrl-C may arrive twice in quick succession, from the terminal and from a wrapper that forwards it. It
-// counts as one request to stop.
-static void *wait_for_signals(void *unused) {
+// counts as one request to stop. `data` is the set of signals that were ignored at startup, which the thread owns.
+static void *wait_for_signals(void *data) {
+    const sigset_t held = stop_set(), *ignored = data;
     const double moment = 1;    // seconds
     double first = INFINITY;    // time of the first request
-    (void)unused;
     for (;;) {
         int number;
         if (sigwait(&held, &number) != 0) continue;
-        if (sigismember(&ignored, number) && (number == SIGHUP || !catching)) continue;
+        if (sigismember(ignored, number) && (number == SIGHUP || !catching)) continue;
         if (!catching || (number == SIGINT && now() - first >= moment)) end_by(number);
         first = fmin(first, now());
         stop_requested = true;
@@ -87,32 +95,34 @@ static bool has_threads(void) {
     return count > 1;
 }
 
-static void note_ignored(void) {
-    sigemptyset(&ignored);
+// Returns those of the stop signals that are ignored; the caller owns the set.
+static sigset_t *ignored_signals(void) {
+    sigset_t *ignored = malloc(sizeof *ignored);
+    if (!ignored) fail(EXIT_RESOURCE, "out of memory for a set of signals.");
+    sigemptyset(ignored);
     for (int i = 0; i < STOP_SIGNALS; i++) {
         struct sigaction action;
         sigaction(stop_signals[i], NULL, &action);
-        if (action.sa_handler == SIG_IGN) sigaddset(&ignored, stop_signals[i]);
+        if (action.sa_handler == SIG_IGN) sigaddset(ignored, stop_signals[i]);
     }
+    return ignored;
 }
 
 void process_hold_signals(char **argv) {
+    const sigset_t held = stop_set();
     sigset_t before;
     pthread_attr_t detached;
     pthread_t thread;
     bool blocked_before = true;
     if (atomic_exchange(&holding, true)) return;
-    sigemptyset(&held);
-    for (int i = 0; i < STOP_SIGNALS; i++) sigaddset(&held, stop_signals[i]);
     pthread_sigmask(SIG_BLOCK, &held, &before);
     for (int i = 0; i < STOP_SIGNALS; i++) blocked_before = blocked_before && sigismember(&before, stop_signals[i]);
     // The new program inherits the signal mask. (AT_BASE is 0 if the dynamic linker was started by name; /proc/self/exe
     // would then be the linker.)
     if (argv && !blocked_before && has_threads() && getauxval(AT_BASE)) execv("/proc/self/exe", argv);
-    note_ignored();
     pthread_attr_init(&detached);
     pthread_attr_setdetachstate(&detached, PTHREAD_CREATE_DETACHED);
-    int status = pthread_create(&thread, &detached, wait_for_signals, NULL);
+    int status = pthread_create(&thread, &detached, wait_for_signals, ignored_signals());
     if (status != 0)
         fail(EXIT_RESOURCE,
              "cannot start the thread that waits for signals: %s.\n"
@@ -139,26 +149,31 @@ bool process_stop_requested(void) {
 // waits up to one second for the others to fail as well. If they do, the lowest rank with a message prints it and every
 // rank exits on its own. MPI_Abort is the fallback: Open MPI takes twice its grace period for it, and loses its own
 // messages when several ranks call it at once.
-static MPI_Comm ending;
-static bool all_end;
+//
+// Global, because fail() may be called anywhere and ends the program from there.
+static struct {
+    MPI_Comm comm;
+    int mine, first;    // the lowest rank with a message; MPI may still access both after the wait
+    bool all;           // every rank ends on its own
+} ending;
 
 static bool speaker(bool says) {
-    static int mine, first;    // MPI may still access them after the wait
     MPI_Request request;
     int done = 0;
-    mine = says ? process.rank : process.size;
-    if (MPI_Iallreduce(&mine, &first, 1, MPI_INT, MPI_MIN, ending, &request) != MPI_SUCCESS) return says;
+    ending.mine = says ? process.rank : process.size;
+    if (MPI_Iallreduce(&ending.mine, &ending.first, 1, MPI_INT, MPI_MIN, ending.comm, &request) != MPI_SUCCESS)
+        return says;
     for (int i = 0; i < 100 && !done; i++) {
         if (i) usleep(10000);
         if (MPI_Test(&request, &done, MPI_STATUS_IGNORE) != MPI_SUCCESS) return says;
     }
-    all_end = done;
-    return all_end ? first == process.rank : says;
+    ending.all = done;
+    return ending.all ? ending.first == process.rank : says;
 }
 
 // MPI_Abort makes mpirun end the other ranks and exit with this code.
 static void end_all(int code) {
-    if (!all_end) MPI_Abort(MPI_COMM_WORLD, code);
+    if (!ending.all) MPI_Abort(MPI_COMM_WORLD, code);
     MPI_Finalize();
 }
 
@@ -186,7 +201,7 @@ void process_start(int *argc, char ***argv) {
              "  The launcher and the program must use the same MPI. Use scripts/launch.sh, or srun --mpi=pmix.",
              launched_size(), process.size);
     fail_hook = end_all;
-    check(MPI_Comm_dup(MPI_COMM_WORLD, &ending), "MPI_Comm_dup");
+    check(MPI_Comm_dup(MPI_COMM_WORLD, &ending.comm), "MPI_Comm_dup");
     fail_speaker = speaker;
     warn_off = process.rank > 0;
     MPI_Comm local;
