@@ -1,11 +1,10 @@
-// The blocks of a kernel: threads as fibers, barriers, the lanes' common operations, shared memory, asynchronous
-// copies.
+// Runs the blocks of a kernel: threads as fibers, barriers, warp operations, shared memory, asynchronous copies.
 //
-// A block belongs to one thread of the CPU, its Worker; its threads are fibers that take turns, a turn ending only
+// A block runs on one thread of the CPU, its Worker. The block's threads are fibers that take turns; a turn ends only
 // where the thread has to wait for others. Blocks are spread over the workers.
 //
-// This file is never compiled with -fsanitize=thread: what the emulator itself does between the fibers is not to count
-// as their synchronisation. What does count is said by hand, where __tsan_acquire and __tsan_release are called.
+// This file is never compiled with -fsanitize=thread, because what the emulator does between fibers must not count as
+// synchronization of the kernel. What does count is declared explicitly, by __tsan_acquire and __tsan_release.
 #include "engine.h"
 
 #include <float.h>
@@ -31,11 +30,10 @@ const Position &position_of_this_thread() {
     return *position;
 }
 
-// ---- the switch from one fiber to another: the registers that a call preserves go to the old stack and come from the
-// new one
-// It ends in `ret`, not in a jump: fibers of a kernel mostly stop at the same place, so that the processor's own list
-// of return addresses, left by one of them, is right for the next (a jump made a shuffle cost 70 ns a lane instead of
-// 35).
+// ---- the switch from one fiber to another: saves the call-preserved registers on the old stack and restores them from
+// the new one It ends in `ret`, not in a jump: fibers of a kernel mostly stop at the same place, so the return address
+// that the processor predicts from one fiber is also right for the next (with a jump, a shuffle took 70 ns per lane
+// instead of 35).
 extern "C" void cuda_on_cpu_switch(void **save_stack, void *stack);
 extern "C" void cuda_on_cpu_start();
 asm(R"(
@@ -108,7 +106,7 @@ static const unsigned ALL_LANES = 0xFFFFFFFFu;
 
 struct Wait {
     Kind kind;
-    unsigned mask;    // of the lanes, in a warp's operation
+    unsigned mask;    // the lanes, in a warp operation
     Site site;
 };
 
@@ -118,7 +116,7 @@ struct PendingCopy {
     void *shared;
     const void *global;
     bool valid;
-    unsigned group;    // how many commits were before it
+    unsigned group;    // the number of commits before it
 };
 
 struct Warp;
@@ -128,42 +126,43 @@ struct Fiber {
     void *stack;          // where it stopped
     Warp *warp;
     unsigned number, lane;       // of the thread in its block, and in its warp
-    Wait wait;                   // its last one
+    Wait wait;                   // what it waits for, or waited for last
     unsigned commits, copies;    // of cp.async: commits so far, copies so far
     // Those of pending[i % PENDING_COPIES], oldest <= i < newest, have not taken place yet.
     unsigned oldest, newest;
     PendingCopy *pending;
-    void *context, *copier;    // the race check's, of the thread and of its asynchronous copies
+    void *context, *copier;    // of the thread and of its asynchronous copies, in the race check
     void *fake_stack;          // AddressSanitizer's
 };
 
-// The lanes' n-th copies, taken for one instruction of the warp's, to count its bank conflicts.
+// Treats the lanes' n-th copies as one instruction of the warp, to count its bank conflicts.
 enum { COPIES_OF_WARP = 128 };
 
 struct CopyOfWarp {
-    unsigned number, lanes;    // n + 1; who has issued it
+    unsigned number, lanes;    // n + 1; the lanes that have issued it
     Site site;
     const void *to[32];
 };
 
 struct Warp {
-    unsigned waiting, absent;          // lanes that wait in an operation of the warp; that have exited or never were
-    Wait first;                        // what the first of those who wait has come for
-    bool same;                         // all who wait have come for that
+    unsigned waiting, absent;          // lanes that wait in a warp operation; lanes that have exited or never existed
+    Wait first;                        // what the first waiting lane waits for
+    bool same;                         // all waiting lanes wait for the same
     uint64_t value[32], result[32];    // of a shuffle, vote, ...
     int argument[32];
     const void *row[32];    // of ldmatrix
     uint32_t a[4][32], b[2][32], r[4][32];
     float top[32][2], bottom[32][2];    // mma's d[0], d[1] and d[2], d[3]: as floats, rows 0-7 and 8-15 of 8 columns
-    unsigned phase[32];                 // how often the mask whose lowest lane this is has been met
+    unsigned phase[32];                 // how often the lanes of the mask with this lowest lane have met
     CopyOfWarp copies[COPIES_OF_WARP];
 };
 
-// Addresses that stand, in the race check, for what threads tell each other. A meeting has two, used in turn: who is
-// quick must not reach the slow one, who has yet to leave the last meeting, with what he brings to the next.
+// Addresses that represent synchronization between threads in the race check. A barrier or warp operation has two, used
+// alternately: what a fast thread does before the next meeting must not appear ordered before a slow thread that has
+// not yet left the last one.
 enum { COPY_GROUPS = 16 };
 struct Meetings {
-    char barrier[2], warps[WARPS][32][2];    // a warp's by the lowest lane of the mask
+    char barrier[2], warps[WARPS][32][2];    // of a warp: by the lowest lane of the mask
     char issued[BLOCK_THREADS], copied[BLOCK_THREADS][COPY_GROUPS];
 };
 
@@ -184,9 +183,9 @@ struct Worker {
     Settings settings;
     Fiber fibers[BLOCK_THREADS];
     Warp warps[WARPS];
-    // By the race check. If not, all of the block counts as the emulator's own work, which is unseen.
+    // By the race check. If false, the whole block counts as the emulator's own work, which the check ignores.
     bool watched;
-    void *home;    // the stack that run_block was called on
+    void *home;    // the stack on which run_block was called
     void *home_context, *home_fake_stack;
     const void *home_bottom;
     size_t home_bytes;
@@ -205,11 +204,11 @@ struct Worker {
     size_t statics_used, statics_asked;
     ArrayInBlock arrays[ARRAYS_IN_BLOCK];    // of this block, in the order of their first use
     int array_count;
-    char *array_memory[SHARED_ARRAYS];    // by the array's number; NULL: not used yet in this block
+    char *array_memory[SHARED_ARRAYS];    // by the array's number; NULL: not yet used in this block
 
     PendingCopy pending[BLOCK_THREADS][PENDING_COPIES];
     Counts counts;
-    // A hash table; full: the rest are counted without their place.
+    // A hash table; once it is full, further conflicts are counted without their line.
     struct {
         Site site;
         uint64_t conflicts;
@@ -272,7 +271,7 @@ static std::string ranges(const std::vector<int> &numbers) {
 static std::string describe(const Worker &w, int number) {
     const Wait &wait = w.fibers[number].wait;
     if (wait.kind == EXITED) return "exited";
-    if (wait.kind == NOTHING || (w.ready[number / 64] >> number % 64 & 1)) return "can go on";
+    if (wait.kind == NOTHING || (w.ready[number / 64] >> number % 64 & 1)) return "can continue";
     if (wait.kind < SYNCWARP)
         return print("wait in %s at %s:%d", kind_names[wait.kind], wait.site.file, wait.site.line);
     return print("wait in %s(mask %08x) at %s:%d", kind_names[wait.kind], wait.mask, wait.site.file, wait.site.line);
@@ -311,7 +310,7 @@ static void set_all_ready(Worker &w) {
     for (int i = 0; i < w.threads; i += 64) w.ready[i / 64] = w.threads - i >= 64 ? ~0ull : ~(~0ull << (w.threads - i));
 }
 
-static int first_ready_from(const Worker &w, int start) {    // by rising number, round the end; -1: none
+static int first_ready_from(const Worker &w, int start) {    // in ascending order, wrapping around; -1: none
     int words = (w.threads + 63) / 64, word = start / 64;
     uint64_t bits = w.ready[word] & ~0ull << start % 64;
     for (int i = 0; i <= words; i++) {
@@ -322,7 +321,7 @@ static int first_ready_from(const Worker &w, int start) {    // by rising number
     return -1;
 }
 
-static int last_ready_to(const Worker &w, int start) {    // by falling number
+static int last_ready_to(const Worker &w, int start) {    // in descending order
     int words = (w.threads + 63) / 64, word = start / 64;
     uint64_t bits = w.ready[word] & ~0ull >> (63 - start % 64);
     for (int i = 0; i <= words; i++) {
@@ -379,7 +378,7 @@ static void deadlock() {
         who_waits_where(0, worker->threads).c_str());
 }
 
-// Lets others run until this thread is ready and has its turn.
+// Lets other threads run until this one is ready and has its turn.
 static void take_turns() {
     Worker &w = *worker;
     int next = next_thread(w);
@@ -419,8 +418,8 @@ static void fiber_main() {
     thread_exits();
 }
 
-// Tops of stacks that are whole pages apart would share the same few sets of the cache, so each starts a little lower
-// than the one before.
+// If the tops of stacks were whole pages apart, they would share the same few cache sets, so each starts a little lower
+// than the previous one.
 static void prepare_fiber(Worker &w, int number) {
     Fiber &f = w.fibers[number];
     dim3 n = w.launch->block;
@@ -446,8 +445,7 @@ static void prepare_fiber(Worker &w, int number) {
     f.context = w.watched ? __tsan_create_fiber(0) : NULL;
 }
 
-// ---- memory of a worker: stacks, each with pages before it that must not be touched, and shared memory between such
-// pages
+// ---- memory of a worker: stacks, each with guard pages before it, and shared memory between guard pages
 
 static char *map_memory(size_t bytes, int protection) {
     void *p = mmap(NULL, bytes, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -460,7 +458,7 @@ static const size_t PAGE = 4096, STACK_GUARD = 64 * 1024, STATICS_ROOM = 128 * 1
 static void use_signal_stack();
 
 static Worker *new_worker() {
-    // zeros; most of it is never touched.
+    // Zeros; most of it is never touched.
     Worker *w = (Worker *)map_memory(sizeof(Worker), PROT_READ | PROT_WRITE);
     w->stack_bytes = (settings().stack + PAGE - 1) / PAGE * PAGE;
     w->stack_step = w->stack_bytes + STACK_GUARD;
@@ -475,8 +473,8 @@ static Worker *new_worker() {
     return w;
 }
 
-// For the race check memory that another block had before is to be new memory. It is slow in proportion to the bytes,
-// so only to what was used.
+// For the race check, memory that an earlier block used must look like new memory. The time is proportional to the
+// bytes, so this is done only for what was used.
 static void renew(char *p, size_t bytes) {
     bytes = (bytes + PAGE - 1) / PAGE * PAGE;
     if (bytes && mmap(p, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1,
@@ -494,7 +492,7 @@ static void renew_stack(const Worker &w, int number) {
     renew(stack + first * PAGE, (pages - first) * PAGE);
 }
 
-// After the block, so that the size of what it used is known.
+// Called after the block, when the size of what it used is known.
 static void renew_memory(Worker &w) {
     for (int i = 0; i < w.threads; i++) renew_stack(w, i);
     renew((char *)w.meetings, sizeof(Meetings));
@@ -514,7 +512,7 @@ static void prepare_memory(Worker &w) {
     w.statics_used = w.statics_asked = 0;
 }
 
-// Plain stores, as the race check would see a call of memcpy.
+// Plain stores, because the race check would see a call of memcpy.
 void fill(void *p, size_t bytes, Pattern pattern) {
     typedef uint64_t __attribute__((may_alias, aligned(1))) Word;
     unsigned char *to = (unsigned char *)p;
@@ -531,7 +529,7 @@ bool is_filled(const void *p, size_t bytes, Pattern pattern) {
     return true;
 }
 
-static const size_t BETWEEN_ARRAYS = 64;    // bytes at least, behind each array, that nobody may change
+static const size_t BETWEEN_ARRAYS = 64;    // guard bytes after each array, at least
 
 void *shared_array(SharedArray &array, size_t bytes) {
     static std::atomic<int> numbers;
@@ -549,10 +547,10 @@ void *shared_array(SharedArray &array, size_t bytes) {
     if (memory) return memory;
     w.statics_asked += (bytes + 15) / 16 * 16;
     if (w.statics_asked > STATIC_SHARED)
-        die("OVER LIMIT: the block's shared arrays take %zu bytes with %s at %s:%d, and may take %d", w.statics_asked,
+        die("OVER LIMIT: the block's shared arrays take %zu bytes with %s at %s:%d; the limit is %d", w.statics_asked,
             array.name, array.site.file, array.site.line, STATIC_SHARED);
     if (w.statics_asked + w.launch->shared_bytes > w.settings.shared)
-        die("OVER LIMIT: %zu bytes of shared arrays (%s at %s:%d) and %zu of dynamic shared memory, and a block has %zu",
+        die("OVER LIMIT: %zu bytes of shared arrays (%s at %s:%d) and %zu of dynamic shared memory; a block has %zu",
             w.statics_asked, array.name, array.site.file, array.site.line, w.launch->shared_bytes, w.settings.shared);
     memory = w.statics + w.statics_used;
     size_t room = (bytes + BETWEEN_ARRAYS + 127) / 128 * 128;
@@ -585,25 +583,26 @@ static void check_shared_arrays(Worker &w) {
         const ArrayInBlock &a = w.arrays[i];
         const char *end = a.memory + a.bytes, *room_end = a.memory + (a.bytes + BETWEEN_ARRAYS + 127) / 128 * 128;
         if (!is_filled(end, (size_t)(room_end - end), FENCE))
-            die("OUT OF BOUNDS: something was written behind the end of the shared array %s (%s:%d), %zu bytes, in block (%u,%u,%u) of %s",
+            die("OUT OF BOUNDS: something was written past the end of the shared array %s (%s:%d), %zu bytes, in block (%u,%u,%u) of %s",
                 a.array->name, a.array->site.file, a.array->site.line, a.bytes, w.block.x, w.block.y, w.block.z,
                 kernel_name(w.launch->kernel).c_str());
     }
     if (!is_filled(w.dynamic + w.launch->shared_bytes, (size_t)(w.dynamic_end - w.dynamic) - w.launch->shared_bytes,
                    FENCE))
-        die("OUT OF BOUNDS: something was written behind the end of the dynamic shared memory, %zu bytes, in block (%u,%u,%u) of %s",
+        die("OUT OF BOUNDS: something was written past the end of the dynamic shared memory, %zu bytes, in block (%u,%u,%u) of %s",
             w.launch->shared_bytes, w.block.x, w.block.y, w.block.z, kernel_name(w.launch->kernel).c_str());
 }
 
 void misaligned(const char *what, const void *p, Site site) {
-    die("MISALIGNED: %s at %s:%d takes an address that is no multiple of its size, %p", what, site.file, site.line, p);
+    die("MISALIGNED: %s at %s:%d takes an address that is not a multiple of its size, %p", what, site.file, site.line,
+        p);
 }
 
 // ---- a bad address
 
 static struct sigaction handlers_before[2];
 
-static void use_signal_stack() {    // a thread whose stack has overflowed needs another to report it
+static void use_signal_stack() {    // a thread whose stack has overflowed needs another stack to report it
     stack_t stack = {};
     stack.ss_size = 64 * 1024;
     stack.ss_sp = map_memory(stack.ss_size, PROT_READ | PROT_WRITE);
@@ -618,17 +617,17 @@ static void crashed(int signal, siginfo_t *info, void *context) {
         if (p >= w.stacks && p < w.stacks + w.stack_step * BLOCK_THREADS)
             die("STACK OVERFLOW: the thread needs more than %zu bytes of stack (CUDA_ON_CPU_STACK)", w.stack_bytes);
         if (p >= w.dynamic_end && p < w.dynamic_end + PAGE)
-            die("OUT OF BOUNDS: byte %td behind the end of the %zu of dynamic shared memory",
+            die("OUT OF BOUNDS: byte %td past the end of the %zu of dynamic shared memory",
                 p - (w.dynamic + w.launch->shared_bytes), w.launch->shared_bytes);
         if (p >= w.statics - PAGE && p < w.dynamic_end)
             die("OUT OF BOUNDS: an address near the block's shared memory, but outside");
         die("OUT OF BOUNDS: the kernel touches %p, %s", (const void *)p,
-            memory.empty() ? "which is no memory at all" : memory.c_str());
+            memory.empty() ? "which is not allocated" : memory.c_str());
     }
     if (!memory.empty()) die("HOST ACCESS: the host touches %s", memory.c_str());
     struct sigaction *before = &handlers_before[signal == SIGBUS];
     if (before->sa_flags & SA_SIGINFO) before->sa_sigaction(signal, info, context);
-    else sigaction(signal, before, NULL);    // and the same happens again
+    else sigaction(signal, before, NULL);    // the access is repeated, with that handler
 }
 
 void report_crashes() {
@@ -666,15 +665,16 @@ int barrier(BlockVote vote, int predicate, Site site) {
 }
 
 // ---- operations of a warp
-// Each lane says what it wants and waits; the last one to come works it out for all.
+// Each lane leaves its operands and waits; the last one to arrive computes the results of all.
 
 static const int LANES = 32;
 
-// Whether the mask's lanes, all of which wait, wait for the same; ends the program where they never will.
+// All lanes of the mask are waiting. Returns true if they wait for the same operation; ends the program if they never
+// will.
 static bool same_meeting(Fiber &me) {
     Fiber *lane0 = &me - me.lane;
     for (unsigned lanes = me.wait.mask; lanes; lanes &= lanes - 1)
-        // That lane has others to meet before.
+        // That lane meets other lanes first.
         if (lane0[__builtin_ctz(lanes)].wait.mask != me.wait.mask) return false;
     for (unsigned lanes = me.wait.mask; lanes; lanes &= lanes - 1) {
         const Wait &other = lane0[__builtin_ctz(lanes)].wait;
@@ -684,7 +684,7 @@ static bool same_meeting(Fiber &me) {
     return true;
 }
 
-// True for the last of the mask's lanes: it has to work out the results and then call warp_goes_on(me, mask).
+// True for the last of the mask's lanes, which has to compute the results and then call warp_goes_on(me, mask).
 static inline __attribute__((always_inline)) bool last_to_arrive(Fiber &me, Kind kind, unsigned mask, Site site) {
     Warp &warp = *me.warp;
     me.wait = {kind, mask, site};
@@ -693,7 +693,7 @@ static inline __attribute__((always_inline)) bool last_to_arrive(Fiber &me, Kind
         die("WRONG MASK: lane %u calls %s at %s:%d with the mask %08x, in which it is not", me.lane, kind_names[kind],
             site.file, site.line, mask);
     if (mask & warp.absent)
-        die("EXITED LANE: %s at %s:%d, called by thread %u, has lanes %08x in its mask that have exited or never were",
+        die("EXITED LANE: %s at %s:%d, called by thread %u, has lanes %08x in its mask that have exited or never existed",
             kind_names[kind], site.file, site.line, me.number, mask & warp.absent);
     if (!warp.waiting) warp.first = me.wait, warp.same = true;
     else
@@ -739,9 +739,9 @@ unsigned vote(Vote kind, unsigned mask, bool predicate, Site site) {
     return (unsigned)warp.result[me.lane];
 }
 
-// Which lane's value a shuffle brings (CUDA C++ Programming Guide, warp shuffle functions; PTX ISA, shfl.sync): the
-// warp is cut into pieces of `width` lanes, and where the source lies behind the piece's end (before its start for UP)
-// a lane keeps its own value.
+// The lane whose value a shuffle returns (CUDA C++ Programming Guide, warp shuffle functions; PTX ISA, shfl.sync). The
+// warp is divided into segments of `width` lanes; if the source lies past the end of the segment (before its start for
+// UP), a lane keeps its own value.
 static int shuffle_source(Shuffle kind, int lane, int argument, int width) {
     int start = lane & ~(width - 1), end = start + width, source;
     switch (kind) {
@@ -756,7 +756,7 @@ uint64_t shuffle(Shuffle kind, unsigned mask, uint64_t value, int argument, int 
     Fiber &me = self();
     Warp &warp = *me.warp;
     if (width < 1 || width > LANES || (width & (width - 1)))
-        die("WRONG WIDTH: a shuffle at %s:%d has the width %d, which is no power of two up to 32", site.file, site.line,
+        die("WRONG WIDTH: a shuffle at %s:%d has width %d, which is not a power of two up to 32", site.file, site.line,
             width);
     warp.value[me.lane] = value;
     warp.argument[me.lane] = shuffle_source(kind, (int)me.lane, argument, width);
@@ -826,8 +826,8 @@ void fence() {
 
 // ---- matrices
 
-// The passes that up to 8 accesses of 16 bytes need beyond one: each group of 4 banks gives or takes 16 bytes in a
-// pass.
+// The number of passes beyond the first that up to 8 accesses of 16 bytes need: in a pass, each group of 4 banks
+// transfers 16 bytes.
 static int conflicts_of(const void *const *rows, unsigned present) {
     int used[8] = {0}, most = 1;
     for (int i = 0; i < 8; i++) {
@@ -858,7 +858,7 @@ void ldmatrix(uint32_t *r, int matrices, bool transposed, const void *row, Site 
     if ((int)me.lane < matrices * 8) {
         if ((uintptr_t)row % 16 != 0) misaligned(kind_names[kind], row, site);
         if (!is_shared(w, row, 16))
-            die("OUT OF BOUNDS: %s at %s:%d, lane %u, reads 16 bytes that are not the block's shared memory: %s",
+            die("OUT OF BOUNDS: %s at %s:%d, lane %u, reads 16 bytes outside the block's shared memory: %s",
                 kind_names[kind], site.file, site.line, me.lane, describe_shared(w, row).c_str());
         if (w.watched) __tsan_read16((void *)row);
     }
@@ -893,7 +893,7 @@ static void bf16_to_float(float *to, const uint32_t *from, int pairs) {
         to[2 * i] = bits<float>(from[i] << 16), to[2 * i + 1] = bits<float>(from[i] & 0xFFFF0000u);
 }
 
-// Products of two bf16 are exact in float; each sum is rounded to nearest, by rising k.
+// Products of two bf16 are exact in float. Each sum is rounded to nearest, in ascending order of k.
 static void add_products_nearest(float *row, const float a[16], const Eight b[16]) {
     Eight d;
     memcpy(&d, row, sizeof d);
@@ -907,7 +907,7 @@ typedef int64_t EightLongs __attribute__((vector_size(64)));
 
 static const int HOPPER_FRACTION_BITS = 25, NO_EXPONENT = -2000;
 
-// A subnormal number has the exponent of the smallest normal one, zero has none.
+// A subnormal number has the exponent of the smallest normal number; zero has none.
 static int exponent_of(float x) {
     int field = (int)(bits<uint32_t>(x) >> 23 & 0xFF);
     return x == 0 ? NO_EXPONENT : std::max(field, 1) - 127;
@@ -934,10 +934,10 @@ static void add_cut_off(EightDoubles &sum, const EightDoubles &x, const EightDou
     sum += __builtin_convertvector(whole, EightDoubles);
 }
 
-// The 16 products and the number that they are added to are aligned to the largest of their exponents. A product's
-// exponent is the sum of its factors', even where the product of the significands is 2 or more. Whatever is less than
-// 2^-25 of that power of two is cut off from each.
-// Their sum is exact, and is rounded toward zero to a float.
+// The 16 products and the number to which they are added are aligned to the largest of their exponents. A product's
+// exponent is the sum of its factors' exponents, even if the product of their significands is 2 or more. From each
+// term, everything below 2^-25 of that power of two is cut off. Their sum is exact, and is then rounded toward zero to
+// a float.
 static void add_products_hopper(float *row, const float a[16], const Eight b[16], const EightInts exponents_of_b[16]) {
     EightInts largest;
     exponents_of(largest, row);
@@ -945,7 +945,7 @@ static void add_products_hopper(float *row, const float a[16], const Eight b[16]
         EightInts of_product = exponent_of(a[k]) + exponents_of_b[k];
         largest = of_product > largest ? of_product : largest;
     }
-    largest = largest > NO_EXPONENT / 2 ? largest : largest - largest;    // 0 where there is nothing but zeros
+    largest = largest > NO_EXPONENT / 2 ? largest : largest - largest;    // 0 if all terms are zero
     EightDoubles scale, unit, sum = {0};
     powers_of_2(scale, HOPPER_FRACTION_BITS - largest);
     powers_of_2(unit, largest - HOPPER_FRACTION_BITS);
@@ -963,8 +963,8 @@ static bool all_finite(const float *x, int count) {
     return finite;
 }
 
-// The fragments lie in the lanes so that a[i][4 g .. 4 g + 3] are 8 neighbors of row g (or g + 8) of a, and b[i][4 g ..
-// 4 g + 3] 8 of column g of b.
+// The layout of the fragments: a[i][4 g .. 4 g + 3] are 8 consecutive elements of row g (or g + 8) of a, and b[i][4 g
+// .. 4 g + 3] are 8 of column g of b.
 static void multiply(Warp &warp, MmaSums sums) {
     float a[2][8][16], columns[2][8][8];    // a by halves of its rows; columns[k / 8][n][k % 8]
     Eight b[16];
@@ -976,7 +976,7 @@ static void multiply(Warp &warp, MmaSums sums) {
         }
     for (int k = 0; k < 16; k++)
         for (int n = 0; n < 8; n++) b[k][n] = columns[k / 8][n][k % 8];
-    // Infinities and NaNs have no exponent to align to; any order of sums shows them.
+    // Infinities and NaNs have no exponent to align to, and show in any order of sums.
     const bool hopper = sums == SUMS_HOPPER && all_finite(a[0][0], 256) && all_finite(columns[0][0], 128);
     EightInts exponents_of_b[16];
     for (int k = 0; hopper && k < 16; k++) exponents_of(exponents_of_b[k], (const float *)&b[k]);
@@ -1010,8 +1010,8 @@ static void copy_now(const PendingCopy &c) {
     else memset(c.shared, 0, 16);
 }
 
-// In the race check the copies of a thread are the doing of another, who knows what the thread knew at the issue; the
-// thread knows of them after the wait for their group.
+// In the race check, a thread of its own makes a thread's copies: it is synchronized with the issuing thread at the
+// issue, and the issuing thread with it after the wait for their group.
 static void copier_copies(Fiber &me, const PendingCopy &c) {
     char *issued = &worker->meetings->issued[me.number];
     if (!me.copier) me.copier = __tsan_create_fiber(0);
@@ -1037,7 +1037,7 @@ static void count_copy(Worker &w, CopyOfWarp &c) {
     c.lanes = 0;
 }
 
-// Lanes that do not make the same copies one after the other, from the same lines, are not counted right.
+// The count is wrong if lanes do not make the same copies in the same order, from the same lines.
 static void note_copy(Worker &w, Fiber &me, const void *shared, Site site) {
     CopyOfWarp &c = me.warp->copies[me.copies % COPIES_OF_WARP];
     if (c.lanes && (c.number != me.copies + 1 || !same_site(c.site, site))) count_copy(w, c);
@@ -1054,8 +1054,8 @@ void copy_async(void *shared, const void *global, bool valid, Site site) {
     if ((uintptr_t)shared % 16 != 0) misaligned("copy_async_16, to shared memory,", shared, site);
     if ((uintptr_t)global % 16 != 0) misaligned("copy_async_16, from global memory,", global, site);
     if (!is_shared(w, shared, 16))
-        die("OUT OF BOUNDS: copy_async_16 at %s:%d writes 16 bytes that are not the block's shared memory: %s",
-            site.file, site.line, describe_shared(w, shared).c_str());
+        die("OUT OF BOUNDS: copy_async_16 at %s:%d writes 16 bytes outside the block's shared memory: %s", site.file,
+            site.line, describe_shared(w, shared).c_str());
     w.counts.copies++;
     note_copy(w, me, shared, site);
     if (w.watched) copier_copies(me, c);
@@ -1064,7 +1064,7 @@ void copy_async(void *shared, const void *global, bool valid, Site site) {
         return;
     }
     if (me.newest - me.oldest == PENDING_COPIES)
-        die("copy_async_16 at %s:%d: thread %u has %d copies under way, more than there is room for", site.file,
+        die("copy_async_16 at %s:%d: thread %u has %d copies in flight, more than there is room for", site.file,
             site.line, me.number, PENDING_COPIES);
     me.pending[me.newest++ % PENDING_COPIES] = c;
 }
@@ -1160,7 +1160,7 @@ static void run_blocks(Job &job) {
     add_counts(w);
 }
 
-// The CPU's threads beside the one that launches. They wait for work until the program ends.
+// The CPU threads besides the launching one. They wait for work until the program ends.
 struct Pool {
     std::mutex lock;
     std::condition_variable wake, done;
@@ -1192,14 +1192,14 @@ struct Pool {
         wake.notify_all();
         run_blocks(work);
         std::unique_lock<std::mutex> hold(lock);
-        running -= wanted;    // those who have not woken up are not needed any more
+        running -= wanted;    // threads that have not woken up are no longer needed
         wanted = 0;
         done.wait(hold, [&] { return running == 0; });
     }
 };
 
 void run_grid(const Parameters &launch) {
-    static Pool *pool = new Pool;    // for ever: its threads may outlive main()
+    static Pool *pool = new Pool;    // never freed: its threads may outlive main()
     Job job;
     job.launch = &launch;
     job.blocks = (uint64_t)launch.grid.x * launch.grid.y * launch.grid.z;

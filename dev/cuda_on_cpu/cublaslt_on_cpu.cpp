@@ -1,12 +1,12 @@
 // cuBLASLt on the CPU: the functions of cublasLt.h for D = alpha · op(A) · op(B) + beta · C (+ bias), in float32 and
-// bfloat16 with sums in float32, in any storage order, in batches. What a call would be refused for by the library it
-// is refused for here, with the same status and a line on stderr that says why. A product is work in its stream like a
-// kernel, and its matrices must be device memory then.
+// bfloat16 with sums in float32, in any storage order, in batches. A call that the library would reject is rejected
+// here, with the same status, and a line on stderr gives the reason. A matmul is work in its stream, like a kernel, and
+// its matrices must be device memory when it runs.
 //
-// The heuristic offers three algorithms, where they fit: one that adds two halves of the sum through the workspace, one
-// that needs all matrices aligned to 16 bytes, one for any. So a caller meets workspaces, alignments, and sums in
-// different orders. An algorithm is refused for matrices that are aligned to less than the preference promised (on a
-// GPU it might read wrongly, or not at all).
+// The heuristic offers up to three algorithms: one that adds two halves of the sum through the workspace, one that
+// needs all matrices aligned to 16 bytes, and one for any matrices. This exercises a caller's workspaces, alignments,
+// and tolerance of different orders of sums. An algorithm rejects matrices that are less aligned than the preference
+// promised (on a GPU it might read wrong values or fail).
 #include <cublasLt.h>
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
@@ -65,9 +65,9 @@ struct Preference {
 
 enum Kind : uint64_t { NO_ALGORITHM, HALVES, ALIGNED, ANY };
 
-struct Algorithm {    // what a cublasLtMatmulAlgo_t holds
+struct Algorithm {    // the contents of a cublasLtMatmulAlgo_t
     uint64_t kind, workspace;
-    uint32_t alignment[4];    // of A, B, C, D that the heuristic was promised
+    uint32_t alignment[4];    // of A, B, C, D, as promised to the heuristic
 };
 
 bool refuse(const char *format, ...) __attribute__((format(printf, 1, 2)));
@@ -81,7 +81,7 @@ bool refuse(const char *format, ...) {
     return false;
 }
 
-// ---- attributes: where a structure keeps each, and how many bytes it has
+// ---- attributes: the place of each in its structure, and its size in bytes
 
 struct Place {
     void *p;
@@ -130,9 +130,9 @@ Place place(Preference *x, cublasLtMatmulPreferenceAttributes_t attribute) {
 cublasStatus_t set(Place place, const void *from, size_t bytes, const char *what, int attribute) {
     if (!place.p || !from || bytes != place.bytes) {
         refuse("%s attribute %d: %s", what, attribute,
-               !place.p ? "not known here"
+               !place.p ? "not supported by this emulation"
                : !from  ? "no value"
-                        : "a value of another size is expected");
+                        : "expected a value of another size");
         return CUBLAS_STATUS_INVALID_VALUE;
     }
     memcpy(place.p, from, bytes);
@@ -149,7 +149,7 @@ Preference *preference(cublasLtMatmulPreference_t x) {
     return reinterpret_cast<Preference *>(x);
 }
 
-// ---- what the library refuses
+// ---- what the library rejects
 
 struct Problem {
     Operation op;
@@ -159,19 +159,19 @@ struct Problem {
 
 bool layout_fits(const char *name, const Layout &x, uint64_t rows, uint64_t cols, int batches) {
     if (x.order != CUBLASLT_ORDER_COL && x.order != CUBLASLT_ORDER_ROW)
-        return refuse("%s: order %d is not known here", name, x.order);
+        return refuse("%s: order %d is not supported by this emulation", name, x.order);
     if (x.rows != rows || x.cols != cols)
-        return refuse("%s is (%zu,%zu), the others ask for (%zu,%zu)", name, (size_t)x.rows, (size_t)x.cols,
+        return refuse("%s is (%zu,%zu), but the other matrices require (%zu,%zu)", name, (size_t)x.rows, (size_t)x.cols,
                       (size_t)rows, (size_t)cols);
     if (x.rows < 1 || x.cols < 1 || x.rows > INT32_MAX || x.cols > INT32_MAX)
-        return refuse("%s: (%zu,%zu): sizes are from 1 to 2^31 - 1", name, (size_t)x.rows, (size_t)x.cols);
+        return refuse("%s: found (%zu,%zu), expected sizes from 1 to 2^31 - 1", name, (size_t)x.rows, (size_t)x.cols);
     if (x.ld < (int64_t)x.length())
-        return refuse("%s: leading dimension %lld, below %zu", name, (long long)x.ld, (size_t)x.length());
+        return refuse("%s: leading dimension %lld, expected at least %zu", name, (long long)x.ld, (size_t)x.length());
     if (x.batches != batches) return refuse("%s: %d matrices, D has %d", name, x.batches, batches);
     return true;
 }
 
-// Fills the problem; false where sizes or values contradict each other.
+// Fills the problem; false if sizes or values contradict each other.
 bool problem_is_valid(Problem *p, cublasLtMatmulDesc_t op, cublasLtMatrixLayout_t a, cublasLtMatrixLayout_t b,
                       cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t d) {
     if (!op || !a || !b || !c || !d) return refuse("a descriptor is NULL");
@@ -184,20 +184,21 @@ bool problem_is_valid(Problem *p, cublasLtMatmulDesc_t op, cublasLtMatrixLayout_
            layout_fits("B", p->b, tb ? p->n : p->k, tb ? p->k : p->n, batches);
 }
 
-// The types that the library multiplies, as far as they are known here.
+// The types that the library multiplies and that this emulation supports.
 bool problem_is_supported(const Problem &p) {
     bool floats = p.a.type == CUDA_R_32F && p.b.type == CUDA_R_32F && p.c.type == CUDA_R_32F;
     bool halves =
         p.a.type == CUDA_R_16BF && p.b.type == CUDA_R_16BF && (p.c.type == CUDA_R_16BF || p.c.type == CUDA_R_32F);
     if (p.op.compute != CUBLAS_COMPUTE_32F || p.op.scale != CUDA_R_32F)
-        return refuse("compute type %d with scale type %d is not known here", p.op.compute, p.op.scale);
+        return refuse("compute type %d with scale type %d is not supported by this emulation", p.op.compute,
+                      p.op.scale);
     if (p.c.type != p.d.type || !(floats || halves))
-        return refuse("types A %u, B %u, C %u, D %u are no combination that is known", p.a.type, p.b.type, p.c.type,
-                      p.d.type);
+        return refuse("types A %u, B %u, C %u, D %u: this emulation does not support the combination", p.a.type,
+                      p.b.type, p.c.type, p.d.type);
     if (p.op.pointer_mode != CUBLASLT_POINTER_MODE_HOST)
-        return refuse("only host pointers to alpha and beta are known here");
+        return refuse("this emulation supports only host pointers to alpha and beta");
     if (p.op.epilogue != CUBLASLT_EPILOGUE_DEFAULT && p.op.epilogue != CUBLASLT_EPILOGUE_BIAS)
-        return refuse("epilogue %u is not known here", p.op.epilogue);
+        return refuse("epilogue %u is not supported by this emulation", p.op.epilogue);
     return true;
 }
 
@@ -232,7 +233,7 @@ uint32_t alignment_of(const void *p) {
     return alignment;
 }
 
-// ---- the product, tile by tile of D: both factors' parts are packed as floats, then multiplied
+// ---- the matmul, tile by tile of D: the parts of both factors are packed as floats, then multiplied
 
 enum { ROWS = 16, COLS = 6, TILE_M = 8 * ROWS, TILE_N = 16 * COLS, TILE_K = 256 };
 
@@ -304,7 +305,7 @@ void add_products(float *sums, const Problem &p, const void *a, const void *b, s
     }
 }
 
-// One tile of D of one matrix of the batch: alpha · sums + beta · C + bias, C not read where beta is 0.
+// One tile of D of one matrix of the batch: alpha · sums + beta · C + bias, C is not read if beta is 0.
 void write_tile(const Problem &p, const Matrices &x, const float *sums, size_t batch, size_t row, size_t col,
                 size_t rows, size_t cols) {
     for (size_t j = 0; j < cols; j++)
@@ -343,7 +344,8 @@ void expect_device(const char *name, const void *p, size_t bytes) {
         cuda_on_cpu::die("cublasLtMatmul: %s: not all of the %zu bytes at %p are device memory", name, bytes, p);
 }
 
-// Says what of the matrices is touched, line by line: what lies between the lines may be another's.
+// Declares what the matmul reads and writes, line by line, because memory between the lines may belong to something
+// else.
 template <class Touch, class P>
 void touch(Touch touches, P p, const Layout &x) {
     for (int i = 0; i < x.batches; i++)
@@ -396,7 +398,7 @@ const char *cublasLtGetStatusName(cublasStatus_t status) {
     case CUBLAS_STATUS_NOT_INITIALIZED: return "CUBLAS_STATUS_NOT_INITIALIZED";
     case CUBLAS_STATUS_INVALID_VALUE: return "CUBLAS_STATUS_INVALID_VALUE";
     case CUBLAS_STATUS_NOT_SUPPORTED: return "CUBLAS_STATUS_NOT_SUPPORTED";
-    default: return "CUBLAS_STATUS of another kind";
+    default: return "another CUBLAS_STATUS";
     }
 }
 
@@ -496,11 +498,11 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t op, 
         return CUBLAS_STATUS_INVALID_VALUE;
     }
     if (p.op.epilogue == CUBLASLT_EPILOGUE_BIAS && !p.op.bias) {
-        refuse("cublasLtMatmul: the epilogue adds a bias, and there is none");
+        refuse("cublasLtMatmul: the epilogue adds a bias, but there is none");
         return CUBLAS_STATUS_INVALID_VALUE;
     }
     if (c == d && (p.c.ld != p.d.ld || p.c.order != p.d.order)) {
-        refuse("cublasLtMatmul: C and D are one matrix in two layouts");
+        refuse("cublasLtMatmul: C and D are the same memory with two layouts");
         return CUBLAS_STATUS_INVALID_VALUE;
     }
     uint32_t alignment[4] = {alignment_of(a), alignment_of(b), c ? alignment_of(c) : 256, alignment_of(d)};
@@ -509,18 +511,18 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t op, 
     uint64_t partial = p.m * p.n * sizeof(float) * p.d.batches;
     if (algorithm.kind < HALVES || algorithm.kind > ANY ||
         (algorithm.kind == HALVES && algorithm.workspace != partial)) {
-        refuse("cublasLtMatmul: the algorithm is none, or one for other sizes");
+        refuse("cublasLtMatmul: the algorithm is missing, or is for other sizes");
         return CUBLAS_STATUS_INVALID_VALUE;
     }
     if (algorithm.workspace > workspace_bytes ||
         (algorithm.workspace && (!workspace || alignment_of(workspace) < 256))) {
-        refuse("cublasLtMatmul: the algorithm needs %zu bytes of workspace aligned to 256, there are %zu at %p",
+        refuse("cublasLtMatmul: the algorithm needs %zu bytes of workspace aligned to 256, found %zu at %p",
                (size_t)algorithm.workspace, workspace_bytes, workspace);
         return CUBLAS_STATUS_INVALID_VALUE;
     }
     for (int i = 0; i < 4; i++)
         if (algorithm.alignment[i] < 1 || alignment[i] % algorithm.alignment[i]) {
-            refuse("cublasLtMatmul: %c is aligned to %u bytes, and the algorithm was chosen for %u", "ABCD"[i],
+            refuse("cublasLtMatmul: %c is aligned to %u bytes, but the algorithm was chosen for %u", "ABCD"[i],
                    alignment[i], algorithm.alignment[i]);
             return CUBLAS_STATUS_INVALID_VALUE;
         }

@@ -1,4 +1,4 @@
-// What blocks.cpp and runtime.cpp share; no one else includes it.
+// Shared by blocks.cpp and runtime.cpp, and included nowhere else.
 #ifndef CUDA_ON_CPU_ENGINE_H
 #define CUDA_ON_CPU_ENGINE_H
 
@@ -11,7 +11,7 @@
 
 namespace cuda_on_cpu {
 
-// As the GPUs of compute capability 9.0 have it.
+// The values of GPUs of compute capability 9.0.
 enum {
     BLOCK_THREADS = 1024,
     WARPS = BLOCK_THREADS / 32,
@@ -24,14 +24,14 @@ enum {
     PROCESSOR_BLOCKS = 32
 };
 
-// What memory is filled with, in 16 bits. POISON, for what has no value yet, is a NaN as bf16 and float16, and so are
-// two of them as a float and four as a double; as an integer it is far out of most arrays. FENCE, for what lies behind
-// an end, is a signalling NaN as bf16 and float, so that one who adds to it leaves a trace.
+// The 16 bits with which memory is filled. POISON, for uninitialized memory, is a NaN as bf16 and float16; two of them
+// are a NaN as a float, and four as a double; as an integer it is outside most arrays. FENCE, for guard bytes, is a
+// signaling NaN as bf16 and float, so that adding to it changes it.
 enum Pattern { POISON = 0x7FF7, FENCE = 0x7FB7 };
 void fill(void *p, size_t bytes, Pattern pattern);
 bool is_filled(const void *p, size_t bytes, Pattern pattern);
 
-// A lock that the race check does not see, so that it takes it for no synchronisation of the program's.
+// A lock that the race check does not see, and therefore does not mistake for synchronization by the program.
 struct Lock {
     std::atomic_flag held = ATOMIC_FLAG_INIT;
     void lock() {
@@ -49,13 +49,13 @@ static inline uint64_t next_random(uint64_t &state) {    // splitmix64
     return z ^ z >> 31;
 }
 
-void report_crashes();                          // a bad address ends the program with a message of whose it is
+void report_crashes();                          // a bad address ends the program with a message that describes it
 void run_grid(const Parameters &parameters);    // returns when all blocks have run
 std::string kernel_name(const void *kernel);
-// "8 bytes behind the end of the 400 of cudaMalloc number 3"; "": of none.
+// "8 bytes past the end of the 400 of cudaMalloc number 3"; "" if it is near no allocation.
 std::string describe_address(const void *p);
 
-// ThreadSanitizer's functions, there if the program is built with it.
+// ThreadSanitizer's functions, which exist if the program is built with it.
 extern "C" {
 #define WEAK __attribute__((weak))
 WEAK void *__tsan_get_current_fiber();
@@ -78,8 +78,9 @@ static inline bool race_check() {
     return __tsan_create_fiber != NULL;
 }
 
-// While one lives, the race check passes over what the thread (or fiber) does: the emulator's own work, whose calls of
-// memcpy, malloc and so on ThreadSanitizer would see although the emulator is not compiled with it.
+// While an object of this type exists, the race check ignores what the thread (or fiber) does. It is for the emulator's
+// own work, whose calls of memcpy, malloc and so on ThreadSanitizer would see although the emulator is not compiled
+// with it.
 struct Unseen {
     Unseen() {
         if (race_check()) __tsan_ignore_thread_begin();

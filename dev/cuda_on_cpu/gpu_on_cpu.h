@@ -1,6 +1,6 @@
-// CUDA C++ for a C++ compiler of the CPU: what kernels are written in, run by fibers (README.md). Included after
-// cuda_runtime.h and cuda_bf16.h, before kernels. All errors end the program with a message that names the kernel, the
-// block, the threads and the lines.
+// CUDA C++ for a CPU's C++ compiler: the functions and macros that kernels use, run by fibers (README.md). Include it
+// after cuda_runtime.h and cuda_bf16.h, before kernels. Every error ends the program with a message that names the
+// kernel, the block, the threads and the lines.
 #ifndef GPU_ON_CPU_H
 #define GPU_ON_CPU_H
 
@@ -20,7 +20,7 @@
 
 namespace cuda_on_cpu {
 
-// ---- what the runtime (blocks.cpp) gives
+// ---- provided by the runtime (blocks.cpp)
 
 struct Site {    // of a call in the source
     const char *file;
@@ -33,9 +33,9 @@ struct Position {    // of a thread: its indices, and the sizes of the launch
     dim3 block_size, grid;
 };
 const Position &position_of_this_thread();
-// In a shared library a thread's variable would take a function call, but for this.
+// Without this, access to a thread-local variable in a shared library would take a function call.
 #define CUDA_ON_CPU_TLS __attribute__((tls_model("initial-exec")))
-extern __thread const Position *position CUDA_ON_CPU_TLS;    // of the thread that runs now
+extern __thread const Position *position CUDA_ON_CPU_TLS;    // of the running thread
 
 struct Parameters {                // of a launch
     std::function<void()> call;    // the kernel with its arguments
@@ -49,7 +49,7 @@ void enqueue_launch(cudaStream_t stream, const Parameters &parameters, const std
 struct SharedArray {
     const char *name;
     Site site;
-    int number;    // given at the first use; 0 before
+    int number;    // assigned at the first use; 0 before
 };
 void *shared_array(SharedArray &array, size_t bytes);
 void *dynamic_shared();
@@ -85,7 +85,7 @@ inline To bits(From from) {
     return to;
 }
 
-// A grid that knows where it was written down, so that launch() has the line without being a macro.
+// A grid that records its source line, so that launch() knows the line without being a macro.
 struct Grid {
     dim3 size;
     Site site;
@@ -166,7 +166,7 @@ namespace cuda_on_cpu {
 template <class T>
 inline T shuffle_value(Shuffle kind, unsigned mask, T value, int argument, int width, Site site) {
     static_assert(std::is_trivially_copyable<T>::value && sizeof(T) <= 8 && !std::is_pointer<T>::value,
-                  "no type that CUDA can shuffle");
+                  "not a type that CUDA can shuffle");
     uint64_t word = 0;
     memcpy(&word, &value, sizeof value);
     word = shuffle(kind, mask, word, argument, width, site);
@@ -223,8 +223,8 @@ CUDA_ON_CPU_REDUCE(__reduce_xor_sync, unsigned, BITWISE_XOR)
 #undef CUDA_ON_CPU_REDUCE
 
 // ---- memory
-// The fences order nothing here: the blocks' accesses are as the CPU makes them. (The race check takes one for an
-// acquire and a release.)
+// The fences order nothing here: the accesses of blocks are ordered as the CPU orders them. (In the race check, a fence
+// is an acquire and a release.)
 static inline void __threadfence() {
     cuda_on_cpu::fence();
 }
@@ -268,7 +268,7 @@ inline void __stcg(T *p, typename cuda_on_cpu::Same<T>::type x, CUDA_ON_CPU_SITE
     cuda_on_cpu::store(p, x, {file, line});
 }
 
-// Atomics are relaxed, as CUDA's are.
+// Atomics are relaxed, as in CUDA.
 namespace cuda_on_cpu {
 template <class T, class Change>
 inline T atomic_change(T *p, Change change) {
@@ -306,9 +306,8 @@ inline T atomicCAS(T *p, typename cuda_on_cpu::Same<T>::type compare, typename c
     return cuda_on_cpu::atomic_change(p, [=](T old) -> T { return old == compare ? x : old; });
 }
 
-// ---- the instructions that have no name in CUDA C++: ldmatrix, mma.m16n8k16, cp.async, and loads and stores of 16
-// bytes
-// The lanes' elements are as the PTX ISA has them.
+// ---- instructions without a name in CUDA C++: ldmatrix, mma.m16n8k16, cp.async, and loads and stores of 16 bytes The
+// layout of elements over lanes is that of the PTX ISA.
 
 DEVICE void ldmatrix_x4(uint32_t r[4], const void *row, CUDA_ON_CPU_SITE) {
     cuda_on_cpu::ldmatrix(r, 4, false, row, {file, line});
@@ -445,7 +444,7 @@ DEVICE float __fsqrt_rn(float x) {
 DEVICE float __frsqrt_rn(float x) {
     return (float)(1.0 / sqrt((double)x));
 }
-#define __expf(x) expf(x)           // macros, since glibc declares functions of these names
+#define __expf(x) expf(x)           // macros, because glibc declares functions with these names
 #define __exp10f(x) exp10f(x)
 #define __logf(x) logf(x)
 #define __log2f(x) log2f(x)
@@ -456,7 +455,7 @@ DEVICE float __frsqrt_rn(float x) {
 #define __tanf(x) tanf(x)
 #define __sincosf(x, s, c) sincosf(x, s, c)
 
-// Conversions outside the range end at its edge, NaN gives 0, as on the GPU.
+// As on the GPU, conversions saturate, and a NaN becomes 0.
 DEVICE int __float2int_rn(float x) {
     return isnan(x) ? 0 : (int)fmin(fmax(rint(x), -2147483648.0), 2147483647.0);
 }

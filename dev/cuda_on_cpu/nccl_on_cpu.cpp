@@ -28,7 +28,7 @@ using cuda_on_cpu::die;
 
 struct ncclComm {
     int rank, ranks;
-    ncclResult_t error;    // of something that was under way
+    ncclResult_t error;    // of an operation in progress
     bool aborted;
 #ifdef USE_MPI
     MPI_Comm mpi;
@@ -86,12 +86,12 @@ std::string describe(const Call &c) {
 
 void expect_device(const Collective &c) {
     if (c.sends() && !cuda_on_cpu::is_device(c.send, c.send_bytes()))
-        die("NCCL: %s: what is sent is no device memory", describe(c.call).c_str());
+        die("NCCL: %s: the send buffer is not device memory", describe(c.call).c_str());
     if (c.receives() && !cuda_on_cpu::is_device(c.receive, c.receive_bytes()))
-        die("NCCL: %s: what is received into is no device memory", describe(c.call).c_str());
+        die("NCCL: %s: the receive buffer is not device memory", describe(c.call).c_str());
 }
 
-// ---- on the way: each call of advance() does what can be done without waiting, and says whether all is done
+// ---- in progress: each call of advance() does what can be done without waiting, and returns true once all is done
 
 #ifdef USE_MPI
 void compare_calls(const Collective &c) {
@@ -120,7 +120,7 @@ void add_ranks(Collective &c) {
     }
 }
 
-// What has arrived goes where it belongs.
+// Copies what has arrived to its destination.
 void finish(Collective &c) {
     if (c.call.kind == ALL_REDUCE || c.call.kind == REDUCE_SCATTER || c.call.kind == REDUCE) {
         if (c.call.type == ncclFloat32) add_ranks<float>(c);
@@ -139,7 +139,7 @@ bool failed(Collective &c, int status) {
     return true;
 }
 
-// Every rank gets everything that is sent, but for a reduce-scatter, where it gets its slice.
+// Every rank receives everything, except in a reduce-scatter, where it receives its slice.
 int move(Collective &c) {
     size_t bytes = c.bytes();
     c.gathered.resize(bytes * c.comm->ranks);
@@ -147,7 +147,7 @@ int move(Collective &c) {
     if (c.call.kind == REDUCE_SCATTER)
         return MPI_Ialltoall(c.send, (int)bytes, MPI_BYTE, c.gathered.data(), (int)bytes, MPI_BYTE, c.comm->mpi,
                              &c.request);
-    // A broadcast's other ranks send something, too, which nobody looks at.
+    // In a broadcast the other ranks also send something, which is ignored.
     if (!c.sends()) c.send = c.gathered.data();
     return MPI_Iallgather(c.send, (int)bytes, MPI_BYTE, c.gathered.data(), (int)bytes, MPI_BYTE, c.comm->mpi,
                           &c.request);
@@ -189,7 +189,7 @@ ncclResult_t connect(ncclComm_t comm, const ncclUniqueId &id) {
     MPI_Bcast(&first, sizeof first, MPI_BYTE, 0, comm->mpi);
     int same = memcmp(&first, &id, sizeof id) == 0, all;
     MPI_Allreduce(&same, &all, 1, MPI_INT, MPI_MIN, comm->mpi);
-    if (!same) fprintf(stderr, "NCCL: rank %d has another unique id than rank 0\n", rank);
+    if (!same) fprintf(stderr, "NCCL: rank %d and rank 0 have different unique ids\n", rank);
     return all ? ncclSuccess : ncclInvalidArgument;
 }
 
@@ -220,7 +220,7 @@ void start(const std::shared_ptr<Collective> &c) {
     });
 }
 
-// ---- groups: their calls begin at the group's end
+// ---- groups: the calls start when the group ends
 
 int groups;
 std::vector<std::shared_ptr<Collective>> waiting;
@@ -229,8 +229,8 @@ bool overlap(const char *a, size_t a_bytes, const char *b, size_t b_bytes) {
     return a < b + b_bytes && b < a + a_bytes;
 }
 
-// In place means: a reduce-scatter's result in this rank's slice of what it sends, an all-gather's input in this rank's
-// slice of its result.
+// An operation is in place if a reduce-scatter's result is this rank's slice of its input, or an all-gather's input is
+// this rank's slice of its result.
 bool in_place_or_apart(const Collective &c) {
     const char *send = (const char *)c.send, *receive = (const char *)c.receive;
     if (!c.sends() || !c.receives() || !overlap(send, c.send_bytes(), receive, c.receive_bytes())) return true;
@@ -274,7 +274,7 @@ const char *ncclGetErrorString(ncclResult_t result) {
     case ncclSystemError: return "a call of the system failed";
     case ncclInvalidArgument: return "invalid argument";
     case ncclInvalidUsage: return "invalid usage";
-    case ncclRemoteError: return "another rank failed or can't be reached";
+    case ncclRemoteError: return "another rank failed or cannot be reached";
     case ncclInProgress: return "in progress";
     default: return "another error";
     }
@@ -305,7 +305,7 @@ ncclResult_t ncclCommDestroy(ncclComm_t comm) {
     return ncclSuccess;
 }
 
-// What is under way is given up; the communicator itself stays until the end, as the streams may still ask for it.
+// Abandons operations in progress. The communicator itself stays until the end, because the streams may still use it.
 ncclResult_t ncclCommAbort(ncclComm_t comm) {
     comm->aborted = true;
     return ncclSuccess;

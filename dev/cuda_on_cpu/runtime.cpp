@@ -1,7 +1,7 @@
 // The CUDA runtime's functions: settings, memory, streams and events, the device.
 //
-// As blocks.cpp, this is never compiled with -fsanitize=thread; locks that the race check must not see as
-// synchronisation are Locks.
+// Like blocks.cpp, this file is never compiled with -fsanitize=thread. Locks that the race check must not see as
+// synchronization are of type Lock.
 #include "engine.h"
 
 #include <cxxabi.h>
@@ -25,7 +25,7 @@ using namespace cuda_on_cpu;
 
 // ---- settings
 
-// The names that were asked for. CUDA_ON_CPU_LONG is of the emulation's own test.
+// The names that the program has read. CUDA_ON_CPU_LONG belongs to the emulation's own test.
 static std::vector<std::string> &known() {
     static std::vector<std::string> names = {"CUDA_ON_CPU_LONG"};
     return names;
@@ -36,13 +36,13 @@ static const char *setting(const char *name) {
     return getenv(name);
 }
 
-// A name with a slip in it would be a setting that has no effect.
+// Rejects unknown names, because a misspelled setting would have no effect.
 static void refuse_unknown() {
     for (char **at = environ; *at; at++) {
         std::string name(*at, strcspn(*at, "="));
         if (name.compare(0, 12, "CUDA_ON_CPU_") == 0 &&
             std::find(known().begin(), known().end(), name) == known().end())
-            die("%s: there is no such setting; README.md has those that there are", name.c_str());
+            die("%s: unknown setting; README.md lists the known ones", name.c_str());
     }
 }
 
@@ -62,11 +62,11 @@ static uint64_t number(const char *name, uint64_t otherwise) {
     if (!text || !*text) return otherwise;
     char *end;
     uint64_t value = strtoull(text, &end, 0);
-    if (*end || *text == '-') die("%s=%s is no whole number", name, text);
+    if (*end || *text == '-') die("%s=%s is not a whole number", name, text);
     return value;
 }
 
-// OMP_NUM_THREADS, by which launchers divide a machine among processes, or the processors that there are.
+// OMP_NUM_THREADS, with which launchers divide a machine among processes, or else the number of processors.
 static uint64_t processors() {
     cpu_set_t set;
     const char *threads = getenv("OMP_NUM_THREADS");
@@ -118,7 +118,7 @@ static cudaError_t result(cudaError_t error) {
     return error;
 }
 
-// The reason, which CUDA would keep to itself.
+// Prints the reason, which CUDA would not give.
 static cudaError_t refuse(cudaError_t error, const std::string &reason) {
     fprintf(stderr, "cuda_on_cpu: %s\n", reason.c_str());
     return result(error);
@@ -164,9 +164,8 @@ extern "C" cudaError_t cudaGetLastError() {
 }
 
 // ---- memory
-// Every allocation has pages of its own, with one before it and one behind it that nobody may touch. It starts at a
-// multiple of 256, as cudaMalloc's do, so up to 255 bytes remain before the page's end: they are looked at when the
-// memory is freed.
+// Every allocation has pages of its own, with a guard page before and after it. It starts at a multiple of 256, as in
+// cudaMalloc, so up to 255 bytes remain before the end of the last page; they are checked when the memory is freed.
 
 enum Place { DEVICE_MEMORY, PINNED, REGISTERED };
 
@@ -221,7 +220,7 @@ std::string cuda_on_cpu::describe_address(const void *p) {
             snprintf(text, sizeof text, "%td bytes before the %zu of %s number %d", start - at, a.bytes, allocator(a),
                      a.number);
         else if (at >= end)
-            snprintf(text, sizeof text, "%td bytes behind the end of the %zu of %s number %d", at - end, a.bytes,
+            snprintf(text, sizeof text, "%td bytes past the end of the %zu of %s number %d", at - end, a.bytes,
                      allocator(a), a.number);
         else
             snprintf(text, sizeof text, "byte %td of the %zu of %s number %d", at - start, a.bytes, allocator(a),
@@ -256,12 +255,12 @@ static cudaError_t release(void *p, Place place) {
     auto it = allocations.find((char *)p);
     if (!p) return cudaSuccess;
     if (it == allocations.end() || it->second.place != place)
-        return refuse(cudaErrorInvalidValue, "an address is freed that was not allocated so");
+        return refuse(cudaErrorInvalidValue, "an address is freed that this allocator did not return");
     Allocation a = it->second;
     if (place != REGISTERED) {
         mprotect(a.mapping + PAGE, a.mapping_bytes - 2 * PAGE, PROT_READ | PROT_WRITE);
         if (!is_filled(it->first + a.bytes, round_up(a.bytes, ALIGNMENT) - a.bytes, FENCE))
-            die("OUT OF BOUNDS: something was written behind the end of the %zu bytes of %s number %d", a.bytes,
+            die("OUT OF BOUNDS: something was written past the end of the %zu bytes of %s number %d", a.bytes,
                 allocator(a), a.number);
         munmap(a.mapping, a.mapping_bytes);
     }
@@ -270,7 +269,7 @@ static cudaError_t release(void *p, Place place) {
     return cudaSuccess;
 }
 
-// Device memory is there for kernels and copies alone, where settings().hide says so.
+// With settings().hide, only kernels and copies can touch device memory.
 static void show_device_memory(bool show) {
     std::lock_guard<Lock> hold(memory_lock);
     for (const auto &entry : allocations)
@@ -280,12 +279,12 @@ static void show_device_memory(bool show) {
 }
 
 // ---- streams and events
-// A stream is a queue. Unless settings().streams is AT_ONCE, what is in it takes place only when the host waits for
-// something: then streams that can go on are taken at random, until what the host waits for has come. So whatever a
+// A stream is a queue. Unless settings().streams is AT_ONCE, its work is done only when the host waits for something:
+// then streams that can continue are chosen at random, until what the host waits for is done. So anything that a
 // program does not wait for may well be late.
 //
-// For the race check a stream is a thread of its own: it knows what the host knew when it gave it the work, and the
-// host and other streams know of its work after waiting for it.
+// For the race check, a stream is a thread of its own: it is synchronized with the host when the host enqueues work,
+// and the host and other streams are synchronized with it once they have waited for it.
 
 struct Record {    // one recording of an event
     bool done = false;
@@ -294,9 +293,9 @@ struct Record {    // one recording of an event
 
 struct Operation {
     uint64_t number;                  // in the order of the calls, over all streams
-    std::function<bool()> work;       // true: it is done; false: it has to be called again
+    std::function<bool()> work;       // true: done; false: it has to be called again
     std::shared_ptr<Record> after;    // cudaStreamWaitEvent's; or NULL
-    bool host_function;               // of the program's: the race check sees all that it does
+    bool host_function;               // the program's own: the race check sees all of it
 };
 
 struct CUstream_st {
@@ -304,7 +303,7 @@ struct CUstream_st {
     int priority;
     std::deque<std::unique_ptr<Operation>> queue;
     void *context;    // the race check's
-    char done;        // its address stands for what has been done
+    char done;        // its address represents the finished work
 };
 
 struct CUevent_st {
@@ -333,7 +332,7 @@ static CUstream_st *new_stream(bool blocking, int priority) {
     return s;
 }
 
-// NULL for a handle of no stream. Under the lock.
+// NULL if the handle is not a stream. Call with the lock held.
 static CUstream_st *stream_of(cudaStream_t handle) {
     static CUstream_st *per_thread;
     if (!default_stream) default_stream = new_stream(true, 0);
@@ -353,7 +352,7 @@ static bool can_go_on(const CUstream_st *s) {
     return !s->blocking || default_stream->queue.empty() || default_stream->queue.front()->number > next.number;
 }
 
-// Whether the next operation has been done: one that waits for another process stays where it is.
+// True if the next operation was done; one that waits for another process stays in the queue.
 static bool run_next(CUstream_st *s) {
     static int depth;
     bool finished = true;
@@ -361,7 +360,7 @@ static bool run_next(CUstream_st *s) {
     s->queue.pop_front();
     void *host = race_check() ? __tsan_get_current_fiber() : NULL;
     if (race_check()) {
-        if (next->host_function) __tsan_release(next.get());    // it runs on the host's stack, which it may touch
+        if (next->host_function) __tsan_release(next.get());    // it runs on the host's stack, which it may access
         __tsan_switch_to_fiber(s->context, 1);
         __tsan_acquire(next.get());
         if (next->after) __tsan_acquire(next->after.get());
@@ -386,8 +385,8 @@ static bool run_next(CUstream_st *s) {
     return finished;
 }
 
-// Goes on with any stream that can; false if none can. It mostly stays with the stream it was at, so that one comes far
-// ahead of another.
+// Runs an operation of any stream that can continue; false if none can. It mostly stays with the last stream, so that
+// one gets far ahead of another.
 static bool run_any() {
     std::vector<CUstream_st *> able;
     std::copy_if(streams.begin(), streams.end(), std::back_inserter(able), can_go_on);
@@ -401,10 +400,10 @@ static bool run_any() {
 template <class Done>
 static void run_until(Done done) {
     while (!done())
-        if (!run_any()) die("DEADLOCK: the host waits for a stream, and no stream can go on");
+        if (!run_any()) die("DEADLOCK: the host waits for a stream, and no stream can continue");
 }
 
-// All that can be done without waiting for another process.
+// Does everything that can be done without waiting for another process.
 static void run_all() {
     for (bool more = true; more;) {
         more = false;
@@ -454,7 +453,7 @@ void cuda_on_cpu::enqueue_until(cudaStream_t stream, std::function<bool()> attem
     add_attempt(s, std::move(attempt), nullptr, false);
 }
 
-// The stream's work is unseen as a whole (run_next), but for these.
+// The race check ignores a stream's work (run_next), except for these.
 static void touches(void (*seen)(void *, unsigned long), const void *p, size_t bytes, size_t rows, size_t step) {
     __tsan_ignore_thread_end();
     for (size_t i = 0; i < rows; i++) seen((char *)p + i * step, bytes);
@@ -473,13 +472,13 @@ static void check_launch(const Parameters &p, const std::vector<const void *> &p
     dim3 g = p.grid, b = p.block;
     std::string where = kernel_name(p.kernel) + ", launched at " + p.site.file + ":" + std::to_string(p.site.line);
     if (b.x == 0 || b.y == 0 || b.z == 0 || b.x > 1024 || b.y > 1024 || b.z > 64 || b.x * b.y * b.z > BLOCK_THREADS)
-        die("OVER LIMIT: %s: a block of (%u,%u,%u), and the limit is 1024 threads, in each direction 1 to 1024, 1024, 64",
+        die("OVER LIMIT: %s: a block of (%u,%u,%u); the limits are 1024 threads, and 1024, 1024 and 64 per dimension",
             where.c_str(), b.x, b.y, b.z);
     if (g.x == 0 || g.y == 0 || g.z == 0 || g.x > 2147483647u || g.y > 65535 || g.z > 65535)
-        die("OVER LIMIT: %s: a grid of (%u,%u,%u), and the limits are 1 to 2147483647, 65535, 65535", where.c_str(),
-            g.x, g.y, g.z);
+        die("OVER LIMIT: %s: a grid of (%u,%u,%u); the limits are 1 to 2147483647, 65535, 65535", where.c_str(), g.x,
+            g.y, g.z);
     if (p.shared_bytes > settings().shared)
-        die("OVER LIMIT: %s: %zu bytes of dynamic shared memory, and a block has %zu", where.c_str(), p.shared_bytes,
+        die("OVER LIMIT: %s: %zu bytes of dynamic shared memory; a block has %zu", where.c_str(), p.shared_bytes,
             settings().shared);
     for (size_t i = 0; i < pointers.size(); i++)
         if (pointers[i] && !is_device(pointers[i], 0))
@@ -498,9 +497,9 @@ void cuda_on_cpu::enqueue_launch(cudaStream_t stream, const Parameters &paramete
     add_operation(s, [parameters] { run_grid(parameters); });
 }
 
-// A copy in a stream, as the runtime makes it ("API synchronization behavior" in its reference): memory that is not
-// pinned is read before the call returns, and written before it returns; else only the stream waits, and with `wait`
-// the host as well, unless both are on the device.
+// A copy in a stream, with the runtime's synchronization ("API synchronization behavior" in its reference): memory that
+// is not pinned is read, or written, before the call returns. Otherwise only the stream waits, and with `wait` also the
+// host, unless both sides are on the device.
 static cudaError_t copy(const char *name, void *to, const void *from, size_t row, size_t to_step, size_t from_step,
                         size_t rows, cudaMemcpyKind kind, cudaStream_t stream, bool wait) {
     WITH_STREAM(s, stream);
@@ -525,7 +524,7 @@ static cudaError_t copy(const char *name, void *to, const void *from, size_t row
         from = staged->data();
     }
     add_operation(s, [=] {
-        (void)staged;    // lives until the copy is made
+        (void)staged;    // must live until the copy is made
         reads(from, row, rows, from_step);
         writes(to, row, rows, to_step);
         for (size_t i = 0; i < rows; i++) memmove((char *)to + i * to_step, (const char *)from + i * from_step, row);
@@ -602,7 +601,7 @@ cudaError_t cudaHostAlloc(void **p, size_t bytes, unsigned) {
     return allocate(p, bytes, PINNED);
 }
 
-// Frees wait for all that is under way.
+// Frees wait for all work in progress.
 cudaError_t cudaFree(void *p) {
     std::lock_guard<std::recursive_mutex> hold(stream_lock);
     if (p) wait_for_all();
@@ -618,7 +617,7 @@ cudaError_t cudaFreeHost(void *p) {
 cudaError_t cudaFreeAsync(void *p, cudaStream_t stream) {
     WITH_STREAM(s, stream);
     if (!p || !within(p, 0, true))
-        return p ? refuse(cudaErrorInvalidValue, "cudaFreeAsync: no device memory") : cudaSuccess;
+        return p ? refuse(cudaErrorInvalidValue, "cudaFreeAsync: not device memory") : cudaSuccess;
     add_operation(s, [=] { release(p, DEVICE_MEMORY); });
     return cudaSuccess;
 }
@@ -674,7 +673,7 @@ cudaError_t cudaMemsetAsync(void *p, int value, size_t bytes, cudaStream_t strea
     WITH_STREAM(s, stream);
     if (bytes == 0) return cudaSuccess;
     if (!is_device(p, bytes))
-        return refuse(cudaErrorInvalidValue, "cudaMemset: " + std::to_string(bytes) + " bytes are no device memory");
+        return refuse(cudaErrorInvalidValue, "cudaMemset: " + std::to_string(bytes) + " bytes are not device memory");
     add_operation(s, [=] {
         writes(p, bytes);
         memset(p, value, bytes);
@@ -713,7 +712,8 @@ cudaError_t cudaStreamGetFlags(cudaStream_t stream, unsigned *flags) {
     return cudaSuccess;
 }
 
-// What the stream still has to do is done before (the host is not told so, in the race check: it has not waited).
+// First does the stream's remaining work. In the race check the host does not synchronize with it, because it has not
+// waited.
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
     WITH_STREAM(s, stream);
     if (s == default_stream) return result(cudaErrorInvalidResourceHandle);
@@ -730,7 +730,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
     return cudaSuccess;
 }
 
-// The queries let something go on, so that a loop of them ends.
+// Each query makes some progress, so that a loop of queries ends.
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
     WITH_STREAM(s, stream);
     if (!s->queue.empty()) {
@@ -815,7 +815,7 @@ cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t from, cudaEvent_t to) {
     return cudaSuccess;
 }
 
-// ---- the device: as much of an H100 as a program may ask for
+// ---- the device: the attributes of an H100 that a program may query
 
 cudaError_t cudaGetDeviceCount(int *count) {
     *count = settings().devices;
@@ -904,8 +904,8 @@ cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int dev
     case cudaDevAttrPciBusId: *value = p.pciBusID; break;
     case cudaDevAttrMemoryPoolsSupported: *value = 1; break;
     default:
-        return refuse(cudaErrorNotSupported,
-                      "cudaDeviceGetAttribute: attribute " + std::to_string(attribute) + " is not known here");
+        return refuse(cudaErrorNotSupported, "cudaDeviceGetAttribute: attribute " + std::to_string(attribute) +
+                                                 " is not supported by this emulation");
     }
     return cudaSuccess;
 }
@@ -915,7 +915,7 @@ cudaError_t cudaDeviceGetPCIBusId(char *text, int bytes, int device) {
     return cudaSuccess;
 }
 
-// ---- kernels. launch() itself asks for shared memory above 48 KB; registers are not known here.
+// ---- kernels. launch() itself requests shared memory above 48 KB; the number of registers is unknown here.
 
 cudaError_t cudaFuncSetAttribute(const void *, cudaFuncAttribute attribute, int value) {
     if (attribute == cudaFuncAttributeMaxDynamicSharedMemorySize && (value < 0 || (size_t)value > settings().shared))
@@ -938,7 +938,7 @@ cudaError_t cudaFuncGetName(const char **name, const void *kernel) {
     return cudaSuccess;
 }
 
-// By threads, blocks and shared memory alone.
+// Considers only threads, blocks and shared memory.
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const void *, int threads, size_t shared_bytes) {
     if (threads < 1 || threads > BLOCK_THREADS || shared_bytes > settings().shared)
         return result(cudaErrorInvalidValue);

@@ -1,10 +1,10 @@
-// The emulator's own test: what its functions compute, against plain loops, and defects planted in kernels, each with a
-// sound twin.
+// The emulator's own test: the results of its functions against plain loops, and defects planted in kernels, each with
+// a correct twin.
 //     test_cuda_on_cpu numbers             every function's numbers
-//     test_cuda_on_cpu NAME 0|1            the kernel NAME as it should be (0), with its defect (1)
+//     test_cuda_on_cpu NAME 0|1            the kernel NAME, correct (0) or with its defect (1)
 //     test_cuda_on_cpu help                the names
-// The exit status is 0 where the results are right, 1 where they are wrong; a defect may also end in a message and
-// abort(). Which settings find which defect is in test_cuda_on_cpu.py.
+// The exit status is 0 if the results are right and 1 if they are wrong; a defect may also end in a message and
+// abort(). test_cuda_on_cpu.py lists the settings that find each defect.
 #include "gpu_on_cpu.h"
 
 #include <stdio.h>
@@ -26,7 +26,7 @@ static int failures;
 #define CUDA(call) CHECK((call) == cudaSuccess, "%s failed", #call)
 
 template <class T>
-struct Device {    // n elements on the device, of a's values or none
+struct Device {    // n elements on the device, with a's values or uninitialized
     T *p = NULL;
     size_t n;
     explicit Device(size_t n) : n(n) {
@@ -83,7 +83,7 @@ KERNEL void lane_functions(LaneResults *out) {
     r.least = __reduce_min_sync(ALL, (unsigned)lane + 4), r.most = __reduce_max_sync(ALL, (unsigned)lane);
     r.negative_least = __reduce_min_sync(ALL, lane - 20);
     unsigned half = lane < 16 ? 0xFFFFu : 0xFFFF0000u;
-    if (lane < 16) r.half_warp = __shfl_xor_sync(half, (float)lane, 1);    // the halves meet apart
+    if (lane < 16) r.half_warp = __shfl_xor_sync(half, (float)lane, 1);    // the halves meet separately
     else r.half_warp = __shfl_xor_sync(half, 100.0f + (float)lane, 2);
     __syncwarp();
     out[threadIdx.x] = r;
@@ -133,8 +133,8 @@ static void test_blocks() {
     for (dim3 d : sizes.host()) CHECK(d.x == 5 && d.y == 2 && d.z == 3, "sizes");
 }
 
-// out (16,8) = a (16,16) · b (16,8) + 3, all fragments by ldmatrix; b lies as it is (k, n), then as its transpose (n,
-// k)
+// out (16,8) = a (16,16) · b (16,8) + 3, with all fragments loaded by ldmatrix; b is stored first as (k, n), then
+// transposed as (n, k)
 KERNEL void product(float *out, float *out2, uint32_t *half, const bf16 *a, const bf16 *b, const bf16 *b_transposed) {
     DYNAMIC_SHARED(bf16, tiles);
     bf16 *ta = tiles, *tb = tiles + 256, *tt = tiles + 384;
@@ -175,13 +175,13 @@ static void test_product() {
     for (int i = 0; i < 16; i++)
         for (int j = 0; j < 8; j++) {
             float sum = 3;
-            // exact: few bits.
+            // few bits, so that sums are exact.
             for (int k = 0; k < 16; k++) sum += __bfloat162float(a[i * 16 + k]) * __bfloat162float(b[k * 8 + j]);
             CHECK(r[i * 8 + j] == sum, "(%d,%d): %g, not %g", i, j, r[i * 8 + j], sum);
             CHECK(r2[i * 8 + j] == sum, "(%d,%d): %g, not %g", i, j, r2[i * 8 + j], sum);
         }
     for (int l = 0; l < 32; l++)
-        for (int m = 0; m < 4; m++) {    // of matrix m, at rows m % 2 and columns m / 2 of the 2×2 matrices that are a
+        for (int m = 0; m < 4; m++) {    // matrix m is at row m % 2 and column m / 2 of the 2×2 matrices that form a
             int row = m % 2 * 8 + 2 * (l % 4), column = m / 2 * 8 + l / 4;
             uint32_t low = __bfloat16_as_ushort(a[row * 16 + column]),
                      high = __bfloat16_as_ushort(a[(row + 1) * 16 + column]);
@@ -189,7 +189,7 @@ static void test_product() {
         }
 }
 
-// Everywhere in out (16,8): sum_k x_k y_k + c
+// Every element of out (16,8) is sum_k x_k y_k + c
 KERNEL void dot_product(float *out, const bf16 *x, const bf16 *y, float c) {
     int l = (int)threadIdx.x, g = l / 4, t = l % 4;
     auto pair = [&](const bf16 *p) { return (uint32_t)__bfloat16_as_ushort(p[1]) << 16 | __bfloat16_as_ushort(p[0]); };
@@ -200,7 +200,7 @@ KERNEL void dot_product(float *out, const bf16 *x, const bf16 *y, float c) {
     for (int i = 0; i < 4; i++) out[(g + i / 2 * 8) * 8 + 2 * t + i % 2] = d[i];
 }
 
-// By hand, for each way of adding. The products are x_k y_k; x and y go on with zeros.
+// Computed by hand, for each way of adding. The products are x_k y_k; the remaining x and y are 0.
 static void test_sums() {
     const float large = 67108864, inf = INFINITY;    // 2^26
     const struct {
@@ -208,19 +208,19 @@ static void test_sums() {
         float c, nearest, hopper;
         std::vector<float> x, y;
     } cases[] = {
-        {"2^-24 is kept beside 1, sixteen times", 1, 1, 1 + 0x1p-20f, std::vector<float>(16, 0x1p-12f),
+        {"2^-24 is kept next to 1, sixteen times", 1, 1, 1 + 0x1p-20f, std::vector<float>(16, 0x1p-12f),
          std::vector<float>(16, 0x1p-12f)},
         {"2^-25 is", 1, 1, 1 + 0x1p-21f, std::vector<float>(16, 0x1p-12f), std::vector<float>(16, 0x1p-13f)},
         {"2^-26 is cut off", 1, 1, 1, std::vector<float>(16, 0x1p-13f), std::vector<float>(16, 0x1p-13f)},
-        {"of 1.5 2^-25 a third is", 1, 1, 1 + 0x1p-21f, std::vector<float>(16, 0x1.8p-12f),
+        {"of 1.5 · 2^-25 a third is cut off", 1, 1, 1 + 0x1p-21f, std::vector<float>(16, 0x1.8p-12f),
          std::vector<float>(16, 0x1p-13f)},
-        {"and below 0", -1, -1, -1 - 0x1p-21f, std::vector<float>(16, -0x1.8p-12f), std::vector<float>(16, 0x1p-13f)},
+        {"also below 0", -1, -1, -1 - 0x1p-21f, std::vector<float>(16, -0x1.8p-12f), std::vector<float>(16, 0x1p-13f)},
         {"the sum is rounded toward zero", 1, 1 + 0x1p-22f, 1 + 0x1p-23f, {0x1.8p-12f}, {0x1p-11f}},
-        {"from below, too", -1, -1 - 0x1p-22f, -1 - 0x1p-23f, {-0x1.8p-12f}, {0x1p-11f}},
+        {"also from below 0", -1, -1 - 0x1p-22f, -1 - 0x1p-23f, {-0x1.8p-12f}, {0x1p-11f}},
         {"1.5 · 1.5 has the exponent of 1", 0, 0x1p-25f, 0x1p-25f, {1.5f, -1.5f, 0x1p-12f}, {1.5f, 1.5f, 0x1p-13f}},
-        {"2^26 leaves no 1", 0, 1, 0, {large, -large, 1}, {1, 1, 1}},
-        {"nor in what is added to", 1, 0, 0, {large, -large}, {1, 1}},
-        {"2^26 leaves a 2, and of 3 a 2", 3, 0, 2, {large, -large}, {1, 1}},
+        {"a 1 is lost next to 2^26", 0, 1, 0, {large, -large, 1}, {1, 1, 1}},
+        {"also if the 1 is the addend", 1, 0, 0, {large, -large}, {1, 1}},
+        {"next to 2^26, 2 stays 2, and 3 becomes 2", 3, 0, 2, {large, -large}, {1, 1}},
         {"zeros have no exponent", 0, 0x1p-100f, 0x1p-100f, {0x1p-50f, 0, 0x1p100f}, {0x1p-50f, 0x1p100f, 0}},
         {"nothing", 0, 0, 0, {}, {}},
         {"the smallest subnormal", 0, 0x1p-149f, 0x1p-149f, {0x1p-126f}, {0x1p-23f}},
@@ -247,7 +247,7 @@ static void test_sums() {
     }
 }
 
-KERNEL void copies(float *out, const float *in, int n) {    // three groups under way; beyond n zeros
+KERNEL void copies(float *out, const float *in, int n) {    // three groups in flight; zeros past n
     DYNAMIC_SHARED(float, tile);
     int i = 4 * (int)threadIdx.x, step = 4 * (int)blockDim.x;
     for (int k = 0; k < 3; k++) {
@@ -259,7 +259,7 @@ KERNEL void copies(float *out, const float *in, int n) {    // three groups unde
         if (k == 0) copy_async_wait<2>();
         if (k == 1) copy_async_wait<1>();
         if (k == 2) copy_async_wait<0>();
-        float4 x = *(float4 *)(tile + i + k * step);    // its own copies need no barrier
+        float4 x = *(float4 *)(tile + i + k * step);    // a thread needs no barrier for its own copies
         store_16(out + i + k * step,
                  make_uint4(__float_as_uint(x.x), __float_as_uint(x.y), __float_as_uint(x.z), __float_as_uint(x.w)));
     }
@@ -343,7 +343,7 @@ static void test_runtime() {
     CUDA(cudaEventRecord(from, a));
     launch(add_one, 2, 64, 0, a, x.p, 100);
     launch(add_one, 2, 64, 0, NULL, x.p, 100);    // the default stream waits for a
-    launch(add_one, 2, 64, 0, a, x.p, 100);       // and a for it
+    launch(add_one, 2, 64, 0, a, x.p, 100);       // and a waits for it
     CUDA(cudaEventRecord(to, a));
     CUDA(cudaStreamWaitEvent(b, to, 0));
     CUDA(cudaMemcpyAsync(y.p, x.p, 400, cudaMemcpyDeviceToDevice, b));
@@ -351,14 +351,14 @@ static void test_runtime() {
     CUDA(cudaLaunchHostFunc(b, [](void *p) { ((float *)p)[0] += 1000.0f; }, pinned));
     CUDA(cudaStreamSynchronize(b));
     for (int i = 1; i < 100; i++) CHECK(pinned[i] == (float)(i % 1021) + 3.0f, "%d: %g", i, pinned[i]);
-    CHECK(pinned[0] == 1003.0f, "the host's function");
+    CHECK(pinned[0] == 1003.0f, "a host function");
     float ms = -1, host[4];
     CUDA(cudaEventElapsedTime(&ms, from, to));
     CHECK(ms >= 0, "elapsed time");
     CUDA(cudaMemset(y.p, 0, 400));
     CUDA(cudaMemcpy2D(host, 8, y.p, 200, 8, 2, cudaMemcpyDeviceToHost));
     CHECK(host[0] == 0 && host[3] == 0, "memset and 2D copy");
-    CHECK(cudaMemcpy(y.p, host, 404, cudaMemcpyHostToDevice) == cudaErrorInvalidValue, "a copy beyond the end");
+    CHECK(cudaMemcpy(y.p, host, 404, cudaMemcpyHostToDevice) == cudaErrorInvalidValue, "a copy past the end");
     CHECK(cudaMemcpy(y.p, host, 4, cudaMemcpyDeviceToHost) == cudaErrorInvalidValue, "a copy in the wrong direction");
     CHECK(cudaGetLastError() == cudaErrorInvalidValue && cudaGetLastError() == cudaSuccess, "the last error");
     CHECK(cudaMalloc((void **)&pinned + 0, (size_t)1 << 60) == cudaErrorMemoryAllocation, "too much memory");
@@ -378,10 +378,10 @@ static void test_runtime() {
         Device<float> more(100);
         CUDA(cudaMemGetInfo(&free_then, &total));
     }
-    CHECK(free_bytes - free_then == 400, "memory that is taken");
+    CHECK(free_bytes - free_then == 400, "memory in use");
     CUDA(cudaStreamDestroy(a));
     CUDA(cudaStreamDestroy(b));
-    CHECK(cudaStreamSynchronize(a) == cudaErrorInvalidResourceHandle, "a stream that is no more");
+    CHECK(cudaStreamSynchronize(a) == cudaErrorInvalidResourceHandle, "a destroyed stream");
     cudaGetLastError();
     CUDA(cudaEventDestroy(from));
     CUDA(cudaEventDestroy(to));
@@ -398,7 +398,7 @@ static void numbers() {
     test_runtime();
 }
 
-// ---- planted defects: each kernel is sound with defect = false
+// ---- planted defects: each kernel is correct with defect = false
 
 // out = in, each block's 256 elements backwards
 KERNEL void reverse_kernel(float *out, const float *in, bool defect) {
@@ -420,8 +420,7 @@ static void missing_barrier(bool defect) {
     check_reversed(out.host());
 }
 
-// The tile is used again and again: without the barrier after its use a quick warp overwrites what a slow one has yet
-// to read.
+// The tile is reused: without the barrier after its use, a fast warp overwrites what a slow warp has not read yet.
 KERNEL void reverse_in_one_block(float *out, const float *in, int tiles, bool defect) {
     SHARED_ARRAY(float, tile, 256);
     for (int i = 0; i < tiles; i++) {
@@ -456,14 +455,14 @@ static void missing_syncwarp(bool defect) {
 
 enum CopyDefect { SOUND, NO_WAIT, NO_BARRIER, NO_COMMIT, ONE_GROUP_LEFT, NO_BARRIER_BEFORE_REUSE };
 
-// out = in, each 256 elements backwards, through a tile that asynchronous copies fill; two tiles in turn
+// out = in, each 256 elements backwards, through a tile that asynchronous copies fill; two tiles alternate
 KERNEL void reverse_by_copies(float *out, const float *in, int tiles, int defect) {
     DYNAMIC_SHARED(float, tile);
     int i = (int)threadIdx.x;
     copy_async_16(tile + 4 * i, in + 4 * i, true);
     copy_async_commit();
     for (int k = 0; k < tiles; k++) {
-        if (defect != NO_BARRIER_BEFORE_REUSE) __syncthreads();    // all have read the tile that is filled next
+        if (defect != NO_BARRIER_BEFORE_REUSE) __syncthreads();    // everyone has read the tile that is filled next
         if (k + 1 < tiles) copy_async_16(tile + (k + 1) % 2 * 256 + 4 * i, in + 256 * (k + 1) + 4 * i, true);
         if (defect != NO_COMMIT) copy_async_commit();
         if (defect == ONE_GROUP_LEFT) copy_async_wait<2>();
@@ -596,7 +595,7 @@ static void partial_warp(bool defect) {
 }
 
 KERNEL void barrier_kernel(int *out, int defect) {
-    if (defect == 1 && threadIdx.x < 40) __syncthreads();    // for some of the block only
+    if (defect == 1 && threadIdx.x < 40) __syncthreads();    // for only a part of the block
     if (defect == 2) {
         if (threadIdx.x < 32) __syncthreads();
         else __syncthreads();
@@ -621,7 +620,8 @@ static void barrier_after_exit(bool defect) {
 }
 
 KERNEL void
-deadlock_kernel(int *out, bool defect) {    // warp 1's lanes 8-31 wait for its others, who wait for them at the barrier
+deadlock_kernel(int *out,
+                bool defect) {    // lanes 8-31 of warp 1 wait for its other lanes, which wait for them at the barrier
     if (!defect || threadIdx.x >= 40) out[threadIdx.x] = __shfl_xor_sync(ALL, 1, 1);
     __syncthreads();
     if (defect && threadIdx.x < 40) out[threadIdx.x] = __shfl_xor_sync(ALL, 1, 1);
@@ -637,11 +637,11 @@ KERNEL void dynamic_kernel(float *out, int n) {
     for (int i = (int)threadIdx.x; i < n; i += 32) tile[i] = 1.0f;
     out[threadIdx.x] = tile[threadIdx.x];
 }
-static void write_behind_dynamic_shared(bool defect) {    // 4 KB: the next byte is on a page that is not there
+static void write_past_dynamic_shared(bool defect) {    // 4 KB: the next byte is on a guard page
     Device<float> out(32);
     launch(dynamic_kernel, 1, 32, 4096, NULL, out.p, defect ? 1025 : 1024);
 }
-static void write_closely_behind_dynamic_shared(bool defect) {    // within the 128 bytes that it is rounded to
+static void write_just_past_dynamic_shared(bool defect) {    // within the 128 bytes to which it is rounded up
     Device<float> out(32);
     launch(dynamic_kernel, 1, 32, 160, NULL, out.p, defect ? 41 : 40);
 }
@@ -653,7 +653,7 @@ KERNEL void array_kernel(float *out, int n) {
     __syncwarp();
     out[threadIdx.x] = first[threadIdx.x] + second[threadIdx.x];
 }
-static void write_behind_shared_array(bool defect) {
+static void write_past_shared_array(bool defect) {
     Device<float> out(32);
     launch(array_kernel, 1, 32, 0, NULL, out.p, defect ? 41 : 40);
 }
@@ -667,12 +667,12 @@ KERNEL void sum_kernel(float *out, const float *in, bool set) {
         *out = sum[0];
     }
 }
-static void uninitialised_shared(bool defect) {
+static void uninitialized_shared(bool defect) {
     Device<float> in(count_up(32)), out(1);
     launch(sum_kernel, 1, 32, 0, NULL, out.p, in.p, !defect);
     CHECK(out.host()[0] == 496.0f, "%g", out.host()[0]);
 }
-static void uninitialised_device_memory(bool defect) {
+static void uninitialized_device_memory(bool defect) {
     Device<float> in(32), out(1);
     std::vector<float> a = count_up(32);
     CUDA(cudaMemcpy(in.p, a.data(), defect ? 31 * 4 : 32 * 4, cudaMemcpyHostToDevice));
@@ -680,19 +680,19 @@ static void uninitialised_device_memory(bool defect) {
     CHECK(out.host()[0] == 496.0f, "%g", out.host()[0]);
 }
 
-static void read_behind_device_memory(bool defect) {
-    Device<float> x(64);    // 256 bytes: the next one is on a page that is not there
+static void read_past_device_memory(bool defect) {
+    Device<float> x(64);    // 256 bytes: the next one is on a guard page
     CUDA(cudaMemset(x.p, 0, 256));
     launch(add_one, 3, 32, 0, NULL, x.p, defect ? 65 : 64);
     CUDA(cudaDeviceSynchronize());
 }
-static void write_closely_behind_device_memory(bool defect) {
+static void write_just_past_device_memory(bool defect) {
     Device<float> x(50);
     CUDA(cudaMemset(x.p, 0, 200));
     launch(add_one, 2, 32, 0, NULL, x.p, defect ? 51 : 50);
 }
 
-KERNEL void flag_kernel(int *flag, bool defect) {    // all write the same: right on most days
+KERNEL void flag_kernel(int *flag, bool defect) {    // everyone writes the same value, so the result is usually right
     if (defect || threadIdx.x % 256 == 0) *flag = 1;
 }
 static void race_between_warps(bool defect) {
@@ -715,7 +715,7 @@ static void race_between_blocks(bool defect) {
     CHECK(defect || total.host()[0] == 255.0f * 128.0f, "%g", total.host()[0]);
 }
 
-// The last block to come adds the others' sums: they need a fence before they say that they are there.
+// The last block to arrive adds the sums of the others, which need a fence before they announce them.
 KERNEL void last_block_kernel(float *out, float *sums, unsigned *arrived, const float *in, bool defect) {
     if (threadIdx.x == 0) {
         sums[blockIdx.x] = in[blockIdx.x];
@@ -749,7 +749,7 @@ static void unordered_kernels(bool defect) {    // two streams on the same data
     CUDA(cudaStreamDestroy(b));
 }
 
-static void unordered_library(bool defect) {    // a library's work in one stream, on what a kernel in another makes
+static void unordered_library(bool defect) {    // a library's work in one stream reads what a kernel in another writes
     cudaStream_t a, b;
     cudaEvent_t made;
     CUDA(cudaStreamCreateWithFlags(&a, cudaStreamNonBlocking));
@@ -784,7 +784,7 @@ static void misaligned_ldmatrix(bool defect) {
     Device<uint32_t> out(128);
     launch(matrix_kernel, 1, 32, 16 * 72 * 2, NULL, out.p, 72, defect ? 4 : 0);
 }
-static void ldmatrix_behind_shared(bool defect) {
+static void ldmatrix_past_shared(bool defect) {
     Device<uint32_t> out(128);
     launch(matrix_kernel, 1, 32, 16 * 72 * 2, NULL, out.p, 72, defect ? 64 : 0);
 }
@@ -837,7 +837,7 @@ static void misaligned_load(bool defect) {
 static void misaligned_store(bool defect) {
     address_defect(defect ? 4 : 0);
 }
-static void copy_behind_shared(bool defect) {
+static void copy_past_shared(bool defect) {
     address_defect(defect ? 5 : 0);
 }
 
@@ -896,7 +896,7 @@ KERNEL void local_kernel(float *out, int n) {
     __syncthreads();
     out[threadIdx.x] = local[threadIdx.x % 8];
 }
-static void write_behind_local_array(bool defect) {
+static void write_past_local_array(bool defect) {
     Device<float> out(32);
     launch(local_kernel, 1, 32, 0, NULL, out.p, defect ? 9 : 8);
 }
@@ -909,19 +909,19 @@ static void shift_too_far(bool defect) {
     launch(shift_kernel, 1, 1, 0, NULL, out.p, defect ? 32 : 30);
 }
 
-#define CASES(X)                                                                                                                     \
-    X(missing_barrier) X(missing_barrier_after_use) X(missing_syncwarp) X(missing_copy_wait) X(missing_barrier_after_copy)           \
-    X(missing_copy_commit) X(wait_for_too_few_groups) X(copy_into_tile_in_use) X(missing_stream_wait) X(missing_host_wait)           \
-    X(buffer_changed_under_copy) X(diverged_shuffle) X(shuffles_at_two_places) X(shuffle_meets_vote) X(exited_lane)                  \
-    X(lane_not_in_mask) X(shuffle_from_outside_mask) X(partial_warp) X(barrier_in_branch) X(barriers_at_two_places)                  \
-    X(barrier_after_exit) X(deadlock) X(write_behind_dynamic_shared) X(write_closely_behind_dynamic_shared)                          \
-    X(write_behind_shared_array) X(uninitialised_shared) X(uninitialised_device_memory) X(read_behind_device_memory)                 \
-    X(write_closely_behind_device_memory) X(race_between_warps) X(race_between_blocks) X(missing_fence) X(unordered_kernels)         \
-    X(unordered_library)                                                                                                             \
-    X(misaligned_ldmatrix) X(ldmatrix_behind_shared) X(bank_conflicts) X(bank_conflicts_of_copies) X(copy_to_misaligned)             \
-    X(copy_from_misaligned) X(misaligned_load) X(misaligned_store) X(copy_behind_shared) X(block_too_large) X(empty_grid)            \
-    X(grid_too_large) X(too_much_shared) X(arrays_too_large) X(host_pointer) X(host_touches_device_memory) X(stack_overflow)         \
-    X(write_behind_local_array) X(shift_too_far)
+#define CASES(X)                                                                                                       \
+    X(missing_barrier) X(missing_barrier_after_use) X(missing_syncwarp) X(missing_copy_wait) X(missing_barrier_after_copy) \
+    X(missing_copy_commit) X(wait_for_too_few_groups) X(copy_into_tile_in_use) X(missing_stream_wait) X(missing_host_wait) \
+    X(buffer_changed_under_copy) X(diverged_shuffle) X(shuffles_at_two_places) X(shuffle_meets_vote) X(exited_lane)    \
+    X(lane_not_in_mask) X(shuffle_from_outside_mask) X(partial_warp) X(barrier_in_branch) X(barriers_at_two_places)    \
+    X(barrier_after_exit) X(deadlock) X(write_past_dynamic_shared) X(write_just_past_dynamic_shared)                   \
+    X(write_past_shared_array) X(uninitialized_shared) X(uninitialized_device_memory) X(read_past_device_memory)       \
+    X(write_just_past_device_memory) X(race_between_warps) X(race_between_blocks) X(missing_fence) X(unordered_kernels) \
+    X(unordered_library)                                                                                               \
+    X(misaligned_ldmatrix) X(ldmatrix_past_shared) X(bank_conflicts) X(bank_conflicts_of_copies) X(copy_to_misaligned) \
+    X(copy_from_misaligned) X(misaligned_load) X(misaligned_store) X(copy_past_shared) X(block_too_large) X(empty_grid) \
+    X(grid_too_large) X(too_much_shared) X(arrays_too_large) X(host_pointer) X(host_touches_device_memory) X(stack_overflow) \
+    X(write_past_local_array) X(shift_too_far)
 
 int main(int argc, char **argv) {
     const char *name = argc > 1 ? argv[1] : "help";

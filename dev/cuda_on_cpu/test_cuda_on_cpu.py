@@ -1,9 +1,10 @@
-"""The emulator's test: its functions' numbers, and that each planted defect is found, by the setting that is meant to find it.
+"""The emulator's test: its functions' numbers, and that each planted defect is found under the settings that should
+find it.
 
     pytest dev/cuda_on_cpu/test_cuda_on_cpu.py
 
-Builds the emulator and, three times, the test program (plain; AddressSanitizer and UBSan; ThreadSanitizer for the race check).
-CUDA_ON_CPU_LONG=1 also runs every sound kernel under every setting.
+Builds the emulator and three versions of the test program (plain; AddressSanitizer and UBSan; ThreadSanitizer for the
+race check). CUDA_ON_CPU_LONG=1 also runs every correct kernel under every setting.
 """
 import itertools
 import os
@@ -18,7 +19,7 @@ import pytest
 HERE = Path(__file__).resolve().parent
 CXX = os.environ.get("CXX", "g++")
 FLAGS = ["-std=c++17", "-O1", "-g1", "-Wall", "-Wextra", "-Werror"]
-# for the kernels and the link; the emulator itself is the same in all
+# for the kernels and the link; the emulator is the same in all three
 BUILDS = {"plain": [], "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"], "race": ["-fsanitize=thread"]}
 EMULATOR = ["blocks.cpp", "runtime.cpp"]
 
@@ -29,7 +30,7 @@ def cuda_headers():
     for place in places:
         if place and (Path(place) / "include/cuda_runtime.h").exists():
             return Path(place) / "include"
-    pytest.skip("CUDA's headers are not here (CUDA=DIR)")
+    pytest.skip("CUDA's headers are missing (CUDA=DIR names their folder)")
 
 
 @pytest.fixture(scope="session")
@@ -58,11 +59,11 @@ def run(programs, build, name, defect, settings=""):
     return subprocess.run([programs / build, name, str(int(defect))], env=environment, capture_output=True, text=True, timeout=300)
 
 
-WRONG = r"\d+ wrong"            # the results are
+WRONG = r"\d+ wrong"            # some results are
 RACE = r"ThreadSanitizer: data race"
 LATE = ["STREAMS=late SEED=1", "STREAMS=late SEED=2", "STREAMS=late SEED=3", "STREAMS=late SEED=4"]
 
-# name: the message, the build, the settings, one of which at least must find it
+# name: the message, the build, the settings, at least one of which must find it
 FOUND = {
     "missing_barrier": (WRONG, "plain", [""]),
     "missing_barrier_after_use": (WRONG, "plain", ["ORDER=greedy"]),
@@ -87,27 +88,27 @@ FOUND = {
     "barrier_after_exit": (r"DEADLOCK in block \(0,0,0\): 63 threads wait in __syncthreads at .*: 0-49, 51-63; 1 thread exited: 50", "plain", [""]),
     "deadlock": (r"DEADLOCK in block \(0,0,0\): 40 threads wait in __syncthreads at .*: 0-39; 24 threads wait in __shfl_xor_sync\(mask ffffffff\)"
                  r" at .*: 40-63", "plain", [""]),
-    "write_behind_dynamic_shared": (r"OUT OF BOUNDS: byte 0 behind the end of the 4096 of dynamic shared memory", "plain", [""]),
-    "write_closely_behind_dynamic_shared": (r"OUT OF BOUNDS: .*dynamic shared memory, 160 bytes", "plain", [""]),
-    "write_behind_shared_array": (r"OUT OF BOUNDS: .*shared array first \(.*, 160 bytes", "plain", [""]),
-    "uninitialised_shared": (WRONG, "plain", [""]),
-    "uninitialised_device_memory": (WRONG, "plain", [""]),
-    "read_behind_device_memory": (r"OUT OF BOUNDS: .* 0 bytes behind the end of the 256 of cudaMalloc number 1", "plain", [""]),
-    "write_closely_behind_device_memory": (r"OUT OF BOUNDS: .*behind the end of the 200 bytes of cudaMalloc number 1", "plain", [""]),
+    "write_past_dynamic_shared": (r"OUT OF BOUNDS: byte 0 past the end of the 4096 of dynamic shared memory", "plain", [""]),
+    "write_just_past_dynamic_shared": (r"OUT OF BOUNDS: .*dynamic shared memory, 160 bytes", "plain", [""]),
+    "write_past_shared_array": (r"OUT OF BOUNDS: .*shared array first \(.*, 160 bytes", "plain", [""]),
+    "uninitialized_shared": (WRONG, "plain", [""]),
+    "uninitialized_device_memory": (WRONG, "plain", [""]),
+    "read_past_device_memory": (r"OUT OF BOUNDS: .* 0 bytes past the end of the 256 of cudaMalloc number 1", "plain", [""]),
+    "write_just_past_device_memory": (r"OUT OF BOUNDS: .*past the end of the 200 bytes of cudaMalloc number 1", "plain", [""]),
     "race_between_warps": (RACE, "race", [""]),
     "race_between_blocks": (RACE, "race", [""]),
     "missing_fence": (RACE, "race", [""]),
     "unordered_kernels": (RACE, "race", [""]),
     "unordered_library": (RACE, "race", [""]),
     "misaligned_ldmatrix": (r"MISALIGNED: ldmatrix_x4 at .*cu:\d+", "plain", [""]),
-    "ldmatrix_behind_shared": (r"OUT OF BOUNDS: ldmatrix_x4 at .*cu:\d+", "plain", [""]),
+    "ldmatrix_past_shared": (r"OUT OF BOUNDS: ldmatrix_x4 at .*cu:\d+", "plain", [""]),
     "bank_conflicts": (r"28 bank conflicts of ldmatrix", "plain", [""]),
     "bank_conflicts_of_copies": (r"28 bank conflicts of copies", "plain", [""]),
     "copy_to_misaligned": (r"MISALIGNED: copy_async_16, to shared memory, at .*cu:\d+", "plain", [""]),
     "copy_from_misaligned": (r"MISALIGNED: copy_async_16, from global memory, at .*cu:\d+", "plain", [""]),
     "misaligned_load": (r"MISALIGNED: a load at .*cu:\d+", "plain", [""]),
     "misaligned_store": (r"MISALIGNED: a store at .*cu:\d+", "plain", [""]),
-    "copy_behind_shared": (r"OUT OF BOUNDS: copy_async_16 at .*cu:\d+", "plain", [""]),
+    "copy_past_shared": (r"OUT OF BOUNDS: copy_async_16 at .*cu:\d+", "plain", [""]),
     "block_too_large": (r"OVER LIMIT: empty_kernel\(\), launched at .*cu:\d+: a block of \(1025,1,1\)", "plain", [""]),
     "empty_grid": (r"OVER LIMIT: .*a grid of \(0,1,1\)", "plain", [""]),
     "grid_too_large": (r"OVER LIMIT: .*a grid of \(1,65536,1\)", "plain", [""]),
@@ -116,11 +117,11 @@ FOUND = {
     "host_pointer": (r"HOST POINTER: add_one\(float\*, int\), launched at .*: its pointer argument number 1", "plain", [""]),
     "host_touches_device_memory": (r"HOST ACCESS: the host touches byte 20 of the 128 of cudaMalloc number 1", "plain", ["HIDE=1"]),
     "stack_overflow": (r"STACK OVERFLOW", "plain", [""]),
-    "write_behind_local_array": (r"AddressSanitizer: stack-buffer-overflow", "address", [""]),
+    "write_past_local_array": (r"AddressSanitizer: stack-buffer-overflow", "address", [""]),
     "shift_too_far": (r"runtime error: shift exponent 32 is too large", "address", [""]),
 }
 
-# Races, which values may also show, found whatever the order of the threads is.
+# Races, which wrong values may also reveal; the race check finds them in any order of threads.
 RACES = ["missing_barrier", "missing_barrier_after_use", "missing_syncwarp", "missing_copy_wait", "missing_barrier_after_copy",
          "missing_copy_commit", "wait_for_too_few_groups", "copy_into_tile_in_use", "missing_stream_wait", "missing_host_wait",
          "buffer_changed_under_copy"]
@@ -130,7 +131,7 @@ SETTINGS = [f"ORDER={order} COPY={copy} STREAMS={streams}" for order, copy, stre
 SOME = ["", "ORDER=reverse COPY=wait STREAMS=late", "ORDER=random COPY=either STREAMS=any SEED=7", "ORDER=greedy COPY=wait STREAMS=late SEED=3 HIDE=1"]
 
 
-def test_all_defects_are_here(programs):
+def test_every_defect_is_listed(programs):
     assert run(programs, "plain", "help", 0).stdout.split() == list(FOUND)
 
 
@@ -151,7 +152,7 @@ def test_race_is_found(programs, name):
 
 @pytest.mark.drawn(12)
 @pytest.mark.parametrize("name", FOUND)
-def test_sound_twin_passes(programs, name):
+def test_correct_twin_passes(programs, name):
     settings = SETTINGS if os.environ.get("CUDA_ON_CPU_LONG") else SOME
     for build, s in [("plain", s) for s in settings] + [("address", SOME[1]), ("race", SOME[2])]:
         r = run(programs, build, name, False, s)
@@ -166,7 +167,7 @@ def test_numbers(programs, build, settings):
 
 
 def test_only_watched_blocks_are_checked_for_races(programs):
-    """A race between the first two blocks is seen by who watches both; the rest run all the same."""
+    """A race between the first two blocks is found if both are watched; unwatched blocks still run."""
     for watched, seen in (("0", False), ("1", False), ("2", True)):
         r = run(programs, "race", "race_between_blocks", True, "WATCHED=" + watched)
         assert bool(re.search(RACE, r.stderr)) == seen, watched + r.stdout + r.stderr
@@ -177,26 +178,26 @@ def test_only_watched_blocks_are_checked_for_races(programs):
 
 def test_settings_are_checked(programs):
     for settings, message in [("ORDER=backwards", "CUDA_ON_CPU_ORDER=backwards is not one of forward, reverse, random, greedy"),
-                              ("THREADS=two", "CUDA_ON_CPU_THREADS=two is no whole number")]:
+                              ("THREADS=two", "CUDA_ON_CPU_THREADS=two is not a whole number")]:
         r = run(programs, "plain", "help", 0, settings)
         assert r.returncode != 0 and message in r.stderr
 
 
-def test_less_shared_memory(programs):
-    """A block that asks for all of 227 KB, where it may have less."""
+def test_a_lower_limit_of_shared_memory(programs):
+    """A block requests all of 227 KB where the limit is lower."""
     for less, code in (("232448", False), ("232447", True)):
         r = run(programs, "plain", "too_much_shared", False, "SHARED=" + less)
         assert (r.returncode != 0) == code, r.stdout + r.stderr
-    assert "232448 bytes of dynamic shared memory, and a block has 232447" in r.stderr
+    assert "232448 bytes of dynamic shared memory; a block has 232447" in r.stderr
     assert "is not from 49152 to 232448" in run(programs, "plain", "help", 0, "SHARED=232449").stderr
 
 
-def test_report(programs):
+def test_report_counts_bank_conflicts(programs):
     r = run(programs, "plain", "bank_conflicts", True, "REPORT=1")
     assert re.search(r"ldmatrix 1, bank conflicts 28", r.stderr) and re.search(r"test_cuda_on_cpu.cu:\d+: 28 bank conflicts", r.stderr)
 
 
-def test_shared_keyword_is_refused(programs, tmp_path):
+def test_the_shared_keyword_is_rejected(programs, tmp_path):
     source = tmp_path / "a.cu"
     source.write_text('#include "gpu_on_cpu.h"\nKERNEL void k() { __shared__ float x[4]; x[0] = 1; }\n')
     done = subprocess.run([CXX, "-x", "c++", "-std=c++17", "-fsyntax-only", "-I", HERE, "-isystem", cuda_headers(), source], capture_output=True, text=True)
