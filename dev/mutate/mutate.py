@@ -29,13 +29,13 @@ PYTHON = ROOT / ".venv/bin/python"
 TESTS = [("test_gpt2", ["./test_gpt2", "attention"]), *((test, [test]) for test in ("build/tests/test_attention", "build/tests/test_gradients"))]
 PYTEST = [str(PYTHON if PYTHON.exists() else sys.executable), "-m", "pytest", "-x", "-q"]
 # The GPU kernels on the CPU: representative cases of test_flash.py, and the instances that they need.
-FLASH_TESTS = [("build/on_cpu/flash.so", [*PYTEST, "dev/tests/test_flash.py", "-k", "kinds or (nan and float) or truncate or last_bit or future or order or conflicts or rows_without"])]
+FLASH_TESTS = [("build/on_cpu/flash.so", [*PYTEST, "dev/tests/test_flash.py", "-k", "kinds or (nan and float) or truncate or last_bit or future or order or conflicts or all_zero_rows"])]
 KERNEL_TESTS = [("build/on_cpu/tests/test_kernels", ["build/on_cpu/tests/test_kernels"])]
 PHI_TESTS = [("build/on_cpu/tests/test_kernels", ["build/on_cpu/tests/test_kernels", "phi"])]
 # What builds on the kernels: the trainer, its matmuls, its sums over ranks.
 TRAINER = ("train_gpt2.cu", "cuda/collective.cu", "cuda/matmul.cu")
 TRAINER_TESTS = [("test_gpt2cu_on_cpu", ["./test_gpt2cu_on_cpu", "softmax_tied_v97_T33"]), ("test_gpt2cu_on_cpu", ["./test_gpt2cu_on_cpu", "softmax_gau_T33"]),
-                 ("train_gpt2cu_on_cpu", [*PYTEST, "dev/tests/test_cuda.py", "-k", "late or masks or rows_without or switch_in or several_processes or"
+                 ("train_gpt2cu_on_cpu", [*PYTEST, "dev/tests/test_cuda.py", "-k", "late or masks or all_zero_rows or switch_mid or several_ranks or"
                                           " same_number or recomputing or resume"])]
 INSTANCES = "exp exp_recenter softplus_reweight any_two_sweeps float float_two_sweeps"
 

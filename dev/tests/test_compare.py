@@ -42,12 +42,12 @@ def compared(data, tmp_path_factory):
     return out
 
 
-def test_the_names_are_those_of_the_table():
+def test_names_come_from_the_table():
     text = (ROOT / "attention/normalizer.h").read_text()
     assert compare.presets() == re.findall(r"^ +X\(([a-z0-9A-Z-]+),", text, re.M)
 
 
-def test_last_losses_in_order_with_what_happened(compared):
+def test_final_losses_are_sorted_and_outcomes_shown(compared):
     found = rows(compared)
     last = {name: metrics(compared / name, ["val_loss"])[-1][0] for name in ("softmax", EMPTY, "gau/ssmax")}
     assert list(found) == [*sorted(last, key=last.get), OVERFLOWS]
@@ -81,7 +81,7 @@ def test_the_picture(compared):
     assert [bar.get_width() for bar in bars.patches] == pytest.approx(over)
 
 
-def test_what_ended_stays_and_more_steps_go_on(data, tmp_path):
+def test_finished_runs_are_kept_and_more_steps_resume_them(data, tmp_path):
     attn = ["--attn", "softmax", OVERFLOWS]
     run(data, tmp_path, *attn)
     before = (tmp_path / "comparison.md").read_text(), [(tmp_path / f"{name}.log").read_text() for name in attn[1:]]
@@ -91,13 +91,13 @@ def test_what_ended_stays_and_more_steps_go_on(data, tmp_path):
     assert "resumes at step 4" in (tmp_path / "softmax.log").read_text() and len(metrics(tmp_path / "softmax")) == 6
 
 
-def test_a_refused_run_is_named_and_the_others_go_on(data, tmp_path):
+def test_a_failed_run_is_named_and_the_others_continue(data, tmp_path):
     text = run(data, tmp_path, "--attn", "ssmx", "softmax", code=1)
     assert rows(tmp_path)["ssmx"][4].startswith("exit 2: --attn ssmx: unknown normalizer") and "exit 2" in text
     assert rows(tmp_path)["softmax"][1]
 
 
-def test_stopped_and_continued(data, tmp_path):
+def test_a_stopped_comparison_resumes(data, tmp_path):
     flags, steps = ["--attn", "softmax", "ssmax", "--jobs", 1, "--schedule", "constant"], 1500
     stopped, whole = tmp_path / "stopped", tmp_path / "whole"
     process = subprocess.Popen(words(data, stopped, *flags, steps=steps), env=environment(TRAIN_GPT2=str(TRAIN)),

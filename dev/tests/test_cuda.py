@@ -68,7 +68,7 @@ def test_validation_samples_and_scalars(cuda, data, tmp_path):
 @pytest.mark.parametrize("flags", [["--attn", "softmax-recentered", "--seq-len", "5,80"], ["--attn", "softmax-recentered-l1", "--seq-len", "1,80"],
                                    ["--pack", "example"], ["--doc-mask", "--attn", "ssmax-bias"], ["--attn", "gelu-l1", "--attn-switch", "2:softmax-recentered", "--seq-len", "10,20"]],
                          ids=["recentered", "recentered-l1", "examples", "documents", "switched"])
-def test_several_lengths_and_examples(cuda, data, tmp_path, flags):
+def test_mixed_lengths_and_packed_examples(cuda, data, tmp_path, flags):
     for name, program in {"cpu": None, "cuda": cuda}.items():
         train(data, *SMALL, *flags, "--steps", 5, "--out", tmp_path / name, program=program)
     a, b = (np.array(metrics(tmp_path / name, ["loss", "grad_norm"])) for name in ("cpu", "cuda"))
@@ -95,7 +95,7 @@ def test_recomputing_changes_nothing(cuda, data, tmp_path, model):
 
 
 @pytest.mark.parametrize("processes", (1, 2))
-def test_streams_that_are_late(cuda, data, tmp_path, processes):
+def test_late_streams_change_nothing(cuda, data, tmp_path, processes):
     """The same bits when work in streams takes place at once, or only when someone waits for it: six micro-batches, two on their way at a time."""
     for streams in ("once", "late", "any"):
         train(data, *SMALL, "--batch", 1, "--total-batch-tokens", 120 * processes, "--steps", 2, "--out", tmp_path / streams, program=cuda,
@@ -106,7 +106,7 @@ def test_streams_that_are_late(cuda, data, tmp_path, processes):
 
 @pytest.mark.parametrize("first, second", [("cpu", "cuda"), ("cuda", "cpu")])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_continued_by_the_other(cuda, data, tmp_path, first, second, dtype):
+def test_each_trainer_resumes_the_others_run(cuda, data, tmp_path, first, second, dtype):
     program = {"cpu": None, "cuda": cuda}
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     flags = [*SMALL, "--attn", "ssmax", "--dtype", dtype]
@@ -120,7 +120,7 @@ def test_continued_by_the_other(cuda, data, tmp_path, first, second, dtype):
     assert a == b                                        # names, types and shapes
 
 
-def test_switch_in_mid_run(cuda, data, tmp_path):
+def test_switch_mid_run(cuda, data, tmp_path):
     """Softmax becomes SSMax at step 3, on either; and by a flag of the resumed run."""
     a, b, c = tmp_path / "cpu", tmp_path / "cuda", tmp_path / "resumed"
     flags = [*SMALL, "--val-data", data / "d_val_000000.bin", "--val-tokens", 200, "--val-every", 3]
@@ -178,7 +178,7 @@ def test_all_zero_rows(cuda, data, tmp_path):
 @pytest.mark.parametrize("processes, flags", [(2, []), (2, ["--zero", 1]), (4, ["--zero", 1]), (4, []), (2, ["--zero", 1, "--reduce-dtype", "bf16"]),
                                               (2, ["--zero", 1, "--dtype", "bf16"])],
                          ids=lambda x: " ".join(map(str, x)) if isinstance(x, list) else str(x))
-def test_several_processes(cuda, data, tmp_path, processes, flags):
+def test_several_ranks(cuda, data, tmp_path, processes, flags):
     """The losses of one process; and checkpoints that do not depend on how many there were."""
     one, many = tmp_path / "one", tmp_path / "many"
     common = [*SMALL, "--steps", 4, "--total-batch-tokens", 160, "--attn", "ssmax", "--val-data", data / "d_val_000000.bin", "--val-every", 2, "--val-tokens", 200]
@@ -193,7 +193,7 @@ def test_several_processes(cuda, data, tmp_path, processes, flags):
         assert np.linalg.norm(a - b) <= (3e-2 if loose else 1e-4) * np.linalg.norm(a)
 
 
-def test_resume_with_other_numbers_of_processes(cuda, data, tmp_path):
+def test_resume_with_another_number_of_ranks(cuda, data, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     flags = [*SMALL, "--total-batch-tokens", 80, "--keep", 0]
     train(data, *flags, "--steps", 6, "--out", whole, program=cuda)
@@ -203,7 +203,7 @@ def test_resume_with_other_numbers_of_processes(cuda, data, tmp_path):
 
 
 @pytest.mark.parametrize("more", ([], ["--dtype", "bf16", "--stochastic-rounding"]), ids=("fp32", "bf16"))
-def test_same_number_of_processes_to_the_last_bit(cuda, data, tmp_path, more):
+def test_same_number_of_ranks_to_the_last_bit(cuda, data, tmp_path, more):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     flags = [*SMALL, "--zero", 1, "--batch", 1, *more]
     train(data, *flags, "--steps", 4, "--out", whole, program=cuda, processes=2)
@@ -232,7 +232,7 @@ def alive(pid):
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_process_ends_the_others(cuda, data, tmp_path, victim):
+def test_a_killed_rank_ends_the_others(cuda, data, tmp_path, victim):
     out = tmp_path / "out"
     job = subprocess.Popen(command(data, *SMALL, "--steps", 100000, "--ckpt-every", 2, "--batch", 1, "--out", out, program=cuda, processes=2),
                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment())
@@ -258,7 +258,7 @@ def test_a_killed_process_ends_the_others(cuda, data, tmp_path, victim):
     assert f"resumes at step {newest}" in said
 
 
-def test_overflow_on_one_process_stops_all(cuda, data, tmp_path):
+def test_overflow_on_one_rank_ends_all(cuda, data, tmp_path):
     """Under phi=exp without a sum, a token whose own score overflows; it stands in one window, which one process has."""
     first, weights, folder = tmp_path / "first", tmp_path / "weights", tmp_path / "data"
     train(data, *SMALL, "--attn", "exp", "--model", MODEL + ",tied=0", "--steps", 1, "--out", first)
@@ -288,7 +288,7 @@ def test_overflow_on_one_process_stops_all(cuda, data, tmp_path):
         assert ("training diverged" in text) == (code == 5)
 
 
-def test_too_little_memory_on_one_process(cuda, data, tmp_path):
+def test_too_little_memory_on_one_rank(cuda, data, tmp_path):
     """All end, and nothing is written."""
     wrapper = tmp_path / "wrapper"
     wrapper.write_text(f'#!/bin/sh\n[ "$OMPI_COMM_WORLD_RANK" = 1 ] && export CUDA_ON_CPU_MEMORY=100000\nexec {cuda} "$@"\n')
@@ -300,7 +300,7 @@ def test_too_little_memory_on_one_process(cuda, data, tmp_path):
 # ---- what is refused, and said
 
 
-def test_refused_before_anything_is_written(cuda, data, tmp_path):
+def test_rejected_before_anything_is_written(cuda, data, tmp_path):
     out = tmp_path / "out"
     text = train(data, *SMALL, "--zero", 2, "--steps", 1, "--out", out, program=cuda, code=2)
     text += train(data, *SMALL, "--zeroo", 1, "--steps", 1, "--out", out, program=cuda, code=2)
@@ -321,7 +321,7 @@ def test_profile(cuda, data):
         assert name in rows
 
 
-def test_metrics_say_what_a_gpu_holds(cuda, data, tmp_path):
+def test_metrics_have_the_gpu_memory(cuda, data, tmp_path):
     train(data, *SMALL, "--steps", 1, "--out", tmp_path / "out", program=cuda)
     (memory, mfu), = metrics(tmp_path / "out", ["gpu_memory_gb", "mfu"])
     assert 0 < memory < 1 and 0 < mfu < 1
@@ -360,7 +360,7 @@ def test_milliseconds_by_phase(cuda, data, tmp_path):
         assert phases["attention"] > 0 and phases["gradient norm and AdamW"] > 0 and sum(phases.values()) < 1.5 * ms + 50
 
 
-def test_threads_of_the_host(cuda, data):
+def test_host_threads(cuda, data):
     """--threads overrides OMP_NUM_THREADS; OpenMP reports each thread when it starts."""
     result = subprocess.run(command(data, "--steps", 1, "--threads", 3, program=cuda), capture_output=True, text=True, cwd="/", check=True,
                             env=environment(OMP_DISPLAY_AFFINITY="TRUE", OMP_AFFINITY_FORMAT="thread %n of %N"))

@@ -76,7 +76,7 @@ def log(tmp_path_factory):
     return run.stdout
 
 
-def test_budgets_are_of_kernels():
+def test_every_kernel_has_a_budget():
     have, stated = set(kernels()), set(budgets())
     assert len(have) > 20
     assert not stated - have, "budgets of kernels that are not there"

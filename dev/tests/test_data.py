@@ -72,18 +72,18 @@ def test_shakespeare(plays):
     assert sum(len(d.encode()) for d in found + documents_of(plays, "train")) == 5_057_198
 
 
-def test_again_is_quick_and_changes_nothing(plays):
+def test_rerunning_is_quick_and_changes_nothing(plays):
     before = {p: p.stat().st_mtime_ns for p in plays.glob("*.bin")}
     assert "1,496,734 train tokens" in script("shakespeare", "--out", plays)
     assert before == {p: p.stat().st_mtime_ns for p in plays.glob("*.bin")}
 
 
-def test_other_settings_are_refused(plays):
+def test_other_settings_are_rejected(plays):
     text = script("shakespeare", "--out", plays, "--val-fraction", "0.1", code=2)
     assert "made with val_fraction = 0.05, but now it is 0.1" in text
 
 
-def test_changed_shard_is_refused(plays, tmp_path):
+def test_a_changed_shard_is_rejected(plays, tmp_path):
     for name, content in contents(plays).items():
         (tmp_path / name).write_bytes(content[:-1] if "_val_" in name else content)
     text = script("shakespeare", "--out", tmp_path, code=3)
@@ -213,7 +213,7 @@ def test_kill_9(tmp_path):
     assert contents(out) == contents(tmp_path / "whole")
 
 
-def test_sigterm_says_how_to_go_on(tmp_path):
+def test_sigterm_says_how_to_resume(tmp_path):
     (tmp_path / "in").mkdir()
     os.mkfifo(tmp_path / "in" / "a.txt")
     command = [sys.executable, DATA / "text.py", tmp_path / "in" / "a.txt", "--out", tmp_path / "out"]

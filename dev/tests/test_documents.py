@@ -22,7 +22,7 @@ def model(request, data, tmp_path_factory):
     return tiny.train(data, tmp_path_factory.mktemp("run") / "out", "--attn", request.param, "--doc-mask")[0]
 
 
-def test_a_document_is_as_alone(model):
+def test_a_document_gives_the_same_logits_alone(model):
     """By the whole pass and by the cache, which dev/tests/logits.c compares. RoPE's angles are those of another place, which changes
     scores by rounding alone."""
     packed = tiny.logits(model, FIRST + SECOND, "documents")
@@ -32,7 +32,7 @@ def test_a_document_is_as_alone(model):
     assert abs(packed[len(FIRST):] - unmasked[len(FIRST):]).max() > 0.1
 
 
-def test_one_document_has_the_same_bits(data, tmp_path):
+def test_a_single_document_has_the_same_bits_without_the_flag(data, tmp_path):
     """Without an end-of-text token inside the rows the flag changes nothing."""
     text = np.random.default_rng(1).integers(0, END_OF_TEXT, 20 * T + 1)
     tiny.write_shard(data / "one_train_000001.bin", text)

@@ -116,7 +116,7 @@ def test_help():
     says(text, "default 0.0006", "tokens", "--flag=value", "constant|cosine|linear|wsd")
 
 
-def test_ways_to_write_flags(data):
+def test_flag_syntax(data):
     plan = train(data, "--dry-run", "--batch=8", "--batch", 2, "--seq-len=16", "--steps=1_000", "--shuffle", "--profile=0", "--keep-best=1")
     says(plan, "of 2 x 16", "run       1000 steps")
 
@@ -166,7 +166,7 @@ def test_truncated_shard(tmp_path):
     says(run_data(tmp_path), path, "1,024 bytes", "100")
 
 
-def test_id_over_vocabulary(tmp_path):
+def test_id_above_the_vocabulary(tmp_path):
     ids = tokens(1000)
     ids[20] = VOCAB
     path = shard_with(tmp_path, ids=ids)
@@ -206,7 +206,7 @@ def test_a_pipe_in_place_of_a_file(tmp_path, name):
     says(train(tmp_path, "--steps", 2, *val, code=INPUT, timeout=30), tmp_path / name, "pipe")
 
 
-def test_some_masks(tmp_path):
+def test_a_mask_for_only_some_shards(tmp_path):
     shard_with(tmp_path)
     write_shard(tmp_path / "d_train_000002.bin", tokens(1000))
     write_shard(tmp_path / "d_train_000002.mask", [1] * 1000, magic=20240521)
@@ -255,7 +255,7 @@ def edit_tensors(model, change):
     save_file(tensors, model / "model.safetensors")
 
 
-def test_whole_model(data, model):
+def test_an_intact_model_loads(data, model):
     init_from(data, model, code=0)
 
 
@@ -362,14 +362,14 @@ def test_wrong_hash(data, run):
     says(resume(data, run), "resumes at step 2")
 
 
-def test_damaged_checkpoint_is_passed_over(data, run):
+def test_a_damaged_checkpoint_is_skipped(data, run):
     os.truncate(checkpoint(run, 4) / "optimizer.safetensors", 1000)
     text = resume(data, run)
     says(text, "warning", checkpoint(run, 4) / "optimizer.safetensors", "found 1000", "Skipping", "resumes at step 2")
     assert text.count("Skipping") == 1
 
 
-def test_no_whole_checkpoint_is_no_fresh_start(data, run):
+def test_damaged_checkpoints_alone_are_no_reason_to_start_over(data, run):
     """Starting afresh would cut the metrics of a run whose checkpoints somebody may still mend."""
     for step in steps(run):
         (checkpoint(run, step) / "manifest.json").unlink()
@@ -440,7 +440,7 @@ def test_run_without_resume(data, run):
     ["--dtype", "bf16"], ["--seed", 3], ["--shuffle", 0], ["--pack", "example"], ["--weight-decay", 0.2], ["--beta1", 0.8], ["--beta2", 0.9],
     ["--grad-clip", 2], ["--init-from", "/elsewhere"], ["--val-data", "/elsewhere"], ["--train-data", "/elsewhere"],
 ], ids=lambda flags: flags[0])
-def test_resume_contradicts(data, run, flags):
+def test_resume_with_contradicting_flags(data, run, flags):
     before = tree(run / "ckpt"), (run / "metrics.jsonl").read_bytes()
     says(resume(data, run, *flags, code=USAGE), f"{flags[0]} is {flags[1]}", "the run started with", "cannot change", "--out")
     assert before == (tree(run / "ckpt"), (run / "metrics.jsonl").read_bytes())
@@ -471,7 +471,7 @@ def test_moved_run_folder(data, run, tmp_path):
     says(resume(data, shutil.move(run, tmp_path / "moved")), "resumes at step 4")
 
 
-def test_two_jobs(data, tmp_path):
+def test_two_jobs_in_one_folder(data, tmp_path):
     out = tmp_path / "out"
     first = subprocess.Popen(command(data, "--steps", 10 ** 9, "--out", out), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                              env=environment())
@@ -534,7 +534,7 @@ def much_data(tmp_path_factory):
     return folder
 
 
-def test_more_than_free(much_data, tmp_path):
+def test_more_memory_than_is_free(much_data, tmp_path):
     out = tmp_path / "out"
     text = train(much_data, "--batch", 65536, "--seq-len", 1024, "--model", MODEL.replace("layers=1", "layers=99"), "--out", out, code=RESOURCE)
     says(text, "this run needs", "of memory", "is available", "--batch")
@@ -564,7 +564,7 @@ def small_group():
         group.rmdir()
 
 
-def test_more_than_the_control_group_has(data, small_group):
+def test_more_memory_than_the_control_group_has(data, small_group):
     """Seen in the plan: once it runs, the kernel kills the job without a word."""
     enter = lambda: (small_group / "cgroup.procs").write_text(str(os.getpid()))
     flags = ["--model", "layers=4,heads=4,channels=512,ffn=1376,vocab=32000", "--dry-run"]
@@ -576,7 +576,7 @@ def test_more_than_the_control_group_has(data, small_group):
 
 
 @pytest.mark.skipif(SANITIZED, reason="a sanitizer's own map is larger than any limit")
-def test_more_than_ulimit(much_data):
+def test_more_memory_than_ulimit_allows(much_data):
     """2.5 GB of activations where the process may map 2 GiB."""
     limit = lambda: resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
     says(train(much_data, "--batch", 1500, "--seq-len", 1024, code=RESOURCE, preexec_fn=limit), "cannot allocate", "of memory", "--batch")
@@ -678,21 +678,21 @@ def test_signal(data, tmp_path, number, processes):
     (["--total-batch-tokens", 40], USAGE, "is not a multiple"),
     (["--dry-run", "--seq-len", 16, "--batch", 300], INPUT, "too little data"),
 ])
-def test_one_message(data, flags, code, message):
+def test_several_ranks_print_one_message(data, flags, code, message):
     start = time.monotonic()
     text = train(data, *flags, processes=2, code=code)
     assert text.count("train_gpt2: ") == 1 and text.count(message) == 1, text
     assert time.monotonic() - start < 15
 
 
-def test_busy_with_processes(data, run):
+def test_several_ranks_find_the_folder_locked(data, run):
     with open(run / "lock", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         text = resume(data, run, processes=2, code=BUSY)
     assert text.count("another job") == 1, text
 
 
-def test_bad_token_of_one_process(tmp_path):
+def test_a_bad_token_on_one_rank(tmp_path):
     """Only the second process reads the window with it."""
     ids = tokens(1000)
     ids[8 * 4 + 2] = VOCAB

@@ -79,7 +79,7 @@ TRAINED = {
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_the_loss_is_the_trainers(name, checkpoints, data, tmp_path):
+def test_losses_equal_the_trainers(name, checkpoints, data, tmp_path):
     """In batches of 4 there and of 128 here, all layers' activations there and one layer's here."""
     run = checkpoints(*TRAINED[name])
     most = ["--max-tokens", 333] if name == "few tokens" else []
@@ -93,7 +93,7 @@ def test_the_loss_is_the_trainers(name, checkpoints, data, tmp_path):
 
 
 @pytest.mark.parametrize("attn", ["softmax", "relu-L", "sigmoid", "softmax-log512"])
-def test_longer_sequences_are_the_trainers(attn, checkpoints, data, tmp_path):
+def test_losses_at_longer_lengths_equal_the_trainers(attn, checkpoints, data, tmp_path):
     """2 and 4 times the training length, which stays the normalizer's L: as --init-from validates them before it trains."""
     first = checkpoints("--attn", attn)
     output, result = evaluate(first, data, tmp_path, "--seq-lens", f"{4 * L},0,{2 * L}")
@@ -176,7 +176,7 @@ def under(tensors, config, attn):
 @pytest.mark.drawn(20)
 @pytest.mark.parametrize("block", SHAPES)
 @pytest.mark.parametrize("attn", [*reference.PRESETS, "softmax+post=reweight:3", "sigmoid-logn-l1+post=reweight:15"])
-def test_a_change_is_the_references(block, attn, softmax, data, tmp_path):
+def test_losses_under_another_normalizer_equal_the_references(block, attn, softmax, data, tmp_path):
     """From softmax to every normalizer, with no training: the loss before and after, at L and (but for p_n) beyond."""
     folder, tensors, config = softmax[block]
     lengths = [L] if attn == "ssmax-pn" else [L, 20]
@@ -199,7 +199,7 @@ def test_a_change_is_the_references(block, attn, softmax, data, tmp_path):
 
 @pytest.mark.parametrize("block", SHAPES)
 @pytest.mark.parametrize("attn", ["ssmax", "ssmax-bias", "ssmax-pn", "softmax1", "softmax-sink", "softpick", "sigmoid", "lssar"])
-def test_positions_are_the_references(block, attn, weights, data, tmp_path):
+def test_losses_by_position_equal_the_references(block, attn, weights, data, tmp_path):
     """The checkpoint's own learned scalars, and the loss at each position; in the table the same by ranges."""
     folder, tensors, config = weights(block, attn)
     lengths = [L, 5] if attn == "ssmax-pn" else [L, 20]
@@ -231,7 +231,7 @@ def test_ranges_of_positions(softmax, data, tmp_path):
 @pytest.mark.drawn(16)
 @pytest.mark.parametrize("block", SHAPES)
 @pytest.mark.parametrize("attn", reference.PRESETS)
-def test_untrained_it_is_finite(block, attn, checkpoints, data, tmp_path):
+def test_an_untrained_model_has_finite_losses(block, attn, checkpoints, data, tmp_path):
     first = checkpoints("--model", model_flag(block), steps=0)
     _, result = evaluate(first, data, tmp_path, "--attn", attn, "--seq-lens", f"0,{4 * L}", "--pn-extrapolate", "log")
     assert all(isinstance(loss, float) and abs(loss - math.log(VOCAB)) < 1 for loss in losses(result)), losses(result)
@@ -262,7 +262,7 @@ STARTS = [("softmax", "ssmax", {"attn_scale": ENTROPY}), ("softmax", "ssmax+s=0.
 
 
 @pytest.mark.parametrize("own, given, starts", STARTS)
-def test_a_change_is_the_trainers(own, given, starts, checkpoints, data, tmp_path):
+def test_losses_around_a_switch_equal_the_trainers(own, given, starts, checkpoints, data, tmp_path):
     """The trainer's --init-from --attn measures the same just before and just after."""
     first = checkpoints("--attn", own)
     there = checkpoints("--init-from", checkpoint(first, 10), "--attn", given, "--model", MODEL, steps=0)
@@ -276,7 +276,7 @@ def test_a_change_is_the_trainers(own, given, starts, checkpoints, data, tmp_pat
     assert f"{entry['val_loss_after'][0] - entry['val_loss_before'][0]:+.4f}" in output
 
 
-def test_the_same_by_another_name_is_no_change(checkpoints, data, tmp_path):
+def test_another_name_for_the_same_normalizer_is_no_change(checkpoints, data, tmp_path):
     _, result = evaluate(checkpoints("--attn", "softmax1"), data, tmp_path, "--attn", "softmax+norm=l1+1")
     assert len(result["results"]) == 1 and "lineage" not in result
 
@@ -284,7 +284,7 @@ def test_the_same_by_another_name_is_no_change(checkpoints, data, tmp_path):
 # ---------------------------------------------------------------- p_n and RoPE
 
 @pytest.mark.parametrize("block", SHAPES)
-def test_pn_goes_on_as_its_fit(block, weights, data, tmp_path):
+def test_pn_beyond_its_length_follows_the_fit(block, weights, data, tmp_path):
     """Beyond L the learned p_n end: refused; or their fit, then for all n and all lengths."""
     folder, tensors, config = weights(block, "ssmax-pn")
     errors = evaluate(folder, data, tmp_path, "--seq-lens", f"{L},{L + 1}", code=2)[1]
@@ -301,7 +301,7 @@ def test_pn_goes_on_as_its_fit(block, weights, data, tmp_path):
     near(losses(evaluate(folder, data, tmp_path)[1]), [reference_losses(tensors, config, data, L).mean()])
 
 
-def test_pn_of_a_change(softmax, weights, data, tmp_path):
+def test_pn_after_a_change_of_normalizer(softmax, weights, data, tmp_path):
     """p_n starts at 1: a constant has a fit, and no R^2. Where the checkpoint brings p_n, its fit serves both normalizers."""
     folder, tensors, config = softmax["llama"]
     assert "ssmax-pn" in evaluate(folder, data, tmp_path, "--attn", "ssmax-pn", "--seq-lens", 2 * L, code=2)[1]
@@ -351,7 +351,7 @@ def test_all_zero_rows_are_reported(softmax, data, tmp_path):
     assert evaluate(softmax["llama"][0], data, tmp_path, *flags, 2 * L)[1]["results"][1]["rows_without_weight"] == shares[3]
 
 
-def test_what_is_not_finite_is_told(weights, data, tmp_path):
+def test_nonfinite_losses_are_reported(weights, data, tmp_path):
     folder, tensors, _ = weights("llama", "softmax")
     save_file({name: (30 if "q_proj" in name or "k_proj" in name else 1) * tensor.float().numpy() for name, tensor in tensors.items()},
               folder / "model.safetensors")
@@ -359,7 +359,7 @@ def test_what_is_not_finite_is_told(weights, data, tmp_path):
     assert isinstance(losses(result)[0], float) and losses(result)[1] is None and " nan" in output
 
 
-def test_full_disks_are_told(checkpoints, data, tmp_path):
+def test_full_disks_are_reported(checkpoints, data, tmp_path):
     words = [BIN / "eval_gpt2", "--model", checkpoints(), "--data", f"{data}/*_val_*.bin"]
     with open("/dev/full", "w") as full:
         result = subprocess.run(words, stdout=full, stderr=subprocess.PIPE)
@@ -421,7 +421,7 @@ def wrong(checkpoints, data, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_is_named(name, wrong, checkpoints, data, tmp_path):
+def test_wrong_usage_is_named(name, wrong, checkpoints, data, tmp_path):
     words, code, parts = WRONG[name]
     errors = evaluate(checkpoints(), data, tmp_path / "out", *(word.format(**wrong) for word in words), code=code)[1]
     assert errors.startswith("eval_gpt2: ")
@@ -430,7 +430,7 @@ def test_what_is_wrong_is_named(name, wrong, checkpoints, data, tmp_path):
     assert not list(tmp_path.rglob("eval.json")) and (code != 2 or not (tmp_path / "out").exists())
 
 
-def test_what_is_missing_is_named(checkpoints):
+def test_missing_flags_are_named(checkpoints):
     assert "--model is missing" in run(BIN / "eval_gpt2", code=2)[1]
     assert "--data is missing" in run(BIN / "eval_gpt2", "--model", checkpoints(), code=2)[1]
 
@@ -442,7 +442,7 @@ def test_help_names_every_flag():
     assert "ssmax-pn" in run(BIN / "eval_gpt2", "--attn", "help")[0]
 
 
-def test_beside_a_run_that_prunes(data, checkpoints, tmp_path):
+def test_while_a_run_prunes_its_checkpoints(data, checkpoints, tmp_path):
     """What was found may be gone before it is read."""
     out = shutil.copytree(checkpoints(), tmp_path / "run")
     words = [BIN / "eval_gpt2", "--model", out, "--data", f"{data}/*_val_*.bin", "--max-tokens", 64]

@@ -280,7 +280,7 @@ def test_shared_heads_and_documents(flash, case):
 
 @pytest.mark.drawn(56)
 @pytest.mark.parametrize("case", list(every_case() if ALL else quick_cases()), ids=str)
-def test_formula(flash, case):
+def test_values_match_the_formula(flash, case):
     check(case, by_flash(flash, case, *inputs(case)))
 
 
@@ -336,7 +336,7 @@ def test_repeats_to_the_last_bit(flash, case):
 
 
 @pytest.mark.parametrize("case", KINDS, ids=str)
-def test_the_future_does_not_count(flash, case):
+def test_the_future_has_no_effect(flash, case):
     """However large what comes later: not in a maximum, a sum or a product; to the last bit."""
     x, scalars = inputs(case)
     now = case.T - 20
@@ -417,7 +417,7 @@ def test_all_zero_rows(flash, dtype):
 
 
 @pytest.mark.parametrize("HS, VS, words", ((44, 44, "head size of 44"), (136, 136, "at most 128"), (64, 128, "values of size 128"), (128, 132, "multiple of 8")))
-def test_refused_by_name(flash_file, HS, VS, words):
+def test_unsupported_shapes_are_rejected(flash_file, HS, VS, words):
     call = f"""import ctypes, sys
 sys.path.insert(0, {str(ROOT / "dev/tests")!r})
 from flash_types import Shape

@@ -186,7 +186,7 @@ exec "$@"
 """
 
 
-def test_what_the_sanitizer_finds(tmp_path):
+def test_sanitizer_findings_are_reported(tmp_path):
     """Each run is concluded as it ends; one that does not end is left, in time."""
     machine, ended = Machine(tmp_path, **{"compute-sanitizer": SANITIZER}), "norms"
     for old, new in (("phi rmsnorm", ""), ("gau embedding classifier adamw", ""), ("refused | peak", "refused"),
@@ -213,7 +213,7 @@ def test_what_the_sanitizer_finds(tmp_path):
     assert parts_of(machine.out)["sanitizer"]["seconds"] <= 11
 
 
-def test_without_ncu_its_part_is_named_and_no_failure(tmp_path):
+def test_a_missing_ncu_is_reported_but_no_failure(tmp_path):
     machine = Machine(tmp_path)
     if shutil.which("ncu", path=machine.path):
         pytest.skip("ncu is among the system's programs")
@@ -221,7 +221,7 @@ def test_without_ncu_its_part_is_named_and_no_failure(tmp_path):
     assert [(check["verdict"], check["detail"]) for check in parts_of(machine.out)["counters"]["checks"]] == [("info", "ncu is missing")]
 
 
-def test_what_the_build_needs_is_found_missing_first(tmp_path):
+def test_missing_build_requirements_are_found_first(tmp_path):
     machine = Machine(tmp_path)
     (tmp_path / "cuda/include/cublasLt.h").unlink()
     said = machine.call(code=1)                          # all parts
@@ -270,7 +270,7 @@ def test_one_gpu_is_too_few_for_several(tmp_path):
 
 @pytest.mark.parametrize("word, says", [("attentoin", "attentoin: no such part"), ("train=soon", "expected PART=SECONDS"),
                                         ("train=1=2", "expected PART=SECONDS")])
-def test_a_wrong_part(tmp_path, word, says):
+def test_an_unknown_part_is_rejected(tmp_path, word, says):
     assert says in gpu_check(word, out=tmp_path, code=2)
 
 
@@ -304,7 +304,7 @@ def test_usage_of_the_tools(tmp_path, monkeypatch, capsys, program, words):
     assert ended.value.code == 2 and f"python3 dev/bench/{program}.py" in said and f"{program}: " in said
 
 
-def test_a_report_that_was_cut_off(tmp_path, capsys):
+def test_a_truncated_report(tmp_path, capsys):
     (tmp_path / "report.json").write_text('{"parts": {"step": {"sta')
     report = gpu_report.Report(tmp_path)
     assert report.parts == {} and "report.json.bad, and a new report begins" in capsys.readouterr().err
@@ -337,7 +337,7 @@ def test_runs_on_the_cpu(tmp_path, known):
     assert [check["verdict"][:6] for check in parts_of(tmp_path / "broken")["train"]["checks"]] == ["FAILED"]
 
 
-def test_a_part_without_time_is_left_and_taken_up(tmp_path, known):
+def test_a_part_without_time_is_left_and_resumed(tmp_path, known):
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
     said = gpu_check("determinism=3", out=first, code=gpu_report.UNFINISHED, **known)
     assert "left for the next call: needs 5 s" in said and "time ran out: call again" in said
@@ -367,7 +367,7 @@ def test_a_check_is_stopped_when_the_call_ends(tmp_path, known):
     assert [check["verdict"] for check in parts_of(tmp_path / "out")["determinism"]["checks"]] == ["left"] * 3
 
 
-def test_text_of_its_own(tmp_path):
+def test_training_text_without_shards(tmp_path):
     """Without shards and network there is something to train on, the same each time."""
     for name in ("a", "b"):
         subprocess.run([sys.executable, ROOT / "dev/bench/gpu_text.py", tmp_path / name], check=True)
@@ -484,7 +484,7 @@ def write_run(folder, losses, tensors=b"tensors"):
     return folder
 
 
-def test_same_runs_and_others(tmp_path):
+def test_same_and_different_runs(tmp_path):
     a = write_run(tmp_path / "a", [2.0, 1.0])
     assert gpu_report.same(a, write_run(tmp_path / "b", [2.0, 1.0]))[0]
     assert not gpu_report.same(a, write_run(tmp_path / "c", [2.0, 1.0000001]))[0]
@@ -587,14 +587,14 @@ def test_verdicts():
     (4, {"others": [case("softmax-negated", 4096, "ours", 1.0), case("softmax-negated", 4096, "sdpa", 1.0)]}),
     (5, {"step": [step("bf16", 570e3)]}),
 ])
-def test_one_case_below_must(row, change):
+def test_one_case_below_its_bound(row, change):
     found = verdicts(report_with(**change))
     assert found[row] == "below must"
     assert "below must" not in found[:row] + found[row + 1:]
 
 
 @pytest.mark.parametrize("change", [{"device": "cpu"}, {"wrong": True}, {"failed": "out of memory"}])
-def test_only_right_values_timed_on_a_gpu_count(change):
+def test_only_correct_cases_timed_on_a_gpu_count(change):
     parts = report_with()
     for part in parts.values():
         for record in part["records"]:
@@ -636,7 +636,7 @@ def test_records_of_other_sources_or_devices_do_not_count(tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("verdicts, status, code", [(["ok", "info"], "done", 0), (["ok", "left"], "unfinished", 75),
                                                     (["left", "FAILED (1)"], "failed", 1)])
-def test_a_parts_end(tmp_path, verdicts, status, code):
+def test_the_final_state_of_a_part(tmp_path, verdicts, status, code):
     report = gpu_report.Report(tmp_path)
     report.begin("tests")
     for i, verdict in enumerate(verdicts):
@@ -650,7 +650,7 @@ def test_a_parts_end(tmp_path, verdicts, status, code):
     assert [c["verdict"] for c in again.part("tests")["checks"]] == [v for v in verdicts if v in ("ok", "info")]
 
 
-def test_a_record_takes_the_place_of_the_one_before(tmp_path):
+def test_a_record_replaces_the_earlier_one(tmp_path):
     report = gpu_report.Report(tmp_path)
     report.begin("others")
     for ms in (1.0, 2.0):
@@ -671,7 +671,7 @@ def softmax_with_sum(q, k, v):
 
 @pytest.mark.drawn(10)
 @pytest.mark.parametrize("name", reference.PRESETS)
-def test_pytorchs_ways_compute_the_normalizer(name):
+def test_pytorchs_methods_compute_the_normalizer(name):
     """The formula, what SDPA does, and what FlexAttention does with its output and log-sum-exp."""
     case = attention_gpu.Case(name, 21, 1)
     judge = attention_gpu.Judge(case)
@@ -684,7 +684,7 @@ def test_pytorchs_ways_compute_the_normalizer(name):
         assert attention_gpu.distance([out[:1]], judge.expected[:1]) <= judge.allowed
 
 
-def test_a_wrong_way_is_found():
+def test_a_wrong_method_is_detected():
     case = attention_gpu.Case("softmax", 21, 1)
     judge, right = attention_gpu.Judge(case), attention_gpu.Torch(case, "compile").both(0)
     assert attention_gpu.distance([x[:1] for x in right], judge.expected) <= judge.allowed
@@ -732,7 +732,7 @@ NCU = """==PROF== Connected to process 71
 """
 
 
-def test_what_ncu_prints():
+def test_ncu_output_is_parsed():
     assert gpu_kernels.parse_counts(NCU) == {"flash_forward_kernel": 1234567, "flash_dq_kernel": 89}
     with pytest.raises(gpu_kernels.NotPermitted, match="ERR_NVGPUCTRPERM"):
         gpu_kernels.parse_counts("==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access NVIDIA GPU Performance Counters")
@@ -813,7 +813,7 @@ def test_the_same_model_in_pytorch(tied, monkeypatch):
     assert sum(p.numel() for p in cpu_step.torch_model()(8, **sizes).parameters()) == gpu_step.parameters("tiny")
 
 
-def test_what_does_not_fit_is_named(tmp_path, monkeypatch):
+def test_cases_that_do_not_fit_are_named(tmp_path, monkeypatch):
     """The phases come after every case of the model; with too little time for a compiler, ours alone is measured."""
     order = []
     monkeypatch.setattr(gpu_step, "DRY", False)
@@ -837,7 +837,7 @@ def test_what_does_not_fit_is_named(tmp_path, monkeypatch):
     assert order == [("124M", "ours")] * 2
 
 
-def test_pytorchs_clock_is_the_hosts(monkeypatch):
+def test_pytorch_is_timed_by_the_hosts_clock(monkeypatch):
     """As many steps as asked for, after as many as ours leaves out, each from one end to the next."""
     found = gpu_step.torch_steps({"variant": "autocast", "model": "tiny", "B": 2, "T": 16, "steps": 5, "uncounted": 3})
     assert len(found["ms"]) == 5 and all(ms > 0 for ms in found["ms"])

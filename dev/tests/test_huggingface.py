@@ -81,7 +81,7 @@ def whole_length(name):
 
 # ---------------------------------------------------------------- ours in transformers
 
-def test_logits_are_ours(folder):
+def test_transformers_gives_our_logits(folder):
     model = load(folder)
     ids = random_ids(T + 16)
     with torch.no_grad():
@@ -91,7 +91,7 @@ def test_logits_are_ours(folder):
     assert abs(ours - theirs).max() < 1e-4
 
 
-def test_generate_and_sample_are_the_same(folder):
+def test_generate_and_sample_give_the_same_text(folder):
     model, tokenizer = load(folder), AutoTokenizer.from_pretrained(folder)
     for prompt in ("the cat", "€ 日本", "on"):
         inputs = tokenizer(prompt, return_tensors="pt")
@@ -100,7 +100,7 @@ def test_generate_and_sample_are_the_same(folder):
         assert text == [tokenizer.decode(ids, skip_special_tokens=True)]
 
 
-def test_the_type_is_told(folder):
+def test_only_plain_models_are_llamas(folder):
     """Only plain softmax in a Llama's block is a Llama, or a Qwen3 with QK norms; loaded without trust, the others are refused rather than
     computed as softmax."""
     config = json.loads((folder / "config.json").read_text())
@@ -113,14 +113,14 @@ def test_the_type_is_told(folder):
             AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
 
 
-def test_saved_again_it_trains_on_here(folder, data, tmp_path):
+def test_a_model_saved_by_transformers_trains_here(folder, data, tmp_path):
     """Through transformers and back: the same logits, and --init-from takes it."""
     load(folder).save_pretrained(tmp_path / "saved")
     assert (logits(tmp_path / "saved", [1, 2, 3]) == logits(folder, [1, 2, 3])).all()
     train(data, tmp_path / "out", "--init-from", tmp_path / "saved", steps=2)
 
 
-def test_the_tokenizer_lies_in_the_checkpoint(folder):
+def test_the_checkpoint_has_the_tokenizer(folder):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer.eos_token_id == END_OF_TEXT and len(tokenizer) == VOCAB
     for text in sentences(20, seed=5):
@@ -144,7 +144,7 @@ def test_the_tokenizers_agree(data, tmp_path):
 
 # ---------------------------------------------------------------- the whole family
 
-def test_the_family_is_whole(data):
+def test_the_whole_family_is_tested(data):
     """What these tests go through are the presets of --attn help, and every value that a stage can have."""
     table, values = run(BIN / "train_gpt2", "--attn", "help")[0].split("\n\n")[1:3]
     assert [line.split()[0] for line in table.splitlines()[1:]] == list(reference.PRESETS)
@@ -186,7 +186,7 @@ def loose_cache(name):
 @pytest.mark.drawn(24)
 @pytest.mark.parametrize("name", NORMALIZERS)
 @pytest.mark.parametrize("block", BLOCKS)
-def test_every_normalizer_is_ours(block, name, model_of):
+def test_every_normalizer_gives_our_logits(block, name, model_of):
     folder = model_of(block, name)
     model, ids = load(folder), random_ids(T if "pn" in name else T + 16)
     ours = (whole_pass if loose_cache(name) else logits)(folder, ids[0].tolist())
@@ -219,7 +219,7 @@ def assert_new(model, block):
 
 @pytest.mark.parametrize("name", ["ssmax-fixed", "ssmax-pn", "lssar", "softmax-sink"])
 @pytest.mark.parametrize("block", BLOCKS)
-def test_a_new_model_from_there(block, name, model_of, data, tmp_path):
+def test_a_new_model_made_by_transformers(block, name, model_of, data, tmp_path):
     """Made by transformers from a config.json alone: its start is ours, it trains on here, and what we save loads there."""
     config = AutoConfig.from_pretrained(model_of(block, name), trust_remote_code=True)
     torch.manual_seed(1)
@@ -266,7 +266,7 @@ TRAINED = {
 @pytest.mark.parametrize("name, dtype, shard_size", [
     *((name, dtype, size) for name in ("untied", "tied") for dtype in (torch.float32, torch.bfloat16) for size in ("10GB", "20KB")),
     *((name, torch.float32, "10GB") for name in TRAINED if name not in ("untied", "tied"))])
-def test_a_llama_trains_on(name, dtype, shard_size, data, tmp_path):
+def test_a_llama_from_transformers_trains_here(name, dtype, shard_size, data, tmp_path):
     llama = make_llama(**TRAINED[name]).to(dtype)
     llama.save_pretrained(tmp_path / "llama", max_shard_size=shard_size)
     assert (tmp_path / "llama/model.safetensors.index.json").exists() == (shard_size == "20KB")
@@ -293,7 +293,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_our_model_is_refused(name, data, tmp_path):
+def test_other_models_are_rejected(name, data, tmp_path):
     change, word = REFUSED[name]
     make_llama(**change).save_pretrained(tmp_path / "llama")
     printed = train(data, tmp_path / "out", "--init-from", tmp_path / "llama", steps=1, code=3)[1]
@@ -350,7 +350,7 @@ HEADS = {
 @pytest.mark.parametrize("name, block, heads", [
     *((name, block, None) for block in BLOCKS for name in NORMALIZERS),
     *((name, "llama", heads) for heads in HEADS for name in ("softmax", "ssmax-pn", "lssar", "softmax-sink", "softmax-recentered"))])
-def test_the_formulas_are_the_reference(modeling, block, name, heads, tmp_path):
+def test_the_modeling_file_equals_the_reference(modeling, block, name, heads, tmp_path):
     model, logits_of = pair(modeling, name, L=24, block=block, **HEADS.get(heads, {}))
     model.config.save_pretrained(tmp_path)
     ids = torch.randint(31, (2, 20), generator=torch.Generator().manual_seed(1))
@@ -372,7 +372,7 @@ def test_the_formulas_are_the_reference(modeling, block, name, heads, tmp_path):
 
 @pytest.mark.parametrize("name", NORMALIZERS)
 @pytest.mark.parametrize("block", BLOCKS)
-def test_it_trains_there(modeling, block, name):
+def test_it_trains_in_transformers(modeling, block, name):
     """Gradients are finite, and the loss is the usual one."""
     model, _ = pair(modeling, name, L=24, block=block)
     ids = torch.randint(31, (2, 20), generator=torch.Generator().manual_seed(1))
@@ -394,14 +394,14 @@ def test_masked_scores_may_overflow(modeling):
 
 
 @pytest.mark.parametrize("name", ["ssmax", "ssmax-fixed", "ssmax-pn", "ssmax+s=0.3+fixed", "ssmax-fixed+s=1e+0+post=negate", "ssmax-bias+s=2+s=-.5"])
-def test_s_starts_as_the_reference(modeling, name):
+def test_s_starts_as_in_the_reference(modeling, name):
     model, _ = pair(modeling, name, L=8)
     start = modeling.start_of_s(model.config.attention_normalizer)
     assert math.isclose(start, reference.parse_normalizer(name).s_start(8), rel_tol=1e-12)
 
 
 @pytest.mark.parametrize("key, value", [("scale", "log2"), ("phi", "exq"), ("norm", "l2"), ("post", "recentre"), ("offset", "-logM"), ("qk", "l1")])
-def test_an_unknown_stage_is_refused(modeling, key, value):
+def test_an_unknown_stage_is_rejected(modeling, key, value):
     model, _ = pair(modeling, "softmax1", L=8)
     model.config.attention_normalizer[key] = value
     with pytest.raises(ValueError, match=value):
@@ -409,7 +409,7 @@ def test_an_unknown_stage_is_refused(modeling, key, value):
 
 
 @pytest.mark.parametrize("key, value", [("block", "moe"), ("name", None), ("num_attention_heads", 2), ("head_dim", 64), ("intermediate_size", 24)])
-def test_another_block_is_refused(modeling, key, value):
+def test_another_block_is_rejected(modeling, key, value):
     config = pair(modeling, "softmax", L=8, block="gau")[0].config
     if key in ("block", "name"):
         config.attention_normalizer = {k: v for k, v in (config.attention_normalizer | {key: value}).items() if v is not None}

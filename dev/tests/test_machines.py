@@ -145,7 +145,7 @@ def test_timeout_0_waits(data, tmp_path):
         job.end(STOPPED)
 
 
-def test_a_long_validation_is_no_death(data, tmp_path):
+def test_a_long_validation_does_not_count_as_silence(data, tmp_path):
     """No step ends for several times the timeout."""
     write_shard(tmp_path / "long_val_000000.bin", tokens(2_400_000))
     start = time.time()
@@ -211,7 +211,7 @@ def wait_for_empty(nodes, timeout=60):
              "the end of every process on every machine", timeout)
 
 
-def test_two_machines_repeat_one(data, nodes, reference, tmp_path):
+def test_two_machines_give_the_bits_of_one(data, nodes, reference, tmp_path):
     """One is pulled out of the network for a while, for less than the timeout. The run stands still, and then goes on."""
     _, first, second = nodes
     out = tmp_path / "out"

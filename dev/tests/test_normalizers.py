@@ -101,7 +101,7 @@ def test_the_reference_has_the_same_presets(names):
     assert names == list(reference.PRESETS)
 
 
-def test_every_preset_trains_in_its_own_way(runs, names):
+def test_every_preset_trains_differently(runs, names):
     weights = {}
     for (block, name), out in runs.items():
         curve = losses(out)
@@ -116,7 +116,7 @@ def test_every_preset_trains_in_its_own_way(runs, names):
 
 
 @pytest.mark.parametrize("block", MODELS)
-def test_the_cache_has_the_whole_passes_logits(runs, names, tmp_path, block):
+def test_the_cache_gives_the_logits_of_one_pass(runs, names, tmp_path, block):
     """But for a norm that reads the length of the sample, which in generation is the length so far."""
     stages = preset_table()
     every = [name for name in names if stages[name]["norm"] not in ("T", "T2")]
@@ -182,7 +182,7 @@ CONFIGS = ["softmax", "ssmax-fixed", "softmax+norm=l1+0.50+post=negate", "ssmax+
 
 
 @pytest.mark.parametrize("block", MODELS)
-def test_config_has_the_text_and_its_stages(data, tmp_path, block):
+def test_config_has_the_name_and_its_stages(data, tmp_path, block):
     for i, text in enumerate(CONFIGS):
         train(data, "--model", MODELS[block], "--attn", text, "--steps", 0, "--out", tmp_path / str(i))
         known = reference.parse_normalizer(text)
@@ -207,7 +207,7 @@ CONTRADICTIONS = {
 
 
 @pytest.mark.parametrize("case", CONTRADICTIONS)
-def test_a_config_that_contradicts_itself_is_refused(data, runs, tmp_path, case):
+def test_a_config_that_contradicts_itself_is_rejected(data, runs, tmp_path, case):
     change, says = CONTRADICTIONS[case]
     bare = bare_model(runs["llama", "ssmax"], tmp_path / "bare")
     config = json.loads((bare / "config.json").read_text())
@@ -301,7 +301,7 @@ def test_weights_and_moments_stay(changed, case):
 
 
 @pytest.mark.parametrize("case", CHANGES, ids="-to-".join)
-def test_the_log_and_the_lineage_tell(changed, case):
+def test_the_log_and_the_lineage_record_the_change(changed, case):
     start, switched, new, *printed = changed[case]
     before, after = case
     for text in printed:
@@ -335,7 +335,7 @@ def test_later_resumes_need_no_flag(changed, short_data, tmp_path):
     assert (tensors(checkpoint(tmp_path / "parts", 8))["model.layers.0.self_attn.attn_bias"] != 0).all()
 
 
-def test_a_trained_softmax_model_becomes_ssmax_softly(tmp_path):
+def test_a_switch_from_softmax_to_ssmax_changes_little(tmp_path):
     """Text that repeats itself after eight tokens teaches attention to look there. From s = 1/mean(ln n) little changes, from 1 more."""
     def copies(count, seed):
         return np.tile(np.random.default_rng(seed).integers(0, VOCAB, (count, 1, 8)), (1, 4, 1)).ravel()
@@ -381,7 +381,7 @@ def test_metrics_have_the_scalars(runs, names, block):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
 @pytest.mark.parametrize("name", ["model.layers.1.self_attn.attn_scale", "model.layers.0.self_attn.attn_bias", "model.attn_pn"])
-def test_a_scalar_that_is_not_finite_is_refused(data, runs, tmp_path, name, value):
+def test_a_nonfinite_scalar_is_rejected(data, runs, tmp_path, name, value):
     bare = bare_model(runs["llama", "ssmax-pn"], tmp_path / "bare")
     header, content = read_header(bare / "model.safetensors")
     at = header[name]["data_offsets"][1] - 4                 # its last number
@@ -411,7 +411,7 @@ def sign(folder, name):
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
-def test_p_n_has_an_end(data, runs):
+def test_p_n_ends_at_the_training_length(data, runs):
     trained = checkpoint(runs["llama", "ssmax-pn"], 6)
     says = f"p_n is learned for n up to L = {T}, but --seq-len is 16"
     for source, name in ((trained, "ssmax-pn"), (checkpoint(runs["llama", "softmax"], 6), "ssmax-pn")):

@@ -39,13 +39,13 @@ def command(*words):
 # ---------------------------------------------------------------- reading
 
 @pytest.mark.parametrize("tail", ["", '{"step": 31, "tok', '{"step": 31, "tokens": 99, "loss": 1}'])
-def test_a_line_still_being_written_is_left_out(tmp_path, tail):
+def test_a_line_still_being_written_is_skipped(tmp_path, tail):
     lines = plot.read_metrics(make_run(tmp_path / "a", 30, tail=tail))
     assert [line["step"] for line in lines] == list(range(1, 31))
 
 
 @pytest.mark.parametrize("broken", ['{"step": 31, "tok\n', "[]\n", '{"step": 4}\n', "\n"])
-def test_a_broken_whole_line_is_named(tmp_path, broken):
+def test_a_broken_complete_line_is_named(tmp_path, broken):
     run = make_run(tmp_path / "a", 30, tail=broken)
     with pytest.raises(plot.Refused, match=r"metrics\.jsonl: line 31: expected"):
         plot.read_metrics(run)
@@ -82,7 +82,7 @@ def test_smooth_is_a_centered_mean_that_leaves_nan_out():
     assert plot.smooth([4.0, 2.0]) == [4.0, 2.0]
 
 
-def test_names_are_short_unless_they_would_be_alike():
+def test_names_are_short_unless_ambiguous():
     assert plot.names(["out/a", "out/b/"]) == ["a", "b"]
     assert plot.names(["x/run", "y/run"]) == ["x/run", "y/run"]
 
@@ -125,7 +125,7 @@ def test_a_single_step_and_a_diverged_run_are_drawn(tmp_path):
     assert (tmp_path / "both.svg").read_text().startswith("<?xml")
 
 
-def test_an_axis_that_shows_all_steps_says_nothing(tmp_path):
+def test_an_untruncated_axis_has_no_note(tmp_path):
     figure = plot.picture([str(make_run(tmp_path / "a", 15))])
     assert figure.axes[0].get_ylim()[1] > 11 and not figure.axes[0].texts
 
@@ -173,14 +173,14 @@ def test_the_fit_and_r2_of_noise_by_the_normal_equations():
 
 
 @pytest.mark.filterwarnings("error")
-def test_the_fit_of_what_has_none():
+def test_the_fit_of_constant_or_single_values():
     a1, a2, r2 = plot.fit_log([1.0] * 8)
     assert (a1, a2) == (0, 1) and math.isnan(r2)
     assert all(math.isnan(x) for x in plot.fit_log([1.0]))
 
 
 @pytest.mark.parametrize("second, name", [("attn_bias", "b"), ("attn_sink", "sink")])
-def test_s_and_another_by_layer(tmp_path, second, name):
+def test_scalars_by_layer(tmp_path, second, name):
     figure = plot.scalars_picture([str(make_scalars(tmp_path / "a", keys=("attn_scale", second)))])
     s, b, bar = figure.axes
     assert [len(axes.lines) for axes in (s, b)] == [3, 3] and bar.get_ylabel() == "layer"
@@ -279,7 +279,7 @@ def test_a_switch_is_marked(tmp_path, draw):
     assert labels == ["softmax → ssmax-bias"] * 2
 
 
-def test_runs_without_scalars_are_refused(tmp_path):
+def test_runs_without_scalars_are_rejected(tmp_path):
     plain = make_run(tmp_path / "plain", 30)
     save_p(plain, 30, [1.0], name="model.norm.weight")
     for runs in [plain], [make_scalars(tmp_path / "a"), plain]:
@@ -316,7 +316,7 @@ def test_a_damaged_checkpoint_is_named(tmp_path, damage):
     assert result.returncode == 3 and f"{path}: expected a safetensors file" in result.stderr
 
 
-def test_scalars_and_event_files_are_two_things(tmp_path):
+def test_scalars_and_event_files_exclude_each_other(tmp_path):
     result = command(make_scalars(tmp_path / "a"), "--scalars", "--tensorboard", tmp_path / "events")
     assert result.returncode == 2 and "not allowed with" in result.stderr and not (tmp_path / "events").exists()
 

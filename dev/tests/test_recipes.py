@@ -93,7 +93,7 @@ def test_plan(data, tmp_path, script):
 
 
 @pytest.mark.parametrize("script", RECIPES)
-def test_reckoning(script):
+def test_estimated_flops_and_hours(script):
     """The comment's time: its FLOPs are those of the model and the tokens, its hours those of the FLOPs."""
     text = comment(script)
     P = 123_551_232                      # of both, as an untied input embedding is looked up, not multiplied
@@ -137,7 +137,7 @@ def test_run(data, tmp_path, script, schedule, warmup, least):
 
 
 @needs_mpirun
-def test_processes(data, tmp_path):
+def test_gpus_is_the_number_of_ranks(data, tmp_path):
     """GPUS is the number of processes."""
     plan = run("run_162M_slimpajama_ssmax.sh", *SMALL, "--dry-run", DATA=data, OUT=tmp_path / "out", GPUS=2)
     says(plan, "16 tokens: 2 ranks x 1 micro-batch of 1 x 8")
@@ -215,7 +215,7 @@ def test_switch_later(softmax):
     says(run("switch_to_ssmax.sh", "--steps", 9, OUT=softmax, STEP=3, code=USAGE), "the run is already at step 8")
 
 
-def test_switch_of_a_run_that_is_done(softmax):
+def test_switch_of_a_finished_run(softmax):
     """It changes nothing, and says what to do, which then does it."""
     text = run("switch_to_ssmax.sh", OUT=softmax)
     says(text, "already at step 4; pass a --steps larger than 4 to continue")
@@ -224,7 +224,7 @@ def test_switch_of_a_run_that_is_done(softmax):
     assert lineage(softmax) == [(0, "softmax"), (4, "ssmax")]
 
 
-def test_switch_of_nothing(tmp_path):
+def test_switch_without_a_checkpoint(tmp_path):
     says(run("switch_to_ssmax.sh", OUT=tmp_path, code=USAGE), f"{tmp_path}/ckpt: no checkpoint", "OUT=")
 
 
@@ -297,13 +297,13 @@ def test_bad_hostfile(tmp_path, text):
 
 
 @pytest.mark.parametrize("words", [["run_multi_node.sbatch"], ["run_multi_node_mpi.sh"], ["run_multi_node_mpi.sh", SCRIPTS / "run_124M_fineweb.sh"]])
-def test_what_is_missing(words):
+def test_missing_arguments_are_named(words):
     expected = "expected a readable file" if words[1:] else "expected a recipe"
     says(run([SCRIPTS / words[0], *words[1:]], code=USAGE), words[0], expected)
 
 
 @needs_mpirun
-def test_hostfile_for_real(data, tmp_path):
+def test_hostfile_with_mpirun_itself(data, tmp_path):
     """mpirun itself, on the one machine that is here."""
     hosts = hostfile(tmp_path, "localhost slots=2\n")
     plan = run([SCRIPTS / "run_multi_node_mpi.sh", SCRIPTS / "run_124M_fineweb.sh"], *SMALL, "--dry-run", HOSTFILE=hosts, DATA=data)

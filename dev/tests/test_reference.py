@@ -279,7 +279,7 @@ def test_rows_of_few_keys():
 
 
 @pytest.mark.parametrize("phi", ["sigmoid", "softplus", "exp"])
-def test_what_is_masked_has_no_weight(phi):
+def test_masked_keys_have_no_weight(phi):
     A = weights_of(f"softmax+phi={phi}+norm=none", random(5, 5))
     assert (A.triu(1) == 0).all() and (A.tril() != 0).sum() == 15
 
@@ -408,7 +408,7 @@ def test_large_scores_stay_finite(name):
     assert out.isfinite().all() and all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), (q, k, v)))
 
 
-def test_pn_has_an_end():
+def test_pn_ends_at_the_training_length():
     with pytest.raises(ValueError, match="pn has 4 values"):
         attend("ssmax-pn", *(random(1, 2, 5, 4) for _ in range(3)), L=4, **scalars_of("ssmax-pn", 2, 4))
 
@@ -480,7 +480,7 @@ def test_digest_estimates_the_error():
     assert turned[0] < 1e-9 and turned[1:17].mean() > 0.5 * np.linalg.norm(x)
 
 
-def test_kept_fixtures_are_what_the_reference_says():
+def test_stored_fixtures_match_the_reference():
     """All of them; in CI a quarter of the cases, drawn by commit."""
     names = [case["case"] for case in fixtures.cases()]
     assert fixtures.differences(fixtures.FOLDER, draw.sample(names, len(names) // 4) if os.environ.get("DRAW") else None) == []
@@ -546,7 +546,7 @@ def test_float32_attention_can_meet_the_bounds(attn):
             assert stored_error(exact[name], rounded[name], 1e-2 * norm(exact["dv"])) < 0.7e-4, (case["case"], name)
 
 
-def test_kept_fixtures_are_small_and_awkward_enough():
+def test_stored_fixtures_are_small_and_awkward_enough():
     assert sum(path.stat().st_size for path in fixtures.FOLDER.iterdir()) < 2_200_000
     kept = fixtures.load_file(fixtures.FOLDER / "models.safetensors")
     for tensors in kept, fixtures.load_file(fixtures.FOLDER / "layers.safetensors"):

@@ -66,7 +66,7 @@ def test_at_an_edge(tmp_path, sizes):
     twice(tmp_path, tmp_path / "5", "--shuffle", 0, half=5)
 
 
-def test_schedule_goes_on(data, tmp_path):
+def test_the_schedule_continues(data, tmp_path):
     """Under a schedule that knows the end, from a checkpoint in mid-run; the metrics after it are cut."""
     whole, again = tmp_path / "whole", tmp_path / "again"
     flags = ["--steps", 20, "--schedule", "cosine", "--ckpt-every", 7, "--keep", 0, *validation(data)]
@@ -88,7 +88,7 @@ def test_several_resumes(data, tmp_path):
     assert_same_run(whole, parts, 12)
 
 
-def test_resume_of_nothing(data, tmp_path):
+def test_resume_starts_a_run_in_an_empty_folder(data, tmp_path):
     plain, fresh, empty = tmp_path / "plain", tmp_path / "fresh", tmp_path / "empty"
     empty.mkdir()
     train(data, "--steps", 3, "--out", plain)
@@ -172,7 +172,7 @@ def test_every_point_of_a_save(data, tmp_path, faults, kind):
 # ---- other processes, other batches
 
 
-def test_other_numbers_of_processes(data, tmp_path):
+def test_other_numbers_of_ranks(data, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     flags = [*validation(data), "--total-batch-tokens", 12 * 8, "--keep", 0, "--lr", 0.001]
     train(data, *flags, "--steps", 15, "--batch", 12, "--out", whole)
@@ -308,7 +308,7 @@ def test_init_from(data, tmp_path):
     assert "--model" in train(data, *flags, "--model", MODEL.replace("ffn=24", "ffn=32"), code=2)
 
 
-def test_a_run_without_a_checkpoint_starts_over_by_its_own_arguments(data, tmp_path):
+def test_a_run_without_a_checkpoint_starts_over_with_its_own_arguments(data, tmp_path):
     """Killed before its first checkpoint: run.json holds, and a refused contradiction changes nothing."""
     out, whole = tmp_path / "killed", tmp_path / "whole"
     flags = ["--seed", 5, *validation(data), "--steps", 6]
@@ -324,7 +324,7 @@ def test_a_run_without_a_checkpoint_starts_over_by_its_own_arguments(data, tmp_p
 
 
 @pytest.mark.parametrize("where", ["accumulation", "validation"])
-def test_a_stop_is_heeded_within_a_step(tmp_path, where):
+def test_a_stop_takes_effect_within_a_step(tmp_path, where):
     """A step, or a validation, that would take minutes is left at once, and what was done before it is saved."""
     out = tmp_path / "out"
     windows = {"train": 1_000_001 if where == "accumulation" else 100, "val": 2_000_000}

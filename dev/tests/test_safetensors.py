@@ -189,7 +189,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_both_refuse(c, tmp_path, name):
+def test_both_reject_broken_files(c, tmp_path, name):
     path = tmp_path / "broken.safetensors"
     path.write_bytes(BROKEN[name])
     with pytest.raises(Exception):

@@ -30,7 +30,7 @@ def test_the_seed_decides(runs):
     assert len(texts[0]) == 1 and texts[0][0].startswith("the cat")
 
 
-def test_neighbors_change_nothing(runs, tmp_path):
+def test_other_texts_in_the_batch_change_nothing(runs, tmp_path):
     """Each text of a batch is what it is alone, whatever stands before and behind it and however many there are."""
     prompts = ["the cat", "€", "on", "a dog said über", "The house", "in", "naïve café", "日本", "then.", "and, " * 30, "x"]
     (tmp_path / "prompts").write_text("\n".join(prompts))
@@ -42,7 +42,7 @@ def test_neighbors_change_nothing(runs, tmp_path):
         assert text.startswith(prompt)
 
 
-def test_a_sample_has_a_stream_of_its_own(runs):
+def test_each_sample_has_its_own_random_stream(runs):
     flags = ["--prompt", "7,8", "--max-new-tokens", 20]
     many, _ = sample(runs / "ids", *flags, "--num-samples", 11)
     one, _ = sample(runs / "ids", *flags)
@@ -57,7 +57,7 @@ def test_lines_of_a_prompt_file(runs, tmp_path):
     assert [line.split(",")[:2] for line in lines[1::2]][:2] == [["5", "7"], ["9", "2"]] and lines[5].startswith("11")
 
 
-def test_a_run_or_a_checkpoint_or_what_is_left_of_it(runs, tmp_path):
+def test_a_run_a_checkpoint_or_a_bare_model(runs, tmp_path):
     checkpoint = runs / "text/ckpt/step-00000060"
     bare = tmp_path / "bare"
     bare.mkdir()
@@ -66,7 +66,7 @@ def test_a_run_or_a_checkpoint_or_what_is_left_of_it(runs, tmp_path):
     assert sample(runs / "text")[0] == sample(checkpoint)[0] == sample(bare)[0]
 
 
-def test_beside_a_run_that_prunes(runs, tmp_path):
+def test_while_a_run_prunes_its_checkpoints(runs, tmp_path):
     """What was found may be gone before it is read."""
     out = shutil.copytree(runs / "text", tmp_path / "run")
     expected = sample(out, "--max-new-tokens", 3)[0]
@@ -75,7 +75,7 @@ def test_beside_a_run_that_prunes(runs, tmp_path):
             assert sample(out, "--max-new-tokens", 3)[0] == expected
 
 
-def test_a_checkpoint_that_is_gone_for_good(runs, tmp_path):
+def test_a_run_without_checkpoints(runs, tmp_path):
     """Given by its own name, and with no other to take its place."""
     out = shutil.copytree(runs / "text", tmp_path / "run")
     shutil.rmtree(out / "ckpt/step-00000060")
@@ -114,7 +114,7 @@ def test_end_of_text_ends_a_text(runs):
     assert len(lengths) > 5 and max(lengths) <= 201 and END_OF_TEXT not in {i for text in texts for i in ids_of(text)}
 
 
-def test_temperature_0_is_the_likeliest(runs):
+def test_temperature_0_takes_the_likeliest_token(runs):
     text, _ = sample(runs / "ids", "--prompt", "5,7", "--temperature", 0, "--max-new-tokens", 20)
     ids = ids_of(text[0])
     rows = logits(runs / "ids/ckpt/step-00000060", ids)
@@ -124,7 +124,7 @@ def test_temperature_0_is_the_likeliest(runs):
 
 
 @pytest.mark.parametrize("temperature, top_k, top_p", [(1, 0, 1), (0.7, 12, 1), (1.3, 0, 0.6), (1, 20, 0.8)])
-def test_tokens_come_as_often_as_they_should(runs, temperature, top_k, top_p):
+def test_token_frequencies_match_their_probabilities(runs, temperature, top_k, top_p):
     count = 4000
     texts, _ = sample(runs / "ids", "--prompt", "5,7", "--max-new-tokens", 1, "--num-samples", count, "--temperature", temperature,
                       "--top-k", top_k, "--top-p", top_p)
@@ -146,7 +146,7 @@ def test_tokens_come_as_often_as_they_should(runs, temperature, top_k, top_p):
 # ---------------------------------------------------------------- text
 
 @pytest.mark.parametrize("flags", [["--prompt", "日本"], ["--temperature", "9", "--top-k", "0", "--num-samples", "5"]])
-def test_what_comes_is_always_whole_characters(runs, flags):
+def test_output_is_always_whole_characters(runs, flags):
     """At temperature 9 most bytes make no characters: they are shown as U+FFFD."""
     process = subprocess.Popen([BIN / "sample_gpt2", "--model", runs / "text", "--max-new-tokens", "300", *flags], stdout=subprocess.PIPE,
                                stderr=subprocess.DEVNULL, env=environment())
@@ -158,14 +158,14 @@ def test_what_comes_is_always_whole_characters(runs, flags):
     assert any(ord(c) > 127 for c in text) and ("\N{REPLACEMENT CHARACTER}" in text or "--temperature" not in flags)
 
 
-def test_broken_text_is_shown_as_python_shows_it(runs):
+def test_invalid_utf8_is_replaced_as_in_python(runs):
     broken = b"a\xff\xc3 \xe2\x82 \xe2\x82\xac \xed\xa0\x80 \xf0\x9f\x98 \xf5 \xc0\x80 \xf4\x90\x80\x80 \xf0\x9f\x98\x80 \xe2"
     result = subprocess.run([BIN / "sample_gpt2", "--model", runs / "text", "--max-new-tokens", "1", "--temperature", "0", b"--prompt", broken],
                             capture_output=True, check=True)
     assert result.stdout.decode().startswith(broken[:-1].decode(errors="replace"))
 
 
-def test_a_full_disk_is_told(runs):
+def test_a_full_disk_is_reported(runs):
     with open("/dev/full", "w") as full:
         result = subprocess.run([BIN / "sample_gpt2", "--model", runs / "text"], stdout=full, stderr=subprocess.PIPE)
     assert result.returncode == 4 and b"stdout" in result.stderr
@@ -173,7 +173,7 @@ def test_a_full_disk_is_told(runs):
 
 # ---------------------------------------------------------------- what stderr says
 
-def test_stdout_is_text_alone(runs):
+def test_stdout_has_only_the_text(runs):
     output, errors = run(BIN / "sample_gpt2", "--model", runs / "text", "--prompt", "the cat", "--max-new-tokens", 5)
     assert output.startswith("the cat") and output.count("\n") == 1
     assert errors.count("\n") == 1 and "tokens/s" in errors
@@ -236,7 +236,7 @@ def wrong(runs):
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_is_named(wrong, name):
+def test_wrong_usage_is_named(wrong, name):
     words, code, parts = WRONG[name]
     output, errors = run(BIN / "sample_gpt2", *(word.format(ids=wrong) for word in words), code=code)
     assert output == "" and errors.startswith("sample_gpt2: ")

@@ -125,7 +125,7 @@ def stop_in_the_first_validation(data, faults, out):
     assert "owed" in state(out, 2)
 
 
-def test_killed_after_what_was_owed(data, faults, tmp_path):
+def test_killed_after_an_owed_validation(data, faults, tmp_path):
     """The line of the step is there already, and best_step is in no checkpoint yet: the validation is done again."""
     whole, out = tmp_path / "whole", tmp_path / "out"
     train(data, *report(data), "--out", whole)
@@ -140,7 +140,7 @@ def test_killed_after_what_was_owed(data, faults, tmp_path):
     assert_same(whole, out)
 
 
-def test_other_flags_on_resume(data, faults, tmp_path):
+def test_other_flags_on_resume_decide_what_is_due(data, faults, tmp_path):
     """What is due at the step is asked of the flags as they are now."""
     out = tmp_path / "out"
     stop_in_the_first_validation(data, faults, out)
@@ -213,7 +213,7 @@ def test_back_to_before_two_switches(data, tmp_path, back, flag):
     assert lineage(out) == lineage(whole) and "to_repeat" not in run_json(out)
 
 
-def test_another_course(data, tmp_path):
+def test_a_new_switch_replaces_later_ones(data, tmp_path):
     """A new change before those of the history takes their place from its step on, and says so."""
     out = tmp_path / "out"
     flags = two_switches(data, out)
@@ -237,7 +237,7 @@ def test_a_switch_to_the_same_normalizer(data, tmp_path):
     assert "already the normalizer" not in train(data, *plan, "8:ssmax-fixed")
 
 
-def test_a_change_that_did_not_come_yet_can_be_put_off(data, tmp_path):
+def test_a_pending_switch_can_be_postponed(data, tmp_path):
     out = tmp_path / "out"
     train(data, "--attn-switch", "6:ssmax", "--steps", 4, "--out", out)
     train(data, "--attn-switch", "8:softmax1", "--steps", 10, "--out", out, "--resume")
@@ -285,7 +285,7 @@ def last_step(out):
 
 
 @pytest.mark.parametrize("removed", ["", "run.json", "metrics.jsonl", "lock"])
-def test_removed_in_mid_run(data, tmp_path, removed):
+def test_the_run_folder_is_removed_mid_run(data, tmp_path, removed):
     """The folder, or a file of it, goes; the next checkpoint brings back what a resume needs, with all metrics."""
     whole, out = tmp_path / "whole", tmp_path / "out"
     flags = ["--ckpt-every", 20, "--keep", 2]
@@ -317,7 +317,7 @@ def paused(process):
 
 
 @pytest.mark.parametrize("how", ["folder", "lock"])
-def test_out_of_reach_in_mid_run(data, tmp_path, how):
+def test_the_run_folder_is_out_of_reach_mid_run(data, tmp_path, how):
     """While a file has the folder's place, or the lock is none, saves fail and training continues; once all is back, so are the saves."""
     whole, out, log = tmp_path / "whole", tmp_path / "share/out", tmp_path / "log"
     gone = out.parent if how == "folder" else out / "lock"

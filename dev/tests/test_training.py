@@ -84,7 +84,7 @@ def data(tmp_path):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_float32_steps(tmp_path, data, case):
+def test_float32_steps_match_the_reference(tmp_path, data, case):
     attn, tied, batch, T, accumulate, clip = CASES[case]
     train(tmp_path, *flags(tmp_path / "start", *CASES[case], steps=0))
     train(tmp_path, *flags(tmp_path / "run", *CASES[case]))
@@ -106,7 +106,7 @@ def test_float32_steps(tmp_path, data, case):
 
 
 @pytest.mark.parametrize("case", ["several chunks of rows", "several chunks of rows, tied"])
-def test_bfloat16_steps(tmp_path, data, case):
+def test_bfloat16_steps_stay_close_to_float32(tmp_path, data, case):
     train(tmp_path, *flags(tmp_path / "start", *CASES[case], steps=0))
     for dtype in ("fp32", "bf16"):      # at --lr 0.01 rounding alone can change the gradient of a step by tens of per cent
         train(tmp_path, *flags(tmp_path / dtype, *CASES[case]), "--lr", LR / 5, "--dtype", dtype)

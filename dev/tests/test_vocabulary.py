@@ -114,7 +114,7 @@ def in_c(library, path):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_one_rule_in_both_places(name, library, tmp_path):
+def test_python_and_c_accept_the_same_tokenizers(name, library, tmp_path):
     whole, usable = FILES[name]
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(whole))
@@ -152,7 +152,7 @@ def encode(tokenizer, folder):
 
 
 @pytest.mark.parametrize("name", ["ours", "digits", "split", "unigram", "not special"])
-def test_shards_of_any_tokenizer_train(name, tmp_path):
+def test_training_on_shards_of_any_tokenizer(name, tmp_path):
     """Told before the encoding; then one warning, samples as ids, and the tokenizer in the checkpoint for transformers."""
     whole, usable = FILES[name]
     data, said = encode(whole, tmp_path / "data")
