@@ -178,8 +178,9 @@ static void take_memory(Evaluator *e) {
     m->list = tensors_of(&m->config, (const Normalizer *[]){&e->given}, 1);
     m->doc_mask = e->o.doc_mask;
     plan_parameters(m, false, false);
+    gemm_start(&m->mm, false);
     // Without a backward pass, all layers share one layer's activations.
-    plan_activations(m, 1, B, e->longest, false);
+    plan_activations(m, 1, B, e->longest);
     memory_add(&m->plan, "batch", (void **)&e->window, (e->longest + 1) * sizeof(int32_t));
     memory_add(&m->plan, "batch", (void **)&e->inputs, N * sizeof(int32_t));
     memory_add(&m->plan, "batch", (void **)&e->targets, N * sizeof(int32_t));
@@ -436,6 +437,7 @@ static void open_checkpoint(Evaluator *e) {
             if (weights_load(&weights, e->folder, &e->own, &error)) return;
         }
         if (attempt == CHECKPOINT_ATTEMPTS || !checkpoint_vanished(e->folder)) fail_with(&error);
+        gemm_end(&e->model.mm);
         memory_release(&e->model.plan);
         tensors_free(&e->model.list);
     }

@@ -16,8 +16,9 @@ static Model subject;
 
 static void subject_start(const ModelConfig *config, const TensorList *list, size_t B, size_t T) {
     subject = (Model){.config = *config, .list = *list};
+    gemm_start(&subject.mm, false);
     plan_parameters(&subject, true, false);
-    plan_activations(&subject, (size_t)subject.config.layers, B, T, false);
+    plan_activations(&subject, (size_t)subject.config.layers, B, T);
     memory_take(&subject.plan);
     model_ready(&subject);
 }
@@ -54,6 +55,7 @@ static void subject_logits(float *logits, const int32_t *inputs, size_t B, size_
 
 static void subject_end(void) {
     memory_release(&subject.plan);
+    gemm_end(&subject.mm);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -123,14 +125,16 @@ static void test_matmul(void) {
     float *x = input("x", N * C, 1), *w = input("weight", OC * C, (float)(2 / sqrt((double)C))),
           *dout = input("dout", N * OC, 1);
     float *out = floats(N * OC), *dx = floats(N * C), *dw = floats(OC * C);
-    matmul_forward(out, x, (WeightMatrix){.f32 = w}, N, C, OC, false);
-    matmul_backward(dx, dw, dout, x, (WeightMatrix){.f32 = w}, N, C, OC, false);
+    const Gemm mm = {0};
+    const WeightMatrix weights = {.f32 = w, .mm = &mm};
+    matmul_forward(out, x, weights, N, C, OC, false);
+    matmul_backward(dx, dw, dout, x, weights, N, C, OC, false);
     double worst = compare("out", out, N * OC, 0, 1e-6);
     worst = largest(worst, compare("dx", dx, N * C, 0, 1e-6));
     worst = largest(worst, compare("dweight", dw, OC * C, 0, 1e-6));
     // Adding to the output gives twice the result.
-    matmul_forward(out, x, (WeightMatrix){.f32 = w}, N, C, OC, true);
-    matmul_backward(dx, dw, dout, x, (WeightMatrix){.f32 = w}, N, C, OC, true);
+    matmul_forward(out, x, weights, N, C, OC, true);
+    matmul_backward(dx, dw, dout, x, weights, N, C, OC, true);
     for (size_t i = 0; i < N * OC; i++) out[i] /= 2;
     for (size_t i = 0; i < OC * C; i++) dw[i] /= 2;
     worst = largest(worst, compare("out", out, N * OC, 0, 1e-6));
@@ -234,7 +238,7 @@ static void test_attention(void) {
         d[i] = floats(sizes[i]), inverse[i] = floats(sizes[i] / HS);
         if (i < 2 && normalizer.qk.kind == QK_L2) l2_rows(x[i], inverse[i], sizes[i] / HS, HS);
     }
-    AttentionInput in = {{x[0], C, HS}, {x[1], K, HS}, {x[2], K, HS}, NULL};
+    AttentionInput in = {{x[0], C, HS}, {x[1], K, HS}, {x[2], K, HS}, NULL, NULL};
     AttentionInputGrads grads = {{d[0], C, HS}, {d[1], K, HS}, {d[2], K, HS}};
     attention_forward(out, stats, in, scalars, shape, scratch);
     attention_backward(grads, scalar_grads, dout, out, stats, in, scalars, shape, scratch);
@@ -303,11 +307,13 @@ static void test_bf16_matmuls(void) {
     static float a[M * K], b[K * N], c[M * N], expected[M * N];
     int before = failed;
     double worst = 0;
-    case_name = gemm_has_bf16() ? "bfloat16 matmuls, native" : "bfloat16 matmuls, widened";
+    Gemm mm;
+    gemm_start(&mm, true);
+    case_name = mm.native ? "bfloat16 matmuls, native" : "bfloat16 matmuls, widened";
     fixture_fill(a, M * K, "a", 0, 0.0f, 1.0f);
     fixture_fill(b, K * N, "b", 0, 0.0f, 1.0f);
-    void *memory = malloc(gemm_bf16_bytes(M * K, K * N));
-    GemmScratch scratch = gemm_bf16_scratch(memory, M * K);
+    void *memory = malloc(gemm_scratch(&mm, M * K, K * N));
+    gemm_use(&mm, memory, M * K);
     uint16_t *rounded_b = malloc(K * N * sizeof *rounded_b);
     bf16_round(rounded_b, b, K * N);
     for (int kind = 0; kind < 16; kind++) {
@@ -327,7 +333,7 @@ static void test_bf16_matmuls(void) {
         if (primitive) {
             Matrix A = {.f32 = a, .ld = ta ? M : K, .transposed = ta},
                    B = {.f32 = b, .ld = tb ? K : N, .transposed = tb};
-            if (!gemm_by_primitive(GEMM_F32, M, N, K, A, B, add, c, N)) {
+            if (!gemm_by_primitive(&mm, M, N, K, A, B, add, c, N)) {
 #ifdef USE_ONEDNN
                 check("a primitive that oneDNN rejects", INFINITY, 1e-6);
 #endif
@@ -336,7 +342,7 @@ static void test_bf16_matmuls(void) {
         } else {
             Matrix A = {.f32 = a, .ld = ta ? M : K, .transposed = ta};
             Matrix B = {.bf16 = rounded_b, .ld = tb ? K : N, .transposed = tb};
-            gemm_bf16(&scratch, M, N, K, A, B, add, c, N);
+            gemm_run(&mm, M, N, K, A, B, add, c, N);
         }
         for (int i = 0; i < M * N; i++) {
             difference += ((double)c[i] - expected[i]) * ((double)c[i] - expected[i]);
@@ -346,6 +352,7 @@ static void test_bf16_matmuls(void) {
         check(primitive ? "a primitive in float32" : "a matmul", sqrt(difference / norm), 1e-6);
     }
     case_done(before, worst);
+    gemm_end(&mm);
     free(memory);
     free(rounded_b);
 }
@@ -356,10 +363,12 @@ static void test_colliding_rows(void) {
     enum { M = 19, N = 2048, K = 1100 };
     int before = failed;
     case_name = "a matmul with rows 4 KiB apart";
+    Gemm mm;
+    gemm_start(&mm, false);
     float *a = input("a", M * K, 1), *b = input("b", K * N, 1), *c = floats(M * N);
     double difference = 0, norm = 0;
     // The matmul, twice.
-    for (int add = 0; add < 2; add++) gemm(M, N, K, as_stored(a, K), as_stored(b, N), (float)add, c, N);
+    for (int add = 0; add < 2; add++) gemm_run(&mm, M, N, K, as_stored(a, K), as_stored(b, N), (float)add, c, N);
     for (int i = 0; i < M; i++) {
         for (int j = 0; j < N; j += 7) {
             double sum = 0;
@@ -369,6 +378,7 @@ static void test_colliding_rows(void) {
     }
     check("the product", sqrt(difference / norm), 1e-6);
     case_done(before, sqrt(difference / norm));
+    gemm_end(&mm);
     free(a), free(b), free(c);
 }
 

@@ -126,31 +126,23 @@ static void rmsnorm_backward(real *dinp, real *dweight, const real *dout, const 
 typedef struct {
     const real *f32;
     const uint16_t *bf16;    // the copy that matmuls read; NULL in float32
-    const GemmScratch *scratch;
+    const Gemm *mm;
 } WeightMatrix;
 
 // out[n,o] = sum_c inp[n,c] weight[o,c] (+ out[n,o] when add)
 //   out (N,OC) written or added to   inp (N,C)   weight (OC,C); uses its bfloat16 copy if there is one
 static void matmul_forward(real *out, const real *inp, WeightMatrix weight, size_t N, size_t C, size_t OC, bool add) {
-    real beta = add ? 1 : 0;
     Matrix w = {weight.f32, weight.bf16, .ld = C, .transposed = true};
-    if (weight.bf16) gemm_bf16(weight.scratch, N, OC, C, as_stored(inp, C), w, beta, out, OC);
-    else gemm(N, OC, C, as_stored(inp, C), w, beta, out, OC);
+    gemm_run(weight.mm, N, OC, C, as_stored(inp, C), w, add ? 1 : 0, out, OC);
 }
 
 // dinp[n,c] = sum_o dout[n,o] weight[o,c],   dweight[o,c] = sum_n dout[n,o] inp[n,c] (+ dweight[o,c] when add)
 //   dinp (N,C) written   dweight (OC,C) written or added to   dout (N,OC)   inp (N,C)
 static void matmul_backward(real *dinp, real *dweight, const real *dout, const real *inp, WeightMatrix weight, size_t N,
                             size_t C, size_t OC, bool add) {
-    real beta = add ? 1 : 0;
     Matrix w = {weight.f32, weight.bf16, .ld = C};
-    if (weight.bf16) {
-        gemm_bf16(weight.scratch, N, C, OC, as_stored(dout, OC), w, 0, dinp, C);
-        gemm_bf16(weight.scratch, OC, C, N, transposed(dout, OC), as_stored(inp, C), beta, dweight, C);
-    } else {
-        gemm(N, C, OC, as_stored(dout, OC), w, 0, dinp, C);
-        gemm(OC, C, N, transposed(dout, OC), as_stored(inp, C), beta, dweight, C);
-    }
+    gemm_run(weight.mm, N, C, OC, as_stored(dout, OC), w, 0, dinp, C);
+    gemm_run(weight.mm, OC, C, N, transposed(dout, OC), as_stored(inp, C), add ? 1 : 0, dweight, C);
 }
 
 // QK norms: an RMSNorm with a gain over each head of q and k, before RoPE.
@@ -523,11 +515,11 @@ typedef struct {
     real *djoined, *dq, *dk, *dv;              // of joined, and of gated units' q, k, v
     real *rms;                                 // (N)
     real *attention;                           // scratch for attention_cpu.c
-    void *gemm_memory;                         // backs gemm_scratch
+    void *matmul_scratch;                      // with bf16
     real *cosines, *sines;                     // (T, HS/2)
     double *sums;                              // partial sums of the gradient's norm
 
-    GemmScratch gemm_scratch;
+    Gemm mm;
     uint64_t all_zero_rows, rows;    // since they were last reset: all-zero attention rows, all attention rows
     MemoryPlan plan;
 } Model;
@@ -554,7 +546,7 @@ static real norm_eps(const Model *m) {
 }
 
 static WeightMatrix weight(const Model *m, size_t offset) {
-    return (WeightMatrix){m->params + offset, m->params_bf16 ? m->params_bf16 + offset : NULL, &m->gemm_scratch};
+    return (WeightMatrix){m->params + offset, m->params_bf16 ? m->params_bf16 + offset : NULL, &m->mm};
 }
 
 // The learned scalars of a layer; m->p_n, if set, replaces the learned p_n.
@@ -624,7 +616,7 @@ static void unit_plan(Model *m, size_t kept_layers, size_t N) {
     memory_add(&m->plan, SCRATCH, (void **)&m->dv, FLOATS(N * E));
 }
 
-static void plan_activations(Model *m, size_t kept_layers, size_t B, size_t T, bool bf16) {
+static void plan_activations(Model *m, size_t kept_layers, size_t B, size_t T) {
     const ModelConfig *c = &m->config;
     size_t N = B * T, C = (size_t)c->channels, F = (size_t)c->ffn, VP = padded_vocab(c), L = kept_layers,
            NH = (size_t)c->heads;
@@ -659,9 +651,8 @@ static void plan_activations(Model *m, size_t kept_layers, size_t B, size_t T, b
     memory_add(&m->plan, SCRATCH, (void **)&m->cosines, FLOATS(T * HS / 2));
     memory_add(&m->plan, SCRATCH, (void **)&m->sines, FLOATS(T * HS / 2));
     size_t largest_a = N * widest_first(c) > loss_rows * VP ? N * widest_first(c) : loss_rows * VP;
-    if (bf16)
-        memory_add(&m->plan, "bfloat16 matmul scratch", &m->gemm_memory,
-                   gemm_bf16_bytes(largest_a, N * widest_second(c)));
+    size_t matmul_bytes = gemm_scratch(&m->mm, largest_a, N * widest_second(c));
+    if (matmul_bytes) memory_add(&m->plan, "bfloat16 matmul scratch", &m->matmul_scratch, matmul_bytes);
 }
 
 // Call after memory_take().
@@ -669,7 +660,7 @@ static void model_ready(Model *m) {
     const ModelConfig *c = &m->config;
     size_t N = m->B * m->T, logits = (N < LOSS_ROWS ? N : LOSS_ROWS) * padded_vocab(c);
     size_t largest_a = N * widest_first(c) > logits ? N * widest_first(c) : logits;
-    if (m->gemm_memory) m->gemm_scratch = gemm_bf16_scratch(m->gemm_memory, largest_a);
+    if (m->matmul_scratch) gemm_use(&m->mm, m->matmul_scratch, largest_a);
     rope_table(m->cosines, m->sines, m->T, head_size(c), c->rope_theta);
 }
 
@@ -739,7 +730,7 @@ static AttentionInputGrads unit_views(const ModelConfig *c, Projected of) {
 static AttentionInput attention_input(const Model *m, Projected of) {
     AttentionInputGrads at = block_of(m)->views(&m->config, of);
     return (AttentionInput){
-        {at.q.p, at.q.row, at.q.head}, {at.k.p, at.k.row, at.k.head}, {at.v.p, at.v.row, at.v.head}, m->first};
+        {at.q.p, at.q.row, at.q.head}, {at.k.p, at.k.row, at.k.head}, {at.v.p, at.v.row, at.v.head}, m->first, &m->mm};
 }
 
 // Attention itself, which both blocks share. Expects the layer's q, k and v.
@@ -1238,10 +1229,11 @@ static const RunProgram PROGRAM = {
              "Trains a GPT on the CPU. To run N ranks: scripts/launch.sh N ./train_gpt2 ...",
 };
 
-static void describe_matmuls(char *out, size_t size, bool bf16) {
+static void describe_matmuls(char *out, size_t size, const Gemm *mm) {
     int threads = omp_get_max_threads();
-    snprintf(out, size, "matmuls   %s by %s%s, %d thread%s on %d rank%s", bf16 ? "bfloat16" : "float32", gemm_backend(),
-             bf16 && !gemm_has_bf16() ? " (widened to float32: no bfloat16 matmuls on this CPU)" : "", threads,
+    snprintf(out, size, "matmuls   %s by %s%s, %d thread%s on %d rank%s", mm->bf16 ? "bfloat16" : "float32",
+             gemm_library().name,
+             mm->bf16 && !mm->native ? " (widened to float32: no bfloat16 matmuls on this CPU)" : "", threads,
              threads == 1 ? "" : "s", process.size, process.size == 1 ? "" : "s");
 }
 
@@ -1249,8 +1241,9 @@ static void plan_training(Model *m, Decoder *d, const Run *run) {
     bool bf16 = run->o.dtype == TRAIN_BF16;
     m->list = tensors_of(&m->config, run->others, run->other_count);
     m->doc_mask = run->o.doc_mask;
+    gemm_start(&m->mm, bf16);
     plan_parameters(m, true, bf16);
-    plan_activations(m, (size_t)m->config.layers, (size_t)run->o.batch, run->T, bf16);
+    plan_activations(m, (size_t)m->config.layers, (size_t)run->o.batch, run->T);
     if (run_sample_length(run)) plan_decoder(d, m, &m->plan, 1, run_sample_length(run));
 }
 
@@ -1331,6 +1324,11 @@ static void draw_sample(Run *run, Decoder *d) {
     run_sample_end(run, &sample);
 }
 
+static int end(Run *run, Model *m) {
+    gemm_end(&m->mm);
+    return run_end(run);
+}
+
 int main(int argc, char **argv) {
     static Run run;
     static Model model;
@@ -1343,9 +1341,9 @@ int main(int argc, char **argv) {
     // Parse and check the flags, then plan and check the memory. Nothing is written yet.
     run_open(&run, &PROGRAM, &model.config, argc, argv);
     plan_training(&model, &decoder, &run);
-    describe_matmuls(matmuls, sizeof matmuls, o->dtype == TRAIN_BF16);
+    describe_matmuls(matmuls, sizeof matmuls, &model.mm);
     run_plan(&run, &model.plan, matmuls, NULL, 0);
-    if (!run_take(&run)) return run_end(&run);
+    if (!run_take(&run)) return end(&run, &model);
 
     model_ready(&model);
     if (run_sample_length(&run)) decoder_ready(&decoder);
@@ -1392,7 +1390,7 @@ int main(int argc, char **argv) {
     if (run_validation_due_at_end(&run) && validate(&run, &model, &loss)) run_validated_at_end(&run, loss);
     if (run_is_main() && o->profile && run.step > run.first_step)
         profile_print(&run.progress, phase_seconds, run.step - run.first_step);
-    return run_end(&run);
+    return end(&run, &model);
 }
 #endif
 #endif

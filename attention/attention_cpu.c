@@ -8,8 +8,6 @@
 #include <omp.h>
 #include <string.h>
 
-#include "runtime/gemm.h"
-
 // Query rows per block. Each row needs its scores for all visible keys, which makes BLOCK · T numbers per thread.
 enum { BLOCK = 64 };
 
@@ -415,7 +413,7 @@ static uint64_t head_forward(real *out, real *stats, Head head, const AttentionI
     for (size_t from = 0; from < T; from += BLOCK) {
         RowBlock at = block_at(&head, from, T);
         real factor[BLOCK];
-        gemm(at.rows, at.keys, HS, as_stored(head.q + from * in->q.row, in->q.row),
+        gemm(in->mm, at.rows, at.keys, HS, as_stored(head.q + from * in->q.row, in->q.row),
              transposed(head.k + at.low * in->k.row, in->k.row), 0, part.scores, ld);
         #pragma omp parallel for schedule(static) reduction(+ : all_zero) if (share)
         for (size_t r = 0; r < at.rows; r++) {
@@ -428,8 +426,8 @@ static uint64_t head_forward(real *out, real *stats, Head head, const AttentionI
             row_keep(&row, stats + ROW_STATS * (from + r));
             all_zero += !weight;
         }
-        gemm(at.rows, VS, at.keys, as_stored(part.scores, ld), as_stored(head.v + at.low * in->v.row, in->v.row), 0,
-             out + from * step, step);
+        gemm(in->mm, at.rows, VS, at.keys, as_stored(part.scores, ld),
+             as_stored(head.v + at.low * in->v.row, in->v.row), 0, out + from * step, step);
         for (size_t r = 0; r < at.rows; r++) {
             #pragma omp simd
             for (size_t c = 0; c < VS; c++) out[(from + r) * step + c] *= factor[r];
@@ -509,16 +507,16 @@ static void head_backward(const Backward *pass, size_t b, size_t h, Scalars scal
         RowBlock at = block_at(&head, from, T);
         const real *q = head.q + from * in->q.row, *k = head.k + at.low * in->k.row;
         const real *dout = pass->dout + head.out + from * step;
-        gemm(at.rows, at.keys, HS, as_stored(q, in->q.row), transposed(k, in->k.row), 0, part.scores, ld);
-        gemm(at.rows, at.keys, VS, as_stored(dout, step), transposed(head.v + at.low * in->v.row, in->v.row), 0,
+        gemm(in->mm, at.rows, at.keys, HS, as_stored(q, in->q.row), transposed(k, in->k.row), 0, part.scores, ld);
+        gemm(in->mm, at.rows, at.keys, VS, as_stored(dout, step), transposed(head.v + at.low * in->v.row, in->v.row), 0,
              part.dscores, ld);
         block_backward(pass, &head, at, scalars, shape, part, share);
         real beta = from == last && !head.first && !add ? 0 : 1;
-        gemm(at.keys, VS, at.rows, transposed(part.scores, ld), as_stored(dout, step), beta, dv + at.low * d.v.row,
-             d.v.row);
-        gemm(at.keys, HS, at.rows, transposed(part.dscores, ld), as_stored(q, in->q.row), beta, dk + at.low * d.k.row,
-             d.k.row);
-        gemm(at.rows, HS, at.keys, as_stored(part.dscores, ld), as_stored(k, in->k.row), 0, dq + from * d.q.row,
+        gemm(in->mm, at.keys, VS, at.rows, transposed(part.scores, ld), as_stored(dout, step), beta,
+             dv + at.low * d.v.row, d.v.row);
+        gemm(in->mm, at.keys, HS, at.rows, transposed(part.dscores, ld), as_stored(q, in->q.row), beta,
+             dk + at.low * d.k.row, d.k.row);
+        gemm(in->mm, at.rows, HS, at.keys, as_stored(part.dscores, ld), as_stored(k, in->k.row), 0, dq + from * d.q.row,
              d.q.row);
         if (from == 0) break;
     }

@@ -7,6 +7,7 @@
 #include <stdint.h>
 
 #include "attention/normalizer.h"
+#include "runtime/gemm.h"
 
 // NH query heads share NKV key-value heads: query head h reads key-value head h / (NH/NKV). NKV = NH is multi-head
 // attention, NKV = 1 multi-query attention, and any other divisor of NH grouped-query attention.
@@ -34,6 +35,7 @@ typedef struct {
 typedef struct {
     ConstView q, k, v;
     const int32_t *first;
+    const Gemm *mm;    // for the matmuls; may be NULL
 } AttentionInput;
 
 typedef struct {

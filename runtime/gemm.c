@@ -33,8 +33,13 @@ static Matrix from(Matrix x, size_t row, size_t col) {
 
 #if defined(USES_CBLAS)
 
-// A BLAS with its own threads would start them inside ours, so it is told to use one, if it has a function for that.
+// A BLAS with its own threads would start them inside ours, so it is told to use one before main() starts, if it has a
+// function for that.
 extern void openblas_set_num_threads(int) __attribute__((weak));
+
+static __attribute__((constructor)) void use_one_thread(void) {
+    if (openblas_set_num_threads) openblas_set_num_threads(1);
+}
 
 static void gemm_one_thread(size_t m, size_t n, size_t k, Matrix A, Matrix B, float beta, float *C, size_t ldc) {
     cblas_sgemm(CblasRowMajor, A.transposed ? CblasTrans : CblasNoTrans, B.transposed ? CblasTrans : CblasNoTrans,
@@ -106,8 +111,13 @@ static void gemm_onednn(size_t m, size_t n, size_t k, Matrix A, Matrix B, float 
 // buffer whose rows are one cache line further apart.
 enum { FEW_ROWS = 256, COLLIDING = 1024, BUFFER = 2 << 20 };
 
-static void gemm_spread(size_t m, size_t n, size_t k, Matrix A, Matrix B, float beta, float *C, size_t ldc) {
-    static float buffer[BUFFER] __attribute__((aligned(64)));
+static bool collides(size_t m, size_t n, size_t k, Matrix B) {
+    return !B.transposed && B.ld % COLLIDING == 0 && n % COLLIDING == 0 && m >= 16 && m <= FEW_ROWS && k >= 64 &&
+           n + 16 <= BUFFER;
+}
+
+static void gemm_spread(float *buffer, size_t m, size_t n, size_t k, Matrix A, Matrix B, float beta, float *C,
+                        size_t ldc) {
     size_t spread = n + 16, part = BUFFER / spread;
     for (size_t first = 0; first < k; first += part) {
         size_t here = MIN(part, k - first);
@@ -117,26 +127,21 @@ static void gemm_spread(size_t m, size_t n, size_t k, Matrix A, Matrix B, float 
     }
 }
 
-void gemm(size_t m, size_t n, size_t k, Matrix A, Matrix B, float beta, float *C, size_t ldc) {
-    bool collides = !B.transposed && B.ld % COLLIDING == 0 && n % COLLIDING == 0 && m >= 16 && m <= FEW_ROWS &&
-                    k >= 64 && n + 16 <= BUFFER;
-    if (collides && !omp_in_parallel()) gemm_spread(m, n, k, A, B, beta, C, ldc);
+void gemm(const Gemm *mm, size_t m, size_t n, size_t k, Matrix A, Matrix B, float beta, float *C, size_t ldc) {
+    bool spread = mm && mm->spread && collides(m, n, k, B) && !omp_in_parallel();
+    if (spread) gemm_spread(mm->spread, m, n, k, A, B, beta, C, ldc);
     else gemm_onednn(m, n, k, A, B, beta, C, ldc);
 }
 
 #else
 
+enum { BUFFER = 0 };
+
 // Divides the longer side of C among the threads, in multiples of 32.
-void gemm(size_t m, size_t n, size_t k, Matrix A, Matrix B, float beta, float *C, size_t ldc) {
+void gemm(const Gemm *mm, size_t m, size_t n, size_t k, Matrix A, Matrix B, float beta, float *C, size_t ldc) {
+    (void)mm;
     size_t threads = omp_in_parallel() ? 1 : (size_t)omp_get_max_threads();
     if (2.0 * m * n * k < 1e5) threads = 1;
-#ifdef USES_CBLAS
-    static bool told;
-    if (!told && !omp_in_parallel()) {
-        if (openblas_set_num_threads) openblas_set_num_threads(1);
-        told = true;
-    }
-#endif
     if (threads == 1) {
         gemm_one_thread(m, n, k, A, B, beta, C, ldc);
         return;
@@ -153,16 +158,16 @@ void gemm(size_t m, size_t n, size_t k, Matrix A, Matrix B, float beta, float *C
 
 #endif
 
-const char *gemm_backend(void) {
+GemmLibrary gemm_library(void) {
+    GemmLibrary library;
 #if defined(USE_ONEDNN)
-    static char name[32];
-    snprintf(name, sizeof name, "oneDNN %d.%d", dnnl_version()->major, dnnl_version()->minor);
-    return name;
+    snprintf(library.name, sizeof library.name, "oneDNN %d.%d", dnnl_version()->major, dnnl_version()->minor);
 #elif defined(USES_CBLAS)
-    return "CBLAS";
+    strcpy(library.name, "CBLAS");
 #else
-    return "built-in loops";
+    strcpy(library.name, "built-in loops");
 #endif
+    return library;
 }
 
 // ---- oneDNN's primitives, which bfloat16 matmuls need. They are created once per shape and kept. Versions 2 and 3
@@ -171,7 +176,7 @@ const char *gemm_backend(void) {
 #ifdef USE_ONEDNN
 
 typedef struct {
-    GemmType type;
+    bool bf16;    // A and B; otherwise float32
     size_t m, n, k, lda, ldb, ldc;
     bool ta, tb, add;
     dnnl_primitive_t primitive;
@@ -179,10 +184,13 @@ typedef struct {
 } Primitive;
 
 enum { MAX_PRIMITIVES = 128 };
-static Primitive primitives[MAX_PRIMITIVES];
-static size_t primitive_count;
-static dnnl_engine_t engine;
-static dnnl_stream_t stream;
+
+struct Primitives {
+    dnnl_engine_t engine;
+    dnnl_stream_t stream;
+    Primitive of[MAX_PRIMITIVES];
+    size_t count;
+};
 
 #if DNNL_VERSION_MAJOR >= 3
 typedef dnnl_memory_desc_t Description;
@@ -202,12 +210,9 @@ static bool describe(Description *d, size_t rows, size_t cols, dnnl_data_type_t 
 }
 #endif
 
-static bool create(Primitive *p) {
-    dnnl_data_type_t type = p->type == GEMM_BF16 ? dnnl_bf16 : dnnl_f32;
+static bool create(Primitive *p, dnnl_engine_t engine) {
+    dnnl_data_type_t type = p->bf16 ? dnnl_bf16 : dnnl_f32;
     Description a, b, c;
-    if (!engine && (dnnl_engine_create(&engine, dnnl_cpu, 0) != dnnl_success ||
-                    dnnl_stream_create(&stream, engine, dnnl_stream_default_flags) != dnnl_success))
-        return false;
     if (!describe(&a, p->m, p->k, type, p->ta ? 1 : p->lda, p->ta ? p->lda : 1)) return false;
     if (!describe(&b, p->k, p->n, type, p->tb ? 1 : p->ldb, p->tb ? p->ldb : 1)) return false;
     if (!describe(&c, p->m, p->n, dnnl_f32, p->ldc, 1)) return false;
@@ -244,22 +249,50 @@ static bool create(Primitive *p) {
 }
 
 // Returns the primitive for this shape, or NULL if oneDNN has none or there are too many.
-static Primitive *find(const Primitive *wanted) {
-    for (size_t i = 0; i < primitive_count; i++) {
-        Primitive *p = &primitives[i];
-        if (p->type == wanted->type && p->ta == wanted->ta && p->tb == wanted->tb && p->m == wanted->m &&
+static Primitive *find(struct Primitives *all, const Primitive *wanted) {
+    for (size_t i = 0; i < all->count; i++) {
+        Primitive *p = &all->of[i];
+        if (p->bf16 == wanted->bf16 && p->ta == wanted->ta && p->tb == wanted->tb && p->m == wanted->m &&
             p->n == wanted->n && p->k == wanted->k && p->lda == wanted->lda && p->ldb == wanted->ldb &&
             p->ldc == wanted->ldc && p->add == wanted->add)
             return p;
     }
-    if (primitive_count == MAX_PRIMITIVES) return NULL;
-    primitives[primitive_count] = *wanted;
-    return create(&primitives[primitive_count]) ? &primitives[primitive_count++] : NULL;
+    if (all->count == MAX_PRIMITIVES) return NULL;
+    Primitive *made = &all->of[all->count];
+    *made = *wanted;
+    if (!create(made, all->engine)) return NULL;
+    all->count++;
+    return made;
 }
 
-bool gemm_by_primitive(GemmType type, size_t m, size_t n, size_t k, Matrix A, Matrix B, float beta, float *C,
+// Returns NULL if oneDNN cannot start.
+static struct Primitives *primitives_start(void) {
+    struct Primitives *all = calloc(1, sizeof *all);
+    if (!all) fail(EXIT_RESOURCE, "out of memory for oneDNN's primitives.");
+    if (dnnl_engine_create(&all->engine, dnnl_cpu, 0) == dnnl_success &&
+        dnnl_stream_create(&all->stream, all->engine, dnnl_stream_default_flags) == dnnl_success)
+        return all;
+    if (all->engine) dnnl_engine_destroy(all->engine);
+    free(all);
+    return NULL;
+}
+
+static void primitives_end(struct Primitives *all) {
+    if (!all) return;
+    for (const Primitive *p = all->of; p < all->of + all->count; p++) {
+        dnnl_memory_destroy(p->a);
+        dnnl_memory_destroy(p->b);
+        dnnl_memory_destroy(p->c);
+        dnnl_primitive_destroy(p->primitive);
+    }
+    dnnl_stream_destroy(all->stream);
+    dnnl_engine_destroy(all->engine);
+    free(all);
+}
+
+bool gemm_by_primitive(const Gemm *mm, size_t m, size_t n, size_t k, Matrix A, Matrix B, float beta, float *C,
                        size_t ldc) {
-    Primitive wanted = {.type = type,
+    Primitive wanted = {.bf16 = A.bf16 != NULL,
                         .m = m,
                         .n = n,
                         .k = k,
@@ -269,21 +302,30 @@ bool gemm_by_primitive(GemmType type, size_t m, size_t n, size_t k, Matrix A, Ma
                         .ta = A.transposed,
                         .tb = B.transposed,
                         .add = beta != 0};
-    Primitive *p = find(&wanted);
+    Primitive *p = mm->primitives ? find(mm->primitives, &wanted) : NULL;
     if (!p) return false;
-    dnnl_memory_set_data_handle(p->a, type == GEMM_BF16 ? (void *)A.bf16 : (void *)A.f32);
-    dnnl_memory_set_data_handle(p->b, type == GEMM_BF16 ? (void *)B.bf16 : (void *)B.f32);
+    dnnl_memory_set_data_handle(p->a, A.bf16 ? (void *)A.bf16 : (void *)A.f32);
+    dnnl_memory_set_data_handle(p->b, B.bf16 ? (void *)B.bf16 : (void *)B.f32);
     dnnl_memory_set_data_handle(p->c, C);
     dnnl_exec_arg_t args[] = {{DNNL_ARG_SRC, p->a}, {DNNL_ARG_WEIGHTS, p->b}, {DNNL_ARG_DST, p->c}};
+    dnnl_stream_t stream = mm->primitives->stream;
     return dnnl_primitive_execute(p->primitive, stream, 3, args) == dnnl_success &&
            dnnl_stream_wait(stream) == dnnl_success;
 }
 
 #else
 
-bool gemm_by_primitive(GemmType type, size_t m, size_t n, size_t k, Matrix A, Matrix B, float beta, float *C,
+static struct Primitives *primitives_start(void) {
+    return NULL;
+}
+
+static void primitives_end(struct Primitives *all) {
+    (void)all;
+}
+
+bool gemm_by_primitive(const Gemm *mm, size_t m, size_t n, size_t k, Matrix A, Matrix B, float beta, float *C,
                        size_t ldc) {
-    (void)type, (void)m, (void)n, (void)k, (void)A, (void)B, (void)beta, (void)C, (void)ldc;
+    (void)mm, (void)m, (void)n, (void)k, (void)A, (void)B, (void)beta, (void)C, (void)ldc;
     return false;
 }
 
@@ -292,7 +334,7 @@ bool gemm_by_primitive(GemmType type, size_t m, size_t n, size_t k, Matrix A, Ma
 // ---- bfloat16
 
 // Computes a matmul whose result is known, so that a library that accepts bfloat16 but computes it wrongly is not used.
-static bool bf16_works(void) {
+static bool bf16_works(const Gemm *mm) {
     enum { SIDE = 32 };
     uint16_t a[SIDE * SIDE], b[SIDE * SIDE];
     float c[SIDE * SIDE];
@@ -301,7 +343,7 @@ static bool bf16_works(void) {
         b[i] = bf16_from_float((float)(i % 5 - 2));
     }
     Matrix A = {.bf16 = a, .ld = SIDE}, B = {.bf16 = b, .ld = SIDE, .transposed = true};
-    if (!gemm_by_primitive(GEMM_BF16, SIDE, SIDE, SIDE, A, B, 0.0f, c, SIDE)) return false;
+    if (!gemm_by_primitive(mm, SIDE, SIDE, SIDE, A, B, 0.0f, c, SIDE)) return false;
     for (int i = 0; i < SIDE; i++) {
         for (int j = 0; j < SIDE; j++) {
             float sum = 0.0f;
@@ -310,12 +352,6 @@ static bool bf16_works(void) {
         }
     }
     return true;
-}
-
-bool gemm_has_bf16(void) {
-    static int known = -1;
-    if (known < 0) known = bf16_works();
-    return known;
 }
 
 void bf16_round(uint16_t *out, const float *in, size_t n) {
@@ -329,14 +365,16 @@ static size_t padded(size_t elements) {
     return (elements + 63) / 64 * 64;
 }
 
-size_t gemm_bf16_bytes(size_t largest_a, size_t largest_b) {
-    return gemm_has_bf16() ? (padded(largest_a) + largest_b) * sizeof(uint16_t)
-                           : (padded(largest_a) + CHUNK) * sizeof(float);
+size_t gemm_scratch(const Gemm *mm, size_t largest_a, size_t largest_b) {
+    if (!mm->bf16) return 0;
+    return mm->native ? (padded(largest_a) + largest_b) * sizeof(uint16_t)
+                      : (padded(largest_a) + CHUNK) * sizeof(float);
 }
 
-GemmScratch gemm_bf16_scratch(void *memory, size_t largest_a) {
-    size_t element = gemm_has_bf16() ? sizeof(uint16_t) : sizeof(float);
-    return (GemmScratch){memory, (char *)memory + padded(largest_a) * element};
+void gemm_use(Gemm *mm, void *scratch, size_t largest_a) {
+    size_t element = mm->native ? sizeof(uint16_t) : sizeof(float);
+    mm->a = scratch;
+    mm->b = (char *)scratch + padded(largest_a) * element;
 }
 
 // out (rows,cols), packed = the stored matrix, rounded to bfloat16, in float32
@@ -360,10 +398,10 @@ static Matrix skip_rows(Matrix x, size_t rows) {
     return x;
 }
 
-// gemm_bf16() where bfloat16 is not native: in float32, with B widened in parts.
-static void gemm_bf16_widened(const GemmScratch *scratch, size_t m, size_t n, size_t k, Matrix A, Matrix B, float beta,
-                              float *C, size_t ldc) {
-    float *a = scratch->a, *b = scratch->b;
+// In float32, with B widened in parts.
+static void gemm_bf16_widened(const Gemm *mm, size_t m, size_t n, size_t k, Matrix A, Matrix B, float beta, float *C,
+                              size_t ldc) {
+    float *a = mm->a, *b = mm->b;
     size_t a_rows = A.transposed ? k : m, a_cols = A.transposed ? m : k;
     size_t b_rows = B.transposed ? n : k, b_cols = B.transposed ? k : n;
     round_to_float(a, A, a_rows, a_cols);
@@ -373,8 +411,8 @@ static void gemm_bf16_widened(const GemmScratch *scratch, size_t m, size_t n, si
     for (size_t first = 0; first < b_rows; first += part) {
         size_t here = MIN(part, b_rows - first);
         round_to_float(b, skip_rows(B, first), here, b_cols);
-        if (B.transposed) gemm(m, here, k, wide_a, wide_b, beta, C + first, ldc);
-        else gemm(m, n, here, from(wide_a, 0, first), wide_b, first ? 1.0f : beta, C, ldc);
+        if (B.transposed) gemm(mm, m, here, k, wide_a, wide_b, beta, C + first, ldc);
+        else gemm(mm, m, n, here, from(wide_a, 0, first), wide_b, first ? 1.0f : beta, C, ldc);
     }
 }
 
@@ -389,14 +427,33 @@ static Matrix rounded(Matrix x, uint16_t *scratch, size_t rows, size_t cols) {
     return (Matrix){.bf16 = scratch, .ld = cols, .transposed = x.transposed};
 }
 
-void gemm_bf16(const GemmScratch *scratch, size_t m, size_t n, size_t k, Matrix A, Matrix B, float beta, float *C,
-               size_t ldc) {
-    if (!gemm_has_bf16()) {
-        gemm_bf16_widened(scratch, m, n, k, A, B, beta, C, ldc);
-        return;
-    }
-    A = rounded(A, scratch->a, A.transposed ? k : m, A.transposed ? m : k);
-    B = rounded(B, scratch->b, B.transposed ? n : k, B.transposed ? k : n);
-    if (!gemm_by_primitive(GEMM_BF16, m, n, k, A, B, beta, C, ldc))
+static void gemm_bf16_native(const Gemm *mm, size_t m, size_t n, size_t k, Matrix A, Matrix B, float beta, float *C,
+                             size_t ldc) {
+    A = rounded(A, mm->a, A.transposed ? k : m, A.transposed ? m : k);
+    B = rounded(B, mm->b, B.transposed ? n : k, B.transposed ? k : n);
+    if (!gemm_by_primitive(mm, m, n, k, A, B, beta, C, ldc))
         fail(EXIT_RESOURCE, "oneDNN failed on a bfloat16 matmul of %zu x %zu x %zu. Use --dtype fp32.", m, n, k);
+}
+
+// ---- either
+
+void gemm_start(Gemm *mm, bool bf16) {
+    *mm = (Gemm){.bf16 = bf16};
+    if (bf16) mm->primitives = primitives_start();
+    if (bf16) mm->native = bf16_works(mm);
+    if (BUFFER) mm->spread = aligned_alloc(64, BUFFER * sizeof *mm->spread);
+    if (BUFFER && !mm->spread)
+        fail(EXIT_RESOURCE, "out of memory for the %zu bytes of a matmul.", sizeof(float[BUFFER]));
+}
+
+void gemm_end(Gemm *mm) {
+    primitives_end(mm->primitives);
+    free(mm->spread);
+    *mm = (Gemm){0};
+}
+
+void gemm_run(const Gemm *mm, size_t m, size_t n, size_t k, Matrix A, Matrix B, float beta, float *C, size_t ldc) {
+    if (!mm->bf16) gemm(mm, m, n, k, A, B, beta, C, ldc);
+    else if (mm->native) gemm_bf16_native(mm, m, n, k, A, B, beta, C, ldc);
+    else gemm_bf16_widened(mm, m, n, k, A, B, beta, C, ldc);
 }

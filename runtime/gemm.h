@@ -12,12 +12,10 @@
 extern "C" {
 #endif
 
-typedef enum { GEMM_F32, GEMM_BF16 } GemmType;
-
 // An input of a matmul, stored row by row.
 typedef struct {
     const real *f32;         // used if bf16 is NULL
-    const uint16_t *bf16;    // only for gemm_bf16()
+    const uint16_t *bf16;    // only for gemm_run() with bf16
     size_t ld;               // elements from one stored row to the next
     bool transposed;         // the matmul uses the transpose of what is stored
 } Matrix;
@@ -32,38 +30,45 @@ static inline Matrix transposed(const real *x, size_t ld) {
     return matrix;
 }
 
-// C (m,n) = A (m,k) · B (k,n) + beta · C, where A and B are meant after transposition
-//   C   row-major, ldc elements from one row to the next; written if beta is 0, added to if beta is 1
-// Uses all threads, or inside a parallel region only the calling thread.
-void gemm(size_t m, size_t n, size_t k, Matrix A, Matrix B, real beta, real *C, size_t ldc);
-
-// Memory for the inputs that gemm_bf16() rounds.
+// What matmuls keep from call to call. {0} is float32 without a buffer.
 typedef struct {
-    void *a, *b;
-} GemmScratch;
+    bool bf16;                        // gemm_run() rounds its inputs to bfloat16
+    bool native;                      // with bf16: the processor and the library support such matmuls
+    void *a, *b;                      // with bf16: the rounded inputs
+    struct Primitives *primitives;    // with bf16: oneDNN's, one per shape
+    float *spread;                    // 8 MiB for gemm_spread(); NULL where no matmul uses it
+} Gemm;
 
-// The bytes of memory that gemm_bf16() needs for inputs of at most these numbers of elements, and the scratch made of
-// it.
-size_t gemm_bf16_bytes(size_t largest_a, size_t largest_b);
-GemmScratch gemm_bf16_scratch(void *memory, size_t largest_a);
+// With bf16, gemm_start() tests native matmuls, and gemm_run() needs scratch memory for inputs of at most these numbers
+// of elements: this many bytes, handed over by gemm_use(). gemm_start() ends with EXIT_RESOURCE if it is out of memory.
+void gemm_start(Gemm *mm, bool bf16);
+size_t gemm_scratch(const Gemm *mm, size_t largest_a, size_t largest_b);
+void gemm_use(Gemm *mm, void *scratch, size_t largest_a);
+void gemm_end(Gemm *mm);
 
-// The same with bfloat16 inputs and float32 sums and output. float32 inputs are first rounded, to nearest, ties to
-// even. Call it outside parallel regions. If the processor or the library does not support bfloat16 matmuls, the
-// rounded inputs are multiplied in float32, which gives the same numbers but no speedup. Ends with EXIT_RESOURCE if
-// oneDNN fails.
-void gemm_bf16(const GemmScratch *scratch, size_t m, size_t n, size_t k, Matrix A, Matrix B, real beta, real *C,
-               size_t ldc);
+// C (m,n) = A (m,k) · B (k,n) + beta · C, in float32, where A and B are meant after transposition
+//   C   row-major, ldc elements from one row to the next; written if beta is 0, added to if beta is 1
+// Uses all threads, or inside a parallel region only the calling thread. mm may be NULL; a few shapes then take up to
+// twice as long, see gemm_spread().
+void gemm(const Gemm *mm, size_t m, size_t n, size_t k, Matrix A, Matrix B, real beta, real *C, size_t ldc);
 
-bool gemm_has_bf16(void);          // are there native bfloat16 matmuls?
-const char *gemm_backend(void);    // "oneDNN 2.6", "CBLAS" or "built-in loops"
+// The same, but with bf16, inputs are bfloat16 (float32 ones are first rounded, to nearest, ties to even), sums and
+// output float32. Without native matmuls, the rounded inputs are multiplied in float32, which gives the same numbers
+// but no speedup. Call it outside parallel regions. Ends with EXIT_RESOURCE if oneDNN fails.
+void gemm_run(const Gemm *mm, size_t m, size_t n, size_t k, Matrix A, Matrix B, real beta, real *C, size_t ldc);
+
+typedef struct {
+    char name[32];    // "oneDNN 2.6", "CBLAS" or "built-in loops"
+} GemmLibrary;
+GemmLibrary gemm_library(void);
 
 // out (n) = in (n) rounded to bfloat16, by all threads
 void bf16_round(uint16_t *out, const float *in, size_t n);
 
-// gemm() by a oneDNN primitive, on inputs of the given type: `f32` or `bf16` of both matrices must be set accordingly.
-// Returns false if there is no such primitive. gemm_bf16() uses it; the tests also call it with float32, to exercise
-// that code on processors without bfloat16.
-bool gemm_by_primitive(GemmType type, size_t m, size_t n, size_t k, Matrix A, Matrix B, float beta, float *C,
+// gemm() by a oneDNN primitive, on inputs that are both bfloat16 or both float32. Returns false if there is no such
+// primitive. gemm_run() uses it; the tests also call it with float32, to exercise that code on processors without
+// bfloat16.
+bool gemm_by_primitive(const Gemm *mm, size_t m, size_t n, size_t k, Matrix A, Matrix B, float beta, float *C,
                        size_t ldc);
 
 #ifdef __cplusplus

@@ -66,7 +66,7 @@ int main(int argc, char **argv) {
     // As in the trainer, q, k and v lie in one array and their gradients in another.
     size_t row = 3 * NH * HS;
     float *qkv = normals(3 * n, 0), *dqkv = normals(3 * n, 8);
-    AttentionInput in = {{qkv, row, HS}, {qkv + NH * HS, row, HS}, {qkv + 2 * NH * HS, row, HS}, NULL};
+    AttentionInput in = {{qkv, row, HS}, {qkv + NH * HS, row, HS}, {qkv + 2 * NH * HS, row, HS}, NULL, NULL};
     AttentionInputGrads d = {{dqkv, row, HS}, {dqkv + NH * HS, row, HS}, {dqkv + 2 * NH * HS, row, HS}};
     if (!scratch) fail(EXIT_RESOURCE, "out of memory.");
     for (start = now(); runs < MOST && (runs < least || now() - start < seconds); runs++) {

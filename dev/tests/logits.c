@@ -31,7 +31,7 @@ static void load(const char *folder, size_t T) {
     Error error;
     model.list = tensors_of(&model.config, NULL, 0);
     plan_parameters(&model, false, false);
-    plan_activations(&model, (size_t)model.config.layers, 1, T, false);
+    plan_activations(&model, (size_t)model.config.layers, 1, T);
     plan_decoder(&decoder, &model, &model.plan, BESIDE, T);
     memory_add(&model.plan, "logits", (void **)&full, FLOATS(T * (size_t)model.config.vocab));
     memory_add(&model.plan, "logits", (void **)&cached, FLOATS(model.config.vocab));

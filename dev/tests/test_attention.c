@@ -108,7 +108,7 @@ static ConstView const_view(const Case *c, float *p, size_t width) {
 
 static AttentionInput inputs(const Case *c) {
     size_t HS = c->shape.HS, VS = c->shape.VS;
-    return (AttentionInput){const_view(c, c->q, HS), const_view(c, c->k, HS), const_view(c, c->v, VS), NULL};
+    return (AttentionInput){const_view(c, c->q, HS), const_view(c, c->k, HS), const_view(c, c->v, VS), NULL, NULL};
 }
 
 static uint64_t forward(Case *c) {
@@ -575,14 +575,14 @@ static void check_documents(const char *text) {
     }
     int32_t first[T];
     for (size_t i = 0, d = 0; i < T; i++) d += i == STARTS[d + 1], first[i] = (int32_t)STARTS[d];
-    AttentionInput in = {{all.q, W, HS}, {all.k, W, HS}, {all.v, W, HS}, first};
+    AttentionInput in = {{all.q, W, HS}, {all.k, W, HS}, {all.v, W, HS}, first, NULL};
     AttentionInputGrads d = {{all.dq, W, HS}, {all.dk, W, HS}, {all.dv, W, HS}};
     all.shape.normalizer = &all.normalizer, one.shape.normalizer = &one.normalizer;
     attention_forward(all.out, all.stats, in, all.scalars, all.shape, all.scratch);
     attention_backward(d, all.scalar_grads, all.dout, all.out, all.stats, in, all.scalars, all.shape, all.scratch);
     for (size_t i = 0; i + 1 < COUNT(STARTS); i++) {
         size_t from = STARTS[i] * W, n = STARTS[i + 1] * W - from;
-        AttentionInput part = {{one.q + from, W, HS}, {one.k + from, W, HS}, {one.v + from, W, HS}, NULL};
+        AttentionInput part = {{one.q + from, W, HS}, {one.k + from, W, HS}, {one.v + from, W, HS}, NULL, NULL};
         AttentionInputGrads dpart = {{one.dq + from, W, HS}, {one.dk + from, W, HS}, {one.dv + from, W, HS}};
         one.shape.T = n / W;
         attention_forward(one.out + from, one.stats, part, one.scalars, one.shape, one.scratch);

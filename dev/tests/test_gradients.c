@@ -12,9 +12,7 @@
 #define attention_backward attention_backward_in_double
 #define attention_row attention_row_in_double
 #define gemm gemm_in_double
-#define gemm_bf16 gemm_bf16_in_double
-#define gemm_bf16_scratch gemm_bf16_scratch_in_double
-#define gemm_bf16_bytes gemm_bf16_bytes_in_double
+#define gemm_run gemm_run_in_double
 #define LAYERS_ONLY
 #define WITHOUT_MAIN
 #pragma GCC diagnostic ignored "-Wunused-function"
@@ -27,7 +25,8 @@
 
 // ---- what runtime/gemm.c is for float
 
-void gemm(size_t m, size_t n, size_t k, Matrix A, Matrix B, real beta, real *C, size_t ldc) {
+void gemm(const Gemm *mm, size_t m, size_t n, size_t k, Matrix A, Matrix B, real beta, real *C, size_t ldc) {
+    (void)mm;
     for (size_t i = 0; i < m; i++) {
         real *row = C + i * ldc;
         for (size_t j = 0; j < n; j++) row[j] = beta != 0 ? row[j] : 0;
@@ -40,19 +39,8 @@ void gemm(size_t m, size_t n, size_t k, Matrix A, Matrix B, real beta, real *C, 
     }
 }
 
-void gemm_bf16(const GemmScratch *scratch, size_t m, size_t n, size_t k, Matrix A, Matrix B, real beta, real *C,
-               size_t ldc) {
-    (void)scratch, (void)m, (void)n, (void)k, (void)A, (void)B, (void)beta, (void)C, (void)ldc;
-    fail(EXIT_USAGE, "no bfloat16 here.");
-}
-
-size_t gemm_bf16_bytes(size_t largest_a, size_t largest_b) {
-    return largest_a + largest_b;
-}
-
-GemmScratch gemm_bf16_scratch(void *memory, size_t largest_a) {
-    (void)largest_a;
-    return (GemmScratch){memory, memory};
+void gemm_run(const Gemm *mm, size_t m, size_t n, size_t k, Matrix A, Matrix B, real beta, real *C, size_t ldc) {
+    gemm(mm, m, n, k, A, B, beta, C, ldc);
 }
 
 // ---- numbers
@@ -299,7 +287,7 @@ static void test_model(const char *text, const char *shape, bool documents) {
     m->config.end_of_text = fixture_token(4, V);
     m->list = tensors_of(&m->config, NULL, 0);
     plan_parameters(m, true, false);
-    plan_activations(m, (size_t)m->config.layers, B, T, false);
+    plan_activations(m, (size_t)m->config.layers, B, T);
     memory_take(&m->plan);
     model_ready(m);
     for (size_t i = 0; i < m->list.count; i++) {
