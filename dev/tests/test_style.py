@@ -1,7 +1,11 @@
-"""The form of the sources: clang-format's, in lines of at most 120 columns."""
+"""The form of the sources: clang-format's, in lines of at most 120 columns, and libraries without mutable globals."""
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from trainer import make
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = subprocess.run(["git", "ls-files", "*.c", "*.h", "*.cu", "*.cuh", "*.cpp"], cwd=ROOT, capture_output=True, text=True,
@@ -34,3 +38,36 @@ def test_mutations_apply():
     import mutate
     found = [(len(mutate.places((ROOT / file).read_text(), old)), file, old) for file, old, _ in mutate.mutations()]
     assert len(found) > 150 and not [row for row in found if row[0] != 1]
+
+
+# The writable variables of the libraries, each with the reason why no caller owns it.
+GLOBALS = {
+    "runtime/error": {"program_name", "fail_hook", "fail_speaker", "warn_off"},    # fail() and warn() are called from anywhere
+    "runtime/process": {"process",                                    # set once, and read wherever ranks differ, like MPI_COMM_WORLD
+                        "holding", "catching", "stop_requested",      # signals belong to the whole process
+                        "ending"},                                    # fail() ends the program from anywhere
+}
+
+
+def writable(path):
+    """The names of an object's writable variables, without the pointer that C++ exceptions need and without the shared
+    memory of blocks on the CPU (dev/cuda_on_cpu)."""
+    listing = subprocess.run(["nm", "-f", "sysv", path], capture_output=True, text=True, check=True).stdout
+    rows = [[field.strip() for field in line.split("|")] for line in listing.splitlines() if line.count("|") == 6]
+    return {row[0].split(".")[0] for row in rows
+            if re.match(r"\.t?(bss|data)|\*COM\*", row[6]) and not row[6].startswith(".data.rel.ro")
+            and not row[0].startswith("DW.ref.") and not row[0].endswith("_shared_")}
+
+
+def test_no_mutable_globals():
+    """State lives in a struct that the caller owns. Checks the CUDA objects that are already built."""
+    make("-j2", "build/library.a", check=True, stdout=subprocess.DEVNULL)
+    more, checked = [], 0
+    for source in map(Path, SOURCES):
+        built = ROOT / ("build" if source.suffix == ".c" else "build/on_cpu") / source.with_suffix(".o")
+        if source.parts[0] not in ("attention", "cuda", "model", "run", "runtime") or source.suffix not in (".c", ".cu"):
+            continue
+        if built.exists() and built.stat().st_mtime >= (ROOT / source).stat().st_mtime:
+            checked += 1
+            more += [f"{source}: {name}" for name in writable(built) - GLOBALS.get(str(source.with_suffix("")), set())]
+    assert checked > 25 and not more, more
