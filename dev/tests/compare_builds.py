@@ -1,17 +1,18 @@
 #!/usr/bin/env python3
-"""Does a change to the code keep the numbers? Runs the programs of two trees on the same small cases and compares what they write.
+"""Checks that a change to the code keeps the numbers: runs the programs of two trees on the same small cases and
+compares their output.
 
     dev/tests/compare_builds.py OLD NEW             trees with train_gpt2 and eval_gpt2 built
     dev/tests/compare_builds.py --cuda OLD NEW      also train_gpt2cu_on_cpu
-    dev/tests/compare_builds.py -k WORD OLD NEW     the cases whose name has the word in it
+    dev/tests/compare_builds.py -k WORD OLD NEW     only the cases whose name contains WORD
 
 Per case: the hashes of model.safetensors and optimizer.safetensors of every checkpoint, the numbers in metrics.jsonl that do not
 depend on time, samples.txt, and eval.json. Bits are expected to be equal if both trees are built with the same compiler and with
 
     make OPT='-O1 -ffp-contract=off' CU_OPT='-O1 -ffp-contract=off' WHAT=...
 
-In a default build the compiler may contract a*b + c differently after a change; then `--losses 1e-6` compares losses alone and lists
-the cases whose bits differ. The exit status is 1 if a case fails.
+In a default build the compiler may contract a*b + c differently after a change; with `--losses 1e-6` only losses must
+agree, and the cases whose bits differ are listed. The exit status is 1 if a case fails.
 """
 import argparse
 import hashlib
@@ -72,7 +73,7 @@ def run(words, where, ranks=1, launch=None):
 
 
 def written(out):
-    """What a run folder has, but for times: {name: hash, or the numbers}."""
+    """The contents of a run folder without times: {name: a hash, or the numbers}."""
     found = {}
     for path in sorted(Path(out).glob("ckpt/*/*.safetensors")) + sorted(Path(out).glob("samples.txt")):
         found[str(path.relative_to(out))] = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -82,7 +83,8 @@ def written(out):
 
 
 def evaluate(tree, out, where, more):
-    """The losses of the newest checkpoint under its own normalizer and softmax, beyond the training length too."""
+    """The losses of the newest checkpoint under its own normalizer and under softmax, also beyond the training
+    length."""
     folder = max(Path(out).glob("ckpt/step-*"))
     run([tree / "eval_gpt2", "--model", folder, "--data", "data/*_val_*.bin", "--seq-lens", "16,32,64", "--attn", "softmax",
          "--task", "positions", "--max-tokens", 300, "--out", out / "eval", *more], where)
@@ -139,12 +141,12 @@ def main():
                 continue
             failed += 1
             print(f"FAILED   {program}: {case[0]}: {', '.join(names)}; losses by {distance:.2g}", flush=True)
-    print(f"{equal} equal, {differ} with other bits, {failed} failed")
+    print(f"{equal} equal, {differ} with different bits, {failed} failed")
     return 1 if failed or not equal + differ else 0
 
 
 def make_masked(folder):
-    """Shards of which every third token does not count."""
+    """Shards with masks in which every third token does not count."""
     for i, (name, count) in enumerate((("d_train_000001", 3000), ("d_val_000000", 600))):
         ids = tokens(count, 7 + i)
         write_shard(folder / f"{name}.bin", ids)

@@ -6,7 +6,8 @@ from trainer import make_data
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """A folder with shards to train and to validate on. Modules with other needs have a fixture of this name."""
+    """A folder with shards for training and validation. Modules with other needs define their own fixture with this
+    name."""
     folder = tmp_path_factory.mktemp("data")
     make_data(folder)
     return folder

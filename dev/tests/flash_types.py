@@ -9,7 +9,7 @@ class Shape(ctypes.Structure):
 
 
 def scalar_names(library):
-    """The learned scalars as checkpoints call them, in the order of SCALARS in attention/normalizer.h."""
+    """The names of the learned scalars in checkpoints, in the order of SCALARS in attention/normalizer.h."""
     count = ctypes.c_int.in_dll(library, "flash_scalar_count").value
     return [name.decode() for name in (ctypes.c_char_p * count).in_dll(library, "scalar_names")]
 
@@ -26,7 +26,7 @@ def arrays_for(library):
 
 
 def scalars_at_start(library, attn, shape):
-    """{i: (how many numbers, where they start, whether they are trained)} of the scalars that a normalizer has."""
+    """{i: (how many numbers, start value, trained or not)} for the scalars that a normalizer has."""
     start, trained, found = ctypes.c_double(), ctypes.c_bool(), {}
     library.flash_scalar.restype = ctypes.c_size_t
     for i in range(len(scalar_names(library))):

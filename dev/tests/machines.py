@@ -1,7 +1,7 @@
 """Machines made of Linux namespaces: each has a network, a host name, processes and an sshd of its own, and a cable to the others that can be pulled.
 
-Nothing outlives the test: a machine's first process ends when the test's end of a pipe closes, however the test ends, and the kernel then
-kills every process of that machine and removes its network.
+Nothing outlives the test. However it ends, its end of a pipe closes; then the machine's first process ends, and the
+kernel kills all processes of that machine and removes its network.
 """
 import ctypes
 import os
@@ -14,7 +14,7 @@ import time
 TOOLS = ("ip", "nsenter", "ssh", "ssh-keygen", "sshd", "unshare")
 PATH = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
 
-# The first process of each machine. It ends at the end of its input.
+# The first process of each machine, which ends when its input ends.
 BOOT = """
 set -eu
 hostname {name}
@@ -55,19 +55,19 @@ Host *
 
 
 def missing():
-    """Why there can be no machines here, or None."""
+    """The reason why machines cannot be made here, or None."""
     if os.geteuid() != 0:
         return "only root may make network namespaces"
     absent = [tool for tool in TOOLS if not shutil.which(tool, path=PATH)]
     if absent:
         return f"not installed: {', '.join(absent)} (scripts/setup.sh --test)"
     if subprocess.run(["unshare", "--net", "--uts", "--pid", "--mount", "--fork", "true"], stderr=subprocess.DEVNULL).returncode:
-        return "the system refuses new namespaces"
+        return "the system does not allow new namespaces"
     return None
 
 
 def end_with_parent():
-    """For a child just before exec: it is killed when this process dies."""
+    """Called in a child before exec: has it killed when this process dies."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
@@ -75,7 +75,7 @@ class Machine:
     def __init__(self, network, name, address, first):
         self.network, self.name, self.address, self.first = network, name, address, first
         children = f"/proc/{first.pid}/task/{first.pid}/children"
-        self.pid = int(open(children).read())      # of the first process inside, as seen from here
+        self.pid = int(open(children).read())      # id of the first process inside, in this namespace
 
     def inside(self, words):
         return ["nsenter", "-t", str(self.pid), "--net", "--uts", "--pid", "--mount", f"--wdns={os.getcwd()}", *map(str, words)]
@@ -88,22 +88,22 @@ class Machine:
                                 preexec_fn=end_with_parent, **how)
 
     def cable(self, plugged):
-        """Plugs the machine's network cable in, or pulls it."""
+        """Plugs in the machine's network cable, or pulls it."""
         self.network.switch.run("ip", "link", "set", self.name, "up" if plugged else "down")
 
     def reaches(self, other):
-        """Does the other machine's sshd answer? A neighbor that was cut off is given up for a while."""
+        """True if the other machine's sshd answers. The kernel gives up on an unreachable neighbor for a while."""
         probe = subprocess.run(self.inside(["timeout", "2", "bash", "-c", f"exec 3<> /dev/tcp/{other.name}/22"]), env=self.network.env,
                                stderr=subprocess.DEVNULL)
         return probe.returncode == 0
 
     def processes(self, name):
-        """The ids, as seen from inside, of its processes of that name; dead ones that nobody has waited for do not count."""
+        """The ids, inside the machine, of its processes with that name, without zombies."""
         lines = self.run("ps", "-e", "-o", "pid=,stat=,comm=").splitlines()
         return [int(line.split()[0]) for line in lines if line.split()[2] == name and not line.split()[1].startswith("Z")]
 
     def kill(self, *names):
-        """Kills its processes of these names, without a chance to say goodbye."""
+        """Kills its processes with these names by SIGKILL."""
         for pid in [pid for name in names for pid in self.processes(name)]:
             subprocess.run(self.inside(["kill", "-9", pid]), stderr=subprocess.DEVNULL, env=self.network.env)
 
@@ -164,7 +164,8 @@ class Network:
         log = shlex.quote(str(self.folder / f"log_{name}"))
         machine = self.boot(name, f"$(command -v sshd) -f {shlex.quote(str(config))} -D -E {log} &")
         machine.address = address
-        # In the switch's network alone: a process inside its process namespace could not name the machine's.
+        # Enters only the switch's network namespace: inside its process namespace, the machine's process would have no
+        # id.
         subprocess.run(["nsenter", "-t", str(self.switch.pid), "--net", "ip", "link", "add", name, "type", "veth", "peer", "name", "eth0",
                         "netns", str(machine.pid)], check=True, env=self.env)
         self.switch.run("ip", "link", "set", name, "master", "bridge", "up")

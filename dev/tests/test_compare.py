@@ -1,4 +1,4 @@
-"""scripts/compare.py: the runs that it starts, stops and goes on with, and what it makes of them."""
+"""scripts/compare.py: the runs that it starts, stops and resumes, and its table and picture."""
 import json
 import os
 import re
@@ -14,7 +14,7 @@ from trainer import MODEL, ROOT, TRAIN, assert_same_run, environment, metrics
 sys.path.insert(0, str(ROOT / "scripts"))
 import compare  # noqa: E402
 
-EMPTY = "relu-l1+offset=-logn"             # ln n is more than any score of a fresh model: only rows of one key have weight
+EMPTY = "relu-l1+offset=-logn"             # ln n exceeds every fresh score: only rows with one key are not all-zero
 OVERFLOWS = "exp+scale=const:1e9"
 
 
@@ -30,7 +30,7 @@ def run(*args, code=0, **how):
 
 
 def rows(out):
-    """The table's rows as {name: [place, loss, difference, all-zero rows, happened]}, in their order."""
+    """The table's rows as {name: [place, loss, difference, all-zero rows, outcome]}, in order."""
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in (out / "comparison.md").read_text().splitlines()[2:]]
     return {name.strip("`"): [place, *rest] for place, name, *rest in cells}
 

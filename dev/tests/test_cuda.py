@@ -1,6 +1,7 @@
-"""The CUDA trainer's own source, run on the CPU, beside the CPU's trainer: the same losses, and each continues what the other saved.
+"""The source of the CUDA trainer, run on the CPU, against the CPU trainer: the same losses, and each resumes the
+other's runs.
 
-TRAIN_GPT2CU tests another build, one for a GPU too.
+TRAIN_GPT2CU names another build to test, which may be one for a GPU.
 """
 import os
 import re
@@ -37,21 +38,23 @@ QK_NORM = MODEL + ",heads=4,kv_heads=2,head_dim=16,norm_eps=0.01,qk_norm=1"
 @pytest.mark.drawn(16)
 @pytest.mark.parametrize("name, model", [*((name, model) for name in presets() for model in (MODEL, GAU)), ("ssmax", QK_NORM), ("lssa", QK_NORM)], ids=lambda x: "gau" if x == GAU else "llama" if x == MODEL else x)
 def test_ten_steps(cuda, data, tmp_path, name, model):
-    """Losses within 1e-4, and the gradients' norms, which see what a loss does not yet."""
+    """Losses agree within 1e-4, and so do gradient norms, which show a defect earlier."""
     runs = []
     for program in (None, cuda):
         out = tmp_path / str(len(runs))
-        # A power of 15 magnifies what the two round differently; slower steps keep it from growing from step to step.
+        # A power of 15 magnifies differences in rounding; a lower learning rate keeps them from growing from step to
+        # step.
         rate = ["--lr", 0.0005] if name == "lssar" else []
         train(data, *SMALL, *rate, "--model", model, "--attn", name, "--steps", 10, "--out", out, program=program)
         runs.append(np.array(metrics(out, ["loss", "grad_norm", "lr"])))
-    assert abs(runs[0][-1, 0] - runs[0][0, 0]) > 1e-3                 # it learns
+    assert abs(runs[0][-1, 0] - runs[0][0, 0]) > 1e-3                 # the model learns
     np.testing.assert_allclose(runs[1][:, 0], runs[0][:, 0], atol=1e-4, rtol=0)
     np.testing.assert_allclose(runs[1][:, 1:], runs[0][:, 1:], rtol=1e-2 if name == "lssar" else 2e-3)
 
 
 def test_validation_samples_and_scalars(cuda, data, tmp_path):
-    """What a run writes beside its losses: validation, statistics of the learned scalars, samples drawn from the same logits."""
+    """What a run writes besides training losses: validation losses, statistics of the learned scalars, and samples,
+    drawn from the same logits."""
     flags = [*SMALL, "--attn", "ssmax-bias", "--steps", 4, "--val-data", data / "d_val_000000.bin", "--val-every", 2, "--val-tokens", 200,
              "--sample-every", 4, "--total-batch-tokens", 80]
     a, b = tmp_path / "cpu", tmp_path / "cuda"
@@ -96,7 +99,8 @@ def test_recomputing_changes_nothing(cuda, data, tmp_path, model):
 
 @pytest.mark.parametrize("processes", (1, 2))
 def test_late_streams_change_nothing(cuda, data, tmp_path, processes):
-    """The same bits when work in streams takes place at once, or only when someone waits for it: six micro-batches, two on their way at a time."""
+    """The bits are the same whether a stream's work is done at once or only when someone waits for it, with six
+    micro-batches, two in flight at a time."""
     for streams in ("once", "late", "any"):
         train(data, *SMALL, "--batch", 1, "--total-batch-tokens", 120 * processes, "--steps", 2, "--out", tmp_path / streams, program=cuda,
               processes=processes, env={"CUDA_ON_CPU_STREAMS": streams})
@@ -121,7 +125,7 @@ def test_each_trainer_resumes_the_others_run(cuda, data, tmp_path, first, second
 
 
 def test_switch_mid_run(cuda, data, tmp_path):
-    """Softmax becomes SSMax at step 3, on either; and by a flag of the resumed run."""
+    """Both trainers switch from softmax to SSMax at step 3, also by a flag of the resumed run."""
     a, b, c = tmp_path / "cpu", tmp_path / "cuda", tmp_path / "resumed"
     flags = [*SMALL, "--val-data", data / "d_val_000000.bin", "--val-tokens", 200, "--val-every", 3]
     train(data, *flags, "--steps", 6, "--attn-switch", "3:ssmax", "--out", a)
@@ -132,21 +136,21 @@ def test_switch_mid_run(cuda, data, tmp_path):
     train(data, *flags, "--steps", 6, "--attn-switch", "3:ssmax", "--resume", "--out", c, program=cuda)
     np.testing.assert_allclose(losses(c), losses(a), atol=1e-4, rtol=0)
     scales = [tensors(run, 6, "attn_scale") for run in (a, b, c)]
-    assert np.ptp(scales[0]) > 1e-4                     # the new scalars, one for each layer, start as equals and are trained
+    assert np.ptp(scales[0]) > 1e-4      # the new scalars start equal in all heads and layers, and are trained
     np.testing.assert_allclose(scales[1:], [scales[0]] * 2, atol=1e-5, rtol=0)
 
 
 def tensors(out, step, word):
-    """The numbers of all tensors with the word in their names."""
+    """The values of all tensors whose names contain the word."""
     header, raw = read_header(checkpoint(out, step) / "model.safetensors")
     return np.concatenate([np.frombuffer(raw, "<f4")[slice(*(at // 4 for at in header[name]["data_offsets"]))] for name in sorted(header) if word in name])
 
 
-# ---- what does not count
+# ---- masks and all-zero rows
 
 
 def test_masks(cuda, data, tmp_path):
-    """Tokens that a mask leaves out, in training and in validation."""
+    """Tokens that a mask excludes, in training and in validation."""
     folder = tmp_path / "masked"
     folder.mkdir()
     for i, (name, count) in enumerate((("train_000001", 3000), ("val_000000", 600))):
@@ -161,7 +165,7 @@ def test_masks(cuda, data, tmp_path):
 
 
 def test_all_zero_rows(cuda, data, tmp_path):
-    """Their share of each step's rows, whatever a validation between them had."""
+    """The line of each step has their share in that step alone, not in a validation before it."""
     said = []
     for name, program in {"cpu": None, "cuda": cuda}.items():
         text = train(data, *SMALL, "--attn", "relu-l1", "--val-data", data / "d_val_000000.bin", "--val-every", 1, "--val-tokens", 200, "--steps", 4,
@@ -171,7 +175,7 @@ def test_all_zero_rows(cuda, data, tmp_path):
     np.testing.assert_allclose(said[1], said[0], atol=2)
 
 
-# ---- several processes
+# ---- several ranks
 
 
 @pytest.mark.drawn(3)
@@ -179,7 +183,7 @@ def test_all_zero_rows(cuda, data, tmp_path):
                                               (2, ["--zero", 1, "--dtype", "bf16"])],
                          ids=lambda x: " ".join(map(str, x)) if isinstance(x, list) else str(x))
 def test_several_ranks(cuda, data, tmp_path, processes, flags):
-    """The losses of one process; and checkpoints that do not depend on how many there were."""
+    """The losses equal those of one rank, and checkpoints do not depend on the number of ranks."""
     one, many = tmp_path / "one", tmp_path / "many"
     common = [*SMALL, "--steps", 4, "--total-batch-tokens", 160, "--attn", "ssmax", "--val-data", data / "d_val_000000.bin", "--val-every", 2, "--val-tokens", 200]
     train(data, *common, *(flags[2:] if "--dtype" in flags else []), "--out", one, program=cuda)
@@ -213,7 +217,7 @@ def test_same_number_of_ranks_to_the_last_bit(cuda, data, tmp_path, more):
 
 
 def children(pid):
-    """Processes below this one, by /proc."""
+    """The descendants of this process, from /proc."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
@@ -250,7 +254,7 @@ def test_a_killed_rank_ends_the_others(cuda, data, tmp_path, victim):
     text, _ = job.communicate(timeout=30)
     assert job.returncode != 0 and time.time() - start < 30
     assert re.search(rf"rank {victim}|process {victim}", text), text
-    while any(alive(pid) for pid in ranks.values()):                  # mpirun may be gone first
+    while any(alive(pid) for pid in ranks.values()):                  # mpirun may end first
         assert time.time() - start < 30
         time.sleep(0.1)
     newest = steps(out)[-1]
@@ -259,7 +263,8 @@ def test_a_killed_rank_ends_the_others(cuda, data, tmp_path, victim):
 
 
 def test_overflow_on_one_rank_ends_all(cuda, data, tmp_path):
-    """Under phi=exp without a sum, a token whose own score overflows; it stands in one window, which one process has."""
+    """Under phi=exp without a sum, the score of one token with itself overflows; the token is in one window, which only
+    one rank reads."""
     first, weights, folder = tmp_path / "first", tmp_path / "weights", tmp_path / "data"
     train(data, *SMALL, "--attn", "exp", "--model", MODEL + ",tied=0", "--steps", 1, "--out", first)
     weights.mkdir()
@@ -279,7 +284,7 @@ def test_overflow_on_one_rank_ends_all(cuda, data, tmp_path):
     write_header(weights / "model.safetensors", header, bytes(raw))
     flags = ["--init-from", weights, "--seq-len", 20, "--batch", 1, "--steps", 1, "--shuffle", 0]
     folder.mkdir()
-    for where, zero, code in ((5, 0, 5), (25, 1, 5), (None, 0, 0)):   # the first process's window, the second's, none
+    for where, zero, code in ((5, 0, 5), (25, 1, 5), (None, 0, 0)):   # the first rank's window, the second's, neither
         ids = np.minimum(tokens(20 * 8 + 1), 80)
         if where:
             ids[where] = 90
@@ -289,7 +294,7 @@ def test_overflow_on_one_rank_ends_all(cuda, data, tmp_path):
 
 
 def test_too_little_memory_on_one_rank(cuda, data, tmp_path):
-    """All end, and nothing is written."""
+    """All ranks end, and nothing is written."""
     wrapper = tmp_path / "wrapper"
     wrapper.write_text(f'#!/bin/sh\n[ "$OMPI_COMM_WORLD_RANK" = 1 ] && export CUDA_ON_CPU_MEMORY=100000\nexec {cuda} "$@"\n')
     wrapper.chmod(0o755)
@@ -297,7 +302,7 @@ def test_too_little_memory_on_one_rank(cuda, data, tmp_path):
     assert "rank 1: this run needs" in text and "of device memory" in text and not (tmp_path / "out").exists()
 
 
-# ---- what is refused, and said
+# ---- what is rejected, and what is reported
 
 
 def test_rejected_before_anything_is_written(cuda, data, tmp_path):
@@ -305,7 +310,8 @@ def test_rejected_before_anything_is_written(cuda, data, tmp_path):
     text = train(data, *SMALL, "--zero", 2, "--steps", 1, "--out", out, program=cuda, code=2)
     text += train(data, *SMALL, "--zeroo", 1, "--steps", 1, "--out", out, program=cuda, code=2)
     assert "--zero" in text and "Did you mean --zero?" in text and not out.exists()
-    assert "only supported by train_gpt2cu" in train(data, "--zero", 1, "--steps", 1, code=2)           # the CPU's trainer has none of these flags
+    # the CPU trainer has none of these flags
+    assert "only supported by train_gpt2cu" in train(data, "--zero", 1, "--steps", 1, code=2)
 
 
 def test_dry_run(cuda, data, tmp_path):
@@ -328,7 +334,8 @@ def test_metrics_have_the_gpu_memory(cuda, data, tmp_path):
 
 
 def time_between_lines(data, out, *flags, program):
-    """Seconds from the line of the first step to that of the ninth and last, and those that the metrics count for these steps."""
+    """The seconds between the lines of the first and the ninth, last step, and the time of these steps in the
+    metrics."""
     words = command(data, *flags, "--steps", 9, "--out", out, program=program)
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=dict(environment(CUDA_ON_CPU_STREAMS="late"), OMP_NUM_THREADS="2"))
     ends = [time.monotonic() for line in process.stdout if "| loss " in line]
@@ -339,13 +346,14 @@ def time_between_lines(data, out, *flags, program):
 
 
 def test_a_step_lasts_until_its_update_is_done(cuda, data, tmp_path):
-    """With streams that work only when the host waits, and a model that is nearly all parameters, more than a quarter of a step is AdamW's. The steps'
-    times add up to the time that passed between their lines; validations, samples and checkpoints after every other step do not count."""
+    """The steps' times add up to the time between their lines, and exclude validations, samples and checkpoints after
+    every other step. Streams work only when the host waits, and the model is nearly all parameters, so that AdamW takes
+    more than a quarter of a step."""
     flags = ["--model", "layers=1,heads=1,channels=64,ffn=64,vocab=30000", "--seq-len", 1, "--batch", 1, "--warmup", 2, "--dtype", "bf16",
              "--stochastic-rounding"]
     between = ["--val-data", data / "d_val_000000.bin", "--val-every", 2, "--val-tokens", 40, "--sample-every", 2, "--ckpt-every", 2, "--keep", 1]
     shares = []
-    while not shares or not 0.9 < shares[-1] < 1.1:      # a busy machine may show a line late
+    while not shares or not 0.9 < shares[-1] < 1.1:      # on a busy machine a line may be printed late
         assert len(shares) < 4, shares
         passed, counted = time_between_lines(data, tmp_path / str(len(shares)), *flags, program=cuda)
         shares.append(counted / passed)
@@ -354,7 +362,8 @@ def test_a_step_lasts_until_its_update_is_done(cuda, data, tmp_path):
 
 
 def test_milliseconds_by_phase(cuda, data, tmp_path):
-    """Under --profile each line of metrics.jsonl has them, and they are about what the step took."""
+    """Under --profile each line of metrics.jsonl has the time of each phase, and they add up to about the time of the
+    step."""
     train(data, *SMALL, "--steps", 2, "--profile", "--out", tmp_path / "out", program=cuda)
     for phases, ms in metrics(tmp_path / "out", ["ms_by_phase", "ms"]):
         assert phases["attention"] > 0 and phases["gradient norm and AdamW"] > 0 and sum(phases.values()) < 1.5 * ms + 50

@@ -1,8 +1,9 @@
-"""What nvcc makes of the CUDA sources: no warnings, no spilled registers, and registers within the budget that stands above each kernel
-(`// registers: at most 64 (name, name)`); it needs no GPU.
+"""Builds the CUDA sources with nvcc, without a GPU: there must be no warnings, no spilled registers, and no more
+registers than the budget stated above each kernel (`// registers: at most 64 (name, name)`).
 
-By default the program for one normalizer and sm_90, and one more instance of attention, drawn by commit, for sm_80: about a minute on two
-cores. CUDA_BUILD=all: every source and every instance, for sm_80 and sm_90, about six minutes.
+By default it builds the program for one normalizer and sm_90, and another instance of attention, drawn by commit, for
+sm_80; that takes about a minute on two cores. CUDA_BUILD=all builds every source and instance for sm_80 and sm_90, in
+about six minutes.
 """
 import os
 import re
@@ -25,7 +26,7 @@ def make(*arguments):
 
 
 def budgets():
-    """{kernel: registers} as the sources state them."""
+    """{kernel: registers} according to the sources."""
     found = {}
     for path in SOURCES:
         for most, names in re.findall(r"^// registers: at most (\d+) \(([\w, ]+)\)", path.read_text(), re.M):
@@ -36,12 +37,13 @@ def budgets():
 
 
 def kernels():
-    """{kernel: file} of all kernels that the programs have."""
+    """{kernel: file} of all kernels in the programs."""
     return {name: path.name for path in SOURCES for name in re.findall(r"\bKERNEL void (?:__launch_bounds__\([^()]*(?:\([^()]*\)[^()]*)*\) )?(\w+)\(", path.read_text())}
 
 
 def compiled(log):
-    """(kernel, the same with template arguments, architecture, registers, bytes of spills) of each entry that ptxas -v tells of."""
+    """(kernel, the same with template arguments, architecture, registers, bytes of spills) of each kernel in the output
+    of ptxas -v."""
     parts = re.split(r"Compiling entry function '(\w+)' for '(sm_\d+)'", log)
     names = subprocess.run(["c++filt"], input="\n".join(parts[1::3]), text=True, capture_output=True, check=True).stdout.split("\n")
     for full, architecture, text in zip(names, parts[2::3], parts[3::3]):
@@ -54,12 +56,12 @@ def compiled(log):
 def toolkit():
     lacking = make("-s", "lacking").stdout.split()
     if {"toolkit", "cublas"} & set(lacking):
-        pytest.skip(f"no {' and no '.join(sorted(lacking))} here; scripts/setup_cuda.sh brings what is not there")
+        pytest.skip(f"no {' and no '.join(sorted(lacking))} installed; scripts/setup_cuda.sh installs what is missing")
 
 
 @pytest.fixture(scope="module")
 def log(tmp_path_factory):
-    """What nvcc and ptxas say; the build has warnings as errors."""
+    """The output of nvcc and ptxas; the build treats warnings as errors."""
     build = tmp_path_factory.mktemp("cuda")
     flags = ["-j", os.cpu_count(), "-k", "WERROR=1", f"BUILD={build}", "PTXAS=-Xptxas -v"]
     if ALL:
@@ -79,7 +81,7 @@ def log(tmp_path_factory):
 def test_every_kernel_has_a_budget():
     have, stated = set(kernels()), set(budgets())
     assert len(have) > 20
-    assert not stated - have, "budgets of kernels that are not there"
+    assert not stated - have, "budgets of kernels that do not exist"
     assert not have - stated, "kernels without a line `// registers: at most N (name)` above them"
 
 
@@ -100,7 +102,7 @@ def test_registers(log):
     for name, full, architecture, registers, _ in compiled(log):
         seen.add(name)
         if name in most and registers > most[name]:
-            over.append(f"{full} ({architecture}): {registers}, and the budget is {most[name]}")
+            over.append(f"{full} ({architecture}): {registers}, but the budget is {most[name]}")
     assert not over
     missing = set(most) - seen
     assert len(missing) < len(most) / 2 and not (ALL and missing), f"not compiled: {missing}"

@@ -1,4 +1,4 @@
-"""The scripts in data/: the shards' format, every reader, resuming after a kill, and what a user gets wrong."""
+"""The scripts in data/: the format of shards, every reader, resuming after a kill, and wrong usage."""
 import gzip
 import json
 import os
@@ -33,7 +33,7 @@ def script(name, *arguments, code=0, **options):
 
 
 def read_shard(path):
-    """The tokens of a shard, its header taken apart by hand."""
+    """The tokens of a shard; parses the header by hand."""
     data = Path(path).read_bytes()
     numbers = struct.unpack("<256i", data[:1024])
     assert numbers[0] == 20240520 and numbers[1] == 1 and not any(numbers[3:])
@@ -103,7 +103,7 @@ def test_small_shards_are_the_same_stream(plays, tmp_path):
 # ---- the writer
 
 def small_tokenizer():
-    """Ids are bytes; the end of text is 256."""
+    """Ids are bytes; end-of-text is 256."""
     def encode_batch(texts):
         return [np.frombuffer(text.encode(), np.uint8).astype(np.uint32) for text in texts]
     return vocabulary.Tokenizer(encode_batch, 257, 256, {"tokenizer.json": b"{}"})
@@ -143,7 +143,8 @@ class Crash(BaseException):
 
 
 def test_resumes_after_a_crash_at_every_step(tmp_path, often, monkeypatch):
-    """The run ends before its n-th sync or rename, for every n; the next run ends with the bytes of one that was never ended."""
+    """The run ends before its n-th sync or rename, for every n; the next run produces the bytes of an uninterrupted
+    run."""
     write_small(tmp_path / "whole")
     expected = contents(tmp_path / "whole")
     steps = {"left": 10**9}
@@ -168,7 +169,7 @@ def test_resumes_after_a_crash_at_every_step(tmp_path, often, monkeypatch):
             write_small(out)
         finished = {p: p.stat().st_mtime_ns for p in out.glob("*.bin")}
         for path in finished:
-            read_shard(path)   # what has its name is whole
+            read_shard(path)   # a shard with its final name is complete
         steps["left"] = 10**9
         write_small(out)
         assert contents(out) == expected, n
@@ -189,7 +190,7 @@ shards.write(test_data.small_args({out!r}), documents, test_data.small_tokenizer
 
 
 def test_kill_9(tmp_path):
-    """Killed at random moments until a run gets to its end."""
+    """Runs are killed at random moments until one reaches its end."""
     write_small(tmp_path / "whole")
     out = tmp_path / "killed"
     command = [sys.executable, "-c", SLOW_RUN.format(data=str(DATA), tests=str(Path(__file__).parent), out=str(out))]
@@ -201,7 +202,7 @@ def test_kill_9(tmp_path):
             time.sleep(0.005)
         started = (out / "small.json").stat().st_mtime_ns
         while kills < 4 and run.poll() is None and (out / "small.json").stat().st_mtime_ns == started:
-            time.sleep(0.002)   # it has begun to write
+            time.sleep(0.002)   # it has started to write
         time.sleep(rng.uniform(0, 0.05) if kills < 4 else 0)
         if kills < 4 and run.poll() is None:
             run.kill()
@@ -226,7 +227,7 @@ def test_sigterm_says_how_to_resume(tmp_path):
 
 
 def test_full_disk(tmp_path):
-    """A limit on the size of a file stands in for a full disk; with room again the run goes on."""
+    """A limit on the file size stands in for a full disk; without it, the run resumes."""
     (tmp_path / "text.txt").write_text("word " * 300_000)
     (tmp_path / "more.txt").write_text("more " * 1000)
     arguments = [tmp_path / "more.txt", tmp_path / "text.txt", "--out", tmp_path / "out", "--val-fraction", "0.5"]
@@ -390,7 +391,7 @@ def test_text(tmp_path):
 
 
 def test_text_is_ordinary(tmp_path):
-    """The end-of-text token's name in a document is no token."""
+    """The name of the end-of-text token in a document is ordinary text."""
     (tmp_path / "a.txt").write_text("a<|endoftext|>b")
     script("text", tmp_path / "a.txt", "--val-fraction", "0", "--out", tmp_path / "out")
     assert read_shard(tmp_path / "out" / "text_train_000001.bin").count(END) == 1
@@ -462,7 +463,7 @@ def test_tinystories(tmp_path, name):
 # ---- the hub, and packages
 
 class Hub:
-    """A file system as huggingface_hub has it, over a folder."""
+    """A stand-in for huggingface_hub's file system, backed by a folder."""
 
     def __init__(self, folder):
         self.folder = folder

@@ -23,8 +23,8 @@ def model(request, data, tmp_path_factory):
 
 
 def test_a_document_gives_the_same_logits_alone(model):
-    """By the whole pass and by the cache, which dev/tests/logits.c compares. RoPE's angles are those of another place, which changes
-    scores by rounding alone."""
+    """In one pass and with the cache, which dev/tests/logits.c compares. Alone, a document has other positions, so
+    RoPE's angles differ, which changes scores only by rounding."""
     packed = tiny.logits(model, FIRST + SECOND, "documents")
     np.testing.assert_allclose(packed[:len(FIRST)], tiny.logits(model, FIRST), atol=1e-4)
     np.testing.assert_allclose(packed[len(FIRST):], tiny.logits(model, SECOND), atol=2e-3)
@@ -43,7 +43,7 @@ def test_a_single_document_has_the_same_bits_without_the_flag(data, tmp_path):
 
 
 def test_training_and_evaluation(data, tmp_path):
-    """The flag changes the loss, belongs to the run, and eval_gpt2 has it, too."""
+    """The flag changes the loss, is part of the run, and exists in eval_gpt2 as well."""
     folder, _ = tiny.train(data, tmp_path / "masked", "--doc-mask", "--val-every", 25)
     tiny.train(data, tmp_path / "open", "--val-every", 25)
     masked, other = (metrics(tmp_path / name, EXACT) for name in ("masked", "open"))

@@ -1,4 +1,4 @@
-"""What a shell or a batch system hands to the programs: limits, closed descriptors, nohup, and how many threads compute."""
+"""What programs inherit from a shell or batch system: limits, closed descriptors, nohup, the number of threads."""
 import re
 import resource
 import signal
@@ -14,7 +14,7 @@ PROGRAMS = ["train_gpt2", "sample_gpt2", "eval_gpt2"]
 
 @pytest.fixture(scope="module")
 def run(data, tmp_path_factory):
-    """A finished run, for the programs that read one."""
+    """A finished run, for the programs that read a model."""
     out = tmp_path_factory.mktemp("run") / "out"
     train(data, "--steps", 2, "--out", out)
     return out
@@ -45,7 +45,8 @@ def limit(kind, soft, hard=None):
 
 
 def test_file_size_limit(data, tmp_path):
-    """`ulimit -f`, too small for a checkpoint, is like a full disk: training continues, nothing half written stays, the last save fails."""
+    """A `ulimit -f` too small for a checkpoint acts like a full disk: training continues, no partial file stays, and
+    the last save fails."""
     whole, out = tmp_path / "whole", tmp_path / "out"
     flags = ["--steps", 8, "--ckpt-every", 2]
     train(data, *flags, "--out", whole)
@@ -61,11 +62,11 @@ def test_metrics_beyond_the_file_size_limit(data, tmp_path):
     out = tmp_path / "out"
     text = train(data, "--steps", 60, "--ckpt-every", 0, "--out", out, code=RESOURCE, preexec_fn=limit(resource.RLIMIT_FSIZE, 3000))
     assert len(re.findall(r"cannot write step \d+: File too large", text)) == 1, text
-    assert 5 < len(metrics(out)) < 60                  # every line is whole JSON
+    assert 5 < len(metrics(out)) < 60                  # every line is complete JSON
 
 
 def test_too_many_open_files(data, tmp_path):
-    """Whichever file comes first that cannot be opened, the advice is about the limit, not about the path."""
+    """Whichever file cannot be opened, the advice is about the limit, not about the path."""
     failed = 0
     for files in range(4, 12):
         flags = command(data, "--val-data", data / "d_val_000000.bin", "--steps", 1, "--out", tmp_path / f"{files}")
@@ -93,14 +94,14 @@ def test_closed_descriptors(data, tmp_path, closed):
 
 
 def test_nohup(data, tmp_path):
-    """A SIGHUP that was ignored at the start changes nothing; SIGTERM still stops the run."""
+    """A SIGHUP that was ignored at startup has no effect; SIGTERM still stops the run."""
     out = tmp_path / "out"
     process = subprocess.Popen(command(data, "--steps", 10 ** 7, "--out", out, "--ckpt-every", 0), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                text=True, env=environment(), cwd="/", preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
     lines = iter(process.stdout)
 
     def steps_shown(count):
-        """Reads until so many more steps are shown; False where the run ends before."""
+        """Reads output until that many more steps are shown; False if the run ends before that."""
         for line in lines:
             count -= "| loss " in line
             if not count:
@@ -121,10 +122,10 @@ def test_nohup(data, tmp_path):
 # ---- stacks and threads
 
 
-@pytest.mark.skipif(SANITIZED, reason="a sanitizer needs larger stacks itself")
+@pytest.mark.skipif(SANITIZED, reason="the sanitizers themselves need larger stacks")
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_small_stacks(data, run, program):
-    """A soft limit is raised; a hard one is an error, which names the remedy."""
+    """A soft limit is raised; a hard limit is an error whose message names the remedy."""
     small = 64 << 10
     flags = words(program, data, run)
     start(flags, preexec_fn=limit(resource.RLIMIT_STACK, small, 8 << 20), OMP_NUM_THREADS="2")
@@ -154,7 +155,7 @@ def test_too_many_threads(data, run, program):
 
 
 def shown(words, threads, **env):
-    """How many threads OpenMP starts, by its own report."""
+    """The number of threads that OpenMP starts, by its own report."""
     text = start(words, OMP_DISPLAY_AFFINITY="TRUE", OMP_AFFINITY_FORMAT="thread %n of %N", OMP_NUM_THREADS=threads, **env)
     return len(set(re.findall(r"thread (\d+) of", text)))
 

@@ -1,4 +1,5 @@
-"""What goes wrong for people, and what the trainer says: each with its exit code, the file, what was expected and found, and a remedy."""
+"""What goes wrong for users: each error has its exit code, and its message gives the file, what was expected and found,
+and a remedy."""
 import fcntl
 import json
 import os
@@ -38,7 +39,7 @@ def run(first_run, tmp_path):
 
 @pytest.fixture
 def model(first_run, tmp_path):
-    """A checkpoint without its manifest, as a folder from elsewhere is."""
+    """A checkpoint without its manifest, like a folder from elsewhere."""
     folder = shutil.copytree(checkpoint(first_run, 4), tmp_path / "model")
     (folder / "manifest.json").unlink()
     return folder
@@ -50,7 +51,7 @@ def says(text, *parts):
 
 
 def tree(folder):
-    """Every file with its content and time of change."""
+    """Every file with its contents and modification time."""
     return {path: (path.stat().st_mtime_ns, path.is_file() and path.read_bytes()) for path in sorted(Path(folder).rglob("*"))}
 
 
@@ -173,7 +174,7 @@ def test_id_above_the_vocabulary(tmp_path):
     parts = [path, "offset 1,064", f"token id {VOCAB}", f"vocabulary size, {VOCAB}", "vocab="]
     says(run_data(tmp_path, "--shuffle", 0), *parts)
     says(run_data(tmp_path, "--dry-run"), *parts)
-    ids[20], ids[-1] = 1, 50000      # training for two steps would not get there
+    ids[20], ids[-1] = 1, 50000      # two steps of training would not read it
     shard_with(tmp_path, ids=ids)
     run_data(tmp_path, "--shuffle", 0, code=0)
     says(run_data(tmp_path, "--dry-run"), path, "offset 3,022", "token id 50000")
@@ -198,7 +199,7 @@ def test_broken_mask(tmp_path, bits, how, parts):
 
 @pytest.mark.parametrize("name", ["d_train_000001.bin", "d_train_000001.mask", "d_val_000000.bin", "tokenizer.json"])
 def test_a_pipe_in_place_of_a_file(tmp_path, name):
-    """Opening one waits for whoever writes into it, perhaps forever."""
+    """Opening a pipe waits for a writer, perhaps forever."""
     if name != "d_train_000001.bin":
         shard_with(tmp_path)
     os.mkfifo(tmp_path / name)
@@ -214,7 +215,8 @@ def test_a_mask_for_only_some_shards(tmp_path):
 
 
 def test_past_2_gib(tmp_path):
-    """Documents behind the 2 GiB mark of a sparse shard (a tail of zeros stands before them) train like the same documents alone."""
+    """Documents past the 2 GiB mark of a sparse shard, after a long run of zeros, train like the same documents
+    alone."""
     text = tokens(2000, 5).astype("<u2")
     text[::20] = 50256
     plain, sparse = tmp_path / "plain", tmp_path / "sparse"
@@ -358,7 +360,7 @@ def test_wrong_hash(data, run):
     parts = [path, "expected XXH3-128", "manifest.json", "found", "damaged", "Delete this folder"]
     says(resume(data, run, code=INPUT), *parts)
     says(init_from(data, checkpoint(run, 4)), *parts)
-    shutil.rmtree(checkpoint(run, 4))      # what the message advises
+    shutil.rmtree(checkpoint(run, 4))      # the message's advice
     says(resume(data, run), "resumes at step 2")
 
 
@@ -370,7 +372,7 @@ def test_a_damaged_checkpoint_is_skipped(data, run):
 
 
 def test_damaged_checkpoints_alone_are_no_reason_to_start_over(data, run):
-    """Starting afresh would cut the metrics of a run whose checkpoints somebody may still mend."""
+    """Starting over would truncate the metrics of a run whose checkpoints may still be repaired."""
     for step in steps(run):
         (checkpoint(run, step) / "manifest.json").unlink()
     before = metrics(run)
@@ -458,7 +460,7 @@ def test_resume_may_not_change_what_a_step_reads(data, run, flag, value):
 
 
 def test_resume_with_other_data(data, run, tmp_path):
-    """The same names, but not the same tokens."""
+    """The shards have the same names, but different tokens."""
     moved = shutil.copytree(data, tmp_path / "data")
     write_shard(moved / "d_train_000001.bin", tokens(3000, 77))
     arguments = json.loads((run / "run.json").read_text())
@@ -482,7 +484,7 @@ def test_two_jobs_in_one_folder(data, tmp_path):
     finally:
         first.kill()
         first.communicate()
-    train(data, "--out", out, "--steps", 1, "--resume")      # a killed job's lock is gone
+    train(data, "--out", out, "--steps", 1, "--resume")      # a killed job's lock is released
 
 
 def test_dry_run_writes_nothing(data, run, tmp_path):
@@ -500,7 +502,7 @@ def test_no_such_folder(data, tmp_path):
 
 @pytest.fixture
 def open_folder(data):
-    """A folder that another user can get to, with the data and the program in it."""
+    """A folder that another user can reach, with the data and the program."""
     with tempfile.TemporaryDirectory() as name:
         os.chmod(name, 0o755)
         shutil.copytree(data, Path(name) / "data")
@@ -510,7 +512,7 @@ def open_folder(data):
 
 
 def test_no_permission(open_folder):
-    """As nobody, since root may write anywhere."""
+    """Runs as nobody, because root may write anywhere."""
     out = open_folder / "out"
     how = dict(user=65534) if os.getuid() == 0 else {}
     train(open_folder / "data", "--steps", 2, "--out", out)
@@ -545,7 +547,7 @@ def test_more_memory_than_is_free(much_data, tmp_path):
 
 @pytest.fixture
 def small_group():
-    """A control group with 200 MB, of the version that this machine has."""
+    """A control group with 200 MB, in the version that this machine uses."""
     groups = dict(line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().splitlines())
     root, limit = (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes") if "memory" in groups else (Path("/sys/fs/cgroup"), "memory.max")
     parent = root / groups.get("memory", groups.get("", "/"))[1:]
@@ -553,7 +555,7 @@ def small_group():
     try:
         group.mkdir()
     except OSError as error:
-        pytest.skip(f"needs the right to make control groups: {error}")
+        pytest.skip(f"needs permission to create control groups: {error}")
     try:
         try:
             (group / limit).write_text("200000000")
@@ -565,7 +567,7 @@ def small_group():
 
 
 def test_more_memory_than_the_control_group_has(data, small_group):
-    """Seen in the plan: once it runs, the kernel kills the job without a word."""
+    """The plan detects it. Once the job runs, the kernel would kill it without a message."""
     enter = lambda: (small_group / "cgroup.procs").write_text(str(os.getpid()))
     flags = ["--model", "layers=4,heads=4,channels=512,ffn=1376,vocab=32000", "--dry-run"]
     train(data, *flags)
@@ -575,7 +577,7 @@ def test_more_memory_than_the_control_group_has(data, small_group):
     train(data, "--steps", 1, preexec_fn=enter)
 
 
-@pytest.mark.skipif(SANITIZED, reason="a sanitizer's own map is larger than any limit")
+@pytest.mark.skipif(SANITIZED, reason="a sanitizer's own mappings exceed any limit")
 def test_more_memory_than_ulimit_allows(much_data):
     """2.5 GB of activations where the process may map 2 GiB."""
     limit = lambda: resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
@@ -584,11 +586,11 @@ def test_more_memory_than_ulimit_allows(much_data):
 
 
 def test_full_disk(data, tmp_path):
-    """On a file system with room for two checkpoints of 130 kB, with a third one and more to come."""
+    """A file system has room for two checkpoints of 130 kB, and a third is due."""
     disk = tmp_path / "disk"
     disk.mkdir()
     if os.getuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "none", disk], capture_output=True).returncode != 0:
-        pytest.skip("needs the right to mount; test_full_disk_by_fault covers the same")
+        pytest.skip("needs permission to mount; test_full_disk_by_fault covers the same")
     try:
         flags = ["--model", MODEL.replace("channels=16", "channels=32"), "--steps", 8, "--ckpt-every", 2, "--keep", 0, "--out", disk / "out"]
         text = train(data, *flags, code=RESOURCE)
@@ -596,7 +598,7 @@ def test_full_disk(data, tmp_path):
         whole = steps(disk / "out")
         assert whole and whole[-1] < 8 and not list((disk / "out/ckpt").glob(".tmp*"))
         init_from(data, checkpoint(disk / "out", whole[-1]), code=0)
-        shutil.rmtree(checkpoint(disk / "out", whole[0]))      # room
+        shutil.rmtree(checkpoint(disk / "out", whole[0]))      # makes room
         says(train(data, *flags, "--keep", 1, "--ckpt-every", 0, "--resume"), f"resumes at step {whole[-1]}")
         assert steps(disk / "out") == [8]
     finally:
@@ -614,7 +616,8 @@ def count_points(data, out, faults, *flags):
 
 
 def test_full_disk_by_fault(data, tmp_path, faults):
-    """The disk is full at one point of the first of two saves, then there is room again; at the last save there is no other to hope for."""
+    """The disk is full at one point of a save. If another save follows, training continues; if it was the last one, the
+    run fails."""
     flags = ["--steps", 2, "--ckpt-every", 1]
     points = count_points(data, tmp_path / "one", faults, "--steps", 1)
     both = count_points(data, tmp_path / "two", faults, *flags)
@@ -644,7 +647,7 @@ def test_diverged(data, tmp_path):
 
 
 def wait_for(process, text):
-    """Reads the process' output up to a line with the text."""
+    """Reads the process's output up to a line with the text."""
     lines = []
     for line in process.stdout:
         lines.append(line)
@@ -669,7 +672,7 @@ def test_signal(data, tmp_path, number, processes):
     says(train(data, *flags, "--steps", done + 1, "--resume", processes=processes), f"resumes at step {done:,}")
 
 
-# ---- several processes: one message, soon, and the exit code
+# ---- several ranks: one message, within seconds, and the exit code
 
 
 @pytest.mark.parametrize("flags, code, message", [
@@ -693,7 +696,7 @@ def test_several_ranks_find_the_folder_locked(data, run):
 
 
 def test_a_bad_token_on_one_rank(tmp_path):
-    """Only the second process reads the window with it."""
+    """Only the second rank reads the window with it."""
     ids = tokens(1000)
     ids[8 * 4 + 2] = VOCAB
     shard_with(tmp_path, ids=ids)

@@ -1,5 +1,5 @@
-"""eval_gpt2: its losses against the trainer's, the reference's and transformers', a change of normalizer, lengths beyond the training length,
-masks, eval.json, messages."""
+"""eval_gpt2: its losses against those of the trainer, the reference and transformers; changes of normalizer; lengths
+beyond the training length; masks; eval.json; messages."""
 import json
 import math
 import shutil
@@ -39,7 +39,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def checkpoints(data, tmp_path_factory):
-    """Called with the trainer's flags: a run's folder, made once for the same flags."""
+    """A function of the trainer's flags that returns a run's folder; it trains once for the same flags."""
     made, root = {}, tmp_path_factory.mktemp("runs")
 
     def make(*flags, steps=10):
@@ -52,7 +52,7 @@ def checkpoints(data, tmp_path_factory):
 
 
 def evaluate(folder, data, out, *flags, code=0):
-    """What came to stdout, and eval.json. --data and others may be given again in the flags."""
+    """Stdout, and eval.json. The flags may repeat --data and others, and then take precedence."""
     words = ["--model", folder, "--data", f"{data}/*_val_*.bin", "--out", out, *flags]
     output, errors = run(BIN / "eval_gpt2", *words, code=code)
     return output, json.loads((out / "eval.json").read_text()) if code == 0 else errors
@@ -80,7 +80,8 @@ TRAINED = {
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_losses_equal_the_trainers(name, checkpoints, data, tmp_path):
-    """In batches of 4 there and of 128 here, all layers' activations there and one layer's here."""
+    """The trainer uses batches of 4 and keeps all layers' activations; eval_gpt2 uses batches of 128 and keeps one
+    layer's."""
     run = checkpoints(*TRAINED[name])
     most = ["--max-tokens", 333] if name == "few tokens" else []
     output, result = evaluate(run, data, tmp_path, *most)
@@ -94,7 +95,8 @@ def test_losses_equal_the_trainers(name, checkpoints, data, tmp_path):
 
 @pytest.mark.parametrize("attn", ["softmax", "relu-L", "sigmoid", "softmax-log512"])
 def test_losses_at_longer_lengths_equal_the_trainers(attn, checkpoints, data, tmp_path):
-    """2 and 4 times the training length, which stays the normalizer's L: as --init-from validates them before it trains."""
+    """At 2 and 4 times the training length, which stays the normalizer's L, losses equal those that --init-from
+    measures before training."""
     first = checkpoints("--attn", attn)
     output, result = evaluate(first, data, tmp_path, "--seq-lens", f"{4 * L},0,{2 * L}")
     assert [row["seq_len"] for row in result["results"]] == [4 * L, L, 2 * L] and "up to 4 L; L stays 8" in output
@@ -104,14 +106,14 @@ def test_losses_at_longer_lengths_equal_the_trainers(attn, checkpoints, data, tm
 
 
 def test_masked_tokens_do_not_count(checkpoints, data, tmp_path):
-    """The trainer's loss is by sequence, which eval.json has beside that by token."""
+    """The trainer reports a loss per sequence; eval.json has that and the loss per token."""
     folder = tmp_path / "masked"
     folder.mkdir()
     for name in ("train_000001", "val_000000"):
         shutil.copy(data / f"d_{name}.bin", folder)
         count = (folder / f"d_{name}.bin").stat().st_size // 2 - 512
         bits = np.random.default_rng(3).integers(0, 2, count)
-        bits[L::L] = 0                                  # of each window the last target
+        bits[L::L] = 0                                  # the last target of each window
         write_shard(folder / f"d_{name}.mask", bits, magic=20240521)
     train(folder, "--val-data", f"{folder}/*_val_*.bin", "--val-every", 5, "--steps", 5, "--out", tmp_path / "run")
     output, result = evaluate(tmp_path / "run", folder, tmp_path, "--task", "positions", "--seq-lens", f"{L},{2 * L}")
@@ -124,12 +126,13 @@ def test_masked_tokens_do_not_count(checkpoints, data, tmp_path):
 
 # ---------------------------------------------------------------- the reference and transformers
 
-SAFE = 0.7        # times the fixtures' weights: then exp without a norm stays within float32's numbers
+SAFE = 0.7        # times the fixtures' weights, so that exp without a norm does not overflow float32
 
 
 @pytest.fixture(scope="session")
 def weights(checkpoints, tmp_path_factory):
-    """Called with a block and a normalizer: a folder of weights and scalars so large that all differ, and the reference's of the same."""
+    """A function of block and normalizer that returns a folder, with weights and scalars large enough that every
+    normalizer differs, and the same model in the reference."""
     def make(block, attn):
         first = checkpoints("--model", model_flag(block), "--attn", attn, steps=0)
         config = reference.Config(**SHAPES[block], vocab=VOCAB, tied=True, attn=attn, L=L, block=block)
@@ -165,7 +168,7 @@ def near(found, expected):
 
 
 def under(tensors, config, attn):
-    """The reference under another normalizer, its scalars at their starts."""
+    """The reference under another normalizer, with its scalars at their start values."""
     changed = reference.replace(config, attn=attn)
     starts = {scalar.tensor: scalar.start(changed.normalizer, L) for scalar in reference.SCALARS.values()}
     new = {name: torch.full(shape, starts[name.rpartition(".")[2]]).double()
@@ -177,7 +180,8 @@ def under(tensors, config, attn):
 @pytest.mark.parametrize("block", SHAPES)
 @pytest.mark.parametrize("attn", [*reference.PRESETS, "softmax+post=reweight:3", "sigmoid-logn-l1+post=reweight:15"])
 def test_losses_under_another_normalizer_equal_the_references(block, attn, softmax, data, tmp_path):
-    """From softmax to every normalizer, with no training: the loss before and after, at L and (but for p_n) beyond."""
+    """From softmax to every normalizer, without training: the loss before and after, at L and (except for p_n)
+    beyond."""
     folder, tensors, config = softmax[block]
     lengths = [L] if attn == "ssmax-pn" else [L, 20]
     _, result = evaluate(folder, data, tmp_path, "--attn", attn, "--seq-lens", ",".join(map(str, lengths)), "--task", "positions")
@@ -190,7 +194,7 @@ def test_losses_under_another_normalizer_equal_the_references(block, attn, softm
         near(row["loss"], positions.mean())
     if attn == "softmax":
         return
-    softly = ("ssmax-pn", "softmax-floorlog")       # start as softmax: their scalars; below n = 8192
+    softly = ("ssmax-pn", "softmax-floorlog")       # equal softmax: by their scalars' start values; below n = 8192
     assert attn in softly or np.abs(expected[-1] - expected[len(lengths) - 1]).max() > 1e-3
     [entry] = result["lineage"]
     assert (entry["from"], entry["attn"], entry["seq_lens"]) == ("softmax", attn, lengths)
@@ -200,7 +204,8 @@ def test_losses_under_another_normalizer_equal_the_references(block, attn, softm
 @pytest.mark.parametrize("block", SHAPES)
 @pytest.mark.parametrize("attn", ["ssmax", "ssmax-bias", "ssmax-pn", "softmax1", "softmax-sink", "softpick", "sigmoid", "lssar"])
 def test_losses_by_position_equal_the_references(block, attn, weights, data, tmp_path):
-    """The checkpoint's own learned scalars, and the loss at each position; in the table the same by ranges."""
+    """Uses the checkpoint's learned scalars. eval.json has the loss at each position, and the table has it by
+    ranges."""
     folder, tensors, config = weights(block, attn)
     lengths = [L, 5] if attn == "ssmax-pn" else [L, 20]
     output, result = evaluate(folder, data, tmp_path, "--task", "positions", "--seq-lens", ",".join(map(str, lengths)))
@@ -219,7 +224,7 @@ def test_losses_by_position_equal_the_references(block, attn, weights, data, tmp
 
 
 def test_ranges_of_positions(softmax, data, tmp_path):
-    """Nine of them at most, whatever the length."""
+    """There are at most nine, whatever the length."""
     output, result = evaluate(softmax["llama"][0], data, tmp_path, "--task", "positions", "--seq-lens", 600)
     table = [line.split() for line in output[output.index("loss by position"):].splitlines()[2:]]
     assert [line[0] for line in table] == ["1-4", "5-8", "9-16", "17-32", "33-64", "65-128", "129-256", "257-512", "513-600"]
@@ -263,7 +268,7 @@ STARTS = [("softmax", "ssmax", {"attn_scale": ENTROPY}), ("softmax", "ssmax+s=0.
 
 @pytest.mark.parametrize("own, given, starts", STARTS)
 def test_losses_around_a_switch_equal_the_trainers(own, given, starts, checkpoints, data, tmp_path):
-    """The trainer's --init-from --attn measures the same just before and just after."""
+    """The trainer's --init-from --attn measures the same losses just before and just after the switch."""
     first = checkpoints("--attn", own)
     there = checkpoints("--init-from", checkpoint(first, 10), "--attn", given, "--model", MODEL, steps=0)
     output, result = evaluate(first, data, tmp_path, "--attn", given)
@@ -285,7 +290,8 @@ def test_another_name_for_the_same_normalizer_is_no_change(checkpoints, data, tm
 
 @pytest.mark.parametrize("block", SHAPES)
 def test_pn_beyond_its_length_follows_the_fit(block, weights, data, tmp_path):
-    """Beyond L the learned p_n end: refused; or their fit, then for all n and all lengths."""
+    """There is no learned p_n beyond L: such lengths are rejected, unless the fit replaces p_n for all n and all
+    lengths."""
     folder, tensors, config = weights(block, "ssmax-pn")
     errors = evaluate(folder, data, tmp_path, "--seq-lens", f"{L},{L + 1}", code=2)[1]
     assert f"up to L = {L}" in errors and f"asks for {L + 1}" in errors and "--pn-extrapolate log" in errors
@@ -302,7 +308,7 @@ def test_pn_beyond_its_length_follows_the_fit(block, weights, data, tmp_path):
 
 
 def test_pn_after_a_change_of_normalizer(softmax, weights, data, tmp_path):
-    """p_n starts at 1: a constant has a fit, and no R^2. Where the checkpoint brings p_n, its fit serves both normalizers."""
+    """p_n starts at 1; a constant has a fit but no R^2. If the checkpoint has p_n, both normalizers use its fit."""
     folder, tensors, config = softmax["llama"]
     assert "ssmax-pn" in evaluate(folder, data, tmp_path, "--attn", "ssmax-pn", "--seq-lens", 2 * L, code=2)[1]
     output, result = evaluate(folder, data, tmp_path, "--attn", "ssmax-pn", "--seq-lens", 2 * L, "--pn-extrapolate", "log")
@@ -316,7 +322,7 @@ def test_pn_after_a_change_of_normalizer(softmax, weights, data, tmp_path):
 
 @pytest.mark.parametrize("block, d", [("llama", 8), ("gau", 128)])
 def test_theta(block, d, softmax, data, tmp_path, monkeypatch):
-    """ntk: theta (T/L)^(d/(d-2)) beyond L; --rope-theta in place of the checkpoint's, and under ntk too."""
+    """ntk uses theta (T/L)^(d/(d-2)) beyond L. --rope-theta replaces the checkpoint's theta, also under ntk."""
     folder, tensors, config = softmax[block]
     plain = losses(evaluate(folder, data, tmp_path, "--seq-lens", f"{L // 2},{4 * L}")[1])
     for flags, base, ntk in ([], 10000, 0), (["--rope-theta", 100], 100, 0), ([], 10000, 1), (["--rope-theta", 100], 100, 1):
@@ -395,7 +401,7 @@ WRONG = {
 
 @pytest.fixture(scope="session")
 def wrong(checkpoints, data, tmp_path_factory):
-    """The folders that the rows of WRONG are about: a run, and copies of its checkpoint with something changed."""
+    """The folders that the rows of WRONG use: a run, and copies of its checkpoint with something changed."""
     root = tmp_path_factory.mktemp("wrong")
     whole = checkpoint(checkpoints(), 10)
     config = json.loads((whole / "config.json").read_text())
@@ -443,7 +449,7 @@ def test_help_names_every_flag():
 
 
 def test_while_a_run_prunes_its_checkpoints(data, checkpoints, tmp_path):
-    """What was found may be gone before it is read."""
+    """A checkpoint may be deleted between being found and being read."""
     out = shutil.copytree(checkpoints(), tmp_path / "run")
     words = [BIN / "eval_gpt2", "--model", out, "--data", f"{data}/*_val_*.bin", "--max-tokens", 64]
     expected = run(*words)[0].splitlines()[-1]
@@ -453,7 +459,8 @@ def test_while_a_run_prunes_its_checkpoints(data, checkpoints, tmp_path):
 
 
 def test_a_note_on_lengths_below_l(checkpoints, data, tmp_path):
-    """Where s starts anew and the shortest length sees less than 0.9 of its mean temperature; the start that the note names has all of it."""
+    """There is a note if s starts anew and the mean temperature at the shortest length is below 0.9 of softmax's; with
+    the start value in the note it equals softmax's."""
     folder = checkpoints("--model", model_flag("llama"))
     start, ratio = 4 / math.lgamma(5), math.lgamma(5) / 4 * ENTROPY
 

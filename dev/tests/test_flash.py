@@ -3,10 +3,11 @@ GPU by build/cuda/flash.so.
 
     pytest dev/tests/test_flash.py                a selection, 204 cases: 15 s on two cores
     FLASH_ALL=1 pytest dev/tests/test_flash.py    every normalizer at every length and head size, 2,022 cases: 2 minutes
-    FLASH_SO=FILE                                 another library than make's
+    FLASH_SO=FILE                                 uses this library instead of make's
 
-float32: outputs to 1e-5, gradients to 1e-4 of their norm, head by head. bf16: at most twice the error of the reference's own formula in bf16,
-by PyTorch, and 1e-6 of the norm; both against float64 on the same rounded inputs."""
+Errors are measured head by head. float32: outputs within 1e-5 and gradients within 1e-4 of their norm. bf16: at most
+twice the error of the reference's own formula in PyTorch's bf16, plus 1e-6 of the norm. Both are compared with float64
+on the same rounded inputs."""
 
 import ctypes
 import os
@@ -53,10 +54,10 @@ def flash(flash_file):
 
 @pytest.fixture
 def flash_with(flash_file, tmp_path):
-    """The library under other settings of the emulator, which a copy of it reads when it is loaded."""
+    """A copy of the library, which reads the emulator's settings when it is loaded."""
     def load(**settings):
         if ON_GPU:
-            pytest.skip("the GPU has one order")
+            pytest.skip("a GPU has no settings for the order")
         os.environ.update({f"CUDA_ON_CPU_{name}": value for name, value in settings.items()})
         copy = shutil.copy(flash_file, tmp_path / ("flash_" + "_".join(settings.values()) + ".so"))
         try:
@@ -75,13 +76,13 @@ class Case:
     dtype: torch.dtype
     T: int
     HS: int = 48
-    VS: int = 0             # of the gated unit; else HS
+    VS: int = 0             # size of the values in a gated unit; otherwise HS
     B: int = 2
     NH: int = 2
-    gap: int = 0            # elements between rows that belong to nobody
+    gap: int = 0            # unused elements between rows
     NKV: int = 0            # key-value heads; 0: NH
-    documents: bool = False     # rows see the keys of their own document alone
-    sequence: int = 0       # where the batch begins, for its documents
+    documents: bool = False     # rows see only the keys of their own document
+    sequence: int = 0       # the first sequence's number, which selects the documents
 
     def __str__(self):
         name = f"{self.attn}-{'bf16' if self.dtype == torch.bfloat16 else 'float'}-T{self.T}-d{self.HS}"
@@ -98,7 +99,8 @@ class Case:
 
     @property
     def first(self):
-        """(B,T): documents of many lengths, from 1 to more than a tile of keys, not the same in each sequence; None: one document."""
+        """(B,T): the first visible key of each row, for documents of many lengths, from 1 to more than a tile of keys,
+        which differ between sequences; None: one document."""
         if not self.documents:
             return None
         starts = torch.zeros(self.B, self.T, dtype=torch.bool)
@@ -122,7 +124,7 @@ def unit(x):
 
 
 def inputs(case):
-    """q, k, v (B,T,NH,size) and scalars, rounded to what the kernels get; under qk=l2 q and k are of length 1 already."""
+    """q, k, v (B,T,NH,size) and scalars, rounded to the kernels' type; under qk=l2, q and k already have norm 1."""
     shape = (case.B, case.T, case.NH, case.HS)
     scale = fixtures.QK_SCALE.get(case.attn, 2) * (48 / case.HS) ** 0.5
     keys = (case.B, case.T, case.kv_heads, case.HS)
@@ -138,7 +140,7 @@ def inputs(case):
 
 
 def by_formula(case, x, scalars, dtype):
-    """out, dq, dk, dv and the scalars' gradients by the reference in `dtype`."""
+    """out, dq, dk, dv and the scalars' gradients from the reference in `dtype`."""
     normalizer = replace(case.normalizer, qk="none")
     leaves = {name: value.to(dtype, copy=True).requires_grad_() for name, value in {**{n: x[n] for n in "qkv"}, **scalars}.items()}
     q, k, v = (leaves[name].transpose(1, 2) for name in "qkv")
@@ -151,15 +153,15 @@ def by_formula(case, x, scalars, dtype):
 
 
 def in_rows(like, row, dtype):
-    """NaNs in rows of `row` elements for an array like (B,T,NH,size), and the view of its place in them."""
+    """Memory full of NaNs with rows of `row` elements, and a view of it as an array like (B,T,NH,size)."""
     B, T, NH, size = like.shape
     whole = torch.full((B * T, row), float("nan"), dtype=dtype)
     return whole, whole.as_strided((B, T, NH, size), (T * row, row, size, 1))
 
 
 def by_flash(library, case, x, scalars, finite=True):
-    """What the kernels make of it. Arrays that they write start as NaN, and are to stay so where no head is. finite: there are to be
-    no others."""
+    """Runs the kernels. Arrays that they write start as NaNs, which must remain where there is no head. finite: checks
+    that no other NaNs remain."""
     C, K, CV, is_bf16 = case.NH * case.HS, case.kv_heads * case.HS, case.NH * case.values, case.dtype == torch.bfloat16
     rows = dict.fromkeys("qkv", C + 2 * K) if not case.VS else {"q": C, "k": K, "v": case.kv_heads * case.values}
     rows = {name: row + case.gap for name, row in rows.items()}
@@ -187,7 +189,7 @@ def by_flash(library, case, x, scalars, finite=True):
     grads, order = {}, scalar_names(library)
     for name, value in scalars.items():
         at = order.index(reference.SCALARS[name].tensor)
-        grads["d" + name] = torch.full(value.shape, 0.5)      # added to
+        grads["d" + name] = torch.full(value.shape, 0.5)      # accumulated
         held.append(value.float())
         arrays.scalars[at], arrays.grads[at] = held[-1].data_ptr(), grads["d" + name].data_ptr()
     library.flash_test(case.attn.encode(), ctypes.c_bool(is_bf16), ctypes.byref(shape), ctypes.byref(arrays))
@@ -200,14 +202,14 @@ def by_flash(library, case, x, scalars, finite=True):
     return {**result, **{name: g.double() - 0.5 for name, g in grads.items()}, "rows": arrays.all_zero_rows, "stats": stats}
 
 
-# ---- What is right
+# ---- The bounds
 
 def by_head(x):
     return [x[:, :, h] for h in range(x.shape[2])] if x.dim() == 4 else [x]
 
 
-# In float32 the rounding of d - D, a difference of numbers that are all but equal where a row is all but one-hot, is multiplied by a power of 100;
-# and the slope of a root is infinite where A n = 1. Of the norm of dv.
+# Additional error, relative to the norm of dv. In a nearly one-hot row, d - D is a difference of nearly equal numbers,
+# and its rounding in float32 is multiplied by a power of 100. The slope of a root is infinite at A n = 1.
 FLOAT_ROUNDING = {"lssar+post=reweight:100": 5e-4, "exp+post=reweight:0.5": 1e-5}
 
 
@@ -216,14 +218,14 @@ def check(case, got):
     want = by_formula(case, x, scalars, torch.float64)
     plain = by_formula(case, x, scalars, torch.bfloat16) if case.dtype == torch.bfloat16 else None
     assert got["rows"] == (want["out"] == 0).all(-1).sum(), "all-zero rows"
-    whole = want["dv"].norm().item()        # for what is 0 but for rounding
+    whole = want["dv"].norm().item()        # for gradients that are nothing but rounding
     for name in want:
         for h, (a, b) in enumerate(zip(by_head(got[name]), by_head(want[name]))):
             error, norm = (a - b).norm().item(), b.norm().item()
             if plain is None:
                 floor = (1e-1 if case.T == 1 else 1e-2) * whole
                 allowed = 1e-5 * norm if name == "out" else 1e-4 * max(norm, floor) + FLOAT_ROUNDING.get(case.attn, 0) * whole
-            else:       # of few numbers the plain error may be small by chance: one row, or one number, a sum with one rounding to bf16 for each row
+            else:       # with a single row, or a number that sums one rounding per row, PyTorch may be right by chance
                 allowed = (3 if case.T == 1 else 2) * (by_head(plain[name])[h] - b).norm().item() + 1e-6 * max(norm, whole)
                 allowed += 2.0**-8 * norm if name.removeprefix("d") in scalars and name != "dp" else 0
             assert error <= allowed, f"{name}, head {h}: off by {error:.3g}, allowed {allowed:.3g}, norm {norm:.3g}"
@@ -245,7 +247,7 @@ def quick_cases():
     for i, attn in enumerate(NORMALIZERS):
         yield Case(attn, BF16, (200, 65)[i % 2], (48, 64)[i // 2 % 2])
         yield Case(attn, FLOAT, (65, 17)[i % 2], (48, 64)[i // 2 % 2], B=1)
-        yield Case(attn, BF16, 1, 48, B=1)          # one weight, which is 1 under most norms, to the last bit
+        yield Case(attn, BF16, 1, 48, B=1)          # a single weight, which is exactly 1 under most norms
     for attn in ("softmax", "lssar", "softmax-recentered", "gelu-l1", "ssmax-bias"):
         yield Case(attn, BF16, 65, 128, 192, B=1, NH=1)
         yield Case(attn, FLOAT, 17, 128, 256, B=2, NH=1)
@@ -255,7 +257,7 @@ def quick_cases():
     for T in (1, 64, 257):
         yield Case("softmax", BF16, T, 64, B=1)
         yield Case("softmax", FLOAT, T, 64, B=1, NH=1)
-    for attn in ("ssmax", "lssar", "softmax-recentered"):       # filled up with zeros
+    for attn in ("ssmax", "lssar", "softmax-recentered"):       # padded with zeros
         yield from (Case(attn, BF16, 65, HS, B=1) for HS in (8, 32, 96))
         yield Case(attn, FLOAT, 33, 40, B=1)
     yield Case("ssmax", FLOAT, 257, 48, B=1, NH=1)
@@ -263,7 +265,8 @@ def quick_cases():
 
 
 def shared_cases():
-    """Grouped-query attention and documents for every normalizer; multi-query and others under ALL."""
+    """Grouped-query attention and documents, for every normalizer; with ALL also multi-query attention and other
+    ratios."""
     for i, attn in enumerate(NORMALIZERS):
         yield Case(attn, (BF16, FLOAT)[i % 2], (150, 65)[i % 2], (64, 48)[i % 2], B=2, NH=4, NKV=2, documents=True)
         if ALL:
@@ -284,12 +287,12 @@ def test_values_match_the_formula(flash, case):
     check(case, by_flash(flash, case, *inputs(case)))
 
 
-# ---- What must hold for any numbers
+# ---- Properties that hold for any numbers
 
 @pytest.mark.parametrize("dtype", (BF16, FLOAT), ids=("bf16", "float"))
 @pytest.mark.parametrize("attn", ("softmax", "softmax-recentered-l1", "relu-l1", "gelu-l1", "sigmoid", "lssar", "softpick", "softpick+norm=n"))
 def test_a_nan_is_not_lost(flash, attn, dtype):
-    """One in a query makes its row of the output NaN, and no other."""
+    """A NaN in a query makes its own row of the output NaN, and no other row."""
     case = Case(attn, dtype, 33, 48, B=1)
     x, scalars = inputs(case)
     x["q"][0, 20, 1, 7] = float("nan")
@@ -300,8 +303,8 @@ def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(torch.as_tensor(a[name]), torch.as_tensor(b[name])) for name in a)
 
 
-# One of each kind of kernel: a maximum that moves, a negative scale, sums of v, two sweeps each way, a phi asked for at run time, a wide v, float; by few
-# of the instances, so that dev/mutate can build these alone.
+# One of each kind of kernel: a running maximum, a negative scale, sums of v, two sweeps forward and backward, a phi
+# chosen at run time, wide values, float32. They need few instances, so that dev/mutate can build only those.
 KINDS = [Case("softmax", BF16, 150, 64, B=1, NH=4, NKV=2), Case("softmax", BF16, 150, 64, B=2, NH=1, documents=True), Case("softmax", BF16, 65, 128, 192, B=1, NH=1),
          Case("softmax-negated+qk=l2+scale=const:-7", BF16, 65, 48, B=1), Case("softmax-recentered+scale=log:512", BF16, 130, 48, B=1, NH=1),
          Case("lssar", BF16, 130, 48, B=1, NH=1), Case("softmax-recentered-l1+phi=gelu", BF16, 65, 48, B=1, NH=1),
@@ -319,7 +322,7 @@ def test_kinds(flash, case):
 
 @pytest.mark.parametrize("attn", ("ssmax-pn", "softmax-sink"))
 def test_kinds_of_many_rows(flash, attn):
-    """More than a block's rows (1,024) and heads (16) in the sums of the scalars' gradients."""
+    """The sums of the scalars' gradients span more rows (1,024) and heads (16) than one block handles."""
     case = Case(attn, FLOAT, 65, 48, B=17, NH=1)
     check(case, by_flash(flash, case, *inputs(case)))
 
@@ -330,14 +333,14 @@ def test_repeats_to_the_last_bit(flash, case):
     x, scalars = inputs(case)
     whole = by_flash(flash, case, x, scalars)
     assert same(whole, by_flash(flash, case, x, scalars))
-    for b in range(case.B):       # a sequence alone, too
+    for b in range(case.B):       # a sequence alone gives the same
         alone = by_flash(flash, replace(case, B=1, sequence=b), {name: value[b:b + 1] for name, value in x.items()}, scalars)
         assert all(torch.equal(alone[name], whole[name][b:b + 1]) for name in ("out", "dq", "dk", "dv", "stats"))
 
 
 @pytest.mark.parametrize("case", KINDS, ids=str)
 def test_the_future_has_no_effect(flash, case):
-    """However large what comes later: not in a maximum, a sum or a product; to the last bit."""
+    """Later keys, however large, change no bit of a row: not through a maximum, a sum or a matmul."""
     x, scalars = inputs(case)
     now = case.T - 20
     later = {name: torch.cat([value[:, :now], value[:, now:] * 64], 1) for name, value in x.items()}
@@ -367,13 +370,14 @@ LONG = [Case(attn, FLOAT, T, HS, B=1, NH=1) for attn, HS in (("softmax", 64), ("
 
 @pytest.mark.parametrize("case", LONG, ids=str)
 def test_float32_on_tensor_cores_that_truncate(flash, flash_with, case):
-    """With sums rounded toward zero, as an H100's are, the error of float32 is about what it is with sums rounded to nearest, however long the rows."""
+    """With sums rounded toward zero, as on an H100, the error of float32 is about the same as with sums rounded to
+    nearest, at every length."""
     x = inputs(case)
     truncated = by_flash(flash_with(MMA="hopper"), case, *x)
     check(case, truncated)
     nearest = errors(case, by_flash(flash, case, *x))
     for name, error in errors(case, truncated).items():
-        assert error <= 1.5 * nearest[name] + 1e-7, f"{name}: off by {error:.3g}, with sums rounded to nearest by {nearest[name]:.3g}"
+        assert error <= 1.5 * nearest[name] + 1e-7, f"{name}: off by {error:.3g}, but with sums rounded to nearest only by {nearest[name]:.3g}"
 
 
 @pytest.mark.parametrize("case", [*KINDS, *([Case(attn, BF16, 1024, 64, B=1, NH=1) for attn in ("softmax", "lssar", "gelu-l1")] if ALL else [])], ids=str)
@@ -400,7 +404,8 @@ def test_no_bank_conflicts(flash_with):
 
 @pytest.mark.parametrize("dtype", (BF16, FLOAT))
 def test_all_zero_rows(flash, dtype):
-    """relu over its sum where every second query has no positive score; reweight where all weights of a row are the same."""
+    """relu divided by its sum, where every second query has no positive score; reweight, where all weights of a row are
+    equal."""
     case = Case("relu-l1+post=recenter-l1", dtype, 33, 48)
     x, scalars = inputs(case)
     x["k"] = x["k"].abs()

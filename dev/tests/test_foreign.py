@@ -1,5 +1,6 @@
-"""Models from elsewhere: transformers makes tiny random ones, and each is either computed right (the same loss as there) or refused before any
-work, exit code 3, with every reason. FOREIGN=all tries every class that AutoModelForCausalLM maps; -rs lists those that could not be built."""
+"""Models from elsewhere: transformers makes tiny random models, and each must either give the same loss here or be
+rejected before any work, with exit code 3 and every reason. FOREIGN=all tries every class that AutoModelForCausalLM
+maps; -rs lists those that could not be built."""
 import json
 import os
 import re
@@ -13,7 +14,7 @@ import torch
 
 from trainer import ROOT, TRAIN, VOCAB, environment, train
 
-os.environ["HF_HUB_OFFLINE"] = "1"                          # before transformers is imported: no test asks a hub
+os.environ["HF_HUB_OFFLINE"] = "1"    # set before transformers is imported: no test contacts a hub
 import transformers
 from transformers import (CohereConfig, GemmaConfig, GPT2Config, GraniteConfig, LlamaConfig, MistralConfig, MixtralConfig, Olmo2Config,
                           Phi3Config, Qwen2Config, Qwen3Config, StableLmConfig)
@@ -39,13 +40,14 @@ def test_transformers_has_the_pinned_version():
 
 @pytest.fixture(autouse=True)
 def skipped_under_another_version(request):
-    """What is the same there is a matter of the version: with another one only the test above runs, and fails."""
+    """Which models are equal depends on the version of transformers; with another version only the test above runs, and
+    fails."""
     if UNPINNED and request.function is not test_transformers_has_the_pinned_version:
         pytest.skip(UNPINNED)
 
 
 def build(config, model_class=None):
-    """A model with random weights of such a size that each of them, gains and biases too, is seen in the loss."""
+    """A model with random weights so large that each of them, gains and biases included, affects the loss."""
     torch.manual_seed(1)
     model = (model_class or MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])._from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
@@ -69,7 +71,7 @@ def loss_there(model, data):
 
 
 def evaluate(folder, data, *flags):
-    """The exit code and either the loss or the message."""
+    """The exit code, and either the loss or the message."""
     out = folder.parent / "eval"
     words = [EVAL, "--model", folder, "--data", f"{data}/d_val_*.bin", "--seq-lens", T, "--out", out, *flags]
     result = subprocess.run(list(map(str, words)), capture_output=True, text=True, env=environment(), timeout=300)
@@ -82,18 +84,19 @@ def evaluate(folder, data, *flags):
 
 
 def assert_same_or_refused(model, folder, data):
-    """The requirement for every model. Without a model, the one that transformers makes of the folder. Returns the message, "" for the same loss."""
+    """Checks the requirement for every model; without `model`, for the one that transformers loads from the folder.
+    Returns the message, or "" if the losses are equal."""
     code, found = evaluate(folder, data)
     if code == 0:
         model = model or transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        assert abs(found - loss_there(model, data)) < CLOSE, "computed wrongly without a word"
+        assert abs(found - loss_there(model, data)) < CLOSE, "computed wrongly without a message"
         return ""
     assert code == 3 and str(folder) in found and "\n  - " in found, found
     return found
 
 
 def edit(folder, **change):
-    """Sets keys of config.json, and removes those that are ..."""
+    """Sets keys of config.json, and removes those whose value is `...`."""
     path = folder / "config.json"
     config = json.loads(path.read_text()) | change
     path.write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
@@ -135,7 +138,7 @@ def test_families(name, data, tmp_path):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_another_family_labeled_llama_is_detected(name, data, tmp_path):
-    """config.json of another family with model_type changed to llama: only those that compute the same are left."""
+    """Changes model_type to llama in another family's config.json; only families that compute the same may load."""
     model = build(FAMILIES[name][0])
     model.save_pretrained(tmp_path / "model")
     edit(tmp_path / "model", model_type="llama")
@@ -198,7 +201,7 @@ def test_variants(name, data, tmp_path):
 
 @pytest.mark.parametrize("rope_type", ROPE)
 def test_rope_as_transformers_4_wrote_it(rope_type, data, tmp_path):
-    """Under rope_scaling, its kind under "type" at first."""
+    """Older versions wrote rope_scaling, and the oldest called its type "type"."""
     model = llama(rope_parameters=ROPE[rope_type] | {"rope_type": rope_type, "rope_theta": 10000.0})
     model.save_pretrained(tmp_path / "model")
     for key in ("type", "rope_type"):
@@ -311,7 +314,8 @@ def test_several_ignored_keys_in_every_program(folder, data, tmp_path):
     flags = ["--init-from", folder, "--seq-len", T, "--batch", 4, "--steps", 1, "--warmup", 0, "--out", tmp_path / "out"]
     assert "rope_parameters.three" in train(data, *flags, model=False, code=3) and not (tmp_path / "out").exists()
     train(data, *flags, "--ignore-config-key", names, model=False)
-    train(data, "--out", tmp_path / "out", "--resume", "--steps", 2, model=False)         # our own config.json has none of them
+    # our own config.json has none of these keys
+    train(data, "--out", tmp_path / "out", "--resume", "--steps", 2, model=False)
     sample = [TRAIN.parent / "sample_gpt2", "--model", folder, "--prompt", "1,2", "--max-new-tokens", "2"]
     for more, code in (([], 3), (["--ignore-config-key", names], 0)):
         assert subprocess.run(sample + more, capture_output=True, env=environment()).returncode == code
@@ -338,7 +342,7 @@ def test_an_empty_quantization_config_is_accepted(nothing, folder, data):
 
 
 def test_an_adapter_beside_the_model_is_rejected(folder, data, tmp_path):
-    """transformers adds it to the weights where peft is installed. Only its config.json makes it do so."""
+    """transformers adds an adapter to the weights if peft is installed and the folder has adapter_config.json."""
     expected = evaluate(folder, data)
     shutil.copy(folder / "model.safetensors", folder / "adapter_model.safetensors")
     assert evaluate(folder, data) == expected and expected[0] == 0
@@ -393,7 +397,7 @@ def test_reasons_that_do_not_fit_are_counted(folder, data):
     code, message = evaluate(folder, data)
     shown = message.count(": an unknown key, which may change the results")
     assert code == 3 and 5 < shown < 100 and f"\n  - and {100 - shown} more\n" in message
-    assert "--ignore-config-key NAME" in message                   # nothing is cut off at the end
+    assert "--ignore-config-key NAME" in message                   # the message is complete
 
 
 @pytest.mark.parametrize("change, reason", [
@@ -429,7 +433,7 @@ def test_values_that_mean_the_same(change, folder, data):
 
 
 def test_published_llama_configs_load(folder, data):
-    """All keys that SmolLM2-1.7B has, beside this model's sizes."""
+    """All keys of SmolLM2-1.7B, with this model's sizes."""
     expected = evaluate(folder, data)
     edit(folder, rope_parameters=..., rope_theta=10000, rope_scaling=None, torch_dtype="bfloat16", transformers_version="4.42.3", rope_interleaved=False,
          is_llama_config=True, **{"transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}})
@@ -438,7 +442,7 @@ def test_published_llama_configs_load(folder, data):
 
 # ---------------------------------------------------------------- every class
 
-SIZES = {          # the first whose words are all in a key's name counts
+SIZES = {          # the first row whose words are all in a key's name applies
     ("vocab",): VOCAB, ("kv", "head", "num"): 4, ("key_value", "heads"): 4, ("num", "head"): 4, ("n_head",): 4, ("head_dim",): HEAD, ("attention_heads",): 4,
     ("num", "layers"): 2, ("n_layer",): 2, ("layers",): 2, ("num", "experts_per"): 2, ("top_k",): 2, ("experts",): 4, ("n_group",): 1, ("topk_group",): 1,
     ("lora_rank",): 8, ("rope_head",): HEAD, ("nope_head",): HEAD, ("v_head",): HEAD, ("intermediate",): 48, ("ffn",): 48, ("inner",): 64,
@@ -448,7 +452,7 @@ SIZES = {          # the first whose words are all in a key's name counts
 
 
 def shrunk(config, layers):
-    """The numbers of a config that decide its size, made small; of the configs in it, too."""
+    """Shrinks the numbers of a config that determine its size, also in nested configs."""
     small = {}
     for key, value in config.items():
         if isinstance(value, dict) and "model_type" in value:
@@ -464,9 +468,9 @@ def shrunk(config, layers):
 
 
 def build_class(name):
-    """A tiny model of the class, or None and why there is none."""
+    """A tiny model of the class, or None and the reason why there is none."""
     config_class, why = getattr(transformers, CONFIG_MAPPING_NAMES[name]), ""
-    for layers in (2, 4, 8):                   # some have a kind of layer at every fourth or eighth
+    for layers in (2, 4, 8):                   # some have a special layer at every fourth or eighth place
         for part in (lambda whole: whole, lambda whole: whole.get_text_config()):
             try:
                 whole = config_class(**shrunk(config_class().to_dict(), layers))
@@ -476,7 +480,7 @@ def build_class(name):
                 if count < 50e6:
                     return build(config, model_class), ""
                 why = why or f"{count:,} parameters after shrinking"
-            except BaseException as error:     # whatever such a class raises: it is not ours
+            except BaseException as error:     # these classes may raise anything
                 why = why or f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
     return None, why
 
@@ -493,5 +497,6 @@ def test_every_class(name, data, tmp_path):
     message = assert_same_or_refused(model, tmp_path / "model", data)
     print(f"{name}: {message or 'the same loss'}")
     if name != "llama":
-        edit(tmp_path / "model", model_type="llama")             # what claims to be a Llama is what transformers makes of it
+        # relabeled as a Llama, it is compared with what transformers loads
+        edit(tmp_path / "model", model_type="llama")
         assert_same_or_refused(None, tmp_path / "model", data)

@@ -1,7 +1,8 @@
-"""scripts/gpu_check.sh without a GPU: its parts run in their dry form, on machines that lack this and that; calls resume; its report is well-formed,
-its verdicts are right, and nothing that was not timed on a GPU passes for a measurement.
+"""scripts/gpu_check.sh without a GPU: its parts work in a dry run and on machines that lack something; calls resume;
+its report is well-formed, its verdicts are right, and nothing that was not timed on a GPU counts as a measurement.
 
-GPU_REHEARSAL=1 adds the rehearsal of doc/gpu_check.md: every part, built and run by the emulation, in calls of GPU_REHEARSAL_BUDGET seconds (570).
+GPU_REHEARSAL=1 adds the rehearsal of doc/gpu_check.md: every part, built and run with the emulation, in calls of
+GPU_REHEARSAL_BUDGET seconds (570).
 """
 import json
 import math
@@ -49,7 +50,7 @@ def parts_of(out):
 
 
 def assert_well_formed(text):
-    """Every row of a table has the cells of its head."""
+    """Checks that every row of a table has as many cells as its head."""
     rows = [len(re.findall(r"(?<!\\)\|", line)) for line in text.splitlines()]
     for before, now in zip(rows, rows[1:]):
         assert not before or not now or before == now, text
@@ -66,7 +67,7 @@ def test_without_a_gpu_it_says_so(tmp_path):
 
 
 def fake_programs(folder, **texts):
-    """A PATH with these shell scripts in it before the system's own programs."""
+    """A PATH with these shell scripts before the system's own programs."""
     folder.mkdir()
     for name, text in texts.items():
         (folder / name).write_text(f"#!/bin/sh\n{text}\n")
@@ -74,8 +75,8 @@ def fake_programs(folder, **texts):
     return f"{folder}:/usr/bin:/bin"
 
 
-# Programs that make builds on the machine below: they say what they were called with. One group of kernels crashes, and
-# another is killed, as if the system had no memory for it.
+# The programs that make "builds" on the machine below; they record their arguments. One group of kernels crashes, and
+# another is killed, as if memory had run out.
 PROGRAM = """#!/bin/sh
 echo "$0 $*" >>"{log}"
 case $1 in rope) kill -SEGV $$ ;; swiglu) kill -KILL $$ ;; orders) echo "note: refused"; exit 6 ;; --help) ;; esac
@@ -91,7 +92,8 @@ done
 
 
 class Machine:
-    """A copy of what scripts/gpu_check.sh needs, without .git, on a machine with a GPU that is none, and with a make that builds nothing."""
+    """A copy of what scripts/gpu_check.sh needs, without .git, on a machine with a fake GPU and a make that builds
+    nothing."""
 
     def __init__(self, folder, *, lacks=(), **programs):
         self.root, self.log, self.out = folder / "tree", folder / "log", folder / "out"
@@ -112,7 +114,7 @@ class Machine:
         return gpu_check(*parts, out=self.out, code=code, root=self.root, PATH=self.path, PYTHON="", **environment)
 
     def edit(self, name, old, new):
-        """Another constant in this machine's copy of a file."""
+        """Changes a constant in this machine's copy of a file."""
         text = (self.root / name).read_text()
         assert old in text, (name, old)
         (self.root / name).write_text(text.replace(old, new))
@@ -129,7 +131,7 @@ def test_built_by_contents_not_by_times(tmp_path):
     machine.call("build", code=0)
     assert machine.calls("made") == 1
     for path in machine.root.rglob("*"):
-        os.utime(path)                                   # copied here again: every source is newer than every object
+        os.utime(path)                                   # copied again: every source is newer than every object
     machine.call("build", code=0)
     assert machine.calls("made") == 1
     flash = machine.root / "attention/flash.cuh"
@@ -141,7 +143,7 @@ def test_built_by_contents_not_by_times(tmp_path):
     program.write_text("something else was built here\n")
     machine.call("build", code=0)
     assert machine.calls("made") == 3
-    (program.parent / "products").unlink()               # as after a build that was cut off: its objects stay
+    (program.parent / "products").unlink()               # as after an interrupted build: its objects stay
     (program.parent / "an.o").touch()
     assert "resuming an unfinished build" in machine.call("build", code=0)
     assert machine.calls("made") == 4 and (program.parent / "an.o").exists()
@@ -160,7 +162,7 @@ def test_a_crash_ends_its_group_alone(tmp_path):
     assert checks.pop("cuBLASLt, not needed: orders") == "info"
     assert len(checks) > 20 and set(checks.values()) == {"ok"}
     before = machine.calls("test_kernels rmsnorm"), machine.calls("test_kernels rope")
-    machine.call("tests", code=1)                        # what passed is not run again; what failed is, when its part is named
+    machine.call("tests", code=1)    # passed checks are not run again; failed ones are if their part is named
     assert (machine.calls("test_kernels rmsnorm"), machine.calls("test_kernels rope")) == (before[0], before[1] + 1)
 
 
@@ -172,7 +174,7 @@ def test_without_the_sanitizer_its_part_fails(tmp_path):
     assert [check["verdict"] for check in parts_of(machine.out)["sanitizer"]["checks"]] == ["FAILED"]
 
 
-# As the real one: the program's exit code, or that of --error-exitcode where there is something to report.
+# Like the real one: ends with the program's exit code, or with --error-exitcode if there are findings.
 SANITIZER = """code=0
 while true; do
     case $1 in --tool | --print-limit) ;; --error-exitcode) code=$2 ;; *) break ;; esac
@@ -187,7 +189,7 @@ exec "$@"
 
 
 def test_sanitizer_findings_are_reported(tmp_path):
-    """Each run is concluded as it ends; one that does not end is left, in time."""
+    """Each run is recorded as soon as it ends; one that does not end is left before the call runs out of time."""
     machine, ended = Machine(tmp_path, **{"compute-sanitizer": SANITIZER}), "norms"
     for old, new in (("phi rmsnorm", ""), ("gau embedding classifier adamw", ""), ("refused | peak", "refused"),
                      ("KILL_AFTER=5", "KILL_AFTER=1"), ("memcheck racecheck synccheck", "memcheck"),
@@ -205,7 +207,7 @@ def test_sanitizer_findings_are_reported(tmp_path):
             time.sleep(0.05)
         assert verdicts()[ended] == "FAILED (9)"
         pid = (machine.root / "peak.pid").read_text().strip()
-        assert Path(f"/proc/{pid}/cmdline").read_bytes()                # another run goes on
+        assert Path(f"/proc/{pid}/cmdline").read_bytes()                # another run continues
         said = call.result()
     assert verdicts()["peak"] == "left", said
     assert verdicts()["rope"] == "FAILED (139)" and verdicts()["swiglu"] == "FAILED (137)"
@@ -238,7 +240,7 @@ def test_a_failed_probe_ends_the_call_that_names_it(tmp_path):
 
 
 def test_a_probe_without_a_gpu_ends_the_call(tmp_path):
-    """Also where nvidia-smi hangs, as it does with a driver that hangs."""
+    """Also if nvidia-smi hangs, as it does if the driver hangs."""
     machine = Machine(tmp_path, **{"nvidia-smi": "exec sleep 100"})
     machine.edit("scripts/gpu_check.sh", "ASK_LIMIT=10", "ASK_LIMIT=1")
     machine.edit("dev/bench/gpu_report.py", "timeout=10", "timeout=1")
@@ -276,7 +278,7 @@ def test_an_unknown_part_is_rejected(tmp_path, word, says):
 
 @pytest.mark.parametrize("word, settings", [("determinism", {"BUDGET": "08"}), ("determinism=01", {})])
 def test_seconds_are_decimal(tmp_path, word, settings):
-    """08 is no octal number; what could not begin is unfinished."""
+    """08 is not an octal number. Parts that could not begin are unfinished."""
     said = gpu_check(word, out=tmp_path, code=gpu_report.UNFINISHED, DEVICE="cpu", TRAIN="/bin/false", **settings)
     assert "too great" not in said and parts_of(tmp_path)["determinism"]["status"] == "unfinished"
 
@@ -321,7 +323,7 @@ def test_an_absent_part_is_unfinished(tmp_path):
 
 @pytest.fixture
 def known(tmp_path):
-    """The environment of a dry run by the CPU's trainer on a small vocabulary."""
+    """The environment of a dry run with the CPU trainer and a small vocabulary."""
     trainer.make_data(tmp_path)
     return dict(DEVICE="cpu", TRAIN=str(trainer.TRAIN), DATA=str(tmp_path), VOCAB=str(trainer.VOCAB))
 
@@ -358,7 +360,7 @@ def test_parts_without_any_time_are_left_together(tmp_path, known):
 
 
 def test_a_check_is_stopped_when_the_call_ends(tmp_path, known):
-    """What is cut off at the end of a call's time has not failed."""
+    """A check that is stopped because the call ends has not failed."""
     slow = tmp_path / "slow"
     slow.write_text("#!/bin/sh\nexec sleep 100\n")
     slow.chmod(0o755)
@@ -368,7 +370,7 @@ def test_a_check_is_stopped_when_the_call_ends(tmp_path, known):
 
 
 def test_training_text_without_shards(tmp_path):
-    """Without shards and network there is something to train on, the same each time."""
+    """Without shards and network there is still text to train on, the same each time."""
     for name in ("a", "b"):
         subprocess.run([sys.executable, ROOT / "dev/bench/gpu_text.py", tmp_path / name], check=True)
     a, b = (tmp_path / name / "text_train_000001.bin" for name in ("a", "b"))
@@ -396,15 +398,16 @@ def size_of(folder):
 
 
 def edit(root, name):
-    """Another content, with a time before every object's."""
+    """Changes the file's contents, with a time before that of every object."""
     (root / name).write_text((root / name).read_text() + "\n// rehearsed\n")
     os.utime(root / name, (1e9, 1e9))
 
 
 @pytest.mark.skipif(os.environ.get("GPU_REHEARSAL") != "1", reason="GPU_REHEARSAL=1: minutes")
 def test_rehearsal(tmp_path):
-    """Calls as on a machine that is rented for minutes: a copy without .git whose files are older than the objects, an OUT that starts empty, and
-    reports that the caller carries from call to call; until nothing is left. Prints the seconds of each part."""
+    """Repeats calls, as on a machine that is rented for minutes, until nothing is left: with a copy without .git whose
+    files are older than the objects, an OUT that starts empty, and a report that the caller carries from call to call.
+    Prints the seconds of each part."""
     root, out, carried = tmp_path / "tree", tmp_path / "out", tmp_path / "tree/build/gpu_check"
     budget = int(os.environ.get("GPU_REHEARSAL_BUDGET", 570))
     listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
@@ -434,14 +437,14 @@ def test_rehearsal(tmp_path):
             shutil.copytree(out, carried, dirs_exist_ok=True)
         return result.returncode, result.stdout
 
-    call("pack", code=(0, 1))                             # 1: something cannot be fetched here
+    call("pack", code=(0, 1))                             # 1: something cannot be downloaded here
     assert size_of(root) - size_of(root / "build") + size_of(root / "build/deps") <= TRAVELS_BYTES
     while call(code=(0, gpu_report.UNFINISHED))[0]:
         assert len(calls) < 20
     parts = parts_of(carried)
     assert {name: part["status"] for name, part in parts.items()} == dict.fromkeys(words_of("ALL"), "done")
     assert all(part["seconds"] <= budget for part in parts.values())
-    for path in root.rglob("*"):                          # copied once more, with newer times
+    for path in root.rglob("*"):                          # copied again, with newer times
         if "build" not in path.parts and path.is_file():
             os.utime(path)
     assert "nothing to do" in call("build", code=(0,))[1]
@@ -507,7 +510,7 @@ def test_curves(tmp_path, losses, fine):
 # ---- what a part depends on
 
 def prerequisites():
-    """The files of the tree that the objects of the CUDA programs were compiled from; where none are built here, those of
+    """The files of the tree from which the objects of the CUDA programs were compiled; if none are built here, those of
     the trainer."""
     patterns = ("on_cpu/**/*.d", "*.d", "attention/*.d", "model/*.d", "run/*.d", "runtime/*.d")
     compiled = [path for pattern in patterns for path in (ROOT / "build").glob(pattern)]
@@ -530,7 +533,7 @@ def test_the_version_covers_every_source():
 
 
 def test_the_version_covers_the_recipes(tmp_path, monkeypatch):
-    """Of a part alone whose recipe changes; and every recipe is found."""
+    """A change of a part's recipe changes only the version of that part. Every recipe is found."""
     assert [name for names in gpu_report.PART_RECIPES.values() for name in names if not gpu_report.recipe(name)] == []
     (tmp_path / "scripts").mkdir()
     shutil.copy(ROOT / "scripts/gpu_check.sh", tmp_path / "scripts")
@@ -603,7 +606,7 @@ def test_only_correct_cases_timed_on_a_gpu_count(change):
 
 
 def test_records_of_other_sources_or_devices_do_not_count(tmp_path, monkeypatch):
-    """Without a git history too: the version is a hash of the sources' contents."""
+    """This also works without git, because the version is a hash of the sources' contents."""
     for name in ("Makefile", "attention/flash.cuh", "dev/bench/attention_gpu.py", "doc/gpu.md"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("one")
@@ -641,7 +644,7 @@ def test_the_final_state_of_a_part(tmp_path, verdicts, status, code):
     report.begin("tests")
     for i, verdict in enumerate(verdicts):
         gpu_report.add_check(report, "tests", str(i), verdict, 1, "")
-    assert report.part("tests")["status"] == "unfinished"           # what a call that was killed leaves behind
+    assert report.part("tests")["status"] == "unfinished"           # what a killed call leaves behind
     report.end("tests")
     assert report.part("tests")["status"] == status and gpu_report.exit_code(report, []) == code
     report.save()
@@ -672,7 +675,7 @@ def softmax_with_sum(q, k, v):
 @pytest.mark.drawn(10)
 @pytest.mark.parametrize("name", reference.PRESETS)
 def test_pytorchs_methods_compute_the_normalizer(name):
-    """The formula, what SDPA does, and what FlexAttention does with its output and log-sum-exp."""
+    """Those are the formula, SDPA, and FlexAttention with its output and log-sum-exp."""
     case = attention_gpu.Case(name, 21, 1)
     judge = attention_gpu.Judge(case)
     for way in attention_gpu.way_names(name):
@@ -720,7 +723,8 @@ def test_attention_that_hangs_has_failed(tmp_path, monkeypatch, way, code):
 # ---- counts of instructions
 
 def test_instructions_for_a_tile():
-    """From whole kernels: 1,034 for 32×64 scores, some more for each row, and a prologue."""
+    """Recovered from counts of whole kernels with 1,034 instructions for 32×64 scores, some more for each row, and a
+    prologue."""
     counts = {T: gpu_kernels.HEADS * (1034 * T * T / 2 / 2048 + 70 * T) + 5000 for T in gpu_kernels.LENGTHS}
     assert math.isclose(gpu_kernels.per_tile(counts), 1034, rel_tol=1e-9)
 
@@ -756,15 +760,15 @@ def test_step_and_memory(tmp_path, monkeypatch):
     parts = parts_of(tmp_path)
     assert len(parts["step"]["records"]) == 6 and len(parts["memory"]["records"]) == 4
     head = parts["memory"]["tables"]["A step's memory, GB"]["head"]
-    assert len(head) == 6 and not any("tok" in word for word in head)              # its times are no measurements
+    assert len(head) == 6 and not any("tok" in word for word in head)              # its times are not measurements
     assert all("used_gb" in r for r in parts["memory"]["records"] if r["variant"] == "ours")
-    assert not any("used_gb" in r for r in parts["step"]["records"])               # nvidia-smi is not asked while a step is timed
+    assert not any("used_gb" in r for r in parts["step"]["records"])    # nvidia-smi is not called while a step is timed
     assert set(gpu_step.floors("124M", 16, 1024)) <= set(parts["step"]["profile"]["phases"])
     assert_well_formed((tmp_path / "report.md").read_text())
 
 
 def test_a_step_that_hangs_has_failed(tmp_path, monkeypatch):
-    """Ours fails the part, by name; what the end of the call cuts off is left."""
+    """If ours hangs, the part fails and names it; a case that the end of the call cuts off is left."""
     slow = tmp_path / "slow"
     slow.write_text("#!/bin/sh\nexec sleep 100\n")
     slow.chmod(0o755)
@@ -798,7 +802,7 @@ def test_floors_name_the_trainers_phases():
 
 
 def test_the_largest_batch():
-    """Linear in the batch: what is free after the fixed part, over a sequence's; at least 16."""
+    """Memory is linear in the batch: what is free after the fixed part, divided by a sequence's share; at least 16."""
     fixed = 16 * gpu_step.parameters("124M") / 1e9
     found = gpu_step.largest_batch({"B": 16, "peak_gb": fixed + 0.016}, "124M", "autocast")
     assert found == int(0.97 * (4.0 - gpu_step.MARGIN_GB - fixed) / 0.001) // 8 * 8 or found == 16
@@ -814,7 +818,7 @@ def test_the_same_model_in_pytorch(tied, monkeypatch):
 
 
 def test_cases_that_do_not_fit_are_named(tmp_path, monkeypatch):
-    """The phases come after every case of the model; with too little time for a compiler, ours alone is measured."""
+    """The phases come after all cases of the model. If there is too little time to compile, only ours is measured."""
     order = []
     monkeypatch.setattr(gpu_step, "DRY", False)
     monkeypatch.setattr(gpu_step, "free_gb", lambda: 80.0)
@@ -838,6 +842,6 @@ def test_cases_that_do_not_fit_are_named(tmp_path, monkeypatch):
 
 
 def test_pytorch_is_timed_by_the_hosts_clock(monkeypatch):
-    """As many steps as asked for, after as many as ours leaves out, each from one end to the next."""
+    """It times as many steps as requested, after skipping as many as ours does, each from one end to the next."""
     found = gpu_step.torch_steps({"variant": "autocast", "model": "tiny", "B": 2, "T": 16, "steps": 5, "uncounted": 3})
     assert len(found["ms"]) == 5 and all(ms > 0 for ms in found["ms"])
