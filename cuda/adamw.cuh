@@ -7,7 +7,7 @@
 // moments start at its `state`, which equals its `from` if this rank has all moments, or is packed for the ranges that
 // this rank owns (ZeRO-1). rounded: a bf16 copy of params, or NULL. It is rounded to nearest or stochastically: up with
 // a probability equal to the fraction that is cut off, so that the expected value is exact. The 16 random bits of
-// element i of params are half-word i mod 8 of Philox4x32-10 (as in runtime/random.c) at (seed, step, i div 8), so they
+// element i of params are half-word i mod 8 of Philox4x32-10 (runtime/philox.h) at (seed, step, i div 8), so they
 // depend neither on the grid nor on which rank owns the element.
 // Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019). Test: dev/tests/test_kernels.cu adamw.
 //
@@ -24,6 +24,7 @@
 
 #include "cuda/vector.cuh"
 #include "runtime/adamw.h"
+#include "runtime/philox.h"
 
 enum { SEGMENT_PART = 4096, SEGMENT_THREADS = 256, ADAMW_WIDTH = 8 };
 
@@ -69,25 +70,8 @@ DEVICE SegmentPart segment_part(const AdamSegment *segments, size_t count) {
 
 // ---- stochastic rounding
 
-typedef struct {
-    uint32_t words[4];
-} Random;
-
-DEVICE Random philox(uint64_t seed, uint64_t stream, uint64_t counter) {
-    uint32_t c0 = (uint32_t)counter, c1 = (uint32_t)(counter >> 32), c2 = (uint32_t)stream,
-             c3 = (uint32_t)(stream >> 32);
-    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
-    for (int round = 0; round < 10; round++) {
-        uint64_t p = (uint64_t)c0 * 0xD2511F53u, q = (uint64_t)c2 * 0xCD9E8D57u;
-        c0 = (uint32_t)(q >> 32) ^ c1 ^ k0, c1 = (uint32_t)q;
-        c2 = (uint32_t)(p >> 32) ^ c3 ^ k1, c3 = (uint32_t)p;
-        k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
-    }
-    return (Random){{c0, c1, c2, c3}};
-}
-
 // The 16 random bits of element i
-DEVICE uint32_t random_bits(const Random *r, int i) {
+DEVICE uint32_t random_bits(const Philox *r, int i) {
     return (r->words[i / 2] >> (i % 2 * 16)) & 0xFFFF;
 }
 
@@ -127,7 +111,7 @@ static inline AdamRates adam_rates(AdamW a, uint64_t seed) {
 template <int W, bool STOCHASTIC>
 DEVICE void store_rounded(bf16 *rounded, float x[W], size_t i, uint64_t seed, uint64_t step) {
     if (STOCHASTIC) {
-        Random r = philox(seed, step, i / ADAMW_WIDTH);
+        Philox r = philox(seed, step, i / ADAMW_WIDTH);
         for (int j = 0; j < W; j++)
             x[j] = round_stochastically(x[j], random_bits(&r, W == 1 ? (int)(i % ADAMW_WIDTH) : j));
     }

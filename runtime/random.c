@@ -3,25 +3,11 @@
 #include <math.h>
 #include <string.h>
 
-// One round of Philox4x32: replaces the counter (c0, c1, c2, c3) and advances the key (k0, k1).
-#define PHILOX_ROUND(c0, c1, c2, c3, k0, k1)                                        \
-    do {                                                                            \
-        uint64_t p = (uint64_t)(c0) * 0xD2511F53u, q = (uint64_t)(c2) * 0xCD9E8D57u; \
-        uint32_t d1 = (c1), d3 = (c3);                                              \
-        (c0) = (uint32_t)(q >> 32) ^ d1 ^ (k0);                                     \
-        (c1) = (uint32_t)q;                                                         \
-        (c2) = (uint32_t)(p >> 32) ^ d3 ^ (k1);                                     \
-        (c3) = (uint32_t)p;                                                         \
-        (k0) += 0x9E3779B9u;                                                        \
-        (k1) += 0xBB67AE85u;                                                        \
-    } while (0)
+#include "runtime/philox.h"
 
 uint64_t random_u64(uint64_t seed, uint64_t stream, uint64_t counter) {
-    uint32_t c0 = (uint32_t)counter, c1 = (uint32_t)(counter >> 32), c2 = (uint32_t)stream,
-             c3 = (uint32_t)(stream >> 32);
-    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
-    for (int round = 0; round < 10; round++) PHILOX_ROUND(c0, c1, c2, c3, k0, k1);
-    return (uint64_t)c1 << 32 | c0;
+    Philox bits = philox(seed, stream, counter);
+    return (uint64_t)bits.words[1] << 32 | bits.words[0];
 }
 
 double random_uniform(uint64_t seed, uint64_t stream, uint64_t counter) {
@@ -67,14 +53,12 @@ static inline void turn(uint32_t bits, float *cosine, float *sine) {
 static void normal_block(float out[BLOCK], float mean, float std, uint64_t seed, uint64_t stream, uint64_t block) {
 #pragma omp simd
     for (int i = 0; i < LANES; i++) {
-        uint32_t c0 = (uint32_t)(block * LANES) + (uint32_t)i, c1 = (uint32_t)(block * LANES >> 32);
-        uint32_t c2 = (uint32_t)stream, c3 = (uint32_t)(stream >> 32), k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
-        for (int round = 0; round < 10; round++) PHILOX_ROUND(c0, c1, c2, c3, k0, k1);
-        float cosine, sine, radius = sqrtf(minus_two_log(c0)), other = sqrtf(minus_two_log(c2));
-        turn(c1, &cosine, &sine);
+        Philox bits = philox(seed, stream, block * LANES + (uint64_t)i);
+        float cosine, sine, radius = sqrtf(minus_two_log(bits.words[0])), other = sqrtf(minus_two_log(bits.words[2]));
+        turn(bits.words[1], &cosine, &sine);
         out[i] = mean + std * (radius * cosine);
         out[LANES + i] = mean + std * (radius * sine);
-        turn(c3, &cosine, &sine);
+        turn(bits.words[3], &cosine, &sine);
         out[2 * LANES + i] = mean + std * (other * cosine);
         out[3 * LANES + i] = mean + std * (other * sine);
     }
