@@ -1,5 +1,5 @@
-"""Checkpoints and transformers, in both directions: what we write loads there and gives our logits and our texts; what it writes trains
-on here. And the modeling file against the reference. Every normalizer, in both blocks."""
+"""Checkpoints and transformers, in both directions: what we write loads there and gives our logits and our texts; what
+it writes trains here. Also compares the modeling file with the reference. Covers every normalizer in both blocks."""
 import importlib.util
 import json
 import math
@@ -29,7 +29,7 @@ OVERRIDES = ["softmax+post=reweight:3", "sigmoid-logn-l1+post=reweight:15", "sof
              "lssa+norm=l1+0.5+post=recenter-l1", "softmax-floorlog+scale=floorlog:4"]
 NORMALIZERS = [*reference.PRESETS, *OVERRIDES]
 
-# name: flags of training. Lengths beyond the training length too: n > L.
+# name: training flags. Texts are also longer than the training length: n > L.
 CHECKPOINTS = {
     "softmax": [],
     "softmax-untied": ["--model", f"{SHAPE},tied=0"],
@@ -60,11 +60,11 @@ def folder(request, data, tmp_path_factory):
     return train(data, tmp_path_factory.mktemp("run") / "out", *CHECKPOINTS[request.param], steps=40)[0]
 
 
-PLAIN = ("llama", "qwen3")      # what transformers loads by itself
+PLAIN = ("llama", "qwen3")      # what transformers loads without our code
 
 
 def load(folder):
-    """In float32; plain softmax without trusting any code."""
+    """Loads the model in float32; plain softmax without trust_remote_code."""
     config = json.loads((folder / "config.json").read_text())
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=config["model_type"] not in PLAIN).eval()
 
@@ -74,12 +74,12 @@ def random_ids(length):
 
 
 def whole_length(name):
-    """Does a row depend on the length of the whole text, so that those after it, a cache and padding change its numbers?"""
+    """True if a row depends on the length of the whole text, so that later tokens, a cache and padding change it."""
     normalizer = reference.parse_normalizer(name)
     return normalizer.norm in ("T", "T2") or normalizer.offset == "-logT"
 
 
-# ---------------------------------------------------------------- ours in transformers
+# ---------------------------------------------------------------- our models in transformers
 
 def test_transformers_gives_our_logits(folder):
     model = load(folder)
@@ -101,8 +101,8 @@ def test_generate_and_sample_give_the_same_text(folder):
 
 
 def test_only_plain_models_are_llamas(folder):
-    """Only plain softmax in a Llama's block is a Llama, or a Qwen3 with QK norms; loaded without trust, the others are refused rather than
-    computed as softmax."""
+    """Only plain softmax in a Llama's block is written as a Llama, or with QK norms as a Qwen3. Without
+    trust_remote_code the others are rejected rather than computed as softmax."""
     config = json.loads((folder / "config.json").read_text())
     normalizer = config["attention_normalizer"]
     plain = normalizer["name"] == "softmax" and "block" not in normalizer
@@ -114,7 +114,7 @@ def test_only_plain_models_are_llamas(folder):
 
 
 def test_a_model_saved_by_transformers_trains_here(folder, data, tmp_path):
-    """Through transformers and back: the same logits, and --init-from takes it."""
+    """Saved again by transformers, the model has the same logits here, and --init-from accepts it."""
     load(folder).save_pretrained(tmp_path / "saved")
     assert (logits(tmp_path / "saved", [1, 2, 3]) == logits(folder, [1, 2, 3])).all()
     train(data, tmp_path / "out", "--init-from", tmp_path / "saved", steps=2)
@@ -128,7 +128,7 @@ def test_the_checkpoint_has_the_tokenizer(folder):
 
 
 def test_the_tokenizers_agree(data, tmp_path):
-    """The same prompt as text, and as the ids that AutoTokenizer gives."""
+    """A prompt as text and as AutoTokenizer's ids gives the same output."""
     folder, _ = train(data, tmp_path / "out", steps=3)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     plain = tmp_path / "plain"
@@ -145,7 +145,7 @@ def test_the_tokenizers_agree(data, tmp_path):
 # ---------------------------------------------------------------- the whole family
 
 def test_the_whole_family_is_tested(data):
-    """What these tests go through are the presets of --attn help, and every value that a stage can have."""
+    """These tests cover the presets of --attn help and every value of each stage."""
     table, values = run(BIN / "train_gpt2", "--attn", "help")[0].split("\n\n")[1:3]
     assert [line.split()[0] for line in table.splitlines()[1:]] == list(reference.PRESETS)
     there = set(re.findall(r"^  (\w+)=([-\w]+)", values, re.M)) - {("s", "X")}
@@ -156,14 +156,15 @@ def test_the_whole_family_is_tested(data):
 
 @pytest.fixture(scope="session")
 def bases(data, tmp_path_factory):
-    """A model of each block, with softmax; after a few steps its scores are neither all alike, where the posts divide rounding errors
-    by one another, nor so large that a sigmoid is 1 everywhere, with the same effect."""
+    """A softmax model of each block, trained for a few steps. Its scores are neither all alike nor so large that a
+    sigmoid is 1 everywhere; in both cases the posts would divide one rounding error by another."""
     return {block: train(data, tmp_path_factory.mktemp(block) / "out", "--model", shape, steps=15)[0] for block, shape in BLOCKS.items()}
 
 
 @pytest.fixture(scope="session")
 def model_of(bases, data, tmp_path_factory):
-    """The folder of a block's model with any normalizer: a step from the one with softmax, in which the scalars leave their start."""
+    """The folder of a block's model under any normalizer: one step from the softmax model, in which the scalars leave
+    their start values."""
     def make(block, name):
         flags = ["--init-from", bases[block], "--attn", name, "--warmup", 1, "--lr", 0.02]
         return train(data, tmp_path_factory.mktemp("run") / "out", *flags, steps=1)[0]
@@ -171,7 +172,7 @@ def model_of(bases, data, tmp_path_factory):
 
 
 def whole_pass(folder, ids):
-    """Our logits by the trainer's whole pass, whether its cache agreed on them or not (exit code 1)."""
+    """Our logits, in one pass of the trainer, whether or not its cache agrees with them (exit code 1)."""
     words = [BUILD / "tests/logits", folder, ",".join(map(str, ids))]
     result = subprocess.run(words, capture_output=True, text=True, env=environment())
     assert result.returncode in (0, 1), result.stderr
@@ -179,7 +180,8 @@ def whole_pass(folder, ids):
 
 
 def loose_cache(name):
-    """Posts that take the difference of like numbers may lose the five digits that dev/tests/logits.c asks of the cache."""
+    """True for posts that subtract nearly equal numbers, which may lose the five digits that dev/tests/logits.c
+    requires of the cache."""
     return whole_length(name) or reference.parse_normalizer(name).post not in ("none", "negate")
 
 
@@ -198,7 +200,8 @@ def test_every_normalizer_gives_our_logits(block, name, model_of):
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_pn_ends_at_its_length(block, model_of):
-    """There are L numbers p_n: a text of L tokens is well, one more is an error, in one pass and with the cache."""
+    """There are L numbers p_n, so a text of L tokens works and one more token is an error, in one pass and with the
+    cache."""
     model = load(model_of(block, "ssmax-pn"))
     assert model.generate(random_ids(T), max_new_tokens=1, min_new_tokens=1, do_sample=False).shape == (1, T + 1)
     with pytest.raises(ValueError, match=f"{T} lengths, but the text has {T + 1}"):
@@ -208,7 +211,7 @@ def test_pn_ends_at_its_length(block, model_of):
 
 
 def assert_new(model, block):
-    """The numbers that a new model starts with, under normalizers whose s starts at 1."""
+    """The initial weights of a new model, under normalizers whose s starts at 1."""
     for key, parameter in model.named_parameters():
         std = 0.02 / math.sqrt(2 if block == "gau" else 4) if key.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
         if parameter.ndim == 2:
@@ -220,7 +223,8 @@ def assert_new(model, block):
 @pytest.mark.parametrize("name", ["ssmax-fixed", "ssmax-pn", "lssar", "softmax-sink"])
 @pytest.mark.parametrize("block", BLOCKS)
 def test_a_new_model_made_by_transformers(block, name, model_of, data, tmp_path):
-    """Made by transformers from a config.json alone: its start is ours, it trains on here, and what we save loads there."""
+    """transformers makes a model from config.json alone: its initial weights are distributed as ours, it trains here,
+    and what we save loads there."""
     config = AutoConfig.from_pretrained(model_of(block, name), trust_remote_code=True)
     torch.manual_seed(1)
     new = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
@@ -228,7 +232,8 @@ def test_a_new_model_made_by_transformers(block, name, model_of, data, tmp_path)
     with torch.no_grad():
         for parameter in new.parameters():
             parameter.fill_(7)
-    assert_new(new.apply(new._init_weights), block)         # as for tensors that a folder lacks, which have no numbers yet
+    # as transformers does for tensors that a folder lacks, whose values are undefined
+    assert_new(new.apply(new._init_weights), block)
     new.save_pretrained(tmp_path / "new")
     ids = random_ids(T)
     with torch.no_grad():
@@ -237,7 +242,7 @@ def test_a_new_model_made_by_transformers(block, name, model_of, data, tmp_path)
         assert abs(logits(saved, ids[0].tolist()) - load(saved)(ids).logits[0].double().numpy()).max() < 1e-4
 
 
-# ---------------------------------------------------------------- transformers' here
+# ---------------------------------------------------------------- transformers' models here
 
 def make_llama(**change):
     torch.manual_seed(1)
@@ -247,7 +252,7 @@ def make_llama(**change):
 
 
 def validation_loss(model, data):
-    """The mean loss over the windows of the validation data, as the trainer takes them."""
+    """The mean loss over the windows of the validation data that the trainer uses."""
     tokens = torch.frombuffer(bytearray((data / "t_val_000000.bin").read_bytes()[1024:]), dtype=torch.uint16).long()
     windows = tokens[:-1][:(len(tokens) - 1) // T * T].view(-1, T), tokens[1:][:(len(tokens) - 1) // T * T].view(-1, T)
     with torch.no_grad():
@@ -270,7 +275,7 @@ def test_a_llama_from_transformers_trains_here(name, dtype, shard_size, data, tm
     llama = make_llama(**TRAINED[name]).to(dtype)
     llama.save_pretrained(tmp_path / "llama", max_shard_size=shard_size)
     assert (tmp_path / "llama/model.safetensors.index.json").exists() == (shard_size == "20KB")
-    # A step at learning rate 0 leaves the weights, so that its validation is that of the first weights.
+    # A step at learning rate 0 does not change the weights, so its validation is that of the initial weights.
     flags = ["--init-from", tmp_path / "llama", "--val-every", 1]
     train(data, tmp_path / "still", *flags, "--lr", 0, steps=1)
     [(loss,)] = metrics(tmp_path / "still", ["val_loss"])
@@ -313,8 +318,8 @@ def modeling():
 
 
 def pair(modeling, name, L, block="llama", tied=True, **change):
-    """The modeling file's model in float64 with random weights, and the reference's logits of the same weights. `change`: of the
-    reference's shape."""
+    """The modeling file's model in float64 with random weights, and the reference's logits for the same weights.
+    `change` overrides the reference's shape."""
     normalizer = reference.parse_normalizer(name)
     gau = block == "gau"
     shape = reference.Config(**dict(layers=1 if gau else 2, heads=1 if gau else 2, channels=16, ffn=24, tied=tied, vocab=31, attn=name, L=L,
@@ -373,7 +378,7 @@ def test_the_modeling_file_equals_the_reference(modeling, block, name, heads, tm
 @pytest.mark.parametrize("name", NORMALIZERS)
 @pytest.mark.parametrize("block", BLOCKS)
 def test_it_trains_in_transformers(modeling, block, name):
-    """Gradients are finite, and the loss is the usual one."""
+    """Gradients are finite, and the loss is the usual cross-entropy."""
     model, _ = pair(modeling, name, L=24, block=block)
     ids = torch.randint(31, (2, 20), generator=torch.Generator().manual_seed(1))
     out = model(ids, labels=ids)

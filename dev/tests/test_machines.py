@@ -18,7 +18,7 @@ from trainer import (LAUNCH, TRAIN, checkpoint, command, cuda_program, environme
 OUTAGE, PATIENCE = (30, 60) if os.environ.get("MACHINES_LONG") else (5, 20)
 PEER, STOPPED = 6, 75
 FAST = ["--val-every", 0, "--ckpt-every", 5]
-# Steps of 150 micro-batches, so that a run of few steps takes as long as an outage.
+# Steps have 150 micro-batches, so that a run of a few steps takes as long as an outage.
 SLOW = [*FAST, "--lr", 0.0005, "--batch", 2, "--total-batch-tokens", 2 * 8 * 2 * 150]
 
 
@@ -51,7 +51,7 @@ def descendants(pid):
 
 
 def ranks_of(job):
-    """The process of each rank, by rank, of a job on this machine."""
+    """{rank: process} of a job on this machine."""
     ranks = {}
     for pid in descendants(job.pid):
         rank = re.search(rb"\0OMPI_COMM_WORLD_RANK=(\d+)\0", Path(f"/proc/{pid}/environ").read_bytes())
@@ -66,7 +66,7 @@ def line_count(out):
 
 
 class Job:
-    """A run of several ranks in the background; whatever becomes of the test, none of it stays."""
+    """A run of several ranks in the background. No process outlives the test, however it ends."""
 
     def __init__(self, data, out, *flags, **how):
         self.out = out
@@ -123,7 +123,7 @@ def test_a_silent_rank_of_the_cuda_trainer(data, tmp_path):
 
 
 def test_a_suspended_job_continues(data, tmp_path):
-    """As by Slurm or a virtual machine's pause: nobody has heard anybody, and all are well."""
+    """As when Slurm suspends a job or a virtual machine pauses: no rank has heard from any other, yet all are alive."""
     with Job(data, tmp_path / "out", "--rank-timeout", 2) as job:
         job.signal(signal.SIGSTOP, 0, 1)
         time.sleep(4)
@@ -146,7 +146,7 @@ def test_timeout_0_waits(data, tmp_path):
 
 
 def test_a_long_validation_does_not_count_as_silence(data, tmp_path):
-    """No step ends for several times the timeout."""
+    """No step ends for several timeouts."""
     write_shard(tmp_path / "long_val_000000.bin", tokens(2_400_000))
     start = time.time()
     train(data, "--steps", 2, "--val-data", tmp_path / "long_val_000000.bin", "--val-tokens", 10**7, "--val-every", 1, "--rank-timeout", 1,
@@ -163,14 +163,14 @@ def test_kill_9_of_launch_sh_ends_the_ranks(data, tmp_path):
     assert f"resumes at step {newest}" in train(data, "--steps", newest + 1, "--resume", "--out", job.out, "--batch", 8)
 
 
-# ---- two machines, and one to start from
+# ---- two machines, and a third that launches
 
 
 @pytest.fixture(scope="module")
 def network(tmp_path_factory):
     reason = machines.missing()
     if reason:
-        pytest.skip(f"no machines of namespaces: {reason}")
+        pytest.skip(f"cannot make machines of namespaces: {reason}")
     folder = tmp_path_factory.mktemp("network")
     (folder / "hostfile").write_text("node1 slots=1\nnode2 slots=1\n")
     with machines.Network(folder, ["login", "node1", "node2"]) as network:
@@ -188,7 +188,7 @@ def nodes(network):
 
 @pytest.fixture(scope="module")
 def reference(data, tmp_path_factory):
-    """The run that the machines repeat, as two ranks here."""
+    """The same run with two ranks on this machine."""
     out = tmp_path_factory.mktemp("reference") / "out"
     train(data, *SLOW, "--steps", 25, "--out", out, processes=2)
     return out
@@ -212,7 +212,7 @@ def wait_for_empty(nodes, timeout=60):
 
 
 def test_two_machines_give_the_bits_of_one(data, nodes, reference, tmp_path):
-    """One is pulled out of the network for a while, for less than the timeout. The run stands still, and then goes on."""
+    """One machine loses its network for less than the timeout. The run waits and then continues."""
     _, first, second = nodes
     out = tmp_path / "out"
     job = start(data, first, out, *SLOW, "--steps", 25, "--rank-timeout", PATIENCE)
@@ -247,7 +247,7 @@ def test_a_stop_saves_on_two_machines(data, nodes, tmp_path):
 def test_kill_9_of_launch_sh_ends_two_machines(data, nodes, tmp_path):
     _, first, _ = nodes
     out = tmp_path / "out"
-    start(data, first, out, "--steps", 10**8, output=subprocess.DEVNULL)       # a pipe that breaks would end it, too
+    start(data, first, out, "--steps", 10**8, output=subprocess.DEVNULL)       # a broken pipe would also end it
     wait_for(lambda: steps(out), "a checkpoint", 180)
     first.run("pkill", "-KILL", "-f", str(LAUNCH))
     wait_for_empty(nodes)
@@ -263,7 +263,7 @@ def test_a_machine_that_vanishes(data, nodes, tmp_path, launcher, victim):
     text = finish(job, PEER)
     assert f"train_gpt2: no heartbeat from rank {victim - 1} on node{victim} for 4 s" in text, text[-3000:]
     assert "HOSTFILE" in text
-    wait_for_empty(nodes)                  # on the machine that is cut off, too
+    wait_for_empty(nodes)                  # also on the machine without a network
     newest = steps(out)[-1]
     assert checkpoint(out, newest).is_dir()
     assert f"resumes at step {newest}" in train(data, "--steps", newest + 5, "--resume", "--out", out, "--batch", 8)

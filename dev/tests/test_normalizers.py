@@ -29,7 +29,7 @@ T = 8                                                       # trainer.command's
 
 
 def preset_table():
-    """{name: {stage: text}} as `--attn help` prints it, its columns under the header's words."""
+    """{name: {stage: text}} from the table of `--attn help`, whose columns begin under the header's words."""
     lines = subprocess.run([TRAIN, "--attn", "help"], capture_output=True, text=True, check=True).stdout.splitlines()
     first = next(i for i, line in enumerate(lines) if line.split()[:2] == ["name", "qk"])
     starts = [lines[first].index(f" {column}") + 1 for column in ("name", *STAGES, "source")]
@@ -39,7 +39,7 @@ def preset_table():
 
 
 def each(function, items):
-    """function of all items, a few processes at a time."""
+    """Applies the function to all items, a few processes at a time."""
     with ThreadPoolExecutor(4) as pool:
         return list(pool.map(function, items))
 
@@ -59,7 +59,7 @@ def names(data):
 
 @pytest.fixture(scope="session")
 def runs(data, names, tmp_path_factory):
-    """runs[block, name]: six steps with a checkpoint and a validation every second one."""
+    """runs[block, name]: six steps, with a checkpoint and a validation after every second step."""
     folder = tmp_path_factory.mktemp("runs")
     cases = [(block, name) for block in MODELS for name in names]
 
@@ -109,7 +109,8 @@ def test_every_preset_trains_differently(runs, names):
         assert abs(curve[0] - math.log(VOCAB)) < 0.1 and curve[-1] < curve[0], (block, name, curve)
         embedding = tensors(checkpoint(out, 6))["model.embed_tokens.weight"]
         weights.setdefault(hashlib.sha256(embedding.tobytes()).digest(), []).append((block, name))
-    # At one length, which is L, relu2-T and relu2-L are the same function; so are relu and relu6 of small scores, and floor(n/8192) is 0.
+    # At the single length L, relu2-T and relu2-L are the same function. So are relu and relu6 for small scores, and
+    # floor(n/8192) is 0.
     alike = sorted(group for group in weights.values() if len(group) > 1)
     pairs = ("relu-l1", "relu6-l1"), ("relu2-T", "relu2-L"), ("softmax", "softmax-floorlog")
     assert alike == [[(block, one), (block, other)] for block in ("gau", "llama") for one, other in pairs]
@@ -117,18 +118,19 @@ def test_every_preset_trains_differently(runs, names):
 
 @pytest.mark.parametrize("block", MODELS)
 def test_the_cache_gives_the_logits_of_one_pass(runs, names, tmp_path, block):
-    """But for a norm that reads the length of the sample, which in generation is the length so far."""
+    """Except under a norm that depends on the length of the sample, which in generation is the length so far."""
     stages = preset_table()
     every = [name for name in names if stages[name]["norm"] not in ("T", "T2")]
     found = each(lambda name: logits(sharpened(bare_model(runs[block, name], tmp_path / name)), range(1, T + 1)), every)
     for name, values in zip(every, found):
         assert values.shape == (T, VOCAB) and np.isfinite(values).all(), name
     assert len(every) == len(names) - 1
-    assert len({values.tobytes() for values in found}) > len(every) - 4, "scores so small that the normalizers are alike"
+    assert len({values.tobytes() for values in found}) > len(every) - 4, "the normalizers are alike, because scores are small"
 
 
 def sharpened(bare):
-    """The model with scores of the order of 1, as six steps do not make them, and learned scalars that differ from head to head."""
+    """The model with scores of the order of 1, which six steps do not reach, and with learned scalars that differ
+    between heads."""
     header, content = read_header(bare / "model.safetensors")
     content = bytearray(content)
     for name, row in header.items():
@@ -218,7 +220,7 @@ def test_a_config_that_contradicts_itself_is_rejected(data, runs, tmp_path, case
 
 
 def bare_model(out, bare, step=6):
-    """A folder with a checkpoint's model alone, to be changed: no manifest vouches for it."""
+    """A copy of a checkpoint's model without its manifest, so that tests can change it."""
     bare.mkdir()
     for name in ("config.json", "model.safetensors"):
         shutil.copy(checkpoint(out, step) / name, bare)
@@ -232,7 +234,7 @@ def init_from(data, folder, *flags, code=0):
 
 # ---------------------------------------------------------------- a change of normalizer
 
-NEW = {         # from, to: the tensors that the change brings
+NEW = {         # from, to: the tensors that the change adds
     ("softmax", "ssmax"): ["attn_scale"], ("softmax", "ssmax-pn"): ["attn_scale", "attn_bias", "attn_pn"], ("softmax", "lssar"): [],
     ("ssmax", "ssmax-bias"): ["attn_bias"], ("ssmax", "ssmax-pn"): ["attn_scale", "attn_bias", "attn_pn"],
     ("ssmax", "ssmax-fixed"): ["attn_scale"], ("ssmax", "softmax"): [],
@@ -244,7 +246,7 @@ STAYS_AS_IT_IS = {("softmax", "ssmax-pn"), ("ssmax", "ssmax-bias")}         # p 
 
 @pytest.fixture(scope="session")
 def short_data(tmp_path_factory):
-    """Twelve windows: in sequence, four a step, the fourth step has the first one's again."""
+    """Twelve windows, read sequentially, four per step: the fourth step reads those of the first again."""
     folder = tmp_path_factory.mktemp("short")
     write_shard(folder / "d_train_000001.bin", tokens(12 * T + 1, 1))
     write_shard(folder / "d_val_000000.bin", tokens(200, 2))
@@ -253,8 +255,9 @@ def short_data(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def changed(data, short_data, tmp_path_factory):
-    """changed[from, to]: the run of three steps under `from`, the same switched to `to` in its fourth and fifth step with a learning rate
-    that moves nothing, a new run from its weights under `to`, and what these two printed."""
+    """changed[from, to]: a run of three steps under `from`; the same run switched to `to` for two more steps, with a
+    learning rate too small to change a weight; a new run from its weights under `to`; and the output of the last
+    two."""
     folder = tmp_path_factory.mktemp("changed")
     val = ["--val-data", short_data / "d_val_000000.bin"]
     flags = ["--model", MODELS["llama"], "--shuffle", 0, "--warmup", 2, *val, "--keep", 0, "--ckpt-every", 1]
@@ -281,13 +284,13 @@ def test_weights_and_moments_stay(changed, case):
     first = {scalar.tensor: scalar.start(reference.PRESETS[case[1]], T) for scalar in reference.SCALARS.values()}
     for name, values in now.items():
         expected = np.full(values.shape, first[name.split(".")[-1]], "f4") if name in brought else old[name]
-        assert np.allclose(values, expected, rtol=0, atol=1e-29), name               # a zero moves by the learning rate
+        assert np.allclose(values, expected, rtol=0, atol=1e-29), name    # a zero changes by the learning rate
     gone = set(old) - set(now)
     assert all("attn_" in name for name in gone) and bool(gone) == (case == ("ssmax", "softmax"))
     assert (len(brought) > 0) == (len(NEW[case]) > 0)
 
-    # The fourth step under `to` is the first one of the new run: same data, same weights. So its gradient g is known from there,
-    # and the moments of the switched run are 0.9 and 0.95 times the old ones and the new run's.
+    # The fourth step under `to` has the data and weights of the new run's first step, and so its gradient g. The
+    # moments of the switched run are therefore 0.9 and 0.95 times the old ones plus the new run's.
     assert metrics(switched, ["loss", "grad_norm"])[3] == metrics(new, ["loss", "grad_norm"])[0]
     places = (start, 3), (switched, 4), (new, 1)
     before, after, alone = (tensors(checkpoint(out, step), "optimizer.safetensors") for out, step in places)
@@ -336,7 +339,8 @@ def test_later_resumes_need_no_flag(changed, short_data, tmp_path):
 
 
 def test_a_switch_from_softmax_to_ssmax_changes_little(tmp_path):
-    """Text that repeats itself after eight tokens teaches attention to look there. From s = 1/mean(ln n) little changes, from 1 more."""
+    """Text that repeats itself after eight tokens teaches attention to look back that far. A switch with s = 1/mean(ln
+    n) changes the loss little, one with s = 1 more."""
     def copies(count, seed):
         return np.tile(np.random.default_rng(seed).integers(0, VOCAB, (count, 1, 8)), (1, 4, 1)).ravel()
     write_shard(tmp_path / "d_train_000001.bin", copies(1500, 1))
@@ -374,7 +378,7 @@ def test_metrics_have_the_scalars(runs, names, block):
             saved = tensors(checkpoint(out, 6))
             moved = {np.unique(saved[f"model.layers.{i}.{unit}.attn_scale"]).size for i in range(2)}
             assert known.fixed == all((saved[f"model.layers.{i}.{unit}.attn_scale"] == known.s).all() for i in range(2)), name
-            assert block == "gau" or known.fixed == (moved == {1}), "two heads learn apart"
+            assert block == "gau" or known.fixed == (moved == {1}), "two heads learn different values"
         if known.scale == "pn":
             assert np.unique(tensors(checkpoint(out, 6))["model.attn_pn"]).size == T
 
@@ -391,7 +395,7 @@ def test_a_nonfinite_scalar_is_rejected(data, runs, tmp_path, name, value):
     _, errors = run(BIN / "sample_gpt2", "--model", bare, "--max-new-tokens", 3, code=3)
     loaded = init_from(data, bare, "--attn", "ssmax-pn", code=3)
 
-    out = tmp_path / "out"                                   # a whole checkpoint, with a manifest that knows of the change
+    out = tmp_path / "out"    # a complete checkpoint, with a manifest that includes the change
     shutil.copytree(runs["llama", "ssmax-pn"], out)
     shutil.copy(bare / "model.safetensors", checkpoint(out, 6))
     sign(checkpoint(out, 6), "model.safetensors")
@@ -400,7 +404,7 @@ def test_a_nonfinite_scalar_is_rejected(data, runs, tmp_path, name, value):
 
 
 def sign(folder, name):
-    """Enters a changed file into the manifest."""
+    """Updates the manifest for a changed file."""
     class Hash(ctypes.Structure):
         _fields_ = [("low", ctypes.c_uint64), ("high", ctypes.c_uint64)]
     xxh3 = ctypes.CDLL(ctypes.util.find_library("xxhash")).XXH3_128bits
@@ -418,16 +422,16 @@ def test_p_n_ends_at_the_training_length(data, runs):
         assert says in init_from(data, source, "--attn", name, "--seq-len", 16, code=2)
     assert says in init_from(data, trained, "--attn-switch", "0:ssmax-pn", "--attn", "softmax", "--seq-len", 16, code=2)
     init_from(data, trained, "--attn", "ssmax", "--seq-len", 16)
-    sample(trained, "--prompt", "1,2,3", "--max-new-tokens", T - 2)          # the last of them is no key
+    sample(trained, "--prompt", "1,2,3", "--max-new-tokens", T - 2)          # the last token is not a key
     _, errors = run(BIN / "sample_gpt2", "--model", trained, "--prompt", "1,2,3", "--max-new-tokens", T - 1, code=2)
     assert "p_n" in errors and str(T) in errors
 
 
-# ---------------------------------------------------------------- what else there is
+# ---------------------------------------------------------------- other properties
 
-@pytest.mark.skipif(SANITIZED, reason="builds a program of its own")
+@pytest.mark.skipif(SANITIZED, reason="builds another program")
 def test_make_attn(data, tmp_path):
-    """The program that knows ssmax alone: the same bits, and no other normalizer."""
+    """The program built for ssmax alone gives the same bits and rejects other normalizers."""
     program = tmp_path / "build/train_gpt2"
     subprocess.run(["make", "-s", "-j2", "ATTN=ssmax", f"BUILD={make_path(tmp_path / 'build')}", str(program)], cwd=ROOT, check=True)
     flags = ["--model", MODELS["llama"], *validation(data), "--steps", 5]
@@ -441,7 +445,7 @@ def test_make_attn(data, tmp_path):
     alone = ["--attn", "ssmax", "--seq-len", T, "--steps", 1]
     refused = train(data, "--init-from", checkpoint(tmp_path / "softmax", 0), *alone, model=False, program=program, code=3)
     assert "softmax" in refused and "built only for ssmax" in refused
-    llama = checkpoint(tmp_path / "softmax", 0) / "config.json"      # a Llama from elsewhere is softmax too, without saying so
+    llama = checkpoint(tmp_path / "softmax", 0) / "config.json"    # a Llama from elsewhere is softmax without saying so
     config = json.loads(llama.read_text())
     del config["attention_normalizer"]
     bare = bare_model(tmp_path / "softmax", tmp_path / "bare", step=0)
@@ -459,7 +463,8 @@ def test_make_attn_of_an_unknown_name(tmp_path):
 @pytest.mark.parametrize("block", MODELS)
 @pytest.mark.parametrize("name", ["relu2-T", "sigmoid+offset=-logT"])
 def test_mixed_lengths(data, tmp_path, block, name):
-    """Each step takes one of the lengths: under a norm that reads T the run differs from that of any single one."""
+    """Each step takes one of the lengths, so that under a norm that depends on T the run differs from one at any single
+    length."""
     curves = {}
     for lengths in ("8,16,32", "8", "16", "32"):
         train(data, "--model", MODELS[block], "--attn", name, "--seq-len", lengths, "--batch", 64 // int(lengths.split(",")[-1]),
@@ -486,7 +491,7 @@ def test_the_step_line_shows_all_zero_rows(data):
 # ---- for CUDA
 
 def test_the_table_compiles_as_device_code(tmp_path):
-    """normalizer.h as a CUDA compiler reads it: by nvcc where there is one, and by g++ with CUDA's words defined."""
+    """normalizer.h compiles as CUDA: with nvcc if it is installed, and with g++ and macros for CUDA's keywords."""
     source = tmp_path / "table.cu"
     source.write_text('#include "attention/normalizer.h"\n'
                       "__global__ void kernel(float *z, float *out, Stage scale, Stage offset, Stage norm, RowPlace at, int phi) {\n"

@@ -1,17 +1,17 @@
-"""A step reads the same sequences whatever the batch, the accumulation and the number of processes: the losses agree."""
+"""A step reads the same sequences for any batch size, accumulation and number of ranks, so losses agree."""
 import numpy as np
 import pytest
 
 from trainer import losses, make_data, metrics, train, write_shard
 
 STEPS, SEQUENCES = 30, 24
-# processes x batch x micro-batches = 24 sequences a step
+# ranks x batch x micro-batches = 24 sequences per step
 WAYS = [(1, 8), (1, 2), (2, 4), (3, 8)]
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """About three epochs in 30 steps, in three shards, so that steps pass the edges of both."""
+    """Data for about three epochs in 30 steps, in three shards, so that steps cross the ends of both."""
     folder = tmp_path_factory.mktemp("data")
     make_data(folder, train=2000, shards=3)
     return folder
@@ -23,7 +23,7 @@ def masked(tmp_path_factory):
     make_data(folder, train=2000, shards=2)
     for i in (1, 2):
         bits = np.random.default_rng(i).integers(0, 3, 1000) > 0
-        bits[200:400] = False       # whole sequences that do not count
+        bits[200:400] = False       # entire sequences that do not count
         write_shard(folder / f"d_train_{i:06d}.mask", bits, magic=20240521)
     return folder
 
@@ -41,7 +41,8 @@ def test_same_losses(request, tmp_path, kind, flags):
     length = 32 if "--seq-len" in flags else 8
     if "--val-every" in flags:
         flags = [*flags, "--val-data", folder / "d_val_000000.bin"]
-    # A rate at which rounding stays rounding: weights of 0.02 that a step of 0.01 sends through 0 would make it grow tenfold a step.
+    # At this rate rounding errors do not grow. With steps of 0.01, weights of 0.02 would change sign, and errors would
+    # grow tenfold per step.
     common = [*flags, "--lr", 0.001, "--steps", STEPS, "--total-batch-tokens", SEQUENCES * length]
 
     def run(processes, batch):
@@ -51,13 +52,13 @@ def test_same_losses(request, tmp_path, kind, flags):
 
     first = run(1, SEQUENCES)
     assert first.shape[0] == STEPS and first[-1, 1] == STEPS * SEQUENCES * length
-    assert abs(first[-1, 2] - first[0, 2]) > 1e-2      # it moves
+    assert abs(first[-1, 2] - first[0, 2]) > 1e-2      # the loss changes
     for way in WAYS:
         np.testing.assert_allclose(run(*way), first, rtol=1e-5, err_msg=f"{way[0]} processes, batch {way[1]}")
 
 
 def test_shuffle_and_seed_matter(data, tmp_path):
-    """What would make the comparison above empty: an order that nothing changes."""
+    """Otherwise the comparison above would prove nothing."""
     runs = {}
     for name, flags in {"a": [], "b": ["--shuffle", 0], "c": ["--seed", 2]}.items():
         train(data, "--steps", 3, "--lr", 0, "--out", tmp_path / name, *flags)

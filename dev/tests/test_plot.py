@@ -1,5 +1,5 @@
-"""scripts/plot.py: what it reads, what it draws, and the event files, which are taken apart here byte by byte. And the table and the
-pictures of attention/README.md."""
+"""scripts/plot.py: what it reads, what it draws, and the event files, which are parsed here byte by byte. Also the
+table and the pictures of attention/README.md."""
 import itertools
 import json
 import math
@@ -133,7 +133,7 @@ def test_an_untruncated_axis_has_no_note(tmp_path):
 # ---------------------------------------------------------------- the normalizer's learned scalars
 
 def make_scalars(folder, layers=3, steps=(10, 20, 30), keys=("attn_scale", "attn_bias")):
-    """A run whose layer l has at step i the triple (l + i/100, 1 less, 2 more), of attn_bias ten times that."""
+    """A run whose layer l has the triple (l + i/100, 1 less, 2 more) at step i, and ten times that for attn_bias."""
     folder.mkdir(parents=True)
     with open(folder / "metrics.jsonl", "w") as file:
         for step in range(1, 31):
@@ -146,7 +146,7 @@ def make_scalars(folder, layers=3, steps=(10, 20, 30), keys=("attn_scale", "attn
 
 
 def save_p(run, step, values, dtype="F32", name="model.attn_pn"):
-    """A safetensors file by hand, with another tensor before this one."""
+    """Writes a safetensors file by hand, with another tensor before this one."""
     raw = np.asarray(values, "<f4")
     raw = (raw if dtype == "F32" else (raw.view("<u4") >> 16).astype("<u2")).tobytes()
     header = json.dumps({"other": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
@@ -236,14 +236,14 @@ def test_p_alone_is_drawn(tmp_path):
 
 
 def make_switched(folder, data, *flags):
-    """A real run: softmax becomes SSMax at step 6 of 8."""
+    """A real run that switches from softmax to SSMax at step 6 of 8."""
     make_data(data)
     train(data, "--model", "layers=2,heads=2,channels=16,ffn=24,vocab=97", "--attn-switch", "6:ssmax-bias", "--steps", 8, "--out", folder, *flags)
     return folder
 
 
 def test_scalars_right_after_a_switch(tmp_path):
-    """No validation has written them yet, but the checkpoint has them."""
+    """No validation has recorded them yet, but the checkpoint has them."""
     run = make_switched(tmp_path / "run", tmp_path)
     result = command(run, "--scalars")
     assert result.returncode == 0, result.stderr
@@ -265,7 +265,7 @@ def read_floats(path):
 
 @pytest.mark.parametrize("draw", [plot.picture, plot.scalars_picture])
 def test_a_switch_is_marked(tmp_path, draw):
-    """By a line in each panel where the normalizer changed, and its name; one that has not come yet is not."""
+    """Each panel has a line and a name where the normalizer changed, but none for a later switch that is still due."""
     run = make_switched(tmp_path / "run", tmp_path)
     lineage = json.loads((run / "run.json").read_text())
     lineage["lineage"].append({"step": 9, "event": "attn-switch", "from": "ssmax-bias", "attn": "softmax"})
@@ -324,7 +324,7 @@ def test_scalars_and_event_files_exclude_each_other(tmp_path):
 # ---------------------------------------------------------------- event files
 
 def crc32c(data):
-    """Bit by bit, from the polynomial; not the table that plot.py uses."""
+    """CRC-32C computed bit by bit from the polynomial, without the table that plot.py uses."""
     crc = 0xFFFFFFFF
     for bit in (byte >> i & 1 for byte in data for i in range(8)):
         crc = crc >> 1 ^ (0x82F63B78 if (crc ^ bit) & 1 else 0)

@@ -1,7 +1,9 @@
-"""The race check of the project's own CUDA source on the CPU: ThreadSanitizer, with a thread of its own for each CUDA thread (dev/cuda_on_cpu).
+"""The race check of the CUDA source on the CPU: ThreadSanitizer, with one of its threads for each CUDA thread
+(dev/cuda_on_cpu).
 
-Each kernel, each of attention's instances forward and backward in float32 and bfloat16, and a step of the trainer with its streams. Of each
-launch two blocks are watched. In CI, a few cases drawn by commit; RACES=all watches every block, in every case, which takes hours.
+Covers each kernel, each instance of attention forward and backward in float32 and bfloat16, and a step of the trainer
+with its streams. Two blocks of each launch are watched. CI runs a few cases drawn by commit; RACES=all watches every
+block in every case, which takes hours.
 """
 import os
 import re
@@ -15,7 +17,8 @@ from trainer import ROOT, command, environment, make, make_data, metrics
 
 PROGRAMS = ["build/tsan/on_cpu/tests/test_kernels", "build/tsan/test_gpt2cu_on_cpu", "build/tsan/train_gpt2cu_on_cpu"]
 ALL = os.environ.get("RACES") == "all"
-# ThreadSanitizer wants memory where it knows it; a container may not allow to ask for that, and then it is mostly there all the same.
+# setarch -R turns off address randomization, which can get in ThreadSanitizer's way. Where a container forbids it, the
+# check usually works anyway.
 FIXED = ["setarch", "-R"] if shutil.which("setarch") and subprocess.run(["setarch", "-R", "true"], capture_output=True).returncode == 0 else []
 
 KERNELS = [""] if ALL else ["rmsnorm bf16 N=33 C=768", "rope bf16", "qk_norm bf16 N=33", "swiglu bf16", "embedding bf16", "classifier bf16", "adamw bf16", "adamw odd",
@@ -27,7 +30,7 @@ INSTANCES = {
     "identity": "identity", "relu-l1": "relu", "relu2-n": "relu2", "gelu-l1": "gelu", "relu6-l1": "relu6", "mish-l1": "mish",
     "softpick": "expm1", "gelu-l1+post=recenter-l1": "any_recenter", "mish-l1+norm=l1+2+post=recenter": "any_recenter",
     "sigmoid-logn-l1+post=reweight:15": "any_two_sweeps"}
-# In CI three of them, drawn by commit. Only what they need is built: their instances, and those that do all that is left.
+# CI runs three, drawn by commit, and builds only their instances and the general ones.
 NAMES = draw.sample(INSTANCES, 3) if os.environ.get("DRAW") else list(INSTANCES)
 BUILT = [*dict.fromkeys(INSTANCES[name] for name in NAMES), "any", "any_recenter", "any_two_sweeps", "float", "float_recenter", "float_two_sweeps"]
 ATTENTION = ["attention"] if ALL else [f"attention_{name}_T33_d48" for name in NAMES]
@@ -38,7 +41,7 @@ def programs():
     rows = [f"INSTANCES={' '.join(dict.fromkeys(BUILT))}"] if os.environ.get("DRAW") else []
     made = make("-j2", "TSAN=1", *rows, *PROGRAMS, capture_output=True, text=True)
     if made.returncode and "scripts/setup_cuda.sh" in made.stderr:
-        pytest.skip("CUDA's headers are not here: scripts/setup_cuda.sh")
+        pytest.skip("CUDA's headers are missing: scripts/setup_cuda.sh installs them")
     assert made.returncode == 0, made.stdout + made.stderr
     return [ROOT / name for name in PROGRAMS]
 
@@ -69,7 +72,8 @@ def test_attention(programs, word):
 @pytest.mark.parametrize("processes, words", ((1, ["--dtype", "bf16", "--recompute", 1]), (1, ["--model", "layers=1,block=gau,channels=32,vocab=97"]),
                                               (2, ["--zero", 0]), (2, ["--zero", 1, "--dtype", "bf16"])), ids=("llama", "gau", "two", "zero"))
 def test_trainer(programs, tmp_path, processes, words):
-    """A step of two micro-batches, a batch of validation and a checkpoint, the work in streams as late as may be, of each launch a block watched."""
+    """A step of two micro-batches, a batch of validation and a checkpoint. Work in streams is as late as possible, and
+    one block of each launch is watched."""
     make_data(tmp_path)
     out = tmp_path / "run"
     run_command = command(tmp_path, "--model", "layers=1,heads=1,channels=48,ffn=40,vocab=97", "--seq-len", 20, "--batch", 1, "--total-batch-tokens",

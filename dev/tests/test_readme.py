@@ -1,8 +1,8 @@
 """What a newcomer reads first: every command of README.md and CONTRIBUTING.md runs, in order, in a copy of the source
-tree; the version is the same everywhere; links lead somewhere.
+tree; the version is the same everywhere; links are valid.
 
-A command is a line of a ```sh block, or a code span that begins with the name of a program. RULES says what is run in
-its place so that it takes seconds. A command without a rule fails the test. Commands need each other's files: run the
+A command is a line of a ```sh block, or a code span that begins with the name of a program. RULES gives the shortened
+form in which it runs, in seconds. A command without a rule fails the test. Commands need each other's files, so run the
 whole module, not one case.
 """
 import re
@@ -21,10 +21,10 @@ TINY = ("--model layers=1,heads=2,channels=16,ffn=24 --batch 2 --seq-len 16 --to
         "--warmup 1 --val-tokens 64 --val-every 1")
 RECIPE = "DATA=data/shakespeare PROGRAM=./train_gpt2 "
 
-# How a command begins -> what is run in its place; {} is the command itself, "" runs nothing. First match wins. Of a
-# flag that is given twice, the last one counts.
+# The beginning of a command -> the form in which it runs; {} is the command itself, "" runs nothing. The first match
+# wins. If a flag is given twice, the last one counts.
 RULES = [
-    (r"git clone \S+ attn\.c$", ""),                                  # the fixture makes the copy,
+    (r"git clone \S+ attn\.c$", ""),                                  # the fixture has made a copy,
     (r"cd attn\.c$", ""),                                             # and commands start in it
     (r"scripts/quickstart\.sh$", "QUICKSTART_STEPS=2 {}"),
     (r"scripts/test\.sh|scripts/(setup_cuda|gpu_check)\.sh$|scripts/setup\.sh --test$", "bash -n {}"),   # hours, gigabytes, a GPU
@@ -68,7 +68,7 @@ def commands(text):
 
 
 def in_its_place(command):
-    """What is run for a command."""
+    """The form in which a command runs."""
     for begins, replacement in RULES:
         if re.match(begins, command):
             trains = command.replace("--dry-run", "") + TINY
@@ -78,10 +78,10 @@ def in_its_place(command):
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    """A copy of the source tree, with what was built, installed and downloaded here, beside a home with books."""
+    """A copy of the source tree with what is built, installed and downloaded here, next to a home folder with books."""
     names = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
     if names.returncode != 0:
-        pytest.skip("not a git repository: what a clone would have is unknown")
+        pytest.skip("not a git repository, so the files of a clone are unknown")
     folder = tmp_path_factory.mktemp("readme")
     for name in names.stdout.splitlines():
         if (ROOT / name).is_file():
@@ -127,7 +127,7 @@ def test_command(checkout, command):
 
 
 def test_python(checkout):
-    """The ```python block, with the newest checkpoint of the run in place of the one that a whole run would have."""
+    """Runs the ```python block, with the newest checkpoint of the short run instead of the one in the text."""
     block, = re.findall(r"^```python\n(.*?)^```$", README, re.M | re.S)
     newest = max((checkout / "out/books/ckpt").glob("step-*")).name
     code, count = re.subn(r"step-\d{8}", newest, block)
@@ -170,7 +170,7 @@ def test_version_is_the_same_everywhere():
 
 
 def anchors(path):
-    """GitHub's names of a page's headings."""
+    """GitHub's anchors of a page's headings."""
     headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.M | re.S), re.M)
     plain = [re.sub(r"\]\(.*?\)", "", heading).lower() for heading in headings]
     return {re.sub(r"[^\w\- ]", "", heading).strip().replace(" ", "-") for heading in plain}
@@ -190,4 +190,4 @@ def test_links(page):
         path = (page.parent / name if name else page).resolve()
         if not path.exists() or (anchor and anchor not in anchors(path)):
             wrong.append("".join(target))
-    assert not wrong, f"{page.relative_to(ROOT)}: links to nothing: {wrong}"
+    assert not wrong, f"{page.relative_to(ROOT)}: broken links: {wrong}"

@@ -1,8 +1,9 @@
-"""The recipes in scripts/: their plans by --dry-run against what their comments promise, a short run of each on a small model, the switch to
-ssmax, and how those for many machines start their processes (mpirun and srun are played by a program that writes down its words).
+"""The recipes in scripts/: compares their plans (--dry-run) with their comments, runs each briefly on a small model,
+switches a run to ssmax, and checks how the recipes for many machines start their ranks (a program that records its
+arguments stands in for mpirun and srun).
 
-TRAIN_GPT2CU_ON_CPU=path is the CUDA trainer built for the CPU, for the plans of a GPU's memory; otherwise ./train_gpt2cu_on_cpu. Without it those
-tests are skipped.
+TRAIN_GPT2CU_ON_CPU=path names the CUDA trainer built for the CPU, which plans a GPU's memory (default:
+./train_gpt2cu_on_cpu). Without it those tests are skipped.
 """
 import json
 import os
@@ -19,7 +20,8 @@ SCRIPTS = ROOT / "scripts"
 RECIPES = {"run_124M_fineweb.sh": ("123,551,232", "tied", "softmax"), "run_162M_slimpajama_ssmax.sh": ("162,148,752", "untied", "ssmax")}
 ALL = [*RECIPES, "switch_to_ssmax.sh", "run_multi_node.sbatch", "run_multi_node_mpi.sh", "launch.sh"]
 CUDA_TRAIN = Path(os.environ.get("TRAIN_GPT2CU_ON_CPU", ROOT / "train_gpt2cu_on_cpu")).absolute()
-SMALL = ["--model", MODEL, "--batch", 1, "--seq-len", 8, "--total-batch-tokens", 16]      # after a recipe's own flags, so that these count
+# after a recipe's own flags, so that these take precedence
+SMALL = ["--model", MODEL, "--batch", 1, "--seq-len", 8, "--total-batch-tokens", 16]
 needs_cuda_train = pytest.mark.skipif(not CUDA_TRAIN.exists(), reason=f"no {CUDA_TRAIN.name}: make it first")
 needs_mpirun = pytest.mark.skipif(not shutil.which("mpirun"), reason="needs mpirun")
 USAGE, RESOURCE = 2, 4
@@ -27,7 +29,7 @@ USAGE, RESOURCE = 2, 4
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """As many tokens as the largest step reads; a shard of those in the recipes is as large."""
+    """A shard with as many tokens as the largest step reads, like the shards of the recipes."""
     folder = tmp_path_factory.mktemp("recipes")
     write_shard(folder / "d_train_000001.bin", tokens(2_097_152 + 1))
     write_shard(folder / "d_val_000000.bin", tokens(2000, 9))
@@ -35,7 +37,8 @@ def data(tmp_path_factory):
 
 
 def run(script, *flags, code=0, program=TRAIN, **variables):
-    """Runs a script from another folder; returns what it printed. Variables are those of the environment, where the caller's own have no place."""
+    """Runs a script from another folder and returns its output. Only the given environment variables are set, not the
+    caller's."""
     env = {name: value for name, value in environment().items() if name not in ("DATA", "HOSTFILE", "LAUNCH", "OUT", "STEP")}
     env |= {name: str(value) for name, value in {"PROGRAM": program, "GPUS": 1, **variables}.items()}
     result = subprocess.run([str(word) for word in ([SCRIPTS / script] if isinstance(script, str) else script) + list(flags)], cwd="/", env=env,
@@ -50,7 +53,7 @@ def says(text, *parts):
 
 
 def comment(script):
-    """What a script says of itself, as one line."""
+    """The comment at the top of a script, as one line."""
     text = (SCRIPTS / script).read_text().split("set -euo")[0]
     return re.sub(r"\s+", " ", re.sub(r"^#", "", text, flags=re.M))
 
@@ -73,7 +76,7 @@ def test_shell(script):
 
 
 def check_plan(script, plan, processes, batch):
-    """What a dry run prints, against the comment."""
+    """Compares the output of a dry run with the comment."""
     parameters, tied, attn = RECIPES[script]
     says(plan, f"model     {parameters} parameters", f", {tied}\n", f"attention {attn}, L = 1024\n", "bfloat16", "nothing was written")
     promised = comment(script)
@@ -86,7 +89,7 @@ def check_plan(script, plan, processes, batch):
 
 @pytest.mark.parametrize("script", RECIPES)
 def test_plan(data, tmp_path, script):
-    """The real shape; a sequence at a time, which has room anywhere."""
+    """The real shape, but one sequence at a time, which fits anywhere."""
     out = tmp_path / "out"
     check_plan(script, run(script, "--dry-run", "--batch", 1, DATA=data, OUT=out), 1, 1)
     assert not out.exists()
@@ -94,9 +97,9 @@ def test_plan(data, tmp_path, script):
 
 @pytest.mark.parametrize("script", RECIPES)
 def test_estimated_flops_and_hours(script):
-    """The comment's time: its FLOPs are those of the model and the tokens, its hours those of the FLOPs."""
+    """The FLOPs in the comment follow from the model and the tokens, and its hours from the FLOPs."""
     text = comment(script)
-    P = 123_551_232                      # of both, as an untied input embedding is looked up, not multiplied
+    P = 123_551_232                      # for both, because an untied input embedding is looked up, not multiplied
     a_token = 6 * P + 12 * 12 * 768 * 1024
     whole = a_token * number(r"([\d,]+) steps of", text) * number(r"steps of ([\d,]+) tokens", text)
     assert abs(number(r"([\d.]+) GFLOP per token", text) / (a_token / 1e9) - 1) < 0.01
@@ -112,7 +115,8 @@ def test_estimated_flops_and_hours(script):
 @needs_cuda_train
 @pytest.mark.parametrize("script", RECIPES)
 def test_plan_of_a_gpu(data, script):
-    """The comment's gigabytes, with its own batch and with a smaller one: a GPU with a little more is enough, one with a little less is not."""
+    """The gigabytes in the comment, for its own batch and for a smaller one: a GPU with slightly more is enough, one
+    with slightly less is not."""
     text = comment(script)
     gpu = {"program": CUDA_TRAIN, "DATA": data, "OUT": "/nowhere/out"}
     for flags, batch, promised in ([], 64, number(r"Memory (\d+) GB", text)), (["--batch", 16], 16, number(r"(\d+) GB with --batch 16", text)):
@@ -124,7 +128,7 @@ def test_plan_of_a_gpu(data, script):
 
 @pytest.mark.parametrize("script, schedule, warmup, least", [("run_124M_fineweb.sh", "cosine", 700, 0), ("run_162M_slimpajama_ssmax.sh", "constant", 1000, 0.1)])
 def test_run(data, tmp_path, script, schedule, warmup, least):
-    """Two steps of a small model, then, started again, two more; the flags that no plan shows."""
+    """Runs two steps of a small model, then two more after a restart. This covers the flags that no plan shows."""
     out = tmp_path / "out"
     small = dict(DATA=data, OUT=out)
     says(run(script, *SMALL, "--steps", 2, **small), "starts at step 0", "sample at step 2")
@@ -138,7 +142,7 @@ def test_run(data, tmp_path, script, schedule, warmup, least):
 
 @needs_mpirun
 def test_gpus_is_the_number_of_ranks(data, tmp_path):
-    """GPUS is the number of processes."""
+    """GPUS is the number of ranks."""
     plan = run("run_162M_slimpajama_ssmax.sh", *SMALL, "--dry-run", DATA=data, OUT=tmp_path / "out", GPUS=2)
     says(plan, "16 tokens: 2 ranks x 1 micro-batch of 1 x 8")
 
@@ -156,7 +160,8 @@ def test_no_program(data):
     ("bf16", "channels=128,heads=1,ffn=16", 128, 106), ("fp32", "channels=128,heads=1,ffn=16", 128, 138),
     ("bf16", "channels=128,block=gau", 128, 106), ("fp32", "channels=64,heads=1,ffn=16", 64, None)])
 def test_shared_memory_of_a_block(tmp_path, dtype, model, heads, needed):
-    """Heads of 128 are refused before anything is taken where a block has 99 KB; with as much as the message names they train."""
+    """If a block has 99 KB, heads of 128 are rejected before memory is allocated; with as much as the message says,
+    they train."""
     make_data(tmp_path)
     flags = [CUDA_TRAIN, "--train-data", tmp_path / "d_train_*.bin", "--model", f"layers=1,vocab=97,{model}", "--dtype", dtype, "--batch", 1, "--seq-len", 8,
              "--steps", 1, "--out", tmp_path / "out"]
@@ -172,7 +177,7 @@ def test_shared_memory_of_a_block(tmp_path, dtype, model, heads, needed):
 
 @pytest.fixture
 def softmax(tmp_path):
-    """A run with softmax that stands at step 4."""
+    """A softmax run with a checkpoint of step 4."""
     make_data(tmp_path)
     train(tmp_path, "--attn", "softmax", "--val-data", tmp_path / "d_val_000000.bin", "--val-every", 2, "--steps", 4, "--ckpt-every", 2,
           "--out", tmp_path / "out")
@@ -196,7 +201,7 @@ def test_switch(softmax):
     says(text, "resumes at step 4", "attn_scale, 0.", "step 4: switched --attn softmax to ssmax; validation loss")
     assert attention(softmax, 6) == "ssmax" and lineage(softmax) == [(0, "softmax"), (4, "ssmax")]
     rates = [lr for lr, in metrics(softmax, ["lr"])]
-    assert rates[4:6] == rates[:2]                              # it warms up again
+    assert rates[4:6] == rates[:2]                              # the warmup restarts
 
 
 def test_switch_once(softmax):
@@ -207,7 +212,7 @@ def test_switch_once(softmax):
 
 
 def test_switch_later(softmax):
-    """At a step of one's own, over a stop before and one behind it."""
+    """The switch happens at a given step, with a stop before and after it."""
     for steps, there in ((5, []), (7, [(6, "ssmax")]), (8, [(6, "ssmax")])):
         run("switch_to_ssmax.sh", "--steps", steps, OUT=softmax, STEP=6)
         assert lineage(softmax) == [(0, "softmax"), *there]
@@ -216,7 +221,7 @@ def test_switch_later(softmax):
 
 
 def test_switch_of_a_finished_run(softmax):
-    """It changes nothing, and says what to do, which then does it."""
+    """It changes nothing and prints what to do, which then works."""
     text = run("switch_to_ssmax.sh", OUT=softmax)
     says(text, "already at step 4; pass a --steps larger than 4 to continue")
     assert lineage(softmax) == [(0, "softmax")]
@@ -233,7 +238,7 @@ def test_switch_without_a_checkpoint(tmp_path):
 
 @pytest.fixture
 def launcher(tmp_path):
-    """A folder for PATH with an mpirun and an srun that only write down how they were called."""
+    """A folder for PATH with an mpirun and an srun that only record their arguments."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for name in ("mpirun", "srun"):
@@ -243,14 +248,14 @@ def launcher(tmp_path):
 
 
 def called(tmp_path):
-    """(threads, the launcher's own words, the program's words) of the last call."""
+    """(threads, the launcher's own arguments, the program's arguments) of the last call."""
     threads, *words = (tmp_path / "called").read_text().splitlines()
     at = words.index(str(TRAIN))
     return threads, words[:at], words[at + 1:]
 
 
 def sequences(flags):
-    """How many sequences a step has, and how many go into one batch."""
+    """The number of sequences in a step, and in a batch."""
     last = {flags[i]: flags[i + 1] for i in range(len(flags) - 1)}
     return int(last["--total-batch-tokens"]) // int(last["--seq-len"]), int(last["--batch"])
 
@@ -259,9 +264,9 @@ def sequences(flags):
 def test_slurm(launcher, tmp_path, script, flags):
     text = (SCRIPTS / "run_multi_node.sbatch").read_text()
     asked = dict(re.findall(r"^#SBATCH --([a-z-]+)=(\S+)$", text, re.M))
-    assert text.index("#SBATCH") < text.index("set -euo")         # sbatch reads no further than the first command
+    assert text.index("#SBATCH") < text.index("set -euo")         # sbatch stops reading at the first command
     assert asked["ntasks-per-node"] == asked["gpus-per-node"] == "8"
-    assert asked["signal"] == "USR1@300"                          # the trainer saves and ends at SIGUSR1: test_signal
+    assert asked["signal"] == "USR1@300"                          # SIGUSR1 makes the trainer save and end: test_signal
     run([SCRIPTS / "run_multi_node.sbatch", SCRIPTS / script], *flags, "--dry-run", SLURM_CPUS_PER_TASK=6, DATA="/d", OUT="/o", **launcher)
     threads, own, program = called(tmp_path)
     assert own == ["srun", "--mpi=pmix", "--cpus-per-task=6", "--cpu-bind=none", "--kill-on-bad-exit=1"] and threads == "6"
@@ -304,7 +309,7 @@ def test_missing_arguments_are_named(words):
 
 @needs_mpirun
 def test_hostfile_with_mpirun_itself(data, tmp_path):
-    """mpirun itself, on the one machine that is here."""
+    """Uses mpirun itself, on this machine alone."""
     hosts = hostfile(tmp_path, "localhost slots=2\n")
     plan = run([SCRIPTS / "run_multi_node_mpi.sh", SCRIPTS / "run_124M_fineweb.sh"], *SMALL, "--dry-run", HOSTFILE=hosts, DATA=data)
     says(plan, "16 tokens: 2 ranks x 1 micro-batch of 1 x 8", "nothing was written")

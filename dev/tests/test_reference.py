@@ -1,5 +1,5 @@
-"""The reference itself: against transformers, torch.optim, finite differences and the papers' formulas written as loops; and the
-kept fixtures against the reference."""
+"""The reference against transformers, torch.optim, finite differences and the papers' formulas written as loops; and
+the stored fixtures against the reference."""
 
 import functools
 import math
@@ -34,7 +34,7 @@ def attend(name, q, k, v, L=16, **scalars):
 
 
 def scalars_of(name, heads, L, seed=7):
-    """The scalars that the normalizer has, around their start; leaves, to take gradients of."""
+    """The normalizer's scalars, near their start values, as leaves that collect gradients."""
     start = reference.scalars_at_start(parse_normalizer(name), heads, L)
     return {name: (x + 0.3 * random(len(x), seed=seed + i)).requires_grad_() for i, (name, x) in enumerate(start.items())}
 
@@ -42,8 +42,8 @@ def scalars_of(name, heads, L, seed=7):
 # ---- The whole model against transformers
 
 def float64_llama(monkeypatch, config):
-    """transformers' Llama, or its Qwen3 where there are QK norms. Its RMSNorm, softmax and RoPE go through float32 whatever the weights
-    are: lift them to float64."""
+    """transformers' Llama, or with QK norms its Qwen3. Its RMSNorm, softmax and RoPE always convert to float32, which
+    is patched to float64 here."""
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
     from transformers.models.llama import modeling_llama
     from transformers.models.qwen3 import modeling_qwen3
@@ -104,7 +104,7 @@ def test_adamw_equals_torch():
               {"params": [theirs["model.norm.weight"], theirs["self_attn.attn_scale"]], "weight_decay": 0.0}]
     torch_optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
     for step in range(10):
-        lr, size = 1e-2 * min(1, (step + 1) / 2), 0.05 if step % 2 else 3.0     # unclipped and clipped by turns
+        lr, size = 1e-2 * min(1, (step + 1) / 2), 0.05 if step % 2 else 3.0     # alternately unclipped and clipped
         grads = {name: random(*p.shape, seed=10 * step + i, scale=size) for i, (name, p) in enumerate(start.items())}
         for name, p in theirs.items():
             p.grad = grads[name].clone()
@@ -140,7 +140,7 @@ def test_gau_parameters():
 
 @pytest.mark.parametrize("attn", ["softmax", "ssmax-pn", "relu2-n"])
 def test_gau_by_loops(attn):
-    """One unit, number by number; RoPE by complex numbers."""
+    """One unit, number by number, with RoPE by complex numbers."""
     config, T, C = reference.Config(**SMALL_GAU, tied=True, attn=attn, L=16), 5, 16
     p = {name: fixtures.parameter(name, shape) for name, shape in reference.parameter_shapes(config).items()}
     w = {name.removeprefix("model.layers.0.").removeprefix("gau."): x.numpy() for name, x in p.items()}
@@ -194,7 +194,7 @@ def test_grammar():
 
 
 def weights_of(name, scores, L=64, **scalars):
-    """A (T, T) for the scores q·k over sqrt(d), T x T: q is one axis for each row, v the identity."""
+    """A (T, T) for given scores q·k / sqrt(d), T x T: each row of q is a unit vector, and v the identity."""
     T = len(scores)
     q = math.sqrt(T) * torch.eye(T, dtype=torch.float64)
     return attend(name, q[None, None], scores.T[None, None], torch.eye(T, dtype=torch.float64)[None, None], L=L, **scalars)[0, 0]
@@ -207,7 +207,7 @@ L1 = [name for name in (*reference.PRESETS, "lssar+post=reweight:100", "lssar+po
 
 @pytest.mark.parametrize("name", L1)
 def test_l1_rows_sum_to_one(name):
-    """In absolute value; an all-zero row sums to 0."""
+    """Their absolute values do; an all-zero row sums to 0."""
     q, k = (random(1, 2, 70, 8, seed=seed, scale=2) for seed in range(2))
     A = attend(name, q, k, torch.eye(70, dtype=torch.float64).expand(1, 2, 70, 70), L=70, **scalars_of(name, 2, 70))
     sums = A.abs().sum(-1)
@@ -233,7 +233,7 @@ def test_softmax1_row_sum():
 
 
 def test_sink_row_sum():
-    """Each head has its own; e^sink = 1 is softmax1, a far one softmax."""
+    """Each head has its own sink; e^sink = 1 gives softmax1, and a very negative sink gives softmax."""
     q, k = (random(1, 3, 40, 8, seed=seed, scale=2) for seed in range(2))
     v, sink = torch.eye(40, dtype=torch.float64).expand(1, 3, 40, 40), torch.tensor([-40, 0, 1.7], dtype=torch.float64)
     A = attend("softmax-sink", q, k, v, sink=sink)[0]
@@ -246,8 +246,9 @@ def test_sink_row_sum():
 @pytest.mark.parametrize("n", [10, 100, 1000])
 @pytest.mark.parametrize("s", [0.3, 1.0, 2.0])
 def test_ssmax_bounds_its_largest_weight(n, s):
-    """[SSMax] eq. 6: softmax's largest weight is at most 1 / ((n - 1) e^-(largest - least) + 1), which fades as n grows; eq. 9 and 8:
-    SSMax's lies between 1 / ((n - 1) n^-(s (largest - second)) + 1) and the same with the least in the place of the second."""
+    """[SSMax] eq. 6: softmax's largest weight is at most 1 / ((n - 1) e^-(largest - least) + 1), which fades as n
+    grows. Eq. 9 and 8: SSMax's lies between 1 / ((n - 1) n^-(s (largest - second)) + 1) and the same with the least
+    instead of the second."""
     row = torch.linspace(-1, 0.5, n, dtype=torch.float64)
     row[n // 2] = 2
     q, k, v = torch.ones(1, 1, n, 1).double(), row[None, None, :, None], torch.eye(n).double()[None, None]
@@ -261,7 +262,8 @@ def test_ssmax_bounds_its_largest_weight(n, s):
 
 
 def test_rows_of_few_keys():
-    """recenter and recenter-l1 leave rows with n <= 3 as they are, reweight compares them with 0; LSSAR's row 4 by hand."""
+    """recenter and recenter-l1 do not change rows with n <= 3, and reweight compares them with 0; row 4 of LSSAR is
+    computed by hand."""
     scores = random(6, 6, scale=2)
     A = weights_of("softmax", scores)
     for name in "softmax-recentered", "softmax-recentered-l1":
@@ -293,7 +295,7 @@ def test_start_of_s():
 
 
 def row_by_loops(name, scores, d, s):
-    """A row of A for the n scores q·k, by the papers' formulas, number by number."""
+    """A row of A for n scores q·k, from the papers' formulas, number by number."""
     n, mean = len(scores), lambda x: sum(x) / len(x)
     z = [x / math.sqrt(d) for x in scores]
     share = lambda f: [x / sum(abs(y) for y in f) for x in f]
@@ -306,7 +308,7 @@ def row_by_loops(name, scores, d, s):
         return share([512 ** (x * math.log(n) / math.log(512) ** 2) for x in z])
     if name == "softmax1":                                  # [Softer-Max]
         return [math.exp(x) / (1 + sum(math.exp(y) for y in z)) for x in z]
-    if name == "softmax-sink":                              # gpt-oss: a logit more, here of the test's s
+    if name == "softmax-sink":                              # gpt-oss: one more logit, here the test's s
         return [math.exp(x) / (math.exp(s) + sum(math.exp(y) for y in z)) for x in z]
     if name == "softmax-floorlog+scale=floorlog:4":         # Llama 4
         return share([math.exp(x * (1 + 0.1 * math.log(1 + n // 4))) for x in z])
@@ -481,7 +483,7 @@ def test_digest_estimates_the_error():
 
 
 def test_stored_fixtures_match_the_reference():
-    """All of them; in CI a quarter of the cases, drawn by commit."""
+    """Checks all of them; CI checks a quarter of the cases, drawn by commit."""
     names = [case["case"] for case in fixtures.cases()]
     assert fixtures.differences(fixtures.FOLDER, draw.sample(names, len(names) // 4) if os.environ.get("DRAW") else None) == []
 
@@ -502,7 +504,7 @@ def test_a_changed_fixture_is_named(tmp_path):
 
 @functools.cache
 def kept_answers(file):
-    """Case -> name -> what is kept."""
+    """{case: {name: what is stored}}"""
     cases = {}
     for key, x in fixtures.load_file(fixtures.FOLDER / file).items():
         name, _, what = key.partition("/")
@@ -511,7 +513,7 @@ def kept_answers(file):
 
 
 def stored_error(stored, other, floor):
-    """fixture_error of hash.h, between two stored forms."""
+    """fixture_error() of hash.h for two stored forms."""
     difference = (stored - other).astype(np.float64)
     if not difference.any():
         return 0.0
@@ -525,7 +527,7 @@ def stored_error(stored, other, floor):
 @pytest.mark.parametrize("case", [case for case in fixtures.cases() if "vocab=97" in case.get("model", "")],
                          ids=lambda case: case["case"])
 def test_float32_can_meet_the_bounds(case):
-    """The bounds that README.md gives to a float32 program leave room over what plain float32 needs here: twice, but for updates."""
+    """Plain float32 stays within half of the bounds in README.md, except for updates, which stay within the bounds."""
     exact = kept_answers("models.safetensors")[case["case"]]
     rounded = fixtures.run_model(case, torch.float32)
     floor = 1e-3 * exact["grad_norms"][0]

@@ -1,4 +1,4 @@
-"""Interrupted and continued, a run ends with the same bits: in the weights, the moments and the metrics."""
+"""An interrupted and resumed run ends with the same bits in weights, moments and metrics."""
 import json
 import random
 import re
@@ -27,7 +27,7 @@ def validation(folder):
 
 
 def twice(folder, tmp_path, *flags, half=10, total=20):
-    """Two runs of as many steps, the second one in two parts."""
+    """Runs the same steps twice, the second time in two parts."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train(folder, *flags, "--steps", total, "--out", whole)
     train(folder, *flags, "--steps", half, "--out", parts)
@@ -52,7 +52,7 @@ def test_ten_and_ten_are_twenty(data, tmp_path, flags):
 
 @pytest.mark.parametrize("sizes", [
     [321],            # 40 windows of 8: the epoch ends with step 10
-    [160, 161],       # and the first shard with step 5
+    [160, 161],       # and the first shard ends with step 5
     [300],            # 37 windows: the epoch ends within step 10
     [83, 1, 200, 7],  # windows that span shards
 ], ids=str)
@@ -67,7 +67,8 @@ def test_at_an_edge(tmp_path, sizes):
 
 
 def test_the_schedule_continues(data, tmp_path):
-    """Under a schedule that knows the end, from a checkpoint in mid-run; the metrics after it are cut."""
+    """Under a schedule that depends on the last step, from a checkpoint in the middle; metrics after it are
+    truncated."""
     whole, again = tmp_path / "whole", tmp_path / "again"
     flags = ["--steps", 20, "--schedule", "cosine", "--ckpt-every", 7, "--keep", 0, *validation(data)]
     train(data, *flags, "--out", whole)
@@ -75,7 +76,7 @@ def test_the_schedule_continues(data, tmp_path):
     for step in (14, 20):
         shutil.rmtree(checkpoint(again, step))
     with open(again / "metrics.jsonl", "a") as file:
-        file.write('{"step": 21, "tok')       # as a kill leaves it
+        file.write('{"step": 21, "tok')       # what a kill leaves behind
     train(data, *flags, "--out", again, "--resume")
     assert_same_run(whole, again, 20)
 
@@ -110,7 +111,7 @@ def test_killed_before_the_first_checkpoint(data, tmp_path):
 
 
 def test_kill_9_at_any_moment(data, tmp_path):
-    """Saving at every step, killed again and again, in the middle of steps and of saves."""
+    """A run that saves at every step is killed repeatedly, in the middle of steps and of saves."""
     whole, out = tmp_path / "whole", tmp_path / "out"
     flags = ["--steps", 400, "--ckpt-every", 1, "--batch", 1, "--total-batch-tokens", 32]
     train(data, *flags, "--ckpt-every", 0, "--out", whole)
@@ -165,11 +166,11 @@ def test_every_point_of_a_save(data, tmp_path, faults, kind):
     with ThreadPoolExecutor(2) as pool:
         results = list(pool.map(interrupt_and_resume, numbers))
     assert len(results) == len(numbers)
-    # What a kill leaves in the last save is cleared away by the next one, which there is not here.
+    # What a kill in the last save leaves would be removed by the next save, but there is none here.
     assert all("step-00000004" in left for _, left in results)
 
 
-# ---- other processes, other batches
+# ---- other numbers of ranks, other batches
 
 
 def test_other_numbers_of_ranks(data, tmp_path):
@@ -187,7 +188,7 @@ def test_other_numbers_of_ranks(data, tmp_path):
         assert None in (x[-1], y[-1]) or abs(x[-1] - y[-1]) < 1e-5 * x[-1]
 
 
-# ---- which checkpoints stay
+# ---- which checkpoints are kept
 
 
 def test_keep(data, tmp_path):
@@ -201,7 +202,8 @@ def test_keep(data, tmp_path):
 
 
 def test_keep_best(data, tmp_path):
-    """What is rare in the training data is frequent in the validation data: the best checkpoint is an early one, and stays, over a resume too."""
+    """Tokens that are rare in the training data are frequent in the validation data, so the best checkpoint is an early
+    one. It is kept, also across a resume."""
     out = tmp_path / "out"
     other = write_shard(tmp_path / "other_val_000000.bin", VOCAB - 1 - tokens(600))
     flags = ["--val-data", other, "--val-every", 1, "--ckpt-every", 5, "--keep", 1, "--keep-best", "--out", out]
@@ -230,7 +232,7 @@ def test_attn_switch(data, tmp_path, dtype):
     train(data, *flags, *switch, "--steps", 12, "--ckpt-every", 2, "--out", whole)
     train(data, *flags, *switch, "--steps", 4, "--out", parts)
     for total in (6, 7, 9, 12):
-        train(data, *flags, "--steps", total, "--out", parts, "--resume")         # needs no flag
+        train(data, *flags, "--steps", total, "--out", parts, "--resume")         # the resume needs no flag
     assert_same_run(whole, parts, 12)
     train(data, *flags, "--steps", 6, "--out", later)
     text = train(data, *flags, *switch, "--steps", 12, "--out", later, "--resume")
@@ -239,7 +241,7 @@ def test_attn_switch(data, tmp_path, dtype):
     for out in (whole, parts, later):
         assert lineage(out) == [(0, "start", None, "softmax"), (6, "attn-switch", "softmax", "ssmax")]
     assert normalizer(whole, 6) == "softmax" and normalizer(whole, 8) == "ssmax"
-    # Moments stay: with beta2 so near 1 the mean of the squares only grows. The warmup runs again.
+    # The moments stay: with beta2 this close to 1, the mean of the squares only grows. The warmup restarts.
     before, after = (read_moments(whole, step) for step in (6, 8))
     for name, square in before.items():
         assert (after[name] >= 0.99999 * square).all(), name
@@ -264,7 +266,7 @@ def read_moments(out, step):
 
 
 def test_attn_switch_after_a_kill(data, tmp_path):
-    """Killed after the change, continued from before it: it comes again, and stands in the lineage once."""
+    """A run killed after the switch and resumed from before it switches again, and the lineage has the switch once."""
     whole, out = tmp_path / "whole", tmp_path / "out"
     flags = ["--attn-switch", "6:ssmax", "--steps", 12, "--ckpt-every", 3, "--keep", 0]
     train(data, *flags, "--out", whole)
@@ -309,7 +311,7 @@ def test_init_from(data, tmp_path):
 
 
 def test_a_run_without_a_checkpoint_starts_over_with_its_own_arguments(data, tmp_path):
-    """Killed before its first checkpoint: run.json holds, and a refused contradiction changes nothing."""
+    """A run killed before its first checkpoint uses its run.json; a rejected contradiction changes nothing."""
     out, whole = tmp_path / "killed", tmp_path / "whole"
     flags = ["--seed", 5, *validation(data), "--steps", 6]
     train(data, *flags, "--out", whole)
@@ -325,7 +327,7 @@ def test_a_run_without_a_checkpoint_starts_over_with_its_own_arguments(data, tmp
 
 @pytest.mark.parametrize("where", ["accumulation", "validation"])
 def test_a_stop_takes_effect_within_a_step(tmp_path, where):
-    """A step, or a validation, that would take minutes is left at once, and what was done before it is saved."""
+    """A step or a validation that would take minutes is abandoned at once, and the work before it is saved."""
     out = tmp_path / "out"
     windows = {"train": 1_000_001 if where == "accumulation" else 100, "val": 2_000_000}
     for split, count in windows.items():

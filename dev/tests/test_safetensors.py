@@ -1,4 +1,5 @@
-"""Our safetensors against the official package: each reads what the other writes, bit for bit, and both refuse what is broken."""
+"""Our safetensors code against the official package: each reads what the other writes, bit for bit, and both reject
+broken files."""
 import ctypes
 import json
 import pathlib
@@ -201,7 +202,7 @@ def test_both_reject_broken_files(c, tmp_path, name):
 
 @pytest.mark.parametrize("change", range(200))
 def test_one_changed_byte_of_a_header(c, tmp_path, change):
-    """Whatever the official package refuses, ours refuses; what both accept has the same tensors."""
+    """Ours rejects whatever the official package rejects; what both accept has the same tensors."""
     path = tmp_path / "changed.safetensors"
     save_file({"a": torch.ones(2, 3), "b": torch.ones(4).bfloat16(), "c": torch.tensor(1.0)}, path, {"format": "pt"})
     data = bytearray(path.read_bytes())

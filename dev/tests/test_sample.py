@@ -1,4 +1,4 @@
-"""sample_gpt2: prompts, batches, drawing, UTF-8 as it comes, its messages."""
+"""sample_gpt2: prompts, batches, sampling, streamed UTF-8, messages."""
 import json
 import os
 import shutil
@@ -13,7 +13,7 @@ from trainer import saving_and_pruning
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory):
-    """Run folders: "text" with a tokenizer, "ids" without, which knows ssmax."""
+    """Run folders: "text" has a tokenizer; "ids" has none, and its model uses ssmax."""
     build()
     folder = tmp_path_factory.mktemp("runs")
     train(write_data(folder / "data"), folder / "text", steps=60)
@@ -31,7 +31,7 @@ def test_the_seed_decides(runs):
 
 
 def test_other_texts_in_the_batch_change_nothing(runs, tmp_path):
-    """Each text of a batch is what it is alone, whatever stands before and behind it and however many there are."""
+    """Each text of a batch is the same as alone, whatever the other texts and however many there are."""
     prompts = ["the cat", "€", "on", "a dog said über", "The house", "in", "naïve café", "日本", "then.", "and, " * 30, "x"]
     (tmp_path / "prompts").write_text("\n".join(prompts))
     flags = ["--max-new-tokens", 30, "--num-samples", 2, "--temperature", 1.2]
@@ -67,7 +67,7 @@ def test_a_run_a_checkpoint_or_a_bare_model(runs, tmp_path):
 
 
 def test_while_a_run_prunes_its_checkpoints(runs, tmp_path):
-    """What was found may be gone before it is read."""
+    """A checkpoint may be deleted between being found and being read."""
     out = shutil.copytree(runs / "text", tmp_path / "run")
     expected = sample(out, "--max-new-tokens", 3)[0]
     with saving_and_pruning(out):
@@ -76,20 +76,20 @@ def test_while_a_run_prunes_its_checkpoints(runs, tmp_path):
 
 
 def test_a_run_without_checkpoints(runs, tmp_path):
-    """Given by its own name, and with no other to take its place."""
+    """Its only checkpoint has been removed, so there is nothing to load."""
     out = shutil.copytree(runs / "text", tmp_path / "run")
     shutil.rmtree(out / "ckpt/step-00000060")
     result = subprocess.run([BIN / "sample_gpt2", "--model", out], capture_output=True, text=True, timeout=60)
     assert result.returncode == 3 and "found neither" in result.stderr
 
 
-# ---------------------------------------------------------------- drawing
+# ---------------------------------------------------------------- sampling
 
 @pytest.mark.parametrize("given, same", [("the cat", "the cat"), ("the cat\n", "the cat"), ("the cat\r\n", "the cat"), ("\r\n", ""),
                                          ("a\n\nb\n\n", "a\n\nb\n"), ("a\r\n\r\n", "a\r\n"), ("", ""),
                                          ("naïve café " * 20, "naïve café " * 20)], ids=["a word", "a newline", "\\r\\n", "only \\r\\n", "lines", "lines with \\r\\n", "nothing", "long"])
 def test_a_prompt_from_stdin(runs, given, same):
-    """All of it, without one newline at its end."""
+    """The prompt is all of stdin, without one newline at its end."""
     words = [BIN / "sample_gpt2", "--model", runs / "text", "--max-new-tokens", "5", "--prompt"]
     texts = [subprocess.run([*words, prompt], input=text.encode(), capture_output=True, env=environment(), check=True).stdout
              for prompt, text in (("-", given), (same, ""))]
@@ -147,7 +147,7 @@ def test_token_frequencies_match_their_probabilities(runs, temperature, top_k, t
 
 @pytest.mark.parametrize("flags", [["--prompt", "日本"], ["--temperature", "9", "--top-k", "0", "--num-samples", "5"]])
 def test_output_is_always_whole_characters(runs, flags):
-    """At temperature 9 most bytes make no characters: they are shown as U+FFFD."""
+    """At temperature 9 most bytes form no characters, and are shown as U+FFFD."""
     process = subprocess.Popen([BIN / "sample_gpt2", "--model", runs / "text", "--max-new-tokens", "300", *flags], stdout=subprocess.PIPE,
                                stderr=subprocess.DEVNULL, env=environment())
     parts = []
@@ -171,7 +171,7 @@ def test_a_full_disk_is_reported(runs):
     assert result.returncode == 4 and b"stdout" in result.stderr
 
 
-# ---------------------------------------------------------------- what stderr says
+# ---------------------------------------------------------------- stderr
 
 def test_stdout_has_only_the_text(runs):
     output, errors = run(BIN / "sample_gpt2", "--model", runs / "text", "--prompt", "the cat", "--max-new-tokens", 5)
@@ -220,7 +220,7 @@ WRONG = {
 
 @pytest.fixture(scope="session")
 def wrong(runs):
-    """Files that the rows of WRONG are about."""
+    """The files that the rows of WRONG use."""
     folder, checkpoint, text = runs / "ids", runs / "ids/ckpt/step-00000060", runs / "text/ckpt/step-00000060"
     (folder / "blank").write_text("\n\n")
     (folder / "bad").write_text("1,2\n1,x\n")
@@ -231,7 +231,7 @@ def wrong(runs):
         (folder / name / "config.json").write_text(json.dumps(config | change))
     (folder / "broken/model.safetensors").write_bytes((checkpoint / "model.safetensors").read_bytes()[:-40])
     shutil.copy(text / "tokenizer.json", folder / "other")
-    shutil.copy(ROOT / "LICENSE", folder / "huge/model.safetensors")        # never looked at
+    shutil.copy(ROOT / "LICENSE", folder / "huge/model.safetensors")        # never read
     return folder
 
 

@@ -1,6 +1,7 @@
-"""Instructions of the attention kernels, counted in their SASS by dev/bench/sass.py; it needs nvcc and nvdisasm, and no GPU.
+"""Instructions of the attention kernels, counted in their SASS by dev/bench/sass.py. Needs nvcc and nvdisasm, but no
+GPU.
 
-By default softmax alone; SASS_ALL=1 also compares lssar with it."""
+Covers softmax; SASS_ALL=1 also compares lssar with it."""
 import os
 import struct
 import sys
@@ -15,8 +16,8 @@ import sass_trace
 
 NVCC = "13.0.88"
 
-# In each of n rounds: `inner` ex2, kind + 1 lg2 if the round is a multiple of `every` (a division at run time), one special function chosen by a
-# switch, and a precise division, whose slow path ordinary numbers do not take.
+# Each of n rounds has `inner` ex2, kind + 1 lg2 if the round is a multiple of `every` (a division at run time), one
+# special function chosen by a switch, and a precise division, whose slow path normal numbers do not take.
 TOY = r"""
 __device__ float special(float x, int kind) {
     switch (kind) {
@@ -82,15 +83,15 @@ def test_one_more_round_costs_the_same_each_time(toy):
 # ---- the attention kernels, bf16, head size 64: instructions that a warp issues for 32x64 scores
 
 CAPS = {"forward": 800, "dq": 980, "dkv": 1450}
-HMMA = {"forward": 128, "dq": 192, "dkv": 256}             # 64 for each product of 32x64 by 64
-LSSAR = 2.2                                                 # modeled time of its three kernels over softmax's
+HMMA = {"forward": 128, "dq": 192, "dkv": 256}             # 64 for each 32x64x64 matmul
+LSSAR = 2.2                                                 # modeled time of its three kernels relative to softmax's
 
 
 @pytest.fixture(scope="module")
 def pinned():
     version = sass.nvcc_version()
     if version != NVCC:
-        pytest.skip(f"the caps hold for nvcc {NVCC}, and this is {version}")
+        pytest.skip(f"the caps hold for nvcc {NVCC}, but this is {version}")
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +109,7 @@ def test_softmax_stays_below_its_cap(softmax, kernel):
 
 @pytest.mark.parametrize("kernel", CAPS)
 def test_the_documented_counts_of_softmax(softmax, kernel):
-    """The row of doc/kernels.md, issued instructions and modeled cycles."""
+    """Checks a row of doc/kernels.md: issued instructions and modeled cycles."""
     name = {"dkv": "dk and dv"}.get(kernel, kernel)
     page = (sass.ROOT / "doc/kernels.md").read_text().splitlines()
     row = next(line for line in page if line.startswith(f"| softmax | {name} |"))

@@ -1,10 +1,12 @@
-"""A signal at any moment stops a run with exit code 75 and a checkpoint that continues to the same bits, whatever the threads are computing.
+"""A signal at any moment, whatever the threads compute, ends a run with exit code 75 and a checkpoint that resumes to
+the same bits.
 
-No handler may run on a thread that computes: oneDNN's generated matmul code for a large k points the stack register at its workspace on the
-heap, and the frame of a handler lands below it. The shape here is one whose matmuls do that.
+No signal handler may run on a compute thread: for a large k, oneDNN's generated matmul code points the stack register
+at its workspace on the heap, and a handler's frame would overwrite the heap below it. The shape here is one whose
+matmuls do that.
 
     STOPS=all .venv/bin/python -m pytest dev/tests/test_signals.py             all cases; otherwise those of CHOSEN
-    STOPS=loops-2t-1r .venv/bin/python -m pytest dev/tests/test_signals.py     those with that in their name
+    STOPS=loops-2t-1r .venv/bin/python -m pytest dev/tests/test_signals.py     those with this text in their name
 """
 import os
 import random
@@ -25,9 +27,9 @@ FLAGS = ["--model", "layers=4,heads=4,channels=128,ffn=352,tied=1", "--batch", 8
          "--val-tokens", 4096, "--sample-every", 1, "--ckpt-every", 1, "--keep", 0]
 STOPPED = 75
 PHASES = ["training", "validation", "saving", "sampling"]
-BACKENDS = {"onednn": None, "blas": ["ONEDNN=0"], "loops": ["ONEDNN=0", "BLAS=0"]}      # the flags of make
+BACKENDS = {"onednn": None, "blas": ["ONEDNN=0"], "loops": ["ONEDNN=0", "BLAS=0"]}      # make's flags
 SAYS = {"onednn": "oneDNN", "blas": "CBLAS", "loops": "built-in loops"}
-LAST = 4                       # steps of the runs that nobody stops; a stop comes in step 2
+LAST = 4                       # steps of the uninterrupted runs; stops come in step 2
 CHOSEN = {"onednn-1t-1r-training-0", "onednn-1t-1r-training-1", "onednn-1t-1r-saving-0", "onednn-1t-1r-sampling-0", "onednn-2t-2r-training-0",
           "onednn-2t-2r-validation-0"}
 
@@ -39,7 +41,7 @@ class Stop:
     ranks: int
     phase: str
     number: int
-    moment: float              # from 0 to 1, through the phase
+    moment: float              # fraction of the phase, from 0 to 1
     signal: signal.Signals
 
     @property
@@ -48,15 +50,16 @@ class Stop:
 
 
 def draw(backend, training, others):
-    """So many stops in training, and so many in each other phase, over the numbers of threads and ranks in turn. Most are in training, as large
-    matmuls are there alone: the backward pass has them."""
+    """That many stops in training and in each other phase, alternating between numbers of threads and ranks. Most are
+    in training, because only its backward pass has large matmuls."""
     chance = random.Random(backend)
     phases = ["training"] * training + [phase for phase in PHASES[1:] for _ in range(others)]
     names = {}
     for i, phase in enumerate(phases):
         threads, ranks = (1, 1, 2, 2)[i % 4], (1, 2, 1, 2)[i % 4]
         number = names[threads, ranks, phase] = names.get((threads, ranks, phase), -1) + 1
-        signals = [signal.SIGTERM, signal.SIGINT] + ([signal.SIGHUP, signal.SIGUSR1] if ranks == 1 else [])      # launch.sh catches two
+        # with several ranks, launch.sh receives the signal, and it handles only two
+        signals = [signal.SIGTERM, signal.SIGINT] + ([signal.SIGHUP, signal.SIGUSR1] if ranks == 1 else [])
         yield Stop(backend, threads, ranks, phase, number, chance.random(), chance.choice(signals))
 
 
@@ -74,7 +77,7 @@ def data(tmp_path_factory):
 
 
 def program(backend):
-    """TRAIN_GPT2 for oneDNN; the others are built here."""
+    """The program for oneDNN is TRAIN_GPT2; the others are built here."""
     if not BACKENDS[backend]:
         return TRAIN
     build = f"build/stops/{backend}"
@@ -83,7 +86,7 @@ def program(backend):
 
 
 def listen():
-    """A shell's background job ignores SIGINT, and so would launch.sh."""
+    """In a shell's background job SIGINT is ignored, and launch.sh would inherit that."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
 
@@ -106,7 +109,7 @@ def finish(process, code=0):
 
 @pytest.fixture(scope="module")
 def whole(data, tmp_path_factory):
-    """The run that nobody stops, one for each backend and number of threads and ranks."""
+    """The uninterrupted run, one for each backend and number of threads and ranks."""
     runs = {}
 
     def get(stop):
@@ -124,7 +127,7 @@ def whole(data, tmp_path_factory):
 
 
 def line_with(process, word):
-    """The next line with the word, and when it came."""
+    """The next line with the word, and its time."""
     lines = []
     for line in process.stdout:
         if word in line:
@@ -134,8 +137,8 @@ def line_with(process, word):
 
 
 def wait_for_moment(process, stop):
-    """Within step 2, each phase taken to last as long as in step 1. A step is trained and validated, then shown; a sample is drawn and shown;
-    the checkpoint is saved, and that is shown, too."""
+    """The moment of a stop in step 2, assuming that each phase lasts as long as in step 1. The line of a step follows
+    training and validation; a sample is printed once it is drawn, and a checkpoint once it is saved."""
     _, begun = line_with(process, "starts at")
     line, shown = line_with(process, "step     1/")
     _, sampled = line_with(process, "sample at step 1:")
@@ -156,7 +159,8 @@ def wait_for_moment(process, stop):
 
 
 def ask_to_stop(process, stop):
-    """In training ten times, so that most of the step is hit; a second Ctrl-C, though, would end the run at once."""
+    """In training a stop sends ten signals, to hit most of the step, but only one Ctrl-C, because a second would end
+    the run at once."""
     for _ in range(10 if stop.phase == "training" and stop.signal != signal.SIGINT else 1):
         process.send_signal(stop.signal)
         time.sleep(0.05)
@@ -187,7 +191,7 @@ def test_stop(data, whole, tmp_path, stop):
     shutil.rmtree(out)
 
 
-# ---- what the kernel says
+# ---- the signal masks that the kernel reports
 
 
 def watch(words, word):
@@ -212,11 +216,11 @@ def test_no_thread_of_the_trainer_runs_a_handler(little, ranks):
         assert_held(TRAIN, little, ranks)
     finally:
         process.send_signal(signal.SIGTERM)
-        finish(process, STOPPED)    # reads on: a full pipe would hold up the trainer
+        finish(process, STOPPED)    # keeps reading, because a full pipe would block the trainer
 
 
 def test_sampler_and_evaluator_end_by_a_signal(little, tmp_path):
-    """They have nothing to save, and no handlers."""
+    """They have nothing to save, and therefore no handlers."""
     train(little, "--steps", 1, "--out", tmp_path / "out")
     model = ["--model", tmp_path / "out"]
     for name, flags, word in (("sample_gpt2", ["--num-samples", 10 ** 6], "sample 1"),

@@ -1,7 +1,8 @@
-"""A run that was stopped, wherever that was, and resumed is the run that never stopped: metrics with their validation losses, samples, best
-checkpoint and lineage. And changes of normalizer, over restarts of the same command and returns to earlier checkpoints.
+"""A run that is stopped anywhere and resumed equals one that never stopped, in metrics with validation losses, samples,
+best checkpoint and lineage. Also changes of normalizer across restarts of the same command and returns to earlier
+checkpoints.
 
-TRAIN_GPT2_FAULTS names another build with fault points (dev/faults), by which the stops come at exact places.
+TRAIN_GPT2_FAULTS names another build with fault points (dev/faults), which place the stops exactly.
 """
 import contextlib
 import json
@@ -39,7 +40,7 @@ def run_json(out):
 
 
 def lineage(out):
-    """All of it, the validation losses before and after each change included."""
+    """The whole lineage, including the validation losses before and after each change."""
     return run_json(out)["lineage"]
 
 
@@ -60,7 +61,8 @@ def assert_same(whole, out, last=TOTAL):
 
 
 def report(data):
-    """Flags of a run with something due at most steps: validations of two batches, samples, the best checkpoint beside the newest."""
+    """Flags of a run with something due at most steps: validations of two batches, samples, the best and the newest
+    checkpoint."""
     return ["--steps", TOTAL, "--val-data", data / "d_val_000000.bin", "--val-every", 2, "--val-tokens", 64, "--sample-every", 2, "--keep", 1,
             "--keep-best", "--ckpt-every", 3, "--lr", 0.05, "--beta2", 0.999, "--warmup", 2]
 
@@ -78,7 +80,8 @@ CASES = {
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("case", CASES)
 def test_a_stop_anywhere(data, weights, faults, tmp_path, case):
-    """At each place where the run looks for a signal; each stopped run is resumed by the command that began it."""
+    """Stops at each place where the run checks for a signal. Each stopped run is resumed by the command that started
+    it."""
     model = case != "init-from"
     words = [*report(data), *(weights if word == "WEIGHTS" else word for word in CASES[case])]
     if case != "switch at a checkpoint":
@@ -126,7 +129,7 @@ def stop_in_the_first_validation(data, faults, out):
 
 
 def test_killed_after_an_owed_validation(data, faults, tmp_path):
-    """The line of the step is there already, and best_step is in no checkpoint yet: the validation is done again."""
+    """The line of the step is already written, but no checkpoint has best_step yet, so the validation is repeated."""
     whole, out = tmp_path / "whole", tmp_path / "out"
     train(data, *report(data), "--out", whole)
     stop_in_the_first_validation(data, faults, out)
@@ -141,7 +144,7 @@ def test_killed_after_an_owed_validation(data, faults, tmp_path):
 
 
 def test_other_flags_on_resume_decide_what_is_due(data, faults, tmp_path):
-    """What is due at the step is asked of the flags as they are now."""
+    """The current flags decide what is due at the step."""
     out = tmp_path / "out"
     stop_in_the_first_validation(data, faults, out)
     train(data, *report(data), "--out", out, "--resume", "--val-every", 4, "--sample-every", 0)
@@ -150,7 +153,7 @@ def test_other_flags_on_resume_decide_what_is_due(data, faults, tmp_path):
 
 
 def test_stopped_in_the_last_validation(data, faults, tmp_path):
-    """All steps are done, and yet the run is not."""
+    """All steps are done, but the run is not."""
     whole, out = tmp_path / "whole", tmp_path / "out"
     words = [*report(data), "--steps", 4]
     train(data, *words, "--out", whole)
@@ -165,7 +168,7 @@ def test_stopped_in_the_last_validation(data, faults, tmp_path):
 
 
 def test_the_same_command_again(data, tmp_path):
-    """After the change, at its step, and before it."""
+    """The command is repeated after the change, at its step, and before it."""
     whole, out = tmp_path / "whole", tmp_path / "out"
     switch = ["--attn-switch", "5:ssmax", "--sample-every", 4]
     train(data, *switch, "--steps", 12, "--out", whole)
@@ -178,7 +181,8 @@ def test_the_same_command_again(data, tmp_path):
 
 
 def two_switches(data, out):
-    """To SSMax at step 3, and by a flag of a later command to softmax1 at step 7; every checkpoint stays."""
+    """Switches to SSMax at step 3 and, by a flag of a later command, to softmax1 at step 7; every checkpoint is
+    kept."""
     flags = ["--keep", 0, "--ckpt-every", 1, "--val-data", data / "d_val_000000.bin", "--val-tokens", 64, "--val-every", 4, "--sample-every", 4]
     train(data, *flags, "--attn-switch", "3:ssmax", "--steps", 5, "--out", out)
     train(data, *flags, "--attn-switch", "7:softmax1", "--steps", 9, "--out", out, "--resume")
@@ -195,7 +199,7 @@ def go_back(out, step):
 @pytest.mark.parametrize("back", [0, 2, 3, 5])
 @pytest.mark.parametrize("flag", [[], ["--attn-switch", "3:ssmax"], ["--attn-switch", "7:softmax1"]], ids=["no flag", "the first", "the second"])
 def test_back_to_before_two_switches(data, tmp_path, back, flag):
-    """The run's own history is repeated, by whichever of its commands; a kill on the way loses nothing of it."""
+    """Any of the run's commands repeats its history, and a kill along the way loses none of it."""
     whole, out = tmp_path / "whole", tmp_path / "out"
     flags = two_switches(data, whole)
     shutil.copytree(whole, out)
@@ -214,7 +218,7 @@ def test_back_to_before_two_switches(data, tmp_path, back, flag):
 
 
 def test_a_new_switch_replaces_later_ones(data, tmp_path):
-    """A new change before those of the history takes their place from its step on, and says so."""
+    """A new switch before those of the history replaces them from its step on, with a warning."""
     out = tmp_path / "out"
     flags = two_switches(data, out)
     go_back(out, 2)
@@ -225,7 +229,7 @@ def test_a_new_switch_replaces_later_ones(data, tmp_path):
 
 
 def test_a_switch_to_the_same_normalizer(data, tmp_path):
-    """It is said that only the warmup restarts; the command can be restarted at any step all the same."""
+    """A warning says that only the warmup restarts. The command can still be restarted at any step."""
     said = "--attn-switch 4:ssmax: ssmax is already the normalizer at that step; only the learning-rate warmup restarts"
     flags = ["--attn", "ssmax", "--attn-switch", "4:ssmax", "--out", tmp_path, "--resume", "--steps"]
     assert said in train(data, *flags, 2)
@@ -258,7 +262,7 @@ def test_attn_on_resume_points_to_attn_switch(data, tmp_path):
 
 
 def test_a_warmup_that_never_ends(data):
-    """The defaults of --warmup and --steps are equal, among others."""
+    """The defaults of --warmup and --steps are such a case."""
     plan = ["--dry-run", "--model", "layers=1,heads=2,channels=16,ffn=24,vocab=97", "--seq-len", 8]
     text = train(data, *plan, model=False)
     assert "warning: --warmup 1000 is not shorter than --steps 1000" in text and "--warmup 50." in text and "never decays" not in text
@@ -286,7 +290,7 @@ def last_step(out):
 
 @pytest.mark.parametrize("removed", ["", "run.json", "metrics.jsonl", "lock"])
 def test_the_run_folder_is_removed_mid_run(data, tmp_path, removed):
-    """The folder, or a file of it, goes; the next checkpoint brings back what a resume needs, with all metrics."""
+    """The folder, or a file in it, is removed; the next checkpoint restores what a resume needs, with all metrics."""
     whole, out = tmp_path / "whole", tmp_path / "out"
     flags = ["--ckpt-every", 20, "--keep", 2]
     process = subprocess.Popen(command(data, *flags, "--steps", 10 ** 6, "--out", out), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
@@ -295,7 +299,7 @@ def test_the_run_folder_is_removed_mid_run(data, tmp_path, removed):
     if removed:
         (out / removed).unlink()
     else:
-        shutil.rmtree(out, ignore_errors=True)      # a save may take place meanwhile
+        shutil.rmtree(out, ignore_errors=True)      # a save may happen meanwhile
         shutil.rmtree(out, ignore_errors=True)
     at = last_step(out)
     wait_for(process, lambda: last_step(out) >= at + 40 and (out / "run.json").exists())
@@ -318,7 +322,8 @@ def paused(process):
 
 @pytest.mark.parametrize("how", ["folder", "lock"])
 def test_the_run_folder_is_out_of_reach_mid_run(data, tmp_path, how):
-    """While a file has the folder's place, or the lock is none, saves fail and training continues; once all is back, so are the saves."""
+    """While a file takes the folder's place, or the lock is not a file, saves fail and training continues. Once the
+    folder is back, saves work again."""
     whole, out, log = tmp_path / "whole", tmp_path / "share/out", tmp_path / "log"
     gone = out.parent if how == "folder" else out / "lock"
     away = tmp_path / "away"
@@ -352,12 +357,12 @@ def test_the_run_folder_is_out_of_reach_mid_run(data, tmp_path, how):
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_stop_after_a_failed_save(data, faults, tmp_path, processes):
-    """It tries again, and claims no checkpoint that is not there."""
+    """It tries to save again, and does not claim a checkpoint that does not exist."""
     whole, out = tmp_path / "whole", tmp_path / "out"
     flags = ["--steps", 4, "--ckpt-every", 1]
     how = {"program": faults, "processes": processes, "env": {"FAULT_STOP": "3"}}
     out.mkdir()
-    (out / "ckpt").touch()             # where the folder belongs
+    (out / "ckpt").touch()             # in the place of the folder
     text = train(data, *flags, "--out", out, code=4, **how)
     assert text.count("Training continues; earlier checkpoints are intact") == 2 and "step     2/4" in text, text
     assert text.count(f"{out}/ckpt: ") == 3 and "stopped by a signal" not in text, text
@@ -370,7 +375,7 @@ def test_a_stop_after_a_failed_save(data, faults, tmp_path, processes):
 
 
 def test_another_run_took_the_folder(data, tmp_path):
-    """Then it is that run's: this one ends, and writes nothing into it."""
+    """The folder then belongs to that run: this one ends and writes nothing into it."""
     out = tmp_path / "out"
     flags = ["--steps", 10 ** 6, "--ckpt-every", 20, "--out", out]
     process = subprocess.Popen(command(data, *flags), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())

@@ -13,15 +13,15 @@ SOURCES = subprocess.run(["git", "ls-files", "*.c", "*.h", "*.cu", "*.cuh", "*.c
 
 
 def test_format():
-    """.clang-format has the style. To mend: .venv/bin/clang-format -i FILE"""
+    """.clang-format defines the style. To fix: .venv/bin/clang-format -i FILE"""
     tool = Path(sys.executable).parent / "clang-format"
     run = subprocess.run([tool, "--dry-run", "-Werror", *SOURCES], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
 
 
 def test_columns():
-    """clang-format breaks neither comments nor strings. A text that is one line to its reader may be longer, and so may
-    the rows of a table, which stand between clang-format off and on or in a macro."""
+    """clang-format breaks neither comments nor strings. A message that is printed as one line may be longer, and so may
+    the rows of a table, between clang-format off and on or in a macro."""
     long = []
     for path in SOURCES:
         table = False
@@ -33,7 +33,7 @@ def test_columns():
 
 
 def test_mutations_apply():
-    """dev/mutate/mutations.txt quotes the sources: each text occurs once in its file."""
+    """dev/mutate/mutations.txt quotes the sources; each text must occur exactly once in its file."""
     sys.path.insert(0, str(ROOT / "dev/mutate"))
     import mutate
     found = [(len(mutate.places((ROOT / file).read_text(), old)), file, old) for file, old, _ in mutate.mutations()]

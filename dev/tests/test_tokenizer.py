@@ -89,7 +89,7 @@ def code():
 
 
 def hostile(seed, characters):
-    """Contractions, runs of all kinds of space, digits, emoji with their joiners, combining marks, one beside another."""
+    """Contractions, runs of all kinds of spaces, digits, emoji with joiners, and combining marks, mixed."""
     rng = random.Random(seed)
     spaces = [chr(c) for c in (9, 10, 11, 12, 13, 28, 31, 32, 32, 32, 0x85, 0xA0, 0x1680, 0x2000, 0x200A, 0x200B, 0x2028, 0x3000,
                                0xFEFF)]
@@ -106,7 +106,7 @@ def hostile(seed, characters):
 
 
 def broken(size):
-    """Bytes that are not UTF-8: random ones, and good text with bytes changed, dropped and cut."""
+    """Invalid UTF-8: random bytes, and valid text with bytes changed, dropped and truncated."""
     rng = random.Random(3)
     good = bytearray((hostile(4, size) + planes()[0x700:0x8000] * 3).encode()[:size])
     for _ in range(size // 8):
@@ -147,7 +147,7 @@ def test_equals_tiktoken(gpt2, tiktoken_gpt2, texts):
 
 
 def test_short_texts(gpt2, tiktoken_gpt2, texts):
-    """What begins and ends anywhere: the pattern looks ahead, and the end of the text counts."""
+    """Texts that begin and end anywhere: the pattern looks ahead, so the end of the text matters."""
     rng = random.Random(5)
     for _ in range(20_000):
         text = rng.choice((texts["hostile"], texts["planes"]))
@@ -184,7 +184,7 @@ def test_long_words(gpt2, tiktoken_gpt2, word):
 # ---- a vocabulary of our own
 
 def test_equals_tokenizers(library, texts, tmp_path):
-    """The vocabulary that data/tinystories.py would train, in C and in the library that trained it."""
+    """Compares C with the `tokenizers` library, for a vocabulary like the one that data/tinystories.py trains."""
     path = tmp_path / "tokenizer.json"
     vocabulary.train([texts["plays"], texts["hostile"][:200_000]], 8000, path)
     expected, found = vocabulary.load(path), CTokenizer(library, tmp_path)

@@ -1,5 +1,5 @@
-"""The program's own steps against the reference in float64: ten steps from the same first weights, with accumulation, clipping, decay,
-warmup and a cosine schedule; and bfloat16 steps against float32 ones."""
+"""The program's steps against the reference in float64: ten steps from the same initial weights, with accumulation,
+clipping, decay, warmup and a cosine schedule. Also bfloat16 steps against float32 steps."""
 import math
 import sys
 
@@ -39,7 +39,8 @@ def schedule(step):
 
 
 def expected_steps(start, data, config, sequences, clip):
-    """(loss, lr, gradient's norm) of each step in the reference, and its AdamW at the end. Sequence g is window g, epoch after epoch."""
+    """(loss, lr, gradient norm) of each step in the reference, and its AdamW at the end. Sequence g is window g modulo
+    the number of windows."""
     parameters, T = {name: p.clone() for name, p in start.items()}, config.L
     windows = (len(data) - 1) // T
     optimizer, lines = reference.AdamW(parameters, DECAY), []
@@ -71,7 +72,7 @@ def changes(end, start):
 CASES = {       # attn, tied, batch, T, accumulation, clip
     "softmax": ("softmax", 1, 2, 16, 3, 0.7),
     "ssmax": ("ssmax", 0, 2, 16, 3, 0.7),
-    "several chunks of rows": ("softmax", 0, 20, 32, 2, 0.45),       # the head takes 512 rows at a time
+    "several chunks of rows": ("softmax", 0, 20, 32, 2, 0.45),       # the output layer takes 512 rows at a time
     "several chunks of rows, tied": ("ssmax", 1, 20, 32, 2, 0.45),
 }
 
@@ -94,7 +95,7 @@ def test_float32_steps_match_the_reference(tmp_path, data, case):
     expected, optimizer = expected_steps(start, data, config, batch * accumulate, clip)
     got = np.array(metrics(tmp_path / "run", ["loss", "lr", "grad_norm"]))
     norms = expected[:, 2]
-    assert (norms > 1.1 * clip).any() and (norms < 0.9 * clip).any(), f"the clip has to act on some steps and not on others: {norms}"
+    assert (norms > 1.1 * clip).any() and (norms < 0.9 * clip).any(), f"the clip must affect some steps and not others: {norms}"
     for column, bound in enumerate((1e-5, 1e-6, 1e-4)):
         np.testing.assert_allclose(got[:, column], expected[:, column], rtol=bound, err_msg=("loss", "lr", "gradient's norm")[column])
 
@@ -108,7 +109,7 @@ def test_float32_steps_match_the_reference(tmp_path, data, case):
 @pytest.mark.parametrize("case", ["several chunks of rows", "several chunks of rows, tied"])
 def test_bfloat16_steps_stay_close_to_float32(tmp_path, data, case):
     train(tmp_path, *flags(tmp_path / "start", *CASES[case], steps=0))
-    for dtype in ("fp32", "bf16"):      # at --lr 0.01 rounding alone can change the gradient of a step by tens of per cent
+    for dtype in ("fp32", "bf16"):      # at --lr 0.01 rounding alone can change a step's gradient by tens of percent
         train(tmp_path, *flags(tmp_path / dtype, *CASES[case]), "--lr", LR / 5, "--dtype", dtype)
     start = tensors(checkpoint(tmp_path / "start", 0) / "model.safetensors")
     single = tensors(checkpoint(tmp_path / "fp32", STEPS) / "model.safetensors")

@@ -1,5 +1,6 @@
-"""Tokenizers of other kinds: data/vocabulary.py and runtime/tokenizer.c agree on which the C programs can use, and the trainer trains on shards of
-any. And the vocabulary of a new model: what --model says, else the tokenizer's, else the default."""
+"""Tokenizers of other kinds: data/vocabulary.py and runtime/tokenizer.c agree on which the C programs can use, and the
+trainer trains on shards of any. Also the vocabulary size of a new model: that of --model, or else the tokenizer's, or
+else the default."""
 import copy
 import ctypes
 import json
@@ -43,7 +44,7 @@ def bpe(words=None, alphabet=True, **more):
 
 
 def changed(whole, **change):
-    """A copy with other values: model__dropout=0.1 is whole["model"]["dropout"]."""
+    """A copy with other values: model__dropout=0.1 sets whole["model"]["dropout"]."""
     whole = copy.deepcopy(whole)
     for path, value in change.items():
         *outer, last = path.split("__")
@@ -55,7 +56,7 @@ def changed(whole, **change):
 
 
 def tokenizer_files():
-    """name: tokenizer.json and whether the C programs can use it. The `tokenizers` library opens each."""
+    """{name: (tokenizer.json, whether the C programs can use it)}. The `tokenizers` library can open each."""
     plain = bpe()
     vocab, merges = plain["model"]["vocab"], plain["model"]["merges"]
     special = plain["added_tokens"][0]
@@ -101,7 +102,7 @@ FILES = tokenizer_files()
 
 
 def in_c(library, path):
-    """What tokenizer_open() has against the file: its reasons, in a list."""
+    """The list of reasons for which tokenizer_open() rejects the file."""
     error = Error()
     handle = library.tokenizer_open(str(path).encode(), ctypes.byref(error))
     if handle:
@@ -141,7 +142,7 @@ def test_python_and_c_accept_the_same_tokenizers(name, library, tmp_path):
 # ---------------------------------------------------------------- through the programs
 
 def encode(tokenizer, folder):
-    """Shards of a tokenizer.json by data/text.py; its folder, and what was said."""
+    """Makes shards with a tokenizer.json by data/text.py; returns their folder and the output."""
     folder.mkdir()
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     (folder / "in.txt").write_text("\n\n".join(sentences(300, seed=4)))
@@ -153,7 +154,8 @@ def encode(tokenizer, folder):
 
 @pytest.mark.parametrize("name", ["ours", "digits", "split", "unigram", "not special"])
 def test_training_on_shards_of_any_tokenizer(name, tmp_path):
-    """Told before the encoding; then one warning, samples as ids, and the tokenizer in the checkpoint for transformers."""
+    """The script says so before it encodes. The trainer warns once, shows samples as ids, and stores the tokenizer in
+    the checkpoint for transformers."""
     whole, usable = FILES[name]
     data, said = encode(whole, tmp_path / "data")
     size = vocabulary.load_json(data).vocab
@@ -215,7 +217,7 @@ def test_the_default_without_a_tokenizer(tmp_path):
 
 
 def test_gpt2s_tokenizer_gives_the_default(tmp_path):
-    """So that --model 124M on GPT-2's shards is what it was."""
+    """So --model 124M on GPT-2's shards has the preset's vocabulary."""
     (tmp_path / "tokenizer.json").write_bytes(vocabulary.load_gpt2().files["tokenizer.json"])
     write_shard(tmp_path / "d_train_000001.bin", np.arange(1000) % 50257)
     printed = train(tmp_path, "--model", "124M", "--seq-len", 8, "--batch", 1, "--dry-run", model=False)
@@ -223,7 +225,7 @@ def test_gpt2s_tokenizer_gives_the_default(tmp_path):
 
 
 def test_a_vocabulary_that_is_too_small(data, tmp_path):
-    """The advice fits the case: --model's own can be larger, that of weights cannot."""
+    """The advice fits the case: the vocabulary of --model can be enlarged, that of loaded weights cannot."""
     message = train(data, "--model", f"{SHAPE},vocab=200", *FLAGS, "--out", tmp_path / "out", model=False, code=3)
     assert f"has {VOCAB} tokens" in message and f"Omit vocab= from --model, or set vocab={VOCAB}" in message
     small = tmp_path / "small"

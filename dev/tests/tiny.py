@@ -1,4 +1,4 @@
-"""What test_sample.py and test_huggingface.py share: the programs, a little text in shards, and small models trained on it."""
+"""Shared by tests that need a trained model: the programs, a little text in shards, and small models trained on it."""
 import os
 import random
 import re
@@ -19,11 +19,11 @@ BUILD = ROOT / "build" if BIN == ROOT else BIN              # the Makefile's
 VOCAB, END_OF_TEXT, T = 300, 299, 32
 SHAPE = f"layers=2,heads=4,channels=32,ffn=64,vocab={VOCAB}"
 WORDS = "the The cat dog house on in a naïve café costs 5 € 10 £ 😀 🐈 日本語 text über said and, then. went Привет".split()
-os.environ["HF_HUB_OFFLINE"] = "1"                          # before transformers is imported: no test asks a hub
+os.environ["HF_HUB_OFFLINE"] = "1"    # set before transformers is imported: no test contacts a hub
 
 
 def build():
-    """Makes the programs that are missing, and the one that prints logits, with warnings as errors where the build has them."""
+    """Builds missing programs and the one that prints logits, with warnings as errors if the build has them."""
     flags = BUILD / "flags"
     werror = int(flags.exists() and "-Werror" in flags.read_text())
     missing = [name for name in ("train_gpt2", "sample_gpt2") if not (BIN / name).exists()]
@@ -32,7 +32,7 @@ def build():
 
 
 def make_path(path):
-    """A path as the Makefile writes it."""
+    """A path in the Makefile's form."""
     if not path.is_relative_to(ROOT):
         return str(path)
     inside = str(path.relative_to(ROOT))
@@ -40,7 +40,7 @@ def make_path(path):
 
 
 def run(path, *words, code=0, threads=1):
-    """Runs a program and returns what came to stdout and stderr. The exit code must be `code`."""
+    """Runs a program and returns its stdout and stderr. The exit code must be `code`."""
     result = subprocess.run([str(path), *map(str, words)], capture_output=True, env=environment(threads))
     assert result.returncode == code, (words, result.returncode, result.stderr.decode())
     return result.stdout.decode(), result.stderr.decode()
@@ -56,7 +56,7 @@ def sentences(count, seed=0):
 
 
 def write_data(folder, tokenizer=True):
-    """Shards of sentences in a vocabulary of their own, with its tokenizer.json beside them or not."""
+    """Shards of sentences with a vocabulary of their own, with or without its tokenizer.json beside them."""
     folder.mkdir(parents=True)
     vocabulary.train(sentences(200), VOCAB, folder / "tokenizer.json")
     known = vocabulary.load(str(folder))
@@ -72,7 +72,7 @@ def write_data(folder, tokenizer=True):
 
 
 def train(data, out, *words, steps=25, code=0):
-    """Trains a small model, or what --init-from names; returns the folder of its last checkpoint and what was printed."""
+    """Trains a small model, or the one that --init-from names; returns its last checkpoint's folder and the output."""
     flags = [] if "--init-from" in words else ["--model", SHAPE]
     flags += ["--seq-len", T, "--batch", 8, "--warmup", 5, "--lr", 1e-2, "--val-data", f"{data}/*_val_*.bin"]
     printed = trainer.train(data, *flags, "--steps", steps, "--out", out, *words, model=False, code=code)
@@ -80,13 +80,13 @@ def train(data, out, *words, steps=25, code=0):
 
 
 def logits(folder, ids, *words):
-    """Our logits (T, V), after the trainer's whole pass and its cache agreed on them. "documents": under --doc-mask."""
+    """Our logits (T, V), on which one pass of the trainer and its cache must agree. "documents": under --doc-mask."""
     output, _ = run(BUILD / "tests/logits", folder, ",".join(map(str, ids)), *words)
     return np.array([line.split() for line in output.splitlines()], np.float64)
 
 
 def sample(folder, *words, code=0, threads=1):
-    """The texts that sample_gpt2 wrote, and its stderr."""
+    """The texts that sample_gpt2 prints, and its stderr."""
     output, errors = run(BIN / "sample_gpt2", "--model", folder, *words, code=code, threads=threads)
     return re.split(r"\n?---- prompt \d+, sample \d+\n", output.removesuffix("\n"))[output.startswith("---- prompt"):], errors
 

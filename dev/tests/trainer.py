@@ -1,6 +1,8 @@
-"""What the tests of the trainer share: shards made here, a model so small that a run takes a quarter of a second, and looks into a run folder.
+"""Shared by the tests of the trainer: synthetic shards, a model so small that a run takes a quarter of a second, and
+functions that read a run folder.
 
-TRAIN_GPT2=build/san/train_gpt2 tests another build; TRAIN_GPT2_FAULTS the one with fault points (dev/faults), which make builds otherwise.
+TRAIN_GPT2=build/san/train_gpt2 tests another build. TRAIN_GPT2_FAULTS names a build with fault points (dev/faults); by
+default make builds one.
 """
 import contextlib
 import fcntl
@@ -22,11 +24,12 @@ LAUNCH = ROOT / "scripts/launch.sh"
 SANITIZED = TRAIN.exists() and b"__asan_init" in TRAIN.read_bytes()
 VOCAB = 97
 MODEL = f"layers=1,heads=2,channels=16,ffn=24,vocab={VOCAB}"
-EXACT = ("step", "tokens", "loss", "lr", "grad_norm", "val_loss")    # what a resumed run repeats to the last bit
+# the metrics that a resumed run repeats to the last bit
+EXACT = ("step", "tokens", "loss", "lr", "grad_norm", "val_loss")
 
 
 def write_shard(path, tokens, magic=20240520, version=1, count=None):
-    """Any token file; a mask's items are bytes."""
+    """Writes a shard, or a mask, whose items are bytes."""
     tokens = np.asarray(tokens)
     header = np.zeros(256, "<i4")
     header[:3] = magic, version, len(tokens) if count is None else count
@@ -35,7 +38,8 @@ def write_shard(path, tokens, magic=20240520, version=1, count=None):
 
 
 def tokens(count, seed=0):
-    """Ids below VOCAB, the large ones often, so that there is something to learn; the last is end-of-text: a document has some 12 tokens."""
+    """Random ids below VOCAB, in which large ids are more frequent, so that there is something to learn. The last id is
+    end-of-text, and a document has about 12 tokens."""
     return np.maximum(VOCAB - np.random.default_rng(seed).geometric(0.08, count), 0)
 
 
@@ -48,13 +52,14 @@ def make_data(folder, train=3000, val=600, shards=1):
 def environment(**more):
     env = dict(os.environ, OMP_NUM_THREADS="1", TERM="dumb", **more)
     env.setdefault("GRACE", "1")
-    env.setdefault("ASAN_OPTIONS", "fast_unwind_on_malloc=0")     # whole stacks, by which Open MPI's leaks are known
+    # complete stacks, by which Open MPI's leaks are recognized
+    env.setdefault("ASAN_OPTIONS", "fast_unwind_on_malloc=0")
     env.setdefault("LSAN_OPTIONS", f"suppressions={ROOT / 'dev/faults/lsan.supp'}:print_suppressions=0")
     return env
 
 
 def command(data, *flags, processes=1, program=None, model=True):
-    """The words of a run on the shards in a folder. Flags come last, so that they win."""
+    """The command line of a run on the shards in a folder. Flags come last, so that they take precedence."""
     if processes > 1 and not shutil.which("mpirun"):
         pytest.skip("needs mpirun")
     words = [LAUNCH, processes] if processes > 1 else []
@@ -85,7 +90,7 @@ def losses(out):
 
 
 def steps(out):
-    """Steps of the whole checkpoints."""
+    """The steps of the complete checkpoints."""
     return sorted(int(folder.name[5:]) for folder in (Path(out) / "ckpt").glob("step-*"))
 
 
@@ -94,7 +99,7 @@ def checkpoint(out, step):
 
 
 def assert_same_run(a, b, step):
-    """The same bits in the tensors of a step, and in all metrics."""
+    """Checks that the tensors of a step and all metrics have the same bits."""
     for name in ("model.safetensors", "optimizer.safetensors"):
         assert (checkpoint(a, step) / name).read_bytes() == (checkpoint(b, step) / name).read_bytes(), name
     assert metrics(a) == metrics(b)
@@ -102,7 +107,8 @@ def assert_same_run(a, b, step):
 
 @contextlib.contextmanager
 def saving_and_pruning(out):
-    """Meanwhile the run's newest checkpoint gives way to a newer one, again and again and as --keep 1 has it: only one is ever there."""
+    """While this is active, a newer checkpoint keeps replacing the run's newest one, as under --keep 1, so that there
+    is always just one."""
     folder, ended = Path(out) / "ckpt", threading.Event()
 
     def save():
@@ -126,7 +132,7 @@ def saving_and_pruning(out):
 
 
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1}
-# Open MPI dumps a stack on these, which end the process anyway; glibc has the last one for itself.
+# Open MPI prints a stack on these signals, which end the process anyway; glibc uses the last one itself.
 FATAL_SIGNALS = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV, 33}
 
 
@@ -143,8 +149,9 @@ def signal_masks(pid):
 
 
 def assert_held(program, argument, processes=1):
-    """Each process of the program with this in its arguments has one thread that waits for the stop signals (the kernel shows them as not
-    blocked there while it does); all other threads block them, and no handler is there for any signal that may come in mid-computation."""
+    """Checks each process whose arguments contain this text: one thread waits for the stop signals (meanwhile the
+    kernel shows them as not blocked there), all other threads block them, and there is no handler for any signal that
+    may arrive during a computation."""
     found = 0
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -161,7 +168,7 @@ def assert_held(program, argument, processes=1):
 
 
 def read_header(path):
-    """A safetensors file's header and its data."""
+    """The header and the data of a safetensors file."""
     raw = path.read_bytes()
     size = struct.unpack("<Q", raw[:8])[0]
     return json.loads(raw[8:8 + size]), raw[8 + size:]
@@ -187,13 +194,13 @@ def cuda_program():
         return Path(given).absolute()
     made = make("-j2", "train_gpt2cu_on_cpu", capture_output=True, text=True)
     if made.returncode and "scripts/setup_cuda.sh" in made.stderr:
-        pytest.skip("CUDA's headers are not here: scripts/setup_cuda.sh")
+        pytest.skip("CUDA's headers are missing: scripts/setup_cuda.sh installs them")
     assert made.returncode == 0, made.stdout + made.stderr
     return ROOT / "train_gpt2cu_on_cpu"
 
 
 def faults_program():
-    """The trainer with fault points, built where it is not there yet."""
+    """The trainer with fault points, built if it is missing."""
     given = os.environ.get("TRAIN_GPT2_FAULTS")
     if given:
         return Path(given).absolute()
