@@ -95,18 +95,19 @@ $(addprefix $(BIN)/,$(PROGRAMS) test_gpt2): $(BIN)/%: $(BUILD)/%.o $(LIBRARY)
 	@$(CC) $(LDFLAGS) -o $@ $^ $(LDLIBS)
 
 # From an archive, so that a test that includes a .c file (with fault points, say) has that in place of the library's object.
+# Nothing calls runtime/cpu.c, which runs before main(): what links with the archive names its object as well.
 $(BUILD)/library.a: $(LIBRARY)
 	@rm -f $@
 	@ar rcs $@ $^
 
-$(BUILD)/tests/%: $(BUILD)/dev/tests/%.o $(BUILD)/library.a
+$(BUILD)/tests/%: $(BUILD)/dev/tests/%.o $(BUILD)/runtime/cpu.o $(BUILD)/library.a
 	@mkdir -p $(@D)
 	@echo '  LD  $@'
 	@$(CC) $(LDFLAGS) -o $@ $(filter %.o,$^) $(filter %.a,$^) $(LDLIBS)
 
 $(BUILD)/tests/test_gradients: $(BUILD)/dev/tests/float_path.o
 
-$(BUILD)/bench/%: $(BUILD)/dev/bench/%.o $(BUILD)/library.a
+$(BUILD)/bench/%: $(BUILD)/dev/bench/%.o $(BUILD)/runtime/cpu.o $(BUILD)/library.a
 	@mkdir -p $(@D)
 	@echo '  LD  $@'
 	@$(CC) $(LDFLAGS) -o $@ $^ $(LDLIBS)
@@ -162,11 +163,11 @@ compile_cpu = $(CXX) $(CXXFLAGS) $(if $(RACES),-fsanitize=thread) -x c++ -c -o $
 
 # cu_rules(cuda or on_cpu, how the programs' names end, prerequisites, libraries)
 define cu_rules
-$(CU_PROGRAMS:%=$(BIN)/%$(2)): $(BIN)/%$(2): $(BUILD)/$(1)/%.o $(BUILD)/$(1)/flash.a $(BUILD)/$(1)/cuda.a $(BUILD)/library.a $(3)
+$(CU_PROGRAMS:%=$(BIN)/%$(2)): $(BIN)/%$(2): $(BUILD)/$(1)/%.o $(BUILD)/runtime/cpu.o $(BUILD)/$(1)/flash.a $(BUILD)/$(1)/cuda.a $(BUILD)/library.a $(3)
 	@echo '  LD  $$@'
 	@$(CXX) $(LDFLAGS) -o $$@ $$(filter %.o,$$^) $$(filter %.a,$$^) $(4) $(LDLIBS)
 
-$(BUILD)/$(1)/tests/%: $(BUILD)/$(1)/dev/tests/%.o $(BUILD)/$(1)/cuda.a $(BUILD)/library.a $(3)
+$(BUILD)/$(1)/tests/%: $(BUILD)/$(1)/dev/tests/%.o $(BUILD)/runtime/cpu.o $(BUILD)/$(1)/cuda.a $(BUILD)/library.a $(3)
 	@mkdir -p $$(@D)
 	@echo '  LD  $$@'
 	@$(CXX) $(LDFLAGS) -o $$@ $$(filter %.o,$$^) $$(filter %.a,$$^) $(4) $(LDLIBS)
@@ -237,6 +238,9 @@ cuda_missing = echo 'make: the CUDA Toolkit or cuBLASLt is not here (make help);
 run/%: %
 	@echo "== $<"
 	@$(if $(findstring /,$<),,./)$< $(WORD)
+
+# Several programs share the cores. A thread that spins while it waits takes them from the others: sleep instead.
+check test test_c test_on_cpu: export OMP_WAIT_POLICY ?= passive
 
 SLOW  = $(BUILD)/tests/test_gradients $(BUILD)/tests/test_process
 QUICK = test_training test_order test_errors test_sample

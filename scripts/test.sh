@@ -11,6 +11,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export WERROR=1    # for every make, including those that tests start, so that nothing is built twice
+export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}    # tests share the cores: a waiting thread leaves its core
 PYTEST=(.venv/bin/python -m pytest -q -rs -p no:cacheprovider)
 jobs=$(nproc)
 

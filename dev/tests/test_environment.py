@@ -160,6 +160,16 @@ def shown(words, threads, **env):
     return len(set(re.findall(r"thread (\d+) of", text)))
 
 
+@pytest.mark.parametrize("program", [*PROGRAMS, "train_gpt2cu", "train_gpt2cu_on_cpu"])
+def test_threads_that_wait_spin_briefly(program):
+    """runtime/cpu.c is in each program, and what the user asks for counts. OpenMP reports its settings at each start."""
+    if not (TRAIN.parent / program).exists():
+        pytest.skip(f"{TRAIN.parent / program} is not built")
+    flags = [TRAIN.parent / program, "--version"]
+    assert "GOMP_SPINCOUNT = '10000'" in start(flags, OMP_DISPLAY_ENV="VERBOSE")
+    assert "GOMP_SPINCOUNT = '10000'" not in start(flags, OMP_DISPLAY_ENV="VERBOSE", OMP_WAIT_POLICY="passive")
+
+
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_threads(data, run, program):
     flags = words(program, data, run)
