@@ -79,8 +79,8 @@ static double subject_norm(void) {
 }
 
 static void subject_update(AdamW a) {
-    adamw(model.params, model.in_bf16 ? model.params_bf16 : NULL, model.mean, model.square, model.grads, model.segments,
-          model.segment_count, model.segment_blocks, a, false, 0, stream);
+    AdamArrays arrays = {model.params, model.in_bf16 ? model.params_bf16 : NULL, model.mean, model.square, model.grads};
+    adamw(arrays, model.segments, model.segment_count, model.segment_blocks, a, false, 0, stream);
 }
 
 static const float *to_host(float *host, const float *there) {
@@ -106,7 +106,7 @@ static void subject_logits(float *logits, const int32_t *inputs, size_t B, size_
     for (size_t from = 0; from < N; from += LOSS_ROWS) {
         size_t rows = N - from < LOSS_ROWS ? N - from : LOSS_ROWS;
         matmul_forward(&model.matmul, a->logits, a->h + from * C, weight<float>(&model, model.list.head),
-                       (const float *)NULL, rows, C, VP, stream);
+                       (const float *)NULL, {rows, C, VP}, stream);
         CUDA_CHECK(cudaMemcpy2DAsync(logits + from * V, V * sizeof(float), a->logits, VP * sizeof(float),
                                      V * sizeof(float), rows, cudaMemcpyDeviceToHost, stream));
         CUDA_CHECK(cudaStreamSynchronize(stream));

@@ -547,23 +547,23 @@ static void layer_forward(Model *m, Activations<X> *a, size_t l, size_t B, size_
     phase(PHASE_NORM);
     rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, norm_eps(m), stream);
     phase(PHASE_PROJECTIONS);
-    matmul_forward(&m->matmul, of.projected.joined, of.h1, weight<X>(m, at->q), (const X *)NULL, N, C, W, stream);
+    matmul_forward(&m->matmul, of.projected.joined, of.h1, weight<X>(m, at->q), (const X *)NULL, {N, C, W}, stream);
     phase(PHASE_NORM);
     if (c->qk_norm) qk_norm_forward(of.projected.joined, of.qk_inputs, of.qk_inverse, qk_norm_of(m, l, N), stream);
     phase(PHASE_ROPE);
     rope_forward(of.projected.joined, of.projected.inverse_norms, rope_of(m, B, T), stream);
     attention_layer_forward(m, of, l, B, T, counter);
     phase(PHASE_PROJECTIONS);
-    matmul_forward(&m->matmul, of.x_mid, of.att, weight<X>(m, at->o), of.x, N, E, C, stream);
+    matmul_forward(&m->matmul, of.x_mid, of.att, weight<X>(m, at->o), of.x, {N, E, C}, stream);
 
     phase(PHASE_NORM);
     rmsnorm_forward(of.h2, of.r2, of.x_mid, m->params + at->norm2, N, C, norm_eps(m), stream);
     phase(PHASE_FEED_FORWARD);
-    matmul_forward(&m->matmul, of.gate_up, of.h2, weight<X>(m, at->gate), (const X *)NULL, N, C, 2 * F, stream);
+    matmul_forward(&m->matmul, of.gate_up, of.h2, weight<X>(m, at->gate), (const X *)NULL, {N, C, 2 * F}, stream);
     phase(PHASE_SWIGLU);
     swiglu_forward(of.act, of.gate_up, N, F, stream);
     phase(PHASE_FEED_FORWARD);
-    matmul_forward(&m->matmul, of.x_next, of.act, weight<X>(m, at->down), of.x_mid, N, F, C, stream);
+    matmul_forward(&m->matmul, of.x_next, of.act, weight<X>(m, at->down), of.x_mid, {N, F, C}, stream);
 }
 
 // a->dx (N,C), the gradient of the residual stream, is that after the layer on entry and that before it on return.
@@ -577,20 +577,21 @@ static void layer_backward(Model *m, Activations<X> *a, size_t l, size_t B, size
     phase(PHASE_SWIGLU);
     if (m->recompute) swiglu_forward(of.act, of.gate_up, N, F, stream);
     phase(PHASE_FEED_FORWARD);
-    matmul_backward(&m->matmul, a->dact, grads + at->down, a->dx, of.act, weight<X>(m, at->down), N, F, C, add, stream);
+    matmul_backward(&m->matmul, a->dact, grads + at->down, a->dx, of.act, weight<X>(m, at->down), {N, F, C}, add,
+                    stream);
     phase(PHASE_SWIGLU);
     swiglu_backward(a->dgate_up, a->dact, of.gate_up, N, F, stream);
     phase(PHASE_NORM);
     if (m->recompute) rmsnorm_forward(of.h2, of.r2, of.x_mid, m->params + at->norm2, N, C, norm_eps(m), stream);
     phase(PHASE_FEED_FORWARD);
-    matmul_backward(&m->matmul, a->dh, grads + at->gate, a->dgate_up, of.h2, weight<X>(m, at->gate), N, C, 2 * F, add,
+    matmul_backward(&m->matmul, a->dh, grads + at->gate, a->dgate_up, of.h2, weight<X>(m, at->gate), {N, C, 2 * F}, add,
                     stream);
     phase(PHASE_NORM);
-    rmsnorm_backward(a->dx, grads + at->norm2, m->partials, a->dh, of.x_mid, m->params + at->norm2, of.r2, N, C,
+    rmsnorm_backward(a->dx, grads + at->norm2, m->partials, a->dh, {of.x_mid, m->params + at->norm2, of.r2, N, C},
                      stream);
 
     phase(PHASE_PROJECTIONS);
-    matmul_backward(&m->matmul, a->datt, grads + at->o, a->dx, of.att, weight<X>(m, at->o), N, E, C, add, stream);
+    matmul_backward(&m->matmul, a->datt, grads + at->o, a->dx, of.att, weight<X>(m, at->o), {N, E, C}, add, stream);
     attention_layer_backward(m, a, of, l, B, T);
     phase(PHASE_ROPE);
     rope_backward(a->djoined, of.projected.joined, of.projected.inverse_norms, rope_of(m, B, T), stream);
@@ -600,9 +601,9 @@ static void layer_backward(Model *m, Activations<X> *a, size_t l, size_t B, size
                          qk_norm_of(m, l, N), stream);
     if (m->recompute) rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, norm_eps(m), stream);
     phase(PHASE_PROJECTIONS);
-    matmul_backward(&m->matmul, a->dh, grads + at->q, a->djoined, of.h1, weight<X>(m, at->q), N, C, W, add, stream);
+    matmul_backward(&m->matmul, a->dh, grads + at->q, a->djoined, of.h1, weight<X>(m, at->q), {N, C, W}, add, stream);
     phase(PHASE_NORM);
-    rmsnorm_backward(a->dx, grads + at->norm1, m->partials, a->dh, of.x, m->params + at->norm1, of.r1, N, C, stream);
+    rmsnorm_backward(a->dx, grads + at->norm1, m->partials, a->dh, {of.x, m->params + at->norm1, of.r1, N, C}, stream);
 }
 
 template <class X>
@@ -613,14 +614,14 @@ static void unit_forward(Model *m, Activations<X> *a, size_t l, size_t B, size_t
     phase(PHASE_NORM);
     rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, norm_eps(m), stream);
     phase(PHASE_PROJECTIONS);
-    matmul_forward(&m->matmul, of.projected.joined, of.h1, weight<X>(m, at->u), (const X *)NULL, N, C, W, stream);
+    matmul_forward(&m->matmul, of.projected.joined, of.h1, weight<X>(m, at->u), (const X *)NULL, {N, C, W}, stream);
     phase(PHASE_ROPE);
     gau_forward(of.projected, gains_in(m, m->params, l), rope_of(m, B, T), E, stream);
     attention_layer_forward(m, of, l, B, T, counter);
     phase(PHASE_GATE);
     gau_gate_forward(of.act, of.projected.joined, of.att, N, E, W, stream);
     phase(PHASE_PROJECTIONS);
-    matmul_forward(&m->matmul, of.x_next, of.act, weight<X>(m, at->o), of.x, N, E, C, stream);
+    matmul_forward(&m->matmul, of.x_next, of.act, weight<X>(m, at->o), of.x, {N, E, C}, stream);
 }
 
 template <class X>
@@ -632,7 +633,7 @@ static void unit_backward(Model *m, Activations<X> *a, size_t l, size_t B, size_
     phase(PHASE_GATE);
     if (m->recompute) gau_gate_forward(of.act, of.projected.joined, of.att, N, E, W, stream);
     phase(PHASE_PROJECTIONS);
-    matmul_backward(&m->matmul, a->dact, grads + at->o, a->dx, of.act, weight<X>(m, at->o), N, E, C, add, stream);
+    matmul_backward(&m->matmul, a->dact, grads + at->o, a->dx, of.act, weight<X>(m, at->o), {N, E, C}, add, stream);
     phase(PHASE_GATE);
     gau_gate_backward(a->datt, a->djoined, a->dact, of.projected.joined, of.att, N, E, W, stream);
     attention_layer_backward(m, a, of, l, B, T);
@@ -642,9 +643,9 @@ static void unit_backward(Model *m, Activations<X> *a, size_t l, size_t B, size_
     phase(PHASE_NORM);
     if (m->recompute) rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, norm_eps(m), stream);
     phase(PHASE_PROJECTIONS);
-    matmul_backward(&m->matmul, a->dh, grads + at->u, a->djoined, of.h1, weight<X>(m, at->u), N, C, W, add, stream);
+    matmul_backward(&m->matmul, a->dh, grads + at->u, a->djoined, of.h1, weight<X>(m, at->u), {N, C, W}, add, stream);
     phase(PHASE_NORM);
-    rmsnorm_backward(a->dx, grads + at->norm1, m->partials, a->dh, of.x, m->params + at->norm1, of.r1, N, C, stream);
+    rmsnorm_backward(a->dx, grads + at->norm1, m->partials, a->dh, {of.x, m->params + at->norm1, of.r1, N, C}, stream);
 }
 
 template <class X>
@@ -669,10 +670,10 @@ static void model_loss(Model *m, Activations<X> *a, double *sum, const int32_t *
     for (size_t from = 0; from < N; from += LOSS_ROWS) {
         size_t rows = N - from < LOSS_ROWS ? N - from : LOSS_ROWS;
         const X *h = a->h + from * C;
-        matmul_forward(&m->matmul, a->logits, h, head, (const X *)NULL, rows, C, VP, stream);
+        matmul_forward(&m->matmul, a->logits, h, head, (const X *)NULL, {rows, C, VP}, stream);
         classifier(m->losses + from, a->logits, targets + from, mask ? mask + from : NULL, rows, V, VP, scale, stream);
         if (scale != 0)
-            matmul_backward(&m->matmul, a->dh + from * C, m->grads + m->list.head, a->logits, h, head, rows, C, VP,
+            matmul_backward(&m->matmul, a->dh + from * C, m->grads + m->list.head, a->logits, h, head, {rows, C, VP},
                             add || from > 0, stream);
     }
     losses_sum(sum, m->losses, N, stream);
@@ -695,8 +696,8 @@ static void model_backward(Model *m, Activations<X> *a, const BatchTokens &token
     size_t N = B * T, C = (size_t)m->config.channels, layers = (size_t)m->config.layers;
     phase(PHASE_NORM);
     CUDA_CHECK(cudaMemsetAsync(a->dx, 0, N * C * sizeof(X), stream));
-    rmsnorm_backward(a->dx, m->grads + m->list.norm, m->partials, a->dh, a->x + layers * N * C,
-                     m->params + m->list.norm, m->r, N, C, stream);
+    rmsnorm_backward(a->dx, m->grads + m->list.norm, m->partials, a->dh,
+                     {a->x + layers * N * C, m->params + m->list.norm, m->r, N, C}, stream);
     if (last) reduce_bucket(m, layers + 1);
     for (size_t l = layers; l-- > 0;) {
         BLOCKS<X>[m->config.block].backward(m, a, l, B, T, add);
@@ -967,8 +968,8 @@ static void gradients_end(Model *m, double *loss, double *norm) {
 }
 
 static void model_update(Model *m, AdamW a) {
-    adamw(m->params, m->in_bf16 ? m->params_bf16 : NULL, m->mean, m->square, m->grads, m->segments, m->segment_count,
-          m->segment_blocks, a, m->stochastic, m->seed, stream);
+    AdamArrays arrays = {m->params, m->in_bf16 ? m->params_bf16 : NULL, m->mean, m->square, m->grads};
+    adamw(arrays, m->segments, m->segment_count, m->segment_blocks, a, m->stochastic, m->seed, stream);
     if (m->zero) {
         gather_parameters(m);
         round_parameters(m, a.step);
@@ -1069,7 +1070,7 @@ static float *logits_after(Model *m, const int32_t *tokens, size_t count) {
     by_type([&](auto *a) {
         auto *last = a->h + (count - 1) * C;
         model_forward(m, a, m->batch, 1, count, 1);
-        matmul_forward(&m->matmul, a->logits, last, weight_for(m, last, m->list.head), (decltype(last))NULL, 1, C, VP,
+        matmul_forward(&m->matmul, a->logits, last, weight_for(m, last, m->list.head), (decltype(last))NULL, {1, C, VP},
                        stream);
         CUDA_CHECK(cudaMemcpyAsync(host, a->logits, VP * sizeof *a->logits, cudaMemcpyDeviceToHost, stream));
     });

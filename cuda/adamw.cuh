@@ -85,6 +85,14 @@ DEVICE float round_stochastically(float x, uint32_t bits) {
 
 // ---- the update
 
+// The flat arrays that the update reads and writes.
+typedef struct {
+    float *params;
+    bf16 *rounded;    // NULL without a bf16 copy
+    float *mean, *square;
+    const float *grads;
+} AdamArrays;
+
 // AdamW's coefficients for a step, in float like the CPU trainer's.
 typedef struct {
     float b1, one_b1, b2, one_b2, rate, square_scale, eps, keep, grad_scale;
@@ -120,39 +128,37 @@ DEVICE void store_rounded(bf16 *rounded, float x[W], size_t i, uint64_t seed, ui
 
 // Updates W elements, starting at element i of the flat arrays and element s of the moments.
 template <int W, bool STOCHASTIC>
-DEVICE void adamw_update(float *params, bf16 *rounded, float *mean, float *square, const float *grads, size_t i,
-                         size_t s, AdamRates a, float scale, float keep) {
+DEVICE void adamw_update(AdamArrays x, size_t i, size_t s, AdamRates a, float keep) {
     float p[W], m[W], v[W], g[W];
-    load_vector_in_place<W>(p, params + i);
-    load_vector_in_place<W>(m, mean + s);
-    load_vector_in_place<W>(v, square + s);
-    load_vector_in_place<W>(g, grads + i);
+    load_vector_in_place<W>(p, x.params + i);
+    load_vector_in_place<W>(m, x.mean + s);
+    load_vector_in_place<W>(v, x.square + s);
+    load_vector_in_place<W>(g, x.grads + i);
     for (int j = 0; j < W; j++) {
-        float x = g[j] * scale;
-        m[j] = a.b1 * m[j] + a.one_b1 * x;
-        v[j] = a.b2 * v[j] + a.one_b2 * x * x;
+        float d = g[j] * a.grad_scale;
+        m[j] = a.b1 * m[j] + a.one_b1 * d;
+        v[j] = a.b2 * v[j] + a.one_b2 * d * d;
         p[j] = keep * p[j] - a.rate * m[j] / (sqrtf(v[j] * a.square_scale) + a.eps);
     }
-    store_vector<W>(params + i, p);
-    store_vector<W>(mean + s, m);
-    store_vector<W>(square + s, v);
-    if (rounded) store_rounded<W, STOCHASTIC>(rounded, p, i, a.seed, a.step);
+    store_vector<W>(x.params + i, p);
+    store_vector<W>(x.mean + s, m);
+    store_vector<W>(x.square + s, v);
+    if (x.rounded) store_rounded<W, STOCHASTIC>(x.rounded, p, i, a.seed, a.step);
 }
 
 // registers: at most 64 (adamw_kernel)
 template <bool STOCHASTIC>
-KERNEL void adamw_kernel(float *params, bf16 *rounded, float *mean, float *square, const float *grads,
-                         const AdamSegment *segments, size_t count, AdamRates a) {
+KERNEL void adamw_kernel(AdamArrays x, const AdamSegment *segments, size_t count, AdamRates a) {
     SegmentPart part = segment_part(segments, count);
-    float scale = a.grad_scale, keep = part.decay ? a.keep : 1.0f;
+    float keep = part.decay ? a.keep : 1.0f;
     bool vectors = part.from % ADAMW_WIDTH == 0 && part.state % ADAMW_WIDTH == 0;
     for (size_t i = part.from + threadIdx.x * ADAMW_WIDTH; i < part.to; i += SEGMENT_THREADS * ADAMW_WIDTH) {
         size_t s = part.state + (i - part.from);
         if (vectors && i + ADAMW_WIDTH <= part.to) {
-            adamw_update<ADAMW_WIDTH, STOCHASTIC>(params, rounded, mean, square, grads, i, s, a, scale, keep);
+            adamw_update<ADAMW_WIDTH, STOCHASTIC>(x, i, s, a, keep);
         } else {
             for (size_t j = 0; j < ADAMW_WIDTH && i + j < part.to; j++)
-                adamw_update<1, STOCHASTIC>(params, rounded, mean, square, grads, i + j, s + j, a, scale, keep);
+                adamw_update<1, STOCHASTIC>(x, i + j, s + j, a, keep);
         }
     }
 }
@@ -177,14 +183,13 @@ KERNEL void round_kernel(bf16 *rounded, const float *params, size_t n, uint64_t 
 
 // ---- launchers
 
-//   params, mean, square updated   rounded written, or NULL   segments (count) on the device, after segments_ready(),
+//   x.params, x.mean, x.square updated, x.rounded written   segments (count) on the device, after segments_ready(),
 //   which returned `blocks`
-static inline void adamw(float *params, bf16 *rounded, float *mean, float *square, const float *grads,
-                         const AdamSegment *segments, size_t count, size_t blocks, AdamW a, bool stochastic,
-                         uint64_t seed, cudaStream_t stream) {
+static inline void adamw(AdamArrays x, const AdamSegment *segments, size_t count, size_t blocks, AdamW a,
+                         bool stochastic, uint64_t seed, cudaStream_t stream) {
     if (blocks == 0) return;
     launch(stochastic ? adamw_kernel<true> : adamw_kernel<false>, dim3((unsigned)blocks), dim3(SEGMENT_THREADS), 0,
-           stream, params, rounded, mean, square, grads, segments, count, adam_rates(a, seed));
+           stream, x, segments, count, adam_rates(a, seed));
 }
 
 //   rounded (n) written   params (n)   step: that of the last update

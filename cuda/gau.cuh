@@ -189,19 +189,21 @@ DEVICE void gau_row_backward(X *dz, float sums[4][GAU_OWN], const float dq[GAU_O
     gau_store(dz, x, half);
 }
 
-// partials (gridDim.x, 4, HS) written
+// d.joined's columns of z written   partials (gridDim.x, 4, HS) written
 template <class X>
-KERNEL void gau_qk_backward_kernel(X *dz, float *partials, const X *dq, const X *dk, const X *z, size_t row, const X *q,
-                                   const X *k, const float *inverse_norms, GauGains gains, Rope r) {
+KERNEL void gau_qk_backward_kernel(Projected<X> d, float *partials, Projected<X> x, GauGains gains, Rope r, size_t E) {
     SHARED_ARRAY(float, of_warps, GAU_WARPS * 4 * GAU_WIDEST);
-    size_t HS = r.HS, half = HS / 2, warp = threadIdx.x / 32;
+    X *dz = d.joined + 2 * E;
+    const X *z = x.joined + 2 * E;
+    size_t HS = r.HS, half = HS / 2, row = 2 * E + HS, warp = threadIdx.x / 32;
     float sums[4][GAU_OWN] = {};
     for (size_t n = (size_t)blockIdx.x * GAU_WARPS + warp; n < r.B * r.T; n += gridDim.x * GAU_WARPS) {
         const float *cos_t = r.cosines + n % r.T * half, *sin_t = r.sines + n % r.T * half;
         float dq_n[GAU_OWN], dk_n[GAU_OWN];
-        gau_head_backward(dq_n, dq + n * HS, q + n * HS, r.l2 ? inverse_norms[2 * n] : 1.0f, cos_t, sin_t, r.l2, half);
-        gau_head_backward(dk_n, dk + n * HS, k + n * HS, r.l2 ? inverse_norms[2 * n + 1] : 1.0f, cos_t, sin_t, r.l2,
-                          half);
+        float q_inverse = r.l2 ? x.inverse_norms[2 * n] : 1.0f;
+        gau_head_backward(dq_n, d.q + n * HS, x.q + n * HS, q_inverse, cos_t, sin_t, r.l2, half);
+        float k_inverse = r.l2 ? x.inverse_norms[2 * n + 1] : 1.0f;
+        gau_head_backward(dk_n, d.k + n * HS, x.k + n * HS, k_inverse, cos_t, sin_t, r.l2, half);
         gau_row_backward(dz + n * row, sums, dq_n, dk_n, z + n * row, gains, half);
     }
     for (int i = 0; i < 4; i++) gau_store(of_warps + (warp * 4 + i) * HS, sums[i], half);
@@ -254,8 +256,8 @@ void gau_backward(Projected<X> d, GauGains grads, float *partials, Projected<X> 
     gau_check(HS);
     launch(vectors ? gau_values_backward_kernel<X, Pack<X>::size> : gau_values_backward_kernel<X, 1>,
            row_grid(N, block), block, 0, stream, d.joined + E, d.v, x.joined + E, row, N, E);
-    launch(gau_qk_backward_kernel<X>, dim3((unsigned)blocks), dim3(32 * GAU_WARPS), 0, stream, d.joined + 2 * E,
-           partials, d.q, d.k, x.joined + 2 * E, row, x.q, x.k, x.inverse_norms, gains, r);
+    launch(gau_qk_backward_kernel<X>, dim3((unsigned)blocks), dim3(32 * GAU_WARPS), 0, stream, d, partials, x, gains, r,
+           E);
     float *const sums[] = {grads.q_gain, grads.q_offset, grads.k_gain, grads.k_offset};
     for (size_t i = 0; i < 4; i++) columns_add(sums[i], partials + i * HS, blocks, 4 * HS, HS, stream);
 }
@@ -263,13 +265,13 @@ void gau_backward(Projected<X> d, GauGains grads, float *partials, Projected<X> 
 //   out (N,E) written   uvz (N,width), whose first E columns are u   att (N,E)
 template <class X>
 void gau_gate_forward(X *out, const X *uvz, const X *att, size_t N, size_t E, size_t width, cudaStream_t stream) {
-    gate_forward(out, uvz, width, att, E, N, E, stream);
+    gate_forward(out, {uvz, att, width, E}, N, E, stream);
 }
 
 //   datt (N,E) written   duvz (N,width): only u's part written   dout (N,E)
 template <class X>
 void gau_gate_backward(X *datt, X *duvz, const X *dout, const X *uvz, const X *att, size_t N, size_t E, size_t width,
                        cudaStream_t stream) {
-    gate_backward(duvz, datt, dout, uvz, width, att, E, N, E, stream);
+    gate_backward(duvz, datt, dout, {uvz, att, width, E}, N, E, stream);
 }
 #endif

@@ -82,25 +82,31 @@ static inline cudaDataType matmul_type(const __nv_bfloat16 *) {
     return CUDA_R_16BF;
 }
 
+// N rows of C inputs and OC outputs each.
+struct MatmulSize {
+    size_t N, C, OC;
+};
+
 // out[n,o] = sum_c inp[n,c] · weight[o,c] (+ add[n,o])
 //   out (N,OC) written   inp (N,C)   weight (OC,C)   add (N,OC), may be out itself, or NULL to add nothing
 template <class X>
-void matmul_forward(Matmul *mm, X *out, const X *inp, const X *weight, const X *add, size_t N, size_t C, size_t OC,
+void matmul_forward(Matmul *mm, X *out, const X *inp, const X *weight, const X *add, MatmulSize s,
                     cudaStream_t stream) {
-    matmul_run(mm, {N, OC, C, false, true, matmul_type(inp), matmul_type(out), {}}, out, inp, weight, add, stream);
+    matmul_run(mm, {s.N, s.OC, s.C, false, true, matmul_type(inp), matmul_type(out), {}}, out, inp, weight, add,
+               stream);
 }
 
 // dinp[n,c] = sum_o dout[n,o] · weight[o,c],   dweight[o,c] = sum_n dout[n,o] · inp[n,c] (+ dweight[o,c] if `add`)
 //   dinp (N,C) written, dweight (OC,C) written or added to, either may be NULL
 //   dout (N,OC)   inp (N,C)   weight (OC,C)
 template <class X>
-void matmul_backward(Matmul *mm, X *dinp, float *dweight, const X *dout, const X *inp, const X *weight, size_t N,
-                     size_t C, size_t OC, bool add, cudaStream_t stream) {
+void matmul_backward(Matmul *mm, X *dinp, float *dweight, const X *dout, const X *inp, const X *weight, MatmulSize s,
+                     bool add, cudaStream_t stream) {
     cudaDataType x = matmul_type(dout);
-    if (dinp) matmul_run(mm, {N, C, OC, false, false, x, x, {}}, dinp, dout, weight, NULL, stream);
+    if (dinp) matmul_run(mm, {s.N, s.C, s.OC, false, false, x, x, {}}, dinp, dout, weight, NULL, stream);
     if (!dweight) return;
     const float *added = add ? dweight : NULL;
-    matmul_run(mm, {OC, C, N, true, false, x, CUDA_R_32F, {}}, dweight, dout, inp, added, stream);
+    matmul_run(mm, {s.OC, s.C, s.N, true, false, x, CUDA_R_32F, {}}, dweight, dout, inp, added, stream);
 }
 
 #endif

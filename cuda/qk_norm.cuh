@@ -78,9 +78,9 @@ KERNEL void qk_norm_forward_kernel(X *qkv, X *inputs, float *inverse, QkNorm q, 
 
 // The lane's part of mean_c(dy gain x), before the division by HS.
 template <class X, int W>
-DEVICE float qk_norm_dot(const X *dy, const X *x, const float *gain, size_t first, size_t step, size_t HS) {
+DEVICE float qk_norm_dot(const X *dy, const X *x, const float *gain, LanePart part) {
     float sum = 0;
-    for (size_t c = first; c < HS; c += step) {
+    for (size_t c = part.first; c < part.end; c += part.step) {
         float d[W], v[W], g[W];
         load_vector_in_place<W>(d, dy + c);
         load_vector<W>(v, x + c);
@@ -92,12 +92,12 @@ DEVICE float qk_norm_dot(const X *dy, const X *x, const float *gain, size_t firs
 
 // Replaces dy of a head with dx, and adds dy x r to the lane's sums.
 template <class X, int W>
-DEVICE void qk_norm_head(X *dx, float sums[QK_NORM_LANE], const X *x, const float *gain, float r, float k, size_t first,
-                         size_t step, size_t HS) {
+DEVICE void qk_norm_head(X *dx, float sums[QK_NORM_LANE], const X *x, const float *gain, float r, float k,
+                         LanePart part) {
     UNROLL
     for (int round = 0; round < QK_NORM_LANE / W; round++) {
-        size_t c = first + round * step;
-        if (c >= HS) continue;
+        size_t c = part.first + round * part.step;
+        if (c >= part.end) continue;
         float d[W], v[W], g[W];
         load_vector_in_place<W>(d, dx + c);
         load_vector<W>(v, x + c);
@@ -113,19 +113,21 @@ DEVICE void qk_norm_head(X *dx, float sums[QK_NORM_LANE], const X *x, const floa
 
 // Writes the lane's sums to their elements' places in `sums`.
 template <int W>
-DEVICE void qk_norm_leave(float *sums, const float lane[QK_NORM_LANE], size_t first, size_t step, size_t HS) {
+DEVICE void qk_norm_leave(float *sums, const float lane[QK_NORM_LANE], LanePart part) {
     UNROLL
-    for (int round = 0; round < QK_NORM_LANE / W; round++)
+    for (int round = 0; round < QK_NORM_LANE / W; round++) {
+        size_t c = part.first + round * part.step;
         for (int j = 0; j < W; j++)
-            if (first + round * step < HS) sums[first + round * step + j] = lane[round * W + j];
+            if (c < part.end) sums[c + j] = lane[round * W + j];
+    }
 }
 
 template <class X, int W>
 KERNEL void qk_norm_backward_kernel(X *dqkv, float *partials, const X *inputs, const float *inverse, QkNorm q,
                                     int group) {
     DYNAMIC_SHARED(float, sums);    // (groups, 2, HS)
-    size_t first = threadIdx.x % group * W, step = (size_t)group * W, groups = blockDim.x / group,
-           mine = threadIdx.x / group;
+    size_t groups = blockDim.x / group, mine = threadIdx.x / group;
+    LanePart part = {threadIdx.x % group * W, (size_t)group * W, q.HS};
     size_t count = q.N * (q.NH + q.NKV);
     float of_q[QK_NORM_LANE] = {0}, of_k[QK_NORM_LANE] = {0};
     // All threads iterate together, because group_sum() needs whole warps.
@@ -136,13 +138,13 @@ KERNEL void qk_norm_backward_kernel(X *dqkv, float *partials, const X *inputs, c
         X *dx = dqkv + (there ? qk_head(q, i) : 0);
         const float *gain = query ? q.q_gain : q.k_gain;
         float r = there ? inverse[i] : 0.0f;
-        float dot = group_sum(there ? qk_norm_dot<X, W>(dx, x, gain, first, step, q.HS) : 0.0f, group);
+        float dot = group_sum(there ? qk_norm_dot<X, W>(dx, x, gain, part) : 0.0f, group);
         float k = r * r * (dot / (float)q.HS);
-        if (query) qk_norm_head<X, W>(dx, of_q, x, gain, r, k, first, step, q.HS);
-        else if (there) qk_norm_head<X, W>(dx, of_k, x, gain, r, k, first, step, q.HS);
+        if (query) qk_norm_head<X, W>(dx, of_q, x, gain, r, k, part);
+        else if (there) qk_norm_head<X, W>(dx, of_k, x, gain, r, k, part);
     }
-    qk_norm_leave<W>(sums + mine * 2 * q.HS, of_q, first, step, q.HS);
-    qk_norm_leave<W>(sums + mine * 2 * q.HS + q.HS, of_k, first, step, q.HS);
+    qk_norm_leave<W>(sums + mine * 2 * q.HS, of_q, part);
+    qk_norm_leave<W>(sums + mine * 2 * q.HS + q.HS, of_k, part);
     __syncthreads();
     for (size_t c = threadIdx.x; c < 2 * q.HS; c += blockDim.x) {
         float sum = 0;

@@ -140,15 +140,21 @@ static inline size_t rmsnorm_partials(size_t N, size_t C) {
     return smaller(N, RMSNORM_BLOCKS) * C;
 }
 
-//   dinp (N,C) added to   dweight (C) added to   partials scratch   dout, inp (N,C)   weight (C)   r (N) from the
-//   forward pass
+// What the forward pass read and left: inp (N,C), weight (C), r (N).
 template <class X>
-void rmsnorm_backward(X *dinp, float *dweight, float *partials, const X *dout, const X *inp, const float *weight,
-                      const float *r, size_t N, size_t C, cudaStream_t stream) {
-    size_t warps = rmsnorm_warps<X>(C), blocks = smaller((N + warps - 1) / warps, RMSNORM_BLOCKS);
+struct RmsNormed {
+    const X *inp;
+    const float *weight, *r;
+    size_t N, C;
+};
+
+//   dinp (N,C) added to   dweight (C) added to   partials scratch   dout (N,C)
+template <class X>
+void rmsnorm_backward(X *dinp, float *dweight, float *partials, const X *dout, RmsNormed<X> x, cudaStream_t stream) {
+    size_t C = x.C, warps = rmsnorm_warps<X>(C), blocks = smaller((x.N + warps - 1) / warps, RMSNORM_BLOCKS);
     auto kernel = fits<X>(C) ? rmsnorm_backward_kernel<X, Pack<X>::size> : rmsnorm_backward_kernel<X, 1>;
     launch(kernel, dim3((unsigned)blocks), dim3((unsigned)(32 * warps)), warps * rmsnorm_room<X>(C), stream, dinp,
-           partials, dout, inp, weight, r, N, C);
+           partials, dout, x.inp, x.weight, x.r, x.N, C);
     columns_add(dweight, partials, blocks, C, C, stream);
 }
 #endif

@@ -32,6 +32,11 @@ struct Rope {
     bool l2;                         // qk=l2: after RoPE each head's row is divided by its Euclidean norm
 };
 
+// The elements of a head that a lane processes, W at a time: from first, first + step, ... on, below end.
+struct LanePart {
+    size_t first, step, end;
+};
+
 // Sum over `group` neighboring lanes, a power of two. Each of them gets the result.
 DEVICE float group_sum(float x, int group) {
     for (int step = group / 2; step > 0; step /= 2) x += __shfl_xor_sync(0xFFFFFFFFu, x, step);
@@ -46,11 +51,12 @@ DEVICE float inverse_norm(float squares) {
 // ---- forward
 // registers: at most 48 (rope_forward_kernel)
 
-// The sum of squares of this lane's pairs of a head: i, i + step, ...
+// The sum of squares of this lane's pairs of a head; part.end is HS/2.
 template <class X, int W>
-DEVICE float rope_squares(const X *x, size_t first, size_t step, size_t half) {
+DEVICE float rope_squares(const X *x, LanePart part) {
+    size_t half = part.end;
     float sum = 0;
-    for (size_t i = first; i < half; i += step) {
+    for (size_t i = part.first; i < half; i += part.step) {
         float a[W], b[W];
         load_vector_in_place<W>(a, x + i);
         load_vector_in_place<W>(b, x + half + i);
@@ -60,9 +66,9 @@ DEVICE float rope_squares(const X *x, size_t first, size_t step, size_t half) {
 }
 
 template <class X, int W>
-DEVICE void rope_rotate(X *x, float factor, const float *cosines, const float *sines, size_t first, size_t step,
-                        size_t half) {
-    for (size_t i = first; i < half; i += step) {
+DEVICE void rope_rotate(X *x, float factor, const float *cosines, const float *sines, LanePart part) {
+    size_t half = part.end;
+    for (size_t i = part.first; i < half; i += part.step) {
         float a[W], b[W], c[W], s[W];
         load_vector_in_place<W>(a, x + i);
         load_vector_in_place<W>(b, x + half + i);
@@ -80,8 +86,8 @@ DEVICE void rope_rotate(X *x, float factor, const float *cosines, const float *s
 
 template <class X, int W, bool L2>
 KERNEL void rope_forward_kernel(X *qkv, float *inverse_norms, Rope r, int group) {
-    size_t n = blockIdx.x, half = r.HS / 2, angles = n % r.T * half, rotated = r.NH + r.NKV, heads = blockDim.x / group,
-           first = threadIdx.x % group * W, step = (size_t)group * W;
+    size_t n = blockIdx.x, half = r.HS / 2, angles = n % r.T * half, rotated = r.NH + r.NKV, heads = blockDim.x / group;
+    LanePart part = {threadIdx.x % group * W, (size_t)group * W, half};
     // All threads run the same iterations, because group_sum() needs whole warps.
     for (size_t from = 0; from < rotated; from += heads) {
         size_t head = from + threadIdx.x / group;
@@ -89,10 +95,10 @@ KERNEL void rope_forward_kernel(X *qkv, float *inverse_norms, Rope r, int group)
         X *x = qkv + (n * (rotated + r.NKV) + (there ? head : 0)) * r.HS;
         float factor = 1;
         if (L2) {
-            factor = inverse_norm(group_sum(there ? rope_squares<X, W>(x, first, step, half) : 0.0f, group));
-            if (there && first == 0) inverse_norms[n * rotated + head] = factor;
+            factor = inverse_norm(group_sum(there ? rope_squares<X, W>(x, part) : 0.0f, group));
+            if (there && part.first == 0) inverse_norms[n * rotated + head] = factor;
         }
-        if (there) rope_rotate<X, W>(x, factor, r.cosines + angles, r.sines + angles, first, step, half);
+        if (there) rope_rotate<X, W>(x, factor, r.cosines + angles, r.sines + angles, part);
     }
 }
 
@@ -101,9 +107,10 @@ KERNEL void rope_forward_kernel(X *qkv, float *inverse_norms, Rope r, int group)
 
 // This lane's part of u · du
 template <class X, int W>
-DEVICE float rope_dot(const X *u, const X *du, size_t first, size_t step, size_t half) {
+DEVICE float rope_dot(const X *u, const X *du, LanePart part) {
+    size_t half = part.end;
     float sum = 0;
-    for (size_t i = first; i < half; i += step) {
+    for (size_t i = part.first; i < half; i += part.step) {
         float a[W], b[W], da[W], db[W];
         load_vector<W>(a, u + i);
         load_vector<W>(b, u + half + i);
@@ -116,8 +123,9 @@ DEVICE float rope_dot(const X *u, const X *du, size_t first, size_t step, size_t
 
 template <class X, int W, bool L2>
 DEVICE void rope_rotate_back(X *du, const X *u, float dot, float inverse, const float *cosines, const float *sines,
-                             size_t first, size_t step, size_t half) {
-    for (size_t i = first; i < half; i += step) {
+                             LanePart part) {
+    size_t half = part.end;
+    for (size_t i = part.first; i < half; i += part.step) {
         float a[W], b[W], c[W], s[W];
         load_vector_in_place<W>(a, du + i);
         load_vector_in_place<W>(b, du + half + i);
@@ -144,20 +152,19 @@ DEVICE void rope_rotate_back(X *du, const X *u, float dot, float inverse, const 
 
 template <class X, int W, bool L2>
 KERNEL void rope_backward_kernel(X *dqkv, const X *qkv, const float *inverse_norms, Rope r, int group) {
-    size_t n = blockIdx.x, half = r.HS / 2, angles = n % r.T * half, rotated = r.NH + r.NKV, heads = blockDim.x / group,
-           first = threadIdx.x % group * W, step = (size_t)group * W;
+    size_t n = blockIdx.x, half = r.HS / 2, angles = n % r.T * half, rotated = r.NH + r.NKV, heads = blockDim.x / group;
+    LanePart part = {threadIdx.x % group * W, (size_t)group * W, half};
     for (size_t from = 0; from < rotated; from += heads) {
         size_t head = from + threadIdx.x / group;
         bool there = head < rotated;
         size_t at = (n * (rotated + r.NKV) + (there ? head : 0)) * r.HS;
         float dot = 0, inverse = 1;
         if (L2) {
-            dot = group_sum(there ? rope_dot<X, W>(qkv + at, dqkv + at, first, step, half) : 0.0f, group);
+            dot = group_sum(there ? rope_dot<X, W>(qkv + at, dqkv + at, part) : 0.0f, group);
             inverse = there ? inverse_norms[n * rotated + head] : 0.0f;
         }
         if (there)
-            rope_rotate_back<X, W, L2>(dqkv + at, qkv + at, dot, inverse, r.cosines + angles, r.sines + angles, first,
-                                       step, half);
+            rope_rotate_back<X, W, L2>(dqkv + at, qkv + at, dot, inverse, r.cosines + angles, r.sines + angles, part);
     }
 }
 

@@ -19,73 +19,76 @@
 
 #include "cuda/vector.cuh"
 
+// The first of F columns of gate and up, in rows that are gate_row and up_row apart.
+template <class X>
+struct Gate {
+    const X *gate, *up;
+    size_t gate_row, up_row;
+};
+
 // registers: at most 32 (gate_forward_kernel, gate_backward_kernel)
 template <class X, int W>
-KERNEL void gate_forward_kernel(X *out, const X *gate, size_t gate_row, const X *up, size_t up_row, size_t N,
-                                size_t F) {
+KERNEL void gate_forward_kernel(X *out, Gate<X> x, size_t N, size_t F) {
     size_t n = row_of_thread();
     if (n >= N) return;
     for (size_t f = threadIdx.x * W; f < F; f += blockDim.x * W) {
         float g[W], u[W];
-        load_vector<W>(g, gate + n * gate_row + f);
-        load_vector<W>(u, up + n * up_row + f);
+        load_vector<W>(g, x.gate + n * x.gate_row + f);
+        load_vector<W>(u, x.up + n * x.up_row + f);
         for (int i = 0; i < W; i++) u[i] *= silu(g[i]);
         store_vector<W>(out + n * F + f, u);
     }
 }
 
 template <class X, int W>
-KERNEL void gate_backward_kernel(X *dgate, X *dup, const X *dout, const X *gate, size_t gate_row, const X *up,
-                                 size_t up_row, size_t N, size_t F) {
+KERNEL void gate_backward_kernel(X *dgate, X *dup, const X *dout, Gate<X> x, size_t N, size_t F) {
     size_t n = row_of_thread();
     if (n >= N) return;
     for (size_t f = threadIdx.x * W; f < F; f += blockDim.x * W) {
         float d[W], g[W], u[W];
         load_vector<W>(d, dout + n * F + f);
-        load_vector<W>(g, gate + n * gate_row + f);
-        load_vector<W>(u, up + n * up_row + f);
+        load_vector<W>(g, x.gate + n * x.gate_row + f);
+        load_vector<W>(u, x.up + n * x.up_row + f);
         for (int i = 0; i < W; i++) {
             float value, slope;
             silu_both(g[i], &value, &slope);
             g[i] = d[i] * u[i] * slope;
             u[i] = d[i] * value;
         }
-        store_vector<W>(dgate + n * gate_row + f, g);
-        store_vector<W>(dup + n * up_row + f, u);
+        store_vector<W>(dgate + n * x.gate_row + f, g);
+        store_vector<W>(dup + n * x.up_row + f, u);
     }
 }
 
 // ---- launchers
 
-//   out (N,F) written   gate, up: the first of F columns, in rows that are gate_row and up_row apart
+//   out (N,F) written
 template <class X>
-void gate_forward(X *out, const X *gate, size_t gate_row, const X *up, size_t up_row, size_t N, size_t F,
-                  cudaStream_t stream) {
-    bool vectors = fits<X>(F) && fits<X>(gate_row) && fits<X>(up_row);
+void gate_forward(X *out, Gate<X> x, size_t N, size_t F, cudaStream_t stream) {
+    bool vectors = fits<X>(F) && fits<X>(x.gate_row) && fits<X>(x.up_row);
     dim3 block = row_block(vectors ? F / Pack<X>::size : F);
     launch(vectors ? gate_forward_kernel<X, Pack<X>::size> : gate_forward_kernel<X, 1>, row_grid(N, block), block, 0,
-           stream, out, gate, gate_row, up, up_row, N, F);
+           stream, out, x, N, F);
 }
 
-//   dgate, dup written, laid out like gate and up   dout (N,F)
+//   dgate, dup written, laid out like x.gate and x.up   dout (N,F)
 template <class X>
-void gate_backward(X *dgate, X *dup, const X *dout, const X *gate, size_t gate_row, const X *up, size_t up_row,
-                   size_t N, size_t F, cudaStream_t stream) {
-    bool vectors = fits<X>(F) && fits<X>(gate_row) && fits<X>(up_row);
+void gate_backward(X *dgate, X *dup, const X *dout, Gate<X> x, size_t N, size_t F, cudaStream_t stream) {
+    bool vectors = fits<X>(F) && fits<X>(x.gate_row) && fits<X>(x.up_row);
     dim3 block = row_block(vectors ? F / Pack<X>::size : F);
     launch(vectors ? gate_backward_kernel<X, Pack<X>::size> : gate_backward_kernel<X, 1>, row_grid(N, block), block, 0,
-           stream, dgate, dup, dout, gate, gate_row, up, up_row, N, F);
+           stream, dgate, dup, dout, x, N, F);
 }
 
 //   out (N,F) written   gate_up (N,2F): gate, then up
 template <class X>
 void swiglu_forward(X *out, const X *gate_up, size_t N, size_t F, cudaStream_t stream) {
-    gate_forward(out, gate_up, 2 * F, gate_up + F, 2 * F, N, F, stream);
+    gate_forward(out, {gate_up, gate_up + F, 2 * F, 2 * F}, N, F, stream);
 }
 
 //   dgate_up (N,2F) written   dout (N,F)   gate_up (N,2F)
 template <class X>
 void swiglu_backward(X *dgate_up, const X *dout, const X *gate_up, size_t N, size_t F, cudaStream_t stream) {
-    gate_backward(dgate_up, dgate_up + F, dout, gate_up, 2 * F, gate_up + F, 2 * F, N, F, stream);
+    gate_backward(dgate_up, dgate_up + F, dout, {gate_up, gate_up + F, 2 * F, 2 * F}, N, F, stream);
 }
 #endif

@@ -260,8 +260,8 @@ static void test_rmsnorm(size_t N, size_t C, float eps) {
     run_twice({&out, &r},
               [&] { rmsnorm_forward(out.device(), r.device(), inp.device(), weight.device(), N, C, eps, stream); });
     run_twice({&dinp, &dweight, &partials}, [&] {
-        rmsnorm_backward(dinp.device(), dweight.device(), partials.device(), dout.device(), inp.device(),
-                         weight.device(), r_in.device(), N, C, stream);
+        rmsnorm_backward(dinp.device(), dweight.device(), partials.device(), dout.device(),
+                         {inp.device(), weight.device(), r_in.device(), N, C}, stream);
     });
     compare("out", out, y, FORWARD);
     compare("r", r, inverse, FORWARD);
@@ -826,8 +826,9 @@ static void test_adamw(bool packed, bool odd, Copy copy, bool scaled, int64_t st
             g = fill(grads, "g", 0, 1);
     expect_adamw(p, m, v, g, segments, a);
     run_twice({&params, &mean, &square, &rounded}, [&] {
-        adamw(params.device(), copy == NO_COPY ? NULL : rounded.device(), mean.device(), square.device(),
-              grads.device(), table.device(), segments.size(), blocks, a, copy == STOCHASTIC, SEED, stream);
+        AdamArrays arrays = {params.device(), copy == NO_COPY ? NULL : rounded.device(), mean.device(), square.device(),
+                             grads.device()};
+        adamw(arrays, table.device(), segments.size(), blocks, a, copy == STOCHASTIC, SEED, stream);
     });
     compare("params", params, p, 1e-6);
     compare("mean", mean, m, 1e-6);
@@ -1235,7 +1236,7 @@ static void test_refusals(void) {
         {"an odd head size", "head size of 5",
          [](void *) { rope_forward<float>(NULL, NULL, Rope{1, 1, 1, 1, 5, NULL, NULL, false}, stream); }},
         {"too many channels", "24580 channels",
-         [](void *) { rmsnorm_backward<float>(NULL, NULL, NULL, NULL, NULL, NULL, NULL, 1, 24580, stream); }},
+         [](void *) { rmsnorm_backward<float>(NULL, NULL, NULL, NULL, {NULL, NULL, NULL, 1, 24580}, stream); }},
         {"a head too wide for QK norms", "head size of 258",
          [](void *) { qk_norm_forward<float>(NULL, NULL, NULL, QkNorm{1, 1, 1, 258, 1e-5f, NULL, NULL}, stream); }},
         {"a gated unit too wide", "width 130",

@@ -123,26 +123,27 @@ static void test_layer(size_t N, size_t C, size_t OC, size_t gap) {
     auto g_transposed = [&](size_t o, size_t n) { return g(n, o); };
 
     out.fill(NAN);
-    matmul_forward(&matmul, out.device, inp.device, weight.device, (const X *)NULL, N, C, OC, stream);
+    matmul_forward(&matmul, out.device, inp.device, weight.device, (const X *)NULL, {N, C, OC}, stream);
     compare<X>("out", out.download(), N, OC, C, x, w_transposed, (vector<X> *)NULL);
     out.fill(NAN);
-    matmul_forward(&matmul, out.device, inp.device, weight.device, add.device, N, C, OC, stream);
+    matmul_forward(&matmul, out.device, inp.device, weight.device, add.device, {N, C, OC}, stream);
     compare<X>("out, a residual added", out.download(), N, OC, C, x, w_transposed, &add.host);
     CHECK(memcmp(add.download().data(), add.host.data(), N * OC * sizeof(X)) == 0,
           "the residual itself was written to");
-    matmul_forward(&matmul, add.device, inp.device, weight.device, add.device, N, C, OC, stream);
+    matmul_forward(&matmul, add.device, inp.device, weight.device, add.device, {N, C, OC}, stream);
     compare<X>("out, in place", add.download(), N, OC, C, x, w_transposed, &add.host);
 
     dinp.fill(NAN), dweight.fill(NAN);
-    matmul_backward(&matmul, dinp.device, dweight.device, dout.device, inp.device, weight.device, N, C, OC, false,
+    matmul_backward(&matmul, dinp.device, dweight.device, dout.device, inp.device, weight.device, {N, C, OC}, false,
                     stream);
     compare<X>("dinp", dinp.download(), N, C, OC, g, w, (vector<X> *)NULL);
     compare<X>("dweight", dweight.download(), OC, C, N, g_transposed, x, (vector<float> *)NULL);
     dweight.fill(0.75f), dinp.fill(NAN);
-    matmul_backward(&matmul, (X *)NULL, dweight.device, dout.device, inp.device, weight.device, N, C, OC, true, stream);
+    matmul_backward(&matmul, (X *)NULL, dweight.device, dout.device, inp.device, weight.device, {N, C, OC}, true,
+                    stream);
     compare<X>("dweight, added to", dweight.download(), OC, C, N, g_transposed, x, &dweight.host);
     CHECK(isnan(number(dinp.download()[0])), "dinp was written, and was not asked for");
-    matmul_backward(&matmul, dinp.device, (float *)NULL, dout.device, inp.device, weight.device, N, C, OC, true,
+    matmul_backward(&matmul, dinp.device, (float *)NULL, dout.device, inp.device, weight.device, {N, C, OC}, true,
                     stream);
     compare<X>("dinp alone", dinp.download(), N, C, OC, g, w, (vector<X> *)NULL);
 }
@@ -212,7 +213,7 @@ static void test_measured(void *workspace) {
     test_layer<bf16>(33, 48, 96, 0);
     for (int i = 0; i < matmul.count; i++) CHECK(matmul.plans[i].measured, "plan %d was not measured", i);
     Array<float> dweight(24 * 16), dout(8 * 24), inp(8 * 16);    // a shape that is met adding to a gradient first
-    matmul_backward(&matmul, (float *)NULL, dweight.device, dout.device, inp.device, (const float *)NULL, 8, 16, 24,
+    matmul_backward(&matmul, (float *)NULL, dweight.device, dout.device, inp.device, (const float *)NULL, {8, 16, 24},
                     true, stream);
     compare<float>(
         "dweight, added to", dweight.download(), 24, 16, 8,
@@ -234,11 +235,11 @@ static void test_repeated(void *workspace) {
     check_group("the same bits each time");
     restart(workspace, MATMUL_WORKSPACE, false);
     Array<bf16> inp(65 * 96), weight(200 * 96), out(65 * 200);
-    matmul_forward(&matmul, out.device, inp.device, weight.device, (const bf16 *)NULL, 65, 96, 200, stream);
+    matmul_forward(&matmul, out.device, inp.device, weight.device, (const bf16 *)NULL, {65, 96, 200}, stream);
     vector<bf16> first = out.download();
     for (int i = 0; i < 3; i++) {
         out.fill(NAN);
-        matmul_forward(&matmul, out.device, inp.device, weight.device, (const bf16 *)NULL, 65, 96, 200, stream);
+        matmul_forward(&matmul, out.device, inp.device, weight.device, (const bf16 *)NULL, {65, 96, 200}, stream);
         CHECK(memcmp(out.download().data(), first.data(), first.size() * sizeof(bf16)) == 0, "time %d differs", i + 2);
     }
 }
