@@ -1,4 +1,4 @@
-// What the C tests share: CHECK, a line for each group of checks, the verdict, and a way to watch code that ends the
+// Shared by the C tests: CHECK, a line for each group of checks, the verdict, and a way to test code that ends the
 // process.
 #ifndef DEV_TESTS_CHECK_H
 #define DEV_TESTS_CHECK_H
@@ -9,8 +9,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-// A case is what check_case() begins, or a whole group that has none; it fails with any of its checks. A case without
-// a check is not counted.
+// check_case() begins a case; a group that never calls it is one case. A case fails if one of its checks fails. A case
+// without a check is not counted.
 static int cases_passed, cases_failed, case_checks, case_failures, group_failures;
 static const char *group_name;
 
@@ -26,14 +26,14 @@ static const char *group_name;
         }                                                          \
     } while (0)
 
-// Ends the case before it and begins one.
+// Ends the previous case and begins another.
 static inline void check_case(void) {
     if (case_failures) cases_failed++;
     else if (case_checks) cases_passed++;
     case_checks = case_failures = 0;
 }
 
-// Ends the group before it and begins one.
+// Ends the previous group and begins another.
 static inline void check_group(const char *name) {
     check_case();
     if (group_name) printf("%-6s %s\n", group_failures ? "FAILED" : "ok", group_name);
@@ -55,8 +55,8 @@ static inline void check_leave(int status, void *unused) {
     _exit(status);
 }
 
-// Runs body(data) in a process of its own, with its stdout and stderr in `output`. Returns its exit code, or -signal.
-// The child leaves before any exit handler of the parent runs: a driver's handler would tear down what belongs to the
+// Runs body(data) in a child process, with its stdout and stderr in `output`. Returns its exit code, or -signal. The
+// child exits before any exit handler of the parent runs, because a driver's handler would destroy what belongs to the
 // parent.
 static inline int check_fork(void (*body)(void *), void *data, char *output, size_t size) {
     int ends[2], status;

@@ -1,5 +1,5 @@
-// What dev/tests/test_flash.py calls: attention forward and backward on arrays of the host's, by the kernels of
-// attention/flash.h. Part of flash.so alone.
+// The functions that dev/tests/test_flash.py calls: attention forward and backward on host arrays, with the kernels of
+// attention/flash.h. Only flash.so contains them.
 #include "cuda/gpu.cuh"
 
 #include "attention/flash.h"
@@ -83,7 +83,7 @@ void run(const Normalizer *normalizer, const FlashTestShape &x, FlashTestArrays 
         scalars.of[i] = device.copy(a->scalars.of[i], scalar_size(i, x.NH, x.L));
         grads.of[i] = device.copy(a->grads.of[i], scalar_size(i, x.NH, x.L));
     }
-    // What the kernels leave alone between the heads' columns is given back as it came.
+    // Elements between the heads' columns, which the kernels do not touch, are returned unchanged.
     X *out = device.copy((X *)a->out, rows * x.out_row), *dq = device.copy((X *)a->dq, rows * x.q_row);
     X *dk = device.copy((X *)a->dk, rows * x.k_row), *dv = device.copy((X *)a->dv, rows * x.v_row);
     unsigned long long *counter = device.copy(&a->all_zero_rows, 1);
@@ -118,8 +118,8 @@ extern "C" void flash_test(const char *attn, bool is_bf16, const FlashTestShape 
     else run<float>(&normalizer, *shape, arrays);
 }
 
-// For scalar `scalar` of SCALARS: how many numbers the normalizer has of it, 0 where it has none; where they start, and
-// whether they are trained.
+// For scalar `scalar` of SCALARS: how many numbers the normalizer has (0: none), their start value, and whether they
+// are trained.
 extern "C" const int flash_scalar_count = SCALAR_COUNT;
 
 extern "C" size_t flash_scalar(const char *attn, const FlashTestShape *shape, int scalar, double *start,
@@ -130,8 +130,7 @@ extern "C" size_t flash_scalar(const char *attn, const FlashTestShape *shape, in
     return normalizer_has(&normalizer, (Scalar)scalar) ? scalar_size(scalar, shape->NH, shape->L) : 0;
 }
 
-// The same on arrays that lie on the device already, for dev/bench/attention_gpu.py: on a stream, nothing is allocated
-// or waited for.
+// The same on device arrays, for dev/bench/attention_gpu.py: it uses a stream, allocates nothing and does not wait.
 //   backward: the gradients alone, from the out and stats of a forward pass   all_zero_rows: a counter on the
 //   device
 extern "C" size_t flash_on_device_scratch(const char *attn, const FlashTestShape *shape) {

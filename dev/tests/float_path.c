@@ -1,4 +1,4 @@
-// Linked to test_gradients beside its double code, whose functions have other names (see there).
+// Linked into test_gradients next to its double code, whose functions have other names (see there).
 #include "dev/tests/float_path.h"
 
 #include <omp.h>

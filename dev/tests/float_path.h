@@ -1,4 +1,4 @@
-// The trainer's float32 code for test_gradients.c, which is itself built in double: numbers go in and out in double.
+// The trainer's float32 code for test_gradients.c, which is itself built in double. Arguments and results are double.
 #ifndef DEV_TESTS_FLOAT_PATH_H
 #define DEV_TESTS_FLOAT_PATH_H
 
@@ -7,7 +7,7 @@
 
 #include "attention/normalizer.h"
 
-// f (n) = phi(z) and its slope by phi_both in float32, in a loop like that of attention; z (n) is rounded to float32.
+// f (n) = phi(z) and its slope, by phi_both in float32, in a loop like attention's. z (n) is rounded to float32.
 void phi_in_float(int phi, const double *z, double one, double *f, double *slope, size_t n);
 
 typedef struct {

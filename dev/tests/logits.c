@@ -1,26 +1,26 @@
-// logits FOLDER IDS [documents]: the logits of a checkpoint's model after each of the token ids "1,2,3", a line a position, to be
-// compared with other programs'. Before that it compares the trainer's own ways to them: the whole pass, and the
-// key-value cache in several splits; and sequences decoded side by side with each one alone, bit for bit. Exit status 1
-// where they differ. documents: attention stops at document boundaries.
+// logits FOLDER IDS [documents]: prints the logits of a checkpoint's model after each of the token ids "1,2,3", one
+// line per position, for comparison with other programs. Before that it compares the ways in which the trainer computes
+// them: in one pass, and with the key-value cache in several splits; and sequences decoded together with each one
+// alone, bit for bit. The exit status is 1 if they differ. documents: attention stops at document boundaries.
 #define WITHOUT_MAIN
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-function"
 #include "train_gpt2.c"
 #pragma GCC diagnostic pop
 
-enum { BESIDE = 5, MAX_IDS = 4096 };    // sequences side by side; ids read
+enum { BESIDE = 5, MAX_IDS = 4096 };    // sequences decoded together; ids read
 #define TOLERANCE 1e-5
 
 static Model model;
 static Decoder decoder;
-static float *full, *cached;    // (T,V) by the whole pass; (V) after the last token, alone
+static float *full, *cached;    // (T,V) in one pass; (V) after the last token, alone
 
 static size_t read_ids(int32_t *ids, const char *text, int vocab) {
     size_t count = 0;
     for (char *end; *text; text = *end == ',' ? end + 1 : end) {
         long id = strtol(text, &end, 10);
         if (end == text || (*end && *end != ',') || id < 0 || id >= vocab || count == MAX_IDS)
-            fail(EXIT_USAGE, "%s: expected at most %d ids below %d with commas between.", text, MAX_IDS, vocab);
+            fail(EXIT_USAGE, "%s: expected at most %d ids below %d, separated by commas.", text, MAX_IDS, vocab);
         ids[count++] = (int32_t)id;
     }
     if (!count) fail(EXIT_USAGE, "no ids.");
@@ -42,7 +42,7 @@ static void load(const char *folder, size_t T) {
     if (!weights_load(&weights, folder, &model.config.attn, &error)) fail_with(&error);
 }
 
-// The largest difference of a row over the row's largest logit. NaN where there is one.
+// The largest difference in a row, divided by the row's largest logit. NaN if there is a NaN.
 static double difference(const float *a, const float *b, size_t V) {
     double largest = 0, most = 0;
     for (size_t v = 0; v < V; v++) {
@@ -60,10 +60,9 @@ static bool check_cache(const int32_t *ids, size_t T, size_t split) {
     for (size_t t = split - 1;; t++) {
         double apart = difference(logits, full + t * V, V);
         if (!(apart <= TOLERANCE)) {
-            fprintf(
-                stderr,
-                "position %zu, a prompt of %zu tokens: the cache's logits differ from the whole pass's by %g of the largest\n",
-                t, split, apart);
+            fprintf(stderr,
+                    "position %zu, a prompt of %zu tokens: cache and one pass differ by %g of the largest logit\n", t,
+                    split, apart);
             return false;
         }
         if (t + 1 == T) break;
@@ -74,7 +73,7 @@ static bool check_cache(const int32_t *ids, size_t T, size_t split) {
     return true;
 }
 
-// The sequence in the last place, others with other tokens before it: the same bits as alone.
+// The last of several sequences, after others with different tokens, has the same bits as alone.
 static bool check_beside(const int32_t *ids, size_t T) {
     size_t V = (size_t)model.config.vocab;
     for (size_t t = 0; t < T; t++) {
@@ -83,7 +82,7 @@ static bool check_beside(const int32_t *ids, size_t T) {
         decode(&decoder, rows, BESIDE);
     }
     if (!memcmp(decode_logits(&decoder, 0, BESIDE, 0) + (BESIDE - 1) * V, cached, FLOATS(V))) return true;
-    fprintf(stderr, "a sequence's logits depend on those decoded beside it\n");
+    fprintf(stderr, "a sequence's logits depend on those decoded with it\n");
     return false;
 }
 

@@ -23,12 +23,12 @@ static Normalizer parse(const char *text) {
     return normalizer;
 }
 
-// Does a row depend on the length of the whole sample?
+// True if a row depends on the length of the whole sample.
 static bool reads_length(const Normalizer *n) {
     return n->offset.kind == OFFSET_LOG_T || n->norm.kind == NORM_T || n->norm.kind == NORM_T2;
 }
 
-// ---- a case: inputs, outputs and gradients of one shape, each with a guard behind it
+// ---- a case: inputs, outputs and gradients of one shape, each followed by a guard
 
 enum { GUARD = 64, ARRAYS = 10 + 2 * SCALAR_COUNT };
 static const float GUARD_VALUE = -12345.5f;
@@ -39,7 +39,7 @@ typedef struct {
     Scalars scalars;
     ScalarGrads scalar_grads;
     float *q, *k, *v, *out, *stats, *scratch, *dout, *dq, *dk, *dv;
-    size_t keys, values;    // numbers in q, in v
+    size_t keys, values;    // number of elements of q, of v
     struct {
         float *at;
         size_t n;
@@ -66,7 +66,7 @@ static Case case_new(const char *text, size_t B, size_t NH, size_t HS, size_t VS
     Case c = {.normalizer = parse(text),
               .shape = {.B = B, .T = T, .NH = NH, .NKV = NH, .HS = HS, .VS = VS, .L = (int)T + 3}};
     c.keys = B * NH * T * HS, c.values = B * NH * T * VS;
-    c.shape.normalizer = &c.normalizer;    // set again by whoever copies the case
+    c.shape.normalizer = &c.normalizer;    // set again when the case is copied
     c.q = input(&c, "q", c.keys, 0, size), c.k = input(&c, "k", c.keys, 0, size);
     c.v = input(&c, "v", c.values, 0, 1), c.dout = input(&c, "dout", c.values, 0, 1);
     c.out = floats(&c, c.values), c.stats = floats(&c, B * NH * T * ROW_STATS);
@@ -95,7 +95,7 @@ static Case case_weights(const char *text, size_t HS, size_t T, float size) {
     return case_heads(text, 1, HS, T, size);
 }
 
-// Of one sample (NH,T,width), so that h T + t is a row; of several (B,T,NH,width).
+// With one sample arrays are (NH,T,width), so that row h T + t exists; with several they are (B,T,NH,width).
 static View view(const Case *c, float *p, size_t width) {
     size_t NH = c->shape.NH, T = c->shape.T;
     return c->shape.B == 1 ? (View){p, width, T * width} : (View){p, NH * width, width};
@@ -123,7 +123,7 @@ static void backward(Case *c) {
     attention_backward(d, c->scalar_grads, c->dout, c->out, c->stats, inputs(c), c->scalars, c->shape, c->scratch);
 }
 
-// Row n (keys 1..n) of head h of the first sample, out of the case's q, k and v.
+// Row n (keys 1..n) of head h of the first sample, from the case's q, k and v.
 static bool row(Case *c, float *out, size_t h, size_t n) {
     size_t T = c->shape.T, HS = c->shape.HS, VS = c->shape.VS;
     c->shape.normalizer = &c->normalizer;
@@ -133,7 +133,7 @@ static bool row(Case *c, float *out, size_t h, size_t n) {
                          (ConstView){c->v + h * T * VS, VS, 0}, n, h, c->scalars, shape, c->scratch);
 }
 
-// Frees it; what was written past an array's end shows here.
+// Frees the case, and reports writes past the end of an array.
 static void case_free(Case *c) {
     for (size_t i = 0; i < c->count; i++) {
         bool whole = true;
@@ -155,7 +155,7 @@ static size_t not_zero(const float *x, size_t n) {
     return bad;
 }
 
-// The largest |a - b| over the largest |b|; NaN where there is one.
+// The largest |a - b| divided by the largest |b|; NaN if there is a NaN.
 static double distance(const float *a, const float *b, size_t n) {
     double most = 0, largest = 0;
     for (size_t i = 0; i < n; i++) {
@@ -190,9 +190,9 @@ static void check_row_sums(const char *text) {
     for (size_t t = 0; t < T; t++) {
         const float *A = c.out + t * T;
         double total = absolute_sum(A, T), off = fabs(total - 1);
-        // Such a row is as norm made it.
+        // Post does not change such a row.
         bool left = t < POST_FROM && (post == POST_RECENTER || post == POST_RECENTER_L1);
-        // Recenter alone does not keep the sum.
+        // Recenter alone does not preserve the sum.
         bool kept = left ? c.normalizer.norm.kind == NORM_L1 : post != POST_RECENTER;
         if (total == 0) zero++;
         else if (kept && !(off <= worst)) worst = off;
@@ -200,7 +200,7 @@ static void check_row_sums(const char *text) {
         if (centered && !(fabs(sum(A, T)) <= worst_mean)) worst_mean = fabs(sum(A, T));
         CHECK(not_zero(A + t + 1, T - t - 1) == 0, "%s: row %zu has weight on later keys", text, t + 1);
     }
-    CHECK(worst < 2e-6, "%s: a row's absolute sum is %.3g off 1", text, worst);
+    CHECK(worst < 2e-6, "%s: a row's absolute sum differs from 1 by %.3g", text, worst);
     CHECK(worst_mean < 2e-6, "%s: a recentered row sums to %.3g", text, worst_mean);
     CHECK(zero == all_zero_rows, "%s: %d rows are 0, %d were counted", text, (int)zero, (int)all_zero_rows);
     CHECK(zero < T / 2, "%s: %d rows are 0", text, (int)zero);
@@ -243,7 +243,8 @@ static void test_log_scale(void) {
 
 static void test_softmax1(void) {
     enum { T = 100, HS = 8 };
-    check_group("softmax1: rows sum to Z/(Z + 1); softmax+norm=l1+1 is softmax1 to the bit; C = 2.5, e^sink likewise");
+    check_group(
+        "softmax1: rows sum to Z/(Z + 1); softmax+norm=l1+1 equals softmax1 bit for bit; likewise C = 2.5 and e^sink");
     Case a = case_weights("softmax1", HS, T, 3), b = case_weights("softmax+norm=l1+1", HS, T, 3),
          c = case_weights("softmax+norm=l1+2.5", HS, T, 3), d = case_weights("softmax-sink", HS, T, 3);
     forward(&a), forward(&b), forward(&c), forward(&d);
@@ -270,7 +271,7 @@ static void test_softmax1(void) {
     case_free(&a), case_free(&b), case_free(&c), case_free(&d);
 }
 
-// The gradient is linear in A: of -A it is the negative, of rows scaled by one number that multiple, to the bit.
+// The gradient is linear in A: negated for -A, and multiplied by the same number if rows are, bit for bit.
 static void test_multiples(void) {
     static const struct {
         const char *text, *of;
@@ -293,8 +294,8 @@ static void test_multiples(void) {
     }
 }
 
-// The weight of the last of n scores z: head size 1, q = 1, so that a score is its k; v is 1 at the last and 0
-// elsewhere.
+// The weight of the last of n scores z. Head size is 1 and q = 1, so that a score equals its k; v is 1 for the last key
+// and 0 elsewhere.
 static double last_weight(const char *text, const float *z, size_t n, float s) {
     Normalizer normalizer = parse(text);
     float one = 1, out, *v = calloc(n, sizeof *v), *scratch = calloc(n, sizeof *scratch);
@@ -306,7 +307,7 @@ static double last_weight(const char *text, const float *z, size_t n, float s) {
     return out;
 }
 
-// With the largest of n scores z_max, the second z_2nd and the least z_min:
+// For n scores with largest z_max, second largest z_2nd and smallest z_min:
 //   eq. 6      softmax's largest weight <= 1/((n - 1) e^-(z_max - z_min) + 1), which goes to 0
 //   eq. 8, 9   1/((n - 1) n^(-s (z_max - z_2nd)) + 1) <= SSMax's <= 1/((n - 1) n^(-s (z_max - z_min)) + 1):
 //              to 1 where z_max - z_2nd > 1/s, to 0 where z_max - z_min < 1/s
@@ -339,8 +340,8 @@ static void check_bounds(float width, float lead, float s) {
     free(z);
 }
 
-// Figure 1: n scores of -2, the last +3, s = 0.43. Softmax's largest weight is 1/((n - 1) e^-5 + 1), SSMax's 1/((n - 1)
-// n^(-0.43·5) + 1).
+// Figure 1: n scores, of which the last is 3 and the others -2; s = 0.43. Softmax's largest weight is 1/((n - 1) e^-5 +
+// 1), SSMax's 1/((n - 1) n^(-0.43·5) + 1).
 static void check_figure_1(void) {
     check_case();
     enum { N = 100000 };
@@ -350,7 +351,7 @@ static void check_figure_1(void) {
         z[n - 1] = 3;
         double a = last_weight("softmax", z, n, 0), b = last_weight("ssmax", z, n, 0.43f), m = (double)n - 1;
         double softmax = 1 / (m * exp(-5) + 1), ssmax = 1 / (m * pow((double)n, -0.43 * 5) + 1);
-        double bound = n > 1000 ? 2e-3 : 5e-5;    // where one float sums them all
+        double bound = n > 1000 ? 2e-3 : 5e-5;    // where a single float holds the whole sum
         CHECK(fabs(a / softmax - 1) < bound, "Figure 1, softmax at n = %zu: %.8g, not %.8g", n, a, softmax);
         CHECK(fabs(b / ssmax - 1) < bound, "Figure 1, SSMax at n = %zu: %.8g, not %.8g", n, b, ssmax);
         CHECK(b > 0.93, "Figure 1: SSMax fades to %.3g at n = %zu", b, n);
@@ -366,10 +367,10 @@ static void test_ssmax(void) {
     check_figure_1();
 }
 
-// ---- rows by hand: head size 1 and q = 1, so that softmax's A is p where k = ln p; the row's last weights are read
-// one by one
+// ---- rows by hand: head size 1 and q = 1, so that softmax's A is p if k = ln p; the last row's weights are read one
+// by one
 
-// qk=l2 is done before attention.
+// The caller applies qk=l2 before attention.
 static void unit_row(float *out, const float *x, size_t HS, bool l2) {
     double sum = 0;
     for (size_t i = 0; i < HS; i++) sum += (double)x[i] * x[i];
@@ -429,7 +430,7 @@ static void test_by_hand(void) {
         "softmax+scale=floorlog:2", 4, p,    // 1 + floor(4/2) = 3; of 5: 1 + 0
         (double[]){pow(0.1, c) / powers, pow(0.2, c) / powers, pow(0.3, c) / powers, pow(0.4, c) / powers});
     check_probabilities("softmax+scale=floorlog:5", 4, p, p);
-    // The first three rows: recenter leaves them, reweight uses 0 in place of the 1.
+    // The first three rows: recenter does not change them, reweight uses 0 instead of the 1.
     const double p3[] = {0.2, 0.3, 0.5}, p2[] = {0.25, 0.75}, p1[] = {1};
     check_probabilities("softmax-recentered", 1, p1, p1), check_probabilities("softmax-recentered-l1", 1, p1, p1);
     check_probabilities("softmax-recentered", 2, p2, p2), check_probabilities("softmax-recentered-l1", 2, p2, p2);
@@ -448,7 +449,7 @@ static void test_by_hand(void) {
     check_row("lssar+post=reweight:1", q, k, 4, 4, (double[]){0.4792805, 0.5207195, 0, 0}, 1e-6);
 }
 
-// ---- what does not depend on what
+// ---- independence
 
 // clang-format off
 static const char *const AWKWARD[] = {
@@ -465,7 +466,7 @@ static void each_normalizer(void (*check)(const char *text)) {
     for (size_t i = 0; i < COUNT(AWKWARD); i++) check_case(), check(AWKWARD[i]);
 }
 
-// q, k and v of position j, in all heads, become what they are not. The rows before j stay to the bit, row j does not.
+// Changes q, k and v of position j in all heads. The rows before j keep their bits; row j changes.
 static void check_causality(const char *text) {
     enum { NH = 2, HS = 8, T = 150 };
     Normalizer n = parse(text);
@@ -478,8 +479,9 @@ static void check_causality(const char *text) {
         for (size_t i = 0; i < HS; i++)
             c.q[(h * T + j) * HS + i] += 1, c.k[(h * T + j) * HS + i] *= -2, c.v[(h * T + j) * HS + i] += 3;
     forward(&c);
-    CHECK(!memcmp(before, c.out, 100 * NH * HS * sizeof *before), "%s: a row before the change moved", text);
-    CHECK(distance(before + 100 * NH * HS, c.out + 100 * NH * HS, NH * HS) > 1e-3, "%s: the changed row stayed", text);
+    CHECK(!memcmp(before, c.out, 100 * NH * HS * sizeof *before), "%s: a row before the change changed", text);
+    CHECK(distance(before + 100 * NH * HS, c.out + 100 * NH * HS, NH * HS) > 1e-3,
+          "%s: the row of the change did not change", text);
     free(before);
     case_free(&c);
 }
@@ -498,7 +500,8 @@ static void check_masked(const char *text) {
         for (size_t i = SEEN * HS; i < T * HS; i++)
             c.k[i] = kind == 0 ? 1e30f : kind == 1 ? -1e30f : NAN, c.v[i] = kind == 0 ? 1e30f : -1e30f;
         forward(&c);
-        CHECK(!memcmp(before, c.out, SEEN * HS * sizeof *before), "%s: later keys and values show (%d)", text, kind);
+        CHECK(!memcmp(before, c.out, SEEN * HS * sizeof *before), "%s: later keys and values affect a row (%d)", text,
+              kind);
     }
     free(before);
     case_free(&c);
@@ -517,14 +520,15 @@ static void check_alone(const char *text) {
             bool weight = row(&c, out, h, ROWS[i]);
             const float *expected = c.out + ((ROWS[i] - 1) * NH + h) * T;
             double apart = distance(out, expected, T);
-            // A power P makes P times of an error.
-            CHECK(apart < 1e-6 * P, "%s: row %zu alone is %.3g off", text, ROWS[i], apart);
+            // A power P magnifies an error P times.
+            CHECK(apart < 1e-6 * P, "%s: row %zu alone: off by %.3g", text, ROWS[i], apart);
             CHECK(weight == (not_zero(expected, T) > 0), "%s: row %zu has weight: %d", text, ROWS[i], weight);
         }
     case_free(&c);
 }
 
-// Query heads that share a key-value head: as if each had a copy of it, and its gradients are the sum of the copies'.
+// Query heads that share a key-value head give the same as if each had a copy, and its gradients are the sum of the
+// copies' gradients.
 static void check_groups_of(const char *text, size_t NKV) {
     enum { NH = 6, HS = 8, T = 70, HEAD = T * HS };
     Case each = case_new(text, 1, NH, HS, HS, T, 2), shared = case_new(text, 1, NH, HS, HS, T, 2);
@@ -549,7 +553,8 @@ static void check_groups_of(const char *text, size_t NKV) {
         most = fmax(most, fmax(fabs(dk), fabs(dv)));
     }
     CHECK(off <= 1e-5 * most, "%s: %zu key-value heads: dk and dv off by %.3g of %.3g", text, NKV, off, most);
-    CHECK(not_zero(shared.dk + NKV * HEAD, (NH - NKV) * HEAD) == 0, "%s: dk of heads that are not there", text);
+    CHECK(not_zero(shared.dk + NKV * HEAD, (NH - NKV) * HEAD) == 0, "%s: dk of heads that do not exist was written",
+          text);
     case_free(&each), case_free(&shared);
 }
 
@@ -564,7 +569,7 @@ static double difference(const float *a, const float *b, size_t n) {
     return sqrt(off / size);
 }
 
-// Documents side by side, none of which sees another: each has the numbers that it has alone.
+// Documents in one row do not see each other: each gives the numbers that it gives alone.
 static void check_documents(const char *text) {
     enum { NH = 2, HS = 8, T = 150, W = NH * HS };
     static const size_t STARTS[] = {0, 1, 5, 69, 70, T};
@@ -605,21 +610,21 @@ static void check_documents(const char *text) {
 }
 
 static void test_independence(void) {
-    check_group("causality: a change of position j moves no row before it");
+    check_group("causality: a change at position j affects no row before it");
     each_normalizer(check_causality);
     check_group("masked entries do not leak");
     each_normalizer(check_masked);
     check_group("query heads that share keys and values");
     each_normalizer(check_grouped);
-    check_group("documents side by side are as alone");
+    check_group("documents in one row equal the same documents alone");
     each_normalizer(check_documents);
-    check_group("attention_row is the full pass's row");
+    check_group("attention_row gives the row of the full pass");
     each_normalizer(check_alone);
 }
 
 // ---- extremes
 
-// All scores stretched so that the largest is `largest`; everything must be finite.
+// Scales all scores so that the largest is `largest`; everything must be finite.
 static void check_finite(const char *text, float largest) {
     enum { NH = 2, HS = 8, T = 70 };
     Case c = case_new(text, 1, NH, HS, HS, T, 1);
@@ -653,12 +658,12 @@ static void check_extremes(const char *text) {
     Normalizer n = parse(text);
     if (n.phi.kind == PHI_EXP && !norm_is_sum(n.norm)) return;    // no bound
     check_finite(text, 1e4f);
-    for (int i = -18; i >= -42; i -= 6) check_finite(text, (float)pow(10, i));    // sums that are no normal number
-    if (n.phi.kind != PHI_RELU2) check_finite(text, 1e30f);                       // whose square is no float
+    for (int i = -18; i >= -42; i -= 6) check_finite(text, (float)pow(10, i));    // sums that are subnormal
+    if (n.phi.kind != PHI_RELU2) check_finite(text, 1e30f);                       // whose square overflows
 }
 
-// exp without a sum has no bound: from z = 88.8 on it is infinite, and a row that has such a z is not finite; every
-// other one is right.
+// exp without a sum is unbounded: it is infinite from z = 88.8 on. A row with such a z is not finite, and every other
+// row is right.
 static void test_exp(void) {
     enum { HS = 4, T = 100 };
     Case c = case_weights("exp", HS, T, 12);
@@ -702,7 +707,7 @@ static void check_power(const char *base, double P) {
     }
     for (size_t i = 0; i < LONG; i++)
         c.k[i * HS] = i == 77 ? 1e3f : 0, c.q[i * HS] = 10,
-                c.v[i] = i == 77;    // one key has it all: A n = n
+                c.v[i] = i == 77;    // one key has all the weight: A n = n
     float out;
     row(&c, &out, 0, LONG);
     CHECK(isfinite(out) && out > 0, "%s: one key of %d has %.8g", text, LONG, out);
@@ -713,13 +718,13 @@ static void test_extremes(void) {
     static const double POWERS[] = {0.5, 1, 2, 15, 100};
     check_group("scores of +-1e4 and +-1e30: outputs and gradients are finite");
     each_normalizer(check_extremes);
-    check_group("exp overflows in sight");
+    check_group("exp without a sum overflows visibly");
     test_exp();
     check_group("reweight:P for P of 0.5 to 100 at 16,384 keys");
     for (size_t i = 0; i < COUNT(POWERS); i++) check_power("lssar", POWERS[i]), check_power("softmax", POWERS[i]);
 }
 
-// Room for T = 2^20 is at most 64 times that for 2^14, and that is far from T·T.
+// T = 2^20 needs at most 64 times the scratch of T = 2^14, and that is far below T·T.
 static void check_memory(const char *text) {
     Normalizer n = parse(text);
     AttentionShape shape = {.normalizer = &n, .B = 2, .T = 1 << 14, .NH = 3, .NKV = 3, .HS = 64, .VS = 64, .L = 1024};
@@ -757,8 +762,8 @@ static void check_no_weight(const char *text, float q, float k, size_t with_weig
     case_free(&c);
 }
 
-// Rows of equal weights lie on reweight's kink: they have no weight, whatever rounding says, but for n up to 3. What is
-// 0 is counted.
+// Rows of equal weights lie on reweight's kink: except for n up to 3 they are all-zero, whatever the rounding. All-zero
+// rows are counted.
 static void check_uniform(const char *text) {
     check_case();
     enum { T = 150, HS = 4 };
@@ -769,7 +774,7 @@ static void check_uniform(const char *text) {
     for (size_t t = 0; t < T; t++) zero += not_zero(c.out + t * HS, HS) == 0;
     if (c.normalizer.post.kind == POST_REWEIGHT && c.normalizer.norm.kind == NORM_L1 && c.normalizer.norm.value == 0)
         CHECK(zero >= T - POST_FROM, "%s, q = 0: %d rows of %d are 0", text, (int)zero, T);
-    if (c.normalizer.post.kind != POST_RECENTER)    // which divides by nothing
+    if (c.normalizer.post.kind != POST_RECENTER)    // recenter does not divide, and counts nothing
         CHECK(zero == counted, "%s, q = 0: %d rows are 0, %d were counted", text, (int)zero, (int)counted);
     CHECK(not_finite(c.out, c.values) + not_finite(c.dq, c.keys) + not_finite(c.dk, c.keys) +
                   not_finite(c.dv, c.values) ==
@@ -803,8 +808,8 @@ static void test_no_weight(void) {
 
 // ---- threads
 
-// The same bits again with as many threads, and nearly the same with one. One head: the threads share its rows; four:
-// each has its own.
+// The same number of threads gives the same bits again, and one thread nearly the same. With one head the threads share
+// its rows; with four each thread has its own.
 static void check_threads_of(const char *text, size_t NH, size_t T) {
     enum { HS = 8, RUNS = 3 };
     Case c[RUNS];
@@ -820,7 +825,7 @@ static void check_threads_of(const char *text, size_t NH, size_t T) {
         CHECK(!memcmp(x, c[1].arrays[i].at, n * sizeof *x), "%s, %zu heads: array %zu differs when repeated", text, NH,
               i);
         double apart = distance(c[2].arrays[i].at, x, n);
-        CHECK(apart < 1e-6, "%s, %zu heads: array %zu is %.3g off with one thread", text, NH, i, apart);
+        CHECK(apart < 1e-6, "%s, %zu heads: array %zu is off by %.3g with one thread", text, NH, i, apart);
     }
     for (int i = 0; i < RUNS; i++) case_free(&c[i]);
 }
@@ -842,12 +847,12 @@ int main(void) {
     test_by_hand();
     test_independence();
     test_extremes();
-    check_group("scratch grows as T, not as its square");
+    check_group("scratch grows with T, not with its square");
     each_normalizer(check_memory);
     test_no_weight();
     check_group("one thread and two");
     each_normalizer(check_threads);
-    // Long enough for threads to meet.
+    // Long enough for several threads to work.
     check_threads_of("lssar", 1, 1500), check_threads_of("softmax-recentered-l1", 1, 1500);
     return check_verdict();
 }

@@ -47,7 +47,7 @@ static void counts_nothing(void *data) {
 
 int main(void) {
     char output[1024];
-    check_group("a child leaves without the parent's exit handlers");
+    check_group("a child exits without running the parent's exit handlers");
     if (atexit(exit_handler) != 0) abort();
     CHECK(check_fork(returns, "returns", output, sizeof output) == 0, "%s", output);
     CHECK(strcmp(output, "returns") == 0, "%s", output);

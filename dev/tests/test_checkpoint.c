@@ -1,6 +1,6 @@
-// Checkpoints: whatever ends a save, and wherever, the one before or the new one is whole.
+// Checkpoints: whatever interrupts a save, at any point, either the previous checkpoint or the new one is complete.
 //
-// The fault points are compiled into this test alone: it includes file.c with FAULTS, in place of the library's.
+// Fault points are compiled into this test only: it includes file.c with FAULTS instead of linking it.
 #ifndef FAULTS
 #define FAULTS
 #endif
@@ -36,8 +36,8 @@ static bool save(uint64_t step, float value, Error *error) {
     return ok;
 }
 
-// The value in the newest checkpoint, all of it checked, and its step; -1 where something is wrong, 0 where there is
-// none.
+// The value in the newest checkpoint, after checking all of it, and its step; -1 if something is wrong, 0 if there is
+// no checkpoint.
 static float newest(uint64_t *step) {
     char path[PATH_MAX];
     float values[VALUES];
@@ -51,7 +51,7 @@ static float newest(uint64_t *step) {
     return ok ? values[0] : -1;
 }
 
-// How many entries of OUT/ckpt have a name that does (or does not) start with step-.
+// The number of entries of OUT/ckpt whose names do (or do not) start with step-.
 static int count_entries(bool steps) {
     char path[PATH_MAX];
     int count = 0;
@@ -92,7 +92,7 @@ static void fault_clear(void) {
     fault_set(0, false, 0);
 }
 
-// Runs job() in a process that is killed at its n-th fault point. False when it came to its end before that.
+// Runs job() in a process that is killed at its n-th fault point. Returns false if the job ended before that.
 static bool killed(bool (*job)(Error *), long n, bool half) {
     int status;
     pid_t child = fork();
@@ -120,13 +120,13 @@ static bool prune_to_one(Error *error) {
     return checkpoint_prune(out_dir, 1, 10, error);
 }
 
-// Step 10 (value 1) is there, or nothing; the job saves value 2. After a kill anywhere: value 1 or value 2, whole; and
-// the next save succeeds and leaves nothing behind.
+// Starts with step 10 (value 1) or no checkpoint; the job saves value 2. After a kill at any point, value 1 or value 2
+// is complete, and the next save succeeds and removes all leftovers.
 //
-// `points` pins the number of acts, because a kill does not show a lost fsync (the system keeps what was written; a
-// power cut would not): a save makes its folder and syncs the parent (2), writes and syncs model.safetensors (3 + 1),
-// state.json, the tokenizer and manifest.json (2 each), hashes state.json and the tokenizer and syncs them again (2),
-// syncs the folder (1), renames it and syncs OUT/ckpt (2).
+// `points` fixes the number of operations, because a kill does not reveal a missing fsync (the system keeps what was
+// written, unlike a power failure): a save makes its folder and syncs the parent (2), writes and syncs
+// model.safetensors (3 + 1), state.json, the tokenizer and manifest.json (2 each), hashes state.json and the tokenizer
+// and syncs them again (2), syncs the folder (1), renames it and syncs OUT/ckpt (2).
 static void test_kill(const char *what, bool (*job)(Error *), uint64_t job_step, bool before, long points) {
     long n = 1, kept = 0, taken = 0;
     Error error = {0};
@@ -178,7 +178,8 @@ static void test_kill_prune(void) {
     printf("       %ld points\n", n - 1);
 }
 
-// The n-th act fails with this errno: the save reports it by name and the old checkpoint stands, or the save stands.
+// The n-th operation fails with this errno. Either the save reports it by name and the old checkpoint stays, or the
+// save succeeds.
 static void test_errno(const char *what, int number, const char *remedy) {
     long n, refused = 0;
     Error error = {0};
@@ -213,7 +214,7 @@ static void test_errno(const char *what, int number, const char *remedy) {
                   "%s at point %ld: the next save", what, n);
         }
     }
-    CHECK(refused > 20, "%s: only %ld saves were refused", what, refused);
+    CHECK(refused > 20, "%s: only %ld saves failed", what, refused);
 }
 
 static void test_kill_replace(void) {
@@ -250,7 +251,7 @@ static void test_kill_replace(void) {
     fault_clear();
 }
 
-// FAULT_AT, FAULT_KIND and FAULT_COUNT, as another program's test sets them.
+// FAULT_AT, FAULT_KIND and FAULT_COUNT, as tests of other programs set them.
 static void test_environment(void) {
     check_group("FAULT_AT, FAULT_KIND, FAULT_COUNT");
     static const struct {
@@ -314,7 +315,7 @@ static void test_damage(void) {
     Error error = {0};
     char path[PATH_MAX];
     start_over();
-    CHECK(!checkpoint_newest(out_dir, path, sizeof path, &step), "a checkpoint out of nothing");
+    CHECK(!checkpoint_newest(out_dir, path, sizeof path, &step), "a checkpoint was found where there is none");
     for (int i = 1; i <= 5; i++) CHECK(save(10 * (uint64_t)i, (float)i, &error), "%s", error.text);
     snprintf(path, sizeof path, "%s/warnings", folder);
     if (!freopen(path, "w", stderr)) fail(EXIT_RESOURCE, "%s: cannot be opened.", path);
@@ -335,7 +336,7 @@ static void test_damage(void) {
     CHECK(verify_names("step-00000030", "state.json: this file is missing"), "a missing file");
     put("step-00000020", "manifest.json", "{\"files\": ", "w", 0);
     CHECK(verify_names("step-00000020", "manifest.json: expected JSON"), "half a manifest");
-    CHECK(newest(&step) == 1 && step == 10, "four damaged ones are passed over: step %d", (int)step);
+    CHECK(newest(&step) == 1 && step == 10, "four damaged checkpoints were not skipped: step %d", (int)step);
     fflush(stderr);
     snprintf(path, sizeof path, "%s/warnings", folder);
     char *text = file_read(path, 100000, NULL, &error);
@@ -347,7 +348,7 @@ static void test_damage(void) {
     CHECK(verify_names("step-00000020", "a file name without a folder"), "a path in the manifest");
     put("step-00000020", "manifest.json", "{\"files\": []}", "w", 0);
     CHECK(verify_names("step-00000020", "an object \"files\""), "a list of files");
-    CHECK(checkpoint_prune(out_dir, 1, UINT64_MAX, &error) && there(10), "the only whole one was pruned");
+    CHECK(checkpoint_prune(out_dir, 1, UINT64_MAX, &error) && there(10), "the only complete checkpoint was pruned");
 }
 
 static void test_prune(void) {
@@ -372,8 +373,8 @@ static bool write_hashed(Checkpoint *c, const char *name, const char *text, Erro
     return file && file_write(file, text, strlen(text), error) && file_close(file, error);
 }
 
-// Files without a hash of their own are in the manifest too; one that was written twice, or that has grown since it was
-// hashed, is there as it is now.
+// The manifest also has files that were not hashed as they were written. A file that was written twice, or that has
+// grown since it was hashed, is listed in its current state.
 static void test_manifest(void) {
     check_group("the manifest");
     Checkpoint c;
@@ -383,7 +384,7 @@ static void test_manifest(void) {
     start_over();
     CHECK(checkpoint_begin(&c, out_dir, 7, &error), "%s", error.text);
     FILE *file = fopen(checkpoint_path(&c, "other.txt"), "w");
-    fputs("by another way", file);
+    fputs("written in another way", file);
     fclose(file);
     CHECK(write_hashed(&c, "twice", "1st", &error), "%s", error.text);
     CHECK(write_hashed(&c, "twice", "2nd", &error), "%s", error.text);
@@ -392,7 +393,7 @@ static void test_manifest(void) {
     CHECK(!checkpoint_hash(&c, "more"), "more than CHECKPOINT_HASHES files");
     CHECK(file_write_text(checkpoint_path(&c, "more"), "read again", &error), "%s", error.text);
     file = fopen(checkpoint_path(&c, "longer"), "a");
-    fputs(" and by another way", file);
+    fputs("  and written in another way", file);
     fclose(file);
     CHECK(checkpoint_copy(&c, source, &error) && checkpoint_commit(&c, &error), "%s", error.text);
     checkpoint_abandon(&c);    // does nothing after a commit
@@ -430,7 +431,7 @@ static void test_files(void) {
     CHECK(!file_read(source, 3, NULL, &error) && error.code == EXIT_INPUT && strstr(error.text, "at most 3"), "%s",
           error.text);
     CHECK(!file_read(folder, 3, NULL, &error) && strstr(error.text, "a folder"), "%s", error.text);
-    // A link is removed, what it points to is not.
+    // A link is removed, but not its target.
     snprintf(path, sizeof path, "%s/a/link", folder);
     CHECK(symlink(source, path) == 0, "symlink");
     snprintf(path, sizeof path, "%s/a", folder);

@@ -1,6 +1,6 @@
-// collective: cuda/collective.h on one, two and four processes, started by scripts/launch.sh from the folder of the
-// Makefile: sums, slices and what a process that dies does to the others. Each worker is this same program with a word
-// after it.
+// collective: cuda/collective.h on one, two and four ranks, started by scripts/launch.sh from the folder of the
+// Makefile: sums, slices, and the effect of a dead rank on the others. Each worker is this program itself, with a word
+// as its argument.
 #include "cuda/collective.h"
 
 #include <math.h>
@@ -28,15 +28,15 @@ static void expect(bool condition, const char *what, size_t n) {
         fail(EXIT_DIVERGED, "process %d of %d: %s is wrong, %zu floats", process.rank, process.size, what, n);
 }
 
-// What process r starts with.
+// The initial values of rank r.
 static vector<float> start_values(size_t n, int r) {
     vector<float> x(n);
     for (size_t i = 0; i < n; i++) x[i] = sinf((float)(i % 1009) * 0.37f + (float)r) * (float)(1 + r);
     return x;
 }
 
-// A device array that is filled, used and read on `stream` alone, as the trainer does: only the calls under test order
-// it with the others.
+// A device array that is filled, used and read only on `stream`, as in the trainer, so that only the calls under test
+// order that work relative to other streams.
 struct Array {
     float *device;
     size_t n;
@@ -57,7 +57,7 @@ struct Array {
     }
 };
 
-// The largest difference from the sums in double, over what float or bf16 sums may err by.
+// The largest difference from the sums in double, divided by the bound for float or bf16 sums.
 static double sum_error(const vector<float> &got, size_t from, size_t to, bool in_bf16) {
     vector<vector<float>> parts;
     double worst = 0;
@@ -77,7 +77,7 @@ static void expect_same(const vector<float> &x, const char *what) {
     expect(memcmp(first.data(), x.data(), x.size() * sizeof(float)) == 0, what, x.size());
 }
 
-// The slices of all processes, one after the other, are the array.
+// The slices of all ranks, one after another, make up the array.
 static void check_slices(size_t n) {
     size_t from, to, end = 0;
     int rank = process.rank;
@@ -99,21 +99,21 @@ static void check_sums(size_t n, bool in_bf16) {
     collective_slice(n, &from, &to);
     vector<float> sum = whole.read(), slice = sliced.read();
     expect(sum_error(sum, 0, n, in_bf16) <= 1, "the sum", n);
-    expect_same(sum, "the sum on every process");
+    expect_same(sum, "the sum on every rank");
     expect(sum_error(slice, from, to, in_bf16) <= 1, "the sum of a slice", n);
 
     collective_all_gather(collective, sliced.device, n, stream);
     vector<float> gathered = sliced.read();
-    expect_same(gathered, "what was gathered on every process");
+    expect_same(gathered, "the gathered array on every rank");
     expect(memcmp(gathered.data() + from, slice.data() + from, (to - from) * sizeof(float)) == 0,
-           "this process's slice of what was gathered", n);
+           "this rank's slice of the gathered array", n);
     expect(sum_error(gathered, 0, n, in_bf16) <= 1, "the sum, gathered", n);
     if (getenv("SAME_BITS"))
         expect(memcmp(gathered.data(), sum.data(), n * sizeof(float)) == 0,
-               "a bit of the sum, gathered, against that of all at once", n);
+               "the bits of the gathered slices of the sum, against those of one sum", n);
 
     collective_all_reduce(collective, two.device, n,
-                          stream);    // several under way, the second of what the first gives
+                          stream);    // several in flight; the second sums the results of the first
     collective_all_reduce(collective, two.device, n, stream);
     vector<float> twice = two.read();
     bool right = true;
@@ -123,7 +123,7 @@ static void check_sums(size_t n, bool in_bf16) {
     expect(right, "the sum of sums", n);
 }
 
-// The stream's own work before and after, and nothing of another stream's between.
+// The sum is ordered with the stream's own work before and after it.
 static void check_order(void) {
     const size_t n = 3000;
     Array x(vector<float>(n, NAN)), copy(vector<float>(n, NAN));
@@ -165,7 +165,7 @@ static void work_die(void) {
     printf("process %d came through\n", process.rank);
 }
 
-// Process 1 calls for fewer floats than the others.
+// Rank 1 sums fewer floats than the others.
 static void work_differ(void) {
     Array x(vector<float>(1000, 1.0f));
     collective_all_reduce(collective, x.device, process.rank == 1 ? 999 : 1000, stream);
@@ -215,11 +215,11 @@ static void test_one(void) {
 }
 
 #ifdef USE_NCCL
-// On the CPU with work that is done at once, late, or at any time.
+// On the CPU, stream work is done at once, late, or at any time.
 static void test_several(void) {
     const Job jobs[] = {{"2", "sums"}, {"4", "bf16"}, {"4", "sums"}, {"2", "bf16"}, {"2", "sums"}};
     const char *when[] = {"once", "once", "late", "any", "any"};
-    check_group("sums and slices of 2 and 4 processes");
+    check_group("sums and slices of 2 and 4 ranks");
     for (int i = 0; i < 5; i++) {
         setenv("CUDA_ON_CPU_STREAMS", when[i], 1);
         run_job(jobs[i].processes, jobs[i].what);
@@ -227,9 +227,9 @@ static void test_several(void) {
     unsetenv("CUDA_ON_CPU_STREAMS");
 }
 
-// mpirun would end the others, too, but is told to wait longer than they need to notice by themselves.
+// mpirun would also end the others, but is made to wait longer than they need to notice by themselves.
 static void test_death(void) {
-    check_group("a process that dies ends the others");
+    check_group("a dead rank ends the others");
     char output[8192];
     Job job = {"3", "die"};
     setenv("GRACE", "4", 1);
@@ -239,7 +239,7 @@ static void test_death(void) {
     unsetenv("GRACE");
     CHECK(code != 0 && seconds < 30 && !strstr(output, "came through"), "code %d after %.1f s: %s", code, seconds,
           output);
-    CHECK(strstr(output, "rank 1 (pid") && strstr(output, "has died"), "nothing says which: %s", output);
+    CHECK(strstr(output, "rank 1 (pid") && strstr(output, "has died"), "no message names the rank: %s", output);
 }
 
 static bool on_a_cpu(void) {
@@ -248,7 +248,7 @@ static bool on_a_cpu(void) {
 }
 
 static void test_difference(void) {
-    check_group("calls that differ from process to process");
+    check_group("calls that differ between ranks");
     char output[8192];
     Job job = {"2", "differ"};
     int code = check_fork(start_job, &job, output, sizeof output);
@@ -267,7 +267,7 @@ int main(int argc, char **argv) {
     CUDA_CHECK(cudaGetDeviceCount(&devices));
     if (on_a_cpu()) setenv("SAME_BITS", "1", 1);
     if (system("command -v mpirun > /dev/null") != 0 || devices < 4) {
-        printf("left out: several processes, which need mpirun and 4 GPUs (here: %d)\n", devices);
+        printf("left out: several ranks, which need mpirun and 4 GPUs (here: %d)\n", devices);
     } else {
         test_several();
         test_death();

@@ -1,8 +1,8 @@
 // Finite differences in double of the trainer's own code (the layers, attention and passes of train_gpt2.c built with
-// REAL=double): every normalizer with both blocks, and each layer alone. No reference takes part: what no table of
-// answers could hide shows here.
-// What double cannot show is where the float32 functions of runtime/vecmath.h go wrong, outside of their ranges: every
-// phi, and attention under every normalizer, is compared with the float32 code (float_path.c).
+// REAL=double): every normalizer with both blocks, and each layer alone. Because no reference is involved, this also
+// detects errors that the reference shares. Double cannot show where the float32 functions of runtime/vecmath.h are
+// called outside their ranges. Therefore every phi, and attention under every normalizer, is also compared with the
+// float32 code (float_path.c).
 //
 //   build/tests/test_gradients [WORD]     only the cases whose name has WORD in it
 #define REAL double
@@ -23,7 +23,7 @@
 #include "dev/tests/check.h"
 #include "dev/tests/float_path.h"
 
-// ---- what runtime/gemm.c is for float
+// ---- the functions of runtime/gemm.c, in double
 
 void gemm(const Gemm *mm, size_t m, size_t n, size_t k, Matrix A, Matrix B, real beta, real *C, size_t ldc) {
     (void)mm;
@@ -66,8 +66,8 @@ static real dot(const real *a, const real *b, size_t n) {
 static const char *case_name;
 static double worst;    // relative error
 
-// The slope of `value` along the unit vector r (n) must be `expected`, to 1e-6 of `size`. By a five-point rule; where a
-// step of one size crosses a kink (relu at 0) a smaller one may not, while a wrong gradient fails with all.
+// The slope of `value` along the unit vector r (n), by a five-point rule, must be `expected` to within 1e-6 of `size`.
+// If one step size crosses a kink (relu at 0), a smaller one may not, but a wrong gradient fails with all of them.
 static double slope_error(real *x, const real *r, size_t n, double expected, double size, double (*value)(void *),
                           void *context) {
     static const double STEPS[] = {1, -1, 2, -2}, SIZES[] = {1e-4, 1e-5, 2e-6, 4e-7};
@@ -88,8 +88,8 @@ static double slope_error(real *x, const real *r, size_t n, double expected, dou
     return error;
 }
 
-// x's gradient dx (n) against slopes along dx itself, and along a random direction, in which what is missing from dx
-// shows. A gradient that is all but 0 is measured by `least`.
+// Compares x's gradient dx (n) with slopes along dx itself and along a random direction, which reveals components
+// missing from dx. The error of a nearly zero gradient is relative to `least`.
 static void check_gradient(const char *what, real *x, const real *dx, size_t n, double least, double (*value)(void *),
                            void *context) {
     double norm = sqrt(dot(dx, dx, n)), size = norm > least ? norm : least;
@@ -118,8 +118,8 @@ static void check_slope(const char *what, real *x, const real *dx, size_t n, dou
 // clang-format off
 static const char *const NAMES[] = {
     NORMALIZERS(NAME)
-    // Awkward ones: two overrides, powers that are large, small or no whole number, negative scales, posts on signed
-    // phis, lengths T and L.
+    // Awkward cases: two overrides, large, small and fractional powers, negative scales, posts on signed phis, lengths
+    // T and L.
     "softmax+norm=l1+0.5+post=negate", "softmax+post=reweight:3", "sigmoid-logn-l1+post=reweight:15", "lssar+post=reweight:100",
     "lssar+post=reweight:0.5", "softmax+qk=l2+scale=const:-7", "gelu-l1+post=recenter-l1", "mish-l1+norm=l1+2+post=recenter",
     "relu6-l1+scale=const:1+norm=T2+offset=-logT", "identity-l1+post=recenter-l1", "softplus-l1+scale=log:L+norm=n2", "ssmax-pn+phi=softplus+s=0.5+fixed",
@@ -136,7 +136,7 @@ static Normalizer parse(const char *text) {
     return normalizer;
 }
 
-// ---- attention alone: sum(dout · out) by q, k, v and the scalars
+// ---- attention alone: gradients of sum(dout · out) with respect to q, k, v and the scalars
 
 typedef struct {
     AttentionShape shape;
@@ -151,8 +151,8 @@ static double attention_value(void *context) {
     return dot(c->out, c->dout, c->shape.B * c->shape.T * c->shape.NH * c->shape.VS);
 }
 
-// Every phi and its slope in float32 against double, over all z that a score can be made into and more, close to 0 and
-// far from it. 1e-5 of |f| + |phi'|: the rounding of z² in exp(-z²/2) makes 5e-6, at z = -12.
+// Compares every phi and its slope in float32 with double, for more than the range of z that scores can reach, near 0
+// and far from it. The bound is 1e-5 of |f| + |phi'|; rounding z² in exp(-z²/2) alone causes 5e-6 at z = -12.
 static void test_phi(int phi, const char *name) {
     check_case();
     enum { FINE = 12800, POINTS = FINE + 400 };
@@ -173,20 +173,20 @@ static void test_phi(int phi, const char *name) {
         }
         CHECK(
             far <= 1,
-            "phi=%s in float32: at z = %g off by %.3g of what is allowed. Does a function of runtime/real.h leave its range?",
+            "phi=%s in float32: at z = %g the error is %.3g times the bound. Does a function of runtime/real.h leave its range?",
             name, at, far);
     }
 }
 
-// reweight magnifies rounding: by its power, and where A n is next to 1 by its slope, which is infinite there for a
-// power below 1.
+// reweight magnifies rounding by its power and, where A n is near 1, by its slope, which is infinite there for a power
+// below 1.
 static double float_tolerance(const char *text) {
     return strstr(text, "reweight:0.5") || strstr(text, "reweight:100") ? 1e-2
            : strstr(text, "lssar") || strstr(text, "reweight")          ? 1e-3
                                                                         : 1e-4;
 }
 
-// By norm, as in test_gpt2: 1e-4 of it, or of 1e-2 of dv's.
+// By norm, as in test_gpt2: within 1e-4 of the norm or of 1e-2 times dv's norm, whichever is larger.
 static void compare_with_float(const char *what, const real *in_float, const real *x, size_t n, double least) {
     double off = 0;
     for (size_t i = 0; i < n; i++) off += (in_float[i] - x[i]) * (in_float[i] - x[i]);
@@ -197,7 +197,7 @@ static void compare_with_float(const char *what, const real *in_float, const rea
 
 typedef struct {
     size_t B, NH, NKV, HS, VS, T;
-    bool documents;    // rows see the keys of their own document alone
+    bool documents;    // rows see only the keys of their own document
 } Sizes;
 
 // Documents of random lengths, some of a single token.
@@ -272,7 +272,7 @@ static double model_value(void *context) {
     return model_loss(&c->model, c->targets, NULL, c->B * c->T, 0, false);
 }
 
-// documents: under --doc-mask, with an end-of-text token inside the rows.
+// documents: with --doc-mask, and end-of-text tokens inside the rows.
 static void test_model(const char *text, const char *shape, bool documents) {
     check_case();
     enum { B = 2, T = 9, V = 61 };
@@ -312,7 +312,7 @@ static void test_model(const char *text, const char *shape, bool documents) {
     memory_release(&m->plan);
 }
 
-// ---- each layer alone, for the value sum(dout · out)
+// ---- each layer alone: gradients of sum(dout · out)
 
 enum {
     B = 2,
@@ -380,7 +380,7 @@ static void test_layer(const char *what, real *x, const real *dx, size_t n, void
     check_slope(what, x, dx, n, layer_value, (void *)forward);
 }
 
-// dx from dout, through RoPE in place.
+// dx from dout, by the backward pass of RoPE, in place.
 static void test_rope(real *dx, bool l2) {
     l.rope = (Rope){B, T, NH, NKV, HS, l.cosines, l.sines, l2};
     rope_table(l.cosines, l.sines, T, HS, 10000);
@@ -479,10 +479,10 @@ int main(int argc, char **argv) {
         if (!strstr(case_name, word)) continue;
         check_group(case_name);
         omp_set_num_threads(2);
-        // More than a block of rows, values wider than keys, threads that share.
+        // More rows than a block, values wider than keys, several threads per head.
         test_attention(NAMES[i], (Sizes){.B = 1, .NH = 1, .NKV = 1, .HS = 8, .VS = 20, .T = 70});
         test_attention(NAMES[i], (Sizes){.B = 1, .NH = 2, .NKV = 1, .HS = 8, .VS = 8, .T = 70, .documents = true});
-        // Small work, for which threads would cost more than they save.
+        // The work is small, so threads would cost more than they save.
         omp_set_num_threads(1);
         test_attention(NAMES[i], (Sizes){.B = 2, .NH = 2, .NKV = 2, .HS = 6, .VS = 6, .T = 9});
         test_attention(NAMES[i], (Sizes){.B = 2, .NH = 6, .NKV = 2, .HS = 4, .VS = 4, .T = 9});

@@ -1,15 +1,14 @@
-// Every kernel of cuda/ but the matrix products, forward and backward, against loops in float64 that stand here; and
-// every name of cuda/gpu.cuh against plain loops, so that on a GPU it shows that the PTX does what the emulation
-// does. Built for a GPU, or for the CPU (dev/cuda_on_cpu); the exit status is the verdict.
+// Compares every kernel of cuda/ except the matmuls, forward and backward, with loops in float64; and every function of
+// cuda/gpu.cuh with plain loops, which on a GPU shows that the PTX does what the emulation does. Built for a GPU, or
+// for the CPU (dev/cuda_on_cpu); the exit status is the verdict.
 //
-//   test_kernels [WORD]     only the cases whose name has WORD in it
+//   test_kernels [WORD]     only the cases whose name contains WORD
 //
-// Bounds. The inputs are rounded to X first, and the loops take the rounded ones. A result may then differ from theirs
-// by one rounding to X, half a unit in its last place (at most 2^-8 of a bf16, 2^-24 of a float), and by what sums and
-// functions in float make, `bound` times the largest magnitude of the array: 2e-6 forward, 1e-5 backward where no other
-// is named. A line's worst error is of that second kind.
-// Outputs start as NaNs where they are to be written, and as numbers where they are to be added to; around each array
-// lie bytes that must stay; every case runs twice and must give the same bits.
+// Bounds. The loops use inputs that are rounded to X. A result may then differ from theirs by one rounding to X, half a
+// unit in its last place (at most 2^-8 of a bf16, 2^-24 of a float), and by the errors of sums and functions in float,
+// `bound` times the largest magnitude of the array: 2e-6 forward and 1e-5 backward unless stated otherwise. The worst
+// error in a line is of the second kind. Outputs start as NaNs if they are written, and as numbers if they are
+// accumulated. The bytes around each array must not change. Every case runs twice and must give the same bits.
 #include "cuda/gpu.cuh"
 
 #include <stdarg.h>
@@ -76,7 +75,7 @@ static void check_true(const char *what, bool condition) {
 
 enum { GUARD = 256, GUARD_BYTE = 0xA5 };
 
-// `start` is what a run begins with, `now` what the last one left; both on the host.
+// `start` has the values before a run, `now` those after the last run; both are on the host.
 struct Array {
     unsigned char *whole;
     size_t bytes;
@@ -114,7 +113,7 @@ static void arrays_free(void) {
     allocated.clear();
 }
 
-// n of X, uninitialised: an output.
+// n of X, uninitialized: an output.
 template <class X>
 struct Tensor : Array {
     size_t n;
@@ -151,7 +150,7 @@ static void set_value(bf16 *to, double x) {
     *to = __float2bfloat16_rn((float)x);
 }
 
-// The tensor starts with these; returns them as rounded.
+// Sets the tensor's initial values and returns them rounded.
 template <class X>
 static Numbers fill(Tensor<X> &t, const Numbers &x) {
     Numbers rounded(t.n);
@@ -176,7 +175,7 @@ static Numbers fill(Tensor<X> &t, const char *name, double mean, double scale) {
     return fill(t, numbers(name, t.n, mean, scale));
 }
 
-// Bytes of any kind, as they are.
+// Bytes of any type, unconverted.
 template <class T>
 static void upload(Tensor<T> &t, const std::vector<T> &x) {
     memcpy(t.start.data(), x.data(), t.bytes);
@@ -185,7 +184,7 @@ static void upload(Tensor<T> &t, const std::vector<T> &x) {
 
 // ---- runs
 
-// From the arrays' start, twice; both must leave the same bits.
+// Runs twice from the arrays' initial values; both runs must leave the same bits.
 static void run_twice(const std::vector<Array *> &arrays, const std::function<void()> &run) {
     std::vector<std::vector<unsigned char>> first;
     for (int time = 0; time < 2; time++) {
@@ -205,7 +204,7 @@ static double half_ulp(double x) {
     return x == 0 ? 0 : ldexp(sizeof(X) == 2 ? 0x1p-8 : 0x1p-24, ilogb(x));
 }
 
-// The largest error beyond one rounding, over the largest magnitude.
+// The largest error beyond one rounding, divided by the largest magnitude.
 template <class X>
 static void compare(const char *what, const Tensor<X> &t, const Numbers &expected, double bound) {
     double size = 1e-30, error = 0;
@@ -217,7 +216,7 @@ static void compare(const char *what, const Tensor<X> &t, const Numbers &expecte
     check(what, error, bound);
 }
 
-// Elements that no one may touch.
+// Elements that must not change.
 template <class X>
 static void compare_untouched(const char *what, const Tensor<X> &t, const std::function<bool(size_t)> &outside) {
     bool same = true;
@@ -298,7 +297,7 @@ static void rotate(double *x, const double *cosines, const double *sines, double
     }
 }
 
-// x over its norm, whose inverse is returned.
+// Divides x by its norm and returns the inverse of the norm.
 static double divide_by_norm(double *x, size_t n) {
     double squares = 0;
     for (size_t i = 0; i < n; i++) squares += x[i] * x[i];
@@ -365,7 +364,7 @@ static void test_ropes(void) {
 // ---------------------------------------------------------------------------------------------------------------------
 // QK norms
 
-// dx of one head in place of dy, and its part of dgain.
+// Replaces dy of one head by dx, and adds its part of dgain.
 static void qk_norm_head_backward(double *d, double *dgain, const double *x, const double *gain, double r, size_t HS) {
     double dot = 0;
     for (size_t c = 0; c < HS; c++) {
@@ -532,7 +531,7 @@ static void test_gau(size_t B, size_t T, size_t E, size_t HS, bool l2) {
     if (l2) compare("inverse_norms", inverses, inverse, FORWARD);
     auto is_u = [&](size_t i) { return i % W < E; };
     compare_untouched("u's gradient has changed", duvz, is_u);
-    Tensor<X> written(N * (W - E));    // duvz without u's part, which is no number
+    Tensor<X> written(N * (W - E));    // duvz without u's part, which is NaN
     Numbers expected;
     written.now.clear();
     for (size_t i = 0; i < N * W; i++) {
@@ -585,7 +584,7 @@ static void test_gaus(void) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Embedding
 
-// `hot` of 100 rows have token 3.
+// `hot` of every 100 rows have token 3.
 static std::vector<int32_t> make_tokens(size_t N, size_t V, unsigned hot) {
     std::vector<int32_t> tokens(N);
     for (size_t n = 0; n < N; n++) {
@@ -595,7 +594,8 @@ static std::vector<int32_t> make_tokens(size_t N, size_t V, unsigned hot) {
     return tokens;
 }
 
-// Blocks run side by side: no two of a launch may add to one row of dweight or write one row of partials.
+// Blocks run concurrently, so no two of a launch may add to the same row of dweight or write the same row of partial
+// sums.
 static void check_plan(const std::vector<EmbeddingPiece> &pieces, EmbeddingPlan plan, size_t N, size_t V) {
     std::vector<int> to_weight(V), to_partials(embedding_partials(N));
     bool once = true, short_enough = true;
@@ -605,8 +605,8 @@ static void check_plan(const std::vector<EmbeddingPiece> &pieces, EmbeddingPlan 
         else once = once && (size_t)piece.slot < to_partials.size() && ++to_partials[(size_t)piece.slot] == 1;
         if (p < plan.pieces) short_enough = short_enough && piece.count >= 1 && piece.count <= EMBEDDING_PIECE;
     }
-    check_true("two pieces go to one row", once);
-    check_true("a piece of no or too many rows", short_enough);
+    check_true("two pieces write the same row", once);
+    check_true("a piece with no or too many rows", short_enough);
 }
 
 template <class X>
@@ -635,7 +635,7 @@ static void test_embedding(size_t N, size_t C, size_t V, unsigned hot) {
     });
     compare("out", out, y, 0);
     compare("dweight", dweight, dw, 2e-6);
-    compare_untouched("a row of a token that is not there", dweight, [&](size_t i) {
+    compare_untouched("the row of a token that does not occur", dweight, [&](size_t i) {
         for (int32_t token : tokens)
             if ((size_t)token == i / C) return false;
         return true;
@@ -643,8 +643,7 @@ static void test_embedding(size_t N, size_t C, size_t V, unsigned hot) {
     case_ends();
 }
 
-// The rows of a token are taken in their order: with 2^24, 1, 1, ... every 1 is lost, in any other order of the first
-// not.
+// The rows of a token are added in order: with 2^24, 1, 1, ... every 1 is lost, but not if 2^24 comes later.
 static void test_embedding_order(void) {
     if (!case_begins("embedding order")) return;
     enum { N = 40, C = 4, V = 5 };
@@ -661,7 +660,7 @@ static void test_embedding_order(void) {
         embedding_backward(dweight.device(), partials.device(), dout.device(), order_in.device(), pieces_in.device(),
                            plan, C, stream);
     });
-    for (size_t c = 0; c < C; c++) check_true("not in their order", value_of(dweight.at(2 * C + c)) == 0x1p24);
+    for (size_t c = 0; c < C; c++) check_true("not in order", value_of(dweight.at(2 * C + c)) == 0x1p24);
     case_ends();
 }
 
@@ -687,7 +686,7 @@ static void test_classifier(size_t rows, size_t V, double scale_of_logits, bool 
     for (size_t n = 0; n < rows; n++) {
         targets[n] = n == 0 ? (int32_t)V - 1 : (int32_t)(fixture_hash(7, n) % V);
         if (masked) mask[n] = n % 3 != 0;
-        for (size_t v = V; v < VP; v++) x[n * VP + v] = n % 2 ? NAN : 1e30;    // takes no part
+        for (size_t v = V; v < VP; v++) x[n * VP + v] = n % 2 ? NAN : 1e30;    // is ignored
     }
     Tensor<X> logits(rows * VP);
     Tensor<float> losses(rows);
@@ -710,7 +709,7 @@ static void test_classifier(size_t rows, size_t V, double scale_of_logits, bool 
     compare("losses", losses, loss, FORWARD);
     if (scale != 0) compare("gradient", logits, gradient, BACKWARD);
     else compare_untouched("logits have changed", logits, [](size_t) { return true; });
-    // Each gradient to its own size, too: small probabilities are most of a row.
+    // Also compares each gradient relative to its own size, because most of a row is small probabilities.
     double error = 0;
     for (size_t i = 0; i < rows * VP && scale != 0; i++) {
         double here = fabs(value_of(logits.at(i)) - gradient[i]) - half_ulp<X>(gradient[i]);
@@ -745,7 +744,7 @@ static void test_classifiers(void) {
 // ---------------------------------------------------------------------------------------------------------------------
 // AdamW and the norm
 
-// Philox4x32-10, as the paper has it.
+// Philox4x32-10, as in the paper.
 static void philox_words(uint32_t c[4], uint64_t seed, uint64_t stream_of, uint64_t counter) {
     uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
     c[0] = (uint32_t)counter, c[1] = (uint32_t)(counter >> 32), c[2] = (uint32_t)stream_of,
@@ -770,7 +769,7 @@ static uint16_t bits_of(bf16 x) {
     return bits;
 }
 
-// What the copy of x, element i, must be, as 16 bits.
+// The expected bf16 copy of x, element i, as 16 bits.
 static uint16_t rounded_bits(float x, size_t i, bool stochastic, uint64_t seed, uint64_t step) {
     uint32_t words[4];
     if (!stochastic) return bits_of(__float2bfloat16_rn(x));
@@ -780,8 +779,8 @@ static uint16_t rounded_bits(float x, size_t i, bool stochastic, uint64_t seed, 
 
 enum { FLAT = 22000, SEED = 123456789 };
 
-// Ranges of a flat array of FLAT: long, short, empty; with moments that are packed, as a process of several has them,
-// or not; at multiples of 8 or anywhere.
+// Ranges of a flat array of FLAT elements: long, short and empty; with packed moments (as with several ranks) or not;
+// at multiples of 8 or anywhere.
 static std::vector<AdamSegment> make_segments(bool packed, bool odd) {
     static const size_t RANGES[][2] = {{16, 9016},    {9032, 9040},   {9100, 9100},
                                        {9104, 13200}, {13216, 13217}, {14000, 21987}};
@@ -862,7 +861,7 @@ static void test_adamw_random(void) {
     case_ends();
 }
 
-// As the update of that step leaves the copy, to the bit.
+// Equals the copy that this step's update leaves, bit for bit.
 static void test_round(size_t n, bool stochastic) {
     if (!case_begins("adamw parameters_round n=%zu%s", n, stochastic ? " stochastic" : "")) return;
     Tensor<float> params(n);
@@ -918,12 +917,12 @@ static void test_norms(void) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The names of cuda/gpu.cuh, a warp each (block sums: a block)
+// The functions of cuda/gpu.cuh, one warp each (block sums: one block)
 
 enum { STRIDE = 24 };    // elements from one row in shared memory to the next: 48 bytes, a multiple of 16
 
-// Rows `rows[lane]` of a shared array of (40, STRIDE) that counts up; the lanes' registers of the two kinds, 4 + 4 of
-// them.
+// Loads rows `rows[lane]` of a shared array (40, STRIDE) that counts up; returns the lanes' registers of both kinds, 4
+// + 4.
 template <class T>
 KERNEL void ldmatrix_test_kernel(uint32_t *out, const T *rows) {
     SHARED_ARRAY(uint4, memory, 40 * STRIDE / 8);
@@ -1001,8 +1000,8 @@ static void test_mma(bool whole) {
     case_ends();
 }
 
-// Two groups of copies, the second waited for later; odd lanes' are not valid, but in the third array, which is of the
-// second group. out (3,32): what lies there after each wait.
+// Two groups of copies, the second of which is waited for later. Odd lanes copy nothing, except into the third array,
+// which belongs to the second group. out (3,32): the contents after each wait.
 template <class T>
 KERNEL void copy_async_test_kernel(T *out, const T *in) {
     SHARED_ARRAY(T, first, 32);
@@ -1107,7 +1106,7 @@ static void test_functions(void) {
     check("exp2_fast", error[0], 0x1p-22);
     check("log2_fast", error[1], 0x1p-22);
     check("reciprocal_fast", error[2], 0x1p-23);
-    check_true("infinities, NaN, 0 and what is too large or small", special);
+    check_true("infinities, NaN, 0, and values that are too large or too small", special);
     check_true("max_nan is not the larger one, or drops NaN", larger);
     case_ends();
 }
@@ -1136,7 +1135,7 @@ KERNEL void pack_test_kernel(uint32_t *pairs, T *halves, bf16 *set, T *packs, co
     for (int i = 0; i < 4; i++) packs[16 + i] = four.x[i];
 }
 
-// To the nearest bf16, ties to even, by arithmetic on the bits.
+// Rounds to the nearest bf16, ties to even, by arithmetic on the bits.
 static uint32_t nearest_bits(float x) {
     uint32_t word = bits_of(x);
     if (isnan(x)) return 0x7FFF;
@@ -1178,7 +1177,7 @@ static void test_pack(void) {
     case_ends();
 }
 
-// results (threads, 5): warp_sum, warp_max, block_sum, block_max, and block_sum again, of x and of its negative
+// results (threads, 5): warp_sum, warp_max, block_sum, block_max, and block_sum again, for x and -x
 template <class T>
 KERNEL void sums_test_kernel(T *results, const T *in) {
     T x = in[threadIdx.x], *r = results + threadIdx.x * 5;
@@ -1193,7 +1192,7 @@ static void test_sums(size_t threads) {
     if (!case_begins("wrappers sums over %zu threads", threads)) return;
     Tensor<float> in(threads), results(threads * 5);
     Numbers x = numbers("x", threads, -100, 50);
-    // Exact sums, all negative: a maximum that starts at 0 shows.
+    // Sums are exact, and all values negative, so that a maximum that starts at 0 is detected.
     for (double &v : x) v = rint(v);
     x = fill(in, x);
     dim3 block((unsigned)threads);
@@ -1225,7 +1224,7 @@ static void test_wrappers(void) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// What is refused: before any work, with EXIT_USAGE and the number that is wrong
+// Unsupported shapes are rejected before any work, with EXIT_USAGE and the wrong number
 
 static void test_refusals(void) {
     static const struct {
@@ -1256,7 +1255,7 @@ static void test_refusals(void) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The peaks of GPUs: the vendor's figures, within 1 %, from what CUDA says of the device
+// The peaks of GPUs, from the device properties: the vendor's figures, within 1 %
 
 static void test_peaks(void) {
     static const struct {
@@ -1275,7 +1274,7 @@ static void test_peaks(void) {
         {{"NVIDIA H100 80GB HBM3", 9, 0, 132, 1.980e9}, 989, 67},
         {{"NVIDIA H100 PCIe", 9, 0, 114, 1.755e9}, 756, 51.2},
         {{"NVIDIA H200", 9, 0, 132, 1.980e9}, 989, 67},
-        {{"a GPU of later years", 99, 0, 100, 2.000e9}, 204.8, 51.2},      // not in the table: 1024 and 256 a clock
+        {{"a future GPU", 99, 0, 100, 2.000e9}, 204.8, 51.2},      // not in the table: 1024 and 256 per clock
         // clang-format on
     };
     for (const auto &c : CASES) {
@@ -1289,7 +1288,7 @@ static void test_peaks(void) {
 // ---------------------------------------------------------------------------------------------------------------------
 // phi of attention, at every bf16 z
 
-// z by its bits; f and slope as phi_at gives them together, alone: the slope without the value
+// For each z, given by its bits: f and slope together from phi_at; alone: the slope without the value
 template <class X, int PHI, int KIND>
 KERNEL void phi_test_kernel(float *f, float *slope, float *alone) {
     for (uint32_t i = blockIdx.x * blockDim.x + threadIdx.x; i < 1 << 16; i += gridDim.x * blockDim.x) {
@@ -1301,10 +1300,10 @@ KERNEL void phi_test_kernel(float *f, float *slope, float *alone) {
 
 struct PhiTruth {
     double f, slope;
-    double f_scale, slope_scale;    // what an error is relative to
+    double f_scale, slope_scale;    // to which an error is relative
 };
 
-// NaN for a phi that has no formula of its own in phi.cuh: it is phi_both, which test_gradients checks.
+// NaN for a phi without a formula of its own in phi.cuh: it uses phi_both, which test_gradients checks.
 
 static PhiTruth phi_truth(int kind, double z) {
     double e = exp(z), sigmoid = 1 / (1 + exp(-z)), positive = z > 0 ? z : 0, f = 0, slope = 0, by = 0;
@@ -1328,28 +1327,28 @@ static PhiTruth phi_truth(int kind, double z) {
     return {f, slope, fabs(f) + (kind == PHI_EXPM1 ? e + 1 : 0), fabs(slope) + by};
 }
 
-// The bounds that attention/phi.cuh states; in float32 what 2^-24 of z does to exp(z).
+// The bounds stated in attention/phi.cuh; in float32, the effect of 2^-24 of z on exp(z).
 template <class X>
 static double phi_bound(int kind) {
     bool by_polynomial = kind == PHI_SIGMOID || kind == PHI_SOFTPLUS || kind == PHI_GELU || kind == PHI_MISH;
     return is_bf16<X> && by_polynomial ? 0x1p-13 : 0x1p-17;
 }
 
-// NaN: anything goes, as the formula z g(z) has no value there.
+// NaN: any result is accepted, because the formula z g(z) has no value there.
 static double phi_at_infinity(int kind, double z) {
     if (kind == PHI_GELU || kind == PHI_MISH) return NAN;
     if (kind == PHI_SIGMOID || kind == PHI_RELU6) return z < 0 ? 0 : kind == PHI_RELU6 ? 6 : 1;
     return z > 0 || kind == PHI_IDENTITY ? z : kind == PHI_EXPM1 ? -1 : 0;
 }
 
-// In units of ln 2 what is past it is infinite. The slope of mish is that at 20 (in bf16 40) and past it, times z, too,
-// though next to 0.
+// The largest z that is tested. Beyond 2e38, z in units of ln 2 is infinite. Mish stops earlier: beyond 20 (in bf16,
+// 40) its slope uses a constant close to 0, which is multiplied by z.
 template <class X>
 static double largest_z(int kind) {
     return kind != PHI_MISH ? 2e38 : is_bf16<X> ? 1e30 : 1e9;
 }
 
-// The worst error over what is allowed.
+// The worst error divided by the bound.
 static void check_phi(const char *what, double got, double truth, double allowed, double *worst_of) {
     if (fabs(truth) > FLT_MAX) return check_true(what, isinf(got));
     double error = fabs(got - truth) / allowed;
@@ -1376,15 +1375,15 @@ static void test_phi(const char *name) {
         PhiTruth truth = phi_truth(KIND, z);
         // exp(z) may be flushed to 0.
         double rest = (is_bf16<X> ? 0 : 0x1p-23) + (1 + fmin(fabs(z), 200)) * FLT_MIN;
-        // Of gelu far below 0 the size alone is right: phi(-9) = -1e-18, its slope at -7 is -6e-11.
+        // Far below 0, only the magnitude of gelu is right: phi(-9) = -1e-18, and its slope at -7 is -6e-11.
         double far_f = KIND == PHI_GELU && z < -9 ? 1e-18 : 0, far_slope = KIND == PHI_GELU && z < -7 ? 1e-12 : 0;
         check_phi("phi", got[0], truth.f, bound * truth.f_scale + rest + far_f, &error[0]);
         check_phi("slope", got[1], truth.slope, 2 * bound * truth.slope_scale + rest + far_slope, &error[1]);
         check_phi("slope alone", got[2], truth.slope, 2 * bound * truth.slope_scale + rest + far_slope, &error[2]);
     }
-    check("phi, of its bound", error[0], 1);
-    check("slope, of its bound", error[1], 1);
-    check("slope alone, of its bound", error[2], 1);
+    check("phi, relative to its bound", error[0], 1);
+    check("slope, relative to its bound", error[1], 1);
+    check("slope alone, relative to its bound", error[2], 1);
     case_ends();
 }
 

@@ -1,11 +1,11 @@
-// matmul: cuda/matmul.h against loops in double, in float and bf16, and what cuBLASLt (or its stand-in on the CPU)
-// refuses.
+// matmul: cuda/matmul.h against loops in double, in float and bf16, and the calls that cuBLASLt (or its emulation)
+// rejects.
 //
 //   test_matmul [GROUP]     one group of GROUPS, at the end of this file
 //
-// On a GPU, groups of calls that the trainer never makes only inform: LIBRARY_CHECK prints a note where the library's
-// answer differs from the stand-in's, and what may end the process (odd sizes in bf16) runs only by name. On the CPU
-// everything is required.
+// On a GPU, groups of calls that the trainer never makes are only informational: LIBRARY_CHECK prints a note if the
+// library's answer differs from the emulation's, and groups that may end the process (odd sizes in bf16) run only by
+// name. On the CPU everything is required.
 #include "cuda/gpu.cuh"
 #include "cuda/matmul.h"
 
@@ -56,7 +56,8 @@ bf16 as<bf16>(float x) {
     return __float2bfloat16_rn(x);
 }
 
-// n numbers of the host and a copy on the device, `gap` elements after the allocation's start; past the end are guards.
+// n numbers on the host and a copy on the device, `gap` elements after the allocation's start, with guards past the
+// end.
 template <class X>
 struct Array {
     enum { GUARDS = 16 };
@@ -109,7 +110,7 @@ static void compare(const char *what, const vector<Y> &got, size_t rows, size_t 
     CHECK(worst <= 1, "%s: (%zu,%zu), %zu terms: %g times the tolerance", what, rows, cols, terms, worst);
 }
 
-// All products of a layer, `gap` and more elements off alignment.
+// All matmuls of a layer, misaligned by `gap` elements and more.
 template <class X>
 static void test_layer(size_t N, size_t C, size_t OC, size_t gap) {
     check_case();
@@ -142,13 +143,13 @@ static void test_layer(size_t N, size_t C, size_t OC, size_t gap) {
     matmul_backward(&matmul, (X *)NULL, dweight.device, dout.device, inp.device, weight.device, {N, C, OC}, true,
                     stream);
     compare<X>("dweight, added to", dweight.download(), OC, C, N, g_transposed, x, &dweight.host);
-    CHECK(isnan(number(dinp.download()[0])), "dinp was written, and was not asked for");
+    CHECK(isnan(number(dinp.download()[0])), "dinp was written, but was not requested");
     matmul_backward(&matmul, dinp.device, (float *)NULL, dout.device, inp.device, weight.device, {N, C, OC}, true,
                     stream);
     compare<X>("dinp alone", dinp.download(), N, C, OC, g, w, (vector<X> *)NULL);
 }
 
-// Rows of a multiple of 8 elements, as the trainer's are: 16 bytes or more in bf16.
+// Rows are multiples of 8 elements, as in the trainer: 16 bytes or more in bf16.
 static const size_t even_shapes[][3] = {{1, 48, 144}, {33, 48, 144}, {64, 96, 64}, {130, 64, 200}};
 static const size_t odd_shapes[][3] = {{33, 96, 33}, {17, 33, 7}, {2, 1, 1}, {5, 600, 97}};
 
@@ -172,8 +173,7 @@ static void test_layers(void *) {
     test_even_layers<bf16>();
 }
 
-// Rows and arrays at any multiple of 2 bytes, also with float32 results, for which the library need not have an
-// algorithm.
+// Rows and arrays at any multiple of 2 bytes, also with float32 results. The library may have no algorithm for them.
 static void test_unaligned(void *) {
     check_group("layers in bf16, odd sizes and addresses");
     test_odd_layers<bf16>();
@@ -184,7 +184,7 @@ static void restart(void *workspace, size_t bytes, bool measure) {
     matmul_start(&matmul, workspace, bytes, measure);
 }
 
-// A layer has three kinds of products (with a residual or without is one kind); met again, it makes no more plans.
+// A layer has three kinds of matmuls (with or without a residual is one kind). The same layer again needs no new plans.
 static void test_plans(void *workspace) {
     check_group("plans are kept");
     restart(workspace, MATMUL_WORKSPACE, false);
@@ -197,7 +197,7 @@ static void test_plans(void *workspace) {
     for (int i = 0; i < matmul.count; i++) CHECK(matmul.plans[i].count > 1, "more than one algorithm is known");
 }
 
-// As when a text is written token by token: each length is another shape.
+// As in generating a text token by token: each length is another shape.
 static void test_many(void *workspace) {
     check_group("more shapes than there is room for");
     restart(workspace, MATMUL_WORKSPACE, false);
@@ -212,7 +212,7 @@ static void test_measured(void *workspace) {
     test_layer<float>(33, 48, 96, 0);
     test_layer<bf16>(33, 48, 96, 0);
     for (int i = 0; i < matmul.count; i++) CHECK(matmul.plans[i].measured, "plan %d was not measured", i);
-    Array<float> dweight(24 * 16), dout(8 * 24), inp(8 * 16);    // a shape that is met adding to a gradient first
+    Array<float> dweight(24 * 16), dout(8 * 24), inp(8 * 16);    // a shape whose first use adds to a gradient
     matmul_backward(&matmul, (float *)NULL, dweight.device, dout.device, inp.device, (const float *)NULL, {8, 16, 24},
                     true, stream);
     compare<float>(
@@ -230,7 +230,7 @@ static void test_workspace(void *workspace) {
     test_layer<bf16>(33, 96, 64, 0);
 }
 
-// The same bits a second time, and the same whatever lies beside a row.
+// The bits are the same a second time, whatever the memory beside a row contains.
 static void test_repeated(void *workspace) {
     check_group("the same bits each time");
     restart(workspace, MATMUL_WORKSPACE, false);
@@ -244,9 +244,9 @@ static void test_repeated(void *workspace) {
     }
 }
 
-// ---- the library: storage orders, batches, bias, and what it refuses
+// ---- the library: storage orders, batches, bias, and rejected calls
 
-struct Raw {    // D (m,n) = A (m,k) · B (k,n), columns first, no gaps; each field may be changed
+struct Raw {    // D (m,n) = A (m,k) · B (k,n), column-major, without gaps; each field may be changed
     int64_t lda, ldb, ldc, ldd;
     cudaDataType a, b, c, d, scale;
     cublasComputeType_t compute;
@@ -258,7 +258,7 @@ static const Raw plain = {M,          K,          M,          M,          CUDA_R
                           CUDA_R_32F, CUDA_R_32F, CUDA_R_32F, CUDA_R_32F, CUBLAS_COMPUTE_32F,
                           K,          false,      false,      false,      false};
 
-static size_t last_workspace;    // what the algorithm of the last run() asked for
+static size_t last_workspace;    // the workspace that the algorithm of the last run() required
 
 static cublasStatus_t run(const Raw &raw, void *workspace) {
     static Array<float> a(M * K), b(K * N), d(M * N);
@@ -295,13 +295,13 @@ static cublasStatus_t run(const Raw &raw, void *workspace) {
 }
 
 static void test_refused(void *workspace) {
-    check_group("what the library refuses");
+    check_group("calls that the library rejects");
     auto with = [&](auto change) {
         Raw raw = plain;
         change(raw);
         return run(raw, workspace);
     };
-    LIBRARY_CHECK(run(plain, workspace) == CUBLAS_STATUS_SUCCESS, "the plain product");
+    LIBRARY_CHECK(run(plain, workspace) == CUBLAS_STATUS_SUCCESS, "the plain matmul");
     LIBRARY_CHECK(with([](Raw &r) { r.lda = M - 1; }) == CUBLAS_STATUS_INVALID_VALUE, "lda below the rows");
     LIBRARY_CHECK(with([](Raw &r) { r.ldb = K - 1; }) == CUBLAS_STATUS_INVALID_VALUE, "ldb below the rows");
     LIBRARY_CHECK(with([](Raw &r) { r.ldd = M - 8; }) == CUBLAS_STATUS_INVALID_VALUE, "ldd below the rows");
@@ -312,7 +312,7 @@ static void test_refused(void *workspace) {
     LIBRARY_CHECK(with([](Raw &r) { r.a = CUDA_R_16BF; }) != CUBLAS_STATUS_SUCCESS, "A bf16, B float");
     LIBRARY_CHECK(with([](Raw &r) { r.c = CUDA_R_16BF; }) != CUBLAS_STATUS_SUCCESS, "C bf16, D float");
     LIBRARY_CHECK(with([](Raw &r) { r.scale = CUDA_R_16BF; }) != CUBLAS_STATUS_SUCCESS,
-                  "a scale type that does not go with the sums");
+                  "a scale type that does not match the sums");
     LIBRARY_CHECK(with([](Raw &r) { r.no_handle = true; }) != CUBLAS_STATUS_SUCCESS, "no handle");
     LIBRARY_CHECK(with([](Raw &r) { r.no_alpha = true; }) == CUBLAS_STATUS_INVALID_VALUE, "no alpha");
     cublasStatus_t without = with([](Raw &r) { r.no_workspace = true; });
@@ -322,7 +322,7 @@ static void test_refused(void *workspace) {
     CUDA_CHECK(cudaStreamSynchronize(stream));
 }
 
-// D_b (m,n) = 2 · A_bᵀ · B_b + bias, A by columns, B and D by rows, all with gaps, three of them.
+// D_b (m,n) = 2 · A_bᵀ · B_b + bias for a batch of three, with A column-major, B and D row-major, all with gaps.
 static void test_orders(void *) {
     check_group("storage orders, batches, bias");
     enum { m = 24, n = 40, k = 56, batches = 3, lda = 64, ldb = 48, ldd = 48 };
@@ -375,7 +375,7 @@ static void test_orders(void *) {
     for (cublasLtMatrixLayout_t layout : layouts) CUBLAS_CHECK(cublasLtMatrixLayoutDestroy(layout));
 }
 
-// `by_name`: on a GPU only where it is asked for, since the library may refuse, which ends the process.
+// `by_name`: runs on a GPU only if named, because the library may reject a call, which ends the process.
 static const struct {
     const char *name;
     void (*test)(void *workspace);

@@ -1,4 +1,5 @@
-// memory: what is free under the limits of control groups, versions 1 and 2, from files as the kernel shows them.
+// memory: the free memory under the limits of control groups, versions 1 and 2, read from imitations of the kernel's
+// files.
 #include <limits.h>
 #include <sys/stat.h>
 

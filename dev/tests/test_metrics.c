@@ -1,4 +1,4 @@
-// metrics: numbers as people write them, the step line, metrics.jsonl with half lines and full disks, the cut on
+// metrics: formatted numbers, the progress line, metrics.jsonl with partial lines and full disks, truncation on
 // --resume, the terminal.
 #include <math.h>
 #include <pty.h>
@@ -31,7 +31,7 @@ static void same(const char *found, const char *want) {
 }
 
 static void test_human(void) {
-    check_group("numbers as people write them");
+    check_group("formatted numbers");
     same(human_count(0).text, "0");
     same(human_count(999).text, "999");
     same(human_count(1000).text, "1.00 k");
@@ -68,7 +68,7 @@ static StepMetrics step(int64_t n) {
 }
 
 static void test_line(void) {
-    check_group("the step line");
+    check_group("the progress line");
     char line[256];
     StepMetrics m = step(120);
     metrics_line(line, sizeof line, &m, 5000, 5640);
@@ -86,7 +86,7 @@ static void test_line(void) {
 }
 
 static void test_file(void) {
-    check_group("metrics.jsonl: digits, absent and infinite values, half lines");
+    check_group("metrics.jsonl: digits, absent and infinite values, partial lines");
     unlink(path);
     Metrics *metrics = metrics_open(path, &error);
     CHECK(metrics, "%s", error.text);
@@ -126,7 +126,7 @@ static void test_file(void) {
 }
 
 static void test_cut(void) {
-    check_group("the cut on --resume");
+    check_group("truncation on --resume");
     unlink(path);
     CHECK(metrics_cut(path, 5, &error), "no file: %s", error.text);
     put("{\"step\": 1}\n{\"step\": 2, \"loss\": 3}\nrubbish\n{\"loss\": 2}\n{\"step\": 3}\n{\"step\": 4}\n{\"st");
@@ -138,7 +138,7 @@ static void test_cut(void) {
     same(contents(), "");
 }
 
-// Writes to /dev/full, and to a file that may not grow in the middle of a line (as on a disk that fills up).
+// Writes to /dev/full, and to a file whose size limit ends in the middle of a line (like a disk that fills up).
 static void write_full(void *unused) {
     (void)unused;
     Metrics *metrics = metrics_open("/dev/full", &error);
@@ -173,7 +173,7 @@ static void test_full_disk(void) {
           "a file of at most 300 bytes: %s", output);
     const char *text = contents(), *second = strstr(text, "{\"step\": 2");
     CHECK(second && !strstr(text, "\"step\": 3") && strlen(text) < 300 && text[strlen(text) - 1] == '\n',
-          "whole lines only: %s", text);
+          "complete lines only: %s", text);
 }
 
 static void show(void *unused) {

@@ -1,5 +1,5 @@
-// The parser of --attn and the table behind it, against the table of attention/README.md ("Presets"), written out here,
-// and random texts.
+// The parser of --attn and its table, compared with the table of attention/README.md ("Presets"), which is repeated
+// here, and with random texts.
 #include "attention/normalizer.h"
 
 #include <math.h>
@@ -25,7 +25,7 @@ static const char *stage(const Normalizer *normalizer, size_t i) {
     return normalizer_stage_text(normalizer, i, out[i], sizeof out[i]);
 }
 
-// Equal in all that is not the text.
+// Equal in everything except the text.
 static bool same(const Normalizer *a, const Normalizer *b) {
     const Stage *x = &a->qk, *y = &b->qk;
     for (size_t i = 0; i < STAGE_COUNT; i++)
@@ -33,7 +33,7 @@ static bool same(const Normalizer *a, const Normalizer *b) {
     return a->fixed == b->fixed && (isnan(a->s_start) ? isnan(b->s_start) : a->s_start == b->s_start);
 }
 
-// ---- the presets, as attention/README.md has them
+// ---- the presets, as in attention/README.md
 
 static const struct {
     const char *name, *stages[STAGE_COUNT];
@@ -83,7 +83,7 @@ static const char *const NAMES[] = {NORMALIZERS(NAME)};
 #undef NAME
 
 static void test_presets(void) {
-    check_group("the presets are those of attention/README.md, stage for stage");
+    check_group("the presets equal those of attention/README.md, stage by stage");
     CHECK(COUNT(NAMES) == COUNT(TABLE), "%zu presets, not %zu", COUNT(NAMES), COUNT(TABLE));
     for (size_t i = 0; i < STAGE_COUNT; i++)
         CHECK(!strcmp(stage_names[i], STAGE_NAMES[i]), "stage %zu is %s", i, stage_names[i]);
@@ -102,7 +102,7 @@ static void test_presets(void) {
 
 // ---- overrides
 
-// The stages of `text` are those of `base` but for one.
+// `text` and `base` differ in exactly one stage.
 static void check_override(const char *text, const char *base, size_t changed, const char *value) {
     check_case();
     Normalizer n = parse(text), b = parse(base);
@@ -132,12 +132,12 @@ static void test_overrides(void) {
         {"ssmax+norm=l1+sink", "ssmax", NORM_STAGE, "l1+sink"}, {"softmax-sink+norm=l1+2", "softmax-sink", NORM_STAGE, "l1+2"},
         {"lssa+scale=floorlog:0.5", "lssa", SCALE_STAGE, "floorlog:0.5"}, {"softpick+post=none", "softpick", POST_STAGE, "none"},
         {"softmax1+phi=expm1", "softmax1", PHI_STAGE, "expm1"}, {"identity-l1+post=rectify", "identity-l1", POST_STAGE, "rectify"},
-        // The last of two counts.
+        // Given twice, the last one counts.
         {"softmax+post=negate+post=recenter", "softmax", POST_STAGE, "recenter"},
         {"lssar+post=reweight:3+post=none", "lssar", POST_STAGE, "none"},
     };
     // clang-format on
-    check_group("an override changes its stage and no other; the last of two counts");
+    check_group("an override changes only its own stage; given twice, the last one counts");
     for (size_t i = 0; i < COUNT(ONE); i++) check_override(ONE[i].text, ONE[i].base, ONE[i].changed, ONE[i].value);
     Normalizer two = parse("softmax+norm=l1+0.5+post=negate");
     CHECK(two.norm.kind == NORM_L1 && two.norm.value == 0.5 && two.post.kind == POST_NEGATE, "norm=%s post=%s",
@@ -151,10 +151,10 @@ static void test_overrides(void) {
     Normalizer freed = parse("ssmax-fixed+s=3");
     CHECK(freed.fixed && freed.s_start == 3, "ssmax-fixed+s=3: fixed %d at %g", freed.fixed, freed.s_start);
     Normalizer written = parse("softmax+qk=l2+scale=logd-logn+phi=softplus"), lssa = parse("lssa");
-    CHECK(same(&written, &lssa), "lssa written out is another");
+    CHECK(same(&written, &lssa), "lssa written out differs from lssa");
 }
 
-// ---- what is refused, with what the message has to say
+// ---- what is rejected, and what the message must contain
 
 // clang-format off
 static const struct { const char *text, *says; } REFUSED[] = {
@@ -205,7 +205,7 @@ static const struct { const char *text, *says; } REFUSED[] = {
 };
 // clang-format on
 
-// A refused text whose message fits no buffer as small as this: it is cut, and ends.
+// The message about a rejected text does not fit the small buffer; it is truncated and terminated.
 static void test_small_message(const char *text) {
     struct {
         char message[16], after[16];
@@ -215,18 +215,18 @@ static void test_small_message(const char *text) {
     CHECK(!normalizer_parse(&n, text, small.message, sizeof small.message), "'%s' is taken", text);
     small.after[sizeof small.after - 1] = 0;
     CHECK(memchr(small.message, 0, sizeof small.message) && strspn(small.after, "#") == sizeof small.after - 1,
-          "'%s': the message passes its end", text);
+          "'%s': the message exceeds its buffer", text);
 }
 
 static void test_refused(void) {
     Normalizer n;
-    check_group("what is refused, and what the message says");
+    check_group("what is rejected, and the messages");
     for (size_t i = 0; i < COUNT(REFUSED); i++) {
         check_case();
         memset(message, 0, sizeof message);
         bool taken = normalizer_parse(&n, REFUSED[i].text, message, sizeof message);
         CHECK(!taken, "'%s' is taken", REFUSED[i].text);
-        CHECK(taken || strstr(message, REFUSED[i].says), "'%s': '%s' does not say '%s'", REFUSED[i].text, message,
+        CHECK(taken || strstr(message, REFUSED[i].says), "'%s': '%s' does not contain '%s'", REFUSED[i].text, message,
               REFUSED[i].says);
         test_small_message(REFUSED[i].text);
     }
@@ -248,7 +248,7 @@ static void test_refused(void) {
     CHECK(normalizer_fits(&n, 1, message, sizeof message), "log:2 does not fit L = 1");
 }
 
-// ---- stage texts, shortest texts
+// ---- stage texts, shortest names
 
 static void test_numbers(void) {
     // clang-format off
@@ -260,7 +260,7 @@ static void test_numbers(void) {
         {"1e-7", "1e-07"}, {"12345678", "12345678"},
     };
     // clang-format on
-    check_group("a number is written with the fewest digits that give it back");
+    check_group("a number is written with the fewest digits that restore it");
     for (size_t i = 0; i < COUNT(NUMBERS); i++) {
         check_case();
         char text[128], expected[64];
@@ -288,7 +288,7 @@ static void test_shortest(void) {
         {"softmax+phi=expm1+post=rectify", "softpick"},
     };
     // clang-format on
-    check_group("the shortest equal text");
+    check_group("the shortest equal name");
     for (size_t i = 0; i < COUNT(SHORTEST); i++) {
         check_case();
         char out[NORMALIZER_TEXT];
@@ -340,7 +340,7 @@ static void random_text(char *text) {
     }
 }
 
-// softmax with each stage named: the same normalizer, but for what the text alone can say of s.
+// softmax with every stage spelled out is the same normalizer, except for what only the text can say about s.
 static void check_round_trip(const Normalizer *n) {
     char written[512] = "softmax", shortest[NORMALIZER_TEXT], number[64];
     for (size_t i = 0; i < STAGE_COUNT; i++) sprintf(written + strlen(written), "+%s=%s", STAGE_NAMES[i], stage(n, i));
@@ -363,7 +363,7 @@ static void test_random(void) {
     enum { TEXTS = 20000 };
     char text[512];
     size_t taken = 0;
-    check_group("random combinations: stage texts and shortest texts mean the same");
+    check_group("random combinations: stage texts and shortest names give the same normalizer");
     for (size_t i = 0; i < TEXTS; i++) {
         Normalizer n;
         random_text(text);
@@ -376,7 +376,7 @@ static void test_random(void) {
                   "'%s' is refused: %s", text, message);
         }
     }
-    CHECK(taken > TEXTS / 3, "only %zu of %d were taken", taken, TEXTS);
+    CHECK(taken > TEXTS / 3, "only %zu of %d were accepted", taken, TEXTS);
 }
 
 // ---- the learned scalars
@@ -403,7 +403,7 @@ static void test_scalars(void) {
         {"softmax-floorlog", {0, 0, 0, 0}, {0, 0, 0, 0}},
         {"softpick", {0, 0, 0, 0}, {0, 0, 0, 0}},
     };
-    check_group("the learned scalars: which there are, which are trained, where they start");
+    check_group("the learned scalars: which exist, which are trained, their start values");
     for (size_t i = 0; i < COUNT(ROWS); i++) {
         check_case();
         Normalizer n = parse(ROWS[i].text);
@@ -411,7 +411,7 @@ static void test_scalars(void) {
             CHECK(normalizer_has(&n, j) == ROWS[i].has[j], "%s has %s", ROWS[i].text, scalar_names[j]);
             CHECK(normalizer_trains(&n, j) == ROWS[i].trains[j], "%s trains %s", ROWS[i].text, scalar_names[j]);
         }
-        CHECK(!normalizer_has(&n, SCALAR_NONE), "%s has a scalar of no kind", ROWS[i].text);
+        CHECK(!normalizer_has(&n, SCALAR_NONE), "%s has a scalar of unknown kind", ROWS[i].text);
     }
     Normalizer ssmax = parse("ssmax"), bias = parse("ssmax-bias"), pn = parse("ssmax-pn"), fixed = parse("ssmax-fixed"),
                given = parse("ssmax-pn+s=0.25");
@@ -419,7 +419,7 @@ static void test_scalars(void) {
     for (int n = 1; n <= 1024; n++) mean += log(n) / 1024;
     CHECK(fabs(normalizer_start(&ssmax, SCALAR_S, 1024) - 1 / mean) < 1e-12, "s starts at %.17g",
           normalizer_start(&ssmax, SCALAR_S, 1024));
-    CHECK(fabs(normalizer_start(&ssmax, SCALAR_S, 1024) - 0.168) < 5e-4, "s starts at %.17g, [SSMax] has 0.168",
+    CHECK(fabs(normalizer_start(&ssmax, SCALAR_S, 1024) - 0.168) < 5e-4, "s starts at %.17g, but [SSMax] has 0.168",
           normalizer_start(&ssmax, SCALAR_S, 1024));
     CHECK(normalizer_start(&bias, SCALAR_S, 8) == 8 / (log(2) + log(3) + log(4) + log(5) + log(6) + log(7) + log(8)),
           "L = 8: %.17g", normalizer_start(&bias, SCALAR_S, 8));
@@ -438,7 +438,7 @@ static void test_changes(void) {
         const char *from, *to;
         int keeps[SCALAR_COUNT];
     } ROWS[] = {
-        // s, b, p, sink; -1: the new one has none
+        // s, b, p, sink; -1: the new normalizer does not have it
         {"softmax", "ssmax", {0, -1, -1, -1}},
         {"ssmax", "ssmax-bias", {1, 0, -1, -1}},
         {"ssmax-bias", "ssmax", {1, -1, -1, -1}},
@@ -458,7 +458,7 @@ static void test_changes(void) {
         {"softmax-sink", "softmax", {-1, -1, -1, -1}},
         {"ssmax-bias+norm=l1+sink", "ssmax-pn+norm=l1+sink+post=rectify", {0, 1, 0, 1}},
     };
-    check_group("what a change of normalizer keeps; which are equal");
+    check_group("which scalars a change of normalizer keeps; which normalizers are equal");
     for (size_t i = 0; i < COUNT(ROWS); i++) {
         check_case();
         Normalizer from = parse(ROWS[i].from), to = parse(ROWS[i].to);
@@ -477,7 +477,7 @@ static void test_changes(void) {
         {"ssmax+fixed", "ssmax-fixed", false},
         {"lssar", "lssa", false}, {"lssar", "lssar+post=reweight:14", false}, {"softmax+norm=l1+0.5", "softmax+norm=l1+0.50", true},
         {"softmax+scale=log:64", "softmax+scale=log:L", false},
-        {"ssmax+fixed", "ssmax+s=2.8853900817779268+fixed", false},      // equal for L = 2 alone
+        {"ssmax+fixed", "ssmax+s=2.8853900817779268+fixed", false},      // equal only for L = 2
     };
     // clang-format on
     for (size_t i = 0; i < COUNT(EQUAL); i++) {
@@ -513,7 +513,7 @@ static void test_help(void) {
           "%s", output);
     CHECK(check_fork(help, "helper", output, sizeof output) == 9 &&
               check_fork(help, "softmax", output, sizeof output) == 9,
-          "what is no help");
+          "not a request for help");
 }
 
 int main(void) {

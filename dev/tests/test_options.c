@@ -1,4 +1,4 @@
-// options: every type, every way to be wrong, --help, --version, and what a resume may change.
+// options: every type, every kind of error, --help, --version, and what a resume may change.
 #include <cjson/cJSON.h>
 #include <math.h>
 
@@ -58,7 +58,7 @@ static void test_values(void) {
     CHECK(!options_find(table, ROWS, "nothing"), "no such row");
     parse("--batch 8 --batch=16 --shuffle 0 --shuffle --seed 1_000_000 --out=--x");
     CHECK(v.batch == 16 && v.shuffle && v.seed == 1000000 && !strcmp(v.out, "--x"),
-          "the last counts; 1_000_000; a value with dashes");
+          "given twice, the last one counts; 1_000_000; a value with dashes");
     parse("--seed 1e15 --batch 4e3 --lr 0");
     CHECK(v.seed == 1000000000000000 && v.batch == 4000 && v.lr == 0, "1e15, 4e3, 0");
     parse("--resume=0 --shuffle=1 --resume 1");
@@ -139,12 +139,12 @@ static void test_resume(void) {
     char *json = options_json(table, ROWS);
     parse("--resume --batch 2");
     CHECK(options_resume(table, ROWS, json, &error), "%s", error.text);
-    CHECK(v.batch == 2 && v.resume, "what is given and may change stays");
+    CHECK(v.batch == 2 && v.resume, "flags that are given and may change keep their values");
     CHECK(v.lr == 0.1 && !strcmp(v.data, "it\"s") && v.dtype == 1 && v.lengths.count == 2 &&
               v.lengths.values[1] == 128 && !v.shuffle && v.seed == 999999999999999,
-          "what is not given is the run's: %s", json);
+          "flags that are not given take the run's values: %s", json);
     parse("--resume --seed 999999999999999 --dtype bf16 --seq-len 64,128 --train-data it\"s");
-    CHECK(options_resume(table, ROWS, json, &error), "the same values given again: %s", error.text);
+    CHECK(options_resume(table, ROWS, json, &error), "repeating the run's values: %s", error.text);
     const char *differing[][2] = {{"--seed 7", "--seed is 7, but the run started with 999999999999999"},
                                   {"--dtype fp32", "--dtype is fp32, but the run started with bf16"},
                                   {"--shuffle", "--shuffle is 1, but the run started with 0"},
@@ -156,10 +156,11 @@ static void test_resume(void) {
         CHECK(!options_resume(table, ROWS, json, &error) && error.code == EXIT_USAGE &&
                   strstr(error.text, differing[i][1]),
               "%s: %s", differing[i][0], error.text);
-        CHECK(v.batch == 4, "a refused resume changes nothing");
+        CHECK(v.batch == 4, "a rejected resume changes nothing");
     }
     parse("");
-    CHECK(options_resume(table, ROWS, "{\"other\": 1}", &error) && v.batch == 4, "flags that the run didn't know");
+    CHECK(options_resume(table, ROWS, "{\"other\": 1}", &error) && v.batch == 4,
+          "flags that did not exist when the run began");
     const char *damaged[] = {"{\"batch\": \"x\"}",
                              "{\"batch\": 0}",
                              "{\"batch\": 1.5}",
@@ -182,7 +183,7 @@ static void test_resume(void) {
     cJSON_Delete(object);
     parse("--resume");
     CHECK(options_resume(table, ROWS, again, &error) && v.lr == lr && lr != 6e-4,
-          "a number with too many digits comes back with the same bits");
+          "a number with too many digits is restored with the same bits");
     free(digits), free(again);
 }
 

@@ -1,6 +1,6 @@
-// process: sums, broadcasts and stops of several processes, started by scripts/launch.sh from the folder of the
-// Makefile; what happens when one of them fails or is killed. Without MPI only what one process does. Each worker is
-// this same program with a word after it.
+// process: sums, broadcasts and stops of several ranks, started by scripts/launch.sh from the folder of the Makefile;
+// what happens when one of them fails or is killed. Without MPI only the tests of a single process run. Each worker is
+// this program itself, with a word as its argument.
 #include <errno.h>
 #include <math.h>
 #include <signal.h>
@@ -20,7 +20,7 @@ static void expect(bool condition, const char *what) {
     if (!condition) fail(EXIT_DIVERGED, "process %d of %d: %s is wrong", process.rank, process.size, what);
 }
 
-// Rank 0's values are everyone's.
+// All ranks receive rank 0's values.
 static void expect_same(const void *values, size_t bytes, const char *what) {
     void *first = malloc(bytes);
     memcpy(first, values, bytes);
@@ -40,18 +40,18 @@ static void work_sums(void) {
     for (size_t i = 0; i < n; i++) wrong += !(fabs(x[i] - (double)(i % 1000) * 0.1 * ranks) < 1e-3);
     expect(wrong == 0, "the sum of floats");
     expect(memcmp(x, y, n * sizeof *x) == 0, "the same sum a second time");
-    expect_same(x, n * sizeof *x, "the sum on every process");
+    expect_same(x, n * sizeof *x, "the sum on every rank");
     double d[3] = {1e-300, process.rank, 0.1};
     process_sum_double(d, 3);
     expect(fabs(d[0] / (1e-300 * process.size) - 1) < 1e-15 && d[1] == process.size * (process.size - 1) / 2,
            "the sum of doubles");
-    expect_same(d, sizeof d, "the sum of doubles on every process");
+    expect_same(d, sizeof d, "the sum of doubles on every rank");
     expect(process_max_int(-5 - process.rank) == -5, "the maximum");
     expect(process_max_int((int64_t)1 << 40 << process.rank) == (int64_t)1 << 40 << (process.size - 1),
            "a maximum of 64 bits");
     process_broadcast(NULL, 0);
     expect(process.rank == process_launched_rank(), "the rank from the environment");
-    expect(process.local_size == process.size && process.local_rank == process.rank, "the place on this machine");
+    expect(process.local_size == process.size && process.local_rank == process.rank, "the rank on this machine");
     process_barrier();
     if (process.rank == 0)
         printf("%d processes, OMP_NUM_THREADS %s\n", process.size,
@@ -80,7 +80,7 @@ static void work_show(void) {
     process_barrier();
 }
 
-// Steps until a stop; then rank 0 takes longer to save than the grace period of a dead job.
+// Runs steps until a stop. Then rank 0 takes longer to save than the grace period after a dead rank.
 static void work_stop(void) {
     process_catch_signals();
     if (process.rank == 0) printf("started\n"), fflush(stdout);
@@ -135,11 +135,11 @@ static void test_one(void) {
     unsetenv("MPIRUN");
 }
 
-// What a process of its own does with signals: some ignored from the start, some sent before process_catch_signals(),
-// some after.
+// How a single process handles signals: some are ignored from the start, some are sent before process_catch_signals(),
+// some after it.
 typedef struct {
     int ignored, before, after[2], apart;
-} Signals;    // apart: milliseconds
+} Signals;    // apart: milliseconds between them
 
 static void settle(void) {
     sigset_t pending;
@@ -177,12 +177,12 @@ static void test_signals(void) {
         {{0, 0, {SIGHUP, 0}, 0}, 0, "1", "SIGHUP"},
         {{0, 0, {SIGINT, SIGINT}, 1000}, -SIGINT, "", "a second SIGINT ends it"},
         {{0, 0, {SIGTERM, SIGINT}, 1000}, -SIGINT, "", "a SIGINT after SIGTERM ends it"},
-        {{0, 0, {SIGINT, SIGINT}, 0}, 0, "1", "a SIGINT that comes twice is one request"},
-        {{0, 0, {SIGTERM, SIGINT}, 0}, 0, "1", "so is one that comes with SIGTERM"},
-        {{0, SIGTERM, {0, 0}, 0}, -SIGTERM, "", "SIGTERM before they are caught"},
+        {{0, 0, {SIGINT, SIGINT}, 0}, 0, "1", "two SIGINTs in quick succession are one request"},
+        {{0, 0, {SIGTERM, SIGINT}, 0}, 0, "1", "so are a SIGINT and a SIGTERM"},
+        {{0, SIGTERM, {0, 0}, 0}, -SIGTERM, "", "SIGTERM before signals are caught"},
         {{SIGHUP, 0, {SIGHUP, 0}, 0}, 0, "0", "SIGHUP under nohup"},
         {{SIGHUP, SIGHUP, {SIGTERM, 0}, 0}, 0, "1", "SIGTERM under nohup"},
-        {{SIGINT, SIGINT, {0, 0}, 0}, 0, "0", "SIGINT, ignored at the start, before they are caught"},
+        {{SIGINT, SIGINT, {0, 0}, 0}, 0, "0", "SIGINT, ignored at the start, before signals are caught"},
         {{SIGINT, 0, {SIGINT, 0}, 0}, 0, "1", "SIGINT, ignored at the start, as in a shell's background job"},
     };
     // clang-format on
@@ -198,7 +198,7 @@ static void test_signals(void) {
 #ifdef USE_MPI
 
 static void test_sums(void) {
-    check_group("sums, maxima and broadcasts of 2 and 3 processes");
+    check_group("sums, maxima and broadcasts of 2 and 3 ranks");
     char output[8192];
     const char *counts[] = {"2", "3"};
     for (int i = 0; i < 2; i++) {
@@ -210,7 +210,7 @@ static void test_sums(void) {
 }
 
 static void test_death(void) {
-    check_group("a process that fails or is killed ends the others");
+    check_group("a rank that fails or is killed ends the others");
     char output[8192];
     for (int kill = 0; kill < 2; kill++) {
         double start = now();
@@ -220,12 +220,12 @@ static void test_death(void) {
               output);
         CHECK(strstr(output, kill ? "signal 9" : "test_process: rank 1 ran out of something"), "the reason: %s",
               output);
-        CHECK(kill || code == EXIT_RESOURCE, "code %d, expected that of the process that failed", code);
+        CHECK(kill || code == EXIT_RESOURCE, "code %d, expected that of the failed rank", code);
     }
 }
 
-// Starts two processes, sends the signals, the first number being the milliseconds between them, and hands on the
-// output and the exit status.
+// Starts two ranks, sends the signals (the first number is the milliseconds between them), and returns the output and
+// the exit status.
 static void stop_from_outside(void *data) {
     int *signals = data, ends[2], status;
     char line[64];
@@ -278,7 +278,7 @@ int main(int argc, char **argv) {
     program_name = "test_process";
     if (argc == 2) return work(argv[1], argc, argv);
     if (readlink("/proc/self/exe", self, sizeof self - 1) < 0) return 1;
-    signal(SIGINT, SIG_DFL);    // a shell's background job starts with it ignored, and so would mpirun
+    signal(SIGINT, SIG_DFL);    // in a shell's background job it is ignored, and mpirun would inherit that
     test_one();
     test_signals();
 #ifdef USE_MPI

@@ -1,4 +1,4 @@
-// random: Philox's published values, moments and tails of the normals, and that a value depends on its index alone.
+// random: Philox against published values; moments and tails of the normal numbers; a value depends only on its index.
 #include <math.h>
 #include <omp.h>
 
@@ -34,7 +34,7 @@ static int by_value(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-// Five standard errors each: sqrt of (1, 2, 15, 96) / n for the first four moments.
+// The bounds are five standard errors: sqrt of (1, 2, 15, 96) / n for the first four moments.
 static void test_normal(void) {
     check_group("normals: moments, tails, Kolmogorov-Smirnov, neighbors");
     const size_t n = (size_t)1 << 22;
@@ -66,8 +66,8 @@ static void test_normal(void) {
     free(x);
 }
 
-// The same normals from random_u64's words, in float64 by libm: word 0 and 1 of a counter give two, 2 and 3 two more.
-// The uniform is rounded to float32 first, as it is there.
+// Computes the same normals from random_u64's words in float64 with libm: words 0 and 1 of a counter give two normals,
+// words 2 and 3 two more. The uniform number is first rounded to float32, as in the library.
 static void test_against_libm(void) {
     check_group("normals against float64 from libm");
     enum { N = 64 * 1000 };
@@ -75,7 +75,7 @@ static void test_against_libm(void) {
     random_normal_fill(x, N, 0.0f, 1.0f, 99, 17);
     double worst = 0;
     for (int i = 0; i < N; i++) {
-        if (i / 16 % 4 >= 2) continue;    // random_u64 shows the first two words
+        if (i / 16 % 4 >= 2) continue;    // random_u64 returns the first two words
         uint64_t bits = random_u64(99, 17, (uint64_t)(i / 64 * 16 + i % 16));
         double radius = sqrt(-2 * log((double)(((float)((uint32_t)bits >> 1) + 0.5f) * 0x1p-31f)));
         double angle = 2 * M_PI * (double)(uint32_t)(bits >> 32) * 0x1p-32 - M_PI / 4;
@@ -86,7 +86,7 @@ static void test_against_libm(void) {
 }
 
 static void test_reproducible(void) {
-    check_group("the same bits whatever the threads, length and order");
+    check_group("the same bits for any number of threads, length and order");
     enum { N = 100003 };
     static float a[N], b[N], c[70];
     random_normal_fill(a, N, 0.5f, 0.02f, 1, 2);

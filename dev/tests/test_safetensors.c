@@ -1,4 +1,5 @@
-// safetensors: what is written reads back, what breaks the format's rules is refused with a message that names it.
+// safetensors: files that are written read back unchanged; files that break the format's rules are rejected with a
+// message that names them.
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -19,7 +20,7 @@ static const char *in_folder(const char *name) {
     return out;
 }
 
-// A file with this header text and `data_size` bytes of data (zeros where data is NULL).
+// A file with this header text and `data_size` bytes of data (zeros if data is NULL).
 static const char *make_file(const char *name, const char *header, size_t header_size, const void *data,
                              size_t data_size) {
     const char *path = in_folder(name);
@@ -31,7 +32,7 @@ static const char *make_file(const char *name, const char *header, size_t header
     return path;
 }
 
-// True when opening fails as a bad input whose message names the file and holds `part`.
+// True if opening fails as bad input, with a message that names the file and contains `part`.
 static bool refused(const char *path, const char *part) {
     Error error = {0};
     Safetensors *s = safetensors_open(path, &error);
@@ -42,7 +43,7 @@ static bool refused(const char *path, const char *part) {
     return ok;
 }
 
-// The bf16 nearest to x, ties to even, by arithmetic in float64: the neighbors are searched, not the bits rounded.
+// The bf16 nearest to x, ties to even. It compares x with neighboring values in float64 instead of rounding bits.
 static float nearest_bf16(float x) {
     uint32_t bits, low, high;
     float a, b;
@@ -57,7 +58,7 @@ static float nearest_bf16(float x) {
 
 static void test_round_trip(void) {
     check_group("round trip of float32 and bf16");
-    enum { N = 3000017 };    // over two of the reader's pieces, and odd
+    enum { N = 3000017 };    // longer than two of the reader's pieces, and odd
     float *values = malloc(N * sizeof *values), *read = malloc(N * sizeof *read), one = 0.25f, got = 0;
     Error error = {0};
     uint64_t random = 1;
@@ -86,7 +87,7 @@ static void test_round_trip(void) {
           "order of the names");
     for (size_t i = 0; i < 5; i++) {
         const TensorInfo *info = safetensors_at(s, i);
-        CHECK(info->offset % dtype_size(info->dtype) == 0, "%s lies at %zu", info->name, (size_t)info->offset);
+        CHECK(info->offset % dtype_size(info->dtype) == 0, "%s is at offset %zu", info->name, (size_t)info->offset);
     }
     CHECK(safetensors_read(s, "full", 2, (size_t[]){1, N}, read, &error), "%s", error.text);
     CHECK(!memcmp(read, values, N * sizeof *read), "float32 bits changed");
@@ -104,7 +105,7 @@ static void test_round_trip(void) {
     free(read);
 }
 
-// Every one of the 65,536 half floats, against ldexp().
+// All 65,536 half floats, against ldexp().
 static void test_half_floats(void) {
     check_group("all finite half floats");
     enum { N = 65536 };
@@ -301,7 +302,7 @@ static void test_large(void) {
     Safetensors *s = safetensors_open(path, &error);
     CHECK(s && safetensors_read(s, "far", 1, &two, read, &error) && !memcmp(values, read, 8), "%s", error.text);
     if (s) CHECK(safetensors_find(s, "far")->offset == (uint64_t)at, "offset");
-    // Cut short after it was opened: the read itself notices.
+    // Truncated after it was opened, which only the read can notice.
     CHECK(truncate(path, at + 5) == 0 && !safetensors_read(s, "far", 1, &two, read, &error) &&
               strstr(error.text, "truncated"),
           "%s", error.text);
@@ -356,14 +357,14 @@ static void test_sharded(void) {
     CHECK(s, "two tensors in one file: %s", error.text);
     safetensors_close(s);
     file_write_text(index, "{\"weight_map\":{\"a\":\"m-1.safetensors\"}}", &error);
-    CHECK(refused(folder, "it lists 1 tensors, but its files contain 2"), "a tensor that is not in the map");
+    CHECK(refused(folder, "it lists 1 tensors, but its files contain 2"), "a tensor that the index lacks");
     file_write_text(index, "{\"weight_map\":{\"a\":\"m-2.safetensors\",\"b\":\"m-1.safetensors\"}}", &error);
     CHECK(refused(folder, "is also in"), "one tensor in two files");
     unlink(index);
 }
 
 static void test_write_failures(void) {
-    check_group("writes that cannot be");
+    check_group("writes that fail");
     Error error = {0};
     float value = 1;
     TensorRow row = {"a", DTYPE_F32, 0, {0}, &value};
@@ -373,7 +374,7 @@ static void test_write_failures(void) {
     row.dtype = DTYPE_F16;
     CHECK(!safetensors_write(in_folder("x"), &row, 1, NULL, NULL, &error) && strstr(error.text, "F32 or BF16"),
           "F16: %s", error.text);
-    CHECK(access(in_folder("x"), F_OK) != 0, "a refused file was made");
+    CHECK(access(in_folder("x"), F_OK) != 0, "a rejected file was created");
 }
 
 int main(void) {

@@ -1,4 +1,4 @@
-// schedule: each kind's formula at its corners, the warmup and its second run.
+// schedule: each kind's formula at its corners, the warmup and its restart.
 #include <math.h>
 
 #include "dev/tests/check.h"

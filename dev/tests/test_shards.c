@@ -1,5 +1,4 @@
-// shards: windows across shards, the order of data, masks, documents, files over 2 GiB, and every way a file can be
-// wrong.
+// shards: windows across shards, the order of data, masks, documents, files over 2 GiB, and every kind of broken file.
 #include <math.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -43,7 +42,8 @@ static ShardsConfig config(size_t T, bool shuffle) {
     return (ShardsConfig){.T = T, .vocab = 50257, .end_of_text = 50256, .seed = 42, .shuffle = shuffle};
 }
 
-// Three shards of 1000, 0 and 777 tokens, the stream's token i being a hash of i, and one that a glob must leave out.
+// Three shards of 1000, 0 and 777 tokens, where token i of the stream is a hash of i, and another that the glob must
+// not match.
 enum { N = 1777 };
 static uint16_t stream[N];
 static uint8_t stream_mask[N];
@@ -87,7 +87,7 @@ static void test_names(void) {
     write_shard("with space_train_000001.bin", stream, 100);
     snprintf(globs, sizeof globs, "%s, %s %s", at("s_train_000003.bin"), at("s_train_*"), at("s_train_000001.bin"));
     Shards *s = shards_open(globs, config(10, false), &error);
-    CHECK(s && shards_tokens(s) == N && shards_count(s) == 3, "a file named thrice counts once: %s", error.text);
+    CHECK(s && shards_tokens(s) == N && shards_count(s) == 3, "a file named three times counts once: %s", error.text);
     shards_close(s);
     s = shards_open(at("with space_train_000001.bin"), config(10, false), &error);
     CHECK(s && shards_tokens(s) == 100, "a name with a space: %s", error.text);
@@ -119,7 +119,7 @@ static void test_order(void) {
         largest = w > largest ? w : largest;
     }
     CHECK(largest < big && largest > big / 100 * 98, "up to %llu of 2^48", (unsigned long long)largest);
-    // A changed order would break the resumption of every run: these are written down.
+    // A changed order would break the resumption of every run, so these values are fixed.
     const uint64_t kept[10] = {7, 2, 5, 8, 9, 6, 0, 1, 4, 3};
     for (uint64_t i = 0; i < 10; i++)
         CHECK(shards_order(i, 10, 42, 0) == kept[i], "position %d: %d", (int)i, (int)shards_order(i, 10, 42, 0));
@@ -201,9 +201,9 @@ static void test_masks(void) {
 }
 
 static void test_documents(void) {
-    check_group("one document a row");
+    check_group("one document per row");
     enum { EOT = 50256 };
-    // The third document lies across both.
+    // The third document is in both shards.
     uint16_t a[] = {7, 8, EOT, 1, 2, 3, EOT, EOT, 4}, b[] = {5, 6, 9, 10, EOT, 11};
     write_shard("d_train_1.bin", a, 9);
     write_shard("d_train_2.bin", b, 6);
@@ -241,8 +241,8 @@ static void test_documents(void) {
 
 // ---- large files, many files
 
-// A sparse shard of 1.2e9 tokens and one: the window that starts right at byte 2^31 of the file, the one across it and
-// the last one.
+// A sparse shard of 1.2e9 + 1 tokens: reads the window that starts at byte 2^31 of the file, the one across it, and the
+// last one.
 static void test_large(void) {
     check_group("a shard over 2 GiB");
     const uint64_t count = 1200000001, edge = (((uint64_t)1 << 31) - 1024) / 2;
@@ -273,7 +273,7 @@ static void test_large(void) {
 }
 
 static void test_many(void) {
-    check_group("more shards than files may be open");
+    check_group("more shards than files that may be open");
     char name[64];
     for (int i = 0; i < 300; i++) {
         snprintf(name, sizeof name, "many_train_%06d.bin", i);

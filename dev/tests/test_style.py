@@ -1,4 +1,4 @@
-"""The form of the sources: clang-format's, in lines of at most 120 columns, and libraries without mutable globals."""
+"""The style of the sources: clang-format's, lines of at most 120 columns, and libraries without mutable globals."""
 import re
 import subprocess
 import sys

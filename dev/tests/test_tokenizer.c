@@ -1,11 +1,11 @@
-// The C tokenizer on a small vocabulary made here: splitting, merging, broken UTF-8, and files that must be refused.
-// dev/tests/test_tokenizer.py compares it with tiktoken on megabytes of text.
+// The C tokenizer with a small vocabulary made here: splitting, merging, invalid UTF-8, and files that must be
+// rejected. dev/tests/test_tokenizer.py compares it with tiktoken on megabytes of text.
 #include "dev/tests/check.h"
 #include "runtime/tokenizer.h"
 
 static char path[] = "/tmp/test_tokenizer_XXXXXX";
 
-// ---- a tokenizer.json: the 256 bytes are ids 0 to 255, then the joints of the merges, then end-of-text
+// ---- a tokenizer.json: the 256 bytes are ids 0 to 255, followed by the results of the merges and end-of-text
 
 static const char *const default_merges =
     "\"a a\",\"aa aa\",\"b c\",\"a b\",\"\xC4\xA0 a\",\"' s\",\"\xC4\xA0 \xC4\xA0\"";
@@ -87,10 +87,10 @@ static void test_encode(void) {
     ENCODES(t,
             "\xE2\x82"
             "a",
-            0xEF, 0xBF, 0xBD, 'a');                                                      // a broken beginning is one
-    ENCODES(t, "\xED\xA0\x80", 0xEF, 0xBF, 0xBD, 0xEF, 0xBF, 0xBD, 0xEF, 0xBF, 0xBD);    // a surrogate is three
+            0xEF, 0xBF, 0xBD, 'a');    // an incomplete character is one
+    ENCODES(t, "\xED\xA0\x80", 0xEF, 0xBF, 0xBD, 0xEF, 0xBF, 0xBD, 0xEF, 0xBF, 0xBD);    // a surrogate gives three
     ENCODES(t, "\xC0\x80", 0xEF, 0xBF, 0xBD, 0xEF, 0xBF, 0xBD);                          // overlong
-    ENCODES(t, "\xE0\x9F", 0xEF, 0xBF, 0xBD, 0xEF, 0xBF, 0xBD);                          // overlong too
+    ENCODES(t, "\xE0\x9F", 0xEF, 0xBF, 0xBD, 0xEF, 0xBF, 0xBD);                          // also overlong
     ENCODES(t, "\xF4\x90\x80\x80", 0xEF, 0xBF, 0xBD, 0xEF, 0xBF, 0xBD, 0xEF, 0xBF, 0xBD, 0xEF, 0xBF, 0xBD);
     ENCODES(t, "a\0a", 'a', 0, 'a');
     CHECK(tokenizer_encode(t, "", 0, NULL, 0) == 0, "no text, no ids");
@@ -100,12 +100,11 @@ static void test_encode(void) {
     size_t length;
     const char *bytes = tokenizer_token(t, 260, &length);
     CHECK(length == 2 && memcmp(bytes, " a", 2) == 0, "a token's bytes");
-    CHECK(!tokenizer_token(t, -1, &length) && !tokenizer_token(t, 264, &length) && length == 0,
-          "ids that are no token");
+    CHECK(!tokenizer_token(t, -1, &length) && !tokenizer_token(t, 264, &length) && length == 0, "ids without a token");
     tokenizer_close(t);
 }
 
-// A word of a megabyte takes O(n log n): were it O(n^2), this would take hours.
+// A word of a megabyte takes O(n log n) time; O(n^2) would take hours.
 static void test_long_words(void) {
     check_group("words of a megabyte");
     Error error;
@@ -123,7 +122,7 @@ static void test_long_words(void) {
     tokenizer_close(t);
 }
 
-// ---- refusing
+// ---- rejected files
 
 static void refused(const char *what, const char *expected) {
     check_case();
@@ -145,7 +144,7 @@ static void spoil(const char *from, const char *to) {
 }
 
 static void test_refuse(void) {
-    check_group("files that must be refused");
+    check_group("files that must be rejected");
     const char *const rows[][3] = {
         {"\"BPE\"", "\"Unigram\"", "model.type"},
         {"\"normalizer\":null", "\"normalizer\":{\"type\":\"NFC\"}", "no normalizer"},
@@ -187,12 +186,13 @@ static void test_refuse(void) {
         all = all && !t && error.code == EXIT_INPUT;
         tokenizer_close(t);
     }
-    CHECK(all, "a file that was cut short was opened");
+    CHECK(all, "a truncated file was opened");
     unlink(path);
     refused("a missing file", path);
 }
 
-// Whatever a damaged file says, it is opened or refused, and one that opens encodes: the sanitizers watch.
+// A damaged file is either opened or rejected, and one that opens can encode; sanitizers check that nothing else
+// happens.
 static void test_damage(void) {
     check_group("damaged files");
     uint64_t state = 1;
@@ -213,7 +213,7 @@ static void test_damage(void) {
             all && (t ? tokenizer_encode(t, "aaaa abc's \xC3\xA9 \xFF", 15, ids, 64) <= 45 : error.code == EXIT_INPUT);
         tokenizer_close(t);
     }
-    CHECK(all, "a damaged file was neither refused nor opened rightly");
+    CHECK(all, "a damaged file was neither rejected nor opened correctly");
 }
 
 int main(void) {

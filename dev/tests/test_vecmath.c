@@ -1,6 +1,5 @@
-// vecmath: the vector functions over the floats of their ranges, against libm in double; their limits; NaN of every
-// kind.
-// Each is called in a loop under `omp simd`, so that what is checked is the code that a loop gets.
+// vecmath: the vector functions on the floats of their ranges, against libm in double; their limits; NaNs of every
+// kind. Each is called in a loop under `omp simd`, so that the vectorized code is tested.
 #include <math.h>
 
 #include "dev/tests/check.h"
@@ -24,7 +23,7 @@ LOOP(log1p_loop, vec_log1p01(x[i]))
 LOOP(pow01_loop, vec_pow01(x[i], p))
 LOOP(cdf_gauss_loop, vec_normal_cdf(x[i], vec_exp(x[i] * x[i] * -0.5f)))
 
-// With a gauss that is right to half a unit in the last place, so that the error is the function's own.
+// Passes a gauss that is correct to half a unit in the last place, so that only the function's own error is measured.
 static void cdf_loop(float *restrict y, const float *restrict x, float p) {
     (void)p;
     float gauss[CHUNK];
@@ -59,9 +58,8 @@ static float one(Loop f, float x, float p) {
     return out[CHUNK - 1];
 }
 
-// The largest relative error over every stride-th float between from and to (of one sign, |from| < |to|), where the
-// exact result is above `least`; infinite where the function gives a NaN. Where the exact result is 0, so must be the
-// function's.
+// The largest relative error on every stride-th float between from and to (of one sign, |from| < |to|), if the exact
+// result is above `least`; infinite if the function gives a NaN. If the exact result is 0, the function must give 0.
 static double worst(Loop f, Exact exact, float p, float from, float to, uint32_t stride, double least) {
     float x[CHUNK], y[CHUNK];
     double largest = 0;
@@ -90,7 +88,8 @@ static double worst(Loop f, Exact exact, float p, float from, float to, uint32_t
         CHECK(y_ == (right), "%s at %.9g: %.9g, not %.9g", #f, (double)(x), (double)y_, (double)(right)); \
     } while (0)
 
-// Quiet and signalling, both signs, payloads with all and with single bits: exponents are taken apart as integers.
+// Quiet and signaling, both signs, payloads with all bits and with single bits, because the functions take exponents
+// apart as integers.
 static void check_nan(Loop f, const char *name) {
     const uint32_t nans[] = {0x7FC00000u, 0xFFC00000u, 0x7FFFFFFFu, 0xFFFFFFFFu,
                              0x7F800001u, 0xFF800001u, 0x7FC00100u, 0xFFAAAAABu};
@@ -100,7 +99,7 @@ static void check_nan(Loop f, const char *name) {
     }
 }
 
-// f does not fall from one of n + 1 points from `from` to `to` to the next.
+// f does not decrease over n + 1 points from `from` to `to`.
 static int rises(Loop f, float p, float from, float to, int n) {
     float x[CHUNK], y[CHUNK], last = -INFINITY;
     for (int start = 0; start <= n; start += CHUNK) {
@@ -137,7 +136,7 @@ static void test_exp(void) {
 static void test_log(void) {
     check_group("log");
     WITHIN(1.2e-7, log_loop, log_exact, 0, FLT_MIN, FLT_MAX, 251, 0);
-    // Where f² · Q(f) weighs most, and about the zero.
+    // Where f² · Q(f) is largest, and near the zero.
     WITHIN(1.2e-7, log_loop, log_exact, 0, 0.5f, 2.0f, 13, 0);
     WITHIN(1.2e-7, log_loop, log_exact, 0, 0.9999f, 1.0001f, 1, 0);
     EQUAL(log_loop, 1.0f, 0, 0.0f);
@@ -193,7 +192,7 @@ static void test_normal_cdf(void) {
     WITHIN(5e-7, cdf_loop, cdf_exact, 0, 0.0f, 12.0f, 251, 0);
     WITHIN(5e-7, cdf_loop, cdf_exact, 0, -0.0f, -12.0f, 251, 0);
     WITHIN(5e-7, cdf_loop, cdf_exact, 0, -0.25f, -12.0f, 11, 0);
-    WITHIN(5e-6, cdf_gauss_loop, cdf_exact, 0, -0.0f, -12.0f, 251, 0);    // 6e-8 · z²/2 more
+    WITHIN(5e-6, cdf_gauss_loop, cdf_exact, 0, -0.0f, -12.0f, 251, 0);    // plus 6e-8 · z²/2
     EQUAL(cdf_gauss_loop, 0.0f, 0, 0.5f);
     EQUAL(cdf_gauss_loop, -13.5f, 0, 0.0f);
     EQUAL(cdf_gauss_loop, -1e30f, 0, 0.0f);
@@ -210,7 +209,7 @@ static void test_bf16(void) {
     CHECK(bf16_to_float(bf16_from_float(1.0f)) == 1.0f, "1");
     CHECK(bf16_from_float(vec_from_bits(0x3F808000u)) == 0x3F80, "a tie goes down to even");
     CHECK(bf16_from_float(vec_from_bits(0x3F818000u)) == 0x3F82, "a tie goes up to even");
-    CHECK(isnan(bf16_to_float(bf16_from_float(vec_from_bits(0x7F800001u)))), "a NaN whose payload is cut off");
+    CHECK(isnan(bf16_to_float(bf16_from_float(vec_from_bits(0x7F800001u)))), "a NaN whose payload is lost");
 }
 
 int main(void) {
