@@ -1,6 +1,7 @@
-# `make` builds the CPU programs; `make help` says what else there is, what was found, and what each absence turns off.
+# `make` builds the CPU programs. `make help` lists the other targets, the libraries that were found, and what each missing
+# one turns off.
 
-MAKEFLAGS += --no-builtin-rules     # make would look for ways to make the .d files, and find one
+MAKEFLAGS += --no-builtin-rules     # one of the built-in rules would apply to the .d files
 
 CC      ?= gcc
 MARCH   ?= native
@@ -11,7 +12,7 @@ TSAN    ?= 0
 FAULTS  ?= 0
 ATTN    ?=
 
-# ---- what is there: 1 or 0, and each can be turned off by hand (make ONEDNN=0)
+# ---- libraries: 1 if found, 0 if not; each can be turned off (make ONEDNN=0)
 hash   := \#
 header  = $(shell echo '$(hash)include <$(1)>' | $(CC) -fsyntax-only -x c - 2>/dev/null && echo 1 || echo 0)
 MPICC   ?= mpicc
@@ -21,8 +22,8 @@ MPI     := $(or $(MPI),$(if $(shell command -v $(MPICC)),1,0))
 CJSON   := $(call header,cjson/cJSON.h)
 XXHASH  := $(call header,xxhash.h)
 
-# The CUDA Toolkit: nvcc's, /usr/local/cuda, or what scripts/setup_cuda.sh brought. cuBLASLt and NCCL: in the Toolkit, from that
-# script, or in Python's wheels. CUDA=DIR is another Toolkit; CUDA= and NCCL=0 do without.
+# The CUDA Toolkit is that of nvcc, /usr/local/cuda, or what scripts/setup_cuda.sh installed. cuBLASLt and NCCL come from
+# the Toolkit, from that script, or from Python's wheels. CUDA=DIR selects another Toolkit; CUDA= and NCCL=0 turn them off.
 whole = $(foreach d,$(1),$(if $(and $(wildcard $(d)/bin/nvcc),$(wildcard $(d)/include/cuda_runtime.h)),$(d)))
 with  = $(firstword $(patsubst %/include/$(1),%,$(wildcard $(addsuffix /include/$(1),$(2)))))
 ifeq ($(origin CUDA),undefined)
@@ -74,7 +75,7 @@ ifeq ($(MPI),1)
   LDLIBS += $(shell $(MPICC) --showme:link)
 endif
 
-# What MARCH stands for, as X("avx2") X("fma") ..., for the check at the start (runtime/cpu.c).
+# The instruction sets of MARCH, as X("avx2") X("fma") ..., which the programs check at startup (runtime/cpu.c).
 BUILT_FOR := $(shell $(CC) -march=$(MARCH) -dM -E -x c /dev/null | sed -nE \
   's/^.define __(AVX|AVX2|FMA|BMI2|AVX512F|AVX512BW|AVX512DQ|AVX512VL|AVX512VNNI|AVX512BF16)__ 1/\1/p' | tr A-Z a-z | sed 's/.*/X("&")/' | sort)
 
@@ -94,8 +95,8 @@ $(addprefix $(BIN)/,$(PROGRAMS) test_gpt2): $(BIN)/%: $(BUILD)/%.o $(LIBRARY)
 	@echo '  LD  $@'
 	@$(CC) $(LDFLAGS) -o $@ $^ $(LDLIBS)
 
-# From an archive, so that a test that includes a .c file (with fault points, say) has that in place of the library's object.
-# Nothing calls runtime/cpu.c, which runs before main(): what links with the archive names its object as well.
+# The library is an archive, so that a test that includes a .c file (with fault points, say) replaces the library's object.
+# Nothing calls runtime/cpu.c, which runs before main(), so programs link its object explicitly.
 $(BUILD)/library.a: $(LIBRARY)
 	@rm -f $@
 	@ar rcs $@ $^
@@ -117,7 +118,7 @@ $(BUILD)/%.o: %.c $(BUILD)/flags
 	@echo '  CC  $<'
 	@$(CC) $(CFLAGS) -c -o $@ $<
 
-# Objects depend on the flags that they were built with: a changed flag rebuilds, an unchanged one does not.
+# Objects depend on their flags: changing a flag rebuilds them.
 record = @mkdir -p $(@D); echo '$(1)' | cmp -s - $@ || echo '$(1)' > $@
 $(BUILD)/flags: FORCE
 	$(call record,$(CC) $(CFLAGS))
@@ -127,12 +128,12 @@ $(BUILD)/runtime/cpu.o: private CFLAGS := $(filter-out -march=%,$(CFLAGS)) '-DBU
 $(BUILD)/run/folder.o: private CFLAGS += '-DCOMMIT="$(COMMIT)"'
 $(BUILD)/run/folder.o: $(BUILD)/commit
 
-# ---- the CUDA programs: by nvcc for GPUs, in $(BUILD)/cuda, and the same source by g++ for the CPU (dev/cuda_on_cpu), in $(BUILD)/on_cpu
+# ---- the CUDA programs: nvcc builds them for GPUs in $(BUILD)/cuda, g++ for the CPU (dev/cuda_on_cpu) in $(BUILD)/on_cpu
 GPUS       ?= 80 90
 CU_OPT     ?= $(if $(filter 1,$(SAN) $(TSAN)),-O0,-O2)
 CU_PROGRAMS = train_gpt2 test_gpt2
 ROWS       := $(shell sed -n 's/^FLASH_INSTANCE.\([a-z0-9_]*\),.*/\1/p' attention/flash_instances.h 2>/dev/null)
-# INSTANCES="exp float": only these rows of attention's kernels, for a short build; $(BUILD)/rows then has the table.
+# INSTANCES="exp float" builds only these rows of attention's kernels, which is faster; $(BUILD)/rows then has the table.
 INSTANCES  ?= $(ROWS)
 ifneq ($(strip $(INSTANCES)),$(ROWS))
   FEW      := -I$(BUILD)/rows
@@ -153,7 +154,7 @@ CUDART      = $(call library_in,libcudart_static.a,$(CUDA))
 GPU_LIBS    = $(GPU_SHARED) $(patsubst %/,-Wl$(comma)-rpath$(comma)%,$(dir $(GPU_SHARED))) $(CUDART) -ldl -lrt -lpthread
 CU_FLAGS    = -std=c++17 $(FEW) -I. -MMD -MP $(ONLY) $(if $(USE_NCCL),-DUSE_NCCL) $(patsubst %,-isystem %/include,$(filter-out 0 /usr,$(CUBLAS) $(NCCL)))
 NVCCFLAGS   = $(CU_FLAGS) -O3 -lineinfo $(architectures) -Xcompiler -Wall,-Wextra,-fPIC $(if $(filter 1,$(WERROR)),-Werror all-warnings) $(PTXAS)
-# The race check watches the kernels, not the emulator, and knows nothing of OpenMP's threads.
+# The race check covers the kernels, not the emulator, and does not support OpenMP's threads.
 RACES       = $(filter 1,$(TSAN))
 CXXFLAGS    = $(CU_FLAGS) -Idev/cuda_on_cpu -isystem $(CUDA)/include $(CU_OPT) -g -fPIC -march=$(MARCH) -fno-math-errno -Wall -Wextra \
               -Wno-unknown-pragmas $(if $(filter 1,$(WERROR)),-Werror) $(SANITIZE) $(if $(RACES),,-fopenmp)
@@ -161,7 +162,7 @@ MPI_FLAGS   = $(if $(filter 1,$(MPI)),-DUSE_MPI -DOMPI_SKIP_MPICXX $(shell $(MPI
 compile_gpu = $(CUDA)/bin/nvcc $(NVCCFLAGS) -MF $(@:.o=.d) -c -o $@ $<
 compile_cpu = $(CXX) $(CXXFLAGS) $(if $(RACES),-fsanitize=thread) -x c++ -c -o $@ $<
 
-# cu_rules(cuda or on_cpu, how the programs' names end, prerequisites, libraries)
+# cu_rules(cuda or on_cpu, suffix of the programs' names, prerequisites, libraries)
 define cu_rules
 $(CU_PROGRAMS:%=$(BIN)/%$(2)): $(BIN)/%$(2): $(BUILD)/$(1)/%.o $(BUILD)/runtime/cpu.o $(BUILD)/$(1)/flash.a $(BUILD)/$(1)/cuda.a $(BUILD)/library.a $(3)
 	@echo '  LD  $$@'
@@ -206,7 +207,7 @@ $(BUILD)/on_cpu/attention/flash_instance_%.o: attention/flash_instance.cu $(BUIL
 	@echo '  CXX $< $*'
 	@$(compile_cpu) -DINSTANCE=FLASH_$*
 
-# Never -O0, where memset() is a call: the race check would watch it, and with it the emulator.
+# Never -O0, under which memset() is a call that the race check would see, although the emulator makes it.
 $(BUILD)/on_cpu/%.o: %.cpp $(BUILD)/on_cpu/flags
 	@mkdir -p $(@D)
 	@echo '  CXX $<'
@@ -216,7 +217,7 @@ $(BUILD)/on_cpu/emulator.a: $(EMULATOR)
 	@rm -f $@
 	@ar rcs $@ $^
 
-# What flash.so has of the C library, for a shared library.
+# The objects of the library that flash.so contains, built for a shared library.
 $(BUILD)/pic/library.a: $(addprefix $(BUILD)/pic/,attention/normalizer.o runtime/error.o runtime/options.o runtime/process.o)
 	@ar rcs $@ $^
 
@@ -232,14 +233,14 @@ $(BUILD)/cuda/flags: FORCE
 $(BUILD)/on_cpu/flags: FORCE
 	@$(if $(and $(CUDA),$(CUBLAS)),,$(cuda_missing))
 	$(call record,$(CXX) $(CXXFLAGS) $(RACES))
-cuda_missing = echo 'make: the CUDA Toolkit or cuBLASLt is not here (make help); scripts/setup_cuda.sh brings them' >&2; exit 1
+cuda_missing = echo 'make: the CUDA Toolkit or cuBLASLt is missing (make help); scripts/setup_cuda.sh installs them' >&2; exit 1
 
 # Runs a test program. `make -j2 -O -k` runs several at a time, and prints each one's output when it ends.
 run/%: %
 	@echo "== $<"
 	@$(if $(findstring /,$<),,./)$< $(WORD)
 
-# Several programs share the cores. A thread that spins while it waits takes them from the others: sleep instead.
+# Several programs share the cores, so waiting threads sleep instead of spinning.
 check test test_c test_on_cpu: export OMP_WAIT_POLICY ?= passive
 
 SLOW  = $(BUILD)/tests/test_gradients $(BUILD)/tests/test_process
@@ -260,32 +261,32 @@ test: test_c all
 help:
 	@echo 'make [all]      train_gpt2, sample_gpt2 and eval_gpt2'
 	@echo 'make check      the quick C tests: 10 s after a build. CONTRIBUTING.md lists the other tiers'
-	@echo 'make test       test_gpt2, $(words $(TESTS)) other C tests and, if .venv has pytest, the quick tests of the programs'
-	@echo 'make SAN=1      with AddressSanitizer and UBSan, and the ranges of runtime/vecmath.h asserted, in build/san'
-	@echo 'make ATTN=ssmax    programs that know only that attention normalizer, in build/ssmax'
-	@echo 'make MARCH=x86-64-v3    for other machines than this one (now: $(MARCH))'
-	@echo 'make ONEDNN=0 BLAS=0 MPI=0 NCCL=0    without what was found'
+	@echo 'make test       test_gpt2, $(words $(TESTS)) other C tests and, if .venv has pytest, the programs'\'' quick tests'
+	@echo 'make SAN=1      with AddressSanitizer, UBSan, and range checks in runtime/vecmath.h, in build/san'
+	@echo 'make ATTN=ssmax    programs for that attention normalizer alone, in build/ssmax'
+	@echo 'make MARCH=x86-64-v3    for machines other than this one (now: $(MARCH))'
+	@echo 'make ONEDNN=0 BLAS=0 MPI=0 NCCL=0    without these libraries'
 	@echo
 	@echo 'make train_gpt2cu test_gpt2cu    the CUDA programs, for GPUS="$(GPUS)" (compute capabilities) and later ones'
-	@echo 'make train_gpt2cu_on_cpu test_gpt2cu_on_cpu    the same source built to run on a CPU (dev/cuda_on_cpu): slow, for proof'
-	@echo 'make test_on_cpu    the tests of the kernels, on the CPU; TSAN=1: watched for races, in build/tsan'
+	@echo 'make train_gpt2cu_on_cpu test_gpt2cu_on_cpu    the same source built to run on a CPU (dev/cuda_on_cpu): slow, for tests'
+	@echo 'make test_on_cpu    the tests of the CUDA kernels, on the CPU; TSAN=1: with the race check, in build/tsan'
 	@echo
 	@echo 'found on this machine'
-	@$(call found,$(ONEDNN),oneDNN (libdnnl-dev),products by oneDNN in float32 and bfloat16,$(if $(filter 1,$(BLAS)),products by a CBLAS; bfloat16 widened to float32,products by own loops; slower))
-	@$(call found,$(BLAS),CBLAS (libopenblas-dev),used where oneDNN is not there,products by own loops where oneDNN is not there)
-	@$(call found,$(MPI),MPI (libopenmpi-dev openmpi-bin),several processes by scripts/launch.sh,one process)
+	@$(call found,$(ONEDNN),oneDNN (libdnnl-dev),matmuls by oneDNN in float32 and bfloat16,$(if $(filter 1,$(BLAS)),matmuls by a CBLAS; bfloat16 widened to float32,matmuls by our own loops; slower))
+	@$(call found,$(BLAS),CBLAS (libopenblas-dev),used if oneDNN is missing,our own loops if oneDNN is missing)
+	@$(call found,$(MPI),MPI (libopenmpi-dev openmpi-bin),several ranks by scripts/launch.sh,one rank)
 	@$(call found,$(CJSON),cJSON (libcjson-dev),required,the build needs it)
 	@$(call found,$(XXHASH),xxHash (libxxhash-dev),required,the build needs it)
-	@$(call found,$(if $(CUDA),1),CUDA Toolkit,$(CUDA),no CUDA programs on GPU or CPU; scripts/setup_cuda.sh brings one)
-	@$(call found,$(if $(CUBLAS),1),cuBLASLt,$(CUBLAS),no CUDA programs on GPU or CPU; scripts/setup_cuda.sh brings it)
-	@$(call found,$(if $(USE_NCCL),1),NCCL$(if $(filter 1,$(MPI)),, (needs MPI)),$(NCCL),one GPU; scripts/setup_cuda.sh brings it)
+	@$(call found,$(if $(CUDA),1),CUDA Toolkit,$(CUDA),no CUDA programs on GPU or CPU; scripts/setup_cuda.sh installs one)
+	@$(call found,$(if $(CUBLAS),1),cuBLASLt,$(CUBLAS),no CUDA programs on GPU or CPU; scripts/setup_cuda.sh installs it)
+	@$(call found,$(if $(USE_NCCL),1),NCCL$(if $(filter 1,$(MPI)),, (needs MPI)),$(NCCL),one GPU; scripts/setup_cuda.sh installs it)
 found = printf '  %-3s %-32s %s\n' '$(if $(filter 1,$(1)),yes,no)' '$(2)' '$(if $(filter 1,$(1)),$(3),$(4))'
 
 $(BUILD)/commit: FORCE
 	@mkdir -p $(@D)
 	@echo '$(COMMIT)' | cmp -s - $@ || echo '$(COMMIT)' > $@
 
-# What scripts/setup_cuda.sh is to fetch.
+# Prints what scripts/setup_cuda.sh has to install.
 lacking:
 	@echo $(if $(CUDA),,toolkit) $(if $(CUBLAS),,cublas) $(if $(NCCL),,nccl)
 

@@ -1,5 +1,5 @@
 // Trains a Llama-style GPT on one or more GPUs with a choice of attention normalizers (--attn). Same structure and same
-// numbers as train_gpt2.c; comments there about the network apply here, too.
+// numbers as train_gpt2.c; comments there about the network also apply here.
 //
 //   1. Layers       not here: one kernel file each in cuda/, and attention/flash.h
 //   2. Model        the parameters, the activations, and the device memory for both

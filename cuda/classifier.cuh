@@ -16,7 +16,7 @@
 // MB, and an H100's L2 has 50 MB. Nothing of size rows·VP is ever stored in float.
 //
 // Memory traffic for 16,384 rows of 50,304 in bf16: at least 1.65 GB read from and 1.65 GB written to DRAM, 0.98 ms at
-// 3.35 TB/s. If the second reading came from DRAM, too, it would be 1.48 ms.
+// 3.35 TB/s. If the second reading also came from DRAM, it would be 1.48 ms.
 #ifndef CUDA_CLASSIFIER_CUH
 #define CUDA_CLASSIFIER_CUH
 

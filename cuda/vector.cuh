@@ -38,7 +38,7 @@ DEVICE void load_vector(float x[W], const bf16 *p) {
     }
 }
 
-// For memory that this thread may write afterwards, or that is read for the last time.
+// Loads W elements that this thread may write afterwards, or that are read for the last time.
 template <int W>
 DEVICE void load_vector_in_place(float x[W], const float *p) {
     if constexpr (W == 1) {

@@ -137,7 +137,7 @@ typedef struct {
     const cJSON *json;
     const char *ignored;    // comma-separated names, or NULL
     ModelConfig *config;
-    bool foreign;    // not one of our families: check only the keys that a Llama has, too
+    bool foreign;    // not one of our families: check only the keys that a Llama also has
     Reasons reasons;
     int ignorable;      // how many of the reasons are unknown keys
     char names[320];    // their names, comma-separated

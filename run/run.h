@@ -16,7 +16,7 @@
 //     run_end()
 //
 // All functions are collective: every rank calls them in the same order. Errors end the program with a message and one
-// of the exit codes of runtime/error.h. A save that fails in mid-run is reported, and training continues.
+// of the exit codes of runtime/error.h. A save that fails mid-run is reported, and training continues.
 #ifndef RUN_RUN_H
 #define RUN_RUN_H
 

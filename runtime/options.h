@@ -21,7 +21,7 @@ typedef struct {
 } IntList;
 
 typedef enum {
-    OPT_INT,        // value is int64_t *: an integer of at most 1e15 within min..max; 1e6 and 1_000_000 are valid, too
+    OPT_INT,        // value is int64_t *: an integer of at most 1e15 within min..max; 1e6 and 1_000_000 are also valid
     OPT_FLOAT,      // value is double *: finite, rounded to 15 digits, within min..max
     OPT_TEXT,       // value is const char **: any text; NULL means none
     OPT_SWITCH,     // value is bool *: 0 or 1; the bare flag means 1

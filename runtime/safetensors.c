@@ -212,7 +212,7 @@ static bool parse_dtype(TensorInfo *info, const cJSON *item, Error *error) {
                      info->path, info->name, found);
 }
 
-// Fills in ndim, shape and elements. Checks the size in bytes for overflow, too.
+// Fills in ndim, shape and elements. Also checks the size in bytes for overflow.
 static bool parse_shape(TensorInfo *info, const cJSON *item, uint64_t *bytes, Error *error) {
     const cJSON *shape = cJSON_GetObjectItemCaseSensitive(item, "shape"), *dim;
     uint64_t value, elements = 1;
@@ -514,7 +514,7 @@ static uint32_t float_bits_from_f16(uint16_t h) {
     float scaled;
     if (magnitude >= 0x0F800000) return sign | magnitude | 0x7F800000;    // infinity or NaN
     memcpy(&scaled, &magnitude, 4);
-    scaled *= 0x1p112f;    // changes the exponent's bias from 15 to 127; correct for subnormal numbers, too
+    scaled *= 0x1p112f;    // changes the exponent's bias from 15 to 127; also correct for subnormal numbers
     memcpy(&bits, &scaled, 4);
     return sign | bits;
 }

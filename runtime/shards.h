@@ -33,7 +33,7 @@ typedef struct {
 
 typedef struct Shards Shards;
 
-// Opens the shards that the globs match (separated by spaces or commas; plain paths work, too) and checks the magic,
+// Opens the shards that the globs match (separated by spaces or commas; plain paths also work) and checks the magic,
 // version and size of each. Returns NULL on error: EXIT_INPUT if the data is invalid, EXIT_RESOURCE if memory runs out.
 // PACK_EXAMPLE reads all tokens once to find where documents start.
 Shards *shards_open(const char *globs, ShardsConfig config, Error *error);

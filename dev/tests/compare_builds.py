@@ -50,7 +50,7 @@ def cases(cuda):
     yield "mixed lengths", 1, [[*model, "--attn", "ssmax", "--seq-len", "8,16,32"]]
     yield "packed documents", 1, [[*model, "--pack", "example"]]
     yield "masks", 1, [[*model, "--train-data", "masked/*_train_*.bin", "--val-data", "masked/*_val_*.bin"]]
-    yield "switch in mid-run", 1, [[*model, "--attn-switch", "4:ssmax-bias"]]
+    yield "switch mid-run", 1, [[*model, "--attn-switch", "4:ssmax-bias"]]
     yield "switch on resuming", 1, [[*model, "--steps", 3], [*model, "--steps", 6, "--resume", "--attn-switch", "3:lssar"]]
     yield "resume", 1, [[*model, "--attn", "ssmax", "--steps", 3], [*model, "--attn", "ssmax", "--steps", 6, "--resume"]]
     yield "samples", 1, [[*model, "--attn", "ssmax", "--sample-every", 2]]
