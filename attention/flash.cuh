@@ -61,7 +61,7 @@
 // Sizes
 
 // A block owns 16·TILES rows per warp. The other side comes in tiles of STREAM rows, CHUNK of which have their scores
-// in registers at a time. KEEP: the operands of the own rows stay in registers.
+// in registers at a time. KEEP: the operands of the rows that a warp owns stay in registers.
 template <int TILES_, int STREAM_, int CHUNK_, bool KEEP_>
 struct FlashPlan {
     enum {
@@ -76,8 +76,8 @@ struct FlashPlan {
     };
 };
 
-// Two tiles of own rows halve the shared memory reads of each matmul. A phi selected at run time leaves no registers
-// for that.
+// Owning two tiles of rows halves a warp's shared memory reads per matmul. A phi selected at run time leaves no
+// registers for that.
 template <class X, int PHI>
 constexpr int own_tiles = is_bf16<X> && PHI >= 0 ? 2 : 1;
 
@@ -94,7 +94,7 @@ constexpr int forward_chunk =
 template <int HS>
 constexpr bool splits_chunks = HS <= 64;
 
-// Do the forward pass's operands of the own rows stay in registers?
+// True if, in the forward pass, the operands of the rows that a warp owns stay in registers.
 template <class X, int HS, int POST>
 constexpr bool forward_keeps = is_bf16<X> && HS <= 64 && (POST < FLASH_RECENTER_L1);
 
@@ -643,7 +643,7 @@ DEVICE void forward_values(int phi, float (&s)[TILES][NT][4], const ForwardRow (
     }
 }
 
-// BOTH: the sum of f is needed, too, and differs from the sum of |f|.
+// BOTH: the sum of f is also needed, and differs from the sum of |f|.
 template <bool BOTH, int TILES, int NT>
 DEVICE void forward_sums(ForwardRow (&row)[2 * TILES], const float (&f)[TILES][NT][4], bool is_signed, bool largest) {
     UNROLL
@@ -1120,14 +1120,14 @@ DEVICE void dq_reweight(float (&d)[N], float (&along)[N], float *less_sum, Numbe
     }
 }
 
-// d += dO · v over all columns of a wide v, tile by tile, for the own rows and the other side's. All threads of the
-// block must call it.
+// d += dO · v over all columns of a wide v, tile by tile, for the rows that the block owns and a tile of the other
+// side. All threads of the block must call it.
 template <class X, int HS, int OWN, int STREAM, int THREADS, int TILES, int NT>
 DEVICE void matmul_wide(float (&d)[TILES][NT][4], const Own<X, HS, TILES, false> &own, X *own_tile, X *tile,
                         const X *own_from, size_t own_row, int own_rows, const X *from, size_t row, int rows,
                         int columns) {
     for (int c = 0; c < columns; c += HS) {
-        __syncthreads();    // nobody needs the columns before these any more
+        __syncthreads();    // the previous columns are no longer needed
         tile_load<OWN, HS, THREADS>(own_tile, own_from + c, own_row, own_rows, columns - c);
         tile_load<STREAM, HS, THREADS>(tile, from + c, row, rows, columns - c);
         copy_async_commit();
@@ -1376,7 +1376,7 @@ KERNEL void flash_dq_kernel(const FlashCall<X> call) {
 
 enum KeysMode { KEYS_BOTH, KEYS_DK_WIDE, KEYS_DV };    // dk and dv; only dk, of a wide v; only HS columns of dv
 
-// Weights and gradients of rows whose first key is behind the lane's become 0. Only runs where call.first is.
+// Weights and gradients of rows whose first key comes after the lane's become 0. Only runs where call.first is.
 template <class X, int TILES, int NT>
 DEVICE void keys_hide_before(float (&w)[TILES][NT][4], float (&d)[TILES][NT][4], const FlashCall<X> &call, int own_key,
                              int query) {

@@ -56,7 +56,7 @@ typedef struct {
 } Progress;
 
 // Prints a line to stdout. On a terminal, it replaces the previous line and is clipped to the terminal's width;
-// elsewhere, it is a plain line. `keep` preserves the line on a terminal, too (a validation, the last step).
+// elsewhere, it is a plain line. `keep` also preserves the line on a terminal (a validation, the last step).
 void progress_show(Progress *progress, const char *line, bool keep);
 
 // Ends the line that is being refreshed, so that other output starts on a new line. Call it before printing anything

@@ -248,7 +248,7 @@ void run_sample_end(Run *run, const Sample *sample);
 // Call this last after each step. Is a checkpoint due?
 bool run_finish_step(Run *run);
 
-// Saves a checkpoint and prunes old ones. The parameters and moments on the host must be up to date. If a save fails in
+// Saves a checkpoint and prunes old ones. The parameters and moments on the host must be up to date. If a save fails
 // mid-run, it is reported, and training continues; at the end of the run, it ends the program with EXIT_RESOURCE.
 void run_save(Run *run);
 bool run_save_due_at_end(const Run *run);    // after the loop: a stop, or --steps 0

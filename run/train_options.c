@@ -40,7 +40,7 @@ void train_options_init(TrainOptions *o, const char *attn_help, bool gpus) {
         {"val-data",    OPT_TEXT, &o->val_data, .arg = "GLOB", .group = "Data", .help = "validation shards; none: no validation"},
         {"shuffle",     OPT_SWITCH, &o->shuffle, .group = "Data", .help = "shuffle the windows by seed and epoch; 0: read them in order"},
         {"pack",        OPT_CHOICE, &o->pack, .choices = "stream|example", .group = "Data", .help = "stream: windows of one stream of tokens; example: one document per row"},
-        {"doc-mask",    OPT_SWITCH, &o->doc_mask, .group = "Data", .help = "attention stops at document boundaries: each token sees its own document alone"},
+        {"doc-mask",    OPT_SWITCH, &o->doc_mask, .group = "Data", .help = "attention stops at document boundaries: each token sees only its own document"},
         {"seed",        OPT_INT, &o->seed, 0, 9007199254740992.0, .arg = "N", .group = "Data", .help = "for initial weights, data order and samples"},
 
         {"model",       OPT_TEXT, &o->model, .arg = "NAME|SPEC", .group = "Model", .help = "15M, 124M, 162M, or layers=4,heads=4,channels=128,ffn=352,tied=1, or a name and keys; more keys: vocab=, kv_heads=, head_dim=, norm_eps=, qk_norm=1, block=gau"},

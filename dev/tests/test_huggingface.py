@@ -29,7 +29,7 @@ OVERRIDES = ["softmax+post=reweight:3", "sigmoid-logn-l1+post=reweight:15", "sof
              "lssa+norm=l1+0.5+post=recenter-l1", "softmax-floorlog+scale=floorlog:4"]
 NORMALIZERS = [*reference.PRESETS, *OVERRIDES]
 
-# name: training flags. Texts are also longer than the training length: n > L.
+# name: training flags. The texts are longer than the training length, so that n > L occurs.
 CHECKPOINTS = {
     "softmax": [],
     "softmax-untied": ["--model", f"{SHAPE},tied=0"],

@@ -51,7 +51,7 @@ def make_data(folder, train=3000, val=600, shards=1):
 
 def environment(**more):
     env = dict(os.environ, OMP_NUM_THREADS="1", TERM="dumb", **more)
-    env.pop("OMP_WAIT_POLICY", None)                              # scripts/test.sh sets it; a user's run has its own (runtime/cpu.c)
+    env.pop("OMP_WAIT_POLICY", None)                 # set by scripts/test.sh; programs have a default (runtime/cpu.c)
     env.setdefault("GRACE", "1")
     # complete stacks, by which Open MPI's leaks are recognized
     env.setdefault("ASAN_OPTIONS", "fast_unwind_on_malloc=0")
