@@ -1086,7 +1086,7 @@ DEVICE void backward_values(float (&d)[N], float (&f)[N], float (&slope)[N], flo
 // ---------------------------------------------------------------------------------------------------------------------
 // Backward: dq, by row blocks
 
-// What a row sums for the gradient of phi's number: df df/dnumber; with reweight, the sums with t and with sgn(f), as
+// A row's sums for the gradient of phi's number: of df df/dnumber or, with reweight, the two with t and with sgn(f), as
 // for dq.
 struct NumberSum {
     float t, less;

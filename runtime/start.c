@@ -14,7 +14,7 @@
 #include "runtime/options.h"
 #include "runtime/process.h"
 
-// The tests pass with 128 KiB (oneDNN 2.6, OpenBLAS 0.3.21, built-in loops); 64 KiB end in SIGSEGV.
+// The tests pass with 128 KiB (oneDNN 2.6, OpenBLAS 0.3.21, built-in loops); with 64 KiB they end in SIGSEGV.
 #define STACK_NEEDED ((size_t)512 << 10)
 #define STACK_USUAL ((size_t)8 << 20)
 

@@ -105,7 +105,7 @@ VARIABLES="data dry train deps out part python bin build suffix where flash test
 check() {
     local name=$1 need=$2 limit=$3 start=$SECONDS status=0 text cut
     shift 3
-    # A dry run has tiny shapes, but the machine may be slow.
+    # A dry run has tiny shapes, but may run on a slow machine, so it gets a generous limit.
     [ $dry = 0 ] || { need=$((need / 6)); limit=3600; }
     report passed "$part" "$name" && { echo "  $name: passed in an earlier call"; return 0; }
     if [ "$(left)" -lt "$need" ]; then leave "$name" "needs $need s, but only $(left) s are left"; return 1; fi

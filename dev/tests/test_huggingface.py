@@ -223,7 +223,7 @@ def assert_new(model, block):
 @pytest.mark.parametrize("name", ["ssmax-fixed", "ssmax-pn", "lssar", "softmax-sink"])
 @pytest.mark.parametrize("block", BLOCKS)
 def test_a_new_model_made_by_transformers(block, name, model_of, data, tmp_path):
-    """transformers makes a model from config.json alone: its initial weights are distributed as ours, it trains here,
+    """transformers makes a model from config.json alone: its initial weights have our distribution, it trains here,
     and what we save loads there."""
     config = AutoConfig.from_pretrained(model_of(block, name), trust_remote_code=True)
     torch.manual_seed(1)

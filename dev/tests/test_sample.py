@@ -66,7 +66,7 @@ def test_a_run_a_checkpoint_or_a_bare_model(runs, tmp_path):
     assert sample(runs / "text")[0] == sample(checkpoint)[0] == sample(bare)[0]
 
 
-def test_while_a_run_prunes_its_checkpoints(runs, tmp_path):
+def test_while_the_run_prunes(runs, tmp_path):
     """A checkpoint may be deleted between being found and being read."""
     out = shutil.copytree(runs / "text", tmp_path / "run")
     expected = sample(out, "--max-new-tokens", 3)[0]
