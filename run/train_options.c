@@ -10,30 +10,32 @@
 #define ATTN_ONLY "softmax"
 #endif
 
+static const TrainOptions DEFAULTS = {
+    .model = "124M",
+    .attn = ATTN_ONLY,
+    .batch = 4,
+    .seq_len = {.values = {1024}, .count = 1},
+    .steps = 1000,
+    .lr = 6e-4,
+    .warmup = 1000,
+    .min_lr_frac = 0.1,
+    .weight_decay = 0.1,
+    .beta1 = 0.9,
+    .beta2 = 0.95,
+    .grad_clip = 1.0,
+    .rope_theta = 10000,
+    .seed = 1337,
+    .shuffle = true,
+    .val_every = 250,
+    .val_tokens = 1 << 20,
+    .ckpt_every = 1000,
+    .keep = 2,
+    .rank_timeout = 60,
+    .deterministic = true,
+};
+
 void train_options_init(TrainOptions *o, const char *attn_help, bool gpus) {
-    *o = (TrainOptions){
-        .model = "124M",
-        .attn = ATTN_ONLY,
-        .batch = 4,
-        .seq_len = {.values = {1024}, .count = 1},
-        .steps = 1000,
-        .lr = 6e-4,
-        .warmup = 1000,
-        .min_lr_frac = 0.1,
-        .weight_decay = 0.1,
-        .beta1 = 0.9,
-        .beta2 = 0.95,
-        .grad_clip = 1.0,
-        .rope_theta = 10000,
-        .seed = 1337,
-        .shuffle = true,
-        .val_every = 250,
-        .val_tokens = 1 << 20,
-        .ckpt_every = 1000,
-        .keep = 2,
-        .rank_timeout = 60,
-        .deterministic = true,
-    };
+    *o = DEFAULTS;
     // clang-format off
     const Option table[] = {
         {"train-data",  OPT_TEXT, &o->train_data, .arg = "GLOB", .group = "Data", .help = "training shards, for example 'data/shakespeare/*_train_*.bin'"},

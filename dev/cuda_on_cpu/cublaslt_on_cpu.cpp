@@ -288,33 +288,37 @@ const char *offset(const void *p, const Layout &x, size_t i) {
     return (const char *)p + i * x.element();
 }
 
-// sums (TILE_M to a column) += the terms from k_from to k_to of the tile at (row, col)
-void add_products(float *sums, const Problem &p, const void *a, const void *b, size_t row, size_t col, size_t rows,
-                  size_t cols, size_t k_from, size_t k_to) {
+// A part of D: at most TILE_M by TILE_N elements.
+struct Tile {
+    size_t row, col, rows, cols;
+};
+
+// sums (TILE_M to a column) += the terms from k_from to k_to of the tile
+void add_products(float *sums, const Problem &p, const void *a, const void *b, Tile tile, size_t k_from, size_t k_to) {
     bool ta = p.op.transa != CUBLAS_OP_N, tb = p.op.transb != CUBLAS_OP_N;
     size_t a_row = ta ? p.a.at(0, 1) : p.a.at(1, 0), a_k = ta ? p.a.at(1, 0) : p.a.at(0, 1);
     size_t b_col = tb ? p.b.at(1, 0) : p.b.at(0, 1), b_k = tb ? p.b.at(0, 1) : p.b.at(1, 0);
     static thread_local float packed_a[TILE_M * TILE_K], packed_b[TILE_N * TILE_K];
     for (size_t k = k_from; k < k_to; k += TILE_K) {
         size_t depth = std::min<size_t>(TILE_K, k_to - k);
-        pack<ROWS>(packed_a, offset(a, p.a, row * a_row + k * a_k), p.a.type, a_row, a_k, rows, depth);
-        pack<COLS>(packed_b, offset(b, p.b, col * b_col + k * b_k), p.b.type, b_col, b_k, cols, depth);
-        for (size_t j = 0; j < cols; j += COLS)
-            for (size_t i = 0; i < rows; i += ROWS)
+        pack<ROWS>(packed_a, offset(a, p.a, tile.row * a_row + k * a_k), p.a.type, a_row, a_k, tile.rows, depth);
+        pack<COLS>(packed_b, offset(b, p.b, tile.col * b_col + k * b_k), p.b.type, b_col, b_k, tile.cols, depth);
+        for (size_t j = 0; j < tile.cols; j += COLS)
+            for (size_t i = 0; i < tile.rows; i += ROWS)
                 multiply(sums + j * TILE_M + i, packed_a + i * depth, packed_b + j * depth, depth);
     }
 }
 
 // One tile of D of one matrix of the batch: alpha · sums + beta · C + bias, C is not read if beta is 0.
-void write_tile(const Problem &p, const Matrices &x, const float *sums, size_t batch, size_t row, size_t col,
-                size_t rows, size_t cols) {
-    for (size_t j = 0; j < cols; j++)
-        for (size_t i = 0; i < rows; i++) {
+void write_tile(const Problem &p, const Matrices &x, const float *sums, size_t batch, Tile tile) {
+    for (size_t j = 0; j < tile.cols; j++)
+        for (size_t i = 0; i < tile.rows; i++) {
+            size_t row = tile.row + i, col = tile.col + j;
             float y = x.alpha * sums[j * TILE_M + i];
-            if (x.beta != 0) y += x.beta * element(x.c, p.c.type, batch * p.c.batch_stride + p.c.at(row + i, col + j));
+            if (x.beta != 0) y += x.beta * element(x.c, p.c.type, batch * p.c.batch_stride + p.c.at(row, col));
             if (p.op.epilogue == CUBLASLT_EPILOGUE_BIAS)
-                y += element(p.op.bias, p.d.type, batch * p.op.bias_batch_stride + row + i);
-            size_t at = batch * p.d.batch_stride + p.d.at(row + i, col + j);
+                y += element(p.op.bias, p.d.type, batch * p.op.bias_batch_stride + row);
+            size_t at = batch * p.d.batch_stride + p.d.at(row, col);
             if (p.d.type == CUDA_R_32F) ((float *)x.d)[at] = y;
             else ((__nv_bfloat16 *)x.d)[at] = __float2bfloat16_rn(y);
         }
@@ -322,21 +326,22 @@ void write_tile(const Problem &p, const Matrices &x, const float *sums, size_t b
 
 void make_tile(const Problem &p, const Matrices &x, Kind kind, size_t batch, size_t row, size_t col) {
     size_t rows = std::min<size_t>(TILE_M, p.m - row), cols = std::min<size_t>(TILE_N, p.n - col);
+    const Tile tile = {row, col, rows, cols};
     const void *a = offset(x.a, p.a, batch * p.a.batch_stride), *b = offset(x.b, p.b, batch * p.b.batch_stride);
     size_t half = kind == HALVES ? p.k / 2 : 0;
     static thread_local float sums[TILE_M * TILE_N];
     memset(sums, 0, sizeof sums);
-    add_products(sums, p, a, b, row, col, rows, cols, half, p.k);
+    add_products(sums, p, a, b, tile, half, p.k);
     if (kind == HALVES) {
         float *partial = (float *)x.workspace + batch * p.m * p.n;
         for (size_t j = 0; j < cols; j++)
             memcpy(partial + (col + j) * p.m + row, sums + j * TILE_M, rows * sizeof *sums);
         memset(sums, 0, sizeof sums);
-        add_products(sums, p, a, b, row, col, rows, cols, 0, half);
+        add_products(sums, p, a, b, tile, 0, half);
         for (size_t j = 0; j < cols; j++)
             for (size_t i = 0; i < rows; i++) sums[j * TILE_M + i] += partial[(col + j) * p.m + row + i];
     }
-    write_tile(p, x, sums, batch, row, col, rows, cols);
+    write_tile(p, x, sums, batch, tile);
 }
 
 void expect_device(const char *name, const void *p, size_t bytes) {

@@ -497,14 +497,20 @@ void cuda_on_cpu::enqueue_launch(cudaStream_t stream, const Parameters &paramete
     add_operation(s, [parameters] { run_grid(parameters); });
 }
 
+struct Rows {
+    size_t count, bytes;                  // rows, and the bytes of each
+    size_t to_step = 0, from_step = 0;    // from one row to the next
+};
+
 // A copy in a stream, with the runtime's synchronization ("API synchronization behavior" in its reference): memory that
 // is not pinned is read, or written, before the call returns. Otherwise only the stream waits, and with `wait` also the
 // host, unless both sides are on the device.
-static cudaError_t copy(const char *name, void *to, const void *from, size_t row, size_t to_step, size_t from_step,
-                        size_t rows, cudaMemcpyKind kind, cudaStream_t stream, bool wait) {
+static cudaError_t copy(const char *name, void *to, const void *from, Rows rows, cudaMemcpyKind kind,
+                        cudaStream_t stream, bool wait) {
     WITH_STREAM(s, stream);
-    if (row == 0 || rows == 0) return cudaSuccess;
-    size_t to_bytes = (rows - 1) * to_step + row, from_bytes = (rows - 1) * from_step + row;
+    if (rows.bytes == 0 || rows.count == 0) return cudaSuccess;
+    size_t to_bytes = (rows.count - 1) * rows.to_step + rows.bytes,
+           from_bytes = (rows.count - 1) * rows.from_step + rows.bytes;
     bool to_device = within(to, to_bytes, true), from_device = within(from, from_bytes, true);
     bool to_pinned = within(to, to_bytes, false), from_pinned = within(from, from_bytes, false);
     if (kind == cudaMemcpyDefault)
@@ -525,9 +531,10 @@ static cudaError_t copy(const char *name, void *to, const void *from, size_t row
     }
     add_operation(s, [=] {
         (void)staged;    // must live until the copy is made
-        reads(from, row, rows, from_step);
-        writes(to, row, rows, to_step);
-        for (size_t i = 0; i < rows; i++) memmove((char *)to + i * to_step, (const char *)from + i * from_step, row);
+        reads(from, rows.bytes, rows.count, rows.from_step);
+        writes(to, rows.bytes, rows.count, rows.to_step);
+        for (size_t i = 0; i < rows.count; i++)
+            memmove((char *)to + i * rows.to_step, (const char *)from + i * rows.from_step, rows.bytes);
     });
     if (!to_pinned || (wait && !(to_device && from_device))) wait_for(s);
     return cudaSuccess;
@@ -652,21 +659,21 @@ cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total) {
 }
 
 cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, cudaMemcpyKind kind) {
-    return copy(__func__, to, from, bytes, 0, 0, 1, kind, NULL, true);
+    return copy(__func__, to, from, {1, bytes}, kind, NULL, true);
 }
 
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream) {
-    return copy(__func__, to, from, bytes, 0, 0, 1, kind, stream, false);
+    return copy(__func__, to, from, {1, bytes}, kind, stream, false);
 }
 
 cudaError_t cudaMemcpy2D(void *to, size_t to_step, const void *from, size_t from_step, size_t width, size_t height,
                          cudaMemcpyKind kind) {
-    return copy(__func__, to, from, width, to_step, from_step, height, kind, NULL, true);
+    return copy(__func__, to, from, {height, width, to_step, from_step}, kind, NULL, true);
 }
 
 cudaError_t cudaMemcpy2DAsync(void *to, size_t to_step, const void *from, size_t from_step, size_t width, size_t height,
                               cudaMemcpyKind kind, cudaStream_t stream) {
-    return copy(__func__, to, from, width, to_step, from_step, height, kind, stream, false);
+    return copy(__func__, to, from, {height, width, to_step, from_step}, kind, stream, false);
 }
 
 cudaError_t cudaMemsetAsync(void *p, int value, size_t bytes, cudaStream_t stream) {

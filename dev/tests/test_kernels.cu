@@ -473,6 +473,67 @@ struct Gains {
     }
 };
 
+// A unit's projection and angles, and what is expected of its passes.
+struct Gau {
+    size_t T, E, HS, N, W, half;
+    bool l2;
+    Numbers x, cos_t, sin_t;
+    Numbers qk[2], values, inverse;    // forward
+    Numbers dx;                        // backward
+};
+
+static void expect_gau_forward(Gau &g, const Gains &gains) {
+    for (size_t n = 0; n < g.N; n++) {
+        const double *z = &g.x[n * g.W + 2 * g.E];
+        for (size_t e = 0; e < g.E; e++) g.values[n * g.E + e] = silu_of(g.x[n * g.W + g.E + e]);
+        for (int i = 0; i < 2; i++) {
+            double *row = &g.qk[i][n * g.HS];
+            for (size_t c = 0; c < g.HS; c++)
+                row[c] = silu_of(z[c]) * gains.values[2 * i][c] + gains.values[2 * i + 1][c];
+            rotate(row, &g.cos_t[n % g.T * g.half], &g.sin_t[n % g.T * g.half], 1, g.half);
+            if (g.l2) g.inverse[2 * n + i] = divide_by_norm(row, g.HS);
+        }
+    }
+}
+
+// d[0], d[1]: the gradients of q and k, overwritten   u: q and k   grads added to
+static void expect_gau_backward(Gau &g, Gains &grads, Numbers d[2], const Numbers u[2], const Numbers &dvalues,
+                                const Gains &gains) {
+    for (size_t n = 0; n < g.N; n++) {
+        const double *z = &g.x[n * g.W + 2 * g.E];
+        double *dz = &g.dx[n * g.W + 2 * g.E];
+        for (size_t e = 0; e < g.E; e++)
+            g.dx[n * g.W + g.E + e] = dvalues[n * g.E + e] * silu_slope(g.x[n * g.W + g.E + e]);
+        for (size_t c = 0; c < g.HS; c++) dz[c] = 0;
+        for (int i = 0; i < 2; i++) {
+            double *row = &d[i][n * g.HS];
+            if (g.l2) norm_backward(row, &u[i][n * g.HS], g.inverse[2 * n + i], g.HS);
+            rotate(row, &g.cos_t[n % g.T * g.half], &g.sin_t[n % g.T * g.half], -1, g.half);
+            for (size_t c = 0; c < g.HS; c++) {
+                dz[c] += row[c] * gains.values[2 * i][c] * silu_slope(z[c]);
+                grads.values[2 * i][c] += row[c] * silu_of(z[c]);
+                grads.values[2 * i + 1][c] += row[c];
+            }
+        }
+    }
+}
+
+// duvz without u's part, which is NaN
+template <class X>
+static void compare_duvz(Tensor<X> &duvz, const Gau &g) {
+    auto is_u = [&](size_t i) { return i % g.W < g.E; };
+    compare_untouched("u's gradient has changed", duvz, is_u);
+    Tensor<X> written(g.N * (g.W - g.E));
+    Numbers expected;
+    written.now.clear();
+    for (size_t i = 0; i < g.N * g.W; i++) {
+        if (is_u(i)) continue;
+        expected.push_back(g.dx[i]);
+        written.now.insert(written.now.end(), duvz.now.begin() + i * sizeof(X), duvz.now.begin() + (i + 1) * sizeof(X));
+    }
+    compare("duvz", written, expected, BACKWARD);
+}
+
 template <class X>
 static void test_gau(size_t B, size_t T, size_t E, size_t HS, bool l2) {
     if (!case_begins("gau %s B=%zu T=%zu E=%zu HS=%zu%s", type_name<X>(), B, T, E, HS, l2 ? " l2" : "")) return;
@@ -482,39 +543,28 @@ static void test_gau(size_t B, size_t T, size_t E, size_t HS, bool l2) {
     Tensor<float> inverses(2 * N), inverses_in(2 * N), cosines(T * half), sines(T * half),
         partials(gau_partials(N, HS));
     Gains gains(HS, "gain"), grads(HS, "grad");
-    Numbers cos_t, sin_t, x = fill(uvz, "uvz", 0, 3), inverse(2 * N), qk[2] = {Numbers(N * HS), Numbers(N * HS)},
-                          values(N * E);
-    make_angles(cos_t, sin_t, T, half);
-    cos_t = fill(cosines, cos_t), sin_t = fill(sines, sin_t);
-    for (size_t n = 0; n < N; n++) {
-        const double *z = &x[n * W + 2 * E];
-        for (size_t e = 0; e < E; e++) values[n * E + e] = silu_of(x[n * W + E + e]);
-        for (int i = 0; i < 2; i++) {
-            double *row = &qk[i][n * HS];
-            for (size_t c = 0; c < HS; c++)
-                row[c] = silu_of(z[c]) * gains.values[2 * i][c] + gains.values[2 * i + 1][c];
-            rotate(row, &cos_t[n % T * half], &sin_t[n % T * half], 1, half);
-            if (l2) inverse[2 * n + i] = divide_by_norm(row, HS);
-        }
-    }
-    Numbers u[2] = {fill(q_in, qk[0]), fill(k_in, qk[1])}, d[2] = {fill(dq, "dq", 0, 1), fill(dk, "dk", 0, 1)};
-    Numbers dvalues = fill(dv, "dv", 0, 1), dx(N * W, NAN);
-    inverse = fill(inverses_in, inverse);
-    for (size_t n = 0; n < N; n++) {
-        const double *z = &x[n * W + 2 * E];
-        for (size_t e = 0; e < E; e++) dx[n * W + E + e] = dvalues[n * E + e] * silu_slope(x[n * W + E + e]);
-        for (size_t c = 0; c < HS; c++) dx[n * W + 2 * E + c] = 0;
-        for (int i = 0; i < 2; i++) {
-            double *row = &d[i][n * HS];
-            if (l2) norm_backward(row, &u[i][n * HS], inverse[2 * n + i], HS);
-            rotate(row, &cos_t[n % T * half], &sin_t[n % T * half], -1, half);
-            for (size_t c = 0; c < HS; c++) {
-                dx[n * W + 2 * E + c] += row[c] * gains.values[2 * i][c] * silu_slope(z[c]);
-                grads.values[2 * i][c] += row[c] * silu_of(z[c]);
-                grads.values[2 * i + 1][c] += row[c];
-            }
-        }
-    }
+    Gau g = {T,
+             E,
+             HS,
+             N,
+             W,
+             half,
+             l2,
+             fill(uvz, "uvz", 0, 3),
+             {},
+             {},
+             {Numbers(N * HS), Numbers(N * HS)},
+             Numbers(N * E),
+             Numbers(2 * N),
+             Numbers(N * W, NAN)};
+    make_angles(g.cos_t, g.sin_t, T, half);
+    g.cos_t = fill(cosines, g.cos_t);
+    g.sin_t = fill(sines, g.sin_t);
+    expect_gau_forward(g, gains);
+    Numbers u[2] = {fill(q_in, g.qk[0]), fill(k_in, g.qk[1])}, d[2] = {fill(dq, "dq", 0, 1), fill(dk, "dk", 0, 1)};
+    Numbers dvalues = fill(dv, "dv", 0, 1);
+    g.inverse = fill(inverses_in, g.inverse);
+    expect_gau_backward(g, grads, d, u, dvalues, gains);
     Rope rope = {B, T, 1, 1, HS, cosines.device(), sines.device(), l2};
     run_twice({&q, &k, &v, &inverses}, [&] {
         gau_forward<X>({uvz.device(), q.device(), k.device(), v.device(), l2 ? inverses.device() : NULL},
@@ -525,21 +575,11 @@ static void test_gau(size_t B, size_t T, size_t E, size_t HS, bool l2) {
                         {uvz.device(), q_in.device(), k_in.device(), NULL, l2 ? inverses_in.device() : NULL},
                         gains.device(), rope, E, stream);
     });
-    compare("q", q, qk[0], FORWARD);
-    compare("k", k, qk[1], FORWARD);
-    compare("v", v, values, FORWARD);
-    if (l2) compare("inverse_norms", inverses, inverse, FORWARD);
-    auto is_u = [&](size_t i) { return i % W < E; };
-    compare_untouched("u's gradient has changed", duvz, is_u);
-    Tensor<X> written(N * (W - E));    // duvz without u's part, which is NaN
-    Numbers expected;
-    written.now.clear();
-    for (size_t i = 0; i < N * W; i++) {
-        if (is_u(i)) continue;
-        expected.push_back(dx[i]);
-        written.now.insert(written.now.end(), duvz.now.begin() + i * sizeof(X), duvz.now.begin() + (i + 1) * sizeof(X));
-    }
-    compare("duvz", written, expected, BACKWARD);
+    compare("q", q, g.qk[0], FORWARD);
+    compare("k", k, g.qk[1], FORWARD);
+    compare("v", v, g.values, FORWARD);
+    if (l2) compare("inverse_norms", inverses, g.inverse, FORWARD);
+    compare_duvz(duvz, g);
     compare("dq_gain", grads.q_gain, grads.values[0], BACKWARD);
     compare("dq_offset", grads.q_offset, grads.values[1], BACKWARD);
     compare("dk_gain", grads.k_gain, grads.values[2], BACKWARD);

@@ -248,6 +248,10 @@ static void test_broken_headers(void) {
         CHECK(refused(path, cases[i].part), "%s", cases[i].header);
     }
     CHECK(refused(make_file("broken", "{}\0", 3, NULL, 0), "a stray byte"), "a NUL after the header");
+}
+
+static void test_large_headers(void) {
+    check_group("headers with too much in them");
     char deep[20002] = "";
     memset(deep, '[', 10000);
     memset(deep + 10000, ']', 10000);
@@ -385,6 +389,7 @@ int main(void) {
     test_wide();
     test_wrong_requests();
     test_broken_headers();
+    test_large_headers();
     test_broken_lengths();
     test_large();
     test_sharded();
