@@ -1,6 +1,8 @@
 // Reads a hostile config.json: either it is rejected with a message that names it, or the model that was read writes
-// the same config.json again. Sources: runtime/error.c runtime/file.c runtime/json.c runtime/options.c
-// runtime/process.c attention/normalizer.c Sources: model/model.c model/config.c
+// the same config.json again.
+//
+// Sources: runtime/error.c runtime/file.c runtime/json.c runtime/options.c runtime/process.c attention/normalizer.c
+// Sources: model/model.c model/config.c
 #include <stdlib.h>
 #include <string.h>
 

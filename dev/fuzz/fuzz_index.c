@@ -1,4 +1,5 @@
 // Reads a sharded folder whose model.safetensors.index.json is hostile.
+//
 // Sources: runtime/error.c runtime/file.c runtime/json.c runtime/safetensors.c
 #include <stdlib.h>
 #include <string.h>

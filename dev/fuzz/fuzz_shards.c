@@ -1,6 +1,8 @@
 // Reads a hostile shard, with a mask if the input starts with 'm' (then 16 bits with the shard's size, the shard, the
 // mask). Either it is rejected with a message that names it, or every window can be read, with ids and mask values in
-// range. Sources: runtime/error.c runtime/file.c runtime/human.c runtime/random.c runtime/shards.c
+// range.
+//
+// Sources: runtime/error.c runtime/file.c runtime/human.c runtime/random.c runtime/shards.c
 #include <stdlib.h>
 #include <string.h>
 

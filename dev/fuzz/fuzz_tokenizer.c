@@ -1,5 +1,7 @@
 // Reads a hostile tokenizer.json: either it is rejected with a message that names it, or a text that it encodes decodes
-// to the same bytes. Sources: runtime/error.c runtime/file.c runtime/json.c runtime/tokenizer.c
+// to the same bytes.
+//
+// Sources: runtime/error.c runtime/file.c runtime/json.c runtime/tokenizer.c
 #include <stdlib.h>
 #include <string.h>
 
