@@ -224,11 +224,11 @@ static void attention_run(AttentionCase &a) {
     CUDA_CHECK(cudaMalloc(&scratch, flash_scratch(shape)));
     CUDA_CHECK(cudaDeviceSynchronize());
     Rope rope = {a.B, a.T, a.NH, a.NKV, a.HS, cosines, sines, l2};
-    FlashInput<X> in = {{qkv, W, a.HS}, {qkv + C, W, a.HS}, {qkv + C + K, W, a.HS}, NULL};
+    FlashInput<X> in = {{qkv, W, a.HS}, {qkv + C, W, a.HS}, {qkv + C + K, W, a.HS}, NULL, scalars};
     rope_forward(qkv, norms, rope, stream);
-    flash_forward<X>({out, C, a.HS}, stats, (unsigned long long *)counts, in, scalars, shape, scratch, stream);
-    flash_backward<X>({{grads, W, a.HS}, {grads + C, W, a.HS}, {grads + C + K, W, a.HS}}, scalar_grads, dout,
-                      {out, C, a.HS}, stats, in, scalars, shape, scratch, stream);
+    flash_forward<X>({out, C, a.HS}, stats, (unsigned long long *)counts, in, shape, scratch, stream);
+    flash_backward<X>({{grads, W, a.HS}, {grads + C, W, a.HS}, {grads + C + K, W, a.HS}, scalar_grads}, dout,
+                      {out, C, a.HS}, stats, in, shape, scratch, stream);
     rope_backward(grads, qkv, norms, rope, stream);
 
     from_device_array(a.out, out);

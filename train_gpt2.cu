@@ -219,8 +219,8 @@ static float norm_eps(const Model *m) {
     return (float)m->config.norm_eps;
 }
 
-// One row per block: what it keeps in addition to what every block keeps, where attention finds q, k and v, and its
-// passes. Its tensors are in model/model.c.
+// One row per block: what it keeps in addition to what every block keeps, where attention finds q, k and v (`views`,
+// which leaves the scalars out), and its passes. Its tensors are in model/model.c.
 template <class X>
 struct BlockRow {
     void (*plan)(Model *m, Activations<X> *a, size_t N, size_t input_layers);
@@ -503,19 +503,23 @@ static Rope rope_of(const Model *m, size_t B, size_t T) {
 template <class X>
 static FlashInputGrads<X> layer_views(const ModelConfig *c, Projected<X> of) {
     size_t W = joined_width(c), HS = head_size(c), K = query_width(c);
-    return {{of.joined, W, HS}, {of.joined + K, W, HS}, {of.joined + K + key_width(c), W, HS}};
+    return {{of.joined, W, HS}, {of.joined + K, W, HS}, {of.joined + K + key_width(c), W, HS}, {}};
 }
 
 template <class X>
 static FlashInputGrads<X> unit_views(const ModelConfig *c, Projected<X> of) {
     size_t K = query_width(c);
-    return {{of.q, K, K}, {of.k, K, K}, {of.v, output_width(c), value_size(c)}};
+    return {{of.q, K, K}, {of.k, K, K}, {of.v, output_width(c), value_size(c)}, {}};
 }
 
 template <class X>
-static FlashInput<X> attention_input(const Model *m, Projected<X> of) {
+static FlashInput<X> attention_input(const Model *m, Projected<X> of, size_t l) {
     FlashInputGrads<X> at = BLOCKS<X>[m->config.block].views(&m->config, of);
-    return {{at.q.p, at.q.row, at.q.head}, {at.k.p, at.k.row, at.k.head}, {at.v.p, at.v.row, at.v.head}, m->first};
+    return {{at.q.p, at.q.row, at.q.head},
+            {at.k.p, at.k.row, at.k.head},
+            {at.v.p, at.v.row, at.v.head},
+            m->first,
+            layer_scalars(m, l)};
 }
 
 // Attention itself, which both blocks share. Expects the layer's q, k and v.
@@ -524,7 +528,7 @@ static void attention_layer_forward(Model *m, const Layer<X> &of, size_t l, size
     FlashShape shape = flash_shape(m, B, T);
     phase(PHASE_ATTENTION);
     flash_forward<X>({of.att, output_width(&m->config), shape.VS}, of.stats, m->all_zero_rows + counter,
-                     attention_input(m, of.projected), layer_scalars(m, l), shape, m->scratch, stream);
+                     attention_input(m, of.projected, l), shape, m->scratch, stream);
 }
 
 // Computes the gradients of q, k and v (in a->djoined, or in a->dq, a->dk, a->dv) and of the learned scalars from
@@ -533,9 +537,10 @@ template <class X>
 static void attention_layer_backward(Model *m, Activations<X> *a, const Layer<X> &of, size_t l, size_t B, size_t T) {
     FlashShape shape = flash_shape(m, B, T);
     phase(PHASE_ATTENTION);
-    flash_backward<X>(BLOCKS<X>[m->config.block].views(&m->config, {a->djoined, a->dq, a->dk, a->dv, NULL}),
-                      layer_scalar_grads(m, m->grads, l), a->datt, {of.att, output_width(&m->config), shape.VS},
-                      of.stats, attention_input(m, of.projected), layer_scalars(m, l), shape, m->scratch, stream);
+    FlashInputGrads<X> d = BLOCKS<X>[m->config.block].views(&m->config, {a->djoined, a->dq, a->dk, a->dv, NULL});
+    d.scalars = layer_scalar_grads(m, m->grads, l);
+    flash_backward<X>(d, a->datt, {of.att, output_width(&m->config), shape.VS}, of.stats,
+                      attention_input(m, of.projected, l), shape, m->scratch, stream);
 }
 
 template <class X>

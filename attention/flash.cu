@@ -80,14 +80,27 @@ size_t flash_scratch(FlashShape shape) {
 }
 
 template <class X>
-static FlashCall<X> call_of(FlashShape shape, Scalars scalars, FlashInput<X> in, float *stats, void *scratch) {
+static FlashCall<X> call_of(FlashShape shape, FlashInput<X> in, float *stats, void *scratch) {
     const Normalizer *a = shape.normalizer;
     FlashCall<X> call = {};
-    call.q = in.q, call.k = in.k, call.v = in.v, call.first = in.first, call.scalars = scalars;
-    call.scale = a->scale, call.offset = a->offset, call.norm = a->norm;
-    call.phi = NORMALIZER_PHI(a), call.post = NORMALIZER_POST(a), call.power = (float)a->post.value;
-    call.B = (int)shape.B, call.T = (int)shape.T, call.NH = (int)shape.NH, call.NKV = (int)shape.NKV,
-    call.HS = (int)shape.HS, call.VS = (int)shape.VS, call.L = shape.L;
+    call.q = in.q;
+    call.k = in.k;
+    call.v = in.v;
+    call.first = in.first;
+    call.scalars = in.scalars;
+    call.scale = a->scale;
+    call.offset = a->offset;
+    call.norm = a->norm;
+    call.phi = NORMALIZER_PHI(a);
+    call.post = NORMALIZER_POST(a);
+    call.power = (float)a->post.value;
+    call.B = (int)shape.B;
+    call.T = (int)shape.T;
+    call.NH = (int)shape.NH;
+    call.NKV = (int)shape.NKV;
+    call.HS = (int)shape.HS;
+    call.VS = (int)shape.VS;
+    call.L = shape.L;
     call.stats = stats;
     call.rest = keeps_rest(shape, sizeof(X)) ? (X *)(stats + rows_of(shape) * FLASH_STATS) : NULL;
     call.rows = (FlashRow *)scratch;
@@ -149,9 +162,9 @@ struct Pass {
 
 template <class X, int PHI, int POST>
 static size_t shared_of(size_t HS) {
-    return HS <= 48   ? most_shared<X, 48, PHI, POST>
-           : HS <= 64 ? most_shared<X, 64, PHI, POST>
-                      : most_shared<X, 128, PHI, POST>;
+    if (HS <= 48) return most_shared<X, 48, PHI, POST>;
+    if (HS <= 64) return most_shared<X, 64, PHI, POST>;
+    return most_shared<X, 128, PHI, POST>;
 }
 
 template <class X, int instance>
@@ -230,38 +243,51 @@ static void check_view(const char *name, FlashView<X> view) {
 }
 
 template <class X>
-void flash_forward(FlashView<X> out, float *stats, unsigned long long *all_zero_rows, FlashInput<X> in, Scalars scalars,
+void flash_forward(FlashView<X> out, float *stats, unsigned long long *all_zero_rows, FlashInput<X> in,
                    FlashShape shape, void *scratch, cudaStream_t stream) {
     flash_check(shape, sizeof(X));
-    check_view("q", in.q), check_view("k", in.k), check_view("v", in.v), check_view("out", out);
-    FlashCall<X> call = call_of(shape, scalars, in, stats, scratch);
-    call.out = out, call.all_zero_rows = all_zero_rows;
+    check_view("q", in.q);
+    check_view("k", in.k);
+    check_view("v", in.v);
+    check_view("out", out);
+    FlashCall<X> call = call_of(shape, in, stats, scratch);
+    call.out = out;
+    call.all_zero_rows = all_zero_rows;
     if (call.post == POST_RECENTER) prefix_sums(call, shape, stream);
     pass_of<X>(shape.normalizer).forward(call, stream);
 }
 
 template <class X>
-void flash_backward(FlashInputGrads<X> d, ScalarGrads grads, const X *dout, FlashView<const X> out, const float *stats,
-                    FlashInput<X> in, Scalars scalars, FlashShape shape, void *scratch, cudaStream_t stream) {
+void flash_backward(FlashInputGrads<X> d, const X *dout, FlashView<const X> out, const float *stats, FlashInput<X> in,
+                    FlashShape shape, void *scratch, cudaStream_t stream) {
     flash_check(shape, sizeof(X));
-    check_view("dq", d.q), check_view("dk", d.k), check_view("dv", d.v), check_view("out", out);
-    FlashCall<X> call = call_of(shape, scalars, in, const_cast<float *>(stats), scratch);
-    call.out = {const_cast<X *>(out.p), out.row, out.head}, call.dout = {dout, out.row, out.head};
-    call.dq = d.q, call.dk = d.k, call.dv = d.v;
-    if (!any_acts(grads, IN_SCALE)) call.g = NULL;
-    if (!any_acts(grads, IN_PHI)) call.by_number = NULL;
+    check_view("dq", d.q);
+    check_view("dk", d.k);
+    check_view("dv", d.v);
+    check_view("out", out);
+    FlashCall<X> call = call_of(shape, in, const_cast<float *>(stats), scratch);
+    call.out = {const_cast<X *>(out.p), out.row, out.head};
+    call.dout = {dout, out.row, out.head};
+    call.dq = d.q;
+    call.dk = d.k;
+    call.dv = d.v;
+    if (!any_acts(d.scalars, IN_SCALE)) call.g = NULL;
+    if (!any_acts(d.scalars, IN_PHI)) call.by_number = NULL;
     prefix_sums(call, shape, stream);
     Pass<X> pass = pass_of<X>(shape.normalizer);
     launch(flash_rows_kernel<X>, dim3((rows_of(shape) * ROW_LANES - 1) / 256 + 1), dim3(256), 0, stream, call,
            pass.in_unit);
     pass.backward(call, stream);
-    scalar_gradients(grads, call, shape, pass.in_unit, scratch, stream);
+    scalar_gradients(d.scalars, call, shape, pass.in_unit, scratch, stream);
 }
 
-#define INSTANTIATE(X)                                                                                               \
-    template void flash_forward(FlashView<X>, float *, unsigned long long *, FlashInput<X>, Scalars, FlashShape, \
-                                void *, cudaStream_t);                                                                \
-    template void flash_backward(FlashInputGrads<X>, ScalarGrads, const X *, FlashView<const X>, const float *,  \
-                                 FlashInput<X>, Scalars, FlashShape, void *, cudaStream_t);
+// template void flash_forward(FlashView<bf16>, ...); template void flash_backward(FlashInputGrads<bf16>, ...);
+// clang-format off
+#define INSTANTIATE(X)                                                                                                 \
+    template void flash_forward(FlashView<X>, float *, unsigned long long *, FlashInput<X>, FlashShape, void *,        \
+                                cudaStream_t);                                                                         \
+    template void flash_backward(FlashInputGrads<X>, const X *, FlashView<const X>, const float *, FlashInput<X>,      \
+                                 FlashShape, void *, cudaStream_t);
+// clang-format on
 INSTANTIATE(bf16)
 INSTANTIATE(float)

@@ -30,7 +30,8 @@ struct FlashView {
     size_t row, head;
 };
 
-// The input of attention: q (B,T,NH,HS), k (B,T,NKV,HS), v (B,T,NKV,VS), after RoPE, qk=l2 and any other preprocessing.
+// The input of attention: q (B,T,NH,HS), k (B,T,NKV,HS), v (B,T,NKV,VS), after RoPE, qk=l2 and any other preprocessing,
+// and the learned scalars.
 // first (B,T) is the first key that each position sees: at most the position itself, and nondecreasing along a
 // sequence. NULL: every position sees its sequence from the start. n, the number of visible keys, counts from the first
 // visible key.
@@ -38,11 +39,14 @@ template <class X>
 struct FlashInput {
     FlashView<const X> q, k, v;
     const int32_t *first;
+    Scalars scalars;
 };
 
+// Their gradients: those of q, k and v are written, those of the scalars added to.
 template <class X>
 struct FlashInputGrads {
     FlashView<X> q, k, v;
+    ScalarGrads scalars;
 };
 
 enum { FLASH_STATS = 4 };    // the least number of floats that the forward pass keeps per row
@@ -63,15 +67,15 @@ size_t flash_scratch(FlashShape shape);
 //   out (B,T,NH,VS) written   stats (flash_stats) written, for flash_backward
 //   all_zero_rows: a counter on the device; the number of all-zero rows, whose output is 0, is added to it
 template <class X>
-void flash_forward(FlashView<X> out, float *stats, unsigned long long *all_zero_rows, FlashInput<X> in, Scalars scalars,
+void flash_forward(FlashView<X> out, float *stats, unsigned long long *all_zero_rows, FlashInput<X> in,
                    FlashShape shape, void *scratch, cudaStream_t stream);
 
 // The gradients, from the input and output of flash_forward. Recomputes the scores. Deterministic: dk and dv are summed
 // over the heads that share them in a fixed order.
-//   d written   grads added to   dout, out (B,T,NH,VS), both with the same layout
+//   dout, out (B,T,NH,VS), both with the same layout
 template <class X>
-void flash_backward(FlashInputGrads<X> d, ScalarGrads grads, const X *dout, FlashView<const X> out, const float *stats,
-                    FlashInput<X> in, Scalars scalars, FlashShape shape, void *scratch, cudaStream_t stream);
+void flash_backward(FlashInputGrads<X> d, const X *dout, FlashView<const X> out, const float *stats, FlashInput<X> in,
+                    FlashShape shape, void *scratch, cudaStream_t stream);
 
 // ---- between flash.cu and the instances
 
@@ -143,10 +147,10 @@ constexpr bool flash_rectifies(int phi) {
 }
 
 constexpr bool flash_post_fits(int have, int post) {
-    return post == POST_RECENTER      ? have == FLASH_RECENTER
-           : post == POST_RECENTER_L1 ? have == FLASH_RECENTER_L1 || have == FLASH_TWO_SWEEPS
-           : post == POST_REWEIGHT    ? have == FLASH_REWEIGHT || have == FLASH_TWO_SWEEPS
-                                      : have == FLASH_PLAIN;
+    if (post == POST_RECENTER) return have == FLASH_RECENTER;
+    if (post == POST_RECENTER_L1) return have == FLASH_RECENTER_L1 || have == FLASH_TWO_SWEEPS;
+    if (post == POST_REWEIGHT) return have == FLASH_REWEIGHT || have == FLASH_TWO_SWEEPS;
+    return have == FLASH_PLAIN;
 }
 
 // The instance for these elements, phi and post, or -1. First match wins.

@@ -20,16 +20,16 @@ static void backward_of(const FlashCall<FlashX<instance>> &call, cudaStream_t st
 
 template <int instance>
 void flash_instance_forward(const FlashCall<FlashX<instance>> &call, cudaStream_t stream) {
-    call.HS <= 48   ? forward_of<instance, 48>(call, stream)
-    : call.HS <= 64 ? forward_of<instance, 64>(call, stream)
-                    : forward_of<instance, 128>(call, stream);
+    if (call.HS <= 48) forward_of<instance, 48>(call, stream);
+    else if (call.HS <= 64) forward_of<instance, 64>(call, stream);
+    else forward_of<instance, 128>(call, stream);
 }
 
 template <int instance>
 void flash_instance_backward(const FlashCall<FlashX<instance>> &call, cudaStream_t stream) {
-    call.HS <= 48   ? backward_of<instance, 48>(call, stream)
-    : call.HS <= 64 ? backward_of<instance, 64>(call, stream)
-                    : backward_of<instance, 128>(call, stream);
+    if (call.HS <= 48) backward_of<instance, 48>(call, stream);
+    else if (call.HS <= 64) backward_of<instance, 64>(call, stream);
+    else backward_of<instance, 128>(call, stream);
 }
 
 #define INSTANTIATE(instance)                                                                                          \

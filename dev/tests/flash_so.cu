@@ -60,13 +60,13 @@ FlashShape shape_of(const Normalizer *normalizer, const FlashTestShape *x) {
 }
 
 template <class X>
-FlashInput<X> input_of(const FlashTestShape *x, const X *q, const X *k, const X *v) {
-    return {{q, x->q_row, x->HS}, {k, x->k_row, x->HS}, {v, x->v_row, x->VS}, x->first};
+FlashInput<X> input_of(const FlashTestShape *x, const X *q, const X *k, const X *v, Scalars scalars) {
+    return {{q, x->q_row, x->HS}, {k, x->k_row, x->HS}, {v, x->v_row, x->VS}, x->first, scalars};
 }
 
 template <class X>
-FlashInputGrads<X> grads_of(const FlashTestShape *x, X *dq, X *dk, X *dv) {
-    return {{dq, x->q_row, x->HS}, {dk, x->k_row, x->HS}, {dv, x->v_row, x->VS}};
+FlashInputGrads<X> grads_of(const FlashTestShape *x, X *dq, X *dk, X *dv, ScalarGrads scalars) {
+    return {{dq, x->q_row, x->HS}, {dk, x->k_row, x->HS}, {dv, x->v_row, x->VS}, scalars};
 }
 
 template <class X>
@@ -90,10 +90,10 @@ void run(const Normalizer *normalizer, const FlashTestShape &x, FlashTestArrays 
     float *stats = (float *)device.take(kept * sizeof(float));
     FlashTestShape there = x;
     there.first = device.copy(x.first, rows);
-    FlashInput<X> in = input_of(&there, q, k, v);
-    flash_forward<X>({out, x.out_row, x.VS}, stats, counter, in, scalars, shape, device.take(flash_scratch(shape)), 0);
+    FlashInput<X> in = input_of(&there, q, k, v, scalars);
+    flash_forward<X>({out, x.out_row, x.VS}, stats, counter, in, shape, device.take(flash_scratch(shape)), 0);
     if (dout)
-        flash_backward<X>(grads_of(&x, dq, dk, dv), grads, dout, {out, x.out_row, x.VS}, stats, in, scalars, shape,
+        flash_backward<X>(grads_of(&x, dq, dk, dv, grads), dout, {out, x.out_row, x.VS}, stats, in, shape,
                           device.take(flash_scratch(shape)), 0);
     CUDA_CHECK(cudaDeviceSynchronize());
     fetch((X *)a->out, out, rows * x.out_row);
@@ -148,9 +148,9 @@ extern "C" void flash_on_device(const char *attn, const FlashTestShape *shape, c
     Normalizer normalizer = normalizer_of(attn);
     const bf16 *q = (const bf16 *)a->q, *k = (const bf16 *)a->k, *v = (const bf16 *)a->v;
     FlashShape x = shape_of(&normalizer, shape);
-    FlashInput<bf16> in = input_of(shape, q, k, v);
+    FlashInput<bf16> in = input_of(shape, q, k, v, a->scalars);
     FlashView<bf16> out = {(bf16 *)a->out, shape->out_row, x.VS};
-    if (!backward) return flash_forward<bf16>(out, a->stats, all_zero_rows, in, a->scalars, x, scratch, stream);
-    flash_backward<bf16>(grads_of(shape, (bf16 *)a->dq, (bf16 *)a->dk, (bf16 *)a->dv), a->grads, (const bf16 *)a->dout,
-                         {out.p, out.row, out.head}, a->stats, in, a->scalars, x, scratch, stream);
+    if (!backward) return flash_forward<bf16>(out, a->stats, all_zero_rows, in, x, scratch, stream);
+    flash_backward<bf16>(grads_of(shape, (bf16 *)a->dq, (bf16 *)a->dk, (bf16 *)a->dv, a->grads), (const bf16 *)a->dout,
+                         {out.p, out.row, out.head}, a->stats, in, x, scratch, stream);
 }

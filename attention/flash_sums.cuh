@@ -1,0 +1,193 @@
+// What flash.cuh's main kernels need before they start (prefix sums of v; D and the like for each row), and the sums
+// that follow them (gradients of the scalars).
+//
+// Tested by dev/tests/test_flash.py.
+#ifndef ATTENTION_FLASH_SUMS_CUH
+#define ATTENTION_FLASH_SUMS_CUH
+
+#include "attention/flash_row.cuh"
+#include "cuda/vector.cuh"
+
+enum { SEGMENT = 64 };    // positions whose v are summed separately first
+
+// registers: at most 48 (flash_segments_kernel, flash_prefix_kernel, flash_rows_kernel)
+// registers: at most 48 (flash_scalars_kernel)
+// registers: at most 56 (flash_positions_kernel)
+// registers: at most 32 (flash_scalars_add_kernel, flash_positions_add_kernel)
+// segments (B NKV, T/SEGMENT, VS): sums of v over SEGMENT positions. One thread per column.
+template <class X>
+KERNEL void flash_segments_kernel(float *segments, const FlashCall<X> call) {
+    int c = blockIdx.z * blockDim.x + threadIdx.x, from = blockIdx.x * SEGMENT;
+    if (c >= call.VS) return;
+    const X *v = head_at(call, call.v, blockIdx.y / call.NKV, blockIdx.y % call.NKV) + c;
+    float sum = 0;
+    for (int t = from; t < from + SEGMENT && t < call.T; t++) sum += to_float(v[t * call.v.row]);
+    segments[((size_t)blockIdx.y * gridDim.x + blockIdx.x) * call.VS + c] = sum;
+}
+
+// prefix (B NKV, T, VS): the sum of v_j over the keys j that row t sees
+template <class X>
+KERNEL void flash_prefix_kernel(float *prefix, const float *segments, const FlashCall<X> call) {
+    int c = blockIdx.z * blockDim.x + threadIdx.x, b = blockIdx.y / call.NKV, from = blockIdx.x * SEGMENT;
+    if (c >= call.VS) return;
+    const X *v = head_at(call, call.v, b, blockIdx.y % call.NKV) + c;
+    float sum = 0;
+    // What the row before this segment sees: the rest of one segment, then whole segments.
+    int seen = from ? first_key(call, b, from - 1) : 0, at = seen;
+    for (; at % SEGMENT && at < from; at++) sum += to_float(v[at * call.v.row]);
+    for (int i = at / SEGMENT; i < (int)blockIdx.x; i++)
+        sum += segments[((size_t)blockIdx.y * gridDim.x + i) * call.VS + c];
+    for (int t = from; t < from + SEGMENT && t < call.T; t++) {
+        int first = first_key(call, b, t);
+        if (first != seen) {
+            sum = 0;
+            for (int j = first; j < t; j++) sum += to_float(v[j * call.v.row]);
+            seen = first;
+        }
+        sum += to_float(v[t * call.v.row]);
+        prefix[((size_t)blockIdx.y * call.T + t) * call.VS + c] = sum;
+    }
+}
+
+// What the backward pass needs to know about row n, from its statistics (forward_end), D = dO · O and, for the posts
+// that recenter, along = dO · sum_{j <= i} v_j. in_unit: the unit of z in the instance.
+template <class X>
+DEVICE FlashRow backward_row(const FlashCall<X> &call, RowPlace at, float4 stats, float D, float along, float in_unit) {
+    bool late = at.n > POST_FROM, is_sum = norm_is_sum(call.norm);
+    float n = (float)at.n, shift = row_shift(call, at, stats.x / in_unit);
+    FlashRow row = {row_scale(call.scale, at) * in_unit, stats.x, stats.y, is_sum ? D : 0, stats.z, 0, 0,
+                    phi_number(call.phi, at, shift)};
+    if (call.post == POST_NEGATE) row.D = -row.D;
+    if (call.post == POST_NONE || call.post == POST_NEGATE || call.post == POST_RECTIFY)
+        row.by_d = row.factor * (row.scale / in_unit), row.by_D = row.by_d * row.D;
+    if (call.post == POST_RECENTER && late) row.less = along / n;
+    if (call.post == POST_RECENTER_L1 && late) row.D = D, row.less = (along - D * stats.w) / n;
+    if (call.post == POST_REWEIGHT) {
+        reweight_numbers<X>(&row.factor, &row.mean, stats.y, stats.z, at.n);
+        row.D = D, row.inverse_sum = stats.w;    // flash_dq_kernel sets less
+    }
+    return row;
+}
+
+enum { ROW_LANES = 8 };    // lanes per row in flash_rows_kernel
+
+template <class X>
+KERNEL void flash_rows_kernel(const FlashCall<X> call, float in_unit) {
+    size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) / ROW_LANES, rows = (size_t)call.B * call.NH * call.T;
+    bool there = i < rows;
+    if (!there) i = rows - 1;    // stay in range; the lane still takes part in the shuffles
+    int lane = threadIdx.x % ROW_LANES, t = i % call.T, h = i / call.T % call.NH, b = i / call.T / call.NH;
+    const X *dout_row = head_at(call, call.dout, b, h) + t * call.dout.row;
+    const X *out_row = head_at(call, call.out, b, h) + t * call.out.row;
+    size_t prefix = (((size_t)b * call.NKV + h / (call.NH / call.NKV)) * call.T + t) * call.VS;
+    float D = 0, along = 0;
+    for (int c = lane * Pack<X>::size; c < call.VS; c += ROW_LANES * Pack<X>::size) {
+        Pack<X> dout, out;
+        unpack_16(dout, load_16(dout_row + c));
+        unpack_16(out, load_16(out_row + c));
+        UNROLL
+        for (int e = 0; e < Pack<X>::size; e++) D += dout.x[e] * out.x[e];
+        if (call.rest) {
+            unpack_16(out, load_16(call.rest + i * call.VS + c));
+            UNROLL
+            for (int e = 0; e < Pack<X>::size; e++) D += dout.x[e] * out.x[e];
+        }
+        if (!call.prefix) continue;
+        UNROLL
+        for (int e = 0; e < Pack<X>::size; e++) along += dout.x[e] * call.prefix[prefix + c + e];
+    }
+    for (int step = ROW_LANES / 2; step > 0; step /= 2) {
+        D += __shfl_xor_sync(0xFFFFFFFFu, D, step);
+        along += __shfl_xor_sync(0xFFFFFFFFu, along, step);
+    }
+    if (there && lane == 0)
+        call.rows[i] = backward_row(call, place_of(call, b, h, t), *(const float4 *)(call.stats + i * FLASH_STATS), D,
+                                    along, in_unit);
+}
+
+// The gradients of the scalars take two stages: each block writes partial sums over a fixed number of rows or heads,
+// and a second kernel adds these in order. Their number depends only on the shape, so every GPU gives the same bits.
+enum { SCALAR_THREADS = 256, SCALAR_ROWS = 1024, POSITION_THREADS = 128, POSITION_HEADS = 16 };
+
+// What row t of head h contributes to the gradients of the scalars that act in `stage`: the derivative of the loss with
+// respect to its c (g), to phi's number, or to the ln of norm_extra (-D norm_extra/Z, with D as norm sees it). i: the
+// index in call.rows
+template <class X>
+DEVICE float row_grad(const FlashCall<X> &call, int stage, RowPlace at, size_t i, float in_unit) {
+    if (stage == IN_SCALE) return call.g[i];
+    if (stage == IN_PHI) return call.by_number[i];
+    FlashRow row = call.rows[i];
+    float D = row.D * row.factor;
+    if (call.post == POST_REWEIGHT) D = row.less;
+    if (call.post == POST_RECENTER_L1 && at.n > POST_FROM) D = 0;
+    return -D * norm_extra(call.norm, at, row_shift(call, at, row.bias / in_unit));
+}
+
+// partials (SCALAR_COUNT,NH,gridDim.x): for each per-head scalar whose gradient is needed, the sum of row_slope
+// row_grad over SCALAR_ROWS rows of the batch from row blockIdx.x SCALAR_ROWS on
+template <class X>
+KERNEL void flash_scalars_kernel(double *partials, ScalarGrads wanted, const FlashCall<X> call, float in_unit) {
+    int h = blockIdx.y, first = blockIdx.x * SCALAR_ROWS, rows = call.B * call.T,
+        last = first + SCALAR_ROWS < rows ? first + SCALAR_ROWS : rows;
+    double sums[SCALAR_COUNT] = {};
+    for (int i = first + threadIdx.x; i < last; i += SCALAR_THREADS) {
+        int t = i % call.T;
+        size_t at = ((size_t)(i / call.T) * call.NH + h) * call.T + t;
+        RowPlace place = place_of(call, i / call.T, h, t);
+        UNROLL
+        for (int x = 0; x < SCALAR_COUNT; x++)
+            if (wanted.of[x] && scalar_width(x) == PER_HEAD)
+                sums[x] += row_slope(x, call.scale, place) * row_grad(call, scalar_stage(x), place, at, in_unit);
+    }
+    UNROLL
+    for (int x = 0; x < SCALAR_COUNT; x++) {
+        if (!wanted.of[x] || scalar_width(x) != PER_HEAD) continue;
+        double sum = block_sum_double<SCALAR_THREADS>(sums[x]);
+        if (threadIdx.x == 0) partials[((size_t)x * gridDim.y + h) * gridDim.x + blockIdx.x] = sum;
+    }
+}
+
+// grads.of[x][h] += the partial sums (SCALAR_COUNT,NH,pieces) of each per-head scalar x. One block per head.
+template <int THREADS>
+KERNEL void flash_scalars_add_kernel(ScalarGrads grads, const double *partials, int pieces) {
+    UNROLL
+    for (int x = 0; x < SCALAR_COUNT; x++) {
+        if (!grads.of[x] || scalar_width(x) != PER_HEAD) continue;
+        const double *from = partials + ((size_t)x * gridDim.x + blockIdx.x) * pieces;
+        double sum = 0;
+        for (int j = threadIdx.x; j < pieces; j += THREADS) sum += from[j];
+        sum = block_sum_double<THREADS>(sum);
+        if (threadIdx.x == 0) grads.of[x][blockIdx.x] += (float)sum;
+    }
+}
+
+// partials (gridDim.y,T): for a per-position scalar, the sum of row_slope row_grad over POSITION_HEADS of the batch's
+// heads and over the rows with n visible keys. One thread per n.
+template <class X>
+KERNEL void flash_positions_kernel(double *partials, int scalar, const FlashCall<X> call, float in_unit) {
+    int n = blockIdx.x * POSITION_THREADS + threadIdx.x + 1, from = blockIdx.y * POSITION_HEADS,
+        heads = call.B * call.NH;
+    if (n > call.T) return;
+    double sum = 0;
+    for (int i = from; i < from + POSITION_HEADS && i < heads; i++) {
+        // Without `first`, that is only row n - 1.
+        for (int t = n - 1; t < (call.first ? call.T : n); t++) {
+            if (t + 1 - first_key(call, i / call.NH, t) != n) continue;
+            RowPlace place = place_of(call, i / call.NH, i % call.NH, t);
+            float grad = row_grad(call, scalar_stage(scalar), place, (size_t)i * call.T + t, in_unit);
+            sum += row_slope(scalar, call.scale, place) * grad;
+        }
+    }
+    partials[(size_t)blockIdx.y * call.T + n - 1] = sum;
+}
+
+// grads[t] += its partial sums (pieces,T)
+template <int THREADS>
+KERNEL void flash_positions_add_kernel(float *grads, const double *partials, int pieces, int T) {
+    int t = blockIdx.x * THREADS + threadIdx.x;
+    if (t >= T) return;
+    double sum = 0;
+    for (int i = 0; i < pieces; i++) sum += partials[(size_t)i * T + t];
+    grads[t] += (float)sum;
+}
+#endif
