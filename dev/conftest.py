@@ -2,6 +2,7 @@
 
 @pytest.mark.drawn(N): with DRAW=COMMIT in the environment, as scripts/test.sh sets it, only N of a test's cases run,
 drawn by that commit (dev/draw.py). Without it all of them run, and so does `scripts/test.sh --all`.
+@pytest.mark.drawn(N, of="NAME") draws N from the cases of all tests of the module that have this name in their mark.
 DRAW_ONE_IN=N draws one in N of all tests.
 """
 import os
@@ -20,11 +21,19 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "drawn(n): CI runs n of the cases, drawn by commit")
+    config.addinivalue_line("markers", "drawn(n, of=None): CI runs n of the cases, drawn by commit")
 
 
 def pytest_report_header():
     return f"cases drawn by {draw.commit()}" if os.environ.get("DRAW") else "all cases, none drawn"
+
+
+def draw_of(item):
+    """What an item is drawn from, and how many of it run."""
+    mark = item.get_closest_marker("drawn")
+    if not mark:
+        return item, 1
+    return (item.path, mark.kwargs["of"]) if "of" in mark.kwargs else item.function, mark.args[0]
 
 
 @pytest.hookimpl(trylast=True)
@@ -33,8 +42,7 @@ def pytest_collection_modifyitems(config, items):
         return
     groups = {}
     for item in items:
-        mark = item.get_closest_marker("drawn")
-        groups.setdefault((item.function, mark.args[0]) if mark else (item, 1), []).append(item)
+        groups.setdefault(draw_of(item), []).append(item)
     kept = [item for (_, count), cases in groups.items() for item in draw.sample(cases, count)]
     share = int(os.environ.get("DRAW_ONE_IN", 1))
     if share > 1:

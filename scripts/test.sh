@@ -98,7 +98,7 @@ group_format() {
     one_test format .venv/bin/clang-format --dry-run -Werror $(git ls-files '*.c' '*.h' '*.cu' '*.cuh' '*.cpp')
 }
 
-group_c() { c_tests c make -s -k test_c; }
+group_c() { c_tests c make -j"$jobs" -O -s -k test_c; }
 
 # Builds with a CBLAS and with neither library, and tests the model on the small vocabulary.
 group_variants() {
@@ -117,18 +117,20 @@ variant_loops() { variant plain ONEDNN=0 BLAS=0 MPI=0; }
 
 group_san() { c_tests san sanitized; }
 sanitized() {
-    local tests="attention checkpoint metrics normalizer options random safetensors schedule shards" programs=(build/san/test_gpt2)
+    local tests="attention checkpoint metrics normalizer options random safetensors schedule shards" programs
     export ASAN_OPTIONS=fast_unwind_on_malloc=0 LSAN_OPTIONS="suppressions=$PWD/dev/faults/lsan.supp:print_suppressions=0"
     [ $all = 0 ] || tests+=" gradients memory process tokenizer vecmath"
-    programs+=($(printf 'build/san/tests/test_%s ' $tests))
+    programs=($(printf 'build/san/tests/test_%s ' $tests))
     [ -z "$cuda" ] || programs+=(build/san/on_cpu/tests/test_kernels build/san/on_cpu/tests/test_matmul)
-    make -j"$jobs" SAN=1 INSTANCES="exp float" "${programs[@]}" && each "build/san/test_gpt2 v97" "build/san/test_gpt2 matmul" "${programs[@]:1}"
+    [ $all = 1 ] || programs=($(dev/draw.py 6 "${programs[@]}"))
+    make -j"$jobs" SAN=1 INSTANCES="exp float" build/san/test_gpt2 "${programs[@]}" &&
+        each "build/san/test_gpt2 v97" "build/san/test_gpt2 matmul" "${programs[@]}"
 }
 
 # The trainer's tests, with the programs in build/san.
 group_san_pytest() {
-    make -j"$jobs" SAN=1 build/san/train_gpt2 build/san/sample_gpt2
-    DRAW_ONE_IN=4 TRAIN_GPT2=build/san/train_gpt2 python_tests san_pytest dev/tests/test_{errors,order,resume,sample}.py -n 2 --dist loadfile \
+    make -j"$jobs" SAN=1 build/san/{train_gpt2,sample_gpt2,tests/logits}
+    DRAW_ONE_IN=5 TRAIN_GPT2=build/san/train_gpt2 python_tests san_pytest dev/tests/test_{errors,order,resume,sample}.py -n 2 --dist loadfile \
         -k "not point and not 2_gib and not by_fault and not kill_9"
 }
 
@@ -149,7 +151,7 @@ group_cuda() {
     if [ $all = 1 ]; then
         words=("")
     else
-        orders=($(dev/draw.py 2 "${orders[@]}"))
+        orders=($(dev/draw.py 1 "${orders[@]}"))
         words=(T33_d48 T64_d $(dev/draw.py 2 $(cases _tied_v97_T33) $(cases _untied_v97_T33)) $(dev/draw.py 2 $(cases _gau_T33)))
     fi
     c_tests cuda each build/on_cpu/tests/test_{collective,kernels,matmul} "${words[@]/#/./test_gpt2cu_on_cpu }"
@@ -165,7 +167,7 @@ group_races() { [ -z "$cuda" ] || python_tests races dev/tests/test_races.py -n 
 
 group_fuzz() {
     if command -v clang >/dev/null && ls "$(clang -print-resource-dir)"/lib/linux/libclang_rt.fuzzer-* >/dev/null 2>&1; then
-        one_test fuzz dev/fuzz/run.sh $((all ? 900 : 14))
+        one_test fuzz dev/fuzz/run.sh $((all ? 900 : 7))
     else
         echo "left out: fuzzing, because clang or its libFuzzer is missing (scripts/setup.sh --test installs it if it can)"
         count fuzz 0 0 1

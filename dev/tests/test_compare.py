@@ -81,6 +81,7 @@ def test_the_picture(compared):
     assert [bar.get_width() for bar in bars.patches] == pytest.approx(over)
 
 
+@pytest.mark.drawn(2, of="second calls")
 def test_finished_runs_are_kept_and_more_steps_resume_them(data, tmp_path):
     attn = ["--attn", "softmax", OVERFLOWS]
     run(data, tmp_path, *attn)
@@ -91,12 +92,14 @@ def test_finished_runs_are_kept_and_more_steps_resume_them(data, tmp_path):
     assert "resumes at step 4" in (tmp_path / "softmax.log").read_text() and len(metrics(tmp_path / "softmax")) == 6
 
 
+@pytest.mark.drawn(2, of="second calls")
 def test_a_failed_run_is_named_and_the_others_continue(data, tmp_path):
     text = run(data, tmp_path, "--attn", "ssmx", "softmax", code=1)
     assert rows(tmp_path)["ssmx"][4].startswith("exit 2: --attn ssmx: unknown normalizer") and "exit 2" in text
     assert rows(tmp_path)["softmax"][1]
 
 
+@pytest.mark.drawn(2, of="second calls")
 def test_a_stopped_comparison_resumes(data, tmp_path):
     flags, steps = ["--attn", "softmax", "ssmax", "--jobs", 1, "--schedule", "constant"], 1500
     stopped, whole = tmp_path / "stopped", tmp_path / "whole"

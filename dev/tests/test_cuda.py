@@ -35,7 +35,7 @@ def presets():
 QK_NORM = MODEL + ",heads=4,kv_heads=2,head_dim=16,norm_eps=0.01,qk_norm=1"
 
 
-@pytest.mark.drawn(16)
+@pytest.mark.drawn(10)
 @pytest.mark.parametrize("name, model", [*((name, model) for name in presets() for model in (MODEL, GAU)), ("ssmax", QK_NORM), ("lssa", QK_NORM)], ids=lambda x: "gau" if x == GAU else "llama" if x == MODEL else x)
 def test_ten_steps(cuda, data, tmp_path, name, model):
     """Losses agree within 1e-4, and so do gradient norms, which show a defect earlier."""
@@ -68,6 +68,7 @@ def test_validation_samples_and_scalars(cuda, data, tmp_path):
                 np.testing.assert_allclose(q, p, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("flags", [["--attn", "softmax-recentered", "--seq-len", "5,80"], ["--attn", "softmax-recentered-l1", "--seq-len", "1,80"],
                                    ["--pack", "example"], ["--doc-mask", "--attn", "ssmax-bias"], ["--attn", "gelu-l1", "--attn-switch", "2:softmax-recentered", "--seq-len", "10,20"]],
                          ids=["recentered", "recentered-l1", "examples", "documents", "switched"])
@@ -79,6 +80,7 @@ def test_mixed_lengths_and_packed_examples(cuda, data, tmp_path, flags):
     np.testing.assert_allclose(b[:, 1], a[:, 1], rtol=2e-3)
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("flags", [[], ["--dtype", "bf16"], ["--recompute"], ["--dtype", "bf16", "--stochastic-rounding"], ["--model", MODEL + ",tied=0"],
                                    ["--seq-len", "10,20"], ["--model", GAU, "--attn", "lssar"], ["--model", QK_NORM, "--recompute"]], ids=lambda x: " ".join(x[:2] + x[2:][-1:]) or "plain")
 def test_resume_to_the_last_bit(cuda, data, tmp_path, flags):
@@ -178,7 +180,7 @@ def test_all_zero_rows(cuda, data, tmp_path):
 # ---- several ranks
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("processes, flags", [(2, []), (2, ["--zero", 1]), (4, ["--zero", 1]), (4, []), (2, ["--zero", 1, "--reduce-dtype", "bf16"]),
                                               (2, ["--zero", 1, "--dtype", "bf16"])],
                          ids=lambda x: " ".join(map(str, x)) if isinstance(x, list) else str(x))

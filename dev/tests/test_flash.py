@@ -349,6 +349,7 @@ def test_the_future_has_no_effect(flash, case):
     assert torch.equal(a["stats"][:, :, :now], b["stats"][:, :, :now])
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("order", ("forward", "reverse", "random", "greedy"))
 @pytest.mark.parametrize("copy", ("issue", "wait"))
 def test_any_order_of_threads_and_copies(flash, flash_with, order, copy):

@@ -126,6 +126,7 @@ class Machine:
         return self.log.read_text().count(word) if self.log.exists() else 0
 
 
+@pytest.mark.drawn(3, of="whole calls")
 def test_built_by_contents_not_by_times(tmp_path):
     machine = Machine(tmp_path)
     machine.call("build", code=0)
@@ -152,6 +153,7 @@ def test_built_by_contents_not_by_times(tmp_path):
 SYSTEMS_PYTHON = ["/usr/bin/env", "-i", "PATH=/usr/bin:/bin", "python3"]
 
 
+@pytest.mark.drawn(3, of="whole calls")
 @pytest.mark.skipif(subprocess.run([*SYSTEMS_PYTHON, "-c", "import torch"], capture_output=True).returncode == 0, reason="the system's Python has PyTorch")
 def test_a_crash_ends_its_group_alone(tmp_path):
     machine = Machine(tmp_path)
@@ -188,6 +190,7 @@ exec "$@"
 """
 
 
+@pytest.mark.drawn(3, of="whole calls")
 def test_sanitizer_findings_are_reported(tmp_path):
     """Each run is recorded as soon as it ends; one that does not end is left before the call runs out of time."""
     machine, ended = Machine(tmp_path, **{"compute-sanitizer": SANITIZER}), "norms"
@@ -276,6 +279,7 @@ def test_an_unknown_part_is_rejected(tmp_path, word, says):
     assert says in gpu_check(word, out=tmp_path, code=2)
 
 
+@pytest.mark.drawn(3, of="whole calls")
 @pytest.mark.parametrize("word, settings", [("determinism", {"BUDGET": "08"}), ("determinism=01", {})])
 def test_seconds_are_decimal(tmp_path, word, settings):
     """08 is not an octal number. Parts that could not begin are unfinished."""
@@ -328,6 +332,7 @@ def known(tmp_path):
     return dict(DEVICE="cpu", TRAIN=str(trainer.TRAIN), DATA=str(tmp_path), VOCAB=str(trainer.VOCAB))
 
 
+@pytest.mark.drawn(3, of="whole calls")
 def test_runs_on_the_cpu(tmp_path, known):
     gpu_check("determinism", "train", out=tmp_path / "report", code=0, **known)
     parts = parts_of(tmp_path / "report")
@@ -339,6 +344,7 @@ def test_runs_on_the_cpu(tmp_path, known):
     assert [check["verdict"][:6] for check in parts_of(tmp_path / "broken")["train"]["checks"]] == ["FAILED"]
 
 
+@pytest.mark.drawn(3, of="whole calls")
 def test_a_part_without_time_is_left_and_resumed(tmp_path, known):
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
     said = gpu_check("determinism=3", out=first, code=gpu_report.UNFINISHED, **known)
@@ -359,6 +365,7 @@ def test_parts_without_any_time_are_left_together(tmp_path, known):
     assert {name: part["status"] for name, part in parts_of(tmp_path).items()} == {"determinism": "unfinished", "train": "unfinished"}
 
 
+@pytest.mark.drawn(3, of="whole calls")
 def test_a_check_is_stopped_when_the_call_ends(tmp_path, known):
     """A check that is stopped because the call ends has not failed."""
     slow = tmp_path / "slow"
@@ -380,6 +387,7 @@ def test_training_text_without_shards(tmp_path):
     assert len(trainer.metrics(out)) == 2
 
 
+@pytest.mark.drawn(3, of="whole calls")
 @pytest.mark.skipif(not (EMULATED.exists() and COLLECTIVE.exists() and shutil.which("mpirun")), reason="make train_gpt2cu_on_cpu test_on_cpu, mpirun")
 def test_several_ranks(tmp_path, known):
     gpu_check("several", out=tmp_path / "report", code=0, **{**known, "TRAIN": str(EMULATED)})

@@ -268,6 +268,7 @@ TRAINED = {
 }
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("name, dtype, shard_size", [
     *((name, dtype, size) for name in ("untied", "tied") for dtype in (torch.float32, torch.bfloat16) for size in ("10GB", "20KB")),
     *((name, torch.float32, "10GB") for name in TRAINED if name not in ("untied", "tied"))])

@@ -103,6 +103,7 @@ class Job:
 # ---- one machine
 
 
+@pytest.mark.drawn(4, of="one machine")
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_falls_silent_ends_the_others(data, tmp_path, victim):
     with Job(data, tmp_path / "out", "--rank-timeout", 2) as job:
@@ -115,6 +116,7 @@ def test_a_rank_that_falls_silent_ends_the_others(data, tmp_path, victim):
     assert f"resumes at step {newest}" in train(data, "--steps", newest + 1, "--resume", "--out", job.out, "--batch", 8)
 
 
+@pytest.mark.drawn(4, of="one machine")
 def test_a_silent_rank_of_the_cuda_trainer(data, tmp_path):
     program = cuda_program()
     with Job(data, tmp_path / "out", "--rank-timeout", 2, "--batch", 1, program=Path(program).absolute()) as job:
@@ -122,6 +124,7 @@ def test_a_silent_rank_of_the_cuda_trainer(data, tmp_path):
         assert "train_gpt2cu: no heartbeat from rank 1 on " in job.end(PEER)
 
 
+@pytest.mark.drawn(4, of="one machine")
 def test_a_suspended_job_continues(data, tmp_path):
     """As when Slurm suspends a job or a virtual machine pauses: no rank has heard from any other, yet all are alive."""
     with Job(data, tmp_path / "out", "--rank-timeout", 2) as job:
@@ -136,6 +139,7 @@ def test_a_suspended_job_continues(data, tmp_path):
         job.end(STOPPED)
 
 
+@pytest.mark.drawn(4, of="one machine")
 def test_timeout_0_waits(data, tmp_path):
     with Job(data, tmp_path / "out", "--rank-timeout", 0) as job:
         job.signal(signal.SIGSTOP, 1)
@@ -145,6 +149,7 @@ def test_timeout_0_waits(data, tmp_path):
         job.end(STOPPED)
 
 
+@pytest.mark.drawn(4, of="one machine")
 def test_a_long_validation_does_not_count_as_silence(data, tmp_path):
     """No step ends for several timeouts."""
     write_shard(tmp_path / "long_val_000000.bin", tokens(2_400_000))

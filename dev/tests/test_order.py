@@ -28,6 +28,7 @@ def masked(tmp_path_factory):
     return folder
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("kind, flags", [
     ("data", []),
     ("data", ["--shuffle", 0]),

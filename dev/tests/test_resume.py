@@ -50,6 +50,7 @@ def test_ten_and_ten_are_twenty(data, tmp_path, flags):
     twice(data, tmp_path, *validation(data), *flags)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("sizes", [
     [321],            # 40 windows of 8: the epoch ends with step 10
     [160, 161],       # and the first shard ends with step 5

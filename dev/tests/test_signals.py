@@ -24,7 +24,7 @@ from trainer import (LAUNCH, ROOT, STOP_SIGNALS, TRAIN, assert_held, checkpoint,
 
 VOCAB = 50257
 FLAGS = ["--model", "layers=4,heads=4,channels=128,ffn=352,tied=1", "--batch", 8, "--seq-len", 256, "--warmup", 5, "--val-every", 1,
-         "--val-tokens", 4096, "--sample-every", 1, "--ckpt-every", 1, "--keep", 0]
+         "--val-tokens", 2048, "--sample-every", 1, "--ckpt-every", 1, "--keep", 0]
 STOPPED = 75
 PHASES = ["training", "validation", "saving", "sampling"]
 BACKENDS = {"onednn": None, "blas": ["ONEDNN=0"], "loops": ["ONEDNN=0", "BLAS=0"]}      # make's flags
@@ -172,7 +172,7 @@ def assert_same(a, b, step):
     assert metrics(a) == metrics(b)[:step]
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("stop", STOPS, ids=lambda stop: stop.name)
 def test_stop(data, whole, tmp_path, stop):
     out, expected = tmp_path / "out", whole(stop)
