@@ -116,7 +116,7 @@ static void subject_logits(float *logits, const int32_t *inputs, size_t B, size_
 static void subject_end(void) {
     matmul_end(&model.matmul);
     for (size_t i = 0; i < model.plan.count; i++) CUDA_CHECK(cudaFree(*model.plan.rows[i].where));
-    free(host_params), free(host_grads);
+    free(model.parts), free(host_params), free(host_grads);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

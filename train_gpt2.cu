@@ -136,8 +136,9 @@ struct Model {
 
     float *params, *grads;    // (list.floats); params are the master weights
     bf16 *params_bf16;        // a rounded copy for the matmuls, with --dtype bf16
-    float *mean, *square;     // AdamW's moments: list.floats, or with --zero 1 this rank's share
-    AdamSegment *segments;    // what this rank updates: its trained tensors, or its share of them
+    CollectivePart *parts;    // (list.count) each tensor with the alignment gap after it, and the rank that updates it
+    float *mean, *square;     // (state_floats) AdamW's moments of the parts that this rank owns, without gaps
+    AdamSegment *segments;    // the trained tensors that this rank owns
     size_t segment_count, segment_blocks, state_floats;
 
     size_t B, T, layer_stats;
@@ -268,36 +269,50 @@ static size_t batch_ints(size_t N) {
     return 4 * N + 4 * embedding_pieces(N);
 }
 
-// The parameters are reduced over the ranks in buckets: bucket 0 is everything before the layers, then one bucket per
-// layer, then the rest.
-typedef struct {
-    size_t from, floats;
-} Bucket;
-
+// Gradients are summed over the ranks in buckets of whole tensors, each as soon as the backward pass has computed it:
+// bucket 0 is everything before the layers, then one bucket per layer, then the rest. bucket_start(bucket_count()) is
+// the end of the last.
 static size_t bucket_count(const Model *m) {
     return (size_t)m->config.layers + 2;
 }
 
-static Bucket bucket_at(const Model *m, size_t i) {
-    size_t layers = (size_t)m->config.layers, from = i ? m->list.layers[0].norm1 : 0, to = m->list.floats;
-    if (i > layers) from = m->list.norm;
-    else if (i) from = m->list.layers[i - 1].norm1;
-    if (i < layers) to = m->list.layers[i].norm1;
-    else if (i == layers) to = m->list.norm;
-    return {from, to - from};
+static size_t bucket_start(const Model *m, size_t i) {
+    size_t layers = (size_t)m->config.layers;
+    if (i == 0) return 0;
+    if (i <= layers) return m->list.layers[i - 1].norm1;
+    return i == layers + 1 ? m->list.norm : m->list.floats;
 }
 
-// This rank's part of a bucket: all of it, or its slice with --zero 1.
-static Bucket bucket_part(const Model *m, Bucket bucket) {
-    size_t from = 0, to = bucket.floats;
-    if (m->zero) collective_slice(bucket.floats, &from, &to);
-    return {bucket.from + from, to - from};
+// The tensors of bucket i, as parts of the array of all parameters. Returns the first.
+static const CollectivePart *bucket_parts(const Model *m, size_t i, size_t *count) {
+    size_t first = 0, end;
+    while (m->parts[first].from < bucket_start(m, i)) first++;
+    for (end = first; end < m->list.count && m->parts[end].from < bucket_start(m, i + 1);) end++;
+    *count = end - first;
+    return &m->parts[first];
+}
+
+static bool owns(const Model *m, size_t tensor) {
+    return m->parts[tensor].owner == process.rank;
+}
+
+// With --zero 1, each tensor has one owner; otherwise, each rank updates all tensors, as the owner of all.
+static void find_owners(Model *m) {
+    size_t count = m->list.count;
+    m->parts = (CollectivePart *)calloc(count, sizeof *m->parts);
+    if (!m->parts) fail(EXIT_RESOURCE, "out of memory for the owners of %zu tensors.", count);
+    for (size_t i = 0; i < count; i++) {
+        size_t from = m->list.tensors[i].offset, to = i + 1 < count ? m->list.tensors[i + 1].offset : m->list.floats;
+        m->parts[i] = {from, to - from, process.rank};
+    }
+    if (m->zero) collective_assign_owners(m->parts, count, process.size);
+    m->state_floats = 0;
+    for (size_t i = 0; i < count; i++) m->state_floats += owns(m, i) ? m->parts[i].floats : 0;
 }
 
 static void plan_parameters(Model *m) {
     size_t floats = m->list.floats;
-    m->state_floats = 0;
-    for (size_t i = 0; i < bucket_count(m); i++) m->state_floats += bucket_part(m, bucket_at(m, i)).floats;
+    find_owners(m);
     memory_add(&m->plan, "parameters", (void **)&m->params, floats * sizeof(float));
     if (m->in_bf16) memory_add(&m->plan, "parameters in bfloat16", (void **)&m->params_bf16, floats * sizeof(bf16));
     memory_add(&m->plan, "gradients", (void **)&m->grads, floats * sizeof(float));
@@ -428,8 +443,10 @@ static void plan_model(Model *m, const Normalizer *const *others, size_t count, 
     by_type([=](auto *a) { plan_activations(m, a, B, T); });
     memory_add(&m->plan, "matmul scratch", &m->products, MATMUL_WORKSPACE);
     size_t largest = 0;
-    for (size_t i = 0; i < bucket_count(m); i++)
-        if (bucket_at(m, i).floats > largest) largest = bucket_at(m, i).floats;
+    for (size_t i = 0; i < bucket_count(m); i++) {
+        size_t floats = bucket_start(m, i + 1) - bucket_start(m, i);
+        if (floats > largest) largest = floats;
+    }
     memory_add(&m->plan, "gradients in transit", &m->wire, collective_scratch(m->collective, largest));
 }
 
@@ -687,9 +704,10 @@ static void model_loss(Model *m, Activations<X> *a, double *sum, const int32_t *
 
 // Starts the sum of a bucket over the ranks, concurrently with the computation that follows.
 static void reduce_bucket(const Model *m, size_t i) {
-    Bucket bucket = bucket_at(m, i);
-    if (m->zero) collective_reduce_scatter(m->collective, m->grads + bucket.from, bucket.floats, stream);
-    else collective_all_reduce(m->collective, m->grads + bucket.from, bucket.floats, stream);
+    size_t count, start = bucket_start(m, i), floats = bucket_start(m, i + 1) - start;
+    const CollectivePart *parts = bucket_parts(m, i, &count);
+    if (m->zero) collective_reduce_parts(m->collective, m->grads, parts, count, stream);
+    else collective_all_reduce(m->collective, m->grads + start, floats, stream);
 }
 
 // Computes the gradients of all parameters from a->dh and the activations. Writes the gradients of weight matrices, or
@@ -732,29 +750,23 @@ static void model_step(Model *m, Activations<X> *a, const BatchTokens &batch, si
 // ---------------------------------------------------------------------------------------------------------------------
 // 4. Update
 
-// Lists what this rank updates: the overlap of each trained tensor with this rank's part of each bucket. `table` has
-// room for list.count rows.
-static void find_segments(const Model *m, AdamSegment *table, size_t *count, size_t *state_floats) {
-    size_t state = 0;
-    *count = 0;
-    for (size_t i = 0, tensor = 0; i < bucket_count(m); i++) {
-        Bucket bucket = bucket_at(m, i), part = bucket_part(m, bucket);
-        for (; tensor < m->list.count && m->list.tensors[tensor].offset < bucket.from + bucket.floats; tensor++) {
-            const Tensor *t = &m->list.tensors[tensor];
-            size_t from = t->offset > part.from ? t->offset : part.from, to = t->offset + t->elements;
-            if (to > part.from + part.floats) to = part.from + part.floats;
-            if (from < to && tensor_trained(t, &m->config.attn))
-                table[(*count)++] = {from, to, state + from - part.from, t->update == UPDATE_ADAMW, 0};
-        }
-        state += part.floats;
+// Lists what this rank updates: the trained tensors that it owns. `table` has room for list.count rows.
+static size_t find_segments(const Model *m, AdamSegment *table) {
+    size_t count = 0, state = 0;
+    for (size_t i = 0; i < m->list.count; i++) {
+        const Tensor *t = &m->list.tensors[i];
+        if (!owns(m, i)) continue;
+        if (tensor_trained(t, &m->config.attn))
+            table[count++] = {t->offset, t->offset + t->elements, state, t->update == UPDATE_ADAMW, 0};
+        state += m->parts[i].floats;
     }
-    *state_floats = state;
+    return count;
 }
 
 static void upload_segments(Model *m) {
     AdamSegment *table = (AdamSegment *)calloc(m->list.count, sizeof *table);
     if (!table) fail(EXIT_RESOURCE, "out of memory for the table of tensors.");
-    find_segments(m, table, &m->segment_count, &m->state_floats);
+    m->segment_count = find_segments(m, table);
     m->segment_blocks = segments_ready(table, m->segment_count);
     CUDA_CHECK(cudaMemcpy(m->segments, table, m->segment_count * sizeof *table, cudaMemcpyHostToDevice));
     free(table);
@@ -763,8 +775,9 @@ static void upload_segments(Model *m) {
 // Gathers the parameters that other ranks updated.
 static void gather_parameters(const Model *m) {
     for (size_t i = 0; i < bucket_count(m); i++) {
-        Bucket bucket = bucket_at(m, i);
-        collective_all_gather(m->collective, m->params + bucket.from, bucket.floats, stream);
+        size_t count;
+        const CollectivePart *parts = bucket_parts(m, i, &count);
+        collective_gather_parts(m->collective, m->params, parts, count, stream);
     }
     collective_join(m->collective, stream);
 }
@@ -864,11 +877,12 @@ static double peak_of(const Model *m, const Device *device) {
 
 // ---- parameters between host and device
 
-// Copies this rank's share of the moments: host arrays hold all moments, device arrays only that share.
+// Copies the moments of the tensors that this rank owns: host arrays hold all moments, device arrays only those.
 static void copy_moments(const Model *m, bool to_host) {
     size_t state = 0;
-    for (size_t i = 0; i < bucket_count(m); i++) {
-        Bucket part = bucket_part(m, bucket_at(m, i));
+    for (size_t i = 0; i < m->list.count; i++) {
+        const CollectivePart part = m->parts[i];
+        if (!owns(m, i)) continue;
         float *pairs[2][2] = {{m->host.mean + part.from, m->mean + state},
                               {m->host.square + part.from, m->square + state}};
         for (auto &pair : pairs)

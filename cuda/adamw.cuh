@@ -4,11 +4,11 @@
 //   p −= lr (m/(1 − b1^t) / (sqrt(v/(1 − b2^t)) + eps) + wd p)
 //
 // params, grads: flat float arrays (with bf16, params are the master weights). mean, square: float; each range's
-// moments start at its `state`, which equals its `from` if this rank has all moments, or is packed for the ranges that
-// this rank owns (ZeRO-1). rounded: a bf16 copy of params, or NULL. It is rounded to nearest or stochastically: up with
-// a probability equal to the fraction that is cut off, so that the expected value is exact. The 16 random bits of
-// element i of params are half-word i mod 8 of Philox4x32-10 (runtime/philox.h) at (seed, step, i div 8), so they
-// depend neither on the grid nor on which rank owns the element.
+// moments start at its `state`, which equals its `from` if this rank has all moments. With ZeRO-1, a rank has only the
+// moments of the tensors that it owns, one after the other. rounded: a bf16 copy of params, or NULL. It is rounded to
+// nearest or stochastically: up with a probability equal to the fraction that is cut off, so that the expected value is
+// exact. The 16 random bits of element i of params are half-word i mod 8 of Philox4x32-10 (runtime/philox.h) at
+// (seed, step, i div 8), so they depend neither on the grid nor on which rank owns the element.
 // Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019). Test: dev/tests/test_kernels.cu adamw.
 //
 // Each block handles at most SEGMENT_PART elements of one range, which it finds by bisection in the table (7 steps for

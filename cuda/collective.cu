@@ -10,15 +10,43 @@
 #include "runtime/clock.h"
 #include "runtime/process.h"
 
-// The length of every slice but the last, which also has the remainder.
-static size_t slice_length(size_t n) {
-    return n / (size_t)process.size / 64 * 64;
+// ---- owners
+
+// Orders pointers to parts by size, the largest first; parts of the same size stay in the order of the array.
+static int larger_first(const void *a, const void *b) {
+    const CollectivePart *x = *(const CollectivePart *const *)a, *y = *(const CollectivePart *const *)b;
+    if (x->floats != y->floats) return x->floats > y->floats ? -1 : 1;
+    return (x->from > y->from) - (x->from < y->from);
 }
 
-void collective_slice(size_t n, size_t *from, size_t *to) {
-    size_t each = slice_length(n), rank = (size_t)process.rank;
-    *from = each * rank;
-    *to = process.rank == process.size - 1 ? n : each * (rank + 1);
+// The rank that owns the least; the lowest of several.
+static int least_owner(const size_t *owned, int ranks) {
+    int least = 0;
+    for (int r = 1; r < ranks; r++)
+        if (owned[r] < owned[least]) least = r;
+    return least;
+}
+
+// The position of a rank when all are ordered by what they own, the largest share first.
+static int place_by_share(const size_t *owned, int ranks, int rank) {
+    int place = 0;
+    for (int r = 0; r < ranks; r++) place += owned[r] > owned[rank] || (owned[r] == owned[rank] && r < rank);
+    return place;
+}
+
+void collective_assign_owners(CollectivePart *parts, size_t count, int ranks) {
+    CollectivePart **order = (CollectivePart **)calloc(count + 1, sizeof *order);
+    size_t *owned = (size_t *)calloc((size_t)ranks, sizeof *owned);
+    if (!order || !owned) fail(EXIT_RESOURCE, "out of memory for the owners of %zu tensors.", count);
+    for (size_t i = 0; i < count; i++) order[i] = &parts[i];
+    qsort(order, count, sizeof *order, larger_first);
+    for (size_t i = 0; i < count; i++) {
+        order[i]->owner = least_owner(owned, ranks);
+        owned[order[i]->owner] += order[i]->floats;
+    }
+    for (size_t i = 0; i < count; i++) parts[i].owner = place_by_share(owned, ranks, parts[i].owner);
+    free(order);
+    free(owned);
 }
 
 #ifdef USE_NCCL
@@ -183,6 +211,7 @@ static KERNEL void collective_widen_kernel(float *x, const bf16 *wire, size_t n)
     if (i < n) x[i] = to_float(wire[i]);
 }
 
+// The first n floats of the wire = x
 static void to_wire(Collective *c, const float *x, size_t n) {
     launch(collective_round_kernel, dim3((unsigned)((n + 255) / 256)), dim3(256), 0, c->stream, c->wire, x, n);
 }
@@ -216,32 +245,52 @@ void collective_all_reduce(Collective *c, float *x, size_t n, cudaStream_t strea
     finish(c);
 }
 
-void collective_reduce_scatter(Collective *c, float *x, size_t n, cudaStream_t stream) {
-    size_t from, to, each = slice_length(n), left = n - each * (size_t)process.size;
-    if (!c || n == 0) return;
-    collective_slice(n, &from, &to);
-    begin(c, stream);
+// Joins the parts from `first` on that follow each other and have the same owner.
+static CollectivePart run_of_parts(const CollectivePart *parts, size_t count, size_t first, size_t *next) {
+    CollectivePart run = parts[first];
+    for (*next = first + 1; *next < count && parts[*next].owner == run.owner; ++*next)
+        run.floats += parts[*next].floats;
+    return run;
+}
+
+// One ncclReduce for each run of parts with the same owner, as a group, which NCCL launches together. A single
+// ncclReduceScatter would need slices of equal length: every bucket would have to be copied into slices that are padded
+// to its largest share, and the embedding's bucket, which has one owner, would become N times as long for N ranks.
+//
+// The group costs little more. NCCL reduces along a ring that ends at the owner, so each rank sends all parts of the
+// bucket but its own. For n floats that are evenly owned this is n (N - 1)/N floats per rank, exactly as in a
+// reduce-scatter. For any owners it is at most n, no more than an all-reduce, where each rank sends 2n (N - 1)/N. The
+// same holds for ncclBroadcast and an all-gather.
+void collective_reduce_parts(Collective *c, float *x, const CollectivePart *parts, size_t count, cudaStream_t stream) {
+    if (!c || count == 0) return;
+    size_t start = parts[0].from, end = parts[count - 1].from + parts[count - 1].floats, next;
     ncclDataType_t type = c->in_bf16 ? ncclBfloat16 : ncclFloat32;
-    size_t element = c->in_bf16 ? sizeof(bf16) : sizeof(float);
-    char *all = c->in_bf16 ? (char *)c->wire : (char *)x, *rest = all + (n - left) * element;
-    if (c->in_bf16) to_wire(c, x, n);
+    begin(c, stream);
+    if (c->in_bf16) to_wire(c, x + start, end - start);
     NCCL_CHECK(ncclGroupStart());
-    if (each) NCCL_CHECK(ncclReduceScatter(all, all + from * element, each, type, ncclSum, c->comm, c->stream));
-    if (left) NCCL_CHECK(ncclReduce(rest, rest, left, type, ncclSum, process.size - 1, c->comm, c->stream));
+    for (size_t i = 0; i < count; i = next) {
+        CollectivePart run = run_of_parts(parts, count, i, &next);
+        void *at = c->in_bf16 ? (void *)(c->wire + (run.from - start)) : (void *)(x + run.from);
+        NCCL_CHECK(ncclReduce(at, at, run.floats, type, ncclSum, run.owner, c->comm, c->stream));
+    }
     NCCL_CHECK(ncclGroupEnd());
-    if (c->in_bf16 && to > from) from_wire(c, x + from, c->wire + from, to - from);
+    for (size_t i = 0; i < count && c->in_bf16; i = next) {
+        CollectivePart run = run_of_parts(parts, count, i, &next);
+        if (run.owner == process.rank) from_wire(c, x + run.from, c->wire + (run.from - start), run.floats);
+    }
     finish(c);
 }
 
-void collective_all_gather(Collective *c, float *x, size_t n, cudaStream_t stream) {
-    size_t from, to, each = slice_length(n), left = n - each * (size_t)process.size;
-    if (!c || n == 0) return;
-    collective_slice(n, &from, &to);
+void collective_gather_parts(Collective *c, float *x, const CollectivePart *parts, size_t count, cudaStream_t stream) {
+    if (!c || count == 0) return;
+    size_t next;
     begin(c, stream);
-    float *rest = x + n - left;
     NCCL_CHECK(ncclGroupStart());
-    if (each) NCCL_CHECK(ncclAllGather(x + from, x, each, ncclFloat32, c->comm, c->stream));
-    if (left) NCCL_CHECK(ncclBroadcast(rest, rest, left, ncclFloat32, process.size - 1, c->comm, c->stream));
+    for (size_t i = 0; i < count; i = next) {
+        CollectivePart run = run_of_parts(parts, count, i, &next);
+        float *at = x + run.from;
+        NCCL_CHECK(ncclBroadcast(at, at, run.floats, ncclFloat32, run.owner, c->comm, c->stream));
+    }
     NCCL_CHECK(ncclGroupEnd());
     finish(c);
 }
@@ -288,8 +337,8 @@ size_t collective_scratch(const Collective *, size_t) {
 }
 void collective_use(Collective *, void *) {}
 void collective_all_reduce(Collective *, float *, size_t, cudaStream_t) {}
-void collective_reduce_scatter(Collective *, float *, size_t, cudaStream_t) {}
-void collective_all_gather(Collective *, float *, size_t, cudaStream_t) {}
+void collective_reduce_parts(Collective *, float *, const CollectivePart *, size_t, cudaStream_t) {}
+void collective_gather_parts(Collective *, float *, const CollectivePart *, size_t, cudaStream_t) {}
 void collective_join(Collective *, cudaStream_t) {}
 void collective_synchronize(Collective *, cudaStream_t stream) {
     CUDA_CHECK(cudaStreamSynchronize(stream));

@@ -2,9 +2,8 @@
 // with the computation. With a single rank there is no Collective, and all functions accept NULL. A build without NCCL
 // (make NCCL=0) supports only one rank.
 //
-// For ZeRO-1, an array of n floats is divided into one slice per rank, and each rank reduces and updates its own slice.
-// All slices have the same length, a multiple of 64, except that the last rank's slice also has the remainder of the
-// array (all of it if the array is short).
+// For ZeRO-1, the array of all parameters is cut at tensors into parts, and each part has an owner, the rank that gets
+// the sum of its gradients and updates it. No tensor is divided, so an update rule may work on a whole matrix.
 //
 // While a rank waits here, it watches the others. If a rank on the same machine dies, the run ends within two seconds;
 // if one on another machine dies, it ends once NCCL notices the lost connection. Both end with a message, unless a
@@ -24,8 +23,18 @@ typedef struct Collective Collective;
 Collective *collective_start(bool in_bf16);
 void collective_end(Collective *collective);
 
-// Sets from <= i < to, this rank's slice of n floats.
-void collective_slice(size_t n, size_t *from, size_t *to);
+// The floats x[from] to x[from + floats - 1] of an array.
+typedef struct {
+    size_t from, floats;
+    int owner;    // a rank
+} CollectivePart;
+
+// Sets the owners of `count` parts such that each of `ranks` ranks owns about the same number of floats. The largest
+// part goes first, each to the rank that owns the least so far. The largest share is then at most 4/3 of what the best
+// choice of owners would give (Graham, "Bounds on Multiprocessing Timing Anomalies", 1969). Rank 0 owns the largest
+// share, so that no rank needs more memory than the plan that rank 0 prints. With more ranks than parts, some ranks own
+// nothing. All ranks come to the same result without communication, because it depends on the arguments alone.
+void collective_assign_owners(CollectivePart *parts, size_t count, int ranks);
 
 // The bytes of device memory that the functions below need for arrays of up to n floats; may be 0. Pass that memory,
 // aligned to 16 bytes, to collective_use() before the first of them.
@@ -37,11 +46,14 @@ void collective_use(Collective *collective, void *scratch);
 // x (n) = its sum over the ranks
 void collective_all_reduce(Collective *collective, float *x, size_t n, cudaStream_t stream);
 
-// This rank's slice of x (n) = its sum over the ranks. The rest of x becomes undefined.
-void collective_reduce_scatter(Collective *collective, float *x, size_t n, cudaStream_t stream);
+// The parts of x that this rank owns = their sums over the ranks. The other parts become undefined. `parts` (count)
+// must be the same on every rank, in the order of the array, without gaps or overlaps between them.
+void collective_reduce_parts(Collective *collective, float *x, const CollectivePart *parts, size_t count,
+                             cudaStream_t stream);
 
-// x (n) = all ranks' slices of it, transferred as float32
-void collective_all_gather(Collective *collective, float *x, size_t n, cudaStream_t stream);
+// All parts of x = what their owners have there, transferred as float32. `parts` as above.
+void collective_gather_parts(Collective *collective, float *x, const CollectivePart *parts, size_t count,
+                             cudaStream_t stream);
 
 // Makes later work in `stream` wait for all results.
 void collective_join(Collective *collective, cudaStream_t stream);

@@ -77,7 +77,8 @@ size_t output_width(const ModelConfig *config);    // attention's output, which 
 // The output width of the matmul on a layer's normalized input: q, k and v, or a gated unit's u, v and z.
 size_t joined_width(const ModelConfig *config);
 
-// The update rule of a tensor: Adam, or AdamW (with decoupled weight decay).
+// The update rule of a tensor: Adam, or AdamW (with decoupled weight decay). A rule may need the whole tensor at once:
+// not even ZeRO-1 divides one between ranks.
 typedef enum { UPDATE_ADAM, UPDATE_ADAMW } UpdateRule;
 
 // One tensor of the model. Only the list knows which tensors exist.

@@ -1,5 +1,5 @@
-// collective: cuda/collective.h on one, two and four ranks, started by scripts/launch.sh from the folder of the
-// Makefile: sums, slices, and the effect of a dead rank on the others. Each worker is this program itself, with a word
+// collective: cuda/collective.h on one to four ranks, started by scripts/launch.sh from the folder of the Makefile:
+// sums, owners of parts, and the effect of a dead rank on the others. Each worker is this program itself, with a word
 // as its argument.
 #include "cuda/collective.h"
 
@@ -77,40 +77,52 @@ static void expect_same(const vector<float> &x, const char *what) {
     expect(memcmp(first.data(), x.data(), x.size() * sizeof(float)) == 0, what, x.size());
 }
 
-// The slices of all ranks, one after another, make up the array.
-static void check_slices(size_t n) {
-    size_t from, to, end = 0;
-    int rank = process.rank;
-    for (process.rank = 0; process.rank < process.size; process.rank++) {
-        collective_slice(n, &from, &to);
-        expect(from == end && to >= from && from % 64 == 0, "a slice", n);
-        end = to;
+// Cuts n floats into parts of very different sizes (half of the array, then half of the rest, and so on) with owners.
+static vector<CollectivePart> make_parts(size_t n, int ranks) {
+    vector<CollectivePart> parts;
+    for (size_t from = 0, floats; from < n; from += floats) {
+        floats = (n - from + 1) / 2;
+        parts.push_back({from, floats, -1});
     }
-    process.rank = rank;
-    expect(end == n, "the end of the slices", n);
+    collective_assign_owners(parts.data(), parts.size(), ranks);
+    return parts;
 }
 
-static void check_sums(size_t n, bool in_bf16) {
-    size_t from, to;
-    vector<float> mine = start_values(n, process.rank);
-    Array whole(mine), sliced(mine), two(mine);
-    collective_all_reduce(collective, whole.device, n, stream);
-    collective_reduce_scatter(collective, sliced.device, n, stream);
-    collective_slice(n, &from, &to);
-    vector<float> sum = whole.read(), slice = sliced.read();
-    expect(sum_error(sum, 0, n, in_bf16) <= 1, "the sum", n);
-    expect_same(sum, "the sum on every rank");
-    expect(sum_error(slice, from, to, in_bf16) <= 1, "the sum of a slice", n);
+// Sums the parts of two buckets on their owners, then gathers them.
+static void check_parts(size_t n, const vector<float> &mine, const vector<float> &sum, bool in_bf16) {
+    const vector<CollectivePart> parts = make_parts(n, process.size);
+    size_t first = parts.size() / 3, rest = parts.size() - first;
+    Array owned(mine), others(vector<float>(n, NAN));
+    collective_all_reduce(collective, others.device, n, stream);    // leaves NaN in the scratch memory
+    collective_reduce_parts(collective, owned.device, parts.data(), first, stream);
+    collective_reduce_parts(collective, owned.device, parts.data() + first, rest, stream);
+    vector<float> own = owned.read();
+    for (const CollectivePart &part : parts)
+        if (part.owner == process.rank)
+            expect(sum_error(own, part.from, part.from + part.floats, in_bf16) <= 1, "the sum of a part", n);
 
-    collective_all_gather(collective, sliced.device, n, stream);
-    vector<float> gathered = sliced.read();
+    collective_gather_parts(collective, owned.device, parts.data(), first, stream);
+    collective_gather_parts(collective, owned.device, parts.data() + first, rest, stream);
+    vector<float> gathered = owned.read();
     expect_same(gathered, "the gathered array on every rank");
-    expect(memcmp(gathered.data() + from, slice.data() + from, (to - from) * sizeof(float)) == 0,
-           "this rank's slice of the gathered array", n);
+    for (const CollectivePart &part : parts)
+        if (part.owner == process.rank)
+            expect(memcmp(&gathered[part.from], &own[part.from], part.floats * sizeof(float)) == 0,
+                   "this rank's part of the gathered array", n);
     expect(sum_error(gathered, 0, n, in_bf16) <= 1, "the sum, gathered", n);
     if (getenv("SAME_BITS"))
         expect(memcmp(gathered.data(), sum.data(), n * sizeof(float)) == 0,
-               "the bits of the gathered slices of the sum, against those of one sum", n);
+               "the bits of the gathered parts of the sum, against those of one sum", n);
+}
+
+static void check_sums(size_t n, bool in_bf16) {
+    vector<float> mine = start_values(n, process.rank);
+    Array whole(mine), two(mine);
+    collective_all_reduce(collective, whole.device, n, stream);
+    vector<float> sum = whole.read();
+    expect(sum_error(sum, 0, n, in_bf16) <= 1, "the sum", n);
+    expect_same(sum, "the sum on every rank");
+    check_parts(n, mine, sum, in_bf16);
 
     collective_all_reduce(collective, two.device, n,
                           stream);    // several in flight; the second sums the results of the first
@@ -145,10 +157,7 @@ static void work_sums(bool in_bf16) {
     if (collective_scratch(collective, longest)) CUDA_CHECK(cudaMalloc(&wire, collective_scratch(collective, longest)));
     expect((collective_scratch(collective, longest) > 0) == (in_bf16 && process.size > 1), "the scratch", longest);
     collective_use(collective, wire);
-    for (size_t n : lengths) {
-        check_slices(n);
-        check_sums(n, in_bf16 && process.size > 1);
-    }
+    for (size_t n : lengths) check_sums(n, in_bf16 && process.size > 1);
     check_order();
     process_barrier();
     if (wire) CUDA_CHECK(cudaFree(wire));
@@ -173,6 +182,16 @@ static void work_differ(void) {
     printf("process %d came through\n", process.rank);
 }
 
+// Rank 1 has other owners than the other ranks.
+static void work_owners(void) {
+    Array x(vector<float>(1000, 1.0f));
+    int first = process.rank == 1;
+    const CollectivePart parts[] = {{0, 400, first}, {400, 600, !first}};
+    collective_reduce_parts(collective, x.device, parts, 2, stream);
+    x.read();
+    printf("process %d came through\n", process.rank);
+}
+
 static int work(const char *what, int argc, char **argv) {
     process_start(&argc, &argv);
     CUDA_CHECK(cudaSetDevice(process.local_rank));
@@ -180,6 +199,7 @@ static int work(const char *what, int argc, char **argv) {
     collective = collective_start(!strcmp(what, "bf16"));
     if (!strcmp(what, "die")) work_die();
     else if (!strcmp(what, "differ")) work_differ();
+    else if (!strcmp(what, "owners")) work_owners();
     else work_sums(!strcmp(what, "bf16"));
     collective_end(collective);
     CUDA_CHECK(cudaStreamDestroy(stream));
@@ -208,6 +228,55 @@ static void run_job(const char *processes, const char *what) {
     CHECK(code == 0 && strstr(output, right), "%s, %s: code %d: %s", processes, what, code, output);
 }
 
+static vector<size_t> shares(const vector<CollectivePart> &parts, int ranks) {
+    vector<size_t> owned(ranks);
+    for (const CollectivePart &part : parts) {
+        CHECK(part.owner >= 0 && part.owner < ranks, "owner %d of %d", part.owner, ranks);
+        owned.at((size_t)part.owner) += part.floats;
+    }
+    return owned;
+}
+
+// No rank can own more than another without its smallest part: that part would have gone to the other.
+static void check_balance(const vector<CollectivePart> &parts, int ranks) {
+    vector<size_t> owned = shares(parts, ranks), smallest(ranks, SIZE_MAX);
+    for (const CollectivePart &part : parts)
+        if (part.floats < smallest[part.owner]) smallest[part.owner] = part.floats;
+    for (int r = 0; r + 1 < ranks; r++)
+        CHECK(owned[r] >= owned[r + 1], "rank %d of %d owns %zu, the next %zu", r, ranks, owned[r], owned[r + 1]);
+    for (int r = 0; r < ranks; r++)
+        CHECK(owned[r] == 0 || owned[r] - smallest[r] <= owned[ranks - 1],
+              "rank %d of %d owns %zu, %zu in its smallest part; the last rank owns %zu", r, ranks, owned[r],
+              smallest[r], owned[ranks - 1]);
+}
+
+static void expect_owners(const vector<size_t> &sizes, int ranks, const vector<int> &owners) {
+    vector<CollectivePart> parts;
+    size_t from = 0;
+    for (size_t size : sizes) parts.push_back({from, size, -1}), from += size;
+    collective_assign_owners(parts.data(), parts.size(), ranks);
+    for (size_t i = 0; i < parts.size(); i++)
+        CHECK(parts[i].owner == owners[i], "part %zu of %zu on %d ranks belongs to rank %d, not %d", i, parts.size(),
+              ranks, parts[i].owner, owners[i]);
+}
+
+static void test_owners(void) {
+    check_group("owners of parts");
+    for (int ranks : {1, 2, 3, 4, 8, 40})
+        for (size_t n : lengths) {
+            check_case();
+            check_balance(make_parts(n, ranks), ranks);
+        }
+    check_case();
+    expect_owners({4, 9, 3, 5, 3}, 3, {2, 0, 2, 1, 1});
+    check_case();
+    expect_owners({5, 4, 4}, 2, {1, 0, 0});
+    check_case();
+    expect_owners({7, 7, 7}, 5, {0, 1, 2});
+    check_case();
+    expect_owners({}, 2, {});
+}
+
 static void test_one(void) {
     check_group("one process");
     run_job("1", "sums");
@@ -217,10 +286,10 @@ static void test_one(void) {
 #ifdef USE_NCCL
 // On the CPU, stream work is done at once, late, or at any time.
 static void test_several(void) {
-    const Job jobs[] = {{"2", "sums"}, {"4", "bf16"}, {"4", "sums"}, {"2", "bf16"}, {"2", "sums"}};
-    const char *when[] = {"once", "once", "late", "any", "any"};
-    check_group("sums and slices of 2 and 4 ranks");
-    for (int i = 0; i < 5; i++) {
+    const Job jobs[] = {{"2", "sums"}, {"4", "bf16"}, {"3", "sums"}, {"3", "bf16"}, {"4", "sums"}, {"2", "sums"}};
+    const char *when[] = {"once", "once", "late", "any", "late", "any"};
+    check_group("sums, and sums of parts, of 2, 3 and 4 ranks");
+    for (int i = 0; i < 6; i++) {
         setenv("CUDA_ON_CPU_STREAMS", when[i], 1);
         run_job(jobs[i].processes, jobs[i].what);
     }
@@ -254,6 +323,11 @@ static void test_difference(void) {
     int code = check_fork(start_job, &job, output, sizeof output);
     CHECK(code != 0 && strstr(output, "ncclAllReduce of 999 elements") && !strstr(output, "came through"),
           "code %d: %s", code, output);
+    job.what = "owners";
+    code = check_fork(start_job, &job, output, sizeof output);
+    CHECK(code != 0 && strstr(output, "ncclReduce of 400 elements") && strstr(output, "root 1") &&
+              !strstr(output, "came through"),
+          "code %d: %s", code, output);
 }
 #endif
 
@@ -261,6 +335,7 @@ int main(int argc, char **argv) {
     program_name = "test_collective";
     if (argc == 2) return work(argv[1], argc, argv);
     if (readlink("/proc/self/exe", self, sizeof self - 1) < 0) return 1;
+    test_owners();
     test_one();
 #ifdef USE_NCCL
     int devices;

@@ -199,6 +199,22 @@ def test_several_ranks(cuda, data, tmp_path, processes, flags):
         assert np.linalg.norm(a - b) <= (3e-2 if loose else 1e-4) * np.linalg.norm(a)
 
 
+def test_zero_gives_whole_tensors_to_ranks(cuda, data, tmp_path):
+    """Three ranks with unequal shares reproduce --zero 0. The embedding's moments, 786,432 of 1,027,968 bytes, are on one rank."""
+    runs, moments = [], []
+    flags = [*SMALL, "--model", "layers=2,heads=1,channels=48,ffn=40,vocab=2000", "--attn", "ssmax", "--batch", 1, "--steps", 3, "--grad-clip", 0.1]
+    for zero in (0, 1):
+        runs.append(tmp_path / str(zero))
+        text = train(data, *flags, "--zero", zero, "--out", runs[-1], program=cuda, processes=3)
+        moments.append(re.search(r"AdamW's moments  +(.*)", text).group(1))
+    assert moments == ["1.03 MB", "786 kB"]
+    np.testing.assert_allclose(np.array(metrics(runs[1], ["loss", "grad_norm"])), np.array(metrics(runs[0], ["loss", "grad_norm"])), rtol=1e-5)
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        (header, first), (other, second) = (read_header(checkpoint(run, 3) / name) for run in runs)
+        a, b = np.frombuffer(first, "<f4"), np.frombuffer(second, "<f4")
+        assert header == other and np.linalg.norm(a - b) <= 1e-4 * np.linalg.norm(a)
+
+
 def test_resume_with_another_number_of_ranks(cuda, data, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     flags = [*SMALL, "--total-batch-tokens", 80, "--keep", 0]
