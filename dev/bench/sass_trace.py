@@ -143,7 +143,7 @@ class Trace:
     PARAMETERS = 0x210          # of sm_90
 
     def __init__(self, kernel, parameters, block, grid, threads, thread=0, most=3_000_000):
-        self.kernel, self.registers, self.predicates = kernel, {}, {}
+        self.kernel, self.registers, self.partial, self.predicates = kernel, {}, {}, {}
         bank = bytearray(self.PARAMETERS) + parameters
         struct.pack_into("<6I", bank, 0, threads, 1, 1, *grid)
         self.bank = bytes(bank)
@@ -218,7 +218,19 @@ class Trace:
         if not found:
             return
         for i in range(words):
-            self.registers[f"{found[1]}{int(found[2]) + i}"] = None if x is None else x >> 32 * i & MASK
+            register = f"{found[1]}{int(found[2]) + i}"
+            self.registers[register] = None if x is None else x >> 32 * i & MASK
+            self.partial.pop(register, None)
+
+    def known(self, text):
+        """(value, mask of the bits that are known). The compiler keeps predicates in the bits of a register."""
+        x = self.value(text)
+        return self.partial.get(text.split(".")[0], (0, 0)) if x is None else (x, MASK)
+
+    def set_known(self, name, x, mask):
+        self.set(name, x & MASK if mask == MASK else None)
+        if 0 < mask < MASK:
+            self.partial[name.split(".")[0]] = x & mask, mask
 
     def set_predicate(self, name, p):
         if name not in ("PT", "UPT"):
@@ -291,6 +303,11 @@ class Trace:
         method = getattr(self, "do_" + i.name, None)
         if method and not perhaps:
             method(i, i.operands, i.flags)
+        elif i.name == "LOP3" and not re.fullmatch(r"U?P\w", i.operands[0]):
+            before = self.known(i.operands[0])
+            self.do_LOP3(i, i.operands, i.flags)
+            after = self.known(i.operands[0])
+            self.set_known(i.operands[0], after[0], before[1] & after[1] & ~(before[0] ^ after[0]))
         elif i.operands and i.name not in CONTROL + ("STG", "STS", "STL", "LDGSTS", "REDG", "RED"):
             self.forget(i)
 
@@ -404,21 +421,20 @@ class Trace:
         self.set(o[0], wide >> 32 & MASK if "HI" in flags else wide & MASK)
 
     def do_LOP3(self, i, o, flags):
-        p = re.fullmatch(r"U?P\w", o[0])
-        predicate, o = (o[0], o[1:]) if p else (None, o)
-        parts, table = [self.value(x) for x in o[1:4]], int(o[4], 16)
-        x = None
-        if table == 0xC0 and 0 in parts[:2]:
-            x = 0
-        elif None not in parts:
-            a, b, c = parts
-            x = 0
-            for n in range(8):
-                if table >> n & 1:
-                    x |= (a if n & 4 else ~a) & (b if n & 2 else ~b) & (c if n & 1 else ~c) & MASK
-        self.set(o[0], x)
-        if predicate:
-            self.set_predicate(predicate, None if x is None else x != 0)
+        predicate, o = (o[0], o[1:]) if re.fullmatch(r"U?P\w", o[0]) else (None, o)
+        (a, a_known), (b, b_known), (c, c_known) = (self.known(x) for x in o[1:4])
+        table, one, zero = int(o[4], 16), 0, 0                      # the bits that may be 1, and those that may be 0
+        for n in range(8):
+            possible = MASK
+            for x, known, bit in ((a, a_known, n & 4), (b, b_known, n & 2), (c, c_known, n & 1)):
+                possible &= (x if bit else ~x) | ~known
+            if table >> n & 1:
+                one |= possible
+            else:
+                zero |= possible
+        self.set_known(o[0], one, ~(one & zero) & MASK)
+        if predicate:                                               # whether any bit is 1
+            self.set_predicate(predicate, True if one & ~zero & MASK else None if one & MASK else False)
 
     def do_PLOP3(self, i, o, flags):
         for name, table in zip(o[:2], (int(o[5], 16), int(o[6], 16))):
