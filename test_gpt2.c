@@ -74,7 +74,13 @@ static void test_rmsnorm(void) {
     worst = largest(worst, compare("dx", dx, N * C, 0, 1e-5));
     worst = largest(worst, compare("dweight", dw, C, 0, 1e-5));
     case_done(before, worst);
-    free(x), free(w), free(dout), free(out), free(dx), free(dw), free(r);
+    free(x);
+    free(w);
+    free(dout);
+    free(out);
+    free(dx);
+    free(dw);
+    free(r);
 }
 
 // The trainer's rope rotates q and k in place in the joint projection. x serves as q, k and v; q and k must come out
@@ -101,7 +107,13 @@ static void test_rope(void) {
         else check("v is not rotated", memcmp(part, which < 3 ? x : dout, FLOATS(N * C)) ? 1 : 0, 0);
     }
     case_done(before, worst);
-    free(x), free(dout), free(qkv), free(dqkv), free(part), free((float *)rope.cosines), free((float *)rope.sines);
+    free(x);
+    free(dout);
+    free(qkv);
+    free(dqkv);
+    free(part);
+    free((float *)rope.cosines);
+    free((float *)rope.sines);
 }
 
 static void test_swiglu(void) {
@@ -116,7 +128,10 @@ static void test_swiglu(void) {
     worst = largest(worst, compare("dgate", dgate_up, F, 0, 1e-6));
     worst = largest(worst, compare("dup", dgate_up + F, F, 0, 1e-6));
     case_done(before, worst);
-    free(gate_up), free(dout), free(out), free(dgate_up);
+    free(gate_up);
+    free(dout);
+    free(out);
+    free(dgate_up);
 }
 
 static void test_matmul(void) {
@@ -140,7 +155,12 @@ static void test_matmul(void) {
     worst = largest(worst, compare("out", out, N * OC, 0, 1e-6));
     worst = largest(worst, compare("dweight", dw, OC * C, 0, 1e-6));
     case_done(before, worst);
-    free(x), free(w), free(dout), free(out), free(dx), free(dw);
+    free(x);
+    free(w);
+    free(dout);
+    free(out);
+    free(dx);
+    free(dw);
 }
 
 static void test_embedding(void) {
@@ -155,7 +175,11 @@ static void test_embedding(void) {
     double worst = compare("out", out, N * C, 0, 1e-7);
     worst = largest(worst, compare("dweight", dw, V * C, 0, 1e-6));
     case_done(before, worst);
-    free(tokens), free(w), free(dout), free(out), free(dw);
+    free(tokens);
+    free(w);
+    free(dout);
+    free(out);
+    free(dw);
 }
 
 static void test_crossentropy(void) {
@@ -187,7 +211,11 @@ static void test_crossentropy(void) {
     check("masked rows", others, 0);
     check("the unmasked row", fabs((double)losses[0] - first) + (memcmp(kept, logits, FLOATS(V)) ? 1 : 0), 0);
     case_done(before, worst);
-    free(targets), free(mask), free(logits), free(kept), free(losses);
+    free(targets);
+    free(mask);
+    free(logits);
+    free(kept);
+    free(losses);
 }
 
 // Divides the rows of x (n,HS) by their Euclidean norms, as the trainer does for q and k with qk=l2 before attention.
@@ -208,7 +236,10 @@ static Scalars test_scalars(ScalarGrads *grads, const Normalizer *normalizer, si
         if (!normalizer_has(normalizer, x)) continue;
         fixture_weight_rule(scalar_names[x], n, &mean, &scale);
         if (normalizer_trains(normalizer, x)) grads->of[x] = floats(n);
-        else mean = (float)normalizer_start(normalizer, x, (int)L), scale = 0.0f;
+        else {
+            mean = (float)normalizer_start(normalizer, x, (int)L);
+            scale = 0.0f;
+        }
         scalars.of[x] = values = floats(n);
         fixture_fill(values, n, scalar_names[x], 0, mean, scale);
     }
@@ -216,7 +247,34 @@ static Scalars test_scalars(ScalarGrads *grads, const Normalizer *normalizer, si
 }
 
 static void free_scalars(Scalars scalars, ScalarGrads grads) {
-    for (int x = 0; x < SCALAR_COUNT; x++) free((void *)scalars.of[x]), free(grads.of[x]);
+    for (int x = 0; x < SCALAR_COUNT; x++) {
+        free((void *)scalars.of[x]);
+        free(grads.of[x]);
+    }
+}
+
+// One query at a time, as in generation, gives the same rows; except with -logT, T and T2, where T is the length so
+// far.
+static void check_row_by_row(const float *out, AttentionInput in, Scalars scalars, AttentionShape shape) {
+    const Normalizer *n = shape.normalizer;
+    if (n->offset.kind == OFFSET_LOG_T || n->norm.kind == NORM_T || n->norm.kind == NORM_T2) return;
+    size_t HS = shape.HS, NH = shape.NH, T = shape.T, K = shape.NKV * HS;
+    float *row = floats(HS), *scores = floats(T);
+    double difference = 0, size = 0;
+    for (size_t i = 0; i < shape.B * NH * T; i++) {
+        size_t h = i % NH, t = (i / NH) % T, b = i / (NH * T), start = b * T * K + (h / (NH / shape.NKV)) * HS;
+        shape.T = t + 1;
+        attention_row(row, in.q.p + i * HS, (ConstView){in.k.p + start, K, HS}, (ConstView){in.v.p + start, K, HS},
+                      t + 1, h, scalars, shape, scores);
+        for (size_t c = 0; c < HS; c++) {
+            double o = out[i * HS + c];
+            difference += (row[c] - o) * (row[c] - o);
+            size += o * o;
+        }
+    }
+    check("row by row", size > 0 ? sqrt(difference / size) : difference, 1e-5);
+    free(row);
+    free(scores);
 }
 
 static void test_attention(void) {
@@ -235,7 +293,8 @@ static void test_attention(void) {
     float *stats = floats(B * NH * T * ROW_STATS), *scratch = floats(attention_scratch(shape, omp_get_max_threads()));
     for (int i = 0; i < 3; i++) {
         x[i] = input((const char *[]){"q", "k", "v"}[i], sizes[i], i < 2 ? (float)atof(text_of("scale")) : 2);
-        d[i] = floats(sizes[i]), inverse[i] = floats(sizes[i] / HS);
+        d[i] = floats(sizes[i]);
+        inverse[i] = floats(sizes[i] / HS);
         if (i < 2 && normalizer.qk.kind == QK_L2) l2_rows(x[i], inverse[i], sizes[i] / HS, HS);
     }
     AttentionInput in = {{x[0], C, HS}, {x[1], K, HS}, {x[2], K, HS}, NULL, NULL};
@@ -257,27 +316,18 @@ static void test_attention(void) {
         if (scalar_grads.of[i])
             worst = largest(worst, compare(name, scalar_grads.of[i], scalar_size(i, NH, L), floor, 1e-4));
     }
-    // One query at a time, as in generation, gives the same rows; except with -logT, T and T2, where T is the length so
-    // far.
-    bool by_length =
-        normalizer.offset.kind == OFFSET_LOG_T || normalizer.norm.kind == NORM_T || normalizer.norm.kind == NORM_T2;
-    float *row = floats(HS), *scores = floats(T);
-    double difference = 0, size = 0;
-    for (size_t i = 0; i < B * NH * T && !by_length; i++) {
-        size_t h = i % NH, t = i / NH % T, b = i / NH / T, start = b * T * K + h / (NH / NKV) * HS;
-        shape.T = t + 1;
-        attention_row(row, x[0] + i * HS, (ConstView){x[1] + start, K, HS}, (ConstView){x[2] + start, K, HS}, t + 1, h,
-                      scalars, shape, scores);
-        for (size_t c = 0; c < HS; c++) {
-            double o = out[i * HS + c];
-            difference += (row[c] - o) * (row[c] - o), size += o * o;
-        }
-    }
-    check("row by row", size > 0 ? sqrt(difference / size) : difference, 1e-5);
+    check_row_by_row(out, in, scalars, shape);
     case_done(before, worst);
-    for (int i = 0; i < 3; i++) free(x[i]), free(d[i]), free(inverse[i]);
+    for (int i = 0; i < 3; i++) {
+        free(x[i]);
+        free(d[i]);
+        free(inverse[i]);
+    }
     free_scalars(scalars, scalar_grads);
-    free(out), free(dout), free(stats), free(scratch), free(row), free(scores);
+    free(out);
+    free(dout);
+    free(stats);
+    free(scratch);
 }
 
 static void test_adamw(void) {
@@ -294,7 +344,10 @@ static void test_adamw(void) {
     worst = largest(worst, compare("exp_avg", mean, N, 0, 1e-6));
     worst = largest(worst, compare("exp_avg_sq", square, N, 0, 1e-6));
     case_done(before, worst);
-    free(param), free(mean), free(square), free(grad);
+    free(param);
+    free(mean);
+    free(square);
+    free(grad);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -324,7 +377,10 @@ static void test_bf16_matmuls(void) {
                 double sum = add ? 1 : 0;
                 for (int p = 0; p < K; p++) {
                     float x = a[ta ? p * M + i : i * K + p], y = b[tb ? j * K + p : p * N + j];
-                    if (!primitive) x = bf16_to_float(bf16_from_float(x)), y = bf16_to_float(bf16_from_float(y));
+                    if (!primitive) {
+                        x = bf16_to_float(bf16_from_float(x));
+                        y = bf16_to_float(bf16_from_float(y));
+                    }
                     sum += (double)x * y;
                 }
                 expected[i * N + j] = (float)sum;
@@ -373,13 +429,16 @@ static void test_colliding_rows(void) {
         for (int j = 0; j < N; j += 7) {
             double sum = 0;
             for (int p = 0; p < K; p++) sum += 2.0 * a[i * K + p] * b[p * N + j];
-            difference += (c[i * N + j] - sum) * (c[i * N + j] - sum), norm += sum * sum;
+            difference += (c[i * N + j] - sum) * (c[i * N + j] - sum);
+            norm += sum * sum;
         }
     }
     check("the product", sqrt(difference / norm), 1e-6);
     case_done(before, sqrt(difference / norm));
     gemm_end(&mm);
-    free(a), free(b), free(c);
+    free(a);
+    free(b);
+    free(c);
 }
 
 // A NaN in one weight must reach the loss and fail every check.

@@ -22,7 +22,10 @@ static float *host_params, *host_grads;
 static void subject_start(const ModelConfig *config, const TensorList *list, size_t B, size_t T) {
     bool in_bf16 = model.in_bf16, recompute = model.recompute;
     model = Model();
-    model.config = *config, model.list = *list, model.in_bf16 = in_bf16, model.recompute = recompute,
+    model.config = *config;
+    model.list = *list;
+    model.in_bf16 = in_bf16;
+    model.recompute = recompute;
     model.deterministic = true;
     IntList lengths = {{(int64_t)T}, 1};
     plan_model(&model, NULL, 0, &lengths, B, T);
@@ -61,7 +64,8 @@ static BatchTokens subject_batch(const int32_t *inputs, const int32_t *targets, 
     CUDA_CHECK(cudaMemcpy(model.batch, ints, (3 * N + 4 * (there.plan.pieces + there.plan.sums)) * sizeof *ints,
                           cudaMemcpyHostToDevice));
     CUDA_CHECK(cudaDeviceSynchronize());
-    free(ints), free(starts);
+    free(ints);
+    free(starts);
     return there;
 }
 
@@ -116,7 +120,9 @@ static void subject_logits(float *logits, const int32_t *inputs, size_t B, size_
 static void subject_end(void) {
     matmul_end(&model.matmul);
     for (size_t i = 0; i < model.plan.count; i++) CUDA_CHECK(cudaFree(*model.plan.rows[i].where));
-    free(model.parts), free(host_params), free(host_grads);
+    free(model.parts);
+    free(host_params);
+    free(host_grads);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -195,7 +201,10 @@ static AttentionCase attention_case(void) {
         if (!normalizer_has(&a.normalizer, scalar)) continue;
         fixture_weight_rule(scalar_names[i], n, &mean, &scale);
         if (normalizer_trains(&a.normalizer, scalar)) a.scalar_grads[i].resize(n);
-        else mean = (float)normalizer_start(&a.normalizer, scalar, a.L), scale = 0;
+        else {
+            mean = (float)normalizer_start(&a.normalizer, scalar, a.L);
+            scale = 0;
+        }
         a.scalars[i] = filled(scalar_names[i], n, mean, scale);
     }
     return a;
@@ -256,7 +265,8 @@ static double length(const Floats &x) {
 // Under l1 with few keys, dq and dk are differences of nearly equal numbers, one of which the kernels compute from the
 // output.
 static double gradient_floor(const AttentionCase &a) {
-    return (a.T == 1 ? 1e-1 : a.T < 5 ? 3e-2 : 1e-2) * length(a.dv);
+    double part = a.T < 5 ? 3e-2 : 1e-2;
+    return (a.T == 1 ? 1e-1 : part) * length(a.dv);
 }
 
 static void test_attention(void) {
@@ -329,7 +339,8 @@ static void test_steps(void) {
     double worst = 0;
     if (!steps || strstr(case_name, "v50257")) return;
     memset(&c, 0, sizeof c);
-    c.B = size_of("B"), c.T = size_of("T");
+    c.B = size_of("B");
+    c.T = size_of("T");
     if (!model_parse(&c.config, text_of("model"), &error)) fail_with(&error);
     c.config.seq_len = (int)size_of("L");
     if (!normalizer_parse(&c.config.attn, text_of("attn"), message, sizeof message))
@@ -373,7 +384,8 @@ int main(int argc, char **argv) {
     run_cases(KINDS, 2, word, true);
     model.recompute = true;
     run_cases(STEPS, 1, word, true);
-    model.recompute = false, model.in_bf16 = true;
+    model.recompute = false;
+    model.in_bf16 = true;
     run_cases(IN_BF16, 2, word, true);
     return cases_end();
 }

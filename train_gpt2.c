@@ -1140,7 +1140,10 @@ static void matmul_few(float *out, const float *inp, const float *weight, size_t
                 sum_c += c[i] * w[i];
                 sum_d += d[i] * w[i];
             }
-            sum[0] = sum_a, sum[1] = sum_b, sum[2] = sum_c, sum[3] = sum_d;
+            sum[0] = sum_a;
+            sum[1] = sum_b;
+            sum[2] = sum_c;
+            sum[3] = sum_d;
             for (size_t i = r; i < N && i < r + 4; i++)
                 out[i * OC + o] = add ? out[i * OC + o] + sum[i - r] : sum[i - r];
         }

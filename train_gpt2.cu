@@ -436,7 +436,8 @@ static void upload_rope_table(Model *m) {
 // Plans all device memory, for B sequences of T tokens at a time, or as many tokens in sequences of one of `lengths`.
 static void plan_model(Model *m, const Normalizer *const *others, size_t count, const IntList *lengths, size_t B,
                        size_t T) {
-    m->B = B, m->T = T;
+    m->B = B;
+    m->T = T;
     plan_attention(m, others, count, lengths, B, T);
     plan_parameters(m);
     plan_floats(m, B, T);

@@ -57,12 +57,17 @@ static void row_anchor(const Normalizer *normalizer, Row *row, real anchor) {
 }
 
 static void row_keep(const Row *row, real *stats) {
-    stats[0] = row->anchor, stats[1] = row->inverse, stats[2] = row->top, stats[3] = row->post_inverse;
+    stats[0] = row->anchor;
+    stats[1] = row->inverse;
+    stats[2] = row->top;
+    stats[3] = row->post_inverse;
 }
 
 static void row_recall(const Normalizer *normalizer, Row *row, const real *stats) {
     row_anchor(normalizer, row, stats[0]);
-    row->inverse = stats[1], row->top = stats[2], row->post_inverse = stats[3];
+    row->inverse = stats[1];
+    row->top = stats[2];
+    row->post_inverse = stats[3];
 }
 
 // The score with the largest z of the row.
@@ -165,10 +170,16 @@ static real row_forward(const Normalizer *normalizer, real *s, Row *row, bool *w
     case POST_NEGATE: factor = -factor; break;
     case POST_RECTIFY: left = rectify(s, row); break;
     case POST_RECENTER:
-        if (!early) recenter(s, row), factor = 1;
+        if (!early) {
+            recenter(s, row);
+            factor = 1;
+        }
         break;
     case POST_RECENTER_L1:
-        if (!early) left = recenter(s, row), factor = row->post_inverse = inverse_or_zero(left);
+        if (!early) {
+            left = recenter(s, row);
+            factor = row->post_inverse = inverse_or_zero(left);
+        }
         break;
     case POST_REWEIGHT:
         left = reweight(s, row, (real)normalizer->post.value);
@@ -177,6 +188,12 @@ static real row_forward(const Normalizer *normalizer, real *s, Row *row, bool *w
     }
     *weight = sum != 0 && left != 0 && row->inverse != 0;
     return factor;
+}
+
+// sign(f) D
+NORMALIZER_INLINE real with_sign_of(real f, real D) {
+    real positive = f > 0 ? D : 0;
+    return f < 0 ? -D : positive;
 }
 
 // s (n): scores in, A out. dA (n): dA in, dS out. D = sum_j A dA; `sign` -1 negates A. Returns g = sum_j dz s and sets
@@ -190,7 +207,7 @@ NORMALIZER_INLINE real row_backward_plain(int phi, real *restrict s, real *restr
         real f, slope;
         real z = c * (s[j] - anchor) + rest;
         phi_both(phi, z, number, &f, &slope);
-        real signed_D = phi_signed(phi) ? (f < 0 ? -D : f > 0 ? D : 0) : D;
+        real signed_D = phi_signed(phi) ? with_sign_of(f, D) : D;
         real df = (sign * dA[j] - signed_D) * inverse, dz = df * slope;
         sum += dz * s[j];
         if (phi_learns(phi)) by_number += df * phi_slope_by_number(phi, z, number, f, slope);
@@ -242,7 +259,7 @@ static void recenter_backward(real *restrict a, real *restrict d, const Row *row
     mean *= inverse / (real)n;
     #pragma omp simd reduction(+ : sum)
     for (int j = 0; j < n; j++) {
-        real centered = a[j] * inverse - mean, signed_D = l1 ? (centered < 0 ? -D : centered > 0 ? D : 0) : 0;
+        real centered = a[j] * inverse - mean, signed_D = l1 ? with_sign_of(centered, D) : 0;
         real da = (d[j] - signed_D) * factor;
         a[j] = centered * factor;
         d[j] = da;
@@ -275,7 +292,7 @@ static real by_number(int phi, const Row *row, const real *s, const real *dA, co
                       real D) {
     real sum = 0;
     for (int j = 0; j < row->at.n; j++) {
-        real signed_D = phi_signed(phi) ? (f[j] < 0 ? -D : f[j] > 0 ? D : 0) : D;
+        real signed_D = phi_signed(phi) ? with_sign_of(f[j], D) : D;
         real z = row->c * (s[j] - row->anchor) + row->rest;
         sum += (dA[j] - signed_D) * row->inverse * phi_slope_by_number(phi, z, row->number, f[j], slope[j]);
     }
@@ -303,7 +320,7 @@ static real row_backward_post(const Normalizer *normalizer, real *restrict s, re
     row->by_number = phi_learns(phi) ? by_number(phi, row, s, dA, f, slope, D_norm) : 0;
     #pragma omp simd reduction(+ : sum)
     for (int j = 0; j < n; j++) {
-        real signed_D = is_signed ? (f[j] < 0 ? -D_norm : f[j] > 0 ? D_norm : 0) : D_norm;
+        real signed_D = is_signed ? with_sign_of(f[j], D_norm) : D_norm;
         real dz = (dA[j] - signed_D) * inverse * slope[j];
         sum += dz * s[j];
         dA[j] = c * dz;

@@ -380,7 +380,8 @@ NORMALIZER_INLINE bool subtracts_maximum(int phi, Stage norm) {
 // The value that takes part in that maximum besides the scores: 0 if C > 0 (C is C e^0) and for the 1 of expm1; or the
 // sink.
 NORMALIZER_INLINE real least_maximum(int phi, Stage norm, RowPlace at) {
-    return norm.kind == NORM_L1_SINK ? at.scalar[SCALAR_SINK] : norm.value > 0 || phi == PHI_EXPM1 ? 0 : -INFINITY;
+    if (norm.kind == NORM_L1_SINK) return at.scalar[SCALAR_SINK];
+    return norm.value > 0 || phi == PHI_EXPM1 ? 0 : -INFINITY;
 }
 
 // The part of Z that comes from no key, with exp taken relative to `shift`.

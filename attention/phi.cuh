@@ -36,7 +36,8 @@ constexpr float unit = by_log2<X, PHI> ? 1.4426950408889634f : 1.0f;
 
 template <class X, int PHI>
 DEVICE float exp_of(float x) {
-    return by_log2<X, PHI> ? exp2_fast(x) : is_bf16<X> ? exp2_fast(x * 1.4426950408889634f) : expf(x);
+    if (!is_bf16<X>) return expf(x);
+    return exp2_fast(by_log2<X, PHI> ? x : x * 1.4426950408889634f);
 }
 
 // c0 + c1 x + c2 x² + ...

@@ -39,7 +39,8 @@ bool model_is_plain(const ModelConfig *config) {
 char *model_config_json(const ModelConfig *config, bool bf16) {
     cJSON *json = cJSON_CreateObject(), *rope, *attn;
     bool plain = model_is_plain(config);
-    const Family *family = &FAMILIES[!plain ? OUR_OWN : config->qk_norm ? QWEN3 : LLAMA];
+    int plain_family = config->qk_norm ? QWEN3 : LLAMA;
+    const Family *family = &FAMILIES[plain ? plain_family : OUR_OWN];
     cJSON_AddItemToObject(json, "architectures", cJSON_CreateStringArray(&family->class_name, 1));
     cJSON_AddStringToObject(json, "model_type", family->model_type);
     if (!plain) {

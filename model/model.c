@@ -199,9 +199,12 @@ bool model_parse(ModelConfig *config, const char *text, Error *error) {
         bool found = false;
         for (size_t i = 0; word == words && i < COUNT(PRESETS); i++) {
             if (strcmp(word, PRESETS[i].name) != 0) continue;
-            config->layers = PRESETS[i].layers, config->heads = PRESETS[i].heads,
+            config->layers = PRESETS[i].layers;
+            config->heads = PRESETS[i].heads;
             config->channels = PRESETS[i].channels;
-            config->ffn = PRESETS[i].ffn, config->vocab = PRESETS[i].vocab, config->tied = PRESETS[i].tied;
+            config->ffn = PRESETS[i].ffn;
+            config->vocab = PRESETS[i].vocab;
+            config->tied = PRESETS[i].tied;
             preset = found = true;
         }
         if (!found && !parse_key(config, given, word, error)) return false;
@@ -300,10 +303,12 @@ size_t padded_vocab(const ModelConfig *config) {
 // each gated unit once.
 static void set_start(Tensor *t, const ModelConfig *config, Start start) {
     int writes = config->block == BLOCK_GAU ? config->layers : 2 * config->layers;
-    t->mean = start == START_ONE      ? 1.0f
-              : start == START_SCALAR ? (float)normalizer_start(&config->attn, t->scalar, config->seq_len)
-                                      : 0.0f;
-    t->std = start == START_NORMAL ? 0.02f : start == START_RESIDUAL ? 0.02f / sqrtf((float)writes) : 0.0f;
+    t->mean = 0.0f;
+    t->std = 0.0f;
+    if (start == START_ONE) t->mean = 1.0f;
+    if (start == START_SCALAR) t->mean = (float)normalizer_start(&config->attn, t->scalar, config->seq_len);
+    if (start == START_NORMAL) t->std = 0.02f;
+    if (start == START_RESIDUAL) t->std = 0.02f / sqrtf((float)writes);
 }
 
 // What goes into a list: the tensors of `config`, with the learned scalars of its normalizer and of `others`.

@@ -106,7 +106,8 @@ static inline float vec_log_parts(float x, float *k, float *f) {
 static inline float vec_log(float x) {
     float k, f, rest = vec_log_parts(x, &k, &f);
     float y = k * 0.693145751953125f + (f + (rest + k * 1.42860682030941723e-6f));
-    y = x >= FLT_MIN ? y : x <= -FLT_MIN ? NAN : -INFINITY;
+    float below = x <= -FLT_MIN ? NAN : -INFINITY;
+    y = x >= FLT_MIN ? y : below;
     return x <= FLT_MAX ? y : x;    // +inf, and a NaN
 }
 

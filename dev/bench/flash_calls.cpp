@@ -31,7 +31,8 @@ static FlashCall<bf16> call_of(const Preset &preset, int B, int T, int NH, int H
     size_t row = 3 * (size_t)NH * HS, out_row = (size_t)NH * HS;
     call.q = call.k = call.v = {there, row, (size_t)HS};
     call.dq = call.dk = call.dv = {there, row, (size_t)HS};
-    call.out = {there, out_row, (size_t)HS}, call.dout = {there, out_row, (size_t)HS};
+    call.out = {there, out_row, (size_t)HS};
+    call.dout = {there, out_row, (size_t)HS};
     call.stats = call.g = (float *)there;
     call.all_zero_rows = (unsigned long long *)there;
     call.prefix = preset.post.kind == POST_RECENTER || preset.post.kind == POST_RECENTER_L1 ? (float *)there : NULL;
@@ -41,9 +42,17 @@ static FlashCall<bf16> call_of(const Preset &preset, int B, int T, int NH, int H
     call.rows = (FlashRow *)there;
     if (preset.scale.kind != SCALE_LOGN && preset.scale.kind != SCALE_LOGN_BIAS && preset.scale.kind != SCALE_PN)
         call.g = NULL;
-    call.scale = preset.scale, call.offset = preset.offset, call.norm = preset.norm;
-    call.phi = preset.phi.kind, call.post = preset.post.kind, call.power = (float)preset.post.value;
-    call.B = B, call.T = T, call.NH = call.NKV = NH, call.HS = call.VS = HS, call.L = T;
+    call.scale = preset.scale;
+    call.offset = preset.offset;
+    call.norm = preset.norm;
+    call.phi = preset.phi.kind;
+    call.post = preset.post.kind;
+    call.power = (float)preset.post.value;
+    call.B = B;
+    call.T = T;
+    call.NH = call.NKV = NH;
+    call.HS = call.VS = HS;
+    call.L = T;
     return call;
 }
 
@@ -78,9 +87,9 @@ int main(int, char **argument) {
         for (size_t i = 0; i < sizeof call; i++) printf("%02x", ((const unsigned char *)&call)[i]);
         printf("\", ");
         auto all = std::make_integer_sequence<int, FLASH_INSTANCE_COUNT>();
-        HS <= 48   ? print_plans<48>(instance, all)
-        : HS <= 64 ? print_plans<64>(instance, all)
-                   : print_plans<128>(instance, all);
+        if (HS <= 48) print_plans<48>(instance, all);
+        else if (HS <= 64) print_plans<64>(instance, all);
+        else print_plans<128>(instance, all);
         printf("}");
         separator = ",\n";
     }

@@ -341,7 +341,7 @@ static int next_thread(Worker &w) {
     default: break;
     }
     int warp = w.current / 32;
-    unsigned lanes = (unsigned)(w.ready[warp / 2] >> warp % 2 * 32);
+    unsigned lanes = (unsigned)(w.ready[warp / 2] >> (warp % 2) * 32);
     return lanes ? warp * 32 + __builtin_ctz(lanes)
                  : first_ready_from(w, (int)(next_random(w.random) % (unsigned)w.threads));
 }
@@ -412,7 +412,10 @@ static void fiber_main() {
         const void *bottom;
         size_t bytes;
         __sanitizer_finish_switch_fiber(NULL, &bottom, &bytes);
-        if (!w.home_bottom) w.home_bottom = bottom, w.home_bytes = bytes;    // the first fiber comes from home
+        if (!w.home_bottom) {
+            w.home_bottom = bottom;
+            w.home_bytes = bytes;
+        }    // the first fiber comes from home
     }
     w.launch->call();
     thread_exits();
@@ -423,13 +426,15 @@ static void fiber_main() {
 static void prepare_fiber(Worker &w, int number) {
     Fiber &f = w.fibers[number];
     dim3 n = w.launch->block;
-    void **top = (void **)(stack_of(w, number) + w.stack_bytes - (size_t)(number * 21 % 64) * 64);
-    f.position.thread = make_uint3((unsigned)number % n.x, (unsigned)number / n.x % n.y, (unsigned)number / n.x / n.y);
+    void **top = (void **)(stack_of(w, number) + w.stack_bytes - (size_t)((number * 21) % 64) * 64);
+    unsigned thread = (unsigned)number;
+    f.position.thread = make_uint3(thread % n.x, (thread / n.x) % n.y, thread / (n.x * n.y));
     f.position.block = w.block;
     f.position.block_size = n;
     f.position.grid = w.launch->grid;
     f.warp = &w.warps[number / 32];
-    f.number = (unsigned)number, f.lane = f.number % 32;
+    f.number = (unsigned)number;
+    f.lane = f.number % 32;
     f.wait = {NOTHING, 0, {NULL, 0}};
     f.commits = f.copies = f.oldest = f.newest = 0;
     f.pending = w.pending[number];
@@ -465,7 +470,8 @@ static Worker *new_worker() {
     w->stacks = map_memory(w->stack_step * BLOCK_THREADS, PROT_NONE);
     char *room = map_memory(STATICS_ROOM + DYNAMIC_ROOM + 3 * PAGE, PROT_NONE);
     w->meetings = (Meetings *)map_memory(sizeof(Meetings), PROT_READ | PROT_WRITE);
-    w->statics = room + PAGE, w->statics_end = w->statics + STATICS_ROOM;
+    w->statics = room + PAGE;
+    w->statics_end = w->statics + STATICS_ROOM;
     w->dynamic_end = w->statics_end + PAGE + DYNAMIC_ROOM;
     mprotect(w->statics, STATICS_ROOM, PROT_READ | PROT_WRITE);
     mprotect(w->dynamic_end - DYNAMIC_ROOM, DYNAMIC_ROOM, PROT_READ | PROT_WRITE);
@@ -519,13 +525,13 @@ void fill(void *p, size_t bytes, Pattern pattern) {
     Word word = (uint64_t)pattern * 0x0001000100010001u;
     size_t i = 0;
     for (; i + 8 <= bytes; i += 8) *(Word *)(to + i) = word;
-    for (; i < bytes; i++) to[i] = (unsigned char)(pattern >> i % 2 * 8);
+    for (; i < bytes; i++) to[i] = (unsigned char)(pattern >> (i % 2) * 8);
 }
 
 bool is_filled(const void *p, size_t bytes, Pattern pattern) {
     const unsigned char *from = (const unsigned char *)p;
     for (size_t i = 0; i < bytes; i++)
-        if (from[i] != (unsigned char)(pattern >> i % 2 * 8)) return false;
+        if (from[i] != (unsigned char)(pattern >> (i % 2) * 8)) return false;
     return true;
 }
 
@@ -645,7 +651,10 @@ int barrier(BlockVote vote, int predicate, Site site) {
     Worker &w = *worker;
     Fiber &me = self();
     me.wait = {(Kind)(BARRIER + vote), 0, site};
-    if (w.arrived == 0) w.barrier = me.wait, w.predicates = 0;
+    if (w.arrived == 0) {
+        w.barrier = me.wait;
+        w.predicates = 0;
+    }
     if (w.barrier.kind != me.wait.kind || !same_site(w.barrier.site, site))
         die("MISMATCH: threads of a block wait at different barriers: %s", who_waits_where(0, w.threads).c_str());
     w.predicates += predicate != 0;
@@ -653,7 +662,9 @@ int barrier(BlockVote vote, int predicate, Site site) {
     if (w.watched) __tsan_release(met);
     set_waiting(w, me.number);
     if (++w.arrived == w.threads) {
-        w.result = vote == BLOCK_OR ? w.predicates > 0 : vote == BLOCK_AND ? w.predicates == w.threads : w.predicates;
+        w.result = w.predicates;
+        if (vote == BLOCK_OR) w.result = w.predicates > 0;
+        if (vote == BLOCK_AND) w.result = w.predicates == w.threads;
         w.arrived = 0;
         w.barrier_phase++;
         w.counts.barriers++;
@@ -695,8 +706,10 @@ static inline __attribute__((always_inline)) bool last_to_arrive(Fiber &me, Kind
     if (mask & warp.absent)
         die("EXITED LANE: %s at %s:%d, called by thread %u, has lanes %08x in its mask that have exited or never existed",
             kind_names[kind], site.file, site.line, me.number, mask & warp.absent);
-    if (!warp.waiting) warp.first = me.wait, warp.same = true;
-    else
+    if (!warp.waiting) {
+        warp.first = me.wait;
+        warp.same = true;
+    } else
         warp.same &= warp.first.kind == kind && warp.first.mask == mask && warp.first.site.line == site.line &&
                      warp.first.site.file == site.file;
     warp.waiting |= 1u << me.lane;
@@ -731,7 +744,8 @@ unsigned vote(Vote kind, unsigned mask, bool predicate, Site site) {
         unsigned ballot = 0;
         for (unsigned lanes = mask; lanes; lanes &= lanes - 1)
             ballot |= (unsigned)warp.value[__builtin_ctz(lanes)] << __builtin_ctz(lanes);
-        unsigned result = kind == BALLOT ? ballot : kind == ANY ? ballot != 0 : ballot == mask;
+        unsigned result = ballot;
+        if (kind != BALLOT) result = kind == ANY ? ballot != 0 : ballot == mask;
         for (unsigned lanes = mask; lanes; lanes &= lanes - 1) warp.result[__builtin_ctz(lanes)] = result;
         warp_goes_on(me, mask);
     }
@@ -821,7 +835,10 @@ int64_t reduce(Reduction kind, unsigned mask, int64_t value, Site site) {
 
 void fence() {
     char *fences = (char *)worker->launch + 2;
-    if (worker->watched) __tsan_acquire(fences), __tsan_release(fences);
+    if (worker->watched) {
+        __tsan_acquire(fences);
+        __tsan_release(fences);
+    }
 }
 
 // ---- matrices
@@ -833,7 +850,7 @@ static int conflicts_of(const void *const *rows, unsigned present) {
     for (int i = 0; i < 8; i++) {
         bool counts = present >> i & 1;
         for (int j = 0; j < i; j++) counts &= !(present >> j & 1) || rows[j] != rows[i];
-        if (counts) most = std::max(most, ++used[(uintptr_t)rows[i] / 16 % 8]);
+        if (counts) most = std::max(most, ++used[((uintptr_t)rows[i] / 16) % 8]);
     }
     return most - 1;
 }
@@ -889,8 +906,10 @@ void ldmatrix(uint32_t *r, int matrices, bool transposed, const void *row, Site 
 typedef float Eight __attribute__((vector_size(32)));
 
 static void bf16_to_float(float *to, const uint32_t *from, int pairs) {
-    for (int i = 0; i < pairs; i++)
-        to[2 * i] = bits<float>(from[i] << 16), to[2 * i + 1] = bits<float>(from[i] & 0xFFFF0000u);
+    for (int i = 0; i < pairs; i++) {
+        to[2 * i] = bits<float>(from[i] << 16);
+        to[2 * i + 1] = bits<float>(from[i] & 0xFFFF0000u);
+    }
 }
 
 // Products of two bf16 are exact in float. Each sum is rounded to nearest, in ascending order of k.
@@ -992,15 +1011,21 @@ void mma(float *d, const uint32_t *a, const uint32_t *b, Site site) {
     Fiber &me = self();
     Warp &warp = *me.warp;
     for (int i = 0; i < 4; i++) warp.a[i][me.lane] = a[i];
-    for (int i = 0; i < 2; i++)
-        warp.b[i][me.lane] = b[i], warp.top[me.lane][i] = d[i], warp.bottom[me.lane][i] = d[i + 2];
+    for (int i = 0; i < 2; i++) {
+        warp.b[i][me.lane] = b[i];
+        warp.top[me.lane][i] = d[i];
+        warp.bottom[me.lane][i] = d[i + 2];
+    }
     if (last_to_arrive(me, MMA, ALL_LANES, site)) {
         multiply(warp, worker->settings.mma);
         worker->counts.mmas++;
         warp_goes_on(me, ALL_LANES);
     }
     take_turns();
-    for (int i = 0; i < 2; i++) d[i] = warp.top[me.lane][i], d[i + 2] = warp.bottom[me.lane][i];
+    for (int i = 0; i < 2; i++) {
+        d[i] = warp.top[me.lane][i];
+        d[i + 2] = warp.bottom[me.lane][i];
+    }
 }
 
 // ---- asynchronous copies
@@ -1090,7 +1115,7 @@ void copy_wait(unsigned groups) {
 
 static void run_block(Worker &w, uint64_t number, bool watched) {
     dim3 grid = w.launch->grid;
-    w.block = make_uint3((unsigned)(number % grid.x), (unsigned)(number / grid.x % grid.y),
+    w.block = make_uint3((unsigned)(number % grid.x), (unsigned)((number / grid.x) % grid.y),
                          (unsigned)(number / grid.x / grid.y));
     w.random = w.settings.seed * 0x9E3779B97F4A7C15u + number;
     w.alive = w.threads;
@@ -1203,8 +1228,12 @@ void run_grid(const Parameters &launch) {
     Job job;
     job.launch = &launch;
     job.blocks = (uint64_t)launch.grid.x * launch.grid.y * launch.grid.z;
-    job.factor = 1, job.shift = 0;
-    if (settings().order == REVERSE) job.factor = job.blocks - 1, job.shift = job.blocks - 1;
+    job.factor = 1;
+    job.shift = 0;
+    if (settings().order == REVERSE) {
+        job.factor = job.blocks - 1;
+        job.shift = job.blocks - 1;
+    }
     if (settings().order == RANDOM || settings().order == GREEDY) {
         static const uint64_t primes[] = {1000003, 1000033, 1000037, 1000039};
         uint64_t random = settings().seed;

@@ -129,10 +129,8 @@ Place place(Preference *x, cublasLtMatmulPreferenceAttributes_t attribute) {
 
 cublasStatus_t set(Place place, const void *from, size_t bytes, const char *what, int attribute) {
     if (!place.p || !from || bytes != place.bytes) {
-        refuse("%s attribute %d: %s", what, attribute,
-               !place.p ? "not supported by this emulation"
-               : !from  ? "no value"
-                        : "expected a value of another size");
+        const char *reason = from ? "expected a value of another size" : "no value";
+        refuse("%s attribute %d: %s", what, attribute, place.p ? reason : "not supported by this emulation");
         return CUBLAS_STATUS_INVALID_VALUE;
     }
     memcpy(place.p, from, bytes);
@@ -177,7 +175,9 @@ bool problem_is_valid(Problem *p, cublasLtMatmulDesc_t op, cublasLtMatrixLayout_
     if (!op || !a || !b || !c || !d) return refuse("a descriptor is NULL");
     *p = {*operation(op), *layout(a), *layout(b), *layout(c), *layout(d), 0, 0, 0};
     bool ta = p->op.transa != CUBLAS_OP_N, tb = p->op.transb != CUBLAS_OP_N;
-    p->m = p->d.rows, p->n = p->d.cols, p->k = ta ? p->a.rows : p->a.cols;
+    p->m = p->d.rows;
+    p->n = p->d.cols;
+    p->k = ta ? p->a.rows : p->a.cols;
     int batches = p->d.batches;
     return layout_fits("D", p->d, p->m, p->n, batches) && layout_fits("C", p->c, p->m, p->n, batches) &&
            layout_fits("A", p->a, ta ? p->k : p->m, ta ? p->m : p->k, batches) &&
@@ -205,7 +205,7 @@ bool problem_is_supported(const Problem &p) {
 // ---- algorithms
 
 bool line_aligned(const Layout &x) {
-    return (size_t)x.ld * x.element() % 16 == 0 && (size_t)x.batch_stride * x.element() % 16 == 0;
+    return ((size_t)x.ld * x.element()) % 16 == 0 && ((size_t)x.batch_stride * x.element()) % 16 == 0;
 }
 
 bool fits_aligned(const Problem &p, const uint32_t alignment[4]) {
@@ -374,8 +374,8 @@ void product(const Problem &p, const Matrices &x, Algorithm algorithm) {
     size_t down = (p.m + TILE_M - 1) / TILE_M, across = (p.n + TILE_N - 1) / TILE_N;
 #pragma omp parallel for schedule(dynamic) if (p.m * p.n * p.k > 1 << 18)
     for (size_t tile = 0; tile < down * across * p.d.batches; tile++)
-        make_tile(p, x, (Kind)algorithm.kind, tile / (down * across), tile % down * TILE_M,
-                  tile / down % across * TILE_N);
+        make_tile(p, x, (Kind)algorithm.kind, tile / (down * across), (tile % down) * TILE_M,
+                  ((tile / down) % across) * TILE_N);
 }
 
 }

@@ -58,7 +58,12 @@ struct Collective {
 #endif
 
     size_t element() const {
-        return call.type == ncclFloat32 ? 4 : call.type == ncclBfloat16 ? 2 : call.type == ncclFloat64 ? 8 : 1;
+        switch (call.type) {
+        case ncclFloat64: return 8;
+        case ncclFloat32: return 4;
+        case ncclBfloat16: return 2;
+        default: return 1;
+        }
     }
     size_t bytes() const {
         return (size_t)call.count * element();
@@ -245,7 +250,10 @@ ncclResult_t add(Kind kind, const void *send, void *receive, size_t count, ncclD
     if (comm->error != ncclSuccess) return comm->error;
     auto c = std::make_shared<Collective>();
     c->call = {kind, (int64_t)count, type, op, root};
-    c->send = send, c->receive = receive, c->comm = comm, c->stream = stream;
+    c->send = send;
+    c->receive = receive;
+    c->comm = comm;
+    c->stream = stream;
     bool sums = kind == ALL_REDUCE || kind == REDUCE_SCATTER || kind == REDUCE;
     if (op != ncclSum || (type != ncclFloat32 && type != ncclFloat64 && type != ncclBfloat16 &&
                           (sums || (type != ncclInt8 && type != ncclUint8))))
@@ -294,7 +302,8 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId *id) {
 ncclResult_t ncclCommInitRank(ncclComm_t *comm, int ranks, ncclUniqueId id, int rank) {
     if (!comm || rank < 0 || rank >= ranks) return ncclInvalidArgument;
     *comm = new ncclComm{};
-    (*comm)->rank = rank, (*comm)->ranks = ranks;
+    (*comm)->rank = rank;
+    (*comm)->ranks = ranks;
     return ranks > 1 ? connect(*comm, id) : ncclSuccess;
 }
 

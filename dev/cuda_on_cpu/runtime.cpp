@@ -188,7 +188,8 @@ static size_t round_up(size_t x, size_t to) {
 }
 
 static const char *allocator(const Allocation &a) {
-    return a.place == DEVICE_MEMORY ? "cudaMalloc" : a.place == PINNED ? "cudaMallocHost" : "cudaHostRegister";
+    if (a.place == DEVICE_MEMORY) return "cudaMalloc";
+    return a.place == PINNED ? "cudaMallocHost" : "cudaHostRegister";
 }
 
 // The allocation that p points into (or to the end of), under the lock.
@@ -421,7 +422,11 @@ static void add_attempt(CUstream_st *s, std::function<bool()> work, std::shared_
 }
 
 static void add_operation(CUstream_st *s, std::function<void()> work, bool host_function = false) {
-    add_attempt(s, [work = std::move(work)] { return work(), true; }, nullptr, host_function);
+    auto attempt = [work = std::move(work)] {
+        work();
+        return true;
+    };
+    add_attempt(s, attempt, nullptr, host_function);
 }
 
 static void wait_for(CUstream_st *s) {
@@ -645,7 +650,8 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *attributes, const vo
     auto it = allocation_of(p);
     bool known = it != allocations.end(), device = known && it->second.place == DEVICE_MEMORY;
     *attributes = cudaPointerAttributes();
-    attributes->type = device ? cudaMemoryTypeDevice : known ? cudaMemoryTypeHost : cudaMemoryTypeUnregistered;
+    cudaMemoryType elsewhere = known ? cudaMemoryTypeHost : cudaMemoryTypeUnregistered;
+    attributes->type = device ? cudaMemoryTypeDevice : elsewhere;
     attributes->devicePointer = known ? (void *)p : NULL;
     attributes->hostPointer = device ? NULL : (void *)p;
     return cudaSuccess;
@@ -847,7 +853,8 @@ cudaError_t cudaDeviceReset() {
 }
 
 cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
-    *least = 0, *greatest = -5;
+    *least = 0;
+    *greatest = -5;
     return cudaSuccess;
 }
 
@@ -875,9 +882,12 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int device) {
     p->maxThreadsPerBlock = BLOCK_THREADS;
     p->maxThreadsPerMultiProcessor = PROCESSOR_THREADS;
     p->maxBlocksPerMultiProcessor = PROCESSOR_BLOCKS;
-    p->maxThreadsDim[0] = p->maxThreadsDim[1] = 1024, p->maxThreadsDim[2] = 64;
-    p->maxGridSize[0] = 2147483647, p->maxGridSize[1] = p->maxGridSize[2] = 65535;
-    p->major = 9, p->minor = 0;
+    p->maxThreadsDim[0] = p->maxThreadsDim[1] = 1024;
+    p->maxThreadsDim[2] = 64;
+    p->maxGridSize[0] = 2147483647;
+    p->maxGridSize[1] = p->maxGridSize[2] = 65535;
+    p->major = 9;
+    p->minor = 0;
     p->multiProcessorCount = PROCESSORS;
     p->l2CacheSize = 50 * 1024 * 1024;
     p->memoryBusWidth = 5120;

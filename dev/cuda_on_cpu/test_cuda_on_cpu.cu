@@ -75,12 +75,14 @@ KERNEL void lane_functions(LaneResults *out) {
     r.xor8 = __shfl_xor_sync(ALL, value, 9, 8);
     r.wide = __shfl_sync(ALL, value + 0.5, 31 - lane);
     r.ballot = __ballot_sync(ALL, lane % 3 == 0);
-    r.any = (unsigned)__any_sync(ALL, lane == 17), r.none = (unsigned)__any_sync(ALL, 0),
+    r.any = (unsigned)__any_sync(ALL, lane == 17);
+    r.none = (unsigned)__any_sync(ALL, 0);
     r.all = (unsigned)__all_sync(ALL, lane < 32);
     r.match_any = __match_any_sync(ALL, lane % 4);
     r.match_all = __match_all_sync(ALL, 5, &r.same);
     r.sum = __reduce_add_sync(ALL, (unsigned)lane);
-    r.least = __reduce_min_sync(ALL, (unsigned)lane + 4), r.most = __reduce_max_sync(ALL, (unsigned)lane);
+    r.least = __reduce_min_sync(ALL, (unsigned)lane + 4);
+    r.most = __reduce_max_sync(ALL, (unsigned)lane);
     r.negative_least = __reduce_min_sync(ALL, lane - 20);
     unsigned half = lane < 16 ? 0xFFFFu : 0xFFFF0000u;
     if (lane < 16) r.half_warp = __shfl_xor_sync(half, (float)lane, 1);    // the halves meet separately
@@ -155,7 +157,8 @@ KERNEL void product(float *out, float *out2, uint32_t *half, const bf16 *a, cons
     mma_m16n8k16(d2, fa, fb2);
     for (int i = 0; i < 4; i++) {
         int row = g + i / 2 * 8, column = 2 * t + i % 2;
-        out[row * 8 + column] = d[i], out2[row * 8 + column] = d2[i];
+        out[row * 8 + column] = d[i];
+        out2[row * 8 + column] = d2[i];
         half[4 * l + i] = fa2[i];
     }
 }
@@ -231,7 +234,10 @@ static void test_sums() {
     };
     for (auto &x : cases) {
         std::vector<bf16> a(16, __float2bfloat16(0)), b = a;
-        for (size_t k = 0; k < x.x.size(); k++) a[k] = __float2bfloat16(x.x[k]), b[k] = __float2bfloat16(x.y[k]);
+        for (size_t k = 0; k < x.x.size(); k++) {
+            a[k] = __float2bfloat16(x.x[k]);
+            b[k] = __float2bfloat16(x.y[k]);
+        }
         Device<bf16> da(a), db(b);
         Device<float> out(128);
         const cuda_on_cpu::MmaSums before = cuda_on_cpu::settings().mma;
@@ -274,11 +280,21 @@ static void test_copies() {
 
 KERNEL void atomics(int *i, unsigned *u, unsigned long long *w, float *f, double *d) {
     int t = (int)(blockIdx.x * blockDim.x + threadIdx.x);
-    atomicAdd(i, t), atomicAdd(u, 2u), atomicAdd(w, 3ull), atomicAdd(f, 0.5f), atomicAdd(d, 0.25);
-    atomicMax(i + 1, t), atomicMin(i + 2, -t), atomicSub(i + 3, 1), atomicOr(u + 1, 1u << t % 32),
-        atomicAnd(u + 2, ~(1u << t % 32));
-    atomicXor(u + 3, 1u << t % 32), atomicInc(u + 4, 9u), atomicDec(u + 5, 9u), atomicCAS(i + 4, t, t + 1),
-        atomicExch(i + 5, 77);
+    atomicAdd(i, t);
+    atomicAdd(u, 2u);
+    atomicAdd(w, 3ull);
+    atomicAdd(f, 0.5f);
+    atomicAdd(d, 0.25);
+    atomicMax(i + 1, t);
+    atomicMin(i + 2, -t);
+    atomicSub(i + 3, 1);
+    atomicOr(u + 1, 1u << t % 32);
+    atomicAnd(u + 2, ~(1u << t % 32));
+    atomicXor(u + 3, 1u << t % 32);
+    atomicInc(u + 4, 9u);
+    atomicDec(u + 5, 9u);
+    atomicCAS(i + 4, t, t + 1);
+    atomicExch(i + 5, 77);
 }
 
 static void test_atomics() {
@@ -649,7 +665,10 @@ static void write_just_past_dynamic_shared(bool defect) {    // within the 128 b
 KERNEL void array_kernel(float *out, int n) {
     SHARED_ARRAY(float, first, 40);
     SHARED_ARRAY(float, second, 40);
-    for (int i = (int)threadIdx.x; i < n; i += 32) first[i] = 1.0f, second[i % 40] = 2.0f;
+    for (int i = (int)threadIdx.x; i < n; i += 32) {
+        first[i] = 1.0f;
+        second[i % 40] = 2.0f;
+    }
     __syncwarp();
     out[threadIdx.x] = first[threadIdx.x] + second[threadIdx.x];
 }
@@ -932,7 +951,10 @@ int main(int argc, char **argv) {
     if (strcmp(name, #f) == 0) known = true, f(defect);
     CASES(X)
 #undef X
-    if (!known && strcmp(name, "help") != 0) return fprintf(stderr, "no test %s\n", name), 2;
+    if (!known && strcmp(name, "help") != 0) {
+        fprintf(stderr, "no test %s\n", name);
+        return 2;
+    }
     CUDA(cudaDeviceSynchronize());
     if (failures) printf("%d wrong\n", failures);
     return failures != 0;

@@ -34,7 +34,10 @@ static bool check(const char *what, double error, double bound) {
 }
 
 static void case_done(int failed_before, double worst) {
-    if (failed == failed_before) passed++, printf("ok %-44s worst error %.2g\n", case_name, worst);
+    if (failed == failed_before) {
+        passed++;
+        printf("ok %-44s worst error %.2g\n", case_name, worst);
+    }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -135,7 +138,10 @@ static void fill_weights(const ModelCase *c) {
         const Tensor *t = &c->list.tensors[i];
         float mean, scale;
         fixture_weight_rule(t->name, t->shape[t->ndim - 1], &mean, &scale);
-        if (!tensor_trained(t, &c->config.attn)) mean = t->mean, scale = 0.0f;    // s that is fixed
+        if (!tensor_trained(t, &c->config.attn)) {
+            mean = t->mean;
+            scale = 0.0f;
+        }    // s that is fixed
         fixture_fill(params + t->offset, t->elements, t->name, 0, mean, scale);
     }
     subject_set(params);
@@ -177,7 +183,10 @@ static double check_logits(const ModelCase *c, const int32_t *inputs) {
         ours[n * 9 + 8] = (float)(log(sum) + largest_logit);
     }
     double error = distance(ours, stored, N * 9) / distance(stored, zero, N * 9);
-    free(stored), free(ours), free(zero), free(logits);
+    free(stored);
+    free(ours);
+    free(zero);
+    free(logits);
     check("logits", error, 1e-5);
     return error;
 }
@@ -244,7 +253,8 @@ static void test_model(void) {
     size_t steps = size_of("steps");
     int before = failed;
     memset(&c, 0, sizeof c);
-    c.B = size_of("B"), c.T = size_of("T");
+    c.B = size_of("B");
+    c.T = size_of("T");
     if (!model_parse(&c.config, text_of("model"), &error)) fail_with(&error);
     c.config.seq_len = (int)size_of("L");
     if (!normalizer_parse(&c.config.attn, text_of("attn"), message, sizeof message))

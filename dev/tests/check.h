@@ -64,8 +64,10 @@ static inline int check_fork(void (*body)(void *), void *data, char *output, siz
     if (pipe(ends) != 0) abort();
     pid_t child = fork();
     if (child == 0) {
-        dup2(ends[1], 1), dup2(ends[1], 2);
-        close(ends[0]), close(ends[1]);
+        dup2(ends[1], 1);
+        dup2(ends[1], 2);
+        close(ends[0]);
+        close(ends[1]);
         if (on_exit(check_leave, NULL) != 0) abort();    // handlers run in reverse order: this one first
         body(data);
         exit(0);

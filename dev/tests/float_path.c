@@ -57,6 +57,11 @@ void attention_in_float(const FloatAttention *c) {
     give_back(c->dq, dq, queries);
     give_back(c->dk, dk, keys);
     give_back(c->dv, dv, values);
-    free(q), free(k), free(v), free(dout), free(stats), free(scratch);
+    free(q);
+    free(k);
+    free(v);
+    free(dout);
+    free(stats);
+    free(scratch);
     for (int x = 0; x < SCALAR_COUNT; x++) free((void *)scalars.of[x]);
 }

@@ -51,7 +51,8 @@ static float *floats(Case *c, size_t n) {
     float *x = calloc(n + GUARD, sizeof *x);
     if (!x || c->count == ARRAYS) abort();
     for (size_t i = 0; i < GUARD; i++) x[n + i] = GUARD_VALUE;
-    c->arrays[c->count].at = x, c->arrays[c->count++].n = n;
+    c->arrays[c->count].at = x;
+    c->arrays[c->count++].n = n;
     return x;
 }
 
@@ -65,13 +66,19 @@ static float *input(Case *c, const char *name, size_t n, float mean, float scale
 static Case case_new(const char *text, size_t B, size_t NH, size_t HS, size_t VS, size_t T, float size) {
     Case c = {.normalizer = parse(text),
               .shape = {.B = B, .T = T, .NH = NH, .NKV = NH, .HS = HS, .VS = VS, .L = (int)T + 3}};
-    c.keys = B * NH * T * HS, c.values = B * NH * T * VS;
+    c.keys = B * NH * T * HS;
+    c.values = B * NH * T * VS;
     c.shape.normalizer = &c.normalizer;    // set again when the case is copied
-    c.q = input(&c, "q", c.keys, 0, size), c.k = input(&c, "k", c.keys, 0, size);
-    c.v = input(&c, "v", c.values, 0, 1), c.dout = input(&c, "dout", c.values, 0, 1);
-    c.out = floats(&c, c.values), c.stats = floats(&c, B * NH * T * ROW_STATS);
+    c.q = input(&c, "q", c.keys, 0, size);
+    c.k = input(&c, "k", c.keys, 0, size);
+    c.v = input(&c, "v", c.values, 0, 1);
+    c.dout = input(&c, "dout", c.values, 0, 1);
+    c.out = floats(&c, c.values);
+    c.stats = floats(&c, B * NH * T * ROW_STATS);
     c.scratch = floats(&c, attention_scratch(c.shape, omp_get_max_threads()));
-    c.dq = floats(&c, c.keys), c.dk = floats(&c, c.keys), c.dv = floats(&c, c.values);
+    c.dq = floats(&c, c.keys);
+    c.dk = floats(&c, c.keys);
+    c.dv = floats(&c, c.values);
     for (Scalar x = 0; x < SCALAR_COUNT; x++) {
         size_t n = scalar_size(x, NH, T + 3);
         float mean, scale;
@@ -233,12 +240,14 @@ static void test_log_scale(void) {
     enum { T = 70, AT = 64 };
     check_group("softmax+scale=log:64 at n = 64 is softmax");
     Case a = case_weights("softmax+scale=log:64", 8, T, 2), b = case_weights("softmax", 8, T, 2);
-    forward(&a), forward(&b);
+    forward(&a);
+    forward(&b);
     for (size_t n = 2; n <= T; n++) {
         double apart = distance(a.out + (n - 1) * T, b.out + (n - 1) * T, T);
         CHECK(n == AT ? apart < 1e-6 : apart > 1e-4, "row %zu: %.3g apart", n, apart);
     }
-    case_free(&a), case_free(&b);
+    case_free(&a);
+    case_free(&b);
 }
 
 static void test_softmax1(void) {
@@ -247,8 +256,12 @@ static void test_softmax1(void) {
         "softmax1: rows sum to Z/(Z + 1); softmax+norm=l1+1 equals softmax1 bit for bit; likewise C = 2.5 and e^sink");
     Case a = case_weights("softmax1", HS, T, 3), b = case_weights("softmax+norm=l1+1", HS, T, 3),
          c = case_weights("softmax+norm=l1+2.5", HS, T, 3), d = case_weights("softmax-sink", HS, T, 3);
-    forward(&a), forward(&b), forward(&c), forward(&d);
-    backward(&a), backward(&b);
+    forward(&a);
+    forward(&b);
+    forward(&c);
+    forward(&d);
+    backward(&a);
+    backward(&b);
     CHECK(!memcmp(a.out, b.out, a.values * sizeof *a.out), "out differs");
     CHECK(!memcmp(a.dq, b.dq, a.keys * sizeof *a.dq) && !memcmp(a.dk, b.dk, a.keys * sizeof *a.dk) &&
               !memcmp(a.dv, b.dv, a.values * sizeof *a.dv),
@@ -268,7 +281,10 @@ static void test_softmax1(void) {
         CHECK(fabs(sum(d.out + t * T, T) / (Z / with_sink) - 1) < 2e-6, "sink: row %zu sums to %.8f", t + 1,
               sum(d.out + t * T, T));
     }
-    case_free(&a), case_free(&b), case_free(&c), case_free(&d);
+    case_free(&a);
+    case_free(&b);
+    case_free(&c);
+    case_free(&d);
 }
 
 // The gradient is linear in A: negated for -A, and multiplied by the same number if rows are, bit for bit.
@@ -284,13 +300,23 @@ static void test_multiples(void) {
     check_group("negate and Z = const multiply outputs and gradients");
     for (size_t i = 0; i < COUNT(ROWS); i++) {
         Case a = case_new(ROWS[i].text, 1, 2, 8, 8, 100, 2), b = case_new(ROWS[i].of, 1, 2, 8, 8, 100, 2);
-        forward(&a), forward(&b), backward(&a), backward(&b);
-        for (size_t j = 0; j < b.keys; j++) b.dq[j] *= ROWS[i].times, b.dk[j] *= ROWS[i].times;
-        for (size_t j = 0; j < b.values; j++) b.out[j] *= ROWS[i].times, b.dv[j] *= ROWS[i].times;
+        forward(&a);
+        forward(&b);
+        backward(&a);
+        backward(&b);
+        for (size_t j = 0; j < b.keys; j++) {
+            b.dq[j] *= ROWS[i].times;
+            b.dk[j] *= ROWS[i].times;
+        }
+        for (size_t j = 0; j < b.values; j++) {
+            b.out[j] *= ROWS[i].times;
+            b.dv[j] *= ROWS[i].times;
+        }
         CHECK(distance(a.out, b.out, b.values) == 0 && distance(a.dv, b.dv, b.values) == 0, "%s: out, dv",
               ROWS[i].text);
         CHECK(distance(a.dq, b.dq, b.keys) == 0 && distance(a.dk, b.dk, b.keys) == 0, "%s: dq, dk", ROWS[i].text);
-        case_free(&a), case_free(&b);
+        case_free(&a);
+        case_free(&b);
     }
 }
 
@@ -303,7 +329,8 @@ static double last_weight(const char *text, const float *z, size_t n, float s) {
     attention_row(&out, &one, (ConstView){z, 1, 1}, (ConstView){v, 1, 1}, n, 0,
                   (Scalars){.of[SCALAR_S] = normalizer_has(&normalizer, SCALAR_S) ? &s : NULL},
                   (AttentionShape){&normalizer, 1, n, 1, 1, 1, 1, (int)n}, scratch);
-    free(v), free(scratch);
+    free(v);
+    free(scratch);
     return out;
 }
 
@@ -320,14 +347,20 @@ static void check_bounds(float width, float lead, float s) {
         fixture_fill(z, n, "scores", 0, 0, width / 2);
         z[n - 1] = width / 2 + lead;
         double max = z[n - 1], second = -INFINITY, min = INFINITY;
-        for (size_t j = 0; j + 1 < n; j++) second = fmax(second, z[j]), min = fmin(min, z[j]);
+        for (size_t j = 0; j + 1 < n; j++) {
+            second = fmax(second, z[j]);
+            min = fmin(min, z[j]);
+        }
         double a = last_weight("softmax", z, n, 0), b = last_weight("ssmax", z, n, s), m = (double)n - 1;
         double most = 1 / (m * exp(min - max) + 1), low = 1 / (m * pow((double)n, s * (second - max)) + 1),
                high = 1 / (m * pow((double)n, s * (min - max)) + 1);
         CHECK(a <= most * (1 + 1e-5), "eq. 6, n = %zu: %.8g above %.8g", n, a, most);
         CHECK(b >= low * (1 - 1e-5), "eq. 9, n = %zu: %.8g below %.8g", n, b, low);
         CHECK(b <= high * (1 + 1e-5), "eq. 8, n = %zu: %.8g above %.8g", n, b, high);
-        softmax[0] = softmax[1], softmax[1] = a, ssmax[0] = ssmax[1], ssmax[1] = b;
+        softmax[0] = softmax[1];
+        softmax[1] = a;
+        ssmax[0] = ssmax[1];
+        ssmax[1] = b;
     }
     CHECK(softmax[1] < 0.01 && softmax[1] < 0.6 * softmax[0], "softmax's largest weight is %.3g, %.3g at half of n",
           softmax[1], softmax[0]);
@@ -432,9 +465,12 @@ static void test_by_hand(void) {
     check_probabilities("softmax+scale=floorlog:5", 4, p, p);
     // The first three rows: recenter does not change them, reweight uses 0 instead of the 1.
     const double p3[] = {0.2, 0.3, 0.5}, p2[] = {0.25, 0.75}, p1[] = {1};
-    check_probabilities("softmax-recentered", 1, p1, p1), check_probabilities("softmax-recentered-l1", 1, p1, p1);
-    check_probabilities("softmax-recentered", 2, p2, p2), check_probabilities("softmax-recentered-l1", 2, p2, p2);
-    check_probabilities("softmax-recentered", 3, p3, p3), check_probabilities("softmax-recentered-l1", 3, p3, p3);
+    check_probabilities("softmax-recentered", 1, p1, p1);
+    check_probabilities("softmax-recentered-l1", 1, p1, p1);
+    check_probabilities("softmax-recentered", 2, p2, p2);
+    check_probabilities("softmax-recentered-l1", 2, p2, p2);
+    check_probabilities("softmax-recentered", 3, p3, p3);
+    check_probabilities("softmax-recentered-l1", 3, p3, p3);
     check_probabilities("softmax+post=reweight:2", 1, p1, p1);
     // .0625, .5625.
     check_probabilities("softmax+post=reweight:2", 2, p2, (double[]){0.1, 0.9});
@@ -462,8 +498,14 @@ static const char *const AWKWARD[] = {
 // clang-format on
 
 static void each_normalizer(void (*check)(const char *text)) {
-    for (size_t i = 0; i < COUNT(PRESETS); i++) check_case(), check(PRESETS[i]);
-    for (size_t i = 0; i < COUNT(AWKWARD); i++) check_case(), check(AWKWARD[i]);
+    for (size_t i = 0; i < COUNT(PRESETS); i++) {
+        check_case();
+        check(PRESETS[i]);
+    }
+    for (size_t i = 0; i < COUNT(AWKWARD); i++) {
+        check_case();
+        check(AWKWARD[i]);
+    }
 }
 
 // Changes q, k and v of position j in all heads. The rows before j keep their bits; row j changes.
@@ -476,8 +518,11 @@ static void check_causality(const char *text) {
     float *before = malloc(c.values * sizeof *before);
     memcpy(before, c.out, c.values * sizeof *before);
     for (size_t h = 0, j = 100; h < NH; h++)
-        for (size_t i = 0; i < HS; i++)
-            c.q[(h * T + j) * HS + i] += 1, c.k[(h * T + j) * HS + i] *= -2, c.v[(h * T + j) * HS + i] += 3;
+        for (size_t i = 0; i < HS; i++) {
+            c.q[(h * T + j) * HS + i] += 1;
+            c.k[(h * T + j) * HS + i] *= -2;
+            c.v[(h * T + j) * HS + i] += 3;
+        }
     forward(&c);
     CHECK(!memcmp(before, c.out, 100 * NH * HS * sizeof *before), "%s: a row before the change changed", text);
     CHECK(distance(before + 100 * NH * HS, c.out + 100 * NH * HS, NH * HS) > 1e-3,
@@ -497,8 +542,11 @@ static void check_masked(const char *text) {
     float *before = malloc(c.values * sizeof *before);
     memcpy(before, c.out, c.values * sizeof *before);
     for (int kind = 0; kind < 3; kind++) {
-        for (size_t i = SEEN * HS; i < T * HS; i++)
-            c.k[i] = kind == 0 ? 1e30f : kind == 1 ? -1e30f : NAN, c.v[i] = kind == 0 ? 1e30f : -1e30f;
+        const float keys[] = {1e30f, -1e30f, NAN}, values[] = {1e30f, -1e30f, -1e30f};
+        for (size_t i = SEEN * HS; i < T * HS; i++) {
+            c.k[i] = keys[kind];
+            c.v[i] = values[kind];
+        }
         forward(&c);
         CHECK(!memcmp(before, c.out, SEEN * HS * sizeof *before), "%s: later keys and values affect a row (%d)", text,
               kind);
@@ -538,7 +586,8 @@ static void check_groups_of(const char *text, size_t NKV) {
         memcpy(each.v + h * HEAD, shared.v + h / (NH / NKV) * HEAD, HEAD * sizeof *each.v);
     }
     uint64_t zero = forward(&each), zero_shared = forward(&shared);
-    backward(&each), backward(&shared);
+    backward(&each);
+    backward(&shared);
     CHECK(zero == zero_shared && !memcmp(each.out, shared.out, each.values * sizeof(float)),
           "%s: %zu key-value heads for %d: another output", text, NKV, NH);
     CHECK(!memcmp(each.dq, shared.dq, each.keys * sizeof(float)), "%s: %zu key-value heads: another dq", text, NKV);
@@ -547,7 +596,8 @@ static void check_groups_of(const char *text, size_t NKV) {
         double dk = 0, dv = 0;
         for (size_t j = 0; j < NH / NKV; j++) {
             size_t at = (i / HEAD * (NH / NKV) + j) * HEAD + i % HEAD;
-            dk += each.dk[at], dv += each.dv[at];
+            dk += each.dk[at];
+            dv += each.dv[at];
         }
         off = fmax(off, fmax(fabs(dk - shared.dk[i]), fabs(dv - shared.dv[i])));
         most = fmax(most, fmax(fabs(dk), fabs(dv)));
@@ -555,7 +605,8 @@ static void check_groups_of(const char *text, size_t NKV) {
     CHECK(off <= 1e-5 * most, "%s: %zu key-value heads: dk and dv off by %.3g of %.3g", text, NKV, off, most);
     CHECK(not_zero(shared.dk + NKV * HEAD, (NH - NKV) * HEAD) == 0, "%s: dk of heads that do not exist was written",
           text);
-    case_free(&each), case_free(&shared);
+    case_free(&each);
+    case_free(&shared);
 }
 
 static void check_grouped(const char *text) {
@@ -565,7 +616,10 @@ static void check_grouped(const char *text) {
 
 static double difference(const float *a, const float *b, size_t n) {
     double off = 0, size = 1e-30;
-    for (size_t i = 0; i < n; i++) off += ((double)a[i] - b[i]) * ((double)a[i] - b[i]), size += (double)b[i] * b[i];
+    for (size_t i = 0; i < n; i++) {
+        off += ((double)a[i] - b[i]) * ((double)a[i] - b[i]);
+        size += (double)b[i] * b[i];
+    }
     return sqrt(off / size);
 }
 
@@ -575,14 +629,19 @@ static void check_documents(const char *text) {
     static const size_t STARTS[] = {0, 1, 5, 69, 70, T};
     Case all = case_new(text, 1, NH, HS, HS, T, 2), one = case_new(text, 1, NH, HS, HS, T, 2);
     if (reads_length(&all.normalizer)) {
-        case_free(&all), case_free(&one);
+        case_free(&all);
+        case_free(&one);
         return;
     }
     int32_t first[T];
-    for (size_t i = 0, d = 0; i < T; i++) d += i == STARTS[d + 1], first[i] = (int32_t)STARTS[d];
+    for (size_t i = 0, d = 0; i < T; i++) {
+        d += i == STARTS[d + 1];
+        first[i] = (int32_t)STARTS[d];
+    }
     AttentionInput in = {{all.q, W, HS}, {all.k, W, HS}, {all.v, W, HS}, first, NULL};
     AttentionInputGrads d = {{all.dq, W, HS}, {all.dk, W, HS}, {all.dv, W, HS}};
-    all.shape.normalizer = &all.normalizer, one.shape.normalizer = &one.normalizer;
+    all.shape.normalizer = &all.normalizer;
+    one.shape.normalizer = &one.normalizer;
     attention_forward(all.out, all.stats, in, all.scalars, all.shape, all.scratch);
     attention_backward(d, all.scalar_grads, all.dout, all.out, all.stats, in, all.scalars, all.shape, all.scratch);
     for (size_t i = 0; i + 1 < COUNT(STARTS); i++) {
@@ -606,7 +665,8 @@ static void check_documents(const char *text) {
         if (all.scalar_grads.of[x])
             CHECK(difference(all.scalar_grads.of[x], one.scalar_grads.of[x], scalar_size(x, NH, T + 3)) < 1e-4,
                   "%s: d%s", text, scalar_names[x]);
-    case_free(&all), case_free(&one);
+    case_free(&all);
+    case_free(&one);
 }
 
 static void test_independence(void) {
@@ -636,8 +696,12 @@ static void check_finite(const char *text, float largest) {
                 for (size_t i = 0; i < HS; i++) score += (double)c.q[(h * T + t) * HS + i] * c.k[(h * T + j) * HS + i];
                 most = fmax(most, fabs(score));
             }
-    for (size_t i = 0; i < c.keys; i++) c.q[i] *= (float)sqrt(largest / most), c.k[i] *= (float)sqrt(largest / most);
-    forward(&c), backward(&c);
+    for (size_t i = 0; i < c.keys; i++) {
+        c.q[i] *= (float)sqrt(largest / most);
+        c.k[i] *= (float)sqrt(largest / most);
+    }
+    forward(&c);
+    backward(&c);
     CHECK(not_finite(c.out, c.values) == 0, "%s at %g: %zu of %zu outputs", text, largest, not_finite(c.out, c.values),
           c.values);
     size_t bad = not_finite(c.dq, c.keys) + not_finite(c.dk, c.keys) + not_finite(c.dv, c.values);
@@ -676,7 +740,10 @@ static void test_exp(void) {
             for (size_t i = 0; i < HS; i++) z[j] += (double)c.q[t * HS + i] * c.k[j * HS + i] / 2;
             largest = fmax(largest, z[j]);
         }
-        if (largest > 89) overflows++, hidden += not_finite(c.out + t * T, T) == 0;
+        if (largest > 89) {
+            overflows++;
+            hidden += not_finite(c.out + t * T, T) == 0;
+        }
         for (size_t j = 0; largest < 88 && j <= t; j++)
             wrong += !(fabs(c.out[t * T + j] / exp(z[j]) - 1) < 1e-4) && z[j] > -80;
     }
@@ -693,7 +760,8 @@ static void check_power(const char *base, double P) {
     char text[64];
     snprintf(text, sizeof text, "%s+post=reweight:%g", base, P);
     Case c = case_new(text, 1, 1, HS, VS, T, 2);
-    forward(&c), backward(&c);
+    forward(&c);
+    backward(&c);
     CHECK(not_finite(c.out, c.values) == 0, "%s at T = %d: outputs", text, T);
     CHECK(not_finite(c.dq, c.keys) + not_finite(c.dk, c.keys) + not_finite(c.dv, c.values) == 0,
           "%s at T = %d: gradients", text, T);
@@ -705,9 +773,11 @@ static void check_power(const char *base, double P) {
         CHECK(row(&c, &out, 0, ROWS[i]), "%s: row %zu has no weight", text, ROWS[i]);
         CHECK(fabs(out - 1) < 2e-5, "%s: row %zu sums to %.8g", text, ROWS[i], out);
     }
-    for (size_t i = 0; i < LONG; i++)
-        c.k[i * HS] = i == 77 ? 1e3f : 0, c.q[i * HS] = 10,
-                c.v[i] = i == 77;    // one key has all the weight: A n = n
+    for (size_t i = 0; i < LONG; i++) {
+        c.k[i * HS] = i == 77 ? 1e3f : 0;
+        c.q[i * HS] = 10;
+        c.v[i] = i == 77;
+    }    // one key has all the weight: A n = n
     float out;
     row(&c, &out, 0, LONG);
     CHECK(isfinite(out) && out > 0, "%s: one key of %d has %.8g", text, LONG, out);
@@ -721,7 +791,10 @@ static void test_extremes(void) {
     check_group("exp without a sum overflows visibly");
     test_exp();
     check_group("reweight:P for P of 0.5 to 100 at 16,384 keys");
-    for (size_t i = 0; i < COUNT(POWERS); i++) check_power("lssar", POWERS[i]), check_power("softmax", POWERS[i]);
+    for (size_t i = 0; i < COUNT(POWERS); i++) {
+        check_power("lssar", POWERS[i]);
+        check_power("softmax", POWERS[i]);
+    }
 }
 
 // T = 2^20 needs at most 64 times the scratch of T = 2^14, and that is far below T·T.
@@ -741,7 +814,10 @@ static void check_no_weight(const char *text, float q, float k, size_t with_weig
     check_case();
     enum { B = 2, NH = 3, HS = 4, T = 70, ROWS = B * NH * T };
     Case c = case_new(text, B, NH, HS, HS, T, 1);
-    for (size_t i = 0; i < c.keys; i++) c.q[i] = q, c.k[i] = k;
+    for (size_t i = 0; i < c.keys; i++) {
+        c.q[i] = q;
+        c.k[i] = k;
+    }
     uint64_t counted = forward(&c);
     backward(&c);
     CHECK(counted == ROWS - B * NH * with_weight, "%s, q = %g: %d of %d rows counted", text, q, (int)counted, ROWS);
@@ -787,22 +863,28 @@ static void test_no_weight(void) {
     static const char *const RECTIFIED[] = {"relu-l1", "relu2-l1", "relu6-l1", "relu-L",    "relu-sqrt",
                                             "relu2-n", "relu2-T",  "relu2-L",  "relu2-512", "softpick"};
     check_group("all-zero rows: output 0, no gradient, counted once");
-    for (size_t i = 0; i < COUNT(RECTIFIED); i++)
-        check_no_weight(RECTIFIED[i], 1, -1, 0, true), check_no_weight(RECTIFIED[i], 0, 1, 0, true);
-    check_no_weight("identity-l1", 0, 1, 0, true), check_no_weight("gelu-l1", 0, 1, 0, true),
-        check_no_weight("mish-l1", 0, 1, 0, true);
+    for (size_t i = 0; i < COUNT(RECTIFIED); i++) {
+        check_no_weight(RECTIFIED[i], 1, -1, 0, true);
+        check_no_weight(RECTIFIED[i], 0, 1, 0, true);
+    }
+    check_no_weight("identity-l1", 0, 1, 0, true);
+    check_no_weight("gelu-l1", 0, 1, 0, true);
+    check_no_weight("mish-l1", 0, 1, 0, true);
     check_no_weight("identity", 0, 1, 0, false);    // phi' is 1 at 0, and Z is 1
-    check_no_weight("relu-l1+norm=l1+2", 1, -1, 0, true), check_no_weight("relu-l1+qk=l2", 0, 0, 0, true);
-    check_no_weight("relu-l1+post=recenter-l1", 1, -1, 0, true),
-        check_no_weight("relu2-l1+post=reweight:3", 1, -1, 0, true);
+    check_no_weight("relu-l1+norm=l1+2", 1, -1, 0, true);
+    check_no_weight("relu-l1+qk=l2", 0, 0, 0, true);
+    check_no_weight("relu-l1+post=recenter-l1", 1, -1, 0, true);
+    check_no_weight("relu2-l1+post=reweight:3", 1, -1, 0, true);
     check_no_weight("sigmoid+post=reweight:2", 3, -3, 3,
                     true);    // A = sigmoid(-18)/L: all below 1/n; for n <= 3 compared with 0
     check_no_weight("softmax1+post=reweight:15", 0, 1, 3, true);    // A = 1/(n + 1)
     for (size_t i = 0; i < COUNT(PRESETS); i++) {
         char text[96];
         check_uniform(PRESETS[i]);
-        snprintf(text, sizeof text, "%s+post=reweight:3", PRESETS[i]), check_uniform(text);
-        snprintf(text, sizeof text, "%s+post=recenter-l1", PRESETS[i]), check_uniform(text);
+        snprintf(text, sizeof text, "%s+post=reweight:3", PRESETS[i]);
+        check_uniform(text);
+        snprintf(text, sizeof text, "%s+post=recenter-l1", PRESETS[i]);
+        check_uniform(text);
     }
 }
 
@@ -816,7 +898,8 @@ static void check_threads_of(const char *text, size_t NH, size_t T) {
     for (int i = 0; i < RUNS; i++) {
         omp_set_num_threads(i == RUNS - 1 ? 1 : 2);
         c[i] = case_new(text, 1, NH, HS, HS, T, 2);
-        forward(&c[i]), backward(&c[i]);
+        forward(&c[i]);
+        backward(&c[i]);
     }
     for (size_t i = 0; i < c[0].count; i++) {
         float *x = c[0].arrays[i].at;
@@ -853,6 +936,7 @@ int main(void) {
     check_group("one thread and two");
     each_normalizer(check_threads);
     // Long enough for several threads to work.
-    check_threads_of("lssar", 1, 1500), check_threads_of("softmax-recentered-l1", 1, 1500);
+    check_threads_of("lssar", 1, 1500);
+    check_threads_of("softmax-recentered-l1", 1, 1500);
     return check_verdict();
 }

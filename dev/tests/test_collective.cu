@@ -64,7 +64,10 @@ static double sum_error(const vector<float> &got, size_t from, size_t to, bool i
     for (int r = 0; r < process.size; r++) parts.push_back(start_values(got.size(), r));
     for (size_t i = from; i < to; i++) {
         double sum = 0, size = 0;
-        for (const vector<float> &part : parts) sum += part[i], size += fabs(part[i]);
+        for (const vector<float> &part : parts) {
+            sum += part[i];
+            size += fabs(part[i]);
+        }
         double error = fabs(got[i] - sum) / (size * (in_bf16 ? 1.0 / 128 : 1e-6) + 1e-30);
         if (!(error <= worst)) worst = error;
     }

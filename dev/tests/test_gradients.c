@@ -102,7 +102,10 @@ static void check_gradient(const char *what, real *x, const real *dx, size_t n, 
         if (!(error <= worst)) worst = error;
         CHECK(error < 1e-6, "%s: %s: off by %.3g of %.3g%s", case_name, what, error, size,
               random ? ", along a random direction" : "");
-        if (!random) free(r), r = input("direction", n, 0, 1);
+        if (!random) {
+            free(r);
+            r = input("direction", n, 0, 1);
+        }
     }
     free(r);
 }
@@ -169,7 +172,10 @@ static void test_phi(int phi, const char *name) {
             // Exp is 0 below FLT_MIN.
             double allowed = 1e-5 * (fabs(value) + fabs(derivative)) + 200 * (double)FLT_MIN;
             double off = fmax(fabs(f[i] - value), fabs(slope[i] - derivative)) / allowed;
-            if (!(off <= far)) far = off, at = z[i];
+            if (!(off <= far)) {
+                far = off;
+                at = z[i];
+            }
         }
         CHECK(
             far <= 1,
@@ -181,9 +187,8 @@ static void test_phi(int phi, const char *name) {
 // reweight magnifies rounding by its power and, where A n is near 1, by its slope, which is infinite there for a power
 // below 1.
 static double float_tolerance(const char *text) {
-    return strstr(text, "reweight:0.5") || strstr(text, "reweight:100") ? 1e-2
-           : strstr(text, "lssar") || strstr(text, "reweight")          ? 1e-3
-                                                                        : 1e-4;
+    if (strstr(text, "reweight:0.5") || strstr(text, "reweight:100")) return 1e-2;
+    return strstr(text, "lssar") || strstr(text, "reweight") ? 1e-3 : 1e-4;
 }
 
 // By norm, as in test_gpt2: within 1e-4 of the norm or of 1e-2 times dv's norm, whichever is larger.
@@ -206,7 +211,8 @@ static int32_t *first_keys(Sizes z) {
     if (!first) fail(EXIT_RESOURCE, "out of memory.");
     for (size_t i = 0; i < z.B * z.T; i++) {
         size_t t = i % z.T;
-        first[i] = t == 0 ? 0 : fixture_token(i, 5) == 0 ? (int32_t)t : first[i - 1];
+        if (t == 0) first[i] = 0;
+        else first[i] = fixture_token(i, 5) == 0 ? (int32_t)t : first[i - 1];
     }
     return first;
 }
@@ -221,7 +227,9 @@ static void test_attention(const char *text, Sizes z) {
     real *q = input("q", queries, 0, 2), *k = input("k", keys, 0, 2), *v = input("v", values, 0, 1);
     AttentionCase c = {.shape = {&normalizer, B, T, NH, NKV, HS, VS, L},
                        .in = {{q, NH * HS, HS}, {k, NKV * HS, HS}, {v, NKV * VS, VS}, first}};
-    c.dout = input("dout", n, 0, 1), c.out = reals(n), c.stats = reals(rows * ROW_STATS);
+    c.dout = input("dout", n, 0, 1);
+    c.out = reals(n);
+    c.stats = reals(rows * ROW_STATS);
     c.scratch = reals(attention_scratch(c.shape, omp_get_max_threads()));
     real *dq = reals(queries), *dk = reals(keys), *dv = reals(values), *scalars[SCALAR_COUNT] = {NULL};
     ScalarGrads grads = {{NULL}};
@@ -246,16 +254,23 @@ static void test_attention(const char *text, Sizes z) {
     compare_with_float("dq", dq_float, dq, queries, least);
     compare_with_float("dk", dk_float, dk, keys, least);
     compare_with_float("dv", dv_float, dv, values, 0);
-    free(out), free(dq_float), free(dk_float), free(dv_float);
+    free(out);
+    free(dq_float);
+    free(dk_float);
+    free(dv_float);
     check_slope("q", q, dq, queries, attention_value, &c);
     check_slope("k", k, dk, keys, attention_value, &c);
     check_slope("v", v, dv, values, attention_value, &c);
     for (int x = 0; x < SCALAR_COUNT; x++)
         if (scalars[x])
             check_slope(scalar_names[x], scalars[x], grads.of[x], scalar_size(x, NH, (size_t)L), attention_value, &c);
-    for (int x = 0; x < SCALAR_COUNT; x++) free(scalars[x]), free(grads.of[x]);
-    free(q), free(k), free(v), free(first), free(c.dout), free(c.out), free(c.stats), free(c.scratch);
-    free(dq), free(dk), free(dv);
+    for (int x = 0; x < SCALAR_COUNT; x++) {
+        free(scalars[x]);
+        free(grads.of[x]);
+    }
+    free(first);
+    real *const all[] = {q, k, v, (real *)c.dout, c.out, c.stats, c.scratch, dq, dk, dv};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
 }
 
 // ---- the whole model
@@ -294,12 +309,17 @@ static void test_model(const char *text, const char *shape, bool documents) {
         const Tensor *t = &m->list.tensors[i];
         float mean, scale;
         fixture_weight_rule(t->name, t->shape[t->ndim - 1], &mean, &scale);
-        if (!tensor_trained(t, &m->config.attn)) mean = t->mean, scale = 0;
+        if (!tensor_trained(t, &m->config.attn)) {
+            mean = t->mean;
+            scale = 0;
+        }
         for (size_t j = 0; j < t->elements; j++)
             m->params[t->offset + j] = mean + (double)scale * fixture_uniform(fixture_stream(t->name), j);
     }
-    for (int i = 0; i < B * T; i++)
-        c.inputs[i] = fixture_token((uint64_t)i, V), c.targets[i] = fixture_token((uint64_t)i + 1, V);
+    for (int i = 0; i < B * T; i++) {
+        c.inputs[i] = fixture_token((uint64_t)i, V);
+        c.targets[i] = fixture_token((uint64_t)i + 1, V);
+    }
     model_step(m, c.inputs, c.targets, NULL, B, T, 1, true);
     double whole = gradient_norm(m);
     for (size_t i = 0; i < m->list.count; i++) {
@@ -404,7 +424,8 @@ static void test_qk_norm(real *dx, real *gains) {
     qk_norm_backward(dx, dgains, dgains + HS, inputs, l.inverse_norms, l.qk_norm);
     test_layer("QK norms", l.x, dx, N * W, by_qk_norm, N * W);
     test_layer("QK norms, gains", gains, dgains, 2 * HS, by_qk_norm, N * W);
-    free(dgains), free(inputs);
+    free(dgains);
+    free(inputs);
 }
 
 static void test_gau(real *dx, real *gains, bool l2) {
@@ -418,15 +439,20 @@ static void test_gau(real *dx, real *gains, bool l2) {
                  gau_arrays(l.x, l.out), l.gains, l.rope, E);
     test_layer("gau, uvz", l.x, dx, N * GW, by_gau, N * (2 * GS + E));
     test_layer("gau, gains and offsets", gains, dgains, 4 * GS, by_gau, N * (2 * GS + E));
-    free(dgains), free(d);
+    free(dgains);
+    free(d);
 }
 
 static void test_layers(void) {
     size_t room = N * 4 * GW;
     real *dx = reals(room), *dw = reals(room), *r = reals(N), *gains = input("gains", 4 * GS, 1, 0.3);
-    l.x = input("x", room, 0, 1), l.w = input("w", room, 0.2, 1), l.out = reals(room),
+    l.x = input("x", room, 0, 1);
+    l.w = input("w", room, 0.2, 1);
+    l.out = reals(room);
     l.dout = input("dout", room, 0, 1);
-    l.cosines = reals(T * GS / 2), l.sines = reals(T * GS / 2), l.inverse_norms = reals(N * (NH + NKV));
+    l.cosines = reals(T * GS / 2);
+    l.sines = reals(T * GS / 2);
+    l.inverse_norms = reals(N * (NH + NKV));
     l.gains = (GauGains){gains, gains + GS, gains + 2 * GS, gains + 3 * GS};
     for (int n = 0; n < N; n++) l.tokens[n] = fixture_token((uint64_t)n, V);
 
@@ -458,8 +484,18 @@ static void test_layers(void) {
     gau_gate_backward(dw, dx, l.dout, l.x, l.w, N, E, GW);
     test_layer("gate, u", l.x, dx, N * GW, by_gate, N * E);
     test_layer("gate, attention", l.w, dw, N * E, by_gate, N * E);
-    free(dx), free(dw), free(r), free(gains), free(losses);
-    free(l.x), free(l.w), free(l.out), free(l.dout), free(l.cosines), free(l.sines), free(l.inverse_norms);
+    free(dx);
+    free(dw);
+    free(r);
+    free(gains);
+    free(losses);
+    free(l.x);
+    free(l.w);
+    free(l.out);
+    free(l.dout);
+    free(l.cosines);
+    free(l.sines);
+    free(l.inverse_norms);
 }
 
 int main(int argc, char **argv) {

@@ -54,7 +54,10 @@ __attribute__((format(printf, 1, 2))) static bool case_begins(const char *format
 }
 
 static void case_ends(void) {
-    if (failed == failed_before) passed++, printf("ok %-56s worst error %.2g\n", case_name, worst);
+    if (failed == failed_before) {
+        passed++;
+        printf("ok %-56s worst error %.2g\n", case_name, worst);
+    }
     fflush(stdout);
 }
 
@@ -281,11 +284,13 @@ static void test_rmsnorms(void) {
 // RoPE
 
 static void make_angles(Numbers &cosines, Numbers &sines, size_t T, size_t half) {
-    cosines.resize(T * half), sines.resize(T * half);
+    cosines.resize(T * half);
+    sines.resize(T * half);
     for (size_t t = 0; t < T; t++)
         for (size_t i = 0; i < half; i++) {
             double angle = ((double)t + 0.5) * pow(10000, -(double)i / (double)half);
-            cosines[t * half + i] = cos(angle), sines[t * half + i] = sin(angle);
+            cosines[t * half + i] = cos(angle);
+            sines[t * half + i] = sin(angle);
         }
 }
 
@@ -323,7 +328,8 @@ static void test_rope(size_t B, size_t T, size_t NH, size_t NKV, size_t HS, bool
     for (size_t i = 0; i < HS; i++) x[i] = 0;    // a head of zeros
     x = fill(qkv, x);
     make_angles(cos_t, sin_t, T, half);
-    cos_t = fill(cosines, cos_t), sin_t = fill(sines, sin_t);
+    cos_t = fill(cosines, cos_t);
+    sin_t = fill(sines, sin_t);
     for (size_t n = 0; n < N; n++)
         for (size_t h = 0; h < heads; h++) {
             double *head = &x[n * W + h * HS];
@@ -660,7 +666,9 @@ static void test_embedding(size_t N, size_t C, size_t V, unsigned hot) {
     Tensor<X> out(N * C), weight(V * C), dout(N * C);
     Tensor<float> dweight(V * C), partials(embedding_partials(N) * C);
     check_plan(pieces, plan, N, V);
-    upload(tokens_in, tokens), upload(order_in, order), upload(pieces_in, pieces);
+    upload(tokens_in, tokens);
+    upload(order_in, order);
+    upload(pieces_in, pieces);
     Numbers w = fill(weight, "weight", 0, 1), dy = fill(dout, "dy", 0.2, 1), dw = fill(dweight, "dweight", 0, 1),
             y(N * C);
     for (size_t n = 0; n < N; n++)
@@ -695,7 +703,10 @@ static void test_embedding_order(void) {
     Tensor<float> dout(N * C), dweight(V * C), partials(1);
     Numbers dy(N * C, 1.0);
     for (size_t c = 0; c < C; c++) dy[c] = 0x1p24;
-    upload(order_in, order), upload(pieces_in, pieces), fill(dout, dy), fill(dweight, Numbers(V * C, 0.0));
+    upload(order_in, order);
+    upload(pieces_in, pieces);
+    fill(dout, dy);
+    fill(dweight, Numbers(V * C, 0.0));
     run_twice({&dweight}, [&] {
         embedding_backward(dweight.device(), partials.device(), dout.device(), order_in.device(), pieces_in.device(),
                            plan, C, stream);
@@ -787,13 +798,16 @@ static void test_classifiers(void) {
 // Philox4x32-10, as in the paper.
 static void philox_words(uint32_t c[4], uint64_t seed, uint64_t stream_of, uint64_t counter) {
     uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
-    c[0] = (uint32_t)counter, c[1] = (uint32_t)(counter >> 32), c[2] = (uint32_t)stream_of,
+    c[0] = (uint32_t)counter;
+    c[1] = (uint32_t)(counter >> 32);
+    c[2] = (uint32_t)stream_of;
     c[3] = (uint32_t)(stream_of >> 32);
     for (int round = 0; round < 10; round++) {
         uint64_t p = 0xD2511F53ull * c[0], q = 0xCD9E8D57ull * c[2];
         uint32_t next[4] = {(uint32_t)(q >> 32) ^ c[1] ^ k0, (uint32_t)q, (uint32_t)(p >> 32) ^ c[3] ^ k1, (uint32_t)p};
         memcpy(c, next, sizeof next);
-        k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
     }
 }
 
@@ -874,7 +888,10 @@ static void test_adamw(bool packed, bool odd, Copy copy, bool scaled, int64_t st
     compare("square", square, v, 1e-6);
     std::vector<bool> mine(FLAT), of_moments(FLAT);
     for (const AdamSegment &s : segments)
-        for (size_t i = s.from; i < s.to; i++) mine[i] = true, of_moments[s.state + (i - s.from)] = true;
+        for (size_t i = s.from; i < s.to; i++) {
+            mine[i] = true;
+            of_moments[s.state + (i - s.from)] = true;
+        }
     compare_untouched("params outside of the ranges", params, [&](size_t i) { return !mine[i]; });
     compare_untouched("moments outside of the ranges", mean, [&](size_t i) { return !of_moments[i]; });
     compare_untouched("the copy outside of the ranges", rounded, [&](size_t i) { return !mine[i] || copy == NO_COPY; });
@@ -973,7 +990,10 @@ KERNEL void ldmatrix_test_kernel(uint32_t *out, const T *rows) {
     uint32_t *r = out + threadIdx.x * 8, x4[4], t4[4];
     ldmatrix_x4(x4, row);
     ldmatrix_x4_transposed(t4, row);
-    for (int i = 0; i < 4; i++) r[i] = x4[i], r[4 + i] = t4[i];
+    for (int i = 0; i < 4; i++) {
+        r[i] = x4[i];
+        r[4 + i] = t4[i];
+    }
 }
 
 static void test_ldmatrix(void) {
@@ -1029,7 +1049,9 @@ static void test_mma(bool whole) {
     Numbers x = numbers("a", 256, 0, 4), y = numbers("b", 128, 0, 4), z = numbers("d", 128, 0, 4);
     for (Numbers *n : {&x, &y, &z})
         for (double &v : *n) v = whole ? rint(v) : v;
-    x = fill(a, x), y = fill(b, y), z = fill(d, z);
+    x = fill(a, x);
+    y = fill(b, y);
+    z = fill(d, z);
     for (int i = 0; i < 16; i++)
         for (int j = 0; j < 8; j++)
             for (int k = 0; k < 16; k++) z[(size_t)(i * 8 + j)] += x[(size_t)(i * 16 + k)] * y[(size_t)(k * 8 + j)];
@@ -1197,8 +1219,10 @@ static void test_pack(void) {
     float values[4] = {1.5f, -2.25f, 1e-20f, 7.0f};
     uint16_t eight[8];
     for (int i = 0; i < 8; i++) eight[i] = bits_of(__float2bfloat16_rn(0.37f * (float)i - 1.1f));
-    memcpy(&bits[0], eight, 16), memcpy(&bits[1], values, 16);
-    x = fill(in, x), upload(sixteen, bits);
+    memcpy(&bits[0], eight, 16);
+    memcpy(&bits[1], values, 16);
+    x = fill(in, x);
+    upload(sixteen, bits);
     run_twice({&pairs, &halves, &set, &packs}, [&] {
         launch(pack_test_kernel<float>, dim3(1), dim3(32), 0, stream, pairs.device(), halves.device(), set.device(),
                packs.device(), in.device(), sixteen.device(), n);
@@ -1240,11 +1264,16 @@ static void test_sums(size_t threads) {
               [&] { launch(sums_test_kernel<float>, dim3(1), block, 0, stream, results.device(), in.device()); });
     Numbers expected(threads * 5);
     double sum = 0, largest = -INFINITY;
-    for (double v : x) sum += v, largest = fmax(largest, v);
+    for (double v : x) {
+        sum += v;
+        largest = fmax(largest, v);
+    }
     for (size_t i = 0; i < threads; i++) {
         double of_warp = 0, largest_of_warp = -INFINITY;
-        for (size_t j = i / 32 * 32; j < i / 32 * 32 + 32; j++)
-            of_warp += x[j], largest_of_warp = fmax(largest_of_warp, x[j]);
+        for (size_t j = i / 32 * 32; j < i / 32 * 32 + 32; j++) {
+            of_warp += x[j];
+            largest_of_warp = fmax(largest_of_warp, x[j]);
+        }
         double all[] = {of_warp, largest_of_warp, sum, largest, -sum};
         memcpy(&expected[i * 5], all, sizeof all);
     }
@@ -1349,17 +1378,45 @@ static PhiTruth phi_truth(int kind, double z) {
     double e = exp(z), sigmoid = 1 / (1 + exp(-z)), positive = z > 0 ? z : 0, f = 0, slope = 0, by = 0;
     switch (kind) {
     case PHI_EXP: f = slope = e; break;
-    case PHI_EXPM1: f = expm1(z), slope = e, by = 1; break;
-    case PHI_IDENTITY: f = z, slope = 1; break;
-    case PHI_RELU: f = positive, slope = z > 0; break;
-    case PHI_RELU2: f = positive * positive, slope = 2 * positive; break;
-    case PHI_RELU6: f = positive < 6 ? positive : 6, slope = z > 0 && z < 6; break;
-    case PHI_GELU: by = erfc(-z / sqrt(2)) / 2, f = z * by, slope = by + z * exp(-z * z / 2) / sqrt(2 * M_PI); break;
-    case PHI_SIGMOID: f = sigmoid, slope = sigmoid / (1 + e); break;
-    case PHI_SOFTPLUS: f = positive + log1p(exp(-fabs(z))), slope = sigmoid; break;
+    case PHI_EXPM1:
+        f = expm1(z);
+        slope = e;
+        by = 1;
+        break;
+    case PHI_IDENTITY:
+        f = z;
+        slope = 1;
+        break;
+    case PHI_RELU:
+        f = positive;
+        slope = z > 0;
+        break;
+    case PHI_RELU2:
+        f = positive * positive;
+        slope = 2 * positive;
+        break;
+    case PHI_RELU6:
+        f = positive < 6 ? positive : 6;
+        slope = z > 0 && z < 6;
+        break;
+    case PHI_GELU:
+        by = erfc(-z / sqrt(2)) / 2;
+        f = z * by;
+        slope = by + z * exp(-z * z / 2) / sqrt(2 * M_PI);
+        break;
+    case PHI_SIGMOID:
+        f = sigmoid;
+        slope = sigmoid / (1 + e);
+        break;
+    case PHI_SOFTPLUS:
+        f = positive + log1p(exp(-fabs(z)));
+        slope = sigmoid;
+        break;
     case PHI_MISH: {
         double softplus = positive + log1p(exp(-fabs(z)));
-        by = tanh(softplus), f = z * by, slope = by + z * sigmoid / pow(cosh(fmin(softplus, 300)), 2);
+        by = tanh(softplus);
+        f = z * by;
+        slope = by + z * sigmoid / pow(cosh(fmin(softplus, 300)), 2);
         break;
     }
     default: f = NAN;
@@ -1377,15 +1434,17 @@ static double phi_bound(int kind) {
 // NaN: any result is accepted, because the formula z g(z) has no value there.
 static double phi_at_infinity(int kind, double z) {
     if (kind == PHI_GELU || kind == PHI_MISH) return NAN;
-    if (kind == PHI_SIGMOID || kind == PHI_RELU6) return z < 0 ? 0 : kind == PHI_RELU6 ? 6 : 1;
-    return z > 0 || kind == PHI_IDENTITY ? z : kind == PHI_EXPM1 ? -1 : 0;
+    double above = kind == PHI_RELU6 ? 6 : 1, below = kind == PHI_EXPM1 ? -1 : 0;
+    if (kind == PHI_SIGMOID || kind == PHI_RELU6) return z < 0 ? 0 : above;
+    return z > 0 || kind == PHI_IDENTITY ? z : below;
 }
 
 // The largest z that is tested. Beyond 2e38, z in units of ln 2 is infinite. Mish stops earlier: beyond 20 (in bf16,
 // 40) its slope uses a constant close to 0, which is multiplied by z.
 template <class X>
 static double largest_z(int kind) {
-    return kind != PHI_MISH ? 2e38 : is_bf16<X> ? 1e30 : 1e9;
+    if (kind != PHI_MISH) return 2e38;
+    return is_bf16<X> ? 1e30 : 1e9;
 }
 
 // The worst error divided by the bound.
@@ -1453,14 +1512,17 @@ static void test_layers(void) {
 int main(int argc, char **argv) {
     program_name = "test_kernels";
     if (argc > 1) filter = argv[1];
-    test_wrappers(), arrays_free();
+    test_wrappers();
+    arrays_free();
     test_layers<float>();
     test_layers<bf16>();
     test_embedding_order();
     for (size_t N : {1, 33, 2000}) test_losses_sum(N);
     test_phis();
-    test_adamws(), arrays_free();
-    test_norms(), arrays_free();
+    test_adamws();
+    arrays_free();
+    test_norms();
+    arrays_free();
     test_refusals();
     test_peaks();
     printf("%d passed, %d failed\n", passed, failed);

@@ -75,7 +75,9 @@ static void test_line(void) {
     same(
         line,
         "step   120/5000 | loss 6.0312 | lr 5.9e-04 | norm 0.84 | 1.16 s, 221 tok/s, 73 % of peak | 123 k tokens | 1 h 34 min left");
-    m.val_loss = 5.1234f, m.ms = 41.7, m.tok_per_s = 24576;
+    m.val_loss = 5.1234f;
+    m.ms = 41.7;
+    m.tok_per_s = 24576;
     metrics_line(line, sizeof line, &m, 1234567, -1);
     same(
         line,
@@ -91,7 +93,8 @@ static void test_file(void) {
     Metrics *metrics = metrics_open(path, &error);
     CHECK(metrics, "%s", error.text);
     StepMetrics m = step(1);
-    m.loss = 0.1f, m.grad_norm = NAN;
+    m.loss = 0.1f;
+    m.grad_norm = NAN;
     metrics_write(metrics, &m);
     m = step(2);
     m.val_loss = 1.0f / 3;

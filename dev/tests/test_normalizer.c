@@ -344,7 +344,10 @@ static void random_text(char *text) {
 static void check_round_trip(const Normalizer *n) {
     char written[512] = "softmax", shortest[NORMALIZER_TEXT], number[64];
     for (size_t i = 0; i < STAGE_COUNT; i++) sprintf(written + strlen(written), "+%s=%s", STAGE_NAMES[i], stage(n, i));
-    if (!isnan(n->s_start)) snprintf(number, sizeof number, "+s=%.17g", n->s_start), strcat(written, number);
+    if (!isnan(n->s_start)) {
+        snprintf(number, sizeof number, "+s=%.17g", n->s_start);
+        strcat(written, number);
+    }
     if (n->fixed) strcat(written, "+fixed");
     if (strlen(written) < NORMALIZER_TEXT) {
         Normalizer again = parse(written);

@@ -29,7 +29,13 @@ static Option table[] = {
 #define ROWS (sizeof table / sizeof *table)
 
 static void defaults(void) {
-    v.batch = 4, v.seed = 42, v.lr = 6e-4, v.data = NULL, v.out = "log", v.resume = false, v.shuffle = true,
+    v.batch = 4;
+    v.seed = 42;
+    v.lr = 6e-4;
+    v.data = NULL;
+    v.out = "log";
+    v.resume = false;
+    v.shuffle = true;
     v.dtype = 0;
     v.lengths = (IntList){{1024}, 1};
     for (size_t i = 0; i < ROWS; i++) table[i].given = false;
@@ -184,7 +190,8 @@ static void test_resume(void) {
     parse("--resume");
     CHECK(options_resume(table, ROWS, again, &error) && v.lr == lr && lr != 6e-4,
           "a number with too many digits is restored with the same bits");
-    free(digits), free(again);
+    free(digits);
+    free(again);
 }
 
 int main(void) {

@@ -56,7 +56,8 @@ static void work_sums(void) {
     if (process.rank == 0)
         printf("%d processes, OMP_NUM_THREADS %s\n", process.size,
                getenv("OMP_NUM_THREADS") ? getenv("OMP_NUM_THREADS") : "unset");
-    free(x), free(y);
+    free(x);
+    free(y);
 }
 
 static void work_fail(void) {
@@ -83,7 +84,10 @@ static void work_show(void) {
 // Runs steps until a stop. Then rank 0 takes longer to save than the grace period after a dead rank.
 static void work_stop(void) {
     process_catch_signals();
-    if (process.rank == 0) printf("started\n"), fflush(stdout);
+    if (process.rank == 0) {
+        printf("started\n");
+        fflush(stdout);
+    }
     float x[1000] = {0};
     while (!process_max_int(process_stop_requested())) {
         process_sum_float(x, 1000);
@@ -156,7 +160,10 @@ static void send_signals(void *data) {
     process_hold_signals(NULL);
     #pragma omp parallel num_threads(3)
     usleep(1);
-    if (s->before) kill(getpid(), s->before), settle();
+    if (s->before) {
+        kill(getpid(), s->before);
+        settle();
+    }
     process_catch_signals();
     for (int i = 0; i < 2 && s->after[i]; i++) {
         if (i) usleep(1000 * (useconds_t)s->apart);

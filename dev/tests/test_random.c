@@ -21,8 +21,10 @@ static void test_uniform(void) {
     const int n = 1000000;
     for (int i = 0; i < n; i++) {
         double u = random_uniform(7, 3, (uint64_t)i);
-        sum += u, squares += u * u;
-        low = fmin(low, u), high = fmax(high, u);
+        sum += u;
+        squares += u * u;
+        low = fmin(low, u);
+        high = fmax(high, u);
     }
     CHECK(low >= 0 && high < 1 && low < 1e-5 && high > 1 - 1e-5, "%g to %g", low, high);
     CHECK(fabs(sum / n - 0.5) < 5 * 0.2887 / 1000 && fabs(squares / n - 1.0 / 3) < 5 * 0.2981 / 1000, "moments %g %g",
@@ -44,11 +46,17 @@ static void test_normal(void) {
     size_t beyond3 = 0, beyond4 = 0;
     for (size_t i = 0; i < n; i++) {
         double a = x[i];
-        m1 += a, m2 += a * a, m3 += a * a * a, m4 += a * a * a * a;
-        beyond3 += fabs(a) > 3, beyond4 += fabs(a) > 4;
-        if (i >= 16)
-            lane += a * x[i - 16], neighbor += a * x[i - 1],
-                pair += (a * a - 1) * ((double)x[i - 16] * x[i - 16] - 1) / 2;
+        m1 += a;
+        m2 += a * a;
+        m3 += a * a * a;
+        m4 += a * a * a * a;
+        beyond3 += fabs(a) > 3;
+        beyond4 += fabs(a) > 4;
+        if (i >= 16) {
+            lane += a * x[i - 16];
+            neighbor += a * x[i - 1];
+            pair += (a * a - 1) * ((double)x[i - 16] * x[i - 16] - 1) / 2;
+        }
     }
     double root = sqrt((double)n);
     CHECK(fabs(m1 / n) < 5 / root && fabs(m2 / n - 1) < 5 * sqrt(2) / root, "mean %g, variance %g", m1 / n, m2 / n);

@@ -48,7 +48,8 @@ static float nearest_bf16(float x) {
     uint32_t bits, low, high;
     float a, b;
     memcpy(&bits, &x, 4);
-    low = bits & 0xFFFF0000, high = low + 0x10000;
+    low = bits & 0xFFFF0000;
+    high = low + 0x10000;
     memcpy(&a, &low, 4);
     memcpy(&b, &high, 4);
     double to_a = fabs((double)x - a), to_b = isinf(b) ? fabs(ldexp(x < 0 ? -1 : 1, 128) - x) : fabs((double)x - b);
@@ -259,7 +260,9 @@ static void test_large_headers(void) {
     size_t size = 2 * 10000003;
     char *many = malloc(size);
     for (size_t i = 0; i < size; i += 2) memcpy(many + i, "0,", 2);
-    many[0] = '[', many[1] = ' ', many[size - 1] = ']';
+    many[0] = '[';
+    many[1] = ' ';
+    many[size - 1] = ']';
     CHECK(refused(make_file("broken", many, size, NULL, 0), "10,000,000 values"), "10,000,001 values");
     free(many);
 }

@@ -49,8 +49,10 @@ static uint16_t stream[N];
 static uint8_t stream_mask[N];
 
 static void make_stream(void) {
-    for (int i = 0; i < N; i++)
-        stream[i] = (uint16_t)(i * 2654435761u >> 16) % 50257, stream_mask[i] = (i * 40503u >> 7) & 1;
+    for (int i = 0; i < N; i++) {
+        stream[i] = (uint16_t)(i * 2654435761u >> 16) % 50257;
+        stream_mask[i] = (i * 40503u >> 7) & 1;
+    }
     write_shard("s_train_000001.bin", stream, 1000);
     write_shard("s_train_000002.bin", stream, 0);
     write_shard("s_train_000003.bin", stream + 1000, 777);
@@ -139,7 +141,10 @@ static void test_order_uniform(void) {
     double chi = 0, chi_pairs = 0;
     int found = 0;
     for (int c = 0; c < 256; c++)
-        if (orders[c]) found++, chi += pow(orders[c] - EPOCHS / 24.0, 2) / (EPOCHS / 24.0);
+        if (orders[c]) {
+            found++;
+            chi += pow(orders[c] - EPOCHS / 24.0, 2) / (EPOCHS / 24.0);
+        }
     for (int i = 0; i < 121; i++) chi_pairs += pow(pairs[i / 11][i % 11] - EPOCHS / 11.0, 2) / (EPOCHS / 11.0);
     CHECK(found == 24 && chi < 50, "%d of 24 orders, chi-squared %.1f with 23 degrees of freedom", found, chi);
     CHECK(chi_pairs < 155, "chi-squared %.1f with 100 degrees of freedom", chi_pairs);
@@ -263,7 +268,8 @@ static void test_large(void) {
     uint64_t w = (edge - 2) / 16, t = (edge - 2) % 16;
     CHECK(s && shards_window(s, w, tokens, NULL, &error) && tokens[t] == 11 && tokens[t + 1 > 16 ? 16 : t + 1] == 22,
           "below 2^31");
-    w = edge / 16, t = edge % 16;
+    w = edge / 16;
+    t = edge % 16;
     CHECK(s && shards_window(s, w, tokens, NULL, &error) && tokens[t] == 33 && tokens[t + 1] == 44, "at 2^31: %d %d",
           tokens[t], tokens[t + 1]);
     w = (count - 1) / 16 - 1;
@@ -411,7 +417,11 @@ static void test_fingerprint(void) {
     char *d = fingerprint(write_shard("other/f_train_1.bin", stream, N - 1)),
          *e = fingerprint(write_shard("f_train_2.bin", stream, N));
     CHECK(strcmp(a, c) && strcmp(a, d) && strcmp(a, e), "a token, the size or the name changed");
-    free(a), free(b), free(c), free(d), free(e);
+    free(a);
+    free(b);
+    free(c);
+    free(d);
+    free(e);
 }
 
 int main(void) {
