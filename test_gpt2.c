@@ -93,15 +93,15 @@ static void test_rope(void) {
     Rope rope = {B, T, NH, NH, HS, floats(T * HS / 2), floats(T * HS / 2), false};
     rope_table((float *)rope.cosines, (float *)rope.sines, T, HS, 10000);
     for (size_t i = 0; i < 3 * N; i++) {
-        memcpy(qkv + i * C, x + i / 3 * C, FLOATS(C));
-        memcpy(dqkv + i * C, dout + i / 3 * C, FLOATS(C));
+        memcpy(qkv + i * C, x + (i / 3) * C, FLOATS(C));
+        memcpy(dqkv + i * C, dout + (i / 3) * C, FLOATS(C));
     }
     rope_forward(qkv, NULL, rope);
     rope_backward(dqkv, qkv, NULL, rope);
     double worst = 0;
     float *part = floats(N * C);
     for (size_t which = 0; which < 6; which++) {
-        const float *from = (which < 3 ? qkv : dqkv) + which % 3 * C;
+        const float *from = (which < 3 ? qkv : dqkv) + (which % 3) * C;
         for (size_t n = 0; n < N; n++) memcpy(part + n * C, from + n * 3 * C, FLOATS(C));
         if (which % 3 < 2) worst = largest(worst, compare(which < 3 ? "out" : "dx", part, N * C, 0, 1e-6));
         else check("v is not rotated", memcmp(part, which < 3 ? x : dout, FLOATS(N * C)) ? 1 : 0, 0);

@@ -72,7 +72,7 @@ DEVICE SegmentPart segment_part(const AdamSegment *segments, size_t count) {
 
 // The 16 random bits of element i
 DEVICE uint32_t random_bits(const Philox *r, int i) {
-    return (r->words[i / 2] >> (i % 2 * 16)) & 0xFFFF;
+    return (r->words[i / 2] >> ((i % 2) * 16)) & 0xFFFF;
 }
 
 // Rounds x to one of its two bf16 neighbors, returned as a float: away from 0 with a probability equal to the fraction

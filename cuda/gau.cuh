@@ -121,7 +121,7 @@ DEVICE float gau_head(X *out, const float silu_z[GAU_OWN], const float *gain, co
 
 template <class X>
 KERNEL void gau_qk_kernel(X *q, X *k, float *inverse_norms, const X *z, size_t row, GauGains gains, Rope r) {
-    size_t n = (size_t)blockIdx.x * GAU_WARPS + threadIdx.x / 32, HS = r.HS, half = HS / 2, at = n % r.T * half;
+    size_t n = (size_t)blockIdx.x * GAU_WARPS + threadIdx.x / 32, HS = r.HS, half = HS / 2, at = (n % r.T) * half;
     if (n >= r.B * r.T) return;
     float x[GAU_OWN];
     gau_load(x, z + n * row, half);
@@ -198,7 +198,7 @@ KERNEL void gau_qk_backward_kernel(Projected<X> d, float *partials, Projected<X>
     size_t HS = r.HS, half = HS / 2, row = 2 * E + HS, warp = threadIdx.x / 32;
     float sums[4][GAU_OWN] = {};
     for (size_t n = (size_t)blockIdx.x * GAU_WARPS + warp; n < r.B * r.T; n += gridDim.x * GAU_WARPS) {
-        const float *cos_t = r.cosines + n % r.T * half, *sin_t = r.sines + n % r.T * half;
+        const float *cos_t = r.cosines + (n % r.T) * half, *sin_t = r.sines + (n % r.T) * half;
         float dq_n[GAU_OWN], dk_n[GAU_OWN];
         float q_inverse = r.l2 ? x.inverse_norms[2 * n] : 1.0f;
         gau_head_backward(dq_n, d.q + n * HS, x.q + n * HS, q_inverse, cos_t, sin_t, r.l2, half);

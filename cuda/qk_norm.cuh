@@ -49,7 +49,7 @@ DEVICE bool qk_is_query(const QkNorm &q, size_t i) {
 
 template <class X, int W>
 KERNEL void qk_norm_forward_kernel(X *qkv, X *inputs, float *inverse, QkNorm q, int group) {
-    size_t first = threadIdx.x % group * W, step = (size_t)group * W, groups = blockDim.x / group;
+    size_t first = (threadIdx.x % group) * W, step = (size_t)group * W, groups = blockDim.x / group;
     size_t i = blockIdx.x * groups + threadIdx.x / group;
     bool there = i < q.N * (q.NH + q.NKV);
     X *x = qkv + (there ? qk_head(q, i) : 0);
@@ -127,7 +127,7 @@ KERNEL void qk_norm_backward_kernel(X *dqkv, float *partials, const X *inputs, c
                                     int group) {
     DYNAMIC_SHARED(float, sums);    // (groups, 2, HS)
     size_t groups = blockDim.x / group, mine = threadIdx.x / group;
-    LanePart part = {threadIdx.x % group * W, (size_t)group * W, q.HS};
+    LanePart part = {(threadIdx.x % group) * W, (size_t)group * W, q.HS};
     size_t count = q.N * (q.NH + q.NKV);
     float of_q[QK_NORM_LANE] = {0}, of_k[QK_NORM_LANE] = {0};
     // All threads iterate together, because group_sum() needs whole warps.

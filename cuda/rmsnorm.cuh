@@ -32,7 +32,7 @@ enum {
 
 template <class X, int W>
 KERNEL void rmsnorm_forward_kernel(X *out, float *r, const X *inp, const float *weight, size_t N, size_t C, float eps) {
-    size_t n = (size_t)blockIdx.x * RMSNORM_WARPS + threadIdx.x / 32, first = threadIdx.x % 32 * W;
+    size_t n = (size_t)blockIdx.x * RMSNORM_WARPS + threadIdx.x / 32, first = (threadIdx.x % 32) * W;
     if (n >= N) return;
     const X *x = inp + n * C;
     float sum = 0;
@@ -76,7 +76,7 @@ DEVICE void rmsnorm_row(X *dx, float *sums, const X *dy, const X *x, const float
                         size_t C) {
     float k = r_n * r_n * mean;
     float *sum = sums + threadIdx.x % 32;
-    for (size_t c = threadIdx.x % 32 * W; c < C; c += 32 * W, sum += 32 * W) {
+    for (size_t c = (threadIdx.x % 32) * W; c < C; c += 32 * W, sum += 32 * W) {
         float d[W], v[W], w[W], y[W];
         load_vector<W>(d, dy + c);
         load_vector<W>(v, x + c);
@@ -98,12 +98,12 @@ KERNEL void rmsnorm_backward_kernel(X *dinp, float *partials, const X *dout, con
     for (size_t i = threadIdx.x; i < warps * room; i += blockDim.x) sums[i] = 0;
     __syncthreads();
     for (size_t n = blockIdx.x * warps + warp; n < N; n += gridDim.x * warps) {
-        float mean = rmsnorm_mean<X, W>(dout + n * C, inp + n * C, weight, threadIdx.x % 32 * W, C);
+        float mean = rmsnorm_mean<X, W>(dout + n * C, inp + n * C, weight, (threadIdx.x % 32) * W, C);
         rmsnorm_row<X, W>(dinp + n * C, sums + warp * room, dout + n * C, inp + n * C, weight, r[n], mean, C);
     }
     __syncthreads();
     for (size_t c = threadIdx.x; c < C; c += blockDim.x) {
-        size_t vector = c / W, at = (vector / 32 * W + c % W) * 32 + vector % 32;
+        size_t vector = c / W, at = ((vector / 32) * W + c % W) * 32 + vector % 32;
         float sum = 0;
         for (size_t w = 0; w < warps; w++) sum += sums[w * room + at];
         partials[blockIdx.x * C + c] = sum;

@@ -86,8 +86,9 @@ DEVICE void rope_rotate(X *x, float factor, const float *cosines, const float *s
 
 template <class X, int W, bool L2>
 KERNEL void rope_forward_kernel(X *qkv, float *inverse_norms, Rope r, int group) {
-    size_t n = blockIdx.x, half = r.HS / 2, angles = n % r.T * half, rotated = r.NH + r.NKV, heads = blockDim.x / group;
-    LanePart part = {threadIdx.x % group * W, (size_t)group * W, half};
+    size_t n = blockIdx.x, half = r.HS / 2, angles = (n % r.T) * half, rotated = r.NH + r.NKV,
+           heads = blockDim.x / group;
+    LanePart part = {(threadIdx.x % group) * W, (size_t)group * W, half};
     // All threads run the same iterations, because group_sum() needs whole warps.
     for (size_t from = 0; from < rotated; from += heads) {
         size_t head = from + threadIdx.x / group;
@@ -152,8 +153,9 @@ DEVICE void rope_rotate_back(X *du, const X *u, float dot, float inverse, const 
 
 template <class X, int W, bool L2>
 KERNEL void rope_backward_kernel(X *dqkv, const X *qkv, const float *inverse_norms, Rope r, int group) {
-    size_t n = blockIdx.x, half = r.HS / 2, angles = n % r.T * half, rotated = r.NH + r.NKV, heads = blockDim.x / group;
-    LanePart part = {threadIdx.x % group * W, (size_t)group * W, half};
+    size_t n = blockIdx.x, half = r.HS / 2, angles = (n % r.T) * half, rotated = r.NH + r.NKV,
+           heads = blockDim.x / group;
+    LanePart part = {(threadIdx.x % group) * W, (size_t)group * W, half};
     for (size_t from = 0; from < rotated; from += heads) {
         size_t head = from + threadIdx.x / group;
         bool there = head < rotated;

@@ -71,5 +71,5 @@ void random_normal_fill(float *out, size_t n, float mean, float std, uint64_t se
     if (n % BLOCK == 0) return;
     float last[BLOCK];    // computed by the same code, so that the last values do not depend on the tensor's size
     normal_block(last, mean, std, seed, stream, whole);
-    memcpy(out + whole * BLOCK, last, n % BLOCK * sizeof *out);
+    memcpy(out + whole * BLOCK, last, (n % BLOCK) * sizeof *out);
 }

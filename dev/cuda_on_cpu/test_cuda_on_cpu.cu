@@ -97,7 +97,7 @@ static void test_lanes() {
     launch(lane_functions, 1, n, 0, NULL, out.p);
     std::vector<LaneResults> r = out.host();
     for (int i = 0; i < n; i++) {
-        int lane = i % 32, warp = i - lane, piece = lane / 8 * 8;
+        int lane = i % 32, warp = i - lane, piece = (lane / 8) * 8;
         auto value = [&](int l) { return 100 * (warp + l) + 7; };
         CHECK(r[i].idx == value((lane * 5 + 3) % 32), "thread %d", i);
         CHECK(r[i].idx8 == value(piece + (lane * 5 + 3) % 8), "thread %d", i);
@@ -149,14 +149,14 @@ KERNEL void product(float *out, float *out2, uint32_t *half, const bf16 *a, cons
     __syncthreads();
     uint32_t fa[4], fa2[4], fb[2], fb2[2];
     float d[4] = {3, 3, 3, 3}, d2[4] = {3, 3, 3, 3};
-    ldmatrix_x4(fa, ta + l % 16 * 16 + l / 16 * 8);
-    ldmatrix_x2_transposed(fb, tb + l % 16 * 8);
-    ldmatrix_x2(fb2, tt + l % 8 * 16 + l / 8 % 2 * 8);
-    ldmatrix_x4_transposed(fa2, ta + l % 16 * 16 + l / 16 * 8);
+    ldmatrix_x4(fa, ta + (l % 16) * 16 + (l / 16) * 8);
+    ldmatrix_x2_transposed(fb, tb + (l % 16) * 8);
+    ldmatrix_x2(fb2, tt + (l % 8) * 16 + ((l / 8) % 2) * 8);
+    ldmatrix_x4_transposed(fa2, ta + (l % 16) * 16 + (l / 16) * 8);
     mma_m16n8k16(d, fa, fb);
     mma_m16n8k16(d2, fa, fb2);
     for (int i = 0; i < 4; i++) {
-        int row = g + i / 2 * 8, column = 2 * t + i % 2;
+        int row = g + (i / 2) * 8, column = 2 * t + i % 2;
         out[row * 8 + column] = d[i];
         out2[row * 8 + column] = d2[i];
         half[4 * l + i] = fa2[i];
@@ -185,7 +185,7 @@ static void test_product() {
         }
     for (int l = 0; l < 32; l++)
         for (int m = 0; m < 4; m++) {    // matrix m is at row m % 2 and column m / 2 of the 2×2 matrices that form a
-            int row = m % 2 * 8 + 2 * (l % 4), column = m / 2 * 8 + l / 4;
+            int row = (m % 2) * 8 + 2 * (l % 4), column = (m / 2) * 8 + l / 4;
             uint32_t low = __bfloat16_as_ushort(a[row * 16 + column]),
                      high = __bfloat16_as_ushort(a[(row + 1) * 16 + column]);
             CHECK(h[4 * l + m] == (high << 16 | low), "lane %d, matrix %d", l, m);
@@ -200,7 +200,7 @@ KERNEL void dot_product(float *out, const bf16 *x, const bf16 *y, float c) {
     uint32_t b[2] = {pair(y + 2 * t), pair(y + 2 * t + 8)};
     float d[4] = {c, c, c, c};
     mma_m16n8k16(d, a, b);
-    for (int i = 0; i < 4; i++) out[(g + i / 2 * 8) * 8 + 2 * t + i % 2] = d[i];
+    for (int i = 0; i < 4; i++) out[(g + (i / 2) * 8) * 8 + 2 * t + i % 2] = d[i];
 }
 
 // Computed by hand, for each way of adding. The products are x_k y_k; the remaining x and y are 0.
@@ -484,7 +484,7 @@ KERNEL void reverse_by_copies(float *out, const float *in, int tiles, int defect
         if (defect == ONE_GROUP_LEFT) copy_async_wait<2>();
         else if (defect != NO_WAIT) copy_async_wait<1>();
         if (defect != NO_BARRIER) __syncthreads();
-        for (int j = i; j < 256; j += 64) out[256 * k + j] = tile[k % 2 * 256 + 255 - j];
+        for (int j = i; j < 256; j += 64) out[256 * k + j] = tile[(k % 2) * 256 + 255 - j];
     }
 }
 
@@ -796,7 +796,7 @@ KERNEL void matrix_kernel(uint32_t *out, int row_elements, int shift) {    // 16
     for (int i = l; i < 16 * row_elements; i += 32) tile[i] = __float2bfloat16((float)i);
     __syncthreads();
     uint32_t r[4];
-    ldmatrix_x4(r, tile + l % 16 * row_elements + l / 16 * 8 + shift);
+    ldmatrix_x4(r, tile + (l % 16) * row_elements + (l / 16) * 8 + shift);
     for (int i = 0; i < 4; i++) out[4 * l + i] = r[i];
 }
 static void misaligned_ldmatrix(bool defect) {

@@ -595,7 +595,7 @@ static void check_groups_of(const char *text, size_t NKV) {
     for (size_t i = 0; i < NKV * HEAD; i++) {
         double dk = 0, dv = 0;
         for (size_t j = 0; j < NH / NKV; j++) {
-            size_t at = (i / HEAD * (NH / NKV) + j) * HEAD + i % HEAD;
+            size_t at = ((i / HEAD) * (NH / NKV) + j) * HEAD + i % HEAD;
             dk += each.dk[at];
             dv += each.dv[at];
         }

@@ -333,7 +333,7 @@ static void test_rope(size_t B, size_t T, size_t NH, size_t NKV, size_t HS, bool
     for (size_t n = 0; n < N; n++)
         for (size_t h = 0; h < heads; h++) {
             double *head = &x[n * W + h * HS];
-            rotate(head, &cos_t[n % T * half], &sin_t[n % T * half], 1, half);
+            rotate(head, &cos_t[(n % T) * half], &sin_t[(n % T) * half], 1, half);
             if (l2) inverse[n * heads + h] = divide_by_norm(head, HS);
         }
     Numbers rounded = fill(u, x), dx = fill(dqkv, "dqkv", 0, 1);
@@ -342,7 +342,7 @@ static void test_rope(size_t B, size_t T, size_t NH, size_t NKV, size_t HS, bool
         for (size_t h = 0; h < heads; h++) {
             double *head = &dx[n * W + h * HS];
             if (l2) norm_backward(head, &rounded[n * W + h * HS], inverse[n * heads + h], HS);
-            rotate(head, &cos_t[n % T * half], &sin_t[n % T * half], -1, half);
+            rotate(head, &cos_t[(n % T) * half], &sin_t[(n % T) * half], -1, half);
         }
     Rope rope = {B, T, NH, NKV, HS, cosines.device(), sines.device(), l2};
     run_twice({&qkv, &inverses}, [&] { rope_forward(qkv.device(), l2 ? inverses.device() : NULL, rope, stream); });
@@ -391,7 +391,7 @@ static void test_qk_norm(size_t N, size_t NH, size_t NKV, size_t HS, float eps) 
     Numbers dx = fill(dqkv, "dqkv", 0, 1), dgains[] = {fill(dq_gain, "dq_gain", 0, 1), fill(dk_gain, "dk_gain", 0, 1)};
     Numbers x(N * heads * HS), r(N * heads);
     for (size_t i = 0; i < N * heads; i++) {
-        size_t at = i / heads * row + i % heads * HS, which = i % heads < NH ? 0 : 1;
+        size_t at = (i / heads) * row + (i % heads) * HS, which = i % heads < NH ? 0 : 1;
         double squares = 0;
         for (size_t c = 0; c < HS; c++) squares += y[at + c] * y[at + c];
         r[i] = 1 / sqrt(squares / (double)HS + (double)eps);
@@ -496,7 +496,7 @@ static void expect_gau_forward(Gau &g, const Gains &gains) {
             double *row = &g.qk[i][n * g.HS];
             for (size_t c = 0; c < g.HS; c++)
                 row[c] = silu_of(z[c]) * gains.values[2 * i][c] + gains.values[2 * i + 1][c];
-            rotate(row, &g.cos_t[n % g.T * g.half], &g.sin_t[n % g.T * g.half], 1, g.half);
+            rotate(row, &g.cos_t[(n % g.T) * g.half], &g.sin_t[(n % g.T) * g.half], 1, g.half);
             if (g.l2) g.inverse[2 * n + i] = divide_by_norm(row, g.HS);
         }
     }
@@ -514,7 +514,7 @@ static void expect_gau_backward(Gau &g, Gains &grads, Numbers d[2], const Number
         for (int i = 0; i < 2; i++) {
             double *row = &d[i][n * g.HS];
             if (g.l2) norm_backward(row, &u[i][n * g.HS], g.inverse[2 * n + i], g.HS);
-            rotate(row, &g.cos_t[n % g.T * g.half], &g.sin_t[n % g.T * g.half], -1, g.half);
+            rotate(row, &g.cos_t[(n % g.T) * g.half], &g.sin_t[(n % g.T) * g.half], -1, g.half);
             for (size_t c = 0; c < g.HS; c++) {
                 dz[c] += row[c] * gains.values[2 * i][c] * silu_slope(z[c]);
                 grads.values[2 * i][c] += row[c] * silu_of(z[c]);
@@ -828,7 +828,7 @@ static uint16_t rounded_bits(float x, size_t i, bool stochastic, uint64_t seed, 
     uint32_t words[4];
     if (!stochastic) return bits_of(__float2bfloat16_rn(x));
     philox_words(words, seed, step, i / 8);
-    return (uint16_t)((bits_of(x) + (words[i % 8 / 2] >> (i % 2 ? 16 : 0) & 0xFFFF)) >> 16);
+    return (uint16_t)((bits_of(x) + (words[(i % 8) / 2] >> (i % 2 ? 16 : 0) & 0xFFFF)) >> 16);
 }
 
 enum { FLAT = 22000, SEED = 123456789 };
@@ -1031,14 +1031,14 @@ KERNEL void mma_test_kernel(T *d, const bf16 *a, const bf16 *b) {
     uint32_t fa[4], fb[2];
     float fd[4];
     for (int i = 0; i < 4; i++) {
-        int row = g + i % 2 * 8, column = 2 * t + i / 2 * 8;
+        int row = g + (i % 2) * 8, column = 2 * t + (i / 2) * 8;
         fa[i] = pack_bf16(to_float(a[row * 16 + column]), to_float(a[row * 16 + column + 1]));
     }
     for (int i = 0; i < 2; i++)
         fb[i] = pack_bf16(to_float(b[(2 * t + 8 * i) * 8 + g]), to_float(b[(2 * t + 8 * i + 1) * 8 + g]));
-    for (int i = 0; i < 4; i++) fd[i] = d[(g + i / 2 * 8) * 8 + 2 * t + i % 2];
+    for (int i = 0; i < 4; i++) fd[i] = d[(g + (i / 2) * 8) * 8 + 2 * t + i % 2];
     mma_m16n8k16(fd, fa, fb);
-    for (int i = 0; i < 4; i++) d[(g + i / 2 * 8) * 8 + 2 * t + i % 2] = fd[i];
+    for (int i = 0; i < 4; i++) d[(g + (i / 2) * 8) * 8 + 2 * t + i % 2] = fd[i];
 }
 
 // Small whole numbers, whose sums are exact; then fractions.
@@ -1270,7 +1270,7 @@ static void test_sums(size_t threads) {
     }
     for (size_t i = 0; i < threads; i++) {
         double of_warp = 0, largest_of_warp = -INFINITY;
-        for (size_t j = i / 32 * 32; j < i / 32 * 32 + 32; j++) {
+        for (size_t j = (i / 32) * 32; j < (i / 32) * 32 + 32; j++) {
             of_warp += x[j];
             largest_of_warp = fmax(largest_of_warp, x[j]);
         }

@@ -83,11 +83,11 @@ static void test_against_libm(void) {
     random_normal_fill(x, N, 0.0f, 1.0f, 99, 17);
     double worst = 0;
     for (int i = 0; i < N; i++) {
-        if (i / 16 % 4 >= 2) continue;    // random_u64 returns the first two words
-        uint64_t bits = random_u64(99, 17, (uint64_t)(i / 64 * 16 + i % 16));
+        if ((i / 16) % 4 >= 2) continue;    // random_u64 returns the first two words
+        uint64_t bits = random_u64(99, 17, (uint64_t)((i / 64) * 16 + i % 16));
         double radius = sqrt(-2 * log((double)(((float)((uint32_t)bits >> 1) + 0.5f) * 0x1p-31f)));
         double angle = 2 * M_PI * (double)(uint32_t)(bits >> 32) * 0x1p-32 - M_PI / 4;
-        double want = radius * (i / 16 % 4 == 0 ? cos(angle) : sin(angle));
+        double want = radius * ((i / 16) % 4 == 0 ? cos(angle) : sin(angle));
         worst = fmax(worst, fabs(x[i] - want));
     }
     CHECK(worst < 1e-6, "largest difference %g", worst);
