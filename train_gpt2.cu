@@ -151,7 +151,7 @@ struct Model {
     float *partials;                      // partial sums over rows, for parameter gradients
     double *sums;                         // SUM_STEP ..., then partial sums of squares
     unsigned long long *all_zero_rows;    // counts of all-zero attention rows: in steps, in validations
-    void *scratch, *products;             // for attention, for cuBLASLt
+    void *scratch, *workspace;            // for attention, for cuBLASLt
     void *wire;                           // for sums over ranks
     int32_t *batch;                       // inputs, targets, and the rows of each token in order: see BatchTokens
     uint8_t *mask;
@@ -442,7 +442,7 @@ static void plan_model(Model *m, const Normalizer *const *others, size_t count, 
     plan_parameters(m);
     plan_floats(m, B, T);
     by_type([=](auto *a) { plan_activations(m, a, B, T); });
-    memory_add(&m->plan, "matmul scratch", &m->products, MATMUL_WORKSPACE);
+    memory_add(&m->plan, "matmul scratch", &m->workspace, MATMUL_WORKSPACE);
     size_t largest = 0;
     for (size_t i = 0; i < bucket_count(m); i++) {
         size_t floats = bucket_start(m, i + 1) - bucket_start(m, i);
@@ -460,7 +460,7 @@ static void take_model(Model *m) {
         CUDA_CHECK(cudaMemset(*m->plan.rows[i].where, 0, bytes));
     }
     upload_rope_table(m);
-    matmul_start(&m->matmul, m->products, MATMUL_WORKSPACE, !m->deterministic);
+    matmul_start(&m->matmul, m->workspace, MATMUL_WORKSPACE, !m->deterministic);
     collective_use(m->collective, m->wire);
     CUDA_CHECK(cudaDeviceSynchronize());    // the work so far did not run on our stream
 }
