@@ -425,7 +425,7 @@ DEVICE KeyBlock key_block(const FlashCall<X> &call, int thread, int of_grid) {
     at.b = of_grid / call.NKV;
     at.kv = of_grid % call.NKV;
     at.key0 = blockIdx.x * Plan::OWN;
-    at.warp_key = at.key0 + thread / 32 * 16 * Plan::TILES;
+    at.warp_key = at.key0 + (thread / 32) * 16 * Plan::TILES;
     at.column0 = blockIdx.z * HS;
     at.columns = call.VS - at.column0;
     return at;
@@ -455,7 +455,7 @@ DEVICE void query_tiles_load(const QueryTiles<X, HS, Plan> &tiles, int row0, con
         const size_t head = (size_t)anew(blockIdx.y) * tiles.group + tiles.member;
         const float4 *halves = (const float4 *)(call.rows + head * call.T);
         const bool valid = row < call.T;
-        copy_async_16(tiles.row_tiles + step % 2 * 2 * ROWS + thread, halves + (valid ? 2 * row + half : 0), valid);
+        copy_async_16(tiles.row_tiles + (step % 2) * 2 * ROWS + thread, halves + (valid ? 2 * row + half : 0), valid);
     }
     copy_async_commit();
 }
@@ -470,7 +470,7 @@ DEVICE void keys_hide_before(float (&w)[TILES][NT][4], float (&d)[TILES][NT][4],
         const int nt = i / 2, column = i % 2, first = first_key(call, b, other_position(chunk, {0, nt, column}));
         UNROLL
         for (int r = 0; r < 2 * TILES; r++) {
-            const Element at = {r / 2, nt, r % 2 * 2 + column};
+            const Element at = {r / 2, nt, (r % 2) * 2 + column};
             if (own_position(chunk, at) < first) w[at.m][nt][at.e] = d[at.m][nt][at.e] = 0;
         }
     }
@@ -538,7 +538,7 @@ DEVICE void dkv_tile(DkvWarp<X, HS, PHI, POST, MODE> &own, float (&d)[TILES][NT]
     enum { STEP = tile_step<HS> };
     const int step = row0 / P::STREAM;
     const X *q = buffer_of<HS, P>(tiles.q_tiles, step), *dout = buffer_of<HS, P>(tiles.dout_tiles, step);
-    const float4 *row_tile = tiles.row_tiles + step % 2 * 2 * P::STREAM;
+    const float4 *row_tile = tiles.row_tiles + (step % 2) * 2 * P::STREAM;
     UNROLL_NOT
     for (int c = 0; c < P::STREAM && row0 + c < call.T; c += P::CHUNK) {
         if (row0 + c + P::CHUNK <= at.warp_key) continue;
@@ -574,7 +574,7 @@ KERNEL void flash_dkv_kernel(const FlashCall<X> call) {
     enum { STEP = tile_step<HS>, ROWS = P::STREAM, TILE = P::OWN * STEP, WIDE = MODE == KEYS_DK_WIDE };
     DYNAMIC_SHARED(X, shared);
     const KeyBlock at = key_block<P, HS>(call, threadIdx.x, blockIdx.y);
-    const int T = call.T, group = call.NH / call.NKV, first = at.key0 / ROWS * ROWS;
+    const int T = call.T, group = call.NH / call.NKV, first = (at.key0 / ROWS) * ROWS;
     // Rows that start after these keys see none of them, and neither do later rows.
     auto sees_none = [&](int row) { return call.first && at.key0 + P::OWN <= first_key(call, at.b, row); };
 

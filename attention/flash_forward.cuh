@@ -80,7 +80,7 @@ DEVICE void forward_shift(ForwardRow (&row)[2 * TILES], float (&sum)[TILES][HS /
                           bool sums) {
     UNROLL
     for (int r = 0; r < 2 * TILES; r++) {
-        const int m = r / 2, e = r % 2 * 2;    // the row's elements are s[m][nt][e] and [e + 1]
+        const int m = r / 2, e = (r % 2) * 2;    // the row's elements are s[m][nt][e] and [e + 1]
         float top = -INFINITY;
         UNROLL
         for (int nt = 0; nt < NT; nt++) top = fmaxf(top, fmaxf(s[m][nt][e], s[m][nt][e + 1]));
@@ -145,7 +145,7 @@ DEVICE void forward_sums_by_z(ForwardRow (&row)[2 * TILES], const float (&s)[TIL
         float product = 0;    // of all 1 + exp(-|z|), minus 1, so that a small exp is not lost
         UNROLL
         for (int i = 0; i < 2 * NT; i++) {
-            const Element at = {r / 2, i / 2, r % 2 * 2 + i % 2};
+            const Element at = {r / 2, i / 2, (r % 2) * 2 + i % 2};
             float z = s[at.m][at.nt][at.e] * row[r].scale + row[r].bias;
             if (is_hidden(hidden, at)) z = -INFINITY;
             float x = exp_of<X, PHI>(-fabsf(z));
@@ -338,7 +338,7 @@ DEVICE void forward_recenter(float (&sum)[TILES][HS / 8][4], const ForwardRow (&
         for (int c = 0; c < HS / 8; c++) {
             if (8 * c >= prefix.columns) continue;
             float2 p = *(const float2 *)(prefix.p + i * prefix.stride + 8 * c + lane_column());
-            float *x = sum[r / 2][c] + r % 2 * 2;
+            float *x = sum[r / 2][c] + (r % 2) * 2;
             x[0] = x[0] * by[r] - row[r].mean * p.x;
             x[1] = x[1] * by[r] - row[r].mean * p.y;
         }
@@ -410,7 +410,7 @@ KERNEL void flash_forward_kernel(const FlashCall<X> call) {
     const bool relative = subtracts_maximum(phi_of<PHI>(call), call.norm), is_signed = phi_signed(phi_of<PHI>(call)),
                reweight = is_reweight<X, POST>(call);
 
-    X *q_tile = shared, *warp_q = q_tile + threadIdx.x / 32 * (16 * P::TILES * STEP);
+    X *q_tile = shared, *warp_q = q_tile + (threadIdx.x / 32) * (16 * P::TILES * STEP);
     ForwardWarp<X, HS, PHI, POST> own;
     bool negative;
     forward_begin(own, &negative, call, at, relative);

@@ -183,7 +183,7 @@ struct Chunk {
 
 // The positions of an element.
 DEVICE int own_position(Chunk chunk, Element at) {
-    return chunk.own + (16 * at.m + at.e / 2 * 8 + lane_row());
+    return chunk.own + (16 * at.m + (at.e / 2) * 8 + lane_row());
 }
 
 DEVICE int other_position(Chunk chunk, Element at) {
@@ -236,7 +236,7 @@ DEVICE QueryBlock query_block(const FlashCall<X> &call) {
     at.h = blockIdx.y % call.NH;
     at.kv = at.h / (call.NH / call.NKV);
     at.row0 = (gridDim.x - 1 - blockIdx.x) * Plan::OWN;
-    at.warp_row = at.row0 + threadIdx.x / 32 * (16 * Plan::TILES);
+    at.warp_row = at.row0 + (threadIdx.x / 32) * (16 * Plan::TILES);
     return at;
 }
 
@@ -280,7 +280,7 @@ DEVICE int key_of(const KeyTiles<X, HS, Plan, TWICE> &tiles, int step) {
 
 template <int HS, class Plan, class X>
 DEVICE X *buffer_of(X *tiles, int step) {
-    return tiles + step % 2 * Plan::STREAM * tile_step<HS>;
+    return tiles + (step % 2) * Plan::STREAM * tile_step<HS>;
 }
 
 // Starts loading a step's keys and, if wanted, its values.

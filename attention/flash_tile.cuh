@@ -58,7 +58,7 @@ struct TileCopies {
         DOWN = 8 / ACROSS,
         GROUPS = A_ROW / ACROSS,
         ROW_STEP = BY_ROWS ? THREADS / 8 / GROUPS : 0,
-        COLUMN_STEP = BY_ROWS ? 0 : THREADS / ACROSS / R * ACROSS * PACK
+        COLUMN_STEP = BY_ROWS ? 0 : (THREADS / ACROSS / R) * (ACROSS * PACK)
     };
     static_assert(R * A_ROW % THREADS == 0, "each thread copies the same number of pieces");
     static_assert(BY_ROWS ? THREADS / 8 % GROUPS == 0 : THREADS / ACROSS % R == 0, "steps go by rows or by columns");
@@ -139,7 +139,7 @@ DEVICE int lane_row() {
 }
 
 DEVICE int lane_column() {
-    return threadIdx.x % 4 * 2;
+    return (threadIdx.x % 4) * 2;
 }
 
 // A lane's part of an operand of mma_m16n8k16: N registers of pairs, for each of the bf16 parts that an X is split
@@ -183,7 +183,7 @@ DEVICE void fragment_multiply(float (&d)[4], const Fragment<X, 4> &a, const Frag
 // The left operand (16,16), from rows of a tile. ldmatrix takes one address of a row of 8 from each lane.
 template <int STEP>
 DEVICE void load_left(Fragment<bf16, 4> &a, const bf16 *tile) {
-    const int lane = threadIdx.x % 32, row = lane % 16, column = lane / 16 * 8;
+    const int lane = threadIdx.x % 32, row = lane % 16, column = (lane / 16) * 8;
     ldmatrix_x4(a.part[0], tile + row * STEP + column);
 }
 
@@ -192,7 +192,7 @@ DEVICE void load_left(Fragment<float, 4> &a, const float *tile) {
     const float *at = tile + lane_row() * STEP + lane_column();
     UNROLL
     for (int i = 0; i < 4; i++) {
-        const int row = i % 2 * 8, column = i / 2 * 8;
+        const int row = (i % 2) * 8, column = (i / 2) * 8;
         float2 x = *(const float2 *)(at + row * STEP + column);
         fragment_set(a, i, x.x, x.y);
     }
@@ -208,7 +208,7 @@ DEVICE void set_right(Fragment<bf16, 2> (&b)[2], const uint32_t (&r)[4]) {
 // Two adjacent right operands (16,8), whose 16 columns are rows of the tile.
 template <int STEP>
 DEVICE void load_right(Fragment<bf16, 2> (&b)[2], const bf16 *tile) {
-    const int lane = threadIdx.x % 32, row = lane % 8 + lane / 16 * 8, column = lane / 8 % 2 * 8;
+    const int lane = threadIdx.x % 32, row = lane % 8 + (lane / 16) * 8, column = ((lane / 8) % 2) * 8;
     uint32_t r[4];
     ldmatrix_x4(r, tile + row * STEP + column);
     set_right(b, r);
@@ -219,7 +219,7 @@ DEVICE void load_right(Fragment<float, 2> (&b)[2], const float *tile) {
     const float *at = tile + lane_row() * STEP + lane_column();
     UNROLL
     for (int i = 0; i < 4; i++) {
-        const int row = i / 2 * 8, column = i % 2 * 8;
+        const int row = (i / 2) * 8, column = (i % 2) * 8;
         float2 x = *(const float2 *)(at + row * STEP + column);
         fragment_set(b[i / 2], i % 2, x.x, x.y);
     }
@@ -228,7 +228,7 @@ DEVICE void load_right(Fragment<float, 2> (&b)[2], const float *tile) {
 // The same from a tile whose rows are the operands' rows.
 template <int STEP>
 DEVICE void load_right_transposed(Fragment<bf16, 2> (&b)[2], const bf16 *tile) {
-    const int lane = threadIdx.x % 32, row = lane % 16, column = lane / 16 * 8;
+    const int lane = threadIdx.x % 32, row = lane % 16, column = (lane / 16) * 8;
     uint32_t r[4];
     ldmatrix_x4_transposed(r, tile + row * STEP + column);
     set_right(b, r);
@@ -239,7 +239,7 @@ DEVICE void load_right_transposed(Fragment<float, 2> (&b)[2], const float *tile)
     const float *at = tile + lane_column() * STEP + lane_row();
     UNROLL
     for (int i = 0; i < 4; i++) {
-        const int row = i % 2 * 8, column = i / 2 * 8;
+        const int row = (i % 2) * 8, column = (i / 2) * 8;
         const float *x = at + row * STEP + column;
         fragment_set(b[i / 2], i % 2, x[0], x[STEP]);
     }
@@ -398,7 +398,7 @@ DEVICE void store_rows(TileTarget<X> to, const float (&sum)[TILES][CT][4], const
         if (row >= to.rows) continue;
         UNROLL
         for (int c = 0; c < CT; c++) {
-            const float *x = sum[r / 2][c] + r % 2 * 2;
+            const float *x = sum[r / 2][c] + (r % 2) * 2;
             const int column = 8 * c + lane_column();
             if (8 * c >= to.columns) continue;
             float y = x[0] * factor[r], z = x[1] * factor[r];
