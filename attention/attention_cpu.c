@@ -192,8 +192,8 @@ static real row_forward(const Normalizer *normalizer, real *s, Row *row, bool *w
 
 // sign(f) D
 NORMALIZER_INLINE real with_sign_of(real f, real D) {
-    real positive = f > 0 ? D : 0;
-    return f < 0 ? -D : positive;
+    if (f < 0) return -D;
+    return f > 0 ? D : 0;
 }
 
 // s (n): scores in, A out. dA (n): dA in, dS out. D = sum_j A dA; `sign` -1 negates A. Returns g = sum_j dz s and sets
