@@ -4,7 +4,7 @@ compares their output.
 
     dev/tests/compare_builds.py OLD NEW             trees with train_gpt2 and eval_gpt2 built
     dev/tests/compare_builds.py --cuda OLD NEW      also train_gpt2cu_on_cpu
-    dev/tests/compare_builds.py -k WORD OLD NEW     only the cases whose name contains WORD
+    dev/tests/compare_builds.py -k WORD OLD NEW     only the cases whose program or name contains WORD
 
 Per case: the hashes of model.safetensors and optimizer.safetensors of every checkpoint, the numbers in metrics.jsonl that do not
 depend on time, samples.txt, and eval.json. Bits are expected to be equal if both trees are built with the same compiler and with
@@ -119,7 +119,7 @@ def main():
     equal = differ = failed = 0
     for program in ["train_gpt2", *(["train_gpt2cu_on_cpu"] if args.cuda else [])]:
         for case in cases(program != "train_gpt2"):
-            if args.k not in case[0]:
+            if args.k not in f"{program}: {case[0]}":
                 continue
             found = []
             for tree in trees:
