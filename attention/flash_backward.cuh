@@ -431,6 +431,13 @@ DEVICE KeyBlock key_block(const FlashCall<X> &call, int thread, int of_grid) {
     return at;
 }
 
+// The values of a block of keys.
+template <class X>
+DEVICE TileSource<X> values_of(const FlashCall<X> &call, KeyBlock at) {
+    const TileSource<X> v = {head_at(call, call.v, at.b, at.kv) + at.column0, call.v.row, call.T, at.columns};
+    return rows_from(v, at.key0);
+}
+
 // The queries, output gradients and rows of a head, in tiles of STREAM rows in double buffers.
 template <class X, int HS, class Plan>
 struct QueryTiles {
@@ -586,9 +593,8 @@ KERNEL void flash_dkv_kernel(const FlashCall<X> call) {
     own.k.tile = k_tile + warp * (16 * P::TILES * STEP);
     own.v.tile = v_tile + warp * (16 * P::TILES * STEP);
     const TileSource<X> k = {head_at(call, call.k, at.b, at.kv), call.k.row, T, call.HS};
-    const TileSource<X> v = {head_at(call, call.v, at.b, at.kv) + at.column0, call.v.row, T, at.columns};
     tile_load<P::OWN, HS, P::THREADS>(k_tile, rows_from(k, at.key0));
-    if (MODE == KEYS_BOTH) tile_load<P::OWN, HS, P::THREADS>(v_tile, rows_from(v, at.key0));
+    if (MODE == KEYS_BOTH) tile_load<P::OWN, HS, P::THREADS>(v_tile, values_of(call, at));
 
     UNROLL_NOT
     for (int member = 0; member < group; member++) {    // the query heads that share these keys
@@ -613,7 +619,9 @@ KERNEL void flash_dkv_kernel(const FlashCall<X> call) {
             float d[P::TILES][P::NT][4];
             if constexpr (WIDE) {
                 set_zero(d);
-                matmul_wide<P>(d, own.v, v_tile, dout_tiles, rows_from(v, at.key0), rows_from(tiles.dout, row0));
+                const KeyBlock again =
+                    key_block<P, HS>(call, threadIdx.x, anew(blockIdx.y));    // not kept in registers
+                matmul_wide<P>(d, own.v, v_tile, dout_tiles, values_of(call, again), rows_from(tiles.dout, row0));
             }
             dkv_tile(own, d, tiles, row0, at, call);
         }
