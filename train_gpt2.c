@@ -1001,9 +1001,14 @@ static void model_update(Model *m, AdamW a) {
     for (size_t i = 0; i < m->list.count; i++) {
         const Tensor *t = &m->list.tensors[i];
         if (!tensor_trained(t, &m->config.attn)) continue;
-        adamw(m->params + t->offset, m->mean + t->offset, m->square + t->offset,
-              m->params_bf16 ? m->params_bf16 + t->offset : NULL, m->grads + t->offset, t->elements, a,
-              t->update == UPDATE_ADAMW);
+        switch (t->update) {
+        case UPDATE_ADAM:
+        case UPDATE_ADAMW:
+            adamw(m->params + t->offset, m->mean + t->offset, m->square + t->offset,
+                  m->params_bf16 ? m->params_bf16 + t->offset : NULL, m->grads + t->offset, t->elements, a,
+                  t->update == UPDATE_ADAMW);
+            break;
+        }
     }
 }
 

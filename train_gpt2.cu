@@ -757,8 +757,14 @@ static size_t find_segments(const Model *m, AdamSegment *table) {
     for (size_t i = 0; i < m->list.count; i++) {
         const Tensor *t = &m->list.tensors[i];
         if (!owns(m, i)) continue;
-        if (tensor_trained(t, &m->config.attn))
-            table[count++] = {t->offset, t->offset + t->elements, state, t->update == UPDATE_ADAMW, 0};
+        if (tensor_trained(t, &m->config.attn)) {
+            switch (t->update) {
+            case UPDATE_ADAM:
+            case UPDATE_ADAMW:
+                table[count++] = {t->offset, t->offset + t->elements, state, t->update == UPDATE_ADAMW, 0};
+                break;
+            }
+        }
         state += m->parts[i].floats;
     }
     return count;

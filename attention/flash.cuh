@@ -1,13 +1,13 @@
 // The kernels of fused attention for the whole family of attention/normalizer.h. A thread block owns some query rows
 // (in the dk/dv kernel: key rows) and loops over the other side tile by tile; scores exist only in registers.
 //
-//   forward     O = A V by row blocks: S = Q Kᵀ, then O += W V with weights W as far as the row is known; what is known
-//               only at the end of the row (1/Z, a mean) is applied then. recenter-l1 and reweight need Z before their
+//   forward     O = A V by row blocks: S = Q Kᵀ, then O += W V with weights that are not yet normalized; factors known
+//               only at the end of the row (1/Z, a mean) are applied then. recenter-l1 and reweight need Z before their
 //               weights, so they sweep over the keys twice.
 //   backward    a kernel for the rows (D and the like), one for dq by row blocks, one for dk and dv by key blocks; the
-//               last two both recompute the scores. That takes seven matmuls of T×T×HS. A single kernel could do with
-//               five if many blocks added to dq, but either in varying order or each waiting for the one before; these
-//               two kernels are deterministic and never wait. For reweight over a sum, dq takes an eighth matmul
+//               last two both recompute the scores. That takes seven matmuls of T×T×HS. A single kernel would
+//               need five, but many blocks would add to dq, either in varying order or each waiting for its predecessor;
+//               these two kernels are deterministic and never wait. For reweight over a sum, dq takes an eighth matmul
 //               instead of a prior sweep over the keys (see below).
 //
 //   flash_tile.cuh        shared-memory tiles, register fragments and matmuls

@@ -467,7 +467,7 @@ DEVICE void query_tiles_load(const QueryTiles<X, HS, Plan> &tiles, int row0, con
     copy_async_commit();
 }
 
-// Weights and gradients of rows whose first key comes after the lane's become 0. Only runs where call.first is.
+// Sets to 0 the weights and gradients of rows whose first key comes after the lane's. Call only if call.first is set.
 template <class X, int TILES, int NT>
 DEVICE void keys_hide_before(float (&w)[TILES][NT][4], float (&d)[TILES][NT][4], const FlashCall<X> &call,
                              Chunk chunk) {

@@ -32,10 +32,13 @@ struct ForwardPlan : FlashPlan<own_tiles<X, PHI>, is_bf16<X> ? 64 : 32, forward_
                                forward_keeps<X, HS, PHI, POST>> {};
 
 struct ForwardRow {
-    float scale, bias, offset, number;
-    // Of |f|, of f; the largest f (in the first sweep, if that is by_z: the largest z).
-    float sum, sum_signed, largest;
-    float factor, mean, left, signs;    // for the second sweep: maps f to w; the sum of |w|, the sum of their signs
+    float scale, bias, offset;
+    float number;          // phi's, see phi_number()
+    float sum;             // of |f|
+    float sum_signed;      // of f
+    float largest;         // f; in the first sweep, if that is by_z: the largest z
+    float factor, mean;    // map f to w in the second sweep
+    float left, signs;     // the sum of |w|, the sum of the signs of w
 };
 
 // What a warp keeps in registers: its rows, their sums of weights times v, and their queries.
@@ -56,7 +59,7 @@ struct ForwardSweep {
 // ---------------------------------------------------------------------------------------------------------------------
 // From scores to weights
 
-// Elements of keys before the first one that their row sees become `x`. Only runs where call.first is.
+// Sets to x every element whose key precedes the first key that its row sees. Call only if call.first is set.
 template <class X, int TILES, int NT>
 DEVICE void hide_before(float (&s)[TILES][NT][4], float x, const FlashCall<X> &call, Chunk chunk) {
     int first[2 * TILES];
@@ -74,7 +77,7 @@ DEVICE void forward_hide(float (&s)[TILES][NT][4], Chunk chunk) {
     });
 }
 
-// Updates the row's bias to the largest z so far, and rescales all its sums; with `sums`, also those of the output.
+// Sets each row's bias to o minus the largest z so far, and rescales the row's sums; with `sums`, also its output.
 template <class X, int HS, int PHI, int TILES, int NT>
 DEVICE void forward_shift(ForwardRow (&row)[2 * TILES], float (&sum)[TILES][HS / 8][4], const float (&s)[TILES][NT][4],
                           bool sums) {
@@ -275,7 +278,7 @@ DEVICE void forward_begin(ForwardWarp<X, HS, PHI, POST> &own, bool *negative, co
     set_zero(own.sum);
 }
 
-// Negates those of the warp's rows of a tile whose lane requests it.
+// Negates each of the warp's rows of a tile whose lane passes `negative`.
 template <int HS, int TILES, class X>
 DEVICE void negate_rows(X *rows, bool negative) {
     int lane = threadIdx.x % 32;

@@ -87,8 +87,10 @@ DEVICE void power(float (&w)[N], float P) {
         }
     } else {
         UNROLL
-        for (int e = 0; e < N; e++)
-            w[e] = w[e] > 0 ? (is_bf16<X> ? exp2_fast(P * log2_fast(w[e])) : powf(w[e], P)) : w[e];
+        for (int e = 0; e < N; e++) {
+            const float x = is_bf16<X> ? exp2_fast(P * log2_fast(w[e])) : powf(w[e], P);
+            w[e] = w[e] > 0 ? x : w[e];
+        }
     }
 }
 
@@ -115,13 +117,13 @@ constexpr bool rectifies = flash_rectifies(PHI);
 template <int PHI, int POST>
 constexpr bool rounds_values = PHI != PHI_EXP && POST < FLASH_RECENTER_L1;
 
-// x times the sign of `of`. In bf16 that is one instruction, which also takes the sign of a zero: at 0, any value from
+// x times the sign of f. In bf16 that is one instruction, which also takes the sign of a zero: at 0, any value from
 // -1 to 1 is a subgradient of |f|.
 template <class X>
-DEVICE float signed_as(float x, float of) {
-    if (is_bf16<X>) return __uint_as_float(__float_as_uint(x) ^ (__float_as_uint(of) & 0x80000000u));
-    if (of < 0) return -x;
-    return of > 0 ? x : 0;
+DEVICE float signed_as(float x, float f) {
+    if (is_bf16<X>) return __uint_as_float(__float_as_uint(x) ^ (__float_as_uint(f) & 0x80000000u));
+    if (f < 0) return -x;
+    return f > 0 ? x : 0;
 }
 
 // From 1/Z and the largest f, the factor and mean that turn f into r in reweight: r = 1 + (f - mean) factor, where mean
@@ -293,8 +295,8 @@ DEVICE void key_tiles_load(const KeyTiles<X, HS, Plan, TWICE> &tiles, int step, 
     copy_async_commit();
 }
 
-// Calls function(masked, c) for each chunk of a tile of keys from `key` on, of which the warp's rows see any: c counts
-// rows of the tile. masked: some row does not see all of its keys.
+// Calls function(masked, c) for each chunk, in the tile that starts at `key`, that any of the warp's rows sees. c: the
+// chunk's first row in the tile   masked: some row does not see all of its keys
 template <class Plan, class X, class Function>
 DEVICE void for_each_chunk(const FlashCall<X> &call, QueryBlock at, int key, Function function) {
     const int last_row = at.warp_row + 16 * Plan::TILES - 1;

@@ -8,7 +8,7 @@
 #include "attention/flash_row.cuh"
 #include "cuda/vector.cuh"
 
-enum { SEGMENT = 64 };    // positions whose v are summed separately first
+enum { SEGMENT = 64 };    // positions per partial sum of v
 
 // registers: at most 48 (flash_segments_kernel, flash_prefix_kernel, flash_rows_kernel)
 // registers: at most 48 (flash_scalars_kernel)
@@ -58,13 +58,19 @@ DEVICE FlashRow backward_row(const FlashCall<X> &call, RowPlace at, float4 stats
     FlashRow row = {row_scale(call.scale, at) * in_unit, stats.x, stats.y, is_sum ? D : 0, stats.z, 0, 0,
                     phi_number(call.phi, at, shift)};
     if (call.post == POST_NEGATE) row.D = -row.D;
-    if (call.post == POST_NONE || call.post == POST_NEGATE || call.post == POST_RECTIFY)
-        row.by_d = row.factor * (row.scale / in_unit), row.by_D = row.by_d * row.D;
+    if (call.post == POST_NONE || call.post == POST_NEGATE || call.post == POST_RECTIFY) {
+        row.by_d = row.factor * (row.scale / in_unit);
+        row.by_D = row.by_d * row.D;
+    }
     if (call.post == POST_RECENTER && late) row.less = along / n;
-    if (call.post == POST_RECENTER_L1 && late) row.D = D, row.less = (along - D * stats.w) / n;
+    if (call.post == POST_RECENTER_L1 && late) {
+        row.D = D;
+        row.less = (along - D * stats.w) / n;
+    }
     if (call.post == POST_REWEIGHT) {
         reweight_numbers<X>(&row.factor, &row.mean, stats.y, stats.z, at.n);
-        row.D = D, row.inverse_sum = stats.w;    // flash_dq_kernel sets less
+        row.D = D;
+        row.inverse_sum = stats.w;    // flash_dq_kernel sets less
     }
     return row;
 }
@@ -76,7 +82,7 @@ KERNEL void flash_rows_kernel(const FlashCall<X> call, float in_unit) {
     size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) / ROW_LANES, rows = (size_t)call.B * call.NH * call.T;
     bool there = i < rows;
     if (!there) i = rows - 1;    // stay in range; the lane still takes part in the shuffles
-    int lane = threadIdx.x % ROW_LANES, t = i % call.T, h = i / call.T % call.NH, b = i / call.T / call.NH;
+    int lane = threadIdx.x % ROW_LANES, t = i % call.T, h = (i / call.T) % call.NH, b = i / call.T / call.NH;
     const X *dout_row = head_at(call, call.dout, b, h) + t * call.dout.row;
     const X *out_row = head_at(call, call.out, b, h) + t * call.out.row;
     size_t prefix = (((size_t)b * call.NKV + h / (call.NH / call.NKV)) * call.T + t) * call.VS;

@@ -141,8 +141,8 @@ bool tensor_trained(const Tensor *tensor, const Normalizer *attn);
 uint64_t model_parameters(const ModelConfig *config);
 uint64_t model_matmul_parameters(const ModelConfig *config);
 
-// Floating-point operations per token, forward and backward: 6·P + 12·layers·channels·T, where P excludes an untied
-// embedding (the second term is 6·layers·(head size + value size)·T under BLOCK_GAU).
+// Floating-point operations per token, forward and backward: 6·P + 6·layers·(query width + output width)·T, where P
+// excludes an untied embedding.
 double model_flops_per_token(const ModelConfig *config, size_t T);
 
 // The text of config.json: LlamaConfig's keys (Qwen3Config's with QK norms) and attention_normalizer. The caller frees

@@ -15,15 +15,17 @@
 
 typedef float Vector __attribute__((vector_size(VECTOR_BYTES)));
 
-// Runs x = x * scale + add on CHAINS registers and returns their total, so that nothing is optimized away.
-static float run_fma(int rounds) {
+// Runs x = x * scale + add on CHAINS registers. The empty assembly statements force the compiler to compute the total
+// here, between the two readings of the clock.
+static void run_fma(int rounds) {
     Vector x[CHAINS], zero = {0}, scale = zero + 0.999f, add = zero + 0.001f, total = zero;
+    __asm__ volatile("" : "+r"(rounds) : : "memory");
     for (int c = 0; c < CHAINS; c++) x[c] = zero + (float)(c + 2);
     for (int i = 0; i < rounds; i++)
 #pragma GCC unroll 12
         for (int c = 0; c < CHAINS; c++) x[c] = x[c] * scale + add;
     for (int c = 0; c < CHAINS; c++) total += x[c];
-    return total[0];
+    __asm__ volatile("" : : "r"(&total) : "memory");
 }
 
 static double thread_seconds(void) {
@@ -40,8 +42,7 @@ static double measure(int rounds) {
 #pragma omp parallel reduction(+ : rate)
     {
         double start = thread_seconds();
-        volatile float total = run_fma(rounds);    // volatile, or the loop would be optimized away
-        (void)total;
+        run_fma(rounds);
         rate = operations / (thread_seconds() - start);
     }
     return threads > processors ? rate * processors / threads : rate;
@@ -61,7 +62,7 @@ double peak_flops(double *best, bool bf16) {
     for (int rounds = 1 << 14; omp_get_wtime() - start < 0.05;) {
         double began = omp_get_wtime(), rate = measure(rounds);
         if (rate > *best) *best = rate;
-        if (omp_get_wtime() - began < 0.004) rounds *= 2;
+        if (omp_get_wtime() - began < 0.004 && rounds < 1 << 28) rounds *= 2;
     }
     return bf16 ? *best * bf16_factor() : *best;
 }

@@ -129,14 +129,14 @@ sanitized() {
 
 # The trainer's tests, with the programs in build/san.
 group_san_pytest() {
-    make -j"$jobs" SAN=1 build/san/{train_gpt2,sample_gpt2,tests/logits}
+        make -j"$jobs" SAN=1 build/san/{train_gpt2,sample_gpt2,tests/logits} || return
     DRAW_ONE_IN=5 TRAIN_GPT2=build/san/train_gpt2 python_tests san_pytest dev/tests/test_{errors,order,resume,sample}.py -n 2 --dist loadfile \
         -k "not point and not 2_gib and not by_fault and not kill_9"
 }
 
 group_san_cuda() {
     [ -n "$cuda" ] || return 0
-    make -j"$jobs" SAN=1 INSTANCES="exp float" build/san/train_gpt2cu_on_cpu
+    make -j"$jobs" SAN=1 INSTANCES="exp float" build/san/train_gpt2cu_on_cpu || return
     TRAIN_GPT2CU=build/san/train_gpt2cu_on_cpu python_tests san_cuda dev/tests/test_cuda.py -k "late or masks or recomputing"
 }
 

@@ -1180,7 +1180,8 @@ KERNEL void pack_test_kernel(uint32_t *pairs, T *halves, bf16 *set, T *packs, co
     for (size_t i = threadIdx.x; i < n; i += blockDim.x) {
         uint32_t pair = pack_bf16(in[i], in[(i + 1) % n]);
         pairs[i] = pair;
-        halves[2 * i] = unpack_low(pair), halves[2 * i + 1] = unpack_high(pair);
+        halves[2 * i] = unpack_low(pair);
+        halves[2 * i + 1] = unpack_high(pair);
         set_float(set[i], in[i]);
     }
     if (threadIdx.x > 0) return;

@@ -424,6 +424,17 @@ static void test_fingerprint(void) {
     free(e);
 }
 
+// Each sequence of a batch has its own documents: from its start, and from each end-of-text token on.
+static void test_document_starts(void) {
+    check_group("where documents start");
+    enum { B = 3, T = 6, END = 9 };
+    const int32_t tokens[B * T] = {1, 2, END, 3, END, 4, END, 1, 2, 3, 4, END, 5, END, END, 6, 7, 8};
+    const int32_t want[B * T] = {0, 0, 2, 2, 4, 4, 0, 0, 0, 0, 0, 5, 0, 1, 2, 2, 2, 2};
+    int32_t first[B * T];
+    document_starts(first, tokens, B, T, END);
+    for (int b = 0; b < B; b++) CHECK(!memcmp(first + b * T, want + b * T, T * sizeof *first), "sequence %d", b);
+}
+
 int main(void) {
     program_name = "test_shards";
     if (!mkdtemp(folder)) return 1;
@@ -434,6 +445,7 @@ int main(void) {
     test_order_uniform();
     test_masks();
     test_documents();
+    test_document_starts();
     test_large();
     test_many();
     test_refusals();
