@@ -5,8 +5,8 @@
 //               only at the end of the row (1/Z, a mean) are applied then. recenter-l1 and reweight need Z before their
 //               weights, so they sweep over the keys twice.
 //   backward    a kernel for the rows (D and the like), one for dq by row blocks, one for dk and dv by key blocks; the
-//               last two both recompute the scores. That takes seven matmuls of T×T×HS. A single kernel would
-//               need five, but many blocks would add to dq, either in varying order or each waiting for its predecessor;
+//               last two both recompute the scores. That takes seven matmuls of T×T×HS. A single kernel would need
+//               five, but many blocks would add to dq, either in varying order or each waiting for its predecessor;
 //               these two kernels are deterministic and never wait. For reweight over a sum, dq takes an eighth matmul
 //               instead of a prior sweep over the keys (see below).
 //
