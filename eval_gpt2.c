@@ -111,10 +111,8 @@ static void parse_flags(Evaluator *e, int argc, char **argv) {
 
 static bool settle_model(Evaluator *e, Error *error) {
     ModelConfig *config = &e->model.config;
-    uint64_t step;
     char message[1024];
-    if (!checkpoint_newest(e->o.model, e->folder, sizeof e->folder, &step))
-        snprintf(e->folder, sizeof e->folder, "%s", e->o.model);
+    if (!checkpoint_find(e->o.model, e->folder, sizeof e->folder, error)) fail_with(error);
     if (!model_config_read(config, e->folder, e->o.ignore_config_key, error)) return false;
     if (!checkpoint_verify(e->folder, true, error)) return false;
     e->own = e->given = config->attn;
@@ -157,8 +155,12 @@ static void settle_lengths(Evaluator *e) {
         if (T > MAX_SEQ_LEN)
             fail(EXIT_USAGE, "%s was trained for %zu tokens, but at most %d are supported. Set --seq-lens.", e->folder,
                  T, MAX_SEQ_LEN);
-        Shards *shards = shards_open(
-            e->o.data, (ShardsConfig){.T = T, .vocab = config->vocab, .end_of_text = config->end_of_text}, &error);
+        Shards *shards = shards_open(e->o.data,
+                                     (ShardsConfig){.T = T,
+                                                    .vocab = config->vocab,
+                                                    .end_of_text = config->end_of_text,
+                                                    .remedy = "Add data, or reduce --seq-lens."},
+                                     &error);
         if (!shards) fail_with(&error);
         uint64_t windows = shards_windows(shards), most = (uint64_t)e->o.max_tokens / T;
         if (most < 1) most = 1;

@@ -106,16 +106,6 @@ static void parse_flags(SampleOptions *o, int argc, char **argv) {
     if (o->prompt && o->prompt_file) fail(EXIT_USAGE, "--prompt and --prompt-file exclude each other.");
 }
 
-static void find_checkpoint(const char *given, char *folder, size_t size) {
-    uint64_t step;
-    snprintf(folder, size, "%s", given);
-    if (has_file(given, "config.json") || checkpoint_newest(given, folder, size, &step)) return;
-    fail(
-        EXIT_INPUT,
-        "--model %s: expected the folder of a checkpoint (with config.json) or a run (with ckpt/step-*), found neither.",
-        given);
-}
-
 // Reads the model's shape, its normalizer, and the tokenizer, which is the same for all checkpoints of a run.
 static bool read_config(Sampler *s, const char *folder, Error *error) {
     ModelConfig *config = &s->model.config;
@@ -265,7 +255,7 @@ static void open_checkpoint(Sampler *s) {
     char folder[PATH_MAX];
     Error error;
     for (int attempt = 1;; attempt++) {
-        find_checkpoint(s->o.model, folder, sizeof folder);
+        if (!checkpoint_find(s->o.model, folder, sizeof folder, &error)) fail_with(&error);
         if (read_config(s, folder, &error)) {
             if (!s->prompt_count) read_prompts(s);
             if (load(s, folder, &error)) return;

@@ -274,6 +274,21 @@ bool checkpoint_newest(const char *out_dir, char *path, size_t size, uint64_t *s
     return false;
 }
 
+bool checkpoint_has_config(const char *folder) {
+    char path[PATH_MAX];
+    return access(join(path, folder, "config.json"), F_OK) == 0;
+}
+
+bool checkpoint_find(const char *given, char *path, size_t size, Error *error) {
+    uint64_t step;
+    snprintf(path, size, "%s", given);
+    if (checkpoint_has_config(given) || checkpoint_newest(given, path, size, &step)) return true;
+    return error_set(
+        error, EXIT_INPUT,
+        "--model %s: expected the folder of a checkpoint (with config.json) or a run (with ckpt/step-*), found neither.",
+        given);
+}
+
 bool checkpoint_any(const char *out_dir) {
     char root[PATH_MAX];
     size_t count;

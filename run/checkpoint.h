@@ -72,6 +72,13 @@ bool checkpoint_vanished(const char *folder);
 // damaged one that it skips. Returns false if there is none. Use checkpoint_verify() to check the hashes.
 bool checkpoint_newest(const char *out_dir, char *path, size_t size, uint64_t *step);
 
+// Does the folder have config.json, as that of a checkpoint or of a Hugging Face model does?
+bool checkpoint_has_config(const char *folder);
+
+// Finds the checkpoint for --model: this folder itself if it has config.json, otherwise its newest checkpoint, as that
+// of a run. Fails with EXIT_INPUT if it is neither; `path` is then the given folder.
+bool checkpoint_find(const char *given, char *path, size_t size, Error *error);
+
 // Is there any folder named step-*, complete or damaged?
 bool checkpoint_any(const char *out_dir);
 

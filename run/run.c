@@ -60,7 +60,7 @@ void run_open(Run *run, const RunProgram *program, ModelConfig *config, int argc
     if (run->resumed && run->step >= o->steps && !run->owed) {
         if (run_is_main())
             printf("%s is already at step %lld; pass a --steps larger than %lld to continue.\n", o->out,
-                   (long long)run->step, (long long)o->steps);
+                   (long long)run->step, (long long)run->step);
         end_early(run);
     }
     list_others(run);

@@ -152,12 +152,29 @@ static void open_tokenizer(Run *run, const char *weights) {
     warn("%s\n  This does not affect training, but samples are printed as token ids.", error.text);
 }
 
+// Rejects an --init-from that is not the folder of one model. A run is rejected because its newest checkpoint changes,
+// so that the same command would start from other weights.
+static void check_weights_folder(const char *folder) {
+    char newest[PATH_MAX];
+    uint64_t step;
+    if (checkpoint_has_config(folder)) return;
+    if (checkpoint_newest(folder, newest, sizeof newest, &step))
+        fail(EXIT_INPUT,
+             "--init-from %s: expected the folder of one checkpoint, found that of a run.\n"
+             "  Its newest checkpoint is %s.",
+             folder, newest);
+    fail(EXIT_INPUT,
+         "--init-from %s: expected the folder of a checkpoint or a Hugging Face Llama model, found no config.json.",
+         folder);
+}
+
 // For --init-from: takes the shape of those weights, which --model may repeat but not contradict.
 static void settle_loaded(Run *run) {
     const TrainOptions *o = &run->o;
     ModelConfig *config = run->config, asked;
     Error error;
     char shape[256];
+    check_weights_folder(o->init_from);
     if (!model_config_read(config, o->init_from, o->ignore_config_key, &error) ||
         !checkpoint_verify(o->init_from, true, &error) || !weights_check(config, o->init_from, &error))
         fail_with(&error);
@@ -254,14 +271,16 @@ static void settle_batches(Run *run) {
     run->micro_batches = o->total_batch_tokens / together;
 }
 
-static Shards *open_shards(Run *run, const char *glob, bool shuffle, uint64_t min_windows, char **print) {
+static Shards *open_shards(Run *run, const char *glob, bool shuffle, uint64_t min_windows, const char *remedy,
+                           char **print) {
     ShardsConfig config = {.T = run->T,
                            .vocab = run->config->vocab,
                            .end_of_text = run->config->end_of_text,
                            .seed = (uint64_t)run->o.seed,
                            .shuffle = shuffle,
                            .pack = (PackMode)run->o.pack,
-                           .min_windows = min_windows};
+                           .min_windows = min_windows,
+                           .remedy = remedy};
     Error error;
     Shards *shards = shards_open(glob, config, &error);
     if (!shards) fail_with(&error);
@@ -316,9 +335,10 @@ void settle(Run *run) {
     if (!o->train_data)
         fail(EXIT_USAGE, "--train-data is missing: which shards to train on. data/shakespeare.py creates some.");
     settle_tokenizer(run, weights);
-    run->train =
-        open_shards(run, o->train_data, o->shuffle, (uint64_t)(run->step_tokens / (int64_t)run->T), &run->train_print);
-    if (o->val_data) run->val = open_shards(run, o->val_data, false, 1, &run->val_print);
+    run->train = open_shards(run, o->train_data, o->shuffle, (uint64_t)(run->step_tokens / (int64_t)run->T),
+                             "Add data, or reduce --seq-len, --batch or --total-batch-tokens.", &run->train_print);
+    if (o->val_data)
+        run->val = open_shards(run, o->val_data, false, 1, "Add data, or reduce --seq-len.", &run->val_print);
     if ((run->resumed || run->started_over) && (!run_json_same_data(o->out, "train", run->train_print, &error) ||
                                                 !run_json_same_data(o->out, "val", run->val_print, &error)))
         fail_with(&error);

@@ -380,11 +380,10 @@ static bool open_all(Shards *s, const char *globs, Error *error) {
     char size[64];
     snprintf(size, sizeof size,
              c->pack == PACK_STREAM ? "windows of %zu + 1 tokens" : "documents (windows of %zu + 1 tokens)", c->T);
-    return error_set(error, EXIT_INPUT,
-                     "%s: too little data: %zu file%s, %s tokens, %s %s; at least %s are needed.\n"
-                     "  Add data, or reduce --seq-len, --batch or --total-batch-tokens.",
+    return error_set(error, EXIT_INPUT, "%s: too little data: %zu file%s, %s tokens, %s %s; at least %s %s needed.%s%s",
                      globs, s->count, s->count == 1 ? "" : "s", human_grouped(s->tokens).text,
-                     human_grouped(s->windows).text, size, human_grouped(need).text);
+                     human_grouped(s->windows).text, size, human_grouped(need).text, need == 1 ? "is" : "are",
+                     c->remedy ? "\n  " : "", c->remedy ? c->remedy : "");
 }
 
 Shards *shards_open(const char *globs, ShardsConfig config, Error *error) {

@@ -29,6 +29,7 @@ typedef struct {
     bool shuffle;       // false: sequential
     PackMode pack;
     uint64_t min_windows;    // fewer windows are an error; a step needs this many sequences
+    const char *remedy;      // the last line of that error: what the program's user can change, or NULL
 } ShardsConfig;
 
 typedef struct Shards Shards;

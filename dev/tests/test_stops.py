@@ -161,7 +161,8 @@ def test_stopped_in_the_last_validation(data, faults, tmp_path):
     assert "stopped by a signal at step 4, before its validation was complete" in text
     assert "resumes at step 4, whose validation is still due" in train(data, *words, "--out", out, "--resume")
     assert_same(whole, out, 4)
-    assert "already at step 4" in train(data, *words, "--out", out, "--resume")
+    text = train(data, *report(data), "--steps", 2, "--out", out, "--resume")
+    assert "already at step 4; pass a --steps larger than 4" in text
 
 
 # ---- changes of normalizer
