@@ -462,6 +462,15 @@ def write_events(run, folder):
 
 # ---------------------------------------------------------------- main
 
+def wrong_format(path):
+    """What is wrong with the ending of a picture's name, or None. Without an ending matplotlib writes a PNG."""
+    from matplotlib.backend_bases import FigureCanvasBase
+    formats, ending = FigureCanvasBase.get_supported_filetypes(), Path(path).suffix[1:]
+    if ending and ending.lower() not in formats:
+        return f"--out {path}: .{ending} is not a format of pictures. Expected one of .{', .'.join(sorted(formats))}"
+    return None
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder")
@@ -474,6 +483,9 @@ def main():
     options = parser.parse_args()
     if len(options.runs) > 1 and not (options.out or options.tensorboard):
         parser.error("to plot several runs in one picture, pass --out FILE")
+    wrong = options.out and wrong_format(options.out)
+    if wrong:
+        parser.error(wrong)
     try:
         if options.tensorboard:
             for run, name in zip(options.runs, names(options.runs)):

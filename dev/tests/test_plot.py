@@ -60,6 +60,13 @@ def test_errors_end_with_exit_code_3_and_write_nothing(tmp_path):
     assert [path.name for path in empty.iterdir()] == ["metrics.jsonl"]
 
 
+def test_an_unknown_format_of_the_picture(tmp_path):
+    result = command(make_run(tmp_path / "a", 3), "--out", tmp_path / "x.foo")
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert "x.foo: .foo is not a format of pictures. Expected one of " in result.stderr and ".png, " in result.stderr
+    assert not (tmp_path / "x.foo").exists()
+
+
 def test_two_runs_need_a_file_name(tmp_path):
     result = command(make_run(tmp_path / "a", 3), make_run(tmp_path / "b", 3))
     assert result.returncode == 2 and "--out" in result.stderr
