@@ -95,7 +95,7 @@ static void parse_flags(Evaluator *e, int argc, char **argv) {
         {"seed", OPT_INT, &o->seed, 0, 9007199254740992.0, .arg = "N", .group = "Evaluation",
          .help = "only recorded in eval.json; these tasks use no random numbers"},
         {"out", OPT_TEXT, &o->out, .arg = "DIR", .group = "Evaluation",
-         .help = "folder for eval.json; none: only print the results"},
+         .help = "folder for eval.json; without it, the results are only printed"},
         {"threads", OPT_INT, &o->threads, 0, MAX_THREADS, .arg = "N", .group = "Machine", .help = THREADS_HELP},
     };
     options_parse(

@@ -81,7 +81,8 @@ static void parse_flags(SampleOptions *o, int argc, char **argv) {
         {"ignore-config-key", OPT_TEXT, &o->ignore_config_key, .arg = "NAME[,...]", .group = "Model",
          .help = "unknown keys in config.json to ignore"},
         {"prompt", OPT_TEXT, &o->prompt, .arg = "TEXT", .group = "Text",
-         .help = "how the text begins; -: read it from stdin; none: end-of-text; without a tokenizer: token ids 1,2,3"},
+         .help =
+             "how the text begins (without this flag, with end-of-text); -: read it from stdin; without a tokenizer: token ids 1,2,3"},
         {"prompt-file", OPT_TEXT, &o->prompt_file, .arg = "F", .group = "Text",
          .help = "a file with one prompt per line; blank lines are ignored"},
         {"max-new-tokens", OPT_INT, &o->max_new_tokens, 1, MAX_SEQ_LEN, .arg = "N", .group = "Text",
@@ -92,7 +93,7 @@ static void parse_flags(SampleOptions *o, int argc, char **argv) {
         {"top-k", OPT_INT, &o->top_k, 0, MAX_VOCAB, .arg = "N", .group = "Sampling",
          .help = "sample from the N most likely tokens; 0: all"},
         {"top-p", OPT_FLOAT, &o->top_p, 0, 1, .arg = "X", .group = "Sampling",
-         .help = "and from the fewest of them that have this share of their probability; 1: all"},
+         .help = "and only from the smallest set whose probabilities sum to X; 1: all"},
         {"seed", OPT_INT, &o->seed, 0, 9007199254740992.0, .arg = "N", .group = "Sampling",
          .help = "the same seed generates the same texts"},
         {"threads", OPT_INT, &o->threads, 0, MAX_THREADS, .arg = "N", .group = "Machine", .help = THREADS_HELP},

@@ -26,14 +26,14 @@ FolderPath folder_path(const char *out, const char *name) {
     return path;
 }
 
-bool folder_lock(int *lock, const char *out, bool make, Error *error) {
+bool folder_lock(int *lock, const char *out, bool create, Error *error) {
     if (*lock >= 0) return true;
     if (!out[0]) return error_set(error, EXIT_USAGE, "--out is empty: expected the name of the run folder.");
-    if (make && !file_make_folders(out, error)) return false;
+    if (create && !file_make_folders(out, error)) return false;
     const FolderPath file = folder_path(out, "lock");
     const char *path = file.text;
-    int fd = open(path, O_RDWR | (make ? O_CREAT : 0) | O_CLOEXEC, 0666);
-    if (fd < 0 && !make && (errno == ENOENT || errno == ENOTDIR)) return true;
+    int fd = open(path, O_RDWR | (create ? O_CREAT : 0) | O_CLOEXEC, 0666);
+    if (fd < 0 && !create && (errno == ENOENT || errno == ENOTDIR)) return true;
     if (fd < 0)
         return error_set(error, EXIT_RESOURCE, "%s: cannot write it: %s.\n  %s", path, strerror(errno),
                          file_remedy(errno, "Choose another --out, or get write permission for this one."));

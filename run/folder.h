@@ -11,10 +11,11 @@
 #include "run/train_options.h"
 
 // Locks OUT/lock until the process ends in any way. *lock is the descriptor that holds the lock, or -1 while there is
-// none; with a lock, does nothing. With `make`, creates the folder and the lock file if they are missing. Without it, a
-// folder without a lock file, which no run has used yet, is left unlocked, so that nothing is written before everything
-// is checked. Fails with EXIT_BUSY if another job holds the lock, and with EXIT_RESOURCE if the folder is not writable.
-bool folder_lock(int *lock, const char *out, bool make, Error *error);
+// none. Does nothing if *lock already holds one. `create` creates the folder and the lock file if they are missing;
+// otherwise a folder without a lock file, which no run has used yet, is left unlocked, so that nothing is written
+// before everything is checked. Fails with EXIT_BUSY if another job holds the lock, and with EXIT_RESOURCE if the
+// folder is not writable.
+bool folder_lock(int *lock, const char *out, bool create, Error *error);
 
 // Does OUT still contain run.json and the lock that folder_lock() took? False once someone has removed or replaced the
 // folder during the run.

@@ -45,9 +45,10 @@ bool metrics_restore(Metrics *metrics, Error *error);
 // atomically. Does nothing if there is no file.
 bool metrics_cut(const char *path, int64_t last, Error *error);
 
-// Formats "step   120/5000 | loss 6.0312 | lr 5.9e-04 | norm 0.84 | 1.16 s, 221 tok/s, 73 % of peak | 123 k tokens | 1
-// h 34 min left". With a validation loss, "| val 5.1234" follows the loss. A negative seconds_left means unknown and is
-// omitted.
+// Formats a step as one line:
+//     step   120/5000 | loss 6.0312 | lr 5.9e-04 | norm 0.84 | 1.16 s, 221 tok/s, 73 % of peak | 123 k tokens |
+//         1 h 34 min left
+// With a validation loss, "| val 5.1234" follows the loss. A negative seconds_left means unknown and is omitted.
 void metrics_line(char *out, size_t size, const StepMetrics *m, int64_t steps, double seconds_left);
 
 // What stdout shows; {0} at the start.

@@ -34,9 +34,9 @@ static _Noreturn void end_early(Run *run) {
     exit(EXIT_DONE);
 }
 
-// `make`: create the folder and its lock file if they are missing; see folder_lock().
-static bool lock_folder(Run *run, bool make, Error *error) {
-    return !run->o.out || run->o.dry_run || folder_lock(&run->lock, run->o.out, make, error);
+// `create` creates the folder and its lock file if they are missing; see folder_lock().
+static bool lock_folder(Run *run, bool create, Error *error) {
+    return !run->o.out || run->o.dry_run || folder_lock(&run->lock, run->o.out, create, error);
 }
 
 static bool data_whole(const Run *run, Error *error) {

@@ -1,8 +1,8 @@
 // A training run: its flags, its state and its folder. Each trainer owns a Run and calls these functions from main(),
 // which contains the training loop. Nothing here depends on what computes the model.
 //
-//     run_open()          reads flags, starts ranks, checks folder and data, determines the model's shape; writes
-//     nothing
+//     run_open()          reads flags, starts ranks, checks folder and data, determines the model's shape;
+//                         writes nothing
 //     run_plan()          plans, prints and checks memory
 //     run_take()          takes possession of the run folder; --dry-run ends here
 //     run_load()          initializes the weights, or loads a checkpoint
@@ -215,8 +215,8 @@ void run_validated_at_end(Run *run, double loss);
 // If a stop is requested while measuring, run_change_undo() restores everything, and the switch comes first after the
 // run is resumed.
 
-bool run_change_due(Run *run, Change *change);    // activates change->from
-// Activates change->to, and sets its new learned scalars to their initial values.
+bool run_change_due(Run *run, Change *change);    // makes change->from the model's normalizer
+// Makes change->to the model's normalizer, and sets its new learned scalars to their initial values.
 void run_change_apply(Run *run, Change *change);
 void run_change_undo(Run *run, Change *change);
 void run_change_finish(Run *run, Change *change);

@@ -39,7 +39,7 @@ void train_options_init(TrainOptions *o, const char *attn_help, bool gpus) {
     // clang-format off
     const Option table[] = {
         {"train-data",  OPT_TEXT, &o->train_data, .arg = "GLOB", .group = "Data", .help = "training shards, for example 'data/shakespeare/*_train_*.bin'"},
-        {"val-data",    OPT_TEXT, &o->val_data, .arg = "GLOB", .group = "Data", .help = "validation shards; none: no validation"},
+        {"val-data",    OPT_TEXT, &o->val_data, .arg = "GLOB", .group = "Data", .help = "validation shards; without them, no validation"},
         {"shuffle",     OPT_SWITCH, &o->shuffle, .group = "Data", .help = "shuffle the windows by seed and epoch; 0: read them in order"},
         {"pack",        OPT_CHOICE, &o->pack, .choices = "stream|example", .group = "Data", .help = "stream: windows of one stream of tokens; example: one document per row"},
         {"doc-mask",    OPT_SWITCH, &o->doc_mask, .group = "Data", .help = "attention stops at document boundaries: each token sees only its own document"},
@@ -68,7 +68,7 @@ void train_options_init(TrainOptions *o, const char *attn_help, bool gpus) {
         {"beta2",       OPT_FLOAT, &o->beta2, 0, 0.999999, .arg = "X", .group = "Training", .help = "AdamW beta2 (second moment)"},
         {"grad-clip",   OPT_FLOAT, &o->grad_clip, 0, 1e9, .arg = "X", .group = "Training", .help = "maximum gradient norm; 0: no clipping"},
 
-        {"out",         OPT_TEXT, &o->out, .arg = "DIR", .group = "Run", .help = "run folder for run.json, metrics.jsonl, samples.txt and ckpt/; none: nothing is kept", .on_resume = true},
+        {"out",         OPT_TEXT, &o->out, .arg = "DIR", .group = "Run", .help = "run folder for run.json, metrics.jsonl, samples.txt and ckpt/; without it, nothing is kept", .on_resume = true},
         {"resume",      OPT_SWITCH, &o->resume, .group = "Run", .help = "continue from the newest checkpoint in --out; start from scratch if there is none", .on_resume = true},
         {"val-every",   OPT_INT, &o->val_every, 0, 1e12, .arg = "N", .group = "Run", .help = "steps between validations; 0: none", .on_resume = true},
         {"val-tokens",  OPT_INT, &o->val_tokens, 1, 1e12, .arg = "N", .group = "Run", .help = "most tokens of --val-data per validation"},

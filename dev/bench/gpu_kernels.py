@@ -107,7 +107,7 @@ def count(library, attn, T):
 
 
 def per_tile(by_length):
-    """Instructions for 32×64 scores from {T: count} at T, 2T and 4T: a·T² + b·T + c, and T²/2 scores a head."""
+    """Instructions for 32×64 scores from {T: count} at T, 2T and 4T: a·T² + b·T + c, and T²/2 scores per head."""
     (t, n1), (t2, n2), (t4, n4) = sorted(by_length.items())
     assert (t2, t4) == (2 * t, 4 * t)
     quadratic = ((n4 - n1) - 3 * (n2 - n1)) / (6 * t * t)

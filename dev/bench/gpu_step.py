@@ -105,7 +105,7 @@ def torch_steps(task):
 
 
 def end_of(event):
-    """The host's time at which the device reached the event of mark()."""
+    """Waits until the device reaches an event of mark(), and returns the host's time."""
     if DRY:
         return event
     event.synchronize()
