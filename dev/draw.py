@@ -5,10 +5,10 @@
 
 DRAW=COMMIT repeats another commit's draw.
 """
+import argparse
 import os
 import random
 import subprocess
-import sys
 from pathlib import Path
 
 
@@ -28,4 +28,8 @@ def sample(cases, count):
 
 
 if __name__ == "__main__":
-    print(*sample(sys.argv[2:], int(sys.argv[1])))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("count", metavar="N", type=int, help="how many to draw")
+    parser.add_argument("words", metavar="WORD", nargs="*", help="the cases")
+    options = parser.parse_args()
+    print(*sample(options.words, options.count))

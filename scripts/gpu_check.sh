@@ -68,7 +68,7 @@ report() { python3 dev/bench/gpu_report.py "$out" "$@"; }
 left() { echo $((part_end - SECONDS)); }
 
 # Prints the comment at the top.
-usage() { sed -n '2,/^[^#]/ { /^#/ !d; s/^# \{0,1\}//; p; }' scripts/gpu_check.sh; }
+usage() { sed -n '1d; /^#/!q; s/^# \{0,1\}//p' scripts/gpu_check.sh; }
 
 smi() { timeout -k $KILL_AFTER $ASK_LIMIT nvidia-smi "$@" 2>/dev/null; }
 

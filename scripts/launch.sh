@@ -14,6 +14,7 @@
 # does kill -9 on launch.sh. When a machine vanishes, the remaining ranks end with exit code 6 (--rank-timeout), and
 # launch.sh follows a few seconds later with the same code.
 set -euo pipefail
+case ${1:-} in -h | --help) sed -n '1d; /^#/!q; s/^# \{0,1\}//p' "$0"; exit ;; esac
 
 usage() { echo "launch.sh: $1" >&2; echo "  Usage: scripts/launch.sh N program flags..." >&2; exit 2; }
 

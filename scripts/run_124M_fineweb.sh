@@ -13,6 +13,7 @@
 # Time    estimated, not measured: 0.85 GFLOP per token (6 · parameters + 12 · layers · channels · T), 8.5e18 in all.
 #         At 400 TFLOP/s per GPU that is 6 hours on one and 45 minutes on eight
 set -euo pipefail
+case ${1:-} in -h | --help) sed -n '1d; /^#/!q; s/^# \{0,1\}//p' "$0"; exit ;; esac
 cd "$(dirname "$0")/.."
 
 data=${DATA:-data/fineweb-10B}

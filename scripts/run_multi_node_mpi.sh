@@ -12,6 +12,7 @@
 # NCCL_IB_HCA=mlx5 (the InfiniBand adapters); NCCL_DEBUG=INFO shows which ones it picked. Open MPI has
 # OMPI_MCA_btl_tcp_if_include=eth0. All machines receive these variables.
 set -euo pipefail
+case ${1:-} in -h | --help) sed -n '1d; /^#/!q; s/^# \{0,1\}//p' "$0"; exit ;; esac
 
 usage() { echo "run_multi_node_mpi.sh: $1" >&2; echo "  Usage: HOSTFILE=file scripts/run_multi_node_mpi.sh recipe [flags]" >&2; exit 2; }
 [ $# -ge 1 ] || usage "expected a recipe, for example scripts/run_162M_slimpajama_ssmax.sh."

@@ -8,6 +8,7 @@
 # is apt and the user is root or may use sudo; otherwise missing packages are listed. Missing optional packages do not
 # stop the setup.
 set -euo pipefail
+case ${1:-} in -h | --help) sed -n '1d; /^#/!q; s/^# \{0,1\}//p' "$0"; exit ;; esac
 cd "$(dirname "$0")/.."
 
 tests=0

@@ -8,6 +8,7 @@
 # 0.6 GB on disk, NCCL 0.2 GB, nvcc 0.3 GB. It is safe to rerun: what is already there is skipped, and that takes a
 # second. The programs need a driver for CUDA 13.
 set -euo pipefail
+case ${1:-} in -h | --help) sed -n '1d; /^#/!q; s/^# \{0,1\}//p' "$0"; exit ;; esac
 cd "$(dirname "$0")/.."
 
 say() { echo "setup_cuda: $*"; }

@@ -10,6 +10,7 @@
 # variables: GPUS (8), OUT, STEP and PROGRAM; paths are relative to the repository's root. To keep the softmax run as
 # it is, copy its folder first.
 set -euo pipefail
+case ${1:-} in -h | --help) sed -n '1d; /^#/!q; s/^# \{0,1\}//p' "$0"; exit ;; esac
 cd "$(dirname "$0")/.."
 
 out=${OUT:-out/162M_slimpajama_softmax}

@@ -9,6 +9,7 @@
 # DRAW=COMMIT repeats the draw of another commit. The last lines name the skipped tests and give the seconds of each
 # group; the very last is "N passed, N failed". The exit status is 0 if none failed and some passed.
 set -uo pipefail
+case ${1:-} in -h | --help) sed -n '1d; /^#/!q; s/^# \{0,1\}//p' "$0"; exit ;; esac
 cd "$(dirname "$0")/.."
 export WERROR=1    # for every make, including those that tests start, so that nothing is built twice
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}    # tests share the cores: a waiting thread leaves its core
@@ -25,7 +26,7 @@ for word; do
     case "$word" in
         --all) all=1 ;;
         --groups) echo "$FIRST $LANE_2 $LANE_1"; exit ;;
-        -*) sed -n '2,10s/^# \{0,1\}//p' "$0"; exit 2 ;;
+        -*) echo "test.sh: $word: unknown flag (--help)" >&2; exit 2 ;;
         *) [[ " $FIRST $LANE_2 $LANE_1 " == *" $word "* ]] || { echo "test.sh: $word: no such group (--groups)" >&2; exit 2; }
            wanted+=" $word" ;;
     esac

@@ -6,7 +6,10 @@
 # run continues. The exit status is the verdict. To add a target, write fuzz_NAME.c with that line, and add its seeds to
 # seeds.py.
 set -eu
-[ $# -ge 1 ] && [ "$1" -gt 0 ] || { sed -n '2,6s/^# \{0,1\}//p' "$0"; exit 2; }
+case ${1:-} in -h | --help) sed -n '1d; /^#/!q; s/^# \{0,1\}//p' "$0"; exit ;; esac
+case ${1:-} in "" | 0* | *[!0-9]*)
+    echo "dev/fuzz/run.sh: expected SECONDS, a whole number above 0, found \"${1:-}\" (--help)" >&2; exit 2 ;;
+esac
 seconds=$1
 shift
 cd "$(dirname "$0")/../.."
