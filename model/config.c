@@ -81,7 +81,7 @@ char *model_config_json(const ModelConfig *config, bool bf16) {
         cJSON_AddStringToObject(attn, stage_names[i], normalizer_stage_text(&config->attn, i, text, sizeof text));
     }
     if (config->attn.fixed) cJSON_AddBoolToObject(attn, "fixed", true);
-    if (config->block == BLOCK_GAU) cJSON_AddStringToObject(attn, "block", "gau");
+    if (config->block != BLOCK_LLAMA) cJSON_AddStringToObject(attn, "block", block_shapes[config->block].name);
     char *text = cJSON_Print(json);
     cJSON_Delete(json);
     if (!text) fail(EXIT_RESOURCE, "out of memory for config.json.");

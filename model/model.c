@@ -24,16 +24,16 @@ static const struct {
     const char *name;
     size_t offset;
     int min, max;
-    bool in_llama, in_gau;    // must it be given for a model of that block?
+    bool needed[BLOCK_COUNT];    // must it be given for a model of that block?
 } KEYS[] = {
     // clang-format off
-    {"layers",   offsetof(ModelConfig, layers),   1, 1024,      true,  true},
-    {"heads",    offsetof(ModelConfig, heads),    1, 1024,      true,  false},
-    {"channels", offsetof(ModelConfig, channels), 2, 65536,     true,  true},
-    {"ffn",      offsetof(ModelConfig, ffn),      1, 262144,    true,  false},
-    {"vocab",    offsetof(ModelConfig, vocab),    2, MAX_VOCAB, false, false},
-    {"kv_heads", offsetof(ModelConfig, kv_heads), 1, 1024,      false, false},
-    {"head_dim", offsetof(ModelConfig, head_dim), 2, 65536,     false, false},
+    {"layers",   offsetof(ModelConfig, layers),   1, 1024,      {true,  true}},
+    {"heads",    offsetof(ModelConfig, heads),    1, 1024,      {true,  false}},
+    {"channels", offsetof(ModelConfig, channels), 2, 65536,     {true,  true}},
+    {"ffn",      offsetof(ModelConfig, ffn),      1, 262144,    {true,  false}},
+    {"vocab",    offsetof(ModelConfig, vocab),    2, MAX_VOCAB, {false, false}},
+    {"kv_heads", offsetof(ModelConfig, kv_heads), 1, 1024,      {false, false}},
+    {"head_dim", offsetof(ModelConfig, head_dim), 2, 65536,     {false, false}},
     // clang-format on
 };
 
@@ -69,10 +69,9 @@ static bool parse_key(ModelConfig *config, bool *given, char *word, Error *error
     if (!strcmp(word, "qk_norm")) return parse_switch(&config->qk_norm, word, equals ? equals : "", error);
     if (!strcmp(word, "norm_eps")) return parse_norm_eps(&config->norm_eps, equals ? equals : "", error);
     if (!strcmp(word, "block")) {
-        if (!equals || (strcmp(equals, "llama") != 0 && strcmp(equals, "gau") != 0))
-            return error_set(error, EXIT_USAGE, "--model: block=%s: expected llama or gau.", equals ? equals : "");
-        config->block = !strcmp(equals, "gau") ? BLOCK_GAU : BLOCK_LLAMA;
-        return true;
+        for (config->block = 0; config->block < BLOCK_COUNT; config->block++)
+            if (equals && !strcmp(equals, block_shapes[config->block].name)) return true;
+        return error_set(error, EXIT_USAGE, "--model: block=%s: expected llama or gau.", equals ? equals : "");
     }
     for (size_t i = 0; i < COUNT(KEYS); i++) {
         if (strcmp(word, KEYS[i].name) != 0) continue;
@@ -113,7 +112,7 @@ size_t head_size(const ModelConfig *config) {
 }
 
 size_t value_size(const ModelConfig *config) {
-    return (size_t)(config->block == BLOCK_GAU ? config->ffn : config->head_dim);
+    return block_shapes[config->block].value_size(config);
 }
 
 size_t query_width(const ModelConfig *config) {
@@ -133,8 +132,7 @@ size_t output_width(const ModelConfig *config) {
 }
 
 size_t joined_width(const ModelConfig *config) {
-    if (config->block == BLOCK_GAU) return 2 * (size_t)config->ffn + GAU_HEAD;
-    return query_width(config) + key_width(config) + value_width(config);
+    return block_shapes[config->block].joined_width(config);
 }
 
 bool model_same_shape(const ModelConfig *a, const ModelConfig *b) {
@@ -145,16 +143,10 @@ bool model_same_shape(const ModelConfig *a, const ModelConfig *b) {
 
 // Omits keys that have their default values.
 const char *model_text(const ModelConfig *c, char *out, size_t size) {
-    char heads[80] = "", head_dim[32] = "", norm_eps[48] = "";
-    if (c->kv_heads != c->heads) snprintf(heads, sizeof heads, ",kv_heads=%d", c->kv_heads);
-    if (c->head_dim * c->heads != c->channels) snprintf(head_dim, sizeof head_dim, ",head_dim=%d", c->head_dim);
+    char shared[96], norm_eps[48] = "";
     if (c->norm_eps != DEFAULT_NORM_EPS) snprintf(norm_eps, sizeof norm_eps, ",norm_eps=%.15g", c->norm_eps);
-    if (c->block == BLOCK_GAU)
-        snprintf(out, size, "layers=%d,block=gau,channels=%d,tied=%d,vocab=%d%s", c->layers / 2, c->channels, c->tied,
-                 c->vocab, norm_eps);
-    else
-        snprintf(out, size, "layers=%d,heads=%d%s%s,channels=%d,ffn=%d,tied=%d,vocab=%d%s%s", c->layers, c->heads,
-                 heads, head_dim, c->channels, c->ffn, c->tied, c->vocab, norm_eps, c->qk_norm ? ",qk_norm=1" : "");
+    snprintf(shared, sizeof shared, ",tied=%d,vocab=%d%s", c->tied, c->vocab, norm_eps);
+    block_shapes[c->block].text(c, shared, out, size);
     return out;
 }
 
@@ -210,8 +202,7 @@ bool model_parse(ModelConfig *config, const char *text, Error *error) {
         if (!found && !parse_key(config, given, word, error)) return false;
     }
     for (size_t i = 0; i < COUNT(KEYS) && !preset; i++) {
-        bool needed = config->block == BLOCK_GAU ? KEYS[i].in_gau : KEYS[i].in_llama;
-        if (!given[i] && needed)
+        if (!given[i] && KEYS[i].needed[config->block])
             return error_set(error, EXIT_USAGE, "--model %s: %s= is required.", text, KEYS[i].name);
     }
     if (config->block == BLOCK_GAU && !make_gau(config, given, error)) return false;
@@ -229,7 +220,7 @@ typedef enum { START_ZERO, START_ONE, START_NORMAL, START_RESIDUAL, START_SCALAR
 // One row per tensor. `joined`: follows the previous tensor without a gap, so that one matmul serves both. START_SCALAR
 // stands for the rows of SCALARS for this part of the model: each with its own shape and offset, under a name that
 // starts with this one.
-typedef struct {
+typedef struct Row {
     const char *name;
     Dimension rows, cols;
     Start start;
@@ -279,6 +270,45 @@ static const Row LAST_ROWS[] = {
 };
 // clang-format on
 
+// ---- blocks
+
+static size_t layer_value_size(const ModelConfig *c) {
+    return head_size(c);
+}
+
+static size_t unit_value_size(const ModelConfig *c) {
+    return (size_t)c->ffn;
+}
+
+// q, k and v
+static size_t layer_joined_width(const ModelConfig *c) {
+    return query_width(c) + key_width(c) + value_width(c);
+}
+
+// u and v, each of width ffn, and z
+static size_t unit_joined_width(const ModelConfig *c) {
+    return 2 * (size_t)c->ffn + GAU_HEAD;
+}
+
+static void layer_text(const ModelConfig *c, const char *shared, char *out, size_t size) {
+    char heads[80] = "", head_dim[32] = "";
+    if (c->kv_heads != c->heads) snprintf(heads, sizeof heads, ",kv_heads=%d", c->kv_heads);
+    if (c->head_dim * c->heads != c->channels) snprintf(head_dim, sizeof head_dim, ",head_dim=%d", c->head_dim);
+    snprintf(out, size, "layers=%d,heads=%d%s%s,channels=%d,ffn=%d%s%s", c->layers, c->heads, heads, head_dim,
+             c->channels, c->ffn, shared, c->qk_norm ? ",qk_norm=1" : "");
+}
+
+static void unit_text(const ModelConfig *c, const char *shared, char *out, size_t size) {
+    snprintf(out, size, "layers=%d,block=gau,channels=%d%s", c->layers / 2, c->channels, shared);
+}
+
+// clang-format off
+const BlockShape block_shapes[BLOCK_COUNT] = {
+    [BLOCK_LLAMA] = {"llama", "self_attn", 2, LLAMA_ROWS, COUNT(LLAMA_ROWS), layer_value_size, layer_joined_width, layer_text},
+    [BLOCK_GAU]   = {"gau",   "gau",       1, GAU_ROWS,   COUNT(GAU_ROWS),   unit_value_size,  unit_joined_width,  unit_text},
+};
+// clang-format on
+
 static size_t dimension(const ModelConfig *config, Dimension d) {
     switch (d) {
     case CHANNELS: return (size_t)config->channels;
@@ -299,10 +329,9 @@ size_t padded_vocab(const ModelConfig *config) {
     return ((size_t)config->vocab + 127) / 128 * 128;
 }
 
-// The mean and standard deviation of a tensor's initial values. Each Llama layer adds to the residual stream twice,
-// each gated unit once.
+// The mean and standard deviation of a tensor's initial values.
 static void set_start(Tensor *t, const ModelConfig *config, Start start) {
-    int writes = config->block == BLOCK_GAU ? config->layers : 2 * config->layers;
+    int writes = config->layers * block_shapes[config->block].residual_writes;
     t->mean = 0.0f;
     t->std = 0.0f;
     if (start == START_ONE) t->mean = 1.0f;
@@ -356,11 +385,11 @@ static void add_rows(const Listing *to, const Row *rows, size_t count, ScalarRea
 }
 
 TensorList tensors_of(const ModelConfig *config, const Normalizer *const *others, size_t count) {
-    size_t layers = (size_t)config->layers, rows = config->block == BLOCK_GAU ? COUNT(GAU_ROWS) : COUNT(LLAMA_ROWS);
-    const Row *layer_rows = config->block == BLOCK_GAU ? GAU_ROWS : LLAMA_ROWS;
+    const BlockShape *block = &block_shapes[config->block];
+    size_t layers = (size_t)config->layers;
     TensorList list = {.layers = calloc(layers, sizeof *list.layers)};
     Listing to = {&list, config, others, count};
-    size_t most = COUNT(FIRST_ROWS) + layers * rows + COUNT(LAST_ROWS) + (layers + 1) * SCALAR_COUNT;
+    size_t most = COUNT(FIRST_ROWS) + layers * block->tensor_count + COUNT(LAST_ROWS) + (layers + 1) * SCALAR_COUNT;
     list.tensors = calloc(most, sizeof *list.tensors);
     if (!list.layers || !list.tensors) fail(EXIT_RESOURCE, "out of memory for the list of tensors.");
     add_rows(&to, FIRST_ROWS, COUNT(FIRST_ROWS), WHOLE_MODEL, "", &list);
@@ -368,7 +397,7 @@ TensorList tensors_of(const ModelConfig *config, const Normalizer *const *others
         char prefix[64];
         snprintf(prefix, sizeof prefix, "model.layers.%zu.", l);
         memcpy(list.layers[l].scalar, list.scalar, sizeof list.scalar);
-        add_rows(&to, layer_rows, rows, EACH_LAYER, prefix, &list.layers[l]);
+        add_rows(&to, block->tensors, block->tensor_count, EACH_LAYER, prefix, &list.layers[l]);
     }
     add_rows(&to, LAST_ROWS, config->tied ? COUNT(LAST_ROWS) - 1 : COUNT(LAST_ROWS), WHOLE_MODEL, "", &list);
     if (config->tied) list.head = list.embedding;

@@ -23,7 +23,7 @@ enum { MAX_SEQ_LEN = 1 << 20, MAX_VOCAB = 65536 };    // shards store a token in
 
 // A layer is either rmsnorm, attention with RoPE, rmsnorm and SwiGLU, or rmsnorm and a gated attention unit. Two gated
 // units replace one Llama layer.
-typedef enum { BLOCK_LLAMA, BLOCK_GAU } Block;
+typedef enum { BLOCK_LLAMA, BLOCK_GAU, BLOCK_COUNT } Block;
 
 enum { GAU_HEAD = 128 };    // the width of a unit's q and k
 
@@ -42,6 +42,21 @@ typedef struct {
     int end_of_text;    // the token between documents
     Normalizer attn;
 } ModelConfig;
+
+// One row per block: what distinguishes it in a checkpoint and in the shapes of its arrays. Its memory and its passes
+// are rows of the trainers.
+typedef struct {
+    const char *name;             // block=NAME in --model, and "block" in config.json
+    const char *attention;        // the part of a layer's tensor names that holds attention's learned scalars
+    int residual_writes;          // per layer: the matmuls that add to the residual stream
+    const struct Row *tensors;    // of a layer
+    size_t tensor_count;
+    size_t (*value_size)(const ModelConfig *c);      // of a head
+    size_t (*joined_width)(const ModelConfig *c);    // the columns that the layer's first matmul computes
+    void (*text)(const ModelConfig *c, const char *shared, char *out, size_t size);    // model_text(); shared: its end
+} BlockShape;
+
+extern const BlockShape block_shapes[BLOCK_COUNT];
 
 // Parses --model: a preset, key=value,... (layers, heads, channels, ffn, kv_heads, head_dim, norm_eps, qk_norm, tied,
 // vocab, block), or a preset followed by keys. Sets the shape, rope_theta and end_of_text, but not seq_len and attn. On

@@ -110,7 +110,7 @@ void repeat_switches(Run *run, cJSON *lineage, const char *made) {
 
 // Lists the learned scalars that `to` adds to those of `from`.
 static void show_new_scalars(const ModelConfig *config, const Normalizer *from, const Normalizer *to) {
-    const char *where = config->block == BLOCK_GAU ? "gau" : "self_attn";
+    const char *where = block_shapes[config->block].attention;
     for (Scalar scalar = 0; scalar < SCALAR_COUNT; scalar++) {
         if (!normalizer_has(to, scalar) || normalizer_keeps(from, to, scalar)) continue;
         double start = normalizer_start(to, scalar, config->seq_len);
