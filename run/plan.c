@@ -32,20 +32,34 @@ static double checkpoint_bytes(const ModelConfig *config, bool bf16) {
     return (double)model_parameters(config) * (bf16 ? 2 + 12 : 4 + 8);
 }
 
+// What follows a flag's value in a message. The values of a resumed run come from its run.json, so they were given.
+static const char *if_default(const Run *run, const char *flag) {
+    return run->resumed || run->started_over || train_options_given(&run->o, flag) ? "" : " (the default)";
+}
+
 // A warmup that lasts until the end of the run is almost always a mistake.
 static void warn_of_long_warmup(const Run *run) {
     const TrainOptions *o = &run->o;
+    long long fewer = o->steps > 1;
+    if (o->steps >= 20) fewer = o->steps / 20;
     if (o->steps > 0 && o->warmup >= o->steps)
-        warn("--warmup %lld is not shorter than --steps %lld: the learning rate rises during the whole run%s.\n"
-             "  A common choice is a twentieth of the steps: --warmup %lld.",
-             (long long)o->warmup, (long long)o->steps, o->schedule == SCHEDULE_CONSTANT ? "" : " and never decays",
-             (long long)(o->steps >= 20 ? o->steps / 20 : 1));
+        warn("--warmup %lld%s is not shorter than --steps %lld%s: the learning rate rises during the whole run%s.\n"
+             "  %s --warmup %lld.",
+             (long long)o->warmup, if_default(run, "warmup"), (long long)o->steps, if_default(run, "steps"),
+             o->schedule == SCHEDULE_CONSTANT ? "" : " and never decays",
+             o->steps >= 20 ? "A common choice is a twentieth of the steps:" : "Use", fewer);
     for (const Switch *s = run->switches; s < run->switches + run->switch_count; s++) {
         if (o->warmup >= o->steps || s->step >= o->steps || s->step + o->warmup < o->steps) continue;
         warn(
             "after the switch to %s at step %lld, the learning-rate warmup of %lld steps restarts, but --steps %lld ends the run before it is over.",
             s->to.text, (long long)s->step, (long long)o->warmup, (long long)o->steps);
     }
+}
+
+static void warn_of_no_best(const Run *run) {
+    if (!run->o.keep_best || (run->val && run->o.val_every)) return;
+    warn("--keep-best selects no checkpoint, because there is no validation: %s.",
+         run->val ? "--val-every is 0" : "--val-data is missing");
 }
 
 static void print_llama(const ModelConfig *c) {
@@ -116,6 +130,7 @@ void run_plan(Run *run, MemoryPlan *plan, const char *matmuls, const MemoryPlan 
         print_disk(run);
         fflush(stdout);
         warn_of_long_warmup(run);
+        warn_of_no_best(run);
     }
     memory_check(plan, process.local_size);
 }

@@ -332,6 +332,11 @@ void settle(Run *run) {
     check_normalizer(run, &run->config->attn, "--attn");
     for (size_t i = 0; i < run->switch_count; i++) check_normalizer(run, &run->switches[i].to, "--attn-switch");
     settle_batches(run);
+    if (!o->train_data && o->resume && !run->resumed && !run->started_over)
+        fail(EXIT_USAGE,
+             "--resume --out %s: this folder contains no run to resume, and starting one there needs --train-data.\n"
+             "  Check the path.",
+             o->out);
     if (!o->train_data)
         fail(EXIT_USAGE, "--train-data is missing: which shards to train on. data/shakespeare.py creates some.");
     settle_tokenizer(run, weights);

@@ -135,6 +135,9 @@ def test_no_data(tmp_path):
     result = subprocess.run([TRAIN], capture_output=True, text=True, env=environment())
     assert result.returncode == USAGE
     says(result.stderr, "--train-data is missing")
+    result = subprocess.run([TRAIN, "--out", tmp_path / "typo", "--resume"], capture_output=True, text=True, env=environment())
+    assert result.returncode == USAGE and not (tmp_path / "typo").exists()
+    says(result.stderr, f"--out {tmp_path}/typo: this folder contains no run to resume", "needs --train-data")
 
 
 def shard_with(folder, **how):

@@ -262,11 +262,23 @@ def test_attn_on_resume_points_to_attn_switch(data, tmp_path):
     assert "--attn-switch" not in train(data, "--steps", 2, "--out", tmp_path, "--resume", "--seed", 2, code=2)
 
 
+def test_keep_best_without_validation(data):
+    plan = ["--dry-run", "--steps", 1, "--warmup", 0, "--keep-best"]
+    assert "warning: --keep-best selects no checkpoint, because there is no validation: --val-every is 0" in train(data, *plan, *report(data), "--val-every", 0)
+    assert "--val-data is missing" in train(data, *plan)
+    assert "warning" not in train(data, *plan, *report(data))
+
+
 def test_a_warmup_that_never_ends(data):
     """The defaults of --warmup and --steps are such a case."""
     plan = ["--dry-run", "--model", "layers=1,heads=2,channels=16,ffn=24,vocab=97", "--seq-len", 8]
     text = train(data, *plan, model=False)
-    assert "warning: --warmup 1000 is not shorter than --steps 1000" in text and "--warmup 50." in text and "never decays" not in text
+    assert "warning: --warmup 1000 (the default) is not shorter than --steps 1000 (the default)" in text
+    assert "--warmup 50." in text and "never decays" not in text
+    for steps, remedy in ((1, 0), (2, 1), (20, 1)):
+        text = train(data, *plan, "--steps", steps, model=False)
+        assert f"--steps {steps}: " in text and f"--warmup {remedy}.\n" in text
+        assert "warning" not in train(data, *plan, "--steps", steps, "--warmup", remedy, model=False)
     assert "rises during the whole run and never decays" in train(data, *plan, "--schedule", "cosine", model=False)
     assert "warning" not in train(data, *plan, "--warmup", 999, model=False)
     late = ["--attn-switch", "600:ssmax", "--warmup"]
