@@ -625,18 +625,18 @@ static double difference(const float *a, const float *b, size_t n) {
 
 // Documents in one row do not see each other: each gives the numbers that it gives alone.
 static void check_documents(const char *text) {
-    enum { NH = 2, HS = 8, T = 150, W = NH * HS };
-    static const size_t STARTS[] = {0, 1, 5, 69, 70, T};
-    Case all = case_new(text, 1, NH, HS, HS, T, 2), one = case_new(text, 1, NH, HS, HS, T, 2);
+    enum { B = 2, NH = 2, HS = 8, T = 150, W = NH * HS };
+    static const size_t STARTS[] = {0, 1, 5, 69, 70, T, T + 33, T + 34, T + 140, B * T};    // of both sequences
+    Case all = case_new(text, B, NH, HS, HS, T, 2), one = case_new(text, B, NH, HS, HS, T, 2);
     if (reads_length(&all.normalizer)) {
         case_free(&all);
         case_free(&one);
         return;
     }
-    int32_t first[T];
-    for (size_t i = 0, d = 0; i < T; i++) {
+    int32_t first[B * T];
+    for (size_t i = 0, d = 0; i < B * T; i++) {
         d += i == STARTS[d + 1];
-        first[i] = (int32_t)STARTS[d];
+        first[i] = (int32_t)(STARTS[d] % T);
     }
     AttentionInput in = {{all.q, W, HS}, {all.k, W, HS}, {all.v, W, HS}, first, NULL};
     AttentionInputGrads d = {{all.dq, W, HS}, {all.dk, W, HS}, {all.dv, W, HS}};
@@ -648,6 +648,7 @@ static void check_documents(const char *text) {
         size_t from = STARTS[i] * W, n = STARTS[i + 1] * W - from;
         AttentionInput part = {{one.q + from, W, HS}, {one.k + from, W, HS}, {one.v + from, W, HS}, NULL, NULL};
         AttentionInputGrads dpart = {{one.dq + from, W, HS}, {one.dk + from, W, HS}, {one.dv + from, W, HS}};
+        one.shape.B = 1;
         one.shape.T = n / W;
         attention_forward(one.out + from, one.stats, part, one.scalars, one.shape, one.scratch);
         attention_backward(dpart, one.scalar_grads, one.dout + from, one.out + from, one.stats, part, one.scalars,
@@ -676,7 +677,7 @@ static void test_independence(void) {
     each_normalizer(check_masked);
     check_group("query heads that share keys and values");
     each_normalizer(check_grouped);
-    check_group("documents in one row equal the same documents alone");
+    check_group("documents in the rows of a batch equal the same documents alone");
     each_normalizer(check_documents);
     check_group("attention_row gives the row of the full pass");
     each_normalizer(check_alone);
