@@ -15,6 +15,7 @@ import concurrent.futures
 import errno
 import fcntl
 import json
+import math
 import os
 import signal
 import sys
@@ -221,10 +222,7 @@ class Writer:
     def finish(self):
         for split, needed in (("train", True), ("val", self.val_fraction > 0)):
             if needed and not self.tokens[split]:
-                raise DataError(INPUT if not self.documents else USAGE,
-                                f"{self.out}: {self.documents:,} documents with --val-fraction {self.val_fraction} "
-                                f"leave no {split} tokens: validation takes whole documents, one in every 1/fraction.\n"
-                                f"  Add documents, split them (text.py has --separator), or change --val-fraction.")
+                raise no_text(self.out, split, self.documents, self.val_fraction)
         self.commit()
         self.done = True
         self.save_state()
@@ -236,6 +234,26 @@ class Writer:
                 file.close()
             except OSError:
                 pass   # the disk is full, which has been reported
+
+
+def no_text(out, split, documents, val_fraction):
+    """The error that a split has no text, with what to change."""
+    many = f"{out}: {documents:,} document{'s' * (documents != 1)}"
+    if split == "train":
+        return DataError(USAGE if documents else INPUT, f"{many}, and no text to train on.\n  Add documents that contain text.")
+    enough = ""
+    if 1 < documents < 1 / val_fraction:
+        step = 10.0 ** (math.floor(-math.log10(documents)) - 1)   # two digits, rounded up
+        enough = f"pass --val-fraction {math.ceil(1 / documents / step - 1e-6) * step:.2g} or more, "
+    remedy = f"{enough}split the text into more documents (text.py has --separator), or pass --val-fraction 0 for no validation."
+    return DataError(USAGE, f"{many}: none for validation, which takes whole documents, one in every {1 / val_fraction:.3g} "
+                            f"with --val-fraction {val_fraction}.\n  {remedy[0].upper()}{remedy[1:]}")
+
+
+def check_count(args, documents):
+    """Fails if that many documents are too few for validation. Call it before encoding if the number is known."""
+    if args.val_fraction > 0 and int(documents * args.val_fraction) < 1:
+        raise no_text(args.out, "val", documents, args.val_fraction)
 
 
 def shorten(value):

@@ -241,6 +241,11 @@ def documents_of(files, column, separator, skip):
                 yield text
 
 
+def one_each(files, separator):
+    """Is each file one document?"""
+    return not separator and not any(file.kind() in READERS for file in files)
+
+
 def settings(files, column="text", separator=None):
     """What must not change before a run is resumed."""
     names = [[Path(f.name).name, f.size] for f in files]

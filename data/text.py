@@ -18,6 +18,8 @@ def main():
     parser.add_argument("inputs", nargs="+", help="files and folders")
     args = parser.parse_args()
     files = sources.local_files(args.inputs)
+    if sources.one_each(files, args.separator):
+        shards.check_count(args, len(files))
     shards.write(args, lambda skip: sources.documents(files, args.column, args.separator, skip), vocabulary.load(args.tokenizer),
                  sources.settings(files, args.column, args.separator))
 

@@ -217,7 +217,7 @@ def test_kill_9(tmp_path):
 def test_sigterm_says_how_to_resume(tmp_path):
     (tmp_path / "in").mkdir()
     os.mkfifo(tmp_path / "in" / "a.txt")
-    command = [sys.executable, DATA / "text.py", tmp_path / "in" / "a.txt", "--out", tmp_path / "out"]
+    command = [sys.executable, DATA / "text.py", tmp_path / "in" / "a.txt", "--out", tmp_path / "out", "--val-fraction", "0"]
     run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     while not (tmp_path / "out" / "tokenizer_config.json").exists() and run.poll() is None:
         time.sleep(0.01)
@@ -399,14 +399,31 @@ def test_text_is_ordinary(tmp_path):
     assert not list((tmp_path / "out").glob("*val*"))
 
 
+@pytest.mark.parametrize("rows", [False, True])
+def test_the_smallest_fraction_that_gives_validation(tmp_path, rows):
+    """Files of plain text are counted before they are read, rows while they are."""
+    (tmp_path / "in").mkdir()
+    for i in range(3):
+        with open(tmp_path / "in" / ("all.jsonl" if rows else f"{i}.txt"), "a") as file:
+            file.write(json.dumps({"text": f"text {i}"}) + "\n")
+    words = [tmp_path / "in", "--out", tmp_path / "out", "--val-fraction"]
+    assert "3 documents: none for validation" in (text := script("text", *words, "0.33", code=2))
+    assert "Pass --val-fraction 0.34 or more, split the text" in text and (tmp_path / "out").exists() == rows
+    script("text", *words, "0.34")
+    assert len(documents_of(tmp_path / "out", "val")) == 1
+
+
 def test_wrong_usage(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "empty.txt").write_text("")
     good = [tmp_path / "a.txt", "--out", tmp_path / "o"]
     assert "no such file" in script("text", tmp_path / "none.txt", "--out", tmp_path / "o", code=3)
-    assert "leave no val tokens" in script("text", *good, code=2)
+    text = script("text", *good, code=2)
+    assert "1 document: none for validation, which takes whole documents, one in every 20 with --val-fraction 0.05.\n  Split the text" in text
+    assert "pass --val-fraction 0 for no validation" in text and not (tmp_path / "o").exists(), "found before anything is encoded"
+    good += ["--val-fraction", "0"]
     text = script("text", tmp_path / "empty.txt", "--val-fraction", "0", "--out", tmp_path / "p", code=2)
-    assert "leave no train tokens" in text
+    assert "1 document, and no text to train on" in text
     assert "no such file. Expected gpt2 or a tokenizer.json" in script("text", *good, "--tokenizer", "gpt3", code=2)
     assert "not a valid tokenizer.json" in script("text", *good, "--tokenizer", tmp_path / "a.txt", code=3)
     for flag in (["--val-fraction", "1"], ["--shard-tokens", "0"], ["--shard-tokens", "3G"], ["--val-frac", "0.1"],
