@@ -347,8 +347,8 @@ def test_config_of_another_model(data, model, key, value, parts):
 
 
 def test_not_a_checkpoint(data, tmp_path):
-    says(init_from(data, tmp_path / "none"), tmp_path / "none", "No such file")
-    says(init_from(data, tmp_path), tmp_path / "config.json", "No such file")
+    for folder in (tmp_path / "none", tmp_path):
+        says(init_from(data, folder), f"--init-from {folder}: expected the folder of a checkpoint", "found no config.json")
 
 
 def resume(data, run, *flags, code=0, **how):

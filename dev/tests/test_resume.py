@@ -311,7 +311,6 @@ def test_init_from(data, tmp_path):
     assert "--model" in train(data, *flags, "--model", MODEL.replace("ffn=24", "ffn=32"), code=2)
     text = train(data, "--init-from", first, *flags[2:], model=False, code=3)
     assert f"--init-from {first}: expected the folder of one checkpoint" in text and f"newest checkpoint is {source}." in text
-    assert "found no config.json" in train(data, "--init-from", tmp_path / "gone", *flags[2:], model=False, code=3)
 
 
 def test_a_run_without_a_checkpoint_starts_over_with_its_own_arguments(data, tmp_path):
