@@ -341,7 +341,7 @@ static void test_refusals(void) {
         "r6.bin: the header promises 100,000,000 tokens (200,001,024 bytes), but the file has 150,000,000 bytes.\n  It was probably truncated");
     refused(write_raw("r7.bin", 20240520, 1, 500, 2025), c, "It contains extra data");
     refused(write_raw("r8.bin", 20240520, 1, 16, 1056), c,
-            "too little data: 1 file, 16 tokens, 0 windows of 16 + 1 tokens; at least 1 are needed");
+            "too little data: 1 file, 16 tokens, 0 windows of 16 + 1 tokens; at least 1 is needed");
     refused(write_raw("r9.bin", 20240520, 1, 0, 1024), c, "too little data");
     c.min_windows = 8;
     refused(write_raw("r10.bin", 20240520, 1, 128, 1280), c, "7 windows of 16 + 1 tokens; at least 8 are needed");
