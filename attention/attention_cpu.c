@@ -345,8 +345,8 @@ static real row_backward(const Normalizer *normalizer, real *s, real *dA, Row *r
 // Otherwise (for example, few sequences of the gated unit with its single head), the threads share the matmuls and the
 // rows of each head.
 
-static bool groups_in_parallel(AttentionShape shape) {
-    return shape.B * shape.NKV >= (size_t)omp_get_max_threads();
+static bool groups_in_parallel(AttentionShape shape, int threads) {
+    return shape.B * shape.NKV >= (size_t)threads;
 }
 
 // A thread's share of the scratch: two blocks of scores (A and dA) and its row buffers.
@@ -370,24 +370,81 @@ static Part part_of(AttentionShape shape, real *scratch, int thread) {
 // sum_j dz s), to phi's number, and to the ln of norm_extra.
 enum { ROW_GRADS = SCALAR_STAGES };
 
-size_t attention_scratch(AttentionShape shape, int threads) {
-    return (size_t)threads * thread_scratch(shape) + shape.B * shape.NH * shape.T * ROW_GRADS;
+static size_t row_grads_size(AttentionShape shape) {
+    return shape.B * shape.NH * shape.T * ROW_GRADS;
 }
 
-// One query head of one sequence: where its position 0 lies in each array. Row strides are those of the whole arrays.
+// The keys, the values and their gradients of a group in process.
+static size_t group_scratch(AttentionShape shape) {
+    return 2 * shape.T * (shape.HS + shape.VS);
+}
+
+size_t attention_scratch(AttentionShape shape, int threads) {
+    size_t groups = groups_in_parallel(shape, threads) ? (size_t)threads : 1;
+    return (size_t)threads * thread_scratch(shape) + row_grads_size(shape) + groups * group_scratch(shape);
+}
+
+// What the heads of a group share: k (T,HS) and v (T,VS) and, in the backward pass, their gradients. Each block of rows
+// reads them again, so they are copied together unless their rows adjoin already: the rows of a view of many heads lie
+// far apart and share a few sets of the cache.
+typedef struct {
+    size_t b, kv;
+    const real *k, *v;
+    real *dk, *dv;
+} Group;
+
+static Group group_of(AttentionShape shape, size_t i) {
+    return (Group){.b = i / shape.NKV, .kv = i % shape.NKV};
+}
+
+// The calling thread's space for copies of a group, in attention's scratch.
+static real *group_space(AttentionShape shape, real *scratch) {
+    size_t parts = (size_t)omp_get_max_threads() * thread_scratch(shape);
+    return scratch + parts + row_grads_size(shape) + (size_t)omp_get_thread_num() * group_scratch(shape);
+}
+
+static size_t group_offset(const Group *group, size_t T, size_t row, size_t head) {
+    return group->b * T * row + group->kv * head;
+}
+
+static const real *copy_in(ConstView all, const Group *group, size_t width, size_t T, real *copy) {
+    const real *from = all.p + group_offset(group, T, all.row, all.head);
+    if (all.row == width) return from;
+    for (size_t t = 0; t < T; t++) memcpy(copy + t * width, from + t * all.row, width * sizeof *copy);
+    return copy;
+}
+
+static void copy_in_keys(Group *group, const AttentionInput *in, AttentionShape shape, real *scratch) {
+    real *k = group_space(shape, scratch), *v = k + shape.T * shape.HS;
+    group->k = copy_in(in->k, group, shape.HS, shape.T, k);
+    group->v = copy_in(in->v, group, shape.VS, shape.T, v);
+}
+
+// Where a gradient is summed: in place if its rows adjoin, else in `copy`, for copy_out().
+static real *sum_in(View all, const Group *group, size_t width, size_t T, real *copy) {
+    return all.row == width ? all.p + group_offset(group, T, all.row, all.head) : copy;
+}
+
+static void copy_out(View all, const Group *group, const real *from, size_t width, size_t T) {
+    real *to = all.p + group_offset(group, T, all.row, all.head);
+    if (to == from) return;
+    for (size_t t = 0; t < T; t++) memcpy(to + t * all.row, from + t * width, width * sizeof *to);
+}
+
+// Query head j of a group: where its position 0 lies in each array. q's row stride is that of the whole array.
 typedef struct {
     size_t h;
-    const real *q, *k, *v;
-    const int32_t *first;    // (T) or NULL
-    size_t rows, out;        // offsets in (B,NH,T), in (B,T,NH,VS)
+    const real *q, *k, *v;    // k and v: those of the group
+    const int32_t *first;     // (T) or NULL
+    size_t rows, out;         // offsets in (B,NH,T), in (B,T,NH,VS)
 } Head;
 
-static Head head_of(AttentionShape shape, const AttentionInput *in, size_t b, size_t h) {
-    size_t kv = h / (shape.NH / shape.NKV), t = b * shape.T;
+static Head head_of(AttentionShape shape, const AttentionInput *in, const Group *group, size_t j) {
+    size_t b = group->b, t = b * shape.T, h = group->kv * (shape.NH / shape.NKV) + j;
     return (Head){.h = h,
                   .q = in->q.p + t * in->q.row + h * in->q.head,
-                  .k = in->k.p + t * in->k.row + kv * in->k.head,
-                  .v = in->v.p + t * in->v.row + kv * in->v.head,
+                  .k = group->k,
+                  .v = group->v,
                   .first = in->first ? in->first + t : NULL,
                   .rows = (b * shape.NH + h) * shape.T,
                   .out = (t * shape.NH + h) * shape.VS};
@@ -431,7 +488,7 @@ static uint64_t head_forward(real *out, real *stats, Head head, const AttentionI
         RowBlock at = block_at(&head, from, T);
         real factor[BLOCK];
         gemm(in->mm, at.rows, at.keys, HS, as_stored(head.q + from * in->q.row, in->q.row),
-             transposed(head.k + at.low * in->k.row, in->k.row), 0, part.scores, ld);
+             transposed(head.k + at.low * HS, HS), 0, part.scores, ld);
         #pragma omp parallel for schedule(static) reduction(+ : all_zero) if (share)
         for (size_t r = 0; r < at.rows; r++) {
             bool weight;
@@ -443,8 +500,8 @@ static uint64_t head_forward(real *out, real *stats, Head head, const AttentionI
             row_keep(&row, stats + ROW_STATS * (from + r));
             all_zero += !weight;
         }
-        gemm(in->mm, at.rows, VS, at.keys, as_stored(part.scores, ld),
-             as_stored(head.v + at.low * in->v.row, in->v.row), 0, out + from * step, step);
+        gemm(in->mm, at.rows, VS, at.keys, as_stored(part.scores, ld), as_stored(head.v + at.low * VS, VS), 0,
+             out + from * step, step);
         for (size_t r = 0; r < at.rows; r++) {
             #pragma omp simd
             for (size_t c = 0; c < VS; c++) out[(from + r) * step + c] *= factor[r];
@@ -455,15 +512,15 @@ static uint64_t head_forward(real *out, real *stats, Head head, const AttentionI
 
 uint64_t attention_forward(real *out, real *stats, AttentionInput in, Scalars scalars, AttentionShape shape,
                            real *scratch) {
-    size_t group = shape.NH / shape.NKV;
-    bool each = groups_in_parallel(shape);
+    bool each = groups_in_parallel(shape, omp_get_max_threads());
     uint64_t all_zero = 0;
     #pragma omp parallel for schedule(static) reduction(+ : all_zero) if (each)
-    for (size_t i = 0; i < shape.B * shape.NH; i += group) {
+    for (size_t i = 0; i < shape.B * shape.NKV; i++) {
         Part part = part_of(shape, scratch, omp_get_thread_num());
-        for (size_t j = i; j < i + group; j++)
-            all_zero += head_forward(out, stats, head_of(shape, &in, j / shape.NH, j % shape.NH), &in, scalars, shape,
-                                     part, !each);
+        Group group = group_of(shape, i);
+        copy_in_keys(&group, &in, shape, scratch);
+        for (size_t j = 0; j < shape.NH / shape.NKV; j++)
+            all_zero += head_forward(out, stats, head_of(shape, &in, &group, j), &in, scalars, shape, part, !each);
     }
     return all_zero;
 }
@@ -503,40 +560,49 @@ static void block_backward(const Backward *pass, const Head *head, RowBlock at, 
 }
 
 // `add`: dk and dv already contain the sums of the group's previous heads.
-static void head_backward(const Backward *pass, size_t b, size_t h, Scalars scalars, AttentionShape shape, bool share,
-                          bool add) {
+static void head_backward(const Backward *pass, const Group *group, const Head *head, Scalars scalars,
+                          AttentionShape shape, bool share, bool add) {
     size_t T = shape.T, HS = shape.HS, VS = shape.VS, step = shape.NH * VS, ld = row_step(T);
-    size_t kv = h / (shape.NH / shape.NKV);
     const AttentionInput *in = pass->in;
-    AttentionInputGrads d = pass->d;
-    Head head = head_of(shape, in, b, h);
     Part part = part_of(shape, pass->scratch, omp_get_thread_num());
-    real *dq = d.q.p + b * T * d.q.row + h * d.q.head, *dk = d.k.p + b * T * d.k.row + kv * d.k.head,
-         *dv = d.v.p + b * T * d.v.row + kv * d.v.head;
+    real *dq = pass->d.q.p + group->b * T * pass->d.q.row + head->h * pass->d.q.head;
     // Without `first`, the last block reaches all keys. Going backward, its matmuls come first and write all of dk and
     // dv.
-    for (size_t t = 0; head.first && !add && t < T; t++) {
-        memset(dk + t * d.k.row, 0, HS * sizeof *dk);
-        memset(dv + t * d.v.row, 0, VS * sizeof *dv);
+    if (head->first && !add) {
+        memset(group->dk, 0, T * HS * sizeof(real));
+        memset(group->dv, 0, T * VS * sizeof(real));
     }
     size_t last = (T - 1) / BLOCK * BLOCK;
     for (size_t from = last;; from -= BLOCK) {
-        RowBlock at = block_at(&head, from, T);
-        const real *q = head.q + from * in->q.row, *k = head.k + at.low * in->k.row;
-        const real *dout = pass->dout + head.out + from * step;
-        gemm(in->mm, at.rows, at.keys, HS, as_stored(q, in->q.row), transposed(k, in->k.row), 0, part.scores, ld);
-        gemm(in->mm, at.rows, at.keys, VS, as_stored(dout, step), transposed(head.v + at.low * in->v.row, in->v.row), 0,
-             part.dscores, ld);
-        block_backward(pass, &head, at, scalars, shape, part, share);
-        real beta = from == last && !head.first && !add ? 0 : 1;
-        gemm(in->mm, at.keys, VS, at.rows, transposed(part.scores, ld), as_stored(dout, step), beta,
-             dv + at.low * d.v.row, d.v.row);
-        gemm(in->mm, at.keys, HS, at.rows, transposed(part.dscores, ld), as_stored(q, in->q.row), beta,
-             dk + at.low * d.k.row, d.k.row);
-        gemm(in->mm, at.rows, HS, at.keys, as_stored(part.dscores, ld), as_stored(k, in->k.row), 0, dq + from * d.q.row,
-             d.q.row);
+        RowBlock at = block_at(head, from, T);
+        const real *k = head->k + at.low * HS, *v = head->v + at.low * VS;
+        const real *dout = pass->dout + head->out + from * step;
+        Matrix q = as_stored(head->q + from * in->q.row, in->q.row), dO = as_stored(dout, step);
+        gemm(in->mm, at.rows, at.keys, HS, q, transposed(k, HS), 0, part.scores, ld);
+        gemm(in->mm, at.rows, at.keys, VS, dO, transposed(v, VS), 0, part.dscores, ld);
+        block_backward(pass, head, at, scalars, shape, part, share);
+        real beta = from == last && !head->first && !add ? 0 : 1;
+        gemm(in->mm, at.keys, VS, at.rows, transposed(part.scores, ld), dO, beta, group->dv + at.low * VS, VS);
+        gemm(in->mm, at.keys, HS, at.rows, transposed(part.dscores, ld), q, beta, group->dk + at.low * HS, HS);
+        gemm(in->mm, at.rows, HS, at.keys, as_stored(part.dscores, ld), as_stored(k, HS), 0, dq + from * pass->d.q.row,
+             pass->d.q.row);
         if (from == 0) break;
     }
+}
+
+static void group_backward(const Backward *pass, size_t i, Scalars scalars, AttentionShape shape, bool share) {
+    size_t T = shape.T, HS = shape.HS, VS = shape.VS;
+    Group group = group_of(shape, i);
+    copy_in_keys(&group, pass->in, shape, pass->scratch);
+    real *dk = group_space(shape, pass->scratch) + T * (HS + VS), *dv = dk + T * HS;
+    group.dk = sum_in(pass->d.k, &group, HS, T, dk);
+    group.dv = sum_in(pass->d.v, &group, VS, T, dv);
+    for (size_t j = 0; j < shape.NH / shape.NKV; j++) {
+        Head head = head_of(shape, pass->in, &group, j);
+        head_backward(pass, &group, &head, scalars, shape, share, j > 0);
+    }
+    copy_out(pass->d.k, &group, group.dk, HS, T);
+    copy_out(pass->d.v, &group, group.dv, VS, T);
 }
 
 // For a scalar x with one value per head: dx[h] += sum over the batch and the rows of row_slope times the row's entry
@@ -571,14 +637,11 @@ static bool any_wanted(ScalarGrads grads) {
 
 void attention_backward(AttentionInputGrads d, ScalarGrads grads, const real *dout, const real *out, const real *stats,
                         AttentionInput in, Scalars scalars, AttentionShape shape, real *scratch) {
-    size_t group = shape.NH / shape.NKV;
-    bool each = groups_in_parallel(shape);
+    bool each = groups_in_parallel(shape, omp_get_max_threads());
     Backward pass = {.in = &in, .dout = dout, .out = out, .stats = stats, .d = d, .scratch = scratch};
     pass.g = scratch + (size_t)omp_get_max_threads() * thread_scratch(shape);
     #pragma omp parallel for schedule(static) if (each)
-    for (size_t i = 0; i < shape.B * shape.NH; i += group)
-        for (size_t j = i; j < i + group; j++)
-            head_backward(&pass, j / shape.NH, j % shape.NH, scalars, shape, !each, j > i);
+    for (size_t i = 0; i < shape.B * shape.NKV; i++) group_backward(&pass, i, scalars, shape, !each);
     if (any_wanted(grads)) scalars_backward(grads, pass.g, in.first, scalars, shape);
 }
 
