@@ -524,10 +524,13 @@ typedef struct {
     MemoryPlan plan;
 } Model;
 
+typedef struct Layer Layer;
+
 // One row per block: what it keeps in addition to what every block keeps, where attention finds q, k and v, and its
-// passes. Its tensors are in model/model.c, its decoding in decode_block[].
+// passes. Its tensors and sizes are in model/model.c, its decoding in DECODE_BLOCKS.
 typedef struct {
     void (*plan)(Model *m, size_t kept_layers, size_t N);
+    void (*arrays)(const Model *m, Layer *of, size_t rows);    // those that plan() added, from row `rows` on
     AttentionInputGrads (*views)(const ModelConfig *c, Projected of);
     void (*forward)(Model *m, size_t l, size_t B, size_t T);
     void (*backward)(Model *m, size_t l, size_t B, size_t T, bool add);
@@ -673,29 +676,32 @@ static real *residual(const Model *m, size_t l, size_t N) {
 }
 
 // The activations of layer l for N rows.
-typedef struct {
+struct Layer {
     real *x, *x_mid, *x_next, *qk_inputs, *qk_inverse, *stats, *att, *gate_up;
     Projected projected;
-} Layer;
+};
+
+static void layer_arrays(const Model *m, Layer *of, size_t rows) {
+    of->x_mid = m->x_mid + rows * (size_t)m->config.channels;
+    of->gate_up = m->gate_up + rows * 2 * (size_t)m->config.ffn;
+}
+
+static void unit_arrays(const Model *m, Layer *of, size_t rows) {
+    of->projected.q = m->q + rows * query_width(&m->config);
+    of->projected.k = m->k + rows * query_width(&m->config);
+    of->projected.v = m->v + rows * output_width(&m->config);
+}
 
 static Layer layer_of(const Model *m, size_t l, size_t N) {
     const ModelConfig *c = &m->config;
-    size_t C = (size_t)c->channels, F = (size_t)c->ffn, NH = (size_t)c->heads, NKV = (size_t)c->kv_heads;
-    size_t rows = (l % m->kept) * N;
+    size_t NH = (size_t)c->heads, NKV = (size_t)c->kv_heads, rows = (l % m->kept) * N;
     Layer of = {.x = residual(m, l, N),
                 .x_next = residual(m, l + 1, N),
                 .projected = {.joined = m->joined + rows * joined_width(c),
                               .inverse_norms = m->inverse_norms + rows * (NH + NKV)},
                 .stats = m->stats + rows * NH * ROW_STATS,
                 .att = m->att + rows * output_width(c)};
-    if (c->block == BLOCK_GAU) {
-        of.projected.q = m->q + rows * query_width(c);
-        of.projected.k = m->k + rows * query_width(c);
-        of.projected.v = m->v + rows * output_width(c);
-    } else {
-        of.x_mid = m->x_mid + rows * C;
-        of.gate_up = m->gate_up + rows * 2 * F;
-    }
+    block_of(m)->arrays(m, &of, rows);
     if (c->qk_norm) {
         of.qk_inputs = m->qk_inputs + rows * (query_width(c) + key_width(c));
         of.qk_inverse = m->qk_inverse + rows * (NH + NKV);
@@ -863,8 +869,8 @@ static void unit_backward(Model *m, size_t l, size_t B, size_t T, bool add) {
 
 static const BlockRow *block_of(const Model *m) {
     static const BlockRow BLOCKS[] = {
-        [BLOCK_LLAMA] = {layer_plan, layer_views, layer_forward, layer_backward},
-        [BLOCK_GAU] = {unit_plan, unit_views, unit_forward, unit_backward},
+        [BLOCK_LLAMA] = {layer_plan, layer_arrays, layer_views, layer_forward, layer_backward},
+        [BLOCK_GAU] = {unit_plan, unit_arrays, unit_views, unit_forward, unit_backward},
     };
     return &BLOCKS[m->config.block];
 }
@@ -1033,12 +1039,37 @@ typedef struct {
     float *cosines, *sines;                // (length, HS/2)
 } Decoder;
 
+// One token of a sequence at its position. The rows of a sequence are in order and continue the positions in the cache.
+typedef struct {
+    int32_t token;
+    size_t sequence, position;
+} DecodeRow;
+
+// One row per block: the arrays that it needs in addition; k and v (key and value width) from the projections of row r
+// of a call, for the cache; a layer for all rows.
+typedef struct {
+    void (*plan)(Decoder *d, MemoryPlan *plan);
+    void (*keys)(Decoder *d, Rope rope, size_t r, size_t layer, float *k, float *v);
+    void (*decode)(Decoder *d, const DecodeRow *rows, size_t count, size_t l);
+} DecodeBlock;
+
+static const DecodeBlock *decode_block(const Decoder *d);
+
+static const char *const DECODING = "key-value cache and decoding";
+
+static void layer_plan_decoder(Decoder *d, MemoryPlan *plan) {
+    memory_add(plan, DECODING, (void **)&d->gate_up, FLOATS(d->rows * 2 * (size_t)d->m->config.ffn));
+}
+
+static void unit_plan_decoder(Decoder *d, MemoryPlan *plan) {
+    memory_add(plan, DECODING, (void **)&d->q, FLOATS(d->rows * query_width(&d->m->config)));
+}
+
 static void plan_decoder(Decoder *d, Model *m, MemoryPlan *plan, size_t sequences, size_t length) {
     const ModelConfig *c = &m->config;
-    bool gau = c->block == BLOCK_GAU;
     size_t C = (size_t)c->channels, F = (size_t)c->ffn, rows = sequences > PREFILL_ROWS ? sequences : PREFILL_ROWS;
     size_t cached = (size_t)c->layers * sequences * length, heads = (size_t)(c->heads + c->kv_heads);
-    const char *kind = "key-value cache and decoding";
+    const char *kind = DECODING;
     *d = (Decoder){.m = m, .sequences = sequences, .length = length, .rows = rows};
     memory_add(plan, kind, (void **)&d->k, FLOATS(cached * key_width(c)));
     memory_add(plan, kind, (void **)&d->v, FLOATS(cached * value_width(c)));
@@ -1046,9 +1077,8 @@ static void plan_decoder(Decoder *d, Model *m, MemoryPlan *plan, size_t sequence
     memory_add(plan, kind, (void **)&d->h, FLOATS(rows * C));
     memory_add(plan, kind, (void **)&d->joined, FLOATS(rows * joined_width(c)));
     memory_add(plan, kind, (void **)&d->inverse_norms, FLOATS(rows * heads));
-    if (gau) memory_add(plan, kind, (void **)&d->q, FLOATS(rows * query_width(c)));
     memory_add(plan, kind, (void **)&d->att, FLOATS(rows * output_width(c)));
-    if (!gau) memory_add(plan, kind, (void **)&d->gate_up, FLOATS(rows * 2 * F));
+    decode_block(d)->plan(d, plan);
     memory_add(plan, kind, (void **)&d->act, FLOATS(rows * F));
     memory_add(plan, kind, (void **)&d->logits, FLOATS(sequences * (size_t)c->vocab));
     memory_add(plan, kind, (void **)&d->scores, FLOATS((size_t)omp_get_max_threads() * length));
@@ -1062,37 +1092,35 @@ static void decoder_ready(Decoder *d) {
     rope_table(d->cosines, d->sines, d->length, head_size(&d->m->config), d->m->config.rope_theta);
 }
 
-// One row of a decoding call: a token, its sequence and its position. The rows of a sequence are in order and continue
-// the positions in the cache.
-typedef struct {
-    int32_t token;
-    size_t sequence, position;
-} DecodeRow;
-
-// Appends the k and v of a row's projection to the cache (key and value width). q stays in place; a gated unit's goes
-// to d->q.
-static void decode_keys(Decoder *d, const DecodeRow *row, size_t r, size_t layer, float *k, float *v) {
+static Rope rope_at(const Decoder *d, size_t position) {
     const ModelConfig *c = &d->m->config;
-    size_t HS = head_size(c), K = query_width(c), angles = row->position * (HS / 2);
-    Rope rope = {1,
-                 1,
-                 (size_t)c->heads,
-                 (size_t)c->kv_heads,
-                 HS,
-                 d->cosines + angles,
-                 d->sines + angles,
-                 c->attn.qk.kind == QK_L2};
-    Projected x = {.joined = d->joined + r * joined_width(c), .k = k, .v = v};
+    size_t HS = head_size(c), angles = position * (HS / 2);
+    return (Rope){1,
+                  1,
+                  (size_t)c->heads,
+                  (size_t)c->kv_heads,
+                  HS,
+                  d->cosines + angles,
+                  d->sines + angles,
+                  c->attn.qk.kind == QK_L2};
+}
+
+// q stays in place.
+static void layer_keys(Decoder *d, Rope rope, size_t r, size_t layer, float *k, float *v) {
+    const ModelConfig *c = &d->m->config;
+    float *q = d->joined + r * joined_width(c), *inverse_norms = d->inverse_norms + r * (rope.NH + rope.NKV);
+    if (c->qk_norm) qk_norm_forward(q, NULL, NULL, qk_norm_of(d->m, layer, 1));
+    rope_forward(q, inverse_norms, rope);
+    memcpy(k, q + query_width(c), FLOATS(key_width(c)));
+    memcpy(v, q + query_width(c) + key_width(c), FLOATS(value_width(c)));
+}
+
+// q goes to d->q.
+static void unit_keys(Decoder *d, Rope rope, size_t r, size_t layer, float *k, float *v) {
+    const ModelConfig *c = &d->m->config;
+    Projected x = {.joined = d->joined + r * joined_width(c), .q = d->q + r * query_width(c), .k = k, .v = v};
     x.inverse_norms = d->inverse_norms + r * (rope.NH + rope.NKV);
-    if (d->q) {    // a gated unit
-        x.q = d->q + r * K;
-        gau_forward(x, gains_in(d->m, d->m->params, layer), rope, (size_t)c->ffn);
-        return;
-    }
-    if (c->qk_norm) qk_norm_forward(x.joined, NULL, NULL, qk_norm_of(d->m, layer, 1));
-    rope_forward(x.joined, x.inverse_norms, rope);
-    memcpy(k, x.joined + K, FLOATS(key_width(c)));
-    memcpy(v, x.joined + K + key_width(c), FLOATS(value_width(c)));
+    gau_forward(x, gains_in(d->m, d->m->params, layer), rope, (size_t)c->ffn);
 }
 
 // Attention of head h of row r over the cached keys of its sequence.
@@ -1118,7 +1146,8 @@ static void decode_attention(Decoder *d, const DecodeRow *rows, size_t count, si
         #pragma omp for schedule(static)
         for (size_t r = 0; r < count; r++) {
             size_t at = (layer * d->sequences + rows[r].sequence) * d->length + rows[r].position;
-            decode_keys(d, &rows[r], r, layer, d->k + at * key_width(c), d->v + at * value_width(c));
+            Rope rope = rope_at(d, rows[r].position);
+            decode_block(d)->keys(d, rope, r, layer, d->k + at * key_width(c), d->v + at * value_width(c));
         }
         #pragma omp for collapse(2) schedule(dynamic)
         for (size_t r = 0; r < count; r++)
@@ -1185,10 +1214,13 @@ static void decode_unit(Decoder *d, const DecodeRow *rows, size_t count, size_t 
     decode_matmul(d->x, d->act, weight(m, at->o), count, E, C, true);
 }
 
-static void (*const decode_block[])(Decoder *d, const DecodeRow *rows, size_t count, size_t l) = {
-    [BLOCK_LLAMA] = decode_layer,
-    [BLOCK_GAU] = decode_unit,
-};
+static const DecodeBlock *decode_block(const Decoder *d) {
+    static const DecodeBlock DECODE_BLOCKS[] = {
+        [BLOCK_LLAMA] = {layer_plan_decoder, layer_keys, decode_layer},
+        [BLOCK_GAU] = {unit_plan_decoder, unit_keys, decode_unit},
+    };
+    return &DECODE_BLOCKS[d->m->config.block];
+}
 
 // Runs at most d->rows rows through the layers. On return d->x (count,C) is the final residual stream.
 static void decode(Decoder *d, const DecodeRow *rows, size_t count) {
@@ -1201,7 +1233,7 @@ static void decode(Decoder *d, const DecodeRow *rows, size_t count) {
     }
     for (size_t r = 0; r < count; r++)
         memcpy(d->x + r * C, m->params + m->list.embedding + (size_t)rows[r].token * C, FLOATS(C));
-    for (size_t l = 0; l < (size_t)m->config.layers; l++) decode_block[m->config.block](d, rows, count, l);
+    for (size_t l = 0; l < (size_t)m->config.layers; l++) decode_block(d)->decode(d, rows, count, l);
 }
 
 // Computes the logits (count,V) of `count` rows of the last decode(), from row `row` on, and stores them for

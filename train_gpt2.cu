@@ -148,7 +148,8 @@ struct Model {
     float *qk_inverse;                    // (layers, N, NH + NKV) 1/RMS of each head of q and k, with QK norms
     float *losses;                        // (N)
     float *cosines, *sines;               // (T, HS/2)
-    float *partials;                      // partial sums over rows, for parameter gradients
+    float *partials;                      // (partials_size) partial sums over rows, for parameter gradients
+    size_t partials_size;                 // the most that a kernel needs
     double *sums;                         // SUM_STEP ..., then partial sums of squares
     unsigned long long *all_zero_rows;    // counts of all-zero attention rows: in steps, in validations
     void *scratch, *workspace;            // for attention, for cuBLASLt
@@ -243,10 +244,12 @@ BLOCK_FUNCTIONS(layer)
 BLOCK_FUNCTIONS(unit)
 
 template <class X>
-static const BlockRow<X> BLOCKS[] = {
-    {layer_plan<X>, layer_views<X>, layer_forward<X>, layer_backward<X>},    // BLOCK_LLAMA
-    {unit_plan<X>, unit_views<X>, unit_forward<X>, unit_backward<X>},        // BLOCK_GAU
-};
+static const BlockRow<X> *block_of(const Model *m) {
+    static const BlockRow<X> LLAMA = {layer_plan<X>, layer_views<X>, layer_forward<X>, layer_backward<X>};
+    static const BlockRow<X> GAU = {unit_plan<X>, unit_views<X>, unit_forward<X>, unit_backward<X>};
+    static const BlockRow<X> *const BLOCKS[BLOCK_COUNT] = {&LLAMA, &GAU};    // in the order of Block
+    return BLOCKS[m->config.block];
+}
 
 static FlashShape flash_shape(const Model *m, size_t B, size_t T) {
     const ModelConfig *c = &m->config;
@@ -342,14 +345,17 @@ static void plan_attention(Model *m, const Normalizer *const *others, size_t cou
     memory_add(&m->plan, "scratch", &m->scratch, scratch);
 }
 
+static void need_partials(Model *m, size_t floats) {
+    if (floats > m->partials_size) m->partials_size = floats;
+}
+
 // Float32 statistics and scratch, whatever X is.
 static void plan_floats(Model *m, size_t B, size_t T) {
     const ModelConfig *c = &m->config;
     size_t N = B * T, C = (size_t)c->channels, L = (size_t)c->layers, NH = (size_t)c->heads, HS = head_size(c);
-    size_t rows = rmsnorm_partials(N, C), gains = c->block == BLOCK_GAU ? gau_partials(N, HS) : 0,
-           tokens = embedding_partials(N) * C;
-    size_t partials = rows > gains ? rows : gains, heads = c->qk_norm ? qk_norm_partials(HS) : 0;
-    if (heads > partials) partials = heads;
+    need_partials(m, rmsnorm_partials(N, C));
+    need_partials(m, embedding_partials(N) * C);
+    if (c->qk_norm) need_partials(m, qk_norm_partials(HS));
     const char *kept = "statistics kept for the backward pass", *scratch = "scratch";
     memory_add(&m->plan, kept, (void **)&m->inverse_norms, L * N * (NH + (size_t)c->kv_heads) * sizeof(float));
     if (c->qk_norm)
@@ -360,7 +366,6 @@ static void plan_floats(Model *m, size_t B, size_t T) {
     memory_add(&m->plan, scratch, (void **)&m->losses, N * sizeof(float));
     memory_add(&m->plan, scratch, (void **)&m->cosines, T * HS / 2 * sizeof(float));
     memory_add(&m->plan, scratch, (void **)&m->sines, T * HS / 2 * sizeof(float));
-    memory_add(&m->plan, scratch, (void **)&m->partials, (partials > tokens ? partials : tokens) * sizeof(float));
     memory_add(&m->plan, scratch, (void **)&m->all_zero_rows, 2 * sizeof *m->all_zero_rows);
     memory_add(&m->plan, "a batch", (void **)&m->batch, batch_ints(N) * sizeof(int32_t));
     memory_add(&m->plan, "a batch", (void **)&m->mask, N);
@@ -387,6 +392,7 @@ template <class X>
 static void unit_plan(Model *m, Activations<X> *a, size_t N, size_t input_layers) {
     size_t K = query_width(&m->config), E = output_width(&m->config), L = (size_t)m->config.layers;
     (void)input_layers;
+    need_partials(m, gau_partials(N, K));
     add_activations(m, KEPT, &a->q, L * N * K);
     add_activations(m, KEPT, &a->k, L * N * K);
     add_activations(m, KEPT, &a->v, L * N * E);
@@ -414,7 +420,7 @@ static void plan_activations(Model *m, Activations<X> *a, size_t B, size_t T) {
     add(scratch, &a->djoined, N * W);
     add(inputs, &a->h1, kept_layers * N * C);
     add(inputs, &a->act, kept_layers * N * F);
-    BLOCKS<X>[m->config.block].plan(m, a, N, kept_layers);
+    block_of<X>(m)->plan(m, a, N, kept_layers);
     add("logits of one block of rows", &a->logits, loss_rows * VP);
     add(scratch, &a->h, N * C);
     add(scratch, &a->dx, N * C);
@@ -442,6 +448,7 @@ static void plan_model(Model *m, const Normalizer *const *others, size_t count, 
     plan_parameters(m);
     plan_floats(m, B, T);
     by_type([=](auto *a) { plan_activations(m, a, B, T); });
+    memory_add(&m->plan, "scratch", (void **)&m->partials, m->partials_size * sizeof(float));
     memory_add(&m->plan, "matmul scratch", &m->workspace, MATMUL_WORKSPACE);
     size_t largest = 0;
     for (size_t i = 0; i < bucket_count(m); i++) {
@@ -532,7 +539,7 @@ static FlashInputGrads<X> unit_views(const ModelConfig *c, Projected<X> of) {
 
 template <class X>
 static FlashInput<X> attention_input(const Model *m, Projected<X> of, size_t l) {
-    FlashInputGrads<X> at = BLOCKS<X>[m->config.block].views(&m->config, of);
+    FlashInputGrads<X> at = block_of<X>(m)->views(&m->config, of);
     return {{at.q.p, at.q.row, at.q.head},
             {at.k.p, at.k.row, at.k.head},
             {at.v.p, at.v.row, at.v.head},
@@ -555,7 +562,7 @@ template <class X>
 static void attention_layer_backward(Model *m, Activations<X> *a, const Layer<X> &of, size_t l, size_t B, size_t T) {
     FlashShape shape = flash_shape(m, B, T);
     phase(PHASE_ATTENTION);
-    FlashInputGrads<X> d = BLOCKS<X>[m->config.block].views(&m->config, {a->djoined, a->dq, a->dk, a->dv, NULL});
+    FlashInputGrads<X> d = block_of<X>(m)->views(&m->config, {a->djoined, a->dq, a->dk, a->dv, NULL});
     d.scalars = layer_scalar_grads(m, m->grads, l);
     flash_backward<X>(d, a->datt, {of.att, output_width(&m->config), shape.VS}, of.stats,
                       attention_input(m, of.projected, l), shape, m->scratch, stream);
@@ -676,7 +683,7 @@ static void model_forward(Model *m, Activations<X> *a, const int32_t *tokens, si
     size_t N = B * T, C = (size_t)m->config.channels, layers = (size_t)m->config.layers;
     phase(PHASE_EMBEDDING);
     embedding_forward(a->x, weight<X>(m, m->list.embedding), tokens, N, C, stream);
-    for (size_t l = 0; l < layers; l++) BLOCKS<X>[m->config.block].forward(m, a, l, B, T, counter);
+    for (size_t l = 0; l < layers; l++) block_of<X>(m)->forward(m, a, l, B, T, counter);
     phase(PHASE_NORM);
     rmsnorm_forward(a->h, m->r, a->x + layers * N * C, m->params + m->list.norm, N, C, norm_eps(m), stream);
     phase(PHASE_OTHER);
@@ -724,7 +731,7 @@ static void model_backward(Model *m, Activations<X> *a, const BatchTokens &token
                      {a->x + layers * N * C, m->params + m->list.norm, m->r, N, C}, stream);
     if (last) reduce_bucket(m, layers + 1);
     for (size_t l = layers; l-- > 0;) {
-        BLOCKS<X>[m->config.block].backward(m, a, l, B, T, add);
+        block_of<X>(m)->backward(m, a, l, B, T, add);
         if (last) reduce_bucket(m, l + 1);
     }
     phase(PHASE_EMBEDDING);

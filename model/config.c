@@ -32,8 +32,8 @@ bool model_is_plain(const ModelConfig *config) {
     char message[256];
     // transformers rejects a Llama whose channels are not divisible by its heads, even if head_dim is given.
     bool fits = config->qk_norm || config->channels % config->heads == 0;
-    return config->block == BLOCK_LLAMA && fits && normalizer_parse(&softmax, "softmax", message, sizeof message) &&
-           normalizer_equal(&config->attn, &softmax);
+    return block_shapes[config->block].plain && fits &&
+           normalizer_parse(&softmax, "softmax", message, sizeof message) && normalizer_equal(&config->attn, &softmax);
 }
 
 char *model_config_json(const ModelConfig *config, bool bf16) {
@@ -81,7 +81,8 @@ char *model_config_json(const ModelConfig *config, bool bf16) {
         cJSON_AddStringToObject(attn, stage_names[i], normalizer_stage_text(&config->attn, i, text, sizeof text));
     }
     if (config->attn.fixed) cJSON_AddBoolToObject(attn, "fixed", true);
-    if (config->block != BLOCK_LLAMA) cJSON_AddStringToObject(attn, "block", block_shapes[config->block].name);
+    const BlockShape *block = &block_shapes[config->block];
+    if (!block->plain) cJSON_AddStringToObject(attn, "block", block->name);
     char *text = cJSON_Print(json);
     cJSON_Delete(json);
     if (!text) fail(EXIT_RESOURCE, "out of memory for config.json.");
@@ -262,21 +263,40 @@ static void read_end_of_text(Reader *r) {
 }
 
 static void read_block(Reader *r) {
-    ModelConfig *c = r->config;
     const cJSON *block = cJSON_GetObjectItemCaseSensitive(get(r, "attention_normalizer"), "block");
     if (!block) return;
-    if (!cJSON_IsString(block) || strcmp(block->valuestring, "gau") != 0) {
-        reasons_add(&r->reasons, "attention_normalizer.block is %s; expected \"gau\" or no such key",
-                    value_of(block).text);
+    for (int i = 0; i < BLOCK_COUNT; i++) {
+        if (!cJSON_IsString(block) || strcmp(block->valuestring, block_shapes[i].name) != 0) continue;
+        r->config->block = (Block)i;
         return;
     }
-    c->block = BLOCK_GAU;
-    if (c->heads && c->heads != 1)
-        reasons_add(&r->reasons, "num_attention_heads is %d; a gated attention unit has 1", c->heads);
-    if (c->ffn && c->channels && c->ffn != 2 * c->channels)
-        reasons_add(&r->reasons,
-                    "a gated attention unit must have intermediate_size 2 x hidden_size = %d, but the file says %d",
-                    2 * c->channels, c->ffn);
+    reasons_add(&r->reasons, "attention_normalizer.block is %s; expected \"gau\" or no such key", value_of(block).text);
+}
+
+// The sizes that the block determines must be those in the file.
+static void read_fixed(Reader *r) {
+    static const struct {
+        const char *key;
+        size_t offset;
+    } FIXABLE[] = {
+        {"num_attention_heads", offsetof(ModelConfig, heads)},
+        {"num_key_value_heads", offsetof(ModelConfig, kv_heads)},
+        {"head_dim", offsetof(ModelConfig, head_dim)},
+        {"intermediate_size", offsetof(ModelConfig, ffn)},
+    };
+    const BlockShape *block = &block_shapes[r->config->block];
+    ModelConfig fixed = *r->config;
+    if (!block->fix || !fixed.channels) return;
+    block->fix(&fixed);
+    for (size_t i = 0; i < COUNT(FIXABLE); i++) {
+        const int *is = (const int *)((const char *)r->config + FIXABLE[i].offset);
+        const int *must_be = (const int *)((const char *)&fixed + FIXABLE[i].offset);
+        if (*is && *is != *must_be)
+            reasons_add(&r->reasons, "\"%s\" is %d; expected %d with block \"%s\"", FIXABLE[i].key, *is, *must_be,
+                        block->name);
+    }
+    if (r->config->qk_norm && !fixed.qk_norm)
+        reasons_add(&r->reasons, "\"qk_norm\" is true; expected false with block \"%s\"", block->name);
 }
 
 // num_key_value_heads and head_dim. A Llama may omit them. Qwen3Config has its own defaults, so a Qwen3 must not.
@@ -288,11 +308,7 @@ static void read_heads(Reader *r) {
     if (get(r, "num_key_value_heads") || qwen3)
         read_int(r, r->json, "", "num_key_value_heads", 1, 1024, "", &c->kv_heads);
     if (get(r, "head_dim") || qwen3) read_int(r, r->json, "", "head_dim", 1, 65536, "", &c->head_dim);
-    if (c->block == BLOCK_GAU && c->kv_heads > 1)
-        reasons_add(&r->reasons, "\"num_key_value_heads\" is %d; expected 1 for a gated attention unit", c->kv_heads);
-    if (c->block == BLOCK_GAU && c->head_dim && c->head_dim != GAU_HEAD)
-        reasons_add(&r->reasons, "\"head_dim\" is %d; expected %d for a gated attention unit", c->head_dim, GAU_HEAD);
-    if (c->block == BLOCK_GAU) c->head_dim = GAU_HEAD;
+    read_fixed(r);
     if (!model_shape_complete(c, message, sizeof message)) reasons_add(&r->reasons, "%s", message);
 }
 
@@ -302,8 +318,6 @@ static void read_qk_norm(Reader *r) {
     r->config->qk_norm = has_type(r, FAMILIES[QWEN3].model_type) || cJSON_IsTrue(key);
     if (key && !cJSON_IsBool(key))
         reasons_add(&r->reasons, "\"qk_norm\" is %s; expected true or false", value_of(key).text);
-    if (r->config->qk_norm && r->config->block == BLOCK_GAU)
-        reasons_add(&r->reasons, "\"qk_norm\" is true, but a gated attention unit has no QK norms");
 }
 
 static void read_norm_eps(Reader *r) {
@@ -491,8 +505,8 @@ bool model_config_read(ModelConfig *config, const char *folder, const char *igno
         read_sizes(&r);
         read_end_of_text(&r);
         read_block(&r);
-        read_heads(&r);
         read_qk_norm(&r);
+        read_heads(&r);
         read_norm_eps(&r);
         read_layers(&r);
         read_files(&r);

@@ -24,16 +24,16 @@ static const struct {
     const char *name;
     size_t offset;
     int min, max;
-    bool needed[BLOCK_COUNT];    // must it be given for a model of that block?
+    bool needed;    // has no default
 } KEYS[] = {
     // clang-format off
-    {"layers",   offsetof(ModelConfig, layers),   1, 1024,      {true,  true}},
-    {"heads",    offsetof(ModelConfig, heads),    1, 1024,      {true,  false}},
-    {"channels", offsetof(ModelConfig, channels), 2, 65536,     {true,  true}},
-    {"ffn",      offsetof(ModelConfig, ffn),      1, 262144,    {true,  false}},
-    {"vocab",    offsetof(ModelConfig, vocab),    2, MAX_VOCAB, {false, false}},
-    {"kv_heads", offsetof(ModelConfig, kv_heads), 1, 1024,      {false, false}},
-    {"head_dim", offsetof(ModelConfig, head_dim), 2, 65536,     {false, false}},
+    {"layers",   offsetof(ModelConfig, layers),   1, 1024,      true},
+    {"heads",    offsetof(ModelConfig, heads),    1, 1024,      true},
+    {"channels", offsetof(ModelConfig, channels), 2, 65536,     true},
+    {"ffn",      offsetof(ModelConfig, ffn),      1, 262144,    true},
+    {"vocab",    offsetof(ModelConfig, vocab),    2, MAX_VOCAB, false},
+    {"kv_heads", offsetof(ModelConfig, kv_heads), 1, 1024,      false},
+    {"head_dim", offsetof(ModelConfig, head_dim), 2, 65536,     false},
     // clang-format on
 };
 
@@ -41,6 +41,10 @@ static const struct {
 
 int default_end_of_text(int vocab) {
     return vocab > 50256 ? 50256 : vocab - 1;
+}
+
+static int *size_at(ModelConfig *config, size_t offset) {
+    return (int *)((char *)config + offset);
 }
 
 static bool parse_switch(bool *out, const char *name, const char *value, Error *error) {
@@ -78,7 +82,7 @@ static bool parse_key(ModelConfig *config, bool *given, char *word, Error *error
         if (!whole || value < KEYS[i].min || value > KEYS[i].max)
             return error_set(error, EXIT_USAGE, "--model: %s must be a whole number from %d to %d, not '%s'.", word,
                              KEYS[i].min, KEYS[i].max, equals ? equals : "");
-        *(int *)((char *)config + KEYS[i].offset) = (int)value;
+        *size_at(config, KEYS[i].offset) = (int)value;
         given[i] = true;
         return true;
     }
@@ -88,22 +92,31 @@ static bool parse_key(ModelConfig *config, bool *given, char *word, Error *error
                      word);
 }
 
-// Two units with one head each replace one layer.
-static bool make_gau(ModelConfig *config, const bool *given, Error *error) {
-    static const char *const refused[] = {"heads", "kv_heads", "head_dim", "ffn"};
-    const char *name = config->qk_norm ? "qk_norm" : NULL;
-    for (size_t i = 0; i < COUNT(KEYS); i++)
-        for (size_t j = 0; j < COUNT(refused); j++)
-            if (given[i] && !strcmp(KEYS[i].name, refused[j])) name = refused[j];
-    if (name)
-        return error_set(error, EXIT_USAGE,
-                         "--model: %s= is invalid with block=gau, whose units have one head with q and k of width "
-                         "%d and values of width 2 x channels.",
-                         name, GAU_HEAD);
-    config->layers *= 2;
-    config->heads = config->kv_heads = 1;
-    config->head_dim = GAU_HEAD;
-    config->ffn = 2 * config->channels;
+// Does the block determine this size?
+static bool is_fixed(const BlockShape *block, size_t offset) {
+    ModelConfig probe = {.channels = 2};
+    *size_at(&probe, offset) = -1;
+    if (block->fix) block->fix(&probe);
+    return *size_at(&probe, offset) != -1;
+}
+
+// Checks which keys --model gave, sets the sizes that the block determines, and counts its layers.
+static bool make_block(ModelConfig *config, const char *text, bool preset, const bool *given, Error *error) {
+    const BlockShape *block = &block_shapes[config->block];
+    const char *invalid = NULL;
+    bool qk_norm = config->qk_norm;
+    for (size_t i = 0; i < COUNT(KEYS); i++) {
+        bool fixed = is_fixed(block, KEYS[i].offset);
+        if (given[i] && fixed) invalid = KEYS[i].name;
+        if (!given[i] && !fixed && !preset && KEYS[i].needed)
+            return error_set(error, EXIT_USAGE, "--model %s: %s= is required.", text, KEYS[i].name);
+    }
+    if (block->fix) block->fix(config);
+    if (config->qk_norm != qk_norm) invalid = "qk_norm";
+    if (invalid)
+        return error_set(error, EXIT_USAGE, "--model: %s= is invalid with block=%s, %s.", invalid, block->name,
+                         block->fixed);
+    config->layers *= block->replaces;
     return true;
 }
 
@@ -150,12 +163,17 @@ const char *model_text(const ModelConfig *c, char *out, size_t size) {
     return out;
 }
 
+const char *model_description(const ModelConfig *c, char *out, size_t size) {
+    block_shapes[c->block].describe(c, out, size);
+    return out;
+}
+
 bool model_shape_complete(ModelConfig *config, char *message, size_t size) {
+    if (block_shapes[config->block].fix) block_shapes[config->block].fix(config);
     int channels = config->channels, heads = config->heads;
     bool by_channels = !config->head_dim;
     if (!config->kv_heads) config->kv_heads = heads;
     if (by_channels) config->head_dim = channels / heads;
-    if (config->block == BLOCK_GAU) return true;
     if (by_channels && channels % heads)
         snprintf(message, size, "%d channels are not divisible by %d heads", channels, heads);
     else if (by_channels && config->head_dim % 2)
@@ -201,11 +219,7 @@ bool model_parse(ModelConfig *config, const char *text, Error *error) {
         }
         if (!found && !parse_key(config, given, word, error)) return false;
     }
-    for (size_t i = 0; i < COUNT(KEYS) && !preset; i++) {
-        if (!given[i] && KEYS[i].needed[config->block])
-            return error_set(error, EXIT_USAGE, "--model %s: %s= is required.", text, KEYS[i].name);
-    }
-    if (config->block == BLOCK_GAU && !make_gau(config, given, error)) return false;
+    if (!make_block(config, text, preset, given, error)) return false;
     config->end_of_text = default_end_of_text(config->vocab);
     return model_shape_complete(config, message, sizeof message) ||
            error_set(error, EXIT_USAGE, "--model: %s.", message);
@@ -298,16 +312,55 @@ static void layer_text(const ModelConfig *c, const char *shared, char *out, size
              c->channels, c->ffn, shared, c->qk_norm ? ",qk_norm=1" : "");
 }
 
+static void layer_describe(const ModelConfig *c, char *out, size_t size) {
+    char shared[48] = "";
+    if (c->kv_heads != c->heads)
+        snprintf(shared, sizeof shared, " with %d key-value head%s", c->kv_heads, c->kv_heads == 1 ? "" : "s");
+    snprintf(out, size, "%d layers, %d heads of %zu%s, %d channels, ffn %d%s", c->layers, c->heads, head_size(c),
+             shared, c->channels, c->ffn, c->qk_norm ? ", QK norms" : "");
+}
+
+static void unit_fix(ModelConfig *c) {
+    c->heads = c->kv_heads = 1;
+    c->head_dim = GAU_HEAD;
+    c->ffn = 2 * c->channels;
+    c->qk_norm = false;
+}
+
 static void unit_text(const ModelConfig *c, const char *shared, char *out, size_t size) {
     snprintf(out, size, "layers=%d,block=gau,channels=%d%s", c->layers / 2, c->channels, shared);
 }
 
-// clang-format off
+static void unit_describe(const ModelConfig *c, char *out, size_t size) {
+    snprintf(out, size, "%d gated attention units (head %d, width %d), %d channels", c->layers, GAU_HEAD, c->ffn,
+             c->channels);
+}
+
 const BlockShape block_shapes[BLOCK_COUNT] = {
-    [BLOCK_LLAMA] = {"llama", "self_attn", 2, LLAMA_ROWS, COUNT(LLAMA_ROWS), layer_value_size, layer_joined_width, layer_text},
-    [BLOCK_GAU]   = {"gau",   "gau",       1, GAU_ROWS,   COUNT(GAU_ROWS),   unit_value_size,  unit_joined_width,  unit_text},
+    [BLOCK_LLAMA] = {.name = "llama",
+                     .plain = true,
+                     .replaces = 1,
+                     .attention = "self_attn",
+                     .residual_writes = 2,
+                     .tensors = LLAMA_ROWS,
+                     .tensor_count = COUNT(LLAMA_ROWS),
+                     .value_size = layer_value_size,
+                     .joined_width = layer_joined_width,
+                     .text = layer_text,
+                     .describe = layer_describe},
+    [BLOCK_GAU] = {.name = "gau",
+                   .replaces = 2,
+                   .fix = unit_fix,
+                   .fixed = "whose units have one head with q and k of width 128 and values of width 2 x channels",
+                   .attention = "gau",
+                   .residual_writes = 1,
+                   .tensors = GAU_ROWS,
+                   .tensor_count = COUNT(GAU_ROWS),
+                   .value_size = unit_value_size,
+                   .joined_width = unit_joined_width,
+                   .text = unit_text,
+                   .describe = unit_describe},
 };
-// clang-format on
 
 static size_t dimension(const ModelConfig *config, Dimension d) {
     switch (d) {

@@ -43,17 +43,22 @@ typedef struct {
     Normalizer attn;
 } ModelConfig;
 
-// One row per block: what distinguishes it in a checkpoint and in the shapes of its arrays. Its memory and its passes
-// are rows of the trainers.
+// One row per block: its sizes and tensors, and how --model, config.json and the log describe it. Its memory and its
+// passes are rows of the trainers.
 typedef struct {
-    const char *name;             // block=NAME in --model, and "block" in config.json
-    const char *attention;        // the part of a layer's tensor names that holds attention's learned scalars
-    int residual_writes;          // per layer: the matmuls that add to the residual stream
-    const struct Row *tensors;    // of a layer
+    const char *name;               // block=NAME in --model, and "block" in config.json
+    bool plain;                     // transformers' Llama has this block, and config.json does not name it
+    int replaces;                   // how many layers of this block stand for one of --model's
+    void (*fix)(ModelConfig *c);    // sets the sizes that --model cannot choose; NULL if it chooses all
+    const char *fixed;              // those sizes in words
+    const char *attention;          // the part of a layer's tensor names that holds attention's learned scalars
+    int residual_writes;            // per layer: the matmuls that add to the residual stream
+    const struct Row *tensors;      // of a layer
     size_t tensor_count;
     size_t (*value_size)(const ModelConfig *c);      // of a head
     size_t (*joined_width)(const ModelConfig *c);    // the columns that the layer's first matmul computes
     void (*text)(const ModelConfig *c, const char *shared, char *out, size_t size);    // model_text(); shared: its end
+    void (*describe)(const ModelConfig *c, char *out, size_t size);                    // model_description()
 } BlockShape;
 
 extern const BlockShape block_shapes[BLOCK_COUNT];
@@ -75,6 +80,9 @@ bool model_shape_complete(ModelConfig *config, char *message, size_t size);
 
 // The shape, written as keys of --model.
 const char *model_text(const ModelConfig *config, char *out, size_t size);
+
+// The layers in words: "12 layers, 12 heads of 64, 768 channels, ffn 2048". Returns out.
+const char *model_description(const ModelConfig *config, char *out, size_t size);
 
 // Do both have the same shape, norm_eps included?
 bool model_same_shape(const ModelConfig *a, const ModelConfig *b);

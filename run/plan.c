@@ -62,22 +62,14 @@ static void warn_of_no_best(const Run *run) {
          run->val ? "--val-every is 0" : "--val-data is missing");
 }
 
-static void print_llama(const ModelConfig *c) {
-    printf("%d layers, %d heads of %zu", c->layers, c->heads, head_size(c));
-    if (c->kv_heads != c->heads) printf(" with %d key-value head%s", c->kv_heads, c->kv_heads == 1 ? "" : "s");
-    printf(", %d channels, ffn %d%s", c->channels, c->ffn, c->qk_norm ? ", QK norms" : "");
-}
-
 static void print_model(const Run *run) {
     const ModelConfig *c = run->config;
-    char shortest[NORMALIZER_TEXT];
+    char shortest[NORMALIZER_TEXT], layers[160];
     normalizer_shortest(&c->attn, shortest, sizeof shortest);
     bool longer = strcmp(c->attn.text, shortest) != 0;
     printf("model     %s parameters (%s), ", human_grouped(model_parameters(c)).text,
            human_count((double)model_parameters(c)).text);
-    if (c->block == BLOCK_GAU)
-        printf("%d gated attention units (head %d, width %d), %d channels", c->layers, GAU_HEAD, c->ffn, c->channels);
-    else print_llama(c);
+    fputs(model_description(c, layers, sizeof layers), stdout);
     if (c->norm_eps != DEFAULT_NORM_EPS) printf(", norm_eps %.15g", c->norm_eps);
     printf(", vocabulary %s%s, %s\n", human_grouped((uint64_t)c->vocab).text, run->vocab_from ? run->vocab_from : "",
            c->tied ? "tied" : "untied");

@@ -400,6 +400,9 @@ def test_reasons_that_do_not_fit_are_counted(folder, data):
     assert "--ignore-config-key NAME" in message                   # the message is complete
 
 
+UNITS = {"model_type": "attn_gpt", "attention_normalizer": {"name": "softmax", "block": "gau"}}
+
+
 @pytest.mark.parametrize("change, reason", [
     (dict(model_type=...), '"model_type" is missing'),
     (dict(model_type="LLAMA"), '"model_type" is "LLAMA"'),
@@ -417,6 +420,13 @@ def test_reasons_that_do_not_fit_are_counted(folder, data):
     (dict(eos_token_id=VOCAB), f'"eos_token_id" is {VOCAB}'),
     (dict(model_type="attn_gpt"), '"attention_normalizer" is missing'),
     (dict(attention_normalizer={"name": "softmax", "sharpness": 2}), "attention_normalizer.sharpness"),
+    (dict(attention_normalizer={"name": "softmax", "block": "gru"}), 'attention_normalizer.block is "gru"; expected "gau"'),
+    (dict(attention_normalizer={"name": "softmax", "block": 1}), 'attention_normalizer.block is 1; expected "gau"'),
+    (dict(num_attention_heads=2, **UNITS), '"num_attention_heads" is 2; expected 1 with block "gau"'),
+    (dict(num_key_value_heads=2, **UNITS), '"num_key_value_heads" is 2; expected 1 with block "gau"'),
+    (dict(head_dim=64, **UNITS), '"head_dim" is 64; expected 128 with block "gau"'),
+    (dict(hidden_size=16, intermediate_size=31, **UNITS), '"intermediate_size" is 31; expected 32 with block "gau"'),
+    (dict(qk_norm=True, **UNITS), '"qk_norm" is true; expected false with block "gau"'),
 ])
 def test_values_that_no_llama_can_have(change, reason, folder, data):
     edit(folder, **change)
