@@ -139,6 +139,8 @@ static void check_pn_length(const Evaluator *e) {
     const Normalizer *with_p = NULL;
     if (normalizer_has(&e->given, SCALAR_P)) with_p = &e->given;
     if (normalizer_has(&e->own, SCALAR_P)) with_p = &e->own;
+    if (!with_p && e->o.pn_extrapolate == PN_LOG)
+        warn("--pn-extrapolate log has no effect: %s has no p_n.", e->given.text);
     if (!with_p || e->longest <= (size_t)L || e->o.pn_extrapolate != PN_AS_LEARNED) return;
     fail(EXIT_USAGE,
          "%s has p_n for n up to L = %d, but --seq-lens asks for %zu.\n"

@@ -5,6 +5,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "runtime/options.h"
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Shape
 
@@ -86,10 +88,14 @@ static bool parse_key(ModelConfig *config, bool *given, char *word, Error *error
         given[i] = true;
         return true;
     }
+    static const char *const words =
+        "124M|162M|15M|layers|heads|kv_heads|head_dim|channels|ffn|vocab|tied|qk_norm|norm_eps|block";
+    char near[96];
+    nearest_word(words, word, near, sizeof near);
     return error_set(error, EXIT_USAGE,
-                     "--model: unknown model or key '%s'. Models: 15M, 124M, 162M. Keys: layers=, heads=, kv_heads=, "
+                     "--model: unknown model or key '%s'.%s Models: 15M, 124M, 162M. Keys: layers=, heads=, kv_heads=, "
                      "head_dim=, channels=, ffn=, vocab=, tied=0|1, qk_norm=0|1, norm_eps=, block=llama|gau.",
-                     word);
+                     word, near);
 }
 
 // Does the block determine this size?

@@ -229,11 +229,10 @@ static const char *nearest_flag(const Option *table, size_t count, const char *n
     return out;
 }
 
-// Writes " Did you mean name?" for the choice that was probably meant, or "".
-static const char *nearest_choice(const Option *o, const char *text, char *out, size_t size) {
+const char *nearest_word(const char *words, const char *text, char *out, size_t size) {
     size_t best = SIZE_MAX, given = strlen(text);
     out[0] = 0;
-    for (const char *p = o->choices;; p++) {
+    for (const char *p = words;; p++) {
         size_t length = strcspn(p, "|"), d = unlikeness(text, given, p, length);
         if (d < best && edit_is_slip(d, given, length)) {
             best = d;
@@ -248,7 +247,7 @@ static _Noreturn void wrong_value(const Option *o, const char *text) {
     char want[256], near[96];
     expected(o, want, sizeof want);
     if (o->type != OPT_CHOICE) usage_fail("--%s %s: expected %s, found \"%s\".", o->name, text, want, text);
-    usage_fail("--%s %s: expected %s.%s", o->name, text, want, nearest_choice(o, text, near, sizeof near));
+    usage_fail("--%s %s: expected %s.%s", o->name, text, want, nearest_word(o->choices, text, near, sizeof near));
 }
 
 // ---- help

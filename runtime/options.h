@@ -71,6 +71,9 @@ bool options_resume(Option *table, size_t count, const char *json, Error *error)
 // Used to suggest names in messages.
 size_t edit_distance(const char *a, size_t na, const char *b, size_t nb);
 
+// Writes " Did you mean WORD?" for the one of `words` ("a|b|c") that `text` is probably a typo of, or "". Returns out.
+const char *nearest_word(const char *words, const char *text, char *out, size_t size);
+
 // Could one be a typo of the other at this distance? It may be a third of the longer one's letters, and always 1.
 bool edit_is_slip(size_t distance, size_t na, size_t nb);
 

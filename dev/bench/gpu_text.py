@@ -15,6 +15,8 @@ MAGIC, VERSION = 20240520, 1
 
 
 def main():
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        sys.exit(__doc__)
     folder = Path(sys.argv[1])
     paths = sorted({path for pattern in FILES for path in ROOT.glob(pattern) if path.is_file() and path.suffix != ".pyc"})
     tokens = b"".join(b"\0" + path.read_bytes().replace(b"\0", b"") for path in paths)

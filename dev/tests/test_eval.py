@@ -307,6 +307,12 @@ def test_pn_beyond_its_length_follows_the_fit(block, weights, data, tmp_path):
     near(losses(evaluate(folder, data, tmp_path)[1]), [reference_losses(tensors, config, data, L).mean()])
 
 
+def test_pn_extrapolate_without_pn_has_no_effect(softmax, data, tmp_path):
+    words = ["--model", softmax["llama"][0], "--data", f"{data}/*_val_*.bin", "--seq-lens", L, "--out", tmp_path]
+    assert "--pn-extrapolate log has no effect: softmax has no p_n." in run(BIN / "eval_gpt2", *words, "--pn-extrapolate", "log")[1]
+    assert "no effect" not in run(BIN / "eval_gpt2", *words)[1]
+
+
 def test_pn_after_a_change_of_normalizer(softmax, weights, data, tmp_path):
     """p_n starts at 1; a constant has a fit but no R^2. If the checkpoint has p_n, both normalizers use its fit."""
     folder, tensors, config = softmax["llama"]

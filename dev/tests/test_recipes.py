@@ -52,9 +52,9 @@ def says(text, *parts):
         assert str(part) in text, f"no {part!r} in:\n{text}"
 
 
-@pytest.mark.parametrize("script", [*sorted(SCRIPTS.glob("*.sh")), ROOT / "dev/fuzz/run.sh"], ids=lambda path: path.name)
+@pytest.mark.parametrize("script", [*sorted(SCRIPTS.glob("*.sh")), SCRIPTS / "run_multi_node.sbatch", ROOT / "dev/fuzz/run.sh"], ids=lambda path: path.name)
 def test_help_is_the_comment_at_the_top(script):
-    top = re.match(r"#!.*\n((#.*\n)+)", script.read_text())[1]
+    top = re.match(r"#!.*\n((#(?!SBATCH).*\n)+)", script.read_text())[1]
     assert run([script], "--help") == re.sub(r"^# ?", "", top, flags=re.M)
 
 
