@@ -89,7 +89,7 @@ static void parse_flags(Evaluator *e, int argc, char **argv) {
         {"seq-lens", OPT_INT_LIST, &o->seq_lens, 0, MAX_SEQ_LEN, .arg = "T[,T...]", .group = "Data",
          .help = "tokens per sequence; each length is evaluated in turn; 0: the checkpoint's L"},
         {"max-tokens", OPT_INT, &o->max_tokens, 1, 1e12, .arg = "N", .group = "Data",
-         .help = "most tokens per length; uses whole sequences, at least one"},
+         .help = "maximum number of tokens per length, in whole sequences, at least one"},
         {"task", OPT_CHOICE, &o->task, .choices = "loss|positions", .group = "Evaluation",
          .help = "loss: the mean loss; positions: also the loss by position"},
         {"seed", OPT_INT, &o->seed, 0, 9007199254740992.0, .arg = "N", .group = "Evaluation",
@@ -102,8 +102,8 @@ static void parse_flags(Evaluator *e, int argc, char **argv) {
         table, sizeof table / sizeof *table, argc, argv,
         "Usage: eval_gpt2 --model DIR --data GLOB [flags]\n\nEvaluates a checkpoint's loss at several lengths, under its own normalizer and right after a switch to another.");
     if (o->attn && normalizer_help(o->attn)) exit(EXIT_DONE);
-    if (!o->model) fail(EXIT_USAGE, "--model is missing: the folder of a checkpoint or a run.");
-    if (!o->data) fail(EXIT_USAGE, "--data is missing: the shards to evaluate on.");
+    if (!o->model) fail(EXIT_USAGE, "--model is missing: name the folder of a checkpoint or a run.");
+    if (!o->data) fail(EXIT_USAGE, "--data is missing: name the shards to evaluate on.");
     if (o->rope_theta != 0 && !(o->rope_theta > 1))
         fail(EXIT_USAGE, "--rope-theta %g: expected a number above 1, or 0 for the checkpoint's own.", o->rope_theta);
     e->arguments = options_json(table, sizeof table / sizeof *table);

@@ -77,23 +77,23 @@ static void parse_flags(SampleOptions *o, int argc, char **argv) {
         {"model", OPT_TEXT, &o->model, .arg = "DIR", .group = "Model",
          .help = "folder of a checkpoint, or of a run (uses its newest checkpoint)"},
         {"attn", OPT_TEXT, &o->attn, .arg = "NAME", .group = "Model",
-         .help = "another normalizer than the checkpoint's; `--attn help` lists them"},
+         .help = "use another normalizer instead of the checkpoint's; `--attn help` lists them"},
         {"ignore-config-key", OPT_TEXT, &o->ignore_config_key, .arg = "NAME[,...]", .group = "Model",
          .help = "unknown keys in config.json to ignore"},
         {"prompt", OPT_TEXT, &o->prompt, .arg = "TEXT", .group = "Text",
          .help =
-             "how the text begins (without this flag, with end-of-text); -: read it from stdin; without a tokenizer: token ids 1,2,3"},
+             "the text to continue (without this flag: end-of-text); -: read it from stdin; without a tokenizer: token ids 1,2,3"},
         {"prompt-file", OPT_TEXT, &o->prompt_file, .arg = "F", .group = "Text",
          .help = "a file with one prompt per line; blank lines are ignored"},
         {"max-new-tokens", OPT_INT, &o->max_new_tokens, 1, MAX_SEQ_LEN, .arg = "N", .group = "Text",
-         .help = "most tokens after a prompt; a text also ends at end-of-text"},
+         .help = "maximum number of tokens after a prompt; a text also ends at end-of-text"},
         {"num-samples", OPT_INT, &o->num_samples, 1, 1e6, .arg = "N", .group = "Text", .help = "texts per prompt"},
         {"temperature", OPT_FLOAT, &o->temperature, 0, 100, .arg = "X", .group = "Sampling",
          .help = "divides the logits; 0: always the most likely token"},
         {"top-k", OPT_INT, &o->top_k, 0, MAX_VOCAB, .arg = "N", .group = "Sampling",
          .help = "sample from the N most likely tokens; 0: all"},
         {"top-p", OPT_FLOAT, &o->top_p, 0, 1, .arg = "X", .group = "Sampling",
-         .help = "and only from the smallest set whose probabilities sum to X; 1: all"},
+         .help = "then only from the fewest most likely tokens whose probabilities sum to X; 1: all"},
         {"seed", OPT_INT, &o->seed, 0, 9007199254740992.0, .arg = "N", .group = "Sampling",
          .help = "the same seed generates the same texts"},
         {"threads", OPT_INT, &o->threads, 0, MAX_THREADS, .arg = "N", .group = "Machine", .help = THREADS_HELP},
@@ -103,8 +103,8 @@ static void parse_flags(SampleOptions *o, int argc, char **argv) {
         "Usage: sample_gpt2 --model DIR [flags]\n\nPrints each prompt and its continuation to stdout, and the speed to stderr. If there are several texts, a line\n"
         "\"---- prompt P, sample S\" precedes each.");
     if (o->attn && normalizer_help(o->attn)) exit(EXIT_DONE);
-    if (!o->model) fail(EXIT_USAGE, "--model is missing: the folder of a checkpoint or a run.");
-    if (o->prompt && o->prompt_file) fail(EXIT_USAGE, "--prompt and --prompt-file exclude each other.");
+    if (!o->model) fail(EXIT_USAGE, "--model is missing: name the folder of a checkpoint or a run.");
+    if (o->prompt && o->prompt_file) fail(EXIT_USAGE, "--prompt and --prompt-file cannot be used together.");
 }
 
 // Reads the model's shape, its normalizer, and the tokenizer, which is the same for all checkpoints of a run.

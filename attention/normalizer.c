@@ -408,7 +408,7 @@ static void print_one(const char *text) {
         printf("  s=%-19s %s\n", write_number(normalizer.s_start, value, sizeof value),
                normalizer.fixed ? "fixed" : "initial value of s");
     else if (normalizer.fixed) printf("  fixed                 s keeps its initial value\n");
-    printf("shortest equal name: %s\n", normalizer_shortest(&normalizer, name, sizeof name));
+    printf("shortest equivalent name: %s\n", normalizer_shortest(&normalizer, name, sizeof name));
 }
 
 bool normalizer_help(const char *text) {

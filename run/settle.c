@@ -338,7 +338,7 @@ void settle(Run *run) {
              "  Check the path.",
              o->out);
     if (!o->train_data)
-        fail(EXIT_USAGE, "--train-data is missing: which shards to train on. data/shakespeare.py creates some.");
+        fail(EXIT_USAGE, "--train-data is missing: name the shards to train on. data/shakespeare.py creates some.");
     settle_tokenizer(run, weights);
     run->train = open_shards(run, o->train_data, o->shuffle, (uint64_t)(run->step_tokens / (int64_t)run->T),
                              "Add data, or reduce --seq-len, --batch or --total-batch-tokens.", &run->train_print);

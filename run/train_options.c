@@ -53,7 +53,7 @@ void train_options_init(TrainOptions *o, const char *attn_help, bool gpus) {
         {"rope-theta",  OPT_FLOAT, &o->rope_theta, 1.0001, 1e12, .arg = "X", .group = "Model", .help = "base of RoPE's wavelengths"},
         {"init-from",   OPT_TEXT, &o->init_from, .arg = "DIR", .group = "Model", .help = "start from the weights in a checkpoint or a Hugging Face Llama folder"},
         {"ignore-config-key", OPT_TEXT, &o->ignore_config_key, .arg = "NAME[,...]", .group = "Model", .help = "unknown keys in --init-from's config.json to ignore"},
-        {"dtype",       OPT_CHOICE, &o->dtype, .choices = "fp32|bf16", .group = "Model", .help = "matmul inputs; sums and master weights stay float32"},
+        {"dtype",       OPT_CHOICE, &o->dtype, .choices = "fp32|bf16", .group = "Model", .help = "data type of matmul inputs; sums and master weights stay float32"},
 
         {"batch",       OPT_INT, &o->batch, 1, 65536, .arg = "B", .group = "Training", .help = "micro-batch: sequences per rank", .on_resume = true},
         {"seq-len",     OPT_INT_LIST, &o->seq_len, 1, 1 << 20, .arg = "T[,T...]", .group = "Training", .help = "tokens per sequence; if several, each step draws one"},
@@ -71,7 +71,7 @@ void train_options_init(TrainOptions *o, const char *attn_help, bool gpus) {
         {"out",         OPT_TEXT, &o->out, .arg = "DIR", .group = "Run", .help = "run folder for run.json, metrics.jsonl, samples.txt and ckpt/; without it, nothing is kept", .on_resume = true},
         {"resume",      OPT_SWITCH, &o->resume, .group = "Run", .help = "continue from the newest checkpoint in --out; start from scratch if there is none", .on_resume = true},
         {"val-every",   OPT_INT, &o->val_every, 0, 1e12, .arg = "N", .group = "Run", .help = "steps between validations; 0: none", .on_resume = true},
-        {"val-tokens",  OPT_INT, &o->val_tokens, 1, 1e12, .arg = "N", .group = "Run", .help = "most tokens of --val-data per validation"},
+        {"val-tokens",  OPT_INT, &o->val_tokens, 1, 1e12, .arg = "N", .group = "Run", .help = "maximum number of tokens of --val-data per validation"},
         {"sample-every", OPT_INT, &o->sample_every, 0, 1e12, .arg = "N", .group = "Run", .help = "steps between samples; 0: none", .on_resume = true},
         {"ckpt-every",  OPT_INT, &o->ckpt_every, 0, 1e12, .arg = "N", .group = "Run", .help = "steps between checkpoints; 0: only at the end", .on_resume = true},
         {"keep",        OPT_INT, &o->keep, 0, 1e6, .arg = "N", .group = "Run", .help = "newest checkpoints to keep; 0: all", .on_resume = true},
@@ -83,7 +83,7 @@ void train_options_init(TrainOptions *o, const char *attn_help, bool gpus) {
 
         {"zero",        OPT_INT, &o->zero, 0, 1, .arg = "0|1", .group = "GPUs", .help = "1: shard AdamW's moments over the ranks (ZeRO-1)", .on_resume = true},
         {"recompute",   OPT_SWITCH, &o->recompute, .group = "GPUs", .help = "recompute some activations in the backward pass to save memory", .on_resume = true},
-        {"reduce-dtype", OPT_CHOICE, &o->reduce_dtype, .choices = "fp32|bf16", .group = "GPUs", .help = "gradients during the all-reduce", .on_resume = true},
+        {"reduce-dtype", OPT_CHOICE, &o->reduce_dtype, .choices = "fp32|bf16", .group = "GPUs", .help = "data type of gradients during the all-reduce", .on_resume = true},
         {"deterministic", OPT_SWITCH, &o->deterministic, .group = "GPUs", .help = "bitwise reproducible; 0: pick the fastest matmul algorithm by measurement", .on_resume = true},
         {"stochastic-rounding", OPT_SWITCH, &o->stochastic_rounding, .group = "GPUs", .help = "round the weights' bf16 copy stochastically", .on_resume = true},
     };

@@ -116,7 +116,7 @@ static const char *repeated_name(const cJSON *item) {
     }
     if (!cJSON_IsObject(item) || count < 2) return NULL;
     const char **names = malloc(count * sizeof *names);
-    if (!names) fail(EXIT_RESOURCE, "Out of memory for the %zu names of a JSON object.", count);
+    if (!names) fail(EXIT_RESOURCE, "out of memory for the %zu names of a JSON object.", count);
     cJSON_ArrayForEach(child, item) names[i++] = child->string;
     qsort(names, count, sizeof *names, compare_names);
     for (i = 1; i < count && !found; i++) {

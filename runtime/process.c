@@ -263,7 +263,7 @@ void process_start(int *argc, char ***argv) {
     if (size > 1)
         fail(EXIT_USAGE,
              "a launcher started %d processes, but this program was built without MPI.\n"
-             "  Install libopenmpi-dev and rebuild with make, or start a single process.",
+             "  Install libopenmpi-dev and rebuild with make, or start a single rank.",
              size);
 }
 

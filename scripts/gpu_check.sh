@@ -309,7 +309,7 @@ part_probe() {
     found Python "$("$python" --version 2>&1), $(command -v "$python")" "install Python 3"
     while read -r name value; do found "Python's $name" "$value" "$(without "$name")"; done < <(python_packages)
     for name in ncu compute-sanitizer; do found $name "$(command -v $name)" "$(without $name)"; done
-    found mpirun "$(command -v mpirun)" "needed only by the part several"
+    found mpirun "$(command -v mpirun)" "needed only by the part 'several'"
     facts+=("CPU: $(nproc) cores, $(awk '/MemTotal/ { printf "%.0f GB", $2 / 1e6 }' /proc/meminfo) of memory")
     facts+=("free disk: $(free_in .) here, $(free_in /dev/shm) in /dev/shm" "text to train on: $data, $curve")
     fact "${facts[@]}"

@@ -25,7 +25,7 @@ formula: a method whose error is more than three times that of the plain bf16 fo
 Under qk=l2 all sides get q and k that already have norm 1 (in the trainer that is part of RoPE's kernel). Compilation
 is never timed.
 
-Exit codes: 0; 1: one of ours is wrong or failed; 75: cases are left, because time ran out; 77: no GPU.
+Exit codes: 0: done; 1: one of ours is wrong or failed; 75: cases are left, because time ran out; 77: no GPU.
 """
 import argparse
 import ctypes
@@ -685,7 +685,7 @@ def parse():
     parser.add_argument("part", choices=("attention", "others", "warm"), help="warm: used by `others`")
     parser.add_argument("--attn", default="", help="comma-separated presets; default: all")
     parser.add_argument("--lengths", default="", help="default: 4096,1024")
-    parser.add_argument("--sweep", default="", help="lengths for softmax in the part attention; default: 1024 to 16384")
+    parser.add_argument("--sweep", default="", help="lengths for softmax in the part 'attention'; default: 1024 to 16384")
     parser.add_argument("--way", help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, default=0.15, help="seconds per measurement")
     parser.add_argument("--budget", type=float, default=500,

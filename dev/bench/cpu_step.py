@@ -297,8 +297,8 @@ def machine():
 def parse():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--cases", default=CASES, help="dtype:BxT, comma-separated (default: %(default)s)")
-    parser.add_argument("--variants", default=",".join(VARIANTS), help="some of %(default)s")
-    parser.add_argument("--rounds", type=int, default=3, help="how often each process runs (default: %(default)s)")
+    parser.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated, from %(default)s")
+    parser.add_argument("--rounds", type=int, default=3, help="number of times each process runs (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=4, help="counted steps per process (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)),
                         help="threads on each side (default: all cores)")

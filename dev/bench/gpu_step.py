@@ -22,13 +22,13 @@ step: forward, backward, gradient clipping, AdamW, and a new batch each time.
 Both sides leave out the same number of steps at the start, and both are timed with the host's clock from the end of one
 step on the device to the end of the next: ours is `ms` in metrics.jsonl. Under PyTorch the host runs one step ahead of
 the device, so that the device never waits for it. A figure is the median. Nothing else runs at the same time, except in
-the part memory, which calls nvidia-smi and whose times are therefore not measurements. A case that does not end within
+the memory part, which calls nvidia-smi and whose times are therefore not measurements. A case that does not end within
 LIMIT seconds has failed; a case that the end of the budget cuts off is left for the next call.
 
 The model is that of dev/bench/cpu_step.py, written as a skilled user would: one matmul for q, k and v, one for gate and
 up, and a vocabulary padded to 50,304.
 
-Exit codes: 0; 1: one of our runs failed; 75: cases are left, because time ran out; 77: no GPU.
+Exit codes: 0: done; 1: one of our runs failed; 75: cases are left, because time ran out; 77: no GPU.
 """
 import argparse
 import contextlib
@@ -489,7 +489,7 @@ def parse():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("report", type=Path)
     parser.add_argument("part", choices=("step", "memory", "larger"))
-    parser.add_argument("--models", default="", help="default: 124M, or 162M for the part larger")
+    parser.add_argument("--models", default="", help="default: 124M, or 162M for the part 'larger'")
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--steps", type=int, default=20, help="counted steps (default: %(default)s)")
     parser.add_argument("--budget", type=float, default=500,

@@ -288,7 +288,7 @@ static void test_shortest(void) {
         {"softmax+phi=expm1+post=rectify", "softpick"},
     };
     // clang-format on
-    check_group("the shortest equal name");
+    check_group("the shortest equivalent name");
     for (size_t i = 0; i < COUNT(SHORTEST); i++) {
         check_case();
         char out[NORMALIZER_TEXT];
@@ -406,7 +406,7 @@ static void test_scalars(void) {
         {"softmax-floorlog", {0, 0, 0, 0}, {0, 0, 0, 0}},
         {"softpick", {0, 0, 0, 0}, {0, 0, 0, 0}},
     };
-    check_group("the learned scalars: which exist, which are trained, their start values");
+    check_group("the learned scalars: which exist, which are trained, their initial values");
     for (size_t i = 0; i < COUNT(ROWS); i++) {
         check_case();
         Normalizer n = parse(ROWS[i].text);
@@ -510,7 +510,7 @@ static void test_help(void) {
     CHECK(strstr(output, "softmax+norm=l1+1 is softmax1") != NULL, "no shortest name");
     CHECK(check_fork(help, "help:softmax+norm=l1+1+post=reweight:3", output, sizeof output) == 0, "help:NAME");
     CHECK(strstr(output, "norm=l1+1") && strstr(output, "post=reweight:3") &&
-              strstr(output, "shortest equal name: softmax1+post=reweight:3"),
+              strstr(output, "shortest equivalent name: softmax1+post=reweight:3"),
           "%s", output);
     CHECK(check_fork(help, "help:ssmx", output, sizeof output) == EXIT_USAGE && strstr(output, "Did you mean ssmax?"),
           "%s", output);
