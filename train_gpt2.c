@@ -526,8 +526,8 @@ typedef struct {
 
 typedef struct Layer Layer;
 
-// One row per block: what it keeps in addition to what every block keeps, where attention finds q, k and v, and its
-// passes. Its tensors and sizes are in model/model.c, its decoding in DECODE_BLOCKS.
+// One row per block: the arrays that it keeps beyond those of every block, where attention finds q, k and v, and the
+// passes. The block's tensors and sizes are in model/model.c, its decoding in DECODE_BLOCKS.
 typedef struct {
     void (*plan)(Model *m, size_t kept_layers, size_t N);
     void (*arrays)(const Model *m, Layer *of, size_t rows);    // those that plan() added, from row `rows` on
@@ -790,7 +790,7 @@ static void layer_forward(Model *m, size_t l, size_t B, size_t T) {
     matmul_forward(of.x_next, m->act, weight(m, at->down), N, F, C, true);
 }
 
-// m->dx (N,C), the gradient of the residual stream, is that after the layer on entry and that before it on return.
+// m->dx (N,C) is the gradient of the residual stream: after the layer on entry, before it on return.
 static void layer_backward(Model *m, size_t l, size_t B, size_t T, bool add) {
     const ModelConfig *c = &m->config;
     const LayerOffsets *at = &m->list.layers[l];
@@ -1024,8 +1024,8 @@ static void model_update(Model *m, AdamW a) {
 
 enum {
     PREFILL_ROWS = 64,    // prompt tokens that run through the layers together
-    FEW_ROWS = 8
-};    // the most rows for which a matmul is matmul_few()
+    FEW_ROWS = 8,         // decoding uses matmul_few() for at most this many rows
+};
 
 typedef struct {
     Model *m;
@@ -1045,8 +1045,8 @@ typedef struct {
     size_t sequence, position;
 } DecodeRow;
 
-// One row per block: the arrays that it needs in addition; k and v (key and value width) from the projections of row r
-// of a call, for the cache; a layer for all rows.
+// One row per block. plan() adds the arrays that only this block needs; keys() computes k and v (key and value width)
+// of row r for the cache, from the row's projections; decode() runs one layer for all rows.
 typedef struct {
     void (*plan)(Decoder *d, MemoryPlan *plan);
     void (*keys)(Decoder *d, Rope rope, size_t r, size_t layer, float *k, float *v);
@@ -1391,7 +1391,7 @@ int main(int argc, char **argv) {
     round_parameters(&model);
     run_begin(&run, peak_of(&model, &best_peak));
 
-    // The normalizer changes: --attn differs from that of --init-from, or --attn-switch names step 0.
+    // Switch now if --attn differs from the normalizer of --init-from, or if --attn-switch names step 0.
     change_normalizers(&run, &model);
     while (run_continues(&run)) {
         if (!run.owed) {    // otherwise the run stopped between a step and its validation

@@ -221,8 +221,8 @@ static float norm_eps(const Model *m) {
     return (float)m->config.norm_eps;
 }
 
-// One row per block: what it keeps in addition to what every block keeps, where attention finds q, k and v (`views`,
-// which leaves the scalars out), and its passes. Its tensors are in model/model.c.
+// One row per block: the arrays that it keeps beyond those of every block, where attention finds q, k and v (`views`,
+// which leaves the scalars out), and the passes. The block's tensors are in model/model.c.
 template <class X>
 struct BlockRow {
     void (*plan)(Model *m, Activations<X> *a, size_t N, size_t input_layers);
@@ -367,8 +367,8 @@ static void plan_floats(Model *m, size_t B, size_t T) {
     memory_add(&m->plan, scratch, (void **)&m->cosines, T * HS / 2 * sizeof(float));
     memory_add(&m->plan, scratch, (void **)&m->sines, T * HS / 2 * sizeof(float));
     memory_add(&m->plan, scratch, (void **)&m->all_zero_rows, 2 * sizeof *m->all_zero_rows);
-    memory_add(&m->plan, "a batch", (void **)&m->batch, batch_ints(N) * sizeof(int32_t));
-    memory_add(&m->plan, "a batch", (void **)&m->mask, N);
+    memory_add(&m->plan, "batch", (void **)&m->batch, batch_ints(N) * sizeof(int32_t));
+    memory_add(&m->plan, "batch", (void **)&m->mask, N);
 }
 
 static const char *const KEPT = "activations kept for the backward pass", *const SCRATCH = "scratch",
@@ -596,7 +596,7 @@ static void layer_forward(Model *m, Activations<X> *a, size_t l, size_t B, size_
     matmul_forward(&m->matmul, of.x_next, of.act, weight<X>(m, at->down), of.x_mid, {N, F, C}, stream);
 }
 
-// a->dx (N,C), the gradient of the residual stream, is that after the layer on entry and that before it on return.
+// a->dx (N,C) is the gradient of the residual stream: after the layer on entry, before it on return.
 template <class X>
 static void layer_backward(Model *m, Activations<X> *a, size_t l, size_t B, size_t T, bool add) {
     const ModelConfig *c = &m->config;
@@ -807,7 +807,7 @@ static void round_parameters(const Model *m, int64_t step) {
 
 static const RunProgram PROGRAM = {
     "train_gpt2cu",
-    "Usage: train_gpt2cu --train-data GLOB [flags]\n\nTrains a GPT on GPUs, one per rank. To run N ranks: mpirun -np N ./train_gpt2cu ...",
+    "Usage: train_gpt2cu --train-data GLOB [flags]\n\nTrains a GPT on GPUs, one per rank. To run N ranks: scripts/launch.sh N ./train_gpt2cu ...",
     true,
 };
 
@@ -1145,7 +1145,7 @@ int main(int argc, char **argv) {
     upload(&model, run.step);
     run_begin(&run, peak_of(&model, &device));
 
-    // The normalizer changes: --attn differs from that of --init-from, or --attn-switch names step 0.
+    // Switch now if --attn differs from the normalizer of --init-from, or if --attn-switch names step 0.
     change_normalizers(&run, &model);
     while (run_continues(&run)) {
         if (!run.owed) {    // otherwise the run stopped between a step and its validation

@@ -374,7 +374,7 @@ static size_t row_grads_size(AttentionShape shape) {
     return shape.B * shape.NH * shape.T * ROW_GRADS;
 }
 
-// The keys, the values and their gradients of a group in process.
+// The keys and values of the group being processed, and their gradients.
 static size_t group_scratch(AttentionShape shape) {
     return 2 * shape.T * (shape.HS + shape.VS);
 }
@@ -385,8 +385,8 @@ size_t attention_scratch(AttentionShape shape, int threads) {
 }
 
 // What the heads of a group share: k (T,HS) and v (T,VS) and, in the backward pass, their gradients. Each block of rows
-// reads them again, so they are copied together unless their rows adjoin already: the rows of a view of many heads lie
-// far apart and share a few sets of the cache.
+// reads them again, so they are copied to adjacent rows unless their rows are adjacent already: the rows of a view of
+// many heads lie far apart and share a few sets of the cache.
 typedef struct {
     size_t b, kv;
     const real *k, *v;
@@ -420,7 +420,7 @@ static void copy_in_keys(Group *group, const AttentionInput *in, AttentionShape 
     group->v = copy_in(in->v, group, shape.VS, shape.T, v);
 }
 
-// Where a gradient is summed: in place if its rows adjoin, else in `copy`, for copy_out().
+// Where a gradient is summed: in place if its rows are adjacent, else in `copy`, for copy_out().
 static real *sum_in(View all, const Group *group, size_t width, size_t T, real *copy) {
     return all.row == width ? all.p + group_offset(group, T, all.row, all.head) : copy;
 }

@@ -49,7 +49,7 @@ struct FlashInputGrads {
     ScalarGrads scalars;
 };
 
-enum { FLASH_STATS = 4 };    // the least number of floats that the forward pass keeps per row
+enum { FLASH_STATS = 4 };    // the minimum number of floats that the forward pass keeps per row
 
 // If no kernel supports this shape with elements of `element` bytes, ends the program with a message that says what is
 // supported.
@@ -79,15 +79,16 @@ void flash_backward(FlashInputGrads<X> d, const X *dout, FlashView<const X> out,
 
 // ---- between flash.cu and the instances
 
-// What the backward kernels need to know about a row (flash.cuh has the formulas).
+// What the backward kernels need to know about a row (flash.cuh has the formulas). For plain posts, by_d is factor
+// times scale, and by_D is that times D (in the dq kernel, both without scale).
 struct alignas(16) FlashRow {
     float scale, bias, factor, D;
     union {
         float mean, by_d;
-    };    // by_d and by_D, for plain posts: factor scale, and that times D
+    };
     union {
         float less, by_D;
-    };    // (without scale in the dq kernel)
+    };
     float inverse_sum, number;    // phi's, see phi_number()
 };
 

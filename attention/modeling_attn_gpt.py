@@ -69,8 +69,8 @@ PHI = {
 
 
 def start_of_s(normalizer):
-    """The start value of s: the number in the name if there is one. Otherwise 1 / mean(ln n over n = 1..L), which makes the
-    mean temperature that of softmax [SSMax], or 1 if p_n replaces ln n."""
+    """The initial value of s: the number in the name if there is one. Otherwise 1 / mean(ln n over n = 1..L), which makes
+    the mean temperature that of softmax [SSMax], or 1 if p_n replaces ln n."""
     name, L = normalizer["name"], normalizer["seq_len"]
     said = re.findall(r"\+s=([-+.\deE]+)(?=\+[a-z]|$)", name)
     if said:
@@ -79,7 +79,7 @@ def start_of_s(normalizer):
 
 
 # The learned scalars: one for each head of a layer, or one for each n up to L in the whole model; which normalizers
-# have them; their start values.
+# have them; their initial values.
 SCALARS = {
     "attn_scale": ("head", lambda a: a["scale"] in ("logn", "logn-bias", "pn"), start_of_s),
     "attn_bias": ("head", lambda a: a["scale"] in ("logn-bias", "pn"), lambda a: 0.0),

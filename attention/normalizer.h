@@ -128,7 +128,7 @@ typedef enum { POST_VALUES(NORMALIZER_KIND) } PostKind;
     X(lssa,                 L2,   LOGD_LOGN, START,    NONE,  SOFTPLUS, L1,          NONE,         "[LSSA] eq. 4") \
     X(lssar,                L2,   LOGD_LOGN, START,    NONE,  SOFTPLUS, L1,          REWEIGHT(15), "[LSSA] eq. 4 and 5") \
     X(relu2-n,              NONE, RSQRT_D,   START,    NONE,  RELU2,    N,           NONE,         "[GAU], n = the row's visible keys") \
-    X(relu2-T,              NONE, RSQRT_D,   START,    NONE,  RELU2,    T,           NONE,         "[GAU], n = the sample's length") \
+    X(relu2-T,              NONE, RSQRT_D,   START,    NONE,  RELU2,    T,           NONE,         "[GAU], n = the sequence length") \
     X(relu2-L,              NONE, RSQRT_D,   START,    NONE,  RELU2,    L,           NONE,         "[GAU] solution 1, n = the training length") \
     X(relu2-512,            NONE, RSQRT_D,   START,    NONE,  RELU2,    CONST(512),  NONE,         "[GAU] solution 1 with its 512") \
     X(softmax-sink,         NONE, RSQRT_D,   START,    NONE,  EXP,      L1_SINK,     NONE,         "gpt-oss, arXiv 2508.10925") \
@@ -302,7 +302,7 @@ NORMALIZER_INLINE real phi_number(int phi, RowPlace at, real shift) {
 #undef PHI_NUMBER
 
 // f = phi(z) and phi'(z), finite if z and the learned number are 0. A NaN in z gives a NaN in f: the comparisons are
-// written so that it passes. Where exp is taken relative to a shift, z is already shifted.
+// written so that it propagates. Where exp is taken relative to a shift, z is already shifted.
 NORMALIZER_INLINE void phi_both(int phi, real z, real number, real *f, real *slope) {
     real positive = z < 0 ? 0 : z;
     switch (phi) {

@@ -31,9 +31,9 @@ typedef struct {
     float *q_gain, *q_offset, *k_gain, *k_offset;
 } GauGains;
 
-// What a layer computes from its normalized input before attention, or the gradients of that: `joined` is the output of
-// one matmul, qkv (B,T,NH + 2 NKV,HS) of a Llama layer or uvz (B,T,2E+HS) of a gated unit, which alone has the others:
-// q, k (B,T,HS) and v (B,T,E). inverse_norms (B,T,NH + NKV) of q and k, with l2.
+// What a layer computes from its normalized input before attention, or the gradients of it. `joined` is the output of
+// one matmul: qkv (B,T,NH + 2 NKV,HS) in a Llama layer, uvz (B,T,2E+HS) in a gated unit. Only gated units have q, k
+// (B,T,HS) and v (B,T,E). inverse_norms (B,T,NH + NKV) of q and k exist only with l2.
 template <class X>
 struct Projected {
     X *joined, *q, *k, *v;

@@ -57,8 +57,9 @@ typedef struct {
     size_t tensor_count;
     size_t (*value_size)(const ModelConfig *c);      // of a head
     size_t (*joined_width)(const ModelConfig *c);    // the columns that the layer's first matmul computes
-    void (*text)(const ModelConfig *c, const char *shared, char *out, size_t size);    // model_text(); shared: its end
-    void (*describe)(const ModelConfig *c, char *out, size_t size);                    // model_description()
+    // For model_text() and model_description(). shared: the keys that every block has.
+    void (*text)(const ModelConfig *c, const char *shared, char *out, size_t size);
+    void (*describe)(const ModelConfig *c, char *out, size_t size);
 } BlockShape;
 
 extern const BlockShape block_shapes[BLOCK_COUNT];

@@ -8,7 +8,7 @@ numbers. attention/README.md shows them.
 
 The row is the last of n = T = L = 64 keys, head size d = 64. Its scores q · k_j, over sqrt(d), are a hump around j = 20, a dip
 around 38, a peak of 3 at 48, and noise; |q| = |k_j| = sqrt(d), which determines the cosines under qk=l2. A comes from
-dev/reference/model.py (PyTorch, float64), with the identity as v and the learned scalars at their start values.
+dev/reference/model.py (PyTorch, float64), with the identity as v and the learned scalars at their initial values.
 """
 import argparse
 import csv

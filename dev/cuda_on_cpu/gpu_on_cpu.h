@@ -306,8 +306,8 @@ inline T atomicCAS(T *p, typename cuda_on_cpu::Same<T>::type compare, typename c
     return cuda_on_cpu::atomic_change(p, [=](T old) -> T { return old == compare ? x : old; });
 }
 
-// ---- instructions without a name in CUDA C++: ldmatrix, mma.m16n8k16, cp.async, and loads and stores of 16 bytes The
-// layout of elements over lanes is that of the PTX ISA.
+// ---- instructions without a name in CUDA C++: ldmatrix, mma.m16n8k16, cp.async, and loads and stores of 16 bytes.
+// The layout of elements over lanes is that of the PTX ISA.
 
 DEVICE void ldmatrix_x4(uint32_t r[4], const void *row, CUDA_ON_CPU_SITE) {
     cuda_on_cpu::ldmatrix(r, 4, false, row, {file, line});

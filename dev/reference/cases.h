@@ -1,6 +1,6 @@
 // Shared by test_gpt2.c and test_gpt2.cu: reads the cases of fixtures/cases.txt, compares with their answers, and runs
-// the cases of whole models. C and C++ both include it. The trainer to be tested stands behind the functions subject_*,
-// which the file that includes this defines.
+// the cases of whole models. C and C++ both include it. It reaches the trainer under test through the functions
+// subject_*, which the including file defines.
 #ifndef REFERENCE_CASES_H
 #define REFERENCE_CASES_H
 

@@ -34,7 +34,7 @@ class Normalizer:
     phi: str = "exp"
     norm: str = "l1"
     post: str = "none"
-    s: float | None = None      # a start value of s that replaces s_start()
+    s: float | None = None      # a initial value of s that replaces s_start()
     fixed: bool = False         # s is not learned
 
     @property
@@ -50,7 +50,7 @@ class Normalizer:
         return self.norm == "l1+sink"
 
     def s_start(self, L):
-        """The start value of s [SSMax], with which the mean temperature equals softmax's; 1 if p_n replaces ln n."""
+        """The initial value of s [SSMax], with which the mean temperature equals softmax's; 1 if p_n replaces ln n."""
         if self.s is not None:
             return self.s
         return 1.0 if self.scale == "pn" else L / math.lgamma(L + 1)
@@ -58,7 +58,7 @@ class Normalizer:
 
 @dataclass(frozen=True)
 class Scalar:
-    """A learned scalar: its tensor's name, which normalizers have it, and its start value for training length L. Each
+    """A learned scalar: its tensor's name, which normalizers have it, and its initial value for training length L. Each
     head of each layer has one; with by_position, the whole model has one for each n up to L."""
     tensor: str
     of: Callable[[Normalizer], bool]
@@ -381,7 +381,7 @@ def decays(name):
 
 
 def attention_scalars(parameters, prefix, config):
-    """The scalars of a layer's normalizer; those that are not trained have their start values."""
+    """The scalars of a layer's normalizer; those that are not trained have their initial values."""
     scalars = scalars_at_start(config.normalizer, config.heads, config.L, parameters["model.norm.weight"].dtype)
     return {name: parameters[("model." if SCALARS[name].by_position else prefix) + SCALARS[name].tensor]
             if trains(config.normalizer, name) else start for name, start in scalars.items()}

@@ -118,7 +118,7 @@ extern "C" void flash_test(const char *attn, bool is_bf16, const FlashTestShape 
     else run<float>(&normalizer, *shape, arrays);
 }
 
-// For scalar `scalar` of SCALARS: how many numbers the normalizer has (0: none), their start value, and whether they
+// For scalar `scalar` of SCALARS: how many numbers the normalizer has (0: none), their initial value, and whether they
 // are trained.
 extern "C" const int flash_scalar_count = SCALAR_COUNT;
 

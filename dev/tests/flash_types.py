@@ -26,7 +26,7 @@ def arrays_for(library):
 
 
 def scalars_at_start(library, attn, shape):
-    """{i: (how many numbers, start value, trained or not)} for the scalars that a normalizer has."""
+    """{i: (how many numbers, initial value, trained or not)} for the scalars that a normalizer has."""
     start, trained, found = ctypes.c_double(), ctypes.c_bool(), {}
     library.flash_scalar.restype = ctypes.c_size_t
     for i in range(len(scalar_names(library))):

@@ -168,7 +168,7 @@ def near(found, expected):
 
 
 def under(tensors, config, attn):
-    """The reference under another normalizer, with its scalars at their start values."""
+    """The reference under another normalizer, with its scalars at their initial values."""
     changed = reference.replace(config, attn=attn)
     starts = {scalar.tensor: scalar.start(changed.normalizer, L) for scalar in reference.SCALARS.values()}
     new = {name: torch.full(shape, starts[name.rpartition(".")[2]]).double()
@@ -194,7 +194,7 @@ def test_losses_under_another_normalizer_equal_the_references(block, attn, softm
         near(row["loss"], positions.mean())
     if attn == "softmax":
         return
-    softly = ("ssmax-pn", "softmax-floorlog")       # equal softmax: by their scalars' start values; below n = 8192
+    softly = ("ssmax-pn", "softmax-floorlog")       # equal softmax: by their scalars' initial values; below n = 8192
     assert attn in softly or np.abs(expected[-1] - expected[len(lengths) - 1]).max() > 1e-3
     [entry] = result["lineage"]
     assert (entry["from"], entry["attn"], entry["seq_lens"]) == ("softmax", attn, lengths)
@@ -466,7 +466,7 @@ def test_while_a_run_prunes_its_checkpoints(data, checkpoints, tmp_path):
 
 def test_a_note_on_lengths_below_l(checkpoints, data, tmp_path):
     """There is a note if s starts anew and the mean temperature at the shortest length is below 0.9 of softmax's; with
-    the start value in the note it equals softmax's."""
+    the initial value in the note it equals softmax's."""
     folder = checkpoints("--model", model_flag("llama"))
     start, ratio = 4 / math.lgamma(5), math.lgamma(5) / 4 * ENTROPY
 

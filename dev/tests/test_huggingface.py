@@ -164,7 +164,7 @@ def bases(data, tmp_path_factory):
 @pytest.fixture(scope="session")
 def model_of(bases, data, tmp_path_factory):
     """The folder of a block's model under any normalizer: one step from the softmax model, in which the scalars leave
-    their start values."""
+    their initial values."""
     def make(block, name):
         flags = ["--init-from", bases[block], "--attn", name, "--warmup", 1, "--lr", 0.02]
         return train(data, tmp_path_factory.mktemp("run") / "out", *flags, steps=1)[0]

@@ -34,7 +34,7 @@ def attend(name, q, k, v, L=16, **scalars):
 
 
 def scalars_of(name, heads, L, seed=7):
-    """The normalizer's scalars, near their start values, as leaves that collect gradients."""
+    """The normalizer's scalars, near their initial values, as leaves that collect gradients."""
     start = reference.scalars_at_start(parse_normalizer(name), heads, L)
     return {name: (x + 0.3 * random(len(x), seed=seed + i)).requires_grad_() for i, (name, x) in enumerate(start.items())}
 
