@@ -348,9 +348,16 @@ def fraction(text):
     return number
 
 
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """States the defaults, except of flags that have none."""
+
+    def _get_help_string(self, action):
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
 def add_flags(parser, name, val_fraction, tokenizer="gpt2", out=None):
     """Adds the flags that all scripts have."""
-    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
+    parser.formatter_class = HelpFormatter
     parser.allow_abbrev = False
     parser.add_argument("--out", type=Path, default=out or DATA / name, help="folder for the shards")
     parser.add_argument("--name", default=name, help="prefix of the shards' names")

@@ -256,7 +256,8 @@ def settings(files, column="text", separator=None):
 def add_flags(parser, column="text", separator=None):
     parser.add_argument("--column", default=column,
                         help="the key or column with the text, in JSONL, JSON and Parquet files")
-    parser.add_argument("--separator", default=separator, help="text between the documents of a plain text file")
+    parser.add_argument("--separator", default=separator,
+                        help="text between the documents of a plain text file; without it, a file is one document")
 
 
 # ---- packages

@@ -34,7 +34,7 @@ class Normalizer:
     phi: str = "exp"
     norm: str = "l1"
     post: str = "none"
-    s: float | None = None      # a initial value of s that replaces s_start()
+    s: float | None = None      # an initial value of s that replaces s_start()
     fixed: bool = False         # s is not learned
 
     @property

@@ -78,6 +78,12 @@ def test_rerunning_is_quick_and_changes_nothing(plays):
     assert before == {p: p.stat().st_mtime_ns for p in plays.glob("*.bin")}
 
 
+@pytest.mark.parametrize("name", ["text", "fineweb", "shakespeare"])
+def test_help_states_defaults_where_there_are_any(name):
+    text = script(name, "--help")
+    assert "(default: gpt2)" in text and "None" not in text
+
+
 def test_other_settings_are_rejected(plays):
     text = script("shakespeare", "--out", plays, "--val-fraction", "0.1", code=2)
     assert "made with val_fraction = 0.05, but now it is 0.1" in text
