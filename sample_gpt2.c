@@ -230,9 +230,10 @@ static bool load(Sampler *s, const char *folder, Error *error) {
     for (size_t i = 0; i < s->prompt_count; i++)
         if (s->prompts[i].count > longest) longest = s->prompts[i].count;
     if (normalizer_has(&m->config.attn, SCALAR_P) && longest + new_tokens - 1 > (size_t)m->config.seq_len)
-        fail(EXIT_USAGE,
-             "a prompt of %zu tokens plus --max-new-tokens %zu with %s: p_n is only learned for n up to %d.", longest,
-             new_tokens, m->config.attn.text, m->config.seq_len);
+        fail(
+            EXIT_USAGE,
+            "a prompt of %zu tokens plus --max-new-tokens %zu with %s: p_n is only learned for n up to %d.\n  Reduce --max-new-tokens, or shorten the prompt.",
+            longest, new_tokens, m->config.attn.text, m->config.seq_len);
     m->list = tensors_of(&m->config, NULL, 0);
     plan_parameters(m, false, false);
     plan_decoder(&s->decoder, m, &m->plan, sequences, longest + new_tokens);

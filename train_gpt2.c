@@ -8,8 +8,8 @@
 //   6. Training     main(), which contains the training loop
 //
 // attention/ contains the normalizers, model/ the tensors and their files, run/ everything around the model in a run
-// (flags, data, checkpoints), and runtime/ utilities that know neither models nor runs. train_gpt2.cu has the same
-// sections for GPUs.
+// (flags, data, checkpoints), and runtime/ utilities that know neither models nor runs. train_gpt2.cu does
+// the same on GPUs, in the same order.
 // Shapes: B sequences of T tokens, N = B·T rows, C channels, NH heads of size HS, feed-forward width F, and a
 // vocabulary of V tokens (VP when padded).
 

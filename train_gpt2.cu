@@ -1093,8 +1093,8 @@ static void change_normalizers(Run *run, Model *m) {
     unpause_step(run);
 }
 
-// The logits (V) after the last of `count` tokens. Recomputes the whole sequence for each token; on a GPU that takes no
-// longer than a single row with a cache would.
+// The logits (V) after the last of `count` tokens. Recomputes the whole sequence for each token, which needs no cache
+// and no code of its own.
 static float *logits_after(Model *m, const int32_t *tokens, size_t count) {
     size_t C = (size_t)m->config.channels, VP = padded_vocab(&m->config);
     void *host = m->in_bf16 ? (void *)m->host_logits_bf16 : m->host_logits;

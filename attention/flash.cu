@@ -200,8 +200,8 @@ static void check_shared(FlashShape shape, size_t element) {
     if (needed > (size_t)most)
         fail(
             EXIT_USAGE,
-            "attention: a head size of %zu needs %zu KB of shared memory per block, but this GPU has only %zu KB.\n  Heads of at most 64 need less (channels"
-            " / heads, see --model); gated units always have 128.",
+            "attention: a head size of %zu needs %zu KB of shared memory per block, but this GPU has only %zu KB.\n  Heads of at most 64 need less (head_dim"
+            " in --model, or else channels / heads); gated units always have 128.",
             HS, needed / 1024, (size_t)most / 1024);
 }
 
@@ -210,7 +210,7 @@ void flash_check(FlashShape shape, size_t element) {
     if (HS < 8 || HS > 128 || HS % 8)
         fail(
             EXIT_USAGE,
-            "attention: no kernel for a head size of %zu; expected a multiple of 8, at most 128 (channels / heads, see --model).",
+            "attention: no kernel for a head size of %zu; expected a multiple of 8, at most 128 (head_dim in --model, or else channels / heads).",
             HS);
     if (VS != HS && !(HS == 128 && VS % 8 == 0 && VS > 0))
         fail(

@@ -50,13 +50,19 @@ enum {
 
 // ---- a row of HS columns in the registers of a warp
 
+// The pair of columns that a lane's element e belongs to.
+DEVICE size_t gau_pair(int e) {
+    size_t lane = threadIdx.x % 32;
+    return lane + 32 * (size_t)(e % GAU_PAIRS);
+}
+
 // The column of a lane's element e; gau_there() says whether it exists.
 DEVICE size_t gau_column(int e, size_t half) {
-    return (e < GAU_PAIRS ? 0 : half) + threadIdx.x % 32 + 32 * (e % GAU_PAIRS);
+    return (e < GAU_PAIRS ? 0 : half) + gau_pair(e);
 }
 
 DEVICE bool gau_there(int e, size_t half) {
-    return threadIdx.x % 32 + 32 * (e % GAU_PAIRS) < half;
+    return gau_pair(e) < half;
 }
 
 template <class X>

@@ -37,7 +37,8 @@ struct QkNorm {
 // The offset in qkv of head i of the N·(NH + NKV) heads of q and k.
 DEVICE size_t qk_head(const QkNorm &q, size_t i) {
     size_t heads = q.NH + q.NKV;
-    return (i / heads * (heads + q.NKV) + i % heads) * q.HS;
+    size_t row = i / heads, head = i % heads;
+    return (row * (heads + q.NKV) + head) * q.HS;
 }
 
 DEVICE bool qk_is_query(const QkNorm &q, size_t i) {

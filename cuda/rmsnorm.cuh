@@ -75,8 +75,9 @@ template <class X, int W>
 DEVICE void rmsnorm_row(X *dx, float *sums, const X *dy, const X *x, const float *weight, float r_n, float mean,
                         size_t C) {
     float k = r_n * r_n * mean;
-    float *sum = sums + threadIdx.x % 32;
-    for (size_t c = (threadIdx.x % 32) * W; c < C; c += 32 * W, sum += 32 * W) {
+    size_t lane = threadIdx.x % 32;
+    for (size_t c = lane * W; c < C; c += 32 * W) {
+        float *sum = sums + (c - lane * W) + lane;
         float d[W], v[W], w[W], y[W];
         load_vector<W>(d, dy + c);
         load_vector<W>(v, x + c);
@@ -94,7 +95,8 @@ template <class X, int W>
 KERNEL void rmsnorm_backward_kernel(X *dinp, float *partials, const X *dout, const X *inp, const float *weight,
                                     const float *r, size_t N, size_t C) {
     DYNAMIC_SHARED(float, sums);    // (warps, room)
-    size_t room = (C + 32 * W - 1) / (32 * W) * (32 * W), warps = blockDim.x / 32, warp = threadIdx.x / 32;
+    size_t pieces = (C + 32 * W - 1) / (32 * W), room = pieces * 32 * W, warps = blockDim.x / 32,
+           warp = threadIdx.x / 32;
     for (size_t i = threadIdx.x; i < warps * room; i += blockDim.x) sums[i] = 0;
     __syncthreads();
     for (size_t n = blockIdx.x * warps + warp; n < N; n += gridDim.x * warps) {

@@ -398,7 +398,7 @@ static void read_rope(Reader *r) {
         reasons_add(&r->reasons, "\"rope_theta\" is %s; expected a number", value_of(outer).text);
     read_rope_object(r, "rope_parameters", &theta);
     read_rope_object(r, "rope_scaling", &theta);
-    r->config->rope_theta = isnan(theta) ? 10000 : theta;
+    r->config->rope_theta = isnan(theta) ? DEFAULT_ROPE_THETA : theta;
     if (!(r->config->rope_theta > 1 && r->config->rope_theta < 1e12))
         reasons_add(&r->reasons, "rope_theta is %.15g; expected a number between 1 and 1e12", r->config->rope_theta);
 }
@@ -467,6 +467,8 @@ static bool refuse(const Reader *r, const char *path, Error *error) {
         snprintf(remedy, sizeof remedy,
                  "If the model computes the same without %s, load it with --ignore-config-key %s.",
                  r->ignorable == 1 ? "it" : "them", whole ? r->names : "NAME,NAME,...");
+    else if (has_type(r, FAMILIES[OUR_OWN].model_type))
+        snprintf(remedy, sizeof remedy, "This is attn.c's own model_type; doc/checkpoints.md describes its keys.");
     else snprintf(remedy, sizeof remedy, "Only plain Llama and Qwen3 models are supported; see doc/checkpoints.md.");
     return error_set(error, EXIT_INPUT, "%s: this model cannot be loaded:%s\n  %s", path,
                      reasons_text(&r->reasons).text, remedy);
@@ -499,7 +501,8 @@ bool model_config_read(ModelConfig *config, const char *folder, const char *igno
     if (!json) return false;
     *config = (ModelConfig){0};
     Reader r = {.json = json, .ignored = ignored, .config = config};
-    bool right = cJSON_IsObject(json) || error_set(error, EXIT_INPUT, "%s: expected a JSON object.", path);
+    bool right = cJSON_IsObject(json) ||
+                 error_set(error, EXIT_INPUT, "%s: expected a JSON object, found %s.", path, value_of(json).text);
     if (right) {
         read_type(&r);
         read_sizes(&r);

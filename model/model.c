@@ -115,7 +115,8 @@ static bool make_block(ModelConfig *config, const char *text, bool preset, const
         bool fixed = is_fixed(block, KEYS[i].offset);
         if (given[i] && fixed) invalid = KEYS[i].name;
         if (!given[i] && !fixed && !preset && KEYS[i].needed)
-            return error_set(error, EXIT_USAGE, "--model %s: %s= is required.", text, KEYS[i].name);
+            return error_set(error, EXIT_USAGE, "--model %s: %s= is required, unless a model such as 124M comes first.",
+                             text, KEYS[i].name);
     }
     if (block->fix) block->fix(config);
     if (config->qk_norm != qk_norm) invalid = "qk_norm";
@@ -209,7 +210,7 @@ bool model_parse(ModelConfig *config, const char *text, Error *error) {
     config->tied = true;
     config->qk_norm = false;
     config->norm_eps = DEFAULT_NORM_EPS;
-    config->rope_theta = 10000;
+    config->rope_theta = DEFAULT_ROPE_THETA;
     char *rest = words;
     for (char *word = strsep(&rest, ","); word; word = strsep(&rest, ",")) {
         bool found = false;
@@ -318,12 +319,16 @@ static void layer_text(const ModelConfig *c, const char *shared, char *out, size
              c->channels, c->ffn, shared, c->qk_norm ? ",qk_norm=1" : "");
 }
 
+static const char *plural(int count) {
+    return count == 1 ? "" : "s";
+}
+
 static void layer_describe(const ModelConfig *c, char *out, size_t size) {
     char shared[48] = "";
     if (c->kv_heads != c->heads)
-        snprintf(shared, sizeof shared, " with %d key-value head%s", c->kv_heads, c->kv_heads == 1 ? "" : "s");
-    snprintf(out, size, "%d layers, %d heads of %zu%s, %d channels, ffn %d%s", c->layers, c->heads, head_size(c),
-             shared, c->channels, c->ffn, c->qk_norm ? ", QK norms" : "");
+        snprintf(shared, sizeof shared, " with %d key-value head%s", c->kv_heads, plural(c->kv_heads));
+    snprintf(out, size, "%d layer%s, %d head%s of %zu%s, %d channels, ffn %d%s", c->layers, plural(c->layers), c->heads,
+             plural(c->heads), head_size(c), shared, c->channels, c->ffn, c->qk_norm ? ", QK norms" : "");
 }
 
 static void unit_fix(ModelConfig *c) {

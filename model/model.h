@@ -15,6 +15,7 @@
 extern "C" {
 #endif
 
+#define DEFAULT_ROPE_THETA 10000.0
 #define DEFAULT_NORM_EPS 1e-5
 #define MIN_NORM_EPS 1e-12
 #define MAX_NORM_EPS 0.1

@@ -20,7 +20,7 @@
 #define OLD   ".old-step-"    // complete; set aside while a new folder of the same step takes its name
 #define TRASH ".trash-step-"  // being deleted
 
-#define DAMAGED "The checkpoint is damaged. Delete this folder to continue from the previous checkpoint."
+#define DAMAGED "The checkpoint is damaged. Use another one; to resume from the previous one, delete this folder."
 
 // Writes folder + "/" + the formatted name into `out` (PATH_MAX bytes) and returns `out`.
 static char *join(char *out, const char *folder, const char *format, ...) __attribute__((format(printf, 3, 4)));

@@ -51,7 +51,7 @@ static void warn_of_long_warmup(const Run *run) {
     for (const Switch *s = run->switches; s < run->switches + run->switch_count; s++) {
         if (o->warmup >= o->steps || s->step >= o->steps || s->step + o->warmup < o->steps) continue;
         warn(
-            "after the switch to %s at step %lld, the learning-rate warmup of %lld steps restarts, but --steps %lld ends the run before it is over.",
+            "after the switch to %s at step %lld, the learning-rate warmup of %lld steps restarts and does not end before the run does (--steps %lld).",
             s->to.text, (long long)s->step, (long long)o->warmup, (long long)o->steps);
     }
 }

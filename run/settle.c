@@ -313,8 +313,8 @@ static void check_normalizer(const Run *run, const Normalizer *attn, const char 
     int L = run->config->seq_len;
     if (!normalizer_fits(attn, L, message, sizeof message)) fail(EXIT_USAGE, "%s %s.", flag, message);
     if (normalizer_has(attn, SCALAR_P) && run->T > (size_t)L)
-        fail(EXIT_USAGE, "%s %s: p_n is learned for n up to L = %d, but --seq-len is %zu.", flag, attn->text, L,
-             run->T);
+        fail(EXIT_USAGE, "%s %s: p_n is learned for n up to L = %d, but --seq-len is %zu. Reduce --seq-len.", flag,
+             attn->text, L, run->T);
 }
 
 void settle(Run *run) {

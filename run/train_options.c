@@ -3,6 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "model/model.h"
 #include "runtime/error.h"
 #include "runtime/start.h"
 
@@ -23,7 +24,7 @@ static const TrainOptions DEFAULTS = {
     .beta1 = 0.9,
     .beta2 = 0.95,
     .grad_clip = 1.0,
-    .rope_theta = 10000,
+    .rope_theta = DEFAULT_ROPE_THETA,
     .seed = 1337,
     .shuffle = true,
     .val_every = 250,

@@ -152,10 +152,11 @@ cJSON *json_parse(const char *text, size_t size, const char *path, uint64_t offs
     }
     const char *name = repeated_name(item);
     if (name) {
-        error_set(error, EXIT_INPUT,
-                  "%s: the name \"%.200s\" occurs twice in the same JSON object (in the text at offset %" PRIu64
-                  ").\n  The file is damaged. Get another copy, or create it again.",
-                  path, name, offset);
+        error_set(
+            error, EXIT_INPUT,
+            "%s: the name \"%.200s\" occurs twice in the same JSON object (in the JSON that begins at offset %" PRIu64
+            ").\n  The file is damaged. Get another copy, or create it again.",
+            path, name, offset);
         cJSON_Delete(item);
         return NULL;
     }

@@ -77,7 +77,7 @@ def tree(folder):
     (["--model", "125M"], ["'125M'. Did you mean 124M? Models: 15M, 124M, 162M. Keys: layers="]),
     (["--model", "124M,kv_head=4"], ["'kv_head'. Did you mean kv_heads?"]),
     (["--model", "gpt2"], ["'gpt2'. Models: "]),
-    (["--model", "layers=2"], ["heads= is required"]),
+    (["--model", "layers=2"], ["heads= is required, unless a model such as 124M comes first"]),
     (["--model", "layers=1,heads=2,channels=16,ffn=24,vocab=70000"], ["vocab", "65536", "70000"]),
     (["--model", "layers=1,heads=3,channels=16,ffn=24"], ["16 channels", "3 heads", "divisible"]),
     (["--model", "layers=1,heads=16,channels=16,ffn=24"], ["even"]),
@@ -362,7 +362,7 @@ def test_wrong_hash(data, run):
     raw = bytearray(path.read_bytes())
     raw[-1] ^= 1
     path.write_bytes(raw)
-    parts = [path, "expected XXH3-128", "manifest.json", "found", "damaged", "Delete this folder"]
+    parts = [path, "expected XXH3-128", "manifest.json", "found", "damaged", "to resume from the previous one, delete this folder"]
     says(resume(data, run, code=INPUT), *parts)
     says(init_from(data, checkpoint(run, 4)), *parts)
     shutil.rmtree(checkpoint(run, 4))      # the message's advice

@@ -283,7 +283,7 @@ def test_a_warmup_that_never_ends(data):
     assert "warning" not in train(data, *plan, "--warmup", 999, model=False)
     late = ["--attn-switch", "600:ssmax", "--warmup"]
     text = train(data, *plan, *late, 400, model=False)
-    assert "after the switch to ssmax at step 600, the learning-rate warmup of 400 steps restarts, but --steps 1000 ends the run before it is over" in text
+    assert "after the switch to ssmax at step 600, the learning-rate warmup of 400 steps restarts and does not end before the run does (--steps 1000)" in text
     assert "warning" not in train(data, *plan, *late, 399, model=False)
 
 

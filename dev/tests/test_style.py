@@ -1,4 +1,5 @@
-"""The style of the sources: clang-format's, lines of at most 120 columns, and libraries without mutable globals."""
+"""The style of the sources: clang-format's and .editorconfig's, lines of at most 120 columns, and libraries without
+mutable globals. What other files quote from the sources is there."""
 import re
 import subprocess
 import sys
@@ -30,6 +31,41 @@ def test_columns():
             if len(line) > 120 and not (table or line.rstrip().endswith("\\") or '"' in line):
                 long.append(f"{path}:{number}: {len(line)} columns")
     assert not long, "\n".join(long)
+
+
+def test_editorconfig():
+    """.editorconfig says how files end and how they are indented; its line length is that of test_columns."""
+    rules = (ROOT / ".editorconfig").read_text()
+    assert "max_line_length = 120" in rules and "trim_trailing_whitespace = true" in rules and "insert_final_newline = true" in rules
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")[:-1]
+    wrong, checked = [], 0
+    for path in files:
+        raw = (ROOT / path).read_bytes()
+        if Path(path).suffix in (".png", ".safetensors", ".svg") or not raw:
+            continue
+        checked += 1
+        text = raw.decode()     # charset = utf-8
+        wrong += [f"{path}: a carriage return"] if "\r" in text else []
+        wrong += [f"{path}: no newline at the end"] if not text.endswith("\n") else []
+        for number, line in enumerate(text.splitlines(), 1):
+            tabs = "\t" in line[:len(line) - len(line.lstrip())] and Path(path).name != "Makefile"
+            if line != line.rstrip() or tabs:
+                wrong.append(f"{path}:{number}: {'a tab' if tabs else 'whitespace at the end'}")
+    assert checked > 200 and not wrong, "\n".join(wrong)
+
+
+def test_diffs_in_the_documentation_apply():
+    """doc/normalizers.md shows changes as diffs. Their context lines are quotations: each must be in the file."""
+    quoted, wrong, path = 0, [], None
+    for block in re.findall(r"```diff\n(.*?)```", (ROOT / "doc/normalizers.md").read_text(), re.S):
+        for line in block.splitlines():
+            if line.startswith("--- "):
+                path = line[4:]
+            elif line.startswith(" ") and not line.rstrip().endswith(":") or line.startswith("-"):
+                quoted += 1
+                parts = [part.strip() for part in re.split("…|\\.\\.\\.", line[1:])]
+                wrong += [f"{path}: {line}"] if not all(part in (ROOT / path).read_text() for part in parts) else []
+    assert quoted > 6 and not wrong, "\n".join(wrong)
 
 
 def test_mutations_apply():
