@@ -66,7 +66,6 @@ together=()
 
 # When a machine vanishes, mpirun waits for its report until TCP gives up, about 15 minutes. So the output is searched
 # for the ranks' message about it, and then mpirun and its ssh clients get a few seconds to end by themselves.
-exec {errors}>&2
 watcher=
 watch_errors() {
     local line
@@ -79,13 +78,17 @@ watch_errors() {
 if [ "$machines" -gt 1 ]; then
     exec {errors}> >(watch_errors)
     watcher=$!
+else
+    exec {errors}>&2
 fi
 
 job=
 vanished=
+clients=    # mpirun's children, which may outlive it and would hold our output open
 on_vanished() {
     [ -z "$vanished" ] || return 0
-    { sleep $((2 * ${GRACE:-2} + 5)); kill -KILL "$job" $(cat /proc/"$job"/task/*/children); } > /dev/null 2>&1 &
+    clients=$(cat /proc/"$job"/task/*/children 2> /dev/null || true)
+    { sleep $((2 * ${GRACE:-2} + 5)); kill -KILL "$job" $clients; } > /dev/null 2>&1 &
     vanished=$!
 }
 trap on_vanished ALRM
@@ -113,6 +116,7 @@ while :; do
 done
 if [ -n "$vanished" ]; then
     kill "$vanished" 2> /dev/null || true
+    kill -KILL $clients 2> /dev/null || true
     exit 6
 fi
 [ -z "$watcher" ] || wait "$watcher" || true

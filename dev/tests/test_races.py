@@ -2,8 +2,8 @@
 (dev/cuda_on_cpu).
 
 Covers each kernel, each instance of attention forward and backward in float32 and bfloat16, and a step of the trainer
-with its streams. Two blocks of each launch are watched. CI runs a few cases drawn by commit; RACES=all watches every
-block in every case, which takes hours.
+with its streams. Two blocks of each launch are watched. CI runs a few cases drawn by commit; RACES=all, which no other
+run includes, watches every block in every case and takes many hours.
 """
 import os
 import re

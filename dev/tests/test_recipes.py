@@ -307,6 +307,17 @@ def test_bad_hostfile(tmp_path, text):
     says(text, tmp_path / "hosts", "the same number of GPUs on each machine")
 
 
+def test_nothing_outlives_mpirun_when_a_machine_vanishes(tmp_path):
+    """Its ssh client to the machine would hold launch.sh's output open until TCP gives up, 15 minutes later."""
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text("#!/bin/sh\nsleep 300 &\necho 'train_gpt2: no heartbeat from rank 1 on b for 4 s' >&2\nsleep 1\nexit 6\n")
+    mpirun.chmod(0o755)
+    hosts = hostfile(tmp_path, "node-a slots=1\nnode-b slots=1\n")
+    done = subprocess.run([SCRIPTS / "launch.sh", "2", TRAIN], env=environment(MPIRUN=str(mpirun), HOSTFILE=str(hosts), GRACE="20"), capture_output=True,
+                          text=True, timeout=30)
+    assert done.returncode == 6 and "no heartbeat from rank 1" in done.stderr
+
+
 @pytest.mark.parametrize("words", [["run_multi_node.sbatch"], ["run_multi_node_mpi.sh"], ["run_multi_node_mpi.sh", SCRIPTS / "run_124M_fineweb.sh"]])
 def test_missing_arguments_are_named(words):
     expected = "expected a readable file" if words[1:] else "expected a recipe"
