@@ -521,7 +521,7 @@ int main(int argc, char **argv) {
         // The work is small, so threads would cost more than they save.
         omp_set_num_threads(1);
         test_attention(NAMES[i], (Sizes){.B = 2, .NH = 2, .NKV = 2, .HS = 6, .VS = 6, .T = 9});
-        test_attention(NAMES[i], (Sizes){.B = 2, .NH = 6, .NKV = 2, .HS = 4, .VS = 4, .T = 9});
+        test_attention(NAMES[i], (Sizes){.B = 2, .NH = 6, .NKV = 2, .HS = 4, .VS = 6, .T = 9});
         test_model(NAMES[i], "layers=2,heads=2,channels=32,ffn=48,vocab=61,tied=0", false);
         test_model(NAMES[i], "layers=1,heads=4,kv_heads=2,head_dim=6,channels=16,ffn=20,vocab=61,tied=1,qk_norm=1",
                    true);
