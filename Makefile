@@ -255,7 +255,9 @@ check: $(addprefix run/,$(filter-out $(SLOW),$(TESTS))) $(BIN)/test_gpt2
 	@echo "== test_gpt2 v97"
 	@$(BIN)/test_gpt2 v97 | tail -n 1
 
-test: test_c all
+# test_process mostly waits, so the C tests run two at a time.
+test: all
+	@$(MAKE) --no-print-directory $(if $(findstring jobserver,$(MAKEFLAGS)),,-j2 -O) test_c
 	@[ ! -x .venv/bin/pytest ] || .venv/bin/pytest -q -n 2 $(QUICK:%=dev/tests/%.py)
 
 help:
