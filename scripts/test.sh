@@ -176,9 +176,9 @@ group_fuzz() {
 }
 
 group_mutate() {
-    local draw=(--draw 1)
-    [ $all = 0 ] || draw=()
-    c_tests mutate env -u WERROR dev/mutate/mutate.py "${draw[@]}"
+    local chosen=(--draw 1)
+    [ $all = 0 ] || chosen=(--jobs "$jobs")
+    c_tests mutate env -u WERROR dev/mutate/mutate.py "${chosen[@]}"
 }
 
 group_pytest() {

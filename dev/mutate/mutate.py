@@ -5,6 +5,7 @@ test fails each time.
     dev/mutate/mutate.py             every change in mutations.txt
     dev/mutate/mutate.py --draw 5    five of them, drawn by commit
     dev/mutate/mutate.py --only D    those whose line contains D
+    dev/mutate/mutate.py --jobs 2    two at a time
 
 It works in a copy of the tree in a temporary folder. A change that no test notices is a hole in the tests: it is
 listed, and the exit status is 1. The same goes for a change that no longer applies or does not build, because then no
@@ -12,12 +13,14 @@ test noticed it.
 """
 import argparse
 import os
+import queue
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -37,6 +40,9 @@ TRAINER = ("train_gpt2.cu", "cuda/collective.cu", "cuda/matmul.cu")
 TRAINER_TESTS = [("test_gpt2cu_on_cpu", ["./test_gpt2cu_on_cpu", "softmax_tied_v97_T33"]), ("test_gpt2cu_on_cpu", ["./test_gpt2cu_on_cpu", "softmax_gau_T33"]),
                  ("train_gpt2cu_on_cpu", [*PYTEST, "dev/tests/test_cuda.py", "-k", "late or masks or all_zero_rows or switch_mid or several_ranks or"
                                           " zero_gives or same_number or recomputing or resume"])]
+# The environment without the variables that make tests long (doc/tests.md).
+LONG = ("STOPS", "FLASH_ALL", "SASS_ALL", "CUDA_ON_CPU_LONG", "MACHINES_LONG", "FOREIGN", "CUDA_BUILD", "GPU_REHEARSAL")
+SHORT = {name: value for name, value in os.environ.items() if name not in LONG}
 INSTANCES = "exp exp_recenter softplus_reweight any_two_sweeps float float_two_sweeps"
 
 
@@ -69,7 +75,7 @@ def verdict_of(tree, tests):
         complaint = build(tree, target)
         if complaint:
             return f"does not build: {complaint}", None
-        env = {**os.environ, "FLASH_SO": str(tree / "build/on_cpu/flash.so"), "TRAIN_GPT2CU": str(tree / "train_gpt2cu_on_cpu")}
+        env = {**SHORT, "FLASH_SO": str(tree / "build/on_cpu/flash.so"), "TRAIN_GPT2CU": str(tree / "train_gpt2cu_on_cpu")}
         try:
             status = subprocess.run(command, cwd=tree, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=600, env=env).returncode
         except subprocess.TimeoutExpired:
@@ -97,35 +103,48 @@ def try_mutation(tree, file, old, new):
         path.write_text(text)
 
 
+def copy_tree(tree):
+    ignored = shutil.ignore_patterns(".git", ".venv", ".cuda", "out", "build", "__pycache__", "*.bin", "*_gpt2")
+    shutil.copytree(ROOT, tree, symlinks=True, ignore=ignored)
+    if (ROOT / ".cuda").exists():
+        (tree / ".cuda").symlink_to(ROOT / ".cuda")
+    return tree
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--draw", type=int, metavar="N")
     parser.add_argument("--only", metavar="WORD", default="")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="changes at a time, each in its own copy of the tree")
     arguments = parser.parse_args()
     chosen = [m for m in mutations() if arguments.only in " ".join(m)]
     if arguments.draw:
         chosen = draw.sample(chosen, arguments.draw)
         print(f"drawn by {draw.commit()}", flush=True)
-    noticed = 0
+    trees = queue.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        tree = Path(folder) / "tree"
-        shutil.copytree(ROOT, tree, symlinks=True, ignore=shutil.ignore_patterns(".git", ".venv", ".cuda", "out", "build", "__pycache__", "*.bin", "*_gpt2"))
-        if (ROOT / ".cuda").exists():
-            (tree / ".cuda").symlink_to(ROOT / ".cuda")
-        noticed_by = []
-        for file, old, new in chosen:
-            start = time.time()
-            verdict, test = try_mutation(tree, file, old, new)
-            noticed += test is not None
-            if test is not None and test not in noticed_by:
-                noticed_by.append(test)
+        for i in range(arguments.jobs):
+            trees.put(copy_tree(Path(folder) / f"tree{i}"))
+
+        def attempt(mutation):
+            tree, start = trees.get(), time.time()
+            verdict, test = try_mutation(tree, *mutation)
+            trees.put(tree)
+            file, old, new = mutation
             print(f"{'ok' if test else 'HOLE'}  {file}: {old}  ->  {new}\n      {verdict}, {time.time() - start:.0f} s", flush=True)
+            return test
+
+        with ThreadPoolExecutor(arguments.jobs) as pool:
+            results = list(pool.map(attempt, chosen))
+        noticed_by = [test for i, test in enumerate(results) if test and test not in results[:i]]
+        tree = trees.get()
         for test in noticed_by:     # a test that fails without any change detects nothing
             verdict, failing = verdict_of(tree, [test])
             if failing or verdict != "no test noticed":
                 sys.exit(f"with nothing changed: {verdict}")
-    print(f"{noticed} passed, {len(chosen) - noticed} failed")
-    return noticed != len(chosen)
+    holes = results.count(None)
+    print(f"{len(chosen) - holes} passed, {holes} failed")
+    return holes > 0
 
 
 if __name__ == "__main__":
