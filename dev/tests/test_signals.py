@@ -175,16 +175,20 @@ def assert_same(a, b, step):
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("stop", STOPS, ids=lambda stop: stop.name)
 def test_stop(data, whole, tmp_path, stop):
-    out, expected = tmp_path / "out", whole(stop)
-    process = run(stop, data, out, "--steps", LAST + 8)
-    try:
-        wait_for_moment(process, stop)
-        ask_to_stop(process, stop)
-        text = finish(process, STOPPED)
-    finally:
-        process.kill()
-    done = steps(out)[-1]
-    assert f"stopped by a signal at step {done}" in text
+    expected = whole(stop)
+    for attempt in range(3):    # on a loaded machine, a stop may come after the uninterrupted run's last step
+        out = tmp_path / f"out{attempt}"
+        process = run(stop, data, out, "--steps", LAST + 8)
+        try:
+            wait_for_moment(process, stop)
+            ask_to_stop(process, stop)
+            text = finish(process, STOPPED)
+        finally:
+            process.kill()
+        done = steps(out)[-1]
+        assert f"stopped by a signal at step {done}" in text
+        if done < LAST:
+            break
     assert 1 <= done < LAST
     finish(run(stop, data, out, "--resume", "--steps", done + 1))
     assert_same(out, expected, done + 1)
