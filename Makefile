@@ -82,7 +82,7 @@ BUILT_FOR := $(shell $(CC) -march=$(MARCH) -dM -E -x c /dev/null | sed -nE \
 BUILD   ?= build$(if $(filter 1,$(SAN)),/san)$(if $(filter 1,$(TSAN)),/tsan)$(if $(filter 1,$(FAULTS)),/faults)$(if $(ATTN),/$(ATTN))
 BIN     ?= $(if $(filter build,$(BUILD)),.,$(BUILD))
 PROGRAMS = train_gpt2 sample_gpt2 eval_gpt2
-LIBRARY  = $(patsubst %.c,$(BUILD)/%.o,$(wildcard model/*.c run/*.c runtime/*.c attention/*.c))
+LIBRARY  = $(patsubst %.c,$(BUILD)/%.o,$(wildcard eval/*.c model/*.c run/*.c runtime/*.c attention/*.c))
 TESTS    = $(patsubst dev/tests/%.c,$(BUILD)/tests/%,$(wildcard dev/tests/test_*.c))
 
 ifneq ($(CJSON)$(XXHASH),11)
@@ -124,6 +124,7 @@ $(BUILD)/flags: FORCE
 	$(call record,$(CC) $(CFLAGS))
 
 $(BUILD)/attention/modeling.o: attention/modeling_attn_gpt.py
+$(BUILD)/eval/cities.o: data/cities.txt
 $(BUILD)/runtime/cpu.o: private CFLAGS := $(filter-out -march=%,$(CFLAGS)) '-DBUILT_FOR=$(BUILT_FOR)'
 $(BUILD)/run/folder.o: private CFLAGS += '-DCOMMIT="$(COMMIT)"'
 $(BUILD)/run/folder.o: $(BUILD)/commit

@@ -1,470 +1,383 @@
-// Evaluates a checkpoint: its loss at any sequence lengths, also by position, under its own normalizer and immediately
-// after a switch to another one. The model is the trainer's (train_gpt2.c). This file adds the lengths, RoPE beyond the
-// training length, p_n, and eval.json.
+// Evaluates checkpoints: the loss at any sequence length and position, the needle in a haystack, where attention goes,
+// the learned scalars, and multiple choice; under the checkpoint's normalizer and immediately after a switch to another
+// one. The model is the trainer's (train_gpt2.c); eval/ contains what the tasks measure. Reads from top to bottom:
+//
+//   1. Model     memory and weights for the task
+//   2. Tasks     each runs the model over its sequences and passes on what it computes
+//   3. main()
 #define WITHOUT_MAIN
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-function"    // only some of the trainer's functions are used here
 #include "train_gpt2.c"
+#pragma GCC diagnostic pop
 
 #include <errno.h>
-#include <limits.h>
 
+#include "eval/choice.h"
+#include "eval/eval.h"
+#include "eval/needle.h"
+#include "eval/observe.h"
+#include "eval/scores.h"
 #include "run/checkpoint.h"
 #include "runtime/file.h"
 #include "runtime/human.h"
-#include "runtime/json.h"
-#include "run/folder.h"
-#include "runtime/shards.h"
 #include "runtime/start.h"
-#pragma GCC diagnostic pop
-
-typedef enum { TASK_LOSS, TASK_POSITIONS } Task;
-typedef enum { PN_AS_LEARNED, PN_LOG } PnExtrapolation;
-typedef enum { ROPE_AS_TRAINED, ROPE_NTK } RopeScaling;
 
 enum {
-    ROWS = 1024,    // the fewest tokens per forward pass: short sequences are batched
-    // Ranges of positions in the table. Each, except the first, is as long as all ranges before it.
-    PARTS = 9
+    ROWS = 1024,          // the fewest tokens per forward pass: short sequences are batched
+    OBSERVED_ROWS = 64    // rows of attention weights at a time
 };
 
 typedef struct {
-    const char *model, *data, *attn, *ignore_config_key, *out;
-    int64_t max_tokens, seed, threads;
-    IntList seq_lens;
-    double rope_theta;
-    int rope_scaling, pn_extrapolate, task;
-    bool doc_mask;
-} EvalOptions;
-
-// One of --seq-lens. The losses are in nats per token that counts, under the checkpoint's normalizer [0] and the given
-// one [1].
-typedef struct {
-    size_t T;
-    Shards *shards;
-    uint64_t windows;
-    double rope_theta, loss[2], part[PARTS];
-} Length;
-
-typedef struct {
-    EvalOptions o;
-    char *arguments;          // all flags as JSON
-    char folder[PATH_MAX];    // of the checkpoint
+    Eval e;
     Model model;
-    Normalizer own, given;    // the checkpoint's normalizer, and that of --attn (the same without the flag)
-    bool switches;            // do they differ?
-    Length lengths[OPTION_LIST_MAX];
-    size_t count, longest, first_part;    // number of lengths; the longest; the end of the first range of positions
+    Decoder decoder;
+    Needle needle;
+    Observer observer;
+    Choice choice;
     int32_t *window, *inputs, *targets;
     uint8_t *mask;       // NULL if every token counts
     double *sums;        // (longest) the summed losses at each position
     uint64_t *counts;    // (longest) the number of targets at each position that count
     float *fit;          // (longest) the fitted p_n
-    uint64_t tokens;     // evaluated so far
-    cJSON *results, *lineage, *pn_fit;
+    float
+        *weights;    // attention weights: needle: of one query (layers,NH,longest); attention: a block for each thread
 } Evaluator;
 
-// ---- flags, model and lengths
+// ---------------------------------------------------------------------------------------------------------------------
+// 1. Model
 
-static void parse_flags(Evaluator *e, int argc, char **argv) {
-    EvalOptions *o = &e->o;
-    *o = (EvalOptions){.max_tokens = 1 << 20, .seed = 1337, .seq_lens = {.values = {0}, .count = 1}};
-    Option table[] = {
-        {"model", OPT_TEXT, &o->model, .arg = "DIR", .group = "Model",
-         .help = "folder of a checkpoint, of a run (uses its newest checkpoint), or of a Hugging Face Llama model"},
-        {"attn", OPT_TEXT, &o->attn, .arg = "NAME", .group = "Model",
-         .help = "also evaluate under another normalizer, without training; `--attn help` lists them"},
-        {"ignore-config-key", OPT_TEXT, &o->ignore_config_key, .arg = "NAME[,...]", .group = "Model",
-         .help = "unknown keys in config.json to ignore"},
-        {"pn-extrapolate", OPT_CHOICE, &o->pn_extrapolate, .choices = "none|log", .group = "Model",
-         .help = "log: replace the learned p_n, for all n, by the fit p_n = a1 ln(n) + a2"},
-        {"rope-theta", OPT_FLOAT, &o->rope_theta, 0, 1e12, .arg = "X", .group = "Model",
-         .help = "base of RoPE's wavelengths; 0: the checkpoint's"},
-        {"rope-scaling", OPT_CHOICE, &o->rope_scaling, .choices = "none|ntk", .group = "Model",
-         .help = "ntk: for lengths T above the training length L, theta (T/L)^(d/(d-2))"},
-        {"data", OPT_TEXT, &o->data, .arg = "GLOB", .group = "Data",
-         .help = "shards to evaluate on, for example 'data/shakespeare/*_val_*.bin'"},
-        {"doc-mask", OPT_SWITCH, &o->doc_mask, .group = "Data",
-         .help = "attention stops at document boundaries, as in training with --doc-mask"},
-        {"seq-lens", OPT_INT_LIST, &o->seq_lens, 0, MAX_SEQ_LEN, .arg = "T[,T...]", .group = "Data",
-         .help = "tokens per sequence; each length is evaluated in turn; 0: the checkpoint's L"},
-        {"max-tokens", OPT_INT, &o->max_tokens, 1, 1e12, .arg = "N", .group = "Data",
-         .help = "maximum number of tokens per length, in whole sequences, at least one"},
-        {"task", OPT_CHOICE, &o->task, .choices = "loss|positions", .group = "Evaluation",
-         .help = "loss: the mean loss; positions: also the loss by position"},
-        {"seed", OPT_INT, &o->seed, 0, 9007199254740992.0, .arg = "N", .group = "Evaluation",
-         .help = "only recorded in eval.json; these tasks use no random numbers"},
-        {"out", OPT_TEXT, &o->out, .arg = "DIR", .group = "Evaluation",
-         .help = "folder for eval.json; without it, the results are only printed"},
-        {"threads", OPT_INT, &o->threads, 0, MAX_THREADS, .arg = "N", .group = "Machine", .help = THREADS_HELP},
-    };
-    options_parse(
-        table, sizeof table / sizeof *table, argc, argv,
-        "Usage: eval_gpt2 --model DIR --data GLOB [flags]\n\nEvaluates a checkpoint's loss at several lengths, under its own normalizer and right after a switch to another.");
-    if (o->attn && normalizer_help(o->attn)) exit(EXIT_DONE);
-    if (!o->model) fail(EXIT_USAGE, "--model is missing: name the folder of a checkpoint or a run.");
-    if (!o->data) fail(EXIT_USAGE, "--data is missing: name the shards to evaluate on.");
-    if (o->rope_theta != 0 && !(o->rope_theta > 1))
-        fail(EXIT_USAGE, "--rope-theta %g: expected a number above 1, or 0 for the checkpoint's own.", o->rope_theta);
-    e->arguments = options_json(table, sizeof table / sizeof *table);
+// One row per task. settle() reads the task's data and sets e.longest, plan() plans the memory, run() evaluates under
+// the normalizer in use.
+typedef struct {
+    void (*settle)(Evaluator *v);
+    void (*plan)(Evaluator *v);
+    void (*run)(Evaluator *v);
+    void (*close)(Evaluator *v);
+} Task;
+
+static const Task *task_of(const Evaluator *v);
+
+static void plan_losses(Evaluator *v) {
+    Model *m = &v->model;
+    size_t T = v->e.longest, B = T < ROWS ? ROWS / T : 1, N = B * T;
+    // Without a backward pass, all layers share one layer's activations.
+    plan_activations(m, 1, B, T);
+    memory_add(&m->plan, "batch", (void **)&v->window, (T + 1) * sizeof(int32_t));
+    memory_add(&m->plan, "batch", (void **)&v->inputs, N * sizeof(int32_t));
+    memory_add(&m->plan, "batch", (void **)&v->targets, N * sizeof(int32_t));
+    if (v->e.masked) memory_add(&m->plan, "batch", (void **)&v->mask, N);
+    memory_add(&m->plan, "losses by position", (void **)&v->sums, T * sizeof(double));
+    memory_add(&m->plan, "losses by position", (void **)&v->counts, T * sizeof(uint64_t));
 }
 
-static bool settle_model(Evaluator *e, Error *error) {
-    ModelConfig *config = &e->model.config;
-    char message[1024];
-    if (!checkpoint_find(e->o.model, e->folder, sizeof e->folder, error)) fail_with(error);
-    if (!model_config_read(config, e->folder, e->o.ignore_config_key, error)) return false;
-    if (!checkpoint_verify(e->folder, true, error)) return false;
-    e->own = e->given = config->attn;
-    if (e->o.attn && !normalizer_parse(&e->given, e->o.attn, message, sizeof message))
-        fail(EXIT_USAGE, "--attn %s: %s.", e->o.attn, message);
-    e->switches = !normalizer_equal(&e->own, &e->given);
-    if (!normalizer_fits(&e->given, config->seq_len, message, sizeof message)) fail(EXIT_USAGE, "--attn %s.", message);
-    return true;
+static void plan_needle(Evaluator *v) {
+    Model *m = &v->model;
+    const ModelConfig *c = &m->config;
+    plan_decoder(&v->decoder, m, &m->plan, 1, v->e.longest);
+    memory_add(&m->plan, "attention weights", (void **)&v->weights,
+               FLOATS((size_t)c->layers * (size_t)c->heads * v->e.longest));
 }
 
-// Returns theta for length T. For T > L, RoPE's longest wavelength grows by T/L while its shortest hardly changes.
-// Source: "NTK-aware scaled RoPE" (bloc97, 2023).
-static double scaled_theta(const Evaluator *e, size_t T) {
-    const ModelConfig *config = &e->model.config;
-    double theta = e->o.rope_theta != 0 ? e->o.rope_theta : config->rope_theta, d = (double)head_size(config),
-           L = config->seq_len;
-    if (e->o.rope_scaling != ROPE_NTK || (double)T <= L) return theta;
-    if (!(d > 2)) fail(EXIT_USAGE, "--rope-scaling ntk: theta (T/L)^(d/(d-2)) is undefined for heads of size 2.");
-    return theta * pow((double)T / L, d / (d - 2));
+static void plan_sequence(Evaluator *v) {
+    Model *m = &v->model;
+    size_t T = v->e.longest;
+    plan_activations(m, 1, 1, T);
+    memory_add(&m->plan, "batch", (void **)&v->inputs, T * sizeof(int32_t));
+    memory_add(&m->plan, "batch", (void **)&v->targets, T * sizeof(int32_t));
+    memory_add(&m->plan, "batch", (void **)&v->mask, T);
 }
 
-static void check_pn_length(const Evaluator *e) {
-    int L = e->model.config.seq_len;
-    const Normalizer *with_p = NULL;
-    if (normalizer_has(&e->given, SCALAR_P)) with_p = &e->given;
-    if (normalizer_has(&e->own, SCALAR_P)) with_p = &e->own;
-    if (!with_p && e->o.pn_extrapolate == PN_LOG)
-        warn("--pn-extrapolate log has no effect: %s has no p_n.", e->given.text);
-    if (!with_p || e->longest <= (size_t)L || e->o.pn_extrapolate != PN_AS_LEARNED) return;
-    fail(EXIT_USAGE,
-         "%s has p_n for n up to L = %d, but --seq-lens asks for %zu.\n"
-         "  Use --pn-extrapolate log to extrapolate it by a fit, a1 ln(n) + a2.",
-         with_p->text, L, e->longest);
+static void plan_attention(Evaluator *v) {
+    plan_sequence(v);
+    memory_add(&v->model.plan, "attention weights", (void **)&v->weights,
+               FLOATS((size_t)omp_get_max_threads() * OBSERVED_ROWS * v->e.longest));
 }
 
-static void settle_lengths(Evaluator *e) {
-    const ModelConfig *config = &e->model.config;
-    Error error;
-    e->count = e->o.seq_lens.count;
-    for (size_t i = 0; i < e->count; i++) {
-        size_t T = e->o.seq_lens.values[i] ? (size_t)e->o.seq_lens.values[i] : (size_t)config->seq_len;
-        if (T > MAX_SEQ_LEN)
-            fail(EXIT_USAGE, "%s was trained for %zu tokens, but at most %d are supported. Set --seq-lens.", e->folder,
-                 T, MAX_SEQ_LEN);
-        Shards *shards = shards_open(e->o.data,
-                                     (ShardsConfig){.T = T,
-                                                    .vocab = config->vocab,
-                                                    .end_of_text = config->end_of_text,
-                                                    .remedy = "Add data, or reduce --seq-lens."},
-                                     &error);
-        if (!shards) fail_with(&error);
-        uint64_t windows = shards_windows(shards), most = (uint64_t)e->o.max_tokens / T;
-        if (most < 1) most = 1;
-        e->lengths[i] = (Length){
-            .T = T, .shards = shards, .windows = windows < most ? windows : most, .rope_theta = scaled_theta(e, T)};
-        if (T > e->longest) e->longest = T;
-    }
-    for (e->first_part = 1; e->first_part << (PARTS - 1) < e->longest;) e->first_part *= 2;
-    check_pn_length(e);
-}
-
-// ---- memory and weights
-
-static void take_memory(Evaluator *e) {
-    Model *m = &e->model;
-    size_t B = e->longest < ROWS ? ROWS / e->longest : 1, N = B * e->longest;
-    m->list = tensors_of(&m->config, (const Normalizer *[]){&e->given}, 1);
-    m->doc_mask = e->o.doc_mask;
+static void take_memory(Evaluator *v) {
+    Model *m = &v->model;
+    m->list = tensors_of(&m->config, (const Normalizer *[]){&v->e.given}, 1);
+    m->doc_mask = v->e.o.doc_mask;
+    v->mask = NULL;
     plan_parameters(m, false, false);
     gemm_start(&m->mm, false);
-    // Without a backward pass, all layers share one layer's activations.
-    plan_activations(m, 1, B, e->longest);
-    memory_add(&m->plan, "batch", (void **)&e->window, (e->longest + 1) * sizeof(int32_t));
-    memory_add(&m->plan, "batch", (void **)&e->inputs, N * sizeof(int32_t));
-    memory_add(&m->plan, "batch", (void **)&e->targets, N * sizeof(int32_t));
-    if (shards_masked(e->lengths[0].shards)) memory_add(&m->plan, "batch", (void **)&e->mask, N);
-    memory_add(&m->plan, "losses by position", (void **)&e->sums, e->longest * sizeof(double));
-    memory_add(&m->plan, "losses by position", (void **)&e->counts, e->longest * sizeof(uint64_t));
-    memory_add(&m->plan, "p_n", (void **)&e->fit, FLOATS(e->longest));
+    task_of(v)->plan(v);
+    memory_add(&m->plan, "p_n", (void **)&v->fit, FLOATS(v->e.longest));
     if ((double)m->plan.total > (double)memory_available())
         fail(EXIT_RESOURCE,
-             "%zu tokens at a time need %s of memory, but only %s is available.\n  Use smaller --seq-lens.", N,
-             human_bytes((double)m->plan.total).text, human_bytes((double)memory_available()).text);
+             "sequences of %zu tokens need %s of memory, but only %s is available.\n  Use smaller --seq-lens.",
+             v->e.longest, human_bytes((double)m->plan.total).text, human_bytes((double)memory_available()).text);
     memory_take(&m->plan);
 }
 
-// Fits p_n = a1 ln n + a2 to the learned p_n for n = 1..L by least squares, and replaces p_n by the fit for all n
-// ([SSMax] Figure 2).
-static void fit_pn(Evaluator *e) {
-    Model *m = &e->model;
-    int L = m->config.seq_len;
-    const float *p = m->params + m->list.scalar[SCALAR_P];
-    double x = 0, y = 0, xx = 0, xy = 0, yy = 0;
-    for (int n = 1; n <= L; n++) {
-        x += log(n);
-        y += (double)p[n - 1];
-    }
-    x /= L;
-    y /= L;
-    for (int n = 1; n <= L; n++) {
-        double dx = log(n) - x, dy = (double)p[n - 1] - y;
-        xx += dx * dx;
-        xy += dx * dy;
-        yy += dy * dy;
-    }
-    double a1 = xx > 0 ? xy / xx : 0, a2 = y - a1 * x, r2 = xx > 0 && yy > 0 ? xy * xy / (xx * yy) : NAN;
-    for (size_t n = 1; n <= e->longest; n++) e->fit[n - 1] = (float)(a1 * log((double)n) + a2);
-    m->p_n = e->fit;
-    printf("p_n = %.6g ln(n) + %.6g for all n, fitted to n = 1..%d, R^2 = ", a1, a2, L);
-    printf(isnan(r2) ? "undefined (p_n is constant)\n" : "%.6f\n", r2);
-    e->pn_fit = cJSON_CreateObject();
-    cJSON_AddNumberToObject(e->pn_fit, "a1", a1);
-    cJSON_AddNumberToObject(e->pn_fit, "a2", a2);
-    cJSON_AddNumberToObject(e->pn_fit, "r2", r2);
-}
-
-// ---- one length
-
-static void load_windows(Evaluator *e, const Length *at, uint64_t first, size_t B) {
-    size_t T = at->T;
+// Finds and loads the checkpoint. If it is deleted meanwhile, because its run is pruning, tries again with a newer one.
+static void open_checkpoint(Evaluator *v) {
     Error error;
-    for (size_t b = 0; b < B; b++) {
-        if (!shards_window(at->shards, first + b, e->window, e->mask ? e->mask + b * T : NULL, &error))
-            fail_with(&error);
-        memcpy(e->inputs + b * T, e->window, T * sizeof(int32_t));
-        memcpy(e->targets + b * T, e->window + 1, T * sizeof(int32_t));
-    }
-}
-
-// Sums the losses at each position over a length's windows, into e->sums and e->counts.
-static void measure(Evaluator *e, const Length *at) {
-    Model *m = &e->model;
-    size_t T = at->T, most = m->B * m->T / T;
-    rope_table(m->cosines, m->sines, T, head_size(&m->config), at->rope_theta);
-    memset(e->sums, 0, T * sizeof *e->sums);
-    memset(e->counts, 0, T * sizeof *e->counts);
-    m->rows = m->all_zero_rows = 0;
-    for (uint64_t first = 0; first < at->windows; first += most) {
-        size_t B = at->windows - first < most ? (size_t)(at->windows - first) : most;
-        load_windows(e, at, first, B);
-        model_forward(m, e->inputs, B, T);
-        model_loss(m, e->targets, e->mask, B * T, 0, false);
-        for (size_t n = 0; n < B * T; n++) {
-            e->sums[n % T] += m->losses[n];
-            e->counts[n % T] += e->mask ? e->mask[n] : 1;
+    for (int attempt = 1;; attempt++) {
+        if (eval_find(&v->e, &error)) {
+            if (!v->e.longest) task_of(v)->settle(v);
+            take_memory(v);
+            Weights weights = weights_of(&v->model);
+            if (weights_load(&weights, v->e.folder, &v->e.own, &error)) return;
         }
+        if (attempt == CHECKPOINT_ATTEMPTS || !checkpoint_vanished(v->e.folder)) fail_with(&error);
+        gemm_end(&v->model.mm);
+        memory_release(&v->model.plan);
+        tensors_free(&v->model.list);
     }
-    e->tokens += at->windows * T;
 }
 
-// Returns the mean loss over the positions from <= t < to, or NAN if no target there counts.
-static double mean_loss(const Evaluator *e, size_t from, size_t to, uint64_t *count) {
-    double sum = 0;
-    *count = 0;
-    for (size_t t = from; t < to; t++) {
-        sum += e->sums[t];
-        *count += e->counts[t];
-    }
-    return *count && isfinite(sum) ? sum / (double)*count : NAN;
-}
-
-// Prints the results of measure() as a row of the table and adds them to eval.json.
-static void report(Evaluator *e, Length *at, bool after) {
-    const Model *m = &e->model;
-    uint64_t count, in_part;
-    double loss = at->loss[after] = mean_loss(e, 0, at->T, &count),
-           all_zero = (double)m->all_zero_rows / (double)m->rows;
-    double per_sequence = loss * (double)count / (double)at->windows;
-    for (size_t p = 0, from = 0; p < PARTS && from < at->T; p++) {
-        size_t end = e->first_part << p, to = end < at->T ? end : at->T;
-        at->part[p] = mean_loss(e, from, to, &in_part);
-        from = to;
-    }
-    printf("%8zu %12s %10s %15s %9.4f %11.6g", at->T, human_grouped(at->windows).text, human_count(at->rope_theta).text,
-           human_grouped(count).text, loss, exp(loss));
-    if (after) printf(" %+9.4f", loss - at->loss[0]);
-    if (e->mask) printf(" %13.4f", per_sequence);
-    if (all_zero > 0) printf("   %.2g %% all-zero rows", 100 * all_zero);
-    printf("\n");
-    fflush(stdout);
-
-    cJSON *row = cJSON_CreateObject(), *positions;
-    cJSON_AddStringToObject(row, "attn", m->config.attn.text);
-    cJSON_AddNumberToObject(row, "seq_len", (double)at->T);
-    cJSON_AddNumberToObject(row, "rope_theta", at->rope_theta);
-    cJSON_AddNumberToObject(row, "sequences", (double)at->windows);
-    cJSON_AddNumberToObject(row, "tokens", (double)count);
-    cJSON_AddNumberToObject(row, "loss", loss);
-    cJSON_AddNumberToObject(row, "perplexity", exp(loss));
-    if (e->mask) cJSON_AddNumberToObject(row, "loss_per_sequence", per_sequence);
-    cJSON_AddNumberToObject(row, "rows_without_weight", all_zero);
-    if (e->o.task == TASK_POSITIONS) {
-        positions = cJSON_AddArrayToObject(row, "loss_by_position");
-        for (size_t t = 0; t < at->T; t++)
-            cJSON_AddItemToArray(positions, cJSON_CreateNumber(mean_loss(e, t, t + 1, &in_part)));
-    }
-    cJSON_AddItemToArray(e->results, row);
-}
-
-// ---- all lengths, under each normalizer
-
-// Prints a table with a row for each range of positions and a column for each length.
-static void print_positions(const Evaluator *e) {
-    printf("\nloss by position\n%17s", "");
-    for (size_t i = 0; i < e->count; i++) printf(" %9zu", e->lengths[i].T);
-    for (size_t p = 0, from = 0; from < e->longest; p++) {
-        char range[64];
-        size_t to = e->first_part << p;
-        snprintf(range, sizeof range, "%zu-%zu", from + 1, to < e->longest ? to : e->longest);
-        printf("\n%17s", range);
-        for (size_t i = 0; i < e->count; i++) {
-            if (from < e->lengths[i].T) printf(" %9.4f", e->lengths[i].part[p]);
-            else printf(" %9s", "");
-        }
-        from = to;
-    }
-    printf("\n");
-}
-
-static void evaluate(Evaluator *e, bool after) {
-    const Normalizer *attn = &e->model.config.attn;
-    printf("\nunder %s%s\n", attn->text, after ? ", without training" : ", the checkpoint's own");
-    if (normalizer_has(attn, SCALAR_P) && e->o.pn_extrapolate == PN_LOG && !e->pn_fit) fit_pn(e);
-    printf("%8s %12s %10s %15s %9s %11s%s%s\n", "length", "sequences", "theta", "tokens", "loss", "perplexity",
-           after ? "    change" : "", e->mask ? "  per sequence" : "");
-    for (size_t i = 0; i < e->count; i++) {
-        measure(e, &e->lengths[i]);
-        report(e, &e->lengths[i], after);
-    }
-    if (e->o.task == TASK_POSITIONS) print_positions(e);
+static void close_checkpoint(Evaluator *v) {
+    eval_close_model(&v->e);
+    task_of(v)->close(v);
+    gemm_end(&v->model.mm);
+    memory_release(&v->model.plan);
+    tensors_free(&v->model.list);
+    memset(&v->model, 0, sizeof v->model);
 }
 
 // Switches to the given normalizer and initializes its new learned scalars. The rest of the model stays unchanged.
-static void start_given(Evaluator *e, cJSON *started) {
-    e->model.config.attn = e->given;
-    Weights weights = weights_of(&e->model);
-    weights_start_scalars(&weights, &e->own);
-    for (Scalar scalar = 0; scalar < SCALAR_COUNT; scalar++) {
-        if (!normalizer_has(&e->given, scalar) || normalizer_keeps(&e->own, &e->given, scalar)) continue;
-        double start = normalizer_start(&e->given, scalar, e->model.config.seq_len);
-        printf("%s%s starts at %.6g", cJSON_GetArraySize(started) ? ", " : "\n", scalar_names[scalar], start);
-        cJSON_AddNumberToObject(started, scalar_names[scalar], start);
-    }
-    if (cJSON_GetArraySize(started)) printf("\n");
+static void switch_normalizer(Evaluator *v) {
+    eval_switch(&v->e);
+    Weights weights = weights_of(&v->model);
+    weights_start_scalars(&weights, &v->e.own);
 }
 
-static void switch_normalizer(Evaluator *e) {
-    cJSON *entry = cJSON_CreateObject(), *lengths, *losses[2];
-    cJSON_AddItemToArray(e->lineage = cJSON_CreateArray(), entry);
-    cJSON_AddStringToObject(entry, "event", "attn-at-evaluation");
-    cJSON_AddStringToObject(entry, "from", e->own.text);
-    cJSON_AddStringToObject(entry, "attn", e->given.text);
-    start_given(e, cJSON_AddObjectToObject(entry, "started"));
-    evaluate(e, true);
-    lengths = cJSON_AddArrayToObject(entry, "seq_lens");
-    losses[0] = cJSON_AddArrayToObject(entry, "val_loss_before");
-    losses[1] = cJSON_AddArrayToObject(entry, "val_loss_after");
-    for (size_t i = 0; i < e->count; i++) {
-        cJSON_AddItemToArray(lengths, cJSON_CreateNumber((double)e->lengths[i].T));
-        for (int after = 0; after < 2; after++)
-            cJSON_AddItemToArray(losses[after], cJSON_CreateNumber(e->lengths[i].loss[after]));
-    }
+// ---------------------------------------------------------------------------------------------------------------------
+// 2. Tasks
+
+static void nothing_to_plan(Evaluator *v) {
+    (void)v;
 }
 
-// A new s is initialized so that the mean of s·ln(n) over n = 1..L is 1, softmax's temperature. Over shorter sequences,
-// the mean is lower, so attention is flatter, and the loss says little about the normalizer itself.
-static void note_temperature(const Evaluator *e) {
-    const Normalizer *to = &e->given;
-    int L = e->model.config.seq_len;
-    size_t T = e->lengths[0].T;
-    for (size_t i = 1; i < e->count; i++)
-        if (e->lengths[i].T < T) T = e->lengths[i].T;
-    bool starts = normalizer_has(to, SCALAR_S) && !normalizer_keeps(&e->own, to, SCALAR_S) && isnan(to->s_start) &&
-                  to->scale.kind != SCALE_PN;
-    if (!starts || T >= (size_t)L) return;
-    double start = normalizer_start(to, SCALAR_S, L), here = normalizer_start(to, SCALAR_S, (int)T);
-    if (!(start / here < 0.9)) return;
-    printf(
-        "note      s starts at %.4f for L = %d, but at T = %zu its mean temperature is only %.2f of softmax's, which by itself increases the loss:\n"
-        "          use --attn %s+s=%.4f to start at softmax's temperature at this length\n",
-        start, L, T, start / here, to->text, here);
+static void nothing_to_close(Evaluator *v) {
+    (void)v;
 }
 
-static void print_start(const Evaluator *e) {
-    const ModelConfig *c = &e->model.config;
-    printf("model     %s, %s parameters, trained with %s at L = %d\n", e->folder,
-           human_count((double)model_parameters(c)).text, e->own.text, c->seq_len);
-    printf("data      %s tokens in %zu shard%s\n", human_grouped(shards_tokens(e->lengths[0].shards)).text,
-           shards_count(e->lengths[0].shards), shards_count(e->lengths[0].shards) == 1 ? "" : "s");
-    if (e->longest > (size_t)c->seq_len)
-        printf("note      lengths of up to %.3g L; L stays %d in the normalizer, and RoPE's theta %s\n",
-               (double)e->longest / c->seq_len, c->seq_len,
-               e->o.rope_scaling == ROPE_NTK ? "grows with the length" : "stays unchanged");
-    if (e->switches) note_temperature(e);
-    fflush(stdout);
+// ---- loss, positions
+
+static void losses_task_settle(Evaluator *v) {
+    losses_settle(&v->e);
 }
 
-static void write_json(Evaluator *e) {
+static void load_windows(Evaluator *v, const Length *at, uint64_t first, size_t B) {
+    size_t T = at->T;
     Error error;
-    char *print = shards_fingerprint(e->lengths[0].shards, &error);
-    if (!print) fail_with(&error);
-    cJSON *json = cJSON_CreateObject();
-    cJSON_AddItemToObject(json, "arguments", cJSON_Parse(e->arguments));
-    cJSON_AddStringToObject(json, "checkpoint", e->folder);
-    cJSON_AddNumberToObject(json, "trained_seq_len", e->model.config.seq_len);
-    cJSON_AddItemToObject(json, "data", cJSON_Parse(print));
-    if (e->pn_fit) cJSON_AddItemToObject(json, "pn_fit", e->pn_fit);
-    cJSON_AddItemToObject(json, "results", e->results);
-    if (e->lineage) cJSON_AddItemToObject(json, "lineage", e->lineage);
-    char *text = cJSON_Print(json);
-    if (!text) fail(EXIT_RESOURCE, "out of memory for eval.json.");
-    if (!file_replace_text(folder_path(e->o.out, "eval.json").text, text, &error)) fail_with(&error);
-    cJSON_Delete(json);
-    free(text);
-    free(print);
+    for (size_t b = 0; b < B; b++) {
+        if (!shards_window(at->shards, first + b, v->window, v->mask ? v->mask + b * T : NULL, &error))
+            fail_with(&error);
+        memcpy(v->inputs + b * T, v->window, T * sizeof(int32_t));
+        memcpy(v->targets + b * T, v->window + 1, T * sizeof(int32_t));
+    }
 }
 
-// Finds and loads the checkpoint. If it is deleted meanwhile, because its run is pruning, tries again with a newer one.
-static void open_checkpoint(Evaluator *e) {
-    Error error;
-    for (int attempt = 1;; attempt++) {
-        if (settle_model(e, &error)) {
-            if (!e->count) settle_lengths(e);
-            take_memory(e);
-            Weights weights = weights_of(&e->model);
-            if (weights_load(&weights, e->folder, &e->own, &error)) return;
+// Sums the losses at each position over a length's windows, into v->sums and v->counts.
+static void measure(Evaluator *v, const Length *at) {
+    Model *m = &v->model;
+    size_t T = at->T, most = m->B * m->T / T;
+    rope_table(m->cosines, m->sines, T, head_size(&m->config), at->rope_theta);
+    memset(v->sums, 0, T * sizeof *v->sums);
+    memset(v->counts, 0, T * sizeof *v->counts);
+    m->rows = m->all_zero_rows = 0;
+    bar_start(&v->e.bar, "sequences");
+    for (uint64_t first = 0; first < at->windows; first += most) {
+        size_t B = at->windows - first < most ? (size_t)(at->windows - first) : most;
+        bar_show(&v->e.bar, first, at->windows);
+        load_windows(v, at, first, B);
+        model_forward(m, v->inputs, B, T);
+        model_loss(m, v->targets, v->mask, B * T, 0, false);
+        for (size_t n = 0; n < B * T; n++) {
+            v->sums[n % T] += m->losses[n];
+            v->counts[n % T] += v->mask ? v->mask[n] : 1;
         }
-        if (attempt == CHECKPOINT_ATTEMPTS || !checkpoint_vanished(e->folder)) fail_with(&error);
-        gemm_end(&e->model.mm);
-        memory_release(&e->model.plan);
-        tensors_free(&e->model.list);
     }
+    bar_clear(&v->e.bar);
+}
+
+static void evaluate_losses(Evaluator *v) {
+    const Model *m = &v->model;
+    losses_begin(&v->e);
+    for (size_t i = 0; i < v->e.count; i++) {
+        measure(v, &v->e.lengths[i]);
+        losses_add(&v->e, i, v->sums, v->counts, (double)m->all_zero_rows / (double)m->rows);
+    }
+    losses_end(&v->e);
+}
+
+// ---- needle
+
+static void needle_task_settle(Evaluator *v) {
+    needle_settle(&v->needle, &v->e);
+}
+
+static void needle_task_close(Evaluator *v) {
+    needle_close(&v->needle);
+}
+
+static void evaluate_needle(Evaluator *v) {
+    Needle *n = &v->needle;
+    Decoder *d = &v->decoder;
+    rope_table(d->cosines, d->sines, d->length, head_size(&v->model.config), eval_theta(&v->e, d->length));
+    needle_begin(n);
+    while (needle_next(n)) {
+        const NeedleTrial *t = &n->trial;
+        d->weights = v->weights;
+        size_t last = decode_span(d, t->tokens + t->shared, t->count - t->shared, 0, t->shared) - 1;
+        float *logits = decode_logits(d, last, 1, 0);
+        needle_weights(n, v->weights, d->length);
+        d->weights = NULL;
+        for (size_t position = t->count; needle_answer(n, logits); position++) {
+            decode(d, &(DecodeRow){n->token, 0, position}, 1);
+            logits = decode_logits(d, 0, 1, 0);
+        }
+    }
+}
+
+// ---- attention
+
+static void attention_task_settle(Evaluator *v) {
+    observe_settle(&v->observer, &v->e);
+}
+
+static void attention_task_close(Evaluator *v) {
+    observe_close(&v->observer);
+}
+
+// The weights of all heads of a layer, whose q and k the forward pass has just computed.
+static void observe_heads(Evaluator *v, size_t l, size_t T) {
+    Model *m = &v->model;
+    AttentionShape shape = attention_shape(&m->config, 1, T);
+    AttentionInput in = attention_input(m, layer_of(m, l, T).projected);
+    #pragma omp parallel for schedule(dynamic)
+    for (size_t h = 0; h < shape.NH; h++) {
+        float *weights = v->weights + (size_t)omp_get_thread_num() * OBSERVED_ROWS * T, log_Z[OBSERVED_ROWS];
+        for (size_t from = 0; from < T; from += OBSERVED_ROWS) {
+            size_t rows = T - from < OBSERVED_ROWS ? T - from : OBSERVED_ROWS;
+            attention_weights(weights, T, log_Z, in, layer_scalars(m, l), shape,
+                              (AttentionRows){.h = h, .from = from, .rows = rows});
+            observe_rows(&v->observer, l, h, weights, T, log_Z, from, rows);
+        }
+    }
+}
+
+// The sum of the losses of the targets `from` to T - 1 of a sequence of T + 1 tokens, whose first T are in v->inputs.
+static double sequence_loss(Evaluator *v, const int32_t *tokens, size_t T, size_t from) {
+    Model *m = &v->model;
+    memcpy(v->targets, tokens + 1, T * sizeof *tokens);
+    for (size_t t = 0; t < T; t++) v->mask[t] = t >= from;
+    return model_loss(m, v->targets, v->mask, T, 0, false);
+}
+
+static void evaluate_attention(Evaluator *v) {
+    Model *m = &v->model;
+    Observer *o = &v->observer;
+    size_t T;
+    observe_begin(o);
+    while (observe_next(o, v->inputs, &T)) {
+        rope_table(m->cosines, m->sines, T, head_size(&m->config), eval_theta(&v->e, T));
+        model_embed(m, v->inputs, 1, T);
+        for (size_t l = 0; l < (size_t)m->config.layers; l++) {
+            block_of(m)->forward(m, l, 1, T);
+            observe_heads(v, l, T);
+            observe_layer(o, l, residual(m, l + 1, T), T, (size_t)m->config.channels);
+        }
+        model_final_norm(m, T);
+        observe_done(o, T, sequence_loss(v, v->inputs, T - 1, 0) / (double)(T - 1));
+    }
+    observe_end(o);
+}
+
+// ---- scores
+
+static void scores_task_settle(Evaluator *v) {
+    v->e.longest = (size_t)v->e.config->seq_len;
+}
+
+static void report_scores(Evaluator *v) {
+    Model *m = &v->model;
+    Eval *e = &v->e;
+    if (normalizer_has(&m->config.attn, SCALAR_P) && !e->pn_fit)
+        fit_pn(e, m->params + m->list.scalar[SCALAR_P], v->fit, e->longest);
+    scores_report(e, &m->list, m->params);
+}
+
+// ---- choice
+
+static void choice_task_settle(Evaluator *v) {
+    choice_settle(&v->choice, &v->e);
+}
+
+static void choice_task_close(Evaluator *v) {
+    choice_close(&v->choice);
+}
+
+static void evaluate_choice(Evaluator *v) {
+    Model *m = &v->model;
+    const ChoiceEnding *ending;
+    rope_table(m->cosines, m->sines, v->e.longest, head_size(&m->config), eval_theta(&v->e, v->e.longest));
+    choice_begin(&v->choice);
+    while ((ending = choice_next(&v->choice))) {
+        size_t T = ending->count - 1;
+        model_forward(m, ending->ids, 1, T);
+        choice_add(&v->choice, sequence_loss(v, ending->ids, T, ending->from - 1));
+    }
+    choice_end(&v->choice);
+}
+
+static const Task *task_of(const Evaluator *v) {
+    static const Task TASKS[] = {
+        // clang-format off
+        [TASK_LOSS]      = {losses_task_settle,    plan_losses,      evaluate_losses,    nothing_to_close},
+        [TASK_POSITIONS] = {losses_task_settle,    plan_losses,      evaluate_losses,    nothing_to_close},
+        [TASK_NEEDLE]    = {needle_task_settle,    plan_needle,      evaluate_needle,    needle_task_close},
+        [TASK_ATTENTION] = {attention_task_settle, plan_attention,   evaluate_attention, attention_task_close},
+        [TASK_SCORES]    = {scores_task_settle,    nothing_to_plan, report_scores,      nothing_to_close},
+        [TASK_CHOICE]    = {choice_task_settle,    plan_sequence,    evaluate_choice,    choice_task_close},
+        // clang-format on
+    };
+    return &TASKS[v->e.o.task];
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// 3. main()
+
+static void evaluate(Evaluator *v) {
+    Eval *e = &v->e;
+    const Normalizer *attn = &e->config->attn;
+    printf("\nunder %s%s\n", attn->text, e->after ? ", without training" : ", the checkpoint's own");
+    if (normalizer_has(attn, SCALAR_P) && e->o.pn_extrapolate == PN_LOG && !e->pn_fit) {
+        fit_pn(e, v->model.params + v->model.list.scalar[SCALAR_P], v->fit, e->longest);
+        v->model.p_n = v->fit;
+    }
+    task_of(v)->run(v);
 }
 
 int main(int argc, char **argv) {
-    static Evaluator e;
+    static Evaluator v;
+    Eval *e = &v.e;
     Error error;
     start_program("eval_gpt2");
-    parse_flags(&e, argc, argv);
-    start_threads(e.o.threads);
-    open_checkpoint(&e);
-    if (e.o.out && !file_make_folders(e.o.out, &error)) fail_with(&error);
-    e.results = cJSON_CreateArray();
-    print_start(&e);
-    double start = now();
-    evaluate(&e, false);
-    if (e.switches) switch_normalizer(&e);
-    if (e.o.out) write_json(&e);
+    eval_open(e, &v.model.config, argc, argv);
+    start_threads(e->o.threads);
+    double seconds = 0;
+    while (e->model_at < e->model_count) {
+        open_checkpoint(&v);
+        if (e->o.out && !file_make_folders(e->o.out, &error)) fail_with(&error);
+        eval_settle(e);
+        double start = now();
+        evaluate(&v);
+        if (e->switches) {
+            switch_normalizer(&v);
+            evaluate(&v);
+        }
+        seconds += now() - start;
+        close_checkpoint(&v);
+    }
+    if (e->o.out) eval_write(e);
     if (fflush(stdout) != 0 || ferror(stdout))
         fail(EXIT_RESOURCE, "stdout: cannot write the results: %s.", strerror(errno));
-    double seconds = now() - start;
-    fprintf(stderr, "eval_gpt2: %s tokens in %.2f s, %.1f tokens/s\n", human_grouped(e.tokens).text, seconds,
-            (double)e.tokens / seconds);
+    if (e->tokens)
+        fprintf(stderr, "eval_gpt2: %s tokens in %.2f s, %.1f tokens/s\n", human_grouped(e->tokens).text, seconds,
+                (double)e->tokens / seconds);
     return EXIT_DONE;
 }

@@ -565,8 +565,14 @@ static GauGains gains_in(const Model *m, real *array, size_t layer) {
 }
 
 static AttentionShape attention_shape(const ModelConfig *c, size_t B, size_t T) {
-    return (AttentionShape){&c->attn,      B,         T, (size_t)c->heads, (size_t)c->kv_heads, head_size(c),
-                            value_size(c), c->seq_len};
+    return (AttentionShape){.normalizer = &c->attn,
+                            .B = B,
+                            .T = T,
+                            .NH = (size_t)c->heads,
+                            .NKV = (size_t)c->kv_heads,
+                            .HS = head_size(c),
+                            .VS = value_size(c),
+                            .L = c->seq_len};
 }
 
 static size_t norm_chunks(const TensorList *list) {
@@ -875,16 +881,24 @@ static const BlockRow *block_of(const Model *m) {
     return &BLOCKS[m->config.block];
 }
 
-// Fills the activations, up to and including h (N,C), the normalized output of the last layer.
-static void model_forward(Model *m, const int32_t *tokens, size_t B, size_t T) {
-    size_t N = B * T, C = (size_t)m->config.channels, layers = (size_t)m->config.layers;
+static void model_embed(Model *m, const int32_t *tokens, size_t B, size_t T) {
     if (m->first) document_starts(m->first, tokens, B, T, m->config.end_of_text);
     phase(PHASE_EMBEDDING);
-    embedding_forward(m->x, m->params + m->list.embedding, tokens, N, C);
-    for (size_t l = 0; l < layers; l++) block_of(m)->forward(m, l, B, T);
+    embedding_forward(m->x, m->params + m->list.embedding, tokens, B * T, (size_t)m->config.channels);
+}
+
+static void model_final_norm(Model *m, size_t N) {
+    size_t layers = (size_t)m->config.layers;
     phase(PHASE_NORM);
-    rmsnorm_forward(m->h, residual(m, layers, N), m->params + m->list.norm, N, C, norm_eps(m));
+    rmsnorm_forward(m->h, residual(m, layers, N), m->params + m->list.norm, N, (size_t)m->config.channels, norm_eps(m));
     phase(PHASE_OTHER);
+}
+
+// Fills the activations, up to and including h (N,C), the normalized output of the last layer.
+static void model_forward(Model *m, const int32_t *tokens, size_t B, size_t T) {
+    model_embed(m, tokens, B, T);
+    for (size_t l = 0; l < (size_t)m->config.layers; l++) block_of(m)->forward(m, l, B, T);
+    model_final_norm(m, B * T);
 }
 
 // The sum of the losses of N rows, computed in blocks of LOSS_ROWS so that memory does not grow with N. Unless scale is
@@ -1023,8 +1037,8 @@ static void model_update(Model *m, AdamW a) {
 // 5. Decoding
 
 enum {
-    PREFILL_ROWS = 64,    // prompt tokens that run through the layers together
-    FEW_ROWS = 8,         // decoding uses matmul_few() for at most this many rows
+    PREFILL_ROWS = 256,    // prompt tokens that run through the layers together
+    FEW_ROWS = 8,          // decoding uses matmul_few() for at most this many rows
 };
 
 typedef struct {
@@ -1035,8 +1049,11 @@ typedef struct {
     float *joined, *q, *inverse_norms;     // (rows, ...), see Projected
     float *logits;                         // (sequences, V)
     float *scores;                         // (threads, length)
-    size_t *starts, *first;                // (sequences), (rows): where the newest token's document begins
+    float *attention, *stats;              // for the attention of a span of a prompt
+    int32_t *starts, *first;               // (sequences), (rows): where the newest token's document begins
     float *cosines, *sines;                // (length, HS/2)
+    // (layers, NH, length), or NULL: decode() writes the attention weights of its last row
+    float *weights;
 } Decoder;
 
 // One token of a sequence at its position. The rows of a sequence are in order and continue the positions in the cache.
@@ -1065,6 +1082,14 @@ static void unit_plan_decoder(Decoder *d, MemoryPlan *plan) {
     memory_add(plan, DECODING, (void **)&d->q, FLOATS(d->rows * query_width(&d->m->config)));
 }
 
+// `count` new positions of a sequence, after `past` earlier ones in the cache.
+static AttentionShape span_shape(const Decoder *d, size_t past, size_t count) {
+    AttentionShape shape = attention_shape(&d->m->config, 1, count);
+    shape.cached = true;
+    shape.past = past;
+    return shape;
+}
+
 static void plan_decoder(Decoder *d, Model *m, MemoryPlan *plan, size_t sequences, size_t length) {
     const ModelConfig *c = &m->config;
     size_t C = (size_t)c->channels, F = (size_t)c->ffn, rows = sequences > PREFILL_ROWS ? sequences : PREFILL_ROWS;
@@ -1082,6 +1107,9 @@ static void plan_decoder(Decoder *d, Model *m, MemoryPlan *plan, size_t sequence
     memory_add(plan, kind, (void **)&d->act, FLOATS(rows * F));
     memory_add(plan, kind, (void **)&d->logits, FLOATS(sequences * (size_t)c->vocab));
     memory_add(plan, kind, (void **)&d->scores, FLOATS((size_t)omp_get_max_threads() * length));
+    memory_add(plan, kind, (void **)&d->attention,
+               FLOATS(attention_scratch(span_shape(d, length, rows), omp_get_max_threads())));
+    memory_add(plan, kind, (void **)&d->stats, FLOATS(rows * (size_t)c->heads * ROW_STATS));
     memory_add(plan, kind, (void **)&d->starts, sequences * sizeof *d->starts);
     memory_add(plan, kind, (void **)&d->first, rows * sizeof *d->first);
     memory_add(plan, kind, (void **)&d->cosines, FLOATS(length * head_size(c) / 2));
@@ -1123,17 +1151,44 @@ static void unit_keys(Decoder *d, Rope rope, size_t r, size_t layer, float *k, f
     gau_forward(x, gains_in(d->m, d->m->params, layer), rope, (size_t)c->ffn);
 }
 
+// The queries from row r on, and the cached keys and values of their sequence.
+static AttentionInput cached_input(const Decoder *d, const DecodeRow *row, size_t r, size_t layer) {
+    const ModelConfig *c = &d->m->config;
+    size_t K = query_width(c), W = joined_width(c), KV = key_width(c), VV = value_width(c);
+    size_t cache = (layer * d->sequences + row->sequence) * d->length;
+    return (AttentionInput){.q = d->q ? (ConstView){d->q + r * K, K, head_size(c)}
+                                      : (ConstView){d->joined + r * W, W, head_size(c)},
+                            .k = {d->k + cache * KV, KV, head_size(c)},
+                            .v = {d->v + cache * VV, VV, value_size(c)},
+                            .first = d->m->doc_mask ? d->first + r : NULL,
+                            .mm = &d->m->mm};
+}
+
 // Attention of head h of row r over the cached keys of its sequence.
 static void decode_head(Decoder *d, const DecodeRow *row, size_t r, size_t h, size_t layer) {
-    const ModelConfig *c = &d->m->config;
-    AttentionShape shape = attention_shape(c, 1, row->position + 1);
-    size_t kv = h / (shape.NH / shape.NKV), KV = key_width(c), VV = value_width(c);
-    size_t cache = (layer * d->sequences + row->sequence) * d->length + d->first[r];
-    const float *q = d->q ? d->q + r * query_width(c) : d->joined + r * joined_width(c);
-    ConstView k = {d->k + cache * KV + kv * shape.HS, KV, shape.HS},
-              v = {d->v + cache * VV + kv * shape.VS, VV, shape.VS};
-    attention_row(d->att + r * output_width(c) + h * shape.VS, q + h * shape.HS, k, v, row->position + 1 - d->first[r],
+    AttentionShape shape = attention_shape(&d->m->config, 1, row->position + 1);
+    AttentionInput in = cached_input(d, row, r, layer);
+    size_t kv = h / (shape.NH / shape.NKV), first = (size_t)d->first[r];
+    in.k.p += first * in.k.row + kv * in.k.head;
+    in.v.p += first * in.v.row + kv * in.v.head;
+    attention_row(d->att + (r * shape.NH + h) * shape.VS, in.q.p + h * in.q.head, in.k, in.v, row->position + 1 - first,
                   h, layer_scalars(d->m, layer), shape, d->scores + (size_t)omp_get_thread_num() * d->length);
+}
+
+// Do the rows continue one sequence, as in a prompt?
+static bool is_span(const DecodeRow *rows, size_t count) {
+    for (size_t r = 1; r < count; r++)
+        if (rows[r].sequence != rows[0].sequence) return false;
+    return count > 1;
+}
+
+static void keep_weights(Decoder *d, const DecodeRow *row, size_t r, size_t layer) {
+    AttentionShape shape = span_shape(d, row->position, 1);
+    #pragma omp parallel for schedule(static)
+    for (size_t h = 0; h < shape.NH; h++)
+        attention_weights(d->weights + (layer * shape.NH + h) * d->length, d->length, NULL,
+                          cached_input(d, row, r, layer), layer_scalars(d->m, layer), shape,
+                          (AttentionRows){.h = h, .rows = 1});
 }
 
 // Attention of one layer for all rows. All keys and values are cached first, so that a row sees earlier rows of the
@@ -1141,18 +1196,21 @@ static void decode_head(Decoder *d, const DecodeRow *row, size_t r, size_t h, si
 static void decode_attention(Decoder *d, const DecodeRow *rows, size_t count, size_t layer) {
     const ModelConfig *c = &d->m->config;
     size_t NH = (size_t)c->heads;
-    #pragma omp parallel
-    {
-        #pragma omp for schedule(static)
-        for (size_t r = 0; r < count; r++) {
-            size_t at = (layer * d->sequences + rows[r].sequence) * d->length + rows[r].position;
-            Rope rope = rope_at(d, rows[r].position);
-            decode_block(d)->keys(d, rope, r, layer, d->k + at * key_width(c), d->v + at * value_width(c));
-        }
-        #pragma omp for collapse(2) schedule(dynamic)
+    #pragma omp parallel for schedule(static)
+    for (size_t r = 0; r < count; r++) {
+        size_t at = (layer * d->sequences + rows[r].sequence) * d->length + rows[r].position;
+        Rope rope = rope_at(d, rows[r].position);
+        decode_block(d)->keys(d, rope, r, layer, d->k + at * key_width(c), d->v + at * value_width(c));
+    }
+    if (is_span(rows, count)) {
+        attention_forward(d->att, d->stats, cached_input(d, rows, 0, layer), layer_scalars(d->m, layer),
+                          span_shape(d, rows[0].position, count), d->attention);
+    } else {
+        #pragma omp parallel for collapse(2) schedule(dynamic)
         for (size_t r = 0; r < count; r++)
             for (size_t h = 0; h < NH; h++) decode_head(d, &rows[r], r, h, layer);
     }
+    if (d->weights) keep_weights(d, &rows[count - 1], count - 1, layer);
 }
 
 // matmul_forward for a few rows. Each element is its own sum in a fixed order, so a sequence's numbers never depend on
@@ -1227,8 +1285,9 @@ static void decode(Decoder *d, const DecodeRow *rows, size_t count) {
     Model *m = d->m;
     size_t C = (size_t)m->config.channels;
     for (size_t r = 0; r < count; r++) {
-        size_t *start = &d->starts[rows[r].sequence], t = rows[r].position;
-        if (t == 0 || (m->doc_mask && rows[r].token == m->config.end_of_text)) *start = t;
+        int32_t *start = &d->starts[rows[r].sequence];
+        size_t t = rows[r].position;
+        if (t == 0 || (m->doc_mask && rows[r].token == m->config.end_of_text)) *start = (int32_t)t;
         d->first[r] = *start;
     }
     for (size_t r = 0; r < count; r++)
@@ -1247,16 +1306,22 @@ static float *decode_logits(Decoder *d, size_t row, size_t count, size_t sequenc
     return logits;
 }
 
-// Feeds a prompt of at least one token to a sequence and returns the logits after its last token.
-static float *decode_prompt(Decoder *d, const int32_t *prompt, size_t count, size_t sequence) {
+// Feeds at least one token to a sequence, from position `from` on. The cache holds the earlier positions. Returns the
+// number of tokens in the last decode().
+static size_t decode_span(Decoder *d, const int32_t *tokens, size_t count, size_t sequence, size_t from) {
     DecodeRow rows[PREFILL_ROWS];
-    size_t from = 0, here = 0;
-    for (; from < count; from += here) {
-        here = count - from < PREFILL_ROWS ? count - from : PREFILL_ROWS;
-        for (size_t r = 0; r < here; r++) rows[r] = (DecodeRow){prompt[from + r], sequence, from + r};
+    size_t here = 0;
+    for (size_t at = 0; at < count; at += here) {
+        here = count - at < PREFILL_ROWS ? count - at : PREFILL_ROWS;
+        for (size_t r = 0; r < here; r++) rows[r] = (DecodeRow){tokens[at + r], sequence, from + at + r};
         decode(d, rows, here);
     }
-    return decode_logits(d, here - 1, 1, sequence);
+    return here;
+}
+
+// Feeds a prompt of at least one token to a sequence and returns the logits after its last token.
+static float *decode_prompt(Decoder *d, const int32_t *prompt, size_t count, size_t sequence) {
+    return decode_logits(d, decode_span(d, prompt, count, sequence, 0) - 1, 1, sequence);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -345,6 +345,11 @@ static real row_backward(const Normalizer *normalizer, real *s, real *dA, Row *r
 // Otherwise (for example, few sequences of the gated unit with its single head), the threads share the matmuls and the
 // rows of each head.
 
+// The number of keys of a sequence.
+static size_t key_count(AttentionShape shape) {
+    return shape.past + shape.T;
+}
+
 static bool groups_in_parallel(AttentionShape shape, int threads) {
     return shape.B * shape.NKV >= (size_t)threads;
 }
@@ -355,11 +360,11 @@ typedef struct {
 } Part;
 
 static size_t thread_scratch(AttentionShape shape) {
-    return (2 * block_rows(shape.T) + ROW_BUFFERS) * row_step(shape.T);
+    return (2 * block_rows(shape.T) + ROW_BUFFERS) * row_step(key_count(shape));
 }
 
 static Part part_of(AttentionShape shape, real *scratch, int thread) {
-    size_t block = block_rows(shape.T) * row_step(shape.T);
+    size_t block = block_rows(shape.T) * row_step(key_count(shape));
     Part p = {.scores = scratch + (size_t)thread * thread_scratch(shape)};
     p.dscores = p.scores + block;
     p.buffers = p.dscores + block;
@@ -376,7 +381,7 @@ static size_t row_grads_size(AttentionShape shape) {
 
 // The keys and values of the group being processed, and their gradients.
 static size_t group_scratch(AttentionShape shape) {
-    return 2 * shape.T * (shape.HS + shape.VS);
+    return 2 * key_count(shape) * (shape.HS + shape.VS);
 }
 
 size_t attention_scratch(AttentionShape shape, int threads) {
@@ -384,9 +389,9 @@ size_t attention_scratch(AttentionShape shape, int threads) {
     return (size_t)threads * thread_scratch(shape) + row_grads_size(shape) + groups * group_scratch(shape);
 }
 
-// What the heads of a group share: k (T,HS) and v (T,VS) and, in the backward pass, their gradients. Each block of rows
-// reads them again, so they are copied to adjacent rows unless their rows are adjacent already: the rows of a view of
-// many heads lie far apart and share a few sets of the cache.
+// What the heads of a group share: k (keys,HS) and v (keys,VS) and, in the backward pass, their gradients. Each block
+// of rows reads them again, so they are copied to adjacent rows unless their rows are adjacent already: the rows of a
+// view of many heads lie far apart and share a few sets of the cache.
 typedef struct {
     size_t b, kv;
     const real *k, *v;
@@ -403,21 +408,22 @@ static real *group_space(AttentionShape shape, real *scratch) {
     return scratch + parts + row_grads_size(shape) + (size_t)omp_get_thread_num() * group_scratch(shape);
 }
 
-static size_t group_offset(const Group *group, size_t T, size_t row, size_t head) {
-    return group->b * T * row + group->kv * head;
+static size_t group_offset(const Group *group, size_t keys, size_t row, size_t head) {
+    return group->b * keys * row + group->kv * head;
 }
 
-static const real *copy_in(ConstView all, const Group *group, size_t width, size_t T, real *copy) {
-    const real *from = all.p + group_offset(group, T, all.row, all.head);
+static const real *copy_in(ConstView all, const Group *group, size_t width, size_t keys, real *copy) {
+    const real *from = all.p + group_offset(group, keys, all.row, all.head);
     if (all.row == width) return from;
-    for (size_t t = 0; t < T; t++) memcpy(copy + t * width, from + t * all.row, width * sizeof *copy);
+    for (size_t t = 0; t < keys; t++) memcpy(copy + t * width, from + t * all.row, width * sizeof *copy);
     return copy;
 }
 
 static void copy_in_keys(Group *group, const AttentionInput *in, AttentionShape shape, real *scratch) {
-    real *k = group_space(shape, scratch), *v = k + shape.T * shape.HS;
-    group->k = copy_in(in->k, group, shape.HS, shape.T, k);
-    group->v = copy_in(in->v, group, shape.VS, shape.T, v);
+    size_t keys = key_count(shape);
+    real *k = group_space(shape, scratch), *v = k + keys * shape.HS;
+    group->k = copy_in(in->k, group, shape.HS, keys, k);
+    group->v = copy_in(in->v, group, shape.VS, keys, v);
 }
 
 // Where a gradient is summed: in place if its rows are adjacent, else in `copy`, for copy_out().
@@ -459,17 +465,17 @@ typedef struct {
     size_t from, rows, low, keys;
 } RowBlock;
 
-static RowBlock block_at(const Head *head, size_t from, size_t T) {
-    size_t rows = T - from < BLOCK ? T - from : BLOCK, low = first_key(head, from);
-    return (RowBlock){from, rows, low, from + rows - low};
+static RowBlock block_at(const Head *head, size_t from, AttentionShape shape) {
+    size_t rows = shape.T - from < BLOCK ? shape.T - from : BLOCK, low = first_key(head, from);
+    return (RowBlock){from, rows, low, shape.past + from + rows - low};
 }
 
 // In a block's scores, each row has `hidden` keys before its n visible ones, and possibly others after them.
 static Row block_row(AttentionShape shape, Scalars scalars, const Head *head, RowBlock block, size_t r,
                      size_t *hidden) {
-    size_t t = block.from + r, first = first_key(head, t);
+    size_t t = block.from + r, first = first_key(head, t), end = shape.past + t + 1;
     *hidden = first - block.low;
-    return row_at(&shape, scalars, head->h, t + 1 - first, shape.T);
+    return row_at(&shape, scalars, head->h, end - first, shape.cached ? end : shape.T);
 }
 
 static void hide(real *scores, const Row *row, size_t hidden, size_t keys) {
@@ -480,12 +486,12 @@ static void hide(real *scores, const Row *row, size_t hidden, size_t keys) {
 
 static uint64_t head_forward(real *out, real *stats, Head head, const AttentionInput *in, Scalars scalars,
                              AttentionShape shape, Part part, bool share) {
-    size_t T = shape.T, HS = shape.HS, VS = shape.VS, step = shape.NH * VS, ld = row_step(T);
+    size_t T = shape.T, HS = shape.HS, VS = shape.VS, step = shape.NH * VS, ld = row_step(key_count(shape));
     uint64_t all_zero = 0;
     out += head.out;
     stats += head.rows * ROW_STATS;
     for (size_t from = 0; from < T; from += BLOCK) {
-        RowBlock at = block_at(&head, from, T);
+        RowBlock at = block_at(&head, from, shape);
         real factor[BLOCK];
         gemm(in->mm, at.rows, at.keys, HS, as_stored(head.q + from * in->q.row, in->q.row),
              transposed(head.k + at.low * HS, HS), 0, part.scores, ld);
@@ -508,6 +514,27 @@ static uint64_t head_forward(real *out, real *stats, Head head, const AttentionI
         }
     }
     return all_zero;
+}
+
+void attention_weights(real *weights, size_t ld, real *log_Z, AttentionInput in, Scalars scalars, AttentionShape shape,
+                       AttentionRows at) {
+    size_t group_heads = shape.NH / shape.NKV, keys = shape.past + at.from + at.rows;
+    Group group = {.b = at.b, .kv = at.h / group_heads};
+    Head head = head_of(shape, &in, &group, at.h % group_heads);
+    const real *k = in.k.p + group_offset(&group, key_count(shape), in.k.row, in.k.head);
+    gemm(in.mm, at.rows, keys, shape.HS, as_stored(head.q + at.from * in.q.row, in.q.row), transposed(k, in.k.row), 0,
+         weights, ld);
+    for (size_t r = 0; r < at.rows; r++) {
+        bool weight;
+        size_t hidden;
+        real *scores = weights + r * ld;
+        Row row = block_row(shape, scalars, &head, (RowBlock){at.from, at.rows, 0, keys}, r, &hidden);
+        real factor = row_forward(shape.normalizer, scores + hidden, &row, &weight);
+        hide(scores, &row, hidden, keys);
+        #pragma omp simd
+        for (size_t j = 0; j < keys; j++) scores[j] *= factor;
+        if (log_Z) log_Z[r] = row.inverse > 0 ? row.shift - real_log(row.inverse) : -INFINITY;
+    }
 }
 
 uint64_t attention_forward(real *out, real *stats, AttentionInput in, Scalars scalars, AttentionShape shape,
@@ -574,7 +601,7 @@ static void head_backward(const Backward *pass, const Group *group, const Head *
     }
     size_t last = (T - 1) / BLOCK * BLOCK;
     for (size_t from = last;; from -= BLOCK) {
-        RowBlock at = block_at(head, from, T);
+        RowBlock at = block_at(head, from, shape);
         const real *k = head->k + at.low * HS, *v = head->v + at.low * VS;
         const real *dout = pass->dout + head->out + from * step;
         Matrix q = as_stored(head->q + from * in->q.row, in->q.row), dO = as_stored(dout, step);

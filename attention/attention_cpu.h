@@ -15,6 +15,10 @@ typedef struct {
     const Normalizer *normalizer;
     size_t B, T, NH, NKV, HS, VS;    // sequences, their length, heads, head size of q and k, of v
     int L;                           // the training length
+    // For decoding with a cache; forward only, B = 1. The T queries follow `past` earlier positions: query t is at
+    // position past + t, k and v have past + T rows, and the normalizer's T is each row's own length so far.
+    bool cached;
+    size_t past;
 } AttentionShape;
 
 // The heads of q, k or v anywhere in memory: position t of head h of sequence b is at p + (b·T + t)·row + h·head.
@@ -42,6 +46,11 @@ typedef struct {
     View q, k, v;
 } AttentionInputGrads;
 
+// `rows` consecutive queries of head h of sequence b, from its query `from` on.
+typedef struct {
+    size_t b, h, from, rows;
+} AttentionRows;
+
 enum { ROW_STATS = 4 };    // statistics that the forward pass keeps per row
 
 // The number of scratch elements that forward and backward need for this shape and number of threads, under any
@@ -65,6 +74,12 @@ uint64_t attention_forward(real *out, real *stats, AttentionInput in, Scalars sc
 // Deterministic: sums over rows, heads of a group and the batch have a fixed order.
 void attention_backward(AttentionInputGrads d, ScalarGrads grads, const real *dout, const real *out, const real *stats,
                         AttentionInput in, Scalars scalars, AttentionShape shape, real *scratch);
+
+// The weights A of a few queries, for statistics. Inside a parallel region, only the calling thread computes.
+//   weights (rows, ld), its first past + from + rows columns written: A, and 0 where a key is invisible
+//   log_Z (rows) written, or NULL: ln Z, with A = f/Z before post; -inf if Z is 0
+void attention_weights(real *weights, size_t ld, real *log_Z, AttentionInput in, Scalars scalars, AttentionShape shape,
+                       AttentionRows at);
 
 // Attention of one query of head h over its n visible keys, for generation.
 //   out (VS) written   q (HS)   k, v: p is the row of the first visible key in the head that h reads   scratch (n)

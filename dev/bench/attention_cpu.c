@@ -47,7 +47,7 @@ int main(int argc, char **argv) {
     size_t T = strtoul(argv[2], NULL, 10), B = strtoul(argv[3], NULL, 10), NH = strtoul(argv[4], NULL, 10),
            HS = strtoul(argv[5], NULL, 10);
     double seconds = atof(argv[6]), start = now();
-    AttentionShape shape = {&normalizer, B, T, NH, NH, HS, HS, (int)T};
+    AttentionShape shape = {&normalizer, B, T, NH, NH, HS, HS, (int)T, false, 0};
     size_t rows = B * NH * T, n = rows * HS, runs = 0, least = seconds > 0 ? 3 : 1;
     float *dout = normals(n, 3);
     float *out = normals(n, 7), *stats = normals(rows * ROW_STATS, 11);

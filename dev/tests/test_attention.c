@@ -328,7 +328,7 @@ static double last_weight(const char *text, const float *z, size_t n, float s) {
     v[n - 1] = 1;
     attention_row(&out, &one, (ConstView){z, 1, 1}, (ConstView){v, 1, 1}, n, 0,
                   (Scalars){.of[SCALAR_S] = normalizer_has(&normalizer, SCALAR_S) ? &s : NULL},
-                  (AttentionShape){&normalizer, 1, n, 1, 1, 1, 1, (int)n}, scratch);
+                  (AttentionShape){&normalizer, 1, n, 1, 1, 1, 1, (int)n, false, 0}, scratch);
     free(v);
     free(scratch);
     return out;
@@ -420,7 +420,7 @@ static void check_row(const char *text, const float *q, const float *k, size_t H
     unit_row(unit_q, q, HS, l2);
     for (size_t j = 0; j < n; j++) unit_row(unit_k + j * HS, k + j * HS, HS, l2);
     attention_row(out, unit_q, (ConstView){unit_k, HS, HS}, (ConstView){v, n, n}, n, 0, (Scalars){{NULL}},
-                  (AttentionShape){&normalizer, 1, n, 1, 1, HS, n, (int)n}, scratch);
+                  (AttentionShape){&normalizer, 1, n, 1, 1, HS, n, (int)n, false, 0}, scratch);
     for (size_t j = 0; j < n; j++)
         CHECK(fabs(out[j] - expected[j]) < bound, "%s, n = %zu: A[%zu] is %.8f, not %.8f", text, n, j, out[j],
               expected[j]);
@@ -670,7 +670,76 @@ static void check_documents(const char *text) {
     case_free(&one);
 }
 
+// The rows in three calls, each after the keys of the previous ones, as when a prompt fills a cache, equal those of
+// attention_row().
+static void check_spans(const char *text) {
+    enum { T = 150, NH = 4 };
+    static const size_t ENDS[] = {1, 70, T};
+    Case c = case_new(text, 1, NH, 6, 5, T, 2);
+    AttentionShape shape = c.shape;
+    shape.normalizer = &c.normalizer;
+    shape.cached = true;
+    shape.past = T;
+    float *scratch = floats(&c, attention_scratch(shape, omp_get_max_threads())), one[8];
+    for (size_t i = 0, from = 0; i < COUNT(ENDS); from = ENDS[i++]) {
+        AttentionInput span = inputs(&c);
+        span.q.p += from * span.q.row;
+        shape.past = from;
+        shape.T = ENDS[i] - from;
+        attention_forward(c.out + from * NH * shape.VS, c.stats, span, c.scalars, shape, scratch);
+    }
+    double off = 0;
+    for (size_t t = 0; t < T; t++)
+        for (size_t h = 0; h < NH; h++) {
+            row(&c, one, h, t + 1);
+            off = fmax(off, difference(c.out + (t * NH + h) * shape.VS, one, shape.VS));
+        }
+    CHECK(off < 1e-4, "%s: rows after cached keys are off by %.3g", text, off);
+    case_free(&c);
+}
+
+// attention_weights() gives the A that the forward pass multiplies with v, and ln Z.
+static void check_weights(const char *text) {
+    enum { T = 90, NH = 2 };
+    static const size_t ENDS[] = {1, 30, T};
+    Case c = case_heads(text, NH, 8, T, 2);
+    AttentionInput in = inputs(&c);
+    int32_t first[T];
+    for (size_t t = 0; t < T; t++) first[t] = t < 40 ? 0 : 40;
+    in.first = first;
+    c.shape.normalizer = &c.normalizer;
+    attention_forward(c.out, c.stats, in, c.scalars, c.shape, c.scratch);
+    float *weights = floats(&c, T * T), log_Z[T];
+    double off = 0, log_off = 0;
+    for (size_t h = 0; h < NH; h++)
+        for (size_t i = 0, from = 0; i < COUNT(ENDS); from = ENDS[i++]) {
+            size_t rows = ENDS[i] - from;
+            attention_weights(weights, T, log_Z, in, c.scalars, c.shape,
+                              (AttentionRows){.h = h, .from = from, .rows = rows});
+            for (size_t r = 0; r < rows; r++) {
+                const float *A = c.out + ((from + r) * NH + h) * T;
+                off = fmax(off, fmax(difference(weights + r * T, A, ENDS[i]), not_zero(A + ENDS[i], T - ENDS[i])));
+                double Z = 0;
+                for (size_t j = (size_t)first[from + r]; j <= from + r; j++) {
+                    double z = 0;
+                    for (size_t x = 0; x < 8; x++)
+                        z += (double)c.q[(h * T + from + r) * 8 + x] * c.k[(h * T + j) * 8 + x];
+                    Z += exp(z / sqrt(8));
+                }
+                if (!strcmp(text, "softmax")) log_off = fmax(log_off, fabs(log(Z) - log_Z[r]));
+            }
+        }
+    CHECK(off < 1e-5, "%s: weights are off by %.3g", text, off);
+    CHECK(log_off < 1e-5, "%s: ln Z is off by %.3g", text, log_off);
+    case_free(&c);
+}
+
 static void test_independence(void) {
+    check_group("rows after cached keys equal single rows");
+    each_normalizer(check_spans);
+    check_group("weights to look at equal those of the forward pass");
+    each_normalizer(check_weights);
+
     check_group("causality: a change at position j affects no row before it");
     each_normalizer(check_causality);
     check_group("masked entries do not leak");

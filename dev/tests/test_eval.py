@@ -52,10 +52,15 @@ def checkpoints(data, tmp_path_factory):
 
 
 def evaluate(folder, data, out, *flags, code=0):
-    """Stdout, and eval.json. The flags may repeat --data and others, and then take precedence."""
-    words = ["--model", folder, "--data", f"{data}/*_val_*.bin", "--out", out, *flags]
+    """Stdout, and eval.json with the keys of its only model. The flags may repeat --data and others, and then take
+    precedence."""
+    words = ["--model", folder, "--data", f"{data}/*_val_*.bin", "--picture", 0, "--out", out, *flags]
     output, errors = run(BIN / "eval_gpt2", *words, code=code)
-    return output, json.loads((out / "eval.json").read_text()) if code == 0 else errors
+    if code:
+        return output, errors
+    result = json.loads((out / "eval.json").read_text())
+    [model] = result.pop("models")
+    return output, {**model, **result}
 
 
 def losses(result, attn=None):
@@ -382,7 +387,8 @@ def test_full_disks_are_reported(checkpoints, data, tmp_path):
 
 WRONG = {
     "unknown flag": (["--seq-len", "8"], 2, ["Did you mean --seq-lens?"]),
-    "a later task": (["--task", "needle"], 2, ["--task needle", "loss|positions"]),
+    "unknown task": (["--task", "needles"], 2, ["--task needles", "needle|attention"]),
+    "no tokenizer": (["--task", "needle"], 3, ["tokenizer.json"]),
     "unknown normalizer": (["--attn", "ssmx"], 2, ["--attn ssmx", "Did you mean ssmax?"]),
     "unknown stage": (["--attn", "softmax+post=reweigh"], 2, ["reweight:P"]),
     "unknown extrapolation": (["--pn-extrapolate", "linear"], 2, ["none|log"]),

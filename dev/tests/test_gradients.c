@@ -11,6 +11,7 @@
 #define attention_forward attention_forward_in_double
 #define attention_backward attention_backward_in_double
 #define attention_row attention_row_in_double
+#define attention_weights attention_weights_in_double
 #define gemm gemm_in_double
 #define gemm_run gemm_run_in_double
 #define LAYERS_ONLY

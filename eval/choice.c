@@ -1,0 +1,285 @@
+#define _GNU_SOURCE    // asprintf
+#include "eval/choice.h"
+
+#include <locale.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <wchar.h>
+#include <wctype.h>
+
+#include "runtime/file.h"
+#include "runtime/json.h"
+
+static void *array(size_t count, size_t size) {
+    void *p = calloc(count ? count : 1, size);
+    if (!p) fail(EXIT_RESOURCE, "out of memory for the questions.");
+    return p;
+}
+
+// ---- text as lm_eval's hellaswag task prepares it (lm_eval/tasks/hellaswag/utils.py, version 0.4.13)
+
+static void replace_all(char *text, const char *from, const char *to) {
+    size_t old = strlen(from), new = strlen(to);    // new <= old
+    char *out = text;
+    for (const char *at = text; *at;) {
+        if (!strncmp(at, from, old)) {
+            memcpy(out, to, new);
+            out += new;
+            at += old;
+        } else {
+            *out++ = *at++;
+        }
+    }
+    *out = 0;
+}
+
+// Removes each shortest [...] within a line.
+static void remove_brackets(char *text) {
+    char *out = text;
+    for (const char *at = text; *at;) {
+        size_t inside = *at == '[' ? strcspn(at, "]\n") : 0;
+        if (inside && at[inside] == ']') at += inside + 1;
+        else *out++ = *at++;
+    }
+    *out = 0;
+}
+
+static bool is_space(unsigned char c) {
+    return c == ' ' || (c >= '\t' && c <= '\r') || (c >= 0x1C && c <= 0x1F);
+}
+
+static void strip(char *text) {
+    size_t length = strlen(text), start = 0;
+    while (length && is_space((unsigned char)text[length - 1])) length--;
+    while (start < length && is_space((unsigned char)text[start])) start++;
+    memmove(text, text + start, length - start);
+    text[length - start] = 0;
+}
+
+static void clean(char *text) {
+    strip(text);
+    replace_all(text, " [title]", ". ");
+    remove_brackets(text);
+    replace_all(text, "  ", " ");
+}
+
+// Python's str.capitalize(): the first character in upper case, the others in lower case.
+static char *capitalize(const char *text) {
+    locale_t utf8 = newlocale(LC_CTYPE_MASK, "C.UTF-8", (locale_t)0);
+    if (!utf8) fail(EXIT_RESOURCE, "the system has no locale C.UTF-8, which HellaSwag's texts need.");
+    char *out = array(2 * strlen(text) + 8, 1), *at = out;
+    mbstate_t in_state = {0}, out_state = {0};
+    locale_t before = uselocale(utf8);
+    wchar_t wide;
+    for (size_t used; *text; text += used) {
+        used = mbrtowc(&wide, text, strlen(text), &in_state);
+        if (used == (size_t)-1 || used == (size_t)-2 || used == 0) break;
+        wide = (wchar_t)(at == out ? towupper_l((wint_t)wide, utf8) : towlower_l((wint_t)wide, utf8));
+        size_t written = wcrtomb(at, wide, &out_state);
+        if (written != (size_t)-1) at += written;
+    }
+    uselocale(before);
+    freelocale(utf8);
+    return out;
+}
+
+static size_t characters(const char *text) {
+    size_t count = 0;
+    for (; *text; text++) count += ((unsigned char)*text & 0xC0) != 0x80;
+    return count;
+}
+
+// ---- questions
+
+typedef struct {
+    const char *path;
+    size_t line;
+} Where;
+
+static const char *text_of(const cJSON *json, const char *key, Where at) {
+    const cJSON *item = cJSON_GetObjectItemCaseSensitive(json, key);
+    if (!cJSON_IsString(item))
+        fail(
+            EXIT_INPUT,
+            "%s: line %zu: expected a text as \"%s\".\n"
+            "  A question has activity_label, ctx (or ctx_a and ctx_b), endings and label, or query, choices and gold.",
+            at.path, at.line, key);
+    return item->valuestring;
+}
+
+// The index of the right ending: a number, or a text of digits as in HellaSwag's files.
+static size_t gold_of(const cJSON *json, size_t count, Where at) {
+    const cJSON *item = cJSON_GetObjectItemCaseSensitive(json, "label");
+    if (!item) item = cJSON_GetObjectItemCaseSensitive(json, "gold");
+    uint64_t value = UINT64_MAX;
+    char *end = NULL;
+    if (cJSON_IsString(item) && *item->valuestring) value = strtoull(item->valuestring, &end, 10);
+    bool valid = cJSON_IsString(item) ? end && !*end : json_u64(item, &value);
+    if (!valid || value >= count)
+        fail(EXIT_INPUT, "%s: line %zu: expected the right ending as \"label\" or \"gold\", from 0 to %zu.", at.path,
+             at.line, count - 1);
+    return (size_t)value;
+}
+
+static char *query_of(const cJSON *json, bool hellaswag, Where at) {
+    if (!hellaswag) return strdup(text_of(json, "query", at));
+    const char *label = text_of(json, "activity_label", at);
+    char *query;
+    if (cJSON_HasObjectItem(json, "ctx_a")) {
+        char *second = capitalize(text_of(json, "ctx_b", at));
+        if (asprintf(&query, "%s: %s %s", label, text_of(json, "ctx_a", at), second) < 0) query = NULL;
+        free(second);
+    } else if (asprintf(&query, "%s: %s", label, text_of(json, "ctx", at)) < 0) query = NULL;
+    if (!query) fail(EXIT_RESOURCE, "out of memory for the questions.");
+    clean(query);
+    return query;
+}
+
+static size_t encode(const Eval *e, const char *text, int32_t **ids) {
+    size_t length = strlen(text);
+    *ids = array(3 * length + 1, sizeof **ids);
+    return tokenizer_encode(e->tokenizer, text, length, *ids, 3 * length);
+}
+
+// The tokens of the query and " ending" together; those that the query alone does not have belong to the ending. Spaces
+// at the query's end move to the ending. An empty query is an end-of-text token.
+static ChoiceEnding make_ending(const Eval *e, const char *query, const char *ending, Where at) {
+    ChoiceEnding out = {.length = characters(ending)};
+    size_t context = strlen(query),
+           most = e->o.seq_lens.values[0] ? (size_t)e->o.seq_lens.values[0] : (size_t)e->config->seq_len;
+    char *whole;
+    int32_t *ids;
+    while (context && is_space((unsigned char)query[context - 1])) context--;
+    if (asprintf(&whole, "%s %s", query, ending) < 0) fail(EXIT_RESOURCE, "out of memory for the questions.");
+    size_t count = encode(e, whole, &out.ids);
+    whole[context] = 0;
+    out.from = encode(e, whole, &ids);
+    out.count = count;
+    free(ids);
+    free(whole);
+    if (out.from == 0) {
+        memmove(out.ids + 1, out.ids, count * sizeof *out.ids);
+        out.ids[0] = e->config->end_of_text;
+        out.from = 1;
+        out.count++;
+    }
+    size_t over = out.count > most + 1 ? out.count - most - 1 : 0;
+    if (out.from >= out.count || over >= out.from)
+        fail(EXIT_INPUT, "%s: line %zu: an ending of %zu tokens; expected 1 to %zu (--seq-lens).", at.path, at.line,
+             out.count - (out.from < out.count ? out.from : out.count), most);
+    memmove(out.ids, out.ids + over, (out.count - over) * sizeof *out.ids);
+    out.count -= over;
+    out.from -= over;
+    return out;
+}
+
+static ChoiceQuestion read_question(const Eval *e, const cJSON *json, Where at) {
+    bool hellaswag = cJSON_HasObjectItem(json, "endings");
+    const cJSON *endings = cJSON_GetObjectItemCaseSensitive(json, hellaswag ? "endings" : "choices"), *ending;
+    ChoiceQuestion q = {.count = (size_t)cJSON_GetArraySize(endings)};
+    if (!cJSON_IsArray(endings) || q.count < 2)
+        fail(EXIT_INPUT, "%s: line %zu: expected a list of at least two \"endings\" or \"choices\".", at.path, at.line);
+    q.gold = gold_of(json, q.count, at);
+    q.query = query_of(json, hellaswag, at);
+    q.endings = array(q.count, sizeof *q.endings);
+    size_t i = 0;
+    cJSON_ArrayForEach(ending, endings) {
+        if (!cJSON_IsString(ending)) fail(EXIT_INPUT, "%s: line %zu: ending %zu is not a text.", at.path, at.line, i);
+        if (hellaswag) clean(ending->valuestring);
+        q.endings[i++] = make_ending(e, q.query, ending->valuestring, at);
+    }
+    return q;
+}
+
+void choice_settle(Choice *c, Eval *e) {
+    Error error;
+    size_t size, line = 1;
+    char *text = file_read(e->o.data, (size_t)1 << 30, &size, &error);
+    if (!text) fail_with(&error);
+    *c = (Choice){.e = e};
+    for (char *at = text; at < text + size; line++) {
+        char *end = memchr(at, '\n', (size_t)(text + size - at));
+        if (!end) end = text + size;
+        if (strspn(at, " \t\r\n") < (size_t)(end - at)) {
+            cJSON *json = json_parse(at, (size_t)(end - at), e->o.data, (uint64_t)(at - text), &error);
+            if (!json) fail_with(&error);
+            c->questions = realloc(c->questions, (c->question_count + 1) * sizeof *c->questions);
+            if (!c->questions) fail(EXIT_RESOURCE, "out of memory for the questions.");
+            c->questions[c->question_count++] = read_question(e, json, (Where){e->o.data, line});
+            cJSON_Delete(json);
+        }
+        at = end + 1;
+    }
+    free(text);
+    if (!c->question_count) fail(EXIT_INPUT, "%s: expected one question per line, found none.", e->o.data);
+    for (size_t i = 0; i < c->question_count; i++)
+        for (size_t j = 0; j < c->questions[i].count; j++)
+            if (c->questions[i].endings[j].count > e->longest) e->longest = c->questions[i].endings[j].count;
+}
+
+void choice_close(Choice *c) {
+    for (size_t i = 0; i < c->question_count; i++) {
+        for (size_t j = 0; j < c->questions[i].count; j++) free(c->questions[i].endings[j].ids);
+        free(c->questions[i].endings);
+        free(c->questions[i].query);
+    }
+    free(c->questions);
+}
+
+void choice_begin(Choice *c) {
+    c->question = c->ending = c->right = c->right_norm = 0;
+    bar_start(&c->e->bar, "questions");
+}
+
+const ChoiceEnding *choice_next(Choice *c) {
+    if (c->question == c->question_count) return NULL;
+    return &c->questions[c->question].endings[c->ending];
+}
+
+static void judge(Choice *c) {
+    const ChoiceQuestion *q = &c->questions[c->question];
+    size_t best = 0, best_norm = 0;
+    for (size_t j = 1; j < q->count; j++) {
+        const ChoiceEnding *a = q->endings;
+        if (a[j].log_likelihood > a[best].log_likelihood) best = j;
+        if (a[j].log_likelihood / (double)a[j].length > a[best_norm].log_likelihood / (double)a[best_norm].length)
+            best_norm = j;
+    }
+    c->right += best == q->gold;
+    c->right_norm += best_norm == q->gold;
+}
+
+void choice_add(Choice *c, double loss) {
+    ChoiceQuestion *q = &c->questions[c->question];
+    q->endings[c->ending].log_likelihood = -loss;
+    c->e->tokens += q->endings[c->ending].count - 1;
+    if (++c->ending < q->count) return;
+    judge(c);
+    c->ending = 0;
+    c->question++;
+    bar_show(&c->e->bar, c->question, c->question_count);
+}
+
+void choice_end(Choice *c) {
+    double n = (double)c->question_count, acc = (double)c->right / n, norm = (double)c->right_norm / n;
+    // The standard error of a mean of zeros and ones, as lm_eval gives it.
+    double acc_error = sqrt(acc * (1 - acc) / (n - 1)), norm_error = sqrt(norm * (1 - norm) / (n - 1));
+    bar_clear(&c->e->bar);
+    printf("%9s %10s %10s %10s\n%9zu %10.4f %10.4f %10.4f\n", "questions", "acc", "acc_norm", "+-", c->question_count,
+           acc, norm, norm_error);
+    cJSON *row = eval_row(c->e), *questions;
+    cJSON_AddNumberToObject(row, "questions", n);
+    cJSON_AddNumberToObject(row, "acc", acc);
+    cJSON_AddNumberToObject(row, "acc_stderr", acc_error);
+    cJSON_AddNumberToObject(row, "acc_norm", norm);
+    cJSON_AddNumberToObject(row, "acc_norm_stderr", norm_error);
+    questions = cJSON_AddArrayToObject(row, "log_likelihoods");
+    for (size_t i = 0; i < c->question_count; i++) {
+        cJSON *endings = cJSON_CreateArray();
+        for (size_t j = 0; j < c->questions[i].count; j++)
+            cJSON_AddItemToArray(endings, cJSON_CreateNumber(c->questions[i].endings[j].log_likelihood));
+        cJSON_AddItemToArray(questions, endings);
+    }
+}

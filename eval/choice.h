@@ -1,0 +1,41 @@
+// --task choice: multiple choice, by the likelihood of each ending, as lm_eval scores it.
+#ifndef EVAL_CHOICE_H
+#define EVAL_CHOICE_H
+
+#include "eval/eval.h"
+
+// A question's JSON has either HellaSwag's keys (activity_label, ctx_a, ctx_b or ctx, endings, label), whose texts are
+// cleaned as by lm_eval's hellaswag task, or query, choices and gold, which are used as they are.
+typedef struct {
+    int32_t *ids;
+    size_t count, from;    // tokens; the first one of the ending
+    size_t length;         // of the ending, in characters
+    double log_likelihood;
+} ChoiceEnding;
+
+typedef struct {
+    char *query;
+    ChoiceEnding *endings;
+    size_t count, gold;
+} ChoiceQuestion;
+
+typedef struct {
+    Eval *e;
+    ChoiceQuestion *questions;
+    size_t question_count, question, ending;    // the next one
+    size_t right, right_norm;
+} Choice;
+
+// Reads --data and tokenizes it. A sequence longer than the first of --seq-lens (default: L) keeps its end.
+void choice_settle(Choice *c, Eval *e);
+void choice_close(Choice *c);
+
+void choice_begin(Choice *c);
+
+// The next ending, after its question. NULL after the last. The caller then adds the sum of the losses of the tokens
+// from `from` on.
+const ChoiceEnding *choice_next(Choice *c);
+void choice_add(Choice *c, double loss);
+void choice_end(Choice *c);
+
+#endif

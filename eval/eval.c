@@ -1,0 +1,364 @@
+#include "eval/eval.h"
+
+#include <errno.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "model/weights.h"
+#include "run/checkpoint.h"
+#include "run/folder.h"
+#include "runtime/clock.h"
+#include "runtime/file.h"
+#include "runtime/human.h"
+#include "runtime/json.h"
+#include "runtime/start.h"
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Flags
+
+static const char USAGE[] =
+    "Usage: eval_gpt2 --model DIR[,DIR...] [flags]\n\n"
+    "Evaluates checkpoints: the loss at any length and position, retrieval of a needle from a haystack, where attention\n"
+    "goes, the learned scalars, and multiple choice. With --attn, also right after a switch to another normalizer.";
+
+static const EvalOptions DEFAULTS = {
+    .max_tokens = 1 << 20,
+    .samples = 20,
+    .digits = 7,
+    .seed = 1337,
+    .picture = true,
+    .seq_lens = {.values = {0}, .count = 1},
+    .depths = {.values = {10, 30, 50, 70, 90}, .count = 5},
+};
+
+static void check_flags(const Eval *e) {
+    const EvalOptions *o = &e->o;
+    if (o->attn && normalizer_help(o->attn)) exit(EXIT_DONE);
+    if (!o->model) fail(EXIT_USAGE, "--model is missing: name the folder of a checkpoint or a run.");
+    bool has_prompts = o->task == TASK_ATTENTION && o->prompt_file;
+    if (!o->data && o->task != TASK_SCORES && !has_prompts)
+        fail(EXIT_USAGE, "--data is missing: name the %s.",
+             o->task == TASK_CHOICE ? "JSONL file of questions" : "shards to evaluate on");
+    if (o->rope_theta != 0 && !(o->rope_theta > 1))
+        fail(EXIT_USAGE, "--rope-theta %g: expected a number above 1, or 0 for the checkpoint's own.", o->rope_theta);
+}
+
+// --model A,B: several models, unless it is the name of a folder.
+static void split_models(Eval *e) {
+    char *rest = strdup(e->o.model);
+    if (access(rest, F_OK) == 0) {
+        e->models[e->model_count++] = rest;
+        return;
+    }
+    for (char *word = strsep(&rest, ","); word; word = strsep(&rest, ",")) {
+        if (e->model_count == MAX_MODELS) fail(EXIT_USAGE, "--model: more than %d models.", MAX_MODELS);
+        if (*word) e->models[e->model_count++] = word;
+    }
+}
+
+void eval_open(Eval *e, ModelConfig *config, int argc, char **argv) {
+    EvalOptions *o = &e->o;
+    *o = DEFAULTS;
+    // clang-format off
+    Option table[] = {
+        {"model", OPT_TEXT, &o->model, .arg = "DIR[,DIR...]", .group = "Model",
+         .help = "folder of a checkpoint, of a run (uses its newest checkpoint), or of a Hugging Face Llama model"},
+        {"attn", OPT_TEXT, &o->attn, .arg = "NAME", .group = "Model",
+         .help = "also evaluate under another normalizer, without training; `--attn help` lists them"},
+        {"ignore-config-key", OPT_TEXT, &o->ignore_config_key, .arg = "NAME[,...]", .group = "Model",
+         .help = "unknown keys in config.json to ignore"},
+        {"pn-extrapolate", OPT_CHOICE, &o->pn_extrapolate, .choices = "none|log", .group = "Model",
+         .help = "log: replace the learned p_n, for all n, by the fit p_n = a1 ln(n) + a2"},
+        {"rope-theta", OPT_FLOAT, &o->rope_theta, 0, 1e12, .arg = "X", .group = "Model",
+         .help = "base of RoPE's wavelengths; 0: the checkpoint's"},
+        {"rope-scaling", OPT_CHOICE, &o->rope_scaling, .choices = "none|ntk", .group = "Model",
+         .help = "ntk: for lengths T above the training length L, theta (T/L)^(d/(d-2))"},
+        {"data", OPT_TEXT, &o->data, .arg = "GLOB", .group = "Data",
+         .help = "shards to evaluate on, for example 'data/shakespeare/*_val_*.bin'; for choice, a JSONL file"},
+        {"doc-mask", OPT_SWITCH, &o->doc_mask, .group = "Data",
+         .help = "attention stops at document boundaries, as in training with --doc-mask"},
+        {"seq-lens", OPT_INT_LIST, &o->seq_lens, 0, MAX_SEQ_LEN, .arg = "T[,T...]", .group = "Data",
+         .help = "tokens per sequence; each length is evaluated in turn; 0: the checkpoint's L"},
+        {"max-tokens", OPT_INT, &o->max_tokens, 1, 1e12, .arg = "N", .group = "Data",
+         .help = "maximum number of tokens per length, in whole sequences, at least one (loss, positions)"},
+        {"samples", OPT_INT, &o->samples, 1, 1e6, .arg = "N", .group = "Data",
+         .help = "needle: needles per length and depth; attention: sequences, if there is no --prompt-file"},
+        {"task", OPT_CHOICE, &o->task, .choices = "loss|positions|needle|attention|scores|choice", .group = "Evaluation",
+         .help = "what to measure; doc/evaluation.md describes each"},
+        {"prompt-file", OPT_TEXT, &o->prompt_file, .arg = "F", .group = "Evaluation",
+         .help = "attention: a file with one prompt per line, instead of --data"},
+        {"chat", OPT_CHOICE, &o->chat, .choices = "raw|squad|chatml", .group = "Evaluation",
+         .help = "needle: ask plainly, as data/squad.py writes questions, or in ChatML"},
+        {"depths", OPT_INT_LIST, &o->depths, 0, 100, .arg = "P[,P...]", .group = "Evaluation",
+         .help = "needle: where in the context it is inserted, in percent"},
+        {"random-depth", OPT_SWITCH, &o->random_depth, .group = "Evaluation",
+         .help = "needle: each at a random place instead"},
+        {"digits", OPT_INT, &o->digits, 1, 18, .arg = "N", .group = "Evaluation",
+         .help = "needle: the length of its number"},
+        {"city", OPT_TEXT, &o->city, .arg = "NAME", .group = "Evaluation",
+         .help = "needle: always this city instead of a random one"},
+        {"number", OPT_TEXT, &o->number, .arg = "DIGITS", .group = "Evaluation",
+         .help = "needle: always this number instead of a random one"},
+        {"max-new-tokens", OPT_INT, &o->max_new_tokens, 0, 4096, .arg = "N", .group = "Evaluation",
+         .help = "needle: the longest answer; 0: 48 with chatml, otherwise the digits plus 4"},
+        {"seed", OPT_INT, &o->seed, 0, 9007199254740992.0, .arg = "N", .group = "Evaluation",
+         .help = "chooses needles and haystacks"},
+        {"out", OPT_TEXT, &o->out, .arg = "DIR", .group = "Evaluation",
+         .help = "folder for eval.json and pictures; without it, the results are only printed"},
+        {"picture", OPT_SWITCH, &o->picture, .group = "Evaluation",
+         .help = "0: write eval.json without pictures; scripts/plot_eval.py draws them later"},
+        {"threads", OPT_INT, &o->threads, 0, MAX_THREADS, .arg = "N", .group = "Machine", .help = THREADS_HELP},
+    };
+    // clang-format on
+    options_parse(table, sizeof table / sizeof *table, argc, argv, USAGE);
+    check_flags(e);
+    split_models(e);
+    e->config = config;
+    e->arguments = options_json(table, sizeof table / sizeof *table);
+    e->results = cJSON_CreateArray();
+    e->described = cJSON_CreateArray();
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Models
+
+// The shortest label that tells the models apart: the last part of the path, or all of it.
+static void name_model(Eval *e) {
+    const char *path = e->models[e->model_at];
+    size_t length = strlen(path), start;
+    while (length > 1 && path[length - 1] == '/') length--;
+    for (start = length; start > 0 && path[start - 1] != '/'; start--) continue;
+    snprintf(e->name, sizeof e->name, "%.*s", (int)(length - start), path + start);
+    for (int i = 0; i < cJSON_GetArraySize(e->described); i++) {
+        const cJSON *name = cJSON_GetObjectItem(cJSON_GetArrayItem(e->described, i), "name");
+        if (!strcmp(name->valuestring, e->name)) snprintf(e->name, sizeof e->name, "%s", path);
+    }
+}
+
+static bool needs_text(const Eval *e) {
+    return e->o.task == TASK_NEEDLE || e->o.task == TASK_CHOICE || (e->o.task == TASK_ATTENTION && e->o.prompt_file);
+}
+
+static bool open_tokenizer(Eval *e, Error *error) {
+    if (!needs_text(e)) return true;
+    if (access(folder_path(e->folder, tokenizer_files[0]).text, F_OK) != 0 && !checkpoint_vanished(e->folder))
+        fail(EXIT_INPUT, "%s: it has no %s, which this task needs to read and write text.\n  Copy the one of its data.",
+             e->folder, tokenizer_files[0]);
+    e->tokenizer = tokenizer_open(e->folder, error);
+    if (!e->tokenizer) return false;
+    if (tokenizer_vocab(e->tokenizer) > e->config->vocab)
+        return error_set(error, EXIT_INPUT, "%s: its tokenizer has %d tokens, but the model's vocabulary has %d.",
+                         e->folder, tokenizer_vocab(e->tokenizer), e->config->vocab);
+    return true;
+}
+
+bool eval_find(Eval *e, Error *error) {
+    char message[1024];
+    name_model(e);
+    if (!checkpoint_find(e->models[e->model_at], e->folder, sizeof e->folder, error)) fail_with(error);
+    if (!model_config_read(e->config, e->folder, e->o.ignore_config_key, error)) return false;
+    if (!checkpoint_verify(e->folder, true, error)) return false;
+    e->own = e->given = e->config->attn;
+    if (e->o.attn && !normalizer_parse(&e->given, e->o.attn, message, sizeof message))
+        fail(EXIT_USAGE, "--attn %s: %s.", e->o.attn, message);
+    e->switches = !normalizer_equal(&e->own, &e->given);
+    e->after = false;
+    if (!normalizer_fits(&e->given, e->config->seq_len, message, sizeof message))
+        fail(EXIT_USAGE, "--attn %s.", message);
+    return open_tokenizer(e, error);
+}
+
+// A new s is initialized so that the mean of s·ln(n) over n = 1..L is 1, softmax's temperature. Over shorter sequences,
+// the mean is lower, so attention is flatter, and the loss says little about the normalizer itself.
+static void note_temperature(const Eval *e) {
+    const Normalizer *to = &e->given;
+    int L = e->config->seq_len;
+    size_t T = e->longest;
+    for (size_t i = 0; i < e->count; i++)
+        if (e->lengths[i].T < T) T = e->lengths[i].T;
+    bool starts = normalizer_has(to, SCALAR_S) && !normalizer_keeps(&e->own, to, SCALAR_S) && isnan(to->s_start) &&
+                  to->scale.kind != SCALE_PN;
+    if (!starts || !T || T >= (size_t)L) return;
+    double start = normalizer_start(to, SCALAR_S, L), here = normalizer_start(to, SCALAR_S, (int)T);
+    if (!(start / here < 0.9)) return;
+    printf(
+        "note      s starts at %.4f for L = %d, but at T = %zu its mean temperature is only %.2f of softmax's, which "
+        "by itself increases the loss:\n"
+        "          use --attn %s+s=%.4f to start at softmax's temperature at this length\n",
+        start, L, T, start / here, to->text, here);
+}
+
+static void print_start(const Eval *e) {
+    const ModelConfig *c = e->config;
+    printf("%smodel     %s, %s parameters, trained with %s at L = %d\n", e->model_at ? "\n" : "", e->folder,
+           human_count((double)model_parameters(c)).text, e->own.text, c->seq_len);
+    if (e->data)
+        printf("data      %s tokens in %zu shard%s\n", human_grouped(shards_tokens(e->data)).text,
+               shards_count(e->data), shards_count(e->data) == 1 ? "" : "s");
+    if (e->longest > (size_t)c->seq_len)
+        printf("note      lengths of up to %.3g L; L stays %d in the normalizer, and RoPE's theta %s\n",
+               (double)e->longest / c->seq_len, c->seq_len,
+               e->o.rope_scaling == ROPE_NTK ? "grows with the length" : "stays unchanged");
+    if (e->switches) note_temperature(e);
+    fflush(stdout);
+}
+
+static void check_pn_length(const Eval *e) {
+    int L = e->config->seq_len;
+    const Normalizer *with_p = NULL;
+    if (normalizer_has(&e->given, SCALAR_P)) with_p = &e->given;
+    if (normalizer_has(&e->own, SCALAR_P)) with_p = &e->own;
+    if (!with_p && e->o.pn_extrapolate == PN_LOG)
+        warn("--pn-extrapolate log has no effect: %s has no p_n.", e->given.text);
+    if (!with_p || e->longest <= (size_t)L || e->o.pn_extrapolate != PN_AS_LEARNED) return;
+    fail(EXIT_USAGE,
+         "%s has p_n for n up to L = %d, but --seq-lens asks for %zu.\n"
+         "  Use --pn-extrapolate log to extrapolate it by a fit, a1 ln(n) + a2.",
+         with_p->text, L, e->longest);
+}
+
+void eval_settle(Eval *e) {
+    check_pn_length(e);
+    print_start(e);
+}
+
+void eval_switch(Eval *e) {
+    cJSON *entry = cJSON_CreateObject(), *started;
+    e->lineage = cJSON_CreateArray();
+    cJSON_AddItemToArray(e->lineage, entry);
+    cJSON_AddStringToObject(entry, "event", "attn-at-evaluation");
+    cJSON_AddStringToObject(entry, "from", e->own.text);
+    cJSON_AddStringToObject(entry, "attn", e->given.text);
+    started = cJSON_AddObjectToObject(entry, "started");
+    for (Scalar scalar = 0; scalar < SCALAR_COUNT; scalar++) {
+        if (!normalizer_has(&e->given, scalar) || normalizer_keeps(&e->own, &e->given, scalar)) continue;
+        double start = normalizer_start(&e->given, scalar, e->config->seq_len);
+        printf("%s%s starts at %.6g", cJSON_GetArraySize(started) ? ", " : "\n", scalar_names[scalar], start);
+        cJSON_AddNumberToObject(started, scalar_names[scalar], start);
+    }
+    if (cJSON_GetArraySize(started)) printf("\n");
+    e->config->attn = e->given;
+    e->after = true;
+}
+
+// The lineage of a switch lists the losses before and after it.
+static void record_losses(const Eval *e) {
+    cJSON *entry = cJSON_GetArrayItem(e->lineage, 0), *lengths, *losses[2];
+    lengths = cJSON_AddArrayToObject(entry, "seq_lens");
+    losses[0] = cJSON_AddArrayToObject(entry, "val_loss_before");
+    losses[1] = cJSON_AddArrayToObject(entry, "val_loss_after");
+    for (size_t i = 0; i < e->count; i++) {
+        cJSON_AddItemToArray(lengths, cJSON_CreateNumber((double)e->lengths[i].T));
+        for (int after = 0; after < 2; after++)
+            cJSON_AddItemToArray(losses[after], cJSON_CreateNumber(e->lengths[i].loss[after]));
+    }
+}
+
+void eval_close_model(Eval *e) {
+    Error error;
+    cJSON *model = cJSON_CreateObject();
+    cJSON_AddStringToObject(model, "name", e->name);
+    cJSON_AddStringToObject(model, "checkpoint", e->folder);
+    cJSON_AddStringToObject(model, "attn", e->own.text);
+    cJSON_AddNumberToObject(model, "trained_seq_len", e->config->seq_len);
+    if (e->data) {
+        char *print = shards_fingerprint(e->data, &error);
+        if (!print) fail_with(&error);
+        cJSON_AddItemToObject(model, "data", cJSON_Parse(print));
+        free(print);
+    }
+    if (e->pn_fit) cJSON_AddItemToObject(model, "pn_fit", e->pn_fit);
+    if (e->lineage && e->count) record_losses(e);
+    if (e->lineage) cJSON_AddItemToObject(model, "lineage", e->lineage);
+    cJSON_AddItemToArray(e->described, model);
+    for (size_t i = 0; i < e->count; i++) shards_close(e->lengths[i].shards);
+    tokenizer_close(e->tokenizer);
+    e->pn_fit = e->lineage = NULL;
+    e->tokenizer = NULL;
+    e->data = NULL;
+    e->count = e->longest = 0;
+    e->model_at++;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// eval.json and its picture
+
+cJSON *eval_row(Eval *e) {
+    cJSON *row = cJSON_CreateObject();
+    cJSON_AddStringToObject(row, "model", e->name);
+    cJSON_AddStringToObject(row, "attn", e->config->attn.text);
+    cJSON_AddItemToArray(e->results, row);
+    return row;
+}
+
+// The folder of this program, in which scripts/ and .venv/ are.
+static const char *program_folder(char *out, size_t size) {
+    ssize_t length = readlink("/proc/self/exe", out, size - 1);
+    if (length <= 0) return ".";
+    out[length] = 0;
+    char *slash = strrchr(out, '/');
+    if (slash) *slash = 0;
+    return out;
+}
+
+// Runs scripts/plot_eval.py, which needs Python and matplotlib. Without them the results are complete but for pictures.
+static void draw(const Eval *e) {
+    char folder[PATH_MAX], script[PATH_MAX + 32], python[PATH_MAX + 32];
+    program_folder(folder, sizeof folder);
+    snprintf(script, sizeof script, "%s/scripts/plot_eval.py", folder);
+    snprintf(python, sizeof python, "%s/.venv/bin/python", folder);
+    if (access(script, R_OK) != 0) snprintf(script, sizeof script, "scripts/plot_eval.py");
+    if (access(python, X_OK) != 0) snprintf(python, sizeof python, "python3");
+    fflush(stdout);
+    int status = -1;
+    pid_t child = fork();
+    if (child == 0) {
+        execlp(python, python, script, e->o.out, (char *)NULL);
+        _exit(127);
+    }
+    if (child < 0 || waitpid(child, &status, 0) < 0 || status != 0)
+        warn("no picture: %s %s %s failed. eval.json is complete.", python, script, e->o.out);
+}
+
+void eval_write(Eval *e) {
+    static const char *const TASKS[] = {"loss", "positions", "needle", "attention", "scores", "choice"};
+    Error error;
+    cJSON *json = cJSON_CreateObject();
+    cJSON_AddStringToObject(json, "task", TASKS[e->o.task]);
+    cJSON_AddItemToObject(json, "arguments", cJSON_Parse(e->arguments));
+    cJSON_AddItemToObject(json, "models", e->described);
+    cJSON_AddItemToObject(json, "results", e->results);
+    char *text = cJSON_Print(json);
+    if (!text) fail(EXIT_RESOURCE, "out of memory for eval.json.");
+    if (!file_replace_text(folder_path(e->o.out, "eval.json").text, text, &error)) fail_with(&error);
+    cJSON_Delete(json);
+    free(text);
+    if (e->o.picture) draw(e);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Progress
+
+void bar_start(Bar *p, const char *what) {
+    *p = (Bar){.what = what, .start = now(), .visible = isatty(STDERR_FILENO)};
+}
+
+void bar_show(Bar *p, uint64_t done, uint64_t total) {
+    enum { WIDTH = 24 };
+    static const char FULL[] = "########################", EMPTY[] = "........................";
+    double t = now();
+    if (!p->visible || !done || t - p->shown < 0.2) return;
+    int bar = (int)(WIDTH * done / total);
+    p->shown = t;
+    fprintf(stderr, "\r%s [%.*s%.*s] %s/%s, %s left\033[K", p->what, bar, FULL, WIDTH - bar, EMPTY,
+            human_grouped(done).text, human_grouped(total).text,
+            human_duration((t - p->start) * (double)(total - done) / (double)done).text);
+}
+
+void bar_clear(Bar *p) {
+    if (p->visible && p->shown > 0) fprintf(stderr, "\r\033[K");
+}

@@ -1,0 +1,132 @@
+// What every task of eval_gpt2 needs, whatever computes the model: flags, sequence lengths, tables, and eval.json. The
+// program owns the Eval and calls these functions; it contributes the losses, the logits and the attention weights.
+//
+//     eval_open(&e, argc, argv);                    // flags
+//     for each model: eval_find(&e, ...); eval_settle(&e); load the weights; run the task's loop; eval_close_model(&e);
+//     eval_write(&e);                               // eval.json and the picture
+#ifndef EVAL_EVAL_H
+#define EVAL_EVAL_H
+
+#include <cjson/cJSON.h>
+#include <limits.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "model/model.h"
+#include "runtime/options.h"
+#include "runtime/shards.h"
+#include "runtime/tokenizer.h"
+
+// In the order of --task's choices.
+typedef enum { TASK_LOSS, TASK_POSITIONS, TASK_NEEDLE, TASK_ATTENTION, TASK_SCORES, TASK_CHOICE } EvalTask;
+typedef enum { PN_AS_LEARNED, PN_LOG } PnExtrapolation;
+typedef enum { ROPE_AS_TRAINED, ROPE_NTK } RopeChoice;
+typedef enum { CHAT_RAW, CHAT_SQUAD, CHAT_CHATML } Chat;
+
+enum {
+    // Ranges of positions in the table of --task positions. Each, except the first, is as long as all ranges before it.
+    EVAL_PARTS = 9,
+    MAX_MODELS = 64
+};
+
+typedef struct {
+    const char *model, *data, *attn, *ignore_config_key, *out, *prompt_file, *city, *number;
+    int64_t max_tokens, samples, max_new_tokens, digits, seed, threads;
+    IntList seq_lens, depths;
+    double rope_theta;
+    int rope_scaling, pn_extrapolate, task, chat;
+    bool doc_mask, random_depth, picture;
+} EvalOptions;
+
+// One of --seq-lens. The losses are in nats per token that counts, under the checkpoint's normalizer [0] and the given
+// one [1].
+typedef struct {
+    size_t T;
+    Shards *shards;
+    uint64_t windows;    // how many are evaluated
+    double rope_theta, loss[2], part[EVAL_PARTS];
+} Length;
+
+// A line on a terminal's stderr with what is done and the time left.
+typedef struct {
+    const char *what;
+    double start, shown;
+    bool visible;
+} Bar;
+
+typedef struct {
+    EvalOptions o;
+    char *arguments;    // all flags as JSON
+    char *models[MAX_MODELS];
+    size_t model_count, model_at;
+
+    // The model that is being evaluated.
+    char folder[PATH_MAX];
+    char name[256];           // its label in tables and pictures
+    ModelConfig *config;      // the program's, under the normalizer in use
+    Normalizer own, given;    // the checkpoint's normalizer, and that of --attn (the same without the flag)
+    bool switches;            // do they differ?
+    bool after;               // is `given` in use, after the switch?
+    Tokenizer *tokenizer;     // NULL if the folder has none that we support
+    Length lengths[OPTION_LIST_MAX];
+    size_t count, longest, first_part;    // number of lengths; the longest; the end of the first range of positions
+    bool masked;                          // may some targets not count?
+    Shards *data;                         // for the fingerprint; NULL if the task reads no shards
+
+    Bar bar;
+    uint64_t tokens;    // evaluated so far
+    cJSON *results, *described, *lineage, *pn_fit;
+} Eval;
+
+// ---- eval/eval.c
+
+// Parses the flags. `config` is the program's, which eval_find() fills. e is zeroed before.
+void eval_open(Eval *e, ModelConfig *config, int argc, char **argv);
+
+// Finds the checkpoint of the model in turn and reads its config. False if it is deleted meanwhile or damaged.
+bool eval_find(Eval *e, Error *error);
+
+// Call it once the task has set e->longest and e->data: checks the flags against the longest sequence, and prints what
+// will be evaluated.
+void eval_settle(Eval *e);
+
+// The initial values of the learned scalars that --attn adds, recorded in the lineage: the program calls it when it
+// switches, after the evaluation under the checkpoint's own normalizer.
+void eval_switch(Eval *e);
+
+// Records the model and goes to the next one.
+void eval_close_model(Eval *e);
+
+// Adds {"model", "attn"} to the results and returns the row.
+cJSON *eval_row(Eval *e);
+
+// Writes eval.json, and draws the picture.
+void eval_write(Eval *e);
+
+void bar_start(Bar *p, const char *what);
+void bar_show(Bar *p, uint64_t done, uint64_t total);
+void bar_clear(Bar *p);
+
+// ---- eval/losses.c
+
+// RoPE's theta at length T.
+double eval_theta(const Eval *e, size_t T);
+
+// Opens the data at each length.
+void losses_settle(Eval *e);
+
+// Prints the head of the table.
+void losses_begin(Eval *e);
+
+// Prints and records one length. sums, counts (T): the summed losses at each position and the number of targets there
+// that count. all_zero: the share of attention's rows that are all-zero.
+void losses_add(Eval *e, size_t i, const double *sums, const uint64_t *counts, double all_zero);
+
+// After the last length.
+void losses_end(Eval *e);
+
+// Fits p_n = a1 ln n + a2 to p (L) by least squares and writes the fit for n = 1..count ([SSMax] Figure 2).
+void fit_pn(Eval *e, const float *p, float *fit, size_t count);
+
+#endif

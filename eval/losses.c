@@ -1,0 +1,147 @@
+// --task loss and positions: the loss at each of --seq-lens.
+#include <math.h>
+#include <stdio.h>
+
+#include "eval/eval.h"
+#include "runtime/human.h"
+
+// For T > L, RoPE's longest wavelength grows by T/L while its shortest hardly changes. Source: "NTK-aware scaled RoPE"
+// (bloc97, 2023).
+double eval_theta(const Eval *e, size_t T) {
+    const ModelConfig *config = e->config;
+    double theta = e->o.rope_theta != 0 ? e->o.rope_theta : config->rope_theta, d = (double)head_size(config),
+           L = config->seq_len;
+    if (e->o.rope_scaling != ROPE_NTK || (double)T <= L) return theta;
+    if (!(d > 2)) fail(EXIT_USAGE, "--rope-scaling ntk: theta (T/L)^(d/(d-2)) is undefined for heads of size 2.");
+    return theta * pow((double)T / L, d / (d - 2));
+}
+
+void losses_settle(Eval *e) {
+    const ModelConfig *config = e->config;
+    Error error;
+    e->count = e->o.seq_lens.count;
+    e->longest = 0;
+    for (size_t i = 0; i < e->count; i++) {
+        size_t T = e->o.seq_lens.values[i] ? (size_t)e->o.seq_lens.values[i] : (size_t)config->seq_len;
+        if (T > MAX_SEQ_LEN)
+            fail(EXIT_USAGE, "%s was trained for %zu tokens, but at most %d are supported. Set --seq-lens.", e->folder,
+                 T, MAX_SEQ_LEN);
+        Shards *shards = shards_open(e->o.data,
+                                     (ShardsConfig){.T = T,
+                                                    .vocab = config->vocab,
+                                                    .end_of_text = config->end_of_text,
+                                                    .remedy = "Add data, or reduce --seq-lens."},
+                                     &error);
+        if (!shards) fail_with(&error);
+        uint64_t windows = shards_windows(shards), most = (uint64_t)e->o.max_tokens / T;
+        if (most < 1) most = 1;
+        e->lengths[i] = (Length){
+            .T = T, .shards = shards, .windows = windows < most ? windows : most, .rope_theta = eval_theta(e, T)};
+        if (T > e->longest) e->longest = T;
+    }
+    for (e->first_part = 1; e->first_part << (EVAL_PARTS - 1) < e->longest;) e->first_part *= 2;
+    e->data = e->lengths[0].shards;
+    e->masked = shards_masked(e->data);
+}
+
+void fit_pn(Eval *e, const float *p, float *fit, size_t count) {
+    int L = e->config->seq_len;
+    double x = 0, y = 0, xx = 0, xy = 0, yy = 0;
+    for (int n = 1; n <= L; n++) {
+        x += log(n);
+        y += (double)p[n - 1];
+    }
+    x /= L;
+    y /= L;
+    for (int n = 1; n <= L; n++) {
+        double dx = log(n) - x, dy = (double)p[n - 1] - y;
+        xx += dx * dx;
+        xy += dx * dy;
+        yy += dy * dy;
+    }
+    double a1 = xx > 0 ? xy / xx : 0, a2 = y - a1 * x, r2 = xx > 0 && yy > 0 ? xy * xy / (xx * yy) : NAN;
+    for (size_t n = 1; n <= count; n++) fit[n - 1] = (float)(a1 * log((double)n) + a2);
+    printf("p_n = %.6g ln(n) + %.6g for all n, fitted to n = 1..%d, R^2 = ", a1, a2, L);
+    printf(isnan(r2) ? "undefined (p_n is constant)\n" : "%.6f\n", r2);
+    e->pn_fit = cJSON_CreateObject();
+    cJSON_AddNumberToObject(e->pn_fit, "a1", a1);
+    cJSON_AddNumberToObject(e->pn_fit, "a2", a2);
+    cJSON_AddNumberToObject(e->pn_fit, "r2", r2);
+}
+
+void losses_begin(Eval *e) {
+    printf("%8s %12s %10s %15s %9s %11s%s%s\n", "length", "sequences", "theta", "tokens", "loss", "perplexity",
+           e->after ? "    change" : "", e->masked ? "  per sequence" : "");
+}
+
+// Returns the mean loss over the positions from <= t < to, or NAN if no target there counts.
+static double mean_loss(const double *sums, const uint64_t *counts, size_t from, size_t to, uint64_t *count) {
+    double sum = 0;
+    *count = 0;
+    for (size_t t = from; t < to; t++) {
+        sum += sums[t];
+        *count += counts[t];
+    }
+    return *count && isfinite(sum) ? sum / (double)*count : NAN;
+}
+
+static void add_row(Eval *e, const Length *at, const double *sums, const uint64_t *counts, uint64_t count,
+                    double all_zero) {
+    cJSON *row = eval_row(e), *positions;
+    double loss = at->loss[e->after];
+    uint64_t here;
+    cJSON_AddNumberToObject(row, "seq_len", (double)at->T);
+    cJSON_AddNumberToObject(row, "rope_theta", at->rope_theta);
+    cJSON_AddNumberToObject(row, "sequences", (double)at->windows);
+    cJSON_AddNumberToObject(row, "tokens", (double)count);
+    cJSON_AddNumberToObject(row, "loss", loss);
+    cJSON_AddNumberToObject(row, "perplexity", exp(loss));
+    if (e->masked) cJSON_AddNumberToObject(row, "loss_per_sequence", loss * (double)count / (double)at->windows);
+    cJSON_AddNumberToObject(row, "rows_without_weight", all_zero);
+    if (e->o.task != TASK_POSITIONS) return;
+    positions = cJSON_AddArrayToObject(row, "loss_by_position");
+    for (size_t t = 0; t < at->T; t++)
+        cJSON_AddItemToArray(positions, cJSON_CreateNumber(mean_loss(sums, counts, t, t + 1, &here)));
+}
+
+void losses_add(Eval *e, size_t i, const double *sums, const uint64_t *counts, double all_zero) {
+    Length *at = &e->lengths[i];
+    uint64_t count, in_part;
+    double loss = at->loss[e->after] = mean_loss(sums, counts, 0, at->T, &count);
+    for (size_t p = 0, from = 0; p < EVAL_PARTS && from < at->T; p++) {
+        size_t end = e->first_part << p, to = end < at->T ? end : at->T;
+        at->part[p] = mean_loss(sums, counts, from, to, &in_part);
+        from = to;
+    }
+    printf("%8zu %12s %10s %15s %9.4f %11.6g", at->T, human_grouped(at->windows).text, human_count(at->rope_theta).text,
+           human_grouped(count).text, loss, exp(loss));
+    if (e->after) printf(" %+9.4f", loss - at->loss[0]);
+    if (e->masked) printf(" %13.4f", loss * (double)count / (double)at->windows);
+    if (all_zero > 0) printf("   %.2g %% all-zero rows", 100 * all_zero);
+    printf("\n");
+    fflush(stdout);
+    add_row(e, at, sums, counts, count, all_zero);
+    e->tokens += at->windows * at->T;
+}
+
+// A table with a row for each range of positions and a column for each length.
+static void print_positions(const Eval *e) {
+    printf("\nloss by position\n%17s", "");
+    for (size_t i = 0; i < e->count; i++) printf(" %9zu", e->lengths[i].T);
+    for (size_t p = 0, from = 0; from < e->longest; p++) {
+        char range[64];
+        size_t to = e->first_part << p;
+        snprintf(range, sizeof range, "%zu-%zu", from + 1, to < e->longest ? to : e->longest);
+        printf("\n%17s", range);
+        for (size_t i = 0; i < e->count; i++) {
+            if (from < e->lengths[i].T) printf(" %9.4f", e->lengths[i].part[p]);
+            else printf(" %9s", "");
+        }
+        from = to;
+    }
+    printf("\n");
+}
+
+void losses_end(Eval *e) {
+    if (e->o.task == TASK_POSITIONS) print_positions(e);
+}

@@ -1,0 +1,384 @@
+#include "eval/needle.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "runtime/human.h"
+#include "runtime/random.h"
+
+// What surrounds the haystack and asks for the number. %s is the city.
+static const struct {
+    const char *opening;    // a special token that comes first, or NULL for end-of-text
+    const char *before;     // the haystack
+    const char *question;
+    const char *closing;    // a special token after the question, or NULL
+    const char *turn;       // another one, after a newline, or NULL
+    const char *answer;     // follows
+} CHATS[] = {
+    // clang-format off
+    [CHAT_RAW]    = {NULL, "", "\nWhat is the special magic %s number? The special magic %s number is:", NULL, NULL, ""},
+    [CHAT_SQUAD]  = {NULL, "Context: ", "\nQuestion: What is the special magic %s number?\nAnswer:", NULL, NULL, ""},
+    [CHAT_CHATML] = {"<|im_start|>", "user\n", "\n\nWhat is the special magic %s number?", "<|im_end|>", "<|im_start|>",
+                     "assistant\n"},
+    // clang-format on
+};
+static const char NEEDLE[] = "\nThe special magic %s number is:", NUMBER[] = " %s.", NEEDLE_END[] = "\n";
+
+enum { TEXT = 512 };    // bytes of a piece of a prompt that is not haystack
+
+// ---- prompts
+
+// A special token's id, or a clear error.
+static int32_t special(const Eval *e, const char *text) {
+    if (!text) return e->config->end_of_text;
+    size_t length = 0;
+    for (int32_t id = 0; id < tokenizer_vocab(e->tokenizer); id++) {
+        const char *bytes = tokenizer_token(e->tokenizer, id, &length);
+        if (bytes && length == strlen(text) && !memcmp(bytes, text, length)) return id;
+    }
+    fail(EXIT_USAGE, "--chat chatml: %s: its tokenizer has no token %s. Use --chat raw or squad.", e->folder, text);
+}
+
+void needle_close(Needle *n) {
+    free(n->hay);
+    free(n->window);
+    free(n->tokens);
+    free(n->previous);
+    free(n->scores);
+    shards_close(n->shards);
+}
+
+// All random choices of a sample: the same for every length, depth and normalizer.
+enum { DRAW_CITY, DRAW_NUMBER, DRAW_HAYSTACK, DRAW_DEPTH, DRAWS };
+
+static uint64_t draw(const Needle *n, int what) {
+    return random_u64((uint64_t)n->e->o.seed, n->trial.sample, (uint64_t)what);
+}
+
+static void draw_city(const Needle *n, char *out) {
+    size_t count = 0, at;
+    for (const char *c = cities_text; *c; c++) count += *c == '\n';
+    at = draw(n, DRAW_CITY) % count;
+    const char *line = cities_text;
+    for (; at > 0; at--) line = strchr(line, '\n') + 1;
+    snprintf(out, MAX_CITY, "%.*s", (int)strcspn(line, "\n"), line);
+}
+
+static void draw_number(const Needle *n, char *out) {
+    uint64_t bits = draw(n, DRAW_NUMBER);
+    size_t digits = (size_t)n->e->o.digits;
+    out[0] = (char)('1' + bits % 9);
+    bits /= 9;
+    for (size_t i = 1; i < digits; i++, bits /= 10) out[i] = (char)('0' + bits % 10);
+    out[digits] = 0;
+}
+
+// The haystack's window of the data: documents' end-of-text tokens are left out, so it takes a few more tokens.
+static size_t window_length(const Needle *n) {
+    return n->longest + n->longest / 4 + 64;
+}
+
+static void read_haystack(Needle *n) {
+    Error error;
+    size_t T = window_length(n);
+    n->hay_count = 0;
+    if (!shards_window(n->shards, draw(n, DRAW_HAYSTACK) % n->windows, n->window, NULL, &error)) fail_with(&error);
+    for (size_t t = 0; t <= T; t++)
+        if (n->window[t] != n->e->config->end_of_text) n->hay[n->hay_count++] = n->window[t];
+    if (n->hay_count < n->longest)
+        fail(EXIT_INPUT, "%s: a fifth of its tokens are end-of-text; a haystack needs longer documents.", n->e->o.data);
+}
+
+static void put(Needle *n, const int32_t *ids, size_t count) {
+    memcpy(n->tokens + n->trial.count, ids, count * sizeof *ids);
+    n->trial.count += count;
+}
+
+static void put_id(Needle *n, int32_t id) {
+    put(n, &id, 1);
+}
+
+static size_t encode(const Needle *n, int32_t *ids, const char *format, const char *word) {
+    char text[TEXT];
+    int length = snprintf(text, sizeof text, format, word, word);
+    return tokenizer_encode(n->e->tokenizer, text, (size_t)length, ids, TEXT);
+}
+
+static void put_text(Needle *n, const char *format, const char *word) {
+    int32_t ids[TEXT];
+    put(n, ids, encode(n, ids, format, word));
+}
+
+static void put_question(Needle *n) {
+    const Eval *e = n->e;
+    put_text(n, CHATS[e->o.chat].question, n->trial.city);
+    if (!CHATS[e->o.chat].turn) return;
+    put_id(n, special(e, CHATS[e->o.chat].closing));
+    put_text(n, "\n", "");
+    put_id(n, special(e, CHATS[e->o.chat].turn));
+    put_text(n, CHATS[e->o.chat].answer, "");
+}
+
+// Returns the number of tokens of the needle.
+static size_t put_needle(Needle *n) {
+    NeedleTrial *t = &n->trial;
+    size_t start = t->count;
+    put_text(n, NEEDLE, t->city);
+    t->number_at = t->count;
+    put_text(n, NUMBER, t->number);
+    t->number_end = t->count;
+    put_text(n, NEEDLE_END, "");
+    return t->count - start;
+}
+
+static void make_prompt(Needle *n, size_t hay, size_t before) {
+    const Eval *e = n->e;
+    n->trial.count = 0;
+    put_id(n, special(e, CHATS[e->o.chat].opening));
+    put_text(n, CHATS[e->o.chat].before, "");
+    put(n, n->hay, before);
+    put_needle(n);
+    put(n, n->hay + before, hay - before);
+    put_question(n);
+}
+
+// ---- settings
+
+// The most tokens that a needle has (*needle), and a prompt without its haystack (*all), over the cities and numbers
+// that may occur.
+static void measure_prompts(Needle *n, size_t *needle, size_t *all) {
+    const EvalOptions *o = &n->e->o;
+    *needle = *all = 0;
+    memset(n->trial.number, '8', (size_t)o->digits);
+    if (o->number) snprintf(n->trial.number, sizeof n->trial.number, "%s", o->number);
+    for (const char *line = o->city ? o->city : cities_text; *line;) {
+        size_t length = strcspn(line, "\n");
+        snprintf(n->trial.city, sizeof n->trial.city, "%.*s", (int)length, line);
+        n->trial.count = 0;
+        size_t here = put_needle(n);
+        make_prompt(n, 0, 0);
+        if (here > *needle) *needle = here;
+        if (n->trial.count > *all) *all = n->trial.count;
+        line += length + (line[length] == '\n');
+    }
+    n->trial = (NeedleTrial){0};
+}
+
+static void check_words(const EvalOptions *o) {
+    if (o->city && (!*o->city || strlen(o->city) >= MAX_CITY))
+        fail(EXIT_USAGE, "--city: expected a name of 1 to %d bytes.", MAX_CITY - 1);
+    if (o->number && (!*o->number || strlen(o->number) > MAX_DIGITS || o->number[strspn(o->number, "0123456789")]))
+        fail(EXIT_USAGE, "--number %s: expected 1 to %d digits.", o->number, MAX_DIGITS);
+}
+
+static void *array(size_t count, size_t size) {
+    void *p = calloc(count, size);
+    if (!p) fail(EXIT_RESOURCE, "out of memory for the needle's prompts.");
+    return p;
+}
+
+void needle_settle(Needle *n, Eval *e) {
+    const EvalOptions *o = &e->o;
+    Error error;
+    *n = (Needle){.e = e, .length_count = o->seq_lens.count, .depth_count = o->random_depth ? 1 : o->depths.count};
+    check_words(o);
+    n->tokens = array(4 * TEXT, sizeof *n->tokens);
+    size_t needle, frame;
+    measure_prompts(n, &needle, &frame);
+    free(n->tokens);
+    for (size_t i = 0; i < n->length_count; i++) {
+        size_t T = o->seq_lens.values[i] ? (size_t)o->seq_lens.values[i] : (size_t)e->config->seq_len;
+        if (T <= needle)
+            fail(EXIT_USAGE, "--seq-lens %zu: too short; the needle alone has up to %zu tokens.", T, needle);
+        if (T > MAX_SEQ_LEN) fail(EXIT_USAGE, "--seq-lens %zu: at most %d are supported.", T, MAX_SEQ_LEN);
+        n->lengths[i] = T;
+        if (T > n->longest) n->longest = T;
+    }
+    n->answer_tokens = (size_t)o->max_new_tokens;
+    if (!n->answer_tokens) n->answer_tokens = o->chat == CHAT_CHATML ? 48 : (size_t)o->digits + 4;
+    n->trials = n->length_count * (size_t)o->samples * n->depth_count;
+    size_t window = window_length(n), longest_prompt = n->longest + frame;
+    ShardsConfig config = {.T = window, .vocab = e->config->vocab, .end_of_text = e->config->end_of_text};
+    config.remedy = "Add data, or reduce --seq-lens.";
+    if (!(n->shards = shards_open(o->data, config, &error))) fail_with(&error);
+    n->windows = shards_windows(n->shards);
+    e->data = n->shards;
+    e->longest = longest_prompt + n->answer_tokens;
+    n->hay = array(window + 1, sizeof *n->hay);
+    n->window = array(window + 1, sizeof *n->window);
+    n->tokens = array(longest_prompt, sizeof *n->tokens);
+    n->previous = array(longest_prompt, sizeof *n->previous);
+    size_t heads = (size_t)e->config->layers * (size_t)e->config->heads;
+    n->scores = array(2 * heads, sizeof *n->scores);
+    n->mean_scores = n->scores + heads;
+}
+
+// ---- results
+
+static void begin_length(Needle *n) {
+    Eval *e = n->e;
+    size_t T = n->lengths[n->trial.length_at];
+    memset(n->right, 0, sizeof n->right);
+    memset(n->first_digit, 0, sizeof n->first_digit);
+    memset(n->mean_scores, 0, (size_t)e->config->layers * (size_t)e->config->heads * sizeof *n->mean_scores);
+    n->row = eval_row(e);
+    cJSON_AddNumberToObject(n->row, "seq_len", (double)T);
+    n->trial_rows = cJSON_CreateArray();
+}
+
+static cJSON *score_rows(const Needle *n, const double *scores, double divisor) {
+    cJSON *rows = cJSON_CreateArray();
+    size_t heads = (size_t)n->e->config->heads;
+    for (size_t l = 0; l < (size_t)n->e->config->layers; l++) {
+        cJSON *row = cJSON_CreateArray();
+        for (size_t h = 0; h < heads; h++)
+            cJSON_AddItemToArray(row, cJSON_CreateNumber(scores[l * heads + h] / divisor));
+        cJSON_AddItemToArray(rows, row);
+    }
+    return rows;
+}
+
+static void end_length(Needle *n) {
+    const EvalOptions *o = &n->e->o;
+    double samples = (double)o->samples, right = 0;
+    cJSON *depths = cJSON_AddArrayToObject(n->row, "depths");
+    bar_clear(&n->e->bar);
+    printf("%8zu", n->lengths[n->trial.length_at]);
+    for (size_t d = 0; d < n->depth_count; d++) {
+        cJSON *depth = cJSON_CreateObject();
+        if (!o->random_depth) cJSON_AddNumberToObject(depth, "depth", (double)o->depths.values[d]);
+        cJSON_AddNumberToObject(depth, "right", (double)n->right[d] / samples);
+        cJSON_AddNumberToObject(depth, "first_digit", (double)n->first_digit[d] / samples);
+        cJSON_AddItemToArray(depths, depth);
+        printf(" %6.1f %%", 100 * (double)n->right[d] / samples);
+        right += (double)n->right[d] / samples / (double)n->depth_count;
+    }
+    printf(" %8.1f %%\n", 100 * right);
+    fflush(stdout);
+    cJSON_AddNumberToObject(n->row, "right", right);
+    cJSON_AddItemToObject(n->row, "needle_scores", score_rows(n, n->mean_scores, samples * (double)n->depth_count));
+    cJSON_AddItemToObject(n->row, "trials", n->trial_rows);
+}
+
+static NeedleVerdict verdict(const Needle *n) {
+    const char *digits = n->answer + strcspn(n->answer, "0123456789");
+    size_t length = strspn(digits, "0123456789");
+    if (length == strlen(n->trial.number) && !memcmp(digits, n->trial.number, length)) return NEEDLE_RIGHT;
+    return digits[0] == n->trial.number[0] ? NEEDLE_FIRST_DIGIT : NEEDLE_WRONG;
+}
+
+static void end_trial(Needle *n) {
+    static const char *const NAMES[] = {"wrong", "first digit right", "right"};
+    const NeedleTrial *t = &n->trial;
+    size_t heads = (size_t)n->e->config->heads, all = heads * (size_t)n->e->config->layers, best = 0;
+    NeedleVerdict result = verdict(n);
+    n->right[t->depth_at] += result == NEEDLE_RIGHT;
+    n->first_digit[t->depth_at] += result == NEEDLE_FIRST_DIGIT;
+    for (size_t i = 0; i < all; i++) {
+        n->mean_scores[i] += n->scores[i];
+        if (n->scores[i] > n->scores[best]) best = i;
+    }
+    cJSON *row = cJSON_CreateObject();
+    cJSON_AddNumberToObject(row, "depth", t->depth);
+    cJSON_AddNumberToObject(row, "sample", (double)t->sample);
+    cJSON_AddStringToObject(row, "city", t->city);
+    cJSON_AddStringToObject(row, "number", t->number);
+    cJSON_AddStringToObject(row, "answer", n->answer);
+    cJSON_AddStringToObject(row, "verdict", NAMES[result]);
+    cJSON_AddNumberToObject(row, "best_score", n->scores[best]);
+    cJSON_AddNumberToObject(row, "best_layer", (double)(best / heads));
+    cJSON_AddNumberToObject(row, "best_head", (double)(best % heads));
+    if (n->trials <= 100) cJSON_AddItemToObject(row, "needle_scores", score_rows(n, n->scores, 1));
+    cJSON_AddItemToArray(n->trial_rows, row);
+}
+
+void needle_begin(Needle *n) {
+    const EvalOptions *o = &n->e->o;
+    n->at = 0;
+    printf("needles found, %zu for each length and depth\n%8s", (size_t)o->samples, "length");
+    for (size_t d = 0; d < n->depth_count; d++) {
+        if (o->random_depth) printf("   random");
+        else printf(" %6lld %%", (long long)o->depths.values[d]);
+    }
+    printf(" %10s\n", "mean");
+    bar_start(&n->e->bar, "needles");
+}
+
+// Trials go through all depths of a sample, which share the haystack, then through the samples, then the lengths.
+static void place_trial(Needle *n) {
+    const EvalOptions *o = &n->e->o;
+    size_t samples = (size_t)o->samples, each = samples * n->depth_count;
+    NeedleTrial *t = &n->trial;
+    *t = (NeedleTrial){.length_at = n->at / each,
+                       .sample = n->at / n->depth_count % samples,
+                       .depth_at = n->at % n->depth_count,
+                       .tokens = n->tokens};
+    if (o->random_depth) t->depth = 100 * random_uniform((uint64_t)o->seed, t->sample, DRAW_DEPTH);
+    else t->depth = (double)o->depths.values[t->depth_at];
+    if (o->city) snprintf(t->city, sizeof t->city, "%s", o->city);
+    else draw_city(n, t->city);
+    if (o->number) snprintf(t->number, sizeof t->number, "%s", o->number);
+    else draw_number(n, t->number);
+    if (t->depth_at == 0) read_haystack(n);
+    if (n->at % each == 0) begin_length(n);
+}
+
+bool needle_next(Needle *n) {
+    size_t each = (size_t)n->e->o.samples * n->depth_count;
+    if (n->at > 0) {
+        end_trial(n);
+        bar_show(&n->e->bar, n->at, n->trials);
+        if (n->at % each == 0) end_length(n);
+    }
+    if (n->at == n->trials) return false;
+    int32_t *previous = n->previous;
+    n->previous = n->tokens;
+    n->previous_count = n->trial.count;
+    n->tokens = previous;
+    place_trial(n);
+    size_t needle = put_needle(n), hay = n->lengths[n->trial.length_at] - needle;
+    make_prompt(n, hay, (size_t)((double)hay * n->trial.depth / 100));
+    size_t shared = 0, most = n->trial.count < n->previous_count ? n->trial.count : n->previous_count;
+    // The last token runs through the model in any case: its logits are needed.
+    while (shared + 1 < most && n->tokens[shared] == n->previous[shared]) shared++;
+    n->trial.shared = n->at ? shared : 0;
+    n->answer_length = n->answered = 0;
+    n->answer[0] = 0;
+    n->at++;
+    n->e->tokens += n->trial.count - n->trial.shared;
+    return true;
+}
+
+void needle_weights(Needle *n, const float *weights, size_t stride) {
+    size_t heads = (size_t)n->e->config->layers * (size_t)n->e->config->heads;
+    for (size_t i = 0; i < heads; i++) {
+        n->scores[i] = 0;
+        for (size_t j = n->trial.number_at; j < n->trial.number_end; j++) n->scores[i] += weights[i * stride + j];
+    }
+}
+
+// Has a number ended in the answer?
+static bool number_ended(const char *answer) {
+    const char *digits = answer + strcspn(answer, "0123456789");
+    return digits[strspn(digits, "0123456789")] != 0;
+}
+
+bool needle_answer(Needle *n, const float *logits) {
+    const Eval *e = n->e;
+    if (n->answered == n->answer_tokens || number_ended(n->answer)) return false;
+    int32_t best = -1;
+    size_t length = 0;
+    for (int32_t id = 0; id < e->config->vocab; id++)
+        if (id != e->config->end_of_text && (best < 0 || logits[id] > logits[best])) best = id;
+    n->token = best;
+    n->answered++;
+    const char *bytes = tokenizer_token(e->tokenizer, best, &length);
+    for (size_t i = 0; i < length && n->answer_length + 1 < sizeof n->answer; i++) {
+        bool plain = bytes[i] == '\n' || (bytes[i] >= ' ' && bytes[i] <= '~');
+        n->answer[n->answer_length++] = plain ? bytes[i] : '?';    // a token may end within a character
+    }
+    n->answer[n->answer_length] = 0;
+    return n->answered < n->answer_tokens && !number_ended(n->answer);
+}

@@ -1,0 +1,69 @@
+// --task needle: is a fact found that stands somewhere in a long context? [SSMax] sections 3.3 and 3.4.
+//
+// A needle, "The special magic CITY number is: NUMBER.", is inserted into tokens of --data (the haystack), and the
+// model is asked for the number. One prompt after another:
+//
+//     while (needle_next(&n)) {
+//         feed n.trial.tokens to the model, keeping the cache of the first n.trial.shared ones from the trial before
+//         needle_weights(&n, weights of the last token, ...);
+//         while (needle_answer(&n, logits)) feed n.token;
+//     }
+#ifndef EVAL_NEEDLE_H
+#define EVAL_NEEDLE_H
+
+#include "eval/eval.h"
+
+// One city per line.
+extern const char cities_text[];
+
+enum { MAX_CITY = 64, MAX_DIGITS = 18, MAX_ANSWER = 512 };
+typedef enum { NEEDLE_WRONG, NEEDLE_FIRST_DIGIT, NEEDLE_RIGHT } NeedleVerdict;
+
+// A prompt: n.length tokens of haystack and needle, then the question.
+typedef struct {
+    size_t length_at, sample, depth_at;    // indices into --seq-lens, --samples and --depths
+    double depth;                          // how much of the haystack precedes the needle, in percent
+    char city[MAX_CITY], number[MAX_DIGITS + 1];
+    const int32_t *tokens;
+    size_t count, shared;            // shared: this many tokens are also those of the previous trial's prompt
+    size_t number_at, number_end;    // the tokens from just after the needle's colon to its end
+} NeedleTrial;
+
+typedef struct {
+    Eval *e;
+    Shards *shards;
+    uint64_t windows;
+    size_t answer_tokens;
+    size_t trials;    // all of them; the number of the next one
+    size_t at;
+    NeedleTrial trial;
+    int32_t token;    // the newest token of the answer
+    int32_t *tokens, *previous, *hay, *window;
+    size_t previous_count, hay_count;
+    size_t lengths[OPTION_LIST_MAX], length_count, depth_count, longest;
+    char answer[MAX_ANSWER];
+    size_t answer_length, answered;
+    double *scores, *mean_scores;    // (layers, heads): of this trial; summed over the trials of this length
+    cJSON *row, *trial_rows;         // of this length
+    size_t right[OPTION_LIST_MAX], first_digit[OPTION_LIST_MAX];    // by depth
+} Needle;
+
+// Checks the lengths, the city and the number. Sets e->longest: the positions that a prompt and its answer need.
+void needle_settle(Needle *n, Eval *e);
+void needle_close(Needle *n);
+
+// Prints the head of the table and goes to the first trial.
+void needle_begin(Needle *n);
+
+// Makes the next trial's prompt. False after the last.
+bool needle_next(Needle *n);
+
+// The attention weights of the prompt's last token, which generates the first token of the answer: the needle score of
+// a head is the sum over the needle's number.
+//   weights (layers,heads,stride)
+void needle_weights(Needle *n, const float *weights, size_t stride);
+
+// Takes the likeliest token other than end-of-text. Returns false once the answer is complete.
+bool needle_answer(Needle *n, const float *logits);
+
+#endif

@@ -1,0 +1,345 @@
+#include "eval/observe.h"
+
+#include <errno.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "run/folder.h"
+#include "runtime/file.h"
+#include "runtime/human.h"
+#include "runtime/random.h"
+
+// ---- prompts
+
+static void *array(size_t count, size_t size) {
+    void *p = calloc(count ? count : 1, size);
+    if (!p) fail(EXIT_RESOURCE, "out of memory for the prompts.");
+    return p;
+}
+
+static void add_prompt(Observer *o, int32_t *ids, size_t count) {
+    o->prompts = realloc(o->prompts, (o->prompt_count + 1) * sizeof *o->prompts);
+    if (!o->prompts) fail(EXIT_RESOURCE, "out of memory for the prompts.");
+    o->prompts[o->prompt_count++] = (ObservePrompt){ids, count};
+    if (count + 1 > o->longest) o->longest = count + 1;    // with end-of-text
+}
+
+static void read_prompt_file(Observer *o) {
+    const Eval *e = o->e;
+    Error error;
+    size_t size, line = 1;
+    char *text = file_read(e->o.prompt_file, 64 << 20, &size, &error);
+    if (!text) fail_with(&error);
+    for (char *at = text; at < text + size; line++) {
+        char *end = memchr(at, '\n', (size_t)(text + size - at)), *next = end ? end + 1 : text + size;
+        if (!end) end = text + size;
+        if (end > at && end[-1] == '\r') end--;
+        size_t length = (size_t)(end - at);
+        int32_t *ids = array(3 * length, sizeof *ids);
+        size_t count = tokenizer_encode(e->tokenizer, at, length, ids, 3 * length);
+        if (count == 1)
+            fail(EXIT_INPUT, "%s: line %zu: a prompt of a single token; expected at least two.", e->o.prompt_file,
+                 line);
+        if (count) add_prompt(o, ids, count);
+        else free(ids);
+        at = next;
+    }
+    free(text);
+    if (!o->prompt_count) fail(EXIT_INPUT, "%s: expected one prompt per line, found none.", e->o.prompt_file);
+}
+
+// Sequences of --data at random places. An end-of-text token at the start is dropped, since each prompt is measured
+// with and without one.
+static void read_data(Observer *o) {
+    Eval *e = o->e;
+    Error error;
+    size_t T = e->o.seq_lens.values[0] ? (size_t)e->o.seq_lens.values[0] : (size_t)e->config->seq_len;
+    if (T < 2 || e->o.seq_lens.count > 1)
+        fail(EXIT_USAGE, "--seq-lens: --task attention expects one length of at least 2.");
+    ShardsConfig config = {.T = T, .vocab = e->config->vocab, .end_of_text = e->config->end_of_text};
+    config.remedy = "Add data, or reduce --seq-lens.";
+    if (!(o->shards = e->data = shards_open(e->o.data, config, &error))) fail_with(&error);
+    for (int64_t i = 0; i < e->o.samples; i++) {
+        int32_t *ids = array(T + 1, sizeof *ids);
+        uint64_t window = random_u64((uint64_t)e->o.seed, (uint64_t)i, 0) % shards_windows(e->data);
+        if (!shards_window(e->data, window, ids, NULL, &error)) fail_with(&error);
+        if (ids[0] == e->config->end_of_text) memmove(ids, ids + 1, T * sizeof *ids);
+        add_prompt(o, ids, T);
+    }
+}
+
+void observe_settle(Observer *o, Eval *e) {
+    *o = (Observer){.e = e, .layers = (size_t)e->config->layers, .heads = (size_t)e->config->heads};
+    if (e->o.prompt_file) read_prompt_file(o);
+    else read_data(o);
+    if (o->longest > MAX_SEQ_LEN)
+        fail(EXIT_USAGE, "a prompt of %zu tokens; at most %d are supported.", o->longest, MAX_SEQ_LEN);
+    e->longest = o->longest;
+    o->stats = array(o->layers * o->heads, sizeof *o->stats);
+    o->residual = array(o->layers, sizeof *o->residual);
+    o->sums = array(4 * o->prompt_count, sizeof *o->sums);
+    o->losses = o->sums + 2 * o->prompt_count;
+    size_t T = o->prompts[0].count;
+    o->cell = (T + MAX_MAP - 1) / MAX_MAP;
+    o->side = (T + o->cell - 1) / o->cell;
+    if (e->o.out) o->map = array(o->heads * o->side * o->side, sizeof *o->map);
+}
+
+void observe_close(Observer *o) {
+    for (size_t i = 0; i < o->prompt_count; i++) free(o->prompts[i].ids);
+    free(o->prompts);
+    free(o->stats);
+    free(o->residual);
+    free(o->sums);
+    free(o->map);
+    if (o->shards) shards_close(o->shards);
+}
+
+// ---- the maps of the first prompt, without end-of-text: OUT/map-N.npy, float32 (layers, heads, side, side)
+
+static bool maps_wanted(const Observer *o) {
+    return o->map && o->at == 0 && !o->with_end_of_text;
+}
+
+static void map_failed(const Observer *o) {
+    fail(EXIT_RESOURCE, "%s: cannot write the attention maps: %s. Free some space, or leave out --out.",
+         folder_path(o->e->o.out, o->map_name).text, strerror(errno));
+}
+
+// NumPy's format 1.0: magic, version, the header's length, and a Python dict padded to a multiple of 64 bytes.
+static void begin_maps(Observer *o) {
+    char header[128], dict[118];
+    snprintf(o->map_name, sizeof o->map_name, "map-%d.npy", cJSON_GetArraySize(o->e->results));
+    o->map_file = fopen(folder_path(o->e->o.out, o->map_name).text, "wb");
+    if (!o->map_file) map_failed(o);
+    snprintf(dict, sizeof dict, "{'descr': '<f4', 'fortran_order': False, 'shape': (%zu, %zu, %zu, %zu), }", o->layers,
+             o->heads, o->side, o->side);
+    memset(header, ' ', sizeof header);
+    memcpy(header, "\x93NUMPY\x01\x00\x76\x00", 10);
+    memcpy(header + 10, dict, strlen(dict));
+    header[sizeof header - 1] = '\n';
+    if (fwrite(header, 1, sizeof header, o->map_file) != sizeof header) map_failed(o);
+}
+
+// Divides each cell by its number of visible weights.
+static void write_map(Observer *o, size_t T) {
+    size_t cells = o->side * o->side;
+    for (size_t i = 0; i < o->heads * cells; i++) {
+        size_t row = i % cells / o->side * o->cell, column = i % o->side * o->cell, visible = 0;
+        for (size_t r = row; r < row + o->cell && r < T; r++) {
+            size_t end = column + o->cell < r + 1 ? column + o->cell : r + 1;
+            if (end > column) visible += end - column;
+        }
+        if (visible) o->map[i] /= (float)visible;
+    }
+    size_t count = o->heads * cells;
+    if (fwrite(o->map, sizeof *o->map, count, o->map_file) != count) map_failed(o);
+    memset(o->map, 0, count * sizeof *o->map);
+}
+
+static void add_to_map(Observer *o, size_t head, const float *A, size_t i) {
+    float *row = o->map + (head * o->side + i / o->cell) * o->side;
+    for (size_t j = 0; j <= i; j++) row[j / o->cell] += A[j];
+}
+
+// ---- statistics
+
+static size_t bin_of(size_t n) {
+    size_t bin = 0;
+    while (n >>= 1) bin++;
+    return bin;
+}
+
+static void add_row(HeadStats *s, const float *A, float log_Z, size_t i) {
+    double sum = 0, absolute = 0, entropy = 0, n = (double)(i + 1), zeros = 0;
+    for (size_t j = 0; j <= i; j++) {
+        double a = fabs((double)A[j]);
+        sum += A[j];
+        absolute += a;
+        zeros += a == 0;
+        if (a > 0) entropy -= a * log(a);
+    }
+    s->rows++;
+    s->weights += n;
+    s->sum += sum;
+    s->zeros += zeros;
+    if (absolute > 0) {
+        entropy = entropy / absolute + log(absolute);    // of p = a/absolute
+        s->entropy += entropy;
+        s->entropy_by_n[bin_of(i + 1)] += entropy;
+        if (i > 0) s->first += fabs((double)A[0]) / absolute;
+        for (size_t j = 0; j <= i; j++)
+            s->weight_by_distance[bin_of(i - j ? i - j : 1)] += fabs((double)A[j]) / absolute;
+    }
+    s->rows_by_n[bin_of(i + 1)]++;
+    if (i == 0 || !isfinite(log_Z)) return;
+    double x = log(n), y = log_Z;
+    s->fitted++;
+    s->x += x;
+    s->y += y;
+    s->xx += x * x;
+    s->xy += x * y;
+}
+
+void observe_rows(Observer *o, size_t layer, size_t head, const float *weights, size_t ld, const float *log_Z,
+                  size_t from, size_t rows) {
+    HeadStats *s = &o->stats[layer * o->heads + head];
+    for (size_t r = 0; r < rows; r++) {
+        add_row(s, weights + r * ld, log_Z[r], from + r);
+        if (maps_wanted(o)) add_to_map(o, head, weights + r * ld, from + r);
+    }
+}
+
+void observe_layer(Observer *o, size_t layer, const float *x, size_t T, size_t C) {
+    double sum = 0, second = 0, fourth = 0, largest = 0;
+    size_t N = T * C;
+    for (size_t i = 0; i < N; i++) sum += x[i];
+    double mean = sum / (double)N;
+    for (size_t i = 0; i < N; i++) {
+        double d = (x[i] - mean) * (x[i] - mean);
+        second += d;
+        fourth += d * d;
+        if (!(fabs((double)x[i]) <= largest)) largest = fabs((double)x[i]);
+    }
+    o->residual[layer] = (ResidualStats){fourth * (double)N / (second * second), largest};
+    if (maps_wanted(o)) write_map(o, T);
+}
+
+// ---- results
+
+// The slope of the line, or NAN.
+static double slope_of(const HeadStats *s, double *intercept) {
+    double n = s->fitted, spread = s->xx - s->x * s->x / n;
+    double slope = spread > 1e-12 ? (s->xy - s->x * s->y / n) / spread : NAN;
+    *intercept = s->y / n - slope * s->x / n;
+    return slope;
+}
+
+static cJSON *head_json(const HeadStats *s, size_t T) {
+    cJSON *head = cJSON_CreateObject(), *by_n, *by_distance;
+    double intercept, slope = slope_of(s, &intercept);
+    cJSON_AddNumberToObject(head, "sum", s->sum / s->rows);
+    cJSON_AddNumberToObject(head, "unspent", 1 - s->sum / s->rows);
+    cJSON_AddNumberToObject(head, "entropy", s->entropy / s->rows);
+    cJSON_AddNumberToObject(head, "first_token", s->rows > 1 ? s->first / (s->rows - 1) : NAN);
+    cJSON_AddNumberToObject(head, "zeros", s->zeros / s->weights);
+    cJSON_AddNumberToObject(head, "log_z_slope", slope);
+    cJSON_AddNumberToObject(head, "log_z_intercept", intercept);
+    by_n = cJSON_AddArrayToObject(head, "entropy_by_n");
+    by_distance = cJSON_AddArrayToObject(head, "weight_by_distance");
+    for (size_t b = 0; b < OBSERVE_BINS && (size_t)1 << b <= T; b++) {
+        cJSON_AddItemToArray(by_n, cJSON_CreateNumber(s->entropy_by_n[b] / s->rows_by_n[b]));
+        cJSON_AddItemToArray(by_distance, cJSON_CreateNumber(s->weight_by_distance[b] / s->rows));
+    }
+    return head;
+}
+
+static void write_row(Observer *o, size_t T, double loss) {
+    cJSON *row = eval_row(o->e), *layers;
+    cJSON_AddNumberToObject(row, "prompt", (double)o->at);
+    cJSON_AddBoolToObject(row, "leading_end_of_text", o->with_end_of_text);
+    cJSON_AddNumberToObject(row, "tokens", (double)T);
+    cJSON_AddNumberToObject(row, "loss", loss);
+    cJSON_AddNumberToObject(row, "perplexity", exp(loss));
+    if (o->map_file) cJSON_AddStringToObject(row, "map", o->map_name);
+    if (o->map_file) cJSON_AddNumberToObject(row, "map_cell", (double)o->cell);
+    layers = cJSON_AddArrayToObject(row, "layers");
+    for (size_t l = 0; l < o->layers; l++) {
+        cJSON *layer = cJSON_CreateObject(), *heads;
+        cJSON_AddNumberToObject(layer, "residual_kurtosis", o->residual[l].kurtosis);
+        cJSON_AddNumberToObject(layer, "residual_largest", o->residual[l].largest);
+        heads = cJSON_AddArrayToObject(layer, "heads");
+        for (size_t h = 0; h < o->heads; h++) cJSON_AddItemToArray(heads, head_json(&o->stats[l * o->heads + h], T));
+        cJSON_AddItemToArray(layers, layer);
+    }
+}
+
+void observe_begin(Observer *o) {
+    o->at = 0;
+    o->with_end_of_text = false;
+    printf("%7s %4s %8s %11s %9s %9s %9s %9s %9s %10s %9s\n", "prompt", "EOT", "tokens", "perplexity", "sum", "1 - sum",
+           "entropy", "first", "zeros", "kurtosis", "max |x|");
+    bar_start(&o->e->bar, "prompts");
+}
+
+bool observe_next(Observer *o, int32_t *ids, size_t *count) {
+    if (o->at == o->prompt_count) return false;
+    const ObservePrompt *p = &o->prompts[o->at];
+    size_t before = o->with_end_of_text ? 1 : 0;
+    ids[0] = o->e->config->end_of_text;
+    memcpy(ids + before, p->ids, p->count * sizeof *ids);
+    *count = p->count + before;
+    memset(o->stats, 0, o->layers * o->heads * sizeof *o->stats);
+    if (maps_wanted(o)) begin_maps(o);
+    return true;
+}
+
+void observe_done(Observer *o, size_t T, double loss) {
+    double sum = 0, entropy = 0, first = 0, zeros = 0, kurtosis = 0, largest = 0;
+    double all = (double)(o->layers * o->heads);
+    for (size_t i = 0; i < o->layers * o->heads; i++) {
+        const HeadStats *s = &o->stats[i];
+        sum += s->sum / s->rows / all;
+        entropy += s->entropy / s->rows / all;
+        first += s->first / (s->rows - 1) / all;
+        zeros += s->zeros / s->weights / all;
+    }
+    for (size_t l = 0; l < o->layers; l++) {
+        kurtosis = fmax(kurtosis, o->residual[l].kurtosis);
+        largest = fmax(largest, o->residual[l].largest);
+    }
+    bar_clear(&o->e->bar);
+    printf("%7zu %4s %8zu %11.6g %9.5f %9.5f %9.4f %9.5f %9.5f %10.4g %9.4g\n", o->at + 1,
+           o->with_end_of_text ? "yes" : "no", T, exp(loss), sum, round((1 - sum) * 1e6) / 1e6 + 0.0, entropy, first,
+           zeros, kurtosis, largest);
+    fflush(stdout);
+    write_row(o, T, loss);
+    if (o->map_file && fclose(o->map_file) != 0) map_failed(o);
+    o->map_file = NULL;
+    // Sums that differ only by rounding are equal.
+    o->sums[(o->with_end_of_text ? o->prompt_count : 0) + o->at] = round(sum * 1e5);
+    o->losses[(o->with_end_of_text ? o->prompt_count : 0) + o->at] = loss;
+    o->e->tokens += T;
+    bar_show(&o->e->bar, 2 * o->at + o->with_end_of_text + 1, 2 * o->prompt_count);
+    if (o->with_end_of_text) o->at++;
+    o->with_end_of_text = !o->with_end_of_text;
+}
+
+// ---- Spearman's rank correlation of the sums with the perplexities
+
+// The rank of x[i], from 1; equal values share the mean of their ranks.
+static double rank_of(const double *x, size_t count, size_t i) {
+    double below = 0, equal = 0;
+    for (size_t j = 0; j < count; j++) {
+        below += x[j] < x[i];
+        equal += x[j] == x[i];
+    }
+    return below + (equal + 1) / 2;
+}
+
+static double spearman(const double *a, const double *b, size_t count) {
+    double mean = ((double)count + 1) / 2, ab = 0, aa = 0, bb = 0;
+    for (size_t i = 0; i < count; i++) {
+        double x = rank_of(a, count, i) - mean, y = rank_of(b, count, i) - mean;
+        ab += x * y;
+        aa += x * x;
+        bb += y * y;
+    }
+    return aa > 0 && bb > 0 ? ab / sqrt(aa * bb) : NAN;
+}
+
+void observe_end(Observer *o) {
+    bar_clear(&o->e->bar);
+    if (o->prompt_count < 3) return;
+    for (int with = 0; with < 2; with++) {
+        size_t from = with ? o->prompt_count : 0;
+        double r = spearman(o->sums + from, o->losses + from, o->prompt_count);
+        cJSON *row = eval_row(o->e);
+        cJSON_AddBoolToObject(row, "leading_end_of_text", with);
+        cJSON_AddNumberToObject(row, "prompts", (double)o->prompt_count);
+        cJSON_AddNumberToObject(row, "spearman_sum_perplexity", r);
+        printf("Spearman correlation of the sum with perplexity, %s end-of-text: ", with ? "with" : "without");
+        printf(isnan(r) ? "undefined (all sums are equal)\n" : "%+.3f\n", r);
+    }
+}

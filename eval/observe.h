@@ -1,0 +1,70 @@
+// --task attention: where attention goes, and what the residual stream looks like, over a few prompts.
+#ifndef EVAL_OBSERVE_H
+#define EVAL_OBSERVE_H
+
+#include <stdio.h>
+
+#include "eval/eval.h"
+
+enum { OBSERVE_BINS = 21, MAX_MAP = 1024 };    // a bin for each power of two up to MAX_SEQ_LEN
+
+// Sums over the rows of a prompt, of one head of one layer. p_ij = |A_ij| / sum_j |A_ij|.
+typedef struct {
+    double rows, weights;                 // rows; visible weights
+    double sum, entropy, first, zeros;    // sum_j A_ij; -sum_j p_ij ln p_ij; p_i0 for i > 0; how many A_ij are 0
+    double fitted, x, y, xx, xy;          // for the line ln Z = slope ln n + intercept, over rows with n > 1 and Z > 0
+    double entropy_by_n[OBSERVE_BINS], rows_by_n[OBSERVE_BINS];    // bin b: 2^b <= n < 2^(b+1)
+    double weight_by_distance[OBSERVE_BINS];    // of p; bin 0: distance 0 and 1; bin b: 2^b <= i - j < 2^(b+1)
+} HeadStats;
+
+// Of the residual stream after a layer, over all its elements.
+typedef struct {
+    double kurtosis, largest;    // E(x - mean)^4 / variance^2; max |x|
+} ResidualStats;
+
+typedef struct {
+    int32_t *ids;
+    size_t count;
+} ObservePrompt;
+
+typedef struct {
+    Eval *e;
+    Shards *shards;    // NULL with --prompt-file
+    ObservePrompt *prompts;
+    size_t prompt_count, longest;
+    size_t layers, heads;
+    HeadStats *stats;           // (layers, heads)
+    ResidualStats *residual;    // (layers)
+    // The maps of the first prompt: means over the visible ones of cell x cell positions; (heads, side, side).
+    float *map;
+    size_t cell, side;
+    FILE *map_file;
+    char map_name[64];
+    bool with_end_of_text;    // does the prompt start with an end-of-text token?
+    size_t at;                // the prompt
+    double *sums, *losses;    // (2, prompts): without and with a leading end-of-text token
+} Observer;
+
+// Reads --prompt-file, or --samples sequences of the first of --seq-lens tokens from --data.
+void observe_settle(Observer *o, Eval *e);
+void observe_close(Observer *o);
+
+void observe_begin(Observer *o);
+
+// The next prompt, each without and with a leading end-of-text token: o->prompts[o->at]. False after the last.
+bool observe_next(Observer *o, int32_t *ids, size_t *count);
+
+// Adds the weights of rows `from` to from + rows - 1 of a head. Different heads may be added in parallel.
+//   weights (rows, ld)   log_Z (rows)
+void observe_rows(Observer *o, size_t layer, size_t head, const float *weights, size_t ld, const float *log_Z,
+                  size_t from, size_t rows);
+
+// After all heads of a layer: the residual stream that it leaves.
+//   x (T,C)
+void observe_layer(Observer *o, size_t layer, const float *x, size_t T, size_t C);
+
+// After all layers. loss: the mean over the prompt's tokens but the first, in nats.
+void observe_done(Observer *o, size_t T, double loss);
+void observe_end(Observer *o);
+
+#endif
