@@ -2,18 +2,20 @@
 
 A shard is a header of 256 little-endian int32 (magic 20240520, version 1, token count, zeros), then the tokens as
 uint16. NAME_train_000001.bin and on are for training, NAME_val_000000.bin and on for validation. Every document starts
-with the end-of-text token.
+with the end-of-text token. A mask, NAME_train_000001.mask, has the same header with magic 20240521, then one byte per
+token, 1 where the token counts in the loss.
 
 A run may be killed at any moment; rerun it to resume, and the result is the same to the byte. Tokens go to
-`*.bin.part`, and NAME.json records how many tokens and documents are safely on disk: parts are synced first, then
-NAME.json, and a full part gets its header and its name last. What a killed run wrote beyond NAME.json is cut off and
-written again.
+`*.bin.part` and masks to `*.mask.part`, and NAME.json records how many tokens and documents are safely on disk: parts
+are synced first, then NAME.json, and a full part gets its header and its name last, a mask before its shard. What a
+killed run wrote beyond NAME.json is cut off and written again.
 """
 import argparse
 import collections
 import concurrent.futures
 import errno
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -26,6 +28,8 @@ import numpy as np
 from tqdm import tqdm
 
 MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
+MASK_MAGIC = 20240521
+ITEMS = {".mask": (MASK_MAGIC, np.dtype("u1")), ".bin": (MAGIC, np.dtype("<u2"))}   # a mask gets its name first
 USAGE, INPUT, RESOURCE, BUSY, STOPPED = 2, 3, 4, 7, 75   # exit codes, those of the C programs
 FIRST = {"train": 1, "val": 0}                           # number of each split's first shard
 COMMIT_SECONDS = 5                                       # how much work a kill can cost
@@ -41,9 +45,9 @@ class DataError(Exception):
         self.code = code
 
 
-def header(count):
+def header(count, magic=MAGIC):
     values = np.zeros(HEADER_BYTES // 4, "<i4")
-    values[:3] = MAGIC, VERSION, count
+    values[:3] = magic, VERSION, count
     return values.tobytes()
 
 
@@ -77,13 +81,15 @@ def write_shard(path, tokens):
 
 
 class Writer:
-    """Appends documents to the shards of one dataset; resumes an earlier run with the same settings."""
+    """Appends documents to the shards of one dataset, with a mask beside each if `masks`; resumes an earlier run with
+    the same settings."""
 
-    def __init__(self, out, name, tokenizer, shard_tokens, val_fraction, settings):
+    def __init__(self, out, name, tokenizer, shard_tokens, val_fraction, settings, masks=False):
         self.out, self.name, self.tokenizer = Path(out), name, tokenizer
+        self.suffixes = [suffix for suffix in ITEMS if masks or suffix == ".bin"]
         self.shard_tokens, self.val_fraction = shard_tokens, val_fraction
         self.settings = dict(settings, tokenizer=tokenizer.sha256, shard_tokens=shard_tokens, val_fraction=val_fraction)
-        self.parts, self.full = {}, []   # open part of each split; (split, shard index) of full parts
+        self.parts, self.full = {}, []   # open parts of each split by suffix; (split, shard index) of full parts
         self.out.mkdir(parents=True, exist_ok=True)
         self.lock()
         self.state_path = self.out / f"{name}.json"
@@ -105,12 +111,14 @@ class Writer:
 
     def load_state(self):
         self.documents, self.tokens, self.done = 0, {"train": 0, "val": 0}, False
+        self.counts = collections.Counter()
         if not self.state_path.exists():
             return
         try:
             state = json.loads(self.state_path.read_bytes())
             self.documents, self.tokens, self.done = state["documents"], state["tokens"], state["done"]
             settings = state["settings"]
+            self.counts.update(state.get("counts", {}))
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(INPUT, f"{self.state_path}: not a state file of a run ({error!r}).\n"
                                    f"  Remove the folder {self.out} to start over.") from None
@@ -122,13 +130,15 @@ class Writer:
 
     def save_state(self):
         state = {"settings": self.settings, "documents": self.documents, "tokens": self.tokens, "done": self.done}
+        if self.counts:
+            state["counts"] = self.counts
         write_atomically(self.state_path, json.dumps(state, indent=1).encode() + b"\n")
 
-    def shard_path(self, split, index):
-        return self.out / f"{self.name}_{split}_{FIRST[split] + index:06d}.bin"
+    def shard_path(self, split, index, suffix=".bin"):
+        return self.out / f"{self.name}_{split}_{FIRST[split] + index:06d}{suffix}"
 
-    def part_path(self, split, index):
-        path = self.shard_path(split, index)
+    def part_path(self, split, index, suffix=".bin"):
+        path = self.shard_path(split, index, suffix)
         return path.with_name(path.name + ".part")
 
     def shard_counts(self, split):
@@ -145,50 +155,59 @@ class Writer:
             rest = 0 if self.done else self.tokens[split] % self.shard_tokens
             if rest:
                 self.open_part(split, len(counts), rest)
-            kept = {self.part_path(split, len(counts))} if rest else set()
-            for path in set(self.out.glob(f"{self.name}_{split}_*.bin.part")) - kept:
+            kept = {self.part_path(split, len(counts), suffix) for suffix in self.suffixes} if rest else set()
+            for path in set(self.out.glob(f"{self.name}_{split}_*.part")) - kept:
                 path.unlink()
 
     # ---- shards
 
     def open_part(self, split, index, count):
-        path = self.part_path(split, index)
-        if count and (not path.exists() or path.stat().st_size < HEADER_BYTES + 2 * count):
-            raise DataError(INPUT, f"{path}: expected at least {HEADER_BYTES + 2 * count:,} bytes from the run "
-                                   f"before, found {path.stat().st_size if path.exists() else 0:,}.\n"
-                                   f"  Remove the folder {self.out} to start over.")
-        self.parts[split] = file = open(path, "r+b" if count else "wb")
-        file.truncate(HEADER_BYTES + 2 * count)
-        file.seek(0, os.SEEK_END)
+        self.parts[split] = {}
+        for suffix in self.suffixes:
+            path, size = self.part_path(split, index, suffix), HEADER_BYTES + ITEMS[suffix][1].itemsize * count
+            if count and (not path.exists() or path.stat().st_size < size):
+                raise DataError(INPUT, f"{path}: expected at least {size:,} bytes from the run "
+                                       f"before, found {path.stat().st_size if path.exists() else 0:,}.\n"
+                                       f"  Remove the folder {self.out} to start over.")
+            self.parts[split][suffix] = file = open(path, "r+b" if count else "wb")
+            file.truncate(size)
+            file.seek(0, os.SEEK_END)
 
     def seal(self, split, index, count):
-        """Writes a full part's header and renames it; a shard that is finished is only checked."""
-        path, part = self.shard_path(split, index), self.part_path(split, index)
+        """Gives a full part, and its mask before it, their names; a shard that is finished is only checked."""
+        for suffix in self.suffixes:
+            self.seal_file(self.shard_path(split, index, suffix), self.part_path(split, index, suffix), count, *ITEMS[suffix])
+
+    def seal_file(self, path, part, count, magic, dtype):
+        """Writes the header of a full part and renames it; a file that is finished is only checked."""
         found = next((p for p in (path, part) if p.exists()), None)
-        size = found.stat().st_size if found else 0
-        if size != HEADER_BYTES + 2 * count:
-            raise DataError(INPUT, f"{path}: expected {HEADER_BYTES + 2 * count:,} bytes ({count:,} tokens), found {size:,}.\n"
+        size, expected = found.stat().st_size if found else 0, HEADER_BYTES + dtype.itemsize * count
+        if size != expected:
+            raise DataError(INPUT, f"{path}: expected {expected:,} bytes ({count:,} tokens), found {size:,}.\n"
                                    f"  It has been changed or removed since it was written. "
                                    f"Remove the folder {self.out} to start over.")
         if found == part:
             with open(part, "r+b") as file:
-                file.write(header(count))
+                file.write(header(count, magic))
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(part, path)
             sync_folder(self.out)
 
-    def append(self, split, ids):
+    def append(self, split, ids, mask):
         while len(ids):
             index, used = divmod(self.tokens[split], self.shard_tokens)
             if split not in self.parts:
                 self.open_part(split, index, used)
-            now = ids[:self.shard_tokens - used]
-            self.parts[split].write(now.astype("<u2").tobytes())
-            self.tokens[split] += len(now)
-            ids = ids[len(now):]
-            if used + len(now) == self.shard_tokens:
-                self.sync(self.parts.pop(split)).close()
+            now = min(len(ids), self.shard_tokens - used)
+            for suffix, file in self.parts[split].items():
+                items = mask if suffix == ".mask" else ids
+                file.write(items[:now].astype(ITEMS[suffix][1]).tobytes())
+            self.tokens[split] += now
+            ids, mask = ids[now:], mask[now:]
+            if used + now == self.shard_tokens:
+                for file in self.parts.pop(split).values():
+                    self.sync(file).close()
                 self.full.append((split, index))
 
     @staticmethod
@@ -199,20 +218,29 @@ class Writer:
 
     # ---- documents
 
-    def add(self, ids):
-        """Appends the next document, every 1/val_fraction-th to validation. One without text is only counted."""
+    def add(self, ids, mask=None, val=None, kind=None):
+        """Appends the next document. One without text is only counted.
+
+        mask: 1 for each of its tokens that counts in the loss; the end-of-text token put before them does not count
+        val: is it for validation? By default every 1/val_fraction-th is
+        kind: the state file counts the documents of each kind
+        """
         number = self.documents
         self.documents += 1
+        if kind is not None:
+            self.counts[kind] += 1
         if not len(ids):
             return
         if int(ids.max()) >= self.tokenizer.vocab:
             raise DataError(INPUT, f"document {number}: token id {ids.max()}, but the vocabulary has only "
                                    f"{self.tokenizer.vocab} ids.")
-        val = int((number + 1) * self.val_fraction) > int(number * self.val_fraction)
-        self.append("val" if val else "train", np.concatenate(([self.tokenizer.end_of_text], ids)))
+        if val is None:
+            val = int((number + 1) * self.val_fraction) > int(number * self.val_fraction)
+        mask = np.ones(len(ids), np.uint8) if mask is None else mask
+        self.append("val" if val else "train", np.concatenate(([self.tokenizer.end_of_text], ids)), np.concatenate(([0], mask)))
 
     def commit(self):
-        for file in self.parts.values():
+        for file in self.open_files():
             self.sync(file)
         self.save_state()
         for split, index in self.full:
@@ -228,8 +256,11 @@ class Writer:
         self.save_state()
         self.resume()
 
+    def open_files(self):
+        return [file for files in self.parts.values() for file in files.values()]
+
     def close(self):
-        for file in (*self.parts.values(), self.lock_file):
+        for file in (*self.open_files(), self.lock_file):
             try:
                 file.close()
             except OSError:
@@ -254,6 +285,11 @@ def check_count(args, documents):
     """Fails if that many documents are too few for validation. Call it before encoding if the number is known."""
     if args.val_fraction > 0 and int(documents * args.val_fraction) < 1:
         raise no_text(args.out, "val", documents, args.val_fraction)
+
+
+def in_validation(key, fraction):
+    """Is the document with this text, or this name, for validation? Its hash decides, so other documents do not matter."""
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") < fraction * 2**64
 
 
 def shorten(value):
@@ -293,13 +329,18 @@ def map_in_order(function, items, workers):
                 future.cancel()
 
 
-def write(args, documents, tokenizer, settings):
-    """Writes all documents to shards as args (see add_flags) says. documents(skip) yields the texts in a fixed order,
-    starting at number `skip`; settings holds everything else that determines the output. Returns the Writer."""
-    writer = Writer(args.out, args.name, tokenizer, args.shard_tokens, args.val_fraction, settings)
+def write(args, documents, tokenizer, settings, encode=None, masks=False):
+    """Writes all documents to shards as args (see add_flags) says, and masks beside them if `masks`. Returns the Writer.
+
+    documents(skip) yields the texts in a fixed order, starting at number `skip`; settings holds everything else that
+    determines the output. encode(batch), for documents that are more than a text, returns the arguments of Writer.add()
+    for each document of a list.
+    """
+    writer = Writer(args.out, args.name, tokenizer, args.shard_tokens, args.val_fraction, settings, masks)
+    encode = encode or (lambda texts: [(ids,) for ids in tokenizer.encode_batch(texts)])
     try:
         if not writer.done:
-            encoded = map_in_order(tokenizer.encode_batch, batches(documents(writer.documents)), args.workers)
+            encoded = map_in_order(encode, batches(documents(writer.documents)), args.workers)
             write_encoded(writer, encoded)
     finally:
         writer.close()
@@ -311,10 +352,10 @@ def write_encoded(writer, encoded):
     """Appends lists of encoded documents, with a progress bar on a terminal."""
     committed = time.monotonic()
     with tqdm(unit=" tokens", unit_scale=True, initial=sum(writer.tokens.values()), disable=None, desc=writer.name) as bar:
-        for ids in encoded:
+        for batch in encoded:
             before = sum(writer.tokens.values())
-            for document in ids:
-                writer.add(document)
+            for document in batch:
+                writer.add(*document)
             bar.update(sum(writer.tokens.values()) - before)
             if writer.full or time.monotonic() - committed > COMMIT_SECONDS:
                 writer.commit()

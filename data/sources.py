@@ -5,11 +5,13 @@ A file's name, without .zst or .gz, determines its format: .jsonl (one object pe
 becomes U+FFFD.
 """
 import hashlib
+import http.client
 import importlib
 import json
 import subprocess
 import sys
 import tempfile
+import urllib.request
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -258,6 +260,31 @@ def add_flags(parser, column="text", separator=None):
                         help="the key or column with the text, in JSONL, JSON and Parquet files")
     parser.add_argument("--separator", default=separator,
                         help="text between the documents of a plain text file; without it, a file is one document")
+
+
+# ---- downloads
+
+def download(url, flag):
+    """The path of a file from the web, downloaded once into data/cache; flag is the one that takes a local file."""
+    path = DATA / "cache" / url.rsplit("/", 1)[-1]
+    path.parent.mkdir(exist_ok=True)
+    if path.exists():
+        return path
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        part = Path(folder) / path.name
+        try:
+            with urllib.request.urlopen(url, timeout=60) as source, open(part, "wb") as file:
+                print(f"downloading {url}")
+                while data := source.read(CHUNK):
+                    file.write(data)
+            expected = int(source.headers.get("Content-Length") or part.stat().st_size)
+            if part.stat().st_size != expected:
+                raise OSError(f"expected {expected:,} bytes, received {part.stat().st_size:,}")
+        except (OSError, http.client.HTTPException) as error:
+            raise DataError(INPUT, f"{url}: cannot download it: {first_line(error)}.\n"
+                                   f"  Without a network, copy the file to this machine and pass it with {flag}.") from None
+        part.replace(path)
+    return path
 
 
 # ---- packages

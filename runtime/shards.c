@@ -337,8 +337,14 @@ static bool read_stream(Shards *s, Kind kind, uint64_t first, size_t n, void *ou
 
 // ---- documents, for PACK_EXAMPLE
 
+// Adds the document of tokens first .. end - 1. A lone end-of-text is none, because it predicts nothing. It ends the
+// document before it; only a mask can tell whether it counts there as a target.
 static bool add_document(Shards *s, uint64_t first, uint64_t end, Error *error) {
-    if (end - first < 2) return true;    // a lone end-of-text predicts nothing
+    if (end - first < 2) {
+        Document *before = s->windows ? &s->documents[s->windows - 1] : NULL;
+        if (s->has_masks && before && before->first + before->length == first) before->length++;
+        return true;
+    }
     if ((s->windows & (s->windows - 1)) == 0) {
         Document *more = realloc(s->documents, (s->windows ? 2 * s->windows : 1) * sizeof *more);
         if (!more)

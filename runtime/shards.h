@@ -4,8 +4,9 @@
 //
 // All shards, sorted by name, form one stream of N tokens. With PACK_STREAM, it has W = (N - 1) / T windows of T + 1
 // tokens; each starts T tokens after the previous one, and a window may span shards. With PACK_EXAMPLE, each of the W
-// documents of at least two tokens is a window, truncated to T + 1 tokens or padded with end-of-text. Sequence g is
-// window order(g mod W) of epoch g div W.
+// documents of at least two tokens is a window, truncated to T + 1 tokens or padded with end-of-text. Padding does not
+// count, but a lone end-of-text is the last token of the document before it, and counts if its mask byte is 1. Sequence
+// g is window order(g mod W) of epoch g div W.
 #ifndef RUNTIME_SHARDS_H
 #define RUNTIME_SHARDS_H
 

@@ -10,15 +10,17 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+import squad_files
 from trainer import MODEL, ROOT, TRAIN, checkpoint, environment, make_data, metrics, tokens, train, write_shard
 
 SCRIPTS = ROOT / "scripts"
 RECIPES = {"run_124M_fineweb.sh": ("123,551,232", "tied", "softmax"), "run_162M_slimpajama_ssmax.sh": ("162,148,752", "untied", "ssmax")}
-ALL = [*RECIPES, "switch_to_ssmax.sh", "run_multi_node.sbatch", "run_multi_node_mpi.sh", "launch.sh"]
+ALL = [*RECIPES, "switch_to_ssmax.sh", "squad_sft.sh", "run_multi_node.sbatch", "run_multi_node_mpi.sh", "launch.sh"]
 CUDA_TRAIN = Path(os.environ.get("TRAIN_GPT2CU_ON_CPU", ROOT / "train_gpt2cu_on_cpu")).absolute()
 # after a recipe's own flags, so that these take precedence
 SMALL = ["--model", MODEL, "--batch", 1, "--seq-len", 8, "--total-batch-tokens", 16]
@@ -39,7 +41,7 @@ def data(tmp_path_factory):
 def run(script, *flags, code=0, program=TRAIN, **variables):
     """Runs a script from another folder and returns its output. Only the given environment variables are set, not the
     caller's."""
-    env = {name: value for name, value in environment().items() if name not in ("DATA", "HOSTFILE", "LAUNCH", "OUT", "STEP")}
+    env = {name: value for name, value in environment().items() if name not in ("DATA", "HOSTFILE", "LAUNCH", "MODEL", "OUT", "STEP")}
     env |= {name: str(value) for name, value in {"PROGRAM": program, "GPUS": 1, **variables}.items()}
     result = subprocess.run([str(word) for word in ([SCRIPTS / script] if isinstance(script, str) else script) + list(flags)], cwd="/", env=env,
                             capture_output=True, text=True, timeout=100, stdin=subprocess.DEVNULL)
@@ -237,6 +239,71 @@ def test_switch_of_a_finished_run(softmax):
 
 def test_switch_without_a_checkpoint(tmp_path):
     says(run("switch_to_ssmax.sh", OUT=tmp_path, code=USAGE), f"{tmp_path}/ckpt: no checkpoint", "OUT=")
+
+
+# ---- scripts/squad_sft.sh
+
+
+def squad_shards(folder, examples, *flags):
+    squad_files.write(folder / "train.json", "1.1", *squad_files.facts(examples))
+    squad_files.write(folder / "dev.json", "1.1", *squad_files.facts(6))
+    run([sys.executable, ROOT / "data/squad.py"], "--json", folder / "train.json", "--val-json", folder / "dev.json",
+        "--tokenizer", squad_files.write_bytes_tokenizer(folder), "--out", folder / "squad", *flags)
+    return folder / "squad"
+
+
+@pytest.fixture
+def base(tmp_path):
+    """A checkpoint to fine-tune, and shards of 41 examples; five steps of eight are an epoch, rounded."""
+    train(squad_shards(tmp_path, 41), "--model", f"{MODEL},vocab={squad_files.END + 1}", "--seq-len", 64, "--steps", 1, "--out", tmp_path / "base")
+    return {"MODEL": checkpoint(tmp_path / "base", 1), "DATA": tmp_path / "squad", "OUT": tmp_path / "out"}
+
+
+SMALL_SFT = ["--seq-len", 64, "--batch", 4, "--total-batch-tokens", 8 * 64]
+
+
+def test_squad_sft(base):
+    """Ten epochs at a learning rate for a small model: the loss of the answers falls, and a restart finds the run done."""
+    text = run("squad_sft.sh", *SMALL_SFT, "--lr", 0.02, "--attn", "ssmax", "--val-every", 51, **base)
+    says(text, "validation loss", "attn_scale, 0.")
+    out, arguments = base["OUT"], json.loads((base["OUT"] / "run.json").read_text())["arguments"]
+    expected = {"steps": 51, "warmup": 5, "dtype": "bf16", "schedule": "cosine", "min-lr-frac": 0, "weight-decay": 0, "beta1": 0.9, "beta2": 0.999,
+                "grad-clip": 1, "pack": "example", "attn": "ssmax", "init-from": str(base["MODEL"]), "val-data": f"{base['DATA']}/*_val_*.bin"}
+    assert {key: arguments[key] for key in expected} == expected
+    rows = metrics(out, ["loss", "lr", "val_loss"])
+    first, last = (sum(loss for loss, _, _ in part) / 5 for part in (rows[:5], rows[-5:]))
+    assert first > 20 and last < 0.6 * first and rows[-1][2] < 0.6 * first, (first, last, rows[-1])    # ln 257 is 5.5, and six tokens count
+    assert [lr for _, lr, _ in rows[:5]] == pytest.approx([0.004, 0.008, 0.012, 0.016, 0.02]) and rows[-1][1] < 1e-4
+    says(run("squad_sft.sh", *SMALL_SFT, "--lr", 0.02, "--attn", "ssmax", "--val-every", 51, **base), "already at step 51")
+
+
+def test_plan_of_squad_sft(base, tmp_path):
+    """Steps and warmup for other sizes, with nothing overridden but the size, and without shards for validation."""
+    for path in base["DATA"].glob("*_val_*"):
+        path.unlink()
+    plan = run("squad_sft.sh", "--seq-len", 64, "--total-batch-tokens", 16 * 64, "--dry-run", **base)
+    says(plan, "41 windows of 64, 2.6 steps per epoch\n", "run       26 steps", "attention softmax, L = 64", "bfloat16", "nothing was written")
+    assert not base["OUT"].exists() and "validation" not in plan
+    run("squad_sft.sh", *SMALL_SFT, "--steps", 1, **base)
+    assert json.loads((base["OUT"] / "run.json").read_text())["arguments"]["lr"] == 2e-5
+
+
+def test_figures_of_squad_sft():
+    """The steps and FLOPs in its comment follow from the 86,820 examples."""
+    text = comment("squad_sft.sh")
+    examples, sequences = number(r"the ([\d,]+) examples of SQuAD", text), number(r"steps of ([\d,]+) tokens", text) / 1024
+    assert sequences == number(r"the step's (\d+) sequences", text)
+    assert number(r"([\d,]+) and \d+ steps", text) == round(10 * examples / sequences)
+    assert number(r"[\d,]+ and (\d+) steps", text) == round(examples / sequences)
+    whole = (6 * 123_551_232 + 12 * 12 * 768 * 1024) * 6783 * 131_072
+    assert abs(number(r"([\d.]+e\d+) in all", text) / whole - 1) < 0.01
+    assert abs(number(r"(\d+) minutes on one", text) * 60 / (whole / 400e12) - 1) < 0.03
+
+
+def test_squad_sft_says_what_is_missing(base, tmp_path):
+    says(run("squad_sft.sh", code=USAGE, DATA=base["DATA"]), "name the checkpoint to start from: MODEL=")
+    says(run("squad_sft.sh", code=3, **base | {"DATA": tmp_path / "none"}), "no file matches")
+    says(run("squad_sft.sh", "--seq-len", 64, code=3, **base), "41 documents", "at least 2,048 are needed")
 
 
 # ---- many machines

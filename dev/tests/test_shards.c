@@ -205,6 +205,23 @@ static void test_masks(void) {
     }
 }
 
+// The end-of-text at index 6 ends the first document: it counts if the mask says so, unless it is cut off.
+static void test_last_tokens(void) {
+    const uint8_t bytes[] = {1, 1, 0, 0, 1, 0, 1, 0, 1}, want[2][4] = {{0, 1, 0, 1}, {0, 1, 0, 0}};
+    ShardsConfig c = config(4, false);
+    c.pack = PACK_EXAMPLE;
+    write_mask("d_train_1.mask", bytes, 9);
+    for (c.T = 4; c.T >= 3; c.T--) {
+        int32_t tokens[5];
+        uint8_t mask[4];
+        Shards *s = shards_open(at("d_train_*.bin"), c, &error);
+        CHECK(s && shards_windows(s) == 3 && shards_window(s, 0, tokens, mask, &error), "%s", error.text);
+        CHECK(!memcmp(mask, want[4 - c.T], c.T), "mask of the first document at T = %zu", c.T);
+        CHECK(c.T < 4 || tokens[4] == c.end_of_text, "the last token is %d", tokens[4]);
+        shards_close(s);
+    }
+}
+
 static void test_documents(void) {
     check_group("one document per row");
     enum { EOT = 50256 };
@@ -238,6 +255,7 @@ static void test_documents(void) {
         CHECK(shards_window(s, g, tokens, mask, &error) && !memcmp(mask, masked[g], 4), "mask of document %d", (int)g);
     }
     shards_close(s);
+    test_last_tokens();
     uint16_t none[] = {1, 2, 3, 4, 5, 6, EOT};
     c.vocab = 50300;
     CHECK(!shards_open(write_shard("e.bin", none, 7), c, &error) && strstr(error.text, "too little data"),
