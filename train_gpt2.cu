@@ -132,6 +132,8 @@ struct Model {
     ModelConfig config;
     TensorList list;
     bool in_bf16, recompute, zero, deterministic, stochastic;
+    bool forward_only;    // no backward pass: no memory for gradients and moments
+    const float *p_n;     // if not NULL, replaces the learned p_n of the normalizer: (T) or longer
     uint64_t seed;
 
     float *params, *grads;    // (list.floats); params are the master weights
@@ -205,7 +207,9 @@ static const X *weight_for(const Model *m, const X *input, size_t offset) {
 }
 
 static Scalars layer_scalars(const Model *m, size_t layer) {
-    return scalars_of(&m->list, m->params, layer, &m->config.attn);
+    Scalars scalars = scalars_of(&m->list, m->params, layer, &m->config.attn);
+    if (scalars.of[SCALAR_P] && m->p_n) scalars.of[SCALAR_P] = m->p_n;
+    return scalars;
 }
 
 static ScalarGrads layer_scalar_grads(const Model *m, float *grads, size_t layer) {
@@ -318,12 +322,13 @@ static void plan_parameters(Model *m) {
     find_owners(m);
     memory_add(&m->plan, "parameters", (void **)&m->params, floats * sizeof(float));
     if (m->in_bf16) memory_add(&m->plan, "parameters in bfloat16", (void **)&m->params_bf16, floats * sizeof(bf16));
+    memory_add(&m->plan, "scratch", (void **)&m->sums,
+               (SUM_PARTIALS + floats / SEGMENT_PART + m->list.count) * sizeof(double));
+    if (m->forward_only) return;
     memory_add(&m->plan, "gradients", (void **)&m->grads, floats * sizeof(float));
     memory_add(&m->plan, "AdamW's moments", (void **)&m->mean, m->state_floats * sizeof(float));
     memory_add(&m->plan, "AdamW's moments", (void **)&m->square, m->state_floats * sizeof(float));
     memory_add(&m->plan, "scratch", (void **)&m->segments, m->list.count * sizeof(AdamSegment));
-    memory_add(&m->plan, "scratch", (void **)&m->sums,
-               (SUM_PARTIALS + floats / SEGMENT_PART + m->list.count) * sizeof(double));
 }
 
 // Plans attention's memory for the most demanding combination of normalizer (the model's own and `others`) and length
@@ -380,12 +385,17 @@ static void add_activations(Model *m, const char *kind, X **where, size_t elemen
 }
 
 template <class X>
+static void add_gradients(Model *m, X **where, size_t elements) {
+    if (!m->forward_only) add_activations(m, "scratch", where, elements);
+}
+
+template <class X>
 static void layer_plan(Model *m, Activations<X> *a, size_t N, size_t input_layers) {
     size_t C = (size_t)m->config.channels, F = (size_t)m->config.ffn, L = (size_t)m->config.layers;
     add_activations(m, KEPT, &a->x_mid, L * N * C);
     add_activations(m, KEPT, &a->gate_up, L * N * 2 * F);
     add_activations(m, m->recompute ? SCRATCH : INPUTS, &a->h2, input_layers * N * C);
-    add_activations(m, SCRATCH, &a->dgate_up, N * 2 * F);
+    add_gradients(m, &a->dgate_up, N * 2 * F);
 }
 
 template <class X>
@@ -396,9 +406,9 @@ static void unit_plan(Model *m, Activations<X> *a, size_t N, size_t input_layers
     add_activations(m, KEPT, &a->q, L * N * K);
     add_activations(m, KEPT, &a->k, L * N * K);
     add_activations(m, KEPT, &a->v, L * N * E);
-    add_activations(m, SCRATCH, &a->dq, N * K);
-    add_activations(m, SCRATCH, &a->dk, N * K);
-    add_activations(m, SCRATCH, &a->dv, N * E);
+    add_gradients(m, &a->dq, N * K);
+    add_gradients(m, &a->dk, N * K);
+    add_gradients(m, &a->dv, N * E);
 }
 
 template <class X>
@@ -417,16 +427,16 @@ static void plan_activations(Model *m, Activations<X> *a, size_t B, size_t T) {
         add(kept, &a->qk_inputs, L * N * (K + key_width(c)));
     }
     add(kept, &a->att, L * N * E);
-    add(scratch, &a->djoined, N * W);
+    add_gradients(m, &a->djoined, N * W);
     add(inputs, &a->h1, kept_layers * N * C);
     add(inputs, &a->act, kept_layers * N * F);
     block_of<X>(m)->plan(m, a, N, kept_layers);
     add("logits of one block of rows", &a->logits, loss_rows * VP);
     add(scratch, &a->h, N * C);
-    add(scratch, &a->dx, N * C);
-    add(scratch, &a->dh, N * C);
-    add(scratch, &a->datt, N * E);
-    add(scratch, &a->dact, N * F);
+    add_gradients(m, &a->dx, N * C);
+    add_gradients(m, &a->dh, N * C);
+    add_gradients(m, &a->datt, N * E);
+    add_gradients(m, &a->dact, N * F);
 }
 
 static void upload_rope_table(Model *m) {
@@ -679,14 +689,24 @@ static void unit_backward(Model *m, Activations<X> *a, size_t l, size_t B, size_
 }
 
 template <class X>
-static void model_forward(Model *m, Activations<X> *a, const int32_t *tokens, size_t B, size_t T, int counter) {
-    size_t N = B * T, C = (size_t)m->config.channels, layers = (size_t)m->config.layers;
+static void model_embed(Model *m, Activations<X> *a, const int32_t *tokens, size_t N) {
     phase(PHASE_EMBEDDING);
-    embedding_forward(a->x, weight<X>(m, m->list.embedding), tokens, N, C, stream);
-    for (size_t l = 0; l < layers; l++) block_of<X>(m)->forward(m, a, l, B, T, counter);
+    embedding_forward(a->x, weight<X>(m, m->list.embedding), tokens, N, (size_t)m->config.channels, stream);
+}
+
+template <class X>
+static void model_final_norm(Model *m, Activations<X> *a, size_t N) {
+    size_t C = (size_t)m->config.channels, layers = (size_t)m->config.layers;
     phase(PHASE_NORM);
     rmsnorm_forward(a->h, m->r, a->x + layers * N * C, m->params + m->list.norm, N, C, norm_eps(m), stream);
     phase(PHASE_OTHER);
+}
+
+template <class X>
+static void model_forward(Model *m, Activations<X> *a, const int32_t *tokens, size_t B, size_t T, int counter) {
+    model_embed(m, a, tokens, B * T);
+    for (size_t l = 0; l < (size_t)m->config.layers; l++) block_of<X>(m)->forward(m, a, l, B, T, counter);
+    model_final_norm(m, a, B * T);
 }
 
 // Adds the losses of N rows to *sum (on the device). Unless scale is 0, also computes the gradients of scale times

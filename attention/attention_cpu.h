@@ -9,6 +9,10 @@
 #include "attention/normalizer.h"
 #include "runtime/gemm.h"
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 // NH query heads share NKV key-value heads: query head h reads key-value head h / (NH/NKV). NKV = NH is multi-head
 // attention, NKV = 1 multi-query attention, and any other divisor of NH grouped-query attention.
 typedef struct {
@@ -88,4 +92,7 @@ void attention_weights(real *weights, size_t ld, real *log_Z, AttentionInput in,
 bool attention_row(real *out, const real *q, ConstView k, ConstView v, size_t n, size_t h, Scalars scalars,
                    AttentionShape shape, real *scratch);
 
+#ifdef __cplusplus
+}
+#endif
 #endif

@@ -4,6 +4,10 @@
 
 #include "eval/eval.h"
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 // A question's JSON has either HellaSwag's keys (activity_label, ctx_a, ctx_b or ctx, endings, label), whose texts are
 // cleaned as by lm_eval's hellaswag task, or query, choices and gold, which are used as they are.
 typedef struct {
@@ -38,4 +42,7 @@ const ChoiceEnding *choice_next(Choice *c);
 void choice_add(Choice *c, double loss);
 void choice_end(Choice *c);
 
+#ifdef __cplusplus
+}
+#endif
 #endif

@@ -111,6 +111,8 @@ void eval_open(Eval *e, ModelConfig *config, int argc, char **argv) {
          .help = "folder for eval.json and pictures; without it, the results are only printed"},
         {"picture", OPT_SWITCH, &o->picture, .group = "Evaluation",
          .help = "0: write eval.json without pictures; scripts/plot_eval.py draws them later"},
+        {"dtype", OPT_CHOICE, &o->dtype, .choices = "fp32|bf16", .group = "Machine",
+         .help = "of the matmuls' inputs; on a GPU also of the activations"},
         {"threads", OPT_INT, &o->threads, 0, MAX_THREADS, .arg = "N", .group = "Machine", .help = THREADS_HELP},
     };
     // clang-format on

@@ -18,10 +18,15 @@
 #include "runtime/shards.h"
 #include "runtime/tokenizer.h"
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 // In the order of --task's choices.
 typedef enum { TASK_LOSS, TASK_POSITIONS, TASK_NEEDLE, TASK_ATTENTION, TASK_SCORES, TASK_CHOICE } EvalTask;
 typedef enum { PN_AS_LEARNED, PN_LOG } PnExtrapolation;
 typedef enum { ROPE_AS_TRAINED, ROPE_NTK } RopeChoice;
+typedef enum { EVAL_FP32, EVAL_BF16 } EvalType;
 typedef enum { CHAT_RAW, CHAT_SQUAD, CHAT_CHATML } Chat;
 
 enum {
@@ -35,7 +40,7 @@ typedef struct {
     int64_t max_tokens, samples, max_new_tokens, digits, seed, threads;
     IntList seq_lens, depths;
     double rope_theta;
-    int rope_scaling, pn_extrapolate, task, chat;
+    int rope_scaling, pn_extrapolate, task, chat, dtype;
     bool doc_mask, random_depth, picture;
 } EvalOptions;
 
@@ -129,4 +134,7 @@ void losses_end(Eval *e);
 // Fits p_n = a1 ln n + a2 to p (L) by least squares and writes the fit for n = 1..count ([SSMax] Figure 2).
 void fit_pn(Eval *e, const float *p, float *fit, size_t count);
 
+#ifdef __cplusplus
+}
+#endif
 #endif

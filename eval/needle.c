@@ -19,7 +19,7 @@ static const struct {
 } CHATS[] = {
     // clang-format off
     [CHAT_RAW]    = {NULL, "", "\nWhat is the special magic %s number? The special magic %s number is:", NULL, NULL, ""},
-    [CHAT_SQUAD]  = {NULL, "Context: ", "\nQuestion: What is the special magic %s number?\nAnswer:", NULL, NULL, ""},
+    [CHAT_SQUAD]  = {NULL, "", "\n\nQuestion: What is the special magic %s number?\n\nAnswer:", NULL, NULL, ""},
     [CHAT_CHATML] = {"<|im_start|>", "user\n", "\n\nWhat is the special magic %s number?", "<|im_end|>", "<|im_start|>",
                      "assistant\n"},
     // clang-format on

@@ -13,6 +13,10 @@
 
 #include "eval/eval.h"
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 // One city per line.
 extern const char cities_text[];
 
@@ -66,4 +70,7 @@ void needle_weights(Needle *n, const float *weights, size_t stride);
 // Takes the likeliest token other than end-of-text. Returns false once the answer is complete.
 bool needle_answer(Needle *n, const float *logits);
 
+#ifdef __cplusplus
+}
+#endif
 #endif

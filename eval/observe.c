@@ -22,7 +22,8 @@ static void add_prompt(Observer *o, int32_t *ids, size_t count) {
     o->prompts = realloc(o->prompts, (o->prompt_count + 1) * sizeof *o->prompts);
     if (!o->prompts) fail(EXIT_RESOURCE, "out of memory for the prompts.");
     o->prompts[o->prompt_count++] = (ObservePrompt){ids, count};
-    if (count + 1 > o->longest) o->longest = count + 1;    // with end-of-text
+    size_t longest = count + (o->shards ? 0 : 1);    // with end-of-text, see observe_next()
+    if (longest > o->longest) o->longest = longest;
 }
 
 static void read_prompt_file(Observer *o) {
@@ -182,12 +183,18 @@ static void add_row(HeadStats *s, const float *A, float log_Z, size_t i) {
     s->xy += x * y;
 }
 
-void observe_rows(Observer *o, size_t layer, size_t head, const float *weights, size_t ld, const float *log_Z,
-                  size_t from, size_t rows) {
-    HeadStats *s = &o->stats[layer * o->heads + head];
-    for (size_t r = 0; r < rows; r++) {
-        add_row(s, weights + r * ld, log_Z[r], from + r);
-        if (maps_wanted(o)) add_to_map(o, head, weights + r * ld, from + r);
+void observe_head(Observer *o, float *weights, AttentionInput in, Scalars scalars, AttentionShape shape,
+                  AttentionRows at, size_t layer) {
+    HeadStats *s = &o->stats[layer * o->heads + at.h];
+    size_t T = shape.T;
+    float log_Z[OBSERVED_ROWS];
+    for (at.from = 0; at.from < T; at.from += OBSERVED_ROWS) {
+        at.rows = T - at.from < OBSERVED_ROWS ? T - at.from : OBSERVED_ROWS;
+        attention_weights(weights, T, log_Z, in, scalars, shape, at);
+        for (size_t r = 0; r < at.rows; r++) {
+            add_row(s, weights + r * T, log_Z[r], at.from + r);
+            if (maps_wanted(o)) add_to_map(o, at.h, weights + r * T, at.from + r);
+        }
     }
 }
 
@@ -266,10 +273,10 @@ void observe_begin(Observer *o) {
 bool observe_next(Observer *o, int32_t *ids, size_t *count) {
     if (o->at == o->prompt_count) return false;
     const ObservePrompt *p = &o->prompts[o->at];
-    size_t before = o->with_end_of_text ? 1 : 0;
+    size_t before = o->with_end_of_text ? 1 : 0, tokens = p->count - (o->shards ? before : 0);
     ids[0] = o->e->config->end_of_text;
-    memcpy(ids + before, p->ids, p->count * sizeof *ids);
-    *count = p->count + before;
+    memcpy(ids + before, p->ids, tokens * sizeof *ids);
+    *count = tokens + before;
     memset(o->stats, 0, o->layers * o->heads * sizeof *o->stats);
     if (maps_wanted(o)) begin_maps(o);
     return true;

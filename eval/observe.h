@@ -4,9 +4,18 @@
 
 #include <stdio.h>
 
+#include "attention/attention_cpu.h"
 #include "eval/eval.h"
 
-enum { OBSERVE_BINS = 21, MAX_MAP = 1024 };    // a bin for each power of two up to MAX_SEQ_LEN
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum {
+    OBSERVE_BINS = 21,    // one for each power of two up to MAX_SEQ_LEN
+    MAX_MAP = 1024,       // the side of a map; longer prompts are averaged in cells
+    OBSERVED_ROWS = 64    // rows of weights at a time
+};
 
 // Sums over the rows of a prompt, of one head of one layer. p_ij = |A_ij| / sum_j |A_ij|.
 typedef struct {
@@ -51,13 +60,15 @@ void observe_close(Observer *o);
 
 void observe_begin(Observer *o);
 
-// The next prompt, each without and with a leading end-of-text token: o->prompts[o->at]. False after the last.
+// The next prompt, each without and with a leading end-of-text token. Sequences of --data keep their length: with
+// end-of-text, they lose their last token. False after the last.
 bool observe_next(Observer *o, int32_t *ids, size_t *count);
 
-// Adds the weights of rows `from` to from + rows - 1 of a head. Different heads may be added in parallel.
-//   weights (rows, ld)   log_Z (rows)
-void observe_rows(Observer *o, size_t layer, size_t head, const float *weights, size_t ld, const float *log_Z,
-                  size_t from, size_t rows);
+// Computes the weights of a head of a layer, OBSERVED_ROWS rows at a time, and adds them. Different heads may be added in
+// parallel.
+//   weights (OBSERVED_ROWS,T) scratch
+void observe_head(Observer *o, float *weights, AttentionInput in, Scalars scalars, AttentionShape shape,
+                  AttentionRows at, size_t layer);
 
 // After all heads of a layer: the residual stream that it leaves.
 //   x (T,C)
@@ -67,4 +78,7 @@ void observe_layer(Observer *o, size_t layer, const float *x, size_t T, size_t C
 void observe_done(Observer *o, size_t T, double loss);
 void observe_end(Observer *o);
 
+#ifdef __cplusplus
+}
+#endif
 #endif

@@ -16,6 +16,10 @@
 
 #include "error.h"
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 // The remedy for an errno of open() that the path did not cause (too many open files); `otherwise` for any other errno.
 const char *file_remedy(int number, const char *otherwise);
 
@@ -83,4 +87,7 @@ bool file_hash(const char *path, FileHash *hash, Error *error);
 // Reads exactly `size` bytes at `offset`. If the file is too short, the error names the offset.
 bool file_read_at(int fd, const char *path, void *out, size_t size, uint64_t offset, Error *error);
 
+#ifdef __cplusplus
+}
+#endif
 #endif

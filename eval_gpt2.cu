@@ -1,0 +1,334 @@
+// Evaluates checkpoints on a GPU: the same tasks, flags and results as eval_gpt2.c, section for section. The model is that
+// of train_gpt2.cu. Runs on a CPU, for small models, as eval_gpt2cu_on_cpu.
+//
+// A needle's answer is decoded without a cache: each of its few tokens takes a forward pass over the prompt. Weights of
+// attention, which the kernels never store, are computed on the host from the q and k of a layer.
+#define WITHOUT_MAIN
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wunused-function"    // only some of the trainer's functions are used here
+#ifdef __NVCC__
+#pragma nv_diag_suppress 177    // the same
+#endif
+#include "train_gpt2.cu"
+#pragma GCC diagnostic pop
+
+#include <omp.h>
+
+#include "attention/attention_cpu.h"
+#include "eval/eval.h"
+#include "eval/needle.h"
+#include "eval/observe.h"
+#include "runtime/real.h"
+
+static const char PROGRAM[] = "eval_gpt2cu";
+
+typedef struct {
+    float *losses;       // (B,T)
+    float *q, *k;        // (T,NH,HS), (T,NKV,HS) of a layer
+    float *x;            // (T,C) the residual stream
+    float *logits;       // (VP)
+    float *weights;      // of attention, see plan_computer()
+    float *p_n;          // (T) a fit that replaces the learned p_n
+    float *p_n_there;    // on the device
+    int32_t *ints;       // (3 B T) a batch
+    void *raw;           // what is copied from the device, before it is widened
+    uint64_t rows;       // attention rows since the last all_zero_share()
+} Computer;
+
+static ModelConfig *computer_config(Computer *c) {
+    (void)c;
+    return &model.config;
+}
+
+// ---- memory
+
+static size_t largest(size_t a, size_t b) {
+    return a > b ? a : b;
+}
+
+// Plans the memory for B sequences of at most T tokens.
+static void plan_computer(Computer *c, const Eval *e, size_t B, size_t T) {
+    Model *m = &model;
+    const ModelConfig *config = &m->config;
+    const Normalizer *others[] = {&e->given};
+    size_t N = B * T, heads = (size_t)config->layers * (size_t)config->heads, VP = padded_vocab(config);
+    if (!stream) {
+        device_start();
+        CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    }
+    m->list = tensors_of(config, others, 1);
+    m->in_bf16 = e->o.dtype == EVAL_BF16;
+    m->doc_mask = e->o.doc_mask;
+    m->forward_only = m->recompute = m->deterministic = true;
+    IntList lengths = {{(int64_t)T}, 1};
+    for (size_t i = 0; i < e->count; i++) lengths.values[i] = (int64_t)e->lengths[i].T;
+    if (e->count) lengths.count = e->count;
+    plan_model(m, others, 1, &lengths, B, T);
+    memory_add(&m->plan, "p_n", (void **)&c->p_n_there, T * sizeof(float));
+
+    MemoryPlan *plan = &m->host_plan;
+    memory_add(plan, "parameters", (void **)&m->host.params, m->list.floats * sizeof(float));
+    memory_add(plan, "losses", (void **)&c->losses, N * sizeof(float));
+    memory_add(plan, "batch", (void **)&c->ints, 3 * N * sizeof(int32_t));
+    memory_add(plan, "logits", (void **)&c->logits, VP * sizeof(float));
+    memory_add(plan, "p_n", (void **)&c->p_n, T * sizeof(float));
+    memory_add(plan, "activations", (void **)&c->q, T * query_width(config) * sizeof(float));
+    memory_add(plan, "activations", (void **)&c->k, T * key_width(config) * sizeof(float));
+    memory_add(plan, "activations", (void **)&c->x, T * (size_t)config->channels * sizeof(float));
+    memory_add(plan, "activations", &c->raw,
+               largest(VP, T * largest(query_width(config), (size_t)config->channels)) * sizeof(float));
+    // Needles: of one query, (layers,NH,T). Attention: a block of rows for each thread.
+    size_t blocks = (size_t)omp_get_max_threads() * OBSERVED_ROWS;
+    memory_add(plan, "attention weights", (void **)&c->weights, largest(heads, blocks) * T * sizeof(float));
+}
+
+// Allocates it. Ends the program if it does not fit.
+static void take_computer(Computer *c, size_t B, size_t T) {
+    Model *m = &model;
+    size_t left, all;
+    (void)c;
+    CUDA_CHECK(cudaMemGetInfo(&left, &all));
+    if (m->plan.total > left)
+        fail(EXIT_RESOURCE,
+             "%zu tokens at a time need %s of device memory, but only %s is free.\n  Use smaller --seq-lens.", B * T,
+             human_bytes((double)m->plan.total).text, human_bytes((double)left).text);
+    memory_check(&m->host_plan, 1);
+    memory_take(&m->host_plan);
+    take_model(m);
+    m->host.config = &m->config;
+    m->host.list = &m->list;
+}
+
+static Weights computer_weights(Computer *c) {
+    (void)c;
+    return model.host;
+}
+
+// Call it after changing the weights.
+static void computer_ready(Computer *c) {
+    Model *m = &model;
+    (void)c;
+    CUDA_CHECK(cudaMemcpy(m->params, m->host.params, m->list.floats * sizeof(float), cudaMemcpyHostToDevice));
+    CUDA_CHECK(cudaDeviceSynchronize());    // the copy does not run on our stream
+    round_parameters(m, 0);
+}
+
+static void close_computer(Computer *c) {
+    Model *m = &model;
+    (void)c;
+    CUDA_CHECK(cudaDeviceSynchronize());
+    if (m->params) matmul_end(&m->matmul);
+    for (size_t i = 0; i < m->plan.count; i++) {
+        CUDA_CHECK(cudaFree(*m->plan.rows[i].where));
+        *m->plan.rows[i].where = NULL;
+    }
+    memory_release(&m->host_plan);
+    tensors_free(&m->list);
+    free(m->parts);
+    *m = Model();
+}
+
+// ---- what the tasks need of the model
+
+// Uses c->p_n from now on.
+static void replace_pn(Computer *c) {
+    CUDA_CHECK(cudaMemcpy(c->p_n_there, c->p_n, model.T * sizeof(float), cudaMemcpyHostToDevice));
+    model.p_n = c->p_n_there;
+}
+
+static void set_theta(Computer *c, size_t T, double theta) {
+    size_t HS = head_size(&model.config), n = T * HS / 2;
+    float *table = (float *)malloc(2 * n * sizeof *table);
+    (void)c;
+    if (!table) fail(EXIT_RESOURCE, "out of memory for RoPE's table.");
+    rope_table(table, table + n, T, HS, theta);
+    CUDA_CHECK(cudaMemcpy(model.cosines, table, n * sizeof *table, cudaMemcpyHostToDevice));
+    CUDA_CHECK(cudaMemcpy(model.sines, table + n, n * sizeof *table, cudaMemcpyHostToDevice));
+    CUDA_CHECK(cudaDeviceSynchronize());
+    free(table);
+}
+
+// The share of attention's rows that have been all-zero since the last call.
+static double all_zero_share(Computer *c) {
+    unsigned long long count = 0;
+    CUDA_CHECK(cudaStreamSynchronize(stream));
+    CUDA_CHECK(cudaMemcpy(&count, model.all_zero_rows + 1, sizeof count, cudaMemcpyDeviceToHost));
+    CUDA_CHECK(cudaMemset(model.all_zero_rows, 0, 2 * sizeof count));
+    CUDA_CHECK(cudaDeviceSynchronize());
+    double share = c->rows ? (double)count / (double)c->rows : 0;
+    c->rows = 0;
+    return share;
+}
+
+// Copies tokens, targets and where documents begin to the device.
+static void upload_tokens(Computer *c, const int32_t *inputs, const int32_t *targets, size_t B, size_t T) {
+    Model *m = &model;
+    size_t N = B * T;
+    memcpy(c->ints, inputs, N * sizeof(int32_t));
+    if (targets) memcpy(c->ints + N, targets, N * sizeof(int32_t));
+    if (m->doc_mask) document_starts(c->ints + 2 * N, inputs, B, T, m->config.end_of_text);
+    m->first = m->doc_mask ? m->batch + 2 * N : NULL;
+    CUDA_CHECK(cudaMemcpyAsync(m->batch, c->ints, 3 * N * sizeof(int32_t), cudaMemcpyHostToDevice, stream));
+    c->rows += (size_t)m->config.layers * N * (size_t)m->config.heads;
+}
+
+static float host_float(float x) {
+    return x;
+}
+
+static float host_float(bf16 x) {
+    uint16_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bf16_to_float(bits);
+}
+
+template <class X>
+static const BlockRow<X> *block_of_activations(const Model *m, const Activations<X> *a) {
+    (void)a;
+    return block_of<X>(m);
+}
+
+// Copies `rows` rows of `width` numbers, `stride` apart, from the device and widens them.
+template <class X>
+static void rows_to_host(Computer *c, float *out, const X *there, size_t rows, size_t width, size_t stride) {
+    const X *raw = (const X *)c->raw;
+    CUDA_CHECK(cudaMemcpy2DAsync(c->raw, width * sizeof(X), there, stride * sizeof(X), width * sizeof(X), rows,
+                                 cudaMemcpyDeviceToHost, stream));
+    CUDA_CHECK(cudaStreamSynchronize(stream));
+    for (size_t i = 0; i < rows * width; i++) out[i] = host_float(raw[i]);
+}
+
+// The loss of each token that counts, 0 for the others.
+//   inputs, targets (B,T)   mask (B,T) or NULL   Returns (B,T), valid until the next call
+static const float *batch_losses(Computer *c, const int32_t *inputs, const int32_t *targets, const uint8_t *mask,
+                                 size_t B, size_t T) {
+    Model *m = &model;
+    size_t N = B * T;
+    upload_tokens(c, inputs, targets, B, T);
+    if (mask) CUDA_CHECK(cudaMemcpyAsync(m->mask, mask, N, cudaMemcpyHostToDevice, stream));
+    by_type([&](auto *a) {
+        model_forward(m, a, m->batch, B, T, 1);
+        model_loss(m, a, m->sums + SUM_VALIDATION, m->batch + N, mask ? m->mask : NULL, N, 0.0f, false);
+    });
+    CUDA_CHECK(cudaMemcpyAsync(c->losses, m->losses, N * sizeof(float), cudaMemcpyDeviceToHost, stream));
+    CUDA_CHECK(cudaStreamSynchronize(stream));
+    return c->losses;
+}
+
+// Attention's input on the host: rows `from` to T - 1 of q, and all of k, of layer l, which has just been computed.
+template <class X>
+static AttentionInput host_input(Computer *c, const Activations<X> *a, size_t l, size_t T, size_t from) {
+    Model *m = &model;
+    const ModelConfig *config = &m->config;
+    size_t HS = head_size(config), K = query_width(config), KV = key_width(config);
+    FlashInput<X> in = attention_input(m, layer_of(m, a, l, T).projected, l);
+    rows_to_host(c, c->q, in.q.p + from * in.q.row, T - from, K, in.q.row);
+    rows_to_host(c, c->k, in.k.p, T, KV, in.k.row);
+    AttentionInput host = {};
+    host.q = {c->q, K, HS};
+    host.k = {c->k, KV, HS};
+    host.first = m->doc_mask ? c->ints + 2 * T + from : NULL;
+    return host;
+}
+
+// The learned scalars of a layer on the host.
+static Scalars host_scalars(const Computer *c, size_t l) {
+    const Model *m = &model;
+    Scalars scalars = scalars_of(&m->list, m->host.params, l, &m->config.attn);
+    if (scalars.of[SCALAR_P] && m->p_n) scalars.of[SCALAR_P] = c->p_n;
+    return scalars;
+}
+
+static AttentionShape host_shape(size_t T) {
+    const ModelConfig *config = &model.config;
+    return {&config->attn,
+            1,
+            T,
+            (size_t)config->heads,
+            (size_t)config->kv_heads,
+            head_size(config),
+            value_size(config),
+            config->seq_len,
+            false,
+            0};
+}
+
+// Runs a sequence through the model and shows the observer every layer. Returns the mean loss of its tokens but the
+// first.
+static double observe_sequence(Computer *c, Observer *o, const int32_t *tokens, size_t T) {
+    Model *m = &model;
+    const float *losses;
+    size_t C = (size_t)m->config.channels;
+    double sum = 0;
+    upload_tokens(c, tokens, NULL, 1, T);
+    by_type([&](auto *a) {
+        model_embed(m, a, m->batch, T);
+        for (size_t l = 0; l < (size_t)m->config.layers; l++) {
+            block_of_activations(m, a)->forward(m, a, l, 1, T, 1);
+            AttentionInput in = host_input(c, a, l, T, 0);
+            #pragma omp parallel for schedule(dynamic)
+            for (size_t h = 0; h < (size_t)m->config.heads; h++) {
+                AttentionRows at = {};
+                at.h = h;
+                observe_head(o, c->weights + (size_t)omp_get_thread_num() * OBSERVED_ROWS * T, in, host_scalars(c, l),
+                             host_shape(T), at, l);
+            }
+            rows_to_host(c, c->x, layer_of(m, a, l, T).x_next, T, C, C);
+            observe_layer(o, l, c->x, T, C);
+        }
+    });
+    losses = batch_losses(c, tokens, tokens + 1, NULL, 1, T - 1);
+    for (size_t t = 0; t + 1 < T; t++) sum += losses[t];
+    return sum / (double)(T - 1);
+}
+
+// The logits after the last of T tokens, whose normalized outputs the forward pass has computed.
+static const float *last_logits(Computer *c, size_t T) {
+    Model *m = &model;
+    size_t C = (size_t)m->config.channels, VP = padded_vocab(&m->config);
+    by_type([&](auto *a) {
+        auto *last = a->h + (T - 1) * C;
+        model_final_norm(m, a, T);
+        matmul_forward(&m->matmul, a->logits, last, weight_for(m, last, m->list.head), (decltype(last))NULL, {1, C, VP},
+                       stream);
+        rows_to_host(c, c->logits, a->logits, 1, VP, VP);
+    });
+    return c->logits;
+}
+
+// Feeds a prompt and shows the needle the weights of its last token. Returns the logits after it.
+static const float *prompt_logits(Computer *c, Needle *n) {
+    Model *m = &model;
+    const NeedleTrial *t = &n->trial;
+    size_t T = t->count, NH = (size_t)m->config.heads;
+    AttentionShape shape = host_shape(1);
+    shape.cached = true;
+    shape.past = T - 1;
+    upload_tokens(c, t->tokens, NULL, 1, T);
+    by_type([&](auto *a) {
+        model_embed(m, a, m->batch, T);
+        for (size_t l = 0; l < (size_t)m->config.layers; l++) {
+            block_of_activations(m, a)->forward(m, a, l, 1, T, 1);
+            AttentionInput in = host_input(c, a, l, T, T - 1);
+            for (size_t h = 0; h < NH; h++) {
+                AttentionRows at = {0, h, 0, 1};
+                attention_weights(c->weights + (l * NH + h) * m->T, m->T, NULL, in, host_scalars(c, l), shape, at);
+            }
+        }
+    });
+    needle_weights(n, c->weights, m->T);
+    return last_logits(c, T);
+}
+
+// Runs the prompt and the answer so far through the model again.
+static const float *next_logits(Computer *c, int32_t token, size_t position) {
+    Model *m = &model;
+    size_t T = position + 1;
+    c->ints[position] = token;
+    m->first = NULL;    // a prompt is a single document
+    CUDA_CHECK(cudaMemcpyAsync(m->batch, c->ints, T * sizeof(int32_t), cudaMemcpyHostToDevice, stream));
+    by_type([&](auto *a) { model_forward(m, a, m->batch, 1, T, 1); });
+    return last_logits(c, T);
+}
+
+#include "eval/program.h"
