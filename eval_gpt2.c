@@ -79,11 +79,12 @@ static void replace_pn(Computer *c) {
     c->model.p_n = c->p_n;
 }
 
-static void set_theta(Computer *c, size_t T, double theta) {
+// From now on, positions turn by RoPE's angles for sequences of T tokens.
+static void use_angles(Computer *c, size_t T) {
     Model *m = &c->model;
-    size_t HS = head_size(&m->config);
-    if (c->decoder.m) rope_table(c->decoder.cosines, c->decoder.sines, T, HS, theta);
-    else rope_table(m->cosines, m->sines, T, HS, theta);
+    RopeAngles angles = model_rope(&m->config);
+    if (c->decoder.m) rope_table(c->decoder.cosines, c->decoder.sines, T, angles);
+    else rope_table(m->cosines, m->sines, T, angles);
 }
 
 // The share of attention's rows that have been all-zero since the last call.

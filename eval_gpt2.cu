@@ -136,16 +136,11 @@ static void replace_pn(Computer *c) {
     model.p_n = c->p_n_there;
 }
 
-static void set_theta(Computer *c, size_t T, double theta) {
-    size_t HS = head_size(&model.config), n = T * HS / 2;
-    float *table = (float *)malloc(2 * n * sizeof *table);
+// From now on, positions turn by RoPE's angles for sequences of T tokens.
+static void use_angles(Computer *c, size_t T) {
     (void)c;
-    if (!table) fail(EXIT_RESOURCE, "out of memory for RoPE's table.");
-    rope_table(table, table + n, T, HS, theta);
-    CUDA_CHECK(cudaMemcpy(model.cosines, table, n * sizeof *table, cudaMemcpyHostToDevice));
-    CUDA_CHECK(cudaMemcpy(model.sines, table + n, n * sizeof *table, cudaMemcpyHostToDevice));
+    upload_rope_table(&model, T);
     CUDA_CHECK(cudaDeviceSynchronize());
-    free(table);
 }
 
 // The share of attention's rows that have been all-zero since the last call.

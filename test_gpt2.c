@@ -91,7 +91,7 @@ static void test_rope(void) {
     float *x = input("x", N * C, 1), *dout = input("dout", N * C, 1), *qkv = floats(N * 3 * C),
           *dqkv = floats(N * 3 * C);
     Rope rope = {B, T, NH, NH, HS, floats(T * HS / 2), floats(T * HS / 2), false};
-    rope_table((float *)rope.cosines, (float *)rope.sines, T, HS, 10000);
+    rope_table((float *)rope.cosines, (float *)rope.sines, T, (RopeAngles){.theta = 10000, .HS = HS});
     for (size_t i = 0; i < 3 * N; i++) {
         memcpy(qkv + i * C, x + (i / 3) * C, FLOATS(C));
         memcpy(dqkv + i * C, dout + (i / 3) * C, FLOATS(C));

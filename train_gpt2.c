@@ -670,7 +670,7 @@ static void model_ready(Model *m) {
     size_t N = m->B * m->T, logits = (N < LOSS_ROWS ? N : LOSS_ROWS) * padded_vocab(c);
     size_t largest_a = N * widest_first(c) > logits ? N * widest_first(c) : logits;
     if (m->matmul_scratch) gemm_use(&m->mm, m->matmul_scratch, largest_a);
-    rope_table(m->cosines, m->sines, m->T, head_size(c), c->rope_theta);
+    rope_table(m->cosines, m->sines, m->T, model_rope(c));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1116,8 +1116,10 @@ static void plan_decoder(Decoder *d, Model *m, MemoryPlan *plan, size_t sequence
     memory_add(plan, kind, (void **)&d->sines, FLOATS(length * head_size(c) / 2));
 }
 
+// Under ntk, every position uses the angles of the whole length that the cache can hold, whatever the length so far: a
+// key is rotated once, when it enters the cache.
 static void decoder_ready(Decoder *d) {
-    rope_table(d->cosines, d->sines, d->length, head_size(&d->m->config), d->m->config.rope_theta);
+    rope_table(d->cosines, d->sines, d->length, model_rope(&d->m->config));
 }
 
 static Rope rope_at(const Decoder *d, size_t position) {

@@ -228,12 +228,47 @@ class RMSNorm(nn.Module):
         return (wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight
 
 
-def rope(x, positions, theta):
-    """x (B, heads, T, d): the pair (x_i, x_(i + d/2)) turns by the angle position . theta^(-2i/d)."""
+# What rope_parameters in config.json may hold besides rope_type and rope_theta.
+ROPE_NUMBERS = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+
+
+def rope_frequencies(parameters, d, L, T):
+    """The rotation of each pair per position (B or 1, d/2), in radians, and the factor of cos and sin. parameters:
+    rope_parameters, which mean what they mean in transformers; L the training length; T (B) the length of each text so
+    far."""
+    kind, theta, factor = parameters["rope_type"], parameters["rope_theta"], parameters.get("factor", 1.0)
+    i = torch.arange(d // 2, dtype=torch.float64, device=T.device)
+    if kind == "dynamic":
+        theta = theta * ((T / L).clamp(min=1).to(torch.float64) ** (d / (d - 2)))[:, None]
+        return theta ** (-i / (d // 2)), 1.0
+    frequency = (theta ** (-i / (d // 2)))[None]
+    if kind == "default":
+        return frequency, 1.0
+    if kind == "linear":
+        return frequency / factor, 1.0
+    rotations = lambda frequency: parameters["original_max_position_embeddings"] * frequency / (2 * math.pi)
+    if kind == "llama3":        # frequencies with few rotations over the original length are divided by the factor
+        low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
+        divided = ((high - rotations(frequency)) / (high - low)).clamp(0, 1)
+        return divided * frequency / factor + (1 - divided) * frequency, 1.0
+    # yarn: the same between the pairs that make 32 rotations and 1, but linear in i
+    first, last = (d * math.log(rotations(1) / count) / (2 * math.log(theta)) for count in (32, 1))
+    first, last = max(math.floor(first), 0), min(math.ceil(last), d - 1)
+    divided = ((i - first) / (last - first if last != first else 0.001)).clamp(0, 1)
+    return divided * frequency / factor + (1 - divided) * frequency, 0.1 * math.log(factor) + 1
+
+
+def rope(x, positions, frequency, factor):
+    """x (B, heads, T, d): the pair (x_i, x_(i + d/2)) turns by the angle position . frequency_i and grows by the factor."""
     half = x.shape[-1] // 2
-    frequency = theta ** (-torch.arange(half, dtype=torch.float64, device=x.device) / half)
-    angle = positions[:, None, :, None].to(torch.float64) * frequency
-    cos, sin = torch.cos(angle).to(x.dtype), torch.sin(angle).to(x.dtype)
+    angle = positions[:, None, :, None].to(torch.float64) * frequency[:, None, None]
+    cos, sin = ((factor * f(angle)).to(x.dtype) for f in (torch.cos, torch.sin))
     first, second = x[..., :half], x[..., half:]
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
@@ -247,11 +282,12 @@ class Normalized(nn.Module):
 
     def __init__(self, config, layer):
         super().__init__()
-        self.layer, self.normalizer, self.theta = layer, config.attention_normalizer, config.rope_parameters["rope_theta"]
+        self.layer, self.normalizer, self.rope_parameters = layer, config.attention_normalizer, config.rope_parameters
         add_scalars(self, self.normalizer, "head", config.num_attention_heads)
 
     def attend(self, q, k, v, positions, visible, cache, of_model):
-        q, k = rope(q, positions, self.theta), rope(k, positions, self.theta)
+        angles = rope_frequencies(self.rope_parameters, q.shape[-1], self.normalizer["seq_len"], visible[:, 0, -1].sum(-1))
+        q, k = rope(q, positions, *angles), rope(k, positions, *angles)
         if cache is not None:
             k, v = cache.update(k, v, self.layer)
         of_heads = {name: w[:, None, None] for name, w in self.named_parameters(recurse=False) if name in SCALARS}
@@ -342,12 +378,27 @@ class Decoder(nn.Module):
 
 # ---- The model
 
+def check_rope(parameters):
+    kind = parameters["rope_type"]
+    if kind not in ROPE_NUMBERS:
+        raise ValueError(f"config.json: unknown rope_type {kind!r}; expected one of {', '.join(ROPE_NUMBERS)}")
+    known = {"rope_type", "type", "rope_theta", *ROPE_NUMBERS[kind]}
+    wrong = [key for key, value in parameters.items() if key not in known and value is not None]
+    wrong += [key for key in ROPE_NUMBERS[kind] if key not in parameters]
+    if wrong:
+        raise ValueError(f"config.json: rope_parameters of type {kind} need {', '.join(ROPE_NUMBERS[kind]) or 'no numbers'}; "
+                         f"missing or unknown: {', '.join(wrong)}")
+    if kind == "dynamic" and parameters["factor"] != 1:
+        raise ValueError(f"config.json: rope_type dynamic needs factor 1, not {parameters['factor']}")
+
+
 def check_config(config):
     """Raises ValueError for configurations that would be computed as something else."""
     normalizer = getattr(config, "attention_normalizer", None) or {}
     lacking = [key for key in ("name", "seq_len", *STAGES) if key not in normalizer]
     if lacking:
         raise ValueError(f"config.json: attention_normalizer lacks {', '.join(lacking)}")
+    check_rope(config.rope_parameters)
     block = normalizer.get("block")
     if block not in (None, "gau"):
         raise ValueError(f"config.json: attention_normalizer: unknown block {block!r}")

@@ -75,8 +75,8 @@ void eval_open(Eval *e, ModelConfig *config, int argc, char **argv) {
          .help = "log: replace the learned p_n, for all n, by the fit p_n = a1 ln(n) + a2"},
         {"rope-theta", OPT_FLOAT, &o->rope_theta, 0, 1e12, .arg = "X", .group = "Model",
          .help = "base of RoPE's wavelengths; 0: the checkpoint's"},
-        {"rope-scaling", OPT_CHOICE, &o->rope_scaling, .choices = "none|ntk", .group = "Model",
-         .help = "ntk: for lengths T above the training length L, theta (T/L)^(d/(d-2))"},
+        {"rope-scaling", OPT_TEXT, &o->rope_scaling, .arg = "NAME", .group = "Model",
+         .help = "RoPE's scaling: none, linear:FACTOR, ntk, llama3:FACTOR:LOW:HIGH:ORIGINAL or yarn:FACTOR:ORIGINAL; default: the checkpoint's"},
         {"data", OPT_TEXT, &o->data, .arg = "GLOB", .group = "Data",
          .help = "shards to evaluate on, for example 'data/shakespeare/*_val_*.bin'; for choice, a JSONL file"},
         {"doc-mask", OPT_SWITCH, &o->doc_mask, .group = "Data",
@@ -158,6 +158,18 @@ static bool open_tokenizer(Eval *e, Error *error) {
     return true;
 }
 
+// --rope-theta and --rope-scaling replace the checkpoint's.
+static void settle_rope(const Eval *e) {
+    ModelConfig *config = e->config;
+    char message[512], text[ROPE_TEXT];
+    if (e->o.rope_theta != 0) config->rope_theta = e->o.rope_theta;
+    if (e->o.rope_scaling && !rope_scaling_parse(&config->rope_scaling, e->o.rope_scaling, message, sizeof message))
+        fail(EXIT_USAGE, "--rope-scaling %s: %s.", e->o.rope_scaling, message);
+    const char *wrong = rope_scaling_wrong(&config->rope_scaling, head_size(config));
+    if (wrong)
+        fail(EXIT_USAGE, "--rope-scaling %s: %s.", rope_scaling_text(&config->rope_scaling, text, sizeof text), wrong);
+}
+
 bool eval_find(Eval *e, Error *error) {
     char message[1024];
     name_model(e);
@@ -171,6 +183,7 @@ bool eval_find(Eval *e, Error *error) {
     e->after = false;
     if (!normalizer_fits(&e->given, e->config->seq_len, message, sizeof message))
         fail(EXIT_USAGE, "--attn %s.", message);
+    settle_rope(e);
     return open_tokenizer(e, error);
 }
 
@@ -196,15 +209,18 @@ static void note_temperature(const Eval *e) {
 
 static void print_start(const Eval *e) {
     const ModelConfig *c = e->config;
+    char scaling[ROPE_TEXT];
     printf("%smodel     %s, %s parameters, trained with %s at L = %d\n", e->model_at ? "\n" : "", e->folder,
            human_count((double)model_parameters(c)).text, e->own.text, c->seq_len);
     if (e->data)
         printf("data      %s tokens in %zu shard%s\n", human_grouped(shards_tokens(e->data)).text,
                shards_count(e->data), shards_count(e->data) == 1 ? "" : "s");
+    if (c->rope_scaling.kind != ROPE_NONE)
+        printf("rope      scaling %s\n", rope_scaling_text(&c->rope_scaling, scaling, sizeof scaling));
     if (e->longest > (size_t)c->seq_len)
         printf("note      lengths of up to %.3g L; L stays %d in the normalizer, and RoPE's theta %s\n",
                (double)e->longest / c->seq_len, c->seq_len,
-               e->o.rope_scaling == ROPE_NTK ? "grows with the length" : "stays unchanged");
+               c->rope_scaling.kind == ROPE_NTK ? "grows with the length" : "stays unchanged");
     if (e->switches) note_temperature(e);
     fflush(stdout);
 }
@@ -263,10 +279,13 @@ static void record_losses(const Eval *e) {
 void eval_close_model(Eval *e) {
     Error error;
     cJSON *model = cJSON_CreateObject();
+    char scaling[ROPE_TEXT];
     cJSON_AddStringToObject(model, "name", e->name);
     cJSON_AddStringToObject(model, "checkpoint", e->folder);
     cJSON_AddStringToObject(model, "attn", e->own.text);
     cJSON_AddNumberToObject(model, "trained_seq_len", e->config->seq_len);
+    cJSON_AddStringToObject(model, "rope_scaling",
+                            rope_scaling_text(&e->config->rope_scaling, scaling, sizeof scaling));
     if (e->data) {
         char *print = shards_fingerprint(e->data, &error);
         if (!print) fail_with(&error);

@@ -25,7 +25,6 @@ extern "C" {
 // In the order of --task's choices.
 typedef enum { TASK_LOSS, TASK_POSITIONS, TASK_NEEDLE, TASK_ATTENTION, TASK_SCORES, TASK_CHOICE } EvalTask;
 typedef enum { PN_AS_LEARNED, PN_LOG } PnExtrapolation;
-typedef enum { ROPE_AS_TRAINED, ROPE_NTK } RopeChoice;
 typedef enum { EVAL_FP32, EVAL_BF16 } EvalType;
 typedef enum { CHAT_RAW, CHAT_SQUAD, CHAT_CHATML } Chat;
 
@@ -36,11 +35,11 @@ enum {
 };
 
 typedef struct {
-    const char *model, *data, *attn, *ignore_config_key, *out, *prompt_file, *city, *number;
+    const char *model, *data, *attn, *rope_scaling, *ignore_config_key, *out, *prompt_file, *city, *number;
     int64_t max_tokens, samples, max_new_tokens, digits, seed, threads;
     IntList seq_lens, depths;
     double rope_theta;
-    int rope_scaling, pn_extrapolate, task, chat, dtype;
+    int pn_extrapolate, task, chat, dtype;
     bool doc_mask, random_depth, picture;
 } EvalOptions;
 
@@ -69,7 +68,7 @@ typedef struct {
     // The model that is being evaluated.
     char folder[PATH_MAX];
     char name[256];           // its label in tables and pictures
-    ModelConfig *config;      // the program's, under the normalizer in use
+    ModelConfig *config;      // the program's, under the normalizer in use, and with the flags' theta and RoPE scaling
     Normalizer own, given;    // the checkpoint's normalizer, and that of --attn (the same without the flag)
     bool switches;            // do they differ?
     bool after;               // is `given` in use, after the switch?
@@ -114,9 +113,6 @@ void bar_show(Bar *p, uint64_t done, uint64_t total);
 void bar_clear(Bar *p);
 
 // ---- eval/losses.c
-
-// RoPE's theta at length T.
-double eval_theta(const Eval *e, size_t T);
 
 // Opens the data at each length.
 void losses_settle(Eval *e);

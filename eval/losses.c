@@ -5,19 +5,9 @@
 #include "eval/eval.h"
 #include "runtime/human.h"
 
-// For T > L, RoPE's longest wavelength grows by T/L while its shortest hardly changes. Source: "NTK-aware scaled RoPE"
-// (bloc97, 2023).
-double eval_theta(const Eval *e, size_t T) {
-    const ModelConfig *config = e->config;
-    double theta = e->o.rope_theta != 0 ? e->o.rope_theta : config->rope_theta, d = (double)head_size(config),
-           L = config->seq_len;
-    if (e->o.rope_scaling != ROPE_NTK || (double)T <= L) return theta;
-    if (!(d > 2)) fail(EXIT_USAGE, "--rope-scaling ntk: theta (T/L)^(d/(d-2)) is undefined for heads of size 2.");
-    return theta * pow((double)T / L, d / (d - 2));
-}
-
 void losses_settle(Eval *e) {
     const ModelConfig *config = e->config;
+    RopeAngles rope = model_rope(config);
     Error error;
     e->count = e->o.seq_lens.count;
     e->longest = 0;
@@ -36,7 +26,7 @@ void losses_settle(Eval *e) {
         uint64_t windows = shards_windows(shards), most = (uint64_t)e->o.max_tokens / T;
         if (most < 1) most = 1;
         e->lengths[i] = (Length){
-            .T = T, .shards = shards, .windows = windows < most ? windows : most, .rope_theta = eval_theta(e, T)};
+            .T = T, .shards = shards, .windows = windows < most ? windows : most, .rope_theta = rope_theta(&rope, T)};
         if (T > e->longest) e->longest = T;
     }
     for (e->first_part = 1; e->first_part << (EVAL_PARTS - 1) < e->longest;) e->first_part *= 2;

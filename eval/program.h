@@ -67,7 +67,7 @@ static void load_windows(Evaluator *v, const Length *at, uint64_t first, size_t 
 // Sums the losses at each position over a length's windows, into v->sums and v->counts.
 static void measure(Evaluator *v, const Length *at) {
     size_t T = at->T, most = batch_size(v) * v->e.longest / T;
-    set_theta(&v->c, T, at->rope_theta);
+    use_angles(&v->c, T);
     memset(v->sums, 0, T * sizeof *v->sums);
     memset(v->counts, 0, T * sizeof *v->counts);
     bar_start(&v->e.bar, "sequences");
@@ -102,9 +102,13 @@ static void settle_needle(Evaluator *v) {
 
 static void run_needle(Evaluator *v) {
     Needle *n = &v->needle;
-    set_theta(&v->c, v->e.longest, eval_theta(&v->e, v->e.longest));
+    size_t T = 0;
     needle_begin(n);
     while (needle_next(n)) {
+        // What prompts of this length and their answers need. Under ntk, keys of another length have other angles.
+        size_t room = n->lengths[n->trial.length_at] + v->e.longest - n->longest;
+        if (room != T && v->e.config->rope_scaling.kind == ROPE_NTK) n->trial.shared = 0;
+        if (room != T) use_angles(&v->c, T = room);
         const float *logits = prompt_logits(&v->c, n);
         for (size_t position = n->trial.count; needle_answer(n, logits); position++)
             logits = next_logits(&v->c, n->token, position);
@@ -125,7 +129,7 @@ static void run_attention(Evaluator *v) {
     size_t T;
     observe_begin(&v->observer);
     while (observe_next(&v->observer, v->inputs, &T)) {
-        set_theta(&v->c, T, eval_theta(&v->e, T));
+        use_angles(&v->c, T);
         observe_done(&v->observer, T, observe_sequence(&v->c, &v->observer, v->inputs, T));
     }
     observe_end(&v->observer);
@@ -156,10 +160,10 @@ static void settle_choice(Evaluator *v) {
 
 static void run_choice(Evaluator *v) {
     const ChoiceEnding *ending;
-    set_theta(&v->c, v->e.longest, eval_theta(&v->e, v->e.longest));
     choice_begin(&v->choice);
     while ((ending = choice_next(&v->choice))) {
         size_t T = ending->count - 1;
+        use_angles(&v->c, T);
         const float *losses = batch_losses(&v->c, ending->ids, ending->ids + 1, NULL, 1, T);
         double sum = 0;
         for (size_t t = ending->from - 1; t < T; t++) sum += losses[t];

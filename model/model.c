@@ -131,6 +131,10 @@ size_t head_size(const ModelConfig *config) {
     return (size_t)config->head_dim;
 }
 
+RopeAngles model_rope(const ModelConfig *config) {
+    return (RopeAngles){config->rope_theta, config->rope_scaling, head_size(config), (size_t)config->seq_len};
+}
+
 size_t value_size(const ModelConfig *config) {
     return block_shapes[config->block].value_size(config);
 }
@@ -211,6 +215,7 @@ bool model_parse(ModelConfig *config, const char *text, Error *error) {
     config->qk_norm = false;
     config->norm_eps = DEFAULT_NORM_EPS;
     config->rope_theta = DEFAULT_ROPE_THETA;
+    config->rope_scaling = (RopeScaling){.kind = ROPE_NONE};
     char *rest = words;
     for (char *word = strsep(&rest, ","); word; word = strsep(&rest, ",")) {
         bool found = false;

@@ -9,6 +9,7 @@
 #include <stdint.h>
 
 #include "attention/normalizer.h"
+#include "model/rope.h"
 #include "runtime/error.h"
 
 #ifdef __cplusplus
@@ -39,6 +40,7 @@ typedef struct {
     bool tied;          // the output projection shares the embedding's weights
     double norm_eps;    // of every RMSNorm: x / sqrt(mean(x²) + norm_eps)
     double rope_theta;
+    RopeScaling rope_scaling;
     int seq_len;        // L, the training length
     int end_of_text;    // the token between documents
     Normalizer attn;
@@ -66,8 +68,8 @@ typedef struct {
 extern const BlockShape block_shapes[BLOCK_COUNT];
 
 // Parses --model: a preset, key=value,... (layers, heads, channels, ffn, kv_heads, head_dim, norm_eps, qk_norm, tied,
-// vocab, block), or a preset followed by keys. Sets the shape, rope_theta and end_of_text, but not seq_len and attn. On
-// failure, returns false with EXIT_USAGE and a message that lists the models and keys.
+// vocab, block), or a preset followed by keys. Sets the shape, end_of_text and RoPE without scaling, but not seq_len
+// and attn. On failure, returns false with EXIT_USAGE and a message that lists the models and keys.
 bool model_parse(ModelConfig *config, const char *text, Error *error);
 
 // Does the text of --model set vocab? If not, the vocabulary is a default that the data may replace.
@@ -92,6 +94,9 @@ bool model_same_shape(const ModelConfig *a, const ModelConfig *b);
 // The sizes of a head's q and k, and of its v.
 size_t head_size(const ModelConfig *config);
 size_t value_size(const ModelConfig *config);
+
+// What RoPE's angles depend on (rope_table()).
+RopeAngles model_rope(const ModelConfig *config);
 
 // The widths of all heads together, in numbers per token.
 size_t query_width(const ModelConfig *config);     // q: heads · head_size

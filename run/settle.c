@@ -168,6 +168,32 @@ static void check_weights_folder(const char *folder) {
          folder);
 }
 
+static RopeScaling asked_scaling(const TrainOptions *o) {
+    RopeScaling scaling;
+    char message[512];
+    if (!rope_scaling_parse(&scaling, o->rope_scaling, message, sizeof message))
+        fail(EXIT_USAGE, "--rope-scaling %s: %s.", o->rope_scaling, message);
+    return scaling;
+}
+
+// run.json records the scaling in this form, which a resume compares.
+static void name_scaling(TrainOptions *o, const RopeScaling *scaling) {
+    char text[ROPE_TEXT];
+    o->rope_scaling = strdup(rope_scaling_text(scaling, text, sizeof text));
+}
+
+// Older versions did not record the scaling in run.json, so the checkpoint has the last word.
+static void check_resumed_scaling(const TrainOptions *o, const RopeScaling *has) {
+    char text[ROPE_TEXT];
+    if (!train_options_given(o, "rope-scaling")) return;
+    RopeScaling asked = asked_scaling(o);
+    if (!rope_scaling_equal(&asked, has))
+        fail(EXIT_USAGE,
+             "--resume: --rope-scaling is %s, but the checkpoint has %s, and a resumed run cannot change it.\n"
+             "  Omit --rope-scaling, or start a new run in another --out (--init-from reuses the weights).",
+             o->rope_scaling, rope_scaling_text(has, text, sizeof text));
+}
+
 // For --init-from: takes the shape of those weights, which --model may repeat but not contradict.
 static void settle_loaded(Run *run) {
     const TrainOptions *o = &run->o;
@@ -215,9 +241,16 @@ static void settle_model(Run *run, char *folder, size_t size) {
     Error error;
     char message[1024];
     folder[0] = 0;
+    if (o->rope_scaling) {
+        RopeScaling asked = asked_scaling(o);
+        name_scaling(o, &asked);
+    }
     run->resumed = o->resume && settle_resumed(run, folder, size);
     find_longest(run);
-    if (run->resumed) return;
+    if (run->resumed) {
+        check_resumed_scaling(o, &config->rope_scaling);
+        return;
+    }
     if (!o->resume && o->out && folder_has_run(o->out))
         fail(EXIT_USAGE,
              "--out %s: this folder already contains a run. Resume it with --resume, or choose another folder.",
@@ -231,6 +264,8 @@ static void settle_model(Run *run, char *folder, size_t size) {
         config->rope_theta = o->rope_theta;
         config->seq_len = (int)run->T;
     }
+    if (o->rope_scaling) config->rope_scaling = asked_scaling(o);
+    name_scaling(o, &config->rope_scaling);
     if ((!o->init_from || train_options_given(o, "attn") || run->started_over) &&
         !normalizer_parse(&config->attn, o->attn, message, sizeof message))
         fail(EXIT_USAGE, "--attn %s: %s.", o->attn, message);
@@ -317,6 +352,18 @@ static void check_normalizer(const Run *run, const Normalizer *attn, const char 
              attn->text, L, run->T);
 }
 
+// Under ntk the angles depend on the length of a sequence, and training has one table of angles, for the longest.
+static void check_rope(const Run *run) {
+    const ModelConfig *config = run->config;
+    const char *wrong = rope_scaling_wrong(&config->rope_scaling, head_size(config));
+    if (wrong) fail(EXIT_USAGE, "--rope-scaling %s: %s.", run->o.rope_scaling, wrong);
+    if (config->rope_scaling.kind == ROPE_NTK && run->o.seq_len.count > 1 && run->T > (size_t)config->seq_len)
+        fail(
+            EXIT_USAGE,
+            "--rope-scaling ntk: beyond L = %d the angles depend on the length, so training there needs one --seq-len.",
+            config->seq_len);
+}
+
 void settle(Run *run) {
     char *weights = run->weights_folder;
     size_t size = sizeof run->weights_folder;
@@ -331,6 +378,7 @@ void settle(Run *run) {
     settle_switches(run);
     check_normalizer(run, &run->config->attn, "--attn");
     for (size_t i = 0; i < run->switch_count; i++) check_normalizer(run, &run->switches[i].to, "--attn-switch");
+    check_rope(run);
     settle_batches(run);
     if (!o->train_data && o->resume && !run->resumed && !run->started_over)
         fail(EXIT_USAGE,

@@ -52,6 +52,7 @@ void train_options_init(TrainOptions *o, const char *attn_help, bool gpus) {
         {"attn-switch", OPT_TEXT, &o->attn_switch, .arg = "STEP:NAME", .group = "Model", .help = "switch to another normalizer at this step", .on_resume = true},
         {"norm-length", OPT_INT, &o->norm_length, 0, 1 << 20, .arg = "N", .group = "Model", .help = "L in the normalizers' formulas; 0: the longest --seq-len, or the loaded model's L"},
         {"rope-theta",  OPT_FLOAT, &o->rope_theta, 1.0001, 1e12, .arg = "X", .group = "Model", .help = "base of RoPE's wavelengths"},
+        {"rope-scaling", OPT_TEXT, &o->rope_scaling, .arg = "NAME", .group = "Model", .help = "RoPE's scaling: none, linear:FACTOR, ntk, llama3:FACTOR:LOW:HIGH:ORIGINAL or yarn:FACTOR:ORIGINAL; default: none, or the loaded model's"},
         {"init-from",   OPT_TEXT, &o->init_from, .arg = "DIR", .group = "Model", .help = "start from the weights in a checkpoint or a Hugging Face Llama folder"},
         {"ignore-config-key", OPT_TEXT, &o->ignore_config_key, .arg = "NAME[,...]", .group = "Model", .help = "unknown keys in --init-from's config.json to ignore"},
         {"dtype",       OPT_CHOICE, &o->dtype, .choices = "fp32|bf16", .group = "Model", .help = "data type of matmul inputs; sums and master weights stay float32"},

@@ -270,12 +270,41 @@ def rmsnorm(x, weight, eps=1e-5):
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
 
 
-def rope(x):
-    """x (..., T, HS): the pair (x_i, x_(i + HS/2)) turns by the angle t·theta^(-2i/HS)."""
+def rope_frequencies(scaling, T, d, L, dtype):
+    """The d/2 rotations per position of a text of T tokens, and the factor of cos and sin. scaling: none, linear:FACTOR,
+    ntk, llama3:FACTOR:LOW:HIGH:ORIGINAL or yarn:FACTOR:ORIGINAL."""
+    name, *numbers = scaling.split(":")
+    numbers = [float(number) for number in numbers]
+    i = torch.arange(d // 2, dtype=dtype)
+    frequency = THETA ** (-2 * i / d)
+    if name == "none":
+        return frequency, 1.0
+    if name == "linear":                                # Chen et al., arXiv 2306.15595
+        return frequency / numbers[0], 1.0
+    if name == "ntk":                                   # bloc97, 2023
+        return (THETA * max(1, T / L) ** (d / (d - 2))) ** (-2 * i / d), 1.0
+    if name == "llama3":                                # the code of Llama 3.1, by wavelength
+        factor, low, high, original = numbers
+        wavelength = 2 * math.pi / frequency
+        smooth = (original / wavelength - low) / (high - low)
+        between = (1 - smooth) * frequency / factor + smooth * frequency
+        kept = torch.where(wavelength < original / high, frequency, between)
+        return torch.where(wavelength > original / low, frequency / factor, kept), 1.0
+    assert name == "yarn", scaling                      # Peng et al., arXiv 2309.00071
+    factor, original = numbers
+    # theta^(2i/d) 2 pi rotations = original, solved for i; the ends of the ramp are rounded outward
+    i_of = lambda rotations: d / 2 * math.log(original / (2 * math.pi * rotations), THETA)
+    start, end = max(math.floor(i_of(32)), 0), min(math.ceil(i_of(1)), d - 1)
+    ramp = torch.clamp((i - start) / (end - start or 0.001), 0, 1)
+    return frequency * (1 - ramp) + frequency / factor * ramp, 0.1 * math.log(factor) + 1
+
+
+def rope(x, scaling="none", L=None):
+    """x (..., T, HS): the pair (x_i, x_(i + HS/2)) turns by t times the frequency i, theta^(-2i/HS) without scaling."""
     T, d = x.shape[-2:]
-    frequency = THETA ** (-2 * torch.arange(d // 2, dtype=x.dtype) / d)
+    frequency, factor = rope_frequencies(scaling, T, d, L, x.dtype)
     angle = torch.arange(T, dtype=x.dtype)[:, None] * frequency
-    cos, sin = torch.cos(angle), torch.sin(angle)
+    cos, sin = factor * torch.cos(angle), factor * torch.sin(angle)
     first, second = x[..., :d // 2], x[..., d // 2:]
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
@@ -313,6 +342,7 @@ class Config:
     head_dim: int = 0       # 0: channels/heads
     norm_eps: float = 1e-5  # of every RMSNorm
     qk_norm: int = 0        # 1: an RMSNorm over each head's q and k, before RoPE
+    rope_scaling: str = "none"
 
     @property
     def query_width(self):
@@ -397,7 +427,8 @@ def llama_layer(x, parameters, layer, config):
     if config.qk_norm:
         q, k = (rmsnorm(x, weight(f"self_attn.{name}_norm"), config.norm_eps) for x, name in ((q, "q"), (k, "k")))
     scalars = attention_scalars(parameters, layer + "self_attn.", config)
-    mixed = attention(rope(q), rope(k), v, config.normalizer, config.L, scalars)
+    q, k = (rope(x, config.rope_scaling, config.L) for x in (q, k))
+    mixed = attention(q, k, v, config.normalizer, config.L, scalars)
     x = x + mixed.transpose(1, 2).reshape(B, T, -1) @ weight("self_attn.o_proj").T
     h = rmsnorm(x, weight("post_attention_layernorm"), config.norm_eps)
     return x + swiglu(h @ weight("mlp.gate_proj").T, h @ weight("mlp.up_proj").T) @ weight("mlp.down_proj").T
@@ -409,7 +440,7 @@ def gau_layer(x, parameters, layer, config):
     of_unit = lambda name: parameters[f"{layer}gau.{name}"]
     h = rmsnorm(x, parameters[layer + "input_layernorm.weight"], config.norm_eps)
     U, V, Z = (silu(h @ of_unit(f"{name}_proj.weight").T) for name in "uvz")
-    q, k = (rope(Z * of_unit(f"{name}_gain") + of_unit(f"{name}_offset")) for name in "qk")
+    q, k = (rope(Z * of_unit(f"{name}_gain") + of_unit(f"{name}_offset"), config.rope_scaling, config.L) for name in "qk")
     scalars = attention_scalars(parameters, layer + "gau.", config)
     AV = attention(q[:, None], k[:, None], V[:, None], config.normalizer, config.L, scalars)[:, 0]
     return x + (U * AV) @ of_unit("o_proj.weight").T

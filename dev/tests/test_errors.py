@@ -20,7 +20,7 @@ from trainer import (MODEL, SANITIZED, TRAIN, VOCAB, checkpoint, command, enviro
 
 USAGE, INPUT, RESOURCE, DIVERGED, BUSY, STOPPED = 2, 3, 4, 5, 7, 75
 FLAGS = """train-data val-data model attn attn-switch norm-length batch seq-len total-batch-tokens steps lr warmup schedule min-lr-frac
-weight-decay beta1 beta2 grad-clip seed shuffle pack rope-theta dtype out resume init-from val-every val-tokens sample-every ckpt-every
+weight-decay beta1 beta2 grad-clip seed shuffle pack rope-theta rope-scaling dtype out resume init-from val-every val-tokens sample-every ckpt-every
 keep keep-best profile threads dry-run""".split()
 
 
@@ -333,7 +333,7 @@ def test_malformed_config(data, model, text):
     ("rms_norm_eps", 0.2, ["rms_norm_eps", "0.2", "0.1"]),
     ("rms_norm_eps", "1e-5", ["rms_norm_eps", "number"]),
     ("hidden_act", "gelu", ["hidden_act", "gelu", "silu"]),
-    ("rope_parameters", {"rope_type": "yarn"}, ["yarn", "default"]),
+    ("rope_parameters", {"rope_type": "longrope"}, ["longrope", "default", "yarn"]),
     ("rope_theta", 500000, ["rope_theta is 500000", "rope_parameters.rope_theta is 10000"]),
     ("attention_bias", True, ["biases"]),
     ("attention_normalizer", {"name": "ssmx"}, ["ssmx", "ssmax"]),
@@ -444,6 +444,7 @@ def test_run_without_resume(data, run):
 
 @pytest.mark.parametrize("flags", [
     ["--model", MODEL.replace("ffn=24", "ffn=32")], ["--attn", "softmax"], ["--seq-len", 16], ["--norm-length", 32], ["--rope-theta", 5000],
+    ["--rope-scaling", "linear:2"],
     ["--dtype", "bf16"], ["--seed", 3], ["--shuffle", 0], ["--pack", "example"], ["--weight-decay", 0.2], ["--beta1", 0.8], ["--beta2", 0.9],
     ["--grad-clip", 2], ["--init-from", "/elsewhere"], ["--val-data", "/elsewhere"], ["--train-data", "/elsewhere"],
 ], ids=lambda flags: flags[0])

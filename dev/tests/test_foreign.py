@@ -2,6 +2,7 @@
 rejected before any work, with exit code 3 and every reason. FOREIGN=all tries every class that AutoModelForCausalLM
 maps; -rs lists those that could not be built."""
 import json
+import math
 import os
 import re
 import shutil
@@ -149,13 +150,26 @@ def test_another_family_labeled_llama_is_detected(name, data, tmp_path):
 # ---------------------------------------------------------------- a Llama's variants
 
 YARN = {"factor": 2.0, "original_max_position_embeddings": 32}
-ROPE = {
-    "linear": {"factor": 2.0},
-    "dynamic": {"factor": 2.0},
-    "yarn": YARN,
-    "longrope": YARN | {"short_factor": [1.5] * (HEAD // 2), "long_factor": [2.0] * (HEAD // 2)},
-    "llama3": YARN | {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
-    "proportional": {"partial_rotary_factor": 0.5},
+LLAMA3 = YARN | {"low_freq_factor": 0.5, "high_freq_factor": 4.0}
+ROPE = {        # name: rope_type, its numbers, and why it is rejected, if it is; T is twice max_position_embeddings
+    "linear": ("linear", {"factor": 2.0}, []),
+    "linear, factor 1.25": ("linear", {"factor": 1.25}, []),
+    "dynamic": ("dynamic", {"factor": 1.0}, []),
+    "dynamic, factor 2": ("dynamic", {"factor": 2.0}, ['factor is 2; only 1 is supported with rope_type "dynamic"']),
+    "yarn": ("yarn", YARN, []),
+    "yarn with its defaults": ("yarn", YARN | {"beta_fast": 32, "beta_slow": 1.0, "attention_factor": 0.1 * math.log(2) + 1, "mscale": None,
+                                               "mscale_all_dim": None, "truncate": True}, []),
+    "beta_fast": ("yarn", YARN | {"beta_fast": 16}, ["beta_fast is 16; only transformers' default, 32, is supported"]),
+    "beta_slow": ("yarn", YARN | {"beta_slow": 2}, ["beta_slow is 2; only transformers' default, 1, is supported"]),
+    "attention_factor": ("yarn", YARN | {"attention_factor": 1.2}, ["attention_factor is 1.2; only transformers' default, 1.0693147, is supported"]),
+    "mscale": ("yarn", YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}, ["mscale is 1; it is not supported", "mscale_all_dim is 0.5; it is not supported"]),
+    "truncate": ("yarn", YARN | {"truncate": False}, ["truncate is false; only true is supported"]),
+    "longrope": ("longrope", YARN | {"short_factor": [1.5] * (HEAD // 2), "long_factor": [2.0] * (HEAD // 2)}, ['type is "longrope"', '"llama3"']),
+    "llama3": ("llama3", LLAMA3, []),
+    "llama3, HIGH below LOW": ("llama3", LLAMA3 | {"high_freq_factor": 0.25}, ['"llama3": HIGH (high_freq_factor) must be above LOW']),
+    "llama3, factor 0.5": ("llama3", LLAMA3 | {"factor": 0.5}, ["factor is 0.5; expected a number from 1 to"]),
+    "proportional": ("proportional", {"partial_rotary_factor": 0.5}, ['type is "proportional"', '"default"']),
+    "of a part": ("linear", {"factor": 2.0, "partial_rotary_factor": 0.5}, ["partial_rotary_factor", "an unknown key"]),
 }
 VARIANTS = {
     "tied": (dict(tie_word_embeddings=True), []),
@@ -174,17 +188,18 @@ VARIANTS = {
     "one key-value head": (dict(num_key_value_heads=1, head_dim=4, rms_norm_eps=1e-3), []),
     "three key-value heads": (dict(num_key_value_heads=3), ["4 heads", "3 key-value heads"]),
     "all at once": (dict(attention_bias=True, mlp_bias=True, hidden_act="gelu", num_key_value_heads=3, rms_norm_eps=0.5,
-                         rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}, vocab_size=65537),
-                    ["attention_bias", "mlp_bias", "hidden_act", "3 key-value heads", "rms_norm_eps", "rope_type", '"vocab_size" is 65537',
+                         rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}, vocab_size=65537),
+                    ["attention_bias", "mlp_bias", "hidden_act", "3 key-value heads", "rms_norm_eps", "rope_parameters.factor", '"vocab_size" is 65537',
                      "doc/checkpoints.md"]),
 }
-for rope_type, more in ROPE.items():
-    VARIANTS[f"rope {rope_type}"] = (dict(rope_parameters=more | {"rope_type": rope_type, "rope_theta": 10000.0}), ["rope_type", f'"{rope_type}"'])
+for name, (rope_type, numbers, reasons) in ROPE.items():
+    scaled = dict(rope_parameters=numbers | {"rope_type": rope_type, "rope_theta": 10000.0}, max_position_embeddings=T // 2)
+    VARIANTS[f"rope {name}"] = (scaled, reasons)
 
 
 def test_every_rope_type_is_covered():
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-    assert set(ROPE_INIT_FUNCTIONS) == set(ROPE)
+    assert set(ROPE_INIT_FUNCTIONS) == {rope_type for rope_type, *_ in ROPE.values()}
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -199,14 +214,39 @@ def test_variants(name, data, tmp_path):
     assert message.count("\n  - ") <= 12
 
 
-@pytest.mark.parametrize("rope_type", ROPE)
-def test_rope_as_transformers_4_wrote_it(rope_type, data, tmp_path):
+@pytest.mark.parametrize("name", ROPE)
+def test_rope_as_transformers_4_wrote_it(name, data, tmp_path):
     """Older versions wrote rope_scaling, and the oldest called its type "type"."""
-    model = llama(rope_parameters=ROPE[rope_type] | {"rope_type": rope_type, "rope_theta": 10000.0})
+    rope_type, numbers, reasons = ROPE[name]
+    model = llama(**VARIANTS[f"rope {name}"][0])
     model.save_pretrained(tmp_path / "model")
     for key in ("type", "rope_type"):
-        edit(tmp_path / "model", rope_parameters=..., rope_theta=10000.0, rope_scaling=ROPE[rope_type] | {key: rope_type})
-        assert f'rope_scaling.{key} is "{rope_type}"' in assert_same_or_refused(model, tmp_path / "model", data)
+        edit(tmp_path / "model", rope_parameters=..., rope_theta=10000.0, rope_scaling=numbers | {key: rope_type})
+        message = assert_same_or_refused(model, tmp_path / "model", data)
+        assert (message == "") == (reasons == []), message
+        assert all(reason in message for reason in reasons), message
+
+
+ROPE_CONFLICTS = [
+    (dict(rope_scaling={"type": "linear", "factor": 2.0}), "rope_parameters and rope_scaling differ"),
+    (dict(rope_scaling={"type": "default"}, rope_parameters={"rope_type": "default", "rope_theta": 500.0}), "remove rope_scaling"),
+    (dict(rope_scaling={"type": "linear", "rope_type": "dynamic", "factor": 1.0}, rope_parameters=...), "rope_scaling.rope_type and rope_scaling.type differ"),
+    (dict(rope_parameters={"rope_type": "default", "factor": 2.0}), "rope_parameters.factor"),
+    (dict(rope_parameters={"rope_type": "linear"}), "rope_parameters.factor is missing; expected a number from 1"),
+    (dict(rope_parameters={"rope_type": "yarn", "factor": 2.0}), "rope_parameters.original_max_position_embeddings is missing; expected a whole number"),
+    (dict(rope_parameters={"rope_type": "linear", "factor": "2"}), 'rope_parameters.factor is "2"; expected a number from 1'),
+    (dict(rope_parameters={"rope_type": "dynamic", "factor": 1.0}, max_position_embeddings=...), '"max_position_embeddings" is missing, but rope_type "dynamic"'),
+    (dict(rope_parameters={"rope_type": "dynamic", "factor": 1.0}, attention_normalizer={"name": "softmax", "seq_len": 32}),
+     '"max_position_embeddings" is 64, but rope_type "dynamic"'),
+    (dict(rope_parameters={"rope_type": "dynamic", "factor": 1.0}, num_attention_heads=16, num_key_value_heads=16, head_dim=2), "heads of size 2"),
+]
+
+
+@pytest.mark.parametrize("change, reason", ROPE_CONFLICTS, ids=lambda value: value if isinstance(value, str) else "")
+def test_conflicting_rope_parameters(change, reason, folder, data):
+    edit(folder, **change)
+    code, message = evaluate(folder, data)
+    assert code == 3 and reason in message and message.count("\n  - ") == 1, message
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -404,7 +404,7 @@ static void test_layer(const char *what, real *x, const real *dx, size_t n, void
 // dx from dout, by the backward pass of RoPE, in place.
 static void test_rope(real *dx, bool l2) {
     l.rope = (Rope){B, T, NH, NKV, HS, l.cosines, l.sines, l2};
-    rope_table(l.cosines, l.sines, T, HS, 10000);
+    rope_table(l.cosines, l.sines, T, (RopeAngles){.theta = 10000, .HS = HS});
     by_rope();
     memcpy(dx, l.dout, N * W * sizeof *dx);
     rope_backward(dx, l.out, l.inverse_norms, l.rope);
@@ -432,7 +432,7 @@ static void test_qk_norm(real *dx, real *gains) {
 static void test_gau(real *dx, real *gains, bool l2) {
     real *dgains = reals(4 * GS), *d = reals(N * (2 * GS + E));
     l.rope = (Rope){B, T, 1, 1, GS, l.cosines, l.sines, l2};
-    rope_table(l.cosines, l.sines, T, GS, 10000);
+    rope_table(l.cosines, l.sines, T, (RopeAngles){.theta = 10000, .HS = GS});
     by_gau();
     memcpy(d, l.dout, N * (2 * GS + E) * sizeof *d);
     memset(dx, 0, N * 4 * GW * sizeof *dx);

@@ -44,6 +44,12 @@ CHECKPOINTS = {
     "qk-norm-softmax": ["--model", f"{SHAPE},qk_norm=1"],
     "qk-norm-grouped-softmax-bf16": ["--model", f"{SHAPE},heads=3,kv_heads=1,head_dim=12,norm_eps=0.01,qk_norm=1,tied=0", "--dtype", "bf16"],
     "qk-norm-lssar": ["--attn", "lssar", "--model", f"{SHAPE},kv_heads=2,qk_norm=1"],
+    "linear-softmax": ["--rope-scaling", "linear:2.5"],
+    "ntk-softmax": ["--rope-scaling", "ntk"],
+    "llama3-softmax": ["--rope-scaling", "llama3:4:0.5:4:16"],
+    "yarn-softmax-qk-norm": ["--rope-scaling", "yarn:4:16", "--model", f"{SHAPE},qk_norm=1", "--rope-theta", 500],
+    "yarn-ssmax": ["--rope-scaling", "yarn:4:16", "--attn", "ssmax"],
+    "ntk-gau-ssmax": ["--rope-scaling", "ntk", "--attn", "ssmax", "--model", GAU],
     "grouped-ssmax-bias-head-size": ["--attn", "ssmax-bias", "--model", f"{SHAPE},heads=3,kv_heads=1,head_dim=12,tied=0"],
 }
 
@@ -293,7 +299,7 @@ REFUSED = {
     "eps": (dict(rms_norm_eps=0.5), "rms_norm_eps"),
     "biases": (dict(attention_bias=True), "biases"),
     "activation": (dict(hidden_act="gelu"), "hidden_act"),
-    "rope": (dict(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}), "rope_type"),
+    "rope": (dict(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}), "rope_parameters.factor"),
     "key-value heads": (dict(num_key_value_heads=3), "key-value heads"),
 }
 
@@ -318,6 +324,16 @@ def modeling():
     return module
 
 
+ROPE = {        # --rope-scaling: rope_parameters
+    "none": {"rope_type": "default"},
+    "linear:2.5": {"rope_type": "linear", "factor": 2.5},
+    "ntk": {"rope_type": "dynamic", "factor": 1.0},
+    "llama3:4:0.5:4:12": {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 0.5, "high_freq_factor": 4.0, "original_max_position_embeddings": 12},
+    "yarn:4:6000": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 6000},
+    "yarn:4:4": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4},
+}
+
+
 def pair(modeling, name, L, block="llama", tied=True, **change):
     """The modeling file's model in float64 with random weights, and the reference's logits for the same weights.
     `change` overrides the reference's shape."""
@@ -330,7 +346,7 @@ def pair(modeling, name, L, block="llama", tied=True, **change):
         vocab_size=31, hidden_size=16, intermediate_size=32 if gau else 24, num_hidden_layers=2, num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads or shape.heads, qk_norm=bool(shape.qk_norm),
         head_dim=128 if gau else shape.query_width // shape.heads, rms_norm_eps=shape.norm_eps, tie_word_embeddings=tied, bos_token_id=0, eos_token_id=0,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        rope_parameters=ROPE[shape.rope_scaling] | {"rope_theta": 10000.0},
         attention_normalizer=said | {"name": name, "seq_len": L, "fixed": normalizer.fixed} | ({"block": "gau"} if gau else {}))
     torch.manual_seed(0)
     model = modeling.AttnGPTForCausalLM(config).double().eval()
@@ -359,21 +375,59 @@ HEADS = {
 def test_the_modeling_file_equals_the_reference(modeling, block, name, heads, tmp_path):
     model, logits_of = pair(modeling, name, L=24, block=block, **HEADS.get(heads, {}))
     model.config.save_pretrained(tmp_path)
-    ids = torch.randint(31, (2, 20), generator=torch.Generator().manual_seed(1))
+    whole = assert_same_logits(model, logits_of)
+    if not whole_length(name):
+        assert_cache_and_padding(model, whole)
+
+
+IDS = torch.randint(31, (2, 20), generator=torch.Generator().manual_seed(1))
+
+
+def assert_same_logits(model, logits_of):
     with torch.no_grad():
-        whole = model(ids).logits
-        assert (whole - logits_of(ids)).abs().max() < 1e-9 * whole.abs().max()
-        if whole_length(name):
-            return
+        whole = model(IDS).logits
+        assert (whole - logits_of(IDS)).abs().max() < 1e-9 * whole.abs().max()
+    return whole
+
+
+def assert_cache_and_padding(model, whole, cached=True):
+    """The logits are the same when the text is processed in parts, with a cache, and when it is padded."""
+    with torch.no_grad():
         cache, parts = None, []
-        for part in ids.split([7, 1, 12], dim=1):
+        for part in IDS.split([7, 1, 12], dim=1):
             out = model(part, past_key_values=cache, use_cache=True)
             cache = out.past_key_values
             parts.append(out.logits)
-        assert (torch.cat(parts, 1) - whole).abs().max() < 1e-9 * whole.abs().max()
-        padded = torch.cat([torch.zeros(2, 3, dtype=torch.long), ids], 1)
+        assert not cached or (torch.cat(parts, 1) - whole).abs().max() < 1e-9 * whole.abs().max()
+        padded = torch.cat([torch.zeros(2, 3, dtype=torch.long), IDS], 1)
         mask = torch.cat([torch.zeros(2, 3), torch.ones(2, 20)], 1).long()
         assert (model(padded, attention_mask=mask).logits[:, 3:] - whole).abs().max() < 1e-9 * whole.abs().max()
+
+
+@pytest.mark.parametrize("L", [24, 5])
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("scaling", ROPE)
+def test_rope_scalings_of_the_modeling_file(modeling, scaling, block, L):
+    """Beyond L, ntk depends on the length so far, so that a cache changes the logits, as in transformers."""
+    model, logits_of = pair(modeling, "ssmax", L=L, block=block, rope_scaling=scaling)
+    whole = assert_same_logits(model, logits_of)
+    assert_cache_and_padding(model, whole, cached=not (scaling == "ntk" and L < 20))
+    plain, _ = pair(modeling, "ssmax", L=L, block=block)
+    with torch.no_grad():
+        same = (plain(IDS).logits - whole).abs().max() < 1e-6 * whole.abs().max()
+    assert same == (scaling == "none" or scaling == "ntk" and L == 24)
+
+
+@pytest.mark.parametrize("change, word", [
+    ({"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0] * 4, "original_max_position_embeddings": 8}, "unknown rope_type 'longrope'"),
+    ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8, "beta_fast": 16}, "beta_fast"),
+    ({"rope_type": "dynamic", "factor": 2.0}, "needs factor 1, not 2"),
+])
+def test_unsupported_rope_scalings_are_rejected(modeling, change, word):
+    model, _ = pair(modeling, "ssmax", L=24)
+    model.config.rope_parameters = change | {"rope_theta": 10000.0}
+    with pytest.raises(ValueError, match=word):
+        modeling.AttnGPTForCausalLM(model.config)
 
 
 @pytest.mark.parametrize("name", NORMALIZERS)
