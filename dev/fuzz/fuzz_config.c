@@ -2,7 +2,7 @@
 // the same config.json again.
 //
 // Sources: runtime/error.c runtime/file.c runtime/json.c runtime/options.c runtime/process.c attention/normalizer.c
-// Sources: model/model.c model/config.c
+// Sources: model/model.c model/config.c model/rope.c
 #include <stdlib.h>
 #include <string.h>
 
@@ -11,6 +11,19 @@
 
 static void make_nothing(const char *folder) {
     (void)folder;
+}
+
+// The scaling that was read is also one of --rope-scaling.
+static void check_rope(const ModelConfig *config) {
+    RopeScaling again;
+    char text[ROPE_TEXT], message[512];
+    rope_scaling_text(&config->rope_scaling, text, sizeof text);
+    if (!rope_scaling_parse(&again, text, message, sizeof message)) abort();
+    if (!rope_scaling_equal(&config->rope_scaling, &again)) abort();
+    double *frequency = rope_frequencies(&(RopeAngles){config->rope_theta, again, (size_t)config->head_dim, 64}, 65);
+    for (int i = 0; i < config->head_dim / 2; i++)
+        if (!(frequency[i] >= 0 && frequency[i] <= 1)) abort();
+    free(frequency);
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
@@ -25,6 +38,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
     if (config.heads % config.kv_heads || config.head_dim % 2 || !(config.norm_eps > 0) ||
         config.end_of_text >= config.vocab || model_parameters(&config) == 0)
         abort();
+    check_rope(&config);
     char *text = model_config_json(&config, false);
     fuzz_file("config.json", (const uint8_t *)text, strlen(text));
     if (!model_config_read(&again, folder, NULL, &error)) abort();

@@ -55,6 +55,11 @@ def config_seeds():
         yield json.dumps({**llama, "attention_normalizer": normalizer}).encode()
     yield json.dumps(llama).encode()
     yield json.dumps(grouped).encode()
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32, "truncate": True}
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    for rope in ({"rope_type": "linear", "factor": 2.5}, {"rope_type": "dynamic", "factor": 1.0}, llama3, yarn, {"rope_type": "longrope"}):
+        yield json.dumps({**llama, "rope_parameters": rope}).encode()
+        yield json.dumps({**llama, "rope_parameters": None, "rope_scaling": rope}).encode()
     yield json.dumps({**grouped, "head_dim": 48, "rms_norm_eps": 1e-3}).encode()
     yield json.dumps({**grouped, "model_type": "qwen3", "max_window_layers": 4, "use_sliding_window": False}).encode()
     yield json.dumps({**grouped, "model_type": "attn_gpt", "qk_norm": True, "attention_normalizer": {"name": "ssmax", "seq_len": 64}}).encode()
