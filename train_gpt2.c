@@ -1215,29 +1215,71 @@ static void decode_attention(Decoder *d, const DecodeRow *rows, size_t count, si
     if (d->weights) keep_weights(d, &rows[count - 1], count - 1, layer);
 }
 
-// matmul_forward for a few rows. Each element is its own sum in a fixed order, so a sequence's numbers never depend on
-// how many others are decoded with it; a GEMM library's tiles do not guarantee that. Reads the weights, which dominate
-// the time here, once for all rows.
-static void matmul_few(float *out, const float *inp, const float *weight, size_t N, size_t C, size_t OC, bool add) {
+// ---- matmul_forward for a few rows. Each element is its own sum in a fixed order, so a sequence's numbers never depend
+// on how many others are decoded with it; a GEMM library's tiles do not guarantee that. Reads the weights, which dominate
+// the time here, once for all rows. Four independent sums at a time hide the latency of the FMA units. With bfloat16
+// weights, the input stays float32.
+
+// Element i of a row of weights, which are bfloat16 if `rounded` is not NULL.
+static inline float weight_at(const float *w, const uint16_t *rounded, size_t i) {
+    return rounded ? bf16_to_float(rounded[i]) : w[i];
+}
+
+// sum[k] = sum_i inp[k C + i] w[i] for four rows of inp; past row N - 1, that row again
+static inline __attribute__((always_inline)) void four_rows(float *sum, const float *inp, const float *w,
+                                                            const uint16_t *rounded, size_t N, size_t C) {
+    const float *a = inp, *b = N > 1 ? a + C : a, *c = N > 2 ? b + C : b, *d = N > 3 ? c + C : c;
+    float sum_a = 0.0f, sum_b = 0.0f, sum_c = 0.0f, sum_d = 0.0f;
+    #pragma omp simd reduction(+ : sum_a, sum_b, sum_c, sum_d)
+    for (size_t i = 0; i < C; i++) {
+        float x = weight_at(w, rounded, i);
+        sum_a += a[i] * x;
+        sum_b += b[i] * x;
+        sum_c += c[i] * x;
+        sum_d += d[i] * x;
+    }
+    sum[0] = sum_a;
+    sum[1] = sum_b;
+    sum[2] = sum_c;
+    sum[3] = sum_d;
+}
+
+// sum[k] = sum_i inp[i] w[k C + i] for four rows of weights; past row N - 1, that row again
+static inline __attribute__((always_inline)) void four_weights(float *sum, const float *inp, const float *w,
+                                                               const uint16_t *rounded, size_t N, size_t C) {
+    size_t b = N > 1 ? C : 0, c = N > 2 ? b + C : b, d = N > 3 ? c + C : c;
+    float sum_a = 0.0f, sum_b = 0.0f, sum_c = 0.0f, sum_d = 0.0f;
+    #pragma omp simd reduction(+ : sum_a, sum_b, sum_c, sum_d)
+    for (size_t i = 0; i < C; i++) {
+        float x = inp[i];
+        sum_a += x * weight_at(w, rounded, i);
+        sum_b += x * weight_at(w, rounded, b + i);
+        sum_c += x * weight_at(w, rounded, c + i);
+        sum_d += x * weight_at(w, rounded, d + i);
+    }
+    sum[0] = sum_a;
+    sum[1] = sum_b;
+    sum[2] = sum_c;
+    sum[3] = sum_d;
+}
+
+static void matmul_one(float *out, const float *inp, WeightMatrix weight, size_t C, size_t OC, bool add) {
+    #pragma omp parallel for schedule(static)
+    for (size_t o = 0; o < OC; o += 4) {
+        float sum[4];
+        if (weight.bf16) four_weights(sum, inp, NULL, weight.bf16 + o * C, OC - o, C);
+        else four_weights(sum, inp, weight.f32 + o * C, NULL, OC - o, C);
+        for (size_t i = 0; i < 4 && o + i < OC; i++) out[o + i] = add ? out[o + i] + sum[i] : sum[i];
+    }
+}
+
+static void matmul_few(float *out, const float *inp, WeightMatrix weight, size_t N, size_t C, size_t OC, bool add) {
     #pragma omp parallel for schedule(static)
     for (size_t o = 0; o < OC; o++) {
-        const float *w = weight + o * C;
-        // Four independent sums hide the latency of the FMA units. Past the end, a row is read again and not stored.
         for (size_t r = 0; r < N; r += 4) {
-            const float *a = inp + r * C, *b = r + 1 < N ? a + C : a, *c = r + 2 < N ? b + C : b,
-                        *d = r + 3 < N ? c + C : c;
-            float sum[4], sum_a = 0.0f, sum_b = 0.0f, sum_c = 0.0f, sum_d = 0.0f;
-            #pragma omp simd reduction(+ : sum_a, sum_b, sum_c, sum_d)
-            for (size_t i = 0; i < C; i++) {
-                sum_a += a[i] * w[i];
-                sum_b += b[i] * w[i];
-                sum_c += c[i] * w[i];
-                sum_d += d[i] * w[i];
-            }
-            sum[0] = sum_a;
-            sum[1] = sum_b;
-            sum[2] = sum_c;
-            sum[3] = sum_d;
+            float sum[4];
+            if (weight.bf16) four_rows(sum, inp + r * C, NULL, weight.bf16 + o * C, N - r, C);
+            else four_rows(sum, inp + r * C, weight.f32 + o * C, NULL, N - r, C);
             for (size_t i = r; i < N && i < r + 4; i++)
                 out[i * OC + o] = add ? out[i * OC + o] + sum[i - r] : sum[i - r];
         }
@@ -1245,7 +1287,8 @@ static void matmul_few(float *out, const float *inp, const float *weight, size_t
 }
 
 static void decode_matmul(float *out, const float *inp, WeightMatrix weight, size_t N, size_t C, size_t OC, bool add) {
-    if (N <= FEW_ROWS && !weight.bf16) matmul_few(out, inp, weight.f32, N, C, OC, add);
+    if (N == 1) matmul_one(out, inp, weight, C, OC, add);
+    else if (N <= FEW_ROWS) matmul_few(out, inp, weight, N, C, OC, add);
     else matmul_forward(out, inp, weight, N, C, OC, add);
 }
 

@@ -92,7 +92,7 @@ group_build() {
     tests=$(make -s list_tests)
     make -j"$jobs" all $tests test_gpt2 build/tests/logits && make -j"$jobs" FAULTS=1 build/faults/train_gpt2 || return
     [ -n "$cuda" ] || return 0
-    make -j"$jobs" train_gpt2cu_on_cpu test_gpt2cu_on_cpu build/on_cpu/flash.so build/on_cpu/tests/test_{kernels,matmul,collective}
+    make -j"$jobs" {train,eval,test}_gpt2cu_on_cpu build/on_cpu/flash.so build/on_cpu/tests/test_{kernels,matmul,collective}
 }
 
 group_format() {

@@ -188,16 +188,17 @@ def make(*words, **how):
         return subprocess.run(["make", *map(str, words)], cwd=ROOT, **how)
 
 
-def cuda_program():
-    """The CUDA trainer, built for the CPU if it is missing. Skips the test where CUDA's headers are missing."""
-    given = os.environ.get("TRAIN_GPT2CU")
+def cuda_program(name="train_gpt2cu"):
+    """A CUDA program, the trainer by default, built for the CPU if it is missing; or the one that an environment variable,
+    TRAIN_GPT2CU, names. Skips the test where CUDA's headers are missing."""
+    given = os.environ.get(name.upper())
     if given:
         return Path(given).absolute()
-    made = make("-j2", "train_gpt2cu_on_cpu", capture_output=True, text=True)
+    made = make("-j2", f"{name}_on_cpu", capture_output=True, text=True)
     if made.returncode and "scripts/setup_cuda.sh" in made.stderr:
         pytest.skip("CUDA's headers are missing: scripts/setup_cuda.sh installs them")
     assert made.returncode == 0, made.stdout + made.stderr
-    return ROOT / "train_gpt2cu_on_cpu"
+    return ROOT / f"{name}_on_cpu"
 
 
 def faults_program():
