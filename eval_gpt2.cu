@@ -1,5 +1,5 @@
-// Evaluates checkpoints on a GPU: the same tasks, flags and results as eval_gpt2.c, section for section. The model is that
-// of train_gpt2.cu. Runs on a CPU, for small models, as eval_gpt2cu_on_cpu.
+// Evaluates checkpoints on a GPU: the same tasks, flags and results as eval_gpt2.c, section for section. The model is
+// that of train_gpt2.cu. Runs on a CPU, for small models, as eval_gpt2cu_on_cpu.
 //
 // A needle's answer is decoded without a cache: each of its few tokens takes a forward pass over the prompt. Weights of
 // attention, which the kernels never store, are computed on the host from the q and k of a layer.

@@ -1215,10 +1215,10 @@ static void decode_attention(Decoder *d, const DecodeRow *rows, size_t count, si
     if (d->weights) keep_weights(d, &rows[count - 1], count - 1, layer);
 }
 
-// ---- matmul_forward for a few rows. Each element is its own sum in a fixed order, so a sequence's numbers never depend
-// on how many others are decoded with it; a GEMM library's tiles do not guarantee that. Reads the weights, which dominate
-// the time here, once for all rows. Four independent sums at a time hide the latency of the FMA units. With bfloat16
-// weights, the input stays float32.
+// ---- matmul_forward for a few rows. Each element is its own sum in a fixed order, so a sequence's numbers never
+// depend on how many others are decoded with it; a GEMM library's tiles do not guarantee that. Reads the weights, which
+// dominate the time here, once for all rows. Four independent sums at a time hide the latency of the FMA units. With
+// bfloat16 weights, the input stays float32.
 
 // Element i of a row of weights, which are bfloat16 if `rounded` is not NULL.
 static inline float weight_at(const float *w, const uint16_t *rounded, size_t i) {

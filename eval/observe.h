@@ -64,8 +64,8 @@ void observe_begin(Observer *o);
 // end-of-text, they lose their last token. False after the last.
 bool observe_next(Observer *o, int32_t *ids, size_t *count);
 
-// Computes the weights of a head of a layer, OBSERVED_ROWS rows at a time, and adds them. Different heads may be added in
-// parallel.
+// Computes the weights of a head of a layer, OBSERVED_ROWS rows at a time, and adds them. Different heads may be added
+// in parallel.
 //   weights (OBSERVED_ROWS,T) scratch
 void observe_head(Observer *o, float *weights, AttentionInput in, Scalars scalars, AttentionShape shape,
                   AttentionRows at, size_t layer);
