@@ -1,7 +1,7 @@
 // Evaluates checkpoints on the CPU: the loss at any sequence length and position, the needle in a haystack, where
 // attention goes, the learned scalars, and multiple choice; under the checkpoint's normalizer and immediately after a
-// switch to another one. The model is the trainer's (train_gpt2.c). This file runs it for the tasks; eval/program.h contains the
-// tasks and main(), which eval_gpt2.cu shares, and eval/ what they measure.
+// switch to another one. The model is the trainer's (train_gpt2.c). This file runs it for the tasks; eval/program.h
+// contains the tasks and main(), which eval_gpt2.cu shares, and eval/ what they measure.
 #define WITHOUT_MAIN
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-function"    // only some of the trainer's functions are used here
