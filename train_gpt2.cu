@@ -531,7 +531,15 @@ static QkNorm qk_norm_of(const Model *m, size_t layer, size_t N) {
 
 static Rope rope_of(const Model *m, size_t B, size_t T) {
     const ModelConfig *c = &m->config;
-    return {B, T, (size_t)c->heads, (size_t)c->kv_heads, head_size(c), m->cosines, m->sines, c->attn.qk.kind == QK_L2};
+    return {B,
+            T,
+            (size_t)c->heads,
+            (size_t)c->kv_heads,
+            head_size(c),
+            m->cosines,
+            m->sines,
+            c->attn.qk.kind == QK_L2,
+            (float)rope_amplitude(&c->rope_scaling)};
 }
 
 // q, k and v as attention reads them; with gradients, where attention writes them.

@@ -1,8 +1,8 @@
 // RoPE, in place on q and k inside their projection, and, with qk=l2, division by their Euclidean norms.
 //
 //   forward    y[i] = a cos − b sin,  y[i + HS/2] = b cos + a sin   for each pair a = x[i], b = x[i + HS/2]
-//   (half-split) and the angle t · theta^(−2i/HS); with l2, u = y/|y|, and 1/|y| is stored (0 for an all-zero row,
-//   whose u is 0)
+//   (half-split), cos and sin being those of position t and pair i in model/rope.h; with l2, u = y/|y|, and 1/|y| is
+//   stored (0 for an all-zero row, whose u is 0)
 //   backward   with l2, dy = (du − u (u · du))/|y|, otherwise dy = du;   da = dy[i] cos + dy[i + HS/2] sin,  db = dy[i
 //   + HS/2] cos − dy[i] sin
 //
@@ -30,6 +30,7 @@ struct Rope {
     size_t B, T, NH, NKV, HS;
     const float *cosines, *sines;    // (T,HS/2)
     bool l2;                         // qk=l2: after RoPE each head's row is divided by its Euclidean norm
+    float amplitude = 1;             // cos² + sin² is its square (model/rope.h)
 };
 
 // The elements of a head that a lane processes, W at a time: from first, first + step, ... on, below end.
@@ -96,7 +97,8 @@ KERNEL void rope_forward_kernel(X *qkv, float *inverse_norms, Rope r, int group)
         X *x = qkv + (n * (rotated + r.NKV) + (there ? head : 0)) * r.HS;
         float factor = 1;
         if (L2) {
-            factor = inverse_norm(group_sum(there ? rope_squares<X, W>(x, part) : 0.0f, group));
+            float squares = group_sum(there ? rope_squares<X, W>(x, part) : 0.0f, group);
+            factor = inverse_norm(r.amplitude * r.amplitude * squares);    // |y| = amplitude |x|
             if (there && part.first == 0) inverse_norms[n * rotated + head] = factor;
         }
         if (there) rope_rotate<X, W>(x, factor, r.cosines + angles, r.sines + angles, part);

@@ -35,6 +35,7 @@ PYTEST = [str(PYTHON if PYTHON.exists() else sys.executable), "-m", "pytest", "-
 FLASH_TESTS = [("build/on_cpu/flash.so", [*PYTEST, "dev/tests/test_flash.py", "-k", "kinds or (nan and float) or truncate or last_bit or future or order or conflicts or all_zero_rows"])]
 KERNEL_TESTS = [("build/on_cpu/tests/test_kernels", ["build/on_cpu/tests/test_kernels"])]
 PHI_TESTS = [("build/on_cpu/tests/test_kernels", ["build/on_cpu/tests/test_kernels", "phi"])]
+ROPE_TESTS = [("build/tests/test_rope", ["build/tests/test_rope"]), ("build/tests/test_rope", [*PYTEST, "dev/tests/test_rope.py", "-k", "transformers"])]
 # What builds on the kernels: the trainer, its matmuls, its sums over ranks.
 TRAINER = ("train_gpt2.cu", "cuda/collective.cu", "cuda/matmul.cu")
 TRAINER_TESTS = [("test_gpt2cu_on_cpu", ["./test_gpt2cu_on_cpu", "softmax_tied_v97_T33"]), ("test_gpt2cu_on_cpu", ["./test_gpt2cu_on_cpu", "softmax_gau_T33"]),
@@ -65,6 +66,8 @@ def build(tree, target):
 def tests_of(file):
     if file == "attention/phi.cuh":
         return PHI_TESTS
+    if file == "model/rope.c":
+        return ROPE_TESTS
     return TRAINER_TESTS if file in TRAINER else FLASH_TESTS if file.startswith("attention/flash") else KERNEL_TESTS if file.startswith("cuda/") else TESTS
 
 

@@ -80,6 +80,18 @@ def test_mixed_lengths_and_packed_examples(cuda, data, tmp_path, flags):
     np.testing.assert_allclose(b[:, 1], a[:, 1], rtol=2e-3)
 
 
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("model, attn, scaling", [(MODEL, "lssa", "yarn:4:6"), (MODEL, "softmax", "llama3:4:1:4:8"), (GAU, "lssa", "yarn:4:600"), (GAU, "ssmax", "ntk")])
+def test_rope_scalings(cuda, data, tmp_path, model, attn, scaling):
+    """With l2, yarn's factor of q and k cancels. Under ntk, sequences are longer than L."""
+    flags = [*SMALL, "--model", model, "--attn", attn, "--rope-scaling", scaling, "--norm-length", 10, "--steps", 5]
+    for name, program in {"cpu": None, "cuda": cuda}.items():
+        train(data, *flags, "--out", tmp_path / name, program=program)
+    a, b = (np.array(metrics(tmp_path / name, ["loss", "grad_norm"])) for name in ("cpu", "cuda"))
+    np.testing.assert_allclose(b[:, 0], a[:, 0], rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(b[:, 1], a[:, 1], rtol=2e-3)
+
+
 @pytest.mark.drawn(4)
 @pytest.mark.parametrize("flags", [[], ["--dtype", "bf16"], ["--recompute"], ["--dtype", "bf16", "--stochastic-rounding"], ["--model", MODEL + ",tied=0"],
                                    ["--seq-len", "10,20"], ["--model", GAU, "--attn", "lssar"], ["--model", QK_NORM, "--recompute"]], ids=lambda x: " ".join(x[:2] + x[2:][-1:]) or "plain")

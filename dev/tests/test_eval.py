@@ -77,6 +77,7 @@ TRAINED = {
     "lssar": ["--attn", "lssar"],
     "relu2-T": ["--attn", "relu2-T"],
     "theta": ["--rope-theta", 50],
+    "yarn": ["--rope-scaling", "yarn:4:16"],
     "gau": ["--model", model_flag("gau"), "--attn", "relu2-L"],
     "gau-ssmax": ["--model", model_flag("gau"), "--attn", "ssmax"],
     "few tokens": ["--val-tokens", 333],
@@ -345,6 +346,28 @@ def test_theta(block, d, softmax, data, tmp_path, monkeypatch):
             monkeypatch.setattr(reference, "THETA", theta)
             near(loss, reference_losses(tensors, config, data, T).mean())
             assert (loss == other) == (theta == 10000)
+
+
+@pytest.mark.parametrize("scaling", ["linear:2.5", "ntk", "llama3:4:0.5:4:64", "yarn:4:64"])
+@pytest.mark.parametrize("block", SHAPES)
+def test_rope_scalings(block, scaling, softmax, data, tmp_path):
+    """Losses under --rope-scaling, and under the same scaling of the checkpoint, equal the reference's."""
+    folder, tensors, config = softmax[block]
+    lengths = ["--seq-lens", f"{L // 2},{4 * L}"]
+    plain = losses(evaluate(folder, data, tmp_path, *lengths)[1])
+    _, result = evaluate(folder, data, tmp_path, *lengths, "--rope-scaling", scaling)
+    for T, loss, other in zip((L // 2, 4 * L), losses(result), plain):
+        near(loss, reference_losses(tensors, reference.replace(config, rope_scaling=scaling), data, T).mean())
+        assert (loss == other) == (scaling == "ntk" and T < L)
+    own = shutil.copytree(folder, tmp_path / "own")
+    said = json.loads((own / "config.json").read_text())
+    name, *numbers = scaling.split(":")
+    keys = {"linear": ["factor"], "yarn": ["factor", "original_max_position_embeddings"],
+            "llama3": ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]}.get(name, [])
+    parameters = {"rope_type": "dynamic", "factor": 1} if name == "ntk" else {"rope_type": name, **dict(zip(keys, map(float, numbers)))}
+    (own / "config.json").write_text(json.dumps(said | {"rope_parameters": parameters | {"rope_theta": 10000}}))
+    assert losses(evaluate(own, data, tmp_path, *lengths)[1]) == losses(result)
+    assert losses(evaluate(own, data, tmp_path, *lengths, "--rope-scaling", "none")[1]) == plain
 
 
 # ---------------------------------------------------------------- what is printed and written

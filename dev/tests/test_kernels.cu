@@ -283,14 +283,14 @@ static void test_rmsnorms(void) {
 // ---------------------------------------------------------------------------------------------------------------------
 // RoPE
 
-static void make_angles(Numbers &cosines, Numbers &sines, size_t T, size_t half) {
+static void make_angles(Numbers &cosines, Numbers &sines, size_t T, size_t half, double amplitude = 1) {
     cosines.resize(T * half);
     sines.resize(T * half);
     for (size_t t = 0; t < T; t++)
         for (size_t i = 0; i < half; i++) {
             double angle = ((double)t + 0.5) * pow(10000, -(double)i / (double)half);
-            cosines[t * half + i] = cos(angle);
-            sines[t * half + i] = sin(angle);
+            cosines[t * half + i] = amplitude * cos(angle);
+            sines[t * half + i] = amplitude * sin(angle);
         }
 }
 
@@ -318,8 +318,9 @@ static void norm_backward(double *d, const double *u, double inverse, size_t n) 
 }
 
 template <class X>
-static void test_rope(size_t B, size_t T, size_t NH, size_t NKV, size_t HS, bool l2) {
-    if (!case_begins("rope %s B=%zu T=%zu NH=%zu NKV=%zu HS=%zu%s", type_name<X>(), B, T, NH, NKV, HS, l2 ? " l2" : ""))
+static void test_rope(size_t B, size_t T, size_t NH, size_t NKV, size_t HS, bool l2, float amplitude = 1) {
+    if (!case_begins("rope %s B=%zu T=%zu NH=%zu NKV=%zu HS=%zu%s%s", type_name<X>(), B, T, NH, NKV, HS,
+                     l2 ? " l2" : "", amplitude == 1 ? "" : " scaled"))
         return;
     size_t N = B * T, heads = NH + NKV, W = (heads + NKV) * HS, half = HS / 2;
     Tensor<X> qkv(N * W), u(N * W), dqkv(N * W);
@@ -327,7 +328,7 @@ static void test_rope(size_t B, size_t T, size_t NH, size_t NKV, size_t HS, bool
     Numbers cos_t, sin_t, x = numbers("qkv", N * W, 0, 1.5), inverse(N * heads);
     for (size_t i = 0; i < HS; i++) x[i] = 0;    // a head of zeros
     x = fill(qkv, x);
-    make_angles(cos_t, sin_t, T, half);
+    make_angles(cos_t, sin_t, T, half, amplitude);
     cos_t = fill(cosines, cos_t);
     sin_t = fill(sines, sin_t);
     for (size_t n = 0; n < N; n++)
@@ -344,7 +345,7 @@ static void test_rope(size_t B, size_t T, size_t NH, size_t NKV, size_t HS, bool
             if (l2) norm_backward(head, &rounded[n * W + h * HS], inverse[n * heads + h], HS);
             rotate(head, &cos_t[(n % T) * half], &sin_t[(n % T) * half], -1, half);
         }
-    Rope rope = {B, T, NH, NKV, HS, cosines.device(), sines.device(), l2};
+    Rope rope = {B, T, NH, NKV, HS, cosines.device(), sines.device(), l2, amplitude};
     run_twice({&qkv, &inverses}, [&] { rope_forward(qkv.device(), l2 ? inverses.device() : NULL, rope, stream); });
     run_twice({&dqkv},
               [&] { rope_backward(dqkv.device(), u.device(), l2 ? inverses_in.device() : NULL, rope, stream); });
@@ -365,6 +366,7 @@ static void test_ropes(void) {
                                        {1, 2, 100, 100, 64}, {1, 2, 3, 3, 16}};
     for (const size_t *s : SHAPES)
         for (int l2 = 0; l2 < 2; l2++) test_rope<X>(s[0], s[1], s[2], s[3], s[4], l2);
+    for (int l2 = 0; l2 < 2; l2++) test_rope<X>(1, 5, 3, 1, 64, l2, 1.25f);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,6 @@
-"""RoPE's frequencies, and cos and sin of its angles, against transformers' rotary embedding, for every scaling."""
+"""RoPE's frequencies, and cos and sin of its angles, against transformers' rotary embedding, for every scaling. What a run
+records of its scaling, and what may change it."""
+import json
 import os
 import random
 import subprocess
@@ -11,7 +13,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from trainer import ROOT, make
+from trainer import ROOT, checkpoint, make, train
 
 KEYS = {"linear": ["factor"], "llama3": ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"],
         "yarn": ["factor", "original_max_position_embeddings"]}
@@ -48,8 +50,10 @@ def drawn(count):
 
 @pytest.fixture(scope="session")
 def program():
-    make("-s", "build/tests/test_rope", check=True)
-    return ROOT / "build/tests/test_rope"
+    path = ROOT / "build/tests/test_rope"
+    if not path.exists():
+        make("-s", "build/tests/test_rope", check=True)
+    return path
 
 
 @pytest.mark.parametrize("text, head, theta, L, T", [*CASES, *drawn(40)])
@@ -67,3 +71,57 @@ def test_frequencies_equal_transformers(program, text, head, theta, L, T):
     assert amplitude == pytest.approx(rope.attention_scaling, rel=1e-12)
     np.testing.assert_allclose(ours[0], rope.inv_freq.numpy(), rtol=2e-6)
     np.testing.assert_allclose(ours[1:], [cos, sin], rtol=0, atol=2e-6 + 3e-7 * T)
+
+
+# ---------------------------------------------------------------- runs
+
+def recorded(out, step):
+    """The scaling in run.json and that in the checkpoint's config.json."""
+    config = json.loads((checkpoint(out, step) / "config.json").read_text())
+    rope = config["rope_parameters"]
+    assert {**rope, "rope_theta": 10000} == {**config.get("rope_scaling", {"rope_type": "default"}), "rope_theta": 10000}
+    return json.loads((out / "run.json").read_text())["arguments"]["rope-scaling"], rope["rope_type"], rope.get("factor")
+
+
+def test_a_run_keeps_its_scaling(data, tmp_path):
+    out = tmp_path / "out"
+    train(data, "--rope-scaling", "linear:2.50", "--steps", 2, "--out", out)
+    assert recorded(out, 2) == ("linear:2.5", "linear", 2.5)
+    train(data, "--resume", "--steps", 3, "--out", out)
+    train(data, "--resume", "--steps", 4, "--out", out, "--rope-scaling", "linear:2.5")
+    assert recorded(out, 4) == ("linear:2.5", "linear", 2.5)
+    message = train(data, "--resume", "--steps", 5, "--out", out, "--rope-scaling", "none", code=2)
+    assert "--rope-scaling is none, but the run started with linear:2.5" in message
+
+
+def test_a_run_of_an_older_version(data, tmp_path):
+    """Its run.json has no scaling."""
+    out = tmp_path / "out"
+    train(data, "--steps", 2, "--out", out)
+    run = json.loads((out / "run.json").read_text())
+    assert run["arguments"].pop("rope-scaling") == "none"
+    (out / "run.json").write_text(json.dumps(run))
+    message = train(data, "--resume", "--steps", 3, "--out", out, "--rope-scaling", "ntk", code=2)
+    assert "--rope-scaling is ntk, but the checkpoint has none" in message
+    train(data, "--resume", "--steps", 3, "--out", out, "--rope-scaling", "none")
+
+
+def test_a_new_run_from_weights_keeps_or_replaces_their_scaling(data, tmp_path):
+    train(data, "--rope-scaling", "linear:2", "--steps", 1, "--out", tmp_path / "first")
+    first = ["--init-from", checkpoint(tmp_path / "first", 1), "--steps", 1, "--seq-len", 8, "--batch", 4]
+    for name, flags, found in (("kept", [], ("linear:2", "linear", 2)), ("replaced", ["--rope-scaling", "ntk"], ("ntk", "dynamic", 1)),
+                               ("none", ["--rope-scaling", "none"], ("none", "default", None))):
+        train(data, *first, *flags, "--out", tmp_path / name, model=False)
+        assert recorded(tmp_path / name, 1) == found
+
+
+@pytest.mark.parametrize("flags, parts", [
+    (["--rope-scaling", "yran:4:8"], ["--rope-scaling yran:4:8: unknown scaling. Did you mean yarn?", "llama3:FACTOR:LOW:HIGH:ORIGINAL"]),
+    (["--rope-scaling", "linear"], ["--rope-scaling linear: expected linear:FACTOR."]),
+    (["--rope-scaling", "ntk", "--model", "layers=1,heads=4,channels=8,ffn=24,vocab=97"], ["--rope-scaling ntk", "heads of size 2"]),
+    (["--rope-scaling", "ntk", "--norm-length", 4, "--seq-len", "4,8"], ["--rope-scaling ntk", "beyond L = 4", "one --seq-len"]),
+])
+def test_scalings_that_no_run_can_have(flags, parts, data, tmp_path):
+    message = train(data, *flags, "--steps", 1, "--out", tmp_path / "out", code=2)
+    assert all(part in message for part in parts), message
+    assert not (tmp_path / "out").exists()
