@@ -402,7 +402,7 @@ def add_flags(parser, name, val_fraction, tokenizer="gpt2", out=None):
     parser.allow_abbrev = False
     parser.add_argument("--out", type=Path, default=out or DATA / name, help="folder for the shards")
     parser.add_argument("--name", default=name, help="prefix of the shards' names")
-    parser.add_argument("--tokenizer", default=tokenizer, help="gpt2, or the path of a tokenizer.json")
+    parser.add_argument("--tokenizer", default=tokenizer, help="gpt2, or the path of a tokenizer.json or of a folder with one")
     parser.add_argument("--shard-tokens", type=count, default=10**8,
                         help="tokens per shard, also with the suffix k, M or B")
     parser.add_argument("--val-fraction", type=fraction, default=val_fraction,

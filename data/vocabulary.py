@@ -104,9 +104,17 @@ def numbered(vocab, added):
     return True
 
 
+def byte_level(words):
+    """The ByteLevel of a pre_tokenizer: the whole, or what follows Digits in a Sequence of the two."""
+    parts = words.get("pretokenizers") or []
+    digits = len(parts) == 2 and parts[0].get("type") == "Digits" and parts[0].get("individual_digits") is True
+    return parts[1] if words.get("type") == "Sequence" and digits else words
+
+
 def other_kind(whole):
     """Lists the features of a tokenizer.json that runtime/tokenizer.c does not support."""
-    model, words, added = whole.get("model") or {}, whole.get("pre_tokenizer") or {}, whole.get("added_tokens") or []
+    model, added = whole.get("model") or {}, whole.get("added_tokens") or []
+    words = byte_level(whole.get("pre_tokenizer") or {})
     rows = [(model.get("type", "BPE") == "BPE", 'model.type "BPE"'),
             (isinstance(model.get("vocab"), dict), "an object model.vocab"),
             (isinstance(model.get("merges"), list), "an array model.merges"),
@@ -116,7 +124,8 @@ def other_kind(whole):
             (empty(model.get("byte_fallback")), "model.byte_fallback false"),
             (empty(model.get("dropout")), "no model.dropout"),
             (empty(whole.get("normalizer")), "no normalizer"),
-            (words.get("type") == "ByteLevel", 'pre_tokenizer.type "ByteLevel"'),
+            (words.get("type") == "ByteLevel",
+             'pre_tokenizer "ByteLevel", or a "Sequence" of "Digits" (individual_digits true) and "ByteLevel"'),
             (empty(words.get("add_prefix_space")), "pre_tokenizer.add_prefix_space false"),
             (words.get("use_regex") is not False, "pre_tokenizer.use_regex true"),
             (not any(token.get("special") is False for token in added), "only special tokens in added_tokens"),
@@ -127,23 +136,32 @@ def other_kind(whole):
 
 def wrong_tokens(whole):
     """Lists the first reason why runtime/tokenizer.c cannot use the tokens of a supported tokenizer.json, if any."""
-    byte_of, ids, names = alphabet(), {}, {}
-    for name, index, special in [*((token["content"], token["id"], True) for token in whole.get("added_tokens") or []),
-                                 *((name, index, False) for name, index in whole["model"]["vocab"].items())]:
-        if not special and any(character not in byte_of for character in name):
-            return [f"a character that does not represent a byte in the token {name}"]
-        text = name.encode() if special else bytes(byte_of[character] for character in name)
+    model, byte_of, ids, names = whole["model"], alphabet(), {}, {}
+    special = [(token["content"], token["id"]) for token in whole.get("added_tokens") or []]
+
+    def conflict(name, text, index):
         if ids.get(text, index) != index:
             return [f"two ids for the token {name}"]
         if names.get(index, text) != text:
             return [f"another token has the id of {name}"]
         ids[text], names[index] = index, text
+        return []
+
+    for name, index in model["vocab"].items():
+        if all(character in byte_of for character in name):
+            if reason := conflict(name, bytes(byte_of[character] for character in name), index):
+                return reason
+        elif name not in dict(special):
+            return [f"a character that does not represent a byte in the token {name}"]
     for byte in range(256):
-        if bytes([byte]) not in ids:
-            return [f"no token for the single byte 0x{byte:02X}"]
-    if END_OF_TEXT.encode() not in ids:
-        return [f"no token {END_OF_TEXT}"]
-    return wrong_merges(whole["model"]["merges"], byte_of, ids)
+        if bytes([byte]) not in ids and model.get("unk_token") is not None:
+            return [f"model.unk_token is set, but there is no token for the single byte 0x{byte:02X}"]
+    if reason := wrong_merges(model["merges"], byte_of, ids):
+        return reason
+    for name, index in special:
+        if reason := conflict(name, name.encode(), index):
+            return reason
+    return [] if END_OF_TEXT.encode() in ids else [f"no token {END_OF_TEXT}"]
 
 
 def wrong_merges(merges, byte_of, ids):

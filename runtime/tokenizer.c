@@ -1,6 +1,7 @@
 // Byte-level BPE. word_end() splits text into words by GPT-2's pattern,
 //     '(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
-// written out as code. Each word starts as one symbol per byte. Then the adjacent pair with the lowest rank is merged
+// written out as code. If tokenizer.json says so, every digit is cut out first, and the pattern sees only what lies
+// between two digits. Each word starts as one symbol per byte. Then the adjacent pair with the lowest rank is merged
 // (the leftmost if there are several) until no pair can be merged. A heap finds these pairs, so even a word of a
 // megabyte takes O(n log n).
 #include "runtime/tokenizer.h"
@@ -36,8 +37,11 @@ struct Tokenizer {
     size_t bytes_used;
     Token *tokens;    // by id
     int vocab, end_of_text;
-    int32_t byte_id[256];
-    Merge *merges;    // by rank
+    bool digits;         // is each digit a word of its own?
+    int32_t *special;    // the ids of the special tokens
+    size_t special_count;
+    int32_t byte_id[256];    // -1: the byte has no token and is dropped
+    Merge *merges;           // by rank
     size_t merges_count;
     uint32_t *pairs;    // hash table of (left, right): rank + 1, or 0
     uint32_t *names;    // hash table of token bytes: id + 1, or 0; only exists while opening
@@ -114,6 +118,16 @@ static CharClass class_of(uint32_t code) {
     return inside ? char_ranges[low].class : OTHER;
 }
 
+// Is this a digit, superscript, fraction or other number? The library's Digits asks Rust, which knows a newer Unicode
+// than the pattern does.
+static bool is_number(uint32_t code) {
+    if (class_of(code) == NUMBER) { return true; }
+    for (size_t i = 0; i < sizeof(more_numbers) / sizeof(*more_numbers); i++) {
+        if (code >= more_numbers[i].first && code <= more_numbers[i].last) { return true; }
+    }
+    return false;
+}
+
 // Returns the end of the run of characters of one class that starts at `at`. Sets *last to the start of its last
 // character.
 static size_t run_end(const uint8_t *s, size_t n, size_t at, CharClass class, size_t *last) {
@@ -143,6 +157,16 @@ static size_t word_end(const uint8_t *s, size_t n, size_t at) {
     }
     size_t end = run_end(s, n, at, SPACE, &last);
     return end == n || last == at ? end : last;    // the last space of a run belongs to the next word
+}
+
+// Returns the end of the part of the text that starts at `at` and that word_end() may look at: one digit, all up to the
+// next digit, or the whole text if digits are not special.
+static size_t part_end(const Tokenizer *t, const uint8_t *s, size_t n, size_t at) {
+    size_t width;
+    if (!t->digits) { return n; }
+    if (is_number(char_at(s + at, n - at, &width))) { return at + width; }
+    while (at < n && !is_number(char_at(s + at, n - at, &width))) { at += width; }
+    return at;
 }
 
 // ---- merging one word
@@ -222,14 +246,17 @@ static void merge_word(const Tokenizer *t, Word *w) {
     }
 }
 
-// Fills in one symbol per byte, and the three bytes of U+FFFD for invalid UTF-8.
+// Fills in one symbol per byte that has a token, and the three bytes of U+FFFD for invalid UTF-8.
 static void word_fill(const Tokenizer *t, Word *w, const uint8_t *s, size_t length) {
     word_reserve(w, 3 * length);
     w->count = 0;
     for (size_t at = 0, width; at < length; at += width) {
         bool replaced = char_at(s + at, length - at, &width) == REPLACEMENT;
         const uint8_t *bytes = replaced ? (const uint8_t *)"\xEF\xBF\xBD" : s + at;
-        for (size_t i = 0; i < (replaced ? 3 : width); i++) { w->symbol[w->count++] = t->byte_id[bytes[i]]; }
+        for (size_t i = 0; i < (replaced ? 3 : width); i++) {
+            w->symbol[w->count] = t->byte_id[bytes[i]];
+            w->count += w->symbol[w->count] >= 0;
+        }
     }
 }
 
@@ -237,8 +264,9 @@ size_t tokenizer_encode(const Tokenizer *t, const char *text, size_t length, int
     const uint8_t *s = (const uint8_t *)text;
     Word w = {0};
     size_t count = 0;
-    for (size_t at = 0, end; at < length; at = end) {
-        end = word_end(s, length, at);
+    for (size_t at = 0, part = 0, end; at < length; at = end) {
+        if (at == part) { part = part_end(t, s, length, at); }
+        end = word_end(s, part, at);
         word_fill(t, &w, s + at, end - at);
         merge_word(t, &w);
         for (size_t i = 0; i < w.count; i = w.next[i], count++) {
@@ -260,6 +288,15 @@ int tokenizer_vocab(const Tokenizer *t) {
 }
 int tokenizer_end_of_text(const Tokenizer *t) {
     return t->end_of_text;
+}
+
+int32_t tokenizer_special(const Tokenizer *t, const char *text) {
+    size_t length = strlen(text);
+    for (size_t i = 0; i < t->special_count; i++) {
+        const Token *token = &t->tokens[t->special[i]];
+        if (token->length == length && memcmp(token->bytes, text, length) == 0) { return t->special[i]; }
+    }
+    return -1;
 }
 
 // ---- opening
@@ -310,9 +347,17 @@ static bool numbered(const cJSON *vocab, const cJSON *added) {
     return true;
 }
 
+// Returns the ByteLevel of a pre_tokenizer: the whole, or what follows Digits in a Sequence of the two.
+static const cJSON *byte_level(const cJSON *words, bool *digits) {
+    const cJSON *parts = get(words, "pretokenizers"), *first = cJSON_GetArrayItem(parts, 0);
+    *digits = is_text(get(words, "type"), "Sequence") && cJSON_IsArray(parts) && cJSON_GetArraySize(parts) == 2 &&
+              is_text(get(first, "type"), "Digits") && cJSON_IsTrue(get(first, "individual_digits"));
+    return *digits ? first->next : words;
+}
+
 // Rejects every setting that would produce other ids than the code above, and lists all of them at once.
-static bool check_kind(const Tokenizer *t, const cJSON *root, Error *error) {
-    const cJSON *model = get(root, "model"), *words = get(root, "pre_tokenizer");
+static bool check_kind(Tokenizer *t, const cJSON *root, Error *error) {
+    const cJSON *model = get(root, "model"), *words = byte_level(get(root, "pre_tokenizer"), &t->digits);
     const struct {
         bool right;
         const char *expected;
@@ -326,7 +371,8 @@ static bool check_kind(const Tokenizer *t, const cJSON *root, Error *error) {
         {is_empty(get(model, "byte_fallback")), "model.byte_fallback false"},
         {is_empty(get(model, "dropout")), "no model.dropout"},
         {is_empty(get(root, "normalizer")), "no normalizer"},
-        {is_text(get(words, "type"), "ByteLevel"), "pre_tokenizer.type \"ByteLevel\""},
+        {is_text(get(words, "type"), "ByteLevel"),
+         "pre_tokenizer \"ByteLevel\", or a \"Sequence\" of \"Digits\" (individual_digits true) and \"ByteLevel\""},
         {is_empty(get(words, "add_prefix_space")), "pre_tokenizer.add_prefix_space false"},
         {!cJSON_IsFalse(get(words, "use_regex")), "pre_tokenizer.use_regex true"},
         {only_special(get(root, "added_tokens")), "only special tokens in added_tokens"},
@@ -349,6 +395,14 @@ static void byte_alphabet(int16_t byte_of[0x180]) {
         bool printable = (byte >= 0x21 && byte <= 0x7E) || (byte >= 0xA1 && byte != 0xAD);
         byte_of[printable ? byte : next++] = (int16_t)byte;
     }
+}
+
+static bool is_added(const cJSON *added, const char *name) {
+    const cJSON *token;
+    cJSON_ArrayForEach(token, added) {
+        if (is_text(get(token, "content"), name)) { return true; }
+    }
+    return false;
 }
 
 // Writes the bytes that a name in this alphabet (`length` bytes of UTF-8) stands for. Returns false if the name
@@ -389,9 +443,10 @@ static bool make_room(Tokenizer *t, const cJSON *vocab, const cJSON *added, Erro
         entries++;
     }
     t->tokens = calloc((size_t)t->vocab + 1, sizeof(*t->tokens));
+    t->special = calloc((size_t)cJSON_GetArraySize(added) + 1, sizeof(*t->special));
     t->bytes = malloc(bytes + 1);
     t->names = table_create(entries, &t->names_mask);
-    return t->tokens && t->bytes && t->names ? true : no_memory(t, error);
+    return t->tokens && t->special && t->bytes && t->names ? true : no_memory(t, error);
 }
 
 // Assigns the bytes at the end of t->bytes to an id. A name may occur twice (in vocab and in added_tokens) with one id.
@@ -406,26 +461,41 @@ static bool add_token(Tokenizer *t, int id, size_t length, const char *name, Err
     return true;
 }
 
-static bool read_tokens(Tokenizer *t, const cJSON *vocab, const cJSON *added, const int16_t byte_of[0x180],
-                        Error *error) {
+// Reads model.vocab. Its special tokens are also in added_tokens; their names may be plain text.
+static bool read_vocab(Tokenizer *t, const cJSON *vocab, const cJSON *added, const int16_t byte_of[0x180],
+                       Error *error) {
     const cJSON *item;
-    cJSON_ArrayForEach(item, added) {    // their names are plain text
-        const char *content = get(item, "content")->valuestring;
-        memcpy(t->bytes + t->bytes_used, content, strlen(content));
-        if (!add_token(t, get(item, "id")->valueint, strlen(content), content, error)) { return false; }
-    }
     cJSON_ArrayForEach(item, vocab) {
         size_t length;
         bool plain = bytes_of_name(byte_of, item->string, strlen(item->string), t->bytes + t->bytes_used, &length);
+        if (!plain && is_added(added, item->string)) { continue; }
         if (!plain) { return bad(t, error, "a character that does not represent a byte in the token ", item->string); }
         if (!add_token(t, item->valueint, length, item->string, error)) { return false; }
     }
+    return true;
+}
+
+// Finds the tokens of single bytes. One may be missing if there is no unk_token to take its place.
+static bool find_bytes(Tokenizer *t, const cJSON *unknown, Error *error) {
     for (int byte = 0; byte < 256; byte++) {
         char bytes[1] = {(char)byte}, number[8];
-        uint32_t found = *name_slot(t, bytes, 1);
+        t->byte_id[byte] = (int32_t)*name_slot(t, bytes, 1) - 1;
         snprintf(number, sizeof(number), "0x%02X", byte);
-        if (!found) { return bad(t, error, "no token for the single byte ", number); }
-        t->byte_id[byte] = (int32_t)found - 1;
+        if (t->byte_id[byte] < 0 && unknown && !cJSON_IsNull(unknown)) {
+            return bad(t, error, "model.unk_token is set, but there is no token for the single byte ", number);
+        }
+    }
+    return true;
+}
+
+static bool read_special(Tokenizer *t, const cJSON *added, Error *error) {
+    const cJSON *item;
+    cJSON_ArrayForEach(item, added) {    // their names are plain text
+        const char *content = get(item, "content")->valuestring;
+        int32_t id = get(item, "id")->valueint;
+        memcpy(t->bytes + t->bytes_used, content, strlen(content));
+        if (!add_token(t, id, strlen(content), content, error)) { return false; }
+        t->special[t->special_count++] = id;
     }
     uint32_t found = *name_slot(t, END_OF_TEXT, strlen(END_OF_TEXT));
     t->end_of_text = (int)found - 1;
@@ -484,10 +554,11 @@ static bool read_merges(Tokenizer *t, const cJSON *merges, const int16_t byte_of
 static bool read_json(Tokenizer *t, const cJSON *root, Error *error) {
     int16_t byte_of[0x180];
     byte_alphabet(byte_of);
-    const cJSON *vocab = get(get(root, "model"), "vocab"), *added = get(root, "added_tokens");
+    const cJSON *model = get(root, "model"), *vocab = get(model, "vocab"), *added = get(root, "added_tokens");
+    // Special tokens come last: no byte or merge may take one for a token of the vocabulary.
     return check_kind(t, root, error) && make_room(t, vocab, added, error) &&
-           read_tokens(t, vocab, added, byte_of, error) &&
-           read_merges(t, get(get(root, "model"), "merges"), byte_of, error);
+           read_vocab(t, vocab, added, byte_of, error) && find_bytes(t, get(model, "unk_token"), error) &&
+           read_merges(t, get(model, "merges"), byte_of, error) && read_special(t, added, error);
 }
 
 static char *file_in(const char *path) {
@@ -548,6 +619,7 @@ void tokenizer_close(Tokenizer *t) {
     free(t->path);
     free(t->bytes);
     free(t->tokens);
+    free(t->special);
     free(t->merges);
     free(t->pairs);
     free(t->names);

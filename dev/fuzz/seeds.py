@@ -98,10 +98,17 @@ def tokenizer_seeds():
     joints = ["he", "the", "\u0120the", "\u0120t", "12"]
     vocab = {**{alphabet[b]: b for b in range(256)}, **{joint: 256 + i for i, joint in enumerate(joints)}}
     level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+    digits = {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, level]}
     for merges in (["h e", "t he", "\u0120 the", "\u0120 t", "1 2"], [["h", "e"], ["1", "2"]], ["h e", "h e"], [7], []):
         whole = {"added_tokens": [{"id": 256 + len(joints), "content": "<|endoftext|>"}], "normalizer": None, "pre_tokenizer": level,
                  "model": {"type": "BPE", "vocab": vocab, "merges": merges}}
         yield json.dumps(whole, ensure_ascii=False, separators=(",", ":")).encode()
+    # as in SmolLM2: digits alone, special tokens first, and no token for some bytes
+    names = ["<|endoftext|>", "<|im_start|>", "<|im_end|> \u00e9", *(alphabet[b] for b in range(256) if b not in (4, 6, 0x27, 0xF1)), *joints]
+    added = [{"id": i, "content": name, "special": True} for i, name in enumerate(names[:3])]
+    for unknown in (None, "<|endoftext|>"):
+        model = {"type": "BPE", "unk_token": unknown, "vocab": {name: i for i, name in enumerate(names)}, "merges": ["h e", "t he", "1 2"]}
+        yield json.dumps({"added_tokens": added, "normalizer": None, "pre_tokenizer": digits, "model": model}, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 SEEDS = {"fuzz_safetensors": safetensors_seeds, "fuzz_index": index_seeds, "fuzz_manifest": manifest_seeds,

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Mutation tests: breaks attention, the kernels and the CUDA trainer, one small change at a time, and requires that a
-test fails each time.
+"""Mutation tests: breaks attention, the kernels, the CUDA trainer and the tokenizer, one small change at a time, and
+requires that a test fails each time.
 
     dev/mutate/mutate.py             every change in mutations.txt
     dev/mutate/mutate.py --draw 5    five of them, drawn by commit
@@ -36,6 +36,7 @@ FLASH_TESTS = [("build/on_cpu/flash.so", [*PYTEST, "dev/tests/test_flash.py", "-
 KERNEL_TESTS = [("build/on_cpu/tests/test_kernels", ["build/on_cpu/tests/test_kernels"])]
 PHI_TESTS = [("build/on_cpu/tests/test_kernels", ["build/on_cpu/tests/test_kernels", "phi"])]
 ROPE_TESTS = [("build/tests/test_rope", ["build/tests/test_rope"]), ("build/tests/test_rope", [*PYTEST, "dev/tests/test_rope.py", "-k", "transformers"])]
+TOKENIZER_TESTS = [("build/tests/test_tokenizer", ["build/tests/test_tokenizer"])]
 # What builds on the kernels: the trainer, its matmuls, its sums over ranks.
 TRAINER = ("train_gpt2.cu", "cuda/collective.cu", "cuda/matmul.cu")
 TRAINER_TESTS = [("test_gpt2cu_on_cpu", ["./test_gpt2cu_on_cpu", "softmax_tied_v97_T33"]), ("test_gpt2cu_on_cpu", ["./test_gpt2cu_on_cpu", "softmax_gau_T33"]),
@@ -68,6 +69,8 @@ def tests_of(file):
         return PHI_TESTS
     if file == "model/rope.c":
         return ROPE_TESTS
+    if file == "runtime/tokenizer.c":
+        return TOKENIZER_TESTS
     return TRAINER_TESTS if file in TRAINER else FLASH_TESTS if file.startswith("attention/flash") else KERNEL_TESTS if file.startswith("cuda/") else TESTS
 
 

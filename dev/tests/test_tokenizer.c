@@ -104,9 +104,77 @@ static void test_encode(void) {
     tokenizer_close(t);
 }
 
+// ---- other tokenizers
+
+// Replaces the first `from` in the JSON text by `to`.
+static void replace(const char *from, const char *to) {
+    char *at = strstr(json, from), *rest = at ? strdup(at + strlen(from)) : NULL;
+    if (!rest) { exit(4); }
+    sprintf(at, "%s%s", to, rest);
+    free(rest);
+}
+
+#define BYTE_LEVEL "{\"type\":\"ByteLevel\",\"add_prefix_space\":false,\"use_regex\":true}"
+#define DIGITS "{\"type\":\"Digits\",\"individual_digits\":true}"
+#define SEQUENCE(parts) "{\"type\":\"Sequence\",\"pretokenizers\":[" parts "]}"
+
+static void test_digits(void) {
+    check_group("digits as words");
+    make_json(default_merges, "<|endoftext|>", -1);
+    replace(BYTE_LEVEL, SEQUENCE(DIGITS "," BYTE_LEVEL));
+    replace("\"id\":263", "\"id\":264");
+    replace("\"b c\"", "\"1 1\",\"b c\"");
+    replace("\"bc\":258", "\"bc\":258,\"11\":263");
+    write_text(json, strlen(json));
+    Error error;
+    Tokenizer *t = tokenizer_open(path, &error);
+    CHECK(t, "%s", error.text);
+    if (!t) { return; }
+    ENCODES(t, "a11a", 'a', '1', '1', 'a');                           // despite the merge
+    ENCODES(t, "  1", 262, '1');                                      // before a digit a run of spaces stays whole
+    ENCODES(t, "  a", ' ', 260);                                      // before a letter it does not
+    ENCODES(t, "aa1aa", 256, '1', 256);                               // nothing is merged across a digit
+    ENCODES(t, "1's", '1', 261);                                      // a contraction after a digit
+    ENCODES(t, "  \xC2\xB2", 262, 0xC2, 0xB2);                        // a superscript
+    ENCODES(t, "  \xD9\xA3", 262, 0xD9, 0xA3);                        // an Arabic digit
+    ENCODES(t, "  \xF0\x91\xB7\xA0", 262, 0xF0, 0x91, 0xB7, 0xA0);    // U+11DE0, from Unicode 17
+    ENCODES(t, "  \xF0\x96\xBF\xB6", 262, 0xF0, 0x96, 0xBF, 0xB6);    // U+16FF6, the last of these
+    ENCODES(t, "  \xC3\x97", ' ', ' ', 0xC3, 0x97);                   // no number: a multiplication sign
+    ENCODES(t,
+            "  \xE2\x82"
+            "1",
+            ' ', ' ', 0xEF, 0xBF, 0xBD, '1');
+    tokenizer_close(t);
+}
+
+static void test_special(void) {
+    check_group("special tokens, and bytes without a token");
+    make_json(default_merges, "<|endoftext|>", 'A');
+    replace("\"id\":263", "\"id\":264");
+    replace("\"added_tokens\":[", "\"added_tokens\":[{\"id\":263,\"content\":\"<pad \xC3\xA9>\"},");
+    replace("}],\"normalizer\"", "},{\"id\":265,\"content\":\"A\"}],\"normalizer\"");
+    replace("\"bc\":258", "\"bc\":258,\"<pad \xC3\xA9>\":263");
+    write_text(json, strlen(json));
+    Error error;
+    Tokenizer *t = tokenizer_open(path, &error);
+    CHECK(t, "%s", error.text);
+    if (!t) { return; }
+    CHECK(tokenizer_special(t, "<|endoftext|>") == 264 && tokenizer_special(t, "<pad \xC3\xA9>") == 263 &&
+              tokenizer_special(t, "A") == 265,
+          "the ids of special tokens");
+    CHECK(tokenizer_special(t, "aa") == -1 && tokenizer_special(t, "") == -1 && tokenizer_special(t, "<|end") == -1,
+          "other names");
+    ENCODES(t, "aAab", 256, 'b');    // A is dropped; the special token with this name does not take its place
+    ENCODES(t, "<pad \xC3\xA9>", '<', 'p', 'a', 'd', ' ', 0xC3, 0xA9, '>');
+    CHECK(tokenizer_encode(t, "AA", 2, NULL, 0) == 0, "only dropped bytes");
+    tokenizer_close(t);
+}
+
 // A word of a megabyte takes O(n log n) time; O(n^2) would take hours.
 static void test_long_words(void) {
     check_group("words of a megabyte");
+    make_json(default_merges, "<|endoftext|>", -1);
+    write_text(json, strlen(json));
     Error error;
     Tokenizer *t = tokenizer_open(path, &error);
     size_t n = 1 << 20;
@@ -136,10 +204,7 @@ static void refused(const char *what, const char *expected) {
 // Replaces the first `from` in the right file by `to` and writes it.
 static void spoil(const char *from, const char *to) {
     make_json(default_merges, "<|endoftext|>", -1);
-    char *at = strstr(json, from), *rest = at ? strdup(at + strlen(from)) : NULL;
-    if (!rest) { exit(4); }
-    sprintf(at, "%s%s", to, rest);
-    free(rest);
+    replace(from, to);
     write_text(json, strlen(json));
 }
 
@@ -151,6 +216,14 @@ static void test_refuse(void) {
         {"\"ByteLevel\"", "\"Whitespace\"", "ByteLevel"},
         {"\"add_prefix_space\":false", "\"add_prefix_space\":true", "add_prefix_space"},
         {"\"use_regex\":true", "\"use_regex\":false", "use_regex"},
+        {BYTE_LEVEL, SEQUENCE("{\"type\":\"Digits\",\"individual_digits\":false}," BYTE_LEVEL),
+         "individual_digits true"},
+        {BYTE_LEVEL, SEQUENCE("{\"type\":\"Punctuation\"}," BYTE_LEVEL), "Digits"},
+        {BYTE_LEVEL, SEQUENCE(BYTE_LEVEL "," DIGITS), "Digits"},
+        {BYTE_LEVEL, SEQUENCE(DIGITS "," DIGITS "," BYTE_LEVEL), "Digits"},
+        {BYTE_LEVEL, SEQUENCE(DIGITS), "Digits"},
+        {BYTE_LEVEL, "{\"type\":\"Sequence\",\"pretokenizers\":7}", "Digits"},
+        {BYTE_LEVEL, SEQUENCE(DIGITS ",{\"type\":\"ByteLevel\",\"use_regex\":false}"), "use_regex"},
         {"\"merges\"", "\"marges\"", "model.merges"},
         {"\"vocab\"", "\"vocap\"", "model.vocab"},
         {"\"bc\":258", "\"bc\":1e300", "whole number"},
@@ -175,8 +248,9 @@ static void test_refuse(void) {
         refused(what, rows[i][2]);
     }
     make_json(default_merges, "<|endoftext|>", 0x41);
+    replace("\"merges\"", "\"unk_token\":\"zzz\",\"merges\"");
     write_text(json, strlen(json));
-    refused("a byte without a token", "0x41");
+    refused("a byte without a token, and an unknown token", "0x41");
     make_json(default_merges, "<|endoftext|>", -1);
     bool all = true;
     for (size_t cut = 0, whole = strlen(json); cut < whole; cut += cut < whole - 64 ? 61 : 1) {
@@ -221,6 +295,8 @@ int main(void) {
     if (handle < 0) { return 4; }
     close(handle);
     test_encode();
+    test_digits();
+    test_special();
     test_long_words();
     test_damage();
     test_refuse();

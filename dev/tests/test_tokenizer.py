@@ -35,6 +35,8 @@ def library(tmp_path_factory):
     c.tokenizer_encode.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_size_t]
     c.tokenizer_token.restype = ctypes.c_void_p
     c.tokenizer_token.argtypes = [ctypes.c_void_p, ctypes.c_int32, ctypes.POINTER(ctypes.c_size_t)]
+    c.tokenizer_special.restype = ctypes.c_int32
+    c.tokenizer_special.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
     for name in ("tokenizer_vocab", "tokenizer_end_of_text", "tokenizer_close"):
         getattr(c, name).argtypes = [ctypes.c_void_p]
     return c
@@ -195,6 +197,58 @@ def test_equals_tokenizers(library, texts, tmp_path):
             ids = found.encode(piece.encode())
             assert same(ids, expected.encode_batch([piece])[0], piece), name
             assert found.decode(ids) == piece.encode(), name
+
+
+# ---- digits as words, as in SmolLM2
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<file_sep>", "«a b»"]
+AWKWARD = ["", "0", "00", "3.14159", "1,000,000", "a1b2c3", " 1", "  1", "   1 ", "1 ", "1  ", "\n\n7\n\n", "\t1\t2", "it's 5's '5 5'll", "'1s '", "1'", "x² + y³ = z⁴", "½ ¼cup 2½",
+           "Ⅷ ⅷ ↊ Ⅷth", "٣٤٥ ۳۴ ९ ৯ ੩ ௧௨ ๑๒ ໒ ༣ ၄ 三 四五 〇 〧 ㊷ ①② ⒈ 𝟙𝟚 🄀 𐄇 𒐀", "5\u0301 5\u20e3 5️⃣", "\U0001F6005\U0001F600", "👨‍👩‍👧‍👦7", "\U00011DE0\U00011DE9 \U00016FF4  \U00016FF6",
+           "  \U00011DDF  \U00011DEA  \U00016FF3", "\x001\x04\x06 2\x1d\x14", "<|im_start|>user 12<|im_end|>", "<|endoftext|>", "«a b»", " " * 99 + "1" + " " * 99, "\n" * 50 + "1" + "\r\n" * 50, "7" * 999]
+
+
+@pytest.fixture(scope="module", params=["every byte", "some bytes"])
+def digit_words(request, library, texts, tmp_path_factory):
+    """A vocabulary like SmolLM2's, in C and in the library: special tokens first, digits alone, and perhaps no token for
+    some bytes."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet()) if request.param == "every byte" else []
+    trainer = trainers.BpeTrainer(vocab_size=3000, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([texts["plays"][:300_000], texts["hostile"][:100_000]], trainer)
+    path = tmp_path_factory.mktemp("digits") / "tokenizer.json"
+    tokenizer.save(str(path))
+    return CTokenizer(library, path), vocabulary.load(path)
+
+
+def test_digit_words_equal_tokenizers(digit_words, texts):
+    found, expected = digit_words
+    rng = random.Random(7)
+    pieces = AWKWARD + [text[start:start + 40_000] for text in texts.values() for start in (0, len(text) // 3, len(text) - 40_000)]
+    numbers = "".join(chr(first + i) for first, last, name in tokenizer_classes.ranges() if name == "NUMBER" for i in range(last - first + 1))
+    mixed = numbers + "\U00011DE3\U00016FF5" + "a  é\n'sÀ\u3000\u200b"
+    pieces += ["".join(rng.choice(mixed) for _ in range(rng.randint(1, 9))) for _ in range(3000)]
+    for piece, ids in zip(pieces, expected.encode_batch(pieces)):
+        assert same(found.encode(piece.encode()), ids, piece.encode()), repr(piece[:80])
+
+
+def test_digit_words_of_broken_utf8(digit_words):
+    found, expected = digit_words
+    rng = random.Random(8)
+    edges = (0x20, 0x31, 0x41, 0x80, 0x91, 0x9F, 0xA0, 0xB2, 0xB7, 0xC2, 0xD9, 0xE2, 0xED, 0xF0, 0xF4, 0xFF)
+    pieces = [broken(20_000), *(bytes(rng.choice(edges) for _ in range(rng.randint(1, 6))) for _ in range(3000))]
+    for piece, ids in zip(pieces, expected.encode_batch([piece.decode("utf-8", "replace") for piece in pieces])):
+        assert same(found.encode(piece), ids, piece), piece[:80]
+
+
+def test_special_tokens_by_name(digit_words):
+    found, _ = digit_words
+    assert [found.c.tokenizer_special(found.handle, name.encode()) for name in SPECIAL] == list(range(len(SPECIAL)))
+    assert found.c.tokenizer_end_of_text(found.handle) == 0
+    assert [found.token(i).decode() for i in range(len(SPECIAL))] == SPECIAL
+    for name in ("", "the", "<|im_start", "<|im_start|> "):
+        assert found.c.tokenizer_special(found.handle, name.encode()) == -1
 
 
 def test_transformers_reads_the_files(gpt2, tiktoken_gpt2, tmp_path):

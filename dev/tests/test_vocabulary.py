@@ -37,10 +37,14 @@ def trained(model, trainer, words=None, normalizer=None):
     return json.loads(tokenizer.to_str())
 
 
-def bpe(words=None, alphabet=True, **more):
+def bpe(words=None, alphabet=True, special=(), **more):
     letters = sorted(pre_tokenizers.ByteLevel.alphabet()) if alphabet else []
-    return trained(models.BPE(), trainers.BpeTrainer(vocab_size=VOCAB - 1, initial_alphabet=letters, show_progress=False),
-                   words or pre_tokenizers.ByteLevel(add_prefix_space=False), **more)
+    trainer = trainers.BpeTrainer(vocab_size=VOCAB - 1, initial_alphabet=letters, special_tokens=list(special), show_progress=False)
+    return trained(models.BPE(), trainer, words or pre_tokenizers.ByteLevel(add_prefix_space=False), **more)
+
+
+def digits_first(individual=True):
+    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=individual), pre_tokenizers.ByteLevel(add_prefix_space=False)])
 
 
 def changed(whole, **change):
@@ -60,6 +64,8 @@ def tokenizer_files():
     plain = bpe()
     vocab, merges = plain["model"]["vocab"], plain["model"]["merges"]
     special = plain["added_tokens"][0]
+    some = bpe(digits_first(), alphabet=False)
+    missing = next(letter for letter in "JQXZ" if letter not in some["model"]["vocab"])
     by_length = sorted(vocab, key=lambda name: vocab[name])
     files = {
         "ours": (plain, True),
@@ -69,7 +75,16 @@ def tokenizer_files():
         "a gap in the ids": (changed(plain, model__vocab=vocab | {"zzz": VOCAB + 20}, added_tokens=[special | {"id": VOCAB}]), True),
         "words of special tokens": (changed(plain, post_processor={"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}), True),
         "truncation": (changed(plain, truncation={"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}), True),
-        "digits": (bpe(pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level()])), False),
+        "digits": (bpe(digits_first()), True),
+        "special tokens first": (bpe(digits_first(), special=["<|endoftext|>", "<|im_start|>", "<pad é>"]), True),
+        "digits, some bytes alone": (some, True),
+        "a special token in place of a byte": (changed(some, added_tokens=[*some["added_tokens"], special | {"id": 1 + some["added_tokens"][0]["id"], "content": missing}]), True),
+        "some bytes alone, an unknown token": (changed(some, model__unk_token="a"), False),
+        "runs of digits": (bpe(digits_first(individual=False)), False),
+        "digits after words": (bpe(pre_tokenizers.Sequence([pre_tokenizers.ByteLevel(add_prefix_space=False), pre_tokenizers.Digits(individual_digits=True)])), False),
+        "digits, punctuation": (bpe(pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.Punctuation(), byte_level()])), False),
+        "digits, no words": (bpe(pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level()])), False),
+        "digits, space in front": (bpe(pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=True)])), False),
         "split": (bpe(pre_tokenizers.Sequence([pre_tokenizers.Split(SPLIT, "isolated"), byte_level()])), False),
         "a sequence of one": (bpe(pre_tokenizers.Sequence([pre_tokenizers.ByteLevel(add_prefix_space=False)])), False),
         "space in front": (bpe(pre_tokenizers.ByteLevel(add_prefix_space=True)), False),
@@ -83,7 +98,7 @@ def tokenizer_files():
         "ignore merges": (changed(plain, model__ignore_merges=True), False),
         "several at once": (changed(bpe(byte_level(), normalizer=normalizers.Lowercase()), model__ignore_merges=True), False),
         "not special": (changed(plain, added_tokens=[special, special | {"id": VOCAB, "content": "  ", "special": False}]), False),
-        "some bytes alone": (bpe(alphabet=False), False),
+        "some bytes alone": (bpe(alphabet=False), True),
         "a name outside the alphabet": (changed(plain, model__vocab=vocab | {"a b": VOCAB}, added_tokens=[special | {"id": VOCAB}]), False),
         "no end of text": (changed(plain, added_tokens=[]), False),
         "word pieces": (trained(models.WordPiece(unk_token="[UNK]"), trainers.WordPieceTrainer(vocab_size=VOCAB, special_tokens=["[UNK]"], show_progress=False),
@@ -135,7 +150,7 @@ def test_python_and_c_accept_the_same_tokenizers(name, library, tmp_path):
     assert end.value == (-1 if name == "no end of text" else known.token_to_id("<|endoftext|>"))
     if usable:
         tokenizer, c = vocabulary.load_json(path), CTokenizer(library, path)
-        texts = [*sentences(50, seed=3), "<|endoftext|> <pad é> 123 it's   "]
+        texts = [*sentences(50, seed=3), "<|endoftext|> <pad é> 123 it's   ", "J in  1 Q  2X3Z   4''s ½² Ⅷ  ٣\n\n5\0\x1d6\U00011DE0 \U00016FF4"]
         assert all((c.encode(text.encode()) == ids).all() for text, ids in zip(texts, tokenizer.encode_batch(texts)))
 
 
