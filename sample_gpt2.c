@@ -134,7 +134,6 @@ static bool read_config(Sampler *s, const char *folder, Error *error) {
     if (tokenizer_vocab(s->tokenizer) > config->vocab)
         return error_set(error, EXIT_INPUT, "%s: its tokenizer has %d tokens, but the model's vocabulary has %d.",
                          folder, tokenizer_vocab(s->tokenizer), config->vocab);
-    config->end_of_text = tokenizer_end_of_text(s->tokenizer);
     return true;
 }
 
@@ -343,7 +342,7 @@ static void sample(Sampler *s, Text *t, float *logits) {
     int32_t token = sample_token(logits, s->candidates, (size_t)s->model.config.vocab, o->temperature, (size_t)o->top_k,
                                  o->top_p, u);
     s->tokens++;
-    if (token == s->model.config.end_of_text) {
+    if (model_ends_text(&s->model.config, token)) {
         t->done = true;
         return;
     }

@@ -371,7 +371,7 @@ bool needle_answer(Needle *n, const float *logits) {
     int32_t best = -1;
     size_t length = 0;
     for (int32_t id = 0; id < e->config->vocab; id++)
-        if (id != e->config->end_of_text && (best < 0 || logits[id] > logits[best])) best = id;
+        if (!model_ends_text(e->config, id) && (best < 0 || logits[id] > logits[best])) best = id;
     n->token = best;
     n->answered++;
     const char *bytes = tokenizer_token(e->tokenizer, best, &length);

@@ -8,6 +8,7 @@
 
 #include "model/model.h"
 #include "runtime/json.h"
+#include "runtime/tokenizer.h"
 
 #define COUNT(a) (sizeof(a) / sizeof((a)[0]))
 
@@ -83,7 +84,7 @@ char *model_config_json(const ModelConfig *config, bool bf16) {
     cJSON_AddNumberToObject(json, "attention_dropout", 0);
     cJSON_AddNumberToObject(json, "initializer_range", 0.02);
     cJSON_AddNumberToObject(json, "bos_token_id", config->end_of_text);
-    cJSON_AddNumberToObject(json, "eos_token_id", config->end_of_text);
+    cJSON_AddNumberToObject(json, "eos_token_id", config->has_turns ? config->end_of_turn : config->end_of_text);
     cJSON_AddBoolToObject(json, "use_cache", true);
     cJSON_AddStringToObject(json, "torch_dtype", bf16 ? "bfloat16" : "float32");
     attn = cJSON_AddObjectToObject(json, "attention_normalizer");
@@ -261,18 +262,23 @@ static void read_sizes(Reader *r) {
     }
 }
 
-// A single id or a list of ids, of which the first counts.
-static void read_end_of_text(Reader *r) {
+// A single id or a list of ids, of which the first counts. If the tokenizer in the folder has another id for
+// <|endoftext|>, which is between the documents of shards, then eos_token_id ends the turns of a chat.
+static void read_end_of_text(Reader *r, const char *folder) {
     ModelConfig *c = r->config;
     const cJSON *item = get(r, "eos_token_id");
     uint64_t id;
+    int tokens, end_of_text;
     if (!c->vocab) return;
     c->end_of_text = default_end_of_text(c->vocab);
-    if (!item) return;
-    if (json_u64(cJSON_IsArray(item) ? item->child : item, &id) && id < (uint64_t)c->vocab) c->end_of_text = (int)id;
-    else
+    if (item && json_u64(cJSON_IsArray(item) ? item->child : item, &id) && id < (uint64_t)c->vocab)
+        c->end_of_text = c->end_of_turn = (int)id;
+    else if (item)
         reasons_add(&r->reasons, "\"eos_token_id\" is %s; expected an id from 0 to %d", value_of(item).text,
                     c->vocab - 1);
+    if (!tokenizer_ids(folder, &tokens, &end_of_text) || end_of_text < 0 || end_of_text >= c->vocab) return;
+    c->end_of_text = end_of_text;
+    c->has_turns = item && c->end_of_turn != end_of_text;
 }
 
 static void read_block(Reader *r) {
@@ -627,7 +633,7 @@ bool model_config_read(ModelConfig *config, const char *folder, const char *igno
     if (right) {
         read_type(&r);
         read_sizes(&r);
-        read_end_of_text(&r);
+        read_end_of_text(&r, folder);
         read_block(&r);
         read_qk_norm(&r);
         read_heads(&r);

@@ -43,6 +43,8 @@ typedef struct {
     RopeScaling rope_scaling;
     int seq_len;        // L, the training length
     int end_of_text;    // the token between documents
+    bool has_turns;     // does another token, end_of_turn, end a generated text as well (a chat model's <|im_end|>)?
+    int end_of_turn;
     Normalizer attn;
 } ModelConfig;
 
@@ -77,6 +79,11 @@ bool model_gives_vocab(const char *text);
 
 // GPT-2's end-of-text token, or the last token of the vocabulary, where data/vocabulary.py puts it.
 int default_end_of_text(int vocab);
+
+// Does this token end a generated text?
+static inline bool model_ends_text(const ModelConfig *config, int32_t token) {
+    return token == config->end_of_text || (config->has_turns && token == config->end_of_turn);
+}
 
 // Sets kv_heads and head_dim to their defaults if they are 0. Returns false with a message if the sizes are
 // inconsistent: RoPE needs an even head size, and heads must be divisible by kv_heads.

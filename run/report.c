@@ -116,7 +116,7 @@ void run_sample_start(const Run *run, Sample *sample) {
 bool run_sample_add(const Run *run, Sample *sample, float *logits) {
     double u = random_uniform((uint64_t)run->o.seed, (uint64_t)run->step, sample->count - 1);
     int32_t id = sample_token(logits, run->candidates, (size_t)run->config->vocab, 0.9, 50, 1.0, u);
-    if (id == run->config->end_of_text) return false;
+    if (model_ends_text(run->config, id)) return false;
     sample->ids[sample->count++] = id;
     return sample->count <= run_sample_length(run);
 }

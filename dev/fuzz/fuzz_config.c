@@ -2,7 +2,7 @@
 // the same config.json again.
 //
 // Sources: runtime/error.c runtime/file.c runtime/json.c runtime/options.c runtime/process.c attention/normalizer.c
-// Sources: model/model.c model/config.c model/rope.c
+// Sources: model/model.c model/config.c model/rope.c runtime/tokenizer.c
 #include <stdlib.h>
 #include <string.h>
 
