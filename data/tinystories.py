@@ -8,9 +8,7 @@ Trains a byte-level BPE with --vocab ids on the first --vocab-documents stories 
 encodes all stories with it. --tokenizer gpt2 skips the training.
 """
 import argparse
-import hashlib
 import itertools
-import json
 
 import shards
 import sources
@@ -29,17 +27,6 @@ def stories(files, skip=0):
     return itertools.islice((text.strip() for text in texts), skip, None)
 
 
-def own_tokenizer(args, files, settings):
-    """The path of the vocabulary for these settings in data/cache; trains it if it is missing."""
-    digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
-    path = shards.DATA / "cache" / f"tinystories-{digest}.json"
-    if not path.exists():
-        print(f"training a vocabulary of {args.vocab:,} ids on the first {args.vocab_documents:,} stories")
-        path.parent.mkdir(exist_ok=True)
-        vocabulary.train(itertools.islice(stories(files), args.vocab_documents), args.vocab, path)
-    return path
-
-
 def main():
     parser = shards.add_flags(argparse.ArgumentParser(description=__doc__.split("\n")[0]), "tinystories", 0.01, tokenizer="own")
     parser.add_argument("--vocab", type=shards.count, default=32000,
@@ -49,14 +36,13 @@ def main():
     parser.add_argument("--input", nargs="+",
                         help="Parquet, JSON or text files, or folders with them, to read instead of the hub")
     args = parser.parse_args()
-    if not 258 <= args.vocab <= 65536:
-        parser.error(f"--vocab {args.vocab}: expected 258 (every byte, a merge, end-of-text) "
-                     f"to 65536 (16 bits per token)")
+    vocabulary.check_own(parser, args.vocab)
     files = sources.local_files(args.input) if args.input else sources.hub_files(REPO, [PATTERN])
     settings = sources.settings(files)
     if args.tokenizer == "own":
         settings |= {"vocab": args.vocab, "vocab_documents": args.vocab_documents}
-        args.tokenizer = own_tokenizer(args, files, settings)
+        args.tokenizer = vocabulary.own("tinystories", settings, lambda: itertools.islice(stories(files), args.vocab_documents),
+                                        f"the first {args.vocab_documents:,} stories")
     shards.write(args, lambda skip: stories(files, skip), vocabulary.load(args.tokenizer), settings)
 
 

@@ -223,6 +223,24 @@ def load(name):
     return load_gpt2() if name == "gpt2" else load_json(name)
 
 
+def own(name, settings, texts, source):
+    """The path in data/cache of the vocabulary of settings["vocab"] ids that these settings determine. Trains it on
+    texts(), which `source` names, if it is missing."""
+    vocab, digest = settings["vocab"], hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
+    path = DATA / "cache" / f"{name}-{digest}.json"
+    if not path.exists():
+        print(f"training a vocabulary of {vocab:,} ids on {source}")
+        path.parent.mkdir(exist_ok=True)
+        train(texts(), vocab, path)
+    return path
+
+
+def check_own(parser, vocab):
+    """Ends the script if a vocabulary cannot have that size."""
+    if not 258 <= vocab <= 65536:
+        parser.error(f"--vocab {vocab}: expected 258 (every byte, a merge, end-of-text) to 65536 (16 bits per token)")
+
+
 def train(texts, vocab, path):
     """Trains a byte-level BPE that splits text as GPT-2 does, and writes its tokenizer.json. The end-of-text token
     gets the last id, as in GPT-2, so that its id is always the vocabulary size minus 1."""

@@ -1,6 +1,8 @@
 #!/usr/bin/env python3
 """Mutation tests: breaks attention, the kernels, the CUDA trainer and the tokenizer, one small change at a time, and
 requires that a test fails each time.
+"""Mutation tests: breaks attention, the kernels, the CUDA trainer and the scripts for data, one small change at a time,
+and requires that a test fails each time.
 
     dev/mutate/mutate.py             every change in mutations.txt
     dev/mutate/mutate.py --draw 5    five of them, drawn by commit
@@ -45,6 +47,11 @@ TRAINER_TESTS = [("test_gpt2cu_on_cpu", ["./test_gpt2cu_on_cpu", "softmax_tied_v
 # The environment without the variables that make tests long (doc/tests.md).
 LONG = ("STOPS", "FLASH_ALL", "SASS_ALL", "CUDA_ON_CPU_LONG", "MACHINES_LONG", "FOREIGN", "CUDA_BUILD", "GPU_REHEARSAL")
 SHORT = {name: value for name, value in os.environ.items() if name not in LONG}
+# The scripts in data/, and how the trainer reads what they write.
+DATA_TESTS = {"runtime/shards.c": [("build/tests/test_shards", ["build/tests/test_shards"])],
+              **{file: [("train_gpt2", [*PYTEST, f"dev/tests/{test}"])] for file, test in
+                 (("data/squad.py", "test_squad.py"), ("data/shards.py", "test_squad.py"), ("data/markup.py", "test_debian_docs.py"),
+                  ("data/dictd.py", "test_debian_docs.py"), ("data/debian_docs.py", "test_debian_docs.py"))}}
 INSTANCES = "exp exp_recenter softplus_reweight any_two_sweeps float float_two_sweeps"
 
 
@@ -65,6 +72,8 @@ def build(tree, target):
 
 
 def tests_of(file):
+    if file in DATA_TESTS:
+        return DATA_TESTS[file]
     if file == "attention/phi.cuh":
         return PHI_TESTS
     if file == "model/rope.c":

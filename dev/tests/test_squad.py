@@ -248,6 +248,7 @@ def test_the_loss_counts_answers_and_their_ends(tmp_path, tokenizer):
 
 
 def test_template():
-    """doc/data.md states it on one line, and eval_gpt2's needles repeat it."""
-    text = (sources.DATA.parent / "doc/data.md").read_text()
-    assert squad.prompt("CONTEXT", "QUESTION").replace("\n", "\\n") in text
+    """doc/data.md states it on one line, and the needles of eval_gpt2 --chat squad repeat it."""
+    doc, needle = ((sources.DATA.parent / path).read_text() for path in ("doc/data.md", "eval/needle.c"))
+    assert squad.prompt("CONTEXT", "QUESTION").replace("\n", "\\n") in doc
+    assert f'"{squad.prompt("", "What is the special magic %s number?")}"'.replace("\n", "\\n") in needle
