@@ -1,8 +1,6 @@
 #!/usr/bin/env python3
-"""Mutation tests: breaks attention, the kernels, the CUDA trainer and the tokenizer, one small change at a time, and
-requires that a test fails each time.
-"""Mutation tests: breaks attention, the kernels, the CUDA trainer and the scripts for data, one small change at a time,
-and requires that a test fails each time.
+"""Mutation tests: makes each of the small changes in mutations.txt to the code, one at a time, and requires that a test
+fails each time.
 
     dev/mutate/mutate.py             every change in mutations.txt
     dev/mutate/mutate.py --draw 5    five of them, drawn by commit
