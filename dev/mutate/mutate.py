@@ -35,21 +35,35 @@ PYTEST = [str(PYTHON if PYTHON.exists() else sys.executable), "-m", "pytest", "-
 FLASH_TESTS = [("build/on_cpu/flash.so", [*PYTEST, "dev/tests/test_flash.py", "-k", "kinds or (nan and float) or truncate or last_bit or future or order or conflicts or all_zero_rows"])]
 KERNEL_TESTS = [("build/on_cpu/tests/test_kernels", ["build/on_cpu/tests/test_kernels"])]
 PHI_TESTS = [("build/on_cpu/tests/test_kernels", ["build/on_cpu/tests/test_kernels", "phi"])]
-ROPE_TESTS = [("build/tests/test_rope", ["build/tests/test_rope"]), ("build/tests/test_rope", [*PYTEST, "dev/tests/test_rope.py", "-k", "transformers"])]
-TOKENIZER_TESTS = [("build/tests/test_tokenizer", ["build/tests/test_tokenizer"])]
 # What builds on the kernels: the trainer, its matmuls, its sums over ranks.
 TRAINER = ("train_gpt2.cu", "cuda/collective.cu", "cuda/matmul.cu")
 TRAINER_TESTS = [("test_gpt2cu_on_cpu", ["./test_gpt2cu_on_cpu", "softmax_tied_v97_T33"]), ("test_gpt2cu_on_cpu", ["./test_gpt2cu_on_cpu", "softmax_gau_T33"]),
                  ("train_gpt2cu_on_cpu", [*PYTEST, "dev/tests/test_cuda.py", "-k", "late or masks or all_zero_rows or switch_mid or several_ranks or"
                                           " zero_gives or same_number or recomputing or resume"])]
+
+
+def pytest_of(target, name, *options):
+    return [(target, [*PYTEST, f"dev/tests/{name}.py", *options])]
+
+
+# The tests of a file: those of the first row that its path begins with.
+TESTS_OF = (
+    ("attention/phi.cuh", PHI_TESTS),
+    ("attention/flash", FLASH_TESTS),
+    *((file, TRAINER_TESTS) for file in TRAINER),
+    ("cuda/", KERNEL_TESTS),
+    ("model/rope.c", [("build/tests/test_rope", ["build/tests/test_rope"]), *pytest_of("build/tests/test_rope", "test_rope", "-k", "transformers")]),
+    ("runtime/tokenizer.c", [("build/tests/test_tokenizer", ["build/tests/test_tokenizer"])]),
+    ("runtime/shards.c", [("build/tests/test_shards", ["build/tests/test_shards"])]),
+    ("data/squad.py", pytest_of("train_gpt2", "test_squad")),
+    ("data/shards.py", pytest_of("train_gpt2", "test_squad")),
+    ("data/", pytest_of("train_gpt2", "test_debian_docs")),
+    ("", TESTS),
+)
+
 # The environment without the variables that make tests long (doc/tests.md).
 LONG = ("STOPS", "FLASH_ALL", "SASS_ALL", "CUDA_ON_CPU_LONG", "MACHINES_LONG", "FOREIGN", "CUDA_BUILD", "GPU_REHEARSAL")
 SHORT = {name: value for name, value in os.environ.items() if name not in LONG}
-# The scripts in data/, and how the trainer reads what they write.
-DATA_TESTS = {"runtime/shards.c": [("build/tests/test_shards", ["build/tests/test_shards"])],
-              **{file: [("train_gpt2", [*PYTEST, f"dev/tests/{test}"])] for file, test in
-                 (("data/squad.py", "test_squad.py"), ("data/shards.py", "test_squad.py"), ("data/markup.py", "test_debian_docs.py"),
-                  ("data/dictd.py", "test_debian_docs.py"), ("data/debian_docs.py", "test_debian_docs.py"))}}
 INSTANCES = "exp exp_recenter softplus_reweight any_two_sweeps float float_two_sweeps"
 
 
@@ -70,15 +84,7 @@ def build(tree, target):
 
 
 def tests_of(file):
-    if file in DATA_TESTS:
-        return DATA_TESTS[file]
-    if file == "attention/phi.cuh":
-        return PHI_TESTS
-    if file == "model/rope.c":
-        return ROPE_TESTS
-    if file == "runtime/tokenizer.c":
-        return TOKENIZER_TESTS
-    return TRAINER_TESTS if file in TRAINER else FLASH_TESTS if file.startswith("attention/flash") else KERNEL_TESTS if file.startswith("cuda/") else TESTS
+    return next(tests for beginning, tests in TESTS_OF if file.startswith(beginning))
 
 
 def verdict_of(tree, tests):
