@@ -198,8 +198,9 @@ def posted(A, visible, spec, n):
 
 
 def attention(q, k, v, visible, normalizer, scalars):
-    """q (B, heads, T, d), k, v (B, key-value heads, keys, d) after RoPE; visible (B, 1, T, keys). Row statistics are at
-    least float32. Consecutive heads share a key-value head."""
+    """Returns A v (B, heads, T, d) and A (B, heads, T, keys). q (B, heads, T, d), k, v (B, key-value heads, keys, d)
+    after RoPE; visible (B, 1, T, keys). Row statistics are at least float32. Consecutive heads share a key-value
+    head."""
     wide = torch.promote_types(q.dtype, torch.float32)
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     q, k = q.to(wide), k.to(wide)
@@ -212,7 +213,8 @@ def attention(q, k, v, visible, normalizer, scalars):
         raise ValueError(f"attention_normalizer: unknown qk {normalizer['qk']!r}")
     z = scale_of(normalizer["scale"], n, d, L, scalars) * (q @ k.transpose(-1, -2)) + offset_of(normalizer["offset"], n, L, T)
     A = normalized(z, visible, normalizer["phi"], normalizer["norm"], n, L, T, scalars)
-    return posted(A, visible, normalizer["post"], n).to(v.dtype) @ v
+    A = posted(A, visible, normalizer["post"], n).to(v.dtype)
+    return A @ v, A
 
 
 # ---- The layers
@@ -285,13 +287,16 @@ class Normalized(nn.Module):
         self.layer, self.normalizer, self.rope_parameters = layer, config.attention_normalizer, config.rope_parameters
         add_scalars(self, self.normalizer, "head", config.num_attention_heads)
 
-    def attend(self, q, k, v, positions, visible, cache, of_model):
+    def attend(self, q, k, v, positions, visible, cache, weights, of_model):
         angles = rope_frequencies(self.rope_parameters, q.shape[-1], self.normalizer["seq_len"], visible[:, 0, -1].sum(-1))
         q, k = rope(q, positions, *angles), rope(k, positions, *angles)
         if cache is not None:
             k, v = cache.update(k, v, self.layer)
         of_heads = {name: w[:, None, None] for name, w in self.named_parameters(recurse=False) if name in SCALARS}
-        return attention(q, k, v, visible, self.normalizer, of_model | of_heads)
+        out, A = attention(q, k, v, visible, self.normalizer, of_model | of_heads)
+        if weights is not None:
+            weights.append(A)
+        return out
 
 
 class Attention(Normalized):
@@ -449,9 +454,9 @@ class AttnGPTForCausalLM(PreTrainedModel, GenerationMixin):
         self.lm_head = head
 
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None, labels=None,
-                use_cache=None, logits_to_keep=0, **kwargs):
+                use_cache=None, logits_to_keep=0, output_attentions=None, **kwargs):
         """attention_mask (B, keys): 0 for padding. logits_to_keep: computes only the logits of that many last tokens;
-        0: of all."""
+        0: of all. output_attentions: also returns each layer's A (B, heads, T, keys)."""
         x = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         B, T, _ = x.shape
         use_cache = self.config.use_cache if use_cache is None else use_cache
@@ -464,11 +469,13 @@ class AttnGPTForCausalLM(PreTrainedModel, GenerationMixin):
             if attention_mask.shape != (B, past + T):
                 raise ValueError(f"attention_mask: expected one number for each of {B} x {past + T} keys, found {tuple(attention_mask.shape)}")
             visible = visible & attention_mask[:, None, None].bool()
-        x = self.model(x, positions, visible, cache)
+        weights = [] if (self.config.output_attentions if output_attentions is None else output_attentions) else None
+        x = self.model(x, positions, visible, cache, weights)
         if isinstance(logits_to_keep, int):
             logits_to_keep = slice(-logits_to_keep, None) if logits_to_keep else slice(None)
         logits = self.lm_head(x[:, logits_to_keep])
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache if use_cache else None)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache if use_cache else None,
+                                      attentions=None if weights is None else tuple(weights))

@@ -17,7 +17,7 @@ softmax-sink is gpt-oss's, arXiv 2508.10925; softmax-floorlog Llama 4's; softpic
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -246,7 +246,30 @@ def posted(A, visible, spec, n):
     return torch.where(n > 3, centered, A)
 
 
-def attention(q, k, v, normalizer, L, scalars, first=None):
+def log_norm(z, visible, spec, n, L, phi, sink):
+    """ln Z_i, with A = f / Z before post; -inf where Z is 0."""
+    if phi == "exp" and spec.startswith("l1"):
+        terms = [z.masked_fill(~visible, -math.inf)]
+        if spec == "l1+sink":
+            terms.append(sink[:, None, None].expand(*z.shape[:-1], 1))
+        elif float(spec[3:] or 0) > 0:
+            terms.append(torch.full_like(z[..., :1], math.log(float(spec[3:]))))
+        return torch.logsumexp(torch.cat(terms, -1), -1)
+    if spec.startswith("l1"):
+        return torch.log(torch.where(visible, PHI[phi](z), 0.0).abs().sum(-1) + float(spec[3:] or 0))
+    return torch.log(torch.as_tensor(fixed_norm(spec, n, L), dtype=z.dtype)).expand(*z.shape[:-1], 1)[..., 0]
+
+
+@dataclass
+class Trace:
+    """What forward() saw, one item per layer: A (B, NH, T, T), ln Z (B, NH, T), and the residual stream after the layer
+    (B, T, C)."""
+    weights: list = field(default_factory=list)
+    log_Z: list = field(default_factory=list)
+    residual: list = field(default_factory=list)
+
+
+def attention(q, k, v, normalizer, L, scalars, first=None, trace=None):
     """q (B, NH, T, HS) and k (B, NKV, T, HS) after RoPE, v (B, NKV, T, any width); returns (B, NH, T, any width).
     NH/NKV consecutive query heads share a key-value head. scalars: by their names in SCALARS. first (B, T): the first
     key that each row sees, from which its n counts; None: every row sees the sequence from its start."""
@@ -260,8 +283,12 @@ def attention(q, k, v, normalizer, L, scalars, first=None):
     if normalizer.qk == "l2":
         q, k = (over(x, torch.linalg.vector_norm(x, dim=-1, keepdim=True)) for x in (q, k))
     z = scale_of_row(normalizer.scale, n, d, L, scalars) * (q @ k.transpose(-1, -2)) + offset_of_row(normalizer.offset, n, L)
-    A = normalized(z, visible, normalizer.norm, n, L, normalizer.phi, scalars.get("sink"))
-    return posted(A, visible, normalizer.post, n) @ v
+    how = visible, normalizer.norm, n, L, normalizer.phi, scalars.get("sink")
+    A = posted(normalized(z, *how), visible, normalizer.post, n)
+    if trace is not None:
+        trace.weights.append(A)
+        trace.log_Z.append(log_norm(z, *how))
+    return A @ v
 
 
 # ---- The layers
@@ -417,7 +444,7 @@ def attention_scalars(parameters, prefix, config):
             if trains(config.normalizer, name) else start for name, start in scalars.items()}
 
 
-def llama_layer(x, parameters, layer, config):
+def llama_layer(x, parameters, layer, config, trace=None):
     """x + Wo attention(h), and to that + Wdown (silu(Wgate h) * (Wup h)), each time with h = rmsnorm(x)."""
     B, T, C = x.shape
     weight = lambda name: parameters[layer + name + ".weight"]
@@ -428,13 +455,13 @@ def llama_layer(x, parameters, layer, config):
         q, k = (rmsnorm(x, weight(f"self_attn.{name}_norm"), config.norm_eps) for x, name in ((q, "q"), (k, "k")))
     scalars = attention_scalars(parameters, layer + "self_attn.", config)
     q, k = (rope(x, config.rope_scaling, config.L) for x in (q, k))
-    mixed = attention(q, k, v, config.normalizer, config.L, scalars)
+    mixed = attention(q, k, v, config.normalizer, config.L, scalars, trace=trace)
     x = x + mixed.transpose(1, 2).reshape(B, T, -1) @ weight("self_attn.o_proj").T
     h = rmsnorm(x, weight("post_attention_layernorm"), config.norm_eps)
     return x + swiglu(h @ weight("mlp.gate_proj").T, h @ weight("mlp.up_proj").T) @ weight("mlp.down_proj").T
 
 
-def gau_layer(x, parameters, layer, config):
+def gau_layer(x, parameters, layer, config, trace=None):
     """x + Wo (U * A V) with h = rmsnorm(x), U, V, Z = silu(Wu h), silu(Wv h), silu(Wz h); q and k are Z with a gain and an offset
     for each of its 128 elements, and RoPE ([GAU])."""
     of_unit = lambda name: parameters[f"{layer}gau.{name}"]
@@ -442,16 +469,18 @@ def gau_layer(x, parameters, layer, config):
     U, V, Z = (silu(h @ of_unit(f"{name}_proj.weight").T) for name in "uvz")
     q, k = (rope(Z * of_unit(f"{name}_gain") + of_unit(f"{name}_offset"), config.rope_scaling, config.L) for name in "qk")
     scalars = attention_scalars(parameters, layer + "gau.", config)
-    AV = attention(q[:, None], k[:, None], V[:, None], config.normalizer, config.L, scalars)[:, 0]
+    AV = attention(q[:, None], k[:, None], V[:, None], config.normalizer, config.L, scalars, trace=trace)[:, 0]
     return x + (U * AV) @ of_unit("o_proj.weight").T
 
 
-def forward(parameters, tokens, config):
-    """Logits (B, T, vocab) for tokens (B, T)."""
+def forward(parameters, tokens, config, trace=None):
+    """Logits (B, T, vocab) for tokens (B, T). A Trace is filled."""
     embedding = parameters["model.embed_tokens.weight"]
     x = embedding[tokens]
     for i in range(config.units):
-        x = (gau_layer if config.block == "gau" else llama_layer)(x, parameters, f"model.layers.{i}.", config)
+        x = (gau_layer if config.block == "gau" else llama_layer)(x, parameters, f"model.layers.{i}.", config, trace)
+        if trace is not None:
+            trace.residual.append(x)
     x = rmsnorm(x, parameters["model.norm.weight"], config.norm_eps)
     return x @ (embedding if config.tied else parameters["lm_head.weight"]).T
 

@@ -335,8 +335,8 @@ ROPE = {        # --rope-scaling: rope_parameters
 
 
 def pair(modeling, name, L, block="llama", tied=True, **change):
-    """The modeling file's model in float64 with random weights, and the reference's logits for the same weights.
-    `change` overrides the reference's shape."""
+    """The modeling file's model in float64 with random weights, and a function that runs the reference with the same
+    weights. `change` overrides the reference's shape."""
     normalizer = reference.parse_normalizer(name)
     gau = block == "gau"
     shape = reference.Config(**dict(layers=1 if gau else 2, heads=1 if gau else 2, channels=16, ffn=24, tied=tied, vocab=31, attn=name, L=L,
@@ -358,7 +358,7 @@ def pair(modeling, name, L, block="llama", tied=True, **change):
                 parameter.add_(0.3 * torch.randn_like(parameter))
     parameters = {key: value for key, value in model.state_dict().items() if key in reference.parameter_shapes(shape)}
     assert parameters.keys() == reference.parameter_shapes(shape).keys()
-    return model, lambda ids: reference.forward(parameters, ids, shape)
+    return model, lambda ids, trace=None: reference.forward(parameters, ids, shape, trace)
 
 
 HEADS = {
@@ -377,31 +377,38 @@ def test_the_modeling_file_equals_the_reference(modeling, block, name, heads, tm
     model.config.save_pretrained(tmp_path)
     whole = assert_same_logits(model, logits_of)
     if not whole_length(name):
-        assert_cache_and_padding(model, whole)
+        assert_cache_and_padding(model, *whole)
 
 
 IDS = torch.randint(31, (2, 20), generator=torch.Generator().manual_seed(1))
 
 
 def assert_same_logits(model, logits_of):
+    """And the same attention weights. Returns both: logits, (layers, B, heads, T, T)."""
+    trace = reference.Trace()
     with torch.no_grad():
-        whole = model(IDS).logits
-        assert (whole - logits_of(IDS)).abs().max() < 1e-9 * whole.abs().max()
-    return whole
+        out = model(IDS, output_attentions=True)
+        weights = torch.stack(out.attentions)
+        assert (out.logits - logits_of(IDS, trace)).abs().max() < 1e-9 * out.logits.abs().max()
+        assert (weights - torch.stack(trace.weights)).abs().max() < 1e-9 * weights.abs().max()
+    return out.logits, weights
 
 
-def assert_cache_and_padding(model, whole, cached=True):
-    """The logits are the same when the text is processed in parts, with a cache, and when it is padded."""
+def assert_cache_and_padding(model, logits, weights, cached=True):
+    """The logits are the same when the text is processed in parts, with a cache, and when it is padded; the weights of
+    the parts are rows of the whole text's."""
     with torch.no_grad():
-        cache, parts = None, []
+        cache, parts, past = None, [], 0
         for part in IDS.split([7, 1, 12], dim=1):
-            out = model(part, past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
+            out = model(part, past_key_values=cache, use_cache=True, output_attentions=True)
+            cache, end = out.past_key_values, past + part.shape[1]
             parts.append(out.logits)
-        assert not cached or (torch.cat(parts, 1) - whole).abs().max() < 1e-9 * whole.abs().max()
+            assert not cached or (torch.stack(out.attentions) - weights[:, :, :, past:end, :end]).abs().max() < 1e-9 * weights.abs().max()
+            past = end
+        assert not cached or (torch.cat(parts, 1) - logits).abs().max() < 1e-9 * logits.abs().max()
         padded = torch.cat([torch.zeros(2, 3, dtype=torch.long), IDS], 1)
         mask = torch.cat([torch.zeros(2, 3), torch.ones(2, 20)], 1).long()
-        assert (model(padded, attention_mask=mask).logits[:, 3:] - whole).abs().max() < 1e-9 * whole.abs().max()
+        assert (model(padded, attention_mask=mask).logits[:, 3:] - logits).abs().max() < 1e-9 * logits.abs().max()
 
 
 @pytest.mark.parametrize("L", [24, 5])
@@ -410,11 +417,11 @@ def assert_cache_and_padding(model, whole, cached=True):
 def test_rope_scalings_of_the_modeling_file(modeling, scaling, block, L):
     """Beyond L, ntk depends on the length so far, so that a cache changes the logits, as in transformers."""
     model, logits_of = pair(modeling, "ssmax", L=L, block=block, rope_scaling=scaling)
-    whole = assert_same_logits(model, logits_of)
-    assert_cache_and_padding(model, whole, cached=not (scaling == "ntk" and L < 20))
+    logits, weights = assert_same_logits(model, logits_of)
+    assert_cache_and_padding(model, logits, weights, cached=not (scaling == "ntk" and L < 20))
     plain, _ = pair(modeling, "ssmax", L=L, block=block)
     with torch.no_grad():
-        same = (plain(IDS).logits - whole).abs().max() < 1e-6 * whole.abs().max()
+        same = (plain(IDS).logits - logits).abs().max() < 1e-6 * logits.abs().max()
     assert same == (scaling == "none" or scaling == "ntk" and L == 24)
 
 
@@ -428,6 +435,22 @@ def test_unsupported_rope_scalings_are_rejected(modeling, change, word):
     model.config.rope_parameters = change | {"rope_theta": 10000.0}
     with pytest.raises(ValueError, match=word):
         modeling.AttnGPTForCausalLM(model.config)
+
+
+def test_attention_weights_have_transformers_shapes(modeling):
+    """Those of a Llama of transformers, from forward() and from generate(), and None where nobody asks for them."""
+    ours, _ = pair(modeling, "softmax1", L=24, heads=4, kv_heads=2)
+    theirs = LlamaForCausalLM(LlamaConfig(vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+                                          num_key_value_heads=2, bos_token_id=0, eos_token_id=0, attn_implementation="eager"))
+    ids = torch.randint(1, 31, (2, 6), generator=torch.Generator().manual_seed(1))
+    how = dict(max_new_tokens=3, min_new_tokens=3, do_sample=False, return_dict_in_generate=True, output_attentions=True)
+    shapes = lambda attentions: [tuple(A.shape) for A in attentions]
+    assert shapes(ours(ids, output_attentions=True).attentions) == shapes(theirs(ids, output_attentions=True).attentions) == 2 * [(2, 4, 6, 6)]
+    found, expected = (list(map(shapes, model.generate(ids, **how).attentions)) for model in (ours, theirs))
+    assert found == expected and found[2] == 2 * [(2, 4, 1, 8)]
+    assert ours(ids).attentions is None
+    ours.config.output_attentions = True
+    assert len(ours(ids).attentions) == 2 and ours(ids, output_attentions=False).attentions is None
 
 
 @pytest.mark.parametrize("name", NORMALIZERS)
