@@ -115,9 +115,9 @@ static void observe_heads(Computer *c, Observer *o, size_t l, size_t T) {
                      (AttentionRows){.h = h}, l);
 }
 
-// Runs a sequence through the model and shows the observer every layer. Returns the mean loss of its tokens but the
-// first.
-static double observe_sequence(Computer *c, Observer *o, const int32_t *tokens, size_t T) {
+// Runs a sequence through the model and shows the observer every layer. Returns the losses of its tokens but the first
+// (T - 1), valid until the next call.
+static const float *observe_sequence(Computer *c, Observer *o, const int32_t *tokens, size_t T) {
     Model *m = &c->model;
     model_embed(m, tokens, 1, T);
     for (size_t l = 0; l < (size_t)m->config.layers; l++) {
@@ -126,8 +126,11 @@ static double observe_sequence(Computer *c, Observer *o, const int32_t *tokens, 
         observe_layer(o, l, residual(m, l + 1, T), T, (size_t)m->config.channels);
     }
     model_final_norm(m, T);
-    return model_loss(m, tokens + 1, NULL, T - 1, 0, false) / (double)(T - 1);
+    model_loss(m, tokens + 1, NULL, T - 1, 0, false);
+    return m->losses;
 }
+
+_Static_assert(SHARED_BLOCK % PREFILL_ROWS == 0, "prompts share whole blocks of the decoder");
 
 // Feeds a prompt, of which the cache holds the first t->shared tokens, and shows the needle the weights of its last
 // token. Returns the logits after it.

@@ -248,13 +248,11 @@ static AttentionShape host_shape(size_t T) {
             0};
 }
 
-// Runs a sequence through the model and shows the observer every layer. Returns the mean loss of its tokens but the
-// first.
-static double observe_sequence(Computer *c, Observer *o, const int32_t *tokens, size_t T) {
+// Runs a sequence through the model and shows the observer every layer. Returns the losses of its tokens but the first
+// (T - 1), valid until the next call.
+static const float *observe_sequence(Computer *c, Observer *o, const int32_t *tokens, size_t T) {
     Model *m = &model;
-    const float *losses;
     size_t C = (size_t)m->config.channels;
-    double sum = 0;
     upload_tokens(c, tokens, NULL, 1, T);
     by_type([&](auto *a) {
         model_embed(m, a, m->batch, T);
@@ -272,9 +270,7 @@ static double observe_sequence(Computer *c, Observer *o, const int32_t *tokens, 
             observe_layer(o, l, c->x, T, C);
         }
     });
-    losses = batch_losses(c, tokens, tokens + 1, NULL, 1, T - 1);
-    for (size_t t = 0; t + 1 < T; t++) sum += losses[t];
-    return sum / (double)(T - 1);
+    return batch_losses(c, tokens, tokens + 1, NULL, 1, T - 1);
 }
 
 // The logits after the last of T tokens, whose normalized outputs the forward pass has computed.

@@ -1,6 +1,7 @@
 #define _GNU_SOURCE    // asprintf
 #include "eval/choice.h"
 
+#include <limits.h>
 #include <locale.h>
 #include <math.h>
 #include <stdio.h>
@@ -46,16 +47,35 @@ static void remove_brackets(char *text) {
     *out = 0;
 }
 
-static bool is_space(unsigned char c) {
-    return c == ' ' || (c >= '\t' && c <= '\r') || (c >= 0x1C && c <= 0x1F);
+// The length of the white space character at the start of the text, or 0: what Python's str.isspace() accepts.
+static size_t space_at(const char *text) {
+    static const char *const WIDE[] = {"\xC2\x85", "\u00A0", "\u1680", "\u2000", "\u2001", "\u2002", "\u2003",
+                                       "\u2004",   "\u2005", "\u2006", "\u2007", "\u2008", "\u2009", "\u200A",
+                                       "\u2028",   "\u2029", "\u202F", "\u205F", "\u3000"};
+    char c = *text;
+    if (c == ' ' || (c >= '\t' && c <= '\r') || (c >= 0x1C && c <= 0x1F)) return 1;
+    for (size_t i = 0; i < sizeof WIDE / sizeof *WIDE; i++)
+        if (!strncmp(text, WIDE[i], strlen(WIDE[i]))) return strlen(WIDE[i]);
+    return 0;
+}
+
+// The length of the text without the white space at its end.
+static size_t stripped_length(const char *text) {
+    size_t length = strlen(text);
+    while (length) {
+        size_t last = length - 1;
+        while (last && ((unsigned char)text[last] & 0xC0) == 0x80) last--;
+        if (!space_at(text + last)) break;
+        length = last;
+    }
+    return length;
 }
 
 static void strip(char *text) {
-    size_t length = strlen(text), start = 0;
-    while (length && is_space((unsigned char)text[length - 1])) length--;
-    while (start < length && is_space((unsigned char)text[start])) start++;
-    memmove(text, text + start, length - start);
-    text[length - start] = 0;
+    size_t start = 0, step;
+    text[stripped_length(text)] = 0;
+    while ((step = space_at(text + start))) start += step;
+    memmove(text, text + start, strlen(text + start) + 1);
 }
 
 static void clean(char *text) {
@@ -65,20 +85,21 @@ static void clean(char *text) {
     replace_all(text, "  ", " ");
 }
 
-// Python's str.capitalize(): the first character in upper case, the others in lower case.
+// Python's str.capitalize(): the first character in title case, the others in lower case. Not converted are the 48
+// characters whose title case has several (as that of the German sharp s), and a sigma at the end of a Greek word.
 static char *capitalize(const char *text) {
     locale_t utf8 = newlocale(LC_CTYPE_MASK, "C.UTF-8", (locale_t)0);
     if (!utf8) fail(EXIT_RESOURCE, "the system has no locale C.UTF-8, which HellaSwag's texts need.");
     char *out = array(2 * strlen(text) + 8, 1), *at = out;
     mbstate_t in_state = {0}, out_state = {0};
     locale_t before = uselocale(utf8);
-    wchar_t wide;
+    wctrans_t title = wctrans("totitle");
     for (size_t used; *text; text += used) {
+        wchar_t wide;
         used = mbrtowc(&wide, text, strlen(text), &in_state);
-        if (used == (size_t)-1 || used == (size_t)-2 || used == 0) break;
-        wide = (wchar_t)(at == out ? towupper_l((wint_t)wide, utf8) : towlower_l((wint_t)wide, utf8));
-        size_t written = wcrtomb(at, wide, &out_state);
-        if (written != (size_t)-1) at += written;
+        if (used > MB_LEN_MAX) break;    // not UTF-8, which json_parse() rejects
+        wide = (wchar_t)(at == out ? towctrans((wint_t)wide, title) : towlower((wint_t)wide));
+        at += wcrtomb(at, wide, &out_state);
     }
     uselocale(before);
     freelocale(utf8);
@@ -97,6 +118,10 @@ typedef struct {
     const char *path;
     size_t line;
 } Where;
+
+static bool has(const cJSON *json, const char *key) {
+    return cJSON_GetObjectItemCaseSensitive(json, key) != NULL;
+}
 
 static const char *text_of(const cJSON *json, const char *key, Where at) {
     const cJSON *item = cJSON_GetObjectItemCaseSensitive(json, key);
@@ -127,7 +152,7 @@ static char *query_of(const cJSON *json, bool hellaswag, Where at) {
     if (!hellaswag) return strdup(text_of(json, "query", at));
     const char *label = text_of(json, "activity_label", at);
     char *query;
-    if (cJSON_HasObjectItem(json, "ctx_a")) {
+    if (has(json, "ctx_a")) {
         char *second = capitalize(text_of(json, "ctx_b", at));
         if (asprintf(&query, "%s: %s %s", label, text_of(json, "ctx_a", at), second) < 0) query = NULL;
         free(second);
@@ -147,11 +172,10 @@ static size_t encode(const Eval *e, const char *text, int32_t **ids) {
 // at the query's end move to the ending. An empty query is an end-of-text token.
 static ChoiceEnding make_ending(const Eval *e, const char *query, const char *ending, Where at) {
     ChoiceEnding out = {.length = characters(ending)};
-    size_t context = strlen(query),
+    size_t context = stripped_length(query),
            most = e->o.seq_lens.values[0] ? (size_t)e->o.seq_lens.values[0] : (size_t)e->config->seq_len;
     char *whole;
     int32_t *ids;
-    while (context && is_space((unsigned char)query[context - 1])) context--;
     if (asprintf(&whole, "%s %s", query, ending) < 0) fail(EXIT_RESOURCE, "out of memory for the questions.");
     size_t count = encode(e, whole, &out.ids);
     whole[context] = 0;
@@ -176,7 +200,7 @@ static ChoiceEnding make_ending(const Eval *e, const char *query, const char *en
 }
 
 static ChoiceQuestion read_question(const Eval *e, const cJSON *json, Where at) {
-    bool hellaswag = cJSON_HasObjectItem(json, "endings");
+    bool hellaswag = has(json, "endings");
     const cJSON *endings = cJSON_GetObjectItemCaseSensitive(json, hellaswag ? "endings" : "choices"), *ending;
     ChoiceQuestion q = {.count = (size_t)cJSON_GetArraySize(endings)};
     if (!cJSON_IsArray(endings) || q.count < 2)

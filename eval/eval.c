@@ -43,21 +43,25 @@ static void check_flags(const Eval *e) {
     if (!o->data && o->task != TASK_SCORES && !has_prompts)
         fail(EXIT_USAGE, "--data is missing: name the %s.",
              o->task == TASK_CHOICE ? "JSONL file of questions" : "shards to evaluate on");
+    if (o->out && !*o->out) fail(EXIT_USAGE, "--out is empty: expected the name of a folder.");
+    if (o->save_prompts && (o->task != TASK_NEEDLE || !o->out))
+        fail(EXIT_USAGE, "--save-prompts: expected --task needle, and a folder --out for prompts.jsonl.");
     if (o->rope_theta != 0 && !(o->rope_theta > 1))
         fail(EXIT_USAGE, "--rope-theta %g: expected a number above 1, or 0 for the checkpoint's own.", o->rope_theta);
 }
 
-// --model A,B: several models, unless it is the name of a folder.
+// --model A,B: several models, unless it is the name of a folder. Each must exist before the first one is evaluated.
 static void split_models(Eval *e) {
-    char *rest = strdup(e->o.model);
-    if (access(rest, F_OK) == 0) {
-        e->models[e->model_count++] = rest;
-        return;
-    }
-    for (char *word = strsep(&rest, ","); word; word = strsep(&rest, ",")) {
+    Error error;
+    char *rest = strdup(e->o.model), folder[PATH_MAX];
+    bool one = access(rest, F_OK) == 0;
+    for (char *word = strsep(&rest, one ? "" : ","); word; word = strsep(&rest, one ? "" : ",")) {
         if (e->model_count == MAX_MODELS) fail(EXIT_USAGE, "--model: more than %d models.", MAX_MODELS);
         if (*word) e->models[e->model_count++] = word;
     }
+    if (!e->model_count) fail(EXIT_USAGE, "--model is empty: name the folder of a checkpoint or a run.");
+    for (size_t i = 0; i < e->model_count; i++)
+        if (!checkpoint_find(e->models[i], folder, sizeof folder, &error)) fail_with(&error);
 }
 
 void eval_open(Eval *e, ModelConfig *config, int argc, char **argv) {
@@ -105,6 +109,8 @@ void eval_open(Eval *e, ModelConfig *config, int argc, char **argv) {
          .help = "needle: always this number instead of a random one"},
         {"max-new-tokens", OPT_INT, &o->max_new_tokens, 0, 4096, .arg = "N", .group = "Evaluation",
          .help = "needle: the longest answer; 0: 48 with chatml, otherwise the digits plus 4"},
+        {"save-prompts", OPT_SWITCH, &o->save_prompts, .group = "Evaluation",
+         .help = "needle: write each prompt's and answer's token ids to prompts.jsonl in --out"},
         {"seed", OPT_INT, &o->seed, 0, 9007199254740992.0, .arg = "N", .group = "Evaluation",
          .help = "chooses needles and haystacks"},
         {"out", OPT_TEXT, &o->out, .arg = "DIR", .group = "Evaluation",
@@ -123,22 +129,29 @@ void eval_open(Eval *e, ModelConfig *config, int argc, char **argv) {
     e->arguments = options_json(table, sizeof table / sizeof *table);
     e->results = cJSON_CreateArray();
     e->described = cJSON_CreateArray();
+    e->files = cJSON_CreateArray();
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Models
 
-// The shortest label that tells the models apart: the last part of the path, or all of it.
+static bool name_taken(const Eval *e) {
+    const cJSON *model;
+    cJSON_ArrayForEach(model, e->described) {
+        if (!strcmp(cJSON_GetObjectItem(model, "name")->valuestring, e->name)) return true;
+    }
+    return false;
+}
+
+// The shortest label that tells the models apart: the last part of the path, all of it, or with a number.
 static void name_model(Eval *e) {
     const char *path = e->models[e->model_at];
     size_t length = strlen(path), start;
     while (length > 1 && path[length - 1] == '/') length--;
     for (start = length; start > 0 && path[start - 1] != '/'; start--) continue;
     snprintf(e->name, sizeof e->name, "%.*s", (int)(length - start), path + start);
-    for (int i = 0; i < cJSON_GetArraySize(e->described); i++) {
-        const cJSON *name = cJSON_GetObjectItem(cJSON_GetArrayItem(e->described, i), "name");
-        if (!strcmp(name->valuestring, e->name)) snprintf(e->name, sizeof e->name, "%s", path);
-    }
+    if (name_taken(e)) snprintf(e->name, sizeof e->name, "%s", path);
+    if (name_taken(e)) snprintf(e->name, sizeof e->name, "%.200s (model %zu)", path, e->model_at + 1);
 }
 
 static bool needs_text(const Eval *e) {
@@ -146,6 +159,8 @@ static bool needs_text(const Eval *e) {
 }
 
 static bool open_tokenizer(Eval *e, Error *error) {
+    tokenizer_close(e->tokenizer);    // of an attempt that failed
+    e->tokenizer = NULL;
     if (!needs_text(e)) return true;
     if (access(folder_path(e->folder, tokenizer_files[0]).text, F_OK) != 0 && !checkpoint_vanished(e->folder))
         fail(EXIT_INPUT, "%s: it has no %s, which this task needs to read and write text.\n  Copy the one of its data.",
@@ -234,7 +249,7 @@ static void check_pn_length(const Eval *e) {
         warn("--pn-extrapolate log has no effect: %s has no p_n.", e->given.text);
     if (!with_p || e->longest <= (size_t)L || e->o.pn_extrapolate != PN_AS_LEARNED) return;
     fail(EXIT_USAGE,
-         "%s has p_n for n up to L = %d, but --seq-lens asks for %zu.\n"
+         "%s has p_n for n up to L = %d, but this evaluation asks for %zu.\n"
          "  Use --pn-extrapolate log to extrapolate it by a fit, a1 ln(n) + a2.",
          with_p->text, L, e->longest);
 }
@@ -345,6 +360,37 @@ static void draw(const Eval *e) {
         warn("no picture: %s %s %s failed. eval.json is complete.", python, script, e->o.out);
 }
 
+static FolderPath unfinished(const Eval *e, const char *name) {
+    FolderPath path = folder_path(e->o.out, name);
+    snprintf(path.text + strlen(path.text), sizeof path.text - strlen(path.text), ".tmp");
+    return path;
+}
+
+File *eval_file(Eval *e, const char *name) {
+    Error error;
+    File *file = file_create(unfinished(e, name).text, NULL, &error);
+    if (!file) fail_with(&error);
+    cJSON_AddItemToArray(e->files, cJSON_CreateString(name));
+    return file;
+}
+
+void eval_file_write(File *file, const void *data, size_t size) {
+    Error error;
+    if (file_write(file, data, size, &error)) return;
+    file_discard(file);
+    fail_with(&error);
+}
+
+static void rename_files(Eval *e) {
+    Error error;
+    const cJSON *name;
+    if (e->prompts && !file_close(e->prompts, &error)) fail_with(&error);
+    cJSON_ArrayForEach(name, e->files) {
+        const char *text = name->valuestring;
+        if (!file_rename(unfinished(e, text).text, folder_path(e->o.out, text).text, &error)) fail_with(&error);
+    }
+}
+
 void eval_write(Eval *e) {
     static const char *const TASKS[] = {"loss", "positions", "needle", "attention", "scores", "choice"};
     Error error;
@@ -355,6 +401,7 @@ void eval_write(Eval *e) {
     cJSON_AddItemToObject(json, "results", e->results);
     char *text = cJSON_Print(json);
     if (!text) fail(EXIT_RESOURCE, "out of memory for eval.json.");
+    rename_files(e);
     if (!file_replace_text(folder_path(e->o.out, "eval.json").text, text, &error)) fail_with(&error);
     cJSON_Delete(json);
     free(text);

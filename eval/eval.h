@@ -14,6 +14,7 @@
 #include <stdint.h>
 
 #include "model/model.h"
+#include "runtime/file.h"
 #include "runtime/options.h"
 #include "runtime/shards.h"
 #include "runtime/tokenizer.h"
@@ -40,7 +41,7 @@ typedef struct {
     IntList seq_lens, depths;
     double rope_theta;
     int pn_extrapolate, task, chat, dtype;
-    bool doc_mask, random_depth, picture;
+    bool doc_mask, random_depth, picture, save_prompts;
 } EvalOptions;
 
 // One of --seq-lens. The losses are in nats per token that counts, under the checkpoint's normalizer [0] and the given
@@ -81,6 +82,8 @@ typedef struct {
     Bar bar;
     uint64_t tokens;    // evaluated so far
     cJSON *results, *described, *lineage, *pn_fit;
+    cJSON *files;     // the names of the files that eval_file() created
+    File *prompts;    // --save-prompts
 } Eval;
 
 // ---- eval/eval.c
@@ -104,6 +107,11 @@ void eval_close_model(Eval *e);
 
 // Adds {"model", "attn"} to the results and returns the row.
 cJSON *eval_row(Eval *e);
+
+// Creates a file that belongs to eval.json: OUT/NAME.tmp, which eval_write() renames. A run that is killed leaves the
+// files of the run before it, and a folder never has an eval.json whose other files are unfinished.
+File *eval_file(Eval *e, const char *name);
+void eval_file_write(File *file, const void *data, size_t size);
 
 // Writes eval.json, and draws the picture.
 void eval_write(Eval *e);

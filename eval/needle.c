@@ -26,11 +26,16 @@ static const struct {
 };
 static const char NEEDLE[] = "\nThe special magic %s number is:", NUMBER[] = " %s.", NEEDLE_END[] = "\n";
 
-enum { TEXT = 512 };    // bytes of a piece of a prompt that is not haystack
+static const char REMEDY[] = "Add data, or reduce --seq-lens.";
+
+enum {
+    TEXT = 512,       // bytes of a piece of a prompt that is not haystack
+    HAY_BLOCK = 64    // tokens of the data that are read together
+};
 
 // ---- prompts
 
-// A special token's id, or a clear error.
+// A special token's id, or a clear error. Without a text: end-of-text.
 static int32_t special(const Eval *e, const char *text) {
     if (!text) return e->config->end_of_text;
     size_t length = 0;
@@ -43,10 +48,10 @@ static int32_t special(const Eval *e, const char *text) {
 
 void needle_close(Needle *n) {
     free(n->hay);
-    free(n->window);
     free(n->tokens);
     free(n->previous);
     free(n->scores);
+    free(n->answer_ids);
     shards_close(n->shards);
 }
 
@@ -75,20 +80,21 @@ static void draw_number(const Needle *n, char *out) {
     out[digits] = 0;
 }
 
-// The haystack's window of the data: documents' end-of-text tokens are left out, so it takes a few more tokens.
-static size_t window_length(const Needle *n) {
-    return n->longest + n->longest / 4 + 64;
-}
-
+// Text from a random place of the data, which continues at its start after its end; without the end-of-text tokens.
 static void read_haystack(Needle *n) {
+    const Eval *e = n->e;
     Error error;
-    size_t T = window_length(n);
-    n->hay_count = 0;
-    if (!shards_window(n->shards, draw(n, DRAW_HAYSTACK) % n->windows, n->window, NULL, &error)) fail_with(&error);
-    for (size_t t = 0; t <= T; t++)
-        if (n->window[t] != n->e->config->end_of_text) n->hay[n->hay_count++] = n->window[t];
-    if (n->hay_count < n->longest)
-        fail(EXIT_INPUT, "%s: a fifth of its tokens are end-of-text; a haystack needs longer documents.", n->e->o.data);
+    int32_t block[HAY_BLOCK + 1];
+    uint64_t first = draw(n, DRAW_HAYSTACK) % n->windows;
+    size_t count = 0;
+    for (uint64_t i = 0; count < n->longest; i++) {
+        if (i == n->windows)
+            fail(EXIT_INPUT, "%s: only %zu tokens other than end-of-text; expected %zu.\n  %s", e->o.data, count,
+                 n->longest, REMEDY);
+        if (!shards_window(n->shards, (first + i) % n->windows, block, NULL, &error)) fail_with(&error);
+        for (size_t t = 0; t < HAY_BLOCK; t++)
+            if (block[t] != e->config->end_of_text) n->hay[count++] = block[t];
+    }
 }
 
 static void put(Needle *n, const int32_t *ids, size_t count) {
@@ -115,9 +121,9 @@ static void put_question(Needle *n) {
     const Eval *e = n->e;
     put_text(n, CHATS[e->o.chat].question, n->trial.city);
     if (!CHATS[e->o.chat].turn) return;
-    put_id(n, special(e, CHATS[e->o.chat].closing));
+    put_id(n, n->closing);
     put_text(n, "\n", "");
-    put_id(n, special(e, CHATS[e->o.chat].turn));
+    put_id(n, n->turn);
     put_text(n, CHATS[e->o.chat].answer, "");
 }
 
@@ -133,35 +139,53 @@ static size_t put_needle(Needle *n) {
     return t->count - start;
 }
 
+// `hay` tokens of haystack, with the needle after the first `before` of them.
 static void make_prompt(Needle *n, size_t hay, size_t before) {
-    const Eval *e = n->e;
     n->trial.count = 0;
-    put_id(n, special(e, CHATS[e->o.chat].opening));
-    put_text(n, CHATS[e->o.chat].before, "");
+    put_id(n, n->opening);
+    put_text(n, CHATS[n->e->o.chat].before, "");
     put(n, n->hay, before);
     put_needle(n);
     put(n, n->hay + before, hay - before);
     put_question(n);
 }
 
+// The sample's city and number.
+static void name_needle(Needle *n) {
+    const EvalOptions *o = &n->e->o;
+    NeedleTrial *t = &n->trial;
+    if (o->city) snprintf(t->city, sizeof t->city, "%s", o->city);
+    else draw_city(n, t->city);
+    if (o->number) snprintf(t->number, sizeof t->number, "%s", o->number);
+    else draw_number(n, t->number);
+}
+
 // ---- settings
 
-// The most tokens that a needle has (*needle), and a prompt without its haystack (*all), over the cities and numbers
-// that may occur.
+// Do the tokens of the word's text spell it? A byte-level vocabulary may lack some bytes, and text may not be UTF-8.
+static bool can_write(const Needle *n, const char *word) {
+    int32_t ids[TEXT];
+    size_t count = encode(n, ids, "%s", word), length = 0, at = 0;
+    for (size_t i = 0; i < count; i++) {
+        const char *bytes = tokenizer_token(n->e->tokenizer, ids[i], &length);
+        if (strlen(word + at) < length || memcmp(bytes, word + at, length) != 0) return false;
+        at += length;
+    }
+    return !word[at];
+}
+
+// The most tokens that a needle has (*needle), and a prompt without its haystack (*all), over all samples.
 static void measure_prompts(Needle *n, size_t *needle, size_t *all) {
-    const EvalOptions *o = &n->e->o;
     *needle = *all = 0;
-    memset(n->trial.number, '8', (size_t)o->digits);
-    if (o->number) snprintf(n->trial.number, sizeof n->trial.number, "%s", o->number);
-    for (const char *line = o->city ? o->city : cities_text; *line;) {
-        size_t length = strcspn(line, "\n");
-        snprintf(n->trial.city, sizeof n->trial.city, "%.*s", (int)length, line);
-        n->trial.count = 0;
+    for (size_t sample = 0; sample < (size_t)n->e->o.samples; sample++) {
+        n->trial = (NeedleTrial){.sample = sample};
+        name_needle(n);
+        if (!can_write(n, n->trial.city))
+            fail(EXIT_USAGE, "--city: %s: its tokenizer has no tokens for this name. Choose another.", n->e->folder);
         size_t here = put_needle(n);
         make_prompt(n, 0, 0);
         if (here > *needle) *needle = here;
         if (n->trial.count > *all) *all = n->trial.count;
-        line += length + (line[length] == '\n');
     }
     n->trial = (NeedleTrial){0};
 }
@@ -179,38 +203,55 @@ static void *array(size_t count, size_t size) {
     return p;
 }
 
-void needle_settle(Needle *n, Eval *e) {
-    const EvalOptions *o = &e->o;
-    Error error;
-    *n = (Needle){.e = e, .length_count = o->seq_lens.count, .depth_count = o->random_depth ? 1 : o->depths.count};
-    check_words(o);
-    n->tokens = array(4 * TEXT, sizeof *n->tokens);
-    size_t needle, frame;
-    measure_prompts(n, &needle, &frame);
-    free(n->tokens);
+// The lengths of --seq-lens, which must exceed the needle's.
+static void read_lengths(Needle *n, size_t needle) {
+    const Eval *e = n->e;
     for (size_t i = 0; i < n->length_count; i++) {
-        size_t T = o->seq_lens.values[i] ? (size_t)o->seq_lens.values[i] : (size_t)e->config->seq_len;
+        int64_t given = e->o.seq_lens.values[i];
+        size_t T = given ? (size_t)given : (size_t)e->config->seq_len;
         if (T <= needle)
             fail(EXIT_USAGE, "--seq-lens %zu: too short; the needle alone has up to %zu tokens.", T, needle);
         if (T > MAX_SEQ_LEN) fail(EXIT_USAGE, "--seq-lens %zu: at most %d are supported.", T, MAX_SEQ_LEN);
         n->lengths[i] = T;
         if (T > n->longest) n->longest = T;
     }
-    n->answer_tokens = (size_t)o->max_new_tokens;
-    if (!n->answer_tokens) n->answer_tokens = o->chat == CHAT_CHATML ? 48 : (size_t)o->digits + 4;
-    n->trials = n->length_count * (size_t)o->samples * n->depth_count;
-    size_t window = window_length(n), longest_prompt = n->longest + frame;
-    ShardsConfig config = {.T = window, .vocab = e->config->vocab, .end_of_text = e->config->end_of_text};
-    config.remedy = "Add data, or reduce --seq-lens.";
-    if (!(n->shards = shards_open(o->data, config, &error))) fail_with(&error);
+}
+
+static void open_haystack(Needle *n) {
+    Eval *e = n->e;
+    Error error;
+    ShardsConfig config = {.T = HAY_BLOCK, .vocab = e->config->vocab, .end_of_text = e->config->end_of_text};
+    config.remedy = REMEDY;
+    if (!(n->shards = shards_open(e->o.data, config, &error))) fail_with(&error);
     n->windows = shards_windows(n->shards);
     e->data = n->shards;
-    e->longest = longest_prompt + n->answer_tokens;
-    n->hay = array(window + 1, sizeof *n->hay);
-    n->window = array(window + 1, sizeof *n->window);
-    n->tokens = array(longest_prompt, sizeof *n->tokens);
-    n->previous = array(longest_prompt, sizeof *n->previous);
-    size_t heads = (size_t)e->config->layers * (size_t)e->config->heads;
+    if (shards_tokens(n->shards) < n->longest)
+        fail(EXIT_INPUT, "%s: too little data: %s tokens for contexts of %s.\n  %s", e->o.data,
+             human_grouped(shards_tokens(n->shards)).text, human_grouped(n->longest).text, REMEDY);
+    n->hay = array(n->longest + HAY_BLOCK, sizeof *n->hay);
+}
+
+void needle_settle(Needle *n, Eval *e) {
+    const EvalOptions *o = &e->o;
+    size_t needle, heads = (size_t)e->config->layers * (size_t)e->config->heads;
+    *n = (Needle){.e = e, .length_count = o->seq_lens.count, .depth_count = o->random_depth ? 1 : o->depths.count};
+    check_words(o);
+    n->opening = special(e, CHATS[o->chat].opening);
+    n->closing = CHATS[o->chat].closing ? special(e, CHATS[o->chat].closing) : -1;
+    n->turn = CHATS[o->chat].turn ? special(e, CHATS[o->chat].turn) : -1;
+    n->tokens = array(4 * TEXT, sizeof *n->tokens);
+    measure_prompts(n, &needle, &n->frame);
+    free(n->tokens);
+    read_lengths(n, needle);
+    open_haystack(n);
+    n->answer_tokens = (size_t)o->max_new_tokens;
+    size_t digits = o->number ? strlen(o->number) : (size_t)o->digits;
+    if (!n->answer_tokens) n->answer_tokens = o->chat == CHAT_CHATML ? 48 : digits + 4;
+    n->trials = n->length_count * (size_t)o->samples * n->depth_count;
+    e->longest = n->longest + n->frame + n->answer_tokens;
+    n->tokens = array(n->longest + n->frame, sizeof *n->tokens);
+    n->previous = array(n->longest + n->frame, sizeof *n->previous);
+    n->answer_ids = array(n->answer_tokens, sizeof *n->answer_ids);
     n->scores = array(2 * heads, sizeof *n->scores);
     n->mean_scores = n->scores + heads;
 }
@@ -269,6 +310,32 @@ static NeedleVerdict verdict(const Needle *n) {
     return digits[0] == n->trial.number[0] ? NEEDLE_FIRST_DIGIT : NEEDLE_WRONG;
 }
 
+static cJSON *int_array(const int32_t *ids, size_t count) {
+    return cJSON_CreateIntArray(ids, (int)count);
+}
+
+// A line of OUT/prompts.jsonl.
+static void save_prompt(const Needle *n) {
+    Eval *e = n->e;
+    const NeedleTrial *t = &n->trial;
+    cJSON *line = cJSON_CreateObject();
+    cJSON_AddStringToObject(line, "model", e->name);
+    cJSON_AddStringToObject(line, "attn", e->config->attn.text);
+    cJSON_AddNumberToObject(line, "seq_len", (double)n->lengths[t->length_at]);
+    cJSON_AddNumberToObject(line, "depth", t->depth);
+    cJSON_AddNumberToObject(line, "sample", (double)t->sample);
+    cJSON_AddItemToObject(line, "number", int_array((int32_t[]){(int32_t)t->number_at, (int32_t)t->number_end}, 2));
+    cJSON_AddItemToObject(line, "tokens", int_array(t->tokens, t->count));
+    cJSON_AddItemToObject(line, "answer", int_array(n->answer_ids, n->answered));
+    char *text = cJSON_PrintUnformatted(line);
+    if (!text) fail(EXIT_RESOURCE, "out of memory for prompts.jsonl.");
+    if (!e->prompts) e->prompts = eval_file(e, "prompts.jsonl");
+    eval_file_write(e->prompts, text, strlen(text));
+    eval_file_write(e->prompts, "\n", 1);
+    free(text);
+    cJSON_Delete(line);
+}
+
 static void end_trial(Needle *n) {
     static const char *const NAMES[] = {"wrong", "first digit right", "right"};
     const NeedleTrial *t = &n->trial;
@@ -292,6 +359,7 @@ static void end_trial(Needle *n) {
     cJSON_AddNumberToObject(row, "best_head", (double)(best % heads));
     if (n->trials <= 100) cJSON_AddItemToObject(row, "needle_scores", score_rows(n, n->scores, 1));
     cJSON_AddItemToArray(n->trial_rows, row);
+    if (n->e->o.save_prompts) save_prompt(n);
 }
 
 void needle_begin(Needle *n) {
@@ -315,14 +383,20 @@ static void place_trial(Needle *n) {
                        .sample = n->at / n->depth_count % samples,
                        .depth_at = n->at % n->depth_count,
                        .tokens = n->tokens};
+    t->positions = n->lengths[t->length_at] + n->frame + n->answer_tokens;
     if (o->random_depth) t->depth = 100 * random_uniform((uint64_t)o->seed, t->sample, DRAW_DEPTH);
     else t->depth = (double)o->depths.values[t->depth_at];
-    if (o->city) snprintf(t->city, sizeof t->city, "%s", o->city);
-    else draw_city(n, t->city);
-    if (o->number) snprintf(t->number, sizeof t->number, "%s", o->number);
-    else draw_number(n, t->number);
+    name_needle(n);
     if (t->depth_at == 0) read_haystack(n);
     if (n->at % each == 0) begin_length(n);
+}
+
+// The number of tokens, in whole blocks, that the prompt shares with the previous one. The last token runs through the
+// model in any case: its logits are needed.
+static size_t shared_tokens(const Needle *n) {
+    size_t shared = 0, most = n->trial.count < n->previous_count ? n->trial.count : n->previous_count;
+    while (shared + 1 < most && n->tokens[shared] == n->previous[shared]) shared++;
+    return shared / SHARED_BLOCK * SHARED_BLOCK;
 }
 
 bool needle_next(Needle *n) {
@@ -340,10 +414,7 @@ bool needle_next(Needle *n) {
     place_trial(n);
     size_t needle = put_needle(n), hay = n->lengths[n->trial.length_at] - needle;
     make_prompt(n, hay, (size_t)((double)hay * n->trial.depth / 100));
-    size_t shared = 0, most = n->trial.count < n->previous_count ? n->trial.count : n->previous_count;
-    // The last token runs through the model in any case: its logits are needed.
-    while (shared + 1 < most && n->tokens[shared] == n->previous[shared]) shared++;
-    n->trial.shared = n->at ? shared : 0;
+    n->trial.shared = n->at % each ? shared_tokens(n) : 0;
     n->answer_length = n->answered = 0;
     n->answer[0] = 0;
     n->at++;
@@ -370,10 +441,12 @@ bool needle_answer(Needle *n, const float *logits) {
     if (n->answered == n->answer_tokens || number_ended(n->answer)) return false;
     int32_t best = -1;
     size_t length = 0;
-    for (int32_t id = 0; id < e->config->vocab; id++)
-        if (!model_ends_text(e->config, id) && (best < 0 || logits[id] > logits[best])) best = id;
-    n->token = best;
-    n->answered++;
+    for (int32_t id = 0; id < e->config->vocab; id++) {
+        if (model_ends_text(e->config, id) && id != n->closing) continue;
+        if (best < 0 || logits[id] > logits[best]) best = id;
+    }
+    n->token = n->answer_ids[n->answered++] = best;
+    if (best == n->closing) return false;
     const char *bytes = tokenizer_token(e->tokenizer, best, &length);
     for (size_t i = 0; i < length && n->answer_length + 1 < sizeof n->answer; i++) {
         bool plain = bytes[i] == '\n' || (bytes[i] >= ' ' && bytes[i] <= '~');

@@ -20,7 +20,14 @@ extern "C" {
 // One city per line.
 extern const char cities_text[];
 
-enum { MAX_CITY = 64, MAX_DIGITS = 18, MAX_ANSWER = 512 };
+enum {
+    MAX_CITY = 64,
+    MAX_DIGITS = 18,
+    MAX_ANSWER = 512,
+    // Prompts share the cache in whole blocks, which is a multiple of the tokens that the decoder computes together. So
+    // each token is computed in the same block of tokens, with the same rounding, whatever is shared.
+    SHARED_BLOCK = 256
+};
 typedef enum { NEEDLE_WRONG, NEEDLE_FIRST_DIGIT, NEEDLE_RIGHT } NeedleVerdict;
 
 // A prompt: n.length tokens of haystack and needle, then the question.
@@ -30,6 +37,7 @@ typedef struct {
     char city[MAX_CITY], number[MAX_DIGITS + 1];
     const int32_t *tokens;
     size_t count, shared;            // shared: this many tokens are also those of the previous trial's prompt
+    size_t positions;                // the most that a prompt of this length and its answer need
     size_t number_at, number_end;    // the tokens from just after the needle's colon to its end
 } NeedleTrial;
 
@@ -37,13 +45,14 @@ typedef struct {
     Eval *e;
     Shards *shards;
     uint64_t windows;
-    size_t answer_tokens;
-    size_t trials;    // all of them; the number of the next one
-    size_t at;
+    int32_t opening, closing, turn;    // special tokens of the prompts; -1 for none
+    size_t frame, answer_tokens;       // the most tokens of a prompt beside its haystack, and of an answer
+    size_t trials, at;                 // all of them; the number of the next one
     NeedleTrial trial;
-    int32_t token;    // the newest token of the answer
-    int32_t *tokens, *previous, *hay, *window;
-    size_t previous_count, hay_count;
+    int32_t token;          // the newest token of the answer
+    int32_t *answer_ids;    // (answered)
+    int32_t *tokens, *previous, *hay;
+    size_t previous_count;
     size_t lengths[OPTION_LIST_MAX], length_count, depth_count, longest;
     char answer[MAX_ANSWER];
     size_t answer_length, answered;
@@ -59,7 +68,7 @@ void needle_close(Needle *n);
 // Prints the head of the table and goes to the first trial.
 void needle_begin(Needle *n);
 
-// Makes the next trial's prompt. False after the last.
+// Makes the next trial's prompt. False after the last. The first prompt of each length shares nothing.
 bool needle_next(Needle *n);
 
 // The attention weights of the prompt's last token, which generates the first token of the answer: the needle score of
@@ -67,7 +76,8 @@ bool needle_next(Needle *n);
 //   weights (layers,heads,stride)
 void needle_weights(Needle *n, const float *weights, size_t stride);
 
-// Takes the likeliest token other than end-of-text. Returns false once the answer is complete.
+// Takes the likeliest token that does not end a text. Returns false once the answer is complete: after its first
+// number, or in ChatML at the end of the turn, which may be chosen there.
 bool needle_answer(Needle *n, const float *logits);
 
 #ifdef __cplusplus

@@ -1,11 +1,10 @@
 #include "eval/observe.h"
 
-#include <errno.h>
 #include <math.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "run/folder.h"
 #include "runtime/file.h"
 #include "runtime/human.h"
 #include "runtime/random.h"
@@ -56,8 +55,8 @@ static void read_data(Observer *o) {
     Eval *e = o->e;
     Error error;
     size_t T = e->o.seq_lens.values[0] ? (size_t)e->o.seq_lens.values[0] : (size_t)e->config->seq_len;
-    if (T < 2 || e->o.seq_lens.count > 1)
-        fail(EXIT_USAGE, "--seq-lens: --task attention expects one length of at least 2.");
+    if (T < 3 || e->o.seq_lens.count > 1)
+        fail(EXIT_USAGE, "--seq-lens: --task attention expects one length of at least 3.");
     ShardsConfig config = {.T = T, .vocab = e->config->vocab, .end_of_text = e->config->end_of_text};
     config.remedy = "Add data, or reduce --seq-lens.";
     if (!(o->shards = e->data = shards_open(e->o.data, config, &error))) fail_with(&error);
@@ -103,24 +102,18 @@ static bool maps_wanted(const Observer *o) {
     return o->map && o->at == 0 && !o->with_end_of_text;
 }
 
-static void map_failed(const Observer *o) {
-    fail(EXIT_RESOURCE, "%s: cannot write the attention maps: %s. Free some space, or leave out --out.",
-         folder_path(o->e->o.out, o->map_name).text, strerror(errno));
-}
-
 // NumPy's format 1.0: magic, version, the header's length, and a Python dict padded to a multiple of 64 bytes.
 static void begin_maps(Observer *o) {
     char header[128], dict[118];
     snprintf(o->map_name, sizeof o->map_name, "map-%d.npy", cJSON_GetArraySize(o->e->results));
-    o->map_file = fopen(folder_path(o->e->o.out, o->map_name).text, "wb");
-    if (!o->map_file) map_failed(o);
+    o->map_file = eval_file(o->e, o->map_name);
     snprintf(dict, sizeof dict, "{'descr': '<f4', 'fortran_order': False, 'shape': (%zu, %zu, %zu, %zu), }", o->layers,
              o->heads, o->side, o->side);
     memset(header, ' ', sizeof header);
     memcpy(header, "\x93NUMPY\x01\x00\x76\x00", 10);
     memcpy(header + 10, dict, strlen(dict));
     header[sizeof header - 1] = '\n';
-    if (fwrite(header, 1, sizeof header, o->map_file) != sizeof header) map_failed(o);
+    eval_file_write(o->map_file, header, sizeof header);
 }
 
 // Divides each cell by its number of visible weights.
@@ -135,7 +128,7 @@ static void write_map(Observer *o, size_t T) {
         if (visible) o->map[i] /= (float)visible;
     }
     size_t count = o->heads * cells;
-    if (fwrite(o->map, sizeof *o->map, count, o->map_file) != count) map_failed(o);
+    eval_file_write(o->map_file, o->map, count * sizeof *o->map);
     memset(o->map, 0, count * sizeof *o->map);
 }
 
@@ -282,9 +275,12 @@ bool observe_next(Observer *o, int32_t *ids, size_t *count) {
     return true;
 }
 
-void observe_done(Observer *o, size_t T, double loss) {
-    double sum = 0, entropy = 0, first = 0, zeros = 0, kurtosis = 0, largest = 0;
+void observe_done(Observer *o, size_t T, const float *losses) {
+    Error error;
+    double loss = 0, sum = 0, entropy = 0, first = 0, zeros = 0, kurtosis = 0, largest = 0;
     double all = (double)(o->layers * o->heads);
+    size_t from = o->with_end_of_text ? 1 : 0;
+    for (size_t t = from; t + 1 < T; t++) loss += losses[t] / (double)(T - 1 - from);
     for (size_t i = 0; i < o->layers * o->heads; i++) {
         const HeadStats *s = &o->stats[i];
         sum += s->sum / s->rows / all;
@@ -302,7 +298,7 @@ void observe_done(Observer *o, size_t T, double loss) {
            zeros, kurtosis, largest);
     fflush(stdout);
     write_row(o, T, loss);
-    if (o->map_file && fclose(o->map_file) != 0) map_failed(o);
+    if (o->map_file && !file_close(o->map_file, &error)) fail_with(&error);
     o->map_file = NULL;
     // Sums that differ only by rounding are equal.
     o->sums[(o->with_end_of_text ? o->prompt_count : 0) + o->at] = round(sum * 1e5);

@@ -2,8 +2,6 @@
 #ifndef EVAL_OBSERVE_H
 #define EVAL_OBSERVE_H
 
-#include <stdio.h>
-
 #include "attention/attention_cpu.h"
 #include "eval/eval.h"
 
@@ -47,7 +45,7 @@ typedef struct {
     // The maps of the first prompt: means over the visible ones of cell x cell positions; (heads, side, side).
     float *map;
     size_t cell, side;
-    FILE *map_file;
+    File *map_file;
     char map_name[64];
     bool with_end_of_text;    // does the prompt start with an end-of-text token?
     size_t at;                // the prompt
@@ -74,8 +72,10 @@ void observe_head(Observer *o, float *weights, AttentionInput in, Scalars scalar
 //   x (T,C)
 void observe_layer(Observer *o, size_t layer, const float *x, size_t T, size_t C);
 
-// After all layers. loss: the mean over the prompt's tokens but the first, in nats.
-void observe_done(Observer *o, size_t T, double loss);
+// After all layers. The prompt's loss is the mean over its tokens but the first, with and without a leading end-of-text
+// token.
+//   losses (T - 1): of each token but the first of the sequence, in nats
+void observe_done(Observer *o, size_t T, const float *losses);
 void observe_end(Observer *o);
 
 #ifdef __cplusplus

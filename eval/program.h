@@ -102,13 +102,11 @@ static void settle_needle(Evaluator *v) {
 
 static void run_needle(Evaluator *v) {
     Needle *n = &v->needle;
-    size_t T = 0;
+    size_t positions = 0;
     needle_begin(n);
     while (needle_next(n)) {
-        // What prompts of this length and their answers need. Under ntk, keys of another length have other angles.
-        size_t room = n->lengths[n->trial.length_at] + v->e.longest - n->longest;
-        if (room != T && v->e.config->rope_scaling.kind == ROPE_NTK) n->trial.shared = 0;
-        if (room != T) use_angles(&v->c, T = room);
+        // Each length has its own angles under ntk.
+        if (n->trial.positions != positions) use_angles(&v->c, positions = n->trial.positions);
         const float *logits = prompt_logits(&v->c, n);
         for (size_t position = n->trial.count; needle_answer(n, logits); position++)
             logits = next_logits(&v->c, n->token, position);
