@@ -1,0 +1,230 @@
+"""eval_gpt2 --task choice: log-likelihoods, acc and acc_norm against lm_eval's formulas over the reference's logits, for
+texts prepared by hand; messages. With LM_EVAL=PYTHON, an interpreter that has lm_eval 0.4.13, also against lm_eval
+itself."""
+import json
+import os
+import subprocess
+
+import numpy as np
+import pytest
+import torch
+
+import eval_models
+from eval_models import evaluate, reference
+from tiny import END_OF_TEXT, VOCAB, write_data
+
+os.environ["HF_HUB_OFFLINE"] = "1"    # set before transformers is imported: no test contacts a hub
+from transformers import AutoTokenizer
+
+L = 64
+
+
+def hellaswag(label, ctx_a, ctx_b, endings, gold):
+    return {"activity_label": label, "ctx_a": ctx_a, "ctx_b": ctx_b, "ctx": f"{ctx_a} {ctx_b}", "endings": endings, "label": str(gold)}
+
+
+# HellaSwag's fields, and the query and the endings that lm_eval makes of them
+CLEANED = [
+    (hellaswag("Baking bread", "A cook has the dough on a table.", "she", ["said the cat went on.", "[step] went  on it.", "went [title] a dog", "  over."], 0),
+     "Baking bread: A cook has the dough on a table. She", ["said the cat went on.", " went on it.", "went. a dog", "over."]),
+    (hellaswag("Knots", "[header] How to tie [title] Take a rope.[step] Make a loop.  Then pull", "", ["[substeps] a]b [c", "x [open", "[a\nb] c", "house"], 3),
+     "Knots: How to tie. Take a rope. Make a loop. Then pull", [" a]b [c", "x [open", "[a\nb] c", "house"]),
+    (hellaswag("Écoles", "das Café ist ÜBER 5 €", "ÉCOLE ÜBER ПРИВЕТ ǅUNGLA 日本", ["über", "Über", "ПРИВЕТ", "привет"], 1),
+     "Écoles: das Café ist ÜBER 5 € École über привет ǆungla 日本", ["über", "Über", "ПРИВЕТ", "привет"]),
+    (hellaswag("ǆ", "the   cat    on", "ǆUNGLA", ["a   b", "on the mat", "on", "the"], 1), "ǆ: the  cat  on ǅungla", ["a  b", "on the mat", "on", "the"]),
+    (hellaswag("Dogs", "The dog went", "[title]", ["house", " house", "cat and dog", "on the house and the cat"], 2),
+     "Dogs: The dog went. ", ["house", "house", "cat and dog", "on the house and the cat"]),
+    (hellaswag("\u2003Cats\u00a0", "the cat [x]", "the dog\u3000[x]", ["went\u2028", "\x1cwent on\x1f", "said", "and"], 0),
+     "Cats\u00a0: the cat The dog\u3000", ["went", "went on", "said", "and"]),
+    (hellaswag("Same", "the cat", "said", ["on on", "on on", "the dog went over the house", "[x]"], 0),
+     "Same: the cat Said", ["on on", "on on", "the dog went over the house", ""]),
+    (hellaswag("Long", "the cat and the dog went over the house and said " * 12, "and", ["the cat", "日本語 " * 4 + "cat", "went", "on the house"], 3),
+     "Long: " + "the cat and the dog went over the house and said " * 12 + " And", ["the cat", "日本語 " * 4 + "cat", "went", "on the house"]),
+]
+CLEANED[-1] = (CLEANED[-1][0], CLEANED[-1][1].replace("  ", " "), CLEANED[-1][2])
+PLAIN = [({"query": query, "choices": choices, "gold": gold}, query, choices) for query, choices, gold in (
+    ("", ["the cat", "a dog went on"], 1), ("the  cat [x] said ", ["on the house", " on the house", "ON THE HOUSE"], 2),
+    ("the cat\u00a0\u3000", ["went", "over and over"], 0), ("the cat", ["", "went"], 1))]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    eval_models.build()
+    return write_data(tmp_path_factory.mktemp("choice") / "data")
+
+
+@pytest.fixture(scope="module")
+def model_of(data, tmp_path_factory):
+    get = eval_models.models(tmp_path_factory.mktemp("models"), data, vocab=VOCAB)
+    return lambda shape, attn: get(shape, attn, L)
+
+
+def write_questions(path, rows):
+    path.write_text("".join(json.dumps(row[0], ensure_ascii=i % 2 == 0) + "\n" for i, row in enumerate(rows)))
+    return path
+
+
+def pieces(tokenizer, query, ending):
+    """lm_eval's loglikelihood() and _encode_pair(): the tokens of the context and those of the ending."""
+    encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
+    if query == "":
+        return [END_OF_TEXT], encode(" " + ending)
+    context = query.rstrip()
+    whole = encode(query + " " + ending)
+    count = len(encode(context))
+    return whole[:count], whole[count:]
+
+
+def expected_results(tokenizer, tensors, config, rows):
+    """The log-likelihoods and lm_eval's acc and acc_norm."""
+    found, acc, norm = [], [], []
+    for question, query, endings in rows:
+        lls = []
+        for ending in endings:
+            context, continuation = pieces(tokenizer, query, ending)
+            ids = torch.tensor((context + continuation)[-(L + 1):])
+            logits = torch.log_softmax(reference.forward(tensors, ids[None, :-1], config)[0], -1)
+            lls.append(logits[-len(continuation):].gather(-1, ids[-len(continuation):, None]).sum().item())
+        gold = int(question.get("label", question.get("gold")))
+        with np.errstate(divide="ignore"):
+            normalized = np.array(lls) / np.array([len(ending) for ending in endings], float)
+        found.append(lls)
+        acc.append(np.argmax(lls) == gold)
+        norm.append(np.argmax(normalized) == gold)
+    return found, acc, norm
+
+
+@pytest.mark.parametrize("shape, attn", [("llama", "softmax"), ("grouped", "ssmax"), ("gau", "relu2-T")])
+@pytest.mark.parametrize("rows", [CLEANED, PLAIN], ids=["HellaSwag", "plain"])
+def test_log_likelihoods_equal_lm_evals_formulas(rows, shape, attn, model_of, tmp_path):
+    folder, tensors, config = model_of(shape, attn)
+    output, result = evaluate("choice", folder, None, tmp_path, "--data", write_questions(tmp_path / "q.jsonl", rows))
+    [row] = result["results"]
+    expected, acc, norm = expected_results(AutoTokenizer.from_pretrained(folder), tensors, config, rows)
+    assert row["questions"] == len(rows) and [len(lls) for lls in row["log_likelihoods"]] == [len(lls) for lls in expected]
+    for found, lls in zip(row["log_likelihoods"], expected):
+        assert np.abs(np.subtract(found, lls)).max() <= 1e-5 * np.abs(lls).max(), (found, lls)
+    n = len(rows)
+    for key, right in (("acc", acc), ("acc_norm", norm)):
+        assert row[key] == np.mean(right)
+        assert row[f"{key}_stderr"] == pytest.approx(np.std(right, ddof=1) / np.sqrt(n))
+    assert output.splitlines()[-1].split() == [str(n), f"{np.mean(acc):.4f}", f"{np.mean(norm):.4f}", f"{row['acc_norm_stderr']:.4f}"]
+
+
+def test_acc_and_acc_norm_differ(model_of, tmp_path):
+    """A right answer of one token is likelier than a long one, but not per character."""
+    folder, tensors, config = model_of("llama", "softmax")
+    rows = [({"query": "the cat", "choices": ["went", "went over the house and said"], "gold": gold}, None, None) for gold in (0, 1, 1)]
+    _, result = evaluate("choice", folder, None, tmp_path, "--data", write_questions(tmp_path / "q.jsonl", rows))
+    [row] = result["results"]
+    assert row["acc"] == pytest.approx(1 / 3) and row["acc_norm"] == pytest.approx(2 / 3)
+
+
+def test_ctx_alone_is_used_as_it_is(model_of, tmp_path):
+    """Questions without ctx_a and ctx_b, as some files have them."""
+    folder, *_ = model_of("llama", "softmax")
+    whole = {"activity_label": "Cats", "ctx": "the cat The dog", "endings": ["went", "said on"], "label": 1}
+    found = []
+    for name, question in (("ctx", whole), ("parts", hellaswag("Cats", "the cat", "THE DOG", ["went", "said on"], 1))):
+        path = write_questions(tmp_path / f"{name}.jsonl", [(question,)])
+        found.append(evaluate("choice", folder, None, tmp_path, "--data", path)[1]["results"][0])
+    assert found[0] == found[1] and found[0]["acc_stderr"] is None      # of one question
+
+
+def test_seq_lens_is_the_longest_sequence(model_of, tmp_path):
+    """It replaces L, beyond which the context loses its start."""
+    folder, tensors, config = model_of("llama", "softmax")
+    path = write_questions(tmp_path / "q.jsonl", CLEANED[-1:])
+    lls = [evaluate("choice", folder, None, tmp_path, "--data", path, "--seq-lens", T)[1]["results"][0]["log_likelihoods"] for T in (0, L, 63, 300)]
+    assert lls[0] == lls[1] != lls[2] and lls[3] != lls[0]
+
+
+def test_another_normalizer_and_several_models(model_of, tmp_path):
+    folders = [model_of("llama", "softmax")[0], model_of("gau", "relu2-T")[0]]
+    path = write_questions(tmp_path / "q.jsonl", PLAIN)
+    _, result = evaluate("choice", f"{folders[0]},{folders[1]}", None, tmp_path, "--data", path, "--attn", "softmax1")
+    assert [(row["model"], row["attn"]) for row in result["results"]] == [(folders[0].name, "softmax"), (folders[0].name, "softmax1"),
+                                                                         (folders[1].name, "relu2-T"), (folders[1].name, "softmax1")]
+    assert len({json.dumps(row["log_likelihoods"]) for row in result["results"]}) == 4
+
+
+GOOD = {"query": "a", "choices": ["b", "c"], "gold": 0}
+WRONG = {
+    "empty file": ("", ["found none"]),
+    "blank lines": ("\n \n", ["found none"]),
+    "not JSON": ("{\n", ["q.jsonl", "offset"]),
+    "not an object": ("[]\n", ["line 1", "choices"]),
+    "second line": (json.dumps(GOOD) + "\n{}\n", ["line 2", "choices"]),
+    "one choice": (json.dumps(GOOD | {"choices": ["b"]}), ["line 1", "at least two"]),
+    "a number as a choice": (json.dumps(GOOD | {"choices": ["b", 1]}), ["line 1", "ending 1 is not a text"]),
+    "no query": (json.dumps({"choices": ["b", "c"], "gold": 0}), ["line 1", '"query"']),
+    "no label": (json.dumps({"query": "a", "choices": ["b", "c"]}), ["line 1", '"label" or "gold"', "0 to 1"]),
+    "gold 2": (json.dumps(GOOD | {"gold": 2}), ["line 1", "0 to 1"]),
+    "gold -1": (json.dumps(GOOD | {"gold": -1}), ["line 1", "0 to 1"]),
+    "gold 0.5": (json.dumps(GOOD | {"gold": 0.5}), ["line 1", "0 to 1"]),
+    "an empty label": (json.dumps(hellaswag("a", "b", "c", ["d", "e"], "")), ["line 1", "0 to 1"]),
+    "other capitals": (json.dumps({"Query": "a", "Choices": ["b", "c"], "gold": 0}), ["line 1", "choices"]),
+    "not UTF-8": (b'{"query": "\xff", "choices": ["b", "c"], "gold": 0}', ["q.jsonl", "UTF-8"]),
+    "an ending longer than L": (json.dumps(GOOD | {"choices": ["日本語" * 40, "c"]}), ["line 1", "expected 1 to 64", "--seq-lens"]),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_file_is_named(name, model_of, tmp_path):
+    text, parts = WRONG[name]
+    (tmp_path / "q.jsonl").write_bytes(text if isinstance(text, bytes) else text.encode())
+    errors = evaluate("choice", model_of("llama", "softmax")[0], None, tmp_path / "out", "--data", tmp_path / "q.jsonl", code=3)
+    assert errors.startswith("eval_gpt2: ") and not (tmp_path / "out/eval.json").exists()
+    for part in parts:
+        assert part in errors, errors
+
+
+def test_missing_files_are_named(model_of, tmp_path):
+    folder = model_of("llama", "softmax")[0]
+    assert "JSONL" in evaluate("choice", folder, None, tmp_path, code=2)
+    assert "/nowhere" in evaluate("choice", folder, None, tmp_path, "--data", "/nowhere", code=3)
+
+
+# ---------------------------------------------------------------- lm_eval
+
+TASK = """task: local_{name}
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    validation: {path}
+output_type: multiple_choice
+validation_split: validation
+doc_to_text: "{{{{query}}}}"
+doc_to_choice: "choices"
+metric_list:
+  - {{metric: acc, aggregation: mean, higher_is_better: true}}
+  - {{metric: acc_norm, aggregation: mean, higher_is_better: true}}
+"""
+
+
+@pytest.mark.skipif("LM_EVAL" not in os.environ, reason="needs LM_EVAL, a Python that has lm_eval 0.4.13")
+@pytest.mark.parametrize("shape, attn", [("llama", "softmax"), ("grouped", "ssmax"), ("gau", "softmax1")])
+@pytest.mark.parametrize("name, rows", [("hellaswag", CLEANED), ("plain", PLAIN)])
+def test_lm_eval_gives_the_same(name, rows, shape, attn, model_of, tmp_path):
+    """The same file through `lm_eval --model hf`. Some rows are not for lm_eval: its dataset has no empty query."""
+    folder, *_ = model_of(shape, attn)
+    path = write_questions(tmp_path / "q.jsonl", rows)
+    task = TASK.format(name=name, path=path) + ('process_docs: !function utils.process_docs\ndoc_to_target: "{{label}}"\n' if name == "hellaswag" else
+                                                'doc_to_target: "gold"\n')
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks/local.yaml").write_text(task)
+    (tmp_path / "tasks/utils.py").write_text("from lm_eval.tasks.hellaswag.utils import process_docs\n")
+    words = [os.environ["LM_EVAL"], "-m", "lm_eval", "--model", "hf", "--model_args", f"pretrained={folder},dtype=float32,trust_remote_code=True", "--tasks",
+             f"local_{name}", "--include_path", tmp_path / "tasks", "--output_path", tmp_path / "lm", "--log_samples", "--device", "cpu", "--batch_size", "2"]
+    env = dict(os.environ, HF_HOME=str(tmp_path / "home"), HF_DATASETS_OFFLINE="1", OMP_NUM_THREADS="1")
+    done = subprocess.run(list(map(str, words)), capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [samples], [results] = ([path.read_text() for path in (tmp_path / "lm").rglob(f"{kind}*")] for kind in ("samples_", "results_"))
+    samples = sorted(map(json.loads, samples.splitlines()), key=lambda sample: sample["doc_id"])
+    theirs = json.loads(results)["results"][f"local_{name}"]
+    [row] = evaluate("choice", folder, None, tmp_path, "--data", path)[1]["results"]
+    for sample, found in zip(samples, row["log_likelihoods"], strict=True):
+        lls = [float(response[0]) for response in sample["filtered_resps"]]
+        assert np.abs(np.subtract(found, lls)).max() <= 2e-5 * np.abs(lls).max(), (found, lls)
+    for key in ("acc", "acc_norm"):
+        assert row[key] == theirs[f"{key},none"] and row[f"{key}_stderr"] == pytest.approx(theirs[f"{key}_stderr,none"])

@@ -1,0 +1,186 @@
+"""eval_gpt2 as a program: several models in one call, memory at long lengths, runs that are killed, full disks, and the
+learned scalars (--task scores)."""
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import time
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import eval_models
+from eval_models import evaluate, write_text
+from tiny import BIN, environment, run
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    eval_models.build()
+    return write_text(tmp_path_factory.mktemp("runs") / "data", count=25000)
+
+
+@pytest.fixture(scope="module")
+def model_of(data, tmp_path_factory):
+    get = eval_models.models(tmp_path_factory.mktemp("models"), data)
+    return lambda shape, attn: get(shape, attn, 128)
+
+
+# ---------------------------------------------------------------- the learned scalars
+
+NAMES = ("attn_scale", "attn_bias", "attn_sink")
+
+
+@pytest.mark.parametrize("shape, attn", [("grouped", "ssmax"), ("grouped", "ssmax-bias"), ("llama", "ssmax-pn"), ("QK norms", "softmax-sink"),
+                                         ("gau", "ssmax-bias"), ("gau", "ssmax-pn+norm=l1+sink")])
+def test_scores_are_the_checkpoints(shape, attn, model_of, tmp_path):
+    """Each layer's scalars, and the line a1 ln n + a2 that they make: s p_n + b with p_n's own fit."""
+    folder, _, config = model_of(shape, attn)
+    tensors = load_file(folder / "model.safetensors")
+    block = "gau" if shape == "gau" else "self_attn"
+    output, result = evaluate("scores", folder, None, tmp_path)
+    [row] = result["results"]
+    p1, p2 = 1, 0
+    if "pn" in attn:
+        p = tensors["model.attn_pn"]
+        p1, p2 = np.polyfit(np.log(np.arange(1, 129)), p.astype(float), 1)
+        assert np.array_equal(np.float32(row["attn_pn"]), p) and result["models"][0]["pn_fit"]["a1"] == pytest.approx(p1, rel=1e-6)
+    assert len(row["layers"]) == config.units and ("attn_pn" in row) == ("pn" in attn)
+    for l, layer in enumerate(row["layers"]):
+        there = {name: tensors[key].astype(float) for name in NAMES if (key := f"model.layers.{l}.{block}.{name}") in tensors}
+        assert layer.keys() - {"fits"} == there.keys() and ("fits" in layer) == ("attn_scale" in there)
+        [line] = [line for line in output.splitlines() if line.startswith(f"layer {l:2d}:")]
+        for name, values in there.items():
+            assert np.array_equal(np.float32(layer[name]), np.float32(values))
+            assert f"{name} {values.mean():.4f} ({values.min():.4f} to {values.max():.4f})" in line
+        if "fits" in layer:
+            s, b = there["attn_scale"], there.get("attn_bias", 0)
+            assert np.allclose([fit["a1"] for fit in layer["fits"]], s * p1, rtol=1e-6)
+            assert np.allclose([fit["a2"] for fit in layer["fits"]], s * p2 + b, rtol=1e-5, atol=1e-9)
+            assert f"scale {np.mean(s * p1):.4f} ln n {np.mean(s * p2 + b):+.4f}" in line
+
+
+def test_scores_without_scalars_and_after_a_switch(model_of, tmp_path):
+    folder, *_ = model_of("grouped", "softmax")
+    output, result = evaluate("scores", folder, None, tmp_path, "--attn", "ssmax-bias+s=0.25")
+    before, after = result["results"]
+    assert "softmax has no learned scalars" in output and before["layers"] == []
+    assert after["layers"] == 2 * [{"attn_scale": 4 * [0.25], "attn_bias": 4 * [0], "fits": 4 * [{"a1": 0.25, "a2": 0}]}]
+    _, result = evaluate("scores", folder, None, tmp_path, "--attn", "ssmax-fixed")
+    assert result["results"][1]["layers"] == 2 * [{"attn_scale": 4 * [1], "fits": 4 * [{"a1": 1, "a2": 0}]}]
+
+
+# ---------------------------------------------------------------- several models
+
+def names(result):
+    return [model["name"] for model in result["models"]]
+
+
+def test_several_models(model_of, data, tmp_path):
+    """Each has the numbers of a call of its own."""
+    folders = [model_of("grouped", "ssmax")[0], model_of("gau", "softmax")[0]]
+    flags = ["--seq-lens", "16,40", "--max-tokens", 400, "--task", "positions"]
+    _, both = evaluate("positions", f"{folders[0]},{folders[1]}", data, tmp_path, *flags)
+    alone = [evaluate("positions", folder, data, tmp_path / "one", *flags)[1] for folder in folders]
+    assert names(both) == [folder.name for folder in folders] and [model["attn"] for model in both["models"]] == ["ssmax", "softmax"]
+    assert both["results"] == [row for result in alone for row in result["results"]] and both["models"] == [result["models"][0] for result in alone]
+
+
+def test_each_model_has_a_name_of_its_own(model_of, data, tmp_path):
+    folder = model_of("grouped", "softmax")[0]
+    shutil.copytree(folder, tmp_path / "a" / "same")
+    shutil.copytree(folder, tmp_path / "b" / "same")
+    shutil.copytree(folder, tmp_path / "c" / "with,comma")
+    flags = ["--seq-lens", 16, "--max-tokens", 100]
+    label = lambda models: names(evaluate("loss", models, data, tmp_path / "out", *flags)[1])
+    assert label(f"{tmp_path}/a/same/,{tmp_path}/b/same/") == ["same", f"{tmp_path}/b/same/"]
+    assert label(f"{folder},{folder},{folder}") == [folder.name, str(folder), f"{folder} (model 3)"]
+    assert label(f"{tmp_path}/c/with,comma") == ["with,comma"]
+    assert label(f",{folder},") == [folder.name]
+
+
+def test_a_missing_model_is_named_before_any_work(model_of, data, tmp_path):
+    folder = model_of("grouped", "softmax")[0]
+    words = ["--task", "loss", "--data", f"{data}/*_val_*.bin", "--out", tmp_path / "out"]
+    output, errors = run(BIN / "eval_gpt2", "--model", f"{folder},{tmp_path}/nowhere", *words, code=3)
+    assert output == "" and f"{tmp_path}/nowhere" in errors and not (tmp_path / "out").exists()
+    for models in (",", ""):
+        assert "--model is empty" in run(BIN / "eval_gpt2", "--model", models, *words, code=2)[1]
+    assert "more than 64" in run(BIN / "eval_gpt2", "--model", ",".join(65 * [str(folder)]), *words, code=2)[1]
+
+
+# ---------------------------------------------------------------- long sequences
+
+def peak(model, data, out, T, *flags):
+    """The peak memory in bytes, and the loss at each position."""
+    words = [BIN / "eval_gpt2", "--model", model, "--data", f"{data}/*_val_*.bin", "--task", "positions", "--seq-lens", T, "--max-tokens", T,
+             "--picture", 0, "--out", out, *flags]
+    child = subprocess.Popen(list(map(str, words)), stdout=subprocess.DEVNULL, env=environment(2))
+    _, status, usage = os.wait4(child.pid, 0)
+    child.returncode = status
+    assert status == 0
+    return usage.ru_maxrss * 1024, json.loads((out / "eval.json").read_text())["results"][0]["loss_by_position"]
+
+
+@pytest.mark.parametrize("shape, lengths", [("QK norms", [2048, 8192]), ("gau", [1024, 4096]),
+                                            pytest.param("QK norms", [10240, 20480], marks=pytest.mark.drawn(0))])
+def test_memory_is_linear_in_the_length(shape, lengths, model_of, data, tmp_path):
+    """A T x T array of float32 would add more than 4 times this bound. A sequence begins as a shorter one does."""
+    folder, *_ = model_of(shape, "softmax")
+    found = [peak(folder, data, tmp_path, T) for T in lengths]
+    assert found[1][0] - found[0][0] < (lengths[1] - lengths[0]) * lengths[0] / 4
+    assert all(len(losses) == T for (_, losses), T in zip(found, lengths))
+    assert np.abs(np.subtract(found[1][1][:lengths[0]], found[0][1])).max() < 1e-4
+
+
+# ---------------------------------------------------------------- kills and full disks
+
+def attention_words(model, out, prompt):
+    return list(map(str, [BIN / "eval_gpt2", "--task", "attention", "--model", model, "--prompt-file", prompt, "--picture", 0, "--out", out]))
+
+
+@pytest.fixture(scope="module")
+def prompt(tmp_path_factory):
+    path = tmp_path_factory.mktemp("prompt") / "prompt"
+    path.write_text("a long prompt, whose weights take a while. " * 9)
+    return path
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if not path.name.endswith(".tmp")}
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_stopped_leaves_the_results_before_it(end, model_of, prompt, data, tmp_path):
+    """Its unfinished files have other names, and the next run replaces them."""
+    folders = [model_of("grouped", "softmax")[0], model_of("gau", "ssmax")[0]]
+    out = tmp_path / "out"
+    subprocess.run(attention_words(folders[0], out, prompt), check=True, stdout=subprocess.DEVNULL, env=environment())
+    before = contents(out)
+    assert before.keys() == {"eval.json", "map-0.npy"}
+    child = subprocess.Popen(attention_words(",".join([str(folders[1])] + 30 * [str(folders[0])]), out, prompt), stdout=subprocess.DEVNULL,
+                             stderr=subprocess.DEVNULL, env=environment(), preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    while not (out / "map-4.npy.tmp").exists():
+        assert child.poll() is None
+        time.sleep(0.01)
+    child.send_signal(end)
+    assert child.wait() == -end and contents(out) == before
+    subprocess.run(attention_words(folders[1], out, prompt), check=True, stdout=subprocess.DEVNULL, env=environment())
+    after = contents(out)
+    assert after.keys() == before.keys() and after["map-0.npy"] != before["map-0.npy"]
+    row = json.loads(after["eval.json"])["results"][0]
+    assert np.load(out / row["map"]).shape == (2, 1, *2 * [row["tokens"]])
+
+
+@pytest.mark.parametrize("task, size, name, flags", [("attention", 100_000, "map-0.npy", []),
+                                                     ("needle", 3_000, "prompts.jsonl", ["--seq-lens", 200, "--samples", 5, "--save-prompts"]),
+                                                     ("positions", 20_000, "eval.json", ["--seq-lens", 4000, "--max-tokens", 1])])
+def test_a_full_disk_leaves_the_results_before_it(task, size, name, flags, model_of, prompt, data, tmp_path):
+    (tmp_path / "eval.json").write_text("earlier")
+    words = attention_words(model_of("grouped", "softmax")[0], tmp_path, prompt) + ["--task", task, "--data", f"{data}/*_val_*.bin", *map(str, flags)]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment(), preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size)))
+    assert done.returncode == 4 and str(tmp_path / name) in done.stderr and "File too large" in done.stderr, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["eval.json"] and (tmp_path / "eval.json").read_text() == "earlier"

@@ -1,0 +1,421 @@
+"""eval_gpt2 --task needle: a circuit made by hand that finds every needle, answers against transformers', needle scores
+against the reference, the cache that prompts share, what the prompts are, messages."""
+import json
+import math
+import os
+
+import numpy as np
+import pytest
+import torch
+
+import eval_models
+from eval_models import END_OF_TEXT, VOCAB, evaluate, reference, text_of, write_text, write_tokenizer
+from trainer import ROOT, write_shard
+
+os.environ["HF_HUB_OFFLINE"] = "1"    # set before transformers is imported: no test contacts a hub
+from safetensors.numpy import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    eval_models.build()
+    return write_text(tmp_path_factory.mktemp("needle") / "data")
+
+
+@pytest.fixture(scope="module")
+def model_of(data, tmp_path_factory):
+    return eval_models.models(tmp_path_factory.mktemp("models"), data)
+
+
+def needles(folder, data, out, *flags):
+    """Stdout, the results, and the lines of prompts.jsonl in the order of the trials."""
+    output, result = evaluate("needle", folder, data, out, "--save-prompts", *flags)
+    prompts = [json.loads(line) for line in (out / "prompts.jsonl").read_text().splitlines()]
+    trials = [trial for row in result["results"] for trial in row["trials"]]
+    assert len(prompts) == len(trials)
+    for prompt, trial in zip(prompts, trials):
+        assert (prompt["depth"], prompt["sample"]) == (trial["depth"], trial["sample"])
+    return output, result["results"], prompts
+
+
+# ---------------------------------------------------------------- a circuit
+
+CODE, GRAM, PAIRS, D, THETA = 24, 4, 25, 200, 1e10
+OUT, ONE, C = 5 * CODE, 6 * CODE, 160       # channels: the token, the four before it, the answer, a constant 1
+POSITIONS, CONTENT, BIAS = range(PAIRS), range(48, 96), 96
+
+
+def code(token):
+    """Two of 24 channels: the byte's upper and lower half, without its highest bit. Two tokens share 2, 1 or no channel."""
+    byte = token if token < 128 else 0
+    out = np.zeros(CODE)
+    out[[byte >> 4, 8 + byte % 16]] = 1
+    return out
+
+
+def content(channel):
+    """Where channel 0 to 95 of a gram is in q and k: in pairs that RoPE hardly turns."""
+    return CONTENT[channel % 48] + (D // 2 if channel >= 48 else 0)
+
+
+def circuit():
+    """The weights of an induction circuit. Head j of the first layer copies the token j before: its score is the sum of
+    cos((t - s - j) w) over RoPE's fast pairs, minus a threshold that only the right offset exceeds. Head 0 of the second
+    layer compares the newest four tokens with the four before each position, again above a threshold, and copies the token
+    at that position to the output. What phi does below the threshold does not matter."""
+    tensors = {"model.embed_tokens.weight": np.zeros((VOCAB, C)), "lm_head.weight": np.zeros((VOCAB, C)), "model.norm.weight": np.ones(C)}
+    for token in range(VOCAB):
+        tensors["model.embed_tokens.weight"][token, :CODE] = code(token)
+        if token < 128:
+            tensors["lm_head.weight"][token, OUT:OUT + CODE] = code(token)
+    tensors["model.embed_tokens.weight"][:, ONE] = 1
+    w = THETA ** (-np.arange(PAIRS) / (D // 2))
+    nearest = max(np.cos(offset * w).sum() for offset in range(1, 5000))
+    for layer in range(2):
+        q, k, v, o = (np.zeros(shape) for shape in 3 * [(GRAM * D, C)] + [(C, GRAM * D)])
+        if layer == 0:
+            for head in range(GRAM):
+                at = head * D
+                q[at:at + PAIRS, ONE] = 1
+                k[at:at + PAIRS, ONE] = np.cos((head + 1) * w)
+                k[at + D // 2:at + D // 2 + PAIRS, ONE] = np.sin((head + 1) * w)
+                v[at:at + CODE, :CODE] = np.eye(CODE)
+                o[(head + 1) * CODE:(head + 2) * CODE, at:at + CODE] = np.eye(CODE)
+        else:
+            for channel in range(GRAM * CODE):
+                q[content(channel), channel] = k[content(channel), channel + CODE] = 1
+            v[:CODE, :CODE] = np.eye(CODE)
+            o[OUT:OUT + CODE, :CODE] = np.eye(CODE)
+        # z is STEEP at a match and -STEEP just below one; RMSNorm multiplies by sqrt(C/energy).
+        match, below, energy = [(PAIRS, nearest, 3), (2 * GRAM, 2 * GRAM - 1, 3 + 2 * GRAM)][layer]
+        gain = 2 * STEEP / (match - below) * math.sqrt(D) / (C / energy)
+        for head in range(GRAM if layer == 0 else 1):
+            q[head * D + BIAS, ONE], k[head * D + BIAS, ONE] = -(match + below) / 2, 1
+        for name, tensor in dict(q=gain * q, k=k, v=v * math.sqrt(energy / C), o=o).items():
+            tensors[f"model.layers.{layer}.self_attn.{name}_proj.weight"] = tensor
+        for name, shape in dict(gate=(8, C), up=(8, C), down=(C, 8)).items():
+            tensors[f"model.layers.{layer}.mlp.{name}_proj.weight"] = np.zeros(shape)
+        for name in ("input", "post_attention"):
+            tensors[f"model.layers.{layer}.{name}_layernorm.weight"] = np.ones(C)
+    return {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
+
+
+STEEP = 15
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB, "hidden_size": C, "intermediate_size": 8,
+         "num_hidden_layers": 2, "num_attention_heads": GRAM, "num_key_value_heads": GRAM, "head_dim": D, "hidden_act": "silu",
+         "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": THETA,
+         "rope_parameters": {"rope_type": "default", "rope_theta": THETA}, "tie_word_embeddings": False, "attention_bias": False,
+         "mlp_bias": False, "bos_token_id": END_OF_TEXT, "eos_token_id": END_OF_TEXT, "dtype": "float32"}
+
+
+def write_llama(folder, tensors):
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    write_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def induction(tmp_path_factory):
+    return write_llama(tmp_path_factory.mktemp("circuit") / "llama", circuit())
+
+
+def has_no_repeated_gram(number):
+    text = f"is: {number}."
+    return len({text[i:i + GRAM] for i in range(len(text) - GRAM)}) == len(text) - GRAM
+
+
+def test_an_induction_circuit_finds_every_needle(induction, data, tmp_path):
+    output, rows, prompts = needles(induction, data, tmp_path, "--seq-lens", "200,700,1500", "--depths", "0,10,50,90,100", "--samples", 3)
+    assert [row["seq_len"] for row in rows] == [200, 700, 1500] and len(prompts) == 45
+    for row in rows:
+        assert row["right"] == 1 and [depth["right"] for depth in row["depths"]] == 5 * [1], row["depths"]
+        for trial in row["trials"]:
+            assert has_no_repeated_gram(trial["number"])
+            assert trial["answer"] == f" {trial['number']}." and trial["verdict"] == "right"
+            assert trial["best_score"] == pytest.approx(1, abs=1e-3) and (trial["best_layer"], trial["best_head"]) == (1, 0)
+    assert output.count("100.0 %") == 18
+
+
+# Those in which the weight of a match is 1 up to rounding, whatever n is.
+FINDS = ["ssmax", "ssmax-pn", "softmax-log512", "softmax1", "softmax-recentered", "softmax+post=reweight:15",
+         "relu-l1", "relu2-l1", "relu6-l1", "gelu-l1", "sigmoid-l1", "softplus-l1", "mish-l1", "sigmoid", "sigmoid-logn", "sigmoid-logn-l1",
+         "softmax-sink", "softmax-floorlog", "softpick"]
+
+
+@pytest.mark.drawn(3)
+@pytest.mark.parametrize("attn", FINDS)
+def test_the_circuit_under_another_normalizer(attn, induction, data, tmp_path):
+    _, rows, _ = needles(induction, data, tmp_path, "--attn", attn, "--seq-lens", "300", "--depths", "10,50,90", "--samples", 2)
+    assert [row["attn"] for row in rows] == ["softmax", attn] and [row["right"] for row in rows] == [1, 1]
+
+
+def test_a_shuffled_circuit_finds_none(data, tmp_path):
+    shuffled = {name: np.random.default_rng(5).permutation(tensor.ravel()).reshape(tensor.shape) for name, tensor in circuit().items()}
+    output, [row], _ = needles(write_llama(tmp_path / "llama", shuffled), data, tmp_path, "--seq-lens", "300", "--samples", 3)
+    assert row["right"] == 0 and {trial["verdict"] for trial in row["trials"]} == {"wrong"} and output.count(" 0.0 %") == 6
+
+
+# ---------------------------------------------------------------- transformers and the reference
+
+def answer_of_transformers(model, prompt):
+    """Greedy, without end-of-text, as many tokens as our answer."""
+    ids = torch.tensor([prompt["tokens"]])
+    count = len(prompt["answer"])
+    found = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, min_new_tokens=count,
+                           eos_token_id=None, pad_token_id=END_OF_TEXT, suppress_tokens=[END_OF_TEXT])
+    return found[0, ids.shape[1]:].tolist()
+
+
+@pytest.mark.parametrize("shape, attn", [("circuit", "softmax"), ("grouped", "softmax"), ("grouped", "ssmax-bias"), ("QK norms", "lssa"),
+                                         ("gau", "softmax1")])
+def test_answers_equal_transformers_greedy_decoding(shape, attn, induction, model_of, data, tmp_path):
+    folder = induction if shape == "circuit" else model_of(shape, attn)[0]
+    _, [row], prompts = needles(folder, data, tmp_path, "--seq-lens", "150", "--depths", "20,80", "--samples", 3, "--max-new-tokens", 8)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=True).eval()
+    for prompt, trial in zip(prompts, row["trials"]):
+        assert prompt["answer"] == answer_of_transformers(model, prompt)
+        assert END_OF_TEXT not in prompt["answer"] and (prompt["model"], prompt["attn"]) == (row["model"], attn)
+        shown = "".join(chr(i) if i == 10 or 32 <= i < 127 else "?" for i in prompt["answer"] if i < 256)
+        if max(prompt["answer"]) < 256:
+            assert trial["answer"] == shown
+    assert len({token for prompt in prompts for token in prompt["answer"]}) > 5
+
+
+def test_end_of_text_is_never_the_answer(model_of, data, tmp_path):
+    """Even where it is the likeliest token by far."""
+    folder, tensors, _ = model_of("llama", "softmax", 601)
+    biased = {name: tensor.float().numpy() for name, tensor in tensors.items()}
+    biased["lm_head.weight"] = biased["model.embed_tokens.weight"].copy()
+    biased["lm_head.weight"][END_OF_TEXT] *= 30
+    config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": False}
+    for name in ("plain", "biased"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        write_tokenizer(tmp_path / name)
+        tensors = biased | ({"lm_head.weight": biased["model.embed_tokens.weight"]} if name == "plain" else {})
+        save_file(tensors, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
+    answers = [[prompt["answer"] for prompt in needles(tmp_path / name, data, tmp_path / "out", "--seq-lens", 100, "--samples", 4)[2]]
+               for name in ("plain", "biased")]
+    assert answers[0] == answers[1]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "biased", dtype=torch.float32)
+    assert (model(torch.tensor([[END_OF_TEXT, 97, 98, 99]])).logits[0].argmax(-1) == END_OF_TEXT).any()
+
+
+def row_lengths(attn):
+    """The normalizer that computes, in one pass, what the cache does, where T is each row's own length so far."""
+    return {"relu2-T": "relu2-n", "relu2-T+norm=T2": "relu2-n+norm=n2", "sigmoid+offset=-logT": "sigmoid-logn"}.get(attn, attn)
+
+
+@pytest.mark.drawn(6)
+@pytest.mark.parametrize("shape, attn", [*((shape, attn) for shape in ("grouped", "gau") for attn in (*reference.PRESETS, "softmax+post=reweight:3")),
+                                         *(("QK norms", attn) for attn in ("softmax", "ssmax-bias", "softmax-sink", "lssar")),
+                                         ("llama", "sigmoid+offset=-logT"), ("llama", "relu2-T+norm=T2")])
+def test_needle_scores_equal_the_references(shape, attn, model_of, data, tmp_path):
+    """The attention of the prompt's last token, summed over the number's tokens."""
+    folder, tensors, config = model_of(shape, attn)
+    _, [row], prompts = needles(folder, data, tmp_path, "--seq-lens", 330, "--depths", "15,60", "--samples", 1)
+    config = reference.replace(config, attn=row_lengths(attn))
+    mean = 0
+    for prompt, trial in zip(prompts, row["trials"], strict=True):
+        trace, (first, end) = reference.Trace(), prompt["number"]
+        reference.forward(tensors, torch.tensor([prompt["tokens"]]), config, trace)
+        expected = torch.stack([A[0, :, -1, first:end].sum(-1) for A in trace.weights]).numpy()
+        largest = max(A[0, :, -1].abs().max().item() for A in trace.weights)
+        found = np.array(trial["needle_scores"])
+        assert found.shape == expected.shape and np.abs(found - expected).max() < 1e-5 * max(1, largest)
+        best = trial["best_layer"], trial["best_head"]
+        assert found[best] == found.max() == trial["best_score"]
+        mean = mean + found / 2
+    assert np.abs(np.array(row["needle_scores"]) - mean).max() < 1e-12 * max(1, np.abs(mean).max())
+
+
+# ---------------------------------------------------------------- the cache
+
+@pytest.mark.parametrize("shape, attn", [("grouped", "ssmax"), ("gau", "sigmoid-logn-l1"), ("llama", "relu2-T")])
+def test_sharing_the_cache_changes_no_bit(shape, attn, model_of, data, tmp_path):
+    """Prompts of one haystack continue the cache of the one before; each alone gives the same numbers."""
+    folder, *_ = model_of(shape, attn, 1200)
+    how = ["--seq-lens", 700, "--samples", 2, "--threads", 2, "--max-new-tokens", 4]
+    _, [row], _ = needles(folder, data, tmp_path, *how, "--depths", "5,95,60,95")
+    alone = {depth: needles(folder, data, tmp_path, *how, "--depths", depth)[1][0]["trials"] for depth in (5, 60, 95)}
+    for trial in row["trials"]:
+        assert trial == alone[trial["depth"]][trial["sample"]]
+
+
+def test_longer_prompts_do_not_change_shorter_ones(model_of, data, tmp_path):
+    """Under ntk, theta depends on each length, not on the longest one."""
+    folder, *_ = model_of("llama", "softmax", 100)
+    trials = lambda lengths: [row["trials"] for row in needles(folder, data, tmp_path, "--rope-scaling", "ntk", "--seq-lens", lengths,
+                                                              "--samples", 1, "--city", "Rome")[1]]
+    both = trials("300,150")
+    assert [len(row) for row in both] == [5, 5] and both[0][0]["needle_scores"] != both[1][0]["needle_scores"]
+    assert both == trials("150,300")[::-1] == [*trials("300"), *trials("150")]
+
+
+# ---------------------------------------------------------------- prompts
+
+RAW = "\nWhat is the special magic {0} number? The special magic {0} number is:"
+FRAMES = {"raw": ("<|endoftext|>", RAW),
+          "squad": ("<|endoftext|>", "\n\nQuestion: What is the special magic {0} number?\n\nAnswer:"),
+          "chatml": ("<|im_start|>user\n", "\n\nWhat is the special magic {0} number?<|im_end|>\n<|im_start|>assistant\n")}
+
+
+def parts_of(prompt, trial, chat):
+    """(haystack before the needle, haystack after it) as tokens, after checking everything around them."""
+    opening, question = (part.format(trial["city"]) for part in FRAMES[chat])
+    needle = f"\nThe special magic {trial['city']} number is: {trial['number']}.\n"
+    text = text_of(prompt["tokens"])
+    assert text.startswith(opening) and text.endswith(question)
+    context = text[len(opening):len(text) - len(question)]
+    assert context.count(needle) == 1 and len(context.encode()) == prompt["seq_len"]
+    first, end = prompt["number"]
+    assert text_of(prompt["tokens"][first:end]) == f" {trial['number']}." and text_of(prompt["tokens"][:first]).endswith(" number is:")
+    return context.split(needle)
+
+
+@pytest.mark.parametrize("chat", FRAMES)
+def test_prompts(chat, model_of, data, tmp_path):
+    """The context has the length asked for and the needle is at its depth, in one piece of the data without its
+    end-of-text tokens. City and number depend on the seed and the sample alone."""
+    folder, *_ = model_of("llama", "softmax")
+    flags = ["--chat", chat, "--seq-lens", "200,333", "--depths", "0,33,100", "--samples", 4]
+    _, rows, prompts = needles(folder, data, tmp_path, *flags, "--attn", "ssmax")
+    trials = [trial for row in rows for trial in row["trials"]]
+    stream = np.fromfile(data / "d_val_000000.bin", "<u2", offset=1024)[:30000 // 64 * 64]
+    stream = 2 * "".join(chr(i) for i in stream if i != END_OF_TEXT)       # goes on at its start
+    named = {}
+    for prompt, trial in zip(prompts, trials):
+        before, after = parts_of(prompt, trial, chat)
+        assert len(before) == int((len(before) + len(after)) * trial["depth"] / 100) and before + after in stream
+        assert named.setdefault(trial["sample"], (trial["city"], trial["number"])) == (trial["city"], trial["number"])
+        assert len(trial["number"]) == 7 and trial["number"].isdigit() and trial["number"][0] != "0"
+        assert trial["city"] in (ROOT / "data/cities.txt").read_text().splitlines()
+    assert len(set(named.values())) == 4 and [row["attn"] for row in rows] == 2 * ["softmax"] + 2 * ["ssmax"]
+    assert len(prompts) == 48 and [p["tokens"] for p in prompts[:24]] == [p["tokens"] for p in prompts[24:]]
+    haystacks = {prompt["sample"]: parts_of(prompt, trial, chat) for prompt, trial in zip(prompts[:12], trials) if trial["depth"] == 0}
+    assert len({after for _, after in haystacks.values()}) == 4
+
+
+def test_the_seed_chooses_the_needles(model_of, data, tmp_path):
+    folder, *_ = model_of("llama", "softmax")
+    flags = ["--seq-lens", 150, "--depths", 50, "--samples", 5]
+    tokens = lambda *more: [prompt["tokens"] for prompt in needles(folder, data, tmp_path, *flags, *more)[2]]
+    first = tokens()
+    assert first == tokens() == tokens("--seed", 1337) and not any(prompt in first for prompt in tokens("--seed", 3))
+    assert tokens("--samples", 2) == first[:2]                      # more samples leave the first ones
+
+
+def test_city_number_and_digits(model_of, data, tmp_path):
+    folder, *_ = model_of("llama", "softmax")
+    flags = ["--seq-lens", 200, "--depths", "50,70", "--samples", 3]
+    for more, city, digits in ((["--city", "São Tomé"], "São Tomé", 7), (["--number", "007"], None, 3), (["--digits", 12], None, 12),
+                               (["--city", "X" * 63, "--number", "9" * 18], "X" * 63, 18)):
+        _, [row], prompts = needles(folder, data, tmp_path, *flags, *more)
+        for prompt, trial in zip(prompts, row["trials"]):
+            parts_of(prompt, trial, "raw")
+            assert city in (None, trial["city"]) and len(trial["number"]) == digits and ("007" in more) <= (trial["number"] == "007")
+
+
+def test_random_depths(model_of, data, tmp_path):
+    """Each sample's depth is drawn once, for every length."""
+    folder, *_ = model_of("llama", "softmax")
+    output, rows, prompts = needles(folder, data, tmp_path, "--seq-lens", "200,300", "--random-depth", "--samples", 12)
+    depths = [[trial["depth"] for trial in row["trials"]] for row in rows]
+    assert depths[0] == depths[1] and len(set(depths[0])) == 12 and min(depths[0]) < 30 and max(depths[0]) > 70
+    for prompt, trial in zip(prompts, (trial for row in rows for trial in row["trials"])):
+        before, after = parts_of(prompt, trial, "raw")
+        assert len(before) == int((len(before) + len(after)) * trial["depth"] / 100)
+    assert "random" in output and "depth" not in rows[0]["depths"][0]
+
+
+def test_verdicts(induction, data, tmp_path):
+    """The circuit answers with what follows the needle's colon. A number counts only as a whole, and right in a longer
+    number is wrong."""
+    tensors = load_file(induction / "model.safetensors")
+
+    def verdict(name, change):
+        copy = {key: tensor.copy() for key, tensor in tensors.items()}
+        change(copy["lm_head.weight"])
+        folder = write_llama(tmp_path / name, copy)
+        _, [row], _ = needles(folder, data, tmp_path, "--seq-lens", 200, "--depths", 50, "--samples", 1, "--number", "8106425")
+        return row["trials"][0]["answer"], row["trials"][0]["verdict"], row["right"], row["depths"][0]["first_digit"]
+
+    def swap(a, b):
+        def change(head):
+            head[[ord(a), ord(b)]] = head[[ord(b), ord(a)]]
+        return change
+
+    assert verdict("same", lambda head: None) == (" 8106425.", "right", 1, 0)
+    assert verdict("last digit", swap("5", "7"))[1:] == ("first digit right", 0, 1)
+    assert verdict("first digit", swap("8", "7"))[1:] == ("wrong", 0, 0)
+    answer, *rest = verdict("longer", swap(".", "3"))
+    assert answer.startswith(" 81064253") and rest == ["first digit right", 0, 1]
+
+
+# ---------------------------------------------------------------- messages
+
+WRONG = {
+    "too short": (["--seq-lens", "200,30"], 2, ["--seq-lens 30", "too short", "needle alone", "tokens"]),
+    "too long": (["--seq-lens", "2000000"], 2, ["--seq-lens"]),
+    "too little data": (["--seq-lens", "30001"], 3, ["too little data", "30,000 tokens", "contexts of 30,001", "reduce --seq-lens"]),
+    "hardly any data": (["--data", "{few}"], 3, ["too little data", "reduce --seq-lens"]),
+    "no shards": (["--data", "/nowhere/*.bin"], 3, ["no file matches"]),
+    "empty data": (["--data", "{empty}"], 3, ["empty.bin"]),
+    "too many ends": (["--data", "{ends}"], 3, ["only 592 tokens other than end-of-text; expected 593", "reduce --seq-lens"]),
+    "no tokenizer": (["--model", "{bare}"], 3, ["tokenizer.json", "Copy"]),
+    "a larger vocabulary": (["--model", "{larger}"], 3, ["tokenizer", "vocabulary"]),
+    "no ChatML": (["--chat", "chatml", "--model", "{plain}"], 2, ["--chat chatml", "<|im_start|>", "--chat raw"]),
+    "unknown chat": (["--chat", "alpaca"], 2, ["raw|squad|chatml"]),
+    "a city that is not UTF-8": (["--city", b"Z\xfcrich"], 2, ["--city", "no tokens for this name"]),
+    "no city": (["--city", ""], 2, ["--city", "1 to 63"]),
+    "a long city": (["--city", "X" * 64], 2, ["--city", "1 to 63"]),
+    "not a number": (["--number", "12a"], 2, ["--number 12a", "digits"]),
+    "a long number": (["--number", "1" * 19], 2, ["--number", "1 to 18"]),
+    "no p_n there": (["--model", "{pn}"], 2, ["p_n for n up to L = 600", "--pn-extrapolate log"]),
+    "prompts of another task": (["--save-prompts", "--task", "loss"], 2, ["--save-prompts", "needle"]),
+}
+
+
+@pytest.fixture(scope="module")
+def wrong(model_of, data, tmp_path_factory):
+    root = tmp_path_factory.mktemp("wrong")
+    write_shard(root / "empty.bin", [])
+    write_shard(root / "few.bin", np.full(60, 97))
+    write_shard(root / "ends.bin", np.where(np.arange(64 * 37 + 1) % 4 == 0, 97, END_OF_TEXT))
+    folder, tensors, _ = model_of("llama", "softmax")
+    for name in ("bare", "plain", "larger"):
+        (root / name).mkdir()
+        for file in ("config.json", "model.safetensors"):
+            (root / name / file).write_bytes((folder / file).read_bytes())
+    write_tokenizer(root / "plain", {"<|endoftext|>": END_OF_TEXT})
+    write_tokenizer(root / "larger", {"<|endoftext|>": 256, "<|a|>": 257, "<|b|>": 258, "<|c|>": 259})
+    return {"empty": root / "empty.bin", "few": root / "few.bin", "ends": root / "ends.bin", "bare": root / "bare", "plain": root / "plain", "larger": root / "larger",
+            "pn": model_of("llama", "ssmax-pn")[0]}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_usage_is_named(name, wrong, model_of, data, tmp_path):
+    words, code, parts = WRONG[name]
+    words = [word.format(**wrong) if isinstance(word, str) else os.fsdecode(word) for word in words]
+    errors = evaluate("needle", model_of("llama", "softmax")[0], data, tmp_path / "out", "--seq-lens", 593, *words, code=code)
+    assert errors.startswith("eval_gpt2: ")
+    for part in parts:
+        assert part in errors, errors
+    assert not list(tmp_path.rglob("eval.json"))
+
+
+def test_missing_flags_are_named(model_of, data, tmp_path):
+    folder, *_ = model_of("llama", "softmax")
+    assert "--data is missing" in evaluate("needle", folder, None, tmp_path, code=2)
+    errors = evaluate("needle", folder, data, None, "--save-prompts", code=2)
+    assert "--save-prompts" in errors and "--out" in errors
+    assert "--out is empty" in evaluate("needle", folder, data, None, "--out", "", code=2)
+
+
+def test_pn_beyond_its_length(model_of, data, tmp_path):
+    folder, *_ = model_of("llama", "ssmax-pn")
+    _, [row], _ = needles(folder, data, tmp_path, "--seq-lens", 700, "--samples", 1, "--pn-extrapolate", "log")
+    assert len(row["trials"]) == 5

@@ -1,0 +1,260 @@
+"""eval_gpt2 --task attention: every statistic, the maps and the residual stream against the reference in float64; prompts
+from a file and from shards; Spearman's correlation; messages."""
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import eval_models
+from eval_models import END_OF_TEXT, evaluate, reference, write_text
+from tiny import BIN, run
+from trainer import write_shard
+
+PROMPTS = ["the cat sat on the mat, and the dog on the log", "naïve café: 5 € 😀", "aaaaaaaaaaaaaaaaaaaaaaaab", "It is a truth universally acknowledged"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    eval_models.build()
+    return write_text(tmp_path_factory.mktemp("observe") / "data")
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    path = tmp_path_factory.mktemp("prompts") / "prompts.txt"
+    path.write_text("\n".join(PROMPTS) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def model_of(data, tmp_path_factory):
+    get = eval_models.models(tmp_path_factory.mktemp("models"), data)
+    return lambda shape, attn: get(shape, attn, 64)
+
+
+def ids_of(text, leading):
+    return [END_OF_TEXT] * leading + list(text.encode())
+
+
+def log2(n):
+    return int(n).bit_length() - 1
+
+
+def head_statistics(A, log_Z):
+    """Of one head: A (T, T), log_Z (T)."""
+    T, A, log_Z = len(A), A.numpy(), log_Z.numpy()
+    absolute = np.abs(A)
+    totals = absolute.sum(1)
+    p = np.divide(absolute, totals[:, None], out=np.zeros_like(A), where=totals[:, None] > 0)
+    entropy = -np.where(p > 0, p * np.log(np.where(p > 0, p, 1)), 0).sum(1)
+    bins = [log2(n) for n in range(1, T + 1)]
+    by_distance = np.zeros(log2(T) + 1)
+    for i in range(T):
+        for j in range(i + 1):
+            by_distance[log2(max(i - j, 1))] += p[i, j] / T
+    x, y = (values[1:][np.isfinite(log_Z[1:])] for values in (np.log(np.arange(1, T + 1)), log_Z))
+    slope, intercept = np.polyfit(x, y, 1) if len(x) > 1 else (math.nan, math.nan)
+    visible = np.tril(np.ones((T, T), bool))
+    return {"sum": A.sum(1).mean(), "unspent": 1 - A.sum(1).mean(), "entropy": entropy.mean(), "first_token": p[1:, 0].mean(),
+            "zeros": (A[visible] == 0).mean(), "log_z_slope": slope, "log_z_intercept": intercept,
+            "entropy_by_n": [np.mean(entropy[np.array(bins) == b]) for b in range(log2(T) + 1)], "weight_by_distance": by_distance}
+
+
+def near(found, expected, bound=1e-5):
+    found, expected = np.asarray(found, float), np.asarray(expected, float)
+    close = np.abs(found - expected) <= bound * np.maximum(1, np.abs(expected))
+    assert found.shape == expected.shape and np.all(close | (np.isnan(found) & np.isnan(expected))), (found, expected)
+
+
+def rounding(config):
+    """The bound on float32's errors. A power multiplies relative errors."""
+    kind, _, power = config.normalizer.post.partition(":")
+    return 1e-5 * (float(power) if kind == "reweight" else 1)
+
+
+def compare(row, tensors, config, ids):
+    """A row of eval.json against the reference. Returns the reference's trace."""
+    trace, tokens = reference.Trace(), torch.tensor([ids])
+    logits = reference.forward(tensors, tokens, config, trace)
+    losses = -torch.log_softmax(logits[0, :-1], -1).gather(-1, tokens[0, 1:, None])[:, 0]
+    loss = losses[1 if row["leading_end_of_text"] else 0:].mean().item()
+    near(row["loss"], loss)
+    assert row["perplexity"] == pytest.approx(math.exp(row["loss"])) and row["tokens"] == len(ids)
+    assert len(row["layers"]) == config.units and all(len(layer["heads"]) == config.heads for layer in row["layers"])
+    for layer, A, log_Z, x in zip(row["layers"], trace.weights, trace.log_Z, trace.residual):
+        centered = x - x.mean()
+        near(layer["residual_kurtosis"], ((centered**4).mean() / (centered**2).mean() ** 2).item())
+        near(layer["residual_largest"], x.abs().max().item())
+        for found, *head in zip(layer["heads"], A[0], log_Z[0]):
+            expected = head_statistics(*head)
+            assert found.keys() == expected.keys()
+            scale = max(1, head[0].abs().sum(1).max().item())       # sums of weights that are not normalized
+            if "reweight" in config.normalizer.post:        # powers below float32's smallest number are 0 or not
+                visible = np.abs(head[0].numpy())[np.tril(np.ones(head[0].shape, bool))]
+                expected["zeros"] = np.clip(found["zeros"], (visible <= 1e-46).mean(), (visible <= 1e-37).mean())
+            for key in expected:
+                near(found[key], expected[key], rounding(config) * (scale if key in ("sum", "unspent") else 1))
+    return trace
+
+
+CASES = [*((shape, attn) for shape in ("grouped", "gau") for attn in (*reference.PRESETS, "softmax+post=reweight:3", "relu-l1+norm=l1+0.5",
+                                                                      "sigmoid+offset=-logT")),
+         *(("QK norms", attn) for attn in ("softmax", "ssmax-bias", "softmax-sink", "lssar", "relu2-T"))]
+
+
+@pytest.mark.drawn(8)
+@pytest.mark.parametrize("shape, attn", CASES)
+def test_statistics_equal_the_references(shape, attn, model_of, prompts, tmp_path):
+    folder, tensors, config = model_of(shape, attn)
+    output, result = evaluate("attention", folder, None, tmp_path, "--prompt-file", prompts)
+    rows = [row for row in result["results"] if "layers" in row]
+    assert [(row["prompt"], row["leading_end_of_text"]) for row in rows] == [(i, b) for i in range(len(PROMPTS)) for b in (False, True)]
+    for row in rows:
+        trace = compare(row, tensors, config, ids_of(PROMPTS[row["prompt"]], row["leading_end_of_text"]))
+        assert ("map" in row) == (row is rows[0])
+        if row is rows[0]:
+            near(np.load(tmp_path / row["map"]), torch.stack(trace.weights)[:, 0].numpy(), rounding(config))
+    line = next(line for line in output.splitlines() if line.split()[:2] == ["1", "no"]).split()
+    heads = [head for layer in rows[0]["layers"] for head in layer["heads"]]
+    means = [np.mean([head[key] for head in heads]) for key in ("sum", "unspent", "entropy", "first_token", "zeros")]
+    largest = [max(layer[key] for layer in rows[0]["layers"]) for key in ("residual_kurtosis", "residual_largest")]
+    assert line[2] == str(rows[0]["tokens"])
+    for word, value in zip(line[3:], [rows[0]["perplexity"], *means, *largest], strict=True):
+        assert float(word) == pytest.approx(value, rel=1e-3, abs=1e-4)
+
+
+def test_zeros(model_of, prompts, tmp_path):
+    """softpick leaves zeros, softmax none."""
+    for attn, some in (("softpick", True), ("softmax", False)):
+        _, result = evaluate("attention", model_of("grouped", attn)[0], None, tmp_path, "--prompt-file", prompts)
+        zeros = [head["zeros"] for row in result["results"] if "layers" in row for layer in row["layers"] for head in layer["heads"]]
+        assert (max(zeros) > 0.1) == some and (some or max(zeros) == 0)
+
+
+def cells(A, cell):
+    """The mean over the visible weights of each cell."""
+    T = A.shape[-1]
+    side = -(-T // cell)
+    padded = np.zeros((*A.shape[:2], side * cell, side * cell))
+    visible = np.zeros((side * cell, side * cell))
+    padded[:, :, :T, :T] = A
+    visible[:T, :T] = np.tril(np.ones((T, T)))
+    blocks = lambda x: x.reshape(*x.shape[:-2], side, cell, side, cell).sum((-3, -1))
+    return np.divide(blocks(padded), blocks(visible), out=np.zeros((*A.shape[:2], side, side)), where=blocks(visible) > 0)
+
+
+@pytest.mark.parametrize("tokens, cell", [(1024, 1), (1025, 2), (2100, 3)])
+def test_maps_of_long_prompts(tokens, cell, model_of, data, tmp_path):
+    """A map has at most 1,024 rows; a longer prompt's cells are means over several positions."""
+    folder, tensors, config = model_of("QK norms", "softmax")
+    ids = np.random.default_rng(2).integers(97, 123, tokens)
+    (tmp_path / "prompt").write_bytes(bytes(ids.tolist()))
+    _, result = evaluate("attention", folder, None, tmp_path, "--prompt-file", tmp_path / "prompt", "--threads", 2)
+    row, found = result["results"][0], np.load(tmp_path / "map-0.npy")
+    trace = reference.Trace()
+    reference.forward(tensors, torch.from_numpy(ids[None]), config, trace)
+    expected = cells(torch.stack(trace.weights)[:, 0].numpy(), cell)
+    assert found.dtype == np.float32 and row["map_cell"] == cell and row["tokens"] == tokens
+    near(found, expected, 1e-7 * np.sqrt(tokens))
+
+
+def test_sequences_of_the_data(model_of, data, tmp_path):
+    """Sequences have T tokens, also with the leading end-of-text token; one at their start is not doubled."""
+    folder, tensors, config = model_of("grouped", "ssmax-pn")
+    tokens = np.fromfile(data / "d_val_000000.bin", "<u2", offset=1024)[:65]
+    assert tokens[0] == END_OF_TEXT
+    for name, kept in (("marked", tokens), ("unmarked", np.roll(tokens, -3))):
+        write_shard(tmp_path / f"{name}.bin", kept)
+        _, result = evaluate("attention", folder, None, tmp_path / name, "--data", tmp_path / f"{name}.bin", "--samples", 2)
+        rows = [row for row in result["results"] if "layers" in row]
+        assert [row["tokens"] for row in rows] == 4 * [64] and rows[0]["layers"] == rows[2]["layers"]
+        start = 1 if name == "marked" else 0
+        for row in rows[:2]:
+            compare(row, tensors, config, ([END_OF_TEXT] * row["leading_end_of_text"] + kept[start:start + 64].tolist())[:64])
+        assert result["models"][0]["data"]["tokens"] == 65
+
+
+def test_the_seed_chooses_the_sequences(model_of, data, tmp_path):
+    folder, *_ = model_of("llama", "softmax")
+    losses = lambda *flags: [row["loss"] for row in evaluate("attention", folder, data, tmp_path, "--seq-lens", 50, "--samples", 6, *flags)[1]["results"]
+                             if "loss" in row]
+    first = losses()
+    assert len(first) == 12 and first == losses("--seed", 1337) != losses("--seed", 2) and len(set(first)) > 4
+
+
+def ranks(values):
+    return [sum(other < value for other in values) + (sum(other == value for other in values) + 1) / 2 for value in values]
+
+
+def correlation(a, b):
+    a, b = ([rank - (len(x) + 1) / 2 for rank in ranks(x)] for x in (a, b))
+    return sum(x * y for x, y in zip(a, b)) / math.sqrt(sum(x * x for x in a) * sum(y * y for y in b))
+
+
+def test_spearmans_correlation(model_of, prompts, tmp_path):
+    """Of the mean sums, to five decimals, with the perplexities."""
+    assert correlation([1, 2, 3, 4], [10, 30, 20, 40]) == pytest.approx(0.8) and correlation([1, 1, 2], [3, 2, 1]) == pytest.approx(-math.sqrt(3) / 2)
+    output, result = evaluate("attention", model_of("grouped", "softmax1")[0], None, tmp_path, "--prompt-file", prompts)
+    for leading in (False, True):
+        rows = [row for row in result["results"] if row["leading_end_of_text"] == leading]
+        [last] = [row for row in rows if "spearman_sum_perplexity" in row]
+        sums = [round(np.mean([head["sum"] for layer in row["layers"] for head in layer["heads"]]), 5) for row in rows[:-1]]
+        assert last is rows[-1] and last["prompts"] == 4 and len(set(sums)) > 1
+        assert last["spearman_sum_perplexity"] == pytest.approx(correlation(sums, [row["loss"] for row in rows[:-1]]), abs=1e-12)
+        assert f"{'with' if leading else 'without'} end-of-text: {last['spearman_sum_perplexity']:+.3f}" in output
+    output, result = evaluate("attention", model_of("grouped", "softmax")[0], None, tmp_path, "--prompt-file", prompts)
+    assert [row["spearman_sum_perplexity"] for row in result["results"][-2:]] == [None, None] and output.count("undefined") == 2
+
+
+def test_two_normalizers_and_two_models(model_of, prompts, tmp_path):
+    """Each has its own rows and its own map."""
+    folders = [model_of("grouped", "softmax")[0], model_of("gau", "ssmax")[0]]
+    _, result = evaluate("attention", f"{folders[0]},{folders[1]}", None, tmp_path, "--prompt-file", prompts, "--attn", "softmax1")
+    maps = [(row["model"], row["attn"], row["map"]) for row in result["results"] if "map" in row]
+    assert [row[:2] for row in maps] == [(folder.name, attn) for folder, own in zip(folders, ("softmax", "ssmax")) for attn in (own, "softmax1")]
+    assert len({row[2] for row in maps}) == 4
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["eval.json", *(row[2] for row in maps)])
+    shapes = [np.load(tmp_path / row[2]).shape for row in maps]
+    assert shapes == 2 * [(2, 4, 46, 46)] + 2 * [(2, 1, 46, 46)]
+    _, again = evaluate("attention", folders[1], None, tmp_path / "one", "--prompt-file", prompts, "--attn", "softmax1")
+    assert [row for row in result["results"] if row["model"] == folders[1].name and "layers" in row][1:8] == \
+           [row for row in again["results"] if "layers" in row][1:8]
+
+
+def test_without_out_there_are_no_maps(model_of, prompts, tmp_path):
+    folder = model_of("llama", "softmax")[0]
+    output, _ = run(BIN / "eval_gpt2", "--task", "attention", "--model", folder, "--prompt-file", prompts)
+    assert "kurtosis" in output and output == evaluate("attention", folder, None, tmp_path, "--prompt-file", prompts)[0]
+
+
+WRONG = {       # the text of --prompt-file, or None: without that flag
+    "one token": ("a\n", [], 3, ["line 1", "single token"]),
+    "no prompts": ("\n\n", [], 3, ["one prompt per line", "found none"]),
+    "no file": (None, ["--prompt-file", "/nowhere"], 3, ["/nowhere"]),
+    "two lengths": (None, ["--data", "{data}", "--seq-lens", "10,20"], 2, ["--seq-lens", "one length"]),
+    "too short": (None, ["--data", "{data}", "--seq-lens", "2"], 2, ["--seq-lens", "at least 3"]),
+    "too long": (None, ["--data", "{data}", "--seq-lens", "1048576"], 3, ["too little data", "reduce --seq-lens"]),
+    "no source": (None, [], 2, ["--data is missing"]),
+    "p_n": ("x" * 64, ["--model", "{pn}"], 2, ["p_n for n up to L = 64", "asks for 65", "--pn-extrapolate log"]),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_usage_is_named(name, model_of, data, tmp_path):
+    text, words, code, parts = WRONG[name]
+    words = [word.format(data=f"{data}/*_val_*.bin", pn=model_of("grouped", "ssmax-pn")[0]) for word in words]
+    if text:
+        (tmp_path / "prompts").write_text(text)
+        words += ["--prompt-file", tmp_path / "prompts"]
+    errors = evaluate("attention", model_of("llama", "softmax")[0], None, tmp_path / "out", *words, code=code)
+    assert errors.startswith("eval_gpt2: ") and not (tmp_path / "out/eval.json").exists()
+    for part in parts:
+        assert part in errors, errors
+
+
+def test_blank_lines_and_carriage_returns(model_of, tmp_path):
+    path = tmp_path / "prompts"
+    path.write_bytes(b"one prompt\r\n\n\r\nand another")
+    _, result = evaluate("attention", model_of("llama", "softmax")[0], None, tmp_path, "--prompt-file", path)
+    assert [row["tokens"] for row in result["results"]] == [10, 11, 11, 12]
