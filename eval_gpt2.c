@@ -35,7 +35,6 @@ static void plan_computer(Computer *c, const Eval *e, size_t B, size_t T) {
     plan_parameters(m, false, e->o.dtype == EVAL_BF16);
     gemm_start(&m->mm, e->o.dtype == EVAL_BF16);
     if (e->o.task == TASK_NEEDLE) {
-        plan_activations(m, 1, 1, PREFILL_ROWS);    // for the scratch of its matmuls
         plan_decoder(&c->decoder, m, &m->plan, 1, T);
         memory_add(&m->plan, "attention weights", (void **)&c->weights,
                    FLOATS(heads * T));    // (layers,NH,T): one query
@@ -65,6 +64,7 @@ static Weights computer_weights(Computer *c) {
 static void computer_ready(Computer *c) {
     Model *m = &c->model;
     if (m->B) model_ready(m);
+    if (c->decoder.m) decoder_ready(&c->decoder);
     if (m->params_bf16) bf16_round(m->params_bf16, m->params, m->list.floats);
 }
 

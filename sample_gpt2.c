@@ -18,9 +18,12 @@
 #include "runtime/tokenizer.h"
 #pragma GCC diagnostic pop
 
+typedef enum { SAMPLE_FP32, SAMPLE_BF16 } SampleType;
+
 typedef struct {
     const char *model, *attn, *ignore_config_key, *prompt, *prompt_file;
     int64_t max_new_tokens, top_k, seed, num_samples, threads;
+    int dtype;
     double temperature, top_p;
 } SampleOptions;
 
@@ -57,9 +60,11 @@ typedef struct {
     int32_t *sampled;        // (FEW_ROWS, max_new_tokens)
     Candidate *candidates;
     Utf8 utf8;
-    size_t current, shown;     // the text that is being printed, and how many of its ids have been
-    bool begun;                // has its prompt been printed?
-    size_t tokens, longest;    // tokens sampled so far; the longest text, including its prompt
+    size_t current, shown;         // the text that is being printed, and how many of its ids have been
+    bool begun;                    // has its prompt been printed?
+    size_t longest;                // the longest text, including its prompt
+    size_t read, sampled_count;    // tokens so far: of prompts, and sampled
+    double reading, sampling;      // the seconds that they took
 } Sampler;
 
 // ---- flags and checkpoint
@@ -96,6 +101,8 @@ static void parse_flags(SampleOptions *o, int argc, char **argv) {
          .help = "then only from the fewest most likely tokens whose probabilities sum to X; 1: all"},
         {"seed", OPT_INT, &o->seed, 0, 9007199254740992.0, .arg = "N", .group = "Sampling",
          .help = "the same seed generates the same texts"},
+        {"dtype", OPT_CHOICE, &o->dtype, .choices = "fp32|bf16", .group = "Machine",
+         .help = "of the weights in matmuls; sums stay float32"},
         {"threads", OPT_INT, &o->threads, 0, MAX_THREADS, .arg = "N", .group = "Machine", .help = THREADS_HELP},
     };
     options_parse(
@@ -234,7 +241,8 @@ static bool load(Sampler *s, const char *folder, Error *error) {
             "a prompt of %zu tokens plus --max-new-tokens %zu with %s: p_n is only learned for n up to %d.\n  Reduce --max-new-tokens, or shorten the prompt.",
             longest, new_tokens, m->config.attn.text, m->config.seq_len);
     m->list = tensors_of(&m->config, NULL, 0);
-    plan_parameters(m, false, false);
+    plan_parameters(m, false, s->o.dtype == SAMPLE_BF16);
+    gemm_start(&m->mm, s->o.dtype == SAMPLE_BF16);
     plan_decoder(&s->decoder, m, &m->plan, sequences, longest + new_tokens);
     memory_add(&m->plan, "texts", (void **)&s->sampled, sequences * new_tokens * sizeof(int32_t));
     memory_add(&m->plan, "scratch", (void **)&s->candidates, (size_t)m->config.vocab * sizeof *s->candidates);
@@ -247,6 +255,7 @@ static bool load(Sampler *s, const char *folder, Error *error) {
     memory_take(&m->plan);
     Weights weights = weights_of(m);
     if (!weights_load(&weights, folder, &s->saved, error)) return false;
+    if (m->params_bf16) bf16_round(m->params_bf16, m->params, m->list.floats);
     decoder_ready(&s->decoder);
     return true;
 }
@@ -341,7 +350,7 @@ static void sample(Sampler *s, Text *t, float *logits) {
     double u = random_uniform((uint64_t)o->seed, t->sample, t->count);
     int32_t token = sample_token(logits, s->candidates, (size_t)s->model.config.vocab, o->temperature, (size_t)o->top_k,
                                  o->top_p, u);
-    s->tokens++;
+    s->sampled_count++;
     if (model_ends_text(&s->model.config, token)) {
         t->done = true;
         return;
@@ -379,14 +388,31 @@ static void write_texts(Sampler *s, size_t first, size_t count) {
     for (size_t i = 0; i < count; i++) {
         const Prompt *p = &s->prompts[s->texts[i].prompt];
         show(s, i + 1);
-        sample(s, &s->texts[i], decode_prompt(&s->decoder, p->ids, p->count, i));
+        double start = now();
+        float *logits = decode_prompt(&s->decoder, p->ids, p->count, i);
+        s->reading += now() - start;
+        s->read += p->count;
+        sample(s, &s->texts[i], logits);
     }
+    double start = now();
     do show(s, count);
     while (advance(s, count));
+    s->sampling += now() - start;
     for (size_t i = 0; i < count; i++) {
         size_t length = s->prompts[s->texts[i].prompt].count + s->texts[i].count;
         if (length > s->longest) s->longest = length;
     }
+}
+
+// The first token of each text comes from its prompt's logits.
+static void report_speed(const Sampler *s) {
+    size_t decoded = s->sampled_count - text_count(s);
+    fprintf(stderr, "sample_gpt2: read %s token%s in %.2f s, %.1f tokens/s", human_grouped(s->read).text,
+            s->read == 1 ? "" : "s", s->reading, (double)s->read / s->reading);
+    if (decoded)
+        fprintf(stderr, "; then wrote %s in %.2f s, %.1f tokens/s", human_grouped(decoded).text, s->sampling,
+                (double)decoded / s->sampling);
+    fprintf(stderr, "\n");
 }
 
 int main(int argc, char **argv) {
@@ -395,7 +421,6 @@ int main(int argc, char **argv) {
     parse_flags(&s.o, argc, argv);
     start_threads(s.o.threads);
     open_checkpoint(&s);
-    double start = now();
     for (size_t first = 0; first < text_count(&s); first += FEW_ROWS)
         write_texts(&s, first, text_count(&s) - first < FEW_ROWS ? text_count(&s) - first : FEW_ROWS);
     if (fflush(stdout) != 0 || ferror(stdout))
@@ -403,8 +428,6 @@ int main(int argc, char **argv) {
     if (s.longest > (size_t)s.model.config.seq_len)
         warn("a text of %zu tokens exceeds the length of %d with which the model was trained.", s.longest,
              s.model.config.seq_len);
-    double seconds = now() - start;
-    fprintf(stderr, "sample_gpt2: %s token%s in %.2f s, %.1f tokens/s\n", human_grouped(s.tokens).text,
-            s.tokens == 1 ? "" : "s", seconds, (double)s.tokens / seconds);
+    report_speed(&s);
     return EXIT_DONE;
 }

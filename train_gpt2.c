@@ -1090,6 +1090,7 @@ static AttentionShape span_shape(const Decoder *d, size_t past, size_t count) {
     return shape;
 }
 
+// Call after plan_activations(), if at all: the matmuls' scratch is for both.
 static void plan_decoder(Decoder *d, Model *m, MemoryPlan *plan, size_t sequences, size_t length) {
     const ModelConfig *c = &m->config;
     size_t C = (size_t)c->channels, F = (size_t)c->ffn, rows = sequences > PREFILL_ROWS ? sequences : PREFILL_ROWS;
@@ -1114,12 +1115,16 @@ static void plan_decoder(Decoder *d, Model *m, MemoryPlan *plan, size_t sequence
     memory_add(plan, kind, (void **)&d->first, rows * sizeof *d->first);
     memory_add(plan, kind, (void **)&d->cosines, FLOATS(length * head_size(c) / 2));
     memory_add(plan, kind, (void **)&d->sines, FLOATS(length * head_size(c) / 2));
+    size_t matmul_bytes = m->B ? 0 : gemm_scratch(&m->mm, rows * widest_second(c), 0);
+    if (matmul_bytes) memory_add(plan, kind, &m->matmul_scratch, matmul_bytes);
 }
 
 // Under ntk, every position uses the angles of the whole length that the cache can hold, whatever the length so far: a
 // key is rotated once, when it enters the cache.
 static void decoder_ready(Decoder *d) {
-    rope_table(d->cosines, d->sines, d->length, model_rope(&d->m->config));
+    Model *m = d->m;
+    if (!m->B && m->matmul_scratch) gemm_use(&m->mm, m->matmul_scratch, d->rows * widest_second(&m->config));
+    rope_table(d->cosines, d->sines, d->length, model_rope(&m->config));
 }
 
 static Rope rope_at(const Decoder *d, size_t position) {

@@ -6,8 +6,10 @@ import subprocess
 
 import numpy as np
 import pytest
+import torch
+from safetensors.numpy import load_file, save_file
 
-from tiny import BIN, END_OF_TEXT, ROOT, T, VOCAB, build, environment, ids_of, logits, run, sample, train, write_data
+from tiny import BIN, END_OF_TEXT, ROOT, SHAPE, T, VOCAB, build, environment, ids_of, logits, run, sample, train, write_data
 from trainer import saving_and_pruning
 
 
@@ -64,6 +66,20 @@ def test_a_run_a_checkpoint_or_a_bare_model(runs, tmp_path):
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         shutil.copy(checkpoint / name, bare)
     assert sample(runs / "text")[0] == sample(checkpoint)[0] == sample(bare)[0]
+
+
+def test_bf16_rounds_the_weights_of_matmuls(tmp_path):
+    """As long as one token at a time is decoded, nothing else is rounded."""
+    untied, rounded, flags = tmp_path / "untied", tmp_path / "rounded", ["--num-samples", 64, "--temperature", 1.2]
+    train(write_data(tmp_path / "data", tokenizer=False), untied, "--model", f"{SHAPE},tied=0", steps=60)
+    shutil.copytree(untied / "ckpt/step-00000060", rounded)
+    weights = load_file(rounded / "model.safetensors")
+    for name, w in weights.items():
+        if w.ndim == 2 and "embed_tokens" not in name:
+            weights[name] = torch.from_numpy(w).bfloat16().float().numpy()
+    save_file(weights, rounded / "model.safetensors", metadata={"format": "pt"})
+    wanted, _ = sample(rounded, *flags)
+    assert sample(untied, *flags, "--dtype", "bf16")[0] == wanted != sample(untied, *flags)[0]
 
 
 def test_while_the_run_prunes(runs, tmp_path):
