@@ -65,7 +65,7 @@ static void computer_ready(Computer *c) {
     Model *m = &c->model;
     if (m->B) model_ready(m);
     if (c->decoder.m) decoder_ready(&c->decoder);
-    if (m->params_bf16) bf16_round(m->params_bf16, m->params, m->list.floats);
+    round_parameters(m);
 }
 
 static void close_computer(Computer *c) {

@@ -255,7 +255,7 @@ static bool load(Sampler *s, const char *folder, Error *error) {
     memory_take(&m->plan);
     Weights weights = weights_of(m);
     if (!weights_load(&weights, folder, &s->saved, error)) return false;
-    if (m->params_bf16) bf16_round(m->params_bf16, m->params, m->list.floats);
+    round_parameters(m);
     decoder_ready(&s->decoder);
     return true;
 }

@@ -606,6 +606,11 @@ static void plan_parameters(Model *m, bool train, bool bf16) {
     memory_add(&m->plan, "scratch", (void **)&m->sums, norm_chunks(&m->list) * sizeof(double));
 }
 
+// Refreshes the bf16 copy that the matmuls read. Call after setting the parameters.
+static void round_parameters(Model *m) {
+    if (m->params_bf16) bf16_round(m->params_bf16, m->params, m->list.floats);
+}
+
 static const char *const KEPT = "activations kept for the backward pass", *const SCRATCH = "scratch";
 
 static void layer_plan(Model *m, size_t kept_layers, size_t N) {
@@ -1400,11 +1405,6 @@ static void plan_training(Model *m, Decoder *d, const Run *run) {
     plan_parameters(m, true, bf16);
     plan_activations(m, (size_t)m->config.layers, (size_t)run->o.batch, run->T);
     if (run_sample_length(run)) plan_decoder(d, m, &m->plan, 1, run_sample_length(run));
-}
-
-// Refreshes the bf16 copy that the matmuls read. Call after setting the parameters.
-static void round_parameters(Model *m) {
-    if (m->params_bf16) bf16_round(m->params_bf16, m->params, m->list.floats);
 }
 
 // The peak FLOP/s of all ranks. Ranks on one machine may together have more threads than it has cores. *best: see

@@ -49,7 +49,7 @@ FLASH_SO = "dev/tests/flash_so.cu"
 TIMES_ATTENTION = ("dev/bench/attention_gpu.py", "dev/reference/model.py", FLASH_SO)
 TIMES_STEPS = ("dev/bench/gpu_step.py", "dev/bench/cpu_step.py")
 TESTS = ("dev/tests/*.cu", "dev/tests/*.h", "dev/tests/test_flash.py", "dev/reference/*.*", "dev/reference/fixtures/*")
-PART_SOURCES = {"build": ("dev/tests/*.cu", "dev/tests/*.h", "dev/reference/*.h", "dev/cuda_on_cpu/*"), "tests": TESTS,
+PART_SOURCES = {"build": ("eval/*", "data/cities.txt", "dev/tests/*.cu", "dev/tests/*.h", "dev/reference/*.h", "dev/cuda_on_cpu/*"), "tests": TESTS,
                 "sanitizer": (*TESTS, "dev/bench/gpu_kernels.py"), "counters": ("dev/bench/gpu_kernels.py", "dev/bench/sass*.py", FLASH_SO),
                 "attention": TIMES_ATTENTION, "others": TIMES_ATTENTION, "step": TIMES_STEPS, "memory": TIMES_STEPS, "larger": TIMES_STEPS}
 # The functions and lists of scripts/gpu_check.sh that determine what these parts run.
