@@ -1,0 +1,194 @@
+"""Evaluation, decoding and prefill of a 124M model on the CPU, next to transformers and to what the machine allows.
+
+    .venv/bin/python dev/bench/inference.py [--rounds 3] [--cases evaluation,decoding,prefill] [--json out.json]
+
+    evaluation   eval_gpt2 --task loss at T = 10,240, next to the trainer's forward pass at the same T
+    decoding     256 tokens after a prompt of one, one text: sample_gpt2 next to transformers' generate(), both with
+                 their key-value caches
+    prefill      a prompt of 8,000 tokens: sample_gpt2 next to transformers
+
+Each round runs every measurement once, each in a process of its own, and every second round in the opposite order. A
+figure is the median of the rounds, and a ratio the median of the rounds' own ratios. The weights are random. The floor
+of decoding is the time to read the weights and the cache at the bandwidth of torch.sum() in the same run; that of
+prefill is the time of the matmuls and of causal attention at the best rate of torch.matmul().
+"""
+import argparse
+import datetime
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from cpu_step import CHANNELS, FFN, LAYERS, PADDED_VOCAB, ROOT, VOCAB, environment, machine, matmul_rate, write_shard
+
+LONG, PROMPT, NEW = 10240, 8000, 256
+LAYER_WEIGHTS = LAYERS * (4 * CHANNELS * CHANNELS + 3 * CHANNELS * FFN)
+HEAD_WEIGHTS = PADDED_VOCAB * CHANNELS
+BYTES = {"fp32": 4, "bf16": 2}
+
+
+# ---------------------------------------------------------------- PyTorch's side, in a child process
+
+def bandwidth():
+    """The most bytes per second that torch.sum() reads, of 1 GiB."""
+    import torch
+    x = torch.ones(1 << 28)
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        x.sum()
+        seconds.append(time.perf_counter() - start)
+    return 4 * x.numel() / min(seconds)
+
+
+def transformers_seconds(what, dtype, folder):
+    """Of decoding NEW tokens after the first one, or of reading PROMPT tokens."""
+    import torch
+    import transformers
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16 if dtype == "bf16" else torch.float32)
+    model.eval()
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        if what == "prefill":
+            ids = torch.randint(0, VOCAB - 1, (1, PROMPT))
+            start = time.perf_counter()
+            model(ids, use_cache=True, logits_to_keep=1)
+            return time.perf_counter() - start
+        times = []
+        for count in (1, NEW + 1):    # the difference is the time of the tokens after the first
+            start = time.perf_counter()
+            model.generate(torch.tensor([[1]]), attention_mask=torch.ones(1, 1, dtype=torch.long), do_sample=False,
+                           min_new_tokens=count, max_new_tokens=count, pad_token_id=0)
+            times.append(time.perf_counter() - start)
+        return times[1] - times[0]
+
+
+def child(task):
+    import torch
+    torch.set_num_threads(task["threads"])
+    if task["what"] == "bandwidth":
+        return bandwidth()
+    if task["what"] == "rate":
+        return matmul_rate(task["dtype"], task["threads"])
+    return transformers_seconds(task["what"], task["dtype"], task["folder"])
+
+
+# ---------------------------------------------------------------- one measurement
+
+class Bench:
+    def __init__(self, folder, threads):
+        self.folder, self.threads = Path(folder), threads
+        write_shard(self.folder / "random_train_000001.bin", 2 * LONG + 2)
+        self.run(ROOT / "train_gpt2", "--train-data", self.folder / "random_train_*.bin", "--model", "124M", "--batch", 1,
+                 "--seq-len", 1024, "--steps", 1, "--lr", 0, "--warmup", 0, "--out", self.folder / "run")
+        self.model = next(self.folder.glob("run/ckpt/step-*"))
+
+    def run(self, *words):
+        result = subprocess.run(list(map(str, words)), capture_output=True, text=True, env=environment(self.threads))
+        if result.returncode:
+            sys.exit(f"inference.py: {' '.join(map(str, words))[:200]} ended with {result.returncode}:\n{result.stderr[-2000:]}")
+        return result
+
+    def torch(self, what, dtype="fp32"):
+        task = {"what": what, "dtype": dtype, "folder": str(self.model), "threads": self.threads}
+        return json.loads(self.run(sys.executable, __file__, "--child", json.dumps(task)).stdout.splitlines()[-1])
+
+    def evaluation(self, dtype):
+        """Tokens per second."""
+        return float(re.search(r"([\d.]+) tokens/s", self.run(
+            ROOT / "eval_gpt2", "--model", self.model, "--data", self.folder / "random_train_*.bin", "--seq-lens", LONG,
+            "--dtype", dtype).stderr)[1])
+
+    def forward(self, dtype):
+        seconds = self.run(ROOT / "build/bench/forward", self.model, dtype, LONG, 3).stdout.split()
+        return LONG / statistics.median(map(float, seconds[1:]))
+
+    def sample(self, dtype, prompt, new_tokens):
+        """Tokens per second of the prompt and of the text."""
+        words = self.run(ROOT / "sample_gpt2", "--model", self.model, "--prompt", prompt, "--max-new-tokens", new_tokens,
+                         "--temperature", 0, "--dtype", dtype).stderr
+        return [float(number) for number in re.findall(r"([\d.]+) tokens/s", words)]
+
+    def ours(self, what, dtype):
+        if what == "decoding":
+            return self.sample(dtype, "1", NEW + 1)[1]
+        return self.sample(dtype, ",".join(str(7919 * t % (VOCAB - 1)) for t in range(PROMPT)), 1)[0]
+
+    def transformers(self, what, dtype):
+        return (NEW if what == "decoding" else PROMPT) / self.torch(what, dtype)
+
+    def floor(self, what, dtype):
+        """The most tokens per second that the machine allows."""
+        if what == "decoding":
+            cache = LAYERS * 2 * CHANNELS * 4 * NEW / 2    # float32, on average
+            return self.torch("bandwidth") / ((LAYER_WEIGHTS + HEAD_WEIGHTS) * BYTES[dtype] + cache)
+        flop = 2 * LAYER_WEIGHTS + LAYERS * 2 * CHANNELS * (PROMPT + 1)
+        return 1e9 * self.torch("rate", dtype) / flop
+
+
+MEASUREMENTS = {"evaluation": ("evaluation", "forward"), "decoding": ("ours", "transformers", "floor"),
+                "prefill": ("ours", "transformers", "floor")}
+
+
+def measure(bench, cases, rounds):
+    """figures[case, dtype, side]: a list, one number for each round."""
+    figures = {}
+    jobs = [(case, dtype, side) for case in cases for dtype in BYTES for side in MEASUREMENTS[case]]
+    for number in range(rounds):
+        for case, dtype, side in jobs if number % 2 == 0 else jobs[::-1]:
+            method = getattr(bench, side)
+            figure = method(dtype) if case == "evaluation" else method(case, dtype)
+            figures.setdefault((case, dtype, side), []).append(figure)
+            print(f"round {number + 1}: {case} {dtype} {side}: {figure:.1f} tok/s", file=sys.stderr, flush=True)
+    return figures
+
+
+def table(cases, figures):
+    lines = ["| case | ours tok/s | compared with | its tok/s | ours/its | floor tok/s | of floor |", "|---|---|---|---|---|---|---|"]
+    for case in cases:
+        first, second, *floor = MEASUREMENTS[case]
+        for dtype in BYTES:
+            ours, theirs = figures[case, dtype, first], figures[case, dtype, second]
+            ratio = statistics.median(a / b for a, b in zip(ours, theirs))
+            row = [f"{case}, {dtype}", f"{statistics.median(ours):.1f}", {"forward": "training's forward pass"}.get(second, second),
+                   f"{statistics.median(theirs):.1f}", f"{ratio:.2f}"]
+            if floor:
+                limit = figures[case, dtype, "floor"]
+                share = statistics.median(a / b for a, b in zip(ours, limit))
+                row += [f"{statistics.median(limit):.1f}", f"{100 * share:.0f} %"]
+            else:
+                row += ["", ""]
+            lines.append(f"| {' | '.join(row)} |")
+    return "\n".join(lines)
+
+
+def main():
+    if sys.argv[1:2] == ["--child"]:
+        print(json.dumps(child(json.loads(sys.argv[2]))))
+        return
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--cases", default=",".join(MEASUREMENTS), help="comma-separated (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="on each side (default: all cores)")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="also write every figure to this file")
+    options = parser.parse_args()
+    cases = options.cases.split(",")
+    if unknown := set(cases) - set(MEASUREMENTS):
+        parser.error(f"--cases: no such case: {', '.join(sorted(unknown))}; there are {', '.join(MEASUREMENTS)}")
+    subprocess.run(["make", "-s", "train_gpt2", "eval_gpt2", "sample_gpt2", "build/bench/forward"], cwd=ROOT, check=True)
+    with tempfile.TemporaryDirectory(prefix="inference_") as folder:
+        figures = measure(Bench(folder, options.threads), cases, options.rounds)
+    command = " ".join(["dev/bench/inference.py", *sys.argv[1:]])
+    print(f"{machine()}; {datetime.date.today().isoformat()}; {options.threads} threads, {options.rounds} rounds\n{command}\n")
+    print(table(cases, figures))
+    if options.json:
+        options.json.write_text(json.dumps({" ".join(key): values for key, values in figures.items()}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
