@@ -78,6 +78,7 @@ void observe_settle(Observer *o, Eval *e) {
     e->longest = o->longest;
     o->stats = array(o->layers * o->heads, sizeof *o->stats);
     o->residual = array(o->layers, sizeof *o->residual);
+    o->by_layer = array(2 * o->layers, sizeof *o->by_layer);
     o->sums = array(4 * o->prompt_count, sizeof *o->sums);
     o->losses = o->sums + 2 * o->prompt_count;
     size_t T = o->prompts[0].count;
@@ -91,6 +92,7 @@ void observe_close(Observer *o) {
     free(o->prompts);
     free(o->stats);
     free(o->residual);
+    free(o->by_layer);
     free(o->sums);
     free(o->map);
     if (o->shards) shards_close(o->shards);
@@ -255,11 +257,86 @@ static void write_row(Observer *o, size_t T, double loss) {
     }
 }
 
+// ---- tables
+
+static const char COLUMNS[] = "      sum   1 - sum   entropy     first     zeros     slope   kurtosis   max |x|";
+
+static void print_means(const ObserveMeans *m) {
+    printf(" %9.5f %9.5f %9.4f %9.5f %9.5f %9.4f %10.4g %9.4g\n", m->sum, round((1 - m->sum) * 1e6) / 1e6 + 0.0,
+           m->entropy, m->first, m->zeros, m->slopes > 0 ? m->slope / m->slopes : NAN, m->kurtosis, m->largest);
+}
+
+static void add_head(ObserveMeans *m, const HeadStats *s, double share) {
+    double intercept, slope = slope_of(s, &intercept);
+    m->sum += s->sum / s->rows * share;
+    m->entropy += s->entropy / s->rows * share;
+    m->first += s->first / (s->rows - 1) * share;
+    m->zeros += s->zeros / s->weights * share;
+    if (isnan(slope)) return;
+    m->slope += slope;
+    m->slopes++;
+}
+
+static void add_to_all(HeadStats *all, const HeadStats *s) {
+    all->rows += s->rows;
+    for (size_t b = 0; b < OBSERVE_BINS; b++) {
+        all->entropy_by_n[b] += s->entropy_by_n[b];
+        all->rows_by_n[b] += s->rows_by_n[b];
+        all->weight_by_distance[b] += s->weight_by_distance[b];
+    }
+}
+
+// Adds a prompt to the means of each layer. Returns its means over all layers, of whose kurtosis the greatest.
+static ObserveMeans add_prompt_means(Observer *o) {
+    ObserveMeans prompt = {0}, *layers = o->by_layer + (o->with_end_of_text ? o->layers : 0);
+    double heads = (double)o->heads, prompts = (double)o->prompt_count;
+    for (size_t l = 0; l < o->layers; l++) {
+        const ResidualStats *x = &o->residual[l];
+        for (size_t h = 0; h < o->heads; h++) {
+            const HeadStats *s = &o->stats[l * o->heads + h];
+            add_head(&prompt, s, 1 / (heads * (double)o->layers));
+            add_head(&layers[l], s, 1 / (heads * prompts));
+            add_to_all(&o->all[o->with_end_of_text], s);
+        }
+        layers[l].kurtosis += x->kurtosis / prompts;
+        layers[l].largest = fmax(layers[l].largest, x->largest);
+        prompt.kurtosis = fmax(prompt.kurtosis, x->kurtosis);
+        prompt.largest = fmax(prompt.largest, x->largest);
+    }
+    return prompt;
+}
+
+static void print_range(size_t from, size_t to) {
+    char text[48];
+    snprintf(text, sizeof text, from == to ? "%zu" : "%zu-%zu", from, to);
+    printf(" %15s", text);
+}
+
+// The means over all prompts by layer, the entropy by n, and the weight by distance.
+static void print_all(const Observer *o, bool with) {
+    const HeadStats *all = &o->all[with];
+    printf("\nmeans over %zu prompt%s %s a leading end-of-text token\n%6s %s\n", o->prompt_count,
+           o->prompt_count == 1 ? "" : "s", with ? "with" : "without", "layer", COLUMNS);
+    for (size_t l = 0; l < o->layers; l++) {
+        printf("%6zu", l);
+        print_means(&o->by_layer[l + (with ? o->layers : 0)]);
+    }
+    printf("%16s %9s %15s %9s\n", "n", "entropy", "distance", "weight");
+    for (size_t b = 0; b < OBSERVE_BINS && all->rows_by_n[b] > 0; b++) {
+        size_t from = (size_t)1 << b, to = 2 * from - 1;
+        print_range(from, to);
+        printf(" %9.4f", all->entropy_by_n[b] / all->rows_by_n[b]);
+        print_range(b ? from : 0, to);
+        printf(" %9.5f\n", all->weight_by_distance[b] / all->rows);
+    }
+}
+
 void observe_begin(Observer *o) {
     o->at = 0;
     o->with_end_of_text = false;
-    printf("%7s %4s %8s %11s %9s %9s %9s %9s %9s %10s %9s\n", "prompt", "EOT", "tokens", "perplexity", "sum", "1 - sum",
-           "entropy", "first", "zeros", "kurtosis", "max |x|");
+    memset(o->by_layer, 0, 2 * o->layers * sizeof *o->by_layer);
+    memset(o->all, 0, sizeof o->all);
+    printf("%7s %4s %8s %11s %s\n", "prompt", "EOT", "tokens", "perplexity", COLUMNS);
     bar_start(&o->e->bar, "prompts");
 }
 
@@ -277,31 +354,19 @@ bool observe_next(Observer *o, int32_t *ids, size_t *count) {
 
 void observe_done(Observer *o, size_t T, const float *losses) {
     Error error;
-    double loss = 0, sum = 0, entropy = 0, first = 0, zeros = 0, kurtosis = 0, largest = 0;
-    double all = (double)(o->layers * o->heads);
+    double loss = 0;
     size_t from = o->with_end_of_text ? 1 : 0;
     for (size_t t = from; t + 1 < T; t++) loss += losses[t] / (double)(T - 1 - from);
-    for (size_t i = 0; i < o->layers * o->heads; i++) {
-        const HeadStats *s = &o->stats[i];
-        sum += s->sum / s->rows / all;
-        entropy += s->entropy / s->rows / all;
-        first += s->first / (s->rows - 1) / all;
-        zeros += s->zeros / s->weights / all;
-    }
-    for (size_t l = 0; l < o->layers; l++) {
-        kurtosis = fmax(kurtosis, o->residual[l].kurtosis);
-        largest = fmax(largest, o->residual[l].largest);
-    }
+    ObserveMeans means = add_prompt_means(o);
     bar_clear(&o->e->bar);
-    printf("%7zu %4s %8zu %11.6g %9.5f %9.5f %9.4f %9.5f %9.5f %10.4g %9.4g\n", o->at + 1,
-           o->with_end_of_text ? "yes" : "no", T, exp(loss), sum, round((1 - sum) * 1e6) / 1e6 + 0.0, entropy, first,
-           zeros, kurtosis, largest);
+    printf("%7zu %4s %8zu %11.6g", o->at + 1, o->with_end_of_text ? "yes" : "no", T, exp(loss));
+    print_means(&means);
     fflush(stdout);
     write_row(o, T, loss);
     if (o->map_file && !file_close(o->map_file, &error)) fail_with(&error);
     o->map_file = NULL;
     // Sums that differ only by rounding are equal.
-    o->sums[(o->with_end_of_text ? o->prompt_count : 0) + o->at] = round(sum * 1e5);
+    o->sums[(o->with_end_of_text ? o->prompt_count : 0) + o->at] = round(means.sum * 1e5);
     o->losses[(o->with_end_of_text ? o->prompt_count : 0) + o->at] = loss;
     o->e->tokens += T;
     bar_show(&o->e->bar, 2 * o->at + o->with_end_of_text + 1, 2 * o->prompt_count);
@@ -334,7 +399,9 @@ static double spearman(const double *a, const double *b, size_t count) {
 
 void observe_end(Observer *o) {
     bar_clear(&o->e->bar);
+    for (int with = 0; with < 2; with++) print_all(o, with);
     if (o->prompt_count < 3) return;
+    printf("\n");
     for (int with = 0; with < 2; with++) {
         size_t from = with ? o->prompt_count : 0;
         double r = spearman(o->sums + from, o->losses + from, o->prompt_count);

@@ -29,6 +29,12 @@ typedef struct {
     double kurtosis, largest;    // E(x - mean)^4 / variance^2; max |x|
 } ResidualStats;
 
+// Means over heads, and over prompts; largest is the greatest of all.
+typedef struct {
+    double sum, entropy, first, zeros, slope, slopes;    // slope: a sum of `slopes` terms, since some heads have none
+    double kurtosis, largest;
+} ObserveMeans;
+
 typedef struct {
     int32_t *ids;
     size_t count;
@@ -49,7 +55,10 @@ typedef struct {
     char map_name[64];
     bool with_end_of_text;    // does the prompt start with an end-of-text token?
     size_t at;                // the prompt
-    double *sums, *losses;    // (2, prompts): without and with a leading end-of-text token
+    // Without and with a leading end-of-text token:
+    double *sums, *losses;     // (2, prompts)
+    ObserveMeans *by_layer;    // (2, layers)
+    HeadStats all[2];          // summed over all heads and prompts
 } Observer;
 
 // Reads --prompt-file, or --samples sequences of the first of --seq-lens tokens from --data.

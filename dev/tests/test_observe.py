@@ -1,6 +1,7 @@
 """eval_gpt2 --task attention: every statistic, the maps and the residual stream against the reference in float64; prompts
 from a file and from shards; Spearman's correlation; messages."""
 import math
+import os
 
 import numpy as np
 import pytest
@@ -10,6 +11,9 @@ import eval_models
 from eval_models import END_OF_TEXT, evaluate, reference, write_text
 from tiny import BIN, run
 from trainer import write_shard
+
+os.environ["HF_HUB_OFFLINE"] = "1"    # set before transformers is imported: no test contacts a hub
+from transformers import AutoModelForCausalLM
 
 PROMPTS = ["the cat sat on the mat, and the dog on the log", "naïve café: 5 € 😀", "aaaaaaaaaaaaaaaaaaaaaaaab", "It is a truth universally acknowledged"]
 
@@ -116,12 +120,44 @@ def test_statistics_equal_the_references(shape, attn, model_of, prompts, tmp_pat
         if row is rows[0]:
             near(np.load(tmp_path / row["map"]), torch.stack(trace.weights)[:, 0].numpy(), rounding(config))
     line = next(line for line in output.splitlines() if line.split()[:2] == ["1", "no"]).split()
-    heads = [head for layer in rows[0]["layers"] for head in layer["heads"]]
-    means = [np.mean([head[key] for head in heads]) for key in ("sum", "unspent", "entropy", "first_token", "zeros")]
-    largest = [max(layer[key] for layer in rows[0]["layers"]) for key in ("residual_kurtosis", "residual_largest")]
     assert line[2] == str(rows[0]["tokens"])
-    for word, value in zip(line[3:], [rows[0]["perplexity"], *means, *largest], strict=True):
-        assert float(word) == pytest.approx(value, rel=1e-3, abs=1e-4)
+    near_printed(line[3:], [rows[0]["perplexity"], *printed_means(rows[0]["layers"], max)])
+
+
+def printed_means(layers, of_kurtosis):
+    """The columns of the tables, from the layers of eval.json."""
+    heads = [head for layer in layers for head in layer["heads"]]
+    means = [np.mean([head[key] for head in heads]) for key in ("sum", "unspent", "entropy", "first_token", "zeros")]
+    slopes = [head["log_z_slope"] for head in heads if head["log_z_slope"] is not None]
+    return [*means, np.mean(slopes) if slopes else math.nan, of_kurtosis([layer["residual_kurtosis"] for layer in layers]),
+            max(layer["residual_largest"] for layer in layers)]
+
+
+def near_printed(words, values):
+    assert len(words) == len(values)
+    for word, value in zip(words, values):
+        assert float(word) == pytest.approx(value, rel=1e-3, abs=1e-4, nan_ok=True), (words, values)
+
+
+@pytest.mark.parametrize("attn", ["softmax1", "relu2-L"])
+def test_tables_by_layer_n_and_distance(attn, model_of, prompts, tmp_path):
+    """Means over all prompts, without and with a leading end-of-text token. Prompts differ in length, so means over rows
+    are not those over prompts."""
+    output, result = evaluate("attention", model_of("grouped", attn)[0], None, tmp_path, "--prompt-file", prompts)
+    for leading, title in ((False, "means over 4 prompts without"), (True, "means over 4 prompts with a")):
+        rows = [row for row in result["results"] if "layers" in row and row["leading_end_of_text"] == leading]
+        lines = [line.split() for line in output[output.index(title):].split("\n\n")[0].splitlines()]
+        for l in range(2):
+            assert lines[2 + l][0] == str(l)
+            near_printed(lines[2 + l][1:], printed_means([row["layers"][l] for row in rows], np.mean))
+        heads = [(head, row["tokens"]) for row in rows for layer in row["layers"] for head in layer["heads"]]
+        bins = max(len(head["entropy_by_n"]) for head, _ in heads)
+        assert [line[0] for line in lines[5:]] == ["1", "2-3", "4-7", "8-15", "16-31", "32-63"][:bins]
+        assert [line[2] for line in lines[5:]] == ["0-1", "2-3", "4-7", "8-15", "16-31", "32-63"][:bins]
+        for b in range(bins):
+            in_bin = [(head["entropy_by_n"][b], min(2 * 2**b, T + 1) - 2**b) for head, T in heads if b < len(head["entropy_by_n"])]
+            weights = [(head["weight_by_distance"][b] if b < len(head["weight_by_distance"]) else 0, T) for head, T in heads]
+            near_printed([lines[5 + b][i] for i in (1, 3)], [sum(x * n for x, n in pairs) / sum(n for _, n in pairs) for pairs in (in_bin, weights)])
 
 
 def test_zeros(model_of, prompts, tmp_path):
@@ -220,6 +256,16 @@ def test_two_normalizers_and_two_models(model_of, prompts, tmp_path):
     _, again = evaluate("attention", folders[1], None, tmp_path / "one", "--prompt-file", prompts, "--attn", "softmax1")
     assert [row for row in result["results"] if row["model"] == folders[1].name and "layers" in row][1:8] == \
            [row for row in again["results"] if "layers" in row][1:8]
+
+
+@pytest.mark.parametrize("shape, attn", [("grouped", "ssmax"), ("gau", "softmax1")])
+def test_maps_equal_transformers_output_attentions(shape, attn, model_of, prompts, tmp_path):
+    folder, *_ = model_of(shape, attn)
+    evaluate("attention", folder, None, tmp_path, "--prompt-file", prompts)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=True).eval()
+    with torch.no_grad():
+        weights = model(torch.tensor([ids_of(PROMPTS[0], False)]), output_attentions=True).attentions
+    near(np.load(tmp_path / "map-0.npy"), torch.stack(weights)[:, 0].numpy())
 
 
 def test_without_out_there_are_no_maps(model_of, prompts, tmp_path):
