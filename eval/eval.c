@@ -97,6 +97,8 @@ void eval_open(Eval *e, ModelConfig *config, int argc, char **argv) {
          .help = "attention: a file with one prompt per line, instead of --data"},
         {"chat", OPT_CHOICE, &o->chat, .choices = "raw|squad|chatml", .group = "Evaluation",
          .help = "needle: ask plainly, as data/squad.py writes questions, or in ChatML"},
+        {"system", OPT_TEXT, &o->system, .arg = "TEXT", .group = "Evaluation",
+         .help = "needle: the system message with which a chat begins; without it, there is none"},
         {"depths", OPT_INT_LIST, &o->depths, 0, 100, .arg = "P[,P...]", .group = "Evaluation",
          .help = "needle: where in the context it is inserted, in percent"},
         {"random-depth", OPT_SWITCH, &o->random_depth, .group = "Evaluation",

@@ -36,7 +36,7 @@ enum {
 };
 
 typedef struct {
-    const char *model, *data, *attn, *rope_scaling, *ignore_config_key, *out, *prompt_file, *city, *number;
+    const char *model, *data, *attn, *rope_scaling, *ignore_config_key, *out, *prompt_file, *city, *number, *system;
     int64_t max_tokens, samples, max_new_tokens, digits, seed, threads;
     IntList seq_lens, depths;
     double rope_theta;

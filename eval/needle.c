@@ -141,8 +141,15 @@ static size_t put_needle(Needle *n) {
 
 // `hay` tokens of haystack, with the needle after the first `before` of them.
 static void make_prompt(Needle *n, size_t hay, size_t before) {
+    const char *system = n->e->o.system;
     n->trial.count = 0;
     put_id(n, n->opening);
+    if (system) {
+        put_text(n, "system\n%s", system);
+        put_id(n, n->closing);
+        put_text(n, "\n", "");
+        put_id(n, n->turn);
+    }
     put_text(n, CHATS[n->e->o.chat].before, "");
     put(n, n->hay, before);
     put_needle(n);
@@ -191,6 +198,9 @@ static void measure_prompts(Needle *n, size_t *needle, size_t *all) {
 }
 
 static void check_words(const EvalOptions *o) {
+    if (o->system && o->chat != CHAT_CHATML) fail(EXIT_USAGE, "--system needs --chat chatml.");
+    if (o->system && strlen(o->system) > TEXT / 2)
+        fail(EXIT_USAGE, "--system: expected at most %d bytes, found %zu.", TEXT / 2, strlen(o->system));
     if (o->city && (!*o->city || strlen(o->city) >= MAX_CITY))
         fail(EXIT_USAGE, "--city: expected a name of 1 to %d bytes.", MAX_CITY - 1);
     if (o->number && (!*o->number || strlen(o->number) > MAX_DIGITS || o->number[strspn(o->number, "0123456789")]))

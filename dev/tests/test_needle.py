@@ -261,6 +261,7 @@ RAW = "\nWhat is the special magic {0} number? The special magic {0} number is:"
 FRAMES = {"raw": ("<|endoftext|>", RAW),
           "squad": ("<|endoftext|>", "\n\nQuestion: What is the special magic {0} number?\n\nAnswer:"),
           "chatml": ("<|im_start|>user\n", "\n\nWhat is the special magic {0} number?<|im_end|>\n<|im_start|>assistant\n")}
+FRAMES["chatml --system"] = ("<|im_start|>system\nBe 100 % brief.<|im_end|>\n" + FRAMES["chatml"][0], FRAMES["chatml"][1])
 
 
 def parts_of(prompt, trial, chat):
@@ -281,7 +282,7 @@ def test_prompts(chat, model_of, data, tmp_path):
     """The context has the length asked for and the needle is at its depth, in one piece of the data without its
     end-of-text tokens. City and number depend on the seed and the sample alone."""
     folder, *_ = model_of("llama", "softmax")
-    flags = ["--chat", chat, "--seq-lens", "200,333", "--depths", "0,33,100", "--samples", 4]
+    flags = ["--chat", *chat.split(), *["Be 100 % brief."] * chat.endswith("--system"), "--seq-lens", "200,333", "--depths", "0,33,100", "--samples", 4]
     _, rows, prompts = needles(folder, data, tmp_path, *flags, "--attn", "ssmax")
     trials = [trial for row in rows for trial in row["trials"]]
     stream = np.fromfile(data / "d_val_000000.bin", "<u2", offset=1024)[:30000 // 64 * 64]
@@ -368,6 +369,8 @@ WRONG = {
     "no tokenizer": (["--model", "{bare}"], 3, ["tokenizer.json", "Copy"]),
     "a larger vocabulary": (["--model", "{larger}"], 3, ["tokenizer", "vocabulary"]),
     "no ChatML": (["--chat", "chatml", "--model", "{plain}"], 2, ["--chat chatml", "<|im_start|>", "--chat raw"]),
+    "a system message": (["--system", "Hi"], 2, ["--system needs --chat chatml"]),
+    "a long system message": (["--system", "x" * 257, "--chat", "chatml"], 2, ["--system", "at most 256"]),
     "unknown chat": (["--chat", "alpaca"], 2, ["raw|squad|chatml"]),
     "a city that is not UTF-8": (["--city", b"Z\xfcrich"], 2, ["--city", "no tokens for this name"]),
     "no city": (["--city", ""], 2, ["--city", "1 to 63"]),
