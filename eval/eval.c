@@ -1,7 +1,9 @@
+#define _GNU_SOURCE    // environ
 #include "eval/eval.h"
 
 #include <errno.h>
 #include <math.h>
+#include <spawn.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -163,7 +165,12 @@ static bool needs_text(const Eval *e) {
 static bool open_tokenizer(Eval *e, Error *error) {
     tokenizer_close(e->tokenizer);    // of an attempt that failed
     e->tokenizer = NULL;
-    if (!needs_text(e)) return true;
+    if (!needs_text(e)) {
+        // The maps have their tokens' texts where that is possible.
+        Error ignored;
+        if (e->o.task == TASK_ATTENTION) e->tokenizer = tokenizer_open(e->folder, &ignored);
+        return true;
+    }
     if (access(folder_path(e->folder, tokenizer_files[0]).text, F_OK) != 0 && !checkpoint_vanished(e->folder))
         fail(EXIT_INPUT, "%s: it has no %s, which this task needs to read and write text.\n  Copy the one of its data.",
              e->folder, tokenizer_files[0]);
@@ -333,33 +340,46 @@ cJSON *eval_row(Eval *e) {
     return row;
 }
 
-// The folder of this program, in which scripts/ and .venv/ are.
-static const char *program_folder(char *out, size_t size) {
-    ssize_t length = readlink("/proc/self/exe", out, size - 1);
-    if (length <= 0) return ".";
-    out[length] = 0;
-    char *slash = strrchr(out, '/');
-    if (slash) *slash = 0;
-    return out;
+enum { PARENTS = 2 };    // a build in build/NAME is this many folders below scripts/
+
+// Writes the path of a file that is in the program's folder or one of its next PARENTS, or else in the current one.
+static void find_beside(char *out, size_t size, const char *name) {
+    char folder[PATH_MAX];
+    ssize_t length = readlink("/proc/self/exe", folder, sizeof folder - 1);
+    folder[length > 0 ? length : 0] = 0;
+    for (int up = 0; up <= PARENTS; up++) {
+        char *slash = strrchr(folder, '/');
+        if (!slash) break;
+        *slash = 0;
+        snprintf(out, size, "%s/%s", folder, name);
+        if (access(out, R_OK) == 0) return;
+    }
+    snprintf(out, size, "%s", name);
 }
 
 // Runs scripts/plot_eval.py, which needs Python and matplotlib. Without them the results are complete but for pictures.
+// posix_spawn() neither copies the page tables of gigabytes nor runs the fork handlers of libraries with threads.
 static void draw(const Eval *e) {
-    char folder[PATH_MAX], script[PATH_MAX + 32], python[PATH_MAX + 32];
-    program_folder(folder, sizeof folder);
-    snprintf(script, sizeof script, "%s/scripts/plot_eval.py", folder);
-    snprintf(python, sizeof python, "%s/.venv/bin/python", folder);
-    if (access(script, R_OK) != 0) snprintf(script, sizeof script, "scripts/plot_eval.py");
-    if (access(python, X_OK) != 0) snprintf(python, sizeof python, "python3");
-    fflush(stdout);
-    int status = -1;
-    pid_t child = fork();
-    if (child == 0) {
-        execlp(python, python, script, e->o.out, (char *)NULL);
-        _exit(127);
+    char script[PATH_MAX + 32], python[PATH_MAX + 32];
+    find_beside(script, sizeof script, "scripts/plot_eval.py");
+    find_beside(python, sizeof python, ".venv/bin/python");
+    if (access(script, R_OK) != 0) {
+        warn("no picture: there is no %s beside this program. eval.json is complete.", script);
+        return;
     }
-    if (child < 0 || waitpid(child, &status, 0) < 0 || status != 0)
-        warn("no picture: %s %s %s failed. eval.json is complete.", python, script, e->o.out);
+    if (access(python, X_OK) != 0) snprintf(python, sizeof python, "python3");
+    char *words[] = {python, script, (char *)e->o.out, NULL};
+    pid_t child;
+    int status = 0;
+    fflush(stdout);
+    int failed = posix_spawnp(&child, python, NULL, NULL, words, environ);
+    if (failed) {
+        warn("no picture: %s: %s. eval.json is complete.\n  With Python and matplotlib: python3 %s %s", python,
+             strerror(failed), script, e->o.out);
+        return;
+    }
+    while (waitpid(child, &status, 0) < 0 && errno == EINTR) continue;
+    if (status != 0) warn("no picture, but eval.json is complete. To draw it: %s %s %s", python, script, e->o.out);
 }
 
 static FolderPath unfinished(const Eval *e, const char *name) {

@@ -237,6 +237,18 @@ static cJSON *head_json(const HeadStats *s, size_t T) {
     return head;
 }
 
+// The texts of the prompt's tokens, which the page of maps shows, if the folder has a tokenizer.
+static void add_texts(const Observer *o, cJSON *row) {
+    const ObservePrompt *p = &o->prompts[o->at];
+    char text[256];
+    if (!o->e->tokenizer) return;
+    cJSON *texts = cJSON_AddArrayToObject(row, "token_texts");
+    for (size_t i = 0; i < p->count; i++) {
+        tokenizer_text(o->e->tokenizer, p->ids[i], text, sizeof text);
+        cJSON_AddItemToArray(texts, cJSON_CreateString(text));
+    }
+}
+
 static void write_row(Observer *o, size_t T, double loss) {
     cJSON *row = eval_row(o->e), *layers;
     cJSON_AddNumberToObject(row, "prompt", (double)o->at);
@@ -246,6 +258,7 @@ static void write_row(Observer *o, size_t T, double loss) {
     cJSON_AddNumberToObject(row, "perplexity", exp(loss));
     if (o->map_file) cJSON_AddStringToObject(row, "map", o->map_name);
     if (o->map_file) cJSON_AddNumberToObject(row, "map_cell", (double)o->cell);
+    if (o->map_file) add_texts(o, row);
     layers = cJSON_AddArrayToObject(row, "layers");
     for (size_t l = 0; l < o->layers; l++) {
         cJSON *layer = cJSON_CreateObject(), *heads;

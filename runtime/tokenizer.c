@@ -283,6 +283,20 @@ const char *tokenizer_token(const Tokenizer *t, int32_t id, size_t *length) {
     return known ? t->tokens[id].bytes : NULL;
 }
 
+void tokenizer_text(const Tokenizer *t, int32_t id, char *out, size_t size) {
+    size_t length, written = 0;
+    const uint8_t *s = (const uint8_t *)tokenizer_token(t, id, &length);
+    for (size_t at = 0, width; at < length; at += width) {
+        bool replaced = char_at(s + at, length - at, &width) == REPLACEMENT;
+        const uint8_t *bytes = replaced ? (const uint8_t *)"\xEF\xBF\xBD" : s + at;
+        size_t count = replaced ? 3 : width;
+        if (written + count >= size) break;
+        if (*bytes) memcpy(out + written, bytes, count);
+        if (*bytes) written += count;
+    }
+    out[written] = 0;
+}
+
 int tokenizer_vocab(const Tokenizer *t) {
     return t->vocab;
 }

@@ -44,6 +44,10 @@ size_t tokenizer_encode(const Tokenizer *tokenizer, const char *text, size_t len
 // token. Returns NULL and a length of 0 for an id without a token.
 const char *tokenizer_token(const Tokenizer *tokenizer, int32_t id, size_t *length);
 
+// Writes the token's bytes as null-terminated UTF-8 without other NUL bytes, truncated to `size` bytes in all. Each
+// part of a character that continues in another token becomes U+FFFD. An id without a token is an empty text.
+void tokenizer_text(const Tokenizer *tokenizer, int32_t id, char *out, size_t size);
+
 // For any tokenizer.json, including those that tokenizer_open() rejects: sets *vocab to the largest id plus one and
 // *end_of_text to the id of "<|endoftext|>", or -1. Returns false if it has no ids.
 bool tokenizer_ids(const char *path, int *vocab, int *end_of_text);

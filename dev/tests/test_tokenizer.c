@@ -101,6 +101,15 @@ static void test_encode(void) {
     const char *bytes = tokenizer_token(t, 260, &length);
     CHECK(length == 2 && memcmp(bytes, " a", 2) == 0, "a token's bytes");
     CHECK(!tokenizer_token(t, -1, &length) && !tokenizer_token(t, 264, &length) && length == 0, "ids without a token");
+    char text[8] = "-";
+    tokenizer_text(t, 260, text, sizeof text);
+    CHECK(!strcmp(text, " a"), "a token's text");
+    tokenizer_text(t, 0xC3, text, sizeof text);
+    CHECK(!strcmp(text, "\xEF\xBF\xBD"), "half a character");
+    tokenizer_text(t, 264, text, sizeof text);
+    CHECK(!text[0], "an id without a token has an empty text");
+    tokenizer_text(t, 260, text, 2);
+    CHECK(!strcmp(text, " "), "a truncated text");
     tokenizer_close(t);
 }
 
