@@ -230,42 +230,74 @@ def pyplot():
     return plt
 
 
-def picture(runs):
-    """A figure of four panels: the loss against tokens and against time, the learning rate and the gradient norm against tokens."""
-    loaded = [read_metrics(run) for run in runs]
-    plt = pyplot()
-    from matplotlib import ticker
+def run_colors(count):
+    from matplotlib import colormaps
+    palette = colormaps["tab10" if count <= 10 else "tab20"].colors
+    return [palette[i % len(palette)] for i in range(count)]
 
-    figure, ((by_tokens, by_time), (lr, norm)) = plt.subplots(2, 2, figsize=(12, 8), height_ratios=(3, 2), layout="constrained")
+
+def curves(runs, colors=None):
+    """[(title, draw(axes))]: the loss against tokens and against time, the learning rate and the gradient norm against
+    tokens. Only the first one labels the runs and their switches."""
+    from matplotlib import ticker
+    loaded = [read_metrics(run) for run in runs]
     token_size, token_name = unit(max(lines[-1]["tokens"] for lines in loaded), TOKEN_UNITS)
     time_size, time_name = unit(max(seconds(lines)[-1] for lines in loaded), TIME_UNITS)
-    colors = plt.get_cmap("tab10" if len(runs) <= 10 else "tab20").colors
-    for i, (lines, name) in enumerate(zip(loaded, names(runs))):
-        color = colors[i % len(colors)]
-        tokens = [value / token_size for value in column(lines, "tokens")]
-        draw_loss(by_tokens, tokens, lines, color, title(name, lines))
-        draw_loss(by_time, [value / time_size for value in seconds(lines)], lines, color, None)
-        lr.plot(tokens, column(lines, "lr"), color=color, linewidth=1.4, marker="." if len(lines) < 10 else None)
-        draw_smooth(norm, tokens, column(lines, "grad_norm"), color)
-        switches, mark = read_switches(runs[i], lines), "0.3" if len(runs) == 1 else [0.7 * c for c in color]
-        for axes in (by_tokens, lr, norm):
-            draw_switches(axes, [(at / token_size, text) for at, _, text in switches], mark, labels=axes is by_tokens)
-        draw_switches(by_time, [(at / time_size, text) for _, at, text in switches], mark)
-    norm.set_yscale("log")
-    norm.yaxis.set_minor_locator(ticker.LogLocator(subs=(2, 3, 5)))
-    norm.yaxis.set_minor_formatter(lambda value, _: f"{value:g}")
-    norm.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    lr.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
-    lr.set_ylim(bottom=0)
-    for axes, against in (by_tokens, "tokens"), (by_time, "time spent in steps"):
-        axes.set(title=f"Loss against {against} (points: validation)", ylabel="nats per token",
-                 ylim=loss_limits(loaded))
-        say_what_is_cut_off(axes, loaded)
-    lr.set_title("Learning rate")
-    norm.set_title("Gradient norm, before clipping")
-    for axes in (by_tokens, by_time, lr, norm):
-        axes.set_xlabel(time_name if axes is by_time else f"{token_name}tokens")
+    each = list(zip(runs, loaded, names(runs), colors or run_colors(len(runs))))
+
+    def tokens_of(lines):
+        return [value / token_size for value in column(lines, "tokens")]
+
+    def against(axes, size, name, place, labels):
+        for run, lines, _, color in each:
+            mark = "0.3" if len(runs) == 1 else [0.7 * c for c in color]
+            draw_switches(axes, [(at[place] / size, at[2]) for at in read_switches(run, lines)], mark, labels)
+        axes.set_xlabel(name)
         axes.set_xlim(left=0)
+
+    def draw_losses(axes):
+        axes.set(ylabel="nats per token", ylim=loss_limits(loaded))
+        say_what_is_cut_off(axes, loaded)
+
+    def by_tokens(axes):
+        for _, lines, name, color in each:
+            draw_loss(axes, tokens_of(lines), lines, color, title(name, lines))
+        against(axes, token_size, f"{token_name}tokens", 0, True)
+        draw_losses(axes)
+
+    def by_time(axes):
+        for _, lines, _, color in each:
+            draw_loss(axes, [value / time_size for value in seconds(lines)], lines, color, None)
+        against(axes, time_size, time_name, 1, False)
+        draw_losses(axes)
+
+    def rate(axes):
+        for _, lines, _, color in each:
+            axes.plot(tokens_of(lines), column(lines, "lr"), color=color, linewidth=1.4, marker="." if len(lines) < 10 else None)
+        against(axes, token_size, f"{token_name}tokens", 0, False)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
+        axes.set_ylim(bottom=0)
+
+    def norm(axes):
+        for _, lines, _, color in each:
+            draw_smooth(axes, tokens_of(lines), column(lines, "grad_norm"), color)
+        against(axes, token_size, f"{token_name}tokens", 0, False)
+        axes.set_yscale("log")
+        axes.yaxis.set_minor_locator(ticker.LogLocator(subs=(2, 3, 5)))
+        axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+
+    return [("Loss against tokens (points: validation)", by_tokens), ("Loss against time spent in steps (points: validation)", by_time),
+            ("Learning rate", rate), ("Gradient norm, before clipping", norm)]
+
+
+def picture(runs):
+    """A figure of the four panels of curves()."""
+    plt = pyplot()
+    figure, grid = plt.subplots(2, 2, figsize=(12, 8), height_ratios=(3, 2), layout="constrained")
+    for axes, (name, draw) in zip(grid.flat, curves(runs)):
+        draw(axes)
+        axes.set_title(name)
     figure.legend(loc="outside upper center", ncols=1 if len(runs) < 4 else 2, frameon=False, fontsize=11)
     return figure
 

@@ -1,0 +1,686 @@
+"""scripts/plot_eval.py and scripts/report.py: the numbers of eval.json are those in the figures and pages; odd and broken
+input; pages without external links; eval_gpt2 draws from any folder, and without Python."""
+import base64
+import io
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+import plot  # noqa: E402
+import plot_eval  # noqa: E402
+import report  # noqa: E402
+from pictures import attention, charts, page, results, tasks  # noqa: E402
+from tiny import BIN, BUILD, environment, make_path, run  # noqa: E402
+import tiny  # noqa: E402
+
+LAYERS, HEADS, L = 2, 3, 64
+
+
+# ---------------------------------------------------------------- data
+
+def write(folder, task, rows, models=(("a", "softmax"),), **arguments):
+    """An eval.json; models: (name, its own normalizer)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    described = [{"name": name, "checkpoint": f"/runs/{name}", "attn": attn, "trained_seq_len": L} for name, attn in models]
+    (folder / "eval.json").write_text(json.dumps({"task": task, "arguments": arguments, "models": described, "results": rows}))
+    return folder
+
+
+def loss_rows(model="a", attn="softmax", lengths=(16, 64, 256), start=3.0):
+    return [{"model": model, "attn": attn, "seq_len": T, "rope_theta": 1e4, "sequences": 4, "tokens": 4 * T, "loss": start + i / 8,
+             "perplexity": math.exp(start + i / 8), "rows_without_weight": 0} for i, T in enumerate(lengths)]
+
+
+def position_rows(T=100, attn="softmax"):
+    values = [5 + math.sin(t * t) - 0.01 * t for t in range(T)]
+    return [{"model": "a", "attn": attn, "seq_len": T, "loss": 4.0, "perplexity": 55.0, "loss_by_position": values}]
+
+
+def trial(depth, score, verdict):
+    return {"depth": depth, "sample": 0, "city": "Oslo", "number": "12", "answer": "?", "verdict": verdict, "best_score": score, "best_layer": 0,
+            "best_head": 1}
+
+
+def needle_rows(lengths=(64, 128), depths=(10, 50), attn="softmax"):
+    rows = []
+    for i, T in enumerate(lengths):
+        scores_here = [[0.1 * (l * HEADS + h + 1) / (i + 1) for h in range(HEADS)] for l in range(LAYERS)]
+        rows.append({"model": "a", "attn": attn, "seq_len": T, "right": 0.5, "needle_scores": scores_here,
+                     "depths": [{"depth": depth, "right": (i + j) / 4, "first_digit": 0.25} for j, depth in enumerate(depths)],
+                     "trials": [trial(10, 0.2, "wrong"), trial(10, 0.9, "right"), trial(50, 0.5, "first digit right"), trial(50, 0.7, "right")]})
+    return rows
+
+
+def head(x, bins):
+    return {"sum": 1 - x / 100, "unspent": x / 100, "entropy": x, "first_token": x / 50, "zeros": 0, "log_z_slope": x / 4, "log_z_intercept": 1.0,
+            "entropy_by_n": [x * b for b in range(bins)], "weight_by_distance": [1 / (bins - 1)] * (bins - 1) + [0]}
+
+
+def attention_rows(T=16, prompts=3, layers=LAYERS, heads=HEADS, attn="softmax", spearman=True):
+    rows = []
+    for prompt in range(prompts):
+        for end in False, True:
+            x = prompt + 10 * end
+            rows.append({"model": "a", "attn": attn, "prompt": prompt, "leading_end_of_text": end, "tokens": T, "loss": 3.0 + x, "perplexity": 20.0 + x,
+                         "layers": [{"residual_kurtosis": 3.0 + l + x, "residual_largest": 7.0 + l + x,
+                                     "heads": [head(1 + l * heads + h + x, T.bit_length()) for h in range(heads)]} for l in range(layers)]})
+    rows[0] |= {"map": f"map-{attn}.npy", "map_cell": 1}
+    if spearman:
+        rows += [{"model": "a", "attn": attn, "leading_end_of_text": end, "prompts": prompts, "spearman_sum_perplexity": r}
+                 for end, r in ((False, -0.5), (True, None))]
+    return rows
+
+
+def causal(layers, heads, T, seed=0):
+    weights = np.tril(np.random.default_rng(seed).exponential(1, (layers, heads, T, T)) ** 3)
+    return (weights / weights.sum(-1, keepdims=True)).astype("f4")
+
+
+def attention_folder(folder, T=16, layers=LAYERS, heads=HEADS, **how):
+    write(folder, "attention", attention_rows(T, layers=layers, heads=heads, **how))
+    np.save(folder / "map-softmax.npy", causal(layers, heads, T))
+    return folder
+
+
+def score_rows():
+    layers = [{"attn_scale": [0.1 + l + h / 10 for h in range(HEADS)], "attn_bias": [-l - h / 10 for h in range(HEADS)],
+               "fits": [{"a1": 0.1 + l + h / 10, "a2": -l - h / 10} for h in range(HEADS)]} for l in range(LAYERS)]
+    return [{"model": "a", "attn": "ssmax-bias", "layers": layers}]
+
+
+def choice_rows(error=0.05):
+    return [{"model": "a", "attn": "softmax", "questions": 3, "acc": 1 / 3, "acc_stderr": error, "acc_norm": 2 / 3, "acc_norm_stderr": error,
+             "log_likelihoods": [[-1, -2], [-1, -2, -3, -4], [-1, -2]]}]
+
+
+ALL = {"loss": loss_rows, "positions": position_rows, "needle": needle_rows, "scores": score_rows, "choice": choice_rows}
+
+
+def folder_of(task, path):
+    own = "ssmax-bias" if task == "scores" else "softmax"
+    return attention_folder(path) if task == "attention" else write(path, task, ALL[task](), [("a", own)])
+
+
+def command(script, *words):
+    return subprocess.run([sys.executable, str(ROOT / "scripts" / script), *map(str, words)], capture_output=True, text=True)
+
+
+def figures(*folders):
+    """{name: figure}"""
+    return {picture.name: charts.figure(picture) for picture in plot_eval.pictures(list(folders))}
+
+
+def panel(figure, title):
+    found, = [axes for axes in figure.axes if axes.get_title(loc="left").startswith(title)]
+    return found
+
+
+def xy(line):
+    return list(line.get_xdata()), list(line.get_ydata())
+
+
+def lines_of(axes, count):
+    """The lines without marks such as that of the training length."""
+    return [line for line in axes.lines if len(line.get_xdata()) == count]
+
+
+def texts(axes):
+    return [text.get_text() for text in axes.texts]
+
+
+@pytest.fixture(autouse=True)
+def closed():
+    yield
+    import matplotlib.pyplot as plt
+    plt.close("all")
+
+
+# ---------------------------------------------------------------- loss and positions
+
+def test_losses_by_length(tmp_path):
+    rows = loss_rows() + loss_rows(attn="ssmax", start=2.5)
+    figure = figures(write(tmp_path, "loss", rows[::-1]))["lengths"]
+    for title, key in ("Loss", "loss"), ("Perplexity", "perplexity"):
+        axes = panel(figure, title)
+        drawn = lines_of(axes, 3)
+        assert [xy(line) for line in drawn] == [([16, 64, 256], [row[key] for row in part]) for part in (rows[3:], rows[:3])]
+        assert axes.get_xscale() == "log" and "trained at 64" in texts(axes)
+        assert [list(line.get_xdata()) for line in axes.lines if line not in drawn] == [[L, L]]
+        figure.draw_without_rendering()
+        assert [text.get_text() for text in axes.get_xticklabels()] == ["16", "64", "256"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["ssmax (untrained)", "softmax"]
+    assert figure.legends[0].get_title().get_text() == "a"
+
+
+def test_a_loss_that_is_not_finite_is_marked(tmp_path):
+    rows = loss_rows()
+    rows[1] |= {"loss": None, "perplexity": None}
+    axes = panel(figures(write(tmp_path, "loss", rows))["lengths"], "Loss")
+    assert math.isnan(axes.lines[0].get_ydata()[1]) and "x: not finite" in axes.get_xlabel()
+    assert [list(line.get_xdata()) for line in axes.lines if line.get_marker() == "x"] == [[64]]
+    rows = [row | {"loss": None, "perplexity": None} for row in rows]
+    assert figures(write(tmp_path, "loss", rows))
+
+
+def test_one_length(tmp_path):
+    figure = figures(write(tmp_path, "loss", loss_rows(lengths=[64])))["lengths"]
+    figure.draw_without_rendering()
+    assert xy(panel(figure, "Loss").lines[0]) == ([64], [3.0]) and not figure.legends and figure.get_suptitle() == "a, softmax"
+
+
+def test_perplexities_of_different_orders_have_a_logarithmic_axis(tmp_path):
+    rows = loss_rows()
+    rows[2]["perplexity"] = 1e5
+    figure = figures(write(tmp_path, "loss", rows))["lengths"]
+    assert panel(figure, "Perplexity").get_yscale() == "log" and panel(figure, "Loss").get_yscale() == "linear"
+
+
+def test_the_running_mean_in_log_position():
+    values = [float(t % 5) for t in range(300)]
+    values[50] = math.nan
+    got = tasks.smooth(values)
+    for t in range(1, 301):
+        window = [values[i - 1] for i in range(1, 301) if t / tasks.WINDOW <= i <= t * tasks.WINDOW and not math.isnan(values[i - 1])]
+        assert got[t - 1] == pytest.approx(np.mean(window)), t
+    assert list(tasks.smooth([4.0])) == [4.0] and math.isnan(tasks.smooth([math.nan])[0])
+
+
+def test_losses_by_position(tmp_path):
+    rows = position_rows(256) + position_rows(8) + position_rows(256, "ssmax")
+    rows[0]["loss_by_position"][7] = None
+    figure = figures(write(tmp_path, "positions", rows))["positions"]
+    longest = panel(figure, "Loss by position, sequences of 256")
+    raw = [results.number(x) for x in rows[0]["loss_by_position"]]
+    drawn = lines_of(longest, 256)
+    assert [x for x, _ in map(xy, drawn)] == [list(range(1, 257))] * 2
+    assert [line.get_ydata() for line in drawn] == [pytest.approx(tasks.smooth(y), nan_ok=True) for y in (raw, rows[2]["loss_by_position"])]
+    shorter = lines_of(panel(figure, "Loss by position, sequences of 8"), 8)
+    assert shorter[0].get_ydata() == pytest.approx(rows[1]["loss_by_position"]) and shorter[0].get_alpha() < 0.3, "behind a single curve, the raw numbers"
+    assert shorter[1].get_ydata() == pytest.approx(tasks.smooth(rows[1]["loss_by_position"]))
+    assert "trained at 64" in texts(longest)
+    assert "trained at 64" not in texts(panel(figure, "Loss by position, sequences of 8"))
+
+
+def test_the_first_positions_do_not_flatten_the_rest(tmp_path):
+    rows = position_rows(1024)
+    rows[0]["loss_by_position"] = [50.0] * 4 + [3.0 + t / 1020 for t in range(1020)]
+    axes = panel(figures(write(tmp_path, "positions", rows))["positions"], "Loss")
+    assert axes.get_ylim()[1] < 5 and "axis truncated: the first ones reach 50.00" in axes.get_xlabel()
+
+
+# ---------------------------------------------------------------- needle
+
+def test_needles_found(tmp_path):
+    rows = needle_rows() + needle_rows(attn="ssmax")
+    figure = figures(write(tmp_path, "needle", rows[::-1]))["needle"]
+    axes = panel(figure, "softmax")
+    assert np.array_equal(axes.images[0].get_array(), [[0, 25], [25, 50]]) and axes.images[0].get_clim() == (0, 100)
+    assert [(*text.get_position(), text.get_text()) for text in axes.texts[:4]] == [(0, 0, "0"), (1, 0, "25"), (0, 1, "25"), (1, 1, "50")]
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["64", "128"] and [text.get_text() for text in axes.get_yticklabels()] == ["10 %", "50 %"]
+    assert texts(axes)[4] == "trained at 64" and {line.get_xdata()[0] for line in axes.lines} == {0.5}
+    assert panel(figure, "ssmax (untrained)")
+
+
+def test_needles_at_random_depths_and_missing_cells(tmp_path):
+    rows = needle_rows()
+    rows[1]["depths"] = [{"right": 1, "first_digit": 0}]
+    rows[0]["depths"] = [{"right": None, "first_digit": None}]
+    figure = figures(write(tmp_path, "needle", rows))["needle"]
+    right = figure.axes[0].images[0].get_array()
+    assert right[0, 1] == 100 and not np.isfinite(right.filled(np.nan)[0, 0])
+    assert [text.get_text() for text in figure.axes[0].get_yticklabels()] == ["random"]
+    figure.draw_without_rendering()
+
+
+def test_heads_ranked_by_needle_score(tmp_path):
+    figure = figures(write(tmp_path, "needle", needle_rows()))["needle-heads"]
+    axes = panel(figure, "Heads by needle score, context 128")
+    x, y = xy(axes.lines[0])
+    assert x == [1, 2, 3, 4, 5, 6] and y == pytest.approx([0.3, 0.25, 0.2, 0.15, 0.1, 0.05])
+    assert texts(axes) == ["1.2", "1.1", "1.0", "0.2", "0.1"]
+    many = {"needle_scores": [[(h * 7 % 40) / 40 for h in range(40)]]}
+    assert [score for score, *_ in tasks.ranked_heads(many)] == [rank / 40 for rank in range(39, 14, -1)]
+
+
+def test_trials_ranked_and_colored(tmp_path):
+    axes = panel(figures(write(tmp_path, "needle", needle_rows()))["needle-trials"], "a, softmax, context 64")
+    drawn = {line.get_label().partition(":")[0]: (xy(line), line.get_color()) for line in axes.lines}
+    assert {verdict: points for verdict, (points, _) in drawn.items()} == {"right": ([1, 2], [0.9, 0.7]), "first digit right": ([3], [0.5]), "wrong": ([4], [0.2])}
+    assert len({color for _, color in drawn.values()}) == 3
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["right: 2", "first digit right: 1", "wrong: 1"]
+
+
+def test_many_lengths_have_few_panels_of_scores(tmp_path):
+    lengths = range(1000, 11000, 1000)
+    found = figures(write(tmp_path, "needle", needle_rows(lengths)))
+    assert [axes.get_title(loc="left")[-4:] for axes in found["needle-heads"].axes] == ["1000", "4000", "7000", "0000"] or \
+        [axes.get_title(loc="left").split()[-1] for axes in found["needle-heads"].axes] == ["1,000", "4,000", "7,000", "10,000"]
+    assert found["needle"].axes[0].images[0].get_array().shape == (2, 10)
+
+
+# ---------------------------------------------------------------- attention
+
+def test_attention_by_layer_and_head(tmp_path):
+    figure = figures(attention_folder(tmp_path))["attention"]
+    for title, key, of in ("Sum", "sum", lambda x: 1 - x / 100), ("Entropy of", "entropy", lambda x: x), ("Slope", "log_z_slope", lambda x: x / 4):
+        axes = panel(figure, title)
+        heads = np.array([[of(1 + l * HEADS + h + 1) for h in range(HEADS)] for l in range(LAYERS)])       # prompt 1 is the mean of 0 to 2
+        with_end = np.array([[of(1 + l * HEADS + h + 11) for h in range(HEADS)] for l in range(LAYERS)])
+        assert xy(axes.lines[0]) == ([0, 0, 0, 1, 1, 1], pytest.approx(list(heads.ravel())))
+        assert axes.lines[1].get_ydata() == pytest.approx(heads.mean(1)) and axes.lines[2].get_ydata() == pytest.approx(with_end.mean(1))
+        if key in ("sum", "entropy"):
+            assert np.asarray(panel(figure, f"{'Row sum' if key == 'sum' else 'Entropy'}: ").images[0].get_array()) == pytest.approx(heads, abs=1e-6)
+    assert xy(panel(figure, "Kurtosis").lines[0]) == ([0, 1], [4, 5]) and xy(panel(figure, "Largest").lines[1])[1] == [18, 19]
+
+
+def test_entropy_by_n_and_weight_by_distance(tmp_path):
+    figure = figures(attention_folder(tmp_path, T=16))["attention"]
+    n, mean = xy(panel(figure, "Entropy by n").lines[0])
+    assert n == pytest.approx([math.sqrt(2**b * (2 ** (b + 1) - 1)) for b in range(5)]) and mean == pytest.approx([4.5 * b for b in range(5)])
+    reference = panel(figure, "Entropy by n").lines[1]
+    assert reference.get_ydata() == pytest.approx(np.log(n))
+    distance = panel(figure, "Weight by distance")
+    assert distance.lines[0].get_ydata() == pytest.approx([0.25] * 4), "a distance is at most 15: four ranges"
+    assert [text.get_text() for text in distance.get_xticklabels()] == ["0–1", "2", "4", "8"]
+
+
+def test_sums_and_perplexities_of_the_prompts(tmp_path):
+    axes = panel(figures(attention_folder(tmp_path))["attention"], "Row sum and perplexity")
+    sums = [1 - (4.5 + prompt - 1) / 100 for prompt in range(3)]
+    assert xy(axes.lines[0]) == (pytest.approx(sums), [20, 21, 22]) and xy(axes.lines[1])[1] == [30, 31, 32]
+    assert axes.get_xlabel().endswith("Spearman's r: a, softmax: -0.50 without")
+    shutil.rmtree(tmp_path)
+    figure = figures(attention_folder(tmp_path, spearman=False))["attention"]
+    assert not [axes for axes in figure.axes if "perplexity" in axes.get_title(loc="left")]
+
+
+@pytest.mark.parametrize("T, layers, heads", [(16, 1, 1), (2, 1, 2), (9, 3, 1)])
+def test_small_models_and_short_prompts(tmp_path, T, layers, heads):
+    folder = attention_folder(tmp_path, T, layers, heads, prompts=1, spearman=False)
+    for figure in figures(folder).values():
+        figure.draw_without_rendering()
+
+
+def test_null_statistics_are_left_out(tmp_path):
+    rows = attention_rows()
+    for row in rows[:6]:
+        row["layers"][0]["heads"][0]["log_z_slope"] = None
+        row["layers"][1]["residual_kurtosis"] = None
+    figure = figures(write(tmp_path, "attention", rows))["attention"]
+    assert math.isnan(panel(figure, "Slope").lines[0].get_ydata()[0])
+    assert panel(figure, "Slope").lines[1].get_ydata()[0] == pytest.approx((3 + 4) / 8), "the mean of the layer's other heads"
+    assert math.isnan(panel(figure, "Kurtosis").lines[0].get_ydata()[1])
+
+
+# ---------------------------------------------------------------- maps
+
+def decode(codes, top, signed):
+    """What weight() in attention.js computes."""
+    level = codes.astype(float) - (128 if signed else 1)
+    steps = 127 if signed else 254
+    return np.where((level == 0) | (codes == 0), 0.0, np.sign(level) * top * 10 ** (attention.DECADES * (np.abs(level) / steps - 1)))
+
+
+def averaged(weights, cell):
+    """The means over the visible weights of cell x cell positions, by loops."""
+    T = len(weights)
+    side = -(-T // cell)
+    out = np.zeros((side, side))
+    for r in range(side):
+        for c in range(side):
+            seen = [weights[i, j] for i in range(r * cell, min((r + 1) * cell, T)) for j in range(c * cell, min((c + 1) * cell, T)) if j <= i]
+            out[r, c] = np.mean(seen) if seen else 0
+    return out
+
+
+@pytest.mark.parametrize("T, cell, most", [(16, 1, 16), (16, 1, 5), (17, 1, 4), (23, 3, 3), (20, 2, 1)])
+def test_coarser_maps_are_means_over_visible_weights(T, cell, most):
+    weights = causal(1, 1, T)[0, 0].astype(float)
+    got, got_cell = attention.coarsen(averaged(weights, cell), cell, T, most)
+    assert got_cell % cell == 0 and len(got) <= most and got == pytest.approx(averaged(weights, got_cell), rel=1e-9, abs=1e-15)
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_codes_keep_weights_to_five_percent(signed):
+    weights = causal(1, 1, 40)[0, 0].astype(float) * 7
+    if signed:
+        weights *= np.where(np.random.default_rng(1).random(weights.shape) < 0.5, -1, 1)
+    weights[20, 3] = 0
+    codes, top = attention.encode(weights, signed)
+    got = decode(codes, top, signed)
+    hidden = np.triu_indices(40, 1)
+    assert top == np.abs(weights).max() and (codes[hidden] == 0).all() and (codes[np.tril_indices(40)] > 0).all()
+    large = np.abs(weights) > top * 10.0**-attention.DECADES
+    assert got[large] == pytest.approx(weights[large], rel=0.1 if signed else 0.05) and got[20, 3] == 0
+    assert np.abs(got[~large]).max() <= top * 10.0**-attention.DECADES * 1.1
+
+
+@pytest.mark.parametrize("value", [0.0, math.nan, math.inf])
+def test_codes_of_odd_weights(value):
+    codes, top = attention.encode(np.tril(np.full((3, 3), value)), False)
+    assert top == 0 and (decode(codes, top, False) == 0).all()
+
+
+def test_the_sheet_of_all_maps(tmp_path):
+    folder = attention_folder(tmp_path)
+    figure = figures(folder)["attention-maps"]
+    assert figure.axes[0].get_title(loc="left") == "a, softmax\n16 tokens"
+    array = np.load(folder / "map-softmax.npy")
+    image = attention.sheet(array, 1, 16, 16)
+    assert image.shape == (2 * 16 + 2, 3 * 16 + 4, 4)
+    codes, _ = attention.encode(array[1, 2], False)
+    tile = image[18:34, 36:52]
+    assert (tile[..., :3][codes > 0] == attention.palette(False)[codes[codes > 0]]).all() and (tile[..., 3] == np.where(codes > 0, 255, 0)).all()
+
+
+def test_maps_that_are_missing_or_of_another_file(tmp_path):
+    folder = attention_folder(tmp_path)
+    (folder / "map-softmax.npy").unlink()
+    assert list(figures(folder)) == ["attention"] and "The file with this map is missing" in page.attention_page(results.read(folder), "a")
+    np.save(folder / "map-softmax.npy", causal(1, 1, 16))
+    assert "does not belong" in command("plot_eval.py", folder).stderr
+    (folder / "map-softmax.npy").write_bytes(b"\x93NUMPY")
+    result = command("plot_eval.py", folder)
+    assert result.returncode == 3 and "map-softmax.npy: expected an array" in result.stderr and "Traceback" not in result.stderr
+
+
+# ---------------------------------------------------------------- scores and choice
+
+def test_learned_scalars(tmp_path):
+    figure = figures(write(tmp_path, "scores", score_rows(), [("a", "ssmax-bias")]))["scores"]
+    for title, key in ("s by layer", "attn_scale"), ("b by layer", "attn_bias"):
+        values = np.array([layer[key] for layer in score_rows()[0]["layers"]])
+        points, line = panel(figure, title).lines
+        assert xy(points) == ([0, 0, 0, 1, 1, 1], list(values.ravel())) and line.get_ydata() == pytest.approx(values.mean(1))
+    scale = panel(figure, "Scale × √d").lines
+    n = np.array(scale[4].get_xdata())
+    assert n[-1] == pytest.approx(4 * L) and scale[4].get_ydata() == pytest.approx(1.2 * np.log(n) - 1.1)
+
+
+def test_pn_and_its_fit(tmp_path):
+    row = score_rows()[0] | {"attn_pn": [0.25 * math.log(n) + 0.5 for n in range(1, L + 1)]}
+    figure = figures(write(tmp_path, "scores", [row], [("a", "ssmax-pn")]))["scores"]
+    points, fit = panel(figure, "p_n").lines
+    assert list(points.get_ydata()) == row["attn_pn"] and fit.get_ydata()[-1] == pytest.approx(row["attn_pn"][-1])
+    assert "a1 = 0.25, a2 = 0.5" in panel(figure, "p_n").get_legend().texts[1].get_text()
+
+
+def test_a_normalizer_without_scalars_has_no_picture(tmp_path):
+    result = command("plot_eval.py", write(tmp_path, "scores", [{"model": "a", "attn": "softmax", "layers": []}]))
+    assert result.returncode == 0 and "no learned scalars" in result.stdout and [path.name for path in tmp_path.iterdir()] == ["eval.json"]
+
+
+@pytest.mark.parametrize("error", [0.05, None])
+def test_accuracies(tmp_path, error):
+    axes = panel(figures(write(tmp_path, "choice", choice_rows(error)))["choice"], "Multiple choice, 3 questions")
+    assert sorted(bar.get_width() for bar in axes.patches) == pytest.approx([1 / 3, 2 / 3])
+    spread = sorted(segment[1][0] - segment[0][0] for collection in axes.collections for segment in collection.get_segments())
+    assert spread == pytest.approx([2 * (error or 0)] * 2, abs=1e-12)
+    assert [text for text in texts(axes) if text.startswith("acc ")] == ["acc 0.333" + (" ± 0.050" if error else "")]
+    assert axes.lines[-1].get_xdata()[0] == pytest.approx((1 / 2 + 1 / 4 + 1 / 2) / 3), "the mean of 1/endings"
+
+
+# ---------------------------------------------------------------- several models and folders
+
+def labels(*folders):
+    return [s.label for s in plot_eval.read(list(folders))[0]]
+
+
+def test_labels_are_what_differs(tmp_path):
+    one = write(tmp_path / "x/eval", "loss", loss_rows() + loss_rows(attn="ssmax"))
+    assert labels(one) == ["softmax", "ssmax (untrained)"] and plot_eval.read([one])[1] == "a"
+    two = write(tmp_path / "y", "loss", loss_rows("b") + loss_rows("c"), [("b", "softmax"), ("c", "softmax")])
+    assert labels(two) == ["b", "c"] and plot_eval.read([two])[1] == "softmax"
+    assert labels(one, two) == ["a, softmax", "a, ssmax (untrained)", "b, softmax", "c, softmax"]
+    again = write(tmp_path / "ntk", "loss", loss_rows() + loss_rows(attn="ssmax"))
+    assert labels(one, again) == ["eval, softmax", "eval, ssmax (untrained)", "ntk, softmax", "ntk, ssmax (untrained)"]
+    assert labels(write(tmp_path / "z", "loss", loss_rows())) == ["a, softmax"]
+
+
+def test_several_folders_in_one_picture(tmp_path):
+    folders = [write(tmp_path / name, "needle", [row | {"model": name} for row in needle_rows()], [(name, "softmax")]) for name in "ab"]
+    refused = command("plot_eval.py", *folders)
+    assert refused.returncode == 2 and "--out FILE" in refused.stderr
+    result = command("plot_eval.py", *folders, "--out", tmp_path / "both.png")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == [str(tmp_path / name) for name in ("both.png", "both-heads.png", "both-trials.png")]
+    assert all((tmp_path / Path(name).name).read_bytes()[:4] == b"\x89PNG" for name in result.stdout.split())
+    assert {path.name for path in folders[0].iterdir()} == {"eval.json"}
+
+
+def test_more_series_than_colors():
+    styles = charts.colors_of(45)
+    assert len({(color, str(dash)) for color, dash in styles}) == 45 and len({color for color, _ in charts.colors_of(10)}) == 10
+
+
+# ---------------------------------------------------------------- what is wrong
+
+def broken(data):
+    """Variants of a whole eval.json, and what the message says."""
+    def change(**keys):
+        return json.dumps({key: value for key, value in (data | keys).items() if value is not ...})
+    row = data["results"][0]
+    whole = json.dumps(data)
+    return {"half": (whole[:len(whole) // 2], "not a complete JSON file"), "empty": ("", "not a complete JSON file"), "list": ("[]", "expected a JSON object"),
+            "no task": (change(task=...), "expected the key 'task'"), "other task": (change(task="maps"), "unknown task 'maps'"),
+            "old": (change(models=...), "expected the key 'models'"), "no results": (change(results=[]), "no results"),
+            "no loss": (change(results=[{"model": "a", "attn": "softmax", "seq_len": 8}]), "expected the key 'loss'"),
+            "text": (change(results=[row | {"loss": "low"}]), "expected a number, found 'low'"),
+            "other model": (change(results=[row | {"model": "b"}]), "the model 'b'")}
+
+
+@pytest.mark.parametrize("name", broken({"results": [{}]}))
+def test_broken_files_are_named(name, tmp_path, capsys, monkeypatch):
+    folder = write(tmp_path, "loss", loss_rows())
+    text, said = broken(json.loads((folder / "eval.json").read_text()))[name]
+    (folder / "eval.json").write_text(text)
+    for script in plot_eval, report:
+        monkeypatch.setattr(sys, "argv", ["x", str(folder), "--out", str(tmp_path / "x.png")])
+        assert script.main() == 3
+        assert said in capsys.readouterr().err and [path.name for path in tmp_path.iterdir()] == ["eval.json"]
+
+
+def test_folders_without_results_and_different_tasks(tmp_path):
+    (tmp_path / "empty").mkdir()
+    for script, said in ("plot_eval.py", "eval.json: No such file"), ("report.py", "neither a run (metrics.jsonl) nor an evaluation"):
+        result = command(script, tmp_path / "empty", *(["--out", tmp_path / "x.html"] if script == "report.py" else []))
+        assert result.returncode == 3 and said in result.stderr and "Traceback" not in result.stderr
+    result = command("plot_eval.py", folder_of("loss", tmp_path / "a"), folder_of("needle", tmp_path / "b"), "--out", tmp_path / "x.png")
+    assert result.returncode == 3 and "has the task needle, but" in result.stderr and not (tmp_path / "x.png").exists()
+    result = command("plot_eval.py", tmp_path / "a", "--out", tmp_path / "x.foo")
+    assert result.returncode == 2 and ".foo is not a format of pictures" in result.stderr
+
+
+# ---------------------------------------------------------------- pages
+
+def assert_self_contained(text):
+    """Nothing is loaded from anywhere: no address but names of XML dialects, and no file beside the page."""
+    assert not [address for address in re.findall(r"(?:https?:)?//[\w.]+[^\s\"'<)]*", re.sub(r"data:image/png;base64,[\w+/=]+|\"[\w+/=]{200,}\"", "", text))
+                if address not in ("http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink") and not address.startswith("// ")]
+    for target in re.findall(r"(?:src|href)=\"([^\"]*)\"", text):
+        assert target.startswith(("#", "data:")), target
+    assert "@import" not in text and not re.findall(r"url\((?!#|data:|\"?\$)[^)]*\)", text.replace("url(data:image/png;base64,${s.sheet})", ""))
+
+
+def embedded(text, identity):
+    return json.loads(re.search(rf'<script type="application/json" id="{identity}-data">(.*?)</script>', text, re.S)[1])
+
+
+def test_the_attention_page(tmp_path):
+    from PIL import Image
+    folder = attention_folder(tmp_path)
+    rows = json.loads((folder / "eval.json").read_text())
+    rows["results"][0]["token_texts"] = ["</script><b>", *"bcdefghijklmnop"]
+    (folder / "eval.json").write_text(json.dumps(rows))
+    text = page.attention_page(results.read(folder), "a </title><script>")
+    assert_self_contained(text)
+    assert "<title>Attention: a &lt;/title&gt;&lt;script&gt;</title>" in text and text.count("</script>") == 3
+    [data] = embedded(text, "attention")["series"]
+    assert (data["layers"], data["heads"], data["T"], data["side"], data["cell"]) == (LAYERS, HEADS, 16, 16, 1) and data["tokens"][0] == "</script><b>"
+    for layer in range(LAYERS):
+        for h in range(HEADS):
+            x = 1 + layer * HEADS + h
+            assert [data[part]["entropy"][layer][h] for part in ("first", "mean", "with_end")] == [x, x + 1, x + 11]
+            weights = np.load(folder / "map-softmax.npy")[layer, h]
+            codes = np.array(Image.open(io.BytesIO(base64.b64decode(data["maps"][layer][h]))))
+            top = data["tops"][layer][h]
+            assert np.array_equal(codes, attention.encode(weights, False)[0]) and top == pytest.approx(weights.max(), rel=1e-5)
+            large = weights > 1.1 * top / 10**attention.DECADES
+            assert decode(codes, top, False)[large] == pytest.approx(weights[large], rel=0.05)
+    assert data["mean"]["residual_kurtosis"] == [4, 5] and data["weight_by_distance"][0][0] == [0.25] * 4
+
+
+def test_large_maps_are_averaged_in_the_page(tmp_path, monkeypatch):
+    monkeypatch.setattr(page, "CELLS", 64 * 64 * LAYERS * HEADS)
+    folder = attention_folder(tmp_path, T=150)
+    [data] = embedded(page.attention_page(results.read(folder), "a"), "attention")["series"]
+    assert (data["cell"], data["side"], data["T"]) == (3, 50, 150)
+    assert data["tops"][1][1] == pytest.approx(averaged(np.load(folder / "map-softmax.npy")[1, 1].astype(float), 3).max(), rel=1e-5)
+
+
+def test_an_svg_follows_the_page():
+    drawn = charts.Panel("t", lambda axes: (axes.plot([1, 2], color="black"), axes.text(0, 0, "word", bbox={"facecolor": "white"}), axes.text(1, 1, "x", color="#010101")))
+    text = charts.svg(drawn, "a")
+    assert "var(--ink)" in text and "var(--paper)" in text and ">word<" in text and "#010101" in text
+    assert not re.search(r"#000000|#ffffff|<metadata|<\?xml", text) and text == charts.svg(drawn, "a")
+    names = [set(re.findall(r'id="([^"]+)"', charts.svg(drawn, name))) for name in "ab"]
+    assert names[0] and not names[0] & names[1], "ids that occur twice in a page refer to the wrong place"
+
+
+def make_run(folder, attn="softmax", steps=30, **flags):
+    folder.mkdir(parents=True)
+    with open(folder / "metrics.jsonl", "w") as file:
+        for step in range(1, steps + 1):
+            line = {"step": step, "tokens": 512 * step, "loss": 3 + 8 / step, "lr": 6e-4, "grad_norm": 0.5 + 1 / step, "ms": 500.0}
+            if step % 10 == 0:
+                line |= {"val_loss": 3.5 + 8 / step, "attn_scale": [[0.1, 0, 0.2], [0.3, 0.2, 0.4]]}
+            file.write(json.dumps(line) + "\n")
+    arguments = {"model": "15M", "attn": attn, "steps": 40, "grad-clip": 1.0, "lr": 6e-4, "out": str(folder)} | flags
+    (folder / "run.json").write_text(json.dumps({"arguments": arguments, "version": "0.2.0", "commit": "abc1234", "processes": 1, "data": {"train": {"files": 1, "tokens": 1000}},
+                                                 "lineage": [{"step": 0, "event": "start", "attn": attn}, {"step": 20, "event": "attn-switch", "from": attn, "attn": "ssmax"}]}))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def whole_report(tmp_path_factory):
+    root = tmp_path_factory.mktemp("report")
+    folders = [make_run(root / "a"), make_run(root / "b", lr=1e-3), *(folder_of(task, root / task) for task in plot_eval.DRAW)]
+    write(root / "loss", "loss", loss_rows() + loss_rows(attn="ssmax", start=3.1))
+    return report.report(list(map(str, folders)), "Two <runs>")
+
+
+def rows_of(text, heading):
+    """The cells of the first table after a heading."""
+    table = re.search(r"<table>.*?</table>", text[text.index(heading):], re.S)[0]
+    return [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in re.findall(r"<tr>(.*?)</tr>", table, re.S)]
+
+
+def test_the_report_has_everything(whole_report):
+    assert_self_contained(whole_report)
+    names = re.findall(r'<h2 id="([^"]+)">', whole_report)
+    assert names == ["runs", "training", "learned-scalars-in-training", "loss-by-length", "loss-by-position", "needle-in-a-haystack", "attention", "learned-scalars", "multiple-choice"]
+    assert re.findall(r'<a href="#([^"]+)">', whole_report) == names and "<h1>Two &lt;runs&gt;</h1>" in whole_report
+    assert "prefers-color-scheme: dark" in whole_report and "@media print" in whole_report and 'name="viewport"' in whole_report
+
+
+def test_the_reports_tables(whole_report):
+    head, a, b = rows_of(whole_report, ">Runs</h2>")
+    assert dict(zip(head, a))["normalizer"] == "ssmax" and dict(zip(head, a))["steps"] == "30 of 40" and dict(zip(head, a))["tokens"] == "15,360"
+    assert dict(zip(head, a))["validation"] == f"{3.5 + 8 / 30:.4f}" and dict(zip(head, a))["largest gradient norm"] == "1.50"
+    assert dict(zip(head, a))["clipped steps"] == "1" and dict(zip(head, a))["time in steps"] == "15.0 seconds"
+    assert rows_of(whole_report, "Flags that differ") == [["", "a", "b"], ["--lr", "0.0006", "0.001"]]
+    assert "step 20: attn-switch" in re.sub("<[^>]*>", "", whole_report) or "a, step 20: attn-switch" in re.sub("<[^>]*>", "", whole_report)
+    losses_found = rows_of(whole_report, "<h3>Loss, nats per token</h3>")
+    assert losses_found[0] == ["", "trained at", "16", "64", "256"]
+    assert losses_found[1:] == [["softmax", "64", "3.0000", "3.1250", "3.2500"], ["ssmax (untrained)", "64", "3.1000", "3.2250", "3.3500"]]
+    assert rows_of(whole_report, "<h3>Perplexity</h3>")[1][2] == f"{math.exp(3):.5g}"
+    assert rows_of(whole_report, "Needles found, mean over depths")[1][2:] == ["50.0 %", "50.0 %"]
+    assert rows_of(whole_report, ">Multiple choice</h2>")[1] == ["a, softmax", "3", "0.3333 ± 0.0500", "0.6667 ± 0.0500"]
+
+
+def test_the_best_of_a_column_is_marked(whole_report):
+    table = re.search(r"<table>.*?</table>", whole_report[whole_report.index("<h3>Loss, nats"):], re.S)[0]
+    softmax, ssmax = re.findall(r"<tr>(.*?)</tr>", table.partition("<tbody>")[2], re.S)
+    assert softmax.count("best") == 3 and ssmax.count("best") == 0 and softmax.count("beyond") == 1
+
+
+def test_a_run_alone_is_reported(tmp_path):
+    result = command("report.py", make_run(tmp_path / "a"), "--out", tmp_path / "r.html", "--title", "T")
+    assert result.returncode == 0 and result.stdout.strip() == str(tmp_path / "r.html"), result.stderr
+    text = (tmp_path / "r.html").read_text()
+    assert_self_contained(text)
+    assert "Flags that differ" not in text and "<h1>T</h1>" in text and 'id="loss-by-length"' not in text
+
+
+# ---------------------------------------------------------------- eval_gpt2
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory):
+    """(data, checkpoint) of a small model with a tokenizer."""
+    if not (BIN / "eval_gpt2").exists():
+        subprocess.run(["make", "-s", f"BUILD={make_path(BUILD)}", make_path(BIN / "eval_gpt2")], cwd=ROOT, check=True)
+    root = tmp_path_factory.mktemp("trained")
+    data = tiny.write_data(root / "data")
+    folder, _ = tiny.train(data, root / "run", "--attn", "ssmax-bias", steps=5)
+    (root / "q.jsonl").write_text('{"query": "The cat went", "choices": ["on a dog", "text", "in the house"], "gold": 2}\n' * 3)
+    return root, folder
+
+
+FLAGS = {"loss": ["--seq-lens", "16,32,64"], "positions": ["--seq-lens", "16,64"], "needle": ["--seq-lens", "96,128", "--samples", 2, "--digits", 2],
+         "attention": ["--samples", 3], "scores": [], "choice": []}
+DRAWN = {"loss": "lengths", "positions": "positions", "needle": "needle", "attention": "attention", "scores": "scores", "choice": "choice"}
+
+
+def evaluate(trained, task, out, *flags, **how):
+    root, folder = trained
+    data = root / "q.jsonl" if task == "choice" else f"{root}/data/*_val_*.bin"
+    words = ["--model", folder, "--data", data, "--task", task, "--max-tokens", 512, "--out", out, *FLAGS[task], *flags]
+    return run(BIN / "eval_gpt2", *words, **how)
+
+
+@pytest.mark.parametrize("task", FLAGS)
+def test_what_eval_gpt2_writes_is_drawn(task, trained, tmp_path):
+    evaluate(trained, task, tmp_path, "--picture", 0, "--attn", "softmax1")
+    assert not list(tmp_path.glob("*.png"))
+    found = plot_eval.pictures([tmp_path])
+    assert found[0].name == DRAWN[task]
+    for picture in found:
+        charts.figure(picture).draw_without_rendering()
+    rows = json.loads((tmp_path / "eval.json").read_text())["results"]
+    if task == "attention":
+        data = embedded(page.attention_page(plot_eval.read([tmp_path])[0], "a"), "attention")["series"]
+        assert [s["label"] for s in data] == ["ssmax-bias", "softmax1 (untrained)"] and data[1]["maps"] != data[0]["maps"]
+        assert len(rows[0]["token_texts"]) == rows[0]["tokens"] and " dog" in "".join(rows[0]["token_texts"]) and "token_texts" not in rows[1]
+        entropy = np.mean([results.number(h["entropy"]) for h in rows[0]["layers"][1]["heads"]])
+        assert np.mean(data[0]["first"]["entropy"][1]) == pytest.approx(entropy, rel=1e-5)
+
+
+def test_eval_gpt2_draws_from_any_folder(trained, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    output, errors = evaluate(trained, "loss", "out")
+    assert output.splitlines()[-1] == "out/lengths.png" and "picture" not in errors
+    assert (tmp_path / "out/lengths.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_without_python_the_results_are_complete(trained, tmp_path):
+    """The program in a folder of its own, where there is no .venv and no Python on the PATH, then no script either."""
+    for name, linked in ("alone", []), ("script", ["scripts"]):
+        (tmp_path / name).mkdir()
+        shutil.copy(BIN / "eval_gpt2", tmp_path / name)
+        for part in linked:
+            (tmp_path / name / part).symlink_to(ROOT / part)
+        root, folder = trained
+        words = [f"{tmp_path}/{name}/eval_gpt2", "--model", folder, "--data", f"{root}/data/*_val_*.bin", "--max-tokens", 64, "--out", tmp_path / name / "out"]
+        result = subprocess.run([*map(str, words)], capture_output=True, text=True, cwd=tmp_path, env=environment() | {"PATH": str(tmp_path)})
+        assert result.returncode == 0 and "no picture" in result.stderr and "eval.json is complete" in result.stderr, result.stderr
+        assert ("No such file" in result.stderr and "python3" in result.stderr) if linked else "there is no scripts/plot_eval.py" in result.stderr
+        assert (tmp_path / name / "out/eval.json").exists()

@@ -1,0 +1,172 @@
+"""Panels: pictures that stand side by side in a PNG, or alone in a page."""
+import io
+import math
+import re
+from dataclasses import dataclass
+from html import escape
+from typing import Callable
+
+import numpy as np
+
+import plot
+
+MUTED = 0.65        # the opacity of what is not data
+
+
+@dataclass
+class Panel:
+    """draw(axes) may add to the axes all but the title."""
+    title: str
+    draw: Callable
+    width: float = 5.4
+    height: float = 3.7
+
+
+@dataclass
+class Picture:
+    """Panels in rows of `columns`, under a legend of [(label, color, dash)]. A picture has its name's ending in its file name."""
+    name: str
+    panels: list
+    columns: int = 2
+    legend: list = ()
+    title: str = ""
+
+
+# ---------------------------------------------------------------- colors
+
+def colors_of(count):
+    """[(color, dash)] that tell `count` series apart."""
+    from matplotlib import colormaps
+    palette = colormaps["tab10" if count <= 10 else "tab20"].colors
+    dashes = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)))
+    return [(palette[i % len(palette)], dashes[i // len(palette) % len(dashes)]) for i in range(count)]
+
+
+def paint(series):
+    for s, (s.color, s.dash) in zip(series, colors_of(len(series))):
+        pass
+
+
+def legend_of(series):
+    """None for a single series, which a title names."""
+    return [] if len(series) == 1 else [(s.label, s.color, s.dash) for s in series]
+
+
+# ---------------------------------------------------------------- axes
+
+def length_axis(axes, lengths, name):
+    """A logarithmic x axis with ticks at those of the lengths that have room."""
+    from matplotlib import ticker
+    lengths = sorted(set(lengths))
+    least = math.log2(lengths[-1] / lengths[0]) / 9
+    ticks = []
+    for length in reversed(lengths):
+        if not ticks or math.log2(ticks[-1] / length) >= max(least, 0.2):
+            ticks.append(length)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(ticker.FixedLocator(ticks[::-1]))
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.xaxis.set_minor_locator(ticker.NullLocator())
+    axes.set_xlabel(name)
+    if lengths[0] == lengths[-1]:
+        axes.set_xlim(lengths[0] / 2, lengths[0] * 2)
+
+
+def powers_of_two(limit):
+    return [1 << i for i in range(int(limit).bit_length()) if 1 << i <= limit]
+
+
+def positive_axis(axes, values, wide=8):
+    """A logarithmic y axis, labeled in plain numbers, where the finite values span more than a factor of `wide`."""
+    from matplotlib import ticker
+    values = [x for x in values if math.isfinite(x)]
+    if not values or min(values) <= 0 or max(values) / min(values) <= wide:
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.5g}")
+        return
+    axes.set_yscale("log")
+    axis = axes.yaxis
+    narrow = max(values) / min(values) < 100
+    axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5) if narrow else (1,)))
+    axis.set_minor_locator(ticker.NullLocator() if narrow else ticker.LogLocator(subs=(2, 5)))
+    axis.set_minor_formatter(ticker.NullFormatter())
+    axis.set_major_formatter(lambda value, _: f"{value:,.5g}")
+
+
+def mark_trained(axes, lengths):
+    """A dashed line at each training length."""
+    for L in sorted(set(lengths)):
+        axes.axvline(L, color="black", alpha=MUTED, linestyle=(0, (4, 3)), linewidth=1, zorder=1)
+        axes.annotate(f"trained at {L:,}", (L, 0.98), (-3, 0), xycoords=("data", "axes fraction"), textcoords="offset points",
+                      rotation=90, ha="right", va="top", fontsize=8, alpha=MUTED, zorder=5)
+
+
+def layer_axis(axes, layers):
+    from matplotlib import ticker
+    axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
+    axes.set_xlim(-0.5, layers - 0.5)
+    axes.set_xlabel("layer")
+
+
+# ---------------------------------------------------------------- output
+
+def figure(picture):
+    """The picture as one figure."""
+    from matplotlib.lines import Line2D
+    plt = plot.pyplot()
+    panels, columns = picture.panels, min(picture.columns, len(picture.panels))
+    rows = [panels[i:i + columns] for i in range(0, len(panels), columns)]
+    widths = [max(row[i].width for row in rows if i < len(row)) for i in range(columns)]
+    heights = [max(panel.height for panel in row) for row in rows]
+    lines = -(-len(picture.legend) // legend_columns(picture, sum(widths))) if picture.legend else 0
+    top = 0.3 * bool(picture.title) + 0.24 * lines
+    out = plt.figure(figsize=(max(sum(widths), 4), sum(heights) + top), layout="constrained")
+    grid = out.add_gridspec(len(rows), columns, width_ratios=widths, height_ratios=heights)
+    for i, panel in enumerate(panels):
+        axes = out.add_subplot(grid[i // columns, i % columns])
+        panel.draw(axes)
+        axes.set_title(panel.title)
+    if picture.legend:
+        handles = [Line2D([], [], color=color, linestyle=dash, linewidth=2.5) for _, color, dash in picture.legend]
+        out.legend(handles, [label for label, *_ in picture.legend], loc="outside upper center", frameon=False, title=picture.title or None,
+                   ncols=legend_columns(picture, sum(widths)), title_fontproperties={"weight": "bold", "size": 11})
+    elif picture.title:
+        out.suptitle(picture.title, weight="bold", fontsize=11)
+    return out
+
+
+def legend_columns(picture, width):
+    """As many columns as fit."""
+    longest = max(len(label) for label, *_ in picture.legend)
+    return max(1, min(len(picture.legend), int(width / (0.7 + 0.085 * longest))))
+
+
+def svg(panel, identity):
+    """The panel alone, as SVG for a page: black and white follow the page's --ink and --paper, and so does the font."""
+    plt = plot.pyplot()
+    with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": identity}):
+        out = plt.figure(figsize=(panel.width, panel.height), layout="constrained")
+        axes = out.add_subplot()
+        panel.draw(axes)
+        axes.set_title("")
+        file = io.BytesIO()
+        out.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+        plt.close(out)
+    text = file.getvalue().decode()
+    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg"):], flags=re.S)
+    box, width = re.search(r'viewBox="([^"]+)"', text)[1], 96 * 1.15 * panel.width
+    # On a narrow screen a picture shrinks until its text becomes hard to read, and then scrolls.
+    start = (f'<svg viewBox="{box}" role="img" aria-label="{escape(panel.title.strip())}" '
+             f'style="max-width: {width:.0f}px; min-width: {0.57 * width:.0f}px">')
+    text = re.sub(r"<svg[^>]*>", lambda _: start, text, count=1)
+    # figure_1, axes_1 and so on, which nothing refers to, would occur in several pictures of a page
+    text = re.sub(r' id="(?!C\d+_)[a-zA-Z][a-zA-Z0-9.]*_\d+"', "", text)
+    text = re.sub(r"(#000000|(?<=[: ])black)\b", "var(--ink)", text)
+    text = re.sub(r"(#ffffff|(?<=[: ])white)\b", "var(--paper)", text)
+    text = re.sub(r"#([0-7][0-9a-f])\1\1\b", lambda gray: gray[0] if gray[1] == "01" else "var(--muted)", text)
+    # Text without a color is black.
+    return re.sub(r"<text ", '<text fill="var(--ink)" ', text)
+
+
+def decimals(value):
+    """A percentage for a cell."""
+    return "" if not np.isfinite(value) else f"{value:.0f}" if abs(value - round(value)) < 0.05 or value >= 10 else f"{value:.1f}"

@@ -1,0 +1,115 @@
+"""Reads eval.json, which doc/evaluation.md describes, as series: the rows of one model under one normalizer."""
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from plot import Refused, names
+
+TASKS = ("loss", "positions", "needle", "attention", "scores", "choice")
+
+
+@dataclass
+class Series:
+    folder: Path
+    task: str
+    model: str
+    attn: str
+    trained: bool       # is this the normalizer that the model was trained with?
+    L: int              # the training length
+    rows: list
+    arguments: dict
+    label: str = ""     # what tells it apart from the others
+    color: object = None
+    dash: object = "-"
+
+    @property
+    def normalizer(self):
+        return self.attn if self.trained else f"{self.attn} (untrained)"
+
+    @property
+    def full_name(self):
+        return join([self.model, self.normalizer])
+
+
+# ---------------------------------------------------------------- reading
+
+def read(folder):
+    """The series of the eval.json in a folder, in the file's order."""
+    path = Path(folder) / "eval.json"
+
+    class Object(dict):
+        def __missing__(self, key):
+            raise Refused(f"{path}: expected the key {key!r} in {str(dict(self))[:60]}. Run eval_gpt2 again: this file is "
+                          "incomplete or of another version.")
+    try:
+        data = json.loads(path.read_text(), object_hook=Object)
+    except OSError as error:
+        raise Refused(f"{path}: {error.strerror}. Expected a folder that eval_gpt2 wrote, its --out.")
+    except ValueError as error:
+        raise Refused(f"{path}: not a complete JSON file ({error}). Run eval_gpt2 again.")
+    if not isinstance(data, dict):
+        raise Refused(f"{path}: expected a JSON object, found {str(data)[:60]}.")
+    if data["task"] not in TASKS:
+        raise Refused(f"{path}: unknown task {data['task']!r}. Expected one of {', '.join(TASKS)}.")
+    models = {model["name"]: model for model in data["models"]}
+    found = {}
+    for row in data["results"]:
+        key = row["model"], row["attn"]
+        if key not in found:
+            if key[0] not in models:
+                raise Refused(f"{path}: results name the model {key[0]!r}, which is not in \"models\".")
+            model = models[key[0]]
+            found[key] = Series(Path(folder), data["task"], *key, key[1] == model["attn"], model["trained_seq_len"], [], data["arguments"])
+        found[key].rows.append(row)
+    if not found:
+        raise Refused(f"{path}: it has no results.")
+    return list(found.values())
+
+
+def number(value):
+    """A number of the file as a float. JSON has null for what is not finite."""
+    if value is None:
+        return math.nan
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise Refused(f"eval.json: expected a number, found {str(value)[:40]!r}.")
+    return float(value)
+
+
+def numbers(values):
+    """A list of numbers, or of lists of them, as a NumPy array."""
+    def walk(value):
+        return [walk(x) for x in value] if isinstance(value, list) else number(value)
+    try:
+        return np.array(walk(values), float)
+    except ValueError:
+        raise Refused("eval.json: expected lists of equal lengths.")
+
+
+def mean(arrays, axis=0):
+    """The mean without NaNs; NaN where nothing else is left."""
+    x = np.asarray(arrays, float)
+    count = np.isfinite(x).sum(axis)
+    return np.where(count > 0, np.nansum(np.where(np.isfinite(x), x, 0.0), axis) / np.maximum(count, 1), np.nan)
+
+
+# ---------------------------------------------------------------- labels
+
+def join(texts):
+    """A model that is named after its normalizer is named once."""
+    return ", ".join(dict.fromkeys(texts))
+
+
+def label(series):
+    """Labels the series by what differs: the models, their normalizers and, where these do not tell them apart, the
+    folders. Returns what all have in common."""
+    folders = dict(zip(dict.fromkeys(s.folder for s in series), names(dict.fromkeys(s.folder for s in series))))
+    parts = [(folders[s.folder], s.model, s.normalizer) for s in series]
+    varies = [len({part[i] for part in parts}) > 1 for i in range(3)]
+    if len({part[1:] for part in parts}) == len(parts):
+        varies[0] = False
+    for s, part in zip(series, parts):
+        s.label = join(text for text, differs in zip(part, varies) if differs) or s.full_name
+    return join(text for text, differs in zip(parts[0][1:], varies[1:]) if not differs) if len(series) > 1 else ""

@@ -1,0 +1,86 @@
+"""Draws the results of eval_gpt2: the pictures of one eval.json, or of several together.
+
+    python scripts/plot_eval.py out/a/eval                           the pictures beside its eval.json
+    python scripts/plot_eval.py out/a/eval out/b/eval --out ab.png   both in one; further pictures are ab-NAME.png
+
+A folder is the --out of eval_gpt2, which draws the same pictures itself (--picture 0: without them). The task decides what is drawn:
+
+    loss        lengths.png                             loss and perplexity against the length
+    positions   positions.png                           loss against the position, smoothed
+    needle      needle.png                              needles found, by depth and length
+                needle-heads.png, needle-trials.png     needle scores: the best heads, and the best score of each trial
+    attention   attention.png, attention-maps.png       by layer and head; all maps of the first prompt
+                attention.html                          a page that shows the map of any head
+    scores      scores.png                              the learned scalars
+    choice      choice.png                              accuracies
+"""
+import argparse
+import sys
+from pathlib import Path
+
+import plot
+from pictures import attention, charts, page, results, tasks
+
+DRAW = {"loss": tasks.loss, "positions": tasks.positions, "needle": tasks.needle, "attention": attention.attention, "scores": tasks.scores,
+        "choice": tasks.choice}
+
+
+def read(folders):
+    """(the series of all folders, which must have one task, labeled and painted; what they have in common, a title)"""
+    series = [s for folder in folders for s in results.read(folder)]
+    for s in series:
+        if s.task != series[0].task:
+            raise plot.Refused(f"{s.folder} has the task {s.task}, but {series[0].folder} has {series[0].task}. Plot them one by one; "
+                               "scripts/report.py shows several tasks in one page.")
+    common = results.label(series)
+    charts.paint(series)
+    return series, common or (series[0].full_name if len(series) == 1 else "")
+
+
+def pictures(folders):
+    """The pictures of one or several folders as [Picture]."""
+    series, title = read(folders)
+    return DRAW[series[0].task](series, title)
+
+
+def write(folders, out):
+    """Writes all pictures and returns their paths. Only with --out do several folders' pictures have a name."""
+    plt, paths = plot.pyplot(), []
+    series, title = read(folders)
+    for i, picture in enumerate(DRAW[series[0].task](series, title)):
+        path = Path(folders[0]) / f"{picture.name}.png"
+        if out:
+            path = Path(out) if i == 0 else Path(out).with_stem(f"{Path(out).stem}-{picture.name.rpartition('-')[2]}")
+        figure = charts.figure(picture)
+        figure.savefig(path, dpi=110)
+        plt.close(figure)
+        paths.append(path)
+    if series[0].task == "attention":
+        paths.append(Path(out).with_suffix(".html") if out else Path(folders[0]) / "attention.html")
+        paths[-1].write_text(page.attention_page(series, title or f"{len(series)} models"))
+    if not paths:
+        print(f"{', '.join(s.full_name for s in series)}: no learned scalars, nothing to draw")
+    return paths
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("folders", nargs="+", metavar="FOLDER", help="a folder with eval.json")
+    parser.add_argument("--out", metavar="FILE", help="the first picture, .png, .svg or .pdf (default: in the folder, named after what it shows)")
+    options = parser.parse_args()
+    if len(options.folders) > 1 and not options.out:
+        parser.error("to plot several folders in one picture, pass --out FILE")
+    wrong = options.out and plot.wrong_format(options.out)
+    if wrong:
+        parser.error(wrong)
+    try:
+        for path in write(options.folders, options.out):
+            print(path)
+    except (plot.Refused, OSError) as error:
+        print(f"plot_eval.py: {error}", file=sys.stderr)
+        return 3
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,268 @@
+"""Writes one HTML page about runs and evaluations, side by side, that needs no other file.
+
+    python scripts/report.py out/softmax out/ssmax out/softmax/eval out/ssmax/eval --out report.html
+
+Each folder is a run (the trainer's --out), an evaluation (eval_gpt2's --out), or both. Evaluations with the same task share a section: the
+loss by length and by position, needles, attention, learned scalars, multiple choice. A run in progress can be reported at any time.
+"""
+import argparse
+import json
+import math
+import sys
+from html import escape
+from pathlib import Path
+
+import plot
+from pictures import attention, charts, page, results, tasks
+
+SAME = {"out", "resume", "config", "dry-run", "profile", "threads", "rank-timeout"}     # flags that say nothing about the result
+
+
+# ---------------------------------------------------------------- numbers as text
+
+def text(value, digits=4):
+    return "–" if value is None or not math.isfinite(value) else f"{value:,.{digits}f}"
+
+
+def short(value):
+    """Five significant digits."""
+    return "–" if not math.isfinite(value) else f"{value:#,.5g}".rstrip(".") if value < 99999.5 else f"{value:,.0f}" if value < 1e9 else f"{value:.3e}"
+
+
+def duration(seconds):
+    size, name = plot.unit(seconds, plot.TIME_UNITS)
+    return f"{seconds / size:.1f} {name}"
+
+
+def shown(value):
+    """A flag's value as it is typed."""
+    if isinstance(value, bool):
+        return str(int(value))
+    return "–" if value is None else ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+# ---------------------------------------------------------------- runs
+
+def last_normalizer(run):
+    """The normalizer that a run has now, according to its lineage, or else its flags."""
+    entries = [entry["attn"] for entry in run.get("lineage", []) if isinstance(entry, dict) and "attn" in entry]
+    return str(entries[-1] if entries else run.get("arguments", {}).get("attn", "?"))
+
+
+def summary_row(folder, name, run):
+    lines, arguments = plot.read_metrics(folder), run.get("arguments", {})
+    finite = {key: [x for x in plot.column(lines, key) if math.isfinite(x)] for key in ("loss", "val_loss", "grad_norm")}
+    clip = arguments.get("grad-clip") or math.inf
+    return [name, last_normalizer(run), shown(arguments.get("model")).replace(",", ", "), f"{lines[-1]['step']:,} of {arguments.get('steps', 0):,}", f"{lines[-1]['tokens']:,}",
+            text(plot.smooth(plot.column(lines, "loss"))[-1]), text((finite["val_loss"] or [None])[-1]), text(min(finite["val_loss"], default=None)),
+            text(max(finite["grad_norm"], default=None), 2), f"{sum(x > clip for x in finite['grad_norm']):,}", duration(plot.seconds(lines)[-1])]
+
+
+SUMMARY = ["run", "normalizer", "model", "steps", "tokens", "loss", "validation", "best validation", "largest gradient norm", "clipped steps", "time in steps"]
+
+
+def configuration(names, runs):
+    """The flags: those that differ, and the others folded away."""
+    arguments = [run.get("arguments", {}) for run in runs]
+    keys = dict.fromkeys(key for flags in arguments for key in flags)
+    rows = {key: [f"--{key}", *(shown(flags.get(key)) for flags in arguments)] for key in keys}
+    differ = [key for key in keys if len(set(rows[key][1:])) > 1 and key not in SAME]
+    wrap = {(i, j): "wrap text" if i >= 0 else "text" for i in range(-1, len(keys)) for j in range(1, len(names) + 1)}
+    out = ""
+    if differ:
+        out += "<h3>Flags that differ</h3>\n" + page.table(["", *names], [rows[key] for key in differ], wrap)
+    rest = [key for key in keys if key not in differ]
+    made = [["version, commit", *(f"{run.get('version', '?')}, {run.get('commit', '?')}" for run in runs)],
+            ["program", *(str(run.get("program", "?")) for run in runs)], ["ranks", *(str(run.get("processes", "?")) for run in runs)]]
+    for which in "train", "val":
+        made.append([f"{which} data", *(f"{data.get('tokens', 0):,} tokens in {data.get('files', 0):,} files" if data else "–"
+                                        for data in (run.get("data", {}).get(which) for run in runs))])
+    wrap |= {(i, j): "wrap text" for i in range(len(made) + len(rest)) for j in range(1, len(names) + 1)}
+    name = "All other flags, versions and data" if differ else "Flags, versions and data"
+    return out + f"<details><summary>{name}</summary>\n{page.table(['', *names], [*made, *(rows[key] for key in rest)], wrap)}</details>\n"
+
+
+def lineage(names, runs):
+    """What happened to each run beyond its start."""
+    items = []
+    for name, run in zip(names, runs):
+        for entry in run.get("lineage", []):
+            if isinstance(entry, dict) and entry.get("event") != "start":
+                rest = ", ".join(f"{key} {json.dumps(value) if isinstance(value, dict) else shown(value)}" for key, value in entry.items()
+                                 if key not in ("step", "event"))
+                where = f"{name}, step {entry.get('step')}" if len(runs) > 1 else f"step {entry.get('step')}"
+                items.append(f"<li>{escape(where)}: {escape(str(entry.get('event')))} <span class=\"muted\">{escape(rest)}</span></li>")
+    return f"<h3>Lineage</h3>\n<ul>{''.join(items)}</ul>\n" if items else ""
+
+
+def scalar_panels(folders, names):
+    """The learned scalars of the heads against tokens, and p_n."""
+    found = []
+    for folder, name in zip(folders, names):
+        try:
+            found.append((name, plot.read_scalars(folder)))
+        except plot.Refused:        # it learns none, or has none yet
+            continue
+    series = [values[key] for _, values in found for key in values if key != "p"]
+    size, tokens_name = plot.unit(max((tokens[-1] for tokens, _ in series), default=1), plot.TOKEN_UNITS)
+
+    def draw(axes, tokens, values):
+        from matplotlib import cm, colors, ticker
+        layers = len(values[0])
+        color = cm.ScalarMappable(colors.Normalize(0, max(1, layers - 1)), "viridis")
+        plot.draw_layers(axes, tokens, values, size, color.to_rgba)
+        axes.set_xlabel(f"{tokens_name}tokens")
+        axes.set_xlim(left=0)
+        axes.figure.colorbar(color, ax=axes, label="layer", ticks=ticker.MaxNLocator(integer=True))
+
+    panels = []
+    for key in plot.in_order({key for _, values in found for key in values}):
+        for name, values in found:
+            if key == "p" and "p" in values:
+                panels.append(charts.Panel(f"p_n: {name}", lambda axes, p=values["p"]: plot.draw_p(axes, p, plot.fit_log(p))))
+            elif key in values:
+                panels.append(charts.Panel(f"{key}: {name}", lambda axes, pair=values[key]: draw(axes, *pair)))
+    return panels
+
+
+def about_runs(folders, colors):
+    """The sections about runs, as [(title, HTML)]."""
+    names, runs = plot.names(folders), [plot.read_json(Path(folder) / "run.json") for folder in folders]
+    chosen = [colors.get((f"{name}, {last_normalizer(run)}", 0), color) for name, run, color in
+              zip(names, runs, plot.run_colors(len(folders)))]
+    rows = [summary_row(folder, name, run) for folder, name, run in zip(folders, names, runs)]
+    left = {(i, j): "text" if j == 1 or i < 0 else "text wrap" for i in range(-1, len(rows)) for j in (1, 2)}
+    drawn = [charts.Panel(title, draw) for title, draw in plot.curves(folders, chosen)]
+    found = [("Runs", page.table(SUMMARY, rows, left) + configuration(names, runs) + lineage(names, runs)),
+             ("Training", page.legend([(name, color, "-") for name, color in zip(names, chosen)]) + page.panels(drawn, "training"))]
+    scalars = scalar_panels(folders, names)
+    if scalars:
+        found.append(("Learned scalars in training", "<p>Lines: means over the heads of a layer; bands: from the least to the largest head.</p>\n"
+                      + page.panels(scalars, "scalars")))
+    return found
+
+
+# ---------------------------------------------------------------- evaluations
+
+def length_table(series, key, digits, largest=False):
+    """A row for each series, a column for each length; the best of a column is marked, and where lengths go beyond the one trained at."""
+    lengths = sorted({int(row["seq_len"]) for s in series for row in s.rows})
+    cells = {(i, int(row["seq_len"])): results.number(row[key]) for i, s in enumerate(series) for row in s.rows}
+    rows = [[s.label, f"{s.L:,}", *(digits(cells[i, T]) if (i, T) in cells else "" for T in lengths)] for i, s in enumerate(series)]
+    classes = {}
+    for j, T in enumerate(lengths, 2):
+        column = {i: cells[i, T] for i in range(len(series)) if math.isfinite(cells.get((i, T), math.nan))}
+        best = (max if largest else min)(column.values(), default=None)
+        for i, value in column.items():
+            if value == best and len(set(column.values())) > 1:
+                classes[i, j] = "best"
+    if len({s.L for s in series}) == 1:
+        beyond = next((j for j, T in enumerate(lengths, 2) if T > series[0].L), None)
+        if beyond:
+            for i in range(-1, len(series)):
+                classes[i, beyond] = (classes.get((i, beyond), "") + " beyond").strip()
+    return page.table(["", "trained at", *(f"{T:,}" for T in lengths)], rows, classes)
+
+
+def about_losses(series):
+    return ("<h3>Loss, nats per token</h3>\n" + length_table(series, "loss", text) + "<h3>Perplexity</h3>\n" + length_table(series, "perplexity", short)
+            + page.legend(charts.legend_of(series)) + page.panels(tasks.length_panels(series), "lengths"))
+
+
+def about_positions(series):
+    return ("<p>The running mean over positions from t/1.12 to 1.12 t; a single curve has the raw numbers behind it.</p>\n" + page.legend(charts.legend_of(series))
+            + page.panels(tasks.position_panels(series), "positions"))
+
+
+def about_needles(series):
+    return ("<h3>Needles found, mean over depths</h3>\n" + length_table(series, "right", lambda x: f"{100 * x:.1f} %", largest=True)
+            + "<h3>By depth, percent</h3>\n" + page.panels(tasks.found_panels(series), "found") + page.legend(charts.legend_of(series))
+            + page.panels(tasks.head_panels(series), "heads") + "<h3>The best needle score of each trial, ranked</h3>\n"
+            + page.panels(tasks.trial_panels(series), "trials", 18))
+
+
+def about_attention(series):
+    return ("<p>Points: heads; lines: means over the heads of a layer; dashed: with a leading end-of-text token.</p>\n" + page.legend(charts.legend_of(series))
+            + page.panels(attention.statistic_panels(series), "attention") + "<h3>Maps</h3>\n" + page.attention(series, "maps"))
+
+
+def about_scores(series):
+    panels = tasks.score_panels(series)
+    if not panels:
+        return "<p>No learned scalars.</p>\n"
+    return page.legend(charts.legend_of(series)) + page.panels(panels, "scores")
+
+
+def about_choice(series):
+    rows = [[s.label, f"{results.number(s.rows[0]['questions']):,.0f}",
+             *(f"{text(results.number(s.rows[0][key]))} ± {text(results.number(s.rows[0][f'{key}_stderr']))}" for key in ("acc", "acc_norm"))] for s in series]
+    return page.table(["", "questions", "acc", "acc_norm"], rows) + page.panels(tasks.choice_panels(series), "choice")
+
+
+SECTIONS = {"loss": ("Loss by length", about_losses), "positions": ("Loss by position", about_positions), "needle": ("Needle in a haystack", about_needles),
+            "attention": ("Attention", about_attention), "scores": ("Learned scalars", about_scores), "choice": ("Multiple choice", about_choice)}
+
+
+def read_evaluations(folders):
+    """({task: series}, {(name, place): color}): a model has one color under one normalizer in all sections."""
+    found = {}
+    for folder in folders:
+        for s in results.read(folder):
+            found.setdefault(s.task, []).append(s)
+    keys = {}
+    for series in found.values():
+        seen = {}
+        for s in series:
+            seen[s.full_name] = seen.get(s.full_name, -1) + 1
+            keys.setdefault((s.full_name, seen[s.full_name]), []).append(s)
+    for (key, group), style in zip(keys.items(), charts.colors_of(len(keys))):
+        for s in group:
+            s.color, s.dash = style
+        keys[key] = style[0]
+    return {task: found[task] for task in SECTIONS if task in found}, keys
+
+
+def settings(series):
+    """What all series of a section have in common, and where they are from."""
+    common = results.label(series)
+    folders = ", ".join(f"<code>{escape(str(folder))}</code>" for folder in dict.fromkeys(s.folder for s in series))
+    about = f"{escape(common)}. " if common else f"{escape(series[0].full_name)}. " if len(series) == 1 else ""
+    return f'<p class="muted">{about}From {folders}.</p>\n'
+
+
+# ---------------------------------------------------------------- the page
+
+def report(folders, title):
+    runs = [folder for folder in folders if (Path(folder) / "metrics.jsonl").exists()]
+    evaluations = [folder for folder in folders if (Path(folder) / "eval.json").exists()]
+    for folder in folders:
+        if folder not in runs and folder not in evaluations:
+            raise plot.Refused(f"{folder}: neither a run (metrics.jsonl) nor an evaluation (eval.json).")
+    found, colors = read_evaluations(evaluations)
+    sections = about_runs(runs, colors) if runs else []
+    for task, series in found.items():
+        name, about = SECTIONS[task]
+        sections.append((name, settings(series) + about(series)))
+    links = "".join(f'<a href="#{name.lower().replace(" ", "-")}">{name}</a>' for name, _ in sections)
+    body = "".join(f'<section><h2 id="{name.lower().replace(" ", "-")}">{name}</h2>\n{html}</section>\n' for name, html in sections)
+    return page.page(title, f"<nav>{links}</nav>\n{body}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("folders", nargs="+", metavar="FOLDER", help="a run, an evaluation, or both")
+    parser.add_argument("--out", metavar="FILE", type=Path, default=Path("report.html"), help="the page (default report.html)")
+    parser.add_argument("--title", help="the page's title (default: the folders' names)")
+    options = parser.parse_args()
+    try:
+        title = options.title or ", ".join(dict.fromkeys(plot.names(options.folders)))
+        options.out.write_text(report(list(dict.fromkeys(options.folders)), title))
+        print(options.out)
+    except (plot.Refused, OSError) as error:
+        print(f"report.py: {error}", file=sys.stderr)
+        return 3
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
