@@ -1,7 +1,9 @@
 """eval_gpt2 as a program: several models in one call, memory at long lengths, runs that are killed, full disks, and the
 learned scalars (--task scores)."""
+import contextlib
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -114,26 +116,69 @@ def test_a_missing_model_is_named_before_any_work(model_of, data, tmp_path):
 
 # ---------------------------------------------------------------- long sequences
 
-def peak(model, data, out, T, *flags):
-    """The peak memory in bytes, and the loss at each position."""
-    words = [BIN / "eval_gpt2", "--model", model, "--data", f"{data}/*_val_*.bin", "--task", "positions", "--seq-lens", T, "--max-tokens", T,
-             "--picture", 0, "--out", out, *flags]
+LONG = {        # T: the length of the sequences
+    "positions": ["--seq-lens", "{T}", "--max-tokens", "{T}"],
+    "needle": ["--seq-lens", "{T}", "--depths", "50", "--samples", "1", "--max-new-tokens", "1"],
+    "attention": ["--seq-lens", "{T}", "--samples", "1"],
+    "choice": ["--seq-lens", "{T}", "--data", "{folder}/{T}.jsonl"],
+}
+
+
+def peak(task, model, data, folder, T):
+    """The peak memory in bytes, and eval.json."""
+    ending = {"query": "a" * (T - 1), "choices": ["b", "c"], "gold": 0}         # T tokens with the space and the ending
+    (folder / f"{T}.jsonl").write_text(json.dumps(ending))
+    words = [BIN / "eval_gpt2", "--model", model, "--data", f"{data}/*_val_*.bin", "--task", task, "--picture", 0, "--out", folder / "out",
+             *(word.format(T=T, folder=folder) for word in LONG[task])]
     child = subprocess.Popen(list(map(str, words)), stdout=subprocess.DEVNULL, env=environment(2))
     _, status, usage = os.wait4(child.pid, 0)
     child.returncode = status
     assert status == 0
-    return usage.ru_maxrss * 1024, json.loads((out / "eval.json").read_text())["results"][0]["loss_by_position"]
+    return usage.ru_maxrss * 1024, json.loads((folder / "out/eval.json").read_text())["results"][0]
 
 
-@pytest.mark.parametrize("shape, lengths", [("QK norms", [2048, 8192]), ("gau", [1024, 4096]),
-                                            pytest.param("QK norms", [10240, 20480], marks=pytest.mark.drawn(0))])
-def test_memory_is_linear_in_the_length(shape, lengths, model_of, data, tmp_path):
-    """A T x T array of float32 would add more than 4 times this bound. A sequence begins as a shorter one does."""
+@pytest.mark.parametrize("task, shape, lengths", [("positions", "QK norms", [2048, 8192]), ("positions", "gau", [1024, 4096]), ("needle", "QK norms", [2048, 8192]),
+                                                  ("choice", "QK norms", [2048, 8192]), ("attention", "QK norms", [1024, 4096]),
+                                                  pytest.param("positions", "QK norms", [5120, 20480], marks=pytest.mark.drawn(0)),
+                                                  pytest.param("needle", "QK norms", [5120, 20480], marks=pytest.mark.drawn(0))])
+def test_memory_is_linear_in_the_length(task, shape, lengths, model_of, data, tmp_path):
+    """One T x T array of float32 would add 4 times this bound. Between the lengths a sequence begins as a shorter one does."""
     folder, *_ = model_of(shape, "softmax")
-    found = [peak(folder, data, tmp_path, T) for T in lengths]
-    assert found[1][0] - found[0][0] < (lengths[1] - lengths[0]) * lengths[0] / 4
-    assert all(len(losses) == T for (_, losses), T in zip(found, lengths))
-    assert np.abs(np.subtract(found[1][1][:lengths[0]], found[0][1])).max() < 1e-4
+    (bytes_short, short), (bytes_long, long) = (peak(task, folder, data, tmp_path, T) for T in lengths)
+    assert bytes_long - bytes_short < lengths[1] ** 2 - lengths[0] ** 2, (bytes_short, bytes_long)
+    if task == "positions":
+        assert len(long["loss_by_position"]) == lengths[1]
+        assert np.abs(np.subtract(long["loss_by_position"][:lengths[0]], short["loss_by_position"])).max() < 1e-4
+
+
+# ---------------------------------------------------------------- progress
+
+PROGRESS = {
+    "loss": ("sequences", ["--seq-lens", 64, "--max-tokens", 4096]),
+    "needle": ("needles", ["--seq-lens", 200, "--samples", 1]),
+    "attention": ("prompts", ["--seq-lens", 40, "--samples", 2]),
+    "choice": ("questions", []),
+}
+
+
+@pytest.mark.parametrize("task", PROGRESS)
+def test_progress_is_shown_on_a_terminal_alone(task, model_of, data, tmp_path):
+    """A bar, the count, and the time left, on a line that is deleted at the end."""
+    what, flags = PROGRESS[task]
+    if task == "choice":
+        (tmp_path / "q.jsonl").write_text(3 * (json.dumps({"query": "a", "choices": ["b", "c"], "gold": 0}) + "\n"))
+    words = ["--task", task, "--model", model_of("QK norms", "softmax")[0], "--data", tmp_path / "q.jsonl" if task == "choice" else f"{data}/*_val_*.bin", *flags]
+    terminal, side = os.openpty()
+    child = subprocess.Popen(list(map(str, [BIN / "eval_gpt2", *words])), stdout=subprocess.PIPE, stderr=side, env=environment())
+    os.close(side)
+    output, shown = child.communicate()[0].decode(), b""
+    with contextlib.suppress(OSError):          # the terminal's other side is closed
+        while chunk := os.read(terminal, 1 << 16):
+            shown += chunk
+    os.close(terminal)
+    assert child.returncode == 0 and re.search(rf"{what} \[#+\.*\] \d+/\d+, .+ left", shown.decode()), shown
+    assert shown.decode().rindex("left") < shown.decode().rindex("\r\033[K")
+    assert run(BIN / "eval_gpt2", *words)[0] == output and " left" not in run(BIN / "eval_gpt2", *words)[1]
 
 
 # ---------------------------------------------------------------- kills and full disks
@@ -184,3 +229,14 @@ def test_a_full_disk_leaves_the_results_before_it(task, size, name, flags, model
     done = subprocess.run(words, capture_output=True, text=True, env=environment(), preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size)))
     assert done.returncode == 4 and str(tmp_path / name) in done.stderr and "File too large" in done.stderr, done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["eval.json"] and (tmp_path / "eval.json").read_text() == "earlier"
+
+
+def test_files_that_cannot_be_written_are_named(model_of, prompt, data, tmp_path):
+    """A folder with the name of a map's file; a file with the name of the folder."""
+    words = attention_words(model_of("grouped", "softmax")[0], tmp_path / "out", prompt)
+    (tmp_path / "out/map-0.npy.tmp").mkdir(parents=True)
+    errors = run(words[0], *words[1:], code=4)[1]
+    assert f"{tmp_path}/out/map-0.npy.tmp" in errors and "Is a directory" in errors
+    errors = run(words[0], *words[1:], "--out", prompt, code=4)[1]
+    assert f"{prompt}" in errors and "director" in errors.lower()
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["map-0.npy.tmp"]

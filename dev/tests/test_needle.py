@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import eval_models
-from eval_models import END_OF_TEXT, VOCAB, evaluate, reference, text_of, write_text, write_tokenizer
+from eval_models import END_OF_TEXT, IM_END, VOCAB, evaluate, reference, text_of, write_text, write_tokenizer
 from trainer import ROOT, write_shard
 
 os.environ["HF_HUB_OFFLINE"] = "1"    # set before transformers is imported: no test contacts a hub
@@ -202,6 +202,23 @@ def test_end_of_text_is_never_the_answer(model_of, data, tmp_path):
     assert answers[0] == answers[1]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "biased", dtype=torch.float32)
     assert (model(torch.tensor([[END_OF_TEXT, 97, 98, 99]])).logits[0].argmax(-1) == END_OF_TEXT).any()
+
+
+def test_the_end_of_a_turn_ends_an_answer_in_chatml_alone(model_of, data, tmp_path):
+    """With --chat raw it is never chosen if it ends the model's texts, which eos_token_id says."""
+    folder, tensors, _ = model_of("llama", "softmax", 602)
+    biased = {name: tensor.float().numpy() for name, tensor in tensors.items()}
+    biased["lm_head.weight"] = biased["model.embed_tokens.weight"].copy()
+    biased["lm_head.weight"][IM_END] *= 30
+    config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": False, "eos_token_id": IM_END}
+    (tmp_path / "chat").mkdir()
+    (tmp_path / "chat/config.json").write_text(json.dumps(config))
+    write_tokenizer(tmp_path / "chat")
+    save_file(biased, tmp_path / "chat/model.safetensors", metadata={"format": "pt"})
+    answers = {chat: [prompt["answer"] for prompt in needles(tmp_path / "chat", data, tmp_path / "out", "--chat", chat, "--seq-lens", 100, "--samples", 4,
+                                                             "--max-new-tokens", 20)[2]] for chat in ("raw", "chatml")}
+    assert not any(IM_END in answer for answer in answers["raw"])
+    assert any(answer[-1] == IM_END for answer in answers["chatml"]) and not any(IM_END in answer[:-1] for answer in answers["chatml"])
 
 
 def row_lengths(attn):
