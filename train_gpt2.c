@@ -608,7 +608,9 @@ static void plan_parameters(Model *m, bool train, bool bf16) {
 
 // Refreshes the bf16 copy that the matmuls read. Call after setting the parameters.
 static void round_parameters(Model *m) {
-    if (m->params_bf16) bf16_round(m->params_bf16, m->params, m->list.floats);
+    if (!m->params_bf16) return;
+    #pragma omp parallel for simd schedule(static)
+    for (size_t i = 0; i < m->list.floats; i++) m->params_bf16[i] = bf16_from_float(m->params[i]);
 }
 
 static const char *const KEPT = "activations kept for the backward pass", *const SCRATCH = "scratch";
@@ -1042,7 +1044,7 @@ static void model_update(Model *m, AdamW a) {
 // 5. Decoding
 
 enum {
-    PREFILL_ROWS = 256,    // prompt tokens that run through the layers together
+    PREFILL_ROWS = 512,    // prompt tokens that run through the layers together
     FEW_ROWS = 8,          // decoding uses matmul_few() for at most this many rows
 };
 

@@ -26,7 +26,7 @@ enum {
     MAX_ANSWER = 512,
     // Prompts share the cache in whole blocks, which is a multiple of the tokens that the decoder computes together. So
     // each token is computed in the same block of tokens, with the same rounding, whatever is shared.
-    SHARED_BLOCK = 256
+    SHARED_BLOCK = 512
 };
 typedef enum { NEEDLE_WRONG, NEEDLE_FIRST_DIGIT, NEEDLE_RIGHT } NeedleVerdict;
 

@@ -354,11 +354,6 @@ static bool bf16_works(const Gemm *mm) {
     return true;
 }
 
-void bf16_round(uint16_t *out, const float *in, size_t n) {
-    #pragma omp parallel for simd schedule(static) if (n > 10000)
-    for (size_t i = 0; i < n; i++) out[i] = bf16_from_float(in[i]);
-}
-
 enum { CHUNK = 4 << 20 };    // elements of B that are widened at a time if bfloat16 is not native
 
 static size_t padded(size_t elements) {

@@ -62,9 +62,6 @@ typedef struct {
 } GemmLibrary;
 GemmLibrary gemm_library(void);
 
-// out (n) = in (n) rounded to bfloat16, by all threads
-void bf16_round(uint16_t *out, const float *in, size_t n);
-
 // gemm() by a oneDNN primitive, on inputs that are both bfloat16 or both float32. Returns false if there is no such
 // primitive. gemm_run() uses it; the tests also call it with float32, to exercise that code on processors without
 // bfloat16.
