@@ -238,7 +238,7 @@ def run_colors(count):
 
 def curves(runs, colors=None):
     """[(title, draw(axes))]: the loss against tokens and against time, the learning rate and the gradient norm against
-    tokens. Only the first one labels the runs and their switches."""
+    tokens. Only the first one labels the runs."""
     from matplotlib import ticker
     loaded = [read_metrics(run) for run in runs]
     token_size, token_name = unit(max(lines[-1]["tokens"] for lines in loaded), TOKEN_UNITS)
@@ -268,7 +268,7 @@ def curves(runs, colors=None):
     def by_time(axes):
         for _, lines, _, color in each:
             draw_loss(axes, [value / time_size for value in seconds(lines)], lines, color, None)
-        against(axes, time_size, time_name, 1, False)
+        against(axes, time_size, time_name, 1, True)
         draw_losses(axes)
 
     def rate(axes):

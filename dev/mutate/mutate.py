@@ -63,6 +63,7 @@ TESTS_OF = (
     ("data/squad.py", pytest_of("train_gpt2", "test_squad")),
     ("data/shards.py", pytest_of("train_gpt2", "test_squad")),
     ("data/", pytest_of("train_gpt2", "test_debian_docs")),
+    *((file, pytest_of("train_gpt2", "test_plot_eval", "-k", "not eval_gpt2 and not without")) for file in ("scripts/pictures/", "scripts/report.py")),
     ("", TESTS),
 )
 

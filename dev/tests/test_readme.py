@@ -40,7 +40,7 @@ RULES = [
     (r"\./test_gpt2 attention$", "{}_softmax_T4"),
     (r"\.venv/bin/python data/text\.py ", "{}"),
     (r"\.venv/bin/python data/fineweb\.py ", "{} --input ~/parquet"),
-    (r"\.venv/bin/python scripts/plot\.py ", "{}"),
+    (r"\.venv/bin/python scripts/(plot|report)\.py ", "{}"),
     (r"\.venv/bin/python dev/bench/cpu_step\.py --rounds 3$", "{} --help | grep -e --rounds"),
     (r"\.venv/bin/pip install pyarrow$", "{} --dry-run --no-index"),
     (r"\.venv/bin/python -m pytest dev/tests/test_order\.py", "{} --collect-only -q"),

@@ -84,7 +84,7 @@ def draw_positions(axes, rows, T, between):
         axes.plot(np.arange(1, len(y) + 1), smooth(y), color=s.color, linestyle=s.dash, linewidth=1.7, label=s.label)
     charts.mark_trained(axes, {s.L for s, _ in rows if s.L <= T})
     above = [x for _, y in rows for x in smooth(y) if x > between[1]]
-    charts.length_axis(axes, [*charts.powers_of_two(T), T], "position" + (f" (axis truncated: the first ones reach {max(above):.2f})" if above else ""))
+    charts.length_axis(axes, [*charts.powers_of_two(T), T], "position" + (f" (axis truncated: earlier ones reach {max(above):.2f})" if above else ""))
     axes.set_xlim(0.9, max(T, 2) * 1.05)
     axes.set(ylim=between, ylabel="nats per token")
 
@@ -293,7 +293,8 @@ def draw_accuracies(axes, series):
         axes.errorbar(values, places + shift, xerr=np.nan_to_num(errors), fmt="none", ecolor="black", elinewidth=1.2, capsize=3)
         for place, value, error in zip(places, values, errors):
             text = f"{value:.3f}" + (f" ± {error:.3f}" if math.isfinite(error) else "")
-            axes.annotate(f"{key} {text}", (value + np.nan_to_num(error), place + shift), (5, 0), textcoords="offset points", va="center", fontsize=8)
+            axes.annotate(f"{key} {text}", (value + np.nan_to_num(error), place + shift), (5, 0), textcoords="offset points", va="center", fontsize=8,
+                          bbox={"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 0.5})
     axes.axvline(chance(series), color="black", alpha=charts.MUTED, linestyle=":", linewidth=1.2)
     axes.annotate("chance", (chance(series), 0), (3, 2), xycoords=("data", "axes fraction"), textcoords="offset points", fontsize=8, alpha=charts.MUTED)
     axes.set_yticks(places, [s.label for s in series])
