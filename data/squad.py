@@ -126,7 +126,7 @@ def report(writer, max_tokens):
 
 
 def main():
-    parser = shards.add_flags(argparse.ArgumentParser(description=__doc__.split("\n")[0]), "squad", 0.0)
+    parser = shards.add_flags(argparse.ArgumentParser(description=__doc__.split("\n")[0]), "squad", 0.0, marks=False)
     parser.add_argument("--json", nargs="+", metavar="FILE", help="files to train on, such as train-v2.0.json, instead of a download")
     parser.add_argument("--val-json", nargs="+", metavar="FILE", default=[],
                         help="files to validate on, such as dev-v2.0.json; --val-fraction takes a part of the paragraphs instead")

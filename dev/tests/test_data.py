@@ -144,6 +144,16 @@ def test_split_by_documents(tmp_path):
         assert tokens == [t for d in chosen if d for t in [256, *d.encode()]]
 
 
+def test_documents_with_a_mark_on_both_sides(tmp_path):
+    args = small_args(tmp_path)
+    args.doc_marks = "bos-eos"
+    shards.write(args, small_documents, small_tokenizer(), {})
+    tokens = sum((read_shard(p) for p in sorted(tmp_path.glob("*_val_*.bin"))), [])
+    assert tokens == [t for d in list(small_documents())[9::10] if d for t in [256, *d.encode(), 256]]
+    with pytest.raises(shards.DataError, match="doc_marks"):
+        write_small(tmp_path)
+
+
 class Crash(BaseException):
     pass
 
