@@ -62,8 +62,10 @@ TESTS_OF = (
     ("runtime/shards.c", [("build/tests/test_shards", ["build/tests/test_shards"])]),
     ("data/squad.py", pytest_of("train_gpt2", "test_squad")),
     ("data/shards.py", pytest_of("train_gpt2", "test_squad")),
+    ("data/needles.py", pytest_of("train_gpt2", "test_needles")),
     ("data/", pytest_of("train_gpt2", "test_debian_docs")),
     *((file, pytest_of("train_gpt2", "test_plot_eval", "-k", "not eval_gpt2 and not without")) for file in ("scripts/pictures/", "scripts/report.py")),
+    ("scripts/grid", pytest_of("eval_gpt2", "test_grid")),
     ("", TESTS),
 )
 

@@ -1,0 +1,621 @@
+"""scripts/grid.py: what it reads from a grid file, the runs that it starts, stops and resumes, what it keeps of them, its
+verdicts on claims, and its report."""
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from trainer import MODEL, ROOT, TRAIN, assert_same_run, environment, metrics, train, write_shard
+
+sys.path.insert(0, str(ROOT / "scripts"))
+import grid_file  # noqa: E402
+import grid_parts  # noqa: E402
+import grid_report  # noqa: E402
+import grid_store  # noqa: E402
+from grid_file import Refused, Run  # noqa: E402
+
+EVAL = Path(os.environ.get("EVAL_GPT2", ROOT / "eval_gpt2"))
+OVERFLOWS = "exp+scale=const:1e9"
+GRIDS = sorted((ROOT / "grids").glob("*.toml"))
+
+HEAD = """
+[grid]
+name = "tiny"
+paper = "A paper"
+baseline = "softmax"
+[data.small.text]
+train = "DATA/*_train_*.bin"
+val = "DATA/*_val_*.bin"
+[model.small]
+sizes = { "4k" = "SHAPE" }
+flags = { batch = 4, seq-len = 8, steps = 16, warmup = 5, lr = 0.01, val-tokens = 200 }
+eval-flags = { max-tokens = 200 }
+"""
+PAPER = '[model.paper]\nsizes = { "1M" = "x" }\nflags = { batch = 1, seq-len = 64, steps = 8 }\n[data.paper.text]\ntrain = "t"\nval = "v"\n'
+ROWS = '[[run]]\nfor = { attn = ["softmax", "ssmax"] }\nattn = "{attn}"\n'
+LOSS = '[[eval]]\nname = "lengths"\ntask = "loss"\nlengths = ["L/2", "L", "4L"]\n'
+
+
+def write(folder, *texts, data="nowhere"):
+    path = Path(folder) / "grid.toml"
+    path.write_text("\n".join([HEAD.replace("DATA", str(data)).replace("SHAPE", MODEL), *texts]))
+    return path
+
+
+def read(folder, *texts, scale="small", **how):
+    return grid_file.read(write(folder, *texts, **how), scale, lambda: ["softmax", "ssmax", "lssa"])
+
+
+def words(path, out, *flags):
+    flags = [path, "--out", out, "--results", out.parent / "results.json", "--threads", 1, *flags]
+    return [str(word) for word in (sys.executable, ROOT / "scripts/grid.py", *flags)]
+
+
+def run(path, out, *flags, code=0, draw=False, **env):
+    """Runs grid.py and returns what it printed, after checking the exit code."""
+    result = subprocess.run(words(path, out, *flags, *([] if draw else ["--no-pictures"])), capture_output=True, text=True, timeout=900,
+                            env=environment(**{"TRAIN_GPT2": str(TRAIN), "EVAL_GPT2": str(EVAL)} | env))
+    assert result.returncode == code, result.stdout + result.stderr
+    assert "Traceback" not in result.stderr, result.stderr
+    return result.stdout + result.stderr
+
+
+def entries(out):
+    """The results by row, seed and evaluation."""
+    found = json.loads((out.parent / "results.json").read_text())["results"]
+    return {(entry["row"], entry["seed"], entry.get("eval", "train")): entry for entry in found.values()}
+
+
+def folder_of(out, name):
+    found, = [path for path in (out / "runs").iterdir() if path.is_dir() and path.name.startswith(name)]
+    return found
+
+
+# ---------------------------------------------------------------- the file
+
+def test_rows_seeds_sizes_and_loops(tmp_path):
+    grid = read(tmp_path, ROWS, '[[run]]\nfor = { P = [1, 3] }\nname = "P={P}"\nattn = "lssa+post=reweight:{P}"\nseeds = [5]\nflags = { lr = 1 }\n')
+    assert list(grid.rows) == ["softmax", "ssmax", "P=1", "P=3"] and grid.rows["P=3"].attn == "lssa+post=reweight:3"
+    assert grid.runs() == [Run("softmax", "4k", 1337), Run("ssmax", "4k", 1337), Run("P=1", "4k", 5), Run("P=3", "4k", 5)]
+    assert grid.rows["P=1"].flags["lr"] == 1 and grid.rows["ssmax"].flags["lr"] == 0.01
+    grid = read(tmp_path, ROWS.replace('["softmax", "ssmax"]', '"presets"'))
+    assert list(grid.rows) == ["softmax", "ssmax", "lssa"]
+
+
+def test_multiples_of_the_length_and_the_steps(tmp_path):
+    grid = read(tmp_path, ROWS, '[[run]]\nname = "x"\nattn = "ssmax"\nflags = { seq-len = ["L/4", "L"], steps = "S/2", warmup = "S/4" }\n', LOSS)
+    assert {key: grid.rows["x"].flags[key] for key in ("seq-len", "steps", "warmup")} == {"seq-len": [2, 8], "steps": 8, "warmup": 2}
+    assert grid.evals[0].lengths == [4, 8, 32] and (grid.scale.L, grid.scale.S) == (8, 16)
+    assert [grid_file.amount(text, {"S": 16}, "") for text in ("7S/8", "S", "3", 5)] == [14, 16, 3, 5]
+
+
+def test_a_scale_has_rows_and_flags_of_its_own(tmp_path):
+    rows = ROWS + 'flags-paper = { steps = 4 }\n[[run]]\nname = "x"\nattn = "lssa"\nscales = ["paper"]\n'
+    small, paper = (read(tmp_path, PAPER, rows, scale=scale) for scale in ("small", "paper"))
+    assert list(small.rows) == ["softmax", "ssmax"] and list(paper.rows) == ["softmax", "ssmax", "x"]
+    assert [grid.rows["ssmax"].flags["steps"] for grid in (small, paper)] == [16, 4] and paper.rows["x"].flags["seq-len"] == [64]
+
+
+def test_claims_add_seeds_to_their_rows_and_to_those_they_start_from(tmp_path):
+    tuned = '[[run]]\nname = "tuned"\ninit-from = "ssmax"\n'
+    grid = read(tmp_path, ROWS, tuned, '[[claim]]\nname = "c"\npaper = "p"\nours = "tuned < softmax"\nseeds = [1, 1337]\n')
+    assert [row.seeds for row in grid.rows.values()] == [[1337, 1]] * 3
+    assert [run.seed for run in grid.runs()] == [1337] * 3 + [1] * 3, "the first seed of every row comes first"
+    few = grid_file.limited(grid, ["tuned"], 1)
+    assert {name: row.seeds for name, row in few.rows.items()} == {"ssmax": [1337], "tuned": [1337]}
+
+
+BAD = {    # what is appended to a correct file, and what the message says
+    "syntax": ("[[run]\n", "not a valid TOML file"),
+    "section": ("[[runs]]\n", "unknown section runs. Did you mean run?"),
+    "key": ('[[run]]\nattn = "lssa"\nsede = [1]\n', r"[[run]] 2 (lssa): unknown key sede. Did you mean seeds?"),
+    "type": ('[[run]]\nattn = "lssa"\nseeds = "all"\n', "seeds: expected a list of whole numbers, found 'all'"),
+    "no attn": ('[[run]]\nname = "x"\n', "attn is missing"),
+    "no name": ('[[eval]]\ntask = "loss"\n', "name is missing"),
+    "twice": ('[[run]]\nattn = "softmax"\n', "there is another row named softmax"),
+    "variable": ('[[run]]\nattn = "{P}"\n', "{P}: unknown variable"),
+    "base": ('[[run]]\nname = "x"\ninit-from = "ssmx"\n', "init-from: no row ssmx at scale small. Did you mean ssmax?"),
+    "circle": ('[[run]]\nname = "x"\ninit-from = "x"\n', "x starts from itself"),
+    "switch step": ('[[run]]\nname = "x"\nattn = "ssmax"\nswitch = { from = "softmax", at = "S" }\n', "expected a step between 0 and 16, found 16"),
+    "switch flags": ('[[run]]\nname = "x"\nattn = "ssmax"\nswitch = { from = "softmax", at = 4 }\nflags = { lr = 1 }\n', "Remove these keys"),
+    "own flag": ('[[run]]\nattn = "lssa"\nflags = { out = "x" }\n', "--out is set by grid.py"),
+    "key flag": ('[[run]]\nattn = "lssa"\nflags = { seed = 3 }\n', "--seed has a key of its own. Use seeds"),
+    "fraction": ('[[eval]]\nname = "e"\ntask = "loss"\nlengths = ["L/3"]\n', "L/3 is not a whole number, because L is 8"),
+    "length": ('[[eval]]\nname = "e"\ntask = "loss"\nlengths = ["2S"]\n', "expected a whole number, or a multiple of L such as 2L"),
+    "runs": ('[[eval]]\nname = "e"\ntask = "loss"\nruns = ["lssa*"]\n', "runs: no row is called lssa*"),
+    "eval name": ('[[eval]]\nname = "a.b"\ntask = "loss"\n', 'expected a name without "."'),
+    "operator": ('[[claim]]\nname = "c"\npaper = ""\nours = "ssmax"\n', "with <, > or = between them"),
+    "claimed row": ('[[claim]]\nname = "c"\npaper = ""\nours = "ssmx < softmax"\n', "no row ssmx at scale small. Did you mean ssmax?"),
+    "claimed eval": ('[[claim]]\nname = "c"\npaper = ""\nours = "ssmax < softmax"\nof = "length.loss@L"\n', "no evaluation length"),
+    "within": ('[[claim]]\nname = "c"\npaper = ""\nours = "ssmax = softmax"\n', "within: a claim with = needs it"),
+    "size": ('[[run]]\nattn = "lssa"\nsizes = ["9k"]\n', "sizes: 9k is not one of 4k"),
+    "data": ('[[run]]\nattn = "lssa"\ndata = "texts"\n', "data: texts is not one of text. Did you mean text?"),
+    "scale": ('[[run]]\nattn = "lssa"\nscales = ["papr"]\n', "scales: papr is not one of small"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_files_are_named(tmp_path, name):
+    text, message = BAD[name]
+    with pytest.raises(Refused, match=re.escape(message)) as error:
+        read(tmp_path, ROWS, text)
+    assert str(error.value).startswith(f"{tmp_path}/grid.toml: ")
+
+
+@pytest.mark.parametrize("lost, message", [('name = "tiny"', "[grid]: name is missing"), ("steps = 16, ", "steps is missing; it defines S"),
+                                           ("[data.small.text]", "no [data.small]. Add [data.small]"), ('baseline = "softmax"', "no row x at scale small")])
+def test_incomplete_heads_are_named(tmp_path, lost, message):
+    path = write(tmp_path, ROWS)
+    path.write_text(path.read_text().replace(lost, 'baseline = "x"' if "baseline" in lost else ""))
+    with pytest.raises(Refused, match=re.escape(message)):
+        grid_file.read(path, "small", list)
+
+
+def test_a_missing_file_and_a_missing_scale():
+    for path, scale, message in (("nowhere.toml", "small", "nowhere.toml: No such file"), (GRIDS[0], "papr", "Use --scale with one of its scales")):
+        with pytest.raises(Refused, match=message):
+            grid_file.read(path, scale, list)
+
+
+# ---------------------------------------------------------------- the kept grids
+
+@pytest.mark.parametrize("path", GRIDS, ids=lambda path: path.stem)
+def test_kept_grids(path):
+    """They are valid at each of their scales, the trainer knows their flags and normalizers, and the small runs are small."""
+    known = grid_parts.presets(TRAIN)
+    scales = [scale for scale in ("small", "paper") if f"[model.{scale}]" in path.read_text()]
+    for scale in scales:
+        grid = grid_file.read(path, scale, lambda: known)
+        programs = type("Programs", (), {"train": str(TRAIN), "eval": str(EVAL)})
+        grid_parts.check_rows(grid, programs)
+        grid_parts.drop_unknown_evals(grid, programs)
+        plan = grid_parts.Plan(grid, grid_store.Results("/nowhere/results.json"), {}, Path("out"))
+        tokens = [part.cost for part in plan.parts.values() if not part.eval]
+        assert max(tokens) <= 3e6 if scale == "small" else max(tokens) > 3e8
+        assert not grid.notes, "every evaluation exists, and no two rows are the same"
+        for row in grid.rows.values():
+            assert row.flags["steps"] % grid_parts.run_flags(grid, row)["val-every"] == 0, f"{row.name}: no validation at its end"
+    assert scales == (["small"] if path.stem == "comparison" else ["small", "paper"])
+
+
+def test_the_comparison_has_every_preset():
+    text = (ROOT / "attention/normalizer.h").read_text()
+    presets = re.findall(r"^ +X\(([a-z0-9A-Z-]+),", text, re.M)
+    assert grid_parts.presets(TRAIN) == presets
+    grid = grid_file.read(ROOT / "grids/comparison.toml", "small", list)
+    assert sorted(grid.rows) == sorted([*presets, "gau/softmax", "gau/relu2-n"])
+
+
+def test_at_most_ten_claims_have_several_seeds():
+    claims = [claim for path in GRIDS if path.stem != "comparison" for claim in grid_file.read(path, "small", list).claims]
+    assert len(claims) > 20 and sum(len(claim.seeds) > 1 for claim in claims) <= 10
+
+
+# ---------------------------------------------------------------- keys and results
+
+def test_keys_change_with_what_determines_the_numbers(tmp_path):
+    texts = {"text": ["a", "b"]}
+
+    def key(more="", texts=texts, of=Run("x", "4k", 1)):
+        grid = read(tmp_path, ROWS, f'[[run]]\nname = "x"\nattn = "ssmax"\nseeds = [1, 2]\n{more}')
+        return grid_store.key_of(grid, of, texts)
+    same = ["flags = { batch = 4, val-every = 2, ckpt-every = 4, keep = 3 }", 'group = "g"',
+            "flags = { batch = 2, total-batch-tokens = 32 }"]
+    other = ["flags = { lr = 0.02 }", "flags = { batch = 8 }", 'model = "qk_norm=1"', "flags = { steps = 32 }"]
+    assert {key(more) for more in same} == {key()}
+    assert len({key(), *map(key, other), key(texts={"text": ["a", "c"]}), key(texts={"text": ["c", "b"]}), key(of=Run("x", "4k", 2)),
+                key(of=Run("softmax", "4k", 1337))}) == 5 + len(other)
+
+
+def test_the_key_of_a_run_has_that_of_the_run_it_starts_from(tmp_path):
+    def keys(lr):
+        grid = read(tmp_path, f'[[run]]\nattn = "softmax"\nflags = {{ lr = {lr} }}\n[[run]]\nname = "tuned"\ninit-from = "softmax"\n'
+                    '[[run]]\nname = "later"\nattn = "ssmax"\nswitch = { from = "softmax", at = 8 }\n' + LOSS)
+        return [grid_store.eval_key(grid, run, grid.evals[0], {}) for run in grid.runs()]
+    assert not set(keys(0.1)) & set(keys(0.2)) and len(set(keys(0.1))) == 3
+
+
+def test_fingerprints_cover_every_byte_and_no_name(tmp_path):
+    write_shard(tmp_path / "a_train_1.bin", range(2000))
+    first = grid_store.fingerprint(f"{tmp_path}/*_train_*.bin")
+    (tmp_path / "a_train_1.bin").rename(tmp_path / "b_train_1.bin")
+    assert grid_store.fingerprint(f"{tmp_path}/*_train_*.bin") == first
+    changed = bytearray((tmp_path / "b_train_1.bin").read_bytes())
+    changed[2500] ^= 1
+    (tmp_path / "b_train_1.bin").write_bytes(changed)
+    assert grid_store.fingerprint(f"{tmp_path}/*_train_*.bin") != first and grid_store.fingerprint(f"{tmp_path}/x*") is None
+
+
+def test_results_are_merged_and_replaced_atomically(tmp_path, monkeypatch):
+    path = tmp_path / "new/results.json"
+    one, two = grid_store.Results(path), grid_store.Results(path)
+    one.add("b", {"x": 1})
+    two.add("a", {"x": 2})
+    assert grid_store.Results(path).entries == {"a": {"x": 2}, "b": {"x": 1}} and len(path.read_text().splitlines()) == 4
+    before = path.read_bytes()
+
+    def killed(*_):
+        raise KeyboardInterrupt
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        one.add("c", {"x": 3})
+    assert path.read_bytes() == before
+    monkeypatch.undo()
+    one.add("c", {"x": 3})
+    assert list(grid_store.Results(path).entries) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("text, message", [("{", "expected the results of grids"), ('{"format": 9, "results": {}}', "expected format 1, found 9")])
+def test_broken_results_are_named(tmp_path, text, message):
+    (tmp_path / "results.json").write_text(text)
+    with pytest.raises(Refused, match=message):
+        grid_store.Results(tmp_path / "results.json")
+
+
+def test_what_is_kept_of_other_tasks():
+    report = {"models": [{}], "results": [{"attn": "a", "seq_len": 8, "right": 0.5, "depths": [{"depth": 10, "right": 1.0}, {"depth": 50, "right": 0.0}],
+                           "trials": [{"sample": 3, "best_score": 0.25}, {"sample": 4, "best_score": 0.75}]}]}
+    values = grid_parts.other_values(report)
+    assert values["best_score"] == {"8": 0.5, "mean": 0.5} and values["right"]["8 at 50 %"] == 0 and "sample" not in values
+    report = {"models": [{}], "results": [{"attn": "a", "leading_end_of_text": with_it, "layers": [{"heads": [{"sum": with_it + x}]}]} for with_it in (False, True) for x in (0, 1)]}
+    assert grid_parts.other_values(report) == {"sum": {"plain": 0.5, "end-of-text": 1.5, "mean": 1.0}}
+
+
+# ---------------------------------------------------------------- claims
+
+def judged(tmp_path, monkeypatch, ours, values, more=""):
+    """The verdict on a claim, given {row: {seed: number}}."""
+    grid = read(tmp_path, ROWS, '[[run]]\nattn = "lssa"\n', f'[[claim]]\nname = "c"\npaper = "p"\nours = "{ours}"\n{more}')
+    for row in grid.rows.values():
+        row.seeds = [1, 2, 3]
+    plan = type("Plan", (), {"grid": grid})
+    monkeypatch.setattr(grid_report, "values_of", lambda plan, row, size, of: values.get(row, {}))
+    return grid_report.verdict_on(plan, grid.claims[0])
+
+
+@pytest.mark.parametrize("ours, ssmax, verdict", [
+    ("ssmax < softmax", {1: 2.9, 2: 3.9, 3: 5.0}, "undecided"),          # the mean, -0.067, is less than twice the spread, 0.058
+    ("ssmax < softmax", {1: 2.89, 2: 3.9, 3: 4.91}, "agrees"),
+    ("ssmax > softmax", {1: 2.89, 2: 3.9, 3: 4.91}, "disagrees"),
+    ("ssmax < softmax", {1: 3.1, 2: 4.1, 3: 5.12}, "disagrees"),
+    ("ssmax < softmax", {1: 2.8, 2: 4.1, 3: 4.9}, "undecided"),
+    ("ssmax < softmax", {1: 3, 2: 4, 3: 5}, "undecided"),                # no difference at all
+    ("ssmax < softmax", {1: math.inf, 2: math.inf, 3: math.inf}, "disagrees"),
+    ("ssmax > softmax", {1: math.inf, 2: math.inf, 3: math.inf}, "agrees"),
+    ("ssmax > softmax", {1: math.inf, 2: 4, 3: 5}, "undecided"),
+    ("ssmax < 3.5", {1: 3.0, 2: 3.1, 3: 3.2}, "agrees"),
+    ("ssmax < softmax", {}, "not run"),
+])
+def test_verdicts(tmp_path, monkeypatch, ours, ssmax, verdict):
+    found = judged(tmp_path, monkeypatch, ours, {"softmax": {1: 3.0, 2: 4.0, 3: 5.0}, "ssmax": ssmax})
+    assert found.verdict == verdict and found.seeds == (3 if ssmax else 0)
+
+
+def test_differences_are_seed_by_seed(tmp_path, monkeypatch):
+    """The rows' own spread over seeds is 1, but not that of their difference."""
+    found = judged(tmp_path, monkeypatch, "ssmax < softmax", {"softmax": {1: 3.0, 2: 4.0, 3: 5.0}, "ssmax": {1: 2.9, 2: 3.88}})
+    assert (found.difference, found.spread, found.seeds, found.verdict) == ("-0.1100", "0.0141", 2, "agrees")
+
+
+@pytest.mark.parametrize("right, verdict", [(3.1, "undecided"), (3.5, "agrees"), (2.5, "disagrees")])
+def test_a_single_seed_borrows_the_spread_of_other_rows(tmp_path, monkeypatch, right, verdict):
+    values = {"softmax": {1: right}, "ssmax": {1: 3.0}, "lssa": {1: 1.0, 2: 1.2}}    # deviation 0.1414, times the square root of 2
+    found = judged(tmp_path, monkeypatch, "ssmax < softmax", values)
+    assert (found.spread, found.seeds, found.verdict) == ("0.2000 (other rows')", 1, verdict)
+    alone = judged(tmp_path, monkeypatch, "ssmax < softmax", {"softmax": {1: 9.0}, "ssmax": {1: 3.0}})
+    assert (alone.spread, alone.verdict) == ("unknown", "undecided (one seed)")
+
+
+@pytest.mark.parametrize("difference, verdict", [(0.0, "agrees"), (0.05, "agrees"), (0.095, "undecided"), (0.2, "disagrees")])
+def test_equality_has_a_tolerance(tmp_path, monkeypatch, difference, verdict):
+    values = {"softmax": {1: 3.0, 2: 4.0}, "ssmax": {1: 3.0 + difference, 2: 4.01 + difference}}    # spread 0.007
+    assert judged(tmp_path, monkeypatch, "ssmax = softmax", values, "within = 0.1\n").verdict == verdict
+
+
+@pytest.mark.parametrize("lssa, verdict", [({1: 1.0, 2: 2.02}, "agrees"), ({1: 4.0, 2: 5.02}, "disagrees"), ({1: 1.9, 2: 3.1}, "undecided")])
+def test_a_chain_needs_every_pair(tmp_path, monkeypatch, lssa, verdict):
+    values = {"softmax": {1: 3.0, 2: 4.0}, "ssmax": {1: 2.0, 2: 3.01}, "lssa": lssa}
+    assert judged(tmp_path, monkeypatch, "lssa < ssmax < softmax", values).verdict == verdict
+
+
+def test_terms_of_a_claim():
+    found = grid_file.terms("P=3, NTK.loss@16L - lengths.loss@L + train.val_loss", ["P=3, NTK", "lengths"], 128)
+    assert found == [(1, "P=3, NTK", "loss", "2048"), (-1, "lengths", "loss", "128"), (1, "train", "val_loss", "")]
+
+
+# ---------------------------------------------------------------- runs
+
+WHOLE = ROWS + f"""
+[[run]]
+name = "later"
+attn = "ssmax"
+switch = {{ from = "softmax", at = "S/2" }}
+group = "B"
+[[run]]
+name = "tuned"
+init-from = "softmax"
+flags = {{ seq-len = "L/2", batch = 8, steps = "S/4" }}
+group = "B"
+[[run]]
+name = "boom"
+attn = "{OVERFLOWS}"
+group = "B"
+[[run]]
+name = "gau/ssmax"
+attn = "ssmax"
+model = "block=gau"
+[[eval]]
+name = "positions"
+task = "positions"
+lengths = ["L", "4L"]
+runs = ["softmax", "tuned", "boom"]
+[[eval]]
+name = "afterwards"
+task = "loss"
+attn = "{{run.attn}}+post=reweight:3"
+runs = ["softmax"]
+[[eval]]
+name = "divination"
+task = "divination"
+[[claim]]
+name = "a claim"
+paper = "their | number"
+ours = "ssmax < softmax"
+[[formula]]
+name = "fading"
+low = -2
+high = 3
+s = 0.43
+against = "n"
+n = [10, 1000]
+"""
+
+
+@pytest.fixture(scope="module")
+def whole(data, tmp_path_factory):
+    """A grid that ran to its end: (its file, its output folder, what it printed)."""
+    folder = tmp_path_factory.mktemp("whole")
+    path = write(folder, WHOLE, data=data)
+    return path, folder / "out", run(path, folder / "out", "--jobs", 2, draw=True)
+
+
+def test_results_are_those_of_the_runs(whole):
+    _, out, _ = whole
+    found = entries(out)
+    folder = folder_of(out, "ssmax-s1337-" + grid_store.digest(found["ssmax", 1337, "train"]["identity"])[:10])
+    values, lines = found["ssmax", 1337, "train"]["values"], metrics(folder, ["tokens", "val_loss", "grad_norm"])
+    assert values["val_loss"] == lines[-1][1] and values["grad_norm_max"] == max(norm for *_, norm in lines)
+    assert values["clipped"] == sum(norm > 1 for *_, norm in lines) / 16 and values["steps"] == 16
+    assert found["ssmax", 1337, "train"]["curves"]["val"] == [[t, loss] for t, loss, _ in lines if loss is not None] and len(values["s"]) == 1
+    report = json.loads(next((folder_of(out, "softmax-s1337-" + grid_store.digest(found["softmax", 1337, "train"]["identity"])[:10]) / "eval")
+                             .glob("positions-*/eval.json")).read_text())
+    assert found["softmax", 1337, "positions"]["values"]["loss"] == {str(row["seq_len"]): row["loss"] for row in report["results"]}
+    by_position = found["softmax", 1337, "positions"]["values"]["by_position"]["32"]
+    assert by_position == pytest.approx(report["results"][1]["loss_by_position"], rel=1e-6)
+
+
+def test_an_evaluation_under_another_normalizer_keeps_those_numbers(whole):
+    found = entries(whole[1])
+    own, other = (found["softmax", 1337, name]["values"]["loss"]["8"] for name in ("positions", "afterwards"))
+    assert own != other and found["softmax", 1337, "afterwards"]["identity"]["attn"] == "softmax+post=reweight:3"
+
+
+def test_divergence_is_a_result(whole):
+    _, out, text = whole
+    assert entries(out)["boom", 1337, "train"]["outcome"] == "diverged at step 1" and ("boom", 1337, "positions") not in entries(out)
+    assert "boom, seed 1337, positions: not run, because boom, seed 1337 diverged at step 1" in text
+    assert "Not run yet" not in text and "failed" not in text
+
+
+def test_gated_units_drop_the_plain_blocks_keys(whole):
+    config = json.loads(next(path for path in (whole[1] / "runs").glob("ssmax-*/ckpt/step-00000016/config.json")
+                             if '"gau"' in path.read_text()).read_text())
+    assert config["attention_normalizer"]["block"] == "gau" and config["num_attention_heads"] == 1
+
+
+def test_the_report(whole):
+    _, out, text = whole
+    markdown = (out / "tiny-small/report.md").read_text()
+    found = entries(out)
+    loss = {row: found[row, 1337, "train"]["values"]["val_loss"] for row in ("softmax", "ssmax", "later", "tuned")}
+    for row in loss:
+        assert f"| {row} | {loss[row]:.4f} | {loss[row] - loss['softmax']:+.4f} |" in markdown
+    assert "| boom | diverged |" in markdown and "diverged at step 1 |" in markdown and "| a claim | their \\| number |" in markdown
+    assert f"{loss['ssmax'] - loss['softmax']:+.4f} | unknown | 1 | undecided (one seed) |" in markdown
+    assert "divination is left out: eval_gpt2 has no task divination" in text and "divination is left out" in markdown
+    positions = found["tuned", 1337, "positions"]["values"]["loss"]
+    assert f"| tuned | {positions['8']:.4f} | {positions['32']:.4f} |" in markdown and "| row | L = 8 | 4 L |" in markdown
+    assert "| 1,000 | 0.12935 | 0.99965 |" in markdown, "1/(1 + 999 e^-5) and 1/(1 + 999 e^(-5 · 0.43 ln 1000))"
+    drawn = set(re.findall(r"\]\((.+)\.png\)", markdown))
+    assert drawn == {"curves", "final", "scalars", "positions", "positions-positions", "afterwards", "fading"}
+    for name in drawn:
+        assert (out / f"tiny-small/{name}.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_row_that_switches_equals_a_run_from_its_first_step(whole, data, tmp_path):
+    """Its first steps were copied from the other row."""
+    _, out, _ = whole
+    copied = folder_of(out, "ssmax-s1337-" + grid_store.digest(entries(out)["later", 1337, "train"]["identity"])[:10])
+    train(data, "--val-data", f"{data}/*_val_*.bin", "--seed", 1337, "--steps", 16, "--val-every", 2, "--val-tokens", 200, "--attn", "softmax",
+          "--attn-switch", "8:ssmax", "--out", tmp_path / "run", "--threads", 1)
+    assert_same_run(copied, tmp_path / "run", 16)
+    assert "resumes at step 8" in copied.with_name(copied.name + ".log").read_text()
+
+
+def test_finished_parts_are_not_repeated_and_a_fresh_clone_has_their_results(whole, tmp_path):
+    path, out, _ = whole
+    logs = {log: log.read_text() for log in out.rglob("*.log")}
+    assert "0 runs" in run(path, out) and logs == {log: log.read_text() for log in out.rglob("*.log")}
+    shutil.copy(out.parent / "results.json", tmp_path)
+    before = (tmp_path / "results.json").read_bytes()
+    text = run(path, tmp_path / "out")
+    assert "0 runs of 0 tokens in all, 0 evaluations" in text and not (tmp_path / "out/runs").exists()
+    tables = [re.sub(r"^!\[.*\n\n?", "", (folder / "tiny-small/report.md").read_text(), flags=re.M).rstrip() for folder in (tmp_path / "out", out)]
+    assert tables[0] == tables[1] and "| ssmax |" in tables[0]
+    assert (tmp_path / "results.json").read_bytes() == before
+
+
+@pytest.mark.drawn(3, of="further calls")
+def test_a_fresh_clone_trains_again_only_what_a_new_evaluation_needs(whole, tmp_path):
+    path, out, _ = whole
+    shutil.copy(out.parent / "results.json", tmp_path)
+    more = tmp_path / "more.toml"
+    more.write_text(path.read_text() + '[[eval]]\nname = "new"\ntask = "loss"\nruns = ["tuned"]\n')
+    text = run(more, tmp_path / "out")
+    assert "2 runs of 640 tokens in all, 1 evaluation; 2 of the runs again" in text
+    old, new = entries(out), entries(tmp_path / "out")
+    assert set(new) - set(old) == {("tuned", 1337, "new")} and all(new[key] == old[key] for key in old)
+
+
+@pytest.mark.drawn(3, of="further calls")
+def test_the_report_of_what_there_is_needs_no_text(whole, tmp_path):
+    path, out, _ = whole
+    shutil.copy(out.parent / "results.json", tmp_path)
+    elsewhere = tmp_path / "grid.toml"
+    elsewhere.write_text(re.sub(r'(train|val) = "/.*/', r'\1 = "/nowhere/', path.read_text()))
+    text = run(elsewhere, tmp_path / "out", "--report", TRAIN_GPT2="/nowhere", EVAL_GPT2="/nowhere")
+    assert f"{entries(out)['ssmax', 1337, 'train']['values']['val_loss']:.4f}" in text and "positions" in text
+
+
+@pytest.mark.drawn(3, of="further calls")
+def test_a_dry_run_writes_nothing(data, tmp_path):
+    path = write(tmp_path, ROWS, LOSS, data=data)
+    text = run(path, tmp_path / "out", "--dry-run")
+    assert "2 runs of 1,024 tokens in all, 2 evaluations" in text and "measured over a few steps" in text and "of checkpoints in" in text
+    assert "ssmax, seed 1337: 16 steps of 32 tokens, to do; 1 of 1 evaluation to do" in text
+    assert [file.name for file in tmp_path.iterdir()] == ["grid.toml"]
+
+
+@pytest.mark.drawn(3, of="further calls")
+def test_a_failing_run_does_not_stop_the_others(data, tmp_path):
+    path = write(tmp_path, '[[run]]\nname = "bad"\nattn = "ssmax+post=reweight:x"\n', ROWS, LOSS, data=data)
+    text = run(path, tmp_path / "out", code=1)
+    assert "grid.py: failed: tiny: bad, seed 1337: exit 2: --attn ssmax+post=reweight:x" in text
+    assert "bad, seed 1337, lengths: not run, because bad, seed 1337 failed" in text
+    assert {key for key in entries(tmp_path / "out")} == {(row, 1337, part) for row in ("softmax", "ssmax") for part in ("train", "lengths")}
+    assert "FAILED: bad" in (tmp_path / "out/tiny-small/report.md").read_text()
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("row, message", [('attn = "ssmx"', "attn: no normalizer ssmx. Did you mean ssmax?"),
+                                          ('attn = "ssmax"\nflags = { warm = 3 }', "flags: train_gpt2 has no --warm. Did you mean warmup?")])
+def test_what_the_trainer_does_not_have_is_rejected_before_any_run(data, tmp_path, row, message):
+    path = write(tmp_path, '[[run]]\nattn = "softmax"\n', f'[[run]]\nname = "x"\n{row}\n', data=data)
+    assert message.replace("train_gpt2", TRAIN.name) in run(path, tmp_path / "out", code=3) and not (tmp_path / "out").exists()
+
+
+@pytest.mark.drawn(3, of="further calls")
+def test_texts_are_prepared(tmp_path):
+    (tmp_path / "make.py").write_text(f"import sys; sys.path.insert(0, {str(ROOT / 'dev/tests')!r})\nimport trainer\nfrom pathlib import Path\n"
+                                      "Path(sys.argv[1]).mkdir()\ntrainer.make_data(Path(sys.argv[1]))\n")
+    path = write(tmp_path, '[[run]]\nattn = "softmax"\n', data=tmp_path / "text")
+    assert "no shards match" in run(path, tmp_path / "out", code=3)
+    path.write_text(path.read_text().replace("[data.small.text]", f'[data.small.text]\nprepare = ["{tmp_path}/make.py {tmp_path}/text"]'))
+    assert "softmax, seed 1337: validation loss" in run(path, tmp_path / "out")
+    shutil.rmtree(tmp_path / "text")
+    (tmp_path / "make.py").write_text("raise SystemExit(3)\n")
+    assert "ended with exit code 3" in run(path, tmp_path / "out", code=3)
+
+
+@pytest.mark.drawn(3, of="further calls")
+def test_results_are_committed(data, tmp_path):
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@x"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    path = write(tmp_path, ROWS, LOSS, data=data)
+    who = {f"GIT_{name}_{what}": "x@x" for name in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    run(path, tmp_path / "out", "--commit", "--jobs", 1, **who)
+    log = subprocess.run([*git, "log", "--format=%s", "--name-only"], capture_output=True, text=True, check=True).stdout
+    assert log.split("\n\n") == ["Results of grid tiny at scale small: ssmax, seed 1337", "results.json\nResults of grid tiny at scale small: softmax, seed 1337",
+                                 "results.json\n"]
+
+
+# ---------------------------------------------------------------- kills and stops
+
+def started(path, out, *flags, **env):
+    return subprocess.Popen(words(path, out, *flags), env=environment(**{"TRAIN_GPT2": str(TRAIN), "EVAL_GPT2": str(EVAL)} | env), text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def wait_for(condition, process):
+    end = time.monotonic() + 600
+    while not condition():
+        assert process.poll() is None and time.monotonic() < end, process.stdout.read()
+        time.sleep(0.01)
+
+
+def trained(out, size=1000):
+    """Has a run written some steps?"""
+    return any(file.stat().st_size > size for file in out.glob("runs/*/metrics.jsonl"))
+
+
+LONG = HEAD.replace("steps = 16", "steps = 1500")
+
+
+@pytest.mark.drawn(1, of="kills")
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_grid_that_was_killed_resumes(data, tmp_path, how):
+    """After kill -9 of grid.py, the trainer saves a checkpoint and ends, and the next grid.py waits for it."""
+    stopped, whole = tmp_path / "stopped/out", tmp_path / "whole/out"
+    paths = []
+    for out in stopped, whole:
+        out.parent.mkdir()
+        path = out.parent / "grid.toml"
+        path.write_text(LONG.replace("DATA", str(data)).replace("SHAPE", MODEL) + '[[run]]\nattn = "softmax"\n')
+        paths.append(path)
+    process = started(paths[0], stopped, "--jobs", 1)
+    wait_for(lambda: trained(stopped), process)
+    process.send_signal(how)
+    said = process.communicate(timeout=300)[0]
+    if how == signal.SIGTERM:
+        assert process.returncode == 75 and "Rerun the same command to resume" in said
+    assert not (stopped.parent / "results.json").exists()
+    run(paths[0], stopped, "--jobs", 1)
+    run(paths[1], whole)
+    assert "resumes at step" in next((stopped / "runs").glob("softmax-*.log")).read_text()
+    for folder in (path for path in (whole / "runs").iterdir() if path.is_dir()):
+        assert_same_run(stopped / "runs" / folder.name, folder, 1500)
+    numbers = [{key: entry["values"] for key, entry in entries(out).items()} for out in (stopped, whole)]
+    assert numbers[0] == numbers[1] and len(numbers[0]) == 1
+
+
+def slow_eval(tmp_path):
+    """An eval_gpt2 that hangs on its first evaluation."""
+    program = tmp_path / "slow_eval"
+    program.write_text(f'#!/bin/sh\ncase "$*" in *--model*) [ -e {tmp_path}/hung ] || {{ : > {tmp_path}/hung; exec sleep 600; }};; esac\nexec {EVAL} "$@"\n')
+    program.chmod(0o755)
+    return str(program)
+
+
+@pytest.mark.drawn(1, of="kills")
+def test_a_kill_in_an_evaluation_and_two_at_once(data, tmp_path):
+    path, out = write(tmp_path, ROWS, LOSS, data=data), tmp_path / "out"
+    process = started(path, out, "--jobs", 1, EVAL_GPT2=slow_eval(tmp_path))
+    wait_for(lambda: (tmp_path / "hung").exists(), process)
+    text = run(path, out, code=7)
+    assert f"another grid.py (process {process.pid}) is working here" in text and "pass another --out" in text
+    process.kill()
+    process.communicate(timeout=300)
+    assert set(entries(out)) == {("softmax", 1337, "train")}
+    log = next((out / "runs").glob("softmax-*.log")).read_text()
+    run(path, out, "--jobs", 1)
+    assert len(entries(out)) == 4 and next((out / "runs").glob("softmax-*.log")).read_text() == log, "the finished run is not repeated"
+
+
+@pytest.mark.drawn(3, of="further calls")
+def test_a_result_that_was_not_recorded_is_collected(whole, data, tmp_path):
+    """A kill just before results.json is written repeats neither the run nor the evaluation."""
+    path, out, _ = whole
+    shutil.copytree(out, tmp_path / "out")
+    logs = {log: log.read_text() for log in (tmp_path / "out").rglob("*.log") if "exp" not in log.name}
+    run(path, tmp_path / "out")
+    assert logs == {log: log.read_text() for log in logs}
+    old, new = entries(out), entries(tmp_path / "out")
+    assert {key: entry["values"] for key, entry in old.items()} == {key: entry["values"] for key, entry in new.items()}

@@ -1,0 +1,123 @@
+"""data/needles.py: which training sequences get a needle, what they look like, and what stays as it was."""
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from trainer import ROOT
+
+sys.path.insert(0, str(ROOT / "data"))
+import needles  # noqa: E402
+import vocabulary  # noqa: E402
+from shards import write_shard  # noqa: E402
+
+T, VOCAB = 256, 280
+END = VOCAB - 1
+
+
+def script(*arguments, code=0):
+    result = subprocess.run([sys.executable, ROOT / "data/needles.py", *map(str, arguments)], capture_output=True, text=True)
+    assert result.returncode == code and "Traceback" not in result.stderr, result.stdout + result.stderr
+    return result.stdout + result.stderr
+
+
+def stream(folder):
+    return np.concatenate([needles.read_shard(path) for path in sorted(folder.glob("*_train_*.bin"))]).astype(int)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """Two training shards of ordinary tokens, the first of which ends within a sequence; a document starts every 2,000 tokens."""
+    folder = tmp_path_factory.mktemp("source")
+    vocabulary.train(["the special magic number is in a city 0123456789"] * 9, VOCAB, folder / "tokenizer.json")
+    assert vocabulary.load(str(folder)).end_of_text == END
+    tokens = np.random.default_rng(1).integers(0, END, 100_000)
+    tokens[::2000] = END
+    write_shard(folder / "d_train_000001.bin", tokens[:30_100])
+    write_shard(folder / "d_train_000002.bin", tokens[30_100:])
+    write_shard(folder / "d_val_000000.bin", tokens[:500])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def copy(source, tmp_path_factory):
+    out = tmp_path_factory.mktemp("copy")
+    text = script(source, "--out", out, "--seq-len", T, "--digits", 3)
+    assert "100,000 tokens to train on, with 39 needles of 3 digits" in text      # of 117 and 272 whole sequences
+    return out
+
+
+def test_a_tenth_of_the_sequences_change(source, copy):
+    before, after = stream(source), stream(copy)
+    different = [i for i in range(len(before) // T) if (before[i * T:i * T + T] != after[i * T:i * T + T]).any()]
+    assert len(before) == len(after) and len(different) == 39
+    kept = np.ones(len(before), bool)
+    for i in different:
+        kept[i * T:i * T + T] = False
+        assert END not in before[i * T + 1:i * T + T], "no document starts in it"
+    assert (before[kept] == after[kept]).all()
+    assert len({i // 39 for i in different}) > 5, "they are spread over the text"
+
+
+def test_each_has_its_needle_and_ends_with_the_answer(source, copy):
+    import tokenizers
+    tokenizer, before, after = tokenizers.Tokenizer.from_file(str(copy / "tokenizer.json")), stream(source), stream(copy)
+    depths, cities, numbers = [], set(), set()
+    for start in range(0, len(before) - T + 1, T):
+        row = after[start:start + T]
+        if (row == before[start:start + T]).all():
+            continue
+        text = tokenizer.decode(row[1:].tolist())
+        digits = text[-4:-1]
+        city = next(city for city in needles.cities() if f" {city} number? " in text)
+        needle = f"\nThe special magic {city} number is: {digits}.\n"
+        question = f"\nWhat is the special magic {city} number? The special magic {city} number is: {digits}."
+        assert row[0] == END and text.count(needle) == 1 and text.endswith(question) and 100 <= int(digits) <= 999
+        hay = row[1:1 + int(len(row) / 8)]
+        assert (hay == before[start + 1:start + 1 + len(hay)]).all() or text.index(needle) < 200
+        depths.append(text.index(needle) / text.index(question))
+        cities.add(city)
+        numbers.add(digits)
+    assert min(depths) < 0.2 and max(depths) > 0.7 and len(cities) > 20 and len(numbers) > 30
+
+
+def test_the_rest_is_copied_and_a_second_call_changes_nothing(source, copy):
+    for name in ("d_val_000000.bin", "tokenizer.json"):
+        assert (copy / name).read_bytes() == (source / name).read_bytes()
+    before = {path: path.stat().st_mtime_ns for path in copy.iterdir()}
+    assert "39 needles, already there" in script(source, "--out", copy, "--seq-len", T, "--digits", 3)
+    assert before == {path: path.stat().st_mtime_ns for path in copy.iterdir()}
+    assert "made with other settings" in script(source, "--out", copy, "--seq-len", T, "--digits", 4, code=2)
+
+
+def test_the_seed_decides(source, copy, tmp_path):
+    for name, seed in (("same", 1337), ("other", 1)):
+        script(source, "--out", tmp_path / name, "--seq-len", T, "--digits", 3, "--seed", seed)
+    assert (stream(tmp_path / "same") == stream(copy)).all() and (stream(tmp_path / "other") != stream(copy)).any()
+    assert json.loads((tmp_path / "other/needles.json").read_text())["needles"] == 39
+
+
+@pytest.mark.parametrize("flags, code, message", [
+    (["--seq-len", 64], 2, "--seq-len 64: too short, the needle, question and answer for"),
+    (["--seq-len", 999, "--fraction", 0.7], 2, "sequences of 999 tokens have no start of a document"),
+    (["--fraction", 1.5], 2, "--fraction"),
+])
+def test_what_does_not_fit_is_rejected(source, tmp_path, flags, code, message):
+    assert message in script(source, "--out", tmp_path / "out", *flags, code=code)
+    assert not list(tmp_path.glob("out/*.bin"))
+
+
+def test_masks_and_missing_folders_are_rejected(source, tmp_path):
+    assert "no *_train_*.bin" in script(tmp_path, "--out", tmp_path / "out", code=3)
+    for path in source.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "d_train_000001.mask").write_bytes(b"")
+    assert "has a mask" in script(tmp_path, "--out", tmp_path / "out", code=3)
+
+
+def test_the_texts_are_those_of_the_evaluation():
+    code = (ROOT / "eval/needle.c").read_text()
+    for text in (needles.NEEDLE, needles.NUMBER, needles.NEEDLE_END, needles.QUESTION):
+        assert json.dumps(text.format(city="%s", digits="%s")) in code

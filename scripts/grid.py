@@ -1,0 +1,167 @@
+#!/usr/bin/env python3
+"""Trains and evaluates a grid of normalizers, seeds and sizes, and writes the papers' tables with our numbers beside theirs.
+
+    scripts/grid.py grids/lssa.toml                     at the small scale, which two cores finish
+    scripts/grid.py grids/lssa.toml --scale paper       at the paper's own scale
+    scripts/grid.py grids/lssa.toml --dry-run           only prints the plan: runs, tokens, time, disk
+    scripts/grid.py grids/lssa.toml --report            only writes the report of the results so far
+
+Rerun it to resume: finished parts are kept, and interrupted runs continue. Results go to grids/results.json as runs
+end, so that a fresh clone continues too. doc/grids.md explains the grid files.
+"""
+import argparse
+import os
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import grid_file
+import grid_parts
+import grid_report
+import grid_run
+from grid_run import count, duration, many
+from grid_store import ROOT, Results, step_tokens
+
+FAILED, USAGE, INPUT, STOPPED = 1, 2, 3, 75
+
+
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser.add_argument("grids", nargs="+", metavar="GRID.toml", help="grid files, which are run one after another")
+    parser.add_argument("--scale", default="small", help="small, paper or another scale of the file (default small)")
+    parser.add_argument("--out", type=Path, default=ROOT / "out/grids", help="folder for runs and reports (default out/grids)")
+    parser.add_argument("--results", type=Path, default=ROOT / "grids/results.json", help="the results (default grids/results.json)")
+    parser.add_argument("--jobs", type=int, help="programs at a time (default: the scale's, else one per core)")
+    parser.add_argument("--threads", type=int, help="threads of each program (default: the cores divided among the jobs)")
+    parser.add_argument("--launch", default="", metavar="COMMAND", help='put before the trainer, such as "scripts/launch.sh 8"')
+    parser.add_argument("--only", nargs="+", default=[], metavar="ROW", help="only rows whose names match, and those that they start from")
+    parser.add_argument("--seeds", type=int, default=0, metavar="N", help="only the first N seeds of each row")
+    parser.add_argument("--commit", action="store_true", help="commit the results with git whenever a run and its evaluations are done")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and write nothing")
+    parser.add_argument("--report", action="store_true", help="write the report of the results so far, and run nothing")
+    parser.add_argument("--no-pictures", action="store_true", help="leave the pictures out of the report")
+    options = parser.parse_args()
+    for name in ("jobs", "threads"):
+        if getattr(options, name) is not None and getattr(options, name) < 1:
+            parser.error(f"--{name} {getattr(options, name)}: expected 1 or more")
+    if options.seeds < 0:
+        parser.error(f"--seeds {options.seeds}: expected 1 or more; 0: all")
+    return options
+
+
+# ---------------------------------------------------------------- the plan
+
+def print_texts(plan):
+    for data in plan.grid.scale.data.values():
+        if grid_parts.missing(data):
+            remedy = "prepared first by " + "; ".join(data.prepare) if data.prepare else "missing, and the file does not say how to make it"
+            print(f"text      {data.name}: {remedy}")
+        else:
+            print(f"text      {data.name}: {data.train}, fingerprint {plan.texts[data.name][0]}")
+
+
+def print_plan(plan, programs, jobs, threads):
+    """Prints what is done and left, and returns the tokens per second of one job, or None."""
+    grid = plan.grid
+    runs, evals = ([part for part in plan.parts.values() if bool(part.eval) == kind] for kind in (False, True))
+    left = [[part for part in plan.todo if bool(part.eval) == kind] for kind in (False, True)]
+    print(f"grid      {grid.name} at scale {grid.scale.name}: {many(len(grid.rows), 'row')}, {many(len(runs), 'run')}, {many(len(evals), 'evaluation')}")
+    print_texts(plan)
+    tokens = sum(part.cost for part in left[0])
+    again = sum(not part.record for part in left[0])
+    print(f"to do     {many(len(left[0]), 'run')} of {count(tokens)} tokens in all, {many(len(left[1]), 'evaluation')}"
+          + (f"; {again} of the runs again, because their checkpoints are not here" if again else ""))
+    speed, parameters = grid_run.measured(plan, programs, threads) if left[0] else (None, None)
+    known = grid_run.known_speed(plan)
+    speed = known or speed
+    if speed:
+        seconds = sum(part.cost for part in plan.todo) / speed / jobs
+        print(f"time      about {duration(seconds)} with {many(jobs, 'job')} of {many(threads, 'thread')}, at {count(speed)} tokens/s a job "
+              f"({'as in the finished runs' if known else 'measured over a few steps'})")
+    elif plan.todo:
+        print(f"time      unknown with {many(jobs, 'job')} of {many(threads, 'thread')}: no finished run yet, and none could be measured")
+    if parameters:
+        folder = next(path for path in (plan.out, *plan.out.parents) if path.exists())
+        print(f"disk      about {grid_run.size(grid_run.disk(plan, parameters))} of checkpoints in {plan.out}, {grid_run.size(shutil.disk_usage(folder).free)} free")
+    for note in grid.notes:
+        print(f"note      {note}")
+    return speed
+
+
+def print_runs(plan):
+    """The runs one by one, with their steps and what is left of each."""
+    left = {part.key for part in plan.todo}
+    for part in (part for part in plan.parts.values() if not part.eval):
+        flags = plan.grid.rows[part.run.row].flags
+        evals = [p for p in plan.parts.values() if p.eval and part.key in p.needs]
+        state = "to do" if part.key in left else "done"
+        print(f"  {part.label}: {flags['steps']:,} steps of {step_tokens(flags):,} tokens, {state}; "
+              f"{sum(p.key in left for p in evals)} of {many(len(evals), 'evaluation')} to do")
+
+
+# ---------------------------------------------------------------- main
+
+def cores():
+    return len(os.sched_getaffinity(0))
+
+
+def read(path, options):
+    grid = grid_file.read(path, options.scale, lambda: grid_parts.presets(grid_parts.find("TRAIN_GPT2", "train_gpt2")))
+    return grid_file.limited(grid, options.only, options.seeds)
+
+
+def run_grid(grid, options):
+    """Runs one grid; returns {label: what happened} of what failed."""
+    out = options.out.absolute()
+    results = Results(options.results)
+    failed = {}
+    if options.report:
+        plan = grid_parts.Plan(grid, results, grid_parts.texts_of(grid, results), out)
+    else:
+        jobs = options.jobs or grid.scale.jobs or cores()
+        threads = options.threads or max(1, cores() // jobs)
+        programs = grid_parts.Programs(grid.scale, shlex.split(options.launch))
+        grid_parts.check_rows(grid, programs)
+        grid_parts.drop_unknown_evals(grid, programs)
+        held = None if options.dry_run else grid_run.lock(out)
+        if held:
+            grid_run.prepare(grid)
+        plan = grid_parts.Plan(grid, results, grid_parts.texts_of(grid, results), out)
+        speed = print_plan(plan, programs, jobs, threads)
+        if options.dry_run:
+            print_runs(plan)
+            return {}
+        work = grid_run.Work(plan, programs, jobs, threads, options.commit)
+        work.speed = speed
+        failed = work.run()
+        held.close()
+    folder = out / f"{grid.name}-{grid.scale.name}"
+    text = grid_report.write(plan, folder, failed, not options.no_pictures)
+    print(text)
+    print(f"{folder}/report.md has the tables and pictures; {options.results} the results.")
+    return failed
+
+
+def main():
+    options = parse()
+    failed = {}
+    try:
+        for grid in [read(path, options) for path in options.grids]:
+            failed |= {f"{grid.name}: {label}": text for label, text in run_grid(grid, options).items()}
+    except grid_run.Busy as error:
+        print(f"grid.py: {error}", file=sys.stderr)
+        return grid_run.BUSY
+    except grid_file.Refused as error:
+        print(f"grid.py: {error}", file=sys.stderr)
+        return USAGE if str(error).startswith("--") else INPUT
+    except KeyboardInterrupt:
+        print("grid.py: stopped. Rerun the same command to resume.", file=sys.stderr)
+        return STOPPED
+    for label, text in failed.items():
+        print(f"grid.py: failed: {label}: {text}", file=sys.stderr)
+    return FAILED if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,409 @@
+"""The parts of a grid, training runs and evaluations: which are done, which are left, their command lines, and what is kept of their output."""
+import datetime
+import json
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import plot
+from grid_file import Refused, Run, base_of, nearest
+from grid_store import (ROOT, attn_of, eval_attn, eval_identity, eval_key, fingerprint, identity, key_of, model_of, shards_of, step_tokens)
+
+DIVERGED, STOPPED = 5, 75        # exit codes of the trainer
+POINTS = 64                      # of a curve in results.json
+FORWARD = 1 / 3                  # the cost of a token in an evaluation, in tokens of training
+
+
+@dataclass
+class Part:
+    """A training run, or an evaluation of one."""
+    key: str
+    run: Run
+    eval: object             # None: the training run
+    folder: Path             # where the program writes
+    cost: float              # in tokens of training
+    needs: list = field(default_factory=list)      # keys of parts that must have succeeded
+    after: list = field(default_factory=list)      # keys of parts that must have ended
+    label: str = ""          # for the user
+    record: bool = True      # False: results.json has the numbers; only the checkpoint is missing here
+    tries: int = 0
+    not_before: float = 0    # when to try again, on the monotonic clock
+
+    def log(self):
+        return self.folder.with_name(self.folder.name + ".log")
+
+
+def slug(text):
+    return re.sub(r"[^\w.=+-]+", "-", text)
+
+
+def divisor(steps, least):
+    """The smallest divisor of steps that is at least `least`, so that something happens at the last step."""
+    return next(n for n in range(max(1, least), steps + 1) if steps % n == 0)
+
+
+# ---------------------------------------------------------------- programs
+
+class Programs:
+    """The trainer, with what is put before it, and eval_gpt2."""
+
+    def __init__(self, scale, launch=()):
+        self.launch = list(launch)
+        self.train, self.eval = find("TRAIN_GPT2", scale.program), find("EVAL_GPT2", scale.eval_program)
+
+
+def find(variable, name):
+    """The path of a program: that in an environment variable, else the one in the repository's root."""
+    path = Path(os.environ.get(variable, ROOT / name)).absolute()
+    if not path.exists():
+        raise Refused(f"{path}: no such program. Build it with `make {name}`, or name another one in {variable}.")
+    return str(path)
+
+
+def printed(*words):
+    return subprocess.run(words, check=True, capture_output=True, text=True).stdout
+
+
+def presets(program):
+    """The names in the table that `--attn help` prints: its indented lines from the header to the first empty line."""
+    return re.findall(r"^  (\S+)", re.search(r"^  name .*\n((?:  .*\n)+)", printed(program, "--attn", "help"), re.M)[1], re.M)
+
+
+def flags_of(program):
+    return re.findall(r"^  --([\w-]+)", printed(program, "--help"), re.M)
+
+
+def tasks_of(program):
+    return re.search(r"^  --task (\S+)", printed(program, "--help"), re.M)[1].split("|")
+
+
+def check_rows(grid, programs):
+    """Rejects flags and normalizers that the trainer does not have."""
+    flags, known = flags_of(programs.train), presets(programs.train)
+    for row in grid.rows.values():
+        for name in row.flags:
+            if name not in flags:
+                raise Refused(f"{row.where}: flags: {Path(programs.train).name} has no --{name}.{nearest(name, flags)}")
+        name = row.attn.split("+")[0]
+        if name and name not in known:
+            raise Refused(f"{row.where}: attn: no normalizer {name}.{nearest(name, known)}\n  `./train_gpt2 --attn help` lists them.")
+
+
+def drop_unknown_evals(grid, programs):
+    """Leaves out, with a note, the evaluations that this eval_gpt2 cannot do."""
+    tasks, flags = tasks_of(programs.eval), flags_of(programs.eval)
+    kept = []
+    for e in grid.evals:
+        wrong = [name for name in e.flags if name not in flags]
+        if e.task not in tasks:
+            grid.notes.append(f"{e.name} is left out: eval_gpt2 has no task {e.task} (its tasks: {', '.join(tasks)}).")
+        elif wrong:
+            grid.notes.append(f"{e.name} is left out: eval_gpt2 has no --{wrong[0]}.{nearest(wrong[0], flags)}")
+        else:
+            kept.append(e)
+    grid.evals = kept
+
+
+# ---------------------------------------------------------------- texts
+
+def texts_of(grid, results):
+    """{name: [fingerprint to train on, to validate on]} of the texts at hand; else, those of the newest results of this grid."""
+    found = {}
+    for data in grid.scale.data.values():
+        pair = [fingerprint(data.train), fingerprint(data.val)]
+        if None in pair:
+            known = [e for e in results.entries.values() if (e["grid"], e["scale"], e["text"]) == (grid.name, grid.scale.name, data.name)
+                     and e["identity"]["task"] == "train"]
+            pair = max(known, key=lambda e: e["info"]["date"])["identity"]["text"] if known else None
+        found[data.name] = pair
+    return found
+
+
+def missing(data):
+    """Must this text be prepared?"""
+    unfinished = [path for pattern in (data.train, data.val) for path in shards_of(pattern + ".part")]
+    return bool(unfinished or not shards_of(data.train) or not shards_of(data.val))
+
+
+# ---------------------------------------------------------------- parts
+
+class Plan:
+    """All parts of a grid, in order, and which of them are left."""
+
+    def __init__(self, grid, results, texts, out):
+        self.grid, self.results, self.texts, self.out = grid, results, texts, out
+        self.parts = {}
+        for run in grid.runs():
+            self.add_run(run)
+        self.todo = self.left()
+        self.add_checkpoints()
+
+    def left(self):
+        """The parts without a result. What starts from a run that diverged never has one."""
+        def hopeless(part):
+            return any((entry := self.results.entries.get(key)) and entry["outcome"] or hopeless(self.parts[key]) for key in part.needs)
+        return [part for part in self.parts.values() if part.key not in self.results.entries and not hopeless(part)]
+
+    def add_run(self, run):
+        grid, row = self.grid, self.grid.rows[run.row]
+        label = f"{run.row} ({run.size}), seed {run.seed}" if len(grid.scale.sizes) > 1 else f"{run.row}, seed {run.seed}"
+        part = Part(key_of(grid, run, self.texts), run, None, self.folder(run), row.flags["steps"] * step_tokens(row.flags), label=label)
+        if base_of(row):
+            (part.needs if row.init_from else part.after).append(key_of(grid, Run(base_of(row), run.size, run.seed), self.texts))
+        if part.key in self.parts:
+            note = f"{run.row} is the same run as {self.parts[part.key].run.row}."
+            grid.notes += [note] * (note not in grid.notes)
+        else:
+            self.parts[part.key] = part
+        for e in grid.evals_of(run):
+            key = eval_key(grid, run, e, self.texts)
+            most = len(e.lengths or [1]) * e.flags.get("max-tokens", 1 << 20) * (2 if e.attn else 1)
+            folder = part.folder / "eval" / f"{slug(e.name)}-{key[:10]}"
+            self.parts.setdefault(key, Part(key, run, e, folder, most * FORWARD, [part.key], label=f"{label}, {e.name}"))
+
+    def folder(self, run):
+        """The name says what the run is, and its key tells apart runs whose flags or text differ."""
+        key = key_of(self.grid, run, self.texts)
+        return self.out / "runs" / f"{slug(attn_of(self.grid, run))}-s{run.seed}-{key[:10]}"
+
+    def add_checkpoints(self):
+        """A run whose numbers are known is trained again if a part that is left needs its checkpoint, which this folder lacks."""
+        queue = list(self.todo)
+        for part in queue:
+            for key in part.needs:
+                base = self.parts[key]
+                known = self.results.entries.get(key)
+                if base not in queue and not (known and known["outcome"]) and not checkpoint(self.grid, base).exists():
+                    base.record = False
+                    queue.append(base)
+        self.todo = [part for part in self.parts.values() if part in queue]
+
+
+def checkpoint(grid, part, step=0):
+    """The folder of a run's last checkpoint, or of the one at a step."""
+    return part.folder / "ckpt" / f"step-{step or grid.rows[part.run.row].flags['steps']:08d}"
+
+
+# ---------------------------------------------------------------- command lines
+
+def words_of(flags):
+    words = []
+    for name, value in flags.items():
+        if isinstance(value, bool):
+            value = int(value)
+        words += [f"--{name}", ",".join(map(str, value)) if isinstance(value, list) else str(value)]
+    return words
+
+
+def from_root(path):
+    """A path relative to the repository's root, where the programs run, if it lies there: then the whole folder may be moved."""
+    return os.path.relpath(path, ROOT) if Path(path).is_relative_to(ROOT) else str(path)
+
+
+def switches_from(grid, name):
+    """The steps at which other rows continue this one under another normalizer."""
+    return [row.switch["at"] for row in grid.rows.values() if row.switch and row.switch["from"] == name]
+
+
+def run_flags(grid, row):
+    """The row's flags, and when to validate and save if it does not say."""
+    steps = row.flags["steps"]
+    flags = {"val-every": divisor(steps, steps // 8), "ckpt-every": divisor(steps, steps // 8), "keep": 1, "sample-every": 0} | row.flags
+    at = switches_from(grid, row.name)
+    if at:    # their first steps are copied from here
+        flags |= {"ckpt-every": divisor(at[0], at[0] // 8), "keep": 0}
+    return flags
+
+
+def train_words(plan, part, programs, threads):
+    """The trainer's command line. The same command resumes the run."""
+    grid, run = plan.grid, part.run
+    row = grid.rows[run.row]
+    words = [*programs.launch, programs.train, "--train-data", row.data.train, "--val-data", row.data.val]
+    if row.init_from:
+        words += ["--init-from", from_root(checkpoint(grid, plan.parts[part.needs[0]]))]
+    else:
+        words += ["--model", model_of(grid, row, run.size)]
+    if row.switch:
+        words += ["--attn", grid.rows[row.switch["from"]].attn, "--attn-switch", f"{row.switch['at']}:{row.attn}"]
+    elif row.attn:
+        words += ["--attn", row.attn]
+    return [*words, "--seed", str(run.seed), *words_of(run_flags(grid, row)), "--threads", str(threads), "--out", from_root(part.folder), "--resume"]
+
+
+def copy_base(plan, part):
+    """Starts a run that switches from the other run's checkpoint at that step, if there is one. The numbers are those of a run from step 0."""
+    row = plan.grid.rows[part.run.row]
+    base = plan.parts.get(part.after[0]) if row.switch else None
+    if not base or part.folder.exists() or not checkpoint(plan.grid, base, row.switch["at"]).exists():
+        return
+    temporary = part.folder.with_name(part.folder.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    source = checkpoint(plan.grid, base, row.switch["at"])
+    shutil.copytree(source, temporary / "ckpt" / source.name)
+    for name in ("run.json", "metrics.jsonl"):
+        shutil.copy2(base.folder / name, temporary / name)
+    temporary.rename(part.folder)
+
+
+def eval_words(plan, part, programs, threads):
+    grid, run, e = plan.grid, part.run, part.eval
+    attn = eval_attn(grid, run, e)
+    data = grid.scale.data[e.data] if e.data else grid.rows[run.row].data
+    words = [programs.eval, "--model", from_root(checkpoint(grid, plan.parts[part.needs[0]])), "--data", data.val, "--task", e.task]
+    words += words_of({"seq-lens": e.lengths} if e.lengths else {}) + words_of(e.flags) + (["--attn", attn] if attn else [])
+    # The report has pictures of all runs.
+    return [*words, "--picture", "0", "--threads", str(threads), "--out", from_root(part.folder)]
+
+
+# ---------------------------------------------------------------- what is kept
+
+def thinned(x, y):
+    """At most POINTS points of a curve, the last among them."""
+    step = max(1, -(-len(x) // POINTS))
+    kept = range(len(x) - 1, -1, -step)[::-1]
+    return [[x[i], float(f"{y[i]:.5g}")] for i in kept if y[i] == y[i]]
+
+
+def train_values(grid, part, diverged):
+    """(values, curves) of a training run from its folder and its log."""
+    log = part.log().read_text() if part.log().exists() else ""
+    try:
+        lines = plot.read_metrics(part.folder)
+    except plot.Refused:
+        if not diverged:
+            raise
+        lines = []      # it diverged in its first step
+    clip = grid.rows[part.run.row].flags.get("grad-clip", 1)
+    norms = [x for x in plot.column(lines, "grad_norm") if x == x]
+    empty = {int(step): float(share) / 100 for step, share in re.findall(r"^step +(\d+)/.*\| (\S+) % all-zero rows", log, re.M)}
+    last = lines[-1] if lines else {"step": 0, "tokens": 0}
+    val = [[line["tokens"], line["val_loss"]] for line in lines if line.get("val_loss") is not None]
+    values = {"val_loss": None if diverged or not val else val[-1][1], "grad_norm_max": max(norms, default=None), "diverged": int(diverged),
+              "clipped": sum(x > clip for x in norms) / len(norms) if clip and norms else 0.0, "steps": last["step"], "tokens": last["tokens"],
+              "zero_rows": empty.get(last["step"], 0.0), "zero_rows_max": max(empty.values(), default=0.0)}
+    curve = thinned(plot.column(lines, "tokens"), plot.smooth(plot.column(lines, "loss")))
+    return values | scalar_values(part.folder), {"loss": curve, "val": val}
+
+
+def scalar_values(folder):
+    """The learned scalars of the newest checkpoint: mean over the heads of each layer, and p_n with its fit."""
+    try:
+        found = plot.read_scalars(folder)
+    except plot.Refused:
+        return {}
+    values = {name: [layer[0] for layer in series[1][-1]] for name, series in found.items() if name != "p"}
+    if "p" in found:
+        a1, a2, r2 = plot.fit_log(found["p"])
+        values |= {"p": [float(f"{x:.6g}") for x in found["p"]], "p_a1": a1, "p_a2": a2, "p_r2": None if r2 != r2 else r2}
+    return values
+
+
+def rows_of(report):
+    """The results of an evaluation. With --attn, only those under that normalizer."""
+    rows = report["results"]
+    lineage = report["models"][0].get("lineage")
+    return [row for row in rows if row["attn"] == lineage[-1]["attn"]] if lineage else rows
+
+
+def loss_values(report):
+    """{metric: {length: number}} of the tasks loss and positions; by_position has means over equal parts of the sequence."""
+    rows = rows_of(report)
+    values = {"loss": {str(row["seq_len"]): row["loss"] for row in rows},
+              "zero_rows": {str(row["seq_len"]): row["rows_without_weight"] for row in rows}}
+    for row in rows:
+        if "loss_by_position" in row:
+            losses, T = row["loss_by_position"], row["seq_len"]
+            parts = min(T, 2 * POINTS)
+            means = [mean(losses[T * i // parts:T * (i + 1) // parts]) for i in range(parts)]
+            values.setdefault("by_position", {})[str(T)] = means
+            values.setdefault("last_eighth", {})[str(T)] = mean(losses[-max(1, T // 8):])
+    return values
+
+
+def mean(numbers):
+    known = [x for x in numbers if x is not None]
+    return float(f"{sum(known) / len(known):.7g}") if known else None
+
+
+# Numbers in the results of other tasks that say what was measured, not how much.
+LABELS = {"seq_len", "prompt", "prompts", "sample", "depth", "tokens", "best_layer", "best_head", "map_cell"}
+
+
+def numbers_in(value):
+    """(key, number) of all numbers in nested objects and lists of objects."""
+    if isinstance(value, list):
+        for x in value:
+            yield from numbers_in(x) if isinstance(x, (dict, list)) else ()
+    elif isinstance(value, dict):
+        for key, x in value.items():
+            if isinstance(x, (int, float)) and not isinstance(x, bool) and key not in LABELS:
+                yield key, x
+            else:
+                yield from numbers_in(x)
+
+
+def other_values(report):
+    """The numbers of any other task: {metric: {column: mean}}. The columns are the lengths, at each depth too for needles; with or without a leading end-of-text
+    token for attention; and the mean over all."""
+    found = {}
+
+    def add(key, column, value):
+        found.setdefault(key, {}).setdefault(column, []).append(value)
+    for row in rows_of(report):
+        column = str(row["seq_len"]) if "seq_len" in row else ""
+        if "leading_end_of_text" in row:
+            column = "end-of-text" if row["leading_end_of_text"] else "plain"
+        for key, value in numbers_in(row):
+            for at in filter(None, (column, "mean")):
+                add(key, at, value)
+        for depth in row.get("depths", []):
+            if "depth" in depth:
+                add("right", f"{column} at {depth['depth']:g} %", depth["right"])
+    return {key: {at: mean(numbers) for at, numbers in columns.items()} for key, columns in found.items()}
+
+
+def said(log):
+    """The last complaint in a log."""
+    found = re.findall(r"^(?:train|eval)_gpt2\w*: (?!warning)(.*)", log, re.M)
+    return found[-1] if found else (log.strip().splitlines() or ["no output"])[-1][:200]
+
+
+def machine():
+    """The processor's name and the number of cores that this process may use."""
+    try:
+        name = re.search(r"^model name\s*: (.+)", Path("/proc/cpuinfo").read_text(), re.M)[1]
+    except (OSError, TypeError):
+        name = "unknown processor"
+    return f"{name}, {len(os.sched_getaffinity(0))} cores"
+
+
+def entry_of(plan, part, code, seconds, threads):
+    """The entry of results.json for a part that ended."""
+    grid, run = plan.grid, part.run
+    row = grid.rows[run.row]
+    entry = {"grid": grid.name, "scale": grid.scale.name, "row": run.row, "size": run.size, "seed": run.seed, "text": row.data.name, "outcome": ""}
+    info = {"date": datetime.date.today().isoformat(), "machine": machine(), "threads": threads}
+    if part.eval:
+        report = json.loads((part.folder / "eval.json").read_text())
+        entry |= {"eval": part.eval.name, "identity": eval_identity(grid, run, part.eval, plan.texts),
+                  "values": loss_values(report) if part.eval.task in ("loss", "positions") else other_values(report)}
+    else:
+        values, curves = train_values(grid, part, code == DIVERGED)
+        seconds = plot.seconds(plot.read_metrics(part.folder))[-1] if values["steps"] else 0.0
+        info["commit"] = plot.read_json(part.folder / "run.json").get("commit", "unknown")
+        entry |= {"identity": identity(grid, run, plan.texts), "values": values, "curves": curves,
+                  "outcome": f"diverged at step {values['steps'] + 1}" if code == DIVERGED else ""}
+    return finite(entry | {"info": info | {"seconds": round(seconds, 2)}})
+
+
+def finite(value):
+    """Replaces what JSON cannot hold, NaN and infinity, by None."""
+    if isinstance(value, dict):
+        return {key: finite(x) for key, x in value.items()}
+    if isinstance(value, list):
+        return [finite(x) for x in value]
+    return None if isinstance(value, float) and not abs(value) < float("inf") else value

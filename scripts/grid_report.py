@@ -1,0 +1,570 @@
+"""The report of a grid: the papers' claims with a verdict on each, tables as text and Markdown, and pictures. It needs only results.json."""
+import math
+import statistics
+from dataclasses import dataclass
+
+import plot
+from grid_file import Run, terms
+from grid_parts import slug
+from grid_store import eval_attn, eval_key, key_of
+
+LOSSES = ("val_loss", "loss", "last_eighth")      # metrics that are infinite where a run diverged
+TIES = {"<": -1, ">": 1}
+
+
+# ---------------------------------------------------------------- numbers
+
+def entry_of(plan, run, name):
+    """The entry of a run's training, or of its evaluation with this name; None if there is none."""
+    if name == "train":
+        return plan.results.entries.get(key_of(plan.grid, run, plan.texts))
+    e = next((e for e in plan.grid.evals_of(run) if e.name == name), None) if run.row in plan.grid.rows else None
+    return e and plan.results.entries.get(eval_key(plan.grid, run, e, plan.texts))
+
+
+def value_of(plan, run, name, metric, column=""):
+    """A number of a run; infinity for a loss that is not finite, None if it is not known."""
+    train, entry = entry_of(plan, run, "train"), entry_of(plan, run, name)
+    if train and train["outcome"] and metric in LOSSES:
+        return math.inf
+    value = entry["values"].get(metric) if entry else None
+    if isinstance(value, dict):
+        if column not in value:
+            return None
+        value = value[column]
+    if entry and value is None and metric in LOSSES and metric in entry["values"]:
+        return math.inf
+    return value if isinstance(value, (int, float)) else None
+
+
+def values_of(plan, row, size, of):
+    """{seed: number} of what a claim measures, over the seeds that have it."""
+    found = {}
+    for seed in plan.grid.rows[row].seeds if row in plan.grid.rows else ():
+        parts = [(sign, value_of(plan, Run(row, size, seed), name, metric, column))
+                 for sign, name, metric, column in terms(of, [e.name for e in plan.grid.evals], plan.grid.scale.L)]
+        if all(value is not None for _, value in parts):
+            total = sum(sign * value for sign, value in parts)
+            found[seed] = math.inf if math.isnan(total) else total
+    return found
+
+
+def deviation(numbers):
+    """The standard deviation over seeds; NaN for fewer than two numbers, 0 if all are the same, infinity included."""
+    if len(numbers) < 2:
+        return math.nan
+    if all(x == numbers[0] for x in numbers):
+        return 0.0
+    return statistics.stdev(numbers) if all(map(math.isfinite, numbers)) else math.inf
+
+
+# ---------------------------------------------------------------- claims
+
+@dataclass
+class Verdict:
+    ours: str
+    difference: str
+    spread: str
+    seeds: int
+    verdict: str
+
+
+def borrowed(plan, of, size, sides):
+    """The spread to expect where there is a single seed: that of a row, pooled over the rows with several seeds, times the square root of the number of rows in
+    the difference."""
+    found = [deviation(list(values_of(plan, name, size, of).values())) for name in plan.grid.rows]
+    found = [x for x in found if math.isfinite(x)]
+    return math.sqrt(sides * statistics.fmean(x * x for x in found)) if found else math.nan
+
+
+def judge(difference, spread, operator, within=0.0):
+    """The verdict on one difference, left - right, that a paper says is below, above or equal to 0."""
+    if math.isnan(difference) or math.isinf(spread) or math.isnan(spread) and math.isfinite(difference):
+        return "undecided"      # nothing to compare, or only some of the seeds diverged
+    spread = 0.0 if math.isnan(spread) else spread
+    if operator == "=":
+        if abs(difference) + 2 * spread <= within:
+            return "agrees"
+        return "disagrees" if abs(difference) - 2 * spread > within else "undecided"
+    if difference == 0 or abs(difference) < 2 * spread:
+        return "undecided"
+    return "agrees" if difference * TIES[operator] > 0 else "disagrees"
+
+
+def compare(plan, claim, left, operator, right):
+    """(difference, spread, seeds, is the spread borrowed, verdict) of two rows, or of a row and a number, seed by seed; None if a side has no number."""
+    def side(x, of, seeds):
+        return dict.fromkeys(seeds, x) if isinstance(x, float) else values_of(plan, x, claim.size, of)
+    every = [seed for row in plan.grid.rows.values() for seed in row.seeds]
+    a, b = side(left, claim.of, every), side(right, claim.of_right, every)
+    pairs = [(a[seed], b[seed]) for seed in a if seed in b]
+    if not pairs:
+        return None
+    differences = [0.0 if x == y else x - y for x, y in pairs]
+    difference, spread = statistics.fmean(differences), deviation(differences)
+    lent = len(pairs) == 1
+    if lent:
+        spread = borrowed(plan, claim.of, claim.size, sum(isinstance(x, str) for x in (left, right)))
+    return difference, spread, len(pairs), lent, judge(difference, spread, operator, claim.within)
+
+
+def number(x, sign=False):
+    if x is None or math.isnan(x):
+        return "unknown"
+    if math.isinf(x):
+        return "diverged"
+    return f"{x:+.4f}" if sign else f"{x:.4f}" if abs(x) < 1e4 else f"{x:.5g}"
+
+
+def spread_text(numbers):
+    """The mean, with the deviation and the number of seeds if there are several."""
+    numbers = list(numbers)
+    if not numbers:
+        return ""
+    if len(numbers) == 1 or any(map(math.isinf, numbers)):
+        bad = sum(map(math.isinf, numbers))
+        return number(numbers[0]) if len(numbers) == 1 else f"diverged ({bad} of {len(numbers)})"
+    return f"{number(statistics.fmean(numbers))} ± {deviation(numbers):.4f} ({len(numbers)})"
+
+
+def verdict_on(plan, claim):
+    """The Verdict on a claim. In a chain a < b < c, each pair must agree; one that disagrees refutes it."""
+    names, operators = claim.ours[::2], claim.ours[1::2]
+    shown = [f"{name} {spread_text(values_of(plan, name, claim.size, claim.of_right if i and claim.of_right else claim.of).values()) or 'not run'}"
+             for i, name in enumerate(names) if isinstance(name, str)]
+    found = [compare(plan, claim, *pair) for pair in zip(names, operators, names[1:])]
+    if None in found:
+        return Verdict("; ".join(shown), "", "", 0, "not run")
+    verdicts = [pair[4] for pair in found]
+    verdict = "disagrees" if "disagrees" in verdicts else "undecided" if "undecided" in verdicts else "agrees"
+    spreads = ["unknown" if math.isnan(s) else f"{s:.4f}" + (" (other rows')" if lent else "") for _, s, _, lent, _ in found]
+    if verdict == "undecided" and any(math.isnan(pair[1]) for pair in found):
+        verdict = "undecided (one seed)"
+    return Verdict("; ".join(shown), ", ".join(number(d, sign=True) for d, *_ in found), ", ".join(spreads), min(pair[2] for pair in found), verdict)
+
+
+# ---------------------------------------------------------------- tables
+
+@dataclass
+class Table:
+    title: str
+    head: list
+    rows: list
+
+    def markdown(self):
+        clean = [[cell.replace("|", "\\|") for cell in row] for row in [self.head, *self.rows]]
+        return "\n".join(["| " + " | ".join(clean[0]) + " |", "|" + "|".join("---" if i == 0 else "--:" for i in range(len(self.head))) + "|",
+                          *("| " + " | ".join(row) + " |" for row in clean[1:])]) + "\n"
+
+    def text(self):
+        widths = [max(map(len, column)) for column in zip(self.head, *self.rows)]
+        lines = ["  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))).rstrip()
+                 for row in [self.head, *self.rows]]
+        return "\n".join(lines) + "\n"
+
+
+def members(plan):
+    """[(label, row, size)] of all rows and sizes."""
+    several = len(plan.grid.scale.sizes) > 1
+    return [(f"{row.name} ({size})" if several else row.name, row, size) for row in plan.grid.rows.values() for size in row.sizes]
+
+
+def groups(plan):
+    """{group: its members}, in the file's order."""
+    found = {}
+    for member in members(plan):
+        found.setdefault(member[1].group, []).append(member)
+    return found
+
+
+def of_seeds(plan, row, size, name, metric, column=""):
+    found = (value_of(plan, Run(row.name, size, seed), name, metric, column) for seed in row.seeds)
+    return [x for x in found if x is not None]
+
+
+def minus_baseline(plan, row, size, of):
+    """The mean difference from the baseline over the common seeds, as text."""
+    base = plan.grid.baseline
+    if base not in plan.grid.rows or size not in plan.grid.rows[base].sizes:
+        return ""
+    a, b = values_of(plan, row.name, size, of), values_of(plan, base, size, of)
+    both = [a[seed] - b[seed] for seed in a if seed in b and math.isfinite(a[seed] + b[seed])]
+    return number(statistics.fmean(both), sign=True) if both else ""
+
+
+def percent(numbers):
+    return f"{100 * statistics.fmean(numbers):.3g} %" if numbers and max(numbers) > 0 else ""
+
+
+def training_row(plan, label, row, size):
+    zero, most = of_seeds(plan, row, size, "train", "zero_rows"), of_seeds(plan, row, size, "train", "zero_rows_max")
+    norms = [x for x in of_seeds(plan, row, size, "train", "grad_norm_max") if math.isfinite(x)]
+    entries = [entry_of(plan, Run(row.name, size, seed), "train") for seed in row.seeds]
+    outcomes = [entry["outcome"] for entry in entries if entry and entry["outcome"]]
+    minutes = [entry["info"]["seconds"] / 60 for entry in entries if entry]
+    return [label, spread_text(of_seeds(plan, row, size, "train", "val_loss")), minus_baseline(plan, row, size, "train.val_loss"),
+            f"{max(norms):.3g}" if norms else "", percent(of_seeds(plan, row, size, "train", "clipped")),
+            f"{percent(zero)} (most: {100 * max(most):.2g} %)" if percent(most) else "", f"{statistics.fmean(minutes):.1f}" if minutes else "",
+            "; ".join(dict.fromkeys(outcomes)) or ("" if any(entries) else "not run")]
+
+
+def training_tables(plan):
+    base = f"minus {plan.grid.baseline}" if plan.grid.baseline else "difference"
+    head = ["row", "validation loss", base, "largest gradient norm", "clipped steps", "all-zero rows", "minutes", "outcome"]
+    if not plan.grid.sort_by_loss:
+        return [Table(group, head, [training_row(plan, *member) for member in inside]) for group, inside in groups(plan).items()]
+    def final(member):
+        found = of_seeds(plan, *member[1:], "train", "val_loss")
+        return statistics.fmean(found) if found else math.inf
+    rows = [[f"{place}. {row[0]}", *row[1:]] for place, row in
+            enumerate((training_row(plan, *member) for member in sorted(members(plan), key=final)), 1)]
+    return [Table("", head, rows)]
+
+
+@dataclass
+class Line:
+    """A row of an evaluation's table, and a line of its picture."""
+    label: str
+    row: object
+    size: str
+    eval: object
+
+
+def eval_groups(plan):
+    """{title: the evaluations that share a table and a picture}"""
+    found = {}
+    for e in plan.grid.evals:
+        found.setdefault(e.group, []).append(e)
+    return found
+
+
+def lines_of(plan, evals, most=12):
+    """{title: its Lines}: by the rows' groups, or by rows if a group would have too many lines for a picture."""
+    found = []
+    for label, row, size in members(plan):
+        for e in evals:
+            if any(e in plan.grid.evals_of(Run(row.name, size, seed)) for seed in row.seeds):
+                attn = eval_attn(plan.grid, Run(row.name, size, row.seeds[0]), e)
+                name = ", ".join([label, *([f"under {attn}"] if attn else [e.name] if len(evals) > 1 and e.name != e.group else [])])
+                found.append((label, Line(name, row, size, e)))
+    by_group, by_row = {}, {}
+    for label, line in found:
+        by_group.setdefault(line.row.group, []).append(line)
+        by_row.setdefault(label, []).append(line)
+    return by_group if len(evals) == 1 or max(map(len, by_group.values()), default=0) <= most else by_row
+
+
+def line_values(plan, line, metric, column):
+    return of_seeds(plan, line.row, line.size, line.eval.name, metric, column)
+
+
+def results_of(plan, evals):
+    """The entries of some evaluations."""
+    return [entry for e in evals for run in plan.grid.runs() if (entry := entry_of(plan, run, e.name))]
+
+
+def columns_of(plan, evals, metric):
+    """The columns of a metric in the results of some evaluations: their lengths, else what the results have."""
+    if all(e.lengths and e.task in ("loss", "positions") for e in evals):
+        return [str(T) for T in sorted({T for e in evals for T in e.lengths})]
+    found = [entry["values"].get(metric) for entry in results_of(plan, evals)]
+    names = {name for value in found if isinstance(value, dict) for name in value if " at " not in name}
+    return sorted(names, key=lambda name: (not name.isdigit(), int(name) if name.isdigit() else 0, name))
+
+
+def metrics_of(plan, evals):
+    named = dict.fromkeys(e.metric for e in evals if e.metric)
+    return list(named) or list(dict.fromkeys(name for entry in results_of(plan, evals) for name in entry["values"]))
+
+
+def column_title(plan, column):
+    L = plan.grid.scale.L
+    if not column.isdigit() or column == str(L):
+        return f"L = {L}" if column == str(L) else column
+    T = int(column)
+    return f"{T // L} L" if T % L == 0 else f"L/{L // T}" if L % T == 0 else column
+
+
+def eval_tables(plan, evals):
+    """A table for each metric and group of rows."""
+    tables = []
+    for metric in metrics_of(plan, evals):
+        columns = columns_of(plan, evals, metric)
+        for title, lines in lines_of(plan, evals).items():
+            rows = [[line.label, *(spread_text(line_values(plan, line, metric, column)) for column in columns)] for line in lines]
+            if any(any(row[1:]) for row in rows):
+                tables.append(Table(", ".join(filter(None, (title, "" if metric == "loss" else metric))),
+                                    ["row", *(column_title(plan, column) for column in columns)], rows))
+    return tables
+
+
+def claims_table(plan):
+    head = ["claim", "paper", "ours", "difference", "spread", "seeds", "verdict"]
+    rows = []
+    for claim in plan.grid.claims:
+        v = verdict_on(plan, claim)
+        rows.append([claim.name, claim.paper, v.ours, v.difference, v.spread, str(v.seeds or ""), v.verdict])
+    return Table("Claims", head, rows)
+
+
+# ---------------------------------------------------------------- pictures
+
+def panels(title, found, draw, xlabel, ylabel, base=()):
+    """A figure with a panel for each title of {title: lines}; draw(axes, line, color, style) returns whether there is something to draw. Lines of `base` are
+    dashed in the panels that lack them. None if there is nothing to draw."""
+    plt = plot.pyplot()
+    columns = min(3, len(found)) or 1
+    rows = -(-len(found) // columns) or 1
+    figure, grid = plt.subplots(rows, columns, figsize=(1 + 5 * columns, 1 + 3.4 * rows), squeeze=False, sharex=True, sharey=True, layout="constrained")
+    drawn = 0
+    for axes in grid.flat[len(found):]:
+        axes.set_axis_off()
+    for axes, (name, lines) in zip(grid.flat, found.items()):
+        colors = plt.get_cmap("tab10" if len(lines) <= 10 else "tab20").colors
+        drawn += sum(draw(axes, line, colors[i % len(colors)], "-") for i, line in enumerate(lines))
+        for line in base:
+            if line.label not in [other.label for other in lines]:
+                draw(axes, line, "0.3", "--")
+        axes.set_title(name, weight="bold")
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=7.5, frameon=False, ncols=1 + (len(lines) > 6))
+    figure.suptitle(title)
+    figure.supxlabel(xlabel, fontsize=10)
+    figure.supylabel(ylabel, fontsize=10)
+    if not drawn:
+        plt.close(figure)
+        return None
+    return figure
+
+
+def baseline_of(plan, found):
+    """The baseline's lines, if the panels are the rows' groups."""
+    return [line for lines in found.values() for line in lines if line.row.name == plan.grid.baseline]
+
+
+def mean_curve(plan, row, size):
+    """[(tokens, validation loss)], the mean over seeds; the smoothed training loss where there is no validation."""
+    entries = [entry for seed in row.seeds if (entry := entry_of(plan, Run(row.name, size, seed), "train"))]
+    curves = [entry["curves"]["val"] or entry["curves"]["loss"] for entry in entries]
+    points = {}
+    for curve in curves:
+        for tokens, loss in curve:
+            points.setdefault(tokens, []).append(loss)
+    return [(tokens, statistics.fmean(losses)) for tokens, losses in sorted(points.items())], [e["outcome"] for e in entries if e["outcome"]]
+
+
+def curves_picture(plan):
+    found = {title: [Line(*member, None) for member in inside] for title, inside in groups(plan).items()}
+    curves = {line.label: mean_curve(plan, line.row, line.size) for lines in found.values() for line in lines}
+    late = [loss for curve, _ in curves.values() for _, loss in curve[len(curve) // 4:]]
+    unit, name = plot.unit(max([1, *(tokens for curve, _ in curves.values() for tokens, _ in curve)]), plot.TOKEN_UNITS)
+
+    def draw(axes, line, color, style):
+        curve, outcomes = curves[line.label]
+        if curve:
+            axes.plot([t / unit for t, _ in curve], [loss for _, loss in curve], color=color, linestyle=style, linewidth=1.3,
+                      marker="x" if outcomes else None, label=line.label + (f" ({outcomes[0]})" if outcomes else ""))
+            axes.set_ylim(min(late) - 0.1, max(late) + 0.1)
+        return bool(curve)
+    return panels("Validation loss while training", found, draw, f"{name}tokens", "nats per token", baseline_of(plan, found))
+
+
+def final_picture(plan):
+    """Bars of the final validation losses, as differences from the baseline."""
+    plt = plot.pyplot()
+    final = {label: statistics.fmean(found) for label, row, size in members(plan) if (found := of_seeds(plan, row, size, "train", "val_loss"))}
+    final = {label: loss for label, loss in sorted(final.items(), key=lambda item: item[1]) if math.isfinite(loss)}
+    if not final:
+        return None
+    base = plan.grid.baseline if plan.grid.baseline in final else next(iter(final))
+    order = list(groups(plan))
+    group = {label: order.index(row.group) for label, row, _ in members(plan)}
+    colors = plt.get_cmap("Dark2").colors
+    figure, axes = plt.subplots(figsize=(8, 1.2 + 0.24 * len(final)), layout="constrained")
+    over = [loss - final[base] for loss in final.values()]
+    axes.barh(list(final), over, color=[colors[group[label] % len(colors)] for label in final], height=0.75)
+    for place, (loss, value) in enumerate(zip(final.values(), over)):
+        axes.text(max(value, 0), place, f" {loss:.3f}", va="center", fontsize=8)
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.margins(x=0.12)
+    axes.tick_params(axis="y", labelsize=8)
+    axes.set_title(f"Final validation loss; bars: difference from {base}")
+    return figure
+
+
+def lengths_picture(plan, title, evals):
+    found, lengths = lines_of(plan, evals), sorted({T for e in evals for T in e.lengths})
+
+    def draw(axes, line, color, style):
+        points = [(T, statistics.fmean(values)) for T in line.eval.lengths if (values := line_values(plan, line, "loss", str(T)))]
+        points = [(T, loss) for T, loss in points if math.isfinite(loss)]
+        if points:
+            axes.plot(*zip(*points), color=color, linestyle=style, linewidth=1.3, marker=".", label=line.label)
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(lengths, map(str, lengths), fontsize=8)
+            axes.axvline(plan.grid.scale.L, color="0.7", linewidth=0.8, linestyle=":")
+        return bool(points)
+    return panels(f"{title}: loss by length; dotted: the training length", found, draw, "tokens per sequence", "nats per token",
+                  baseline_of(plan, found) if len(evals) == 1 else ())
+
+
+def positions_picture(plan, title, evals):
+    found = lines_of(plan, evals)
+
+    def draw(axes, line, color, style):
+        T = max(line.eval.lengths)
+        entries = filter(None, (entry_of(plan, Run(line.row.name, line.size, seed), line.eval.name) for seed in line.row.seeds))
+        curves = [entry["values"]["by_position"][str(T)] for entry in entries if "by_position" in entry["values"]]
+        if curves:
+            means = [statistics.fmean([x for x in point if x is not None] or [math.nan]) for point in zip(*curves)]
+            axes.plot([(i + 0.5) * T / len(means) for i in range(len(means))], means, color=color, linestyle=style, linewidth=1.1, label=line.label)
+            axes.axvline(plan.grid.scale.L, color="0.7", linewidth=0.8, linestyle=":")
+        return bool(curves)
+    return panels(f"{title}: loss by position; dotted: the training length", found, draw, "position", "nats per token",
+                  baseline_of(plan, found) if len(evals) == 1 else ())
+
+
+def needles_picture(plan, title, evals):
+    """The share of needles found, by length and depth, in a panel for each line."""
+    plt = plot.pyplot()
+    lines = [line for group in lines_of(plan, evals).values() for line in group]
+    found = {line.label: columns for line in lines for run in plan.grid.runs() if (run.row, run.size) == (line.row.name, line.size)
+             and (entry := entry_of(plan, run, line.eval.name)) and run.seed == line.row.seeds[0]
+             for columns in [{name: x for name, x in entry["values"].get("right", {}).items() if " at " in name}] if columns}
+    if not found:
+        return None
+    cells = [[int(part) for part in name.replace(" %", "").split(" at ")] for columns in found.values() for name in columns]
+    lengths, depths = sorted({T for T, _ in cells}), sorted({depth for _, depth in cells})
+    width = min(4, len(found))
+    figure, grid = plt.subplots(-(-len(found) // width), width, figsize=(1 + 3.2 * width, 0.6 + 2.4 * -(-len(found) // width)), squeeze=False, layout="constrained")
+    for axes in grid.flat:
+        axes.set_axis_off()
+    for axes, (label, columns) in zip(grid.flat, found.items()):
+        axes.set_axis_on()
+        axes.grid(visible=False)
+        image = axes.imshow([[100 * columns.get(f"{T} at {depth} %", math.nan) for T in lengths] for depth in depths], vmin=0, vmax=100, cmap="RdYlGn",
+                            aspect="auto")
+        axes.set_xticks(range(len(lengths)), map(str, lengths), fontsize=8)
+        axes.set_yticks(range(len(depths)), [f"{depth} %" for depth in depths], fontsize=8)
+        axes.set_title(label, fontsize=9)
+    figure.colorbar(image, ax=list(grid.flat), label="needles found, %")
+    figure.supxlabel("tokens of context", fontsize=10)
+    figure.supylabel("depth", fontsize=10)
+    return figure
+
+
+def scalars_picture(plan):
+    """The learned scalars by layer, and p_n with its fit."""
+    plt = plot.pyplot()
+    found = [(label, seed, entry["values"]) for label, row, size in members(plan) for seed in row.seeds
+             if (entry := entry_of(plan, Run(row.name, size, seed), "train"))]
+    known = [(label, seed, name, value) for label, seed, values in found for name, value in values.items() if isinstance(value, list)]
+    names = plot.in_order({name for _, _, name, _ in known})
+    if not names:
+        return None
+    figure, grid = plt.subplots(1, len(names), figsize=(1 + 5 * len(names), 4), squeeze=False, layout="constrained")
+    for name, axes in zip(names, grid.flat):
+        for label, seed, _, value in (row for row in known if row[2] == name):
+            if name == "p":
+                plot.draw_p(axes, value, plot.fit_log(value))
+            else:
+                axes.plot(value, marker=".", linewidth=1.2, label=f"{label}, seed {seed}")
+                axes.set(title=f"{name} at the end: mean over heads", xlabel="layer")
+                axes.legend(fontsize=8, frameon=False)
+    return figure
+
+
+def weight(n, low, high, factor):
+    """The weight that one score has among n - 1 others under exp, all times the factor."""
+    return 1 / (1 + (n - 1) * math.exp(factor * (low - high)))
+
+
+def formula_picture(formula):
+    """The weight of one score of `high` among n - 1 of `low`: softmax, and s ln(n) times the scores."""
+    plt = plot.pyplot()
+    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    if formula.against == "n":
+        n = sorted({round(2 ** (i / 8)) for i in range(8 * max(1, round(math.log2(max(formula.n)))) + 1)})
+        axes.plot(n, [weight(k, formula.low, formula.high, 1) for k in n], label="softmax", color="tab:blue")
+        axes.plot(n, [weight(k, formula.low, formula.high, formula.s * math.log(k)) for k in n], label=f"ssmax, s = {formula.s:g}", color="tab:red")
+        axes.set_xscale("log")
+        axes.set(xlabel="n", ylim=(0, 1.03), title=f"Weight of one score of {formula.high:g} among n - 1 of {formula.low:g}")
+    else:
+        scores = [formula.low + (formula.high - formula.low) * i / 200 for i in range(201)]
+        for k, shade in zip(formula.n, (0.35, 0.55, 0.75, 0.95, *[1] * len(formula.n))):
+            axes.plot(scores, [weight(k, formula.low, x, 1) for x in scores], color=plt.get_cmap("Blues")(shade), label=f"softmax, n = {k:,}")
+            axes.plot(scores, [weight(k, formula.low, x, formula.s * math.log(k)) for x in scores], color=plt.get_cmap("Reds")(shade),
+                      label=f"ssmax, n = {k:,}")
+        axes.set(xlabel="the one score", ylim=(0, 1.03), title=f"Weight of one score among n - 1 of {formula.low:g}, s = {formula.s:g}")
+    axes.set_ylabel("weight")
+    axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def formula_table(formula):
+    """The weights in numbers, for the n of the file."""
+    return Table("", ["n", "softmax", f"ssmax, s = {formula.s:g}"],
+                 [[f"{k:,}", f"{weight(k, formula.low, formula.high, 1):.5f}", f"{weight(k, formula.low, formula.high, formula.s * math.log(k)):.5f}"]
+                  for k in formula.n])
+
+
+def pictures(plan):
+    """(name, figure) of every picture that there is something for."""
+    yield "curves", curves_picture(plan)
+    yield "final", final_picture(plan)
+    yield "scalars", scalars_picture(plan)
+    for title, evals in eval_groups(plan).items():
+        if all(e.task in ("loss", "positions") for e in evals):
+            yield title, lengths_picture(plan, title, evals)
+        if all(e.task == "positions" for e in evals):
+            yield f"{title}-positions", positions_picture(plan, title, evals)
+        if all(e.task == "needle" for e in evals):
+            yield title, needles_picture(plan, title, evals)
+    for formula in plan.grid.formulas:
+        yield formula.name, formula_picture(formula)
+
+
+# ---------------------------------------------------------------- the report
+
+def sections(plan, failed):
+    """[(title, tables, picture names, paragraphs)]"""
+    grid = plan.grid
+    notes = [*grid.notes, *(f"FAILED: {label}: {text}" for label, text in failed.items())]
+    missing = [part for part in plan.left() if part.label not in failed]
+    if missing:
+        notes.append(f"Not run yet: {len(missing)} of {len(plan.parts)} parts.")
+    yield f"Grid {grid.name} at scale {grid.scale.name}", [], [], [grid.paper, *notes]
+    if grid.claims:
+        yield "Claims", [claims_table(plan)], [], ["The difference is left minus right, the mean over seeds; the spread is its standard deviation over "
+                                                   "seeds. Below twice the spread, a claim is undecided."]
+    yield "Training", training_tables(plan), ["curves", "final", "scalars"], []
+    for title, evals in eval_groups(plan).items():
+        yield f"Evaluation: {title}", eval_tables(plan, evals), [title, f"{title}-positions"], []
+    for formula in grid.formulas:
+        yield f"Formula: {formula.name}", [formula_table(formula)], [formula.name], [formula.paper]
+
+
+def write(plan, folder, failed, draw=True):
+    """Writes report.md, report.txt and the pictures into a folder, and returns the text."""
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = set()
+    for name, figure in pictures(plan) if draw else ():
+        if figure:
+            figure.savefig(folder / f"{slug(name)}.png", dpi=110)
+            plot.pyplot().close(figure)
+            drawn.add(name)
+    markdown, text = [], []
+    for i, (title, tables, names, paragraphs) in enumerate(sections(plan, failed)):
+        markdown.append(("#" if i == 0 else "##") + f" {title}\n")
+        text.append(f"== {title}\n")
+        for paragraph in filter(None, paragraphs):
+            markdown.append(paragraph + "\n")
+            text.append(paragraph + "\n")
+        for table in tables:
+            markdown += [f"### {table.title}\n"] * bool(table.title and table.title != title) + [table.markdown()]
+            text += [f"-- {table.title}\n"] * bool(table.title and table.title != title) + [table.text()]
+        markdown += [f"![{name}]({slug(name)}.png)\n" for name in names if name in drawn]
+    (folder / "report.md").write_text("\n".join(markdown))
+    (folder / "report.txt").write_text("\n".join(text))
+    return "\n".join(text)

@@ -1,0 +1,304 @@
+"""Runs the parts of a grid side by side, records each one as it ends, and estimates how long the rest takes."""
+import ctypes
+import fcntl
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import grid_parts
+from grid_file import Refused
+from grid_parts import DIVERGED, STOPPED
+from grid_store import ROOT, step_tokens
+
+BUSY = 7                      # exit code: the run folder is in use
+TRIES, PAUSE = 60, 2          # how often, and after how many seconds, to try again
+POLL = 0.2
+
+
+class Busy(Refused):
+    """Another process works in this folder."""
+
+
+def lock(out):
+    """Locks the folder of the runs for this process. The lock of a dead process has no effect."""
+    out.mkdir(parents=True, exist_ok=True)
+    file = open(out / "lock", "a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.seek(0)
+        raise Busy(f"{out}: another grid.py (process {file.read().strip() or 'unknown'}) is working here.\n"
+                   f"  Wait for it, or pass another --out.") from None
+    file.truncate(0)
+    file.write(f"{os.getpid()}\n")
+    file.flush()
+    return file
+
+
+def prepare(grid):
+    """Runs the commands that make the texts that are missing."""
+    for data in grid.scale.data.values():
+        if not grid_parts.missing(data):
+            continue
+        if not data.prepare:
+            raise Refused(f"{grid.path}: [data.{grid.scale.name}.{data.name}]: no shards match {data.train} and {data.val}.\n"
+                          f"  Make them, or add prepare = [...] with the commands that do.")
+        for command in data.prepare:
+            print(f"== {command}", flush=True)
+            words = command.split()
+            if not (ROOT / words[0]).exists():
+                raise Refused(f"{grid.path}: [data.{grid.scale.name}.{data.name}]: prepare: there is no {words[0]}.")
+            if code := subprocess.run([sys.executable, *words], cwd=ROOT, stdin=subprocess.DEVNULL).returncode:
+                raise Refused(f"{grid.path}: [data.{grid.scale.name}.{data.name}]: {command}\n  ended with exit code {code}. Its message is above.")
+        if grid_parts.missing(data):
+            raise Refused(f"{grid.path}: [data.{grid.scale.name}.{data.name}]: prepare made no shards that match {data.train} and {data.val}.")
+
+
+# ---------------------------------------------------------------- processes
+
+def die_with_parent():
+    """In a child: a SIGTERM when grid.py ends, even by kill -9, so that the trainer saves a checkpoint and frees its folder."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)     # PR_SET_PDEATHSIG
+
+
+def start(words, log, threads):
+    """Starts a program in the repository's root; its output is appended to the log."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "a") as file:
+        # A group of its own, because a second Ctrl-C would end it without a checkpoint; but the same session, by which Linux shares the cores.
+        return subprocess.Popen(words, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=file, stderr=file, preexec_fn=die_with_parent,
+                                env=os.environ | {"OMP_NUM_THREADS": str(threads)}, process_group=0)
+
+
+def stopped(number, frame):
+    raise KeyboardInterrupt
+
+
+# ---------------------------------------------------------------- time and disk
+
+def duration(seconds):
+    minutes = round(seconds / 60)
+    if minutes < 1:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def known_speed(plan):
+    """Tokens per second of one job in the finished runs of this grid, or None."""
+    done = [plan.results.entries[part.key] for part in plan.parts.values() if not part.eval and part.key in plan.results.entries]
+    seconds = sum(entry["info"]["seconds"] for entry in done)
+    return sum(entry["values"]["tokens"] for entry in done) / seconds if seconds else None
+
+
+def measured(plan, programs, threads, limit=60):
+    """(tokens per second, parameters) of a few steps of the first run that is left; None for what it does not say within the limit."""
+    part = next((part for part in plan.todo if not part.eval and not plan.grid.rows[part.run.row].init_from), None)
+    if not part or grid_parts.missing(plan.grid.rows[part.run.row].data):
+        return None, None
+    flags = plan.grid.rows[part.run.row].flags
+    words = grid_parts.train_words(plan, part, programs, threads)
+    words = words[:words.index("--out")] + ["--steps", "6", "--val-every", "0", "--warmup", "0"]
+    if "--attn-switch" in words:
+        del words[words.index("--attn-switch"):words.index("--attn-switch") + 2]
+    if "batch" in flags:
+        words += ["--total-batch-tokens", str(flags["batch"] * max(flags["seq-len"]))]
+    try:
+        text = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=limit).stdout
+    except subprocess.TimeoutExpired as ended:
+        text = (ended.stdout or b"").decode()
+    speeds = re.findall(r"([\d.]+) ?([kM]?) tok/s", text)
+    parameters = re.search(r"^model +([\d,]+) parameters", text, re.M)
+    speed = float(speeds[-1][0]) * {"": 1, "k": 1e3, "M": 1e6}[speeds[-1][1]] if speeds else None
+    return speed, int(parameters[1].replace(",", "")) if parameters else None
+
+
+def disk(plan, parameters):
+    """Bytes of the checkpoints that are left to write: float32 weights and two moments, and with bf16 a rounded copy."""
+    total = 0
+    for part in plan.todo:
+        if not part.eval:
+            row = plan.grid.rows[part.run.row]
+            flags = grid_parts.run_flags(plan.grid, row)
+            kept = flags["keep"] or flags["steps"] // max(1, flags["ckpt-every"]) + 1
+            total += kept * parameters * (14 if flags.get("dtype") == "bf16" else 12)
+    return total
+
+
+def size(number):
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if number < 1000:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:.3g} TB"
+
+
+def count(number):
+    return f"{number / 1e9:.3g} B" if number >= 1e9 else f"{number / 1e6:.3g} M" if number >= 1e6 else f"{number:,.0f}"
+
+
+def many(number, word):
+    return f"{number} {word}{'' if number == 1 else 's'}"
+
+
+# ---------------------------------------------------------------- the work
+
+class Work:
+    """Runs what is left of a plan."""
+
+    def __init__(self, plan, programs, jobs, threads, commit=False):
+        self.plan, self.programs, self.jobs, self.threads, self.commit = plan, programs, jobs, threads, commit
+        self.waiting, self.running = list(plan.todo), []
+        self.failed, self.ended, self.cost = {}, 0, 0.0
+        self.began = self.shown = time.monotonic()
+        self.speed = None
+
+    def run(self):
+        """Returns {label: what happened} of the parts that failed. On a signal, the trainers save checkpoints, and KeyboardInterrupt passes."""
+        signal.signal(signal.SIGTERM, stopped)
+        try:
+            while self.waiting or self.running:
+                self.start_ready()
+                self.reap()
+                self.show()
+                time.sleep(POLL)
+        finally:
+            for _, process, _ in self.running:
+                process.terminate()
+            for _, process, _ in self.running:
+                process.wait()
+        return self.failed
+
+    def ready(self, part):
+        """Can it start now? A part whose base failed or diverged fails too."""
+        pending = {p.key for p in self.waiting} | {p.key for p, _, _ in self.running}
+        for key in part.needs:
+            if key in pending:
+                return False
+            entry = self.plan.results.entries.get(key)
+            if not entry or entry["outcome"]:
+                base = self.plan.parts[key]
+                self.fail(part, f"not run, because {base.label} " + (entry["outcome"] if entry else "failed"), quiet=bool(entry))
+                return False
+        return not pending.intersection(part.after) and time.monotonic() >= part.not_before
+
+    def start_ready(self):
+        for part in list(self.waiting):
+            if len(self.running) < self.jobs and self.ready(part):
+                self.waiting.remove(part)
+                self.begin(part)
+
+    def begin(self, part):
+        if self.collected(part):
+            return
+        if part.eval:
+            words = grid_parts.eval_words(self.plan, part, self.programs, self.threads)
+        else:
+            grid_parts.copy_base(self.plan, part)
+            words = grid_parts.train_words(self.plan, part, self.programs, self.threads)
+        self.running.append((part, start(words, part.log(), self.threads), time.monotonic()))
+
+    def collected(self, part):
+        """Was this part finished by a process that was killed before it recorded the result?"""
+        done = part.folder / "eval.json" if part.eval else grid_parts.checkpoint(self.plan.grid, part)
+        if done.exists():
+            self.finish(part, 0, 0.0)
+        return done.exists()
+
+    def reap(self):
+        for job in [job for job in self.running if job[1].poll() is not None]:
+            self.running.remove(job)
+            part, process, began = job
+            code = process.returncode
+            if code == BUSY and part.tries < TRIES:      # the trainer of a killed grid.py still saves its checkpoint
+                part.tries, part.not_before = part.tries + 1, time.monotonic() + PAUSE
+                self.waiting.insert(0, part)
+            elif code in (0, DIVERGED) and not (code and part.eval):
+                self.finish(part, code, time.monotonic() - began)
+            else:
+                self.fail(part, f"exit {code}: {grid_parts.said(part.log().read_text())}")
+
+    def finish(self, part, code, seconds):
+        """Records a part that ended well, or a run that diverged."""
+        try:
+            entry = grid_parts.entry_of(self.plan, part, code, seconds, self.threads)
+        except (grid_parts.plot.Refused, OSError, ValueError, KeyError) as error:
+            self.fail(part, f"no result: {type(error).__name__}: {error}")
+            return
+        if part.record:
+            self.plan.results.add(part.key, entry)
+        self.ended, self.cost = self.ended + 1, self.cost + part.cost
+        loss = entry["values"].get("val_loss") if not part.eval else None
+        done = entry["outcome"] or (f"validation loss {loss:.4f}" if loss is not None else "done")
+        self.say(f"{part.label}: {done}{self.remaining()}")
+        if self.commit and not any(p.run == part.run for p in self.waiting):
+            self.commit_results(part)
+
+    def fail(self, part, text, quiet=False):
+        """A quiet failure follows from a divergence, which is a result."""
+        if part in self.waiting:
+            self.waiting.remove(part)
+        if not quiet:
+            self.failed[part.label] = f"{text} ({part.log()})" if part.log().exists() else text
+        self.say(f"{part.label}: {text}")
+
+    def commit_results(self, part):
+        path, name = str(self.plan.results.path.absolute()), f"{self.plan.grid.name} at scale {self.plan.grid.scale.name}"
+        git = ["git", "-C", str(self.plan.results.path.absolute().parent)]
+        made = subprocess.run([*git, "add", path], capture_output=True, text=True)
+        if made.returncode == 0:
+            made = subprocess.run([*git, "commit", "--quiet", "-m", f"Results of grid {name}: {part.run.row}, seed {part.run.seed}", "--", path],
+                                  capture_output=True, text=True)
+        if made.returncode and "nothing to commit" not in made.stdout:
+            self.say(f"warning: git could not commit {path}: {(made.stderr or made.stdout).strip()}")
+
+    # ---- progress
+
+    def partial(self):
+        """The cost of what the running parts have done."""
+        total = 0.0
+        for part, _, _ in self.running:
+            total += part.cost * min(1.0, self.steps_of(part) / self.plan.grid.rows[part.run.row].flags["steps"]) if not part.eval else 0
+        return total
+
+    @staticmethod
+    def steps_of(part):
+        """The last step in a run's metrics."""
+        try:
+            with open(part.folder / "metrics.jsonl", "rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
+                found = re.findall(rb'^\{"step": (\d+)', file.read(), re.M)
+        except OSError:
+            return 0
+        return int(found[-1]) if found else 0
+
+    def left(self):
+        """Seconds until all is done, or None: by this process's speed so far, else by the estimate."""
+        elapsed, done = time.monotonic() - self.began, self.cost + self.partial()
+        todo = sum(part.cost for part in self.waiting) + sum(part.cost for part, _, _ in self.running) - self.partial()
+        speed = done / elapsed if self.ended and elapsed > 10 else self.speed and self.speed * self.jobs
+        return todo / speed if speed else None
+
+    def remaining(self):
+        parts, seconds = len(self.waiting) + len(self.running), self.left()
+        return f"; {many(parts, 'part')} left" + (f", about {duration(seconds)}" if seconds and parts else "") if parts else ""
+
+    def say(self, text):
+        if sys.stderr.isatty():
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+        print(text, flush=True)
+
+    def show(self):
+        """A line with what is running, on a terminal, every second."""
+        if not sys.stderr.isatty() or time.monotonic() - self.shown < 1:
+            return
+        self.shown = time.monotonic()
+        now = [f"{part.label}" + ("" if part.eval else f" step {self.steps_of(part)}/{self.plan.grid.rows[part.run.row].flags['steps']}")
+               for part, _, _ in self.running]
+        line = f"{self.ended} done | " + " | ".join(now) + self.remaining().replace(";", " |", 1)
+        print("\r\033[K" + line[:shutil.get_terminal_size().columns - 1], end="", file=sys.stderr, flush=True)

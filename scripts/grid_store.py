@@ -1,0 +1,159 @@
+"""What a grid keeps: results.json, the fingerprint of a text, and the keys that identify a result by what determines its numbers."""
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+from pathlib import Path
+
+from grid_file import Refused, base_of
+
+ROOT = Path(__file__).resolve().parent.parent
+FORMAT = 1
+# Flags that change neither what a run learns nor what is kept of it, apart from the rounding of sums taken in another order. The batch
+# counts by total-batch-tokens.
+NOT_NUMBERS = {"batch", "val-every", "ckpt-every", "keep", "keep-best", "sample-every", "threads", "profile", "rank-timeout", "zero",
+               "recompute", "ignore-config-key"}
+WHOLE = 1 << 30      # a text of more bytes than this is hashed in samples
+SAMPLE = 1 << 20
+
+
+# ---------------------------------------------------------------- results.json
+
+class Results:
+    """The results in a file, {key: entry}. Several grids may share the file."""
+
+    def __init__(self, path):
+        self.path = Path(path)
+        self.entries = self.read()
+
+    def read(self):
+        try:
+            whole = json.loads(self.path.read_text())
+            found, entries = whole["format"], whole["results"]
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise Refused(f"{self.path}: expected the results of grids ({type(error).__name__}: {error}).\n"
+                          f"  Restore it with git checkout, or remove it to start over.") from None
+        if found != FORMAT:
+            raise Refused(f"{self.path}: expected format {FORMAT}, found {found}. Use the version of grid.py that wrote it.")
+        return entries
+
+    def add(self, key, entry):
+        """Adds an entry to the file. What other processes added in the meantime is kept."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with locked(self.path.parent):
+            self.entries = self.read() | {key: entry}
+            rows = ",\n".join(f"{json.dumps(key)}: {json.dumps(self.entries[key], allow_nan=False, sort_keys=True)}" for key in sorted(self.entries))
+            replace_text(self.path, f'{{"format": {FORMAT}, "results": {{\n{rows}\n}}}}\n')
+
+
+@contextlib.contextmanager
+def locked(folder):
+    """Holds the lock of a folder, for as long as it takes to replace a file in it."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def replace_text(path, text):
+    """Replaces a file's contents atomically: `path` is either unchanged or complete."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+# ---------------------------------------------------------------- keys
+
+def digest(value):
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def shards_of(pattern):
+    """The shards that a glob relative to the repository's root matches, each followed by its mask if it has one."""
+    base = Path(pattern)
+    folder = base.parent if base.is_absolute() else ROOT / base.parent
+    found = sorted(folder.glob(base.name))
+    return [path for shard in found for path in (shard, shard.with_suffix(".mask")) if path.exists()]
+
+
+def fingerprint(pattern):
+    """A hash of what the shards contain, whatever their names are; None if there are none. Beyond 1 GiB it covers 1 MiB at the start, in the middle and at
+    the end of each shard."""
+    paths = shards_of(pattern)
+    if not paths:
+        return None
+    found, sampled = hashlib.sha256(), sum(path.stat().st_size for path in paths) > WHOLE
+    for path in paths:
+        size = path.stat().st_size
+        found.update(size.to_bytes(8, "little"))
+        with open(path, "rb") as file:
+            for at in (0, size // 2, max(0, size - SAMPLE)) if sampled else range(0, size, SAMPLE):
+                file.seek(at)
+                found.update(file.read(SAMPLE))
+    return found.hexdigest()[:16]
+
+
+def step_tokens(flags):
+    return flags.get("total-batch-tokens") or flags["batch"] * max(flags["seq-len"])
+
+
+def model_of(grid, row, size):
+    """The trainer's --model: the size with the row's keys. Gated units have one head and widths of their own."""
+    spec = grid.scale.sizes[size]
+    if "block=gau" in row.model:
+        spec = ",".join(key for key in spec.split(",") if not key.startswith(("heads=", "ffn=", "kv_heads=", "head_dim=")))
+    return ",".join(part for part in (spec, row.model) if part)
+
+
+def text_of(texts, name):
+    """A text's fingerprints; where it is unknown, its name stands in for them, so that no two texts are confused."""
+    return texts.get(name) or [f"unknown {name}"] * 2
+
+
+def identity(grid, run, texts):
+    """All that determines the numbers of a training run. texts: {name of the text: [fingerprint to train on, to validate on]}."""
+    row = grid.rows[run.row]
+    found = {"task": "train", "attn": row.attn, "seed": run.seed, "text": text_of(texts, row.data.name),
+             "flags": {key: value for key, value in row.flags.items() if key not in NOT_NUMBERS} | {"total-batch-tokens": step_tokens(row.flags)}}
+    base = base_of(row) and key_of(grid, type(run)(base_of(row), run.size, run.seed), texts)
+    if row.init_from:
+        found["init-from"] = base
+    else:
+        found["model"] = model_of(grid, row, run.size)
+    if row.switch:
+        found["switch"] = [base, row.switch["at"]]
+    return found
+
+
+def key_of(grid, run, texts):
+    return digest(identity(grid, run, texts))
+
+
+def attn_of(grid, run):
+    """The normalizer that a run ends with."""
+    row = grid.rows[run.row]
+    return row.attn or attn_of(grid, type(run)(row.init_from, run.size, run.seed))
+
+
+def eval_attn(grid, run, e):
+    """The normalizer under which a run is evaluated, or "" for its own."""
+    return e.attn.replace("{run.attn}", attn_of(grid, run)).replace("{run.name}", run.row)
+
+
+def eval_identity(grid, run, e, texts):
+    """All that determines the numbers of an evaluation."""
+    text = text_of(texts, e.data or grid.rows[run.row].data.name)[1]
+    return {"task": e.task, "of": key_of(grid, run, texts), "attn": eval_attn(grid, run, e), "lengths": e.lengths, "text": text,
+            "flags": {key: value for key, value in e.flags.items() if key not in NOT_NUMBERS}}
+
+
+def eval_key(grid, run, e, texts):
+    return digest(eval_identity(grid, run, e, texts))
