@@ -69,19 +69,10 @@ class Verdict:
     verdict: str
 
 
-def borrowed(plan, of, size, sides):
-    """The spread to expect where there is a single seed: that of a row, pooled over the rows with several seeds, times the square root of the number of rows in
-    the difference."""
-    found = [deviation(list(values_of(plan, name, size, of).values())) for name in plan.grid.rows]
-    found = [x for x in found if math.isfinite(x)]
-    return math.sqrt(sides * statistics.fmean(x * x for x in found)) if found else math.nan
-
-
 def judge(difference, spread, operator, within=0.0):
     """The verdict on one difference, left - right, that a paper says is below, above or equal to 0."""
-    if math.isnan(difference) or math.isinf(spread) or math.isnan(spread) and math.isfinite(difference):
+    if math.isnan(difference) or math.isinf(spread):
         return "undecided"      # nothing to compare, or only some of the seeds diverged
-    spread = 0.0 if math.isnan(spread) else spread
     if operator == "=":
         if abs(difference) + 2 * spread <= within:
             return "agrees"
@@ -92,20 +83,16 @@ def judge(difference, spread, operator, within=0.0):
 
 
 def compare(plan, claim, left, operator, right):
-    """(difference, spread, seeds, is the spread borrowed, verdict) of two rows, or of a row and a number, seed by seed; None if a side has no number."""
+    """(difference, spread, seeds, verdict) of two rows, or of a row and a number, seed by seed; None if a side has no number."""
     def side(x, of, seeds):
         return dict.fromkeys(seeds, x) if isinstance(x, float) else values_of(plan, x, claim.size, of)
     every = [seed for row in plan.grid.rows.values() for seed in row.seeds]
     a, b = side(left, claim.of, every), side(right, claim.of_right, every)
-    pairs = [(a[seed], b[seed]) for seed in a if seed in b]
-    if not pairs:
+    differences = [0.0 if a[seed] == b[seed] else a[seed] - b[seed] for seed in a if seed in b]
+    if not differences:
         return None
-    differences = [0.0 if x == y else x - y for x, y in pairs]
     difference, spread = statistics.fmean(differences), deviation(differences)
-    lent = len(pairs) == 1
-    if lent:
-        spread = borrowed(plan, claim.of, claim.size, sum(isinstance(x, str) for x in (left, right)))
-    return difference, spread, len(pairs), lent, judge(difference, spread, operator, claim.within)
+    return difference, spread, len(differences), judge(difference, spread, operator, claim.within) if len(differences) > 1 else "one seed"
 
 
 def number(x, sign=False):
@@ -135,12 +122,10 @@ def verdict_on(plan, claim):
     found = [compare(plan, claim, *pair) for pair in zip(names, operators, names[1:])]
     if None in found:
         return Verdict("; ".join(shown), "", "", 0, "not run")
-    verdicts = [pair[4] for pair in found]
-    verdict = "disagrees" if "disagrees" in verdicts else "undecided" if "undecided" in verdicts else "agrees"
-    spreads = ["unknown" if math.isnan(s) else f"{s:.4f}" + (" (other rows')" if lent else "") for _, s, _, lent, _ in found]
-    if verdict == "undecided" and any(math.isnan(pair[1]) for pair in found):
-        verdict = "undecided (one seed)"
-    return Verdict("; ".join(shown), ", ".join(number(d, sign=True) for d, *_ in found), ", ".join(spreads), min(pair[2] for pair in found), verdict)
+    verdicts = [pair[3] for pair in found]
+    verdict = next((word for word in ("one seed", "disagrees", "undecided") if word in verdicts), "agrees")
+    spread = ", ".join("" if math.isnan(pair[1]) else f"{pair[1]:.4f}" for pair in found)
+    return Verdict("; ".join(shown), ", ".join(number(pair[0], sign=True) for pair in found), spread.strip(", "), min(pair[2] for pair in found), verdict)
 
 
 # ---------------------------------------------------------------- tables
@@ -537,7 +522,7 @@ def sections(plan, failed):
     yield f"Grid {grid.name} at scale {grid.scale.name}", [], [], [grid.paper, *notes]
     if grid.claims:
         yield "Claims", [claims_table(plan)], [], ["The difference is left minus right, the mean over seeds; the spread is its standard deviation over "
-                                                   "seeds. Below twice the spread, a claim is undecided."]
+                                                   "seeds. Below twice the spread, a claim is undecided; with one seed, there is no verdict."]
     yield "Training", training_tables(plan), ["curves", "final", "scalars"], []
     for title, evals in eval_groups(plan).items():
         yield f"Evaluation: {title}", eval_tables(plan, evals), [title, f"{title}-positions"], []

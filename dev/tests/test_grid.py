@@ -179,7 +179,7 @@ def test_kept_grids(path):
         grid_parts.drop_unknown_evals(grid, programs)
         plan = grid_parts.Plan(grid, grid_store.Results("/nowhere/results.json"), {}, Path("out"))
         tokens = [part.cost for part in plan.parts.values() if not part.eval]
-        assert max(tokens) <= 3e6 if scale == "small" else max(tokens) > 3e8
+        assert max(tokens) <= 1e7 if scale == "small" else max(tokens) > 3e8
         assert not grid.notes, "every evaluation exists, and no two rows are the same"
         for row in grid.rows.values():
             assert row.flags["steps"] % grid_parts.run_flags(grid, row)["val-every"] == 0, f"{row.name}: no validation at its end"
@@ -305,13 +305,10 @@ def test_differences_are_seed_by_seed(tmp_path, monkeypatch):
     assert (found.difference, found.spread, found.seeds, found.verdict) == ("-0.1100", "0.0141", 2, "agrees")
 
 
-@pytest.mark.parametrize("right, verdict", [(3.1, "undecided"), (3.5, "agrees"), (2.5, "disagrees")])
-def test_a_single_seed_borrows_the_spread_of_other_rows(tmp_path, monkeypatch, right, verdict):
-    values = {"softmax": {1: right}, "ssmax": {1: 3.0}, "lssa": {1: 1.0, 2: 1.2}}    # deviation 0.1414, times the square root of 2
-    found = judged(tmp_path, monkeypatch, "ssmax < softmax", values)
-    assert (found.spread, found.seeds, found.verdict) == ("0.2000 (other rows')", 1, verdict)
-    alone = judged(tmp_path, monkeypatch, "ssmax < softmax", {"softmax": {1: 9.0}, "ssmax": {1: 3.0}})
-    assert (alone.spread, alone.verdict) == ("unknown", "undecided (one seed)")
+@pytest.mark.parametrize("right", [3.1, math.inf])
+def test_a_single_seed_gives_no_verdict(tmp_path, monkeypatch, right):
+    found = judged(tmp_path, monkeypatch, "ssmax < softmax", {"softmax": {1: right}, "ssmax": {1: 3.0, 2: 3.1}})
+    assert (found.spread, found.seeds, found.verdict) == ("", 1, "one seed")
 
 
 @pytest.mark.parametrize("difference, verdict", [(0.0, "agrees"), (0.05, "agrees"), (0.095, "undecided"), (0.2, "disagrees")])
@@ -429,7 +426,7 @@ def test_the_report(whole):
     for row in loss:
         assert f"| {row} | {loss[row]:.4f} | {loss[row] - loss['softmax']:+.4f} |" in markdown
     assert "| boom | diverged |" in markdown and "diverged at step 1 |" in markdown and "| a claim | their \\| number |" in markdown
-    assert f"{loss['ssmax'] - loss['softmax']:+.4f} | unknown | 1 | undecided (one seed) |" in markdown
+    assert f"{loss['ssmax'] - loss['softmax']:+.4f} |  | 1 | one seed |" in markdown
     assert "divination is left out: eval_gpt2 has no task divination" in text and "divination is left out" in markdown
     positions = found["tuned", 1337, "positions"]["values"]["loss"]
     assert f"| tuned | {positions['8']:.4f} | {positions['32']:.4f} |" in markdown and "| row | L = 8 | 4 L |" in markdown
