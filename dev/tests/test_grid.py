@@ -183,7 +183,7 @@ def test_kept_grids(path):
         assert not grid.notes, "every evaluation exists, and no two rows are the same"
         for row in grid.rows.values():
             assert row.flags["steps"] % grid_parts.run_flags(grid, row)["val-every"] == 0, f"{row.name}: no validation at its end"
-    assert scales == (["small"] if path.stem == "comparison" else ["small", "paper"])
+    assert scales == (["small"] if path.stem in ("comparison", "lssar") else ["small", "paper"])
 
 
 def test_the_comparison_has_every_preset():
