@@ -220,7 +220,7 @@ def test_lm_eval_gives_the_same(name, rows, shape, attn, model_of, tmp_path):
     done = subprocess.run(list(map(str, words)), capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     [samples], [results] = ([path.read_text() for path in (tmp_path / "lm").rglob(f"{kind}*")] for kind in ("samples_", "results_"))
-    samples = sorted(map(json.loads, samples.splitlines()), key=lambda sample: sample["doc_id"])
+    samples = sorted(map(json.loads, samples.strip("\n").split("\n")), key=lambda sample: sample["doc_id"])
     theirs = json.loads(results)["results"][f"local_{name}"]
     [row] = evaluate("choice", folder, None, tmp_path, "--data", path)[1]["results"]
     for sample, found in zip(samples, row["log_likelihoods"], strict=True):
