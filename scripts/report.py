@@ -49,11 +49,16 @@ def last_normalizer(run):
     return str(entries[-1] if entries else run.get("arguments", {}).get("attn", "?"))
 
 
+def shape_of(arguments):
+    """What determines the model's shape: --model, or the folder that it was loaded from."""
+    return f"that of {arguments['init-from']}" if arguments.get("init-from") else shown(arguments.get("model")).replace(",", ", ")
+
+
 def summary_row(folder, name, run):
     lines, arguments = plot.read_metrics(folder), run.get("arguments", {})
     finite = {key: [x for x in plot.column(lines, key) if math.isfinite(x)] for key in ("loss", "val_loss", "grad_norm")}
     clip = arguments.get("grad-clip") or math.inf
-    return [name, last_normalizer(run), shown(arguments.get("model")).replace(",", ", "), f"{lines[-1]['step']:,} of {arguments.get('steps', 0):,}", f"{lines[-1]['tokens']:,}",
+    return [name, last_normalizer(run), shape_of(arguments), f"{lines[-1]['step']:,} of {arguments.get('steps', 0):,}", f"{lines[-1]['tokens']:,}",
             text(plot.smooth(plot.column(lines, "loss"))[-1]), text((finite["val_loss"] or [None])[-1]), text(min(finite["val_loss"], default=None)),
             text(max(finite["grad_norm"], default=None), 2), f"{sum(x > clip for x in finite['grad_norm']):,}", duration(plot.seconds(lines)[-1])]
 
