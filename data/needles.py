@@ -11,7 +11,8 @@ stands at a random depth, and at the end the question and its answer,
 
     What is the special magic Tokyo number? The special magic Tokyo number is: 810.
 
-as in the prompts of `eval_gpt2 --task needle --chat raw`. The sequence starts with end-of-text, and its last tokens
+as in the prompts of `eval_gpt2 --task needle --chat raw`. With --questions 3, question and answer stand there three
+times, which teaches a small model to copy after far fewer needles. The sequence starts with end-of-text, and its last tokens
 make way; the number of tokens stays. Sequences in which a document starts are not chosen. Cities come from
 data/cities.txt. Validation shards are copied unchanged.
 """
@@ -78,10 +79,10 @@ def with_needles(tokens, first, args, tokenizer, draw, names):
     out = tokens.copy()
     for i, (at, (city, _, depth)) in enumerate(zip(places, facts)):
         head, digits, end, question = pieces[4 * i:4 * i + 4]
-        needle, tail = np.concatenate([head, digits, end]), np.concatenate([question, digits])
+        needle, tail = np.concatenate([head, digits, end]), np.concatenate([question, digits] * args.questions)
         room = args.seq_len - 1 - len(needle) - len(tail)
         if room < 1:
-            raise DataError(USAGE, f"--seq-len {args.seq_len}: too short, the needle, question and answer for {city} have {len(needle) + len(tail)} tokens.")
+            raise DataError(USAGE, f"--seq-len {args.seq_len}: too short, the needle, questions and answers for {city} have {len(needle) + len(tail)} tokens.")
         hay, before = tokens[at + 1:at + 1 + room], int(room * depth)
         out[at:at + args.seq_len] = np.concatenate([[tokenizer.end_of_text], hay[:before], needle, hay[before:], tail])
     return out, len(places)
@@ -92,7 +93,7 @@ def settings_of(args, sources):
     digest = hashlib.sha256((DATA / "cities.txt").read_bytes())
     for path in (*sources, args.source / "tokenizer.json"):
         digest.update(path.read_bytes())
-    return {"sha256": digest.hexdigest(), "seq_len": args.seq_len, "fraction": args.fraction, "digits": args.digits, "seed": args.seed}
+    return {"sha256": digest.hexdigest(), "seq_len": args.seq_len, "fraction": args.fraction, "digits": args.digits, "questions": args.questions, "seed": args.seed}
 
 
 def flags():
@@ -102,6 +103,7 @@ def flags():
     parser.add_argument("--seq-len", type=shards.count, default=1024, help="the trainer's --seq-len")
     parser.add_argument("--fraction", type=shards.fraction, default=0.1, help="fraction of the training sequences that get a needle")
     parser.add_argument("--digits", type=int, choices=range(1, 19), metavar="1-18", default=7, help="digits of the numbers")
+    parser.add_argument("--questions", type=shards.count, default=1, help="how often question and answer are repeated")
     parser.add_argument("--seed", type=int, default=1337, help="for the choice of sequences, cities, numbers and depths")
     return parser
 

@@ -83,6 +83,17 @@ def test_each_has_its_needle_and_ends_with_the_answer(source, copy):
     assert min(depths) < 0.2 and max(depths) > 0.7 and len(cities) > 20 and len(numbers) > 30
 
 
+def test_questions_are_repeated(source, copy, tmp_path):
+    """The needles are the same; the text before them makes way."""
+    import tokenizers
+    tokenizer = tokenizers.Tokenizer.from_file(str(copy / "tokenizer.json"))
+    script(source, "--out", tmp_path, "--seq-len", T, "--digits", 1, "--questions", 2, "--fraction", 0.01)
+    [row, *_] = [row for row in stream(tmp_path)[:99_840].reshape(-1, T) if "special magic" in tokenizer.decode(row.tolist())]
+    text = tokenizer.decode(row.tolist())
+    question = text[text.rindex("\nWhat is the"):]
+    assert text.endswith(2 * question) and text.count("special magic") == 5 and text.count(question[-2:]) >= 3
+
+
 def test_the_rest_is_copied_and_a_second_call_changes_nothing(source, copy):
     for name in ("d_val_000000.bin", "tokenizer.json"):
         assert (copy / name).read_bytes() == (source / name).read_bytes()
@@ -100,7 +111,7 @@ def test_the_seed_decides(source, copy, tmp_path):
 
 
 @pytest.mark.parametrize("flags, code, message", [
-    (["--seq-len", 64], 2, "--seq-len 64: too short, the needle, question and answer for"),
+    (["--seq-len", 64], 2, "--seq-len 64: too short, the needle, questions and answers for"),
     (["--seq-len", 999, "--fraction", 0.7], 2, "sequences of 999 tokens have no start of a document"),
     (["--fraction", 1.5], 2, "--fraction"),
 ])
