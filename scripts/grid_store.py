@@ -114,7 +114,7 @@ def model_of(grid, row, size):
 
 
 def text_of(texts, name):
-    """A text's fingerprints; where it is unknown, its name stands in for them, so that no two texts are confused."""
+    """A text's fingerprints. The name of a text that does not exist yet takes their place, so that two such texts differ."""
     return texts.get(name) or [f"unknown {name}"] * 2
 
 

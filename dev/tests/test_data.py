@@ -158,11 +158,8 @@ class Crash(BaseException):
     pass
 
 
-def test_resumes_after_a_crash_at_every_step(tmp_path, often, monkeypatch):
-    """The run ends before its n-th sync or rename, for every n; the next run produces the bytes of an uninterrupted
-    run."""
-    write_small(tmp_path / "whole")
-    expected = contents(tmp_path / "whole")
+def crashes(monkeypatch):
+    """{"left": N}: the sync or rename after the next N raises Crash."""
     steps = {"left": 10**9}
 
     def counted(function):
@@ -175,6 +172,15 @@ def test_resumes_after_a_crash_at_every_step(tmp_path, often, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", counted(lambda handle: None))
     monkeypatch.setattr(os, "replace", counted(os.replace))
+    return steps
+
+
+def test_resumes_after_a_crash_at_every_step(tmp_path, often, monkeypatch):
+    """The run ends before its n-th sync or rename, for every n; the next run produces the bytes of an uninterrupted
+    run."""
+    write_small(tmp_path / "whole")
+    expected = contents(tmp_path / "whole")
+    steps = crashes(monkeypatch)
     write_small(tmp_path / "counted")
     total = 10**9 - steps["left"]
     assert total > 90

@@ -4,7 +4,6 @@ import functools
 import http.server
 import json
 import math
-import os
 import struct
 import threading
 
@@ -13,7 +12,7 @@ import pytest
 
 import trainer
 from squad_files import END, facts, question, write, write_bytes_tokenizer
-from test_data import Crash, contents, read_shard, script
+from test_data import Crash, contents, crashes, read_shard, script
 import shards
 import sources
 import squad
@@ -166,18 +165,7 @@ def test_masks_resume_after_a_crash_at_every_step(tmp_path, monkeypatch):
     assert writer.counts["used"] + writer.counts["empty"] == 150 and len(masks) == len(list((tmp_path / "whole").glob("*.bin"))) > 5
     for path in masks:
         assert read_mask(path) == [token % 2 if token != END else 0 for token in read_shard(path.with_suffix(".bin"))]
-    steps = {"left": 10**9}
-
-    def counted(function):
-        def call(*arguments):
-            steps["left"] -= 1
-            if steps["left"] < 0:
-                raise Crash
-            return function(*arguments)
-        return call
-
-    monkeypatch.setattr(os, "fsync", counted(lambda handle: None))
-    monkeypatch.setattr(os, "replace", counted(os.replace))
+    steps = crashes(monkeypatch)
     write_masked(tmp_path / "counted")
     total = 10**9 - steps["left"]
     assert total > 90
