@@ -88,7 +88,7 @@ static real rms_inverse(const real *x, size_t C, real eps) {
 // out[n,c] = inp[n,c] · r_n · weight[c],  r_n = 1/sqrt(mean_c inp[n,c]² + eps)
 //   out (N,C) written   inp (N,C)   weight (C)
 static void rmsnorm_forward(real *out, const real *inp, const real *weight, size_t N, size_t C, real eps) {
-    #pragma omp parallel for schedule(static)
+    #pragma omp parallel for schedule(static) if (N > 1)
     for (size_t n = 0; n < N; n++) {
         real r = rms_inverse(inp + n * C, C, eps);
         #pragma omp simd
@@ -158,7 +158,7 @@ typedef struct {
 //   inputs (N,NH + NKV,HS), inverse (N,NH + NKV): x and r, written for the backward pass; both NULL without one
 static void qk_norm_forward(real *qkv, real *inputs, real *inverse, QkNorm q) {
     size_t HS = q.HS, heads = q.NH + q.NKV, row = (heads + q.NKV) * HS;
-    #pragma omp parallel for schedule(static)
+    #pragma omp parallel for schedule(static) if (q.N > 1)
     for (size_t n = 0; n < q.N; n++) {
         if (inputs) memcpy(inputs + n * heads * HS, qkv + n * row, heads * HS * sizeof *qkv);
         for (size_t h = 0; h < heads; h++) {
@@ -275,7 +275,7 @@ static void rope_head_backward(real *dx, const real *x, const real *inverse, con
 //   qkv (B,T,NH + 2 NKV,HS): q's heads, then k's, then v's   inverse_norms (B,T,NH + NKV) written only with l2
 static void rope_forward(real *qkv, real *inverse_norms, Rope r) {
     size_t heads = r.NH + r.NKV, row = (heads + r.NKV) * r.HS;
-    #pragma omp parallel for schedule(static)
+    #pragma omp parallel for schedule(static) if (r.B * r.T > 1)
     for (size_t n = 0; n < r.B * r.T; n++)
         for (size_t h = 0; h < heads; h++)
             rope_head_forward(qkv + n * row + h * r.HS, inverse_norms + n * heads + h, &r, n % r.T);
@@ -296,7 +296,7 @@ static void rope_backward(real *dqkv, const real *qkv, const real *inverse_norms
 // out[n,f] = silu(gate[n,f]) · up[n,f],  silu(x) = x sigmoid(x)
 //   out (N,F) written   gate_up (N,2F): gate, then up
 static void swiglu_forward(real *out, const real *gate_up, size_t N, size_t F) {
-    #pragma omp parallel for schedule(static)
+    #pragma omp parallel for schedule(static) if (N > 1)
     for (size_t n = 0; n < N; n++) {
         const real *gate = gate_up + n * 2 * F, *up = gate + F;
         #pragma omp simd
@@ -344,7 +344,7 @@ typedef struct {
 // Computes q, k and v from uvz, and applies RoPE to q and k. r.NH and r.NKV are 1.
 static void gau_forward(Projected x, GauGains gains, Rope r, size_t E) {
     size_t HS = r.HS;
-    #pragma omp parallel for schedule(static)
+    #pragma omp parallel for schedule(static) if (r.B * r.T > 1)
     for (size_t n = 0; n < r.B * r.T; n++) {
         const real *v_in = x.joined + n * (2 * E + HS) + E, *z = v_in + E;
         real *q = x.q + n * HS, *k = x.k + n * HS, *inverse = x.inverse_norms + 2 * n;
@@ -411,7 +411,7 @@ static void gau_backward(Projected d, GauGains grads, Projected x, GauGains gain
 // out[n,e] = silu(u[n,e]) · att[n,e]
 //   out (N,E) written   uvz (N,W), whose first E columns are u   att (N,E)
 static void gau_gate_forward(real *out, const real *uvz, const real *att, size_t N, size_t E, size_t W) {
-    #pragma omp parallel for schedule(static)
+    #pragma omp parallel for schedule(static) if (N > 1)
     for (size_t n = 0; n < N; n++) {
         const real *u = uvz + n * W;
         #pragma omp simd
@@ -1044,8 +1044,11 @@ static void model_update(Model *m, AdamW a) {
 // 5. Decoding
 
 enum {
-    PREFILL_ROWS = 512,    // prompt tokens that run through the layers together
-    FEW_ROWS = 8,          // decoding uses matmul_few() for at most this many rows
+    PREFILL_ROWS = 1024,    // prompt tokens that run through the layers together
+    FEW_ROWS = 8,           // decoding uses matmul_few() for at most this many rows
+    // Decoding shares a loop among the threads from this many multiplications on. Below, waking the others takes longer
+    // than the loop, and far longer on a busy machine, where each loop waits until all of them get a core.
+    SHARED_WORK = 1 << 16
 };
 
 typedef struct {
@@ -1209,8 +1212,8 @@ static void keep_weights(Decoder *d, const DecodeRow *row, size_t r, size_t laye
 // same call.
 static void decode_attention(Decoder *d, const DecodeRow *rows, size_t count, size_t layer) {
     const ModelConfig *c = &d->m->config;
-    size_t NH = (size_t)c->heads;
-    #pragma omp parallel for schedule(static)
+    size_t NH = (size_t)c->heads, work = count * (rows[0].position + 1) * (query_width(c) + output_width(c));
+    #pragma omp parallel for schedule(static) if (count > 1)
     for (size_t r = 0; r < count; r++) {
         size_t at = (layer * d->sequences + rows[r].sequence) * d->length + rows[r].position;
         Rope rope = rope_at(d, rows[r].position);
@@ -1220,7 +1223,7 @@ static void decode_attention(Decoder *d, const DecodeRow *rows, size_t count, si
         attention_forward(d->att, d->stats, cached_input(d, rows, 0, layer), layer_scalars(d->m, layer),
                           span_shape(d, rows[0].position, count), d->attention);
     } else {
-        #pragma omp parallel for collapse(2) schedule(dynamic)
+        #pragma omp parallel for collapse(2) schedule(dynamic) if (work >= SHARED_WORK)
         for (size_t r = 0; r < count; r++)
             for (size_t h = 0; h < NH; h++) decode_head(d, &rows[r], r, h, layer);
     }
@@ -1276,7 +1279,7 @@ static inline __attribute__((always_inline)) void four_weights(float *sum, const
 }
 
 static void matmul_one(float *out, const float *inp, WeightMatrix weight, size_t C, size_t OC, bool add) {
-    #pragma omp parallel for schedule(static)
+    #pragma omp parallel for schedule(static) if (C * OC >= SHARED_WORK)
     for (size_t o = 0; o < OC; o += 4) {
         float sum[4];
         if (weight.bf16) four_weights(sum, inp, NULL, weight.bf16 + o * C, OC - o, C);
@@ -1286,7 +1289,7 @@ static void matmul_one(float *out, const float *inp, WeightMatrix weight, size_t
 }
 
 static void matmul_few(float *out, const float *inp, WeightMatrix weight, size_t N, size_t C, size_t OC, bool add) {
-    #pragma omp parallel for schedule(static)
+    #pragma omp parallel for schedule(static) if (N * C * OC >= SHARED_WORK)
     for (size_t o = 0; o < OC; o++) {
         for (size_t r = 0; r < N; r += 4) {
             float sum[4];
@@ -1393,9 +1396,11 @@ static const RunProgram PROGRAM = {
 
 static void describe_matmuls(char *out, size_t size, const Gemm *mm) {
     int threads = omp_get_max_threads();
-    snprintf(out, size, "matmuls   %s by %s%s, %d thread%s on %d rank%s", mm->bf16 ? "bfloat16" : "float32",
+    char tiles[48] = "";
+    if (tiles_are_bf16(mm->tiles)) snprintf(tiles, sizeof tiles, ", in attention by %s", tiles_name(mm->tiles));
+    snprintf(out, size, "matmuls   %s by %s%s%s, %d thread%s on %d rank%s", mm->bf16 ? "bfloat16" : "float32",
              gemm_library().name,
-             mm->bf16 && !mm->native ? " (widened to float32: no bfloat16 matmuls on this CPU)" : "", threads,
+             mm->bf16 && !mm->native ? " (widened to float32: no bfloat16 matmuls on this CPU)" : "", tiles, threads,
              threads == 1 ? "" : "s", process.size, process.size == 1 ? "" : "s");
 }
 

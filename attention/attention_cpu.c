@@ -12,13 +12,14 @@
 enum { BLOCK = 64 };
 
 static size_t block_rows(size_t T) {
-    return T < BLOCK ? T : BLOCK;
+    return T < BLOCK ? tiled(T) : BLOCK;
 }
 
-// The stride between rows of scores: an odd number of cache lines, so that the entries of a column spread over the
-// cache. With a power of two they collide, and matmuls that read the scores by columns take twice as long.
+// The stride between rows of scores, for whole tiles: an odd number of cache lines, so that the entries of a column
+// spread over the cache. With a power of two they collide, and matmuls that read the scores by columns take twice as
+// long.
 static size_t row_step(size_t T) {
-    return ((T + 15) / 16 | 1) * 16;
+    return (tiled(T) / 16 | 1) * 16;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -345,6 +346,10 @@ static real row_backward(const Normalizer *normalizer, real *s, real *dA, Row *r
 // Otherwise (for example, few sequences of the gated unit with its single head), the threads share the matmuls and the
 // rows of each head.
 
+static Tiles tiles_of(const AttentionInput *in) {
+    return in->mm ? in->mm->tiles : TILES_NONE;
+}
+
 // The number of keys of a sequence.
 static size_t key_count(AttentionShape shape) {
     return shape.past + shape.T;
@@ -354,13 +359,13 @@ static bool groups_in_parallel(AttentionShape shape, int threads) {
     return shape.B * shape.NKV >= (size_t)threads;
 }
 
-// A thread's share of the scratch: two blocks of scores (A and dA) and its row buffers.
+// A thread's share of the scratch: two blocks of scores (A and dA), its row buffers, and for tiles a block of queries.
 typedef struct {
-    real *scores, *dscores, *buffers;
+    real *scores, *dscores, *buffers, *q;
 } Part;
 
 static size_t thread_scratch(AttentionShape shape) {
-    return (2 * block_rows(shape.T) + ROW_BUFFERS) * row_step(key_count(shape));
+    return (2 * block_rows(shape.T) + ROW_BUFFERS) * row_step(key_count(shape)) + BLOCK * tiled(shape.HS);
 }
 
 static Part part_of(AttentionShape shape, real *scratch, int thread) {
@@ -368,6 +373,7 @@ static Part part_of(AttentionShape shape, real *scratch, int thread) {
     Part p = {.scores = scratch + (size_t)thread * thread_scratch(shape)};
     p.dscores = p.scores + block;
     p.buffers = p.dscores + block;
+    p.q = p.buffers + ROW_BUFFERS * row_step(key_count(shape));
     return p;
 }
 
@@ -376,12 +382,18 @@ static Part part_of(AttentionShape shape, real *scratch, int thread) {
 enum { ROW_GRADS = SCALAR_STAGES };
 
 static size_t row_grads_size(AttentionShape shape) {
-    return shape.B * shape.NH * shape.T * ROW_GRADS;
+    return (shape.B * shape.NH * shape.T * ROW_GRADS + 15) / 16 * 16;
 }
 
-// The keys and values of the group being processed, and their gradients.
+// The keys and values of the group being processed: packed for tiles in the forward pass; copied, with their gradients
+// and packed keys, in the backward pass.
+static size_t packed_scratch(size_t keys, size_t width) {
+    return tiled(keys) * tiled(width);
+}
+
 static size_t group_scratch(AttentionShape shape) {
-    return 2 * key_count(shape) * (shape.HS + shape.VS);
+    size_t keys = key_count(shape), copies = 2 * keys * (shape.HS + shape.VS), v = packed_scratch(keys, shape.VS);
+    return packed_scratch(keys, shape.HS) + (v < copies ? copies : v);
 }
 
 size_t attention_scratch(AttentionShape shape, int threads) {
@@ -390,11 +402,12 @@ size_t attention_scratch(AttentionShape shape, int threads) {
 }
 
 // What the heads of a group share: k (keys,HS) and v (keys,VS) and, in the backward pass, their gradients. Each block
-// of rows reads them again, so they are copied to adjacent rows unless their rows are adjacent already: the rows of a
-// view of many heads lie far apart and share a few sets of the cache.
+// of rows reads them again, so they are packed for tiles, or else copied to adjacent rows, unless they are adjacent
+// already: the rows of a view of many heads lie far apart and share a few sets of the cache.
 typedef struct {
     size_t b, kv;
     const real *k, *v;
+    const void *packed_k, *packed_v;    // k transposed (HS,keys), and v
     real *dk, *dv;
 } Group;
 
@@ -419,11 +432,30 @@ static const real *copy_in(ConstView all, const Group *group, size_t width, size
     return copy;
 }
 
+// Where packed values or copies begin in a group's space, after packed keys.
+static real *after_keys(AttentionShape shape, real *scratch) {
+    return group_space(shape, scratch) + packed_scratch(key_count(shape), shape.HS);
+}
+
 static void copy_in_keys(Group *group, const AttentionInput *in, AttentionShape shape, real *scratch) {
     size_t keys = key_count(shape);
-    real *k = group_space(shape, scratch), *v = k + keys * shape.HS;
+    real *k = after_keys(shape, scratch), *v = k + keys * shape.HS;
     group->k = copy_in(in->k, group, shape.HS, keys, k);
     group->v = copy_in(in->v, group, shape.VS, keys, v);
+}
+
+static void pack_keys(Group *group, const AttentionInput *in, AttentionShape shape, real *scratch) {
+    size_t keys = key_count(shape);
+    const real *k = in->k.p + group_offset(group, keys, in->k.row, in->k.head);
+    group->packed_k = group_space(shape, scratch);
+    tiles_pack_transposed(tiles_of(in), group_space(shape, scratch), k, in->k.row, shape.HS, keys);
+}
+
+static void pack_values(Group *group, const AttentionInput *in, AttentionShape shape, real *scratch) {
+    size_t keys = key_count(shape);
+    const real *v = in->v.p + group_offset(group, keys, in->v.row, in->v.head);
+    group->packed_v = after_keys(shape, scratch);
+    tiles_pack(tiles_of(in), after_keys(shape, scratch), v, in->v.row, keys, shape.VS);
 }
 
 // Where a gradient is summed: in place if its rows are adjacent, else in `copy`, for copy_out().
@@ -440,17 +472,17 @@ static void copy_out(View all, const Group *group, const real *from, size_t widt
 // Query head j of a group: where its position 0 lies in each array. q's row stride is that of the whole array.
 typedef struct {
     size_t h;
-    const real *q, *k, *v;    // k and v: those of the group
-    const int32_t *first;     // (T) or NULL
-    size_t rows, out;         // offsets in (B,NH,T), in (B,T,NH,VS)
+    const Group *group;
+    const real *q;
+    const int32_t *first;    // (T) or NULL
+    size_t rows, out;        // offsets in (B,NH,T), in (B,T,NH,VS)
 } Head;
 
 static Head head_of(AttentionShape shape, const AttentionInput *in, const Group *group, size_t j) {
     size_t b = group->b, t = b * shape.T, h = group->kv * (shape.NH / shape.NKV) + j;
     return (Head){.h = h,
+                  .group = group,
                   .q = in->q.p + t * in->q.row + h * in->q.head,
-                  .k = group->k,
-                  .v = group->v,
                   .first = in->first ? in->first + t : NULL,
                   .rows = (b * shape.NH + h) * shape.T,
                   .out = (t * shape.NH + h) * shape.VS};
@@ -467,6 +499,7 @@ typedef struct {
 
 static RowBlock block_at(const Head *head, size_t from, AttentionShape shape) {
     size_t rows = shape.T - from < BLOCK ? shape.T - from : BLOCK, low = first_key(head, from);
+    if (head->group->packed_k) low = low / TILE * TILE;
     return (RowBlock){from, rows, low, shape.past + from + rows - low};
 }
 
@@ -484,34 +517,107 @@ static void hide(real *scores, const Row *row, size_t hidden, size_t keys) {
     memset(scores + end, 0, (keys - end) * sizeof *scores);
 }
 
-static uint64_t head_forward(real *out, real *stats, Head head, const AttentionInput *in, Scalars scalars,
+static void tiled_scores(const Head *head, const AttentionInput *in, AttentionShape shape, Part part, RowBlock at,
+                         bool share) {
+    size_t HS = shape.HS, ld = row_step(key_count(shape));
+    Tiles tiles = tiles_of(in);
+    size_t q_bytes = tiles_row(tiles, HS);
+    tiles_left(tiles, part.q, head->q + at.from * in->q.row, in->q.row, at.rows, HS);
+    #pragma omp parallel if (share)
+    {
+        tiles_begin(tiles);
+        #pragma omp for schedule(static)
+        for (size_t key = 0; key < at.keys; key += TILE) {
+            const void *k = tiles_at(tiles, head->group->packed_k, HS, 0, at.low + key);
+            for (size_t r = 0; r < at.rows; r += TILE)
+                tiles_multiply(tiles, part.scores + r * ld + key, ld, (char *)part.q + r * q_bytes, q_bytes, k,
+                               tiled(HS));
+        }
+        tiles_end(tiles);
+    }
+}
+
+// part.scores (rows,keys) = q · k of a block of rows
+static void block_scores(const Head *head, const AttentionInput *in, AttentionShape shape, Part part, RowBlock at,
+                         bool share) {
+    if (head->group->packed_k) {
+        tiled_scores(head, in, shape, part, at, share);
+        return;
+    }
+    gemm(in->mm, at.rows, at.keys, shape.HS, as_stored(head->q + at.from * in->q.row, in->q.row),
+         transposed(head->group->k + at.low * shape.HS, shape.HS), 0, part.scores, row_step(key_count(shape)));
+}
+
+// The weights of a block of rows for tiles: part.scores, or rounded in the place of dA, with the same distance between
+// rows.
+static real *tiled_weights(Tiles tiles, Part part) {
+    return tiles_are_bf16(tiles) ? part.dscores : part.scores;
+}
+
+static void tiled_output(real *out, const real *factor, const Head *head, const AttentionInput *in,
+                         AttentionShape shape, Part part, RowBlock at, bool share) {
+    size_t VS = shape.VS, step = shape.NH * VS, ld = row_step(key_count(shape));
+    Tiles tiles = tiles_of(in);
+    const real *weights = tiled_weights(tiles, part);
+    #pragma omp parallel if (share)
+    {
+        real tile[TILE * TILE];
+        tiles_begin(tiles);
+        #pragma omp for schedule(static)
+        for (size_t col = 0; col < VS; col += TILE) {
+            const void *v = tiles_at(tiles, head->group->packed_v, key_count(shape), at.low, col);
+            size_t cols = VS - col < TILE ? VS - col : TILE;
+            for (size_t r = 0; r < at.rows; r++) {
+                if (r % TILE == 0)
+                    tiles_multiply(tiles, tile, TILE, weights + r * ld, ld * sizeof *weights, v, tiled(at.keys));
+                #pragma omp simd
+                for (size_t c = 0; c < cols; c++) out[r * step + col + c] = factor[r] * tile[r % TILE * TILE + c];
+            }
+        }
+        tiles_end(tiles);
+    }
+}
+
+// out (rows,VS) = factor · weights · v of a block of rows.
+static void block_output(real *out, const real *factor, const Head *head, const AttentionInput *in,
+                         AttentionShape shape, Part part, RowBlock at, bool share) {
+    size_t VS = shape.VS, step = shape.NH * VS;
+    if (head->group->packed_v) {
+        tiled_output(out, factor, head, in, shape, part, at, share);
+        return;
+    }
+    gemm(in->mm, at.rows, VS, at.keys, as_stored(part.scores, row_step(key_count(shape))),
+         as_stored(head->group->v + at.low * VS, VS), 0, out, step);
+    for (size_t r = 0; r < at.rows; r++) {
+        #pragma omp simd
+        for (size_t c = 0; c < VS; c++) out[r * step + c] *= factor[r];
+    }
+}
+
+static uint64_t head_forward(real *out, real *stats, const Head *head, const AttentionInput *in, Scalars scalars,
                              AttentionShape shape, Part part, bool share) {
-    size_t T = shape.T, HS = shape.HS, VS = shape.VS, step = shape.NH * VS, ld = row_step(key_count(shape));
+    size_t ld = row_step(key_count(shape));
+    Tiles tiles = tiles_of(in);
     uint64_t all_zero = 0;
-    out += head.out;
-    stats += head.rows * ROW_STATS;
-    for (size_t from = 0; from < T; from += BLOCK) {
-        RowBlock at = block_at(&head, from, shape);
+    out += head->out;
+    stats += head->rows * ROW_STATS;
+    for (size_t from = 0; from < shape.T; from += BLOCK) {
+        RowBlock at = block_at(head, from, shape);
         real factor[BLOCK];
-        gemm(in->mm, at.rows, at.keys, HS, as_stored(head.q + from * in->q.row, in->q.row),
-             transposed(head.k + at.low * HS, HS), 0, part.scores, ld);
+        block_scores(head, in, shape, part, at, share);
         #pragma omp parallel for schedule(static) reduction(+ : all_zero) if (share)
         for (size_t r = 0; r < at.rows; r++) {
             bool weight;
             size_t hidden;
-            Row row = block_row(shape, scalars, &head, at, r, &hidden);
+            Row row = block_row(shape, scalars, head, at, r, &hidden);
             real *scores = part.scores + r * ld;
             factor[r] = row_forward(shape.normalizer, scores + hidden, &row, &weight);
-            hide(scores, &row, hidden, at.keys);
+            hide(scores, &row, hidden, tiled(at.keys));
+            if (tiles_are_bf16(tiles)) tiles_left(tiles, part.dscores + r * ld, scores, 0, 1, at.keys);
             row_keep(&row, stats + ROW_STATS * (from + r));
             all_zero += !weight;
         }
-        gemm(in->mm, at.rows, VS, at.keys, as_stored(part.scores, ld), as_stored(head.v + at.low * VS, VS), 0,
-             out + from * step, step);
-        for (size_t r = 0; r < at.rows; r++) {
-            #pragma omp simd
-            for (size_t c = 0; c < VS; c++) out[(from + r) * step + c] *= factor[r];
-        }
+        block_output(out + from * shape.NH * shape.VS, factor, head, in, shape, part, at, share);
     }
     return all_zero;
 }
@@ -545,9 +651,14 @@ uint64_t attention_forward(real *out, real *stats, AttentionInput in, Scalars sc
     for (size_t i = 0; i < shape.B * shape.NKV; i++) {
         Part part = part_of(shape, scratch, omp_get_thread_num());
         Group group = group_of(shape, i);
-        copy_in_keys(&group, &in, shape, scratch);
-        for (size_t j = 0; j < shape.NH / shape.NKV; j++)
-            all_zero += head_forward(out, stats, head_of(shape, &in, &group, j), &in, scalars, shape, part, !each);
+        if (tiles_of(&in)) {
+            pack_keys(&group, &in, shape, scratch);
+            pack_values(&group, &in, shape, scratch);
+        } else copy_in_keys(&group, &in, shape, scratch);
+        for (size_t j = 0; j < shape.NH / shape.NKV; j++) {
+            Head head = head_of(shape, &in, &group, j);
+            all_zero += head_forward(out, stats, &head, &in, scalars, shape, part, !each);
+        }
     }
     return all_zero;
 }
@@ -602,10 +713,10 @@ static void head_backward(const Backward *pass, const Group *group, const Head *
     size_t last = (T - 1) / BLOCK * BLOCK;
     for (size_t from = last;; from -= BLOCK) {
         RowBlock at = block_at(head, from, shape);
-        const real *k = head->k + at.low * HS, *v = head->v + at.low * VS;
+        const real *k = head->group->k + at.low * HS, *v = head->group->v + at.low * VS;
         const real *dout = pass->dout + head->out + from * step;
         Matrix q = as_stored(head->q + from * in->q.row, in->q.row), dO = as_stored(dout, step);
-        gemm(in->mm, at.rows, at.keys, HS, q, transposed(k, HS), 0, part.scores, ld);
+        block_scores(head, in, shape, part, at, share);
         gemm(in->mm, at.rows, at.keys, VS, dO, transposed(v, VS), 0, part.dscores, ld);
         block_backward(pass, head, at, scalars, shape, part, share);
         real beta = from == last && !head->first && !add ? 0 : 1;
@@ -621,7 +732,8 @@ static void group_backward(const Backward *pass, size_t i, Scalars scalars, Atte
     size_t T = shape.T, HS = shape.HS, VS = shape.VS;
     Group group = group_of(shape, i);
     copy_in_keys(&group, pass->in, shape, pass->scratch);
-    real *dk = group_space(shape, pass->scratch) + T * (HS + VS), *dv = dk + T * HS;
+    if (tiles_of(pass->in)) pack_keys(&group, pass->in, shape, pass->scratch);
+    real *dk = after_keys(shape, pass->scratch) + T * (HS + VS), *dv = dk + T * HS;
     group.dk = sum_in(pass->d.k, &group, HS, T, dk);
     group.dv = sum_in(pass->d.v, &group, VS, T, dv);
     for (size_t j = 0; j < shape.NH / shape.NKV; j++) {

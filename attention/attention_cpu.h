@@ -43,7 +43,9 @@ typedef struct {
 typedef struct {
     ConstView q, k, v;
     const int32_t *first;
-    const Gemm *mm;    // for the matmuls; may be NULL
+    // For the matmuls; may be NULL. With mm->tiles, the forward pass multiplies q, k, v and the weights rounded to
+    // bfloat16, and the backward pass recomputes the same scores.
+    const Gemm *mm;
 } AttentionInput;
 
 typedef struct {

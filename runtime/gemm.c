@@ -436,6 +436,7 @@ void gemm_start(Gemm *mm, bool bf16) {
     *mm = (Gemm){.bf16 = bf16};
     if (bf16) mm->primitives = primitives_start();
     if (bf16) mm->native = bf16_works(mm);
+    mm->tiles = tiles_available(bf16);
     if (BUFFER) mm->spread = aligned_alloc(64, BUFFER * sizeof *mm->spread);
     if (BUFFER && !mm->spread)
         fail(EXIT_RESOURCE, "out of memory for the %zu bytes of a matmul.", sizeof(float[BUFFER]));

@@ -38,6 +38,7 @@ typedef struct {
     const char *arg;            // how --help names the value: N, X, GLOB, DIR
     const char *group;          // the heading in --help; rows of a group are consecutive
     const char *help;           // one line that states the unit and the meaning of 0
+    unsigned uses;              // for the program's own checks
     bool on_resume;             // --resume may change this flag
     const char *resume_hint;    // if not: a sentence for the message that says what to do instead
     bool given;                 // set by the parser if the flag is on the command line

@@ -37,7 +37,8 @@ def sequences(T):
 def ours(name, T, seconds, heads=HEADS, B=None):
     """Milliseconds forward and backward, and the peak resident size in MB."""
     words = [BENCH, name, T, B or sequences(T), heads, SIZE, seconds]
-    return [float(x) for x in subprocess.run(list(map(str, words)), capture_output=True, text=True, check=True).stdout.split()]
+    result = subprocess.run(list(map(str, words)), capture_output=True, text=True, check=True)
+    return [float(x) for x in result.stdout.split()]
 
 
 def torch_step(name, T):
@@ -55,7 +56,8 @@ def torch_step(name, T):
     if name == "softmax":
         formula = lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     else:
-        compiled = torch.compile(lambda q, k, v, *of: reference.attention(q, k, v, normalizer, T, dict(zip(scalars, of))), dynamic=False)
+        attention = lambda q, k, v, *of: reference.attention(q, k, v, normalizer, T, dict(zip(scalars, of)))
+        compiled = torch.compile(attention, dynamic=False)
         formula = lambda: compiled(*inputs)
 
     def step():
@@ -89,7 +91,8 @@ def measure(presets, lengths, torch_lengths, rounds, seconds):
             for name in presets if round_ % 2 == 0 else reversed(presets):
                 a, b = ours(name, T, seconds)[:2], torch_rate(name, T, seconds) if T in torch_lengths else None
                 found.setdefault((name, T), []).append((a, b))
-                print(f"round {round_ + 1}: T={T} {name:22} ours {sum(a):8.2f} ms  torch {sum(b) if b else float('nan'):8.2f} ms", flush=True)
+                print(f"round {round_ + 1}: T={T} {name:22} ours {sum(a):8.2f} ms  torch "
+                      f"{sum(b) if b else float('nan'):8.2f} ms", flush=True)
     return found
 
 
@@ -105,21 +108,24 @@ def table(found, presets, lengths, memory):
         for name in presets:
             here = found[name, T]
             milliseconds = statistics.median(sum(a) for a, _ in here)
+            of_softmax = statistics.median(sum(a) / sum(s) for (a, _), (s, _) in zip(here, base)) if base else None
             rows.append({"name": name, "T": T, "forward_ms": statistics.median(a[0] for a, _ in here),
                          "backward_ms": statistics.median(a[1] for a, _ in here), "ms": milliseconds,
-                         "torch_ms": median_of(here, lambda a, b: sum(b)), "times_torch": median_of(here, lambda a, b: sum(b) / sum(a)),
-                         "of_softmax": statistics.median(sum(a) / sum(s) for (a, _), (s, _) in zip(here, base)) if base else None,
-                         "memory": memory.get(name)})
+                         "torch_ms": median_of(here, lambda a, b: sum(b)),
+                         "times_torch": median_of(here, lambda a, b: sum(b) / sum(a)),
+                         "of_softmax": of_softmax, "memory": memory.get(name)})
     return rows
 
 
 def print_table(rows):
-    print(f"\n| normalizer | T | forward ms | backward ms | PyTorch ms | PyTorch/ours | ours/our softmax | peak at T = {LONGEST:,} over softmax's |")
+    print("\n| normalizer | T | forward ms | backward ms | PyTorch ms | PyTorch/ours | ours/our softmax | peak at T = "
+          f"{LONGEST:,} over softmax's |")
     print("|---|---|---|---|---|---|---|---|")
     for r in rows:
         of_softmax = f"{r['of_softmax']:.2f}" if r["of_softmax"] else ""
         memory = f"{r['memory']:.2f}" if r["memory"] else ""
-        print(f"| {r['name']} | {r['T']} | {r['forward_ms']:.2f} | {r['backward_ms']:.2f} | {r['torch_ms']:.2f} | {r['times_torch']:.2f} | {of_softmax} | {memory} |")
+        print(f"| {r['name']} | {r['T']} | {r['forward_ms']:.2f} | {r['backward_ms']:.2f} | {r['torch_ms']:.2f} | "
+              f"{r['times_torch']:.2f} | {of_softmax} | {memory} |")
 
 
 def draw(rows, lengths, path):
@@ -133,7 +139,8 @@ def draw(rows, lengths, path):
         axis.barh([y + 0.2 for y in at], [r["ms"] for r in here], 0.4, label="ours")
         if any(r["torch_ms"] == r["torch_ms"] for r in here):
             axis.barh([y - 0.2 for y in at], [r["torch_ms"] for r in here], 0.4, label="PyTorch")
-        axis.set(title=f"T = {T}", xlabel="ms, forward and backward", yticks=list(at), yticklabels=[r["name"] for r in here])
+        axis.set(title=f"T = {T}", xlabel="ms, forward and backward", yticks=list(at),
+                 yticklabels=[r["name"] for r in here])
         axis.invert_yaxis()
         axis.legend()
     figure.tight_layout()
@@ -148,7 +155,8 @@ def main():
     parser.add_argument("--attn", default="", help="comma-separated presets; default: all")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=0.5, help="seconds per measurement")
-    parser.add_argument("--memory", default="", help="presets whose peak resident size is measured, at 16,384 tokens and 6 heads")
+    parser.add_argument("--memory", default="",
+                        help="presets whose peak resident size is measured, at 16,384 tokens and 6 heads")
     parser.add_argument("--json")
     parser.add_argument("--chart")
     arguments = parser.parse_args()
@@ -156,7 +164,8 @@ def main():
     subprocess.run(["make", "-s", "train_gpt2", "build/bench/attention_cpu"], check=True)
     presets = arguments.attn.split(",") if arguments.attn else names()
     lengths = [int(T) for T in arguments.lengths.split(",")]
-    peaks = {name: ours(name, LONGEST, 0, heads=HEADS // 2, B=1)[2] for name in dict.fromkeys(["softmax", *arguments.memory.split(",")]) if arguments.memory}
+    peaks = {name: ours(name, LONGEST, 0, heads=HEADS // 2, B=1)[2]
+             for name in dict.fromkeys(["softmax", *arguments.memory.split(",")]) if arguments.memory}
     torch_lengths = [int(T) for T in arguments.torch_lengths.split(",")] if arguments.torch_lengths else lengths
     found = measure(presets, lengths, torch_lengths, arguments.rounds, arguments.seconds)
     rows = table(found, presets, lengths, {name: peak / peaks["softmax"] for name, peak in peaks.items()})

@@ -52,8 +52,9 @@ from flash_types import Shape, arrays_for, scalar_names
 HEADS, SIZE, TOKENS, SETS, ROUNDS = 12, 64, 16384, 4, 2
 SWEEP, LENGTHS = (4096, 1024, 2048, 8192, 16384), (4096, 1024)        # those that the bounds are about come first
 # One of each kind: if time is short, these are measured and the others left.
-FIRST = ("softmax", "lssar", "ssmax", "softmax-recentered-l1", "gelu-l1", "sigmoid", "softpick", "softmax-sink", "softplus-l1", "relu2-n", "softmax-recentered",
-         "mish-l1", "lssa", "softmax1", "ssmax-bias", "ssmax-pn", "identity-l1", "exp")
+FIRST = ("softmax", "lssar", "ssmax", "softmax-recentered-l1", "gelu-l1", "sigmoid", "softpick", "softmax-sink",
+         "softplus-l1", "relu2-n", "softmax-recentered", "mish-l1", "lssa", "softmax1", "ssmax-bias", "ssmax-pn",
+         "identity-l1", "exp")
 LIMIT = 150                      # seconds after which a case, or its compilation, has failed
 DRY = False
 
@@ -70,7 +71,8 @@ def shape_of(T):
 # ---------------------------------------------------------------- inputs
 
 class Case:
-    """A normalizer at a length: sets of inputs, and the scalars that it has. q, k, v (B,NH,T,HS) are views of a (B,T,3,NH,HS) array."""
+    """A normalizer at a length: sets of inputs, and the scalars that it has. q, k, v (B,NH,T,HS) are views of a
+    (B,T,3,NH,HS) array."""
 
     def __init__(self, name, T, sets):
         self.name, self.T, self.shape = name, T, shape_of(T)
@@ -112,7 +114,8 @@ class Flash:
         size = max(1, count * torch.empty((), dtype=dtype).element_size())
         if self.library.cudaMalloc(ctypes.byref(where), ctypes.c_size_t(size)):
             raise MemoryError(f"{size} bytes of the emulated device")
-        return torch.frombuffer((ctypes.c_char * size).from_address(where.value), dtype=dtype, count=count).view(shape).zero_()
+        raw = (ctypes.c_char * size).from_address(where.value)
+        return torch.frombuffer(raw, dtype=dtype, count=count).view(shape).zero_()
 
     def copy(self, x):
         return self.tensor(x.shape, x.dtype).copy_(x)
@@ -126,8 +129,9 @@ class Flash:
 
     def run(self, name, shape, arrays, all_zero_rows, scratch, backward):
         stream = 0 if DRY else torch.cuda.current_stream().cuda_stream
-        self.library.flash_on_device(name.encode(), ctypes.byref(shape), ctypes.byref(arrays), ctypes.c_void_p(all_zero_rows.data_ptr()),
-                                     ctypes.c_void_p(scratch.data_ptr()), ctypes.c_bool(backward), ctypes.c_void_p(stream))
+        self.library.flash_on_device(name.encode(), ctypes.byref(shape), ctypes.byref(arrays),
+                                     ctypes.c_void_p(all_zero_rows.data_ptr()), ctypes.c_void_p(scratch.data_ptr()),
+                                     ctypes.c_bool(backward), ctypes.c_void_p(stream))
 
 
 class Ours:
@@ -146,8 +150,10 @@ class Ours:
         """(tensors, their addresses) for a set."""
         B, T, NH, HS = self.case.shape
         new = self.flash.tensor
-        x = {"joined": joined, "dout": dout, "out": new((B, T, NH, HS), torch.bfloat16), "djoined": new(joined.shape, torch.bfloat16),
-             "stats": new((self.flash.stats(self.case.name, self.shape),), torch.float32), **{"d" + key: new(value.shape, torch.float32) for key, value in self.scalars.items()}}
+        x = {"joined": joined, "dout": dout, "out": new((B, T, NH, HS), torch.bfloat16),
+             "djoined": new(joined.shape, torch.bfloat16),
+             "stats": new((self.flash.stats(self.case.name, self.shape),), torch.float32),
+             **{"d" + key: new(value.shape, torch.float32) for key, value in self.scalars.items()}}
         if DRY:
             x.update(joined=self.flash.copy(joined), dout=self.flash.copy(dout))
         arrays, step = arrays_for(self.flash.library), NH * HS * 2                        # bytes from q to k to v
@@ -191,7 +197,8 @@ def formula(q, k, v, case, scalars):
     """The reference's formula, with matmuls in the inputs' type and rows in float32."""
     normalizer, (n, visible) = case.normalizer, rows(case, q.device)
     scores = (q @ k.transpose(-1, -2)).float()
-    z = reference.scale_of_row(normalizer.scale, n, SIZE, case.T, scalars) * scores + reference.offset_of_row(normalizer.offset, n, case.T)
+    z = (reference.scale_of_row(normalizer.scale, n, SIZE, case.T, scalars) * scores
+         + reference.offset_of_row(normalizer.offset, n, case.T))
     A = reference.normalized(z, visible, normalizer.norm, n, case.T, normalizer.phi, scalars.get("sink"))
     return reference.posted(A, visible, normalizer.post, n).to(v.dtype) @ v
 
@@ -200,7 +207,8 @@ def is_softmax(normalizer):
     """True for a softmax of scaled scores, possibly with a constant or a sink added to Z, without Z, negated, or minus
     its mean."""
     return (normalizer.phi == "exp" and normalizer.offset == "none" and normalizer.norm.startswith(("l1", "none"))
-            and normalizer.post in ("none", "negate", "recenter") and (normalizer.post == "none" or normalizer.norm == "l1"))
+            and normalizer.post in ("none", "negate", "recenter")
+            and (normalizer.post == "none" or normalizer.norm == "l1"))
 
 
 def needs_sum(normalizer):
@@ -405,7 +413,8 @@ class Timed:
         self.record = {"forward_ms": [], "both_ms": [], "error": judge.error(variant), "allowed": judge.allowed}
         self.record["wrong"] = not self.record["error"] <= judge.allowed
         self.record["peak_gb"] = variant.peak_gb()
-        passes = [[lambda i=i: variant.forward(i) for i in range(sets)], [lambda i=i: variant.both(i) for i in range(sets)]]
+        passes = [[lambda i=i: variant.forward(i) for i in range(sets)],
+                  [lambda i=i: variant.both(i) for i in range(sets)]]
         self.record["graph"] = False
         if not DRY:
             passes = [graphs(calls) for calls in passes]
@@ -453,8 +462,10 @@ def measure(name, T, ways, flash, rounds, seconds, watch, beside=None):
         watch.way = way
         try:
             timed[way] = Timed(Ours(case, flash) if way == "ours" else Torch(case, way), judge, sets)
-        except (RuntimeError, NotImplementedError, ValueError, ImportError) as error:          # out of memory, or an unsupported shape
-            found[way] = {"failed": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error).strip() else ''}"}
+        except (RuntimeError, NotImplementedError, ValueError, ImportError) as error:
+            # Out of memory, or an unsupported shape.
+            said = str(error).strip().splitlines()[0][:200] if str(error).strip() else ""
+            found[way] = {"failed": f"{type(error).__name__}: {said}"}
     for round_ in range(rounds):
         for way in list(timed) if round_ % 2 == 0 else reversed(list(timed)):
             watch.way = way
@@ -462,7 +473,8 @@ def measure(name, T, ways, flash, rounds, seconds, watch, beside=None):
                 beside.round(seconds)
             timed[way].round(seconds)
             if beside and way == "ours":
-                timed[way].record.setdefault("of_softmax", []).append(timed[way].record["both_ms"][-1] / beside.record["both_ms"][-1])
+                ratio = timed[way].record["both_ms"][-1] / beside.record["both_ms"][-1]
+                timed[way].record.setdefault("of_softmax", []).append(ratio)
     return {**found, **{way: t.record for way, t in timed.items()}}
 
 
@@ -471,7 +483,8 @@ def say(name, T, found):
         if "failed" in record:
             print(f"T={T:6} {name:24} {way:11} {record['failed']}", flush=True)
         else:
-            print(f"T={T:6} {name:24} {way:11} forward {statistics.median(record['forward_ms']):8.3f} ms, both {statistics.median(record['both_ms']):8.3f} ms, "
+            print(f"T={T:6} {name:24} {way:11} forward {statistics.median(record['forward_ms']):8.3f} "
+                  f"ms, both {statistics.median(record['both_ms']):8.3f} ms, "
                   f"error {record['error']:.1e}{' WRONG' if record['wrong'] else ''}", flush=True)
 
 
@@ -493,7 +506,8 @@ class Budget:
 
 def has(report, part, **keys):
     """True for failed cases as well, so that a method that does not exist here is tried only once."""
-    return any(all(r.get(k) == v for k, v in {**keys, "device": device()}.items()) for r in report.part(part)["records"])
+    return any(all(r.get(k) == v for k, v in {**keys, "device": device()}.items())
+               for r in report.part(part)["records"])
 
 
 def part_attention(report, options, flash):
@@ -513,7 +527,8 @@ def part_attention(report, options, flash):
         say("softmax", T, found)
         keep(report, "attention", "softmax", T, found)
     for T in options.lengths:
-        wanted = [name for name in options.attn if name != "softmax" and not has(report, "attention", attn=name, T=T, way="ours")]
+        wanted = [name for name in options.attn
+                  if name != "softmax" and not has(report, "attention", attn=name, T=T, way="ours")]
         beside = None
         for name in wanted:
             if budget.left() < 10:
@@ -550,11 +565,13 @@ def warm(options, cases, budget):
         seconds = min(LIMIT, budget.left())
         if seconds < 30:
             return None
-        words = [sys.executable, __file__, str(options.report), "warm", "--attn", name, "--lengths", str(T), "--way", way]
+        words = [sys.executable, __file__, str(options.report), "warm", "--attn", name, "--lengths", str(T),
+                 "--way", way]
         try:
             one_thread = dict(os.environ, TORCHINDUCTOR_COMPILE_THREADS="1")
             result = subprocess.run(words, capture_output=True, text=True, timeout=seconds, env=one_thread)
-            print(f"compiled {name} T={T} {way}: {'done' if result.returncode == 0 else result.stderr.strip().splitlines()[-1:]}", flush=True)
+            print(f"compiled {name} T={T} {way}: "
+                  f"{'done' if result.returncode == 0 else result.stderr.strip().splitlines()[-1:]}", flush=True)
             return case
         except subprocess.TimeoutExpired:
             print(f"compiled {name} T={T} {way}: timed out after {seconds:.0f} s", flush=True)
@@ -621,11 +638,13 @@ def cell(value, digits=2):
 def ms(record, key):
     if record is None:
         return ""
-    return record["failed"][:60] if record.get("failed") else cell(statistics.median(record[key]), 3) + (" (wrong)" if record["wrong"] else "")
+    return (record["failed"][:60] if record.get("failed")
+            else cell(statistics.median(record[key]), 3) + (" (wrong)" if record["wrong"] else ""))
 
 
 def notes_of(left_out):
-    shape = f"{HEADS} heads of {SIZE}, bf16, causal, {TOKENS:,} tokens per batch" if not DRY else f"{shape_of(0)[2]} heads of {SIZE}, a dry run on the CPU: the times mean nothing"
+    shape = (f"{HEADS} heads of {SIZE}, bf16, causal, {TOKENS:,} tokens per batch" if not DRY
+             else f"{shape_of(0)[2]} heads of {SIZE}, a dry run on the CPU: the times mean nothing")
     return [f"{shape}; PyTorch {torch.__version__}; medians over the rounds, which alternate between the variants",
             *([f"not measured, no time left: {', '.join(left_out)}; rerun the part"] if left_out else [])]
 
@@ -641,12 +660,14 @@ def tables_attention(report, left_out):
             continue
         row = [T, *(ms(r, key) for key in ("forward_ms", "both_ms") for r in (ours, flash, cudnn))]
         for key in ("forward_ms", "both_ms"):
-            row.append(cell(gpu_report.ratio(flash, ours, key)) if flash and not ours.get("failed") and not flash.get("failed") else "")
+            both = flash and not ours.get("failed") and not flash.get("failed")
+            row.append(cell(gpu_report.ratio(flash, ours, key)) if both else "")
         flops = 2 * 2 * shape_of(T)[0] * shape_of(T)[2] * T * (T + 1) / 2 * SIZE
         row.append(cell(3.5 * flops / statistics.median(ours["both_ms"]) / 1e9, 0) if not ours.get("failed") else "")
         table.append(row + [cell(r.get("peak_gb")) if r else "" for r in (ours, flash)])
-    report.table("attention", "softmax, ms", ["T", "ours forward", "SDPA flash", "SDPA cuDNN", "ours both", "SDPA flash", "SDPA cuDNN", "flash/ours forward",
-                                              "flash/ours both", "ours TFLOP/s both", "peak GB ours", "peak GB flash"], table,
+    report.table("attention", "softmax, ms",
+                 ["T", "ours forward", "SDPA flash", "SDPA cuDNN", "ours both", "SDPA flash", "SDPA cuDNN",
+                  "flash/ours forward", "flash/ours both", "ours TFLOP/s both", "peak GB ours", "peak GB flash"], table,
                  notes_of(left_out) + ["TFLOP/s: as usual, 3.5 times the forward pass's matmuls over the causal half"])
     names = list(dict.fromkeys(r["attn"] for r in records if r["attn"] != "softmax"))
     table = []
@@ -657,7 +678,8 @@ def tables_attention(report, left_out):
             of_softmax = cell(statistics.median(ours["of_softmax"])) if ours and "of_softmax" in ours else ""
             row += [ms(ours, "forward_ms"), ms(ours, "both_ms"), of_softmax]
         table.append(row)
-    head = [f"T = {T} {what}" for T in sorted({r["T"] for r in records if r["attn"] != "softmax"}) for what in ("forward", "both", "of softmax")]
+    head = [f"T = {T} {what}" for T in sorted({r["T"] for r in records if r["attn"] != "softmax"})
+            for what in ("forward", "both", "of softmax")]
     report.table("attention", "Ours by normalizer, ms", ["normalizer", *head], table, notes_of(left_out))
 
 
@@ -667,14 +689,18 @@ def tables_others(report, left_out):
         table = []
         for name in dict.fromkeys(r["attn"] for r in records):
             by_way = {r["way"]: r for r in records if r["attn"] == name and r["T"] == T}
-            ours, good = by_way.get("ours"), [r for way, r in by_way.items() if way != "ours" and not r.get("failed") and not r.get("wrong")]
+            ours = by_way.get("ours")
+            good = [r for way, r in by_way.items() if way != "ours" and not r.get("failed") and not r.get("wrong")]
             usable = ours and not ours.get("failed") and good
             fastest = min(good, key=lambda r: statistics.median(r["both_ms"])) if good else None
-            table.append([f"`{name}`", ms(ours, "both_ms"), *(ms(by_way.get(way), "both_ms") for way in gpu_report.PYTORCH),
-                          cell(gpu_report.ratio(fastest, ours)) if usable else "", fastest["way"] if fastest else "", cell(ours.get("peak_gb")) if ours else "",
+            table.append([f"`{name}`", ms(ours, "both_ms"),
+                          *(ms(by_way.get(way), "both_ms") for way in gpu_report.PYTORCH),
+                          cell(gpu_report.ratio(fastest, ours)) if usable else "", fastest["way"] if fastest else "",
+                          cell(ours.get("peak_gb")) if ours else "",
                           cell(by_way["compile"].get("peak_gb")) if "compile" in by_way else ""])
         report.table("others", f"Forward and backward at T = {T}, ms",
-                     ["normalizer", "ours", *gpu_report.PYTORCH, "fastest/ours", "fastest", "peak GB ours", "peak GB compile"], table, notes_of(left_out))
+                     ["normalizer", "ours", *gpu_report.PYTORCH, "fastest/ours", "fastest", "peak GB ours",
+                      "peak GB compile"], table, notes_of(left_out))
 
 
 # ---------------------------------------------------------------- the command line
@@ -685,7 +711,8 @@ def parse():
     parser.add_argument("part", choices=("attention", "others", "warm"), help="warm: used by `others`")
     parser.add_argument("--attn", default="", help="comma-separated presets; default: all")
     parser.add_argument("--lengths", default="", help="default: 4096,1024")
-    parser.add_argument("--sweep", default="", help="lengths for softmax in the part 'attention'; default: 1024 to 16384")
+    parser.add_argument("--sweep", default="",
+                        help="lengths for softmax in the part 'attention'; default: 1024 to 16384")
     parser.add_argument("--way", help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, default=0.15, help="seconds per measurement")
     parser.add_argument("--budget", type=float, default=500,
@@ -698,8 +725,10 @@ def parse():
     numbers = lambda text, default: [int(x) for x in text.split(",")] if text else list(default)
     options.lengths = numbers(options.lengths, (17, 33) if DRY else LENGTHS)
     options.sweep = numbers(options.sweep, (17, 33) if DRY else SWEEP)
-    options.attn = options.attn.split(",") if options.attn else [*FIRST, *(name for name in reference.PRESETS if name not in FIRST)]
-    options.library = options.library or str(ROOT / ("build/on_cpu/flash.so" if DRY else "build/gpu_programs/cuda/flash.so"))
+    options.attn = (options.attn.split(",") if options.attn
+                    else [*FIRST, *(name for name in reference.PRESETS if name not in FIRST)])
+    built = "build/on_cpu/flash.so" if DRY else "build/gpu_programs/cuda/flash.so"
+    options.library = options.library or str(ROOT / built)
     return options
 
 
@@ -715,8 +744,10 @@ def main():
     flash = Flash(options.library)
     left_out = {"attention": part_attention, "others": part_others}[options.part](report, options, flash)
     report.save()
-    wrong = [f"{r['attn']} T={r['T']}" for r in report.part(options.part)["records"] if r["way"] == "ours" and (r.get("wrong") or r.get("failed"))]
-    print(f"attention_gpu: {len(report.part(options.part)['records'])} records" + (f"; ours wrong: {', '.join(wrong)}" if wrong else "")
+    wrong = [f"{r['attn']} T={r['T']}" for r in report.part(options.part)["records"]
+             if r["way"] == "ours" and (r.get("wrong") or r.get("failed"))]
+    print(f"attention_gpu: {len(report.part(options.part)['records'])} records"
+          + (f"; ours wrong: {', '.join(wrong)}" if wrong else "")
           + (f"; left: {', '.join(left_out)}" if left_out else ""))
     return gpu_report.FAILED if wrong else gpu_report.UNFINISHED if left_out else 0
 

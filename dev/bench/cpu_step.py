@@ -107,7 +107,8 @@ def torch_steps(variant, dtype, B, T, steps, threads):
     model = torch_model()(T)
     decayed = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]
-    optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}],
+    optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": WEIGHT_DECAY},
+                                   {"params": others, "weight_decay": 0.0}],
                                   lr=LR, betas=BETAS, eps=EPS, fused=True)
     forward = torch.compile(model) if variant == "compile" else model
     tokens = torch.randint(0, VOCAB, (UNCOUNTED_STEPS + steps, B, T + 1))
@@ -171,7 +172,8 @@ def run_torch(what, dtype, B, T, options):
 
 
 def write_shard(path, count, vocab=VOCAB):
-    """A shard of random tokens, the last of the vocabulary first: the header's 256 int32, then uint16 (doc/data.md, "Files")."""
+    """A shard of random tokens, the last of the vocabulary first: the header's 256 int32, then uint16 (doc/data.md,
+    "Files")."""
     rng = random.Random(0)
     tokens = [vocab - 1] + [rng.randrange(vocab) for _ in range(count - 1)]
     path.write_bytes(struct.pack("<256i", 20240520, 1, count, *([0] * 253)) + struct.pack(f"<{count}H", *tokens))
@@ -188,11 +190,13 @@ def first_step_ms(path):
 
 
 def run_ours(dtype, B, T, options, folder):
-    """One run of our trainer: milliseconds of each counted step, seconds from exec until step 1 begins, peak memory in GB."""
+    """One run of our trainer: milliseconds of each counted step, seconds from exec until step 1 begins, peak memory in
+    GB."""
     out = folder / "run"
     command = [options.ours, "--train-data", f"{folder}/*_train_*.bin", "--val-data", f"{folder}/*_val_*.bin",
                "--model", "124M", "--attn", "softmax", "--dtype", dtype, "--batch", B, "--seq-len", T,
-               "--steps", UNCOUNTED_STEPS + options.steps, "--val-every", 0, "--sample-every", 0, "--ckpt-every", 0, "--out", out]
+               "--steps", UNCOUNTED_STEPS + options.steps, "--val-every", 0, "--sample-every", 0, "--ckpt-every", 0,
+               "--out", out]
     log = folder / "ours.log"
     start = time.perf_counter()
     with open(log, "w") as file:
@@ -206,7 +210,8 @@ def run_ours(dtype, B, T, options, folder):
         pid, status, usage = os.wait4(process.pid, os.WNOHANG)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode != 0:
-        raise SystemExit(f"cpu_step: {options.ours} ended with exit code {process.returncode}:\n{log.read_text()[-2000:]}")
+        raise SystemExit(f"cpu_step: {options.ours} ended with exit code {process.returncode}:\n"
+                         f"{log.read_text()[-2000:]}")
     ms = [json.loads(line)["ms"] for line in (out / "metrics.jsonl").read_text().splitlines()]
     shutil.rmtree(out)
     return ms[UNCOUNTED_STEPS:], step_1_began, usage.ru_maxrss * 1024 / 1e9
@@ -290,15 +295,16 @@ def machine():
     facts = dict(line.replace("\t", "").split(":", 1) for line in lines if ":" in line)
     flags = facts.get("flags", "").split()
     units = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in flags]
-    return f"{facts.get('model name', platform.processor()).strip()} (family {facts.get('cpu family', ' ?').strip()}, " \
-           f"model {facts.get('model', ' ?').strip()}; {', '.join(units)}), {os.cpu_count()} cores"
+    return (f"{facts.get('model name', platform.processor()).strip()} (family {facts.get('cpu family', ' ?').strip()}, "
+            f"model {facts.get('model', ' ?').strip()}; {', '.join(units)}), {os.cpu_count()} cores")
 
 
 def parse():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--cases", default=CASES, help="dtype:BxT, comma-separated (default: %(default)s)")
     parser.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated, from %(default)s")
-    parser.add_argument("--rounds", type=int, default=3, help="number of times each process runs (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3,
+                        help="number of times each process runs (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=4, help="counted steps per process (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)),
                         help="threads on each side (default: all cores)")
@@ -334,7 +340,8 @@ def main():
         return child(json.loads(sys.argv[2]))
     parser, options = parse()
     cases = parse_cases(parser, options.cases)
-    version = subprocess.run([sys.executable, "-c", "import torch; print(torch.__version__)"], capture_output=True, text=True)
+    version = subprocess.run([sys.executable, "-c", "import torch; print(torch.__version__)"], capture_output=True,
+                             text=True)
     if version.returncode != 0:
         parser.error("PyTorch is missing: run scripts/setup.sh --test and use .venv/bin/python")
     about = {"machine": machine(), "date": datetime.date.today().isoformat(), "torch": version.stdout.strip(),
@@ -347,8 +354,8 @@ def main():
         write_shard(folder / "random_val_000000.bin", tokens)
         records, rates = measure(cases, options, folder)
     about["gflops"] = rates
-    print(f"{about['machine']}; {about['date']}; torch {about['torch']}; {options.threads} threads, {options.rounds} rounds of "
-          f"{options.steps} steps\n{about['command']}")
+    print(f"{about['machine']}; {about['date']}; torch {about['torch']}; {options.threads} threads, {options.rounds} "
+          f"rounds of {options.steps} steps\n{about['command']}")
     print("torch.matmul: " + ", ".join(f"{dtype} {rate:.0f} GFLOP/s" for dtype, rate in rates.items()) + "\n")
     print(table(cases, options, records, rates))
     if options.json:

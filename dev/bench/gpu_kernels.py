@@ -1,8 +1,10 @@
 """Runs only the kernels of attention (flash.so), for the tools that observe a GPU's kernels. Needs NumPy, but no
 PyTorch and no cuBLASLt.
 
-    python3 dev/bench/gpu_kernels.py run FLASH.SO bf16|fp32 ATTN T HS VS [B NH]     one forward and backward pass; checks that its results are finite
-    python3 dev/bench/gpu_kernels.py count REPORT FLASH.SO [ATTN...]                the instructions that each kernel issues, by ncu
+    python3 dev/bench/gpu_kernels.py run FLASH.SO bf16|fp32 ATTN T HS VS [B NH]
+        one forward and backward pass; checks that its results are finite
+    python3 dev/bench/gpu_kernels.py count REPORT FLASH.SO [ATTN...]
+        the instructions that each kernel issues, by ncu
 
 A kernel issues a·T² + b·T + c instructions over T tokens. Counts at three lengths give a, the share of the main loops
 without prologue and epilogue. The table gives the instructions that a warp issues for 32×64 scores, next to the count
@@ -30,7 +32,8 @@ from flash_types import Shape, arrays_for, scalars_at_start
 METRIC = "smsp__inst_issued.sum"
 KERNELS = ("flash_forward_kernel", "flash_dq_kernel", "flash_dkv_kernel")
 LENGTHS, HEADS, SIZE = (1024, 2048, 4096), 4, 64
-COUNTED = ("softmax", "sigmoid", "softplus-l1", "mish-l1", "gelu-l1", "relu2-n", "softpick", "softmax-recentered", "softmax-recentered-l1", "lssar")
+COUNTED = ("softmax", "sigmoid", "softplus-l1", "mish-l1", "gelu-l1", "relu2-n", "softpick", "softmax-recentered",
+           "softmax-recentered-l1", "lssar")
 TILE = 32 * 64
 
 
@@ -89,7 +92,8 @@ def parse_counts(text):
     lines = text.splitlines()
     head = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
     if head is None:
-        reason = next((line for line in lines if "ERR_NVGPUCTRPERM" in line or "==ERROR==" in line), "ncu printed no table")
+        reason = next((line for line in lines if "ERR_NVGPUCTRPERM" in line or "==ERROR==" in line),
+                      "ncu printed no table")
         raise NotPermitted(reason.strip())
     counts = {}
     for row in csv.DictReader(io.StringIO("\n".join(lines[head:]))):
@@ -100,8 +104,9 @@ def parse_counts(text):
 
 
 def count(library, attn, T):
-    command = ["ncu", "--csv", "--metrics", METRIC, "--clock-control", "none", "--kernel-name", f"regex:{'|'.join(KERNELS)}",
-               sys.executable, __file__, "run", library, "bf16", attn, str(T), str(SIZE), str(SIZE), "1", str(HEADS)]
+    command = ["ncu", "--csv", "--metrics", METRIC, "--clock-control", "none",
+               "--kernel-name", f"regex:{'|'.join(KERNELS)}", sys.executable, __file__, "run", library, "bf16", attn,
+               str(T), str(SIZE), str(SIZE), "1", str(HEADS)]
     result = subprocess.run(command, capture_output=True, text=True)
     return parse_counts(result.stdout + result.stderr)
 
@@ -116,9 +121,11 @@ def per_tile(by_length):
 
 def by_sass(attn):
     """{kernel: instructions} of dev/bench/sass.py for a preset; {} if it cannot run (without nvdisasm, for example)."""
-    result = subprocess.run([sys.executable, ROOT / "dev/bench/sass.py", "--json", attn], capture_output=True, text=True)
+    result = subprocess.run([sys.executable, ROOT / "dev/bench/sass.py", "--json", attn], capture_output=True,
+                            text=True)
     try:
-        return {f"flash_{row['kernel']}_kernel": row["issued"] for row in json.loads(result.stdout)["rows"] if row["preset"] == attn}
+        return {f"flash_{row['kernel']}_kernel": row["issued"]
+                for row in json.loads(result.stdout)["rows"] if row["preset"] == attn}
     except (ValueError, KeyError):
         return {}
 
@@ -126,7 +133,8 @@ def by_sass(attn):
 def main_count(folder, library, *names):
     report = gpu_report.Report(folder)
     report.resume("counters")
-    wanted = [attn for attn in names or COUNTED if not any(record["attn"] == attn for record in report.part("counters")["records"])]
+    wanted = [attn for attn in names or COUNTED
+              if not any(record["attn"] == attn for record in report.part("counters")["records"])]
     with ThreadPoolExecutor() as pool:
         expected = dict(zip(wanted, pool.map(by_sass, wanted)))
     for attn in wanted:
@@ -138,7 +146,8 @@ def main_count(folder, library, *names):
         for kernel in KERNELS:
             by_length = {T: counts[T][kernel] for T in LENGTHS if kernel in counts[T]}
             if len(by_length) == len(LENGTHS):
-                report.record("counters", {"attn": attn, "kernel": kernel}, issued=per_tile(by_length), by_sass=expected[attn].get(kernel))
+                report.record("counters", {"attn": attn, "kernel": kernel}, issued=per_tile(by_length),
+                              by_sass=expected[attn].get(kernel))
         tabulate(report)
         report.save()
     print(f"{len(report.part('counters')['records'])} kernels counted")
@@ -149,8 +158,8 @@ def tabulate(report):
     rows = []
     for record in report.part("counters")["records"]:
         issued, expected = record["issued"], record["by_sass"]
-        rows.append([f"`{record['attn']}`", re.sub(r"flash_|_kernel", "", record["kernel"]), f"{issued:.0f}", f"{expected:.0f}" if expected else "",
-                     f"{issued / expected:.2f}" if expected else ""])
+        rows.append([f"`{record['attn']}`", re.sub(r"flash_|_kernel", "", record["kernel"]), f"{issued:.0f}",
+                     f"{expected:.0f}" if expected else "", f"{issued / expected:.2f}" if expected else ""])
     report.table("counters", "Instructions that a warp issues for 32×64 scores, bf16, heads of 64",
                  ["normalizer", "kernel", "by ncu", "by sass.py", "ncu / sass.py"], rows,
                  [f"ncu's {METRIC} at T = {', '.join(map(str, LENGTHS))}; the part that grows with T²",

@@ -1,22 +1,22 @@
 """The report of scripts/gpu_check.sh: report.json, and report.md generated from it, in one folder. A part adds its
 section and leaves the others alone.
 
-    python3 dev/bench/gpu_report.py FOLDER state PART                      prints new, unfinished, done or failed
-    python3 dev/bench/gpu_report.py FOLDER begin PART                      until `end`, the part is "unfinished"
+    python3 dev/bench/gpu_report.py FOLDER state PART                 prints new, unfinished, done or failed
+    python3 dev/bench/gpu_report.py FOLDER begin PART                 until `end`, the part is "unfinished"
     python3 dev/bench/gpu_report.py FOLDER check PART NAME VERDICT SECONDS DETAIL
-    python3 dev/bench/gpu_report.py FOLDER passed PART NAME                exit code 0 if that check passed in this version on this device
+    python3 dev/bench/gpu_report.py FOLDER passed PART NAME           exit code 0: passed, by this version and device
     python3 dev/bench/gpu_report.py FOLDER fact PART TEXT...
-    python3 dev/bench/gpu_report.py FOLDER end PART [STATUS]               without STATUS, the checks decide: failed, unfinished or done
-    python3 dev/bench/gpu_report.py FOLDER postpone PART...                there was no time for what is left of these
-    python3 dev/bench/gpu_report.py FOLDER took PART SECONDS               adds to the time that the part took over all calls
+    python3 dev/bench/gpu_report.py FOLDER end PART [STATUS]          without STATUS, the checks decide
+    python3 dev/bench/gpu_report.py FOLDER postpone PART...           there was no time for what is left of these
+    python3 dev/bench/gpu_report.py FOLDER took PART SECONDS          adds to the time that the part took over all calls
     python3 dev/bench/gpu_report.py FOLDER forget PART
-    python3 dev/bench/gpu_report.py FOLDER summary                         prints a line for each part
-    python3 dev/bench/gpu_report.py FOLDER device                          prints the GPU, or CPU
-    python3 dev/bench/gpu_report.py FOLDER status [PART...]                exit code 1: a part failed; 75: unfinished; 77: there was no GPU
-    python3 dev/bench/gpu_report.py FOLDER version PART                    prints a hash of the sources that the part depends on
-    python3 dev/bench/gpu_report.py FOLDER curves PART RUN RUN...    tables of losses, compared with the first run's
-    python3 dev/bench/gpu_report.py compare same RUN RUN                   do two runs agree to the last bit?
-    python3 dev/bench/gpu_report.py compare close X RUN RUN                are two runs' losses at most X apart?
+    python3 dev/bench/gpu_report.py FOLDER summary                    prints a line for each part
+    python3 dev/bench/gpu_report.py FOLDER device                     prints the GPU, or CPU
+    python3 dev/bench/gpu_report.py FOLDER status [PART...]           exit code 1: failed; 75: unfinished; 77: no GPU
+    python3 dev/bench/gpu_report.py FOLDER version PART               a hash of the sources that the part depends on
+    python3 dev/bench/gpu_report.py FOLDER curves PART RUN RUN...     tables of losses, compared with the first run's
+    python3 dev/bench/gpu_report.py compare same RUN RUN              do two runs agree to the last bit?
+    python3 dev/bench/gpu_report.py compare close X RUN RUN           are two runs' losses at most X apart?
 
 A section has status, date, device, version, facts (lines), checks, tables {title: {head, rows, notes}}, records (one
 dict per timed case), and curves. A check's verdict is "ok", "info" (it did not pass, but nothing depends on it), "left"
@@ -48,10 +48,14 @@ PROGRAM_SOURCES = ("Makefile", "*.c", "*.h", "*.cu", "attention/**/*", "cuda/**/
 FLASH_SO = "dev/tests/flash_so.cu"
 TIMES_ATTENTION = ("dev/bench/attention_gpu.py", "dev/reference/model.py", FLASH_SO)
 TIMES_STEPS = ("dev/bench/gpu_step.py", "dev/bench/cpu_step.py")
+EVALUATES = (*TIMES_STEPS, "dev/bench/gpu_eval.py", "eval/*", "data/cities.txt",
+             *(f"dev/tests/{name}.py" for name in ("test_eval_cuda", "byte_text", "tiny", "trainer")))
 TESTS = ("dev/tests/*.cu", "dev/tests/*.h", "dev/tests/test_flash.py", "dev/reference/*.*", "dev/reference/fixtures/*")
-PART_SOURCES = {"build": ("eval/*", "data/cities.txt", "dev/tests/*.cu", "dev/tests/*.h", "dev/reference/*.h", "dev/cuda_on_cpu/*"), "tests": TESTS,
-                "sanitizer": (*TESTS, "dev/bench/gpu_kernels.py"), "counters": ("dev/bench/gpu_kernels.py", "dev/bench/sass*.py", FLASH_SO),
-                "attention": TIMES_ATTENTION, "others": TIMES_ATTENTION, "step": TIMES_STEPS, "memory": TIMES_STEPS, "larger": TIMES_STEPS}
+BUILT = ("eval/*", "data/cities.txt", "dev/tests/*.cu", "dev/tests/*.h", "dev/reference/*.h", "dev/cuda_on_cpu/*")
+PART_SOURCES = {"build": BUILT, "tests": TESTS, "sanitizer": (*TESTS, "dev/bench/gpu_kernels.py"),
+                "counters": ("dev/bench/gpu_kernels.py", "dev/bench/sass*.py", FLASH_SO), "attention": TIMES_ATTENTION,
+                "others": TIMES_ATTENTION, "step": TIMES_STEPS, "memory": TIMES_STEPS, "larger": TIMES_STEPS,
+                "evaluation": EVALUATES}
 # The functions and lists of scripts/gpu_check.sh that determine what these parts run.
 PART_RECIPES = {"train": ("recipe", "run", "run_cpu", "curves_beside", "part_train"),
                 "determinism": ("recipe", "run", "same_runs", "free_run", "part_determinism"),
@@ -138,14 +142,17 @@ class Report:
         return status if status in ("done", "failed") else "unfinished"
 
     def passed(self, name, check):
-        return self.is_current(name) and any(c["name"] == check and c["verdict"] in ("ok", "info") for c in self.part(name)["checks"])
+        return self.is_current(name) and any(c["name"] == check and c["verdict"] in ("ok", "info")
+                                             for c in self.part(name)["checks"])
 
     def begin(self, name):
         """Opens a section. If it was begun for these sources on this device, its passed checks and timed cases stay,
         and the part resumes."""
         before = self.parts[name] if self.is_current(name) else {}
-        self.parts[name] = {"status": "unfinished", "date": datetime.date.today().isoformat(), "device": device(), "version": version(name),
-                            "seconds": before.get("seconds", 0), "facts": before.get("facts", []), "checks": [c for c in before.get("checks", []) if c["verdict"] in ("ok", "info")],
+        self.parts[name] = {"status": "unfinished", "date": datetime.date.today().isoformat(), "device": device(),
+                            "version": version(name), "seconds": before.get("seconds", 0),
+                            "facts": before.get("facts", []),
+                            "checks": [c for c in before.get("checks", []) if c["verdict"] in ("ok", "info")],
                             "tables": before.get("tables", {}), "records": before.get("records", []),
                             **{key: before[key] for key in ("curves", "profile") if key in before}}
 
@@ -173,11 +180,13 @@ class Report:
         records.append({**keys, **figures})
 
     def table(self, part, title, head, rows, notes=()):
-        self.part(part)["tables"][title] = {"head": list(head), "rows": [list(map(str, row)) for row in rows], "notes": list(notes)}
+        self.part(part)["tables"][title] = {"head": list(head), "rows": [list(map(str, row)) for row in rows],
+                                            "notes": list(notes)}
 
     def save(self):
         self.folder.mkdir(parents=True, exist_ok=True)
-        for name, text in (("report.json", json.dumps({"parts": self.parts}, indent=1) + "\n"), ("report.md", markdown(self.parts))):
+        for name, text in (("report.json", json.dumps({"parts": self.parts}, indent=1) + "\n"),
+                           ("report.md", markdown(self.parts))):
             new = self.folder / f"{name}.new"
             new.write_text(text)
             new.replace(self.folder / name)
@@ -188,7 +197,8 @@ class Report:
 def timed(parts, part, **keys):
     """Records with these keys that were timed on a GPU and gave the right values."""
     return [r for r in parts.get(part, {}).get("records", [])
-            if r.get("device") == "cuda" and not r.get("failed") and not r.get("wrong") and all(r.get(k) == v for k, v in keys.items())]
+            if r.get("device") == "cuda" and not r.get("failed") and not r.get("wrong")
+            and all(r.get(k) == v for k, v in keys.items())]
 
 
 def case_of(parts, part, **keys):
@@ -216,7 +226,8 @@ def against_flash(parts):
     for ours in timed(parts, "attention", attn="softmax", way="ours"):
         flash = case_of(parts, "attention", attn="softmax", way="sdpa-flash", T=ours["T"])
         if ours["T"] >= 2048 and flash:
-            found += [(ratio(flash, ours, key), f"T = {ours['T']}, {what}") for key, what in (("forward_ms", "forward"), ("both_ms", "forward and backward"))]
+            found += [(ratio(flash, ours, key), f"T = {ours['T']}, {what}")
+                      for key, what in (("forward_ms", "forward"), ("both_ms", "forward and backward"))]
     return found
 
 
@@ -257,6 +268,12 @@ def step_rate(parts):
     return [(r["tok_per_s"] / 1e3, f"B = {r['B']}") for r in timed(parts, "step", model="124M", variant="ours")]
 
 
+def evaluation_ratio(parts, case):
+    """(ratio, case): eval_gpt2cu's tokens per second over those of the trainer's forward pass."""
+    ours, forward = (case_of(parts, "evaluation", case=name, dtype="bf16") for name in (case, "forward"))
+    return [(ours["tok_per_s"] / forward["tok_per_s"], "bf16")] if ours and forward else []
+
+
 def bounds(parts):
     """Rows: what | must | aim | measured | case (and of how many) | verdict. The worst case counts; for the step, the
     better batch."""
@@ -265,13 +282,16 @@ def bounds(parts):
     def row(what, sign, must, aim, found, pick, unit=""):
         value, case = pick(found, default=(None, ""))
         passes = lambda bound: bound is None or (value >= bound if sign == "≥" else value <= bound)
-        verdict = MISSING if value is None else "below must" if not passes(must) else "PASS, aim reached" if passes(aim) else "PASS"
-        rows.append([what, *("" if bound is None else f"{sign} {bound:g}{unit}" for bound in (must, aim)),
-                     MISSING if value is None else f"{value:.2f}{unit}", f"{case} (of {len(found)})" if found else "", verdict])
+        verdict = (MISSING if value is None else "below must" if not passes(must)
+                   else "PASS, aim reached" if passes(aim) else "PASS")
+        bounds = ["" if bound is None else f"{sign} {bound:g}{unit}" for bound in (must, aim)]
+        measured = MISSING if value is None else f"{value:.2f}{unit}"
+        rows.append([what, *bounds, measured, f"{case} (of {len(found)})" if found else "", verdict])
 
     sweeps, fold = (lambda name: name in SWEEPS), (lambda name: folded(parts, name))
     row("flash softmax, T ≥ 2k: time of SDPA flash over ours", "≥", 0.85, 1.0, against_flash(parts), min)
-    row("one-pass normalizers: time over our softmax's", "≤", 1.10, 1.05, against_softmax(parts, lambda name: not sweeps(name)), max)
+    row("one-pass normalizers: time over our softmax's", "≤", 1.10, 1.05,
+        against_softmax(parts, lambda name: not sweeps(name)), max)
     row("lssar, recenter-l1: time over our softmax's", "≤", 2.0, 1.35, against_softmax(parts, sweeps), max)
     row("normalizers that no SDPA call computes, T = 4k: time of the fastest PyTorch method over ours", "≥", 3.0, 10.0,
         against_pytorch(parts, lambda name: not fold(name)), min)
@@ -279,24 +299,29 @@ def bounds(parts):
         against_pytorch(parts, fold), min)
     row("124M step: our tokens per second over torch.compile's", "≥", 1.0, 1.25, step_ratio(parts), max)
     row("124M step: tokens per second", "≥", None, 550, step_rate(parts), max, " K")
+    row("124M evaluation, T = 10,240: its tokens per second over the trainer's forward pass", "≥", 0.8, 1.0,
+        evaluation_ratio(parts, "evaluation"), min)
+    row("124M, a needle's prompt of 8,000 tokens: the same", "≥", None, 0.8, evaluation_ratio(parts, "prefill"), min)
     return rows
 
 
 # ---------------------------------------------------------------- report.md
 
 def table_text(head, rows):
+    escaped = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    return "\n".join(lines + ["| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in row) + " |" for row in rows])
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in escaped])
 
 
 def section_text(name, part):
     status = part.get("status", "unfinished")
-    facts = [status, f"{part.get('seconds', 0):.0f} s", part.get("date", ""), part.get("device", ""), f"sources {part.get('version', '')}"]
+    facts = [status, f"{part.get('seconds', 0):.0f} s", part.get("date", ""), part.get("device", ""),
+             f"sources {part.get('version', '')}"]
     lines = [f"## {name}", "", "; ".join(facts)]
     lines += ["", *(f"- {fact}" for fact in part["facts"])] if part["facts"] else []
     if part["checks"]:
-        lines += ["", table_text(["check", "verdict", "seconds", "last line"],
-                                 [[c["name"], c["verdict"], f"{c['seconds']:.0f}", c["detail"][:160]] for c in part["checks"]])]
+        checks = [[c["name"], c["verdict"], f"{c['seconds']:.0f}", c["detail"][:160]] for c in part["checks"]]
+        lines += ["", table_text(["check", "verdict", "seconds", "last line"], checks)]
     for title, table in part["tables"].items():
         lines += ["", f"**{title}**", "", table_text(table["head"], table["rows"])]
         lines += ["", *(f"- {note}" for note in table["notes"])] if table["notes"] else []
@@ -318,10 +343,12 @@ def summary(parts):
     """A line for each part: its status, its time, what failed, and what is left."""
     lines = []
     for name, part in parts.items():
-        named = {word: [c["name"] for c in part["checks"] if c["verdict"].startswith(word)] for word in ("FAILED", "left", "info")}
+        named = {word: [c["name"] for c in part["checks"] if c["verdict"].startswith(word)]
+                 for word in ("FAILED", "left", "info")}
         more = {word: f" and {len(found) - 4} more" if len(found) > 4 else "" for word, found in named.items()}
         shown = "; ".join(f"{word}: {', '.join(found[:4])}{more[word]}" for word, found in named.items() if found)
-        lines.append(f"{name:12} {part.get('status', 'unfinished'):12} {part.get('seconds', 0):5.0f} s  {shown}".rstrip())
+        lines.append(f"{name:12} {part.get('status', 'unfinished'):12} "
+                     f"{part.get('seconds', 0):5.0f} s  {shown}".rstrip())
     return "\n".join(lines)
 
 
@@ -342,9 +369,12 @@ def curves(report, part, runs, early=10, every=20):
         steps = min(len(values), len(base))
         apart = [abs(a - b) for a, b in zip(values, base)]
         bound_early, bound = (1e-4, 0.05) if "fp32" in name else (5e-3, 0.1)
-        fine = 0 < steps == len(base) == len(values) and all(x <= bound_early for x in apart[:early]) and all(x <= bound for x in apart)    # false for a NaN
+        # A NaN makes it false.
+        fine = (0 < steps == len(base) == len(values) and all(x <= bound_early for x in apart[:early])
+                and all(x <= bound for x in apart))
         good = good and fine
-        rows.append([name, f"{max(apart[:early]):.2g}", f"{bound_early:g}", f"{max(apart):.2g}", f"{bound:g}", f"{values[-1]:.4f}", "ok" if fine else "FAILED"])
+        rows.append([name, f"{max(apart[:early]):.2g}", f"{bound_early:g}", f"{max(apart):.2g}", f"{bound:g}",
+                     f"{values[-1]:.4f}", "ok" if fine else "FAILED"])
     at = sorted({0, *range(every - 1, len(base), every), len(base) - 1})
     report.table(part, f"Losses compared with {first}'s ({len(base)} steps, {base[0]:.4f} to {base[-1]:.4f})",
                  ["run", f"largest difference, first {early} steps", "allowed", "all steps", "allowed", "final loss",
@@ -360,7 +390,8 @@ def checkpoint_hashes(run):
     folder = max((Path(run) / "ckpt").glob("step-*"), default=None)
     if folder is None:
         return {}
-    return {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in ("model.safetensors", "optimizer.safetensors")}
+    return {name: hashlib.sha256((folder / name).read_bytes()).hexdigest()
+            for name in ("model.safetensors", "optimizer.safetensors")}
 
 
 def same(a, b):
@@ -372,7 +403,8 @@ def same(a, b):
     hashes = checkpoint_hashes(a), checkpoint_hashes(b)
     if not hashes[0] or hashes[0] != hashes[1]:
         return False, "no checkpoint" if not hashes[0] else "the metrics agree, the checkpoints do not"
-    return True, f"{len(lines[0])} steps, model {hashes[0]['model.safetensors'][:16]}, moments {hashes[0]['optimizer.safetensors'][:16]}"
+    return (True, f"{len(lines[0])} steps, model {hashes[0]['model.safetensors'][:16]}, moments "
+                  f"{hashes[0]['optimizer.safetensors'][:16]}")
 
 
 def close(bound, a, b):
@@ -380,7 +412,8 @@ def close(bound, a, b):
     losses = [[m["loss"] for m in metrics(run)] for run in (a, b)]
     apart = [abs(x - y) for x, y in zip(*losses)]
     fine = len(losses[0]) == len(losses[1]) > 0 and all(x <= bound for x in apart)          # false for a NaN
-    return fine, f"{len(losses[0])} and {len(losses[1])} steps, largest difference {max(apart, default=math.nan):.2g}, allowed {bound:g}"
+    return (fine, f"{len(losses[0])} and {len(losses[1])} steps, largest difference "
+                  f"{max(apart, default=math.nan):.2g}, allowed {bound:g}")
 
 
 # ---------------------------------------------------------------- the command line
@@ -422,8 +455,8 @@ def verdict_of(compare, *words):
 
 # How many words follow a verb: at least and at most (None: any number).
 COUNTS = {"state": (1, 1), "begin": (1, 1), "check": (5, 5), "passed": (2, 2), "fact": (1, None), "end": (1, 2),
-          "postpone": (1, None), "took": (2, 2), "forget": (1, 1), "summary": (0, 0), "device": (0, 0), "status": (0, None),
-          "version": (1, 1), "curves": (2, None)}
+          "postpone": (1, None), "took": (2, 2), "forget": (1, 1), "summary": (0, 0), "device": (0, 0),
+          "status": (0, None), "version": (1, 1), "curves": (2, None)}
 COMPARISONS = {"same": (2, 2), "close": (3, 3)}
 
 
@@ -474,9 +507,10 @@ def main():
         return 0
     if verb == "passed":
         return 0 if report.passed(part, words[1]) else FAILED
-    writers = {"begin": report.begin, "end": report.end, "postpone": report.postpone, "forget": lambda name: report.parts.pop(name, None),
-               "check": lambda part, name, verdict, seconds, detail:
-                   add_check(report, part, name, verdict, number(seconds), detail),
+    writers = {"begin": report.begin, "end": report.end, "postpone": report.postpone,
+               "forget": lambda name: report.parts.pop(name, None),
+               "check": lambda part, name, verdict, seconds, detail: (
+                   add_check(report, part, name, verdict, number(seconds), detail)),
                "fact": lambda *x: add_facts(report, *x),
                "took": lambda part, seconds: add_seconds(report, part, number(seconds)),
                "curves": lambda name, *runs: verdict_of(lambda: curves(report, name, runs))}

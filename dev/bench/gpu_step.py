@@ -100,7 +100,8 @@ def torch_steps(task):
     if not torch.isfinite(loss).item():
         raise SystemExit(f"gpu_step: the loss is {loss.item()}")
     ms = [1e3 * (b - a) for a, b in zip(ends, ends[1:])][task["uncounted"] - 1:]
-    peak, reserved = (0, 0) if DRY else (torch.cuda.max_memory_allocated() / 1e9, torch.cuda.max_memory_reserved() / 1e9)
+    peak = 0 if DRY else torch.cuda.max_memory_allocated() / 1e9
+    reserved = 0 if DRY else torch.cuda.max_memory_reserved() / 1e9
     return {"ms": ms, "peak_gb": peak, "reserved_gb": reserved}
 
 
@@ -235,8 +236,8 @@ def spec(model):
 
 
 def our_command(options, model, B, T, steps, data):
-    words = [options.ours, "--train-data", f"{data}/*_train_*.bin", "--model", spec(model), "--attn", "softmax", "--dtype", "bf16", "--batch", B, "--seq-len", T,
-             "--steps", steps, "--val-every", 0, "--ckpt-every", 0]
+    words = [options.ours, "--train-data", f"{data}/*_train_*.bin", "--model", spec(model), "--attn", "softmax",
+             "--dtype", "bf16", "--batch", B, "--seq-len", T, "--steps", steps, "--val-every", 0, "--ckpt-every", 0]
     return [str(word) for word in words]
 
 
@@ -253,16 +254,20 @@ def run_ours(options, model, B, T, steps, profile=False):
     with scratch_folder() as name:
         data, out = Path(name), Path(name) / "run"
         cpu_step.write_shard(data / "random_train_000001.bin", 2 * B * T + 1, sizes(model).get("vocab", cpu_step.VOCAB))
-        words = our_command(options, model, B, T, UNCOUNTED + steps, data) + (["--profile"] if profile else ["--out", str(out)])
-        with Used() if options.part == "memory" else contextlib.nullcontext() as used:      # asking nvidia-smi slows the device down
+        words = (our_command(options, model, B, T, UNCOUNTED + steps, data)
+                 + (["--profile"] if profile else ["--out", str(out)]))
+        # Asking nvidia-smi slows the device down.
+        with Used() if options.part == "memory" else contextlib.nullcontext() as used:
             result, endless = run_within("ours", options.end, words, stdin=subprocess.DEVNULL)
         if endless:
             return endless
         if result.returncode:
             print(result.stdout[-2000:] + result.stderr[-2000:], file=sys.stderr)
-            return {"failed": "out of memory" if result.returncode == 4 else f"exit code {result.returncode}: {(result.stderr.strip().splitlines() or [''])[0][:160]}"}
+            return {"failed": "out of memory" if result.returncode == 4
+                    else f"exit code {result.returncode}: {(result.stderr.strip().splitlines() or [''])[0][:160]}"}
         if profile:
-            return {"phases": {m[1].strip(): float(m[2]) for m in re.finditer(r"^(\S.*?) +([0-9.]+) +[0-9.]+%$", result.stdout, re.M)}}
+            return {"phases": {m[1].strip(): float(m[2])
+                               for m in re.finditer(r"^(\S.*?) +([0-9.]+) +[0-9.]+%$", result.stdout, re.M)}}
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()][UNCOUNTED:]
         return {"ms": [line["ms"] for line in lines], "mfu": statistics.median(line.get("mfu") or 0 for line in lines),
                 "peak_gb": lines[-1].get("gpu_memory_gb", 0), **({"used_gb": used.most} if used else {})}
@@ -283,7 +288,8 @@ def measure(options, model, B, T, variant, steps):
         run_torch(end=options.end, variant=variant, model=model, B=B, T=T, steps=steps, uncounted=UNCOUNTED)
     if "ms" in result:
         result["tok_per_s"] = 1e3 * B * T / statistics.median(result["ms"])
-    said = result.get("failed") or result.get("left") or f"{result['tok_per_s']:10.0f} tok/s, {result['peak_gb']:.1f} GB"
+    said = (result.get("failed") or result.get("left")
+            or f"{result['tok_per_s']:10.0f} tok/s, {result['peak_gb']:.1f} GB")
     print(f"{model} B={B} T={T} {variant:9} {said}", flush=True)
     return result
 
@@ -294,7 +300,8 @@ def free_gb():
 
 def parameters(model):
     """The number of parameters; a tied embedding counts once."""
-    s = {"layers": cpu_step.LAYERS, "channels": cpu_step.CHANNELS, "ffn": cpu_step.FFN, "vocab": cpu_step.PADDED_VOCAB, **sizes(model)}
+    s = {"layers": cpu_step.LAYERS, "channels": cpu_step.CHANNELS, "ffn": cpu_step.FFN, "vocab": cpu_step.PADDED_VOCAB,
+         **sizes(model)}
     C, F = s["channels"], s["ffn"]
     return s["layers"] * (4 * C * C + 3 * C * F + 2 * C) + (1 if s["tied"] else 2) * s["vocab"] * C + C
 
@@ -306,7 +313,8 @@ def largest_batch(at_16, model, variant):
     bytes_each = {"ours": 4 + 4 + 8 + 2, "autocast": 4 + 4 + 8, "bf16": 2 + 2 + 4}[variant]
     fixed = bytes_each * parameters(model) / 1e9
     a_sequence, memory = (at_16["peak_gb"] - fixed) / at_16["B"], free_gb()
-    return 16 if a_sequence <= 0 or memory is None else max(16, int(0.97 * (memory - MARGIN_GB - fixed) / a_sequence) // 8 * 8)
+    return (16 if a_sequence <= 0 or memory is None
+            else max(16, int(0.97 * (memory - MARGIN_GB - fixed) / a_sequence) // 8 * 8))
 
 
 # Seconds that must be left to start a case; PyTorch's include compilation.
@@ -339,7 +347,8 @@ def step_case(report, options, budget, **keys):
     if keys["batch"] == "largest" and base is None:
         report.record(options.part, keys, B=0, T=options.length, failed="B = 16 failed")
         return True
-    B = options.batch if keys["batch"] == "16" else min(largest_batch(base, model, variant), 2 * options.batch if DRY else 1024)
+    B = (options.batch if keys["batch"] == "16"
+         else min(largest_batch(base, model, variant), 2 * options.batch if DRY else 1024))
     result = measure(options, model, B, options.length, variant, options.steps)
     while result.get("failed") == "out of memory" and B > 16 and fits(budget, variant):
         B = max(16, int(B * 0.85) // 8 * 8)
@@ -378,7 +387,8 @@ def part_memory(report, options):
             if has(report, "memory", **keys):
                 continue
             B = max(1, options.tokens // T)
-            known = find(report, "step", model=model, variant=variant, B=B, T=T, device=device()) if variant != "ours" else None
+            known = (None if variant == "ours"
+                     else find(report, "step", model=model, variant=variant, B=B, T=T, device=device()))
             if known is None and not fits(budget, variant):
                 left_out.append(f"{variant} at T = {T}")
                 continue
@@ -400,18 +410,20 @@ def floors(model, B, T):
     """{phase of --profile: (bytes that must move, FLOPs)} of a step in bf16 with N = B·T rows: over all kernels of the
     phase, each input is read once and each output written once. Attention counts two matmuls forward and five backward,
     over the visible half."""
-    s = {"layers": cpu_step.LAYERS, "channels": cpu_step.CHANNELS, "ffn": cpu_step.FFN, "vocab": cpu_step.PADDED_VOCAB, **sizes(model)}
+    s = {"layers": cpu_step.LAYERS, "channels": cpu_step.CHANNELS, "ffn": cpu_step.FFN, "vocab": cpu_step.PADDED_VOCAB,
+         **sizes(model)}
     N, L, C, F, V, P = B * T, s["layers"], s["channels"], s["ffn"], s["vocab"], parameters(model)
     return {
-        "embedding": (6 * N * C + 8 * min(N, V) * C, 0),                      # rows in and out; gradient in, rows of float32 read and written
-        "rmsnorm": ((2 * L + 1) * 12 * N * C, 0),                             # x in, h out; dh, x, dx in, dx out
+        # rows in and out; gradient in, rows of float32 read and written
+        "embedding": (6 * N * C + 8 * min(N, V) * C, 0),
+        "rmsnorm": ((2 * L + 1) * 12 * N * C, 0),    # x in, h out; dh, x, dx in, dx out
         "q, k, v and o matmuls": (0, 6 * L * N * 4 * C * C),
-        "rope": (L * 16 * N * C, 0),                                          # q and k in and out, and their gradients
+        "rope": (L * 16 * N * C, 0),                 # q and k in and out, and their gradients
         "attention": (0, 7 * L * N * (T + 1) * C),
         "feed-forward matmuls": (0, 6 * L * N * 3 * C * F),
-        "swiglu": (L * 16 * N * F, 0),                                        # gate, up in, act out; dact, gate, up in, dgate, dup out
-        "logits and loss": (4 * N * V, 6 * N * C * V),                        # logits in, their gradients out
-        "gradient norm and AdamW": (34 * P, 0),                               # gradients twice; weights, moments in and out; the bf16 copy out
+        "swiglu": (L * 16 * N * F, 0),               # gate, up in, act out; dact, gate, up in, dgate, dup out
+        "logits and loss": (4 * N * V, 6 * N * C * V),    # logits in, their gradients out
+        "gradient norm and AdamW": (34 * P, 0),      # gradients twice; weights, moments in and out; the bf16 copy out
     }
 
 
@@ -435,7 +447,8 @@ def phases(report, options):
     for name, ms in profile["phases"].items():
         moved, flops = least.get(name, (0, 0))
         floor = 1e3 * (moved / best["bytes"] + flops / best["flops"])
-        rows.append([name, f"{ms:.2f}", f"{100 * ms / total:.1f} %", f"{floor:.2f}" if floor else "", f"{100 * floor / ms:.0f} %" if floor and ms else ""])
+        rows.append([name, f"{ms:.2f}", f"{100 * ms / total:.1f} %", f"{floor:.2f}" if floor else "",
+                     f"{100 * floor / ms:.0f} %" if floor and ms else ""])
     share = sum(profile["phases"].get(name, 0) for name in PRODUCTS) / total if total else 0
     report.part("step")["profile"] = {"model": model, "B": options.batch, "T": options.length, **profile, **best}
     report.table("step", f"Where our time goes, {model}, B = {options.batch}, T = {options.length}",
@@ -452,7 +465,8 @@ def phases(report, options):
 def figure(record, key, digits, scale=1.0):
     if record is None:
         return ""
-    return record["failed"][:60] if "failed" in record else "" if record.get(key) is None else f"{scale * record[key]:,.{digits}f}"
+    return (record["failed"][:60] if "failed" in record else "" if record.get(key) is None
+            else f"{scale * record[key]:,.{digits}f}")
 
 
 def tables_step(report, options, left_out):
@@ -460,10 +474,13 @@ def tables_step(report, options, left_out):
     for model in dict.fromkeys(r["model"] for r in records):
         for batch in ("16", "largest"):
             for r in (r for r in records if r["model"] == model and r["batch"] == batch):
-                ours = next((o for o in records if o["model"] == model and o["batch"] == batch and o["variant"] == "ours" and "failed" not in o), None)
-                over = f"{ours['tok_per_s'] / r['tok_per_s']:.2f}" if ours and "tok_per_s" in r and r is not ours else ""
+                ours = next((o for o in records if o["model"] == model and o["batch"] == batch
+                             and o["variant"] == "ours" and "failed" not in o), None)
+                timed = ours and "tok_per_s" in r and r is not ours
+                over = f"{ours['tok_per_s'] / r['tok_per_s']:.2f}" if timed else ""
                 ms = {"m": statistics.median(r["ms"])} if "ms" in r else {"failed": r["failed"]}
-                rows.append([model, r["B"], r["variant"], figure(ms, "m", 2), figure(r, "tok_per_s", 0), over, figure(r, "mfu", 1, 100), figure(r, "peak_gb", 1)])
+                rows.append([model, r["B"], r["variant"], figure(ms, "m", 2), figure(r, "tok_per_s", 0), over,
+                             figure(r, "mfu", 1, 100), figure(r, "peak_gb", 1)])
     report.table(options.part, f"Tokens per second, T = {options.length}",
                  ["model", "B", "variant", "ms per step", "tok/s", "ours over this", "MFU %", "peak GB"], rows,
                  ["peak GB: ours is the plan that the trainer prints and allocates; "
@@ -474,7 +491,8 @@ def tables_step(report, options, left_out):
 def tables_memory(report, left_out):
     records, rows = report.part("memory")["records"], []
     for T in sorted({r["T"] for r in records}):
-        ours, other = (next((r for r in records if r["T"] == T and r["variant"] == variant), None) for variant in ("ours", "autocast"))
+        ours, other = (next((r for r in records if r["T"] == T and r["variant"] == variant), None)
+                       for variant in ("ours", "autocast"))
         rows.append([T, (ours or other)["B"], figure(ours, "peak_gb", 2), figure(ours, "used_gb", 2),
                      figure(other, "peak_gb", 2), figure(other, "reserved_gb", 2)])
     head = ["T", "B", "ours, planned", "ours, nvidia-smi", "autocast, allocated", "autocast, reserved"]
@@ -500,7 +518,8 @@ def parse():
     global DRY, UNCOUNTED
     DRY = options.dry_run
     UNCOUNTED = 2 if DRY else UNCOUNTED
-    options.models = options.models.split(",") if options.models else list(TINY) if DRY else ["162M" if options.part == "larger" else "124M"]
+    options.models = (options.models.split(",") if options.models else list(TINY) if DRY
+                      else ["162M" if options.part == "larger" else "124M"])
     options.variants = options.variants.split(",")
     options.ours = options.ours or str(ROOT / ("train_gpt2" if DRY else "train_gpt2cu"))
     options.batch, options.length, options.tokens = (2, 32, 64) if DRY else (16, 1024, TOKENS)
@@ -526,7 +545,8 @@ def main():
     failed = [f"{r['model']} ({r['failed']})" for r in report.part(options.part)["records"]
               if r["variant"] == "ours" and "failed" in r]
     failed += options.failed
-    print(f"gpu_step: {len(report.part(options.part)['records'])} records" + (f"; ours failed: {', '.join(failed)}" if failed else "")
+    print(f"gpu_step: {len(report.part(options.part)['records'])} records"
+          + (f"; ours failed: {', '.join(failed)}" if failed else "")
           + (f"; left: {', '.join(left_out)}" if left_out else ""))
     return gpu_report.FAILED if failed else gpu_report.UNFINISHED if left_out else 0
 

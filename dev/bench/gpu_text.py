@@ -18,7 +18,8 @@ def main():
     if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         sys.exit(__doc__)
     folder = Path(sys.argv[1])
-    paths = sorted({path for pattern in FILES for path in ROOT.glob(pattern) if path.is_file() and path.suffix != ".pyc"})
+    paths = sorted({path for pattern in FILES
+                    for path in ROOT.glob(pattern) if path.is_file() and path.suffix != ".pyc"})
     tokens = b"".join(b"\0" + path.read_bytes().replace(b"\0", b"") for path in paths)
     folder.mkdir(parents=True, exist_ok=True)
     header = struct.pack("<256i", MAGIC, VERSION, len(tokens), *[0] * 253)

@@ -50,7 +50,8 @@ def transformers_seconds(what, dtype, folder):
     """Of decoding NEW tokens after the first one, or of reading PROMPT tokens."""
     import torch
     import transformers
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16 if dtype == "bf16" else torch.float32)
+    dtype = torch.bfloat16 if dtype == "bf16" else torch.float32
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     model.eval()
     torch.manual_seed(0)
     with torch.inference_mode():
@@ -84,14 +85,15 @@ class Bench:
     def __init__(self, folder, threads):
         self.folder, self.threads = Path(folder), threads
         write_shard(self.folder / "random_train_000001.bin", 2 * LONG + 2)
-        self.run(ROOT / "train_gpt2", "--train-data", self.folder / "random_train_*.bin", "--model", "124M", "--batch", 1,
-                 "--seq-len", 1024, "--steps", 1, "--lr", 0, "--warmup", 0, "--out", self.folder / "run")
+        self.run(ROOT / "train_gpt2", "--train-data", self.folder / "random_train_*.bin", "--model", "124M",
+                 "--batch", 1, "--seq-len", 1024, "--steps", 1, "--lr", 0, "--warmup", 0, "--out", self.folder / "run")
         self.model = next(self.folder.glob("run/ckpt/step-*"))
 
     def run(self, *words):
         result = subprocess.run(list(map(str, words)), capture_output=True, text=True, env=environment(self.threads))
         if result.returncode:
-            sys.exit(f"inference.py: {' '.join(map(str, words))[:200]} ended with {result.returncode}:\n{result.stderr[-2000:]}")
+            sys.exit(f"inference.py: {' '.join(map(str, words))[:200]} ended with {result.returncode}:\n"
+                     f"{result.stderr[-2000:]}")
         return result
 
     def torch(self, what, dtype="fp32"):
@@ -110,8 +112,8 @@ class Bench:
 
     def sample(self, dtype, prompt, new_tokens):
         """Tokens per second of the prompt and of the text."""
-        words = self.run(ROOT / "sample_gpt2", "--model", self.model, "--prompt", prompt, "--max-new-tokens", new_tokens,
-                         "--temperature", 0, "--dtype", dtype).stderr
+        words = self.run(ROOT / "sample_gpt2", "--model", self.model, "--prompt", prompt,
+                         "--max-new-tokens", new_tokens, "--temperature", 0, "--dtype", dtype).stderr
         return [float(number) for number in re.findall(r"([\d.]+) tokens/s", words)]
 
     def ours(self, what, dtype):
@@ -149,13 +151,15 @@ def measure(bench, cases, rounds):
 
 
 def table(cases, figures):
-    lines = ["| case | ours tok/s | compared with | its tok/s | ours/its | floor tok/s | of floor |", "|---|---|---|---|---|---|---|"]
+    lines = ["| case | ours tok/s | compared with | its tok/s | ours/its | floor tok/s | of floor |",
+             "|---|---|---|---|---|---|---|"]
     for case in cases:
         first, second, *floor = MEASUREMENTS[case]
         for dtype in BYTES:
             ours, theirs = figures[case, dtype, first], figures[case, dtype, second]
             ratio = statistics.median(a / b for a, b in zip(ours, theirs))
-            row = [f"{case}, {dtype}", f"{statistics.median(ours):.1f}", {"forward": "training's forward pass"}.get(second, second),
+            row = [f"{case}, {dtype}", f"{statistics.median(ours):.1f}",
+                   {"forward": "training's forward pass"}.get(second, second),
                    f"{statistics.median(theirs):.1f}", f"{ratio:.2f}"]
             if floor:
                 limit = figures[case, dtype, "floor"]
@@ -174,17 +178,20 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--cases", default=",".join(MEASUREMENTS), help="comma-separated (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="on each side (default: all cores)")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)),
+                        help="on each side (default: all cores)")
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write every figure to this file")
     options = parser.parse_args()
     cases = options.cases.split(",")
     if unknown := set(cases) - set(MEASUREMENTS):
         parser.error(f"--cases: no such case: {', '.join(sorted(unknown))}; there are {', '.join(MEASUREMENTS)}")
-    subprocess.run(["make", "-s", "train_gpt2", "eval_gpt2", "sample_gpt2", "build/bench/forward"], cwd=ROOT, check=True)
+    subprocess.run(["make", "-s", "train_gpt2", "eval_gpt2", "sample_gpt2", "build/bench/forward"], cwd=ROOT,
+                   check=True)
     with tempfile.TemporaryDirectory(prefix="inference_") as folder:
         figures = measure(Bench(folder, options.threads), cases, options.rounds)
     command = " ".join(["dev/bench/inference.py", *sys.argv[1:]])
-    print(f"{machine()}; {datetime.date.today().isoformat()}; {options.threads} threads, {options.rounds} rounds\n{command}\n")
+    print(f"{machine()}; {datetime.date.today().isoformat()}; {options.threads} threads, {options.rounds} "
+          f"rounds\n{command}\n")
     print(table(cases, figures))
     if options.json:
         options.json.write_text(json.dumps({" ".join(key): values for key, values in figures.items()}, indent=1) + "\n")

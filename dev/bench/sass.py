@@ -3,7 +3,7 @@
 
     .venv/bin/python dev/bench/sass.py                           # softmax: forward, dq, dk with dv; bf16, head size 64
     .venv/bin/python dev/bench/sass.py lssar sigmoid gelu-l1     # presets of attention/normalizer.h, beside softmax
-    .venv/bin/python dev/bench/sass.py --all                     # one preset for each instance: the table of doc/kernels.md
+    .venv/bin/python dev/bench/sass.py --all                     # a preset for each instance: doc/kernels.md's table
     .venv/bin/python dev/bench/sass.py --json lssar              # for machines
 
 Builds the instance that a preset runs (attention/flash_instances.h), disassembles it and follows a warp through each
@@ -22,7 +22,8 @@ because some instructions overlap with others; it was chosen so that FlashAttent
 TFLOP/s. TFLOP/s count 4 HS FLOPs per score forward and 10 HS backward, on 132 SMs at 1,755 MHz. These are not
 measurements: use them to compare kernels, not to predict times.
 
-Needs nvcc and nvdisasm (requirements-test.txt). Counts change with the compiler: the caps of dev/tests/test_sass.py are for nvcc 13.0.88.
+Needs nvcc and nvdisasm (requirements-test.txt). Counts change with the compiler: the caps of dev/tests/test_sass.py are
+for nvcc 13.0.88.
 """
 import argparse
 import json
@@ -54,7 +55,8 @@ class Missing(Exception):
 def toolkit():
     """The folder of the CUDA Toolkit that the Makefile uses."""
     nvcc = shutil.which("nvcc")
-    for path in ([Path(os.path.realpath(nvcc)).parents[1]] if nvcc else []) + [Path("/usr/local/cuda"), ROOT / ".cuda/nvidia/cu13"]:
+    found = [Path(os.path.realpath(nvcc)).parents[1]] if nvcc else []
+    for path in (*found, Path("/usr/local/cuda"), ROOT / ".cuda/nvidia/cu13"):
         if (path / "bin/nvcc").exists() and (path / "include/cuda_runtime.h").exists():
             return path
     raise Missing("nvcc is missing: scripts/setup_cuda.sh installs it")
@@ -86,7 +88,8 @@ def disassemble(source, *flags):
     """{kernel: Kernel} of a .cu file for sm_90."""
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "it.cubin"
-        run(toolkit() / "bin/nvcc", "-std=c++17", "-I.", "-O3", "-lineinfo", "-arch=sm_90", "-cubin", *flags, "-o", cubin, source)
+        run(toolkit() / "bin/nvcc", "-std=c++17", "-I.", "-O3", "-lineinfo", "-arch=sm_90", "-cubin", *flags,
+            "-o", cubin, source)
         return parse(run(nvdisasm(), cubin))
 
 
@@ -94,15 +97,16 @@ def flash_calls(HS):
     """{preset: the output of dev/bench/flash_calls.cpp for it}"""
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder) / "calls"
-        run(os.environ.get("CXX", "g++").split()[-1], "-std=c++17", "-O1", "-w", "-I.", "-Idev/cuda_on_cpu", "-isystem", toolkit() / "include", "-o", program,
-            "dev/bench/flash_calls.cpp")
+        run(os.environ.get("CXX", "g++").split()[-1], "-std=c++17", "-O1", "-w", "-I.", "-Idev/cuda_on_cpu",
+            "-isystem", toolkit() / "include", "-o", program, "dev/bench/flash_calls.cpp")
         return {call["preset"]: call for call in json.loads(run(program, B, T, NH, HS))}
 
 
 def kernel_of(kernels, kernel, HS):
     """The kernel for bf16 and this head size; for dq the one where v is as wide as q, for dk and dv the one that
     computes both."""
-    pattern = rf"flash_{kernel}_kernelI13__nv_bfloat16Li{HS}EL" + {"forward": r"", "dq": r".*ELb0E", "dkv": r".*ELi0EE"}[kernel]
+    pattern = (rf"flash_{kernel}_kernelI13__nv_bfloat16Li{HS}EL"
+               + {"forward": r"", "dq": r".*ELb0E", "dkv": r".*ELi0EE"}[kernel])
     found = [k for name, k in kernels.items() if re.search(pattern, name)]
     if len(found) != 1:
         raise SystemExit(f"sass: {len(found)} kernels match {pattern}; expected one of {', '.join(kernels)}")
@@ -141,8 +145,8 @@ def measure(call, HS):
     rows = []
     for name in KERNELS:
         pipes, assumed = count(kernel_of(kernels, name, HS), name, call)
-        rows.append({"preset": call["preset"], "instance": call["instance"], "kernel": name, "issued": sum(pipes.values()), **pipes,
-                     "cycles": cycles(pipes), "assumed_branches": len(assumed)})
+        rows.append({"preset": call["preset"], "instance": call["instance"], "kernel": name,
+                     "issued": sum(pipes.values()), **pipes, "cycles": cycles(pipes), "assumed_branches": len(assumed)})
     return rows
 
 
@@ -158,8 +162,9 @@ def add_totals(rows, softmax, HS):
     rows[0]["tflops"] = tflops(4, time["forward"])
     rows[2]["tflops_backward"] = tflops(10, time["dq"] + time["dkv"])
     together = {key: sum(row[key] for row in rows) for key in ("issued", *PIPES, "cycles")}
-    rows.append({"preset": rows[0]["preset"], "instance": rows[0]["instance"], "kernel": "all", **together, "assumed_branches": 0,
-                 "ratio": sum(time.values()) / sum(base.values()), "tflops": tflops(14, sum(time.values()))})
+    rows.append({"preset": rows[0]["preset"], "instance": rows[0]["instance"], "kernel": "all", **together,
+                 "assumed_branches": 0, "ratio": sum(time.values()) / sum(base.values()),
+                 "tflops": tflops(14, sum(time.values()))})
 
 
 def presets_of_instances(calls):
@@ -190,10 +195,11 @@ def table(rows):
     lines = [head]
     for row in rows:
         speed = row.get("tflops") or row.get("tflops_backward")
-        lines.append([row["preset"], row["kernel"], *(f"{row[key]:,.0f}" for key in ("issued", *PIPES, "cycles")), f"{speed:.0f}" if speed else "",
-                      f"{row['ratio']:.2f}"])
+        lines.append([row["preset"], row["kernel"], *(f"{row[key]:,.0f}" for key in ("issued", *PIPES, "cycles")),
+                      f"{speed:.0f}" if speed else "", f"{row['ratio']:.2f}"])
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-    out = ["| " + " | ".join(x.ljust(w) if i < 2 else x.rjust(w) for i, (x, w) in enumerate(zip(line, widths))) + " |" for line in lines]
+    out = ["| " + " | ".join(x.ljust(w) if i < 2 else x.rjust(w) for i, (x, w) in enumerate(zip(line, widths))) + " |"
+           for line in lines]
     out.insert(1, "|" + "|".join("-" * (w + 2) for w in widths) + "|")
     return "\n".join(out)
 

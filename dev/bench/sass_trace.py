@@ -14,17 +14,19 @@ import struct
 from collections import Counter
 
 MASK = 0xFFFFFFFF
-UNIFORM = ("UIADD3", "UIMAD", "UMOV", "USEL", "USHF", "ULEA", "ULOP3", "UISETP", "UPLOP3", "ULDC", "UIABS", "UVIMNMX", "UVIADD")
+UNIFORM = ("UIADD3", "UIMAD", "UMOV", "USEL", "USHF", "ULEA", "ULOP3", "UISETP", "UPLOP3", "ULDC", "UIABS", "UVIMNMX",
+           "UVIADD")
 CONVERSIONS = ("F2F", "F2I", "I2F", "FRND")
-CONTROL = ("BRA", "BRX", "JMP", "CALL", "RET", "EXIT", "BSSY", "BSYNC", "BREAK", "BAR", "DEPBAR", "LDGDEPBAR", "NOP", "BMOV", "YIELD",
-           "ENDCOLLECTIVE", "WARPSYNC")
+CONTROL = ("BRA", "BRX", "JMP", "CALL", "RET", "EXIT", "BSSY", "BSYNC", "BREAK", "BAR", "DEPBAR", "LDGDEPBAR", "NOP",
+           "BMOV", "YIELD", "ENDCOLLECTIVE", "WARPSYNC")
 MEMORY = ("LDG", "STG", "LDL", "STL", "LD", "ST", "LDC", "ULDC", "RED", "REDG", "ATOM", "ATOMG", "CCTL", "MEMBAR")
 FMA = ("FFMA", "FMUL", "FADD", "IMAD", "HFMA2", "HMUL2", "HADD2", "DFMA", "DMUL", "DADD")
 PIPES = ("HMMA", "MUFU", "FMA", "ALU", "LDSM", "LDGSTS", "SHFL", "branch", "memory")
 
 
 def pipe(opcode):
-    """The pipe that an instruction goes to. MUFU includes the conversions that share its unit; LDSM includes LDS and STS."""
+    """The pipe that an instruction goes to. MUFU includes the conversions that share its unit; LDSM includes LDS and
+    STS."""
     name = opcode.split(".")[0]
     if name in ("HMMA", "MUFU", "LDGSTS", "SHFL"):
         return name
@@ -119,8 +121,8 @@ def from_float(x):
         return 0xFF800000 if x < 0 else 0x7F800000
 
 
-COMPARE = {"EQ": lambda a, b: a == b, "NE": lambda a, b: a != b, "LT": lambda a, b: a < b, "LE": lambda a, b: a <= b, "GT": lambda a, b: a > b,
-           "GE": lambda a, b: a >= b}
+COMPARE = {"EQ": lambda a, b: a == b, "NE": lambda a, b: a != b, "LT": lambda a, b: a < b, "LE": lambda a, b: a <= b,
+           "GT": lambda a, b: a > b, "GE": lambda a, b: a >= b}
 
 
 def combine(how, a, b):
@@ -147,8 +149,8 @@ class Trace:
         bank = bytearray(self.PARAMETERS) + parameters
         struct.pack_into("<6I", bank, 0, threads, 1, 1, *grid)
         self.bank = bytes(bank)
-        self.special = {"SR_TID.X": thread, "SR_TID.Y": 0, "SR_TID.Z": 0, "SR_CTAID.X": block[0], "SR_CTAID.Y": block[1], "SR_CTAID.Z": block[2],
-                        "SR_LANEID": thread % 32}
+        self.special = {"SR_TID.X": thread, "SR_TID.Y": 0, "SR_TID.Z": 0, "SR_CTAID.X": block[0],
+                        "SR_CTAID.Y": block[1], "SR_CTAID.Z": block[2], "SR_LANEID": thread % 32}
         self.issued, self.opcodes, self.assumed = Counter(), Counter(), Counter()
         self.run(most)
 
@@ -161,11 +163,13 @@ class Trace:
         offset = int(found[4], 16) if found[4] else self.register(found[2])
         if offset is None:
             return None, None
-        return (self.bank if found[1] == "0x0" else self.kernel.constants if found[1] == "0x2" else b""), offset + int(found[3] or "0", 16)
+        bank = self.bank if found[1] == "0x0" else self.kernel.constants if found[1] == "0x2" else b""
+        return bank, offset + int(found[3] or "0", 16)
 
     def load_constant(self, text, words=1):
         bank, offset = self.constant(text)
-        return [int.from_bytes(bank[offset + 4 * i:offset + 4 * i + 4], "little") if bank and offset + 4 * i + 4 <= len(bank) else None for i in range(words)]
+        at = [offset + 4 * i for i in range(words)]
+        return [int.from_bytes(bank[k:k + 4], "little") if bank and k + 4 <= len(bank) else None for k in at]
 
     def register(self, name):
         return 0 if name in ("RZ", "URZ") else self.registers.get(name.split(".")[0])
@@ -181,7 +185,8 @@ class Trace:
         elif text.startswith("0x"):
             x = int(text, 16) & MASK
         elif re.match(r"[+]?(INF|QNAN|SNAN)|[\d.]", text):
-            x = from_float(float(text.replace("QNAN", "nan").replace("SNAN", "nan"))) if floats or not text.isdigit() else int(text)
+            is_float = floats or not text.isdigit()
+            x = from_float(float(text.replace("QNAN", "nan").replace("SNAN", "nan"))) if is_float else int(text)
         else:
             x = None
         if x is None:
@@ -498,7 +503,8 @@ class Trace:
 
     def do_VIADDMNMX(self, i, o, flags):
         a, b = self.value(o[1]), self.value(o[2])
-        self.extreme(o[0], None if None in (a, b) else (a + b) & MASK, self.value(o[3]), self.predicate(o[4]), "U32" in flags)
+        self.extreme(o[0], None if None in (a, b) else (a + b) & MASK, self.value(o[3]), self.predicate(o[4]),
+                     "U32" in flags)
 
     def extreme(self, to, a, b, least, unsigned):
         if None in (a, b, least):

@@ -29,17 +29,21 @@ import draw
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv/bin/python"
 # What make builds, and the test that needs it. The quickest come first; the first failure ends a change's tests.
-TESTS = [("test_gpt2", ["./test_gpt2", "attention"]), *((test, [test]) for test in ("build/tests/test_attention", "build/tests/test_gradients"))]
+TESTS = [("test_gpt2", ["./test_gpt2", "attention"]),
+         *((test, [test]) for test in ("build/tests/test_attention", "build/tests/test_gradients"))]
 PYTEST = [str(PYTHON if PYTHON.exists() else sys.executable), "-m", "pytest", "-x", "-q"]
 # The GPU kernels on the CPU: representative cases of test_flash.py, and the instances that they need.
-FLASH_TESTS = [("build/on_cpu/flash.so", [*PYTEST, "dev/tests/test_flash.py", "-k", "kinds or (nan and float) or truncate or last_bit or future or order or conflicts or all_zero_rows"])]
+FLASH_WORDS = "kinds or (nan and float) or truncate or last_bit or future or order or conflicts or all_zero_rows"
+FLASH_TESTS = [("build/on_cpu/flash.so", [*PYTEST, "dev/tests/test_flash.py", "-k", FLASH_WORDS])]
 KERNEL_TESTS = [("build/on_cpu/tests/test_kernels", ["build/on_cpu/tests/test_kernels"])]
 PHI_TESTS = [("build/on_cpu/tests/test_kernels", ["build/on_cpu/tests/test_kernels", "phi"])]
 # What builds on the kernels: the trainer, its matmuls, its sums over ranks.
 TRAINER = ("train_gpt2.cu", "cuda/collective.cu", "cuda/matmul.cu")
-TRAINER_TESTS = [("test_gpt2cu_on_cpu", ["./test_gpt2cu_on_cpu", "softmax_tied_v97_T33"]), ("test_gpt2cu_on_cpu", ["./test_gpt2cu_on_cpu", "softmax_gau_T33"]),
-                 ("train_gpt2cu_on_cpu", [*PYTEST, "dev/tests/test_cuda.py", "-k", "late or masks or all_zero_rows or switch_mid or several_ranks or"
-                                          " zero_gives or same_number or recomputing or resume"])]
+TRAINER_WORDS = ("late or masks or all_zero_rows or switch_mid or several_ranks or zero_gives or same_number "
+                 "or recomputing or resume")
+TRAINER_TESTS = [("test_gpt2cu_on_cpu", ["./test_gpt2cu_on_cpu", "softmax_tied_v97_T33"]),
+                 ("test_gpt2cu_on_cpu", ["./test_gpt2cu_on_cpu", "softmax_gau_T33"]),
+                 ("train_gpt2cu_on_cpu", [*PYTEST, "dev/tests/test_cuda.py", "-k", TRAINER_WORDS])]
 
 
 def pytest_of(target, name, *options):
@@ -52,20 +56,30 @@ TESTS_OF = (
     ("attention/flash", FLASH_TESTS),
     *((file, TRAINER_TESTS) for file in TRAINER),
     ("cuda/", KERNEL_TESTS),
-    ("eval/needle.c", pytest_of("eval_gpt2", "test_needle", "-k", "verdicts or never_the_answer or no_bit or (references and grouped-softmax)")),
-    ("eval/observe.c", pytest_of("eval_gpt2", "test_observe", "-k", "tables or 1025 or correlation or (statistics and grouped-softmax)")),
+    ("eval/needle.c",
+     pytest_of("eval_gpt2", "test_needle",
+               "-k", "verdicts or finite or never_the_answer or no_bit or no_cache or references and grouped-softmax")),
+    ("eval/observe.c",
+     pytest_of("eval_gpt2", "test_observe",
+               "-k", "tables or 1025 or not_finite or correlation or (statistics and grouped-softmax)")),
     ("eval/choice.c", pytest_of("eval_gpt2", "test_choice")),
+    *((file, pytest_of("eval_gpt2", "test_eval_runs", "-k", "checked or only_files or not_use"))
+      for file in ("eval/eval.c", "eval/program.h")),
     ("eval/scores.c", pytest_of("eval_gpt2", "test_eval_runs", "-k", "scores")),
-    ("eval/losses.c", pytest_of("eval_gpt2", "test_eval", "-k", "masked or by_position or fit")),
-    ("model/rope.c", [("build/tests/test_rope", ["build/tests/test_rope"]), *pytest_of("build/tests/test_rope", "test_rope", "-k", "transformers")]),
+    ("eval/losses.c", pytest_of("eval_gpt2", "test_eval", "-k", "masked or by_position or fit or example")),
+    ("model/rope.c", [("build/tests/test_rope", ["build/tests/test_rope"]),
+                      *pytest_of("build/tests/test_rope", "test_rope", "-k", "transformers")]),
     ("runtime/tokenizer.c", [("build/tests/test_tokenizer", ["build/tests/test_tokenizer"])]),
     ("runtime/shards.c", [("build/tests/test_shards", ["build/tests/test_shards"])]),
     ("data/squad.py", pytest_of("train_gpt2", "test_squad")),
     ("data/shards.py", pytest_of("train_gpt2", "test_squad")),
     ("data/needles.py", pytest_of("train_gpt2", "test_needles")),
     ("data/", pytest_of("train_gpt2", "test_debian_docs")),
-    *((file, pytest_of("train_gpt2", "test_plot_eval", "-k", "not eval_gpt2 and not without")) for file in ("scripts/pictures/", "scripts/report.py")),
+    *((file, pytest_of("train_gpt2", "test_plot_eval", "-k", "not eval_gpt2 and not without"))
+      for file in ("scripts/pictures/", "scripts/report.py")),
     ("scripts/grid", pytest_of("eval_gpt2", "test_grid")),
+    ("eval_gpt2.cu", pytest_of("eval_gpt2cu_on_cpu", "test_eval_cuda", "-k", "fp32 and ssmax and (mask or needle)")),
+    ("dev/bench/gpu_", pytest_of("eval_gpt2", "test_gpu_check", "-k", "verdict or bound or evaluator or is_timed")),
     ("", TESTS),
 )
 
@@ -87,7 +101,8 @@ def mutations():
 
 def build(tree, target):
     """Builds; returns None, or the compiler's first error."""
-    made = subprocess.run(["make", "-s", "-j2", "OPT=-O1", "CU_OPT=-O0", f"INSTANCES={INSTANCES}", "train_gpt2", target], cwd=tree, capture_output=True, text=True)
+    made = subprocess.run(["make", "-s", "-j2", "OPT=-O1", "CU_OPT=-O0", f"INSTANCES={INSTANCES}", "train_gpt2",
+                           target], cwd=tree, capture_output=True, text=True)
     return (made.stderr.strip().splitlines() or ["make failed"])[0] if made.returncode else None
 
 
@@ -102,9 +117,12 @@ def verdict_of(tree, tests):
         complaint = build(tree, target)
         if complaint:
             return f"does not build: {complaint}", None
-        env = {**SHORT, "FLASH_SO": str(tree / "build/on_cpu/flash.so"), "TRAIN_GPT2CU": str(tree / "train_gpt2cu_on_cpu")}
+        env = {**SHORT, "FLASH_SO": str(tree / "build/on_cpu/flash.so"),
+               "TRAIN_GPT2CU": str(tree / "train_gpt2cu_on_cpu"),
+               "EVAL_GPT2CU": str(tree / "eval_gpt2cu_on_cpu")}
         try:
-            status = subprocess.run(command, cwd=tree, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=600, env=env).returncode
+            status = subprocess.run(command, cwd=tree, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                                    timeout=600, env=env).returncode
         except subprocess.TimeoutExpired:
             status = "no end"
         if status:
@@ -142,7 +160,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--draw", type=int, metavar="N")
     parser.add_argument("--only", metavar="WORD", default="")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="changes at a time, each in its own copy of the tree")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N",
+                        help="changes at a time, each in its own copy of the tree")
     arguments = parser.parse_args()
     chosen = [m for m in mutations() if arguments.only in " ".join(m)]
     if arguments.draw:
@@ -158,7 +177,8 @@ def main():
             verdict, test = try_mutation(tree, *mutation)
             trees.put(tree)
             file, old, new = mutation
-            print(f"{'ok' if test else 'HOLE'}  {file}: {old}  ->  {new}\n      {verdict}, {time.time() - start:.0f} s", flush=True)
+            print(f"{'ok' if test else 'HOLE'}  {file}: {old}  ->  {new}\n      {verdict}, {time.time() - start:.0f} s",
+                  flush=True)
             return test
 
         with ThreadPoolExecutor(arguments.jobs) as pool:

@@ -1,0 +1,169 @@
+"""Evaluation of a 124M model on a GPU: tokens per second, next to the trainer's forward pass.
+
+    python3 dev/bench/gpu_eval.py REPORT evaluation [--budget 120]
+    python3 dev/bench/gpu_eval.py REPORT evaluation --dry-run
+        a tiny model on the CPU with ./eval_gpt2, to show that everything runs
+
+REPORT is the folder of scripts/gpu_check.sh's report. Cases that are already in it are not measured again. The weights
+are random, and a sequence is a batch of its own.
+
+    forward      the trainer's validation at T = 10,240: its forward pass and loss, timed by --profile on the device
+    evaluation   eval_gpt2cu --task loss at the same T, by the tokens per second that it prints
+    prefill      eval_gpt2cu --task needle: prompts of 8,000 tokens, each with an answer of a single token
+
+Evaluation and prefill are timed from the first batch on, so they include the work of first launches, in which the
+device waits for the host; prefill also includes the copies of each layer's keys to the host, which computes the weights
+on the needle from them.
+
+Exit codes: 0: done; 1: one of the programs failed; 75: cases are left, because time ran out; 77: no GPU.
+"""
+import argparse
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "dev/bench"), str(ROOT / "dev/tests")]
+import byte_text
+import cpu_step
+import gpu_report
+import gpu_step
+
+CASES = ("forward", "evaluation", "prefill")
+LENGTH, PROMPT = 10240, 8000
+SEQUENCES = {"bf16": 400, "fp32": 40}     # some seconds of evaluation on one H100
+PROMPTS = {"bf16": 40, "fp32": 10}
+NEED = 25                                 # seconds that must be left to start a case
+
+
+def words_of(options, case, dtype):
+    """The command that measures a case."""
+    if case == "forward":
+        return [options.train, "--train-data", options.data, "--val-data", options.data, "--model", options.spec,
+                "--batch", 1, "--seq-len", options.length, "--dtype", dtype, "--steps", 2, "--warmup", 1,
+                "--val-every", 1, "--val-tokens", options.sequences[dtype] // 4 * options.length,
+                "--sample-every", 0, "--profile"]
+    words = [options.evaluate, "--model", options.model, "--data", options.data, "--dtype", dtype]
+    if case == "evaluation":
+        return words + ["--seq-lens", options.length, "--max-tokens", options.sequences[dtype] * options.length]
+    return words + ["--task", "needle", "--seq-lens", options.prompt, "--depths", 50,
+                    "--samples", options.prompts[dtype], "--max-new-tokens", 1]
+
+
+def rate(options, case, dtype, result):
+    """The tokens per second that a program printed."""
+    if case != "forward":
+        return float(re.search(r"([\d.]+) tokens/s", result.stderr)[1])
+    ms = float(re.search(r"^validation, samples, checkpoints +([\d.]+) ", result.stdout, re.M)[1])
+    return 1e3 * (options.sequences[dtype] // 4 * options.length) / ms
+
+
+def run(options, words):
+    """As gpu_step.run_within(); a run that fails is {"failed": ...}."""
+    result, endless = gpu_step.run_within("ours", options.end, list(map(str, words)), stdin=subprocess.DEVNULL)
+    if result and result.returncode:
+        print(result.stdout[-2000:] + result.stderr[-2000:], file=sys.stderr)
+        said = (result.stderr.strip().splitlines() or [""])[0]
+        return None, {"failed": f"exit code {result.returncode}: {said[:160]}"}
+    return result, endless
+
+
+def write_model(options, folder):
+    """Writes the data and a model with random weights; returns {} or {"failed": ...}."""
+    cpu_step.write_shard(folder / "random_train_000001.bin", max(options.sequences.values()) * options.length + 1, 256)
+    byte_text.write_tokenizer(folder)
+    options.data, options.model = folder / "*_train_*.bin", folder / "run"
+    return run(options, [options.train, "--train-data", options.data, "--model", options.spec, "--batch", 1,
+                         "--seq-len", 1024, "--steps", 0, "--out", options.model])[1] or {}
+
+
+def measure(options, case, dtype):
+    result, endless = run(options, words_of(options, case, dtype))
+    figures = endless or {"tok_per_s": rate(options, case, dtype, result)}
+    said = figures.get("failed") or figures.get("left") or f"{figures['tok_per_s']:.0f} tok/s"
+    print(f"{case:10} {dtype}: {said}", flush=True)
+    return figures
+
+
+def part_evaluation(report, options):
+    """Measures what the report lacks; returns what was left."""
+    left, device = [], gpu_step.device()
+    wanted = [(case, dtype) for dtype in SEQUENCES for case in CASES
+              if not gpu_step.has(report, "evaluation", case=case, dtype=dtype, device=device)]
+    with gpu_step.scratch_folder() as name:
+        problem = write_model(options, Path(name)) if wanted else {}
+        for case, dtype in wanted:
+            short = options.end - time.monotonic() < (0 if gpu_step.DRY else NEED)
+            figures = problem or ({"left": "no time"} if short else measure(options, case, dtype))
+            if "left" in figures:
+                left.append(f"{case} {dtype}")
+                continue
+            report.record("evaluation", {"case": case, "dtype": dtype, "device": device}, **figures)
+            report.save()
+    table(report, options, left)
+    return left
+
+
+def table(report, options, left):
+    records = report.part("evaluation")["records"]
+    found = {(r["case"], r["dtype"]): r for r in records}
+    rows = []
+    for dtype in SEQUENCES:
+        forward = found.get(("forward", dtype))
+        for case, T in (("forward", options.length), ("evaluation", options.length), ("prefill", options.prompt)):
+            r = found.get((case, dtype))
+            known = r and forward and "tok_per_s" in r and "tok_per_s" in forward
+            rows.append([dtype, case, T, gpu_step.figure(r, "tok_per_s", 0),
+                         f"{r['tok_per_s'] / forward['tok_per_s']:.2f}" if known else ""])
+    report.table("evaluation", f"Tokens per second of evaluation, {options.spec}, one sequence at a time",
+                 ["dtype", "case", "T", "tok/s", "of the trainer's forward pass"], rows,
+                 [f"not measured, no time left: {', '.join(left)}; rerun the part"] if left else [])
+
+
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("report", type=Path)
+    parser.add_argument("part", choices=("evaluation",))
+    parser.add_argument("--budget", type=float, default=120, help="seconds after which no case is started")
+    parser.add_argument("--train", default="", help="the trainer; default: ./train_gpt2cu")
+    parser.add_argument("--evaluate", default="", help="the evaluator; default: ./eval_gpt2cu")
+    parser.add_argument("--dry-run", action="store_true", help="run a tiny model on the CPU")
+    options = parser.parse_args()
+    gpu_step.DRY = options.dry_run
+    suffix = "" if gpu_step.DRY else "cu"
+    options.train = os.path.abspath(options.train or ROOT / f"train_gpt2{suffix}")
+    options.evaluate = os.path.abspath(options.evaluate or ROOT / f"eval_gpt2{suffix}")
+    # scripts/gpu_check.sh ends this program 15 seconds after its budget.
+    options.end = time.monotonic() + options.budget + 8
+    options.spec, options.length, options.prompt = "124M,vocab=50257", LENGTH, PROMPT
+    options.sequences, options.prompts = SEQUENCES, PROMPTS
+    if gpu_step.DRY:
+        options.spec, options.length, options.prompt = "layers=1,heads=2,channels=96,ffn=64,vocab=259", 160, 120
+        options.sequences, options.prompts = dict.fromkeys(SEQUENCES, 8), dict.fromkeys(PROMPTS, 1)
+    return options
+
+
+def main():
+    options = parse()
+    if not gpu_step.DRY and gpu_report.device() == "CPU":
+        print("gpu_eval: no GPU: not measured", file=sys.stderr)
+        return gpu_report.NO_GPU
+    for program in (options.train, options.evaluate):
+        if not os.access(program, os.X_OK):
+            raise SystemExit(f"gpu_eval: {program} is missing: scripts/gpu_check.sh build builds it")
+    report = gpu_report.Report(options.report)
+    report.resume("evaluation")
+    left = part_evaluation(report, options)
+    report.save()
+    records = report.part("evaluation")["records"]
+    failed = [f"{r['case']} {r['dtype']} ({r['failed']})" for r in records if "failed" in r]
+    print(f"gpu_eval: {len(records)} records" + (f"; failed: {', '.join(failed)}" if failed else "")
+          + (f"; left: {', '.join(left)}" if left else ""))
+    return gpu_report.FAILED if failed else gpu_report.UNFINISHED if left else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
