@@ -20,9 +20,9 @@ only the visible keys that are not padding. Attention uses plain T x T arrays, b
 and correct, not fast. With "block": "gau" each layer is a gated attention unit, which replaces attention and the
 feed-forward layer.
 
-[SSMax] Nakanishi, "Scalable-Softmax Is Superior for Attention"; [LSSA] Gao and Spratling, "Softplus Attention with Re-weighting
-Boosts Length Extrapolation in Large Language Models"; [GAU] Su, kexue.fm 9019; [Softer-Max] "Softer-Max, not Softmax"; l1+sink
-gpt-oss, arXiv 2508.10925; floorlog Llama 4; expm1 with rectify softpick, arXiv 2504.20966."""
+[SSMax] Nakanishi, "Scalable-Softmax Is Superior for Attention"; [LSSA] Gao and Spratling, "Softplus Attention with
+Re-weighting Boosts Length Extrapolation in Large Language Models"; [GAU] Su, kexue.fm 9019; [Softer-Max] "Softer-Max,
+not Softmax"; l1+sink gpt-oss, arXiv 2508.10925; floorlog Llama 4; expm1 with rectify softpick, arXiv 2504.20966."""
 import math
 import re
 
@@ -69,8 +69,8 @@ PHI = {
 
 
 def start_of_s(normalizer):
-    """The initial value of s: the number in the name if there is one. Otherwise 1 / mean(ln n over n = 1..L), which makes
-    the mean temperature that of softmax [SSMax], or 1 if p_n replaces ln n."""
+    """The initial value of s: the number in the name if there is one. Otherwise 1 / mean(ln n over n = 1..L), which
+    makes the mean temperature that of softmax [SSMax], or 1 if p_n replaces ln n."""
     name, L = normalizer["name"], normalizer["seq_len"]
     said = re.findall(r"\+s=([-+.\deE]+)(?=\+[a-z]|$)", name)
     if said:
@@ -93,7 +93,8 @@ def add_scalars(module, normalizer, width, size):
     for name, (of, there, start) in SCALARS.items():
         if of == width:
             trained = not (name == "attn_scale" and normalizer.get("fixed", False))
-            value = nn.Parameter(torch.full((size,), start(normalizer)), requires_grad=trained) if there(normalizer) else None
+            value = (nn.Parameter(torch.full((size,), start(normalizer)), requires_grad=trained) if there(normalizer)
+                     else None)
             module.register_parameter(name, value)
 
 
@@ -211,7 +212,8 @@ def attention(q, k, v, visible, normalizer, scalars):
         q, k = (over(x, torch.linalg.vector_norm(x, dim=-1, keepdim=True)) for x in (q, k))
     elif normalizer["qk"] != "none":
         raise ValueError(f"attention_normalizer: unknown qk {normalizer['qk']!r}")
-    z = scale_of(normalizer["scale"], n, d, L, scalars) * (q @ k.transpose(-1, -2)) + offset_of(normalizer["offset"], n, L, T)
+    z = (scale_of(normalizer["scale"], n, d, L, scalars) * (q @ k.transpose(-1, -2))
+         + offset_of(normalizer["offset"], n, L, T))
     A = normalized(z, visible, normalizer["phi"], normalizer["norm"], n, L, T, scalars)
     A = posted(A, visible, normalizer["post"], n).to(v.dtype)
     return A @ v, A
@@ -267,7 +269,8 @@ def rope_frequencies(parameters, d, L, T):
 
 
 def rope(x, positions, frequency, factor):
-    """x (B, heads, T, d): the pair (x_i, x_(i + d/2)) turns by the angle position . frequency_i and grows by the factor."""
+    """x (B, heads, T, d): the pair (x_i, x_(i + d/2)) turns by the angle position . frequency_i and grows by the
+    factor."""
     half = x.shape[-1] // 2
     angle = positions[:, None, :, None].to(torch.float64) * frequency[:, None, None]
     cos, sin = ((factor * f(angle)).to(x.dtype) for f in (torch.cos, torch.sin))
@@ -288,7 +291,8 @@ class Normalized(nn.Module):
         add_scalars(self, self.normalizer, "head", config.num_attention_heads)
 
     def attend(self, q, k, v, positions, visible, cache, weights, of_model):
-        angles = rope_frequencies(self.rope_parameters, q.shape[-1], self.normalizer["seq_len"], visible[:, 0, -1].sum(-1))
+        angles = rope_frequencies(self.rope_parameters, q.shape[-1], self.normalizer["seq_len"],
+                                  visible[:, 0, -1].sum(-1))
         q, k = rope(q, positions, *angles), rope(k, positions, *angles)
         if cache is not None:
             k, v = cache.update(k, v, self.layer)
@@ -304,7 +308,8 @@ class Attention(Normalized):
         super().__init__(config, layer)
         C, self.head_dim = config.hidden_size, config.head_dim
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(C, n * self.head_dim, bias=False) for n in (heads, kv_heads, kv_heads))
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(C, n * self.head_dim, bias=False)
+                                                 for n in (heads, kv_heads, kv_heads))
         self.o_proj = Output(heads * self.head_dim, C, bias=False)
         self.q_norm, self.k_norm = (RMSNorm(config, self.head_dim) if config.qk_norm else nn.Identity() for _ in "qk")
 
@@ -316,8 +321,8 @@ class Attention(Normalized):
 
 
 class GatedUnit(Normalized):
-    """(U * A V) Wo, with U, V, Z = silu(x Wu), silu(x Wv), silu(x Wz); q and k are Z times a gain plus an offset for each element
-    [GAU]. One head."""
+    """(U * A V) Wo, with U, V, Z = silu(x Wu), silu(x Wv), silu(x Wz); q and k are Z times a gain plus an offset for
+    each element [GAU]. One head."""
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
@@ -391,8 +396,8 @@ def check_rope(parameters):
     wrong = [key for key, value in parameters.items() if key not in known and value is not None]
     wrong += [key for key in ROPE_NUMBERS[kind] if key not in parameters]
     if wrong:
-        raise ValueError(f"config.json: rope_parameters of type {kind} need {', '.join(ROPE_NUMBERS[kind]) or 'no numbers'}; "
-                         f"missing or unknown: {', '.join(wrong)}")
+        raise ValueError(f"config.json: rope_parameters of type {kind} need "
+                         f"{', '.join(ROPE_NUMBERS[kind]) or 'no numbers'}; missing or unknown: {', '.join(wrong)}")
     if kind == "dynamic" and parameters["factor"] != 1:
         raise ValueError(f"config.json: rope_type dynamic needs factor 1, not {parameters['factor']}")
 
@@ -407,9 +412,10 @@ def check_config(config):
     block = normalizer.get("block")
     if block not in (None, "gau"):
         raise ValueError(f"config.json: attention_normalizer: unknown block {block!r}")
-    unit = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 128, "intermediate_size": 2 * config.hidden_size,
-            "qk_norm": False}
-    wrong = [f"{key} is {getattr(config, key)}, not {value}" for key, value in unit.items() if getattr(config, key) != value]
+    unit = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 128,
+            "intermediate_size": 2 * config.hidden_size, "qk_norm": False}
+    wrong = [f"{key} is {getattr(config, key)}, not {value}"
+             for key, value in unit.items() if getattr(config, key) != value]
     if block and wrong:
         raise ValueError(f"config.json: in a gated attention unit (block gau) {', '.join(wrong)}")
 
@@ -453,8 +459,8 @@ class AttnGPTForCausalLM(PreTrainedModel, GenerationMixin):
     def set_output_embeddings(self, head):
         self.lm_head = head
 
-    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None, labels=None,
-                use_cache=None, logits_to_keep=0, output_attentions=None, **kwargs):
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None,
+                labels=None, use_cache=None, logits_to_keep=0, output_attentions=None, **kwargs):
         """attention_mask (B, keys): 0 for padding. logits_to_keep: computes only the logits of that many last tokens;
         0: of all. output_attentions: also returns each layer's A (B, heads, T, keys)."""
         x = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
@@ -467,7 +473,8 @@ class AttnGPTForCausalLM(PreTrainedModel, GenerationMixin):
         visible = (keys <= at[:, None])[None, None]
         if attention_mask is not None:
             if attention_mask.shape != (B, past + T):
-                raise ValueError(f"attention_mask: expected one number for each of {B} x {past + T} keys, found {tuple(attention_mask.shape)}")
+                raise ValueError(f"attention_mask: expected one number for each of {B} x {past + T} keys, found "
+                                 f"{tuple(attention_mask.shape)}")
             visible = visible & attention_mask[:, None, None].bool()
         weights = [] if (self.config.output_attentions if output_attentions is None else output_attentions) else None
         x = self.model(x, positions, visible, cache, weights)

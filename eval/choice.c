@@ -134,18 +134,25 @@ static const char *text_of(const cJSON *json, const char *key, Where at) {
     return item->valuestring;
 }
 
-// The index of the right ending: a number, or a text of digits as in HellaSwag's files.
+// An index: a number, or a text of digits as in HellaSwag's files.
+static bool read_index(const cJSON *item, uint64_t *index) {
+    if (!cJSON_IsString(item)) return json_u64(item, index);
+    const char *text = item->valuestring;
+    *index = strtoull(text, NULL, 10);
+    return *text && !text[strspn(text, "0123456789")];
+}
+
+// The index of the right ending.
 static size_t gold_of(const cJSON *json, size_t count, Where at) {
-    const cJSON *item = cJSON_GetObjectItemCaseSensitive(json, "label");
-    if (!item) item = cJSON_GetObjectItemCaseSensitive(json, "gold");
-    uint64_t value = UINT64_MAX;
-    char *end = NULL;
-    if (cJSON_IsString(item) && *item->valuestring) value = strtoull(item->valuestring, &end, 10);
-    bool valid = cJSON_IsString(item) ? end && !*end : json_u64(item, &value);
-    if (!valid || value >= count)
+    const cJSON *label = cJSON_GetObjectItemCaseSensitive(json, "label");
+    const cJSON *gold = cJSON_GetObjectItemCaseSensitive(json, "gold");
+    uint64_t index, other;
+    if (!read_index(label ? label : gold, &index) || index >= count)
         fail(EXIT_INPUT, "%s: line %zu: expected the right ending as \"label\" or \"gold\", from 0 to %zu.", at.path,
              at.line, count - 1);
-    return (size_t)value;
+    if (label && gold && (!read_index(gold, &other) || other != index))
+        fail(EXIT_INPUT, "%s: line %zu: \"label\" and \"gold\" name different endings.", at.path, at.line);
+    return (size_t)index;
 }
 
 static char *query_of(const cJSON *json, bool hellaswag, Where at) {
@@ -172,8 +179,7 @@ static size_t encode(const Eval *e, const char *text, int32_t **ids) {
 // at the query's end move to the ending. An empty query is an end-of-text token.
 static ChoiceEnding make_ending(const Eval *e, const char *query, const char *ending, Where at) {
     ChoiceEnding out = {.length = characters(ending)};
-    size_t context = stripped_length(query),
-           most = e->o.seq_lens.values[0] ? (size_t)e->o.seq_lens.values[0] : (size_t)e->config->seq_len;
+    size_t context = stripped_length(query), most = eval_length(e, 1);
     char *whole;
     int32_t *ids;
     if (asprintf(&whole, "%s %s", query, ending) < 0) fail(EXIT_RESOURCE, "out of memory for the questions.");
@@ -254,7 +260,8 @@ void choice_close(Choice *c) {
 
 void choice_begin(Choice *c) {
     c->question = c->ending = c->right = c->right_norm = 0;
-    bar_start(&c->e->bar, "questions");
+    c->not_finite = 0;
+    bar_start(&c->e->bar, "questions", c->question_count);
 }
 
 const ChoiceEnding *choice_next(Choice *c) {
@@ -265,6 +272,10 @@ const ChoiceEnding *choice_next(Choice *c) {
 static void judge(Choice *c) {
     const ChoiceQuestion *q = &c->questions[c->question];
     size_t best = 0, best_norm = 0;
+    bool finite = true;
+    for (size_t j = 0; j < q->count; j++) finite = finite && isfinite(q->endings[j].log_likelihood);
+    eval_count(c->e, finite);
+    c->not_finite += !finite;
     for (size_t j = 1; j < q->count; j++) {
         const ChoiceEnding *a = q->endings;
         if (a[j].log_likelihood > a[best].log_likelihood) best = j;
@@ -283,16 +294,24 @@ void choice_add(Choice *c, double loss) {
     judge(c);
     c->ending = 0;
     c->question++;
-    bar_show(&c->e->bar, c->question, c->question_count);
+    bar_show(&c->e->bar, c->question);
+}
+
+// "0.1234", or "n/a" for a NaN.
+static const char *error_text(double error, char *out, size_t size) {
+    snprintf(out, size, isnan(error) ? "n/a" : "%.4f", error);
+    return out;
 }
 
 void choice_end(Choice *c) {
     double n = (double)c->question_count, acc = (double)c->right / n, norm = (double)c->right_norm / n;
-    // The standard error of a mean of zeros and ones, as lm_eval gives it.
+    char error[32];
+    if (c->not_finite) acc = norm = NAN;
+    // The standard error of a mean of zeros and ones, as lm_eval gives it: of one question, it has none.
     double acc_error = sqrt(acc * (1 - acc) / (n - 1)), norm_error = sqrt(norm * (1 - norm) / (n - 1));
     bar_clear(&c->e->bar);
-    printf("%9s %10s %10s %10s\n%9zu %10.4f %10.4f %10.4f\n", "questions", "acc", "acc_norm", "+-", c->question_count,
-           acc, norm, norm_error);
+    printf("%9s %10s %10s %10s\n%9zu %10.4f %10.4f %10s\n", "questions", "acc", "acc_norm", "+-", c->question_count,
+           acc, norm, error_text(norm_error, error, sizeof error));
     cJSON *row = eval_row(c->e), *questions;
     cJSON_AddNumberToObject(row, "questions", n);
     cJSON_AddNumberToObject(row, "acc", acc);

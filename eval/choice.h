@@ -27,10 +27,10 @@ typedef struct {
     Eval *e;
     ChoiceQuestion *questions;
     size_t question_count, question, ending;    // the next one
-    size_t right, right_norm;
+    size_t right, right_norm, not_finite;
 } Choice;
 
-// Reads --data and tokenizes it. A sequence longer than the first of --seq-lens (default: L) keeps its end.
+// Reads --data and tokenizes it. A sequence longer than --seq-lens (default: L) keeps its end.
 void choice_settle(Choice *c, Eval *e);
 void choice_close(Choice *c);
 

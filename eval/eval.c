@@ -1,6 +1,7 @@
 #define _GNU_SOURCE    // environ
 #include "eval/eval.h"
 
+#include <dirent.h>
 #include <errno.h>
 #include <math.h>
 #include <spawn.h>
@@ -37,6 +38,58 @@ static const EvalOptions DEFAULTS = {
     .depths = {.values = {10, 30, 50, 70, 90}, .count = 5},
 };
 
+// Option.uses: the tasks that use a flag; 0 for all.
+enum {
+    LOSSES = 1 << TASK_LOSS | 1 << TASK_POSITIONS,
+    NEEDLE = 1 << TASK_NEEDLE,
+    CHOICE = 1 << TASK_CHOICE,
+    ATTENTION = 1 << TASK_ATTENTION,    // without --prompt-file
+    PROMPTS = 1 << TASK_COUNT,          // --task attention with --prompt-file
+    MODEL_RUNS = LOSSES | NEEDLE | CHOICE | ATTENTION | PROMPTS,
+    TOLERATED = PROMPTS << 1    // another task warns instead: scripts/grid.py gives the flag to every evaluation
+};
+
+static const char *const TASKS[] = {"loss", "positions", "needle", "attention", "scores", "choice"};
+
+// "loss, positions or needle"
+static void name_tasks(unsigned uses, char *out, size_t size) {
+    size_t length = 0, left = 0;
+    for (int task = 0; task < TASK_COUNT; task++) left += uses >> task & 1;
+    for (int task = 0; task < TASK_COUNT; task++) {
+        if (!(uses >> task & 1)) continue;
+        bool prompts_too = task != TASK_ATTENTION || uses & PROMPTS;
+        const char *after = left > 2 ? ", " : " or ";
+        length += (size_t)snprintf(out + length, size - length, "%s%s%s", TASKS[task],
+                                   prompts_too ? "" : " without --prompt-file", --left ? after : "");
+    }
+}
+
+// A flag that the task does not use is an error.
+static void check_uses(const Eval *e, const Option *table, size_t count) {
+    bool prompts = e->o.task == TASK_ATTENTION && e->o.prompt_file;
+    unsigned here = prompts ? PROMPTS : 1u << e->o.task;
+    char tasks[128];
+    for (const Option *row = table; row < table + count; row++) {
+        if (!row->given || !row->uses || row->uses & here) continue;
+        name_tasks(row->uses, tasks, sizeof tasks);
+        const char *task = TASKS[e->o.task], *with = prompts ? " with --prompt-file" : "";
+        if (row->uses & TOLERATED)
+            warn("--%s has no effect with --task %s%s: it is for %s.", row->name, task, with, tasks);
+        else fail(EXIT_USAGE, "--%s is for --task %s, not %s%s.", row->name, tasks, task, with);
+    }
+}
+
+// Flags that exclude each other.
+static void check_pairs(Option *table, size_t count) {
+    static const char *const PAIRS[][2] = {{"depths", "random-depth"}, {"digits", "number"}};
+    for (size_t i = 0; i < sizeof PAIRS / sizeof *PAIRS; i++) {
+        const Option *row = options_find(table, count, PAIRS[i][0]), *other = options_find(table, count, PAIRS[i][1]);
+        bool off = other->type == OPT_SWITCH && !*(const bool *)other->value;
+        if (row->given && other->given && !off)
+            fail(EXIT_USAGE, "--%s and --%s exclude each other.", row->name, other->name);
+    }
+}
+
 static void check_flags(const Eval *e) {
     const EvalOptions *o = &e->o;
     if (o->attn && normalizer_help(o->attn)) exit(EXIT_DONE);
@@ -46,8 +99,11 @@ static void check_flags(const Eval *e) {
         fail(EXIT_USAGE, "--data is missing: name the %s.",
              o->task == TASK_CHOICE ? "JSONL file of questions" : "shards to evaluate on");
     if (o->out && !*o->out) fail(EXIT_USAGE, "--out is empty: expected the name of a folder.");
-    if (o->save_prompts && (o->task != TASK_NEEDLE || !o->out))
-        fail(EXIT_USAGE, "--save-prompts: expected --task needle, and a folder --out for prompts.jsonl.");
+    if (o->save_prompts && !o->out) fail(EXIT_USAGE, "--save-prompts: expected a folder --out for prompts.jsonl.");
+    for (size_t i = 0; i < o->depths.count; i++)
+        for (size_t j = 0; j < i; j++)
+            if (o->depths.values[i] == o->depths.values[j])
+                fail(EXIT_USAGE, "--depths: %lld is listed twice.", (long long)o->depths.values[i]);
     if (o->rope_theta != 0 && !(o->rope_theta > 1))
         fail(EXIT_USAGE, "--rope-theta %g: expected a number above 1, or 0 for the checkpoint's own.", o->rope_theta);
 }
@@ -79,43 +135,48 @@ void eval_open(Eval *e, ModelConfig *config, int argc, char **argv) {
          .help = "unknown keys in config.json to ignore"},
         {"pn-extrapolate", OPT_CHOICE, &o->pn_extrapolate, .choices = "none|log", .group = "Model",
          .help = "log: replace the learned p_n, for all n, by the fit p_n = a1 ln(n) + a2"},
-        {"rope-theta", OPT_FLOAT, &o->rope_theta, 0, 1e12, .arg = "X", .group = "Model",
+        {"rope-theta", OPT_FLOAT, &o->rope_theta, 0, 1e12, .arg = "X", .group = "Model", .uses = MODEL_RUNS,
          .help = "base of RoPE's wavelengths; 0: the checkpoint's"},
-        {"rope-scaling", OPT_TEXT, &o->rope_scaling, .arg = "NAME", .group = "Model",
+        {"rope-scaling", OPT_TEXT, &o->rope_scaling, .arg = "NAME", .group = "Model", .uses = MODEL_RUNS,
          .help = "RoPE's scaling: none, linear:FACTOR, ntk, llama3:FACTOR:LOW:HIGH:ORIGINAL or yarn:FACTOR:ORIGINAL; default: the checkpoint's"},
         {"data", OPT_TEXT, &o->data, .arg = "GLOB", .group = "Data",
+         .uses = LOSSES | NEEDLE | CHOICE | ATTENTION | TOLERATED,
          .help = "shards to evaluate on, for example 'data/shakespeare/*_val_*.bin'; for choice, a JSONL file"},
-        {"doc-mask", OPT_SWITCH, &o->doc_mask, .group = "Data",
+        {"doc-mask", OPT_SWITCH, &o->doc_mask, .group = "Data", .uses = LOSSES,
          .help = "attention stops at document boundaries, as in training with --doc-mask"},
+        {"pack", OPT_CHOICE, &o->pack, .choices = "stream|example", .group = "Data", .uses = LOSSES,
+         .help = "stream: sequences of one stream of tokens; example: a document each, as with the trainer's --pack"},
         {"seq-lens", OPT_INT_LIST, &o->seq_lens, 0, MAX_SEQ_LEN, .arg = "T[,T...]", .group = "Data",
+         .uses = LOSSES | NEEDLE | CHOICE | ATTENTION,
          .help = "tokens per sequence; each length is evaluated in turn; 0: the checkpoint's L"},
-        {"max-tokens", OPT_INT, &o->max_tokens, 1, 1e12, .arg = "N", .group = "Data",
+        {"max-tokens", OPT_INT, &o->max_tokens, 1, 1e12, .arg = "N", .group = "Data", .uses = LOSSES | TOLERATED,
          .help = "maximum number of tokens per length, in whole sequences, at least one (loss, positions)"},
-        {"samples", OPT_INT, &o->samples, 1, 1e6, .arg = "N", .group = "Data",
+        {"samples", OPT_INT, &o->samples, 1, 1e6, .arg = "N", .group = "Data", .uses = NEEDLE | ATTENTION,
          .help = "needle: needles per length and depth; attention: sequences, if there is no --prompt-file"},
         {"task", OPT_CHOICE, &o->task, .choices = "loss|positions|needle|attention|scores|choice", .group = "Evaluation",
          .help = "what to measure; doc/evaluation.md describes each"},
-        {"prompt-file", OPT_TEXT, &o->prompt_file, .arg = "F", .group = "Evaluation",
+        {"prompt-file", OPT_TEXT, &o->prompt_file, .arg = "F", .group = "Evaluation", .uses = ATTENTION | PROMPTS,
          .help = "attention: a file with one prompt per line, instead of --data"},
-        {"chat", OPT_CHOICE, &o->chat, .choices = "raw|squad|chatml", .group = "Evaluation",
+        {"chat", OPT_CHOICE, &o->chat, .choices = "raw|squad|chatml", .group = "Evaluation", .uses = NEEDLE,
          .help = "needle: ask plainly, as data/squad.py writes questions, or in ChatML"},
-        {"system", OPT_TEXT, &o->system, .arg = "TEXT", .group = "Evaluation",
+        {"system", OPT_TEXT, &o->system, .arg = "TEXT", .group = "Evaluation", .uses = NEEDLE,
          .help = "needle: the system message with which a chat begins; without it, there is none"},
-        {"depths", OPT_INT_LIST, &o->depths, 0, 100, .arg = "P[,P...]", .group = "Evaluation",
+        {"depths", OPT_INT_LIST, &o->depths, 0, 100, .arg = "P[,P...]", .group = "Evaluation", .uses = NEEDLE,
          .help = "needle: where in the context it is inserted, in percent"},
-        {"random-depth", OPT_SWITCH, &o->random_depth, .group = "Evaluation",
+        {"random-depth", OPT_SWITCH, &o->random_depth, .group = "Evaluation", .uses = NEEDLE,
          .help = "needle: each at a random place instead"},
-        {"digits", OPT_INT, &o->digits, 1, 18, .arg = "N", .group = "Evaluation",
+        {"digits", OPT_INT, &o->digits, 1, 18, .arg = "N", .group = "Evaluation", .uses = NEEDLE,
          .help = "needle: the length of its number"},
-        {"city", OPT_TEXT, &o->city, .arg = "NAME", .group = "Evaluation",
+        {"city", OPT_TEXT, &o->city, .arg = "NAME", .group = "Evaluation", .uses = NEEDLE,
          .help = "needle: always this city instead of a random one"},
-        {"number", OPT_TEXT, &o->number, .arg = "DIGITS", .group = "Evaluation",
+        {"number", OPT_TEXT, &o->number, .arg = "DIGITS", .group = "Evaluation", .uses = NEEDLE,
          .help = "needle: always this number instead of a random one"},
-        {"max-new-tokens", OPT_INT, &o->max_new_tokens, 0, 4096, .arg = "N", .group = "Evaluation",
+        {"max-new-tokens", OPT_INT, &o->max_new_tokens, 0, 4096, .arg = "N", .group = "Evaluation", .uses = NEEDLE,
          .help = "needle: the longest answer; 0: 48 with chatml, otherwise the digits plus 4"},
-        {"save-prompts", OPT_SWITCH, &o->save_prompts, .group = "Evaluation",
+        {"save-prompts", OPT_SWITCH, &o->save_prompts, .group = "Evaluation", .uses = NEEDLE,
          .help = "needle: write each prompt's and answer's token ids to prompts.jsonl in --out"},
         {"seed", OPT_INT, &o->seed, 0, 9007199254740992.0, .arg = "N", .group = "Evaluation",
+         .uses = NEEDLE | ATTENTION,
          .help = "chooses needles and haystacks"},
         {"out", OPT_TEXT, &o->out, .arg = "DIR", .group = "Evaluation",
          .help = "folder for eval.json and pictures; without it, the results are only printed"},
@@ -126,11 +187,14 @@ void eval_open(Eval *e, ModelConfig *config, int argc, char **argv) {
         {"threads", OPT_INT, &o->threads, 0, MAX_THREADS, .arg = "N", .group = "Machine", .help = THREADS_HELP},
     };
     // clang-format on
-    options_parse(table, sizeof table / sizeof *table, argc, argv, USAGE);
+    size_t count = sizeof table / sizeof *table;
+    options_parse(table, count, argc, argv, USAGE);
+    check_uses(e, table, count);
+    check_pairs(table, count);
     check_flags(e);
     split_models(e);
     e->config = config;
-    e->arguments = options_json(table, sizeof table / sizeof *table);
+    e->arguments = options_json(table, count);
     e->results = cJSON_CreateArray();
     e->described = cJSON_CreateArray();
     e->files = cJSON_CreateArray();
@@ -211,6 +275,26 @@ bool eval_find(Eval *e, Error *error) {
     return open_tokenizer(e, error);
 }
 
+size_t eval_lengths(const Eval *e, size_t *lengths) {
+    const IntList *given = &e->o.seq_lens;
+    for (size_t i = 0; i < given->count; i++) {
+        lengths[i] = given->values[i] ? (size_t)given->values[i] : (size_t)e->config->seq_len;
+        if (lengths[i] > MAX_SEQ_LEN)
+            fail(EXIT_USAGE, "%s was trained for %zu tokens, but at most %d are supported. Set --seq-lens.", e->folder,
+                 lengths[i], MAX_SEQ_LEN);
+        for (size_t j = 0; j < i; j++)
+            if (lengths[i] == lengths[j]) fail(EXIT_USAGE, "--seq-lens: %zu is listed twice.", lengths[i]);
+    }
+    return given->count;
+}
+
+size_t eval_length(const Eval *e, size_t least) {
+    size_t lengths[OPTION_LIST_MAX];
+    if (eval_lengths(e, lengths) > 1 || lengths[0] < least)
+        fail(EXIT_USAGE, "--seq-lens: --task %s expects one length of at least %zu.", TASKS[e->o.task], least);
+    return lengths[0];
+}
+
 // A new s is initialized so that the mean of s·ln(n) over n = 1..L is 1, softmax's temperature. Over shorter sequences,
 // the mean is lower, so attention is flatter, and the loss says little about the normalizer itself.
 static void note_temperature(const Eval *e) {
@@ -233,7 +317,7 @@ static void note_temperature(const Eval *e) {
 
 static void print_start(const Eval *e) {
     const ModelConfig *c = e->config;
-    char scaling[ROPE_TEXT];
+    char scaling[ROPE_TEXT], ratio[32];
     printf("%smodel     %s, %s parameters, trained with %s at L = %d\n", e->model_at ? "\n" : "", e->folder,
            human_count((double)model_parameters(c)).text, e->own.text, c->seq_len);
     if (e->data)
@@ -241,21 +325,23 @@ static void print_start(const Eval *e) {
                shards_count(e->data), shards_count(e->data) == 1 ? "" : "s");
     if (c->rope_scaling.kind != ROPE_NONE)
         printf("rope      scaling %s\n", rope_scaling_text(&c->rope_scaling, scaling, sizeof scaling));
-    if (e->longest > (size_t)c->seq_len)
-        printf("note      lengths of up to %.3g L; L stays %d in the normalizer, and RoPE's theta %s\n",
-               (double)e->longest / c->seq_len, c->seq_len,
-               c->rope_scaling.kind == ROPE_NTK ? "grows with the length" : "stays unchanged");
+    double times = (double)e->longest / c->seq_len;
+    snprintf(ratio, sizeof ratio, times < 100 ? "%.3g" : "%.0f", times);
+    if (times > 1)
+        printf("note      lengths of up to %s L; L stays %d in the normalizer, and RoPE's theta %s\n", ratio,
+               c->seq_len, c->rope_scaling.kind == ROPE_NTK ? "grows with the length" : "stays unchanged");
     if (e->switches) note_temperature(e);
     fflush(stdout);
 }
 
-static void check_pn_length(const Eval *e) {
+static const Normalizer *normalizer_with_p(const Eval *e) {
+    if (normalizer_has(&e->own, SCALAR_P)) return &e->own;
+    return normalizer_has(&e->given, SCALAR_P) ? &e->given : NULL;
+}
+
+void eval_check(const Eval *e) {
     int L = e->config->seq_len;
-    const Normalizer *with_p = NULL;
-    if (normalizer_has(&e->given, SCALAR_P)) with_p = &e->given;
-    if (normalizer_has(&e->own, SCALAR_P)) with_p = &e->own;
-    if (!with_p && e->o.pn_extrapolate == PN_LOG)
-        warn("--pn-extrapolate log has no effect: %s has no p_n.", e->given.text);
+    const Normalizer *with_p = normalizer_with_p(e);
     if (!with_p || e->longest <= (size_t)L || e->o.pn_extrapolate != PN_AS_LEARNED) return;
     fail(EXIT_USAGE,
          "%s has p_n for n up to L = %d, but this evaluation asks for %zu.\n"
@@ -263,9 +349,25 @@ static void check_pn_length(const Eval *e) {
          with_p->text, L, e->longest);
 }
 
-void eval_settle(Eval *e) {
-    check_pn_length(e);
+void eval_start(const Eval *e) {
+    if (e->o.pn_extrapolate == PN_LOG && !normalizer_with_p(e))
+        warn("--pn-extrapolate log has no effect: %s has no p_n.", e->given.text);
     print_start(e);
+}
+
+void eval_count(Eval *e, bool finite) {
+    e->parts++;
+    e->not_finite += !finite;
+}
+
+void eval_finish(Eval *e) {
+    static const char *const PARTS[] = {"lengths", "lengths", "needles", "prompts", "layers", "questions"};
+    if (e->not_finite)
+        warn("%s under %s: its activations are not finite in %s of %s %s.\n"
+             "  Every number that depends on them is nan, and null in eval.json.",
+             e->name, e->config->attn.text, human_grouped(e->not_finite).text, human_grouped(e->parts).text,
+             PARTS[e->o.task]);
+    e->parts = e->not_finite = 0;
 }
 
 void eval_switch(Eval *e) {
@@ -300,7 +402,7 @@ static void record_losses(const Eval *e) {
     }
 }
 
-void eval_close_model(Eval *e) {
+void eval_record_model(Eval *e) {
     Error error;
     cJSON *model = cJSON_CreateObject();
     char scaling[ROPE_TEXT];
@@ -320,9 +422,12 @@ void eval_close_model(Eval *e) {
     if (e->lineage && e->count) record_losses(e);
     if (e->lineage) cJSON_AddItemToObject(model, "lineage", e->lineage);
     cJSON_AddItemToArray(e->described, model);
+    e->pn_fit = e->lineage = NULL;
+}
+
+void eval_close_model(Eval *e) {
     for (size_t i = 0; i < e->count; i++) shards_close(e->lengths[i].shards);
     tokenizer_close(e->tokenizer);
-    e->pn_fit = e->lineage = NULL;
     e->tokenizer = NULL;
     e->data = NULL;
     e->count = e->longest = 0;
@@ -413,8 +518,28 @@ static void rename_files(Eval *e) {
     }
 }
 
+static bool is_map(const char *name) {
+    size_t digits = strspn(name + strcspn(name, "0123456789"), "0123456789");
+    return digits && !strncmp(name, "map-", 4) && !strcmp(name + 4 + digits, ".npy");
+}
+
+// Removes what belongs to the eval.json before this one: its pictures, and files that this one does not have.
+static void remove_old_files(const Eval *e) {
+    static const char *const OLD[] = {"prompts.jsonl",    "lengths.png",       "positions.png", "needle.png",
+                                      "needle-heads.png", "needle-trials.png", "attention.png", "attention-maps.png",
+                                      "attention.html",   "scores.png",        "choice.png"};
+    DIR *folder = opendir(e->o.out);
+    for (struct dirent *entry; folder && (entry = readdir(folder));) {
+        bool old = is_map(entry->d_name);
+        for (size_t i = 0; i < sizeof OLD / sizeof *OLD; i++) old = old || !strcmp(entry->d_name, OLD[i]);
+        const cJSON *name;
+        cJSON_ArrayForEach(name, e->files) old = old && strcmp(entry->d_name, name->valuestring) != 0;
+        if (old) unlink(folder_path(e->o.out, entry->d_name).text);
+    }
+    if (folder) closedir(folder);
+}
+
 void eval_write(Eval *e) {
-    static const char *const TASKS[] = {"loss", "positions", "needle", "attention", "scores", "choice"};
     Error error;
     cJSON *json = cJSON_CreateObject();
     cJSON_AddStringToObject(json, "task", TASKS[e->o.task]);
@@ -425,6 +550,7 @@ void eval_write(Eval *e) {
     if (!text) fail(EXIT_RESOURCE, "out of memory for eval.json.");
     rename_files(e);
     if (!file_replace_text(folder_path(e->o.out, "eval.json").text, text, &error)) fail_with(&error);
+    remove_old_files(e);
     cJSON_Delete(json);
     free(text);
     if (e->o.picture) draw(e);
@@ -433,22 +559,26 @@ void eval_write(Eval *e) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Progress
 
-void bar_start(Bar *p, const char *what) {
-    *p = (Bar){.what = what, .start = now(), .visible = isatty(STDERR_FILENO)};
+void bar_start(Bar *p, const char *what, uint64_t total) {
+    *p = (Bar){.what = what, .start = now(), .total = total, .visible = isatty(STDERR_FILENO)};
+    bar_show(p, 0);
 }
 
-void bar_show(Bar *p, uint64_t done, uint64_t total) {
+void bar_show(Bar *p, uint64_t done) {
     enum { WIDTH = 24 };
     static const char FULL[] = "########################", EMPTY[] = "........................";
     double t = now();
-    if (!p->visible || !done || t - p->shown < 0.2) return;
-    int bar = (int)(WIDTH * done / total);
+    if (!p->visible || done == p->total || t - p->shown < 0.2) return;
+    int bar = (int)(WIDTH * done / p->total);
     p->shown = t;
-    fprintf(stderr, "\r%s [%.*s%.*s] %s/%s, %s left\033[K", p->what, bar, FULL, WIDTH - bar, EMPTY,
-            human_grouped(done).text, human_grouped(total).text,
-            human_duration((t - p->start) * (double)(total - done) / (double)done).text);
+    fprintf(stderr, "\r%s [%.*s%.*s] %s/%s", p->what, bar, FULL, WIDTH - bar, EMPTY, human_grouped(done).text,
+            human_grouped(p->total).text);
+    if (done)
+        fprintf(stderr, ", %s left", human_duration((t - p->start) * (double)(p->total - done) / (double)done).text);
+    fprintf(stderr, "\033[K");
 }
 
 void bar_clear(Bar *p) {
     if (p->visible && p->shown > 0) fprintf(stderr, "\r\033[K");
+    p->shown = 0;
 }

@@ -2,13 +2,17 @@
 // program owns the Eval and calls these functions; it contributes the losses, the logits and the attention weights.
 //
 //     eval_open(&e, argc, argv);                    // flags
-//     for each model: eval_find(&e, ...); eval_settle(&e); load the weights; run the task's loop; eval_close_model(&e);
+//     for each model:
+//         eval_find(&e, ...); set e.longest; eval_check(&e); load the weights;
+//         eval_start(&e); run the task's loop; eval_finish(&e); eval_record_model(&e);
+//         eval_close_model(&e);
 //     eval_write(&e);                               // eval.json and the picture
 #ifndef EVAL_EVAL_H
 #define EVAL_EVAL_H
 
 #include <cjson/cJSON.h>
 #include <limits.h>
+#include <math.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -24,7 +28,7 @@ extern "C" {
 #endif
 
 // In the order of --task's choices.
-typedef enum { TASK_LOSS, TASK_POSITIONS, TASK_NEEDLE, TASK_ATTENTION, TASK_SCORES, TASK_CHOICE } EvalTask;
+typedef enum { TASK_LOSS, TASK_POSITIONS, TASK_NEEDLE, TASK_ATTENTION, TASK_SCORES, TASK_CHOICE, TASK_COUNT } EvalTask;
 typedef enum { PN_AS_LEARNED, PN_LOG } PnExtrapolation;
 typedef enum { EVAL_FP32, EVAL_BF16 } EvalType;
 typedef enum { CHAT_RAW, CHAT_SQUAD, CHAT_CHATML } Chat;
@@ -40,7 +44,7 @@ typedef struct {
     int64_t max_tokens, samples, max_new_tokens, digits, seed, threads;
     IntList seq_lens, depths;
     double rope_theta;
-    int pn_extrapolate, task, chat, dtype;
+    int pn_extrapolate, task, chat, dtype, pack;
     bool doc_mask, random_depth, picture, save_prompts;
 } EvalOptions;
 
@@ -57,6 +61,7 @@ typedef struct {
 typedef struct {
     const char *what;
     double start, shown;
+    uint64_t total;
     bool visible;
 } Bar;
 
@@ -80,7 +85,8 @@ typedef struct {
     Shards *data;                         // for the fingerprint; NULL if the task reads no shards
 
     Bar bar;
-    uint64_t tokens;    // evaluated so far
+    uint64_t tokens;               // evaluated so far
+    uint64_t parts, not_finite;    // see eval_count()
     cJSON *results, *described, *lineage, *pn_fit;
     cJSON *files;     // the names of the files that eval_file() created
     File *prompts;    // --save-prompts
@@ -94,15 +100,37 @@ void eval_open(Eval *e, ModelConfig *config, int argc, char **argv);
 // Finds the checkpoint of the model in turn and reads its config. False if it is deleted meanwhile or damaged.
 bool eval_find(Eval *e, Error *error);
 
-// Call it once the task has set e->longest and e->data: checks the flags against the longest sequence, and prints what
-// will be evaluated.
-void eval_settle(Eval *e);
+// Writes --seq-lens, where 0 means L. Returns how many there are.
+size_t eval_lengths(const Eval *e, size_t *lengths);
+
+// For a task that has a single length, which must be at least `least`.
+size_t eval_length(const Eval *e, size_t least);
+
+// Call it once the task has set e->longest and e->data: checks the flags against the longest sequence.
+void eval_check(const Eval *e);
+
+// Prints what will be evaluated.
+void eval_start(const Eval *e);
+
+// Counts a part of the evaluation (a length, a needle, a prompt, a question) and whether its numbers are finite.
+void eval_count(Eval *e, bool finite);
+
+// After the evaluation under a normalizer: warns if some parts were not finite.
+void eval_finish(Eval *e);
+
+// A NaN without a sign, with which printf() would print "-nan".
+static inline double shown(double x) {
+    return isnan(x) ? (double)NAN : x;
+}
 
 // The initial values of the learned scalars that --attn adds, recorded in the lineage: the program calls it when it
 // switches, after the evaluation under the checkpoint's own normalizer.
 void eval_switch(Eval *e);
 
-// Records the model and goes to the next one.
+// Records the model in "models".
+void eval_record_model(Eval *e);
+
+// Goes to the next model.
 void eval_close_model(Eval *e);
 
 // Adds {"model", "attn"} to the results and returns the row.
@@ -116,8 +144,9 @@ void eval_file_write(File *file, const void *data, size_t size);
 // Writes eval.json, and draws the picture.
 void eval_write(Eval *e);
 
-void bar_start(Bar *p, const char *what);
-void bar_show(Bar *p, uint64_t done, uint64_t total);
+// Shows the bar at once, and then at most five times a second.
+void bar_start(Bar *p, const char *what, uint64_t total);
+void bar_show(Bar *p, uint64_t done);
 void bar_clear(Bar *p);
 
 // ---- eval/losses.c

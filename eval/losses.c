@@ -1,25 +1,35 @@
 // --task loss and positions: the loss at each of --seq-lens.
 #include <math.h>
 #include <stdio.h>
+#include <stdlib.h>
 
 #include "eval/eval.h"
 #include "runtime/human.h"
+
+// Reads what will be evaluated, and thus checks its tokens, before another model is evaluated.
+static void check_windows(const Length *at) {
+    Error error;
+    int32_t *window = malloc((at->T + 1) * sizeof *window);
+    if (!window) fail(EXIT_RESOURCE, "out of memory for sequences of %zu tokens.\n  Use smaller --seq-lens.", at->T);
+    for (uint64_t i = 0; i < at->windows; i++)
+        if (!shards_window(at->shards, i, window, NULL, &error)) fail_with(&error);
+    free(window);
+}
 
 void losses_settle(Eval *e) {
     const ModelConfig *config = e->config;
     RopeAngles rope = model_rope(config);
     Error error;
-    e->count = e->o.seq_lens.count;
+    size_t lengths[OPTION_LIST_MAX];
+    e->count = eval_lengths(e, lengths);
     e->longest = 0;
     for (size_t i = 0; i < e->count; i++) {
-        size_t T = e->o.seq_lens.values[i] ? (size_t)e->o.seq_lens.values[i] : (size_t)config->seq_len;
-        if (T > MAX_SEQ_LEN)
-            fail(EXIT_USAGE, "%s was trained for %zu tokens, but at most %d are supported. Set --seq-lens.", e->folder,
-                 T, MAX_SEQ_LEN);
+        size_t T = lengths[i];
         Shards *shards = shards_open(e->o.data,
                                      (ShardsConfig){.T = T,
                                                     .vocab = config->vocab,
                                                     .end_of_text = config->end_of_text,
+                                                    .pack = (PackMode)e->o.pack,
                                                     .remedy = "Add data, or reduce --seq-lens."},
                                      &error);
         if (!shards) fail_with(&error);
@@ -28,6 +38,7 @@ void losses_settle(Eval *e) {
         e->lengths[i] = (Length){
             .T = T, .shards = shards, .windows = windows < most ? windows : most, .rope_theta = rope_theta(&rope, T)};
         if (T > e->longest) e->longest = T;
+        if (e->model_count > 1) check_windows(&e->lengths[i]);
     }
     for (e->first_part = 1; e->first_part << (EVAL_PARTS - 1) < e->longest;) e->first_part *= 2;
     e->data = e->lengths[0].shards;
@@ -104,13 +115,14 @@ void losses_add(Eval *e, size_t i, const double *sums, const uint64_t *counts, d
         from = to;
     }
     printf("%8zu %12s %10s %15s %9.4f %11.6g", at->T, human_grouped(at->windows).text, human_count(at->rope_theta).text,
-           human_grouped(count).text, loss, exp(loss));
-    if (e->after) printf(" %+9.4f", loss - at->loss[0]);
-    if (e->masked) printf(" %13.4f", loss * (double)count / (double)at->windows);
+           human_grouped(count).text, shown(loss), shown(exp(loss)));
+    if (e->after) printf(" %+9.4f", shown(loss - at->loss[0]));
+    if (e->masked) printf(" %13.4f", shown(loss * (double)count / (double)at->windows));
     if (all_zero > 0) printf("   %.2g %% all-zero rows", 100 * all_zero);
     printf("\n");
     fflush(stdout);
     add_row(e, at, sums, counts, count, all_zero);
+    eval_count(e, count == 0 || isfinite(loss));
     e->tokens += at->windows * at->T;
 }
 

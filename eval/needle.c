@@ -215,15 +215,12 @@ static void *array(size_t count, size_t size) {
 
 // The lengths of --seq-lens, which must exceed the needle's.
 static void read_lengths(Needle *n, size_t needle) {
-    const Eval *e = n->e;
+    n->length_count = eval_lengths(n->e, n->lengths);
     for (size_t i = 0; i < n->length_count; i++) {
-        int64_t given = e->o.seq_lens.values[i];
-        size_t T = given ? (size_t)given : (size_t)e->config->seq_len;
-        if (T <= needle)
-            fail(EXIT_USAGE, "--seq-lens %zu: too short; the needle alone has up to %zu tokens.", T, needle);
-        if (T > MAX_SEQ_LEN) fail(EXIT_USAGE, "--seq-lens %zu: at most %d are supported.", T, MAX_SEQ_LEN);
-        n->lengths[i] = T;
-        if (T > n->longest) n->longest = T;
+        if (n->lengths[i] <= needle)
+            fail(EXIT_USAGE, "--seq-lens %zu: too short; the needle alone has up to %zu tokens.", n->lengths[i],
+                 needle);
+        if (n->lengths[i] > n->longest) n->longest = n->lengths[i];
     }
 }
 
@@ -239,12 +236,14 @@ static void open_haystack(Needle *n) {
         fail(EXIT_INPUT, "%s: too little data: %s tokens for contexts of %s.\n  %s", e->o.data,
              human_grouped(shards_tokens(n->shards)).text, human_grouped(n->longest).text, REMEDY);
     n->hay = array(n->longest + HAY_BLOCK, sizeof *n->hay);
+    for (n->trial.sample = 0; n->trial.sample < (size_t)e->o.samples; n->trial.sample++) read_haystack(n);    // a check
+    n->trial = (NeedleTrial){0};
 }
 
 void needle_settle(Needle *n, Eval *e) {
     const EvalOptions *o = &e->o;
     size_t needle, heads = (size_t)e->config->layers * (size_t)e->config->heads;
-    *n = (Needle){.e = e, .length_count = o->seq_lens.count, .depth_count = o->random_depth ? 1 : o->depths.count};
+    *n = (Needle){.e = e, .depth_count = o->random_depth ? 1 : o->depths.count};
     check_words(o);
     n->opening = special(e, CHATS[o->chat].opening);
     n->closing = CHATS[o->chat].closing ? special(e, CHATS[o->chat].closing) : -1;
@@ -273,6 +272,7 @@ static void begin_length(Needle *n) {
     size_t T = n->lengths[n->trial.length_at];
     memset(n->right, 0, sizeof n->right);
     memset(n->first_digit, 0, sizeof n->first_digit);
+    memset(n->not_finite, 0, sizeof n->not_finite);
     memset(n->mean_scores, 0, (size_t)e->config->layers * (size_t)e->config->heads * sizeof *n->mean_scores);
     n->row = eval_row(e);
     cJSON_AddNumberToObject(n->row, "seq_len", (double)T);
@@ -299,14 +299,15 @@ static void end_length(Needle *n) {
     printf("%8zu", n->lengths[n->trial.length_at]);
     for (size_t d = 0; d < n->depth_count; d++) {
         cJSON *depth = cJSON_CreateObject();
+        double here = n->not_finite[d] ? (double)NAN : (double)n->right[d] / samples;
         if (!o->random_depth) cJSON_AddNumberToObject(depth, "depth", (double)o->depths.values[d]);
-        cJSON_AddNumberToObject(depth, "right", (double)n->right[d] / samples);
-        cJSON_AddNumberToObject(depth, "first_digit", (double)n->first_digit[d] / samples);
+        cJSON_AddNumberToObject(depth, "right", here);
+        cJSON_AddNumberToObject(depth, "first_digit", n->not_finite[d] ? NAN : (double)n->first_digit[d] / samples);
         cJSON_AddItemToArray(depths, depth);
-        printf(" %6.1f %%", 100 * (double)n->right[d] / samples);
-        right += (double)n->right[d] / samples / (double)n->depth_count;
+        printf(" %6.1f %%", shown(100 * here));
+        right += here / (double)n->depth_count;
     }
-    printf(" %8.1f %%\n", 100 * right);
+    printf(" %8.1f %%\n", shown(100 * right));
     fflush(stdout);
     cJSON_AddNumberToObject(n->row, "right", right);
     cJSON_AddItemToObject(n->row, "needle_scores", score_rows(n, n->mean_scores, samples * (double)n->depth_count));
@@ -314,6 +315,7 @@ static void end_length(Needle *n) {
 }
 
 static NeedleVerdict verdict(const Needle *n) {
+    if (!n->finite) return NEEDLE_NOT_FINITE;
     const char *digits = n->answer + strcspn(n->answer, "0123456789");
     size_t length = strspn(digits, "0123456789");
     if (length == strlen(n->trial.number) && !memcmp(digits, n->trial.number, length)) return NEEDLE_RIGHT;
@@ -347,12 +349,14 @@ static void save_prompt(const Needle *n) {
 }
 
 static void end_trial(Needle *n) {
-    static const char *const NAMES[] = {"wrong", "first digit right", "right"};
+    static const char *const NAMES[] = {"wrong", "first digit right", "right", "not finite"};
     const NeedleTrial *t = &n->trial;
     size_t heads = (size_t)n->e->config->heads, all = heads * (size_t)n->e->config->layers, best = 0;
     NeedleVerdict result = verdict(n);
     n->right[t->depth_at] += result == NEEDLE_RIGHT;
     n->first_digit[t->depth_at] += result == NEEDLE_FIRST_DIGIT;
+    n->not_finite[t->depth_at] += result == NEEDLE_NOT_FINITE;
+    eval_count(n->e, n->finite);
     for (size_t i = 0; i < all; i++) {
         n->mean_scores[i] += n->scores[i];
         if (n->scores[i] > n->scores[best]) best = i;
@@ -362,7 +366,7 @@ static void end_trial(Needle *n) {
     cJSON_AddNumberToObject(row, "sample", (double)t->sample);
     cJSON_AddStringToObject(row, "city", t->city);
     cJSON_AddStringToObject(row, "number", t->number);
-    cJSON_AddStringToObject(row, "answer", n->answer);
+    cJSON_AddItemToObject(row, "answer", n->finite ? cJSON_CreateString(n->answer) : cJSON_CreateNull());
     cJSON_AddStringToObject(row, "verdict", NAMES[result]);
     cJSON_AddNumberToObject(row, "best_score", n->scores[best]);
     cJSON_AddNumberToObject(row, "best_layer", (double)(best / heads));
@@ -381,7 +385,7 @@ void needle_begin(Needle *n) {
         else printf(" %6lld %%", (long long)o->depths.values[d]);
     }
     printf(" %10s\n", "mean");
-    bar_start(&n->e->bar, "needles");
+    bar_start(&n->e->bar, "needles", n->trials);
 }
 
 // Trials go through all depths of a sample, which share the haystack, then through the samples, then the lengths.
@@ -413,8 +417,8 @@ bool needle_next(Needle *n) {
     size_t each = (size_t)n->e->o.samples * n->depth_count;
     if (n->at > 0) {
         end_trial(n);
-        bar_show(&n->e->bar, n->at, n->trials);
         if (n->at % each == 0) end_length(n);
+        bar_show(&n->e->bar, n->at);
     }
     if (n->at == n->trials) return false;
     int32_t *previous = n->previous;
@@ -426,6 +430,7 @@ bool needle_next(Needle *n) {
     make_prompt(n, hay, (size_t)((double)hay * n->trial.depth / 100));
     n->trial.shared = n->at % each ? shared_tokens(n) : 0;
     n->answer_length = n->answered = 0;
+    n->finite = true;
     n->answer[0] = 0;
     n->at++;
     n->e->tokens += n->trial.count - n->trial.shared;
@@ -452,9 +457,11 @@ bool needle_answer(Needle *n, const float *logits) {
     int32_t best = -1;
     size_t length = 0;
     for (int32_t id = 0; id < e->config->vocab; id++) {
+        n->finite = n->finite && isfinite(logits[id]);
         if (model_ends_text(e->config, id) && id != n->closing) continue;
         if (best < 0 || logits[id] > logits[best]) best = id;
     }
+    if (!n->finite) return false;
     n->token = n->answer_ids[n->answered++] = best;
     if (best == n->closing) return false;
     const char *bytes = tokenizer_token(e->tokenizer, best, &length);

@@ -26,9 +26,9 @@ enum {
     MAX_ANSWER = 512,
     // Prompts share the cache in whole blocks, which is a multiple of the tokens that the decoder computes together. So
     // each token is computed in the same block of tokens, with the same rounding, whatever is shared.
-    SHARED_BLOCK = 512
+    SHARED_BLOCK = 1024
 };
-typedef enum { NEEDLE_WRONG, NEEDLE_FIRST_DIGIT, NEEDLE_RIGHT } NeedleVerdict;
+typedef enum { NEEDLE_WRONG, NEEDLE_FIRST_DIGIT, NEEDLE_RIGHT, NEEDLE_NOT_FINITE } NeedleVerdict;
 
 // A prompt: n.length tokens of haystack and needle, then the question.
 typedef struct {
@@ -58,7 +58,8 @@ typedef struct {
     size_t answer_length, answered;
     double *scores, *mean_scores;    // (layers, heads): of this trial; summed over the trials of this length
     cJSON *row, *trial_rows;         // of this length
-    size_t right[OPTION_LIST_MAX], first_digit[OPTION_LIST_MAX];    // by depth
+    bool finite;                     // all logits of the answer so far
+    size_t right[OPTION_LIST_MAX], first_digit[OPTION_LIST_MAX], not_finite[OPTION_LIST_MAX];    // by depth
 } Needle;
 
 // Checks the lengths, the city and the number. Sets e->longest: the positions that a prompt and its answer need.
@@ -77,7 +78,7 @@ bool needle_next(Needle *n);
 void needle_weights(Needle *n, const float *weights, size_t stride);
 
 // Takes the likeliest token that does not end a text. Returns false once the answer is complete: after its first
-// number, or in ChatML at the end of the turn, which may be chosen there.
+// number, in ChatML at the end of the turn, which may be chosen there, or if a logit is not finite.
 bool needle_answer(Needle *n, const float *logits);
 
 #ifdef __cplusplus

@@ -49,24 +49,30 @@ static void read_prompt_file(Observer *o) {
     if (!o->prompt_count) fail(EXIT_INPUT, "%s: expected one prompt per line, found none.", e->o.prompt_file);
 }
 
-// Sequences of --data at random places. An end-of-text token at the start is dropped, since each prompt is measured
-// with and without one.
+// --samples different sequences of --data at random places, or all if it has fewer. An end-of-text token at the start
+// is dropped, since each prompt is measured with and without one.
 static void read_data(Observer *o) {
     Eval *e = o->e;
     Error error;
-    size_t T = e->o.seq_lens.values[0] ? (size_t)e->o.seq_lens.values[0] : (size_t)e->config->seq_len;
-    if (T < 3 || e->o.seq_lens.count > 1)
-        fail(EXIT_USAGE, "--seq-lens: --task attention expects one length of at least 3.");
+    size_t T = eval_length(e, 3);
     ShardsConfig config = {.T = T, .vocab = e->config->vocab, .end_of_text = e->config->end_of_text};
     config.remedy = "Add data, or reduce --seq-lens.";
     if (!(o->shards = e->data = shards_open(e->o.data, config, &error))) fail_with(&error);
-    for (int64_t i = 0; i < e->o.samples; i++) {
+    uint64_t windows = shards_windows(e->data), wanted = (uint64_t)e->o.samples;
+    if (wanted > windows) wanted = windows;
+    uint64_t *drawn = array(wanted, sizeof *drawn);
+    for (uint64_t i = 0; o->prompt_count < wanted; i++) {
+        uint64_t window = random_u64((uint64_t)e->o.seed, i, 0) % windows;
+        bool again = false;
+        for (size_t j = 0; j < o->prompt_count; j++) again |= drawn[j] == window;
+        if (again) continue;
+        drawn[o->prompt_count] = window;
         int32_t *ids = array(T + 1, sizeof *ids);
-        uint64_t window = random_u64((uint64_t)e->o.seed, (uint64_t)i, 0) % shards_windows(e->data);
         if (!shards_window(e->data, window, ids, NULL, &error)) fail_with(&error);
         if (ids[0] == e->config->end_of_text) memmove(ids, ids + 1, T * sizeof *ids);
         add_prompt(o, ids, T);
     }
+    free(drawn);
 }
 
 void observe_settle(Observer *o, Eval *e) {
@@ -147,6 +153,11 @@ static size_t bin_of(size_t n) {
     return bin;
 }
 
+// The larger of two; NaN if one is NaN, which fmax() would drop.
+static double larger(double a, double b) {
+    return isnan(a) || a > b ? a : b;
+}
+
 static void add_row(HeadStats *s, const float *A, float log_Z, size_t i) {
     double sum = 0, absolute = 0, entropy = 0, n = (double)(i + 1), zeros = 0;
     for (size_t j = 0; j <= i; j++) {
@@ -156,11 +167,12 @@ static void add_row(HeadStats *s, const float *A, float log_Z, size_t i) {
         zeros += a == 0;
         if (a > 0) entropy -= a * log(a);
     }
+    if (isnan(absolute)) zeros = NAN;
     s->rows++;
     s->weights += n;
     s->sum += sum;
     s->zeros += zeros;
-    if (absolute > 0) {
+    if (absolute != 0) {                                 // also a NaN, which the sums keep
         entropy = entropy / absolute + log(absolute);    // of p = a/absolute
         s->entropy += entropy;
         s->entropy_by_n[bin_of(i + 1)] += entropy;
@@ -169,8 +181,8 @@ static void add_row(HeadStats *s, const float *A, float log_Z, size_t i) {
             s->weight_by_distance[bin_of(i - j ? i - j : 1)] += fabs((double)A[j]) / absolute;
     }
     s->rows_by_n[bin_of(i + 1)]++;
-    if (i == 0 || !isfinite(log_Z)) return;
-    double x = log(n), y = log_Z;
+    if (i == 0 || isinf(log_Z)) return;
+    double x = log(n), y = isnan(absolute) ? (double)NAN : log_Z;
     s->fitted++;
     s->x += x;
     s->y += y;
@@ -202,7 +214,7 @@ void observe_layer(Observer *o, size_t layer, const float *x, size_t T, size_t C
         double d = (x[i] - mean) * (x[i] - mean);
         second += d;
         fourth += d * d;
-        if (!(fabs((double)x[i]) <= largest)) largest = fabs((double)x[i]);
+        largest = larger(largest, fabs((double)x[i]));
     }
     o->residual[layer] = (ResidualStats){fourth * (double)N / (second * second), largest};
     if (maps_wanted(o)) write_map(o, T);
@@ -275,8 +287,9 @@ static void write_row(Observer *o, size_t T, double loss) {
 static const char COLUMNS[] = "      sum   1 - sum   entropy     first     zeros     slope   kurtosis   max |x|";
 
 static void print_means(const ObserveMeans *m) {
-    printf(" %9.5f %9.5f %9.4f %9.5f %9.5f %9.4f %10.4g %9.4g\n", m->sum, round((1 - m->sum) * 1e6) / 1e6 + 0.0,
-           m->entropy, m->first, m->zeros, m->slopes > 0 ? m->slope / m->slopes : NAN, m->kurtosis, m->largest);
+    printf(" %9.5f %9.5f %9.4f %9.5f %9.5f %9.4f %10.4g %9.4g\n", shown(m->sum),
+           shown(round((1 - m->sum) * 1e6) / 1e6 + 0.0), shown(m->entropy), shown(m->first), shown(m->zeros),
+           m->slopes > 0 ? m->slope / m->slopes : NAN, shown(m->kurtosis), shown(m->largest));
 }
 
 static void add_head(ObserveMeans *m, const HeadStats *s, double share) {
@@ -312,22 +325,26 @@ static ObserveMeans add_prompt_means(Observer *o) {
             add_to_all(&o->all[o->with_end_of_text], s);
         }
         layers[l].kurtosis += x->kurtosis / prompts;
-        layers[l].largest = fmax(layers[l].largest, x->largest);
-        prompt.kurtosis = fmax(prompt.kurtosis, x->kurtosis);
-        prompt.largest = fmax(prompt.largest, x->largest);
+        layers[l].largest = larger(layers[l].largest, x->largest);
+        prompt.kurtosis = larger(prompt.kurtosis, x->kurtosis);
+        prompt.largest = larger(prompt.largest, x->largest);
     }
     return prompt;
 }
 
-static void print_range(size_t from, size_t to) {
-    char text[48];
-    snprintf(text, sizeof text, from == to ? "%zu" : "%zu-%zu", from, to);
+// A range of integers, of which none is above `most`.
+static void print_range(size_t from, size_t to, size_t most) {
+    char text[48] = "";
+    if (to > most) to = most;
+    if (from < to) snprintf(text, sizeof text, "%zu-%zu", from, to);
+    if (from == to) snprintf(text, sizeof text, "%zu", from);
     printf(" %15s", text);
 }
 
 // The means over all prompts by layer, the entropy by n, and the weight by distance.
 static void print_all(const Observer *o, bool with) {
     const HeadStats *all = &o->all[with];
+    size_t longest = o->longest - (with || o->shards ? 0 : 1);
     printf("\nmeans over %zu prompt%s %s a leading end-of-text token\n%6s %s\n", o->prompt_count,
            o->prompt_count == 1 ? "" : "s", with ? "with" : "without", "layer", COLUMNS);
     for (size_t l = 0; l < o->layers; l++) {
@@ -337,10 +354,13 @@ static void print_all(const Observer *o, bool with) {
     printf("%16s %9s %15s %9s\n", "n", "entropy", "distance", "weight");
     for (size_t b = 0; b < OBSERVE_BINS && all->rows_by_n[b] > 0; b++) {
         size_t from = (size_t)1 << b, to = 2 * from - 1;
-        print_range(from, to);
-        printf(" %9.4f", all->entropy_by_n[b] / all->rows_by_n[b]);
-        print_range(b ? from : 0, to);
-        printf(" %9.5f\n", all->weight_by_distance[b] / all->rows);
+        print_range(from, to, longest);
+        printf(" %9.4f", shown(all->entropy_by_n[b] / all->rows_by_n[b]));
+        if (from < longest || b == 0) {    // the largest distance is longest - 1
+            print_range(b ? from : 0, to, longest - 1);
+            printf(" %9.5f", shown(all->weight_by_distance[b] / all->rows));
+        }
+        printf("\n");
     }
 }
 
@@ -350,7 +370,7 @@ void observe_begin(Observer *o) {
     memset(o->by_layer, 0, 2 * o->layers * sizeof *o->by_layer);
     memset(o->all, 0, sizeof o->all);
     printf("%7s %4s %8s %11s %s\n", "prompt", "EOT", "tokens", "perplexity", COLUMNS);
-    bar_start(&o->e->bar, "prompts");
+    bar_start(&o->e->bar, "prompts", 2 * o->prompt_count);
 }
 
 bool observe_next(Observer *o, int32_t *ids, size_t *count) {
@@ -372,7 +392,7 @@ void observe_done(Observer *o, size_t T, const float *losses) {
     for (size_t t = from; t + 1 < T; t++) loss += losses[t] / (double)(T - 1 - from);
     ObserveMeans means = add_prompt_means(o);
     bar_clear(&o->e->bar);
-    printf("%7zu %4s %8zu %11.6g", o->at + 1, o->with_end_of_text ? "yes" : "no", T, exp(loss));
+    printf("%7zu %4s %8zu %11.6g", o->at + 1, o->with_end_of_text ? "yes" : "no", T, shown(exp(loss)));
     print_means(&means);
     fflush(stdout);
     write_row(o, T, loss);
@@ -382,7 +402,8 @@ void observe_done(Observer *o, size_t T, const float *losses) {
     o->sums[(o->with_end_of_text ? o->prompt_count : 0) + o->at] = round(means.sum * 1e5);
     o->losses[(o->with_end_of_text ? o->prompt_count : 0) + o->at] = loss;
     o->e->tokens += T;
-    bar_show(&o->e->bar, 2 * o->at + o->with_end_of_text + 1, 2 * o->prompt_count);
+    eval_count(o->e, isfinite(loss) && isfinite(means.sum) && isfinite(means.largest));
+    bar_show(&o->e->bar, 2 * o->at + o->with_end_of_text + 1);
     if (o->with_end_of_text) o->at++;
     o->with_end_of_text = !o->with_end_of_text;
 }
@@ -399,15 +420,22 @@ static double rank_of(const double *x, size_t count, size_t i) {
     return below + (equal + 1) / 2;
 }
 
-static double spearman(const double *a, const double *b, size_t count) {
+// NAN and the reason if there is none.
+static double spearman(const double *sums, const double *losses, size_t count, const char **reason) {
     double mean = ((double)count + 1) / 2, ab = 0, aa = 0, bb = 0;
+    bool finite = true;
     for (size_t i = 0; i < count; i++) {
-        double x = rank_of(a, count, i) - mean, y = rank_of(b, count, i) - mean;
+        double x = rank_of(sums, count, i) - mean, y = rank_of(losses, count, i) - mean;
+        finite = finite && isfinite(sums[i]) && isfinite(losses[i]);
         ab += x * y;
         aa += x * x;
         bb += y * y;
     }
-    return aa > 0 && bb > 0 ? ab / sqrt(aa * bb) : NAN;
+    if (!finite) *reason = "not all are finite";
+    else if (!(aa > 0)) *reason = "all sums are equal";
+    else if (!(bb > 0)) *reason = "all perplexities are equal";
+    else return ab / sqrt(aa * bb);
+    return NAN;
 }
 
 void observe_end(Observer *o) {
@@ -417,12 +445,14 @@ void observe_end(Observer *o) {
     printf("\n");
     for (int with = 0; with < 2; with++) {
         size_t from = with ? o->prompt_count : 0;
-        double r = spearman(o->sums + from, o->losses + from, o->prompt_count);
+        const char *reason = NULL;
+        double r = spearman(o->sums + from, o->losses + from, o->prompt_count, &reason);
         cJSON *row = eval_row(o->e);
         cJSON_AddBoolToObject(row, "leading_end_of_text", with);
         cJSON_AddNumberToObject(row, "prompts", (double)o->prompt_count);
         cJSON_AddNumberToObject(row, "spearman_sum_perplexity", r);
         printf("Spearman correlation of the sum with perplexity, %s end-of-text: ", with ? "with" : "without");
-        printf(isnan(r) ? "undefined (all sums are equal)\n" : "%+.3f\n", r);
+        if (reason) printf("undefined (%s)\n", reason);
+        else printf("%+.3f\n", r);
     }
 }

@@ -70,11 +70,11 @@ static void measure(Evaluator *v, const Length *at) {
     use_angles(&v->c, T);
     memset(v->sums, 0, T * sizeof *v->sums);
     memset(v->counts, 0, T * sizeof *v->counts);
-    bar_start(&v->e.bar, "sequences");
+    bar_start(&v->e.bar, "sequences", at->windows);
     for (uint64_t first = 0; first < at->windows; first += most) {
         size_t B = at->windows - first < most ? (size_t)(at->windows - first) : most;
         const uint8_t *mask = v->e.masked ? v->mask : NULL;
-        bar_show(&v->e.bar, first, at->windows);
+        bar_show(&v->e.bar, first);
         load_windows(v, at, first, B);
         const float *losses = batch_losses(&v->c, v->inputs, v->targets, mask, B, T);
         for (size_t n = 0; n < B * T; n++) {
@@ -223,6 +223,7 @@ static void open_model(Evaluator *v) {
         bool planned = eval_find(e, &error);
         if (planned) {
             if (!e->longest) task_of(v)->settle(v);
+            eval_check(e);
             plan_computer(&v->c, e, batch_size(v), e->longest);
             take_computer(&v->c, batch_size(v), e->longest);
             Weights weights = computer_weights(&v->c);
@@ -261,6 +262,16 @@ static void evaluate(Evaluator *v) {
         replace_pn(&v->c);
     }
     task_of(v)->run(v);
+    eval_finish(e);
+}
+
+// Opens every model and closes it again, so that a wrong one ends the program before any is evaluated.
+static void check_models(Evaluator *v) {
+    while (v->e.model_at < v->e.model_count) {
+        open_model(v);
+        close_model(v);
+    }
+    v->e.model_at = 0;
 }
 
 int main(int argc, char **argv) {
@@ -271,10 +282,11 @@ int main(int argc, char **argv) {
     start_program(PROGRAM);
     eval_open(e, computer_config(&v.c), argc, argv);
     start_threads(e->o.threads);
+    if (e->model_count > 1) check_models(&v);
     while (e->model_at < e->model_count) {
         open_model(&v);
         if (e->o.out && !file_make_folders(e->o.out, &error)) fail_with(&error);
-        eval_settle(e);
+        eval_start(e);
         double start = now();
         evaluate(&v);
         if (e->switches) {
@@ -282,6 +294,7 @@ int main(int argc, char **argv) {
             evaluate(&v);
         }
         seconds += now() - start;
+        eval_record_model(e);
         close_model(&v);
     }
     if (e->o.out) eval_write(e);

@@ -1,6 +1,6 @@
-"""eval_gpt2 --task choice: log-likelihoods, acc and acc_norm against lm_eval's formulas over the reference's logits, for
-texts prepared by hand; messages. With LM_EVAL=PYTHON, an interpreter that has lm_eval 0.4.13, also against lm_eval
-itself."""
+"""eval_gpt2 --task choice: log-likelihoods, acc and acc_norm against lm_eval's formulas over the reference's logits,
+for texts prepared by hand; messages. With LM_EVAL=PYTHON, an interpreter that has lm_eval[hf] 0.4.13, also against
+lm_eval itself."""
 import json
 import os
 import subprocess
@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import eval_models
-from eval_models import evaluate, reference
-from tiny import END_OF_TEXT, VOCAB, write_data
+from eval_models import evaluate, overflowing, reference
+from tiny import BIN, END_OF_TEXT, run, write_data
 
 os.environ["HF_HUB_OFFLINE"] = "1"    # set before transformers is imported: no test contacts a hub
 from transformers import AutoTokenizer
@@ -20,26 +20,35 @@ L = 64
 
 
 def hellaswag(label, ctx_a, ctx_b, endings, gold):
-    return {"activity_label": label, "ctx_a": ctx_a, "ctx_b": ctx_b, "ctx": f"{ctx_a} {ctx_b}", "endings": endings, "label": str(gold)}
+    return {"activity_label": label, "ctx_a": ctx_a, "ctx_b": ctx_b, "ctx": f"{ctx_a} {ctx_b}", "endings": endings,
+            "label": str(gold)}
 
 
 # HellaSwag's fields, and the query and the endings that lm_eval makes of them
 CLEANED = [
-    (hellaswag("Baking bread", "A cook has the dough on a table.", "she", ["said the cat went on.", "[step] went  on it.", "went [title] a dog", "  over."], 0),
-     "Baking bread: A cook has the dough on a table. She", ["said the cat went on.", " went on it.", "went. a dog", "over."]),
-    (hellaswag("Knots", "[header] How to tie [title] Take a rope.[step] Make a loop.  Then pull", "", ["[substeps] a]b [c", "x [open", "[a\nb] c", "house"], 3),
+    (hellaswag("Baking bread", "A cook has the dough on a table.", "she",
+               ["said the cat went on.", "[step] went  on it.", "went [title] a dog", "  over."], 0),
+     "Baking bread: A cook has the dough on a table. She",
+     ["said the cat went on.", " went on it.", "went. a dog", "over."]),
+    (hellaswag("Knots", "[header] How to tie [title] Take a rope.[step] Make a loop.  Then pull", "",
+               ["[substeps] a]b [c", "x [open", "[a\nb] c", "house"], 3),
      "Knots: How to tie. Take a rope. Make a loop. Then pull", [" a]b [c", "x [open", "[a\nb] c", "house"]),
-    (hellaswag("Écoles", "das Café ist ÜBER 5 €", "ÉCOLE ÜBER ПРИВЕТ ǅUNGLA 日本", ["über", "Über", "ПРИВЕТ", "привет"], 1),
+    (hellaswag("Écoles", "das Café ist ÜBER 5 €", "ÉCOLE ÜBER ПРИВЕТ ǅUNGLA 日本",
+               ["über", "Über", "ПРИВЕТ", "привет"], 1),
      "Écoles: das Café ist ÜBER 5 € École über привет ǆungla 日本", ["über", "Über", "ПРИВЕТ", "привет"]),
-    (hellaswag("ǆ", "the   cat    on", "ǆUNGLA", ["a   b", "on the mat", "on", "the"], 1), "ǆ: the  cat  on ǅungla", ["a  b", "on the mat", "on", "the"]),
+    (hellaswag("ǆ", "the   cat    on", "ǆUNGLA", ["a   b", "on the mat", "on", "the"], 1),
+     "ǆ: the  cat  on ǅungla", ["a  b", "on the mat", "on", "the"]),
     (hellaswag("Dogs", "The dog went", "[title]", ["house", " house", "cat and dog", "on the house and the cat"], 2),
      "Dogs: The dog went. ", ["house", "house", "cat and dog", "on the house and the cat"]),
-    (hellaswag("\u2003Cats\u00a0", "the cat [x]", "the dog\u3000[x]", ["went\u2028", "\x1cwent on\x1f", "said", "and"], 0),
+    (hellaswag("\u2003Cats\u00a0", "the cat [x]", "the dog\u3000[x]",
+               ["went\u2028", "\x1cwent on\x1f", "said", "and"], 0),
      "Cats\u00a0: the cat The dog\u3000", ["went", "went on", "said", "and"]),
     (hellaswag("Same", "the cat", "said", ["on on", "on on", "the dog went over the house", "[x]"], 0),
      "Same: the cat Said", ["on on", "on on", "the dog went over the house", ""]),
-    (hellaswag("Long", "the cat and the dog went over the house and said " * 12, "and", ["the cat", "日本語 " * 4 + "cat", "went", "on the house"], 3),
-     "Long: " + "the cat and the dog went over the house and said " * 12 + " And", ["the cat", "日本語 " * 4 + "cat", "went", "on the house"]),
+    (hellaswag("Long", "the cat and the dog went over the house and said " * 12, "and",
+               ["the cat", "日本語 " * 4 + "cat", "went", "on the house"], 3),
+     "Long: " + "the cat and the dog went over the house and said " * 12 + " And",
+     ["the cat", "日本語 " * 4 + "cat", "went", "on the house"]),
 ]
 CLEANED[-1] = (CLEANED[-1][0], CLEANED[-1][1].replace("  ", " "), CLEANED[-1][2])
 PLAIN = [({"query": query, "choices": choices, "gold": gold}, query, choices) for query, choices, gold in (
@@ -51,12 +60,6 @@ PLAIN = [({"query": query, "choices": choices, "gold": gold}, query, choices) fo
 def data(tmp_path_factory):
     eval_models.build()
     return write_data(tmp_path_factory.mktemp("choice") / "data")
-
-
-@pytest.fixture(scope="module")
-def model_of(data, tmp_path_factory):
-    get = eval_models.models(tmp_path_factory.mktemp("models"), data, vocab=VOCAB)
-    return lambda shape, attn: get(shape, attn, L)
 
 
 def write_questions(path, rows):
@@ -101,23 +104,58 @@ def test_log_likelihoods_equal_lm_evals_formulas(rows, shape, attn, model_of, tm
     output, result = evaluate("choice", folder, None, tmp_path, "--data", write_questions(tmp_path / "q.jsonl", rows))
     [row] = result["results"]
     expected, acc, norm = expected_results(AutoTokenizer.from_pretrained(folder), tensors, config, rows)
-    assert row["questions"] == len(rows) and [len(lls) for lls in row["log_likelihoods"]] == [len(lls) for lls in expected]
+    assert (row["questions"] == len(rows)
+            and [len(lls) for lls in row["log_likelihoods"]] == [len(lls) for lls in expected])
     for found, lls in zip(row["log_likelihoods"], expected):
         assert np.abs(np.subtract(found, lls)).max() <= 1e-5 * np.abs(lls).max(), (found, lls)
     n = len(rows)
     for key, right in (("acc", acc), ("acc_norm", norm)):
         assert row[key] == np.mean(right)
         assert row[f"{key}_stderr"] == pytest.approx(np.std(right, ddof=1) / np.sqrt(n))
-    assert output.splitlines()[-1].split() == [str(n), f"{np.mean(acc):.4f}", f"{np.mean(norm):.4f}", f"{row['acc_norm_stderr']:.4f}"]
+    assert output.splitlines()[-1].split() == [str(n), f"{np.mean(acc):.4f}", f"{np.mean(norm):.4f}",
+                                               f"{row['acc_norm_stderr']:.4f}"]
 
 
 def test_acc_and_acc_norm_differ(model_of, tmp_path):
     """A right answer of one token is likelier than a long one, but not per character."""
     folder, tensors, config = model_of("llama", "softmax")
-    rows = [({"query": "the cat", "choices": ["went", "went over the house and said"], "gold": gold}, None, None) for gold in (0, 1, 1)]
+    rows = [({"query": "the cat", "choices": ["went", "went over the house and said"], "gold": gold}, None, None)
+            for gold in (0, 1, 1)]
     _, result = evaluate("choice", folder, None, tmp_path, "--data", write_questions(tmp_path / "q.jsonl", rows))
     [row] = result["results"]
     assert row["acc"] == pytest.approx(1 / 3) and row["acc_norm"] == pytest.approx(2 / 3)
+
+
+def test_acc_norm_counts_characters_not_bytes(model_of, tmp_path):
+    """The ending that is likelier per character is not the one that is likelier per byte."""
+    folder, tensors, config = model_of("llama", "softmax")
+    endings = ["日本語", "€", "went", "the cat", "naïve café", "ПРИВЕТ", "went over the house and said"]
+    row = {"gold": 0}, "the cat", endings
+    [lls], *_ = expected_results(AutoTokenizer.from_pretrained(folder), tensors, config, [row])
+    by_character, by_byte = ([ll / len(text) for ll, text in zip(lls, texts)]
+                             for texts in (endings, [text.encode() for text in endings]))
+    pairs = ((i, j) for i in range(7) for j in range(7))
+    i, j = next((i, j) for i, j in pairs if by_character[i] > by_character[j] + 0.01 and by_byte[i] < by_byte[j] - 0.01)
+    question = {"query": "the cat", "choices": [endings[i], endings[j]], "gold": 0}
+    path = write_questions(tmp_path / "q.jsonl", [(question,)])
+    assert evaluate("choice", folder, None, tmp_path, "--data", path)[1]["results"][0]["acc_norm"] == 1
+
+
+def test_activations_that_are_not_finite(model_of, tmp_path):
+    """No ending wins."""
+    folder = overflowing(model_of("llama", "softmax")[0], tmp_path / "model")
+    words = ["--task", "choice", "--model", folder, "--data", write_questions(tmp_path / "q.jsonl", PLAIN)]
+    output, errors = run(BIN / "eval_gpt2", *words, "--picture", 0, "--out", tmp_path / "out")
+    [row] = json.loads((tmp_path / "out/eval.json").read_text())["results"]
+    assert "model under softmax: its activations are not finite in 4 of 4 questions" in errors
+    assert [row[key] for key in ("acc", "acc_norm", "acc_stderr", "acc_norm_stderr")] == 4 * [None]
+    assert output.splitlines()[-1].split() == ["4", "nan", "nan", "n/a"]
+
+
+def test_one_question_has_no_standard_error(model_of, tmp_path):
+    path = write_questions(tmp_path / "q.jsonl", [(GOOD | {"label": 0},)])
+    output, result = evaluate("choice", model_of("llama", "softmax")[0], None, tmp_path, "--data", path)
+    assert output.splitlines()[-1].split()[-1] == "n/a" and result["results"][0]["acc_norm_stderr"] is None
 
 
 def test_ctx_alone_is_used_as_it_is(model_of, tmp_path):
@@ -135,7 +173,9 @@ def test_seq_lens_is_the_longest_sequence(model_of, tmp_path):
     """It replaces L, beyond which the context loses its start."""
     folder, tensors, config = model_of("llama", "softmax")
     path = write_questions(tmp_path / "q.jsonl", CLEANED[-1:])
-    lls = [evaluate("choice", folder, None, tmp_path, "--data", path, "--seq-lens", T)[1]["results"][0]["log_likelihoods"] for T in (0, L, 63, 300)]
+    results = [evaluate("choice", folder, None, tmp_path, "--data", path, "--seq-lens", T)[1]["results"][0]
+               for T in (0, L, 63, 300)]
+    lls = [row["log_likelihoods"] for row in results]
     assert lls[0] == lls[1] != lls[2] and lls[3] != lls[0]
 
 
@@ -143,8 +183,9 @@ def test_another_normalizer_and_several_models(model_of, tmp_path):
     folders = [model_of("llama", "softmax")[0], model_of("gau", "relu2-T")[0]]
     path = write_questions(tmp_path / "q.jsonl", PLAIN)
     _, result = evaluate("choice", f"{folders[0]},{folders[1]}", None, tmp_path, "--data", path, "--attn", "softmax1")
-    assert [(row["model"], row["attn"]) for row in result["results"]] == [(folders[0].name, "softmax"), (folders[0].name, "softmax1"),
-                                                                         (folders[1].name, "relu2-T"), (folders[1].name, "softmax1")]
+    assert ([(row["model"], row["attn"]) for row in result["results"]]
+            == [(folders[0].name, "softmax"), (folders[0].name, "softmax1"),
+                (folders[1].name, "relu2-T"), (folders[1].name, "softmax1")])
     assert len({json.dumps(row["log_likelihoods"]) for row in result["results"]}) == 4
 
 
@@ -162,10 +203,14 @@ WRONG = {
     "gold 2": (json.dumps(GOOD | {"gold": 2}), ["line 1", "0 to 1"]),
     "gold -1": (json.dumps(GOOD | {"gold": -1}), ["line 1", "0 to 1"]),
     "gold 0.5": (json.dumps(GOOD | {"gold": 0.5}), ["line 1", "0 to 1"]),
+    "gold with a space": (json.dumps(GOOD | {"gold": " 1"}), ["line 1", "0 to 1"]),
+    "gold -0": (json.dumps(GOOD | {"gold": "-0"}), ["line 1", "0 to 1"]),
+    "label and gold": (json.dumps(GOOD | {"label": 1}), ["line 1", '"label" and "gold" name different endings']),
     "an empty label": (json.dumps(hellaswag("a", "b", "c", ["d", "e"], "")), ["line 1", "0 to 1"]),
     "other capitals": (json.dumps({"Query": "a", "Choices": ["b", "c"], "gold": 0}), ["line 1", "choices"]),
     "not UTF-8": (b'{"query": "\xff", "choices": ["b", "c"], "gold": 0}', ["q.jsonl", "UTF-8"]),
-    "an ending longer than L": (json.dumps(GOOD | {"choices": ["日本語" * 40, "c"]}), ["line 1", "expected 1 to 64", "--seq-lens"]),
+    "an ending longer than L": (json.dumps(GOOD | {"choices": ["日本語" * 40, "c"]}),
+                                ["line 1", "expected 1 to 64", "--seq-lens"]),
 }
 
 
@@ -173,7 +218,8 @@ WRONG = {
 def test_a_wrong_file_is_named(name, model_of, tmp_path):
     text, parts = WRONG[name]
     (tmp_path / "q.jsonl").write_bytes(text if isinstance(text, bytes) else text.encode())
-    errors = evaluate("choice", model_of("llama", "softmax")[0], None, tmp_path / "out", "--data", tmp_path / "q.jsonl", code=3)
+    errors = evaluate("choice", model_of("llama", "softmax")[0], None, tmp_path / "out", "--data", tmp_path / "q.jsonl",
+                      code=3)
     assert errors.startswith("eval_gpt2: ") and not (tmp_path / "out/eval.json").exists()
     for part in parts:
         assert part in errors, errors
@@ -202,24 +248,27 @@ metric_list:
 """
 
 
-@pytest.mark.skipif("LM_EVAL" not in os.environ, reason="needs LM_EVAL, a Python that has lm_eval 0.4.13")
+@pytest.mark.skipif("LM_EVAL" not in os.environ, reason="needs LM_EVAL, a Python that has lm_eval[hf] 0.4.13")
 @pytest.mark.parametrize("shape, attn", [("llama", "softmax"), ("grouped", "ssmax"), ("gau", "softmax1")])
 @pytest.mark.parametrize("name, rows", [("hellaswag", CLEANED), ("plain", PLAIN)])
 def test_lm_eval_gives_the_same(name, rows, shape, attn, model_of, tmp_path):
     """The same file through `lm_eval --model hf`. Some rows are not for lm_eval: its dataset has no empty query."""
     folder, *_ = model_of(shape, attn)
     path = write_questions(tmp_path / "q.jsonl", rows)
-    task = TASK.format(name=name, path=path) + ('process_docs: !function utils.process_docs\ndoc_to_target: "{{label}}"\n' if name == "hellaswag" else
-                                                'doc_to_target: "gold"\n')
+    own = 'process_docs: !function utils.process_docs\ndoc_to_target: "{{label}}"\n'
+    task = TASK.format(name=name, path=path) + (own if name == "hellaswag" else 'doc_to_target: "gold"\n')
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks/local.yaml").write_text(task)
     (tmp_path / "tasks/utils.py").write_text("from lm_eval.tasks.hellaswag.utils import process_docs\n")
-    words = [os.environ["LM_EVAL"], "-m", "lm_eval", "--model", "hf", "--model_args", f"pretrained={folder},dtype=float32,trust_remote_code=True", "--tasks",
-             f"local_{name}", "--include_path", tmp_path / "tasks", "--output_path", tmp_path / "lm", "--log_samples", "--device", "cpu", "--batch_size", "2"]
+    words = [os.environ["LM_EVAL"], "-m", "lm_eval", "--model", "hf",
+             "--model_args", f"pretrained={folder},dtype=float32,trust_remote_code=True", "--tasks", f"local_{name}",
+             "--include_path", tmp_path / "tasks", "--output_path", tmp_path / "lm", "--log_samples", "--device", "cpu",
+             "--batch_size", "2"]
     env = dict(os.environ, HF_HOME=str(tmp_path / "home"), HF_DATASETS_OFFLINE="1", OMP_NUM_THREADS="1")
     done = subprocess.run(list(map(str, words)), capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
-    [samples], [results] = ([path.read_text() for path in (tmp_path / "lm").rglob(f"{kind}*")] for kind in ("samples_", "results_"))
+    [samples], [results] = ([path.read_text() for path in (tmp_path / "lm").rglob(f"{kind}*")]
+                            for kind in ("samples_", "results_"))
     samples = sorted(map(json.loads, samples.strip("\n").split("\n")), key=lambda sample: sample["doc_id"])
     theirs = json.loads(results)["results"][f"local_{name}"]
     [row] = evaluate("choice", folder, None, tmp_path, "--data", path)[1]["results"]

@@ -25,7 +25,8 @@ ENTROPY = L / math.lgamma(L + 1)        # where s starts: 1/mean(ln n)
 
 
 def model_flag(block, tied=1):
-    return ",".join(f"{key}={value}" for key, value in SHAPES[block].items()) + f",vocab={VOCAB},tied={tied},block={block}"
+    return (",".join(f"{key}={value}" for key, value in SHAPES[block].items())
+            + f",vocab={VOCAB},tied={tied},block={block}")
 
 
 @pytest.fixture(scope="session")
@@ -46,7 +47,8 @@ def checkpoints(data, tmp_path_factory):
         key = (*flags, steps)
         if key not in made:
             made[key] = root / f"run{len(made)}"
-            train(data, "--val-data", f"{data}/*_val_*.bin", "--val-every", 5, "--lr", 0.03, *flags, "--steps", steps, "--out", made[key])
+            train(data, "--val-data", f"{data}/*_val_*.bin", "--val-every", 5, "--lr", 0.03, *flags, "--steps", steps,
+                  "--out", made[key])
         return made[key]
     return make
 
@@ -94,7 +96,8 @@ def test_losses_equal_the_trainers(name, checkpoints, data, tmp_path):
     [row] = result["results"]
     trained = metrics(run, ["val_loss"])
     assert abs(row["loss"] - trained[-1][0]) < 1e-6 and abs(trained[4][0] - trained[-1][0]) > 1e-3
-    assert row["perplexity"] == pytest.approx(math.exp(row["loss"])) and row["seq_len"] == L and f"{row['loss']:.4f}" in output
+    assert (row["perplexity"] == pytest.approx(math.exp(row["loss"])) and row["seq_len"] == L
+            and f"{row['loss']:.4f}" in output)
     assert (row["tokens"], row["sequences"]) == ((328, 41) if most else (992, 124))
     assert "lineage" not in result and result["checkpoint"].endswith("ckpt/step-00000010")
 
@@ -107,7 +110,8 @@ def test_losses_at_longer_lengths_equal_the_trainers(attn, checkpoints, data, tm
     output, result = evaluate(first, data, tmp_path, "--seq-lens", f"{4 * L},0,{2 * L}")
     assert [row["seq_len"] for row in result["results"]] == [4 * L, L, 2 * L] and "up to 4 L; L stays 8" in output
     for row in (result["results"][0], result["results"][2]):
-        still = checkpoints("--init-from", checkpoint(first, 10), "--seq-len", row["seq_len"], "--lr", 0, "--model", MODEL, "--val-every", 1, steps=1)
+        still = checkpoints("--init-from", checkpoint(first, 10), "--seq-len", row["seq_len"], "--lr", 0,
+                            "--model", MODEL, "--val-every", 1, steps=1)
         assert abs(row["loss"] - metrics(still, ["val_loss"])[0][0]) < 1e-6
 
 
@@ -128,6 +132,26 @@ def test_masked_tokens_do_not_count(checkpoints, data, tmp_path):
     assert row["tokens"] == bits[1:1 + 124 * L].sum() and "per sequence" in output
     assert row["loss"] * row["tokens"] == pytest.approx(row["loss_per_sequence"] * row["sequences"])
     assert row["loss_by_position"][-1] is None and None not in row["loss_by_position"][:-1]
+
+
+@pytest.mark.parametrize("T", [L, 24])
+def test_losses_of_one_example_a_row_equal_the_trainers(T, checkpoints, data, tmp_path):
+    """Documents of 2 to 19 tokens: some are longer than T + 1 tokens, the others are padded."""
+    folder = tmp_path / "documents"
+    folder.mkdir()
+    draw = np.random.default_rng(5)
+    for name, count in (("train", 60), ("val", 40)):
+        documents = [[VOCAB - 1, *draw.integers(0, VOCAB - 1, size)] for size in draw.integers(1, 19, count)]
+        write_shard(folder / f"d_{name}_000000.bin", np.concatenate(documents))
+    flags = ["--val-data", f"{folder}/*_val_*.bin", "--val-every", 2, "--pack", "example", "--seq-len", T]
+    train(folder, *flags, "--steps", 2, "--out", tmp_path / "run")
+    _, result = evaluate(tmp_path / "run", folder, tmp_path / "out", "--pack", "example")
+    [row] = result["results"]
+    assert row["sequences"] == 40
+    assert abs(row["loss_per_sequence"] - metrics(tmp_path / "run", ["val_loss"])[-1][0]) < 1e-5
+    _, stream = evaluate(tmp_path / "run", folder, tmp_path / "out")
+    assert "loss_per_sequence" not in stream["results"][0]
+    assert abs(stream["results"][0]["loss"] - row["loss"]) > 1e-3
 
 
 # ---------------------------------------------------------------- the reference and transformers
@@ -166,7 +190,8 @@ def windows(data, T):
 def reference_losses(tensors, config, data, T):
     """The mean loss at each position (T)."""
     inputs, targets = windows(data, T)
-    return torch.nn.functional.cross_entropy(reference.forward(tensors, inputs, config).transpose(1, 2), targets, reduction="none").mean(0).numpy()
+    logits = reference.forward(tensors, inputs, config).transpose(1, 2)
+    return torch.nn.functional.cross_entropy(logits, targets, reduction="none").mean(0).numpy()
 
 
 def near(found, expected):
@@ -190,8 +215,10 @@ def test_losses_under_another_normalizer_equal_the_references(block, attn, softm
     beyond."""
     folder, tensors, config = softmax[block]
     lengths = [L] if attn == "ssmax-pn" else [L, 20]
-    _, result = evaluate(folder, data, tmp_path, "--attn", attn, "--seq-lens", ",".join(map(str, lengths)), "--task", "positions")
-    expected = [reference_losses(*model, data, T) for model in ((tensors, config), under(tensors, config, attn)) for T in lengths]
+    _, result = evaluate(folder, data, tmp_path, "--attn", attn, "--seq-lens", ",".join(map(str, lengths)),
+                         "--task", "positions")
+    expected = [reference_losses(*model, data, T) for model in ((tensors, config), under(tensors, config, attn))
+                for T in lengths]
     if attn == "softmax":
         del expected[len(lengths):]
     assert len(result["results"]) == len(expected) and ("lineage" in result) == (attn != "softmax")
@@ -208,7 +235,8 @@ def test_losses_under_another_normalizer_equal_the_references(block, attn, softm
 
 
 @pytest.mark.parametrize("block", SHAPES)
-@pytest.mark.parametrize("attn", ["ssmax", "ssmax-bias", "ssmax-pn", "softmax1", "softmax-sink", "softpick", "sigmoid", "lssar"])
+@pytest.mark.parametrize("attn", ["ssmax", "ssmax-bias", "ssmax-pn", "softmax1", "softmax-sink", "softpick", "sigmoid",
+                                  "lssar"])
 def test_losses_by_position_equal_the_references(block, attn, weights, data, tmp_path):
     """Uses the checkpoint's learned scalars. eval.json has the loss at each position, and the table has it by
     ranges."""
@@ -233,7 +261,8 @@ def test_ranges_of_positions(softmax, data, tmp_path):
     """There are at most nine, whatever the length."""
     output, result = evaluate(softmax["llama"][0], data, tmp_path, "--task", "positions", "--seq-lens", 600)
     table = [line.split() for line in output[output.index("loss by position"):].splitlines()[2:]]
-    assert [line[0] for line in table] == ["1-4", "5-8", "9-16", "17-32", "33-64", "65-128", "129-256", "257-512", "513-600"]
+    assert [line[0] for line in table] == ["1-4", "5-8", "9-16", "17-32", "33-64", "65-128", "129-256", "257-512",
+                                           "513-600"]
     for positions, loss in table:
         first, last = map(int, positions.split("-"))
         assert abs(float(loss) - np.mean(result["results"][0]["loss_by_position"][first - 1:last])) < 1e-4
@@ -252,8 +281,9 @@ def test_a_llama_from_transformers(data, tmp_path):
     from transformers import LlamaConfig, LlamaForCausalLM
     torch.manual_seed(1)
     llama = LlamaForCausalLM(LlamaConfig(
-        vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, rms_norm_eps=1e-5,
-        max_position_embeddings=L, initializer_range=0.3, bos_token_id=0, eos_token_id=0, tie_word_embeddings=False)).eval()
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        rms_norm_eps=1e-5, max_position_embeddings=L, initializer_range=0.3, bos_token_id=0, eos_token_id=0,
+        tie_word_embeddings=False)).eval()
     llama.save_pretrained(tmp_path / "llama", max_shard_size="5KB")
     _, result = evaluate(tmp_path / "llama", data, tmp_path, "--seq-lens", f"0,{3 * L}")
     for T, loss in zip((L, 3 * L), losses(result)):
@@ -315,7 +345,8 @@ def test_pn_beyond_its_length_follows_the_fit(block, weights, data, tmp_path):
 
 def test_pn_extrapolate_without_pn_has_no_effect(softmax, data, tmp_path):
     words = ["--model", softmax["llama"][0], "--data", f"{data}/*_val_*.bin", "--seq-lens", L, "--out", tmp_path]
-    assert "--pn-extrapolate log has no effect: softmax has no p_n." in run(BIN / "eval_gpt2", *words, "--pn-extrapolate", "log")[1]
+    assert ("--pn-extrapolate log has no effect: softmax has no p_n."
+            in run(BIN / "eval_gpt2", *words, "--pn-extrapolate", "log")[1])
     assert "no effect" not in run(BIN / "eval_gpt2", *words)[1]
 
 
@@ -323,11 +354,13 @@ def test_pn_after_a_change_of_normalizer(softmax, weights, data, tmp_path):
     """p_n starts at 1; a constant has a fit but no R^2. If the checkpoint has p_n, both normalizers use its fit."""
     folder, tensors, config = softmax["llama"]
     assert "ssmax-pn" in evaluate(folder, data, tmp_path, "--attn", "ssmax-pn", "--seq-lens", 2 * L, code=2)[1]
-    output, result = evaluate(folder, data, tmp_path, "--attn", "ssmax-pn", "--seq-lens", 2 * L, "--pn-extrapolate", "log")
+    output, result = evaluate(folder, data, tmp_path, "--attn", "ssmax-pn", "--seq-lens", 2 * L,
+                              "--pn-extrapolate", "log")
     assert result["pn_fit"] == {"a1": 0, "a2": 1, "r2": None} and "undefined" in output
     near(losses(result)[0], losses(result)[1])                      # s p_n + b = 1: softmax
     folder, *_ = weights("llama", "ssmax-pn")
-    output, result = evaluate(folder, data, tmp_path, "--attn", "ssmax-pn+norm=l1+1", "--seq-lens", 2 * L, "--pn-extrapolate", "log")
+    output, result = evaluate(folder, data, tmp_path, "--attn", "ssmax-pn+norm=l1+1", "--seq-lens", 2 * L,
+                              "--pn-extrapolate", "log")
     assert output.count("p_n =") == 1 and result["lineage"][0]["started"] == {}
     evaluate(folder, data, tmp_path, "--attn", "softmax", "--seq-lens", 2 * L, code=2)
 
@@ -337,7 +370,8 @@ def test_theta(block, d, softmax, data, tmp_path, monkeypatch):
     """ntk uses theta (T/L)^(d/(d-2)) beyond L. --rope-theta replaces the checkpoint's theta, also under ntk."""
     folder, tensors, config = softmax[block]
     plain = losses(evaluate(folder, data, tmp_path, "--seq-lens", f"{L // 2},{4 * L}")[1])
-    for flags, base, ntk in ([], 10000, 0), (["--rope-theta", 100], 100, 0), ([], 10000, 1), (["--rope-theta", 100], 100, 1):
+    for flags, base, ntk in (([], 10000, 0), (["--rope-theta", 100], 100, 0), ([], 10000, 1),
+                             (["--rope-theta", 100], 100, 1)):
         flags = [*flags, "--rope-scaling", "ntk"] if ntk else flags
         _, result = evaluate(folder, data, tmp_path, *flags, "--seq-lens", f"{L // 2},{4 * L}")
         thetas = [base, base * 4 ** (d / (d - 2)) if ntk else base]
@@ -363,8 +397,9 @@ def test_rope_scalings(block, scaling, softmax, data, tmp_path):
     said = json.loads((own / "config.json").read_text())
     name, *numbers = scaling.split(":")
     keys = {"linear": ["factor"], "yarn": ["factor", "original_max_position_embeddings"],
-            "llama3": ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]}.get(name, [])
-    parameters = {"rope_type": "dynamic", "factor": 1} if name == "ntk" else {"rope_type": name, **dict(zip(keys, map(float, numbers)))}
+            "llama3": ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]}
+    parameters = ({"rope_type": "dynamic", "factor": 1} if name == "ntk"
+                  else {"rope_type": name, **dict(zip(keys.get(name, []), map(float, numbers)))})
     (own / "config.json").write_text(json.dumps(said | {"rope_parameters": parameters | {"rope_theta": 10000}}))
     assert losses(evaluate(own, data, tmp_path, *lengths)[1]) == losses(result)
     assert losses(evaluate(own, data, tmp_path, *lengths, "--rope-scaling", "none")[1]) == plain
@@ -375,10 +410,11 @@ def test_rope_scalings(block, scaling, softmax, data, tmp_path):
 def test_without_out_nothing_is_written(checkpoints, data, tmp_path):
     output, errors = run(BIN / "eval_gpt2", "--model", checkpoints(), "--data", f"{data}/*_val_*.bin")
     assert "perplexity" in output and "tokens/s" in errors and errors.count("\n") == 1
-    again, result = evaluate(checkpoints(), data, tmp_path / "deep/out", "--seed", 5, "--task", "positions")
+    again, result = evaluate(checkpoints(), data, tmp_path / "deep/out", "--max-tokens", 5000, "--task", "positions")
     assert again.startswith(output) and "loss by position" in again
     assert [path.name for path in (tmp_path / "deep/out").iterdir()] == ["eval.json"]
-    assert result["arguments"]["seed"] == 5 and result["arguments"]["task"] == "positions" and result["trained_seq_len"] == L
+    assert (result["arguments"]["max-tokens"] == 5000 and result["arguments"]["task"] == "positions"
+            and result["trained_seq_len"] == L)
     assert result["data"]["tokens"] == 1000 and len(result["data"]["xxh3"]) == 16
 
 
@@ -388,15 +424,21 @@ def test_all_zero_rows_are_reported(softmax, data, tmp_path):
     shares = [row["rows_without_weight"] for row in result["results"]]
     assert shares[:2] == [0, 0] and 0 < shares[3] < shares[2] < 1
     assert all(f"{100 * share:.2g} % all-zero rows" in output for share in shares[2:])
-    assert evaluate(softmax["llama"][0], data, tmp_path, *flags, 2 * L)[1]["results"][1]["rows_without_weight"] == shares[3]
+    assert (evaluate(softmax["llama"][0], data, tmp_path, *flags, 2 * L)[1]["results"][1]["rows_without_weight"]
+            == shares[3])
 
 
 def test_nonfinite_losses_are_reported(weights, data, tmp_path):
     folder, tensors, _ = weights("llama", "softmax")
-    save_file({name: (30 if "q_proj" in name or "k_proj" in name else 1) * tensor.float().numpy() for name, tensor in tensors.items()},
+    save_file({name: (30 if "q_proj" in name or "k_proj" in name else 1) * tensor.float().numpy()
+               for name, tensor in tensors.items()},
               folder / "model.safetensors")
     output, result = evaluate(folder, data, tmp_path, "--attn", "exp")
-    assert isinstance(losses(result)[0], float) and losses(result)[1] is None and " nan" in output
+    assert isinstance(losses(result)[0], float) and losses(result)[1] is None
+    assert " nan" in output and "-nan" not in output
+    _, errors = run(BIN / "eval_gpt2", "--model", folder, "--data", f"{data}/*_val_*.bin", "--attn", "exp")
+    assert f"{folder.name} under exp: its activations are not finite in 1 of 1 lengths" in errors
+    assert "under softmax:" not in errors
 
 
 def test_full_disks_are_reported(checkpoints, data, tmp_path):
@@ -415,7 +457,8 @@ WRONG = {
     "unknown normalizer": (["--attn", "ssmx"], 2, ["--attn ssmx", "Did you mean ssmax?"]),
     "unknown stage": (["--attn", "softmax+post=reweigh"], 2, ["reweight:P"]),
     "unknown extrapolation": (["--pn-extrapolate", "linear"], 2, ["none|log"]),
-    "unknown scaling": (["--rope-scaling", "yran:4:8"], 2, ["--rope-scaling yran:4:8", "Did you mean yarn?", "linear:FACTOR, ntk"]),
+    "unknown scaling": (["--rope-scaling", "yran:4:8"], 2,
+                        ["--rope-scaling yran:4:8", "Did you mean yarn?", "linear:FACTOR, ntk"]),
     "incomplete scaling": (["--rope-scaling", "yarn:4"], 2, ["--rope-scaling yarn:4", "expected yarn:FACTOR:ORIGINAL"]),
     "theta 1": (["--rope-theta", "1"], 2, ["--rope-theta 1", "above 1"]),
     "no tokens": (["--max-tokens", "0"], 2, ["--max-tokens 0", "from 1"]),
@@ -423,12 +466,14 @@ WRONG = {
     "log:L at 1": (["--model", "{one}", "--attn", "softmax+scale=log:L"], 2, ["ln L", "L = 1"]),
     "ntk of pairs": (["--model", "{pairs}", "--rope-scaling", "ntk", "--seq-lens", "16"], 2, ["ntk", "size 2"]),
     "endless model": (["--model", "{endless}"], 2, ["2000000", "--seq-lens"]),
-    "no such folder": (["--model", "{run}/nowhere"], 3, ["--model", "nowhere", "config.json", "ckpt/step-*", "found neither"]),
+    "no such folder": (["--model", "{run}/nowhere"], 3,
+                       ["--model", "nowhere", "config.json", "ckpt/step-*", "found neither"]),
     "wrong hash": (["--model", "{hash}"], 3, ["model.safetensors", "XXH3", "damaged"]),
     "cut weights": (["--model", "{cut}"], 3, ["model.safetensors"]),
     "missing scalar": (["--model", "{scalar}"], 3, ["attn_scale", "none of that name"]),
     "no shards": (["--data", "{run}/none*.bin"], 3, ["no file matches"]),
-    "too little data": (["--seq-lens", "8,1000"], 3, ["too little data", "1,000 tokens", "at least 1 is needed", "reduce --seq-lens."]),
+    "too little data": (["--seq-lens", "8,1000"], 3,
+                        ["too little data", "1,000 tokens", "at least 1 is needed", "reduce --seq-lens."]),
     "id over vocabulary": (["--data", "{run}/ids.bin"], 3, ["ids.bin", f"token id {VOCAB}", "offset 1,064"]),
     "cut shard": (["--data", "{run}/cut.bin"], 3, ["cut.bin", "truncated"]),
     "no memory": (["--model", "{huge}"], 4, ["memory", "--seq-lens"]),
@@ -443,7 +488,8 @@ def wrong(checkpoints, data, tmp_path_factory):
     config = json.loads((whole / "config.json").read_text())
     length = lambda L: {"attention_normalizer": config["attention_normalizer"] | {"seq_len": L}}
     ssmax = {"attention_normalizer": {"name": "ssmax", "seq_len": L}}
-    changes = {"one": length(1), "endless": {"attention_normalizer": {"name": "softmax"}, "max_position_embeddings": 2000000},
+    changes = {"one": length(1),
+               "endless": {"attention_normalizer": {"name": "softmax"}, "max_position_embeddings": 2000000},
                "pairs": {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 2}, "cut": {}, "scalar": ssmax,
                "huge": {"num_hidden_layers": 1024, "intermediate_size": 262144}}
     for name, change in changes.items():
@@ -505,9 +551,12 @@ def test_a_note_on_lengths_below_l(checkpoints, data, tmp_path):
         return output.split("under softmax")[0].partition("note      s starts")[2]
 
     text = note("--attn", "ssmax-bias", "--seq-lens", "8,4")
-    assert f"at {ENTROPY:.4f} for L = 8, but at T = 4 its mean temperature is only {ratio:.2f} of softmax's" in text and f"use --attn ssmax-bias+s={start:.4f} to start at softmax's" in text
-    assert not any(note(*flags) for flags in (["--attn", "ssmax-bias", "--seq-lens", "8"], ["--attn", "ssmax-bias", "--seq-lens", "16"],
-                                              ["--attn", f"ssmax+s={start:.4f}", "--seq-lens", "4"], ["--attn", "ssmax-pn", "--seq-lens", "4"],
+    assert (f"at {ENTROPY:.4f} for L = 8, but at T = 4 its mean temperature is only {ratio:.2f} of softmax's" in text
+            and f"use --attn ssmax-bias+s={start:.4f} to start at softmax's" in text)
+    assert not any(note(*flags) for flags in (["--attn", "ssmax-bias", "--seq-lens", "8"],
+                                              ["--attn", "ssmax-bias", "--seq-lens", "16"],
+                                              ["--attn", f"ssmax+s={start:.4f}", "--seq-lens", "4"],
+                                              ["--attn", "ssmax-pn", "--seq-lens", "4"],
                                               ["--attn", "softmax1", "--seq-lens", "4"], ["--seq-lens", "4"]))
     own = checkpoints("--model", model_flag("llama"), "--attn", "ssmax")
     output, _ = evaluate(own, data, tmp_path, "--max-tokens", 64, "--attn", "ssmax-bias", "--seq-lens", "4")

@@ -1,6 +1,7 @@
-"""eval_gpt2cu's source, run on the CPU, against eval_gpt2: the same eval.json for every task.
+"""eval_gpt2cu's source, run on the CPU, against eval_gpt2: the same eval.json for every task, in float32 and bf16.
 
-EVAL_GPT2CU names another build to test, which may be one for a GPU.
+EVAL_GPT2CU names another build to test, which may be one for a GPU. Like a machine with a GPU, this file needs no
+library of Python but NumPy, tqdm and pytest.
 """
 import json
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 import tiny
+from byte_text import VOCAB, write_text
 from trainer import cuda_program
 
 TASKS = {
@@ -19,10 +21,11 @@ TASKS = {
     "scores": [],
     "choice": ["--seq-lens", "128"],
 }
+SHAPE = f"layers=2,heads=4,channels=32,ffn=64,vocab={VOCAB}"
 MODELS = {
-    "ssmax-pn": (tiny.SHAPE + ",kv_heads=2", ["--attn", "ssmax-pn"], ["--pn-extrapolate", "log"]),
-    "lssar": (tiny.SHAPE, ["--attn", "lssar"], []),
-    "gau": (f"layers=1,block=gau,channels=32,vocab={tiny.VOCAB}", ["--attn", "relu2-L"], ["--attn", "softmax1"]),
+    "ssmax-pn": (SHAPE + ",kv_heads=2", ["--attn", "ssmax-pn"], ["--pn-extrapolate", "log"]),
+    "lssar": (SHAPE, ["--attn", "lssar"], []),
+    "gau": (f"layers=1,block=gau,channels=32,vocab={VOCAB}", ["--attn", "relu2-L"], ["--attn", "softmax1"]),
 }
 
 
@@ -30,9 +33,10 @@ MODELS = {
 def models(tmp_path_factory):
     """A function of a name in MODELS that returns the data and a trained model."""
     folder = tmp_path_factory.mktemp("eval")
-    data = tiny.write_data(folder / "data")
+    data = write_text(folder / "data")
     (folder / "questions.jsonl").write_text("".join(json.dumps(
-        {"activity_label": "Cats", "ctx_a": "The cat", "ctx_b": "Sat on", "endings": ["the house.", "it", "[x] 日本語"], "label": i}) + "\n" for i in range(3)))
+        {"activity_label": "Cats", "ctx_a": "The cat", "ctx_b": "Sat on", "label": i,
+         "endings": ["the house.", "it", "[x] 日本語"]}) + "\n" for i in range(3)))
     made = {}
 
     def model(name):
@@ -57,20 +61,37 @@ def differences(a, b, path=""):
     return []
 
 
+# In bf16 the two round at different places. That may change which token is the likeliest and the order of prompts, and
+# lssar's power of 15 magnifies it too much for a comparison.
+CASES = [(name, dtype) for dtype in ("fp32", "bf16") for name in MODELS if (name, dtype) != ("lssar", "bf16")]
+BOUNDS = {"fp32": 1e-4, "bf16": 1e-2}
+MAP_BOUNDS = {"fp32": 1e-5, "bf16": 2e-2}
+CHOICES = {"answer", "verdict", "right", "first_digit", "best_layer", "best_head", "spearman_sum_perplexity"}
+
+
+def without(found, names):
+    if isinstance(found, list):
+        return [without(item, names) for item in found]
+    return {key: without(value, names) for key, value in found.items() if key not in names} \
+        if isinstance(found, dict) else found
+
+
 @pytest.mark.drawn(6)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name, dtype", CASES)
 @pytest.mark.parametrize("task", TASKS)
-def test_same_results(task, name, models, tmp_path):
+def test_same_results(task, name, dtype, models, tmp_path):
     cuda = cuda_program("eval_gpt2cu")
     data, folder, questions = models(name)
-    flags = ["--model", folder, "--data", questions if task == "choice" else f"{data}/*_val_*.bin", "--task", {"doc mask": "loss"}.get(task, task),
-             *TASKS[task], *MODELS[name][2], "--picture", 0]
+    flags = ["--model", folder, "--data", questions if task == "choice" else f"{data}/*_val_*.bin",
+             "--task", {"doc mask": "loss"}.get(task, task), *TASKS[task], *MODELS[name][2], "--dtype", dtype,
+             "--picture", 0]
     found = []
     for program, out in ((tiny.BIN / "eval_gpt2", tmp_path / "cpu"), (cuda, tmp_path / "cuda")):
         tiny.run(program, *flags, "--out", out)
-        found.append(json.loads((out / "eval.json").read_text()))
-        found[-1].pop("arguments")
+        result = json.loads((out / "eval.json").read_text())
+        found.append(without(result, {"arguments"} | (CHOICES if dtype == "bf16" else set())))
     rows = differences(*found)
-    assert len(rows) > (0 if task == "scores" and name != "ssmax-pn" else 5) and max(rows) < (1e-4,), max(rows)
+    assert len(rows) > (0 if task == "scores" and name != "ssmax-pn" else 5)
+    assert max(rows) < (BOUNDS[dtype],), max(rows)
     for path in (tmp_path / "cpu").glob("*.npy"):
-        np.testing.assert_allclose(np.load(path), np.load(tmp_path / "cuda" / path.name), atol=1e-5)
+        np.testing.assert_allclose(np.load(path), np.load(tmp_path / "cuda" / path.name), atol=MAP_BOUNDS[dtype])

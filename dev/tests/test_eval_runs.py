@@ -12,11 +12,15 @@ import time
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import eval_models
-from eval_models import evaluate, write_text
+from byte_text import END_OF_TEXT, write_text, write_tokenizer
+from eval_models import evaluate
 from tiny import BIN, environment, run
+from trainer import ROOT
+
+L = 128
 
 
 @pytest.fixture(scope="module")
@@ -25,19 +29,14 @@ def data(tmp_path_factory):
     return write_text(tmp_path_factory.mktemp("runs") / "data", count=25000)
 
 
-@pytest.fixture(scope="module")
-def model_of(data, tmp_path_factory):
-    get = eval_models.models(tmp_path_factory.mktemp("models"), data)
-    return lambda shape, attn: get(shape, attn, 128)
-
-
 # ---------------------------------------------------------------- the learned scalars
 
 NAMES = ("attn_scale", "attn_bias", "attn_sink")
 
 
-@pytest.mark.parametrize("shape, attn", [("grouped", "ssmax"), ("grouped", "ssmax-bias"), ("llama", "ssmax-pn"), ("QK norms", "softmax-sink"),
-                                         ("gau", "ssmax-bias"), ("gau", "ssmax-pn+norm=l1+sink")])
+@pytest.mark.parametrize("shape, attn", [("grouped", "ssmax"), ("grouped", "ssmax-bias"), ("llama", "ssmax-pn"),
+                                         ("QK norms", "softmax-sink"), ("gau", "ssmax-bias"),
+                                         ("gau", "ssmax-pn+norm=l1+sink")])
 def test_scores_are_the_checkpoints(shape, attn, model_of, tmp_path):
     """Each layer's scalars, and the line a1 ln n + a2 that they make: s p_n + b with p_n's own fit."""
     folder, _, config = model_of(shape, attn)
@@ -49,10 +48,12 @@ def test_scores_are_the_checkpoints(shape, attn, model_of, tmp_path):
     if "pn" in attn:
         p = tensors["model.attn_pn"]
         p1, p2 = np.polyfit(np.log(np.arange(1, 129)), p.astype(float), 1)
-        assert np.array_equal(np.float32(row["attn_pn"]), p) and result["models"][0]["pn_fit"]["a1"] == pytest.approx(p1, rel=1e-6)
+        assert (np.array_equal(np.float32(row["attn_pn"]), p)
+                and result["models"][0]["pn_fit"]["a1"] == pytest.approx(p1, rel=1e-6))
     assert len(row["layers"]) == config.units and ("attn_pn" in row) == ("pn" in attn)
     for l, layer in enumerate(row["layers"]):
-        there = {name: tensors[key].astype(float) for name in NAMES if (key := f"model.layers.{l}.{block}.{name}") in tensors}
+        there = {name: tensors[key].astype(float)
+                 for name in NAMES if (key := f"model.layers.{l}.{block}.{name}") in tensors}
         assert layer.keys() - {"fits"} == there.keys() and ("fits" in layer) == ("attn_scale" in there)
         [line] = [line for line in output.splitlines() if line.startswith(f"layer {l:2d}:")]
         for name, values in there.items():
@@ -70,7 +71,8 @@ def test_scores_without_scalars_and_after_a_switch(model_of, tmp_path):
     output, result = evaluate("scores", folder, None, tmp_path, "--attn", "ssmax-bias+s=0.25")
     before, after = result["results"]
     assert "softmax has no learned scalars" in output and before["layers"] == []
-    assert after["layers"] == 2 * [{"attn_scale": 4 * [0.25], "attn_bias": 4 * [0], "fits": 4 * [{"a1": 0.25, "a2": 0}]}]
+    layer = {"attn_scale": 4 * [0.25], "attn_bias": 4 * [0], "fits": 4 * [{"a1": 0.25, "a2": 0}]}
+    assert after["layers"] == 2 * [layer]
     _, result = evaluate("scores", folder, None, tmp_path, "--attn", "ssmax-fixed")
     assert result["results"][1]["layers"] == 2 * [{"attn_scale": 4 * [1], "fits": 4 * [{"a1": 1, "a2": 0}]}]
 
@@ -87,8 +89,10 @@ def test_several_models(model_of, data, tmp_path):
     flags = ["--seq-lens", "16,40", "--max-tokens", 400, "--task", "positions"]
     _, both = evaluate("positions", f"{folders[0]},{folders[1]}", data, tmp_path, *flags)
     alone = [evaluate("positions", folder, data, tmp_path / "one", *flags)[1] for folder in folders]
-    assert names(both) == [folder.name for folder in folders] and [model["attn"] for model in both["models"]] == ["ssmax", "softmax"]
-    assert both["results"] == [row for result in alone for row in result["results"]] and both["models"] == [result["models"][0] for result in alone]
+    assert (names(both) == [folder.name for folder in folders]
+            and [model["attn"] for model in both["models"]] == ["ssmax", "softmax"])
+    assert (both["results"] == [row for result in alone for row in result["results"]]
+            and both["models"] == [result["models"][0] for result in alone])
 
 
 def test_each_model_has_a_name_of_its_own(model_of, data, tmp_path):
@@ -114,6 +118,101 @@ def test_a_missing_model_is_named_before_any_work(model_of, data, tmp_path):
     assert "more than 64" in run(BIN / "eval_gpt2", "--model", ",".join(65 * [str(folder)]), *words, code=2)[1]
 
 
+def bad_models(model_of, tmp_path):
+    """Models with something wrong, and flags under which it is."""
+    folder, *_ = model_of("grouped", "softmax")
+    for name, missing in (("bare", "tokenizer*"), ("plain", None), ("scalar", None), ("nan", None), ("small", None)):
+        shutil.copytree(folder, tmp_path / name)
+        for path in (tmp_path / name).glob(missing) if missing else ():
+            path.unlink()
+    write_tokenizer(tmp_path / "plain", {"<|endoftext|>": END_OF_TEXT})
+    config = (folder / "config.json").read_text()
+    ssmax = {"attention_normalizer": {"name": "ssmax", "seq_len": 128}}
+    (tmp_path / "scalar/config.json").write_text(json.dumps(json.loads(config) | ssmax))
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][0] = np.nan
+    save_file(tensors, tmp_path / "nan/model.safetensors", metadata={"format": "pt"})
+    tensors = load_file(folder / "model.safetensors")
+    cut = {name: tensor[:100] if "lm_head" in name or "embed" in name else tensor for name, tensor in tensors.items()}
+    save_file(cut, tmp_path / "small/model.safetensors", metadata={"format": "pt"})
+    small = {"vocab_size": 100, "bos_token_id": 99, "eos_token_id": 99}
+    (tmp_path / "small/config.json").write_text(json.dumps(json.loads(config) | small))
+
+
+BAD = {
+    "no tokenizer": ("bare", ["--task", "needle", "--seq-lens", 100], 3, "tokenizer.json"),
+    "no ChatML": ("plain", ["--task", "needle", "--chat", "chatml", "--seq-lens", 100], 2, "<|im_start|>"),
+    "no p_n there": (None, ["--seq-lens", 200], 2, "p_n for n up to L = 128"),
+    "a length twice": ("bare", ["--seq-lens", "0,128"], 2, "128 is listed twice"),
+    "a smaller vocabulary": ("small", [], 3, "below the vocabulary size"),
+    "no such scalar": ("scalar", [], 3, "attn_scale"),
+    "a NaN": ("nan", [], 3, "model.safetensors"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_every_model_is_checked_before_the_first_is_evaluated(name, model_of, data, tmp_path):
+    bad_models(model_of, tmp_path)
+    folder, flags, code, part = BAD[name]
+    second = tmp_path / folder if folder else model_of("grouped", "ssmax-pn")[0]
+    words = ["--model", f"{model_of('grouped', 'softmax')[0]},{second}", "--data", f"{data}/*_val_*.bin", *flags]
+    output, errors = run(BIN / "eval_gpt2", *words, "--out", tmp_path / "out", code=code)
+    assert output == "" and part in errors and not (tmp_path / "out").exists()
+
+
+# ---------------------------------------------------------------- flags
+
+UNUSED = {
+    "--max-new-tokens 3 --task loss": "--max-new-tokens is for --task needle, not loss.",
+    "--doc-mask --task needle": "--doc-mask is for --task loss or positions, not needle.",
+    "--pack example --task attention": "--pack is for --task loss or positions, not attention.",
+    "--prompt-file nowhere": "--prompt-file is for --task attention, not loss.",
+    "--samples 3 --task attention --prompt-file nowhere":
+        "--samples is for --task needle or attention without --prompt-file, not attention with --prompt-file.",
+    "--seq-lens 8 --task scores":
+        "--seq-lens is for --task loss, positions, needle, attention without --prompt-file or choice, not scores.",
+    "--rope-theta 5 --task scores":
+        "--rope-theta is for --task loss, positions, needle, attention or choice, not scores.",
+    "--seq-lens 8,9 --task choice": "--seq-lens: --task choice expects one length",
+    "--seq-lens 64,64": "--seq-lens: 64 is listed twice.",
+    "--seq-lens 128,0": "--seq-lens: 128 is listed twice.",
+    "--depths 50,10,50 --task needle": "--depths: 50 is listed twice.",
+    "--depths 50 --random-depth --task needle": "--depths and --random-depth exclude each other.",
+    "--digits 3 --number 12 --task needle": "--digits and --number exclude each other.",
+}
+
+
+@pytest.mark.parametrize("flags", UNUSED)
+def test_flags_that_a_task_does_not_use(flags, model_of, data, tmp_path):
+    (tmp_path / "q.jsonl").write_text(json.dumps({"query": "a", "choices": ["b", "c"], "gold": 0}))
+    source = tmp_path / "q.jsonl" if "choice" in flags else f"{data}/*_val_*.bin"
+    words = ["--model", model_of("grouped", "softmax")[0], *([] if "nowhere" in flags else ["--data", source])]
+    errors = run(BIN / "eval_gpt2", *words, *flags.split(), code=2)[1]
+    assert UNUSED[flags] in errors
+
+
+def test_flags_that_grids_give_to_every_evaluation_are_not_used_silently(model_of, data, tmp_path):
+    words = ["--model", model_of("grouped", "softmax")[0], "--data", f"{data}/*_val_*.bin", "--max-tokens", 5]
+    errors = run(BIN / "eval_gpt2", *words, "--task", "scores")[1]
+    assert "--max-tokens has no effect with --task scores: it is for loss or positions." in errors
+    assert "--data has no effect" in errors
+
+
+# ---------------------------------------------------------------- what is in the folder
+
+def test_only_files_of_this_eval_json_stay(model_of, data, prompt, tmp_path):
+    """Pictures of the results before, maps and prompts go; other files stay. The names are those of the pictures."""
+    sources = "".join(path.read_text() for path in (ROOT / "scripts/pictures").glob("*.py"))
+    names = re.findall(r'Picture\(\s*"([\w-]+)"', sources)
+    old = [*(f"{name}.png" for name in names), "attention.html", "map-1.npy", "map-12.npy", "prompts.jsonl"]
+    kept = ["map-x.npy", "map-1.npy.txt", "notes.png", "loss.png"]
+    assert len(names) == 9
+    for name in [*old, *kept, "map-0.npy"]:
+        (tmp_path / name).write_text("old")
+    run(*attention_words(model_of("grouped", "softmax")[0], tmp_path, prompt))
+    assert contents(tmp_path).keys() == {*kept, "eval.json", "map-0.npy"} and contents(tmp_path)["map-0.npy"] != b"old"
+
+
 # ---------------------------------------------------------------- long sequences
 
 LONG = {        # T: the length of the sequences
@@ -128,8 +227,8 @@ def peak(task, model, data, folder, T):
     """The peak memory in bytes, and eval.json."""
     ending = {"query": "a" * (T - 1), "choices": ["b", "c"], "gold": 0}         # T tokens with the space and the ending
     (folder / f"{T}.jsonl").write_text(json.dumps(ending))
-    words = [BIN / "eval_gpt2", "--model", model, "--data", f"{data}/*_val_*.bin", "--task", task, "--picture", 0, "--out", folder / "out",
-             *(word.format(T=T, folder=folder) for word in LONG[task])]
+    words = [BIN / "eval_gpt2", "--model", model, "--data", f"{data}/*_val_*.bin", "--task", task, "--picture", 0,
+             "--out", folder / "out", *(word.format(T=T, folder=folder) for word in LONG[task])]
     child = subprocess.Popen(list(map(str, words)), stdout=subprocess.DEVNULL, env=environment(2))
     _, status, usage = os.wait4(child.pid, 0)
     child.returncode = status
@@ -137,12 +236,15 @@ def peak(task, model, data, folder, T):
     return usage.ru_maxrss * 1024, json.loads((folder / "out/eval.json").read_text())["results"][0]
 
 
-@pytest.mark.parametrize("task, shape, lengths", [("positions", "QK norms", [2048, 8192]), ("positions", "gau", [1024, 4096]), ("needle", "QK norms", [2048, 8192]),
-                                                  ("choice", "QK norms", [2048, 8192]), ("attention", "QK norms", [1024, 4096]),
-                                                  pytest.param("positions", "QK norms", [5120, 20480], marks=pytest.mark.drawn(0)),
-                                                  pytest.param("needle", "QK norms", [5120, 20480], marks=pytest.mark.drawn(0))])
+@pytest.mark.parametrize("task, shape, lengths",
+                         [("positions", "QK norms", [2048, 8192]), ("positions", "gau", [1024, 4096]),
+                          ("needle", "QK norms", [2048, 8192]),
+                          ("choice", "QK norms", [2048, 8192]), ("attention", "QK norms", [1024, 4096]),
+                          pytest.param("positions", "QK norms", [5120, 20480], marks=pytest.mark.drawn(0)),
+                          pytest.param("needle", "QK norms", [5120, 20480], marks=pytest.mark.drawn(0))])
 def test_memory_is_linear_in_the_length(task, shape, lengths, model_of, data, tmp_path):
-    """One T x T array of float32 would add 4 times this bound. Between the lengths a sequence begins as a shorter one does."""
+    """One T x T array of float32 would add 4 times this bound. Between the lengths a sequence begins as a shorter one
+    does."""
     folder, *_ = model_of(shape, "softmax")
     (bytes_short, short), (bytes_long, long) = (peak(task, folder, data, tmp_path, T) for T in lengths)
     assert bytes_long - bytes_short < lengths[1] ** 2 - lengths[0] ** 2, (bytes_short, bytes_long)
@@ -154,7 +256,7 @@ def test_memory_is_linear_in_the_length(task, shape, lengths, model_of, data, tm
 # ---------------------------------------------------------------- progress
 
 PROGRESS = {
-    "loss": ("sequences", ["--seq-lens", 64, "--max-tokens", 4096]),
+    "loss": ("sequences", ["--seq-lens", 8, "--max-tokens", 500_000]),
     "needle": ("needles", ["--seq-lens", 200, "--samples", 1]),
     "attention": ("prompts", ["--seq-lens", 40, "--samples", 2]),
     "choice": ("questions", []),
@@ -167,24 +269,29 @@ def test_progress_is_shown_on_a_terminal_alone(task, model_of, data, tmp_path):
     what, flags = PROGRESS[task]
     if task == "choice":
         (tmp_path / "q.jsonl").write_text(3 * (json.dumps({"query": "a", "choices": ["b", "c"], "gold": 0}) + "\n"))
-    words = ["--task", task, "--model", model_of("QK norms", "softmax")[0], "--data", tmp_path / "q.jsonl" if task == "choice" else f"{data}/*_val_*.bin", *flags]
+    words = ["--task", task, "--model", model_of("QK norms", "softmax")[0],
+             "--data", tmp_path / "q.jsonl" if task == "choice" else f"{data}/*_val_*.bin", *flags]
     terminal, side = os.openpty()
-    child = subprocess.Popen(list(map(str, [BIN / "eval_gpt2", *words])), stdout=subprocess.PIPE, stderr=side, env=environment())
+    child = subprocess.Popen(list(map(str, [BIN / "eval_gpt2", *words])), stdout=subprocess.PIPE, stderr=side,
+                             env=environment())
     os.close(side)
     output, shown = child.communicate()[0].decode(), b""
     with contextlib.suppress(OSError):          # the terminal's other side is closed
         while chunk := os.read(terminal, 1 << 16):
             shown += chunk
     os.close(terminal)
-    assert child.returncode == 0 and re.search(rf"{what} \[#+\.*\] \d+/\d+, .+ left", shown.decode()), shown
-    assert shown.decode().rindex("left") < shown.decode().rindex("\r\033[K")
+    assert child.returncode == 0 and re.match(rf"\r{what} \[\.+\] 0/[\d,]+\033\[K", shown.decode()), shown
+    time_left = re.search(rf"{what} \[#+\.*\] [\d,]+/[\d,]+, .+ left", shown.decode())
+    assert time_left or task != "attention", shown      # the others may be done before the line is due again
+    assert shown.decode().rindex(what) < shown.decode().rindex("\r\033[K")
     assert run(BIN / "eval_gpt2", *words)[0] == output and " left" not in run(BIN / "eval_gpt2", *words)[1]
 
 
 # ---------------------------------------------------------------- kills and full disks
 
 def attention_words(model, out, prompt):
-    return list(map(str, [BIN / "eval_gpt2", "--task", "attention", "--model", model, "--prompt-file", prompt, "--picture", 0, "--out", out]))
+    return list(map(str, [BIN / "eval_gpt2", "--task", "attention", "--model", model, "--prompt-file", prompt,
+                          "--picture", 0, "--out", out]))
 
 
 @pytest.fixture(scope="module")
@@ -206,8 +313,9 @@ def test_a_run_that_is_stopped_leaves_the_results_before_it(end, model_of, promp
     subprocess.run(attention_words(folders[0], out, prompt), check=True, stdout=subprocess.DEVNULL, env=environment())
     before = contents(out)
     assert before.keys() == {"eval.json", "map-0.npy"}
-    child = subprocess.Popen(attention_words(",".join([str(folders[1])] + 30 * [str(folders[0])]), out, prompt), stdout=subprocess.DEVNULL,
-                             stderr=subprocess.DEVNULL, env=environment(), preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    child = subprocess.Popen(attention_words(",".join([str(folders[1])] + 30 * [str(folders[0])]), out, prompt),
+                             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment(),
+                             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     while not (out / "map-4.npy.tmp").exists():
         assert child.poll() is None
         time.sleep(0.01)
@@ -220,15 +328,20 @@ def test_a_run_that_is_stopped_leaves_the_results_before_it(end, model_of, promp
     assert np.load(out / row["map"]).shape == (2, 1, *2 * [row["tokens"]])
 
 
-@pytest.mark.parametrize("task, size, name, flags", [("attention", 100_000, "map-0.npy", []),
-                                                     ("needle", 3_000, "prompts.jsonl", ["--seq-lens", 200, "--samples", 5, "--save-prompts"]),
-                                                     ("positions", 20_000, "eval.json", ["--seq-lens", 4000, "--max-tokens", 1])])
+@pytest.mark.parametrize("task, size, name, flags",
+                         [("attention", 100_000, "map-0.npy", []),
+                          ("needle", 3_000, "prompts.jsonl", ["--seq-lens", 200, "--samples", 5, "--save-prompts"]),
+                          ("positions", 20_000, "eval.json", ["--seq-lens", 4000, "--max-tokens", 1])])
 def test_a_full_disk_leaves_the_results_before_it(task, size, name, flags, model_of, prompt, data, tmp_path):
     (tmp_path / "eval.json").write_text("earlier")
-    words = attention_words(model_of("grouped", "softmax")[0], tmp_path, prompt) + ["--task", task, "--data", f"{data}/*_val_*.bin", *map(str, flags)]
-    done = subprocess.run(words, capture_output=True, text=True, env=environment(), preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size)))
+    source = ["--prompt-file", prompt] if task == "attention" else ["--data", f"{data}/*_val_*.bin"]
+    words = [BIN / "eval_gpt2", "--task", task, "--model", model_of("grouped", "softmax")[0], *source, *flags,
+             "--picture", 0, "--out", tmp_path]
+    done = subprocess.run(list(map(str, words)), capture_output=True, text=True, env=environment(),
+                          preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size)))
     assert done.returncode == 4 and str(tmp_path / name) in done.stderr and "File too large" in done.stderr, done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["eval.json"] and (tmp_path / "eval.json").read_text() == "earlier"
+    assert ([path.name for path in tmp_path.iterdir()] == ["eval.json"]
+            and (tmp_path / "eval.json").read_text() == "earlier")
 
 
 def test_files_that_cannot_be_written_are_named(model_of, prompt, data, tmp_path):

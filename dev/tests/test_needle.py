@@ -9,23 +9,22 @@ import pytest
 import torch
 
 import eval_models
-from eval_models import END_OF_TEXT, IM_END, VOCAB, evaluate, reference, text_of, write_text, write_tokenizer
+from byte_text import END_OF_TEXT, IM_END, VOCAB, text_of, write_text, write_tokenizer
+from eval_models import evaluate, overflowing, reference
+from tiny import BIN, run
 from trainer import ROOT, write_shard
 
 os.environ["HF_HUB_OFFLINE"] = "1"    # set before transformers is imported: no test contacts a hub
 from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+L = 600
+
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     eval_models.build()
     return write_text(tmp_path_factory.mktemp("needle") / "data")
-
-
-@pytest.fixture(scope="module")
-def model_of(data, tmp_path_factory):
-    return eval_models.models(tmp_path_factory.mktemp("models"), data)
 
 
 def needles(folder, data, out, *flags):
@@ -47,7 +46,8 @@ POSITIONS, CONTENT, BIAS = range(PAIRS), range(48, 96), 96
 
 
 def code(token):
-    """Two of 24 channels: the byte's upper and lower half, without its highest bit. Two tokens share 2, 1 or no channel."""
+    """Two of 24 channels: the byte's upper and lower half, without its highest bit. Two tokens share 2, 1 or no
+    channel."""
     byte = token if token < 128 else 0
     out = np.zeros(CODE)
     out[[byte >> 4, 8 + byte % 16]] = 1
@@ -61,10 +61,11 @@ def content(channel):
 
 def circuit():
     """The weights of an induction circuit. Head j of the first layer copies the token j before: its score is the sum of
-    cos((t - s - j) w) over RoPE's fast pairs, minus a threshold that only the right offset exceeds. Head 0 of the second
-    layer compares the newest four tokens with the four before each position, again above a threshold, and copies the token
-    at that position to the output. What phi does below the threshold does not matter."""
-    tensors = {"model.embed_tokens.weight": np.zeros((VOCAB, C)), "lm_head.weight": np.zeros((VOCAB, C)), "model.norm.weight": np.ones(C)}
+    cos((t - s - j) w) over RoPE's fast pairs, minus a threshold that only the right offset exceeds. Head 0 of the
+    second layer compares the newest four tokens with the four before each position, again above a threshold, and copies
+    the token at that position to the output. What phi does below the threshold does not matter."""
+    tensors = {"model.embed_tokens.weight": np.zeros((VOCAB, C)), "lm_head.weight": np.zeros((VOCAB, C)),
+               "model.norm.weight": np.ones(C)}
     for token in range(VOCAB):
         tensors["model.embed_tokens.weight"][token, :CODE] = code(token)
         if token < 128:
@@ -102,11 +103,12 @@ def circuit():
 
 
 STEEP = 15
-LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB, "hidden_size": C, "intermediate_size": 8,
-         "num_hidden_layers": 2, "num_attention_heads": GRAM, "num_key_value_heads": GRAM, "head_dim": D, "hidden_act": "silu",
-         "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": THETA,
-         "rope_parameters": {"rope_type": "default", "rope_theta": THETA}, "tie_word_embeddings": False, "attention_bias": False,
-         "mlp_bias": False, "bos_token_id": END_OF_TEXT, "eos_token_id": END_OF_TEXT, "dtype": "float32"}
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB, "hidden_size": C,
+         "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": GRAM, "num_key_value_heads": GRAM,
+         "head_dim": D, "hidden_act": "silu", "max_position_embeddings": 2048, "rms_norm_eps": 1e-5,
+         "rope_theta": THETA, "rope_parameters": {"rope_type": "default", "rope_theta": THETA},
+         "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False, "bos_token_id": END_OF_TEXT,
+         "eos_token_id": END_OF_TEXT, "dtype": "float32"}
 
 
 def write_llama(folder, tensors):
@@ -128,34 +130,40 @@ def has_no_repeated_gram(number):
 
 
 def test_an_induction_circuit_finds_every_needle(induction, data, tmp_path):
-    output, rows, prompts = needles(induction, data, tmp_path, "--seq-lens", "200,700,1500", "--depths", "0,10,50,90,100", "--samples", 3)
+    output, rows, prompts = needles(induction, data, tmp_path, "--seq-lens", "200,700,1500",
+                                    "--depths", "0,10,50,90,100", "--samples", 3)
     assert [row["seq_len"] for row in rows] == [200, 700, 1500] and len(prompts) == 45
     for row in rows:
         assert row["right"] == 1 and [depth["right"] for depth in row["depths"]] == 5 * [1], row["depths"]
         for trial in row["trials"]:
             assert has_no_repeated_gram(trial["number"])
             assert trial["answer"] == f" {trial['number']}." and trial["verdict"] == "right"
-            assert trial["best_score"] == pytest.approx(1, abs=1e-3) and (trial["best_layer"], trial["best_head"]) == (1, 0)
+            assert (trial["best_score"] == pytest.approx(1, abs=1e-3)
+                    and (trial["best_layer"], trial["best_head"]) == (1, 0))
     assert output.count("100.0 %") == 18
 
 
 # Those in which the weight of a match is 1 up to rounding, whatever n is.
 FINDS = ["ssmax", "ssmax-pn", "softmax-log512", "softmax1", "softmax-recentered", "softmax+post=reweight:15",
-         "relu-l1", "relu2-l1", "relu6-l1", "gelu-l1", "sigmoid-l1", "softplus-l1", "mish-l1", "sigmoid", "sigmoid-logn", "sigmoid-logn-l1",
-         "softmax-sink", "softmax-floorlog", "softpick"]
+         "relu-l1", "relu2-l1", "relu6-l1", "gelu-l1", "sigmoid-l1", "softplus-l1", "mish-l1", "sigmoid",
+         "sigmoid-logn", "sigmoid-logn-l1", "softmax-sink", "softmax-floorlog", "softpick"]
 
 
 @pytest.mark.drawn(3)
 @pytest.mark.parametrize("attn", FINDS)
 def test_the_circuit_under_another_normalizer(attn, induction, data, tmp_path):
-    _, rows, _ = needles(induction, data, tmp_path, "--attn", attn, "--seq-lens", "300", "--depths", "10,50,90", "--samples", 2)
+    _, rows, _ = needles(induction, data, tmp_path, "--attn", attn, "--seq-lens", "300", "--depths", "10,50,90",
+                         "--samples", 2)
     assert [row["attn"] for row in rows] == ["softmax", attn] and [row["right"] for row in rows] == [1, 1]
 
 
 def test_a_shuffled_circuit_finds_none(data, tmp_path):
-    shuffled = {name: np.random.default_rng(5).permutation(tensor.ravel()).reshape(tensor.shape) for name, tensor in circuit().items()}
-    output, [row], _ = needles(write_llama(tmp_path / "llama", shuffled), data, tmp_path, "--seq-lens", "300", "--samples", 3)
-    assert row["right"] == 0 and {trial["verdict"] for trial in row["trials"]} == {"wrong"} and output.count(" 0.0 %") == 6
+    shuffled = {name: np.random.default_rng(5).permutation(tensor.ravel()).reshape(tensor.shape)
+                for name, tensor in circuit().items()}
+    output, [row], _ = needles(write_llama(tmp_path / "llama", shuffled), data, tmp_path, "--seq-lens", "300",
+                               "--samples", 3)
+    assert (row["right"] == 0 and {trial["verdict"] for trial in row["trials"]} == {"wrong"}
+            and output.count(" 0.0 %") == 6)
 
 
 # ---------------------------------------------------------------- transformers and the reference
@@ -164,16 +172,19 @@ def answer_of_transformers(model, prompt):
     """Greedy, without end-of-text, as many tokens as our answer."""
     ids = torch.tensor([prompt["tokens"]])
     count = len(prompt["answer"])
-    found = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, min_new_tokens=count,
+    found = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count,
+                           min_new_tokens=count,
                            eos_token_id=None, pad_token_id=END_OF_TEXT, suppress_tokens=[END_OF_TEXT])
     return found[0, ids.shape[1]:].tolist()
 
 
-@pytest.mark.parametrize("shape, attn", [("circuit", "softmax"), ("grouped", "softmax"), ("grouped", "ssmax-bias"), ("QK norms", "lssa"),
+@pytest.mark.parametrize("shape, attn", [("circuit", "softmax"), ("grouped", "softmax"), ("grouped", "ssmax-bias"),
+                                         ("QK norms", "lssa"),
                                          ("gau", "softmax1")])
 def test_answers_equal_transformers_greedy_decoding(shape, attn, induction, model_of, data, tmp_path):
     folder = induction if shape == "circuit" else model_of(shape, attn)[0]
-    _, [row], prompts = needles(folder, data, tmp_path, "--seq-lens", "150", "--depths", "20,80", "--samples", 3, "--max-new-tokens", 8)
+    _, [row], prompts = needles(folder, data, tmp_path, "--seq-lens", "150", "--depths", "20,80", "--samples", 3,
+                                "--max-new-tokens", 8)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=True).eval()
     for prompt, trial in zip(prompts, row["trials"]):
         assert prompt["answer"] == answer_of_transformers(model, prompt)
@@ -197,7 +208,8 @@ def test_end_of_text_is_never_the_answer(model_of, data, tmp_path):
         write_tokenizer(tmp_path / name)
         tensors = biased | ({"lm_head.weight": biased["model.embed_tokens.weight"]} if name == "plain" else {})
         save_file(tensors, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
-    answers = [[prompt["answer"] for prompt in needles(tmp_path / name, data, tmp_path / "out", "--seq-lens", 100, "--samples", 4)[2]]
+    answers = [[prompt["answer"]
+                for prompt in needles(tmp_path / name, data, tmp_path / "out", "--seq-lens", 100, "--samples", 4)[2]]
                for name in ("plain", "biased")]
     assert answers[0] == answers[1]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "biased", dtype=torch.float32)
@@ -215,21 +227,27 @@ def test_the_end_of_a_turn_ends_an_answer_in_chatml_alone(model_of, data, tmp_pa
     (tmp_path / "chat/config.json").write_text(json.dumps(config))
     write_tokenizer(tmp_path / "chat")
     save_file(biased, tmp_path / "chat/model.safetensors", metadata={"format": "pt"})
-    answers = {chat: [prompt["answer"] for prompt in needles(tmp_path / "chat", data, tmp_path / "out", "--chat", chat, "--seq-lens", 100, "--samples", 4,
-                                                             "--max-new-tokens", 20)[2]] for chat in ("raw", "chatml")}
+    answers = {chat: [prompt["answer"]
+                      for prompt in needles(tmp_path / "chat", data, tmp_path / "out", "--chat", chat,
+                                            "--seq-lens", 100, "--samples", 4, "--max-new-tokens", 20)[2]]
+               for chat in ("raw", "chatml")}
     assert not any(IM_END in answer for answer in answers["raw"])
-    assert any(answer[-1] == IM_END for answer in answers["chatml"]) and not any(IM_END in answer[:-1] for answer in answers["chatml"])
+    assert (any(answer[-1] == IM_END for answer in answers["chatml"])
+            and not any(IM_END in answer[:-1] for answer in answers["chatml"]))
 
 
 def row_lengths(attn):
     """The normalizer that computes, in one pass, what the cache does, where T is each row's own length so far."""
-    return {"relu2-T": "relu2-n", "relu2-T+norm=T2": "relu2-n+norm=n2", "sigmoid+offset=-logT": "sigmoid-logn"}.get(attn, attn)
+    return {"relu2-T": "relu2-n", "relu2-T+norm=T2": "relu2-n+norm=n2",
+            "sigmoid+offset=-logT": "sigmoid-logn"}.get(attn, attn)
 
 
 @pytest.mark.drawn(6)
-@pytest.mark.parametrize("shape, attn", [*((shape, attn) for shape in ("grouped", "gau") for attn in (*reference.PRESETS, "softmax+post=reweight:3")),
-                                         *(("QK norms", attn) for attn in ("softmax", "ssmax-bias", "softmax-sink", "lssar")),
-                                         ("llama", "sigmoid+offset=-logT"), ("llama", "relu2-T+norm=T2")])
+@pytest.mark.parametrize("shape, attn",
+                         [*((shape, attn) for shape in ("grouped", "gau")
+                            for attn in (*reference.PRESETS, "softmax+post=reweight:3")),
+                          *(("QK norms", attn) for attn in ("softmax", "ssmax-bias", "softmax-sink", "lssar")),
+                          ("llama", "sigmoid+offset=-logT"), ("llama", "relu2-T+norm=T2")])
 def test_needle_scores_equal_the_references(shape, attn, model_of, data, tmp_path):
     """The attention of the prompt's last token, summed over the number's tokens."""
     folder, tensors, config = model_of(shape, attn)
@@ -256,8 +274,9 @@ def test_sharing_the_cache_changes_no_bit(shape, attn, model_of, data, tmp_path)
     """Prompts of one haystack continue the cache of the one before; each alone gives the same numbers."""
     folder, *_ = model_of(shape, attn, 1200)
     how = ["--seq-lens", 700, "--samples", 2, "--threads", 2, "--max-new-tokens", 4]
-    _, [row], _ = needles(folder, data, tmp_path, *how, "--depths", "5,95,60,95")
-    alone = {depth: needles(folder, data, tmp_path, *how, "--depths", depth)[1][0]["trials"] for depth in (5, 60, 95)}
+    _, [row], _ = needles(folder, data, tmp_path, *how, "--depths", "5,95,60,90")
+    alone = {depth: needles(folder, data, tmp_path, *how, "--depths", depth)[1][0]["trials"]
+             for depth in (5, 60, 90, 95)}
     for trial in row["trials"]:
         assert trial == alone[trial["depth"]][trial["sample"]]
 
@@ -265,11 +284,24 @@ def test_sharing_the_cache_changes_no_bit(shape, attn, model_of, data, tmp_path)
 def test_longer_prompts_do_not_change_shorter_ones(model_of, data, tmp_path):
     """Under ntk, theta depends on each length, not on the longest one."""
     folder, *_ = model_of("llama", "softmax", 100)
-    trials = lambda lengths: [row["trials"] for row in needles(folder, data, tmp_path, "--rope-scaling", "ntk", "--seq-lens", lengths,
-                                                              "--samples", 1, "--city", "Rome")[1]]
+
+    def trials(lengths):
+        _, rows, _ = needles(folder, data, tmp_path, "--rope-scaling", "ntk", "--seq-lens", lengths, "--samples", 1,
+                             "--city", "Rome")
+        return [row["trials"] for row in rows]
+
     both = trials("300,150")
     assert [len(row) for row in both] == [5, 5] and both[0][0]["needle_scores"] != both[1][0]["needle_scores"]
     assert both == trials("150,300")[::-1] == [*trials("300"), *trials("150")]
+
+
+def test_lengths_share_no_cache(model_of, data, tmp_path):
+    """Each has its own angles under ntk, although the prompts of a sample begin with the same block."""
+    folder, *_ = model_of("llama", "softmax", 100)
+    flags = ["--rope-scaling", "ntk", "--depths", 99, "--samples", 1, "--max-new-tokens", 1]
+    trials = lambda lengths: [row["trials"]
+                              for row in needles(folder, data, tmp_path, *flags, "--seq-lens", lengths)[1]]
+    assert trials("1300,1200") == [*trials("1300"), *trials("1200")]
 
 
 # ---------------------------------------------------------------- prompts
@@ -277,8 +309,10 @@ def test_longer_prompts_do_not_change_shorter_ones(model_of, data, tmp_path):
 RAW = "\nWhat is the special magic {0} number? The special magic {0} number is:"
 FRAMES = {"raw": ("<|endoftext|>", RAW),
           "squad": ("<|endoftext|>", "\n\nQuestion: What is the special magic {0} number?\n\nAnswer:"),
-          "chatml": ("<|im_start|>user\n", "\n\nWhat is the special magic {0} number?<|im_end|>\n<|im_start|>assistant\n")}
-FRAMES["chatml --system"] = ("<|im_start|>system\nBe 100 % brief.<|im_end|>\n" + FRAMES["chatml"][0], FRAMES["chatml"][1])
+          "chatml": ("<|im_start|>user\n",
+                     "\n\nWhat is the special magic {0} number?<|im_end|>\n<|im_start|>assistant\n")}
+SYSTEM = "<|im_start|>system\nBe 100 % brief.<|im_end|>\n"
+FRAMES["chatml --system"] = (SYSTEM + FRAMES["chatml"][0], FRAMES["chatml"][1])
 
 
 def parts_of(prompt, trial, chat):
@@ -290,7 +324,8 @@ def parts_of(prompt, trial, chat):
     context = text[len(opening):len(text) - len(question)]
     assert context.count(needle) == 1 and len(context.encode()) == prompt["seq_len"]
     first, end = prompt["number"]
-    assert text_of(prompt["tokens"][first:end]) == f" {trial['number']}." and text_of(prompt["tokens"][:first]).endswith(" number is:")
+    assert (text_of(prompt["tokens"][first:end]) == f" {trial['number']}."
+            and text_of(prompt["tokens"][:first]).endswith(" number is:"))
     return context.split(needle)
 
 
@@ -299,7 +334,8 @@ def test_prompts(chat, model_of, data, tmp_path):
     """The context has the length asked for and the needle is at its depth, in one piece of the data without its
     end-of-text tokens. City and number depend on the seed and the sample alone."""
     folder, *_ = model_of("llama", "softmax")
-    flags = ["--chat", *chat.split(), *["Be 100 % brief."] * chat.endswith("--system"), "--seq-lens", "200,333", "--depths", "0,33,100", "--samples", 4]
+    flags = ["--chat", *chat.split(), *["Be 100 % brief."] * chat.endswith("--system"), "--seq-lens", "200,333",
+             "--depths", "0,33,100", "--samples", 4]
     _, rows, prompts = needles(folder, data, tmp_path, *flags, "--attn", "ssmax")
     trials = [trial for row in rows for trial in row["trials"]]
     stream = np.fromfile(data / "d_val_000000.bin", "<u2", offset=1024)[:30000 // 64 * 64]
@@ -313,7 +349,8 @@ def test_prompts(chat, model_of, data, tmp_path):
         assert trial["city"] in (ROOT / "data/cities.txt").read_text().splitlines()
     assert len(set(named.values())) == 4 and [row["attn"] for row in rows] == 2 * ["softmax"] + 2 * ["ssmax"]
     assert len(prompts) == 48 and [p["tokens"] for p in prompts[:24]] == [p["tokens"] for p in prompts[24:]]
-    haystacks = {prompt["sample"]: parts_of(prompt, trial, chat) for prompt, trial in zip(prompts[:12], trials) if trial["depth"] == 0}
+    haystacks = {prompt["sample"]: parts_of(prompt, trial, chat)
+                 for prompt, trial in zip(prompts[:12], trials) if trial["depth"] == 0}
     assert len({after for _, after in haystacks.values()}) == 4
 
 
@@ -329,12 +366,14 @@ def test_the_seed_chooses_the_needles(model_of, data, tmp_path):
 def test_city_number_and_digits(model_of, data, tmp_path):
     folder, *_ = model_of("llama", "softmax")
     flags = ["--seq-lens", 200, "--depths", "50,70", "--samples", 3]
-    for more, city, digits in ((["--city", "São Tomé"], "São Tomé", 7), (["--number", "007"], None, 3), (["--digits", 12], None, 12),
+    for more, city, digits in ((["--city", "São Tomé"], "São Tomé", 7),
+                               (["--number", "007"], None, 3), (["--digits", 12], None, 12),
                                (["--city", "X" * 63, "--number", "9" * 18], "X" * 63, 18)):
         _, [row], prompts = needles(folder, data, tmp_path, *flags, *more)
         for prompt, trial in zip(prompts, row["trials"]):
             parts_of(prompt, trial, "raw")
-            assert city in (None, trial["city"]) and len(trial["number"]) == digits and ("007" in more) <= (trial["number"] == "007")
+            assert (city in (None, trial["city"]) and len(trial["number"]) == digits
+                    and ("007" in more) <= (trial["number"] == "007"))
 
 
 def test_random_depths(model_of, data, tmp_path):
@@ -358,7 +397,8 @@ def test_verdicts(induction, data, tmp_path):
         copy = {key: tensor.copy() for key, tensor in tensors.items()}
         change(copy["lm_head.weight"])
         folder = write_llama(tmp_path / name, copy)
-        _, [row], _ = needles(folder, data, tmp_path, "--seq-lens", 200, "--depths", 50, "--samples", 1, "--number", "8106425")
+        _, [row], _ = needles(folder, data, tmp_path, "--seq-lens", 200, "--depths", 50, "--samples", 1,
+                              "--number", "8106425")
         return row["trials"][0]["answer"], row["trials"][0]["verdict"], row["right"], row["depths"][0]["first_digit"]
 
     def swap(a, b):
@@ -373,16 +413,30 @@ def test_verdicts(induction, data, tmp_path):
     assert answer.startswith(" 81064253") and rest == ["first digit right", 0, 1]
 
 
+def test_logits_that_are_not_finite(model_of, data, tmp_path):
+    """They are no answer, and the shares are unknown."""
+    folder = overflowing(model_of("llama", "softmax")[0], tmp_path / "model")
+    words = ["--task", "needle", "--model", folder, "--data", f"{data}/*_val_*.bin", "--seq-lens", 100, "--samples", 1]
+    output, errors = run(BIN / "eval_gpt2", *words, "--picture", 0, "--out", tmp_path / "out")
+    [row] = json.loads((tmp_path / "out/eval.json").read_text())["results"]
+    assert "model under softmax: its activations are not finite in 5 of 5 needles" in errors
+    assert [(trial["answer"], trial["verdict"]) for trial in row["trials"]] == 5 * [(None, "not finite")]
+    assert row["right"] is None and all(depth["right"] is depth["first_digit"] is None for depth in row["depths"])
+    assert output.splitlines()[-1].split() == ["100", *6 * ["nan", "%"]]
+
+
 # ---------------------------------------------------------------- messages
 
 WRONG = {
     "too short": (["--seq-lens", "200,30"], 2, ["--seq-lens 30", "too short", "needle alone", "tokens"]),
     "too long": (["--seq-lens", "2000000"], 2, ["--seq-lens"]),
-    "too little data": (["--seq-lens", "30001"], 3, ["too little data", "30,000 tokens", "contexts of 30,001", "reduce --seq-lens"]),
+    "too little data": (["--seq-lens", "30001"], 3,
+                        ["too little data", "30,000 tokens", "contexts of 30,001", "reduce --seq-lens"]),
     "hardly any data": (["--data", "{few}"], 3, ["too little data", "reduce --seq-lens"]),
     "no shards": (["--data", "/nowhere/*.bin"], 3, ["no file matches"]),
     "empty data": (["--data", "{empty}"], 3, ["empty.bin"]),
-    "too many ends": (["--data", "{ends}"], 3, ["only 592 tokens other than end-of-text; expected 593", "reduce --seq-lens"]),
+    "too many ends": (["--data", "{ends}"], 3,
+                      ["only 592 tokens other than end-of-text; expected 593", "reduce --seq-lens"]),
     "no tokenizer": (["--model", "{bare}"], 3, ["tokenizer.json", "Copy"]),
     "a larger vocabulary": (["--model", "{larger}"], 3, ["tokenizer", "vocabulary"]),
     "no ChatML": (["--chat", "chatml", "--model", "{plain}"], 2, ["--chat chatml", "<|im_start|>", "--chat raw"]),
@@ -412,15 +466,16 @@ def wrong(model_of, data, tmp_path_factory):
             (root / name / file).write_bytes((folder / file).read_bytes())
     write_tokenizer(root / "plain", {"<|endoftext|>": END_OF_TEXT})
     write_tokenizer(root / "larger", {"<|endoftext|>": 256, "<|a|>": 257, "<|b|>": 258, "<|c|>": 259})
-    return {"empty": root / "empty.bin", "few": root / "few.bin", "ends": root / "ends.bin", "bare": root / "bare", "plain": root / "plain", "larger": root / "larger",
-            "pn": model_of("llama", "ssmax-pn")[0]}
+    return {"empty": root / "empty.bin", "few": root / "few.bin", "ends": root / "ends.bin", "bare": root / "bare",
+            "plain": root / "plain", "larger": root / "larger", "pn": model_of("llama", "ssmax-pn")[0]}
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_usage_is_named(name, wrong, model_of, data, tmp_path):
     words, code, parts = WRONG[name]
     words = [word.format(**wrong) if isinstance(word, str) else os.fsdecode(word) for word in words]
-    errors = evaluate("needle", model_of("llama", "softmax")[0], data, tmp_path / "out", "--seq-lens", 593, *words, code=code)
+    errors = evaluate("needle", model_of("llama", "softmax")[0], data, tmp_path / "out", "--seq-lens", 593, *words,
+                      code=code)
     assert errors.startswith("eval_gpt2: ")
     for part in parts:
         assert part in errors, errors

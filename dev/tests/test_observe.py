@@ -1,21 +1,27 @@
-"""eval_gpt2 --task attention: every statistic, the maps and the residual stream against the reference in float64; prompts
-from a file and from shards; Spearman's correlation; messages."""
+"""eval_gpt2 --task attention: every statistic, the maps and the residual stream against the reference in float64;
+prompts from a file and from shards; Spearman's correlation; messages."""
+import json
 import math
 import os
+import shutil
 
 import numpy as np
 import pytest
 import torch
 
 import eval_models
-from eval_models import END_OF_TEXT, evaluate, reference, write_text
+from byte_text import END_OF_TEXT, write_text
+from eval_models import evaluate, overflowing, reference
 from tiny import BIN, run
 from trainer import write_shard
 
 os.environ["HF_HUB_OFFLINE"] = "1"    # set before transformers is imported: no test contacts a hub
+from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-PROMPTS = ["the cat sat on the mat, and the dog on the log", "naïve café: 5 € 😀", "aaaaaaaaaaaaaaaaaaaaaaaab", "It is a truth universally acknowledged"]
+L = 64
+PROMPTS = ["the cat sat on the mat, and the dog on the log", "naïve café: 5 € 😀", "aaaaaaaaaaaaaaaaaaaaaaaab",
+           "It is a truth universally acknowledged"]
 
 
 @pytest.fixture(scope="module")
@@ -29,12 +35,6 @@ def prompts(tmp_path_factory):
     path = tmp_path_factory.mktemp("prompts") / "prompts.txt"
     path.write_text("\n".join(PROMPTS) + "\n")
     return path
-
-
-@pytest.fixture(scope="module")
-def model_of(data, tmp_path_factory):
-    get = eval_models.models(tmp_path_factory.mktemp("models"), data)
-    return lambda shape, attn: get(shape, attn, 64)
 
 
 def ids_of(text, leading):
@@ -60,9 +60,11 @@ def head_statistics(A, log_Z):
     x, y = (values[1:][np.isfinite(log_Z[1:])] for values in (np.log(np.arange(1, T + 1)), log_Z))
     slope, intercept = np.polyfit(x, y, 1) if len(x) > 1 else (math.nan, math.nan)
     visible = np.tril(np.ones((T, T), bool))
-    return {"sum": A.sum(1).mean(), "unspent": 1 - A.sum(1).mean(), "entropy": entropy.mean(), "first_token": p[1:, 0].mean(),
-            "zeros": (A[visible] == 0).mean(), "log_z_slope": slope, "log_z_intercept": intercept,
-            "entropy_by_n": [np.mean(entropy[np.array(bins) == b]) for b in range(log2(T) + 1)], "weight_by_distance": by_distance}
+    return {"sum": A.sum(1).mean(), "unspent": 1 - A.sum(1).mean(), "entropy": entropy.mean(),
+            "first_token": p[1:, 0].mean(), "zeros": (A[visible] == 0).mean(), "log_z_slope": slope,
+            "log_z_intercept": intercept,
+            "entropy_by_n": [np.mean(entropy[np.array(bins) == b]) for b in range(log2(T) + 1)],
+            "weight_by_distance": by_distance}
 
 
 def near(found, expected, bound=1e-5):
@@ -102,8 +104,8 @@ def compare(row, tensors, config, ids):
     return trace
 
 
-CASES = [*((shape, attn) for shape in ("grouped", "gau") for attn in (*reference.PRESETS, "softmax+post=reweight:3", "relu-l1+norm=l1+0.5",
-                                                                      "sigmoid+offset=-logT")),
+CASES = [*((shape, attn) for shape in ("grouped", "gau")
+           for attn in (*reference.PRESETS, "softmax+post=reweight:3", "relu-l1+norm=l1+0.5", "sigmoid+offset=-logT")),
          *(("QK norms", attn) for attn in ("softmax", "ssmax-bias", "softmax-sink", "lssar", "relu2-T"))]
 
 
@@ -113,7 +115,8 @@ def test_statistics_equal_the_references(shape, attn, model_of, prompts, tmp_pat
     folder, tensors, config = model_of(shape, attn)
     output, result = evaluate("attention", folder, None, tmp_path, "--prompt-file", prompts)
     rows = [row for row in result["results"] if "layers" in row]
-    assert [(row["prompt"], row["leading_end_of_text"]) for row in rows] == [(i, b) for i in range(len(PROMPTS)) for b in (False, True)]
+    assert ([(row["prompt"], row["leading_end_of_text"]) for row in rows]
+            == [(i, b) for i in range(len(PROMPTS)) for b in (False, True)])
     for row in rows:
         trace = compare(row, tensors, config, ids_of(PROMPTS[row["prompt"]], row["leading_end_of_text"]))
         assert ("map" in row) == (row is rows[0])
@@ -129,7 +132,8 @@ def printed_means(layers, of_kurtosis):
     heads = [head for layer in layers for head in layer["heads"]]
     means = [np.mean([head[key] for head in heads]) for key in ("sum", "unspent", "entropy", "first_token", "zeros")]
     slopes = [head["log_z_slope"] for head in heads if head["log_z_slope"] is not None]
-    return [*means, np.mean(slopes) if slopes else math.nan, of_kurtosis([layer["residual_kurtosis"] for layer in layers]),
+    return [*means, np.mean(slopes) if slopes else math.nan,
+            of_kurtosis([layer["residual_kurtosis"] for layer in layers]),
             max(layer["residual_largest"] for layer in layers)]
 
 
@@ -141,8 +145,8 @@ def near_printed(words, values):
 
 @pytest.mark.parametrize("attn", ["softmax1", "relu2-L"])
 def test_tables_by_layer_n_and_distance(attn, model_of, prompts, tmp_path):
-    """Means over all prompts, without and with a leading end-of-text token. Prompts differ in length, so means over rows
-    are not those over prompts."""
+    """Means over all prompts, without and with a leading end-of-text token. Prompts differ in length, so means over
+    rows are not those over prompts."""
     output, result = evaluate("attention", model_of("grouped", attn)[0], None, tmp_path, "--prompt-file", prompts)
     for leading, title in ((False, "means over 4 prompts without"), (True, "means over 4 prompts with a")):
         rows = [row for row in result["results"] if "layers" in row and row["leading_end_of_text"] == leading]
@@ -152,19 +156,24 @@ def test_tables_by_layer_n_and_distance(attn, model_of, prompts, tmp_path):
             near_printed(lines[2 + l][1:], printed_means([row["layers"][l] for row in rows], np.mean))
         heads = [(head, row["tokens"]) for row in rows for layer in row["layers"] for head in layer["heads"]]
         bins = max(len(head["entropy_by_n"]) for head, _ in heads)
-        assert [line[0] for line in lines[5:]] == ["1", "2-3", "4-7", "8-15", "16-31", "32-63"][:bins]
-        assert [line[2] for line in lines[5:]] == ["0-1", "2-3", "4-7", "8-15", "16-31", "32-63"][:bins]
+        longest = max(tokens for _, tokens in heads)
+        assert [line[0] for line in lines[5:]] == ["1", "2-3", "4-7", "8-15", "16-31", f"32-{longest}"][:bins]
+        assert [line[2] for line in lines[5:]] == ["0-1", "2-3", "4-7", "8-15", "16-31", f"32-{longest - 1}"][:bins]
         for b in range(bins):
-            in_bin = [(head["entropy_by_n"][b], min(2 * 2**b, T + 1) - 2**b) for head, T in heads if b < len(head["entropy_by_n"])]
-            weights = [(head["weight_by_distance"][b] if b < len(head["weight_by_distance"]) else 0, T) for head, T in heads]
-            near_printed([lines[5 + b][i] for i in (1, 3)], [sum(x * n for x, n in pairs) / sum(n for _, n in pairs) for pairs in (in_bin, weights)])
+            in_bin = [(head["entropy_by_n"][b], min(2 * 2**b, T + 1) - 2**b)
+                      for head, T in heads if b < len(head["entropy_by_n"])]
+            weights = [(head["weight_by_distance"][b] if b < len(head["weight_by_distance"]) else 0, T)
+                       for head, T in heads]
+            means = [sum(x * n for x, n in pairs) / sum(n for _, n in pairs) for pairs in (in_bin, weights)]
+            near_printed([lines[5 + b][i] for i in (1, 3)], means)
 
 
 def test_zeros(model_of, prompts, tmp_path):
     """softpick leaves zeros, softmax none."""
     for attn, some in (("softpick", True), ("softmax", False)):
         _, result = evaluate("attention", model_of("grouped", attn)[0], None, tmp_path, "--prompt-file", prompts)
-        zeros = [head["zeros"] for row in result["results"] if "layers" in row for layer in row["layers"] for head in layer["heads"]]
+        zeros = [head["zeros"] for row in result["results"] if "layers" in row for layer in row["layers"]
+                 for head in layer["heads"]]
         assert (max(zeros) > 0.1) == some and (some or max(zeros) == 0)
 
 
@@ -177,7 +186,8 @@ def cells(A, cell):
     padded[:, :, :T, :T] = A
     visible[:T, :T] = np.tril(np.ones((T, T)))
     blocks = lambda x: x.reshape(*x.shape[:-2], side, cell, side, cell).sum((-3, -1))
-    return np.divide(blocks(padded), blocks(visible), out=np.zeros((*A.shape[:2], side, side)), where=blocks(visible) > 0)
+    return np.divide(blocks(padded), blocks(visible), out=np.zeros((*A.shape[:2], side, side)),
+                     where=blocks(visible) > 0)
 
 
 @pytest.mark.parametrize("tokens, cell", [(1024, 1), (1025, 2), (2100, 3)])
@@ -202,25 +212,42 @@ def test_sequences_of_the_data(model_of, data, tmp_path):
     assert tokens[0] == END_OF_TEXT
     for name, kept in (("marked", tokens), ("unmarked", np.roll(tokens, -3))):
         write_shard(tmp_path / f"{name}.bin", kept)
-        _, result = evaluate("attention", folder, None, tmp_path / name, "--data", tmp_path / f"{name}.bin", "--samples", 2)
+        _, result = evaluate("attention", folder, None, tmp_path / name, "--data", tmp_path / f"{name}.bin",
+                             "--samples", 2)
         rows = [row for row in result["results"] if "layers" in row]
-        assert [row["tokens"] for row in rows] == 4 * [64] and rows[0]["layers"] == rows[2]["layers"]
+        assert [row["tokens"] for row in rows] == 2 * [64]    # the data has only one such sequence
         start = 1 if name == "marked" else 0
-        for row in rows[:2]:
-            compare(row, tensors, config, ([END_OF_TEXT] * row["leading_end_of_text"] + kept[start:start + 64].tolist())[:64])
+        for row in rows:
+            compare(row, tensors, config,
+                    ([END_OF_TEXT] * row["leading_end_of_text"] + kept[start:start + 64].tolist())[:64])
         assert result["models"][0]["data"]["tokens"] == 65
 
 
 def test_the_seed_chooses_the_sequences(model_of, data, tmp_path):
     folder, *_ = model_of("llama", "softmax")
-    losses = lambda *flags: [row["loss"] for row in evaluate("attention", folder, data, tmp_path, "--seq-lens", 50, "--samples", 6, *flags)[1]["results"]
-                             if "loss" in row]
+
+    def losses(*flags):
+        _, result = evaluate("attention", folder, data, tmp_path, "--seq-lens", 50, "--samples", 6, *flags)
+        return [row["loss"] for row in result["results"] if "loss" in row]
+
     first = losses()
     assert len(first) == 12 and first == losses("--seed", 1337) != losses("--seed", 2) and len(set(first)) > 4
 
 
+def test_no_sequence_is_drawn_twice(model_of, data, tmp_path):
+    folder, *_ = model_of("llama", "softmax")
+    tokens = np.fromfile(data / "d_val_000000.bin", "<u2", offset=1024)[:6 * 50 + 1]
+    write_shard(tmp_path / "six.bin", tokens)
+    for samples, expected in ((5, 5), (6, 6), (100, 6)):
+        _, result = evaluate("attention", folder, None, tmp_path, "--data", tmp_path / "six.bin", "--seq-lens", 50,
+                             "--samples", samples)
+        losses = [row["loss"] for row in result["results"] if "layers" in row and row["leading_end_of_text"]]
+        assert len(losses) == len(set(losses)) == expected
+
+
 def ranks(values):
-    return [sum(other < value for other in values) + (sum(other == value for other in values) + 1) / 2 for value in values]
+    return [sum(other < value for other in values) + (sum(other == value for other in values) + 1) / 2
+            for value in values]
 
 
 def correlation(a, b):
@@ -230,25 +257,70 @@ def correlation(a, b):
 
 def test_spearmans_correlation(model_of, prompts, tmp_path):
     """Of the mean sums, to five decimals, with the perplexities."""
-    assert correlation([1, 2, 3, 4], [10, 30, 20, 40]) == pytest.approx(0.8) and correlation([1, 1, 2], [3, 2, 1]) == pytest.approx(-math.sqrt(3) / 2)
+    assert (correlation([1, 2, 3, 4], [10, 30, 20, 40]) == pytest.approx(0.8)
+            and correlation([1, 1, 2], [3, 2, 1]) == pytest.approx(-math.sqrt(3) / 2))
     output, result = evaluate("attention", model_of("grouped", "softmax1")[0], None, tmp_path, "--prompt-file", prompts)
     for leading in (False, True):
         rows = [row for row in result["results"] if row["leading_end_of_text"] == leading]
         [last] = [row for row in rows if "spearman_sum_perplexity" in row]
-        sums = [round(np.mean([head["sum"] for layer in row["layers"] for head in layer["heads"]]), 5) for row in rows[:-1]]
+        sums = [round(np.mean([head["sum"] for layer in row["layers"] for head in layer["heads"]]), 5)
+                for row in rows[:-1]]
         assert last is rows[-1] and last["prompts"] == 4 and len(set(sums)) > 1
-        assert last["spearman_sum_perplexity"] == pytest.approx(correlation(sums, [row["loss"] for row in rows[:-1]]), abs=1e-12)
+        expected = correlation(sums, [row["loss"] for row in rows[:-1]])
+        assert last["spearman_sum_perplexity"] == pytest.approx(expected, abs=1e-12)
         assert f"{'with' if leading else 'without'} end-of-text: {last['spearman_sum_perplexity']:+.3f}" in output
     output, result = evaluate("attention", model_of("grouped", "softmax")[0], None, tmp_path, "--prompt-file", prompts)
-    assert [row["spearman_sum_perplexity"] for row in result["results"][-2:]] == [None, None] and output.count("undefined") == 2
+    assert [row["spearman_sum_perplexity"] for row in result["results"][-2:]] == [None, None]
+    assert output.count("undefined (all sums are equal)") == 2
+
+
+def test_ranges_end_with_the_longest_prompt(model_of, tmp_path):
+    """Of 8 tokens, the last n is 8 and the greatest distance 7."""
+    (tmp_path / "prompts").write_text("abcdefgh\n")
+    output, _ = evaluate("attention", model_of("grouped", "softmax1")[0], None, tmp_path,
+                         "--prompt-file", tmp_path / "prompts")
+    table = output[output.index("distance"):].split("\n")[1:5]
+    assert [line.split()[0] for line in table] == ["1", "2-3", "4-7", "8"]
+    assert [line.split()[2:3] for line in table] == [["0-1"], ["2-3"], ["4-7"], []]
+
+
+def test_equal_perplexities_have_no_correlation(model_of, tmp_path):
+    """All logits are 0, so the perplexities are equal, but the sums are not."""
+    folder = shutil.copytree(model_of("grouped", "softmax1")[0], tmp_path / "flat")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] *= 0
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "prompts").write_text("abcd\nefgh\nijkl\n")
+    output, result = evaluate("attention", folder, None, tmp_path, "--prompt-file", tmp_path / "prompts")
+    assert output.count("undefined (all perplexities are equal)") == 2
+    assert [row["spearman_sum_perplexity"] for row in result["results"][-2:]] == [None, None]
+
+
+def test_activations_that_are_not_finite(model_of, prompts, tmp_path):
+    """NaN in every statistic that depends on them, and a warning; the first layer's weights do not."""
+    folder = overflowing(model_of("grouped", "softmax")[0], tmp_path / "model")
+    words = ["--task", "attention", "--model", folder, "--prompt-file", prompts, "--picture", 0]
+    output, errors = run(BIN / "eval_gpt2", *words, "--out", tmp_path / "out")
+    assert "model under softmax: its activations are not finite in 8 of 8 prompts" in errors and "-nan" not in output
+    for row in json.loads((tmp_path / "out/eval.json").read_text())["results"][:8]:
+        assert row["loss"] is row["perplexity"] is None
+        assert all(layer[key] is None for layer in row["layers"] for key in ("residual_largest", "residual_kurtosis"))
+        first, second = (layer["heads"] for layer in row["layers"])
+        assert all(head["sum"] == pytest.approx(1) and head["entropy"] > 0 for head in first)
+        for head in second:
+            assert {head[key] for key in ("sum", "unspent", "entropy", "first_token", "zeros", "log_z_slope")} == {None}
+            assert {*head["entropy_by_n"], *head["weight_by_distance"]} == {None}
+    assert output.count("undefined (not all are finite)") == 2
 
 
 def test_two_normalizers_and_two_models(model_of, prompts, tmp_path):
     """Each has its own rows and its own map."""
     folders = [model_of("grouped", "softmax")[0], model_of("gau", "ssmax")[0]]
-    _, result = evaluate("attention", f"{folders[0]},{folders[1]}", None, tmp_path, "--prompt-file", prompts, "--attn", "softmax1")
+    _, result = evaluate("attention", f"{folders[0]},{folders[1]}", None, tmp_path, "--prompt-file", prompts,
+                         "--attn", "softmax1")
     maps = [(row["model"], row["attn"], row["map"]) for row in result["results"] if "map" in row]
-    assert [row[:2] for row in maps] == [(folder.name, attn) for folder, own in zip(folders, ("softmax", "ssmax")) for attn in (own, "softmax1")]
+    assert [row[:2] for row in maps] == [(folder.name, attn) for folder, own in zip(folders, ("softmax", "ssmax"))
+                                         for attn in (own, "softmax1")]
     assert len({row[2] for row in maps}) == 4
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["eval.json", *(row[2] for row in maps)])
     shapes = [np.load(tmp_path / row[2]).shape for row in maps]
