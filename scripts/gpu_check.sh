@@ -18,6 +18,7 @@
 #   train         compares training losses in float32 and in bf16 with the CPU's
 #   attention     times attention: softmax at T = 1k to 16k against PyTorch's, every normalizer against our softmax
 #   step          times the training step at 124M against PyTorch's, and shows where the time goes
+#   evaluation    compares eval_gpt2cu with eval_gpt2, task by task, and times it at 124M next to the trainer
 #   memory        measures a step's memory at T = 1k to 16k
 #   others        times every normalizer against PyTorch's methods to compute it, T = 4k first
 #   counters      compares the instructions that attention's kernels issue, by ncu, with dev/bench/sass.py's count
@@ -40,7 +41,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
-ALL="probe build tests determinism train attention step memory others counters sanitizer larger"
+ALL="probe build tests determinism train attention step evaluation memory others counters sanitizer larger"
 PARTS="pack $ALL several"
 FAILED=1 UNFINISHED=75 NO_GPU=77
 # In seconds. KILL_AFTER: from SIGTERM to SIGKILL for a program whose time is up. RESERVE: at the end of a call, for
@@ -58,6 +59,7 @@ where=cuda suffix=cu
 build=${PROGRAMS:-$([ $dry = 1 ] && echo build || echo build/gpu_programs)}
 bin=$([ "$build" = build ] && echo . || echo "$build")
 train=${TRAIN:-$bin/train_gpt2$suffix}
+evaluate=$bin/eval_gpt2$suffix
 tests=$build/$where/tests
 flash=${FLASH_LIBRARY:-$build/$where/flash.so}
 
@@ -97,7 +99,7 @@ use_deps() {
 # ---------------------------------------------------------------- checks
 
 # The variables that check() passes on to a function of this script, which it runs in a shell of its own.
-VARIABLES="data dry train deps out part python bin build suffix where flash tests gpus make_flags"
+VARIABLES="data dry train evaluate deps out part python bin build suffix where flash tests gpus make_flags"
 
 # check NAME NEED LIMIT command...: runs the command (a program, or a function of this script) for at most LIMIT
 # seconds, unless fewer than NEED seconds are left or it passed in an earlier call. Its verdict, time and last line of
@@ -231,10 +233,10 @@ pack_cublas() {
     cp -rL "$cublas/include" "$deps/cublas/include"
 }
 
-# pytest, and its plugins for several processes (xdist), any of which may crash or hang (timeout). They are pure Python
-# and work with any version.
+# pytest, and its plugins for several processes (xdist), any of which may crash or hang (timeout); tqdm, which the scripts
+# in data/ import. They are pure Python and work with any version.
 pack_python() {
-    local p new=$deps/python.new packages="pytest pytest-xdist pytest-timeout"
+    local p new=$deps/python.new packages="pytest pytest-xdist pytest-timeout tqdm"
     local flags="-q --disable-pip-version-check --only-binary :all: --no-compile"
     for p in .venv/bin/python python3; do
         "$p" -m pip --version >/dev/null 2>&1 || continue
@@ -245,7 +247,7 @@ pack_python() {
         mv "$new" "$deps/python"
         return
     done
-    lacked "pip is missing or cannot download $packages. The GPU machine needs them to test attention"
+    lacked "pip is missing or cannot download $packages. The GPU machine needs them to test attention and evaluation"
 }
 
 # Shards to train on: those in DATA, or this project's own text, one token per byte.
@@ -320,7 +322,7 @@ part_probe() {
 
 # Prints one line per package: its name, and its version if it is installed.
 python_packages() {
-    "$python" - torch triton numpy pytest pytest-xdist pytest-timeout matplotlib <<'PY'
+    "$python" - torch triton numpy pytest pytest-xdist pytest-timeout tqdm matplotlib <<'PY'
 import sys
 from importlib import metadata
 for name in sys.argv[1:]:
@@ -335,10 +337,11 @@ without() {
     case $1 in
         torch) echo "attention, step, memory and others cannot run, and attention is not tested" ;;
         triton) echo "PyTorch cannot compile, so step, memory and others cannot run" ;;
-        numpy) echo "attention is not tested, and sanitizer and counters cannot run its kernels" ;;
-        pytest) echo "attention is not tested; scripts/gpu_check.sh pack provides it" ;;
+        numpy) echo "attention and evaluation are not tested, and sanitizer and counters cannot run attention's kernels" ;;
+        pytest) echo "attention and evaluation are not tested; scripts/gpu_check.sh pack provides it" ;;
         pytest-xdist | pytest-timeout)
-            echo "one crash ends the tests of attention; scripts/gpu_check.sh pack provides it" ;;
+            echo "one crash ends the tests of attention or evaluation; scripts/gpu_check.sh pack provides it" ;;
+        tqdm) echo "evaluation cannot run; scripts/gpu_check.sh pack provides it" ;;
         matplotlib) echo "no picture of the losses" ;;
         ncu) echo "counters cannot run" ;;
         compute-sanitizer) echo "sanitizer cannot run" ;;
@@ -400,7 +403,10 @@ cublas_libraries() {
     ldconfig -p | sed -n 's/.*libcublasLt.so.13.* => //p'
 }
 
-programs() { echo "$bin/train_gpt2$suffix $bin/test_gpt2$suffix $tests/test_kernels $tests/test_matmul $flash"; }
+programs() {
+    echo "$bin/train_gpt2$suffix $bin/test_gpt2$suffix $evaluate $bin/train_gpt2 $bin/eval_gpt2"
+    echo "$tests/test_kernels $tests/test_matmul $flash"
+}
 
 # Identifies the sources of the programs by their contents, because copying may have changed their times.
 sources() {
@@ -486,13 +492,17 @@ part_tests() {
 model_groups() { if [ $dry = 1 ]; then echo softmax_tied_v97_T33; else tr ' ' '\n' <<<"$MODELS"; fi; }
 
 test_attention() {
+    export FLASH_ALL=$1 FLASH_SO
+    FLASH_SO=$(realpath "$flash")
+    run_pytest dev/tests/test_flash.py
+}
+
+run_pytest() {
     local flags=(-q -p no:cacheprovider --maxfail=15)
     has_module xdist && flags+=(-n "$((dry ? 2 : 8))" --max-worker-restart=15)
     has_module pytest_timeout && flags+=(--timeout=60 --timeout-method=thread)
     # Each process has a CUDA context of its own, so a few threads are enough.
-    export OMP_NUM_THREADS=2 FLASH_ALL=$1 FLASH_SO
-    FLASH_SO=$(realpath "$flash")
-    "$python" -m pytest "${flags[@]}" dev/tests/test_flash.py
+    OMP_NUM_THREADS=2 "$python" -m pytest "${flags[@]}" "$@"
 }
 
 # ---------------------------------------------------------------- runs on text
@@ -646,6 +656,18 @@ part_others() { timing 90 triton attention_gpu.py --library "$flash"; }
 part_step() { timing 60 triton gpu_step.py --ours "$train"; }
 part_memory() { timing 45 triton gpu_step.py --ours "$train"; }
 part_larger() { timing 45 triton gpu_step.py --ours "$train"; }
+
+part_evaluation() {
+    check "the same results as eval_gpt2" 30 180 test_evaluation
+    timing 45 tqdm gpu_eval.py --train "$train" --evaluate "$evaluate"
+}
+
+# The CPU's programs are in $bin too.
+test_evaluation() {
+    local some=()
+    [ $dry = 0 ] || some=(-k "loss and gau")
+    TRAIN_GPT2=$bin/train_gpt2 EVAL_GPT2CU=$evaluate run_pytest "${some[@]}" dev/tests/test_eval_cuda.py
+}
 
 part_counters() {
     if ! command -v ncu >/dev/null; then

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Trains and evaluates a grid of normalizers, seeds and sizes, and writes the papers' tables with our numbers beside theirs.
+"""Trains and evaluates a grid of normalizers, seeds and sizes, and writes the papers' tables with our numbers beside
+theirs.
 
     scripts/grid.py grids/lssa.toml                     at the small scale, which two cores finish
     scripts/grid.py grids/lssa.toml --scale paper       at the paper's own scale
@@ -27,26 +28,30 @@ FAILED, USAGE, INPUT, STOPPED = 1, 2, 3, 75
 
 
 def parse():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("grids", nargs="+", metavar="GRID.toml", help="grid files, which are run one after another")
     parser.add_argument("--scale", default="small", help="small, paper or another scale of the file (default small)")
-    parser.add_argument("--out", type=Path, default=ROOT / "out/grids", help="folder for runs and reports (default out/grids)")
-    parser.add_argument("--results", type=Path, default=ROOT / "grids/results.json", help="the results (default grids/results.json)")
+    parser.add_argument("--out", type=Path, default=ROOT / "out/grids",
+                        help="folder for runs and reports (default out/grids)")
+    parser.add_argument("--results", type=Path, default=ROOT / "grids/results.json",
+                        help="the results (default grids/results.json)")
     parser.add_argument("--jobs", type=int, help="programs at a time (default: the scale's, else one per core)")
-    parser.add_argument("--threads", type=int, help="threads of each program (default: the cores divided among the jobs)")
-    parser.add_argument("--launch", default="", metavar="COMMAND", help='put before the trainer, such as "scripts/launch.sh 8"')
-    parser.add_argument("--only", nargs="+", default=[], metavar="ROW", help="only rows whose names match, and those that they start from")
-    parser.add_argument("--seeds", type=int, default=0, metavar="N", help="only the first N seeds of each row")
-    parser.add_argument("--commit", action="store_true", help="commit the results with git whenever a run and its evaluations are done")
+    parser.add_argument("--threads", type=int,
+                        help="threads of each program (default: the cores divided among the jobs)")
+    parser.add_argument("--launch", default="", metavar="COMMAND",
+                        help='put before the trainer, such as "scripts/launch.sh 8"')
+    parser.add_argument("--only", nargs="+", default=[], metavar="ROW",
+                        help="only rows whose names match, and those that they start from")
+    parser.add_argument("--seeds", type=int, metavar="N", help="only the first N seeds of each row")
+    parser.add_argument("--commit", action="store_true",
+                        help="commit the results with git whenever a run and its evaluations are done")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and write nothing")
     parser.add_argument("--report", action="store_true", help="write the report of the results so far, and run nothing")
     parser.add_argument("--no-pictures", action="store_true", help="leave the pictures out of the report")
     options = parser.parse_args()
-    for name in ("jobs", "threads"):
+    for name in ("jobs", "threads", "seeds"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
             parser.error(f"--{name} {getattr(options, name)}: expected 1 or more")
-    if options.seeds < 0:
-        parser.error(f"--seeds {options.seeds}: expected 1 or more; 0: all")
     return options
 
 
@@ -55,7 +60,8 @@ def parse():
 def print_texts(plan):
     for data in plan.grid.scale.data.values():
         if grid_parts.missing(data):
-            remedy = "prepared first by " + "; ".join(data.prepare) if data.prepare else "missing, and the file does not say how to make it"
+            remedy = ("prepared first by " + "; ".join(data.prepare) if data.prepare
+                      else "missing, and the file does not say how to make it")
             print(f"text      {data.name}: {remedy}")
         else:
             print(f"text      {data.name}: {data.train}, fingerprint {plan.texts[data.name][0]}")
@@ -66,24 +72,28 @@ def print_plan(plan, programs, jobs, threads):
     grid = plan.grid
     runs, evals = ([part for part in plan.parts.values() if bool(part.eval) == kind] for kind in (False, True))
     left = [[part for part in plan.todo if bool(part.eval) == kind] for kind in (False, True)]
-    print(f"grid      {grid.name} at scale {grid.scale.name}: {many(len(grid.rows), 'row')}, {many(len(runs), 'run')}, {many(len(evals), 'evaluation')}")
+    print(f"grid      {grid.name} at scale {grid.scale.name}: {many(len(grid.rows), 'row')}, {many(len(runs), 'run')}, "
+          f"{many(len(evals), 'evaluation')}")
     print_texts(plan)
     tokens = sum(part.cost for part in left[0])
     again = sum(not part.record for part in left[0])
     print(f"to do     {many(len(left[0]), 'run')} of {count(tokens)} tokens in all, {many(len(left[1]), 'evaluation')}"
           + (f"; {again} of the runs again, because their checkpoints are not here" if again else ""))
-    speed, parameters = grid_run.measured(plan, programs, threads) if left[0] else (None, None)
+    measured = left[0] and not programs.stand_in
+    speed, parameters = grid_run.measured(plan, programs, threads) if measured else (None, None)
     known = grid_run.known_speed(plan)
     speed = known or speed
     if speed:
         seconds = sum(part.cost for part in plan.todo) / speed / jobs
-        print(f"time      about {duration(seconds)} with {many(jobs, 'job')} of {many(threads, 'thread')}, at {count(speed)} tokens/s a job "
-              f"({'as in the finished runs' if known else 'measured over a few steps'})")
+        print(f"time      about {duration(seconds)} with {many(jobs, 'job')} of {many(threads, 'thread')}, at "
+              f"{count(speed)} tokens/s a job ({'as in the finished runs' if known else 'measured over a few steps'})")
     elif plan.todo:
-        print(f"time      unknown with {many(jobs, 'job')} of {many(threads, 'thread')}: no finished run yet, and none could be measured")
+        print(f"time      unknown with {many(jobs, 'job')} of {many(threads, 'thread')}: no finished run yet, and none "
+              "could be measured")
     if parameters:
         folder = next(path for path in (plan.out, *plan.out.parents) if path.exists())
-        print(f"disk      about {grid_run.size(grid_run.disk(plan, parameters))} of checkpoints in {plan.out}, {grid_run.size(shutil.disk_usage(folder).free)} free")
+        print(f"disk      about {grid_run.size(grid_run.disk(plan, parameters))} of checkpoints in {plan.out}, "
+              f"{grid_run.size(shutil.disk_usage(folder).free)} free")
     for note in grid.notes:
         print(f"note      {note}")
     return speed
@@ -121,9 +131,8 @@ def run_grid(grid, options):
     else:
         jobs = options.jobs or grid.scale.jobs or cores()
         threads = options.threads or max(1, cores() // jobs)
-        programs = grid_parts.Programs(grid.scale, shlex.split(options.launch))
-        grid_parts.check_rows(grid, programs)
-        grid_parts.drop_unknown_evals(grid, programs)
+        programs = grid_parts.Programs(grid.scale, shlex.split(options.launch), options.dry_run)
+        grid_parts.check_flags(grid, programs)
         held = None if options.dry_run else grid_run.lock(out)
         if held:
             grid_run.prepare(grid)

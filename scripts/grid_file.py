@@ -1,4 +1,5 @@
-"""Reads a grid file, and expands it to training runs, evaluations and claims at one scale. doc/grids.md has the schema."""
+"""Reads a grid file, and expands it to training runs, evaluations and claims at one scale. doc/grids.md has the
+schema."""
 import difflib
 import fnmatch
 import itertools
@@ -8,11 +9,24 @@ from pathlib import Path
 
 LENGTHS = ("seq-len", "seq-lens", "norm-length")                       # flags whose values may be multiples of L
 STEPS = ("steps", "warmup", "val-every", "ckpt-every")                 # and of S
-SET_HERE = {"train-data": "[data]", "val-data": "[data]", "data": "[data]", "model": "[model] sizes, or the run's model", "attn": "attn",
-            "seed": "seeds", "init-from": "init-from", "attn-switch": "switch", "task": "task"}    # flags that have a key of their own
-OWN = ("out", "resume", "dry-run", "threads", "help", "version", "config", "print-config")    # flags that only grid.py sets
+COUNTS = ("seq-len", "steps", "batch", "max-tokens")                   # flags that are at least 1
+# Flags that have a key of their own.
+SET_HERE = {"train-data": "[data]", "val-data": "[data]", "data": "[data]",
+            "model": "[model] sizes, or the run's model", "attn": "attn", "seed": "seeds", "init-from": "init-from",
+            "attn-switch": "switch", "task": "task"}
+# Flags that only grid.py sets.
+OWN = ("out", "resume", "dry-run", "threads", "help", "version", "config", "print-config")
 
 
+# What training and the tasks of eval_gpt2 measure.
+METRICS = {
+    "train": ("val_loss", "grad_norm_max", "diverged", "clipped", "steps", "tokens", "zero_rows", "zero_rows_max",
+              "p_a1", "p_a2", "p_r2"),
+    "loss": ("loss", "zero_rows"), "positions": ("loss", "zero_rows", "last_eighth"),
+    "needle": ("right", "first_digit", "best_score"),
+    "attention": ("loss", "perplexity", "sum", "unspent", "entropy", "first_token", "zeros", "log_z_slope",
+                  "log_z_intercept", "residual_kurtosis", "residual_largest", "spearman_sum_perplexity"),
+    "scores": ("a1", "a2"), "choice": ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "questions")}
 SECTIONS = ("grid", "data", "model", "run", "eval", "claim", "formula")
 
 
@@ -25,7 +39,8 @@ class Refused(Exception):
 TEXT, NUMBER, TEXTS, NUMBERS, FLAGS, NAMES, SWITCH, LOOP = range(8)
 EXPECTED = {TEXT: "a text", NUMBER: "a number", TEXTS: "a list of texts", NUMBERS: "a list of whole numbers",
             FLAGS: "a table of flags, such as { lr = 1e-3 }", NAMES: 'a table of texts, such as { "1M" = "layers=4" }',
-            SWITCH: 'a table { from = "ROW", at = "S/2" }', LOOP: 'a table of lists, such as { attn = ["softmax", "ssmax"] }'}
+            SWITCH: 'a table { from = "ROW", at = "S/2" }',
+            LOOP: 'a table of lists, such as { attn = ["softmax", "ssmax"] }'}
 
 
 def is_kind(value, kind):
@@ -33,7 +48,8 @@ def is_kind(value, kind):
     if kind in (TEXT, NUMBER):
         return isinstance(value, str) if kind == TEXT else number
     if kind in (TEXTS, NUMBERS):
-        return isinstance(value, list) and value != [] and all(isinstance(x, str) if kind == TEXTS else type(x) is int and x >= 0 for x in value)
+        return (isinstance(value, list) and value != []
+                and all(isinstance(x, str) if kind == TEXTS else type(x) is int and x >= 0 for x in value))
     if not isinstance(value, dict):
         return False
     if kind == FLAGS:
@@ -205,7 +221,8 @@ class Grid:
 
     def runs(self):
         """All runs, those of the rows' first seeds first."""
-        every = [(row.seeds.index(seed), Run(row.name, size, seed)) for row in self.rows.values() for size in row.sizes for seed in row.seeds]
+        every = [(row.seeds.index(seed), Run(row.name, size, seed))
+                 for row in self.rows.values() for size in row.sizes for seed in row.seeds]
         return [run for _, run in sorted(every, key=lambda pair: pair[0])]
 
     def evals_of(self, run):
@@ -227,8 +244,8 @@ def fill(value, variables, where, later=()):
             if match[1] in later:
                 return match[0]
             if match[1] not in variables:
-                raise Refused(f"{where}: {match[0]}: unknown variable. Add it to for = {{ ... }}, or correct its name; known: "
-                              f"{', '.join([*variables, *later]) or 'none'}.")
+                raise Refused(f"{where}: {match[0]}: unknown variable. Add it to for = {{ ... }}, or correct its name; "
+                              f"known: {', '.join([*variables, *later]) or 'none'}.")
             return str(variables[match[1]])
         return PLACEHOLDER.sub(found, value)
     if isinstance(value, list):
@@ -269,7 +286,8 @@ class Reader:
         self.whole = load(path)
         for key in self.whole:
             if key not in SECTIONS:
-                raise Refused(f"{path}: unknown section {key}.{nearest(key, SECTIONS)}\n  The sections are {', '.join(SECTIONS)}.")
+                raise Refused(f"{path}: unknown section {key}.{nearest(key, SECTIONS)}\n  The sections are "
+                              f"{', '.join(SECTIONS)}.")
         self.scale = self.read_scale(scale)
         self.at = f"-{scale}"      # the ending of keys that only this scale reads
 
@@ -288,13 +306,14 @@ class Reader:
         found = self.whole.get(key)
         if not isinstance(found, dict) or not isinstance(found.get(scale), dict):
             has = ", ".join(found) if isinstance(found, dict) else ""
-            raise Refused(f"{self.path}: no [{key}.{scale}]." + (f" Use --scale with one of its scales: {has}." if has else f" Add [{key}.{scale}]."))
+            raise Refused(f"{self.path}: no [{key}.{scale}]."
+                          + (f" Use --scale with one of its scales: {has}." if has else f" Add [{key}.{scale}]."))
         return found[scale]
 
     def read_scale(self, name):
         table, where = self.section("model", name), f"{self.path}: [model.{name}]"
-        check(table, where, {"sizes": NAMES, "seeds": NUMBERS, "flags": FLAGS, "eval-flags": FLAGS, "program": TEXT, "eval-program": TEXT,
-                             "jobs": NUMBER}, ("sizes", "flags"))
+        check(table, where, {"sizes": NAMES, "seeds": NUMBERS, "flags": FLAGS, "eval-flags": FLAGS, "program": TEXT,
+                             "eval-program": TEXT, "jobs": NUMBER}, ("sizes", "flags"))
         data = {}
         for key, text in self.section("data", name).items():
             place = f"{self.path}: [data.{name}.{key}]"
@@ -303,13 +322,18 @@ class Reader:
         if not data:
             raise Refused(f"{self.path}: [data.{name}] has no text. Add [data.{name}.NAME] with train and val.")
         scale = Scale(name, table["sizes"], table.get("seeds", [1337]), table["flags"], table.get("eval-flags", {}),
-                      table.get("program", "train_gpt2"), table.get("eval-program", "eval_gpt2"), table.get("jobs", 0), data)
+                      table.get("program", "train_gpt2"), table.get("eval-program", "eval_gpt2"), table.get("jobs", 0),
+                      data)
         for key in ("seq-len", "steps"):
             if key not in scale.flags:
-                raise Refused(f"{where}: flags: {key} is missing; it defines {'L' if key == 'seq-len' else 'S'}. Add {key} = ...")
+                raise Refused(f"{where}: flags: {key} is missing; it defines {'L' if key == 'seq-len' else 'S'}. "
+                              f"Add {key} = ...")
         if "batch" not in scale.flags and "total-batch-tokens" not in scale.flags:
             raise Refused(f"{where}: flags: batch is missing. Add batch = ...")
-        scale.L, scale.S = (max(amounts(scale.flags[key], {}, f"{where}: flags: {key}")) for key in ("seq-len", "steps"))
+        if type(scale.jobs) is not int or "jobs" in table and scale.jobs < 1:
+            raise Refused(f"{where}: jobs: expected a whole number of 1 or more, found {scale.jobs}.")
+        scale.L, scale.S = (max(amounts(scale.flags[key], {}, f"{where}: flags: {key}"))
+                            for key in ("seq-len", "steps"))
         return scale
 
     def flags(self, base, table, where):
@@ -322,6 +346,9 @@ class Reader:
                 merged[key] = amounts(merged[key], {"L": self.scale.L}, place)
             elif key in STEPS:
                 merged[key] = steps if key == "steps" else amount(merged[key], {"S": steps}, place)
+            values = merged[key] if isinstance(merged[key], list) else [merged[key]]
+            if key in COUNTS and not all(type(x) is int and x >= 1 for x in values):
+                raise Refused(f"{place}: expected a whole number of 1 or more, found {merged[key]!r}.")
         return merged
 
     def chosen(self, table, key, known, where, default):
@@ -329,18 +356,21 @@ class Reader:
         names = table.get(key, default)
         for name in names:
             if name not in known:
-                raise Refused(f"{where}: {key}: {name} is not one of {', '.join(map(str, known))}.{nearest(str(name), list(map(str, known)))}")
+                every = list(map(str, known))
+                raise Refused(f"{where}: {key}: {name} is not one of {', '.join(every)}.{nearest(str(name), every)}")
         return list(names)
 
     def here(self, table, where):
         """Is the row part of this scale?"""
-        return self.scale.name in self.chosen(table, "scales", list(self.whole["model"]), where, list(self.whole["model"]))
+        scales = list(self.whole["model"])
+        return self.scale.name in self.chosen(table, "scales", scales, where, scales)
 
     # ---- rows
 
     def read_rows(self):
-        kinds = {"name": TEXT, "group": TEXT, "attn": TEXT, "model": TEXT, "flags": FLAGS, "seeds": NUMBERS, "sizes": TEXTS, "scales": TEXTS,
-                 "data": TEXT, "init-from": TEXT, "switch": SWITCH, "for": LOOP} | {f"flags-{scale}": FLAGS for scale in self.whole["model"]}
+        kinds = ({"name": TEXT, "group": TEXT, "attn": TEXT, "model": TEXT, "flags": FLAGS, "seeds": NUMBERS,
+                  "sizes": TEXTS, "scales": TEXTS, "data": TEXT, "init-from": TEXT, "switch": SWITCH, "for": LOOP}
+                 | {f"flags-{scale}": FLAGS for scale in self.whole["model"]})
         rows = {}
         for where, table in self.tables("run"):
             check(table, where, kinds)
@@ -348,7 +378,8 @@ class Reader:
                 for one in loops(table, where, self.presets):
                     row = self.read_row(one, where)
                     if row.name in rows:
-                        raise Refused(f"{where}: there is another row named {row.name}. Give this one a name of its own.")
+                        raise Refused(f"{where}: there is another row named {row.name}. Give this one a "
+                                      "name of its own.")
                     rows[row.name] = row
         if not rows:
             raise Refused(f"{self.path}: no [[run]] at scale {self.scale.name}. Add one with name and attn.")
@@ -359,18 +390,24 @@ class Reader:
     def read_row(self, one, where):
         scale, origin = self.scale, one.get("init-from", "")
         if "attn" not in one and not origin:
-            raise Refused(f'{where}: attn is missing: add attn = "NAME"; `./train_gpt2 --attn help` lists the normalizers.')
+            raise Refused(f'{where}: attn is missing: add attn = "NAME"; `./train_gpt2 --attn help` lists the '
+                          'normalizers.')
         if origin and ("switch" in one or "model" in one):
-            raise Refused(f"{where}: init-from takes the model of row {origin}. Remove {'switch' if 'switch' in one else 'model'}.")
+            raise Refused(f"{where}: init-from takes the model of row {origin}. Remove "
+                          f"{'switch' if 'switch' in one else 'model'}.")
         if "switch" in one and {key for key in one if key.startswith(("flags", "model", "data"))}:
-            raise Refused(f"{where}: switch continues row {one['switch']['from']} with its flags, model and data. Remove these keys.")
+            raise Refused(f"{where}: switch continues row {one['switch']['from']} with its flags, model and data. "
+                          "Remove these keys.")
         name = one.get("name", one.get("attn", ""))
-        data = self.chosen({"data": [one["data"]]} if "data" in one else {}, "data", list(scale.data), where, list(scale.data)[:1])[0]
+        data = self.chosen({"data": [one["data"]]} if "data" in one else {}, "data", list(scale.data), where,
+                           list(scale.data)[:1])[0]
         if " < " in name or " > " in name or " = " in name:
             raise Refused(f"{where}: name: {name} has an operator of claims in it. Use another name.")
-        return Row(name, one.get("group", ""), one.get("attn", ""), one.get("model", ""), self.flags(scale.flags, one, where),
-                   list(dict.fromkeys(one.get("seeds", scale.seeds))), self.chosen(one, "sizes", list(scale.sizes), where, list(scale.sizes)),
-                   scale.data[data], origin, one.get("switch"), where)
+        seeds = list(dict.fromkeys(one.get("seeds", scale.seeds)))
+        sizes = self.chosen(one, "sizes", list(scale.sizes), where, list(scale.sizes))
+        return Row(name, one.get("group", ""), one.get("attn", ""), one.get("model", ""),
+                   self.flags(scale.flags, one, where), seeds, sizes, scale.data[data], origin, one.get("switch"),
+                   where)
 
     def check_base(self, row, rows):
         """A row that another one starts from exists, and has the same flags and the seeds if it is continued."""
@@ -379,7 +416,8 @@ class Reader:
             return
         key = "init-from" if row.init_from else "switch"
         if origin not in rows:
-            raise Refused(f"{row.where}: {key}: no row {origin} at scale {self.scale.name}.{nearest(origin, list(rows))}")
+            raise Refused(f"{row.where}: {key}: no row {origin} at scale "
+                          f"{self.scale.name}.{nearest(origin, list(rows))}")
         seen, at = {row.name}, rows[origin]
         while at:
             if at.name in seen:
@@ -389,11 +427,14 @@ class Reader:
         base = rows[origin]
         if row.switch:
             if base_of(base):
-                raise Refused(f"{row.where}: switch: row {origin} starts from another row itself. Switch from a row with attn alone.")
+                raise Refused(f"{row.where}: switch: row {origin} starts from another row itself. Switch from a row "
+                              "with attn alone.")
             row.flags, row.model, row.data = dict(base.flags), base.model, base.data
-            row.switch = {"from": origin, "at": amount(row.switch["at"], {"S": row.flags["steps"]}, f"{row.where}: switch: at")}
+            at = amount(row.switch["at"], {"S": row.flags["steps"]}, f"{row.where}: switch: at")
+            row.switch = {"from": origin, "at": at}
             if not 0 < row.switch["at"] < row.flags["steps"]:
-                raise Refused(f"{row.where}: switch: at: expected a step between 0 and {row.flags['steps']}, found {row.switch['at']}.")
+                raise Refused(f"{row.where}: switch: at: expected a step between 0 and {row.flags['steps']}, found "
+                              f"{row.switch['at']}.")
 
     def add_seeds(self, rows, claims):
         """Rows of a claim also have its seeds, and a row that others start from has theirs."""
@@ -412,21 +453,27 @@ class Reader:
     # ---- evaluations, claims, formulas
 
     def read_evals(self, rows):
-        kinds = {"name": TEXT, "task": TEXT, "attn": TEXT, "lengths": TEXTS, "flags": FLAGS, "runs": TEXTS, "scales": TEXTS, "data": TEXT,
-                 "seeds": TEXT, "metric": TEXT, "group": TEXT, "for": LOOP} | {f"flags-{scale}": FLAGS for scale in self.whole["model"]}
+        kinds = ({"name": TEXT, "task": TEXT, "attn": TEXT, "lengths": TEXTS, "flags": FLAGS, "runs": TEXTS,
+                  "scales": TEXTS, "data": TEXT, "seeds": TEXT, "metric": TEXT, "group": TEXT, "for": LOOP}
+                 | {f"flags-{scale}": FLAGS for scale in self.whole["model"]})
         evals = []
         for where, table in self.tables("eval"):
             check(table, where, kinds, ("name", "task"))
             for one in loops(table, where, self.presets, LATER) if self.here(table, where) else ():
                 evals.append(self.read_eval(one, where, rows))
                 if evals[-1].name in [e.name for e in evals[:-1]]:
-                    raise Refused(f"{where}: there is another evaluation named {one['name']}. Give this one a name of its own.")
+                    raise Refused(f"{where}: there is another evaluation named {one['name']}. Give this one a "
+                                  "name of its own.")
         return evals
 
     def read_eval(self, one, where, rows):
         name, task = one["name"], one["task"]
         if re.search(r"[.@{}]| [-+] ", name) or name == "train":
-            raise Refused(f'{where}: name: expected a name without ".", "@" and signs between spaces, other than train, found {name}.')
+            raise Refused(f'{where}: name: expected a name without ".", "@" and signs between spaces, other than '
+                          f'train, found {name}.')
+        if task not in METRICS or task == "train":
+            tasks = [known for known in METRICS if known != "train"]
+            raise Refused(f"{where}: task: expected one of {', '.join(tasks)}, found {task}.{nearest(task, tasks)}")
         for pattern in one.get("runs", ["*"]):
             if not fnmatch.filter(rows, pattern):
                 raise Refused(f"{where}: runs: no row is called {pattern}.{nearest(pattern, list(rows))}")
@@ -436,12 +483,16 @@ class Reader:
             self.chosen({"data": [one["data"]]}, "data", list(self.scale.data), where, [])
         plain = task in ("loss", "positions")
         lengths = amounts(one.get("lengths", ["L"] if plain else []), {"L": self.scale.L}, f"{where}: lengths")
-        return Eval(name, task, one.get("attn", ""), sorted(set(lengths)), self.flags(self.scale.eval_flags, one, where), one.get("runs", ["*"]),
-                    one.get("data", ""), one.get("seeds") == "first", one.get("metric", "loss" if plain else ""), one.get("group", name), where)
+        flags, metric = self.flags(self.scale.eval_flags, one, where), one.get("metric", "loss" if plain else "")
+        e = Eval(name, task, one.get("attn", ""), sorted(set(lengths)), flags, one.get("runs", ["*"]),
+                 one.get("data", ""), one.get("seeds") == "first", metric, one.get("group", name), where)
+        if metric:
+            check_metric(e, metric, f"{where}: metric")
+        return e
 
     def read_claims(self, rows, evals):
-        kinds = {"name": TEXT, "paper": TEXT, "ours": TEXT, "of": TEXT, "of-right": TEXT, "within": NUMBER, "size": TEXT, "seeds": NUMBERS,
-                 "scales": TEXTS, "for": LOOP}
+        kinds = {"name": TEXT, "paper": TEXT, "ours": TEXT, "of": TEXT, "of-right": TEXT, "within": NUMBER,
+                 "size": TEXT, "seeds": NUMBERS, "scales": TEXTS, "for": LOOP}
         claims = []
         for where, table in self.tables("claim"):
             check(table, where, kinds, ("name", "paper", "ours"))
@@ -451,25 +502,44 @@ class Reader:
 
     def read_claim(self, one, where, rows, evals):
         ours, of = self.sides(one["ours"], where, rows), one.get("of", "train.val_loss")
-        for key in ("of", "of-right"):
-            if key in one:
-                terms(one[key], [e.name for e in evals], self.scale.L, f"{where}: {key}")
         if ("=" in ours) != ("within" in one):
-            raise Refused(f"{where}: within: a claim with = needs it, and others have none: how far apart two equal numbers may be.")
-        size = self.chosen({"size": [one["size"]]} if "size" in one else {}, "size", list(self.scale.sizes), where, list(self.scale.sizes)[:1])[0]
-        return Claim(one["name"], one["paper"], ours, of, one.get("of-right", of), one.get("within", 0.0), size, one.get("seeds", []), where)
+            raise Refused(f"{where}: within: a claim with = needs it, and others have none: how far apart two equal "
+                          "numbers may be.")
+        if one.get("within", 0) < 0:
+            raise Refused(f"{where}: within: expected a number of 0 or more, found {one['within']}.")
+        for name, key in zip(ours[::2], ["of"] + ["of-right"] * ("of-right" in one) + ["of"] * len(ours)):
+            if isinstance(name, str):
+                self.check_measured(one.get(key, of), name, evals, f"{where}: {key}")
+        size = self.chosen({"size": [one["size"]]} if "size" in one else {}, "size", list(self.scale.sizes), where,
+                           list(self.scale.sizes)[:1])[0]
+        return Claim(one["name"], one["paper"], ours, of, one.get("of-right", of), one.get("within", 0.0), size,
+                     one.get("seeds", []), where)
+
+    def check_measured(self, of, row, evals, where):
+        """Rejects what no evaluation of the row measures."""
+        for _, name, metric, column in terms(of, [e.name for e in evals], self.scale.L, where):
+            e = next((e for e in evals if e.name == name), None)
+            if e and not any(fnmatch.fnmatchcase(row, pattern) for pattern in e.runs):
+                raise Refused(f"{where}: evaluation {name} does not have row {row}. Add it to its runs.")
+            check_metric(e, metric, where)
+            known = columns_of(e)
+            if column not in known:
+                raise Refused(f"{where}: {name}.{metric} has no number {'@' + column if column else 'without @COLUMN'}."
+                              + (f" Its columns are {', '.join(known)}." if known != [""] else ""))
 
     def sides(self, text, where, rows):
         """"a < b" as ["a", "<", "b"]; a side that is not a row is a number."""
         found = re.split(r" ([<>=]) ", text)
         if len(found) < 3:
-            raise Refused(f"{where}: ours: expected two rows (or a row and a number) with <, > or = between them, such as lssa < softmax, found {text}.")
+            raise Refused(f"{where}: ours: expected two rows (or a row and a number) with <, > or = between them, such "
+                          f"as lssa < softmax, found {text}.")
         for i in range(0, len(found), 2):
             if found[i] not in rows:
                 try:
                     found[i] = float(found[i])
                 except ValueError:
-                    raise Refused(f"{where}: ours: no row {found[i]} at scale {self.scale.name}.{nearest(found[i], list(rows))}") from None
+                    raise Refused(f"{where}: ours: no row {found[i]} at scale "
+                                  f"{self.scale.name}.{nearest(found[i], list(rows))}") from None
         if not any(isinstance(side, str) for side in found[::2]):
             raise Refused(f"{where}: ours: expected a row, found only numbers.")
         return found
@@ -477,10 +547,13 @@ class Reader:
     def read_formulas(self):
         formulas = []
         for where, table in self.tables("formula"):
-            check(table, where, {"name": TEXT, "paper": TEXT, "low": NUMBER, "high": NUMBER, "s": NUMBER, "against": TEXT, "n": NUMBERS},
+            check(table, where, {"name": TEXT, "paper": TEXT, "low": NUMBER, "high": NUMBER, "s": NUMBER,
+                                 "against": TEXT, "n": NUMBERS},
                   ("name", "low", "high", "s", "against", "n"))
             if table["against"] not in ("n", "score"):
                 raise Refused(f"{where}: against: expected n or score, found {table['against']}.")
+            if min(table["n"]) < 1:
+                raise Refused(f"{where}: n: expected whole numbers of 1 or more, found {min(table['n'])}.")
             formulas.append(Formula(**({"paper": ""} | table)))
         return formulas
 
@@ -490,17 +563,37 @@ def base_of(row):
     return row.init_from or (row.switch["from"] if row.switch else "")
 
 
+def check_metric(e, metric, where):
+    """Rejects what an evaluation (None: training) does not measure."""
+    known = METRICS[e.task if e else "train"]
+    if metric not in known:
+        raise Refused(f"{where}: {f'the task {e.task}' if e else 'training'} has no {metric}.{nearest(metric, known)}\n"
+                      f"  It has {', '.join(known)}.")
+
+
+def columns_of(e):
+    """The columns of an evaluation's numbers (None: training)."""
+    if not e:
+        return [""]
+    lengths = list(map(str, e.lengths))
+    if e.task in ("loss", "positions"):
+        return lengths
+    depths = [f"{T} at {depth} %" for T in lengths for depth in e.flags.get("depths", (10, 30, 50, 70, 90))]
+    return ["mean", *{"needle": lengths + depths, "attention": ("plain", "end-of-text")}.get(e.task, ())]
+
+
 TERM = re.compile(r"(.+)\.(\w+)(?:@(.+))?")
 
 
 def terms(text, evals, L, where=""):
-    """What a claim measures, "lengths.loss@16L - lengths.loss@L", as [(sign, evaluation, metric, column)]. A column that is a multiple of
-    L becomes a number; it is "" where there is none."""
+    """What a claim measures, "lengths.loss@16L - lengths.loss@L", as [(sign, evaluation, metric, column)]. A column
+    that is a multiple of L becomes a number; it is "" where there is none."""
     found, parts = [], re.split(r" ([-+]) ", text)
     for sign, part in zip(["+", *parts[1::2]], parts[::2]):
         match = TERM.fullmatch(part)
         if not match:
-            raise Refused(f"{where}: expected EVALUATION.METRIC@COLUMN, such as lengths.loss@8L or train.val_loss, found {part}.")
+            raise Refused(f"{where}: expected EVALUATION.METRIC@COLUMN, such as lengths.loss@8L or train.val_loss, "
+                          f"found {part}.")
         if match[1] not in ("train", *evals):
             raise Refused(f"{where}: no evaluation {match[1]}.{nearest(match[1], ['train', *evals])}")
         column = match[3] or ""
@@ -518,25 +611,30 @@ def read(path, scale, presets):
     if head.get("sort", "file") not in ("file", "loss"):
         raise Refused(f"{path}: [grid]: sort: expected file or loss, found {head['sort']}.")
     if not re.fullmatch(r"[\w.-]+", head["name"]):
-        raise Refused(f"{path}: [grid]: name: expected letters, digits, - and _, because a folder gets this name, found {head['name']}.")
+        raise Refused(f"{path}: [grid]: name: expected letters, digits, - and _, because a folder gets this name, "
+                      f"found {head['name']}.")
     rows = reader.read_rows()
     if head.get("baseline", "") not in ("", *rows):
-        raise Refused(f"{path}: [grid]: baseline: no row {head['baseline']} at scale {scale}.{nearest(head['baseline'], list(rows))}")
+        raise Refused(f"{path}: [grid]: baseline: no row {head['baseline']} at scale "
+                      f"{scale}.{nearest(head['baseline'], list(rows))}")
     evals = reader.read_evals(rows)
     claims = reader.read_claims(rows, evals)
     reader.add_seeds(rows, claims)
-    return Grid(Path(path), head["name"], head.get("paper", ""), head.get("baseline", ""), head.get("sort") == "loss", reader.scale, rows, evals, claims, reader.read_formulas())
+    return Grid(Path(path), head["name"], head.get("paper", ""), head.get("baseline", ""), head.get("sort") == "loss",
+                reader.scale, rows, evals, claims, reader.read_formulas())
 
 
-def limited(grid, patterns, seeds):
-    """The grid with only the rows whose names match, those that they start from, and the first `seeds` seeds of each (0: all)."""
+def limited(grid, patterns, seeds=None):
+    """The grid with only the rows whose names match, those that they start from, and the first `seeds` seeds of each
+    (None: all)."""
     for pattern in patterns:
         if not fnmatch.filter(grid.rows, pattern):
             raise Refused(f"--only {pattern}: {grid.path} has no such row.{nearest(pattern, list(grid.rows))}")
-    kept = {name: replace(row, seeds=row.seeds[:seeds or None]) for name, row in grid.rows.items()
+    kept = {name: replace(row, seeds=row.seeds[:seeds]) for name, row in grid.rows.items()
             if not patterns or any(fnmatch.fnmatchcase(name, p) for p in patterns)}
     for row in list(kept.values()):
         while base := base_of(row):
-            needed = [seed for seed in grid.rows[base].seeds if seed in {*row.seeds, *(kept[base].seeds if base in kept else ())}]
+            needed = [seed for seed in grid.rows[base].seeds
+                      if seed in {*row.seeds, *(kept[base].seeds if base in kept else ())}]
             kept[base] = row = replace(grid.rows[base], seeds=needed)
     return replace(grid, rows={name: kept[name] for name in grid.rows if name in kept})

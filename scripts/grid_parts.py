@@ -1,4 +1,5 @@
-"""The parts of a grid, training runs and evaluations: which are done, which are left, their command lines, and what is kept of their output."""
+"""The parts of a grid, training runs and evaluations: which are done, which are left, their command lines, and what is
+kept of their output."""
 import datetime
 import json
 import os
@@ -9,8 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import plot
-from grid_file import Refused, Run, base_of, nearest
-from grid_store import (ROOT, attn_of, eval_attn, eval_identity, eval_key, fingerprint, identity, key_of, model_of, shards_of, step_tokens)
+from grid_file import Refused, Run, base_of
+from grid_store import (ROOT, attn_of, eval_attn, eval_identity, eval_key, fingerprint, identity, key_of, model_of,
+                        shards_of, step_tokens)
 
 DIVERGED, STOPPED = 5, 75        # exit codes of the trainer
 POINTS = 64                      # of a curve in results.json
@@ -48,11 +50,22 @@ def divisor(steps, least):
 # ---------------------------------------------------------------- programs
 
 class Programs:
-    """The trainer, with what is put before it, and eval_gpt2."""
+    """The trainer, with what is put before it, and eval_gpt2. To plan only, the CPU's programs stand in for those that
+    are not built here."""
 
-    def __init__(self, scale, launch=()):
-        self.launch = list(launch)
-        self.train, self.eval = find("TRAIN_GPT2", scale.program), find("EVAL_GPT2", scale.eval_program)
+    def __init__(self, scale, launch=(), plan_only=False):
+        self.launch, self.stand_in = list(launch), False
+        self.train = self.find("TRAIN_GPT2", scale.program, plan_only)
+        self.eval = self.find("EVAL_GPT2", scale.eval_program, plan_only)
+
+    def find(self, variable, name, plan_only):
+        try:
+            return find(variable, name)
+        except Refused:
+            if not plan_only or not name.endswith("cu"):
+                raise
+            self.stand_in = True
+            return find(variable, name.removesuffix("cu"))
 
 
 def find(variable, name):
@@ -63,60 +76,43 @@ def find(variable, name):
     return str(path)
 
 
-def printed(*words):
-    return subprocess.run(words, check=True, capture_output=True, text=True).stdout
-
-
 def presets(program):
     """The names in the table that `--attn help` prints: its indented lines from the header to the first empty line."""
-    return re.findall(r"^  (\S+)", re.search(r"^  name .*\n((?:  .*\n)+)", printed(program, "--attn", "help"), re.M)[1], re.M)
+    text = subprocess.run([program, "--attn", "help"], check=True, capture_output=True, text=True).stdout
+    return re.findall(r"^  (\S+)", re.search(r"^  name .*\n((?:  .*\n)+)", text, re.M)[1], re.M)
 
 
-def flags_of(program):
-    return re.findall(r"^  --([\w-]+)", printed(program, "--help"), re.M)
+def check_words(words, needed, where):
+    """Rejects flags that a program rejects. It checks them before it asks for its input, the flag `needed`."""
+    found = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL).stderr
+    if f"{needed} is missing" not in found:
+        raise Refused(f"{where}: {said(found)}")
 
 
-def tasks_of(program):
-    return re.search(r"^  --task (\S+)", printed(program, "--help"), re.M)[1].split("|")
-
-
-def check_rows(grid, programs):
-    """Rejects flags and normalizers that the trainer does not have."""
-    flags, known = flags_of(programs.train), presets(programs.train)
+def check_flags(grid, programs):
+    """Rejects what the trainer or eval_gpt2 does not have: flags, values, models, normalizers, tasks."""
     for row in grid.rows.values():
-        for name in row.flags:
-            if name not in flags:
-                raise Refused(f"{row.where}: flags: {Path(programs.train).name} has no --{name}.{nearest(name, flags)}")
-        name = row.attn.split("+")[0]
-        if name and name not in known:
-            raise Refused(f"{row.where}: attn: no normalizer {name}.{nearest(name, known)}\n  `./train_gpt2 --attn help` lists them.")
-
-
-def drop_unknown_evals(grid, programs):
-    """Leaves out, with a note, the evaluations that this eval_gpt2 cannot do."""
-    tasks, flags = tasks_of(programs.eval), flags_of(programs.eval)
-    kept = []
+        for size in row.sizes:
+            check_words([programs.train, *row_words(grid, row, size)], "--train-data", row.where)
     for e in grid.evals:
-        wrong = [name for name in e.flags if name not in flags]
-        if e.task not in tasks:
-            grid.notes.append(f"{e.name} is left out: eval_gpt2 has no task {e.task} (its tasks: {', '.join(tasks)}).")
-        elif wrong:
-            grid.notes.append(f"{e.name} is left out: eval_gpt2 has no --{wrong[0]}.{nearest(wrong[0], flags)}")
-        else:
-            kept.append(e)
-    grid.evals = kept
+        check_words([programs.eval, *task_words(e)], "--model", e.where)
+    attns = {eval_attn(grid, run, e): e.where for run in grid.runs() for e in grid.evals_of(run) if e.attn}
+    for attn, where in attns.items():
+        check_words([programs.train, "--attn", attn], "--train-data", where)
 
 
 # ---------------------------------------------------------------- texts
 
 def texts_of(grid, results):
-    """{name: [fingerprint to train on, to validate on]} of the texts at hand; else, those of the newest results of this grid."""
+    """{name: [fingerprint to train on, to validate on]} of the texts at hand; else, those of the newest results of this
+    grid."""
     found = {}
     for data in grid.scale.data.values():
         pair = [fingerprint(data.train), fingerprint(data.val)]
         if None in pair:
-            known = [e for e in results.entries.values() if (e["grid"], e["scale"], e["text"]) == (grid.name, grid.scale.name, data.name)
-                     and e["identity"]["task"] == "train"]
+            text = (grid.name, grid.scale.name, data.name)
+            known = [e for e in results.entries.values()
+                     if (e["grid"], e["scale"], e["text"]) == text and e["identity"]["task"] == "train"]
             pair = max(known, key=lambda e: e["info"]["date"])["identity"]["text"] if known else None
         found[data.name] = pair
     return found
@@ -144,15 +140,19 @@ class Plan:
     def left(self):
         """The parts without a result. What starts from a run that diverged never has one."""
         def hopeless(part):
-            return any((entry := self.results.entries.get(key)) and entry["outcome"] or hopeless(self.parts[key]) for key in part.needs)
+            return any((entry := self.results.entries.get(key)) and entry["outcome"] or hopeless(self.parts[key])
+                       for key in part.needs)
         return [part for part in self.parts.values() if part.key not in self.results.entries and not hopeless(part)]
 
     def add_run(self, run):
         grid, row = self.grid, self.grid.rows[run.row]
-        label = f"{run.row} ({run.size}), seed {run.seed}" if len(grid.scale.sizes) > 1 else f"{run.row}, seed {run.seed}"
-        part = Part(key_of(grid, run, self.texts), run, None, self.folder(run), row.flags["steps"] * step_tokens(row.flags), label=label)
+        label = (f"{run.row} ({run.size}), seed {run.seed}" if len(grid.scale.sizes) > 1
+                 else f"{run.row}, seed {run.seed}")
+        part = Part(key_of(grid, run, self.texts), run, None, self.folder(run),
+                    row.flags["steps"] * step_tokens(row.flags), label=label)
         if base_of(row):
-            (part.needs if row.init_from else part.after).append(key_of(grid, Run(base_of(row), run.size, run.seed), self.texts))
+            base = key_of(grid, Run(base_of(row), run.size, run.seed), self.texts)
+            (part.needs if row.init_from else part.after).append(base)
         if part.key in self.parts:
             note = f"{run.row} is the same run as {self.parts[part.key].run.row}."
             grid.notes += [note] * (note not in grid.notes)
@@ -162,7 +162,8 @@ class Plan:
             key = eval_key(grid, run, e, self.texts)
             most = len(e.lengths or [1]) * e.flags.get("max-tokens", 1 << 20) * (2 if e.attn else 1)
             folder = part.folder / "eval" / f"{slug(e.name)}-{key[:10]}"
-            self.parts.setdefault(key, Part(key, run, e, folder, most * FORWARD, [part.key], label=f"{label}, {e.name}"))
+            self.parts.setdefault(key, Part(key, run, e, folder, most * FORWARD, [part.key],
+                                            label=f"{label}, {e.name}"))
 
     def folder(self, run):
         """The name says what the run is, and its key tells apart runs whose flags or text differ."""
@@ -170,7 +171,8 @@ class Plan:
         return self.out / "runs" / f"{slug(attn_of(self.grid, run))}-s{run.seed}-{key[:10]}"
 
     def add_checkpoints(self):
-        """A run whose numbers are known is trained again if a part that is left needs its checkpoint, which this folder lacks."""
+        """A run whose numbers are known is trained again if a part that is left needs its checkpoint, which this folder
+        lacks."""
         queue = list(self.todo)
         for part in queue:
             for key in part.needs:
@@ -199,7 +201,8 @@ def words_of(flags):
 
 
 def from_root(path):
-    """A path relative to the repository's root, where the programs run, if it lies there: then the whole folder may be moved."""
+    """A path relative to the repository's root, where the programs run, if it lies there: then the whole folder may be
+    moved."""
     return os.path.relpath(path, ROOT) if Path(path).is_relative_to(ROOT) else str(path)
 
 
@@ -211,31 +214,37 @@ def switches_from(grid, name):
 def run_flags(grid, row):
     """The row's flags, and when to validate and save if it does not say."""
     steps = row.flags["steps"]
-    flags = {"val-every": divisor(steps, steps // 8), "ckpt-every": divisor(steps, steps // 8), "keep": 1, "sample-every": 0} | row.flags
+    every = divisor(steps, steps // 8)
+    flags = {"val-every": every, "ckpt-every": every, "keep": 1, "sample-every": 0} | row.flags
     at = switches_from(grid, row.name)
     if at:    # their first steps are copied from here
         flags |= {"ckpt-every": divisor(at[0], at[0] // 8), "keep": 0}
     return flags
 
 
-def train_words(plan, part, programs, threads):
-    """The trainer's command line. The same command resumes the run."""
-    grid, run = plan.grid, part.run
-    row = grid.rows[run.row]
-    words = [*programs.launch, programs.train, "--train-data", row.data.train, "--val-data", row.data.val]
-    if row.init_from:
-        words += ["--init-from", from_root(checkpoint(grid, plan.parts[part.needs[0]]))]
-    else:
-        words += ["--model", model_of(grid, row, run.size)]
+def row_words(grid, row, size):
+    """The trainer's flags for a row, without its data and seed."""
+    words = [] if row.init_from else ["--model", model_of(grid, row, size)]
     if row.switch:
         words += ["--attn", grid.rows[row.switch["from"]].attn, "--attn-switch", f"{row.switch['at']}:{row.attn}"]
     elif row.attn:
         words += ["--attn", row.attn]
-    return [*words, "--seed", str(run.seed), *words_of(run_flags(grid, row)), "--threads", str(threads), "--out", from_root(part.folder), "--resume"]
+    return words + words_of(run_flags(grid, row))
+
+
+def train_words(plan, part, programs, threads):
+    """The trainer's command line. The same command resumes the run."""
+    row = plan.grid.rows[part.run.row]
+    words = [*programs.launch, programs.train, "--train-data", row.data.train, "--val-data", row.data.val]
+    if row.init_from:
+        words += ["--init-from", from_root(checkpoint(plan.grid, plan.parts[part.needs[0]]))]
+    return [*words, *row_words(plan.grid, row, part.run.size), "--seed", str(part.run.seed),
+            "--threads", str(threads), "--out", from_root(part.folder), "--resume"]
 
 
 def copy_base(plan, part):
-    """Starts a run that switches from the other run's checkpoint at that step, if there is one. The numbers are those of a run from step 0."""
+    """Starts a run that switches from the other run's checkpoint at that step, if there is one. The numbers are those
+    of a run from step 0."""
     row = plan.grid.rows[part.run.row]
     base = plan.parts.get(part.after[0]) if row.switch else None
     if not base or part.folder.exists() or not checkpoint(plan.grid, base, row.switch["at"]).exists():
@@ -249,12 +258,18 @@ def copy_base(plan, part):
     temporary.rename(part.folder)
 
 
+def task_words(e):
+    """eval_gpt2's flags for an evaluation, without its model, normalizer and data."""
+    return ["--task", e.task, *words_of({"seq-lens": e.lengths} if e.lengths else {}), *words_of(e.flags)]
+
+
 def eval_words(plan, part, programs, threads):
     grid, run, e = plan.grid, part.run, part.eval
     attn = eval_attn(grid, run, e)
     data = grid.scale.data[e.data] if e.data else grid.rows[run.row].data
-    words = [programs.eval, "--model", from_root(checkpoint(grid, plan.parts[part.needs[0]])), "--data", data.val, "--task", e.task]
-    words += words_of({"seq-lens": e.lengths} if e.lengths else {}) + words_of(e.flags) + (["--attn", attn] if attn else [])
+    words = [programs.eval, "--model", from_root(checkpoint(grid, plan.parts[part.needs[0]])), "--data", data.val]
+    words += task_words(e)
+    words += ["--attn", attn] if attn else []
     # The report has pictures of all runs.
     return [*words, "--picture", "0", "--threads", str(threads), "--out", from_root(part.folder)]
 
@@ -279,11 +294,13 @@ def train_values(grid, part, diverged):
         lines = []      # it diverged in its first step
     clip = grid.rows[part.run.row].flags.get("grad-clip", 1)
     norms = [x for x in plot.column(lines, "grad_norm") if x == x]
-    empty = {int(step): float(share) / 100 for step, share in re.findall(r"^step +(\d+)/.*\| (\S+) % all-zero rows", log, re.M)}
+    empty = {int(step): float(share) / 100
+             for step, share in re.findall(r"^step +(\d+)/.*\| (\S+) % all-zero rows", log, re.M)}
     last = lines[-1] if lines else {"step": 0, "tokens": 0}
     val = [[line["tokens"], line["val_loss"]] for line in lines if line.get("val_loss") is not None]
-    values = {"val_loss": None if diverged or not val else val[-1][1], "grad_norm_max": max(norms, default=None), "diverged": int(diverged),
-              "clipped": sum(x > clip for x in norms) / len(norms) if clip and norms else 0.0, "steps": last["step"], "tokens": last["tokens"],
+    clipped = sum(x > clip for x in norms) / len(norms) if clip and norms else 0.0
+    values = {"val_loss": None if diverged or not val else val[-1][1], "grad_norm_max": max(norms, default=None),
+              "diverged": int(diverged), "clipped": clipped, "steps": last["step"], "tokens": last["tokens"],
               "zero_rows": empty.get(last["step"], 0.0), "zero_rows_max": max(empty.values(), default=0.0)}
     curve = thinned(plot.column(lines, "tokens"), plot.smooth(plot.column(lines, "loss")))
     return values | scalar_values(part.folder), {"loss": curve, "val": val}
@@ -298,7 +315,8 @@ def scalar_values(folder):
     values = {name: [layer[0] for layer in series[1][-1]] for name, series in found.items() if name != "p"}
     if "p" in found:
         a1, a2, r2 = plot.fit_log(found["p"])
-        values |= {"p": [float(f"{x:.6g}") for x in found["p"]], "p_a1": a1, "p_a2": a2, "p_r2": None if r2 != r2 else r2}
+        values |= {"p": [float(f"{x:.6g}") for x in found["p"]], "p_a1": a1, "p_a2": a2,
+                   "p_r2": None if r2 != r2 else r2}
     return values
 
 
@@ -310,7 +328,8 @@ def rows_of(report):
 
 
 def loss_values(report):
-    """{metric: {length: number}} of the tasks loss and positions; by_position has means over equal parts of the sequence."""
+    """{metric: {length: number}} of the tasks loss and positions; by_position has means over equal parts of the
+    sequence."""
     rows = rows_of(report)
     values = {"loss": {str(row["seq_len"]): row["loss"] for row in rows},
               "zero_rows": {str(row["seq_len"]): row["rows_without_weight"] for row in rows}}
@@ -347,8 +366,8 @@ def numbers_in(value):
 
 
 def other_values(report):
-    """The numbers of any other task: {metric: {column: mean}}. The columns are the lengths, at each depth too for needles; with or without a leading end-of-text
-    token for attention; and the mean over all."""
+    """The numbers of any other task: {metric: {column: mean}}. The columns are the lengths, at each depth too for
+    needles; with or without a leading end-of-text token for attention; and the mean over all."""
     found = {}
 
     def add(key, column, value):
@@ -385,7 +404,8 @@ def entry_of(plan, part, code, seconds, threads):
     """The entry of results.json for a part that ended."""
     grid, run = plan.grid, part.run
     row = grid.rows[run.row]
-    entry = {"grid": grid.name, "scale": grid.scale.name, "row": run.row, "size": run.size, "seed": run.seed, "text": row.data.name, "outcome": ""}
+    entry = {"grid": grid.name, "scale": grid.scale.name, "row": run.row, "size": run.size, "seed": run.seed,
+             "text": row.data.name, "outcome": ""}
     info = {"date": datetime.date.today().isoformat(), "machine": machine(), "threads": threads}
     if part.eval:
         report = json.loads((part.folder / "eval.json").read_text())

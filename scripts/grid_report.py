@@ -1,4 +1,5 @@
-"""The report of a grid: the papers' claims with a verdict on each, tables as text and Markdown, and pictures. It needs only results.json."""
+"""The report of a grid: the papers' claims with a verdict on each, tables as text and Markdown, and pictures. It needs
+only results.json."""
 import math
 import statistics
 from dataclasses import dataclass
@@ -6,7 +7,7 @@ from dataclasses import dataclass
 import plot
 from grid_file import Run, terms
 from grid_parts import slug
-from grid_store import eval_attn, eval_key, key_of
+from grid_store import attn_of, eval_attn, eval_key, key_of
 
 LOSSES = ("val_loss", "loss", "last_eighth")      # metrics that are infinite where a run diverged
 TIES = {"<": -1, ">": 1}
@@ -49,6 +50,14 @@ def values_of(plan, row, size, of):
     return found
 
 
+def seeds_in_common(found):
+    """{name: seeds}: the seeds that all rows with results have, else each row's first one, so that no difference
+    between two rows is one between seeds. found: {name: {seed: a result}}."""
+    known = [set(of) for of in found.values() if of]
+    common = set.intersection(*known) if known else ()
+    return {name: [seed for seed in of if seed in common] or list(of)[:1] for name, of in found.items()}
+
+
 def deviation(numbers):
     """The standard deviation over seeds; NaN for fewer than two numbers, 0 if all are the same, infinity included."""
     if len(numbers) < 2:
@@ -83,7 +92,8 @@ def judge(difference, spread, operator, within=0.0):
 
 
 def compare(plan, claim, left, operator, right):
-    """(difference, spread, seeds, verdict) of two rows, or of a row and a number, seed by seed; None if a side has no number."""
+    """(difference, spread, seeds, verdict) of two rows, or of a row and a number, seed by seed; None if a side has no
+    number."""
     def side(x, of, seeds):
         return dict.fromkeys(seeds, x) if isinstance(x, float) else values_of(plan, x, claim.size, of)
     every = [seed for row in plan.grid.rows.values() for seed in row.seeds]
@@ -92,7 +102,8 @@ def compare(plan, claim, left, operator, right):
     if not differences:
         return None
     difference, spread = statistics.fmean(differences), deviation(differences)
-    return difference, spread, len(differences), judge(difference, spread, operator, claim.within) if len(differences) > 1 else "one seed"
+    return (difference, spread, len(differences),
+            judge(difference, spread, operator, claim.within) if len(differences) > 1 else "one seed")
 
 
 def number(x, sign=False):
@@ -103,29 +114,45 @@ def number(x, sign=False):
     return f"{x:+.4f}" if sign else f"{x:.4f}" if abs(x) < 1e4 else f"{x:.5g}"
 
 
-def spread_text(numbers):
-    """The mean, with the deviation and the number of seeds if there are several."""
+def spread_text(numbers, every=None):
+    """The mean, with the deviation over `every` number of the row (default: these) and how many they are."""
     numbers = list(numbers)
+    every = numbers if every is None else list(every)
     if not numbers:
         return ""
-    if len(numbers) == 1 or any(map(math.isinf, numbers)):
-        bad = sum(map(math.isinf, numbers))
-        return number(numbers[0]) if len(numbers) == 1 else f"diverged ({bad} of {len(numbers)})"
-    return f"{number(statistics.fmean(numbers))} ± {deviation(numbers):.4f} ({len(numbers)})"
+    bad = sum(map(math.isinf, every))
+    if bad:
+        return "diverged" if len(every) == 1 else f"diverged ({bad} of {len(every)})"
+    text = number(statistics.fmean(numbers))
+    return f"{text} ± {deviation(every):.4f} ({len(every)})" if len(every) > 1 else text
+
+
+def sides_of(plan, claim):
+    """The rows of a claim with their numbers, over the seeds that all of them have. If the sides are different
+    evaluations, they are named."""
+    measured = [claim.of_right if i and claim.of_right else claim.of for i in range(len(claim.ours[::2]))]
+    names = [e.name for e in plan.grid.evals]
+    evals = [", ".join(dict.fromkeys(name for _, name, *_ in terms(of, names, plan.grid.scale.L))) for of in measured]
+    if len(set(evals)) < len(set(measured)):
+        evals = measured
+    sides = [(f"{name} ({e})" if len(set(measured)) > 1 else name, values_of(plan, name, claim.size, of))
+             for name, of, e in zip(claim.ours[::2], measured, evals) if isinstance(name, str)]
+    seeds = seeds_in_common(dict(sides))
+    return [f"{name} {spread_text([values[seed] for seed in seeds[name]]) or 'not run'}" for name, values in sides]
 
 
 def verdict_on(plan, claim):
     """The Verdict on a claim. In a chain a < b < c, each pair must agree; one that disagrees refutes it."""
     names, operators = claim.ours[::2], claim.ours[1::2]
-    shown = [f"{name} {spread_text(values_of(plan, name, claim.size, claim.of_right if i and claim.of_right else claim.of).values()) or 'not run'}"
-             for i, name in enumerate(names) if isinstance(name, str)]
+    shown = sides_of(plan, claim)
     found = [compare(plan, claim, *pair) for pair in zip(names, operators, names[1:])]
     if None in found:
         return Verdict("; ".join(shown), "", "", 0, "not run")
     verdicts = [pair[3] for pair in found]
     verdict = next((word for word in ("one seed", "disagrees", "undecided") if word in verdicts), "agrees")
     spread = ", ".join("" if math.isnan(pair[1]) else f"{pair[1]:.4f}" for pair in found)
-    return Verdict("; ".join(shown), ", ".join(number(pair[0], sign=True) for pair in found), spread.strip(", "), min(pair[2] for pair in found), verdict)
+    return Verdict("; ".join(shown), ", ".join(number(pair[0], sign=True) for pair in found), spread.strip(", "),
+                   min(pair[2] for pair in found), verdict)
 
 
 # ---------------------------------------------------------------- tables
@@ -138,20 +165,22 @@ class Table:
 
     def markdown(self):
         clean = [[cell.replace("|", "\\|") for cell in row] for row in [self.head, *self.rows]]
-        return "\n".join(["| " + " | ".join(clean[0]) + " |", "|" + "|".join("---" if i == 0 else "--:" for i in range(len(self.head))) + "|",
+        return "\n".join(["| " + " | ".join(clean[0]) + " |",
+                          "|" + "|".join("---" if i == 0 else "--:" for i in range(len(self.head))) + "|",
                           *("| " + " | ".join(row) + " |" for row in clean[1:])]) + "\n"
 
     def text(self):
         widths = [max(map(len, column)) for column in zip(self.head, *self.rows)]
-        lines = ["  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))).rstrip()
+        lines = ["  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:]))])
                  for row in [self.head, *self.rows]]
-        return "\n".join(lines) + "\n"
+        return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
 def members(plan):
     """[(label, row, size)] of all rows and sizes."""
     several = len(plan.grid.scale.sizes) > 1
-    return [(f"{row.name} ({size})" if several else row.name, row, size) for row in plan.grid.rows.values() for size in row.sizes]
+    return [(f"{row.name} ({size})" if several else row.name, row, size)
+            for row in plan.grid.rows.values() for size in row.sizes]
 
 
 def groups(plan):
@@ -162,48 +191,100 @@ def groups(plan):
     return found
 
 
-def of_seeds(plan, row, size, name, metric, column=""):
-    found = (value_of(plan, Run(row.name, size, seed), name, metric, column) for seed in row.seeds)
+def seeds_of(plan, row, size, name):
+    """{seed: True} of the seeds with results, a diverged run's among them."""
+    runs = [Run(row.name, size, seed) for seed in row.seeds]
+    return {run.seed: True for run in runs
+            if entry_of(plan, run, name) or ((trained := entry_of(plan, run, "train")) and trained["outcome"])}
+
+
+def of_seeds(plan, row, size, seeds, name, metric, column=""):
+    found = (value_of(plan, Run(row.name, size, seed), name, metric, column) for seed in seeds)
     return [x for x in found if x is not None]
 
 
-def minus_baseline(plan, row, size, of):
-    """The mean difference from the baseline over the common seeds, as text."""
+def from_baseline(plan, row, size, of):
+    """The differences from the baseline, seed by seed, where neither diverged."""
     base = plan.grid.baseline
     if base not in plan.grid.rows or size not in plan.grid.rows[base].sizes:
-        return ""
+        return []
     a, b = values_of(plan, row.name, size, of), values_of(plan, base, size, of)
-    both = [a[seed] - b[seed] for seed in a if seed in b and math.isfinite(a[seed] + b[seed])]
-    return number(statistics.fmean(both), sign=True) if both else ""
+    return [a[seed] - b[seed] for seed in a if seed in b and math.isfinite(a[seed] + b[seed])]
+
+
+def difference_text(differences):
+    if not differences:
+        return ""
+    text = number(statistics.fmean(differences), sign=True)
+    several = len(differences) > 1 and any(differences)     # not the baseline itself
+    return f"{text} ± {deviation(differences):.4f} ({len(differences)})" if several else text
+
+
+@dataclass
+class Trained:
+    """A row after training. Its numbers are means over `seeds`, which all rows with results share if possible."""
+    label: str
+    row: object
+    size: str
+    seeds: list
+    loss: float           # infinite if it diverged; None without results
+    difference: float     # from the baseline, over the seeds that both have; infinite or None like loss
+
+
+def trained_rows(plan):
+    """All rows as [Trained], in the file's order."""
+    seeds = seeds_in_common({label: seeds_of(plan, row, size, "train") for label, row, size in members(plan)})
+    found = []
+    for label, row, size in members(plan):
+        losses = of_seeds(plan, row, size, seeds[label], "train", "val_loss")
+        loss = statistics.fmean(losses) if losses else None
+        paired = from_baseline(plan, row, size, "train.val_loss")
+        found.append(Trained(label, row, size, seeds[label], loss, statistics.fmean(paired) if paired else None))
+    best = min((x for x in found if x.loss is not None), key=lambda x: x.loss, default=None)
+    base = next((x for x in found if x.row.name == plan.grid.baseline and x.loss is not None), best)
+    for x in found:     # no seed in common with the baseline, or no baseline
+        if x.difference is None and x.loss is not None:
+            x.difference = x.loss - base.loss if math.isfinite(x.loss) else math.inf
+    return found
+
+
+def ranked(found):
+    """The rows with results by their differences from the baseline, the best first."""
+    return sorted((x for x in found if x.loss is not None), key=lambda x: x.difference)
 
 
 def percent(numbers):
     return f"{100 * statistics.fmean(numbers):.3g} %" if numbers and max(numbers) > 0 else ""
 
 
-def training_row(plan, label, row, size):
-    zero, most = of_seeds(plan, row, size, "train", "zero_rows"), of_seeds(plan, row, size, "train", "zero_rows_max")
-    norms = [x for x in of_seeds(plan, row, size, "train", "grad_norm_max") if math.isfinite(x)]
-    entries = [entry_of(plan, Run(row.name, size, seed), "train") for seed in row.seeds]
+def training_row(plan, x, label=""):
+    def numbers(metric, seeds=x.seeds):
+        return of_seeds(plan, x.row, x.size, seeds, "train", metric)
+    zero, most, norms = numbers("zero_rows"), numbers("zero_rows_max"), numbers("grad_norm_max")
+    entries = [entry_of(plan, Run(x.row.name, x.size, seed), "train") for seed in x.row.seeds]
     outcomes = [entry["outcome"] for entry in entries if entry and entry["outcome"]]
     minutes = [entry["info"]["seconds"] / 60 for entry in entries if entry]
-    return [label, spread_text(of_seeds(plan, row, size, "train", "val_loss")), minus_baseline(plan, row, size, "train.val_loss"),
-            f"{max(norms):.3g}" if norms else "", percent(of_seeds(plan, row, size, "train", "clipped")),
-            f"{percent(zero)} (most: {100 * max(most):.2g} %)" if percent(most) else "", f"{statistics.fmean(minutes):.1f}" if minutes else "",
+    return [label or x.label, spread_text(numbers("val_loss"), numbers("val_loss", x.row.seeds)),
+            difference_text(from_baseline(plan, x.row, x.size, "train.val_loss")),
+            f"{max(norms):.3g}" if norms else "", percent(numbers("clipped")),
+            f"{percent(zero)} (most: {100 * max(most):.2g} %)" if percent(most) else "",
+            f"{statistics.fmean(minutes):.1f}" if minutes else "",
             "; ".join(dict.fromkeys(outcomes)) or ("" if any(entries) else "not run")]
 
 
 def training_tables(plan):
     base = f"minus {plan.grid.baseline}" if plan.grid.baseline else "difference"
-    head = ["row", "validation loss", base, "largest gradient norm", "clipped steps", "all-zero rows", "minutes", "outcome"]
-    if not plan.grid.sort_by_loss:
-        return [Table(group, head, [training_row(plan, *member) for member in inside]) for group, inside in groups(plan).items()]
-    def final(member):
-        found = of_seeds(plan, *member[1:], "train", "val_loss")
-        return statistics.fmean(found) if found else math.inf
-    rows = [[f"{place}. {row[0]}", *row[1:]] for place, row in
-            enumerate((training_row(plan, *member) for member in sorted(members(plan), key=final)), 1)]
-    return [Table("", head, rows)]
+    head = ["row", "validation loss", base, "largest gradient norm", "clipped steps", "all-zero rows", "minutes",
+            "outcome"]
+    found = trained_rows(plan)
+    if plan.grid.sort_by_loss:
+        best, rest = ranked(found), [x for x in found if x.loss is None]
+        return [Table("", head, [training_row(plan, x, f"{place}. {x.label}") for place, x in
+                                 enumerate([*best, *rest], 1)])]
+    tables = {}
+    for x in found:
+        tables.setdefault(x.row.group, []).append(training_row(plan, x))
+    return [Table(group, head, rows) for group, rows in tables.items()]
 
 
 @dataclass
@@ -212,7 +293,13 @@ class Line:
     label: str
     row: object
     size: str
-    eval: object
+    eval: object          # None: its training
+
+    def key(self):
+        return self.row.name, self.size, self.eval and self.eval.name
+
+    def numbers(self, plan, seeds, metric, column):
+        return of_seeds(plan, self.row, self.size, seeds, self.eval.name, metric, column)
 
 
 def eval_groups(plan):
@@ -225,22 +312,24 @@ def eval_groups(plan):
 
 def lines_of(plan, evals, most=12):
     """{title: its Lines}: by the rows' groups, or by rows if a group would have too many lines for a picture."""
-    found = []
+    by_group, by_row = {}, {}
     for label, row, size in members(plan):
         for e in evals:
             if any(e in plan.grid.evals_of(Run(row.name, size, seed)) for seed in row.seeds):
-                attn = eval_attn(plan.grid, Run(row.name, size, row.seeds[0]), e)
-                name = ", ".join([label, *([f"under {attn}"] if attn else [e.name] if len(evals) > 1 and e.name != e.group else [])])
-                found.append((label, Line(name, row, size, e)))
-    by_group, by_row = {}, {}
-    for label, line in found:
-        by_group.setdefault(line.row.group, []).append(line)
-        by_row.setdefault(label, []).append(line)
+                run = Run(row.name, size, row.seeds[0])
+                attn, own = eval_attn(plan.grid, run, e), attn_of(plan.grid, run)
+                name = (label if not attn and (len(evals) == 1 or e.name == e.group) else f"{label}, {e.name}"
+                        if not attn else label + attn.removeprefix(own) if attn.startswith(own + "+")
+                        else f"{label}, under {attn}")
+                by_group.setdefault(row.group, []).append(Line(name, row, size, e))
+                by_row.setdefault(label, []).append(Line(e.name, row, size, e))
     return by_group if len(evals) == 1 or max(map(len, by_group.values()), default=0) <= most else by_row
 
 
-def line_values(plan, line, metric, column):
-    return of_seeds(plan, line.row, line.size, line.eval.name, metric, column)
+def seeds_of_lines(plan, found):
+    """{(row, size, evaluation): the seeds that its numbers are means over} for {title: Lines}"""
+    return seeds_in_common({line.key(): seeds_of(plan, line.row, line.size, line.eval.name)
+                            for lines in found.values() for line in lines})
 
 
 def results_of(plan, evals):
@@ -272,11 +361,14 @@ def column_title(plan, column):
 
 def eval_tables(plan, evals):
     """A table for each metric and group of rows."""
-    tables = []
+    tables, found = [], lines_of(plan, evals)
+    shared = seeds_of_lines(plan, found)
     for metric in metrics_of(plan, evals):
         columns = columns_of(plan, evals, metric)
-        for title, lines in lines_of(plan, evals).items():
-            rows = [[line.label, *(spread_text(line_values(plan, line, metric, column)) for column in columns)] for line in lines]
+        for title, lines in found.items():
+            rows = [[line.label, *(spread_text(*(line.numbers(plan, seeds, metric, column)
+                                                 for seeds in (shared[line.key()], line.row.seeds)))
+                                   for column in columns)] for line in lines]
             if any(any(row[1:]) for row in rows):
                 tables.append(Table(", ".join(filter(None, (title, "" if metric == "loss" else metric))),
                                     ["row", *(column_title(plan, column) for column in columns)], rows))
@@ -294,142 +386,156 @@ def claims_table(plan):
 
 # ---------------------------------------------------------------- pictures
 
-def panels(title, found, draw, xlabel, ylabel, base=()):
-    """A figure with a panel for each title of {title: lines}; draw(axes, line, color, style) returns whether there is something to draw. Lines of `base` are
-    dashed in the panels that lack them. None if there is nothing to draw."""
+def panels(plan, title, found, data, draw, labels, base=True):
+    """A figure with a panel for each title of {title: Lines}. draw(axes, line, data, color, style) draws the line's
+    {key: data}; lines without data are left out. The baseline is dashed in the panels that lack it, and has no panel of
+    its own. None if there is nothing to draw."""
     plt = plot.pyplot()
-    columns = min(3, len(found)) or 1
-    rows = -(-len(found) // columns) or 1
-    figure, grid = plt.subplots(rows, columns, figsize=(1 + 5 * columns, 1 + 3.4 * rows), squeeze=False, sharex=True, sharey=True, layout="constrained")
-    drawn = 0
+    found = {name: [line for line in lines if data.get(line.key())] for name, lines in found.items()}
+    dashed = [line for lines in found.values() for line in lines if base and line.row.name == plan.grid.baseline]
+    found = ({name: lines for name, lines in found.items() if any(line not in dashed for line in lines)}
+             or {name: lines for name, lines in found.items() if lines})
+    if not found:
+        return None
+    columns = min(3, len(found))
+    rows = -(-len(found) // columns)
+    figure, grid = plt.subplots(rows, columns, figsize=(1 + 5 * columns, 1 + 3.4 * rows), squeeze=False, sharex=True,
+                                sharey=True, layout="constrained")
     for axes in grid.flat[len(found):]:
         axes.set_axis_off()
     for axes, (name, lines) in zip(grid.flat, found.items()):
         colors = plt.get_cmap("tab10" if len(lines) <= 10 else "tab20").colors
-        drawn += sum(draw(axes, line, colors[i % len(colors)], "-") for i, line in enumerate(lines))
-        for line in base:
-            if line.label not in [other.label for other in lines]:
-                draw(axes, line, "0.3", "--")
+        for i, line in enumerate(lines):
+            draw(axes, line, data[line.key()], colors[i % len(colors)], "-")
+        for line in dashed:
+            if line not in lines:
+                draw(axes, line, data[line.key()], "0.3", "--")
         axes.set_title(name, weight="bold")
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize=7.5, frameon=False, ncols=1 + (len(lines) > 6))
+        axes.legend(fontsize=7.5, frameon=False, ncols=1 + (len(lines) > 6))
     figure.suptitle(title)
-    figure.supxlabel(xlabel, fontsize=10)
-    figure.supylabel(ylabel, fontsize=10)
-    if not drawn:
-        plt.close(figure)
-        return None
+    for put, label in zip((figure.supxlabel, figure.supylabel), labels):
+        put(label, fontsize=10)
     return figure
 
 
-def baseline_of(plan, found):
-    """The baseline's lines, if the panels are the rows' groups."""
-    return [line for lines in found.values() for line in lines if line.row.name == plan.grid.baseline]
-
-
-def mean_curve(plan, row, size):
-    """[(tokens, validation loss)], the mean over seeds; the smoothed training loss where there is no validation."""
-    entries = [entry for seed in row.seeds if (entry := entry_of(plan, Run(row.name, size, seed), "train"))]
-    curves = [entry["curves"]["val"] or entry["curves"]["loss"] for entry in entries]
-    points = {}
-    for curve in curves:
-        for tokens, loss in curve:
-            points.setdefault(tokens, []).append(loss)
-    return [(tokens, statistics.fmean(losses)) for tokens, losses in sorted(points.items())], [e["outcome"] for e in entries if e["outcome"]]
+def mean_curve(plan, x):
+    """([(tokens, validation loss)], outcomes) of a Trained, the mean over its seeds; the smoothed training loss where
+    there is no validation."""
+    entries = [entry_of(plan, Run(x.row.name, x.size, seed), "train") for seed in x.seeds]
+    curves = [dict(map(tuple, entry["curves"]["val"] or entry["curves"]["loss"])) for entry in entries]
+    common = set.intersection(*map(set, curves)) if curves else ()
+    return ([(tokens, statistics.fmean(curve[tokens] for curve in curves)) for tokens in sorted(common)],
+            [entry["outcome"] for entry in entries if entry["outcome"]])
 
 
 def curves_picture(plan):
-    found = {title: [Line(*member, None) for member in inside] for title, inside in groups(plan).items()}
-    curves = {line.label: mean_curve(plan, line.row, line.size) for lines in found.values() for line in lines}
+    lines = {x.label: Line(x.label, x.row, x.size, None) for x in trained_rows(plan)}
+    curves = {lines[x.label].key(): mean_curve(plan, x) for x in trained_rows(plan)}
+    curves = {key: pair for key, pair in curves.items() if pair[0]}
+    found = {title: [lines[label] for label, *_ in inside] for title, inside in groups(plan).items()}
     late = [loss for curve, _ in curves.values() for _, loss in curve[len(curve) // 4:]]
     unit, name = plot.unit(max([1, *(tokens for curve, _ in curves.values() for tokens, _ in curve)]), plot.TOKEN_UNITS)
 
-    def draw(axes, line, color, style):
-        curve, outcomes = curves[line.label]
-        if curve:
-            axes.plot([t / unit for t, _ in curve], [loss for _, loss in curve], color=color, linestyle=style, linewidth=1.3,
-                      marker="x" if outcomes else None, label=line.label + (f" ({outcomes[0]})" if outcomes else ""))
-            axes.set_ylim(min(late) - 0.1, max(late) + 0.1)
-        return bool(curve)
-    return panels("Validation loss while training", found, draw, f"{name}tokens", "nats per token", baseline_of(plan, found))
+    def draw(axes, line, pair, color, style):
+        curve, outcomes = pair
+        label = line.label + (f" ({outcomes[0]})" if outcomes else "")
+        axes.plot([t / unit for t, _ in curve], [loss for _, loss in curve], color=color, linestyle=style,
+                  linewidth=1.3, marker="x" if outcomes else None, label=label)
+        axes.set_ylim(min(late) - 0.1, max(late) + 0.1)
+    return panels(plan, "Validation loss while training", found, curves, draw, (f"{name}tokens", "nats per token"))
 
 
 def final_picture(plan):
     """Bars of the final validation losses, as differences from the baseline."""
     plt = plot.pyplot()
-    final = {label: statistics.fmean(found) for label, row, size in members(plan) if (found := of_seeds(plan, row, size, "train", "val_loss"))}
-    final = {label: loss for label, loss in sorted(final.items(), key=lambda item: item[1]) if math.isfinite(loss)}
+    final = ranked(trained_rows(plan))
     if not final:
         return None
-    base = plan.grid.baseline if plan.grid.baseline in final else next(iter(final))
-    order = list(groups(plan))
-    group = {label: order.index(row.group) for label, row, _ in members(plan)}
-    colors = plt.get_cmap("Dark2").colors
+    finite = [x for x in final if math.isfinite(x.difference)]
+    order, colors = list(groups(plan)), plt.get_cmap("Dark2").colors
     figure, axes = plt.subplots(figsize=(8, 1.2 + 0.24 * len(final)), layout="constrained")
-    over = [loss - final[base] for loss in final.values()]
-    axes.barh(list(final), over, color=[colors[group[label] % len(colors)] for label in final], height=0.75)
-    for place, (loss, value) in enumerate(zip(final.values(), over)):
-        axes.text(max(value, 0), place, f" {loss:.3f}", va="center", fontsize=8)
+    axes.barh([x.label for x in final], [x.difference if x in finite else 0 for x in final], height=0.75,
+              color=[colors[order.index(x.row.group) % len(colors)] for x in final])
+    for place, x in enumerate(final):
+        said = f" {x.loss:.3f}" if x in finite else " diverged"
+        axes.text(max(x.difference, 0) if x in finite else 0, place, said, va="center", fontsize=8)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     axes.margins(x=0.12)
     axes.tick_params(axis="y", labelsize=8)
-    axes.set_title(f"Final validation loss; bars: difference from {base}")
+    base = plan.grid.baseline if plan.grid.baseline in [x.row.name for x in final] else final[0].label
+    first = {x.row.group: bar for x, bar in reversed([*zip(final, axes.patches)])}
+    if len(first) > 1:
+        names = sorted(first, key=order.index)
+        axes.legend([first[name] for name in names], names, fontsize=7.5, frameon=False, loc="upper right")
+    axes.set_title(f"Final validation loss; bars: difference from {base}, seed by seed")
     return figure
 
 
 def lengths_picture(plan, title, evals):
     found, lengths = lines_of(plan, evals), sorted({T for e in evals for T in e.lengths})
+    shared = seeds_of_lines(plan, found)
+    data = {line.key(): [(T, statistics.fmean(values)) for T in line.eval.lengths
+                         if (values := line.numbers(plan, shared[line.key()], "loss", str(T)))]
+            for inside in found.values() for line in inside}
 
-    def draw(axes, line, color, style):
-        points = [(T, statistics.fmean(values)) for T in line.eval.lengths if (values := line_values(plan, line, "loss", str(T)))]
-        points = [(T, loss) for T, loss in points if math.isfinite(loss)]
-        if points:
-            axes.plot(*zip(*points), color=color, linestyle=style, linewidth=1.3, marker=".", label=line.label)
-            axes.set_xscale("log", base=2)
-            axes.set_xticks(lengths, map(str, lengths), fontsize=8)
-            axes.axvline(plan.grid.scale.L, color="0.7", linewidth=0.8, linestyle=":")
-        return bool(points)
-    return panels(f"{title}: loss by length; dotted: the training length", found, draw, "tokens per sequence", "nats per token",
-                  baseline_of(plan, found) if len(evals) == 1 else ())
+    def draw(axes, line, points, color, style):
+        good, bad = ([point for point in points if math.isfinite(point[1]) == known] for known in (True, False))
+        axes.plot([T for T, _ in good], [loss for _, loss in good], color=color, linestyle=style, linewidth=1.3,
+                  marker=".", label=line.label + " (x: diverged)" * bool(bad))
+        axes.plot([T for T, _ in bad], [0.97] * len(bad), "x", color=color, transform=axes.get_xaxis_transform())
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(lengths, map(str, lengths), fontsize=8)
+        axes.axvline(plan.grid.scale.L, color="0.7", linewidth=0.8, linestyle=":")
+    return panels(plan, f"{title}: loss by length; dotted: the training length", found, data, draw,
+                  ("tokens per sequence", "nats per token"), len(evals) == 1)
 
 
 def positions_picture(plan, title, evals):
     found = lines_of(plan, evals)
+    shared = seeds_of_lines(plan, found)
 
-    def draw(axes, line, color, style):
-        T = max(line.eval.lengths)
-        entries = filter(None, (entry_of(plan, Run(line.row.name, line.size, seed), line.eval.name) for seed in line.row.seeds))
-        curves = [entry["values"]["by_position"][str(T)] for entry in entries if "by_position" in entry["values"]]
-        if curves:
-            means = [statistics.fmean([x for x in point if x is not None] or [math.nan]) for point in zip(*curves)]
-            axes.plot([(i + 0.5) * T / len(means) for i in range(len(means))], means, color=color, linestyle=style, linewidth=1.1, label=line.label)
-            axes.axvline(plan.grid.scale.L, color="0.7", linewidth=0.8, linestyle=":")
-        return bool(curves)
-    return panels(f"{title}: loss by position; dotted: the training length", found, draw, "position", "nats per token",
-                  baseline_of(plan, found) if len(evals) == 1 else ())
+    def curves(line):
+        T = str(max(line.eval.lengths))
+        entries = (entry_of(plan, Run(line.row.name, line.size, seed), line.eval.name) for seed in shared[line.key()])
+        return [entry["values"]["by_position"][T] for entry in entries if entry and "by_position" in entry["values"]]
+
+    def draw(axes, line, curves, color, style):
+        T, means = max(line.eval.lengths), [statistics.fmean([x for x in point if x is not None] or [math.nan])
+                                            for point in zip(*curves)]
+        axes.plot([(i + 0.5) * T / len(means) for i in range(len(means))], means, color=color, linestyle=style,
+                  linewidth=1.1, label=line.label)
+        axes.axvline(plan.grid.scale.L, color="0.7", linewidth=0.8, linestyle=":")
+    return panels(plan, f"{title}: loss by position; dotted: the training length", found,
+                  {line.key(): curves(line) for lines in found.values() for line in lines}, draw,
+                  ("position", "nats per token"), len(evals) == 1)
 
 
 def needles_picture(plan, title, evals):
     """The share of needles found, by length and depth, in a panel for each line."""
     plt = plot.pyplot()
     lines = [line for group in lines_of(plan, evals).values() for line in group]
-    found = {line.label: columns for line in lines for run in plan.grid.runs() if (run.row, run.size) == (line.row.name, line.size)
+    found = {line.label: columns for line in lines
+             for run in plan.grid.runs() if (run.row, run.size) == (line.row.name, line.size)
              and (entry := entry_of(plan, run, line.eval.name)) and run.seed == line.row.seeds[0]
-             for columns in [{name: x for name, x in entry["values"].get("right", {}).items() if " at " in name}] if columns}
+             for columns in [{name: x for name, x in entry["values"].get("right", {}).items() if " at " in name}]
+             if columns}
     if not found:
         return None
-    cells = [[int(part) for part in name.replace(" %", "").split(" at ")] for columns in found.values() for name in columns]
+    cells = [[int(part) for part in name.replace(" %", "").split(" at ")]
+             for columns in found.values() for name in columns]
     lengths, depths = sorted({T for T, _ in cells}), sorted({depth for _, depth in cells})
     width = min(4, len(found))
-    figure, grid = plt.subplots(-(-len(found) // width), width, figsize=(1 + 3.2 * width, 0.6 + 2.4 * -(-len(found) // width)), squeeze=False, layout="constrained")
+    height = -(-len(found) // width)
+    figure, grid = plt.subplots(height, width, figsize=(1 + 3.2 * width, 0.6 + 2.4 * height), squeeze=False,
+                                layout="constrained")
     for axes in grid.flat:
         axes.set_axis_off()
     for axes, (label, columns) in zip(grid.flat, found.items()):
         axes.set_axis_on()
         axes.grid(visible=False)
-        image = axes.imshow([[100 * columns.get(f"{T} at {depth} %", math.nan) for T in lengths] for depth in depths], vmin=0, vmax=100, cmap="RdYlGn",
-                            aspect="auto")
+        image = axes.imshow([[100 * columns.get(f"{T} at {depth} %", math.nan) for T in lengths] for depth in depths],
+                            vmin=0, vmax=100, cmap="RdYlGn", aspect="auto")
         axes.set_xticks(range(len(lengths)), map(str, lengths), fontsize=8)
         axes.set_yticks(range(len(depths)), [f"{depth} %" for depth in depths], fontsize=8)
         axes.set_title(label, fontsize=9)
@@ -444,7 +550,8 @@ def scalars_picture(plan):
     plt = plot.pyplot()
     found = [(label, seed, entry["values"]) for label, row, size in members(plan) for seed in row.seeds
              if (entry := entry_of(plan, Run(row.name, size, seed), "train"))]
-    known = [(label, seed, name, value) for label, seed, values in found for name, value in values.items() if isinstance(value, list)]
+    known = [(label, seed, name, value) for label, seed, values in found
+             for name, value in values.items() if isinstance(value, list)]
     names = plot.in_order({name for _, _, name, _ in known})
     if not names:
         return None
@@ -472,16 +579,20 @@ def formula_picture(formula):
     if formula.against == "n":
         n = sorted({round(2 ** (i / 8)) for i in range(8 * max(1, round(math.log2(max(formula.n)))) + 1)})
         axes.plot(n, [weight(k, formula.low, formula.high, 1) for k in n], label="softmax", color="tab:blue")
-        axes.plot(n, [weight(k, formula.low, formula.high, formula.s * math.log(k)) for k in n], label=f"ssmax, s = {formula.s:g}", color="tab:red")
+        axes.plot(n, [weight(k, formula.low, formula.high, formula.s * math.log(k)) for k in n],
+                  label=f"ssmax, s = {formula.s:g}", color="tab:red")
         axes.set_xscale("log")
-        axes.set(xlabel="n", ylim=(0, 1.03), title=f"Weight of one score of {formula.high:g} among n - 1 of {formula.low:g}")
+        axes.set(xlabel="n", ylim=(0, 1.03),
+                 title=f"Weight of one score of {formula.high:g} among n - 1 of {formula.low:g}")
     else:
         scores = [formula.low + (formula.high - formula.low) * i / 200 for i in range(201)]
         for k, shade in zip(formula.n, (0.35, 0.55, 0.75, 0.95, *[1] * len(formula.n))):
-            axes.plot(scores, [weight(k, formula.low, x, 1) for x in scores], color=plt.get_cmap("Blues")(shade), label=f"softmax, n = {k:,}")
-            axes.plot(scores, [weight(k, formula.low, x, formula.s * math.log(k)) for x in scores], color=plt.get_cmap("Reds")(shade),
-                      label=f"ssmax, n = {k:,}")
-        axes.set(xlabel="the one score", ylim=(0, 1.03), title=f"Weight of one score among n - 1 of {formula.low:g}, s = {formula.s:g}")
+            axes.plot(scores, [weight(k, formula.low, x, 1) for x in scores], color=plt.get_cmap("Blues")(shade),
+                      label=f"softmax, n = {k:,}")
+            axes.plot(scores, [weight(k, formula.low, x, formula.s * math.log(k)) for x in scores],
+                      color=plt.get_cmap("Reds")(shade), label=f"ssmax, n = {k:,}")
+        axes.set(xlabel="the one score", ylim=(0, 1.03),
+                 title=f"Weight of one score among n - 1 of {formula.low:g}, s = {formula.s:g}")
     axes.set_ylabel("weight")
     axes.legend(frameon=False, fontsize=8)
     return figure
@@ -490,7 +601,8 @@ def formula_picture(formula):
 def formula_table(formula):
     """The weights in numbers, for the n of the file."""
     return Table("", ["n", "softmax", f"ssmax, s = {formula.s:g}"],
-                 [[f"{k:,}", f"{weight(k, formula.low, formula.high, 1):.5f}", f"{weight(k, formula.low, formula.high, formula.s * math.log(k)):.5f}"]
+                 [[f"{k:,}", f"{weight(k, formula.low, formula.high, 1):.5f}",
+                   f"{weight(k, formula.low, formula.high, formula.s * math.log(k)):.5f}"]
                   for k in formula.n])
 
 
@@ -521,9 +633,14 @@ def sections(plan, failed):
         notes.append(f"Not run yet: {len(missing)} of {len(plan.parts)} parts.")
     yield f"Grid {grid.name} at scale {grid.scale.name}", [], [], [grid.paper, *notes]
     if grid.claims:
-        yield "Claims", [claims_table(plan)], [], ["The difference is left minus right, the mean over seeds; the spread is its standard deviation over "
-                                                   "seeds. Below twice the spread, a claim is undecided; with one seed, there is no verdict."]
-    yield "Training", training_tables(plan), ["curves", "final", "scalars"], []
+        note = ("The difference is left minus right, the mean over seeds; the spread is its standard deviation over "
+                "seeds. Below twice the spread, a claim is undecided; with one seed, there is no verdict.")
+        yield "Claims", [claims_table(plan)], [], [note]
+    note = ("Numbers of rows are means over the seeds that all of them have. Where a row has more seeds, ± is the "
+            "standard deviation over all of these, and their number follows. Differences and ranks compare rows seed "
+            "by seed.")
+    several = any(len(row.seeds) > 1 for row in grid.rows.values())
+    yield "Training", training_tables(plan), ["curves", "final", "scalars"], [note] * several
     for title, evals in eval_groups(plan).items():
         yield f"Evaluation: {title}", eval_tables(plan, evals), [title, f"{title}-positions"], []
     for formula in grid.formulas:

@@ -1,7 +1,6 @@
 """Runs the parts of a grid side by side, records each one as it ends, and estimates how long the rest takes."""
 import ctypes
 import fcntl
-import json
 import os
 import re
 import shutil
@@ -9,12 +8,11 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import grid_parts
 from grid_file import Refused
-from grid_parts import DIVERGED, STOPPED
-from grid_store import ROOT, step_tokens
+from grid_parts import DIVERGED
+from grid_store import ROOT
 
 BUSY = 7                      # exit code: the run folder is in use
 TRIES, PAUSE = 60, 2          # how often, and after how many seconds, to try again
@@ -47,23 +45,26 @@ def prepare(grid):
         if not grid_parts.missing(data):
             continue
         if not data.prepare:
-            raise Refused(f"{grid.path}: [data.{grid.scale.name}.{data.name}]: no shards match {data.train} and {data.val}.\n"
-                          f"  Make them, or add prepare = [...] with the commands that do.")
+            raise Refused(f"{grid.path}: [data.{grid.scale.name}.{data.name}]: no shards match {data.train} and "
+                          f"{data.val}.\n  Make them, or add prepare = [...] with the commands that do.")
         for command in data.prepare:
             print(f"== {command}", flush=True)
             words = command.split()
             if not (ROOT / words[0]).exists():
                 raise Refused(f"{grid.path}: [data.{grid.scale.name}.{data.name}]: prepare: there is no {words[0]}.")
             if code := subprocess.run([sys.executable, *words], cwd=ROOT, stdin=subprocess.DEVNULL).returncode:
-                raise Refused(f"{grid.path}: [data.{grid.scale.name}.{data.name}]: {command}\n  ended with exit code {code}. Its message is above.")
+                raise Refused(f"{grid.path}: [data.{grid.scale.name}.{data.name}]: {command}\n  ended with exit code "
+                              f"{code}. Its message is above.")
         if grid_parts.missing(data):
-            raise Refused(f"{grid.path}: [data.{grid.scale.name}.{data.name}]: prepare made no shards that match {data.train} and {data.val}.")
+            raise Refused(f"{grid.path}: [data.{grid.scale.name}.{data.name}]: prepare made no shards that match "
+                          f"{data.train} and {data.val}.")
 
 
 # ---------------------------------------------------------------- processes
 
 def die_with_parent():
-    """In a child: a SIGTERM when grid.py ends, even by kill -9, so that the trainer saves a checkpoint and frees its folder."""
+    """In a child: a SIGTERM when grid.py ends, even by kill -9, so that the trainer saves a checkpoint and frees its
+    folder."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)     # PR_SET_PDEATHSIG
 
 
@@ -71,8 +72,10 @@ def start(words, log, threads):
     """Starts a program in the repository's root; its output is appended to the log."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "a") as file:
-        # A group of its own, because a second Ctrl-C would end it without a checkpoint; but the same session, by which Linux shares the cores.
-        return subprocess.Popen(words, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=file, stderr=file, preexec_fn=die_with_parent,
+        # A group of its own, because a second Ctrl-C would end it without a checkpoint; but the same session, by which
+        # Linux shares the cores.
+        return subprocess.Popen(words, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+                                preexec_fn=die_with_parent,
                                 env=os.environ | {"OMP_NUM_THREADS": str(threads)}, process_group=0)
 
 
@@ -91,13 +94,15 @@ def duration(seconds):
 
 def known_speed(plan):
     """Tokens per second of one job in the finished runs of this grid, or None."""
-    done = [plan.results.entries[part.key] for part in plan.parts.values() if not part.eval and part.key in plan.results.entries]
+    done = [plan.results.entries[part.key]
+            for part in plan.parts.values() if not part.eval and part.key in plan.results.entries]
     seconds = sum(entry["info"]["seconds"] for entry in done)
     return sum(entry["values"]["tokens"] for entry in done) / seconds if seconds else None
 
 
 def measured(plan, programs, threads, limit=60):
-    """(tokens per second, parameters) of a few steps of the first run that is left; None for what it does not say within the limit."""
+    """(tokens per second, parameters) of a few steps of the first run that is left; None for what it does not say
+    within the limit."""
     part = next((part for part in plan.todo if not part.eval and not plan.grid.rows[part.run.row].init_from), None)
     if not part or grid_parts.missing(plan.grid.rows[part.run.row].data):
         return None, None
@@ -109,7 +114,8 @@ def measured(plan, programs, threads, limit=60):
     if "batch" in flags:
         words += ["--total-batch-tokens", str(flags["batch"] * max(flags["seq-len"]))]
     try:
-        text = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=limit).stdout
+        text = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL,
+                              timeout=limit).stdout
     except subprocess.TimeoutExpired as ended:
         text = (ended.stdout or b"").decode()
     speeds = re.findall(r"([\d.]+) ?([kM]?) tok/s", text)
@@ -119,7 +125,8 @@ def measured(plan, programs, threads, limit=60):
 
 
 def disk(plan, parameters):
-    """Bytes of the checkpoints that are left to write: float32 weights and two moments, and with bf16 a rounded copy."""
+    """Bytes of the checkpoints that are left to write: float32 weights and two moments, and with bf16 a rounded
+    copy."""
     total = 0
     for part in plan.todo:
         if not part.eval:
@@ -159,7 +166,8 @@ class Work:
         self.speed = None
 
     def run(self):
-        """Returns {label: what happened} of the parts that failed. On a signal, the trainers save checkpoints, and KeyboardInterrupt passes."""
+        """Returns {label: what happened} of the parts that failed. On a signal, the trainers save checkpoints, and
+        KeyboardInterrupt passes."""
         signal.signal(signal.SIGTERM, stopped)
         try:
             while self.waiting or self.running:
@@ -183,7 +191,8 @@ class Work:
             entry = self.plan.results.entries.get(key)
             if not entry or entry["outcome"]:
                 base = self.plan.parts[key]
-                self.fail(part, f"not run, because {base.label} " + (entry["outcome"] if entry else "failed"), quiet=bool(entry))
+                self.fail(part, f"not run, because {base.label} " + (entry["outcome"] if entry else "failed"),
+                          quiet=bool(entry))
                 return False
         return not pending.intersection(part.after) and time.monotonic() >= part.not_before
 
@@ -248,12 +257,14 @@ class Work:
         self.say(f"{part.label}: {text}")
 
     def commit_results(self, part):
-        path, name = str(self.plan.results.path.absolute()), f"{self.plan.grid.name} at scale {self.plan.grid.scale.name}"
+        path = str(self.plan.results.path.absolute())
+        name = f"{self.plan.grid.name} at scale {self.plan.grid.scale.name}"
         git = ["git", "-C", str(self.plan.results.path.absolute().parent)]
         made = subprocess.run([*git, "add", path], capture_output=True, text=True)
         if made.returncode == 0:
-            made = subprocess.run([*git, "commit", "--quiet", "-m", f"Results of grid {name}: {part.run.row}, seed {part.run.seed}", "--", path],
-                                  capture_output=True, text=True)
+            message = f"Results of grid {name}: {part.run.row}, seed {part.run.seed}"
+            made = subprocess.run([*git, "commit", "--quiet", "-m", message, "--", path], capture_output=True,
+                                  text=True)
         if made.returncode and "nothing to commit" not in made.stdout:
             self.say(f"warning: git could not commit {path}: {(made.stderr or made.stdout).strip()}")
 
@@ -263,7 +274,9 @@ class Work:
         """The cost of what the running parts have done."""
         total = 0.0
         for part, _, _ in self.running:
-            total += part.cost * min(1.0, self.steps_of(part) / self.plan.grid.rows[part.run.row].flags["steps"]) if not part.eval else 0
+            if not part.eval:
+                steps = self.plan.grid.rows[part.run.row].flags["steps"]
+                total += part.cost * min(1.0, self.steps_of(part) / steps)
         return total
 
     @staticmethod
@@ -286,7 +299,9 @@ class Work:
 
     def remaining(self):
         parts, seconds = len(self.waiting) + len(self.running), self.left()
-        return f"; {many(parts, 'part')} left" + (f", about {duration(seconds)}" if seconds and parts else "") if parts else ""
+        if not parts:
+            return ""
+        return f"; {many(parts, 'part')} left" + (f", about {duration(seconds)}" if seconds else "")
 
     def say(self, text):
         if sys.stderr.isatty():
@@ -298,7 +313,9 @@ class Work:
         if not sys.stderr.isatty() or time.monotonic() - self.shown < 1:
             return
         self.shown = time.monotonic()
-        now = [f"{part.label}" + ("" if part.eval else f" step {self.steps_of(part)}/{self.plan.grid.rows[part.run.row].flags['steps']}")
+        rows = self.plan.grid.rows
+        now = [part.label if part.eval
+               else f"{part.label} step {self.steps_of(part)}/{rows[part.run.row].flags['steps']}"
                for part, _, _ in self.running]
         line = f"{self.ended} done | " + " | ".join(now) + self.remaining().replace(";", " |", 1)
         print("\r\033[K" + line[:shutil.get_terminal_size().columns - 1], end="", file=sys.stderr, flush=True)

@@ -1,4 +1,5 @@
-"""What a grid keeps: results.json, the fingerprint of a text, and the keys that identify a result by what determines its numbers."""
+"""What a grid keeps: results.json, the fingerprint of a text, and the keys that identify a result by what determines
+its numbers."""
 import contextlib
 import fcntl
 import hashlib
@@ -10,10 +11,10 @@ from grid_file import Refused, base_of
 
 ROOT = Path(__file__).resolve().parent.parent
 FORMAT = 1
-# Flags that change neither what a run learns nor what is kept of it, apart from the rounding of sums taken in another order. The batch
-# counts by total-batch-tokens.
-NOT_NUMBERS = {"batch", "val-every", "ckpt-every", "keep", "keep-best", "sample-every", "threads", "profile", "rank-timeout", "zero",
-               "recompute", "ignore-config-key"}
+# Flags that change neither what a run learns nor what is kept of it, apart from the rounding of sums taken in another
+# order. The batch counts by total-batch-tokens.
+NOT_NUMBERS = {"batch", "val-every", "ckpt-every", "keep", "keep-best", "sample-every", "threads", "profile",
+               "rank-timeout", "zero", "recompute", "ignore-config-key"}
 WHOLE = 1 << 30      # a text of more bytes than this is hashed in samples
 SAMPLE = 1 << 20
 
@@ -37,7 +38,8 @@ class Results:
             raise Refused(f"{self.path}: expected the results of grids ({type(error).__name__}: {error}).\n"
                           f"  Restore it with git checkout, or remove it to start over.") from None
         if found != FORMAT:
-            raise Refused(f"{self.path}: expected format {FORMAT}, found {found}. Use the version of grid.py that wrote it.")
+            raise Refused(f"{self.path}: expected format {FORMAT}, found {found}. Use the version of grid.py "
+                          "that wrote it.")
         return entries
 
     def add(self, key, entry):
@@ -45,7 +47,8 @@ class Results:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with locked(self.path.parent):
             self.entries = self.read() | {key: entry}
-            rows = ",\n".join(f"{json.dumps(key)}: {json.dumps(self.entries[key], allow_nan=False, sort_keys=True)}" for key in sorted(self.entries))
+            rows = ",\n".join(f"{json.dumps(key)}: {json.dumps(self.entries[key], allow_nan=False, sort_keys=True)}"
+                              for key in sorted(self.entries))
             replace_text(self.path, f'{{"format": {FORMAT}, "results": {{\n{rows}\n}}}}\n')
 
 
@@ -85,8 +88,8 @@ def shards_of(pattern):
 
 
 def fingerprint(pattern):
-    """A hash of what the shards contain, whatever their names are; None if there are none. Beyond 1 GiB it covers 1 MiB at the start, in the middle and at
-    the end of each shard."""
+    """A hash of what the shards contain, whatever their names are; None if there are none. Beyond 1 GiB it covers 1 MiB
+    at the start, in the middle and at the end of each shard."""
     paths = shards_of(pattern)
     if not paths:
         return None
@@ -109,20 +112,24 @@ def model_of(grid, row, size):
     """The trainer's --model: the size with the row's keys. Gated units have one head and widths of their own."""
     spec = grid.scale.sizes[size]
     if "block=gau" in row.model:
-        spec = ",".join(key for key in spec.split(",") if not key.startswith(("heads=", "ffn=", "kv_heads=", "head_dim=")))
+        spec = ",".join(key for key in spec.split(",")
+                        if not key.startswith(("heads=", "ffn=", "kv_heads=", "head_dim=")))
     return ",".join(part for part in (spec, row.model) if part)
 
 
 def text_of(texts, name):
-    """A text's fingerprints. The name of a text that does not exist yet takes their place, so that two such texts differ."""
+    """A text's fingerprints. The name of a text that does not exist yet takes their place, so that two such texts
+    differ."""
     return texts.get(name) or [f"unknown {name}"] * 2
 
 
 def identity(grid, run, texts):
-    """All that determines the numbers of a training run. texts: {name of the text: [fingerprint to train on, to validate on]}."""
+    """All that determines the numbers of a training run. texts: {name of the text: [fingerprint to train on, to
+    validate on]}."""
     row = grid.rows[run.row]
     found = {"task": "train", "attn": row.attn, "seed": run.seed, "text": text_of(texts, row.data.name),
-             "flags": {key: value for key, value in row.flags.items() if key not in NOT_NUMBERS} | {"total-batch-tokens": step_tokens(row.flags)}}
+             "flags": {key: value for key, value in row.flags.items() if key not in NOT_NUMBERS}
+             | {"total-batch-tokens": step_tokens(row.flags)}}
     base = base_of(row) and key_of(grid, type(run)(base_of(row), run.size, run.seed), texts)
     if row.init_from:
         found["init-from"] = base
@@ -151,8 +158,8 @@ def eval_attn(grid, run, e):
 def eval_identity(grid, run, e, texts):
     """All that determines the numbers of an evaluation."""
     text = text_of(texts, e.data or grid.rows[run.row].data.name)[1]
-    return {"task": e.task, "of": key_of(grid, run, texts), "attn": eval_attn(grid, run, e), "lengths": e.lengths, "text": text,
-            "flags": {key: value for key, value in e.flags.items() if key not in NOT_NUMBERS}}
+    return {"task": e.task, "of": key_of(grid, run, texts), "attn": eval_attn(grid, run, e), "lengths": e.lengths,
+            "text": text, "flags": {key: value for key, value in e.flags.items() if key not in NOT_NUMBERS}}
 
 
 def eval_key(grid, run, e, texts):

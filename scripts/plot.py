@@ -71,7 +71,8 @@ def names(runs):
 
 
 def triples(lines, key, path):
-    """(tokens, values) of a scalar that the trainer writes beside val_loss: values[i][layer] is (mean, least, largest) over heads."""
+    """(tokens, values) of a scalar that the trainer writes beside val_loss: values[i][layer] is (mean, least, largest)
+    over heads."""
     tokens, values = [], []
     for line in lines:
         if key not in line:
@@ -93,9 +94,9 @@ def newest_checkpoint(run):
 
 
 def read_tensors(path, pattern):
-    """{name: values} of the float32 or bf16 tensors of a safetensors file whose names match, as flat float64 arrays, in order of the numbers in their
-    names. The file is an 8-byte little-endian length, a JSON header of that length, and the data. The header's offsets
-    are relative to the data."""
+    """{name: values} of the float32 or bf16 tensors of a safetensors file whose names match, as flat float64 arrays, in
+    order of the numbers in their names. The file is an 8-byte little-endian length, a JSON header of that length, and
+    the data. The header's offsets are relative to the data."""
     import numpy as np
     found = {}
     try:
@@ -113,7 +114,8 @@ def read_tensors(path, pattern):
                 values = np.frombuffer(data, kind)
                 found[name] = ((values.astype("<u4") << 16).view("<f4") if kind == "<u2" else values).astype(float)
     except (ValueError, KeyError, TypeError, OverflowError, MemoryError, struct.error) as error:
-        raise Refused(f"{path}: expected a safetensors file with {pattern} in float32 or bf16 ({type(error).__name__}: {error}).")
+        raise Refused(f"{path}: expected a safetensors file with {pattern} in float32 or bf16 "
+                      f"({type(error).__name__}: {error}).")
     return found
 
 
@@ -139,7 +141,9 @@ def read_switches(run, lines):
     switches, times = [], seconds(lines)
     lineage = read_json(Path(run) / "run.json").get("lineage", [])
     for entry in lineage if isinstance(lineage, list) else []:
-        if not isinstance(entry, dict) or entry.get("event") != "attn-switch" or not entry.get("step", math.inf) <= lines[-1]["step"]:
+        if not isinstance(entry, dict) or entry.get("event") != "attn-switch":
+            continue
+        if not entry.get("step", math.inf) <= lines[-1]["step"]:
             continue
         done = [i for i, line in enumerate(lines) if line["step"] <= entry["step"]]
         at = (lines[done[-1]]["tokens"], times[done[-1]]) if done else (0, 0.0)
@@ -195,8 +199,9 @@ def draw_switches(axes, at, color, labels=True):
     for x, text in at:
         axes.axvline(x, color=color, linestyle=(0, (4, 3)), linewidth=1.1, alpha=0.9)
         if labels:
-            axes.annotate(text, (x, 0.02), (-3, 0), xycoords=("data", "axes fraction"), textcoords="offset points", rotation=90, ha="right",
-                          va="bottom", fontsize=8.5, color=color, zorder=5, bbox={"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 0.8})
+            axes.annotate(text, (x, 0.02), (-3, 0), xycoords=("data", "axes fraction"), textcoords="offset points",
+                          rotation=90, ha="right", va="bottom", fontsize=8.5, color=color, zorder=5,
+                          bbox={"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 0.8})
 
 
 def loss_limits(loaded):
@@ -273,7 +278,8 @@ def curves(runs, colors=None):
 
     def rate(axes):
         for _, lines, _, color in each:
-            axes.plot(tokens_of(lines), column(lines, "lr"), color=color, linewidth=1.4, marker="." if len(lines) < 10 else None)
+            axes.plot(tokens_of(lines), column(lines, "lr"), color=color, linewidth=1.4,
+                      marker="." if len(lines) < 10 else None)
         against(axes, token_size, f"{token_name}tokens", 0, False)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
         axes.set_ylim(bottom=0)
@@ -287,7 +293,8 @@ def curves(runs, colors=None):
         axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
 
-    return [("Loss against tokens (points: validation)", by_tokens), ("Loss against time spent in steps (points: validation)", by_time),
+    return [("Loss against tokens (points: validation)", by_tokens),
+            ("Loss against time spent in steps (points: validation)", by_time),
             ("Learning rate", rate), ("Gradient norm, before clipping", norm)]
 
 
@@ -320,8 +327,9 @@ def in_order(symbols):
 
 
 def fit_log(p):
-    """(a1, a2, R^2) of the least-squares fit p_n = a1 ln n + a2 over n = 1..len(p), as in [SSMax] Figure 2. R^2 = 1 - (sum of squared
-    residuals)/(sum of squared differences from the mean), NaN where p is constant; all NaN for a single value."""
+    """(a1, a2, R^2) of the least-squares fit p_n = a1 ln n + a2 over n = 1..len(p), as in [SSMax] Figure 2. R^2 = 1 -
+    (sum of squared residuals)/(sum of squared differences from the mean), NaN where p is constant; all NaN for a single
+    value."""
     import numpy as np
     x, p = np.log(np.arange(1, len(p) + 1)), np.asarray(p, float)
     dx, dp = x - x.mean(), p - p.mean()
@@ -333,11 +341,12 @@ def fit_log(p):
 
 
 def fit_text(a1, a2, r2):
-    return f"a1 = {a1:.4g}, a2 = {a2:.4g}, R^2 = {r2:.4f}"
+    return f"a1 = {a1:.4g}, a2 = {a2:.4g}, " + ("constant" if math.isnan(r2) else f"R^2 = {r2:.4f}")
 
 
 def checkpoint_scalars(path):
-    """{key: (tokens, [(mean, least, largest) over the heads of each layer])} of the learned scalars in a checkpoint's model.safetensors."""
+    """{key: (tokens, [(mean, least, largest) over the heads of each layer])} of the learned scalars in a checkpoint's
+    model.safetensors."""
     tokens = read_json(path.parent / "state.json").get("tokens")
     fixed = read_json(path.parent / "config.json").get("attention_normalizer", {}).get("fixed")
     if tokens is None or fixed:
@@ -368,9 +377,9 @@ def read_scalars(run):
     if p is not None:
         found["p"] = p
     if not found:
-        raise Refused(f"{path}: no attn_scale, and no learned scalars in the newest checkpoint. Either its normalizer learns none (ssmax, ssmax-bias, "
-                      "ssmax-pn and softmax-sink do), or the run has not yet had a validation (--val-every) "
-                      "or a checkpoint with them.")
+        raise Refused(f"{path}: no attn_scale, and no learned scalars in the newest checkpoint. Either its normalizer "
+                      "learns none (ssmax, ssmax-bias, ssmax-pn and softmax-sink do), or the run has not yet had a "
+                      "validation (--val-every) or a checkpoint with them.")
     return found
 
 
@@ -388,13 +397,15 @@ def draw_p(axes, p, fit):
     n = range(1, len(p) + 1)
     axes.plot(n, p, ".", markersize=2.5, color="tab:blue", label="$p_n$")
     a1, a2, _ = fit
-    axes.plot(n, [a1 * math.log(i) + a2 for i in n], color="tab:red", linewidth=1.4, label="$a_1 \\ln n + a_2$: " + fit_text(*fit))
+    axes.plot(n, [a1 * math.log(i) + a2 for i in n], color="tab:red", linewidth=1.4,
+              label="$a_1 \\ln n + a_2$: " + fit_text(*fit))
     axes.legend(frameon=False, markerscale=3, fontsize=9)
     axes.set(title="$p_n$ in the newest checkpoint", xlabel="n (visible keys)")
 
 
 def scalars_picture(runs):
-    """A figure with a column for each run: the scalars of the heads by layer against tokens, p_n against n with its fit, which is printed too."""
+    """A figure with a column for each run: the scalars of the heads by layer against tokens, p_n against n with its
+    fit, which is printed too."""
     loaded = [read_scalars(run) for run in runs]
     rows = in_order({name for found in loaded for name in found})
     series = [found[name] for found in loaded for name in found if name != "p"]
@@ -419,7 +430,8 @@ def scalars_picture(runs):
                 axes.set(title=f"{scalar} by layer: mean over heads, band from minimum to maximum",
                          xlabel=f"{token_name}tokens")
                 axes.set_xlim(left=0)
-        panels[0].annotate(name, (0, 1), (0, 26), xycoords="axes fraction", textcoords="offset points", fontsize=12, weight="bold")
+        panels[0].annotate(name, (0, 1), (0, 26), xycoords="axes fraction", textcoords="offset points", fontsize=12,
+                           weight="bold")
     if series:      # layers count from 0, as in the checkpoints' names
         figure.colorbar(color, ax=list(grid[[name != "p" for name in rows]].flat), label="layer", aspect=40,
                         ticks=ticker.MaxNLocator(integer=True))
@@ -427,9 +439,9 @@ def scalars_picture(runs):
 
 
 # ---------------------------------------------------------------- TensorBoard
-# An event file is a sequence of records: uint64 length, masked CRC-32C of the length, the bytes, masked CRC-32C of the bytes
-# (little-endian). The bytes are protobuf messages: Event {wall_time 1: double, step 2: int64, file_version 3: string,
-# summary 5}, Summary {value 1, repeated}, Value {tag 1: string, simple_value 2: float}.
+# An event file is a sequence of records: uint64 length, masked CRC-32C of the length, the bytes, masked CRC-32C of the
+# bytes (little-endian). The bytes are protobuf messages: Event {wall_time 1: double, step 2: int64, file_version 3:
+# string, summary 5}, Summary {value 1, repeated}, Value {tag 1: string, simple_value 2: float}.
 
 def crc32c_table():
     table = []

@@ -3,7 +3,8 @@
     python scripts/plot_eval.py out/a/eval                           the pictures beside its eval.json
     python scripts/plot_eval.py out/a/eval out/b/eval --out ab.png   both in one; further pictures are ab-NAME.png
 
-A folder is the --out of eval_gpt2, which draws the same pictures itself (--picture 0: without them). The task decides what is drawn:
+A folder is the --out of eval_gpt2, which draws the same pictures itself (--picture 0: without them). The task decides
+what is drawn:
 
     loss        lengths.png                             loss and perplexity against the length
     positions   positions.png                           loss against the position, smoothed
@@ -21,8 +22,8 @@ from pathlib import Path
 import plot
 from pictures import attention, charts, page, results, tasks
 
-DRAW = {"loss": tasks.loss, "positions": tasks.positions, "needle": tasks.needle, "attention": attention.attention, "scores": tasks.scores,
-        "choice": tasks.choice}
+DRAW = {"loss": tasks.loss, "positions": tasks.positions, "needle": tasks.needle, "attention": attention.attention,
+        "scores": tasks.scores, "choice": tasks.choice}
 
 
 def read(folders):
@@ -30,8 +31,8 @@ def read(folders):
     series = [s for folder in folders for s in results.read(folder)]
     for s in series:
         if s.task != series[0].task:
-            raise plot.Refused(f"{s.folder} has the task {s.task}, but {series[0].folder} has {series[0].task}. Plot them one by one; "
-                               "scripts/report.py shows several tasks in one page.")
+            raise plot.Refused(f"{s.folder} has the task {s.task}, but {series[0].folder} has {series[0].task}. Plot "
+                               "them one by one; scripts/report.py shows several tasks in one page.")
     common = results.label(series)
     charts.paint(series)
     return series, common or (series[0].full_name if len(series) == 1 else "")
@@ -66,7 +67,9 @@ def write(folders, out):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folders", nargs="+", metavar="FOLDER", help="a folder with eval.json")
-    parser.add_argument("--out", metavar="FILE", help="the first picture, .png, .svg or .pdf (default: in the folder, named after what it shows)")
+    parser.add_argument("--out", metavar="FILE",
+                        help="the first picture, .png, .svg or .pdf (default: in the folder, named after what it "
+                             "shows)")
     options = parser.parse_args()
     if len(options.folders) > 1 and not options.out:
         parser.error("to plot several folders in one picture, pass --out FILE")

@@ -2,8 +2,9 @@
 
     python scripts/report.py out/softmax out/ssmax out/softmax/eval out/ssmax/eval --out report.html
 
-Each folder is a run (the trainer's --out), an evaluation (eval_gpt2's --out), or both. Evaluations with the same task share a section: the
-loss by length and by position, needles, attention, learned scalars, multiple choice. A run in progress can be reported at any time.
+Each folder is a run (the trainer's --out), an evaluation (eval_gpt2's --out), or both. Evaluations with the same task
+share a section: the loss by length and by position, needles, attention, learned scalars, multiple choice. A run in
+progress can be reported at any time.
 """
 import argparse
 import json
@@ -15,7 +16,8 @@ from pathlib import Path
 import plot
 from pictures import attention, charts, page, results, tasks
 
-SAME = {"out", "resume", "config", "dry-run", "profile", "threads", "rank-timeout"}     # flags that say nothing about the result
+# Flags that say nothing about the result.
+SAME = {"out", "resume", "config", "dry-run", "profile", "threads", "rank-timeout"}
 
 
 # ---------------------------------------------------------------- numbers as text
@@ -26,7 +28,8 @@ def text(value, digits=4):
 
 def short(value):
     """Five significant digits."""
-    return "–" if not math.isfinite(value) else f"{value:#,.5g}".rstrip(".") if value < 99999.5 else f"{value:,.0f}" if value < 1e9 else f"{value:.3e}"
+    return ("–" if not math.isfinite(value) else f"{value:#,.5g}".rstrip(".") if value < 99999.5
+            else f"{value:,.0f}" if value < 1e9 else f"{value:.3e}")
 
 
 def duration(seconds):
@@ -51,24 +54,32 @@ def last_normalizer(run):
 
 def shape_of(arguments):
     """What determines the model's shape: --model, or the folder that it was loaded from."""
-    return f"that of {arguments['init-from']}" if arguments.get("init-from") else shown(arguments.get("model")).replace(",", ", ")
+    return (f"that of {arguments['init-from']}" if arguments.get("init-from")
+            else shown(arguments.get("model")).replace(",", ", "))
 
 
 def summary_row(folder, name, run):
     lines, arguments = plot.read_metrics(folder), run.get("arguments", {})
-    finite = {key: [x for x in plot.column(lines, key) if math.isfinite(x)] for key in ("loss", "val_loss", "grad_norm")}
+    finite = {key: [x for x in plot.column(lines, key) if math.isfinite(x)]
+              for key in ("loss", "val_loss", "grad_norm")}
     clip = arguments.get("grad-clip") or math.inf
-    return [name, last_normalizer(run), shape_of(arguments), f"{lines[-1]['step']:,} of {arguments.get('steps', 0):,}", f"{lines[-1]['tokens']:,}",
-            text(plot.smooth(plot.column(lines, "loss"))[-1]), text((finite["val_loss"] or [None])[-1]), text(min(finite["val_loss"], default=None)),
-            text(max(finite["grad_norm"], default=None), 2), f"{sum(x > clip for x in finite['grad_norm']):,}", duration(plot.seconds(lines)[-1])]
+    return [name, last_normalizer(run), shape_of(arguments), f"{lines[-1]['step']:,} of {arguments.get('steps', 0):,}",
+            f"{lines[-1]['tokens']:,}", text(plot.smooth(plot.column(lines, "loss"))[-1]),
+            text((finite["val_loss"] or [None])[-1]), text(min(finite["val_loss"], default=None)),
+            text(max(finite["grad_norm"], default=None), 2), f"{sum(x > clip for x in finite['grad_norm']):,}",
+            duration(plot.seconds(lines)[-1])]
 
 
-SUMMARY = ["run", "normalizer", "model", "steps", "tokens", "loss", "validation", "best validation", "largest gradient norm", "clipped steps", "time in steps"]
+SUMMARY = ["run", "normalizer", "model", "steps", "tokens", "loss", "validation", "best validation",
+           "largest gradient norm", "clipped steps", "time in steps"]
 
 
 def configuration(names, runs):
     """The flags: those that differ, and the others folded away."""
-    arguments = [run.get("arguments", {}) for run in runs]
+    arguments = [dict(run.get("arguments", {})) for run in runs]
+    for flags in arguments:
+        if flags.get("init-from"):      # the default of --model did not apply
+            flags["model"] = None
     keys = dict.fromkeys(key for flags in arguments for key in flags)
     rows = {key: [f"--{key}", *(shown(flags.get(key)) for flags in arguments)] for key in keys}
     differ = [key for key in keys if len(set(rows[key][1:])) > 1 and key not in SAME]
@@ -78,13 +89,16 @@ def configuration(names, runs):
         out += "<h3>Flags that differ</h3>\n" + page.table(["", *names], [rows[key] for key in differ], wrap)
     rest = [key for key in keys if key not in differ]
     made = [["version, commit", *(f"{run.get('version', '?')}, {run.get('commit', '?')}" for run in runs)],
-            ["program", *(str(run.get("program", "?")) for run in runs)], ["ranks", *(str(run.get("processes", "?")) for run in runs)]]
+            ["program", *(str(run.get("program", "?")) for run in runs)],
+            ["ranks", *(str(run.get("processes", "?")) for run in runs)]]
     for which in "train", "val":
-        made.append([f"{which} data", *(f"{data.get('tokens', 0):,} tokens in {data.get('files', 0):,} files" if data else "–"
-                                        for data in (run.get("data", {}).get(which) for run in runs))])
+        texts = [run.get("data", {}).get(which) for run in runs]
+        made.append([f"{which} data", *(f"{data.get('tokens', 0):,} tokens in {data.get('files', 0):,} files" if data
+                                        else "–" for data in texts)])
     wrap |= {(i, j): "wrap text" for i in range(len(made) + len(rest)) for j in range(1, len(names) + 1)}
     name = "All other flags, versions and data" if differ else "Flags, versions and data"
-    return out + f"<details><summary>{name}</summary>\n{page.table(['', *names], [*made, *(rows[key] for key in rest)], wrap)}</details>\n"
+    table = page.table(["", *names], [*made, *(rows[key] for key in rest)], wrap)
+    return out + f"<details><summary>{name}</summary>\n{table}</details>\n"
 
 
 def lineage(names, runs):
@@ -93,10 +107,11 @@ def lineage(names, runs):
     for name, run in zip(names, runs):
         for entry in run.get("lineage", []):
             if isinstance(entry, dict) and entry.get("event") != "start":
-                rest = ", ".join(f"{key} {json.dumps(value) if isinstance(value, dict) else shown(value)}" for key, value in entry.items()
-                                 if key not in ("step", "event"))
+                rest = ", ".join(f"{key} {json.dumps(value) if isinstance(value, dict) else shown(value)}"
+                                 for key, value in entry.items() if key not in ("step", "event"))
                 where = f"{name}, step {entry.get('step')}" if len(runs) > 1 else f"step {entry.get('step')}"
-                items.append(f"<li>{escape(where)}: {escape(str(entry.get('event')))} <span class=\"muted\">{escape(rest)}</span></li>")
+                items.append(f"<li>{escape(where)}: {escape(str(entry.get('event')))} "
+                             f"<span class=\"muted\">{escape(rest)}</span></li>")
     return f"<h3>Lineage</h3>\n<ul>{''.join(items)}</ul>\n" if items else ""
 
 
@@ -124,7 +139,8 @@ def scalar_panels(folders, names):
     for key in plot.in_order({key for _, values in found for key in values}):
         for name, values in found:
             if key == "p" and "p" in values:
-                panels.append(charts.Panel(f"p_n: {name}", lambda axes, p=values["p"]: plot.draw_p(axes, p, plot.fit_log(p))))
+                panels.append(charts.Panel(f"p_n: {name}",
+                                           lambda axes, p=values["p"]: plot.draw_p(axes, p, plot.fit_log(p))))
             elif key in values:
                 panels.append(charts.Panel(f"{key}: {name}", lambda axes, pair=values[key]: draw(axes, *pair)))
     return panels
@@ -138,22 +154,25 @@ def about_runs(folders, colors):
     rows = [summary_row(folder, name, run) for folder, name, run in zip(folders, names, runs)]
     left = {(i, j): "text" if j == 1 or i < 0 else "text wrap" for i in range(-1, len(rows)) for j in (1, 2)}
     drawn = [charts.Panel(title, draw) for title, draw in plot.curves(folders, chosen)]
+    legend = page.legend([(name, color, "-") for name, color in zip(names, chosen)])
     found = [("Runs", page.table(SUMMARY, rows, left) + configuration(names, runs) + lineage(names, runs)),
-             ("Training", page.legend([(name, color, "-") for name, color in zip(names, chosen)]) + page.panels(drawn, "training"))]
+             ("Training", legend + page.panels(drawn, "training"))]
     scalars = scalar_panels(folders, names)
     if scalars:
-        found.append(("Learned scalars in training", "<p>Lines: means over the heads of a layer; bands: from the least to the largest head.</p>\n"
-                      + page.panels(scalars, "scalars")))
+        about = "<p>Lines: means over the heads of a layer; bands: from the least to the largest head.</p>\n"
+        found.append(("Learned scalars in training", about + page.panels(scalars, "scalars")))
     return found
 
 
 # ---------------------------------------------------------------- evaluations
 
 def length_table(series, key, digits, largest=False):
-    """A row for each series, a column for each length; the best of a column is marked, and where lengths go beyond the one trained at."""
+    """A row for each series, a column for each length; the best of a column is marked, and where lengths go beyond the
+    one trained at."""
     lengths = sorted({int(row["seq_len"]) for s in series for row in s.rows})
     cells = {(i, int(row["seq_len"])): results.number(row[key]) for i, s in enumerate(series) for row in s.rows}
-    rows = [[s.label, f"{s.L:,}", *(digits(cells[i, T]) if (i, T) in cells else "" for T in lengths)] for i, s in enumerate(series)]
+    rows = [[s.label, f"{s.L:,}", *(digits(cells[i, T]) if (i, T) in cells else "" for T in lengths)]
+            for i, s in enumerate(series)]
     classes = {}
     for j, T in enumerate(lengths, 2):
         column = {i: cells[i, T] for i in range(len(series)) if math.isfinite(cells.get((i, T), math.nan))}
@@ -170,25 +189,32 @@ def length_table(series, key, digits, largest=False):
 
 
 def about_losses(series):
-    return ("<h3>Loss, nats per token</h3>\n" + length_table(series, "loss", text) + "<h3>Perplexity</h3>\n" + length_table(series, "perplexity", short)
+    return ("<h3>Loss, nats per token</h3>\n" + length_table(series, "loss", text)
+            + "<h3>Perplexity</h3>\n" + length_table(series, "perplexity", short)
             + page.legend(charts.legend_of(series)) + page.panels(tasks.length_panels(series), "lengths"))
 
 
 def about_positions(series):
-    return ("<p>The running mean over positions from t/1.12 to 1.12 t; a single curve has the raw numbers behind it.</p>\n" + page.legend(charts.legend_of(series))
-            + page.panels(tasks.position_panels(series), "positions"))
+    return ("<p>The running mean over positions from t/1.12 to 1.12 t. "
+            "Behind a single curve: the loss at each position.</p>\n"
+            + page.legend(charts.legend_of(series)) + page.panels(tasks.position_panels(series), "positions"))
 
 
 def about_needles(series):
-    return ("<h3>Needles found, mean over depths</h3>\n" + length_table(series, "right", lambda x: f"{100 * x:.1f} %", largest=True)
-            + "<h3>By depth, percent</h3>\n" + page.panels(tasks.found_panels(series), "found") + page.legend(charts.legend_of(series))
-            + page.panels(tasks.head_panels(series), "heads") + "<h3>The best needle score of each trial, ranked</h3>\n"
+    return ("<h3>Needles found, mean over depths</h3>\n"
+            + length_table(series, "right", lambda x: f"{100 * x:.1f} %", largest=True)
+            + "<h3>By depth, percent</h3>\n" + page.panels(tasks.found_panels(series), "found")
+            + page.legend(charts.legend_of(series)) + page.panels(tasks.head_panels(series), "heads")
+            + "<h3>The best needle score of each trial, ranked</h3>\n"
             + page.panels(tasks.trial_panels(series), "trials", 18))
 
 
 def about_attention(series):
-    return ("<p>Points: heads; lines: means over the heads of a layer; dashed: with a leading end-of-text token.</p>\n" + page.legend(charts.legend_of(series))
-            + page.panels(attention.statistic_panels(series), "attention") + "<h3>Maps</h3>\n" + page.attention(series, "maps"))
+    missing = attention.left_out(series)
+    return ("<p>Points: heads; lines: means over the heads of a layer; dashed: with a leading end-of-text token."
+            + f" {missing}." * bool(missing) + "</p>\n"
+            + page.legend(charts.legend_of(series)) + page.panels(attention.statistic_panels(series), "attention")
+            + "<h3>Maps</h3>\n" + page.attention(series, "maps"))
 
 
 def about_scores(series):
@@ -200,12 +226,14 @@ def about_scores(series):
 
 def about_choice(series):
     rows = [[s.label, f"{results.number(s.rows[0]['questions']):,.0f}",
-             *(f"{text(results.number(s.rows[0][key]))} ± {text(results.number(s.rows[0][f'{key}_stderr']))}" for key in ("acc", "acc_norm"))] for s in series]
+             *(f"{text(results.number(s.rows[0][key]))} ± {text(results.number(s.rows[0][f'{key}_stderr']))}"
+               for key in ("acc", "acc_norm"))] for s in series]
     return page.table(["", "questions", "acc", "acc_norm"], rows) + page.panels(tasks.choice_panels(series), "choice")
 
 
-SECTIONS = {"loss": ("Loss by length", about_losses), "positions": ("Loss by position", about_positions), "needle": ("Needle in a haystack", about_needles),
-            "attention": ("Attention", about_attention), "scores": ("Learned scalars", about_scores), "choice": ("Multiple choice", about_choice)}
+SECTIONS = {"loss": ("Loss by length", about_losses), "positions": ("Loss by position", about_positions),
+            "needle": ("Needle in a haystack", about_needles), "attention": ("Attention", about_attention),
+            "scores": ("Learned scalars", about_scores), "choice": ("Multiple choice", about_choice)}
 
 
 def read_evaluations(folders):
@@ -249,14 +277,16 @@ def report(folders, title):
         name, about = SECTIONS[task]
         sections.append((name, settings(series) + about(series)))
     links = "".join(f'<a href="#{name.lower().replace(" ", "-")}">{name}</a>' for name, _ in sections)
-    body = "".join(f'<section><h2 id="{name.lower().replace(" ", "-")}">{name}</h2>\n{html}</section>\n' for name, html in sections)
+    body = "".join(f'<section><h2 id="{name.lower().replace(" ", "-")}">{name}</h2>\n{html}</section>\n'
+                   for name, html in sections)
     return page.page(title, f"<nav>{links}</nav>\n{body}")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folders", nargs="+", metavar="FOLDER", help="a run, an evaluation, or both")
-    parser.add_argument("--out", metavar="FILE", type=Path, default=Path("report.html"), help="the page (default report.html)")
+    parser.add_argument("--out", metavar="FILE", type=Path, default=Path("report.html"),
+                        help="the page (default report.html)")
     parser.add_argument("--title", help="the page's title (default: the folders' names)")
     options = parser.parse_args()
     try:

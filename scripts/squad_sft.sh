@@ -30,7 +30,7 @@ command=("${launch[@]}" "${PROGRAM:-./train_gpt2cu}"
     --train-data "$data/*_train_*.bin" "${validation[@]}" --out "${OUT:-out/squad_sft}" --resume
     --init-from "$MODEL" --pack example --dtype bf16 --batch 16 --seq-len 1024 --total-batch-tokens 131072
     --lr 2e-5 --schedule cosine --min-lr-frac 0 --weight-decay 0 --beta1 0.9 --beta2 0.999 --grad-clip 1
-    --val-every 100 --ckpt-every 500)
+    --ckpt-every 500)
 
 # steps EPOCHS: the number of steps, rounded, from the lines "data ... 86,820 windows of 1024 ..." and "step 131,072 tokens ..."
 plan=$("${command[@]}" "$@" --steps 1000000000 --dry-run) || exit
@@ -39,4 +39,5 @@ steps() {
         $1 == "data" { for (i = 2; i < NF; i++) if ($i == "windows") tokens = $(i - 1) * $(i + 2) }
         $1 == "step" { steps = int(epochs * tokens / $2 + 0.5); print (steps > 1 ? steps : 1); exit }' <<< "$plan"
 }
-exec "${command[@]}" --steps "$(steps 10)" --warmup "$(steps 1)" "$@"
+last=$(steps 10)
+exec "${command[@]}" --steps "$last" --warmup "$(steps 1)" --val-every "$((last < 100 ? last : 100))" "$@"

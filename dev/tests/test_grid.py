@@ -1,5 +1,5 @@
-"""scripts/grid.py: what it reads from a grid file, the runs that it starts, stops and resumes, what it keeps of them, its
-verdicts on claims, and its report."""
+"""scripts/grid.py: what it reads from a grid file, the runs that it starts, stops and resumes, what it keeps of them,
+its verdicts on claims, and its report."""
 import json
 import math
 import os
@@ -39,7 +39,8 @@ sizes = { "4k" = "SHAPE" }
 flags = { batch = 4, seq-len = 8, steps = 16, warmup = 5, lr = 0.01, val-tokens = 200 }
 eval-flags = { max-tokens = 200 }
 """
-PAPER = '[model.paper]\nsizes = { "1M" = "x" }\nflags = { batch = 1, seq-len = 64, steps = 8 }\n[data.paper.text]\ntrain = "t"\nval = "v"\n'
+PAPER = ('[model.paper]\nsizes = { "1M" = "x" }\n'
+         'flags = { batch = 1, seq-len = 64, steps = 8 }\n[data.paper.text]\ntrain = "t"\nval = "v"\n')
 ROWS = '[[run]]\nfor = { attn = ["softmax", "ssmax"] }\nattn = "{attn}"\n'
 LOSS = '[[eval]]\nname = "lengths"\ntask = "loss"\nlengths = ["L/2", "L", "4L"]\n'
 
@@ -61,7 +62,8 @@ def words(path, out, *flags):
 
 def run(path, out, *flags, code=0, draw=False, **env):
     """Runs grid.py and returns what it printed, after checking the exit code."""
-    result = subprocess.run(words(path, out, *flags, *([] if draw else ["--no-pictures"])), capture_output=True, text=True, timeout=900,
+    result = subprocess.run(words(path, out, *flags, *([] if draw else ["--no-pictures"])), capture_output=True,
+                            text=True, timeout=900,
                             env=environment(**{"TRAIN_GPT2": str(TRAIN), "EVAL_GPT2": str(EVAL)} | env))
     assert result.returncode == code, result.stdout + result.stderr
     assert "Traceback" not in result.stderr, result.stderr
@@ -82,17 +84,21 @@ def folder_of(out, name):
 # ---------------------------------------------------------------- the file
 
 def test_rows_seeds_sizes_and_loops(tmp_path):
-    grid = read(tmp_path, ROWS, '[[run]]\nfor = { P = [1, 3] }\nname = "P={P}"\nattn = "lssa+post=reweight:{P}"\nseeds = [5]\nflags = { lr = 1 }\n')
+    grid = read(tmp_path, ROWS, '[[run]]\nfor = { P = [1, 3] }\nname = "P={P}"\n'
+                                'attn = "lssa+post=reweight:{P}"\nseeds = [5]\nflags = { lr = 1 }\n')
     assert list(grid.rows) == ["softmax", "ssmax", "P=1", "P=3"] and grid.rows["P=3"].attn == "lssa+post=reweight:3"
-    assert grid.runs() == [Run("softmax", "4k", 1337), Run("ssmax", "4k", 1337), Run("P=1", "4k", 5), Run("P=3", "4k", 5)]
+    assert grid.runs() == [Run("softmax", "4k", 1337), Run("ssmax", "4k", 1337), Run("P=1", "4k", 5),
+                           Run("P=3", "4k", 5)]
     assert grid.rows["P=1"].flags["lr"] == 1 and grid.rows["ssmax"].flags["lr"] == 0.01
     grid = read(tmp_path, ROWS.replace('["softmax", "ssmax"]', '"presets"'))
     assert list(grid.rows) == ["softmax", "ssmax", "lssa"]
 
 
 def test_multiples_of_the_length_and_the_steps(tmp_path):
-    grid = read(tmp_path, ROWS, '[[run]]\nname = "x"\nattn = "ssmax"\nflags = { seq-len = ["L/4", "L"], steps = "S/2", warmup = "S/4" }\n', LOSS)
-    assert {key: grid.rows["x"].flags[key] for key in ("seq-len", "steps", "warmup")} == {"seq-len": [2, 8], "steps": 8, "warmup": 2}
+    grid = read(tmp_path, ROWS, '[[run]]\nname = "x"\nattn = "ssmax"\n'
+                                'flags = { seq-len = ["L/4", "L"], steps = "S/2", warmup = "S/4" }\n', LOSS)
+    assert ({key: grid.rows["x"].flags[key] for key in ("seq-len", "steps", "warmup")}
+            == {"seq-len": [2, 8], "steps": 8, "warmup": 2})
     assert grid.evals[0].lengths == [4, 8, 32] and (grid.scale.L, grid.scale.S) == (8, 16)
     assert [grid_file.amount(text, {"S": 16}, "") for text in ("7S/8", "S", "3", 5)] == [14, 16, 3, 5]
 
@@ -101,12 +107,14 @@ def test_a_scale_has_rows_and_flags_of_its_own(tmp_path):
     rows = ROWS + 'flags-paper = { steps = 4 }\n[[run]]\nname = "x"\nattn = "lssa"\nscales = ["paper"]\n'
     small, paper = (read(tmp_path, PAPER, rows, scale=scale) for scale in ("small", "paper"))
     assert list(small.rows) == ["softmax", "ssmax"] and list(paper.rows) == ["softmax", "ssmax", "x"]
-    assert [grid.rows["ssmax"].flags["steps"] for grid in (small, paper)] == [16, 4] and paper.rows["x"].flags["seq-len"] == [64]
+    assert ([grid.rows["ssmax"].flags["steps"] for grid in (small, paper)] == [16, 4]
+            and paper.rows["x"].flags["seq-len"] == [64])
 
 
 def test_claims_add_seeds_to_their_rows_and_to_those_they_start_from(tmp_path):
     tuned = '[[run]]\nname = "tuned"\ninit-from = "ssmax"\n'
-    grid = read(tmp_path, ROWS, tuned, '[[claim]]\nname = "c"\npaper = "p"\nours = "tuned < softmax"\nseeds = [1, 1337]\n')
+    grid = read(tmp_path, ROWS, tuned,
+                '[[claim]]\nname = "c"\npaper = "p"\nours = "tuned < softmax"\nseeds = [1, 1337]\n')
     assert [row.seeds for row in grid.rows.values()] == [[1337, 1]] * 3
     assert [run.seed for run in grid.runs()] == [1337] * 3 + [1] * 3, "the first seed of every row comes first"
     few = grid_file.limited(grid, ["tuned"], 1)
@@ -124,17 +132,48 @@ BAD = {    # what is appended to a correct file, and what the message says
     "variable": ('[[run]]\nattn = "{P}"\n', "{P}: unknown variable"),
     "base": ('[[run]]\nname = "x"\ninit-from = "ssmx"\n', "init-from: no row ssmx at scale small. Did you mean ssmax?"),
     "circle": ('[[run]]\nname = "x"\ninit-from = "x"\n', "x starts from itself"),
-    "switch step": ('[[run]]\nname = "x"\nattn = "ssmax"\nswitch = { from = "softmax", at = "S" }\n', "expected a step between 0 and 16, found 16"),
-    "switch flags": ('[[run]]\nname = "x"\nattn = "ssmax"\nswitch = { from = "softmax", at = 4 }\nflags = { lr = 1 }\n', "Remove these keys"),
+    "switch step": ('[[run]]\nname = "x"\nattn = "ssmax"\nswitch = { from = "softmax", at = "S" }\n',
+                    "expected a step between 0 and 16, found 16"),
+    "switch flags": ('[[run]]\nname = "x"\nattn = "ssmax"\nswitch = { from = "softmax", at = 4 }\nflags = { lr = 1 }\n',
+                     "Remove these keys"),
     "own flag": ('[[run]]\nattn = "lssa"\nflags = { out = "x" }\n', "--out is set by grid.py"),
     "key flag": ('[[run]]\nattn = "lssa"\nflags = { seed = 3 }\n', "--seed has a key of its own. Use seeds"),
-    "fraction": ('[[eval]]\nname = "e"\ntask = "loss"\nlengths = ["L/3"]\n', "L/3 is not a whole number, because L is 8"),
-    "length": ('[[eval]]\nname = "e"\ntask = "loss"\nlengths = ["2S"]\n', "expected a whole number, or a multiple of L such as 2L"),
+    "fraction": ('[[eval]]\nname = "e"\ntask = "loss"\nlengths = ["L/3"]\n',
+                 "L/3 is not a whole number, because L is 8"),
+    "length": ('[[eval]]\nname = "e"\ntask = "loss"\nlengths = ["2S"]\n',
+               "expected a whole number, or a multiple of L such as 2L"),
     "runs": ('[[eval]]\nname = "e"\ntask = "loss"\nruns = ["lssa*"]\n', "runs: no row is called lssa*"),
     "eval name": ('[[eval]]\nname = "a.b"\ntask = "loss"\n', 'expected a name without "."'),
     "operator": ('[[claim]]\nname = "c"\npaper = ""\nours = "ssmax"\n', "with <, > or = between them"),
-    "claimed row": ('[[claim]]\nname = "c"\npaper = ""\nours = "ssmx < softmax"\n', "no row ssmx at scale small. Did you mean ssmax?"),
-    "claimed eval": ('[[claim]]\nname = "c"\npaper = ""\nours = "ssmax < softmax"\nof = "length.loss@L"\n', "no evaluation length"),
+    "claimed row": ('[[claim]]\nname = "c"\npaper = ""\nours = "ssmx < softmax"\n',
+                    "no row ssmx at scale small. Did you mean ssmax?"),
+    "claimed eval": ('[[claim]]\nname = "c"\npaper = ""\nours = "ssmax < softmax"\nof = "length.loss@L"\n',
+                     "no evaluation length"),
+    "claimed metric": ('[[eval]]\nname = "e"\ntask = "loss"\n[[claim]]\nname = "c"\npaper = ""\n'
+                       'ours = "ssmax < softmax"\nof = "e.losss@L"\n',
+                       "of: the task loss has no losss. Did you mean loss?"),
+    "claimed training": ('[[claim]]\nname = "c"\npaper = ""\nours = "ssmax < softmax"\nof = "train.valloss"\n',
+                         "of: training has no valloss. Did you mean val_loss?"),
+    "claimed column": ('[[eval]]\nname = "e"\ntask = "loss"\n[[claim]]\nname = "c"\npaper = ""\n'
+                       'ours = "ssmax < softmax"\nof = "e.loss@8L"\n',
+                       "of: e.loss has no number @64. Its columns are 8."),
+    "no column": ('[[eval]]\nname = "e"\ntask = "loss"\n[[claim]]\nname = "c"\npaper = ""\n'
+                  'ours = "ssmax < softmax"\nof-right = "e.loss"\n', "of-right: e.loss has no number without @COLUMN"),
+    "row not evaluated": ('[[eval]]\nname = "e"\ntask = "loss"\nruns = ["ssmax"]\n[[claim]]\nname = "c"\npaper = ""\n'
+                          'ours = "ssmax < softmax"\nof = "e.loss@L"\n',
+                          "of: evaluation e does not have row softmax. Add it to its runs."),
+    "negative within": ('[[claim]]\nname = "c"\npaper = ""\nours = "ssmax = softmax"\nwithin = -0.5\n',
+                        "within: expected a number of 0 or more, found -0.5"),
+    "task": ('[[eval]]\nname = "e"\ntask = "los"\n',
+             "task: expected one of loss, positions, needle, attention, scores, choice, found los. Did you mean loss?"),
+    "metric": ('[[eval]]\nname = "e"\ntask = "needle"\nmetric = "rite"\n', "metric: the task needle has no rite. "
+               "Did you mean right?"),
+    "batch": ('[[run]]\nattn = "lssa"\nflags = { batch = "four" }\n',
+              "flags: batch: expected a whole number of 1 or more, found 'four'"),
+    "steps": ('[[run]]\nattn = "lssa"\nflags = { steps = 0 }\n',
+              "flags: steps: expected a whole number of 1 or more, found 0"),
+    "formula": ('[[formula]]\nname = "f"\nlow = 0\nhigh = 1\ns = 1\nagainst = "n"\nn = [0, 8]\n',
+                "n: expected whole numbers of 1 or more, found 0"),
     "within": ('[[claim]]\nname = "c"\npaper = ""\nours = "ssmax = softmax"\n', "within: a claim with = needs it"),
     "size": ('[[run]]\nattn = "lssa"\nsizes = ["9k"]\n', "sizes: 9k is not one of 4k"),
     "data": ('[[run]]\nattn = "lssa"\ndata = "texts"\n', "data: texts is not one of text. Did you mean text?"),
@@ -150,17 +189,22 @@ def test_bad_files_are_named(tmp_path, name):
     assert str(error.value).startswith(f"{tmp_path}/grid.toml: ")
 
 
-@pytest.mark.parametrize("lost, message", [('name = "tiny"', "[grid]: name is missing"), ("steps = 16, ", "steps is missing; it defines S"),
-                                           ("[data.small.text]", "no [data.small]. Add [data.small]"), ('baseline = "softmax"', "no row x at scale small")])
+@pytest.mark.parametrize("lost, message", [('name = "tiny"', "[grid]: name is missing"),
+                                           ("steps = 16, ", "steps is missing; it defines S"),
+                                           ("[data.small.text]", "no [data.small]. Add [data.small]"),
+                                           ("[model.small]", "jobs: expected a whole number of 1 or more, found 1.5"),
+                                           ('baseline = "softmax"', "no row x at scale small")])
 def test_incomplete_heads_are_named(tmp_path, lost, message):
     path = write(tmp_path, ROWS)
-    path.write_text(path.read_text().replace(lost, 'baseline = "x"' if "baseline" in lost else ""))
+    instead = {"[model.small]": "[model.small]\njobs = 1.5", 'baseline = "softmax"': 'baseline = "x"'}
+    path.write_text(path.read_text().replace(lost, instead.get(lost, "")))
     with pytest.raises(Refused, match=re.escape(message)):
         grid_file.read(path, "small", list)
 
 
 def test_a_missing_file_and_a_missing_scale():
-    for path, scale, message in (("nowhere.toml", "small", "nowhere.toml: No such file"), (GRIDS[0], "papr", "Use --scale with one of its scales")):
+    for path, scale, message in (("nowhere.toml", "small", "nowhere.toml: No such file"),
+                                 (GRIDS[0], "papr", "Use --scale with one of its scales")):
         with pytest.raises(Refused, match=message):
             grid_file.read(path, scale, list)
 
@@ -169,20 +213,21 @@ def test_a_missing_file_and_a_missing_scale():
 
 @pytest.mark.parametrize("path", GRIDS, ids=lambda path: path.stem)
 def test_kept_grids(path):
-    """They are valid at each of their scales, the trainer knows their flags and normalizers, and the small runs are small."""
+    """They are valid at each of their scales, the trainer knows their flags and normalizers, and the small runs are
+    small."""
     known = grid_parts.presets(TRAIN)
     scales = [scale for scale in ("small", "paper") if f"[model.{scale}]" in path.read_text()]
     for scale in scales:
         grid = grid_file.read(path, scale, lambda: known)
         programs = type("Programs", (), {"train": str(TRAIN), "eval": str(EVAL)})
-        grid_parts.check_rows(grid, programs)
-        grid_parts.drop_unknown_evals(grid, programs)
+        grid_parts.check_flags(grid, programs)
         plan = grid_parts.Plan(grid, grid_store.Results("/nowhere/results.json"), {}, Path("out"))
         tokens = [part.cost for part in plan.parts.values() if not part.eval]
         assert max(tokens) <= 1e7 if scale == "small" else max(tokens) > 3e8
-        assert not grid.notes, "every evaluation exists, and no two rows are the same"
+        assert not grid.notes, "no two rows are the same"
         for row in grid.rows.values():
-            assert row.flags["steps"] % grid_parts.run_flags(grid, row)["val-every"] == 0, f"{row.name}: no validation at its end"
+            every = grid_parts.run_flags(grid, row)["val-every"]
+            assert row.flags["steps"] % every == 0, f"{row.name}: no validation at its end"
     assert scales == (["small"] if path.stem in ("comparison", "lssar") else ["small", "paper"])
 
 
@@ -195,7 +240,8 @@ def test_the_comparison_has_every_preset():
 
 
 def test_at_most_ten_claims_have_several_seeds():
-    claims = [claim for path in GRIDS if path.stem != "comparison" for claim in grid_file.read(path, "small", list).claims]
+    claims = [claim for path in GRIDS if path.stem != "comparison"
+              for claim in grid_file.read(path, "small", list).claims]
     assert len(claims) > 20 and sum(len(claim.seeds) > 1 for claim in claims) <= 10
 
 
@@ -211,14 +257,15 @@ def test_keys_change_with_what_determines_the_numbers(tmp_path):
             "flags = { batch = 2, total-batch-tokens = 32 }"]
     other = ["flags = { lr = 0.02 }", "flags = { batch = 8 }", 'model = "qk_norm=1"', "flags = { steps = 32 }"]
     assert {key(more) for more in same} == {key()}
-    assert len({key(), *map(key, other), key(texts={"text": ["a", "c"]}), key(texts={"text": ["c", "b"]}), key(of=Run("x", "4k", 2)),
-                key(of=Run("softmax", "4k", 1337))}) == 5 + len(other)
+    assert len({key(), *map(key, other), key(texts={"text": ["a", "c"]}), key(texts={"text": ["c", "b"]}),
+                key(of=Run("x", "4k", 2)), key(of=Run("softmax", "4k", 1337))}) == 5 + len(other)
 
 
 def test_the_key_of_a_run_has_that_of_the_run_it_starts_from(tmp_path):
     def keys(lr):
-        grid = read(tmp_path, f'[[run]]\nattn = "softmax"\nflags = {{ lr = {lr} }}\n[[run]]\nname = "tuned"\ninit-from = "softmax"\n'
-                    '[[run]]\nname = "later"\nattn = "ssmax"\nswitch = { from = "softmax", at = 8 }\n' + LOSS)
+        grid = read(tmp_path, f'[[run]]\nattn = "softmax"\nflags = {{ lr = {lr} }}\n'
+                              '[[run]]\nname = "tuned"\ninit-from = "softmax"\n'
+                              '[[run]]\nname = "later"\nattn = "ssmax"\nswitch = { from = "softmax", at = 8 }\n' + LOSS)
         return [grid_store.eval_key(grid, run, grid.evals[0], {}) for run in grid.runs()]
     assert not set(keys(0.1)) & set(keys(0.2)) and len(set(keys(0.1))) == 3
 
@@ -231,7 +278,8 @@ def test_fingerprints_cover_every_byte_and_no_name(tmp_path):
     changed = bytearray((tmp_path / "b_train_1.bin").read_bytes())
     changed[2500] ^= 1
     (tmp_path / "b_train_1.bin").write_bytes(changed)
-    assert grid_store.fingerprint(f"{tmp_path}/*_train_*.bin") != first and grid_store.fingerprint(f"{tmp_path}/x*") is None
+    assert (grid_store.fingerprint(f"{tmp_path}/*_train_*.bin") != first
+            and grid_store.fingerprint(f"{tmp_path}/x*") is None)
 
 
 def test_results_are_merged_and_replaced_atomically(tmp_path, monkeypatch):
@@ -239,7 +287,8 @@ def test_results_are_merged_and_replaced_atomically(tmp_path, monkeypatch):
     one, two = grid_store.Results(path), grid_store.Results(path)
     one.add("b", {"x": 1})
     two.add("a", {"x": 2})
-    assert grid_store.Results(path).entries == {"a": {"x": 2}, "b": {"x": 1}} and len(path.read_text().splitlines()) == 4
+    assert (grid_store.Results(path).entries == {"a": {"x": 2}, "b": {"x": 1}}
+            and len(path.read_text().splitlines()) == 4)
     before = path.read_bytes()
 
     def killed(*_):
@@ -253,7 +302,8 @@ def test_results_are_merged_and_replaced_atomically(tmp_path, monkeypatch):
     assert list(grid_store.Results(path).entries) == ["a", "b", "c"]
 
 
-@pytest.mark.parametrize("text, message", [("{", "expected the results of grids"), ('{"format": 9, "results": {}}', "expected format 1, found 9")])
+@pytest.mark.parametrize("text, message", [("{", "expected the results of grids"),
+                                           ('{"format": 9, "results": {}}', "expected format 1, found 9")])
 def test_broken_results_are_named(tmp_path, text, message):
     (tmp_path / "results.json").write_text(text)
     with pytest.raises(Refused, match=message):
@@ -261,11 +311,16 @@ def test_broken_results_are_named(tmp_path, text, message):
 
 
 def test_what_is_kept_of_other_tasks():
-    report = {"models": [{}], "results": [{"attn": "a", "seq_len": 8, "right": 0.5, "depths": [{"depth": 10, "right": 1.0}, {"depth": 50, "right": 0.0}],
+    report = {"models": [{}],
+              "results": [{"attn": "a", "seq_len": 8, "right": 0.5,
+                           "depths": [{"depth": 10, "right": 1.0}, {"depth": 50, "right": 0.0}],
                            "trials": [{"sample": 3, "best_score": 0.25}, {"sample": 4, "best_score": 0.75}]}]}
     values = grid_parts.other_values(report)
-    assert values["best_score"] == {"8": 0.5, "mean": 0.5} and values["right"]["8 at 50 %"] == 0 and "sample" not in values
-    report = {"models": [{}], "results": [{"attn": "a", "leading_end_of_text": with_it, "layers": [{"heads": [{"sum": with_it + x}]}]} for with_it in (False, True) for x in (0, 1)]}
+    assert (values["best_score"] == {"8": 0.5, "mean": 0.5} and values["right"]["8 at 50 %"] == 0
+            and "sample" not in values)
+    report = {"models": [{}],
+              "results": [{"attn": "a", "leading_end_of_text": with_it, "layers": [{"heads": [{"sum": with_it + x}]}]}
+                          for with_it in (False, True) for x in (0, 1)]}
     assert grid_parts.other_values(report) == {"sum": {"plain": 0.5, "end-of-text": 1.5, "mean": 1.0}}
 
 
@@ -273,7 +328,8 @@ def test_what_is_kept_of_other_tasks():
 
 def judged(tmp_path, monkeypatch, ours, values, more=""):
     """The verdict on a claim, given {row: {seed: number}}."""
-    grid = read(tmp_path, ROWS, '[[run]]\nattn = "lssa"\n', f'[[claim]]\nname = "c"\npaper = "p"\nours = "{ours}"\n{more}')
+    grid = read(tmp_path, ROWS, '[[run]]\nattn = "lssa"\n',
+                f'[[claim]]\nname = "c"\npaper = "p"\nours = "{ours}"\n{more}')
     for row in grid.rows.values():
         row.seeds = [1, 2, 3]
     plan = type("Plan", (), {"grid": grid})
@@ -282,12 +338,13 @@ def judged(tmp_path, monkeypatch, ours, values, more=""):
 
 
 @pytest.mark.parametrize("ours, ssmax, verdict", [
-    ("ssmax < softmax", {1: 2.9, 2: 3.9, 3: 5.0}, "undecided"),          # the mean, -0.067, is less than twice the spread, 0.058
+    # The mean, -0.067, is less than twice the spread, 0.058.
+    ("ssmax < softmax", {1: 2.9, 2: 3.9, 3: 5.0}, "undecided"),
     ("ssmax < softmax", {1: 2.89, 2: 3.9, 3: 4.91}, "agrees"),
     ("ssmax > softmax", {1: 2.89, 2: 3.9, 3: 4.91}, "disagrees"),
     ("ssmax < softmax", {1: 3.1, 2: 4.1, 3: 5.12}, "disagrees"),
     ("ssmax < softmax", {1: 2.8, 2: 4.1, 3: 4.9}, "undecided"),
-    ("ssmax < softmax", {1: 3, 2: 4, 3: 5}, "undecided"),                # no difference at all
+    ("ssmax < softmax", {1: 3, 2: 4, 3: 5}, "undecided"),    # no difference at all
     ("ssmax < softmax", {1: math.inf, 2: math.inf, 3: math.inf}, "disagrees"),
     ("ssmax > softmax", {1: math.inf, 2: math.inf, 3: math.inf}, "agrees"),
     ("ssmax > softmax", {1: math.inf, 2: 4, 3: 5}, "undecided"),
@@ -301,7 +358,8 @@ def test_verdicts(tmp_path, monkeypatch, ours, ssmax, verdict):
 
 def test_differences_are_seed_by_seed(tmp_path, monkeypatch):
     """The rows' own spread over seeds is 1, but not that of their difference."""
-    found = judged(tmp_path, monkeypatch, "ssmax < softmax", {"softmax": {1: 3.0, 2: 4.0, 3: 5.0}, "ssmax": {1: 2.9, 2: 3.88}})
+    found = judged(tmp_path, monkeypatch, "ssmax < softmax",
+                   {"softmax": {1: 3.0, 2: 4.0, 3: 5.0}, "ssmax": {1: 2.9, 2: 3.88}})
     assert (found.difference, found.spread, found.seeds, found.verdict) == ("-0.1100", "0.0141", 2, "agrees")
 
 
@@ -311,16 +369,107 @@ def test_a_single_seed_gives_no_verdict(tmp_path, monkeypatch, right):
     assert (found.spread, found.seeds, found.verdict) == ("", 1, "one seed")
 
 
-@pytest.mark.parametrize("difference, verdict", [(0.0, "agrees"), (0.05, "agrees"), (0.095, "undecided"), (0.2, "disagrees")])
+@pytest.mark.parametrize("difference, verdict",
+                         [(0.0, "agrees"), (0.05, "agrees"), (0.095, "undecided"), (0.2, "disagrees")])
 def test_equality_has_a_tolerance(tmp_path, monkeypatch, difference, verdict):
     values = {"softmax": {1: 3.0, 2: 4.0}, "ssmax": {1: 3.0 + difference, 2: 4.01 + difference}}    # spread 0.007
     assert judged(tmp_path, monkeypatch, "ssmax = softmax", values, "within = 0.1\n").verdict == verdict
 
 
-@pytest.mark.parametrize("lssa, verdict", [({1: 1.0, 2: 2.02}, "agrees"), ({1: 4.0, 2: 5.02}, "disagrees"), ({1: 1.9, 2: 3.1}, "undecided")])
+@pytest.mark.parametrize("lssa, verdict", [({1: 1.0, 2: 2.02}, "agrees"), ({1: 4.0, 2: 5.02}, "disagrees"),
+                                           ({1: 1.9, 2: 3.1}, "undecided")])
 def test_a_chain_needs_every_pair(tmp_path, monkeypatch, lssa, verdict):
     values = {"softmax": {1: 3.0, 2: 4.0}, "ssmax": {1: 2.0, 2: 3.01}, "lssa": lssa}
     assert judged(tmp_path, monkeypatch, "lssa < ssmax < softmax", values).verdict == verdict
+
+
+# ---------------------------------------------------------------- reports of made-up results
+
+def reported(tmp_path, losses, *more, head=""):
+    """The plan of a grid with results as they would be: {row: {seed: validation loss, None if it diverged}}. The
+    evaluation `lengths` has the validation loss + 1 at every length, under another normalizer + 2."""
+    text = "".join(f'[[run]]\nattn = "{row}"\ngroup = "{"A" if row == "softmax" else "B"}"\nseeds = {list(of)}\n'
+                   for row, of in losses.items())
+    path = write(tmp_path, text, LOSS, *more)
+    path.write_text(path.read_text().replace('baseline = "softmax"', f'baseline = "softmax"\n{head}'))
+    grid = grid_file.read(path, "small", list)
+    results = type("Results", (), {"entries": {}})
+    for run in grid.runs():
+        loss = losses[run.row][run.seed]
+        curve = [[32 * i, 4.0 + 1 / i] for i in range(1, 9)]
+        results.entries[grid_store.key_of(grid, run, {})] = {
+            "outcome": "diverged at step 3" if loss is None else "", "info": {"seconds": 60},
+            "values": {"val_loss": loss, "grad_norm_max": loss}, "curves": {"val": curve, "loss": curve}}
+        for e in grid.evals_of(run) if loss is not None else ():
+            results.entries[grid_store.eval_key(grid, run, e, {})] = {
+                "outcome": "", "values": {"loss": {str(T): loss + (2 if e.attn else 1) for T in e.lengths}}}
+    return grid_parts.Plan(grid, results, {}, tmp_path / "out")
+
+
+UNEVEN = {"softmax": {1: 5.0, 2: 4.0, 3: 4.8}, "ssmax": {1: 4.99, 2: 4.1, 3: 4.9}, "lssa": {1: 4.98}, "exp": {1: None}}
+
+
+def test_differences_and_ranks_are_by_seed(tmp_path):
+    """lssa is better than softmax with the one seed that both have, but worse than softmax's mean."""
+    plan = reported(tmp_path, UNEVEN, head='sort = "loss"')
+    table, = grid_report.training_tables(plan)
+    assert [row[:4] for row in table.rows] == [
+        ["1. lssa", "4.9800", "-0.0200", "4.98"], ["2. softmax", "5.0000 ± 0.5292 (3)", "+0.0000", "5"],
+        ["3. ssmax", "4.9900 ± 0.4899 (3)", "+0.0633 ± 0.0635 (3)", "4.99"], ["4. exp", "diverged", "", ""]]
+    axes = grid_report.final_picture(plan).axes[0]
+    assert [bar.get_width() for bar in axes.patches] == pytest.approx([-0.02, 0, 0.19 / 3, 0])
+    assert [text.get_text() for text in axes.texts] == [" 4.980", " 5.000", " 4.990", " diverged"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["lssa", "softmax", "ssmax", "exp"]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["A", "B"], "the colors are the rows' groups"
+
+
+def test_a_grid_without_a_seed_in_common_shows_first_seeds(tmp_path):
+    plan = reported(tmp_path, {"softmax": {1: 5.0, 2: 4.0}, "lssa": {3: 4.5}})
+    assert [(x.loss, x.difference) for x in grid_report.trained_rows(plan)] == [(5.0, 0.0), (4.5, -0.5)]
+
+
+def test_tables_and_pictures_of_lengths_have_one_set_of_seeds(tmp_path):
+    plan = reported(tmp_path, UNEVEN)
+    rows = {row[0]: row[1:] for table in grid_report.eval_tables(plan, plan.grid.evals) for row in table.rows}
+    assert rows == {"softmax": ["6.0000 ± 0.5292 (3)"] * 3, "ssmax": ["5.9900 ± 0.4899 (3)"] * 3,
+                    "lssa": ["5.9800"] * 3, "exp": ["diverged"] * 3}
+    axes, = grid_report.lengths_picture(plan, "lengths", plan.grid.evals).axes
+    assert axes.get_title(loc="left") == "B", "softmax is dashed there, and has no panel of its own"
+    drawn = {line.get_label(): line for line in axes.lines if len(line.get_xdata()) == 3}
+    assert {name: list(drawn[name].get_ydata()) for name in ("softmax", "ssmax", "lssa")} == {
+        "softmax": [6.0] * 3, "ssmax": [5.99] * 3, "lssa": [5.98] * 3}
+    assert drawn["softmax"].get_linestyle() == "--" and "exp (x: diverged)" in axes.get_legend_handles_labels()[1]
+    assert [line.get_marker() for line in drawn.values() if max(line.get_ydata()) < 1] == ["x"]
+    axes, = grid_report.curves_picture(plan).axes
+    assert "exp (diverged at step 3)" in axes.get_legend_handles_labels()[1]
+
+
+def test_a_grid_of_the_baseline_alone_has_its_panel(tmp_path):
+    axes, = grid_report.curves_picture(reported(tmp_path, {"softmax": {1: 5.0}})).axes
+    assert axes.get_title(loc="left") == "A" and len(axes.lines) == 1
+
+
+AFTERWARDS = '[[eval]]\nname = "P={P}"\nfor = { P = [1, 3] }\ngroup = "afterwards"\ntask = "loss"\nruns = ["lssa"]\n' \
+             'attn = "{run.attn}+post=reweight:{P}"\n'
+
+
+@pytest.mark.parametrize("ours, of, of_right, said", [
+    ("lssa < lssa", "P=3.loss@L", "lengths.loss@L", "lssa (P=3) 6.9800; lssa (lengths) 5.9800"),
+    ("lssa < lssa", "lengths.loss@L", "lengths.loss@4L", "lssa (lengths.loss@L) 5.9800; lssa (lengths.loss@4L) 5.9800"),
+    ("softmax < lssa", "lengths.loss@L", "lengths.loss@L", "softmax 6.0000; lssa 5.9800"),
+    ("ssmax < softmax", "lengths.loss@L", "lengths.loss@L", "ssmax 5.6633 ± 0.4899 (3); softmax 5.6000 ± 0.5292 (3)")])
+def test_sides_of_a_claim(tmp_path, ours, of, of_right, said):
+    plan = reported(tmp_path, UNEVEN, AFTERWARDS, f'[[claim]]\nname = "c"\npaper = "p"\nours = "{ours}"\n'
+                    f'of = "{of}"\nof-right = "{of_right}"\n')
+    assert grid_report.verdict_on(plan, plan.grid.claims[0]).ours == said
+
+
+@pytest.mark.parametrize("most, titles, labels", [(12, ["B"], ["lssa+post=reweight:1", "lssa+post=reweight:3"]),
+                                                  (1, ["lssa"], ["P=1", "P=3"])])
+def test_an_evaluation_under_another_normalizer_has_a_short_label(tmp_path, most, titles, labels):
+    plan = reported(tmp_path, UNEVEN, AFTERWARDS)
+    found = grid_report.lines_of(plan, plan.grid.evals[1:], most)
+    assert list(found) == titles and [line.label for line in found[titles[0]]] == labels
 
 
 def test_terms_of_a_claim():
@@ -359,9 +508,6 @@ name = "afterwards"
 task = "loss"
 attn = "{{run.attn}}+post=reweight:3"
 runs = ["softmax"]
-[[eval]]
-name = "divination"
-task = "divination"
 [[claim]]
 name = "a claim"
 paper = "their | number"
@@ -391,10 +537,13 @@ def test_results_are_those_of_the_runs(whole):
     values, lines = found["ssmax", 1337, "train"]["values"], metrics(folder, ["tokens", "val_loss", "grad_norm"])
     assert values["val_loss"] == lines[-1][1] and values["grad_norm_max"] == max(norm for *_, norm in lines)
     assert values["clipped"] == sum(norm > 1 for *_, norm in lines) / 16 and values["steps"] == 16
-    assert found["ssmax", 1337, "train"]["curves"]["val"] == [[t, loss] for t, loss, _ in lines if loss is not None] and len(values["s"]) == 1
-    report = json.loads(next((folder_of(out, "softmax-s1337-" + grid_store.digest(found["softmax", 1337, "train"]["identity"])[:10]) / "eval")
-                             .glob("positions-*/eval.json")).read_text())
-    assert found["softmax", 1337, "positions"]["values"]["loss"] == {str(row["seq_len"]): row["loss"] for row in report["results"]}
+    assert (found["ssmax", 1337, "train"]["curves"]["val"] == [[t, loss] for t, loss, _ in lines if loss is not None]
+            and len(values["s"]) == 1)
+    digest = grid_store.digest(found["softmax", 1337, "train"]["identity"])
+    folder = folder_of(out, f"softmax-s1337-{digest[:10]}")
+    report = json.loads(next((folder / "eval").glob("positions-*/eval.json")).read_text())
+    by_length = {str(row["seq_len"]): row["loss"] for row in report["results"]}
+    assert found["softmax", 1337, "positions"]["values"]["loss"] == by_length
     by_position = found["softmax", 1337, "positions"]["values"]["by_position"]["32"]
     assert by_position == pytest.approx(report["results"][1]["loss_by_position"], rel=1e-6)
 
@@ -407,7 +556,8 @@ def test_an_evaluation_under_another_normalizer_keeps_those_numbers(whole):
 
 def test_divergence_is_a_result(whole):
     _, out, text = whole
-    assert entries(out)["boom", 1337, "train"]["outcome"] == "diverged at step 1" and ("boom", 1337, "positions") not in entries(out)
+    assert (entries(out)["boom", 1337, "train"]["outcome"] == "diverged at step 1"
+            and ("boom", 1337, "positions") not in entries(out))
     assert "boom, seed 1337, positions: not run, because boom, seed 1337 diverged at step 1" in text
     assert "Not run yet" not in text and "failed" not in text
 
@@ -425,11 +575,12 @@ def test_the_report(whole):
     loss = {row: found[row, 1337, "train"]["values"]["val_loss"] for row in ("softmax", "ssmax", "later", "tuned")}
     for row in loss:
         assert f"| {row} | {loss[row]:.4f} | {loss[row] - loss['softmax']:+.4f} |" in markdown
-    assert "| boom | diverged |" in markdown and "diverged at step 1 |" in markdown and "| a claim | their \\| number |" in markdown
+    assert ("| boom | diverged |" in markdown and "diverged at step 1 |" in markdown
+            and "| a claim | their \\| number |" in markdown)
     assert f"{loss['ssmax'] - loss['softmax']:+.4f} |  | 1 | one seed |" in markdown
-    assert "divination is left out: eval_gpt2 has no task divination" in text and "divination is left out" in markdown
     positions = found["tuned", 1337, "positions"]["values"]["loss"]
-    assert f"| tuned | {positions['8']:.4f} | {positions['32']:.4f} |" in markdown and "| row | L = 8 | 4 L |" in markdown
+    assert (f"| tuned | {positions['8']:.4f} | {positions['32']:.4f} |" in markdown
+            and "| row | L = 8 | 4 L |" in markdown)
     assert "| 1,000 | 0.12935 | 0.99965 |" in markdown, "1/(1 + 999 e^-5) and 1/(1 + 999 e^(-5 · 0.43 ln 1000))"
     drawn = set(re.findall(r"\]\((.+)\.png\)", markdown))
     assert drawn == {"curves", "final", "scalars", "positions", "positions-positions", "afterwards", "fading"}
@@ -441,8 +592,9 @@ def test_a_row_that_switches_equals_a_run_from_its_first_step(whole, data, tmp_p
     """Its first steps were copied from the other row."""
     _, out, _ = whole
     copied = folder_of(out, "ssmax-s1337-" + grid_store.digest(entries(out)["later", 1337, "train"]["identity"])[:10])
-    train(data, "--val-data", f"{data}/*_val_*.bin", "--seed", 1337, "--steps", 16, "--val-every", 2, "--val-tokens", 200, "--attn", "softmax",
-          "--attn-switch", "8:ssmax", "--out", tmp_path / "run", "--threads", 1)
+    train(data, "--val-data", f"{data}/*_val_*.bin", "--seed", 1337, "--steps", 16, "--val-every", 2,
+          "--val-tokens", 200, "--attn", "softmax", "--attn-switch", "8:ssmax", "--out", tmp_path / "run",
+          "--threads", 1)
     assert_same_run(copied, tmp_path / "run", 16)
     assert "resumes at step 8" in copied.with_name(copied.name + ".log").read_text()
 
@@ -455,7 +607,8 @@ def test_finished_parts_are_not_repeated_and_a_fresh_clone_has_their_results(who
     before = (tmp_path / "results.json").read_bytes()
     text = run(path, tmp_path / "out")
     assert "0 runs of 0 tokens in all, 0 evaluations" in text and not (tmp_path / "out/runs").exists()
-    tables = [re.sub(r"^!\[.*\n\n?", "", (folder / "tiny-small/report.md").read_text(), flags=re.M).rstrip() for folder in (tmp_path / "out", out)]
+    tables = [re.sub(r"^!\[.*\n\n?", "", (folder / "tiny-small/report.md").read_text(), flags=re.M).rstrip()
+              for folder in (tmp_path / "out", out)]
     assert tables[0] == tables[1] and "| ssmax |" in tables[0]
     assert (tmp_path / "results.json").read_bytes() == before
 
@@ -486,36 +639,70 @@ def test_the_report_of_what_there_is_needs_no_text(whole, tmp_path):
 def test_a_dry_run_writes_nothing(data, tmp_path):
     path = write(tmp_path, ROWS, LOSS, data=data)
     text = run(path, tmp_path / "out", "--dry-run")
-    assert "2 runs of 1,024 tokens in all, 2 evaluations" in text and "measured over a few steps" in text and "of checkpoints in" in text
+    assert ("2 runs of 1,024 tokens in all, 2 evaluations" in text and "measured over a few steps" in text
+            and "of checkpoints in" in text)
     assert "ssmax, seed 1337: 16 steps of 32 tokens, to do; 1 of 1 evaluation to do" in text
     assert [file.name for file in tmp_path.iterdir()] == ["grid.toml"]
 
 
 @pytest.mark.drawn(3, of="further calls")
 def test_a_failing_run_does_not_stop_the_others(data, tmp_path):
-    path = write(tmp_path, '[[run]]\nname = "bad"\nattn = "ssmax+post=reweight:x"\n', ROWS, LOSS, data=data)
+    path = write(tmp_path, '[[run]]\nname = "bad"\nattn = "ssmax"\nflags = { seq-len = 9999, batch = 1 }\n', ROWS, LOSS,
+                 data=data)
     text = run(path, tmp_path / "out", code=1)
-    assert "grid.py: failed: tiny: bad, seed 1337: exit 2: --attn ssmax+post=reweight:x" in text
+    assert "grid.py: failed: tiny: bad, seed 1337: exit 3: " in text
     assert "bad, seed 1337, lengths: not run, because bad, seed 1337 failed" in text
-    assert {key for key in entries(tmp_path / "out")} == {(row, 1337, part) for row in ("softmax", "ssmax") for part in ("train", "lengths")}
+    assert {key for key in entries(tmp_path / "out")} == {(row, 1337, part) for row in ("softmax", "ssmax")
+                                                          for part in ("train", "lengths")}
     assert "FAILED: bad" in (tmp_path / "out/tiny-small/report.md").read_text()
 
 
 @pytest.mark.drawn(1)
-@pytest.mark.parametrize("row, message", [('attn = "ssmx"', "attn: no normalizer ssmx. Did you mean ssmax?"),
-                                          ('attn = "ssmax"\nflags = { warm = 3 }', "flags: train_gpt2 has no --warm. Did you mean warmup?")])
-def test_what_the_trainer_does_not_have_is_rejected_before_any_run(data, tmp_path, row, message):
+@pytest.mark.parametrize("row, message", [
+    ('attn = "ssmx"', "[[run]] 2 (x): --attn ssmx: unknown normalizer. Did you mean ssmax?"),
+    ('attn = "ssmax+post=reweight:x"', "[[run]] 2 (x): --attn ssmax+post=reweight:x: unknown value for post"),
+    ('attn = "ssmax"\nflags = { warm = 3 }', "[[run]] 2 (x): --warm: unknown flag. Did you mean --warmup?"),
+    ('attn = "ssmax"\nflags = { lr = "fast" }', '[[run]] 2 (x): --lr fast: expected a number from 0 to 100, found "fa'),
+    ('attn = "ssmax"\nmodel = "qknorm=1"', "[[run]] 2 (x): --model: unknown model or key 'qknorm'. Did you mean qk_"),
+    ('attn = "ssmax"\n[[eval]]\nname = "e"\ntask = "loss"\nflags = { max-tokenz = 3 }',
+     "[[eval]] 1 (e): --max-tokenz: unknown flag. Did you mean --max-tokens?"),
+    ('attn = "ssmax"\n[[eval]]\nname = "e"\ntask = "loss"\nattn = "{run.attn}+post=rewait:3"',
+     "[[eval]] 1 (e): --attn softmax+post=rewait:3: unknown value for post")])
+def test_what_a_program_does_not_have_is_rejected_before_any_run(data, tmp_path, row, message):
     path = write(tmp_path, '[[run]]\nattn = "softmax"\n', f'[[run]]\nname = "x"\n{row}\n', data=data)
-    assert message.replace("train_gpt2", TRAIN.name) in run(path, tmp_path / "out", code=3) and not (tmp_path / "out").exists()
+    assert message in run(path, tmp_path / "out", code=3) and not (tmp_path / "out").exists()
+
+
+def test_a_plan_for_a_gpu_needs_no_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(grid_parts, "ROOT", tmp_path)
+    for name in "TRAIN", "EVAL":
+        monkeypatch.delenv(f"{name}_GPT2", raising=False)
+        (tmp_path / f"{name.lower()}_gpt2").touch()
+    scale = type("Scale", (), {"program": "train_gpt2cu", "eval_program": "eval_gpt2cu"})
+    with pytest.raises(Refused, match="train_gpt2cu: no such program. Build it with `make train_gpt2cu`"):
+        grid_parts.Programs(scale)
+    programs = grid_parts.Programs(scale, plan_only=True)
+    assert (programs.train, programs.stand_in) == (str(tmp_path / "train_gpt2"), True)
+    for name in "train_gpt2cu", "eval_gpt2cu":
+        (tmp_path / name).touch()
+    programs = grid_parts.Programs(scale, plan_only=True)
+    assert (programs.train, programs.stand_in) == (str(tmp_path / "train_gpt2cu"), False)
+
+
+def test_at_least_one_seed(tmp_path):
+    assert "--seeds 0: expected 1 or more" in run(write(tmp_path, ROWS), tmp_path / "out", "--seeds", 0, code=2)
 
 
 @pytest.mark.drawn(3, of="further calls")
 def test_texts_are_prepared(tmp_path):
-    (tmp_path / "make.py").write_text(f"import sys; sys.path.insert(0, {str(ROOT / 'dev/tests')!r})\nimport trainer\nfrom pathlib import Path\n"
+    (tmp_path / "make.py").write_text("import sys\n"
+                                      f"sys.path.insert(0, {str(ROOT / 'dev/tests')!r})\n"
+                                      "import trainer\nfrom pathlib import Path\n"
                                       "Path(sys.argv[1]).mkdir()\ntrainer.make_data(Path(sys.argv[1]))\n")
     path = write(tmp_path, '[[run]]\nattn = "softmax"\n', data=tmp_path / "text")
     assert "no shards match" in run(path, tmp_path / "out", code=3)
-    path.write_text(path.read_text().replace("[data.small.text]", f'[data.small.text]\nprepare = ["{tmp_path}/make.py {tmp_path}/text"]'))
+    prepare = f'prepare = ["{tmp_path}/make.py {tmp_path}/text"]'
+    path.write_text(path.read_text().replace("[data.small.text]", f"[data.small.text]\n{prepare}"))
     assert "softmax, seed 1337: validation loss" in run(path, tmp_path / "out")
     shutil.rmtree(tmp_path / "text")
     (tmp_path / "make.py").write_text("raise SystemExit(3)\n")
@@ -530,14 +717,16 @@ def test_results_are_committed(data, tmp_path):
     who = {f"GIT_{name}_{what}": "x@x" for name in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
     run(path, tmp_path / "out", "--commit", "--jobs", 1, **who)
     log = subprocess.run([*git, "log", "--format=%s", "--name-only"], capture_output=True, text=True, check=True).stdout
-    assert log.split("\n\n") == ["Results of grid tiny at scale small: ssmax, seed 1337", "results.json\nResults of grid tiny at scale small: softmax, seed 1337",
+    assert log.split("\n\n") == ["Results of grid tiny at scale small: ssmax, seed 1337",
+                                 "results.json\nResults of grid tiny at scale small: softmax, seed 1337",
                                  "results.json\n"]
 
 
 # ---------------------------------------------------------------- kills and stops
 
 def started(path, out, *flags, **env):
-    return subprocess.Popen(words(path, out, *flags), env=environment(**{"TRAIN_GPT2": str(TRAIN), "EVAL_GPT2": str(EVAL)} | env), text=True,
+    return subprocess.Popen(words(path, out, *flags),
+                            env=environment(**{"TRAIN_GPT2": str(TRAIN), "EVAL_GPT2": str(EVAL)} | env), text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
@@ -586,7 +775,9 @@ def test_a_grid_that_was_killed_resumes(data, tmp_path, how):
 def slow_eval(tmp_path):
     """An eval_gpt2 that hangs on its first evaluation."""
     program = tmp_path / "slow_eval"
-    program.write_text(f'#!/bin/sh\ncase "$*" in *--model*) [ -e {tmp_path}/hung ] || {{ : > {tmp_path}/hung; exec sleep 600; }};; esac\nexec {EVAL} "$@"\n')
+    hung = tmp_path / "hung"
+    program.write_text(f'#!/bin/sh\ncase "$*" in *--model*) [ -e {hung} ] || {{ : > {hung}; exec sleep 600; }};; esac\n'
+                       f'exec {EVAL} "$@"\n')
     program.chmod(0o755)
     return str(program)
 
@@ -603,7 +794,8 @@ def test_a_kill_in_an_evaluation_and_two_at_once(data, tmp_path):
     assert set(entries(out)) == {("softmax", 1337, "train")}
     log = next((out / "runs").glob("softmax-*.log")).read_text()
     run(path, out, "--jobs", 1)
-    assert len(entries(out)) == 4 and next((out / "runs").glob("softmax-*.log")).read_text() == log, "the finished run is not repeated"
+    assert (len(entries(out)) == 4
+            and next((out / "runs").glob("softmax-*.log")).read_text() == log), "the finished run is not repeated"
 
 
 @pytest.mark.drawn(3, of="further calls")

@@ -1,5 +1,5 @@
-"""scripts/plot_eval.py and scripts/report.py: the numbers of eval.json are those in the figures and pages; odd and broken
-input; pages without external links; eval_gpt2 draws from any folder, and without Python."""
+"""scripts/plot_eval.py and scripts/report.py: the numbers of eval.json are those in the figures and pages; odd and
+broken input; pages without external links; eval_gpt2 draws from any folder, and without Python."""
 import base64
 import io
 import json
@@ -31,14 +31,17 @@ LAYERS, HEADS, L = 2, 3, 64
 def write(folder, task, rows, models=(("a", "softmax"),), **arguments):
     """An eval.json; models: (name, its own normalizer)."""
     folder.mkdir(parents=True, exist_ok=True)
-    described = [{"name": name, "checkpoint": f"/runs/{name}", "attn": attn, "trained_seq_len": L} for name, attn in models]
-    (folder / "eval.json").write_text(json.dumps({"task": task, "arguments": arguments, "models": described, "results": rows}))
+    described = [{"name": name, "checkpoint": f"/runs/{name}", "attn": attn, "trained_seq_len": L}
+                 for name, attn in models]
+    (folder / "eval.json").write_text(json.dumps({"task": task, "arguments": arguments, "models": described,
+                                                  "results": rows}))
     return folder
 
 
 def loss_rows(model="a", attn="softmax", lengths=(16, 64, 256), start=3.0):
-    return [{"model": model, "attn": attn, "seq_len": T, "rope_theta": 1e4, "sequences": 4, "tokens": 4 * T, "loss": start + i / 8,
-             "perplexity": math.exp(start + i / 8), "rows_without_weight": 0} for i, T in enumerate(lengths)]
+    return [{"model": model, "attn": attn, "seq_len": T, "rope_theta": 1e4, "sequences": 4, "tokens": 4 * T,
+             "loss": start + i / 8, "perplexity": math.exp(start + i / 8), "rows_without_weight": 0}
+            for i, T in enumerate(lengths)]
 
 
 def position_rows(T=100, attn="softmax"):
@@ -47,8 +50,8 @@ def position_rows(T=100, attn="softmax"):
 
 
 def trial(depth, score, verdict):
-    return {"depth": depth, "sample": 0, "city": "Oslo", "number": "12", "answer": "?", "verdict": verdict, "best_score": score, "best_layer": 0,
-            "best_head": 1}
+    return {"depth": depth, "sample": 0, "city": "Oslo", "number": "12", "answer": "?", "verdict": verdict,
+            "best_score": score, "best_layer": 0, "best_head": 1}
 
 
 def needle_rows(lengths=(64, 128), depths=(10, 50), attn="softmax"):
@@ -56,14 +59,17 @@ def needle_rows(lengths=(64, 128), depths=(10, 50), attn="softmax"):
     for i, T in enumerate(lengths):
         scores_here = [[0.1 * (l * HEADS + h + 1) / (i + 1) for h in range(HEADS)] for l in range(LAYERS)]
         rows.append({"model": "a", "attn": attn, "seq_len": T, "right": 0.5, "needle_scores": scores_here,
-                     "depths": [{"depth": depth, "right": (i + j) / 4, "first_digit": 0.25} for j, depth in enumerate(depths)],
-                     "trials": [trial(10, 0.2, "wrong"), trial(10, 0.9, "right"), trial(50, 0.5, "first digit right"), trial(50, 0.7, "right")]})
+                     "depths": [{"depth": depth, "right": (i + j) / 4, "first_digit": 0.25}
+                                for j, depth in enumerate(depths)],
+                     "trials": [trial(10, 0.2, "wrong"), trial(10, 0.9, "right"), trial(50, 0.5, "first digit right"),
+                                trial(50, 0.7, "right")]})
     return rows
 
 
 def head(x, bins):
-    return {"sum": 1 - x / 100, "unspent": x / 100, "entropy": x, "first_token": x / 50, "zeros": 0, "log_z_slope": x / 4, "log_z_intercept": 1.0,
-            "entropy_by_n": [x * b for b in range(bins)], "weight_by_distance": [1 / (bins - 1)] * (bins - 1) + [0]}
+    return {"sum": 1 - x / 100, "unspent": x / 100, "entropy": x, "first_token": x / 50, "zeros": 0,
+            "log_z_slope": x / 4, "log_z_intercept": 1.0, "entropy_by_n": [x * b for b in range(bins)],
+            "weight_by_distance": [1 / (bins - 1)] * (bins - 1) + [0]}
 
 
 def attention_rows(T=16, prompts=3, layers=LAYERS, heads=HEADS, attn="softmax", spearman=True):
@@ -71,12 +77,15 @@ def attention_rows(T=16, prompts=3, layers=LAYERS, heads=HEADS, attn="softmax", 
     for prompt in range(prompts):
         for end in False, True:
             x = prompt + 10 * end
-            rows.append({"model": "a", "attn": attn, "prompt": prompt, "leading_end_of_text": end, "tokens": T, "loss": 3.0 + x, "perplexity": 20.0 + x,
+            rows.append({"model": "a", "attn": attn, "prompt": prompt, "leading_end_of_text": end, "tokens": T,
+                         "loss": 3.0 + x, "perplexity": 20.0 + x,
                          "layers": [{"residual_kurtosis": 3.0 + l + x, "residual_largest": 7.0 + l + x,
-                                     "heads": [head(1 + l * heads + h + x, T.bit_length()) for h in range(heads)]} for l in range(layers)]})
+                                     "heads": [head(1 + l * heads + h + x, T.bit_length()) for h in range(heads)]}
+                                    for l in range(layers)]})
     rows[0] |= {"map": f"map-{attn}.npy", "map_cell": 1}
     if spearman:
-        rows += [{"model": "a", "attn": attn, "leading_end_of_text": end, "prompts": prompts, "spearman_sum_perplexity": r}
+        rows += [{"model": "a", "attn": attn, "leading_end_of_text": end, "prompts": prompts,
+                  "spearman_sum_perplexity": r}
                  for end, r in ((False, -0.5), (True, None))]
     return rows
 
@@ -99,11 +108,12 @@ def score_rows():
 
 
 def choice_rows(error=0.05):
-    return [{"model": "a", "attn": "softmax", "questions": 3, "acc": 1 / 3, "acc_stderr": error, "acc_norm": 2 / 3, "acc_norm_stderr": error,
-             "log_likelihoods": [[-1, -2], [-1, -2, -3, -4], [-1, -2]]}]
+    return [{"model": "a", "attn": "softmax", "questions": 3, "acc": 1 / 3, "acc_stderr": error, "acc_norm": 2 / 3,
+             "acc_norm_stderr": error, "log_likelihoods": [[-1, -2], [-1, -2, -3, -4], [-1, -2]]}]
 
 
-ALL = {"loss": loss_rows, "positions": position_rows, "needle": needle_rows, "scores": score_rows, "choice": choice_rows}
+ALL = {"loss": loss_rows, "positions": position_rows, "needle": needle_rows, "scores": score_rows,
+       "choice": choice_rows}
 
 
 def folder_of(task, path):
@@ -161,7 +171,8 @@ def test_losses_by_length(tmp_path):
     for title, key in ("Loss", "loss"), ("Perplexity", "perplexity"):
         axes = panel(figure, title)
         drawn = lines_of(axes, 3)
-        assert [xy(line) for line in drawn] == [([16, 64, 256], [row[key] for row in part]) for part in (rows[3:], rows[:3])]
+        assert [xy(line) for line in drawn] == [([16, 64, 256], [row[key] for row in part])
+                                                for part in (rows[3:], rows[:3])]
         assert axes.get_xscale() == "log" and "trained at 64" in texts(axes)
         assert [list(line.get_xdata()) for line in axes.lines if line not in drawn] == [[L, L]]
         figure.draw_without_rendering()
@@ -185,7 +196,8 @@ def test_the_running_mean_in_log_position():
     values[50] = math.nan
     got = tasks.smooth(values)
     for t in range(1, 301):
-        window = [values[i - 1] for i in range(1, 301) if t / tasks.WINDOW <= i <= t * tasks.WINDOW and not math.isnan(values[i - 1])]
+        window = [values[i - 1] for i in range(1, 301)
+                  if t / tasks.WINDOW <= i <= t * tasks.WINDOW and not math.isnan(values[i - 1])]
         assert got[t - 1] == pytest.approx(np.mean(window)), t
     assert list(tasks.smooth([4.0])) == [4.0] and math.isnan(tasks.smooth([math.nan])[0])
 
@@ -198,12 +210,19 @@ def test_losses_by_position(tmp_path):
     raw = [results.number(x) for x in rows[0]["loss_by_position"]]
     drawn = lines_of(longest, 256)
     assert [x for x, _ in map(xy, drawn)] == [list(range(1, 257))] * 2
-    assert [line.get_ydata() for line in drawn] == [pytest.approx(tasks.smooth(y), nan_ok=True) for y in (raw, rows[2]["loss_by_position"])]
+    assert [line.get_ydata() for line in drawn] == [pytest.approx(tasks.smooth(y), nan_ok=True)
+                                                    for y in (raw, rows[2]["loss_by_position"])]
     shorter = lines_of(panel(figure, "Loss by position, sequences of 8"), 8)
-    assert shorter[0].get_ydata() == pytest.approx(rows[1]["loss_by_position"]) and shorter[0].get_alpha() < 0.3, "behind a single curve, the raw numbers"
+    assert (shorter[0].get_ydata() == pytest.approx(rows[1]["loss_by_position"])
+            and shorter[0].get_alpha() < 0.3), "behind a single curve, the raw numbers"
     assert shorter[1].get_ydata() == pytest.approx(tasks.smooth(rows[1]["loss_by_position"]))
     assert "trained at 64" in texts(longest)
     assert "trained at 64" not in texts(panel(figure, "Loss by position, sequences of 8"))
+
+
+def test_short_sequences_come_first(tmp_path):
+    picture, = plot_eval.pictures([write(tmp_path, "positions", position_rows(512) + position_rows(64))])
+    assert [panel.title.split()[-2] for panel in picture.panels] == ["64", "512"]
 
 
 def test_the_first_positions_do_not_flatten_the_rest(tmp_path):
@@ -220,8 +239,10 @@ def test_needles_found(tmp_path):
     figure = figures(write(tmp_path, "needle", rows[::-1]))["needle"]
     axes = panel(figure, "softmax")
     assert np.array_equal(axes.images[0].get_array(), [[0, 25], [25, 50]]) and axes.images[0].get_clim() == (0, 100)
-    assert [(*text.get_position(), text.get_text()) for text in axes.texts[:4]] == [(0, 0, "0"), (1, 0, "25"), (0, 1, "25"), (1, 1, "50")]
-    assert [text.get_text() for text in axes.get_xticklabels()] == ["64", "128"] and [text.get_text() for text in axes.get_yticklabels()] == ["10 %", "50 %"]
+    assert ([(*text.get_position(), text.get_text()) for text in axes.texts[:4]]
+            == [(0, 0, "0"), (1, 0, "25"), (0, 1, "25"), (1, 1, "50")])
+    assert ([text.get_text() for text in axes.get_xticklabels()] == ["64", "128"]
+            and [text.get_text() for text in axes.get_yticklabels()] == ["10 %", "50 %"])
     assert texts(axes)[4] == "trained at 64" and {line.get_xdata()[0] for line in axes.lines} == {0.5}
     assert panel(figure, "ssmax (untrained)")
 
@@ -247,33 +268,46 @@ def test_heads_ranked_by_needle_score(tmp_path):
     assert [score for score, *_ in tasks.ranked_heads(many)] == [rank / 40 for rank in range(39, 14, -1)]
 
 
+def test_few_heads_fill_the_picture(tmp_path):
+    axes = panel(figures(write(tmp_path, "needle", needle_rows()))["needle-heads"], "Heads by needle score, context 64")
+    assert axes.get_xlim() == (0, LAYERS * HEADS + 1)
+
+
 def test_trials_ranked_and_colored(tmp_path):
     axes = panel(figures(write(tmp_path, "needle", needle_rows()))["needle-trials"], "a, softmax, context 64")
     drawn = {line.get_label().partition(":")[0]: (xy(line), line.get_color()) for line in axes.lines}
-    assert {verdict: points for verdict, (points, _) in drawn.items()} == {"right": ([1, 2], [0.9, 0.7]), "first digit right": ([3], [0.5]), "wrong": ([4], [0.2])}
+    assert ({verdict: points for verdict, (points, _) in drawn.items()}
+            == {"right": ([1, 2], [0.9, 0.7]), "first digit right": ([3], [0.5]), "wrong": ([4], [0.2])})
     assert len({color for _, color in drawn.values()}) == 3
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["right: 2", "first digit right: 1", "wrong: 1"]
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert labels == ["right: 2", "first digit right: 1", "wrong: 1"]
 
 
 # ---------------------------------------------------------------- attention
 
 def test_attention_by_layer_and_head(tmp_path):
     figure = figures(attention_folder(tmp_path))["attention"]
-    for title, key, of in ("Sum", "sum", lambda x: 1 - x / 100), ("Entropy of", "entropy", lambda x: x), ("Slope", "log_z_slope", lambda x: x / 4):
+    for title, key, of in (("Sum", "sum", lambda x: 1 - x / 100), ("Entropy of", "entropy", lambda x: x),
+                           ("Slope", "log_z_slope", lambda x: x / 4)):
         axes = panel(figure, title)
-        heads = np.array([[of(1 + l * HEADS + h + 1) for h in range(HEADS)] for l in range(LAYERS)])       # prompt 1 is the mean of 0 to 2
+        # Prompt 1 is the mean of 0 to 2.
+        heads = np.array([[of(1 + l * HEADS + h + 1) for h in range(HEADS)] for l in range(LAYERS)])
         with_end = np.array([[of(1 + l * HEADS + h + 11) for h in range(HEADS)] for l in range(LAYERS)])
         assert xy(axes.lines[0]) == ([0, 0, 0, 1, 1, 1], pytest.approx(list(heads.ravel())))
-        assert axes.lines[1].get_ydata() == pytest.approx(heads.mean(1)) and axes.lines[2].get_ydata() == pytest.approx(with_end.mean(1))
+        assert (axes.lines[1].get_ydata() == pytest.approx(heads.mean(1))
+                and axes.lines[2].get_ydata() == pytest.approx(with_end.mean(1)))
         if key in ("sum", "entropy"):
-            assert np.asarray(panel(figure, f"{'Row sum' if key == 'sum' else 'Entropy'}: ").images[0].get_array()) == pytest.approx(heads, abs=1e-6)
-    assert xy(panel(figure, "Kurtosis").lines[0]) == ([0, 1], [4, 5]) and xy(panel(figure, "Largest").lines[1])[1] == [18, 19]
+            [image] = panel(figure, "Row sum: " if key == "sum" else "Entropy: ").images
+            assert np.asarray(image.get_array()).T == pytest.approx(heads, abs=1e-6)
+    assert (xy(panel(figure, "Kurtosis").lines[0]) == ([0, 1], [4, 5])
+            and xy(panel(figure, "Largest").lines[1])[1] == [18, 19])
 
 
 def test_entropy_by_n_and_weight_by_distance(tmp_path):
     figure = figures(attention_folder(tmp_path, T=16))["attention"]
     n, mean = xy(panel(figure, "Entropy by n").lines[0])
-    assert n == pytest.approx([math.sqrt(2**b * (2 ** (b + 1) - 1)) for b in range(5)]) and mean == pytest.approx([4.5 * b for b in range(5)])
+    assert (n == pytest.approx([math.sqrt(2**b * (2 ** (b + 1) - 1)) for b in range(5)])
+            and mean == pytest.approx([4.5 * b for b in range(5)]))
     reference = panel(figure, "Entropy by n").lines[1]
     assert reference.get_ydata() == pytest.approx(np.log(n))
     distance = panel(figure, "Weight by distance")
@@ -291,6 +325,48 @@ def test_sums_and_perplexities_of_the_prompts(tmp_path):
     assert not [axes for axes in figure.axes if "perplexity" in axes.get_title(loc="left")]
 
 
+def with_heads(rows, **values):
+    """The rows with some statistics of all heads replaced."""
+    for row in rows:
+        for layer in row.get("layers", []):
+            for one in layer["heads"]:
+                one |= values
+    return rows
+
+
+@pytest.mark.parametrize("total, zeros, missing", [
+    (1 + 2e-7, 1e-5, {"Sum of a row's weights", "Share of weights that are exactly 0", "Row sum and perplexity"}),
+    (0.9, 0, {"Share of weights that are exactly 0", "Row sum and perplexity"}),
+    (1, 0.001, {"Sum of a row's weights", "Row sum and perplexity"}), (None, 0.5, set())])
+def test_panels_with_one_value_are_left_out(tmp_path, total, zeros, missing):
+    """total None: a sum of its own for each head."""
+    rows = with_heads(attention_rows(), zeros=zeros, **({} if total is None else {"sum": total}))
+    picture, = plot_eval.pictures([write(tmp_path, "attention", rows)])
+    for title in "Sum of a row's weights", "Share of weights that are exactly 0", "Row sum and perplexity":
+        assert any(panel.title.startswith(title) for panel in picture.panels) == (title not in missing), title
+    for title, said in ("Sum of", "all rows sum to 1"), ("Share of", "less than 0.01 % of any head's weights are 0"):
+        assert (said in picture.title.lower()) == any(title in name for name in missing)
+    charts.figure(picture).draw_without_rendering()
+
+
+def test_entropies_of_two_models_have_the_same_colors(tmp_path):
+    rows = attention_rows() + with_heads(attention_rows(attn="ssmax"), entropy=50.0)
+    figure = figures(write(tmp_path, "attention", rows))["attention"]
+    limits = [panel(figure, f"Entropy: {name}").images[0].get_clim() for name in ("softmax", "ssmax (untrained)")]
+    assert limits == [(2, 50), (2, 50)]
+
+
+@pytest.mark.parametrize("largest, said", [(5e5, ["100", "10,000"]), (2e9, ["10^{2}", "10^{9}"])])
+def test_logarithmic_labels_have_one_form(largest, said):
+    axes = plot.pyplot().figure().add_subplot()
+    axes.plot([30, largest])
+    charts.positive_axis(axes, [30, largest])
+    axes.figure.draw_without_rendering()
+    labels = [text.get_text() for text in axes.get_yticklabels()]
+    assert all(any(word in label for label in labels) for word in said)
+    assert not any("e+" in label for label in labels) and len({"10^" in label for label in labels}) == 1
+
+
 @pytest.mark.parametrize("T, layers, heads", [(16, 1, 1), (2, 1, 2), (9, 3, 1)])
 def test_small_models_and_short_prompts(tmp_path, T, layers, heads):
     folder = attention_folder(tmp_path, T, layers, heads, prompts=1, spearman=False)
@@ -305,7 +381,8 @@ def test_null_statistics_are_left_out(tmp_path):
         row["layers"][1]["residual_kurtosis"] = None
     figure = figures(write(tmp_path, "attention", rows))["attention"]
     assert math.isnan(panel(figure, "Slope").lines[0].get_ydata()[0])
-    assert panel(figure, "Slope").lines[1].get_ydata()[0] == pytest.approx((3 + 4) / 8), "the mean of the layer's other heads"
+    slope = panel(figure, "Slope").lines[1].get_ydata()[0]
+    assert slope == pytest.approx((3 + 4) / 8), "the mean of the layer's other heads"
     assert math.isnan(panel(figure, "Kurtosis").lines[0].get_ydata()[1])
 
 
@@ -315,7 +392,8 @@ def decode(codes, top, signed):
     """What weight() in attention.js computes."""
     level = codes.astype(float) - (128 if signed else 1)
     steps = 127 if signed else 254
-    return np.where((level == 0) | (codes == 0), 0.0, np.sign(level) * top * 10 ** (attention.DECADES * (np.abs(level) / steps - 1)))
+    return np.where((level == 0) | (codes == 0), 0.0,
+                    np.sign(level) * top * 10 ** (attention.DECADES * (np.abs(level) / steps - 1)))
 
 
 def averaged(weights, cell):
@@ -325,7 +403,8 @@ def averaged(weights, cell):
     out = np.zeros((side, side))
     for r in range(side):
         for c in range(side):
-            seen = [weights[i, j] for i in range(r * cell, min((r + 1) * cell, T)) for j in range(c * cell, min((c + 1) * cell, T)) if j <= i]
+            seen = [weights[i, j] for i in range(r * cell, min((r + 1) * cell, T))
+                    for j in range(c * cell, min((c + 1) * cell, T)) if j <= i]
             out[r, c] = np.mean(seen) if seen else 0
     return out
 
@@ -334,7 +413,8 @@ def averaged(weights, cell):
 def test_coarser_maps_are_means_over_visible_weights(T, cell, most):
     weights = causal(1, 1, T)[0, 0].astype(float)
     got, got_cell = attention.coarsen(averaged(weights, cell), cell, T, most)
-    assert got_cell % cell == 0 and len(got) <= most and got == pytest.approx(averaged(weights, got_cell), rel=1e-9, abs=1e-15)
+    assert (got_cell % cell == 0 and len(got) <= most
+            and got == pytest.approx(averaged(weights, got_cell), rel=1e-9, abs=1e-15))
 
 
 @pytest.mark.parametrize("signed", [False, True])
@@ -367,18 +447,21 @@ def test_the_sheet_of_all_maps(tmp_path):
     assert image.shape == (2 * 16 + 2, 3 * 16 + 4, 4)
     codes, _ = attention.encode(array[1, 2], False)
     tile = image[18:34, 36:52]
-    assert (tile[..., :3][codes > 0] == attention.palette(False)[codes[codes > 0]]).all() and (tile[..., 3] == np.where(codes > 0, 255, 0)).all()
+    assert ((tile[..., :3][codes > 0] == attention.palette(False)[codes[codes > 0]]).all()
+            and (tile[..., 3] == np.where(codes > 0, 255, 0)).all())
 
 
 def test_maps_that_are_missing_or_of_another_file(tmp_path):
     folder = attention_folder(tmp_path)
     (folder / "map-softmax.npy").unlink()
-    assert list(figures(folder)) == ["attention"] and "The file with this map is missing" in page.attention_page(results.read(folder), "a")
+    assert (list(figures(folder)) == ["attention"]
+            and "The file with this map is missing" in page.attention_page(results.read(folder), "a"))
     np.save(folder / "map-softmax.npy", causal(1, 1, 16))
     assert "does not belong" in command("plot_eval.py", folder).stderr
     (folder / "map-softmax.npy").write_bytes(b"\x93NUMPY")
     result = command("plot_eval.py", folder)
-    assert result.returncode == 3 and "map-softmax.npy: expected an array" in result.stderr and "Traceback" not in result.stderr
+    assert (result.returncode == 3 and "map-softmax.npy: expected an array" in result.stderr
+            and "Traceback" not in result.stderr)
 
 
 # ---------------------------------------------------------------- scores and choice
@@ -388,7 +471,8 @@ def test_learned_scalars(tmp_path):
     for title, key in ("s by layer", "attn_scale"), ("b by layer", "attn_bias"):
         values = np.array([layer[key] for layer in score_rows()[0]["layers"]])
         points, line = panel(figure, title).lines
-        assert xy(points) == ([0, 0, 0, 1, 1, 1], list(values.ravel())) and line.get_ydata() == pytest.approx(values.mean(1))
+        assert (xy(points) == ([0, 0, 0, 1, 1, 1], list(values.ravel()))
+                and line.get_ydata() == pytest.approx(values.mean(1)))
     scale = panel(figure, "Scale × √d").lines
     n = np.array(scale[4].get_xdata())
     assert n[-1] == pytest.approx(4 * L) and scale[4].get_ydata() == pytest.approx(1.2 * np.log(n) - 1.1)
@@ -402,16 +486,24 @@ def test_pn_and_its_fit(tmp_path):
     assert "a1 = 0.25, a2 = 0.5" in panel(figure, "p_n").get_legend().texts[1].get_text()
 
 
+def test_scalars_of_one_of_several_models_name_it(tmp_path):
+    rows = [score_rows()[0], {"model": "b", "attn": "softmax", "layers": []}]
+    picture, = plot_eval.pictures([write(tmp_path, "scores", rows, [("a", "ssmax-bias"), ("b", "softmax")])])
+    assert picture.panels[0].title == "s by layer (points: heads): a, ssmax-bias"
+
+
 def test_a_normalizer_without_scalars_has_no_picture(tmp_path):
     result = command("plot_eval.py", write(tmp_path, "scores", [{"model": "a", "attn": "softmax", "layers": []}]))
-    assert result.returncode == 0 and "no learned scalars" in result.stdout and [path.name for path in tmp_path.iterdir()] == ["eval.json"]
+    assert (result.returncode == 0 and "no learned scalars" in result.stdout
+            and [path.name for path in tmp_path.iterdir()] == ["eval.json"])
 
 
 @pytest.mark.parametrize("error", [0.05, None])
 def test_accuracies(tmp_path, error):
     axes = panel(figures(write(tmp_path, "choice", choice_rows(error)))["choice"], "Multiple choice, 3 questions")
     assert sorted(bar.get_width() for bar in axes.patches) == pytest.approx([1 / 3, 2 / 3])
-    spread = sorted(segment[1][0] - segment[0][0] for collection in axes.collections for segment in collection.get_segments())
+    spread = sorted(segment[1][0] - segment[0][0] for collection in axes.collections
+                    for segment in collection.get_segments())
     assert spread == pytest.approx([2 * (error or 0)] * 2, abs=1e-12)
     assert [text for text in texts(axes) if text.startswith("acc ")] == ["acc 0.333" + (" ± 0.050" if error else "")]
     assert axes.lines[-1].get_xdata()[0] == pytest.approx((1 / 2 + 1 / 4 + 1 / 2) / 3), "the mean of 1/endings"
@@ -435,7 +527,8 @@ def test_labels_are_what_differs(tmp_path):
 
 
 def test_several_folders_in_one_picture(tmp_path):
-    folders = [write(tmp_path / name, "needle", [row | {"model": name} for row in needle_rows()], [(name, "softmax")]) for name in "ab"]
+    folders = [write(tmp_path / name, "needle", [row | {"model": name} for row in needle_rows()], [(name, "softmax")])
+               for name in "ab"]
     refused = command("plot_eval.py", *folders)
     assert refused.returncode == 2 and "--out FILE" in refused.stderr
     result = command("plot_eval.py", *folders, "--out", tmp_path / "both.png")
@@ -453,8 +546,9 @@ def broken(data):
         return json.dumps({key: value for key, value in (data | keys).items() if value is not ...})
     row = data["results"][0]
     whole = json.dumps(data)
-    return {"half": (whole[:len(whole) // 2], "not a complete JSON file"), "empty": ("", "not a complete JSON file"), "list": ("[]", "expected a JSON object"),
-            "no task": (change(task=...), "expected the key 'task'"), "other task": (change(task="maps"), "unknown task 'maps'"),
+    return {"half": (whole[:len(whole) // 2], "not a complete JSON file"), "empty": ("", "not a complete JSON file"),
+            "list": ("[]", "expected a JSON object"), "no task": (change(task=...), "expected the key 'task'"),
+            "other task": (change(task="maps"), "unknown task 'maps'"),
             "old": (change(models=...), "expected the key 'models'"), "no results": (change(results=[]), "no results"),
             "no loss": (change(results=[{"model": "a", "attn": "softmax", "seq_len": 8}]), "expected the key 'loss'"),
             "text": (change(results=[row | {"loss": "low"}]), "expected a number, found 'low'"),
@@ -474,10 +568,12 @@ def test_broken_files_are_named(name, tmp_path):
 
 def test_folders_without_results_and_different_tasks(tmp_path):
     (tmp_path / "empty").mkdir()
-    for script, said in ("plot_eval.py", "eval.json: No such file"), ("report.py", "neither a run (metrics.jsonl) nor an evaluation"):
+    for script, said in (("plot_eval.py", "eval.json: No such file"),
+                         ("report.py", "neither a run (metrics.jsonl) nor an evaluation")):
         result = command(script, tmp_path / "empty", *(["--out", tmp_path / "x.html"] if script == "report.py" else []))
         assert result.returncode == 3 and said in result.stderr and "Traceback" not in result.stderr
-    result = command("plot_eval.py", folder_of("loss", tmp_path / "a"), folder_of("needle", tmp_path / "b"), "--out", tmp_path / "x.png")
+    result = command("plot_eval.py", folder_of("loss", tmp_path / "a"), folder_of("needle", tmp_path / "b"),
+                     "--out", tmp_path / "x.png")
     assert result.returncode == 3 and "has the task needle, but" in result.stderr and not (tmp_path / "x.png").exists()
     result = command("plot_eval.py", tmp_path / "a", "--out", tmp_path / "x.foo")
     assert result.returncode == 2 and ".foo is not a format of pictures" in result.stderr
@@ -487,11 +583,14 @@ def test_folders_without_results_and_different_tasks(tmp_path):
 
 def assert_self_contained(text):
     """Nothing is loaded from anywhere: no address but names of XML dialects, and no file beside the page."""
-    assert not [address for address in re.findall(r"(?:https?:)?//[\w.]+[^\s\"'<)]*", re.sub(r"data:image/png;base64,[\w+/=]+|\"[\w+/=]{200,}\"", "", text))
-                if address not in ("http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink") and not address.startswith("// ")]
+    shown = re.sub(r"data:image/png;base64,[\w+/=]+|\"[\w+/=]{200,}\"", "", text)
+    assert not [address for address in re.findall(r"(?:https?:)?//[\w.]+[^\s\"'<)]*", shown)
+                if address not in ("http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink")
+                and not address.startswith("// ")]
     for target in re.findall(r"(?:src|href)=\"([^\"]*)\"", text):
         assert target.startswith(("#", "data:")), target
-    assert "@import" not in text and not re.findall(r"url\((?!#|data:|\"?\$)[^)]*\)", text.replace("url(data:image/png;base64,${s.sheet})", ""))
+    text = text.replace("url(data:image/png;base64,${s.sheet})", "")
+    assert "@import" not in text and not re.findall(r"url\((?!#|data:|\"?\$)[^)]*\)", text)
 
 
 def embedded(text, identity):
@@ -508,7 +607,8 @@ def test_the_attention_page(tmp_path):
     assert_self_contained(text)
     assert "<title>Attention: a &lt;/title&gt;&lt;script&gt;</title>" in text and text.count("</script>") == 3
     [data] = embedded(text, "attention")["series"]
-    assert (data["layers"], data["heads"], data["T"], data["side"], data["cell"]) == (LAYERS, HEADS, 16, 16, 1) and data["tokens"][0] == "</script><b>"
+    assert ((data["layers"], data["heads"], data["T"], data["side"], data["cell"]) == (LAYERS, HEADS, 16, 16, 1)
+            and data["tokens"][0] == "</script><b>")
     for layer in range(LAYERS):
         for h in range(HEADS):
             x = 1 + layer * HEADS + h
@@ -516,7 +616,8 @@ def test_the_attention_page(tmp_path):
             weights = np.load(folder / "map-softmax.npy")[layer, h]
             codes = np.array(Image.open(io.BytesIO(base64.b64decode(data["maps"][layer][h]))))
             top = data["tops"][layer][h]
-            assert np.array_equal(codes, attention.encode(weights, False)[0]) and top == pytest.approx(weights.max(), rel=1e-5)
+            assert (np.array_equal(codes, attention.encode(weights, False)[0])
+                    and top == pytest.approx(weights.max(), rel=1e-5))
             large = weights > 1.1 * top / 10**attention.DECADES
             assert decode(codes, top, False)[large] == pytest.approx(weights[large], rel=0.05)
     assert data["mean"]["residual_kurtosis"] == [4, 5] and data["weight_by_distance"][0][0] == [0.25] * 4
@@ -527,11 +628,14 @@ def test_large_maps_are_averaged_in_the_page(tmp_path, monkeypatch):
     folder = attention_folder(tmp_path, T=150)
     [data] = embedded(page.attention_page(results.read(folder), "a"), "attention")["series"]
     assert (data["cell"], data["side"], data["T"]) == (3, 50, 150)
-    assert data["tops"][1][1] == pytest.approx(averaged(np.load(folder / "map-softmax.npy")[1, 1].astype(float), 3).max(), rel=1e-5)
+    weights = np.load(folder / "map-softmax.npy")[1, 1].astype(float)
+    assert data["tops"][1][1] == pytest.approx(averaged(weights, 3).max(), rel=1e-5)
 
 
 def test_an_svg_follows_the_page():
-    drawn = charts.Panel("t", lambda axes: (axes.plot([1, 2], color="black"), axes.text(0, 0, "word", bbox={"facecolor": "white"}), axes.text(1, 1, "x", color="#010101")))
+    drawn = charts.Panel("t", lambda axes: (axes.plot([1, 2], color="black"),
+                                            axes.text(0, 0, "word", bbox={"facecolor": "white"}),
+                                            axes.text(1, 1, "x", color="#010101")))
     text = charts.svg(drawn, "a")
     assert "var(--ink)" in text and "var(--paper)" in text and ">word<" in text and "#010101" in text
     assert not re.search(r"#000000|#ffffff|<metadata|<\?xml", text) and text == charts.svg(drawn, "a")
@@ -543,22 +647,33 @@ def make_run(folder, attn="softmax", steps=30, **flags):
     folder.mkdir(parents=True)
     with open(folder / "metrics.jsonl", "w") as file:
         for step in range(1, steps + 1):
-            line = {"step": step, "tokens": 512 * step, "loss": 3 + 8 / step, "lr": 6e-4, "grad_norm": 0.5 + 1 / step, "ms": 500.0}
+            line = {"step": step, "tokens": 512 * step, "loss": 3 + 8 / step, "lr": 6e-4, "grad_norm": 0.5 + 1 / step,
+                    "ms": 500.0}
             if step % 10 == 0:
                 line |= {"val_loss": 3.5 + 8 / step, "attn_scale": [[0.1, 0, 0.2], [0.3, 0.2, 0.4]]}
             file.write(json.dumps(line) + "\n")
     arguments = {"model": "15M", "attn": attn, "steps": 40, "grad-clip": 1.0, "lr": 6e-4, "out": str(folder)} | flags
-    (folder / "run.json").write_text(json.dumps({"arguments": arguments, "version": "0.2.0", "commit": "abc1234", "processes": 1, "data": {"train": {"files": 1, "tokens": 1000}},
-                                                 "lineage": [{"step": 0, "event": "start", "attn": attn}, {"step": 20, "event": "attn-switch", "from": attn, "attn": "ssmax"}]}))
+    lineage = [{"step": 0, "event": "start", "attn": attn},
+               {"step": 20, "event": "attn-switch", "from": attn, "attn": "ssmax"}]
+    (folder / "run.json").write_text(json.dumps({
+        "arguments": arguments, "version": "0.2.0", "commit": "abc1234", "processes": 1,
+        "data": {"train": {"files": 1, "tokens": 1000}}, "lineage": lineage}))
     return folder
 
 
 @pytest.fixture(scope="session")
 def whole_report(tmp_path_factory):
     root = tmp_path_factory.mktemp("report")
-    folders = [make_run(root / "a"), make_run(root / "b", lr=1e-3), *(folder_of(task, root / task) for task in plot_eval.DRAW)]
+    folders = [make_run(root / "a"), make_run(root / "b", lr=1e-3),
+               *(folder_of(task, root / task) for task in plot_eval.DRAW)]
     write(root / "loss", "loss", loss_rows() + loss_rows(attn="ssmax", start=3.1))
     return report.report(list(map(str, folders)), "Two <runs>")
+
+
+def test_a_loaded_model_has_no_default_shape(tmp_path):
+    folders = [make_run(tmp_path / "a"), make_run(tmp_path / "b", **{"model": "124M", "init-from": "x"})]
+    found = rows_of(report.report(list(map(str, folders)), "t"), "Flags that differ")
+    assert found == [["", "a", "b"], ["--model", "15M", "–"], ["--init-from", "–", "x"]]
 
 
 def rows_of(text, heading):
@@ -570,24 +685,29 @@ def rows_of(text, heading):
 def test_the_report_has_everything(whole_report):
     assert_self_contained(whole_report)
     names = re.findall(r'<h2 id="([^"]+)">', whole_report)
-    assert names == ["runs", "training", "learned-scalars-in-training", "loss-by-length", "loss-by-position", "needle-in-a-haystack", "attention", "learned-scalars", "multiple-choice"]
+    assert names == ["runs", "training", "learned-scalars-in-training", "loss-by-length", "loss-by-position",
+                     "needle-in-a-haystack", "attention", "learned-scalars", "multiple-choice"]
     assert re.findall(r'<a href="#([^"]+)">', whole_report) == names and "<h1>Two &lt;runs&gt;</h1>" in whole_report
-    assert "prefers-color-scheme: dark" in whole_report and "@media print" in whole_report and 'name="viewport"' in whole_report
+    assert ("prefers-color-scheme: dark" in whole_report and "@media print" in whole_report
+            and 'name="viewport"' in whole_report)
 
 
 def test_the_reports_tables(whole_report):
     head, a, b = rows_of(whole_report, ">Runs</h2>")
-    assert dict(zip(head, a))["normalizer"] == "ssmax" and dict(zip(head, a))["steps"] == "30 of 40" and dict(zip(head, a))["tokens"] == "15,360"
-    assert dict(zip(head, a))["validation"] == f"{3.5 + 8 / 30:.4f}" and dict(zip(head, a))["largest gradient norm"] == "1.50"
-    assert dict(zip(head, a))["clipped steps"] == "1" and dict(zip(head, a))["time in steps"] == "15.0 seconds"
+    row = dict(zip(head, a))
+    assert row["normalizer"] == "ssmax" and row["steps"] == "30 of 40" and row["tokens"] == "15,360"
+    assert row["validation"] == f"{3.5 + 8 / 30:.4f}" and row["largest gradient norm"] == "1.50"
+    assert row["clipped steps"] == "1" and row["time in steps"] == "15.0 seconds"
     assert rows_of(whole_report, "Flags that differ") == [["", "a", "b"], ["--lr", "0.0006", "0.001"]]
-    assert "step 20: attn-switch" in re.sub("<[^>]*>", "", whole_report) or "a, step 20: attn-switch" in re.sub("<[^>]*>", "", whole_report)
+    assert "step 20: attn-switch" in re.sub("<[^>]*>", "", whole_report)
     losses_found = rows_of(whole_report, "<h3>Loss, nats per token</h3>")
     assert losses_found[0] == ["", "trained at", "16", "64", "256"]
-    assert losses_found[1:] == [["softmax", "64", "3.0000", "3.1250", "3.2500"], ["ssmax (untrained)", "64", "3.1000", "3.2250", "3.3500"]]
+    assert losses_found[1:] == [["softmax", "64", "3.0000", "3.1250", "3.2500"],
+                                ["ssmax (untrained)", "64", "3.1000", "3.2250", "3.3500"]]
     assert rows_of(whole_report, "<h3>Perplexity</h3>")[1][2] == f"{math.exp(3):.5g}"
     assert rows_of(whole_report, "Needles found, mean over depths")[1][2:] == ["50.0 %", "50.0 %"]
-    assert rows_of(whole_report, ">Multiple choice</h2>")[1] == ["a, softmax", "3", "0.3333 ± 0.0500", "0.6667 ± 0.0500"]
+    assert rows_of(whole_report, ">Multiple choice</h2>")[1] == ["a, softmax", "3", "0.3333 ± 0.0500",
+                                                                 "0.6667 ± 0.0500"]
 
 
 def test_the_best_of_a_column_is_marked(whole_report):
@@ -614,13 +734,16 @@ def trained(tmp_path_factory):
     root = tmp_path_factory.mktemp("trained")
     data = tiny.write_data(root / "data")
     folder, _ = tiny.train(data, root / "run", "--attn", "ssmax-bias", steps=5)
-    (root / "q.jsonl").write_text('{"query": "The cat went", "choices": ["on a dog", "text", "in the house"], "gold": 2}\n' * 3)
+    (root / "q.jsonl").write_text('{"query": "The cat went", "choices": ["on a dog", "text", "in the house"], '
+                                  '"gold": 2}\n' * 3)
     return root, folder
 
 
-FLAGS = {"loss": ["--seq-lens", "16,32,64"], "positions": ["--seq-lens", "16,64"], "needle": ["--seq-lens", "96,128", "--samples", 2, "--digits", 2],
+FLAGS = {"loss": ["--seq-lens", "16,32,64"], "positions": ["--seq-lens", "16,64"],
+         "needle": ["--seq-lens", "96,128", "--samples", 2, "--digits", 2],
          "attention": ["--samples", 3], "scores": [], "choice": []}
-DRAWN = {"loss": "lengths", "positions": "positions", "needle": "needle", "attention": "attention", "scores": "scores", "choice": "choice"}
+DRAWN = {"loss": "lengths", "positions": "positions", "needle": "needle", "attention": "attention", "scores": "scores",
+         "choice": "choice"}
 
 
 def evaluate(trained, task, out, *flags, **how):
@@ -632,14 +755,16 @@ def evaluate(trained, task, out, *flags, **how):
 
 def numbers_drawn(figure):
     """All finite numbers in the lines, images and bars of a figure."""
-    parts = [line.get_ydata() for axes in figure.axes for line in axes.lines] + [axes.images[0].get_array() for axes in figure.axes if axes.images]
+    parts = ([line.get_ydata() for axes in figure.axes for line in axes.lines]
+             + [axes.images[0].get_array() for axes in figure.axes if axes.images])
     parts += [[bar.get_width() for axes in figure.axes for bar in axes.patches]]
     found = np.concatenate([np.ravel(np.ma.filled(part, np.nan)).astype(float) for part in parts])
     return found[np.isfinite(found)]
 
 
 # One of the numbers that each picture must have, from a row of eval.json.
-SHOWN = {"loss": lambda row: row["loss"], "needle": lambda row: 100 * row["depths"][0]["right"], "scores": lambda row: row["layers"][1]["attn_scale"][2],
+SHOWN = {"loss": lambda row: row["loss"], "needle": lambda row: 100 * row["depths"][0]["right"],
+         "scores": lambda row: row["layers"][1]["attn_scale"][2],
          "positions": lambda row: tasks.smooth(row["loss_by_position"])[9], "choice": lambda row: row["acc_norm"],
          "attention": lambda row: row["layers"][0]["residual_largest"]}
 
@@ -656,11 +781,14 @@ def test_what_eval_gpt2_writes_is_drawn(task, trained, tmp_path):
         if task != "attention" and ("attn_scale" in str(row) or task != "scores"):
             assert np.abs(drawn - SHOWN[task](row)).min() < 1e-9, row["attn"]
     if task == "attention":
-        mean = np.mean([SHOWN[task](row) for row in rows if row["attn"] == "softmax1" and row.get("leading_end_of_text") is False and "prompt" in row])
+        plain = [row for row in rows if "prompt" in row and not row["leading_end_of_text"]]
+        mean = np.mean([SHOWN[task](row) for row in plain if row["attn"] == "softmax1"])
         assert np.abs(drawn - mean).min() < 1e-6
         data = embedded(page.attention_page(plot_eval.read([tmp_path])[0], "a"), "attention")["series"]
-        assert [s["label"] for s in data] == ["ssmax-bias", "softmax1 (untrained)"] and data[1]["maps"] != data[0]["maps"]
-        assert len(rows[0]["token_texts"]) == rows[0]["tokens"] and " dog" in "".join(rows[0]["token_texts"]) and "token_texts" not in rows[1]
+        assert ([s["label"] for s in data] == ["ssmax-bias", "softmax1 (untrained)"]
+                and data[1]["maps"] != data[0]["maps"])
+        assert (len(rows[0]["token_texts"]) == rows[0]["tokens"] and " dog" in "".join(rows[0]["token_texts"])
+                and "token_texts" not in rows[1])
         entropy = np.mean([results.number(h["entropy"]) for h in rows[0]["layers"][1]["heads"]])
         assert np.mean(data[0]["first"]["entropy"][1]) == pytest.approx(entropy, rel=1e-5)
 
@@ -672,8 +800,9 @@ def test_eval_gpt2_draws_from_any_folder(trained, tmp_path, monkeypatch):
     assert (tmp_path / "out/lengths.png").read_bytes()[:4] == b"\x89PNG"
 
 
-@pytest.mark.parametrize("missing, said", [("script", "there is no scripts/plot_eval.py"), ("python", "python3: No such file"),
-                                           ("matplotlib", "pip install -r requirements.txt")])
+@pytest.mark.parametrize("missing, said",
+                         [("script", "there is no scripts/plot_eval.py"), ("python", "python3: No such file"),
+                          ("matplotlib", "pip install -r requirements.txt")])
 def test_without_what_pictures_need_the_results_are_complete(missing, said, trained, tmp_path):
     """The program in a folder without .venv, and a PATH with nothing but a Python that has no packages."""
     (root, folder), program = trained, tmp_path / "program"
@@ -684,7 +813,9 @@ def test_without_what_pictures_need_the_results_are_complete(missing, said, trai
     if missing == "matplotlib":
         (tmp_path / "python3").write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
         (tmp_path / "python3").chmod(0o755)
-    words = [program / "eval_gpt2", "--model", folder, "--data", f"{root}/data/*_val_*.bin", "--max-tokens", 64, "--out", tmp_path / "out"]
-    result = subprocess.run([*map(str, words)], capture_output=True, text=True, cwd=tmp_path, env=environment() | {"PATH": str(tmp_path)})
+    words = [program / "eval_gpt2", "--model", folder, "--data", f"{root}/data/*_val_*.bin", "--max-tokens", 64,
+             "--out", tmp_path / "out"]
+    result = subprocess.run([*map(str, words)], capture_output=True, text=True, cwd=tmp_path,
+                            env=environment() | {"PATH": str(tmp_path)})
     assert result.returncode == 0 and said in result.stderr and "eval.json is complete" in result.stderr, result.stderr
     assert (tmp_path / "out/eval.json").exists()

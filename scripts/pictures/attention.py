@@ -11,6 +11,8 @@ from .results import mean, number, numbers
 
 HEAD_KEYS = ("sum", "unspent", "entropy", "first_token", "zeros", "log_z_slope", "log_z_intercept")
 RESIDUAL_KEYS = ("residual_kurtosis", "residual_largest")
+SAME = 1e-6         # sums this close to each other differ by rounding alone
+FEW = 1e-4          # a share of zeros below this is weights that underflow
 
 
 # ---------------------------------------------------------------- means over prompts
@@ -52,8 +54,8 @@ DECADES = 5         # weights are shown from the head's largest down to this man
 
 
 def load_map(series, row):
-    """(maps (layers, heads, side, side), positions per cell, T), not yet read into memory, or None if the row has none or the
-    file is gone. A cell is the mean over the visible weights of cell x cell positions."""
+    """(maps (layers, heads, side, side), positions per cell, T), not yet read into memory, or None if the row has none
+    or the file is gone. A cell is the mean over the visible weights of cell x cell positions."""
     if "map" not in row:
         return None
     path = series.folder / row["map"]
@@ -64,7 +66,8 @@ def load_map(series, row):
     except (OSError, ValueError) as error:
         raise Refused(f"{path}: expected an array of NumPy ({error}). Run eval_gpt2 again.")
     cell, T = int(row["map_cell"]), int(row["tokens"])
-    if maps.ndim != 4 or maps.shape[2:] != (-(-T // cell),) * 2 or maps.shape[:2] != (len(row["layers"]), len(row["layers"][0]["heads"])):
+    side = -(-T // cell)
+    if maps.shape != (len(row["layers"]), len(row["layers"][0]["heads"]), side, side):
         raise Refused(f"{path}: an array of {maps.shape} does not belong to this eval.json. Run eval_gpt2 again.")
     return maps, cell, T
 
@@ -79,7 +82,8 @@ def visible(cell, T):
 
 
 def coarsen(values, cell, T, most):
-    """The map of one head with at most `most` cells a side, and the positions per cell. Means stay means over the visible weights."""
+    """The map of one head with at most `most` cells a side, and the positions per cell. Means stay means over the
+    visible weights."""
     times = -(-len(values) // most)
     if times == 1:
         return np.asarray(values, float), cell
@@ -95,9 +99,9 @@ def coarsen(values, cell, T, most):
 
 
 def encode(values, signed):
-    """(codes, largest |weight|): 0 is a key after the query, 1 (signed: 128) a weight of 0 or below the scale. The others are
-    logarithmic: up to 255 over DECADES; signed ones count from 128 to both sides, 127 steps for as many decades. weight() in
-    attention.js decodes them."""
+    """(codes, largest |weight|): 0 is a key after the query, 1 (signed: 128) a weight of 0 or below the scale. The
+    others are logarithmic: up to 255 over DECADES; signed ones count from 128 to both sides, 127 steps for as many
+    decades. weight() in attention.js decodes them."""
     x = np.where(np.isfinite(values), values, 0.0)
     top = float(np.abs(x).max()) if x.size else 0.0
     if not top > 0 or not math.isfinite(top):
@@ -123,7 +127,8 @@ def palette(signed):
 
 
 def sheet(maps, cell, T, side, gap=2):
-    """An image (height, width, 4) with all heads: a row for each layer, at most `side` pixels a head, and a gap between them."""
+    """An image (height, width, 4) with all heads: a row for each layer, at most `side` pixels a head, and a gap between
+    them."""
     signed = is_signed(maps)
     colors, tiles = palette(signed), []
     for layer in maps:
@@ -151,9 +156,6 @@ def draw_heads(axes, series, key, line=None):
             axes.plot(layers, mean(head_means(with_end, key), 1), color=s.color, linewidth=1.2, linestyle=(0, (4, 2)))
     if line is not None:
         axes.axhline(line, color="black", alpha=charts.MUTED, linestyle=":", linewidth=1.2)
-    low, high = axes.get_ylim()
-    if high - low < 0.01:       # sums that differ by rounding alone
-        axes.set_ylim(low - 0.01, high + 0.01)
     charts.layer_axis(axes, max(len(s.rows[0]["layers"]) for s in series))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.6g}")
 
@@ -165,7 +167,8 @@ def draw_residual(axes, series, key):
             rows = prompts(s, end_of_text)
             if rows:
                 x = residual_means(rows, key)
-                axes.plot(range(len(x)), x, color=s.color, linewidth=width, linestyle=dash, marker="." if not end_of_text else None, label=s.label)
+                axes.plot(range(len(x)), x, color=s.color, linewidth=width, linestyle=dash,
+                          marker="." if not end_of_text else None, label=s.label)
                 values += list(x)
     charts.positive_axis(axes, values, 20)
     charts.layer_axis(axes, max(len(s.rows[0]["layers"]) for s in series))
@@ -180,14 +183,16 @@ def draw_entropy_by_n(axes, series):
     most = max(bins_of(s) for s in series)
     n = [middle(b) for b in range(most)]
     axes.plot(n, np.log(n), color="black", alpha=charts.MUTED, linestyle=":", linewidth=1.2)
-    axes.annotate("ln n, all keys alike", (n[-1], math.log(n[-1])), (-4, 0), textcoords="offset points", ha="right", va="bottom", fontsize=8, alpha=charts.MUTED)
+    axes.annotate("ln n, all keys alike", (n[-1], math.log(n[-1])), (-4, 0), textcoords="offset points", ha="right",
+                  va="bottom", fontsize=8, alpha=charts.MUTED)
     charts.length_axis(axes, [1 << b for b in range(most)], "n (visible keys)")
 
 
 def draw_by_distance(axes, series):
     for s in series:
         x = mean(weights_by_distance(prompts(s, False)).reshape(-1, distances_of(s)))
-        axes.plot(range(len(x)), x, color=s.color, linestyle=s.dash, linewidth=1.7, marker="o", markersize=3.5, label=s.label)
+        axes.plot(range(len(x)), x, color=s.color, linestyle=s.dash, linewidth=1.7, marker="o", markersize=3.5,
+                  label=s.label)
     most = max(map(distances_of, series))
     axes.set_xticks(range(most), ["0–1", *(f"{1 << b:,}" for b in range(1, most))], rotation=45 if most > 9 else 0)
     axes.set_xlabel("distance i − j, in ranges that double")
@@ -220,26 +225,29 @@ def draw_correlation(axes, series):
     for s in series:
         for end_of_text in False, True:
             rows = prompts(s, end_of_text)
-            axes.plot(prompt_means(rows, "sum"), [number(row["perplexity"]) for row in rows], "o", color=s.color, markersize=4.5,
-                      markerfacecolor=s.color if not end_of_text else "none", label=s.label)
-        found = {row["leading_end_of_text"]: number(row["spearman_sum_perplexity"]) for row in s.rows if "spearman_sum_perplexity" in row}
-        texts += [f"{s.label}: " + ", ".join(f"{found[key]:+.2f} {name}" for key, name in ((False, "without"), (True, "with end-of-text"))
-                                             if math.isfinite(found.get(key, math.nan)))] if any(map(math.isfinite, found.values())) else []
+            axes.plot(prompt_means(rows, "sum"), [number(row["perplexity"]) for row in rows], "o", color=s.color,
+                      markersize=4.5, markerfacecolor=s.color if not end_of_text else "none", label=s.label)
+        found = {row["leading_end_of_text"]: number(row["spearman_sum_perplexity"])
+                 for row in s.rows if "spearman_sum_perplexity" in row}
+        finite = [f"{found[key]:+.2f} {name}" for key, name in ((False, "without"), (True, "with end-of-text"))
+                  if math.isfinite(found.get(key, math.nan))]
+        texts += [f"{s.label}: {', '.join(finite)}"] if finite else []
     charts.positive_axis(axes, [number(row["perplexity"]) for s in series for row in s.rows if "prompt" in row])
     axes.set_ylabel("perplexity")
-    axes.set_xlabel("mean row sum" + ("\nSpearman's r: " + "\n".join(texts) if texts and len(series) < 6 else ""), fontsize=9)
+    spearman = "\nSpearman's r: " + "\n".join(texts) if texts and len(series) < 6 else ""
+    axes.set_xlabel("mean row sum (open: with end-of-text)" + spearman, fontsize=9)
     axes.ticklabel_format(axis="x", useOffset=False)
     axes.locator_params(axis="x", nbins=5)
 
 
-def draw_grid(axes, s, key):
-    """A cell for each head."""
-    axes.imshow(head_means(prompts(s, False), key).round(6), cmap="viridis", aspect="auto")
+def draw_grid(axes, values, low, high):
+    """values (layers, heads): a cell for each head."""
+    axes.imshow(values.T, cmap="viridis", aspect="auto", vmin=low, vmax=high)
     axes.grid(False)
     from matplotlib import ticker
     for axis in axes.xaxis, axes.yaxis:
         axis.set_major_locator(ticker.MaxNLocator(integer=True))
-    axes.set(xlabel="head", ylabel="layer")
+    axes.set(xlabel="layer", ylabel="head")
     axes.figure.colorbar(axes.images[0], ax=axes).formatter.set_useOffset(False)
 
 
@@ -253,30 +261,54 @@ def draw_sheet(axes, found):
     axes.grid(False)
 
 
+def all_sums_are_one(series):
+    return all(np.nanmax(np.abs(of_heads(row, "sum") - 1), initial=0) < SAME
+               for s in series for row in s.rows if "prompt" in row)
+
+
+def hardly_any_zeros(series):
+    return all(np.nanmax(head_means(prompts(s, False), "zeros"), initial=0) < FEW for s in series)
+
+
+def left_out(series):
+    """A sentence about the panels that would only show a flat line; empty if there are none."""
+    said = (["all rows sum to 1"] * all_sums_are_one(series)
+            + [f"less than {100 * FEW:g} % of any head's weights are 0"] * hardly_any_zeros(series))
+    return ", and ".join(said).capitalize()
+
+
 def statistic_panels(series):
-    """The panels that have something to show: no zero weights, no panel of them."""
+    """The panels that have something to show; left_out() is about the others."""
     def heads(title, key, line=None):
         return Panel(title, lambda axes: draw_heads(axes, series, key, line))
-    panels = [heads("Sum of a row's weights (1 − sum stays unspent)", "sum", 1), heads("Entropy of a row, nats", "entropy"),
+    panels = [heads("Entropy of a row, nats", "entropy"),
               heads("Share of the weight on the first token", "first_token"),
               heads("Slope of ln Z against ln n", "log_z_slope", 1),
-              Panel("Kurtosis of the residual stream after each layer", lambda axes: draw_residual(axes, series, "residual_kurtosis")),
+              Panel("Kurtosis of the residual stream after each layer",
+                    lambda axes: draw_residual(axes, series, "residual_kurtosis")),
               Panel("Largest |x| in the residual stream", lambda axes: draw_residual(axes, series, "residual_largest")),
               Panel("Entropy by n (band: least to largest head)", lambda axes: draw_entropy_by_n(axes, series)),
               Panel("Weight by distance", lambda axes: draw_by_distance(axes, series))]
-    if any((head_means(prompts(s, False), "zeros") > 0).any() for s in series):
+    if not all_sums_are_one(series):
+        panels.insert(0, heads("Sum of a row's weights (1 − sum stays unspent)", "sum", 1))
+    if not hardly_any_zeros(series):
         panels.append(heads("Share of weights that are exactly 0", "zeros"))
-    if any("spearman_sum_perplexity" in row for s in series for row in s.rows):
-        panels.append(Panel("Row sum and perplexity of the prompts (open: end-of-text)", lambda axes: draw_correlation(axes, series)))
+    sums = [prompt_means([row for row in s.rows if "prompt" in row], "sum") for s in series]
+    if any("spearman_sum_perplexity" in row for s in series for row in s.rows) and max(map(np.ptp, sums)) > SAME:
+        panels.append(Panel("Row sum and perplexity of the prompts", lambda axes: draw_correlation(axes, series)))
     return panels
 
 
 def grid_panels(series):
-    def grid(s, name, key):
-        x = head_means(prompts(s, False), key)
-        return Panel(f"{name}: {s.label}", lambda axes: draw_grid(axes, s, key), max(4.4, 2.2 + 0.2 * x.shape[1]), 1.6 + 0.16 * len(x))
-    return [grid(s, name, key) for name, key in (("Row sum", "sum"), ("Entropy", "entropy")) for s in series
-            if np.ptp(head_means(prompts(s, False), key)) > 1e-5]
+    """Row sums and entropies of all heads, in the same colors for all series."""
+    panels = []
+    for name, key in ("Row sum", "sum"), ("Entropy", "entropy"):
+        values = [head_means(prompts(s, False), key) for s in series]
+        low, high = (pick([pick(x) for x in values]) for pick in (np.nanmin, np.nanmax))
+        panels += [Panel(f"{name}: {s.label}", lambda axes, x=x, low=low, high=high: draw_grid(axes, x, low, high),
+                         height=max(3.7, 1.6 + 0.16 * x.shape[1]))
+                   for s, x in zip(series, values) if high - low > 1e-5]
+    return panels
 
 
 def sheet_panels(series):
@@ -294,9 +326,12 @@ def sheet_panels(series):
 def attention(series, title):
     counted = len(prompts(series[0], False))
     said = f"Means over {counted} prompt{'s' * (counted != 1)}; dashed: with a leading end-of-text token"
-    pictures = [Picture("attention", [*statistic_panels(series), *(grid_panels(series) if len(series) <= 4 else [])], 3, charts.legend_of(series),
-                        title + " · " * bool(title) + said)]
+    missing = left_out(series)
+    panels = statistic_panels(series) + (grid_panels(series) if len(series) <= 4 else [])
+    pictures = [Picture("attention", panels, 3, charts.legend_of(series),
+                        title + " · " * bool(title) + said + f"\n{missing}" * bool(missing))]
     sheets = sheet_panels(series)
     if sheets:
-        pictures.append(Picture("attention-maps", sheets, min(3, len(sheets)), [], title + " · " * bool(title) + "Maps of the first prompt, logarithmic colors"))
+        pictures.append(Picture("attention-maps", sheets, min(3, len(sheets)), [],
+                                title + " · " * bool(title) + "Maps of the first prompt, logarithmic colors"))
     return pictures

@@ -24,7 +24,8 @@ class Panel:
 
 @dataclass
 class Picture:
-    """Panels in rows of `columns`, under a legend of [(label, color, dash)]. A picture has its name's ending in its file name."""
+    """Panels in rows of `columns`, under a legend of [(label, color, dash)]. A picture has its name's ending in its
+    file name."""
     name: str
     panels: list
     columns: int = 2
@@ -77,11 +78,13 @@ def powers_of_two(limit):
 
 
 def positive_axis(axes, values, wide=8):
-    """A logarithmic y axis, labeled in plain numbers, where the finite values span more than a factor of `wide`."""
+    """A logarithmic y axis where the finite values span more than a factor of `wide`. Its labels are plain numbers, or
+    all powers of ten if some are large."""
     from matplotlib import ticker
     values = [x for x in values if math.isfinite(x)]
+    plain = lambda value, _: f"{value:,.10g}"  # noqa: E731
     if not values or min(values) <= 0 or max(values) / min(values) <= wide:
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.5g}")
+        axes.yaxis.set_major_formatter(plain)
         return
     axes.set_yscale("log")
     axis = axes.yaxis
@@ -89,15 +92,15 @@ def positive_axis(axes, values, wide=8):
     axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5) if narrow else (1,)))
     axis.set_minor_locator(ticker.NullLocator() if narrow else ticker.LogLocator(subs=(2, 5)))
     axis.set_minor_formatter(ticker.NullFormatter())
-    axis.set_major_formatter(lambda value, _: f"{value:,.5g}")
+    axis.set_major_formatter(plain if max(values) < 1e7 else ticker.LogFormatterSciNotation())
 
 
 def mark_trained(axes, lengths):
     """A dashed line at each training length."""
     for L in sorted(set(lengths)):
         axes.axvline(L, color="black", alpha=MUTED, linestyle=(0, (4, 3)), linewidth=1, zorder=1)
-        axes.annotate(f"trained at {L:,}", (L, 0.98), (-3, 0), xycoords=("data", "axes fraction"), textcoords="offset points",
-                      rotation=90, ha="right", va="top", fontsize=8, alpha=MUTED, zorder=5)
+        axes.annotate(f"trained at {L:,}", (L, 0.98), (-3, 0), xycoords=("data", "axes fraction"),
+                      textcoords="offset points", rotation=90, ha="right", va="top", fontsize=8, alpha=MUTED, zorder=5)
 
 
 def layer_axis(axes, layers):
@@ -118,7 +121,7 @@ def figure(picture):
     widths = [max(row[i].width for row in rows if i < len(row)) for i in range(columns)]
     heights = [max(panel.height for panel in row) for row in rows]
     lines = -(-len(picture.legend) // legend_columns(picture, sum(widths))) if picture.legend else 0
-    top = 0.3 * bool(picture.title) + 0.24 * lines
+    top = 0.3 * len(picture.title.splitlines()) + 0.24 * lines
     out = plt.figure(figsize=(max(sum(widths), 4), sum(heights) + top), layout="constrained")
     grid = out.add_gridspec(len(rows), columns, width_ratios=widths, height_ratios=heights)
     for i, panel in enumerate(panels):
@@ -127,8 +130,10 @@ def figure(picture):
         axes.set_title(panel.title)
     if picture.legend:
         handles = [Line2D([], [], color=color, linestyle=dash, linewidth=2.5) for _, color, dash in picture.legend]
-        out.legend(handles, [label for label, *_ in picture.legend], loc="outside upper center", frameon=False, title=picture.title or None,
-                   ncols=legend_columns(picture, sum(widths)), title_fontproperties={"weight": "bold", "size": 11})
+        legend = out.legend(handles, [label for label, *_ in picture.legend], loc="outside upper center", frameon=False,
+                            title=picture.title or None, ncols=legend_columns(picture, sum(widths)),
+                            title_fontproperties={"weight": "bold", "size": 11})
+        legend.get_title().set_multialignment("center")
     elif picture.title:
         out.suptitle(picture.title, weight="bold", fontsize=11)
     return out
@@ -169,4 +174,6 @@ def svg(panel, identity):
 
 def decimals(value):
     """A percentage for a cell."""
-    return "" if not np.isfinite(value) else f"{value:.0f}" if abs(value - round(value)) < 0.05 or value >= 10 else f"{value:.1f}"
+    if not np.isfinite(value):
+        return ""
+    return f"{value:.0f}" if abs(value - round(value)) < 0.05 or value >= 10 else f"{value:.1f}"

@@ -1,7 +1,7 @@
 """Reads eval.json, which doc/evaluation.md describes, as series: the rows of one model under one normalizer."""
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -42,8 +42,8 @@ def read(folder):
 
     class Object(dict):
         def __missing__(self, key):
-            raise Refused(f"{path}: expected the key {key!r} in {str(dict(self))[:60]}. Run eval_gpt2 again: this file is "
-                          "incomplete or of another version.")
+            raise Refused(f"{path}: expected the key {key!r} in {str(dict(self))[:60]}. Run eval_gpt2 again: this file "
+                          "is incomplete or of another version.")
     try:
         data = json.loads(path.read_text(), object_hook=Object)
     except OSError as error:
@@ -62,7 +62,8 @@ def read(folder):
             if key[0] not in models:
                 raise Refused(f"{path}: results name the model {key[0]!r}, which is not in \"models\".")
             model = models[key[0]]
-            found[key] = Series(Path(folder), data["task"], *key, key[1] == model["attn"], model["trained_seq_len"], [], data["arguments"])
+            found[key] = Series(Path(folder), data["task"], *key, key[1] == model["attn"], model["trained_seq_len"], [],
+                                data["arguments"])
         found[key].rows.append(row)
     if not found:
         raise Refused(f"{path}: it has no results.")

@@ -1,4 +1,5 @@
-"""The panels of --task loss, positions, needle, scores and choice. Each task ends with the function that arranges its pictures."""
+"""The panels of --task loss, positions, needle, scores and choice. Each task ends with the function that arranges its
+pictures."""
 import math
 
 import numpy as np
@@ -32,7 +33,8 @@ def draw_by_length(axes, series, key):
         values += y
     charts.positive_axis(axes, values)
     charts.mark_trained(axes, {s.L for s in series})
-    charts.length_axis(axes, lengths, "tokens per sequence" + ("" if all(map(math.isfinite, values)) else " (x: not finite)"))
+    charts.length_axis(axes, lengths,
+                       "tokens per sequence" + ("" if all(map(math.isfinite, values)) else " (x: not finite)"))
 
 
 def length_panels(series):
@@ -58,17 +60,17 @@ def smooth(values):
 
 
 def curves(series):
-    """{length: [(series, loss at each position)]}, longest first."""
+    """{length: [(series, loss at each position)]}, shortest first."""
     found = {}
     for s in series:
         for row in s.rows:
             found.setdefault(int(row["seq_len"]), []).append((s, numbers(row["loss_by_position"])))
-    return dict(sorted(found.items(), reverse=True))
+    return dict(sorted(found.items()))
 
 
 def limits(found):
-    """From the least to the largest smoothed loss without the first 64th of the sequences, where losses are high and noisy. The raw
-    numbers may lie outside."""
+    """From the least to the largest smoothed loss without the first 64th of the sequences, where losses are high and
+    noisy. The raw numbers may lie outside."""
     values = np.concatenate([smooth(y)[T // 64:] for T, rows in found.items() for _, y in rows])
     values = values[np.isfinite(values)]
     if not len(values):
@@ -79,12 +81,14 @@ def limits(found):
 
 def draw_positions(axes, rows, T, between):
     for s, y in rows if len(rows) == 1 else []:
-        axes.plot(np.arange(1, len(y) + 1), y, color=s.color, alpha=0.2, linewidth=0.7, marker="." if len(y) < 40 else None, rasterized=len(y) > 1000)
+        axes.plot(np.arange(1, len(y) + 1), y, color=s.color, alpha=0.2, linewidth=0.7,
+                  marker="." if len(y) < 40 else None, rasterized=len(y) > 1000)
     for s, y in rows:
         axes.plot(np.arange(1, len(y) + 1), smooth(y), color=s.color, linestyle=s.dash, linewidth=1.7, label=s.label)
     charts.mark_trained(axes, {s.L for s, _ in rows if s.L <= T})
     above = [x for _, y in rows for x in smooth(y) if x > between[1]]
-    charts.length_axis(axes, [*charts.powers_of_two(T), T], "position" + (f" (axis truncated: earlier ones reach {max(above):.2f})" if above else ""))
+    charts.length_axis(axes, [*charts.powers_of_two(T), T],
+                       "position" + (f" (axis truncated: earlier ones reach {max(above):.2f})" if above else ""))
     axes.set_xlim(0.9, max(T, 2) * 1.05)
     axes.set(ylim=between, ylabel="nats per token")
 
@@ -92,7 +96,8 @@ def draw_positions(axes, rows, T, between):
 def position_panels(series, width=5.4):
     found = curves(series)
     between = limits(found)
-    return [Panel(f"Loss by position, sequences of {T:,} tokens", lambda axes, rows=rows, T=T: draw_positions(axes, rows, T, between), width)
+    return [Panel(f"Loss by position, sequences of {T:,} tokens",
+                  lambda axes, rows=rows, T=T: draw_positions(axes, rows, T, between), width)
             for T, rows in found.items()]
 
 
@@ -112,8 +117,10 @@ def share_right(series):
     """(lengths, depths or [None], percent right (depths, lengths)); NaN where a pair is missing."""
     rows = sorted(series.rows, key=lambda row: row["seq_len"])
     cells = {(row["seq_len"], cell.get("depth")): 100 * number(cell["right"]) for row in rows for cell in row["depths"]}
-    lengths, depths = [row["seq_len"] for row in rows], sorted({depth for _, depth in cells}, key=lambda depth: depth or 0)
-    return lengths, depths, np.array([[cells.get((T, depth), np.nan) for T in lengths] for depth in depths]).reshape(len(depths), len(lengths))
+    lengths = [row["seq_len"] for row in rows]
+    depths = sorted({depth for _, depth in cells}, key=lambda depth: depth or 0)
+    values = np.array([[cells.get((T, depth), np.nan) for T in lengths] for depth in depths])
+    return lengths, depths, values.reshape(len(depths), len(lengths))
 
 
 def draw_found(axes, series):
@@ -131,8 +138,8 @@ def draw_found(axes, series):
     if 0 < inside < len(lengths):
         axes.axvline(inside - 0.5, color="#fefefe", linewidth=2.5)
         axes.axvline(inside - 0.5, color="#010101", linewidth=1, linestyle=(0, (4, 3)))
-        axes.annotate(f"trained at {series.L:,}", (inside - 0.5, 1), (0, 3), xycoords=("data", "axes fraction"), textcoords="offset points",
-                      ha="center", fontsize=8, alpha=charts.MUTED)
+        axes.annotate(f"trained at {series.L:,}", (inside - 0.5, 1), (0, 3), xycoords=("data", "axes fraction"),
+                      textcoords="offset points", ha="center", fontsize=8, alpha=charts.MUTED)
 
 
 def found_panels(series):
@@ -140,7 +147,8 @@ def found_panels(series):
     panels = []
     for s in series:
         lengths, depths, _ = share_right(s)
-        panels.append(Panel(f"{s.label}\n", lambda axes, s=s: draw_found(axes, s), max(3.6, 1.9 + 0.6 * len(lengths)), 1.5 + 0.36 * max(2, len(depths))))
+        panels.append(Panel(f"{s.label}\n", lambda axes, s=s: draw_found(axes, s), max(3.6, 1.9 + 0.6 * len(lengths)),
+                            1.5 + 0.36 * max(2, len(depths))))
     return panels
 
 
@@ -165,12 +173,15 @@ def draw_heads(axes, rows):
     """rows: [(series, row)] of one length."""
     for s, row in rows:
         heads = ranked_heads(row)
-        axes.plot(range(1, len(heads) + 1), [score for score, *_ in heads], color=s.color, linestyle=s.dash, linewidth=1.3, marker="o", markersize=3.5,
-                  label=s.label)
+        axes.plot(range(1, len(heads) + 1), [score for score, *_ in heads], color=s.color, linestyle=s.dash,
+                  linewidth=1.3, marker="o", markersize=3.5, label=s.label)
         for rank, (score, layer, head) in enumerate(heads[:5] if len(rows) == 1 else [], 1):
-            axes.annotate(f"{layer}.{head}", (rank, score), (4, 3), textcoords="offset points", fontsize=7, color=s.color)
-    axes.set(xlabel="rank of the head" + (" (labels: layer.head)" if len(rows) == 1 else ""), ylabel="mean needle score")
-    axes.set_xlim(0, TOP + 1)
+            axes.annotate(f"{layer}.{head}", (rank, score), (4, 3), textcoords="offset points", fontsize=7,
+                          color=s.color)
+    axes.set(xlabel="rank of the head" + (" (labels: layer.head)" if len(rows) == 1 else ""),
+             ylabel="mean needle score")
+    axes.set_xlim(0, max(len(ranked_heads(row)) for _, row in rows) + 1)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
 
 
@@ -186,8 +197,10 @@ def draw_trials(axes, trials):
     """The best score of each trial, ranked, colored by what was answered."""
     ranked = sorted(trials, key=lambda trial: -number(trial["best_score"]))
     for verdict, (color, marker) in VERDICTS.items():
-        points = [(rank, number(trial["best_score"])) for rank, trial in enumerate(ranked, 1) if trial["verdict"] == verdict]
-        axes.plot([x for x, _ in points], [y for _, y in points], marker, color=color, markersize=4.5, linestyle="none", label=f"{verdict}: {len(points)}")
+        points = [(rank, number(trial["best_score"]))
+                  for rank, trial in enumerate(ranked, 1) if trial["verdict"] == verdict]
+        axes.plot([x for x, _ in points], [y for _, y in points], marker, color=color, markersize=4.5, linestyle="none",
+                  label=f"{verdict}: {len(points)}")
     axes.set(xlabel="rank of the trial", ylabel="best needle score")
     axes.set_xlim(0, len(trials) + 1)
     axes.set_ylim(min(0, axes.get_ylim()[0]), max(0.01, axes.get_ylim()[1]))
@@ -197,13 +210,15 @@ def draw_trials(axes, trials):
 
 def trial_panels(series):
     chosen = chosen_lengths(series)
-    return [Panel(f"{s.label}, context {row['seq_len']:,}", lambda axes, row=row: draw_trials(axes, row["trials"]), 4.6, 3.2)
+    return [Panel(f"{s.label}, context {row['seq_len']:,}", lambda axes, row=row: draw_trials(axes, row["trials"]),
+                  4.6, 3.2)
             for s in series for row in sorted(s.rows, key=lambda row: row["seq_len"]) if row["seq_len"] in chosen]
 
 
 def needle(series, title):
     chosen = chosen_lengths(series)
-    return [Picture("needle", found_panels(series), 2 if len(series) > 1 else 1, [], f"{title}: needles found, percent" if title else "Needles found, percent"),
+    return [Picture("needle", found_panels(series), 2 if len(series) > 1 else 1, [],
+                    f"{title}: needles found, percent" if title else "Needles found, percent"),
             Picture("needle-heads", head_panels(series), 2, charts.legend_of(series), title),
             Picture("needle-trials", trial_panels(series), len(chosen), [], title)]
 
@@ -243,7 +258,8 @@ def draw_scales(axes, s, ab):
     for layer, heads in enumerate(ab):
         color = colormaps["viridis"](0.1 + 0.8 * layer / max(1, len(ab) - 1))
         for head, (a1, a2) in enumerate(heads):
-            axes.plot(n, a1 * np.log(n) + a2, color=color, linewidth=0.9, alpha=0.7, label=f"layer {layer}" if head == 0 else None)
+            axes.plot(n, a1 * np.log(n) + a2, color=color, linewidth=0.9, alpha=0.7,
+                      label=f"layer {layer}" if head == 0 else None)
     axes.axhline(1, color="black", alpha=charts.MUTED, linestyle=":", linewidth=1.2)
     axes.annotate("softmax", (1, 1), (2, 3), textcoords="offset points", fontsize=8, alpha=charts.MUTED)
     charts.mark_trained(axes, [s.L])
@@ -259,13 +275,17 @@ def score_panels(series):
     for name in plot.in_order({name for _, values in found for name in values}):
         rows = [(s, values[name]) for s, values in found if name in values]
         if name == "p":
-            panels += [Panel(f"p_n: {s.label}", lambda axes, p=p: plot.draw_p(axes, p, plot.fit_log(p))) for s, p in rows]
+            panels += [Panel(f"p_n: {s.label}", lambda axes, p=p: plot.draw_p(axes, p, plot.fit_log(p)))
+                       for s, p in rows]
         else:
-            panels.append(Panel(f"{name} by layer (points: heads)", lambda axes, rows=rows: draw_scalar(axes, rows)))
+            owner = f": {rows[0][0].label}" if len(rows) == 1 < len(series) else ""
+            panels.append(Panel(f"{name} by layer (points: heads){owner}",
+                                lambda axes, rows=rows: draw_scalar(axes, rows)))
     for s in series:
         ab = fits(s)
         if ab is not None:
-            panels.append(Panel(f"Scale × √d = a1 ln n + a2: {s.label}", lambda axes, s=s, ab=ab: draw_scales(axes, s, ab)))
+            panels.append(Panel(f"Scale × √d = a1 ln n + a2: {s.label}",
+                                lambda axes, s=s, ab=ab: draw_scales(axes, s, ab)))
     return panels
 
 
@@ -288,15 +308,18 @@ def draw_accuracies(axes, series):
     for shift, key, hatch in (-0.2, "acc", ""), (0.2, "acc_norm", "///"):
         values = [number(s.rows[0][key]) for s in series]
         errors = [number(s.rows[0][f"{key}_stderr"]) for s in series]
-        axes.barh(places + shift, values, 0.38, color=[s.color for s in series], hatch=hatch, edgecolor="#ffffff", linewidth=0,
-                  alpha=0.9 if not hatch else 0.6)
-        axes.errorbar(values, places + shift, xerr=np.nan_to_num(errors), fmt="none", ecolor="black", elinewidth=1.2, capsize=3)
+        axes.barh(places + shift, values, 0.38, color=[s.color for s in series], hatch=hatch, edgecolor="#ffffff",
+                  linewidth=0, alpha=0.9 if not hatch else 0.6)
+        axes.errorbar(values, places + shift, xerr=np.nan_to_num(errors), fmt="none", ecolor="black", elinewidth=1.2,
+                      capsize=3)
         for place, value, error in zip(places, values, errors):
             text = f"{value:.3f}" + (f" ± {error:.3f}" if math.isfinite(error) else "")
-            axes.annotate(f"{key} {text}", (value + np.nan_to_num(error), place + shift), (5, 0), textcoords="offset points", va="center", fontsize=8,
+            axes.annotate(f"{key} {text}", (value + np.nan_to_num(error), place + shift), (5, 0),
+                          textcoords="offset points", va="center", fontsize=8,
                           bbox={"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 0.5})
     axes.axvline(chance(series), color="black", alpha=charts.MUTED, linestyle=":", linewidth=1.2)
-    axes.annotate("chance", (chance(series), 0), (3, 2), xycoords=("data", "axes fraction"), textcoords="offset points", fontsize=8, alpha=charts.MUTED)
+    axes.annotate("chance", (chance(series), 0), (3, 2), xycoords=("data", "axes fraction"), textcoords="offset points",
+                  fontsize=8, alpha=charts.MUTED)
     axes.set_yticks(places, [s.label for s in series])
     axes.set(xlim=(0, 1.55), ylim=(len(series) - 0.5, -0.5), xlabel="accuracy")
     axes.set_xticks([0, 0.2, 0.4, 0.6, 0.8, 1])
@@ -306,8 +329,8 @@ def draw_accuracies(axes, series):
 def choice_panels(series, width=5.4):
     questions = sorted({int(number(s.rows[0]["questions"])) for s in series})
     counted = ", ".join(f"{count:,}" for count in questions)
-    return [Panel(f"Multiple choice, {counted} questions (lines: standard error)", lambda axes: draw_accuracies(axes, series),
-                  width, 1.2 + 0.75 * len(series))]
+    return [Panel(f"Multiple choice, {counted} questions (lines: standard error)",
+                  lambda axes: draw_accuracies(axes, series), width, 1.2 + 0.75 * len(series))]
 
 
 def choice(series, title):
