@@ -18,11 +18,14 @@ import draw
 
 ROOT = Path(__file__).resolve().parents[2]
 ALL = os.environ.get("CUDA_BUILD") == "all"
-SOURCES = [path for folder in ("cuda", "attention") for path in sorted((ROOT / folder).iterdir()) if path.suffix in (".cuh", ".cu", ".h")]
+SOURCES = [path for folder in ("cuda", "attention")
+           for path in sorted((ROOT / folder).iterdir()) if path.suffix in (".cuh", ".cu", ".h")]
 
 
 def make(*arguments):
-    return subprocess.run(["make", "-C", ROOT, *map(str, arguments)], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    """Runs make. Each target's output stays in one piece, even if several are built at once."""
+    return subprocess.run(["make", "--output-sync", "-C", ROOT, *map(str, arguments)], text=True, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT)
 
 
 def budgets():
@@ -38,14 +41,16 @@ def budgets():
 
 def kernels():
     """{kernel: file} of all kernels in the programs."""
-    return {name: path.name for path in SOURCES for name in re.findall(r"\bKERNEL void (?:__launch_bounds__\([^()]*(?:\([^()]*\)[^()]*)*\) )?(\w+)\(", path.read_text())}
+    kernel = re.compile(r"\bKERNEL void (?:__launch_bounds__\([^()]*(?:\([^()]*\)[^()]*)*\) )?(\w+)\(")
+    return {name: path.name for path in SOURCES for name in kernel.findall(path.read_text())}
 
 
 def compiled(log):
     """(kernel, the same with template arguments, architecture, registers, bytes of spills) of each kernel in the output
     of ptxas -v."""
     parts = re.split(r"Compiling entry function '(\w+)' for '(sm_\d+)'", log)
-    names = subprocess.run(["c++filt"], input="\n".join(parts[1::3]), text=True, capture_output=True, check=True).stdout.split("\n")
+    names = subprocess.run(["c++filt"], input="\n".join(parts[1::3]), text=True, capture_output=True,
+                           check=True).stdout.split("\n")
     for full, architecture, text in zip(names, parts[2::3], parts[3::3]):
         name = re.match(r"(?:void )?(?:[\w()]+::)*(\w+)[<(]", full).group(1)
         spills = sum(map(int, re.findall(r"(\d+) bytes spill", text.split("Used")[0])))
@@ -74,11 +79,13 @@ def log(tmp_path_factory):
     if ALL:
         other = one_instance("ssmax")
         tests = [f"{build}/cuda/tests/{path.stem}" for path in (ROOT / "dev/tests").glob("test_*.cu")]
-        run = make(*flags, f"{build}/train_gpt2cu", f"{build}/test_gpt2cu", f"{build}/cuda/flash.so", *tests)
+        programs = [f"{build}/{name}cu" for name in ("train_gpt2", "eval_gpt2", "test_gpt2")]
+        run = make(*flags, *programs, f"{build}/cuda/flash.so", *tests)
     else:
         rows = re.findall(r"^FLASH_INSTANCE\((\w+),", (ROOT / "attention/flash_instances.h").read_text(), re.M)
         other = one_instance(*draw.sample(["ssmax", *rows], 1))
-        run = make(*flags, "GPUS=90", *(f"{build}/cuda/{name}" for name in ("train_gpt2.o", "attention/flash.o", "cuda.a")))
+        objects = ("train_gpt2.o", "eval_gpt2.o", "attention/flash.o", "cuda.a")
+        run = make(*flags, "GPUS=90", *(f"{build}/cuda/{name}" for name in objects))
     for build in run, other:
         assert build.returncode == 0, build.stdout[-4000:]
     return run.stdout + other.stdout
@@ -99,7 +106,8 @@ def test_no_spills(log):
     entries = list(compiled(log))
     assert len(entries) > (100 if ALL else 20)
     assert {architecture for _, _, architecture, _, _ in entries} == {"sm_80", "sm_90"}
-    spilled = {(full, architecture): spills for name, full, architecture, _, spills in entries if spills and name in kernels()}
+    spilled = {(full, architecture): spills
+               for name, full, architecture, _, spills in entries if spills and name in kernels()}
     assert not spilled, "bytes of spills"
 
 
