@@ -51,11 +51,12 @@ def gcide(path, known):
         yield group
 
 
-#           name            package                  its files                                              reader
-SOURCES = {"linux-doc":   (r"linux-doc-[\d.]+",     r"usr/share/doc/[^/]+/Documentation/(?!translations/).*\.(rst|txt)\.gz", rst),
-           "perl-doc":    (r"perl-doc",             r"usr/share/perl/.*\.pod",                              pod),
-           "python3-doc": (r"python3\.\d+-doc",     r"usr/share/doc/.*/_sources/.*\.rst\.txt",               rst),
-           "dict-gcide":  (r"dict-gcide",           r"usr/share/dictd/gcide\.dict\.dz",                      gcide)}
+#           name            package              its files, reader
+SOURCES = {"linux-doc":   (r"linux-doc-[\d.]+", r"usr/share/doc/[^/]+/Documentation/(?!translations/).*\.(rst|txt)\.gz",
+                           rst),
+           "perl-doc":    (r"perl-doc",          r"usr/share/perl/.*\.pod",                pod),
+           "python3-doc": (r"python3\.\d+-doc",  r"usr/share/doc/.*/_sources/.*\.rst\.txt", rst),
+           "dict-gcide":  (r"dict-gcide",        r"usr/share/dictd/gcide\.dict\.dz",        gcide)}
 OTHER = "shakespeare"    # data/shakespeare.py's works
 
 
@@ -66,8 +67,8 @@ def run(*command, **options):
     try:
         result = subprocess.run(command, capture_output=True, text=True, **options)
     except FileNotFoundError:
-        raise DataError(INPUT, f"{command[0]}: not found. This script needs apt-get and dpkg-deb, so run it on Debian or "
-                               f"Ubuntu.\n  dpkg-deb alone suffices with --debs.") from None
+        raise DataError(INPUT, f"{command[0]}: not found. This script needs apt-get and dpkg-deb, so run it on Debian "
+                               "or Ubuntu.\n  dpkg-deb alone suffices with --debs.") from None
     if result.returncode:
         raise DataError(INPUT, f"{' '.join(map(str, command))} failed:\n  {result.stderr.strip()[-600:]}")
     return result.stdout
@@ -77,9 +78,11 @@ def find(folder, package):
     """The package's newest .deb file in a folder, NAME_VERSION_ARCHITECTURE.deb, or None."""
 
     def version(path):
-        return [[int(part) if part.isdigit() else part for part in re.split(r"(\d+)", word)] for word in path.name.split("_")[:2]]
+        return [[int(part) if part.isdigit() else part for part in re.split(r"(\d+)", word)]
+                for word in path.name.split("_")[:2]]
 
-    return max((path for path in Path(folder).glob("*.deb") if re.fullmatch(package, path.name.split("_")[0])), key=version, default=None)
+    return max((path for path in Path(folder).glob("*.deb") if re.fullmatch(package, path.name.split("_")[0])),
+               key=version, default=None)
 
 
 def download(name, package):
@@ -94,8 +97,8 @@ def download(name, package):
             try:
                 run("apt-get", "download", "-q", wanted, cwd=folder)
             except DataError as error:
-                raise DataError(INPUT, f"{error}\n  Run apt-get update first. Without a network, pass the folder of the .deb "
-                                       f"files with --debs.") from None
+                raise DataError(INPUT, f"{error}\n  Run apt-get update first. Without a network, pass the folder of "
+                                       "the .deb files with --debs.") from None
             for path in Path(folder).glob("*.deb"):
                 path.replace(cache / path.name)
     return find(cache, package)
@@ -105,8 +108,8 @@ def deb_of(name, folder):
     package = SOURCES[name][0]
     path = find(folder, package) if folder else download(name, package)
     if not path:
-        raise DataError(INPUT, f"{folder or shards.DATA / 'cache/debs'}: no .deb file of {name}, whose name matches {package}.\n"
-                               f"  Download it there, or leave it out of --packages.")
+        raise DataError(INPUT, f"{folder or shards.DATA / 'cache/debs'}: no .deb file of {name}, whose name matches "
+                               f"{package}.\n  Download it there, or leave it out of --packages.")
     return path
 
 
@@ -114,7 +117,8 @@ def files_of(deb, pattern, folder):
     """The package's files that match, unpacked into a folder, in order of their names. Links are not followed."""
     run("dpkg-deb", "-x", str(deb), folder)
     found = [Path(parent, name) for parent, _, names in os.walk(folder) for name in names]
-    return sorted(path for path in found if not path.is_symlink() and re.fullmatch(pattern, str(path.relative_to(folder))))
+    return sorted(path for path in found
+                  if not path.is_symlink() and re.fullmatch(pattern, str(path.relative_to(folder))))
 
 
 # ---- all documents
@@ -160,12 +164,14 @@ def main():
                         help=f"which of {', '.join(SOURCES)} and {OTHER}")
     parser.add_argument("--debs", type=Path, help="folder with the .deb files, instead of downloading them")
     parser.add_argument("--vocab", type=shards.count, default=4096,
-                        help="size of the vocabulary trained on the text with --tokenizer own; end-of-text has the last id")
+                        help="size of the vocabulary trained on the text with --tokenizer own; end-of-text "
+                             "has the last id")
     args = parser.parse_args()
     vocabulary.check_own(parser, args.vocab)
     debs = {name: deb_of(name, args.debs) for name in SOURCES if name in args.packages}
     texts = functools.cache(lambda: all_documents(debs, OTHER in args.packages))
-    settings = sources.settings([sources.File(str(path), path.stat().st_size) for path in debs.values()]) | {OTHER: OTHER in args.packages}
+    settings = (sources.settings([sources.File(str(path), path.stat().st_size) for path in debs.values()])
+                | {OTHER: OTHER in args.packages})
     if args.tokenizer == "own":
         settings |= {"vocab": args.vocab}
         args.tokenizer = vocabulary.own("debian_docs", settings, texts, "all documents")
@@ -173,7 +179,8 @@ def main():
     tokenizer = vocabulary.load(args.tokenizer)
 
     def encode(batch):
-        return [(ids, None, shards.in_validation(text, args.val_fraction)) for text, ids in zip(batch, tokenizer.encode_batch(batch))]
+        return [(ids, None, shards.in_validation(text, args.val_fraction))
+                for text, ids in zip(batch, tokenizer.encode_batch(batch))]
 
     shards.write(args, lambda skip: texts()[skip:], tokenizer, settings, encode=encode)
 

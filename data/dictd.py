@@ -9,7 +9,8 @@ import unicodedata
 import markup
 from shards import INPUT, DataError
 
-DIGITS = {digit: value for value, digit in enumerate("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/")}
+DIGITS = {digit: value
+          for value, digit in enumerate("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/")}
 
 
 def number(text):
@@ -28,25 +29,31 @@ def entries(path):
             word, offset, length = row.split("\t")[:3]
             places.add((number(offset), number(length), word.startswith("00-")))
         except (ValueError, KeyError):
-            raise DataError(INPUT, f"{index.name}: line {line}: expected a headword, an offset and a length, found {row[:80]!r}.") from None
+            raise DataError(INPUT, f"{index.name}: line {line}: expected a headword, an offset and a length, found "
+                                   f"{row[:80]!r}.") from None
     about = {place[:2] for place in places if place[2]}
     with gzip.open(path) as file:
         data = file.read()
-    return [data[offset:offset + length].decode("utf-8", "replace") for offset, length in sorted({place[:2] for place in places} - about)]
+    return [data[offset:offset + length].decode("utf-8", "replace")
+            for offset, length in sorted({place[:2] for place in places} - about)]
 
 
 # ---- GCIDE's notation
 
-ACCENTS = {"'": "\u0301", "`": "\u0300", '"': "\u0308", "^": "\u0302", "~": "\u0303", "=": "\u0304", ".": "\u0307", ",": "\u0327"}
-NAMES = {"ae": "æ", "AE": "Æ", "oe": "œ", "OE": "Œ", "=ae": "ǣ", "deg": "°", "imac": "ī", "thorn": "þ", "eth": "ð", "th": "þ", "root": "√",
-         "sect": "§", "pounds": "£", "aum": "ä", "add": "a", "asl": "à", "udd": "u", "yogh": "ȝ", "ng": "ng", "frac12": "½", "frac14": "¼",
-         "frac34": "¾", "alpha": "α", "beta": "β", "gamma": "γ", "phi": "φ", "Delta": "Δ", "bprime": "'", "?": ""}
+ACCENTS = {"'": "\u0301", "`": "\u0300", '"': "\u0308", "^": "\u0302", "~": "\u0303", "=": "\u0304", ".": "\u0307",
+           ",": "\u0327"}
+NAMES = {"ae": "æ", "AE": "Æ", "oe": "œ", "OE": "Œ", "=ae": "ǣ", "deg": "°", "imac": "ī", "thorn": "þ", "eth": "ð",
+         "th": "þ", "root": "√", "sect": "§", "pounds": "£", "aum": "ä", "add": "a", "asl": "à", "udd": "u",
+         "yogh": "ȝ", "ng": "ng", "frac12": "½", "frac14": "¼", "frac34": "¾", "alpha": "α", "beta": "β", "gamma": "γ",
+         "phi": "φ", "Delta": "Δ", "bprime": "'", "?": ""}
 CODE = re.compile(r"""\[(?:(['`"^~=.,*-])([A-Za-z])|([A-Za-z])(\^)|([A-Za-z]{2,6}\d{0,2}|=ae|\?))\]""")
 SPOKEN = r"""\s*\([^()]*[\["`*?][^()]*\)"""    # a pronunciation, which has accents or marks of stress
-PRONUNCIATION = re.compile(rf"""\\[^\\]*\\(?:,?{SPOKEN})?|(?<=\}}){SPOKEN}|\s*\((?=[^() ]*[\["`*])[^() ]*\)|\s*\([^()]*[\w\]][`*][\w\[][^()]*\)""")
+PRONUNCIATION = re.compile(rf"""\\[^\\]*\\(?:,?{SPOKEN})?|(?<=\}}){SPOKEN}|"""
+                           r"""\s*\((?=[^() ]*[\["`*])[^() ]*\)|\s*\([^()]*[\w\]][`*][\w\[][^()]*\)""")
 STRESS = re.compile(r"""(?<=\w)["`*](?=\w)|(?<=\w)`(?=[ ,.;-])""")
 BRACKETS = re.compile(r"\s*\[[^\[\]]*\]")
-GAPS = [(re.compile(r" +([,.;:)])"), r"\1"), (re.compile(r",{2,}"), ","), (re.compile(r"(?<!\.)\.\.(?!\.)"), ".")]    # left by what went
+# What the words that went left behind.
+GAPS = [(re.compile(r" +([,.;:)])"), r"\1"), (re.compile(r",{2,}"), ","), (re.compile(r"(?<!\.)\.\.(?!\.)"), ".")]
 
 
 def character(match):
@@ -61,7 +68,8 @@ def character(match):
 def gcide(text):
     """The paragraphs of an entry, joined to one text: headword and definitions. Pronunciation, etymology, sources and
     labels of usage, which are all in brackets, go."""
-    text = re.sub(r"(\[(?:1913 Webster|Webster 1913[^\]]*|PJC|WordNet[^\]]*)\])[\s\w'-]*$", r"\1", text)    # the next headwords
+    # A source at the end of a paragraph may be followed by the next headwords.
+    text = re.sub(r"(\[(?:1913 Webster|Webster 1913[^\]]*|PJC|WordNet[^\]]*)\])[\s\w'-]*$", r"\1", text)
     text = STRESS.sub("", CODE.sub(character, PRONUNCIATION.sub(" ", text)))
     while (shorter := BRACKETS.sub("", text)) != text:
         text = shorter

@@ -30,8 +30,8 @@ def is_title(text):
 
 
 def paragraphs(blocks, known):
-    """The prose of (is it a heading?, text) in order, where text is "" for what was left out, without the paragraphs for
-    which known() is true. A heading waits for a paragraph below it."""
+    """The prose of (is it a heading?, text) in order, where text is "" for what was left out, without the paragraphs
+    for which known() is true. A heading waits for a paragraph below it."""
     heading, last, gap = "", "", False    # what has not been yielded; was something left out just before?
     for is_heading, text in [*blocks, (True, "")]:
         text = " ".join(text.split())
@@ -55,12 +55,13 @@ def complete(text, ends):
 # ---- reStructuredText
 
 # directives whose content is no prose; the content of any other is kept, and so are the arguments of those in TITLED
-DROPPED = frozenset("""audit-event audit-event-table c:macro-expansion code code-block contents csv-table currentmodule date
-default-domain doctest figure flat-table graphviz highlight image include index ipython kernel-abi kernel-doc kernel-feat
-kernel-figure kernel-include kernel-render list-table literalinclude math meta module moduleauthor parsed-literal
-productionlist raw replace role sectionauthor sectnum sourcecode table tabularcolumns testcode testoutput testsetup toctree
-unicode""".split())
-TITLED = frozenset("admonition attention caution danger error hint important note seealso sidebar tip todo topic warning".split())
+DROPPED = frozenset("""audit-event audit-event-table c:macro-expansion code code-block contents csv-table currentmodule
+date default-domain doctest figure flat-table graphviz highlight image include index ipython kernel-abi kernel-doc
+kernel-feat kernel-figure kernel-include kernel-render list-table literalinclude math meta module moduleauthor
+parsed-literal productionlist raw replace role sectionauthor sectnum sourcecode table tabularcolumns testcode testoutput
+testsetup toctree unicode""".split())
+TITLED = frozenset("""admonition attention caution danger error hint important note seealso sidebar tip todo topic
+warning""".split())
 DIRECTIVE = re.compile(r"\.\. ([\w:+.-]+?):: ?(.*)|\.\.( |$)|__ ")
 BULLET = re.compile(r"(?:[-*+•]|(?:\d{1,3}|[A-Za-z#])[.)]|\((?:\d{1,3}|[A-Za-z#])\)) +(?=\S)")
 LISTED = re.compile(r"[-*+•] +\S")
@@ -155,10 +156,12 @@ def item(line, width, body):
 
 
 def paragraph(lines, i):
-    """A paragraph, or a term with its definition; without the code that follows a "::". Returns the index after it. Plain
-    text often has lists without a blank line before them."""
+    """A paragraph, or a term with its definition; without the code that follows a "::". Returns the index after it.
+    Plain text often has lists without a blank line before them."""
     end = i + 1
-    while end < len(lines) and lines[end].strip() and not (end == i + 1 and lines[end][0] == " ") and not LISTED.match(lines[end]):
+    while end < len(lines) and lines[end].strip():
+        if end == i + 1 and lines[end][0] == " " or LISTED.match(lines[end]):
+            break
         end += 1
     text, after = " ".join(line.strip() for line in lines[i:end]), end
     if text.endswith("::"):
@@ -208,7 +211,8 @@ def rst(text, known=lambda paragraph: False):
 
 # ---- POD
 
-ENTITIES = {"lt": "<", "gt": ">", "verbar": "|", "sol": "/", "quot": '"', "amp": "&", "eacute": "é", "ouml": "ö", "uuml": "ü"}
+ENTITIES = {"lt": "<", "gt": ">", "verbar": "|", "sol": "/", "quot": '"', "amp": "&", "eacute": "é", "ouml": "ö",
+            "uuml": "ü"}
 
 
 WIDE, NARROW = re.compile(r"([A-Z])<{2,} +(.*?) +(?<!>)>{2,}(?!>)", re.S), re.compile(r"([A-Z])<([^<>]*)>")
@@ -222,7 +226,8 @@ def pod_code(letter, text):
         return ENTITIES.get(text, "")
     if letter == "L":
         name, bar, target = text.partition("|")
-        return name if bar or "://" in name else " in ".join(part.strip('"') for part in reversed(name.split("/", 1)) if part)
+        return (name if bar or "://" in name
+                else " in ".join(part.strip('"') for part in reversed(name.split("/", 1)) if part))
     return text
 
 

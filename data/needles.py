@@ -12,8 +12,8 @@ stands at a random depth, and at the end the question and its answer,
     What is the special magic Tokyo number? The special magic Tokyo number is: 810.
 
 as in the prompts of `eval_gpt2 --task needle --chat raw`. With --questions 3, question and answer stand there three
-times, which teaches a small model to copy after far fewer needles. The sequence starts with end-of-text, and its last tokens
-make way; the number of tokens stays. Sequences in which a document starts are not chosen. Cities come from
+times, which teaches a small model to copy after far fewer needles. The sequence starts with end-of-text, and its last
+tokens make way; the number of tokens stays. Sequences in which a document starts are not chosen. Cities come from
 data/cities.txt. Validation shards are copied unchanged.
 """
 import argparse
@@ -60,13 +60,15 @@ def number(draw, digits):
 
 
 def choose(tokens, first, args, end_of_text, draw):
-    """The offsets of the sequences to change: a random fraction of those that lie in this shard, the first of which starts at `first`."""
+    """The offsets of the sequences to change: a random fraction of those that lie in this shard, the first of which
+    starts at `first`."""
     starts = range(first, len(tokens) - args.seq_len + 1, args.seq_len)
     wanted = round(args.fraction * len(starts))
     able = [at for at in starts if not (tokens[at + 1:at + args.seq_len] == end_of_text).any()]
     if wanted > len(able):
-        raise DataError(USAGE, f"--fraction {args.fraction}: only {len(able):,} of {len(starts):,} sequences of {args.seq_len} tokens have no start "
-                               f"of a document in them.\n  Pass a smaller --fraction or --seq-len.")
+        raise DataError(USAGE, f"--fraction {args.fraction}: only {len(able):,} of {len(starts):,} sequences "
+                               f"of {args.seq_len} tokens have no start of a document in them.\n  Pass a smaller "
+                               "--fraction or --seq-len.")
     return sorted(draw.sample(able, wanted))
 
 
@@ -74,7 +76,8 @@ def with_needles(tokens, first, args, tokenizer, draw, names):
     """A shard's tokens with needles, and how many."""
     places = choose(tokens, first, args, tokenizer.end_of_text, draw)
     facts = [(draw.choice(names), number(draw, args.digits), draw.random()) for _ in places]
-    texts = [text.format(city=city, digits=digits) for city, digits, _ in facts for text in (NEEDLE, NUMBER, NEEDLE_END, QUESTION)]
+    texts = [text.format(city=city, digits=digits) for city, digits, _ in facts
+             for text in (NEEDLE, NUMBER, NEEDLE_END, QUESTION)]
     pieces = tokenizer.encode_batch(texts)
     out = tokens.copy()
     for i, (at, (city, _, depth)) in enumerate(zip(places, facts)):
@@ -82,7 +85,8 @@ def with_needles(tokens, first, args, tokenizer, draw, names):
         needle, tail = np.concatenate([head, digits, end]), np.concatenate([question, digits] * args.questions)
         room = args.seq_len - 1 - len(needle) - len(tail)
         if room < 1:
-            raise DataError(USAGE, f"--seq-len {args.seq_len}: too short, the needle, questions and answers for {city} have {len(needle) + len(tail)} tokens.")
+            raise DataError(USAGE, f"--seq-len {args.seq_len}: too short, the needle, questions and answers for {city} "
+                                   f"have {len(needle) + len(tail)} tokens.")
         hay, before = tokens[at + 1:at + 1 + room], int(room * depth)
         out[at:at + args.seq_len] = np.concatenate([[tokenizer.end_of_text], hay[:before], needle, hay[before:], tail])
     return out, len(places)
@@ -93,18 +97,23 @@ def settings_of(args, sources):
     digest = hashlib.sha256((DATA / "cities.txt").read_bytes())
     for path in (*sources, args.source / "tokenizer.json"):
         digest.update(path.read_bytes())
-    return {"sha256": digest.hexdigest(), "seq_len": args.seq_len, "fraction": args.fraction, "digits": args.digits, "questions": args.questions, "seed": args.seed}
+    return {"sha256": digest.hexdigest(), "seq_len": args.seq_len, "fraction": args.fraction, "digits": args.digits,
+            "questions": args.questions, "seed": args.seed}
 
 
 def flags():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=shards.HelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=shards.HelpFormatter,
+                                     allow_abbrev=False)
     parser.add_argument("source", type=Path, help="folder of a dataset, with its tokenizer.json")
     parser.add_argument("--out", type=Path, required=True, help="folder for the copy")
     parser.add_argument("--seq-len", type=shards.count, default=1024, help="the trainer's --seq-len")
-    parser.add_argument("--fraction", type=shards.fraction, default=0.1, help="fraction of the training sequences that get a needle")
-    parser.add_argument("--digits", type=int, choices=range(1, 19), metavar="1-18", default=7, help="digits of the numbers")
+    parser.add_argument("--fraction", type=shards.fraction, default=0.1,
+                        help="fraction of the training sequences that get a needle")
+    parser.add_argument("--digits", type=int, choices=range(1, 19), metavar="1-18", default=7,
+                        help="digits of the numbers")
     parser.add_argument("--questions", type=shards.count, default=1, help="how often question and answer are repeated")
-    parser.add_argument("--seed", type=int, default=1337, help="for the choice of sequences, cities, numbers and depths")
+    parser.add_argument("--seed", type=int, default=1337,
+                        help="for the choice of sequences, cities, numbers and depths")
     return parser
 
 

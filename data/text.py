@@ -20,8 +20,8 @@ def main():
     files = sources.local_files(args.inputs)
     if sources.one_each(files, args.separator):
         shards.check_count(args, len(files))
-    shards.write(args, lambda skip: sources.documents(files, args.column, args.separator, skip), vocabulary.load(args.tokenizer),
-                 sources.settings(files, args.column, args.separator))
+    shards.write(args, lambda skip: sources.documents(files, args.column, args.separator, skip),
+                 vocabulary.load(args.tokenizer), sources.settings(files, args.column, args.separator))
 
 
 if __name__ == "__main__":

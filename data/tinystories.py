@@ -28,7 +28,8 @@ def stories(files, skip=0):
 
 
 def main():
-    parser = shards.add_flags(argparse.ArgumentParser(description=__doc__.split("\n")[0]), "tinystories", 0.01, tokenizer="own")
+    parser = shards.add_flags(argparse.ArgumentParser(description=__doc__.split("\n")[0]), "tinystories", 0.01,
+                              tokenizer="own")
     parser.add_argument("--vocab", type=shards.count, default=32000,
                         help="size of the trained vocabulary; end-of-text has the last id")
     parser.add_argument("--vocab-documents", type=shards.count, default=500_000,
@@ -41,7 +42,8 @@ def main():
     settings = sources.settings(files)
     if args.tokenizer == "own":
         settings |= {"vocab": args.vocab, "vocab_documents": args.vocab_documents}
-        args.tokenizer = vocabulary.own("tinystories", settings, lambda: itertools.islice(stories(files), args.vocab_documents),
+        args.tokenizer = vocabulary.own("tinystories", settings,
+                                        lambda: itertools.islice(stories(files), args.vocab_documents),
                                         f"the first {args.vocab_documents:,} stories")
     shards.write(args, lambda skip: stories(files, skip), vocabulary.load(args.tokenizer), settings)
 

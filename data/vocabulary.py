@@ -63,11 +63,11 @@ def gpt2_json():
     """GPT-2's tokenizer.json in the format of the `tokenizers` library, which the C programs read too."""
     encoder, merges = gpt2_files()
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    special = {"id": 50256, "content": END_OF_TEXT, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
-               "special": True}
-    model = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
-             "fuse_unk": False, "byte_fallback": False, "ignore_merges": False, "vocab": json.loads(encoder.read_text("utf-8")),
-             "merges": merges.read_text("utf-8").split("\n")[1:-1]}
+    special = {"id": 50256, "content": END_OF_TEXT, "single_word": False, "lstrip": False, "rstrip": False,
+               "normalized": False, "special": True}
+    model = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+             "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
+             "vocab": json.loads(encoder.read_text("utf-8")), "merges": merges.read_text("utf-8").split("\n")[1:-1]}
     whole = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [special], "normalizer": None,
              "pre_tokenizer": byte_level, "post_processor": None, "decoder": byte_level, "model": model}
     return json.dumps(whole, ensure_ascii=False, separators=(",", ":")).encode()
@@ -170,7 +170,8 @@ def wrong_merges(merges, byte_of, ids):
         pair = tuple(merge.split(" ", 1) if isinstance(merge, str) else merge)
         plain = len(pair) == 2 and all(character in byte_of for name in pair for character in name)
         left, right = (bytes(byte_of[character] for character in name) for name in pair) if plain else (b"", b"")
-        if not plain or any(len(name.encode()) > 1024 for name in pair) or not {left, right, left + right} <= ids.keys():
+        plain = plain and not any(len(name.encode()) > 1024 for name in pair)
+        if not plain or not {left, right, left + right} <= ids.keys():
             return [f"expected two tokens whose concatenation is a token, in row {row} of model.merges"]
         if pair in seen:
             return [f"a duplicate pair, in row {row} of model.merges"]
@@ -215,7 +216,8 @@ def load_json(path):
 
     config = path.with_name("tokenizer_config.json")
     config = config.read_bytes() if config.exists() else json.dumps(CONFIG).encode()
-    return Tokenizer(encode_batch, vocab, end_of_text, {"tokenizer.json": path.read_bytes(), "tokenizer_config.json": config})
+    return Tokenizer(encode_batch, vocab, end_of_text,
+                     {"tokenizer.json": path.read_bytes(), "tokenizer_config.json": config})
 
 
 def load(name):

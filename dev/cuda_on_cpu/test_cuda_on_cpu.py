@@ -20,13 +20,15 @@ HERE = Path(__file__).resolve().parent
 CXX = os.environ.get("CXX", "g++")
 FLAGS = ["-std=c++17", "-O1", "-g1", "-Wall", "-Wextra", "-Werror"]
 # for the kernels and the link; the emulator is the same in all three
-BUILDS = {"plain": [], "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"], "race": ["-fsanitize=thread"]}
+BUILDS = {"plain": [], "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"],
+          "race": ["-fsanitize=thread"]}
 EMULATOR = ["blocks.cpp", "runtime.cpp"]
 
 
 def cuda_headers():
     nvcc = shutil.which("nvcc")
-    places = [os.environ.get("CUDA"), nvcc and Path(nvcc).resolve().parents[1], "/usr/local/cuda", HERE.parents[1] / ".cuda/nvidia/cu13"]
+    places = [os.environ.get("CUDA"), nvcc and Path(nvcc).resolve().parents[1], "/usr/local/cuda",
+              HERE.parents[1] / ".cuda/nvidia/cu13"]
     for place in places:
         if place and (Path(place) / "include/cuda_runtime.h").exists():
             return Path(place) / "include"
@@ -39,10 +41,12 @@ def programs(tmp_path_factory):
     include = ["-I", str(HERE), "-isystem", str(cuda_headers())]
 
     def compile(source, output, flags):
-        done = subprocess.run([CXX, *FLAGS, *flags, *include, "-x", "c++", "-c", HERE / source, "-o", folder / output], capture_output=True, text=True)
+        done = subprocess.run([CXX, *FLAGS, *flags, *include, "-x", "c++", "-c", HERE / source, "-o", folder / output],
+                              capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
 
-    jobs = [("test_cuda_on_cpu.cu", build + ".o", flags) for build, flags in BUILDS.items()] + [(source, source + ".o", []) for source in EMULATOR]
+    jobs = ([("test_cuda_on_cpu.cu", build + ".o", flags) for build, flags in BUILDS.items()]
+            + [(source, source + ".o", []) for source in EMULATOR])
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda job: compile(*job), jobs))
     for build, flags in BUILDS.items():
@@ -56,7 +60,8 @@ def run(programs, build, name, defect, settings=""):
     environment = {k: v for k, v in os.environ.items() if not k.startswith("CUDA_ON_CPU_")}
     environment.update({"CUDA_ON_CPU_" + s.split("=")[0]: s.split("=")[1] for s in settings.split()})
     environment.setdefault("CUDA_ON_CPU_THREADS", "2")
-    return subprocess.run([programs / build, name, str(int(defect))], env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run([programs / build, name, str(int(defect))], env=environment, capture_output=True, text=True,
+                          timeout=300)
 
 
 WRONG = r"\d+ wrong"            # some results are
@@ -76,25 +81,32 @@ FOUND = {
     "missing_stream_wait": (WRONG, "plain", LATE),
     "missing_host_wait": (WRONG, "plain", ["STREAMS=late"]),
     "buffer_changed_under_copy": (WRONG, "plain", ["STREAMS=late"]),
-    "diverged_shuffle": (r"EXITED LANE: thread \d+ has exited, .*16 threads wait in __shfl_xor_sync\(mask ffffffff\) at .*cu:\d+: 0-15", "plain", [""]),
-    "shuffles_at_two_places": (r"MISMATCH: .*16 threads wait in __shfl_xor_sync.* at .*: 0-15; 16 threads wait in .*: 16-31", "plain", [""]),
-    "shuffle_meets_vote": (r"MISMATCH: .*16 threads wait in __any_sync.*: 0-15; 16 threads wait in __shfl_xor_sync.*: 16-31", "plain", [""]),
+    "diverged_shuffle": (r"EXITED LANE: thread \d+ has exited, .*16 threads wait in __shfl_xor_sync\(mask ffffffff\) "
+                         r"at .*cu:\d+: 0-15", "plain", [""]),
+    "shuffles_at_two_places": (r"MISMATCH: .*16 threads wait in __shfl_xor_sync.* at .*: 0-15; 16 threads wait "
+                               r"in .*: 16-31", "plain", [""]),
+    "shuffle_meets_vote": (r"MISMATCH: .*16 threads wait in __any_sync.*: 0-15; 16 threads wait in "
+                           r"__shfl_xor_sync.*: 16-31", "plain", [""]),
     "exited_lane": (r"EXITED LANE: ", "plain", ["", "ORDER=reverse"]),
     "lane_not_in_mask": (r"WRONG MASK: lane \d+ calls __shfl_xor_sync at .*:\d+ with the mask 0000ffff", "plain", [""]),
     "shuffle_from_outside_mask": (r"WRONG MASK: lane 15 reads from lane 16", "plain", [""]),
     "partial_warp": (r"EXITED LANE: .*ffff0000", "plain", [""]),
     "barrier_in_branch": (r"MISMATCH: threads of a block wait at different barriers: 40 threads", "plain", [""]),
     "barriers_at_two_places": (r"MISMATCH: threads of a block wait at different barriers: 32 threads", "plain", [""]),
-    "barrier_after_exit": (r"DEADLOCK in block \(0,0,0\): 63 threads wait in __syncthreads at .*: 0-49, 51-63; 1 thread exited: 50", "plain", [""]),
-    "deadlock": (r"DEADLOCK in block \(0,0,0\): 40 threads wait in __syncthreads at .*: 0-39; 24 threads wait in __shfl_xor_sync\(mask ffffffff\)"
-                 r" at .*: 40-63", "plain", [""]),
-    "write_past_dynamic_shared": (r"OUT OF BOUNDS: byte 0 past the end of the 4096 of dynamic shared memory", "plain", [""]),
+    "barrier_after_exit": (r"DEADLOCK in block \(0,0,0\): 63 threads wait in __syncthreads at .*: 0-49, 51-63; 1 "
+                           r"thread exited: 50", "plain", [""]),
+    "deadlock": (r"DEADLOCK in block \(0,0,0\): 40 threads wait in __syncthreads at .*: 0-39; 24 threads wait in "
+                 r"__shfl_xor_sync\(mask ffffffff\) at .*: 40-63", "plain", [""]),
+    "write_past_dynamic_shared": (r"OUT OF BOUNDS: byte 0 past the end of the 4096 of dynamic shared memory", "plain",
+                                  [""]),
     "write_just_past_dynamic_shared": (r"OUT OF BOUNDS: .*dynamic shared memory, 160 bytes", "plain", [""]),
     "write_past_shared_array": (r"OUT OF BOUNDS: .*shared array first \(.*, 160 bytes", "plain", [""]),
     "uninitialized_shared": (WRONG, "plain", [""]),
     "uninitialized_device_memory": (WRONG, "plain", [""]),
-    "read_past_device_memory": (r"OUT OF BOUNDS: .* 0 bytes past the end of the 256 of cudaMalloc number 1", "plain", [""]),
-    "write_just_past_device_memory": (r"OUT OF BOUNDS: .*past the end of the 200 bytes of cudaMalloc number 1", "plain", [""]),
+    "read_past_device_memory": (r"OUT OF BOUNDS: .* 0 bytes past the end of the 256 of cudaMalloc number 1", "plain",
+                                [""]),
+    "write_just_past_device_memory": (r"OUT OF BOUNDS: .*past the end of the 200 bytes of cudaMalloc number 1", "plain",
+                                      [""]),
     "race_between_warps": (RACE, "race", [""]),
     "race_between_blocks": (RACE, "race", [""]),
     "missing_fence": (RACE, "race", [""]),
@@ -114,21 +126,24 @@ FOUND = {
     "grid_too_large": (r"OVER LIMIT: .*a grid of \(1,65536,1\)", "plain", [""]),
     "too_much_shared": (r"OVER LIMIT: .*232449 bytes of dynamic shared memory", "plain", [""]),
     "arrays_too_large": (r"OVER LIMIT: the block's shared arrays take 49168 bytes with second", "plain", [""]),
-    "host_pointer": (r"HOST POINTER: add_one\(float\*, int\), launched at .*: its pointer argument number 1", "plain", [""]),
-    "host_touches_device_memory": (r"HOST ACCESS: the host touches byte 20 of the 128 of cudaMalloc number 1", "plain", ["HIDE=1"]),
+    "host_pointer": (r"HOST POINTER: add_one\(float\*, int\), launched at .*: its pointer argument number 1", "plain",
+                     [""]),
+    "host_touches_device_memory": (r"HOST ACCESS: the host touches byte 20 of the 128 of cudaMalloc number 1", "plain",
+                                   ["HIDE=1"]),
     "stack_overflow": (r"STACK OVERFLOW", "plain", [""]),
     "write_past_local_array": (r"AddressSanitizer: stack-buffer-overflow", "address", [""]),
     "shift_too_far": (r"runtime error: shift exponent 32 is too large", "address", [""]),
 }
 
 # Races, which wrong values may also reveal; the race check finds them in any order of threads.
-RACES = ["missing_barrier", "missing_barrier_after_use", "missing_syncwarp", "missing_copy_wait", "missing_barrier_after_copy",
-         "missing_copy_commit", "wait_for_too_few_groups", "copy_into_tile_in_use", "missing_stream_wait", "missing_host_wait",
-         "buffer_changed_under_copy"]
+RACES = ["missing_barrier", "missing_barrier_after_use", "missing_syncwarp", "missing_copy_wait",
+         "missing_barrier_after_copy", "missing_copy_commit", "wait_for_too_few_groups", "copy_into_tile_in_use",
+         "missing_stream_wait", "missing_host_wait", "buffer_changed_under_copy"]
 
 SETTINGS = [f"ORDER={order} COPY={copy} STREAMS={streams}" for order, copy, streams in itertools.product(
     ("forward", "reverse", "random", "greedy"), ("issue", "wait", "either"), ("once", "late", "any"))]
-SOME = ["", "ORDER=reverse COPY=wait STREAMS=late", "ORDER=random COPY=either STREAMS=any SEED=7", "ORDER=greedy COPY=wait STREAMS=late SEED=3 HIDE=1"]
+SOME = ["", "ORDER=reverse COPY=wait STREAMS=late", "ORDER=random COPY=either STREAMS=any SEED=7",
+        "ORDER=greedy COPY=wait STREAMS=late SEED=3 HIDE=1"]
 
 
 def test_every_defect_is_listed(programs):
@@ -139,7 +154,8 @@ def test_every_defect_is_listed(programs):
 def test_defect_is_found(programs, name):
     message, build, settings = FOUND[name]
     runs = [run(programs, build, name, True, s) for s in settings]
-    assert any(r.returncode != 0 and re.search(message, r.stdout + r.stderr) for r in runs), "\n".join(r.stdout + r.stderr for r in runs)
+    assert any(r.returncode != 0 and re.search(message, r.stdout + r.stderr)
+               for r in runs), "\n".join(r.stdout + r.stderr for r in runs)
 
 
 @pytest.mark.drawn(4)
@@ -177,7 +193,8 @@ def test_only_watched_blocks_are_checked_for_races(programs):
 
 
 def test_settings_are_checked(programs):
-    for settings, message in [("ORDER=backwards", "CUDA_ON_CPU_ORDER=backwards is not one of forward, reverse, random, greedy"),
+    for settings, message in [("ORDER=backwards",
+                               "CUDA_ON_CPU_ORDER=backwards is not one of forward, reverse, random, greedy"),
                               ("THREADS=two", "CUDA_ON_CPU_THREADS=two is not a whole number")]:
         r = run(programs, "plain", "help", 0, settings)
         assert r.returncode != 0 and message in r.stderr
@@ -194,11 +211,13 @@ def test_a_lower_limit_of_shared_memory(programs):
 
 def test_report_counts_bank_conflicts(programs):
     r = run(programs, "plain", "bank_conflicts", True, "REPORT=1")
-    assert re.search(r"ldmatrix 1, bank conflicts 28", r.stderr) and re.search(r"test_cuda_on_cpu.cu:\d+: 28 bank conflicts", r.stderr)
+    assert (re.search(r"ldmatrix 1, bank conflicts 28", r.stderr)
+            and re.search(r"test_cuda_on_cpu.cu:\d+: 28 bank conflicts", r.stderr))
 
 
 def test_the_shared_keyword_is_rejected(programs, tmp_path):
     source = tmp_path / "a.cu"
     source.write_text('#include "gpu_on_cpu.h"\nKERNEL void k() { __shared__ float x[4]; x[0] = 1; }\n')
-    done = subprocess.run([CXX, "-x", "c++", "-std=c++17", "-fsyntax-only", "-I", HERE, "-isystem", cuda_headers(), source], capture_output=True, text=True)
+    done = subprocess.run([CXX, "-x", "c++", "-std=c++17", "-fsyntax-only", "-I", HERE, "-isystem", cuda_headers(),
+                           source], capture_output=True, text=True)
     assert done.returncode != 0 and "use SHARED_ARRAY" in done.stderr

@@ -13,18 +13,22 @@ def entry(dtype, shape, begin, end):
 def safetensors_seeds():
     every = {"__metadata__": {"format": "pt"}, "a.weight": entry("F32", [2, 3], 0, 24), "b": entry("BF16", [4], 24, 32),
              "c": entry("F16", [], 32, 34), "d": entry("F64", [1], 34, 42), "e": entry("I64", [0, 7], 42, 42),
-             "f": entry("I32", [1], 42, 46), "g": entry("U8", [2], 46, 48), "\u00e9\"": entry("BOOL", [1, 1, 1, 1], 48, 49)}
+             "f": entry("I32", [1], 42, 46), "g": entry("U8", [2], 46, 48),
+             "\u00e9\"": entry("BOOL", [1, 1, 1, 1], 48, 49)}
     overlap = {"a": entry("F32", [1], 0, 4), "b": entry("F32", [1], 0, 4)}
     hole = {"a": entry("F32", [1], 0, 4), "b": entry("F32", [1], 8, 12)}
     huge = {"a": entry("F32", [4294967296, 4294967296], 0, 9007199254740991)}
     many = {"h": entry("F32", [1, 1, 1, 1, 1, 1, 1, 1], 0, 4), "i": entry("F32", [0, 0, 0, 0, 0, 0, 0, 0, 0], 4, 4)}
-    wraps = {"a": entry("F32", [2147483648, 8589934592, 0], 0, 0), "b": entry("F32", [3037000500, 3037000500, 1, 3], 0, 0)}
-    for header, size in ((every, 49), (many, 4), (wraps, 0), ({}, 0), (overlap, 8), (hole, 12), (huge, 8), ({"n": entry("F32", [1], 0, 4)}, 4)):
+    wraps = {"a": entry("F32", [2147483648, 8589934592, 0], 0, 0),
+             "b": entry("F32", [3037000500, 3037000500, 1, 3], 0, 0)}
+    for header, size in ((every, 49), (many, 4), (wraps, 0), ({}, 0), (overlap, 8), (hole, 12), (huge, 8),
+                         ({"n": entry("F32", [1], 0, 4)}, 4)):
         text = json.dumps(header, ensure_ascii=False).encode()
         data = bytes(range(size)) if header is not hole else b"\0\0\x80\x7f" * 3
         yield b"h" + text + b"\0" + data
         yield b"r" + struct.pack("<Q", len(text)) + text + data
-    for name in (b"\xc3\xa9", b"\xe2\x82\xac", b"\xf0\x9f\x98\x80", b"\xed\xa0\x80", b"\xf4\x90\x80\x80", b"\\u20ac\\n\\"):
+    for name in (b"\xc3\xa9", b"\xe2\x82\xac", b"\xf0\x9f\x98\x80", b"\xed\xa0\x80", b"\xf4\x90\x80\x80",
+                 b"\\u20ac\\n\\"):
         for cut in range(len(name) + 1):
             yield b'h{"' + name[:cut]
             yield b'h{"' + name[:cut] + b'":7}'
@@ -33,48 +37,58 @@ def safetensors_seeds():
 
 
 def index_seeds():
-    for weight_map in ({"a": "a.safetensors", "b": "b.safetensors"}, {"a": "b.safetensors"}, {"a": "../a"}, {"a": 1}, []):
+    maps = ({"a": "a.safetensors", "b": "b.safetensors"}, {"a": "b.safetensors"}, {"a": "../a"}, {"a": 1}, [])
+    for weight_map in maps:
         yield json.dumps({"metadata": {"total_size": 8}, "weight_map": weight_map}).encode()
 
 
 def manifest_seeds():
     right = {"size": 1, "xxh3_128": "5c7401c0ec22eeeeeaf06c6480b2cd11"}
-    for files in ({"a": right}, {"a": {"size": 2, "xxh3_128": ""}}, {"../a": right}, {"b": right}, {"a": {"size": -1}}, []):
+    for files in ({"a": right}, {"a": {"size": 2, "xxh3_128": ""}}, {"../a": right}, {"b": right}, {"a": {"size": -1}},
+                  []):
         yield json.dumps({"files": files}).encode()
 
 
 def config_seeds():
-    llama = {"model_type": "llama", "vocab_size": 50257, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4,
-             "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32, "hidden_act": "silu", "rms_norm_eps": 1e-5,
+    llama = {"model_type": "llama", "vocab_size": 50257, "hidden_size": 128, "intermediate_size": 352,
+             "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32,
+             "hidden_act": "silu", "rms_norm_eps": 1e-5,
              "max_position_embeddings": 64, "tie_word_embeddings": True, "eos_token_id": 50256, "rope_theta": 10000.0,
              "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
     stages = {"qk": "none", "scale": "logn", "offset": "none", "phi": "exp", "norm": "l1", "post": "none"}
     grouped = {**llama, "num_key_value_heads": 2}
     for normalizer in ({"name": "ssmax", "seq_len": 64, **stages}, {"name": "softmax1", "seq_len": 64},
-                       {"name": "softmax+qk=l2+post=reweight:3", "seq_len": 64}, {"name": "relu2-n+s=0.5"}, {"name": 7}, []):
+                       {"name": "softmax+qk=l2+post=reweight:3", "seq_len": 64}, {"name": "relu2-n+s=0.5"}, {"name": 7},
+                       []):
         yield json.dumps({**llama, "attention_normalizer": normalizer}).encode()
     yield json.dumps(llama).encode()
     yield json.dumps(grouped).encode()
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32, "truncate": True}
-    llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
-    for rope in ({"rope_type": "linear", "factor": 2.5}, {"rope_type": "dynamic", "factor": 1.0}, llama3, yarn, {"rope_type": "longrope"}):
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32,
+            "truncate": True}
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+              "original_max_position_embeddings": 64}
+    for rope in ({"rope_type": "linear", "factor": 2.5}, {"rope_type": "dynamic", "factor": 1.0}, llama3, yarn,
+                 {"rope_type": "longrope"}):
         yield json.dumps({**llama, "rope_parameters": rope}).encode()
         yield json.dumps({**llama, "rope_parameters": None, "rope_scaling": rope}).encode()
     yield json.dumps({**grouped, "head_dim": 48, "rms_norm_eps": 1e-3}).encode()
     yield json.dumps({**grouped, "model_type": "qwen3", "max_window_layers": 4, "use_sliding_window": False}).encode()
-    yield json.dumps({**grouped, "model_type": "attn_gpt", "qk_norm": True, "attention_normalizer": {"name": "ssmax", "seq_len": 64}}).encode()
+    yield json.dumps({**grouped, "model_type": "attn_gpt", "qk_norm": True,
+                      "attention_normalizer": {"name": "ssmax", "seq_len": 64}}).encode()
 
 
 def normalizer_seeds():
-    names = "softmax ssmax ssmax-fixed ssmax-bias ssmax-pn softmax1 identity relu2-n sigmoid-logn-l1 relu-L lssar relu2-512".split()
-    stages = {"qk": "none l2", "scale": "rsqrt-d logn logn-bias pn log:512 log:L logd-logn const:-0.5", "offset": "none -logL -logT -logn",
-              "phi": "exp identity relu relu2 relu6 gelu sigmoid softplus mish", "norm": "l1 l1+0.5 n n2 L T T2 const:7e2 sqrt-half-n none",
+    names = ("softmax ssmax ssmax-fixed ssmax-bias ssmax-pn softmax1 identity relu2-n sigmoid-logn-l1 relu-L "
+             "lssar relu2-512".split())
+    stages = {"qk": "none l2", "scale": "rsqrt-d logn logn-bias pn log:512 log:L logd-logn const:-0.5",
+              "offset": "none -logL -logT -logn", "phi": "exp identity relu relu2 relu6 gelu sigmoid softplus mish",
+              "norm": "l1 l1+0.5 n n2 L T T2 const:7e2 sqrt-half-n none",
               "post": "none negate recenter recenter-l1 reweight:15", "s": "1 -2.5 1e-3"}
     yield from (name.encode() for name in names)
     for stage, values in stages.items():
         yield from (f"{names[i % len(names)]}+{stage}={value}".encode() for i, value in enumerate(values.split()))
-    yield from (b"softmax+norm=l1+0.5+post=negate", b"softmax+qk=l2+scale=logd-logn+phi=softplus", b"ssmax+s=2+fixed", b"softmax+norm=l1+",
-                b"ssmx", b"+")
+    yield from (b"softmax+norm=l1+0.5+post=negate", b"softmax+qk=l2+scale=logd-logn+phi=softplus", b"ssmax+s=2+fixed",
+                b"softmax+norm=l1+", b"ssmx", b"+")
 
 
 def shards_seeds():
@@ -87,7 +101,8 @@ def shards_seeds():
     yield shard(20240520, 1, -1, b"")
     yield shard(20240520, 2, 20, tokens)
     yield shard(20240520, 1, 20, b"\xff\xff" * 20)
-    for mask in (shard(20240521, 1, 20, bytes([0, 1] * 10)), shard(20240521, 1, 19, bytes(19)), shard(20240521, 1, 20, b"\2" * 20)):
+    for mask in (shard(20240521, 1, 20, bytes([0, 1] * 10)), shard(20240521, 1, 19, bytes(19)),
+                 shard(20240521, 1, 20, b"\2" * 20)):
         yield b"m" + struct.pack("<H", 1064) + shard(20240520, 1, 20, tokens) + mask
 
 
@@ -100,15 +115,18 @@ def tokenizer_seeds():
     level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
     digits = {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, level]}
     for merges in (["h e", "t he", "\u0120 the", "\u0120 t", "1 2"], [["h", "e"], ["1", "2"]], ["h e", "h e"], [7], []):
-        whole = {"added_tokens": [{"id": 256 + len(joints), "content": "<|endoftext|>"}], "normalizer": None, "pre_tokenizer": level,
-                 "model": {"type": "BPE", "vocab": vocab, "merges": merges}}
+        whole = {"added_tokens": [{"id": 256 + len(joints), "content": "<|endoftext|>"}], "normalizer": None,
+                 "pre_tokenizer": level, "model": {"type": "BPE", "vocab": vocab, "merges": merges}}
         yield json.dumps(whole, ensure_ascii=False, separators=(",", ":")).encode()
     # as in SmolLM2: digits alone, special tokens first, and no token for some bytes
-    names = ["<|endoftext|>", "<|im_start|>", "<|im_end|> \u00e9", *(alphabet[b] for b in range(256) if b not in (4, 6, 0x27, 0xF1)), *joints]
+    names = ["<|endoftext|>", "<|im_start|>", "<|im_end|> \u00e9",
+             *(alphabet[b] for b in range(256) if b not in (4, 6, 0x27, 0xF1)), *joints]
     added = [{"id": i, "content": name, "special": True} for i, name in enumerate(names[:3])]
     for unknown in (None, "<|endoftext|>"):
-        model = {"type": "BPE", "unk_token": unknown, "vocab": {name: i for i, name in enumerate(names)}, "merges": ["h e", "t he", "1 2"]}
-        yield json.dumps({"added_tokens": added, "normalizer": None, "pre_tokenizer": digits, "model": model}, ensure_ascii=False, separators=(",", ":")).encode()
+        model = {"type": "BPE", "unk_token": unknown, "vocab": {name: i for i, name in enumerate(names)},
+                 "merges": ["h e", "t he", "1 2"]}
+        yield json.dumps({"added_tokens": added, "normalizer": None, "pre_tokenizer": digits, "model": model},
+                         ensure_ascii=False, separators=(",", ":")).encode()
 
 
 SEEDS = {"fuzz_safetensors": safetensors_seeds, "fuzz_index": index_seeds, "fuzz_manifest": manifest_seeds,

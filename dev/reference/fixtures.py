@@ -45,21 +45,25 @@ NO_MODEL = ("lssar+post=reweight:100",      # float32 gradients through two unit
             "softmax-floorlog+scale=floorlog:4")    # differs from softmax only inside attention
 # A learning rate below 0.001 where a high power, or a row with a small sum, lets rounding errors grow from step to
 # step.
-LR = {("gau", "relu-l1"): 0.0003, ("gau", "relu6-l1"): 0.0003, ("gau", "relu2-l1+qk=l2+scale=logd-logn+post=reweight:2"): 0.0003,
+LR = {("gau", "relu-l1"): 0.0003, ("gau", "relu6-l1"): 0.0003,
+      ("gau", "relu2-l1+qk=l2+scale=logd-logn+post=reweight:2"): 0.0003,
       ("h4_kv2", "lssa"): 0.0001, ("gau", "lssar"): 0.0001, ("gau", "sigmoid-logn-l1+post=reweight:15"): 0.0001}
 # Where a gradient is nothing but rounding (p_1's under exp and l1) or comes close to that: a clip so small that the
 # gradient is small compared with AdamW's eps.
 SMALL_CLIP = {"ssmax-pn": 0.01, "softmax": 0.05, "softmax-negated": 0.05, "softmax+post=reweight:3": 0.05}
-ATTENTION_SHAPES = (*((2, 2, 48, T) for T in (1, 2, 3, 4, 33, 64, 257)), *((1, 2, d, T) for d in (64, 128) for T in (64, 257)))
+ATTENTION_SHAPES = (*((2, 2, 48, T) for T in (1, 2, 3, 4, 33, 64, 257)),
+                    *((1, 2, d, T) for d in (64, 128) for T in (64, 257)))
 # The scale of the inputs q and k. With 2, z has a standard deviation of about 1.3 and reaches 6 in both directions.
 # Exceptions: where another scale is needed to get there, to reach relu6's 6, or to reach both ends of sigmoid; and
 # where a row of few keys could have a sum so small that rounding dominates.
-QK_SCALE = {"ssmax-fixed": 1, "ssmax-pn": 4, "ssmax-pn+phi=softplus+norm=n+s=0.5+fixed": 4, "sigmoid": 3, "sigmoid-logn": 3,
-            "relu6-l1": 4, "relu-l1": 4, "relu2-l1": 3, "mish-l1": 2.5, "identity-l1": 3, "identity-l1+post=recenter-l1": 3}
+QK_SCALE = {"ssmax-fixed": 1, "ssmax-pn": 4, "ssmax-pn+phi=softplus+norm=n+s=0.5+fixed": 4, "sigmoid": 3,
+            "sigmoid-logn": 3, "relu6-l1": 4, "relu-l1": 4, "relu2-l1": 3, "mish-l1": 2.5, "identity-l1": 3,
+            "identity-l1+post=recenter-l1": 3}
 # Grouped-query attention (fewer key-value heads than heads), alone and in models, some with a head size that is not
 # channels/heads.
 GROUPED = ("softmax", "ssmax", "lssar", "softmax-recentered", "sigmoid", "softmax-sink")
-GROUPED_SHAPES = ((2, 4, 2, 48, 1), (2, 4, 2, 48, 33), (2, 4, 2, 48, 64), (1, 3, 1, 64, 33), (1, 8, 2, 128, 65))    # B, heads, kv_heads, head_size, T
+# B, heads, kv_heads, head_size, T.
+GROUPED_SHAPES = ((2, 4, 2, 48, 1), (2, 4, 2, 48, 33), (2, 4, 2, 48, 64), (1, 3, 1, 64, 33), (1, 8, 2, 128, 65))
 # Models: shape, a clip among the gradient norms, (normalizer, T).
 HEAD_MODELS = {
     "h4_kv2": ("layers=2,heads=4,kv_heads=2,channels=64,ffn=112,vocab=97,tied=1", 5,
@@ -67,9 +71,11 @@ HEAD_MODELS = {
     "h3_kv1_d24_eps": ("layers=2,heads=3,kv_heads=1,head_dim=24,channels=64,ffn=112,norm_eps=0.05,vocab=97,tied=0", 4.8,
                        (("softmax", 33), ("ssmax", 33))),
     "h2_kv2_d48": ("layers=1,heads=2,head_dim=48,channels=32,ffn=88,vocab=97,tied=1", 3, (("softmax", 33),)),
-    "qk_norm": ("layers=2,heads=2,channels=64,ffn=112,qk_norm=1,vocab=97,tied=1", 4, (("softmax", 1), ("softmax", 33), ("relu2-n", 33))),
-    "qk_norm_h4_kv2": ("layers=2,heads=4,kv_heads=2,head_dim=24,channels=64,ffn=112,norm_eps=0.05,qk_norm=1,vocab=97,tied=0", 4.8,
-                       (("ssmax", 33),))}
+    "qk_norm": ("layers=2,heads=2,channels=64,ffn=112,qk_norm=1,vocab=97,tied=1", 4,
+                (("softmax", 1), ("softmax", 33), ("relu2-n", 33))),
+    "qk_norm_h4_kv2": (
+        "layers=2,heads=4,kv_heads=2,head_dim=24,channels=64,ffn=112,norm_eps=0.05,qk_norm=1,vocab=97,tied=0", 4.8,
+        (("ssmax", 33),))}
 # A high power makes almost every row of two to four keys one-hot, with nothing but rounding in its gradient; among many
 # rows a few are not.
 HIGH_POWERS = ("lssar", "lssar+post=reweight:100", "sigmoid-logn-l1+post=reweight:15")
@@ -151,17 +157,18 @@ def cases():
                     steps = 10 if T > 1 and vocab == 97 or T == 33 and attn == "ssmax" else 0
                     clip = CLIP.get((vocab if vocab > 97 else attn if attn == "relu2-n" else "softmax", T))
                     yield case(f"{attn}_{'tied' if tied else 'untied'}_v{vocab}_T{T}", "model",
-                               model=f"layers=2,{shape},vocab={vocab},tied={tied}", attn=attn, L=64, B=2, T=T, steps=steps,
-                               **(dict(lr=0.001, clip=clip, weight_decay=0.1) if steps else {}))
+                               model=f"layers=2,{shape},vocab={vocab},tied={tied}", attn=attn, L=64, B=2, T=T,
+                               steps=steps, **(dict(lr=0.001, clip=clip, weight_decay=0.1) if steps else {}))
     for block, (model, clip) in BLOCKS.items():
         for attn in NORMALIZERS:
             if attn not in NO_MODEL and (block == "gau" or attn not in FIRST):
                 lr, clip_here = LR.get((block, attn), 0.001), SMALL_CLIP.get(attn, clip)
-                yield case(f"{attn}_{block}_T33", "model", model=model, attn=attn, L=64, B=2, T=33, steps=10, lr=lr, clip=clip_here,
-                           weight_decay=0.1)
+                yield case(f"{attn}_{block}_T33", "model", model=model, attn=attn, L=64, B=2, T=33, steps=10, lr=lr,
+                           clip=clip_here, weight_decay=0.1)
     for name, (model, clip, pairs) in HEAD_MODELS.items():
         for attn, T in pairs:
-            steps = dict(steps=10, lr=LR.get((name, attn), 0.001), clip=clip, weight_decay=0.1) if T > 1 else dict(steps=0)
+            steps = (dict(steps=0) if T == 1
+                     else dict(steps=10, lr=LR.get((name, attn), 0.001), clip=clip, weight_decay=0.1))
             yield case(f"{attn}_{name}_T{T}", "model", model=model, attn=attn, L=64, B=2, T=T, **steps)
     for N, C in (1, 8), (5, 96), (33, 48):
         yield case(f"rmsnorm_N{N}_C{C}", "rmsnorm", N=N, C=C)
@@ -180,18 +187,19 @@ def cases():
         for B, heads, head_size, T in ATTENTION_SHAPES:
             L = 257 if attn.startswith("ssmax-pn") else 64
             B = 16 if attn in HIGH_POWERS and 1 < T <= 4 else B
-            yield case(f"attention_{attn}_T{T}_d{head_size}", "attention", attn=attn, scale=QK_SCALE.get(attn, 2), L=L, B=B, T=T,
-                       heads=heads, head_size=head_size)
+            yield case(f"attention_{attn}_T{T}_d{head_size}", "attention", attn=attn, scale=QK_SCALE.get(attn, 2), L=L,
+                       B=B, T=T, heads=heads, head_size=head_size)
     for attn in GROUPED:
         for B, heads, kv_heads, head_size, T in GROUPED_SHAPES:
-            yield case(f"attention_{attn}_T{T}_d{head_size}_h{heads}_kv{kv_heads}", "attention", attn=attn, scale=QK_SCALE.get(attn, 2), L=64,
-                       B=B, T=T, heads=heads, kv_heads=kv_heads, head_size=head_size)
+            yield case(f"attention_{attn}_T{T}_d{head_size}_h{heads}_kv{kv_heads}", "attention", attn=attn,
+                       scale=QK_SCALE.get(attn, 2), L=64, B=B, T=T, heads=heads, kv_heads=kv_heads, head_size=head_size)
     for N, weight_decay in (1, 0), (1000, 0.1):
         yield case(f"adamw_N{N}", "adamw", N=N, steps=5, lr=0.01, weight_decay=weight_decay)
 
 
 def cases_text():
-    lines = ["# The cases that models.safetensors and layers.safetensors answer; written by fixtures.py, see ../README.md."]
+    lines = ["# The cases that models.safetensors and layers.safetensors answer; "
+             "written by fixtures.py, see ../README.md."]
     return "\n".join(lines + [" ".join(f"{key}={value}" for key, value in case.items()) for case in cases()]) + "\n"
 
 
@@ -200,8 +208,8 @@ def cases_text():
 def model_config(case):
     shape = dict(pair.split("=") for pair in case["model"].split(","))
     block, tied, eps = shape.pop("block", "llama"), shape.pop("tied") == "1", float(shape.pop("norm_eps", 1e-5))
-    return reference.Config(**{key: int(value) for key, value in shape.items()}, block=block, tied=tied, norm_eps=eps, attn=case["attn"],
-                            L=int(case["L"]))
+    return reference.Config(**{key: int(value) for key, value in shape.items()}, block=block, tied=tied, norm_eps=eps,
+                            attn=case["attn"], L=int(case["L"]))
 
 
 def batch(case, step, vocab):
@@ -247,7 +255,8 @@ def backward(function, inputs, shape, dtype=torch.float64):
 
 
 def run_rmsnorm(N, C, eps=1e-5):
-    return backward(lambda x, weight: reference.rmsnorm(x, weight, eps), {"x": values("x", (N, C), scale=2), "weight": values("weight", (C,), 1.0, 0.3)}, (N, C))
+    return backward(lambda x, weight: reference.rmsnorm(x, weight, eps),
+                    {"x": values("x", (N, C), scale=2), "weight": values("weight", (C,), 1.0, 0.3)}, (N, C))
 
 
 def run_rope(B, T, heads, head_size):
@@ -260,7 +269,8 @@ def run_swiglu(N):
 
 
 def run_matmul(N, C, OC):
-    return backward(lambda x, weight: x @ weight.T, {"x": values("x", (N, C)), "weight": parameter("weight", (OC, C))}, (N, OC))
+    return backward(lambda x, weight: x @ weight.T, {"x": values("x", (N, C)), "weight": parameter("weight", (OC, C))},
+                    (N, OC))
 
 
 def run_embedding(N, C, vocab):
@@ -275,8 +285,10 @@ def run_crossentropy(N, vocab, scale):
 
 
 def run_attention(attn, scale, L, B, T, heads, head_size, kv_heads=None, dtype=torch.float64):
-    normalizer, shape, kv_shape = reference.parse_normalizer(attn), (B, T, heads, head_size), (B, T, kv_heads or heads, head_size)
-    inputs = {"q": values("q", shape, scale=scale), "k": values("k", kv_shape, scale=scale), "v": values("v", kv_shape, scale=2)}
+    normalizer = reference.parse_normalizer(attn)
+    shape, kv_shape = (B, T, heads, head_size), (B, T, kv_heads or heads, head_size)
+    inputs = {"q": values("q", shape, scale=scale), "k": values("k", kv_shape, scale=scale),
+              "v": values("v", kv_shape, scale=2)}
     inputs.update({name: parameter(name, size) for name, size in reference.scalar_shapes(normalizer, heads, L).items()})
     start = reference.scalars_at_start(normalizer, heads, L, dtype)
 

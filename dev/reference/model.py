@@ -10,9 +10,9 @@ T the length of the sequence, and L the length with which the model was trained:
   5. post          a change of the row A_i
 The output is sum_j A_ij v_j. A row whose Z (or sum of weights in post) is 0 has output 0 and gradient 0.
 
-[SSMax] Nakanishi, "Scalable-Softmax Is Superior for Attention"; [LSSA] Gao and Spratling, "Softplus Attention with Re-weighting
-Boosts Length Extrapolation in Large Language Models"; [GAU] Su, kexue.fm 9019; [Softer-Max] "Softer-Max, not Softmax";
-softmax-sink is gpt-oss's, arXiv 2508.10925; softmax-floorlog Llama 4's; softpick arXiv 2504.20966."""
+[SSMax] Nakanishi, "Scalable-Softmax Is Superior for Attention"; [LSSA] Gao and Spratling, "Softplus Attention with
+Re-weighting Boosts Length Extrapolation in Large Language Models"; [GAU] Su, kexue.fm 9019; [Softer-Max] "Softer-Max,
+not Softmax"; softmax-sink is gpt-oss's, arXiv 2508.10925; softmax-floorlog Llama 4's; softpick arXiv 2504.20966."""
 
 import math
 import re
@@ -129,7 +129,8 @@ STAGES = {      # the values of each stage
 
 
 def parse_normalizer(text):
-    """`NAME[+stage=value...][+s=X][+fixed]`. A `+` starts an override only before one of those words. ValueError otherwise."""
+    """`NAME[+stage=value...][+s=X][+fixed]`. A `+` starts an override only before one of those words. ValueError
+    otherwise."""
     name, *overrides = re.split(rf"\+(?=(?:{'|'.join(STAGES)})=|fixed(?:\+|$))", text)
     if name not in PRESETS:
         raise ValueError(f"{text}: no normalizer {name!r}; expected one of {' '.join(PRESETS)}")
@@ -282,7 +283,8 @@ def attention(q, k, v, normalizer, L, scalars, first=None, trace=None):
         visible = visible & (torch.arange(T) >= first[:, None, :, None])
     if normalizer.qk == "l2":
         q, k = (over(x, torch.linalg.vector_norm(x, dim=-1, keepdim=True)) for x in (q, k))
-    z = scale_of_row(normalizer.scale, n, d, L, scalars) * (q @ k.transpose(-1, -2)) + offset_of_row(normalizer.offset, n, L)
+    z = (scale_of_row(normalizer.scale, n, d, L, scalars) * (q @ k.transpose(-1, -2))
+         + offset_of_row(normalizer.offset, n, L))
     how = visible, normalizer.norm, n, L, normalizer.phi, scalars.get("sink")
     A = posted(normalized(z, *how), visible, normalizer.post, n)
     if trace is not None:
@@ -298,8 +300,8 @@ def rmsnorm(x, weight, eps=1e-5):
 
 
 def rope_frequencies(scaling, T, d, L, dtype):
-    """The d/2 rotations per position of a text of T tokens, and the factor of cos and sin. scaling: none, linear:FACTOR,
-    ntk, llama3:FACTOR:LOW:HIGH:ORIGINAL or yarn:FACTOR:ORIGINAL."""
+    """The d/2 rotations per position of a text of T tokens, and the factor of cos and sin. scaling: none,
+    linear:FACTOR, ntk, llama3:FACTOR:LOW:HIGH:ORIGINAL or yarn:FACTOR:ORIGINAL."""
     name, *numbers = scaling.split(":")
     numbers = [float(number) for number in numbers]
     i = torch.arange(d // 2, dtype=dtype)
@@ -462,12 +464,13 @@ def llama_layer(x, parameters, layer, config, trace=None):
 
 
 def gau_layer(x, parameters, layer, config, trace=None):
-    """x + Wo (U * A V) with h = rmsnorm(x), U, V, Z = silu(Wu h), silu(Wv h), silu(Wz h); q and k are Z with a gain and an offset
-    for each of its 128 elements, and RoPE ([GAU])."""
+    """x + Wo (U * A V) with h = rmsnorm(x), U, V, Z = silu(Wu h), silu(Wv h), silu(Wz h); q and k are Z with a gain and
+    an offset for each of its 128 elements, and RoPE ([GAU])."""
     of_unit = lambda name: parameters[f"{layer}gau.{name}"]
     h = rmsnorm(x, parameters[layer + "input_layernorm.weight"], config.norm_eps)
     U, V, Z = (silu(h @ of_unit(f"{name}_proj.weight").T) for name in "uvz")
-    q, k = (rope(Z * of_unit(f"{name}_gain") + of_unit(f"{name}_offset"), config.rope_scaling, config.L) for name in "qk")
+    q, k = (rope(Z * of_unit(f"{name}_gain") + of_unit(f"{name}_offset"), config.rope_scaling, config.L)
+            for name in "qk")
     scalars = attention_scalars(parameters, layer + "gau.", config)
     AV = attention(q[:, None], k[:, None], V[:, None], config.normalizer, config.L, scalars, trace=trace)[:, 0]
     return x + (U * AV) @ of_unit("o_proj.weight").T
@@ -505,7 +508,8 @@ class AdamW:
     parameters in place."""
 
     def __init__(self, parameters, weight_decay, beta1=0.9, beta2=0.95, eps=1e-8):
-        self.parameters, self.weight_decay, self.beta1, self.beta2, self.eps = parameters, weight_decay, beta1, beta2, eps
+        self.parameters, self.weight_decay = parameters, weight_decay
+        self.beta1, self.beta2, self.eps = beta1, beta2, eps
         self.exp_avg = {name: torch.zeros_like(p) for name, p in parameters.items()}
         self.exp_avg_sq = {name: torch.zeros_like(p) for name, p in parameters.items()}
         self.steps = 0

@@ -6,8 +6,9 @@ compares their output.
     dev/tests/compare_builds.py --cuda OLD NEW      also train_gpt2cu_on_cpu
     dev/tests/compare_builds.py -k WORD OLD NEW     only the cases whose program or name contains WORD
 
-Per case: the hashes of model.safetensors and optimizer.safetensors of every checkpoint, the numbers in metrics.jsonl that do not
-depend on time, samples.txt, and eval.json. Bits are expected to be equal if both trees are built with the same compiler and with
+Per case: the hashes of model.safetensors and optimizer.safetensors of every checkpoint, the numbers in metrics.jsonl
+that do not depend on time, samples.txt, and eval.json. Bits are expected to be equal if both trees are built with
+the same compiler and with
 
     make OPT='-O1 -ffp-contract=off' CU_OPT='-O1 -ffp-contract=off' WHAT=...
 
@@ -28,10 +29,10 @@ from trainer import environment, make_data, tokens, write_shard
 
 TIMES = ("ms", "tok_per_s", "mfu", "gpu_memory_gb", "ms_by_phase")
 MODELS = {"llama": "layers=2,heads=2,channels=32,ffn=48,vocab=97", "gau": "layers=2,channels=32,vocab=97,block=gau"}
-NORMALIZERS = ("softmax", "ssmax", "ssmax-bias", "ssmax-pn", "softmax1", "softmax-sink", "lssa", "lssar", "softmax-recentered",
-               "softmax-recentered-l1", "relu2-n", "sigmoid", "gelu-l1", "softpick")
-BASE = ("--batch", 4, "--seq-len", 32, "--steps", 6, "--warmup", 2, "--val-tokens", 300, "--val-every", 3, "--ckpt-every", 3,
-        "--keep", 0, "--lr", "3e-3")
+NORMALIZERS = ("softmax", "ssmax", "ssmax-bias", "ssmax-pn", "softmax1", "softmax-sink", "lssa", "lssar",
+               "softmax-recentered", "softmax-recentered-l1", "relu2-n", "sigmoid", "gelu-l1", "softpick")
+BASE = ("--batch", 4, "--seq-len", 32, "--steps", 6, "--warmup", 2, "--val-tokens", 300, "--val-every", 3,
+        "--ckpt-every", 3, "--keep", 0, "--lr", "3e-3")
 
 
 def cases(cuda):
@@ -51,8 +52,10 @@ def cases(cuda):
     yield "packed documents", 1, [[*model, "--pack", "example"]]
     yield "masks", 1, [[*model, "--train-data", "masked/*_train_*.bin", "--val-data", "masked/*_val_*.bin"]]
     yield "switch mid-run", 1, [[*model, "--attn-switch", "4:ssmax-bias"]]
-    yield "switch on resuming", 1, [[*model, "--steps", 3], [*model, "--steps", 6, "--resume", "--attn-switch", "3:lssar"]]
-    yield "resume", 1, [[*model, "--attn", "ssmax", "--steps", 3], [*model, "--attn", "ssmax", "--steps", 6, "--resume"]]
+    yield "switch on resuming", 1, [[*model, "--steps", 3],
+                                    [*model, "--steps", 6, "--resume", "--attn-switch", "3:lssar"]]
+    yield "resume", 1, [[*model, "--attn", "ssmax", "--steps", 3],
+                        [*model, "--attn", "ssmax", "--steps", 6, "--resume"]]
     yield "samples", 1, [[*model, "--attn", "ssmax", "--sample-every", 2]]
     yield "samples gau", 1, [["--model", MODELS["gau"], "--attn", "lssar", "--sample-every", 2]]
     yield "cosine, no decay", 1, [[*model, "--schedule", "cosine", "--weight-decay", 0]]
@@ -67,7 +70,8 @@ def cases(cuda):
 def run(words, where, ranks=1, launch=None):
     if ranks > 1:
         words = [launch, ranks, *words]
-    done = subprocess.run([str(w) for w in words], cwd=where, env=environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    done = subprocess.run([str(w) for w in words], cwd=where, env=environment(), stdin=subprocess.DEVNULL,
+                          capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(map(str, words))}\n{done.stdout[-1000:]}{done.stderr[-2000:]}")
 
@@ -86,24 +90,27 @@ def evaluate(tree, out, where, more):
     """The losses of the newest checkpoint under its own normalizer and under softmax, also beyond the training
     length."""
     folder = max(Path(out).glob("ckpt/step-*"))
-    run([tree / "eval_gpt2", "--model", folder, "--data", "data/*_val_*.bin", "--seq-lens", "16,32,64", "--attn", "softmax",
-         "--task", "positions", "--max-tokens", 300, "--out", out / "eval", *more], where)
+    run([tree / "eval_gpt2", "--model", folder, "--data", "data/*_val_*.bin", "--seq-lens", "16,32,64",
+         "--attn", "softmax", "--task", "positions", "--max-tokens", 300, "--out", out / "eval", *more], where)
     return json.loads((out / "eval/eval.json").read_text())["results"]
 
 
 def losses(found):
-    return [line["loss"] for line in found["metrics.jsonl"]] + [line["val_loss"] for line in found["metrics.jsonl"] if "val_loss" in line]
+    lines = found["metrics.jsonl"]
+    return [line["loss"] for line in lines] + [line["val_loss"] for line in lines if "val_loss" in line]
 
 
 def result_of(tree, program, case, where):
     name, ranks, runs = case
     out = Path("out")
     for flags in runs:
-        words = [tree / program, "--train-data", "data/*_train_*.bin", "--val-data", "data/*_val_*.bin", *BASE, "--out", out, *flags]
+        words = [tree / program, "--train-data", "data/*_train_*.bin", "--val-data", "data/*_val_*.bin", *BASE,
+                 "--out", out, *flags]
         run(words, where, ranks, tree / "scripts/launch.sh")
     found = written(where / out)
     if program == "train_gpt2" and ranks == 1:
-        found["eval.json"] = evaluate(tree, where / out, where, ["--pn-extrapolate", "log"] if "ssmax-pn" in name else [])
+        found["eval.json"] = evaluate(tree, where / out, where,
+                                      ["--pn-extrapolate", "log"] if "ssmax-pn" in name else [])
     return found
 
 

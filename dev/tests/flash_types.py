@@ -5,7 +5,8 @@ import ctypes
 class Shape(ctypes.Structure):
     """FlashTestShape."""
     _fields_ = [*((name, ctypes.c_size_t) for name in ("B", "T", "NH", "NKV", "HS", "VS")), ("L", ctypes.c_int),
-                *((name, ctypes.c_size_t) for name in ("q_row", "k_row", "v_row", "out_row")), ("first", ctypes.c_void_p)]
+                *((name, ctypes.c_size_t) for name in ("q_row", "k_row", "v_row", "out_row")),
+                ("first", ctypes.c_void_p)]
 
 
 def scalar_names(library):
@@ -15,13 +16,15 @@ def scalar_names(library):
 
 
 def arrays_for(library):
-    """A new FlashTestArrays of NULLs: an attribute for each array; scalars[i] and grads[i] for the scalar i of scalar_names()."""
+    """A new FlashTestArrays of NULLs: an attribute for each array; scalars[i] and grads[i] for the scalar i of
+    scalar_names()."""
     count = len(scalar_names(library))
     pointers = lambda *names: [(name, ctypes.c_void_p) for name in names]
 
     class Arrays(ctypes.Structure):
-        _fields_ = [*pointers("q", "k", "v", "dout"), ("scalars", ctypes.c_void_p * count), *pointers("out", "dq", "dk", "dv", "stats"),
-                    ("grads", ctypes.c_void_p * count), ("all_zero_rows", ctypes.c_ulonglong)]
+        _fields_ = [*pointers("q", "k", "v", "dout"), ("scalars", ctypes.c_void_p * count),
+                    *pointers("out", "dq", "dk", "dv", "stats"), ("grads", ctypes.c_void_p * count),
+                    ("all_zero_rows", ctypes.c_ulonglong)]
     return Arrays()
 
 

@@ -1,4 +1,5 @@
-"""Machines made of Linux namespaces: each has a network, a host name, processes and an sshd of its own, and a cable to the others that can be pulled.
+"""Machines made of Linux namespaces: each has a network, a host name, processes and an sshd of its own, and a cable to
+the others that can be pulled.
 
 Nothing outlives the test. However it ends, its end of a pipe closes; then the machine's first process ends, and the
 kernel kills all processes of that machine and removes its network.
@@ -61,7 +62,8 @@ def missing():
     absent = [tool for tool in TOOLS if not shutil.which(tool, path=PATH)]
     if absent:
         return f"not installed: {', '.join(absent)} (scripts/setup.sh --test)"
-    if subprocess.run(["unshare", "--net", "--uts", "--pid", "--mount", "--fork", "true"], stderr=subprocess.DEVNULL).returncode:
+    if subprocess.run(["unshare", "--net", "--uts", "--pid", "--mount", "--fork", "true"],
+                      stderr=subprocess.DEVNULL).returncode:
         return "the system does not allow new namespaces"
     return None
 
@@ -78,14 +80,16 @@ class Machine:
         self.pid = int(open(children).read())      # id of the first process inside, in this namespace
 
     def inside(self, words):
-        return ["nsenter", "-t", str(self.pid), "--net", "--uts", "--pid", "--mount", f"--wdns={os.getcwd()}", *map(str, words)]
+        return ["nsenter", "-t", str(self.pid), "--net", "--uts", "--pid", "--mount", f"--wdns={os.getcwd()}",
+                *map(str, words)]
 
     def run(self, *words, **how):
-        return subprocess.run(self.inside(words), env=self.network.env, check=True, capture_output=True, text=True, timeout=60, **how).stdout
+        return subprocess.run(self.inside(words), env=self.network.env, check=True, capture_output=True, text=True,
+                              timeout=60, **how).stdout
 
     def start(self, *words, env=None, **how):
-        return subprocess.Popen(self.inside(words), env=self.network.env | (env or {}), stdin=subprocess.DEVNULL, text=True,
-                                preexec_fn=end_with_parent, **how)
+        return subprocess.Popen(self.inside(words), env=self.network.env | (env or {}), stdin=subprocess.DEVNULL,
+                                text=True, preexec_fn=end_with_parent, **how)
 
     def cable(self, plugged):
         """Plugs in the machine's network cable, or pulls it."""
@@ -93,14 +97,15 @@ class Machine:
 
     def reaches(self, other):
         """True if the other machine's sshd answers. The kernel gives up on an unreachable neighbor for a while."""
-        probe = subprocess.run(self.inside(["timeout", "2", "bash", "-c", f"exec 3<> /dev/tcp/{other.name}/22"]), env=self.network.env,
-                               stderr=subprocess.DEVNULL)
+        probe = subprocess.run(self.inside(["timeout", "2", "bash", "-c", f"exec 3<> /dev/tcp/{other.name}/22"]),
+                               env=self.network.env, stderr=subprocess.DEVNULL)
         return probe.returncode == 0
 
     def processes(self, name):
         """The ids, inside the machine, of its processes with that name, without zombies."""
         lines = self.run("ps", "-e", "-o", "pid=,stat=,comm=").splitlines()
-        return [int(line.split()[0]) for line in lines if line.split()[2] == name and not line.split()[1].startswith("Z")]
+        return [int(line.split()[0])
+                for line in lines if line.split()[2] == name and not line.split()[1].startswith("Z")]
 
     def kill(self, *names):
         """Kills its processes with these names by SIGKILL."""
@@ -142,18 +147,23 @@ class Network:
 
     def keys(self):
         for name in ("host_key", "key"):
-            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self.folder / name], check=True, env=self.env)
+            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self.folder / name], check=True,
+                           env=self.env)
         host = " ".join((self.folder / "host_key.pub").read_text().split()[:2])
         addresses = {name: f"10.77.0.{i + 1}" for i, name in enumerate(self.names)}
-        (self.folder / "known_hosts").write_text("".join(f"{name},{address} {host}\n" for name, address in addresses.items()))
-        (self.folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for name, address in addresses.items()))
+        known = "".join(f"{name},{address} {host}\n" for name, address in addresses.items())
+        (self.folder / "known_hosts").write_text(known)
+        names = "".join(f"{address} {name}\n" for name, address in addresses.items())
+        (self.folder / "hosts").write_text("127.0.0.1 localhost\n" + names)
         (self.folder / "ssh_config").write_text(SSH.format(folder=self.folder))
         self.env["OMPI_MCA_plm_rsh_agent"] = f"ssh -F {shlex.quote(str(self.folder / 'ssh_config'))}"
 
     def boot(self, name, sshd):
         script = BOOT.format(name=name, folder=shlex.quote(str(self.folder)), sshd=sshd)
-        first = subprocess.Popen(["unshare", "--net", "--uts", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc", "bash", "-c", script],
-                                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=self.env, preexec_fn=end_with_parent)
+        first = subprocess.Popen(["unshare", "--net", "--uts", "--pid", "--mount", "--fork", "--kill-child",
+                                  "--mount-proc", "bash", "-c", script],
+                                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=self.env,
+                                 preexec_fn=end_with_parent)
         self.firsts.append(first)
         assert first.stdout.readline() == "up\n", f"{name} did not start"
         return Machine(self, name, "", first)
@@ -166,8 +176,8 @@ class Network:
         machine.address = address
         # Enters only the switch's network namespace: inside its process namespace, the machine's process would have no
         # id.
-        subprocess.run(["nsenter", "-t", str(self.switch.pid), "--net", "ip", "link", "add", name, "type", "veth", "peer", "name", "eth0",
-                        "netns", str(machine.pid)], check=True, env=self.env)
+        subprocess.run(["nsenter", "-t", str(self.switch.pid), "--net", "ip", "link", "add", name, "type", "veth",
+                        "peer", "name", "eth0", "netns", str(machine.pid)], check=True, env=self.env)
         self.switch.run("ip", "link", "set", name, "master", "bridge", "up")
         machine.run("ip", "address", "add", f"{address}/24", "dev", "eth0")
         machine.first.stdin.write("go\n")
@@ -177,7 +187,8 @@ class Network:
     def wait_for_ssh(self, machine):
         words = ["ssh", "-F", self.folder / "ssh_config", machine.name, "true"]
         for _ in range(100):
-            result = subprocess.run(self.machines[0].inside(words), env=self.env, capture_output=True, text=True, timeout=60)
+            result = subprocess.run(self.machines[0].inside(words), env=self.env, capture_output=True, text=True,
+                                    timeout=60)
             if result.returncode == 0:
                 return
             time.sleep(0.2)

@@ -1,5 +1,5 @@
-"""Small files in the formats of SQuAD 1.1 and 2.0, and a tokenizer whose tokens are bytes, by which masks can be counted
-by hand."""
+"""Small files in the formats of SQuAD 1.1 and 2.0, and a tokenizer whose tokens are bytes, by which masks can be
+counted by hand."""
 import json
 import sys
 from pathlib import Path
@@ -12,7 +12,8 @@ END = 256    # end-of-text of the tokenizer of bytes; a byte's token is its valu
 
 def question(text, *answers, impossible=None):
     """A question as in SQuAD 1.1, or as in 2.0 if `impossible` is given."""
-    row = {"id": "56be4db0acb8001400a502ec", "question": text, "answers": [{"text": answer, "answer_start": 0} for answer in answers]}
+    row = {"id": "56be4db0acb8001400a502ec", "question": text,
+           "answers": [{"text": answer, "answer_start": 0} for answer in answers]}
     if impossible:
         row["plausible_answers"] = [{"text": "plausible", "answer_start": 0}]
     return row if impossible is None else row | {"is_impossible": impossible}

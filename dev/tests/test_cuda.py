@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainer import (ROOT, assert_held, assert_same_run, checkpoint, command, cuda_program, environment, losses, metrics,
-                     read_header, steps, tokens, train, write_header, write_shard)
+from trainer import (ROOT, assert_held, assert_same_run, checkpoint, command, cuda_program, environment, losses,
+                     metrics, read_header, steps, tokens, train, write_header, write_shard)
 
 MODEL = "layers=2,heads=1,channels=48,ffn=40,vocab=97"
 GAU = "layers=1,block=gau,channels=32,vocab=97"
@@ -36,7 +36,9 @@ QK_NORM = MODEL + ",heads=4,kv_heads=2,head_dim=16,norm_eps=0.01,qk_norm=1"
 
 
 @pytest.mark.drawn(10)
-@pytest.mark.parametrize("name, model", [*((name, model) for name in presets() for model in (MODEL, GAU)), ("ssmax", QK_NORM), ("lssa", QK_NORM)], ids=lambda x: "gau" if x == GAU else "llama" if x == MODEL else x)
+@pytest.mark.parametrize("name, model", [*((name, model) for name in presets() for model in (MODEL, GAU)),
+                                         ("ssmax", QK_NORM), ("lssa", QK_NORM)],
+                         ids=lambda x: "gau" if x == GAU else "llama" if x == MODEL else x)
 def test_ten_steps(cuda, data, tmp_path, name, model):
     """Losses agree within 1e-4, and so do gradient norms, which show a defect earlier."""
     runs = []
@@ -55,13 +57,14 @@ def test_ten_steps(cuda, data, tmp_path, name, model):
 def test_validation_samples_and_scalars(cuda, data, tmp_path):
     """What a run writes besides training losses: validation losses, statistics of the learned scalars, and samples,
     drawn from the same logits."""
-    flags = [*SMALL, "--attn", "ssmax-bias", "--steps", 4, "--val-data", data / "d_val_000000.bin", "--val-every", 2, "--val-tokens", 200,
-             "--sample-every", 4, "--total-batch-tokens", 80]
+    flags = [*SMALL, "--attn", "ssmax-bias", "--steps", 4, "--val-data", data / "d_val_000000.bin", "--val-every", 2,
+             "--val-tokens", 200, "--sample-every", 4, "--total-batch-tokens", 80]
     a, b = tmp_path / "cpu", tmp_path / "cuda"
     train(data, *flags, "--out", a)
     train(data, *flags, "--out", b, program=cuda)
     assert (a / "samples.txt").read_text() == (b / "samples.txt").read_text()
-    for x, y in zip(metrics(a, ["val_loss", "attn_scale", "attn_bias"]), metrics(b, ["val_loss", "attn_scale", "attn_bias"])):
+    x_metrics, y_metrics = (metrics(folder, ["val_loss", "attn_scale", "attn_bias"]) for folder in (a, b))
+    for x, y in zip(x_metrics, y_metrics):
         assert [value is None for value in x] == [value is None for value in y]
         for p, q in zip(x, y):
             if p is not None:
@@ -69,8 +72,11 @@ def test_validation_samples_and_scalars(cuda, data, tmp_path):
 
 
 @pytest.mark.drawn(2)
-@pytest.mark.parametrize("flags", [["--attn", "softmax-recentered", "--seq-len", "5,80"], ["--attn", "softmax-recentered-l1", "--seq-len", "1,80"],
-                                   ["--pack", "example"], ["--doc-mask", "--attn", "ssmax-bias"], ["--attn", "gelu-l1", "--attn-switch", "2:softmax-recentered", "--seq-len", "10,20"]],
+@pytest.mark.parametrize("flags",
+                         [["--attn", "softmax-recentered", "--seq-len", "5,80"],
+                          ["--attn", "softmax-recentered-l1", "--seq-len", "1,80"],
+                          ["--pack", "example"], ["--doc-mask", "--attn", "ssmax-bias"],
+                          ["--attn", "gelu-l1", "--attn-switch", "2:softmax-recentered", "--seq-len", "10,20"]],
                          ids=["recentered", "recentered-l1", "examples", "documents", "switched"])
 def test_mixed_lengths_and_packed_examples(cuda, data, tmp_path, flags):
     for name, program in {"cpu": None, "cuda": cuda}.items():
@@ -81,7 +87,8 @@ def test_mixed_lengths_and_packed_examples(cuda, data, tmp_path, flags):
 
 
 @pytest.mark.drawn(1)
-@pytest.mark.parametrize("model, attn, scaling", [(MODEL, "lssa", "yarn:4:6"), (MODEL, "softmax", "llama3:4:1:4:8"), (GAU, "lssa", "yarn:4:600"), (GAU, "ssmax", "ntk")])
+@pytest.mark.parametrize("model, attn, scaling", [(MODEL, "lssa", "yarn:4:6"), (MODEL, "softmax", "llama3:4:1:4:8"),
+                                                  (GAU, "lssa", "yarn:4:600"), (GAU, "ssmax", "ntk")])
 def test_rope_scalings(cuda, data, tmp_path, model, attn, scaling):
     """With l2, yarn's factor of q and k cancels. Under ntk, sequences are longer than L."""
     flags = [*SMALL, "--model", model, "--attn", attn, "--rope-scaling", scaling, "--norm-length", 10, "--steps", 5]
@@ -93,8 +100,11 @@ def test_rope_scalings(cuda, data, tmp_path, model, attn, scaling):
 
 
 @pytest.mark.drawn(4)
-@pytest.mark.parametrize("flags", [[], ["--dtype", "bf16"], ["--recompute"], ["--dtype", "bf16", "--stochastic-rounding"], ["--model", MODEL + ",tied=0"],
-                                   ["--seq-len", "10,20"], ["--model", GAU, "--attn", "lssar"], ["--model", QK_NORM, "--recompute"]], ids=lambda x: " ".join(x[:2] + x[2:][-1:]) or "plain")
+@pytest.mark.parametrize("flags", [[], ["--dtype", "bf16"], ["--recompute"],
+                                   ["--dtype", "bf16", "--stochastic-rounding"],
+                                   ["--model", MODEL + ",tied=0"], ["--seq-len", "10,20"],
+                                   ["--model", GAU, "--attn", "lssar"], ["--model", QK_NORM, "--recompute"]],
+                         ids=lambda x: " ".join(x[:2] + x[2:][-1:]) or "plain")
 def test_resume_to_the_last_bit(cuda, data, tmp_path, flags):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     flags = [*SMALL, *flags]
@@ -107,7 +117,8 @@ def test_resume_to_the_last_bit(cuda, data, tmp_path, flags):
 @pytest.mark.parametrize("model", (MODEL, GAU), ids=("llama", "gau"))
 def test_recomputing_changes_nothing(cuda, data, tmp_path, model):
     for name, flags in {"kept": [], "again": ["--recompute"]}.items():
-        train(data, *SMALL, "--model", model, "--dtype", "bf16", *flags, "--steps", 3, "--out", tmp_path / name, program=cuda)
+        train(data, *SMALL, "--model", model, "--dtype", "bf16", *flags, "--steps", 3, "--out", tmp_path / name,
+              program=cuda)
     assert_same_run(tmp_path / "kept", tmp_path / "again", 3)
 
 
@@ -116,8 +127,8 @@ def test_late_streams_change_nothing(cuda, data, tmp_path, processes):
     """The bits are the same whether a stream's work is done at once or only when someone waits for it, with six
     micro-batches, two in flight at a time."""
     for streams in ("once", "late", "any"):
-        train(data, *SMALL, "--batch", 1, "--total-batch-tokens", 120 * processes, "--steps", 2, "--out", tmp_path / streams, program=cuda,
-              processes=processes, env={"CUDA_ON_CPU_STREAMS": streams})
+        train(data, *SMALL, "--batch", 1, "--total-batch-tokens", 120 * processes, "--steps", 2,
+              "--out", tmp_path / streams, program=cuda, processes=processes, env={"CUDA_ON_CPU_STREAMS": streams})
     assert_same_run(tmp_path / "once", tmp_path / "late", 2)
     assert_same_run(tmp_path / "once", tmp_path / "any", 2)
 
@@ -157,7 +168,8 @@ def test_switch_mid_run(cuda, data, tmp_path):
 def tensors(out, step, word):
     """The values of all tensors whose names contain the word."""
     header, raw = read_header(checkpoint(out, step) / "model.safetensors")
-    return np.concatenate([np.frombuffer(raw, "<f4")[slice(*(at // 4 for at in header[name]["data_offsets"]))] for name in sorted(header) if word in name])
+    return np.concatenate([np.frombuffer(raw, "<f4")[slice(*(at // 4 for at in header[name]["data_offsets"]))]
+                           for name in sorted(header) if word in name])
 
 
 # ---- masks and all-zero rows
@@ -171,9 +183,10 @@ def test_masks(cuda, data, tmp_path):
         write_shard(folder / f"d_{name}.bin", tokens(count, i))
         write_shard(folder / f"d_{name}.mask", np.random.default_rng(i).random(count) < 0.3, magic=20240521)
     for name, program in {"cpu": None, "cuda": cuda}.items():
-        train(folder, *SMALL, "--val-data", folder / "d_val_000000.bin", "--val-every", 2, "--val-tokens", 200, "--steps", 4, "--out", tmp_path / name,
-              program=program)
-    a, b = (np.array([[x or 0 for x in line] for line in metrics(tmp_path / name, ["loss", "val_loss", "grad_norm"])]) for name in ("cpu", "cuda"))
+        train(folder, *SMALL, "--val-data", folder / "d_val_000000.bin", "--val-every", 2, "--val-tokens", 200,
+              "--steps", 4, "--out", tmp_path / name, program=program)
+    a, b = (np.array([[x or 0 for x in line] for line in metrics(tmp_path / name, ["loss", "val_loss", "grad_norm"])])
+            for name in ("cpu", "cuda"))
     assert a[-1, 1] > 0
     np.testing.assert_allclose(b, a, rtol=1e-4)
 
@@ -182,8 +195,8 @@ def test_all_zero_rows(cuda, data, tmp_path):
     """The line of each step has their share in that step alone, not in a validation before it."""
     said = []
     for name, program in {"cpu": None, "cuda": cuda}.items():
-        text = train(data, *SMALL, "--attn", "relu-l1", "--val-data", data / "d_val_000000.bin", "--val-every", 1, "--val-tokens", 200, "--steps", 4,
-                     "--out", tmp_path / name, program=program)
+        text = train(data, *SMALL, "--attn", "relu-l1", "--val-data", data / "d_val_000000.bin", "--val-every", 1,
+                     "--val-tokens", 200, "--steps", 4, "--out", tmp_path / name, program=program)
         said.append([float(share) for share in re.findall(r"([\d.]+) % all-zero rows", text)])
     assert len(said[0]) == 4 and 0 < said[0][0] < 100
     np.testing.assert_allclose(said[1], said[0], atol=2)
@@ -193,17 +206,20 @@ def test_all_zero_rows(cuda, data, tmp_path):
 
 
 @pytest.mark.drawn(2)
-@pytest.mark.parametrize("processes, flags", [(2, []), (2, ["--zero", 1]), (4, ["--zero", 1]), (4, []), (2, ["--zero", 1, "--reduce-dtype", "bf16"]),
+@pytest.mark.parametrize("processes, flags", [(2, []), (2, ["--zero", 1]), (4, ["--zero", 1]), (4, []),
+                                              (2, ["--zero", 1, "--reduce-dtype", "bf16"]),
                                               (2, ["--zero", 1, "--dtype", "bf16"])],
                          ids=lambda x: " ".join(map(str, x)) if isinstance(x, list) else str(x))
 def test_several_ranks(cuda, data, tmp_path, processes, flags):
     """The losses equal those of one rank, and checkpoints do not depend on the number of ranks."""
     one, many = tmp_path / "one", tmp_path / "many"
-    common = [*SMALL, "--steps", 4, "--total-batch-tokens", 160, "--attn", "ssmax", "--val-data", data / "d_val_000000.bin", "--val-every", 2, "--val-tokens", 200]
+    common = [*SMALL, "--steps", 4, "--total-batch-tokens", 160, "--attn", "ssmax",
+              "--val-data", data / "d_val_000000.bin", "--val-every", 2, "--val-tokens", 200]
     train(data, *common, *(flags[2:] if "--dtype" in flags else []), "--out", one, program=cuda)
     train(data, *common, "--batch", 8 // processes // 2, *flags, "--out", many, program=cuda, processes=processes)
     loose = "bf16" in flags
-    np.testing.assert_allclose(np.array(metrics(many, ["loss", "grad_norm"])), np.array(metrics(one, ["loss", "grad_norm"])), rtol=1e-2 if loose else 1e-5)
+    np.testing.assert_allclose(np.array(metrics(many, ["loss", "grad_norm"])),
+                               np.array(metrics(one, ["loss", "grad_norm"])), rtol=1e-2 if loose else 1e-5)
     for name in ("model.safetensors", "optimizer.safetensors"):
         (header, first), (other, second) = (read_header(checkpoint(run, 4) / name) for run in (one, many))
         assert header == other
@@ -212,15 +228,18 @@ def test_several_ranks(cuda, data, tmp_path, processes, flags):
 
 
 def test_zero_gives_whole_tensors_to_ranks(cuda, data, tmp_path):
-    """Three ranks with unequal shares reproduce --zero 0. The embedding's moments, 786,432 of 1,027,968 bytes, are on one rank."""
+    """Three ranks with unequal shares reproduce --zero 0. The embedding's moments, 786,432 of 1,027,968 bytes, are on
+    one rank."""
     runs, moments = [], []
-    flags = [*SMALL, "--model", "layers=2,heads=1,channels=48,ffn=40,vocab=2000", "--attn", "ssmax", "--batch", 1, "--steps", 3, "--grad-clip", 0.1]
+    flags = [*SMALL, "--model", "layers=2,heads=1,channels=48,ffn=40,vocab=2000", "--attn", "ssmax", "--batch", 1,
+             "--steps", 3, "--grad-clip", 0.1]
     for zero in (0, 1):
         runs.append(tmp_path / str(zero))
         text = train(data, *flags, "--zero", zero, "--out", runs[-1], program=cuda, processes=3)
         moments.append(re.search(r"AdamW's moments  +(.*)", text).group(1))
     assert moments == ["1.03 MB", "786 kB"]
-    np.testing.assert_allclose(np.array(metrics(runs[1], ["loss", "grad_norm"])), np.array(metrics(runs[0], ["loss", "grad_norm"])), rtol=1e-5)
+    np.testing.assert_allclose(np.array(metrics(runs[1], ["loss", "grad_norm"])),
+                               np.array(metrics(runs[0], ["loss", "grad_norm"])), rtol=1e-5)
     for name in ("model.safetensors", "optimizer.safetensors"):
         (header, first), (other, second) = (read_header(checkpoint(run, 3) / name) for run in runs)
         a, b = np.frombuffer(first, "<f4"), np.frombuffer(second, "<f4")
@@ -232,7 +251,8 @@ def test_resume_with_another_number_of_ranks(cuda, data, tmp_path):
     flags = [*SMALL, "--total-batch-tokens", 80, "--keep", 0]
     train(data, *flags, "--steps", 6, "--out", whole, program=cuda)
     for processes, zero, total in ((1, 0, 2), (2, 1, 4), (4, 1, 6)):
-        train(data, *flags, "--steps", total, "--zero", zero, "--batch", 4 // processes, "--out", parts, "--resume", program=cuda, processes=processes)
+        train(data, *flags, "--steps", total, "--zero", zero, "--batch", 4 // processes, "--out", parts,
+              "--resume", program=cuda, processes=processes)
     np.testing.assert_allclose(losses(parts), losses(whole), rtol=1e-5)
 
 
@@ -268,7 +288,8 @@ def alive(pid):
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_ends_the_others(cuda, data, tmp_path, victim):
     out = tmp_path / "out"
-    job = subprocess.Popen(command(data, *SMALL, "--steps", 100000, "--ckpt-every", 2, "--batch", 1, "--out", out, program=cuda, processes=2),
+    job = subprocess.Popen(command(data, *SMALL, "--steps", 100000, "--ckpt-every", 2, "--batch", 1, "--out", out,
+                                   program=cuda, processes=2),
                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment())
     while not steps(out):
         assert job.poll() is None
@@ -304,7 +325,8 @@ def test_overflow_on_one_rank_ends_all(cuda, data, tmp_path):
     raw = bytearray(raw)
 
     def tensor(name):
-        return np.frombuffer(raw, "<f4")[slice(*(at // 4 for at in header[name]["data_offsets"]))].reshape(header[name]["shape"])
+        place = slice(*(at // 4 for at in header[name]["data_offsets"]))
+        return np.frombuffer(raw, "<f4")[place].reshape(header[name]["shape"])
 
     embedding = tensor("model.embed_tokens.weight")
     embedding[:, 0] = 0
@@ -326,9 +348,12 @@ def test_overflow_on_one_rank_ends_all(cuda, data, tmp_path):
 def test_too_little_memory_on_one_rank(cuda, data, tmp_path):
     """All ranks end, and nothing is written."""
     wrapper = tmp_path / "wrapper"
-    wrapper.write_text(f'#!/bin/sh\n[ "$OMPI_COMM_WORLD_RANK" = 1 ] && export CUDA_ON_CPU_MEMORY=100000\nexec {cuda} "$@"\n')
+    wrapper.write_text('#!/bin/sh\n'
+                       '[ "$OMPI_COMM_WORLD_RANK" = 1 ] && export CUDA_ON_CPU_MEMORY=100000\n'
+                       f'exec {cuda} "$@"\n')
     wrapper.chmod(0o755)
-    text = train(data, *SMALL, "--steps", 1, "--batch", 1, "--out", tmp_path / "out", program=wrapper, processes=2, code=4)
+    text = train(data, *SMALL, "--steps", 1, "--batch", 1, "--out", tmp_path / "out", program=wrapper, processes=2,
+                 code=4)
     assert "rank 1: this run needs" in text and "of device memory" in text and not (tmp_path / "out").exists()
 
 
@@ -367,7 +392,8 @@ def time_between_lines(data, out, *flags, program):
     """The seconds between the lines of the first and the ninth, last step, and the time of these steps in the
     metrics."""
     words = command(data, *flags, "--steps", 9, "--out", out, program=program)
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=dict(environment(CUDA_ON_CPU_STREAMS="late"), OMP_NUM_THREADS="2"))
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True,
+                               env=dict(environment(CUDA_ON_CPU_STREAMS="late"), OMP_NUM_THREADS="2"))
     ends = [time.monotonic() for line in process.stdout if "| loss " in line]
     assert process.wait(timeout=120) == 0 and len(ends) == 9
     for tok_per_s, ms in metrics(out, ["tok_per_s", "ms"]):
@@ -379,9 +405,10 @@ def test_a_step_lasts_until_its_update_is_done(cuda, data, tmp_path):
     """The steps' times add up to the time between their lines, and exclude validations, samples and checkpoints after
     every other step. Streams work only when the host waits, and the model is nearly all parameters, so that AdamW takes
     more than a quarter of a step."""
-    flags = ["--model", "layers=1,heads=1,channels=64,ffn=64,vocab=30000", "--seq-len", 1, "--batch", 1, "--warmup", 2, "--dtype", "bf16",
-             "--stochastic-rounding"]
-    between = ["--val-data", data / "d_val_000000.bin", "--val-every", 2, "--val-tokens", 40, "--sample-every", 2, "--ckpt-every", 2, "--keep", 1]
+    flags = ["--model", "layers=1,heads=1,channels=64,ffn=64,vocab=30000", "--seq-len", 1, "--batch", 1, "--warmup", 2,
+             "--dtype", "bf16", "--stochastic-rounding"]
+    between = ["--val-data", data / "d_val_000000.bin", "--val-every", 2, "--val-tokens", 40, "--sample-every", 2,
+               "--ckpt-every", 2, "--keep", 1]
     shares = []
     while not shares or not 0.9 < shares[-1] < 1.1:      # on a busy machine a line may be printed late
         assert len(shares) < 4, shares
@@ -396,20 +423,22 @@ def test_milliseconds_by_phase(cuda, data, tmp_path):
     step."""
     train(data, *SMALL, "--steps", 2, "--profile", "--out", tmp_path / "out", program=cuda)
     for phases, ms in metrics(tmp_path / "out", ["ms_by_phase", "ms"]):
-        assert phases["attention"] > 0 and phases["gradient norm and AdamW"] > 0 and sum(phases.values()) < 1.5 * ms + 50
+        assert (phases["attention"] > 0 and phases["gradient norm and AdamW"] > 0
+                and sum(phases.values()) < 1.5 * ms + 50)
 
 
 def test_host_threads(cuda, data):
     """--threads overrides OMP_NUM_THREADS; OpenMP reports each thread when it starts."""
-    result = subprocess.run(command(data, "--steps", 1, "--threads", 3, program=cuda), capture_output=True, text=True, cwd="/", check=True,
+    result = subprocess.run(command(data, "--steps", 1, "--threads", 3, program=cuda), capture_output=True, text=True,
+                            cwd="/", check=True,
                             env=environment(OMP_DISPLAY_AFFINITY="TRUE", OMP_AFFINITY_FORMAT="thread %n of %N"))
     assert set(re.findall(r"thread (\d+) of 3", result.stdout + result.stderr)) == {"0", "1", "2"}
 
 
 def test_no_thread_runs_a_handler(cuda, data):
     """As in the CPU's trainer: dev/tests/test_signals.py."""
-    process = subprocess.Popen(command(data, *SMALL, "--steps", 10 ** 6, program=cuda), stdout=subprocess.PIPE, text=True, cwd="/",
-                               env=environment() | {"OMP_NUM_THREADS": "2"})
+    process = subprocess.Popen(command(data, *SMALL, "--steps", 10 ** 6, program=cuda), stdout=subprocess.PIPE,
+                               text=True, cwd="/", env=environment() | {"OMP_NUM_THREADS": "2"})
     try:
         assert any("| loss " in line for line in process.stdout)
         assert_held(cuda, data)

@@ -26,7 +26,8 @@ END = 50256
 
 def script(name, *arguments, code=0, **options):
     """Runs data/NAME.py and returns what it printed, after checking the exit code."""
-    result = subprocess.run([sys.executable, DATA / f"{name}.py", *map(str, arguments)], capture_output=True, text=True, **options)
+    result = subprocess.run([sys.executable, DATA / f"{name}.py", *map(str, arguments)], capture_output=True, text=True,
+                            **options)
     assert result.returncode == code, result.stdout + result.stderr
     assert "Traceback" not in result.stderr, result.stderr
     return result.stdout + result.stderr
@@ -239,7 +240,8 @@ def test_kill_9(tmp_path):
 def test_sigterm_says_how_to_resume(tmp_path):
     (tmp_path / "in").mkdir()
     os.mkfifo(tmp_path / "in" / "a.txt")
-    command = [sys.executable, DATA / "text.py", tmp_path / "in" / "a.txt", "--out", tmp_path / "out", "--val-fraction", "0"]
+    command = [sys.executable, DATA / "text.py", tmp_path / "in" / "a.txt", "--out", tmp_path / "out",
+               "--val-fraction", "0"]
     run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     while not (tmp_path / "out" / "tokenizer_config.json").exists() and run.poll() is None:
         time.sleep(0.01)
@@ -441,8 +443,10 @@ def test_wrong_usage(tmp_path):
     good = [tmp_path / "a.txt", "--out", tmp_path / "o"]
     assert "no such file" in script("text", tmp_path / "none.txt", "--out", tmp_path / "o", code=3)
     text = script("text", *good, code=2)
-    assert "1 document: none for validation, which takes whole documents, one in every 20 with --val-fraction 0.05.\n  Split the text" in text
-    assert "pass --val-fraction 0 for no validation" in text and not (tmp_path / "o").exists(), "found before anything is encoded"
+    assert ("1 document: none for validation, which takes whole documents, one in every 20 with --val-fraction "
+            "0.05.\n  Split the text" in text)
+    assert ("pass --val-fraction 0 for no validation" in text
+            and not (tmp_path / "o").exists()), "found before anything is encoded"
     good += ["--val-fraction", "0"]
     text = script("text", tmp_path / "empty.txt", "--val-fraction", "0", "--out", tmp_path / "p", code=2)
     assert "1 document, and no text to train on" in text
@@ -459,7 +463,8 @@ def test_fineweb(tmp_path):
     (tmp_path / "in").mkdir()
     parquet(tmp_path / "in" / "000_00000.parquet", TEXTS)
     parquet(tmp_path / "in" / "000_00001.parquet", ["more", "text"])
-    script("fineweb", "--version", "edu", "--input", tmp_path / "in", "--val-fraction", "0.2", "--out", tmp_path / "out")
+    script("fineweb", "--version", "edu", "--input", tmp_path / "in", "--val-fraction", "0.2",
+           "--out", tmp_path / "out")
     assert documents_of(tmp_path / "out", "val") == [TEXTS[4]]
     assert documents_of(tmp_path / "out", "train") == [*TEXTS[:3], "more", "text"]
     assert (tmp_path / "out" / "edu_fineweb_train_000001.bin").exists()
@@ -487,7 +492,8 @@ def test_tinystories(tmp_path, name):
         path.write_text(json.dumps([{"story": s, "source": "GPT-4"} for s in STORIES]))
     else:
         parquet(path, STORIES)
-    output = script("tinystories", "--input", path, "--vocab", "280", "--val-fraction", "0.25", "--out", tmp_path / "out")
+    output = script("tinystories", "--input", path, "--vocab", "280", "--val-fraction", "0.25",
+                    "--out", tmp_path / "out")
     assert "training a vocabulary of 280" in output
     loaded = tokenizers.Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
     train, val = (read_shard(next((tmp_path / "out").glob(f"*_{split}_*.bin"))) for split in ("train", "val"))

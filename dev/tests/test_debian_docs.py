@@ -96,7 +96,8 @@ def test_rst():
 
 
 def test_plain_text():
-    """Lists need no blank line before them, and a paragraph that is known goes, with a heading that nothing else follows."""
+    """Lists need no blank line before them, and a paragraph that is known goes, with a heading that nothing else
+    follows."""
     text = """\
 1. A heading
 ============
@@ -111,7 +112,8 @@ def test_plain_text():
 This has been said before, and it is not said again.
 """
     assert markup.rst(text, known=lambda paragraph: "before" in paragraph) == [
-        "1. A heading", "These are the things that it does:", "- it is the first of the two", "- it is the second of the two"]
+        "1. A heading", "These are the things that it does:",
+        "- it is the first of the two", "- it is the second of the two"]
 
 
 POD = """\
@@ -119,9 +121,9 @@ POD = """\
 
 =head1 A heading with B<bold> words
 
-This is I<text> with C<code>, with C<< $a <=> $b >>, F<< a B<bold> file >>, E<lt>entitiesE<gt>, L<a link|https://example.org>
-and L<perlfunc/"sort">.X<not in the text> It goes on with words that have no codes in them, so that it is taken for
-prose by the function that looks at it.
+This is I<text> with C<code>, with C<< $a <=> $b >>, F<< a B<bold> file >>, E<lt>entitiesE<gt>,
+L<a link|https://example.org> and L<perlfunc/"sort">.X<not in the text> It goes on with words that have no codes in
+them, so that it is taken for prose by the function that looks at it.
 
     this is code, and it is not to be in the text
 
@@ -164,8 +166,8 @@ This is not in the page, but is the source of the program.
 def test_pod():
     assert markup.pod(POD) == [
         "A heading with bold words",
-        "This is text with code, with $a <=> $b, a bold file, <entities>, a link and sort in perlfunc. "
-        "It goes on with words that have no codes in them, so that it is taken for prose by the function that looks at it.",
+        "This is text with code, with $a <=> $b, a bold file, <entities>, a link and sort in perlfunc. It goes on with "
+        "words that have no codes in them, so that it is taken for prose by the function that looks at it.",
         "A list",
         "- This is the first item of the list.",
         "2. This is the second item, and it is numbered.",
@@ -174,8 +176,10 @@ def test_pod():
 
 @pytest.mark.parametrize("text, prose", [
     ("This is a sentence about the text that it is in.", True), ("Too short, this is.", False),
-    ("Dies ist ein Satz auf Deutsch, und das sollte man merken.", False), ("foo bar baz qux quux corge grault garply waldo", False),
-    ("if (x->y[i] == 0) { return the_value_of(a); } else { is_it = 1; }", False), ("Copyright (c) of the text is with those who wrote it.", False),
+    ("Dies ist ein Satz auf Deutsch, und das sollte man merken.", False),
+    ("foo bar baz qux quux corge grault garply waldo", False),
+    ("if (x->y[i] == 0) { return the_value_of(a); } else { is_it = 1; }", False),
+    ("Copyright (c) of the text is with those who wrote it.", False),
     ("it is 0x01 0x02 0x03 0x04 0x05 0x06 0x07 0x08 in the table of the bytes", False)])
 def test_what_is_prose(text, prose):
     assert bool(markup.is_prose(text)) == prose
@@ -200,14 +204,16 @@ Cascara \\Cas"ca*ra\\ (Bot.)
    [Webster 1913 Suppl.]
 
 """, "00-database-info\n   This is about the dictionary and not to be in the text.\n"]
-PROSE = ["Abbé, n.; pl. Abbés. 1. The French word answering to the English abbot, in mediæval times. --Chaucer.\n2. A title (in use). -- Abbeyly, adv. -- Abbeyly, adv.",
+PROSE = ["Abbé, n.; pl. Abbés. 1. The French word answering to the English abbot, in mediæval times. --Chaucer.\n"
+         "2. A title (in use). -- Abbeyly, adv. -- Abbeyly, adv.",
          "Cascara (Bot.) The buckthorn of the Pacific coast."]
 
 
 def base64(number):
     text = ""
     while number or not text:
-        text, number = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"[number % 64] + text, number // 64
+        digit = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"[number % 64]
+        text, number = digit + text, number // 64
     return text
 
 
@@ -240,19 +246,22 @@ def build(folder, name, files):
     """Builds NAME_1.0_all.deb with these files: {path: bytes}."""
     tree = folder / "trees" / name
     (tree / "DEBIAN").mkdir(parents=True)
-    (tree / "DEBIAN/control").write_text(f"Package: {name}\nVersion: 1.0\nArchitecture: all\nMaintainer: Nobody <nobody@example.org>\nDescription: test\n")
+    (tree / "DEBIAN/control").write_text(f"Package: {name}\nVersion: 1.0\nArchitecture: all\n"
+                                         "Maintainer: Nobody <nobody@example.org>\nDescription: test\n")
     for path, content in files.items():
         (tree / path).parent.mkdir(parents=True, exist_ok=True)
         (tree / path).write_bytes(content)
     (folder / "debs").mkdir(exist_ok=True)
     path = folder / "debs" / f"{name}_1.0_all.deb"
-    subprocess.run(["dpkg-deb", "--build", "--root-owner-group", "-Znone", tree, path], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(["dpkg-deb", "--build", "--root-owner-group", "-Znone", tree, path], check=True,
+                   stdout=subprocess.DEVNULL)
     return path
 
 
 def page(number):
     """A page whose paragraph is long enough for a document and different from all others."""
-    return f"This is the page about {chr(97 + number) * 5}. " + "It says that there is more to be said about it than fits into the page. " * 4
+    return (f"This is the page about {chr(97 + number) * 5}. "
+            + "It says that there is more to be said about it than fits into the page. " * 4)
 
 
 REPEATED = "This paragraph is in all of the pages of the manual, number {}."
@@ -263,12 +272,17 @@ def debs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("packages")
     documentation = "usr/share/doc/linux-doc-6.1/Documentation"
     pages = [gzip.compress(f"{page(i)}\n\n{REPEATED.format(i)}\n".encode()) for i in range(20)]
-    build(folder, "linux-doc-6.1", {f"{documentation}/{i:02d}/page.{'rst' if i % 2 else 'txt'}.gz": text for i, text in enumerate(pages)} | {
-        f"{documentation}/translations/it/page.rst.gz": pages[0], f"{documentation}/short.rst.gz": gzip.compress(b"This is too short to be of any use.\n"),
+    build(folder, "linux-doc-6.1", {
+        **{f"{documentation}/{i:02d}/page.{'rst' if i % 2 else 'txt'}.gz": text for i, text in enumerate(pages)},
+        f"{documentation}/translations/it/page.rst.gz": pages[0],
+        f"{documentation}/short.rst.gz": gzip.compress(b"This is too short to be of any use.\n"),
         "usr/share/doc/linux-doc-6.1/copyright": b"This is not one of the files that the script is to read."})
-    build(folder, "perl-doc", {"usr/share/perl/5.36/pod/perl.pod": f"=head1 NAME\n\n{page(20)}\n\n{REPEATED.format(99)}\n".encode()})
-    dictionary = write_dictionary(folder / "dictd", ENTRIES[1:2] + [f"Word{chr(97 + i)} \\Word\\ n. One of the {i} words of the test. {page(i)}\n" for i in range(25)])
-    build(folder, "dict-gcide", {f"usr/share/dictd/{path.name}": path.read_bytes() for path in dictionary.parent.iterdir()})
+    build(folder, "perl-doc",
+          {"usr/share/perl/5.36/pod/perl.pod": f"=head1 NAME\n\n{page(20)}\n\n{REPEATED.format(99)}\n".encode()})
+    entries = [f"Word{chr(97 + i)} \\Word\\ n. One of the {i} words of the test. {page(i)}\n" for i in range(25)]
+    dictionary = write_dictionary(folder / "dictd", ENTRIES[1:2] + entries)
+    build(folder, "dict-gcide",
+          {f"usr/share/dictd/{path.name}": path.read_bytes() for path in dictionary.parent.iterdir()})
     return folder / "debs"
 
 
@@ -281,22 +295,26 @@ def test_packages(debs, tmp_path):
     expected = [page(i).strip() for i in range(20)] + ["NAME\n\n" + page(20).strip()]
     expected[0] += "\n\n" + REPEATED.format(0)
     for split in ("train", "val"):
-        assert documents_of(tmp_path / "a", split) == [one for one in expected if shards.in_validation(one, 0.2) == (split == "val")], split
+        wanted = [one for one in expected if shards.in_validation(one, 0.2) == (split == "val")]
+        assert documents_of(tmp_path / "a", split) == wanted, split
     assert len(documents_of(tmp_path / "a", "val")) > 1
     script("debian_docs", *words, tmp_path / "b", "--workers", 3)
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
     assert "occurred" not in script("debian_docs", *words, tmp_path / "a"), "a finished run is not repeated"
-    assert "made with files = 2, but now it is 1" in script("debian_docs", "--debs", debs, "--packages", "perl-doc", "--val-fraction", 0.2,
-                                                           "--out", tmp_path / "a", code=2)
+    text = script("debian_docs", "--debs", debs, "--packages", "perl-doc", "--val-fraction", 0.2,
+                  "--out", tmp_path / "a", code=2)
+    assert "made with files = 2, but now it is 1" in text
 
 
 @needs_dpkg
 def test_vocabulary_of_its_own(debs, tmp_path):
     import tokenizers
-    words = ["--debs", debs, "--packages", "dict-gcide", "--tokenizer", "own", "--vocab", 300, "--val-fraction", 0, "--out", tmp_path / "out"]
+    words = ["--debs", debs, "--packages", "dict-gcide", "--tokenizer", "own", "--vocab", 300, "--val-fraction", 0,
+             "--out", tmp_path / "out"]
     try:
         text = script("debian_docs", *words)
-        assert "training a vocabulary of 300 ids on all documents" in text and "dict-gcide_1.0_all.deb: 1 files, 1 documents" in text
+        assert ("training a vocabulary of 300 ids on all documents" in text
+                and "dict-gcide_1.0_all.deb: 1 files, 1 documents" in text)
         tokens = read_shard(tmp_path / "out/debian_docs_train_000001.bin")
         assert tokens[0] == 299 and max(tokens[1:]) < 299
         found = tokenizers.Tokenizer.from_file(str(tmp_path / "out/tokenizer.json")).decode(tokens[1:])
@@ -310,16 +328,19 @@ def test_vocabulary_of_its_own(debs, tmp_path):
 @needs_dpkg
 def test_wrong_packages(debs, tmp_path):
     """A package that is missing, that is none, and without prose."""
-    assert "no .deb file of python3-doc" in script("debian_docs", "--debs", debs, "--packages", "python3-doc", "--out", tmp_path / "a", code=3)
+    assert "no .deb file of python3-doc" in script("debian_docs", "--debs", debs, "--packages", "python3-doc",
+                                                   "--out", tmp_path / "a", code=3)
     assert "invalid choice: 'none'" in script("debian_docs", "--packages", "none", "--out", tmp_path / "a", code=2)
     (tmp_path / "debs").mkdir()
     (tmp_path / "debs/perl-doc_1.0_all.deb").write_bytes(b"not a package")
-    assert "dpkg-deb -x" in script("debian_docs", "--debs", tmp_path / "debs", "--packages", "perl-doc", "--out", tmp_path / "a", code=3)
+    assert "dpkg-deb -x" in script("debian_docs", "--debs", tmp_path / "debs", "--packages", "perl-doc",
+                                   "--out", tmp_path / "a", code=3)
     build(tmp_path, "perl-doc", {"usr/share/perl/5.36/pod/perl.pod": b"=head1 NAME\n\nToo short.\n"})
     text = script("debian_docs", "--debs", tmp_path / "debs", "--packages", "perl-doc", "--out", tmp_path / "a", code=3)
     assert "perl-doc_1.0_all.deb: found no prose in files that match" in text
-    assert "apt-get and dpkg-deb, so run it on Debian" in script("debian_docs", "--debs", debs, "--packages", "perl-doc", "--out", tmp_path / "b", code=3,
-                                                                env=dict(os.environ, PATH=str(tmp_path)))
+    text = script("debian_docs", "--debs", debs, "--packages", "perl-doc", "--out", tmp_path / "b", code=3,
+                  env=dict(os.environ, PATH=str(tmp_path)))
+    assert "apt-get and dpkg-deb, so run it on Debian" in text
 
 
 def test_newest_version(tmp_path):

@@ -37,8 +37,8 @@ def test_a_single_document_has_the_same_bits_without_the_flag(data, tmp_path):
     text = np.random.default_rng(1).integers(0, END_OF_TEXT, 20 * T + 1)
     tiny.write_shard(data / "one_train_000001.bin", text)
     for name, flags in ("with", ["--doc-mask"]), ("without", []):
-        tiny.train(data, tmp_path / name, "--train-data", data / "one_train_*.bin", "--val-data", data / "one_train_*.bin",
-                   "--attn", "ssmax-bias", *flags, steps=4)
+        tiny.train(data, tmp_path / name, "--train-data", data / "one_train_*.bin",
+                   "--val-data", data / "one_train_*.bin", "--attn", "ssmax-bias", *flags, steps=4)
     assert_same_run(tmp_path / "with", tmp_path / "without", 4)
 
 
@@ -53,7 +53,7 @@ def test_training_and_evaluation(data, tmp_path):
     assert "doc-mask" in printed
     found = {}
     for name, flags in ("masked", ["--doc-mask"]), ("open", []):
-        tiny.run(tiny.BIN / "eval_gpt2", "--model", folder, "--data", f"{data}/*_val_*.bin", "--seq-lens", T, "--out", tmp_path / f"eval-{name}",
-                 *flags)
+        tiny.run(tiny.BIN / "eval_gpt2", "--model", folder, "--data", f"{data}/*_val_*.bin", "--seq-lens", T,
+                 "--out", tmp_path / f"eval-{name}", *flags)
         found[name] = json.loads((tmp_path / f"eval-{name}/eval.json").read_text())
     assert found["masked"] != found["open"]

@@ -26,13 +26,14 @@ def words(program, data, run):
         return command(data, "--steps", 1)
     if not (TRAIN.parent / program).exists():
         pytest.skip(f"{TRAIN.parent / program} is not built")
-    flags = ["--max-new-tokens", 3] if program == "sample_gpt2" else ["--data", data / "d_val_000000.bin", "--max-tokens", 64]
+    flags = (["--max-new-tokens", 3] if program == "sample_gpt2"
+             else ["--data", data / "d_val_000000.bin", "--max-tokens", 64])
     return [str(word) for word in [TRAIN.parent / program, "--model", run, *flags]]
 
 
 def start(words, *, code=0, preexec_fn=None, **env):
-    result = subprocess.run(words, capture_output=True, text=True, errors="replace", env=environment() | env, timeout=120, cwd="/",
-                            stdin=subprocess.DEVNULL, preexec_fn=preexec_fn)
+    result = subprocess.run(words, capture_output=True, text=True, errors="replace", env=environment() | env,
+                            timeout=120, cwd="/", stdin=subprocess.DEVNULL, preexec_fn=preexec_fn)
     assert result.returncode == code, f"exit code {result.returncode}, expected {code}\n{result.stdout}{result.stderr}"
     return result.stdout + result.stderr
 
@@ -52,7 +53,8 @@ def test_file_size_limit(data, tmp_path):
     train(data, *flags, "--out", whole)
     train(data, *flags, "--steps", 2, "--out", out)
     text = train(data, *flags, "--out", out, "--resume", code=RESOURCE, preexec_fn=limit(resource.RLIMIT_FSIZE, 20_000))
-    assert "File too large" in text and "ulimit -f" in text and "Training continues; earlier checkpoints are intact" in text and "step     8/8" in text, text
+    assert ("File too large" in text and "ulimit -f" in text
+            and "Training continues; earlier checkpoints are intact" in text and "step     8/8" in text), text
     assert [path.name for path in (out / "ckpt").iterdir()] == ["step-00000002"]
     train(data, *flags, "--out", out, "--resume")
     assert_same_run(whole, out, 8)
@@ -60,7 +62,8 @@ def test_file_size_limit(data, tmp_path):
 
 def test_metrics_beyond_the_file_size_limit(data, tmp_path):
     out = tmp_path / "out"
-    text = train(data, "--steps", 60, "--ckpt-every", 0, "--out", out, code=RESOURCE, preexec_fn=limit(resource.RLIMIT_FSIZE, 3000))
+    text = train(data, "--steps", 60, "--ckpt-every", 0, "--out", out, code=RESOURCE,
+                 preexec_fn=limit(resource.RLIMIT_FSIZE, 3000))
     assert len(re.findall(r"cannot write step \d+: File too large", text)) == 1, text
     assert 5 < len(metrics(out)) < 60                  # every line is complete JSON
 
@@ -70,12 +73,14 @@ def test_too_many_open_files(data, tmp_path):
     failed = 0
     for files in range(4, 12):
         flags = command(data, "--val-data", data / "d_val_000000.bin", "--steps", 1, "--out", tmp_path / f"{files}")
-        result = subprocess.run(flags, capture_output=True, text=True, env=environment(), cwd="/", preexec_fn=limit(resource.RLIMIT_NOFILE, files))
+        result = subprocess.run(flags, capture_output=True, text=True, env=environment(), cwd="/",
+                                preexec_fn=limit(resource.RLIMIT_NOFILE, files))
         if result.returncode:
             failed += 1
             assert result.returncode in (INPUT, RESOURCE), result.stderr
             assert "Too many open files" in result.stderr and "`ulimit -n " in result.stderr, result.stderr
-            assert not re.search("folder|path|permission|--out|write permission", result.stderr.split("Too many open files")[1]), result.stderr
+            more = result.stderr.split("Too many open files")[1]
+            assert not re.search("folder|path|permission|--out|write permission", more), result.stderr
     assert failed >= 3 and result.returncode == 0
 
 
@@ -84,7 +89,8 @@ def test_closed_descriptors(data, tmp_path, closed):
     """What is printed must not land in a file of the run."""
     out = tmp_path / "out"
     flags = command(data, "--steps", 3, "--out", out)
-    subprocess.run(["sh", "-c", f'exec "$@" {closed}', "sh", *flags], env=environment(), cwd="/", check=True, timeout=60)
+    subprocess.run(["sh", "-c", f'exec "$@" {closed}', "sh", *flags], env=environment(), cwd="/", check=True,
+                   timeout=60)
     assert re.fullmatch(r"\d+\n", (out / "lock").read_text())
     assert len(metrics(out)) == 3 and steps(out) == [3]
     train(data, "--steps", 4, "--out", out, "--resume")
@@ -96,8 +102,9 @@ def test_closed_descriptors(data, tmp_path, closed):
 def test_nohup(data, tmp_path):
     """A SIGHUP that was ignored at startup has no effect; SIGTERM still stops the run."""
     out = tmp_path / "out"
-    process = subprocess.Popen(command(data, "--steps", 10 ** 7, "--out", out, "--ckpt-every", 0), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                               text=True, env=environment(), cwd="/", preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    process = subprocess.Popen(command(data, "--steps", 10 ** 7, "--out", out, "--ckpt-every", 0),
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(), cwd="/",
+                               preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
     lines = iter(process.stdout)
 
     def steps_shown(count):
@@ -133,7 +140,8 @@ def test_small_stacks(data, run, program):
     assert f"{program}: the stack limit is 64 KiB" in text and "ulimit -s 8192" in text
 
 
-@pytest.mark.parametrize("variable, text", [("OMP_STACKSIZE", "16k"), ("OMP_STACKSIZE", " 16 "), ("OMP_STACKSIZE", "20000B"), ("GOMP_STACKSIZE", "16")])
+@pytest.mark.parametrize("variable, text", [("OMP_STACKSIZE", "16k"), ("OMP_STACKSIZE", " 16 "),
+                                            ("OMP_STACKSIZE", "20000B"), ("GOMP_STACKSIZE", "16")])
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_small_stacks_of_threads(data, run, program, variable, text):
     said = start(words(program, data, run), code=USAGE, **{"OMP_NUM_THREADS": "2", variable: text})
@@ -149,20 +157,24 @@ def test_stacks_that_are_large_enough(data, run, text):
 def test_too_many_threads(data, run, program):
     flags = words(program, data, run)
     text = start(flags, code=USAGE, OMP_NUM_THREADS="100000")
-    assert f"{program}: OMP_NUM_THREADS asks for 100000 threads, but at most 1024 are supported. Override it with --threads N." in text
-    assert "--threads 100000: expected a whole number from 0 to 1024" in start([*flags, "--threads", "100000"], code=USAGE)
+    assert (f"{program}: OMP_NUM_THREADS asks for 100000 threads, but at most 1024 are supported. "
+            "Override it with --threads N." in text)
+    text = start([*flags, "--threads", "100000"], code=USAGE)
+    assert "--threads 100000: expected a whole number from 0 to 1024" in text
     start([*flags, "--threads", "1"], OMP_NUM_THREADS="100000")
 
 
 def shown(words, threads, **env):
     """The number of threads that OpenMP starts, by its own report."""
-    text = start(words, OMP_DISPLAY_AFFINITY="TRUE", OMP_AFFINITY_FORMAT="thread %n of %N", OMP_NUM_THREADS=threads, **env)
+    text = start(words, OMP_DISPLAY_AFFINITY="TRUE", OMP_AFFINITY_FORMAT="thread %n of %N", OMP_NUM_THREADS=threads,
+                 **env)
     return len(set(re.findall(r"thread (\d+) of", text)))
 
 
 @pytest.mark.parametrize("program", [*PROGRAMS, "train_gpt2cu", "train_gpt2cu_on_cpu"])
 def test_threads_that_wait_spin_briefly(program):
-    """runtime/cpu.c is in each program, and what the user asks for counts. OpenMP reports its settings at each start."""
+    """runtime/cpu.c is in each program, and what the user asks for counts. OpenMP reports its settings at each
+    start."""
     if not (TRAIN.parent / program).exists():
         pytest.skip(f"{TRAIN.parent / program} is not built")
     flags = [TRAIN.parent / program, "--version"]

@@ -19,9 +19,9 @@ from trainer import (MODEL, SANITIZED, TRAIN, VOCAB, checkpoint, command, enviro
                      read_header, steps, tokens, train, write_header, write_shard)
 
 USAGE, INPUT, RESOURCE, DIVERGED, BUSY, STOPPED = 2, 3, 4, 5, 7, 75
-FLAGS = """train-data val-data model attn attn-switch norm-length batch seq-len total-batch-tokens steps lr warmup schedule min-lr-frac
-weight-decay beta1 beta2 grad-clip seed shuffle pack rope-theta rope-scaling dtype out resume init-from val-every val-tokens sample-every ckpt-every
-keep keep-best profile threads dry-run""".split()
+FLAGS = """train-data val-data model attn attn-switch norm-length batch seq-len total-batch-tokens steps lr warmup
+schedule min-lr-frac weight-decay beta1 beta2 grad-clip seed shuffle pack rope-theta rope-scaling dtype out resume
+init-from val-every val-tokens sample-every ckpt-every keep keep-best profile threads dry-run""".split()
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,8 @@ def says(text, *parts):
 
 def tree(folder):
     """Every file with its contents and modification time."""
-    return {path: (path.stat().st_mtime_ns, path.is_file() and path.read_bytes()) for path in sorted(Path(folder).rglob("*"))}
+    return {path: (path.stat().st_mtime_ns, path.is_file() and path.read_bytes())
+            for path in sorted(Path(folder).rglob("*"))}
 
 
 # ---- flags
@@ -120,7 +121,8 @@ def test_help():
 
 
 def test_flag_syntax(data):
-    plan = train(data, "--dry-run", "--batch=8", "--batch", 2, "--seq-len=16", "--steps=1_000", "--shuffle", "--profile=0", "--keep-best=1")
+    plan = train(data, "--dry-run", "--batch=8", "--batch", 2, "--seq-len=16", "--steps=1_000", "--shuffle",
+                 "--profile=0", "--keep-best=1")
     says(plan, "of 2 x 16", "run       1000 steps")
 
 
@@ -137,7 +139,8 @@ def test_no_data(tmp_path):
     result = subprocess.run([TRAIN], capture_output=True, text=True, env=environment())
     assert result.returncode == USAGE
     says(result.stderr, "--train-data is missing")
-    result = subprocess.run([TRAIN, "--out", tmp_path / "typo", "--resume"], capture_output=True, text=True, env=environment())
+    result = subprocess.run([TRAIN, "--out", tmp_path / "typo", "--resume"], capture_output=True, text=True,
+                            env=environment())
     assert result.returncode == USAGE and not (tmp_path / "typo").exists()
     says(result.stderr, f"--out {tmp_path}/typo: this folder contains no run to resume", "needs --train-data")
 
@@ -234,7 +237,8 @@ def test_past_2_gib(tmp_path):
         file.seek(1024 + 2 * (count - len(text)))
         file.write(text.tobytes())
     for folder in (plain, sparse):
-        train(folder, "--model", "layers=1,heads=1,channels=8,ffn=8", "--pack", "example", "--steps", 5, "--out", folder / "out")
+        train(folder, "--model", "layers=1,heads=1,channels=8,ffn=8", "--pack", "example", "--steps", 5,
+              "--out", folder / "out")
     assert metrics(plain / "out") == metrics(sparse / "out")
 
 
@@ -274,7 +278,8 @@ def test_missing_tensor(data, model, name):
 
 def test_wrong_shape(data, model):
     edit_tensors(model, lambda tensors: tensors.update({UP: tensors[UP][:-1]}))
-    says(init_from(data, model), "model.safetensors", UP, "expected the shape [24, 16]", "found [23, 16]", "config.json")
+    says(init_from(data, model), "model.safetensors", UP, "expected the shape [24, 16]", "found [23, 16]",
+         "config.json")
 
 
 def test_wrong_dtype(data, model):
@@ -293,7 +298,8 @@ def test_nonfinite_weight(data, model, value):
          f"offset {8 + size + begin + 4 * 53}", "earlier checkpoint")
 
 
-@pytest.mark.parametrize("length, remedy", [(10 ** 7, "damaged"), (100_000_001, "not a safetensors file"), (2 ** 63, "not a safetensors file")])
+@pytest.mark.parametrize("length, remedy", [(10 ** 7, "damaged"), (100_000_001, "not a safetensors file"),
+                                            (2 ** 63, "not a safetensors file")])
 def test_header_past_the_end(data, model, length, remedy):
     path = model / "model.safetensors"
     raw = path.read_bytes()
@@ -316,7 +322,8 @@ def test_overlapping_offsets(data, model):
     says(init_from(data, model), "model.safetensors", "overlap", "damaged")
 
 
-@pytest.mark.parametrize("text", [b"{", b"", b"{\"vocab_size\": 97,}", b"\xff\xfe", b"[]", b"{\"a\": 1, \"a\": 2}", b"{} x"])
+@pytest.mark.parametrize("text", [b"{", b"", b"{\"vocab_size\": 97,}", b"\xff\xfe", b"[]", b"{\"a\": 1, \"a\": 2}",
+                                  b"{} x"])
 def test_malformed_config(data, model, text):
     (model / "config.json").write_bytes(text)
     says(init_from(data, model), model / "config.json", "expected" if text != b"{\"a\": 1, \"a\": 2}" else "twice")
@@ -350,7 +357,8 @@ def test_config_of_another_model(data, model, key, value, parts):
 
 def test_not_a_checkpoint(data, tmp_path):
     for folder in (tmp_path / "none", tmp_path):
-        says(init_from(data, folder), f"--init-from {folder}: expected the folder of a checkpoint", "found no config.json")
+        says(init_from(data, folder), f"--init-from {folder}: expected the folder of a checkpoint",
+             "found no config.json")
 
 
 def resume(data, run, *flags, code=0, **how):
@@ -362,7 +370,8 @@ def test_wrong_hash(data, run):
     raw = bytearray(path.read_bytes())
     raw[-1] ^= 1
     path.write_bytes(raw)
-    parts = [path, "expected XXH3-128", "manifest.json", "found", "damaged", "to resume from the previous one, delete this folder"]
+    parts = [path, "expected XXH3-128", "manifest.json", "found", "damaged",
+             "to resume from the previous one, delete this folder"]
     says(resume(data, run, code=INPUT), *parts)
     says(init_from(data, checkpoint(run, 4)), *parts)
     shutil.rmtree(checkpoint(run, 4))      # the message's advice
@@ -424,8 +433,10 @@ def test_missing_moment(data, run):
 @pytest.mark.parametrize("change, parts", [
     (lambda run: "{\"arguments\": ", ["expected JSON"]),
     (lambda run: "{}", ["arguments", "lineage", "--init-from"]),
-    (lambda run: json.dumps({**run, "arguments": {**run["arguments"], "batch": "four"}}), ["batch", "whole number", "damaged"]),
-    (lambda run: json.dumps({**run, "arguments": {**run["arguments"], "dtype": "fp8"}}), ["dtype", "fp32|bf16", "damaged"]),
+    (lambda run: json.dumps({**run, "arguments": {**run["arguments"], "batch": "four"}}),
+     ["batch", "whole number", "damaged"]),
+    (lambda run: json.dumps({**run, "arguments": {**run["arguments"], "dtype": "fp8"}}),
+     ["dtype", "fp32|bf16", "damaged"]),
 ])
 def test_malformed_run_json(data, run, change, parts):
     path = run / "run.json"
@@ -443,20 +454,21 @@ def test_run_without_resume(data, run):
 
 
 @pytest.mark.parametrize("flags", [
-    ["--model", MODEL.replace("ffn=24", "ffn=32")], ["--attn", "softmax"], ["--seq-len", 16], ["--norm-length", 32], ["--rope-theta", 5000],
-    ["--rope-scaling", "linear:2"],
-    ["--dtype", "bf16"], ["--seed", 3], ["--shuffle", 0], ["--pack", "example"], ["--weight-decay", 0.2], ["--beta1", 0.8], ["--beta2", 0.9],
-    ["--grad-clip", 2], ["--init-from", "/elsewhere"], ["--val-data", "/elsewhere"], ["--train-data", "/elsewhere"],
+    ["--model", MODEL.replace("ffn=24", "ffn=32")], ["--attn", "softmax"], ["--seq-len", 16], ["--norm-length", 32],
+    ["--rope-theta", 5000], ["--rope-scaling", "linear:2"], ["--dtype", "bf16"], ["--seed", 3], ["--shuffle", 0],
+    ["--pack", "example"], ["--weight-decay", 0.2], ["--beta1", 0.8], ["--beta2", 0.9], ["--grad-clip", 2],
+     ["--init-from", "/elsewhere"], ["--val-data", "/elsewhere"], ["--train-data", "/elsewhere"],
 ], ids=lambda flags: flags[0])
 def test_resume_with_contradicting_flags(data, run, flags):
     before = tree(run / "ckpt"), (run / "metrics.jsonl").read_bytes()
-    says(resume(data, run, *flags, code=USAGE), f"{flags[0]} is {flags[1]}", "the run started with", "cannot change", "--out")
+    says(resume(data, run, *flags, code=USAGE), f"{flags[0]} is {flags[1]}", "the run started with", "cannot change",
+         "--out")
     assert before == (tree(run / "ckpt"), (run / "metrics.jsonl").read_bytes())
 
 
 def test_resume_may_change(data, run):
-    resume(data, run, "--batch", 2, "--steps", 7, "--lr", 0.02, "--warmup", 0, "--schedule", "linear", "--min-lr-frac", 0.2, "--keep", 3,
-           "--ckpt-every", 3, "--val-every", 0, "--sample-every", 0, "--keep-best")
+    resume(data, run, "--batch", 2, "--steps", 7, "--lr", 0.02, "--warmup", 0, "--schedule", "linear",
+           "--min-lr-frac", 0.2, "--keep", 3, "--ckpt-every", 3, "--val-every", 0, "--sample-every", 0, "--keep-best")
     assert steps(run) == [4, 6, 7] and [step for step, in metrics(run, ["step"])] == list(range(1, 8))
 
 
@@ -481,8 +493,8 @@ def test_moved_run_folder(data, run, tmp_path):
 
 def test_two_jobs_in_one_folder(data, tmp_path):
     out = tmp_path / "out"
-    first = subprocess.Popen(command(data, "--steps", 10 ** 9, "--out", out), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                             env=environment())
+    first = subprocess.Popen(command(data, "--steps", 10 ** 9, "--out", out), stdout=subprocess.PIPE,
+                             stderr=subprocess.STDOUT, text=True, env=environment())
     wait_for(first, "| loss ")
     try:
         for flags in ([], ["--resume"]):
@@ -495,15 +507,18 @@ def test_two_jobs_in_one_folder(data, tmp_path):
 
 def test_dry_run_writes_nothing(data, run, tmp_path):
     before = tree(tmp_path)
-    text = train(data, "--dry-run", "--out", tmp_path / "new/out", "--val-data", data / "d_val_000000.bin", "--sample-every", 5)
-    says(text, "parameters", "memory", "total", "free", "tokens", "steps per epoch", "per checkpoint", "nothing was written")
+    text = train(data, "--dry-run", "--out", tmp_path / "new/out", "--val-data", data / "d_val_000000.bin",
+                 "--sample-every", 5)
+    says(text, "parameters", "memory", "total", "free", "tokens", "steps per epoch", "per checkpoint",
+         "nothing was written")
     says(resume(data, run, "--dry-run"), "nothing was written")
     assert tree(tmp_path) == before
 
 
 def test_no_such_folder(data, tmp_path):
     (tmp_path / "file").write_text("")
-    says(train(data, "--steps", 1, "--out", tmp_path / "file/out", code=RESOURCE), tmp_path / "file", "folder", "Choose another")
+    says(train(data, "--steps", 1, "--out", tmp_path / "file/out", code=RESOURCE), tmp_path / "file", "folder",
+         "Choose another")
 
 
 @pytest.fixture
@@ -522,10 +537,12 @@ def test_no_permission(open_folder):
     out = open_folder / "out"
     how = dict(user=65534) if os.getuid() == 0 else {}
     train(open_folder / "data", "--steps", 2, "--out", out)
-    says(train(open_folder / "data", "--steps", 4, "--out", out, "--resume", code=RESOURCE, program=open_folder / "train_gpt2", **how), out,
-         "Permission denied") if how else None
+    if how:
+        says(train(open_folder / "data", "--steps", 4, "--out", out, "--resume", code=RESOURCE,
+                   program=open_folder / "train_gpt2", **how), out, "Permission denied")
     os.chmod(open_folder, 0o555)
-    says(train(open_folder / "data", "--steps", 1, "--out", open_folder / "new", code=RESOURCE, program=open_folder / "train_gpt2", **how),
+    says(train(open_folder / "data", "--steps", 1, "--out", open_folder / "new", code=RESOURCE,
+               program=open_folder / "train_gpt2", **how),
          open_folder / "new", "Permission denied", "Choose a folder that you can write to")
     os.chmod(open_folder, 0o755)
 
@@ -544,7 +561,8 @@ def much_data(tmp_path_factory):
 
 def test_more_memory_than_is_free(much_data, tmp_path):
     out = tmp_path / "out"
-    text = train(much_data, "--batch", 65536, "--seq-len", 1024, "--model", MODEL.replace("layers=1", "layers=99"), "--out", out, code=RESOURCE)
+    text = train(much_data, "--batch", 65536, "--seq-len", 1024, "--model", MODEL.replace("layers=1", "layers=99"),
+                 "--out", out, code=RESOURCE)
     says(text, "this run needs", "of memory", "is available", "--batch")
     assert not out.exists()
     text = train(much_data, "--model", "layers=1024,heads=64,channels=65536,ffn=262144", code=RESOURCE)
@@ -555,7 +573,8 @@ def test_more_memory_than_is_free(much_data, tmp_path):
 def small_group():
     """A control group with 200 MB, in the version that this machine uses."""
     groups = dict(line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().splitlines())
-    root, limit = (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes") if "memory" in groups else (Path("/sys/fs/cgroup"), "memory.max")
+    root, limit = ((Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes") if "memory" in groups
+                   else (Path("/sys/fs/cgroup"), "memory.max"))
     parent = root / groups.get("memory", groups.get("", "/"))[1:]
     group = (parent if parent.is_dir() else root) / f"test-{os.getpid()}"
     try:
@@ -587,7 +606,8 @@ def test_more_memory_than_the_control_group_has(data, small_group):
 def test_more_memory_than_ulimit_allows(much_data):
     """2.5 GB of activations where the process may map 2 GiB."""
     limit = lambda: resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
-    says(train(much_data, "--batch", 1500, "--seq-len", 1024, code=RESOURCE, preexec_fn=limit), "cannot allocate", "of memory", "--batch")
+    says(train(much_data, "--batch", 1500, "--seq-len", 1024, code=RESOURCE, preexec_fn=limit), "cannot allocate",
+         "of memory", "--batch")
     train(much_data, "--batch", 15, "--seq-len", 1024, "--steps", 1, preexec_fn=limit)
 
 
@@ -595,12 +615,15 @@ def test_full_disk(data, tmp_path):
     """A file system has room for two checkpoints of 130 kB, and a third is due."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    if os.getuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "none", disk], capture_output=True).returncode != 0:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=400k", "none", disk]
+    if os.getuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
         pytest.skip("needs permission to mount; test_full_disk_by_fault covers the same")
     try:
-        flags = ["--model", MODEL.replace("channels=16", "channels=32"), "--steps", 8, "--ckpt-every", 2, "--keep", 0, "--out", disk / "out"]
+        flags = ["--model", MODEL.replace("channels=16", "channels=32"), "--steps", 8, "--ckpt-every", 2, "--keep", 0,
+                 "--out", disk / "out"]
         text = train(data, *flags, code=RESOURCE)
-        says(text, "No space left on device", "writing", "at offset", "Free some space", "Training continues; earlier checkpoints are intact", "step     8/8")
+        says(text, "No space left on device", "writing", "at offset", "Free some space",
+             "Training continues; earlier checkpoints are intact", "step     8/8")
         whole = steps(disk / "out")
         assert whole and whole[-1] < 8 and not list((disk / "out/ckpt").glob(".tmp*"))
         init_from(data, checkpoint(disk / "out", whole[-1]), code=0)
@@ -628,12 +651,13 @@ def test_full_disk_by_fault(data, tmp_path, faults):
     points = count_points(data, tmp_path / "one", faults, "--steps", 1)
     both = count_points(data, tmp_path / "two", faults, *flags)
     for n in (points // 3, points - 3):
-        text = train(data, *flags, "--out", tmp_path / f"{n}", program=faults, env={"FAULT_AT": str(n), "FAULT_KIND": "enospc"})
+        text = train(data, *flags, "--out", tmp_path / f"{n}", program=faults,
+                     env={"FAULT_AT": str(n), "FAULT_KIND": "enospc"})
         says(text, "No space left on device", "Training continues; earlier checkpoints are intact", "Free some space")
         assert 2 in steps(tmp_path / f"{n}")
     out = tmp_path / "last"
-    text = train(data, *flags, "--keep", 0, "--out", out, program=faults, env={"FAULT_AT": str((points + both) // 2), "FAULT_KIND": "enospc"},
-                 code=RESOURCE)
+    text = train(data, *flags, "--keep", 0, "--out", out, program=faults,
+                 env={"FAULT_AT": str((points + both) // 2), "FAULT_KIND": "enospc"}, code=RESOURCE)
     says(text, "No space left on device", "Free some space")
     assert steps(out) == [1]
     init_from(data, checkpoint(out, 1), code=0)
@@ -644,8 +668,8 @@ def test_full_disk_by_fault(data, tmp_path, faults):
 
 def test_diverged(data, tmp_path):
     out = tmp_path / "out"
-    text = train(data, "--lr", 100, "--weight-decay", 10, "--warmup", 0, "--grad-clip", 0, "--steps", 100, "--ckpt-every", 1, "--out", out,
-                 code=DIVERGED)
+    text = train(data, "--lr", 100, "--weight-decay", 10, "--warmup", 0, "--grad-clip", 0, "--steps", 100,
+                 "--ckpt-every", 1, "--out", out, code=DIVERGED)
     step = int(re.search(r"train_gpt2: step (\d+): the loss is", text)[1])
     says(text, "diverged", "Last good checkpoint", checkpoint(out, step - 1), "--lr")
     assert steps(out)[-1] == step - 1 == len(metrics(out))
@@ -662,12 +686,13 @@ def wait_for(process, text):
     pytest.fail(f"no {text!r} in:\n" + "".join(lines))
 
 
-@pytest.mark.parametrize("number, processes", [(signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGTERM, 2), (signal.SIGINT, 2)])
+@pytest.mark.parametrize("number, processes",
+                         [(signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGTERM, 2), (signal.SIGINT, 2)])
 def test_signal(data, tmp_path, number, processes):
     out = tmp_path / "out"
     flags = ["--steps", 10 ** 7, "--out", out, "--ckpt-every", 0, "--val-every", 0]
-    process = subprocess.Popen(command(data, *flags, processes=processes), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                               env=environment(), start_new_session=True)
+    process = subprocess.Popen(command(data, *flags, processes=processes), stdout=subprocess.PIPE,
+                               stderr=subprocess.STDOUT, text=True, env=environment(), start_new_session=True)
     wait_for(process, "| loss ")
     process.send_signal(number)
     text = process.communicate(timeout=60)[0]

@@ -1,5 +1,5 @@
-"""The fused attention of attention/flash.h against the reference in float64: on the CPU (dev/cuda_on_cpu) by build/on_cpu/flash.so, on a
-GPU by build/cuda/flash.so.
+"""The fused attention of attention/flash.h against the reference in float64: on the CPU (dev/cuda_on_cpu) by
+build/on_cpu/flash.so, on a GPU by build/cuda/flash.so.
 
     pytest dev/tests/test_flash.py                a selection, 344 cases
     FLASH_ALL=1 pytest dev/tests/test_flash.py    every normalizer at every length and head size, 2,942 cases
@@ -86,8 +86,9 @@ class Case:
 
     def __str__(self):
         name = f"{self.attn}-{'bf16' if self.dtype == torch.bfloat16 else 'float'}-T{self.T}-d{self.HS}"
-        return name + (f"-v{self.VS}" if self.VS else "") + (f"-B{self.B}x{self.NH}" if (self.B, self.NH) != (2, 2) else "") + ("-gap" if self.gap else "") + (
-            f"-kv{self.NKV}" if self.NKV else "") + ("-documents" if self.documents else "")
+        return (name + (f"-v{self.VS}" if self.VS else "")
+                + (f"-B{self.B}x{self.NH}" if (self.B, self.NH) != (2, 2) else "") + ("-gap" if self.gap else "")
+                + (f"-kv{self.NKV}" if self.NKV else "") + ("-documents" if self.documents else ""))
 
     @property
     def values(self):
@@ -135,21 +136,24 @@ def inputs(case):
     x["dout"] = fixtures.values("dout", (*shape[:3], case.values))
     x = {name: value.to(case.dtype).double() for name, value in x.items()}
     scalars = reference.scalars_at_start(case.normalizer, case.NH, case.L)
-    return x, {name: fixtures.parameter(reference.SCALARS[name].tensor, value.shape) if reference.trains(case.normalizer, name) else value
-               for name, value in scalars.items()}
+    trained = {name: fixtures.parameter(reference.SCALARS[name].tensor, value.shape) for name, value in scalars.items()
+               if reference.trains(case.normalizer, name)}
+    return x, scalars | trained
 
 
 def by_formula(case, x, scalars, dtype):
     """out, dq, dk, dv and the scalars' gradients from the reference in `dtype`."""
     normalizer = replace(case.normalizer, qk="none")
-    leaves = {name: value.to(dtype, copy=True).requires_grad_() for name, value in {**{n: x[n] for n in "qkv"}, **scalars}.items()}
+    leaves = {name: value.to(dtype, copy=True).requires_grad_()
+              for name, value in {**{n: x[n] for n in "qkv"}, **scalars}.items()}
     q, k, v = (leaves[name].transpose(1, 2) for name in "qkv")
     torch.set_default_dtype(dtype if dtype == torch.bfloat16 else torch.float32)       # of the formula's own numbers
-    out = reference.attention(q, k, v, normalizer, case.L, {name: leaves[name] for name in scalars}, case.first).transpose(1, 2)
+    out = reference.attention(q, k, v, normalizer, case.L, {name: leaves[name] for name in scalars},
+                              case.first).transpose(1, 2)
     torch.set_default_dtype(torch.float32)
     grads = torch.autograd.grad(out, list(leaves.values()), x["dout"].to(dtype), allow_unused=True)
-    return {"out": out.detach().double(),
-            **{"d" + name: torch.zeros_like(leaf).double() if g is None else g.double() for (name, leaf), g in zip(leaves.items(), grads)}}
+    grads = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves.values(), grads)]
+    return {"out": out.detach().double(), **{"d" + name: g.double() for name, g in zip(leaves, grads)}}
 
 
 def in_rows(like, row, dtype):
@@ -167,7 +171,8 @@ def by_flash(library, case, x, scalars, finite=True):
     rows = {name: row + case.gap for name, row in rows.items()}
     rows["out"] = rows["dout"] = CV + case.gap
     arrays, held, written = arrays_for(library), [], {}
-    shape = Shape(case.B, case.T, case.NH, case.kv_heads, case.HS, case.values, case.L, rows["q"], rows["k"], rows["v"], rows["out"])
+    shape = Shape(case.B, case.T, case.NH, case.kv_heads, case.HS, case.values, case.L, rows["q"], rows["k"], rows["v"],
+                  rows["out"])
     first = case.first
     if first is not None:
         held.append(first.contiguous())
@@ -195,11 +200,13 @@ def by_flash(library, case, x, scalars, finite=True):
     library.flash_test(case.attn.encode(), ctypes.c_bool(is_bf16), ctypes.byref(shape), ctypes.byref(arrays))
     result = {name: view.double() for name, (whole, view) in written.items()}
     for name, (whole, view) in written.items():
-        assert not (finite and view.isnan().any()), f"{name} is not written, or NaN, in {int(view.isnan().sum())} places"
+        missing = int(view.isnan().sum())
+        assert not (finite and missing), f"{name} is not written, or NaN, in {missing} places"
         view.fill_(float("nan"))
         assert whole.isnan().all(), f"{name} is written where no head is"
     assert not (finite and stats.isnan().any()), "stats are not written"
-    return {**result, **{name: g.double() - 0.5 for name, g in grads.items()}, "rows": arrays.all_zero_rows, "stats": stats}
+    return {**result, **{name: g.double() - 0.5 for name, g in grads.items()}, "rows": arrays.all_zero_rows,
+            "stats": stats}
 
 
 # ---- The bounds
@@ -215,10 +222,11 @@ FLOAT_ROUNDING = {"lssar+post=reweight:100": 5e-4, "exp+post=reweight:0.5": 5e-3
 
 
 def sink_rounding(case, x, scalars, out):
-    """The error of dsink = -sum_t D_t C/Z_t, D_t = dO_t · O_t, when each element of O_t is rounded to bf16: rows with signs
-    that cancel have errors that do not."""
+    """The error of dsink = -sum_t D_t C/Z_t, D_t = dO_t · O_t, when each element of O_t is rounded to bf16: rows with
+    signs that cancel have errors that do not."""
     q, k, v = (x[name].transpose(1, 2) for name in "qkv")
-    mass = reference.attention(q, k, torch.ones_like(v), replace(case.normalizer, qk="none"), case.L, scalars, case.first).transpose(1, 2)
+    mass = reference.attention(q, k, torch.ones_like(v), replace(case.normalizer, qk="none"), case.L, scalars,
+                               case.first).transpose(1, 2)
     return 2.0**-8 * ((1 - mass) * x["dout"] * out).norm().item()
 
 
@@ -233,9 +241,11 @@ def check(case, got):
             error, norm = (a - b).norm().item(), b.norm().item()
             if plain is None:
                 floor = (1e-1 if case.T == 1 else 1e-2) * whole
-                allowed = 1e-5 * norm if name == "out" else 1e-4 * max(norm, floor) + FLOAT_ROUNDING.get(case.attn, 0) * whole
+                allowed = (1e-5 * norm if name == "out"
+                           else 1e-4 * max(norm, floor) + FLOAT_ROUNDING.get(case.attn, 0) * whole)
             else:       # with a single row, or a number that sums one rounding per row, PyTorch may be right by chance
-                allowed = (3 if case.T == 1 else 2) * (by_head(plain[name])[h] - b).norm().item() + 1e-6 * max(norm, whole)
+                allowed = ((3 if case.T == 1 else 2) * (by_head(plain[name])[h] - b).norm().item()
+                           + 1e-6 * max(norm, whole))
                 allowed += 2.0**-8 * norm if name.removeprefix("d") in scalars and name != "dp" else 0
                 allowed += sink_rounding(case, x, scalars, want["out"]) if name == "dsink" else 0
             assert error <= allowed, f"{name}, head {h}: off by {error:.3g}, allowed {allowed:.3g}, norm {norm:.3g}"
@@ -280,8 +290,9 @@ def shared_cases():
     for i, attn in enumerate(NORMALIZERS):
         yield Case(attn, (BF16, FLOAT)[i % 2], (150, 65)[i % 2], (64, 48)[i % 2], B=2, NH=4, NKV=2, documents=True)
         if ALL:
-            yield from (Case(attn, dtype, 80, HS, B=1, NH=NH, NKV=NKV, documents=documents) for dtype in (BF16, FLOAT) for HS in (48, 128)
-                        for NH, NKV in ((3, 1), (4, 2)) for documents in (False, True))
+            yield from (Case(attn, dtype, 80, HS, B=1, NH=NH, NKV=NKV, documents=documents)
+                        for dtype in (BF16, FLOAT) for HS in (48, 128) for NH, NKV in ((3, 1), (4, 2))
+                        for documents in (False, True))
             yield Case(attn, BF16, 200, 128, 192, B=2, NH=1, documents=True)
 
 
@@ -300,7 +311,8 @@ def test_values_match_the_formula(flash, case):
 # ---- Properties that hold for any numbers
 
 @pytest.mark.parametrize("dtype", (BF16, FLOAT), ids=("bf16", "float"))
-@pytest.mark.parametrize("attn", ("softmax", "softmax-recentered-l1", "relu-l1", "gelu-l1", "sigmoid", "lssar", "softpick", "softpick+norm=n"))
+@pytest.mark.parametrize("attn", ("softmax", "softmax-recentered-l1", "relu-l1", "gelu-l1", "sigmoid", "lssar",
+                                  "softpick", "softpick+norm=n"))
 def test_a_nan_is_not_lost(flash, attn, dtype):
     """A NaN in a query makes its own row of the output NaN, and no other row."""
     case = Case(attn, dtype, 33, 48, B=1)
@@ -315,14 +327,20 @@ def same(a, b):
 
 # One of each kind of kernel: a running maximum, a negative scale, sums of v, two sweeps forward and backward, a phi
 # chosen at run time, wide values, float32. They need few instances, so that dev/mutate can build only those.
-KINDS = [Case("softmax", BF16, 150, 64, B=1, NH=4, NKV=2), Case("softmax", BF16, 150, 64, B=2, NH=1, documents=True), Case("softmax", BF16, 65, 128, 192, B=1, NH=1),
-         Case("softmax-negated+qk=l2+scale=const:-7", BF16, 65, 48, B=1), Case("softmax-recentered+scale=log:512", BF16, 130, 48, B=1, NH=1),
+KINDS = [Case("softmax", BF16, 150, 64, B=1, NH=4, NKV=2), Case("softmax", BF16, 150, 64, B=2, NH=1, documents=True),
+         Case("softmax", BF16, 65, 128, 192, B=1, NH=1),
+         Case("softmax-negated+qk=l2+scale=const:-7", BF16, 65, 48, B=1),
+         Case("softmax-recentered+scale=log:512", BF16, 130, 48, B=1, NH=1),
          Case("lssar", BF16, 130, 48, B=1, NH=1), Case("softmax-recentered-l1+phi=gelu", BF16, 65, 48, B=1, NH=1),
-         Case("ssmax-bias", FLOAT, 65, 48, B=1), Case("ssmax-pn", FLOAT, 33, 48, B=2), Case("softmax-sink", FLOAT, 33, 48, B=1),
-         Case("softpick", FLOAT, 33, 48, B=1, NH=1), Case("lssar", FLOAT, 33, 128, 192, B=1, NH=1), Case("lssar", FLOAT, 33, 48, B=1, NH=1),
-         Case("softmax-recentered+scale=log:512", BF16, 150, 48, B=1, NH=4, NKV=2, documents=True), Case("lssar", BF16, 80, 48, NH=3, NKV=1, documents=True),
-         Case("softmax-recentered-l1+phi=gelu", BF16, 80, 48, B=1, NH=2, NKV=1, documents=True), Case("ssmax-pn", FLOAT, 70, 48, NH=2, NKV=1, documents=True),
-         Case("softmax-sink", FLOAT, 70, 48, NH=2, NKV=1, documents=True), Case("softmax", BF16, 65, 128, 192, B=1, NH=1, documents=True)]
+         Case("ssmax-bias", FLOAT, 65, 48, B=1), Case("ssmax-pn", FLOAT, 33, 48, B=2),
+         Case("softmax-sink", FLOAT, 33, 48, B=1), Case("softpick", FLOAT, 33, 48, B=1, NH=1),
+         Case("lssar", FLOAT, 33, 128, 192, B=1, NH=1), Case("lssar", FLOAT, 33, 48, B=1, NH=1),
+         Case("softmax-recentered+scale=log:512", BF16, 150, 48, B=1, NH=4, NKV=2, documents=True),
+         Case("lssar", BF16, 80, 48, NH=3, NKV=1, documents=True),
+         Case("softmax-recentered-l1+phi=gelu", BF16, 80, 48, B=1, NH=2, NKV=1, documents=True),
+         Case("ssmax-pn", FLOAT, 70, 48, NH=2, NKV=1, documents=True),
+         Case("softmax-sink", FLOAT, 70, 48, NH=2, NKV=1, documents=True),
+         Case("softmax", BF16, 65, 128, 192, B=1, NH=1, documents=True)]
 
 
 @pytest.mark.parametrize("case", KINDS, ids=str)
@@ -344,7 +362,8 @@ def test_repeats_to_the_last_bit(flash, case):
     whole = by_flash(flash, case, x, scalars)
     assert same(whole, by_flash(flash, case, x, scalars))
     for b in range(case.B):       # a sequence alone gives the same
-        alone = by_flash(flash, replace(case, B=1, sequence=b), {name: value[b:b + 1] for name, value in x.items()}, scalars)
+        alone = by_flash(flash, replace(case, B=1, sequence=b), {name: value[b:b + 1] for name, value in x.items()},
+                         scalars)
         assert all(torch.equal(alone[name], whole[name][b:b + 1]) for name in ("out", "dq", "dk", "dv", "stats"))
 
 
@@ -375,7 +394,8 @@ def errors(case, got):
     return {name: ((got[name] - want[name]).norm() / want[name].norm()).item() for name in want}
 
 
-LONG = [Case(attn, FLOAT, T, HS, B=1, NH=1) for attn, HS in (("softmax", 64), ("lssar", 64), ("gelu-l1", 48), ("softmax-recentered", 64), ("ssmax", 128))
+LONG = [Case(attn, FLOAT, T, HS, B=1, NH=1)
+        for attn, HS in (("softmax", 64), ("lssar", 64), ("gelu-l1", 48), ("softmax-recentered", 64), ("ssmax", 128))
         for T in ((1024, 4096) if ALL else (512,) if attn in ("softmax", "lssar") else ())]
 
 
@@ -388,17 +408,19 @@ def test_float32_on_tensor_cores_that_truncate(flash, flash_with, case):
     check(case, truncated)
     nearest = errors(case, by_flash(flash, case, *x))
     for name, error in errors(case, truncated).items():
-        assert error <= 1.5 * nearest[name] + 1e-7, f"{name}: off by {error:.3g}, but with sums rounded to nearest only by {nearest[name]:.3g}"
+        assert error <= 1.5 * nearest[name] + 1e-7, (f"{name}: off by {error:.3g}, but with sums rounded to nearest "
+                                                     f"only by {nearest[name]:.3g}")
 
 
-@pytest.mark.parametrize("case", [*KINDS, *([Case(attn, BF16, 1024, 64, B=1, NH=1) for attn in ("softmax", "lssar", "gelu-l1")] if ALL else [])], ids=str)
+@pytest.mark.parametrize("case", [*KINDS, *(Case(attn, BF16, 1024, 64, B=1, NH=1)
+                                            for attn in ("softmax", "lssar", "gelu-l1") if ALL)], ids=str)
 def test_kinds_on_tensor_cores_that_truncate(flash_with, case):
     check(case, by_flash(flash_with(MMA="hopper"), case, *inputs(case)))
 
 
 class Counts(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_uint64) for name in ("launches", "blocks", "barriers", "collectives", "mmas", "ldmatrix", "ldmatrix_conflicts",
-                                                     "copies", "copy_conflicts")]
+    _fields_ = [(name, ctypes.c_uint64) for name in ("launches", "blocks", "barriers", "collectives", "mmas",
+                                                     "ldmatrix", "ldmatrix_conflicts", "copies", "copy_conflicts")]
 
 
 def test_no_bank_conflicts(flash_with):
@@ -410,7 +432,8 @@ def test_no_bank_conflicts(flash_with):
         by_flash(library, case, *inputs(case))
         after = counts()
         assert after.copies > before.copies and (after.ldmatrix > before.ldmatrix or case.dtype == FLOAT)
-        assert after.ldmatrix_conflicts == before.ldmatrix_conflicts and after.copy_conflicts == before.copy_conflicts, str(case)
+        assert (after.ldmatrix_conflicts == before.ldmatrix_conflicts
+                and after.copy_conflicts == before.copy_conflicts), str(case)
 
 
 @pytest.mark.parametrize("dtype", (BF16, FLOAT))
@@ -432,7 +455,8 @@ def test_all_zero_rows(flash, dtype):
     assert (got["out"][:, 3:] == 0).all() and (got["dq"][:, 3:] == 0).all() and (got["out"][:, :3] != 0).all()
 
 
-@pytest.mark.parametrize("HS, VS, words", ((44, 44, "head size of 44"), (136, 136, "at most 128"), (64, 128, "values of size 128"), (128, 132, "multiple of 8")))
+@pytest.mark.parametrize("HS, VS, words", ((44, 44, "head size of 44"), (136, 136, "at most 128"),
+                                           (64, 128, "values of size 128"), (128, 132, "multiple of 8")))
 def test_unsupported_shapes_are_rejected(flash_file, HS, VS, words):
     call = f"""import ctypes, sys
 sys.path.insert(0, {str(ROOT / "dev/tests")!r})

@@ -17,8 +17,8 @@ from trainer import ROOT, TRAIN, VOCAB, environment, train
 
 os.environ["HF_HUB_OFFLINE"] = "1"    # set before transformers is imported: no test contacts a hub
 import transformers
-from transformers import (CohereConfig, GemmaConfig, GPT2Config, GraniteConfig, LlamaConfig, MistralConfig, MixtralConfig, Olmo2Config,
-                          Phi3Config, Qwen2Config, Qwen3Config, StableLmConfig)
+from transformers import (CohereConfig, GemmaConfig, GPT2Config, GraniteConfig, LlamaConfig, MistralConfig,
+                          MixtralConfig, Olmo2Config, Phi3Config, Qwen2Config, Qwen3Config, StableLmConfig)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -27,11 +27,12 @@ EVAL = TRAIN.parent / "eval_gpt2"
 REQUIREMENTS = ROOT / "requirements-test.txt"
 PINNED = re.search(r"^transformers==(\S+)", REQUIREMENTS.read_text(), re.M).group(1)
 UNPINNED = "" if transformers.__version__ == PINNED else (
-    f"transformers {transformers.__version__} is installed, but {REQUIREMENTS.name} pins {PINNED}: run scripts/setup.sh --test, or "
-    f"{sys.executable} -m pip install transformers=={PINNED}")
+    f"transformers {transformers.__version__} is installed, but {REQUIREMENTS.name} pins {PINNED}: run "
+    f"scripts/setup.sh --test, or {sys.executable} -m pip install transformers=={PINNED}")
 T, HEAD = 16, 8
-SMALL = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
-             max_position_embeddings=64, rms_norm_eps=1e-5, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+SMALL = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+             num_key_value_heads=4, max_position_embeddings=64, rms_norm_eps=1e-5, pad_token_id=0, bos_token_id=1,
+             eos_token_id=2)
 CLOSE = 1e-5      # of losses near 4.6 in float32, nats
 
 
@@ -112,16 +113,21 @@ FAMILIES = {
     "Mixtral": (MixtralConfig(**SMALL, num_local_experts=2), ['"mixtral"']),
     "Qwen2": (Qwen2Config(**SMALL), ['"qwen2"']),
     "Qwen3": (Qwen3Config(**SMALL, head_dim=HEAD), []),
-    "Qwen3, grouped": (Qwen3Config(**SMALL | dict(num_key_value_heads=2, rms_norm_eps=0.01, tie_word_embeddings=True), head_dim=12), []),
-    "Qwen3 with a window": (Qwen3Config(**SMALL, head_dim=HEAD, use_sliding_window=True, sliding_window=4, max_window_layers=1),
+    "Qwen3, grouped": (Qwen3Config(**SMALL | dict(num_key_value_heads=2, rms_norm_eps=0.01, tie_word_embeddings=True),
+                                   head_dim=12), []),
+    "Qwen3 with a window": (Qwen3Config(**SMALL, head_dim=HEAD, use_sliding_window=True, sliding_window=4,
+                                        max_window_layers=1),
                             ['"use_sliding_window" is true', '"layer_types"']),
     "Gemma": (GemmaConfig(**SMALL, head_dim=HEAD), ['"gemma"', "hidden_act"]),
     "OLMo 2": (Olmo2Config(**SMALL), ['"olmo2"']),
     "Phi-3": (Phi3Config(**SMALL), ['"phi3"']),
-    "GPT-2": (GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2),
+    "GPT-2": (GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1,
+                         eos_token_id=2),
               ['"gpt2"', "a GPT-2 has learned positions"]),
-    "StableLM": (StableLmConfig(**{k: v for k, v in SMALL.items() if k != "rms_norm_eps"}, partial_rotary_factor=1.0), ['"stablelm"']),
-    "Granite": (GraniteConfig(**SMALL, embedding_multiplier=12.0, logits_scaling=8.0, residual_multiplier=0.22), ['"granite"']),
+    "StableLM": (StableLmConfig(**{k: v for k, v in SMALL.items() if k != "rms_norm_eps"}, partial_rotary_factor=1.0),
+                 ['"stablelm"']),
+    "Granite": (GraniteConfig(**SMALL, embedding_multiplier=12.0, logits_scaling=8.0, residual_multiplier=0.22),
+                ['"granite"']),
     "Cohere": (CohereConfig(**{k: v for k, v in SMALL.items() if k != "rms_norm_eps"}), ['"cohere"']),
 }
 
@@ -157,16 +163,21 @@ ROPE = {        # name: rope_type, its numbers, and why it is rejected, if it is
     "dynamic": ("dynamic", {"factor": 1.0}, []),
     "dynamic, factor 2": ("dynamic", {"factor": 2.0}, ['factor is 2; only 1 is supported with rope_type "dynamic"']),
     "yarn": ("yarn", YARN, []),
-    "yarn with its defaults": ("yarn", YARN | {"beta_fast": 32, "beta_slow": 1.0, "attention_factor": 0.1 * math.log(2) + 1, "mscale": None,
-                                               "mscale_all_dim": None, "truncate": True}, []),
+    "yarn with its defaults": (
+        "yarn", YARN | {"beta_fast": 32, "beta_slow": 1.0, "attention_factor": 0.1 * math.log(2) + 1, "mscale": None,
+                        "mscale_all_dim": None, "truncate": True}, []),
     "beta_fast": ("yarn", YARN | {"beta_fast": 16}, ["beta_fast is 16; only transformers' default, 32, is supported"]),
     "beta_slow": ("yarn", YARN | {"beta_slow": 2}, ["beta_slow is 2; only transformers' default, 1, is supported"]),
-    "attention_factor": ("yarn", YARN | {"attention_factor": 1.2}, ["attention_factor is 1.2; only transformers' default, 1.0693147, is supported"]),
-    "mscale": ("yarn", YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}, ["mscale is 1; it is not supported", "mscale_all_dim is 0.5; it is not supported"]),
+    "attention_factor": ("yarn", YARN | {"attention_factor": 1.2},
+                         ["attention_factor is 1.2; only transformers' default, 1.0693147, is supported"]),
+    "mscale": ("yarn", YARN | {"mscale": 1.0, "mscale_all_dim": 0.5},
+               ["mscale is 1; it is not supported", "mscale_all_dim is 0.5; it is not supported"]),
     "truncate": ("yarn", YARN | {"truncate": False}, ["truncate is false; only true is supported"]),
-    "longrope": ("longrope", YARN | {"short_factor": [1.5] * (HEAD // 2), "long_factor": [2.0] * (HEAD // 2)}, ['type is "longrope"', '"llama3"']),
+    "longrope": ("longrope", YARN | {"short_factor": [1.5] * (HEAD // 2), "long_factor": [2.0] * (HEAD // 2)},
+                 ['type is "longrope"', '"llama3"']),
     "llama3": ("llama3", LLAMA3, []),
-    "llama3, HIGH below LOW": ("llama3", LLAMA3 | {"high_freq_factor": 0.25}, ['"llama3": HIGH (high_freq_factor) must be above LOW']),
+    "llama3, HIGH below LOW": ("llama3", LLAMA3 | {"high_freq_factor": 0.25},
+                               ['"llama3": HIGH (high_freq_factor) must be above LOW']),
     "llama3, factor 0.5": ("llama3", LLAMA3 | {"factor": 0.5}, ["factor is 0.5; expected a number from 1 to"]),
     "proportional": ("proportional", {"partial_rotary_factor": 0.5}, ['type is "proportional"', '"default"']),
     "of a part": ("linear", {"factor": 2.0, "partial_rotary_factor": 0.5}, ["partial_rotary_factor", "an unknown key"]),
@@ -188,12 +199,14 @@ VARIANTS = {
     "one key-value head": (dict(num_key_value_heads=1, head_dim=4, rms_norm_eps=1e-3), []),
     "three key-value heads": (dict(num_key_value_heads=3), ["4 heads", "3 key-value heads"]),
     "all at once": (dict(attention_bias=True, mlp_bias=True, hidden_act="gelu", num_key_value_heads=3, rms_norm_eps=0.5,
-                         rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}, vocab_size=65537),
-                    ["attention_bias", "mlp_bias", "hidden_act", "3 key-value heads", "rms_norm_eps", "rope_parameters.factor", '"vocab_size" is 65537',
-                     "doc/checkpoints.md"]),
+                         rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+                         vocab_size=65537),
+                    ["attention_bias", "mlp_bias", "hidden_act", "3 key-value heads", "rms_norm_eps",
+                     "rope_parameters.factor", '"vocab_size" is 65537', "doc/checkpoints.md"]),
 }
 for name, (rope_type, numbers, reasons) in ROPE.items():
-    scaled = dict(rope_parameters=numbers | {"rope_type": rope_type, "rope_theta": 10000.0}, max_position_embeddings=T // 2)
+    scaled = dict(rope_parameters=numbers | {"rope_type": rope_type, "rope_theta": 10000.0},
+                  max_position_embeddings=T // 2)
     VARIANTS[f"rope {name}"] = (scaled, reasons)
 
 
@@ -229,16 +242,23 @@ def test_rope_as_transformers_4_wrote_it(name, data, tmp_path):
 
 ROPE_CONFLICTS = [
     (dict(rope_scaling={"type": "linear", "factor": 2.0}), "rope_parameters and rope_scaling differ"),
-    (dict(rope_scaling={"type": "default"}, rope_parameters={"rope_type": "default", "rope_theta": 500.0}), "remove rope_scaling"),
-    (dict(rope_scaling={"type": "linear", "rope_type": "dynamic", "factor": 1.0}, rope_parameters=...), "rope_scaling.rope_type and rope_scaling.type differ"),
+    (dict(rope_scaling={"type": "default"}, rope_parameters={"rope_type": "default", "rope_theta": 500.0}),
+     "remove rope_scaling"),
+    (dict(rope_scaling={"type": "linear", "rope_type": "dynamic", "factor": 1.0}, rope_parameters=...),
+     "rope_scaling.rope_type and rope_scaling.type differ"),
     (dict(rope_parameters={"rope_type": "default", "factor": 2.0}), "rope_parameters.factor"),
     (dict(rope_parameters={"rope_type": "linear"}), "rope_parameters.factor is missing; expected a number from 1"),
-    (dict(rope_parameters={"rope_type": "yarn", "factor": 2.0}), "rope_parameters.original_max_position_embeddings is missing; expected a whole number"),
-    (dict(rope_parameters={"rope_type": "linear", "factor": "2"}), 'rope_parameters.factor is "2"; expected a number from 1'),
-    (dict(rope_parameters={"rope_type": "dynamic", "factor": 1.0}, max_position_embeddings=...), '"max_position_embeddings" is missing, but rope_type "dynamic"'),
-    (dict(rope_parameters={"rope_type": "dynamic", "factor": 1.0}, attention_normalizer={"name": "softmax", "seq_len": 32}),
+    (dict(rope_parameters={"rope_type": "yarn", "factor": 2.0}),
+     "rope_parameters.original_max_position_embeddings is missing; expected a whole number"),
+    (dict(rope_parameters={"rope_type": "linear", "factor": "2"}),
+     'rope_parameters.factor is "2"; expected a number from 1'),
+    (dict(rope_parameters={"rope_type": "dynamic", "factor": 1.0}, max_position_embeddings=...),
+     '"max_position_embeddings" is missing, but rope_type "dynamic"'),
+    (dict(rope_parameters={"rope_type": "dynamic", "factor": 1.0},
+          attention_normalizer={"name": "softmax", "seq_len": 32}),
      '"max_position_embeddings" is 64, but rope_type "dynamic"'),
-    (dict(rope_parameters={"rope_type": "dynamic", "factor": 1.0}, num_attention_heads=16, num_key_value_heads=16, head_dim=2), "heads of size 2"),
+    (dict(rope_parameters={"rope_type": "dynamic", "factor": 1.0}, num_attention_heads=16, num_key_value_heads=16,
+          head_dim=2), "heads of size 2"),
 ]
 
 
@@ -273,7 +293,8 @@ def edit_tensors(folder, change):
 
 
 def test_extra_tensors_are_rejected(folder, data, tmp_path):
-    edit_tensors(folder, lambda tensors: tensors.update({f"model.layers.{i}.self_attn.q_proj.bias": torch.zeros(32) for i in range(2)}))
+    more = {f"model.layers.{i}.self_attn.q_proj.bias": torch.zeros(32) for i in range(2)}
+    edit_tensors(folder, lambda tensors: tensors.update(more))
     code, message = evaluate(folder, data)
     assert code == 3 and str(folder) in message
     for i in range(2):
@@ -298,13 +319,15 @@ def test_everything_wrong_with_the_tensors_is_listed(folder, data):
     edit_tensors(folder, change)
     code, message = evaluate(folder, data)
     assert code == 3 and message.count("\n  - ") == 4
-    for part in ("expected a tensor model.norm.weight [32]", "expected the shape [48, 32], found [47, 32]", "found I32", "tensor stray is not part of the model"):
+    for part in ("expected a tensor model.norm.weight [32]", "expected the shape [48, 32], found [47, 32]", "found I32",
+                 "tensor stray is not part of the model"):
         assert part in message
 
 
 def test_rotary_buffers_of_older_files_are_ignored(folder, data):
     expected = evaluate(folder, data)
-    edit_tensors(folder, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}))
+    edit_tensors(folder,
+                 lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}))
     assert evaluate(folder, data) == expected and expected[0] == 0
 
 
@@ -312,7 +335,8 @@ def test_rotary_buffers_of_older_files_are_ignored(folder, data):
 def test_a_tied_model_may_store_a_copy_of_its_embedding(same, data, tmp_path):
     model = llama(tie_word_embeddings=True)
     model.save_pretrained(tmp_path / "model")
-    edit_tensors(tmp_path / "model", lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone() + (0 if same else 1e-3)}))
+    edit_tensors(tmp_path / "model",
+                 lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone() + (0 if same else 1e-3)}))
     message = assert_same_or_refused(model, tmp_path / "model", data)
     assert (message == "") == same and (same or "lm_head.weight differs from model.embed_tokens.weight" in message)
 
@@ -351,7 +375,8 @@ def test_several_ignored_keys_in_every_program(folder, data, tmp_path):
     assert code == 3 and message.count("\n  - ") == 3 and f"--ignore-config-key {names}" in message
     assert evaluate(folder, data, "--ignore-config-key", "one,two")[0] == 3
     assert evaluate(folder, data, "--ignore-config-key", names)[0] == 0
-    flags = ["--init-from", folder, "--seq-len", T, "--batch", 4, "--steps", 1, "--warmup", 0, "--out", tmp_path / "out"]
+    flags = ["--init-from", folder, "--seq-len", T, "--batch", 4, "--steps", 1, "--warmup", 0,
+             "--out", tmp_path / "out"]
     assert "rope_parameters.three" in train(data, *flags, model=False, code=3) and not (tmp_path / "out").exists()
     train(data, *flags, "--ignore-config-key", names, model=False)
     # our own config.json has none of these keys
@@ -362,7 +387,8 @@ def test_several_ignored_keys_in_every_program(folder, data, tmp_path):
 
 
 def test_keys_that_change_the_model_cannot_be_ignored(folder, data):
-    edit(folder, hidden_act="gelu", quantization_config={"bits": 4}, layer_types=["full_attention", "sliding_attention"])
+    edit(folder, hidden_act="gelu", quantization_config={"bits": 4},
+         layer_types=["full_attention", "sliding_attention"])
     code, message = evaluate(folder, data, "--ignore-config-key", "hidden_act,quantization_config,layer_types")
     assert code == 3 and message.count("\n  - ") == 3 and "--ignore-config-key" not in message
 
@@ -389,7 +415,8 @@ def test_an_adapter_beside_the_model_is_rejected(folder, data, tmp_path):
     (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     edit(folder, hidden_act="gelu")
     code, message = evaluate(folder, data)
-    assert code == 3 and "adapter_config.json exists" in message and "merge it into the model first" in message and "hidden_act" in message
+    assert (code == 3 and "adapter_config.json exists" in message and "merge it into the model first" in message
+            and "hidden_act" in message)
     edit(folder, hidden_act="silu")
     sample = [TRAIN.parent / "sample_gpt2", "--model", folder, "--prompt", "1,2", "--max-new-tokens", "2"]
     assert subprocess.run(sample, capture_output=True, env=environment()).returncode == 3
@@ -402,7 +429,8 @@ def test_code_beside_a_llama_is_an_unknown_key(folder, data):
     assert evaluate(folder, data) == expected and expected[0] == 0
     edit(folder, auto_map={"AutoModelForCausalLM": "modeling_x.X"})
     code, message = evaluate(folder, data)
-    assert code == 3 and '"auto_map" is {"AutoModelForCausalLM":"modeling_x.X"}: an unknown key, which may change the results' in message
+    says = '"auto_map" is {"AutoModelForCausalLM":"modeling_x.X"}: an unknown key, which may change the results'
+    assert code == 3 and says in message
     assert evaluate(folder, data, "--ignore-config-key", "auto_map") == expected
 
 
@@ -422,14 +450,16 @@ def test_ignored_names_that_are_not_in_the_file_get_a_warning(folder, data, tmp_
     words = {
         "eval_gpt2": ["--model", folder, "--data", f"{data}/d_val_*.bin", "--seq-lens", T],
         "sample_gpt2": ["--model", folder, "--prompt", "1,2", "--max-new-tokens", 2],
-        TRAIN.name: ["--init-from", folder, "--train-data", f"{data}/d_train_*.bin", "--seq-len", T, "--batch", 4, "--steps", 1, "--warmup", 0],
+        TRAIN.name: ["--init-from", folder, "--train-data", f"{data}/d_train_*.bin", "--seq-len", T, "--batch", 4,
+                     "--steps", 1, "--warmup", 0],
     }
     for program, flags in words.items():
-        result = subprocess.run(list(map(str, [TRAIN.parent / program, *flags, "--ignore-config-key", names])), capture_output=True, text=True,
-                                env=environment(), timeout=300)
+        result = subprocess.run(list(map(str, [TRAIN.parent / program, *flags, "--ignore-config-key", names])),
+                                capture_output=True, text=True, env=environment(), timeout=300)
         assert result.returncode == 0, result.stderr
         warned = [line for line in result.stderr.splitlines() if "has no such key" in line]
-        assert warned == [f"{program}: warning: --ignore-config-key {name}: {folder}/config.json has no such key." for name in absent]
+        assert warned == [f"{program}: warning: --ignore-config-key {name}: {folder}/config.json has no such key."
+                          for name in absent]
 
 
 def test_reasons_that_do_not_fit_are_counted(folder, data):
@@ -460,7 +490,8 @@ UNITS = {"model_type": "attn_gpt", "attention_normalizer": {"name": "softmax", "
     (dict(eos_token_id=VOCAB), f'"eos_token_id" is {VOCAB}'),
     (dict(model_type="attn_gpt"), '"attention_normalizer" is missing'),
     (dict(attention_normalizer={"name": "softmax", "sharpness": 2}), "attention_normalizer.sharpness"),
-    (dict(attention_normalizer={"name": "softmax", "block": "gru"}), 'attention_normalizer.block is "gru"; expected "gau"'),
+    (dict(attention_normalizer={"name": "softmax", "block": "gru"}),
+     'attention_normalizer.block is "gru"; expected "gau"'),
     (dict(attention_normalizer={"name": "softmax", "block": 1}), 'attention_normalizer.block is 1; expected "gau"'),
     (dict(num_attention_heads=2, **UNITS), '"num_attention_heads" is 2; expected 1 with block "gau"'),
     (dict(num_key_value_heads=2, **UNITS), '"num_key_value_heads" is 2; expected 1 with block "gau"'),
@@ -474,8 +505,9 @@ def test_values_that_no_llama_can_have(change, reason, folder, data):
     assert code == 3 and reason in message, message
 
 
-@pytest.mark.parametrize("change", [dict(eos_token_id=[2, 5]), dict(layer_types=["full_attention"] * 2), dict(rope_scaling=None),
-                                    dict(rope_parameters={}, rope_theta=10000.0), dict(rope_scaling={"type": "default"})])
+@pytest.mark.parametrize("change",
+                         [dict(eos_token_id=[2, 5]), dict(layer_types=["full_attention"] * 2), dict(rope_scaling=None),
+                          dict(rope_parameters={}, rope_theta=10000.0), dict(rope_scaling={"type": "default"})])
 def test_values_that_mean_the_same(change, folder, data):
     expected = evaluate(folder, data)
     edit(folder, **change)
@@ -485,7 +517,8 @@ def test_values_that_mean_the_same(change, folder, data):
 def test_published_llama_configs_load(folder, data):
     """All keys of SmolLM2-1.7B, with this model's sizes."""
     expected = evaluate(folder, data)
-    edit(folder, rope_parameters=..., rope_theta=10000, rope_scaling=None, torch_dtype="bfloat16", transformers_version="4.42.3", rope_interleaved=False,
+    edit(folder, rope_parameters=..., rope_theta=10000, rope_scaling=None, torch_dtype="bfloat16",
+         transformers_version="4.42.3", rope_interleaved=False,
          is_llama_config=True, **{"transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}})
     assert evaluate(folder, data) == expected and expected[0] == 0
 
@@ -493,11 +526,12 @@ def test_published_llama_configs_load(folder, data):
 # ---------------------------------------------------------------- every class
 
 SIZES = {          # the first row whose words are all in a key's name applies
-    ("vocab",): VOCAB, ("kv", "head", "num"): 4, ("key_value", "heads"): 4, ("num", "head"): 4, ("n_head",): 4, ("head_dim",): HEAD, ("attention_heads",): 4,
-    ("num", "layers"): 2, ("n_layer",): 2, ("layers",): 2, ("num", "experts_per"): 2, ("top_k",): 2, ("experts",): 4, ("n_group",): 1, ("topk_group",): 1,
-    ("lora_rank",): 8, ("rope_head",): HEAD, ("nope_head",): HEAD, ("v_head",): HEAD, ("intermediate",): 48, ("ffn",): 48, ("inner",): 64,
-    ("hidden_size",): 32, ("n_embd",): 32, ("d_model",): 32, ("dim",): 32, ("embed",): 32, ("position",): 64, ("window",): 16, ("chunk",): 16,
-    ("conv",): 4, ("state",): 8, ("token_id",): 1,
+    ("vocab",): VOCAB, ("kv", "head", "num"): 4, ("key_value", "heads"): 4, ("num", "head"): 4, ("n_head",): 4,
+    ("head_dim",): HEAD, ("attention_heads",): 4, ("num", "layers"): 2, ("n_layer",): 2, ("layers",): 2,
+    ("num", "experts_per"): 2, ("top_k",): 2, ("experts",): 4, ("n_group",): 1, ("topk_group",): 1, ("lora_rank",): 8,
+    ("rope_head",): HEAD, ("nope_head",): HEAD, ("v_head",): HEAD, ("intermediate",): 48, ("ffn",): 48, ("inner",): 64,
+    ("hidden_size",): 32, ("n_embd",): 32, ("d_model",): 32, ("dim",): 32, ("embed",): 32, ("position",): 64,
+    ("window",): 16, ("chunk",): 16, ("conv",): 4, ("state",): 8, ("token_id",): 1,
 }
 
 
@@ -535,7 +569,8 @@ def build_class(name):
     return None, why
 
 
-@pytest.mark.parametrize("name", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) if os.environ.get("FOREIGN") == "all" else ["llama", "mistral", "gpt_neox"])
+@pytest.mark.parametrize("name", (sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) if os.environ.get("FOREIGN") == "all"
+                                  else ["llama", "mistral", "gpt_neox"]))
 def test_every_class(name, data, tmp_path):
     model, why = build_class(name)
     if model is None:

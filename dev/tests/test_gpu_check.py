@@ -23,13 +23,14 @@ from trainer import ROOT
 
 sys.path[:0] = [str(ROOT / "dev/bench"), str(ROOT / "dev/reference")]
 import attention_gpu
+import gpu_eval
 import gpu_kernels
 import gpu_report
 import gpu_step
 import model as reference
 
 EMULATED, COLLECTIVE = ROOT / "train_gpt2cu_on_cpu", ROOT / "build/on_cpu/tests/test_collective"
-FLASH = ROOT / "build/on_cpu/flash.so"
+EVALUATOR, FLASH = ROOT / "eval_gpt2cu_on_cpu", ROOT / "build/on_cpu/flash.so"
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +41,8 @@ def dry(monkeypatch):
 
 def gpu_check(*parts, out, code, root=ROOT, timeout=300, **environment):
     settings = trainer.environment(**{"OUT": str(out), "REPORT": f"{out}/none", "DEPS": f"{out}/deps", **environment})
-    result = subprocess.run([root / "scripts/gpu_check.sh", *parts], capture_output=True, text=True, timeout=timeout, env=settings)
+    result = subprocess.run([root / "scripts/gpu_check.sh", *parts], capture_output=True, text=True, timeout=timeout,
+                            env=settings)
     assert result.returncode == code, result.stdout + result.stderr
     return result.stdout + result.stderr
 
@@ -97,7 +99,8 @@ class Machine:
 
     def __init__(self, folder, *, lacks=(), **programs):
         self.root, self.log, self.out = folder / "tree", folder / "log", folder / "out"
-        for name in ("Makefile", "scripts/gpu_check.sh", "attention/flash.cuh", "dev/bench/gpu_report.py", "dev/bench/gpu_text.py", "dev/bench/gpu_kernels.py"):
+        for name in ("Makefile", "scripts/gpu_check.sh", "attention/flash.cuh", "dev/bench/gpu_report.py",
+                     "dev/bench/gpu_text.py", "dev/bench/gpu_kernels.py"):
             (self.root / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, self.root / name)
         (folder / "cuda/include").mkdir(parents=True)
@@ -154,7 +157,8 @@ SYSTEMS_PYTHON = ["/usr/bin/env", "-i", "PATH=/usr/bin:/bin", "python3"]
 
 
 @pytest.mark.drawn(3, of="whole calls")
-@pytest.mark.skipif(subprocess.run([*SYSTEMS_PYTHON, "-c", "import torch"], capture_output=True).returncode == 0, reason="the system's Python has PyTorch")
+@pytest.mark.skipif(subprocess.run([*SYSTEMS_PYTHON, "-c", "import torch"], capture_output=True).returncode == 0,
+                    reason="the system's Python has PyTorch")
 def test_a_crash_ends_its_group_alone(tmp_path):
     machine = Machine(tmp_path)
     machine.call("tests", code=1)
@@ -223,7 +227,8 @@ def test_a_missing_ncu_is_reported_but_no_failure(tmp_path):
     if shutil.which("ncu", path=machine.path):
         pytest.skip("ncu is among the system's programs")
     machine.call("counters", code=0)
-    assert [(check["verdict"], check["detail"]) for check in parts_of(machine.out)["counters"]["checks"]] == [("info", "ncu is missing")]
+    assert ([(check["verdict"], check["detail"]) for check in parts_of(machine.out)["counters"]["checks"]]
+            == [("info", "ncu is missing")])
 
 
 def test_missing_build_requirements_are_found_first(tmp_path):
@@ -253,7 +258,8 @@ def test_a_probe_without_a_gpu_ends_the_call(tmp_path):
 
 
 def test_nvidia_smi_is_always_called_with_a_limit():
-    sources = ("scripts/gpu_check.sh", *(f"dev/bench/{name}.py" for name in ("gpu_report", "gpu_step", "attention_gpu")))
+    sources = ("scripts/gpu_check.sh",
+               *(f"dev/bench/{name}.py" for name in ("gpu_report", "gpu_step", "attention_gpu")))
     calls = [line for path in sources for line in (ROOT / path).read_text().splitlines()
              if re.search(r'nvidia-smi "?[$@-]|"nvidia-smi"', line)]
     assert len(calls) == 2 and "timeout -k" in calls[0] and "words = " in calls[1]
@@ -273,7 +279,8 @@ def test_one_gpu_is_too_few_for_several(tmp_path):
     assert parts_of(machine.out)["several"]["checks"] == []
 
 
-@pytest.mark.parametrize("word, says", [("attentoin", "attentoin: no such part"), ("train=soon", "expected PART=SECONDS"),
+@pytest.mark.parametrize("word, says", [("attentoin", "attentoin: no such part"),
+                                        ("train=soon", "expected PART=SECONDS"),
                                         ("train=1=2", "expected PART=SECONDS")])
 def test_an_unknown_part_is_rejected(tmp_path, word, says):
     assert says in gpu_check(word, out=tmp_path, code=2)
@@ -299,9 +306,9 @@ def test_help(tmp_path, word):
 
 
 @pytest.mark.parametrize("program, words", [
-    ("gpu_report", ""), ("gpu_report", "{out} begin"), ("gpu_report", "{out} beginn step"), ("gpu_report", "{out} took step soon"),
-    ("gpu_report", "compare close x a b"), ("gpu_kernels", ""), ("gpu_kernels", "run flash.so bf16 softmax 64"),
-    ("gpu_kernels", "count")])
+    ("gpu_report", ""), ("gpu_report", "{out} begin"), ("gpu_report", "{out} beginn step"),
+    ("gpu_report", "{out} took step soon"), ("gpu_report", "compare close x a b"),
+    ("gpu_kernels", ""), ("gpu_kernels", "run flash.so bf16 softmax 64"), ("gpu_kernels", "count")])
 def test_usage_of_the_tools(tmp_path, monkeypatch, capsys, program, words):
     monkeypatch.setattr(sys, "argv", [program, *words.format(out=tmp_path).split()])
     with pytest.raises(SystemExit) as ended:
@@ -362,7 +369,8 @@ def test_a_part_without_time_is_left_and_resumed(tmp_path, known):
 def test_parts_without_any_time_are_left_together(tmp_path, known):
     said = gpu_check("determinism", "train", out=tmp_path, code=gpu_report.UNFINISHED, **known, BUDGET="1")
     assert "no time is left for determinism train" in said
-    assert {name: part["status"] for name, part in parts_of(tmp_path).items()} == {"determinism": "unfinished", "train": "unfinished"}
+    assert ({name: part["status"] for name, part in parts_of(tmp_path).items()}
+            == {"determinism": "unfinished", "train": "unfinished"})
 
 
 @pytest.mark.drawn(3, of="whole calls")
@@ -371,7 +379,8 @@ def test_a_check_is_stopped_when_the_call_ends(tmp_path, known):
     slow = tmp_path / "slow"
     slow.write_text("#!/bin/sh\nexec sleep 100\n")
     slow.chmod(0o755)
-    said = gpu_check("determinism=20", out=tmp_path / "out", code=gpu_report.UNFINISHED, **{**known, "TRAIN": str(slow)})
+    said = gpu_check("determinism=20", out=tmp_path / "out", code=gpu_report.UNFINISHED,
+                     **{**known, "TRAIN": str(slow)})
     assert "at the end of this call's time" in said
     assert [check["verdict"] for check in parts_of(tmp_path / "out")["determinism"]["checks"]] == ["left"] * 3
 
@@ -388,12 +397,27 @@ def test_training_text_without_shards(tmp_path):
 
 
 @pytest.mark.drawn(3, of="whole calls")
-@pytest.mark.skipif(not (EMULATED.exists() and COLLECTIVE.exists() and shutil.which("mpirun")), reason="make train_gpt2cu_on_cpu test_on_cpu, mpirun")
+@pytest.mark.skipif(not (EMULATED.exists() and COLLECTIVE.exists() and shutil.which("mpirun")),
+                    reason="make train_gpt2cu_on_cpu test_on_cpu, mpirun")
 def test_several_ranks(tmp_path, known):
     gpu_check("several", out=tmp_path / "report", code=0, **{**known, "TRAIN": str(EMULATED)})
     checks = parts_of(tmp_path / "report")["several"]["checks"]
     assert [check["verdict"] for check in checks] == ["ok"] * 4
     assert [check["detail"] for check in checks[:2]] == ["2 processes are right"] * 2
+
+
+@pytest.mark.drawn(3, of="whole calls")
+@pytest.mark.skipif(not (EMULATED.exists() and EVALUATOR.exists()),
+                    reason="make train_gpt2cu_on_cpu eval_gpt2cu_on_cpu")
+def test_evaluation_part(tmp_path, known):
+    gpu_check("evaluation", out=tmp_path / "report", code=0, timeout=600, **{**known, "TRAIN": str(EMULATED)})
+    part = parts_of(tmp_path / "report")["evaluation"]
+    assert [(check["name"], check["verdict"]) for check in part["checks"]] == [("the same results as eval_gpt2", "ok"),
+                                                                               ("evaluation", "ok")]
+    assert "2 passed" in part["checks"][0]["detail"] and len(part["records"]) == 6
+    report = (tmp_path / "report/report.md").read_text()
+    assert_well_formed(report)
+    assert report.count(gpu_report.MISSING) == 18         # a dry run measures nothing
 
 
 # ---- the rehearsal
@@ -419,7 +443,8 @@ def test_rehearsal(tmp_path):
     root, out, carried = tmp_path / "tree", tmp_path / "out", tmp_path / "tree/build/gpu_check"
     budget = int(os.environ.get("GPU_REHEARSAL_BUDGET", 570))
     listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    for name in subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip("\0").split("\0"):
+    names = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in names.strip("\0").split("\0"):
         if (ROOT / name).is_file() and not (ROOT / name).is_symlink():
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, root / name)
@@ -432,15 +457,19 @@ def test_rehearsal(tmp_path):
     def call(*parts, code):
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir()
-        environment = {**os.environ, "OUT": str(out), "DEVICE": "cpu", "PROGRAMS": "build/rehearsal", "BUDGET": str(budget), "VOCAB": "256"}
+        environment = {**os.environ, "OUT": str(out), "DEVICE": "cpu", "PROGRAMS": "build/rehearsal",
+                       "BUDGET": str(budget), "VOCAB": "256"}
         start = time.monotonic()
-        result = subprocess.run([root / "scripts/gpu_check.sh", *parts], capture_output=True, text=True, env=environment)
+        result = subprocess.run([root / "scripts/gpu_check.sh", *parts], capture_output=True, text=True,
+                                env=environment)
         seconds = time.monotonic() - start
         calls.append(seconds)
-        print(f"\n--- call {len(calls)}: {' '.join(parts) or 'all parts'}: {seconds:.0f} s, exit code {result.returncode}", flush=True)
+        print(f"\n--- call {len(calls)}: {' '.join(parts) or 'all parts'}: {seconds:.0f} s, exit code "
+              f"{result.returncode}", flush=True)
         print(result.stdout + result.stderr, flush=True)
         assert result.returncode in code and (seconds <= budget + 30 or parts == ("pack",))
-        assert len(list(out.iterdir())) <= FILES_BACK and all(path.stat().st_size <= FILE_BYTES for path in out.iterdir())
+        assert (len(list(out.iterdir())) <= FILES_BACK
+                and all(path.stat().st_size <= FILE_BYTES for path in out.iterdir()))
         if parts != ("pack",):
             shutil.copytree(out, carried, dirs_exist_ok=True)
         return result.returncode, result.stdout
@@ -489,7 +518,8 @@ def test_every_model_is_in_one_group():
 
 def write_run(folder, losses, tensors=b"tensors"):
     (folder / "ckpt/step-00000001").mkdir(parents=True)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps({"step": i + 1, "loss": loss}) + "\n" for i, loss in enumerate(losses)))
+    lines = [json.dumps({"step": i + 1, "loss": loss}) + "\n" for i, loss in enumerate(losses)]
+    (folder / "metrics.jsonl").write_text("".join(lines))
     for name in ("model.safetensors", "optimizer.safetensors"):
         (folder / "ckpt/step-00000001" / name).write_bytes(tensors)
     return folder
@@ -503,13 +533,15 @@ def test_same_and_different_runs(tmp_path):
     assert not gpu_report.same(a, write_run(tmp_path / "e", [2.0, 1.0], b"others"))[0]
 
 
-@pytest.mark.parametrize("losses, fine", [([2.0, 1.000009], True), ([2.0, 1.00002], False), ([2.0, math.nan], False), ([2.0], False), ([], False)])
+@pytest.mark.parametrize("losses, fine", [([2.0, 1.000009], True), ([2.0, 1.00002], False), ([2.0, math.nan], False),
+                                          ([2.0], False), ([], False)])
 def test_close(tmp_path, losses, fine):
     a = write_run(tmp_path / "a", [2.0, 1.0])
     assert gpu_report.close(1e-5, a, write_run(tmp_path / "b", losses))[0] == fine
 
 
-@pytest.mark.parametrize("losses, fine", [([2.0, 1.00005], True), ([2.0, 1.001], False), ([2.0, math.nan], False), ([2.0], False)])
+@pytest.mark.parametrize("losses, fine",
+                         [([2.0, 1.00005], True), ([2.0, 1.001], False), ([2.0, math.nan], False), ([2.0], False)])
 def test_curves(tmp_path, losses, fine):
     runs = [write_run(tmp_path / "fp32_on_cpu", [2.0, 1.0]), write_run(tmp_path / "fp32", losses)]
     assert gpu_report.curves(gpu_report.Report(tmp_path), "train", runs)[0] == fine
@@ -564,20 +596,29 @@ def test_the_version_covers_the_recipes(tmp_path, monkeypatch):
 # ---- verdicts
 
 def case(attn, T, way, ms, **more):
-    return {"attn": attn, "T": T, "way": way, "device": "cuda", "forward_ms": [ms / 3], "both_ms": [ms], "wrong": False, **more}
+    return {"attn": attn, "T": T, "way": way, "device": "cuda", "forward_ms": [ms / 3], "both_ms": [ms], "wrong": False,
+            **more}
 
 
 def step(variant, rate, batch="16"):
     return {"model": "124M", "batch": batch, "variant": variant, "device": "cuda", "B": 16, "tok_per_s": rate}
 
 
+def evaluation(case, rate, dtype="bf16"):
+    return {"case": case, "dtype": dtype, "device": "cuda", "tok_per_s": rate}
+
+
 def report_with(**more):
     """A report in which everything was measured; all bounds hold."""
-    attention = [case("softmax", T, way, ms) for T in (1024, 2048, 4096) for way, ms in (("ours", 1.0), ("sdpa-flash", 0.9), ("sdpa-cudnn", 0.7))]
-    attention += [case("ssmax", 4096, "ours", 1.02, of_softmax=[1.02]), case("lssar", 4096, "ours", 1.3, of_softmax=[1.3])]
+    attention = [case("softmax", T, way, ms) for T in (1024, 2048, 4096)
+                 for way, ms in (("ours", 1.0), ("sdpa-flash", 0.9), ("sdpa-cudnn", 0.7))]
+    attention += [case("ssmax", 4096, "ours", 1.02, of_softmax=[1.02]),
+                  case("lssar", 4096, "ours", 1.3, of_softmax=[1.3])]
     others = [case("ssmax", 4096, "ours", 1.0), case("ssmax", 4096, "sdpa", 4.0), case("ssmax", 4096, "compile", 8.0),
               case("lssar", 4096, "ours", 1.0), case("lssar", 4096, "compile", 12.0)]
-    parts = {"attention": attention, "others": others, "step": [step("ours", 560e3), step("autocast", 500e3), step("bf16", 520e3)]}
+    parts = {"attention": attention, "others": others,
+             "step": [step("ours", 560e3), step("autocast", 500e3), step("bf16", 520e3)],
+             "evaluation": [evaluation("forward", 1e6), evaluation("evaluation", 1.1e6), evaluation("prefill", 0.9e6)]}
     return {name: {"records": [*more.get(name, []), *records]} for name, records in parts.items()}
 
 
@@ -586,8 +627,11 @@ def verdicts(parts):
 
 
 def test_verdicts():
-    assert verdicts({}) == [gpu_report.MISSING] * 7
-    assert verdicts(report_with()) == ["PASS", "PASS, aim reached", "PASS, aim reached", "PASS, aim reached", "PASS", "PASS", "PASS, aim reached"]
+    assert verdicts({}) == [gpu_report.MISSING] * 9
+    assert verdicts(report_with()) == ["PASS", "PASS, aim reached", "PASS, aim reached", "PASS, aim reached", "PASS",
+                                       "PASS", "PASS, aim reached", "PASS, aim reached", "PASS, aim reached"]
+    slower = [evaluation("prefill", 0.7e6), evaluation("evaluation", 0.9e6)]
+    assert verdicts(report_with(evaluation=slower))[7:] == ["PASS"] * 2
 
 
 @pytest.mark.parametrize("row, change", [
@@ -597,6 +641,7 @@ def test_verdicts():
     (3, {"others": [case("relu2-n", 4096, "ours", 1.0), case("relu2-n", 4096, "compile", 2.9)]}),
     (4, {"others": [case("softmax-negated", 4096, "ours", 1.0), case("softmax-negated", 4096, "sdpa", 1.0)]}),
     (5, {"step": [step("bf16", 570e3)]}),
+    (7, {"evaluation": [evaluation("evaluation", 0.79e6)]}),
 ])
 def test_one_case_below_its_bound(row, change):
     found = verdicts(report_with(**change))
@@ -610,7 +655,7 @@ def test_only_correct_cases_timed_on_a_gpu_count(change):
     for part in parts.values():
         for record in part["records"]:
             record.update(change)
-    assert verdicts(parts) == [gpu_report.MISSING] * 7
+    assert verdicts(parts) == [gpu_report.MISSING] * 9
 
 
 def test_records_of_other_sources_or_devices_do_not_count(tmp_path, monkeypatch):
@@ -706,12 +751,14 @@ def test_a_wrong_method_is_detected():
 
 @pytest.mark.skipif(not FLASH.exists(), reason="make build/on_cpu/flash.so")
 def test_our_kernels_by_their_addresses(tmp_path, monkeypatch):
-    words = [str(tmp_path), "attention", "--dry-run", "--sweep", "17", "--lengths", "9", "--attn", "ssmax-fixed,gelu-l1,softpick"]
+    words = [str(tmp_path), "attention", "--dry-run", "--sweep", "17", "--lengths", "9",
+             "--attn", "ssmax-fixed,gelu-l1,softpick"]
     monkeypatch.setattr(sys, "argv", ["attention_gpu.py", *words])
     assert attention_gpu.main() == 0
     records = parts_of(tmp_path)["attention"]["records"]
-    assert {(r["attn"], r["way"]) for r in records} == {("softmax", "ours"), ("softmax", "sdpa-flash"), ("softmax", "sdpa-cudnn"), ("ssmax-fixed", "ours"),
-                                                          ("gelu-l1", "ours"), ("softpick", "ours")}
+    assert {(r["attn"], r["way"]) for r in records} == {("softmax", "ours"), ("softmax", "sdpa-flash"),
+                                                        ("softmax", "sdpa-cudnn"), ("ssmax-fixed", "ours"),
+                                                        ("gelu-l1", "ours"), ("softpick", "ours")}
     assert not any(r["wrong"] for r in records)
     assert_well_formed((tmp_path / "report.md").read_text())
 
@@ -725,7 +772,8 @@ def test_attention_that_hangs_has_failed(tmp_path, monkeypatch, way, code):
         watch.way = way
         watch.timer.join(10)
     assert ended == [code]
-    assert [(r["way"], r["failed"]) for r in parts_of(tmp_path)["others"]["records"]] == [(way, "timed out after 0.1 s")]
+    assert ([(r["way"], r["failed"]) for r in parts_of(tmp_path)["others"]["records"]]
+            == [(way, "timed out after 0.1 s")])
 
 
 # ---- counts of instructions
@@ -739,31 +787,38 @@ def test_instructions_for_a_tile():
 
 NCU = """==PROF== Connected to process 71
 "ID","Process ID","Kernel Name","Section Name","Metric Name","Metric Unit","Metric Value"
-"0","71","void flash_forward_kernel<__nv_bfloat16, 64>(FlashCall<T1>)","Command line profiler metrics","smsp__inst_issued.sum","inst","1,234,567"
-"1","71","void flash_dq_kernel<__nv_bfloat16, 64>(FlashCall<T1>)","Command line profiler metrics","smsp__inst_issued.sum","inst","89"
+"0","71","void flash_forward_kernel<__nv_bfloat16, 64>(FlashCall<T1>)","Command line profiler metrics",\
+"smsp__inst_issued.sum","inst","1,234,567"
+"1","71","void flash_dq_kernel<__nv_bfloat16, 64>(FlashCall<T1>)","Command line profiler metrics",\
+"smsp__inst_issued.sum","inst","89"
 """
 
 
 def test_ncu_output_is_parsed():
     assert gpu_kernels.parse_counts(NCU) == {"flash_forward_kernel": 1234567, "flash_dq_kernel": 89}
     with pytest.raises(gpu_kernels.NotPermitted, match="ERR_NVGPUCTRPERM"):
-        gpu_kernels.parse_counts("==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access NVIDIA GPU Performance Counters")
+        gpu_kernels.parse_counts("==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access NVIDIA GPU "
+                                 "Performance Counters")
 
 
 @pytest.mark.skipif(not FLASH.exists(), reason="make build/on_cpu/flash.so")
-@pytest.mark.parametrize("words", ["bf16 softmax 65 64 64", "fp32 softmax-sink 33 48 48", "bf16 ssmax-pn 33 64 64", "bf16 lssar 33 128 192"])
+@pytest.mark.parametrize("words", ["bf16 softmax 65 64 64", "fp32 softmax-sink 33 48 48", "bf16 ssmax-pn 33 64 64",
+                                   "bf16 lssar 33 128 192"])
 def test_kernels_without_pytorch(words):
-    said = subprocess.run([sys.executable, ROOT / "dev/bench/gpu_kernels.py", "run", FLASH, *words.split()], capture_output=True, text=True)
+    said = subprocess.run([sys.executable, ROOT / "dev/bench/gpu_kernels.py", "run", FLASH, *words.split()],
+                          capture_output=True, text=True)
     assert said.returncode == 0 and "norm of out" in said.stdout, said.stdout + said.stderr
 
 
 # ---- timings of the step
 
 def test_step_and_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu_step, "run_torch", lambda **task: {"bytes": 1e12, "flops": 1e14} if task["variant"] == "ceilings" else
-                        {"ms": [2.0], "peak_gb": 0.1, "reserved_gb": 0.2})
+    ceilings, times = {"bytes": 1e12, "flops": 1e14}, {"ms": [2.0], "peak_gb": 0.1, "reserved_gb": 0.2}
+    monkeypatch.setattr(gpu_step, "run_torch",
+                        lambda **task: dict(ceilings if task["variant"] == "ceilings" else times))
     for part in ("step", "memory"):
-        monkeypatch.setattr(sys, "argv", ["gpu_step.py", str(tmp_path), part, "--dry-run", "--steps", "2", "--ours", str(trainer.TRAIN)])
+        monkeypatch.setattr(sys, "argv", ["gpu_step.py", str(tmp_path), part, "--dry-run", "--steps", "2",
+                                          "--ours", str(trainer.TRAIN)])
         assert gpu_step.main() == 0
     parts = parts_of(tmp_path)
     assert len(parts["step"]["records"]) == 6 and len(parts["memory"]["records"]) == 4
@@ -805,7 +860,8 @@ def test_pytorch_that_hangs_has_failed(tmp_path, monkeypatch):
 
 def test_floors_name_the_trainers_phases():
     source = (ROOT / "run/profile.h").read_text()
-    phases = set(re.findall(r'X\([A-Z_]+, "([^"]+)"\)', source[source.index("#define PHASES(X)"):source.index("PHASE_COUNT")]))
+    phases = set(re.findall(r'X\([A-Z_]+, "([^"]+)"\)',
+                            source[source.index("#define PHASES(X)"):source.index("PHASE_COUNT")]))
     assert {*gpu_step.floors("124M", 16, 1024), *gpu_step.PRODUCTS} <= phases
 
 
@@ -815,6 +871,37 @@ def test_the_largest_batch():
     found = gpu_step.largest_batch({"B": 16, "peak_gb": fixed + 0.016}, "124M", "autocast")
     assert found == int(0.97 * (4.0 - gpu_step.MARGIN_GB - fixed) / 0.001) // 8 * 8 or found == 16
     assert gpu_step.parameters("124M") == 123551232 + (50304 - 50257) * 768
+
+
+# ---- timings of evaluation
+
+def time_evaluation(folder, monkeypatch, *flags, evaluate=trainer.TRAIN.parent / "eval_gpt2"):
+    """gpu_eval.py's exit code and records in a dry run with the programs for the CPU."""
+    words = ["--dry-run", "--train", str(trainer.TRAIN), "--evaluate", str(evaluate), *flags]
+    monkeypatch.setattr(sys, "argv", ["gpu_eval.py", str(folder), "evaluation", *words])
+    code = gpu_eval.main()
+    return code, parts_of(folder)["evaluation"]["records"]
+
+
+def test_evaluation_is_timed_beside_the_trainer(tmp_path, monkeypatch):
+    code, records = time_evaluation(tmp_path, monkeypatch)
+    assert code == 0 and [(r["dtype"], r["case"]) for r in records] == [(dtype, case) for dtype in ("bf16", "fp32")
+                                                                       for case in gpu_eval.CASES]
+    assert all(r["tok_per_s"] > 0 and r["device"] == "cpu" for r in records)
+    assert_well_formed((tmp_path / "report.md").read_text())
+    assert time_evaluation(tmp_path, monkeypatch, evaluate="/bin/false") == (0, records)     # nothing is measured again
+
+
+def test_an_evaluator_that_fails(tmp_path, monkeypatch):
+    code, records = time_evaluation(tmp_path, monkeypatch, evaluate="/bin/false")
+    assert code == gpu_report.FAILED
+    assert ["exit code 1" in r.get("failed", "") for r in records] == [False, True, True] * 2
+
+
+def test_evaluation_without_time_is_left(tmp_path, monkeypatch):
+    assert time_evaluation(tmp_path, monkeypatch, "--budget", "-8") == (gpu_report.UNFINISHED, [])
+    table, = parts_of(tmp_path)["evaluation"]["tables"].values()
+    assert "forward bf16, evaluation bf16" in table["notes"][0]
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -830,8 +917,12 @@ def test_cases_that_do_not_fit_are_named(tmp_path, monkeypatch):
     order = []
     monkeypatch.setattr(gpu_step, "DRY", False)
     monkeypatch.setattr(gpu_step, "free_gb", lambda: 80.0)
-    monkeypatch.setattr(gpu_step, "measure", lambda options, model, B, T, variant, steps: order.append((model, variant)) or
-                        {"ms": [2.0], "peak_gb": 5.0, "tok_per_s": 1.0})
+
+    def measure(options, model, B, T, variant, steps):
+        order.append((model, variant))
+        return {"ms": [2.0], "peak_gb": 5.0, "tok_per_s": 1.0}
+
+    monkeypatch.setattr(gpu_step, "measure", measure)
     monkeypatch.setattr(gpu_step, "phases", lambda report, options: order.append("phases"))
 
     def left(part, budget, folder):
@@ -840,12 +931,14 @@ def test_cases_that_do_not_fit_are_named(tmp_path, monkeypatch):
         report.resume(part)
         return gpu_step.part_step(report, gpu_step.parse())
 
-    assert left("step", 1000, tmp_path / "a") == [] and len(order) == 7 and order[-1] == "phases" and {order[i][0] for i in range(6)} == {"124M"}
+    assert (left("step", 1000, tmp_path / "a") == [] and len(order) == 7 and order[-1] == "phases"
+            and {order[i][0] for i in range(6)} == {"124M"})
     order.clear()
     assert left("larger", 1000, tmp_path / "a") == [] and [model for model, _ in order] == ["162M"] * 6
     order.clear()
     found = left("step", 30, tmp_path / "b")
-    assert found == [f"{variant} of 124M, batch {batch}" for batch in ("16", "largest") for variant in ("autocast", "bf16")] + ["the phases"]
+    assert found == [*(f"{variant} of 124M, batch {batch}"
+                       for batch in ("16", "largest") for variant in ("autocast", "bf16")), "the phases"]
     assert order == [("124M", "ours")] * 2
 
 

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from tiny import BIN, BUILD, END_OF_TEXT, ROOT, SHAPE, T, VOCAB, build, environment, ids_of, logits, run, sample, sentences, train, write_data
+from tiny import (BIN, BUILD, END_OF_TEXT, ROOT, SHAPE, T, VOCAB, build, environment, ids_of, logits, run, sample,
+                  sentences, train, write_data)
 from trainer import checkpoint, losses, metrics
 
 sys.path.insert(0, str(ROOT / "dev" / "reference"))
@@ -24,8 +25,9 @@ torch.set_num_threads(1)
 
 GAU = f"layers=1,block=gau,channels=32,vocab={VOCAB}"
 BLOCKS = {"llama": SHAPE, "gau": GAU}
-OVERRIDES = ["softmax+post=reweight:3", "sigmoid-logn-l1+post=reweight:15", "softmax+qk=l2", "exp+norm=n2", "softmax+scale=log:L",
-             "softmax+scale=const:0.3", "relu-l1+norm=l1+0.5", "sigmoid+offset=-logT", "relu2-T+norm=T2", "ssmax+s=0.3+fixed",
+OVERRIDES = ["softmax+post=reweight:3", "sigmoid-logn-l1+post=reweight:15", "softmax+qk=l2", "exp+norm=n2",
+             "softmax+scale=log:L", "softmax+scale=const:0.3", "relu-l1+norm=l1+0.5", "sigmoid+offset=-logT",
+             "relu2-T+norm=T2", "ssmax+s=0.3+fixed",
              "lssa+norm=l1+0.5+post=recenter-l1", "softmax-floorlog+scale=floorlog:4"]
 NORMALIZERS = [*reference.PRESETS, *OVERRIDES]
 
@@ -42,7 +44,8 @@ CHECKPOINTS = {
     "multi-query-softmax": ["--model", f"{SHAPE},kv_heads=1"],
     "grouped-softmax-head-size-eps": ["--model", f"{SHAPE},heads=4,kv_heads=2,head_dim=12,norm_eps=0.01"],
     "qk-norm-softmax": ["--model", f"{SHAPE},qk_norm=1"],
-    "qk-norm-grouped-softmax-bf16": ["--model", f"{SHAPE},heads=3,kv_heads=1,head_dim=12,norm_eps=0.01,qk_norm=1,tied=0", "--dtype", "bf16"],
+    "qk-norm-grouped-softmax-bf16": [
+        "--model", f"{SHAPE},heads=3,kv_heads=1,head_dim=12,norm_eps=0.01,qk_norm=1,tied=0", "--dtype", "bf16"],
     "qk-norm-lssar": ["--attn", "lssar", "--model", f"{SHAPE},kv_heads=2,qk_norm=1"],
     "linear-softmax": ["--rope-scaling", "linear:2.5"],
     "ntk-softmax": ["--rope-scaling", "ntk"],
@@ -50,7 +53,8 @@ CHECKPOINTS = {
     "yarn-softmax-qk-norm": ["--rope-scaling", "yarn:4:16", "--model", f"{SHAPE},qk_norm=1", "--rope-theta", 500],
     "yarn-ssmax": ["--rope-scaling", "yarn:4:16", "--attn", "ssmax"],
     "ntk-gau-ssmax": ["--rope-scaling", "ntk", "--attn", "ssmax", "--model", GAU],
-    "grouped-ssmax-bias-head-size": ["--attn", "ssmax-bias", "--model", f"{SHAPE},heads=3,kv_heads=1,head_dim=12,tied=0"],
+    "grouped-ssmax-bias-head-size": ["--attn", "ssmax-bias",
+                                     "--model", f"{SHAPE},heads=3,kv_heads=1,head_dim=12,tied=0"],
 }
 
 
@@ -72,7 +76,8 @@ PLAIN = ("llama", "qwen3")      # what transformers loads without our code
 def load(folder):
     """Loads the model in float32; plain softmax without trust_remote_code."""
     config = json.loads((folder / "config.json").read_text())
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=config["model_type"] not in PLAIN).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32,
+                                                trust_remote_code=config["model_type"] not in PLAIN).eval()
 
 
 def random_ids(length):
@@ -164,7 +169,8 @@ def test_the_whole_family_is_tested(data):
 def bases(data, tmp_path_factory):
     """A softmax model of each block, trained for a few steps. Its scores are neither all alike nor so large that a
     sigmoid is 1 everywhere; in both cases the posts would divide one rounding error by another."""
-    return {block: train(data, tmp_path_factory.mktemp(block) / "out", "--model", shape, steps=15)[0] for block, shape in BLOCKS.items()}
+    return {block: train(data, tmp_path_factory.mktemp(block) / "out", "--model", shape, steps=15)[0]
+            for block, shape in BLOCKS.items()}
 
 
 @pytest.fixture(scope="session")
@@ -219,7 +225,8 @@ def test_pn_ends_at_its_length(block, model_of):
 def assert_new(model, block):
     """The initial weights of a new model, under normalizers whose s starts at 1."""
     for key, parameter in model.named_parameters():
-        std = 0.02 / math.sqrt(2 if block == "gau" else 4) if key.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
+        std = (0.02 / math.sqrt(2 if block == "gau" else 4) if key.endswith(("o_proj.weight", "down_proj.weight"))
+               else 0.02)
         if parameter.ndim == 2:
             assert abs(parameter.std().item() / std - 1) < 0.1 and abs(parameter.mean().item()) < std / 10, key
         else:
@@ -253,8 +260,9 @@ def test_a_new_model_made_by_transformers(block, name, model_of, data, tmp_path)
 def make_llama(**change):
     torch.manual_seed(1)
     return LlamaForCausalLM(LlamaConfig(**dict(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, rms_norm_eps=1e-5,
-        max_position_embeddings=T, initializer_range=0.2, bos_token_id=END_OF_TEXT, eos_token_id=END_OF_TEXT) | change))
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        rms_norm_eps=1e-5, max_position_embeddings=T, initializer_range=0.2, bos_token_id=END_OF_TEXT,
+        eos_token_id=END_OF_TEXT) | change))
 
 
 def validation_loss(model, data):
@@ -276,7 +284,8 @@ TRAINED = {
 
 @pytest.mark.drawn(5)
 @pytest.mark.parametrize("name, dtype, shard_size", [
-    *((name, dtype, size) for name in ("untied", "tied") for dtype in (torch.float32, torch.bfloat16) for size in ("10GB", "20KB")),
+    *((name, dtype, size) for name in ("untied", "tied") for dtype in (torch.float32, torch.bfloat16)
+      for size in ("10GB", "20KB")),
     *((name, torch.float32, "10GB") for name in TRAINED if name not in ("untied", "tied"))])
 def test_a_llama_from_transformers_trains_here(name, dtype, shard_size, data, tmp_path):
     llama = make_llama(**TRAINED[name]).to(dtype)
@@ -299,7 +308,8 @@ REFUSED = {
     "eps": (dict(rms_norm_eps=0.5), "rms_norm_eps"),
     "biases": (dict(attention_bias=True), "biases"),
     "activation": (dict(hidden_act="gelu"), "hidden_act"),
-    "rope": (dict(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}), "rope_parameters.factor"),
+    "rope": (dict(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}),
+             "rope_parameters.factor"),
     "key-value heads": (dict(num_key_value_heads=3), "key-value heads"),
 }
 
@@ -328,7 +338,8 @@ ROPE = {        # --rope-scaling: rope_parameters
     "none": {"rope_type": "default"},
     "linear:2.5": {"rope_type": "linear", "factor": 2.5},
     "ntk": {"rope_type": "dynamic", "factor": 1.0},
-    "llama3:4:0.5:4:12": {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 0.5, "high_freq_factor": 4.0, "original_max_position_embeddings": 12},
+    "llama3:4:0.5:4:12": {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 0.5, "high_freq_factor": 4.0,
+                          "original_max_position_embeddings": 12},
     "yarn:4:6000": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 6000},
     "yarn:4:4": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4},
 }
@@ -339,15 +350,16 @@ def pair(modeling, name, L, block="llama", tied=True, **change):
     weights. `change` overrides the reference's shape."""
     normalizer = reference.parse_normalizer(name)
     gau = block == "gau"
-    shape = reference.Config(**dict(layers=1 if gau else 2, heads=1 if gau else 2, channels=16, ffn=24, tied=tied, vocab=31, attn=name, L=L,
-                                    block=block) | change)
+    shape = reference.Config(**dict(layers=1 if gau else 2, heads=1 if gau else 2, channels=16, ffn=24, tied=tied,
+                                    vocab=31, attn=name, L=L, block=block) | change)
     said = {f.name: getattr(normalizer, f.name) for f in fields(normalizer) if f.name not in ("s", "fixed")}
+    said |= {"name": name, "seq_len": L, "fixed": normalizer.fixed} | ({"block": "gau"} if gau else {})
     config = modeling.AttnGPTConfig(
-        vocab_size=31, hidden_size=16, intermediate_size=32 if gau else 24, num_hidden_layers=2, num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads or shape.heads, qk_norm=bool(shape.qk_norm),
-        head_dim=128 if gau else shape.query_width // shape.heads, rms_norm_eps=shape.norm_eps, tie_word_embeddings=tied, bos_token_id=0, eos_token_id=0,
-        rope_parameters=ROPE[shape.rope_scaling] | {"rope_theta": 10000.0},
-        attention_normalizer=said | {"name": name, "seq_len": L, "fixed": normalizer.fixed} | ({"block": "gau"} if gau else {}))
+        vocab_size=31, hidden_size=16, intermediate_size=32 if gau else 24, num_hidden_layers=2,
+        num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads or shape.heads, qk_norm=bool(shape.qk_norm),
+        head_dim=128 if gau else shape.query_width // shape.heads, rms_norm_eps=shape.norm_eps,
+        tie_word_embeddings=tied, bos_token_id=0, eos_token_id=0,
+        rope_parameters=ROPE[shape.rope_scaling] | {"rope_theta": 10000.0}, attention_normalizer=said)
     torch.manual_seed(0)
     model = modeling.AttnGPTForCausalLM(config).double().eval()
     with torch.no_grad():
@@ -371,7 +383,8 @@ HEADS = {
 
 @pytest.mark.parametrize("name, block, heads", [
     *((name, block, None) for block in BLOCKS for name in NORMALIZERS),
-    *((name, "llama", heads) for heads in HEADS for name in ("softmax", "ssmax-pn", "lssar", "softmax-sink", "softmax-recentered"))])
+    *((name, "llama", heads) for heads in HEADS
+      for name in ("softmax", "ssmax-pn", "lssar", "softmax-sink", "softmax-recentered"))])
 def test_the_modeling_file_equals_the_reference(modeling, block, name, heads, tmp_path):
     model, logits_of = pair(modeling, name, L=24, block=block, **HEADS.get(heads, {}))
     model.config.save_pretrained(tmp_path)
@@ -403,7 +416,8 @@ def assert_cache_and_padding(model, logits, weights, cached=True):
             out = model(part, past_key_values=cache, use_cache=True, output_attentions=True)
             cache, end = out.past_key_values, past + part.shape[1]
             parts.append(out.logits)
-            assert not cached or (torch.stack(out.attentions) - weights[:, :, :, past:end, :end]).abs().max() < 1e-9 * weights.abs().max()
+            difference = torch.stack(out.attentions) - weights[:, :, :, past:end, :end]
+            assert not cached or difference.abs().max() < 1e-9 * weights.abs().max()
             past = end
         assert not cached or (torch.cat(parts, 1) - logits).abs().max() < 1e-9 * logits.abs().max()
         padded = torch.cat([torch.zeros(2, 3, dtype=torch.long), IDS], 1)
@@ -426,7 +440,8 @@ def test_rope_scalings_of_the_modeling_file(modeling, scaling, block, L):
 
 
 @pytest.mark.parametrize("change, word", [
-    ({"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0] * 4, "original_max_position_embeddings": 8}, "unknown rope_type 'longrope'"),
+    ({"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0] * 4,
+      "original_max_position_embeddings": 8}, "unknown rope_type 'longrope'"),
     ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8, "beta_fast": 16}, "beta_fast"),
     ({"rope_type": "dynamic", "factor": 2.0}, "needs factor 1, not 2"),
 ])
@@ -440,12 +455,15 @@ def test_unsupported_rope_scalings_are_rejected(modeling, change, word):
 def test_attention_weights_have_transformers_shapes(modeling):
     """Those of a Llama of transformers, from forward() and from generate(), and None where nobody asks for them."""
     ours, _ = pair(modeling, "softmax1", L=24, heads=4, kv_heads=2)
-    theirs = LlamaForCausalLM(LlamaConfig(vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
-                                          num_key_value_heads=2, bos_token_id=0, eos_token_id=0, attn_implementation="eager"))
+    theirs = LlamaForCausalLM(LlamaConfig(vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+                                          num_attention_heads=4, num_key_value_heads=2, bos_token_id=0, eos_token_id=0,
+                                          attn_implementation="eager"))
     ids = torch.randint(1, 31, (2, 6), generator=torch.Generator().manual_seed(1))
-    how = dict(max_new_tokens=3, min_new_tokens=3, do_sample=False, return_dict_in_generate=True, output_attentions=True)
+    how = dict(max_new_tokens=3, min_new_tokens=3, do_sample=False, return_dict_in_generate=True,
+               output_attentions=True)
     shapes = lambda attentions: [tuple(A.shape) for A in attentions]
-    assert shapes(ours(ids, output_attentions=True).attentions) == shapes(theirs(ids, output_attentions=True).attentions) == 2 * [(2, 4, 6, 6)]
+    assert (shapes(ours(ids, output_attentions=True).attentions)
+            == shapes(theirs(ids, output_attentions=True).attentions) == 2 * [(2, 4, 6, 6)])
     found, expected = (list(map(shapes, model.generate(ids, **how).attentions)) for model in (ours, theirs))
     assert found == expected and found[2] == 2 * [(2, 4, 1, 8)]
     assert ours(ids).attentions is None
@@ -476,14 +494,16 @@ def test_masked_scores_may_overflow(modeling):
     assert z.grad.isfinite().all() and A.isfinite().all()
 
 
-@pytest.mark.parametrize("name", ["ssmax", "ssmax-fixed", "ssmax-pn", "ssmax+s=0.3+fixed", "ssmax-fixed+s=1e+0+post=negate", "ssmax-bias+s=2+s=-.5"])
+@pytest.mark.parametrize("name", ["ssmax", "ssmax-fixed", "ssmax-pn", "ssmax+s=0.3+fixed",
+                                  "ssmax-fixed+s=1e+0+post=negate", "ssmax-bias+s=2+s=-.5"])
 def test_s_starts_as_in_the_reference(modeling, name):
     model, _ = pair(modeling, name, L=8)
     start = modeling.start_of_s(model.config.attention_normalizer)
     assert math.isclose(start, reference.parse_normalizer(name).s_start(8), rel_tol=1e-12)
 
 
-@pytest.mark.parametrize("key, value", [("scale", "log2"), ("phi", "exq"), ("norm", "l2"), ("post", "recentre"), ("offset", "-logM"), ("qk", "l1")])
+@pytest.mark.parametrize("key, value", [("scale", "log2"), ("phi", "exq"), ("norm", "l2"), ("post", "recentre"),
+                                        ("offset", "-logM"), ("qk", "l1")])
 def test_an_unknown_stage_is_rejected(modeling, key, value):
     model, _ = pair(modeling, "softmax1", L=8)
     model.config.attention_normalizer[key] = value
@@ -491,11 +511,13 @@ def test_an_unknown_stage_is_rejected(modeling, key, value):
         model(torch.zeros(1, 4, dtype=torch.long))
 
 
-@pytest.mark.parametrize("key, value", [("block", "moe"), ("name", None), ("num_attention_heads", 2), ("head_dim", 64), ("intermediate_size", 24)])
+@pytest.mark.parametrize("key, value", [("block", "moe"), ("name", None), ("num_attention_heads", 2), ("head_dim", 64),
+                                        ("intermediate_size", 24)])
 def test_another_block_is_rejected(modeling, key, value):
     config = pair(modeling, "softmax", L=8, block="gau")[0].config
     if key in ("block", "name"):
-        config.attention_normalizer = {k: v for k, v in (config.attention_normalizer | {key: value}).items() if v is not None}
+        config.attention_normalizer = {k: v for k, v in (config.attention_normalizer | {key: value}).items()
+                                       if v is not None}
     else:
         setattr(config, key, value)
     with pytest.raises(ValueError, match=key):

@@ -1,4 +1,5 @@
-"""Ranks and machines that fall silent, and launch.sh when it is killed. Machines are network namespaces (machines.py), so most of this needs root.
+"""Ranks and machines that fall silent, and launch.sh when it is killed. Machines are network namespaces (machines.py),
+so most of this needs root.
 
 MACHINES_LONG=1 pulls the cable for 30 s instead of 5.
 """
@@ -12,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import machines
-from trainer import (LAUNCH, TRAIN, checkpoint, command, cuda_program, environment, losses, make_data, metrics, steps, tokens,
-                     train, write_shard)
+from trainer import (LAUNCH, TRAIN, checkpoint, command, cuda_program, environment, losses, make_data, metrics, steps,
+                     tokens, train, write_shard)
 
 OUTAGE, PATIENCE = (30, 60) if os.environ.get("MACHINES_LONG") else (5, 20)
 PEER, STOPPED = 6, 75
@@ -71,7 +72,8 @@ class Job:
     def __init__(self, data, out, *flags, **how):
         self.out = out
         words = command(data, *FAST, "--steps", 10**8, "--out", out, *flags, processes=2, **how)
-        self.process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        self.process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                                        stderr=subprocess.STDOUT, text=True,
                                         env=environment(), cwd="/", preexec_fn=machines.end_with_parent)
 
     def __enter__(self):
@@ -154,8 +156,8 @@ def test_a_long_validation_does_not_count_as_silence(data, tmp_path):
     """No step ends for several timeouts."""
     write_shard(tmp_path / "long_val_000000.bin", tokens(2_400_000))
     start = time.time()
-    train(data, "--steps", 2, "--val-data", tmp_path / "long_val_000000.bin", "--val-tokens", 10**7, "--val-every", 1, "--rank-timeout", 1,
-          "--out", tmp_path / "out", processes=2, timeout=300)
+    train(data, "--steps", 2, "--val-data", tmp_path / "long_val_000000.bin", "--val-tokens", 10**7, "--val-every", 1,
+          "--rank-timeout", 1, "--out", tmp_path / "out", processes=2, timeout=300)
     assert [step for step, in metrics(tmp_path / "out", ["step"])] == [1, 2]
     assert time.time() - start > 3, "the validations were too short to show anything"
 
@@ -188,7 +190,8 @@ def nodes(network):
     for machine in network.machines:
         machine.cable(True)
         machine.kill("mpirun", "orted", "ssh", TRAIN.name)
-    wait_for(lambda: all(a.reaches(b) for a in network.machines for b in network.machines), "all machines reach each other again")
+    wait_for(lambda: all(a.reaches(b) for a in network.machines for b in network.machines),
+             "all machines reach each other again")
 
 
 @pytest.fixture(scope="module")
@@ -201,8 +204,8 @@ def reference(data, tmp_path_factory):
 
 def start(data, machine, out, *flags, output=subprocess.PIPE):
     words = command(data, *FAST, "--out", out, *flags, processes=2)
-    return machine.start(*words, env=environment(HOSTFILE=str(machine.network.folder / "hostfile")) | machine.network.env, stdout=output,
-                         stderr=subprocess.STDOUT, cwd="/")
+    env = environment(HOSTFILE=str(machine.network.folder / "hostfile")) | machine.network.env
+    return machine.start(*words, env=env, stdout=output, stderr=subprocess.STDOUT, cwd="/")
 
 
 def finish(job, code, timeout=90):
@@ -212,7 +215,8 @@ def finish(job, code, timeout=90):
 
 
 def wait_for_empty(nodes, timeout=60):
-    wait_for(lambda: not any(machine.processes(name) for machine in nodes for name in ("mpirun", "orted", "ssh", TRAIN.name)),
+    wait_for(lambda: not any(machine.processes(name) for machine in nodes
+                             for name in ("mpirun", "orted", "ssh", TRAIN.name)),
              "the end of every process on every machine", timeout)
 
 
@@ -259,7 +263,8 @@ def test_kill_9_of_launch_sh_ends_two_machines(data, nodes, tmp_path):
 
 
 @pytest.mark.drawn(1)
-@pytest.mark.parametrize("launcher, victim", [(1, 2), (0, 1)], ids=["launched beside rank 0", "launched elsewhere, rank 0 gone"])
+@pytest.mark.parametrize("launcher, victim", [(1, 2), (0, 1)],
+                         ids=["launched beside rank 0", "launched elsewhere, rank 0 gone"])
 def test_a_machine_that_vanishes(data, nodes, tmp_path, launcher, victim):
     out = tmp_path / "out"
     job = start(data, nodes[launcher], out, "--steps", 10**8, "--rank-timeout", 4)

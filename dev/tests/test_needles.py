@@ -18,7 +18,8 @@ END = VOCAB - 1
 
 
 def script(*arguments, code=0):
-    result = subprocess.run([sys.executable, ROOT / "data/needles.py", *map(str, arguments)], capture_output=True, text=True)
+    result = subprocess.run([sys.executable, ROOT / "data/needles.py", *map(str, arguments)], capture_output=True,
+                            text=True)
     assert result.returncode == code and "Traceback" not in result.stderr, result.stdout + result.stderr
     return result.stdout + result.stderr
 
@@ -29,7 +30,8 @@ def stream(folder):
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """Two training shards of ordinary tokens, the first of which ends within a sequence; a document starts every 2,000 tokens."""
+    """Two training shards of ordinary tokens, the first of which ends within a sequence; a document starts every 2,000
+    tokens."""
     folder = tmp_path_factory.mktemp("source")
     vocabulary.train(["the special magic number is in a city 0123456789"] * 9, VOCAB, folder / "tokenizer.json")
     assert vocabulary.load(str(folder)).end_of_text == END
@@ -63,7 +65,8 @@ def test_a_tenth_of_the_sequences_change(source, copy):
 
 def test_each_has_its_needle_and_ends_with_the_answer(source, copy):
     import tokenizers
-    tokenizer, before, after = tokenizers.Tokenizer.from_file(str(copy / "tokenizer.json")), stream(source), stream(copy)
+    tokenizer = tokenizers.Tokenizer.from_file(str(copy / "tokenizer.json"))
+    before, after = stream(source), stream(copy)
     depths, cities, numbers = [], set(), set()
     for start in range(0, len(before) - T + 1, T):
         row = after[start:start + T]
@@ -88,7 +91,8 @@ def test_questions_are_repeated(source, copy, tmp_path):
     import tokenizers
     tokenizer = tokenizers.Tokenizer.from_file(str(copy / "tokenizer.json"))
     script(source, "--out", tmp_path, "--seq-len", T, "--digits", 1, "--questions", 2, "--fraction", 0.01)
-    [row, *_] = [row for row in stream(tmp_path)[:99_840].reshape(-1, T) if "special magic" in tokenizer.decode(row.tolist())]
+    [row, *_] = [row for row in stream(tmp_path)[:99_840].reshape(-1, T)
+                 if "special magic" in tokenizer.decode(row.tolist())]
     text = tokenizer.decode(row.tolist())
     question = text[text.rindex("\nWhat is the"):]
     assert text.endswith(2 * question) and text.count("special magic") == 5 and text.count(question[-2:]) >= 3

@@ -1,5 +1,5 @@
-"""The family of attention normalizers through the programs: every preset with both blocks trains, resumes and samples; config.json; a
-change of a model's normalizer; the learned scalars in the metrics and in checkpoints; `make ATTN=`."""
+"""The family of attention normalizers through the programs: every preset with both blocks trains, resumes and samples;
+config.json; a change of a model's normalizer; the learned scalars in the metrics and in checkpoints; `make ATTN=`."""
 import ctypes
 import ctypes.util
 import hashlib
@@ -16,14 +16,15 @@ import pytest
 import torch
 
 from tiny import BIN, ROOT, build, logits, make_path, run, sample
-from trainer import (SANITIZED, TRAIN, VOCAB, assert_same_run, checkpoint, losses, make_data, metrics, read_header, tokens, train,
-                     write_header, write_shard)
+from trainer import (SANITIZED, TRAIN, VOCAB, assert_same_run, checkpoint, losses, make_data, metrics, read_header,
+                     tokens, train, write_header, write_shard)
 
 sys.path.insert(0, str(ROOT / "dev" / "reference"))
 import model as reference
 
 torch.set_num_threads(1)
-MODELS = {"llama": f"layers=2,heads=2,channels=16,ffn=24,vocab={VOCAB}", "gau": f"layers=1,block=gau,channels=16,vocab={VOCAB}"}
+MODELS = {"llama": f"layers=2,heads=2,channels=16,ffn=24,vocab={VOCAB}",
+          "gau": f"layers=1,block=gau,channels=16,vocab={VOCAB}"}
 STAGES = ("qk", "scale", "offset", "phi", "norm", "post")
 T = 8                                                       # trainer.command's
 
@@ -65,8 +66,8 @@ def runs(data, names, tmp_path_factory):
 
     def one(case):
         block, name = case
-        train(data, "--model", MODELS[block], "--attn", name, *validation(data), "--steps", 6, "--ckpt-every", 2, "--keep", 0,
-              "--out", folder / f"{block}-{name}")
+        train(data, "--model", MODELS[block], "--attn", name, *validation(data), "--steps", 6, "--ckpt-every", 2,
+              "--keep", 0, "--out", folder / f"{block}-{name}")
         return folder / f"{block}-{name}"
     return dict(zip(cases, each(one, cases)))
 
@@ -78,7 +79,8 @@ def validation(folder):
 def tensors(folder, name="model.safetensors"):
     header, content = read_header(folder / name)
     header.pop("__metadata__", None)
-    return {key: np.frombuffer(content[slice(*row["data_offsets"])], "<f4").reshape(row["shape"]) for key, row in header.items()}
+    return {key: np.frombuffer(content[slice(*row["data_offsets"])], "<f4").reshape(row["shape"])
+            for key, row in header.items()}
 
 
 def lineage(out):
@@ -125,7 +127,8 @@ def test_the_cache_gives_the_logits_of_one_pass(runs, names, tmp_path, block):
     for name, values in zip(every, found):
         assert values.shape == (T, VOCAB) and np.isfinite(values).all(), name
     assert len(every) == len(names) - 1
-    assert len({values.tobytes() for values in found}) > len(every) - 4, "the normalizers are alike, because scores are small"
+    different = {values.tobytes() for values in found}
+    assert len(different) > len(every) - 4, "the normalizers are alike, because scores are small"
 
 
 def sharpened(bare):
@@ -145,12 +148,14 @@ def sharpened(bare):
 
 @pytest.mark.parametrize("block", MODELS)
 def test_every_preset_samples(runs, names, block):
-    texts = each(lambda name: sample(checkpoint(runs[block, name], 6), "--prompt", "1,2,3", "--max-new-tokens", T - 3)[0], names)
+    texts = each(lambda name: sample(checkpoint(runs[block, name], 6), "--prompt", "1,2,3",
+                                     "--max-new-tokens", T - 3)[0], names)
     assert all(text[0].startswith("1,2,3") for text in texts)
     assert len({text[0] for text in texts}) > 1
 
 
-@pytest.mark.parametrize("block, name", [("llama", "ssmax-pn"), ("llama", "lssar"), ("llama", "relu2-T"), ("gau", "ssmax-bias"),
+@pytest.mark.parametrize("block, name", [("llama", "ssmax-pn"), ("llama", "lssar"), ("llama", "relu2-T"),
+                                         ("gau", "ssmax-bias"),
                                          ("gau", "softmax"), ("gau", "ssmax-pn"), ("gau", "softmax-sink")])
 def test_a_resumed_run_has_the_same_bits(data, runs, tmp_path, block, name):
     shutil.copytree(runs[block, name], tmp_path / "parts")
@@ -169,8 +174,8 @@ def test_exp_says_why_it_diverged(data):
 
 def test_overrides_train(data):
     texts = ["softmax+norm=l1+0.5+post=negate", "lssar+post=reweight:100", "sigmoid-logn-l1+post=reweight:15",
-             "softmax+qk=l2+scale=log:L", "gelu-l1+post=recenter-l1", "ssmax-pn+phi=softplus+s=0.5+fixed", "relu6-l1+norm=T2+offset=-logT",
-             "exp+norm=const:7", "ssmax+norm=l1+sink", "softpick+scale=floorlog:4"]
+             "softmax+qk=l2+scale=log:L", "gelu-l1+post=recenter-l1", "ssmax-pn+phi=softplus+s=0.5+fixed",
+             "relu6-l1+norm=T2+offset=-logT", "exp+norm=const:7", "ssmax+norm=l1+sink", "softpick+scale=floorlog:4"]
     printed = each(lambda text: train(data, "--model", MODELS["llama"], "--attn", text, "--steps", 3), texts)
     for text, output in zip(texts, printed):
         assert f"attention {text}" in output and "step     3/3" in output.replace("\r", "\n"), output
@@ -179,8 +184,8 @@ def test_overrides_train(data):
 
 # ---------------------------------------------------------------- config.json
 
-CONFIGS = ["softmax", "ssmax-fixed", "softmax+norm=l1+0.50+post=negate", "ssmax+s=0.5+fixed", "lssar+post=reweight:12.5",
-           "softmax+scale=log:64.0"]
+CONFIGS = ["softmax", "ssmax-fixed", "softmax+norm=l1+0.50+post=negate", "ssmax+s=0.5+fixed",
+           "lssar+post=reweight:12.5", "softmax+scale=log:64.0"]
 
 
 @pytest.mark.parametrize("block", MODELS)
@@ -189,7 +194,8 @@ def test_config_has_the_name_and_its_stages(data, tmp_path, block):
         train(data, "--model", MODELS[block], "--attn", text, "--steps", 0, "--out", tmp_path / str(i))
         known = reference.parse_normalizer(text)
         number = {"l1+0.50": "l1+0.5", "log:64.0": "log:64"}
-        expected = {"name": text, "seq_len": T, **{stage: number.get(getattr(known, stage), getattr(known, stage)) for stage in STAGES}}
+        expected = {"name": text, "seq_len": T,
+                    **{stage: number.get(getattr(known, stage), getattr(known, stage)) for stage in STAGES}}
         if known.fixed:
             expected["fixed"] = True
         if block == "gau":
@@ -235,7 +241,8 @@ def init_from(data, folder, *flags, code=0):
 # ---------------------------------------------------------------- a change of normalizer
 
 NEW = {         # from, to: the tensors that the change adds
-    ("softmax", "ssmax"): ["attn_scale"], ("softmax", "ssmax-pn"): ["attn_scale", "attn_bias", "attn_pn"], ("softmax", "lssar"): [],
+    ("softmax", "ssmax"): ["attn_scale"], ("softmax", "ssmax-pn"): ["attn_scale", "attn_bias", "attn_pn"],
+    ("softmax", "lssar"): [],
     ("ssmax", "ssmax-bias"): ["attn_bias"], ("ssmax", "ssmax-pn"): ["attn_scale", "attn_bias", "attn_pn"],
     ("ssmax", "ssmax-fixed"): ["attn_scale"], ("ssmax", "softmax"): [],
     ("softmax", "softmax-sink"): ["attn_sink"],
@@ -269,7 +276,8 @@ def changed(data, short_data, tmp_path_factory):
         before, after = case
         start, switched, new = folder / before, folder / f"{before}-{after}", folder / f"{before}-{after}-new"
         shutil.copytree(start, switched)
-        a = train(short_data, "--out", switched, "--resume", "--attn-switch", f"3:{after}", "--lr", 1e-30, "--steps", 5, model=False)
+        a = train(short_data, "--out", switched, "--resume", "--attn-switch", f"3:{after}", "--lr", 1e-30, "--steps", 5,
+                  model=False)
         b = init_from(short_data, checkpoint(start, 3), "--attn", after, "--lr", 1e-30, *val, "--out", new)
         return start, switched, new, a, b
     each(base, ("softmax", "ssmax"))
@@ -298,7 +306,8 @@ def test_weights_and_moments_stay(changed, case):
         for name in now:
             key = f"{name}.{kind}"
             kept = before[key] if name not in brought and key in before else 0
-            np.testing.assert_allclose(after[key], keep * kept + alone[key], rtol=1e-5, atol=1e-6 * np.abs(after[key]).max(), err_msg=key)
+            np.testing.assert_allclose(after[key], keep * kept + alone[key], rtol=1e-5,
+                                       atol=1e-6 * np.abs(after[key]).max(), err_msg=key)
     state = json.loads((checkpoint(switched, 5) / "state.json").read_text())
     assert (state["step"], state["tokens"], state["data_position"]) == (5, 5 * 4 * T, 5 * 4)
 
@@ -315,22 +324,26 @@ def test_the_log_and_the_lineage_record_the_change(changed, case):
     rates = [lr for lr, in metrics(switched, ["lr"])]
     assert rates == pytest.approx([0.005, 0.01, 0.01, 5e-31, 1e-30], rel=1e-6, abs=0), "the warmup runs again"
     one, two = lineage(switched), lineage(new)
-    assert [(entry["step"], entry["event"], entry["attn"]) for entry in one] == [(0, "start", before), (3, "attn-switch", after)]
-    assert [(entry["step"], entry["event"], entry["attn"]) for entry in two] == [(0, "init-from", after), (0, "attn-at-start", after)]
+    assert ([(entry["step"], entry["event"], entry["attn"]) for entry in one]
+            == [(0, "start", before), (3, "attn-switch", after)])
+    assert ([(entry["step"], entry["event"], entry["attn"]) for entry in two]
+            == [(0, "init-from", after), (0, "attn-at-start", after)])
     assert two[0]["from"] == str(checkpoint(start, 3)) and one[1]["from"] == two[1]["from"] == before
     losses_of = {(entry["val_loss_before"], entry["val_loss_after"]) for entry in (one[1], two[1])}
     assert len(losses_of) == 1
     loss_before, loss_after = map(float, losses_of.pop())
     assert loss_before == pytest.approx(metrics(start, ["val_loss"])[-1][0], abs=1e-6)
     assert (loss_before == loss_after) == (case in STAYS_AS_IT_IS)
-    assert attn_config(checkpoint(switched, 3))["name"] == before and attn_config(checkpoint(switched, 4))["name"] == after
+    assert (attn_config(checkpoint(switched, 3))["name"] == before
+            and attn_config(checkpoint(switched, 4))["name"] == after)
 
 
 def test_later_resumes_need_no_flag(changed, short_data, tmp_path):
     switched = changed["ssmax", "ssmax-bias"][1]
     for out in (tmp_path / "whole", tmp_path / "parts"):
         shutil.copytree(switched, out)
-        train(short_data, "--out", out, "--resume", "--lr", 0.01, "--steps", 8 if out.name == "whole" else 6, model=False)
+        train(short_data, "--out", out, "--resume", "--lr", 0.01, "--steps", 8 if out.name == "whole" else 6,
+              model=False)
     train(short_data, "--out", tmp_path / "parts", "--resume", "--steps", 8, model=False)
     assert_same_run(tmp_path / "whole", tmp_path / "parts", 8)
     assert lineage(tmp_path / "parts") == lineage(switched)
@@ -346,12 +359,13 @@ def test_a_switch_from_softmax_to_ssmax_changes_little(tmp_path):
     write_shard(tmp_path / "d_train_000001.bin", copies(1500, 1))
     write_shard(tmp_path / "d_val_000000.bin", copies(60, 2))
     flags = ["--val-data", tmp_path / "d_val_000000.bin", "--seq-len", 32, "--batch", 8]
-    train(tmp_path, *flags, "--model", f"layers=1,heads=2,channels=32,ffn=64,vocab={VOCAB}", "--warmup", 20, "--lr", 0.01, "--steps", 300,
-          "--out", tmp_path / "softmax", model=False)
+    train(tmp_path, *flags, "--model", f"layers=1,heads=2,channels=32,ffn=64,vocab={VOCAB}", "--warmup", 20,
+          "--lr", 0.01, "--steps", 300, "--out", tmp_path / "softmax", model=False)
     moved = {}
     for name in ("ssmax", "ssmax+s=1"):
         source = checkpoint(tmp_path / "softmax", 300)
-        train(tmp_path, *flags, "--init-from", source, "--attn", name, "--steps", 0, "--out", tmp_path / name, model=False)
+        train(tmp_path, *flags, "--init-from", source, "--attn", name, "--steps", 0, "--out", tmp_path / name,
+              model=False)
         entry = lineage(tmp_path / name)[-1]
         moved[name] = abs(float(entry["val_loss_after"]) - float(entry["val_loss_before"]))
     assert float(entry["val_loss_before"]) < math.log(VOCAB) - 1, "the model did not learn to look back"
@@ -367,7 +381,8 @@ def test_metrics_have_the_scalars(runs, names, block):
         known, out = reference.PRESETS[name], runs[block, name]
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         of_heads = {name: scalar for name, scalar in reference.SCALARS.items() if not scalar.by_position}
-        for word, there in ((scalar.tensor, scalar.of(known) and reference.trains(known, name)) for name, scalar in of_heads.items()):
+        for word, there in ((scalar.tensor, scalar.of(known) and reference.trains(known, name))
+                            for name, scalar in of_heads.items()):
             assert [word in line for line in lines] == [there and line["step"] % 2 == 0 for line in lines], (name, word)
             for line in filter(lambda line: word in line, lines):
                 saved = tensors(checkpoint(out, line["step"]))
@@ -377,14 +392,16 @@ def test_metrics_have_the_scalars(runs, names, block):
         if known.has_s:
             saved = tensors(checkpoint(out, 6))
             moved = {np.unique(saved[f"model.layers.{i}.{unit}.attn_scale"]).size for i in range(2)}
-            assert known.fixed == all((saved[f"model.layers.{i}.{unit}.attn_scale"] == known.s).all() for i in range(2)), name
+            stays = all((saved[f"model.layers.{i}.{unit}.attn_scale"] == known.s).all() for i in range(2))
+            assert known.fixed == stays, name
             assert block == "gau" or known.fixed == (moved == {1}), "two heads learn different values"
         if known.scale == "pn":
             assert np.unique(tensors(checkpoint(out, 6))["model.attn_pn"]).size == T
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
-@pytest.mark.parametrize("name", ["model.layers.1.self_attn.attn_scale", "model.layers.0.self_attn.attn_bias", "model.attn_pn"])
+@pytest.mark.parametrize("name", ["model.layers.1.self_attn.attn_scale", "model.layers.0.self_attn.attn_bias",
+                                  "model.attn_pn"])
 def test_a_nonfinite_scalar_is_rejected(data, runs, tmp_path, name, value):
     bare = bare_model(runs["llama", "ssmax-pn"], tmp_path / "bare")
     header, content = read_header(bare / "model.safetensors")
@@ -433,7 +450,8 @@ def test_p_n_ends_at_the_training_length(data, runs):
 def test_make_attn(data, tmp_path):
     """The program built for ssmax alone gives the same bits and rejects other normalizers."""
     program = tmp_path / "build/train_gpt2"
-    subprocess.run(["make", "-s", "-j2", "ATTN=ssmax", f"BUILD={make_path(tmp_path / 'build')}", str(program)], cwd=ROOT, check=True)
+    subprocess.run(["make", "-s", "-j2", "ATTN=ssmax", f"BUILD={make_path(tmp_path / 'build')}", str(program)],
+                   cwd=ROOT, check=True)
     flags = ["--model", MODELS["llama"], *validation(data), "--steps", 5]
     train(data, *flags, "--attn", "ssmax", "--out", tmp_path / "all")
     train(data, *flags, "--attn", "ssmax", "--out", tmp_path / "one", program=program)
@@ -443,7 +461,8 @@ def test_make_attn(data, tmp_path):
         assert f"--attn {text}: this program was built only for ssmax" in refused
     train(data, "--attn", "softmax", "--steps", 0, "--out", tmp_path / "softmax")
     alone = ["--attn", "ssmax", "--seq-len", T, "--steps", 1]
-    refused = train(data, "--init-from", checkpoint(tmp_path / "softmax", 0), *alone, model=False, program=program, code=3)
+    refused = train(data, "--init-from", checkpoint(tmp_path / "softmax", 0), *alone, model=False, program=program,
+                    code=3)
     assert "softmax" in refused and "built only for ssmax" in refused
     llama = checkpoint(tmp_path / "softmax", 0) / "config.json"    # a Llama from elsewhere is softmax without saying so
     config = json.loads(llama.read_text())
@@ -455,7 +474,8 @@ def test_make_attn(data, tmp_path):
 
 
 def test_make_attn_of_an_unknown_name(tmp_path):
-    result = subprocess.run(["make", "ATTN=ssmx", f"BUILD={tmp_path / 'build'}"], cwd=ROOT, capture_output=True, text=True)
+    result = subprocess.run(["make", "ATTN=ssmx", f"BUILD={tmp_path / 'build'}"], cwd=ROOT, capture_output=True,
+                            text=True)
     assert result.returncode != 0 and "ATTN=ssmx: no such preset" in result.stderr
     assert not (tmp_path / "build").exists()
 
@@ -467,8 +487,9 @@ def test_mixed_lengths(data, tmp_path, block, name):
     length."""
     curves = {}
     for lengths in ("8,16,32", "8", "16", "32"):
-        train(data, "--model", MODELS[block], "--attn", name, "--seq-len", lengths, "--batch", 64 // int(lengths.split(",")[-1]),
-              "--norm-length", 32, "--steps", 12, "--out", tmp_path / lengths)
+        train(data, "--model", MODELS[block], "--attn", name, "--seq-len", lengths,
+              "--batch", 64 // int(lengths.split(",")[-1]), "--norm-length", 32, "--steps", 12,
+              "--out", tmp_path / lengths)
         curves[lengths] = losses(tmp_path / lengths)
         assert np.isfinite(curves[lengths]).all()
         assert [count for count, in metrics(tmp_path / lengths, ["tokens"])] == [64 * step for step in range(1, 13)]
@@ -485,7 +506,8 @@ def test_the_step_line_shows_all_zero_rows(data):
     assert some and all(0 < float(share) < 50 for share in some), "a first score is often negative"
     assert shares("--attn", "relu-l1+scale=const:0")[-1] == "100"
     # z = -ln L: sigmoid(z) = 1/(L + 1) is below every 1/n; the first three rows are compared with 0.
-    assert float(shares("--attn", "sigmoid+scale=const:0+post=reweight:2")[-1]) == pytest.approx(100 * (T - 3) / T, abs=0.6)
+    assert (float(shares("--attn", "sigmoid+scale=const:0+post=reweight:2")[-1])
+            == pytest.approx(100 * (T - 3) / T, abs=0.6))
 
 
 # ---- for CUDA
@@ -494,12 +516,15 @@ def test_the_table_compiles_as_device_code(tmp_path):
     """normalizer.h compiles as CUDA: with nvcc if it is installed, and with g++ and macros for CUDA's keywords."""
     source = tmp_path / "table.cu"
     source.write_text('#include "attention/normalizer.h"\n'
-                      "__global__ void kernel(float *z, float *out, Stage scale, Stage offset, Stage norm, RowPlace at, int phi) {\n"
+                      "__global__ void kernel(float *z, float *out, Stage scale, Stage offset, Stage norm, "
+                      "RowPlace at, int phi) {\n"
                       "    float slope;\n"
                       "    phi_both(phi, row_scale(scale, at) * *z + row_offset(offset, at), 1, out, &slope);\n"
-                      "    *z = *out * row_inverse(norm, at, *out, 0) + row_slope(SCALAR_S, scale, at);\n}\n")
-    words = ["-D__CUDACC__", "-D__host__=", "-D__device__=", "-D__global__=", "-D__forceinline__=inline", "-Dnormcdff=erff"]
-    subprocess.run(["g++", "-std=c++17", "-fsyntax-only", "-Wall", "-Werror", "-Wno-unused-function", f"-I{ROOT}", *words, "-x", "c++", source],
-                   check=True)
+                      "    *z = *out * row_inverse(norm, at, *out, 0) + row_slope(SCALAR_S, scale, at);\n"
+                      "}\n")
+    words = ["-D__CUDACC__", "-D__host__=", "-D__device__=", "-D__global__=", "-D__forceinline__=inline",
+             "-Dnormcdff=erff"]
+    subprocess.run(["g++", "-std=c++17", "-fsyntax-only", "-Wall", "-Werror", "-Wno-unused-function",
+                    f"-I{ROOT}", *words, "-x", "c++", source], check=True)
     if shutil.which("nvcc"):
         subprocess.run(["nvcc", "-std=c++17", f"-I{ROOT}", "-c", "-o", tmp_path / "table.o", source], check=True)

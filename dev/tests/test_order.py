@@ -49,7 +49,8 @@ def test_same_losses(request, tmp_path, kind, flags):
     def run(processes, batch):
         out = tmp_path / f"{processes}x{batch}"
         train(folder, *common, "--batch", batch, "--out", out, processes=processes)
-        return np.array([[np.nan if x is None else x for x in line] for line in metrics(out, ["step", "tokens", "loss", "lr", "val_loss"])])
+        return np.array([[np.nan if x is None else x for x in line]
+                         for line in metrics(out, ["step", "tokens", "loss", "lr", "val_loss"])])
 
     first = run(1, SEQUENCES)
     assert first.shape[0] == STEPS and first[-1, 1] == STEPS * SEQUENCES * length

@@ -19,20 +19,24 @@ PROGRAMS = ["build/tsan/on_cpu/tests/test_kernels", "build/tsan/test_gpt2cu_on_c
 ALL = os.environ.get("RACES") == "all"
 # setarch -R turns off address randomization, which can get in ThreadSanitizer's way. Where a container forbids it, the
 # check usually works anyway.
-FIXED = ["setarch", "-R"] if shutil.which("setarch") and subprocess.run(["setarch", "-R", "true"], capture_output=True).returncode == 0 else []
+FIXED = (["setarch", "-R"] if shutil.which("setarch")
+         and subprocess.run(["setarch", "-R", "true"], capture_output=True).returncode == 0 else [])
 
-KERNELS = [""] if ALL else ["rmsnorm bf16 N=33 C=768", "rope bf16", "qk_norm bf16 N=33", "swiglu bf16", "embedding bf16", "classifier bf16", "adamw bf16", "adamw odd",
-                            "norms", "gau bf16 B=2 T=3 E=96 HS=48 l2"]
-# One of each instance of attention (attention/flash_instances.h), and of each learned scalar, with its instance for bf16.
+KERNELS = [""] if ALL else ["rmsnorm bf16 N=33 C=768", "rope bf16", "qk_norm bf16 N=33", "swiglu bf16",
+                            "embedding bf16", "classifier bf16", "adamw bf16", "adamw odd", "norms",
+                             "gau bf16 B=2 T=3 E=96 HS=48 l2"]
+# One of each instance of attention (attention/flash_instances.h), and of each learned scalar, with its instance for
+# bf16.
 INSTANCES = {
     "ssmax-bias": "exp", "ssmax-pn": "exp", "softmax-sink": "exp", "softmax-recentered": "exp_recenter",
-    "softmax-recentered-l1": "exp_recenter_l1", "softplus-l1": "softplus", "lssar": "softplus_reweight", "sigmoid": "sigmoid",
-    "identity": "identity", "relu-l1": "relu", "relu2-n": "relu2", "gelu-l1": "gelu", "relu6-l1": "relu6", "mish-l1": "mish",
-    "softpick": "expm1", "gelu-l1+post=recenter-l1": "any_recenter", "mish-l1+norm=l1+2+post=recenter": "any_recenter",
-    "sigmoid-logn-l1+post=reweight:15": "any_two_sweeps"}
+    "softmax-recentered-l1": "exp_recenter_l1", "softplus-l1": "softplus", "lssar": "softplus_reweight",
+    "sigmoid": "sigmoid", "identity": "identity", "relu-l1": "relu", "relu2-n": "relu2", "gelu-l1": "gelu",
+    "relu6-l1": "relu6", "mish-l1": "mish", "softpick": "expm1", "gelu-l1+post=recenter-l1": "any_recenter",
+    "mish-l1+norm=l1+2+post=recenter": "any_recenter", "sigmoid-logn-l1+post=reweight:15": "any_two_sweeps"}
 # CI runs two, drawn by commit, and builds only their instances and the general ones.
 NAMES = draw.sample(INSTANCES, 2) if os.environ.get("DRAW") else list(INSTANCES)
-BUILT = [*dict.fromkeys(INSTANCES[name] for name in NAMES), "any", "any_recenter", "any_two_sweeps", "float", "float_recenter", "float_two_sweeps"]
+BUILT = [*dict.fromkeys(INSTANCES[name] for name in NAMES), "any", "any_recenter", "any_two_sweeps", "float",
+         "float_recenter", "float_two_sweeps"]
 ATTENTION = ["attention"] if ALL else [f"attention_{name}_T33_d48" for name in NAMES]
 
 
@@ -47,11 +51,13 @@ def programs():
 
 
 def watched(blocks, **more):
-    return environment(TSAN_OPTIONS="detect_deadlocks=0", CUDA_ON_CPU_THREADS="2", **({} if ALL else {"CUDA_ON_CPU_WATCHED": str(blocks)}), **more)
+    return environment(TSAN_OPTIONS="detect_deadlocks=0", CUDA_ON_CPU_THREADS="2",
+                       **({} if ALL else {"CUDA_ON_CPU_WATCHED": str(blocks)}), **more)
 
 
 def run(program, word):
-    done = subprocess.run([*FIXED, program, word], cwd=ROOT, env=watched(2), capture_output=True, text=True, timeout=None if ALL else 600)
+    done = subprocess.run([*FIXED, program, word], cwd=ROOT, env=watched(2), capture_output=True, text=True,
+                          timeout=None if ALL else 600)
     assert "ThreadSanitizer" not in done.stderr and done.returncode == 0, done.stdout[-2000:] + done.stderr[:6000]
     passed = re.search(r"^(\d+) passed, 0 failed$", done.stdout, re.M)
     assert passed and int(passed[1]) > 0, done.stdout
@@ -69,18 +75,21 @@ def test_attention(programs, word):
 
 
 @pytest.mark.drawn(1)
-@pytest.mark.parametrize("processes, words", ((1, ["--dtype", "bf16", "--recompute", 1]), (1, ["--model", "layers=1,block=gau,channels=32,vocab=97"]),
-                                              (2, ["--zero", 0]), (2, ["--zero", 1, "--dtype", "bf16"])), ids=("llama", "gau", "two", "zero"))
+@pytest.mark.parametrize("processes, words", ((1, ["--dtype", "bf16", "--recompute", 1]),
+                                              (1, ["--model", "layers=1,block=gau,channels=32,vocab=97"]),
+                                              (2, ["--zero", 0]), (2, ["--zero", 1, "--dtype", "bf16"])),
+                         ids=("llama", "gau", "two", "zero"))
 def test_trainer(programs, tmp_path, processes, words):
     """A step of two micro-batches, a batch of validation and a checkpoint. Work in streams is as late as possible, and
     one block of each launch is watched."""
     make_data(tmp_path)
     out = tmp_path / "run"
-    run_command = command(tmp_path, "--model", "layers=1,heads=1,channels=48,ffn=40,vocab=97", "--seq-len", 20, "--batch", 1, "--total-batch-tokens",
-                          40 * processes, "--val-data", f"{tmp_path}/*_val_*.bin", "--val-tokens", 20, "--steps", 1, "--out", out, *words,
+    run_command = command(tmp_path, "--model", "layers=1,heads=1,channels=48,ffn=40,vocab=97", "--seq-len", 20,
+                          "--batch", 1, "--total-batch-tokens", 40 * processes, "--val-data", f"{tmp_path}/*_val_*.bin",
+                          "--val-tokens", 20, "--steps", 1, "--out", out, *words,
                           program=programs[2], processes=processes)
     at = run_command.index(str(programs[2]))
-    done = subprocess.run([*run_command[:at], *FIXED, *run_command[at:]], env=watched(1, CUDA_ON_CPU_STREAMS="late"), capture_output=True, text=True,
-                          timeout=None if ALL else 600)
+    done = subprocess.run([*run_command[:at], *FIXED, *run_command[at:]], env=watched(1, CUDA_ON_CPU_STREAMS="late"),
+                          capture_output=True, text=True, timeout=None if ALL else 600)
     assert "ThreadSanitizer" not in done.stderr and done.returncode == 0, done.stdout[-2000:] + done.stderr[:6000]
     assert len(metrics(out, ["loss"])) >= 1

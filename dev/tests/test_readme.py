@@ -27,7 +27,8 @@ RULES = [
     (r"git clone \S+ attn\.c$", ""),                                  # the fixture has made a copy,
     (r"cd attn\.c$", ""),                                             # and commands start in it
     (r"scripts/quickstart\.sh$", "QUICKSTART_STEPS=2 {}"),
-    (r"scripts/test\.sh|scripts/(setup_cuda|gpu_check)\.sh$|scripts/setup\.sh --test$", "bash -n {}"),   # hours, gigabytes, a GPU
+    # These take hours, gigabytes or a GPU.
+    (r"scripts/test\.sh|scripts/(setup_cuda|gpu_check)\.sh$|scripts/setup\.sh --test$", "bash -n {}"),
     (r"scripts/setup\.sh$", "{}"),
     (r"scripts/launch\.sh 4 \./train_gpt2 ", "{} " + TINY),
     (r"GPUS=8 scripts/run_\w+\.sh .*--dry-run$", RECIPE + "{} --batch 1 " + TINY.replace("--batch 2", "")),
@@ -44,7 +45,8 @@ RULES = [
     (r"\.venv/bin/python dev/bench/cpu_step\.py --rounds 3$", "{} --help | grep -e --rounds"),
     (r"\.venv/bin/pip install pyarrow$", "{} --dry-run --no-index"),
     (r"\.venv/bin/python -m pytest dev/tests/test_order\.py", "{} --collect-only -q"),
-    (r"make (train_gpt2cu|train_gpt2cu_on_cpu|test_on_cpu|run/\S+ WORD=rope|test|check|MARCH=\S+|SAN=1 \S+|-j\S+ WERROR=1)$", "{} --dry-run"),
+    (r"make (train_gpt2cu|train_gpt2cu_on_cpu|test_on_cpu|run/\S+ WORD=rope|test|check)$", "{} --dry-run"),
+    (r"make (MARCH=\S+|SAN=1 \S+|-j\S+ WERROR=1)$", "{} --dry-run"),
     (r"make( help| test_gpt2| -j\S+)?$", "{}"),
     (r"make build/tests/(\w+) && build/tests/\1$", "{}"),
     (r"make test_gpt2 && \./test_gpt2 ssmax$", "{}_tied_v97_T1"),

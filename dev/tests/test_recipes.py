@@ -19,7 +19,8 @@ import squad_files
 from trainer import MODEL, ROOT, TRAIN, checkpoint, environment, make_data, metrics, tokens, train, write_shard
 
 SCRIPTS = ROOT / "scripts"
-RECIPES = {"run_124M_fineweb.sh": ("123,551,232", "tied", "softmax"), "run_162M_slimpajama_ssmax.sh": ("162,148,752", "untied", "ssmax")}
+RECIPES = {"run_124M_fineweb.sh": ("123,551,232", "tied", "softmax"),
+           "run_162M_slimpajama_ssmax.sh": ("162,148,752", "untied", "ssmax")}
 ALL = [*RECIPES, "switch_to_ssmax.sh", "squad_sft.sh", "run_multi_node.sbatch", "run_multi_node_mpi.sh", "launch.sh"]
 CUDA_TRAIN = Path(os.environ.get("TRAIN_GPT2CU_ON_CPU", ROOT / "train_gpt2cu_on_cpu")).absolute()
 # after a recipe's own flags, so that these take precedence
@@ -41,10 +42,12 @@ def data(tmp_path_factory):
 def run(script, *flags, code=0, program=TRAIN, **variables):
     """Runs a script from another folder and returns its output. Only the given environment variables are set, not the
     caller's."""
-    env = {name: value for name, value in environment().items() if name not in ("DATA", "HOSTFILE", "LAUNCH", "MODEL", "OUT", "STEP")}
+    env = {name: value for name, value in environment().items()
+           if name not in ("DATA", "HOSTFILE", "LAUNCH", "MODEL", "OUT", "STEP")}
     env |= {name: str(value) for name, value in {"PROGRAM": program, "GPUS": 1, **variables}.items()}
-    result = subprocess.run([str(word) for word in ([SCRIPTS / script] if isinstance(script, str) else script) + list(flags)], cwd="/", env=env,
-                            capture_output=True, text=True, timeout=100, stdin=subprocess.DEVNULL)
+    words = [SCRIPTS / script] if isinstance(script, str) else script
+    result = subprocess.run([str(word) for word in (*words, *flags)],
+                            cwd="/", env=env, capture_output=True, text=True, timeout=100, stdin=subprocess.DEVNULL)
     assert result.returncode == code, (script, flags, result.returncode, result.stdout + result.stderr)
     return result.stdout + result.stderr
 
@@ -54,7 +57,8 @@ def says(text, *parts):
         assert str(part) in text, f"no {part!r} in:\n{text}"
 
 
-@pytest.mark.parametrize("script", [*sorted(SCRIPTS.glob("*.sh")), SCRIPTS / "run_multi_node.sbatch", ROOT / "dev/fuzz/run.sh"], ids=lambda path: path.name)
+@pytest.mark.parametrize("script", [*sorted(SCRIPTS.glob("*.sh")), SCRIPTS / "run_multi_node.sbatch",
+                                    ROOT / "dev/fuzz/run.sh"], ids=lambda path: path.name)
 def test_help_is_the_comment_at_the_top(script):
     top = re.match(r"#!.*\n((#(?!SBATCH).*\n)+)", script.read_text())[1]
     assert run([script], "--help") == re.sub(r"^# ?", "", top, flags=re.M)
@@ -86,13 +90,15 @@ def test_shell(script):
 def check_plan(script, plan, processes, batch):
     """Compares the output of a dry run with the comment."""
     parameters, tied, attn = RECIPES[script]
-    says(plan, f"model     {parameters} parameters", f", {tied}\n", f"attention {attn}, L = 1024\n", "bfloat16", "nothing was written")
+    says(plan, f"model     {parameters} parameters", f", {tied}\n", f"attention {attn}, L = 1024\n", "bfloat16",
+         "nothing was written")
     promised = comment(script)
     steps, step_tokens = number(r"([\d,]+) steps of", promised), number(r"steps of ([\d,]+) tokens", promised)
     assert number(r"\nrun       ([\d,]+) steps", plan) == steps
     assert number(r"\nstep      ([\d,]+) tokens", plan) == step_tokens
     micro = step_tokens / (processes * batch * 1024)
-    says(plan, f"{processes} rank{'s' * (processes > 1)} x {micro:.0f} micro-batch{'es' * (micro > 1)} of {batch} x 1024\n")
+    says(plan, f"{processes} rank{'s' * (processes > 1)} x {micro:.0f} micro-batch{'es' * (micro > 1)} of "
+               f"{batch} x 1024\n")
 
 
 @pytest.mark.parametrize("script", RECIPES)
@@ -127,14 +133,17 @@ def test_plan_of_a_gpu(data, script):
     with slightly less is not."""
     text = comment(script)
     gpu = {"program": CUDA_TRAIN, "DATA": data, "OUT": "/nowhere/out"}
-    for flags, batch, promised in ([], 64, number(r"Memory (\d+) GB", text)), (["--batch", 16], 16, number(r"(\d+) GB with --batch 16", text)):
+    for flags, batch, promised in (([], 64, number(r"Memory (\d+) GB", text)),
+                                   (["--batch", 16], 16, number(r"(\d+) GB with --batch 16", text))):
         plan = run(script, *flags, "--dry-run", CUDA_ON_CPU_MEMORY=int((promised + 1) * 1e9), **gpu)
         check_plan(script, plan, 1, batch)
         says(plan, "device memory per GPU", "host memory")
-        says(run(script, *flags, "--dry-run", code=RESOURCE, CUDA_ON_CPU_MEMORY=int((promised - 1) * 1e9), **gpu), "of device memory", "--recompute")
+        says(run(script, *flags, "--dry-run", code=RESOURCE, CUDA_ON_CPU_MEMORY=int((promised - 1) * 1e9), **gpu),
+             "of device memory", "--recompute")
 
 
-@pytest.mark.parametrize("script, schedule, warmup, least", [("run_124M_fineweb.sh", "cosine", 700, 0), ("run_162M_slimpajama_ssmax.sh", "constant", 1000, 0.1)])
+@pytest.mark.parametrize("script, schedule, warmup, least", [("run_124M_fineweb.sh", "cosine", 700, 0),
+                                                             ("run_162M_slimpajama_ssmax.sh", "constant", 1000, 0.1)])
 def test_run(data, tmp_path, script, schedule, warmup, least):
     """Runs two steps of a small model, then two more after a restart. This covers the flags that no plan shows."""
     out = tmp_path / "out"
@@ -143,7 +152,8 @@ def test_run(data, tmp_path, script, schedule, warmup, least):
     says(run(script, *SMALL, "--steps", 4, **small), "resumes at step 2")
     assert [step for step, in metrics(out, ["step"])] == [1, 2, 3, 4]
     arguments = json.loads((out / "run.json").read_text())["arguments"]
-    expected = {"dtype": "bf16", "lr": 6e-4, "warmup": warmup, "schedule": schedule, "min-lr-frac": least, "weight-decay": 0.1, "beta1": 0.9,
+    expected = {"dtype": "bf16", "lr": 6e-4, "warmup": warmup, "schedule": schedule, "min-lr-frac": least,
+                "weight-decay": 0.1, "beta1": 0.9,
                 "beta2": 0.95, "grad-clip": 1, "attn": RECIPES[script][2], "val-data": f"{data}/*_val_*.bin"}
     assert {key: arguments[key] for key in expected} == expected
 
@@ -171,8 +181,8 @@ def test_shared_memory_of_a_block(tmp_path, dtype, model, heads, needed):
     """If a block has 99 KB, heads of 128 are rejected before memory is allocated; with as much as the message says,
     they train."""
     make_data(tmp_path)
-    flags = [CUDA_TRAIN, "--train-data", tmp_path / "d_train_*.bin", "--model", f"layers=1,vocab=97,{model}", "--dtype", dtype, "--batch", 1, "--seq-len", 8,
-             "--steps", 1, "--out", tmp_path / "out"]
+    flags = [CUDA_TRAIN, "--train-data", tmp_path / "d_train_*.bin", "--model", f"layers=1,vocab=97,{model}",
+             "--dtype", dtype, "--batch", 1, "--seq-len", 8, "--steps", 1, "--out", tmp_path / "out"]
     if needed:
         text = run(flags, code=USAGE, CUDA_ON_CPU_SHARED=99 * 1024)
         says(text, f"a head size of {heads} needs {needed} KB of shared memory per block, but this GPU has only 99 KB.")
@@ -187,8 +197,8 @@ def test_shared_memory_of_a_block(tmp_path, dtype, model, heads, needed):
 def softmax(tmp_path):
     """A softmax run with a checkpoint of step 4."""
     make_data(tmp_path)
-    train(tmp_path, "--attn", "softmax", "--val-data", tmp_path / "d_val_000000.bin", "--val-every", 2, "--steps", 4, "--ckpt-every", 2,
-          "--out", tmp_path / "out")
+    train(tmp_path, "--attn", "softmax", "--val-data", tmp_path / "d_val_000000.bin", "--val-every", 2, "--steps", 4,
+          "--ckpt-every", 2, "--out", tmp_path / "out")
     return tmp_path / "out"
 
 
@@ -255,7 +265,8 @@ def squad_shards(folder, examples, *flags):
 @pytest.fixture
 def base(tmp_path):
     """A checkpoint to fine-tune, and shards of 41 examples; five steps of eight are an epoch, rounded."""
-    train(squad_shards(tmp_path, 41), "--model", f"{MODEL},vocab={squad_files.END + 1}", "--seq-len", 64, "--steps", 1, "--out", tmp_path / "base")
+    train(squad_shards(tmp_path, 41), "--model", f"{MODEL},vocab={squad_files.END + 1}", "--seq-len", 64, "--steps", 1,
+          "--out", tmp_path / "base")
     return {"MODEL": checkpoint(tmp_path / "base", 1), "DATA": tmp_path / "squad", "OUT": tmp_path / "out"}
 
 
@@ -263,18 +274,22 @@ SMALL_SFT = ["--seq-len", 64, "--batch", 4, "--total-batch-tokens", 8 * 64]
 
 
 def test_squad_sft(base):
-    """Ten epochs at a learning rate for a small model: the loss of the answers falls, and a restart finds the run done."""
-    text = run("squad_sft.sh", *SMALL_SFT, "--lr", 0.02, "--attn", "ssmax", "--val-every", 51, **base)
+    """Ten epochs at a learning rate for a small model: the loss of the answers falls, and a restart finds the run
+    done."""
+    text = run("squad_sft.sh", *SMALL_SFT, "--lr", 0.02, "--attn", "ssmax", **base)
     says(text, "validation loss", "attn_scale, 0.")
     out, arguments = base["OUT"], json.loads((base["OUT"] / "run.json").read_text())["arguments"]
-    expected = {"steps": 51, "warmup": 5, "dtype": "bf16", "schedule": "cosine", "min-lr-frac": 0, "weight-decay": 0, "beta1": 0.9, "beta2": 0.999,
-                "grad-clip": 1, "pack": "example", "attn": "ssmax", "init-from": str(base["MODEL"]), "val-data": f"{base['DATA']}/*_val_*.bin"}
+    expected = {"steps": 51, "warmup": 5, "val-every": 51, "dtype": "bf16", "schedule": "cosine", "min-lr-frac": 0,
+                "weight-decay": 0, "beta1": 0.9, "beta2": 0.999, "grad-clip": 1, "pack": "example", "attn": "ssmax",
+                "init-from": str(base["MODEL"]), "val-data": f"{base['DATA']}/*_val_*.bin"}
     assert {key: arguments[key] for key in expected} == expected
     rows = metrics(out, ["loss", "lr", "val_loss"])
     first, last = (sum(loss for loss, _, _ in part) / 5 for part in (rows[:5], rows[-5:]))
-    assert first > 20 and last < 0.6 * first and rows[-1][2] < 0.6 * first, (first, last, rows[-1])    # ln 257 is 5.5, and six tokens count
+    # ln 257 is 5.5, and six tokens count.
+    assert first > 20 and last < 0.6 * first and rows[-1][2] < 0.6 * first, (first, last, rows[-1])
     assert [lr for _, lr, _ in rows[:5]] == pytest.approx([0.004, 0.008, 0.012, 0.016, 0.02]) and rows[-1][1] < 1e-4
-    says(run("squad_sft.sh", *SMALL_SFT, "--lr", 0.02, "--attn", "ssmax", "--val-every", 51, **base), "already at step 51")
+    says(run("squad_sft.sh", *SMALL_SFT, "--lr", 0.02, "--attn", "ssmax", **base),
+         "already at step 51")
 
 
 def test_plan_of_squad_sft(base, tmp_path):
@@ -282,7 +297,8 @@ def test_plan_of_squad_sft(base, tmp_path):
     for path in base["DATA"].glob("*_val_*"):
         path.unlink()
     plan = run("squad_sft.sh", "--seq-len", 64, "--total-batch-tokens", 16 * 64, "--dry-run", **base)
-    says(plan, "41 windows of 64, 2.6 steps per epoch\n", "run       26 steps", "attention softmax, L = 64", "bfloat16", "nothing was written")
+    says(plan, "41 windows of 64, 2.6 steps per epoch\n", "run       26 steps", "attention softmax, L = 64", "bfloat16",
+         "nothing was written")
     assert not base["OUT"].exists() and "validation" not in plan
     run("squad_sft.sh", *SMALL_SFT, "--steps", 1, **base)
     assert json.loads((base["OUT"] / "run.json").read_text())["arguments"]["lr"] == 2e-5
@@ -291,7 +307,8 @@ def test_plan_of_squad_sft(base, tmp_path):
 def test_figures_of_squad_sft():
     """The steps and FLOPs in its comment follow from the 86,820 examples."""
     text = comment("squad_sft.sh")
-    examples, sequences = number(r"the ([\d,]+) examples of SQuAD", text), number(r"steps of ([\d,]+) tokens", text) / 1024
+    examples, sequences = (number(r"the ([\d,]+) examples of SQuAD", text),
+                           number(r"steps of ([\d,]+) tokens", text) / 1024)
     assert sequences == number(r"the step's (\d+) sequences", text)
     assert number(r"([\d,]+) and \d+ steps", text) == round(10 * examples / sequences)
     assert number(r"[\d,]+ and (\d+) steps", text) == round(examples / sequences)
@@ -333,16 +350,19 @@ def sequences(flags):
     return int(last["--total-batch-tokens"]) // int(last["--seq-len"]), int(last["--batch"])
 
 
-@pytest.mark.parametrize("script, flags", [("run_162M_slimpajama_ssmax.sh", []), ("run_124M_fineweb.sh", ["--batch", 16])])
+@pytest.mark.parametrize("script, flags",
+                         [("run_162M_slimpajama_ssmax.sh", []), ("run_124M_fineweb.sh", ["--batch", 16])])
 def test_slurm(launcher, tmp_path, script, flags):
     text = (SCRIPTS / "run_multi_node.sbatch").read_text()
     asked = dict(re.findall(r"^#SBATCH --([a-z-]+)=(\S+)$", text, re.M))
     assert text.index("#SBATCH") < text.index("set -euo")         # sbatch stops reading at the first command
     assert asked["ntasks-per-node"] == asked["gpus-per-node"] == "8"
     assert asked["signal"] == "USR1@300"                          # SIGUSR1 makes the trainer save and end: test_signal
-    run([SCRIPTS / "run_multi_node.sbatch", SCRIPTS / script], *flags, "--dry-run", SLURM_CPUS_PER_TASK=6, DATA="/d", OUT="/o", **launcher)
+    run([SCRIPTS / "run_multi_node.sbatch", SCRIPTS / script], *flags, "--dry-run", SLURM_CPUS_PER_TASK=6, DATA="/d",
+        OUT="/o", **launcher)
     threads, own, program = called(tmp_path)
-    assert own == ["srun", "--mpi=pmix", "--cpus-per-task=6", "--cpu-bind=none", "--kill-on-bad-exit=1"] and threads == "6"
+    assert (own == ["srun", "--mpi=pmix", "--cpus-per-task=6", "--cpu-bind=none", "--kill-on-bad-exit=1"]
+            and threads == "6")
     assert program[:6] == ["--train-data", "/d/*_train_*.bin", "--val-data", "/d/*_val_*.bin", "--out", "/o"]
     assert program[-len(flags) - 1:] == [*map(str, flags), "--dry-run"]
     whole, batch = sequences(program)
@@ -358,7 +378,8 @@ def hostfile(tmp_path, text):
 def test_hostfile(launcher, tmp_path):
     hosts = hostfile(tmp_path, "# two machines\nnode-a slots=8\n\nnode-b  slots=8 max_slots=8\n")
     variables = {**launcher, "HOSTFILE": hosts, "NCCL_SOCKET_IFNAME": "eth7", "OMP_NUM_THREADS": 3}
-    run([SCRIPTS / "run_multi_node_mpi.sh", SCRIPTS / "run_162M_slimpajama_ssmax.sh"], "--steps", 7, DATA="/d", **variables)
+    run([SCRIPTS / "run_multi_node_mpi.sh", SCRIPTS / "run_162M_slimpajama_ssmax.sh"], "--steps", 7, DATA="/d",
+        **variables)
     _, own, program = called(tmp_path)
     assert own[:3] == ["mpirun", "-np", "16"] and own[own.index("--hostfile") + 1] == str(hosts)
     handed_on = {own[i + 1] for i, word in enumerate(own) if word == "-x"}
@@ -370,22 +391,27 @@ def test_hostfile(launcher, tmp_path):
 
 @pytest.mark.parametrize("text", ["node-a slots=8\nnode-b slots=4\n", "node-a slots=8\nnode-b\n", "# none\n"])
 def test_bad_hostfile(tmp_path, text):
-    text = run([SCRIPTS / "run_multi_node_mpi.sh", SCRIPTS / "run_124M_fineweb.sh"], code=USAGE, HOSTFILE=hostfile(tmp_path, text))
+    text = run([SCRIPTS / "run_multi_node_mpi.sh", SCRIPTS / "run_124M_fineweb.sh"], code=USAGE,
+               HOSTFILE=hostfile(tmp_path, text))
     says(text, tmp_path / "hosts", "the same number of GPUs on each machine")
 
 
 def test_nothing_outlives_mpirun_when_a_machine_vanishes(tmp_path):
     """Its ssh client to the machine would hold launch.sh's output open until TCP gives up, 15 minutes later."""
     mpirun = tmp_path / "mpirun"
-    mpirun.write_text("#!/bin/sh\nsleep 300 &\necho 'train_gpt2: no heartbeat from rank 1 on b for 4 s' >&2\nsleep 1\nexit 6\n")
+    mpirun.write_text("#!/bin/sh\n"
+                      "sleep 300 &\n"
+                      "echo 'train_gpt2: no heartbeat from rank 1 on b for 4 s' >&2\nsleep 1\nexit 6\n")
     mpirun.chmod(0o755)
     hosts = hostfile(tmp_path, "node-a slots=1\nnode-b slots=1\n")
-    done = subprocess.run([SCRIPTS / "launch.sh", "2", TRAIN], env=environment(MPIRUN=str(mpirun), HOSTFILE=str(hosts), GRACE="20"), capture_output=True,
+    done = subprocess.run([SCRIPTS / "launch.sh", "2", TRAIN],
+                          env=environment(MPIRUN=str(mpirun), HOSTFILE=str(hosts), GRACE="20"), capture_output=True,
                           text=True, timeout=30)
     assert done.returncode == 6 and "no heartbeat from rank 1" in done.stderr
 
 
-@pytest.mark.parametrize("words", [["run_multi_node.sbatch"], ["run_multi_node_mpi.sh"], ["run_multi_node_mpi.sh", SCRIPTS / "run_124M_fineweb.sh"]])
+@pytest.mark.parametrize("words", [["run_multi_node.sbatch"], ["run_multi_node_mpi.sh"],
+                                   ["run_multi_node_mpi.sh", SCRIPTS / "run_124M_fineweb.sh"]])
 def test_missing_arguments_are_named(words):
     expected = "expected a readable file" if words[1:] else "expected a recipe"
     says(run([SCRIPTS / words[0], *words[1:]], code=USAGE), words[0], expected)
@@ -395,5 +421,6 @@ def test_missing_arguments_are_named(words):
 def test_hostfile_with_mpirun_itself(data, tmp_path):
     """Uses mpirun itself, on this machine alone."""
     hosts = hostfile(tmp_path, "localhost slots=2\n")
-    plan = run([SCRIPTS / "run_multi_node_mpi.sh", SCRIPTS / "run_124M_fineweb.sh"], *SMALL, "--dry-run", HOSTFILE=hosts, DATA=data)
+    plan = run([SCRIPTS / "run_multi_node_mpi.sh", SCRIPTS / "run_124M_fineweb.sh"], *SMALL,
+               "--dry-run", HOSTFILE=hosts, DATA=data)
     says(plan, "16 tokens: 2 ranks x 1 micro-batch of 1 x 8", "nothing was written")

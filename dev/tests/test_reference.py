@@ -36,7 +36,8 @@ def attend(name, q, k, v, L=16, **scalars):
 def scalars_of(name, heads, L, seed=7):
     """The normalizer's scalars, near their initial values, as leaves that collect gradients."""
     start = reference.scalars_at_start(parse_normalizer(name), heads, L)
-    return {name: (x + 0.3 * random(len(x), seed=seed + i)).requires_grad_() for i, (name, x) in enumerate(start.items())}
+    return {name: (x + 0.3 * random(len(x), seed=seed + i)).requires_grad_()
+            for i, (name, x) in enumerate(start.items())}
 
 
 # ---- The whole model against transformers
@@ -54,8 +55,9 @@ def float64_llama(monkeypatch, config):
     monkeypatch.setattr(modeling_llama, "torch", lifted)
     monkeypatch.setattr(modeling_qwen3, "torch", lifted)
     llama = model_class(config_class(
-        vocab_size=config.vocab, hidden_size=config.channels, intermediate_size=config.ffn, num_hidden_layers=config.layers,
-        num_attention_heads=config.heads, num_key_value_heads=config.kv_heads or config.heads, head_dim=config.query_width // config.heads,
+        vocab_size=config.vocab, hidden_size=config.channels, intermediate_size=config.ffn,
+        num_hidden_layers=config.layers, num_attention_heads=config.heads,
+        num_key_value_heads=config.kv_heads or config.heads, head_dim=config.query_width // config.heads,
         rms_norm_eps=config.norm_eps, tie_word_embeddings=config.tied, max_position_embeddings=64,
         attn_implementation="eager")).double().eval()
 
@@ -65,14 +67,15 @@ def float64_llama(monkeypatch, config):
         angle = position_ids[..., None].double() * torch.cat([frequency, frequency])
         return angle.cos(), angle.sin()
     unlifted = llama.model.rotary_emb.forward
-    assert torch.allclose(rotary(None, torch.arange(64)[None])[0], unlifted(torch.zeros(1).double(), torch.arange(64)[None])[0],
-                          atol=1e-5)
+    assert torch.allclose(rotary(None, torch.arange(64)[None])[0],
+                          unlifted(torch.zeros(1).double(), torch.arange(64)[None])[0], atol=1e-5)
     llama.model.rotary_emb.forward = rotary
     return llama
 
 
-@pytest.mark.parametrize("change", [{}, dict(heads=4, kv_heads=2), dict(heads=4, kv_heads=1, head_dim=6, norm_eps=0.05), dict(qk_norm=1),
-                                    dict(heads=4, kv_heads=2, head_dim=6, qk_norm=1, norm_eps=0.05)], ids=str)
+@pytest.mark.parametrize("change", [{}, dict(heads=4, kv_heads=2), dict(heads=4, kv_heads=1, head_dim=6, norm_eps=0.05),
+                                    dict(qk_norm=1), dict(heads=4, kv_heads=2, head_dim=6, qk_norm=1, norm_eps=0.05)],
+                         ids=str)
 @pytest.mark.parametrize("tied", [True, False])
 def test_softmax_equals_transformers(monkeypatch, tied, change):
     config = reference.Config(**SMALL | change, tied=tied)
@@ -96,7 +99,8 @@ def test_softmax_equals_transformers(monkeypatch, tied, change):
 
 
 def test_adamw_equals_torch():
-    start = {"matrix.weight": random(5, 7), "model.norm.weight": random(7, seed=1), "self_attn.attn_scale": random(2, seed=2)}
+    start = {"matrix.weight": random(5, 7), "model.norm.weight": random(7, seed=1),
+             "self_attn.attn_scale": random(2, seed=2)}
     ours = {name: p.clone() for name, p in start.items()}
     theirs = {name: p.clone().requires_grad_() for name, p in start.items()}
     optimizer = reference.AdamW(ours, weight_decay=0.1)
@@ -130,12 +134,15 @@ def test_parameter_counts(vocab, shape, count):
 def test_gau_parameters():
     config = reference.Config(layers=12, channels=768, tied=True, attn="ssmax-pn", L=64, block="gau")
     shapes = reference.parameter_shapes(config)
-    unit = {name.removeprefix("model.layers.23."): shape for name, shape in shapes.items() if name.startswith("model.layers.23.")}
-    assert unit == {"input_layernorm.weight": (768,), "gau.u_proj.weight": (1536, 768), "gau.v_proj.weight": (1536, 768),
-                    "gau.z_proj.weight": (128, 768), "gau.o_proj.weight": (768, 1536), "gau.attn_scale": (1,), "gau.attn_bias": (1,),
+    unit = {name.removeprefix("model.layers.23."): shape
+            for name, shape in shapes.items() if name.startswith("model.layers.23.")}
+    assert unit == {"input_layernorm.weight": (768,), "gau.u_proj.weight": (1536, 768),
+                    "gau.v_proj.weight": (1536, 768), "gau.z_proj.weight": (128, 768), "gau.o_proj.weight": (768, 1536),
+                    "gau.attn_scale": (1,), "gau.attn_bias": (1,),
                     **{f"gau.{name}": (128,) for name in ("q_gain", "q_offset", "k_gain", "k_offset")}}
     assert len(shapes) == 24 * len(unit) + 3 and not any("layers.24" in name for name in shapes)
-    assert {name for name in unit if reference.decays("model.layers.23." + name)} == {f"gau.{name}_proj.weight" for name in "uvzo"}
+    assert ({name for name in unit if reference.decays("model.layers.23." + name)}
+            == {f"gau.{name}_proj.weight" for name in "uvzo"})
 
 
 @pytest.mark.parametrize("attn", ["softmax", "ssmax-pn", "relu2-n"])
@@ -156,7 +163,8 @@ def test_gau_by_loops(attn):
     for i in range(T):
         c = 1.0 if attn != "ssmax-pn" else w["attn_scale"][0] * w["model.attn_pn"][i] + w["attn_bias"][0]
         z = [c * (q[i] @ k[j]) / math.sqrt(128) for j in range(i + 1)]
-        f = [max(y, 0) ** 2 / (i + 1) for y in z] if attn == "relu2-n" else [math.exp(y) / sum(map(math.exp, z)) for y in z]
+        f = ([max(y, 0) ** 2 / (i + 1) for y in z] if attn == "relu2-n"
+             else [math.exp(y) / sum(map(math.exp, z)) for y in z])
         expected = x[i] + w["o_proj.weight"] @ (U[i] * sum(f[j] * V[j] for j in range(i + 1)))
         ours = reference.gau_layer(torch.from_numpy(x)[None], p, "model.layers.0.", config)[0, i].numpy()
         assert np.abs(ours - expected).max() <= 1e-11 * np.abs(expected).max()
@@ -166,8 +174,9 @@ def test_normalizer_parameters():
     layer = "model.layers.1.self_attn."
     config = reference.Config(**SMALL, tied=True, L=64)
     plain = reference.parameter_shapes(config).keys()
-    for attn, added in {"ssmax": {"attn_scale": (2,)}, "ssmax-fixed": {}, "ssmax-bias+fixed": {"attn_bias": (2,)},
-                        "ssmax-pn": {"attn_scale": (2,), "attn_bias": (2,)}, "softmax-sink": {"attn_sink": (2,)}}.items():
+    scalars = {"ssmax": {"attn_scale": (2,)}, "ssmax-fixed": {}, "ssmax-bias+fixed": {"attn_bias": (2,)},
+               "ssmax-pn": {"attn_scale": (2,), "attn_bias": (2,)}, "softmax-sink": {"attn_sink": (2,)}}
+    for attn, added in scalars.items():
         shapes = reference.parameter_shapes(reference.Config(**SMALL, tied=True, L=64, attn=attn))
         assert {name.removeprefix(layer): shape for name, shape in shapes.items()
                 if name.startswith(layer) and name not in plain} == added
@@ -186,9 +195,9 @@ def test_grammar():
     assert (both.norm, both.post) == ("l1+0.5", "negate")
     assert parse_normalizer("ssmax+s=1+fixed") == parse_normalizer("ssmax-fixed")
     assert parse_normalizer("ssmax+s=1e+2").s == 100
-    for wrong in ("ssmx", "softmax+phi=tan", "softmax+norm=l1+", "softmax+", "softmax+norm=const:0", "softmax+post=reweight:-1",
-                  "ssmax+s=", "softmax+width=3", "softmax+scale=log:", "softmax+scale=floorlog:0", "softmax+norm=l1+sin",
-                  "softmax-sink+phi=relu", ""):
+    for wrong in ("ssmx", "softmax+phi=tan", "softmax+norm=l1+", "softmax+", "softmax+norm=const:0",
+                  "softmax+post=reweight:-1", "ssmax+s=", "softmax+width=3", "softmax+scale=log:",
+                  "softmax+scale=floorlog:0", "softmax+norm=l1+sin", "softmax-sink+phi=relu", ""):
         with pytest.raises(ValueError):
             parse_normalizer(wrong)
 
@@ -197,7 +206,8 @@ def weights_of(name, scores, L=64, **scalars):
     """A (T, T) for given scores q·k / sqrt(d), T x T: each row of q is a unit vector, and v the identity."""
     T = len(scores)
     q = math.sqrt(T) * torch.eye(T, dtype=torch.float64)
-    return attend(name, q[None, None], scores.T[None, None], torch.eye(T, dtype=torch.float64)[None, None], L=L, **scalars)[0, 0]
+    k, v = scores.T[None, None], torch.eye(T, dtype=torch.float64)[None, None]
+    return attend(name, q[None, None], k, v, L=L, **scalars)[0, 0]
 
 
 L1 = [name for name in (*reference.PRESETS, "lssar+post=reweight:100", "lssar+post=reweight:0.5")
@@ -337,8 +347,8 @@ def row_by_loops(name, scores, d, s):
     return share([max(a * n - (1 if n > 3 else 0), 0) ** 15 for a in lssa])
 
 
-@pytest.mark.parametrize("name", ["softmax", "ssmax", "softmax-log512", "softmax1", "relu2-n", "relu2-T", "sigmoid", "relu-sqrt",
-                                  "softmax-sink", "softmax-floorlog+scale=floorlog:4", "softpick",
+@pytest.mark.parametrize("name", ["softmax", "ssmax", "softmax-log512", "softmax1", "relu2-n", "relu2-T", "sigmoid",
+                                  "relu-sqrt", "softmax-sink", "softmax-floorlog+scale=floorlog:4", "softpick",
                                   "mish-l1", "gelu-l1", "softmax-recentered", "softmax-recentered-l1", "lssa", "lssar"])
 def test_papers_formulas(name):
     T, d, s = 9, 6, 0.7
@@ -353,7 +363,8 @@ def test_papers_formulas(name):
 
 
 OVERRIDES = [*fixtures.OVERRIDES, "softmax+qk=l2", "softmax+offset=-logT", "softmax+norm=n2", "sigmoid+norm=T2",
-             "softmax+scale=const:0.3", "softmax+scale=log:L", "relu2-l1+post=reweight:1", "ssmax-bias+fixed", "gelu-l1+norm=l1+2"]
+             "softmax+scale=const:0.3", "softmax+scale=log:L", "relu2-l1+post=reweight:1", "ssmax-bias+fixed",
+             "gelu-l1+norm=l1+2"]
 
 
 @pytest.mark.drawn(16)
@@ -403,9 +414,11 @@ def test_an_all_zero_row_has_no_output_and_no_gradient(name, k_sign):
     assert all((g == 0).all() for g in torch.autograd.grad(out.sum(), (q, k, v)))
 
 
-@pytest.mark.parametrize("name", ["softmax", "softmax1", "softmax-sink", "softmax+post=reweight:100", "lssar+post=reweight:100"])
+@pytest.mark.parametrize("name", ["softmax", "softmax1", "softmax-sink", "softmax+post=reweight:100",
+                                  "lssar+post=reweight:100"])
 def test_large_scores_stay_finite(name):
-    q, k, v = (random(1, 1, 600, 8, seed=seed, scale=scale).requires_grad_() for seed, scale in enumerate((100, 100, 1)))
+    q, k, v = (random(1, 1, 600, 8, seed=seed, scale=scale).requires_grad_()
+               for seed, scale in enumerate((100, 100, 1)))
     out = attend(name, q, k, v, **scalars_of(name, 1, 600))
     assert out.isfinite().all() and all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), (q, k, v)))
 
@@ -442,22 +455,24 @@ int main(void) {
     x[69999] = NAN;
     printf("%.17g %.17g ", fixture_error(stored, x, 70000, 0), fixture_error(x + 69990, x + 69990, 10, 1));
     for (int i = 0; i < 300; i++) x[i] = 0;
-    printf("%.17g %.17g %.17g", fixture_error(x, x, 90, 0), fixture_error(x, x, 300, 0), fixture_error(x, x + 299, 2, 0));
+    printf("%.17g %.17g ", fixture_error(x, x, 90, 0), fixture_error(x, x, 300, 0));
+    printf("%.17g", fixture_error(x, x + 299, 2, 0));
 }
 """
 
 
 RULED = ["model.norm.weight", "model.layers.0.gau.q_gain", "model.layers.0.gau.k_gain", "model.layers.0.gau.q_offset",
-         "model.layers.0.gau.k_offset", "model.layers.0.self_attn.attn_scale", "model.layers.0.gau.attn_bias", "model.attn_pn",
-         "model.layers.0.gau.attn_sink"]
+         "model.layers.0.gau.k_offset", "model.layers.0.self_attn.attn_scale", "model.layers.0.gau.attn_bias",
+         "model.attn_pn", "model.layers.0.gau.attn_sink"]
 
 
 def test_hash_in_c_equals_python(tmp_path):
     names = ", ".join(f'"{name}"' for name in RULED)
     (tmp_path / "hash.c").write_text(HASH_PROGRAM.replace("NAMES", names).replace("COUNT", str(len(RULED))))
-    subprocess.run(["cc", "-O2", "-Wall", "-Wextra", "-Werror", f"-I{ROOT}", tmp_path / "hash.c", "-o", tmp_path / "hash", "-lm"],
-                   check=True)
-    said = [float(word) for word in subprocess.run([tmp_path / "hash"], check=True, capture_output=True, text=True).stdout.split()]
+    subprocess.run(["cc", "-O2", "-Wall", "-Wextra", "-Werror", f"-I{ROOT}", tmp_path / "hash.c",
+                    "-o", tmp_path / "hash", "-lm"], check=True)
+    result = subprocess.run([tmp_path / "hash"], check=True, capture_output=True, text=True)
+    said = [float(word) for word in result.stdout.split()]
     name = "model.layers.0.mlp.up_proj.weight"
     x = fixtures.values(name, (70000,), 0, 2 / math.sqrt(70), first=5).numpy()
     assert said[:300] == x[:300].tolist()
@@ -485,7 +500,8 @@ def test_digest_estimates_the_error():
 def test_stored_fixtures_match_the_reference():
     """Checks all of them; CI checks one case in eight, drawn by commit."""
     names = [case["case"] for case in fixtures.cases()]
-    assert fixtures.differences(fixtures.FOLDER, draw.sample(names, len(names) // 8) if os.environ.get("DRAW") else None) == []
+    drawn = draw.sample(names, len(names) // 8) if os.environ.get("DRAW") else None
+    assert fixtures.differences(fixtures.FOLDER, drawn) == []
 
 
 def test_a_changed_fixture_is_named(tmp_path):
@@ -534,7 +550,8 @@ def test_float32_can_meet_the_bounds(case):
     assert np.abs(rounded["losses"] / exact["losses"] - 1).max() < 0.5e-5
     assert np.abs(rounded["grad_norms"] / exact["grad_norms"] - 1).max() < 1e-4
     assert max(stored_error(exact[key], rounded[key], floor) for key in exact if key.startswith("grad/")) < 0.5e-4
-    assert max([stored_error(exact[key], rounded[key], 0) for key in exact if key.startswith("update/")], default=0) < 1e-3
+    assert (max([stored_error(exact[key], rounded[key], 0) for key in exact if key.startswith("update/")], default=0)
+            < 1e-3)
 
 
 @pytest.mark.drawn(12)

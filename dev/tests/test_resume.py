@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from trainer import (MODEL, TRAIN, VOCAB, assert_same_run, checkpoint, command, environment, faults_program, losses, make_data, metrics, read_header, steps,
-                     tokens, train, write_shard)
+from trainer import (MODEL, TRAIN, VOCAB, assert_same_run, checkpoint, command, environment, faults_program, losses,
+                     make_data, metrics, read_header, steps, tokens, train, write_shard)
 
 
 @pytest.fixture(scope="module")
@@ -118,8 +118,8 @@ def test_kill_9_at_any_moment(data, tmp_path):
     train(data, *flags, "--ckpt-every", 0, "--out", whole)
     moments = random.Random(1)
     for _ in range(6):
-        process = subprocess.Popen(command(data, *flags, "--out", out, "--resume"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                                   env=environment())
+        process = subprocess.Popen(command(data, *flags, "--out", out, "--resume"), stdout=subprocess.PIPE,
+                                   stderr=subprocess.STDOUT, text=True, env=environment())
         for line in process.stdout:
             if "| loss " in line:
                 break
@@ -153,9 +153,11 @@ def test_every_point_of_a_save(data, tmp_path, faults, kind):
         result = subprocess.run(command(data, *flags, "--out", out, program=faults), capture_output=True, text=True,
                                 env=environment(FAULT_AT=str(n), FAULT_KIND=kind))
         expected = (137,) if kind in ("kill", "half") else (0, 4)
-        assert result.returncode in expected, f"point {n}: exit code {result.returncode}\n{result.stdout}{result.stderr}"
+        assert result.returncode in expected, (f"point {n}: exit code {result.returncode}\n"
+                                               f"{result.stdout}{result.stderr}")
         if kind in ("enospc", "eio"):
-            assert result.returncode == 0 or "failed: " in result.stderr or "cannot " in result.stderr, f"point {n}:\n{result.stderr}"
+            assert (result.returncode == 0 or "failed: " in result.stderr
+                    or "cannot " in result.stderr), f"point {n}:\n{result.stderr}"
         text = train(data, *flags, "--out", out, "--resume", program=faults)
         assert "damaged" not in text and "warning" not in text, f"point {n}:\n{text}"
         assert_same_run(whole, out, 4)
@@ -179,7 +181,8 @@ def test_other_numbers_of_ranks(data, tmp_path):
     flags = [*validation(data), "--total-batch-tokens", 12 * 8, "--keep", 0, "--lr", 0.001]
     train(data, *flags, "--steps", 15, "--batch", 12, "--out", whole)
     for processes, total in ((1, 5), (2, 10), (3, 15)):
-        train(data, *flags, "--steps", total, "--batch", 12 // processes, "--out", parts, "--resume", processes=processes)
+        train(data, *flags, "--steps", total, "--batch", 12 // processes, "--out", parts,
+              "--resume", processes=processes)
         state = json.loads((checkpoint(parts, total) / "state.json").read_text())
         assert state["processes"] == processes and state["data_position"] == 12 * total
     a, b = metrics(whole), metrics(parts)
@@ -218,7 +221,8 @@ def test_keep_best(data, tmp_path):
 
 
 def lineage(out):
-    return [(entry["step"], entry["event"], entry.get("from"), entry.get("attn")) for entry in json.loads((out / "run.json").read_text())["lineage"]]
+    return [(entry["step"], entry["event"], entry.get("from"), entry.get("attn"))
+            for entry in json.loads((out / "run.json").read_text())["lineage"]]
 
 
 def normalizer(out, step):
@@ -248,7 +252,8 @@ def test_attn_switch(data, tmp_path, dtype):
         assert (after[name] >= 0.99999 * square).all(), name
     rates = [lr for lr, in metrics(whole, ["lr"])]
     assert rates[:6] == rates[6:12] and rates[0] < rates[4]
-    assert "the run is already at step 12" in train(data, *flags, "--attn-switch", "3:softmax", "--steps", 14, "--out", whole, "--resume", code=2)
+    text = train(data, *flags, "--attn-switch", "3:softmax", "--steps", 14, "--out", whole, "--resume", code=2)
+    assert "the run is already at step 12" in text
 
 
 def test_same_start_for_every_normalizer(data, tmp_path):
@@ -256,7 +261,8 @@ def test_same_start_for_every_normalizer(data, tmp_path):
     for name in ("softmax", "ssmax"):
         train(data, "--attn", name, "--steps", 0, "--out", tmp_path / name)
         header, content = read_header(checkpoint(tmp_path / name, 0) / "model.safetensors")
-        weights[name] = {key: content[slice(*row["data_offsets"])] for key, row in header.items() if "data_offsets" in row}
+        weights[name] = {key: content[slice(*row["data_offsets"])]
+                         for key, row in header.items() if "data_offsets" in row}
     assert {key: weights["ssmax"][key] for key in weights["softmax"]} == weights["softmax"]
 
 
@@ -310,7 +316,8 @@ def test_init_from(data, tmp_path):
     assert normalizer(other, 4) == "ssmax"
     assert "--model" in train(data, *flags, "--model", MODEL.replace("ffn=24", "ffn=32"), code=2)
     text = train(data, "--init-from", first, *flags[2:], model=False, code=3)
-    assert f"--init-from {first}: expected the folder of one checkpoint" in text and f"newest checkpoint is {source}." in text
+    assert (f"--init-from {first}: expected the folder of one checkpoint" in text
+            and f"newest checkpoint is {source}." in text)
 
 
 def test_a_run_without_a_checkpoint_starts_over_with_its_own_arguments(data, tmp_path):
@@ -323,7 +330,8 @@ def test_a_run_without_a_checkpoint_starts_over_with_its_own_arguments(data, tmp
     before = metrics(out)
     assert "--seed" in train(data, "--out", out, "--resume", "--seed", 6, code=2)
     assert metrics(out) == before
-    text = subprocess.run([TRAIN, "--out", out, "--resume"], capture_output=True, text=True, env=environment(), cwd="/", check=True).stdout
+    text = subprocess.run([TRAIN, "--out", out, "--resume"], capture_output=True, text=True, env=environment(), cwd="/",
+                          check=True).stdout
     assert "starts over" in text
     assert_same_run(out, whole, 6)
 
@@ -339,8 +347,8 @@ def test_a_stop_takes_effect_within_a_step(tmp_path, where):
         flags = ["--batch", 1, "--total-batch-tokens", 8_000_000]
     else:
         flags = ["--val-data", tmp_path / "d_val_000000.bin", "--val-every", 1, "--val-tokens", 10 ** 9]
-    process = subprocess.Popen(command(tmp_path, *flags, "--steps", 3, "--out", out), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                               text=True, env=environment(), cwd="/")
+    process = subprocess.Popen(command(tmp_path, *flags, "--steps", 3, "--out", out), stdout=subprocess.PIPE,
+                               stderr=subprocess.STDOUT, text=True, env=environment(), cwd="/")
     while "starts at step" not in (line := process.stdout.readline()):
         assert line, "the run ended before it began"
     time.sleep(1)

@@ -1,5 +1,5 @@
-"""RoPE's frequencies, and cos and sin of its angles, against transformers' rotary embedding, for every scaling. What a run
-records of its scaling, and what may change it."""
+"""RoPE's frequencies, and cos and sin of its angles, against transformers' rotary embedding, for every scaling. What a
+run records of its scaling, and what may change it."""
 import json
 import os
 import random
@@ -15,7 +15,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from trainer import ROOT, checkpoint, make, train
 
-KEYS = {"linear": ["factor"], "llama3": ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"],
+KEYS = {"linear": ["factor"],
+        "llama3": ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"],
         "yarn": ["factor", "original_max_position_embeddings"]}
 CASES = [       # --rope-scaling, head size, theta, L, T
     ("none", 64, 10000, 1024, 4096),
@@ -42,10 +43,13 @@ def drawn(count):
     """Scalings with random numbers."""
     draw = random.Random(7)
     for _ in range(count):
-        factor, original, low = round(2 ** draw.uniform(0, 6), 3), draw.randint(1, 40000), round(draw.uniform(0.1, 8), 3)
+        factor, original = round(2 ** draw.uniform(0, 6), 3), draw.randint(1, 40000)
+        low = round(draw.uniform(0.1, 8), 3)
         high = round(low * draw.uniform(1.1, 9), 3)
-        text = draw.choice(["ntk", f"linear:{factor}", f"yarn:{factor}:{original}", f"llama3:{factor}:{low}:{high}:{original}"])
-        yield text, 2 * draw.randint(2, 80), round(10 ** draw.uniform(1, 6.5), 2), draw.randint(1, 5000), draw.randint(1, 5000)
+        text = draw.choice(["ntk", f"linear:{factor}", f"yarn:{factor}:{original}",
+                            f"llama3:{factor}:{low}:{high}:{original}"])
+        yield (text, 2 * draw.randint(2, 80), round(10 ** draw.uniform(1, 6.5), 2), draw.randint(1, 5000),
+               draw.randint(1, 5000))
 
 
 @pytest.fixture(scope="session")
@@ -59,13 +63,15 @@ def program():
 @pytest.mark.parametrize("text, head, theta, L, T", [*CASES, *drawn(40)])
 def test_frequencies_equal_transformers(program, text, head, theta, L, T):
     """transformers computes in float32, so its angles at position T are off by about T x 1e-7."""
-    printed = subprocess.run([program, *map(str, (head, theta, L, T, text))], capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run([program, *map(str, (head, theta, L, T, text))], capture_output=True, text=True,
+                             check=True).stdout
     (amplitude,), *ours = (np.array(line.split(), float) for line in printed.splitlines())
     name, *numbers = text.split(":")
     parameters = dict(zip(KEYS.get(name, []), (int(x) if x.isdigit() else float(x) for x in numbers)))
     parameters |= {"rope_type": {"none": "default", "ntk": "dynamic"}.get(name, name), "rope_theta": float(theta)}
     parameters |= {"factor": 1.0} if name == "ntk" else {}
-    config = LlamaConfig(hidden_size=4 * head, num_attention_heads=4, head_dim=head, max_position_embeddings=L, rope_parameters=parameters)
+    config = LlamaConfig(hidden_size=4 * head, num_attention_heads=4, head_dim=head, max_position_embeddings=L,
+                         rope_parameters=parameters)
     rope = LlamaRotaryEmbedding(config)
     cos, sin = (x[0, -1, :head // 2].numpy() for x in rope(torch.zeros(1), torch.arange(T)[None]))
     assert amplitude == pytest.approx(rope.attention_scaling, rel=1e-12)
@@ -79,8 +85,10 @@ def recorded(out, step):
     """The scaling in run.json and that in the checkpoint's config.json."""
     config = json.loads((checkpoint(out, step) / "config.json").read_text())
     rope = config["rope_parameters"]
-    assert {**rope, "rope_theta": 10000} == {**config.get("rope_scaling", {"rope_type": "default"}), "rope_theta": 10000}
-    return json.loads((out / "run.json").read_text())["arguments"]["rope-scaling"], rope["rope_type"], rope.get("factor")
+    assert {**rope, "rope_theta": 10000} == {**config.get("rope_scaling", {"rope_type": "default"}),
+                                             "rope_theta": 10000}
+    return (json.loads((out / "run.json").read_text())["arguments"]["rope-scaling"], rope["rope_type"],
+            rope.get("factor"))
 
 
 def test_a_run_keeps_its_scaling(data, tmp_path):
@@ -109,17 +117,21 @@ def test_a_run_of_an_older_version(data, tmp_path):
 def test_a_new_run_from_weights_keeps_or_replaces_their_scaling(data, tmp_path):
     train(data, "--rope-scaling", "linear:2", "--steps", 1, "--out", tmp_path / "first")
     first = ["--init-from", checkpoint(tmp_path / "first", 1), "--steps", 1, "--seq-len", 8, "--batch", 4]
-    for name, flags, found in (("kept", [], ("linear:2", "linear", 2)), ("replaced", ["--rope-scaling", "ntk"], ("ntk", "dynamic", 1)),
+    for name, flags, found in (("kept", [], ("linear:2", "linear", 2)),
+                               ("replaced", ["--rope-scaling", "ntk"], ("ntk", "dynamic", 1)),
                                ("none", ["--rope-scaling", "none"], ("none", "default", None))):
         train(data, *first, *flags, "--out", tmp_path / name, model=False)
         assert recorded(tmp_path / name, 1) == found
 
 
 @pytest.mark.parametrize("flags, parts", [
-    (["--rope-scaling", "yran:4:8"], ["--rope-scaling yran:4:8: unknown scaling. Did you mean yarn?", "llama3:FACTOR:LOW:HIGH:ORIGINAL"]),
+    (["--rope-scaling", "yran:4:8"],
+     ["--rope-scaling yran:4:8: unknown scaling. Did you mean yarn?", "llama3:FACTOR:LOW:HIGH:ORIGINAL"]),
     (["--rope-scaling", "linear"], ["--rope-scaling linear: expected linear:FACTOR."]),
-    (["--rope-scaling", "ntk", "--model", "layers=1,heads=4,channels=8,ffn=24,vocab=97"], ["--rope-scaling ntk", "heads of size 2"]),
-    (["--rope-scaling", "ntk", "--norm-length", 4, "--seq-len", "4,8"], ["--rope-scaling ntk", "beyond L = 4", "one --seq-len"]),
+    (["--rope-scaling", "ntk", "--model", "layers=1,heads=4,channels=8,ffn=24,vocab=97"],
+     ["--rope-scaling ntk", "heads of size 2"]),
+    (["--rope-scaling", "ntk", "--norm-length", 4, "--seq-len", "4,8"],
+     ["--rope-scaling ntk", "beyond L = 4", "one --seq-len"]),
 ])
 def test_scalings_that_no_run_can_have(flags, parts, data, tmp_path):
     message = train(data, *flags, "--steps", 1, "--out", tmp_path / "out", code=2)

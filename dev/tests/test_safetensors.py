@@ -20,7 +20,8 @@ class Error(ctypes.Structure):
 
 
 class TensorRow(ctypes.Structure):
-    _fields_ = [("name", ctypes.c_char_p), ("dtype", ctypes.c_int), ("ndim", ctypes.c_int), ("shape", ctypes.c_size_t * 4),
+    _fields_ = [("name", ctypes.c_char_p), ("dtype", ctypes.c_int), ("ndim", ctypes.c_int),
+                ("shape", ctypes.c_size_t * 4),
                 ("data", ctypes.c_void_p)]
 
 
@@ -28,16 +29,18 @@ class TensorRow(ctypes.Structure):
 def c(tmp_path_factory):
     library = tmp_path_factory.mktemp("c") / "safetensors.so"
     sources = [ROOT / "runtime" / f"{name}.c" for name in ("error", "file", "json", "safetensors")]
-    subprocess.run(["cc", "-std=gnu11", "-O1", "-shared", "-fPIC", f"-I{ROOT}", "-o", library, *sources, "-lcjson", "-lxxhash", "-lm"],
+    subprocess.run(["cc", "-std=gnu11", "-O1", "-shared", "-fPIC", f"-I{ROOT}", "-o", library, *sources,
+                    "-lcjson", "-lxxhash", "-lm"],
                    check=True)
     c = ctypes.CDLL(str(library))
     c.safetensors_open.restype = ctypes.c_void_p
     c.safetensors_close.argtypes = [ctypes.c_void_p]
     c.safetensors_write.restype = c.safetensors_read.restype = c.safetensors_read_f64.restype = ctypes.c_bool
-    c.safetensors_write.argtypes = [ctypes.c_char_p, ctypes.POINTER(TensorRow), ctypes.c_size_t, ctypes.POINTER(ctypes.c_char_p),
-                                    ctypes.POINTER(Error)]
+    c.safetensors_write.argtypes = [ctypes.c_char_p, ctypes.POINTER(TensorRow), ctypes.c_size_t,
+                                    ctypes.POINTER(ctypes.c_char_p), ctypes.POINTER(Error)]
     c.safetensors_read.argtypes = c.safetensors_read_f64.argtypes = [
-        ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int, ctypes.POINTER(ctypes.c_size_t), ctypes.c_void_p, ctypes.POINTER(Error)]
+        ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int, ctypes.POINTER(ctypes.c_size_t), ctypes.c_void_p,
+        ctypes.POINTER(Error)]
     return c
 
 
@@ -74,8 +77,8 @@ def read(c, path, shapes, wide=False):
 
 def some_tensors():
     random = torch.Generator().manual_seed(1)
-    shapes = {"model.embed_tokens.weight": (257, 33), "model.norm.weight": (33,), "scalar": (), "empty": (0, 5), "four": (2, 3, 4, 5),
-              "é \"quoted\\\"": (3,)}
+    shapes = {"model.embed_tokens.weight": (257, 33), "model.norm.weight": (33,), "scalar": (), "empty": (0, 5),
+              "four": (2, 3, 4, 5), "é \"quoted\\\"": (3,)}
     return {name: torch.randn(shape, generator=random) * 10 ** i for i, (name, shape) in enumerate(shapes.items())}
 
 
@@ -87,7 +90,8 @@ def test_official_reads_ours(c, tmp_path):
     tensors = some_tensors()
     dtypes = {name: (F32, BF16)[i % 2] for i, name in enumerate(tensors)}
     path = tmp_path / "ours.safetensors"
-    write(c, path, {name: (tensor, dtypes[name]) for name, tensor in tensors.items()}, {"format": "pt", "a \"b\"\n": "\té"})
+    write(c, path, {name: (tensor, dtypes[name]) for name, tensor in tensors.items()},
+          {"format": "pt", "a \"b\"\n": "\té"})
     read_back = load_file(path)
     assert read_back.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -99,8 +103,8 @@ def test_official_reads_ours(c, tmp_path):
 
 
 def test_bf16_rounding_of_awkward_values(c, tmp_path):
-    patterns = [0, 1 << 31, 0x3F808000, 0x3F818000, 0x3F808001, 0x3F817FFF, 0x7F7FFFFF, 0xFF7FFFFF, 0x7F800000, 0xFF800000, 0x7FC00000,
-                0x7F800001, 0xFF80FFFF, 1, 0x8000, 0x8001, 0x007FFFFF, 0x00800000]
+    patterns = [0, 1 << 31, 0x3F808000, 0x3F818000, 0x3F808001, 0x3F817FFF, 0x7F7FFFFF, 0xFF7FFFFF, 0x7F800000,
+                0xFF800000, 0x7FC00000, 0x7F800001, 0xFF80FFFF, 1, 0x8000, 0x8001, 0x007FFFFF, 0x00800000]
     values = torch.tensor([p - (1 << 32) if p >> 31 else p for p in patterns], dtype=torch.int32).view(torch.float32)
     path = tmp_path / "awkward.safetensors"
     write(c, path, {"x": (values, BF16)})
@@ -121,7 +125,8 @@ def test_ours_reads_official(c, tmp_path, dtype):
 
 
 def test_ours_reads_integers(c, tmp_path):
-    tensors = {"i64": torch.tensor([[-1, 50256], [2 ** 52, 0]]), "i32": torch.tensor([-7, 2 ** 31 - 1], dtype=torch.int32)}
+    tensors = {"i64": torch.tensor([[-1, 50256], [2 ** 52, 0]]),
+               "i32": torch.tensor([-7, 2 ** 31 - 1], dtype=torch.int32)}
     save_file(tensors, tmp_path / "integers.safetensors")
     read_back = read(c, tmp_path / "integers.safetensors", {"i64": (2, 2), "i32": (2,)}, wide=True)
     for name, tensor in tensors.items():
@@ -129,8 +134,8 @@ def test_ours_reads_integers(c, tmp_path):
 
 
 def test_ours_reads_every_dtype_header(c, tmp_path):
-    names = ["uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "bool", "float8_e4m3fn", "float8_e5m2", "float16",
-             "bfloat16", "float32", "float64"]
+    names = ["uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "bool", "float8_e4m3fn",
+             "float8_e5m2", "float16", "bfloat16", "float32", "float64"]
     save_file({name: torch.zeros(3).to(getattr(torch, name)) for name in names}, tmp_path / "all.safetensors")
     read(c, tmp_path / "all.safetensors", {"float32": (3,), "bfloat16": (3,)})
 
@@ -139,8 +144,10 @@ def test_ours_reads_a_sharded_folder(c, tmp_path):
     tensors = some_tensors()
     weight_map = {name: f"model-{i % 3 + 1:05}-of-00003.safetensors" for i, name in enumerate(tensors)}
     for file in set(weight_map.values()):
-        save_file({name: tensors[name].bfloat16() for name in tensors if weight_map[name] == file}, tmp_path / file, {"format": "pt"})
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}, indent=2))
+        save_file({name: tensors[name].bfloat16() for name in tensors if weight_map[name] == file}, tmp_path / file,
+                  {"format": "pt"})
+    index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
     read_back = read(c, tmp_path, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     for name, tensor in tensors.items():
         assert bits(read_back[name]) == bits(tensor.bfloat16().float()), name
@@ -219,7 +226,8 @@ def test_one_changed_byte_of_a_header(c, tmp_path, change):
     if expected is None:
         assert not handle
     elif handle:
-        readable = {name: tuple(t.shape) for name, t in expected.items() if t.is_floating_point() and t.isfinite().all()}
+        readable = {name: tuple(t.shape)
+                    for name, t in expected.items() if t.is_floating_point() and t.isfinite().all()}
         for name, tensor in read(c, path, readable).items():
             assert bits(tensor) == bits(expected[name].float())
     if handle:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from tiny import BIN, END_OF_TEXT, ROOT, SHAPE, T, VOCAB, build, environment, ids_of, logits, run, sample, train, write_data
+from tiny import (BIN, END_OF_TEXT, ROOT, SHAPE, T, VOCAB, build, environment, ids_of, logits, run, sample, train,
+                  write_data)
 from trainer import saving_and_pruning
 
 
@@ -27,14 +28,16 @@ def runs(tmp_path_factory):
 
 def test_the_seed_decides(runs):
     flags = ["--prompt", "the cat", "--max-new-tokens", 40]
-    texts = [sample(runs / "text", *flags, "--seed", seed, threads=threads)[0] for seed, threads in ((1, 1), (1, 2), (2, 1))]
+    texts = [sample(runs / "text", *flags, "--seed", seed, threads=threads)[0]
+             for seed, threads in ((1, 1), (1, 2), (2, 1))]
     assert texts[0] == texts[1] != texts[2]
     assert len(texts[0]) == 1 and texts[0][0].startswith("the cat")
 
 
 def test_other_texts_in_the_batch_change_nothing(runs, tmp_path):
     """Each text of a batch is the same as alone, whatever the other texts and however many there are."""
-    prompts = ["the cat", "€", "on", "a dog said über", "The house", "in", "naïve café", "日本", "then.", "and, " * 30, "x"]
+    prompts = ["the cat", "€", "on", "a dog said über", "The house", "in", "naïve café", "日本", "then.", "and, " * 30,
+               "x"]
     (tmp_path / "prompts").write_text("\n".join(prompts))
     flags = ["--max-new-tokens", 30, "--num-samples", 2, "--temperature", 1.2]
     together, _ = sample(runs / "text", *flags, "--prompt-file", tmp_path / "prompts")
@@ -53,7 +56,8 @@ def test_each_sample_has_its_own_random_stream(runs):
 
 def test_lines_of_a_prompt_file(runs, tmp_path):
     (tmp_path / "prompts").write_bytes(b"\n5,7\r\n\r\n\n 9 , 2 \n11")
-    output, _ = run(BIN / "sample_gpt2", "--model", runs / "ids", "--prompt-file", tmp_path / "prompts", "--max-new-tokens", 3)
+    output, _ = run(BIN / "sample_gpt2", "--model", runs / "ids", "--prompt-file", tmp_path / "prompts",
+                    "--max-new-tokens", 3)
     lines = output.splitlines()
     assert lines[::2] == [f"---- prompt {i}, sample 1" for i in (1, 2, 3)]
     assert [line.split(",")[:2] for line in lines[1::2]][:2] == [["5", "7"], ["9", "2"]] and lines[5].startswith("11")
@@ -101,13 +105,17 @@ def test_a_run_without_checkpoints(runs, tmp_path):
 
 # ---------------------------------------------------------------- sampling
 
-@pytest.mark.parametrize("given, same", [("the cat", "the cat"), ("the cat\n", "the cat"), ("the cat\r\n", "the cat"), ("\r\n", ""),
+@pytest.mark.parametrize("given, same", [("the cat", "the cat"), ("the cat\n", "the cat"),
+                                         ("the cat\r\n", "the cat"), ("\r\n", ""),
                                          ("a\n\nb\n\n", "a\n\nb\n"), ("a\r\n\r\n", "a\r\n"), ("", ""),
-                                         ("naïve café " * 20, "naïve café " * 20)], ids=["a word", "a newline", "\\r\\n", "only \\r\\n", "lines", "lines with \\r\\n", "nothing", "long"])
+                                         ("naïve café " * 20, "naïve café " * 20)],
+                         ids=["a word", "a newline", "\\r\\n", "only \\r\\n", "lines", "lines with \\r\\n", "nothing",
+                              "long"])
 def test_a_prompt_from_stdin(runs, given, same):
     """The prompt is all of stdin, without one newline at its end."""
     words = [BIN / "sample_gpt2", "--model", runs / "text", "--max-new-tokens", "5", "--prompt"]
-    texts = [subprocess.run([*words, prompt], input=text.encode(), capture_output=True, env=environment(), check=True).stdout
+    how = dict(capture_output=True, env=environment(), check=True)
+    texts = [subprocess.run([*words, prompt], input=text.encode(), **how).stdout
              for prompt, text in (("-", given), (same, ""))]
     assert texts[0] == texts[1] and texts[0].startswith(same.encode())
 
@@ -120,7 +128,8 @@ def test_ids_from_stdin(runs, newline):
 
 
 def test_an_empty_prompt_is_end_of_text(runs):
-    assert sample(runs / "ids", "--prompt", "")[0] == sample(runs / "ids")[0] == sample(runs / "ids", "--prompt", END_OF_TEXT)[0]
+    assert (sample(runs / "ids", "--prompt", "")[0] == sample(runs / "ids")[0]
+            == sample(runs / "ids", "--prompt", END_OF_TEXT)[0])
     assert not sample(runs / "text")[0][0].startswith("<|endoftext|>")
 
 
@@ -142,8 +151,8 @@ def test_temperature_0_takes_the_likeliest_token(runs):
 @pytest.mark.parametrize("temperature, top_k, top_p", [(1, 0, 1), (0.7, 12, 1), (1.3, 0, 0.6), (1, 20, 0.8)])
 def test_token_frequencies_match_their_probabilities(runs, temperature, top_k, top_p):
     count = 4000
-    texts, _ = sample(runs / "ids", "--prompt", "5,7", "--max-new-tokens", 1, "--num-samples", count, "--temperature", temperature,
-                      "--top-k", top_k, "--top-p", top_p)
+    texts, _ = sample(runs / "ids", "--prompt", "5,7", "--max-new-tokens", 1, "--num-samples", count,
+                      "--temperature", temperature, "--top-k", top_k, "--top-p", top_p)
     found = np.zeros(VOCAB)
     for text in texts:
         found[(ids_of(text) + [END_OF_TEXT])[2]] += 1
@@ -164,8 +173,8 @@ def test_token_frequencies_match_their_probabilities(runs, temperature, top_k, t
 @pytest.mark.parametrize("flags", [["--prompt", "日本"], ["--temperature", "9", "--top-k", "0", "--num-samples", "5"]])
 def test_output_is_always_whole_characters(runs, flags):
     """At temperature 9 most bytes form no characters, and are shown as U+FFFD."""
-    process = subprocess.Popen([BIN / "sample_gpt2", "--model", runs / "text", "--max-new-tokens", "300", *flags], stdout=subprocess.PIPE,
-                               stderr=subprocess.DEVNULL, env=environment())
+    process = subprocess.Popen([BIN / "sample_gpt2", "--model", runs / "text", "--max-new-tokens", "300", *flags],
+                               stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment())
     parts = []
     while part := os.read(process.stdout.fileno(), 1 << 16):
         parts.append(part.decode())                 # strict
@@ -175,8 +184,10 @@ def test_output_is_always_whole_characters(runs, flags):
 
 
 def test_invalid_utf8_is_replaced_as_in_python(runs):
-    broken = b"a\xff\xc3 \xe2\x82 \xe2\x82\xac \xed\xa0\x80 \xf0\x9f\x98 \xf5 \xc0\x80 \xf4\x90\x80\x80 \xf0\x9f\x98\x80 \xe2"
-    result = subprocess.run([BIN / "sample_gpt2", "--model", runs / "text", "--max-new-tokens", "1", "--temperature", "0", b"--prompt", broken],
+    broken = (b"a\xff\xc3 \xe2\x82 \xe2\x82\xac \xed\xa0\x80 \xf0\x9f\x98 \xf5 \xc0\x80 \xf4\x90\x80\x80 "
+              b"\xf0\x9f\x98\x80 \xe2")
+    result = subprocess.run([BIN / "sample_gpt2", "--model", runs / "text", "--max-new-tokens", "1",
+                             "--temperature", "0", b"--prompt", broken],
                             capture_output=True, check=True)
     assert result.stdout.decode().startswith(broken[:-1].decode(errors="replace"))
 
@@ -241,7 +252,8 @@ def wrong(runs):
     (folder / "blank").write_text("\n\n")
     (folder / "bad").write_text("1,2\n1,x\n")
     config = json.loads((checkpoint / "config.json").read_text())
-    changes = {"broken": {}, "other": {"vocab_size": 200, "eos_token_id": 0}, "huge": {"num_hidden_layers": 1024, "intermediate_size": 262144}}
+    changes = {"broken": {}, "other": {"vocab_size": 200, "eos_token_id": 0},
+               "huge": {"num_hidden_layers": 1024, "intermediate_size": 262144}}
     for name, change in changes.items():
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(config | change))

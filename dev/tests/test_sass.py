@@ -61,7 +61,8 @@ def toy(tmp_path_factory):
     return next(iter(sass.disassemble(source).values()))
 
 
-@pytest.mark.parametrize("n, inner, every, kind", [(1, 1, 1, 3), (7, 5, 3, 4), (12, 9, 5, 5), (12, 1, 4, 6), (4, 2, 9, 0), (0, 3, 1, 3)])
+@pytest.mark.parametrize("n, inner, every, kind",
+                         [(1, 1, 1, 3), (7, 5, 3, 4), (12, 9, 5, 5), (12, 1, 4, 6), (4, 2, 9, 0), (0, 3, 1, 3)])
 def test_counts_of_a_toy_kernel(toy, n, inner, every, kind):
     trace = sass_trace.Trace(toy, struct.pack("<Qiiii", 1 << 32, n, inner, every, kind), (0, 0, 0), (1, 1, 1), 32)
     special = {name: count for name, count in trace.opcodes.items() if name.startswith("MUFU") and "RCP" not in name}
@@ -75,7 +76,8 @@ def test_counts_of_a_toy_kernel(toy, n, inner, every, kind):
 
 def test_one_more_round_costs_the_same_each_time(toy):
     def issued(n):
-        return sum(sass_trace.Trace(toy, struct.pack("<Qiiii", 1 << 32, n, 5, 100, 3), (0, 0, 0), (1, 1, 1), 32).issued.values())
+        arguments = struct.pack("<Qiiii", 1 << 32, n, 5, 100, 3)
+        return sum(sass_trace.Trace(toy, arguments, (0, 0, 0), (1, 1, 1), 32).issued.values())
 
     assert issued(9) - issued(8) == issued(8) - issued(7) > 5
 

@@ -19,19 +19,19 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from trainer import (LAUNCH, ROOT, STOP_SIGNALS, TRAIN, assert_held, checkpoint, command, environment, make_data, metrics, signal_masks, steps,
-                     train, write_shard)
+from trainer import (LAUNCH, ROOT, STOP_SIGNALS, TRAIN, assert_held, checkpoint, command, environment, make_data,
+                     metrics, signal_masks, steps, train, write_shard)
 
 VOCAB = 50257
-FLAGS = ["--model", "layers=4,heads=4,channels=128,ffn=352,tied=1", "--batch", 8, "--seq-len", 256, "--warmup", 5, "--val-every", 1,
-         "--val-tokens", 2048, "--sample-every", 1, "--ckpt-every", 1, "--keep", 0]
+FLAGS = ["--model", "layers=4,heads=4,channels=128,ffn=352,tied=1", "--batch", 8, "--seq-len", 256, "--warmup", 5,
+         "--val-every", 1, "--val-tokens", 2048, "--sample-every", 1, "--ckpt-every", 1, "--keep", 0]
 STOPPED = 75
 PHASES = ["training", "validation", "saving", "sampling"]
 BACKENDS = {"onednn": None, "blas": ["ONEDNN=0"], "loops": ["ONEDNN=0", "BLAS=0"]}      # make's flags
 SAYS = {"onednn": "oneDNN", "blas": "CBLAS", "loops": "built-in loops"}
 LAST = 4                       # steps of the uninterrupted runs; stops come in step 2
-CHOSEN = {"onednn-1t-1r-training-0", "onednn-1t-1r-training-1", "onednn-1t-1r-saving-0", "onednn-1t-1r-sampling-0", "onednn-2t-2r-training-0",
-          "onednn-2t-2r-validation-0"}
+CHOSEN = {"onednn-1t-1r-training-0", "onednn-1t-1r-training-1", "onednn-1t-1r-saving-0", "onednn-1t-1r-sampling-0",
+          "onednn-2t-2r-training-0", "onednn-2t-2r-validation-0"}
 
 
 @dataclass
@@ -81,7 +81,8 @@ def program(backend):
     if not BACKENDS[backend]:
         return TRAIN
     build = f"build/stops/{backend}"
-    subprocess.run(["make", "-j2", f"BUILD={build}", *BACKENDS[backend], f"{build}/train_gpt2"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(["make", "-j2", f"BUILD={build}", *BACKENDS[backend], f"{build}/train_gpt2"], cwd=ROOT, check=True,
+                   stdout=subprocess.DEVNULL)
     return ROOT / build / "train_gpt2"
 
 
@@ -95,9 +96,11 @@ def run(stop, data, out, *flags):
     if stop.ranks > 1 and not shutil.which("mpirun"):
         pytest.skip("needs mpirun")
     launch = [LAUNCH, stop.ranks] if stop.ranks > 1 else []
-    words = [*launch, program(stop.backend), "--train-data", data / "d_train_*.bin", "--val-data", data / "d_val_*.bin", *FLAGS, "--out", out, *flags]
-    return subprocess.Popen([str(word) for word in words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", cwd="/",
-                            stdin=subprocess.DEVNULL, env=environment() | {"OMP_NUM_THREADS": str(stop.threads)}, start_new_session=True,
+    words = [*launch, program(stop.backend), "--train-data", data / "d_train_*.bin",
+             "--val-data", data / "d_val_*.bin", *FLAGS, "--out", out, *flags]
+    return subprocess.Popen([str(word) for word in words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                            errors="replace", cwd="/", stdin=subprocess.DEVNULL,
+                            env=environment() | {"OMP_NUM_THREADS": str(stop.threads)}, start_new_session=True,
                             preexec_fn=listen)
 
 
@@ -200,7 +203,8 @@ def test_stop(data, whole, tmp_path, stop):
 
 def watch(words, word):
     """Starts a program and waits for a line with the word."""
-    process = subprocess.Popen([str(word) for word in words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd="/",
+    process = subprocess.Popen([str(word) for word in words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                               text=True, cwd="/",
                                env=environment() | {"OMP_NUM_THREADS": "2"}, start_new_session=True, preexec_fn=listen)
     line_with(process, word)
     return process
@@ -227,8 +231,9 @@ def test_sampler_and_evaluator_end_by_a_signal(little, tmp_path):
     """They have nothing to save, and therefore no handlers."""
     train(little, "--steps", 1, "--out", tmp_path / "out")
     model = ["--model", tmp_path / "out"]
+    measuring = ["--data", little / "d_val_000000.bin", "--seq-lens", ",".join(map(str, range(8, 24)))]
     for name, flags, word in (("sample_gpt2", ["--num-samples", 10 ** 6], "sample 1"),
-                              ("eval_gpt2", ["--data", little / "d_val_000000.bin", "--seq-lens", ",".join(["8"] * 16)], "under softmax")):
+                              ("eval_gpt2", measuring, "under softmax")):
         if not (TRAIN.parent / name).exists():
             pytest.skip(f"{TRAIN.parent / name} is not built")
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):

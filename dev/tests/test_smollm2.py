@@ -24,16 +24,18 @@ torch.set_num_threads(1)
 LAYERS, HEADS, KV_HEADS, HEAD, FFN, LENGTH, VOCAB, T = 2, 4, 2, 16, 96, 128, 350, 64
 CHANNELS = HEADS * HEAD
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<pad é>"]
-CHAT = "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
-LAYER = {"attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
-         "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj",
-         "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+CHAT = ("{% for message in messages %}"
+        "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}")
+LAYER = {"attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
+         "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm",
+         "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 
 
 def get(*words, code=0, **how):
     """Runs the script; returns what it printed."""
     command = [sys.executable, ROOT / "scripts/get_smollm2.py", *words]
-    result = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=dict(os.environ, PIP_NO_INDEX="1"), **how)
+    result = subprocess.run(list(map(str, command)), capture_output=True, text=True,
+                            env=dict(os.environ, PIP_NO_INDEX="1"), **how)
     assert result.returncode == code, result.stderr
     return result.stdout + result.stderr
 
@@ -57,9 +59,10 @@ def interleaved(weight, heads):
 def make_model(tied):
     torch.manual_seed(1)
     config = transformers.LlamaConfig(
-        vocab_size=VOCAB, hidden_size=CHANNELS, intermediate_size=FFN, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS, head_dim=HEAD, max_position_embeddings=LENGTH, rms_norm_eps=1e-5, tie_word_embeddings=tied,
-        bos_token_id=1, eos_token_id=2, pad_token_id=2, rope_parameters={"rope_type": "default", "rope_theta": 100000.0})
+        vocab_size=VOCAB, hidden_size=CHANNELS, intermediate_size=FFN, num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD, max_position_embeddings=LENGTH,
+        rms_norm_eps=1e-5, tie_word_embeddings=tied, bos_token_id=1, eos_token_id=2, pad_token_id=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 100000.0})
     model = transformers.LlamaForCausalLM(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -71,8 +74,8 @@ def make_tokenizer():
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True),
                                                        pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    trainer = trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=SPECIAL, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-                                  show_progress=False)
+    trainer = trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=SPECIAL,
+                                  initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False)
     tokenizer.train_from_iterator(sentences(400), trainer)
     assert tokenizer.get_vocab_size() == VOCAB
     return tokenizer
@@ -83,22 +86,25 @@ def write_metadata(writer, tokenizer, **change):
     bpe = json.loads(tokenizer.to_str())["model"]
     ids = sorted(bpe["vocab"], key=bpe["vocab"].get)
     values = {"llama.block_count": LAYERS, "llama.context_length": LENGTH, "llama.embedding_length": CHANNELS,
-              "llama.feed_forward_length": FFN, "llama.attention.head_count": HEADS, "llama.attention.head_count_kv": KV_HEADS,
-              "llama.rope.freq_base": 100000.0, "llama.attention.layer_norm_rms_epsilon": 1e-5, "llama.rope.dimension_count": HEAD,
+              "llama.feed_forward_length": FFN, "llama.attention.head_count": HEADS,
+              "llama.attention.head_count_kv": KV_HEADS, "llama.rope.freq_base": 100000.0,
+              "llama.attention.layer_norm_rms_epsilon": 1e-5, "llama.rope.dimension_count": HEAD,
               "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm", "tokenizer.ggml.tokens": ids,
               "tokenizer.ggml.token_type": [3 if token in SPECIAL else 1 for token in ids],
               "tokenizer.ggml.merges": [" ".join(pair) for pair in bpe["merges"]], "tokenizer.ggml.bos_token_id": 1,
-              "tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.unknown_token_id": 0, "tokenizer.ggml.padding_token_id": 2,
+              "tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.unknown_token_id": 0,
+              "tokenizer.ggml.padding_token_id": 2,
               "tokenizer.ggml.add_bos_token": False, "tokenizer.chat_template": CHAT} | change
-    add = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
+    add = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32,
+           list: writer.add_array}
     for key, value in values.items():
         if value is not None:
             add[type(value)](key, value)
 
 
 def write_gguf(path, model, tokenizer, quantized=(), architecture="llama", more=(), **change):
-    """Writes the model as llama.cpp does. Layers' tensors named in `quantized` get 8 bits or 4, like SmolLM2's; the model
-    gets the weights that are left of them."""
+    """Writes the model as llama.cpp does. Layers' tensors named in `quantized` get 8 bits or 4, like SmolLM2's; the
+    model gets the weights that are left of them."""
     writer = gguf.GGUFWriter(path, architecture)
     write_metadata(writer, tokenizer, **change)
     state = model.state_dict()
@@ -120,7 +126,8 @@ def write_gguf(path, model, tokenizer, quantized=(), architecture="llama", more=
     for i in range(LAYERS):
         for name, source in LAYER.items():
             heads = {"attn_q": HEADS, "attn_k": KV_HEADS}.get(name, 0)
-            add(f"blk.{i}.{name}.weight", f"model.layers.{i}.{source}.weight", "Q4_1" if name in quantized else "F32", heads)
+            add(f"blk.{i}.{name}.weight", f"model.layers.{i}.{source}.weight", "Q4_1" if name in quantized else "F32",
+                heads)
     add("output_norm.weight", "model.norm.weight")
     if not model.config.tie_word_embeddings:
         add("output.weight", "lm_head.weight")
@@ -136,7 +143,8 @@ def write_gguf(path, model, tokenizer, quantized=(), architecture="llama", more=
 def losses(folder, model, stream, length, work):
     """The loss of a stream of tokens in windows of this length: ours, and transformers'."""
     write_shard(work / "d_val_000000.bin", stream)
-    run(BIN / "eval_gpt2", "--model", folder, "--data", f"{work}/d_val_*.bin", "--seq-lens", length, "--max-tokens", len(stream), "--out", work / "eval")
+    run(BIN / "eval_gpt2", "--model", folder, "--data", f"{work}/d_val_*.bin", "--seq-lens", length,
+        "--max-tokens", len(stream), "--out", work / "eval")
     ours = json.loads((work / "eval/eval.json").read_text())["results"][0]["loss"]
     stream = torch.from_numpy(np.asarray(stream, np.int64))
     count, theirs = (len(stream) - 1) // length, 0
@@ -157,7 +165,8 @@ def made(request, tokenizer, tmp_path_factory):
     """(the original model, the GGUF, the folder made of it)"""
     work = tmp_path_factory.mktemp("smollm2")
     model = make_model(request.param)
-    path = write_gguf(work / "model.gguf", model, tokenizer, quantized=("attn_q", "attn_k", "ffn_up") if request.param else ())
+    path = write_gguf(work / "model.gguf", model, tokenizer,
+                      quantized=("attn_q", "attn_k", "ffn_up") if request.param else ())
     printed = get("--gguf", path, "--out", work / "folder")
     assert "2 layers of 64 channels, 4 heads, 2 key-value heads, vocabulary 350" in printed
     assert sorted(os.listdir(work)) == ["folder", "model.gguf"]
@@ -176,7 +185,8 @@ def test_weights_and_shape(made):
     for key, value in model.config.to_dict().items():
         if key in config and key not in ("torch_dtype", "architectures"):
             assert config[key] == value, key
-    assert config["rms_norm_eps"] == 1e-5 and config["rope_theta"] == 1e5 and config["max_position_embeddings"] == LENGTH
+    assert (config["rms_norm_eps"] == 1e-5 and config["rope_theta"] == 1e5
+            and config["max_position_embeddings"] == LENGTH)
 
 
 def test_loss_equals_transformers(made, tmp_path):
@@ -212,7 +222,8 @@ def test_greedy_text_equals_transformers(made, tmp_path):
     for eos, expected in ((2, free), (free[last], free[:last])):
         copy = shutil.copytree(folder, tmp_path / str(eos))
         edit(copy, eos_token_id=eos)
-        output, _ = run(BIN / "sample_gpt2", "--model", copy, "--prompt", prompt, "--max-new-tokens", count, "--temperature", 0)
+        output, _ = run(BIN / "sample_gpt2", "--model", copy, "--prompt", prompt, "--max-new-tokens", count,
+                        "--temperature", 0)
         assert output == prompt + theirs.decode(expected, clean_up_tokenization_spaces=False) + "\n"
 
 
@@ -236,14 +247,16 @@ def test_rerun_and_what_a_kill_leaves(made, tmp_path):
     out, part = tmp_path / "out", tmp_path / "out.part"
     (part / "model").mkdir(parents=True)
     (part / "model/config.json").write_text("half")
-    printed = get("--out", out, "--gguf", path, code=4, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536)))
+    printed = get("--out", out, "--gguf", path, code=4,
+                  preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536)))
     assert "rerun the same command" in printed and os.listdir(tmp_path) == []
     get("--out", out, "--gguf", path)
     assert os.listdir(tmp_path) == ["out"]
     for file in folder.iterdir():
         assert file.read_bytes() == (out / file.name).read_bytes()
     (out / "config.json").unlink()
-    assert "not a folder that this script wrote" in get("--out", out, "--gguf", path, code=2) and len(os.listdir(out)) == 4
+    assert ("not a folder that this script wrote" in get("--out", out, "--gguf", path, code=2)
+            and len(os.listdir(out)) == 4)
 
 
 def test_without_a_network(tmp_path):
@@ -252,15 +265,19 @@ def test_without_a_network(tmp_path):
 
 WRONG = {
     "another architecture": (dict(architecture="qwen2"), "expected general.architecture 'llama', found 'qwen2'"),
-    "another splitting into words": ({"tokenizer.ggml.pre": "gpt-2"}, "expected tokenizer.ggml.pre 'smollm', found 'gpt-2'"),
-    "a leading token": ({"tokenizer.ggml.add_bos_token": True}, "expected tokenizer.ggml.add_bos_token False, found True"),
+    "another splitting into words": ({"tokenizer.ggml.pre": "gpt-2"},
+                                     "expected tokenizer.ggml.pre 'smollm', found 'gpt-2'"),
+    "a leading token": ({"tokenizer.ggml.add_bos_token": True},
+                        "expected tokenizer.ggml.add_bos_token False, found True"),
     "scaled rotation": ({"llama.rope.scaling.type": "yarn"}, "expected llama.rope.scaling.type 'none', found 'yarn'"),
     "no shape": ({"llama.block_count": None}, "no llama.block_count in its metadata"),
     "fewer layers": ({"llama.block_count": 1}, "such as blk.1.attn_norm.weight: expected no such tensor, found [64]"),
     "more layers": ({"llama.block_count": 3}, "such as blk.2.attn_norm.weight: expected [64], found none"),
     "another width": ({"llama.feed_forward_length": 80}, "expected [80, 64], found [96, 64]"),
-    "another tensor": (dict(more=["rope_freqs.weight"]), "1 tensors are not those of a Llama of this shape, such as rope_freqs.weight"),
-    "unknown kinds": ({"tokenizer.ggml.token_type": [1] * (VOCAB - 1) + [4]}, "expected 350 kinds in tokenizer.ggml.token_type"),
+    "another tensor": (dict(more=["rope_freqs.weight"]),
+                       "1 tensors are not those of a Llama of this shape, such as rope_freqs.weight"),
+    "unknown kinds": ({"tokenizer.ggml.token_type": [1] * (VOCAB - 1) + [4]},
+                      "expected 350 kinds in tokenizer.ggml.token_type"),
 }
 
 
@@ -275,7 +292,8 @@ def test_a_truncated_file(made, tmp_path):
     whole = made[1].read_bytes()
     for size in (0, 3, 200, len(whole) // 2, len(whole) - 64):
         (tmp_path / "x.gguf").write_bytes(whole[:size])
-        assert "x.gguf: not a complete GGUF file" in get("--gguf", tmp_path / "x.gguf", "--out", tmp_path / "out", code=3)
+        text = get("--gguf", tmp_path / "x.gguf", "--out", tmp_path / "out", code=3)
+        assert "x.gguf: not a complete GGUF file" in text
     assert os.listdir(tmp_path) == ["x.gguf"]
 
 
@@ -291,7 +309,8 @@ def smollm2():
     words = [sys.executable, ROOT / "scripts/get_smollm2.py", "--out", folder]
     result = subprocess.run(list(map(str, words)), capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    return folder, transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", attn_implementation="eager").eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", attn_implementation="eager")
+    return folder, model.eval()
 
 
 def shakespeare_tokens(folder):
@@ -310,7 +329,8 @@ def test_smollm2(smollm2, tmp_path):
     print(f"loss: {ours:.6f}, transformers {theirs:.6f}")
     assert abs(ours - theirs) < 5e-5
     prompt, count = "The capital of France is", 24
-    output, _ = run(BIN / "sample_gpt2", "--model", folder, "--prompt", prompt, "--max-new-tokens", count, "--temperature", 0)
+    output, _ = run(BIN / "sample_gpt2", "--model", folder, "--prompt", prompt, "--max-new-tokens", count,
+                    "--temperature", 0)
     print(output)
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     ids = model.generate(**theirs(prompt, return_tensors="pt"), max_new_tokens=count, do_sample=False)[0]
@@ -322,8 +342,9 @@ def test_needles_in_smollm2(smollm2, tmp_path):
     """18 answers, and the needle scores of every head, against transformers."""
     folder, model = smollm2
     write_shard(tmp_path / "data.bin", shakespeare_tokens(folder))
-    run(BIN / "eval_gpt2", "--model", folder, "--task", "needle", "--chat", "chatml", "--data", tmp_path / "data.bin", "--seq-lens",
-        "500,1000,2000", "--depths", "10,50,90", "--samples", 2, "--out", tmp_path, "--save-prompts", "--picture", 0, threads=2)
+    run(BIN / "eval_gpt2", "--model", folder, "--task", "needle", "--chat", "chatml", "--data", tmp_path / "data.bin",
+        "--seq-lens", "500,1000,2000", "--depths", "10,50,90", "--samples", 2, "--out", tmp_path, "--save-prompts",
+        "--picture", 0, threads=2)
     trials = [trial for row in json.loads((tmp_path / "eval.json").read_text())["results"] for trial in row["trials"]]
     prompts = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
     end_of_text, im_end = (vocabulary.load(folder).end_of_text, model.config.eos_token_id)
@@ -335,9 +356,11 @@ def test_needles_in_smollm2(smollm2, tmp_path):
             last = model(ids[:, -1:], past_key_values=cache, output_attentions=True)
             first, end = prompt["number"]
             scores = np.array([layer[0, :, 0, first:end].sum(-1).tolist() for layer in last.attentions])
-            answer = model.generate(ids, do_sample=False, max_new_tokens=48, suppress_tokens=[end_of_text], eos_token_id=im_end,
-                                    pad_token_id=im_end)[0, ids.shape[1]:].tolist()
+            [found] = model.generate(ids, do_sample=False, max_new_tokens=48, suppress_tokens=[end_of_text],
+                                     eos_token_id=im_end, pad_token_id=im_end)
+            answer = found[ids.shape[1]:].tolist()
         assert np.abs(scores - np.array(trial["needle_scores"])).max() < 2e-5
         ours = prompt["answer"]    # it ends at the end of a number, too
-        assert ours == answer[:len(ours)] and (len(ours) == len(answer) or any(digit in trial["answer"] for digit in "0123456789"))
+        assert (ours == answer[:len(ours)]
+                and (len(ours) == len(answer) or any(digit in trial["answer"] for digit in "0123456789")))
     print(f"{sum(trial['verdict'] == 'right' for trial in trials)} of 18 needles found")

@@ -1,5 +1,5 @@
-"""data/squad.py: shards and masks against examples counted by hand, what is skipped and why, kills, wrong files. How the
-trainer reads them."""
+"""data/squad.py: shards and masks against examples counted by hand, what is skipped and why, kills, wrong files. How
+the trainer reads them."""
 import functools
 import http.server
 import json
@@ -55,23 +55,30 @@ def test_files_to_the_byte(tmp_path, tokenizer):
     write(tmp_path / "in.json", "1.1", ("Ab.", question("Q?", "x1"), question("Why?", "é")))
     script("squad", "--json", tmp_path / "in.json", "--tokenizer", tokenizer, "--out", tmp_path / "out")
     texts = [b"Ab.\n\nQuestion: Q?\n\nAnswer: x1", b"Ab.\n\nQuestion: Why?\n\nAnswer: \xc3\xa9"]
-    id_of = {byte: json.loads(tokenizer.read_text())["model"]["vocab"][name] for name, byte in vocabulary.alphabet().items()}
+    id_of = {byte: json.loads(tokenizer.read_text())["model"]["vocab"][name]
+             for name, byte in vocabulary.alphabet().items()}
     tokens = [token for text in texts for token in (256, *(id_of[byte] for byte in text), 256)]
     mask = [0] + [0] * 26 + [1] * 3 + [1] + [0] + [0] * 28 + [1] * 3 + [1]
     assert len(tokens) == len(mask) == 31 + 33
-    assert (tmp_path / "out/squad_train_000001.bin").read_bytes() == struct.pack("<256i64H", 20240520, 1, 64, *[0] * 253, *tokens)
-    assert (tmp_path / "out/squad_train_000001.mask").read_bytes() == struct.pack("<256i64B", 20240521, 1, 64, *[0] * 253, *mask)
+    assert ((tmp_path / "out/squad_train_000001.bin").read_bytes()
+            == struct.pack("<256i64H", 20240520, 1, 64, *[0] * 253, *tokens))
+    assert ((tmp_path / "out/squad_train_000001.mask").read_bytes()
+            == struct.pack("<256i64B", 20240521, 1, 64, *[0] * 253, *mask))
 
 
 def test_gpt2(tmp_path):
     """GPT-2's tokens of prompt and answer are those of the whole text, so a prompt that ends where the answer begins
     continues as in training."""
-    context, asked, answer = "The Normans (Norman: Nourmands) gave their name to Normandy.\nThey lived in 1066.", "Who did?", "The \"Normans\""
-    write(tmp_path / "in.json", "v2.0", (context, question(asked, answer, impossible=False), question("When?", "1066", impossible=False)))
+    context = "The Normans (Norman: Nourmands) gave their name to Normandy.\nThey lived in 1066."
+    asked, answer = "Who did?", "The \"Normans\""
+    write(tmp_path / "in.json", "v2.0",
+          (context, question(asked, answer, impossible=False), question("When?", "1066", impossible=False)))
     script("squad", "--json", tmp_path / "in.json", "--out", tmp_path / "out")
     encoding = vocabulary.gpt2_encoding()
-    tokens, mask = read_shard(tmp_path / "out/squad_train_000001.bin"), read_mask(tmp_path / "out/squad_train_000001.mask")
-    expected = [[50256, *encoding.encode(f"{context}\n\nQuestion: {q}\n\nAnswer: {a}"), 50256] for q, a in ((asked, answer), ("When?", "1066"))]
+    tokens, mask = (read_shard(tmp_path / "out/squad_train_000001.bin"),
+                    read_mask(tmp_path / "out/squad_train_000001.mask"))
+    expected = [[50256, *encoding.encode(f"{context}\n\nQuestion: {q}\n\nAnswer: {a}"), 50256]
+                for q, a in ((asked, answer), ("When?", "1066"))]
     assert tokens == sum(expected, [])
     counting = [token for token, bit in zip(tokens, mask) if bit]
     assert counting == [*encoding.encode(' The "Normans"'), 50256, *encoding.encode(" 1066"), 50256]
@@ -81,24 +88,29 @@ def test_gpt2(tmp_path):
 
 def test_version_2(tmp_path, tokenizer):
     write(tmp_path / "in.json", "v2.0",
-          ("Köln liegt am Rhein — 科隆. ", question(" Wo liegt Köln? ", "am Rhein", impossible=False), question("Who?", impossible=True)),
+          ("Köln liegt am Rhein — 科隆. ", question(" Wo liegt Köln? ", "am Rhein", impossible=False),
+           question("Who?", impossible=True)),
           ("", question("Of nothing?", "nothing", impossible=False)),
           ("A context.", question("  ", "A", impossible=False), question("Elsewhere?", "Not there", impossible=False),
-           question("Empty?", "", impossible=False), question("Blank, then a text?", " ", "context\n", impossible=False)))
+           question("Empty?", "", impossible=False),
+           question("Blank, then a text?", " ", "context\n", impossible=False)))
     text = script("squad", "--json", tmp_path / "in.json", "--tokenizer", tokenizer, "--out", tmp_path / "out")
     before = "Köln liegt am Rhein — 科隆.\n\nQuestion: Wo liegt Köln?\n\nAnswer:"
     assert examples_of(tmp_path / "out", tokenizer) == [
         (before + " am Rhein", " am Rhein"),
         ("A context.\n\nQuestion: Elsewhere?\n\nAnswer: Not there", " Not there"),
         ("A context.\n\nQuestion: Blank, then a text?\n\nAnswer: context", " context")]
-    assert "3 of 7 questions used; skipped: 1 with an empty context; 1 with an empty question; 2 without an answer.\n" in text
+    assert ("3 of 7 questions used; skipped: 1 with an empty context; 1 with an empty question; 2 without an answer.\n"
+            in text)
     assert "1 of them with an answer that does not occur in its context" in text
-    assert script("squad", "--json", tmp_path / "in.json", "--tokenizer", tokenizer, "--out", tmp_path / "out") == text, "the counts are kept"
+    assert script("squad", "--json", tmp_path / "in.json", "--tokenizer", tokenizer,
+                  "--out", tmp_path / "out") == text, "the counts are kept"
 
 
 def test_version_1(tmp_path, tokenizer):
     """The first of several answers is used."""
-    write(tmp_path / "in.json", "1.1", ("One two three.", question("Which?", "two", "two three"), question("And?", "three")))
+    write(tmp_path / "in.json", "1.1",
+          ("One two three.", question("Which?", "two", "two three"), question("And?", "three")))
     text = script("squad", "--json", tmp_path / "in.json", "--tokenizer", tokenizer, "--out", tmp_path / "out")
     assert [answer for _, answer in examples_of(tmp_path / "out", tokenizer)] == [" two", " three"]
     assert "2 of 2 questions used; skipped: none." in text and "does not occur" not in text
@@ -107,32 +119,38 @@ def test_version_1(tmp_path, tokenizer):
 def test_what_does_not_fit_is_dropped(tmp_path, tokenizer):
     """End-of-text, 26 bytes of prompt and 3 of answer are 30 tokens; the end-of-text after them is only a target."""
     write(tmp_path / "in.json", "1.1", ("Ab.", question("Q?", "x1"), question("Q?", "x12")))
-    text = script("squad", "--json", tmp_path / "in.json", "--tokenizer", tokenizer, "--max-tokens", 30, "--out", tmp_path / "out")
+    text = script("squad", "--json", tmp_path / "in.json", "--tokenizer", tokenizer, "--max-tokens", 30,
+                  "--out", tmp_path / "out")
     assert [answer for _, answer in examples_of(tmp_path / "out", tokenizer)] == [" x1"]
     assert "1 of 2 questions used; skipped: 1 too long, over 30 tokens." in text
-    text = script("squad", "--json", tmp_path / "in.json", "--tokenizer", tokenizer, "--max-tokens", 29, "--out", tmp_path / "none", code=2)
+    text = script("squad", "--json", tmp_path / "in.json", "--tokenizer", tokenizer, "--max-tokens", 29,
+                  "--out", tmp_path / "none", code=2)
     assert "2 documents, and no text to train on" in text
 
 
 def test_validation(tmp_path, tokenizer):
     """Files of their own, or a part of the paragraphs with all their questions."""
-    write(tmp_path / "in.json", "1.1", *((f"Paragraph {i}.", question("Which?", str(i)), question("Really?", "Paragraph")) for i in range(30)))
+    write(tmp_path / "in.json", "1.1",
+          *((f"Paragraph {i}.", question("Which?", str(i)), question("Really?", "Paragraph")) for i in range(30)))
     write(tmp_path / "dev.json", "1.1", ("Another.", question("Which?", "Another", "one")))
     words = ["--json", tmp_path / "in.json", "--tokenizer", tokenizer, "--out"]
     script("squad", *words, tmp_path / "a", "--val-json", tmp_path / "dev.json")
     assert [answer for _, answer in examples_of(tmp_path / "a", tokenizer, "val")] == [" Another"]
     assert len(examples_of(tmp_path / "a", tokenizer)) == 60
     script("squad", *words, tmp_path / "b", "--val-fraction", 0.3)
-    contexts = {split: [text.split("\n")[0] for text, _ in examples_of(tmp_path / "b", tokenizer, split)] for split in ("train", "val")}
+    contexts = {split: [text.split("\n")[0] for text, _ in examples_of(tmp_path / "b", tokenizer, split)]
+                for split in ("train", "val")}
     assert not set(contexts["train"]) & set(contexts["val"]) and len(contexts["train"] + contexts["val"]) == 60
     assert 6 <= len(contexts["val"]) <= 30 and all(contexts["val"].count(context) == 2 for context in contexts["val"])
     assert "made with val = " in script("squad", *words, tmp_path / "a", code=2)
 
 
 @pytest.mark.parametrize("content, message", [
-    ("{", "not valid JSON"), ("[1]", "expected 'data', an array, found null"), ('{"data": [{"title": "x"}]}', "article 0: expected 'paragraphs', an array"),
+    ("{", "not valid JSON"), ("[1]", "expected 'data', an array, found null"),
+    ('{"data": [{"title": "x"}]}', "article 0: expected 'paragraphs', an array"),
     ('{"data": [{"paragraphs": [{"context": 5}]}]}', "article 0, paragraph 0: expected 'context', a text, found 5"),
-    ('{"data": [{"paragraphs": [{"context": "x", "qas": [{"question": "q"}]}]}]}', "question 0: expected 'answers', an array, found null"),
+    ('{"data": [{"paragraphs": [{"context": "x", "qas": [{"question": "q"}]}]}]}',
+     "question 0: expected 'answers', an array, found null"),
     ('{"data": []}', "0 documents, and no text to train on")])
 def test_wrong_files(tmp_path, tokenizer, content, message):
     (tmp_path / "in.json").write_text(content)
@@ -148,10 +166,12 @@ def write_masked(out, count=150):
         ids = [(n + np.arange(n * 7919 % 23)) % 250 for n in batch]
         return [(one, one % 2, None, "used" if len(one) else "empty") for one in ids]
 
-    args = shards.add_flags(shards.argparse.ArgumentParser(), "small", 0.1).parse_args(["--out", str(out), "--shard-tokens", "300", "--workers", "2"])
+    parser = shards.add_flags(shards.argparse.ArgumentParser(), "small", 0.1)
+    args = parser.parse_args(["--out", str(out), "--shard-tokens", "300", "--workers", "2"])
     documents = lambda skip: (range(n, n + 1) for n in range(skip, count))
     known = vocabulary.Tokenizer(None, 257, 256, {"tokenizer.json": b"{}"})
-    return shards.write(args, documents, known, {}, encode=lambda batch: encode([each[0] for each in batch]), masks=True)
+    return shards.write(args, documents, known, {}, encode=lambda batch: encode([each[0] for each in batch]),
+                        masks=True)
 
 
 def test_masks_resume_after_a_crash_at_every_step(tmp_path, monkeypatch):
@@ -162,7 +182,8 @@ def test_masks_resume_after_a_crash_at_every_step(tmp_path, monkeypatch):
     writer = write_masked(tmp_path / "whole")
     expected = contents(tmp_path / "whole")
     masks = sorted((tmp_path / "whole").glob("*.mask"))
-    assert writer.counts["used"] + writer.counts["empty"] == 150 and len(masks) == len(list((tmp_path / "whole").glob("*.bin"))) > 5
+    assert (writer.counts["used"] + writer.counts["empty"] == 150
+            and len(masks) == len(list((tmp_path / "whole").glob("*.bin"))) > 5)
     for path in masks:
         assert read_mask(path) == [token % 2 if token != END else 0 for token in read_shard(path.with_suffix(".bin"))]
     steps = crashes(monkeypatch)
@@ -214,7 +235,8 @@ def test_download(tmp_path, monkeypatch):
         path = sources.download(at + "file.json", "--json")
         assert path.read_bytes() == b"content" and path == tmp_path / "data/cache/file.json"
         for name, reason in (("short.json", "expected 100 bytes, received 9"), ("none.json", "404")):
-            with pytest.raises(shards.DataError, match=f"{name}: cannot download it: .*{reason}.*\n.* pass it with --json") as caught:
+            message = f"{name}: cannot download it: .*{reason}.*\n.* pass it with --json"
+            with pytest.raises(shards.DataError, match=message) as caught:
                 sources.download(at + name, "--json")
             assert caught.value.code == 3
         server.shutdown()
@@ -225,10 +247,12 @@ def test_download(tmp_path, monkeypatch):
 # ---- the trainer
 
 def test_the_loss_counts_answers_and_their_ends(tmp_path, tokenizer):
-    """An untrained model's loss is ln V for each token that counts: five for " red" and its end, six for blue, seven for green."""
+    """An untrained model's loss is ln V for each token that counts: five for " red" and its end, six for blue, seven
+    for green."""
     write(tmp_path / "in.json", "1.1", *facts(12))
     script("squad", "--json", tmp_path / "in.json", "--tokenizer", tokenizer, "--out", tmp_path / "data")
-    text = trainer.train(tmp_path / "data", "--model", "layers=1,heads=2,channels=16,ffn=24", "--pack", "example", "--seq-len", 64, "--batch", 12,
+    text = trainer.train(tmp_path / "data", "--model", "layers=1,heads=2,channels=16,ffn=24", "--pack", "example",
+                         "--seq-len", 64, "--batch", 12,
                          "--steps", 1, "--lr", 0, "--out", tmp_path / "out", model=False)
     assert "12 windows of 64, 1.0 steps per epoch" in text
     ends = 1 + np.array([len(" red"), len(" blue"), len(" green")])

@@ -63,7 +63,8 @@ def assert_same(whole, out, last=TOTAL):
 def report(data):
     """Flags of a run with something due at most steps: validations of two batches, samples, the best and the newest
     checkpoint."""
-    return ["--steps", TOTAL, "--val-data", data / "d_val_000000.bin", "--val-every", 2, "--val-tokens", 64, "--sample-every", 2, "--keep", 1,
+    return ["--steps", TOTAL, "--val-data", data / "d_val_000000.bin", "--val-every", 2, "--val-tokens", 64,
+            "--sample-every", 2, "--keep", 1,
             "--keep-best", "--ckpt-every", 3, "--lr", 0.05, "--beta2", 0.999, "--warmup", 2]
 
 
@@ -95,7 +96,8 @@ def test_a_stop_anywhere(data, weights, faults, tmp_path, case):
     def stop_and_resume(n):
         out = tmp_path / str(n)
         flags = [*words, "--out", out, "--resume"]
-        result = subprocess.run(command(data, *flags, **{key: how[key] for key in how}), capture_output=True, text=True, env=environment(FAULT_STOP=str(n)))
+        result = subprocess.run(command(data, *flags, **{key: how[key] for key in how}), capture_output=True, text=True,
+                                env=environment(FAULT_STOP=str(n)))
         if result.returncode == 0:
             return False
         assert result.returncode == 75, result.stdout + result.stderr
@@ -104,7 +106,8 @@ def test_a_stop_anywhere(data, weights, faults, tmp_path, case):
         assert_same(whole, out)
         return True
 
-    places = range(1, 24) if case in ("switch", "scalars that start again") else [5, 8, 11] if case == "two ranks" else [1, 3, 6, 7, 8, 9, 10, 23]
+    places = (range(1, 24) if case in ("switch", "scalars that start again") else [5, 8, 11] if case == "two ranks"
+              else [1, 3, 6, 7, 8, 9, 10, 23])
     with ThreadPoolExecutor(2) as pool:
         stopped = list(pool.map(stop_and_resume, places))
     assert all(stopped) if case == "two ranks" else not stopped[-1] and stopped.count(True) >= 7
@@ -115,7 +118,8 @@ def test_stopped_again_and_again(data, faults, tmp_path):
     words = [*report(data), "--attn-switch", "3:ssmax"]
     train(data, *words, "--out", whole, program=faults)
     stops = 0
-    while subprocess.run(command(data, *words, "--out", out, "--resume", program=faults), capture_output=True, env=environment(FAULT_STOP="6")).returncode:
+    while subprocess.run(command(data, *words, "--out", out, "--resume", program=faults), capture_output=True,
+                         env=environment(FAULT_STOP="6")).returncode:
         stops += 1
         assert stops < 20
     assert stops > 2
@@ -184,7 +188,8 @@ def test_the_same_command_again(data, tmp_path):
 def two_switches(data, out):
     """Switches to SSMax at step 3 and, by a flag of a later command, to softmax1 at step 7; every checkpoint is
     kept."""
-    flags = ["--keep", 0, "--ckpt-every", 1, "--val-data", data / "d_val_000000.bin", "--val-tokens", 64, "--val-every", 4, "--sample-every", 4]
+    flags = ["--keep", 0, "--ckpt-every", 1, "--val-data", data / "d_val_000000.bin", "--val-tokens", 64,
+             "--val-every", 4, "--sample-every", 4]
     train(data, *flags, "--attn-switch", "3:ssmax", "--steps", 5, "--out", out)
     train(data, *flags, "--attn-switch", "7:softmax1", "--steps", 9, "--out", out, "--resume")
     return flags
@@ -198,7 +203,8 @@ def go_back(out, step):
 
 @pytest.mark.drawn(3)
 @pytest.mark.parametrize("back", [0, 2, 3, 5])
-@pytest.mark.parametrize("flag", [[], ["--attn-switch", "3:ssmax"], ["--attn-switch", "7:softmax1"]], ids=["no flag", "the first", "the second"])
+@pytest.mark.parametrize("flag", [[], ["--attn-switch", "3:ssmax"], ["--attn-switch", "7:softmax1"]],
+                         ids=["no flag", "the first", "the second"])
 def test_back_to_before_two_switches(data, tmp_path, back, flag):
     """Any of the run's commands repeats its history, and a kill along the way loses none of it."""
     whole, out = tmp_path / "whole", tmp_path / "out"
@@ -249,10 +255,11 @@ def test_a_pending_switch_can_be_postponed(data, tmp_path):
     assert switches(out) == [(8, "softmax", "softmax1")]
 
 
-@pytest.mark.parametrize("text", ["9223372036854775808:ssmax", "99999999999999999999:ssmax", "1000000000001:ssmax", "-1:ssmax", "+5:ssmax", " 5:ssmax",
-                                  "5", "5.5:ssmax", ":ssmax"])
+@pytest.mark.parametrize("text", ["9223372036854775808:ssmax", "99999999999999999999:ssmax", "1000000000001:ssmax",
+                                  "-1:ssmax", "+5:ssmax", " 5:ssmax", "5", "5.5:ssmax", ":ssmax"])
 def test_wrong_steps_of_a_switch(data, text):
-    assert "expected STEP:NAME with a step from 0 to 1000000000000" in train(data, f"--attn-switch={text}", "--steps", 1, code=2)
+    said = train(data, f"--attn-switch={text}", "--steps", 1, code=2)
+    assert "expected STEP:NAME with a step from 0 to 1000000000000" in said
 
 
 def test_attn_on_resume_points_to_attn_switch(data, tmp_path):
@@ -264,7 +271,8 @@ def test_attn_on_resume_points_to_attn_switch(data, tmp_path):
 
 def test_keep_best_without_validation(data):
     plan = ["--dry-run", "--steps", 1, "--warmup", 0, "--keep-best"]
-    assert "warning: --keep-best selects no checkpoint, because there is no validation: --val-every is 0" in train(data, *plan, *report(data), "--val-every", 0)
+    assert ("warning: --keep-best selects no checkpoint, because there is no validation: --val-every is 0"
+            in train(data, *plan, *report(data), "--val-every", 0))
     assert "--val-data is missing" in train(data, *plan)
     assert "warning" not in train(data, *plan, *report(data))
 
@@ -283,7 +291,8 @@ def test_a_warmup_that_never_ends(data):
     assert "warning" not in train(data, *plan, "--warmup", 999, model=False)
     late = ["--attn-switch", "600:ssmax", "--warmup"]
     text = train(data, *plan, *late, 400, model=False)
-    assert "after the switch to ssmax at step 600, the learning-rate warmup of 400 steps restarts and does not end before the run does (--steps 1000)" in text
+    assert ("after the switch to ssmax at step 600, the learning-rate warmup of 400 steps restarts and does not end "
+            "before the run does (--steps 1000)" in text)
     assert "warning" not in train(data, *plan, *late, 399, model=False)
 
 
@@ -306,8 +315,8 @@ def test_the_run_folder_is_removed_mid_run(data, tmp_path, removed):
     """The folder, or a file in it, is removed; the next checkpoint restores what a resume needs, with all metrics."""
     whole, out = tmp_path / "whole", tmp_path / "out"
     flags = ["--ckpt-every", 20, "--keep", 2]
-    process = subprocess.Popen(command(data, *flags, "--steps", 10 ** 6, "--out", out), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-                               env=environment())
+    process = subprocess.Popen(command(data, *flags, "--steps", 10 ** 6, "--out", out), stdout=subprocess.DEVNULL,
+                               stderr=subprocess.PIPE, text=True, env=environment())
     wait_for(process, lambda: last_step(out) >= 20)
     if removed:
         (out / removed).unlink()
@@ -381,7 +390,8 @@ def test_a_stop_after_a_failed_save(data, faults, tmp_path, processes):
     assert text.count(f"{out}/ckpt: ") == 3 and "stopped by a signal" not in text, text
     (out / "ckpt").unlink()
     text = train(data, *flags, "--out", out, "--resume", code=75, **how)
-    assert "the run starts over" in text and steps(out) == [1, 2] and "stopped by a signal at step 2; resume with --resume" in text, text
+    assert ("the run starts over" in text and steps(out) == [1, 2]
+            and "stopped by a signal at step 2; resume with --resume" in text), text
     train(data, *flags, "--out", out, "--resume", processes=processes)
     train(data, *flags, "--out", whole, processes=processes)
     assert_same_run(whole, out, 4)
@@ -391,7 +401,8 @@ def test_another_run_took_the_folder(data, tmp_path):
     """The folder then belongs to that run: this one ends and writes nothing into it."""
     out = tmp_path / "out"
     flags = ["--steps", 10 ** 6, "--ckpt-every", 20, "--out", out]
-    process = subprocess.Popen(command(data, *flags), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
+    process = subprocess.Popen(command(data, *flags), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                               env=environment())
     wait_for(process, lambda: last_step(out) >= 20)
     process.send_signal(signal.SIGSTOP)
     shutil.rmtree(out)

@@ -1,4 +1,5 @@
-"""The C tokenizer against tiktoken (GPT-2) and against `tokenizers` (a vocabulary trained here), on megabytes of mixed text."""
+"""The C tokenizer against tiktoken (GPT-2) and against `tokenizers` (a vocabulary trained here), on megabytes of mixed
+text."""
 import ctypes
 import os
 import random
@@ -27,8 +28,8 @@ def library(tmp_path_factory):
     """runtime/tokenizer.c as a shared library."""
     path = tmp_path_factory.mktemp("library") / "tokenizer.so"
     sources = [ROOT / "runtime" / f"{name}.c" for name in ("tokenizer", "json", "file", "error")]
-    subprocess.run([*os.environ.get("CC", "gcc").split(), "-std=gnu11", "-O2", "-shared", "-fPIC", f"-I{ROOT}", "-o", path, *sources,
-                    "-lcjson", "-lxxhash"], check=True)
+    subprocess.run([*os.environ.get("CC", "gcc").split(), "-std=gnu11", "-O2", "-shared", "-fPIC", f"-I{ROOT}",
+                    "-o", path, *sources, "-lcjson", "-lxxhash"], check=True)
     c = ctypes.CDLL(str(path))
     c.tokenizer_open.restype = ctypes.c_void_p
     c.tokenizer_encode.restype = ctypes.c_size_t
@@ -87,21 +88,23 @@ def planes():
 
 def code():
     """Python's own source files."""
-    return "".join(p.read_text("utf-8", "replace") for p in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))[:4_000_000]
+    return "".join(p.read_text("utf-8", "replace")
+                   for p in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))[:4_000_000]
 
 
 def hostile(seed, characters):
     """Contractions, runs of all kinds of spaces, digits, emoji with joiners, and combining marks, mixed."""
     rng = random.Random(seed)
-    spaces = [chr(c) for c in (9, 10, 11, 12, 13, 28, 31, 32, 32, 32, 0x85, 0xA0, 0x1680, 0x2000, 0x200A, 0x200B, 0x2028, 0x3000,
-                               0xFEFF)]
-    words = ["'s", "'S", "'t", "'re", "'RE", "'ve", "'m", "'ll", "'d", "'", "''", "\u2019s", "the", "of", "Hello", "naïve", "straße",
-             "мир", "世界", "こんにちは", "שלום", "مرحبا", "नमस्ते", "e\u0301", "\U0001F600", "\U0001F469\u200D\U0001F680",
-             "\U0001F1E9\U0001F1EA", "½", "²", "Ⅷ", "٣", "1234567890", "3.14", "0x7f", "!?", "...", "<|endoftext|>", "\0", "\x7f",
-             "\ufffd", "\U0010FFFF", "aaaaaaaa", "------", "{}();", "\\n"]
+    spaces = [chr(c) for c in (9, 10, 11, 12, 13, 28, 31, 32, 32, 32, 0x85, 0xA0, 0x1680, 0x2000, 0x200A, 0x200B,
+                               0x2028, 0x3000, 0xFEFF)]
+    words = ["'s", "'S", "'t", "'re", "'RE", "'ve", "'m", "'ll", "'d", "'", "''", "\u2019s", "the", "of", "Hello",
+             "naïve", "straße", "мир", "世界", "こんにちは", "שלום", "مرحبا", "नमस्ते", "e\u0301", "\U0001F600",
+             "\U0001F469\u200D\U0001F680", "\U0001F1E9\U0001F1EA", "½", "²", "Ⅷ", "٣", "1234567890", "3.14", "0x7f",
+             "!?", "...", "<|endoftext|>", "\0", "\x7f", "\ufffd", "\U0010FFFF", "aaaaaaaa", "------", "{}();", "\\n"]
     found, size = [], 0
     while size < characters:
-        piece = rng.choice(words) if rng.random() < 0.6 else "".join(rng.choice(spaces) for _ in range(rng.randint(1, 6)))
+        piece = (rng.choice(words) if rng.random() < 0.6
+                 else "".join(rng.choice(spaces) for _ in range(rng.randint(1, 6))))
         found.append(piece)
         size += len(piece)
     return "".join(found)
@@ -113,7 +116,8 @@ def broken(size):
     good = bytearray((hostile(4, size) + planes()[0x700:0x8000] * 3).encode()[:size])
     for _ in range(size // 8):
         at = rng.randrange(len(good) - 1)
-        good[at:at + rng.randint(0, 2)] = bytes([rng.choice((rng.randrange(256), 0xC3, 0xE0, 0xED, 0xF0, 0xF4, 0x80, 0xBF))])
+        bad = rng.choice((rng.randrange(256), 0xC3, 0xE0, 0xED, 0xF0, 0xF4, 0x80, 0xBF))
+        good[at:at + rng.randint(0, 2)] = bytes([bad])
     return rng.randbytes(size) + bytes(good) + b"\xe2\x82"
 
 
@@ -162,7 +166,8 @@ def test_broken_utf8(gpt2, tiktoken_gpt2):
     data = broken(600_000)
     with pytest.raises(UnicodeDecodeError):
         data.decode()
-    assert same(gpt2.encode(data), tiktoken_gpt2.encode_to_numpy(data.decode("utf-8", "replace"), disallowed_special=()), data)
+    assert same(gpt2.encode(data),
+                tiktoken_gpt2.encode_to_numpy(data.decode("utf-8", "replace"), disallowed_special=()), data)
     rng = random.Random(6)
     edges = (0x20, 0x41, 0x80, 0x8F, 0x90, 0x9F, 0xA0, 0xBF, 0xC1, 0xC2, 0xE0, 0xE2, 0xED, 0xF0, 0xF1, 0xF4, 0xF5)
     for _ in range(20_000):
@@ -202,20 +207,25 @@ def test_equals_tokenizers(library, texts, tmp_path):
 # ---- digits as words, as in SmolLM2
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<file_sep>", "«a b»"]
-AWKWARD = ["", "0", "00", "3.14159", "1,000,000", "a1b2c3", " 1", "  1", "   1 ", "1 ", "1  ", "\n\n7\n\n", "\t1\t2", "it's 5's '5 5'll", "'1s '", "1'", "x² + y³ = z⁴", "½ ¼cup 2½",
-           "Ⅷ ⅷ ↊ Ⅷth", "٣٤٥ ۳۴ ९ ৯ ੩ ௧௨ ๑๒ ໒ ༣ ၄ 三 四五 〇 〧 ㊷ ①② ⒈ 𝟙𝟚 🄀 𐄇 𒐀", "5\u0301 5\u20e3 5️⃣", "\U0001F6005\U0001F600", "👨‍👩‍👧‍👦7", "\U00011DE0\U00011DE9 \U00016FF4  \U00016FF6",
-           "  \U00011DDF  \U00011DEA  \U00016FF3", "\x001\x04\x06 2\x1d\x14", "<|im_start|>user 12<|im_end|>", "<|endoftext|>", "«a b»", " " * 99 + "1" + " " * 99, "\n" * 50 + "1" + "\r\n" * 50, "7" * 999]
+AWKWARD = ["", "0", "00", "3.14159", "1,000,000", "a1b2c3", " 1", "  1", "   1 ", "1 ", "1  ", "\n\n7\n\n", "\t1\t2",
+           "it's 5's '5 5'll", "'1s '", "1'", "x² + y³ = z⁴", "½ ¼cup 2½",
+           "Ⅷ ⅷ ↊ Ⅷth", "٣٤٥ ۳۴ ९ ৯ ੩ ௧௨ ๑๒ ໒ ༣ ၄ 三 四五 〇 〧 ㊷ ①② ⒈ 𝟙𝟚 🄀 𐄇 𒐀", "5\u0301 5\u20e3 5️⃣",
+           "\U0001F6005\U0001F600", "👨‍👩‍👧‍👦7", "\U00011DE0\U00011DE9 \U00016FF4  \U00016FF6",
+           "  \U00011DDF  \U00011DEA  \U00016FF3", "\x001\x04\x06 2\x1d\x14", "<|im_start|>user 12<|im_end|>",
+           "<|endoftext|>", "«a b»", " " * 99 + "1" + " " * 99, "\n" * 50 + "1" + "\r\n" * 50, "7" * 999]
 
 
 @pytest.fixture(scope="module", params=["every byte", "some bytes"])
 def digit_words(request, library, texts, tmp_path_factory):
-    """A vocabulary like SmolLM2's, in C and in the library: special tokens first, digits alone, and perhaps no token for
-    some bytes."""
+    """A vocabulary like SmolLM2's, in C and in the library: special tokens first, digits alone, and perhaps no token
+    for some bytes."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True),
+                                                       pre_tokenizers.ByteLevel(add_prefix_space=False)])
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet()) if request.param == "every byte" else []
-    trainer = trainers.BpeTrainer(vocab_size=3000, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(vocab_size=3000, special_tokens=SPECIAL, initial_alphabet=alphabet,
+                                  show_progress=False)
     tokenizer.train_from_iterator([texts["plays"][:300_000], texts["hostile"][:100_000]], trainer)
     path = tmp_path_factory.mktemp("digits") / "tokenizer.json"
     tokenizer.save(str(path))
@@ -225,8 +235,10 @@ def digit_words(request, library, texts, tmp_path_factory):
 def test_digit_words_equal_tokenizers(digit_words, texts):
     found, expected = digit_words
     rng = random.Random(7)
-    pieces = AWKWARD + [text[start:start + 40_000] for text in texts.values() for start in (0, len(text) // 3, len(text) - 40_000)]
-    numbers = "".join(chr(first + i) for first, last, name in tokenizer_classes.ranges() if name == "NUMBER" for i in range(last - first + 1))
+    pieces = AWKWARD + [text[start:start + 40_000] for text in texts.values()
+                        for start in (0, len(text) // 3, len(text) - 40_000)]
+    numbers = "".join(chr(first + i) for first, last, name in tokenizer_classes.ranges() if name == "NUMBER"
+                      for i in range(last - first + 1))
     mixed = numbers + "\U00011DE3\U00016FF5" + "a  é\n'sÀ\u3000\u200b"
     pieces += ["".join(rng.choice(mixed) for _ in range(rng.randint(1, 9))) for _ in range(3000)]
     for piece, ids in zip(pieces, expected.encode_batch(pieces)):

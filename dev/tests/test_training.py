@@ -27,8 +27,9 @@ def tensors(path):
 
 def flags(out, attn, tied, batch, T, accumulate, clip, steps=STEPS):
     model = ",".join(f"{key}={value}" for key, value in SHAPE.items())
-    return ["--out", out, "--model", f"{model},tied={tied}", "--attn", attn, "--seed", 5, "--shuffle", 0, "--batch", batch, "--seq-len", T,
-            "--total-batch-tokens", batch * T * accumulate, "--steps", steps, "--lr", LR, "--warmup", WARMUP, "--schedule", "cosine",
+    return ["--out", out, "--model", f"{model},tied={tied}", "--attn", attn, "--seed", 5, "--shuffle", 0,
+            "--batch", batch, "--seq-len", T, "--total-batch-tokens", batch * T * accumulate, "--steps", steps,
+            "--lr", LR, "--warmup", WARMUP, "--schedule", "cosine",
             "--min-lr-frac", MIN_LR, "--grad-clip", clip, "--weight-decay", DECAY, "--beta1", 0.9, "--beta2", 0.95]
 
 
@@ -62,7 +63,8 @@ def assert_near(got, expected, bound, what):
         if expected[name].norm() == 0:
             assert got[name].norm() == 0, f"{what} of {name}"
         else:
-            assert distance(got[name], expected[name]) < bound, f"{what} of {name}: {distance(got[name], expected[name]):.2g} off"
+            off = distance(got[name], expected[name])
+            assert off < bound, f"{what} of {name}: {off:.2g} off"
 
 
 def changes(end, start):
@@ -89,15 +91,18 @@ def test_float32_steps_match_the_reference(tmp_path, data, case):
     attn, tied, batch, T, accumulate, clip = CASES[case]
     train(tmp_path, *flags(tmp_path / "start", *CASES[case], steps=0))
     train(tmp_path, *flags(tmp_path / "run", *CASES[case]))
-    start, end = (tensors(checkpoint(tmp_path / out, step) / "model.safetensors") for out, step in (("start", 0), ("run", STEPS)))
+    start, end = (tensors(checkpoint(tmp_path / out, step) / "model.safetensors")
+                  for out, step in (("start", 0), ("run", STEPS)))
 
     config = reference.Config(**SHAPE, tied=bool(tied), attn=attn, L=T)
     expected, optimizer = expected_steps(start, data, config, batch * accumulate, clip)
     got = np.array(metrics(tmp_path / "run", ["loss", "lr", "grad_norm"]))
     norms = expected[:, 2]
-    assert (norms > 1.1 * clip).any() and (norms < 0.9 * clip).any(), f"the clip must affect some steps and not others: {norms}"
+    some = (norms > 1.1 * clip).any() and (norms < 0.9 * clip).any()
+    assert some, f"the clip must affect some steps and not others: {norms}"
     for column, bound in enumerate((1e-5, 1e-6, 1e-4)):
-        np.testing.assert_allclose(got[:, column], expected[:, column], rtol=bound, err_msg=("loss", "lr", "gradient's norm")[column])
+        np.testing.assert_allclose(got[:, column], expected[:, column], rtol=bound,
+                                   err_msg=("loss", "lr", "gradient's norm")[column])
 
     assert_near(changes(end, start), changes(optimizer.parameters, start), 1e-3, "the change")
     state = tensors(checkpoint(tmp_path / "run", STEPS) / "optimizer.safetensors")

@@ -39,12 +39,14 @@ def trained(model, trainer, words=None, normalizer=None):
 
 def bpe(words=None, alphabet=True, special=(), **more):
     letters = sorted(pre_tokenizers.ByteLevel.alphabet()) if alphabet else []
-    trainer = trainers.BpeTrainer(vocab_size=VOCAB - 1, initial_alphabet=letters, special_tokens=list(special), show_progress=False)
+    trainer = trainers.BpeTrainer(vocab_size=VOCAB - 1, initial_alphabet=letters, special_tokens=list(special),
+                                  show_progress=False)
     return trained(models.BPE(), trainer, words or pre_tokenizers.ByteLevel(add_prefix_space=False), **more)
 
 
 def digits_first(individual=True):
-    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=individual), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=individual),
+                                    pre_tokenizers.ByteLevel(add_prefix_space=False)])
 
 
 def changed(whole, **change):
@@ -67,24 +69,36 @@ def tokenizer_files():
     some = bpe(digits_first(), alphabet=False)
     missing = next(letter for letter in "JQXZ" if letter not in some["model"]["vocab"])
     by_length = sorted(vocab, key=lambda name: vocab[name])
+    digits = pre_tokenizers.Digits(individual_digits=True)
     files = {
         "ours": (plain, True),
         "merges as text": (changed(plain, model__merges=[" ".join(pair) for pair in merges]), True),
         "no merges": (changed(plain, model__merges=[]), True),
-        "another special token": (changed(plain, added_tokens=[special, special | {"id": VOCAB, "content": "<pad é>"}]), True),
-        "a gap in the ids": (changed(plain, model__vocab=vocab | {"zzz": VOCAB + 20}, added_tokens=[special | {"id": VOCAB}]), True),
-        "words of special tokens": (changed(plain, post_processor={"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}), True),
-        "truncation": (changed(plain, truncation={"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}), True),
+        "another special token": (
+            changed(plain, added_tokens=[special, special | {"id": VOCAB, "content": "<pad é>"}]), True),
+        "a gap in the ids": (
+            changed(plain, model__vocab=vocab | {"zzz": VOCAB + 20}, added_tokens=[special | {"id": VOCAB}]), True),
+        "words of special tokens": (
+            changed(plain, post_processor={"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False,
+                                           "use_regex": True}), True),
+        "truncation": (
+            changed(plain, truncation={"direction": "Right", "max_length": 4, "strategy": "LongestFirst",
+                                       "stride": 0}), True),
         "digits": (bpe(digits_first()), True),
         "special tokens first": (bpe(digits_first(), special=["<|endoftext|>", "<|im_start|>", "<pad é>"]), True),
         "digits, some bytes alone": (some, True),
-        "a special token in place of a byte": (changed(some, added_tokens=[*some["added_tokens"], special | {"id": 1 + some["added_tokens"][0]["id"], "content": missing}]), True),
+        "a special token in place of a byte": (
+            changed(some, added_tokens=[*some["added_tokens"], special | {
+                "id": 1 + some["added_tokens"][0]["id"], "content": missing}]), True),
         "some bytes alone, an unknown token": (changed(some, model__unk_token="a"), False),
         "runs of digits": (bpe(digits_first(individual=False)), False),
-        "digits after words": (bpe(pre_tokenizers.Sequence([pre_tokenizers.ByteLevel(add_prefix_space=False), pre_tokenizers.Digits(individual_digits=True)])), False),
-        "digits, punctuation": (bpe(pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.Punctuation(), byte_level()])), False),
-        "digits, no words": (bpe(pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level()])), False),
-        "digits, space in front": (bpe(pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=True)])), False),
+        "digits after words": (
+            bpe(pre_tokenizers.Sequence([pre_tokenizers.ByteLevel(add_prefix_space=False), digits])), False),
+        "digits, punctuation": (
+            bpe(pre_tokenizers.Sequence([digits, pre_tokenizers.Punctuation(), byte_level()])), False),
+        "digits, no words": (bpe(pre_tokenizers.Sequence([digits, byte_level()])), False),
+        "digits, space in front": (
+            bpe(pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=True)])), False),
         "split": (bpe(pre_tokenizers.Sequence([pre_tokenizers.Split(SPLIT, "isolated"), byte_level()])), False),
         "a sequence of one": (bpe(pre_tokenizers.Sequence([pre_tokenizers.ByteLevel(add_prefix_space=False)])), False),
         "space in front": (bpe(pre_tokenizers.ByteLevel(add_prefix_space=True)), False),
@@ -96,17 +110,27 @@ def tokenizer_files():
         "no dropout, as a number": (changed(plain, model__dropout=0.0), False),
         "byte fallback": (changed(plain, model__byte_fallback=True), False),
         "ignore merges": (changed(plain, model__ignore_merges=True), False),
-        "several at once": (changed(bpe(byte_level(), normalizer=normalizers.Lowercase()), model__ignore_merges=True), False),
-        "not special": (changed(plain, added_tokens=[special, special | {"id": VOCAB, "content": "  ", "special": False}]), False),
+        "several at once": (
+            changed(bpe(byte_level(), normalizer=normalizers.Lowercase()), model__ignore_merges=True), False),
+        "not special": (
+            changed(plain, added_tokens=[special, special | {"id": VOCAB, "content": "  ", "special": False}]), False),
         "some bytes alone": (bpe(alphabet=False), True),
-        "a name outside the alphabet": (changed(plain, model__vocab=vocab | {"a b": VOCAB}, added_tokens=[special | {"id": VOCAB}]), False),
+        "a name outside the alphabet": (
+            changed(plain, model__vocab=vocab | {"a b": VOCAB}, added_tokens=[special | {"id": VOCAB}]), False),
         "no end of text": (changed(plain, added_tokens=[]), False),
-        "word pieces": (trained(models.WordPiece(unk_token="[UNK]"), trainers.WordPieceTrainer(vocab_size=VOCAB, special_tokens=["[UNK]"], show_progress=False),
-                                pre_tokenizers.Whitespace()), False),
-        "words": (trained(models.WordLevel(unk_token="[UNK]"), trainers.WordLevelTrainer(special_tokens=["[UNK]"], show_progress=False),
-                          pre_tokenizers.Whitespace()), False),
-        "unigram": (trained(models.Unigram(), trainers.UnigramTrainer(vocab_size=200, show_progress=False), pre_tokenizers.Metaspace()), False),
-        "added tokens with other ids": (changed(plain, added_tokens=[special, special | {"id": VOCAB + 20, "content": "<pad>"}]), False),
+        "word pieces": (
+            trained(models.WordPiece(unk_token="[UNK]"),
+                    trainers.WordPieceTrainer(vocab_size=VOCAB, special_tokens=["[UNK]"], show_progress=False),
+                    pre_tokenizers.Whitespace()), False),
+        "words": (
+            trained(models.WordLevel(unk_token="[UNK]"),
+                    trainers.WordLevelTrainer(special_tokens=["[UNK]"], show_progress=False),
+                    pre_tokenizers.Whitespace()), False),
+        "unigram": (
+            trained(models.Unigram(), trainers.UnigramTrainer(vocab_size=200, show_progress=False),
+                    pre_tokenizers.Metaspace()), False),
+        "added tokens with other ids": (
+            changed(plain, added_tokens=[special, special | {"id": VOCAB + 20, "content": "<pad>"}]), False),
         "a pair twice": (changed(plain, model__merges=[*merges, merges[0]]), False),
         "two names for one id": (changed(plain, model__vocab=vocab | {by_length[-1]: vocab[by_length[-2]]}), False),
     }
@@ -150,7 +174,8 @@ def test_python_and_c_accept_the_same_tokenizers(name, library, tmp_path):
     assert end.value == (-1 if name == "no end of text" else known.token_to_id("<|endoftext|>"))
     if usable:
         tokenizer, c = vocabulary.load_json(path), CTokenizer(library, path)
-        texts = [*sentences(50, seed=3), "<|endoftext|> <pad é> 123 it's   ", "J in  1 Q  2X3Z   4''s ½² Ⅷ  ٣\n\n5\0\x1d6\U00011DE0 \U00016FF4"]
+        texts = [*sentences(50, seed=3), "<|endoftext|> <pad é> 123 it's   ",
+                 "J in  1 Q  2X3Z   4''s ½² Ⅷ  ٣\n\n5\0\x1d6\U00011DE0 \U00016FF4"]
         assert all((c.encode(text.encode()) == ids).all() for text, ids in zip(texts, tokenizer.encode_batch(texts)))
 
 
@@ -161,7 +186,8 @@ def encode(tokenizer, folder):
     folder.mkdir()
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     (folder / "in.txt").write_text("\n\n".join(sentences(300, seed=4)))
-    words = [sys.executable, ROOT / "data/text.py", folder / "in.txt", "--separator", "\n\n", "--tokenizer", folder / "tokenizer.json", "--out", folder / "out"]
+    words = [sys.executable, ROOT / "data/text.py", folder / "in.txt", "--separator", "\n\n",
+             "--tokenizer", folder / "tokenizer.json", "--out", folder / "out"]
     result = subprocess.run(list(map(str, words)), capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return folder / "out", result.stderr
@@ -185,10 +211,12 @@ def test_training_on_shards_of_any_tokenizer(name, tmp_path):
     assert (config["vocab_size"], config["eos_token_id"]) == (size, end)
     assert (folder / "tokenizer.json").read_bytes() == (data / "tokenizer.json").read_bytes()
     train(data, "--out", tmp_path / "out", "--resume", "--steps", 3, model=False)
-    output, errors = run(BIN / "sample_gpt2", "--model", folder, "--prompt", "the cat" if usable else "1,2", "--max-new-tokens", 3)
+    output, errors = run(BIN / "sample_gpt2", "--model", folder, "--prompt", "the cat" if usable else "1,2",
+                         "--max-new-tokens", 3)
     assert output.startswith("the cat" if usable else "1,2,") and ("token ids" in errors) == (not usable)
     if not usable:
-        assert "that this program supports" in run(BIN / "sample_gpt2", "--model", folder, "--prompt", "the cat", code=2)[1]
+        assert ("that this program supports"
+                in run(BIN / "sample_gpt2", "--model", folder, "--prompt", "the cat", code=2)[1])
 
 
 def test_a_damaged_tokenizer_is_an_error(tmp_path):
@@ -249,7 +277,8 @@ def test_a_vocabulary_that_is_too_small(data, tmp_path):
     train(small, "--steps", 1, "--out", tmp_path / "first")
     folder = checkpoint(tmp_path / "first", 1)
     message = train(data, "--init-from", folder, *FLAGS, "--out", tmp_path / "out", model=False, code=3)
-    assert f"the vocabulary of the model in {folder} has 97" in message and "Encode the text with the model's own tokenizer" in message
+    assert (f"the vocabulary of the model in {folder} has 97" in message
+            and "Encode the text with the model's own tokenizer" in message)
     assert "vocab=" not in message and not (tmp_path / "out").exists()
 
 

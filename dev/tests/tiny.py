@@ -31,7 +31,8 @@ def build():
     if BIN != ROOT:                                         # a build with other flags: do not rebuild what it has
         targets = [target for target in targets if not target.exists()]
     if targets:
-        subprocess.run(["make", "-s", f"BUILD={make_path(BUILD)}", f"WERROR={werror}", *map(make_path, targets)], cwd=ROOT, check=True)
+        subprocess.run(["make", "-s", f"BUILD={make_path(BUILD)}", f"WERROR={werror}", *map(make_path, targets)],
+                       cwd=ROOT, check=True)
 
 
 def make_path(path):
@@ -91,7 +92,8 @@ def logits(folder, ids, *words):
 def sample(folder, *words, code=0, threads=1):
     """The texts that sample_gpt2 prints, and its stderr."""
     output, errors = run(BIN / "sample_gpt2", "--model", folder, *words, code=code, threads=threads)
-    return re.split(r"\n?---- prompt \d+, sample \d+\n", output.removesuffix("\n"))[output.startswith("---- prompt"):], errors
+    texts = re.split(r"\n?---- prompt \d+, sample \d+\n", output.removesuffix("\n"))
+    return texts[output.startswith("---- prompt"):], errors
 
 
 def ids_of(text):

@@ -75,9 +75,10 @@ def train(data, *flags, code=0, env=None, timeout=120, **how):
     """Runs the trainer, checks its exit code, and returns what it printed (stdout, then stderr)."""
     popen = {key: how.pop(key) for key in ("user", "preexec_fn") if key in how}
     words = command(data, *flags, **how)
-    result = subprocess.run(words, capture_output=True, text=True, errors="replace", env=environment(**(env or {})), timeout=timeout,
-                            stdin=subprocess.DEVNULL, cwd="/", **popen)
-    assert result.returncode == code, f"exit code {result.returncode}, expected {code}\n{' '.join(words)}\n{result.stdout}{result.stderr}"
+    result = subprocess.run(words, capture_output=True, text=True, errors="replace", env=environment(**(env or {})),
+                            timeout=timeout, stdin=subprocess.DEVNULL, cwd="/", **popen)
+    assert result.returncode == code, (f"exit code {result.returncode}, expected {code}\n"
+                                       f"{' '.join(words)}\n{result.stdout}{result.stderr}")
     return result.stdout + result.stderr
 
 
@@ -115,8 +116,8 @@ def saving_and_pruning(out):
     def save():
         step = max(steps(out))
         while not ended.is_set():
-            old, new, unfinished, trash = (folder / f"{name}{number:08d}" for name, number in
-                                           (("step-", step), ("step-", step + 1), (".tmp-step-", step + 1), (".trash-step-", step)))
+            old, new = folder / f"step-{step:08d}", folder / f"step-{step + 1:08d}"
+            unfinished, trash = folder / f".tmp-step-{step + 1:08d}", folder / f".trash-step-{step:08d}"
             shutil.copytree(old, unfinished)
             unfinished.rename(new)
             old.rename(trash)
@@ -156,7 +157,9 @@ def assert_held(program, argument, processes=1):
     found = 0
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            if (folder / "exe").resolve() != Path(program).resolve() or str(argument) not in (folder / "cmdline").read_text():
+            if (folder / "exe").resolve() != Path(program).resolve():
+                continue
+            if str(argument) not in (folder / "cmdline").read_text():
                 continue
         except OSError:
             continue
@@ -189,8 +192,8 @@ def make(*words, **how):
 
 
 def cuda_program(name="train_gpt2cu"):
-    """A CUDA program, the trainer by default, built for the CPU if it is missing; or the one that an environment variable,
-    TRAIN_GPT2CU, names. Skips the test where CUDA's headers are missing."""
+    """A CUDA program, the trainer by default, built for the CPU if it is missing; or the one that an environment
+    variable, TRAIN_GPT2CU, names. Skips the test where CUDA's headers are missing."""
     given = os.environ.get(name.upper())
     if given:
         return Path(given).absolute()
