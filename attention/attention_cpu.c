@@ -531,7 +531,7 @@ static void tiled_scores(const Head *head, const AttentionInput *in, AttentionSh
             const void *k = tiles_at(tiles, head->group->packed_k, HS, 0, at.low + key);
             for (size_t r = 0; r < at.rows; r += TILE)
                 tiles_multiply(tiles, part.scores + r * ld + key, ld, (char *)part.q + r * q_bytes, q_bytes, k,
-                               tiled(HS));
+                               tiled(HS), false);
         }
         tiles_end(tiles);
     }
@@ -554,6 +554,9 @@ static real *tiled_weights(Tiles tiles, Part part) {
     return tiles_are_bf16(tiles) ? part.dscores : part.scores;
 }
 
+// The keys that all rows of a block are multiplied by before the next ones: their values stay in the first-level cache.
+enum { OUTPUT_KEYS = 128 };
+
 static void tiled_output(real *out, const real *factor, const Head *head, const AttentionInput *in,
                          AttentionShape shape, Part part, RowBlock at, bool share) {
     size_t VS = shape.VS, step = shape.NH * VS, ld = row_step(key_count(shape));
@@ -561,17 +564,22 @@ static void tiled_output(real *out, const real *factor, const Head *head, const 
     const real *weights = tiled_weights(tiles, part);
     #pragma omp parallel if (share)
     {
-        real tile[TILE * TILE];
+        real sums[BLOCK * TILE];
         tiles_begin(tiles);
         #pragma omp for schedule(static)
         for (size_t col = 0; col < VS; col += TILE) {
-            const void *v = tiles_at(tiles, head->group->packed_v, key_count(shape), at.low, col);
+            for (size_t key = 0; key < at.keys; key += OUTPUT_KEYS) {
+                size_t keys = at.keys - key < OUTPUT_KEYS ? at.keys - key : OUTPUT_KEYS;
+                const void *v = tiles_at(tiles, head->group->packed_v, key_count(shape), at.low + key, col);
+                for (size_t r = 0; r < at.rows; r += TILE) {
+                    const char *w = (const char *)(weights + r * ld) + tiles_row(tiles, key);
+                    tiles_multiply(tiles, sums + r * TILE, TILE, w, ld * sizeof *weights, v, tiled(keys), key > 0);
+                }
+            }
             size_t cols = VS - col < TILE ? VS - col : TILE;
             for (size_t r = 0; r < at.rows; r++) {
-                if (r % TILE == 0)
-                    tiles_multiply(tiles, tile, TILE, weights + r * ld, ld * sizeof *weights, v, tiled(at.keys));
                 #pragma omp simd
-                for (size_t c = 0; c < cols; c++) out[r * step + col + c] = factor[r] * tile[r % TILE * TILE + c];
+                for (size_t c = 0; c < cols; c++) out[r * step + col + c] = factor[r] * sums[r * TILE + c];
             }
         }
         tiles_end(tiles);

@@ -55,10 +55,16 @@ static inline Vector *vector_at(float *x, size_t i) {
 }
 
 // 8 rows at a time: 16 vectors of sums, two of B, and a number of A in all lanes of another.
-static void multiply_floats(float *c, size_t ldc, const float *a, size_t lda, const float *b, size_t k) {
+static void multiply_floats(float *c, size_t ldc, const float *a, size_t lda, const float *b, size_t k, bool add) {
     enum { ROWS = 8 };
     for (size_t row = 0; row < TILE; row += ROWS, a += ROWS * lda, c += ROWS * ldc) {
         Vector sum[ROWS][2] = {{{0}}};
+        if (add) {
+            for (size_t r = 0; r < ROWS; r++) {
+                sum[r][0] = *vector_at(c + r * ldc, 0);
+                sum[r][1] = *vector_at(c + r * ldc, 1);
+            }
+        }
         for (size_t p = 0; p < k; p++) {
             Vector left = *vector_at((float *)b, 2 * p), right = *vector_at((float *)b, 2 * p + 1);
             #pragma GCC unroll 8
@@ -128,10 +134,10 @@ static void pack_pairs_transposed(uint32_t *packed, const float *b, size_t ldb, 
     }
 }
 
-static void multiply_loops(float *c, size_t ldc, const uint16_t *a, size_t lda, const uint32_t *b, size_t k) {
+static void multiply_loops(float *c, size_t ldc, const uint16_t *a, size_t lda, const uint32_t *b, size_t k, bool add) {
     for (size_t row = 0; row < TILE; row++) {
         for (size_t column = 0; column < TILE; column++) {
-            float sum = 0;
+            float sum = add ? c[row * ldc + column] : 0;
             for (size_t p = 0; p < k; p += 2) {
                 uint32_t pair = b[place(p, column) + column % LANES];
                 sum += bf16_to_float(a[row * lda + p]) * bf16_to_float((uint16_t)pair);
@@ -145,11 +151,15 @@ static void multiply_loops(float *c, size_t ldc, const uint16_t *a, size_t lda, 
 #ifdef __AVX512BF16__
 
 // 8 rows at a time, like multiply_floats().
-static void multiply_avx512(float *c, size_t ldc, const uint16_t *a, size_t lda, const uint32_t *b, size_t k) {
+static void multiply_avx512(float *c, size_t ldc, const uint16_t *a, size_t lda, const uint32_t *b, size_t k,
+                            bool add) {
     enum { ROWS = 8 };
     for (size_t row = 0; row < TILE; row += ROWS, a += ROWS * lda, c += ROWS * ldc) {
         __m512 sum[ROWS][2];
-        for (size_t r = 0; r < ROWS; r++) sum[r][0] = sum[r][1] = _mm512_setzero_ps();
+        for (size_t r = 0; r < ROWS; r++) {
+            sum[r][0] = add ? _mm512_loadu_ps(c + r * ldc) : _mm512_setzero_ps();
+            sum[r][1] = add ? _mm512_loadu_ps(c + r * ldc + LANES) : _mm512_setzero_ps();
+        }
         for (size_t p = 0; p < k; p += 2) {
             const uint32_t *at = b + place(p, 0);
             __m512bh left = (__m512bh)_mm512_loadu_si512(at), right = (__m512bh)_mm512_loadu_si512(at + REGISTER);
@@ -192,12 +202,19 @@ void tiles_end(Tiles tiles) {
 
 // Registers 0 to 3 have the sums of C's quarters, 4 and 5 the upper and lower half of A, 6 and 7 the left and right
 // half of B.
-static void multiply_amx(float *c, size_t ldc, const uint16_t *a, size_t lda, const uint32_t *b, size_t k) {
+static void multiply_amx(float *c, size_t ldc, const uint16_t *a, size_t lda, const uint32_t *b, size_t k, bool add) {
     size_t c_step = ldc * sizeof *c, a_step = lda * sizeof *a;
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+    if (add) {
+        _tile_loadd(0, c, c_step);
+        _tile_loadd(1, c + 16, c_step);
+        _tile_loadd(2, c + 16 * ldc, c_step);
+        _tile_loadd(3, c + 16 * ldc + 16, c_step);
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
     for (size_t p = 0; p < k; p += TILE, b += 2 * REGISTER) {
         _tile_loadd(4, a + p, a_step);
         _tile_loadd(5, a + 16 * lda + p, a_step);
@@ -259,14 +276,15 @@ void tiles_pack_transposed(Tiles tiles, void *packed, const float *b, size_t ldb
     else pack_floats(packed, b, ldb, true, k, n);
 }
 
-void tiles_multiply(Tiles tiles, float *c, size_t ldc, const void *a, size_t a_bytes, const void *b, size_t k) {
+void tiles_multiply(Tiles tiles, float *c, size_t ldc, const void *a, size_t a_bytes, const void *b, size_t k,
+                    bool add) {
     size_t lda = a_bytes / (tiles_are_bf16(tiles) ? sizeof(uint16_t) : sizeof(float));
-    if (tiles == TILES_FLOAT) multiply_floats(c, ldc, a, lda, b, k);
-    if (tiles == TILES_LOOPS) multiply_loops(c, ldc, a, lda, b, k);
+    if (tiles == TILES_FLOAT) multiply_floats(c, ldc, a, lda, b, k, add);
+    if (tiles == TILES_LOOPS) multiply_loops(c, ldc, a, lda, b, k, add);
 #ifdef __AVX512BF16__
-    if (tiles == TILES_AVX512) multiply_avx512(c, ldc, a, lda, b, k);
+    if (tiles == TILES_AVX512) multiply_avx512(c, ldc, a, lda, b, k, add);
 #endif
 #ifdef __AMX_BF16__
-    if (tiles == TILES_AMX) multiply_amx(c, ldc, a, lda, b, k);
+    if (tiles == TILES_AMX) multiply_amx(c, ldc, a, lda, b, k, add);
 #endif
 }

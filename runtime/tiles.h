@@ -60,7 +60,7 @@ void tiles_begin(Tiles tiles);
 void tiles_end(Tiles tiles);
 
 // C (32,32) = A (32,k) · B (k,32), for k a multiple of 32, by the calling thread.
-//   a: in the type of the inputs, a_bytes from one row to the next   b: packed   c written
-void tiles_multiply(Tiles tiles, real *c, size_t ldc, const void *a, size_t a_bytes, const void *b, size_t k);
+//   a: in the type of the inputs, a_bytes from one row to the next   b: packed   c written, or added to if `add`
+void tiles_multiply(Tiles tiles, real *c, size_t ldc, const void *a, size_t a_bytes, const void *b, size_t k, bool add);
 
 #endif

@@ -24,8 +24,8 @@ SOURCES = [path for folder in ("cuda", "attention")
 
 def make(*arguments):
     """Runs make. Each target's output stays in one piece, even if several are built at once."""
-    return subprocess.run(["make", "--output-sync", "-C", ROOT, *map(str, arguments)], text=True, stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT)
+    return subprocess.run(["make", "--output-sync", "-C", ROOT, *map(str, arguments)], text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
 def budgets():
