@@ -65,6 +65,10 @@ def print_texts(plan):
             print(f"text      {data.name}: {remedy}")
         else:
             print(f"text      {data.name}: {data.train}, fingerprint {plan.texts[data.name][0]}")
+            known = [e["identity"]["text"] for e in grid_parts.known_texts(plan.grid, plan.results, data.name)]
+            if known and plan.texts[data.name] not in known:
+                print(f"note      {many(len(known), 'result')} on another text of this name, fingerprint "
+                      f"{known[-1][0]}, do not count here")
 
 
 def print_plan(plan, programs, jobs, threads):

@@ -27,7 +27,7 @@ METRICS = {
     "attention": ("loss", "perplexity", "sum", "unspent", "entropy", "first_token", "zeros", "log_z_slope",
                   "log_z_intercept", "residual_kurtosis", "residual_largest", "spearman_sum_perplexity"),
     "scores": ("a1", "a2"), "choice": ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "questions")}
-SECTIONS = ("grid", "data", "model", "run", "eval", "claim", "formula")
+SECTIONS = ("grid", "data", "model", "run", "eval", "claim", "paper", "formula")
 
 
 class Refused(Exception):
@@ -216,6 +216,7 @@ class Grid:
     rows: dict
     evals: list
     claims: list
+    published: dict       # {(row, evaluation, metric, column): the paper's number}
     formulas: list
     notes: list = field(default_factory=list)
 
@@ -455,7 +456,8 @@ class Reader:
     def read_evals(self, rows):
         kinds = ({"name": TEXT, "task": TEXT, "attn": TEXT, "lengths": TEXTS, "flags": FLAGS, "runs": TEXTS,
                   "scales": TEXTS, "data": TEXT, "seeds": TEXT, "metric": TEXT, "group": TEXT, "for": LOOP}
-                 | {f"flags-{scale}": FLAGS for scale in self.whole["model"]})
+                 | {f"{key}-{scale}": kind for scale in self.whole["model"]
+                    for key, kind in (("flags", FLAGS), ("lengths", TEXTS))})
         evals = []
         for where, table in self.tables("eval"):
             check(table, where, kinds, ("name", "task"))
@@ -482,7 +484,8 @@ class Reader:
         if "data" in one:
             self.chosen({"data": [one["data"]]}, "data", list(self.scale.data), where, [])
         plain = task in ("loss", "positions")
-        lengths = amounts(one.get("lengths", ["L"] if plain else []), {"L": self.scale.L}, f"{where}: lengths")
+        lengths = amounts(one.get("lengths" + self.at, one.get("lengths", ["L"] if plain else [])),
+                          {"L": self.scale.L}, f"{where}: lengths")
         flags, metric = self.flags(self.scale.eval_flags, one, where), one.get("metric", "loss" if plain else "")
         e = Eval(name, task, one.get("attn", ""), sorted(set(lengths)), flags, one.get("runs", ["*"]),
                  one.get("data", ""), one.get("seeds") == "first", metric, one.get("group", name), where)
@@ -526,6 +529,25 @@ class Reader:
             if column not in known:
                 raise Refused(f"{where}: {name}.{metric} has no number {'@' + column if column else 'without @COLUMN'}."
                               + (f" Its columns are {', '.join(known)}." if known != [""] else ""))
+
+    def read_published(self, rows, evals):
+        """The papers' own numbers, which tables show beside ours."""
+        published = {}
+        for where, table in self.tables("paper"):
+            check(table, where, {"row": TEXT, "of": TEXT, "numbers": FLAGS, "scales": TEXTS}, ("row", "of", "numbers"))
+            if not self.here(table, where):
+                continue
+            if table["row"] not in rows:
+                raise Refused(f"{where}: row: no row {table['row']} at scale "
+                              f"{self.scale.name}.{nearest(table['row'], list(rows))}")
+            for column, value in table["numbers"].items():
+                if not is_kind(value, NUMBER):
+                    raise Refused(f"{where}: numbers: {column}: expected a number, found {value!r}.")
+                of = f"{table['of']}@{column}"
+                self.check_measured(of, table["row"], evals, f"{where}: numbers")
+                (_, *key), = terms(of, [e.name for e in evals], self.scale.L, where)
+                published[table["row"], *key] = value
+        return published
 
     def sides(self, text, where, rows):
         """"a < b" as ["a", "<", "b"]; a side that is not a row is a number."""
@@ -575,14 +597,15 @@ def columns_of(e):
     """The columns of an evaluation's numbers (None: training)."""
     if not e:
         return [""]
-    lengths = list(map(str, e.lengths))
+    lengths = [*map(str, e.lengths), LONGEST]
     if e.task in ("loss", "positions"):
         return lengths
-    depths = [f"{T} at {depth} %" for T in lengths for depth in e.flags.get("depths", (10, 30, 50, 70, 90))]
+    depths = [f"{T} at {depth} %" for T in e.lengths for depth in e.flags.get("depths", (10, 30, 50, 70, 90))]
     return ["mean", *{"needle": lengths + depths, "attention": ("plain", "end-of-text")}.get(e.task, ())]
 
 
 TERM = re.compile(r"(.+)\.(\w+)(?:@(.+))?")
+LONGEST = "longest"      # the column of an evaluation's longest length
 
 
 def terms(text, evals, L, where=""):
@@ -621,7 +644,7 @@ def read(path, scale, presets):
     claims = reader.read_claims(rows, evals)
     reader.add_seeds(rows, claims)
     return Grid(Path(path), head["name"], head.get("paper", ""), head.get("baseline", ""), head.get("sort") == "loss",
-                reader.scale, rows, evals, claims, reader.read_formulas())
+                reader.scale, rows, evals, claims, reader.read_published(rows, evals), reader.read_formulas())
 
 
 def limited(grid, patterns, seeds=None):

@@ -103,16 +103,19 @@ def check_flags(grid, programs):
 
 # ---------------------------------------------------------------- texts
 
+def known_texts(grid, results, name):
+    """The training runs with results on the text of this name, in any grid."""
+    return [e for e in results.entries.values()
+            if (e["scale"], e["text"]) == (grid.scale.name, name) and e["identity"]["task"] == "train"]
+
+
 def texts_of(grid, results):
-    """{name: [fingerprint to train on, to validate on]} of the texts at hand; else, those of the newest results of this
-    grid."""
+    """{name: [fingerprint to train on, to validate on]} of the texts at hand; else, those of the newest results."""
     found = {}
     for data in grid.scale.data.values():
         pair = [fingerprint(data.train), fingerprint(data.val)]
         if None in pair:
-            text = (grid.name, grid.scale.name, data.name)
-            known = [e for e in results.entries.values()
-                     if (e["grid"], e["scale"], e["text"]) == text and e["identity"]["task"] == "train"]
+            known = known_texts(grid, results, data.name)
             pair = max(known, key=lambda e: e["info"]["date"])["identity"]["text"] if known else None
         found[data.name] = pair
     return found

@@ -5,11 +5,12 @@ import statistics
 from dataclasses import dataclass
 
 import plot
-from grid_file import Run, terms
+from grid_file import LONGEST, Run, terms
 from grid_parts import slug
 from grid_store import attn_of, eval_attn, eval_key, key_of
 
-LOSSES = ("val_loss", "loss", "last_eighth")      # metrics that are infinite where a run diverged
+# Metrics that are infinite where a run diverged; others are then unknown.
+INFINITE = ("val_loss", "loss", "last_eighth", "grad_norm_max")
 TIES = {"<": -1, ">": 1}
 
 
@@ -26,14 +27,16 @@ def entry_of(plan, run, name):
 def value_of(plan, run, name, metric, column=""):
     """A number of a run; infinity for a loss that is not finite, None if it is not known."""
     train, entry = entry_of(plan, run, "train"), entry_of(plan, run, name)
-    if train and train["outcome"] and metric in LOSSES:
+    if column == LONGEST:
+        column = str(max(next(e.lengths for e in plan.grid.evals if e.name == name)))
+    if train and train["outcome"] and metric in INFINITE:
         return math.inf
     value = entry["values"].get(metric) if entry else None
     if isinstance(value, dict):
         if column not in value:
             return None
         value = value[column]
-    if entry and value is None and metric in LOSSES and metric in entry["values"]:
+    if entry and value is None and metric in INFINITE and metric in entry["values"]:
         return math.inf
     return value if isinstance(value, (int, float)) else None
 
@@ -91,19 +94,32 @@ def judge(difference, spread, operator, within=0.0):
     return "agrees" if difference * TIES[operator] > 0 else "disagrees"
 
 
+def diverged(plan, row, size):
+    """Did a run of this row diverge?"""
+    entries = [entry_of(plan, Run(row, size, seed), "train") for seed in plan.grid.rows[row].seeds]
+    return any(entry and entry["outcome"] for entry in entries)
+
+
 def compare(plan, claim, left, operator, right):
     """(difference, spread, seeds, verdict) of two rows, or of a row and a number, seed by seed; None if a side has no
-    number."""
+    number. There is no verdict before all seeds that both rows are to have are done."""
     def side(x, of, seeds):
         return dict.fromkeys(seeds, x) if isinstance(x, float) else values_of(plan, x, claim.size, of)
-    every = [seed for row in plan.grid.rows.values() for seed in row.seeds]
-    a, b = side(left, claim.of, every), side(right, claim.of_right, every)
-    differences = [0.0 if a[seed] == b[seed] else a[seed] - b[seed] for seed in a if seed in b]
+    rows = [plan.grid.rows[x] for x in (left, right) if isinstance(x, str)]
+    planned = [seed for seed in rows[0].seeds if all(seed in row.seeds for row in rows)]
+    a, b = side(left, claim.of, planned), side(right, claim.of_right, planned)
+    differences = [0.0 if a[seed] == b[seed] else a[seed] - b[seed] for seed in planned if seed in a and seed in b]
+    lost = [row.name for row in rows if len(differences) < len(planned) and diverged(plan, row.name, claim.size)]
+    if lost:
+        return math.nan, math.nan, len(differences), f"undecided: {lost[0]} diverged"
     if not differences:
         return None
     difference, spread = statistics.fmean(differences), deviation(differences)
-    return (difference, spread, len(differences),
-            judge(difference, spread, operator, claim.within) if len(differences) > 1 else "one seed")
+    if len(differences) < len(planned):
+        verdict = f"{len(differences)} of {len(planned)} seeds"
+    else:
+        verdict = judge(difference, spread, operator, claim.within) if len(planned) > 1 else "one seed"
+    return difference, spread, len(differences), verdict
 
 
 def number(x, sign=False):
@@ -149,7 +165,7 @@ def verdict_on(plan, claim):
     if None in found:
         return Verdict("; ".join(shown), "", "", 0, "not run")
     verdicts = [pair[3] for pair in found]
-    verdict = next((word for word in ("one seed", "disagrees", "undecided") if word in verdicts), "agrees")
+    verdict = next((word for kind in ("seed", "disagrees", "undecided") for word in verdicts if kind in word), "agrees")
     spread = ", ".join("" if math.isnan(pair[1]) else f"{pair[1]:.4f}" for pair in found)
     return Verdict("; ".join(shown), ", ".join(number(pair[0], sign=True) for pair in found), spread.strip(", "),
                    min(pair[2] for pair in found), verdict)
@@ -240,11 +256,14 @@ def trained_rows(plan):
         loss = statistics.fmean(losses) if losses else None
         paired = from_baseline(plan, row, size, "train.val_loss")
         found.append(Trained(label, row, size, seeds[label], loss, statistics.fmean(paired) if paired else None))
-    best = min((x for x in found if x.loss is not None), key=lambda x: x.loss, default=None)
-    base = next((x for x in found if x.row.name == plan.grid.baseline and x.loss is not None), best)
-    for x in found:     # no seed in common with the baseline, or no baseline
-        if x.difference is None and x.loss is not None:
-            x.difference = x.loss - base.loss if math.isfinite(x.loss) else math.inf
+    finite = [x for x in found if x.loss is not None and math.isfinite(x.loss)]
+    best = min(finite, key=lambda x: x.loss, default=None)
+    base = next((x for x in finite if x.row.name == plan.grid.baseline), best)
+    for x in found:
+        if x.loss is not None and not math.isfinite(x.loss):
+            x.difference = math.inf
+        elif x.difference is None and x.loss is not None:     # no seed in common with the baseline, or no baseline
+            x.difference = x.loss - base.loss
     return found
 
 
@@ -260,7 +279,8 @@ def percent(numbers):
 def training_row(plan, x, label=""):
     def numbers(metric, seeds=x.seeds):
         return of_seeds(plan, x.row, x.size, seeds, "train", metric)
-    zero, most, norms = numbers("zero_rows"), numbers("zero_rows_max"), numbers("grad_norm_max")
+    zero, most = numbers("zero_rows"), numbers("zero_rows_max")
+    norms = [norm for norm in numbers("grad_norm_max") if math.isfinite(norm)]
     entries = [entry_of(plan, Run(x.row.name, x.size, seed), "train") for seed in x.row.seeds]
     outcomes = [entry["outcome"] for entry in entries if entry and entry["outcome"]]
     minutes = [entry["info"]["seconds"] / 60 for entry in entries if entry]
@@ -359,6 +379,12 @@ def column_title(plan, column):
     return f"{T // L} L" if T % L == 0 else f"L/{L // T}" if L % T == 0 else column
 
 
+def published(plan, line, metric, column):
+    """The paper's number as text, or ""."""
+    value = plan.grid.published.get((line.row.name, line.eval.name, metric, column))
+    return "" if value is None else f"{value:g}"
+
+
 def eval_tables(plan, evals):
     """A table for each metric and group of rows."""
     tables, found = [], lines_of(plan, evals)
@@ -366,12 +392,16 @@ def eval_tables(plan, evals):
     for metric in metrics_of(plan, evals):
         columns = columns_of(plan, evals, metric)
         for title, lines in found.items():
+            theirs = [column for column in columns if any(published(plan, line, metric, column) for line in lines)]
             rows = [[line.label, *(spread_text(*(line.numbers(plan, seeds, metric, column)
                                                  for seeds in (shared[line.key()], line.row.seeds)))
-                                   for column in columns)] for line in lines]
+                                   for column in columns),
+                     *(published(plan, line, metric, column) for column in theirs)] for line in lines]
             if any(any(row[1:]) for row in rows):
                 tables.append(Table(", ".join(filter(None, (title, "" if metric == "loss" else metric))),
-                                    ["row", *(column_title(plan, column) for column in columns)], rows))
+                                    ["row", *(column_title(plan, column) for column in columns),
+                                     *(f"paper: {column_title(plan, column).split(' = ')[0]}" for column in theirs)],
+                                    rows))
     return tables
 
 

@@ -155,11 +155,22 @@ def eval_attn(grid, run, e):
     return e.attn.replace("{run.attn}", attn_of(grid, run)).replace("{run.name}", run.row)
 
 
+def contents(name):
+    """A hash of what a file that a flag names contains; the path is relative to the repository's root."""
+    try:
+        return hashlib.sha256((ROOT / name).read_bytes()).hexdigest()[:16]
+    except OSError as error:
+        raise Refused(f"{ROOT / name}: {error.strerror}. Correct prompt-file in the grid file.") from None
+
+
 def eval_identity(grid, run, e, texts):
     """All that determines the numbers of an evaluation."""
     text = text_of(texts, e.data or grid.rows[run.row].data.name)[1]
-    return {"task": e.task, "of": key_of(grid, run, texts), "attn": eval_attn(grid, run, e), "lengths": e.lengths,
-            "text": text, "flags": {key: value for key, value in e.flags.items() if key not in NOT_NUMBERS}}
+    found = {"task": e.task, "of": key_of(grid, run, texts), "attn": eval_attn(grid, run, e), "lengths": e.lengths,
+             "text": text, "flags": {key: value for key, value in e.flags.items() if key not in NOT_NUMBERS}}
+    if "prompt-file" in e.flags:
+        found["prompts"] = contents(e.flags["prompt-file"])
+    return found
 
 
 def eval_key(grid, run, e, texts):

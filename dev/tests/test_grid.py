@@ -130,6 +130,12 @@ BAD = {    # what is appended to a correct file, and what the message says
     "no name": ('[[eval]]\ntask = "loss"\n', "name is missing"),
     "twice": ('[[run]]\nattn = "softmax"\n', "there is another row named softmax"),
     "variable": ('[[run]]\nattn = "{P}"\n', "{P}: unknown variable"),
+    "paper's row": (LOSS + '[[paper]]\nrow = "ssmx"\nof = "lengths.loss"\nnumbers = { L = 3 }\n',
+                    "row: no row ssmx at scale small. Did you mean ssmax?"),
+    "paper's column": (LOSS + '[[paper]]\nrow = "ssmax"\nof = "lengths.loss"\nnumbers = { 64L = 3 }\n',
+                       "lengths.loss has no number @512"),
+    "paper's number": (LOSS + '[[paper]]\nrow = "ssmax"\nof = "lengths.loss"\nnumbers = { L = "3" }\n',
+                       "numbers: L: expected a number, found '3'"),
     "base": ('[[run]]\nname = "x"\ninit-from = "ssmx"\n', "init-from: no row ssmx at scale small. Did you mean ssmax?"),
     "circle": ('[[run]]\nname = "x"\ninit-from = "x"\n', "x starts from itself"),
     "switch step": ('[[run]]\nname = "x"\nattn = "ssmax"\nswitch = { from = "softmax", at = "S" }\n',
@@ -156,7 +162,7 @@ BAD = {    # what is appended to a correct file, and what the message says
                          "of: training has no valloss. Did you mean val_loss?"),
     "claimed column": ('[[eval]]\nname = "e"\ntask = "loss"\n[[claim]]\nname = "c"\npaper = ""\n'
                        'ours = "ssmax < softmax"\nof = "e.loss@8L"\n',
-                       "of: e.loss has no number @64. Its columns are 8."),
+                       "of: e.loss has no number @64. Its columns are 8, longest."),
     "no column": ('[[eval]]\nname = "e"\ntask = "loss"\n[[claim]]\nname = "c"\npaper = ""\n'
                   'ours = "ssmax < softmax"\nof-right = "e.loss"\n', "of-right: e.loss has no number without @COLUMN"),
     "row not evaluated": ('[[eval]]\nname = "e"\ntask = "loss"\nruns = ["ssmax"]\n[[claim]]\nname = "c"\npaper = ""\n'
@@ -240,7 +246,7 @@ def test_the_comparison_has_every_preset():
 
 
 def test_at_most_ten_claims_have_several_seeds():
-    claims = [claim for path in GRIDS if path.stem != "comparison"
+    claims = [claim for path in GRIDS
               for claim in grid_file.read(path, "small", list).claims]
     assert len(claims) > 20 and sum(len(claim.seeds) > 1 for claim in claims) <= 10
 
@@ -326,14 +332,16 @@ def test_what_is_kept_of_other_tasks():
 
 # ---------------------------------------------------------------- claims
 
-def judged(tmp_path, monkeypatch, ours, values, more=""):
-    """The verdict on a claim, given {row: {seed: number}}."""
+def judged(tmp_path, monkeypatch, ours, values, more="", seeds=(1, 2, 3), diverged=()):
+    """The verdict on a claim, given {row: {seed: number}}, the seeds that the rows are to have, and rows that
+    diverged."""
     grid = read(tmp_path, ROWS, '[[run]]\nattn = "lssa"\n',
                 f'[[claim]]\nname = "c"\npaper = "p"\nours = "{ours}"\n{more}')
     for row in grid.rows.values():
-        row.seeds = [1, 2, 3]
+        row.seeds = list(seeds)
     plan = type("Plan", (), {"grid": grid})
     monkeypatch.setattr(grid_report, "values_of", lambda plan, row, size, of: values.get(row, {}))
+    monkeypatch.setattr(grid_report, "diverged", lambda plan, row, size: row in diverged)
     return grid_report.verdict_on(plan, grid.claims[0])
 
 
@@ -359,28 +367,42 @@ def test_verdicts(tmp_path, monkeypatch, ours, ssmax, verdict):
 def test_differences_are_seed_by_seed(tmp_path, monkeypatch):
     """The rows' own spread over seeds is 1, but not that of their difference."""
     found = judged(tmp_path, monkeypatch, "ssmax < softmax",
-                   {"softmax": {1: 3.0, 2: 4.0, 3: 5.0}, "ssmax": {1: 2.9, 2: 3.88}})
+                   {"softmax": {1: 3.0, 2: 4.0}, "ssmax": {1: 2.9, 2: 3.88}}, seeds=(1, 2))
     assert (found.difference, found.spread, found.seeds, found.verdict) == ("-0.1100", "0.0141", 2, "agrees")
 
 
 @pytest.mark.parametrize("right", [3.1, math.inf])
 def test_a_single_seed_gives_no_verdict(tmp_path, monkeypatch, right):
-    found = judged(tmp_path, monkeypatch, "ssmax < softmax", {"softmax": {1: right}, "ssmax": {1: 3.0, 2: 3.1}})
+    found = judged(tmp_path, monkeypatch, "ssmax < softmax", {"softmax": {1: right}, "ssmax": {1: 3.0}}, seeds=(1,))
     assert (found.spread, found.seeds, found.verdict) == ("", 1, "one seed")
+
+
+@pytest.mark.parametrize("of_softmax, said", [({1: 3.1}, "1 of 3 seeds"), ({1: 3.1, 3: 3.2}, "2 of 3 seeds")])
+def test_seeds_that_are_not_done_leave_the_verdict_open(tmp_path, monkeypatch, of_softmax, said):
+    found = judged(tmp_path, monkeypatch, "ssmax < softmax", {"softmax": of_softmax, "ssmax": {1: 3.0, 2: 3.1, 3: 3.0}})
+    assert (found.seeds, found.verdict) == (len(of_softmax), said)
+
+
+@pytest.mark.parametrize("of_softmax", [{}, {1: 0.2, 3: 0.3}])
+def test_what_a_diverged_run_does_not_have_leaves_a_claim_undecided(tmp_path, monkeypatch, of_softmax):
+    """Such as needles found. Its loss counts as infinite."""
+    found = judged(tmp_path, monkeypatch, "ssmax > softmax",
+                   {"softmax": of_softmax, "ssmax": {1: 0.9, 2: 0.8, 3: 0.7}}, diverged=["softmax"])
+    assert found.verdict == "undecided: softmax diverged"
 
 
 @pytest.mark.parametrize("difference, verdict",
                          [(0.0, "agrees"), (0.05, "agrees"), (0.095, "undecided"), (0.2, "disagrees")])
 def test_equality_has_a_tolerance(tmp_path, monkeypatch, difference, verdict):
     values = {"softmax": {1: 3.0, 2: 4.0}, "ssmax": {1: 3.0 + difference, 2: 4.01 + difference}}    # spread 0.007
-    assert judged(tmp_path, monkeypatch, "ssmax = softmax", values, "within = 0.1\n").verdict == verdict
+    assert judged(tmp_path, monkeypatch, "ssmax = softmax", values, "within = 0.1\n", (1, 2)).verdict == verdict
 
 
 @pytest.mark.parametrize("lssa, verdict", [({1: 1.0, 2: 2.02}, "agrees"), ({1: 4.0, 2: 5.02}, "disagrees"),
                                            ({1: 1.9, 2: 3.1}, "undecided")])
 def test_a_chain_needs_every_pair(tmp_path, monkeypatch, lssa, verdict):
     values = {"softmax": {1: 3.0, 2: 4.0}, "ssmax": {1: 2.0, 2: 3.01}, "lssa": lssa}
-    assert judged(tmp_path, monkeypatch, "lssa < ssmax < softmax", values).verdict == verdict
+    assert judged(tmp_path, monkeypatch, "lssa < ssmax < softmax", values, seeds=(1, 2)).verdict == verdict
 
 
 # ---------------------------------------------------------------- reports of made-up results
@@ -421,6 +443,28 @@ def test_differences_and_ranks_are_by_seed(tmp_path):
     assert [text.get_text() for text in axes.texts] == [" 4.980", " 5.000", " 4.990", " diverged"]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["lssa", "softmax", "ssmax", "exp"]
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["A", "B"], "the colors are the rows' groups"
+
+
+def test_numbers_of_the_paper_stand_beside_ours(tmp_path):
+    numbers = '[[paper]]\nrow = "lssa"\nof = "lengths.loss"\nnumbers = { L = 3.19, 4L = 3.2 }\n'
+    plan = reported(tmp_path, UNEVEN, numbers)
+    tables = {table.title: table for table in grid_report.eval_tables(plan, plan.grid.evals)}
+    with_paper = next(table for table in tables.values() if any(row[0] == "lssa" for row in table.rows))
+    assert with_paper.head[-2:] == ["paper: L", "paper: 4 L"]
+    assert {row[0]: row[-2:] for row in with_paper.rows}["lssa"] == ["3.19", "3.2"]
+    assert {row[0]: row[-2:] for row in with_paper.rows}["ssmax"] == ["", ""]
+
+
+def test_a_baseline_that_diverged_with_one_seed_is_not_compared_with(tmp_path):
+    plan = reported(tmp_path, {"softmax": {1: None, 2: 4.0}, "ssmax": {1: 5.0, 2: 4.1}, "lssa": {1: 4.9, 2: 4.2}})
+    found = {x.label: (x.loss, x.difference) for x in grid_report.trained_rows(plan)}
+    assert found["softmax"] == (math.inf, math.inf)
+    assert found["ssmax"] == pytest.approx((4.55, 0.1)) and found["lssa"] == pytest.approx((4.55, 0.2))
+    assert grid_report.training_tables(plan)[0].rows[0][1:4] == ["diverged (1 of 2)", "+0.0000", "4"]
+    claim = type("Claim", (), {"ours": ["softmax", "<", "ssmax"], "of": "train.grad_norm_max",
+                               "of_right": "train.grad_norm_max", "size": list(plan.grid.scale.sizes)[0],
+                               "within": 0.0})
+    assert grid_report.verdict_on(plan, claim).verdict != "agrees", "a diverged run has the largest gradient norm"
 
 
 def test_a_grid_without_a_seed_in_common_shows_first_seeds(tmp_path):
