@@ -402,7 +402,39 @@ def eval_tables(plan, evals):
                                     ["row", *(column_title(plan, column) for column in columns),
                                      *(f"paper: {column_title(plan, column).split(' = ')[0]}" for column in theirs)],
                                     rows))
+    if all(e.task == "positions" for e in evals):
+        tables += filter(None, [positions_table(plan, evals)])
     return tables
+
+
+BINS = 16
+
+
+def mean_known(numbers):
+    known = [x for x in numbers if x is not None]
+    return statistics.fmean(known) if known else math.nan
+
+
+def by_position(plan, line, seeds):
+    """The loss by position at the longest length, as the means over the line's seeds; [] if it has none."""
+    T = str(max(line.eval.lengths))
+    entries = (entry_of(plan, Run(line.row.name, line.size, seed), line.eval.name) for seed in seeds)
+    curves = [entry["values"]["by_position"][T] for entry in entries if entry and "by_position" in entry["values"]]
+    return [mean_known(point) for point in zip(*curves)]
+
+
+def positions_table(plan, evals):
+    """The loss by position at the longest length, in BINS equal parts; None without results."""
+    found = lines_of(plan, evals)
+    shared, T = seeds_of_lines(plan, found), max(T for e in evals for T in e.lengths)
+    rows = []
+    for line in (line for lines in found.values() for line in lines if max(line.eval.lengths) == T):
+        curve = by_position(plan, line, shared[line.key()])
+        ends = [len(curve) * i // BINS for i in range(BINS + 1)]
+        if all(a < b for a, b in zip(ends, ends[1:])):
+            rows.append([line.label, *(f"{mean_known(curve[a:b]):.3f}" for a, b in zip(ends, ends[1:]))])
+    head = ["loss up to position", *(column_title(plan, str(T * (i + 1) // BINS)).split(" = ")[0] for i in range(BINS))]
+    return Table("by position", head, rows) if rows else None
 
 
 def claims_table(plan):
@@ -525,20 +557,14 @@ def positions_picture(plan, title, evals):
     found = lines_of(plan, evals)
     shared = seeds_of_lines(plan, found)
 
-    def curves(line):
-        T = str(max(line.eval.lengths))
-        entries = (entry_of(plan, Run(line.row.name, line.size, seed), line.eval.name) for seed in shared[line.key()])
-        return [entry["values"]["by_position"][T] for entry in entries if entry and "by_position" in entry["values"]]
-
-    def draw(axes, line, curves, color, style):
-        T, means = max(line.eval.lengths), [statistics.fmean([x for x in point if x is not None] or [math.nan])
-                                            for point in zip(*curves)]
+    def draw(axes, line, means, color, style):
+        T = max(line.eval.lengths)
         axes.plot([(i + 0.5) * T / len(means) for i in range(len(means))], means, color=color, linestyle=style,
                   linewidth=1.1, label=line.label)
         axes.axvline(plan.grid.scale.L, color="0.7", linewidth=0.8, linestyle=":")
     return panels(plan, f"{title}: loss by position; dotted: the training length", found,
-                  {line.key(): curves(line) for lines in found.values() for line in lines}, draw,
-                  ("position", "nats per token"), len(evals) == 1)
+                  {line.key(): by_position(plan, line, shared[line.key()])
+                   for lines in found.values() for line in lines}, draw, ("position", "nats per token"), len(evals) == 1)
 
 
 def needles_picture(plan, title, evals):

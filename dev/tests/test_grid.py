@@ -590,6 +590,9 @@ def test_results_are_those_of_the_runs(whole):
     assert found["softmax", 1337, "positions"]["values"]["loss"] == by_length
     by_position = found["softmax", 1337, "positions"]["values"]["by_position"]["32"]
     assert by_position == pytest.approx(report["results"][1]["loss_by_position"], rel=1e-6)
+    markdown = (out / "tiny-small/report.md").read_text()
+    parts = [f"{sum(by_position[i:i + 2]) / 2:.3f}" for i in range(0, 32, 2)]
+    assert f"| softmax | {' | '.join(parts)} |" in markdown and "| loss up to position | L/4 | L/2 |" in markdown
 
 
 def test_an_evaluation_under_another_normalizer_keeps_those_numbers(whole):
@@ -852,3 +855,24 @@ def test_a_result_that_was_not_recorded_is_collected(whole, data, tmp_path):
     assert logs == {log: log.read_text() for log in logs}
     old, new = entries(out), entries(tmp_path / "out")
     assert {key: entry["values"] for key, entry in old.items()} == {key: entry["values"] for key, entry in new.items()}
+
+
+# ---------------------------------------------------------------- pages
+
+def test_the_pages_tables_are_those_of_the_results(tmp_path):
+    """doc/results.md has the numbers of grids/results.json; a number that was changed is noticed."""
+    def tables(page, *words):
+        return subprocess.run([sys.executable, ROOT / "scripts/grid_tables.py", page, *words], text=True,
+                              capture_output=True)
+    page = ROOT / "doc/results.md"
+    assert page.read_text().count("<!-- table: ") >= 10
+    checked = tables(page, "--check")
+    assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
+    wrong = tmp_path / "results.md"
+    wrong.write_text(re.sub(r"(\| softmax \| .*?)4(?=[0-9])", r"\g<1>7", page.read_text(), count=1))
+    assert wrong.read_text() != page.read_text()
+    found = tables(wrong, "--check")
+    assert found.returncode == 1 and "differs" in found.stdout
+    assert tables(wrong).returncode == 0 and wrong.read_text() == page.read_text()
+    wrong.write_text("<!-- table: lssa / Clams -->\n")
+    assert "no table lssa / Clams. It has Claims;" in tables(wrong).stderr

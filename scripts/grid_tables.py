@@ -1,0 +1,68 @@
+#!/usr/bin/env python3
+"""Writes tables of grids' reports into a page, so that the page has the numbers of grids/results.json.
+
+    scripts/grid_tables.py doc/results.md            rewrites the tables below its markers
+    scripts/grid_tables.py doc/results.md --check    only says which differ; exit code 1 if any does
+
+A marker is a comment that names the grid, a section of its report and, where that has several, a table:
+
+    <!-- table: lssa / Claims -->
+    <!-- table: lssa / Evaluation: lengths / Table 4: re-weighted -->
+
+The table that follows it is replaced.
+"""
+import argparse
+import re
+import sys
+from pathlib import Path
+
+import grid_file
+import grid_parts
+import grid_report
+from grid_store import ROOT, Results
+
+MARKED = re.compile(r"<!-- table: (?P<name>.+?) -->\n\n?(?P<table>(?:\|.*\n)*)")
+
+
+def report(name):
+    """{(section, table): Markdown} of a grid's report at the small scale."""
+    path = ROOT / f"grids/{name}.toml"
+    if not path.exists():
+        raise grid_file.Refused(f"{path}: no such grid. Correct the marker.")
+    results = Results(ROOT / "grids/results.json")
+    grid = grid_file.read(path, "small", lambda: grid_parts.presets(grid_parts.find("TRAIN_GPT2", "train_gpt2")))
+    plan = grid_parts.Plan(grid, results, grid_parts.texts_of(grid, results), ROOT / "out/grids")
+    return {(title, table.title): table.markdown() for title, tables, *_ in grid_report.sections(plan, {})
+            for table in tables}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("page", type=Path)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a table differs")
+    options = parser.parse_args()
+    reports, stale = {}, []
+
+    def fresh(match):
+        grid, section, *table = match["name"].split(" / ")
+        known = reports.setdefault(grid, report(grid))
+        found = known.get((section, table[0] if table else section)) or known.get((section, table[0] if table else ""))
+        if not found:
+            raise grid_file.Refused(f"{options.page}: the report of {grid} has no table {match['name']}. It has "
+                                    + "; ".join(" / ".join(filter(None, pair)) for pair in known) + ".")
+        if match["table"] != found:
+            stale.append(match["name"])
+        return f"<!-- table: {match['name']} -->\n\n{found}"
+    try:
+        text = MARKED.sub(fresh, options.page.read_text())
+    except (grid_file.Refused, OSError) as error:
+        sys.exit(f"grid_tables.py: {error}")
+    for name in stale:
+        print(f"{options.page}: {name}: {'differs' if options.check else 'rewritten'}")
+    if not options.check:
+        options.page.write_text(text)
+    return 1 if stale and options.check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
