@@ -127,6 +127,7 @@ def number(x, sign=False):
         return "unknown"
     if math.isinf(x):
         return "diverged"
+    x = 0.0 if abs(x) < 5e-5 else x     # no -0.0000
     return f"{x:+.4f}" if sign else f"{x:.4f}" if abs(x) < 1e4 else f"{x:.5g}"
 
 
