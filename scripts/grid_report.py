@@ -1,6 +1,7 @@
 """The report of a grid: the papers' claims with a verdict on each, tables as text and Markdown, and pictures. It needs
 only results.json."""
 import math
+import re
 import statistics
 from dataclasses import dataclass
 
@@ -174,6 +175,9 @@ def verdict_on(plan, claim):
 
 # ---------------------------------------------------------------- tables
 
+NUMERIC = re.compile("[-+]?[0-9]|diverged|$")      # how the cells of a column of numbers begin
+
+
 @dataclass
 class Table:
     title: str
@@ -183,7 +187,8 @@ class Table:
     def markdown(self):
         clean = [[cell.replace("|", "\\|") for cell in row] for row in [self.head, *self.rows]]
         return "\n".join(["| " + " | ".join(clean[0]) + " |",
-                          "|" + "|".join("---" if i == 0 else "--:" for i in range(len(self.head))) + "|",
+                          "|" + "|".join("--:" if all(map(NUMERIC.match, column)) else "---"
+                                         for column in zip(*self.rows)) + "|",
                           *("| " + " | ".join(row) + " |" for row in clean[1:])]) + "\n"
 
     def text(self):
@@ -564,8 +569,8 @@ def positions_picture(plan, title, evals):
                   linewidth=1.1, label=line.label)
         axes.axvline(plan.grid.scale.L, color="0.7", linewidth=0.8, linestyle=":")
     return panels(plan, f"{title}: loss by position; dotted: the training length", found,
-                  {line.key(): by_position(plan, line, shared[line.key()])
-                   for lines in found.values() for line in lines}, draw, ("position", "nats per token"), len(evals) == 1)
+                  {line.key(): by_position(plan, line, shared[line.key()]) for lines in found.values() for line in lines},
+                  draw, ("position", "nats per token"), len(evals) == 1)
 
 
 def needles_picture(plan, title, evals):

@@ -21,19 +21,19 @@ import grid_parts
 import grid_report
 from grid_store import ROOT, Results
 
-MARKED = re.compile(r"<!-- table: (?P<name>.+?) -->\n\n?(?P<table>(?:\|.*\n)*)")
+MARKED = re.compile(r"<!-- table: (?P<name>.+?) -->\n+(?P<table>(?:\|.*\n)*)\n*")
 
 
 def report(name):
-    """{(section, table): Markdown} of a grid's report at the small scale."""
+    """{name of a table: its Markdown} of a grid's report at the small scale."""
     path = ROOT / f"grids/{name}.toml"
     if not path.exists():
         raise grid_file.Refused(f"{path}: no such grid. Correct the marker.")
     results = Results(ROOT / "grids/results.json")
     grid = grid_file.read(path, "small", lambda: grid_parts.presets(grid_parts.find("TRAIN_GPT2", "train_gpt2")))
     plan = grid_parts.Plan(grid, results, grid_parts.texts_of(grid, results), ROOT / "out/grids")
-    return {(title, table.title): table.markdown() for title, tables, *_ in grid_report.sections(plan, {})
-            for table in tables}
+    return {title if table.title in ("", title) else f"{title} / {table.title}": table.markdown()
+            for title, tables, *_ in grid_report.sections(plan, {}) for table in tables}
 
 
 def main():
@@ -44,15 +44,15 @@ def main():
     reports, stale = {}, []
 
     def fresh(match):
-        grid, section, *table = match["name"].split(" / ")
+        grid, table = match["name"].split(" / ", 1)
         known = reports.setdefault(grid, report(grid))
-        found = known.get((section, table[0] if table else section)) or known.get((section, table[0] if table else ""))
-        if not found:
-            raise grid_file.Refused(f"{options.page}: the report of {grid} has no table {match['name']}. It has "
-                                    + "; ".join(" / ".join(filter(None, pair)) for pair in known) + ".")
+        if table not in known:
+            raise grid_file.Refused(f"{options.page}: the report of {grid} has no table {table}. It has "
+                                    f"{'; '.join(known)}.")
+        found = known[table]
         if match["table"] != found:
             stale.append(match["name"])
-        return f"<!-- table: {match['name']} -->\n\n{found}"
+        return f"<!-- table: {match['name']} -->\n\n{found}\n"
     try:
         text = MARKED.sub(fresh, options.page.read_text())
     except (grid_file.Refused, OSError) as error:
@@ -60,7 +60,7 @@ def main():
     for name in stale:
         print(f"{options.page}: {name}: {'differs' if options.check else 'rewritten'}")
     if not options.check:
-        options.page.write_text(text)
+        options.page.write_text(text.rstrip("\n") + "\n")
     return 1 if stale and options.check else 0
 
 

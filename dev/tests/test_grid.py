@@ -875,4 +875,4 @@ def test_the_pages_tables_are_those_of_the_results(tmp_path):
     assert found.returncode == 1 and "differs" in found.stdout
     assert tables(wrong).returncode == 0 and wrong.read_text() == page.read_text()
     wrong.write_text("<!-- table: lssa / Clams -->\n")
-    assert "no table lssa / Clams. It has Claims;" in tables(wrong).stderr
+    assert "the report of lssa has no table Clams. It has Claims;" in tables(wrong).stderr
