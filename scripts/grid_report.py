@@ -569,7 +569,8 @@ def positions_picture(plan, title, evals):
                   linewidth=1.1, label=line.label)
         axes.axvline(plan.grid.scale.L, color="0.7", linewidth=0.8, linestyle=":")
     return panels(plan, f"{title}: loss by position; dotted: the training length", found,
-                  {line.key(): by_position(plan, line, shared[line.key()]) for lines in found.values() for line in lines},
+                  {line.key(): by_position(plan, line, shared[line.key()])
+                   for lines in found.values() for line in lines},
                   draw, ("position", "nats per token"), len(evals) == 1)
 
 
