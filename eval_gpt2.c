@@ -14,12 +14,14 @@
 #include "runtime/human.h"
 
 static const char PROGRAM[] = "eval_gpt2";
+enum { HAS_CACHE = 1 };    // a needle's answer, and prompts of one haystack, continue a cache
 
 typedef struct {
     Model model;
     Decoder decoder;    // for needles
     float *weights;     // of attention, see plan_computer()
     float *p_n;         // (T) a fit that replaces the learned p_n
+    Bar *bar;
 } Computer;
 
 static ModelConfig *computer_config(Computer *c) {
@@ -79,10 +81,9 @@ static void replace_pn(Computer *c) {
     c->model.p_n = c->p_n;
 }
 
-// From now on, positions turn by RoPE's angles for sequences of T tokens.
-static void use_angles(Computer *c, size_t T) {
+// From now on, the first T positions turn by these angles.
+static void use_angles(Computer *c, RopeAngles angles, size_t T) {
     Model *m = &c->model;
-    RopeAngles angles = model_rope(&m->config);
     if (c->decoder.m) rope_table(c->decoder.cosines, c->decoder.sines, T, angles);
     else rope_table(m->cosines, m->sines, T, angles);
 }
@@ -99,9 +100,16 @@ static double all_zero_share(Computer *c) {
 //   inputs, targets (B,T)   mask (B,T) or NULL   Returns (B,T), valid until the next call
 static const float *batch_losses(Computer *c, const int32_t *inputs, const int32_t *targets, const uint8_t *mask,
                                  size_t B, size_t T) {
-    model_forward(&c->model, inputs, B, T);
-    model_loss(&c->model, targets, mask, B * T, 0, false);
-    return c->model.losses;
+    Model *m = &c->model;
+    size_t layers = (size_t)m->config.layers;
+    model_embed(m, inputs, B, T);
+    for (size_t l = 0; l < layers; l++) {
+        block_of(m)->forward(m, l, B, T);
+        bar_within(c->bar, l + 1, layers);
+    }
+    model_final_norm(m, B * T);
+    model_loss(m, targets, mask, B * T, 0, false);
+    return m->losses;
 }
 
 // The weights of all heads of a layer, whose q and k the forward pass has just computed.
@@ -119,11 +127,13 @@ static void observe_heads(Computer *c, Observer *o, size_t l, size_t T) {
 // (T - 1), valid until the next call.
 static const float *observe_sequence(Computer *c, Observer *o, const int32_t *tokens, size_t T) {
     Model *m = &c->model;
+    size_t layers = (size_t)m->config.layers;
     model_embed(m, tokens, 1, T);
-    for (size_t l = 0; l < (size_t)m->config.layers; l++) {
+    for (size_t l = 0; l < layers; l++) {
         block_of(m)->forward(m, l, 1, T);
         observe_heads(c, o, l, T);
         observe_layer(o, l, residual(m, l + 1, T), T, (size_t)m->config.channels);
+        bar_within(c->bar, l + 1, layers);
     }
     model_final_norm(m, T);
     model_loss(m, tokens + 1, NULL, T - 1, 0, false);
@@ -137,8 +147,13 @@ _Static_assert(SHARED_BLOCK % PREFILL_ROWS == 0, "prompts share whole blocks of 
 static const float *prompt_logits(Computer *c, Needle *n) {
     const NeedleTrial *t = &n->trial;
     Decoder *d = &c->decoder;
+    size_t at = t->shared;
+    for (; t->count - at > SHARED_BLOCK; at += SHARED_BLOCK) {
+        decode_span(d, t->tokens + at, SHARED_BLOCK, 0, at);
+        bar_within(c->bar, at + SHARED_BLOCK - t->shared, t->count - t->shared);
+    }
     d->weights = c->weights;
-    size_t last = decode_span(d, t->tokens + t->shared, t->count - t->shared, 0, t->shared) - 1;
+    size_t last = decode_span(d, t->tokens + at, t->count - at, 0, at) - 1;
     needle_weights(n, c->weights, d->length);
     d->weights = NULL;
     return decode_logits(d, last, 1, 0);

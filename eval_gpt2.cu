@@ -1,8 +1,9 @@
 // Evaluates checkpoints on a GPU: the same tasks, flags and results as eval_gpt2.c, section for section. The model is
 // that of train_gpt2.cu. Runs on a CPU, for small models, as eval_gpt2cu_on_cpu.
 //
-// A needle's answer is decoded without a cache: each of its few tokens takes a forward pass over the prompt. Weights of
-// attention, which the kernels never store, are computed on the host from the q and k of a layer.
+// There is no cache: each prompt of a needle, and each token of its answer but the last, takes a forward pass over the
+// whole prompt. Weights of attention, which the kernels never store, are computed on the host from the q and k of a
+// layer.
 #define WITHOUT_MAIN
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-function"    // only some of the trainer's functions are used here
@@ -21,6 +22,7 @@
 #include "runtime/real.h"
 
 static const char PROGRAM[] = "eval_gpt2cu";
+enum { HAS_CACHE = 0 };
 
 typedef struct {
     float *losses;       // (B,T)
@@ -33,6 +35,7 @@ typedef struct {
     int32_t *ints;       // (3 B T) a batch
     void *raw;           // what is copied from the device, before it is widened
     uint64_t rows;       // attention rows since the last all_zero_share()
+    Bar *bar;
 } Computer;
 
 static ModelConfig *computer_config(Computer *c) {
@@ -136,10 +139,10 @@ static void replace_pn(Computer *c) {
     model.p_n = c->p_n_there;
 }
 
-// From now on, positions turn by RoPE's angles for sequences of T tokens.
-static void use_angles(Computer *c, size_t T) {
+// From now on, the first T positions turn by these angles.
+static void use_angles(Computer *c, RopeAngles angles, size_t T) {
     (void)c;
-    upload_rope_table(&model, T);
+    upload_rope_table(&model, T, angles);
     CUDA_CHECK(cudaDeviceSynchronize());
 }
 
@@ -268,6 +271,7 @@ static const float *observe_sequence(Computer *c, Observer *o, const int32_t *to
             }
             rows_to_host(c, c->x, layer_of(m, a, l, T).x_next, T, C, C);
             observe_layer(o, l, c->x, T, C);
+            bar_within(c->bar, l + 1, (size_t)m->config.layers);
         }
     });
     return batch_losses(c, tokens, tokens + 1, NULL, 1, T - 1);

@@ -439,11 +439,11 @@ static void plan_activations(Model *m, Activations<X> *a, size_t B, size_t T) {
     add_gradients(m, &a->dact, N * F);
 }
 
-static void upload_rope_table(Model *m, size_t T) {
+static void upload_rope_table(Model *m, size_t T, RopeAngles angles) {
     size_t HS = head_size(&m->config), n = T * HS / 2;
     float *table = (float *)malloc(2 * n * sizeof *table);
     if (!table) fail(EXIT_RESOURCE, "out of memory for RoPE's table.");
-    rope_table(table, table + n, T, model_rope(&m->config));
+    rope_table(table, table + n, T, angles);
     CUDA_CHECK(cudaMemcpy(m->cosines, table, n * sizeof *table, cudaMemcpyHostToDevice));
     CUDA_CHECK(cudaMemcpy(m->sines, table + n, n * sizeof *table, cudaMemcpyHostToDevice));
     free(table);
@@ -476,7 +476,7 @@ static void take_model(Model *m) {
         CUDA_CHECK(cudaMalloc(m->plan.rows[i].where, bytes));
         CUDA_CHECK(cudaMemset(*m->plan.rows[i].where, 0, bytes));
     }
-    upload_rope_table(m, m->T);
+    upload_rope_table(m, m->T, model_rope(&m->config));
     matmul_start(&m->matmul, m->workspace, MATMUL_WORKSPACE, !m->deterministic);
     collective_use(m->collective, m->wire);
     CUDA_CHECK(cudaDeviceSynchronize());    // the work so far did not run on our stream

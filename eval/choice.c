@@ -244,9 +244,14 @@ void choice_settle(Choice *c, Eval *e) {
     }
     free(text);
     if (!c->question_count) fail(EXIT_INPUT, "%s: expected one question per line, found none.", e->o.data);
-    for (size_t i = 0; i < c->question_count; i++)
-        for (size_t j = 0; j < c->questions[i].count; j++)
-            if (c->questions[i].endings[j].count > e->longest) e->longest = c->questions[i].endings[j].count;
+    e->work = 0;
+    for (size_t i = 0; i < c->question_count; i++) {
+        for (size_t j = 0; j < c->questions[i].count; j++) {
+            size_t count = c->questions[i].endings[j].count;
+            if (count > e->longest) e->longest = count;
+            e->work += count - 1;
+        }
+    }
 }
 
 void choice_close(Choice *c) {
@@ -261,12 +266,13 @@ void choice_close(Choice *c) {
 void choice_begin(Choice *c) {
     c->question = c->ending = c->right = c->right_norm = 0;
     c->not_finite = 0;
-    bar_start(&c->e->bar, "questions", c->question_count);
 }
 
 const ChoiceEnding *choice_next(Choice *c) {
     if (c->question == c->question_count) return NULL;
-    return &c->questions[c->question].endings[c->ending];
+    const ChoiceEnding *ending = &c->questions[c->question].endings[c->ending];
+    bar_next(&c->e->bar, ending->count - 1);
+    return ending;
 }
 
 static void judge(Choice *c) {
@@ -294,7 +300,6 @@ void choice_add(Choice *c, double loss) {
     judge(c);
     c->ending = 0;
     c->question++;
-    bar_show(&c->e->bar, c->question);
 }
 
 // "0.1234", or "n/a" for a NaN.
@@ -309,7 +314,7 @@ void choice_end(Choice *c) {
     if (c->not_finite) acc = norm = NAN;
     // The standard error of a mean of zeros and ones, as lm_eval gives it: of one question, it has none.
     double acc_error = sqrt(acc * (1 - acc) / (n - 1)), norm_error = sqrt(norm * (1 - norm) / (n - 1));
-    bar_clear(&c->e->bar);
+    bar_end(&c->e->bar);
     printf("%9s %10s %10s %10s\n%9zu %10.4f %10.4f %10s\n", "questions", "acc", "acc_norm", "+-", c->question_count,
            acc, norm, error_text(norm_error, error, sizeof error));
     cJSON *row = eval_row(c->e), *questions;

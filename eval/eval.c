@@ -1,13 +1,14 @@
 #define _GNU_SOURCE    // environ
 #include "eval/eval.h"
 
-#include <dirent.h>
 #include <errno.h>
+#include <glob.h>
 #include <math.h>
 #include <spawn.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -227,17 +228,22 @@ static bool needs_text(const Eval *e) {
 }
 
 static bool open_tokenizer(Eval *e, Error *error) {
+    bool exists = access(folder_path(e->folder, tokenizer_files[0]).text, F_OK) == 0;
     tokenizer_close(e->tokenizer);    // of an attempt that failed
     e->tokenizer = NULL;
     if (!needs_text(e)) {
         // The maps have their tokens' texts where that is possible.
-        Error ignored;
-        if (e->o.task == TASK_ATTENTION) e->tokenizer = tokenizer_open(e->folder, &ignored);
+        Error why;
+        bool wanted = e->o.task == TASK_ATTENTION && exists;
+        if (wanted && !(e->tokenizer = tokenizer_open(e->folder, &why)) && !e->checking)
+            warn("%s\n  The page of maps will not show the tokens' texts.", why.text);
         return true;
     }
-    if (access(folder_path(e->folder, tokenizer_files[0]).text, F_OK) != 0 && !checkpoint_vanished(e->folder))
-        fail(EXIT_INPUT, "%s: it has no %s, which this task needs to read and write text.\n  Copy the one of its data.",
-             e->folder, tokenizer_files[0]);
+    if (!exists && !checkpoint_vanished(e->folder))
+        fail(EXIT_INPUT,
+             "%s: it has no %s, which this task needs to read and write text.\n"
+             "  Copy %s from the folder of the model's training data into %s.",
+             e->folder, tokenizer_files[0], tokenizer_files[0], e->folder);
     e->tokenizer = tokenizer_open(e->folder, error);
     if (!e->tokenizer) return false;
     if (tokenizer_vocab(e->tokenizer) > e->config->vocab)
@@ -327,9 +333,11 @@ static void print_start(const Eval *e) {
         printf("rope      scaling %s\n", rope_scaling_text(&c->rope_scaling, scaling, sizeof scaling));
     double times = (double)e->longest / c->seq_len;
     snprintf(ratio, sizeof ratio, times < 100 ? "%.3g" : "%.0f", times);
-    if (times > 1)
-        printf("note      lengths of up to %s L; L stays %d in the normalizer, and RoPE's theta %s\n", ratio,
-               c->seq_len, c->rope_scaling.kind == ROPE_NTK ? "grows with the length" : "stays unchanged");
+    if (times > 1) {
+        printf("note      lengths of up to %s L; L stays %d in the normalizer, and RoPE's theta ", ratio, c->seq_len);
+        if (c->rope_scaling.kind == ROPE_NTK) printf("grows with the length\n");
+        else printf("is %s at every length\n", human_count(c->rope_theta).text);
+    }
     if (e->switches) note_temperature(e);
     fflush(stdout);
 }
@@ -400,6 +408,13 @@ static void record_losses(const Eval *e) {
         for (int after = 0; after < 2; after++)
             cJSON_AddItemToArray(losses[after], cJSON_CreateNumber(e->lengths[i].loss[after]));
     }
+}
+
+RopeAngles eval_angles(const Eval *e, size_t T) {
+    RopeAngles angles = model_rope(e->config);
+    angles.theta = rope_theta(&angles, T);
+    if (angles.scaling.kind == ROPE_NTK) angles.scaling.kind = ROPE_NONE;
+    return angles;
 }
 
 void eval_record_model(Eval *e) {
@@ -518,31 +533,77 @@ static void rename_files(Eval *e) {
     }
 }
 
-static bool is_map(const char *name) {
-    size_t digits = strspn(name + strcspn(name, "0123456789"), "0123456789");
-    return digits && !strncmp(name, "map-", 4) && !strcmp(name + 4 + digits, ".npy");
+// ---- files of the eval.json before this one
+
+static bool ends_with(const char *text, const char *end) {
+    size_t length = strlen(text), tail = strlen(end);
+    return length >= tail && !strcmp(text + length - tail, end);
 }
 
-// Removes what belongs to the eval.json before this one: its pictures, and files that this one does not have.
-static void remove_old_files(const Eval *e) {
-    static const char *const OLD[] = {"prompts.jsonl",    "lengths.png",       "positions.png", "needle.png",
-                                      "needle-heads.png", "needle-trials.png", "attention.png", "attention-maps.png",
-                                      "attention.html",   "scores.png",        "choice.png"};
-    DIR *folder = opendir(e->o.out);
-    for (struct dirent *entry; folder && (entry = readdir(folder));) {
-        bool old = is_map(entry->d_name);
-        for (size_t i = 0; i < sizeof OLD / sizeof *OLD; i++) old = old || !strcmp(entry->d_name, OLD[i]);
-        const cJSON *name;
-        cJSON_ArrayForEach(name, e->files) old = old && strcmp(entry->d_name, name->valuestring) != 0;
-        if (old) unlink(folder_path(e->o.out, entry->d_name).text);
+// Can this be the name of a file that belongs to an eval.json? One from elsewhere may list anything.
+static bool is_result(const char *name) {
+    return !strchr(name, '/') &&
+           (ends_with(name, ".png") || ends_with(name, ".html") || ends_with(name, ".npy") || ends_with(name, ".jsonl"));
+}
+
+// The names in "files" of OUT/eval.json. NULL if there is none that can be read.
+static cJSON *listed_files(const Eval *e) {
+    Error ignored;
+    size_t size;
+    char *text = file_read(folder_path(e->o.out, "eval.json").text, (size_t)1 << 30, &size, &ignored);
+    cJSON *json = text ? cJSON_ParseWithLength(text, size) : NULL;
+    cJSON *files = cJSON_DetachItemFromObjectCaseSensitive(json, "files");
+    cJSON_Delete(json);
+    free(text);
+    return files;
+}
+
+static bool same_file(const char *a, const char *b) {
+    struct stat first, second;
+    return a && b && stat(a, &first) == 0 && stat(b, &second) == 0 && first.st_dev == second.st_dev &&
+           first.st_ino == second.st_ino;
+}
+
+// Is the file one that this call reads: --prompt-file, or --data, which is a path or patterns?
+static bool is_input(const Eval *e, const char *path) {
+    if (same_file(path, e->o.prompt_file) || same_file(path, e->o.data)) return true;
+    char *words = strdup(e->o.data ? e->o.data : ""), *rest = words;
+    bool found = false;
+    for (char *word = strsep(&rest, ", "); word && !found; word = strsep(&rest, ", ")) {
+        glob_t paths;
+        if (glob(word, GLOB_TILDE, NULL, &paths)) continue;
+        for (size_t i = 0; i < paths.gl_pathc; i++) found = found || same_file(path, paths.gl_pathv[i]);
+        globfree(&paths);
     }
-    if (folder) closedir(folder);
+    free(words);
+    return found;
+}
+
+static bool is_listed(const cJSON *files, const char *name) {
+    const cJSON *item;
+    cJSON_ArrayForEach(item, files) {
+        if (!strcmp(item->valuestring, name)) return true;
+    }
+    return false;
+}
+
+// Removes the listed files that this eval.json does not have.
+static void remove_old_files(const Eval *e, const cJSON *listed) {
+    const cJSON *item;
+    cJSON_ArrayForEach(item, listed) {
+        const char *name = item->valuestring;
+        if (!cJSON_IsString(item) || !is_result(name) || is_listed(e->files, name)) continue;
+        FolderPath path = folder_path(e->o.out, name);
+        if (!is_input(e, path.text)) unlink(path.text);
+    }
 }
 
 void eval_write(Eval *e) {
     Error error;
     cJSON *json = cJSON_CreateObject();
+    cJSON *listed = listed_files(e);
     cJSON_AddStringToObject(json, "task", TASKS[e->o.task]);
+    cJSON_AddItemToObject(json, "files", e->files);
     cJSON_AddItemToObject(json, "arguments", cJSON_Parse(e->arguments));
     cJSON_AddItemToObject(json, "models", e->described);
     cJSON_AddItemToObject(json, "results", e->results);
@@ -550,7 +611,8 @@ void eval_write(Eval *e) {
     if (!text) fail(EXIT_RESOURCE, "out of memory for eval.json.");
     rename_files(e);
     if (!file_replace_text(folder_path(e->o.out, "eval.json").text, text, &error)) fail_with(&error);
-    remove_old_files(e);
+    remove_old_files(e, listed);
+    cJSON_Delete(listed);
     cJSON_Delete(json);
     free(text);
     if (e->o.picture) draw(e);
@@ -559,26 +621,42 @@ void eval_write(Eval *e) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Progress
 
-void bar_start(Bar *p, const char *what, uint64_t total) {
-    *p = (Bar){.what = what, .start = now(), .total = total, .visible = isatty(STDERR_FILENO)};
-    bar_show(p, 0);
-}
-
-void bar_show(Bar *p, uint64_t done) {
+static void bar_show(Bar *p, uint64_t done) {
     enum { WIDTH = 24 };
     static const char FULL[] = "########################", EMPTY[] = "........................";
     double t = now();
-    if (!p->visible || done == p->total || t - p->shown < 0.2) return;
+    if (!p->visible || done >= p->total || t - p->shown < 0.2) return;
     int bar = (int)(WIDTH * done / p->total);
     p->shown = t;
-    fprintf(stderr, "\r%s [%.*s%.*s] %s/%s", p->what, bar, FULL, WIDTH - bar, EMPTY, human_grouped(done).text,
+    fprintf(stderr, "\rtokens [%.*s%.*s] %s/%s", bar, FULL, WIDTH - bar, EMPTY, human_grouped(done).text,
             human_grouped(p->total).text);
     if (done)
         fprintf(stderr, ", %s left", human_duration((t - p->start) * (double)(p->total - done) / (double)done).text);
     fprintf(stderr, "\033[K");
 }
 
+void bar_start(Bar *p) {
+    p->start = now();
+    p->visible = isatty(STDERR_FILENO);
+}
+
+void bar_next(Bar *p, uint64_t tokens) {
+    p->done += p->piece;
+    p->piece = tokens;
+    bar_show(p, p->done);
+}
+
+void bar_within(Bar *p, size_t part, size_t parts) {
+    bar_show(p, p->done + (uint64_t)((double)p->piece * (double)part / (double)parts));
+}
+
 void bar_clear(Bar *p) {
     if (p->visible && p->shown > 0) fprintf(stderr, "\r\033[K");
     p->shown = 0;
+}
+
+void bar_end(Bar *p) {
+    p->done += p->piece;
+    p->piece = 0;
+    bar_clear(p);
 }

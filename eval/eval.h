@@ -57,11 +57,10 @@ typedef struct {
     double rope_theta, loss[2], part[EVAL_PARTS];
 } Length;
 
-// A line on a terminal's stderr with what is done and the time left.
+// A line on a terminal's stderr: the tokens that are done, of all models and lengths of the call, and the time left.
 typedef struct {
-    const char *what;
     double start, shown;
-    uint64_t total;
+    uint64_t total, done, piece;    // tokens; the piece is what the model computes now
     bool visible;
 } Bar;
 
@@ -78,6 +77,7 @@ typedef struct {
     Normalizer own, given;    // the checkpoint's normalizer, and that of --attn (the same without the flag)
     bool switches;            // do they differ?
     bool after;               // is `given` in use, after the switch?
+    bool checking;            // is the model only checked, before the first one is evaluated?
     Tokenizer *tokenizer;     // NULL if the folder has none that we support
     Length lengths[OPTION_LIST_MAX];
     size_t count, longest, first_part;    // number of lengths; the longest; the end of the first range of positions
@@ -85,7 +85,8 @@ typedef struct {
     Shards *data;                         // for the fingerprint; NULL if the task reads no shards
 
     Bar bar;
-    uint64_t tokens;               // evaluated so far
+    uint64_t work;                 // the tokens of the model's evaluation under one normalizer, for the bar
+    uint64_t tokens;               // that the model has computed so far
     uint64_t parts, not_finite;    // see eval_count()
     cJSON *results, *described, *lineage, *pn_fit;
     cJSON *files;     // the names of the files that eval_file() created
@@ -106,7 +107,7 @@ size_t eval_lengths(const Eval *e, size_t *lengths);
 // For a task that has a single length, which must be at least `least`.
 size_t eval_length(const Eval *e, size_t least);
 
-// Call it once the task has set e->longest and e->data: checks the flags against the longest sequence.
+// Call it once the task has set e->longest, e->work and e->data: checks the flags against the longest sequence.
 void eval_check(const Eval *e);
 
 // Prints what will be evaluated.
@@ -127,6 +128,9 @@ static inline double shown(double x) {
 // switches, after the evaluation under the checkpoint's own normalizer.
 void eval_switch(Eval *e);
 
+// RoPE's angles for a text of T tokens. Under ntk, theta follows from T alone, also if further positions have angles.
+RopeAngles eval_angles(const Eval *e, size_t T);
+
 // Records the model in "models".
 void eval_record_model(Eval *e);
 
@@ -144,10 +148,18 @@ void eval_file_write(File *file, const void *data, size_t size);
 // Writes eval.json, and draws the picture.
 void eval_write(Eval *e);
 
-// Shows the bar at once, and then at most five times a second.
-void bar_start(Bar *p, const char *what, uint64_t total);
-void bar_show(Bar *p, uint64_t done);
+// Before the first model is evaluated. p->total is that of the whole call.
+void bar_start(Bar *p);
+
+// Goes to the next piece of this many tokens. The bar is shown at once, and then at most five times a second.
+void bar_next(Bar *p, uint64_t tokens);
+
+// part of `parts` of the piece are done.
+void bar_within(Bar *p, size_t part, size_t parts);
+
+// Before anything is printed, and after the last piece.
 void bar_clear(Bar *p);
+void bar_end(Bar *p);
 
 // ---- eval/losses.c
 
@@ -163,6 +175,10 @@ void losses_add(Eval *e, size_t i, const double *sums, const uint64_t *counts, d
 
 // After the last length.
 void losses_end(Eval *e);
+
+// After the last model: a table with a row for each model and normalizer and a column for each length, if there is more
+// than one row.
+void losses_compare(const Eval *e);
 
 // Fits p_n = a1 ln n + a2 to p (L) by least squares and writes the fit for n = 1..count ([SSMax] Figure 2).
 void fit_pn(Eval *e, const float *p, float *fit, size_t count);

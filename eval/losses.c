@@ -2,6 +2,7 @@
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "eval/eval.h"
 #include "runtime/human.h"
@@ -22,7 +23,7 @@ void losses_settle(Eval *e) {
     Error error;
     size_t lengths[OPTION_LIST_MAX];
     e->count = eval_lengths(e, lengths);
-    e->longest = 0;
+    e->longest = e->work = 0;
     for (size_t i = 0; i < e->count; i++) {
         size_t T = lengths[i];
         Shards *shards = shards_open(e->o.data,
@@ -38,6 +39,7 @@ void losses_settle(Eval *e) {
         e->lengths[i] = (Length){
             .T = T, .shards = shards, .windows = windows < most ? windows : most, .rope_theta = rope_theta(&rope, T)};
         if (T > e->longest) e->longest = T;
+        e->work += e->lengths[i].windows * T;
         if (e->model_count > 1) check_windows(&e->lengths[i]);
     }
     for (e->first_part = 1; e->first_part << (EVAL_PARTS - 1) < e->longest;) e->first_part *= 2;
@@ -98,7 +100,7 @@ static void add_row(Eval *e, const Length *at, const double *sums, const uint64_
     cJSON_AddNumberToObject(row, "loss", loss);
     cJSON_AddNumberToObject(row, "perplexity", exp(loss));
     if (e->masked) cJSON_AddNumberToObject(row, "loss_per_sequence", loss * (double)count / (double)at->windows);
-    cJSON_AddNumberToObject(row, "rows_without_weight", all_zero);
+    cJSON_AddNumberToObject(row, "all_zero_rows", all_zero);
     if (e->o.task != TASK_POSITIONS) return;
     positions = cJSON_AddArrayToObject(row, "loss_by_position");
     for (size_t t = 0; t < at->T; t++)
@@ -146,4 +148,67 @@ static void print_positions(const Eval *e) {
 
 void losses_end(Eval *e) {
     if (e->o.task == TASK_POSITIONS) print_positions(e);
+}
+
+static const char *text_of(const cJSON *row, const char *key) {
+    return cJSON_GetObjectItemCaseSensitive(row, key)->valuestring;
+}
+
+static double number_of(const cJSON *row, const char *key) {
+    return cJSON_GetObjectItemCaseSensitive(row, key)->valuedouble;
+}
+
+// Do both have the same model and normalizer?
+static bool same_row(const cJSON *a, const cJSON *b) {
+    return a && b && !strcmp(text_of(a, "model"), text_of(b, "model")) &&
+           !strcmp(text_of(a, "attn"), text_of(b, "attn"));
+}
+
+// The lengths of all results, in ascending order. Returns how many there are.
+static size_t all_lengths(const Eval *e, size_t *lengths) {
+    size_t count = 0;
+    const cJSON *row;
+    cJSON_ArrayForEach(row, e->results) {
+        size_t T = (size_t)number_of(row, "seq_len"), at = 0;
+        while (at < count && lengths[at] < T) at++;
+        if (at < count && lengths[at] == T) continue;
+        memmove(lengths + at + 1, lengths + at, (count++ - at) * sizeof *lengths);
+        lengths[at] = T;
+    }
+    return count;
+}
+
+static void print_compared(const cJSON *first, const size_t *lengths, size_t count, int widest) {
+    printf("\n%-*s  %-20s", widest, text_of(first, "model"), text_of(first, "attn"));
+    for (size_t i = 0; i < count; i++) {
+        const cJSON *row = first;
+        while (same_row(first, row) && (size_t)number_of(row, "seq_len") != lengths[i]) row = row->next;
+        if (same_row(first, row)) printf(" %9.4f", shown(number_of(row, "loss")));
+        else if (i + 1 < count) printf(" %9s", "");
+    }
+}
+
+void losses_compare(const Eval *e) {
+    int rows = 0, widest = 5;    // "model"
+    const cJSON *row, *before = NULL;
+    cJSON_ArrayForEach(row, e->results) {
+        int width = (int)strlen(text_of(row, "model"));
+        if (width > widest) widest = width;
+        rows += !same_row(before, row);
+        before = row;
+    }
+    size_t *lengths = malloc((size_t)cJSON_GetArraySize(e->results) * sizeof *lengths + 1);
+    if (!lengths) fail(EXIT_RESOURCE, "out of memory for the table of all losses.");
+    size_t count = all_lengths(e, lengths);
+    if (rows > 1) {
+        printf("\nloss by length\n%-*s  %-20s", widest, "model", "attn");
+        for (size_t i = 0; i < count; i++) printf(" %9zu", lengths[i]);
+        before = NULL;
+        cJSON_ArrayForEach(row, e->results) {
+            if (!same_row(before, row)) print_compared(row, lengths, count, widest);
+            before = row;
+        }
+        printf("\n");
+    }
+    free(lengths);
 }

@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "run/folder.h"
 #include "runtime/human.h"
 #include "runtime/random.h"
 
@@ -24,7 +25,7 @@ static const struct {
                      "assistant\n"},
     // clang-format on
 };
-static const char NEEDLE[] = "\nThe special magic %s number is:", NUMBER[] = " %s.", NEEDLE_END[] = "\n";
+static const char DIGITS[] = "0123456789", NEEDLE[] = "\nThe special magic %s number is:", NUMBER[] = " %s.", NEEDLE_END[] = "\n";
 
 static const char REMEDY[] = "Add data, or reduce --seq-lens.";
 
@@ -169,16 +170,68 @@ static void name_needle(Needle *n) {
 
 // ---- settings
 
-// Do the tokens of the word's text spell it? A byte-level vocabulary may lack some bytes, and text may not be UTF-8.
-static bool can_write(const Needle *n, const char *word) {
+// Do the tokens of the text spell it? A byte-level vocabulary may lack some bytes, and text may not be UTF-8.
+static bool can_write(const Needle *n, const char *text) {
     int32_t ids[TEXT];
-    size_t count = encode(n, ids, "%s", word), length = 0, at = 0;
+    size_t count = encode(n, ids, "%s", text), length = 0, at = 0;
     for (size_t i = 0; i < count; i++) {
         const char *bytes = tokenizer_token(n->e->tokenizer, ids[i], &length);
-        if (strlen(word + at) < length || memcmp(bytes, word + at, length) != 0) return false;
+        if (strlen(text + at) < length || memcmp(bytes, text + at, length) != 0) return false;
         at += length;
     }
-    return !word[at];
+    return !text[at];
+}
+
+// A tokenizer that cannot write the needle would turn every answer into a wrong one.
+static void check_city(const Needle *n) {
+    const NeedleTrial *t = &n->trial;
+    FolderPath path = folder_path(n->e->folder, tokenizer_files[0]);
+    if (can_write(n, t->city)) return;
+    if (n->e->o.city) fail(EXIT_USAGE, "--city %s: %s has no tokens for this name. Choose another.", t->city, path.text);
+    fail(EXIT_USAGE,
+         "%s: it has no tokens for the city %s, which was drawn for sample %zu.\n"
+         "  Set --city to a name that this tokenizer can write, or try another --seed.",
+         path.text, t->city, t->sample + 1);
+}
+
+static void check_number(const Needle *n) {
+    const NeedleTrial *t = &n->trial;
+    FolderPath path = folder_path(n->e->folder, tokenizer_files[0]);
+    if (can_write(n, t->number)) return;
+    if (n->e->o.number)
+        fail(EXIT_USAGE, "--number %s: %s has no tokens for it. Choose another.", t->number, path.text);
+    fail(EXIT_USAGE,
+         "%s: it has no tokens for the number %s, which was drawn for sample %zu.\n"
+         "  Set --number to digits that this tokenizer can write.",
+         path.text, t->number, t->sample + 1);
+}
+
+// Checks a text around the city, the number or the haystack.
+static void check_text(const Needle *n, const char *format) {
+    char text[TEXT], shown[TEXT];
+    snprintf(text, sizeof text, format, n->trial.city, n->trial.city);
+    if (can_write(n, text)) return;
+    snprintf(shown, sizeof shown, "%s", text + strspn(text, "\n"));
+    shown[strcspn(shown, "\n")] = 0;
+    fail(EXIT_INPUT,
+         "%s: it has no tokens for all of \"%s\", the needle's or the question's text (the city is %s).\n"
+         "  This task needs a tokenizer that can write it. Choose another model.",
+         folder_path(n->e->folder, tokenizer_files[0]).text, shown, n->trial.city);
+}
+
+// Everything that a prompt has beside the haystack.
+static void check_texts(const Needle *n) {
+    const EvalOptions *o = &n->e->o;
+    check_city(n);
+    check_number(n);
+    check_text(n, NEEDLE);
+    check_text(n, " .\n");
+    check_text(n, CHATS[o->chat].before);
+    check_text(n, CHATS[o->chat].question);
+    check_text(n, CHATS[o->chat].answer);
+    if (o->system && !can_write(n, o->system))
+        fail(EXIT_USAGE, "--system: %s has no tokens for this text. Choose another.",
+             folder_path(n->e->folder, tokenizer_files[0]).text);
 }
 
 // The most tokens that a needle has (*needle), and a prompt without its haystack (*all), over all samples.
@@ -187,8 +240,7 @@ static void measure_prompts(Needle *n, size_t *needle, size_t *all) {
     for (size_t sample = 0; sample < (size_t)n->e->o.samples; sample++) {
         n->trial = (NeedleTrial){.sample = sample};
         name_needle(n);
-        if (!can_write(n, n->trial.city))
-            fail(EXIT_USAGE, "--city: %s: its tokenizer has no tokens for this name. Choose another.", n->e->folder);
+        check_texts(n);
         size_t here = put_needle(n);
         make_prompt(n, 0, 0);
         if (here > *needle) *needle = here;
@@ -203,7 +255,12 @@ static void check_words(const EvalOptions *o) {
         fail(EXIT_USAGE, "--system: expected at most %d bytes, found %zu.", TEXT / 2, strlen(o->system));
     if (o->city && (!*o->city || strlen(o->city) >= MAX_CITY))
         fail(EXIT_USAGE, "--city: expected a name of 1 to %d bytes.", MAX_CITY - 1);
-    if (o->number && (!*o->number || strlen(o->number) > MAX_DIGITS || o->number[strspn(o->number, "0123456789")]))
+    if (o->city && o->city[strcspn(o->city, DIGITS)])
+        fail(EXIT_USAGE,
+             "--city %s: expected a name without digits. A number in the answer counts as the needle's, which --number "
+             "sets.",
+             o->city);
+    if (o->number && (!*o->number || strlen(o->number) > MAX_DIGITS || o->number[strspn(o->number, DIGITS)]))
         fail(EXIT_USAGE, "--number %s: expected 1 to %d digits.", o->number, MAX_DIGITS);
 }
 
@@ -224,17 +281,22 @@ static void read_lengths(Needle *n, size_t needle) {
     }
 }
 
+// A haystack is read in blocks of HAY_BLOCK + 1 tokens.
 static void open_haystack(Needle *n) {
     Eval *e = n->e;
     Error error;
-    ShardsConfig config = {.T = HAY_BLOCK, .vocab = e->config->vocab, .end_of_text = e->config->end_of_text};
-    config.remedy = REMEDY;
+    ShardsConfig config = {.T = 1, .vocab = e->config->vocab, .end_of_text = e->config->end_of_text, .remedy = REMEDY};
+    size_t needed = n->longest > HAY_BLOCK ? n->longest : HAY_BLOCK + 1;
+    if (!(n->shards = shards_open(e->o.data, config, &error))) fail_with(&error);
+    if (shards_tokens(n->shards) < needed)
+        fail(EXIT_INPUT, "%s: too little data: %s tokens; the haystack for contexts of %s needs at least %s.\n  %s",
+             e->o.data, human_grouped(shards_tokens(n->shards)).text, human_grouped(n->longest).text,
+             human_grouped(needed).text, REMEDY);
+    shards_close(n->shards);
+    config.T = HAY_BLOCK;
     if (!(n->shards = shards_open(e->o.data, config, &error))) fail_with(&error);
     n->windows = shards_windows(n->shards);
     e->data = n->shards;
-    if (shards_tokens(n->shards) < n->longest)
-        fail(EXIT_INPUT, "%s: too little data: %s tokens for contexts of %s.\n  %s", e->o.data,
-             human_grouped(shards_tokens(n->shards)).text, human_grouped(n->longest).text, REMEDY);
     n->hay = array(n->longest + HAY_BLOCK, sizeof *n->hay);
     for (n->trial.sample = 0; n->trial.sample < (size_t)e->o.samples; n->trial.sample++) read_haystack(n);    // a check
     n->trial = (NeedleTrial){0};
@@ -258,6 +320,8 @@ void needle_settle(Needle *n, Eval *e) {
     if (!n->answer_tokens) n->answer_tokens = o->chat == CHAT_CHATML ? 48 : digits + 4;
     n->trials = n->length_count * (size_t)o->samples * n->depth_count;
     e->longest = n->longest + n->frame + n->answer_tokens;
+    e->work = 0;
+    for (size_t i = 0; i < n->length_count; i++) e->work += (uint64_t)o->samples * n->depth_count * n->lengths[i];
     n->tokens = array(n->longest + n->frame, sizeof *n->tokens);
     n->previous = array(n->longest + n->frame, sizeof *n->previous);
     n->answer_ids = array(n->answer_tokens, sizeof *n->answer_ids);
@@ -269,13 +333,16 @@ void needle_settle(Needle *n, Eval *e) {
 
 static void begin_length(Needle *n) {
     Eval *e = n->e;
-    size_t T = n->lengths[n->trial.length_at];
+    size_t T = n->trial.length;
+    RopeAngles angles = eval_angles(e, T);
+    n->theta = angles.theta;
     memset(n->right, 0, sizeof n->right);
     memset(n->first_digit, 0, sizeof n->first_digit);
     memset(n->not_finite, 0, sizeof n->not_finite);
     memset(n->mean_scores, 0, (size_t)e->config->layers * (size_t)e->config->heads * sizeof *n->mean_scores);
     n->row = eval_row(e);
     cJSON_AddNumberToObject(n->row, "seq_len", (double)T);
+    cJSON_AddNumberToObject(n->row, "rope_theta", n->theta);
     n->trial_rows = cJSON_CreateArray();
 }
 
@@ -291,12 +358,21 @@ static cJSON *score_rows(const Needle *n, const double *scores, double divisor) 
     return rows;
 }
 
+// The head with the highest mean needle score.
+static void print_best_head(const Needle *n) {
+    size_t heads = (size_t)n->e->config->heads, all = heads * (size_t)n->e->config->layers, best = 0;
+    double trials = (double)n->e->o.samples * (double)n->depth_count;
+    for (size_t i = 1; i < all; i++)
+        if (n->mean_scores[i] > n->mean_scores[best]) best = i;
+    printf(" %10.4f, layer %zu, head %zu\n", shown(n->mean_scores[best] / trials), best / heads, best % heads);
+}
+
 static void end_length(Needle *n) {
     const EvalOptions *o = &n->e->o;
     double samples = (double)o->samples, right = 0;
     cJSON *depths = cJSON_AddArrayToObject(n->row, "depths");
     bar_clear(&n->e->bar);
-    printf("%8zu", n->lengths[n->trial.length_at]);
+    printf("%8zu %10s", n->trial.length, human_count(n->theta).text);
     for (size_t d = 0; d < n->depth_count; d++) {
         cJSON *depth = cJSON_CreateObject();
         double here = n->not_finite[d] ? (double)NAN : (double)n->right[d] / samples;
@@ -307,7 +383,8 @@ static void end_length(Needle *n) {
         printf(" %6.1f %%", shown(100 * here));
         right += here / (double)n->depth_count;
     }
-    printf(" %8.1f %%\n", shown(100 * right));
+    printf(" %8.1f %%", shown(100 * right));
+    print_best_head(n);
     fflush(stdout);
     cJSON_AddNumberToObject(n->row, "right", right);
     cJSON_AddItemToObject(n->row, "needle_scores", score_rows(n, n->mean_scores, samples * (double)n->depth_count));
@@ -316,8 +393,8 @@ static void end_length(Needle *n) {
 
 static NeedleVerdict verdict(const Needle *n) {
     if (!n->finite) return NEEDLE_NOT_FINITE;
-    const char *digits = n->answer + strcspn(n->answer, "0123456789");
-    size_t length = strspn(digits, "0123456789");
+    const char *digits = n->answer + strcspn(n->answer, DIGITS);
+    size_t length = strspn(digits, DIGITS);
     if (length == strlen(n->trial.number) && !memcmp(digits, n->trial.number, length)) return NEEDLE_RIGHT;
     return digits[0] == n->trial.number[0] ? NEEDLE_FIRST_DIGIT : NEEDLE_WRONG;
 }
@@ -333,7 +410,7 @@ static void save_prompt(const Needle *n) {
     cJSON *line = cJSON_CreateObject();
     cJSON_AddStringToObject(line, "model", e->name);
     cJSON_AddStringToObject(line, "attn", e->config->attn.text);
-    cJSON_AddNumberToObject(line, "seq_len", (double)n->lengths[t->length_at]);
+    cJSON_AddNumberToObject(line, "seq_len", (double)t->length);
     cJSON_AddNumberToObject(line, "depth", t->depth);
     cJSON_AddNumberToObject(line, "sample", (double)t->sample);
     cJSON_AddItemToObject(line, "number", int_array((int32_t[]){(int32_t)t->number_at, (int32_t)t->number_end}, 2));
@@ -379,13 +456,13 @@ static void end_trial(Needle *n) {
 void needle_begin(Needle *n) {
     const EvalOptions *o = &n->e->o;
     n->at = 0;
-    printf("needles found, %zu for each length and depth\n%8s", (size_t)o->samples, "length");
+    printf("needles found, %zu for each length and depth, and the head with the highest mean needle score\n%8s %10s",
+           (size_t)o->samples, "length", "theta");
     for (size_t d = 0; d < n->depth_count; d++) {
         if (o->random_depth) printf("   random");
         else printf(" %6lld %%", (long long)o->depths.values[d]);
     }
-    printf(" %10s\n", "mean");
-    bar_start(&n->e->bar, "needles", n->trials);
+    printf(" %10s %10s\n", "mean", "best head");
 }
 
 // Trials go through all depths of a sample, which share the haystack, then through the samples, then the lengths.
@@ -397,7 +474,8 @@ static void place_trial(Needle *n) {
                        .sample = n->at / n->depth_count % samples,
                        .depth_at = n->at % n->depth_count,
                        .tokens = n->tokens};
-    t->positions = n->lengths[t->length_at] + n->frame + n->answer_tokens;
+    t->length = n->lengths[t->length_at];
+    t->positions = t->length + n->frame + n->answer_tokens;
     if (o->random_depth) t->depth = 100 * random_uniform((uint64_t)o->seed, t->sample, DRAW_DEPTH);
     else t->depth = (double)o->depths.values[t->depth_at];
     name_needle(n);
@@ -418,22 +496,24 @@ bool needle_next(Needle *n) {
     if (n->at > 0) {
         end_trial(n);
         if (n->at % each == 0) end_length(n);
-        bar_show(&n->e->bar, n->at);
     }
-    if (n->at == n->trials) return false;
+    if (n->at == n->trials) {
+        bar_end(&n->e->bar);
+        return false;
+    }
     int32_t *previous = n->previous;
     n->previous = n->tokens;
     n->previous_count = n->trial.count;
     n->tokens = previous;
     place_trial(n);
-    size_t needle = put_needle(n), hay = n->lengths[n->trial.length_at] - needle;
+    size_t needle = put_needle(n), hay = n->trial.length - needle;
     make_prompt(n, hay, (size_t)((double)hay * n->trial.depth / 100));
     n->trial.shared = n->at % each ? shared_tokens(n) : 0;
     n->answer_length = n->answered = 0;
     n->finite = true;
     n->answer[0] = 0;
     n->at++;
-    n->e->tokens += n->trial.count - n->trial.shared;
+    bar_next(&n->e->bar, n->trial.length);
     return true;
 }
 
@@ -447,8 +527,8 @@ void needle_weights(Needle *n, const float *weights, size_t stride) {
 
 // Has a number ended in the answer?
 static bool number_ended(const char *answer) {
-    const char *digits = answer + strcspn(answer, "0123456789");
-    return digits[strspn(digits, "0123456789")] != 0;
+    const char *digits = answer + strcspn(answer, DIGITS);
+    return digits[strspn(digits, DIGITS)] != 0;
 }
 
 bool needle_answer(Needle *n, const float *logits) {

@@ -37,6 +37,7 @@ typedef struct {
     char city[MAX_CITY], number[MAX_DIGITS + 1];
     const int32_t *tokens;
     size_t count, shared;            // shared: this many tokens are also those of the previous trial's prompt
+    size_t length;                   // of --seq-lens; RoPE's theta follows from it
     size_t positions;                // the most that a prompt of this length and its answer need
     size_t number_at, number_end;    // the tokens from just after the needle's colon to its end
 } NeedleTrial;
@@ -58,6 +59,7 @@ typedef struct {
     size_t answer_length, answered;
     double *scores, *mean_scores;    // (layers, heads): of this trial; summed over the trials of this length
     cJSON *row, *trial_rows;         // of this length
+    double theta;                    // RoPE's, of this length
     bool finite;                     // all logits of the answer so far
     size_t right[OPTION_LIST_MAX], first_digit[OPTION_LIST_MAX], not_finite[OPTION_LIST_MAX];    // by depth
 } Needle;

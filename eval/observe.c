@@ -39,8 +39,10 @@ static void read_prompt_file(Observer *o) {
         int32_t *ids = array(3 * length, sizeof *ids);
         size_t count = tokenizer_encode(e->tokenizer, at, length, ids, 3 * length);
         if (count == 1)
-            fail(EXIT_INPUT, "%s: line %zu: a prompt of a single token; expected at least two.", e->o.prompt_file,
-                 line);
+            fail(EXIT_INPUT,
+                 "%s: line %zu: a prompt of a single token; expected at least two.\n"
+                 "  Make the line longer, or remove it.",
+                 e->o.prompt_file, line);
         if (count) add_prompt(o, ids, count);
         else free(ids);
         at = next;
@@ -82,6 +84,8 @@ void observe_settle(Observer *o, Eval *e) {
     if (o->longest > MAX_SEQ_LEN)
         fail(EXIT_USAGE, "a prompt of %zu tokens; at most %d are supported.", o->longest, MAX_SEQ_LEN);
     e->longest = o->longest;
+    e->work = 0;
+    for (size_t i = 0; i < o->prompt_count; i++) e->work += 2 * o->prompts[i].count + (o->shards ? 0 : 1);
     o->stats = array(o->layers * o->heads, sizeof *o->stats);
     o->residual = array(o->layers, sizeof *o->residual);
     o->by_layer = array(2 * o->layers, sizeof *o->by_layer);
@@ -181,8 +185,11 @@ static void add_row(HeadStats *s, const float *A, float log_Z, size_t i) {
             s->weight_by_distance[bin_of(i - j ? i - j : 1)] += fabs((double)A[j]) / absolute;
     }
     s->rows_by_n[bin_of(i + 1)]++;
-    if (i == 0 || isinf(log_Z)) return;
+    if (isinf(log_Z)) return;
     double x = log(n), y = isnan(absolute) ? (double)NAN : log_Z;
+    s->log_z_by_n[bin_of(i + 1)] += y;
+    s->fitted_by_n[bin_of(i + 1)]++;
+    if (i == 0) return;
     s->fitted++;
     s->x += x;
     s->y += y;
@@ -231,7 +238,7 @@ static double slope_of(const HeadStats *s, double *intercept) {
 }
 
 static cJSON *head_json(const HeadStats *s, size_t T) {
-    cJSON *head = cJSON_CreateObject(), *by_n, *by_distance;
+    cJSON *head = cJSON_CreateObject(), *by_n, *log_z, *by_distance;
     double intercept, slope = slope_of(s, &intercept);
     cJSON_AddNumberToObject(head, "sum", s->sum / s->rows);
     cJSON_AddNumberToObject(head, "unspent", 1 - s->sum / s->rows);
@@ -241,9 +248,11 @@ static cJSON *head_json(const HeadStats *s, size_t T) {
     cJSON_AddNumberToObject(head, "log_z_slope", slope);
     cJSON_AddNumberToObject(head, "log_z_intercept", intercept);
     by_n = cJSON_AddArrayToObject(head, "entropy_by_n");
+    log_z = cJSON_AddArrayToObject(head, "log_z_by_n");
     by_distance = cJSON_AddArrayToObject(head, "weight_by_distance");
     for (size_t b = 0; b < OBSERVE_BINS && (size_t)1 << b <= T; b++) {
         cJSON_AddItemToArray(by_n, cJSON_CreateNumber(s->entropy_by_n[b] / s->rows_by_n[b]));
+        cJSON_AddItemToArray(log_z, cJSON_CreateNumber(s->log_z_by_n[b] / s->fitted_by_n[b]));
         cJSON_AddItemToArray(by_distance, cJSON_CreateNumber(s->weight_by_distance[b] / s->rows));
     }
     return head;
@@ -370,7 +379,6 @@ void observe_begin(Observer *o) {
     memset(o->by_layer, 0, 2 * o->layers * sizeof *o->by_layer);
     memset(o->all, 0, sizeof o->all);
     printf("%7s %4s %8s %11s %s\n", "prompt", "EOT", "tokens", "perplexity", COLUMNS);
-    bar_start(&o->e->bar, "prompts", 2 * o->prompt_count);
 }
 
 bool observe_next(Observer *o, int32_t *ids, size_t *count) {
@@ -380,6 +388,7 @@ bool observe_next(Observer *o, int32_t *ids, size_t *count) {
     ids[0] = o->e->config->end_of_text;
     memcpy(ids + before, p->ids, tokens * sizeof *ids);
     *count = tokens + before;
+    bar_next(&o->e->bar, *count);
     memset(o->stats, 0, o->layers * o->heads * sizeof *o->stats);
     if (maps_wanted(o)) begin_maps(o);
     return true;
@@ -403,7 +412,6 @@ void observe_done(Observer *o, size_t T, const float *losses) {
     o->losses[(o->with_end_of_text ? o->prompt_count : 0) + o->at] = loss;
     o->e->tokens += T;
     eval_count(o->e, isfinite(loss) && isfinite(means.sum) && isfinite(means.largest));
-    bar_show(&o->e->bar, 2 * o->at + o->with_end_of_text + 1);
     if (o->with_end_of_text) o->at++;
     o->with_end_of_text = !o->with_end_of_text;
 }
@@ -439,7 +447,7 @@ static double spearman(const double *sums, const double *losses, size_t count, c
 }
 
 void observe_end(Observer *o) {
-    bar_clear(&o->e->bar);
+    bar_end(&o->e->bar);
     for (int with = 0; with < 2; with++) print_all(o, with);
     if (o->prompt_count < 3) return;
     printf("\n");

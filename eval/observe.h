@@ -21,6 +21,7 @@ typedef struct {
     double sum, entropy, first, zeros;    // sum_j A_ij; -sum_j p_ij ln p_ij; p_i0 for i > 0; how many A_ij are 0
     double fitted, x, y, xx, xy;          // for the line ln Z = slope ln n + intercept, over rows with n > 1 and Z > 0
     double entropy_by_n[OBSERVE_BINS], rows_by_n[OBSERVE_BINS];    // bin b: 2^b <= n < 2^(b+1)
+    double log_z_by_n[OBSERVE_BINS], fitted_by_n[OBSERVE_BINS];    // ln Z, over the rows with Z > 0
     double weight_by_distance[OBSERVE_BINS];    // of p; bin 0: distance 0 and 1; bin b: 2^b <= i - j < 2^(b+1)
 } HeadStats;
 

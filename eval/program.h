@@ -67,14 +67,13 @@ static void load_windows(Evaluator *v, const Length *at, uint64_t first, size_t 
 // Sums the losses at each position over a length's windows, into v->sums and v->counts.
 static void measure(Evaluator *v, const Length *at) {
     size_t T = at->T, most = batch_size(v) * v->e.longest / T;
-    use_angles(&v->c, T);
+    use_angles(&v->c, eval_angles(&v->e, T), T);
     memset(v->sums, 0, T * sizeof *v->sums);
     memset(v->counts, 0, T * sizeof *v->counts);
-    bar_start(&v->e.bar, "sequences", at->windows);
     for (uint64_t first = 0; first < at->windows; first += most) {
         size_t B = at->windows - first < most ? (size_t)(at->windows - first) : most;
         const uint8_t *mask = v->e.masked ? v->mask : NULL;
-        bar_show(&v->e.bar, first);
+        bar_next(&v->e.bar, B * T);
         load_windows(v, at, first, B);
         const float *losses = batch_losses(&v->c, v->inputs, v->targets, mask, B, T);
         for (size_t n = 0; n < B * T; n++) {
@@ -82,7 +81,7 @@ static void measure(Evaluator *v, const Length *at) {
             v->counts[n % T] += mask ? mask[n] : 1;
         }
     }
-    bar_clear(&v->e.bar);
+    bar_end(&v->e.bar);
 }
 
 static void run_losses(Evaluator *v) {
@@ -102,14 +101,18 @@ static void settle_needle(Evaluator *v) {
 
 static void run_needle(Evaluator *v) {
     Needle *n = &v->needle;
-    size_t positions = 0;
+    const NeedleTrial *t = &n->trial;
+    size_t length = 0;
     needle_begin(n);
     while (needle_next(n)) {
         // Each length has its own angles under ntk.
-        if (n->trial.positions != positions) use_angles(&v->c, positions = n->trial.positions);
+        if (t->length != length) use_angles(&v->c, eval_angles(&v->e, length = t->length), t->positions);
         const float *logits = prompt_logits(&v->c, n);
-        for (size_t position = n->trial.count; needle_answer(n, logits); position++)
+        v->e.tokens += HAS_CACHE ? t->count - t->shared : t->count;
+        for (size_t position = t->count; needle_answer(n, logits); position++) {
             logits = next_logits(&v->c, n->token, position);
+            v->e.tokens += HAS_CACHE ? 1 : position + 1;
+        }
     }
 }
 
@@ -127,7 +130,7 @@ static void run_attention(Evaluator *v) {
     size_t T;
     observe_begin(&v->observer);
     while (observe_next(&v->observer, v->inputs, &T)) {
-        use_angles(&v->c, T);
+        use_angles(&v->c, eval_angles(&v->e, T), T);
         observe_done(&v->observer, T, observe_sequence(&v->c, &v->observer, v->inputs, T));
     }
     observe_end(&v->observer);
@@ -141,6 +144,7 @@ static void close_attention(Evaluator *v) {
 
 static void settle_scores(Evaluator *v) {
     v->e.longest = (size_t)v->e.config->seq_len;
+    v->e.work = 0;
 }
 
 static void run_scores(Evaluator *v) {
@@ -161,7 +165,7 @@ static void run_choice(Evaluator *v) {
     choice_begin(&v->choice);
     while ((ending = choice_next(&v->choice))) {
         size_t T = ending->count - 1;
-        use_angles(&v->c, T);
+        use_angles(&v->c, eval_angles(&v->e, T), T);
         const float *losses = batch_losses(&v->c, ending->ids, ending->ids + 1, NULL, 1, T);
         double sum = 0;
         for (size_t t = ending->from - 1; t < T; t++) sum += losses[t];
@@ -233,6 +237,7 @@ static void open_model(Evaluator *v) {
         if (planned) close_computer(&v->c);
     }
     computer_ready(&v->c);
+    v->c.bar = &e->bar;
     take_arrays(v);
 }
 
@@ -265,13 +270,21 @@ static void evaluate(Evaluator *v) {
     eval_finish(e);
 }
 
+// The model's part of the whole call, for the progress bar.
+static void add_work(Eval *e) {
+    e->bar.total += e->switches ? 2 * e->work : e->work;
+}
+
 // Opens every model and closes it again, so that a wrong one ends the program before any is evaluated.
 static void check_models(Evaluator *v) {
+    v->e.checking = true;
     while (v->e.model_at < v->e.model_count) {
         open_model(v);
+        add_work(&v->e);
         close_model(v);
     }
     v->e.model_at = 0;
+    v->e.checking = false;
 }
 
 int main(int argc, char **argv) {
@@ -287,6 +300,10 @@ int main(int argc, char **argv) {
         open_model(&v);
         if (e->o.out && !file_make_folders(e->o.out, &error)) fail_with(&error);
         eval_start(e);
+        if (e->model_at == 0) {
+            if (e->model_count == 1) add_work(e);
+            bar_start(&e->bar);
+        }
         double start = now();
         evaluate(&v);
         if (e->switches) {
@@ -297,6 +314,7 @@ int main(int argc, char **argv) {
         eval_record_model(e);
         close_model(&v);
     }
+    if (e->o.task == TASK_LOSS || e->o.task == TASK_POSITIONS) losses_compare(e);
     if (e->o.out) eval_write(e);
     if (fflush(stdout) != 0 || ferror(stdout))
         fail(EXIT_RESOURCE, "stdout: cannot write the results: %s.", strerror(errno));

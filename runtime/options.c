@@ -46,6 +46,7 @@ static void expected(const Option *o, char *out, size_t size) {
     else if (o->type == OPT_CHOICE) snprintf(out, size, "one of %s", o->choices);
     else if (!has_bounds(o)) snprintf(out, size, "%s", kind);
     else if (isinf(o->max)) snprintf(out, size, "%s of at least %.15g", kind, o->min);
+    else if (o->type != OPT_FLOAT) snprintf(out, size, "%s from %.0f to %.0f", kind, o->min, fmin(o->max, INT_LIMIT));
     else snprintf(out, size, "%s from %.15g to %.15g", kind, o->min, o->max);
 }
 

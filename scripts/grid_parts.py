@@ -335,7 +335,7 @@ def loss_values(report):
     sequence."""
     rows = rows_of(report)
     values = {"loss": {str(row["seq_len"]): row["loss"] for row in rows},
-              "zero_rows": {str(row["seq_len"]): row["rows_without_weight"] for row in rows}}
+              "zero_rows": {str(row["seq_len"]): row["all_zero_rows"] for row in rows}}
     for row in rows:
         if "loss_by_position" in row:
             losses, T = row["loss_by_position"], row["seq_len"]
@@ -352,7 +352,8 @@ def mean(numbers):
 
 
 # Numbers in the results of other tasks that say what was measured, not how much.
-LABELS = {"seq_len", "prompt", "prompts", "sample", "depth", "tokens", "best_layer", "best_head", "map_cell"}
+LABELS = {"seq_len", "rope_theta", "prompt", "prompts", "sample", "depth", "tokens", "best_layer", "best_head",
+          "map_cell"}
 
 
 def numbers_in(value):

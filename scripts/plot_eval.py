@@ -16,6 +16,9 @@ what is drawn:
     choice      choice.png                              accuracies
 """
 import argparse
+import json
+import os
+import re
 import sys
 from pathlib import Path
 
@@ -61,7 +64,23 @@ def write(folders, out):
         paths[-1].write_text(page.attention_page(series, title or f"{len(series)} models"))
     if not paths:
         print(f"{', '.join(s.full_name for s in series)}: no learned scalars, nothing to draw")
+    if not out:
+        record(Path(folders[0]) / "eval.json", [path.name for path in paths])
     return paths
+
+
+def record(path, names):
+    """Adds the names to "files" in eval.json, so that the next eval_gpt2 that replaces this file also removes its
+    pictures. The rest of the text stays as it is."""
+    def extended(found):
+        files = json.loads(found[2])
+        return found[1] + json.dumps(files + [name for name in names if name not in files])
+    text = path.read_text()
+    changed = re.sub(r'("files":\s*)(\[[^\[\]{}]*\])', extended, text, count=1)
+    if changed != text:
+        part = path.with_suffix(".json.tmp")
+        part.write_text(changed)
+        os.replace(part, path)
 
 
 def main():

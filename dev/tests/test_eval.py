@@ -421,10 +421,10 @@ def test_without_out_nothing_is_written(checkpoints, data, tmp_path):
 def test_all_zero_rows_are_reported(softmax, data, tmp_path):
     flags = ["--attn", "relu-l1", "--seq-lens"]
     output, result = evaluate(softmax["llama"][0], data, tmp_path, *flags, f"0,{2 * L}")
-    shares = [row["rows_without_weight"] for row in result["results"]]
+    shares = [row["all_zero_rows"] for row in result["results"]]
     assert shares[:2] == [0, 0] and 0 < shares[3] < shares[2] < 1
     assert all(f"{100 * share:.2g} % all-zero rows" in output for share in shares[2:])
-    assert (evaluate(softmax["llama"][0], data, tmp_path, *flags, 2 * L)[1]["results"][1]["rows_without_weight"]
+    assert (evaluate(softmax["llama"][0], data, tmp_path, *flags, 2 * L)[1]["results"][1]["all_zero_rows"]
             == shares[3])
 
 

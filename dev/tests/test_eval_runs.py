@@ -200,17 +200,54 @@ def test_flags_that_grids_give_to_every_evaluation_are_not_used_silently(model_o
 
 # ---------------------------------------------------------------- what is in the folder
 
-def test_only_files_of_this_eval_json_stay(model_of, data, prompt, tmp_path):
-    """Pictures of the results before, maps and prompts go; other files stay. The names are those of the pictures."""
-    sources = "".join(path.read_text() for path in (ROOT / "scripts/pictures").glob("*.py"))
-    names = re.findall(r'Picture\(\s*"([\w-]+)"', sources)
-    old = [*(f"{name}.png" for name in names), "attention.html", "map-1.npy", "map-12.npy", "prompts.jsonl"]
-    kept = ["map-x.npy", "map-1.npy.txt", "notes.png", "loss.png"]
-    assert len(names) == 9
-    for name in [*old, *kept, "map-0.npy"]:
-        (tmp_path / name).write_text("old")
-    run(*attention_words(model_of("grouped", "softmax")[0], tmp_path, prompt))
-    assert contents(tmp_path).keys() == {*kept, "eval.json", "map-0.npy"} and contents(tmp_path)["map-0.npy"] != b"old"
+def test_files_of_the_eval_json_before_this_one_are_removed(model_of, data, prompt, tmp_path):
+    """Only those that it lists and this one does not have."""
+    folder = model_of("grouped", "softmax")[0]
+    mine = ["lengths.png", "map-1.npy", "map-12.npy", "prompts.jsonl", "attention.html", "notes.png", "inner.png"]
+    for name in mine:
+        (tmp_path / name).write_text("mine")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub/inner.png").write_text("mine")
+    run(*attention_words(folder, tmp_path, prompt))                 # there was no eval.json
+    assert contents(tmp_path).keys() == {*mine, "sub", "eval.json", "map-0.npy"}
+    result = json.loads((tmp_path / "eval.json").read_text())
+    assert result["files"] == ["map-0.npy"]
+    listed = ["map-0.npy", "map-1.npy", "attention.html", "lengths.png", "gone.png", "sub/inner.png", "sub", 5]
+    (tmp_path / "eval.json").write_text(json.dumps(result | {"files": listed}))
+    run(*attention_words(folder, tmp_path, prompt))
+    assert contents(tmp_path).keys() == {*mine, "sub", "eval.json", "map-0.npy"} - {*listed[1:4]}
+    assert (tmp_path / "sub/inner.png").exists()
+    needle = ["--task", "needle", "--model", folder, "--data", f"{data}/*_val_*.bin", "--seq-lens", 100, "--samples", 1,
+              "--picture", 0, "--out", tmp_path]
+    run(BIN / "eval_gpt2", *needle, "--save-prompts")
+    assert json.loads((tmp_path / "eval.json").read_text())["files"] == ["prompts.jsonl"]
+    assert not (tmp_path / "map-0.npy").exists() and (tmp_path / "prompts.jsonl").read_text() != "mine"
+    run(BIN / "eval_gpt2", *needle)
+    assert contents(tmp_path).keys() == {"map-12.npy", "notes.png", "inner.png", "sub", "eval.json"}
+    for damaged in ("", "[", '{"files": "map-12.npy"}', '{"files": {"a": "map-12.npy"}', "5"):
+        (tmp_path / "eval.json").write_text(damaged)
+        run(BIN / "eval_gpt2", *needle)
+        assert contents(tmp_path).keys() == {"map-12.npy", "notes.png", "inner.png", "sub", "eval.json"}
+
+
+def test_files_that_the_call_reads_are_never_removed(model_of, data, prompt, tmp_path):
+    """Even if the eval.json before this one lists them: its prompts are now the questions, or the prompts, or data."""
+    question = json.dumps({"query": "a", "choices": ["b", "c"], "gold": 0}).encode()
+    shard = (data / "d_val_000000.bin").read_bytes()
+    names = {"prompts.jsonl", "map-7.npy"}
+    for task, text, flag, path, kept in (
+            ("choice", question, "--data", f"{tmp_path}/prompts.jsonl", {"prompts.jsonl"}),
+            ("attention", question, "--prompt-file", f"{tmp_path}/prompts.jsonl", {"prompts.jsonl"}),
+            ("loss", shard, "--data", f"{tmp_path}/map-7.npy", {"map-7.npy"}),
+            ("loss", shard, "--data", f"{tmp_path}/prom*", {"prompts.jsonl"}),
+            ("loss", shard, "--data", f"{tmp_path}/prompts.jsonl,{tmp_path}/map-[7].npy", names),
+            ("loss", shard, "--data", f"{data}/*_val_*.bin", set())):
+        for name in names:
+            (tmp_path / name).write_bytes(text)
+        (tmp_path / "eval.json").write_text(json.dumps({"files": sorted(names)}))
+        run(BIN / "eval_gpt2", "--task", task, "--model", model_of("grouped", "softmax")[0], flag, path,
+            *(["--max-tokens", 1] if task == "loss" else []), "--picture", 0, "--out", tmp_path)
+        assert contents(tmp_path).keys() & names == kept, path
 
 
 # ---------------------------------------------------------------- long sequences
@@ -225,7 +262,7 @@ LONG = {        # T: the length of the sequences
 
 def peak(task, model, data, folder, T):
     """The peak memory in bytes, and eval.json."""
-    ending = {"query": "a" * (T - 1), "choices": ["b", "c"], "gold": 0}         # T tokens with the space and the ending
+    ending = {"query": ("a " * T)[:T - 1], "choices": ["b", "c"], "gold": 0}         # T tokens with the space and the ending
     (folder / f"{T}.jsonl").write_text(json.dumps(ending))
     words = [BIN / "eval_gpt2", "--model", model, "--data", f"{data}/*_val_*.bin", "--task", task, "--picture", 0,
              "--out", folder / "out", *(word.format(T=T, folder=folder) for word in LONG[task])]
@@ -236,40 +273,52 @@ def peak(task, model, data, folder, T):
     return usage.ru_maxrss * 1024, json.loads((folder / "out/eval.json").read_text())["results"][0]
 
 
-@pytest.mark.parametrize("task, shape, lengths",
-                         [("positions", "QK norms", [2048, 8192]), ("positions", "gau", [1024, 4096]),
-                          ("needle", "QK norms", [2048, 8192]),
-                          ("choice", "QK norms", [2048, 8192]), ("attention", "QK norms", [1024, 4096]),
-                          pytest.param("positions", "QK norms", [5120, 20480], marks=pytest.mark.drawn(0)),
-                          pytest.param("needle", "QK norms", [5120, 20480], marks=pytest.mark.drawn(0))])
-def test_memory_is_linear_in_the_length(task, shape, lengths, model_of, data, tmp_path):
+def check_memory(task, shape, lengths, model_of, data, folder):
     """One T x T array of float32 would add 4 times this bound. Between the lengths a sequence begins as a shorter one
     does."""
-    folder, *_ = model_of(shape, "softmax")
-    (bytes_short, short), (bytes_long, long) = (peak(task, folder, data, tmp_path, T) for T in lengths)
+    model, *_ = model_of(shape, "softmax")
+    (bytes_short, short), (bytes_long, long) = (peak(task, model, data, folder, T) for T in lengths)
     assert bytes_long - bytes_short < lengths[1] ** 2 - lengths[0] ** 2, (bytes_short, bytes_long)
     if task == "positions":
         assert len(long["loss_by_position"]) == lengths[1]
         assert np.abs(np.subtract(long["loss_by_position"][:lengths[0]], short["loss_by_position"])).max() < 1e-4
 
 
+@pytest.mark.parametrize("task, shape, lengths",
+                         [("positions", "QK norms", [2048, 8192]), ("positions", "gau", [1024, 4096]),
+                          ("needle", "QK norms", [2048, 8192]), ("choice", "QK norms", [2048, 8192]),
+                          ("attention", "QK norms", [1024, 4096])])
+def test_memory_is_linear_in_the_length(task, shape, lengths, model_of, data, tmp_path):
+    check_memory(task, shape, lengths, model_of, data, tmp_path)
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("task", LONG)
+def test_memory_at_20480_tokens(task, model_of, data, tmp_path):
+    check_memory(task, "QK norms", [5120, 20480], model_of, data, tmp_path)
+
+
 # ---------------------------------------------------------------- progress
 
-PROGRESS = {
-    "loss": ("sequences", ["--seq-lens", 8, "--max-tokens", 500_000]),
-    "needle": ("needles", ["--seq-lens", 200, "--samples", 1]),
-    "attention": ("prompts", ["--seq-lens", 40, "--samples", 2]),
-    "choice": ("questions", []),
+PROGRESS = {       # enough work for several lines
+    "loss": ["--seq-lens", "8,16", "--max-tokens", 4_000_000],
+    "positions": ["--seq-lens", 8000, "--max-tokens", 1],           # a single sequence
+    "needle": ["--seq-lens", "200,6000", "--depths", 50, "--samples", 1],
+    "attention": ["--seq-lens", 1000, "--samples", 2],
+    "choice": ["--seq-lens", 3000],
 }
+
+TOTAL = {"loss": 24992 + 24992, "positions": 8000, "needle": 6200, "attention": 4 * 1000, "choice": 20 * 2991}
 
 
 @pytest.mark.parametrize("task", PROGRESS)
 def test_progress_is_shown_on_a_terminal_alone(task, model_of, data, tmp_path):
-    """A bar, the count, and the time left, on a line that is deleted at the end."""
-    what, flags = PROGRESS[task]
+    """A bar, the tokens of the whole call, and the time left, on a line that is deleted at the end."""
+    flags, folder = PROGRESS[task], model_of("grouped", "softmax")[0]
     if task == "choice":
-        (tmp_path / "q.jsonl").write_text(3 * (json.dumps({"query": "a", "choices": ["b", "c"], "gold": 0}) + "\n"))
-    words = ["--task", task, "--model", model_of("QK norms", "softmax")[0],
+        question = {"query": "a" * 2990, "choices": ["b", "c"], "gold": 0}
+        (tmp_path / "q.jsonl").write_text(10 * (json.dumps(question) + "\n"))
+    words = ["--task", task, "--model", f"{folder},{folder}", "--attn", "ssmax",
              "--data", tmp_path / "q.jsonl" if task == "choice" else f"{data}/*_val_*.bin", *flags]
     terminal, side = os.openpty()
     child = subprocess.Popen(list(map(str, [BIN / "eval_gpt2", *words])), stdout=subprocess.PIPE, stderr=side,
@@ -280,11 +329,14 @@ def test_progress_is_shown_on_a_terminal_alone(task, model_of, data, tmp_path):
         while chunk := os.read(terminal, 1 << 16):
             shown += chunk
     os.close(terminal)
-    assert child.returncode == 0 and re.match(rf"\r{what} \[\.+\] 0/[\d,]+\033\[K", shown.decode()), shown
-    time_left = re.search(rf"{what} \[#+\.*\] [\d,]+/[\d,]+, .+ left", shown.decode())
-    assert time_left or task != "attention", shown      # the others may be done before the line is due again
-    assert shown.decode().rindex(what) < shown.decode().rindex("\r\033[K")
-    assert run(BIN / "eval_gpt2", *words)[0] == output and " left" not in run(BIN / "eval_gpt2", *words)[1]
+    assert child.returncode == 0 and re.match(r"\rtokens \[\.+\] 0/[\d,]+\033\[K", shown.decode()), shown
+    lines = re.findall(r"tokens \[#*\.*\] ([\d,]+)/([\d,]+), .+? left", shown.decode())
+    assert lines, shown
+    done, total = zip(*([int(number.replace(",", "")) for number in line] for line in lines))
+    assert list(done) == sorted(done) and done[-1] < total[0] and set(total) == {4 * TOTAL[task]}
+    assert shown.decode().rindex("\rtokens [") < shown.decode().rindex("\r\033[K")
+    again, errors = run(BIN / "eval_gpt2", *words)
+    assert again == output and " left" not in errors
 
 
 # ---------------------------------------------------------------- kills and full disks
@@ -302,7 +354,8 @@ def prompt(tmp_path_factory):
 
 
 def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir() if not path.name.endswith(".tmp")}
+    return {path.name: path.is_file() and path.read_bytes() for path in folder.iterdir()
+            if not path.name.endswith(".tmp")}
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])

@@ -57,6 +57,7 @@ def head_statistics(A, log_Z):
     for i in range(T):
         for j in range(i + 1):
             by_distance[log2(max(i - j, 1))] += p[i, j] / T
+    log_z = [log_Z[(np.array(bins) == b) & np.isfinite(log_Z)] for b in range(log2(T) + 1)]
     x, y = (values[1:][np.isfinite(log_Z[1:])] for values in (np.log(np.arange(1, T + 1)), log_Z))
     slope, intercept = np.polyfit(x, y, 1) if len(x) > 1 else (math.nan, math.nan)
     visible = np.tril(np.ones((T, T), bool))
@@ -64,6 +65,7 @@ def head_statistics(A, log_Z):
             "first_token": p[1:, 0].mean(), "zeros": (A[visible] == 0).mean(), "log_z_slope": slope,
             "log_z_intercept": intercept,
             "entropy_by_n": [np.mean(entropy[np.array(bins) == b]) for b in range(log2(T) + 1)],
+            "log_z_by_n": [values.mean() if len(values) else math.nan for values in log_z],
             "weight_by_distance": by_distance}
 
 
@@ -309,7 +311,7 @@ def test_activations_that_are_not_finite(model_of, prompts, tmp_path):
         assert all(head["sum"] == pytest.approx(1) and head["entropy"] > 0 for head in first)
         for head in second:
             assert {head[key] for key in ("sum", "unspent", "entropy", "first_token", "zeros", "log_z_slope")} == {None}
-            assert {*head["entropy_by_n"], *head["weight_by_distance"]} == {None}
+            assert {*head["entropy_by_n"], *head["log_z_by_n"], *head["weight_by_distance"]} == {None}
     assert output.count("undefined (not all are finite)") == 2
 
 
@@ -347,7 +349,7 @@ def test_without_out_there_are_no_maps(model_of, prompts, tmp_path):
 
 
 WRONG = {       # the text of --prompt-file, or None: without that flag
-    "one token": ("a\n", [], 3, ["line 1", "single token"]),
+    "one token": ("a\n", [], 3, ["line 1", "single token", "Make the line longer"]),
     "no prompts": ("\n\n", [], 3, ["one prompt per line", "found none"]),
     "no file": (None, ["--prompt-file", "/nowhere"], 3, ["/nowhere"]),
     "two lengths": (None, ["--data", "{data}", "--seq-lens", "10,20"], 2, ["--seq-lens", "one length"]),
@@ -369,6 +371,20 @@ def test_wrong_usage_is_named(name, model_of, data, tmp_path):
     assert errors.startswith("eval_gpt2: ") and not (tmp_path / "out/eval.json").exists()
     for part in parts:
         assert part in errors, errors
+
+
+def test_a_damaged_tokenizer_leaves_the_maps_without_texts(model_of, data, tmp_path):
+    """With --data, the task needs no tokenizer."""
+    folder = shutil.copytree(model_of("llama", "softmax")[0], tmp_path / "model")
+    words = ["--task", "attention", "--model", f"{folder},{folder}", "--data", f"{data}/*_val_*.bin", "--samples", 1,
+             "--picture", 0, "--out", tmp_path / "out"]
+    assert run(BIN / "eval_gpt2", *words)[1].count("warning") == 0
+    (folder / "tokenizer.json").write_text("{")
+    errors = run(BIN / "eval_gpt2", *words)[1]
+    assert errors.count("warning") == errors.count("The page of maps will not show") == 2
+    assert f"{folder}/tokenizer.json" in errors
+    (folder / "tokenizer.json").unlink()
+    assert run(BIN / "eval_gpt2", *words)[1].count("warning") == 0
 
 
 def test_blank_lines_and_carriage_returns(model_of, tmp_path):

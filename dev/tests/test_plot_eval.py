@@ -33,14 +33,14 @@ def write(folder, task, rows, models=(("a", "softmax"),), **arguments):
     folder.mkdir(parents=True, exist_ok=True)
     described = [{"name": name, "checkpoint": f"/runs/{name}", "attn": attn, "trained_seq_len": L}
                  for name, attn in models]
-    (folder / "eval.json").write_text(json.dumps({"task": task, "arguments": arguments, "models": described,
-                                                  "results": rows}))
+    (folder / "eval.json").write_text(json.dumps({"task": task, "files": [], "arguments": arguments,
+                                                  "models": described, "results": rows}))
     return folder
 
 
 def loss_rows(model="a", attn="softmax", lengths=(16, 64, 256), start=3.0):
     return [{"model": model, "attn": attn, "seq_len": T, "rope_theta": 1e4, "sequences": 4, "tokens": 4 * T,
-             "loss": start + i / 8, "perplexity": math.exp(start + i / 8), "rows_without_weight": 0}
+             "loss": start + i / 8, "perplexity": math.exp(start + i / 8), "all_zero_rows": 0}
             for i, T in enumerate(lengths)]
 
 
@@ -69,6 +69,7 @@ def needle_rows(lengths=(64, 128), depths=(10, 50), attn="softmax"):
 def head(x, bins):
     return {"sum": 1 - x / 100, "unspent": x / 100, "entropy": x, "first_token": x / 50, "zeros": 0,
             "log_z_slope": x / 4, "log_z_intercept": 1.0, "entropy_by_n": [x * b for b in range(bins)],
+            "log_z_by_n": [None, *(x + b for b in range(1, bins))],
             "weight_by_distance": [1 / (bins - 1)] * (bins - 1) + [0]}
 
 
@@ -300,16 +301,19 @@ def test_attention_by_layer_and_head(tmp_path):
             [image] = panel(figure, "Row sum: " if key == "sum" else "Entropy: ").images
             assert np.asarray(image.get_array()).T == pytest.approx(heads, abs=1e-6)
     assert (xy(panel(figure, "Kurtosis").lines[0]) == ([0, 1], [4, 5])
-            and xy(panel(figure, "Largest").lines[1])[1] == [18, 19])
+            and xy(panel(figure, "Largest").lines[0])[1] == [9, 10] and xy(panel(figure, "Largest").lines[1])[1] == [19, 20])
 
 
-def test_entropy_by_n_and_weight_by_distance(tmp_path):
+def test_entropy_and_log_z_by_n_and_weight_by_distance(tmp_path):
     figure = figures(attention_folder(tmp_path, T=16))["attention"]
     n, mean = xy(panel(figure, "Entropy by n").lines[0])
     assert (n == pytest.approx([math.sqrt(2**b * (2 ** (b + 1) - 1)) for b in range(5)])
             and mean == pytest.approx([4.5 * b for b in range(5)]))
     reference = panel(figure, "Entropy by n").lines[1]
     assert reference.get_ydata() == pytest.approx(np.log(n))
+    line, = panel(figure, "ln Z by n").lines
+    assert xy(line)[0] == pytest.approx(n) and math.isnan(line.get_ydata()[0])
+    assert line.get_ydata()[1:] == pytest.approx([4.5 + b for b in range(1, 5)])
     distance = panel(figure, "Weight by distance")
     assert distance.lines[0].get_ydata() == pytest.approx([0.25] * 4), "a distance is at most 15: four ranges"
     assert [text.get_text() for text in distance.get_xticklabels()] == ["0–1", "2", "4", "8"]
@@ -332,6 +336,24 @@ def with_heads(rows, **values):
             for one in layer["heads"]:
                 one |= values
     return rows
+
+
+@pytest.mark.parametrize("task", ["loss", "positions", "needle", "attention", "scores", "choice"])
+def test_eval_json_lists_the_pictures_beside_it(task, tmp_path):
+    """The next eval_gpt2 removes what is listed. The rest of the file stays as it is."""
+    folder = folder_of(task, tmp_path / "a")
+    text = (folder / "eval.json").read_text().replace('"files": []', '"files":\t["map-0.npy"]')
+    (folder / "eval.json").write_text(text)
+    old = set(folder.iterdir())
+    for _ in range(2):
+        assert command("plot_eval.py", folder).returncode == 0
+        drawn = sorted(path.name for path in set(folder.iterdir()) - old)
+        after = (folder / "eval.json").read_text()
+        files = json.loads(after)["files"]
+        assert files[0] == "map-0.npy" and sorted(files[1:]) == drawn and drawn
+        assert after.replace(json.dumps(files), '["map-0.npy"]') == text
+    command("plot_eval.py", folder, "--out", tmp_path / "b.png")
+    assert (folder / "eval.json").read_text() == after
 
 
 @pytest.mark.parametrize("total, zeros, missing", [

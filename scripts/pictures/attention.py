@@ -31,9 +31,10 @@ def head_means(rows, key):
     return mean([of_heads(row, key) for row in rows])
 
 
-def residual_means(rows, key):
-    """(layers)"""
-    return mean([[number(layer[key]) for layer in row["layers"]] for row in rows])
+def of_residual(rows, key):
+    """(layers): the mean kurtosis of all prompts, or their largest |x|, as in eval_gpt2's table."""
+    values = [[number(layer[key]) for layer in row["layers"]] for row in rows]
+    return np.max(values, 0) if key == "residual_largest" else mean(values)
 
 
 def bin_means(rows, key, missing=np.nan):
@@ -166,7 +167,7 @@ def draw_residual(axes, series, key):
         for end_of_text, dash, width in (False, "-", 1.7), (True, (0, (4, 2)), 1.2):
             rows = prompts(s, end_of_text)
             if rows:
-                x = residual_means(rows, key)
+                x = of_residual(rows, key)
                 axes.plot(range(len(x)), x, color=s.color, linewidth=width, linestyle=dash,
                           marker="." if not end_of_text else None, label=s.label)
                 values += list(x)
@@ -174,18 +175,25 @@ def draw_residual(axes, series, key):
     charts.layer_axis(axes, max(len(s.rows[0]["layers"]) for s in series))
 
 
-def draw_entropy_by_n(axes, series):
+def draw_by_n(axes, series, key):
+    """The mean over heads against n, in a band from the least to the largest head. Returns n."""
     for s in series:
-        x = bin_means(prompts(s, False), "entropy_by_n").reshape(-1, bins_of(s))
+        x = bin_means(prompts(s, False), key).reshape(-1, bins_of(s))
         n = [middle(b) for b in range(x.shape[1])]
         axes.plot(n, mean(x), color=s.color, linestyle=s.dash, linewidth=1.7, marker="o", markersize=3.5, label=s.label)
-        axes.fill_between(n, np.nanmin(x, 0), np.nanmax(x, 0), color=s.color, alpha=0.1, linewidth=0)
+        known = np.isfinite(x)
+        least, largest = np.where(known, x, np.inf).min(0), np.where(known, x, -np.inf).max(0)
+        axes.fill_between(n, least, largest, where=known.any(0), color=s.color, alpha=0.1, linewidth=0)
     most = max(bins_of(s) for s in series)
-    n = [middle(b) for b in range(most)]
+    charts.length_axis(axes, [1 << b for b in range(most)], "n (visible keys)")
+    return [middle(b) for b in range(most)]
+
+
+def draw_entropy_by_n(axes, series):
+    n = draw_by_n(axes, series, "entropy_by_n")
     axes.plot(n, np.log(n), color="black", alpha=charts.MUTED, linestyle=":", linewidth=1.2)
     axes.annotate("ln n, all keys alike", (n[-1], math.log(n[-1])), (-4, 0), textcoords="offset points", ha="right",
                   va="bottom", fontsize=8, alpha=charts.MUTED)
-    charts.length_axis(axes, [1 << b for b in range(most)], "n (visible keys)")
 
 
 def draw_by_distance(axes, series):
@@ -286,8 +294,10 @@ def statistic_panels(series):
               heads("Slope of ln Z against ln n", "log_z_slope", 1),
               Panel("Kurtosis of the residual stream after each layer",
                     lambda axes: draw_residual(axes, series, "residual_kurtosis")),
-              Panel("Largest |x| in the residual stream", lambda axes: draw_residual(axes, series, "residual_largest")),
+              Panel("Largest |x| in the residual stream, of all prompts",
+                    lambda axes: draw_residual(axes, series, "residual_largest")),
               Panel("Entropy by n (band: least to largest head)", lambda axes: draw_entropy_by_n(axes, series)),
+              Panel("ln Z by n (band: least to largest head)", lambda axes: draw_by_n(axes, series, "log_z_by_n")),
               Panel("Weight by distance", lambda axes: draw_by_distance(axes, series))]
     if not all_sums_are_one(series):
         panels.insert(0, heads("Sum of a row's weights (1 − sum stays unspent)", "sum", 1))

@@ -10,7 +10,7 @@ import numpy as np
 
 from . import charts
 from .attention import (DECADES, HEAD_KEYS, RESIDUAL_KEYS, bin_means, coarsen, encode, head_means, is_signed, load_map,
-                        palette, prompts, residual_means, sheet, weights_by_distance)
+                        of_residual, palette, prompts, sheet, weights_by_distance)
 
 FOLDER = Path(__file__).parent
 CELLS = 24_000_000      # of all maps of a page together
@@ -84,7 +84,7 @@ def statistics(rows):
     if not rows:
         return None
     return ({key: plain(head_means(rows, key).round(6)) for key in HEAD_KEYS}
-            | {key: plain(residual_means(rows, key)) for key in RESIDUAL_KEYS})
+            | {key: plain(of_residual(rows, key)) for key in RESIDUAL_KEYS})
 
 
 def largest_side(series):
