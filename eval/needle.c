@@ -187,7 +187,7 @@ static void check_city(const Needle *n) {
     const NeedleTrial *t = &n->trial;
     FolderPath path = folder_path(n->e->folder, tokenizer_files[0]);
     if (can_write(n, t->city)) return;
-    if (n->e->o.city) fail(EXIT_USAGE, "--city %s: %s has no tokens for this name. Choose another.", t->city, path.text);
+    if (n->e->o.city) fail(EXIT_USAGE, "--city: %s has no tokens for this name. Choose another.", path.text);
     fail(EXIT_USAGE,
          "%s: it has no tokens for the city %s, which was drawn for sample %zu.\n"
          "  Set --city to a name that this tokenizer can write, or try another --seed.",

@@ -1,9 +1,15 @@
 """eval_gpt2 --task choice: log-likelihoods, acc and acc_norm against lm_eval's formulas over the reference's logits,
-for texts prepared by hand; messages. With LM_EVAL=PYTHON, an interpreter that has lm_eval[hf] 0.4.13, also against
-lm_eval itself."""
+for texts prepared by hand, and against what lm_eval itself gave (lm_eval.json); messages.
+
+    LM_EVAL=PYTHON python -m pytest dev/tests/test_choice.py -k lm_eval_gives
+
+runs lm_eval and writes lm_eval.json again. PYTHON is an interpreter that has lm_eval[hf] 0.4.13.
+"""
+import hashlib
 import json
 import os
 import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -248,32 +254,58 @@ metric_list:
 """
 
 
-@pytest.mark.skipif("LM_EVAL" not in os.environ, reason="needs LM_EVAL, a Python that has lm_eval[hf] 0.4.13")
-@pytest.mark.parametrize("shape, attn", [("llama", "softmax"), ("grouped", "ssmax"), ("gau", "softmax1")])
-@pytest.mark.parametrize("name, rows", [("hellaswag", CLEANED), ("plain", PLAIN)])
-def test_lm_eval_gives_the_same(name, rows, shape, attn, model_of, tmp_path):
-    """The same file through `lm_eval --model hf`. Some rows are not for lm_eval: its dataset has no empty query."""
-    folder, *_ = model_of(shape, attn)
-    path = write_questions(tmp_path / "q.jsonl", rows)
+STORED = Path(__file__).with_name("lm_eval.json")
+KEYS = "acc", "acc_norm", "acc_stderr", "acc_norm_stderr"
+
+
+def ask_lm_eval(name, path, folder, scratch):
+    """What `lm_eval --model hf` gives for the questions in the file."""
     own = 'process_docs: !function utils.process_docs\ndoc_to_target: "{{label}}"\n'
     task = TASK.format(name=name, path=path) + (own if name == "hellaswag" else 'doc_to_target: "gold"\n')
-    (tmp_path / "tasks").mkdir()
-    (tmp_path / "tasks/local.yaml").write_text(task)
-    (tmp_path / "tasks/utils.py").write_text("from lm_eval.tasks.hellaswag.utils import process_docs\n")
+    (scratch / "tasks").mkdir()
+    (scratch / "tasks/local.yaml").write_text(task)
+    (scratch / "tasks/utils.py").write_text("from lm_eval.tasks.hellaswag.utils import process_docs\n")
     words = [os.environ["LM_EVAL"], "-m", "lm_eval", "--model", "hf",
              "--model_args", f"pretrained={folder},dtype=float32,trust_remote_code=True", "--tasks", f"local_{name}",
-             "--include_path", tmp_path / "tasks", "--output_path", tmp_path / "lm", "--log_samples", "--device", "cpu",
+             "--include_path", scratch / "tasks", "--output_path", scratch / "lm", "--log_samples", "--device", "cpu",
              "--batch_size", "2"]
-    env = dict(os.environ, HF_HOME=str(tmp_path / "home"), HF_DATASETS_OFFLINE="1", OMP_NUM_THREADS="1")
+    env = dict(os.environ, HF_HOME=str(scratch / "home"), HF_DATASETS_OFFLINE="1", OMP_NUM_THREADS="1")
     done = subprocess.run(list(map(str, words)), capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
-    [samples], [results] = ([path.read_text() for path in (tmp_path / "lm").rglob(f"{kind}*")]
+    [samples], [results] = ([path.read_text() for path in (scratch / "lm").rglob(f"{kind}*")]
                             for kind in ("samples_", "results_"))
     samples = sorted(map(json.loads, samples.strip("\n").split("\n")), key=lambda sample: sample["doc_id"])
     theirs = json.loads(results)["results"][f"local_{name}"]
+    return {"log_likelihoods": [[float(response[0]) for response in sample["filtered_resps"]] for sample in samples],
+            **{key: theirs[f"{key},none"] for key in KEYS}}
+
+
+def stored_results(case, asked):
+    """lm_eval's results for the case, which are written if lm_eval was asked."""
+    stored = json.loads(STORED.read_text()) if STORED.exists() else {}
+    if asked:
+        stored[case] = asked
+        STORED.write_text(json.dumps(dict(sorted(stored.items())), indent=1) + "\n")
+    return stored[case]
+
+
+def digest(folder, path):
+    """Of the questions and the tokenizer. The weights are drawn from their names."""
+    return hashlib.sha256(path.read_bytes() + (folder / "tokenizer.json").read_bytes()).hexdigest()[:16]
+
+
+@pytest.mark.parametrize("shape, attn", [("llama", "softmax"), ("grouped", "ssmax"), ("gau", "softmax1")])
+@pytest.mark.parametrize("name, rows", [("hellaswag", CLEANED), ("plain", PLAIN[1:])])
+def test_lm_eval_gives_the_same(name, rows, shape, attn, model_of, tmp_path):
+    """The same file through `lm_eval --model hf`. The first plain row is not for lm_eval: its dataset has no empty
+    query."""
+    folder, *_ = model_of(shape, attn)
+    path = write_questions(tmp_path / "q.jsonl", rows)
+    asked = "LM_EVAL" in os.environ and {"inputs": digest(folder, path), **ask_lm_eval(name, path, folder, tmp_path)}
+    theirs = stored_results(f"{name}, {shape}, {attn}", asked)
+    assert theirs["inputs"] == digest(folder, path), "other questions or another tokenizer: run LM_EVAL=PYTHON again"
     [row] = evaluate("choice", folder, None, tmp_path, "--data", path)[1]["results"]
-    for sample, found in zip(samples, row["log_likelihoods"], strict=True):
-        lls = [float(response[0]) for response in sample["filtered_resps"]]
+    for found, lls in zip(row["log_likelihoods"], theirs["log_likelihoods"], strict=True):
         assert np.abs(np.subtract(found, lls)).max() <= 2e-5 * np.abs(lls).max(), (found, lls)
-    for key in ("acc", "acc_norm"):
-        assert row[key] == theirs[f"{key},none"] and row[f"{key}_stderr"] == pytest.approx(theirs[f"{key}_stderr,none"])
+    for key in KEYS:
+        assert row[key] == pytest.approx(theirs[key])

@@ -370,6 +370,8 @@ def test_theta(block, d, softmax, data, tmp_path, monkeypatch):
     """ntk uses theta (T/L)^(d/(d-2)) beyond L. --rope-theta replaces the checkpoint's theta, also under ntk."""
     folder, tensors, config = softmax[block]
     plain = losses(evaluate(folder, data, tmp_path, "--seq-lens", f"{L // 2},{4 * L}")[1])
+    output, _ = evaluate(folder, data, tmp_path, "--seq-lens", 4 * L, "--rope-theta", 500000)
+    assert "RoPE's theta is 500 k at every length" in output
     for flags, base, ntk in (([], 10000, 0), (["--rope-theta", 100], 100, 0), ([], 10000, 1),
                              (["--rope-theta", 100], 100, 1)):
         flags = [*flags, "--rope-scaling", "ntk"] if ntk else flags
@@ -461,7 +463,8 @@ WRONG = {
                         ["--rope-scaling yran:4:8", "Did you mean yarn?", "linear:FACTOR, ntk"]),
     "incomplete scaling": (["--rope-scaling", "yarn:4"], 2, ["--rope-scaling yarn:4", "expected yarn:FACTOR:ORIGINAL"]),
     "theta 1": (["--rope-theta", "1"], 2, ["--rope-theta 1", "above 1"]),
-    "no tokens": (["--max-tokens", "0"], 2, ["--max-tokens 0", "from 1"]),
+    "no tokens": (["--max-tokens", "0"], 2, ["--max-tokens 0", "from 1 to 1000000000000,"]),
+    "a negative seed": (["--seed", "-1"], 2, ["--seed -1", "a whole number from 0 to 1000000000000000,"]),
     "too long": (["--seq-lens", "8,2000000"], 2, ["--seq-lens", "1048576"]),
     "log:L at 1": (["--model", "{one}", "--attn", "softmax+scale=log:L"], 2, ["ln L", "L = 1"]),
     "ntk of pairs": (["--model", "{pairs}", "--rope-scaling", "ntk", "--seq-lens", "16"], 2, ["ntk", "size 2"]),

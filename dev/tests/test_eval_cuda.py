@@ -4,20 +4,28 @@ EVAL_GPT2CU names another build to test, which may be one for a GPU. Like a mach
 library of Python but NumPy, tqdm and pytest.
 """
 import json
+import re
 
 import numpy as np
 import pytest
 
 import tiny
 from byte_text import VOCAB, write_text
-from trainer import cuda_program
+from trainer import cuda_program, write_shard
 
-TASKS = {
+TASKS = {       # the task is the first word
     "loss": ["--seq-lens", "32,20", "--max-tokens", 320],
     "positions": ["--seq-lens", "48", "--max-tokens", 192, "--rope-scaling", "ntk"],
-    "doc mask": ["--seq-lens", "32", "--max-tokens", 320, "--doc-mask"],
+    "loss, doc mask": ["--seq-lens", "32", "--max-tokens", 320, "--doc-mask"],
+    "positions, masked shards": ["--seq-lens", "48,20", "--max-tokens", 192, "--data", "{masked}/*_val_*.bin"],
+    "loss, an example a row": ["--seq-lens", "48", "--max-tokens", 192, "--pack", "example"],
+    "loss, two models": ["--seq-lens", "32,20", "--max-tokens", 320, "--model", "{model},{model}"],
     "needle": ["--seq-lens", "110", "--samples", 2, "--depths", "10,80", "--max-new-tokens", 5],
+    "needle, squad": ["--seq-lens", "110", "--samples", 2, "--random-depth", "--chat", "squad", "--max-new-tokens", 3],
+    "needle, chatml": ["--seq-lens", "110,90", "--samples", 1, "--depths", "50", "--chat", "chatml", "--system", "Hi.",
+                       "--max-new-tokens", 3, "--rope-scaling", "ntk"],
     "attention": ["--seq-lens", "40", "--samples", 3],
+    "attention, prompts": ["--prompt-file", "{prompts}"],
     "scores": [],
     "choice": ["--seq-lens", "128"],
 }
@@ -31,19 +39,25 @@ MODELS = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """A function of a name in MODELS that returns the data and a trained model."""
+    """A function of a name in MODELS that returns a trained model and all files."""
     folder = tmp_path_factory.mktemp("eval")
     data = write_text(folder / "data")
     (folder / "questions.jsonl").write_text("".join(json.dumps(
         {"activity_label": "Cats", "ctx_a": "The cat", "ctx_b": "Sat on", "label": i,
          "endings": ["the house.", "it", "[x] 日本語"]}) + "\n" for i in range(3)))
+    (folder / "prompts").write_text("the cat sat on the mat\na dog\nnaïve café\n")
+    masked = write_text(folder / "masked", seed=2)
+    for shard in masked.glob("*.bin"):
+        bits = np.random.default_rng(3).integers(0, 2, (shard.stat().st_size - 1024) // 2)
+        write_shard(shard.with_suffix(".mask"), bits, magic=20240521)
+    files = {"data": data, "questions": folder / "questions.jsonl", "prompts": folder / "prompts", "masked": masked}
     made = {}
 
     def model(name):
         if name not in made:
             shape, flags, _ = MODELS[name]
             made[name] = tiny.train(data, folder / name, "--model", shape, *flags, steps=10)[0]
-        return data, made[name], folder / "questions.jsonl"
+        return files | {"model": made[name]}
     return model
 
 
@@ -81,17 +95,21 @@ def without(found, names):
 @pytest.mark.parametrize("task", TASKS)
 def test_same_results(task, name, dtype, models, tmp_path):
     cuda = cuda_program("eval_gpt2cu")
-    data, folder, questions = models(name)
-    flags = ["--model", folder, "--data", questions if task == "choice" else f"{data}/*_val_*.bin",
-             "--task", {"doc mask": "loss"}.get(task, task), *TASKS[task], *MODELS[name][2], "--dtype", dtype,
-             "--picture", 0]
-    found = []
+    files, kind = models(name), task.split(",")[0]
+    own = [word.format(**files) if isinstance(word, str) else word for word in TASKS[task]]
+    source = files["questions"] if kind == "choice" else f"{files['data']}/*_val_*.bin"
+    flags = ["--model", files["model"], *([] if "--prompt-file" in own else ["--data", source]), "--task", kind, *own,
+             *MODELS[name][2], "--dtype", dtype, "--picture", 0]
+    found, computed = [], []
     for program, out in ((tiny.BIN / "eval_gpt2", tmp_path / "cpu"), (cuda, tmp_path / "cuda")):
-        tiny.run(program, *flags, "--out", out)
+        _, errors = tiny.run(program, *flags, "--out", out)
+        computed += [int(tokens.replace(",", "")) for tokens in re.findall(r"([\d,]+) tokens in", errors)]
         result = json.loads((out / "eval.json").read_text())
         found.append(without(result, {"arguments"} | (CHOICES if dtype == "bf16" else set())))
     rows = differences(*found)
     assert len(rows) > (0 if task == "scores" and name != "ssmax-pn" else 5)
+    if task == "needle":        # every prompt, and every token of its answer but the last, is a whole forward pass
+        assert computed[1] > 4 * computed[0] or dtype == "bf16"
     assert max(rows) < (BOUNDS[dtype],), max(rows)
     for path in (tmp_path / "cpu").glob("*.npy"):
         np.testing.assert_allclose(np.load(path), np.load(tmp_path / "cuda" / path.name), atol=MAP_BOUNDS[dtype])

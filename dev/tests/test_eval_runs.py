@@ -95,6 +95,25 @@ def test_several_models(model_of, data, tmp_path):
             and both["models"] == [result["models"][0] for result in alone])
 
 
+def test_the_table_of_all_losses(model_of, data, tmp_path):
+    """A row for each model and normalizer, a column for each length of any of them."""
+    folders = [model_of("grouped", "ssmax")[0], model_of("gau", "softmax", 64)[0]]
+    for task in ("loss", "positions"):
+        output, result = evaluate(task, f"{folders[0]},{folders[1]}", data, tmp_path, "--attn", "softmax1",
+                                  "--seq-lens", "40,0,16", "--max-tokens", 400)
+        lines = output[output.index("\nloss by length\n"):].splitlines()[2:]
+        assert lines[0].split() == ["model", "attn", "16", "40", "64", "128"]
+        expected = {}
+        for row in result["results"]:
+            expected.setdefault((row["model"], row["attn"]), {})[row["seq_len"]] = f"{row['loss']:.4f}"
+        assert len(lines) == 5 == len(expected) + 1
+        for line, (names, losses) in zip(lines[1:], expected.items()):
+            assert line.split() == [*names, *(losses[T] for T in (16, 40, 64, 128) if T in losses)]
+            assert all(line[lines[0].index(f" {T}") - 6:][:len(f" {T}") + 6].strip() == losses[T] for T in losses)
+    for models, flags in ((folders[0], []), (folders[0], ["--task", "needle", "--seq-lens", 100, "--samples", 1])):
+        assert "loss by length" not in evaluate("loss", models, data, tmp_path, "--max-tokens", 400, *flags)[0]
+
+
 def test_each_model_has_a_name_of_its_own(model_of, data, tmp_path):
     folder = model_of("grouped", "softmax")[0]
     shutil.copytree(folder, tmp_path / "a" / "same")

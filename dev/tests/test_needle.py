@@ -3,6 +3,8 @@ against the reference, the cache that prompts share, what the prompts are, messa
 import json
 import math
 import os
+import re
+import shutil
 
 import numpy as np
 import pytest
@@ -29,13 +31,34 @@ def data(tmp_path_factory):
 
 def needles(folder, data, out, *flags):
     """Stdout, the results, and the lines of prompts.jsonl in the order of the trials."""
-    output, result = evaluate("needle", folder, data, out, "--save-prompts", *flags)
+    return needles_and_tokens(folder, data, out, *flags)[:3]
+
+
+def needles_and_tokens(folder, data, out, *flags):
+    """The same, and the number of tokens that eval_gpt2 says it has computed."""
+    output, errors = run(BIN / "eval_gpt2", "--task", "needle", "--model", folder, "--data", f"{data}/*_val_*.bin",
+                         "--picture", 0, "--out", out, "--save-prompts", *flags)
+    results = json.loads((out / "eval.json").read_text())["results"]
     prompts = [json.loads(line) for line in (out / "prompts.jsonl").read_text().splitlines()]
-    trials = [trial for row in result["results"] for trial in row["trials"]]
+    trials = [trial for row in results for trial in row["trials"]]
     assert len(prompts) == len(trials)
     for prompt, trial in zip(prompts, trials):
         assert (prompt["depth"], prompt["sample"]) == (trial["depth"], trial["sample"])
-    return output, result["results"], prompts
+    return output, results, prompts, int(re.search(r"eval_gpt2: ([\d,]+) tokens in", errors)[1].replace(",", ""))
+
+
+def tokens_to_compute(prompts):
+    """(how many tokens of the prompts and answers the model computes if prompts of a length share whole blocks of 1,024
+    tokens with the one before, how many without sharing). The last token of an answer is not fed."""
+    computed = whole = 0
+    for before, prompt in zip([None, *prompts], prompts):
+        tokens, shared = prompt["tokens"], 0
+        if before and before["seq_len"] == prompt["seq_len"]:
+            pairs = zip(tokens[:-1], before["tokens"][:-1])
+            shared = next((i for i, (a, b) in enumerate(pairs) if a != b), 0) // 1024 * 1024
+        whole += len(tokens) + len(prompt["answer"]) - 1
+        computed += len(tokens) - shared + len(prompt["answer"]) - 1
+    return computed, whole
 
 
 # ---------------------------------------------------------------- a circuit
@@ -130,8 +153,10 @@ def has_no_repeated_gram(number):
 
 
 def test_an_induction_circuit_finds_every_needle(induction, data, tmp_path):
-    output, rows, prompts = needles(induction, data, tmp_path, "--seq-lens", "200,700,1500",
-                                    "--depths", "0,10,50,90,100", "--samples", 3)
+    output, rows, prompts, tokens = needles_and_tokens(induction, data, tmp_path, "--seq-lens", "200,700,1500",
+                                                       "--depths", "0,10,50,90,100", "--samples", 3)
+    computed, whole = tokens_to_compute(prompts)
+    assert tokens == computed == whole - 3 * 1024                       # depths 90 and 100 of 1,500 tokens share a block
     assert [row["seq_len"] for row in rows] == [200, 700, 1500] and len(prompts) == 45
     for row in rows:
         assert row["right"] == 1 and [depth["right"] for depth in row["depths"]] == 5 * [1], row["depths"]
@@ -140,7 +165,7 @@ def test_an_induction_circuit_finds_every_needle(induction, data, tmp_path):
             assert trial["answer"] == f" {trial['number']}." and trial["verdict"] == "right"
             assert (trial["best_score"] == pytest.approx(1, abs=1e-3)
                     and (trial["best_layer"], trial["best_head"]) == (1, 0))
-    assert output.count("100.0 %") == 18
+    assert output.count("100.0 %") == 18 and output.count(" 1.0000, layer 1, head 0\n") == 3
 
 
 # Those in which the weight of a match is 1 up to rounding, whatever n is.
@@ -273,12 +298,18 @@ def test_needle_scores_equal_the_references(shape, attn, model_of, data, tmp_pat
 def test_sharing_the_cache_changes_no_bit(shape, attn, model_of, data, tmp_path):
     """Prompts of one haystack continue the cache of the one before; each alone gives the same numbers."""
     folder, *_ = model_of(shape, attn, 1200)
-    how = ["--seq-lens", 700, "--samples", 2, "--threads", 2, "--max-new-tokens", 4]
-    _, [row], _ = needles(folder, data, tmp_path, *how, "--depths", "5,95,60,90")
-    alone = {depth: needles(folder, data, tmp_path, *how, "--depths", depth)[1][0]["trials"]
-             for depth in (5, 60, 90, 95)}
-    for trial in row["trials"]:
-        assert trial == alone[trial["depth"]][trial["sample"]]
+    how = ["--seq-lens", 2500, "--samples", 2, "--threads", 2, "--max-new-tokens", 4]
+    _, [row], prompts, tokens = needles_and_tokens(folder, data, tmp_path, *how, "--depths", "60,95,5,90")
+    computed, whole = tokens_to_compute(prompts)
+    assert tokens == computed == whole - 2 * 1024                       # 95 % after 60 %, twice
+    _, [again], prompts, tokens = needles_and_tokens(folder, data, tmp_path, *how, "--depths", "60,90,95")
+    computed, whole = tokens_to_compute(prompts)
+    assert tokens == computed == whole - 2 * (1024 + 2048)
+    for depth in (5, 60, 90, 95):
+        _, [row_alone], prompts, tokens = needles_and_tokens(folder, data, tmp_path, *how, "--depths", depth)
+        assert tokens == tokens_to_compute(prompts)[1]                  # two haystacks share nothing
+        for trial in row_alone["trials"]:
+            assert all(trial in found["trials"] for found in (row, again) if (found, depth) != (again, 5))
 
 
 def test_longer_prompts_do_not_change_shorter_ones(model_of, data, tmp_path):
@@ -293,6 +324,26 @@ def test_longer_prompts_do_not_change_shorter_ones(model_of, data, tmp_path):
     both = trials("300,150")
     assert [len(row) for row in both] == [5, 5] and both[0][0]["needle_scores"] != both[1][0]["needle_scores"]
     assert both == trials("150,300")[::-1] == [*trials("300"), *trials("150")]
+
+
+def test_theta_depends_on_the_length_alone(model_of, data, tmp_path, monkeypatch):
+    """Under ntk, a needle's score does not change with more samples, whose cities make longer prompts, or with longer
+    answers."""
+    folder, tensors, config = model_of("llama", "softmax", 100)
+    flags = ["--rope-scaling", "ntk", "--seq-lens", 150, "--depths", 50]
+    output, [one], prompts = needles(folder, data, tmp_path, *flags, "--samples", 1)
+    _, [many], longer = needles(folder, data, tmp_path, *flags, "--samples", 40, "--max-new-tokens", 30)
+    assert max(len(prompt["tokens"]) for prompt in longer) > len(prompts[0]["tokens"])
+    for key in ("city", "number", "needle_scores", "best_score"):
+        assert one["trials"][0][key] == many["trials"][0][key], key
+    theta = 10000 * 1.5 ** (8 / 6)
+    assert one["rope_theta"] == many["rope_theta"] == pytest.approx(theta)
+    assert output.splitlines()[-1].split()[:3] == ["150", f"{theta / 1000:.1f}", "k"]
+    monkeypatch.setattr(reference, "THETA", theta)
+    trace, (first, end) = reference.Trace(), prompts[0]["number"]
+    reference.forward(tensors, torch.tensor([prompts[0]["tokens"]]), config, trace)
+    expected = torch.stack([A[0, :, -1, first:end].sum(-1) for A in trace.weights]).numpy()
+    assert np.abs(np.array(one["trials"][0]["needle_scores"]) - expected).max() < 1e-5
 
 
 def test_lengths_share_no_cache(model_of, data, tmp_path):
@@ -422,7 +473,7 @@ def test_logits_that_are_not_finite(model_of, data, tmp_path):
     assert "model under softmax: its activations are not finite in 5 of 5 needles" in errors
     assert [(trial["answer"], trial["verdict"]) for trial in row["trials"]] == 5 * [(None, "not finite")]
     assert row["right"] is None and all(depth["right"] is depth["first_digit"] is None for depth in row["depths"])
-    assert output.splitlines()[-1].split() == ["100", *6 * ["nan", "%"]]
+    assert output.splitlines()[-1].split()[:15] == ["100", "10.0", "k", *6 * ["nan", "%"]]
 
 
 # ---------------------------------------------------------------- messages
@@ -432,12 +483,29 @@ WRONG = {
     "too long": (["--seq-lens", "2000000"], 2, ["--seq-lens"]),
     "too little data": (["--seq-lens", "30001"], 3,
                         ["too little data", "30,000 tokens", "contexts of 30,001", "reduce --seq-lens"]),
-    "hardly any data": (["--data", "{few}"], 3, ["too little data", "reduce --seq-lens"]),
+    "hardly any data": (["--data", "{few}"], 3, ["few.bin: too little data: 60 tokens;",
+                                                 "contexts of 593 needs at least 593", "reduce --seq-lens"]),
+    "less than a block": (["--data", "{few}", "--seq-lens", "60"], 3, ["few.bin", "contexts of 60 needs at least 65"]),
     "no shards": (["--data", "/nowhere/*.bin"], 3, ["no file matches"]),
     "empty data": (["--data", "{empty}"], 3, ["empty.bin"]),
     "too many ends": (["--data", "{ends}"], 3,
                       ["only 592 tokens other than end-of-text; expected 593", "reduce --seq-lens"]),
-    "no tokenizer": (["--model", "{bare}"], 3, ["tokenizer.json", "Copy"]),
+    "no tokenizer": (["--model", "{bare}"], 3, ["bare: it has no tokenizer.json",
+                                                "Copy tokenizer.json from the folder of the model's training data into"]),
+    "no token 7": (["--model", "{without7}"], 2, ["without7/tokenizer.json: it has no tokens for the number",
+                                                  "which was drawn for sample 2", "Set --number"]),
+    "a number without tokens": (["--model", "{without7}", "--number", "171"], 2,
+                                ["--number 171", "without7/tokenizer.json", "Choose another"]),
+    "no colon": (["--model", "{without:}"], 3,
+                 ["without:/tokenizer.json: it has no tokens for all of \"The special magic ", " number is:\"",
+                  "(the city is ", "Choose another model"]),
+    "no period": (["--model", "{without.}"], 3, ["without./tokenizer.json: it has no tokens for all of \" .\""]),
+    "no question": (["--model", "{without?}"], 3, ["What is the special magic ", "?"]),
+    "no B": (["--model", "{withoutB}"], 2, ["withoutB/tokenizer.json: it has no tokens for the city ",
+                                            "which was drawn for sample ", "Set --city"]),
+    "a city with digits": (["--city", "Area51"], 2, ["--city Area51: expected a name without digits", "--number"]),
+    "a system message without tokens": (["--model", "{withoutB}", "--city", "Rome", "--chat", "chatml", "--system",
+                                         "Be brief."], 2, ["--system", "withoutB/tokenizer.json"]),
     "a larger vocabulary": (["--model", "{larger}"], 3, ["tokenizer", "vocabulary"]),
     "no ChatML": (["--chat", "chatml", "--model", "{plain}"], 2, ["--chat chatml", "<|im_start|>", "--chat raw"]),
     "a system message": (["--system", "Hi"], 2, ["--system needs --chat chatml"]),
@@ -466,14 +534,21 @@ def wrong(model_of, data, tmp_path_factory):
             (root / name / file).write_bytes((folder / file).read_bytes())
     write_tokenizer(root / "plain", {"<|endoftext|>": END_OF_TEXT})
     write_tokenizer(root / "larger", {"<|endoftext|>": 256, "<|a|>": 257, "<|b|>": 258, "<|c|>": 259})
-    return {"empty": root / "empty.bin", "few": root / "few.bin", "ends": root / "ends.bin", "bare": root / "bare",
+    without = {f"without{letter}": root / f"without{letter}" for letter in "7:.?B"}
+    for name, path in without.items():
+        shutil.copytree(folder, path)
+        tokenizer = json.loads((path / "tokenizer.json").read_text())
+        vocab = tokenizer["model"]["vocab"]
+        vocab[2 * name[-1]] = vocab.pop(name[-1])           # the ids stay; without merges, no text has this token
+        (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return without | {"empty": root / "empty.bin", "few": root / "few.bin", "ends": root / "ends.bin", "bare": root / "bare",
             "plain": root / "plain", "larger": root / "larger", "pn": model_of("llama", "ssmax-pn")[0]}
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_usage_is_named(name, wrong, model_of, data, tmp_path):
     words, code, parts = WRONG[name]
-    words = [word.format(**wrong) if isinstance(word, str) else os.fsdecode(word) for word in words]
+    words = [str(wrong.get(word[1:-1], word)) if isinstance(word, str) else os.fsdecode(word) for word in words]
     errors = evaluate("needle", model_of("llama", "softmax")[0], data, tmp_path / "out", "--seq-lens", 593, *words,
                       code=code)
     assert errors.startswith("eval_gpt2: ")
