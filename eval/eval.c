@@ -542,8 +542,8 @@ static bool ends_with(const char *text, const char *end) {
 
 // Can this be the name of a file that belongs to an eval.json? One from elsewhere may list anything.
 static bool is_result(const char *name) {
-    return !strchr(name, '/') &&
-           (ends_with(name, ".png") || ends_with(name, ".html") || ends_with(name, ".npy") || ends_with(name, ".jsonl"));
+    return !strchr(name, '/') && (ends_with(name, ".png") || ends_with(name, ".html") || ends_with(name, ".npy") ||
+                                  ends_with(name, ".jsonl"));
 }
 
 // The names in "files" of OUT/eval.json. NULL if there is none that can be read.

@@ -25,7 +25,8 @@ static const struct {
                      "assistant\n"},
     // clang-format on
 };
-static const char DIGITS[] = "0123456789", NEEDLE[] = "\nThe special magic %s number is:", NUMBER[] = " %s.", NEEDLE_END[] = "\n";
+static const char DIGITS[] = "0123456789", NEEDLE[] = "\nThe special magic %s number is:", NUMBER[] = " %s.",
+                  NEEDLE_END[] = "\n";
 
 static const char REMEDY[] = "Add data, or reduce --seq-lens.";
 
@@ -198,8 +199,7 @@ static void check_number(const Needle *n) {
     const NeedleTrial *t = &n->trial;
     FolderPath path = folder_path(n->e->folder, tokenizer_files[0]);
     if (can_write(n, t->number)) return;
-    if (n->e->o.number)
-        fail(EXIT_USAGE, "--number %s: %s has no tokens for it. Choose another.", t->number, path.text);
+    if (n->e->o.number) fail(EXIT_USAGE, "--number %s: %s has no tokens for it. Choose another.", t->number, path.text);
     fail(EXIT_USAGE,
          "%s: it has no tokens for the number %s, which was drawn for sample %zu.\n"
          "  Set --number to digits that this tokenizer can write.",

@@ -281,7 +281,7 @@ LONG = {        # T: the length of the sequences
 
 def peak(task, model, data, folder, T):
     """The peak memory in bytes, and eval.json."""
-    ending = {"query": ("a " * T)[:T - 1], "choices": ["b", "c"], "gold": 0}         # T tokens with the space and the ending
+    ending = {"query": ("a " * T)[:T - 1], "choices": ["b", "c"], "gold": 0}    # T tokens with the space and the ending
     (folder / f"{T}.jsonl").write_text(json.dumps(ending))
     words = [BIN / "eval_gpt2", "--model", model, "--data", f"{data}/*_val_*.bin", "--task", task, "--picture", 0,
              "--out", folder / "out", *(word.format(T=T, folder=folder) for word in LONG[task])]

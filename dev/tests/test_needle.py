@@ -156,7 +156,7 @@ def test_an_induction_circuit_finds_every_needle(induction, data, tmp_path):
     output, rows, prompts, tokens = needles_and_tokens(induction, data, tmp_path, "--seq-lens", "200,700,1500",
                                                        "--depths", "0,10,50,90,100", "--samples", 3)
     computed, whole = tokens_to_compute(prompts)
-    assert tokens == computed == whole - 3 * 1024                       # depths 90 and 100 of 1,500 tokens share a block
+    assert tokens == computed == whole - 3 * 1024                      # depths 90 and 100 of 1,500 tokens share a block
     assert [row["seq_len"] for row in rows] == [200, 700, 1500] and len(prompts) == 45
     for row in rows:
         assert row["right"] == 1 and [depth["right"] for depth in row["depths"]] == 5 * [1], row["depths"]
@@ -490,8 +490,9 @@ WRONG = {
     "empty data": (["--data", "{empty}"], 3, ["empty.bin"]),
     "too many ends": (["--data", "{ends}"], 3,
                       ["only 592 tokens other than end-of-text; expected 593", "reduce --seq-lens"]),
-    "no tokenizer": (["--model", "{bare}"], 3, ["bare: it has no tokenizer.json",
-                                                "Copy tokenizer.json from the folder of the model's training data into"]),
+    "no tokenizer": (["--model", "{bare}"], 3,
+                     ["bare: it has no tokenizer.json",
+                      "Copy tokenizer.json from the folder of the model's training data into"]),
     "no token 7": (["--model", "{without7}"], 2, ["without7/tokenizer.json: it has no tokens for the number",
                                                   "which was drawn for sample 2", "Set --number"]),
     "a number without tokens": (["--model", "{without7}", "--number", "171"], 2,
@@ -541,8 +542,9 @@ def wrong(model_of, data, tmp_path_factory):
         vocab = tokenizer["model"]["vocab"]
         vocab[2 * name[-1]] = vocab.pop(name[-1])           # the ids stay; without merges, no text has this token
         (path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    return without | {"empty": root / "empty.bin", "few": root / "few.bin", "ends": root / "ends.bin", "bare": root / "bare",
-            "plain": root / "plain", "larger": root / "larger", "pn": model_of("llama", "ssmax-pn")[0]}
+    files = {name: root / f"{name}.bin" for name in ("empty", "few", "ends")}
+    folders = {name: root / name for name in ("bare", "plain", "larger")}
+    return without | files | folders | {"pn": model_of("llama", "ssmax-pn")[0]}
 
 
 @pytest.mark.parametrize("name", WRONG)
