@@ -658,7 +658,7 @@ part_memory() { timing 45 triton gpu_step.py --ours "$train"; }
 part_larger() { timing 45 triton gpu_step.py --ours "$train"; }
 
 part_evaluation() {
-    check "the same results as eval_gpt2" 30 180 test_evaluation
+    check "the same results as eval_gpt2" 30 300 test_evaluation
     timing 45 tqdm gpu_eval.py --train "$train" --evaluate "$evaluate"
 }
 

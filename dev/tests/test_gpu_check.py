@@ -414,7 +414,7 @@ def test_evaluation_part(tmp_path, known):
     part = parts_of(tmp_path / "report")["evaluation"]
     assert [(check["name"], check["verdict"]) for check in part["checks"]] == [("the same results as eval_gpt2", "ok"),
                                                                                ("evaluation", "ok")]
-    assert "2 passed" in part["checks"][0]["detail"] and len(part["records"]) == 6
+    assert re.match(r"[1-9]\d* passed", part["checks"][0]["detail"]) and len(part["records"]) == 6
     report = (tmp_path / "report/report.md").read_text()
     assert_well_formed(report)
     assert report.count(gpu_report.MISSING) == 18         # a dry run measures nothing

@@ -860,14 +860,15 @@ def test_a_result_that_was_not_recorded_is_collected(whole, data, tmp_path):
 # ---------------------------------------------------------------- pages
 
 def test_the_pages_tables_are_those_of_the_results(tmp_path):
-    """doc/results.md has the numbers of grids/results.json; a number that was changed is noticed."""
+    """The pages have the numbers of grids/results.json; a number that was changed is noticed."""
     def tables(page, *words):
         return subprocess.run([sys.executable, ROOT / "scripts/grid_tables.py", page, *words], text=True,
                               capture_output=True)
     page = ROOT / "doc/results.md"
     assert page.read_text().count("<!-- table: ") >= 10
-    checked = tables(page, "--check")
-    assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
+    for each in (page, ROOT / "doc/comparison.md"):
+        checked = tables(each, "--check")
+        assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
     wrong = tmp_path / "results.md"
     wrong.write_text(re.sub(r"(\| softmax \| .*?)4(?=[0-9])", r"\g<1>7", page.read_text(), count=1))
     assert wrong.read_text() != page.read_text()
