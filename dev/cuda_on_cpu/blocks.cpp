@@ -5,7 +5,7 @@
 //
 // This file is never compiled with -fsanitize=thread, because what the emulator does between fibers must not count as
 // synchronization of the kernel. What does count is declared explicitly, by __tsan_acquire and __tsan_release.
-#include "engine.h"
+#include "block.h"
 
 #include <float.h>
 #include <math.h>
@@ -65,165 +65,21 @@ cuda_on_cpu_start:
 
 // ---- who waits for what
 
-enum Kind {
-    NOTHING,
-    EXITED,
-    BARRIER,
-    BARRIER_OR,
-    BARRIER_AND,
-    BARRIER_COUNT,
-    SYNCWARP,
-    SHFL,
-    SHFL_UP,
-    SHFL_DOWN,
-    SHFL_XOR,
-    BALLOT_SYNC,
-    ANY_SYNC,
-    ALL_SYNC,
-    MATCH_ANY,
-    MATCH_ALL,
-    REDUCE_ADD,
-    REDUCE_MIN,
-    REDUCE_MAX,
-    REDUCE_AND,
-    REDUCE_OR,
-    REDUCE_XOR,
-    LDMATRIX_X2,
-    LDMATRIX_X4,
-    LDMATRIX_X2_TRANSPOSED,
-    LDMATRIX_X4_TRANSPOSED,
-    MMA
-};
 // clang-format off
 static const char *const kind_names[] = {
     "", "", "__syncthreads", "__syncthreads_or", "__syncthreads_and", "__syncthreads_count", "__syncwarp", "__shfl_sync", "__shfl_up_sync",
     "__shfl_down_sync", "__shfl_xor_sync", "__ballot_sync", "__any_sync", "__all_sync", "__match_any_sync", "__match_all_sync",
     "__reduce_add_sync", "__reduce_min_sync", "__reduce_max_sync", "__reduce_and_sync", "__reduce_or_sync", "__reduce_xor_sync",
-    "ldmatrix_x2", "ldmatrix_x4", "ldmatrix_x2_transposed", "ldmatrix_x4_transposed", "mma_m16n8k16"
+    "ldmatrix_x2", "ldmatrix_x4", "ldmatrix_x2_transposed", "ldmatrix_x4_transposed",
+    "stmatrix_x2", "stmatrix_x4", "stmatrix_x2_transposed", "stmatrix_x4_transposed", "mma_m16n8k16"
 };
 // clang-format on
-static const unsigned ALL_LANES = 0xFFFFFFFFu;
 
-struct Wait {
-    Kind kind;
-    unsigned mask;    // the lanes, in a warp operation
-    Site site;
-};
-
-enum { PENDING_COPIES = 512 };
-
-struct PendingCopy {
-    void *shared;
-    const void *global;
-    bool valid;
-    unsigned group;    // the number of commits before it
-};
-
-struct Warp;
-
-struct Fiber {
-    Position position;    // first, so that `position` leads to the fiber
-    void *stack;          // where it stopped
-    Warp *warp;
-    unsigned number, lane;       // of the thread in its block, and in its warp
-    Wait wait;                   // what it waits for, or waited for last
-    unsigned commits, copies;    // of cp.async: commits so far, copies so far
-    // Those of pending[i % PENDING_COPIES], oldest <= i < newest, have not taken place yet.
-    unsigned oldest, newest;
-    PendingCopy *pending;
-    void *context, *copier;    // of the thread and of its asynchronous copies, in the race check
-    void *fake_stack;          // AddressSanitizer's
-};
-
-// Treats the lanes' n-th copies as one instruction of the warp, to count its bank conflicts.
-enum { COPIES_OF_WARP = 128 };
-
-struct CopyOfWarp {
-    unsigned number, lanes;    // n + 1; the lanes that have issued it
-    Site site;
-    const void *to[32];
-};
-
-struct Warp {
-    unsigned waiting, absent;          // lanes that wait in a warp operation; lanes that have exited or never existed
-    Wait first;                        // what the first waiting lane waits for
-    bool same;                         // all waiting lanes wait for the same
-    uint64_t value[32], result[32];    // of a shuffle, vote, ...
-    int argument[32];
-    const void *row[32];    // of ldmatrix
-    uint32_t a[4][32], b[2][32], r[4][32];
-    float top[32][2], bottom[32][2];    // mma's d[0], d[1] and d[2], d[3]: as floats, rows 0-7 and 8-15 of 8 columns
-    unsigned phase[32];                 // how often the lanes of the mask with this lowest lane have met
-    CopyOfWarp copies[COPIES_OF_WARP];
-};
-
-// Addresses that represent synchronization between threads in the race check. A barrier or warp operation has two, used
-// alternately: what a fast thread does before the next meeting must not appear ordered before a slow thread that has
-// not yet left the last one.
-enum { COPY_GROUPS = 16 };
-struct Meetings {
-    char barrier[2], warps[WARPS][32][2];    // of a warp: by the lowest lane of the mask
-    char issued[BLOCK_THREADS], copied[BLOCK_THREADS][COPY_GROUPS];
-};
-
-enum { SHARED_ARRAYS = 4096, ARRAYS_IN_BLOCK = 64, SITES = 1024 };
-
-struct ArrayInBlock {
-    char *memory;
-    size_t bytes;
-    const SharedArray *array;
-};
-
-struct Worker {
-    const Parameters *launch;
-    uint3 block;
-    int threads, alive, current;
-    uint64_t ready[BLOCK_THREADS / 64];
-    uint64_t random;
-    Settings settings;
-    Fiber fibers[BLOCK_THREADS];
-    Warp warps[WARPS];
-    // By the race check. If false, the whole block counts as the emulator's own work, which the check ignores.
-    bool watched;
-    void *home;    // the stack on which run_block was called
-    void *home_context, *home_fake_stack;
-    const void *home_bottom;
-    size_t home_bytes;
-
-    int arrived;    // at the barrier
-    Wait barrier;
-    int predicates, result;
-    unsigned barrier_phase;
-
-    char *stacks;
-    size_t stack_bytes, stack_step;
-    int stacks_ready;
-
-    Meetings *meetings;
-    char *statics, *statics_end, *dynamic, *dynamic_end;
-    size_t statics_used, statics_asked;
-    ArrayInBlock arrays[ARRAYS_IN_BLOCK];    // of this block, in the order of their first use
-    int array_count;
-    char *array_memory[SHARED_ARRAYS];    // by the array's number; NULL: not yet used in this block
-
-    PendingCopy pending[BLOCK_THREADS][PENDING_COPIES];
-    Counts counts;
-    // A hash table; once it is full, further conflicts are counted without their line.
-    struct {
-        Site site;
-        uint64_t conflicts;
-    } sites[SITES];
-};
-static __thread Worker *worker CUDA_ON_CPU_TLS;
-
-static Fiber &self() {
-    return *(Fiber *)position;
-}
+__thread Worker *worker CUDA_ON_CPU_TLS;
 
 // ---- messages
 
-static std::string print(const char *format, ...) __attribute__((format(printf, 1, 2)));
-static std::string print(const char *format, ...) {
+std::string print(const char *format, ...) {
     char text[1024];
     va_list arguments;
     va_start(arguments, format);
@@ -255,7 +111,7 @@ void die(const char *format, ...) {
     abort();
 }
 
-static bool same_site(Site a, Site b) {
+bool same_site(Site a, Site b) {
     return a.line == b.line && (a.file == b.file || strcmp(a.file, b.file) == 0);
 }
 
@@ -272,6 +128,7 @@ static std::string describe(const Worker &w, int number) {
     const Wait &wait = w.fibers[number].wait;
     if (wait.kind == EXITED) return "exited";
     if (wait.kind == NOTHING || (w.ready[number / 64] >> number % 64 & 1)) return "can continue";
+    if (wait.kind >= MBARRIER_WAIT) return async_describe(w, w.fibers[number]);
     if (wait.kind < SYNCWARP)
         return print("wait in %s at %s:%d", kind_names[wait.kind], wait.site.file, wait.site.line);
     return print("wait in %s(mask %08x) at %s:%d", kind_names[wait.kind], wait.mask, wait.site.file, wait.site.line);
@@ -279,7 +136,7 @@ static std::string describe(const Worker &w, int number) {
 
 // "24 threads wait in __shfl_xor_sync(mask ffffffff) at f.cu:4: 40-63; 40 threads wait in __syncthreads at f.cu:6:
 // 0-39"
-static std::string who_waits_where(int from, int to) {
+std::string who_waits_where(int from, int to) {
     std::vector<std::pair<std::string, std::vector<int>>> places;
     for (int i = from; i < to; i++) {
         std::string place = describe(*worker, i);
@@ -301,8 +158,12 @@ static std::string who_waits_in_warp() {
 
 // ---- the order of turns
 
-static void set_waiting(Worker &w, unsigned number) {
+void set_waiting(Worker &w, unsigned number) {
     w.ready[number / 64] &= ~(1ull << number % 64);
+}
+
+void set_ready(Worker &w, unsigned number) {
+    w.ready[number / 64] |= 1ull << number % 64;
 }
 
 static void set_all_ready(Worker &w) {
@@ -359,6 +220,10 @@ static char *stack_of(const Worker &w, int number) {    // its lower end
     return w.stacks + (size_t)number * w.stack_step + (w.stack_step - w.stack_bytes);
 }
 
+char *stack_top(const Worker &w, unsigned number) {
+    return stack_of(w, (int)number) + w.stack_bytes;
+}
+
 static void switch_to(Worker &w, int next) {
     Fiber &from = self(), &to = w.fibers[next];
     if (next == w.current) return;
@@ -378,12 +243,36 @@ static void deadlock() {
         who_waits_where(0, worker->threads).c_str());
 }
 
-// Lets other threads run until this one is ready and has its turn.
-static void take_turns() {
+// Leaves the block, whose threads all wait, until run_blocks() comes back to it.
+static void suspend(Worker &w) {
+    Fiber &me = w.fibers[w.current];
+    position = NULL;
+    w.suspended = true;
+    switch_stack(w, &me.stack, w.home, &me.fake_stack, w.home_bottom, w.home_bytes, w.home_context);
+    if (__sanitizer_finish_switch_fiber) __sanitizer_finish_switch_fiber(me.fake_stack, NULL, NULL);
+}
+
+// The next thread that can run. If all wait, pending asynchronous work takes place; if there is none, threads may still
+// wait for the counters of other blocks.
+static int next_thread_or_wait(Worker &w) {
+    if (w.async) async_turn(w);
+    for (int next;;) {
+        if ((next = next_thread(w)) >= 0) return next;
+        const bool waits = w.async && async_waits_for_counter(w);
+        // Before asynchronous work takes place, other blocks may get far.
+        if (waits && !async_counter_reached(w) && async_lets_others_run(w)) suspend(w);
+        if (!waits || !async_counter_reached(w)) {
+            if (w.async && async_step(w)) continue;
+            if (!waits) deadlock();
+            suspend(w);
+        }
+        async_wake_counters(w);
+    }
+}
+
+void take_turns() {
     Worker &w = *worker;
-    int next = next_thread(w);
-    if (next < 0) deadlock();
-    switch_to(w, next);
+    switch_to(w, next_thread_or_wait(w));
 }
 
 static void thread_exits() {
@@ -398,8 +287,7 @@ static void thread_exits() {
                 who_waits_in_warp().c_str());
     if (w.watched) __tsan_release((void *)w.launch);
     if (--w.alive == 0) go_home(w, me);
-    int next = next_thread(w);
-    if (next < 0) deadlock();
+    int next = next_thread_or_wait(w);
     Fiber &to = w.fibers[next];
     w.current = next;
     position = &to.position;
@@ -458,7 +346,7 @@ static char *map_memory(size_t bytes, int protection) {
     return (char *)p;
 }
 
-static const size_t PAGE = 4096, STACK_GUARD = 64 * 1024, STATICS_ROOM = 128 * 1024, DYNAMIC_ROOM = 232 * 1024;
+static const size_t PAGE = 4096, STACK_GUARD = 64 * 1024;
 
 static void use_signal_stack();
 
@@ -571,7 +459,7 @@ void *dynamic_shared() {
     return worker->dynamic;
 }
 
-static bool is_shared(const Worker &w, const void *p, size_t bytes) {
+bool is_shared(const Worker &w, const void *p, size_t bytes) {
     const char *from = (const char *)p;
     if (from >= w.dynamic && from + bytes <= w.dynamic + w.launch->shared_bytes) return true;
     for (const ArrayInBlock *a = w.arrays; a < w.arrays + w.array_count; a++)
@@ -579,9 +467,19 @@ static bool is_shared(const Worker &w, const void *p, size_t bytes) {
     return false;
 }
 
-static std::string describe_shared(const Worker &w, const void *p) {
+std::string describe_shared(const Worker &w, const void *p) {
     return print("%p; dynamic shared memory is %p-%p, %zu bytes", p, (void *)w.dynamic,
                  (void *)(w.dynamic + w.launch->shared_bytes), w.launch->shared_bytes);
+}
+
+size_t shared_offset(const Worker &w, const void *p) {
+    const char *at = (const char *)p;
+    return at >= w.dynamic_end - DYNAMIC_ROOM ? (size_t)(at - (w.dynamic_end - DYNAMIC_ROOM))
+                                              : DYNAMIC_ROOM + (size_t)(at - w.statics);
+}
+
+char *shared_pointer(const Worker &w, size_t offset) {
+    return offset < DYNAMIC_ROOM ? w.dynamic_end - DYNAMIC_ROOM + offset : w.statics + (offset - DYNAMIC_ROOM);
 }
 
 static void check_shared_arrays(Worker &w) {
@@ -609,6 +507,9 @@ void misaligned(const char *what, const void *p, Site site) {
 static struct sigaction handlers_before[2];
 
 static void use_signal_stack() {    // a thread whose stack has overflowed needs another stack to report it
+    static __thread bool has_one;
+    if (has_one) return;
+    has_one = true;
     stack_t stack = {};
     stack.ss_size = 64 * 1024;
     stack.ss_sp = map_memory(stack.ss_size, PROT_READ | PROT_WRITE);
@@ -677,8 +578,6 @@ int barrier(BlockVote vote, int predicate, Site site) {
 
 // ---- operations of a warp
 // Each lane leaves its operands and waits; the last one to arrive computes the results of all.
-
-static const int LANES = 32;
 
 // All lanes of the mask are waiting. Returns true if they wait for the same operation; ends the program if they never
 // will.
@@ -903,6 +802,45 @@ void ldmatrix(uint32_t *r, int matrices, bool transposed, const void *row, Site 
     for (int i = 0; i < matrices; i++) r[i] = warp.r[i][me.lane];
 }
 
+void stmatrix(const void *row, int matrices, bool transposed, const uint32_t *r, Site site) {
+    Worker &w = *worker;
+    Fiber &me = self();
+    Warp &warp = *me.warp;
+    Kind kind = matrices == 2 ? (transposed ? STMATRIX_X2_TRANSPOSED : STMATRIX_X2)
+                              : (transposed ? STMATRIX_X4_TRANSPOSED : STMATRIX_X4);
+    if ((int)me.lane < matrices * 8) {
+        if ((uintptr_t)row % 16 != 0) misaligned(kind_names[kind], row, site);
+        if (!is_shared(w, row, 16))
+            die("OUT OF BOUNDS: %s at %s:%d, lane %u, writes 16 bytes outside the block's shared memory: %s",
+                kind_names[kind], site.file, site.line, me.lane, describe_shared(w, row).c_str());
+        if (w.watched) __tsan_write16((void *)row);
+    }
+    warp.row[me.lane] = row;
+    for (int i = 0; i < matrices; i++) warp.r[i][me.lane] = r[i];
+    if (last_to_arrive(me, kind, ALL_LANES, site)) {
+        int conflicts = 0;
+        for (int i = 0; i < matrices; i++) {
+            const void *const *rows = warp.row + 8 * i;
+            conflicts += conflicts_of(rows, 0xFF);
+            uint16_t matrix[8][8];
+            for (int l = 0; l < LANES; l++)
+                for (int half = 0; half < 2; half++) {
+                    int g = l / 4, t = 2 * (l % 4) + half;
+                    (transposed ? matrix[t][g] : matrix[g][t]) = (uint16_t)(warp.r[i][l] >> 16 * half);
+                }
+            for (int j = 0; j < 8; j++) {
+                memcpy((void *)rows[j], matrix[j], 16);
+                async_generic_store(rows[j], 16, me.number - me.lane + (unsigned)(8 * i + j), site);
+            }
+        }
+        w.counts.stmatrix++;
+        w.counts.stmatrix_conflicts += (uint64_t)conflicts;
+        count_conflicts(w, site, conflicts);
+        warp_goes_on(me, ALL_LANES);
+    }
+    take_turns();
+}
+
 typedef float Eight __attribute__((vector_size(32)));
 
 static void bf16_to_float(float *to, const uint32_t *from, int pairs) {
@@ -982,11 +920,24 @@ static bool all_finite(const float *x, int count) {
     return finite;
 }
 
+void multiply_add(float *d, size_t step, const float (*a)[16], int rows, const float (*b)[8], MmaSums sums) {
+    // Infinities and NaNs have no exponent to align to, and show in any order of sums.
+    const bool hopper = sums == SUMS_HOPPER && all_finite(a[0], 16 * rows) && all_finite(b[0], 128);
+    Eight columns[16];
+    EightInts exponents_of_b[16];
+    memcpy(columns, b, sizeof columns);
+    for (int k = 0; hopper && k < 16; k++) exponents_of(exponents_of_b[k], b[k]);
+    for (int i = 0; i < rows; i++) {
+        float *row = d + (size_t)i * step;
+        if (hopper && all_finite(row, 8)) add_products_hopper(row, a[i], columns, exponents_of_b);
+        else add_products_nearest(row, a[i], columns);
+    }
+}
+
 // The layout of the fragments: a[i][4 g .. 4 g + 3] are 8 consecutive elements of row g (or g + 8) of a, and b[i][4 g
 // .. 4 g + 3] are 8 of column g of b.
 static void multiply(Warp &warp, MmaSums sums) {
-    float a[2][8][16], columns[2][8][8];    // a by halves of its rows; columns[k / 8][n][k % 8]
-    Eight b[16];
+    float a[2][8][16], columns[2][8][8], b[16][8];    // a by halves of its rows; columns[k / 8][n][k % 8]
     for (int g = 0; g < 8; g++)
         for (int half = 0; half < 2; half++) {
             bf16_to_float(a[half][g], &warp.a[half][4 * g], 4);
@@ -995,16 +946,8 @@ static void multiply(Warp &warp, MmaSums sums) {
         }
     for (int k = 0; k < 16; k++)
         for (int n = 0; n < 8; n++) b[k][n] = columns[k / 8][n][k % 8];
-    // Infinities and NaNs have no exponent to align to, and show in any order of sums.
-    const bool hopper = sums == SUMS_HOPPER && all_finite(a[0][0], 256) && all_finite(columns[0][0], 128);
-    EightInts exponents_of_b[16];
-    for (int k = 0; hopper && k < 16; k++) exponents_of(exponents_of_b[k], (const float *)&b[k]);
-    for (int half = 0; half < 2; half++)
-        for (int g = 0; g < 8; g++) {
-            float *row = half ? warp.bottom[4 * g] : warp.top[4 * g];
-            if (hopper && all_finite(row, 8)) add_products_hopper(row, a[half][g], b, exponents_of_b);
-            else add_products_nearest(row, a[half][g], b);
-        }
+    multiply_add(warp.top[0], 8, a[0], 8, b, sums);
+    multiply_add(warp.bottom[0], 8, a[1], 8, b, sums);
 }
 
 void mma(float *d, const uint32_t *a, const uint32_t *b, Site site) {
@@ -1030,9 +973,10 @@ void mma(float *d, const uint32_t *a, const uint32_t *b, Site site) {
 
 // ---- asynchronous copies
 
-static void copy_now(const PendingCopy &c) {
+static void copy_now(const Fiber &me, const PendingCopy &c) {
     if (c.valid) memcpy(c.shared, c.global, 16);
     else memset(c.shared, 0, 16);
+    if (worker->async) async_generic_store(c.shared, 16, me.number, c.site);
 }
 
 // In the race check, a thread of its own makes a thread's copies: it is synchronized with the issuing thread at the
@@ -1075,7 +1019,7 @@ static void note_copy(Worker &w, Fiber &me, const void *shared, Site site) {
 void copy_async(void *shared, const void *global, bool valid, Site site) {
     Worker &w = *worker;
     Fiber &me = self();
-    PendingCopy c = {shared, global, valid, me.commits};
+    PendingCopy c = {shared, global, valid, me.commits, site};
     if ((uintptr_t)shared % 16 != 0) misaligned("copy_async_16, to shared memory,", shared, site);
     if ((uintptr_t)global % 16 != 0) misaligned("copy_async_16, from global memory,", global, site);
     if (!is_shared(w, shared, 16))
@@ -1085,7 +1029,7 @@ void copy_async(void *shared, const void *global, bool valid, Site site) {
     note_copy(w, me, shared, site);
     if (w.watched) copier_copies(me, c);
     if (w.settings.copy == AT_ISSUE || (w.settings.copy == EITHER && next_random(w.random) % 2)) {
-        copy_now(c);
+        copy_now(me, c);
         return;
     }
     if (me.newest - me.oldest == PENDING_COPIES)
@@ -1105,7 +1049,7 @@ void copy_wait(unsigned groups) {
     for (; me.oldest != me.newest; me.oldest++) {
         const PendingCopy &c = me.pending[me.oldest % PENDING_COPIES];
         if (c.group + groups >= me.commits) break;
-        copy_now(c);
+        copy_now(me, c);
     }
     if (me.copier && me.commits > groups)
         __tsan_acquire(&worker->meetings->copied[me.number][(me.commits - groups - 1) % COPY_GROUPS]);
@@ -1113,7 +1057,17 @@ void copy_wait(unsigned groups) {
 
 // ---- blocks and grids
 
-static void run_block(Worker &w, uint64_t number, bool watched) {
+static void enter(Worker &w) {    // returns when the block has ended, or has been suspended
+    worker = &w;
+    w.suspended = false;
+    Fiber &next = w.fibers[w.current];
+    position = &next.position;
+    w.home_context = w.watched ? __tsan_get_current_fiber() : NULL;
+    switch_stack(w, &w.home, next.stack, &w.home_fake_stack, stack_of(w, w.current), w.stack_bytes, next.context);
+    if (__sanitizer_finish_switch_fiber) __sanitizer_finish_switch_fiber(w.home_fake_stack, NULL, NULL);
+}
+
+static void start_block(Worker &w, uint64_t number, bool watched) {
     dim3 grid = w.launch->grid;
     w.block = make_uint3((unsigned)(number % grid.x), (unsigned)((number / grid.x) % grid.y),
                          (unsigned)(number / grid.x / grid.y));
@@ -1126,23 +1080,21 @@ static void run_block(Worker &w, uint64_t number, bool watched) {
         w.warps[i].waiting = 0;
         w.warps[i].absent = 32 * i + 32 > w.threads ? ~0u << w.threads % 32 : 0;
     }
-    w.home_context = watched ? __tsan_get_current_fiber() : NULL;
     for (int i = 0; i < w.threads; i++) prepare_fiber(w, i);
     set_all_ready(w);
     w.home_bottom = NULL;
-
     w.current = w.settings.order == FORWARD ? w.threads - 1 : 0;
     w.current = next_thread(w);
-    Fiber &first = w.fibers[w.current];
-    position = &first.position;
-    switch_stack(w, &w.home, first.stack, &w.home_fake_stack, stack_of(w, w.current), w.stack_bytes, first.context);
-    if (__sanitizer_finish_switch_fiber) __sanitizer_finish_switch_fiber(w.home_fake_stack, NULL, NULL);
+}
 
+static void end_block(Worker &w) {
+    if (w.async) async_end_block(w);
     check_shared_arrays(w);
     for (int i = 0; i < (w.threads + 31) / 32; i++)
         for (CopyOfWarp &c : w.warps[i].copies)
             if (c.lanes) count_copy(w, c);
-    if (!watched) return;
+    w.counts.blocks++;
+    if (!w.watched) return;
     for (int i = 0; i < w.threads; i++) {
         __tsan_destroy_fiber(w.fibers[i].context);
         if (w.fibers[i].copier) __tsan_destroy_fiber(w.fibers[i].copier);
@@ -1153,7 +1105,11 @@ static void run_block(Worker &w, uint64_t number, bool watched) {
 struct Job {
     const Parameters *launch;
     uint64_t blocks, factor, shift;    // the i-th block to start is (i · factor + shift) % blocks
-    std::atomic<uint64_t> next;
+    // A block may wait for the counters of others (hopper_on_cpu.h); meanwhile its CPU thread runs another.
+    Lock lock;                  // of the following
+    uint64_t next, resident;    // the next block to start; blocks that have started and not ended
+    int running, idle;          // CPU threads that have blocks; those whose blocks are all suspended
+    std::vector<Worker *> suspended;
 };
 
 static Lock counts_lock;
@@ -1171,18 +1127,113 @@ static void add_counts(Worker &w) {
     }
 }
 
-static void run_blocks(Job &job) {
-    if (!worker) worker = new_worker();
-    Worker &w = *worker;
-    w.launch = job.launch;
-    w.settings = settings();
-    w.threads = (int)(job.launch->block.x * job.launch->block.y * job.launch->block.z);
-    for (uint64_t i; (i = job.next.fetch_add(1)) < job.blocks;) {
-        run_block(w, (i * job.factor + job.shift) % job.blocks, race_check() && i < w.settings.watched);
-        w.counts.blocks++;
+// A CPU thread's blocks of a launch.
+struct Blocks {
+    Job &job;
+    std::vector<Worker *> &workers;    // kept for later launches
+    std::vector<Worker *> idle, suspended;
+    uint64_t random;
+
+    void start(uint64_t i) {
+        if (idle.empty()) {
+            workers.push_back(new_worker());
+            idle.push_back(workers.back());
+        }
+        Worker &w = *idle.back();
+        idle.pop_back();
+        w.launch = job.launch;
+        w.settings = settings();
+        w.threads = (int)(job.launch->block.x * job.launch->block.y * job.launch->block.z);
+        start_block(w, (i * job.factor + job.shift) % job.blocks, race_check() && i < w.settings.watched);
+        run(w);
     }
-    w.launch = NULL;
-    add_counts(w);
+
+    void run(Worker &w) {
+        enter(w);
+        if (w.suspended) suspended.push_back(&w);
+        else end_block(w);
+        std::lock_guard<Lock> hold(job.lock);
+        if (w.suspended) {
+            job.suspended.push_back(&w);
+            return;
+        }
+        job.resident--;
+        idle.push_back(&w);
+    }
+
+    // One of those whose counter has been reached (or that have asynchronous work, if they are the last resort), or
+    // NULL. Call under the lock.
+    Worker *take_suspended(bool (*can_continue)(const Worker &)) {
+        for (size_t i = 0, n = suspended.size(), first = n ? next_random(random) % n : 0; i < n; i++) {
+            Worker *w = suspended[(first + i) % n];
+            if (!can_continue(*w)) continue;
+            suspended.erase(std::find(suspended.begin(), suspended.end(), w));
+            job.suspended.erase(std::find(job.suspended.begin(), job.suspended.end(), w));
+            return w;
+        }
+        return NULL;
+    }
+
+    // Runs a block. False if there is none to start, and all that have started have ended or are suspended.
+    bool run_one() {
+        uint64_t i = UINT64_MAX;
+        Worker *w;
+        {
+            std::lock_guard<Lock> hold(job.lock);
+            w = take_suspended(async_counter_reached);
+            if (!w && job.next < job.blocks && job.resident < settings().resident) {
+                i = job.next++;
+                job.resident++;
+            } else if (!w) w = take_suspended(async_has_work);
+        }
+        if (w) run(*w);
+        else if (i != UINT64_MAX) start(i);
+        return w || i != UINT64_MAX;
+    }
+
+    // No CPU thread runs a block, so only a suspended one whose counter has been reached can change anything.
+    void check_deadlock() {
+        std::lock_guard<Lock> hold(job.lock);
+        if (job.idle < job.running || job.suspended.empty()) return;
+        if (job.next < job.blocks && job.resident < settings().resident) return;
+        for (Worker *w : job.suspended)
+            if (async_counter_reached(*w) || async_has_work(*w)) return;
+        worker = job.suspended[0];
+        position = &worker->fibers[worker->current].position;
+        die("DEADLOCK of blocks: %zu wait for counters of others, %llu of %llu have not started "
+            "(CUDA_ON_CPU_RESIDENT=%llu at a time); in block (%u,%u,%u): %s",
+            job.suspended.size(), (unsigned long long)(job.blocks - job.next), (unsigned long long)job.blocks,
+            (unsigned long long)settings().resident, worker->block.x, worker->block.y, worker->block.z,
+            who_waits_where(0, worker->threads).c_str());
+    }
+
+    bool more_to_do() {
+        std::lock_guard<Lock> hold(job.lock);
+        return !suspended.empty() || job.next < job.blocks;
+    }
+
+    void count(int Job::*number, int change) {
+        std::lock_guard<Lock> hold(job.lock);
+        job.*number += change;
+    }
+};
+
+static void run_blocks(Job &job) {
+    static thread_local std::vector<Worker *> workers;
+    Blocks mine = {job, workers, workers, {}, settings().seed};
+    mine.count(&Job::running, 1);
+    while (mine.more_to_do()) {
+        if (mine.run_one()) continue;
+        mine.count(&Job::idle, 1);
+        mine.check_deadlock();
+        sched_yield();
+        mine.count(&Job::idle, -1);
+    }
+    mine.count(&Job::running, -1);
+    for (Worker *w : workers) {
+        w->launch = NULL;
+        add_counts(*w);
+    }
 }
 
 // The CPU threads besides the launching one. They wait for work until the program ends.
@@ -1225,7 +1276,7 @@ struct Pool {
 
 void run_grid(const Parameters &launch) {
     static Pool *pool = new Pool;    // never freed: its threads may outlive main()
-    Job job;
+    Job job = {};
     job.launch = &launch;
     job.blocks = (uint64_t)launch.grid.x * launch.grid.y * launch.grid.z;
     job.factor = 1;
@@ -1241,7 +1292,6 @@ void run_grid(const Parameters &launch) {
         while (job.blocks % job.factor == 0);
         job.shift = next_random(random) % job.blocks;
     }
-    job.next = 0;
     uint64_t threads = (uint64_t)launch.block.x * launch.block.y * launch.block.z * job.blocks;
     int helpers = (int)std::min<uint64_t>({(uint64_t)settings().threads, job.blocks, 1 + threads / 256}) - 1;
     if (race_check()) __tsan_release((void *)((char *)&launch + 1));

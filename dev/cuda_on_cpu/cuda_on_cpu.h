@@ -24,6 +24,10 @@ enum Order { FORWARD, REVERSE, RANDOM, GREEDY };
 // When a cp.async takes place: at its issue, only in the wait for it, or either, at random.
 enum Copy { AT_ISSUE, AT_WAIT, EITHER };
 
+// When asynchronous work of hopper_on_cpu.h (TMA, wgmma) takes place. AT_RANDOM: at any time up to the wait for it, in
+// any order that the hardware allows; EARLY: at its issue; LAST: only when no thread can continue, or in the wait for it.
+enum AsyncTime { AT_RANDOM, EARLY, LAST };
+
 // When a stream's work takes place. AT_ONCE: in the call; LATE: only when the host waits for something, and then from
 // random streams that can continue, until that is done; ANY_TIME: like LATE, but at random some of it is done earlier,
 // in the next call.
@@ -37,6 +41,7 @@ struct Settings {
     Order order;        // CUDA_ON_CPU_ORDER     forward | reverse | random | greedy
     uint64_t seed;      // CUDA_ON_CPU_SEED      of everything random
     Copy copy;          // CUDA_ON_CPU_COPY      issue | wait | either
+    AsyncTime async;    // CUDA_ON_CPU_ASYNC     random | issue | wait
     Streams streams;    // CUDA_ON_CPU_STREAMS   once | late | any
     MmaSums mma;        // CUDA_ON_CPU_MMA       nearest | hopper
     bool poison;        // CUDA_ON_CPU_POISON    1: shared memory and new device memory are NaNs
@@ -51,6 +56,8 @@ struct Settings {
     int devices;      // CUDA_ON_CPU_DEVICES   number of devices; a process should use one of them
     // CUDA_ON_CPU_WATCHED   blocks of each launch that the race check watches, which takes long; default: all.
     uint64_t watched;
+    // CUDA_ON_CPU_RESIDENT  blocks that may have started and not ended at a time, of which some wait for others.
+    uint64_t resident;
     bool report;    // CUDA_ON_CPU_REPORT    1: counts are printed when the program ends
 };
 Settings &settings();
@@ -59,6 +66,7 @@ Settings &settings();
 // minimum: ldmatrix needs at least one pass per matrix (8 rows), cp.async one per 8 lanes.
 struct Counts {
     uint64_t launches, blocks, barriers, collectives, mmas, ldmatrix, ldmatrix_conflicts, copies, copy_conflicts;
+    uint64_t stmatrix, stmatrix_conflicts, wgmmas, bulk_copies;
 };
 Counts counts();
 void counts_reset();

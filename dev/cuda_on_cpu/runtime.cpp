@@ -79,6 +79,7 @@ static Settings from_environment() {
     s.order = (Order)choice("CUDA_ON_CPU_ORDER", {"forward", "reverse", "random", "greedy"});
     s.seed = number("CUDA_ON_CPU_SEED", 1);
     s.copy = (Copy)choice("CUDA_ON_CPU_COPY", {"issue", "wait", "either"});
+    s.async = (AsyncTime)choice("CUDA_ON_CPU_ASYNC", {"random", "issue", "wait"});
     s.streams = (Streams)choice("CUDA_ON_CPU_STREAMS", {"once", "late", "any"});
     s.mma = (MmaSums)choice("CUDA_ON_CPU_MMA", {"nearest", "hopper"});
     s.poison = number("CUDA_ON_CPU_POISON", 1) != 0;
@@ -91,6 +92,8 @@ static Settings from_environment() {
         die("CUDA_ON_CPU_SHARED=%zu is not from %d to %d", s.shared, STATIC_SHARED, BLOCK_SHARED);
     s.devices = (int)number("CUDA_ON_CPU_DEVICES", 8);
     s.watched = number("CUDA_ON_CPU_WATCHED", UINT64_MAX);
+    s.resident = number("CUDA_ON_CPU_RESIDENT", PROCESSORS);
+    if (s.resident == 0) die("CUDA_ON_CPU_RESIDENT=0: at least one block has to run");
     s.report = number("CUDA_ON_CPU_REPORT", 0) != 0;
     refuse_unknown();
     return s;

@@ -1,0 +1,1364 @@
+// Hopper's asynchronous machinery (hopper_on_cpu.h): mbarriers, TMA and bulk copies, the asynchronous proxy's view of
+// shared memory, wgmma, named barriers, setmaxnreg, and blocks that wait for counters of others.
+//
+// An asynchronous operation is a record in its block's Async. It takes place when settings().async says so, never later
+// than in a wait for it, and checks that what it reads has not changed since its issue. What it will write is poisoned
+// from its issue on: shared memory until a TMA load completes, and wgmma's accumulators until a wait that names them.
+//
+// Like blocks.cpp, this file is never compiled with -fsanitize=thread.
+#include "hopper_on_cpu.h"
+
+#include <stdlib.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <bitset>
+#include <deque>
+#include <memory>
+
+#include "block.h"
+
+namespace cuda_on_cpu {
+
+enum { WARPGROUP = 128, PIECE = 16, NAMED_BARRIERS = 16, REGISTERS = 64 * 1024, MOST_REGISTERS = 256 };
+static const size_t ROOM = DYNAMIC_ROOM + STATICS_ROOM;
+static const int64_t MOST_TRANSACTION_BYTES = (1 << 20) - 1;
+static const unsigned MOST_ARRIVALS = (1 << 20) - 1;
+
+// ---- the state of a block
+
+struct Barrier {    // an mbarrier
+    Mbarrier *address;
+    unsigned arrivals, pending;    // of each phase; missing in this one
+    int64_t bytes;                 // of transactions: expected and not complete
+    unsigned phase;
+    unsigned initializer;    // the thread
+    bool fenced;             // its initialization
+    bool observed;           // somebody has waited for the last complete phase
+    bool had_bytes;          // of transactions, in the last complete phase
+    bool has_bytes;          // in this one
+    Site site;               // of the initialization
+    std::vector<unsigned> waiting;
+};
+
+struct Piece {             // up to 16 bytes of a copy
+    uint32_t offset;       // in shared memory
+    char *global;          // of the piece's first byte, even if that byte is out of bounds
+    uint8_t first, end;    // the bytes that are in bounds
+};
+
+struct BulkCopy {
+    TmaKind kind;
+    Site site;
+    unsigned thread, group;    // issued by this thread, after so many commits
+    Barrier *barrier;          // of a load
+    unsigned phase;            // of that barrier
+    bool read;                 // a store's source has been read
+    size_t bytes;
+    std::vector<Piece> pieces;
+    std::vector<char> source;    // of a store: the bytes at its issue
+};
+
+// The registers of one accumulator, from the first wgmma that writes it to the wait that names it. Meanwhile the values
+// are here, and the program's variables hold poison.
+struct Accumulator {
+    int columns;
+    float *d[WARPGROUP];
+    std::bitset<WARPGROUP> claimed;    // by threads that have waited
+    std::vector<float> values;         // (64, columns)
+    unsigned group;                    // of the latest wgmma
+    Site site;
+};
+
+struct WgmmaOperation {
+    Matmul matmul;
+    Site site;
+    unsigned group;
+    bool done;
+    std::bitset<WARPGROUP> waited;
+    Accumulator *accumulator;
+    const uint32_t *a_registers[WARPGROUP];
+    uint32_t a[WARPGROUP][4];
+    std::vector<uint32_t> a_pieces, b_pieces;    // offsets in shared memory
+    std::vector<char> a_bytes, b_bytes;          // at the issue
+};
+
+struct Warpgroup {
+    int waiting;    // threads that have arrived at the operation below
+    Wait first;
+    Matmul matmul;
+    int argument;
+    unsigned commits;
+    float *d[WARPGROUP];
+    const uint32_t *a[WARPGROUP];
+    std::deque<std::unique_ptr<WgmmaOperation>> operations;    // in order
+    std::vector<std::unique_ptr<Accumulator>> accumulators;
+    int registers, wanted;    // per thread; asked for and not granted
+    void *unit;               // the tensor core as a thread of the race check
+};
+
+struct NamedBarrier {
+    int threads, count;
+    unsigned phase;
+    Site site;
+    std::bitset<BLOCK_THREADS> arrived;
+    std::vector<unsigned> waiting;
+};
+
+struct AsyncThread {
+    unsigned commits;           // of wgmma groups
+    bool fenced;                // by wgmma_fence(), since the last commit
+    std::vector<char> stack;    // at that fence, up to the stack's top
+    unsigned bulk_commits;
+    unsigned bulk_waited;    // groups of which the sources have been waited for
+    Site bulk_site;          // of the latest copy
+    bool bulk_uncommitted;
+    std::vector<std::pair<uint32_t, uint32_t>> stores;    // (offset, bytes) since its last fence.proxy.async
+    std::vector<Barrier *> inits;                         // not fenced yet
+    Barrier *barrier;                                     // what it waits for
+    unsigned parity;
+    int named;
+    const unsigned *counter;
+    unsigned counter_value;
+    void *copier;    // of its bulk copies, in the race check
+};
+
+struct GenericStore {    // to 2 bytes, of which the asynchronous proxy does not know yet
+    uint16_t thread;     // + 1; 0: none
+    uint16_t site;
+};
+
+struct Loaded {       // by TMA, 16 bytes
+    uint16_t site;    // 0: never
+    uint8_t swizzle;
+    bool in_flight;
+};
+
+struct Async {
+    std::deque<Barrier> barriers;
+    std::vector<std::unique_ptr<BulkCopy>> copies;    // in flight
+    Warpgroup warpgroups[WARPS / 4];
+    NamedBarrier named[NAMED_BARRIERS];
+    std::vector<AsyncThread> threads;
+    std::vector<Site> sites;
+    int pool;    // registers that no warpgroup has
+    int counter_waiters;
+    unsigned rarely;    // at random, an asynchronous step takes place in one of so many turns
+    // Shared memory as the asynchronous proxy sees it, and what it does not know.
+    char *shadow;
+    GenericStore *stores;
+    Loaded *loaded;
+};
+
+static void clear_memory(Async &a, size_t from, size_t end) {
+    from = from / PIECE * PIECE;
+    fill(a.shadow + from, end - from, POISON);
+    memset(a.stores + from / 2, 0, (end - from) / 2 * sizeof(GenericStore));
+    memset(a.loaded + from / PIECE, 0, (end - from) / PIECE * sizeof(Loaded));
+}
+
+static Async *new_async() {
+    Async *a = new Async();
+    size_t bytes = ROOM + ROOM / 2 * sizeof(GenericStore) + ROOM / PIECE * sizeof(Loaded);
+    void *p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (p == MAP_FAILED) die("no memory for %zu bytes of the asynchronous proxy's shared memory", bytes);
+    a->shadow = (char *)p;
+    a->stores = (GenericStore *)(a->shadow + ROOM);
+    a->loaded = (Loaded *)(a->stores + ROOM / 2);
+    return a;
+}
+
+// The block's state, which is made anew at its first asynchronous instruction. Call under Unseen.
+static Async &async_of(Worker &w) {
+    if (w.async) return *w.async;
+    if (!w.async_kept) w.async_kept = new_async();
+    Async &a = *(w.async = w.async_kept);
+    a.barriers.clear();
+    a.copies.clear();
+    for (Warpgroup &g : a.warpgroups) g = Warpgroup();
+    for (NamedBarrier &n : a.named) n = NamedBarrier();
+    a.threads.assign((size_t)w.threads, AsyncThread());
+    a.sites.assign(1, Site{"", 0});
+    a.counter_waiters = 0;
+    a.rarely = 16;
+    int registers = std::min<int>(REGISTERS / w.threads / 8 * 8, MOST_REGISTERS);
+    for (int i = 0; i < (w.threads + WARPGROUP - 1) / WARPGROUP; i++) a.warpgroups[i].registers = registers;
+    a.pool = 0;
+    clear_memory(a, shared_offset(w, w.dynamic), ROOM);
+    return a;
+}
+
+static AsyncThread &thread_of(Async &a, const Fiber &me) {
+    return a.threads[me.number];
+}
+
+static uint16_t number_of_site(Async &a, Site site) {
+    for (size_t i = a.sites.size(); i-- > 1;)
+        if (same_site(a.sites[i], site)) return (uint16_t)i;
+    if (a.sites.size() == UINT16_MAX) die("too many lines that store to shared memory");
+    a.sites.push_back(site);
+    return (uint16_t)(a.sites.size() - 1);
+}
+
+static void wake(Worker &w, std::vector<unsigned> &threads) {
+    for (unsigned number : threads) set_ready(w, number);
+    threads.clear();
+}
+
+static void wait_as(Worker &w, Fiber &me, Kind kind, Site site) {
+    me.wait = {kind, 0, site};
+    set_waiting(w, me.number);
+}
+
+uint32_t shared_address(const void *p, Site site) {
+    Worker &w = *worker;
+    if (!is_shared(w, p, 1))
+        die("OUT OF BOUNDS: shared_address at %s:%d of an address outside the block's shared memory: %s", site.file,
+            site.line, describe_shared(w, p).c_str());
+    return (uint32_t)shared_offset(w, p);
+}
+
+// ---- shared memory, and what the asynchronous proxy sees of it
+
+void async_generic_store(const void *p, size_t bytes, unsigned thread, Site site) {
+    Unseen unseen;
+    Worker &w = *worker;
+    Async &a = async_of(w);
+    if (!is_shared(w, p, bytes))
+        die("OUT OF BOUNDS: store_shared at %s:%d writes %zu bytes outside the block's shared memory: %s", site.file,
+            site.line, bytes, describe_shared(w, p).c_str());
+    size_t offset = shared_offset(w, p);
+    uint16_t number = number_of_site(a, site);
+    for (size_t i = offset / 2; i < (offset + bytes + 1) / 2; i++) a.stores[i] = {(uint16_t)(thread + 1), number};
+    for (size_t i = offset / PIECE; i < (offset + bytes + PIECE - 1) / PIECE; i++) {
+        if (a.loaded[i].in_flight)
+            die("BUFFER IN USE: thread %u stores at %s:%d to bytes that the TMA load at %s:%d is still writing", thread,
+                site.file, site.line, a.sites[a.loaded[i].site].file, a.sites[a.loaded[i].site].line);
+        a.loaded[i] = {0, 0, false};
+    }
+    a.threads[thread].stores.push_back({(uint32_t)offset, (uint32_t)bytes});
+}
+
+void generic_store(const void *p, size_t bytes, Site site) {
+    async_generic_store(p, bytes, self().number, site);
+}
+
+void fence_proxy_async() {
+    Unseen unseen;
+    Worker &w = *worker;
+    Async &a = async_of(w);
+    AsyncThread &me = thread_of(a, self());
+    for (const auto &s : me.stores)
+        for (size_t i = s.first / 2; i < (s.first + s.second + 1) / 2; i++)
+            if (a.stores[i].thread == self().number + 1) {
+                a.stores[i] = {0, 0};
+                memcpy(a.shadow + 2 * i, shared_pointer(w, 2 * i), 2);
+            }
+    me.stores.clear();
+}
+
+// An asynchronous instruction reads 16 bytes.
+static void check_read(Worker &w, Async &a, uint32_t offset, const char *reader, Site site) {
+    const Loaded &loaded = a.loaded[offset / PIECE];
+    const char *p = shared_pointer(w, offset);
+    if (!is_shared(w, p, PIECE))
+        die("OUT OF BOUNDS: %s at %s:%d reads 16 bytes outside the block's shared memory: %s", reader, site.file,
+            site.line, describe_shared(w, p).c_str());
+    if (loaded.in_flight)
+        die("NOT LOADED YET: %s at %s:%d reads shared memory that the TMA load at %s:%d is still writing", reader,
+            site.file, site.line, a.sites[loaded.site].file, a.sites[loaded.site].line);
+    for (size_t i = offset / 2; i < (offset + PIECE) / 2; i++)
+        if (a.stores[i].thread)
+            die("MISSING PROXY FENCE: %s at %s:%d reads what thread %d stored at %s:%d, and that thread has not called fence_proxy_async() since",
+                reader, site.file, site.line, a.stores[i].thread - 1, a.sites[a.stores[i].site].file,
+                a.sites[a.stores[i].site].line);
+    if (memcmp(p, a.shadow + offset, PIECE) != 0)
+        die("UNSEEN STORE: %s at %s:%d reads shared memory that an ordinary store has changed (byte %td of dynamic shared memory); use store_shared() or stmatrix, then fence_proxy_async()",
+            reader, site.file, site.line, p - w.dynamic);
+}
+
+// The same when the instruction is executed: nothing may have changed since its issue.
+static void check_unchanged(Worker &w, Async &a, uint32_t offset, const char *then, size_t bytes, const char *reader,
+                            Site site) {
+    const char *p = shared_pointer(w, offset);
+    if (memcmp(p, then, bytes) == 0 && memcmp(a.shadow + offset, then, bytes) == 0) return;
+    const Loaded &loaded = a.loaded[offset / PIECE];
+    const GenericStore &store = a.stores[offset / 2];
+    std::string who = "something";
+    if (loaded.site) who = print("the TMA load at %s:%d", a.sites[loaded.site].file, a.sites[loaded.site].line);
+    if (store.thread)
+        who = print("thread %d's store at %s:%d", store.thread - 1, a.sites[store.site].file, a.sites[store.site].line);
+    die("BUFFER REUSED: %s has overwritten shared memory while %s, issued at %s:%d, was still reading it", who.c_str(),
+        reader, site.file, site.line);
+}
+
+// ---- mbarriers
+
+static uint64_t cookie(const Mbarrier *b) {    // what an initialized mbarrier holds, to detect that it is overwritten
+    uint64_t state = (uint64_t)(uintptr_t)b;
+    return next_random(state);
+}
+
+// The address that represents the synchronization by a phase, in the race check.
+static char *sync_of(const Barrier &b, unsigned phase) {
+    return (char *)b.address + phase % 2;
+}
+
+static std::string describe(const Barrier &b) {
+    return print("the mbarrier initialized at %s:%d, in phase %u, lacks %u of %u arrivals and %lld bytes", b.site.file,
+                 b.site.line, b.phase, b.pending, b.arrivals, (long long)b.bytes);
+}
+
+static void check_mbarrier_address(Worker &w, const Mbarrier *b, const char *what, Site site) {
+    if ((uintptr_t)b % 8 != 0) misaligned(what, b, site);
+    if (!is_shared(w, b, sizeof *b))
+        die("OUT OF BOUNDS: %s at %s:%d: the mbarrier is outside the block's shared memory: %s", what, site.file,
+            site.line, describe_shared(w, b).c_str());
+}
+
+static Barrier &find_barrier(Worker &w, Async &a, Mbarrier *address, bool by_hardware, const char *what, Site site) {
+    check_mbarrier_address(w, address, what, site);
+    for (Barrier &b : a.barriers) {
+        if (b.address != address) continue;
+        if (!b.fenced && (by_hardware || b.initializer != self().number))
+            die("MISSING FENCE: %s at %s:%d uses the mbarrier that thread %u initialized at %s:%d without a later mbarrier_init_fence()",
+                what, site.file, site.line, b.initializer, b.site.file, b.site.line);
+        if (address->state != cookie(address))
+            die("OVERWRITTEN: %s at %s:%d: something has written into the mbarrier initialized at %s:%d", what,
+                site.file, site.line, b.site.file, b.site.line);
+        return b;
+    }
+    die("NOT INITIALIZED: %s at %s:%d uses an mbarrier that no thread has initialized yet", what, site.file, site.line);
+}
+
+void mbarrier_init(Mbarrier *address, unsigned arrivals, Site site) {
+    Unseen unseen;
+    Worker &w = *worker;
+    Async &a = async_of(w);
+    check_mbarrier_address(w, address, "mbarrier_init", site);
+    if (arrivals < 1 || arrivals > MOST_ARRIVALS)
+        die("WRONG COUNT: mbarrier_init at %s:%d for %u arrivals; 1 to %u are possible", site.file, site.line, arrivals,
+            MOST_ARRIVALS);
+    for (const Barrier &b : a.barriers)
+        if (b.address == address)
+            die("INITIALIZED TWICE: mbarrier_init at %s:%d of the mbarrier initialized at %s:%d", site.file, site.line,
+                b.site.file, b.site.line);
+    size_t offset = shared_offset(w, address);
+    if (w.watched) {
+        __tsan_ignore_thread_end();
+        __tsan_write_range(address, sizeof *address);
+        __tsan_ignore_thread_begin();
+    }
+    address->state = cookie(address);
+    memcpy(a.shadow + offset, address, sizeof *address);
+    a.barriers.push_back({address, arrivals, arrivals, 0, 0, self().number, false, true, false, false, site, {}});
+    thread_of(a, self()).inits.push_back(&a.barriers.back());
+}
+
+void mbarrier_init_fence() {
+    Unseen unseen;
+    AsyncThread &me = thread_of(async_of(*worker), self());
+    for (Barrier *b : me.inits) b->fenced = true;
+    me.inits.clear();
+}
+
+static void complete_phase_if_done(Worker &w, Async &a, Barrier &b) {
+    if (b.pending > 0 || b.bytes != 0) return;
+    for (const auto &c : a.copies)
+        if (c->barrier == &b)
+            die("WRONG EXPECT_TX: %s completes a phase while the TMA load issued at %s:%d, %zu bytes, is in flight: arrivals announced too few bytes",
+                describe(b).c_str(), c->site.file, c->site.line, c->bytes);
+    if (!b.observed)
+        die("UNOBSERVED PHASE: %s completes it, and nobody has waited for the previous phase", describe(b).c_str());
+    b.observed = false;
+    b.had_bytes = b.has_bytes;
+    b.has_bytes = false;
+    b.phase++;
+    b.pending = b.arrivals;
+    wake(w, b.waiting);
+}
+
+void mbarrier_arrive(Mbarrier *address, unsigned expected_bytes, Site site) {
+    Worker &w = *worker;
+    Unseen unseen;
+    Async &a = async_of(w);
+    const char *what = expected_bytes ? "mbarrier_arrive_expect_tx" : "mbarrier_arrive";
+    Barrier &b = find_barrier(w, a, address, false, what, site);
+    if (w.watched) {
+        __tsan_release(sync_of(b, b.phase));
+        // An initialization that is not ordered before is a race.
+        __tsan_ignore_thread_end();
+        __tsan_read_range(address, sizeof *address);
+        __tsan_ignore_thread_begin();
+    }
+    b.bytes += expected_bytes;
+    b.has_bytes |= expected_bytes > 0;
+    if (b.bytes > MOST_TRANSACTION_BYTES)
+        die("OVERFLOW: %s at %s:%d: %s; at most %lld bytes can be pending", what, site.file, site.line,
+            describe(b).c_str(), (long long)MOST_TRANSACTION_BYTES);
+    if (b.pending == 0)
+        die("OVERFLOW: %s at %s:%d by thread %u arrives once more than the phase expects: %s", what, site.file,
+            site.line, self().number, describe(b).c_str());
+    b.pending--;
+    complete_phase_if_done(w, a, b);
+}
+
+void mbarrier_wait(Mbarrier *address, unsigned parity, Site site) {
+    Worker &w = *worker;
+    Fiber &me = self();
+    if (parity > 1) die("WRONG PARITY: mbarrier_wait at %s:%d for parity %u, not 0 or 1", site.file, site.line, parity);
+    for (;;) {
+        {
+            Unseen unseen;
+            Async &a = async_of(w);
+            Barrier &b = find_barrier(w, a, address, false, "mbarrier_wait", site);
+            if (b.phase % 2 != parity) {
+                b.observed = true;
+                if (w.watched && b.phase > 0) __tsan_acquire(sync_of(b, b.phase - 1));
+                break;
+            }
+            thread_of(a, me).barrier = &b;
+            thread_of(a, me).parity = parity;
+            b.waiting.push_back(me.number);
+            wait_as(w, me, MBARRIER_WAIT, site);
+        }
+        take_turns();
+    }
+    if (w.watched) __tsan_read_range(address, sizeof *address);
+}
+
+// ---- tensor maps
+
+struct TensorMapBits {    // a CUtensorMap of the emulation
+    uint64_t magic;
+    char *base;
+    uint32_t rank, element_bytes, type, swizzle;
+    uint64_t dims[5], strides[4];    // strides in bytes, from the second dimension on
+    uint16_t box[5], unused[3];
+};
+static_assert(sizeof(TensorMapBits) <= sizeof(CUtensorMap), "the emulated tensor map fits into CUDA's");
+static const uint64_t TENSOR_MAP = 0x70616d726f736e74;
+
+static uint64_t extent(const TensorMapBits &m) {    // in bytes
+    uint64_t bytes = m.dims[0] * m.element_bytes;
+    for (uint32_t i = 1; i < m.rank; i++) bytes += (m.dims[i] - 1) * m.strides[i - 1];
+    return bytes;
+}
+
+// An empty string if the map is possible.
+static std::string refuse_map(const TensorMapBits &m, const uint32_t *element_strides, int interleave,
+                              const void *map) {
+    static const unsigned SPAN[] = {0, 32, 64, 128};
+    if ((uintptr_t)map % 64 != 0) return "the tensor map is not aligned to 64 bytes";
+    if (m.rank < 1 || m.rank > 5) return print("the rank %u is not from 1 to 5", m.rank);
+    if (m.element_bytes == 0) return "the element type is not emulated: bfloat16 and float32 are";
+    if (interleave != CU_TENSOR_MAP_INTERLEAVE_NONE) return "interleaved layouts are not emulated";
+    if (m.swizzle > 3) return print("the swizzle %u is not emulated", m.swizzle);
+    if ((uintptr_t)m.base % 16 != 0) return print("the global address %p is not aligned to 16 bytes", (void *)m.base);
+    for (uint32_t i = 0; i < m.rank; i++) {
+        if (m.dims[i] < 1 || m.dims[i] > 1ull << 32)
+            return print("dimension %u has the size %llu", i, (unsigned long long)m.dims[i]);
+        if (m.box[i] < 1 || m.box[i] > 256) return print("the box has the size %u in dimension %u", m.box[i], i);
+        if (element_strides[i] != 1)
+            return print("the element stride %u in dimension %u is not emulated", element_strides[i], i);
+        if (i > 0 && (m.strides[i - 1] % 16 != 0 || m.strides[i - 1] >= 1ull << 40 || m.strides[i - 1] == 0))
+            return print("the stride of dimension %u, %llu bytes, is not a multiple of 16 below 2^40", i,
+                         (unsigned long long)m.strides[i - 1]);
+    }
+    uint32_t inner = m.box[0] * m.element_bytes;
+    if (inner % 16 != 0) return print("the box's rows have %u bytes, which is not a multiple of 16", inner);
+    // CUDA allows shorter rows, but does not document where they lie.
+    if (m.swizzle && inner != SPAN[m.swizzle])
+        return print("the box's rows have %u bytes, and a swizzle of %u bytes needs as many", inner, SPAN[m.swizzle]);
+    if (!is_device(m.base, extent(m)))
+        return print("the tensor's %llu bytes at %p are not all device memory", (unsigned long long)extent(m),
+                     (void *)m.base);
+    return "";
+}
+
+}
+
+using namespace cuda_on_cpu;
+
+extern "C" CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank, void *base,
+                                           const cuuint64_t *dims, const cuuint64_t *strides, const cuuint32_t *box,
+                                           const cuuint32_t *element_strides, CUtensorMapInterleave interleave,
+                                           CUtensorMapSwizzle swizzle, CUtensorMapL2promotion,
+                                           CUtensorMapFloatOOBfill fill) {
+    TensorMapBits m = {};
+    m.magic = TENSOR_MAP;
+    m.base = (char *)base;
+    m.rank = rank;
+    m.type = (uint32_t)type;
+    m.swizzle = (uint32_t)swizzle;
+    if (type == CU_TENSOR_MAP_DATA_TYPE_BFLOAT16) m.element_bytes = 2;
+    if (type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32) m.element_bytes = 4;
+    for (uint32_t i = 0; i < rank && i < 5; i++) {
+        m.dims[i] = dims[i];
+        m.box[i] = (uint16_t)std::min(box[i], 65535u);
+        if (i > 0) m.strides[i - 1] = strides[i - 1];
+    }
+    std::string reason = refuse_map(m, element_strides, interleave, map);
+    if (fill != CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) reason = "out of bounds, only zeros are emulated";
+    if (!reason.empty()) {
+        fprintf(stderr, "cuda_on_cpu: cuTensorMapEncodeTiled: %s\n", reason.c_str());
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    memset((void *)map, 0, sizeof *map);
+    memcpy((void *)map, &m, sizeof m);
+    return CUDA_SUCCESS;
+}
+
+extern "C" cudaError_t cudaGetDriverEntryPointByVersion(const char *symbol, void **function, unsigned,
+                                                        unsigned long long, cudaDriverEntryPointQueryResult *found) {
+    bool known = strcmp(symbol, "cuTensorMapEncodeTiled") == 0;
+    *function = known ? (void *)cuTensorMapEncodeTiled : NULL;
+    if (found) *found = known ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+    return known ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+namespace cuda_on_cpu {
+
+// ---- TMA and bulk copies
+
+static const char *const tma_names[] = {"tma_load", "tma_store", "tma_reduce_add"}, *const bulk_names[] = {
+                                                                                        "bulk_load", "bulk_store",
+                                                                                        "bulk_reduce_add"};
+
+// Swizzling exchanges address bits 4 to 6 depending on bits 7 to 9 (128 bytes), 4 and 5 on 7 and 8 (64), 4 on 7 (32):
+// of the address in shared memory, wherever the tile starts.
+static uint32_t swizzled(uint32_t address, int swizzle) {
+    static const uint32_t BITS[] = {0, 0x10, 0x30, 0x70};
+    return address ^ (address >> 3 & BITS[swizzle]);
+}
+
+static unsigned alignment_of(int swizzle) {    // of a tile: its swizzle pattern repeats after so many bytes
+    static const unsigned BYTES[] = {128, 256, 512, 1024};
+    return BYTES[swizzle];
+}
+
+// The pieces of a box in the order of shared memory, without swizzle.
+static void list_pieces(BulkCopy &c, const TensorMapBits &m, const int *at, uint32_t to) {
+    const uint32_t row_pieces = m.box[0] * m.element_bytes / PIECE;
+    uint32_t rows = 1;
+    for (uint32_t i = 1; i < m.rank; i++) rows *= m.box[i];
+    c.bytes = (size_t)rows * row_pieces * PIECE;
+    for (uint32_t row = 0; row < rows; row++) {
+        bool inside = true;
+        int64_t from = 0;
+        for (uint32_t i = 1, rest = row; i < m.rank; i++) {
+            int64_t x = at[i] + (int64_t)(rest % m.box[i]);
+            rest /= m.box[i];
+            inside &= x >= 0 && x < (int64_t)m.dims[i];
+            from += x * (int64_t)m.strides[i - 1];
+        }
+        for (uint32_t p = 0; p < row_pieces; p++) {
+            int64_t first = (int64_t)at[0] * m.element_bytes + p * PIECE, end = (int64_t)(m.dims[0] * m.element_bytes);
+            int64_t low = std::min<int64_t>(std::max<int64_t>(-first, 0), PIECE);
+            int64_t high = std::max(std::min<int64_t>(end - first, PIECE), low);
+            Piece piece = {swizzled(to + (row * row_pieces + p) * PIECE, (int)m.swizzle), m.base + from + first,
+                           (uint8_t)(inside ? low : 0), (uint8_t)(inside ? high : 0)};
+            c.pieces.push_back(piece);
+        }
+    }
+}
+
+// In the race check, a thread of its own makes a thread's bulk copies.
+static void announce_copy(Worker &w, AsyncThread &t, const BulkCopy &c) {
+    if (!w.watched) return;
+    char *issued = &w.meetings->bulk_issued[c.thread];
+    void *context = self().context;
+    if (!t.copier) t.copier = __tsan_create_fiber(0);
+    __tsan_release(issued);
+    __tsan_ignore_thread_end();
+    __tsan_switch_to_fiber(t.copier, 1);
+    __tsan_acquire(issued);
+    for (const Piece &p : c.pieces) {
+        char *shared = shared_pointer(w, p.offset);
+        if (c.kind == TMA_LOAD) __tsan_write_range(shared, PIECE);
+        else __tsan_read_range(shared, PIECE);
+        if (p.end == p.first) continue;
+        if (c.kind == TMA_LOAD) __tsan_read_range(p.global + p.first, p.end - p.first);
+        if (c.kind == TMA_STORE) __tsan_write_range(p.global + p.first, p.end - p.first);
+    }
+    if (c.barrier) __tsan_release(sync_of(*c.barrier, c.phase));
+    __tsan_switch_to_fiber(context, 1);
+    __tsan_ignore_thread_begin();
+}
+
+static void issue_load(Worker &w, Async &a, BulkCopy &c, int swizzle) {
+    uint16_t site = number_of_site(a, c.site);
+    for (const Piece &p : c.pieces) {
+        Loaded &loaded = a.loaded[p.offset / PIECE];
+        if (loaded.in_flight)
+            die("BUFFER IN USE: the TMA load at %s:%d writes shared memory that the one at %s:%d is still writing",
+                c.site.file, c.site.line, a.sites[loaded.site].file, a.sites[loaded.site].line);
+        for (size_t i = p.offset / 2; i < (p.offset + PIECE) / 2; i++)
+            if (a.stores[i].thread)
+                die("MISSING PROXY FENCE: the TMA load at %s:%d writes what thread %d stored at %s:%d, and that thread has not called fence_proxy_async() since",
+                    c.site.file, c.site.line, a.stores[i].thread - 1, a.sites[a.stores[i].site].file,
+                    a.sites[a.stores[i].site].line);
+        loaded = {site, (uint8_t)swizzle, true};
+        fill(shared_pointer(w, p.offset), PIECE, POISON);
+        fill(a.shadow + p.offset, PIECE, POISON);
+    }
+    c.barrier->has_bytes = true;
+}
+
+static void issue_store(Worker &w, Async &a, BulkCopy &c, const char *name, int swizzle) {
+    for (const Piece &p : c.pieces) {
+        const Loaded &loaded = a.loaded[p.offset / PIECE];
+        check_read(w, a, p.offset, name, c.site);
+        if (loaded.site && loaded.swizzle != swizzle)
+            die("WRONG SWIZZLE: %s at %s:%d reads what the TMA load at %s:%d wrote with another swizzle", name,
+                c.site.file, c.site.line, a.sites[loaded.site].file, a.sites[loaded.site].line);
+        const char *from = shared_pointer(w, p.offset);
+        c.source.insert(c.source.end(), from, from + PIECE);
+    }
+}
+
+static void complete_load(Worker &w, Async &a, BulkCopy &c) {
+    for (const Piece &p : c.pieces) {
+        char *to = shared_pointer(w, p.offset), bytes[PIECE] = {0};
+        if (!is_filled(to, PIECE, POISON))
+            die("BUFFER IN USE: something has stored to shared memory that the TMA load at %s:%d was still writing",
+                c.site.file, c.site.line);
+        memcpy(bytes + p.first, p.global + p.first, (size_t)(p.end - p.first));
+        memcpy(to, bytes, PIECE);
+        memcpy(a.shadow + p.offset, bytes, PIECE);
+        a.loaded[p.offset / PIECE].in_flight = false;
+    }
+    c.barrier->bytes -= (int64_t)c.bytes;
+    if (c.barrier->bytes < -MOST_TRANSACTION_BYTES) die("OVERFLOW: %s", describe(*c.barrier).c_str());
+}
+
+static void add_floats(char *to, const char *from, int bytes) {
+    for (int i = 0; i < bytes; i += 4) {
+        float x;
+        memcpy(&x, from + i, sizeof x);
+        atomic_change((float *)(to + i), [=](float old) { return old + x; });
+    }
+}
+
+static void read_source(Worker &w, Async &a, BulkCopy &c, const char *name) {
+    for (size_t i = 0; i < c.pieces.size(); i++)
+        check_unchanged(w, a, c.pieces[i].offset, &c.source[i * PIECE], PIECE, name, c.site);
+    c.read = true;
+}
+
+static void write_target(BulkCopy &c) {
+    for (size_t i = 0; i < c.pieces.size(); i++) {
+        const Piece &p = c.pieces[i];
+        char *to = p.global + p.first;
+        const char *from = &c.source[i * PIECE + p.first];
+        if (c.kind == TMA_REDUCE_ADD) add_floats(to, from, p.end - p.first);
+        else memcpy(to, from, (size_t)(p.end - p.first));
+    }
+}
+
+// The next step of a copy; a store first reads, and later writes.
+static void step_copy(Worker &w, Async &a, size_t index) {
+    BulkCopy &c = *a.copies[index];
+    if (c.kind != TMA_LOAD && !c.read) return read_source(w, a, c, tma_names[c.kind]);
+    std::unique_ptr<BulkCopy> done = std::move(a.copies[index]);
+    a.copies.erase(a.copies.begin() + (ptrdiff_t)index);
+    if (c.kind != TMA_LOAD) return write_target(c);
+    complete_load(w, a, c);
+    complete_phase_if_done(w, a, *c.barrier);
+}
+
+static void issue(Worker &w, Async &a, std::unique_ptr<BulkCopy> copy, const char *name, Mbarrier *b, int swizzle) {
+    BulkCopy &c = *copy;
+    AsyncThread &me = thread_of(a, self());
+    c.thread = self().number;
+    c.group = me.bulk_commits;
+    if (c.kind == TMA_LOAD) {
+        c.barrier = &find_barrier(w, a, b, true, name, c.site);
+        c.phase = c.barrier->phase;
+        issue_load(w, a, c, swizzle);
+    } else {
+        issue_store(w, a, c, name, swizzle);
+        me.bulk_uncommitted = true;
+        me.bulk_site = c.site;
+    }
+    announce_copy(w, me, c);
+    w.counts.bulk_copies++;
+    a.copies.push_back(std::move(copy));
+    if (w.settings.async != EARLY) return;
+    if (c.kind != TMA_LOAD) step_copy(w, a, a.copies.size() - 1);
+    step_copy(w, a, a.copies.size() - 1);
+}
+
+void tma(TmaKind kind, const void *shared, const TensorMap *map, Mbarrier *b, const int *at, int rank, Site site) {
+    Unseen unseen;
+    Worker &w = *worker;
+    Async &a = async_of(w);
+    TensorMapBits m;
+    memcpy(&m, (const void *)map, sizeof m);
+    const char *name = tma_names[kind];
+    if (m.magic != TENSOR_MAP || (uintptr_t)map % 64 != 0)
+        die("WRONG TENSOR MAP: %s at %s:%d: what it is given is not a tensor map, or not aligned to 64 bytes", name,
+            site.file, site.line);
+    if ((int)m.rank != rank)
+        die("WRONG TENSOR MAP: %s at %s:%d has %d coordinates, and the tensor map %u dimensions", name, site.file,
+            site.line, rank, m.rank);
+    if (kind == TMA_REDUCE_ADD && m.type != CU_TENSOR_MAP_DATA_TYPE_FLOAT32)
+        die("WRONG TENSOR MAP: %s at %s:%d: only float32 is emulated", name, site.file, site.line);
+    if (!is_device(m.base, extent(m)))
+        die("OUT OF BOUNDS: %s at %s:%d: the tensor is no longer device memory", name, site.file, site.line);
+    std::unique_ptr<BulkCopy> c(new BulkCopy());
+    c->kind = kind;
+    c->site = site;
+    size_t offset = shared_offset(w, shared), bytes = m.element_bytes;
+    for (uint32_t i = 0; i < m.rank; i++) bytes *= m.box[i];
+    if (!is_shared(w, shared, bytes))
+        die("OUT OF BOUNDS: the box of %s at %s:%d, %zu bytes, is outside the block's shared memory: %s", name,
+            site.file, site.line, bytes, describe_shared(w, shared).c_str());
+    if (offset % alignment_of((int)m.swizzle) != 0)
+        die("MISALIGNED: the box of %s at %s:%d is at byte %zu of shared memory, which is not a multiple of %u", name,
+            site.file, site.line, offset, alignment_of((int)m.swizzle));
+    list_pieces(*c, m, at, (uint32_t)offset);
+    issue(w, a, std::move(c), name, b, (int)m.swizzle);
+}
+
+void bulk(TmaKind kind, const void *shared, const void *global, unsigned bytes, Mbarrier *b, Site site) {
+    Unseen unseen;
+    Worker &w = *worker;
+    Async &a = async_of(w);
+    const char *name = bulk_names[kind];
+    if ((uintptr_t)shared % 16 || (uintptr_t)global % 16 || bytes % 16 || bytes == 0)
+        die("MISALIGNED: %s at %s:%d: addresses and the number of bytes, %u, must be multiples of 16", name, site.file,
+            site.line, bytes);
+    if (!is_shared(w, shared, bytes))
+        die("OUT OF BOUNDS: %s at %s:%d, %u bytes outside the block's shared memory: %s", name, site.file, site.line,
+            bytes, describe_shared(w, shared).c_str());
+    if (!is_device(global, bytes))
+        die("OUT OF BOUNDS: %s at %s:%d: the %u bytes at %p are not all device memory", name, site.file, site.line,
+            bytes, global);
+    std::unique_ptr<BulkCopy> c(new BulkCopy());
+    c->kind = kind;
+    c->site = site;
+    c->bytes = bytes;
+    for (uint32_t i = 0; i < bytes; i += PIECE)
+        c->pieces.push_back({(uint32_t)shared_offset(w, shared) + i, (char *)global + i, 0, PIECE});
+    issue(w, a, std::move(c), name, b, SWIZZLE_NONE);
+}
+
+void bulk_commit() {
+    Unseen unseen;
+    Worker &w = *worker;
+    AsyncThread &me = thread_of(async_of(w), self());
+    if (me.copier) {
+        void *context = self().context;
+        __tsan_switch_to_fiber(me.copier, 1);
+        __tsan_release(&w.meetings->bulk_done[self().number][me.bulk_commits % 16]);
+        __tsan_switch_to_fiber(context, 1);
+    }
+    me.bulk_commits++;
+    me.bulk_uncommitted = false;
+}
+
+void bulk_wait(unsigned groups, bool read_only, Site site) {
+    Unseen unseen;
+    Worker &w = *worker;
+    Async &a = async_of(w);
+    AsyncThread &me = thread_of(a, self());
+    if (me.bulk_uncommitted)
+        die("MISSING COMMIT: bulk_wait at %s:%d does not cover the copy issued at %s:%d, which no bulk_commit() follows",
+            site.file, site.line, me.bulk_site.file, me.bulk_site.line);
+    for (size_t i = 0; i < a.copies.size();) {
+        BulkCopy &c = *a.copies[i];
+        bool covered = c.kind != TMA_LOAD && c.thread == self().number && c.group + groups < me.bulk_commits;
+        if (covered && !c.read) step_copy(w, a, i);
+        if (covered && !read_only) step_copy(w, a, i);
+        else i++;
+    }
+    if (me.bulk_commits <= groups) return;
+    me.bulk_waited = std::max(me.bulk_waited, me.bulk_commits - groups);
+    if (me.copier) __tsan_acquire(&w.meetings->bulk_done[self().number][(me.bulk_commits - groups - 1) % 16]);
+}
+
+// ---- wgmma
+
+// The last of the warpgroup's threads to arrive returns true; all wait until it wakes them.
+static bool warpgroup_meets(Worker &w, Warpgroup &g, Fiber &me, Kind kind, const char *name, Site site) {
+    if (w.threads % WARPGROUP != 0)
+        die("WRONG BLOCK: %s at %s:%d in a block of %d threads, which is not a multiple of a warpgroup's 128", name,
+            site.file, site.line, w.threads);
+    wait_as(w, me, kind, site);
+    if (g.waiting == 0) g.first = me.wait;
+    int first = (int)me.number / WARPGROUP * WARPGROUP;
+    if (g.first.kind != kind || !same_site(g.first.site, site))
+        die("MISMATCH: threads of a warpgroup meet in different operations: %s",
+            who_waits_where(first, first + WARPGROUP).c_str());
+    return ++g.waiting == WARPGROUP;
+}
+
+static void warpgroup_goes_on(Worker &w, Warpgroup &g, const Fiber &me) {
+    g.waiting = 0;
+    for (unsigned i = 0; i < WARPGROUP; i++) set_ready(w, me.number / WARPGROUP * WARPGROUP + i);
+}
+
+// The open accumulator in whose registers, as this thread has them, p lies.
+static Accumulator *accumulator_at(Warpgroup &g, unsigned thread, const void *p, size_t bytes) {
+    for (auto &c : g.accumulators) {
+        const char *from = (const char *)c->d[thread], *end = from + (size_t)c->columns / 2 * sizeof(float);
+        if (!c->claimed[thread] && (const char *)p < end && (const char *)p + bytes > from) return c.get();
+    }
+    return NULL;
+}
+
+static bool unchanged_since_fence(const AsyncThread &t, const char *top, const void *p, size_t bytes) {
+    const char *from = top - t.stack.size();
+    return (const char *)p >= from && (const char *)p + bytes <= top &&
+           memcmp(p, &t.stack[(size_t)((const char *)p - from)], bytes) == 0;
+}
+
+// Registers must not have been written between the last wgmma_fence() and a wgmma that uses them.
+static void check_registers(Worker &w, Warpgroup &g, AsyncThread &t, const Fiber &me, const Matmul &m, Site site) {
+    const unsigned thread = me.number % WARPGROUP;
+    const size_t bytes = (size_t)m.columns / 2 * sizeof(float);
+    const char *top = stack_top(w, me.number);
+    if (!t.fenced)
+        die("MISSING FENCE: wgmma at %s:%d begins a group, and thread %u has not called wgmma_fence() since the last one",
+            site.file, site.line, me.number);
+    Accumulator *in_flight = accumulator_at(g, thread, m.d, bytes);
+    if (in_flight && (in_flight->d[thread] != m.d || in_flight->columns != m.columns))
+        die("REGISTERS IN USE: wgmma at %s:%d accumulates into registers that overlap those of the wgmma at %s:%d, which is in flight",
+            site.file, site.line, in_flight->site.file, in_flight->site.line);
+    if (!in_flight && !unchanged_since_fence(t, top, m.d, bytes))
+        die("MISSING FENCE: wgmma at %s:%d: thread %u has written its accumulators after its last wgmma_fence()",
+            site.file, site.line, me.number);
+    if (!m.a_registers) return;
+    if (Accumulator *c = accumulator_at(g, thread, m.a_registers, 4 * sizeof(uint32_t)))
+        die("REGISTERS IN USE: wgmma at %s:%d takes A from accumulators of the wgmma at %s:%d, which is in flight",
+            site.file, site.line, c->site.file, c->site.line);
+    if (!unchanged_since_fence(t, top, m.a_registers, 4 * sizeof(uint32_t)))
+        die("MISSING FENCE: wgmma at %s:%d: thread %u has written its registers of A after its last wgmma_fence()",
+            site.file, site.line, me.number);
+}
+
+void wgmma_fence() {
+    Unseen unseen;
+    AsyncThread &t = thread_of(async_of(*worker), self());
+    const char *top = stack_top(*worker, self().number), *from = (const char *)__builtin_frame_address(0);
+    t.stack.assign(from, top);
+    t.fenced = true;
+}
+
+void wgmma_commit() {
+    Unseen unseen;
+    AsyncThread &t = thread_of(async_of(*worker), self());
+    t.commits++;
+    t.fenced = false;
+}
+
+// A descriptor of PTX: start address, leading and stride byte offsets, base offset, swizzle.
+struct Descriptor {
+    uint32_t start, leading, stride, base_offset;
+    int swizzle;
+};
+
+static Descriptor decode(uint64_t bits) {
+    static const int SWIZZLES[] = {SWIZZLE_NONE, SWIZZLE_128, SWIZZLE_64, SWIZZLE_32};
+    Descriptor d;
+    d.start = (uint32_t)(bits & 0x3FFF) * 16;
+    d.leading = (uint32_t)(bits >> 16 & 0x3FFF) * 16;
+    d.stride = (uint32_t)(bits >> 32 & 0x3FFF) * 16;
+    d.base_offset = (uint32_t)(bits >> 49 & 7);
+    d.swizzle = SWIZZLES[bits >> 62];
+    return d;
+}
+
+static void check_descriptor(uint64_t bits, const Descriptor &d, Major major, const char *which, Site site) {
+    static const uint64_t UNUSED = 0x3FF1C000C000C000;
+    if (bits & UNUSED)
+        die("WRONG DESCRIPTOR: wgmma at %s:%d: %016llx, of %s, has bits set that have no meaning", site.file, site.line,
+            (unsigned long long)bits, which);
+    if (d.base_offset)
+        die("WRONG DESCRIPTOR: wgmma at %s:%d: the base offset of %s is %u; only patterns that start at multiples of their length are emulated",
+            site.file, site.line, which, d.base_offset);
+    // The bits of the address that select the row of the swizzle's pattern.
+    if (d.swizzle && d.start % alignment_of(d.swizzle) >= 128)
+        die("MISALIGNED: wgmma at %s:%d: the start address of %s, byte %u of shared memory, is not in the first row of a swizzle pattern, which starts at multiples of %u",
+            site.file, site.line, which, d.start, alignment_of(d.swizzle));
+    unsigned row = 16u << d.swizzle;
+    if (d.swizzle && major == K_MAJOR && d.start % row + 32 > row)
+        die("WRONG DESCRIPTOR: wgmma at %s:%d: 32 bytes from byte %u of a row of %s reach beyond the %u bytes of the row",
+            site.file, site.line, d.start % row, which, row);
+}
+
+// Where the 16-byte pieces of an operand lie, `extent` rows of A or columns of B by 16: K-major, 2 pieces for each;
+// MN-major, extent / 8 pieces for each of the 16 k. The canonical layouts of PTX's matrix descriptors, in bytes:
+//   K-major     8 rows are a pattern's row (16, 32, 64 or 128 bytes) apart, groups of 8 rows the stride offset; the
+//               second piece follows the first or, without swizzle, is the leading offset away
+//   MN-major    8 k are a pattern's row apart; groups of 8 k the stride offset, and pattern rows, of 8 to 64 elements,
+//               the leading offset; without swizzle, the other way around
+static void list_operand(std::vector<uint32_t> &pieces, const Descriptor &d, Major major, int extent) {
+    const uint32_t row = 16u << d.swizzle, row_pieces = row / PIECE;
+    if (major == K_MAJOR)
+        for (uint32_t i = 0; i < (uint32_t)extent; i++)
+            for (uint32_t j = 0; j < 2; j++)
+                pieces.push_back(d.start + i % 8 * row + i / 8 * d.stride + j * (d.swizzle ? 16 : d.leading));
+    else
+        for (uint32_t k = 0; k < 16; k++)
+            for (uint32_t i = 0; i < (uint32_t)extent / 8; i++)
+                pieces.push_back(d.start + i % row_pieces * PIECE + k % 8 * row +
+                                 i / row_pieces * (d.swizzle ? d.leading : d.stride) +
+                                 k / 8 * (d.swizzle ? d.stride : d.leading));
+    for (uint32_t &p : pieces) p = swizzled(p, d.swizzle);
+}
+
+static void read_operand(Worker &w, Async &a, uint64_t bits, Major major, int extent, const char *which, Site site,
+                         std::vector<uint32_t> &pieces, std::vector<char> &bytes) {
+    Descriptor d = decode(bits);
+    check_descriptor(bits, d, major, which, site);
+    list_operand(pieces, d, major, extent);
+    bytes.resize(pieces.size() * PIECE);
+    for (size_t i = 0; i < pieces.size(); i++) {
+        if (pieces[i] >= DYNAMIC_ROOM)
+            die("OUT OF BOUNDS: wgmma at %s:%d reads %s beyond the end of dynamic shared memory", site.file, site.line,
+                which);
+        check_read(w, a, pieces[i], "wgmma", site);
+        const Loaded &loaded = a.loaded[pieces[i] / PIECE];
+        if (loaded.site && loaded.swizzle != d.swizzle)
+            die("WRONG SWIZZLE: wgmma at %s:%d reads %s with a swizzle of %d bytes, and the TMA load at %s:%d wrote it with %d",
+                site.file, site.line, which, d.swizzle ? 16 << d.swizzle : 0, a.sites[loaded.site].file,
+                a.sites[loaded.site].line, loaded.swizzle ? 16 << loaded.swizzle : 0);
+        memcpy(&bytes[i * PIECE], shared_pointer(w, pieces[i]), PIECE);
+    }
+}
+
+static float element(const std::vector<char> &bytes, Major major, int extent, int i, int k) {
+    size_t piece = major == K_MAJOR ? (size_t)i * 2 + (size_t)k / 8 : (size_t)k * (size_t)extent / 8 + (size_t)i / 8;
+    size_t at = piece * PIECE + (size_t)(major == K_MAJOR ? k % 8 : i % 8) * 2;
+    uint16_t x;
+    memcpy(&x, &bytes[at], sizeof x);
+    return bits<float>((uint32_t)x << 16);
+}
+
+// Calls function(index, row, column) for the elements of a thread's part of D.
+template <class Function>
+static void for_each_result(int thread, int columns, Function function) {
+    int row = thread / 32 * 16 + thread % 32 / 4, column = thread % 4 * 2;
+    for (int i = 0; i < columns / 2; i++) function(i, row + i % 4 / 2 * 8, i / 4 * 8 + column + i % 2);
+}
+
+static void execute(Worker &w, Async &a, WgmmaOperation &op) {
+    const Matmul &m = op.matmul;
+    float left[64][16], right[16][8];
+    for (size_t i = 0; i < op.a_pieces.size(); i++)
+        check_unchanged(w, a, op.a_pieces[i], &op.a_bytes[i * PIECE], PIECE, "wgmma", op.site);
+    for (size_t i = 0; i < op.b_pieces.size(); i++)
+        check_unchanged(w, a, op.b_pieces[i], &op.b_bytes[i * PIECE], PIECE, "wgmma", op.site);
+    if (m.a_registers) {    // pairs (g, 2t), (g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8), as in mma_m16n8k16
+        for (int t = 0; t < WARPGROUP; t++)
+            for (int i = 0; i < 4; i++) {
+                float *to = &left[t / 32 * 16 + t % 32 / 4 + i % 2 * 8][t % 4 * 2 + i / 2 * 8];
+                to[0] = bits<float>(op.a[t][i] << 16);
+                to[1] = bits<float>(op.a[t][i] & 0xFFFF0000u);
+            }
+    } else {
+        for (int i = 0; i < 64; i++)
+            for (int k = 0; k < 16; k++) left[i][k] = element(op.a_bytes, m.a_major, 64, i, k);
+    }
+    std::vector<float> &values = op.accumulator->values;
+    if (!m.accumulate) std::fill(values.begin(), values.end(), 0.0f);
+    for (int n = 0; n < m.columns; n += 8) {
+        for (int k = 0; k < 16; k++)
+            for (int j = 0; j < 8; j++) right[k][j] = element(op.b_bytes, m.b_major, m.columns, n + j, k);
+        multiply_add(&values[(size_t)n], (size_t)m.columns, left, 64, right, w.settings.mma);
+    }
+    op.done = true;
+}
+
+// Executes a warpgroup's operations, which are in order, up to that one.
+static void execute_until(Worker &w, Async &a, Warpgroup &g, const WgmmaOperation &last) {
+    for (auto &op : g.operations) {
+        if (!op->done) execute(w, a, *op);
+        if (op.get() == &last) return;
+    }
+}
+
+static void open_accumulator(Warpgroup &g, WgmmaOperation &op) {
+    const Matmul &m = op.matmul;
+    Accumulator *c = accumulator_at(g, 0, g.d[0], sizeof(float));
+    for (unsigned t = 0; t < WARPGROUP; t++)
+        if (accumulator_at(g, t, g.d[t], sizeof(float)) != c)
+            die("MISMATCH: wgmma at %s:%d continues an accumulation in flight in some threads, and not in others",
+                op.site.file, op.site.line);
+    if (!c) {
+        g.accumulators.emplace_back(new Accumulator());
+        c = g.accumulators.back().get();
+        c->columns = m.columns;
+        c->values.resize((size_t)(64 * m.columns));
+        for (int t = 0; t < WARPGROUP; t++) {
+            c->d[t] = g.d[t];
+            for_each_result(t, m.columns, [&](int i, int row, int column) {
+                if (m.accumulate) c->values[(size_t)(row * m.columns + column)] = c->d[t][i];
+            });
+            fill(c->d[t], (size_t)m.columns / 2 * sizeof(float), POISON);
+        }
+    }
+    c->group = op.group;
+    c->site = op.site;
+    op.accumulator = c;
+}
+
+// In the race check, the warpgroup's tensor core is a thread that reads the operands.
+static void announce_wgmma(Worker &w, Warpgroup &g, const WgmmaOperation &op, unsigned number) {
+    if (!w.watched) return;
+    void *context = self().context;
+    if (!g.unit) g.unit = __tsan_create_fiber(0);
+    __tsan_ignore_thread_end();
+    __tsan_switch_to_fiber(g.unit, 1);
+    __tsan_acquire(&w.meetings->wgmma_issued[number]);
+    for (uint32_t p : op.a_pieces) __tsan_read16(shared_pointer(w, p));
+    for (uint32_t p : op.b_pieces) __tsan_read16(shared_pointer(w, p));
+    __tsan_release(&w.meetings->wgmma_done[number][op.group % 16]);
+    __tsan_switch_to_fiber(context, 1);
+    __tsan_ignore_thread_begin();
+}
+
+static void issue_wgmma(Worker &w, Async &a, Warpgroup &g, const Fiber &me, Site site) {
+    std::unique_ptr<WgmmaOperation> op(new WgmmaOperation());
+    const Matmul &m = op->matmul = g.matmul;
+    op->site = site;
+    op->group = g.commits;
+    if (m.a_registers)
+        for (int t = 0; t < WARPGROUP; t++) {
+            op->a_registers[t] = g.a[t];
+            memcpy(op->a[t], g.a[t], sizeof op->a[t]);
+        }
+    else read_operand(w, a, m.a, m.a_major, 64, "A", site, op->a_pieces, op->a_bytes);
+    read_operand(w, a, m.b, m.b_major, m.columns, "B", site, op->b_pieces, op->b_bytes);
+    open_accumulator(g, *op);
+    announce_wgmma(w, g, *op, me.number / WARPGROUP);
+    w.counts.wgmmas++;
+    g.operations.push_back(std::move(op));
+    if (w.settings.async == EARLY) execute_until(w, a, g, *g.operations.back());
+}
+
+void wgmma(const Matmul &m, Site site) {
+    Worker &w = *worker;
+    Fiber &me = self();
+    {
+        Unseen unseen;
+        Async &a = async_of(w);
+        AsyncThread &t = thread_of(a, me);
+        Warpgroup &g = a.warpgroups[me.number / WARPGROUP];
+        check_registers(w, g, t, me, m, site);
+        if (w.watched) __tsan_release(&w.meetings->wgmma_issued[me.number / WARPGROUP]);
+        bool last = warpgroup_meets(w, g, me, WGMMA, "wgmma", site);
+        if (g.waiting == 1) {
+            g.matmul = m;
+            g.commits = t.commits;
+        }
+        if (g.matmul.a != m.a || g.matmul.b != m.b || g.matmul.accumulate != m.accumulate)
+            die("MISMATCH: threads of a warpgroup call wgmma at %s:%d with different descriptors or scale-d: %016llx %016llx %d, %016llx %016llx %d",
+                site.file, site.line, (unsigned long long)m.a, (unsigned long long)m.b, m.accumulate,
+                (unsigned long long)g.matmul.a, (unsigned long long)g.matmul.b, g.matmul.accumulate);
+        if (g.commits != t.commits)
+            die("MISMATCH: thread %u has committed %u groups of wgmma, and another of its warpgroup %u", me.number,
+                t.commits, g.commits);
+        g.d[me.number % WARPGROUP] = m.d;
+        g.a[me.number % WARPGROUP] = m.a_registers;
+        if (last) {
+            issue_wgmma(w, a, g, me, site);
+            warpgroup_goes_on(w, g, me);
+        }
+    }
+    take_turns();
+}
+
+static void deliver(Accumulator &c, unsigned thread, Site site) {
+    if (!is_filled(c.d[thread], (size_t)c.columns / 2 * sizeof(float), POISON))
+        die("REGISTERS IN USE: accumulators of the wgmma at %s:%d were written before the wait at %s:%d", c.site.file,
+            c.site.line, site.file, site.line);
+    for_each_result((int)thread, c.columns,
+                    [&](int i, int row, int column) { c.d[thread][i] = c.values[(size_t)(row * c.columns + column)]; });
+    c.claimed[thread] = true;
+}
+
+void wgmma_wait_for(unsigned groups, const std::vector<float *> &results, Site site) {
+    Unseen unseen;
+    Worker &w = *worker;
+    Fiber &me = self();
+    Async &a = async_of(w);
+    AsyncThread &t = thread_of(a, me);
+    Warpgroup &g = a.warpgroups[me.number / WARPGROUP];
+    const unsigned thread = me.number % WARPGROUP;
+    for (auto &op : g.operations) {
+        if (op->group >= t.commits)
+            die("MISSING COMMIT: wgmma_wait at %s:%d does not cover the wgmma at %s:%d, which no wgmma_commit() follows",
+                site.file, site.line, op->site.file, op->site.line);
+        if (op->group + groups >= t.commits) break;
+        execute_until(w, a, g, *op);
+        if (op->matmul.a_registers && !op->waited[thread] &&
+            memcmp(op->a_registers[thread], op->a[thread], sizeof op->a[thread]) != 0)
+            die("REGISTERS IN USE: thread %u has changed registers of A between the wgmma at %s:%d and the wait at %s:%d",
+                me.number, op->site.file, op->site.line, site.file, site.line);
+        op->waited[thread] = true;
+    }
+    for (float *d : results) {
+        Accumulator *c = accumulator_at(g, thread, d, sizeof(float));
+        if (!c) continue;
+        if (c->group + groups >= t.commits)
+            die("STILL IN FLIGHT: wgmma_wait<%u> at %s:%d names accumulators that the wgmma at %s:%d may still be writing",
+                groups, site.file, site.line, c->site.file, c->site.line);
+        deliver(*c, thread, site);
+    }
+    if (w.watched && t.commits > groups)
+        __tsan_acquire(&w.meetings->wgmma_done[me.number / WARPGROUP][(t.commits - groups - 1) % 16]);
+    while (!g.operations.empty() && g.operations.front()->waited.all()) g.operations.pop_front();
+    g.accumulators.erase(std::remove_if(g.accumulators.begin(), g.accumulators.end(),
+                                        [](const std::unique_ptr<Accumulator> &c) { return c->claimed.all(); }),
+                         g.accumulators.end());
+}
+
+// ---- when asynchronous work takes place
+
+bool async_step(Worker &w) {
+    Unseen unseen;
+    Async &a = *w.async;
+    std::vector<WgmmaOperation *> next;    // the first of each warpgroup
+    Warpgroup *of[WARPS / 4];
+    for (Warpgroup &g : a.warpgroups)
+        for (auto &op : g.operations)
+            if (!op->done) {
+                of[next.size()] = &g;
+                next.push_back(op.get());
+                break;
+            }
+    size_t choices = a.copies.size() + next.size();
+    if (choices == 0) return false;
+    size_t chosen = next_random(w.random) % choices;
+    if (chosen < a.copies.size()) step_copy(w, a, chosen);
+    else execute_until(w, a, *of[chosen - a.copies.size()], *next[chosen - a.copies.size()]);
+    return true;
+}
+
+bool async_has_work(const Worker &w) {
+    const auto open = [](const std::unique_ptr<WgmmaOperation> &op) { return !op->done; };
+    for (const Warpgroup &g : w.async->warpgroups)
+        if (std::any_of(g.operations.begin(), g.operations.end(), open)) return true;
+    return !w.async->copies.empty();
+}
+
+bool async_lets_others_run(Worker &w) {
+    return w.settings.async == LAST || (w.settings.async == AT_RANDOM && next_random(w.random) % 2);
+}
+
+void async_turn(Worker &w) {
+    if (w.settings.async != AT_RANDOM) return;
+    uint64_t random = next_random(w.random);
+    if (random % w.async->rarely == 0) async_step(w);
+    if (random >> 32 & 0xFF) return;
+    w.async->rarely = 1u << (random >> 40) % 4 * 4;    // for a while, soon, or only when somebody waits
+}
+
+void async_end_block(Worker &w) {
+    Unseen unseen;
+    Async &a = *w.async;
+    std::string block =
+        print("in block (%u,%u,%u) of %s", w.block.x, w.block.y, w.block.z, kernel_name(w.launch->kernel).c_str());
+    for (const Warpgroup &g : a.warpgroups)
+        if (!g.operations.empty())
+            die("MISSING WAIT: not all threads have waited for the wgmma at %s:%d %s", g.operations.front()->site.file,
+                g.operations.front()->site.line, block.c_str());
+    for (const AsyncThread &t : a.threads) {
+        if (t.bulk_uncommitted)
+            die("MISSING COMMIT: no bulk_commit() follows the copy at %s:%d %s", t.bulk_site.file, t.bulk_site.line,
+                block.c_str());
+        if (t.bulk_waited < t.bulk_commits)
+            die("MISSING WAIT: a block ends, and with it its shared memory, without a bulk_wait for the copy at %s:%d %s",
+                t.bulk_site.file, t.bulk_site.line, block.c_str());
+    }
+    for (const Barrier &b : a.barriers)
+        if (b.had_bytes && !b.observed)
+            die("MISSING WAIT: nobody has waited for the last loads of %s, %s", describe(b).c_str(), block.c_str());
+    while (!a.copies.empty()) {
+        if (a.copies[0]->kind == TMA_LOAD)
+            die("MISSING WAIT: a block ends while the TMA load at %s:%d is in flight, %s", a.copies[0]->site.file,
+                a.copies[0]->site.line, block.c_str());
+        step_copy(w, a, 0);
+    }
+    for (const AsyncThread &t : a.threads)
+        if (t.copier) __tsan_destroy_fiber(t.copier);
+    for (const Warpgroup &g : a.warpgroups)
+        if (g.unit) __tsan_destroy_fiber(g.unit);
+    w.async = NULL;
+}
+
+// ---- named barriers
+
+void named_barrier(int id, int threads, bool wait, Site site) {
+    Worker &w = *worker;
+    Fiber &me = self();
+    const char *name = wait ? "named_barrier_sync" : "named_barrier_arrive";
+    char *met;
+    {
+        Unseen unseen;
+        Async &a = async_of(w);
+        if (id < 1 || id >= NAMED_BARRIERS)
+            die("WRONG BARRIER: %s at %s:%d names barrier %d; 1 to 15 exist, and 0 is __syncthreads()'s", name,
+                site.file, site.line, id);
+        NamedBarrier &b = a.named[id];
+        if (threads < 32 || threads % 32 != 0 || threads > w.threads)
+            die("WRONG COUNT: %s at %s:%d for %d threads, in a block of %d", name, site.file, site.line, threads,
+                w.threads);
+        if (b.count == 0) {
+            b.threads = threads;
+            b.site = site;
+        }
+        if (b.threads != threads)
+            die("MISMATCH: %s at %s:%d expects %d threads at barrier %d, and %s:%d expects %d", name, site.file,
+                site.line, threads, id, b.site.file, b.site.line, b.threads);
+        if (b.arrived[me.number])
+            die("ARRIVED TWICE: %s at %s:%d: thread %u has already arrived at barrier %d, which still lacks %d threads",
+                name, site.file, site.line, me.number, id, b.threads - b.count);
+        met = &w.meetings->named[id][b.phase % 2];
+        if (w.watched) __tsan_release(met);
+        b.arrived[me.number] = true;
+        thread_of(a, me).named = id;
+        if (wait) {
+            b.waiting.push_back(me.number);
+            wait_as(w, me, NAMED_BARRIER_SYNC, site);
+        }
+        if (++b.count == b.threads) {
+            for (int warp = 0; warp < (w.threads + 31) / 32; warp++) {
+                unsigned lanes = 0;
+                for (int l = 0; l < LANES; l++) lanes += b.arrived[(size_t)(warp * 32 + l)];
+                if (lanes != 0 && lanes != 32)
+                    die("MISMATCH: %s at %s:%d completes barrier %d with %u of the 32 threads of warp %d", name,
+                        site.file, site.line, id, lanes, warp);
+            }
+            wake(w, b.waiting);
+            b.arrived.reset();
+            b.count = 0;
+            b.phase++;
+            w.counts.barriers++;
+        }
+    }
+    if (!wait) return;
+    take_turns();
+    if (w.watched) __tsan_acquire(met);
+}
+
+// ---- setmaxnreg: the registers of a block are divided anew among its warpgroups
+
+static void grant_registers(Worker &w, Async &a) {
+    for (int i = 0; i < w.threads / WARPGROUP; i++) {
+        Warpgroup &g = a.warpgroups[i];
+        int more = (g.wanted - g.registers) * WARPGROUP;
+        if (!g.wanted || more > a.pool) continue;
+        a.pool -= more;
+        g.registers = g.wanted;
+        g.wanted = 0;
+        for (int t = 0; t < WARPGROUP; t++) set_ready(w, (unsigned)(i * WARPGROUP + t));
+    }
+}
+
+void setmaxnreg(int registers, bool increase, Site site) {
+    Worker &w = *worker;
+    Fiber &me = self();
+    const char *name = increase ? "setmaxnreg_inc" : "setmaxnreg_dec";
+    {
+        Unseen unseen;
+        Async &a = async_of(w);
+        Warpgroup &g = a.warpgroups[me.number / WARPGROUP];
+        if (increase ? registers < g.registers : registers > g.registers)
+            die("WRONG COUNT: %s<%d> at %s:%d: the warpgroup's threads have %d registers", name, registers, site.file,
+                site.line, g.registers);
+        if (warpgroup_meets(w, g, me, SETMAXNREG, name, site)) {
+            g.waiting = 0;
+            g.wanted = registers;
+            grant_registers(w, a);
+        }
+    }
+    take_turns();
+}
+
+// ---- counters in global memory, by which a block waits for others
+
+static bool reached(const AsyncThread &t) {
+    return __atomic_load_n(t.counter, __ATOMIC_ACQUIRE) == t.counter_value;
+}
+
+static bool waits_for_counter(const Worker &w, size_t number) {
+    const Fiber &f = w.fibers[number];
+    return f.wait.kind == COUNTER && !(w.ready[number / 64] >> number % 64 & 1);
+}
+
+bool async_waits_for_counter(const Worker &w) {
+    return w.async->counter_waiters > 0;
+}
+
+bool async_counter_reached(const Worker &w) {
+    for (size_t i = 0; i < (size_t)w.threads; i++)
+        if (waits_for_counter(w, i) && reached(w.async->threads[i])) return true;
+    return false;
+}
+
+void async_wake_counters(Worker &w) {
+    for (size_t i = 0; i < (size_t)w.threads; i++)
+        if (waits_for_counter(w, i) && reached(w.async->threads[i])) set_ready(w, (unsigned)i);
+}
+
+void wait_for_counter(const unsigned *counter, unsigned value, Site site) {
+    Worker &w = *worker;
+    Fiber &me = self();
+    if ((uintptr_t)counter % sizeof *counter != 0) misaligned("wait_for_counter", counter, site);
+    if (!is_device(counter, sizeof *counter))
+        die("OUT OF BOUNDS: wait_for_counter at %s:%d: the counter at %p is not in device memory", site.file, site.line,
+            (const void *)counter);
+    Async *a;
+    {
+        Unseen unseen;
+        a = &async_of(w);
+    }
+    AsyncThread &t = a->threads[me.number];
+    t.counter = counter;
+    t.counter_value = value;
+    a->counter_waiters++;
+    while (!reached(t)) {
+        wait_as(w, me, COUNTER, site);
+        take_turns();
+    }
+    a->counter_waiters--;
+    me.wait.kind = NOTHING;
+    if (w.watched) __tsan_acquire((void *)counter);
+}
+
+void add_to_counter(unsigned *counter, unsigned n) {
+    if (worker->watched) __tsan_release(counter);
+    __atomic_fetch_add(counter, n, __ATOMIC_ACQ_REL);
+}
+
+// ---- messages
+
+std::string async_describe(const Worker &w, const Fiber &f) {
+    const AsyncThread &t = w.async->threads[f.number];
+    const Site &s = f.wait.site;
+    const Warpgroup &g = w.async->warpgroups[f.number / WARPGROUP];
+    const NamedBarrier &b = w.async->named[t.named];
+    switch (f.wait.kind) {
+    case MBARRIER_WAIT:
+        return print("wait in mbarrier_wait(parity %u) at %s:%d (%s)", t.parity, s.file, s.line,
+                     describe(*t.barrier).c_str());
+    case NAMED_BARRIER_SYNC:
+        return print("wait in named_barrier_sync(%d, %d) at %s:%d (%d have arrived)", t.named, b.threads, s.file,
+                     s.line, b.count);
+    case WGMMA: return print("wait in wgmma at %s:%d (%d of 128 have arrived)", s.file, s.line, g.waiting);
+    case SETMAXNREG:
+        if (!g.wanted) return print("wait in setmaxnreg at %s:%d (%d of 128 have arrived)", s.file, s.line, g.waiting);
+        return print(
+            "wait in setmaxnreg_inc<%d> at %s:%d (over the budget: it needs %d registers, and %d of the block's %d are free)",
+            g.wanted, s.file, s.line, (g.wanted - g.registers) * WARPGROUP, w.async->pool, (int)REGISTERS);
+    default:
+        return print("wait in wait_for_counter(%p, %u) at %s:%d (it is %u)", (const void *)t.counter, t.counter_value,
+                     s.file, s.line, *t.counter);
+    }
+}
+
+}

@@ -1,0 +1,672 @@
+// The test of hopper_on_cpu.h: the results of its functions against plain loops, and defects planted in kernels, each
+// with a correct twin.
+//     test_hopper_on_cpu numbers             every function's numbers
+//     test_hopper_on_cpu NAME 0|1            the kernel NAME, correct (0) or with its defect (1)
+//     test_hopper_on_cpu help                the names
+// The exit status is 0 if the results are right and 1 if they are wrong; a defect may also end in a message and
+// abort(). test_hopper_on_cpu.py lists the settings that find each defect.
+#include "gpu_on_cpu.h"
+#include "hopper_on_cpu.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+
+#include <algorithm>
+#include <vector>
+
+typedef __nv_bfloat16 bf16;
+static int failures;
+
+#define CHECK(condition, ...)                                     \
+    do {                                                          \
+        if (condition) break;                                     \
+        if (failures++ < 20) printf("%s:%d: ", __func__, __LINE__), printf(__VA_ARGS__), printf("\n"); \
+    } while (0)
+#define CUDA(call) CHECK((call) == cudaSuccess, "%s failed", #call)
+
+template <class T>
+struct Device {    // n elements on the device, with a's values or uninitialized
+    T *p = NULL;
+    size_t n;
+    explicit Device(size_t n) : n(n) {
+        CUDA(cudaMalloc((void **)&p, n * sizeof(T)));
+    }
+    explicit Device(const std::vector<T> &a) : Device(a.size()) {
+        CUDA(cudaMemcpy(p, a.data(), n * sizeof(T), cudaMemcpyHostToDevice));
+    }
+    Device(const Device &) = delete;
+    ~Device() {
+        CUDA(cudaFree(p));
+    }
+    std::vector<T> host() const {
+        std::vector<T> a(n);
+        CUDA(cudaMemcpy(a.data(), p, n * sizeof(T), cudaMemcpyDeviceToHost));
+        return a;
+    }
+};
+
+static float to_float(bf16 x) {
+    return __bfloat162float(x);
+}
+static float to_float(float x) {
+    return x;
+}
+static void set(bf16 &to, float x) {
+    to = __float2bfloat16_rn(x);
+}
+static void set(float &to, float x) {
+    to = x;
+}
+
+template <class T>
+static std::vector<T> small_numbers(size_t n, unsigned seed) {    // whole, from -3 to 3: sums of products are exact
+    std::vector<T> a(n);
+    for (size_t i = 0; i < n; i++) set(a[i], (float)((int)((i * 2654435761u + seed * 40503u) >> 7) % 7 % 4));
+    return a;
+}
+
+template <class T>
+static CUresult encode(TensorMap *map, T *p, std::vector<cuuint64_t> dims, std::vector<cuuint64_t> strides,
+                       std::vector<cuuint32_t> box, Swizzle swizzle) {
+    const cuuint32_t ones[] = {1, 1, 1, 1, 1};
+    return cuTensorMapEncodeTiled(
+        map, sizeof(T) == 2 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+        (cuuint32_t)dims.size(), p, dims.data(), strides.data(), box.data(), ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
+        (CUtensorMapSwizzle)swizzle, CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+}
+
+// A matrix (rows, columns) without gaps.
+template <class T>
+static TensorMap matrix_map(T *p, size_t rows, size_t columns, unsigned box_rows, unsigned box_columns,
+                            Swizzle swizzle) {
+    TensorMap map = {};
+    CUresult result = encode(&map, p, {columns, rows}, {columns * sizeof(T)}, {box_columns, box_rows}, swizzle);
+    CHECK(result == CUDA_SUCCESS, "cuTensorMapEncodeTiled");
+    return map;
+}
+
+// PTX ISA, "Matrix descriptor": addresses and offsets without their lowest four bits.
+DEVICE uint64_t descriptor(const void *p, uint64_t leading, uint64_t stride, Swizzle swizzle) {
+    static const uint64_t LAYOUT[] = {0, 3, 2, 1};
+    return (shared_address(p) >> 4) | leading >> 4 << 16 | stride >> 4 << 32 | LAYOUT[swizzle] << 62;
+}
+
+DEVICE uint32_t pack(float low, float high) {
+    __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    uint32_t word;
+    memcpy(&word, &pair, sizeof word);
+    return word;
+}
+
+template <class T>
+DEVICE T *aligned(T *p) {    // to a multiple of 1,024 bytes of shared memory; the caller has as many to spare
+    return (T *)((char *)p + (1024 - shared_address(p) % 1024) % 1024);
+}
+
+// ---- numbers: TMA
+
+enum { TMA_TILE = 16 * 1024 };
+
+// Loads a box, adds it to another tensor, and stores it into a third.
+template <class T, int RANK>
+KERNEL void tma_kernel(GRID_CONSTANT TensorMap in, GRID_CONSTANT TensorMap out, GRID_CONSTANT TensorMap sums,
+                       const int *where, T *tile_copy, int bytes) {
+    DYNAMIC_SHARED(char, memory);
+    SHARED_ARRAY(Mbarrier, full, 1);
+    T *tile = (T *)aligned(memory);
+    int at[RANK];
+    for (int i = 0; i < RANK; i++) at[i] = where[i];
+    if (threadIdx.x == 0) {
+        mbarrier_init(full, 1);
+        mbarrier_init_fence();
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        mbarrier_arrive_expect_tx(full, (unsigned)bytes);
+        tma_load(tile, &in, full, at);
+    }
+    mbarrier_wait(full, 0);
+    for (int i = (int)threadIdx.x; i < bytes / (int)sizeof(T); i += (int)blockDim.x) tile_copy[i] = tile[i];
+    if (threadIdx.x != 0) return;
+    tma_store(&out, tile, at);
+    if (sizeof(T) == 4) tma_reduce_add(&sums, tile, at);
+    bulk_commit();
+    bulk_wait<0>();
+}
+
+static size_t swizzled_byte(size_t byte, Swizzle swizzle) {    // in a tile that starts a pattern
+    size_t row = byte / 128, piece = byte / 16 % 8;
+    size_t change = swizzle == SWIZZLE_128 ? row % 8 : swizzle == SWIZZLE_64 ? row % 4 : row % 2;
+    return swizzle ? row * 128 + (piece ^ change) * 16 + byte % 16 : byte;
+}
+
+template <class T, int RANK>
+static void tma_numbers(std::vector<cuuint64_t> dims, std::vector<cuuint32_t> box, std::vector<int> at,
+                        Swizzle swizzle) {
+    std::vector<cuuint64_t> strides;
+    size_t n = 1, boxed = 1;
+    cuuint64_t row = (dims[0] * sizeof(T) + 31) / 16 * 16;    // with a gap
+    for (int i = 1; i < RANK; i++) strides.push_back(i == 1 ? row : strides.back() * dims[(size_t)i - 1]);
+    n = RANK == 1 ? dims[0] : strides.back() * dims.back() / sizeof(T);
+    for (cuuint32_t b : box) boxed *= b;
+    std::vector<T> x = small_numbers<T>(n, 1), y(n), z = small_numbers<T>(n, 2);
+    for (T &v : y) set(v, 99.0f);
+    Device<T> in(x), out(y), sums(z), tile(TMA_TILE / sizeof(T));
+    Device<int> where(at);
+    TensorMap maps[3];
+    T *p[] = {in.p, out.p, sums.p};
+    for (int i = 0; i < 3; i++) CHECK(encode(&maps[i], p[i], dims, strides, box, swizzle) == CUDA_SUCCESS, "encode");
+    launch(tma_kernel<T, RANK>, 1, 64, TMA_TILE + 1024, NULL, maps[0], maps[1], maps[2], where.p, tile.p,
+           (int)(boxed * sizeof(T)));
+    std::vector<T> got = tile.host(), stored = out.host(), added = sums.host();
+    for (size_t i = 0; i < boxed; i++) {
+        size_t rest = i, byte = swizzled_byte(i * sizeof(T), swizzle), from = 0;
+        bool inside = true;
+        for (int d = 0; d < RANK; d++) {
+            int64_t c = at[(size_t)d] + (int64_t)(rest % box[(size_t)d]);
+            rest /= box[(size_t)d];
+            inside &= c >= 0 && c < (int64_t)dims[(size_t)d];
+            if (inside) from += (size_t)c * (d == 0 ? 1 : strides[(size_t)d - 1] / sizeof(T));
+        }
+        float expected = inside ? to_float(x[from]) : 0.0f;
+        CHECK(to_float(got[byte / sizeof(T)]) == expected, "rank %d swizzle %d element %zu: %g, not %g", RANK, swizzle,
+              i, to_float(got[byte / sizeof(T)]), expected);
+        if (!inside) continue;
+        set(y[from], expected);
+        set(z[from], to_float(z[from]) + expected);
+    }
+    for (size_t i = 0; i < n; i++) {
+        CHECK(to_float(stored[i]) == to_float(y[i]), "rank %d: stored %zu: %g", RANK, i, to_float(stored[i]));
+        CHECK(sizeof(T) == 2 || to_float(added[i]) == to_float(z[i]), "rank %d: added %zu", RANK, i);
+    }
+}
+
+// ---- numbers: wgmma
+
+struct WgmmaCase {
+    Swizzle a_swizzle, b_swizzle;
+    bool from_registers;
+};
+
+// Tiles are stored as the canonical layouts say, element by element, through store_shared().
+//   K-major     (rows, 16) of a matrix of rows of 16 << swizzle bytes; groups of 8 rows `stride` apart
+DEVICE unsigned k_major_byte(int i, int k, Swizzle swizzle, unsigned leading, unsigned stride) {
+    unsigned row = 16u << swizzle;
+    return (unsigned)i % 8 * row + (unsigned)i / 8 * stride + (unsigned)k / 8 * (swizzle ? 16 : leading) +
+           (unsigned)k % 8 * 2;
+}
+DEVICE unsigned mn_major_byte(int i, int k, Swizzle swizzle, unsigned leading, unsigned stride) {
+    unsigned row = 16u << swizzle, inner = row / 2;    // elements
+    return (unsigned)i % inner * 2 + (unsigned)i / inner * (swizzle ? leading : stride) + (unsigned)k % 8 * row +
+           (unsigned)k / 8 * (swizzle ? stride : leading);
+}
+DEVICE unsigned swizzle_bits(unsigned address, Swizzle swizzle) {
+    static const unsigned BITS[] = {0, 16, 48, 112};
+    return address ^ ((address >> 3) & BITS[swizzle]);
+}
+template <Major M>
+DEVICE void store_operand(char *tile, const bf16 *x, int rows, Swizzle swizzle, unsigned leading, unsigned stride) {
+    unsigned start = shared_address(tile);
+    for (int i = (int)threadIdx.x; i < rows * 16; i += (int)blockDim.x) {
+        int row = i / 16, k = i % 16;
+        unsigned byte = M == K_MAJOR ? k_major_byte(row, k, swizzle, leading, stride)
+                                     : mn_major_byte(row, k, swizzle, leading, stride);
+        store_shared((bf16 *)(tile + (swizzle_bits(start + byte, swizzle) - start)), x[i]);
+    }
+}
+
+// Distances at which no pieces overlap, larger than necessary.
+DEVICE unsigned stride_of(Major major, Swizzle swizzle) {
+    if (major == K_MAJOR) return swizzle ? 8 * (16u << swizzle) : 144;
+    return swizzle ? 1024 : 256;
+}
+DEVICE unsigned leading_of(Major major, Swizzle swizzle) {
+    if (major == K_MAJOR) return 8192;
+    return swizzle ? 2048 : 16384;
+}
+
+template <Major A, Major B, int NT, bool REGISTERS>
+KERNEL void wgmma_kernel(float *out, const bf16 *a, const bf16 *b, const float *c, int a_swizzle, int b_swizzle,
+                         bool accumulate, unsigned wrong_leading) {
+    DYNAMIC_SHARED(char, memory);
+    char *a_tile = aligned(memory), *b_tile = a_tile + 32 * 1024;
+    const Swizzle as = (Swizzle)a_swizzle, bs = (Swizzle)b_swizzle;
+    const unsigned a_stride = stride_of(A, as), a_leading = leading_of(A, as);
+    const unsigned b_stride = stride_of(B, bs), b_leading = leading_of(B, bs);
+    float d[NT][4];
+    uint32_t fragment[4];
+    int lane = (int)threadIdx.x % 32, g = (int)threadIdx.x / 32 * 16 + lane / 4, t = lane % 4 * 2;
+    store_operand<A>(a_tile, a, 64, as, a_leading, a_stride);
+    store_operand<B>(b_tile, b, 8 * NT, bs, b_leading, b_stride);
+    fence_proxy_async();
+    __syncthreads();
+    for (int j = 0; j < NT; j++)
+        for (int e = 0; e < 4; e++) d[j][e] = c[(g + e / 2 * 8) * 8 * NT + 8 * j + t + e % 2];
+    for (int i = 0; i < 4; i++) {
+        const bf16 *from = a + (g + i % 2 * 8) * 16 + t + i / 2 * 8;
+        fragment[i] = pack(to_float(from[0]), to_float(from[1]));
+    }
+    uint64_t a_descriptor = descriptor(a_tile, a_leading, a_stride, as);
+    uint64_t b_descriptor = descriptor(b_tile, b_leading + wrong_leading, b_stride, bs);
+    wgmma_fence();
+    if (REGISTERS) wgmma<B>(d, fragment, b_descriptor, accumulate);
+    else wgmma<A, B>(d, a_descriptor, b_descriptor, accumulate);
+    wgmma<A, B>(d, a_descriptor, b_descriptor, true);
+    wgmma_commit();
+    wgmma_wait<0>(d);
+    for (int j = 0; j < NT; j++)
+        for (int e = 0; e < 4; e++) out[(g + e / 2 * 8) * 8 * NT + 8 * j + t + e % 2] = d[j][e];
+}
+
+template <Major A, Major B, int NT, bool REGISTERS>
+static void wgmma_numbers(Swizzle a_swizzle, Swizzle b_swizzle, bool accumulate, unsigned wrong_leading = 0) {
+    const int N = 8 * NT;
+    std::vector<bf16> a = small_numbers<bf16>(64 * 16, 3), b = small_numbers<bf16>((size_t)N * 16, 4);
+    std::vector<float> c = small_numbers<float>((size_t)N * 64, 5);
+    Device<bf16> da(a), db(b);
+    Device<float> dc(c), out((size_t)N * 64);
+    launch(wgmma_kernel<A, B, NT, REGISTERS>, 1, 128, 1024 + 32 * 1024 + 64 * 1024, NULL, out.p, da.p, db.p, dc.p,
+           a_swizzle, b_swizzle, accumulate, wrong_leading);
+    std::vector<float> got = out.host();
+    for (int i = 0; i < 64; i++)
+        for (int n = 0; n < N; n++) {
+            float sum = accumulate ? c[(size_t)(i * N + n)] : 0.0f;
+            for (int k = 0; k < 16; k++)
+                sum += 2 * to_float(a[(size_t)(i * 16 + k)]) * to_float(b[(size_t)(n * 16 + k)]);
+            CHECK(got[(size_t)(i * N + n)] == sum, "majors %d %d, swizzles %d %d, N %d: (%d, %d) is %g, not %g", A, B,
+                  a_swizzle, b_swizzle, N, i, n, got[(size_t)(i * N + n)], sum);
+        }
+}
+
+template <int NT>
+static void wgmma_majors() {
+    for (Swizzle s : {SWIZZLE_NONE, SWIZZLE_32, SWIZZLE_64, SWIZZLE_128}) {
+        Swizzle other = (Swizzle)((s + 1) % 4);
+        wgmma_numbers<K_MAJOR, K_MAJOR, NT, false>(s, other, true);
+        wgmma_numbers<K_MAJOR, MN_MAJOR, NT, true>(other, s, false);
+        wgmma_numbers<MN_MAJOR, K_MAJOR, NT, false>(s, s, false);
+        wgmma_numbers<MN_MAJOR, MN_MAJOR, NT, false>(other, other, true);
+    }
+}
+
+// ---- numbers: stmatrix
+
+KERNEL void stmatrix_kernel(uint16_t *out, const uint32_t *r) {
+    SHARED_ARRAY(uint4, memory, 4 * 32);
+    uint16_t *rows = (uint16_t *)memory;
+    uint32_t mine[4];
+    int lane = (int)threadIdx.x;
+    for (int i = 0; i < 4; i++) mine[i] = r[4 * lane + i];
+    const uint32_t two[2] = {mine[0], mine[1]};
+    stmatrix_x4(rows + 8 * lane, mine);
+    stmatrix_x4_transposed(rows + 256 + 8 * lane, mine);
+    stmatrix_x2(rows + 512 + 8 * lane, two);
+    stmatrix_x2_transposed(rows + 640 + 8 * lane, two);
+    __syncwarp();
+    for (int i = lane; i < 768; i += 32) out[i] = rows[i];
+}
+
+static void stmatrix_numbers() {
+    std::vector<uint32_t> r(128);
+    for (size_t i = 0; i < 128; i++) r[i] = (uint32_t)(2 * i) | (uint32_t)(2 * i + 1) << 16;
+    Device<uint32_t> in(r);
+    Device<uint16_t> out(768);
+    launch(stmatrix_kernel, 1, 32, 0, NULL, out.p, in.p);
+    std::vector<uint16_t> got = out.host();
+    for (int i = 0; i < 768; i++) {
+        int part = i < 512 ? i / 256 : 2 + (i - 512) / 128, at = i < 512 ? i % 256 : (i - 512) % 128;
+        int matrix = at / 64, row = at % 64 / 8, column = at % 8;
+        if (part % 2 == 1) std::swap(row, column);
+        int lane = row * 4 + column / 2, expected = 2 * (4 * lane + matrix) + column % 2;
+        CHECK(got[(size_t)i] == expected, "element %d: %d, not %d", i, got[(size_t)i], expected);
+    }
+}
+
+// ---- the defects of a pipeline: d (128, 64) = a (128, K) · b (K, 64)
+// Threads 0-127 are the producer, of which one loads tiles a (128, 64) and b (64, 64) into STAGES buffers; two consumer
+// warpgroups multiply 64 rows each, taking turns by named barriers, first K-major from shared memory, then the upper
+// half of each tile's K from registers. Their results go through stmatrix and TMA to global memory, in bf16.
+
+enum { STAGES = 2, K_TILE = 64, A_BYTES = 128 * K_TILE * 2, B_BYTES = K_TILE * 64 * 2 };
+enum { STAGE_BYTES = A_BYTES + B_BYTES, PIPELINE_BYTES = STAGES * STAGE_BYTES + 1024, PIPELINE_THREADS = 384 };
+
+#define PIPELINE_DEFECTS(X)                                                                                             \
+    X(missing_arrive) X(missing_full_wait) X(missing_empty_wait) X(wrong_parity) X(wrong_first_parity)                  \
+    X(missing_expect_tx) X(expects_too_few_bytes) X(expects_too_many_bytes) X(missing_init_fence) X(missing_init)       \
+    X(missing_sync_after_init) X(too_many_arrivals) X(expected_arrivals_too_few) X(initialized_twice)                   \
+    X(mbarrier_overwritten) X(parity_not_a_bit) X(misaligned_mbarrier)                                                  \
+    X(missing_wgmma_fence) X(missing_wgmma_commit) X(missing_wgmma_wait) X(wait_for_too_few_wgmmas)                     \
+    X(result_read_before_wait) X(result_not_named) X(result_written_in_flight) X(a_written_after_fence)                 \
+    X(a_written_in_flight) X(zeroed_after_fence) X(released_before_wait) X(half_a_warpgroup) X(different_descriptors)   \
+    X(wrong_start) X(start_not_aligned) X(wrong_stride_offset) X(wrong_swizzle)                 \
+    X(wrong_swizzle_of_tma) X(wrong_major) X(meaningless_descriptor_bits) X(descriptor_past_shared)                     \
+    X(misaligned_tile) X(box_past_shared) X(wrong_rank) X(wrong_coordinates) X(not_a_tensor_map)                        \
+    X(missing_proxy_fence) X(proxy_fence_by_another) X(ordinary_store) X(missing_sync_before_store)                     \
+    X(missing_bulk_commit) X(missing_bulk_wait) X(source_reused)                                                        \
+    X(wrong_barrier_count) X(wrong_barrier_id) X(missing_barrier_arrive) X(arrived_twice)                               \
+    X(registers_over_budget) X(registers_not_released) X(too_many_registers_released) X(unobserved_load)
+
+enum Defect {
+    NO_DEFECT,
+#define X(name) name##_,
+    PIPELINE_DEFECTS(X)
+#undef X
+};
+
+struct Pipeline {
+    TensorMap a, b, d;
+    int tiles;    // of K
+};
+
+struct PipelineBarriers {
+    Mbarrier full[STAGES], empty[STAGES];
+};
+
+DEVICE void produce(const Pipeline &p, char *tiles, PipelineBarriers *barriers, int defect) {
+    for (int i = 0; i < p.tiles + (defect == unobserved_load_); i++) {
+        int stage = i % STAGES, round = i / STAGES;
+        char *tile = tiles + stage * STAGE_BYTES;
+        Mbarrier *full = &barriers->full[stage];
+        unsigned parity = (unsigned)(defect == wrong_first_parity_ ? round : round + 1) % 2, bytes = STAGE_BYTES;
+        if (defect == expects_too_few_bytes_) bytes = A_BYTES;
+        if (defect == expects_too_many_bytes_) bytes = STAGE_BYTES + 16;
+        if (defect != missing_empty_wait_) mbarrier_wait(&barriers->empty[stage], parity);
+        if (defect == missing_expect_tx_) mbarrier_arrive(full);
+        else mbarrier_arrive_expect_tx(full, bytes);
+        int at = i * K_TILE;
+        if (defect == wrong_rank_) {
+            tma_load(tile, &p.a, full, {at, 0, 0});
+        } else if (defect == not_a_tensor_map_) {
+            tma_load(tile, (const TensorMap *)barriers, full, {at, 0});
+        } else tma_load(defect == misaligned_tile_ ? tile + 512 : tile, &p.a, full, {at, 0});
+        char *b_tile = defect == box_past_shared_ ? tile + PIPELINE_BYTES - 1024 : tile + A_BYTES;
+        if (defect == wrong_coordinates_) tma_load(b_tile, &p.b, full, {at, 0});
+        else tma_load(b_tile, &p.b, full, {0, at});
+    }
+}
+
+DEVICE void registers_of_a(uint32_t (&r)[2][4], const char *a, int row0) {    // columns 32 to 63 of 64 rows of a tile
+    int lane = (int)threadIdx.x % 32, g = row0 + (int)threadIdx.x % 128 / 32 * 16 + lane / 4, t = lane % 4 * 2;
+    for (int k = 0; k < 2; k++)
+        for (int i = 0; i < 4; i++) {
+            int row = g + i % 2 * 8, column = 32 + k * 16 + t + i / 2 * 8;
+            unsigned byte = (unsigned)(row * 128 + column * 2);
+            r[k][i] = *(const uint32_t *)(a + swizzle_bits(byte, SWIZZLE_128));
+        }
+}
+
+DEVICE uint64_t b_descriptor(const char *b, int k, int defect) {
+    uint64_t stride = defect == wrong_stride_offset_ ? 512 : 1024;
+    Swizzle swizzle = defect == wrong_swizzle_ ? SWIZZLE_64 : SWIZZLE_128;
+    const char *start = b + k * 2048;    // 16 rows of 128 bytes
+    if (defect == wrong_start_) start += 16 * (k + 1);
+    if (defect == start_not_aligned_) start += 128;
+    if (defect == descriptor_past_shared_) stride = 192 * 1024;
+    uint64_t bits = descriptor(start, 0, stride, swizzle);    // one pattern is as wide as B
+    return defect == meaningless_descriptor_bits_ ? bits | 1ull << 47 : bits;
+}
+
+// The products of a tile, of which the last two steps of K take a from registers.
+DEVICE void consume_tile(float (&d)[8][4], uint32_t (&a)[2][4], const char *tile, int row0, bool first, int defect) {
+    const char *b = tile + A_BYTES, *rows = tile + row0 * 128;
+    registers_of_a(a, tile, row0);
+    if (defect != missing_wgmma_fence_) wgmma_fence();
+    if (defect == a_written_after_fence_) a[1][0] ^= 1;
+    if (defect == zeroed_after_fence_ && first) memset(d, 0, sizeof d);
+    for (int k = 0; k < 4; k++) {
+        uint64_t right = b_descriptor(b, k, defect);
+        if (defect == different_descriptors_ && threadIdx.x % 32 == 5) right += 1;
+        if (k >= 2) wgmma<MN_MAJOR>(d, a[k - 2], right, true);
+        else if (defect == wrong_major_)
+            wgmma<K_MAJOR, K_MAJOR>(d, descriptor(rows + 32 * k, 16, 1024, SWIZZLE_128), right, !first || k > 0);
+        else wgmma<K_MAJOR, MN_MAJOR>(d, descriptor(rows + 32 * k, 16, 1024, SWIZZLE_128), right, !first || k > 0);
+    }
+    if (defect != missing_wgmma_commit_) wgmma_commit();
+}
+
+DEVICE void consume(const Pipeline &p, char *tiles, PipelineBarriers *barriers, bf16 *staging, int defect) {
+    const int consumer = (int)threadIdx.x / 128 - 1, row0 = 64 * consumer, thread = (int)threadIdx.x % 128;
+    const int mine = 1 + consumer, other = 2 - consumer;    // named barriers
+    float d[8][4], early[8][4];
+    uint32_t a[2][4];
+    memset(d, 0, sizeof d);
+    if (consumer == 1) {
+        if (defect != missing_barrier_arrive_) named_barrier_arrive(1, 256);
+        if (defect == arrived_twice_) named_barrier_arrive(1, 256);
+    }
+    for (int i = 0; i < p.tiles; i++) {
+        int stage = i % STAGES;
+        unsigned parity = (unsigned)(i / STAGES + (defect == wrong_parity_)) % 2;
+        if (defect == parity_not_a_bit_) parity += 2;
+        char *tile = tiles + stage * STAGE_BYTES;
+        if (defect != missing_full_wait_) mbarrier_wait(&barriers->full[stage], parity);
+        named_barrier_sync(defect == wrong_barrier_id_ ? 0 : mine, defect == wrong_barrier_count_ ? 384 : 256);
+        if (defect == half_a_warpgroup_ && thread >= 64) wgmma_fence();
+        else consume_tile(d, a, tile, row0, i == 0, defect);
+        if (consumer == 0 || i + 1 < p.tiles) named_barrier_arrive(other, 256);
+        if (defect == released_before_wait_) mbarrier_arrive(&barriers->empty[stage]);
+        if (defect == a_written_in_flight_) a[0][0] ^= 1;
+        if (defect == result_written_in_flight_) d[0][0] = 1.0f;
+        memcpy(early, d, sizeof d);
+        if (defect == wait_for_too_few_wgmmas_) wgmma_wait<1>(d);
+        else if (defect == result_not_named_) wgmma_wait<0>();
+        else if (defect != missing_wgmma_wait_) wgmma_wait<0>(d);
+        if (defect != missing_arrive_ && defect != released_before_wait_) mbarrier_arrive(&barriers->empty[stage]);
+        if (defect == too_many_arrivals_ && thread == 0) mbarrier_arrive(&barriers->empty[stage]);
+    }
+    if (defect == result_read_before_wait_) memcpy(d, early, sizeof d);
+    // Rows of 64 columns, 128 bytes, in the pattern of the map's swizzle.
+    char *out = (char *)(staging + row0 * 64);
+    for (int j = 0; j < 8; j += 2) {
+        uint32_t r[4] = {pack(d[j][0], d[j][1]), pack(d[j][2], d[j][3]), pack(d[j + 1][0], d[j + 1][1]),
+                         pack(d[j + 1][2], d[j + 1][3])};
+        int lane = thread % 32, row = thread / 32 * 16 + lane % 16, column = 8 * (j + lane / 16);
+        stmatrix_x4(out + swizzle_bits((unsigned)(row * 128 + column * 2), SWIZZLE_128), r);
+    }
+    if (defect == ordinary_store_ && thread == 0) *(bf16 *)out = __float2bfloat16_rn(3.0f);
+    if (defect == proxy_fence_by_another_ ? thread == 0 : defect != missing_proxy_fence_) fence_proxy_async();
+    if (defect != missing_sync_before_store_) named_barrier_sync(3 + consumer, 128);
+    if (thread != 0) return;
+    tma_store(&p.d, out, {0, row0});
+    if (defect != missing_bulk_commit_) bulk_commit();
+    if (defect == source_reused_) store_shared((bf16 *)out, __float2bfloat16_rn(3.0f));
+    if (defect != missing_bulk_wait_) bulk_wait_read<0>();
+}
+
+KERNEL void pipeline_kernel(GRID_CONSTANT Pipeline p, int defect) {
+    DYNAMIC_SHARED(char, memory);
+    SHARED_ARRAY(PipelineBarriers, barriers, 1);
+    char *tiles = aligned(memory);
+    bf16 *staging = (bf16 *)(tiles + STAGES * STAGE_BYTES);
+    if (threadIdx.x == 0 && defect != missing_init_) {
+        for (int i = 0; i < STAGES; i++) {
+            mbarrier_init(&barriers->full[i], 1);
+            mbarrier_init(&barriers->empty[i], defect == expected_arrivals_too_few_ ? 128 : 256);
+        }
+        if (defect == initialized_twice_) mbarrier_init(&barriers->full[0], 1);
+        if (defect == misaligned_mbarrier_) mbarrier_init((Mbarrier *)((char *)barriers + 4), 1);
+        if (defect != missing_init_fence_) mbarrier_init_fence();
+        if (defect == mbarrier_overwritten_) ((uint64_t *)barriers)[1] = 0;
+    }
+    if (defect != missing_sync_after_init_) __syncthreads();
+    const int producers = 24, consumers = 240;
+    if (threadIdx.x < 128) {
+        if (defect == too_many_registers_released_) setmaxnreg_dec<176>();
+        else if (defect != registers_not_released_) setmaxnreg_dec<producers>();
+        if (threadIdx.x == 0) produce(p, tiles, barriers, defect);
+    } else {
+        if (defect == registers_over_budget_) setmaxnreg_inc<248>();
+        else setmaxnreg_inc<consumers>();
+        consume(p, tiles, barriers, staging, defect);
+    }
+}
+
+static void pipeline(int defect) {
+    const int tiles = 5, K = tiles * K_TILE;
+    std::vector<bf16> a = small_numbers<bf16>(128 * (size_t)K, 6), b = small_numbers<bf16>((size_t)K * 64, 7);
+    Device<bf16> da(a), db(b), dd(128 * 64);
+    Pipeline p = {};
+    p.tiles = tiles;
+    Swizzle swizzle = defect == wrong_swizzle_of_tma_ ? SWIZZLE_NONE : SWIZZLE_128;
+    p.a = matrix_map(da.p, 128, (size_t)K, 128, K_TILE, swizzle);
+    p.b = matrix_map(db.p, (size_t)K, 64, K_TILE, 64, SWIZZLE_128);
+    p.d = matrix_map(dd.p, 128, 64, 64, 64, SWIZZLE_128);
+    launch(pipeline_kernel, 2, dim3(PIPELINE_THREADS), PIPELINE_BYTES + 128 * 64 * 2, NULL, p, defect);
+    std::vector<bf16> got = dd.host();
+    for (int i = 0; i < 128; i++)
+        for (int n = 0; n < 64; n++) {
+            float sum = 0;
+            for (int k = 0; k < K; k++) sum += to_float(a[(size_t)(i * K + k)]) * to_float(b[(size_t)(k * 64 + n)]);
+            bf16 expected = __float2bfloat16_rn(sum);
+            float x = to_float(got[(size_t)(i * 64 + n)]);
+            CHECK(x == to_float(expected), "(%d, %d) is %g, not %g", i, n, x, to_float(expected));
+        }
+}
+
+static void wrong_leading_offset(bool defect) {    // B is two swizzle patterns wide
+    wgmma_numbers<K_MAJOR, MN_MAJOR, 16, false>(SWIZZLE_128, SWIZZLE_128, true, defect ? 1024 : 0);
+}
+static void wrong_leading_offset_without_swizzle(bool defect) {
+    wgmma_numbers<K_MAJOR, K_MAJOR, 8, false>(SWIZZLE_NONE, SWIZZLE_NONE, true, defect ? 16 : 0);
+}
+
+// ---- defects between blocks: sum (64) += x of each block, in the order of the blocks
+
+enum { ORDERED_BLOCKS = 8 };
+
+enum OrderedDefect { ORDERED, NO_WAIT_FOR_COUNTER, NO_ADVANCE, READ_WAIT_ONLY, LAUNCH_ORDER, TICKETS };
+
+KERNEL void ordered_kernel(float *sum, unsigned *turn, unsigned *ticket, const float *x, int defect) {
+    SHARED_ARRAY(float4, memory, 16);
+    SHARED_ARRAY(unsigned, drawn, 1);
+    float *tile = (float *)memory;
+    if (threadIdx.x == 0) *drawn = defect == LAUNCH_ORDER ? blockIdx.x : atomicAdd(ticket, 1u);
+    __syncthreads();
+    unsigned block = *drawn;
+    store_shared(&tile[threadIdx.x], x[block * 64 + threadIdx.x]);
+    fence_proxy_async();
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    if (defect != NO_WAIT_FOR_COUNTER) wait_for_counter(turn, block);
+    bulk_reduce_add(sum, tile, 256);
+    bulk_commit();
+    if (defect == READ_WAIT_ONLY) bulk_wait_read<0>();
+    else bulk_wait<0>();
+    if (defect != NO_ADVANCE) add_to_counter(turn, 1);
+    if (defect < LAUNCH_ORDER) wait_for_counter(turn, gridDim.x);    // all blocks have to be resident
+}
+
+static void ordered(int defect) {
+    std::vector<float> x(ORDERED_BLOCKS * 64), expected(64, 0.0f);
+    for (size_t i = 0; i < x.size(); i++) {
+        x[i] = ((i / 64) % 2 ? -1e8f : 1e8f) + 64.0f * (float)(i / 64 * 3 + i % 5);
+        expected[i % 64] += x[i];
+    }
+    if (defect == NO_WAIT_FOR_COUNTER || defect == READ_WAIT_ONLY)    // so that most orders give other sums
+        for (size_t i = 0; i < 64; i++) CHECK(expected[i] != 0, "a sum");
+    Device<float> dx(x), sum(std::vector<float>(64, 0.0f));
+    Device<unsigned> counters(std::vector<unsigned>(2, 0u));
+    launch(ordered_kernel, dim3(ORDERED_BLOCKS), 64, 0, NULL, sum.p, counters.p, counters.p + 1, dx.p, defect);
+    std::vector<float> got = sum.host();
+    for (size_t i = 0; i < 64; i++) CHECK(got[i] == expected[i], "%zu is %g, not %g", i, got[i], expected[i]);
+}
+static void missing_counter_wait(bool defect) {
+    ordered(defect ? NO_WAIT_FOR_COUNTER : ORDERED);
+}
+static void counter_not_advanced(bool defect) {
+    ordered(defect ? NO_ADVANCE : ORDERED);
+}
+static void counter_before_writes(bool defect) {
+    ordered(defect ? READ_WAIT_ONLY : ORDERED);
+}
+static void waits_for_a_block_not_resident(bool defect) {
+    const uint64_t resident = cuda_on_cpu::settings().resident;
+    if (defect) cuda_on_cpu::settings().resident = ORDERED_BLOCKS - 1;
+    ordered(ORDERED);
+    cuda_on_cpu::settings().resident = resident;
+}
+static void order_of_launch(bool defect) {    // not guaranteed, unlike that of tickets
+    ordered(defect ? LAUNCH_ORDER : TICKETS);
+}
+
+// ---- tensor maps that CUDA refuses
+
+static void map_defect(int defect) {
+    Device<bf16> x(64 * 72);
+    TensorMap map;
+    std::vector<cuuint64_t> dims = {64, 64}, strides = {144};
+    std::vector<cuuint32_t> box = {64, 64};
+    bf16 *p = x.p;
+    if (defect == 1) strides[0] = 130;
+    if (defect == 2) p += 1;
+    if (defect == 3) box[0] = 128;
+    if (defect == 4) box[1] = 512;
+    if (defect == 5) dims[1] = 65;
+    CHECK(encode(&map, p, dims, strides, box, SWIZZLE_128) == CUDA_SUCCESS, "refused");
+}
+static void map_stride(bool defect) {
+    map_defect(defect ? 1 : 0);
+}
+static void map_address(bool defect) {
+    map_defect(defect ? 2 : 0);
+}
+static void map_row_longer_than_swizzle(bool defect) {
+    map_defect(defect ? 3 : 0);
+}
+static void map_box_too_large(bool defect) {
+    map_defect(defect ? 4 : 0);
+}
+static void map_past_allocation(bool defect) {
+    map_defect(defect ? 5 : 0);
+}
+
+static void numbers() {
+    for (Swizzle s : {SWIZZLE_NONE, SWIZZLE_32, SWIZZLE_64, SWIZZLE_128}) {
+        const unsigned row = s ? 16u << s : 96;
+        tma_numbers<bf16, 2>({50, 40}, {row / 2, 16}, {8, 30}, s);
+        tma_numbers<float, 3>({17, 9, 5}, {row / 4, 4, 3}, {-3, -1, 3}, s);
+        tma_numbers<bf16, 4>({32, 3, 5, 2}, {row / 2, 2, 4, 1}, {0, 1, 2, 1}, s);
+    }
+    tma_numbers<float, 1>({100}, {64}, {60}, SWIZZLE_NONE);
+    tma_numbers<float, 5>({8, 3, 2, 3, 2}, {8, 2, 2, 2, 2}, {0, 2, -1, 1, 1}, SWIZZLE_32);
+    wgmma_majors<1>();
+    wgmma_majors<8>();
+    wgmma_majors<12>();
+    wgmma_majors<16>();
+    wgmma_majors<24>();
+    wgmma_majors<32>();
+    stmatrix_numbers();
+    ordered(ORDERED);
+    pipeline(NO_DEFECT);
+}
+
+#define X(name)                       \
+    static void name(bool defect) {   \
+        pipeline(defect ? name##_ : NO_DEFECT); \
+    }
+PIPELINE_DEFECTS(X)
+#undef X
+
+#define CASES(X)                                                                                                        \
+    PIPELINE_DEFECTS(X)                                                                                                 \
+    X(wrong_leading_offset) X(wrong_leading_offset_without_swizzle) X(missing_counter_wait) X(counter_not_advanced)     \
+    X(counter_before_writes) X(waits_for_a_block_not_resident) X(order_of_launch) X(map_stride) X(map_address)          \
+    X(map_row_longer_than_swizzle) X(map_box_too_large) X(map_past_allocation)
+
+int main(int argc, char **argv) {
+    const char *name = argc > 1 ? argv[1] : "help";
+    bool defect = argc > 2 && atoi(argv[2]), known = strcmp(name, "numbers") == 0;
+    if (known) numbers();
+#define X(f)                                        \
+    if (strcmp(name, "help") == 0) puts(#f);        \
+    if (strcmp(name, #f) == 0) known = true, f(defect);
+    CASES(X)
+#undef X
+    if (!known && strcmp(name, "help") != 0) {
+        fprintf(stderr, "no test %s\n", name);
+        return 2;
+    }
+    CUDA(cudaDeviceSynchronize());
+    if (failures) printf("%d wrong\n", failures);
+    return failures != 0;
+}
