@@ -14,8 +14,11 @@
 //   atomicAdd of int, unsigned, unsigned long long, float      as in CUDA; of floats only if the order may vary
 //   ldmatrix_*, mma_*, copy_async_*, load_*, store_*, exp2_fast, log2_fast, max_nan      below
 //
-// Not supported, because it has no meaning on the CPU: spinning on another block, warp-synchronous code without the
-// _sync functions, and reading another lane's registers other than by a shuffle.
+// hopper.cuh has the instructions of sm_90a.
+//
+// Not supported, because it has no meaning on the CPU: spinning on another block (other than by wait_for_counter() of
+// hopper.cuh), warp-synchronous code without the _sync functions, and reading another lane's registers other than by a
+// shuffle.
 #ifndef CUDA_GPU_CUH
 #define CUDA_GPU_CUH
 

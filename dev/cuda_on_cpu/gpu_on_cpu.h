@@ -108,6 +108,8 @@ inline void gather_pointer(std::vector<const void *> &pointers, const T &argumen
 
 #define KERNEL __attribute__((noinline))
 #define DEVICE static inline
+#undef __launch_bounds__
+#define __launch_bounds__(...)
 #undef __shared__
 #define __shared__ static_assert(false, "__shared__ would be one array per thread here: use SHARED_ARRAY(T, name, N) or DYNAMIC_SHARED(T, name)");
 #define SHARED_ARRAY(T, name, N)                                                                \

@@ -15,6 +15,7 @@
 #include <bitset>
 #include <deque>
 #include <memory>
+#include <mutex>
 
 #include "block.h"
 
@@ -39,6 +40,7 @@ struct Barrier {    // an mbarrier
     bool has_bytes;          // in this one
     Site site;               // of the initialization
     std::vector<unsigned> waiting;
+    std::bitset<BLOCK_THREADS> arrived;    // in this phase
 };
 
 struct Piece {             // up to 16 bytes of a copy
@@ -165,6 +167,11 @@ static Async *new_async() {
     a->shadow = (char *)p;
     a->stores = (GenericStore *)(a->shadow + ROOM);
     a->loaded = (Loaded *)(a->stores + ROOM / 2);
+    // Workers are not in memory that LeakSanitizer searches.
+    static Lock lock;
+    static std::vector<Async *> *all = new std::vector<Async *>();
+    std::lock_guard<Lock> hold(lock);
+    all->push_back(a);
     return a;
 }
 
@@ -351,7 +358,7 @@ void mbarrier_init(Mbarrier *address, unsigned arrivals, Site site) {
     }
     address->state = cookie(address);
     memcpy(a.shadow + offset, address, sizeof *address);
-    a.barriers.push_back({address, arrivals, arrivals, 0, 0, self().number, false, true, false, false, site, {}});
+    a.barriers.push_back({address, arrivals, arrivals, 0, 0, self().number, false, true, false, false, site, {}, {}});
     thread_of(a, self()).inits.push_back(&a.barriers.back());
 }
 
@@ -375,38 +382,52 @@ static void complete_phase_if_done(Worker &w, Async &a, Barrier &b) {
     b.has_bytes = false;
     b.phase++;
     b.pending = b.arrivals;
+    b.arrived.reset();
     wake(w, b.waiting);
 }
 
-void mbarrier_arrive(Mbarrier *address, unsigned expected_bytes, Site site) {
-    Worker &w = *worker;
+// In the race check, an initialization that is not ordered before a use is a race.
+static void use_mbarrier(const Worker &w, Mbarrier *address) {
+    if (w.watched) __tsan_read_range(address, sizeof *address);
+}
+
+static void arrive(Worker &w, Mbarrier *address, unsigned expected_bytes, Site site) {
     Unseen unseen;
     Async &a = async_of(w);
+    const unsigned thread = self().number;
     const char *what = expected_bytes ? "mbarrier_arrive_expect_tx" : "mbarrier_arrive";
     Barrier &b = find_barrier(w, a, address, false, what, site);
-    if (w.watched) {
-        __tsan_release(sync_of(b, b.phase));
-        // An initialization that is not ordered before is a race.
-        __tsan_ignore_thread_end();
-        __tsan_read_range(address, sizeof *address);
-        __tsan_ignore_thread_begin();
-    }
+    if (b.pending == 0)
+        die("OVERFLOW: %s at %s:%d by thread %u arrives once more than the phase expects: %s", what, site.file,
+            site.line, thread, describe(b).c_str());
+    if (b.arrived[thread])
+        die("ARRIVED TWICE: %s at %s:%d: thread %u has already arrived in this phase: %s", what, site.file, site.line,
+            thread, describe(b).c_str());
+    if (w.watched) __tsan_release(sync_of(b, b.phase));
+    b.arrived[thread] = true;
     b.bytes += expected_bytes;
     b.has_bytes |= expected_bytes > 0;
     if (b.bytes > MOST_TRANSACTION_BYTES)
         die("OVERFLOW: %s at %s:%d: %s; at most %lld bytes can be pending", what, site.file, site.line,
             describe(b).c_str(), (long long)MOST_TRANSACTION_BYTES);
-    if (b.pending == 0)
-        die("OVERFLOW: %s at %s:%d by thread %u arrives once more than the phase expects: %s", what, site.file,
-            site.line, self().number, describe(b).c_str());
     b.pending--;
     complete_phase_if_done(w, a, b);
+}
+
+// After an arrival, others may run: what the thread does next has not happened yet for them.
+void mbarrier_arrive(Mbarrier *address, unsigned expected_bytes, Site site) {
+    Worker &w = *worker;
+    use_mbarrier(w, address);
+    arrive(w, address, expected_bytes, site);
+    if (expected_bytes > 0) return;
+    if (w.settings.async == LAST || (w.settings.async == AT_RANDOM && next_random(w.random) % 4 == 0)) take_turns();
 }
 
 void mbarrier_wait(Mbarrier *address, unsigned parity, Site site) {
     Worker &w = *worker;
     Fiber &me = self();
     if (parity > 1) die("WRONG PARITY: mbarrier_wait at %s:%d for parity %u, not 0 or 1", site.file, site.line, parity);
+    use_mbarrier(w, address);
     for (;;) {
         {
             Unseen unseen;
@@ -424,7 +445,6 @@ void mbarrier_wait(Mbarrier *address, unsigned parity, Site site) {
         }
         take_turns();
     }
-    if (w.watched) __tsan_read_range(address, sizeof *address);
 }
 
 // ---- tensor maps
@@ -617,6 +637,17 @@ static void issue_store(Worker &w, Async &a, BulkCopy &c, const char *name, int 
     }
 }
 
+// PTX allows to announce a load after its issue, in the same phase. That is an error here, because the phase may complete
+// before.
+static void check_announced(const Async &a, const BulkCopy &c, const char *name) {
+    int64_t announced = c.barrier->bytes;
+    for (const auto &other : a.copies)
+        if (other->barrier == c.barrier) announced -= (int64_t)other->bytes;
+    if (announced < (int64_t)c.bytes)
+        die("WRONG EXPECT_TX: %s at %s:%d loads %zu bytes, of which the phase expects %lld: %s", name, c.site.file,
+            c.site.line, c.bytes, (long long)announced, describe(*c.barrier).c_str());
+}
+
 static void complete_load(Worker &w, Async &a, BulkCopy &c) {
     for (const Piece &p : c.pieces) {
         char *to = shared_pointer(w, p.offset), bytes[PIECE] = {0};
@@ -629,7 +660,6 @@ static void complete_load(Worker &w, Async &a, BulkCopy &c) {
         a.loaded[p.offset / PIECE].in_flight = false;
     }
     c.barrier->bytes -= (int64_t)c.bytes;
-    if (c.barrier->bytes < -MOST_TRANSACTION_BYTES) die("OVERFLOW: %s", describe(*c.barrier).c_str());
 }
 
 static void add_floats(char *to, const char *from, int bytes) {
@@ -675,6 +705,7 @@ static void issue(Worker &w, Async &a, std::unique_ptr<BulkCopy> copy, const cha
     if (c.kind == TMA_LOAD) {
         c.barrier = &find_barrier(w, a, b, true, name, c.site);
         c.phase = c.barrier->phase;
+        check_announced(a, c, name);
         issue_load(w, a, c, swizzle);
     } else {
         issue_store(w, a, c, name, swizzle);
@@ -838,11 +869,20 @@ static void check_registers(Worker &w, Warpgroup &g, AsyncThread &t, const Fiber
             site.file, site.line, me.number);
 }
 
+// Plain loads, because AddressSanitizer would see a call of memcpy.
+static void copy_stack(char *to, const char *from, size_t bytes) {
+    typedef uint64_t __attribute__((may_alias, aligned(1))) Word;
+    size_t i = 0;
+    for (; i + 8 <= bytes; i += 8) *(Word *)(to + i) = *(const Word *)(from + i);
+    for (; i < bytes; i++) to[i] = from[i];
+}
+
 void wgmma_fence() {
     Unseen unseen;
     AsyncThread &t = thread_of(async_of(*worker), self());
     const char *top = stack_top(*worker, self().number), *from = (const char *)__builtin_frame_address(0);
-    t.stack.assign(from, top);
+    t.stack.resize((size_t)(top - from));
+    copy_stack(&t.stack[0], from, t.stack.size());
     t.fenced = true;
 }
 
@@ -907,6 +947,12 @@ static void list_operand(std::vector<uint32_t> &pieces, const Descriptor &d, Maj
                                  i / row_pieces * (d.swizzle ? d.leading : d.stride) +
                                  k / 8 * (d.swizzle ? d.stride : d.leading));
     for (uint32_t &p : pieces) p = swizzled(p, d.swizzle);
+}
+
+std::vector<uint32_t> wgmma_pieces(uint64_t descriptor, Major major, int extent) {
+    std::vector<uint32_t> pieces;
+    list_operand(pieces, decode(descriptor), major, extent);
+    return pieces;
 }
 
 static void read_operand(Worker &w, Async &a, uint64_t bits, Major major, int extent, const char *which, Site site,

@@ -9,6 +9,8 @@
 
 #include "gpu_on_cpu.h"
 
+#pragma GCC diagnostic ignored "-Wpsabi"    // tensor maps are passed by value, aligned to 128 bytes
+
 typedef CUtensorMap TensorMap;
 struct alignas(8) Mbarrier {
     uint64_t state;
@@ -44,6 +46,9 @@ struct Matmul {
     bool accumulate;
 };
 void wgmma(const Matmul &matmul, Site site);
+// Where wgmma reads the 16-byte pieces of an operand of `extent` rows or columns, for tests: K-major, two for each of
+// them; MN-major, extent / 8 for each of the 16 k.
+std::vector<uint32_t> wgmma_pieces(uint64_t descriptor, Major major, int extent);
 void wgmma_fence();
 void wgmma_commit();
 void wgmma_wait_for(unsigned groups, const std::vector<float *> &results, Site site);

@@ -22,7 +22,7 @@ FLAGS = ["-std=c++17", "-O1", "-g1", "-Wall", "-Wextra", "-Werror"]
 # for the kernels and the link; the emulator is the same in all three
 BUILDS = {"plain": [], "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"],
           "race": ["-fsanitize=thread"]}
-EMULATOR = ["blocks.cpp", "runtime.cpp"]
+EMULATOR = ["blocks.cpp", "hopper.cpp", "runtime.cpp"]
 
 
 def cuda_headers():
@@ -35,9 +35,8 @@ def cuda_headers():
     pytest.skip("CUDA's headers are missing (CUDA=DIR names their folder)")
 
 
-@pytest.fixture(scope="session")
-def programs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("cuda_on_cpu")
+def build_programs(folder, test):
+    """Compiles the emulator and each build of the test program into the folder, which it returns."""
     include = ["-I", str(HERE), "-isystem", str(cuda_headers())]
 
     def compile(source, output, flags):
@@ -45,7 +44,7 @@ def programs(tmp_path_factory):
                               capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
 
-    jobs = ([("test_cuda_on_cpu.cu", build + ".o", flags) for build, flags in BUILDS.items()]
+    jobs = ([(test, build + ".o", flags) for build, flags in BUILDS.items()]
             + [(source, source + ".o", []) for source in EMULATOR])
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda job: compile(*job), jobs))
@@ -53,6 +52,11 @@ def programs(tmp_path_factory):
         objects = [folder / (build + ".o"), *(folder / (source + ".o") for source in EMULATOR)]
         subprocess.run([CXX, *flags, *objects, "-o", folder / build, "-ldl", "-lpthread"], check=True)
     return folder
+
+
+@pytest.fixture(scope="session")
+def programs(tmp_path_factory):
+    return build_programs(tmp_path_factory.mktemp("cuda_on_cpu"), "test_cuda_on_cpu.cu")
 
 
 def run(programs, build, name, defect, settings=""):

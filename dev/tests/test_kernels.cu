@@ -1,5 +1,5 @@
 // Compares every kernel of cuda/ except the matmuls, forward and backward, with loops in float64; and every function of
-// cuda/gpu.cuh with plain loops, which on a GPU shows that the PTX does what the emulation does. Built for a GPU, or
+// cuda/gpu.cuh and cuda/hopper.cuh with plain loops, which on a GPU shows that the PTX does what the emulation does. Built for a GPU, or
 // for the CPU (dev/cuda_on_cpu); the exit status is the verdict.
 //
 //   test_kernels [WORD]     only the cases whose name contains WORD
@@ -1284,6 +1284,8 @@ static void test_sums(size_t threads) {
     case_ends();
 }
 
+#include "dev/tests/hopper_wrappers.cuh"
+
 static void test_wrappers(void) {
     test_ldmatrix();
     test_mma(true);
@@ -1293,6 +1295,8 @@ static void test_wrappers(void) {
     test_functions();
     test_pack();
     for (size_t threads : {32, 96, 1024}) test_sums(threads);
+    arrays_free();
+    test_hopper();
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

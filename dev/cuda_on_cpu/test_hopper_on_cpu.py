@@ -1,0 +1,160 @@
+"""The test of hopper_on_cpu.h: its functions' numbers, and that each planted defect is found under the settings that
+should find it.
+
+    pytest dev/cuda_on_cpu/test_hopper_on_cpu.py
+
+Builds the emulator and three versions of the test program, like test_cuda_on_cpu.py. CUDA_ON_CPU_LONG=1 also runs every
+correct kernel under every setting. dev/tests/test_descriptors.py compares descriptors and layouts with CUTLASS's.
+"""
+import itertools
+import os
+import re
+
+import pytest
+from test_cuda_on_cpu import RACE, WRONG, build_programs, run
+
+
+@pytest.fixture(scope="session")
+def programs(tmp_path_factory):
+    return build_programs(tmp_path_factory.mktemp("hopper_on_cpu"), "test_hopper_on_cpu.cu")
+
+
+DEADLOCK = r"DEADLOCK in block"
+IN_USE = "REGISTERS IN USE: "
+# A wait is missing, or comes too early: what shows depends on when asynchronous work takes place.
+TOO_EARLY = r"NOT LOADED YET: wgmma at .* that the TMA load at|BUFFER REUSED: the TMA load at .* while wgmma, issued at"
+DEFAULT, LATE, RANDOM = "", "ASYNC=wait ORDER=reverse", "ORDER=random SEED=3"
+ANY = [DEFAULT, LATE, RANDOM]
+
+# name: the message, the build, the settings, at least one of which must find it
+FOUND = {
+    "missing_arrive": (DEADLOCK + r".*1 thread wait in mbarrier_wait\(parity 0\) at .*:\d+ \(the mbarrier initialized at "
+                       r".*, in phase 0, lacks 256 of 256 arrivals", "plain", [DEFAULT]),
+    "missing_full_wait": (TOO_EARLY, "plain", [LATE]),
+    "missing_empty_wait": (r"OVERFLOW: mbarrier_arrive_expect_tx at .* arrives once more than the phase expects", "plain",
+                           [DEFAULT]),
+    "wrong_parity": (TOO_EARLY, "plain", [LATE]),
+    "wrong_first_parity": (DEADLOCK + r".*mbarrier_wait\(parity 0\).*mbarrier_wait\(parity 0\)", "plain", [DEFAULT]),
+    "missing_expect_tx": (r"WRONG EXPECT_TX: tma_load at .* loads 16384 bytes, of which the phase expects 0", "plain",
+                          ANY),
+    "expects_too_few_bytes": (r"WRONG EXPECT_TX: tma_load at .* loads 8192 bytes, of which the phase expects 0", "plain",
+                              ANY),
+    "expects_too_many_bytes": (DEADLOCK + r".*lacks 0 of 1 arrivals and 16 bytes", "plain", [DEFAULT]),
+    "missing_init_fence": (r"MISSING FENCE: .* that thread 0 initialized at .* without a later mbarrier_init_fence",
+                           "plain", [DEFAULT]),
+    "missing_init": (r"NOT INITIALIZED: mbarrier_wait at", "plain", [DEFAULT]),
+    "missing_sync_after_init": (RACE, "race", [DEFAULT]),
+    "too_many_arrivals": (r"ARRIVED TWICE: mbarrier_arrive at .* has already arrived in this phase", "plain", [DEFAULT]),
+    "expected_arrivals_too_few": (TOO_EARLY + "|ARRIVED TWICE|OVERFLOW|UNOBSERVED PHASE|" + DEADLOCK, "plain",
+                                  [DEFAULT]),
+    "initialized_twice": (r"INITIALIZED TWICE: mbarrier_init at", "plain", [DEFAULT]),
+    "mbarrier_overwritten": (r"OVERWRITTEN: mbarrier_\w+ at", "plain", [DEFAULT]),
+    "parity_not_a_bit": (r"WRONG PARITY: mbarrier_wait at .* for parity 2", "plain", [DEFAULT]),
+    "misaligned_mbarrier": (r"MISALIGNED: mbarrier_init at", "plain", [DEFAULT]),
+    "missing_wgmma_fence": (r"MISSING FENCE: wgmma at .* begins a group, and thread \d+ has not called wgmma_fence",
+                            "plain", [DEFAULT]),
+    "missing_wgmma_commit": (r"MISSING COMMIT: wgmma_wait at .* does not cover the wgmma at", "plain", [DEFAULT]),
+    "missing_wgmma_wait": (TOO_EARLY, "plain", [LATE]),
+    "wait_for_too_few_wgmmas": (r"STILL IN FLIGHT: wgmma_wait<1> at .* that the wgmma at .* may still be writing", "plain",
+                                [DEFAULT]),
+    "result_read_before_wait": (WRONG, "plain", [DEFAULT, "ASYNC=issue"]),
+    "result_not_named": (WRONG, "plain", [DEFAULT, "ASYNC=issue"]),
+    "result_written_in_flight": (IN_USE + r"accumulators of the wgmma at .* were written before the wait at", "plain",
+                                 [DEFAULT]),
+    "a_written_after_fence": (r"MISSING FENCE: wgmma at .* has written its registers of A after its last wgmma_fence",
+                              "plain", [DEFAULT]),
+    "a_written_in_flight": (IN_USE + r"thread \d+ has changed registers of A between the wgmma at .* and the wait at",
+                            "plain", [DEFAULT]),
+    "d_written_after_fence": (r"MISSING FENCE: wgmma at .* has written its accumulators after its last wgmma_fence",
+                              "plain", [DEFAULT]),
+    "released_before_wait": (TOO_EARLY, "plain", ["ASYNC=wait"]),
+    "half_a_warpgroup": (DEADLOCK + r".*64 threads wait in wgmma at .*\(64 of 128 have arrived\)", "plain", [DEFAULT]),
+    "different_descriptors": (r"MISMATCH: .* wgmma at .* with different descriptors", "plain", [DEFAULT]),
+    "wrong_start": (WRONG, "plain", [DEFAULT]),
+    "start_not_aligned": (r"MISALIGNED: wgmma at .* the start address of B, .* not in the first row", "plain", [DEFAULT]),
+    "wrong_stride_offset": (WRONG, "plain", [DEFAULT]),
+    "wrong_swizzle": (r"WRONG SWIZZLE: wgmma at .* reads B with a swizzle of 64 bytes, and the TMA load at .* with 128",
+                      "plain", [DEFAULT]),
+    "wrong_swizzle_of_tma": (r"WRONG SWIZZLE: wgmma at .* reads A with a swizzle of 128 bytes, and .* with 0", "plain",
+                             [DEFAULT]),
+    "wrong_major": (WRONG, "plain", ["ASYNC=issue ORDER=greedy"]),
+    "meaningless_descriptor_bits": (r"WRONG DESCRIPTOR: wgmma at .* bits set that have no meaning", "plain", [DEFAULT]),
+    "descriptor_past_shared": (r"OUT OF BOUNDS: wgmma at .* reads B", "plain", [DEFAULT]),
+    "misaligned_tile": (r"MISALIGNED: the box of tma_load at .* is not a multiple of 1024", "plain", [DEFAULT]),
+    "box_past_shared": (r"OUT OF BOUNDS: the box of tma_load at", "plain", [DEFAULT]),
+    "wrong_rank": (r"WRONG TENSOR MAP: tma_load at .* has 3 coordinates, and the tensor map 2 dimensions", "plain",
+                   [DEFAULT]),
+    "wrong_coordinates": (WRONG, "plain", [DEFAULT]),
+    "not_a_tensor_map": (r"WRONG TENSOR MAP: tma_load at .* is not a tensor map", "plain", [DEFAULT]),
+    "missing_proxy_fence": (r"MISSING PROXY FENCE: tma_store at .* reads what thread \d+ stored at .*:\d+, and that "
+                            r"thread has not called fence_proxy_async", "plain", ANY),
+    "proxy_fence_by_another": (r"MISSING PROXY FENCE: tma_store at", "plain", [DEFAULT]),
+    "ordinary_store": (r"UNSEEN STORE: tma_store at .* an ordinary store has changed", "plain", ANY),
+    "missing_sync_before_store": (RACE, "race", [DEFAULT, LATE]),
+    "missing_bulk_commit": (r"MISSING COMMIT: bulk_wait at .* does not cover the copy issued at", "plain", [DEFAULT]),
+    "missing_bulk_wait": (r"MISSING WAIT: a block ends, .* without a bulk_wait for the copy at", "plain", ANY),
+    "source_reused": (r"BUFFER REUSED: thread \d+'s store at .* while tma_store, issued at", "plain", [LATE]),
+    "wrong_barrier_count": (r"MISMATCH: named_barrier_\w+ at .* expects \d+ threads at barrier 1, and .* expects", "plain",
+                            [DEFAULT]),
+    "wrong_barrier_id": (r"WRONG BARRIER: named_barrier_sync at .* names barrier 0", "plain", [DEFAULT]),
+    "missing_barrier_arrive": (DEADLOCK + r".*wait in named_barrier_sync\(1, 256\) at .*\(128 have arrived\)", "plain",
+                               [DEFAULT]),
+    "arrived_twice": (r"ARRIVED TWICE: named_barrier_arrive at", "plain", [DEFAULT]),
+    "registers_over_budget": (DEADLOCK + r".*wait in setmaxnreg_inc<248> at .*over the budget", "plain", [DEFAULT]),
+    "registers_not_released": (DEADLOCK + r".*wait in setmaxnreg_inc<240> at .*over the budget", "plain", [DEFAULT]),
+    "too_many_registers_released": (r"WRONG COUNT: setmaxnreg_dec<176> at .* have 168 registers", "plain", [DEFAULT]),
+    "unobserved_load": (r"MISSING WAIT: ", "plain", ANY),
+    "wrong_leading_offset": (WRONG, "plain", [DEFAULT]),
+    "wrong_leading_offset_without_swizzle": (WRONG, "plain", [DEFAULT]),
+    "missing_counter_wait": (WRONG, "plain", ["ORDER=reverse"]),
+    "counter_not_advanced": (r"DEADLOCK of blocks: 8 wait for counters of others, 0 of 8 have not started", "plain", ANY),
+    "counter_before_writes": (WRONG, "plain", ["ASYNC=wait", LATE]),
+    "waits_for_a_block_not_resident": (r"DEADLOCK of blocks: 7 wait .*, 1 of 8 have not started", "plain", ANY),
+    "order_of_launch": (r"DEADLOCK of blocks: 2 wait .*, 6 of 8 have not started", "plain",
+                        ["ORDER=reverse RESIDENT=2"]),
+    "map_stride": (r"cuTensorMapEncodeTiled: the stride of dimension 1, 130 bytes", "plain", [DEFAULT]),
+    "map_address": (r"cuTensorMapEncodeTiled: the global address .* is not aligned to 16", "plain", [DEFAULT]),
+    "map_row_longer_than_swizzle": (r"cuTensorMapEncodeTiled: the box's rows have 256 bytes", "plain", [DEFAULT]),
+    "map_box_too_large": (r"cuTensorMapEncodeTiled: the box has the size 512 in dimension 1", "plain", [DEFAULT]),
+    "map_past_allocation": (r"cuTensorMapEncodeTiled: the tensor's \d+ bytes at .* are not all device memory", "plain",
+                            [DEFAULT]),
+}
+
+SETTINGS = [f"ORDER={order} ASYNC={when} SEED={seed}" for order, when, seed in itertools.product(
+    ("forward", "reverse", "random", "greedy"), ("random", "issue", "wait"), (1, 2))]
+SOME = ["", "ORDER=reverse ASYNC=wait MMA=hopper", "ORDER=random ASYNC=random SEED=7", "ORDER=greedy ASYNC=issue"]
+
+
+def test_every_defect_is_listed(programs):
+    assert run(programs, "plain", "help", 0).stdout.split() == list(FOUND)
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_defect_is_found(programs, name):
+    message, build, settings = FOUND[name]
+    runs = [run(programs, build, name, True, s) for s in settings]
+    assert any(r.returncode != 0 and re.search(message, r.stdout + r.stderr)
+               for r in runs), "\n".join(r.stdout + r.stderr for r in runs)
+
+
+# The pipeline's defects share their twin, so one of them stands for all.
+TWINS = ["missing_arrive", *list(FOUND)[list(FOUND).index("wrong_leading_offset"):]]
+
+
+@pytest.mark.drawn(4)
+@pytest.mark.parametrize("name", TWINS)
+def test_correct_twin_passes(programs, name):
+    settings = SETTINGS if os.environ.get("CUDA_ON_CPU_LONG") or name == TWINS[0] else SOME
+    builds = [("plain", s) for s in settings] + [("address", SOME[1]), ("race", SOME[2])]
+    if name == "order_of_launch":
+        builds.append(("plain", "ORDER=reverse RESIDENT=2"))
+    for build, s in builds:
+        r = run(programs, build, name, False, s)
+        assert r.returncode == 0 and not r.stderr, f"{build} {s}\n{r.stdout}{r.stderr}"
+
+
+@pytest.mark.parametrize("build, settings", [("plain", s) for s in SOME] + [("address", SOME[1]), ("race", SOME[2])])
+def test_numbers(programs, build, settings):
+    r = run(programs, build, "numbers", False, settings)
+    assert r.returncode == 0, r.stdout + r.stderr
+    assert "Sanitizer" not in r.stderr, r.stderr

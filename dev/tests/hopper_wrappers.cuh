@@ -1,0 +1,535 @@
+// Part of test_kernels.cu: every function of cuda/hopper.cuh against plain loops. On a GPU, this shows that the PTX does
+// what the emulation does. Where the functions do not exist (other than compute capability 9.0), the cases are skipped.
+#include "cuda/hopper.cuh"
+
+template <class T>
+KERNEL void hopper_here_kernel(T *here) {
+    *here = hopper_here();
+}
+
+static bool has_hopper(void) {
+    Tensor<int32_t> here(1);
+    Device device = device_read();
+    if (device.major != 9 || device.minor != 0) return false;
+    here.device();
+    launch(hopper_here_kernel<int32_t>, dim3(1), dim3(1), 0, stream, here.device());
+    array_fetch(&here);
+    return here.at(0) != 0;
+}
+
+static std::vector<bf16> whole_bf16(size_t n, unsigned seed) {    // from -3 to 3, so that sums of products are exact
+    std::vector<bf16> x(n);
+    for (size_t i = 0; i < n; i++)
+        set_value(&x[i], (double)((int)((i * 2654435761u + seed * 40503u) >> 7 & 0xFFFF) % 7 - 3));
+    return x;
+}
+
+template <class X>
+static std::vector<X> whole(size_t n, unsigned seed) {
+    std::vector<bf16> x = whole_bf16(n, seed);
+    std::vector<X> y(n);
+    for (size_t i = 0; i < n; i++) set_value(&y[i], value_of(x[i]));
+    return y;
+}
+
+// ---- TMA: a box is loaded, copied to `tile`, stored into `out` and added to `sums`.
+
+template <class X, int RANK>
+struct TmaCase {
+    int at[RANK];
+    int bytes, phases;    // the load is repeated, so that phases of the mbarrier alternate
+};
+
+template <class X, int RANK>
+KERNEL void tma_test_kernel(GRID_CONSTANT TensorMap in, GRID_CONSTANT TensorMap out, GRID_CONSTANT TensorMap sums,
+                            X *tile, TmaCase<X, RANK> c) {
+    DYNAMIC_SHARED(char, memory);
+    SHARED_ARRAY(Mbarrier, full, 1);
+    X *shared = (X *)aligned_tile(memory);
+    if (threadIdx.x == 0) {
+        tma_prefetch(&in);
+        mbarrier_init(full, 1);
+        mbarrier_init_fence();
+    }
+    __syncthreads();
+    for (int phase = 0; phase < c.phases; phase++) {
+        if (threadIdx.x == 0) {
+            mbarrier_arrive_expect_tx(full, (unsigned)c.bytes);
+            tma_load(shared, &in, full, c.at);
+        }
+        mbarrier_wait(full, phase % 2);
+        __syncthreads();
+    }
+    for (int i = threadIdx.x; i < c.bytes / (int)sizeof(X); i += blockDim.x) tile[i] = shared[i];
+    if (threadIdx.x > 0) return;
+    tma_store(&out, shared, c.at);
+    bulk_commit();
+    if (sizeof(X) == 4) tma_reduce_add(&sums, shared, c.at);
+    bulk_commit();
+    bulk_wait_read<1>();
+    bulk_wait<0>();
+}
+
+// The byte of a tile after swizzling, from PTX's tables: row r of 128 bytes permutes its 16-byte pieces by XOR.
+static size_t swizzle_table(size_t byte, Swizzle swizzle) {
+    const size_t row = byte / 128, piece = byte / 16 % 8;
+    if (swizzle == SWIZZLE_NONE) return byte;
+    const size_t change = swizzle == SWIZZLE_128 ? row % 8 : swizzle == SWIZZLE_64 ? row % 4 : row % 2;
+    return row * 128 + (piece ^ change) * 16 + byte % 16;
+}
+
+template <class X, int RANK>
+static void test_tma(std::vector<uint64_t> sizes, std::vector<uint32_t> box, TmaCase<X, RANK> c, Swizzle swizzle) {
+    if (!case_begins("wrappers tma %s %d dimensions, swizzle %d", type_name<X>(), RANK, swizzle ? 16 << swizzle : 0))
+        return;
+    std::vector<uint64_t> strides;
+    size_t boxed = 1;
+    for (int i = 1; i < RANK; i++)    // with gaps between rows
+        strides.push_back(i == 1 ? (sizes[0] * sizeof(X) + 31) / 16 * 16 : strides.back() * sizes[(size_t)i - 1]);
+    const size_t n = RANK == 1 ? sizes[0] : strides.back() * sizes.back() / sizeof(X);
+    for (uint32_t b : box) boxed *= b;
+    c.bytes = (int)(boxed * sizeof(X));
+    c.phases = 3;
+    Tensor<X> in(n), out(n), sums(n), tile(boxed);
+    Numbers x, stored, added(n), got(boxed);
+    for (X v : whole<X>(n, 1)) x.push_back(value_of(v));
+    fill(in, x);
+    for (X v : whole<X>(n, 2)) stored.push_back(value_of(v));
+    fill(out, stored);
+    fill(sums, stored);
+    added = stored;
+    TensorMap maps[3];
+    X *p[] = {in.device(), out.device(), sums.device()};
+    for (int i = 0; i < 3; i++) maps[i] = tensor_map(p[i], RANK, sizes.data(), strides.data(), box.data(), swizzle);
+    run_twice({&out, &sums, &tile}, [&] {
+        launch(tma_test_kernel<X, RANK>, dim3(1), dim3(64), 32 * 1024, stream, maps[0], maps[1], maps[2], tile.device(),
+               c);
+    });
+    for (size_t i = 0; i < boxed; i++) {
+        size_t rest = i, from = 0;
+        bool inside = true;
+        for (int d = 0; d < RANK; d++) {
+            const int64_t at = c.at[d] + (int64_t)(rest % box[(size_t)d]);
+            rest /= box[(size_t)d];
+            inside = inside && at >= 0 && at < (int64_t)sizes[(size_t)d];
+            if (inside) from += (size_t)at * (d == 0 ? 1 : strides[(size_t)d - 1] / sizeof(X));
+        }
+        got[swizzle_table(i * sizeof(X), swizzle) / sizeof(X)] = inside ? x[from] : 0;
+        if (!inside) continue;
+        stored[from] = x[from];
+        added[from] += sizeof(X) == 4 ? x[from] : 0;
+    }
+    compare("tile", tile, got, 0);
+    compare("stored", out, stored, 0);
+    compare("added", sums, added, 0);
+    case_ends();
+}
+
+static void test_tmas(void) {
+    for (Swizzle s : {SWIZZLE_NONE, SWIZZLE_32, SWIZZLE_64, SWIZZLE_128}) {
+        const uint32_t row = s ? 16u << s : 96;    // bytes
+        test_tma<bf16, 2>({50, 40}, {row / 2, 16}, {{8, 30}, 0, 0}, s);
+        test_tma<float, 3>({17, 9, 5}, {row / 4, 4, 3}, {{-3, -1, 3}, 0, 0}, s);
+        test_tma<bf16, 4>({64, 3, 5, 2}, {row / 2, 2, 8, 1}, {{0, 1, 2, 1}, 0, 0}, s);
+    }
+    test_tma<float, 1>({100}, {64}, {{60}, 0, 0}, SWIZZLE_NONE);
+    test_tma<float, 5>({8, 3, 2, 3, 2}, {8, 2, 2, 2, 2}, {{0, 2, -1, 1, 1}, 0, 0}, SWIZZLE_32);
+}
+
+// ---- a ring of two stages, filled by bulk_load in one warpgroup and emptied by another, with registers moved between
+// them. out: sums of pieces of 256 floats; then all of them, stored and added through shared memory.
+
+enum { RING_STAGES = 2, RING_FLOATS = 256, RING_PIECES = 7 };
+
+template <class T>
+KERNEL void __launch_bounds__(256, 1) ring_test_kernel(T *out, T *stored, T *added, const T *in) {
+    SHARED_ARRAY(float4, memory, RING_STAGES * RING_FLOATS / 4);
+    SHARED_ARRAY(float4, results, RING_FLOATS / 4);
+    SHARED_ARRAY(Mbarrier, full, RING_STAGES);
+    SHARED_ARRAY(Mbarrier, empty, RING_STAGES);
+    float *ring = (float *)memory, *result = (float *)results;
+    const int thread = threadIdx.x % 128;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < RING_STAGES; i++) {
+            mbarrier_init(&full[i], 1);
+            mbarrier_init(&empty[i], 128);
+        }
+        mbarrier_init_fence();
+    }
+    __syncthreads();
+    if (threadIdx.x < 128) {
+        setmaxnreg_dec<40>();
+        for (int i = 0; thread == 0 && i < RING_PIECES; i++) {
+            const int stage = i % RING_STAGES;
+            mbarrier_wait(&empty[stage], (i / RING_STAGES + 1) % 2);
+            mbarrier_arrive_expect_tx(&full[stage], RING_FLOATS * sizeof(float));
+            bulk_load(ring + stage * RING_FLOATS, in + i * RING_FLOATS, RING_FLOATS * sizeof(float), &full[stage]);
+        }
+        return;
+    }
+    setmaxnreg_inc<232>();
+    float low = 0, high = 0;
+    for (int i = 0; i < RING_PIECES; i++) {
+        const int stage = i % RING_STAGES;
+        mbarrier_wait(&full[stage], (i / RING_STAGES) % 2);
+        low += ring[stage * RING_FLOATS + thread];
+        high += ring[stage * RING_FLOATS + 128 + thread];
+        mbarrier_arrive(&empty[stage]);
+    }
+    out[thread] = low;
+    out[128 + thread] = high;
+    store_shared(&result[thread], low);
+    store_shared(&result[128 + thread], high);
+    fence_proxy_async();
+    named_barrier_sync(1, 128);
+    if (thread > 0) return;
+    bulk_store(stored, result, RING_FLOATS * sizeof(float));
+    bulk_reduce_add(added, result, RING_FLOATS * sizeof(float));
+    bulk_commit();
+    bulk_wait<0>();
+}
+
+static void test_ring(void) {
+    if (!case_begins("wrappers mbarrier, bulk copies, setmaxnreg")) return;
+    Tensor<float> in(RING_PIECES * RING_FLOATS), out(RING_FLOATS), stored(RING_FLOATS), added(RING_FLOATS);
+    Numbers x, sums(RING_FLOATS), start(RING_FLOATS, 5);
+    for (float v : whole<float>(RING_PIECES * RING_FLOATS, 3)) x.push_back(v);
+    fill(in, x);
+    fill(added, start);
+    run_twice({&out, &stored, &added}, [&] {
+        launch(ring_test_kernel<float>, dim3(1), dim3(256), 0, stream, out.device(), stored.device(), added.device(),
+               in.device());
+    });
+    for (size_t i = 0; i < x.size(); i++) sums[i % RING_FLOATS] += x[i];
+    compare("sums", out, sums, 0);
+    compare("stored", stored, sums, 0);
+    for (double &s : sums) s += 5;
+    compare("added", added, sums, 0);
+    case_ends();
+}
+
+// ---- stmatrix, the inverse of ldmatrix: matrices are stored in both ways and for x2, and read with plain loads.
+
+template <class T>
+KERNEL void stmatrix_test_kernel(uint16_t *out, const T *r) {
+    SHARED_ARRAY(uint4, memory, 4 * 32);
+    uint16_t *rows = (uint16_t *)memory;
+    const int lane = threadIdx.x;
+    const uint32_t four[4] = {r[4 * lane], r[4 * lane + 1], r[4 * lane + 2], r[4 * lane + 3]},
+                   two[2] = {four[0], four[1]};
+    stmatrix_x4(rows + 8 * lane, four);
+    stmatrix_x4_transposed(rows + 256 + 8 * lane, four);
+    stmatrix_x2(rows + 512 + 8 * (lane % 16), two);
+    stmatrix_x2_transposed(rows + 640 + 8 * (lane % 16), two);
+    __syncwarp();
+    for (int i = lane; i < 768; i += 32) out[i] = rows[i];
+}
+
+static void test_stmatrix(void) {
+    if (!case_begins("wrappers stmatrix")) return;
+    Tensor<uint32_t> in(128);
+    Tensor<uint16_t> out(768);
+    std::vector<uint32_t> r(128);
+    for (uint32_t i = 0; i < 128; i++) r[i] = 2 * i | (2 * i + 1) << 16;
+    upload(in, r);
+    run_twice({&out},
+              [&] { launch(stmatrix_test_kernel<uint32_t>, dim3(1), dim3(32), 0, stream, out.device(), in.device()); });
+    size_t wrong = 0;
+    for (size_t i = 0; i < 768; i++) {
+        const bool x4 = i < 512, transposed = x4 ? i >= 256 : i >= 640;
+        const size_t at = x4 ? i % 256 : (i - 512) % 128, matrix = at / 64;
+        const size_t row = transposed ? at % 8 : at % 64 / 8, column = transposed ? at % 64 / 8 : at % 8;
+        const size_t lane = row * 4 + column / 2;
+        wrong += out.at(i) != 2 * (4 * lane + matrix) + column % 2;
+    }
+    check("wrong elements", (double)wrong, 0);
+    case_ends();
+}
+
+// ---- wgmma: out (64,N) = 2 or 1 times a (64,16) · b (N,16)ᵀ, plus c if `accumulate`. Operands are put where the
+// canonical layouts of PTX's matrix descriptors say, byte by byte.
+
+struct WgmmaLayout {
+    Swizzle swizzle;
+    unsigned leading, stride;    // bytes
+};
+
+// Offsets at which tiles of up to 256 by 16 do not overlap, larger than they need to be.
+static WgmmaLayout layout_for(Major major, Swizzle swizzle) {
+    if (major == K_MAJOR) return {swizzle, 8192, swizzle ? 128u << swizzle : 144u};
+    return {swizzle, swizzle ? 2048u : 16384u, swizzle ? 1024u : 256u};
+}
+
+// PTX ISA, "Canonical layouts": of element (i, k), the byte before swizzling.
+DEVICE unsigned canonical_byte(Major major, int i, int k, WgmmaLayout l) {
+    const int row = 16 << l.swizzle;    // bytes of a row of a pattern
+    if (major == K_MAJOR)
+        return (i % 8) * row + (i / 8) * l.stride + (k / 8) * (l.swizzle ? 16 : l.leading) + (k % 8) * 2;
+    const int along = row / 2;    // elements
+    return (i % along) * 2 + (i / along) * (l.swizzle ? l.leading : l.stride) + (k % 8) * row +
+           (k / 8) * (l.swizzle ? l.stride : l.leading);
+}
+
+DEVICE void store_operand(char *tile, const bf16 *x, int rows, Major major, WgmmaLayout l) {
+    for (int i = threadIdx.x; i < rows * 16; i += blockDim.x) {
+        const unsigned byte = swizzled_byte(canonical_byte(major, i / 16, i % 16, l), l.swizzle);
+        store_shared((bf16 *)(tile + byte), x[i]);
+    }
+}
+
+enum { A_TILE_BYTES = 32 * 1024, B_TILE_BYTES = 64 * 1024 };
+
+template <Major A, Major B, int NT>
+KERNEL void wgmma_test_kernel(float *out, float *from_registers, const bf16 *a, const bf16 *b, const float *c,
+                              WgmmaLayout a_layout, WgmmaLayout b_layout, bool accumulate) {
+    DYNAMIC_SHARED(char, memory);
+    char *a_tile = aligned_tile(memory), *b_tile = a_tile + A_TILE_BYTES;
+    const int row = (threadIdx.x / 32) * 16 + threadIdx.x % 32 / 4, column = (threadIdx.x % 4) * 2;
+    float d[NT][4], e[NT][4];
+    uint32_t fragment[4];
+    store_operand(a_tile, a, 64, A, a_layout);
+    store_operand(b_tile, b, 8 * NT, B, b_layout);
+    fence_proxy_async();
+    __syncthreads();
+    UNROLL
+    for (int j = 0; j < NT; j++) {
+        UNROLL
+        for (int i = 0; i < 4; i++) e[j][i] = d[j][i] = c[(row + (i / 2) * 8) * 8 * NT + 8 * j + column + i % 2];
+    }
+    UNROLL
+    for (int i = 0; i < 4; i++) {
+        const bf16 *from = a + (row + (i % 2) * 8) * 16 + column + (i / 2) * 8;
+        fragment[i] = pack_bf16(to_float(from[0]), to_float(from[1]));
+    }
+    const uint64_t left = matrix_descriptor(a_tile, a_layout.leading, a_layout.stride, a_layout.swizzle);
+    const uint64_t right = matrix_descriptor(b_tile, b_layout.leading, b_layout.stride, b_layout.swizzle);
+    wgmma_fence();
+    wgmma<A, B>(d, left, right, accumulate);
+    wgmma<A, B>(d, left, right, true);
+    wgmma_commit();
+    wgmma_wait<0>(d);
+    UNROLL
+    for (int j = 0; j < NT; j++) {
+        UNROLL
+        for (int i = 0; i < 4; i++) out[(row + (i / 2) * 8) * 8 * NT + 8 * j + column + i % 2] = d[j][i];
+    }
+    wgmma_fence();
+    wgmma<B>(e, fragment, right, accumulate);
+    wgmma_commit();
+    wgmma_wait<0>(e);
+    UNROLL
+    for (int j = 0; j < NT; j++) {
+        UNROLL
+        for (int i = 0; i < 4; i++) from_registers[(row + (i / 2) * 8) * 8 * NT + 8 * j + column + i % 2] = e[j][i];
+    }
+}
+
+template <Major A, Major B, int NT>
+static void test_wgmma(Swizzle a_swizzle, Swizzle b_swizzle, bool accumulate) {
+    const size_t N = 8 * NT;
+    if (!case_begins("wrappers wgmma N %zu, a %s %d, b %s %d%s", N, A == K_MAJOR ? "K" : "M",
+                     a_swizzle ? 16 << a_swizzle : 0, B == K_MAJOR ? "K" : "N", b_swizzle ? 16 << b_swizzle : 0,
+                     accumulate ? ", added" : ""))
+        return;
+    Tensor<bf16> a(64 * 16), b(N * 16);
+    Tensor<float> c(64 * N), out(64 * N), from_registers(64 * N);
+    std::vector<bf16> x = whole_bf16(64 * 16, 3), y = whole_bf16(N * 16, 4);
+    std::vector<float> z = whole<float>(64 * N, 5);
+    upload(a, x);
+    upload(b, y);
+    upload(c, z);
+    run_twice({&out, &from_registers}, [&] {
+        launch(wgmma_test_kernel<A, B, NT>, dim3(1), dim3(128), 1024 + A_TILE_BYTES + B_TILE_BYTES, stream,
+               out.device(), from_registers.device(), a.device(), b.device(), c.device(), layout_for(A, a_swizzle),
+               layout_for(B, b_swizzle), accumulate);
+    });
+    Numbers twice(64 * N), once(64 * N);
+    for (size_t i = 0; i < 64; i++)
+        for (size_t n = 0; n < N; n++) {
+            double sum = 0;
+            for (size_t k = 0; k < 16; k++) sum += value_of(x[i * 16 + k]) * value_of(y[n * 16 + k]);
+            once[i * N + n] = sum + (accumulate ? z[i * N + n] : 0);
+            twice[i * N + n] = once[i * N + n] + sum;
+        }
+    compare("a from shared memory, twice", out, twice, 0);
+    compare("a from registers", from_registers, once, 0);
+    case_ends();
+}
+
+template <int NT>
+static void test_wgmma_width(void) {
+    test_wgmma<K_MAJOR, K_MAJOR, NT>(SWIZZLE_128, SWIZZLE_128, false);
+    test_wgmma<K_MAJOR, MN_MAJOR, NT>(SWIZZLE_128, SWIZZLE_128, true);
+}
+
+static void test_wgmmas(void) {
+    test_wgmma_width<1>();
+    test_wgmma_width<2>();
+    test_wgmma_width<4>();
+    test_wgmma_width<10>();
+    test_wgmma_width<12>();
+    test_wgmma_width<16>();
+    test_wgmma_width<24>();
+    test_wgmma_width<32>();
+    for (Swizzle s : {SWIZZLE_NONE, SWIZZLE_32, SWIZZLE_64, SWIZZLE_128}) {
+        const Swizzle other = (Swizzle)((s + 1) % 4);
+        test_wgmma<K_MAJOR, K_MAJOR, 8>(s, other, true);
+        test_wgmma<K_MAJOR, MN_MAJOR, 8>(other, s, false);
+        test_wgmma<MN_MAJOR, K_MAJOR, 8>(s, s, false);
+        test_wgmma<MN_MAJOR, MN_MAJOR, 8>(other, other, true);
+    }
+}
+
+// ---- attention's dataflow for a tile of 128 rows: s = a bᵀ, both K-major as TMA loads them with a swizzle of 128
+// bytes; s, rounded to bf16, from registers times b, MN-major, while the next s is computed; s through stmatrix to
+// global memory. Two warpgroups take turns by named barriers, and blocks add their sums to `total` in the order of
+// their tickets.
+
+enum { FLOW_BYTES = 64 * 64 * 2, FLOW_BLOCKS = 3 };
+
+struct FlowMaps {
+    TensorMap a, b, scores, total;
+};
+
+struct FlowShared {
+    Mbarrier full;
+    unsigned ticket;
+};
+
+template <int NT>
+DEVICE void scores_issue(float (&s)[NT][4], const char *a, const char *b) {
+    const uint64_t left = matrix_descriptor(a, 0, 1024, SWIZZLE_128),
+                   right = matrix_descriptor(b, 0, 1024, SWIZZLE_128);
+    UNROLL
+    for (int k = 0; k < 4; k++)
+        wgmma<K_MAJOR, K_MAJOR>(s, matrix_descriptor_plus(left, 32 * k), matrix_descriptor_plus(right, 32 * k), k > 0);
+}
+
+template <class T>
+KERNEL void __launch_bounds__(256, 1) flow_test_kernel(GRID_CONSTANT FlowMaps maps, T *again, unsigned *counters) {
+    DYNAMIC_SHARED(char, memory);
+    SHARED_ARRAY(FlowShared, block, 1);
+    char *tiles = aligned_tile(memory);    // a of both warpgroups, b, s of both, and two sums (64,32) of each
+    const int group = threadIdx.x / 128, thread = threadIdx.x % 128, lane = threadIdx.x % 32;
+    char *mine = tiles + group * FLOW_BYTES, *b = tiles + 2 * FLOW_BYTES, *staged = tiles + (3 + group) * FLOW_BYTES;
+    char *sums = tiles + (5 + 2 * group) * FLOW_BYTES;
+    float s[8][4] = {}, next[8][4] = {}, o[8][4] = {};
+    uint32_t p[4][4];
+    if (threadIdx.x == 0) {
+        mbarrier_init(&block->full, 1);
+        mbarrier_init_fence();
+        block->ticket = atomicAdd(&counters[0], 1u);
+        mbarrier_arrive_expect_tx(&block->full, 3 * FLOW_BYTES);
+        tma_load(tiles, &maps.a, &block->full, {0, 0});
+        tma_load(tiles + FLOW_BYTES, &maps.a, &block->full, {0, 64});
+        tma_load(b, &maps.b, &block->full, {0, 0});
+    }
+    __syncthreads();
+    mbarrier_wait(&block->full, 0);
+    if (group == 1) named_barrier_sync(1, 256);    // the first warpgroup goes first
+    wgmma_fence();
+    scores_issue(s, mine, b);
+    wgmma_commit();
+    if (group == 0) named_barrier_arrive(1, 256);
+    wgmma_wait<0>(s);
+    UNROLL
+    for (int k = 0; k < 4; k++) {
+        UNROLL
+        for (int i = 0; i < 4; i++) {
+            const float *pair = &s[2 * k + i / 2][(i % 2) * 2];
+            p[k][i] = pack_bf16(pair[0], pair[1]);
+        }
+    }
+    wgmma_fence();
+    scores_issue(next, mine, b);
+    wgmma_commit();
+    wgmma_fence();
+    UNROLL
+    for (int k = 0; k < 4; k++)
+        wgmma<MN_MAJOR>(o, p[k], matrix_descriptor(b + 2048 * k, 0, 1024, SWIZZLE_128), k > 0);
+    wgmma_commit();
+    wgmma_wait<1>(next);
+    const int row = (thread / 32) * 16 + lane / 4, column = (lane % 4) * 2;
+    UNROLL
+    for (int j = 0; j < 8; j++) {
+        UNROLL
+        for (int e = 0; e < 4; e++)
+            again[((blockIdx.x * 2 + group) * 64 + row + (e / 2) * 8) * 64 + 8 * j + column + e % 2] = next[j][e];
+    }
+    wgmma_wait<0>(o);
+    UNROLL
+    for (int j = 0; j < 4; j++) {
+        const int at = ((thread / 32) * 16 + lane % 16) * 128 + (2 * j + lane / 16) * 16;
+        stmatrix_x4(staged + swizzled_byte(at, SWIZZLE_128), p[j]);
+    }
+    UNROLL
+    for (int j = 0; j < 8; j++) {    // tiles of 32 columns: rows of 128 bytes
+        UNROLL
+        for (int e = 0; e < 4; e++) {
+            const int at = (row + (e / 2) * 8) * 128 + ((8 * j) % 32 + column + e % 2) * 4;
+            store_shared((float *)(sums + (j / 4) * FLOW_BYTES + swizzled_byte(at, SWIZZLE_128)), o[j][e]);
+        }
+    }
+    fence_proxy_async();
+    named_barrier_sync(2 + group, 128);
+    if (thread == 0) {
+        tma_store(&maps.scores, staged, {0, (int)(2 * blockIdx.x + group) * 64});
+        bulk_commit();
+        wait_for_counter(&counters[1], 2 * block->ticket + group);
+        tma_reduce_add(&maps.total, sums, {0, 64 * group});
+        tma_reduce_add(&maps.total, sums + FLOW_BYTES, {32, 64 * group});
+        bulk_commit();
+        bulk_wait<0>();
+        add_to_counter(&counters[1], 1);
+    }
+}
+
+static void test_flow(void) {
+    if (!case_begins("wrappers: the dataflow of attention")) return;
+    const size_t n = 128 * 64;
+    Tensor<bf16> a(n), b(64 * 64), scores(FLOW_BLOCKS * n);
+    Tensor<float> total(n), again(FLOW_BLOCKS * n);
+    Tensor<uint32_t> counters(2);
+    std::vector<bf16> x = whole_bf16(n, 6), y = whole_bf16(64 * 64, 7);
+    Numbers s(FLOW_BLOCKS * n), sums(n), rounded(FLOW_BLOCKS * n);
+    upload(a, x);
+    upload(b, y);
+    upload(counters, std::vector<uint32_t>(2, 0));
+    fill(total, sums);
+    FlowMaps maps;
+    maps.a = tensor_map(a.device(), {64, 128}, {128}, {64, 64}, SWIZZLE_128);
+    maps.b = tensor_map(b.device(), {64, 64}, {128}, {64, 64}, SWIZZLE_128);
+    maps.scores = tensor_map(scores.device(), {64, FLOW_BLOCKS * 128}, {128}, {64, 64}, SWIZZLE_128);
+    maps.total = tensor_map(total.device(), {64, 128}, {256}, {32, 64}, SWIZZLE_128);
+    run_twice({&scores, &total, &again, &counters}, [&] {
+        launch(flow_test_kernel<float>, dim3(FLOW_BLOCKS), dim3(256), 1024 + 9 * FLOW_BYTES, stream, maps,
+               again.device(), counters.device());
+    });
+    for (size_t i = 0; i < 128; i++)
+        for (size_t j = 0; j < 64; j++) {
+            double sum = 0;
+            for (size_t k = 0; k < 64; k++) sum += value_of(x[i * 64 + k]) * value_of(y[j * 64 + k]);
+            for (size_t block = 0; block < FLOW_BLOCKS; block++) s[block * n + i * 64 + j] = sum;
+        }
+    for (size_t i = 0; i < s.size(); i++) rounded[i] = value_of(__float2bfloat16_rn((float)s[i]));
+    for (size_t i = 0; i < 128; i++)
+        for (size_t j = 0; j < 64; j++)
+            for (size_t k = 0; k < 64; k++)
+                sums[i * 64 + j] += FLOW_BLOCKS * rounded[i * 64 + k] * value_of(y[k * 64 + j]);
+    compare("s", again, s, 0);
+    compare("s, rounded, through stmatrix", scores, rounded, 0);
+    compare("sums", total, sums, 0);
+    case_ends();
+}
+
+static void test_hopper(void) {
+    if (!has_hopper()) {
+        printf("-- wrappers of cuda/hopper.cuh: skipped, for compute capability 9.0 only (built for sm_90a)\n");
+        return;
+    }
+    test_tmas(), arrays_free();
+    test_ring();
+    test_stmatrix(), arrays_free();
+    test_wgmmas(), arrays_free();
+    test_flow();
+}
