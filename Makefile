@@ -152,8 +152,12 @@ CUDA_SOURCES = $(wildcard cuda/*.cu)
 EMULATOR    = $(patsubst %.cpp,$(BUILD)/on_cpu/%.o,$(filter-out $(if $(NCCL:0=),,%/nccl_on_cpu.cpp),$(wildcard dev/cuda_on_cpu/*.cpp)))
 
 comma      := ,
-architectures = $(foreach n,$(GPUS),-gencode arch=compute_$(n),code=sm_$(n)) -gencode arch=compute_$(lastword $(GPUS)),code=compute_$(lastword $(GPUS))
+architectures = $(foreach n,$(GPUS),-gencode arch=compute_$(call exact,$(n)),code=sm_$(call exact,$(n))) -gencode arch=compute_$(lastword $(GPUS)),code=compute_$(lastword $(GPUS))
 library_in  = $(abspath $(firstword $(wildcard $(addsuffix /$(1),$(2)/lib64 $(2)/lib $(2)/lib/x86_64-linux-gnu))))
+# cuda/hopper.cuh needs sm_90a, which no other GPU can run; later ones use the PTX.
+exact       = $(1)
+USE_HOPPER  = dev/tests/test_kernels.o
+$(USE_HOPPER:%=$(BUILD)/cuda/%): private exact = $(patsubst 90,90a,$(1))
 GPU_SHARED  = $(call library_in,libcublasLt.so*,$(CUBLAS)) $(if $(USE_NCCL),$(call library_in,libnccl.so*,$(NCCL)))
 CUDART      = $(call library_in,libcudart_static.a,$(CUDA))
 GPU_LIBS    = $(GPU_SHARED) $(patsubst %/,-Wl$(comma)-rpath$(comma)%,$(dir $(GPU_SHARED))) $(CUDART) -ldl -lrt -lpthread
@@ -162,7 +166,7 @@ NVCCFLAGS   = $(CU_FLAGS) -O3 -lineinfo $(architectures) -Xcompiler -Wall,-Wextr
 # The race check covers the kernels, not the emulator, and does not support OpenMP's threads.
 RACES       = $(filter 1,$(TSAN))
 CXXFLAGS    = $(CU_FLAGS) -Idev/cuda_on_cpu -isystem $(CUDA)/include $(CU_OPT) -g -fPIC -march=$(MARCH) -fno-math-errno -Wall -Wextra \
-              -Wno-unknown-pragmas $(if $(filter 1,$(WERROR)),-Werror) $(SANITIZE) $(if $(RACES),,-fopenmp)
+              -Wno-unknown-pragmas -Wno-psabi $(if $(filter 1,$(WERROR)),-Werror) $(SANITIZE) $(if $(RACES),,-fopenmp)
 MPI_FLAGS   = $(if $(filter 1,$(MPI)),-DUSE_MPI -DOMPI_SKIP_MPICXX $(shell $(MPICC) --showme:compile))
 compile_gpu = $(CUDA)/bin/nvcc $(NVCCFLAGS) -MF $(@:.o=.d) -c -o $@ $<
 compile_cpu = $(CXX) $(CXXFLAGS) $(if $(RACES),-fsanitize=thread) -x c++ -c -o $@ $<

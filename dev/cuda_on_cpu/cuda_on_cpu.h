@@ -25,7 +25,7 @@ enum Order { FORWARD, REVERSE, RANDOM, GREEDY };
 enum Copy { AT_ISSUE, AT_WAIT, EITHER };
 
 // When asynchronous work of hopper_on_cpu.h (TMA, wgmma) takes place. AT_RANDOM: at any time up to the wait for it, in
-// any order that the hardware allows; EARLY: at its issue; LAST: only when no thread can continue, or in the wait for it.
+// any order that PTX allows; EARLY: at its issue; LAST: only when no thread can continue, or in the wait for it.
 enum AsyncTime { AT_RANDOM, EARLY, LAST };
 
 // When a stream's work takes place. AT_ONCE: in the call; LATE: only when the host waits for something, and then from

@@ -637,8 +637,8 @@ static void issue_store(Worker &w, Async &a, BulkCopy &c, const char *name, int 
     }
 }
 
-// PTX allows to announce a load after its issue, in the same phase. That is an error here, because the phase may complete
-// before.
+// PTX allows a load to be announced after its issue, in the same phase. That is an error here, because the phase may
+// complete before.
 static void check_announced(const Async &a, const BulkCopy &c, const char *name) {
     int64_t announced = c.barrier->bytes;
     for (const auto &other : a.copies)

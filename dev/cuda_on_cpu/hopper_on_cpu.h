@@ -1,5 +1,5 @@
-// The asynchronous instructions of compute capability 9.0 for a CPU's C++ compiler (README.md, "Hopper"): mbarriers, TMA,
-// wgmma, named barriers, setmaxnreg, stmatrix, and waiting for other blocks. Include it after gpu_on_cpu.h.
+// The asynchronous instructions of compute capability 9.0 for a CPU's C++ compiler (README.md, "Hopper"): mbarriers,
+// TMA, wgmma, named barriers, setmaxnreg, stmatrix, and waiting for other blocks.
 //
 // The emulation is strict: whatever PTX leaves undefined, and some of what works by chance, is an error.
 #ifndef HOPPER_ON_CPU_H
@@ -8,8 +8,6 @@
 #include <cuda.h>
 
 #include "gpu_on_cpu.h"
-
-#pragma GCC diagnostic ignored "-Wpsabi"    // tensor maps are passed by value, aligned to 128 bytes
 
 typedef CUtensorMap TensorMap;
 struct alignas(8) Mbarrier {

@@ -18,7 +18,7 @@ import pytest
 
 HERE = Path(__file__).resolve().parent
 CXX = os.environ.get("CXX", "g++")
-FLAGS = ["-std=c++17", "-O1", "-g1", "-Wall", "-Wextra", "-Werror"]
+FLAGS = ["-std=c++17", "-O1", "-g1", "-Wall", "-Wextra", "-Werror", "-Wno-psabi"]
 # for the kernels and the link; the emulator is the same in all three
 BUILDS = {"plain": [], "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"],
           "race": ["-fsanitize=thread"]}

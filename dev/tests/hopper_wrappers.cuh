@@ -1,5 +1,6 @@
-// Part of test_kernels.cu: every function of cuda/hopper.cuh against plain loops. On a GPU, this shows that the PTX does
-// what the emulation does. Where the functions do not exist (other than compute capability 9.0), the cases are skipped.
+// Part of test_kernels.cu: every function of cuda/hopper.cuh against plain loops. On a GPU, this shows that the PTX
+// does what the emulation does. Where the functions do not exist (other than compute capability 9.0), the cases are
+// skipped.
 #include "cuda/hopper.cuh"
 
 template <class T>
@@ -136,30 +137,30 @@ static void test_tmas(void) {
     test_tma<float, 5>({8, 3, 2, 3, 2}, {8, 2, 2, 2, 2}, {{0, 2, -1, 1, 1}, 0, 0}, SWIZZLE_32);
 }
 
-// ---- a ring of two stages, filled by bulk_load in one warpgroup and emptied by another, with registers moved between
-// them. out: sums of pieces of 256 floats; then all of them, stored and added through shared memory.
+// ---- a ring of two stages, filled by bulk_load in one warpgroup and emptied by two others, which get its registers.
+// out: sums of pieces of 256 floats; then all of them, stored and added through shared memory.
 
 enum { RING_STAGES = 2, RING_FLOATS = 256, RING_PIECES = 7 };
 
 template <class T>
-KERNEL void __launch_bounds__(256, 1) ring_test_kernel(T *out, T *stored, T *added, const T *in) {
+KERNEL void __launch_bounds__(384, 1) ring_test_kernel(T *out, T *stored, T *added, const T *in) {
     SHARED_ARRAY(float4, memory, RING_STAGES * RING_FLOATS / 4);
     SHARED_ARRAY(float4, results, RING_FLOATS / 4);
     SHARED_ARRAY(Mbarrier, full, RING_STAGES);
     SHARED_ARRAY(Mbarrier, empty, RING_STAGES);
     float *ring = (float *)memory, *result = (float *)results;
-    const int thread = threadIdx.x % 128;
+    const int thread = threadIdx.x - 128;    // of the consumers
     if (threadIdx.x == 0) {
         for (int i = 0; i < RING_STAGES; i++) {
             mbarrier_init(&full[i], 1);
-            mbarrier_init(&empty[i], 128);
+            mbarrier_init(&empty[i], 256);
         }
         mbarrier_init_fence();
     }
     __syncthreads();
     if (threadIdx.x < 128) {
         setmaxnreg_dec<40>();
-        for (int i = 0; thread == 0 && i < RING_PIECES; i++) {
+        for (int i = 0; threadIdx.x == 0 && i < RING_PIECES; i++) {
             const int stage = i % RING_STAGES;
             mbarrier_wait(&empty[stage], (i / RING_STAGES + 1) % 2);
             mbarrier_arrive_expect_tx(&full[stage], RING_FLOATS * sizeof(float));
@@ -168,20 +169,17 @@ KERNEL void __launch_bounds__(256, 1) ring_test_kernel(T *out, T *stored, T *add
         return;
     }
     setmaxnreg_inc<232>();
-    float low = 0, high = 0;
+    float sum = 0;
     for (int i = 0; i < RING_PIECES; i++) {
         const int stage = i % RING_STAGES;
         mbarrier_wait(&full[stage], (i / RING_STAGES) % 2);
-        low += ring[stage * RING_FLOATS + thread];
-        high += ring[stage * RING_FLOATS + 128 + thread];
+        sum += ring[stage * RING_FLOATS + thread];
         mbarrier_arrive(&empty[stage]);
     }
-    out[thread] = low;
-    out[128 + thread] = high;
-    store_shared(&result[thread], low);
-    store_shared(&result[128 + thread], high);
+    out[thread] = sum;
+    store_shared(&result[thread], sum);
     fence_proxy_async();
-    named_barrier_sync(1, 128);
+    named_barrier_sync(1, 256);
     if (thread > 0) return;
     bulk_store(stored, result, RING_FLOATS * sizeof(float));
     bulk_reduce_add(added, result, RING_FLOATS * sizeof(float));
@@ -197,7 +195,7 @@ static void test_ring(void) {
     fill(in, x);
     fill(added, start);
     run_twice({&out, &stored, &added}, [&] {
-        launch(ring_test_kernel<float>, dim3(1), dim3(256), 0, stream, out.device(), stored.device(), added.device(),
+        launch(ring_test_kernel<float>, dim3(1), dim3(384), 0, stream, out.device(), stored.device(), added.device(),
                in.device());
     });
     for (size_t i = 0; i < x.size(); i++) sums[i % RING_FLOATS] += x[i];
@@ -445,8 +443,7 @@ KERNEL void __launch_bounds__(256, 1) flow_test_kernel(GRID_CONSTANT FlowMaps ma
     wgmma_commit();
     wgmma_fence();
     UNROLL
-    for (int k = 0; k < 4; k++)
-        wgmma<MN_MAJOR>(o, p[k], matrix_descriptor(b + 2048 * k, 0, 1024, SWIZZLE_128), k > 0);
+    for (int k = 0; k < 4; k++) wgmma<MN_MAJOR>(o, p[k], matrix_descriptor(b + 2048 * k, 0, 1024, SWIZZLE_128), k > 0);
     wgmma_commit();
     wgmma_wait<1>(next);
     const int row = (thread / 32) * 16 + lane / 4, column = (lane % 4) * 2;

@@ -48,7 +48,7 @@ def kernels():
 def compiled(log):
     """(kernel, the same with template arguments, architecture, registers, bytes of spills) of each kernel in the output
     of ptxas -v."""
-    parts = re.split(r"Compiling entry function '(\w+)' for '(sm_\d+)'", log)
+    parts = re.split(r"Compiling entry function '(\w+)' for '(sm_\d+a?)'", log)
     names = subprocess.run(["c++filt"], input="\n".join(parts[1::3]), text=True, capture_output=True,
                            check=True).stdout.split("\n")
     for full, architecture, text in zip(names, parts[2::3], parts[3::3]):
@@ -100,12 +100,14 @@ def test_every_kernel_has_a_budget():
 
 def test_no_warnings(log):
     assert not re.findall(r"^.*\bwarning\b.*$", log, re.M | re.I)
+    # C7508: setmaxnreg is ignored; C7510: wgmma is serialized
+    assert not re.findall(r"^.*Potential Performance Loss.*$", log, re.M)
 
 
 def test_no_spills(log):
     entries = list(compiled(log))
     assert len(entries) > (100 if ALL else 20)
-    assert {architecture for _, _, architecture, _, _ in entries} == {"sm_80", "sm_90"}
+    assert {architecture for _, _, architecture, _, _ in entries} - {"sm_90a"} == {"sm_80", "sm_90"}
     spilled = {(full, architecture): spills
                for name, full, architecture, _, spills in entries if spills and name in kernels()}
     assert not spilled, "bytes of spills"
