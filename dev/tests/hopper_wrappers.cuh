@@ -277,49 +277,60 @@ DEVICE void store_operand(char *tile, const bf16 *x, int rows, Major major, Wgmm
 
 enum { A_TILE_BYTES = 32 * 1024, B_TILE_BYTES = 64 * 1024 };
 
+// A thread's part of D, from or to a matrix (64, 8 NT).
+template <int NT>
+DEVICE void load_results(float (&d)[NT][4], const float *from) {
+    const int row = (threadIdx.x / 32) * 16 + threadIdx.x % 32 / 4, column = (threadIdx.x % 4) * 2;
+    UNROLL
+    for (int j = 0; j < NT; j++) {
+        UNROLL
+        for (int i = 0; i < 4; i++) d[j][i] = from[(row + (i / 2) * 8) * 8 * NT + 8 * j + column + i % 2];
+    }
+}
+
+template <int NT>
+DEVICE void store_results(float *to, const float (&d)[NT][4]) {
+    const int row = (threadIdx.x / 32) * 16 + threadIdx.x % 32 / 4, column = (threadIdx.x % 4) * 2;
+    UNROLL
+    for (int j = 0; j < NT; j++) {
+        UNROLL
+        for (int i = 0; i < 4; i++) to[(row + (i / 2) * 8) * 8 * NT + 8 * j + column + i % 2] = d[j][i];
+    }
+}
+
 template <Major A, Major B, int NT>
-KERNEL void wgmma_test_kernel(float *out, float *from_registers, const bf16 *a, const bf16 *b, const float *c,
-                              WgmmaLayout a_layout, WgmmaLayout b_layout, bool accumulate) {
+KERNEL void __launch_bounds__(128, 1)
+    wgmma_test_kernel(float *out, float *from_registers, const bf16 *a, const bf16 *b, const float *c,
+                      WgmmaLayout a_layout, WgmmaLayout b_layout, bool accumulate) {
     DYNAMIC_SHARED(char, memory);
     char *a_tile = aligned_tile(memory), *b_tile = a_tile + A_TILE_BYTES;
-    const int row = (threadIdx.x / 32) * 16 + threadIdx.x % 32 / 4, column = (threadIdx.x % 4) * 2;
-    float d[NT][4], e[NT][4];
+    float d[NT][4];
     uint32_t fragment[4];
     store_operand(a_tile, a, 64, A, a_layout);
     store_operand(b_tile, b, 8 * NT, B, b_layout);
     fence_proxy_async();
     __syncthreads();
-    UNROLL
-    for (int j = 0; j < NT; j++) {
-        UNROLL
-        for (int i = 0; i < 4; i++) e[j][i] = d[j][i] = c[(row + (i / 2) * 8) * 8 * NT + 8 * j + column + i % 2];
-    }
-    UNROLL
-    for (int i = 0; i < 4; i++) {
-        const bf16 *from = a + (row + (i % 2) * 8) * 16 + column + (i / 2) * 8;
-        fragment[i] = pack_bf16(to_float(from[0]), to_float(from[1]));
-    }
     const uint64_t left = matrix_descriptor(a_tile, a_layout.leading, a_layout.stride, a_layout.swizzle);
     const uint64_t right = matrix_descriptor(b_tile, b_layout.leading, b_layout.stride, b_layout.swizzle);
+    load_results(d, c);
     wgmma_fence();
     wgmma<A, B>(d, left, right, accumulate);
     wgmma<A, B>(d, left, right, true);
     wgmma_commit();
     wgmma_wait<0>(d);
+    store_results(out, d);
+    load_results(d, c);
     UNROLL
-    for (int j = 0; j < NT; j++) {
-        UNROLL
-        for (int i = 0; i < 4; i++) out[(row + (i / 2) * 8) * 8 * NT + 8 * j + column + i % 2] = d[j][i];
+    for (int i = 0; i < 4; i++) {
+        const int row = (threadIdx.x / 32) * 16 + threadIdx.x % 32 / 4 + (i % 2) * 8,
+                  k = (threadIdx.x % 4) * 2 + (i / 2) * 8;
+        fragment[i] = pack_bf16(to_float(a[row * 16 + k]), to_float(a[row * 16 + k + 1]));
     }
     wgmma_fence();
-    wgmma<B>(e, fragment, right, accumulate);
+    wgmma<B>(d, fragment, right, accumulate);
     wgmma_commit();
-    wgmma_wait<0>(e);
-    UNROLL
-    for (int j = 0; j < NT; j++) {
-        UNROLL
-        for (int i = 0; i < 4; i++) from_registers[(row + (i / 2) * 8) * 8 * NT + 8 * j + column + i % 2] = e[j][i];
-    }
+    wgmma_wait<0>(d);
+    store_results(from_registers, d);
 }
 
 template <Major A, Major B, int NT>

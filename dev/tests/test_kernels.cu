@@ -1,6 +1,6 @@
-// Compares every kernel of cuda/ except the matmuls, forward and backward, with loops in float64; and every function of
-// cuda/gpu.cuh and cuda/hopper.cuh with plain loops, which on a GPU shows that the PTX does what the emulation does. Built for a GPU, or
-// for the CPU (dev/cuda_on_cpu); the exit status is the verdict.
+// Compares every kernel of cuda/ except the matmuls, forward and backward, with loops in float64; and every function
+// of cuda/gpu.cuh and cuda/hopper.cuh with plain loops, which on a GPU shows that the PTX does what the emulation
+// does. Built for a GPU, or for the CPU (dev/cuda_on_cpu); the exit status is the verdict.
 //
 //   test_kernels [WORD]     only the cases whose name contains WORD
 //
