@@ -344,7 +344,8 @@ enum { STAGE_BYTES = A_BYTES + B_BYTES, PIPELINE_BYTES = STAGES * STAGE_BYTES + 
     X(missing_proxy_fence) X(proxy_fence_by_another) X(ordinary_store) X(missing_sync_before_store) \
     X(missing_bulk_commit) X(missing_bulk_wait) X(source_reused) \
     X(wrong_barrier_count) X(wrong_barrier_id) X(missing_barrier_arrive) X(arrived_twice) \
-    X(registers_over_budget) X(registers_not_released) X(too_many_registers_released) X(unobserved_load)
+    X(registers_over_budget) X(registers_not_released) X(too_many_registers_released) X(unobserved_load) \
+    X(store_into_load) X(load_over_unfenced_store) X(loads_overlap) X(a_from_accumulators_in_flight)
 
 enum Defect {
     NO_DEFECT,
@@ -374,12 +375,15 @@ DEVICE void produce(const Pipeline &p, char *tiles, PipelineBarriers *barriers, 
         if (defect == missing_expect_tx_) mbarrier_arrive(full);
         else mbarrier_arrive_expect_tx(full, bytes);
         int at = i * K_TILE;
+        if (defect == load_over_unfenced_store_) store_shared((bf16 *)tile + 64, __float2bfloat16_rn(3.0f));
         if (defect == wrong_rank_) {
             tma_load(tile, &p.a, full, {at, 0, 0});
         } else if (defect == not_a_tensor_map_) {
             tma_load(tile, (const TensorMap *)barriers, full, {at, 0});
         } else tma_load(defect == misaligned_tile_ ? tile + 512 : tile, &p.a, full, {at, 0});
+        if (defect == store_into_load_) store_shared((bf16 *)tile + 64, __float2bfloat16_rn(3.0f));
         char *b_tile = defect == box_past_shared_ ? tile + PIPELINE_BYTES - 1024 : tile + A_BYTES;
+        if (defect == loads_overlap_) b_tile = tile;
         if (defect == wrong_coordinates_) tma_load(b_tile, &p.b, full, {at, 0});
         else tma_load(b_tile, &p.b, full, {0, at});
     }
@@ -416,7 +420,8 @@ DEVICE void consume_tile(float (&d)[8][4], uint32_t (&a)[2][4], const char *tile
     for (int k = 0; k < 4; k++) {
         uint64_t right = b_descriptor(b, k, defect);
         if (defect == different_descriptors_ && threadIdx.x % 32 == 5) right += 1;
-        if (k >= 2) wgmma<MN_MAJOR>(d, a[k - 2], right, true);
+        if (k >= 2 && defect == a_from_accumulators_in_flight_) wgmma<MN_MAJOR>(d, *(uint32_t (*)[4])d[0], right, true);
+        else if (k >= 2) wgmma<MN_MAJOR>(d, a[k - 2], right, true);
         else if (defect == wrong_major_)
             wgmma<K_MAJOR, K_MAJOR>(d, descriptor(rows + 32 * k, 16, 1024, SWIZZLE_128), right, !first || k > 0);
         else wgmma<K_MAJOR, MN_MAJOR>(d, descriptor(rows + 32 * k, 16, 1024, SWIZZLE_128), right, !first || k > 0);
