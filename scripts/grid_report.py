@@ -106,7 +106,10 @@ def compare(plan, claim, left, operator, right):
     number. There is no verdict before all seeds that both rows are to have are done."""
     def side(x, of, seeds):
         return dict.fromkeys(seeds, x) if isinstance(x, float) else values_of(plan, x, claim.size, of)
-    rows = [plan.grid.rows[x] for x in (left, right) if isinstance(x, str)]
+    names = [x for x in (left, right) if isinstance(x, str)]
+    if not all(name in plan.grid.rows for name in names):
+        return None     # --only left it out
+    rows = [plan.grid.rows[name] for name in names]
     planned = [seed for seed in rows[0].seeds if all(seed in row.seeds for row in rows)]
     a, b = side(left, claim.of, planned), side(right, claim.of_right, planned)
     differences = [0.0 if a[seed] == b[seed] else a[seed] - b[seed] for seed in planned if seed in a and seed in b]

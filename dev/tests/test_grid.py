@@ -377,6 +377,13 @@ def test_a_single_seed_gives_no_verdict(tmp_path, monkeypatch, right):
     assert (found.spread, found.seeds, found.verdict) == ("", 1, "one seed")
 
 
+def test_a_claim_on_a_row_that_was_left_out_is_not_run(tmp_path):
+    claim = '[[claim]]\nname = "c"\npaper = "p"\nours = "ssmax < softmax"\n'
+    plan = reported(tmp_path, UNEVEN, claim)
+    plan.grid = grid_file.limited(plan.grid, ["softmax"])
+    assert grid_report.verdict_on(plan, plan.grid.claims[0]).verdict == "not run"
+
+
 @pytest.mark.parametrize("of_softmax, said", [({1: 3.1}, "1 of 3 seeds"), ({1: 3.1, 3: 3.2}, "2 of 3 seeds")])
 def test_seeds_that_are_not_done_leave_the_verdict_open(tmp_path, monkeypatch, of_softmax, said):
     found = judged(tmp_path, monkeypatch, "ssmax < softmax", {"softmax": of_softmax, "ssmax": {1: 3.0, 2: 3.1, 3: 3.0}})
