@@ -50,8 +50,8 @@ TIMES_ATTENTION = ("dev/bench/attention_gpu.py", "dev/reference/model.py", FLASH
 TIMES_STEPS = ("dev/bench/gpu_step.py", "dev/bench/cpu_step.py")
 EVALUATES = (*TIMES_STEPS, "dev/bench/gpu_eval.py", "eval/*", "data/cities.txt",
              *(f"dev/tests/{name}.py" for name in ("test_eval_cuda", "byte_text", "tiny", "trainer")))
-TESTS = ("dev/tests/*.cu", "dev/tests/*.h", "dev/tests/test_flash.py", "dev/reference/*.*", "dev/reference/fixtures/*")
-BUILT = ("eval/*", "data/cities.txt", "dev/tests/*.cu", "dev/tests/*.h", "dev/reference/*.h", "dev/cuda_on_cpu/*")
+TESTS = ("dev/tests/*.cu*", "dev/tests/*.h", "dev/tests/test_flash.py", "dev/reference/*.*", "dev/reference/fixtures/*")
+BUILT = ("eval/*", "data/cities.txt", "dev/tests/*.cu*", "dev/tests/*.h", "dev/reference/*.h", "dev/cuda_on_cpu/*")
 PART_SOURCES = {"build": BUILT, "tests": TESTS, "sanitizer": (*TESTS, "dev/bench/gpu_kernels.py"),
                 "counters": ("dev/bench/gpu_kernels.py", "dev/bench/sass*.py", FLASH_SO), "attention": TIMES_ATTENTION,
                 "others": TIMES_ATTENTION, "step": TIMES_STEPS, "memory": TIMES_STEPS, "larger": TIMES_STEPS,

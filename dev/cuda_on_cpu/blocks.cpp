@@ -9,6 +9,7 @@
 
 #include <float.h>
 #include <math.h>
+#include <pthread.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdlib.h>
@@ -507,10 +508,9 @@ void misaligned(const char *what, const void *p, Site site) {
 static struct sigaction handlers_before[2];
 
 static void use_signal_stack() {    // a thread whose stack has overflowed needs another stack to report it
-    static __thread bool has_one;
-    if (has_one) return;
-    has_one = true;
     stack_t stack = {};
+    if (sigaltstack(NULL, &stack) == 0 && !(stack.ss_flags & SS_DISABLE)) return;
+    stack = {};
     stack.ss_size = 64 * 1024;
     stack.ss_sp = map_memory(stack.ss_size, PROT_READ | PROT_WRITE);
     sigaltstack(&stack, NULL);
@@ -1218,8 +1218,24 @@ struct Blocks {
     }
 };
 
+// This CPU thread's workers. They are not in its static storage, because a library that is loaded at run time (each test
+// loads its own) must do with the few bytes of that which are left.
+static std::vector<Worker *> &own_workers() {
+    static const pthread_key_t key = [] {
+        pthread_key_t made;
+        if (pthread_key_create(&made, NULL) != 0) die("OUT OF MEMORY: pthread_key_create fails");
+        return made;
+    }();
+    auto *found = (std::vector<Worker *> *)pthread_getspecific(key);
+    if (!found) {
+        found = new std::vector<Worker *>;
+        pthread_setspecific(key, found);
+    }
+    return *found;
+}
+
 static void run_blocks(Job &job) {
-    static thread_local std::vector<Worker *> workers;
+    std::vector<Worker *> &workers = own_workers();
     Blocks mine = {job, workers, workers, {}, settings().seed};
     mine.count(&Job::running, 1);
     while (mine.more_to_do()) {
