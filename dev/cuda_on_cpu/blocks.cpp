@@ -1218,8 +1218,8 @@ struct Blocks {
     }
 };
 
-// This CPU thread's workers. They are not in its static storage, because a library that is loaded at run time (each test
-// loads its own) must do with the few bytes of that which are left.
+// This CPU thread's workers. They are not in its thread-local storage: a library that is loaded at run time, as by each
+// of some tests, must do with the few bytes of it that are left.
 static std::vector<Worker *> &own_workers() {
     static const pthread_key_t key = [] {
         pthread_key_t made;
