@@ -765,20 +765,26 @@ static void count_conflicts(Worker &w, Site site, int conflicts) {
     }
 }
 
+// Takes this lane's address of a row of 16 bytes, for ldmatrix and stmatrix. Lanes beyond the rows give any address.
+static void take_row(const void *row, int matrices, Kind kind, const char *accesses, Site site) {
+    Fiber &me = self();
+    if ((int)me.lane < matrices * 8) {
+        if ((uintptr_t)row % 16 != 0) misaligned(kind_names[kind], row, site);
+        if (!is_shared(*worker, row, 16))
+            die("OUT OF BOUNDS: %s at %s:%d, lane %u, %s 16 bytes outside the block's shared memory: %s",
+                kind_names[kind], site.file, site.line, me.lane, accesses, describe_shared(*worker, row).c_str());
+    }
+    me.warp->row[me.lane] = row;
+}
+
 void ldmatrix(uint32_t *r, int matrices, bool transposed, const void *row, Site site) {
     Worker &w = *worker;
     Fiber &me = self();
     Warp &warp = *me.warp;
     Kind kind = matrices == 2 ? (transposed ? LDMATRIX_X2_TRANSPOSED : LDMATRIX_X2)
                               : (transposed ? LDMATRIX_X4_TRANSPOSED : LDMATRIX_X4);
-    if ((int)me.lane < matrices * 8) {
-        if ((uintptr_t)row % 16 != 0) misaligned(kind_names[kind], row, site);
-        if (!is_shared(w, row, 16))
-            die("OUT OF BOUNDS: %s at %s:%d, lane %u, reads 16 bytes outside the block's shared memory: %s",
-                kind_names[kind], site.file, site.line, me.lane, describe_shared(w, row).c_str());
-        if (w.watched) __tsan_read16((void *)row);
-    }
-    warp.row[me.lane] = row;
+    take_row(row, matrices, kind, "reads", site);
+    if (w.watched && (int)me.lane < matrices * 8) __tsan_read16((void *)row);
     if (last_to_arrive(me, kind, ALL_LANES, site)) {
         int conflicts = 0;
         for (int i = 0; i < matrices; i++) {
@@ -808,14 +814,8 @@ void stmatrix(const void *row, int matrices, bool transposed, const uint32_t *r,
     Warp &warp = *me.warp;
     Kind kind = matrices == 2 ? (transposed ? STMATRIX_X2_TRANSPOSED : STMATRIX_X2)
                               : (transposed ? STMATRIX_X4_TRANSPOSED : STMATRIX_X4);
-    if ((int)me.lane < matrices * 8) {
-        if ((uintptr_t)row % 16 != 0) misaligned(kind_names[kind], row, site);
-        if (!is_shared(w, row, 16))
-            die("OUT OF BOUNDS: %s at %s:%d, lane %u, writes 16 bytes outside the block's shared memory: %s",
-                kind_names[kind], site.file, site.line, me.lane, describe_shared(w, row).c_str());
-        if (w.watched) __tsan_write16((void *)row);
-    }
-    warp.row[me.lane] = row;
+    take_row(row, matrices, kind, "writes", site);
+    if (w.watched && (int)me.lane < matrices * 8) __tsan_write16((void *)row);
     for (int i = 0; i < matrices; i++) warp.r[i][me.lane] = r[i];
     if (last_to_arrive(me, kind, ALL_LANES, site)) {
         int conflicts = 0;

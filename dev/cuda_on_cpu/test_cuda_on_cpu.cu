@@ -5,46 +5,13 @@
 //     test_cuda_on_cpu help                the names
 // The exit status is 0 if the results are right and 1 if they are wrong; a defect may also end in a message and
 // abort(). test_cuda_on_cpu.py lists the settings that find each defect.
-#include "gpu_on_cpu.h"
-
-#include <stdio.h>
-#include <stdlib.h>
+#include "planted_defects.h"
 
 #include <algorithm>
 #include <numeric>
 #include <vector>
 
-typedef __nv_bfloat16 bf16;
 static const unsigned ALL = 0xFFFFFFFFu;
-static int failures;
-
-#define CHECK(condition, ...)                                     \
-    do {                                                          \
-        if (condition) break;                                     \
-        if (failures++ < 20) printf("%s:%d: ", __func__, __LINE__), printf(__VA_ARGS__), printf("\n"); \
-    } while (0)
-#define CUDA(call) CHECK((call) == cudaSuccess, "%s failed", #call)
-
-template <class T>
-struct Device {    // n elements on the device, with a's values or uninitialized
-    T *p = NULL;
-    size_t n;
-    explicit Device(size_t n) : n(n) {
-        CUDA(cudaMalloc((void **)&p, n * sizeof(T)));
-    }
-    explicit Device(const std::vector<T> &a) : Device(a.size()) {
-        CUDA(cudaMemcpy(p, a.data(), n * sizeof(T), cudaMemcpyHostToDevice));
-    }
-    Device(const Device &) = delete;
-    ~Device() {
-        CUDA(cudaFree(p));
-    }
-    std::vector<T> host() const {
-        std::vector<T> a(n);
-        CUDA(cudaMemcpy(a.data(), p, n * sizeof(T), cudaMemcpyDeviceToHost));
-        return a;
-    }
-};
 
 static std::vector<float> count_up(size_t n) {
     std::vector<float> a(n);
@@ -943,19 +910,8 @@ static void shift_too_far(bool defect) {
     X(write_past_local_array) X(shift_too_far)
 
 int main(int argc, char **argv) {
-    const char *name = argc > 1 ? argv[1] : "help";
-    bool defect = argc > 2 && atoi(argv[2]), known = strcmp(name, "numbers") == 0;
-    if (known) numbers();
-#define X(f)                                        \
-    if (strcmp(name, "help") == 0) puts(#f);        \
-    if (strcmp(name, #f) == 0) known = true, f(defect);
-    CASES(X)
+#define X(f) {#f, f},
+    static const PlantedDefect ALL_CASES[] = {CASES(X)};
 #undef X
-    if (!known && strcmp(name, "help") != 0) {
-        fprintf(stderr, "no test %s\n", name);
-        return 2;
-    }
-    CUDA(cudaDeviceSynchronize());
-    if (failures) printf("%d wrong\n", failures);
-    return failures != 0;
+    return run_planted(argc, argv, numbers, ALL_CASES);
 }

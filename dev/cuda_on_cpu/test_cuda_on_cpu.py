@@ -68,6 +68,19 @@ def run(programs, build, name, defect, settings=""):
                           timeout=300)
 
 
+def assert_found(programs, name, message, build, settings):
+    """At least one of the settings finds the defect."""
+    runs = [run(programs, build, name, True, s) for s in settings]
+    assert any(r.returncode != 0 and re.search(message, r.stdout + r.stderr)
+               for r in runs), "\n".join(r.stdout + r.stderr for r in runs)
+
+
+def assert_numbers(programs, build, settings):
+    r = run(programs, build, "numbers", False, settings)
+    assert r.returncode == 0, r.stdout + r.stderr
+    assert "Sanitizer" not in r.stderr, r.stderr
+
+
 WRONG = r"\d+ wrong"            # some results are
 RACE = r"ThreadSanitizer: data race"
 LATE = ["STREAMS=late SEED=1", "STREAMS=late SEED=2", "STREAMS=late SEED=3", "STREAMS=late SEED=4"]
@@ -156,10 +169,7 @@ def test_every_defect_is_listed(programs):
 
 @pytest.mark.parametrize("name", FOUND)
 def test_defect_is_found(programs, name):
-    message, build, settings = FOUND[name]
-    runs = [run(programs, build, name, True, s) for s in settings]
-    assert any(r.returncode != 0 and re.search(message, r.stdout + r.stderr)
-               for r in runs), "\n".join(r.stdout + r.stderr for r in runs)
+    assert_found(programs, name, *FOUND[name])
 
 
 @pytest.mark.drawn(4)
@@ -181,9 +191,7 @@ def test_correct_twin_passes(programs, name):
 
 @pytest.mark.parametrize("build, settings", [("plain", s) for s in SOME] + [("address", SOME[1]), ("race", SOME[2])])
 def test_numbers(programs, build, settings):
-    r = run(programs, build, "numbers", False, settings)
-    assert r.returncode == 0, r.stdout + r.stderr
-    assert "Sanitizer" not in r.stderr, r.stderr
+    assert_numbers(programs, build, settings)
 
 
 def test_only_watched_blocks_are_checked_for_races(programs):

@@ -8,10 +8,9 @@ correct kernel under every setting. dev/tests/test_descriptors.py compares descr
 """
 import itertools
 import os
-import re
 
 import pytest
-from test_cuda_on_cpu import RACE, WRONG, build_programs, run
+from test_cuda_on_cpu import RACE, WRONG, assert_found, assert_numbers, build_programs, run
 
 
 @pytest.fixture(scope="session")
@@ -140,10 +139,7 @@ def test_every_defect_is_listed(programs):
 
 @pytest.mark.parametrize("name", FOUND)
 def test_defect_is_found(programs, name):
-    message, build, settings = FOUND[name]
-    runs = [run(programs, build, name, True, s) for s in settings]
-    assert any(r.returncode != 0 and re.search(message, r.stdout + r.stderr)
-               for r in runs), "\n".join(r.stdout + r.stderr for r in runs)
+    assert_found(programs, name, *FOUND[name])
 
 
 # The pipeline's defects share their twin, so one of them stands for all.
@@ -164,6 +160,4 @@ def test_correct_twin_passes(programs, name):
 
 @pytest.mark.parametrize("build, settings", [("plain", s) for s in SOME] + [("address", SOME[1]), ("race", SOME[2])])
 def test_numbers(programs, build, settings):
-    r = run(programs, build, "numbers", False, settings)
-    assert r.returncode == 0, r.stdout + r.stderr
-    assert "Sanitizer" not in r.stderr, r.stderr
+    assert_numbers(programs, build, settings)
