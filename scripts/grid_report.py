@@ -54,6 +54,13 @@ def values_of(plan, row, size, of):
     return found
 
 
+def planned_seeds(plan, row, size, of):
+    """The seeds of a row with which everything that a claim measures is run."""
+    needed = {name for _, name, _, _ in terms(of, [e.name for e in plan.grid.evals], plan.grid.scale.L)} - {"train"}
+    return [seed for seed in plan.grid.rows[row].seeds
+            if needed <= {e.name for e in plan.grid.evals_of(Run(row, size, seed))}]
+
+
 def seeds_in_common(found):
     """{name: seeds}: the seeds that all rows with results have, else each row's first one, so that no difference
     between two rows is one between seeds. found: {name: {seed: a result}}."""
@@ -110,7 +117,9 @@ def compare(plan, claim, left, operator, right):
     if not all(name in plan.grid.rows for name in names):
         return None     # --only left it out
     rows = [plan.grid.rows[name] for name in names]
-    planned = [seed for seed in rows[0].seeds if all(seed in row.seeds for row in rows)]
+    each = [planned_seeds(plan, x, claim.size, of) for x, of in ((left, claim.of), (right, claim.of_right))
+            if isinstance(x, str)]
+    planned = [seed for seed in each[0] if all(seed in seeds for seeds in each)]
     a, b = side(left, claim.of, planned), side(right, claim.of_right, planned)
     differences = [0.0 if a[seed] == b[seed] else a[seed] - b[seed] for seed in planned if seed in a and seed in b]
     lost = [row.name for row in rows if len(differences) < len(planned) and diverged(plan, row.name, claim.size)]
