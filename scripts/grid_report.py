@@ -451,7 +451,8 @@ def positions_table(plan, evals):
         ends = [len(curve) * i // BINS for i in range(BINS + 1)]
         if all(a < b for a, b in zip(ends, ends[1:])):
             rows.append([line.label, *(f"{mean_known(curve[a:b]):.3f}" for a, b in zip(ends, ends[1:]))])
-    head = ["loss of the positions up to", *(column_title(plan, str(T * (i + 1) // BINS)).split(" = ")[0] for i in range(BINS))]
+    ends = [column_title(plan, str(T * (i + 1) // BINS)).split(" = ")[0] for i in range(BINS)]
+    head = ["loss of the positions up to", *ends]
     return Table("by position", head, rows) if rows else None
 
 
