@@ -52,7 +52,9 @@ struct Settings {
     // CUDA_ON_CPU_STACK     bytes of stack for each CUDA thread; read at a CPU thread's first launch.
     size_t stack;
     size_t memory;    // CUDA_ON_CPU_MEMORY    bytes of device memory
-    size_t shared;    // CUDA_ON_CPU_SHARED    bytes of shared memory that a block may have
+    // CUDA_ON_CPU_CAPABILITY  the compute capability times 10. All kernels run, whatever it is.
+    int capability;
+    size_t shared;    // CUDA_ON_CPU_SHARED    bytes of shared memory that a block may have; default: the capability's
     int devices;      // CUDA_ON_CPU_DEVICES   number of devices; a process should use one of them
     // CUDA_ON_CPU_WATCHED   blocks of each launch that the race check watches, which takes long; default: all.
     uint64_t watched;

@@ -1293,16 +1293,21 @@ void named_barrier(int id, int threads, bool wait, Site site) {
 
 // ---- setmaxnreg: the registers of a block are divided anew among its warpgroups
 
-static void grant_registers(Worker &w, Async &a) {
-    for (int i = 0; i < w.threads / WARPGROUP; i++) {
-        Warpgroup &g = a.warpgroups[i];
-        int more = (g.wanted - g.registers) * WARPGROUP;
-        if (!g.wanted || more > a.pool) continue;
-        a.pool -= more;
-        g.registers = g.wanted;
-        g.wanted = 0;
-        for (int t = 0; t < WARPGROUP; t++) set_ready(w, (unsigned)(i * WARPGROUP + t));
-    }
+// Grants warpgroup i what it wants, if there is enough.
+static void grant_registers_to(Worker &w, Async &a, int i) {
+    Warpgroup &g = a.warpgroups[i];
+    int more = (g.wanted - g.registers) * WARPGROUP;
+    if (!g.wanted || more > a.pool) return;
+    a.pool -= more;
+    g.registers = g.wanted;
+    g.wanted = 0;
+    for (int t = 0; t < WARPGROUP; t++) set_ready(w, (unsigned)(i * WARPGROUP + t));
+}
+
+// `latest` has just said what it wants. What it releases, others may be waiting for.
+static void grant_registers(Worker &w, Async &a, int latest) {
+    grant_registers_to(w, a, latest);
+    for (int i = 0; i < w.threads / WARPGROUP; i++) grant_registers_to(w, a, i);
 }
 
 void setmaxnreg(int registers, bool increase, Site site) {
@@ -1319,7 +1324,7 @@ void setmaxnreg(int registers, bool increase, Site site) {
         if (warpgroup_meets(w, g, me, SETMAXNREG, name, site)) {
             g.waiting = 0;
             g.wanted = registers;
-            grant_registers(w, a);
+            grant_registers(w, a, (int)(me.number / WARPGROUP));
         }
     }
     take_turns();

@@ -87,7 +87,11 @@ static Settings from_environment() {
     s.threads = (int)std::max<uint64_t>(number("CUDA_ON_CPU_THREADS", processors()), 1);
     s.stack = number("CUDA_ON_CPU_STACK", 256 * 1024);
     s.memory = number("CUDA_ON_CPU_MEMORY", (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE));
-    s.shared = number("CUDA_ON_CPU_SHARED", BLOCK_SHARED);
+    s.capability = (int)number("CUDA_ON_CPU_CAPABILITY", 90);
+    if (s.capability < 80 || s.capability > 90) die("CUDA_ON_CPU_CAPABILITY=%d is not from 80 to 90", s.capability);
+    s.shared = number("CUDA_ON_CPU_SHARED", s.capability == 90                         ? BLOCK_SHARED
+                                            : s.capability == 80 || s.capability == 87 ? 163 * 1024
+                                                                                       : 99 * 1024);
     if (s.shared < STATIC_SHARED || s.shared > BLOCK_SHARED)
         die("CUDA_ON_CPU_SHARED=%zu is not from %d to %d", s.shared, STATIC_SHARED, BLOCK_SHARED);
     s.devices = (int)number("CUDA_ON_CPU_DEVICES", 8);
@@ -889,8 +893,8 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int device) {
     p->maxThreadsDim[2] = 64;
     p->maxGridSize[0] = 2147483647;
     p->maxGridSize[1] = p->maxGridSize[2] = 65535;
-    p->major = 9;
-    p->minor = 0;
+    p->major = settings().capability / 10;
+    p->minor = settings().capability % 10;
     p->multiProcessorCount = PROCESSORS;
     p->l2CacheSize = 50 * 1024 * 1024;
     p->memoryBusWidth = 5120;

@@ -596,6 +596,20 @@ static void map_past_allocation(bool defect) {
     map_defect(defect ? 5 : 0);
 }
 
+// The last of three warpgroups releases what the others wait for.
+KERNEL void __launch_bounds__(384, 1) registers_kernel(int *out) {
+    if (threadIdx.x < 256) setmaxnreg_inc<240>();
+    else setmaxnreg_dec<24>();
+    out[threadIdx.x] = (int)threadIdx.x;
+}
+
+static void registers_numbers() {
+    Device<int> out(384);
+    launch(registers_kernel, 1, dim3(384), 0, NULL, out.p);
+    std::vector<int> got = out.host();
+    for (int i = 0; i < 384; i++) CHECK(got[(size_t)i] == i, "thread %d left %d", i, got[(size_t)i]);
+}
+
 static void numbers() {
     for (Swizzle s : {SWIZZLE_NONE, SWIZZLE_32, SWIZZLE_64, SWIZZLE_128}) {
         const unsigned row = s ? 16u << s : 96;
@@ -612,6 +626,7 @@ static void numbers() {
     wgmma_majors<24>();
     wgmma_majors<32>();
     stmatrix_numbers();
+    registers_numbers();
     ordered(ORDERED);
     pipeline(NO_DEFECT);
 }
