@@ -146,8 +146,12 @@ ifneq ($(strip $(INSTANCES)),$(ROWS))
     attention/flash_instances.h > $(BUILD)/rows.new; cmp -s $(BUILD)/rows.new $(BUILD)/rows/attention/flash_instances.h || \
     mv $(BUILD)/rows.new $(BUILD)/rows/attention/flash_instances.h)
 endif
-FLASH       = $(patsubst %.cu,%.o,$(filter-out attention/flash_instance.cu,$(wildcard attention/*.cu))) \
-              $(if $(ONLY),attention/flash_instance.o,$(INSTANCES:%=attention/flash_instance_%.o))
+# Rows in bf16 for one phi have kernels of their own for compute capability 9.0.
+ROWS90     := $(shell sed -n 's/^FLASH_INSTANCE.\([a-z0-9_]*\), bf16, PHI_.*/\1/p' attention/flash_instances.h 2>/dev/null)
+HOPPER      = $(filter 90,$(GPUS))
+FLASH90     = $(if $(HOPPER),$(if $(ONLY),attention/flash90_instance.o,$(patsubst %,attention/flash90_instance_%.o,$(filter $(ROWS90),$(INSTANCES)))))
+FLASH       = $(patsubst %.cu,%.o,$(filter-out %_instance.cu,$(wildcard attention/*.cu))) \
+              $(if $(ONLY),attention/flash_instance.o,$(INSTANCES:%=attention/flash_instance_%.o)) $(FLASH90)
 CUDA_SOURCES = $(wildcard cuda/*.cu)
 EMULATOR    = $(patsubst %.cpp,$(BUILD)/on_cpu/%.o,$(filter-out $(if $(NCCL:0=),,%/nccl_on_cpu.cpp),$(wildcard dev/cuda_on_cpu/*.cpp)))
 
@@ -156,12 +160,12 @@ architectures = $(foreach n,$(GPUS),-gencode arch=compute_$(call exact,$(n)),cod
 library_in  = $(abspath $(firstword $(wildcard $(addsuffix /$(1),$(2)/lib64 $(2)/lib $(2)/lib/x86_64-linux-gnu))))
 # cuda/hopper.cuh needs sm_90a, which no other GPU can run; later ones use the PTX.
 exact       = $(1)
-USE_HOPPER  = dev/tests/test_kernels.o
-$(USE_HOPPER:%=$(BUILD)/cuda/%): private exact = $(patsubst 90,90a,$(1))
+$(BUILD)/cuda/dev/tests/test_kernels.o: private exact = $(patsubst 90,90a,$(1))
+$(FLASH90:%=$(BUILD)/cuda/%): private architectures = -gencode arch=compute_90a,code=sm_90a
 GPU_SHARED  = $(call library_in,libcublasLt.so*,$(CUBLAS)) $(if $(USE_NCCL),$(call library_in,libnccl.so*,$(NCCL)))
 CUDART      = $(call library_in,libcudart_static.a,$(CUDA))
 GPU_LIBS    = $(GPU_SHARED) $(patsubst %/,-Wl$(comma)-rpath$(comma)%,$(dir $(GPU_SHARED))) $(CUDART) -ldl -lrt -lpthread
-CU_FLAGS    = -std=c++17 $(FEW) -I. -MMD -MP $(ONLY) $(if $(USE_NCCL),-DUSE_NCCL) $(patsubst %,-isystem %/include,$(filter-out 0 /usr,$(CUBLAS) $(NCCL)))
+CU_FLAGS    = -std=c++17 $(FEW) -I. -MMD -MP $(ONLY) $(if $(HOPPER),-DUSE_HOPPER) $(if $(USE_NCCL),-DUSE_NCCL) $(patsubst %,-isystem %/include,$(filter-out 0 /usr,$(CUBLAS) $(NCCL)))
 NVCCFLAGS   = $(CU_FLAGS) -O3 -lineinfo $(architectures) -Xcompiler -Wall,-Wextra,-fPIC,-fopenmp $(if $(filter 1,$(WERROR)),-Werror all-warnings) $(PTXAS)
 # The race check covers the kernels, not the emulator, and does not support OpenMP's threads.
 RACES       = $(filter 1,$(TSAN))
@@ -206,12 +210,22 @@ $(BUILD)/cuda/attention/flash_instance_%.o: attention/flash_instance.cu $(BUILD)
 	@echo '  NVCC $< $*'
 	@$(compile_gpu) -DINSTANCE=FLASH_$*
 
+$(BUILD)/cuda/attention/flash90_instance_%.o: attention/flash90_instance.cu $(BUILD)/cuda/flags
+	@mkdir -p $(@D)
+	@echo '  NVCC $< $*'
+	@$(compile_gpu) -DINSTANCE=FLASH_$*
+
 $(BUILD)/on_cpu/%.o: %.cu $(BUILD)/on_cpu/flags
 	@mkdir -p $(@D)
 	@echo '  CXX $<'
 	@$(compile_cpu)
 
 $(BUILD)/on_cpu/attention/flash_instance_%.o: attention/flash_instance.cu $(BUILD)/on_cpu/flags
+	@mkdir -p $(@D)
+	@echo '  CXX $< $*'
+	@$(compile_cpu) -DINSTANCE=FLASH_$*
+
+$(BUILD)/on_cpu/attention/flash90_instance_%.o: attention/flash90_instance.cu $(BUILD)/on_cpu/flags
 	@mkdir -p $(@D)
 	@echo '  CXX $< $*'
 	@$(compile_cpu) -DINSTANCE=FLASH_$*

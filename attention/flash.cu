@@ -167,13 +167,26 @@ static size_t shared_of(size_t HS) {
     return most_shared<X, 128, PHI, POST>;
 }
 
+// Has the current device the instructions of flash90.cuh?
+static bool is_hopper(void) {
+    int device, major;
+    CUDA_CHECK(cudaGetDevice(&device));
+    CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+    return major == 9;
+}
+
 template <class X, int instance>
 static void pass_if(Pass<X> *pass, int wanted) {
     constexpr FlashInstance it = flash_instances[instance];
     if constexpr (flash_is_built(instance) && it.element == sizeof(X))
-        if (instance == wanted)
+        if (instance == wanted) {
             *pass = {flash_instance_forward<instance>, flash_instance_backward<instance>, shared_of<X, it.phi, it.post>,
                      unit<X, it.phi>};
+#ifdef USE_HOPPER
+            if constexpr (flash90_has(instance))
+                if (is_hopper()) pass->forward = flash90_instance_forward<instance>;
+#endif
+        }
 }
 
 template <class X, int... all>

@@ -12,7 +12,9 @@
 //
 //   flash_tile.cuh        shared-memory tiles, register fragments and matmuls
 //   flash_row.cuh         what is computed for a row or an element: phi, powers, which keys a row sees
+//   flash_forward_row.cuh what the forward pass computes for a row
 //   flash_forward.cuh     the forward kernel
+//   flash90*.cuh          the forward kernel for compute capability 9.0
 //   flash_backward.cuh    the kernels of dq, and of dk and dv
 //   flash_sums.cuh        the small kernels before and after them
 //   flash.cuh             this description, and the launches

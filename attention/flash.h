@@ -198,4 +198,11 @@ void flash_instance_forward(const FlashCall<FlashX<instance>> &call, cudaStream_
 template <int instance>
 void flash_instance_backward(const FlashCall<FlashX<instance>> &call, cudaStream_t stream);
 
+// Does the instance have kernels for compute capability 9.0 too, in flash90_instance.cu?
+constexpr bool flash90_has(int instance) {
+    return flash_instances[instance].element == 2 && flash_instances[instance].phi != FLASH_ANY_PHI;
+}
+template <int instance>
+void flash90_instance_forward(const FlashCall<bf16> &call, cudaStream_t stream);
+
 #endif

@@ -22,6 +22,10 @@ because some instructions overlap with others; it was chosen so that FlashAttent
 TFLOP/s. TFLOP/s count 4 HS FLOPs per score forward and 10 HS backward, on 132 SMs at 1,755 MHz. These are not
 measurements: use them to compare kernels, not to predict times.
 
+The second table is of the forward kernel for compute capability 9.0: what a warp that computes issues for a tile of
+128x128 scores. Its limits, in clocks of an SM per tile: the tensor cores (2,048 multiply-adds per clock), the special
+functions (16 per clock for 8 warps), and the issue slots (8 warps on 4 schedulers).
+
 Needs nvcc and nvdisasm (requirements-test.txt). Counts change with the compiler: the caps of dev/tests/test_sass.py are
 for nvcc 13.0.88.
 """
@@ -84,11 +88,11 @@ def run(*command):
     return done.stdout
 
 
-def disassemble(source, *flags):
-    """{kernel: Kernel} of a .cu file for sm_90."""
+def disassemble(source, *flags, architecture="sm_90"):
+    """{kernel: Kernel} of a .cu file."""
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "it.cubin"
-        run(toolkit() / "bin/nvcc", "-std=c++17", "-I.", "-O3", "-lineinfo", "-arch=sm_90", "-cubin", *flags,
+        run(toolkit() / "bin/nvcc", "-std=c++17", "-I.", "-O3", "-lineinfo", f"-arch={architecture}", "-cubin", *flags,
             "-o", cubin, source)
         return parse(run(nvdisasm(), cubin))
 
@@ -148,6 +152,53 @@ def measure(call, HS):
         rows.append({"preset": call["preset"], "instance": call["instance"], "kernel": name,
                      "issued": sum(pipes.values()), **pipes, "cycles": cycles(pipes), "assumed_branches": len(assumed)})
     return rows
+
+
+def measure90(call, HS):
+    """The row of the forward kernel for compute capability 9.0, or None if the preset runs no such kernel."""
+    if call["instance"] not in rows90():
+        return None
+    kernels = disassemble("attention/flash90_instance.cu", f"-DINSTANCE=FLASH_{call['instance']}",
+                          architecture="sm_90a")
+    kernel = next((k for name, k in kernels.items() if re.search(rf"flash90_forward_kernelILi{HS}E", name)), None)
+    if not kernel:
+        return None
+    arguments = bytes.fromhex(call["call"])
+    arguments += bytes(-len(arguments) % 64 + 3 * 128)      # the tensor maps, which no loop depends on
+    blocks = T // 128
+
+    def issued(tiles):
+        place, grid = (blocks - tiles, 0, 0), (blocks, B * NH, 1)
+        return Trace(kernel, arguments, place, grid, 384, thread=32).issued
+
+    few, more, most = issued(9), issued(10), issued(12)
+    pipes = {p: more[p] - few[p] for p in PIPES}
+    if any(most[p] - more[p] != 2 * pipes[p] for p in PIPES):
+        raise SystemExit(f"sass: forward of {call['preset']} does not do the same for each tile")
+    scores = (pipes["HMMA"] - 128 // 16) // (HS // 16)      # matmuls q k: one for each sweep
+    clocks = {"tensor": 128 * 128 * HS * (scores + 1) / 2048, "special": pipes["MUFU"] * 8 * 32 / 16,
+              "issue": sum(pipes.values()) * 8 / 4}
+    return {"preset": call["preset"], "issued": sum(pipes.values()), **pipes, **clocks}
+
+
+def rows90():
+    """The rows of flash_instances.h that have kernels for compute capability 9.0."""
+    return re.findall(r"^FLASH_INSTANCE\((\w+), bf16, PHI_", (ROOT / "attention/flash_instances.h").read_text(), re.M)
+
+
+def report90(wanted, HS=64, jobs=os.cpu_count()):
+    calls = flash_calls(HS)
+    with ThreadPoolExecutor(jobs) as pool:
+        rows = list(pool.map(lambda name: measure90(calls[name], HS), dict.fromkeys(["softmax", *wanted])))
+    return [row for row in rows if row]
+
+
+def table90(rows):
+    shown = ("issued", "HMMA", "MUFU", "FMA", "ALU", "tensor", "special", "issue")
+    lines = ["| preset | issued | wgmma | MUFU | FMA | ALU | clocks: tensor cores | special functions | issue |",
+             "|---|" + "--:|" * len(shown)]
+    return "\n".join(lines + [f"| {row['preset']} | " + " | ".join(f"{row[key]:,.0f}" for key in shown) + " |"
+                              for row in rows])
 
 
 def add_totals(rows, softmax, HS):
@@ -214,15 +265,21 @@ def main():
     try:
         presets = options.presets + (presets_of_instances(flash_calls(options.head_size)) if options.all else [])
         rows = report(presets, options.head_size)
+        rows_90 = report90(presets, options.head_size) if options.head_size in (64, 128) else []
         version = nvcc_version()
     except Missing as missing:
         raise SystemExit(f"sass: {missing}")
     if options.json:
-        print(json.dumps({"nvcc": version, "head_size": options.head_size, "rows": rows}, indent=1))
+        print(json.dumps({"nvcc": version, "head_size": options.head_size, "rows": rows, "rows90": rows_90},
+                         indent=1))
         return
     print(f"Instructions that a warp issues for 32x64 scores: bf16, head size {options.head_size}, sm_90, "
           f"nvcc {version}. Cycles come from a model.\n")
     print(table(rows))
+    if rows_90:
+        print("\nThe forward kernel for compute capability 9.0: instructions that a warp issues for 128x128 scores, "
+              "and clocks of an SM.\n")
+        print(table90(rows_90))
 
 
 if __name__ == "__main__":

@@ -25,10 +25,12 @@ PIPES = ("HMMA", "MUFU", "FMA", "ALU", "LDSM", "LDGSTS", "SHFL", "branch", "memo
 
 
 def pipe(opcode):
-    """The pipe that an instruction goes to. MUFU includes the conversions that share its unit; LDSM includes LDS and
+    """The pipe that an instruction goes to. HMMA includes wgmma; MUFU the conversions that share its unit; LDSM LDS and
     STS."""
     name = opcode.split(".")[0]
-    if name in ("HMMA", "MUFU", "LDGSTS", "SHFL"):
+    if name in ("HMMA", "HGMMA"):
+        return "HMMA"
+    if name in ("MUFU", "LDGSTS", "SHFL"):
         return name
     if name in CONVERSIONS:
         return "MUFU"

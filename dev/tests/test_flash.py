@@ -1,9 +1,11 @@
 """The fused attention of attention/flash.h against the reference in float64: on the CPU (dev/cuda_on_cpu) by
 build/on_cpu/flash.so, on a GPU by build/cuda/flash.so.
 
-    pytest dev/tests/test_flash.py                a selection, 344 cases
-    FLASH_ALL=1 pytest dev/tests/test_flash.py    every normalizer at every length and head size, 2,942 cases
+    pytest dev/tests/test_flash.py                a selection
+    FLASH_ALL=1 pytest dev/tests/test_flash.py    every normalizer at every length and head size
     FLASH_SO=FILE                                 uses this library instead of make's
+
+bf16 runs with the kernels for compute capability 9.0 (flash90.cuh) and with those for 8.0.
 
 Errors are measured head by head. float32: outputs within 1e-5 and gradients within 1e-4 of their norm. bf16: at most
 twice the error of the reference's own formula in PyTorch's bf16, plus 1e-6 of the norm. Both are compared with float64
@@ -47,25 +49,51 @@ def flash_file():
     return library_file()
 
 
+def load(file, folder, **settings):
+    """A copy of the library in `folder`: it reads the emulator's settings when it is loaded."""
+    os.environ.update({f"CUDA_ON_CPU_{name}": value for name, value in settings.items()})
+    copy = shutil.copy(file, folder / ("flash_" + "_".join(settings.values()) + ".so"))
+    try:
+        return ctypes.CDLL(copy)
+    finally:
+        for name in settings:
+            del os.environ[f"CUDA_ON_CPU_{name}"]
+
+
+@dataclass
+class Libraries:
+    """The library, as loaded for each compute capability."""
+    file: Path
+    folder: Path
+    settings: dict
+
+    def __post_init__(self):
+        self.loaded = {}
+
+    def of(self, case):
+        if ON_GPU:
+            if case.capability != 90:
+                pytest.skip("this GPU runs the kernels for its own compute capability")
+            return self.loaded.setdefault(90, ctypes.CDLL(str(self.file)))
+        if case.capability not in self.loaded:
+            self.loaded[case.capability] = load(self.file, self.folder, CAPABILITY=str(case.capability),
+                                                **self.settings)
+        return self.loaded[case.capability]
+
+
 @pytest.fixture(scope="session")
-def flash(flash_file):
-    return ctypes.CDLL(str(flash_file))
+def flash(flash_file, tmp_path_factory):
+    return Libraries(flash_file, tmp_path_factory.mktemp("flash"), {})
 
 
 @pytest.fixture
 def flash_with(flash_file, tmp_path):
-    """A copy of the library, which reads the emulator's settings when it is loaded."""
-    def load(**settings):
+    """The library with settings of the emulator."""
+    def libraries(**settings):
         if ON_GPU:
             pytest.skip("a GPU has no settings for the order")
-        os.environ.update({f"CUDA_ON_CPU_{name}": value for name, value in settings.items()})
-        copy = shutil.copy(flash_file, tmp_path / ("flash_" + "_".join(settings.values()) + ".so"))
-        try:
-            return ctypes.CDLL(copy)
-        finally:
-            for name in settings:
-                del os.environ[f"CUDA_ON_CPU_{name}"]
-    return load
+        return Libraries(flash_file, tmp_path, settings)
+    return libraries
 
 
 # ---- A case
@@ -83,12 +111,14 @@ class Case:
     NKV: int = 0            # key-value heads; 0: NH
     documents: bool = False     # rows see only the keys of their own document
     sequence: int = 0       # the first sequence's number, which selects the documents
+    capability: int = 90    # the GPU's compute capability times 10
 
     def __str__(self):
         name = f"{self.attn}-{'bf16' if self.dtype == torch.bfloat16 else 'float'}-T{self.T}-d{self.HS}"
         return (name + (f"-v{self.VS}" if self.VS else "")
                 + (f"-B{self.B}x{self.NH}" if (self.B, self.NH) != (2, 2) else "") + ("-gap" if self.gap else "")
-                + (f"-kv{self.NKV}" if self.NKV else "") + ("-documents" if self.documents else ""))
+                + (f"-kv{self.NKV}" if self.NKV else "") + ("-documents" if self.documents else "")
+                + ("-sm80" if self.capability == 80 else ""))
 
     @property
     def values(self):
@@ -163,9 +193,10 @@ def in_rows(like, row, dtype):
     return whole, whole.as_strided((B, T, NH, size), (T * row, row, size, 1))
 
 
-def by_flash(library, case, x, scalars, finite=True):
+def by_flash(libraries, case, x, scalars, finite=True):
     """Runs the kernels. Arrays that they write start as NaNs, which must remain where there is no head. finite: checks
     that no other NaNs remain."""
+    library = libraries.of(case)
     C, K, CV, is_bf16 = case.NH * case.HS, case.kv_heads * case.HS, case.NH * case.values, case.dtype == torch.bfloat16
     rows = dict.fromkeys("qkv", C + 2 * K) if not case.VS else {"q": C, "k": K, "v": case.kv_heads * case.values}
     rows = {name: row + case.gap for name, row in rows.items()}
@@ -255,6 +286,14 @@ FLOAT, BF16 = torch.float32, torch.bfloat16
 NORMALIZERS = fixtures.NORMALIZERS
 
 
+def on_both(cases):
+    """The cases, those in bf16 also with the kernels for compute capability 8.0."""
+    for case in cases:
+        yield case
+        if case.dtype == BF16:
+            yield replace(case, capability=80)
+
+
 def every_case():
     for attn in NORMALIZERS:
         for dtype in (BF16, FLOAT):
@@ -296,14 +335,14 @@ def shared_cases():
             yield Case(attn, BF16, 200, 128, 192, B=2, NH=1, documents=True)
 
 
-@pytest.mark.drawn(14)
-@pytest.mark.parametrize("case", list(shared_cases()), ids=str)
+@pytest.mark.drawn(20)
+@pytest.mark.parametrize("case", list(on_both(shared_cases())), ids=str)
 def test_shared_heads_and_documents(flash, case):
     check(case, by_flash(flash, case, *inputs(case)))
 
 
-@pytest.mark.drawn(56)
-@pytest.mark.parametrize("case", list(every_case() if ALL else quick_cases()), ids=str)
+@pytest.mark.drawn(80)
+@pytest.mark.parametrize("case", list(on_both(every_case() if ALL else quick_cases())), ids=str)
 def test_values_match_the_formula(flash, case):
     check(case, by_flash(flash, case, *inputs(case)))
 
@@ -313,9 +352,10 @@ def test_values_match_the_formula(flash, case):
 @pytest.mark.parametrize("dtype", (BF16, FLOAT), ids=("bf16", "float"))
 @pytest.mark.parametrize("attn", ("softmax", "softmax-recentered-l1", "relu-l1", "gelu-l1", "sigmoid", "lssar",
                                   "softpick", "softpick+norm=n"))
-def test_a_nan_is_not_lost(flash, attn, dtype):
+@pytest.mark.parametrize("capability", (90, 80))
+def test_a_nan_is_not_lost(flash, attn, dtype, capability):
     """A NaN in a query makes its own row of the output NaN, and no other row."""
-    case = Case(attn, dtype, 33, 48, B=1)
+    case = Case(attn, dtype, 33, 48, B=1, capability=capability)
     x, scalars = inputs(case)
     x["q"][0, 20, 1, 7] = float("nan")
     out = by_flash(flash, case, x, scalars, finite=False)["out"]
@@ -327,7 +367,8 @@ def same(a, b):
 
 # One of each kind of kernel: a running maximum, a negative scale, sums of v, two sweeps forward and backward, a phi
 # chosen at run time, wide values, float32. They need few instances, so that dev/mutate can build only those.
-KINDS = [Case("softmax", BF16, 150, 64, B=1, NH=4, NKV=2), Case("softmax", BF16, 150, 64, B=2, NH=1, documents=True),
+KINDS = list(on_both([
+         Case("softmax", BF16, 150, 64, B=1, NH=4, NKV=2), Case("softmax", BF16, 150, 64, B=2, NH=1, documents=True),
          Case("softmax", BF16, 65, 128, 192, B=1, NH=1),
          Case("softmax-negated+qk=l2+scale=const:-7", BF16, 65, 48, B=1),
          Case("softmax-recentered+scale=log:512", BF16, 130, 48, B=1, NH=1),
@@ -340,7 +381,8 @@ KINDS = [Case("softmax", BF16, 150, 64, B=1, NH=4, NKV=2), Case("softmax", BF16,
          Case("softmax-recentered-l1+phi=gelu", BF16, 80, 48, B=1, NH=2, NKV=1, documents=True),
          Case("ssmax-pn", FLOAT, 70, 48, NH=2, NKV=1, documents=True),
          Case("softmax-sink", FLOAT, 70, 48, NH=2, NKV=1, documents=True),
-         Case("softmax", BF16, 65, 128, 192, B=1, NH=1, documents=True)]
+         Case("softmax", BF16, 65, 128, 192, B=1, NH=1, documents=True),
+         Case("softmax", BF16, 300, 64, B=1, NH=1, documents=True), Case("lssar", BF16, 300, 64, B=1, NH=1)]))
 
 
 @pytest.mark.parametrize("case", KINDS, ids=str)
@@ -382,7 +424,7 @@ def test_the_future_has_no_effect(flash, case):
 @pytest.mark.parametrize("order", ("forward", "reverse", "random", "greedy"))
 @pytest.mark.parametrize("copy", ("issue", "wait"))
 def test_any_order_of_threads_and_copies(flash, flash_with, order, copy):
-    other = flash_with(ORDER=order, COPY=copy, SEED="7")
+    other = flash_with(ORDER=order, COPY=copy, ASYNC=copy, SEED="7")
     for case in KINDS:
         x = inputs(case)
         assert same(by_flash(other, case, *x), by_flash(flash, case, *x)), str(case)
@@ -412,42 +454,49 @@ def test_float32_on_tensor_cores_that_truncate(flash, flash_with, case):
                                                      f"only by {nearest[name]:.3g}")
 
 
-@pytest.mark.parametrize("case", [*KINDS, *(Case(attn, BF16, 1024, 64, B=1, NH=1)
-                                            for attn in ("softmax", "lssar", "gelu-l1") if ALL)], ids=str)
+@pytest.mark.parametrize("case", [*KINDS, *on_both(Case(attn, BF16, 1024, 64, B=1, NH=1)
+                                                   for attn in ("softmax", "lssar", "gelu-l1") if ALL)], ids=str)
 def test_kinds_on_tensor_cores_that_truncate(flash_with, case):
     check(case, by_flash(flash_with(MMA="hopper"), case, *inputs(case)))
 
 
 class Counts(ctypes.Structure):
     _fields_ = [(name, ctypes.c_uint64) for name in ("launches", "blocks", "barriers", "collectives", "mmas",
-                                                     "ldmatrix", "ldmatrix_conflicts", "copies", "copy_conflicts")]
+                                                     "ldmatrix", "ldmatrix_conflicts", "copies", "copy_conflicts",
+                                                     "stmatrix", "stmatrix_conflicts", "wgmmas", "bulk_copies")]
+
+
+def has_wgmma(case):
+    """Does compute capability 9.0 have kernels of its own for this case? In bf16, unless phi is chosen at run time."""
+    return case.dtype == BF16 and "phi=" not in case.attn
 
 
 def test_no_bank_conflicts(flash_with):
-    library = flash_with(REPORT="0")
-    counts = library._ZN11cuda_on_cpu6countsEv            # cuda_on_cpu::counts()
-    counts.restype = Counts
+    libraries = flash_with(REPORT="0")
     for case in KINDS:
+        counts = libraries.of(case)._ZN11cuda_on_cpu6countsEv            # cuda_on_cpu::counts()
+        counts.restype = Counts
         before = counts()
-        by_flash(library, case, *inputs(case))
+        by_flash(libraries, case, *inputs(case))
         after = counts()
         assert after.copies > before.copies and (after.ldmatrix > before.ldmatrix or case.dtype == FLOAT)
+        assert (after.wgmmas > before.wgmmas) == (case.capability == 90 and has_wgmma(case)), str(case)
         assert (after.ldmatrix_conflicts == before.ldmatrix_conflicts
                 and after.copy_conflicts == before.copy_conflicts), str(case)
 
 
-@pytest.mark.parametrize("dtype", (BF16, FLOAT))
-def test_all_zero_rows(flash, dtype):
+@pytest.mark.parametrize("dtype, capability", ((BF16, 90), (BF16, 80), (FLOAT, 90)))
+def test_all_zero_rows(flash, dtype, capability):
     """relu divided by its sum, where every second query has no positive score; reweight, where all weights of a row are
     equal."""
-    case = Case("relu-l1+post=recenter-l1", dtype, 33, 48)
+    case = Case("relu-l1+post=recenter-l1", dtype, 33, 48, capability=capability)
     x, scalars = inputs(case)
     x["k"] = x["k"].abs()
     x["q"] = x["q"].abs() * torch.where(torch.arange(33) % 2 == 0, -1.0, 1.0)[:, None, None]
     got = by_flash(flash, case, x, scalars)
     assert got["rows"] == case.B * case.NH * 17
     assert (got["out"][:, ::2] == 0).all() and (got["dq"][:, ::2] == 0).all() and (got["out"][:, 1::2] != 0).any()
-    case = Case("softplus-l1+post=reweight:3", dtype, 200, 48)
+    case = Case("softplus-l1+post=reweight:3", dtype, 200, 48, capability=capability)
     x, scalars = inputs(case)
     x["q"] = torch.zeros_like(x["q"])
     got = by_flash(flash, case, x, scalars)

@@ -118,6 +118,16 @@ def test_the_documented_counts_of_softmax(softmax, kernel):
     assert f"| {softmax[kernel]['issued']:,.0f} |" in row and f"| {softmax[kernel]['cycles']:,.0f} |" in row
 
 
+# For 128x128 scores: 4 + 8 wgmma, an exp for each of 64 scores and for the rescaling of 2 rows. Issue slots must stay
+# below the 1,024 clocks of the special functions.
+def test_the_kernel_for_compute_capability_90(pinned):
+    row, = sass.report90([])
+    assert row["HMMA"] == 12 and 64 <= row["MUFU"] <= 68 and row["issued"] <= 480
+    assert row["tensor"] == 1024 and row["issue"] < row["special"]
+    page = (sass.ROOT / "doc/kernels.md").read_text()
+    assert sass.table90([row]).splitlines()[-1] in page
+
+
 def test_the_model():
     """6.4 cycles for an HMMA, 8 for a special function, 0.64 for anything else."""
     assert sass.cycles({"HMMA": 1}) == pytest.approx(6.4)

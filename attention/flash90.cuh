@@ -1,0 +1,144 @@
+// Fused attention with Hopper's asynchronous instructions (cuda/hopper.cuh): what flash.cuh computes, in bf16, with
+// wgmma for the matmuls and TMA for the copies. Rows, phi, sums and statistics are flash.cuh's; this file has the
+// tiles, the matmuls and the maps of the tensors.
+//
+// A block has consumer warpgroups of 64 rows each and a producer, a warpgroup of which one thread starts all copies. A
+// tile lies in shared memory in panels of 64 columns: rows of 128 bytes, of which TMA permutes the 16-byte pieces. A
+// matmul reads a panel along its rows (K-major) or across them (MN-major), so no tile is ever transposed.
+//
+//   flash90_forward.cuh     the forward kernel
+//
+// HS in the kernels is 64 or 128; TMA fills smaller heads with zeros.
+//
+// Tested by dev/tests/test_flash.py.
+#ifndef ATTENTION_FLASH90_CUH
+#define ATTENTION_FLASH90_CUH
+
+#include "attention/flash.h"
+#include "cuda/hopper.cuh"
+
+// A block: CONSUMERS warpgroups own 64 rows each, and the other side comes in tiles of STREAM rows through STAGES
+// buffers.
+struct Plan90 {
+    enum {
+        CONSUMERS = 2,
+        THREADS = 128 * (CONSUMERS + 1),
+        TILES = 1,    // of 16 rows for each warp
+        OWN = 64 * CONSUMERS,
+        STREAM = 128,
+        NT = STREAM / 8,
+        STAGES = 2,
+        // With 168 registers for each of 384 threads at first, there are 64,512.
+        PRODUCER_REGISTERS = 24,
+        CONSUMER_REGISTERS = 240
+    };
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Tiles
+
+enum { PANEL = 64, PANEL_ROW = 128 };    // columns of a panel, and bytes of its rows
+
+// The bytes of a panel of ROWS rows, and of a tile.
+template <int ROWS>
+constexpr unsigned panel_bytes = ROWS * PANEL_ROW;
+
+template <int ROWS, int HS>
+constexpr unsigned tile_bytes = ROWS * HS * sizeof(bf16);
+
+// A map of q, k or v for loading `rows` rows of one head, PANEL columns at a time. The dimensions are columns, heads,
+// positions, sequences.
+static inline TensorMap rows_map(FlashView<const bf16> view, int columns, int heads, int T, int B, int rows) {
+    const uint64_t row = view.row * sizeof(bf16), head = view.head * sizeof(bf16);
+    return tensor_map(view.p, {(uint64_t)columns, (uint64_t)heads, (uint64_t)T, (uint64_t)B}, {head, row, T * row},
+                      {PANEL, 1, (uint32_t)rows, 1}, SWIZZLE_128);
+}
+
+// Starts loading `ROWS` rows, from position `row` on, into a tile; `full` completes when they are there. By one thread.
+template <int ROWS, int HS>
+DEVICE void load_rows(char *tile, Mbarrier *full, const TensorMap *map, int column, int head, int row, int b) {
+    mbarrier_arrive_expect_tx(full, tile_bytes<ROWS, HS>);
+    UNROLL
+    for (int panel = 0; panel < HS / PANEL; panel++)
+        tma_load(tile + panel * panel_bytes<ROWS>, map, full, {column + panel * PANEL, head, row, b});
+}
+
+// A buffer's barriers: `full` completes when its tile is loaded, `empty` when all consumers' warps have read it.
+template <int STAGES>
+struct Ring {
+    Mbarrier full[STAGES], empty[STAGES];
+};
+
+template <int STAGES>
+DEVICE void ring_init(Ring<STAGES> &ring, int warps) {
+    UNROLL
+    for (int i = 0; i < STAGES; i++) {
+        mbarrier_init(&ring.full[i], 1);
+        mbarrier_init(&ring.empty[i], warps);
+    }
+}
+
+// The step-th tile that passes through a ring is in buffer step % STAGES. Before a load, by the producer: until all
+// have read the tile that was there.
+template <int STAGES>
+DEVICE void ring_wait_empty(Ring<STAGES> &ring, int step) {
+    mbarrier_wait(&ring.empty[step % STAGES], (step / STAGES + 1) % 2);
+}
+
+template <int STAGES>
+DEVICE void ring_wait_full(Ring<STAGES> &ring, int step) {
+    mbarrier_wait(&ring.full[step % STAGES], (step / STAGES) % 2);
+}
+
+// By each warp, after the matmuls that read the tile.
+template <int STAGES>
+DEVICE void ring_release(Ring<STAGES> &ring, int step) {
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(&ring.empty[step % STAGES]);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Matmuls of a warpgroup. They are issued, not complete: see cuda/hopper.cuh
+
+// s (64,8 NT) = 64 rows of a tile (OWN,HS) · the rows of a tile (8 NT,HS), transposed. own: the first of the 64 rows
+template <int OWN, int HS, int NT>
+DEVICE void issue_by_rows(float (&s)[NT][4], const char *own, const char *tile) {
+    const uint64_t a = matrix_descriptor(own, 0, 8 * PANEL_ROW, SWIZZLE_128),
+                   b = matrix_descriptor(tile, 0, 8 * PANEL_ROW, SWIZZLE_128);
+    UNROLL
+    for (int k = 0; k < HS / 16; k++) {
+        const int panel = k / (PANEL / 16), within = k % (PANEL / 16) * 16 * sizeof(bf16);
+        wgmma<K_MAJOR, K_MAJOR>(s, matrix_descriptor_plus(a, panel * panel_bytes<OWN> + within),
+                                matrix_descriptor_plus(b, panel * panel_bytes<8 * NT> + within), k > 0);
+    }
+}
+
+// sum (64,HS) += p (64,16 KT) · a tile (16 KT,HS)
+template <int CT, int KT>
+DEVICE void issue_by_columns(float (&sum)[CT][4], const uint32_t (&p)[KT][4], const char *tile) {
+    const uint64_t b = matrix_descriptor(tile, panel_bytes<16 * KT>, 8 * PANEL_ROW, SWIZZLE_128);
+    UNROLL
+    for (int k = 0; k < KT; k++) wgmma<MN_MAJOR>(sum, p[k], matrix_descriptor_plus(b, k * 16 * PANEL_ROW), true);
+}
+
+// Weights as left operands of 16 columns each.
+template <int NT>
+DEVICE void pack_weights(uint32_t (&p)[NT / 2][4], const float (&w)[NT][4]) {
+    UNROLL
+    for (int nt = 0; nt < NT; nt++) {
+        p[nt / 2][nt % 2 * 2] = pack_bf16(w[nt][0], w[nt][1]);
+        p[nt / 2][nt % 2 * 2 + 1] = pack_bf16(w[nt][2], w[nt][3]);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Turns
+
+// The consumers issue their matmuls in turns, so that while one waits for its matmuls, the other computes weights.
+DEVICE void turn_wait(int warpgroup) {
+    named_barrier_sync(1 + warpgroup, 256);
+}
+
+DEVICE void turn_pass(int warpgroup) {
+    named_barrier_arrive(1 + (warpgroup + 1) % 2, 256);
+}
+#endif

@@ -1,0 +1,370 @@
+// What the forward kernels of flash.cuh and flash90.cuh share: a row's numbers, from scores to weights, and the start
+// and the end of a row. A warp owns TILES times 16 rows; its scores, s[TILES][NT][4], and its rows' output are
+// accumulators of its matmuls.
+//
+// Tested by dev/tests/test_flash.py, through the kernels.
+#ifndef ATTENTION_FLASH_FORWARD_ROW_CUH
+#define ATTENTION_FLASH_FORWARD_ROW_CUH
+
+#include "attention/flash_row.cuh"
+
+struct ForwardRow {
+    float scale, bias, offset;
+    float number;          // phi's, see phi_number()
+    float sum;             // of |f|
+    float sum_signed;      // of f
+    float largest;         // f; in the first sweep, if that is by_z: the largest z
+    float factor, mean;    // map f to w in the second sweep
+    float left, signs;     // the sum of |w|, the sum of the signs of w
+};
+
+// The rows that a warp owns, and their sums of weights times v.
+template <int HS, int TILES>
+struct ForwardRows {
+    ForwardRow row[2 * TILES];
+    float sum[TILES][HS / 8][4];
+};
+
+// What a sweep over the keys does with each chunk.
+struct ForwardSweep {
+    bool first, adds;                      // does another sweep follow? does this one add to the output?
+    bool relative, is_signed, reweight;    // of the normalizer
+};
+
+// The sweep that a step belongs to; the output grows from step adds_from on.
+template <class X, int PHI, int POST>
+DEVICE ForwardSweep forward_sweep(const FlashCall<X> &call, bool adds) {
+    return {!adds, adds, subtracts_maximum(phi_of<PHI>(call), call.norm), phi_signed(phi_of<PHI>(call)),
+            is_reweight<X, POST>(call)};
+}
+
+// Is the row's output so far to be rescaled when a chunk has a larger z?
+template <int POST>
+DEVICE bool rescales(const ForwardSweep &sweep) {
+    return sweep.relative && POST < FLASH_RECENTER_L1;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// From scores to weights
+
+// Sets to x every element whose key precedes the first key that its row sees. Call only if call.first is set.
+template <class X, int TILES, int NT>
+DEVICE void hide_before(float (&s)[TILES][NT][4], float x, const FlashCall<X> &call, Chunk chunk) {
+    int first[2 * TILES];
+    first_keys(first, call, chunk.own);
+    for_each_element(s, [&](Element at) {
+        if (is_before(first[own_row(at)], chunk, at)) s[at.m][at.nt][at.e] = x;
+    });
+}
+
+// Scores that are not visible do not count for the maximum.
+template <int TILES, int NT>
+DEVICE void forward_hide(float (&s)[TILES][NT][4], Chunk chunk) {
+    for_each_element(s, [&](Element at) {
+        if (!is_visible<false>(chunk, at)) s[at.m][at.nt][at.e] = -INFINITY;
+    });
+}
+
+// Sets each row's bias to o minus the largest z so far, and rescales the row's numbers. by: the same factor, for the
+// row's output so far
+template <class X, int PHI, int TILES, int NT>
+DEVICE void forward_shift(ForwardRow (&row)[2 * TILES], float (&by)[2 * TILES], const float (&s)[TILES][NT][4]) {
+    UNROLL
+    for (int r = 0; r < 2 * TILES; r++) {
+        const int m = r / 2, e = (r % 2) * 2;    // the row's elements are s[m][nt][e] and [e + 1]
+        float top = -INFINITY;
+        UNROLL
+        for (int nt = 0; nt < NT; nt++) top = fmaxf(top, fmaxf(s[m][nt][e], s[m][nt][e + 1]));
+        float bias = fminf(row[r].bias, -row[r].scale * row_max(top));
+        by[r] = exp_of<X, PHI>(bias - row[r].bias);
+        row[r].bias = bias;
+        row[r].number = exp_of<X, PHI>(bias - row[r].offset);
+        row[r].sum *= by[r];
+        row[r].sum_signed *= by[r];
+        row[r].largest *= by[r];
+    }
+}
+
+// Multiplies each row's output so far by its factor.
+template <int TILES, int CT>
+DEVICE void forward_rescale(float (&sum)[TILES][CT][4], const float (&by)[2 * TILES]) {
+    for_each_element(sum, [&](Element at) { sum[at.m][at.nt][at.e] *= by[own_row(at)]; });
+}
+
+// s: scores in, f out, 0 where not visible.
+template <class X, int PHI, int POST, bool MASKED, int TILES, int NT>
+DEVICE void forward_values(int phi, float (&s)[TILES][NT][4], const ForwardRow (&row)[2 * TILES], Chunk chunk) {
+    UNROLL
+    for (int nt = 0; nt < NT; nt++) {
+        float z[4 * TILES], slope[4 * TILES];
+        UNROLL
+        for (int e = 0; e < 4 * TILES; e++) z[e] = s[e / 4][nt][e % 4] * row[e / 2].scale + row[e / 2].bias;
+        phi_values<X, PHI, false>(phi, z, slope, row);
+        if (rounds_values<PHI, POST>) round_to<X>(z);
+        UNROLL
+        for (int e = 0; e < 4 * TILES; e++)
+            s[e / 4][nt][e % 4] = MASKED && !is_visible<false>(chunk, {e / 4, nt, e % 4}) ? 0 : z[e];
+    }
+}
+
+// BOTH: the sum of f is also needed, and differs from the sum of |f|.
+template <bool BOTH, int TILES, int NT>
+DEVICE void forward_sums(ForwardRow (&row)[2 * TILES], const float (&f)[TILES][NT][4], bool is_signed, bool largest) {
+    for_each_element(f, [&](Element at) {
+        ForwardRow &of = row[own_row(at)];
+        const float x = f[at.m][at.nt][at.e];
+        of.sum += is_signed ? fabsf(x) : x;
+        if (BOTH && is_signed) of.sum_signed += x;
+        if (largest) of.largest = fmaxf(of.largest, x);
+    });
+}
+
+// Is the first sweep forward_sums_by_z?
+template <class X, int PHI, int POST>
+constexpr bool by_z = is_bf16<X> && PHI == PHI_SOFTPLUS && POST == FLASH_REWEIGHT;
+
+// ln(1 + x) for x >= 0 by the fast logarithm; a small x is its own logarithm.
+DEVICE float log1p_fast(float x) {
+    return x < 0x1p-9f ? x - 0.5f * x * x : 0.6931471805599453f * log2_fast(1 + x);
+}
+
+// The first sweep of softplus, max(z, 0) + ln(1 + exp(-|z|)), from scores. Computes the sum of f, in the unit of z,
+// with one logarithm for a row's part of the chunk, and the largest z, which belongs to the largest f.
+template <class X, int PHI, bool MASKED, int TILES, int NT>
+DEVICE void forward_sums_by_z(ForwardRow (&row)[2 * TILES], const float (&s)[TILES][NT][4],
+                              const Hidden<MASKED, 2 * TILES> &hidden) {
+    UNROLL
+    for (int r = 0; r < 2 * TILES; r++) {
+        float product = 0;    // of all 1 + exp(-|z|), minus 1, so that a small exp is not lost
+        UNROLL
+        for (int i = 0; i < 2 * NT; i++) {
+            const Element at = {r / 2, i / 2, (r % 2) * 2 + i % 2};
+            float z = s[at.m][at.nt][at.e] * row[r].scale + row[r].bias;
+            if (is_hidden(hidden, at)) z = -INFINITY;
+            float x = exp_of<X, PHI>(-fabsf(z));
+            row[r].largest = fmaxf(row[r].largest, z);
+            row[r].sum += fmaxf(z, 0);
+            product = product * x + (product + x);
+        }
+        row[r].sum += log1p_fast(product) * unit<X, PHI>;
+    }
+}
+
+// Finishes that sweep: the sum and the largest f. The largest f uses the same logarithm as the sum, not phi_at's
+// polynomial: in a row of equal weights, it must equal their mean up to rounding (reweight_numbers).
+template <class X, int PHI>
+DEVICE void forward_total_by_z(ForwardRow &row) {
+    const float z = row.largest, per_unit = 1 / unit<X, PHI>;
+    row.sum *= per_unit;
+    row.largest = fmaxf(z, 0) * per_unit + log1p_fast(exp_of<X, PHI>(-fabsf(z)));
+}
+
+// Combines the sums of the row's four lanes.
+DEVICE void forward_total(ForwardRow &row, bool is_signed) {
+    row.sum = row_sum(row.sum);
+    row.sum_signed = is_signed ? row_sum(row.sum_signed) : row.sum;
+    row.largest = row_max(row.largest);
+}
+
+template <int TILES, int NT>
+DEVICE void forward_rectify(float (&f)[TILES][NT][4]) {
+    for_each_element(f, [&](Element at) { f[at.m][at.nt][at.e] = max_nan(f[at.m][at.nt][at.e], 0); });
+}
+
+// f in, w out; also adds to their sums.
+template <class X, int KNOWN, bool MASKED, int TILES, int NT>
+DEVICE void forward_weights(float (&f)[TILES][NT][4], ForwardRow (&row)[2 * TILES], bool reweight, float P,
+                            const Hidden<MASKED, 2 * TILES> &hidden) {
+    UNROLL
+    for (int nt = 0; nt < NT; nt++) {
+        float w[4 * TILES];
+        UNROLL
+        for (int e = 0; e < 4 * TILES; e++) w[e] = f[e / 4][nt][e % 4];
+        if (reweight) {
+            UNROLL
+            for (int e = 0; e < 4 * TILES; e++) w[e] = reweight_base<X>(w[e], row[e / 2]);
+            power<X, KNOWN>(w, P);
+        } else {
+            UNROLL
+            for (int e = 0; e < 4 * TILES; e++) w[e] = w[e] * row[e / 2].factor - row[e / 2].mean;
+        }
+        round_to<X>(w);
+        UNROLL
+        for (int e = 0; e < 4 * TILES; e++) {
+            const Element at = {e / 4, nt, e % 4};
+            w[e] = is_hidden(hidden, at) ? 0 : w[e];
+            row[e / 2].left += fabsf(w[e]);
+            if (!reweight) row[e / 2].signs += signed_as<float>(1, w[e]);
+            f[at.m][at.nt][at.e] = w[e];
+        }
+    }
+}
+
+// Turns a chunk's scores into weights, in place, and adds them to the rows' numbers. MASKED: not every row sees every
+// key   by: if rescales(), the factors of the rows' output so far
+template <bool MASKED, class X, int PHI, int POST, int TILES, int NT>
+DEVICE void forward_weigh(float (&s)[TILES][NT][4], ForwardRow (&row)[2 * TILES], float (&by)[2 * TILES], Chunk chunk,
+                          const ForwardSweep &sweep, const FlashCall<X> &call) {
+    Hidden<MASKED, 2 * TILES> hidden = {chunk, {}};
+    if (MASKED && POST >= FLASH_RECENTER_L1) first_keys(hidden.first, call, chunk.own);
+    if constexpr (by_z<X, PHI, POST>) {
+        if (sweep.first) return forward_sums_by_z<X, PHI>(row, s, hidden);
+    }
+    if (sweep.relative && (sweep.first || POST < FLASH_RECENTER_L1)) {
+        if (MASKED) forward_hide(s, chunk);
+        if (MASKED && call.first) hide_before(s, -INFINITY, call, chunk);
+        forward_shift<X, PHI>(row, by, s);
+    }
+    forward_values<X, PHI, POST, MASKED>(phi_of<PHI>(call), s, row, chunk);
+    if (MASKED && call.first) hide_before(s, 0, call, chunk);
+    constexpr bool both = POST != FLASH_PLAIN || rectifies<PHI>;
+    if (sweep.first || POST < FLASH_RECENTER_L1) forward_sums<both>(row, s, sweep.is_signed, sweep.reweight);
+    if (POST == FLASH_PLAIN && rectifies<PHI> && sweep.is_signed && call.post == POST_RECTIFY) forward_rectify(s);
+    if (POST >= FLASH_RECENTER_L1 && sweep.adds)
+        with_power<POST>(call.power, [&](auto power) {
+            forward_weights<X, power.value>(s, row, sweep.reweight, call.power, hidden);
+        });
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The start and the end of a row
+
+// Computes the warp's rows, one per lane, and hands them to the lanes that own them. With `relative`, a row whose scale
+// is negative has it negated (and the caller negates its query), so that the largest score has the largest z.
+template <int PHI, int POST, class X, int HS, int TILES>
+DEVICE void forward_begin(ForwardRows<HS, TILES> &own, bool *negative, const FlashCall<X> &call, QueryBlock block,
+                          bool relative) {
+    const int phi = phi_of<PHI>(call), lane = threadIdx.x % 32;
+    RowPlace at = place_of(call, block.b, block.h, block.warp_row + lane % (16 * TILES));
+    float scale = row_scale(call.scale, at) * unit<X, PHI>, offset = row_offset(call.offset, at), bias = offset;
+    *negative = relative && scale < 0;
+    if (relative) {
+        scale = fabsf(scale);
+        bias = offset - least_maximum(phi, call.norm, at);
+    }
+    // With `first`, a row's first chunks may contain no visible key. The bias then keeps its initial value, which must
+    // not be infinite.
+    if (relative && call.first) bias = fminf(bias, 1e30f);
+    const float number = phi_learns(phi) ? phi_number(phi, at, 0) : 1;
+    UNROLL
+    for (int r = 0; r < 2 * TILES; r++) {
+        const int from = 8 * r + lane_row();
+        ForwardRow row = {};
+        row.scale = __shfl_sync(0xFFFFFFFFu, scale, from);
+        row.bias = __shfl_sync(0xFFFFFFFFu, bias, from) * unit<X, PHI>;
+        row.offset = __shfl_sync(0xFFFFFFFFu, offset, from) * unit<X, PHI>;
+        row.number = phi_learns(phi) ? __shfl_sync(0xFFFFFFFFu, number, from) : 1;
+        if (by_z<X, PHI, POST>) row.largest = -INFINITY;
+        own.row[r] = row;
+    }
+    set_zero(own.sum);
+}
+
+// Between two sweeps: from Z and the largest f, what turns f into w.
+template <class X, int PHI, int POST>
+DEVICE void forward_between(ForwardRow &row, const FlashCall<X> &call, RowPlace at, const ForwardSweep &sweep) {
+    forward_total(row, sweep.is_signed);
+    if constexpr (by_z<X, PHI, POST>) forward_total_by_z<X, PHI>(row);
+    float inverse = row_inverse(call.norm, at, row.sum, row_shift(call, at, row.bias / unit<X, PHI>)), n = (float)at.n;
+    row.factor = inverse;
+    row.mean = 0;
+    if (sweep.reweight) reweight_numbers<X>(&row.factor, &row.mean, inverse, row.largest, at.n);
+    else if (at.n > POST_FROM) row.mean = row.sum_signed * inverse / n;
+}
+
+// Finishes a row: returns its accumulator's factor and writes its statistics, from which the backward pass makes a
+// FlashRow:
+//   bias, factor, mean, the sum of the signs (recenter-l1); or bias, 1/Z, the largest f, 1/sum w (reweight)
+template <class X, int PHI, int POST>
+DEVICE float forward_end(float4 *stats, ForwardRow &row, const FlashCall<X> &call, RowPlace at, bool *weight) {
+    bool late = at.n > POST_FROM;
+    float inverse = row_inverse(call.norm, at, row.sum, row_shift(call, at, row.bias / unit<X, PHI>)), left = row.sum,
+          by = inverse;
+    *stats = make_float4(row.bias, inverse, 0, 0);
+    if (POST == FLASH_PLAIN) {
+        if (call.post == POST_NEGATE) stats->y = by = -inverse;
+        if (call.post == POST_RECTIFY) left = row.sum + row.sum_signed;
+    } else if (POST == FLASH_RECENTER) {
+        stats->z = row.mean = late ? row.sum_signed * inverse / (float)at.n : 0;
+    } else if (is_reweight<X, POST>(call)) {
+        left = row.left;
+        stats->z = row.largest;
+        stats->w = by = isnan(row.sum) ? row.sum : inverse_or_zero(left);
+    } else {
+        if (late) left = row.left;
+        by = late ? inverse_or_zero(left) : 1;
+        *stats = make_float4(row.bias, inverse * by, row.mean * by, row.signs);
+    }
+    *weight = row.sum != 0 && left != 0 && inverse != 0;
+    return by;
+}
+
+// sum = sum · by - mean · prefix, then by = 1. prefix: the warp's first row and column
+template <int HS, int TILES>
+DEVICE void forward_recenter(float (&sum)[TILES][HS / 8][4], const ForwardRow (&row)[2 * TILES], float (&by)[2 * TILES],
+                             TileSource<float> prefix) {
+    UNROLL
+    for (int r = 0; r < 2 * TILES; r++) {
+        const int i = 8 * r + lane_row();
+        if (i >= prefix.rows) continue;
+        UNROLL
+        for (int c = 0; c < HS / 8; c++) {
+            if (8 * c >= prefix.columns) continue;
+            float2 p = *(const float2 *)(prefix.p + i * prefix.stride + 8 * c + lane_column());
+            float *x = sum[r / 2][c] + (r % 2) * 2;
+            x[0] = x[0] * by[r] - row[r].mean * p.x;
+            x[1] = x[1] * by[r] - row[r].mean * p.y;
+        }
+        by[r] = 1;
+    }
+}
+
+// Finishes the warp's rows: writes their statistics and gets their accumulators' factors. Of the four lanes that share
+// rows, each finishes one row.
+template <int PHI, int POST, class X, int ROWS>
+DEVICE void forward_ends(float (&by)[ROWS], ForwardRow (&row)[ROWS], const FlashCall<X> &call, QueryBlock at,
+                         bool is_signed) {
+    UNROLL
+    for (int r = 0; r < ROWS; r++) {
+        if (POST < FLASH_RECENTER_L1) {
+            forward_total(row[r], is_signed);
+        } else {
+            row[r].left = row_sum(row[r].left);
+            row[r].signs = row_sum(row[r].signs);
+        }
+    }
+    const int mine = threadIdx.x % ROWS, i = at.warp_row + 8 * mine + lane_row();
+    ForwardRow end = row[0];
+    UNROLL
+    for (int r = 1; r < ROWS; r++)
+        if (mine == r) end = row[r];
+    bool weight;
+    float4 stats;
+    float factor = forward_end<X, PHI, POST>(&stats, end, call, place_of(call, at.b, at.h, i), &weight);
+    if (i < call.T && blockIdx.z == 0 && threadIdx.x % 4 < ROWS) {
+        *(float4 *)(call.stats + ((size_t)blockIdx.y * call.T + i) * FLASH_STATS) = stats;
+        if (!weight) atomicAdd(call.all_zero_rows, 1ull);
+    }
+    UNROLL
+    for (int r = 0; r < ROWS; r++) {
+        const int from = 4 * lane_row() + r;
+        by[r] = __shfl_sync(0xFFFFFFFFu, factor, from);
+        if (POST == FLASH_RECENTER) row[r].mean = __shfl_sync(0xFFFFFFFFu, end.mean, from);
+    }
+}
+
+// Writes the warp's rows of the output.
+template <int PHI, int POST, class X, int HS, int TILES>
+DEVICE void forward_store(ForwardRows<HS, TILES> &own, const FlashCall<X> &call, QueryBlock at, bool is_signed) {
+    const int column0 = blockIdx.z * HS, rows = call.T - at.warp_row, columns = call.VS - column0;
+    float by[2 * TILES];
+    forward_ends<PHI, POST>(by, own.row, call, at, is_signed);
+    if (POST == FLASH_RECENTER) {
+        const float *prefix = call.prefix + (((size_t)at.b * call.NKV + at.kv) * call.T + at.warp_row) * call.VS;
+        forward_recenter<HS>(own.sum, own.row, by, {prefix + column0, (size_t)call.VS, rows, columns});
+    }
+    X *out = head_at(call, call.out, at.b, at.h) + at.warp_row * call.out.row + column0;
+    X *rest = call.rest ? call.rest + ((size_t)blockIdx.y * call.T + at.warp_row) * call.VS + column0 : NULL;
+    store_rows(TileTarget<X>{out, call.out.row, rows, columns}, own.sum, by, rest, call.VS);
+}
+#endif
