@@ -57,7 +57,7 @@ KERNEL void qk_norm_forward_kernel(X *qkv, X *inputs, float *inverse, QkNorm q, 
     float sum = 0;
     for (size_t c = first; there && c < q.HS; c += step) {
         float v[W];
-        load_vector_in_place<W>(v, x + c);
+        load_vector_again<W>(v, x + c);
         for (int j = 0; j < W; j++) sum += v[j] * v[j];
     }
     float r = 1.0f / sqrtf(group_sum(sum, group) / (float)q.HS + q.eps);    // all: group_sum() needs whole warps
@@ -83,7 +83,7 @@ DEVICE float qk_norm_dot(const X *dy, const X *x, const float *gain, LanePart pa
     float sum = 0;
     for (size_t c = part.first; c < part.end; c += part.step) {
         float d[W], v[W], g[W];
-        load_vector_in_place<W>(d, dy + c);
+        load_vector_again<W>(d, dy + c);
         load_vector<W>(v, x + c);
         load_vector<W>(g, gain + c);
         for (int j = 0; j < W; j++) sum += d[j] * g[j] * v[j];
