@@ -635,8 +635,8 @@ static void layer_backward(Model *m, Activations<X> *a, size_t l, size_t B, size
     matmul_backward(&m->matmul, a->dh, grads + at->gate, a->dgate_up, of.h2, weight<X>(m, at->gate), {N, C, 2 * F}, add,
                     stream);
     phase(PHASE_NORM);
-    rmsnorm_backward(a->dx, grads + at->norm2, m->partials, a->dh, {of.x_mid, m->params + at->norm2, of.r2, N, C},
-                     stream);
+    rmsnorm_backward<X>({a->dx, true}, {grads + at->norm2, add}, m->partials, a->dh,
+                        {of.x_mid, m->params + at->norm2, of.r2, N, C}, stream);
 
     phase(PHASE_PROJECTIONS);
     matmul_backward(&m->matmul, a->datt, grads + at->o, a->dx, of.att, weight<X>(m, at->o), {N, E, C}, add, stream);
@@ -645,13 +645,14 @@ static void layer_backward(Model *m, Activations<X> *a, size_t l, size_t B, size
     rope_backward(a->djoined, of.projected.joined, of.projected.inverse_norms, rope_of(m, B, T), stream);
     phase(PHASE_NORM);
     if (c->qk_norm)
-        qk_norm_backward(a->djoined, grads + at->q_norm, grads + at->k_norm, m->partials, of.qk_inputs, of.qk_inverse,
-                         qk_norm_of(m, l, N), stream);
+        qk_norm_backward(a->djoined, {grads + at->q_norm, add}, {grads + at->k_norm, add}, m->partials, of.qk_inputs,
+                         of.qk_inverse, qk_norm_of(m, l, N), stream);
     if (m->recompute) rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, norm_eps(m), stream);
     phase(PHASE_PROJECTIONS);
     matmul_backward(&m->matmul, a->dh, grads + at->q, a->djoined, of.h1, weight<X>(m, at->q), {N, C, W}, add, stream);
     phase(PHASE_NORM);
-    rmsnorm_backward(a->dx, grads + at->norm1, m->partials, a->dh, {of.x, m->params + at->norm1, of.r1, N, C}, stream);
+    rmsnorm_backward<X>({a->dx, true}, {grads + at->norm1, add}, m->partials, a->dh,
+                        {of.x, m->params + at->norm1, of.r1, N, C}, stream);
 }
 
 template <class X>
@@ -686,14 +687,15 @@ static void unit_backward(Model *m, Activations<X> *a, size_t l, size_t B, size_
     gau_gate_backward(a->datt, a->djoined, a->dact, of.projected.joined, of.att, N, E, W, stream);
     attention_layer_backward(m, a, of, l, B, T);
     phase(PHASE_ROPE);
-    gau_backward<X>({a->djoined, a->dq, a->dk, a->dv, NULL}, gains_in(m, grads, l), m->partials, of.projected,
+    gau_backward<X>({a->djoined, a->dq, a->dk, a->dv, NULL}, gains_in(m, grads, l), add, m->partials, of.projected,
                     gains_in(m, m->params, l), rope_of(m, B, T), E, stream);
     phase(PHASE_NORM);
     if (m->recompute) rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, norm_eps(m), stream);
     phase(PHASE_PROJECTIONS);
     matmul_backward(&m->matmul, a->dh, grads + at->u, a->djoined, of.h1, weight<X>(m, at->u), {N, C, W}, add, stream);
     phase(PHASE_NORM);
-    rmsnorm_backward(a->dx, grads + at->norm1, m->partials, a->dh, {of.x, m->params + at->norm1, of.r1, N, C}, stream);
+    rmsnorm_backward<X>({a->dx, true}, {grads + at->norm1, add}, m->partials, a->dh,
+                        {of.x, m->params + at->norm1, of.r1, N, C}, stream);
 }
 
 template <class X>
@@ -746,17 +748,16 @@ static void reduce_bucket(const Model *m, size_t i) {
     else collective_all_reduce(m->collective, m->grads + start, floats, stream);
 }
 
-// Computes the gradients of all parameters from a->dh and the activations. Writes the gradients of weight matrices, or
-// adds to them if `add`; always adds to the others. With `last`, each layer's gradients are sent to the other ranks
-// while the next layer's are computed.
+// Computes the gradients of all parameters from a->dh and the activations. Writes them, or adds to them if `add`;
+// always adds to those of clear_gradients(). With `last`, each layer's gradients are sent to the other ranks while the
+// next layer's are computed.
 template <class X>
 static void model_backward(Model *m, Activations<X> *a, const BatchTokens &tokens, size_t B, size_t T, bool add,
                            bool last) {
     size_t N = B * T, C = (size_t)m->config.channels, layers = (size_t)m->config.layers;
     phase(PHASE_NORM);
-    CUDA_CHECK(cudaMemsetAsync(a->dx, 0, N * C * sizeof(X), stream));
-    rmsnorm_backward(a->dx, m->grads + m->list.norm, m->partials, a->dh,
-                     {a->x + layers * N * C, m->params + m->list.norm, m->r, N, C}, stream);
+    rmsnorm_backward<X>({a->dx, false}, {m->grads + m->list.norm, add}, m->partials, a->dh,
+                        {a->x + layers * N * C, m->params + m->list.norm, m->r, N, C}, stream);
     if (last) reduce_bucket(m, layers + 1);
     for (size_t l = layers; l-- > 0;) {
         block_of<X>(m)->backward(m, a, l, B, T, add);
@@ -769,13 +770,31 @@ static void model_backward(Model *m, Activations<X> *a, const BatchTokens &token
     phase(PHASE_OTHER);
 }
 
+// Is this a gradient that kernels only add to? Attention adds to those of the learned scalars. The embedding's is that
+// of the tokens in the batch; if it is tied, the output projection's has been written there before.
+static bool only_adds(const Model *m, size_t tensor) {
+    const Tensor *t = &m->list.tensors[tensor];
+    return t->scalar != SCALAR_NONE || (t->offset == m->list.embedding && m->list.head != m->list.embedding);
+}
+
+// Clears these, each run of neighbors at once. A step's first micro-batch overwrites all others.
+static void clear_gradients(const Model *m) {
+    size_t next;
+    for (size_t i = 0; i < m->list.count; i = next) {
+        size_t floats = 0;
+        for (next = i; next < m->list.count && only_adds(m, next); next++) floats += m->parts[next].floats;
+        if (next == i) next++;
+        else CUDA_CHECK(cudaMemsetAsync(m->grads + m->parts[i].from, 0, floats * sizeof(float), stream));
+    }
+}
+
 // Runs one micro-batch. Adds the sum of its losses on the device, and the gradients of scale times that sum to
 // m->grads.
 template <class X>
 static void model_step(Model *m, Activations<X> *a, const BatchTokens &batch, size_t B, size_t T, float scale,
                        bool first, bool last) {
     if (first) {
-        CUDA_CHECK(cudaMemsetAsync(m->grads, 0, m->list.floats * sizeof(float), stream));
+        clear_gradients(m);
         CUDA_CHECK(cudaMemsetAsync(m->sums + SUM_STEP, 0, sizeof(double), stream));
     }
     model_forward(m, a, batch.inputs, B, T, 0);

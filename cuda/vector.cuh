@@ -152,14 +152,21 @@ DEVICE double block_sum_double(double x) {
     return sums[0];
 }
 
-// out[c] += sum_r partials[r,c], in an order that depends only on the sizes
-//   out (C) added to   partials (R, row): its first C columns
+// A gradient that a kernel writes or, if `add`, adds to.
+template <class X>
+struct Gradient {
+    X *p;
+    bool add;
+};
+
+// out[c] = sum_r partials[r,c] (+ out[c]), in an order that depends only on the sizes
+//   out (C) written or added to   partials (R, row): its first C columns
 // This is the second stage of sums over all rows of a batch, whose first stage writes one row per block.
 enum { COLUMNS = 32, COLUMN_THREADS = 32 };
 
-// registers: at most 32 (columns_add_kernel)
+// registers: at most 32 (columns_sum_kernel)
 template <class X>
-KERNEL void columns_add_kernel(X *out, const X *partials, size_t R, size_t row, size_t C) {
+KERNEL void columns_sum_kernel(Gradient<X> out, const X *partials, size_t R, size_t row, size_t C) {
     SHARED_ARRAY(X, sums, COLUMN_THREADS * COLUMNS);
     size_t c = (size_t)blockIdx.x * COLUMNS + threadIdx.x;
     X sum = 0;
@@ -169,11 +176,12 @@ KERNEL void columns_add_kernel(X *out, const X *partials, size_t R, size_t row, 
     __syncthreads();
     if (threadIdx.y > 0 || c >= C) return;
     for (int y = 1; y < COLUMN_THREADS; y++) sum += sums[y * COLUMNS + threadIdx.x];
-    out[c] += sum;
+    out.p[c] = out.add ? out.p[c] + sum : sum;
 }
 
-static inline void columns_add(float *out, const float *partials, size_t R, size_t row, size_t C, cudaStream_t stream) {
-    launch(columns_add_kernel<float>, dim3((unsigned)((C + COLUMNS - 1) / COLUMNS)), dim3(COLUMNS, COLUMN_THREADS), 0,
+static inline void columns_sum(Gradient<float> out, const float *partials, size_t R, size_t row, size_t C,
+                               cudaStream_t stream) {
+    launch(columns_sum_kernel<float>, dim3((unsigned)((C + COLUMNS - 1) / COLUMNS)), dim3(COLUMNS, COLUMN_THREADS), 0,
            stream, out, partials, R, row, C);
 }
 #endif

@@ -245,25 +245,25 @@ def matmul_backward(phase, N, C, OC, add):
     return [matmul(phase, N, C, OC), matmul(phase, OC, C, N, add, out=4)]
 
 
-def columns_add(phase, rows, columns):
-    return Launch(phase, "columns_add_kernel", bytes=4 * columns * (rows + 2), rounds=rows / COLUMN_THREADS)
+def columns_sum(phase, rows, columns, add):
+    return Launch(phase, "columns_sum_kernel", bytes=4 * columns * (rows + 1 + add), rounds=rows / COLUMN_THREADS)
 
 
 def rmsnorm_forward(N, C):
     return Launch("NORM", "rmsnorm_forward_kernel", bytes=2 * 2 * N * C + 4 * N + 4 * C)
 
 
-def rmsnorm_backward(N, C):
-    """dinp is read and written."""
+def rmsnorm_backward(N, C, add, add_input=True):
+    """`add`: to dweight, `add_input`: to dinp, which is read then."""
     width = 8 if C % 8 == 0 else 1
     room = rounded(C, 32 * width) * 4
     warps = min(RMSNORM_SHARED // room, RMSNORM_WARPS)
     blocks = min(-(-N // warps), RMSNORM_BLOCKS)
-    return [Launch("NORM", "rmsnorm_backward_kernel", bytes=4 * 2 * N * C + 4 * N + 4 * blocks * C),
-            columns_add("NORM", blocks, C)]
+    return [Launch("NORM", "rmsnorm_backward_kernel", bytes=(3 + add_input) * 2 * N * C + 4 * N + 4 * blocks * C),
+            columns_sum("NORM", blocks, C, add)]
 
 
-def qk_norm_backward(N, m):
+def qk_norm_backward(N, m, add):
     width = 8 if m.head_dim % 8 == 0 else 1
     group = 1
     while group * width < m.head_dim and group < 32:
@@ -272,7 +272,7 @@ def qk_norm_backward(N, m):
     blocks = min(-(-N * heads // (QK_NORM_THREADS // group)), QK_NORM_BLOCKS)
     rows = 2 * N * heads * m.head_dim
     return [Launch("NORM", "qk_norm_backward_kernel", bytes=3 * rows + 4 * N * heads),
-            *(columns_add("NORM", blocks, m.head_dim) for _ in range(2))]
+            *(columns_sum("NORM", blocks, m.head_dim, add) for _ in range(2))]
 
 
 def rope(name, N, T, m):
@@ -335,11 +335,11 @@ def layer_backward(run, add):
     return [*[swiglu_forward(N, F)] * again, *matmul_backward("FEED_FORWARD", N, F, C, add),
             Launch("SWIGLU", "gate_backward_kernel", bytes=2 * 5 * N * F),
             *[rmsnorm_forward(N, C)] * again, *matmul_backward("FEED_FORWARD", N, C, 2 * F, add),
-            *rmsnorm_backward(N, C),
+            *rmsnorm_backward(N, C, add),
             *matmul_backward("PROJECTIONS", N, m.query, C, add), *attention_backward(run),
-            rope("rope_backward_kernel", N, T, m), *(qk_norm_backward(N, m) if m.qk_norm else []),
+            rope("rope_backward_kernel", N, T, m), *(qk_norm_backward(N, m, add) if m.qk_norm else []),
             *[rmsnorm_forward(N, C)] * again, *matmul_backward("PROJECTIONS", N, C, m.joined, add),
-            *rmsnorm_backward(N, C)]
+            *rmsnorm_backward(N, C, add)]
 
 
 def model_loss(run, add):
@@ -369,6 +369,11 @@ def embedding_backward(run):
                    rounds=EMBEDDING_PIECE if i == 0 else 0) for i in range(stages)]
 
 
+def cleared(m):
+    """clear_gradients(): the bytes of each fill. Only an untied embedding and learned scalars are added to zeros."""
+    return [4 * m.padded * m.channels] * (not m.tied) + [4 * m.heads * m.scalars] * m.layers * bool(m.scalars)
+
+
 def micro_batch(run, first):
     """upload_batch() and model_step(), one list for each layer of the backward pass: [everything before, layer L - 1,
     ..., layer 0, the embedding]."""
@@ -376,13 +381,11 @@ def micro_batch(run, first):
     C, add = m.channels, not first
     before = [Launch("OTHER", "cudaMemcpyAsync", host=20 * N / PCIE)]
     if first:
-        before += [Launch("OTHER", "cudaMemsetAsync", bytes=4 * m.parameters),
-                   Launch("OTHER", "cudaMemsetAsync", bytes=8)]
+        before += [Launch("OTHER", "cudaMemsetAsync", bytes=size) for size in (*cleared(m), 8)]
     before += [Launch("EMBEDDING", "embedding_forward_kernel", bytes=4 * N * C + 4 * N)]
     for _ in range(m.layers):
         before += layer_forward(run)
-    before += [rmsnorm_forward(N, C), *model_loss(run, add),
-               Launch("NORM", "cudaMemsetAsync", bytes=2 * N * C), *rmsnorm_backward(N, C)]
+    before += [rmsnorm_forward(N, C), *model_loss(run, add), *rmsnorm_backward(N, C, add, add_input=False)]
     return [before, *(layer_backward(run, add) for _ in range(m.layers)), embedding_backward(run)]
 
 

@@ -51,6 +51,8 @@ def test_launches_are_those_of_the_emulation(data, tmp_path, name):
     run = Run(parse_model(model), B=B, T=T, **keys)
     expected = Counter(launch.name for launch in step_model.launches(run))
     assert {name: count for name, (count, _) in found.items()} == dict(expected)
+    filled = sum(launch.bytes for launch in step_model.launches(run) if launch.name == "cudaMemsetAsync")
+    assert filled <= found["cudaMemsetAsync"][1] < filled + 512            # up to the next tensor
 
 
 def test_sums_over_ranks_are_those_of_the_emulation(data, tmp_path):
