@@ -103,7 +103,7 @@ static void phase(Phase next) {
 // 2. Model
 
 #ifndef LOSS_ROWS    // a test defines fewer
-#define LOSS_ROWS ((size_t)8192)          // rows whose logits are in memory at a time: 0.8 GB for GPT-2 in bf16
+#define LOSS_ROWS ((size_t)8192)    // rows whose logits are in memory at a time, or more: plan_more_logits()
 #endif
 
 // With --recompute, matmul inputs that can be recomputed from what is kept (h1, h2, act) have room for one layer
@@ -120,7 +120,7 @@ struct Activations {
     // (layers or 1, N, C or F)  matmul inputs: normalized, normalized, the output of swiglu or the gate
     X *h1, *h2, *act;
     X *h;                                   // (N, C)                    the normalized output
-    X *logits;                              // (LOSS_ROWS, VP)
+    X *logits;                              // (loss_rows, VP)
     X *dx, *dh, *datt, *dact, *dgate_up;    // gradients of x, h, att, act, gate_up
     X *djoined, *dq, *dk, *dv;              // of joined, and of gated units' q, k, v
 };
@@ -144,6 +144,7 @@ struct Model {
     size_t segment_count, segment_blocks, state_floats;
 
     size_t B, T, layer_stats;
+    size_t loss_rows;                     // rows whose logits are in memory at a time
     float *stats;                         // (layers, layer_stats) statistics of the attention rows
     float *inverse_norms;                 // (layers, N, NH + NKV) 1/|q| and 1/|k|, if the normalizer divides by them
     float *r1, *r2, *r;                   // (layers, N), (layers, N), (N)   of rmsnorm
@@ -415,8 +416,7 @@ template <class X>
 static void plan_activations(Model *m, Activations<X> *a, size_t B, size_t T) {
     const ModelConfig *c = &m->config;
     size_t N = B * T, C = (size_t)c->channels, F = (size_t)c->ffn, VP = padded_vocab(c), L = (size_t)c->layers;
-    size_t K = query_width(c), E = output_width(c), W = joined_width(c), kept_layers = m->recompute ? 1 : L,
-           loss_rows = N < LOSS_ROWS ? N : LOSS_ROWS;
+    size_t K = query_width(c), E = output_width(c), W = joined_width(c), kept_layers = m->recompute ? 1 : L;
     auto add = [m](const char *kind, X **where, size_t elements) { add_activations(m, kind, where, elements); };
     const char *kept = KEPT, *scratch = SCRATCH, *inputs = m->recompute ? SCRATCH : INPUTS;
     rmsnorm_warps<X>(C);    // ends the program if there is no kernel for this number of channels
@@ -431,7 +431,7 @@ static void plan_activations(Model *m, Activations<X> *a, size_t B, size_t T) {
     add(inputs, &a->h1, kept_layers * N * C);
     add(inputs, &a->act, kept_layers * N * F);
     block_of<X>(m)->plan(m, a, N, kept_layers);
-    add("logits of one block of rows", &a->logits, loss_rows * VP);
+    add("logits of one block of rows", &a->logits, m->loss_rows * VP);
     add(scratch, &a->h, N * C);
     add_gradients(m, &a->dx, N * C);
     add_gradients(m, &a->dh, N * C);
@@ -454,6 +454,7 @@ static void plan_model(Model *m, const Normalizer *const *others, size_t count, 
                        size_t T) {
     m->B = B;
     m->T = T;
+    m->loss_rows = smaller(B * T, LOSS_ROWS);
     plan_attention(m, others, count, lengths, B, T);
     plan_parameters(m);
     plan_floats(m, B, T);
@@ -727,8 +728,8 @@ static void model_loss(Model *m, Activations<X> *a, double *sum, const int32_t *
     size_t C = (size_t)m->config.channels, V = (size_t)m->config.vocab, VP = padded_vocab(&m->config);
     const X *head = weight<X>(m, m->list.head);
     phase(PHASE_CLASSIFIER);
-    for (size_t from = 0; from < N; from += LOSS_ROWS) {
-        size_t rows = N - from < LOSS_ROWS ? N - from : LOSS_ROWS;
+    for (size_t from = 0; from < N; from += m->loss_rows) {
+        size_t rows = smaller(N - from, m->loss_rows);
         const X *h = a->h + from * C;
         matmul_forward(&m->matmul, a->logits, h, head, (const X *)NULL, {rows, C, VP}, stream);
         classifier(m->losses + from, a->logits, targets + from, mask ? mask + from : NULL, rows, V, VP, scale, stream);
@@ -875,6 +876,30 @@ static void describe_matmuls(char *out, size_t size, const Device *device, const
                  o->reduce_dtype == TRAIN_BF16 ? "bfloat16" : "float32", o->zero ? ", ZeRO-1" : "");
 }
 
+struct DeviceMemory {
+    size_t free, all;
+};
+
+static DeviceMemory device_memory(void) {
+    DeviceMemory memory;
+    CUDA_CHECK(cudaMemGetInfo(&memory.free, &memory.all));
+    return memory;
+}
+
+// Plans more rows of logits at a time. Each block of rows but the first reads and writes the gradient of the output
+// projection once more: 309 MB for GPT-2's vocabulary and 768 channels. The logits may take a sixteenth of the GPU's
+// memory, and the plan nine tenths, otherwise it stays as it is. What is free plays no role, so that a run that is
+// resumed on the same GPU adds in the same order.
+static void plan_more_logits(Model *m, size_t memory) {
+    size_t N = m->B * m->T, row = padded_vocab(&m->config) * (m->in_bf16 ? sizeof(bf16) : sizeof(float));
+    size_t most = memory / 16 / row / 128 * 128, blocks = most ? (N + most - 1) / most : 0;
+    size_t rows = blocks ? smaller(N, ((N + blocks - 1) / blocks + 127) / 128 * 128) : 0;
+    void **logits = by_type([](auto *a) { return (void **)&a->logits; });
+    if (rows <= m->loss_rows || m->plan.total + (rows - m->loss_rows) * row > memory / 10 * 9) return;
+    memory_resize(&m->plan, logits, rows * row);
+    m->loss_rows = rows;
+}
+
 static void plan_training(Model *m, const Run *run) {
     const TrainOptions *o = &run->o;
     m->list = tensors_of(&m->config, run->others, run->other_count);
@@ -886,6 +911,7 @@ static void plan_training(Model *m, const Run *run) {
     m->stochastic = o->stochastic_rounding;
     m->seed = (uint64_t)o->seed;
     plan_model(m, run->others, run->other_count, &o->seq_len, (size_t)o->batch, run->T);
+    plan_more_logits(m, device_memory().all);
 
     size_t bytes = m->list.floats * sizeof(float);
     memory_add(&m->host_plan, "parameters, for files", (void **)&m->host.params, bytes);
@@ -899,14 +925,8 @@ static void plan_training(Model *m, const Run *run) {
                    padded_vocab(&m->config) * sizeof(uint16_t));
 }
 
-static size_t device_free(void) {
-    size_t left, all;
-    CUDA_CHECK(cudaMemGetInfo(&left, &all));
-    return left;
-}
-
 static void check_device_memory(const Model *m, const Device *device) {
-    size_t left = device_free();
+    size_t left = device_memory().free;
     if (m->plan.total > left)
         fail(
             EXIT_RESOURCE,
@@ -1184,7 +1204,7 @@ int main(int argc, char **argv) {
     Device device = start_device(&model, o);
     plan_training(&model, &run);
     describe_matmuls(matmuls, sizeof matmuls, &device, o);
-    run_plan(&run, &model.host_plan, matmuls, &model.plan, device_free());
+    run_plan(&run, &model.host_plan, matmuls, &model.plan, device_memory().free);
     check_device_memory(&model, &device);
     if (!run_take(&run)) return end(&run, &model);
 

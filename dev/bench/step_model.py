@@ -44,16 +44,17 @@ class Device:
     mma_cycles: float       # of a sub-partition of an SM for one mma.m16n8k16
     nvlink: float           # bytes/s in each direction
     adapter: float          # bytes/s of a GPU's InfiniBand adapter, in each direction
+    memory: float           # bytes
     source: str
 
 
 # The vendor's data sheets. 6.4 cycles for mma.sync on Hopper is sass.py's; an A100's SM does 2,048 FLOP per clock.
 DEVICES = {
-    "h100": Device("H100 SXM", 132, 1.755e9, 989e12, 3.35e12, 6.4, 450e9, 50e9,
+    "h100": Device("H100 SXM", 132, 1.755e9, 989e12, 3.35e12, 6.4, 450e9, 50e9, 80e9,
                    "NVIDIA H100 data sheet (SXM, without sparsity); DGX H100: a 400 Gb/s adapter for each GPU"),
-    "h200": Device("H200 SXM", 132, 1.755e9, 989e12, 4.8e12, 6.4, 450e9, 50e9,
+    "h200": Device("H200 SXM", 132, 1.755e9, 989e12, 4.8e12, 6.4, 450e9, 50e9, 141e9,
                    "NVIDIA H200 data sheet (SXM, without sparsity); DGX H200: a 400 Gb/s adapter for each GPU"),
-    "a100": Device("A100 SXM 80GB", 108, 1.41e9, 312e12, 2.039e12, 8.0, 300e9, 25e9,
+    "a100": Device("A100 SXM 80GB", 108, 1.41e9, 312e12, 2.039e12, 8.0, 300e9, 25e9, 80e9,
                    "NVIDIA A100 data sheet (80GB SXM, without sparsity); DGX A100: a 200 Gb/s adapter for each GPU"),
 }
 
@@ -202,11 +203,17 @@ class Run:
     link: str = "nvlink"
     zero: bool = False
     reduce_bytes: int = 4           # of a gradient on the wire: 2 with --reduce-dtype bf16
-    loss_rows: int = LOSS_ROWS
 
     @property
     def N(self):
         return self.B * self.T
+
+    @property
+    def loss_rows(self):
+        """plan_more_logits(), without its limit for the whole plan."""
+        most = max(1, int(self.device.memory / 16 / (2 * self.model.padded)) // 128 * 128)
+        blocks = -(-self.N // most)
+        return min(self.N, max(LOSS_ROWS, rounded(-(-self.N // blocks), 128)))
 
     @property
     def tokens(self):
