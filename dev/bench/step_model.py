@@ -7,7 +7,7 @@
     python3 dev/bench/step_model.py --profile FILE                    # beside what train_gpt2cu --profile printed
     python3 dev/bench/step_model.py --ranks 8 --link nvlink --zero    # the sums over ranks, and what overlaps
     python3 dev/bench/step_model.py --markdown                        # the table of doc/performance.md
-    python3 dev/bench/step_model.py --scaling                         # a table of sums over ranks
+    python3 dev/bench/step_model.py --scaling                         # the table of doc/gpu.md
 
 Nothing here is measured. A launch takes
 
@@ -641,7 +641,7 @@ def markdown(run=MARKDOWN):
 
 
 def scaling():
-    """Bytes and times of sums over ranks: B = 32, T = 1024, one micro-batch."""
+    """The table of doc/gpu.md: bytes and times of sums over ranks, B = 32, T = 1024, one micro-batch, on H100s."""
     rows = []
     for ranks, link in ((8, "nvlink"), (64, "infiniband")):
         for model in ("124M", "162M"):
@@ -676,7 +676,7 @@ def main():
     parser.add_argument("--profile", metavar="FILE", help="what train_gpt2cu --profile printed; - for standard input")
     parser.add_argument("--launches", action="store_true", help="a line for each kernel instead of each phase")
     parser.add_argument("--markdown", action="store_true", help="print the table of doc/performance.md")
-    parser.add_argument("--scaling", action="store_true", help="print the table of sums over ranks")
+    parser.add_argument("--scaling", action="store_true", help="print the table of doc/gpu.md")
     o = parser.parse_args()
     run = Run(parse_model(o.model), o.batch, o.seq_len, DEVICES[o.device], o.micro_batches, o.recompute, o.ranks,
               o.link, o.zero, 2 if o.reduce_dtype == "bf16" else 4)
