@@ -103,7 +103,7 @@ static void phase(Phase next) {
 // 2. Model
 
 #ifndef LOSS_ROWS    // a test defines fewer
-#define LOSS_ROWS ((size_t)8192)          // rows whose logits are in memory at a time: 0.8 GB for GPT-2 in bf16
+#define LOSS_ROWS ((size_t)8192)    // rows whose logits are in memory at a time, or more: plan_more_logits()
 #endif
 
 // With --recompute, matmul inputs that can be recomputed from what is kept (h1, h2, act) have room for one layer
@@ -120,7 +120,7 @@ struct Activations {
     // (layers or 1, N, C or F)  matmul inputs: normalized, normalized, the output of swiglu or the gate
     X *h1, *h2, *act;
     X *h;                                   // (N, C)                    the normalized output
-    X *logits;                              // (LOSS_ROWS, VP)
+    X *logits;                              // (loss_rows, VP)
     X *dx, *dh, *datt, *dact, *dgate_up;    // gradients of x, h, att, act, gate_up
     X *djoined, *dq, *dk, *dv;              // of joined, and of gated units' q, k, v
 };
@@ -144,6 +144,7 @@ struct Model {
     size_t segment_count, segment_blocks, state_floats;
 
     size_t B, T, layer_stats;
+    size_t loss_rows;                     // rows whose logits are in memory at a time
     float *stats;                         // (layers, layer_stats) statistics of the attention rows
     float *inverse_norms;                 // (layers, N, NH + NKV) 1/|q| and 1/|k|, if the normalizer divides by them
     float *r1, *r2, *r;                   // (layers, N), (layers, N), (N)   of rmsnorm
@@ -415,8 +416,7 @@ template <class X>
 static void plan_activations(Model *m, Activations<X> *a, size_t B, size_t T) {
     const ModelConfig *c = &m->config;
     size_t N = B * T, C = (size_t)c->channels, F = (size_t)c->ffn, VP = padded_vocab(c), L = (size_t)c->layers;
-    size_t K = query_width(c), E = output_width(c), W = joined_width(c), kept_layers = m->recompute ? 1 : L,
-           loss_rows = N < LOSS_ROWS ? N : LOSS_ROWS;
+    size_t K = query_width(c), E = output_width(c), W = joined_width(c), kept_layers = m->recompute ? 1 : L;
     auto add = [m](const char *kind, X **where, size_t elements) { add_activations(m, kind, where, elements); };
     const char *kept = KEPT, *scratch = SCRATCH, *inputs = m->recompute ? SCRATCH : INPUTS;
     rmsnorm_warps<X>(C);    // ends the program if there is no kernel for this number of channels
@@ -431,7 +431,7 @@ static void plan_activations(Model *m, Activations<X> *a, size_t B, size_t T) {
     add(inputs, &a->h1, kept_layers * N * C);
     add(inputs, &a->act, kept_layers * N * F);
     block_of<X>(m)->plan(m, a, N, kept_layers);
-    add("logits of one block of rows", &a->logits, loss_rows * VP);
+    add("logits of one block of rows", &a->logits, m->loss_rows * VP);
     add(scratch, &a->h, N * C);
     add_gradients(m, &a->dx, N * C);
     add_gradients(m, &a->dh, N * C);
@@ -454,6 +454,7 @@ static void plan_model(Model *m, const Normalizer *const *others, size_t count, 
                        size_t T) {
     m->B = B;
     m->T = T;
+    m->loss_rows = smaller(B * T, LOSS_ROWS);
     plan_attention(m, others, count, lengths, B, T);
     plan_parameters(m);
     plan_floats(m, B, T);
@@ -635,8 +636,8 @@ static void layer_backward(Model *m, Activations<X> *a, size_t l, size_t B, size
     matmul_backward(&m->matmul, a->dh, grads + at->gate, a->dgate_up, of.h2, weight<X>(m, at->gate), {N, C, 2 * F}, add,
                     stream);
     phase(PHASE_NORM);
-    rmsnorm_backward(a->dx, grads + at->norm2, m->partials, a->dh, {of.x_mid, m->params + at->norm2, of.r2, N, C},
-                     stream);
+    rmsnorm_backward<X>({a->dx, true}, {grads + at->norm2, add}, m->partials, a->dh,
+                        {of.x_mid, m->params + at->norm2, of.r2, N, C}, stream);
 
     phase(PHASE_PROJECTIONS);
     matmul_backward(&m->matmul, a->datt, grads + at->o, a->dx, of.att, weight<X>(m, at->o), {N, E, C}, add, stream);
@@ -645,13 +646,14 @@ static void layer_backward(Model *m, Activations<X> *a, size_t l, size_t B, size
     rope_backward(a->djoined, of.projected.joined, of.projected.inverse_norms, rope_of(m, B, T), stream);
     phase(PHASE_NORM);
     if (c->qk_norm)
-        qk_norm_backward(a->djoined, grads + at->q_norm, grads + at->k_norm, m->partials, of.qk_inputs, of.qk_inverse,
-                         qk_norm_of(m, l, N), stream);
+        qk_norm_backward(a->djoined, {grads + at->q_norm, add}, {grads + at->k_norm, add}, m->partials, of.qk_inputs,
+                         of.qk_inverse, qk_norm_of(m, l, N), stream);
     if (m->recompute) rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, norm_eps(m), stream);
     phase(PHASE_PROJECTIONS);
     matmul_backward(&m->matmul, a->dh, grads + at->q, a->djoined, of.h1, weight<X>(m, at->q), {N, C, W}, add, stream);
     phase(PHASE_NORM);
-    rmsnorm_backward(a->dx, grads + at->norm1, m->partials, a->dh, {of.x, m->params + at->norm1, of.r1, N, C}, stream);
+    rmsnorm_backward<X>({a->dx, true}, {grads + at->norm1, add}, m->partials, a->dh,
+                        {of.x, m->params + at->norm1, of.r1, N, C}, stream);
 }
 
 template <class X>
@@ -686,14 +688,15 @@ static void unit_backward(Model *m, Activations<X> *a, size_t l, size_t B, size_
     gau_gate_backward(a->datt, a->djoined, a->dact, of.projected.joined, of.att, N, E, W, stream);
     attention_layer_backward(m, a, of, l, B, T);
     phase(PHASE_ROPE);
-    gau_backward<X>({a->djoined, a->dq, a->dk, a->dv, NULL}, gains_in(m, grads, l), m->partials, of.projected,
+    gau_backward<X>({a->djoined, a->dq, a->dk, a->dv, NULL}, gains_in(m, grads, l), add, m->partials, of.projected,
                     gains_in(m, m->params, l), rope_of(m, B, T), E, stream);
     phase(PHASE_NORM);
     if (m->recompute) rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, norm_eps(m), stream);
     phase(PHASE_PROJECTIONS);
     matmul_backward(&m->matmul, a->dh, grads + at->u, a->djoined, of.h1, weight<X>(m, at->u), {N, C, W}, add, stream);
     phase(PHASE_NORM);
-    rmsnorm_backward(a->dx, grads + at->norm1, m->partials, a->dh, {of.x, m->params + at->norm1, of.r1, N, C}, stream);
+    rmsnorm_backward<X>({a->dx, true}, {grads + at->norm1, add}, m->partials, a->dh,
+                        {of.x, m->params + at->norm1, of.r1, N, C}, stream);
 }
 
 template <class X>
@@ -725,8 +728,8 @@ static void model_loss(Model *m, Activations<X> *a, double *sum, const int32_t *
     size_t C = (size_t)m->config.channels, V = (size_t)m->config.vocab, VP = padded_vocab(&m->config);
     const X *head = weight<X>(m, m->list.head);
     phase(PHASE_CLASSIFIER);
-    for (size_t from = 0; from < N; from += LOSS_ROWS) {
-        size_t rows = N - from < LOSS_ROWS ? N - from : LOSS_ROWS;
+    for (size_t from = 0; from < N; from += m->loss_rows) {
+        size_t rows = smaller(N - from, m->loss_rows);
         const X *h = a->h + from * C;
         matmul_forward(&m->matmul, a->logits, h, head, (const X *)NULL, {rows, C, VP}, stream);
         classifier(m->losses + from, a->logits, targets + from, mask ? mask + from : NULL, rows, V, VP, scale, stream);
@@ -746,17 +749,16 @@ static void reduce_bucket(const Model *m, size_t i) {
     else collective_all_reduce(m->collective, m->grads + start, floats, stream);
 }
 
-// Computes the gradients of all parameters from a->dh and the activations. Writes the gradients of weight matrices, or
-// adds to them if `add`; always adds to the others. With `last`, each layer's gradients are sent to the other ranks
-// while the next layer's are computed.
+// Computes the gradients of all parameters from a->dh and the activations. Writes them, or adds to them if `add`;
+// always adds to those of clear_gradients(). With `last`, each layer's gradients are sent to the other ranks while the
+// next layer's are computed.
 template <class X>
 static void model_backward(Model *m, Activations<X> *a, const BatchTokens &tokens, size_t B, size_t T, bool add,
                            bool last) {
     size_t N = B * T, C = (size_t)m->config.channels, layers = (size_t)m->config.layers;
     phase(PHASE_NORM);
-    CUDA_CHECK(cudaMemsetAsync(a->dx, 0, N * C * sizeof(X), stream));
-    rmsnorm_backward(a->dx, m->grads + m->list.norm, m->partials, a->dh,
-                     {a->x + layers * N * C, m->params + m->list.norm, m->r, N, C}, stream);
+    rmsnorm_backward<X>({a->dx, false}, {m->grads + m->list.norm, add}, m->partials, a->dh,
+                        {a->x + layers * N * C, m->params + m->list.norm, m->r, N, C}, stream);
     if (last) reduce_bucket(m, layers + 1);
     for (size_t l = layers; l-- > 0;) {
         block_of<X>(m)->backward(m, a, l, B, T, add);
@@ -769,13 +771,31 @@ static void model_backward(Model *m, Activations<X> *a, const BatchTokens &token
     phase(PHASE_OTHER);
 }
 
+// Is this a gradient that kernels only add to? Attention adds to those of the learned scalars. The embedding's is that
+// of the tokens in the batch; if it is tied, the output projection's has been written there before.
+static bool only_adds(const Model *m, size_t tensor) {
+    const Tensor *t = &m->list.tensors[tensor];
+    return t->scalar != SCALAR_NONE || (t->offset == m->list.embedding && m->list.head != m->list.embedding);
+}
+
+// Clears these, each run of neighbors at once. A step's first micro-batch overwrites all others.
+static void clear_gradients(const Model *m) {
+    size_t next;
+    for (size_t i = 0; i < m->list.count; i = next) {
+        size_t floats = 0;
+        for (next = i; next < m->list.count && only_adds(m, next); next++) floats += m->parts[next].floats;
+        if (next == i) next++;
+        else CUDA_CHECK(cudaMemsetAsync(m->grads + m->parts[i].from, 0, floats * sizeof(float), stream));
+    }
+}
+
 // Runs one micro-batch. Adds the sum of its losses on the device, and the gradients of scale times that sum to
 // m->grads.
 template <class X>
 static void model_step(Model *m, Activations<X> *a, const BatchTokens &batch, size_t B, size_t T, float scale,
                        bool first, bool last) {
     if (first) {
-        CUDA_CHECK(cudaMemsetAsync(m->grads, 0, m->list.floats * sizeof(float), stream));
+        clear_gradients(m);
         CUDA_CHECK(cudaMemsetAsync(m->sums + SUM_STEP, 0, sizeof(double), stream));
     }
     model_forward(m, a, batch.inputs, B, T, 0);
@@ -856,6 +876,30 @@ static void describe_matmuls(char *out, size_t size, const Device *device, const
                  o->reduce_dtype == TRAIN_BF16 ? "bfloat16" : "float32", o->zero ? ", ZeRO-1" : "");
 }
 
+struct DeviceMemory {
+    size_t free, all;
+};
+
+static DeviceMemory device_memory(void) {
+    DeviceMemory memory;
+    CUDA_CHECK(cudaMemGetInfo(&memory.free, &memory.all));
+    return memory;
+}
+
+// Plans more rows of logits at a time. Each block of rows but the first reads and writes the gradient of the output
+// projection once more: 309 MB for GPT-2's vocabulary and 768 channels. The logits may take a sixteenth of the GPU's
+// memory, and the plan nine tenths, otherwise it stays as it is. What is free plays no role, so that a run that is
+// resumed on the same GPU adds in the same order.
+static void plan_more_logits(Model *m, size_t memory) {
+    size_t N = m->B * m->T, row = padded_vocab(&m->config) * (m->in_bf16 ? sizeof(bf16) : sizeof(float));
+    size_t most = memory / 16 / row / 128 * 128, blocks = most ? (N + most - 1) / most : 0;
+    size_t rows = blocks ? smaller(N, ((N + blocks - 1) / blocks + 127) / 128 * 128) : 0;
+    void **logits = by_type([](auto *a) { return (void **)&a->logits; });
+    if (rows <= m->loss_rows || m->plan.total + (rows - m->loss_rows) * row > memory / 10 * 9) return;
+    memory_resize(&m->plan, logits, rows * row);
+    m->loss_rows = rows;
+}
+
 static void plan_training(Model *m, const Run *run) {
     const TrainOptions *o = &run->o;
     m->list = tensors_of(&m->config, run->others, run->other_count);
@@ -867,6 +911,7 @@ static void plan_training(Model *m, const Run *run) {
     m->stochastic = o->stochastic_rounding;
     m->seed = (uint64_t)o->seed;
     plan_model(m, run->others, run->other_count, &o->seq_len, (size_t)o->batch, run->T);
+    plan_more_logits(m, device_memory().all);
 
     size_t bytes = m->list.floats * sizeof(float);
     memory_add(&m->host_plan, "parameters, for files", (void **)&m->host.params, bytes);
@@ -880,14 +925,8 @@ static void plan_training(Model *m, const Run *run) {
                    padded_vocab(&m->config) * sizeof(uint16_t));
 }
 
-static size_t device_free(void) {
-    size_t left, all;
-    CUDA_CHECK(cudaMemGetInfo(&left, &all));
-    return left;
-}
-
 static void check_device_memory(const Model *m, const Device *device) {
-    size_t left = device_free();
+    size_t left = device_memory().free;
     if (m->plan.total > left)
         fail(
             EXIT_RESOURCE,
@@ -1165,7 +1204,7 @@ int main(int argc, char **argv) {
     Device device = start_device(&model, o);
     plan_training(&model, &run);
     describe_matmuls(matmuls, sizeof matmuls, &device, o);
-    run_plan(&run, &model.host_plan, matmuls, &model.plan, device_free());
+    run_plan(&run, &model.host_plan, matmuls, &model.plan, device_memory().free);
     check_device_memory(&model, &device);
     if (!run_take(&run)) return end(&run, &model);
 

@@ -15,7 +15,7 @@
 //
 // z is only a twenty-fifth of a row. Each warp processes one row of z, and each lane up to GAU_PAIRS pairs of the
 // rotation, one element at a time. For the gains' gradients, each lane sums its columns over its rows in registers. The
-// block then sums its warps and writes one row of partial sums, and columns_add() adds the blocks' rows.
+// block then sums its warps and writes one row of partial sums, and columns_sum() adds the blocks' rows.
 //
 // Memory traffic for N = 16,384, E = 1,536, HS = 128 in bf16: forward v_in, v, z, q, k: N·(2·1536 + 3·128)·2 = 113 MB,
 // 34 µs at 3.35 TB/s; backward v_in, dv, dv_in, z, dz, dq, dk (and with l2 q, k): N·(3·1536 + 4·128)·2 = 168 MB, 50 µs;
@@ -251,11 +251,11 @@ static inline size_t gau_partials(size_t N, size_t HS) {
     return gau_blocks(N) * 4 * HS;
 }
 
-// d.joined written, except u's part, from d.q, d.k and d.v   grads (HS each) added to   partials scratch
-//   x: as gau_forward() left it
+// d.joined written, except u's part, from d.q, d.k and d.v   grads (HS each) written, or added to if `add`
+//   partials scratch   x: as gau_forward() left it
 template <class X>
-void gau_backward(Projected<X> d, GauGains grads, float *partials, Projected<X> x, GauGains gains, Rope r, size_t E,
-                  cudaStream_t stream) {
+void gau_backward(Projected<X> d, GauGains grads, bool add, float *partials, Projected<X> x, GauGains gains, Rope r,
+                  size_t E, cudaStream_t stream) {
     size_t N = r.B * r.T, HS = r.HS, row = 2 * E + HS, blocks = gau_blocks(N);
     bool vectors = fits<X>(E) && fits<X>(row);
     dim3 block = row_block(vectors ? E / Pack<X>::size : E);
@@ -265,7 +265,7 @@ void gau_backward(Projected<X> d, GauGains grads, float *partials, Projected<X> 
     launch(gau_qk_backward_kernel<X>, dim3((unsigned)blocks), dim3(32 * GAU_WARPS), 0, stream, d, partials, x, gains, r,
            E);
     float *const sums[] = {grads.q_gain, grads.q_offset, grads.k_gain, grads.k_offset};
-    for (size_t i = 0; i < 4; i++) columns_add(sums[i], partials + i * HS, blocks, 4 * HS, HS, stream);
+    for (size_t i = 0; i < 4; i++) columns_sum({sums[i], add}, partials + i * HS, blocks, 4 * HS, HS, stream);
 }
 
 //   out (N,E) written   uvz (N,width), whose first E columns are u   att (N,E)

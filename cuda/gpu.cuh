@@ -139,6 +139,10 @@ DEVICE uint4 load_16_streaming(const void *p) {    // read once
     return __ldcs((const uint4 *)p);
 }
 
+DEVICE uint4 load_16_again(const void *p) {    // read again later, and then perhaps written
+    return *(const uint4 *)p;
+}
+
 DEVICE void store_16(void *p, uint4 x) {
     *(uint4 *)p = x;
 }

@@ -1,7 +1,8 @@
 // QK norms: an RMSNorm with a gain over each head of q and k, in place in the joint projection, before RoPE.
 //
 //   y[c]      = x[c] · r · gain[c],   r = 1/sqrt(mean_c x[c]² + eps)
-//   dx[c]     = r (gain[c] dy[c] − x[c] r² mean_c(dy gain x)),   dgain[c] += sum over rows and heads of dy[c] x[c] r
+//   dx[c]     = r (gain[c] dy[c] − x[c] r² mean_c(dy gain x))
+//   dgain[c]  = sum over rows and heads of dy[c] x[c] r (+ dgain[c])
 //
 // Shapes: qkv and dqkv (N,NH + 2 NKV,HS), the heads of q and k, which are updated, followed by those of v; inputs (N,NH
 // + NKV,HS) and inverse (N,NH + NKV), the x and r kept for the backward pass; q_gain, k_gain and their gradients (HS).
@@ -12,7 +13,7 @@
 // `group` lanes process a head, a power of two of at most 32, as in rope.cuh. In the backward pass, a lane has the same
 // elements (at most QK_NORM_LANE) of every head that its group processes, and sums their contributions to both gain
 // gradients in registers. The block then sums over its groups in shared memory and writes one row of partial sums for
-// columns_add(). The number of blocks depends only on the shape, so every GPU gives the same bits.
+// columns_sum(). The number of blocks depends only on the shape, so every GPU gives the same bits.
 //
 // Memory traffic at N = 16,384, 12 + 12 heads of 64 in bf16: forward, q and k are read, written and saved, 3·2·N·768·2
 // = 151 MB, 45 µs at 3.35 TB/s; backward, dq, dk and the saved q and k are read, and dq and dk written, 151 MB.
@@ -57,7 +58,7 @@ KERNEL void qk_norm_forward_kernel(X *qkv, X *inputs, float *inverse, QkNorm q, 
     float sum = 0;
     for (size_t c = first; there && c < q.HS; c += step) {
         float v[W];
-        load_vector_in_place<W>(v, x + c);
+        load_vector_again<W>(v, x + c);
         for (int j = 0; j < W; j++) sum += v[j] * v[j];
     }
     float r = 1.0f / sqrtf(group_sum(sum, group) / (float)q.HS + q.eps);    // all: group_sum() needs whole warps
@@ -83,7 +84,7 @@ DEVICE float qk_norm_dot(const X *dy, const X *x, const float *gain, LanePart pa
     float sum = 0;
     for (size_t c = part.first; c < part.end; c += part.step) {
         float d[W], v[W], g[W];
-        load_vector_in_place<W>(d, dy + c);
+        load_vector_again<W>(d, dy + c);
         load_vector<W>(v, x + c);
         load_vector<W>(g, gain + c);
         for (int j = 0; j < W; j++) sum += d[j] * g[j] * v[j];
@@ -187,11 +188,11 @@ void qk_norm_forward(X *qkv, X *inputs, float *inverse, const QkNorm &q, cudaStr
            inputs, inverse, q, (int)group);
 }
 
-//   dqkv (N,NH + 2 NKV,HS) in place   dq_gain, dk_gain (HS) added to   partials scratch
+//   dqkv (N,NH + 2 NKV,HS) in place   dq_gain, dk_gain (HS): each written or added to   partials scratch
 //   inputs, inverse: as written by qk_norm_forward()
 template <class X>
-void qk_norm_backward(X *dqkv, float *dq_gain, float *dk_gain, float *partials, const X *inputs, const float *inverse,
-                      const QkNorm &q, cudaStream_t stream) {
+void qk_norm_backward(X *dqkv, Gradient<float> dq_gain, Gradient<float> dk_gain, float *partials, const X *inputs,
+                      const float *inverse, const QkNorm &q, cudaStream_t stream) {
     enum { W = Pack<X>::size };
     bool vectors = fits<X>(q.HS);
     size_t group = qk_norm_group(q.HS, vectors ? (size_t)W : 1), blocks = qk_norm_blocks(q, group);
@@ -199,7 +200,7 @@ void qk_norm_backward(X *dqkv, float *dq_gain, float *dk_gain, float *partials, 
     auto kernel = vectors ? qk_norm_backward_kernel<X, W> : qk_norm_backward_kernel<X, 1>;
     launch(kernel, dim3((unsigned)blocks), dim3(QK_NORM_THREADS), shared, stream, dqkv, partials, inputs, inverse, q,
            (int)group);
-    columns_add(dq_gain, partials, blocks, 2 * q.HS, q.HS, stream);
-    columns_add(dk_gain, partials + q.HS, blocks, 2 * q.HS, q.HS, stream);
+    columns_sum(dq_gain, partials, blocks, 2 * q.HS, q.HS, stream);
+    columns_sum(dk_gain, partials + q.HS, blocks, 2 * q.HS, q.HS, stream);
 }
 #endif

@@ -1,8 +1,8 @@
 // RMSNorm, forward and backward.
 //
 //   out[n,c]   = inp[n,c] · r_n · weight[c],   r_n = 1/sqrt(mean_c inp[n,c]² + eps)
-//   dinp[n,c] += r_n (weight[c] dout[n,c] − inp[n,c] r_n² mean_c(dout weight inp))
-//   dweight[c] += sum_n dout[n,c] inp[n,c] r_n
+//   dinp[n,c] = r_n (weight[c] dout[n,c] − inp[n,c] r_n² mean_c(dout weight inp)) (+ dinp[n,c])
+//   dweight[c] = sum_n dout[n,c] inp[n,c] r_n (+ dweight[c])
 //
 // Shapes: inp, out and their gradients (N,C), weight and dweight (C), r (N). X = float or bf16; r, weight, dweight and
 // all sums are float, and each result is rounded once. C up to RMSNORM_MAX_CHANNELS, any N.
@@ -10,7 +10,7 @@
 //
 // Each warp processes a row. It reads the row twice, the second time from L1: a row of the 124M model is 1.5 KB. For
 // dweight, each warp sums its own rows in its part of shared memory. The block then sums its warps and writes one row
-// of partial sums, and columns_add() adds the blocks' rows. The number of blocks depends only on N and C, so every GPU
+// of partial sums, and columns_sum() adds the blocks' rows. The number of blocks depends only on N and C, so every GPU
 // produces the same bits.
 //
 // Memory traffic for N = 16,384, C = 768 in bf16: forward 2·N·C·2 + 4·N = 50.4 MB, 15 µs at 3.35 TB/s; backward (dout,
@@ -69,20 +69,20 @@ DEVICE float rmsnorm_mean(const X *dy, const X *x, const float *weight, size_t f
     return warp_sum(sum) / (float)C;
 }
 
-// Computes dx of a warp's row, and adds its part of dweight to `sums`. The lane's element i of round k is at (k·W +
-// i)·32 + lane, so that neighboring lanes have neighboring addresses.
+// Computes dx of a warp's row, added to what is there if `add`, and adds its part of dweight to `sums`. The lane's
+// element i of round k is at (k·W + i)·32 + lane, so that neighboring lanes have neighboring addresses.
 template <class X, int W>
-DEVICE void rmsnorm_row(X *dx, float *sums, const X *dy, const X *x, const float *weight, float r_n, float mean,
-                        size_t C) {
+DEVICE void rmsnorm_row(X *dx, bool add, float *sums, const X *dy, const X *x, const float *weight, float r_n,
+                        float mean, size_t C) {
     float k = r_n * r_n * mean;
     size_t lane = threadIdx.x % 32;
     for (size_t c = lane * W; c < C; c += 32 * W) {
         float *sum = sums + (c - lane * W) + lane;
-        float d[W], v[W], w[W], y[W];
+        float d[W], v[W], w[W], y[W] = {};
         load_vector<W>(d, dy + c);
         load_vector<W>(v, x + c);
         load_vector<W>(w, weight + c);
-        load_vector_in_place<W>(y, dx + c);
+        if (add) load_vector_in_place<W>(y, dx + c);
         for (int i = 0; i < W; i++) {
             y[i] += r_n * (w[i] * d[i] - v[i] * k);
             sum[32 * i] += d[i] * v[i] * r_n;
@@ -92,7 +92,7 @@ DEVICE void rmsnorm_row(X *dx, float *sums, const X *dy, const X *x, const float
 }
 
 template <class X, int W>
-KERNEL void rmsnorm_backward_kernel(X *dinp, float *partials, const X *dout, const X *inp, const float *weight,
+KERNEL void rmsnorm_backward_kernel(Gradient<X> dinp, float *partials, const X *dout, const X *inp, const float *weight,
                                     const float *r, size_t N, size_t C) {
     DYNAMIC_SHARED(float, sums);    // (warps, room)
     size_t pieces = (C + 32 * W - 1) / (32 * W), room = pieces * 32 * W, warps = blockDim.x / 32,
@@ -101,7 +101,8 @@ KERNEL void rmsnorm_backward_kernel(X *dinp, float *partials, const X *dout, con
     __syncthreads();
     for (size_t n = blockIdx.x * warps + warp; n < N; n += gridDim.x * warps) {
         float mean = rmsnorm_mean<X, W>(dout + n * C, inp + n * C, weight, (threadIdx.x % 32) * W, C);
-        rmsnorm_row<X, W>(dinp + n * C, sums + warp * room, dout + n * C, inp + n * C, weight, r[n], mean, C);
+        rmsnorm_row<X, W>(dinp.p + n * C, dinp.add, sums + warp * room, dout + n * C, inp + n * C, weight, r[n], mean,
+                          C);
     }
     __syncthreads();
     for (size_t c = threadIdx.x; c < C; c += blockDim.x) {
@@ -150,13 +151,14 @@ struct RmsNormed {
     size_t N, C;
 };
 
-//   dinp (N,C) added to   dweight (C) added to   partials scratch   dout (N,C)
+//   dinp (N,C), dweight (C): each written or added to   partials scratch   dout (N,C)
 template <class X>
-void rmsnorm_backward(X *dinp, float *dweight, float *partials, const X *dout, RmsNormed<X> x, cudaStream_t stream) {
+void rmsnorm_backward(Gradient<X> dinp, Gradient<float> dweight, float *partials, const X *dout, RmsNormed<X> x,
+                      cudaStream_t stream) {
     size_t C = x.C, warps = rmsnorm_warps<X>(C), blocks = smaller((x.N + warps - 1) / warps, RMSNORM_BLOCKS);
     auto kernel = fits<X>(C) ? rmsnorm_backward_kernel<X, Pack<X>::size> : rmsnorm_backward_kernel<X, 1>;
     launch(kernel, dim3((unsigned)blocks), dim3((unsigned)(32 * warps)), warps * rmsnorm_room<X>(C), stream, dinp,
            partials, dout, x.inp, x.weight, x.r, x.N, C);
-    columns_add(dweight, partials, blocks, C, C, stream);
+    columns_sum(dweight, partials, blocks, C, C, stream);
 }
 #endif

@@ -59,8 +59,8 @@ DEVICE float rope_squares(const X *x, LanePart part) {
     float sum = 0;
     for (size_t i = part.first; i < half; i += part.step) {
         float a[W], b[W];
-        load_vector_in_place<W>(a, x + i);
-        load_vector_in_place<W>(b, x + half + i);
+        load_vector_again<W>(a, x + i);
+        load_vector_again<W>(b, x + half + i);
         for (int j = 0; j < W; j++) sum += a[j] * a[j] + b[j] * b[j];
     }
     return sum;
@@ -117,8 +117,8 @@ DEVICE float rope_dot(const X *u, const X *du, LanePart part) {
         float a[W], b[W], da[W], db[W];
         load_vector<W>(a, u + i);
         load_vector<W>(b, u + half + i);
-        load_vector_in_place<W>(da, du + i);
-        load_vector_in_place<W>(db, du + half + i);
+        load_vector_again<W>(da, du + i);
+        load_vector_again<W>(db, du + half + i);
         for (int j = 0; j < W; j++) sum += a[j] * da[j] + b[j] * db[j];
     }
     return sum;

@@ -13,54 +13,57 @@
 
 // ---- W elements as floats; W is 1 or, for X = float, a multiple of 4, for X = bf16, 8
 
-// For memory that is not written while the kernel runs.
-template <int W>
-DEVICE void load_vector(float x[W], const float *p) {
+// What happens to the memory in this kernel: nothing else; this is its last reading, and perhaps it is written
+// afterwards; it is read again.
+enum Use { READ_ONLY, READ_LAST, READ_AGAIN };
+
+template <Use USE>
+DEVICE uint4 load_16_for(const void *p) {
+    if constexpr (USE == READ_ONLY) return load_16(p);
+    else if constexpr (USE == READ_LAST) return load_16_streaming(p);
+    else return load_16_again(p);
+}
+
+template <int W, Use USE>
+DEVICE void load_vector_for(float x[W], const float *p) {
     if constexpr (W == 1) {
         x[0] = *p;
     } else {
         for (int i = 0; i < W; i += 4) {
             Pack<float> pack;
-            unpack_16(pack, load_16(p + i));
+            unpack_16(pack, load_16_for<USE>(p + i));
             for (int j = 0; j < 4; j++) x[i + j] = pack.x[j];
         }
     }
 }
 
-template <int W>
-DEVICE void load_vector(float x[W], const bf16 *p) {
+template <int W, Use USE>
+DEVICE void load_vector_for(float x[W], const bf16 *p) {
     if constexpr (W == 1) {
         x[0] = to_float(*p);
     } else {
         Pack<bf16> pack;
-        unpack_16(pack, load_16(p));
+        unpack_16(pack, load_16_for<USE>(p));
         for (int j = 0; j < 8; j++) x[j] = pack.x[j];
     }
+}
+
+// For memory that is not written while the kernel runs.
+template <int W, class X>
+DEVICE void load_vector(float x[W], const X *p) {
+    load_vector_for<W, READ_ONLY>(x, p);
 }
 
 // Loads W elements that this thread may write afterwards, or that are read for the last time.
-template <int W>
-DEVICE void load_vector_in_place(float x[W], const float *p) {
-    if constexpr (W == 1) {
-        x[0] = *p;
-    } else {
-        for (int i = 0; i < W; i += 4) {
-            Pack<float> pack;
-            unpack_16(pack, load_16_streaming(p + i));
-            for (int j = 0; j < 4; j++) x[i + j] = pack.x[j];
-        }
-    }
+template <int W, class X>
+DEVICE void load_vector_in_place(float x[W], const X *p) {
+    load_vector_for<W, READ_LAST>(x, p);
 }
 
-template <int W>
-DEVICE void load_vector_in_place(float x[W], const bf16 *p) {
-    if constexpr (W == 1) {
-        x[0] = to_float(*p);
-    } else {
-        Pack<bf16> pack;
-        unpack_16(pack, load_16_streaming(p));
-        for (int j = 0; j < 8; j++) x[j] = pack.x[j];
-    }
+// Loads W elements that the kernel reads again, so that they should stay in the caches.
+template <int W, class X>
+DEVICE void load_vector_again(float x[W], const X *p) {
+    load_vector_for<W, READ_AGAIN>(x, p);
 }
 
 template <int W>
@@ -149,14 +152,21 @@ DEVICE double block_sum_double(double x) {
     return sums[0];
 }
 
-// out[c] += sum_r partials[r,c], in an order that depends only on the sizes
-//   out (C) added to   partials (R, row): its first C columns
+// A gradient that a kernel writes or, if `add`, adds to.
+template <class X>
+struct Gradient {
+    X *p;
+    bool add;
+};
+
+// out[c] = sum_r partials[r,c] (+ out[c]), in an order that depends only on the sizes
+//   out (C) written or added to   partials (R, row): its first C columns
 // This is the second stage of sums over all rows of a batch, whose first stage writes one row per block.
 enum { COLUMNS = 32, COLUMN_THREADS = 32 };
 
-// registers: at most 32 (columns_add_kernel)
+// registers: at most 32 (columns_sum_kernel)
 template <class X>
-KERNEL void columns_add_kernel(X *out, const X *partials, size_t R, size_t row, size_t C) {
+KERNEL void columns_sum_kernel(Gradient<X> out, const X *partials, size_t R, size_t row, size_t C) {
     SHARED_ARRAY(X, sums, COLUMN_THREADS * COLUMNS);
     size_t c = (size_t)blockIdx.x * COLUMNS + threadIdx.x;
     X sum = 0;
@@ -166,11 +176,12 @@ KERNEL void columns_add_kernel(X *out, const X *partials, size_t R, size_t row, 
     __syncthreads();
     if (threadIdx.y > 0 || c >= C) return;
     for (int y = 1; y < COLUMN_THREADS; y++) sum += sums[y * COLUMNS + threadIdx.x];
-    out[c] += sum;
+    out.p[c] = out.add ? out.p[c] + sum : sum;
 }
 
-static inline void columns_add(float *out, const float *partials, size_t R, size_t row, size_t C, cudaStream_t stream) {
-    launch(columns_add_kernel<float>, dim3((unsigned)((C + COLUMNS - 1) / COLUMNS)), dim3(COLUMNS, COLUMN_THREADS), 0,
+static inline void columns_sum(Gradient<float> out, const float *partials, size_t R, size_t row, size_t C,
+                               cudaStream_t stream) {
+    launch(columns_sum_kernel<float>, dim3((unsigned)((C + COLUMNS - 1) / COLUMNS)), dim3(COLUMNS, COLUMN_THREADS), 0,
            stream, out, partials, R, row, C);
 }
 #endif

@@ -24,6 +24,14 @@ void memory_add(MemoryPlan *plan, const char *kind, void **where, size_t bytes) 
     plan->total += rounded(bytes);
 }
 
+void memory_resize(MemoryPlan *plan, void **where, size_t bytes) {
+    for (size_t i = 0; i < plan->count; i++) {
+        if (plan->rows[i].where != where) continue;
+        plan->total += rounded(bytes) - rounded(plan->rows[i].bytes);
+        plan->rows[i].bytes = bytes;
+    }
+}
+
 void memory_print(const MemoryPlan *plan, const char *title, uint64_t free_bytes) {
     printf("%s\n", title);
     for (size_t i = 0; i < plan->count; i++) {

@@ -30,6 +30,9 @@ typedef struct {
 // Plans a buffer. After memory_take(), *where points to it: zeroed, aligned to 256 bytes.
 void memory_add(MemoryPlan *plan, const char *kind, void **where, size_t bytes);
 
+// Changes the size of a planned buffer.
+void memory_resize(MemoryPlan *plan, void **where, size_t bytes);
+
 // Prints the title, one line per kind, and the total next to the free memory.
 void memory_print(const MemoryPlan *plan, const char *title, uint64_t free_bytes);
 

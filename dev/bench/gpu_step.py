@@ -308,10 +308,12 @@ def parameters(model):
 
 def largest_batch(at_16, model, variant):
     """The largest batch that should fit, a multiple of 8, extrapolated from the memory at B = 16: the part that does
-    not depend on the batch is known, and the rest is proportional to it. 16 if nvidia-smi does not report the GPU's
-    memory."""
+    not depend on the batch is known, and the rest is proportional to it. Our logits do not grow: where memory is
+    scarce, the trainer computes fewer rows of them at a time. 16 if nvidia-smi does not report the GPU's memory."""
     bytes_each = {"ours": 4 + 4 + 8 + 2, "autocast": 4 + 4 + 8, "bf16": 2 + 2 + 4}[variant]
     fixed = bytes_each * parameters(model) / 1e9
+    if variant == "ours":
+        fixed += 2 * at_16["B"] * at_16["T"] * cpu_step.PADDED_VOCAB / 1e9
     a_sequence, memory = (at_16["peak_gb"] - fixed) / at_16["B"], free_gb()
     return (16 if a_sequence <= 0 or memory is None
             else max(16, int(0.97 * (memory - MARGIN_GB - fixed) / a_sequence) // 8 * 8))

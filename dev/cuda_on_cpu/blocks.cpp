@@ -1115,6 +1115,11 @@ struct Job {
 static Lock counts_lock;
 static Counts all_counts;
 static std::map<std::pair<std::string, int>, uint64_t> all_conflicts;
+static std::map<const void *, uint64_t> all_launches;    // by kernel
+struct Calls {
+    uint64_t count, bytes;
+};
+static std::map<std::string, Calls> all_calls;
 
 static void add_counts(Worker &w) {
     std::lock_guard<Lock> hold(counts_lock);
@@ -1316,6 +1321,7 @@ void run_grid(const Parameters &launch) {
     if (race_check()) __tsan_acquire((void *)&launch);
     std::lock_guard<Lock> hold(counts_lock);
     all_counts.launches++;
+    all_launches[launch.kernel]++;
 }
 
 Counts counts() {
@@ -1327,6 +1333,15 @@ void counts_reset() {
     std::lock_guard<Lock> hold(counts_lock);
     all_counts = Counts();
     all_conflicts.clear();
+    all_launches.clear();
+    all_calls.clear();
+}
+
+void count_call(const std::string &name, size_t bytes) {
+    std::lock_guard<Lock> hold(counts_lock);
+    Calls &calls = all_calls[name];
+    calls.count++;
+    calls.bytes += bytes;
 }
 
 void counts_print(FILE *file) {
@@ -1342,6 +1357,11 @@ void counts_print(FILE *file) {
     for (const auto &l : all_conflicts)
         fprintf(file, "  %s:%d: %llu bank conflicts\n", l.first.first.c_str(), l.first.second,
                 (unsigned long long)l.second);
+    for (const auto &l : all_launches)
+        fprintf(file, "  %s: %llu launches\n", kernel_name(l.first).c_str(), (unsigned long long)l.second);
+    for (const auto &l : all_calls)
+        fprintf(file, "  %s: %llu calls, %llu bytes\n", l.first.c_str(), (unsigned long long)l.second.count,
+                (unsigned long long)l.second.bytes);
 }
 
 }

@@ -532,6 +532,10 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t op, 
             return CUBLAS_STATUS_INVALID_VALUE;
         }
     Matrices x = {a, b, c, d, workspace, *(const float *)alpha, *(const float *)beta};
+    // D is (m,n), or its transpose (n,m) in row-major order.
+    std::string name = "cublasLtMatmul m=" + std::to_string(p.m) + " n=" + std::to_string(p.n) +
+                       " k=" + std::to_string(p.k) + (x.beta == 0 ? "" : " + C");
+    cuda_on_cpu::count_call(name, 0);
     cuda_on_cpu::enqueue(stream, [=] { product(p, x, algorithm); });
     return CUBLAS_STATUS_SUCCESS;
 }

@@ -13,6 +13,7 @@
 #include <stdio.h>
 
 #include <functional>
+#include <string>
 
 namespace cuda_on_cpu {
 
@@ -72,7 +73,12 @@ struct Counts {
 };
 Counts counts();
 void counts_reset();
-void counts_print(FILE *file);    // with the conflicts of each source line
+// Prints them, with the conflicts of each source line, the launches of each kernel, and the calls and bytes of copies,
+// fills and the libraries on top.
+void counts_print(FILE *file);
+
+// Counts one more call that a library, a copy or a fill makes, for counts_print().
+void count_call(const std::string &name, size_t bytes);
 
 // Enqueues `work` in the stream, like a kernel; for libraries that are emulated on top of this one. The race check sees
 // only what `work` declares by reads() and writes().

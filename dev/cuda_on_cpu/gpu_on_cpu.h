@@ -351,6 +351,9 @@ DEVICE uint4 load_16(const void *p, CUDA_ON_CPU_SITE) {
 DEVICE uint4 load_16_streaming(const void *p, CUDA_ON_CPU_SITE) {
     return cuda_on_cpu::load(static_cast<const uint4 *>(p), {file, line});
 }
+DEVICE uint4 load_16_again(const void *p, CUDA_ON_CPU_SITE) {
+    return cuda_on_cpu::load(static_cast<const uint4 *>(p), {file, line});
+}
 DEVICE void store_16(void *p, uint4 x, CUDA_ON_CPU_SITE) {
     cuda_on_cpu::store(static_cast<uint4 *>(p), x, {file, line});
 }

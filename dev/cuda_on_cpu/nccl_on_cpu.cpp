@@ -213,6 +213,7 @@ void disconnect(ncclComm_t) {}
 #endif
 
 void start(const std::shared_ptr<Collective> &c) {
+    cuda_on_cpu::count_call(KINDS[c->call.kind], c->bytes());
     if (c->comm->ranks > 1) {
         cuda_on_cpu::enqueue_until(c->stream, [=] { return advance(*c); });
         return;

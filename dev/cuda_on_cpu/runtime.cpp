@@ -536,6 +536,7 @@ static cudaError_t copy(const char *name, void *to, const void *from, Rows rows,
         return refuse(cudaErrorInvalidValue, std::string(name) + ": " + std::to_string(from_bytes) +
                                                  " bytes at its source are " + (from_device ? "device" : "no device") +
                                                  " memory");
+    count_call(name, rows.bytes * rows.count);
     std::shared_ptr<std::vector<char>> staged;
     if (!from_pinned && to_device) {
         staged = std::make_shared<std::vector<char>>((const char *)from, (const char *)from + from_bytes);
@@ -694,6 +695,7 @@ cudaError_t cudaMemsetAsync(void *p, int value, size_t bytes, cudaStream_t strea
     if (bytes == 0) return cudaSuccess;
     if (!is_device(p, bytes))
         return refuse(cudaErrorInvalidValue, "cudaMemset: " + std::to_string(bytes) + " bytes are not device memory");
+    count_call(__func__, bytes);
     add_operation(s, [=] {
         writes(p, bytes);
         memset(p, value, bytes);

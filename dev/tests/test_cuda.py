@@ -446,3 +446,14 @@ def test_no_thread_runs_a_handler(cuda, data):
         process.terminate()
         process.communicate(timeout=60)
     assert process.returncode == 75
+
+
+@pytest.mark.parametrize("batch, gigabytes, logits", [(512, 80, "3.30 GB"), (512, 40, "1.65 GB"), (512, 20, "1.11 GB"),
+                                                      (512, 15, "824 MB"), (2048, 60, "3.30 GB"), (2048, 46, "824 MB")])
+def test_rows_of_logits(cuda, tmp_path, batch, gigabytes, logits):
+    """32,768 rows in one block, two, three or four, each at most a sixteenth of the memory; 131,072 rows in four or,
+    where those would leave less than a tenth of it, sixteen."""
+    write_shard(tmp_path / "d_train_000001.bin", tokens(140000))
+    said = train(tmp_path, "--model", "124M", "--seq-len", 64, "--batch", batch, "--dtype", "bf16", "--dry-run",
+                 program=cuda, env={"CUDA_ON_CPU_MEMORY": str(gigabytes * 10**9)})
+    assert re.search(rf"logits of one block of rows +{logits}$", said, re.M), said

@@ -178,6 +178,12 @@ static Numbers fill(Tensor<X> &t, const char *name, double mean, double scale) {
     return fill(t, numbers(name, t.n, mean, scale));
 }
 
+// The initial values of a gradient that a kernel adds to; of one that it writes, NaNs, of which no trace may remain.
+template <class X>
+static Numbers start(Tensor<X> &t, const char *name, bool add) {
+    return add ? fill(t, name, 0, 1) : Numbers(t.n);
+}
+
 // Bytes of any type, unconverted.
 template <class T>
 static void upload(Tensor<T> &t, const std::vector<T> &x) {
@@ -239,12 +245,14 @@ static const char *type_name(void) {
 // RMSNorm
 
 template <class X>
-static void test_rmsnorm(size_t N, size_t C, float eps) {
-    if (!case_begins("rmsnorm %s N=%zu C=%zu eps=%g", type_name<X>(), N, C, eps)) return;
+static void test_rmsnorm(size_t N, size_t C, float eps, bool add_input, bool add_weight) {
+    if (!case_begins("rmsnorm %s N=%zu C=%zu eps=%g%s%s", type_name<X>(), N, C, eps, add_input ? "" : " dinp written",
+                     add_weight ? "" : " dweight written"))
+        return;
     Tensor<X> out(N * C), inp(N * C), dout(N * C), dinp(N * C);
     Tensor<float> r(N), weight(C), dweight(C), partials(rmsnorm_partials(N, C)), r_in(N);
     Numbers x = fill(inp, "x", 0.1, 2), w = fill(weight, "w", 1, 0.5), dy = fill(dout, "dy", 0, 1),
-            dx = fill(dinp, "dx", 0, 1), dw = fill(dweight, "dw", 0, 1);
+            dx = start(dinp, "dx", add_input), dw = start(dweight, "dw", add_weight);
     Numbers y(N * C), inverse(N);
     for (size_t n = 0; n < N; n++) {
         double squares = 0, dot = 0;
@@ -262,8 +270,8 @@ static void test_rmsnorm(size_t N, size_t C, float eps) {
     run_twice({&out, &r},
               [&] { rmsnorm_forward(out.device(), r.device(), inp.device(), weight.device(), N, C, eps, stream); });
     run_twice({&dinp, &dweight, &partials}, [&] {
-        rmsnorm_backward(dinp.device(), dweight.device(), partials.device(), dout.device(),
-                         {inp.device(), weight.device(), r_in.device(), N, C}, stream);
+        rmsnorm_backward<X>({dinp.device(), add_input}, {dweight.device(), add_weight}, partials.device(),
+                            dout.device(), {inp.device(), weight.device(), r_in.device(), N, C}, stream);
     });
     compare("out", out, y, FORWARD);
     compare("r", r, inverse, FORWARD);
@@ -276,8 +284,13 @@ template <class X>
 static void test_rmsnorms(void) {
     static const size_t SHAPES[][2] = {{1, 48}, {33, 96},   {33, 768},  {3, 97},
                                        {1, 1},  {2, 24576}, {4300, 16}, {5, 4104}};
-    for (const size_t *s : SHAPES) test_rmsnorm<X>(s[0], s[1], 1e-5f);
-    test_rmsnorm<X>(33, 96, 0.1f);
+    for (const size_t *s : SHAPES) test_rmsnorm<X>(s[0], s[1], 1e-5f, true, true);
+    test_rmsnorm<X>(33, 96, 0.1f, true, true);
+    for (size_t C : {(size_t)96, (size_t)97}) {
+        test_rmsnorm<X>(33, C, 1e-5f, false, true);
+        test_rmsnorm<X>(33, C, 1e-5f, true, false);
+        test_rmsnorm<X>(33, C, 1e-5f, false, false);
+    }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -383,14 +396,16 @@ static void qk_norm_head_backward(double *d, double *dgain, const double *x, con
 }
 
 template <class X>
-static void test_qk_norm(size_t N, size_t NH, size_t NKV, size_t HS, float eps) {
-    if (!case_begins("qk_norm %s N=%zu NH=%zu NKV=%zu HS=%zu eps=%g", type_name<X>(), N, NH, NKV, HS, eps)) return;
+static void test_qk_norm(size_t N, size_t NH, size_t NKV, size_t HS, float eps, bool add) {
+    if (!case_begins("qk_norm %s N=%zu NH=%zu NKV=%zu HS=%zu eps=%g%s", type_name<X>(), N, NH, NKV, HS, eps,
+                     add ? "" : " gains written"))
+        return;
     size_t heads = NH + NKV, row = (heads + NKV) * HS;
     Tensor<X> qkv(N * row), inputs(N * heads * HS), inputs_in(N * heads * HS), dqkv(N * row);
     Tensor<float> inverse(N * heads), inverse_in(N * heads), q_gain(HS), k_gain(HS), dq_gain(HS), dk_gain(HS),
         partials(qk_norm_partials(HS));
     Numbers y = fill(qkv, "qkv", 0.1, 1.5), gains[] = {fill(q_gain, "q_gain", 1, 0.5), fill(k_gain, "k_gain", 1, 0.5)};
-    Numbers dx = fill(dqkv, "dqkv", 0, 1), dgains[] = {fill(dq_gain, "dq_gain", 0, 1), fill(dk_gain, "dk_gain", 0, 1)};
+    Numbers dx = fill(dqkv, "dqkv", 0, 1), dgains[] = {start(dq_gain, "dq_gain", add), start(dk_gain, "dk_gain", add)};
     Numbers x(N * heads * HS), r(N * heads);
     for (size_t i = 0; i < N * heads; i++) {
         size_t at = (i / heads) * row + (i % heads) * HS, which = i % heads < NH ? 0 : 1;
@@ -408,8 +423,8 @@ static void test_qk_norm(size_t N, size_t NH, size_t NKV, size_t HS, float eps) 
     run_twice({&qkv, &inputs, &inverse},
               [&] { qk_norm_forward(qkv.device(), inputs.device(), inverse.device(), q, stream); });
     run_twice({&dqkv, &dq_gain, &dk_gain, &partials}, [&] {
-        qk_norm_backward(dqkv.device(), dq_gain.device(), dk_gain.device(), partials.device(), inputs_in.device(),
-                         inverse_in.device(), q, stream);
+        qk_norm_backward(dqkv.device(), {dq_gain.device(), add}, {dk_gain.device(), add}, partials.device(),
+                         inputs_in.device(), inverse_in.device(), q, stream);
     });
     compare("qkv", qkv, y, FORWARD);
     compare("inputs", inputs, x, 0);
@@ -427,8 +442,8 @@ template <class X>
 static void test_qk_norms(void) {
     static const size_t SHAPES[][4] = {{1, 1, 1, 48},  {33, 4, 2, 48}, {5, 12, 12, 64}, {17, 3, 1, 128}, {3, 8, 2, 6},
                                        {2, 2, 1, 256}, {2, 1, 1, 250}, {9, 3, 3, 16},   {1500, 8, 4, 64}};
-    for (const size_t *s : SHAPES) test_qk_norm<X>(s[0], s[1], s[2], s[3], 1e-5f);
-    test_qk_norm<X>(33, 4, 2, 24, 0.1f);
+    for (const size_t *s : SHAPES) test_qk_norm<X>(s[0], s[1], s[2], s[3], 1e-5f, true);
+    test_qk_norm<X>(33, 4, 2, 24, 0.1f, false);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -472,9 +487,12 @@ static void test_swiglus(void) {
 struct Gains {
     Tensor<float> q_gain, q_offset, k_gain, k_offset;
     Numbers values[4];
-    Gains(size_t HS, const char *name) : q_gain(HS), q_offset(HS), k_gain(HS), k_offset(HS) {
+    Gains(size_t HS, const char *name, bool given = true) : q_gain(HS), q_offset(HS), k_gain(HS), k_offset(HS) {
         Tensor<float> *all[] = {&q_gain, &q_offset, &k_gain, &k_offset};
-        for (int i = 0; i < 4; i++) values[i] = fill(*all[i], (std::string(name) + (char)('0' + i)).c_str(), 0.2, 1.5);
+        for (int i = 0; i < 4; i++) {
+            std::string full = name + std::to_string(i);
+            values[i] = given ? fill(*all[i], full.c_str(), 0.2, 1.5) : Numbers(HS);
+        }
     }
     GauGains device() const {
         return (GauGains){q_gain.device(), q_offset.device(), k_gain.device(), k_offset.device()};
@@ -543,14 +561,16 @@ static void compare_duvz(Tensor<X> &duvz, const Gau &g) {
 }
 
 template <class X>
-static void test_gau(size_t B, size_t T, size_t E, size_t HS, bool l2) {
-    if (!case_begins("gau %s B=%zu T=%zu E=%zu HS=%zu%s", type_name<X>(), B, T, E, HS, l2 ? " l2" : "")) return;
+static void test_gau(size_t B, size_t T, size_t E, size_t HS, bool l2, bool add = true) {
+    if (!case_begins("gau %s B=%zu T=%zu E=%zu HS=%zu%s%s", type_name<X>(), B, T, E, HS, l2 ? " l2" : "",
+                     add ? "" : " gains written"))
+        return;
     size_t N = B * T, W = 2 * E + HS, half = HS / 2;
     Tensor<X> uvz(N * W), q(N * HS), k(N * HS), v(N * E), q_in(N * HS), k_in(N * HS), dq(N * HS), dk(N * HS), dv(N * E),
         duvz(N * W);
     Tensor<float> inverses(2 * N), inverses_in(2 * N), cosines(T * half), sines(T * half),
         partials(gau_partials(N, HS));
-    Gains gains(HS, "gain"), grads(HS, "grad");
+    Gains gains(HS, "gain"), grads(HS, "grad", add);
     Gau g = {T,
              E,
              HS,
@@ -579,7 +599,8 @@ static void test_gau(size_t B, size_t T, size_t E, size_t HS, bool l2) {
                        gains.device(), rope, E, stream);
     });
     run_twice({&duvz, &grads.q_gain, &grads.q_offset, &grads.k_gain, &grads.k_offset, &partials}, [&] {
-        gau_backward<X>({duvz.device(), dq.device(), dk.device(), dv.device(), NULL}, grads.device(), partials.device(),
+        gau_backward<X>({duvz.device(), dq.device(), dk.device(), dv.device(), NULL}, grads.device(), add,
+                        partials.device(),
                         {uvz.device(), q_in.device(), k_in.device(), NULL, l2 ? inverses_in.device() : NULL},
                         gains.device(), rope, E, stream);
     });
@@ -625,6 +646,7 @@ static void test_gaus(void) {
                                        {2, 1100, 8, 128}, {1, 3, 1536, 128}, {1, 4, 1, 2}};
     for (const size_t *s : SHAPES)
         for (int l2 = 0; l2 < 2; l2++) test_gau<X>(s[0], s[1], s[2], s[3], l2);
+    test_gau<X>(2, 3, 48, 16, false, false);
     static const size_t GATES[][3] = {{1, 96, 320}, {33, 96, 320}, {5, 1536, 3200}, {3, 7, 20}};
     for (const size_t *g : GATES) test_gate<X>(g[0], g[1], g[2]);
 }
@@ -1110,18 +1132,18 @@ KERNEL void copies_test_kernel(T *out, const T *in) {
     int lane = threadIdx.x;
     store_16(&out[lane], load_16(&in[lane]));
     store_16(&out[32 + lane], load_16_streaming(&in[lane]));
+    store_16(&out[64 + lane], load_16_again(&in[lane]));
 }
 
 static void test_copies(void) {
     if (!case_begins("wrappers load_16 and store_16")) return;
-    Tensor<uint4> in(32), out(64);
+    Tensor<uint4> in(32), out(96);
     std::vector<uint4> x(32);
     for (unsigned i = 0; i < 32; i++) x[i] = make_uint4(i, 100 + i, 200 + i, ~i);
     upload(in, x);
     run_twice({&out},
               [&] { launch(copies_test_kernel<uint4>, dim3(1), dim3(32), 0, stream, out.device(), in.device()); });
-    check_true("not what was loaded",
-               !memcmp(out.now.data(), x.data(), 512) && !memcmp(out.now.data() + 512, x.data(), 512));
+    for (size_t i = 0; i < 3; i++) check_true("not what was loaded", !memcmp(out.now.data() + i * 512, x.data(), 512));
     case_ends();
 }
 
@@ -1311,7 +1333,7 @@ static void test_refusals(void) {
         {"an odd head size", "head size of 5",
          [](void *) { rope_forward<float>(NULL, NULL, Rope{1, 1, 1, 1, 5, NULL, NULL, false}, stream); }},
         {"too many channels", "24580 channels",
-         [](void *) { rmsnorm_backward<float>(NULL, NULL, NULL, NULL, {NULL, NULL, NULL, 1, 24580}, stream); }},
+         [](void *) { rmsnorm_backward<float>({}, {}, NULL, NULL, {NULL, NULL, NULL, 1, 24580}, stream); }},
         {"a head too wide for QK norms", "head size of 258",
          [](void *) { qk_norm_forward<float>(NULL, NULL, NULL, QkNorm{1, 1, 1, 258, 1e-5f, NULL, NULL}, stream); }},
         {"a gated unit too wide", "width 130",

@@ -80,11 +80,24 @@ static void test_version_1(void) {
     expect(0, "more is used than the limit");
 }
 
+static void test_resize(void) {
+    check_group("a buffer of another size");
+    MemoryPlan plan = {0};
+    char *a, *b;
+    memory_add(&plan, "a", (void **)&a, 1000);
+    memory_add(&plan, "b", (void **)&b, 256);
+    memory_resize(&plan, (void **)&a, 2000);
+    CHECK(plan.total == 2048 + 256 && plan.rows[0].bytes == 2000, "%zu bytes instead of 2,304", plan.total);
+    memory_resize(&plan, (void **)&a, 1);
+    CHECK(plan.total == 256 + 256, "%zu bytes instead of 512", plan.total);
+}
+
 int main(void) {
     if (!mkdtemp(root)) return 1;
     test_none();
     test_version_2();
     test_version_1();
+    test_resize();
     char command[PATH_MAX];
     snprintf(command, sizeof command, "rm -rf %s", root);
     CHECK(system(command) == 0, "%s could not be removed", root);
