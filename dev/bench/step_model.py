@@ -302,8 +302,8 @@ def flash(name, run, extra, launched=None):
 
 
 def attention_forward(run):
-    """On compute capability 9.0, the forward kernel is the one with wgmma. Until it is measured, its time is taken to be
-    that of the kernel with mma.sync."""
+    """On compute capability 9.0, the forward kernel is the one with wgmma. Until it is measured, its time is taken to
+    be that of the kernel with mma.sync."""
     N, m = run.N, run.model
     launched = "flash_forward_kernel" if run.device is DEVICES["a100"] else "flash90_forward_kernel"
     return [flash("flash_forward_kernel", run, 2 * N * m.query + 16 * N * m.heads, launched)]
