@@ -41,7 +41,7 @@ def budgets():
 
 def kernels():
     """{kernel: file} of all kernels in the programs."""
-    kernel = re.compile(r"\bKERNEL void (?:__launch_bounds__\([^()]*(?:\([^()]*\)[^()]*)*\) )?(\w+)\(")
+    kernel = re.compile(r"\bKERNEL void (?:__launch_bounds__\([^()]*(?:\([^()]*\)[^()]*)*\)\s+)?(\w+)\(")
     return {name: path.name for path in SOURCES for name in kernel.findall(path.read_text())}
 
 

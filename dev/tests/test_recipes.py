@@ -184,10 +184,11 @@ def test_shared_memory_of_a_block(tmp_path, dtype, model, heads, needed):
     flags = [CUDA_TRAIN, "--train-data", tmp_path / "d_train_*.bin", "--model", f"layers=1,vocab=97,{model}",
              "--dtype", dtype, "--batch", 1, "--seq-len", 8, "--steps", 1, "--out", tmp_path / "out"]
     if needed:
-        text = run(flags, code=USAGE, CUDA_ON_CPU_SHARED=99 * 1024)
+        text = run(flags, code=USAGE, CUDA_ON_CPU_CAPABILITY=86)
         says(text, f"a head size of {heads} needs {needed} KB of shared memory per block, but this GPU has only 99 KB.")
         assert not (tmp_path / "out").exists()
-    says(run(flags, CUDA_ON_CPU_SHARED=(needed or 99) * 1024), "ckpt/step-00000001")
+    enough = (needed or 99) * 1024
+    says(run(flags, CUDA_ON_CPU_CAPABILITY=86, CUDA_ON_CPU_SHARED=enough), "ckpt/step-00000001")
 
 
 # ---- scripts/switch_to_ssmax.sh
