@@ -123,6 +123,7 @@ def saving_and_pruning(out):
             old.rename(trash)
             shutil.rmtree(trash)
             step += 1
+            ended.wait(0.02)        # or a slow reader, under sanitizers, never gets to the end of a checkpoint
 
     thread = threading.Thread(target=save)
     thread.start()
